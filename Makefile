@@ -1,0 +1,28 @@
+# Needs Python 3.11+, make and git. `make demo` and `make test` create .venv and install what they need.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: install demo test lint clean
+
+install: .venv/installed
+
+.venv/installed: pyproject.toml
+	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"dpx needs Python 3.11 or later, got {v.major}.{v.minor}; say make PYTHON=python3.12")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --editable '.[examples,test]'
+	touch .venv/installed
+
+demo: install
+	$(BIN)/python -m examples.demo
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/basedpyright
+
+test: lint
+	$(BIN)/python -m pytest
+
+clean:
+	rm -rf .venv runs

@@ -1,0 +1,31 @@
+"""Coordinates that are plain subsets of the parameters."""
+
+import jax
+import jax.numpy as jnp
+
+from dpx.mechanism import Coordinates, Tree
+
+
+def trainable(mask: Tree) -> Coordinates:
+    """Only the layers where `mask` is True: the others give no gradient, get no noise and are not updated.
+
+    mask: a pytree prefix of the parameters, with Python bools. Use instead of optax.masked, which would let raw
+    per-example gradients of the masked layers through.
+    """
+    for leaf in jax.tree.leaves(mask):
+        if not isinstance(leaf, bool):
+            raise ValueError(f"mask must hold Python bools (public constants), got {leaf!r}")
+    if not any(jax.tree.leaves(mask)):
+        raise ValueError(f"mask must leave at least one layer trainable, got {mask!r}")
+
+    def encode(grad, state):
+        del state
+        return jax.tree.map(lambda keep, layer: layer if keep else None, mask, grad)
+
+    def decode(released, state, like):
+        def fill(keep, layer, shapes):
+            return layer if keep else jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+
+        return jax.tree.map(fill, mask, released, like), state
+
+    return Coordinates(init=lambda params: (), encode=encode, decode=decode, name=f"train {mask}", elementwise=True)

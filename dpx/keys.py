@@ -1,0 +1,34 @@
+"""Named streams of one secret key.
+
+Two random uses that share a stream can be subtracted from each other, so every use in dpx names its own.
+"""
+
+import zlib
+
+import jax
+import jax.numpy as jnp
+import optax
+
+
+def require(key: jax.Array) -> jax.Array:
+    """`key` as a typed PRNG key; ValueError if it is not one key."""
+    if not isinstance(key, jax.Array):
+        raise ValueError(f"key must be a jax PRNG key (jax.random.key(seed)), got {key!r}")
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        if key.dtype != jnp.uint32 or key.ndim != 1:
+            raise ValueError(f"key must be a jax PRNG key, got an array {key.dtype}{key.shape}")
+        key = jax.random.wrap_key_data(key)
+    if key.shape != ():
+        raise ValueError(f"key must be one key, got keys of shape {key.shape}")
+    return key
+
+
+def stream(key: jax.Array, name: str, step: jax.Array | int | None = None) -> jax.Array:
+    """The key of the use called `name`, at one step if a step is given."""
+    named = jax.random.fold_in(require(key), zlib.crc32(name.encode()))
+    return named if step is None else jax.random.fold_in(named, step)
+
+
+def normal_like(key: jax.Array, tree):
+    """Independent standard normals, float32, in the shape of `tree`: the noise of every mechanism."""
+    return optax.tree.random_like(key, tree, jax.random.normal, jnp.float32)

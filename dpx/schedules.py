@@ -1,0 +1,85 @@
+"""Numbers that change over the steps: what the mechanism runs with and what the bill reads are one closure."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Schedule = Callable[[jax.Array], jax.Array]
+ScalarOrSchedule = float | Schedule
+
+
+def at(value: ScalarOrSchedule, step: jax.Array) -> jax.Array:
+    """The number at one step, a float32 scalar."""
+    with jax.numpy_dtype_promotion("standard"):  # optax's schedules mix floats and ints
+        return jnp.asarray(value(step) if callable(value) else value).astype(jnp.float32)
+
+
+def over(value: ScalarOrSchedule, steps: int) -> np.ndarray:
+    """The numbers that steps 0 .. steps-1 run with, float64 (steps,): the float32 values of `at`, not rounded anew."""
+    if not callable(value):
+        return np.full(steps, np.float32(value), np.float64)
+    with jax.ensure_compile_time_eval():
+        numbers = jax.jit(jax.vmap(lambda step: at(value, step)))(jnp.arange(steps, dtype=jnp.int32))
+    if isinstance(numbers, jax.core.Tracer):
+        raise ValueError("a schedule must be a function of the step alone; this one depends on traced values (data?)")
+    return np.asarray(numbers, np.float64)
+
+
+def require_number(name: str, value: ScalarOrSchedule, *, minimum: float, exclusive: bool) -> ScalarOrSchedule:
+    """A schedule unchanged, or a float; ValueError unless it is a finite number above `minimum`."""
+    if callable(value):
+        return value
+    bound = f"{'above' if exclusive else 'at least'} {minimum}"
+    if isinstance(value, jax.core.Tracer):
+        raise ValueError(
+            f"{name} must be a number or a function of the step, not a traced value: it could not be billed"
+        )
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} must be a finite number {bound}, or a schedule; got {value!r}") from None
+    if not np.isfinite(number) or number < minimum or (exclusive and number == minimum):
+        raise ValueError(f"{name} must be a finite number {bound}, or a schedule; got {number}")
+    return number
+
+
+def inverse_power(init_value: float, *, power: float) -> Schedule:
+    """init_value / k^power at the k-th step, k = 1, 2, ...: the noise of D2P2-SGD.
+
+    Its theorems need power 1/2; its experiments used 1/4 with k counting epochs (`hold` it for the steps of an epoch).
+    """
+    require_number("init_value", init_value, minimum=0, exclusive=True)
+    require_number("power", power, minimum=0, exclusive=False)
+    return lambda step: init_value * (step.astype(jnp.float32) + 1) ** -power
+
+
+def hold(schedule: Schedule, *, every: int) -> Schedule:
+    """`schedule` counting blocks of `every` steps (an epoch) instead of steps."""
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise ValueError(f"every must be a whole number of at least 1, got {every!r}")
+    return lambda step: schedule(step // every)
+
+
+def growing_mu(noise_multiplier: float, *, rho_mu: float, steps: int) -> Schedule:
+    """The noise multiplier 1/mu_t for mu_t = rho_mu^(t/T) mu_0, t = 1..T: noise that falls as training goes on.
+
+    noise_multiplier: 1/mu_0. rho_mu: at least 1; the privacy parameter of the last step over that before the first.
+    Dynamic DP-SGD, Du et al. 2021, https://arxiv.org/abs/2111.00173.
+    """
+    return _geometric("noise_multiplier", noise_multiplier, "rho_mu", rho_mu, steps)
+
+
+def sensitivity_decay(clip_norm: float, *, rho_c: float, steps: int) -> Schedule:
+    """The clip norm C_t = rho_c^(-t/T) C_0, t = 1..T. rho_c: at least 1. Du et al. 2021."""
+    return _geometric("clip_norm", clip_norm, "rho_c", rho_c, steps)
+
+
+def _geometric(name: str, init_value: float, rho_name: str, rho: float, steps: int) -> Schedule:
+    """init_value * rho^(-t/T) at the t-th of T steps."""
+    require_number(name, init_value, minimum=0, exclusive=False)
+    require_number(rho_name, rho, minimum=1, exclusive=False)
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"steps must be a whole number of at least 1, got {steps!r}")
+    return lambda step: init_value * rho ** (-(step.astype(jnp.float32) + 1) / steps)

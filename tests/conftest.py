@@ -1,0 +1,13 @@
+"""The strictest jax: no silent rank or dtype promotion in dpx. (optax's Adam needs dtype promotion: see `promoting`.)"""
+
+import jax
+import pytest
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+@pytest.fixture
+def promoting():
+    with jax.numpy_dtype_promotion("standard"):
+        yield

@@ -1,0 +1,471 @@
+"""The privacy contract: every mechanism x every line. A property is tested here or not claimed.
+
+Each line is a check that a broken mechanism must fail: `test_broken_mechanisms_fail` runs them on mechanisms broken on
+purpose. Statistical checks have fixed keys; their false-alarm rate is stated where they stand.
+"""
+
+import functools
+import math
+
+import attrs
+import dp_accounting
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.flatten_util import ravel_pytree
+
+import dpx
+from dpx import keys
+from dpx.mechanism import ReleaseState, sum_contributions
+from tests.mechanisms import MECHANISMS, PARAMS, POISSON, Case
+
+STEPS = (0, 1, 4)
+DRAWS = 4000
+ROWS = 6
+
+
+def gradients(seed: int, scale: float = 1.0, examples: int = ROWS):
+    """Per-example gradients in the shape of PARAMS, with the examples on axis 0."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda p: jnp.asarray(scale * rng.normal(size=(examples, *p.shape)), jnp.float32), PARAMS)
+
+
+@functools.cache
+def paths(case: Case):
+    """The ways to a private gradient: (per-example gradients, state, weights) -> (updates, state)."""
+    mechanism = case.mechanism
+
+    def stacked(grads, state, weights):
+        return mechanism.update(grads, state, PARAMS, weights=weights)
+
+    def from_loss(microbatch_size):
+        def loss(params, example):  # its gradient with respect to the parameters is the example itself
+            return sum(jax.tree.leaves(jax.tree.map(lambda p, g: jnp.sum(p * g), params, example)))
+
+        def path(grads, state, weights):
+            gradient = dpx.private_grad(loss, mechanism, microbatch_size=microbatch_size)
+            updates, state, _ = gradient(PARAMS, grads, state, weights=weights)
+            return updates, state
+
+        return path
+
+    return [jax.jit(path) for path in (stacked, from_loss(None), from_loss(4))]
+
+
+@functools.cache
+def adapted_state(case: Case, step: int):
+    """The state after `step` releases of some data."""
+    if step == 0:
+        return case.mechanism.init(PARAMS)
+    return paths(case)[0](gradients(100 + step), adapted_state(case, step - 1), jnp.ones(ROWS))[1]
+
+
+@functools.cache
+def sums_of(case: Case):
+    mechanism = case.mechanism
+    return jax.jit(lambda grads, state: sum_contributions(mechanism, grads, state, None))
+
+
+def zero_sums(case: Case, state):
+    return jax.tree.map(jnp.zeros_like, sums_of(case)(gradients(0, examples=1), state))
+
+
+def norm(tree) -> float:
+    return float(np.linalg.norm(np.asarray(ravel_pytree(tree)[0], np.float64)))
+
+
+def close(left, right, tolerance=1e-6):
+    assert jax.tree.structure(left) == jax.tree.structure(right)
+    largest = max([float(jnp.max(jnp.abs(leaf), initial=0)) for leaf in jax.tree.leaves(right)], default=0)
+    for one, other in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
+        np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance * largest)
+
+
+# 1
+def check_bounded(case: Case):
+    """|contribution| <= C(t)(1 + 1e-6) for any gradient; a non-finite example contributes zero."""
+    for step in STEPS:
+        state = adapted_state(case, step)
+        for dtype in (jnp.float32, jnp.float16, jnp.bfloat16):
+            for value in (0, 1e-30, 1e-6, 0.1, 1, 5e4, 3e38, math.nan, math.inf, -math.inf):
+                for position in (None, "kernel", "bias", "scale"):  # everywhere, or in one leaf among ordinary values
+                    grads = gradients(1, examples=1)
+                    for name in PARAMS if position is None else [position]:
+                        grads[name] = jnp.sign(grads[name]) * value
+                    grads = jax.tree.map(lambda g, dtype=dtype: g.astype(dtype), grads)
+                    sums = sums_of(case)(grads, state)
+                    assert norm(sums) <= case.clip(step) * (1 + 1e-6), (step, dtype, value, position)
+                    finite = all(jnp.all(jnp.isfinite(g)) for name, g in grads.items() if name not in case.frozen)
+                    assert finite or norm(sums) == 0
+
+
+# 2
+def check_adjacent(case: Case):
+    """Leaving one example out moves the sum, and so the update times B, by at most C(t), on every path."""
+    grads = gradients(2, 3.0)
+    grads["kernel"] = grads["kernel"].at[2].multiply(1e6)
+    for path in paths(case):
+        for step in STEPS:
+            state = adapted_state(case, step)
+            everyone, _ = path(grads, state, jnp.ones(ROWS))
+            for i in range(ROWS):
+                others, _ = path(grads, state, jnp.ones(ROWS).at[i].set(0))
+                move = jax.tree.map(lambda a, b: (a - b) * case.mechanism.sampling.divisor, everyone, others)
+                assert norm(move) <= case.clip(step) * (1 + 1e-5)
+
+
+# 3
+def check_padding(case: Case):
+    """Rows of weight 0 change nothing, in any position, after adaptation. An empty batch is a step of pure noise."""
+    real = gradients(3, examples=ROWS - 2)
+    unpadded = jax.jit(case.mechanism.update)
+    for path in paths(case):
+        for position in (0, 3, ROWS - 2):
+            rows = [*range(position), None, None, *range(position, ROWS - 2)]
+            weights = jnp.array([0.0 if row is None else 1.0 for row in rows])
+            padded = jax.tree.map(
+                lambda g, rows=rows: jnp.stack(
+                    [jnp.full_like(g[0], garbage(i)) if r is None else g[r] for i, r in enumerate(rows)]
+                ),
+                real,
+            )
+            state = padded_state = adapted_state(case, 2)
+            for _ in range(2):
+                updates, state = unpadded(real, state, PARAMS)
+                padded_updates, padded_state = path(padded, padded_state, weights)
+                close(padded_updates, updates)
+                close(padded_state, state)
+        state = adapted_state(case, 1)
+        noise, after_noise = case.mechanism.release(zero_sums(case, state), state, PARAMS)
+        empty, after = path(gradients(3), state, jnp.zeros(ROWS))
+        close((empty, after), (noise, after_noise))
+        without_rows, after = path(gradients(3, examples=0), state, jnp.zeros(0))
+        close((without_rows, after), (noise, after_noise))
+
+
+def garbage(position: int) -> float:
+    return (math.nan, 1e30, -math.inf)[position % 3]
+
+
+# 4
+def check_additive(case: Case):
+    """Any microbatching and plain optax agree."""
+    weights = jnp.ones(ROWS).at[2].set(0)
+    for step in STEPS:
+        first, *others = [path(gradients(4), adapted_state(case, step), weights) for path in paths(case)]
+        for other in others:
+            close(other, first)
+
+
+# 5
+def noise_draws(case: Case, step: int) -> np.ndarray:
+    """release(0) at one step under DRAWS keys, times B; (DRAWS, coordinates)."""
+    state = adapted_state(case, step)
+    zeros = zero_sums(case, state)
+
+    def draw(key):
+        mechanism = case.make(key)
+        updates, _ = mechanism.release(zeros, state, PARAMS)
+        return ravel_pytree(updates)[0] * mechanism.sampling.divisor
+
+    return np.asarray(jax.jit(jax.vmap(draw))(jax.random.split(jax.random.key(11), DRAWS)), np.float64)
+
+
+def assert_standard(draws: np.ndarray):
+    """Every coordinate has mean 0 and deviation 1. False alarm below 1e-5 a coordinate (4.5 standard errors)."""
+    n = len(draws)
+    np.testing.assert_array_less(np.abs(draws.mean(0)), 4.5 / math.sqrt(n))
+    np.testing.assert_array_less(np.abs(draws.std(0) - 1), 4.5 / math.sqrt(2 * n))
+
+
+def check_noise(case: Case):
+    """std of release(0) is sigma(t) C(t) / B on every coordinate that can carry gradient; independent over all."""
+    moving, _ = ravel_pytree({name: jnp.full(p.shape, name not in case.frozen) for name, p in PARAMS.items()})
+    moving = np.asarray(moving)
+    over_steps = []
+    for step in STEPS:
+        draws = noise_draws(case, step)
+        assert not draws[:, ~moving].any()
+        standard = draws[:, moving] / (case.multiplier(step) * case.clip(step))
+        assert_standard(standard)
+        for wrong in (2 / 3, 3 / 2):
+            with pytest.raises(AssertionError):
+                assert_standard(standard * wrong)
+        over_steps.append(standard)
+    # across leaves, coordinates and steps: |correlation| below 5.5 standard errors; false alarm below 1e-4 in all
+    correlation = np.corrcoef(np.concatenate(over_steps, axis=1), rowvar=False)
+    np.testing.assert_array_less(np.abs(correlation - np.eye(len(correlation))), 5.5 / math.sqrt(DRAWS))
+
+
+def check_resume(case: Case):
+    """A state that is stored and restored goes on with the same noise."""
+    state = adapted_state(case, 3)
+    restored = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), state)
+    again = jax.jit(case.make(jax.random.key(7)).update)(gradients(5), restored, PARAMS)
+    close(again, paths(case)[0](gradients(5), state, jnp.ones(ROWS)))
+
+
+# 6
+def check_cost(case: Case):
+    """event(t) bills exactly the multipliers that release used, and the state counts the releases."""
+    mechanism = case.mechanism
+    for steps in (0, 1, 2, 5, 7):
+        expected = mechanism.sampling.event(np.float32([case.multiplier(t) for t in range(steps)]).astype(float))
+        assert flat(mechanism.event(steps)) == pytest.approx(flat(expected), rel=1e-6)
+    assert dpx.steps_taken(adapted_state(case, 4)) == 4
+
+
+def flat(event) -> dict:
+    """An event tree as {path: number}."""
+    if isinstance(event, dp_accounting.DpEvent):
+        parts = {field.name: getattr(event, field.name) for field in attrs.fields(type(event))}
+    elif isinstance(event, list | tuple):
+        parts = dict(enumerate(event))
+    else:
+        return {(): event}
+    return {
+        (type(event).__name__, name, *path): leaf for name, part in parts.items() for path, leaf in flat(part).items()
+    }
+
+
+# 7
+def check_secrecy(case: Case, monkeypatch: pytest.MonkeyPatch):
+    """Two runs with other data and the same released values differ in nothing that `public` hands out.
+
+    The noise of the second run is what makes up for its other sums.
+    """
+    mechanism = case.mechanism
+    state = adapted_state(case, 2)
+    sums = sums_of(case)(gradients(6), state)
+    shifts = jax.tree.map(lambda s: 0.5 * jnp.cos(jnp.arange(s.size, dtype=jnp.float32)).reshape(s.shape), sums)
+    other_sums = jax.tree.map(jnp.add, sums, shifts)
+    deviation = case.multiplier(2) * case.clip(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(keys, "normal_like", lambda key, tree: jax.tree.map(jnp.ones_like, tree))
+        released, after = mechanism.release(sums, state, PARAMS)
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            keys, "normal_like", lambda key, tree: jax.tree.map(lambda t, s: 1 - s / deviation, tree, shifts[0])
+        )
+        other_released, other_after = mechanism.release(other_sums, state, PARAMS)
+    close(other_released, released, 1e-5)
+    close(dpx.public(other_after), dpx.public(after), 1e-5)
+
+
+# 8
+def check_divisor(case: Case):
+    """The divisor is the expected batch size: twice the examples, twice the gradient; never the realised size."""
+    state = adapted_state(case, 0)
+    noise, _ = case.mechanism.release(zero_sums(case, state), state, PARAMS)
+    one = gradients(8, 0.01, examples=1)
+    contribution = norm(sums_of(case)(one, state))
+    for copies in (1, 2, ROWS):
+        for path in (paths(case)[0], paths(case)[2]):
+            grads = jax.tree.map(lambda g, n=copies: jnp.concatenate([g] * n), one)
+            updates, _ = path(grads, state, jnp.ones(copies))
+            signal = jax.tree.map(lambda u, n: (u - n) * case.mechanism.sampling.divisor, updates, noise)
+            np.testing.assert_allclose(norm(signal), copies * contribution, rtol=1e-4)
+
+
+# 10
+def check_branches(case: Case):
+    """No conditional and no data-dependent loop stands between raw data and what leaves."""
+    for path in paths(case):
+        found = primitives(jax.make_jaxpr(path)(gradients(9), adapted_state(case, 0), jnp.ones(ROWS)).jaxpr)
+        assert not found & {"cond", "while"}, found
+
+
+def primitives(jaxpr) -> set[str]:
+    found = set()
+    for equation in jaxpr.eqns:
+        found.add(equation.primitive.name)
+        for parameter in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            inner = getattr(parameter, "jaxpr", parameter)
+            if hasattr(inner, "eqns"):
+                found |= primitives(inner)
+    return found
+
+
+LINES = [
+    check_bounded,
+    check_adjacent,
+    check_padding,
+    check_additive,
+    check_noise,
+    check_resume,
+    check_cost,
+    check_divisor,
+    check_branches,
+]
+
+
+@pytest.mark.parametrize("case", MECHANISMS, ids=lambda case: case.name)
+@pytest.mark.parametrize("line", LINES, ids=lambda line: line.__name__.removeprefix("check_"))
+def test_contract(line, case):
+    line(case)
+
+
+@pytest.mark.parametrize("case", MECHANISMS, ids=lambda case: case.name)
+def test_contract_secrecy(case, monkeypatch):
+    check_secrecy(case, monkeypatch)
+
+
+# 9
+@pytest.mark.parametrize("key", [None, 0, np.zeros(2, np.uint32), jnp.zeros(3), jax.random.split(jax.random.key(0), 2)])
+def test_no_default_key(key):
+    with pytest.raises(TypeError, match="key"):
+        dpx.dp_sgd(clip_norm=1.0, noise_multiplier=1.0, sampling=POISSON)  # type: ignore
+    with pytest.raises(ValueError, match="key"):
+        dpx.dp_sgd(clip_norm=1.0, noise_multiplier=1.0, sampling=POISSON, key=key)
+
+
+def test_named_streams_are_apart():
+    key = jax.random.key(3)
+    streams = [keys.stream(key, name, step) for name in ("noise", "sampling") for step in (None, 0, 1)]
+    data = [tuple(np.asarray(jax.random.key_data(stream))) for stream in streams]
+    assert len(set(data)) == len(data)
+    raw = jax.random.key_data(key)  # an old-style key is the same key
+    assert jax.random.key_data(keys.stream(raw, "noise")).tolist() == jax.random.key_data(streams[0]).tolist()
+
+
+# What is broken, and the lines that must see it.
+
+
+def _broken(name, change):
+    base = MECHANISMS[1]  # scheduled
+    return base._replace(name=name, make=lambda key: change(base.make(key), key))
+
+
+def _no_clip(m, key):
+    return m.replace(weigh=lambda norms, state: (jnp.ones_like(norms),))
+
+
+def _clip_of_the_next_step(m, key):
+    return m.replace(weigh=lambda norms, state: m.weigh(norms, ReleaseState(state.step - 1)))
+
+
+def _half_noise(m, key):
+    return m.replace(release=lambda sums, state, params: _scaled_noise(m, sums, state, params, 0.5))
+
+
+def _scaled_noise(m, sums, state, params, factor):
+    noisy, after = m.release(sums, state, params)
+    exact = jax.tree.map(lambda s: s / m.sampling.divisor, sums[0])
+    return jax.tree.map(lambda n, e: e + factor * (n - e), noisy, exact), after
+
+
+def _reused_key(m, key):
+    def release(sums, state, params):
+        scale = m.release(sums, state, params)  # the right scale would need the schedules: only the key is wrong here
+        del scale
+        noise = keys.normal_like(jax.random.fold_in(keys.stream(key, "noise"), 0), sums[0])
+        deviation = 2 * 0.9 ** state.step.astype(jnp.float32) * (1 - 0.05 * state.step.astype(jnp.float32))
+        updates = jax.tree.map(lambda s, n: (s + deviation * n) / m.sampling.divisor, sums[0], noise)
+        return updates, ReleaseState(state.step + 1)
+
+    return m.replace(release=release)
+
+
+def _one_key_for_all_leaves(m, key):
+    def release(sums, state, params):
+        noise = jax.tree.map(
+            lambda s: jax.random.normal(jax.random.fold_in(keys.stream(key, "n"), state.step), s.shape), sums[0]
+        )
+        deviation = 2 * 0.9 ** state.step.astype(jnp.float32) * (1 - 0.05 * state.step.astype(jnp.float32))
+        updates = jax.tree.map(lambda s, n: (s + deviation * n) / m.sampling.divisor, sums[0], noise)
+        return updates, ReleaseState(state.step + 1)
+
+    return m.replace(release=release)
+
+
+def _leaf_without_noise(m, key):
+    def release(sums, state, params):
+        updates, after = m.release(sums, state, params)
+        return updates | {"bias": sums[0]["bias"] / m.sampling.divisor}, after
+
+    return m.replace(release=release)
+
+
+def _realised_divisor(m, key):
+    def update(grads, state, params=None, *, weights=None):
+        updates, after = m.update(grads, state, params, weights=weights)
+        rows = grads["bias"].shape[0]
+        return jax.tree.map(lambda u: u * m.sampling.divisor / max(rows, 1), updates), after
+
+    broken = m.replace()
+    return _with_update(broken, update)
+
+
+def _with_update(m, update):
+    class Updated(dpx.Mechanism):
+        pass
+
+    broken = tuple.__new__(Updated, (m.init, update))
+    broken.__dict__.update(m.__dict__)
+    return broken
+
+
+def _weights_ignored(m, key):
+    return _with_update(m, lambda grads, state, params=None, *, weights=None: m.update(grads, state, params))
+
+
+def _bills_less(m, key):
+    return m.replace(event=lambda steps: m.event(max(steps - 1, 0)))
+
+
+def _bills_shifted(m, key):
+    return m.replace(
+        event=lambda steps: m.sampling.event(np.float32([2 * 0.9 ** (t - 1) for t in range(steps)]).astype(float))
+    )
+
+
+def _counts_nothing(m, key):
+    return m.replace(release=lambda sums, state, params: (m.release(sums, state, params)[0], state))
+
+
+def _leaks_sums(m, key):
+    def release(sums, state, params):
+        updates, after = m.release(sums, state["inner"], params)
+        return updates, {"inner": after, "last": sums}
+
+    return m.replace(
+        init=lambda params: {"inner": m.init(params), "last": (jax.tree.map(jnp.zeros_like, params),)},
+        weigh=lambda norms, state: m.weigh(norms, state["inner"]),
+        release=release,
+    )
+
+
+def _branches(m, key):
+    def release(sums, state, params):
+        updates, after = m.release(sums, state, params)
+        return jax.lax.cond(
+            sums[0]["scale"] > 0, lambda u: u, lambda u: jax.tree.map(jnp.zeros_like, u), updates
+        ), after
+
+    return m.replace(release=release)
+
+
+BROKEN = [
+    (_no_clip, {check_bounded, check_adjacent}),
+    (_clip_of_the_next_step, {check_bounded}),
+    (_half_noise, {check_noise}),
+    (_reused_key, {check_noise}),
+    (_one_key_for_all_leaves, {check_noise}),
+    (_leaf_without_noise, {check_noise}),
+    (_realised_divisor, {check_divisor, check_additive}),
+    (_weights_ignored, {check_padding, check_additive}),
+    (_bills_less, {check_cost}),
+    (_bills_shifted, {check_cost}),
+    (_counts_nothing, {check_cost}),
+    (_leaks_sums, {check_secrecy}),
+    (_branches, {check_branches}),
+]
+
+
+@pytest.mark.parametrize(("change", "lines"), BROKEN, ids=lambda value: getattr(value, "__name__", ""))
+def test_broken_mechanisms_fail(change, lines, monkeypatch):
+    case = _broken(change.__name__, change)
+    for line in lines:
+        with pytest.raises(AssertionError):
+            line(case, monkeypatch) if line is check_secrecy else line(case)

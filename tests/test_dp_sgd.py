@@ -1,0 +1,185 @@
+"""DP-SGD against what others compute: the pseudo-code in NumPy, and optax's own aggregation at zero noise."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import dpx
+
+SAMPLING = dpx.PoissonSampling(examples=500, batch_size=16)
+KEY = jax.random.key(0)
+
+
+def model():
+    rng = np.random.default_rng(0)
+    params = {"w": jnp.asarray(rng.normal(size=(5, 3)), jnp.float32), "b": jnp.asarray(rng.normal(size=3), jnp.float32)}
+    batch = {
+        "x": jnp.asarray(rng.normal(size=(16, 5)), jnp.float32),
+        "y": jnp.asarray(rng.normal(size=(16, 3)), jnp.float32),
+    }
+    return params, batch
+
+
+def loss(params, example):
+    return jnp.sum((example["x"] @ params["w"] + params["b"] - example["y"]) ** 2)
+
+
+def dp_sgd(**changes):
+    return dpx.dp_sgd(**({"clip_norm": 1.5, "noise_multiplier": 0.0, "sampling": SAMPLING, "key": KEY} | changes))
+
+
+def numpy_dp_sgd(params, batches, clip_norms, learning_rate, divisor):
+    """Algorithm 1 of Abadi et al. 2016 without noise, in float64, the gradients of `loss` by hand."""
+    w, b = np.asarray(params["w"], np.float64), np.asarray(params["b"], np.float64)
+    for (x, y), clip in zip(batches, clip_norms, strict=True):
+        total_w, total_b = np.zeros_like(w), np.zeros_like(b)
+        for i in range(len(x)):
+            residual = 2 * (x[i] @ w + b - y[i])
+            grad_w, grad_b = np.outer(x[i], residual), residual
+            factor = 1 / max(1, np.sqrt((grad_w**2).sum() + (grad_b**2).sum()) / clip)
+            total_w += factor * grad_w
+            total_b += factor * grad_b
+        w, b = w - learning_rate * total_w / divisor, b - learning_rate * total_b / divisor
+    return {"w": w, "b": b}
+
+
+@pytest.mark.parametrize("microbatch_size", [None, 5])
+@pytest.mark.parametrize("clip_norm", [1.5, optax.linear_schedule(3.0, 0.3, 4)])
+def test_equals_the_pseudo_code(clip_norm, microbatch_size):
+    params, batch = model()
+    expected = numpy_dp_sgd(
+        params,
+        [(np.asarray(batch["x"]), np.asarray(batch["y"]))] * 4,
+        [float(clip_norm(t)) if callable(clip_norm) else clip_norm for t in range(4)],
+        0.1,
+        SAMPLING.divisor,
+    )
+    optimizer = dpx.chain(dp_sgd(clip_norm=clip_norm), optax.sgd(0.1))
+    gradient = jax.jit(dpx.private_grad(loss, optimizer, microbatch_size=microbatch_size))
+    state = optimizer.init(params)
+    for _ in range(4):
+        updates, state, losses = gradient(params, batch, state)
+        params = optax.apply_updates(params, updates)
+    assert losses.shape == (16,)
+    for name in params:
+        np.testing.assert_allclose(params[name], expected[name], rtol=1e-6, atol=1e-6)
+
+
+def test_equals_optax_at_zero_noise():
+    params, batch = model()
+    grads = jax.vmap(jax.grad(loss), (None, 0))(params, batch)
+    theirs = optax.contrib.differentially_private_aggregate(1.5, 0.0, key=jax.random.key(1))
+    expected, _ = theirs.update(grads, theirs.init(params), params)
+    mechanism = dp_sgd()
+    updates, _ = mechanism.update(grads, mechanism.init(params), params)
+    for name in params:
+        np.testing.assert_allclose(updates[name], expected[name], rtol=1e-6, atol=1e-6)
+
+
+def test_automatic_clipping_equals_its_formula():
+    params, batch = model()
+    grads = jax.vmap(jax.grad(loss), (None, 0))(params, batch)
+    norms = np.sqrt(sum((np.asarray(g, np.float64).reshape(16, -1) ** 2).sum(1) for g in grads.values()))
+    mechanism = dpx.normalized(dp_sgd(clip_norm=1.0), gamma=0.05)
+    updates, _ = mechanism.update(grads, mechanism.init(params), params)
+    for name in params:
+        expected = np.tensordot(1 / (norms + 0.05), np.asarray(grads[name], np.float64), 1) / SAMPLING.divisor
+        np.testing.assert_allclose(updates[name], expected, rtol=1e-6, atol=1e-7)
+
+
+def test_per_layer_clipping_clips_each_layer_and_scales_the_noise_to_the_whole():
+    params, batch = model()
+    grads = jax.vmap(jax.grad(loss), (None, 0))(params, batch)
+    clip_norm = {"w": 3.0, "b": 4.0}
+    mechanism = dp_sgd(clip_norm=clip_norm)
+    updates, _ = mechanism.update(grads, mechanism.init(params), params)
+    for name in params:
+        rows = np.asarray(grads[name], np.float64).reshape(16, -1)
+        rows *= np.minimum(1, clip_norm[name] / np.linalg.norm(rows, axis=1))[:, None]
+        np.testing.assert_allclose(updates[name].ravel() * SAMPLING.divisor, rows.sum(0), rtol=1e-5, atol=1e-5)
+    noisy = dp_sgd(clip_norm=clip_norm, noise_multiplier=2.0)
+    plain = dp_sgd(clip_norm=5.0, noise_multiplier=2.0)  # sqrt(9 + 16)
+    none = jax.tree.map(lambda g: g[:0], grads)
+    assert noisy.event(3) == plain.event(3)
+    for name in params:
+        np.testing.assert_allclose(
+            noisy.update(none, noisy.init(params))[0][name], plain.update(none, plain.init(params))[0][name], rtol=1e-6
+        )
+
+
+def test_any_optax_optimizer_either_way(promoting):
+    params, batch = model()
+    mechanism = dp_sgd(noise_multiplier=1.0)
+    grads = jax.vmap(jax.grad(loss), (None, 0))(params, batch)
+    for transform in (optax.adam(0.1), optax.adamw(0.1), optax.sgd(0.1, momentum=0.9), optax.lion(0.1)):
+        by_optax = optax.chain(mechanism, transform)
+        expected, state = by_optax.update(grads, by_optax.init(params), params, weights=jnp.ones(16))
+        assert dpx.steps_taken(state) == 1
+        by_dpx = dpx.chain(mechanism, transform)
+        updates, state, _ = dpx.private_grad(loss, by_dpx, microbatch_size=8)(params, batch, by_dpx.init(params))
+        assert dpx.steps_taken(state) == 1
+        for name in params:
+            np.testing.assert_allclose(updates[name], expected[name], rtol=1e-5, atol=1e-6)
+
+
+def test_calibrated_by_what_may_be_spent():
+    mechanism = dp_sgd(noise_multiplier=None, epsilon=2.0, delta=1e-5, steps=100)
+    assert 1.98 <= dpx.epsilon(mechanism, 100, delta=1e-5) <= 2.0
+    for wrong in ({"epsilon": 2.0}, {"epsilon": 2.0, "delta": 1e-5}, {"noise_multiplier": None}):
+        with pytest.raises(ValueError, match="noise_multiplier"):
+            dp_sgd(**wrong)
+
+
+def test_prints_its_pipeline():
+    text = str(dpx.in_coordinates(dp_sgd(noise_multiplier=1.25), dpx.trainable({"w": True, "b": False})))
+    for part in (
+        "train",
+        "clip to norm 1.5",
+        "noise of 1.25",
+        "expected batch size 16",
+        "PoissonSampling(examples=500",
+    ):
+        assert part in text
+    assert text.index("train") < text.index("clip") < text.index("noise") < text.index("undo")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"clip_norm": -1.0}, "clip_norm must be a finite number at least 1e-12.*got -1.0"),
+        ({"clip_norm": 0.0}, "clip_norm"),
+        ({"clip_norm": float("nan")}, "clip_norm"),
+        ({"clip_norm": {"w": 1.0, "b": -1.0}}, "clip_norm"),
+        ({"clip_norm": {}}, "clip_norm must hold"),
+        ({"clip_norm": "1"}, None),
+        ({"noise_multiplier": -0.1}, "noise_multiplier.*got -0.1"),
+        ({"noise_multiplier": float("inf")}, "noise_multiplier"),
+        ({"noise_multiplier": [1.0, 2.0]}, "noise_multiplier"),
+        ({"sampling": None}, "sampling must be"),
+    ],
+)
+def test_bad_configuration(changes, message):
+    if message is None:
+        assert dp_sgd(**changes).event(1)  # a number in words is a number
+        return
+    with pytest.raises(ValueError, match=message):
+        dp_sgd(**changes)
+
+
+def test_bad_schedules_are_found_by_the_bill():
+    with pytest.raises(
+        ValueError, match="noise_multiplier must be finite and at least 0 at every step, got -0.5 at step 3"
+    ):
+        dp_sgd(noise_multiplier=optax.linear_schedule(1.0, -1.0, 4)).event(5)
+    with pytest.raises(ValueError, match="clip_norm must be finite"):
+        dp_sgd(clip_norm=optax.linear_schedule(1.0, 0.0, 4)).event(5)
+
+
+def test_data_cannot_set_the_noise():
+    def train(data):
+        return dp_sgd(noise_multiplier=data.mean()).event(1)
+
+    with pytest.raises(ValueError, match="traced"):
+        jax.jit(train)(jnp.ones(3))

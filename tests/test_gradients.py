@@ -1,0 +1,152 @@
+"""private_grad: under jit, scan, donation and sharding; in half precision; on bad shapes."""
+
+import subprocess
+import sys
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import dpx
+from tests.test_dp_sgd import dp_sgd, loss, model
+
+
+@pytest.mark.parametrize("microbatch_size", [1, 3, 8, 16, 100])
+@pytest.mark.parametrize("backend", ["cpu", "other"])
+def test_microbatches_equal_the_whole(microbatch_size, backend, monkeypatch):
+    params, batch = model()
+    mechanism = dp_sgd(noise_multiplier=1.0)
+    weights = jnp.ones(16).at[5].set(0)
+    expected = dpx.private_grad(loss, mechanism)(params, batch, mechanism.init(params), weights=weights)
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    gradient = jax.jit(dpx.private_grad(loss, mechanism, microbatch_size=microbatch_size))
+    actual = gradient(params, batch, mechanism.init(params), weights=weights)
+    chex.assert_trees_all_close(actual, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_scan_and_donation():
+    params, batch = model()
+    optimizer = dpx.chain(dp_sgd(noise_multiplier=1.0), optax.sgd(0.1, momentum=0.9))
+    gradient = dpx.private_grad(loss, optimizer, microbatch_size=8)
+
+    def step(carry, _):
+        params, state = carry
+        updates, state, losses = gradient(params, batch, state)
+        return (optax.apply_updates(params, updates), state), losses
+
+    carry = (params, optimizer.init(params))
+    scanned, _ = jax.jit(lambda carry: jax.lax.scan(step, carry, length=5))(carry)
+    jitted = jax.jit(lambda carry: step(carry, None)[0], donate_argnums=0)
+    carry = jax.tree.map(jnp.array, carry)
+    for _ in range(5):
+        carry = jitted(carry)
+    chex.assert_trees_all_close(carry, scanned, rtol=1e-5, atol=1e-6)
+    assert dpx.steps_taken(carry[1]) == 5
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_half_precision_parameters(dtype):
+    """The update has the parameters' dtype, the state keeps its shape under scan; the sum is exact in float32."""
+    params = {"w": jnp.zeros((2,), dtype)}
+    mechanism = dpx.dp_sgd(
+        clip_norm=1000.0, noise_multiplier=0.0, sampling=dpx.FullBatch(examples=1000), key=jax.random.key(0)
+    )
+    optimizer = dpx.chain(mechanism, optax.trace(0.5))
+
+    def linear(params, example):
+        return jnp.sum(params["w"] * example)
+
+    batch = jnp.ones((1000, 2), dtype)
+    gradient = dpx.private_grad(linear, optimizer, microbatch_size=300)
+    state = optimizer.init(params)
+    updates, after, _ = gradient(params, batch, state)
+    assert updates["w"].dtype == dtype
+    np.testing.assert_array_equal(updates["w"], np.ones(2))  # a bfloat16 sum of 1000 ones would stop at 256
+    chex.assert_trees_all_equal_shapes_and_dtypes(state, after)
+
+
+def test_batch_of_one_bad_example_leaves_the_others():
+    params, batch = model()
+    mechanism = dp_sgd()
+    bad = jax.tree.map(lambda leaf: leaf.at[3].set(jnp.nan), batch)
+    good = dpx.private_grad(loss, mechanism)(
+        params, batch, mechanism.init(params), weights=jnp.ones(16).at[3].set(0)
+    ).updates
+    chex.assert_trees_all_close(
+        dpx.private_grad(loss, mechanism, microbatch_size=8)(params, bad, mechanism.init(params)).updates,
+        good,
+        rtol=1e-6,
+    )
+
+
+@pytest.mark.parametrize(
+    ("batch", "weights", "message"),
+    [
+        ({"x": jnp.ones((4, 5)), "y": jnp.ones((3, 3))}, None, "examples on axis 0"),
+        ({"x": jnp.ones((4, 5)), "y": jnp.ones(())}, None, "examples on axis 0"),
+        ({"x": jnp.ones((4, 5)), "y": jnp.ones((4, 3))}, jnp.ones(3), "weights must have shape"),
+        ({"x": jnp.ones((4, 5)), "y": jnp.ones((4, 3))}, jnp.ones((4, 1)), "weights must have shape"),
+        ({}, None, "examples on axis 0"),
+    ],
+)
+def test_bad_shapes(batch, weights, message):
+    params, _ = model()
+    mechanism = dp_sgd()
+    with pytest.raises(ValueError, match=message):
+        dpx.private_grad(loss, mechanism)(params, batch, mechanism.init(params), weights=weights)
+
+
+def test_bad_arguments():
+    params, batch = model()
+    for size in (0, -1, 2.5):
+        with pytest.raises(ValueError, match="microbatch_size"):
+            dpx.private_grad(loss, dp_sgd(), microbatch_size=size)  # type: ignore
+    with pytest.raises(ValueError, match="dpx.chain"):
+        dpx.private_grad(loss, optax.chain(dp_sgd(), optax.sgd(0.1)))  # type: ignore
+    with pytest.raises(ValueError, match="second one"):
+        dpx.chain(dp_sgd(), dp_sgd())
+    with pytest.raises(ValueError, match="exactly one"):
+        dpx.steps_taken(optax.sgd(0.1).init(params))
+    mechanism = dp_sgd(clip_norm={"w": 1.0, "c": 1.0})
+    with pytest.raises(ValueError):
+        dpx.private_grad(loss, mechanism)(params, batch, mechanism.init(params))
+    for mask in ({"w": False, "b": False}, {"w": 1}, {}):
+        with pytest.raises(ValueError, match="mask"):
+            dpx.trainable(mask)
+
+
+SHARDED = """
+import jax, numpy as np, optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+import dpx
+from tests.test_dp_sgd import dp_sgd, loss, model
+params, batch = model()
+optimizer = dpx.chain(dp_sgd(noise_multiplier=1.0), optax.sgd(0.1, momentum=0.9))
+def run(params, batch):
+    step = jax.jit(dpx.private_grad(loss, optimizer))
+    return step(params, batch, optimizer.init(params)).updates
+one = run(params, batch)
+assert len(jax.devices()) == 8
+mesh = Mesh(np.array(jax.devices()), ("data",))
+rows = jax.device_put(batch, NamedSharding(mesh, P("data")))
+for split in ({"w": P(), "b": P()}, {"w": P(None, None), "b": P()}):
+    placed = jax.tree.map(lambda p, s: jax.device_put(p, NamedSharding(mesh, s)), params, split)
+    eight = run(placed, rows)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), eight, one)
+wide = jax.tree.map(lambda p: np.tile(np.asarray(p), (8,) + (1,) * (p.ndim - 1)), {"w": params["w"]})
+print("the same on 8 devices")
+"""
+
+
+def test_the_same_noise_on_eight_devices(pytestconfig):
+    result = subprocess.run(
+        [sys.executable, "-c", SHARDED],
+        env={"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu", "PATH": ""},
+        cwd=pytestconfig.rootpath,
+        capture_output=True,
+        text=True,
+    )
+    assert "the same on 8 devices" in result.stdout, result.stderr

@@ -1,0 +1,170 @@
+"""Schedules, and that a running mechanism's noise is the billed one, step by step."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import dpx
+from dpx import schedules
+from dpx.accounting import gdp, schedule_epsilon
+
+SAMPLING = dpx.PoissonSampling(examples=1000, batch_size=10)
+KEY = jax.random.key(0)
+PARAMS = {"w": jnp.zeros((3, 2)), "b": jnp.zeros(2)}
+STEPS = 12
+
+
+def dynamic(**changes):
+    return dpx.dynamic_dp_sgd(
+        **({"clip_norm": 0.5, "noise_multiplier": 2.0, "steps": STEPS, "sampling": SAMPLING, "key": KEY} | changes)
+    )
+
+
+def realised_scale(mechanism, steps):
+    """The noise of each step of a run over that of a unit mechanism with the same key: multiplier x clip; (steps,)."""
+    unit = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=1.0, sampling=SAMPLING, key=KEY)
+    none = jax.tree.map(lambda p: jnp.zeros((0, *p.shape)), PARAMS)
+    state, unit_state, scales = mechanism.init(PARAMS), unit.init(PARAMS), []
+    update, unit_update = jax.jit(mechanism.update), jax.jit(unit.update)
+    for _ in range(steps):
+        noise, state = update(none, state, PARAMS)
+        standard, unit_state = unit_update(none, unit_state, PARAMS)
+        ratios = np.concatenate([np.ravel(noise[name] / standard[name]) for name in PARAMS])
+        assert np.ptp(ratios) < 1e-5 * ratios[0]
+        scales.append(ratios.mean())
+    return np.array(scales)
+
+
+def billed_multipliers(mechanism, steps):
+    """The multiplier that each step adds to the bill; (steps,)."""
+
+    def multipliers(event):
+        parts = [getattr(event, "event", None)] if hasattr(event, "event") else getattr(event, "events", [])
+        inside = [m for part in parts for m in multipliers(part)] * getattr(event, "count", 1)
+        return inside + ([event.noise_multiplier] if hasattr(event, "noise_multiplier") else [])
+
+    bills = [sorted(multipliers(mechanism.event(t))) for t in range(steps + 1)]
+    added = []
+    for before, after in zip(bills[:-1], bills[1:], strict=True):
+        for multiplier in before:
+            after.remove(multiplier)
+        added.extend(after)
+        after.extend(before)
+    return np.array(added)
+
+
+RUNNING = {
+    "growing mu": (dynamic(rho_mu=4.0), lambda t: 0.5),
+    "sensitivity decay": (dynamic(rho_c=4.0), lambda t: 0.5 * 4 ** (-(t + 1) / STEPS)),
+    "both": (dynamic(rho_mu=3.0, rho_c=2.0), lambda t: 0.5 * 2 ** (-(t + 1) / STEPS)),
+    "per epoch": (dynamic(rho_mu=3.0, rho_c=2.0, every=4), lambda t: 0.5 * 2 ** (-(t // 4 * 4 + 1) / STEPS)),
+    "d2p": (dpx.d2p_sgd(noise_multiplier=3.0, power=0.5, every=3, sampling=SAMPLING, key=KEY), lambda t: 1.0),
+    "optax": (
+        dpx.dp_sgd(
+            clip_norm=optax.cosine_decay_schedule(2.0, 20),
+            noise_multiplier=lambda step: jnp.array([3, 3, 3, 1, 1, 2, 2, 5, 5, 1, 4, 4.0])[step],
+            sampling=SAMPLING,
+            key=KEY,
+        ),
+        lambda t: 1 + np.cos(np.pi * t / 20),
+    ),
+}
+
+
+def assert_billed_is_realised(realised, billed, clips):
+    np.testing.assert_allclose(realised, billed * clips, rtol=2e-6)
+
+
+@pytest.mark.parametrize("name", RUNNING)
+def test_the_noise_of_every_step_is_the_billed_one(name):
+    mechanism, clip = RUNNING[name]
+    clips = np.array([clip(t) for t in range(STEPS)])
+    realised, billed = realised_scale(mechanism, STEPS), billed_multipliers(mechanism, STEPS)
+    assert_billed_is_realised(realised, billed, clips)
+    for shifted in (np.roll(billed, 1) * clips, billed * np.roll(clips, 1)):
+        if np.ptp(shifted - billed * clips) > 1e-6:  # a schedule that is constant cannot be shifted
+            with pytest.raises(AssertionError):
+                assert_billed_is_realised(realised, shifted / clips, clips)
+
+
+def test_formulas():
+    steps = np.arange(STEPS)
+    for schedule, expected in [
+        (schedules.inverse_power(3.05, power=0.25), 3.05 * (steps + 1) ** -0.25),
+        (schedules.hold(schedules.inverse_power(3.05, power=0.5), every=5), 3.05 * (steps // 5 + 1) ** -0.5),
+        (schedules.growing_mu(2.0, rho_mu=5.0, steps=STEPS), 2 * 5 ** (-(steps + 1) / STEPS)),
+        (schedules.sensitivity_decay(0.1, rho_c=5.0, steps=STEPS), 0.1 * 5 ** (-(steps + 1) / STEPS)),
+    ]:
+        np.testing.assert_allclose(schedules.over(schedule, STEPS), expected, rtol=1e-6)
+        np.testing.assert_array_equal(  # the bill reads what a jitted step runs with
+            schedules.over(schedule, STEPS),
+            [jax.jit(lambda t, s=schedule: schedules.at(s, t))(t) for t in jnp.arange(STEPS)],
+        )
+
+
+def test_calibrated_on_the_true_composition():
+    for accountant in ("pld", "rdp"):
+        mechanism = dynamic(
+            noise_multiplier=None, epsilon=2.0, delta=1e-5, rho_mu=1 / 0.3, rho_c=2.0, steps=500, calibration=accountant
+        )
+        assert 1.99 <= dpx.epsilon(mechanism, 500, delta=1e-5, accountant=accountant) <= 2.0
+    mechanism = dpx.d2p_sgd(epsilon=1.0, delta=1e-5, steps=100, every=10, sampling=SAMPLING, key=KEY)
+    assert 0.99 <= dpx.epsilon(mechanism, 100, delta=1e-5) <= 1.0
+
+
+def test_the_paper_calibration_warns_with_the_true_epsilon():
+    """The public vector: the CLT's noise for epsilon 2 truly costs 4.776."""
+    with pytest.warns(UserWarning, match="truly costs epsilon 4.77"):
+        mechanism = dynamic(
+            noise_multiplier=None, epsilon=2.0, delta=1 / 600000, rho_mu=1 / 0.3, steps=500, calibration="gdp"
+        )
+    multipliers = schedules.over(schedules.growing_mu(1 / 0.54503058, rho_mu=1 / 0.3, steps=500), 500)
+    assert multipliers[0] == pytest.approx(1.830347, abs=1e-6) and multipliers[-1] == pytest.approx(0.550428, abs=1e-6)
+    assert dpx.epsilon(mechanism, 500, delta=1 / 600000) == pytest.approx(4.7762, abs=5e-4)
+    assert dpx.epsilon(mechanism, 500, delta=1 / 600000, accountant="rdp") == pytest.approx(5.864, abs=5e-4)
+    assert gdp.mu_total(multipliers, 0.01) == pytest.approx(0.45878426, abs=1e-6)
+    assert schedule_epsilon(multipliers, 0.01, delta=1 / 600000).lower <= 4.7762 + 5e-4
+
+
+def test_sensitivity_decay_costs_what_static_noise_costs():
+    decaying, static = dynamic(rho_c=5.0), dpx.dp_sgd(clip_norm=0.5, noise_multiplier=2.0, sampling=SAMPLING, key=KEY)
+    assert decaying.event(STEPS) == static.event(STEPS)
+    assert dynamic(rho_mu=3.0).event(STEPS) == dynamic(rho_mu=3.0, rho_c=9.0).event(STEPS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rho_mu": 0.5}, "rho_mu must be a finite number at least 1.*0.5"),
+        ({"rho_c": float("nan")}, "rho_c"),
+        ({"steps": 0}, "steps"),
+        ({"steps": 2.5}, "steps"),
+        ({"every": 0}, "every"),
+        ({"clip_norm": -1.0}, "clip_norm"),
+        ({"noise_multiplier": -1.0}, "noise_multiplier"),
+        ({"noise_multiplier": None}, "say either"),
+        ({"epsilon": 1.0, "delta": 1e-5}, "say either"),
+        ({"noise_multiplier": None, "epsilon": 1.0, "delta": 1.5}, "delta"),
+        ({"noise_multiplier": None, "epsilon": -1.0, "delta": 1e-5}, "epsilon"),
+        ({"calibration": "clt"}, "calibration"),
+        ({"noise_multiplier": None, "calibration": "gdp"}, "gdp"),
+    ],
+)
+def test_bad_configuration(changes, message):
+    with pytest.raises(ValueError, match=message):
+        dynamic(**changes)
+
+
+def test_a_data_driven_schedule_is_refused():
+    """What a step's data says cannot set its noise: the bill has no data."""
+
+    def train(data):
+        mechanism = dpx.dp_sgd(
+            clip_norm=1.0, noise_multiplier=lambda step: data.mean() + 0 * step, sampling=SAMPLING, key=KEY
+        )
+        return mechanism.event(3) and 0
+
+    with pytest.raises(ValueError, match="step alone"):
+        jax.jit(train)(jnp.ones(3))
