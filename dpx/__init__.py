@@ -10,6 +10,7 @@ from dpx.accounting import privacy_report as privacy_report
 from dpx.coordinates import trainable as trainable
 from dpx.gaussian import gaussian_mechanism as gaussian_mechanism
 from dpx.gradients import PrivateGradient as PrivateGradient
+from dpx.gradients import explain as explain
 from dpx.gradients import private_grad as private_grad
 from dpx.mechanism import Coordinates as Coordinates
 from dpx.mechanism import Mechanism as Mechanism

@@ -35,12 +35,12 @@ def gaussian_mechanism(
     Raises ValueError for a negative or non-finite number, a value that is traced (it could not be billed), or no key.
     """
     clip_norm = jax.tree.map(
-        lambda c: schedules.require_number("clip_norm", c, minimum=SMALLEST_CLIP_NORM, exclusive=False),
+        lambda c: schedules.require_scalar_or_schedule("clip_norm", c, minimum=SMALLEST_CLIP_NORM),
         clip_norm,
     )
     if not jax.tree.leaves(clip_norm):
         raise ValueError(f"clip_norm must hold at least one number or schedule, got {clip_norm!r}")
-    schedules.require_number("noise_multiplier", noise_multiplier, minimum=0, exclusive=False)
+    schedules.require_scalar_or_schedule("noise_multiplier", noise_multiplier, minimum=0)
     if not (hasattr(sampling, "event") and hasattr(sampling, "divisor")):
         raise ValueError(f"sampling must be a dpx sampling record such as PoissonSampling, got {sampling!r}")
     noise_key = keys.stream(key, "noise")

@@ -89,9 +89,8 @@ def _plan(loss, mechanism, params, batch, state, clipping) -> ghost.Plan | str:
     if clipping == "vmap":
         return "asked for"
     batch_size(batch)
-    example = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf)[1:], jax.dtypes.canonicalize_dtype(leaf.dtype)), batch
-    )
+    rows = jax.eval_shape(lambda batch: batch, batch)
+    example = jax.tree.map(lambda row: jax.ShapeDtypeStruct(row.shape[1:], row.dtype), rows)
     return ghost.make_plan(loss, mechanism, params, example, state, force=clipping == "ghost")
 
 

@@ -60,7 +60,7 @@ class Mechanism(optax.GradientTransformationExtraArgs):
             sums = sum_contributions(self, grads, state, weights)
             return release(sums, state, one if params is None else params)
 
-        self = super().__new__(cls, init, update)
+        self = super().__new__(cls, init, update)  # pyright: ignore[reportArgumentType]
         self.encode, self.norm, self.weigh, self.release = encode, norm, weigh, release
         self.event, self.sampling, self.elementwise, self.stages = event, sampling, elementwise, stages
         return self

@@ -8,6 +8,7 @@ import jax
 from dpx import schedules
 from dpx.accounting import calibrate, gdp
 from dpx.accounting import epsilon as bill
+from dpx.accounting.checks import Accountant
 from dpx.gaussian import gaussian_mechanism
 from dpx.mechanism import Mechanism, Tree
 from dpx.normalization import normalized
@@ -125,7 +126,7 @@ def d2p_sgd(
     return make(_resolve(make, noise_multiplier, epsilon=epsilon, delta=delta, steps=steps))
 
 
-def _resolve(make, noise_multiplier, accountant="pld", *, epsilon, delta, steps):
+def _resolve(make, noise_multiplier, accountant: Accountant = "pld", *, epsilon, delta, steps):
     """The noise multiplier given, or the one that a given budget calibrates to."""
     if noise_multiplier is not None and epsilon is None and delta is None:
         return noise_multiplier

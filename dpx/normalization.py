@@ -13,7 +13,7 @@ def normalized(mechanism: Mechanism, *, gamma: float = 0.01) -> Mechanism:
     never binds. gamma: the stability constant, at least 1e-6.
     Automatic clipping, Bu et al. 2023, https://arxiv.org/abs/2206.07136.
     """
-    gamma = schedules.require_number("gamma", gamma, minimum=1e-6, exclusive=False)
+    gamma = schedules.require_number("gamma", gamma, minimum=1e-6)
 
     def weigh(norms, state):
         weights = mechanism.weigh(jax.tree.map(lambda n: n / (n + gamma), norms), state)

@@ -211,7 +211,7 @@ def _pad(drawn: np.ndarray, size: int) -> Batch:
 def _composed(multipliers: np.ndarray, event_of) -> DpEvent:
     """The releases grouped by their noise multiplier; their order does not matter to the bill."""
     values, counts = np.unique(multipliers, return_counts=True)
-    events = [
+    events: list[DpEvent] = [
         dp_accounting.SelfComposedDpEvent(event_of(float(value)), int(count)) if count > 1 else event_of(float(value))
         for value, count in zip(values, counts, strict=True)
     ]
@@ -231,5 +231,5 @@ def _key_bytes(key: jax.Array) -> tuple[str, bytes]:
 @functools.lru_cache(maxsize=2)
 def _permutation(key: tuple[str, bytes], examples: int) -> np.ndarray:
     implementation, data = key
-    wrapped = jax.random.wrap_key_data(np.frombuffer(data, np.uint32), impl=implementation)
+    wrapped = jax.random.wrap_key_data(jnp.asarray(np.frombuffer(data, np.uint32)), impl=implementation)
     return np.asarray(jax.random.permutation(wrapped, examples))

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
@@ -27,10 +28,13 @@ def over(value: ScalarOrSchedule, steps: int) -> np.ndarray:
     return np.asarray(numbers, np.float64)
 
 
-def require_number(name: str, value: ScalarOrSchedule, *, minimum: float, exclusive: bool) -> ScalarOrSchedule:
-    """A schedule unchanged, or a float; ValueError unless it is a finite number above `minimum`."""
-    if callable(value):
-        return value
+def require_scalar_or_schedule(name: str, value: ScalarOrSchedule, *, minimum: float) -> ScalarOrSchedule:
+    """A schedule unchanged; a number checked."""
+    return value if callable(value) else require_number(name, value, minimum=minimum)
+
+
+def require_number(name: str, value: float, *, minimum: float, exclusive: bool = False) -> float:
+    """The number as a float; ValueError unless it is finite and at least (or, exclusive, above) `minimum`."""
     bound = f"{'above' if exclusive else 'at least'} {minimum}"
     if isinstance(value, jax.core.Tracer):
         raise ValueError(
@@ -39,9 +43,9 @@ def require_number(name: str, value: ScalarOrSchedule, *, minimum: float, exclus
     try:
         number = float(value)
     except (TypeError, ValueError):
-        raise ValueError(f"{name} must be a finite number {bound}, or a schedule; got {value!r}") from None
+        raise ValueError(f"{name} must be a finite number {bound}, got {value!r}") from None
     if not np.isfinite(number) or number < minimum or (exclusive and number == minimum):
-        raise ValueError(f"{name} must be a finite number {bound}, or a schedule; got {number}")
+        raise ValueError(f"{name} must be a finite number {bound}, got {number}")
     return number
 
 
@@ -51,7 +55,7 @@ def inverse_power(init_value: float, *, power: float) -> Schedule:
     Its theorems need power 1/2; its experiments used 1/4 with k counting epochs (`hold` it for the steps of an epoch).
     """
     require_number("init_value", init_value, minimum=0, exclusive=True)
-    require_number("power", power, minimum=0, exclusive=False)
+    require_number("power", power, minimum=0)
     return lambda step: init_value * (step.astype(jnp.float32) + 1) ** -power
 
 
@@ -78,8 +82,8 @@ def sensitivity_decay(clip_norm: float, *, rho_c: float, steps: int) -> Schedule
 
 def _geometric(name: str, init_value: float, rho_name: str, rho: float, steps: int) -> Schedule:
     """init_value * rho^(-t/T) at the t-th of T steps."""
-    require_number(name, init_value, minimum=0, exclusive=False)
-    require_number(rho_name, rho, minimum=1, exclusive=False)
+    require_number(name, init_value, minimum=0)
+    require_number(rho_name, rho, minimum=1)
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ValueError(f"steps must be a whole number of at least 1, got {steps!r}")
     return lambda step: init_value * rho ** (-(step.astype(jnp.float32) + 1) / steps)

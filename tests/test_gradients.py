@@ -1,5 +1,6 @@
 """private_grad: under jit, scan, donation and sharding; in half precision; on bad shapes."""
 
+import os
 import subprocess
 import sys
 
@@ -136,7 +137,6 @@ for split in ({"w": P(), "b": P()}, {"w": P(None, None), "b": P()}):
     placed = jax.tree.map(lambda p, s: jax.device_put(p, NamedSharding(mesh, s)), params, split)
     eight = run(placed, rows)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), eight, one)
-wide = jax.tree.map(lambda p: np.tile(np.asarray(p), (8,) + (1,) * (p.ndim - 1)), {"w": params["w"]})
 print("the same on 8 devices")
 """
 
@@ -144,7 +144,7 @@ print("the same on 8 devices")
 def test_the_same_noise_on_eight_devices(pytestconfig):
     result = subprocess.run(
         [sys.executable, "-c", SHARDED],
-        env={"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu", "PATH": ""},
+        env=os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"},
         cwd=pytestconfig.rootpath,
         capture_output=True,
         text=True,

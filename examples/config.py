@@ -1,0 +1,132 @@
+"""Everything that decides the numbers of a training run, checked before anything runs."""
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import optax
+
+import dpx
+from dpx.sampling import Sampling
+from examples.methods import METHODS, options_of
+from examples.models import ACTIVATIONS, MODELS
+
+OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
+    "sgd": lambda learning_rate, momentum: optax.sgd(learning_rate, momentum=momentum or None),
+    "adam": lambda learning_rate, momentum: optax.adam(learning_rate),
+    "adamw": lambda learning_rate, momentum: optax.adamw(learning_rate),
+}
+SAMPLINGS = ("poisson", "shuffled", "fixed", "full")
+FEATURES = ("none", "scattering")
+ACCOUNTANTS = ("pld", "rdp")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """One run. Two runs with equal configurations on the same data give the same numbers.
+
+    epsilon, noise_multiplier: with epsilon alone, the least noise for the planned steps is found; with the noise
+        multiplier alone, the steps are run and billed; with both, the run stops before epsilon would be overspent.
+    epochs: planned, as a multiple of the data set's size.
+    batch_size: expected; None is 256, or the whole data set with sampling "full".
+    microbatch_size: how many per-example gradients are held at once; None is the whole batch.
+    momentum: of "sgd" only.
+    seed: decides initial parameters, batches and noise. As secret as the training data.
+    """
+
+    dataset: str
+    seed: int
+    method: str = "dp_sgd"
+    method_options: dict[str, Any] = field(default_factory=dict)
+    epsilon: float | None = None
+    noise_multiplier: float | None = None
+    delta: float = 1e-5
+    accountant: Literal["pld", "rdp"] = "pld"
+    epochs: float = 10.0
+    sampling: str = "poisson"
+    batch_size: int | None = None
+    microbatch_size: int | None = None
+    clip_norm: float = 1.0
+    optimizer: str = "sgd"
+    learning_rate: float = 0.5
+    momentum: float = 0.0
+    model: str = "mlp"
+    activation: str = "tanh"
+    features: str = "none"
+
+    def __post_init__(self):
+        choices = {
+            "method": METHODS,
+            "accountant": ACCOUNTANTS,
+            "sampling": SAMPLINGS,
+            "optimizer": OPTIMIZERS,
+            "model": MODELS,
+            "activation": ACTIVATIONS,
+            "features": FEATURES,
+        }
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}; got {getattr(self, name)!r}")
+        for name in ("epsilon", "noise_multiplier", "epochs", "clip_norm", "learning_rate"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} must be positive and finite, got {value}")
+        for name in ("batch_size", "microbatch_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.epsilon is None and self.noise_multiplier is None:
+            raise ValueError("epsilon or noise_multiplier must be given, or both")
+        if not 0 < self.delta < 1:
+            raise ValueError(f"delta must be in (0, 1), got {self.delta}")
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum must be in [0, 1), got {self.momentum}")
+        if self.momentum and self.optimizer != "sgd":
+            raise ValueError(f"momentum is an option of sgd, got it with {self.optimizer}")
+        if self.sampling == "full" and self.batch_size is not None:
+            raise ValueError(f"batch_size must not be given with sampling full, got {self.batch_size}")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed must be in [0, 2^32), got {self.seed}")
+        object.__setattr__(self, "method_options", options_of(self.method, self.method_options))
+
+    def sampling_of(self, examples: int) -> Sampling:
+        """How the batches are drawn from a data set of this size."""
+        if self.sampling == "full":
+            return dpx.FullBatch(examples=examples)
+        batch_size = 256 if self.batch_size is None else self.batch_size
+        if batch_size > examples:
+            raise ValueError(f"batch_size must be at most the {examples} training examples, got {batch_size}")
+        records = {
+            "poisson": dpx.PoissonSampling,
+            "shuffled": dpx.ShuffledEpochs,
+            "fixed": dpx.FixedSizeSampling,
+        }
+        return records[self.sampling](examples=examples, batch_size=batch_size)
+
+    def steps_of(self, sampling: Sampling, examples: int) -> int:
+        """How many steps the epochs are."""
+        if isinstance(sampling, dpx.ShuffledEpochs):
+            return max(1, math.ceil(self.epochs * sampling.steps_per_epoch))
+        return max(1, round(self.epochs * examples / sampling.divisor))
+
+    def mechanism_of(self, sampling, steps: int, key) -> Callable[[float], dpx.Mechanism]:
+        """(noise_multiplier) -> the method with its optimizer."""
+        method = METHODS[self.method]
+        optimizer = OPTIMIZERS[self.optimizer](self.learning_rate, self.momentum)
+
+        def make(noise_multiplier):
+            mechanism = method.build(
+                clip_norm=self.clip_norm,
+                noise_multiplier=noise_multiplier,
+                sampling=sampling,
+                steps=steps,
+                key=key,
+                **self.method_options,
+            )
+            return dpx.chain(mechanism, optimizer)
+
+        return make
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)

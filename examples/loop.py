@@ -1,0 +1,226 @@
+"""The training loop of every example: private steps within a budget, evaluated, recorded, resumable."""
+
+import dataclasses
+import functools
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from tqdm import tqdm
+
+import dpx
+from examples import data, features, models, records
+from examples.config import Config
+
+CACHE = Path("~/.cache/dpx")
+EVALUATION_BATCH = 500
+MOST_EVALUATIONS = 40
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Result:
+    """What came out. `seconds` are of this process: a resumed run counts from the resumption."""
+
+    accuracy: float
+    epsilon: float
+    delta: float
+    steps: int
+    noise_multiplier: float
+    parameters: int
+    seconds: float
+    output_dir: str
+
+
+def run(
+    config: Config,
+    *,
+    output_dir: str | Path,
+    resume: bool = False,
+    data_dir: str | Path | None = None,
+    cache_dir: str | Path = CACHE,
+    checkpoint_every: int = 100,
+    evaluate_every: int | None = None,
+    progress: bool = True,
+) -> Result:
+    """Train as `config` says and write everything into `output_dir`; with `resume`, go on where a run was cut off.
+
+    Nothing is written before everything has been checked. A resumed run has the batches, the noise, the bill and the
+    parameters that it would have had without the cut; at most `checkpoint_every` steps are made again.
+    """
+    start_time = time.perf_counter()
+    if checkpoint_every < 1:
+        raise ValueError(f"checkpoint_every must be at least 1, got {checkpoint_every}")
+    folder = records.RunFolder(output_dir, resume=resume)
+    folder.require_same("config", config.as_dict())
+    folder.require_same("versions", records.versions())
+
+    dataset = data.load(config.dataset, data_dir)
+    facts = {"examples": len(dataset.train_images), "sha256": records.fingerprint(dataset)}
+    folder.require_same("data", facts)
+    sampling = config.sampling_of(facts["examples"])
+    key = jax.random.key(config.seed)
+    make = config.mechanism_of(
+        sampling, config.steps_of(sampling, facts["examples"]), dpx.keys.stream(key, "mechanism")
+    )
+    plan = folder.stored["plan"] if folder.stored else plan_of(config, make, sampling, facts["examples"])
+    optimizer, steps = make(plan["noise_multiplier"]), plan["steps"]
+
+    if config.features == "scattering":
+        dataset = features.with_scattering(dataset, cache_dir, progress=progress)
+    model = models.build(
+        config.model,
+        input_shape=dataset.train_images.shape[1:],
+        classes=dataset.classes,
+        activation=config.activation,
+    )
+
+    @functools.cache
+    def spent(step: int) -> float:
+        return dpx.epsilon(optimizer, step, delta=config.delta, accountant=config.accountant)
+
+    params = model.init(dpx.keys.stream(key, "init"))
+    folder.create(config, facts, plan)
+    with folder.checkpoints(checkpoint_every) as manager:
+        tree = {"params": params, "optimizer_state": optimizer.init(params)}
+        first_step, tree = records.restore(manager, tree)
+        params, state = tree["params"], tree["optimizer_state"]
+        folder.keep_metrics(first_step)
+        make_step, accuracy_of = step_function(model, optimizer, config), accuracy_function(model, dataset)
+        per_epoch = facts["examples"] / sampling.divisor
+        interval = evaluate_every or max(round(per_epoch), math.ceil(steps / MOST_EVALUATIONS))
+        accuracy, batches = None, dpx.keys.stream(key, "batches")
+
+        bar = tqdm(total=steps, initial=first_step, desc=config.dataset, disable=not progress)
+        for step in range(first_step, steps):
+            indices, weights = sampling.draw(batches, step)
+            images, labels = dataset.train_images[indices], dataset.train_labels[indices]
+            params, state, unreleased_loss = make_step(params, state, images, labels, weights)
+            done = step + 1
+            if done % interval == 0 or done == steps:
+                accuracy, loss = accuracy_of(params), float(unreleased_loss)
+                folder.add_metrics(
+                    {
+                        "step": done,
+                        "epoch": done / per_epoch,
+                        "epsilon": spent(done),
+                        "delta": config.delta,
+                        "test_accuracy": accuracy,
+                        records.NOT_PRIVATE: loss,
+                    }
+                )
+                bar.set_postfix_str(
+                    f"accuracy {accuracy:.2%}, epsilon {spent(done):.3f}, loss {loss:.3f} (not private)"
+                )
+            if done % checkpoint_every == 0 or done == steps:
+                tree = {"params": params, "optimizer_state": state}
+                records.save(manager, done, tree, force=done == steps)
+            bar.update()
+        bar.close()
+
+    accuracy = accuracy_of(params) if accuracy is None else accuracy
+    result = Result(
+        accuracy=accuracy,
+        epsilon=dpx.epsilon(optimizer, state, delta=config.delta, accountant=config.accountant),
+        delta=config.delta,
+        steps=dpx.steps_taken(state),
+        noise_multiplier=plan["noise_multiplier"],
+        parameters=models.parameter_count(params),
+        seconds=round(time.perf_counter() - start_time, 1),
+        output_dir=str(folder.path),
+    )
+    conclude(folder, config, optimizer, state, result)
+    return result
+
+
+def plan_of(config: Config, make, sampling, examples: int) -> dict[str, Any]:
+    """The noise multiplier, and how many steps may be made with it."""
+    steps = config.steps_of(sampling, examples)
+    if config.noise_multiplier is None:
+        assert config.epsilon is not None
+        noise_multiplier = dpx.calibrate(
+            make,
+            steps=steps,
+            epsilon=config.epsilon,
+            delta=config.delta,
+            accountant=config.accountant,
+        )
+        return {"noise_multiplier": noise_multiplier, "steps": steps}
+    if config.epsilon is not None:
+        steps = affordable_steps(make(config.noise_multiplier), steps, config)
+    return {"noise_multiplier": config.noise_multiplier, "steps": steps}
+
+
+def affordable_steps(mechanism: dpx.Mechanism, steps: int, config: Config) -> int:
+    """The most steps, up to `steps`, whose bill is at most the configured epsilon; ValueError if not even one is."""
+
+    def affordable(count: int) -> bool:
+        assert config.epsilon is not None
+        bill = dpx.epsilon(mechanism, count, delta=config.delta, accountant=config.accountant)
+        return bill <= config.epsilon
+
+    if affordable(steps):
+        return steps
+    fits, overspends = 0, steps
+    while overspends - fits > 1:
+        middle = (fits + overspends) // 2
+        fits, overspends = (middle, overspends) if affordable(middle) else (fits, middle)
+    if fits == 0:
+        raise ValueError(
+            f"epsilon {config.epsilon} does not pay for one step at noise_multiplier {config.noise_multiplier}"
+        )
+    return fits
+
+
+def step_function(model: models.Model, optimizer: dpx.Mechanism, config: Config):
+    """(params, state, images, labels, weights) -> (params, state, mean loss of the batch, NOT private)."""
+
+    def loss(params, example):
+        image, label = example
+        logits = model.apply(params, image)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, label)
+
+    gradient = dpx.private_grad(loss, optimizer, microbatch_size=config.microbatch_size)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state, images, labels, weights):
+        batch = data.as_float(images), labels
+        updates, state, unreleased_losses = gradient(params, batch, state, weights=weights)
+        unreleased_loss = jnp.vdot(weights, unreleased_losses) / jnp.maximum(weights.sum(), 1)
+        return optax.apply_updates(params, updates), state, unreleased_loss
+
+    return step
+
+
+def accuracy_function(model: models.Model, dataset: data.Dataset):
+    """(params) -> share of the public test images that are classified rightly."""
+
+    @jax.jit
+    def correct(params, images, labels):
+        logits = jax.vmap(model.apply, (None, 0))(params, data.as_float(images))
+        return (logits.argmax(-1) == labels).sum()
+
+    def accuracy(params) -> float:
+        rights = 0
+        for start in range(0, len(dataset.test_images), EVALUATION_BATCH):
+            rows = slice(start, start + EVALUATION_BATCH)
+            rights += int(correct(params, np.asarray(dataset.test_images[rows]), dataset.test_labels[rows]))
+        return rights / len(dataset.test_images)
+
+    return accuracy
+
+
+def conclude(folder, config: Config, optimizer, state, result: Result) -> None:
+    """The files to read after a run; all but config.json and the checkpoints may be shared."""
+    report = dpx.privacy_report(optimizer, state, delta=config.delta)
+    records.write(folder.path / "privacy_report.json", report.to_json() + "\n")
+    records.write(folder.path / "privacy_report.md", report.to_markdown() + "\n")
+    shared = {name: value for name, value in config.as_dict().items() if name != "seed"}
+    summary = {"result": dataclasses.asdict(result), "config": shared, "versions": records.versions()}
+    records.write(folder.path / "result.json", json.dumps(summary, indent=2) + "\n")
+    folder.plot(f"{config.dataset}, {config.method}: {result.accuracy:.1%} at epsilon {result.epsilon:.2f}")

@@ -1,0 +1,131 @@
+"""The files of a run: configuration, checkpoints, metrics, plot, reports. Each is whole or absent, never half."""
+
+import hashlib
+import json
+import logging
+import os
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+import dpx
+from examples.config import Config
+from examples.data import Dataset
+
+NOT_PRIVATE = "unreleased_training_loss"  # the one number in the metrics that the privacy bill does not cover
+
+
+def write(path: Path, text: str) -> None:
+    """Replace the file at once."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(text)
+    os.replace(part, path)
+
+
+def fingerprint(dataset: Dataset) -> str:
+    """A hash of the training data, to know it again."""
+    digest = hashlib.sha256(np.ascontiguousarray(dataset.train_images).data)
+    digest.update(np.ascontiguousarray(dataset.train_labels).data)
+    return digest.hexdigest()
+
+
+def versions() -> dict[str, str]:
+    """What else decides the numbers of a run."""
+    return {"dpx": dpx.__version__} | {name: metadata.version(name) for name in ("jax", "jaxlib", "optax", "flax")}
+
+
+class RunFolder:
+    """The folder of one run. Opening it writes nothing."""
+
+    def __init__(self, path: str | Path, *, resume: bool):
+        self.path = Path(path).expanduser().absolute()
+        self.stored: dict[str, Any] | None = None
+        config_file = self.path / "config.json"
+        if resume and not config_file.is_file():
+            raise ValueError(f"nothing to resume: {config_file} does not exist")
+        if resume:
+            self.stored = json.loads(config_file.read_text())
+        elif self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+            raise ValueError(
+                f"output directory {self.path} is not empty; continue its run with --resume, or name another"
+            )
+
+    def require_same(self, what: str, values: dict[str, Any]) -> None:
+        """ValueError listing the values that differ from those the stored run was started with."""
+        if self.stored is None:
+            return
+        before, now = self.stored[what], json.loads(json.dumps(values))
+        names = sorted(name for name in set(before) | set(now) if before.get(name) != now.get(name))
+        if names:
+            listing = ", ".join(f"{name} was {before.get(name)!r}, now {now.get(name)!r}" for name in names)
+            raise ValueError(f"cannot resume {self.path} with another {what}: {listing}")
+
+    def create(self, config: Config, data: dict[str, Any], plan: dict[str, Any]) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        if self.stored is None:
+            self.stored = {
+                "secret": "the seed gives away batches and noise; keep this file and the checkpoints to yourself",
+                "config": config.as_dict(),
+                "data": data,
+                "plan": plan,
+                "versions": versions(),
+            }
+            write(self.path / "config.json", json.dumps(self.stored, indent=2) + "\n")
+
+    def checkpoints(self, every: int) -> ocp.CheckpointManager:
+        """Orbax checkpoints, at most every so many steps; the last two are kept."""
+        logging.getLogger("absl").setLevel(logging.ERROR)
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=2, save_interval_steps=every, enable_async_checkpointing=False
+        )
+        return ocp.CheckpointManager(self.path / "checkpoints", options=options)
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The rows written so far; a last line cut by a kill is left out."""
+        file = self.path / "metrics.jsonl"
+        lines = file.read_text().split("\n")[:-1] if file.is_file() else []
+        return [json.loads(line) for line in lines]
+
+    def keep_metrics(self, last_step: int) -> None:
+        """Drop the rows of steps that will be made again."""
+        rows = [row for row in self.metrics() if row["step"] <= last_step]
+        write(self.path / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+
+    def add_metrics(self, row: dict[str, Any]) -> None:
+        with open(self.path / "metrics.jsonl", "a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def plot(self, title: str) -> None:
+        """Test accuracy and epsilon against steps."""
+        from matplotlib.figure import Figure
+
+        rows = self.metrics()
+        steps = [row["step"] for row in rows]
+        figure = Figure(figsize=(7, 4), layout="constrained")
+        accuracy = figure.add_subplot(title=title, xlabel="step", ylabel="test accuracy (%)")
+        spent = accuracy.twinx()
+        spent.set_ylabel("epsilon spent")
+        lines = accuracy.plot(steps, [100 * row["test_accuracy"] for row in rows], "C0.-", label="accuracy")
+        lines += spent.plot(steps, [row["epsilon"] for row in rows], "C1.--", label="epsilon")
+        spent.set_ylim(bottom=0)
+        accuracy.legend(handles=lines, loc="lower right")
+        accuracy.grid(alpha=0.3)
+        figure.savefig(self.path / "accuracy_and_epsilon.png", dpi=150)
+
+
+def save(manager: ocp.CheckpointManager, step: int, tree: Any, *, force: bool = False) -> None:
+    if manager.latest_step() != step:
+        manager.save(step, args=ocp.args.StandardSave(tree), force=force)
+
+
+def restore(manager: ocp.CheckpointManager, like: Any) -> tuple[int, Any]:
+    """The last whole checkpoint and its step; step 0 and `like` itself if there is none."""
+    step = manager.latest_step()
+    if step is None:
+        return 0, like
+    abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+    return step, manager.restore(step, args=ocp.args.StandardRestore(abstract))

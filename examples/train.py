@@ -1,0 +1,146 @@
+"""Train an image classifier with differential privacy: `python -m examples.train --dataset digits --epsilon 3`."""
+
+import argparse
+import json
+import secrets
+import sys
+import time
+import typing
+from pathlib import Path
+from typing import Any
+
+from examples import config as configuration
+from examples.config import Config
+from examples.data import BUNDLED, IDX
+from examples.loop import CACHE, Result, run
+from examples.methods import METHODS
+from examples.models import ACTIVATIONS, MODELS
+
+CHOICES = {
+    "method": METHODS,
+    "accountant": configuration.ACCOUNTANTS,
+    "sampling": configuration.SAMPLINGS,
+    "optimizer": configuration.OPTIMIZERS,
+    "model": MODELS,
+    "activation": ACTIVATIONS,
+    "features": configuration.FEATURES,
+}
+HELP = {
+    "dataset": f"{', '.join([*BUNDLED, *IDX])}, or a name tensorflow-datasets knows, such as cifar10",
+    "seed": "decides parameters, batches and noise: a secret; drawn by the system if not given",
+    "epsilon": "the budget; the least noise that meets it is found, unless --noise-multiplier is given too",
+    "noise_multiplier": "noise standard deviation over the clip norm",
+    "epochs": "planned passes over the data",
+    "sampling": "how batches are drawn; the bill follows",
+    "batch_size": "expected batch size (default 256)",
+    "microbatch_size": "per-example gradients held at once (default: the whole batch)",
+    "features": "a fixed transform of the images, computed once and kept in the cache directory",
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    """One option for every field of `Config`, the options of the methods, and where things lie."""
+    made = argparse.ArgumentParser(
+        prog="python -m examples.train",
+        usage="%(prog)s --dataset NAME --epsilon EPSILON [options]",
+        description=__doc__,
+    )
+    for name, field in Config.__dataclass_fields__.items():
+        if name == "method_options":
+            continue
+        kind = type_of(name)
+        default = "" if not isinstance(field.default, int | float | str) else f"(default {field.default})"
+        made.add_argument(
+            option(name),
+            type=kind,
+            default=argparse.SUPPRESS,
+            metavar=None if name in CHOICES else kind.__name__.upper(),
+            choices=list(CHOICES[name]) if name in CHOICES else None,
+            help=f"{HELP.get(name, '')} {default}".strip(),
+        )
+    for name, own in {n: o for method in METHODS.values() for n, o in method.options.items()}.items():
+        methods = ", ".join(method for method in METHODS if name in METHODS[method].options)
+        made.add_argument(
+            option(name), type=type(own.default), default=argparse.SUPPRESS, help=f"{own.help} ({methods})"
+        )
+    made.add_argument("--output-dir", type=Path, help="default runs/DATASET-METHOD-TIME")
+    made.add_argument("--resume", action="store_true", help="go on with the run in --output-dir")
+    made.add_argument("--checkpoint-every", type=int, default=100, metavar="STEPS")
+    made.add_argument("--data-dir", type=Path, help="where idx files or tensorflow-datasets lie")
+    made.add_argument("--cache-dir", type=Path, default=CACHE, help="for features (default %(default)s)")
+    made.add_argument("--quiet", action="store_true", help="no progress bar")
+    return made
+
+
+def type_of(name: str) -> type:
+    """What a word on the command line is read as."""
+    declared = typing.get_type_hints(Config)[name]
+    return next((kind for kind in (int, float) if declared in (kind, kind | None)), str)
+
+
+def option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def configure(given: dict[str, Any]) -> Config:
+    """The configuration asked for; with --resume, what is not given is as in the stored run."""
+    fields: dict[str, Any] = {name: given[name] for name in Config.__dataclass_fields__ if name in given}
+    options = {n for method in METHODS.values() for n in method.options} & set(given)
+    fields["method_options"] = {name: given[name] for name in sorted(options)}
+    if given["resume"]:
+        if given["output_dir"] is None:
+            raise ValueError("--resume needs --output-dir")
+        stored_file = given["output_dir"].expanduser() / "config.json"
+        if not stored_file.is_file():
+            raise ValueError(f"nothing to resume: {stored_file} does not exist")
+        stored = json.loads(stored_file.read_text())["config"]
+        fields["method_options"] = stored["method_options"] | fields["method_options"]
+        return Config(**(stored | fields))
+    if "dataset" not in fields:
+        raise ValueError("--dataset must be given")
+    fields.setdefault("seed", secrets.randbelow(2**32))
+    return Config(**fields)
+
+
+def command(config: Config) -> str:
+    """The command line of a configuration, without what is default."""
+    words = ["python -m examples.train"]
+    for name, field in Config.__dataclass_fields__.items():
+        value = getattr(config, name)
+        if name != "method_options" and value != field.default:
+            words.append(f"{option(name)} {value:g}" if isinstance(value, float) else f"{option(name)} {value}")
+    words += [f"{option(name)} {value}" for name, value in config.method_options.items()]
+    return " ".join(words)
+
+
+def summary(result: Result) -> str:
+    return (
+        f"test accuracy {result.accuracy:.2%}, epsilon {result.epsilon:.3f} at delta {result.delta:g}, "
+        f"{result.steps} steps in {result.seconds:.0f} s; files in {result.output_dir}"
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given = vars(parser().parse_args(arguments))
+    try:
+        config = configure(given)
+        moment = time.strftime("%Y%m%d-%H%M%S")
+        output_dir = given["output_dir"] or Path("runs") / f"{config.dataset}-{config.method}-{moment}"
+        result = run(
+            config,
+            output_dir=output_dir,
+            resume=given["resume"],
+            data_dir=given["data_dir"],
+            cache_dir=given["cache_dir"],
+            checkpoint_every=given["checkpoint_every"],
+            progress=not given["quiet"],
+        )
+    except (ValueError, FileNotFoundError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(summary(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

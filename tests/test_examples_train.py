@@ -1,0 +1,292 @@
+"""The trainer: within its budget, resumable to the bit, and nothing written on bad input."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import dpx
+from examples import fashion_mnist, loop, records, train
+from examples.config import Config
+from examples.methods import METHODS, Method, Option
+
+ROOT = Path(__file__).parents[1]
+SMALL: dict[str, Any] = dict(
+    dataset="digits", seed=3, model="linear", noise_multiplier=2.0, batch_size=100, learning_rate=1.0, clip_norm=0.5
+)
+
+
+def run(folder, *, resume=False, **changes):
+    settings: dict[str, Any] = SMALL | {"epochs": 2.0, "momentum": 0.9} | changes
+    config = Config(**settings)
+    return loop.run(config, output_dir=folder, resume=resume, checkpoint_every=10, evaluate_every=4, progress=False)
+
+
+def final(folder):
+    """Everything in the last checkpoint of a run, as arrays, and the metrics."""
+    stored = records.RunFolder(folder, resume=True)
+    with stored.checkpoints(10) as manager:
+        tree = manager.restore(manager.latest_step())
+    return manager.latest_step(), [np.asarray(leaf) for leaf in jax.tree.leaves(tree)], stored.metrics()
+
+
+def assert_same_run(folder, other):
+    step, leaves, metrics = final(folder)
+    other_step, other_leaves, other_metrics = final(other)
+    assert step == other_step and metrics == other_metrics
+    assert len(leaves) == len(other_leaves)
+    for leaf, other_leaf in zip(leaves, other_leaves, strict=True):
+        np.testing.assert_array_equal(leaf, other_leaf)
+
+
+def cut_at(step, monkeypatch):
+    """Make the run stop with an error when it draws the batch of this step."""
+    draw = dpx.PoissonSampling.draw
+
+    def cut(self, key, at, **options):
+        if at == step:
+            raise KeyboardInterrupt
+        return draw(self, key, at, **options)
+
+    monkeypatch.setattr(dpx.PoissonSampling, "draw", cut)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    return folder, run(folder)
+
+
+def test_a_run_writes_its_files(whole):
+    folder, result = whole
+    assert result.steps == 29 and result.parameters == 650 and 0.5 < result.accuracy <= 1
+    mechanism = dpx.dp_sgd(
+        clip_norm=0.5,
+        noise_multiplier=2.0,
+        sampling=dpx.PoissonSampling(examples=1437, batch_size=100),
+        key=jax.random.key(0),
+    )
+    assert result.epsilon == dpx.epsilon(mechanism, 29, delta=1e-5)
+    names = {"config.json", "checkpoints", "metrics.jsonl", "accuracy_and_epsilon.png", "result.json"}
+    assert {path.name for path in folder.iterdir()} == names | {"privacy_report.json", "privacy_report.md"}
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [4, 8, 12, 16, 20, 24, 28, 29]
+    assert rows[-1]["epsilon"] == result.epsilon and rows[-1]["test_accuracy"] == result.accuracy
+    assert (folder / "accuracy_and_epsilon.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((folder / "privacy_report.json").read_text())["steps"] == 29
+
+
+def test_what_is_not_private_is_marked_and_not_in_files_to_share(whole):
+    folder, _ = whole
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert all([name for name in row if "loss" in name] == ["unreleased_training_loss"] for row in rows)
+    assert "seed" not in json.loads((folder / "result.json").read_text())["config"]
+    for name in ("privacy_report.json", "result.json"):
+        text = (folder / name).read_text()
+        assert "training_loss" not in text and '"seed"' not in text
+
+
+@pytest.mark.parametrize("cut", [7, 26])
+def test_a_resumed_run_is_the_uncut_run_bit_for_bit(whole, tmp_path, monkeypatch, cut):
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        cut_at(cut, patched)
+        run(tmp_path / "cut")
+    rows = (tmp_path / "cut" / "metrics.jsonl").read_text()
+    (tmp_path / "cut" / "metrics.jsonl").write_text(rows + '{"step": 2')  # a line cut by the kill
+    result = run(tmp_path / "cut", resume=True)
+    assert_same_run(tmp_path / "cut", whole[0])
+    assert (result.accuracy, result.epsilon, result.steps) == (whole[1].accuracy, whole[1].epsilon, whole[1].steps)
+
+
+def test_adam_resumes_bit_for_bit(tmp_path, monkeypatch, promoting):
+    changes: dict[str, Any] = dict(optimizer="adam", momentum=0.0, learning_rate=0.01, epochs=1.0)
+    run(tmp_path / "whole", **changes)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        cut_at(12, patched)
+        run(tmp_path / "cut", **changes)
+    run(tmp_path / "cut", resume=True, **changes)
+    assert_same_run(tmp_path / "cut", tmp_path / "whole")
+
+
+def test_a_killed_process_loses_at_most_the_steps_since_the_last_checkpoint(whole, tmp_path):
+    program = f"""
+import os, signal, dpx, jax
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+from examples import loop
+from examples.config import Config
+draw = dpx.PoissonSampling.draw
+def draw_or_die(self, key, step, **options):
+    if step == 17:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return draw(self, key, step, **options)
+dpx.PoissonSampling.draw = draw_or_die
+config = Config(epochs=2.0, momentum=0.9, **{SMALL!r})
+loop.run(config, output_dir={str(tmp_path / "killed")!r}, checkpoint_every=10, evaluate_every=4, progress=False)
+"""
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=120).returncode == -9
+    step, _, metrics = final(tmp_path / "killed")
+    assert step == 10 and metrics[-1]["step"] == 16
+    drawn = []
+    with pytest.MonkeyPatch.context() as patched:
+        draw = dpx.PoissonSampling.draw
+        patched.setattr(dpx.PoissonSampling, "draw", lambda self, key, at: drawn.append(at) or draw(self, key, at))
+        run(tmp_path / "killed", resume=True)
+    assert drawn == list(range(10, 29))
+    assert_same_run(tmp_path / "killed", whole[0])
+
+
+def test_resuming_a_finished_run_changes_nothing(whole):
+    before = final(whole[0])
+    assert run(whole[0], resume=True).epsilon == whole[1].epsilon
+    after = final(whole[0])
+    assert before[0] == after[0] and before[2] == after[2]
+
+
+def test_resuming_with_other_settings_is_refused_and_loses_nothing(whole, monkeypatch):
+    folder, _ = whole
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    versions = records.versions()
+    with pytest.raises(ValueError, match="another config: clip_norm was 0.5, now 0.6, seed was 3, now 4"):
+        run(folder, resume=True, seed=4, clip_norm=0.6)
+    with pytest.raises(ValueError, match="is not empty; continue its run with --resume"):
+        run(folder)
+    with monkeypatch.context() as patched, pytest.raises(ValueError, match="another versions: jax was"):
+        patched.setattr(records, "versions", lambda: versions | {"jax": "0.0.1"})
+        run(folder, resume=True)
+    with monkeypatch.context() as patched, pytest.raises(ValueError, match="another data: sha256 was"):
+        patched.setattr(records, "fingerprint", lambda dataset: "other")
+        run(folder, resume=True)
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_with_noise_and_epsilon_it_stops_before_overspending(tmp_path):
+    result = run(tmp_path / "run", epsilon=0.6)
+    mechanism = dpx.dp_sgd(
+        clip_norm=0.5,
+        noise_multiplier=2.0,
+        sampling=dpx.PoissonSampling(examples=1437, batch_size=100),
+        key=jax.random.key(0),
+    )
+    assert 1 < result.steps < 29
+    assert (
+        dpx.epsilon(mechanism, result.steps, delta=1e-5) <= 0.6 < dpx.epsilon(mechanism, result.steps + 1, delta=1e-5)
+    )
+    assert final(tmp_path / "run")[0] == result.steps
+
+
+def test_epsilon_alone_finds_the_noise(tmp_path):
+    result = run(tmp_path, noise_multiplier=None, epsilon=2.0, epochs=0.3)
+    assert 1.99 < result.epsilon <= 2.0 and result.steps == 4
+
+
+@pytest.mark.parametrize(
+    ("sampling", "batch_size", "accountant", "steps"),
+    [("shuffled", 500, "pld", 6), ("fixed", 500, "rdp", 6), ("full", None, "pld", 2)],
+)
+def test_other_samplings(tmp_path, sampling, batch_size, accountant, steps):
+    result = run(tmp_path, sampling=sampling, batch_size=batch_size, accountant=accountant)
+    assert result.steps == steps and 0 < result.epsilon < 100
+
+
+def test_another_seed_is_another_run(whole, tmp_path):
+    run(tmp_path, seed=4)
+    assert not np.array_equal(final(tmp_path)[1][-1], final(whole[0])[1][-1])
+
+
+BAD = [
+    ("--epsilon 2 --clip-norm -1", "clip_norm must be positive and finite, got -1.0"),
+    ("--epsilon 2 --clip-norm nan", "clip_norm must be positive and finite, got nan"),
+    ("--epsilon 2 --batch-size 0", "batch_size must be at least 1, got 0"),
+    ("--epsilon 2 --batch-size 1438", "batch_size must be at most the 1437 training examples, got 1438"),
+    ("--epsilon 2 --microbatch-size 0", "microbatch_size must be at least 1, got 0"),
+    ("--epsilon 2 --delta 1", "delta must be in (0, 1), got 1.0"),
+    ("--epsilon 2 --delta 0", "delta must be in (0, 1), got 0.0"),
+    ("--epsilon -2", "epsilon must be positive and finite, got -2.0"),
+    ("--noise-multiplier 0", "noise_multiplier must be positive and finite, got 0.0"),
+    ("--epochs 3", "epsilon or noise_multiplier must be given"),
+    ("--epsilon 2 --epochs 0", "epochs must be positive and finite, got 0.0"),
+    ("--epsilon 2 --learning-rate inf", "learning_rate must be positive and finite, got inf"),
+    ("--epsilon 2 --momentum 1", "momentum must be in [0, 1), got 1.0"),
+    ("--epsilon 2 --momentum 0.9 --optimizer adam", "momentum is an option of sgd, got it with adam"),
+    ("--epsilon 2 --sampling full --batch-size 5", "batch_size must not be given with sampling full, got 5"),
+    ("--epsilon 0.001 --noise-multiplier 1", "does not pay for one step at noise_multiplier 1.0"),
+    ("--epsilon 2 --dataset nosuch", "unknown data set 'nosuch'; known: digits"),
+    ("--epsilon 2 --model adadpigu_cnn", "too small for the model 'adadpigu_cnn'"),
+    ("--epsilon 2 --seed -1", "seed must be in [0, 2^32), got -1"),
+    ("--epsilon 2 --checkpoint-every 0", "checkpoint_every must be at least 1, got 0"),
+    ("--epsilon 2 --data-dir /nonexistent", "data_dir must be a directory, got '/nonexistent'"),
+    ("--resume", "nothing to resume"),
+    ("--epsilon 2 --sampling fixed", "accountant"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "said"), BAD, ids=[arguments for arguments, _ in BAD])
+def test_bad_input_is_one_clear_line_and_nothing_is_written(tmp_path, capsys, arguments, said):
+    folder = tmp_path / "run"
+    dataset = [] if "--dataset" in arguments or "--resume" in arguments else ["--dataset", "digits"]
+    assert train.main([*dataset, *arguments.split(), "--output-dir", str(folder), "--quiet"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: ") and said in lines[0]
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("arguments", ["--sampling sometimes", "--batch-size many", "--model resnet"])
+def test_words_that_are_no_values_are_refused(capsys, arguments):
+    with pytest.raises(SystemExit, match="2"):
+        train.main(["--dataset", "digits", "--epsilon", "2", *arguments.split()])
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_the_command_line_end_to_end_and_its_resumption(tmp_path, capsys):
+    folder = ["--output-dir", str(tmp_path / "run"), "--quiet"]
+    words = "--dataset digits --noise-multiplier 4 --epochs 1 --model linear".split()
+    assert train.main([*words, *folder]) == 0
+    said = capsys.readouterr().out
+    assert "test accuracy" in said and "at delta 1e-05, 6 steps" in said and str(tmp_path / "run") in said
+    assert train.main(["--resume", *folder]) == 0  # the seed was drawn by the system and is taken from the run
+    assert capsys.readouterr().out.split(";")[0].split(" in ")[0] == said.split(";")[0].split(" in ")[0]
+    assert train.main(["--resume", "--epochs", "2", *folder]) == 2
+    assert "epochs was 1.0, now 2.0" in capsys.readouterr().err
+
+
+def test_a_method_joins_with_its_own_options(tmp_path, monkeypatch, capsys):
+    def noisier(*, clip_norm, noise_multiplier, sampling, steps, key, factor):
+        assert steps == 1
+        return dpx.dp_sgd(clip_norm=clip_norm, noise_multiplier=factor * noise_multiplier, sampling=sampling, key=key)
+
+    monkeypatch.setitem(METHODS, "noisier", Method(noisier, {"factor": Option(1.0, "times the noise")}))
+    words = "--dataset digits --noise-multiplier 1 --epochs 0.1 --model linear --quiet --seed 1".split()
+    epsilons = []
+    for number, method in enumerate(["dp_sgd", "noisier", "noisier --factor 2"]):
+        folder = tmp_path / str(number)
+        assert train.main([*words, "--output-dir", str(folder), "--method", *method.split()]) == 0
+        epsilons.append(json.loads((folder / "result.json").read_text())["result"]["epsilon"])
+    assert epsilons[0] == epsilons[1] > 1.5 * epsilons[2]
+    assert train.main([*words, "--factor", "2", "--output-dir", str(tmp_path / "refused")]) == 2
+    assert "method 'dp_sgd' has no option factor; its options: none" in capsys.readouterr().err
+
+
+def test_the_fashion_mnist_commands_and_table(tmp_path):
+    for setting in fashion_mnist.SETTINGS:
+        config = fashion_mnist.config_of(setting, 1)
+        words = train.command(config).split()
+        assert words[:3] == ["python", "-m", "examples.train"]
+        assert train.configure(vars(train.parser().parse_args(words[3:]))) == config
+    for seed, accuracy in ((0, 0.85), (1, 0.87)):
+        folder = fashion_mnist.folder_of(tmp_path, "CNN", seed)
+        folder.mkdir(parents=True)
+        result = dict(accuracy=accuracy, epsilon=1.9999, noise_multiplier=1.5, steps=732, seconds=100.0)
+        (folder / "result.json").write_text(json.dumps({"result": result, "versions": {"jax": "0.10.2"}}))
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{fashion_mnist.BEGIN}\nold\n{fashion_mnist.END}\nafter\n")
+    for _ in range(2):
+        fashion_mnist.update(readme, fashion_mnist.table(tmp_path))
+    text = readme.read_text()
+    assert "| CNN | 2 | **86.00%** (85.00%, 87.00%) | 1.9999 | 1.5000 | 732 | 100 |" in text
+    assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
+    assert text.count("| CNN |") == 1 and "jax 0.10.2" in text and "--model adadpigu_cnn" in text
