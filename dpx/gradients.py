@@ -29,17 +29,17 @@ def private_grad(
     mechanism: Mechanism,
     *,
     microbatch_size: int | None = None,
-    clipping: Clipping = "vmap",
+    clipping: Clipping = "auto",
 ) -> Callable[..., PrivateGradient]:
     """`fn(params, batch, state, *, weights=None) -> PrivateGradient` for `loss(params, example) -> scalar`.
 
     `example` has no batch axis; `batch` is the same pytree with the examples on axis 0. The numbers are those of
     `mechanism.update` on stacked gradients, to float32. A mechanism built by `dpx.chain` gives the optimizer's updates.
 
-    microbatch_size: how many per-example gradients are held at once (None: the whole batch). Microbatches are unrolled on
-        CPU, where convolutions inside loops are slow, and looped elsewhere.
-    clipping: how the norms are had. "vmap" makes every per-example gradient; "ghost" none that it can avoid (`dpx.ghost`);
-        "auto" decides per parameter, while tracing, by an estimate of the cost. `dpx.explain` tells what was decided.
+    microbatch_size: how many examples are worked on at once (None: the whole batch). Microbatches are unrolled on CPU,
+        where convolutions inside loops are slow, and looped elsewhere.
+    clipping: how the norms are had. "vmap" makes every per-example gradient; "ghost" follows every parameter it can
+        (`dpx.ghost`); "auto" decides per parameter, while tracing, by an estimate of the cost. `dpx.explain` tells.
     """
     _check(mechanism, clipping)
     if microbatch_size is not None and (not isinstance(microbatch_size, int) or microbatch_size < 1):
@@ -72,7 +72,7 @@ def explain(
     *,
     clipping: Clipping = "auto",
 ) -> ghost.Explanation:
-    """Which way `private_grad` takes for each parameter, and why; print it. `params` and `batch` may hold shapes only."""
+    """Which way `private_grad` takes for each parameter, and why; print it. Shapes suffice for `params` and `batch`."""
     _check(mechanism, clipping)
     state = jax.eval_shape(mechanism.init, params)
     return ghost.explain(_plan(loss, mechanism, params, batch, state, clipping), params)

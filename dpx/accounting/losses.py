@@ -1,0 +1,176 @@
+"""The privacy loss of one step, as a probability mass function on a grid: from above and from below."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from scipy import special
+
+from dpx.accounting import renyi
+from dpx.accounting.checks import Relation
+
+
+class Pmf(NamedTuple):
+    """Privacy loss `(first + i) * grid` has probability `probabilities[i]`; an infinite loss has `infinity`."""
+
+    first: int
+    probabilities: np.ndarray
+    infinity: float
+
+
+class StepLoss(Protocol):
+    """What the composition needs to know of one step."""
+
+    def renyi(self, orders: np.ndarray) -> np.ndarray:
+        """Upper bounds of the Renyi divergences at `orders`, in either direction; inf where unknown."""
+        ...
+
+    def pmfs(self, grid: float, *, tail: float, largest: float) -> tuple[Pmf, ...]:
+        """A dominating pmf for each direction of the relation (one if symmetric).
+
+        Losses above `largest`, and others of total probability `tail`, may count as infinite.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class SampledGaussian:
+    """One step of the Gaussian mechanism on a Poisson sample: the pair of outputs that dominates all neighbours.
+
+    remove: (1-q) N(0, s^2) + q N(1, s^2)  against  N(0, s^2);   add: the same, exchanged
+    replace_one: (1-q) N(0, s^2) + q N(1, s^2)  against  (1-q) N(0, s^2) + q N(-1, s^2)
+    (Zhu, Dong and Wang 2022, https://arxiv.org/abs/2106.08567; replace_one as in dp-accounting.)
+    """
+
+    noise_multiplier: float
+    rate: float
+    relation: Relation = "add_or_remove"
+
+    def renyi(self, orders: np.ndarray) -> np.ndarray:
+        return renyi.bill(np.array([self.noise_multiplier]), np.array([self.rate]), np.ones(1), self.relation, orders)
+
+    def pmfs(self, grid: float, *, tail: float, largest: float) -> tuple[Pmf, ...]:
+        return self._discretised(spread, grid, tail, largest)
+
+    def dominated(self, grid: float, *, tail: float, largest: float) -> tuple[Pmf, ...]:
+        """As `pmfs`, but dominated by the true pair: for lower bounds."""
+        return self._discretised(contracted, grid, tail, largest)
+
+    def _discretised(self, rule: Callable[..., Pmf], grid: float, tail: float, largest: float) -> tuple[Pmf, ...]:
+        first, losses = self._grid(grid, tail, largest)
+        upper, lower = self.masses(losses)
+        remove = rule(upper, lower, first, grid)
+        if self.relation == "replace_one":
+            return (remove,)
+        return remove, rule(lower[::-1], upper[::-1], -(first + len(losses) - 1), grid)
+
+    def masses(self, losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Mass of each member of the pair below, between (n - 1) and above increasing privacy losses (n); (n + 1,)."""
+        x, s, q = self._outputs(losses), self.noise_multiplier, self.rate
+        zero, one = _normal_masses(x / s), _normal_masses((x - 1) / s)
+        upper = (1 - q) * zero + q * one
+        if self.relation == "replace_one":
+            return upper, (1 - q) * zero + q * _normal_masses((x + 1) / s)
+        return upper, zero
+
+    def _grid(self, grid: float, tail: float, largest: float) -> tuple[int, np.ndarray]:
+        """The first index and the grid points that hold all but `tail` of the probability in both directions."""
+        reach = -float(special.ndtri(tail / 4)) * self.noise_multiplier
+        ends = self._losses(np.array([-reach - 1, reach + 1]))
+        first, last = np.clip(ends, -largest, largest) / grid
+        first, last = math.floor(first), math.ceil(last)
+        return first, np.arange(first, last + 1) * grid
+
+    def _losses(self, x: np.ndarray) -> np.ndarray:
+        """The privacy loss ln(upper / lower) at outputs x, increasing in x."""
+        s2, log_q = self.noise_multiplier**2, math.log(self.rate)
+        log_p = math.log1p(-self.rate) if self.rate < 1 else -math.inf
+        loss = np.logaddexp(log_p, log_q + (x - 0.5) / s2)
+        if self.relation == "replace_one":
+            loss = loss - np.logaddexp(log_p, log_q + (-x - 0.5) / s2)
+        return loss
+
+    def _outputs(self, losses: np.ndarray) -> np.ndarray:
+        """The outputs x at which the privacy loss takes these values; -inf below its infimum."""
+        s2, q = self.noise_multiplier**2, self.rate
+        if self.relation == "replace_one":
+            # c y^2 + (1-q)(1 - e^L) y - c e^L = 0 for y = exp(x/s^2), c = q exp(-1/(2 s^2)), L the loss:
+            # x/s^2 = L/2 + asinh((1-q)/c sinh(L/2))
+            with np.errstate(divide="ignore"):
+                log_ratio = (math.log1p(-q) if q < 1 else -math.inf) - math.log(q) + 0.5 / s2
+                half = np.abs(losses) / 2
+                log_sinh = log_ratio + half + np.log(-np.expm1(-2 * half) / 2)
+            asinh = np.where(log_sinh > 20, log_sinh + math.log(2), np.arcsinh(np.exp(np.minimum(log_sinh, 20))))
+            return s2 * (losses / 2 + np.sign(losses) * asinh)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ratio = np.where(
+                losses > 30,
+                losses - math.log(q) + np.log1p(-(1 - q) * np.exp(-np.maximum(losses, 30))),
+                np.log1p(np.maximum(np.expm1(np.minimum(losses, 30)) / q, -1)),
+            )
+        return s2 * ratio + 0.5
+
+
+def spread(upper: np.ndarray, lower: np.ndarray, first: int, grid: float) -> Pmf:
+    """Connect-the-dots: the pmf on the grid that keeps both masses of every cell. Dominates the true pair, at
+    any grid.
+
+    upper, lower: masses (n + 1,) below, between and above n grid points. The mass of a cell is shared between
+    its two ends so
+    that the mass of `lower` is kept as well (Doroshenko et al. 2022, https://arxiv.org/abs/2207.04380). Written
+    in cell
+    masses instead of differences of hockey-stick divergences it conserves probability to the last bit.
+    """
+    ends = _exponentials(first, len(upper) - 1, grid)
+    cells = upper[1:-1]
+    left = np.clip((lower[1:-1] * ends[1:] - cells) / math.expm1(grid), 0, cells)
+    probabilities = np.zeros(len(upper) - 1)
+    probabilities[:-1] = left
+    probabilities[1:] += cells - left
+    probabilities[0] += upper[0]
+    top = min(float(upper[-1]), float(lower[-1] * ends[-1]))
+    probabilities[-1] += top
+    return Pmf(first, probabilities, float(upper[-1]) - top)
+
+
+def contracted(upper: np.ndarray, lower: np.ndarray, first: int, grid: float) -> Pmf:
+    """The other way: cells are merged around the grid points. Dominated by the true pair, at any grid.
+
+    Each grid point takes a share of the cell below it and one of the cell above it such that their merged
+    likelihood ratio is at
+    least that of the point; merging is post-processing, and rounding its loss down to the point is, too, a
+    lower bound.
+    The shares balance up to the curvature of the density, so hardly anything is left to round.
+    """
+    points = _exponentials(first, len(upper) - 1, grid)
+    cells, others = upper[1:-1], lower[1:-1]
+    lacking = np.maximum(others * points[1:] - cells, 0)[:-1]  # of the cell below, at points 1 .. n-2
+    spare = np.maximum(cells - others * points[:-1], 0)[1:]  # of the cell above
+    upwards = np.zeros(len(cells))  # the share of each cell that goes to its upper end
+    with np.errstate(divide="ignore", invalid="ignore"):
+        upwards[:-1] = np.nan_to_num(spare / (spare + lacking))
+        most = np.nan_to_num((1 - upwards[1:]) * spare / lacking, nan=0.0, posinf=1.0)
+    upwards[:-1] = np.minimum(upwards[:-1], most * (1 - 1e-12))
+    probabilities = np.zeros(len(points))
+    probabilities[:-1] = (1 - upwards) * cells
+    probabilities[1:] += upwards * cells
+    probabilities[-1] += upper[-1]
+    return Pmf(first, probabilities, 0.0)
+
+
+def _exponentials(first: int, count: int, grid: float) -> np.ndarray:
+    return np.exp(np.minimum(grid * np.arange(first, first + count), 700))
+
+
+def _normal_masses(z: np.ndarray) -> np.ndarray:
+    """N(0, 1) mass below, between and above increasing points, each with a small relative error."""
+    tails = special.ndtr(-np.abs(z))
+    left, right = z[:-1] <= 0, z[1:] <= 0
+    between = np.where(
+        right, tails[1:] - tails[:-1], np.where(left, 1 - tails[1:] - tails[:-1], tails[:-1] - tails[1:])
+    )
+    below = tails[0] if z[0] <= 0 else 1 - tails[0]
+    above = 1 - tails[-1] if z[-1] <= 0 else tails[-1]
+    return np.concatenate([[below], between, [above]])

@@ -1,0 +1,185 @@
+"""What to publish beside a private model: the bill, everything it rests on, and what it does not cover."""
+
+import importlib.metadata
+import json
+import math
+import platform
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import dp_accounting
+
+from dpx.accounting import checks
+from dpx.accounting.bill import billed, steps_in
+from dpx.accounting.events import event_epsilon, flatten
+
+_CAVEATS = (
+    "Holds if batches were drawn as `sampling` says, and while the keys of the noise and of the sampling are secret.",
+    "Gaussian noise is drawn in float32: its tail ends near 5.4 standard deviations, so a delta below about 1e-7 is "
+    "not meaningful, and attacks on floating-point noise are not excluded.",
+    "Choosing hyper-parameters by runs on the same data is not billed.",
+    "Per-example losses, gradients and clipping statistics of training data are not private unless noised and billed.",
+)
+_RELATION_CAVEATS = {
+    "add_or_remove": "Neighbours differ by the presence of one {unit}. The size of the data set is treated as public.",
+    "zero_out": "Neighbours differ by nulling the contribution of one {unit}; who takes part is treated as public.",
+    "replace_one": "Neighbours differ by exchanging one {unit} for another; the size of the data set is public.",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivacyReport:
+    """A privacy statement. `epsilon` is by accountant: the smallest is the guarantee, None where one does not apply."""
+
+    mechanism: str
+    steps: int
+    unit: str
+    relation: str
+    sampling: str
+    delta: float
+    epsilon: dict[str, float | None]
+    events: tuple[str, ...]
+    versions: dict[str, str]
+    caveats: tuple[str, ...]
+
+    def to_json(self) -> str:
+        """Valid JSON; an infinite epsilon is the string "inf"."""
+
+        def finite(value: float | None) -> float | str | None:
+            return "inf" if value is not None and math.isinf(value) else value
+
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        fields["epsilon"] = {name: finite(value) for name, value in self.epsilon.items()}
+        return json.dumps(fields, indent=2, allow_nan=False)
+
+    def to_markdown(self) -> str:
+        spent = [value for value in self.epsilon.values() if value is not None]
+        bills = "\n".join(
+            f"| {name} | {'does not apply' if value is None else f'{value:.6g}'} |"
+            for name, value in self.epsilon.items()
+        )
+        return f"""# Privacy report
+
+After {self.steps} steps the run is (epsilon, delta)-differentially private with **epsilon = {min(spent):.6g}** \
+at **delta = {self.delta:g}**.
+
+| | |
+|---|---|
+| unit of privacy | {self.unit} |
+| neighbouring relation | {self.relation} |
+| sampling | `{self.sampling}` |
+| steps | {self.steps} |
+| delta | {self.delta:g} |
+
+| accountant | epsilon (upper bound) |
+|---|---|
+{bills}
+
+## Releases
+
+{_lines(self.events)}
+
+## Mechanism
+
+```
+{self.mechanism}
+```
+
+## What this does not cover
+
+{_lines(self.caveats)}
+
+## Versions
+
+{_lines(tuple(f"{name} {version}" for name, version in self.versions.items()))}
+"""
+
+    def write(self, folder: str | Path, *, name: str = "privacy_report") -> tuple[Path, Path]:
+        """Writes `name`.json and `name`.md into a folder, made if missing; gives their paths."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        paths = folder / f"{name}.json", folder / f"{name}.md"
+        paths[0].write_text(self.to_json() + "\n", encoding="utf-8")
+        paths[1].write_text(self.to_markdown(), encoding="utf-8")
+        return paths
+
+
+def privacy_report(
+    mechanism: Any,
+    steps_or_state: Any,
+    *,
+    delta: float,
+    unit: str = "one example",
+) -> PrivacyReport:
+    """The report of a mechanism after some steps: epsilon by PLD and by RDP, and everything it rests on.
+
+    unit: what one record of the data set is, in words. "one example" unless records were grouped before sampling.
+    """
+    checks.delta(delta)
+    steps = steps_in(steps_or_state)
+    event, relation = billed(mechanism, steps, None)
+    bills: dict[str, float | None] = {"pld": None, "rdp": None}
+    refusals = []
+    for accountant in ("pld", "rdp"):
+        try:
+            bills[accountant] = event_epsilon(event, delta=delta, accountant=accountant, relation=relation)
+        except ValueError as error:
+            refusals.append(error)
+    if len(refusals) == len(bills):
+        raise refusals[0]
+    subject = unit.removeprefix("one ")
+    caveats = (_RELATION_CAVEATS[relation].format(unit=subject), *_CAVEATS)
+    if unit != "one example":
+        caveats += (f"The sampling and the clipping must have treated {unit} as one record.",)
+    return PrivacyReport(
+        mechanism=str(mechanism),
+        steps=steps,
+        unit=unit,
+        relation=relation,
+        sampling=str(mechanism.sampling),
+        delta=delta,
+        epsilon=bills,
+        events=_summary(event),
+        versions=_versions(),
+        caveats=caveats,
+    )
+
+
+def _summary(event: dp_accounting.DpEvent) -> tuple[str, ...]:
+    """The event tree as counts: long schedules by their range, few releases one by one."""
+    flat = flatten(event)
+    if not flat.known:
+        return (str(event),)
+    lines = []
+    for steps, kind in (
+        (flat.gaussians, "Gaussian on a Poisson sample of rate {rate:.6g}"),
+        (flat.without_replacement, "Gaussian on a sample without replacement of rate {rate:.6g}"),
+    ):
+        for rate in sorted({rate for _, rate in steps}):
+            sigmas = Counter({sigma: count for (sigma, other), count in steps.items() if other == rate})
+            name = "Gaussian" if rate == 1 and steps is flat.gaussians else kind.format(rate=rate)
+            if len(sigmas) <= 8:
+                lines += [f"{count} x {name}, noise multiplier {sigma:.6g}" for sigma, count in sorted(sigmas.items())]
+            else:
+                lines.append(
+                    f"{sum(sigmas.values())} x {name}, {len(sigmas)} distinct noise multipliers "
+                    f"from {min(sigmas):.6g} to {max(sigmas):.6g}"
+                )
+    lines += [f"{count} x {one}" for one, count in flat.registered.items()]
+    return tuple(lines) if flat.private else (*lines, "a release without noise")
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for package in ("dpx", "jax", "optax", "dp-accounting", "numpy", "scipy"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "not installed as a package"
+    return versions
+
+
+def _lines(items: tuple[str, ...]) -> str:
+    return "\n".join(f"* {item}" for item in items) if items else "* none"

@@ -1,0 +1,11 @@
+"""Ghost norms: the norms and the clipped sum of per-example gradients without the gradients, for any JAX loss.
+
+trace.py follows every parameter through the loss of one example; rules.py knows the layers whose gradients are products
+A^T B; norms.py has |A^T B|; plan.py chooses; engine.py runs. What cannot be followed keeps its per-example gradient.
+"""
+
+from dpx.ghost.engine import sum_contributions as sum_contributions
+from dpx.ghost.plan import Explanation as Explanation
+from dpx.ghost.plan import Plan as Plan
+from dpx.ghost.plan import explain as explain
+from dpx.ghost.plan import make_plan as make_plan

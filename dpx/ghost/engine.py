@@ -1,0 +1,132 @@
+"""The clipped sum of a batch by a plan: one forward and one backward pass, whatever the number of weights."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dpx.ghost import norms, trace
+from dpx.ghost.plan import Plan
+from dpx.mechanism import Mechanism
+
+Tree = Any
+
+LARGEST_PATCHES, LOOPED_PATCHES = 2**21, 2**14  # numbers held at once without a loop, and in one
+
+
+def sum_contributions(
+    plan: Plan, mechanism: Mechanism, params: Tree, examples: Tree, state: Tree, included: jax.Array
+) -> tuple[tuple[Tree, ...], jax.Array]:
+    """sum_i w(|z_i|) z_i for each weight, as `dpx.mechanism.sum_contributions` gives it, and the losses."""
+    weights, treedef = jax.tree.flatten(params)
+    sites = {leaf: choice.site for leaf, choice in enumerate(plan.choices) if choice.site}
+    stacked = {leaf: weights[leaf] for leaf, choice in enumerate(plan.choices) if choice.method == "gradient"}
+    outputs = {site.use.equation: _output(plan, site) for site in sites.values()}
+    scales = _scales(plan, mechanism, params, state)
+
+    def one(example):
+        def value(differentiated, added):
+            inputs = [differentiated.get(leaf, weight) for leaf, weight in enumerate(weights)]
+            return trace.evaluate(plan.program, inputs + jax.tree.leaves(example), added)
+
+        zeros = {number: jnp.zeros(aval.shape, aval.dtype) for number, aval in outputs.items()}
+        loss, pullback, inputs = jax.vjp(value, stacked, zeros, has_aux=True)
+        grads, cotangents = pullback(jnp.ones_like(loss))
+        return loss, {leaf: _float32(grad) for leaf, grad in grads.items()}, inputs, cotangents
+
+    losses, grads, inputs, cotangents = jax.vmap(one)(examples)
+    sizes = {}
+    for leaf, site in sites.items():
+        method, rows = plan.choices[leaf].method, (inputs[site.use.equation], cotangents[site.use.equation])
+        if method == "product":
+            grads[leaf] = _map(lambda row, site=site: norms.product(*site.factors(*row)), rows, site)
+        else:
+            size = _norm(method, site, scales.get(leaf))
+            sizes[leaf] = _map(size, rows, site)
+    for leaf, grad in grads.items():
+        scale = scales.get(leaf)
+        if scale is not None and leaf in sites:
+            scale = sites[leaf].arrange(scale)
+        sizes[leaf] = jax.vmap(norms.frobenius)(grad if scale is None else grad * scale[None])
+
+    def weigh(sizes):
+        parts = [sizes.get(part.leaf, jnp.float32(0)) for part in plan.encoded]
+        found = mechanism.norm(jax.tree.unflatten(plan.structure, parts))
+        return found, mechanism.weigh(found, state)
+
+    found, factors = jax.vmap(weigh, axis_size=included.shape[0])(sizes)
+    for norm in jax.tree.leaves(found):
+        included &= jnp.isfinite(norm)
+
+    def select(rows):
+        if not jnp.issubdtype(rows.dtype, jnp.floating):
+            return rows
+        return jnp.where(included.reshape(-1, *[1] * (rows.ndim - 1)), rows, 0)
+
+    grads = jax.tree.map(select, grads)
+    inputs, cotangents = jax.tree.map(select, inputs), jax.tree.map(select, cotangents)
+
+    def weighted_sum(leaf, factor):
+        shape = jax.ShapeDtypeStruct(weights[leaf].shape, jnp.float32)
+        site = sites.get(leaf)
+        if leaf in grads:
+            total = jnp.tensordot(factor, grads[leaf], 1, precision=norms.EXACT)
+            return total if site is None else _transpose(site.arrange, shape, total)
+        if site is None:
+            return jnp.zeros(shape.shape, jnp.float32)
+        rows, cotangent = inputs[site.use.equation], _float32(cotangents[site.use.equation])
+        cotangent = cotangent * factor.reshape(-1, *[1] * (cotangent.ndim - 1))
+        return _transpose(lambda w: jax.vmap(site.apply, (0, None))(rows, w), shape, cotangent)
+
+    def total(factor):
+        prefix = jax.tree.unflatten(plan.structure, list(range(len(plan.encoded))))
+        spread = jax.tree.map(lambda f, group: jax.tree.map(lambda _: select(f), group), factor, prefix)
+        sums = []
+        for part, f in zip(plan.encoded, jax.tree.leaves(spread), strict=True):
+            summed = weighted_sum(part.leaf, f)
+            sums.append(summed * scales[part.leaf] if part.leaf in scales else summed)
+        return jax.tree.unflatten(plan.structure, sums)
+
+    return tuple(total(factor) for factor in factors), losses
+
+
+def _norm(method, site, scale):
+    def size(row):
+        a, b = site.factors(*row)
+        if method == "rows":
+            return norms.rows(a, b if scale is None else b * site.apply(row[0], scale).reshape(b.shape))
+        if method == "outer":
+            return norms.outer(a, b, None if scale is None else site.arrange(scale))
+        return norms.gram(a, b)
+
+    return size
+
+
+def _map(function, rows, site):
+    """`function` over the examples; in a loop where the patches of the whole batch would not stay in a CPU's cache."""
+    size = jax.tree.leaves(rows)[0].shape[0]
+    if jax.default_backend() == "cpu" and size * site.expands > LARGEST_PATCHES:
+        return jax.lax.map(function, rows, batch_size=max(1, LOOPED_PATCHES // site.expands))
+    return jax.vmap(function)(rows)
+
+
+def _scales(plan, mechanism, params, state):
+    """The elementwise scale of every leaf that has one."""
+    if not any(part.scaled for part in plan.encoded):
+        return {}
+    ones = jax.tree.map(lambda p: jnp.ones(p.shape, jnp.float32), params)
+    scales = jax.tree.leaves(mechanism.encode(ones, state))
+    return {part.leaf: scale for part, scale in zip(plan.encoded, scales, strict=True) if part.scaled}
+
+
+def _output(plan, site) -> Any:
+    return plan.program.equations[site.use.equation].jaxpr.outvars[0].aval
+
+
+def _transpose(linear, shape, cotangent):
+    (transposed,) = jax.linear_transpose(linear, shape)(cotangent)
+    return transposed
+
+
+def _float32(x):
+    return x.astype(jnp.float32)

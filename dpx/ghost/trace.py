@@ -1,0 +1,134 @@
+"""The loss of one example as a flat list of equations, and where each parameter meets other values.
+
+A parameter is followed through views (equations that only move its elements) to its uses (everything else).
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+Tree = Any
+
+# Equations of one operand that move elements, or drop some, but never copy one: they keep the norm of a cotangent.
+VIEWS = {"reshape", "transpose", "squeeze", "expand_dims", "convert_element_type", "copy", "rev", "slice"} | {
+    "broadcast_in_dim",
+    "sharding_constraint",
+}
+CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
+
+
+class Constant(NamedTuple):
+    value: Any
+
+
+class Equation(NamedTuple):
+    """inputs: values by number, or constants; outputs: by number."""
+
+    jaxpr: core.JaxprEqn
+    inputs: tuple[int | Constant, ...]
+    outputs: tuple[int, ...]
+
+    def bind(self, *values):
+        context = self.jaxpr.ctx.manager
+        with context:
+            outputs = self.jaxpr.primitive.bind(*values, **self.jaxpr.primitive.get_bind_params(self.jaxpr.params))
+        return outputs if self.jaxpr.primitive.multiple_results else [outputs]
+
+
+class Use(NamedTuple):
+    """Parameter `leaf`, seen through `view`, is operand `operand` of equation `equation` (-1: the loss itself)."""
+
+    leaf: int
+    view: tuple[core.JaxprEqn, ...]
+    equation: int
+    operand: int
+
+
+class Program(NamedTuple):
+    """Values 0, 1, ... are the leaves of the parameters, then those of the example."""
+
+    equations: tuple[Equation, ...]
+    loss: int | Constant
+    uses: tuple[tuple[Use, ...], ...]  # per parameter leaf
+
+
+def trace(loss: Callable, params: Tree, example: Tree) -> Program:
+    """The program of `loss(params, example)`; both may hold shapes only. Raises ValueError if it is no real scalar."""
+    closed, out = jax.make_jaxpr(loss, return_shape=True)(params, example)
+    if not (hasattr(out, "shape") and out.shape == () and jnp.issubdtype(out.dtype, jnp.floating)):
+        raise ValueError(f"loss must return one real number for one example, got {out}")
+    tracer = _Tracer(leaves=len(jax.tree.leaves(params)), inputs=len(closed.jaxpr.invars))
+    (result,) = tracer.walk(closed.jaxpr, [Constant(value) for value in closed.consts], range(tracer.inputs))
+    if result in tracer.views:
+        leaf, view = tracer.views[result]
+        tracer.uses[leaf].append(Use(leaf, view, -1, 0))
+    return Program(tuple(tracer.equations), result, tuple(tuple(uses) for uses in tracer.uses))
+
+
+def evaluate(program: Program, inputs: list, added: dict[int, jax.Array]) -> tuple[jax.Array, dict[int, tuple]]:
+    """The loss, with `added[e]` added to the output of equation e; also gives the operands of those equations."""
+    values = dict(enumerate(inputs))
+    seen = {}
+    for number, equation in enumerate(program.equations):
+        operands = [i.value if isinstance(i, Constant) else values[i] for i in equation.inputs]
+        outputs = equation.bind(*operands)
+        if number in added:
+            seen[number] = tuple(operands)
+            outputs = [outputs[0] + added[number]]
+        values.update(zip(equation.outputs, outputs, strict=True))
+    return program.loss.value if isinstance(program.loss, Constant) else values[program.loss], seen
+
+
+def through(view: tuple[core.JaxprEqn, ...], weight: jax.Array) -> jax.Array:
+    """`weight` as its use sees it, in its own dtype."""
+    for equation in view:
+        if equation.primitive.name != "convert_element_type":
+            weight = equation.primitive.bind(weight, **equation.params)
+    return weight
+
+
+class _Tracer:
+    def __init__(self, *, leaves: int, inputs: int):
+        self.equations: list[Equation] = []
+        self.views: dict[Any, tuple[int, tuple]] = {leaf: (leaf, ()) for leaf in range(leaves)}
+        self.uses: list[list[Use]] = [[] for _ in range(leaves)]
+        self.inputs, self.count = inputs, inputs
+
+    def walk(self, jaxpr, constants, arguments):
+        env = dict(zip(jaxpr.constvars, constants, strict=True)) | dict(zip(jaxpr.invars, arguments, strict=True))
+
+        def read(atom):
+            return Constant(atom.val) if isinstance(atom, core.Literal) else env[atom]
+
+        for equation in jaxpr.eqns:
+            env.update(zip(equation.outvars, self.add(equation, [read(v) for v in equation.invars]), strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    def add(self, equation, inputs):
+        """Appends one equation, or those of its body where a parameter goes into a call. Gives its outputs."""
+        followed = [i for i, value in enumerate(inputs) if isinstance(value, int) and value in self.views]
+        body = equation.params.get(CALLS.get(equation.primitive.name, ""))
+        if followed and isinstance(body, core.ClosedJaxpr):
+            return self.walk(body.jaxpr, [Constant(value) for value in body.consts], inputs)
+        outputs = tuple(range(self.count, self.count + len(equation.outvars)))
+        self.count += len(outputs)
+        if followed and _is_view(equation):
+            leaf, view = self.views[inputs[0]]
+            self.views[outputs[0]] = leaf, (*view, equation)
+        else:
+            for i in followed:
+                leaf, view = self.views[inputs[i]]
+                self.uses[leaf].append(Use(leaf, view, len(self.equations), i))
+        self.equations.append(Equation(equation, tuple(inputs), outputs))
+        return outputs
+
+
+def _is_view(equation) -> bool:
+    if equation.primitive.name not in VIEWS or len(equation.invars) != 1:
+        return False
+    before, after = equation.invars[0].aval, equation.outvars[0].aval
+    real = jnp.issubdtype(before.dtype, jnp.floating) and jnp.issubdtype(after.dtype, jnp.floating)
+    return real and after.size <= before.size

@@ -1,0 +1,80 @@
+"""What the tests of the ghost norms share: both ways of clipping side by side."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import dpx
+
+TOLERANCE = 1e-5
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # to compile, not to run
+
+
+def key(number: int) -> jax.Array:
+    return jax.random.key(number)
+
+
+def normal(number: int, *shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(number).standard_normal(shape), jnp.float32)
+
+
+def integers(number: int, count: int, *shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(number).integers(0, count, shape), jnp.int32)
+
+
+def random_like(shapes):
+    """Normal parameters, of 1/2 in size."""
+    leaves, treedef = jax.tree.flatten(shapes)
+    return jax.tree.unflatten(treedef, [0.5 * normal(i, *leaf.shape) for i, leaf in enumerate(leaves)])
+
+
+def mechanism(clip_norm: Any = 1e-3) -> dpx.Mechanism:
+    """Noiseless: the updates are the sums. The default clip norm binds, so that every error of a norm shows."""
+    made = dpx.gaussian_mechanism(
+        clip_norm=clip_norm,
+        noise_multiplier=1.0,
+        sampling=dpx.PoissonSampling(examples=100, batch_size=4),
+        key=key(0),
+    )
+    return noiseless(made)
+
+
+def noiseless(made: dpx.Mechanism) -> dpx.Mechanism:
+    return made.replace(release=lambda sums, state, params: (sums, state))
+
+
+def clipped_sums(loss, params, batch, clipping, *, made=None, weights=None, microbatch_size=None):
+    made = made or mechanism()
+    step = dpx.private_grad(loss, made, clipping=clipping, microbatch_size=microbatch_size)
+    return jax.jit(step, compiler_options=QUICK)(params, batch, made.init(params), weights=weights)
+
+
+def assert_same(found, expected, tolerance=TOLERANCE):
+    """Every leaf within `tolerance` of its own norm (or of a thousandth of the whole's, if it almost cancels)."""
+    whole = np.sqrt(sum(float(jnp.sum(leaf**2)) for leaf in jax.tree.leaves(expected)))
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(expected), strict=True):
+        a, b = np.asarray(a), np.asarray(b)
+        assert a.shape == b.shape and a.dtype == b.dtype == np.float32
+        distance, size = np.linalg.norm(a - b), max(np.linalg.norm(b), 1e-3 * whole)
+        assert distance <= tolerance * size, f"{jax.tree_util.keystr(path)}: {distance / size:.2e} off"
+
+
+def assert_agrees(loss, params, batch, *, clipping=("ghost", "auto"), tolerance=TOLERANCE, **options):
+    expected = clipped_sums(loss, params, batch, "vmap", **options)
+    if len(clipping) > 1 and ways(loss, params, batch, made=options.get("made"), clipping="auto") == ways(
+        loss, params, batch, made=options.get("made")
+    ):
+        clipping = clipping[:1]  # the same program
+    for way in clipping:
+        found = clipped_sums(loss, params, batch, way, **options)
+        assert_same(found.updates, expected.updates, tolerance)
+        np.testing.assert_allclose(found.unreleased_losses, expected.unreleased_losses, rtol=max(tolerance, 1e-4))
+    return expected.updates
+
+
+def ways(loss, params, batch, *, made=None, clipping: Any = "ghost") -> dict[str, str]:
+    """The way that every parameter takes."""
+    return {name: way for name, way, _ in dpx.explain(loss, made or mechanism(), params, batch, clipping=clipping).rows}

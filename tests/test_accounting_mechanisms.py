@@ -1,0 +1,328 @@
+"""Bills, calibration, reports and curves of mechanisms, by any object with an event and a sampling."""
+
+import json
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import dp_accounting
+import numpy as np
+import pytest
+from scipy import stats
+
+from dpx import accounting
+from dpx.accounting import curves, events
+from dpx.accounting.checks import Accountant
+from dpx.accounting.losses import SampledGaussian
+
+Gaussian = dp_accounting.GaussianDpEvent
+
+
+@dataclass(frozen=True)
+class Poisson:
+    rate: float = 0.01
+    relation: ClassVar[str] = "add_or_remove"
+
+    def event(self, sigma):
+        return dp_accounting.PoissonSampledDpEvent(self.rate, Gaussian(sigma))
+
+
+@dataclass(frozen=True)
+class Shuffled:
+    relation: ClassVar[str] = "zero_out"
+
+    def event(self, sigma):
+        return Gaussian(sigma)
+
+
+@dataclass(frozen=True)
+class Fixed:
+    examples: int = 1000
+    batch: int = 10
+    relation: ClassVar[str] = "replace_one"
+
+    def event(self, sigma):
+        return dp_accounting.SampledWithoutReplacementDpEvent(self.examples, self.batch, Gaussian(sigma / 2))
+
+
+@dataclass(frozen=True)
+class Mechanism:
+    """Noise multiplier `noise * decay^step`."""
+
+    noise: float
+    sampling: Poisson | Shuffled | Fixed = Poisson()
+    decay: float = 1.0
+
+    def event(self, steps):
+        if self.decay == 1:
+            return dp_accounting.SelfComposedDpEvent(self.sampling.event(self.noise), steps)
+        return dp_accounting.ComposedDpEvent(
+            [self.sampling.event(float(sigma)) for sigma in self.noise * self.decay ** np.arange(steps)]
+        )
+
+
+def test_epsilon_and_delta_of_a_mechanism():
+    mechanism = Mechanism(1.54, Poisson(0.02))
+    assert accounting.epsilon(mechanism, 2000, delta=1e-5) == pytest.approx(2.75301, abs=2e-4)
+    assert accounting.epsilon(mechanism, 2000, delta=1e-5, accountant="rdp") == pytest.approx(3.00260, abs=2e-4)
+    assert accounting.delta(mechanism, 2000, epsilon=2.75301) == pytest.approx(1e-5, rel=2e-3)
+    assert accounting.epsilon(mechanism, 0, delta=1e-5) == 0
+    assert accounting.delta(mechanism, 0, epsilon=1.0) == 0
+    for accountant in ("pld", "rdp"):
+        assert accounting.epsilon(Mechanism(0.0), 3, delta=1e-5, accountant=accountant) == math.inf
+        assert accounting.delta(Mechanism(0.0), 3, epsilon=1.0, accountant=accountant) == 1
+
+
+def test_many_distinct_steps_take_the_fast_path():
+    mechanism = Mechanism(3.0, decay=0.9999)
+    exact = accounting.schedule_epsilon(3.0 * 0.9999 ** np.arange(3000), 0.01, delta=1e-6, buckets=128)
+    epsilon = accounting.epsilon(mechanism, 3000, delta=1e-6)
+    assert exact.lower <= epsilon <= exact.upper
+
+
+def test_nested_trees_flatten():
+    one = Poisson().event(1.5)
+    tree = dp_accounting.ComposedDpEvent(
+        [
+            dp_accounting.NoOpDpEvent(),
+            dp_accounting.SelfComposedDpEvent(dp_accounting.ComposedDpEvent([one, Gaussian(20.0)]), 7),
+            dp_accounting.PoissonSampledDpEvent(0.0, Gaussian(1.0)),
+            one,
+        ]
+    )
+    expected = accounting.schedule_epsilon([1.5, 20.0], [0.01, 1.0], counts=[8, 7], delta=1e-5)
+    assert accounting.event_epsilon(tree, delta=1e-5) == pytest.approx(expected.upper, rel=1e-9)
+    assert accounting.event_epsilon(dp_accounting.NonPrivateDpEvent(), delta=1e-5) == math.inf
+
+
+def test_other_events_go_to_dp_accounting():
+    assert accounting.event_epsilon(dp_accounting.LaplaceDpEvent(2.0), delta=1e-9) == pytest.approx(0.5, abs=1e-3)
+    with pytest.raises(ValueError, match="cannot bill"):
+        accounting.event_epsilon(dp_accounting.UnsupportedDpEvent(), delta=1e-5)
+    with pytest.raises(ValueError, match="cannot bill"):
+        accounting.event_epsilon(dp_accounting.ZCDpEvent(0.1), delta=1e-5)
+    by_rdp = accounting.event_epsilon(dp_accounting.ZCDpEvent(0.1), delta=1e-5, accountant="rdp")
+    assert 0 < by_rdp < 0.1 + 2 * math.sqrt(0.1 * math.log(1e5))
+
+
+def test_relations():
+    poisson, shuffled, fixed = Mechanism(1.5), Mechanism(3.0, Shuffled()), Mechanism(4.0, Fixed())
+    own = accounting.epsilon(poisson, 100, delta=1e-5)
+    assert accounting.epsilon(poisson, 100, delta=1e-5, relation="zero_out") == own
+    assert accounting.epsilon(poisson, 100, delta=1e-5, relation="replace_one") > 1.5 * own
+    for accountant in ("pld", "rdp"):
+        with pytest.raises(ValueError, match="would change"):
+            accounting.epsilon(shuffled, 2, delta=1e-5, relation="add_or_remove", accountant=accountant)
+    doubled = accounting.epsilon(shuffled, 2, delta=1e-5, relation="replace_one")
+    assert doubled == pytest.approx(accounting.gdp.epsilon(2 * math.sqrt(2) / 3, 1e-5))
+    with pytest.raises(ValueError, match='"rdp"'):
+        accounting.epsilon(fixed, 10, delta=1e-5)
+    with pytest.raises(ValueError, match="replace_one"):
+        accounting.epsilon(fixed, 10, delta=1e-5, relation="add_or_remove", accountant="rdp")
+    assert 0 < accounting.epsilon(fixed, 10, delta=1e-5, accountant="rdp") < 10
+
+
+def test_the_replace_one_trap_of_rdp_is_refused():
+    for mechanism in (Mechanism(1.5), Mechanism(3.0, Shuffled())):
+        with pytest.raises(ValueError, match="doubles the sensitivity"):
+            accounting.epsilon(mechanism, 10, delta=1e-5, relation="replace_one", accountant="rdp")
+
+
+def test_sampling_without_replacement_is_that_of_dp_accounting(monkeypatch):
+    accountant = dp_accounting.rdp.RdpAccountant(neighboring_relation=dp_accounting.NeighboringRelation.REPLACE_ONE)
+    accountant.compose(Mechanism(4.0, Fixed()).event(50))
+    ours = accounting.epsilon(Mechanism(4.0, Fixed()), 50, delta=1e-5, accountant="rdp")
+    assert ours == pytest.approx(accountant.get_epsilon(1e-5), rel=1e-9)
+    # Many distinct releases: noise rounded down to few.
+    decaying = Mechanism(4.0, Fixed(), decay=0.95)
+    exact = accounting.epsilon(decaying, 6, delta=1e-5, accountant="rdp")
+    monkeypatch.setattr(events, "_BUCKETS_WITHOUT_REPLACEMENT", 3)
+    assert exact < accounting.epsilon(decaying, 6, delta=1e-5, accountant="rdp") < 1.2 * exact
+
+
+def test_registered_events_are_billed_by_their_own_rule():
+    class TwiceDpEvent(dp_accounting.DpEvent):
+        """Two unsampled releases with noise 4."""
+
+        def __eq__(self, other):
+            return isinstance(other, TwiceDpEvent)
+
+        def __hash__(self):
+            return 1
+
+    def read(event, relation):
+        if relation == "replace_one":
+            raise ValueError(f"relation must not be replace_one for {event}")
+        return SampledGaussian(4 / math.sqrt(2), 1.0, relation)
+
+    accounting.register(TwiceDpEvent, read)
+    tree = dp_accounting.ComposedDpEvent([TwiceDpEvent(), TwiceDpEvent(), Poisson().event(2.0)])
+    for accountant in ("pld", "rdp"):
+        same = dp_accounting.ComposedDpEvent([*[Gaussian(4.0)] * 4, Poisson().event(2.0)])
+        expected = accounting.event_epsilon(same, delta=1e-5, accountant=accountant)
+        assert accounting.event_epsilon(tree, delta=1e-5, accountant=accountant) == pytest.approx(expected, rel=1e-3)
+    with pytest.raises(ValueError, match="must not be"):
+        accounting.event_epsilon(tree, delta=1e-5, relation="replace_one")
+
+
+CASES: dict[str, tuple[Any, int, Accountant]] = {
+    "constant": (lambda x: Mechanism(x, Poisson(0.02)), 500, "pld"),
+    "schedule": (lambda x: Mechanism(x, decay=0.95), 40, "pld"),
+    "unsampled": (lambda x: Mechanism(x, Shuffled()), 3, "pld"),
+    "rdp": (lambda x: Mechanism(x, decay=0.97), 80, "rdp"),
+    "without replacement": (lambda x: Mechanism(x, Fixed()), 20, "rdp"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("epsilon", [0.3, 4.0])
+def test_calibrated_noise_is_the_least_on_the_safe_side(name, epsilon):
+    make, steps, accountant = CASES[name]
+    noise = accounting.calibrate(make, steps=steps, epsilon=epsilon, delta=1e-5, accountant=accountant)
+    spent = accounting.epsilon(make(noise), steps, delta=1e-5, accountant=accountant)
+    assert epsilon * (1 - 2e-4) <= spent <= epsilon
+    assert accounting.epsilon(make(noise * 0.998), steps, delta=1e-5, accountant=accountant) > epsilon
+
+
+def test_calibrating_a_mechanism_under_another_relation():
+    make = CASES["constant"][0]
+    noise = accounting.calibrate(make, steps=200, epsilon=2.0, delta=1e-5, relation="replace_one")
+    assert accounting.epsilon(make(noise), 200, delta=1e-5, relation="replace_one") <= 2.0
+    assert noise > accounting.calibrate(make, steps=200, epsilon=2.0, delta=1e-5)
+
+
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+def test_calibrated_schedule(accountant):
+    shape = np.linspace(3, 1, 40)
+    found = accounting.calibrate_schedule(shape, 0.02, epsilon=1.5, delta=1e-5, accountant=accountant)
+    assert found.interval.upper <= 1.5 and found.interval.upper >= 1.5 * (1 - 2e-4)
+    again = accounting.schedule_epsilon(
+        found.scale * shape, 0.02, delta=1e-5, accountant=accountant, buckets=40 if accountant == "pld" else 64
+    )
+    assert again.lower <= 1.5 and again.upper <= 1.5 * (1 + 1e-6)
+    assert found.interval.lower <= again.upper
+
+
+def test_the_scale_of_a_schedule_does_not_depend_on_its_units():
+    small = accounting.calibrate_schedule([3e-4, 1e-4], 0.1, counts=[50, 50], epsilon=1, delta=1e-5)
+    large = accounting.calibrate_schedule([3e4, 1e4], 0.1, counts=[50, 50], epsilon=1, delta=1e-5)
+    assert small.scale == pytest.approx(large.scale * 1e8, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(epsilon=0.0),
+        dict(epsilon=-1.0),
+        dict(epsilon=math.inf),
+        dict(epsilon=math.nan),
+        dict(delta=0.0),
+        dict(delta=1.0),
+        dict(steps=0),
+        dict(steps=2.5),
+        dict(accountant="clt"),
+    ],
+)
+def test_bad_budgets_are_refused(change):
+    with pytest.raises(ValueError, match="must be"):
+        accounting.calibrate(**(dict(make=Mechanism, steps=10, epsilon=1.0, delta=1e-5) | change))
+    if "steps" not in change:
+        with pytest.raises(ValueError, match="must be"):
+            accounting.calibrate_schedule([1.0], 0.1, **(dict(epsilon=1.0, delta=1e-5) | change))
+
+
+def test_unreachable_budgets_are_refused():
+    with pytest.raises(ValueError, match="cannot be met"):
+        accounting.calibrate(lambda x: Mechanism(0.0), steps=10, epsilon=1.0, delta=1e-5)
+    with pytest.raises(ValueError, match="cannot be met"):
+        accounting.calibrate(lambda x: Mechanism(1.0), steps=1000, epsilon=0.1, delta=1e-5)
+    with pytest.raises(ValueError, match="shape must be positive"):
+        accounting.calibrate_schedule([1.0, 0.0], 0.1, epsilon=1.0, delta=1e-5)
+
+
+def test_report(tmp_path):
+    mechanism = Mechanism(3.0, decay=0.999)
+    report = accounting.privacy_report(mechanism, 200, delta=1e-6)
+    assert report.epsilon["pld"] == accounting.epsilon(mechanism, 200, delta=1e-6)
+    assert report.epsilon["rdp"] == accounting.epsilon(mechanism, 200, delta=1e-6, accountant="rdp")
+    read = json.loads(report.to_json())
+    assert read["steps"] == 200 and read["relation"] == "add_or_remove" and read["unit"] == "one example"
+    assert {"python", "jax", "optax", "dp-accounting", "numpy", "dpx"} <= set(read["versions"])
+    assert len(read["events"]) == 1 and "200 distinct" in read["events"][0]
+    markdown = report.to_markdown()
+    for words in (
+        "float32",
+        "hyper-parameters",
+        "not private",
+        "secret",
+        "presence of one example",
+        "Poisson(rate=0.01)",
+    ):
+        assert words in markdown
+    paths = report.write(tmp_path / "new", name="bill")
+    assert [path.name for path in paths] == ["bill.json", "bill.md"]
+    assert json.loads(paths[0].read_text()) == read
+
+
+def test_report_of_no_noise_is_valid_json():
+    report = accounting.privacy_report(Mechanism(0.0), 5, delta=1e-6, unit="one patient")
+    read = json.loads(report.to_json(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert read["epsilon"] == {"pld": "inf", "rdp": "inf"}
+    assert "**epsilon = inf**" in report.to_markdown() and "one patient" in report.to_markdown()
+
+
+def test_report_says_which_accountant_does_not_apply():
+    report = accounting.privacy_report(Mechanism(4.0, Fixed()), 5, delta=1e-6)
+    assert report.epsilon["pld"] is None and report.epsilon["rdp"] is not None
+    assert "does not apply" in report.to_markdown() and "exchanging one example" in report.to_markdown()
+
+
+def test_epsilon_over_steps_rises_and_ends_at_the_bill():
+    mechanism = Mechanism(2.0, decay=0.995)
+    curve = curves.epsilon_over_steps(mechanism, 150, delta=1e-5, points=8)
+    assert len(curve.steps) == 8 and curve.steps[0] == 1 and curve.steps[-1] == 150
+    assert np.all(np.diff(curve.epsilon) > 0)
+    assert curve.epsilon[-1] == pytest.approx(accounting.epsilon(mechanism, 150, delta=1e-5), rel=0.02)
+
+
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+def test_delta_over_epsilon(accountant):
+    mechanism = Mechanism(1.2)
+    epsilons = np.array([0.0, 0.5, 1.0, 2.0, 3.0])
+    curve = curves.delta_over_epsilon(mechanism, 400, epsilons=epsilons, accountant=accountant)
+    single = [accounting.delta(mechanism, 400, epsilon=value, accountant=accountant) for value in epsilons]
+    np.testing.assert_allclose(curve.delta, single, rtol=1e-2, atol=1e-15)
+    assert np.all(np.diff(curve.delta) < 0)
+
+
+def test_trade_off_of_a_gaussian_has_a_closed_form():
+    curve = curves.trade_off(Mechanism(2.0, Shuffled()), 1)
+    exact = stats.norm.cdf(stats.norm.ppf(1 - curve.type_one) - 0.5)
+    assert np.all(curve.type_two <= exact + 1e-9)
+    np.testing.assert_allclose(curve.type_two, exact, atol=5e-4)
+    composed = curves.trade_off(Mechanism(2.0, Poisson(0.02)), 200)
+    assert np.all(composed.type_two <= 1 - composed.type_one + 1e-9)
+    assert composed.type_two[0] > 0.99 and composed.type_two[-1] == 0
+
+
+def test_plots_draw_the_curves():
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    mechanism = Mechanism(2.0, Shuffled())
+    over = curves.epsilon_over_steps(mechanism, 5, delta=1e-5)
+    axes = curves.plot_epsilon_over_steps(over, label="true")
+    np.testing.assert_array_equal(axes.lines[0].get_ydata(), over.epsilon)
+    assert curves.plot_epsilon_over_steps(over, axes=axes) is axes and len(axes.lines) == 2
+    curves.plot_delta_over_epsilon(curves.delta_over_epsilon(mechanism, 5, epsilons=[0.0, 1.0]))
+    curves.plot_trade_off(curves.trade_off(mechanism, 5))
+    pyplot.close("all")
+
+
+def test_importing_the_accountants_does_not_import_matplotlib():
+    import subprocess
+    import sys
+
+    code = "import dpx.accounting, sys; assert 'matplotlib' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

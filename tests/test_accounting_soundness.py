@@ -1,0 +1,274 @@
+"""The ends are what they say: against closed forms, dp-accounting and finer buckets. One-sided throughout."""
+
+import dataclasses
+import math
+from typing import Any
+
+import dp_accounting
+import numpy as np
+import pytest
+from dp_accounting.pld import PLDAccountant
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from scipy import optimize, stats
+
+from dpx import accounting
+from dpx.accounting import composition, losses, renyi
+from dpx.accounting.buckets import bucketed
+
+SLACK = 1e-4
+
+
+def reference(sigmas, rates, counts, delta, grid=2e-4):
+    """dp-accounting event by event: an upper bound within about 1e-4 of the truth at this grid and few steps."""
+    accountant = PLDAccountant(value_discretization_interval=grid)
+    for sigma, rate, count in zip(sigmas, rates, counts, strict=True):
+        accountant.compose(dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(sigma)), int(count))
+    return accountant.get_epsilon(delta)
+
+
+def one_step_delta(sigma, rate, epsilon, direction):
+    """delta of one step by direct integration of the two densities; no shared code."""
+    x = np.linspace(-12 * sigma, 1 + 12 * sigma, 400_001)
+    zero, one = stats.norm.pdf(x, 0, sigma), stats.norm.pdf(x, 1, sigma)
+    pair = (1 - rate) * zero + rate * one, zero
+    upper, lower = pair if direction == "remove" else pair[::-1]
+    return np.trapezoid(np.maximum(0, upper - math.exp(epsilon) * lower), x)
+
+
+@pytest.mark.parametrize("sigma, rate", [(1.0, 0.01), (0.5, 0.3), (5.0, 0.9), (0.3, 1e-3)])
+def test_one_step_is_exact_in_both_directions(sigma, rate):
+    for epsilon in (0.0, 0.005, 0.1, 1.0):
+        truth = max(one_step_delta(sigma, rate, epsilon, direction) for direction in ("remove", "add"))
+        interval = accounting.schedule_delta([sigma], rate, epsilon=epsilon)
+        assert interval.lower <= truth * (1 + 1e-6) + 1e-12
+        assert interval.upper >= truth * (1 - 1e-6) - 1e-12
+        assert interval.upper <= truth * 1.01 + 1e-12
+
+
+def test_both_directions_dominate():
+    """Each pmf has at least the divergence of the true pair, and `dominated` at most, at coarse grids too."""
+    step = losses.SampledGaussian(0.8, 0.2)
+    for grid in (1e-3, 0.05, 0.4):
+        for index, direction in enumerate(("remove", "add")):
+            for rule, sign in ((step.pmfs, 1), (step.dominated, -1)):
+                pmf = rule(grid, tail=1e-15, largest=50.0)[index]
+                loss = grid * (pmf.first + np.arange(len(pmf.probabilities)))
+                for epsilon in (-0.15, 0.0, 0.07, 0.5, 2.0):
+                    found = pmf.infinity + np.sum(pmf.probabilities * np.maximum(0, -np.expm1(epsilon - loss)))
+                    truth = one_step_delta(0.8, 0.2, epsilon, direction)
+                    assert sign * (found - truth) >= -1e-9
+                    if grid == 1e-3:
+                        assert found == pytest.approx(truth, abs=2e-5)
+
+
+steps = st.lists(
+    st.tuples(
+        st.floats(0.35, 40.0),
+        st.sampled_from([0.003, 0.02, 0.15, 0.6]),
+        st.integers(1, 12),
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@settings(max_examples=8, deadline=None, derandomize=True, phases=[Phase.generate])  # shrinking takes minutes
+@given(steps, st.sampled_from([1e-3, 1e-5, 1e-8]))
+def test_upper_end_never_below_dp_accounting(schedule, delta):
+    """Non-monotone, wide, repeated, one step or several, a rate per step; exact buckets and too few of them."""
+    sigmas, rates, counts = (np.array(column) for column in zip(*schedule, strict=True))
+    truth = reference(sigmas, rates, counts, delta)
+    exact = accounting.schedule_epsilon(sigmas, rates, counts=counts, delta=delta)
+    few = accounting.schedule_epsilon(sigmas, rates, counts=counts, delta=delta, buckets=2)
+    coarse = accounting.schedule_epsilon(sigmas, rates, counts=counts, delta=delta, grid=0.01)
+    for interval in (exact, few, coarse):
+        assert interval.lower <= truth + SLACK
+        assert interval.upper >= truth - SLACK
+    assert exact.upper <= truth + 1e-3 + 1e-3 * truth
+    assert few.lower <= exact.upper and exact.lower <= few.upper
+
+
+def growing(first, last, steps=400):
+    return np.geomspace(first, last, steps)
+
+
+WIDE = {
+    "wide": (growing(30, 0.7), 0.01),
+    "wavy": (2 + 1.5 * np.sin(np.arange(400)), 0.02),
+    "huge": (growing(1000, 1e5), 0.5),
+    "tiny": (growing(0.3, 0.2, 70), 0.01),
+    "spike": (np.append(np.full(399, 5.0), 0.5), 0.01),
+    "rates": (growing(3, 1), np.linspace(0.001, 0.02, 400)),
+}
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_intervals_nest(name):
+    """Many buckets lie within few: both hold the truth, so they must overlap, and widths must shrink."""
+    sigmas, rate = WIDE[name]
+    widths = []
+    narrow = accounting.schedule_epsilon(sigmas, rate, delta=1e-6, buckets=128)
+    for buckets in (4, 32):
+        interval = accounting.schedule_epsilon(sigmas, rate, delta=1e-6, buckets=buckets)
+        assert interval.lower <= narrow.upper and narrow.lower <= interval.upper
+        assert interval.upper >= narrow.lower - 1e-9
+        widths.append(interval.upper - interval.lower)
+    assert narrow.lower <= narrow.upper
+    assert narrow.upper - narrow.lower <= widths[1] <= widths[0] * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("sigma, rate", [(0.05, 0.01), (0.1, 0.5), (1e-3, 1.0), (1e4, 0.1)])
+def test_one_tiny_or_huge_step_by_root_finding(sigma, rate):
+    """remove: delta(eps) = q P1(x > c) - (e^eps - 1 + q) P0(x > c), c where the loss is eps; solved for eps in logs."""
+
+    def log_delta(epsilon):
+        cut = sigma**2 * (np.log(np.expm1(epsilon) + rate) - np.log(rate)) + 0.5
+        one = np.log(rate) + stats.norm.logsf(cut, 1, sigma)
+        zero = np.log(np.expm1(epsilon) + rate) + stats.norm.logsf(cut, 0, sigma)
+        return one + np.log(-np.expm1(zero - one)) if zero < one else -np.inf
+
+    delta = 1e-6 if sigma < 100 else 1e-6 * 0.5
+    interval = accounting.schedule_epsilon([sigma], rate, delta=delta)
+    if log_delta(1e-12) <= math.log(delta):
+        assert interval.lower <= 1e-9
+        return
+    if sigma < 0.01:  # e^eps overflows: the closed form of the Gaussian is tested elsewhere
+        assert interval.upper >= 1 / (2 * sigma**2)
+        return
+    top = 1e-6
+    while log_delta(top) > math.log(delta):
+        top *= 2
+    truth: Any = optimize.brentq(lambda e: log_delta(e) - math.log(delta), top / 2, top, xtol=1e-12)
+    assert interval.lower <= truth + SLACK
+    assert interval.upper >= truth - SLACK
+    assert interval.upper - interval.lower <= 1e-3 * max(1.0, truth)
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(
+    st.lists(st.floats(0.3, 50), min_size=1, max_size=60),
+    st.integers(1, 20),
+    st.integers(0, 2**31),
+)
+def test_buckets_round_to_the_stated_side(sigmas, buckets, seed):
+    generator = np.random.default_rng(seed)
+    sigmas = np.array(sigmas)
+    rates = generator.choice([0.01, 0.02, 0.5], len(sigmas))
+    counts = generator.integers(0, 4, len(sigmas))
+    groups = bucketed(sigmas, rates, counts, buckets)
+    assert len(groups.counts) <= max(buckets, 1)
+    assert groups.counts.sum() == counts.sum()
+    assert np.all(groups.smallest_noise <= groups.largest_noise)
+    assert np.all(groups.smallest_rate <= groups.largest_rate)
+    # Sorted by noise, the rounded-down multiset lies below the true one, and the rounded-up one above; rates likewise.
+    true = np.sort(np.repeat(sigmas, counts))
+    assert np.all(np.sort(np.repeat(groups.smallest_noise, groups.counts)) <= true)
+    assert np.all(np.sort(np.repeat(groups.largest_noise, groups.counts)) >= true)
+    true = np.sort(np.repeat(rates, counts))
+    assert np.all(np.sort(np.repeat(groups.largest_rate, groups.counts)) >= true)
+    assert np.all(np.sort(np.repeat(groups.smallest_rate, groups.counts)) <= true)
+
+
+def test_delta_and_epsilon_are_inverse():
+    sigmas = growing(4, 1, 50)
+    interval = accounting.schedule_epsilon(sigmas, 0.02, delta=1e-7)
+    assert accounting.schedule_delta(sigmas, 0.02, epsilon=interval.upper).upper == pytest.approx(1e-7, rel=1e-2)
+
+
+def test_far_tails_keep_their_digits():
+    """delta = 1e-40 of an almost unsampled Gaussian, against the closed form."""
+    interval = accounting.schedule_epsilon([4.0], 1 - 1e-9, counts=[10], delta=1e-40)
+    truth = accounting.gdp.epsilon(math.sqrt(10) / 4, 1e-40)
+    assert interval.lower <= truth <= interval.upper + SLACK
+    assert interval.upper == pytest.approx(truth, rel=1e-3)
+
+
+STEP, COUNT = losses.SampledGaussian(4.0, 1 - 1e-9), 10  # almost a Gaussian, whose delta is known
+
+
+def poor_plan(**changes):
+    plan = composition.plan(COUNT * STEP.renyi(renyi.ORDERS), COUNT, delta=1e-30, epsilon=9.0, grid=0.02)
+    assert plan is not None
+    return dataclasses.replace(plan, **changes)
+
+
+def bounds(plan, epsilon):
+    """(from below, the truth, from above)."""
+    above, below = (compose([(STEP, COUNT)], plan) for compose in (composition.compose, composition.compose_dominated))
+    truth = accounting.gdp.delta(math.sqrt(COUNT) / 4, epsilon)
+    return below[0].delta(epsilon), truth, above[0].delta(epsilon)
+
+
+@pytest.mark.parametrize("epsilon", np.linspace(7, 10, 5))
+def test_rounding_of_the_transform_is_counted(epsilon):
+    """Under a tilt far too small for such deltas the transform is noise: the bounds must give way, not the truth."""
+    low, truth, high = bounds(poor_plan(tilt=0.05, size=150_000), epsilon)
+    assert low <= truth <= high
+    assert 1e-20 < high < 1e-5  # a bound of the noise, nothing else
+
+
+@pytest.mark.parametrize("largest", [2.0, 3.0, 4.0])
+def test_losses_beyond_the_window_are_counted(largest):
+    low, truth, high = bounds(poor_plan(tilt=3.0, size=int(largest / 0.02 / 0.75)), 0.98 * largest)
+    assert low <= truth <= high
+
+
+def test_zero_noise_bills_infinity_and_no_steps_nothing():
+    for sigmas, expected in (([1.0, 0.0], math.inf), ([1e-9, 2.0], math.inf)):
+        assert accounting.schedule_epsilon(sigmas, 0.1, delta=1e-5).upper == expected
+        assert accounting.schedule_epsilon(sigmas, 0.1, delta=1e-5, accountant="rdp").upper == expected
+        assert accounting.schedule_delta(sigmas, 0.1, epsilon=3.0).upper == 1.0
+    assert accounting.schedule_epsilon([1.0, 0.0], 0.1, delta=1e-5).lower == math.inf
+    unused = accounting.schedule_epsilon([1.0, 0.0], 0.1, delta=1e-5, counts=[1, 0])
+    assert 0 < unused.upper < 10
+    for accountant in ("pld", "rdp"):
+        nothing = accounting.schedule_epsilon([1.0], 0.1, delta=1e-5, counts=[0], accountant=accountant)
+        assert (nothing.lower, nothing.upper) == (0.0, 0.0)
+
+
+BAD = {
+    "negative noise": dict(noise_multipliers=[1.0, -0.5]),
+    "NaN noise": dict(noise_multipliers=[1.0, math.nan]),
+    "infinite noise": dict(noise_multipliers=[math.inf]),
+    "matrix": dict(noise_multipliers=np.ones((2, 2))),
+    "rate 0": dict(sampling_rate=0.0),
+    "rate above 1": dict(sampling_rate=1.1),
+    "NaN rate": dict(sampling_rate=math.nan),
+    "rates of another length": dict(sampling_rate=[0.1, 0.2, 0.3]),
+    "counts of another length": dict(counts=[1, 2, 3]),
+    "negative count": dict(counts=[1, -1]),
+    "fractional count": dict(counts=[1.5, 1.0]),
+    "delta 1": dict(delta=1.0),
+    "delta 0": dict(delta=0.0),
+    "NaN delta": dict(delta=math.nan),
+    "accountant": dict(accountant="clt"),
+    "relation": dict(relation="swap"),
+    "buckets": dict(buckets=0),
+    "grid": dict(grid=-1e-3),
+    "function": dict(noise_multipliers=lambda step: 1.0),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_refused(name):
+    good = dict(noise_multipliers=[1.0, 2.0], sampling_rate=0.1, delta=1e-5)
+    with pytest.raises(ValueError, match=r"must|got"):
+        accounting.schedule_epsilon(**(good | BAD[name]))
+
+
+def test_traced_schedules_are_refused():
+    import jax
+    import jax.numpy as jnp
+
+    def traced(x):
+        accounting.schedule_epsilon(x, 0.1, delta=1e-5)
+        return x
+
+    with pytest.raises(ValueError, match="known before the run"):
+        jax.jit(traced)(jnp.ones(3))
+    with pytest.raises(ValueError, match="known before the run"):
+        jax.jit(lambda x: traced([x, 1.0])[0])(jnp.ones(()))
+    known = accounting.schedule_epsilon(jnp.ones(3), 0.1, delta=1e-5)
+    assert known == accounting.schedule_epsilon(np.ones(3), 0.1, delta=1e-5)
+    assert float(known) == known.upper

@@ -1,0 +1,131 @@
+"""Published and recomputed numbers, dp-accounting itself, and a simulation that shares no code."""
+
+import dp_accounting
+import numpy as np
+import pytest
+from dp_accounting.pld import PLDAccountant
+from dp_accounting.rdp import RdpAccountant, rdp_privacy_accountant
+from scipy import stats
+
+from dpx import accounting
+from dpx.accounting import gdp, renyi
+
+REPLACE_ONE = dp_accounting.NeighboringRelation.REPLACE_ONE
+
+
+def gaussian(rate, sigma):
+    return dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(sigma))
+
+
+def dynamic():
+    """Dynamic DP-SGD, epsilon 2, delta 1/600000, q .01, T 500, rho_mu 1/.3."""
+    first = gdp.mu_0(epsilon=2, delta=1 / 600_000, sampling_rate=0.01, steps=500, growth=1 / 0.3)
+    return 1 / (first * (1 / 0.3) ** (np.arange(1, 501) / 500))
+
+
+EPOCHS = np.repeat(3.05 * np.arange(1, 41) ** -0.25, 72)
+
+# noise multipliers, rate, counts, delta, PLD, RDP, tolerance
+VECTORS = {
+    "random freeze": (1.54, 0.02, 2000, 1e-5, 2.75301, 3.00260, 2e-4),
+    "AdaDPIGU": (2.49, 1 / 60, 12000, 1e-5, 3.2350, 3.5071, 2e-4),
+    "D2P2": (EPOCHS, 1024 / 73257, None, 1e-5, 2.45784, 2.68613, 2e-4),
+    "three phases": ([1, 2, 0.8], [0.01, 0.02, 0.005], [500, 1000, 300], 1e-6, 2.38268, 2.92477, 2e-4),
+    "dynamic": (dynamic(), 0.01, None, 1 / 600_000, 4.7762, 5.864, 5e-4),
+}
+
+
+@pytest.mark.parametrize("name", VECTORS)
+def test_public_vectors(name):
+    sigmas, rate, counts, delta, pld, rdp, tolerance = VECTORS[name]
+    interval = accounting.schedule_epsilon(sigmas, rate, counts=counts, delta=delta, buckets=512)
+    assert interval.upper == pytest.approx(pld, abs=tolerance)
+    assert interval.lower <= pld + tolerance
+    by_rdp = accounting.schedule_epsilon(sigmas, rate, counts=counts, delta=delta, accountant="rdp")
+    assert by_rdp.upper == pytest.approx(rdp, abs=max(tolerance, 5e-4 if name == "dynamic" else 0))
+
+
+def test_old_rdp_conversion_of_ada_dpigu():
+    orders = np.arange(20, 320) / 10
+    rdp = renyi.total(np.array([2.49]), np.array([1 / 60]), np.array([12000]), orders)
+    assert np.min(rdp + np.log(1e5) / (orders - 1)) == pytest.approx(3.9909, abs=5e-4)
+
+
+def test_dynamic_dp_sgd_by_the_central_limit_theorem():
+    sigmas = dynamic()
+    assert gdp.mu(2, 1 / 600_000) == pytest.approx(0.45878426, abs=1e-6)
+    assert gdp.mu_total(sigmas, 0.01) == pytest.approx(0.45878426, abs=1e-6)
+    assert 1 / sigmas[0] / (1 / 0.3) ** (1 / 500) == pytest.approx(0.54503058, abs=1e-6)
+    assert (sigmas[0], sigmas[-1]) == pytest.approx((1.830347, 0.550428), abs=1e-6)
+
+
+@pytest.mark.parametrize("rate, sigma", [(0.01, 1.0), (0.3, 2.5), (1e-4, 0.3), (0.9, 5.0), (1.0, 3.0)])
+def test_rdp_is_that_of_dp_accounting(rate, sigma):
+    ours = renyi.sampled_gaussian(np.array([sigma]), np.array([rate]))[0]
+    accountant = RdpAccountant()
+    accountant.compose(gaussian(rate, sigma))
+    np.testing.assert_allclose(ours, accountant.rdp, rtol=1e-9, atol=1e-10)
+    assert len(ours) == len(rdp_privacy_accountant.DEFAULT_RDP_ORDERS)
+
+
+def test_rdp_of_a_schedule_is_that_of_dp_accounting():
+    sigmas, rates = np.linspace(3, 0.8, 12), np.linspace(0.01, 0.2, 12)
+    accountant = RdpAccountant()
+    for sigma, rate in zip(sigmas, rates, strict=True):
+        accountant.compose(gaussian(rate, sigma), 7)
+    ours = accounting.schedule_epsilon(sigmas, rates, counts=np.full(12, 7), delta=1e-5, accountant="rdp")
+    assert ours.upper == pytest.approx(accountant.get_epsilon(1e-5), rel=1e-9)
+
+
+@pytest.mark.parametrize("relation", ["add_or_remove", "zero_out", "replace_one"])
+def test_pld_is_that_of_dp_accounting(relation):
+    neighbours = {"replace_one": REPLACE_ONE}.get(relation, dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE)
+    accountant = PLDAccountant(neighbours, 1e-4)
+    for sigma, rate, count in ((1.2, 0.02, 300), (2.0, 0.1, 50), (4.0, 1.0, 2)):
+        accountant.compose(gaussian(rate, sigma), count)
+    interval = accounting.schedule_epsilon(
+        [1.2, 2.0, 4.0], [0.02, 0.1, 1.0], counts=[300, 50, 2], delta=1e-5, relation=relation, grid=1e-4
+    )
+    assert interval.upper == pytest.approx(accountant.get_epsilon(1e-5), abs=1e-5)
+    deltas = accounting.schedule_delta(
+        [1.2, 2.0, 4.0], [0.02, 0.1, 1.0], counts=[300, 50, 2], epsilon=2.0, relation=relation, grid=1e-4
+    )
+    assert deltas.upper == pytest.approx(accountant.get_delta(2.0), rel=1e-4)
+
+
+def test_unsampled_schedule_has_a_closed_form():
+    sigmas, counts = np.array([5.0, 20.0, 3.0, 8.0]), np.array([3, 100, 1, 7])
+    mu = np.sqrt(np.sum(counts / sigmas**2))
+    interval = accounting.schedule_epsilon(sigmas, 1.0, counts=counts, delta=1e-6)
+    delta = stats.norm.cdf(mu / 2 - interval.upper / mu) - np.exp(interval.upper) * stats.norm.cdf(
+        -mu / 2 - interval.upper / mu
+    )
+    assert delta == pytest.approx(1e-6, rel=1e-9)
+    assert interval.upper - interval.lower < 1e-4
+    # Through the composition too: a rate just below 1 must agree.
+    near = accounting.schedule_epsilon(sigmas, 1 - 1e-12, counts=counts, delta=1e-6)
+    assert near.lower - 1e-4 <= interval.upper <= near.upper + 1e-4
+    assert near.upper == pytest.approx(interval.upper, abs=1e-3)
+
+
+@pytest.mark.parametrize("epsilon", [0.4, 0.8, 1.4])
+def test_simulated_privacy_loss(epsilon):
+    """200 different steps: the mean of (1 - e^(epsilon - loss))+ over simulated outputs is delta(epsilon)."""
+    generator = np.random.default_rng(20)
+    steps, draws, rate = 200, 40_000, 0.05
+    noise = 1.5 + 0.5 * np.sin(np.arange(steps))
+    estimates = []
+    for direction in ("remove", "add"):
+        loss = np.zeros(draws)
+        for sigma in noise:
+            taken = (generator.random(draws) < rate) if direction == "remove" else np.zeros(draws, bool)
+            output = taken + sigma * generator.standard_normal(draws)
+            ratio = 1 - rate + rate * np.exp((2 * output - 1) / (2 * sigma**2))
+            loss += np.log(ratio) if direction == "remove" else -np.log(ratio)
+        value = np.maximum(0, -np.expm1(epsilon - loss))
+        estimates.append((value.mean(), value.std() / np.sqrt(draws)))
+    interval = accounting.schedule_delta(noise, rate, epsilon=epsilon, buckets=200)
+    mean, error = max(estimates)
+    assert interval.lower - 4 * error <= mean <= interval.upper + 4 * error  # false alarms: 1e-4 per epsilon
+    assert error < 0.06 * mean
+    assert interval.upper - interval.lower < 0.01 * mean

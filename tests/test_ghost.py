@@ -1,0 +1,349 @@
+"""The privacy contract on the ghost path: bounds, padding, broken examples, masks, groups, several weights."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+
+import dpx
+from dpx.ghost import engine, norms
+from dpx.ghost.plan import METHODS
+from tests.ghost import assert_agrees, assert_same, clipped_sums, integers, key, mechanism, noiseless, normal, ways
+from tests.test_ghost_zoo import score
+
+SIZE = 6
+FEW = settings(max_examples=6, deadline=None, derandomize=True, database=None)
+
+
+def network(params, example):
+    """A parameter of every kind: a kernel, a table, a matrix on a sequence and on a vector, a scale, a bias."""
+    x, tokens = example
+    y = lax.conv_general_dilated(x[None], params["kernel"], (1, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))[
+        0
+    ]
+    y = jnp.tanh(y).reshape(-1, 4) @ params["sequence"]
+    y = jnp.concatenate([y, params["table"][tokens]]) * params["scale"][None, :]
+    return score(jnp.tanh(y).mean(axis=0) @ params["vector"] + params["bias"])
+
+
+def problem(size=SIZE):
+    params = {
+        "kernel": normal(1, 3, 2, 2, 4),
+        "sequence": normal(2, 4, 3),
+        "table": normal(3, 5, 3),
+        "scale": normal(4, 3),
+        "vector": normal(5, 3, 2),
+        "bias": normal(6, 2),
+    }
+    return params, (normal(7, size, 6, 4, 2), integers(8, 5, size, 4))
+
+
+def inner(**options):
+    sampling = dpx.PoissonSampling(examples=100, batch_size=4)
+    return dpx.gaussian_mechanism(noise_multiplier=1.0, sampling=sampling, key=key(0), **options)
+
+
+def scaled(scale_of) -> dpx.Coordinates:
+    """Every coordinate times a fixed number."""
+
+    def init(params):
+        leaves, treedef = jax.tree.flatten(params)
+        return jax.tree.unflatten(treedef, [scale_of(i, leaf.shape) for i, leaf in enumerate(leaves)])
+
+    return dpx.Coordinates(
+        init=init,
+        encode=lambda grad, state: jax.tree.map(jnp.multiply, grad, state),
+        decode=lambda released, state, like: (released, state),
+        name="scale",
+        elementwise=True,
+    )
+
+
+def mask(i, shape):
+    return integers(i, 2, *shape).astype(jnp.float32)
+
+
+def two_weights(made: dpx.Mechanism) -> dpx.Mechanism:
+    """The sums of DiceSGD: the same examples under two bounds."""
+    return made.replace(
+        weigh=lambda n, state: (1e-3 / jnp.maximum(n, 1e-3), 3.0 / jnp.maximum(n, 3.0)),
+        release=lambda sums, state, params: (sums, state),
+    )
+
+
+MECHANISMS = {
+    "clipped": lambda: mechanism(),
+    "mostly unclipped": lambda: mechanism(100.0),
+    "groups": lambda: mechanism(dict.fromkeys(("bias", "kernel", "scale", "sequence", "table", "vector"), 1e-2)),
+    "normalized": lambda: noiseless(dpx.normalized(inner(clip_norm=1.0))),
+    "two weights": lambda: two_weights(inner(clip_norm=1.0)),
+    "mask": lambda: noiseless(dpx.in_coordinates(inner(clip_norm=1e-3), scaled(mask))),
+    "scale": lambda: noiseless(dpx.in_coordinates(inner(clip_norm=1e-3), scaled(lambda i, s: normal(i, *s)))),
+    "frozen": lambda: noiseless(
+        dpx.in_coordinates(
+            inner(clip_norm=1e-3),
+            dpx.trainable({name: name in ("kernel", "vector") for name in problem()[0]}),
+        )
+    ),
+    "frozen and masked": lambda: noiseless(
+        dpx.in_coordinates(
+            inner(clip_norm=1e-3),
+            dpx.trainable({name: name != "table" for name in problem()[0]}),
+            scaled(mask),
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_every_mechanism_gives_the_same_sums(name):
+    params, batch = problem()
+    sums = assert_agrees(network, params, batch, made=MECHANISMS[name](), clipping=("ghost",))
+    assert len(sums) == (2 if name == "two weights" else 1)
+
+
+def test_the_ways_of_the_network():
+    params, batch = problem()
+    found = ways(network, params, batch)
+    expected = dict(
+        bias="gradient", kernel="product", scale="gradient", sequence="product", table="rows", vector="outer"
+    )
+    assert found == {f"['{name}']": METHODS[method] for name, method in expected.items()}
+    frozen = ways(network, params, batch, made=MECHANISMS["frozen"]())
+    assert [name for name, way in frozen.items() if way == METHODS["dropped"]] == [
+        "['bias']",
+        "['scale']",
+        "['sequence']",
+        "['table']",
+    ]
+
+
+def test_frozen_parameters_cost_nothing():
+    params, batch = problem()
+    made = MECHANISMS["frozen"]()
+    step = dpx.private_grad(network, made, clipping="ghost")
+    text = str(jax.make_jaxpr(step)(params, batch, made.init(params)))
+    assert "scatter" not in text  # the table's gradient
+
+
+@pytest.mark.parametrize("broken", [np.nan, np.inf, -np.inf, 3e38])
+def test_broken_and_padded_examples_add_nothing(broken):
+    params, (x, tokens) = problem()
+    good = clipped_sums(network, params, (x[2:5], tokens[2:5]), "ghost")
+    padded = x.at[0].set(broken).at[5].set(jnp.nan)
+    weights = jnp.array([1.0, 0.0, 1.0, 1.0, 1.0, 0.0])
+    if broken == 3e38:  # squares overflow: not a finite norm
+        padded = padded.at[0].set(jnp.inf)
+    found = clipped_sums(network, params, (padded, tokens), "ghost", weights=weights)
+    assert_same(found.updates, good.updates)
+
+
+def test_an_activation_that_overflows_where_its_gradient_vanishes():
+    """0 * inf must not reach the sums, and the example counts as nothing."""
+
+    def loss(w, x):
+        return score(jnp.where(x > 1e30, 0.0, x) @ w["a"]) + 0.0 * jnp.sum(x @ w["b"])
+
+    params, x = {"a": normal(1, 3, 4), "b": normal(2, 3, 4)}, normal(3, 4, 3)
+    good = clipped_sums(loss, params, x[1:], "ghost").updates
+    found = clipped_sums(loss, params, x.at[0, 0].set(jnp.inf), "ghost").updates
+    assert_same(found, good)
+
+
+@pytest.mark.parametrize("size", [0, 1])
+def test_small_batches(size):
+    params, batch = problem(size)
+    found = clipped_sums(network, params, batch, "ghost")
+    assert found.unreleased_losses.shape == (size,)
+    if size:
+        assert_agrees(network, params, batch, clipping=("ghost",))
+    else:
+        assert all((leaf == 0).all() for leaf in jax.tree.leaves(found.updates))
+
+
+@pytest.mark.parametrize("microbatch_size", [2, 4])
+def test_microbatches(microbatch_size):
+    params, batch = problem()
+    weights = jnp.array([1.0, 0.0, 1.0, 1.0, 1.0, 0.0])
+    whole = clipped_sums(network, params, batch, "vmap", weights=weights)
+    parts = clipped_sums(network, params, batch, "ghost", weights=weights, microbatch_size=microbatch_size)
+    assert_same(parts.updates, whole.updates)
+
+
+@pytest.mark.parametrize("looped", [1, 1000])
+def test_a_long_loop_over_large_convolutions(monkeypatch, looped):
+    monkeypatch.setattr(engine, "LARGEST_PATCHES", 0)
+    monkeypatch.setattr(engine, "LOOPED_PATCHES", looped)
+    params, batch = problem()
+    assert_agrees(network, params, batch, clipping=("ghost",))
+
+
+@pytest.mark.parametrize("power", [-30, -22, 0, 22])
+@pytest.mark.parametrize("positions", [1, 4])
+def test_the_bound_holds_where_squares_vanish_or_overflow(power, positions):
+    """Tiny activations times huge gradients: |a|^2 is 0 in float32 although |a||b| is not."""
+
+    def loss(w, x):
+        return 10.0**-power * jnp.sum((x * 10.0**power) @ w)
+
+    w, x = normal(1, 40, 30), normal(2, 1, positions, 40)
+    (total,) = clipped_sums(loss, w, x, "ghost", made=mechanism(1e-3)).updates
+    np.testing.assert_allclose(jnp.linalg.norm(total), 1e-3, rtol=1e-5)
+
+
+def test_the_bound_holds_where_the_gram_matrices_cancel():
+    """Positions that add up to almost nothing: the norm must not be underestimated."""
+    half = normal(1, 20, 8, 50)
+    x = jnp.concatenate([half, -half + 1e-4 * normal(2, 20, 8, 50)], axis=1)
+    clip_norm = 1e-4
+
+    def loss(w, x):
+        return jnp.sum(x @ w)
+
+    assert ways(loss, normal(3, 50, 40), x, clipping="ghost") == {"": METHODS["gram"]}
+    made = mechanism(clip_norm)
+    step = dpx.private_grad(loss, made, clipping="ghost")
+    w = normal(3, 50, 40)
+    (totals,) = jax.jit(jax.vmap(lambda one: step(w, one[None], made.init(w)).updates))(x)
+    for total in totals:
+        assert jnp.linalg.norm(total) <= clip_norm * (1 + 1e-6)
+
+
+def test_norms_are_never_underestimated_by_gram_matrices():
+    a, b = normal(1, 200, 2, 6, 30), normal(2, 200, 2, 6, 20)
+    exact = np.einsum("nkti,nkto->nkio", np.float64(a), np.float64(b))
+    exact = np.sqrt((exact**2).sum(axis=(1, 2, 3)))
+    found = jax.vmap(norms.gram)(a, b)
+    assert (found >= exact * (1 - 1e-6)).all() and (found <= exact * (1 + 1e-5)).all()
+
+
+def test_coordinates_that_mix_fall_back():
+    turn = dpx.Coordinates(
+        init=lambda params: (),
+        encode=lambda grad, state: jax.tree.map(lambda g: g[::-1], grad),
+        decode=lambda released, state, like: (jax.tree.map(lambda r: r[::-1], released), state),
+        name="turn",
+    )
+    made = noiseless(dpx.in_coordinates(inner(clip_norm=1e-3), turn))
+    params, batch = problem()
+    assert set(ways(network, params, batch, made=made).values()) == {METHODS["gradient"]}
+    assert_agrees(network, params, batch, made=made, clipping=("ghost",))
+
+
+def test_an_untrue_elementwise_falls_back():
+    swap = dpx.Coordinates(
+        init=lambda params: (),
+        encode=lambda grad, state: (grad[0] + grad[1], grad[1]),
+        decode=lambda released, state, like: (released, state),
+        name="sum",
+        elementwise=True,
+    )
+    made = noiseless(dpx.in_coordinates(inner(clip_norm=1e-3), swap))
+    params = normal(1, 3, 4), normal(2, 3, 4)
+    found = dpx.explain(lambda p, x: score((x @ p[0]) @ p[1].T), made, params, normal(3, 2, 3), clipping="ghost")
+    assert {why for *_, why in found.rows} == {"a coordinate of the mechanism is not one parameter's"}
+
+
+def test_explain_needs_shapes_only_and_prints_a_table():
+    params, batch = problem()
+    shapes = jax.eval_shape(lambda: (params, batch))
+    text = str(dpx.explain(network, mechanism(), *shapes))
+    assert len(text.splitlines()) == len(params) and "used in mul" in text
+    assert "asked for" in str(dpx.explain(network, mechanism(), params, batch, clipping="vmap"))
+
+
+def test_what_cannot_be_is_refused():
+    params, batch = problem()
+    with pytest.raises(ValueError, match="clipping must be"):
+        dpx.private_grad(network, mechanism(), clipping="fast")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="loss must return one real number"):
+        dpx.explain(lambda params, example: example[0], mechanism(), params, batch)
+
+
+def axes(draw, count):
+    return draw(st.permutations(range(count)))
+
+
+@given(data=st.data())
+@FEW
+def test_any_dot_general(data):
+    """Contracted, batch and free axes anywhere, of any number, on either side, for data with the examples anywhere."""
+    draw = data.draw
+    sizes = st.integers(1, 3)
+    batch, contracted = draw(st.lists(sizes, max_size=2)), draw(st.lists(sizes, max_size=2))
+    free_x, free_w = draw(st.lists(sizes, max_size=2)), draw(st.lists(sizes, max_size=2))
+    x_shape, w_shape = [*batch, *contracted, *free_x], [*batch, *contracted, *free_w]
+    x_axes, w_axes = axes(draw, len(x_shape)), axes(draw, len(w_shape))
+    shared, n = len(batch), len(batch) + len(contracted)
+    x_dims = [x_axes.index(i) for i in range(n)]
+    w_dims = [w_axes.index(i) for i in range(n)]
+    left = draw(st.booleans())
+
+    def loss(w, x):
+        operands, dims = ((w, x), (w_dims, x_dims)) if left else ((x, w), (x_dims, w_dims))
+        numbers = tuple(d[shared:] for d in dims), tuple(d[:shared] for d in dims)
+        return score(lax.dot_general(*operands, numbers))  # pyright: ignore[reportArgumentType]
+
+    w, x = normal(1, *w_shape).transpose(w_axes), normal(2, SIZE, *x_shape).transpose(0, *(a + 1 for a in x_axes))
+    assert set(ways(loss, w, x).values()) != {METHODS["gradient"]}
+    assert_agrees(loss, w, x, clipping=("ghost",))
+
+
+@given(data=st.data())
+@FEW
+def test_any_convolution(data):
+    """Any strides, dilations, padding, groups, layouts, in one or two dimensions."""
+    draw = data.draw
+    rank = draw(st.integers(1, 2))
+
+    def each(low, high):
+        return tuple(draw(st.integers(low, high)) for _ in range(rank))
+
+    groups, features_in, features_out = (draw(st.integers(1, 2)) for _ in range(3))
+    taps, stride, dilation, spread, spatial = each(1, 3), each(1, 3), each(1, 2), each(1, 2), each(5, 7)
+    padding = tuple((draw(st.integers(-1, 2)), draw(st.integers(0, 2))) for _ in range(rank))
+    letters = "HW"[:rank]
+    layouts = tuple("".join(draw(st.permutations(names + letters))) for names in ("NC", "OI", "NC"))
+    sizes = dict(zip(letters, spatial, strict=True)) | {"N": draw(st.integers(1, 2)), "C": groups * features_in}
+    kernel = dict(zip(letters, taps, strict=True)) | {"O": groups * features_out, "I": features_in}
+
+    def loss(w, x):
+        y = lax.conv_general_dilated(
+            x,
+            w,
+            stride,
+            padding,
+            spread,
+            dilation,
+            dimension_numbers=layouts,  # pyright: ignore[reportArgumentType]
+            feature_group_count=groups,
+        )
+        return score(y)
+
+    w = normal(1, *(kernel[name] for name in layouts[1]))
+    x = normal(2, SIZE, *(sizes[name] for name in layouts[0]))
+    for scale in (None, mask):
+        made = (
+            mechanism()
+            if scale is None
+            else noiseless(dpx.in_coordinates(inner(clip_norm=1e-3), scaled(lambda i, shape: normal(i, *shape))))
+        )
+        assert set(ways(loss, w, x).values()) != {METHODS["gradient"]}
+        assert_agrees(loss, w, x, clipping=("ghost",), made=made)
+
+
+@given(count=st.integers(1, 5), width=st.integers(1, 3), shape=st.lists(st.integers(1, 4), max_size=2))
+@FEW
+def test_any_embedding(count, width, shape):
+    def loss(table, tokens):
+        return score(table[tokens])
+
+    tokens = integers(1, count, SIZE, *shape)
+    table = normal(2, count, width)
+    made = noiseless(dpx.in_coordinates(inner(clip_norm=1e-3), scaled(lambda i, shape: normal(i, *shape))))
+    assert ways(loss, table, tokens) == {"": METHODS["rows"]}
+    for chosen in (mechanism(), made):
+        assert_agrees(loss, table, tokens, clipping=("ghost",), made=chosen)

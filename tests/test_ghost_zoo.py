@@ -1,0 +1,463 @@
+"""A zoo of layers: on each, ghost norms give the numbers of per-example gradients, and go the way they should."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+from jax import lax
+
+from dpx.ghost.plan import METHODS
+from tests.ghost import assert_agrees, integers, key, normal, random_like, ways
+
+SIZE = 5
+ZOO, BF16 = {}, 4e-2
+
+
+def animal(*expected, tolerance=1e-5):
+    """Adds a function giving (loss, params, batch). expected: the ways that `clipping="ghost"` must use."""
+
+    def register(make):
+        ZOO[make.__name__] = make, {METHODS[name] for name in expected}, tolerance
+        return make
+
+    return register
+
+
+def score(y):
+    """A loss that no layer's gradient is trivial under."""
+    y = y.astype(jnp.float32).reshape(-1)
+    return jnp.sum(jnp.sin(y) * jnp.cos(jnp.arange(y.size, dtype=jnp.float32))) + 0.1 * jnp.sum(y**2)
+
+
+def layer(apply, params, *shape):
+    """score(apply(params, x)) on normal examples of a shape."""
+    return lambda params, x: score(apply(params, x)), params, normal(99, SIZE, *shape)
+
+
+def module(made, *shape):
+    params = random_like(jax.eval_shape(made.init, key(1), jnp.zeros(shape))["params"])
+    return layer(lambda params, x: made.apply({"params": params}, x), params, *shape)
+
+
+def tokens(count, *shape):
+    return integers(7, count, SIZE, *shape)
+
+
+def lookup(apply, count=6, width=3, shape=(8,)):
+    return lambda table, t: score(apply(table, t)), normal(1, count, width), tokens(count, *shape)
+
+
+# dense layers
+
+
+@animal("outer", "gradient")
+def dense():
+    return module(linen.Dense(4), 3)
+
+
+@animal("gram", "gradient")
+def dense_on_a_short_sequence():
+    return module(linen.Dense(40), 3, 30)
+
+
+@animal("product", "gradient")
+def dense_on_a_long_sequence():
+    return module(linen.Dense(4), 50, 3)
+
+
+@animal("gram")
+def dense_on_a_grid():
+    return layer(lambda w, x: jnp.tanh(x) @ w, normal(1, 30, 40), 2, 2, 30)
+
+
+@animal("gram")
+def weight_on_the_left():
+    return layer(lambda w, x: w @ x, normal(1, 40, 30), 30, 3)
+
+
+@animal("outer")
+def weight_transposed():
+    return layer(lambda w, x: x @ w.T, normal(1, 4, 3), 3)
+
+
+@animal("product")
+def weight_packed():
+    return layer(lambda w, x: jnp.split(x @ w, 3, axis=-1)[1] ** 2, normal(1, 3, 12), 20, 3)
+
+
+@animal("outer")
+def weight_sliced():
+    return layer(lambda w, x: x @ w[2:5, ::2], normal(1, 6, 8), 3)
+
+
+@animal("outer")
+def weight_reshaped_and_reversed():
+    return layer(lambda w, x: x @ jnp.flip(w.reshape(6, 4), 0)[None, ...][0], normal(1, 2, 3, 4), 6)
+
+
+@animal("gram")
+def heads():
+    return layer(lambda w, x: jnp.einsum("td,dhk->htk", x, w), normal(1, 20, 4, 7), 2, 20)
+
+
+@animal("product")
+def a_weight_per_head():
+    return layer(lambda w, x: jnp.einsum("thd,hde->the", x, w), normal(1, 4, 3, 2), 16, 4, 3)
+
+
+@animal("outer")
+def a_weight_per_head_without_sequence():
+    return layer(lambda w, x: jnp.einsum("hd,hed->he", x, w), normal(1, 4, 2, 3), 4, 3)
+
+
+@animal("outer", "gram", "product", "gradient")
+def deep():
+    def apply(p, x):
+        y = jnp.tanh(x @ p["a"] + p["bias"])
+        y = jnp.tanh(y @ p["b"]).mean(axis=0)
+        return y @ p["c"]
+
+    params = {"a": normal(1, 3, 120), "b": normal(2, 120, 120), "c": normal(3, 120, 2), "bias": normal(4, 1, 120)}
+    return layer(apply, params, 8, 3)
+
+
+@animal("gram", "gradient")
+def attention():
+    return module(linen.MultiHeadDotProductAttention(num_heads=2, qkv_features=32), 4, 24)
+
+
+@animal("gram", "rows", "outer", "gradient")
+def transformer():
+    from benchmarks.models import Transformer
+
+    made = Transformer(vocabulary=20, layers=1, features=16, heads=2, length=6)
+    params = random_like(jax.eval_shape(made.init, key(1), jnp.zeros(6, jnp.int32))["params"])
+    return lambda params, t: score(made.apply({"params": params}, t)), params, tokens(20, 6)
+
+
+# convolutions
+
+
+@animal("product", "gradient")
+def convolution():
+    return module(linen.Conv(4, (3, 3)), 7, 6, 3)
+
+
+@animal("gram", "gradient")
+def convolution_with_few_positions():
+    return module(linen.Conv(40, (3, 3), strides=2), 4, 4, 8)
+
+
+@animal("product", "gradient")
+def convolution_strided_and_dilated():
+    return module(linen.Conv(3, (3, 2), strides=(2, 1), kernel_dilation=(1, 2), padding=((1, 0), (2, 1))), 9, 8, 2)
+
+
+@animal("product", "gradient")
+def convolution_valid_that_leaves_pixels_unused():
+    return module(linen.Conv(2, (2, 2), strides=3, padding="VALID"), 9, 10, 2)
+
+
+@animal("product", "gradient")
+def convolution_grouped():
+    return module(linen.Conv(6, (3, 3), feature_group_count=2), 6, 5, 4)
+
+
+@animal("product", "gradient")
+def convolution_depthwise():
+    return module(linen.Conv(8, (3,), feature_group_count=4), 9, 4)
+
+
+@animal("product", "gradient")
+def convolution_in_one_dimension():
+    return module(linen.Conv(3, (4,), padding="CAUSAL"), 12, 2)
+
+
+@animal("product", "gradient")
+def convolution_in_three_dimensions():
+    return module(linen.Conv(2, (2, 3, 2)), 4, 5, 3, 2)
+
+
+@animal("product", "gradient")
+def convolution_transposed():
+    return module(linen.ConvTranspose(3, (3, 3), strides=(2, 2)), 4, 5, 2)
+
+
+@animal("product", "gradient")
+def convolution_circular():
+    return module(linen.Conv(3, (3, 3), padding="CIRCULAR"), 5, 5, 2)
+
+
+@animal("product", "gradient")
+def convolution_pointwise():
+    return module(linen.Conv(3, (1, 1)), 6, 5, 4)
+
+
+@animal("product")
+def convolution_channels_first_on_several_images():
+    def apply(w, x):
+        return lax.conv_general_dilated(x, w, (1, 2), ((1, 1), (-1, 2)), dimension_numbers=("NCHW", "OIHW", "HWCN"))
+
+    return layer(apply, normal(1, 3, 2, 3, 3), 3, 2, 6, 7)
+
+
+@animal("product", "outer", "gradient")
+def cnn():
+    class Net(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            x = linen.max_pool(linen.relu(linen.Conv(4, (3, 3))(x)), (2, 2), strides=(2, 2))
+            x = jnp.tanh(linen.Conv(5, (3, 3))(x)).mean(axis=1)
+            return linen.Dense(3)(x.reshape(-1))
+
+    return module(Net(), 8, 8, 2)
+
+
+# tables
+
+
+@animal("rows")
+def embedding():
+    return lookup(lambda table, t: jnp.take(table, t, axis=0))
+
+
+@animal("rows")
+def embedding_by_index_from_the_end():
+    return lookup(lambda table, t: table[t - 3])
+
+
+@animal("rows")
+def embedding_on_a_grid_of_tokens():
+    return lookup(lambda table, t: table[t], shape=(2, 4))
+
+
+@animal("rows")
+def embedding_beyond_the_table_dropped():
+    return lambda table, t: score(table.at[t].get(mode="fill", fill_value=0)), normal(1, 4, 3), tokens(6, 9)
+
+
+@animal("rows")
+def embedding_beyond_the_table_clipped():
+    return lambda table, t: score(jnp.take(table, t, axis=0, mode="clip")), normal(1, 4, 3), tokens(7, 9)
+
+
+@animal("rows")
+def embedding_of_matrices():
+    return lambda w, t: score(w[t]), normal(1, 4, 2, 3), tokens(4, 6)
+
+
+@animal("rows")
+def embedding_of_one_token():
+    return lookup(lambda table, t: table[t], shape=())
+
+
+# normalisations
+
+
+@animal("gradient")
+def layer_norm():
+    return module(linen.LayerNorm(), 3, 5)
+
+
+@animal("gradient")
+def rms_norm():
+    return module(linen.RMSNorm(), 3, 5)
+
+
+@animal("gradient", "product")
+def group_norm():
+    class Net(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            return linen.GroupNorm(2)(linen.Conv(4, (3, 3), use_bias=False)(x)[None])[0]
+
+    return module(Net(), 6, 6, 2)
+
+
+# frameworks, precisions, randomness
+
+
+@animal("outer", "gradient")
+def nnx_model():
+    graph, state = nnx.split(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), nnx.Param)[:2]
+    return layer(lambda state, x: nnx.merge(graph, state)(x), state, 3)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Linear:
+    weight: jax.Array
+    bias: jax.Array
+
+    def __call__(self, x):
+        return self.weight @ x + self.bias
+
+
+@animal("outer", "gradient")
+def dataclass_that_is_the_model():
+    return layer(lambda model, x: model(x), Linear(normal(1, 4, 3), normal(2, 4)), 3)
+
+
+@animal("outer")
+def dropout_with_a_key_in_each_example():
+    def loss(w, example):
+        x, dropout_key = example
+        kept = jax.random.bernoulli(dropout_key, 0.5, x.shape)
+        return score(jnp.where(kept, x, 0) @ w)
+
+    return loss, normal(1, 8, 4), (normal(2, SIZE, 8), jax.random.split(key(3), SIZE))
+
+
+@animal("outer", "gradient", tolerance=BF16)
+def bf16_computation():
+    return module(linen.Dense(4, dtype=jnp.bfloat16), 3)
+
+
+@animal("gram", tolerance=BF16)
+def bf16_parameters():
+    w = normal(1, 30, 40).astype(jnp.bfloat16)
+    return lambda w, x: score(x @ w), w, normal(2, SIZE, 3, 30).astype(jnp.bfloat16)
+
+
+@animal("outer", "unused")
+def unused_parameter():
+    return layer(lambda p, x: x @ p["w"], {"w": normal(1, 3, 4), "other": normal(2, 5)}, 3)
+
+
+@animal("outer")
+def jit_in_jit():
+    inner = jax.jit(lambda w, x: x @ w.T)
+    return layer(jax.jit(lambda w, x: jnp.tanh(inner(w.reshape(4, 3), x))), normal(1, 12), 3)
+
+
+@animal("product", "outer")
+def vmap_in_the_loss():
+    return layer(
+        lambda p, x: jax.vmap(lambda row: jnp.tanh(row @ p[0]))(x).sum(axis=0) @ p[1],
+        (normal(1, 3, 4), normal(2, 4, 2)),
+        20,
+        3,
+    )
+
+
+@animal("outer")
+def weight_that_meets_a_constant():
+    return layer(lambda w, x: jnp.ones(3) @ w * x, normal(1, 3, 4), 4)
+
+
+# what must keep its per-example gradient
+
+
+@animal("gradient")
+def tied_weights():
+    return layer(lambda w, x: jnp.tanh(x @ w) @ w.T, normal(1, 3, 4), 3)
+
+
+@animal("gradient")
+def tied_embedding():
+    return lookup(lambda table, t: jnp.tanh(table[t]) @ table.T)
+
+
+@animal("gradient")
+def used_in_a_scan():
+    def apply(w, x):
+        return lax.scan(lambda h, row: (jnp.tanh(row @ w + h), None), jnp.zeros(4), x)[0]
+
+    return layer(apply, normal(1, 3, 4), 5, 3)
+
+
+@animal("gradient")
+def stacked_layers_in_a_scan():
+    return layer(lambda w, x: lax.scan(lambda h, v: (jnp.tanh(h @ v), None), x, w)[0], normal(1, 3, 4, 4), 4)
+
+
+@animal("gradient")
+def used_in_a_branch():
+    return layer(lambda w, x: lax.cond(x[0] > 0, lambda: x @ w, lambda: -2.0 * (x @ w)), normal(1, 3, 4), 3)
+
+
+@animal("gradient", "outer")
+def used_under_remat():
+    return layer(
+        lambda p, x: jax.checkpoint(lambda w, x: jnp.tanh(x @ w))(p[0], x) @ p[1], (normal(1, 3, 4), normal(2, 4, 2)), 3
+    )
+
+
+@jax.custom_vjp
+def reversed_gradient(w, x):
+    return x @ w
+
+
+reversed_gradient.defvjp(
+    lambda w, x: (x @ w, (w, x)), lambda saved, dy: (-3.0 * jnp.outer(saved[1], dy), saved[0] @ dy)
+)
+
+
+@animal("gradient")
+def under_a_custom_derivative():
+    return layer(reversed_gradient, normal(1, 3, 4), 3)
+
+
+@animal("gradient")
+def weight_normalised():
+    return layer(lambda w, x: x @ (w / jnp.linalg.norm(w, axis=0, keepdims=True)), normal(1, 3, 4), 3)
+
+
+@animal("gradient")
+def weight_through_a_function():
+    return layer(lambda w, x: x @ jnp.tanh(w), normal(1, 3, 4), 3)
+
+
+@animal("gradient")
+def weight_decay_in_the_loss():
+    return lambda w, x: score(x @ w) + jnp.sum(w**2), normal(1, 3, 4), normal(2, SIZE, 3)
+
+
+@animal("gradient")
+def weight_as_the_data_of_a_convolution():
+    return layer(lambda w, x: jnp.convolve(w, x), normal(1, 9), 3)
+
+
+@animal("gradient")
+def weight_broadcast():
+    return layer(lambda w, x: x @ jnp.broadcast_to(w, (3, 4)), normal(1, 4), 3)
+
+
+@animal("gradient")
+def elements_gathered():
+    return lambda w, t: score(w[t, 1]), normal(1, 4, 2), tokens(4, 6)
+
+
+@animal("gradient")
+def columns_gathered():
+    return lambda w, t: score(w[:, t]), normal(1, 2, 4), tokens(4, 6)
+
+
+@animal("gradient")
+def parameter_that_is_the_loss():
+    return lambda w, x: w, jnp.float32(2.0), normal(1, SIZE, 3)
+
+
+@animal("gradient")
+def gradient_penalty():
+    def apply(w, x):
+        return jax.grad(lambda x: jnp.sum(jnp.tanh(x @ w)))(x)
+
+    return layer(apply, normal(1, 3, 4), 3)
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_equals_per_example_gradients(name):
+    make, expected, tolerance = ZOO[name]
+    loss, params, batch = make()
+    assert set(ways(loss, params, batch).values()) == expected
+    sums = assert_agrees(loss, params, batch, tolerance=tolerance)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(sums))
+
+
+def test_enough_animals():
+    followed = [name for name, (_, expected, _) in ZOO.items() if expected != {METHODS["gradient"]}]
+    assert len(followed) >= 25 and len(ZOO) - len(followed) >= 10
