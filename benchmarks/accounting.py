@@ -162,7 +162,7 @@ def markdown(results: dict[str, Any]) -> str:
     for row in results["rows"]:
         lower = f"{row['lower']:.4f}" if "lower" in row else ""
         lines.append(
-            f"| {row['task']} | {row['steps']} | {row['seconds']:.2f} | {row['cpu_seconds']:.2f} | {row['peak_gib']:.2f} | {lower} "
+            f"| {row['task']} | {row['steps']} | {row['seconds']:.2f} | {row['cpu_seconds']:.2f} | {row['peak_gib']:.2f} | {lower} "  # noqa: E501
             f"| {row['upper']:.4f} | {row['wanted']} |"
         )
     lines += ["", "| against dp-accounting, event by event | times less CPU time |", "|---|---|"]

@@ -1,9 +1,9 @@
-"""Does noise that changes over time help? Fashion-MNIST at a TRUE epsilon, delta = 1 / (10 N), as Dynamic DP-SGD's Table 1.
+"""Does noise that changes over time help? Fashion-MNIST at a TRUE epsilon, as in Dynamic DP-SGD's Table 1.
 
 `python -m benchmarks.dynamic_fashion_mnist` makes the runs that are missing, goes on with one that was cut off, and
-rewrites benchmarks/results/dynamic_fashion_mnist.md. Every method gets the same network, epochs, batch size and number of
-trials: six configurations on a tuning seed, the best of which (by test accuracy, for all methods alike) is then run on
-three other seeds. The convolutional network takes the choices of the linear model on scattering features.
+rewrites benchmarks/results/dynamic_fashion_mnist.md. Every method gets the same network, epochs, batch size and number
+of trials: six configurations on a tuning seed, the best of which (by test accuracy, for all methods alike) is then run
+on three other seeds. The convolutional network takes the choices of the linear model on scattering features.
 """
 
 import argparse
@@ -47,7 +47,9 @@ RESULTS = Path(__file__).parent / "results" / "dynamic_fashion_mnist.md"
 def config_of(network: str, method: str, epsilon: float, trial: int, seed: int) -> Config:
     """Trial i is the i-th pair of a learning rate and a choice of the method."""
     factor, choice = list(itertools.product(LEARNING_RATES, METHODS[method]))[trial]
-    fields = {"clip_norm": 0.1} | NETWORKS[network] | {k: v for k, v in choice.items() if k == "clip_norm"}
+    fields: dict[str, Any] = (
+        {"clip_norm": 0.1} | NETWORKS[network] | {k: v for k, v in choice.items() if k == "clip_norm"}
+    )
     fields["learning_rate"] *= factor
     return Config(
         dataset="fashion_mnist",
@@ -116,7 +118,8 @@ def main() -> int:
     runs = Runs(given.runs, {"data_dir": given.data_dir, "cache_dir": given.cache_dir})
     parts = [
         "# Noise that changes over time, on Fashion-MNIST",
-        f"`python -m benchmarks.dynamic_fashion_mnist`, {time.strftime('%Y-%m-%d')}, seeds {', '.join(map(str, SEEDS))}; "
+        f"`python -m benchmarks.dynamic_fashion_mnist`, {time.strftime('%Y-%m-%d')}, "
+        f"seeds {', '.join(map(str, SEEDS))}; "
         f"delta 1/600000, add-or-remove-one, PLD. Test accuracy in percent. Six trials a method on seed {TUNING_SEED}: "
         "learning rates x 0.5, 1, 2, and two values of rho (static: two clip norms).",
     ]

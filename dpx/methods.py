@@ -56,7 +56,7 @@ def dynamic_dp_sgd(
 
     noise multiplier_t = noise_multiplier rho_mu^(-t/T),  clip norm_t = clip_norm rho_c^(-t/T),  t = 1..T = steps
 
-    rho_mu: growing-mu, at least 1; 1 keeps the noise multiplier. rho_c: sensitivity decay, at least 1; 1 keeps the norm.
+    rho_mu: growing-mu, at least 1; 1 keeps the noise multiplier. rho_c: sensitivity decay, at least 1; 1 keeps it.
     noise_multiplier: 1 / mu_0; or say `epsilon` and `delta`, for which it is calibrated on the true composition.
     calibration: "pld" or "rdp" are sound. "gdp" is the paper's central limit theorem, for comparison only: it gives too
         little noise, and warns with the true epsilon.

@@ -1,4 +1,4 @@
-"""The strictest jax: no silent rank or dtype promotion in dpx. (optax's Adam needs dtype promotion: see `promoting`.)"""
+"""The strictest jax: no silent rank or dtype promotion. (optax's Adam needs dtype promotion: see `promoting`.)"""
 
 import jax
 import pytest
