@@ -34,7 +34,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         model="linear",
         epochs=40.0,
         batch_size=8192,
-        microbatch_size=32,
+        microbatch_size=1024,
         learning_rate=16.0,
     ),
 }

@@ -79,6 +79,8 @@ def run(
         classes=dataset.classes,
         activation=config.activation,
     )
+    if config.features == "none":
+        model = models.centred(model)
 
     @functools.cache
     def spent(step: int) -> float:

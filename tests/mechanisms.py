@@ -1,5 +1,6 @@
 """Every mechanism of dpx, for tests/test_contract.py. A new method joins by one line in MECHANISMS."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -29,7 +30,12 @@ class Case(NamedTuple):
 
     @property
     def mechanism(self) -> dpx.Mechanism:
-        return self.make(jax.random.key(7))
+        return _mechanism(self)
+
+
+@functools.cache
+def _mechanism(case: Case) -> dpx.Mechanism:
+    return case.make(jax.random.key(7))
 
 
 def _dp_sgd(key, sampling: Any = POISSON, clip_norm: Any = 0.7, noise_multiplier: Any = 1.3) -> dpx.Mechanism:
