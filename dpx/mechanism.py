@@ -40,7 +40,8 @@ class Mechanism(optax.GradientTransformationExtraArgs):
               updates have the shapes and dtypes of `params` (arrays, or ShapeDtypeStructs where no arrays are known)
     event:    (steps) -> DpEvent; what the first `steps` releases cost, sampling included
     sampling: how the batches must be drawn for `event` to be true
-    elementwise: whether `encode` only scales coordinates or drops leaves, so that norms can be had without gradients
+    elementwise: whether `encode` only scales coordinates or drops leaves and `norm` is the 2-norm of each group of
+              leaves, so that norms can be had without gradients (`dpx.ghost`)
     stages:   the pipeline in words, printed by `str(mechanism)`
     """
 

@@ -22,9 +22,8 @@ def epsilon(
 
     steps_or_state: a number of steps, or an optimizer state, whose billed steps are read.
     accountant: "pld" (smaller) or "rdp".
-    relation: what neighbours are; default the one the mechanism's sampling states. Another is used where the
-        event is true
-        for it, else ValueError: Poisson samples also stand for nulling an example ("zero_out") and, by "pld", for
+    relation: what neighbours are; default the one the mechanism's sampling states. Another is used where the event is
+        true for it, else ValueError: Poisson samples also stand for nulling an example ("zero_out") and, by "pld", for
         replacing one ("replace_one").
     """
     checks.delta(delta)

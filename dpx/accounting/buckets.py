@@ -1,10 +1,8 @@
 """A long schedule replaced by few distinct steps, each rounded to one side.
 
-A step with less noise, or a higher sampling rate, dominates: noise can be added and examples dropped
-afterwards, and
-domination survives adaptive composition. So rounding every noise multiplier DOWN to one present in its bucket
-(and rates UP)
-bills at least the truth, and rounding the other way at most.
+A step with less noise, or a higher sampling rate, dominates: noise can be added and examples dropped afterwards, and
+domination survives adaptive composition. So rounding every noise multiplier DOWN to one present in its bucket (and
+rates UP) bills at least the truth, and rounding the other way at most.
 """
 
 import math

@@ -1,9 +1,7 @@
 """The composition of many steps by one Fourier transform, read as epsilon or delta.
 
-The pmf of the summed loss is computed under the tilt e^(theta loss) that puts its bulk where delta is decided,
-so that
-deltas far below the rounding error of a plain transform keep their digits. Everything dropped is counted:
-losses beyond
+The pmf of the summed loss is computed under the tilt e^(theta loss) that puts its bulk where delta is decided, so that
+deltas far below the rounding error of a plain transform keep their digits. Everything dropped is counted: losses beyond
 the window are bounded by Chernoff and added to delta, as is the rounding error of the transform; what wraps around only
 adds.
 """
@@ -206,7 +204,3 @@ def _wrap(values: np.ndarray, first: int, buffer: np.ndarray) -> None:
         take = min(size - position, len(values) - done)
         buffer[position : position + take] += values[done : done + take]
         done, position = done + take, 0
-
-
-def _sums_above(values: np.ndarray) -> np.ndarray:
-    return np.concatenate([np.cumsum(values[:0:-1])[::-1], [0.0]])

@@ -1,9 +1,8 @@
 """Privacy curves of any mechanism, through its event: epsilon over the steps, delta(epsilon), and the trade-off
 function.
 
-Arrays from `epsilon_over_steps`, `delta_over_epsilon` and `trade_off`; the same drawn by matplotlib (imported
-when used)
-from `plot_epsilon_over_steps`, `plot_delta_over_epsilon` and `plot_trade_off`.
+Arrays from `epsilon_over_steps`, `delta_over_epsilon` and `trade_off`; the same drawn by matplotlib (imported when
+used) from `plot_epsilon_over_steps`, `plot_delta_over_epsilon` and `plot_trade_off`.
 """
 
 from typing import Any, NamedTuple

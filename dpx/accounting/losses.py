@@ -117,11 +117,9 @@ def spread(upper: np.ndarray, lower: np.ndarray, first: int, grid: float) -> Pmf
     """Connect-the-dots: the pmf on the grid that keeps both masses of every cell. Dominates the true pair, at
     any grid.
 
-    upper, lower: masses (n + 1,) below, between and above n grid points. The mass of a cell is shared between
-    its two ends so
-    that the mass of `lower` is kept as well (Doroshenko et al. 2022, https://arxiv.org/abs/2207.04380). Written
-    in cell
-    masses instead of differences of hockey-stick divergences it conserves probability to the last bit.
+    upper, lower: masses (n + 1,) below, between and above n grid points. The mass of a cell is shared between its two
+    ends so that the mass of `lower` is kept as well (Doroshenko et al. 2022, https://arxiv.org/abs/2207.04380). Written
+    in cell masses instead of differences of hockey-stick divergences it conserves probability to the last bit.
     """
     ends = _exponentials(first, len(upper) - 1, grid)
     cells = upper[1:-1]
@@ -138,11 +136,9 @@ def spread(upper: np.ndarray, lower: np.ndarray, first: int, grid: float) -> Pmf
 def contracted(upper: np.ndarray, lower: np.ndarray, first: int, grid: float) -> Pmf:
     """The other way: cells are merged around the grid points. Dominated by the true pair, at any grid.
 
-    Each grid point takes a share of the cell below it and one of the cell above it such that their merged
-    likelihood ratio is at
-    least that of the point; merging is post-processing, and rounding its loss down to the point is, too, a
-    lower bound.
-    The shares balance up to the curvature of the density, so hardly anything is left to round.
+    Each grid point takes a share of the cell below it and one of the cell above it such that their merged likelihood
+    ratio is at least that of the point; merging is post-processing, and rounding its loss down to the point is, too, a
+    lower bound. The shares balance up to the curvature of the density, so hardly anything is left to round.
     """
     points = _exponentials(first, len(upper) - 1, grid)
     cells, others = upper[1:-1], lower[1:-1]

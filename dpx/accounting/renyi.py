@@ -1,9 +1,8 @@
 """Renyi divergences of the Poisson-sampled Gaussian for whole schedules at once.
 
 The same formulas and orders as dp-accounting's RdpAccountant (Mironov, Talwar and Zhang 2019,
-https://arxiv.org/abs/1908.10530), evaluated over (noise multiplier, order) arrays. Both directions of add-or-
-remove are
-covered; replacing one example is not, and is refused where events are read.
+https://arxiv.org/abs/1908.10530), evaluated over (noise multiplier, order) arrays. Both directions of add-or-remove
+are covered; replacing one example is not, and is refused where events are read.
 """
 
 import numpy as np

@@ -42,8 +42,7 @@ def schedule_epsilon(
     noise_multipliers: (T,), noise standard deviation on the sum over the clip norm; a 0 bills infinity.
     sampling_rate: in (0, 1], one or (T,); 1 is no amplification.
     counts: (T,), how often each step is repeated; default once.
-    accountant: "pld" composes privacy loss distributions; "rdp" Renyi divergences at dp-accounting's orders, of
-        every
+    accountant: "pld" composes privacy loss distributions; "rdp" Renyi divergences at dp-accounting's orders, of every
         distinct step (its interval has no lower end: 0).
     buckets: distinct steps in the composition; more of them narrow the interval like 1/buckets. With no more
         distinct steps than buckets only the grid's error is left.
