@@ -22,7 +22,7 @@ COMMON: dict[str, Any] = dict(
 )
 SETTINGS: dict[str, dict[str, Any]] = {
     "CNN": dict(
-        model="adadpigu_cnn",
+        model="adadpigu_cnn_printed",
         activation="tanh",
         epochs=25.0,
         batch_size=2048,
@@ -34,7 +34,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         model="linear",
         epochs=40.0,
         batch_size=8192,
-        microbatch_size=1024,
+        microbatch_size=4400,
         learning_rate=16.0,
     ),
 }
