@@ -37,7 +37,7 @@ PAPER = {  # Table 1, CNN, epsilon by its central limit theorem
 }
 NETWORKS: dict[str, dict[str, Any]] = {
     "scattering + linear": dict(
-        features="scattering", model="linear", epochs=20.0, batch_size=8192, microbatch_size=4400, learning_rate=8.0
+        features="scattering", model="linear", epochs=10.0, batch_size=8192, microbatch_size=4400, learning_rate=8.0
     ),
     "CNN": dict(model="adadpigu_cnn_printed", epochs=12.0, batch_size=2048, microbatch_size=128, learning_rate=4.0),
 }
