@@ -22,7 +22,7 @@ lint: install
 	$(BIN)/basedpyright
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8
 
 clean:
 	rm -rf .venv runs

@@ -1,89 +1,67 @@
-"""The memory of one private training step: how far the peak resident size of a process grows over its first steps.
+"""The memory of one private training step: how far the resident size of a process grows over its first steps.
 
     python -m benchmarks.memory --models mlp --batches 1024
 
-Every row runs in its own process, on the CPU. Writes JSON and a Markdown table to benchmarks/results/.
+Every row runs in a process of its own, on the CPU, compiled and with its inputs there before the measurement. The same
+rows as in `benchmarks.step`. Writes JSON and Markdown to benchmarks/results/.
 """
 
 import argparse
-import json
 import os
-import resource
-import subprocess
 import sys
 
-from benchmarks.step import MODELS, ONE_CORE, RESULTS
-
-ROWS = ("JAX, not private", "dpx auto", "dpx ghost", "dpx vmap", "JAX, by hand", "optax.contrib")
+from benchmarks import report
+from benchmarks.problems import ON_A_CPU
+from benchmarks.step import started, wanted
+from benchmarks.timing import pin
+from benchmarks.worker import Worker
 
 
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=MODELS)
+    parser.add_argument("--models", nargs="+", choices=ON_A_CPU, default=["mlp", "adadpigu_cnn", "end_to_end_cnn"])
     parser.add_argument("--batches", nargs="+", type=int, default=[256, 1024])
-    parser.add_argument("--rows", nargs="+", default=ROWS)
-    parser.add_argument("--core", type=int, default=0)
+    parser.add_argument("--rows", nargs="+", help="parts of their names; default: all")
+    parser.add_argument("--core", type=int, default=0, help="the CPU core to pin to; -1 for none")
     parser.add_argument("--budget", type=float, default=16.0, help="GiB; rows expected to need more are skipped")
     parser.add_argument("--name", default="memory", help="of the files written")
-    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-def peak() -> float:
-    """MiB; Linux counts in KiB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
-
-
-def one(model: str, size: int, row: str, budget: float) -> float | None:
-    """Growth in MiB over three steps. Compilation comes before, and the inputs are there."""
-    import jax
-
-    from benchmarks.models import PROBLEMS
-    from benchmarks.step import private_steps, too_large
-
-    problem = PROBLEMS[model]()
-    if too_large(row, problem, size, budget):
-        return None
-    step, inputs = private_steps(problem, size)[row]
-    compiled = step.lower(*inputs).compile()
-    jax.block_until_ready(inputs)
-    before = peak()
-    for _ in range(3):
-        jax.block_until_ready(compiled(*inputs))
-    return peak() - before
-
-
-def table(results) -> str:
-    names = list(dict.fromkeys(name for rows in results.values() for name in rows))
-    lines = ["| model, batch | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
-    for case, rows in results.items():
-        cells = ["-" if rows.get(name) is None else f"{rows[name]:.0f}" for name in names]
-        lines.append(f"| {case} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+def grown(framework: str, name: str, model: str, size: int, budget: float) -> float:
+    worker = Worker(framework)
+    worker("names", model, size, budget)
+    worker("make", name, "wall")
+    mebibytes = worker("memory", name)
+    worker.close()
+    return mebibytes
 
 
 def main():
     options = arguments()
-    if options.one:
-        print(json.dumps(one(options.models[0], options.batches[0], options.rows[0], options.budget)))
-        return
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {ONE_CORE}"
-    os.sched_setaffinity(0, {options.core})
+    os.environ |= {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    pin(options.core)
+    workers, notes = started()
+    facts = report.facts("benchmarks.memory", {name: worker("facts") for name, worker in workers.items()}, options)
     results = {}
     for model in options.models:
         for size in options.batches:
             rows = results[f"{model}, {size}"] = {}
-            for row in options.rows:
-                command = [sys.executable, "-m", "benchmarks.memory", "--one", "--models", model]
-                command += ["--batches", str(size), "--rows", row, "--budget", str(options.budget)]
-                done = subprocess.run(command, capture_output=True, text=True, check=True)
-                rows[row] = json.loads(done.stdout.strip().splitlines()[-1])
-                print(f"{model}, {size}, {row}: {rows[row]}", file=sys.stderr, flush=True)
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{options.name}.json").write_text(json.dumps(results, indent=1))
-    text = f"Growth of the peak resident size over a step, MiB:\n\n{table(results)}\n"
-    (RESULTS / f"{options.name}.md").write_text(text)
-    print(text)
+            for framework, worker in workers.items():
+                for name in worker("names", model, size, options.budget):
+                    if not wanted(name, options):
+                        continue
+                    try:
+                        rows[name] = grown(framework, name, model, size, options.budget)
+                    except RuntimeError as error:
+                        notes.append(f"{model}, {size}: {name} failed: {error}")
+                        continue
+                    print(f"{model}, {size}, {name}: {rows[name]:.0f}", file=sys.stderr, flush=True)
+            names = dict.fromkeys(name for found in results.values() for name in found)
+            columns = [(n, lambda rows, n=n: f"{rows[n]:.0f}" if n in rows else None) for n in names]
+            tables = {"Growth of the resident size at its peak, MiB": report.table(results, columns)}
+            report.write(options.name, facts, results, notes, tables)
+    print((report.RESULTS / f"{options.name}.md").read_text())
 
 
 if __name__ == "__main__":

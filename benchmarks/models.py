@@ -1,4 +1,4 @@
-"""The benchmarked models: parameters, a loss for one example, and random batches."""
+"""The benchmarked models in JAX: parameters, a loss for one example, and random batches."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import optax
 from flax import linen
 
+from benchmarks import problems
+from benchmarks.problems import CLASSES
 from examples import models as examples_models
 
 Tree = Any
-CLASSES = 10
 
 
 class Problem(NamedTuple):
@@ -33,8 +34,22 @@ class Perceptron(linen.Module):
         return linen.Dense(CLASSES)(hidden)
 
 
+def encoded(x, layers: int, heads: int, mask=None):
+    """Transformer layers with the normalisation first, on (length, features)."""
+    features = x.shape[-1]
+    for _ in range(layers):
+        x = x + linen.MultiHeadDotProductAttention(heads)(linen.LayerNorm()(x), mask=mask)
+        hidden = linen.gelu(linen.Dense(4 * features)(linen.LayerNorm()(x)))
+        x = x + linen.Dense(features)(hidden)
+    return linen.LayerNorm()(x)
+
+
+def positions(module: linen.Module, length: int, features: int) -> jax.Array:
+    return module.param("positions", linen.initializers.normal(0.02), (length, features))
+
+
 class Transformer(linen.Module):
-    """An encoder with the normalisation first; mean over the sequence, then a linear classifier."""
+    """An encoder; mean over the sequence, then a linear classifier."""
 
     vocabulary: int = 1000
     layers: int = 4
@@ -44,13 +59,42 @@ class Transformer(linen.Module):
 
     @linen.compact
     def __call__(self, tokens):
-        positions = self.param("positions", linen.initializers.normal(0.02), (self.length, self.features))
-        x = linen.Embed(self.vocabulary, self.features)(tokens) + positions
-        for _ in range(self.layers):
-            x = x + linen.MultiHeadDotProductAttention(self.heads)(linen.LayerNorm()(x))
-            hidden = linen.gelu(linen.Dense(4 * self.features)(linen.LayerNorm()(x)))
-            x = x + linen.Dense(self.features)(hidden)
-        return linen.Dense(CLASSES)(linen.LayerNorm()(x).mean(axis=0))
+        x = linen.Embed(self.vocabulary, self.features)(tokens) + positions(self, self.length, self.features)
+        x = encoded(x, self.layers, self.heads)
+        return linen.Dense(CLASSES)(x.mean(axis=0))
+
+
+class VisionTransformer(linen.Module):
+    """ViT-S/16 with the mean over the patches in place of a class token."""
+
+    layers: int = 12
+    features: int = 384
+    heads: int = 6
+    patch: int = 16
+
+    @linen.compact
+    def __call__(self, image):
+        patches = (self.patch, self.patch)
+        x = linen.Conv(self.features, patches, strides=patches)(image).reshape(-1, self.features)
+        x = x + positions(self, *x.shape)
+        x = encoded(x, self.layers, self.heads)
+        return linen.Dense(CLASSES)(x.mean(axis=0))
+
+
+class LanguageModel(linen.Module):
+    """GPT-2 small on sequences of 256, its output layer not tied to the embedding."""
+
+    vocabulary: int = 50_257
+    layers: int = 12
+    features: int = 768
+    heads: int = 12
+
+    @linen.compact
+    def __call__(self, tokens):
+        x = linen.Embed(self.vocabulary, self.features)(tokens)
+        x = x + positions(self, *x.shape)
+        x = encoded(x, self.layers, self.heads, mask=linen.make_causal_mask(tokens))
+        return linen.Dense(self.vocabulary, use_bias=False)(x)
 
 
 class ResNet20(linen.Module):
@@ -64,62 +108,54 @@ class ResNet20(linen.Module):
             # reduced over (height, width, features of a group) of one example
             return linen.GroupNorm(self.groups)(x[None])[0]
 
-        x = linen.relu(norm(linen.Conv(16, (3, 3), use_bias=False)(image)))
+        def convolved(x, features, stride=1):
+            return linen.Conv(features, (3, 3), strides=stride, padding=1, use_bias=False)(x)
+
+        x = linen.relu(norm(convolved(image, 16)))
         for features, first_stride in ((16, 1), (32, 2), (64, 2)):
             for stride in (first_stride, 1, 1):
-                y = linen.relu(norm(linen.Conv(features, (3, 3), strides=stride, use_bias=False)(x)))
-                y = norm(linen.Conv(features, (3, 3), use_bias=False)(y))
+                y = linen.relu(norm(convolved(x, features, stride)))
+                y = norm(convolved(y, features))
                 if x.shape != y.shape:
                     x = norm(linen.Conv(features, (1, 1), strides=stride, use_bias=False)(x))
                 x = linen.relu(x + y)
         return linen.Dense(CLASSES)(x.mean(axis=(0, 1)))
 
 
-def classification(apply: Callable[[Tree, jax.Array], jax.Array]) -> Callable[[Tree, Tree], jax.Array]:
+def made(name: str, init: Callable[..., Tree], apply: Callable[[Tree, jax.Array], jax.Array]) -> Problem:
     def loss(params, example):
         x, label = example
-        return optax.softmax_cross_entropy_with_integer_labels(apply(params, x), label)
+        return optax.softmax_cross_entropy_with_integer_labels(apply(params, x), label).mean()
 
-    return loss
-
-
-def images(*shape: int) -> Callable[[int], Tree]:
     def batch(size):
-        image_key, label_key = jax.random.split(jax.random.key(1))
-        return jax.random.normal(image_key, (size, *shape)), jax.random.randint(label_key, (size,), 0, CLASSES)
+        return jax.tree.map(jnp.asarray, problems.draw(name, size))
 
-    return batch
-
-
-def token_sequences(length: int, vocabulary: int) -> Callable[[int], Tree]:
-    def batch(size):
-        token_key, label_key = jax.random.split(jax.random.key(1))
-        tokens = jax.random.randint(token_key, (size, length), 0, vocabulary)
-        return tokens, jax.random.randint(label_key, (size,), 0, CLASSES)
-
-    return batch
+    problem = Problem(jax.jit(init)(jax.random.key(0)), loss, batch)
+    problems.check_count(name, parameter_count(problem))
+    return problem
 
 
-def from_module(module: linen.Module, batch: Callable[[int], Tree]) -> Problem:
+def from_module(name: str, module: linen.Module) -> Problem:
     def apply(params, x) -> Any:
         return module.apply({"params": params}, x)
 
-    example = jax.tree.map(lambda leaf: leaf[0], batch(1))
-    params = jax.jit(module.init)(jax.random.key(0), example[0])["params"]
-    return Problem(params, classification(apply), batch)
+    x = problems.draw(name, 1)[0][0]
+    return made(name, lambda key: module.init(key, x)["params"], apply)
 
 
-def from_examples(name: str, *shape: int) -> Problem:
-    model = examples_models.build(name, input_shape=shape, classes=CLASSES)
-    return Problem(jax.jit(model.init)(jax.random.key(0)), classification(model.apply), images(*shape))
+def from_examples(name: str) -> Problem:
+    model = examples_models.build(name, input_shape=problems.PROBLEMS[name].shape, classes=CLASSES)
+    return made(name, model.init, model.apply)
 
 
 PROBLEMS: dict[str, Callable[[], Problem]] = {
-    "mlp": lambda: from_module(Perceptron(), images(28, 28)),
-    "adadpigu_cnn": lambda: from_examples("adadpigu_cnn", 28, 28, 1),
-    "end_to_end_cnn": lambda: from_examples("end_to_end_cnn", 32, 32, 3),
-    "transformer": lambda: from_module(Transformer(), token_sequences(64, 1000)),
-    "resnet20": lambda: from_module(ResNet20(), images(32, 32, 3)),
+    "mlp": lambda: from_module("mlp", Perceptron()),
+    "adadpigu_cnn": lambda: from_examples("adadpigu_cnn"),
+    "end_to_end_cnn": lambda: from_examples("end_to_end_cnn"),
+    "transformer": lambda: from_module("transformer", Transformer()),
+    "resnet20": lambda: from_module("resnet20", ResNet20()),
+    "vit_small": lambda: from_module("vit_small", VisionTransformer()),
+    "gpt2_small": lambda: from_module("gpt2_small", LanguageModel()),
 }
 
 

@@ -147,6 +147,7 @@ class Coordinates(NamedTuple):
     decode: (released, state, like) -> (updates, next state); `like` has the shapes and dtypes that `encode` was given
     name:   for the printed pipeline
     elementwise: whether `encode` only scales coordinates (a mask) or drops leaves
+    check:  (steps) -> None; raises ValueError if a schedule leaves its domain in the first `steps`
     """
 
     init: Callable[[Tree], Tree]
@@ -154,6 +155,7 @@ class Coordinates(NamedTuple):
     decode: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
     name: str
     elementwise: bool = False
+    check: Callable[[int], None] = lambda steps: None
 
 
 class InCoordinatesState(NamedTuple):
@@ -178,7 +180,8 @@ def in_coordinates(mechanism: Mechanism, *coordinates: Coordinates) -> Mechanism
         states = []
         for coordinate in coordinates:
             states.append(coordinate.init(params))
-            encoded = jax.eval_shape(coordinate.encode, params, states[-1])
+            like = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), params)
+            encoded = jax.eval_shape(coordinate.encode, like, states[-1])
             params = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), encoded)
         return InCoordinatesState(mechanism.init(params), tuple(states))
 
@@ -198,12 +201,18 @@ def in_coordinates(mechanism: Mechanism, *coordinates: Coordinates) -> Mechanism
             states.insert(0, next_state)
         return optax.tree.cast_like(released, params), InCoordinatesState(inner, tuple(states))
 
+    def event(steps):
+        for coordinate in coordinates:
+            coordinate.check(steps)
+        return mechanism.event(steps)
+
     names = tuple(coordinate.name for coordinate in coordinates)
     return mechanism.replace(
         init=init,
         encode=encode,
         weigh=lambda norms, state: mechanism.weigh(norms, state.inner),
         release=release,
+        event=event,
         elementwise=mechanism.elementwise and all(coordinate.elementwise for coordinate in coordinates),
         stages=names + mechanism.stages + tuple(f"undo {name}" for name in reversed(names)),
     )

@@ -105,7 +105,7 @@ def run(
             params, state, unreleased_loss = make_step(params, state, images, labels, weights)
             done = step + 1
             if done % interval == 0 or done == steps:
-                accuracy, loss = accuracy_of(params), float(unreleased_loss)
+                accuracy, loss = accuracy_of(seen(params, state, config)), float(unreleased_loss)
                 folder.add_metrics(
                     {
                         "step": done,
@@ -125,7 +125,7 @@ def run(
             bar.update()
         bar.close()
 
-    accuracy = accuracy_of(params) if accuracy is None else accuracy
+    accuracy = accuracy_of(seen(params, state, config)) if accuracy is None else accuracy
     result = Result(
         accuracy=accuracy,
         epsilon=dpx.epsilon(optimizer, state, delta=config.delta, accountant=config.accountant),
@@ -179,6 +179,11 @@ def affordable_steps(mechanism: dpx.Mechanism, steps: int, config: Config) -> in
     return fits
 
 
+def seen(params, state, config: Config):
+    """The parameters that the loss is at."""
+    return dpx.masked_params(params, state) if config.method_options.get("masked_loss") else params
+
+
 def step_function(model: models.Model, optimizer: dpx.Mechanism, config: Config):
     """(params, state, images, labels, weights) -> (params, state, mean loss of the batch, NOT private)."""
 
@@ -192,7 +197,7 @@ def step_function(model: models.Model, optimizer: dpx.Mechanism, config: Config)
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params, state, images, labels, weights):
         batch = data.as_float(images), labels
-        updates, state, unreleased_losses = gradient(params, batch, state, weights=weights)
+        updates, state, unreleased_losses = gradient(seen(params, state, config), batch, state, weights=weights)
         unreleased_loss = jnp.vdot(weights, unreleased_losses) / jnp.maximum(weights.sum(), 1)
         return optax.apply_updates(params, updates), state, unreleased_loss
 

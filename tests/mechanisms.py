@@ -5,11 +5,15 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import dp_accounting
 import jax
 import jax.numpy as jnp
 import optax
 
 import dpx
+from dpx.accounting.feedback import ErrorFeedbackDpEvent
+from dpx.accounting.projected import ProjectedGaussianDpEvent
+from dpx.projections.projection import projection
 
 PARAMS = {"kernel": jnp.ones((4, 3)), "bias": jnp.zeros(3), "scale": jnp.ones(())}
 POISSON = dpx.PoissonSampling(examples=1000, batch_size=8)
@@ -20,6 +24,14 @@ class Case(NamedTuple):
     """make: (key) -> Mechanism. clip, multiplier: (step) -> float, worked out by hand, not read from the mechanism.
 
     frozen: the leaves of PARAMS that get no update.
+    withheld: with a second sum, that of what is kept from the release: its bound for one example.
+    fed_back: (state) -> what a release adds to the sum and the noise.
+    event: (steps) -> DpEvent, where it is not the sampling's own.
+    scale: (state) -> tree like PARAMS, where the sum and the noise are not released as they are: what multiplies both.
+    gradient: (sums) -> the part of them that becomes the update.
+    clips_frozen: what is frozen counts in the norm.
+    lift: undoing a projection lengthens or shortens a sum at most so many times; its noise is standard over all draws.
+    noised: (sum, state) -> what the noise is added to.
     """
 
     name: str
@@ -27,6 +39,14 @@ class Case(NamedTuple):
     clip: Callable[[int], float] = lambda step: 0.7
     multiplier: Callable[[int], float] = lambda step: 1.3
     frozen: tuple[str, ...] = ()
+    withheld: float | None = None
+    fed_back: Callable[[Any], Any] | None = None
+    event: Callable[[int], Any] | None = None
+    scale: Callable[[Any], Any] | None = None
+    gradient: Callable[[Any], Any] = lambda sums: sums[0]
+    clips_frozen: bool = False
+    lift: float = 1.0
+    noised: Callable[[Any, Any], Any] = lambda total, state: total
 
     @property
     def mechanism(self) -> dpx.Mechanism:
@@ -51,8 +71,107 @@ def _scheduled(key, sampling: Any = POISSON) -> dpx.Mechanism:
     )
 
 
+def _dice(name, sampling, *, outer, reset_every=None, gamma=None) -> Case:
+    """clip norm 0.7, feedback norm 0.02."""
+
+    def make(key):
+        return dpx.dice_sgd(
+            clip_norm=0.7,
+            feedback_norm=0.02,
+            outer_clip_norm=outer,
+            noise_multiplier=1.3,
+            reset_every=reset_every,
+            gamma=gamma,
+            sampling=sampling,
+            key=key,
+        )
+
+    def fed_back(state):
+        error, step = state.unreleased_error, int(state.release.step)
+        size = float(optax.tree.norm(error))
+        factor = 0.02 / max(size, 0.02) if gamma is None else 0.02 / (size + 0.02)
+        return jax.tree.map(lambda e: e * (0 if reset_every and step % reset_every == 0 else factor), error)
+
+    def event(steps):
+        if steps == 0:
+            return dp_accounting.NoOpDpEvent()
+        return ErrorFeedbackDpEvent(
+            noise_multiplier=1.3,
+            excess=(outer - 0.7) / 0.7,
+            reach=2 * 0.02 * 8 / 0.7,
+            steps=steps,
+            reset_every=min(reset_every or steps, steps),
+            sampling=sampling,
+        )
+
+    return Case(name, make, withheld=min(outer - 0.7, 1e15), fed_back=fed_back, event=event)
+
+
 PER_LAYER = {"kernel": 0.5, "bias": 0.2, "scale": 0.1}
 TRAINABLE = dpx.trainable({"kernel": True, "bias": False, "scale": True})
+
+COOLING = optax.linear_schedule(0.0, 0.7, 4)
+
+
+def _ada_dpigu(key, **options) -> dpx.Mechanism:
+    """Three steps of warm-up, so that the contract sees both phases."""
+    return dpx.ada_dpigu(
+        warmup=3,
+        variance_decay=0.5,
+        stability=0.05,
+        clip_norm=0.7,
+        noise_multiplier=1.3,
+        sampling=POISSON,
+        key=key,
+        **options,
+    )
+
+
+def _masked(state):
+    return state.coordinates[0].mask
+
+
+def _restored(state):
+    """The scale that standardisation under an importance mask is undone with."""
+    importance = state.coordinates[0]
+    if importance.step < 3:
+        return importance.mask
+    scale = jax.tree.map(lambda v: jnp.sqrt(v) + 0.05, importance.inner.variance)
+    size = optax.tree.norm(scale) / math.sqrt(sum(p.size for p in PARAMS.values()))
+    return jax.tree.map(lambda m, s: jnp.where(m, s / size, 0), importance.mask, scale)
+
+
+def _mean(state):
+    importance = state.coordinates[0]
+    return jax.tree.map(
+        lambda m, a: jnp.where(m & (importance.step >= 3), a, 0), importance.mask, importance.inner.mean
+    )
+
+
+def _fresh_gaussians(steps):
+    if steps == 0:
+        return dp_accounting.NoOpDpEvent()
+    one = ProjectedGaussianDpEvent(1.3, 0.008, rank=12, blocks=1)
+    return dp_accounting.ComposedDpEvent([dp_accounting.SelfComposedDpEvent(one, steps)])
+
+
+def _projected_sum(total, state):
+    stream = dpx.keys.stream(jax.random.key(7), "projection of the sum")
+    return projection(12, None, "gaussian", 1, stream, bounded=True).encode(total, state.projection)
+
+
+ALIGNED = {  # two of the coordinates
+    "kernel": jnp.zeros((2, 4, 3)).at[0, 1, 2].set(1.0),
+    "bias": jnp.zeros((2, 3)).at[1, 0].set(1.0),
+    "scale": jnp.zeros(2),
+}
+
+
+def _gep_scale(state):
+    """The noise: residual clip norm / sqrt(1 - share), and embedding clip norm / sqrt(share) inside the subspace."""
+    inside, outside = 2 / math.sqrt(0.6), 0.5 / math.sqrt(0.4)
+    return jax.tree.map(lambda v: jnp.sqrt(outside**2 + inside**2 * v.sum(0)), state.coordinates[0].basis)
+
 
 MECHANISMS = [
     Case("dp_sgd", _dp_sgd),
@@ -93,6 +212,101 @@ MECHANISMS = [
         lambda key: dpx.d2p_sgd(noise_multiplier=2.0, power=0.5, every=2, sampling=POISSON, key=key),
         lambda t: 1.0,
         lambda t: 2 * (t // 2 + 1) ** -0.5,
+    ),
+    _dice("dice_sgd", POISSON, outer=1.0, reset_every=3),
+    _dice("dice_sgd automatic, shuffled", EPOCHS, outer=math.inf, gamma=0.05),
+    Case(
+        "random_freeze_sgd",
+        lambda key: dpx.random_freeze_sgd(
+            freeze_rate=COOLING, period=2, clip_norm=0.7, noise_multiplier=1.3, sampling=POISSON, key=key
+        ),
+        scale=_masked,
+    ),
+    Case(
+        "posterior freeze, a mask a step",
+        lambda key: dpx.in_coordinates(_scheduled(key), dpx.random_freeze(COOLING, period=1, posterior=True, key=key)),
+        lambda t: 1 - 0.05 * min(t, 10),
+        lambda t: 2 * 0.9**t,
+        scale=_masked,
+        clips_frozen=True,
+    ),
+    Case(
+        "ranked_freeze_sgd",
+        lambda key: dpx.ranked_freeze_sgd(
+            freeze_rate=0.6, period=2, clip_norm=0.7, noise_multiplier=1.3, sampling=POISSON, key=key
+        ),
+        scale=_masked,
+    ),
+    Case(
+        "ada_dpigu",
+        lambda key: _ada_dpigu(key, keep=optax.linear_schedule(0.5, 1.0, 10)),
+        scale=_restored,
+        fed_back=_mean,
+    ),
+    Case(
+        "ada_dpigu, top third",
+        lambda key: _ada_dpigu(key, example_keep=0.3),
+        scale=_restored,
+        fed_back=_mean,
+    ),
+    Case(
+        "adaptive_clipping",
+        lambda key: dpx.adaptive_clipping(
+            initial_clip_norm=0.4, indicator_noise=0.8, noise_multiplier=1.3, sampling=POISSON, key=key
+        ),
+        lambda t: 1.0,
+        scale=lambda state: jax.tree.map(
+            lambda p: jnp.full(p.shape, state.clip_norm / math.sqrt(1 - (1.3 / 1.6) ** 2)), PARAMS
+        ),
+        gradient=lambda sums: sums[0]["gradient"],
+    ),
+    Case(
+        "gaussian projection",
+        lambda key: dpx.in_coordinates(_dp_sgd(key), dpx.random_projection(rank=12, kind="gaussian", key=key)),
+        lift=2.5,
+    ),
+    Case(
+        "clip, then project",
+        lambda key: dpx.clip_then_project(_dp_sgd(key), rank=12, kind="gaussian", key=key),
+        event=_fresh_gaussians,
+        lift=2.5,
+        noised=_projected_sum,
+    ),
+    Case(
+        "d2p2_sgd",
+        lambda key: dpx.d2p2_sgd(
+            rank=8, kind="countsketch", noise_multiplier=2.0, power=0.5, every=2, sampling=POISSON, key=key
+        ),
+        lambda t: 1.0,
+        lambda t: 2 * (t // 2 + 1) ** -0.5,
+        lift=math.sqrt(2),
+    ),
+    Case(
+        "dp2_sgd, per layer",
+        lambda key: dpx.dp2_sgd(
+            rank={"kernel": 8, "bias": 2, "scale": 1},
+            kind="orthonormal",
+            noise_multiplier=1.3,
+            sampling=EPOCHS,
+            key=key,
+        ),
+        lambda t: 1.0,
+        lift=math.sqrt(3 / 2),
+    ),
+    Case(
+        "gep_sgd",
+        lambda key: dpx.gep_sgd(
+            ALIGNED,
+            embedding_clip_norm=2.0,
+            residual_clip_norm=0.5,
+            embedding_share=0.6,
+            noise_multiplier=1.3,
+            sampling=POISSON,
+            key=key,
+        ),
+        lambda t: 1.0,
+        scale=_gep_scale,
+        lift=1.1,
     ),
     Case("chained", lambda key: dpx.chain(_dp_sgd(key), optax.identity())),
 ]

@@ -5,6 +5,7 @@ purpose. Statistical checks have fixed keys; their false-alarm rate is stated wh
 """
 
 import functools
+import itertools
 import math
 
 import attrs
@@ -16,7 +17,7 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 import dpx
-from dpx import keys
+from dpx import keys, masks
 from dpx.mechanism import ReleaseState, sum_contributions
 from tests.mechanisms import MECHANISMS, PARAMS, POISSON, Case
 
@@ -67,37 +68,79 @@ def sums_of(case: Case):
     return jax.jit(lambda grads, state: sum_contributions(mechanism, grads, state, None))
 
 
+@functools.cache
+def each_alone(case: Case):
+    """The sums of every example alone: (examples, ...) -> (examples, ...)."""
+    mechanism = case.mechanism
+
+    def one(grad, state):
+        return sum_contributions(mechanism, jax.tree.map(lambda g: g[None], grad), state, None)
+
+    return jax.jit(jax.vmap(one, (0, None)))
+
+
 def zero_sums(case: Case, state):
     return jax.tree.map(jnp.zeros_like, sums_of(case)(gradients(0, examples=1), state))
+
+
+def scales(case: Case, state):
+    """What multiplies the sum and the noise on every coordinate; 0 where it is frozen."""
+    if case.scale:
+        return jax.tree.map(lambda s: jnp.asarray(s, jnp.float32), case.scale(state))
+    return {name: jnp.full(p.shape, float(name not in case.frozen)) for name, p in PARAMS.items()}
+
+
+def in_the_sum(case: Case, state, updates):
+    """`updates` in the units of the sum; 0 where frozen."""
+    divisor = case.mechanism.sampling.divisor
+    return jax.tree.map(
+        lambda u, s: jnp.where(s > 0, u * divisor / jnp.where(s > 0, s, 1), 0), updates, scales(case, state)
+    )
 
 
 def norm(tree) -> float:
     return float(np.linalg.norm(np.asarray(ravel_pytree(tree)[0], np.float64)))
 
 
+def norms(tree) -> np.ndarray:
+    """The norm of every row."""
+    return np.sqrt(
+        sum(
+            np.asarray(leaf, np.float64).reshape(len(leaf), -1) ** 2 @ np.ones(leaf[0].size)
+            for leaf in jax.tree.leaves(tree)
+        )
+    )
+
+
 def close(left, right, tolerance=1e-6):
+    """Whole numbers are equal; others to `tolerance`, relative to the largest of them."""
     assert jax.tree.structure(left) == jax.tree.structure(right)
-    largest = max([float(jnp.max(jnp.abs(leaf), initial=0)) for leaf in jax.tree.leaves(right)], default=0)
-    for one, other in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
-        np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance * largest)
+    lefts, rights = jax.tree.map(np.asarray, (jax.tree.leaves(left), jax.tree.leaves(right)))
+    largest = max([np.abs(leaf).max(initial=0) for leaf in rights if leaf.dtype.kind == "f"], default=0)
+    for one, other in zip(lefts, rights, strict=True):
+        exact = other.dtype.kind in "biu"
+        np.testing.assert_allclose(one, other, rtol=0 if exact else tolerance, atol=0 if exact else tolerance * largest)
 
 
 # 1
 def check_bounded(case: Case):
     """|contribution| <= C(t)(1 + 1e-6) for any gradient; a non-finite example contributes zero."""
-    for step in STEPS:
-        state = adapted_state(case, step)
-        for dtype in (jnp.float32, jnp.float16, jnp.bfloat16):
-            for value in (0, 1e-30, 1e-6, 0.1, 1, 5e4, 3e38, math.nan, math.inf, -math.inf):
-                for position in (None, "kernel", "bias", "scale"):  # everywhere, or in one leaf among ordinary values
-                    grads = gradients(1, examples=1)
-                    for name in PARAMS if position is None else [position]:
-                        grads[name] = jnp.sign(grads[name]) * value
-                    grads = jax.tree.map(lambda g, dtype=dtype: g.astype(dtype), grads)
-                    sums = sums_of(case)(grads, state)
-                    assert norm(sums) <= case.clip(step) * (1 + 1e-6), (step, dtype, value, position)
-                    finite = all(jnp.all(jnp.isfinite(g)) for name, g in grads.items() if name not in case.frozen)
-                    assert finite or norm(sums) == 0
+    ordinary = jax.tree.map(lambda g: np.asarray(g[0]), gradients(1, examples=1))
+    rows = []
+    for value in (0, 1e-30, 1e-6, 0.1, 1, 5e4, 3e38, math.nan, math.inf, -math.inf):
+        extreme = jax.tree.map(lambda g, value=value: np.sign(g) * np.float32(value), ordinary)
+        # everywhere, or in one leaf among ordinary values
+        rows += [extreme] + [ordinary | {name: extreme[name]} for name in PARAMS]
+    for dtype in (jnp.float32, jnp.float16, jnp.bfloat16):
+        grads = jax.tree.map(lambda *g, dtype=dtype: jnp.asarray(np.stack(g)).astype(dtype), *rows)
+        seen = [grads[name] for name in PARAMS if name not in case.frozen]
+        finite = np.all([np.isfinite(np.asarray(g, np.float32)).reshape(len(rows), -1).all(1) for g in seen], axis=0)
+        for step in STEPS:
+            sums = each_alone(case)(grads, adapted_state(case, step))
+            released = norms(sums if case.withheld is None else sums[0])
+            np.testing.assert_array_less(released, case.clip(step) * (1 + 1e-6) + 1e-45)
+            assert case.withheld is None or (norms(sums[1]) <= case.withheld * (1 + 1e-6)).all()
+            assert not norms(sums)[~finite].any()
 
 
 # 2
@@ -111,8 +154,8 @@ def check_adjacent(case: Case):
             everyone, _ = path(grads, state, jnp.ones(ROWS))
             for i in range(ROWS):
                 others, _ = path(grads, state, jnp.ones(ROWS).at[i].set(0))
-                move = jax.tree.map(lambda a, b: (a - b) * case.mechanism.sampling.divisor, everyone, others)
-                assert norm(move) <= case.clip(step) * (1 + 1e-5)
+                move = jax.tree.map(jnp.subtract, everyone, others)
+                assert norm(in_the_sum(case, state, move)) <= case.clip(step) * case.lift * (1 + 1e-5)
 
 
 # 3
@@ -120,6 +163,13 @@ def check_padding(case: Case):
     """Rows of weight 0 change nothing, in any position, after adaptation. An empty batch is a step of pure noise."""
     real = gradients(3, examples=ROWS - 2)
     unpadded = jax.jit(case.mechanism.update)
+    state = adapted_state(case, 1)
+    noise, after_noise = jax.jit(case.mechanism.release)(zero_sums(case, state), state, PARAMS)
+    for path in paths(case):
+        empty, after = path(gradients(3), state, jnp.zeros(ROWS))
+        close((empty, after), (noise, after_noise))
+        without_rows, after = path(gradients(3, examples=0), state, jnp.zeros(0))
+        close((without_rows, after), (noise, after_noise))
     for path in paths(case):
         for position in (0, 3, ROWS - 2):
             rows = [*range(position), None, None, *range(position, ROWS - 2)]
@@ -136,12 +186,6 @@ def check_padding(case: Case):
                 padded_updates, padded_state = path(padded, padded_state, weights)
                 close(padded_updates, updates)
                 close(padded_state, state)
-        state = adapted_state(case, 1)
-        noise, after_noise = case.mechanism.release(zero_sums(case, state), state, PARAMS)
-        empty, after = path(gradients(3), state, jnp.zeros(ROWS))
-        close((empty, after), (noise, after_noise))
-        without_rows, after = path(gradients(3, examples=0), state, jnp.zeros(0))
-        close((without_rows, after), (noise, after_noise))
 
 
 def garbage(position: int) -> float:
@@ -159,43 +203,58 @@ def check_additive(case: Case):
 
 
 # 5
+@functools.cache
+def noise_of(case: Case):
+    def draw(key, zeros, state):
+        return case.make(key).release(zeros, state, PARAMS)[0]
+
+    return jax.jit(jax.vmap(draw, (0, None, None)))
+
+
 def noise_draws(case: Case, step: int) -> np.ndarray:
-    """release(0) at one step under DRAWS keys, times B; (DRAWS, coordinates)."""
+    """release(0) at one step under DRAWS keys, in the units of the sum; (DRAWS, coordinates)."""
     state = adapted_state(case, step)
-    zeros = zero_sums(case, state)
+    fed_back = case.fed_back(state) if case.fed_back else jax.tree.map(jnp.zeros_like, PARAMS)
+    updates = noise_of(case)(jax.random.split(jax.random.key(11), DRAWS), zero_sums(case, state), state)
+    noise = jax.tree.map(jnp.subtract, updates, jax.tree.map(lambda f: f[None], fed_back))
+    frozen = jax.tree.map(lambda n, s: jnp.any(n[:, s == 0] != 0), noise, scales(case, state))
+    assert not any(jax.tree.leaves(frozen))
+    draws = jax.vmap(lambda n: ravel_pytree(in_the_sum(case, state, n))[0])(noise)
+    return np.asarray(draws, np.float64)
 
-    def draw(key):
-        mechanism = case.make(key)
-        updates, _ = mechanism.release(zeros, state, PARAMS)
-        return ravel_pytree(updates)[0] * mechanism.sampling.divisor
 
-    return np.asarray(jax.jit(jax.vmap(draw))(jax.random.split(jax.random.key(11), DRAWS)), np.float64)
+def assert_standard(draws: np.ndarray, lift: float = 1.0):
+    """Every coordinate has mean 0 and deviation 1. False alarm below 1e-5 a coordinate (4.5 standard errors).
 
-
-def assert_standard(draws: np.ndarray):
-    """Every coordinate has mean 0 and deviation 1. False alarm below 1e-5 a coordinate (4.5 standard errors)."""
+    Lifted, the noise is a scale mixture of normals: its kurtosis is at most 3 lift^2.
+    """
     n = len(draws)
     np.testing.assert_array_less(np.abs(draws.mean(0)), 4.5 / math.sqrt(n))
-    np.testing.assert_array_less(np.abs(draws.std(0) - 1), 4.5 / math.sqrt(2 * n))
+    np.testing.assert_array_less(np.abs(draws.std(0) - 1), 4.5 * math.sqrt((3 * lift**2 - 1) / (4 * n)))
 
 
 def check_noise(case: Case):
     """std of release(0) is sigma(t) C(t) / B on every coordinate that can carry gradient; independent over all."""
-    moving, _ = ravel_pytree({name: jnp.full(p.shape, name not in case.frozen) for name, p in PARAMS.items()})
-    moving = np.asarray(moving)
     over_steps = []
     for step in STEPS:
-        draws = noise_draws(case, step)
-        assert not draws[:, ~moving].any()
+        state, draws = adapted_state(case, step), noise_draws(case, step)
+        moving = np.asarray(ravel_pytree(scales(case, state))[0]) > 0
+        silent, _ = paths(case)[0](gradients(5), state, jnp.zeros(ROWS))
+        loud, _ = paths(case)[0](gradients(5), state, jnp.ones(ROWS))
+        carries = np.asarray(ravel_pytree(loud)[0] != ravel_pytree(silent)[0])
+        assert not carries[~moving].any()
+        if not case.clips_frozen:  # what is frozen takes nothing of the clip norm
+            summed = ravel_pytree(case.gradient(sums_of(case)(gradients(5), state)))[0]
+            assert np.count_nonzero(summed) <= np.count_nonzero(moving)
         standard = draws[:, moving] / (case.multiplier(step) * case.clip(step))
-        assert_standard(standard)
+        assert_standard(standard, case.lift)
         for wrong in (2 / 3, 3 / 2):
             with pytest.raises(AssertionError):
-                assert_standard(standard * wrong)
+                assert_standard(standard * wrong, case.lift)
         over_steps.append(standard)
     # across leaves, coordinates and steps: |correlation| below 5.5 standard errors; false alarm below 1e-4 in all
     correlation = np.corrcoef(np.concatenate(over_steps, axis=1), rowvar=False)
-    np.testing.assert_array_less(np.abs(correlation - np.eye(len(correlation))), 5.5 / math.sqrt(DRAWS))
+    np.testing.assert_array_less(np.abs(correlation - np.eye(len(correlation))), 5.5 * case.lift / math.sqrt(DRAWS))
 
 
 def check_resume(case: Case):
@@ -212,6 +271,7 @@ def check_cost(case: Case):
     mechanism = case.mechanism
     for steps in (0, 1, 2, 5, 7):
         expected = mechanism.sampling.event(np.float32([case.multiplier(t) for t in range(steps)]).astype(float))
+        expected = case.event(steps) if case.event else expected
         assert flat(mechanism.event(steps)) == pytest.approx(flat(expected), rel=1e-6)
     assert dpx.steps_taken(adapted_state(case, 4)) == 4
 
@@ -223,7 +283,7 @@ def flat(event) -> dict:
     elif isinstance(event, list | tuple):
         parts = dict(enumerate(event))
     else:
-        return {(): event}
+        return {(): event} if isinstance(event, int | float) else {(repr(event),): 1}
     return {
         (type(event).__name__, name, *path): leaf for name, part in parts.items() for path, leaf in flat(part).items()
     }
@@ -241,14 +301,13 @@ def check_secrecy(case: Case, monkeypatch: pytest.MonkeyPatch):
     shifts = jax.tree.map(lambda s: 0.5 * jnp.cos(jnp.arange(s.size, dtype=jnp.float32)).reshape(s.shape), sums)
     other_sums = jax.tree.map(jnp.add, sums, shifts)
     deviation = case.multiplier(2) * case.clip(2)
+    noised = case.noised(shifts[0], state)
     with monkeypatch.context() as patch:
         patch.setattr(keys, "normal_like", lambda key, tree: jax.tree.map(jnp.ones_like, tree))
-        released, after = mechanism.release(sums, state, PARAMS)
+        released, after = jax.jit(lambda *given: mechanism.release(*given))(sums, state, PARAMS)
     with monkeypatch.context() as patch:
-        patch.setattr(
-            keys, "normal_like", lambda key, tree: jax.tree.map(lambda t, s: 1 - s / deviation, tree, shifts[0])
-        )
-        other_released, other_after = mechanism.release(other_sums, state, PARAMS)
+        patch.setattr(keys, "normal_like", lambda key, tree: jax.tree.map(lambda t, s: 1 - s / deviation, tree, noised))
+        other_released, other_after = jax.jit(lambda *given: mechanism.release(*given))(other_sums, state, PARAMS)
     close(other_released, released, 1e-5)
     close(dpx.public(other_after), dpx.public(after), 1e-5)
 
@@ -257,34 +316,64 @@ def check_secrecy(case: Case, monkeypatch: pytest.MonkeyPatch):
 def check_divisor(case: Case):
     """The divisor is the expected batch size: twice the examples, twice the gradient; never the realised size."""
     state = adapted_state(case, 0)
-    noise, _ = case.mechanism.release(zero_sums(case, state), state, PARAMS)
+    noise, _ = paths(case)[0](gradients(8), state, jnp.zeros(ROWS))
     one = gradients(8, 0.01, examples=1)
-    contribution = norm(sums_of(case)(one, state))
-    for copies in (1, 2, ROWS):
+    contribution, lifted = norm(case.gradient(sums_of(case)(one, state))), []
+    for copies in (1, ROWS):
         for path in (paths(case)[0], paths(case)[2]):
             grads = jax.tree.map(lambda g, n=copies: jnp.concatenate([g] * n), one)
             updates, _ = path(grads, state, jnp.ones(copies))
-            signal = jax.tree.map(lambda u, n: (u - n) * case.mechanism.sampling.divisor, updates, noise)
-            np.testing.assert_allclose(norm(signal), copies * contribution, rtol=1e-4)
+            signal = in_the_sum(case, state, jax.tree.map(jnp.subtract, updates, noise))
+            lifted.append(norm(signal) / copies)
+    np.testing.assert_allclose(lifted, lifted[0], rtol=1e-4)
+    assert contribution / case.lift * (1 - 1e-4) <= lifted[0] <= contribution * case.lift * (1 + 1e-4)
 
 
 # 10
 def check_branches(case: Case):
     """No conditional and no data-dependent loop stands between raw data and what leaves."""
     for path in paths(case):
-        found = primitives(jax.make_jaxpr(path)(gradients(9), adapted_state(case, 0), jnp.ones(ROWS)).jaxpr)
-        assert not found & {"cond", "while"}, found
+        grads, state, weights = arguments = gradients(9), adapted_state(case, 0), jnp.ones(ROWS)
+        raw = [True] * len(jax.tree.leaves(grads)) + [False] * len(jax.tree.leaves((state, weights)))
+        found, _ = branches(jax.make_jaxpr(path)(*arguments).jaxpr, raw)
+        assert not found, found
 
 
-def primitives(jaxpr) -> set[str]:
-    found = set()
+def branches(jaxpr, raw: list[bool]) -> tuple[set[str], list[bool]]:
+    """The conditionals and loops whose course depends on raw inputs, and which outputs depend on them."""
+    tainted, found = {v for v, is_raw in zip(jaxpr.invars, raw, strict=True) if is_raw}, set()
+
+    def into(inner, raw):
+        more, outputs = branches(getattr(inner, "jaxpr", inner), raw)
+        found.update(more)
+        return outputs
+
+    def loop(body, constants, carried, rest=()):
+        while True:
+            outputs = into(body, [*constants, *carried, *rest])
+            joined = [a or b for a, b in zip(carried, outputs, strict=False)]
+            if joined == carried:
+                return outputs
+            carried = joined
+
     for equation in jaxpr.eqns:
-        found.add(equation.primitive.name)
-        for parameter in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
-            inner = getattr(parameter, "jaxpr", parameter)
-            if hasattr(inner, "eqns"):
-                found |= primitives(inner)
-    return found
+        name, params = equation.primitive.name, equation.params
+        inputs = [not hasattr(v, "val") and v in tainted for v in equation.invars]
+        if name == "cond":
+            found |= {name} if inputs[0] else set()
+            outputs = [any(each) for each in zip(*[into(b, inputs[1:]) for b in params["branches"]], strict=True)]
+        elif name == "while":
+            ahead, constants = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+            outputs = loop(params["body_jaxpr"], inputs[ahead:constants], inputs[constants:])
+            found |= {name} if any(into(params["cond_jaxpr"], [*inputs[:ahead], *outputs])) else set()
+        elif name == "scan":
+            constants, carried = params["num_consts"], params["num_consts"] + params["num_carry"]
+            outputs = loop(params["jaxpr"], inputs[:constants], inputs[constants:carried], inputs[carried:])
+        else:
+            inner = params.get("jaxpr", params.get("call_jaxpr"))
+            outputs = into(inner, inputs) if inner is not None else [any(inputs)] * len(equation.outvars)
+        tainted |= {v for v, is_raw in zip(equation.outvars, outputs, strict=True) if is_raw}
+    return found, [not hasattr(v, "val") and v in tainted for v in jaxpr.outvars]
 
 
 LINES = [
@@ -322,7 +411,7 @@ def test_no_default_key(key):
 
 def test_named_streams_are_apart():
     key = jax.random.key(3)
-    streams = [keys.stream(key, name, step) for name in ("noise", "sampling") for step in (None, 0, 1)]
+    streams = [keys.stream(key, name, step) for name in ("noise", "sampling", "random_freeze") for step in (None, 0, 1)]
     data = [tuple(np.asarray(jax.random.key_data(stream))) for stream in streams]
     assert len(set(data)) == len(data)
     raw = jax.random.key_data(key)  # an old-style key is the same key
@@ -333,7 +422,14 @@ def test_named_streams_are_apart():
 
 
 def _broken(name, change):
-    base = MECHANISMS[1]  # scheduled
+    named = {
+        _noise_from_the_projection: "gaussian projection",
+        _noise_on_another_mask: "random_freeze_sgd",
+        _mask_of_the_microbatch: "random_freeze_sgd",
+        _importance_without_noise: "ada_dpigu",
+        _no_second_mask: "ada_dpigu",
+    }
+    base = next(case for case in MECHANISMS if case.name == named.get(change, "scheduled"))
     return base._replace(name=name, make=lambda key: change(base.make(key), key))
 
 
@@ -446,6 +542,59 @@ def _branches(m, key):
     return m.replace(release=release)
 
 
+def _noise_from_the_projection(m, key):
+    def release(sums, state, params):
+        step_key = jax.random.fold_in(keys.stream(key, "projection"), state.step)
+        matrix_key = jax.random.fold_in(jax.random.fold_in(step_key, 0), 0)  # of the first group's first block
+        noise = jax.random.normal(matrix_key, sums[0][0].shape)
+        return [(sums[0][0] + 1.3 * 0.7 * noise) / POISSON.divisor], ReleaseState(state.step + 1)
+
+    inner = dpx.dp_sgd(clip_norm=0.7, noise_multiplier=1.3, sampling=POISSON, key=key).replace(release=release)
+    return dpx.in_coordinates(inner, dpx.random_projection(rank=12, kind="gaussian", key=key))
+
+
+def _noise_on_another_mask(m, key):
+    def release(sums, state, params):
+        updates, after = m.release(sums, state, params)
+        silent, _ = m.release(jax.tree.map(jnp.zeros_like, sums), state, params)
+        first = jax.tree.map(jnp.zeros_like, params)
+        first["kernel"] = first["kernel"].at[:, 0].set(1)
+        return jax.tree.map(lambda u, n, f: u - f * n, updates, silent, first), after
+
+    return m.replace(release=release)
+
+
+def _mask_of_the_microbatch(m, key):
+    microbatches = itertools.count()
+
+    def encode(grad, state):
+        drawn = jax.random.bits(jax.random.fold_in(key, next(microbatches)), (2,), jnp.uint32)
+        return masks.masked(grad, masks.random_mask(drawn, jnp.int32(8), grad))
+
+    return m.replace(encode=encode)
+
+
+def _importance_without_noise(m, key):
+    def release(sums, state, params):
+        updates, after = m.release(sums, state, params)
+        score = jax.tree.map(lambda s, g: s + jnp.abs(g), state.coordinates[0].score, sums[0])
+        return updates, after._replace(coordinates=(after.coordinates[0]._replace(score=score),))
+
+    return m.replace(release=release)
+
+
+def _no_second_mask(m, key):
+    standardised = dpx.standardized(variance_decay=0.5, stability=0.05)
+
+    def encode(grad, state):
+        important = state.coordinates[0]
+        mean = jax.tree.map(lambda a: a + 0.1, important.inner.mean)  # as where frozen coordinates are averaged too
+        once = standardised.encode(masks.masked(grad, important.mask), important.inner._replace(mean=mean))
+        return jax.tree.map(lambda g, z: jnp.where(important.step < 3, g, z), grad, once)
+
+    return m.replace(encode=encode)
+
+
 BROKEN = [
     (_no_clip, {check_bounded, check_adjacent}),
     (_clip_of_the_next_step, {check_bounded}),
@@ -460,6 +609,11 @@ BROKEN = [
     (_counts_nothing, {check_cost}),
     (_leaks_sums, {check_secrecy}),
     (_branches, {check_branches}),
+    (_noise_from_the_projection, {check_noise}),
+    (_noise_on_another_mask, {check_noise}),
+    (_mask_of_the_microbatch, {check_additive}),
+    (_importance_without_noise, {check_secrecy}),
+    (_no_second_mask, {check_noise}),
 ]
 
 

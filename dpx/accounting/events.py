@@ -1,8 +1,8 @@
 """Reading dp-accounting's events: which ones take the fast path, and which relation they are true for.
 
-Trees of Gaussian and Poisson-sampled Gaussian events become arrays and are composed as a schedule. Other events
-of this
-library register how one of them is billed (`register`). Anything else is left to dp-accounting's own accountants.
+Trees of Gaussian and Poisson-sampled Gaussian events become arrays and are composed as a schedule. Other events of this
+library register how one of them is billed: as one step of a composition (`register`), or as a whole, alone
+(`register_whole`). Anything else is left to dp-accounting's own accountants.
 """
 
 from collections import defaultdict
@@ -23,8 +23,11 @@ from dpx.accounting.schedule import SMALLEST_NOISE, composed, merged, pairs, upp
 from dpx.accounting.targets import DeltaAt, DeltasAt, EpsilonAt, Target
 
 ReadEvent = Callable[[dp_accounting.DpEvent, Relation], StepLoss]
+BillEvent = Callable[[Any, Target, Accountant, Relation], Any]
+ExplainEvent = Callable[[Any, Target, Relation], str]
 
 _REGISTRY: dict[type, ReadEvent] = {}
+_WHOLES: dict[type, tuple[BillEvent, ExplainEvent]] = {}
 _BUCKETS = 512
 _BUCKETS_WITHOUT_REPLACEMENT = 32
 _GRID = 1e-4
@@ -35,6 +38,15 @@ def register(event_type: type, read: ReadEvent) -> None:
     _REGISTRY[event_type] = read
 
 
+def register_whole(event_type: type, bill: BillEvent, explain: ExplainEvent) -> None:
+    """Bill an event that is not a composition of steps by `bill(event, target, accountant, relation)`.
+
+    It composes with nothing: beside another event it is refused. `explain(event, target, relation)` is a sentence for
+    the privacy report.
+    """
+    _WHOLES[event_type] = bill, explain
+
+
 @dataclass
 class Flat:
     """An event tree as counts: (noise multiplier, rate) of Gaussians, registered events, and what is left."""
@@ -42,6 +54,7 @@ class Flat:
     gaussians: dict[tuple[float, float], int] = field(default_factory=lambda: defaultdict(int))
     without_replacement: dict[tuple[float, float], int] = field(default_factory=lambda: defaultdict(int))
     registered: dict[dp_accounting.DpEvent, int] = field(default_factory=lambda: defaultdict(int))
+    wholes: dict[dp_accounting.DpEvent, int] = field(default_factory=lambda: defaultdict(int))
     private: bool = True
     known: bool = True
     amplified: bool = True  # every release was made on a Poisson sample
@@ -56,6 +69,9 @@ class Flat:
             pass
         elif type(event) in _REGISTRY:
             self.registered[event] += count
+            self.amplified = False
+        elif type(event) in _WHOLES:
+            self.wholes[event] += count
             self.amplified = False
         elif isinstance(event, dp_accounting.SampledWithoutReplacementDpEvent) and isinstance(
             event.event, dp_accounting.GaussianDpEvent
@@ -76,6 +92,18 @@ class Flat:
         else:
             self.known = False
             self.amplified = False
+
+    @property
+    def whole(self) -> Any:
+        """The event that is billed as a whole, or None."""
+        if not self.wholes:
+            return None
+        event, *others = self.wholes
+        if others or self.wholes[event] > 1 or self.gaussians or self.without_replacement or self.registered:
+            raise ValueError(f"{event} is billed as a whole: it composes with nothing, not even with itself")
+        if not self.known:
+            raise ValueError(f"{event} is billed as a whole: it composes with nothing, got it beside an unknown event")
+        return event
 
 
 def _arrays(steps: dict[tuple[float, float], int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -138,12 +166,20 @@ def event_deltas(
     return np.asarray(_bill(event, target, accountant, relation, _BUCKETS))
 
 
+def explanation(event: dp_accounting.DpEvent, *, delta: float, relation: Relation) -> tuple[str, ...]:
+    """How an event that is billed as a whole is billed; nothing for others."""
+    whole = flatten(event).whole
+    return () if whole is None else (_WHOLES[type(whole)][1](whole, EpsilonAt(delta), relation),)
+
+
 def _bill(event, target: Target, accountant: Accountant, relation: Relation, buckets: int) -> Any:
     checks.accountant(accountant)
     checks.relation(relation)
     flat = flatten(event)
     if not flat.private:
         return target.unbounded
+    if (event := flat.whole) is not None:
+        return _WHOLES[type(event)][0](event, target, accountant, relation)
     if not flat.known:
         return _delegated(event, target, accountant, relation)
     if flat.without_replacement:

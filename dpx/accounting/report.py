@@ -13,7 +13,7 @@ import dp_accounting
 
 from dpx.accounting import checks
 from dpx.accounting.bill import billed, steps_in
-from dpx.accounting.events import event_epsilon, flatten
+from dpx.accounting.events import event_epsilon, explanation, flatten
 
 _CAVEATS = (
     "Holds if batches were drawn as `sampling` says, and while the keys of the noise and of the sampling are secret.",
@@ -131,6 +131,7 @@ def privacy_report(
         raise refusals[0]
     subject = unit.removeprefix("one ")
     caveats = (_RELATION_CAVEATS[relation].format(unit=subject), *_CAVEATS)
+    caveats += explanation(event, delta=delta, relation=relation)
     if unit != "one example":
         caveats += (f"The sampling and the clipping must have treated {unit} as one record.",)
     return PrivacyReport(
@@ -168,6 +169,7 @@ def _summary(event: dp_accounting.DpEvent) -> tuple[str, ...]:
                     f"from {min(sigmas):.6g} to {max(sigmas):.6g}"
                 )
     lines += [f"{count} x {one}" for one, count in flat.registered.items()]
+    lines += [str(one) for one in flat.wholes]
     return tuple(lines) if flat.private else (*lines, "a release without noise")
 
 

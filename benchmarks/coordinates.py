@@ -1,0 +1,171 @@
+"""The cost of each method's coordinates: the time and the memory of a step over those of dp_sgd on the same path.
+
+    python -m benchmarks.coordinates --model end_to_end_cnn --batch 256
+
+All rows are timed in one process on one CPU core, in interleaved rounds, and the medians are compared. Writes JSON and
+Markdown to benchmarks/results/.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from benchmarks.problems import ON_A_CPU
+from benchmarks.report import RESULTS
+from benchmarks.timing import CLOCKS, Timer, interleaved, pin
+
+EPOCH = 195  # steps
+
+
+class Row(NamedTuple):
+    """make: (dpx, **clip_norm, noise_multiplier, sampling, key) -> Mechanism; steps: made before the timed one."""
+
+    name: str
+    make: Callable[..., Any]
+    clipping: str = "vmap"
+    steps: int = 0
+
+
+def projected(kind: str, clipping: str = "vmap") -> Row:
+    """Every example to 0.7 of its coordinates, as in d2p2_sgd."""
+
+    def make(dpx, **base):
+        projection = dpx.random_projection(reduction_rate=0.3, kind=kind, key=base["key"])
+        return dpx.in_coordinates(dpx.dp_sgd(**base), projection)
+
+    return Row(f"{kind} projection", make, clipping)
+
+
+def clipped_first(kind: str) -> Row:
+    def make(dpx, **base):
+        return dpx.clip_then_project(dpx.dp_sgd(**base), reduction_rate=0.3, kind=kind, key=base["key"])
+
+    return Row(f"{kind} projection of the clipped sum", make, "auto")
+
+
+ROWS = [
+    Row("dp_sgd", lambda dpx, **base: dpx.dp_sgd(**base)),
+    Row("dp_sgd", lambda dpx, **base: dpx.dp_sgd(**base), "auto"),
+    Row(
+        "random_freeze_sgd",
+        lambda dpx, **base: dpx.random_freeze_sgd(freeze_rate=0.7, period=EPOCH, **base),
+        "auto",
+    ),
+    Row(
+        "random_freeze_sgd, a mask a step",
+        lambda dpx, **base: dpx.random_freeze_sgd(freeze_rate=0.7, period=1, **base),
+        "auto",
+    ),
+    Row(
+        "ranked_freeze_sgd",
+        lambda dpx, **base: dpx.ranked_freeze_sgd(freeze_rate=0.7, period=EPOCH, **base),
+        "auto",
+    ),
+    Row("random_freeze_sgd", lambda dpx, **base: dpx.random_freeze_sgd(freeze_rate=0.7, period=EPOCH, **base)),
+    Row("ada_dpigu, main phase", lambda dpx, **base: dpx.ada_dpigu(keep=0.6, warmup=1, **base), steps=1),
+    Row(
+        "ada_dpigu, main phase, top half of each example",
+        lambda dpx, **base: dpx.ada_dpigu(keep=0.6, warmup=1, example_keep=0.5, **base),
+        steps=1,
+    ),
+    projected("subset", "auto"),
+    projected("subset"),
+    projected("countsketch"),
+    projected("hadamard"),
+    projected("orthonormal"),
+    clipped_first("countsketch"),
+    clipped_first("hadamard"),
+    Row(
+        "adaptive_clipping",
+        lambda dpx, clip_norm, **base: dpx.adaptive_clipping(initial_clip_norm=clip_norm, indicator_noise=13.0, **base),
+    ),
+    Row("dice_sgd", lambda dpx, **base: dpx.dice_sgd(feedback_norm=1.0, outer_clip_norm=1.5, **base)),
+    Row("dice_sgd", lambda dpx, **base: dpx.dice_sgd(feedback_norm=1.0, outer_clip_norm=1.5, **base), "auto"),
+]
+
+
+def arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=ON_A_CPU, default="end_to_end_cnn")
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--rows", nargs="+", help="parts of their names; default: all")
+    parser.add_argument("--paths", nargs="+", choices=("auto", "vmap"), default=("auto", "vmap"))
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--core", type=int, default=0, help="the CPU core to pin to; -1 for none (as on a GPU)")
+    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu is fairer on a busy machine")
+    parser.add_argument("--name", default="coordinates", help="of the files written")
+    return parser.parse_args()
+
+
+def step_of(row: Row, problem, size: int):
+    """(() -> one step, compiled), the MiB of the mechanism's "state" and of what XLA allocates beside, "temporary"."""
+    import jax
+
+    import dpx
+
+    sampling = dpx.PoissonSampling(examples=50_000, batch_size=size)
+    mechanism = row.make(dpx, clip_norm=1.0, noise_multiplier=1.0, sampling=sampling, key=jax.random.key(2))
+    gradient: Any = dpx.private_grad(problem.loss, mechanism, clipping=row.clipping)  # pyright: ignore[reportArgumentType]
+    state = mechanism.init(problem.params)
+    for _ in range(row.steps):
+        zeros = jax.tree.map(jax.numpy.zeros_like, problem.params)
+        _, state = jax.jit(lambda state, zeros=zeros: mechanism.release((zeros,), state, problem.params))(state)
+    inputs = problem.params, problem.batch(size), state
+    program = jax.jit(lambda params, batch, state: gradient(params, batch, state)[:2]).lower(*inputs).compile()
+    print(f"    compiled {row.name}, {row.clipping}", file=sys.stderr, flush=True)
+    sizes: Any = program.memory_analysis()
+    memory = {
+        "state": sum(leaf.nbytes for leaf in jax.tree.leaves(state)) / 2**20,
+        "temporary": sizes.temp_size_in_bytes / 2**20,
+    }
+    return lambda: jax.block_until_ready(program(*inputs)), memory
+
+
+def table(results, parameters: int) -> str:
+    model = parameters * 4 / 2**20
+    lines = [
+        f"One copy of the model: {model:.2f} MiB.\n",
+        "| method | path | ms | over dp_sgd | state, copies of the model | temporary over dp_sgd, copies |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in results:
+        base = next(other for other in results if other["name"] == "dp_sgd" and other["path"] == row["path"])
+        grown = (row["temporary"] - base["temporary"]) / model
+        lines.append(
+            f"| {row['name']} | {row['path']} | {row['seconds'] * 1e3:.1f} | {row['seconds'] / base['seconds']:.3f} "
+            f"| {row['state'] / model:.2f} | {grown:+.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def main():
+    options = arguments()
+    pin(options.core)
+    from benchmarks.models import PROBLEMS
+
+    problem = PROBLEMS[options.model]()
+    wanted = [
+        row
+        for row in ROWS
+        if row.clipping in options.paths
+        and (row.name == "dp_sgd" or not options.rows or any(part in row.name for part in options.rows))
+    ]
+    made = {(row.name, row.clipping): step_of(row, problem, options.batch) for row in wanted}
+    timers = {name: Timer(run, CLOCKS[options.clock]) for name, (run, _) in made.items()}
+    results = [
+        {"name": name[0], "path": name[1], "seconds": statistics.median(times), **made[name][1]}
+        for name, times in interleaved(timers, options.rounds).items()
+    ]
+    found = table(results, ON_A_CPU[options.model].parameters)
+    text = f"{options.model}, batch {options.batch}, {options.clock} clock. {found}\n"
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{options.name}.json").write_text(json.dumps(results, indent=1))
+    (RESULTS / f"{options.name}.md").write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

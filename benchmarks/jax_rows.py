@@ -1,0 +1,105 @@
+"""One training step in JAX: not private, by hand, and as every JAX library has it."""
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import dpx
+from benchmarks.models import PROBLEMS, Problem
+
+LIBRARIES = ("jax", "jaxlib", "optax", "flax", "jax-privacy")
+FLOOR = "JAX, not private"
+MICROBATCH = 16
+# The rows that hold a gradient for every example of the batch.
+STACKED = ("JAX, by hand", "dpx vmap", "optax.contrib", "jax_privacy")
+
+
+def device() -> str:
+    return jax.devices()[0].device_kind
+
+
+def rows(model: str, size: int, *, noise_multiplier: float = 1.0, clip_norm: float = 1.0) -> dict[str, Callable]:
+    """name -> (() -> run): the first compiles, `run()` makes one step and waits for it."""
+    problem, key = PROBLEMS[model](), jax.random.key(2)
+    batch = problem.batch(size)
+    mechanism = dpx.dp_sgd(
+        clip_norm=clip_norm,
+        noise_multiplier=noise_multiplier,
+        sampling=dpx.PoissonSampling(examples=50_000, batch_size=size),
+        key=key,
+    )
+    silent = mechanism.replace(release=lambda sums, state, params: (jax.tree.map(lambda s: s / size, sums[0]), state))
+    state = mechanism.init(problem.params)
+
+    def non_private(params, batch):
+        return jax.grad(lambda p: jax.vmap(problem.loss, (None, 0))(p, batch).mean())(params)
+
+    def noise(params, key):
+        return optax.tree.random_like(key, params, jax.random.normal)
+
+    def by_hand(params, batch, key):
+        grads = jax.vmap(jax.grad(problem.loss), (None, 0))(params, batch)
+        weights = jnp.minimum(1, clip_norm / jax.vmap(optax.tree.norm)(grads))
+        sums = jax.tree.map(lambda g: jnp.tensordot(weights, g, 1), grads)
+        scale = noise_multiplier * clip_norm
+        return jax.tree.map(lambda s, n: (s + scale * n) / size, sums, noise(sums, key))
+
+    def with_dpx(mechanism, clipping):
+        step = dpx.private_grad(problem.loss, mechanism, clipping=clipping)
+        return compiled(lambda params, batch, state: step(params, batch, state)[:2], problem.params, batch, state)
+
+    aggregate = optax.contrib.differentially_private_aggregate(clip_norm, noise_multiplier, key)
+
+    def with_optax(params, batch, state):
+        grads = jax.vmap(jax.grad(problem.loss), (None, 0))(params, batch)
+        return aggregate.update(grads, state, params)
+
+    found = {
+        FLOOR: compiled(non_private, problem.params, batch),
+        "noise alone": compiled(noise, problem.params, key),
+        "JAX, by hand": compiled(by_hand, problem.params, batch, key),
+        "dpx auto, without noise": with_dpx(silent, "auto"),
+        "dpx auto": with_dpx(mechanism, "auto"),
+        "dpx ghost": with_dpx(mechanism, "ghost"),
+        "dpx vmap": with_dpx(mechanism, "vmap"),
+        "optax.contrib": compiled(with_optax, problem.params, batch, aggregate.init(problem.params)),
+    }
+    if importlib.util.find_spec("jax_privacy"):
+        at_once = min(MICROBATCH, size)
+        found["jax_privacy"] = with_jax_privacy(problem, batch, key, clip_norm, noise_multiplier, None)
+        found[f"jax_privacy, {at_once} at once"] = with_jax_privacy(
+            problem, batch, key, clip_norm, noise_multiplier, at_once
+        )
+    return found
+
+
+def with_jax_privacy(problem: Problem, batch, key, clip_norm, noise_multiplier, microbatch_size) -> Callable:
+    import jax_privacy  # pyright: ignore[reportMissingImports]
+
+    clipped_grad = jax_privacy.clipped_grad(
+        problem.loss,
+        l2_clip_norm=clip_norm,
+        normalize_by=len(jax.tree.leaves(batch)[0]),
+        keep_batch_dim=False,
+        microbatch_size=microbatch_size,
+    )
+    privatizer = jax_privacy.noise_addition.gaussian_privatizer(
+        stddev=noise_multiplier * clipped_grad.sensitivity(), prng_key=key
+    )
+
+    def step(params, batch, state):
+        return privatizer.update(clipped_grad(params, batch), state)
+
+    return compiled(step, problem.params, batch, privatizer.init(problem.params))
+
+
+def compiled(step: Callable, *inputs: Any) -> Callable:
+    def make():
+        program = jax.jit(step).lower(*inputs).compile()
+        return lambda: jax.block_until_ready(program(*inputs))
+
+    return make

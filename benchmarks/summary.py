@@ -1,0 +1,78 @@
+"""The tables of `benchmarks.step`: every row against its framework's floor, and what is promised of dpx."""
+
+from typing import Any
+
+from benchmarks.report import table
+
+OURS = "dpx auto"
+OPACUS = "Opacus ghost"
+
+
+def tables(results: dict[str, Any], floors: dict[str, str]) -> dict[str, str]:
+    """results: "model, batch" -> row -> {"framework", "seconds", "compile"}; floors: framework -> its plain row."""
+    rows = {name: row["framework"] for found in results.values() for name, row in found.items()}
+    found = {}
+    for framework, floor in floors.items():
+        names = [name for name, of in rows.items() if of == framework and name != floor]
+        columns = [(floor + " (ms)", lambda rows, floor=floor: milliseconds(rows, floor))]
+        columns += [(name, lambda rows, name=name, floor=floor: ratio(rows, name, floor)) for name in names]
+        found[f"Median time over that of {floor}"] = table(results, columns)
+    found["Milliseconds"] = table(results, [(name, lambda rows, name=name: milliseconds(rows, name)) for name in rows])
+    found["Against the peers"] = table(results, [
+        (OURS + " (ms)", lambda rows: milliseconds(rows, OURS)),
+        ("over its floor", lambda rows: ratio(rows, OURS, floors["jax"])),
+        ("fastest JAX peer, over " + OURS, jax_peer),
+        (OPACUS + " (ms)", lambda rows: milliseconds(rows, OPACUS)),
+        ("over its floor", lambda rows: ratio(rows, OPACUS, floors.get("torch", ""))),
+        (f"{OURS} is ahead of it in", lambda rows: ahead(rows, floors)),
+    ])  # fmt: skip
+    found["Choice, noise and compilation"] = table(results, [
+        ("auto over the better of ghost and vmap", choice),
+        ("noise over one normal per parameter", noise),
+        ("vmap compiles in (s)", lambda rows: seconds(rows, "dpx vmap")),
+        ("auto, over vmap", lambda rows: ratio(rows, OURS, "dpx vmap", "compile")),
+        ("ghost, over vmap", lambda rows: ratio(rows, "dpx ghost", "dpx vmap", "compile")),
+    ])  # fmt: skip
+    return found
+
+
+def ratio(rows, name: str, base: str, of: str = "seconds") -> str | None:
+    return f"{rows[name][of] / rows[base][of]:.2f}" if name in rows and base in rows else None
+
+
+def milliseconds(rows, name: str) -> str | None:
+    return f"{rows[name]['seconds'] * 1e3:.1f}" if name in rows else None
+
+
+def seconds(rows, name: str) -> str | None:
+    return f"{rows[name]['compile']:.1f}" if name in rows else None
+
+
+def jax_peer(rows) -> str | None:
+    """Among those that are libraries: by hand is not one."""
+    peers = [name for name in rows if name.startswith(("optax", "jax_privacy"))]
+    if OURS not in rows or not peers:
+        return None
+    fastest = min(peers, key=lambda name: rows[name]["seconds"])
+    return f"{fastest}: {ratio(rows, fastest, OURS)}"
+
+
+def ahead(rows, floors) -> str | None:
+    if not {OURS, OPACUS, floors["jax"], floors.get("torch")} <= set(rows):
+        return None
+    ours, theirs = rows[OURS]["seconds"], rows[OPACUS]["seconds"]
+    over_floor = ours / rows[floors["jax"]]["seconds"] < theirs / rows[floors["torch"]]["seconds"]
+    won = [name for name, is_won in (("time", ours < theirs), ("ratio", over_floor)) if is_won]
+    return " and ".join(won) or "neither"
+
+
+def choice(rows) -> str | None:
+    paths = [rows[name]["seconds"] for name in ("dpx ghost", "dpx vmap") if name in rows]
+    return f"{rows[OURS]['seconds'] / min(paths):.2f}" if OURS in rows and len(paths) == 2 else None
+
+
+def noise(rows) -> str | None:
+    silent = f"{OURS}, without noise"
+    if not {OURS, silent, "noise alone"} <= set(rows):
+        return None
+    return f"{(rows[OURS]['seconds'] - rows[silent]['seconds']) / rows['noise alone']['seconds']:.2f}"

@@ -1,0 +1,62 @@
+"""Times of rows that take turns, so that whatever slows the machine slows all of them alike."""
+
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+ONE_CORE = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+SLOW, LONG = 5.0, 20.0  # seconds of one step, and of all steps of a row
+
+
+def pin(core: int):
+    """This process and those it starts, on one core and with one thread each; before any framework is imported."""
+    if core >= 0:
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {ONE_CORE}"
+        os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+        os.sched_setaffinity(0, {core})
+
+
+class Timer:
+    """The seconds of one more step."""
+
+    def __init__(self, run: Callable[[], Any], clock: Callable[[], float]):
+        self.run, self.clock, self.last = run, clock, 0.0
+
+    def __call__(self) -> float:
+        if self.last < SLOW:
+            self.run()  # untimed: the memory that the row before gives back late is not this row's cost
+        time.sleep(0.01)
+        start = self.clock()
+        self.run()
+        self.last = self.clock() - start
+        return self.last
+
+
+def interleaved(rows: Mapping[Any, Callable[[], float]], rounds: int) -> dict[Any, list[float]]:
+    """The seconds of every row, `rounds` of them; a row that takes long leaves after the third."""
+    times: dict[Any, list[float]] = {name: [] for name in rows}
+    for turn in range(rounds):
+        for name, seconds in rows.items():
+            if turn < 3 or sum(times[name]) < LONG:
+                times[name].append(seconds())
+    return times
+
+
+def measure(steps: Mapping[Any, tuple], rounds: int, clock: Callable[[], float]) -> dict[Any, dict[str, Any]]:
+    """name -> (jitted step, its inputs) to name -> {"seconds": median, "compile": seconds, "times": all}."""
+    import jax
+
+    found, timers = {}, {}
+    for name, (step, inputs) in steps.items():
+        start = time.perf_counter()
+        program = step.lower(*inputs).compile()
+        found[name] = {"compile": time.perf_counter() - start}
+        print(f"    {name}: compiled in {found[name]['compile']:.1f} s", file=sys.stderr, flush=True)
+        timers[name] = Timer(lambda program=program, inputs=inputs: jax.block_until_ready(program(*inputs)), clock)
+    for name, times in interleaved(timers, rounds).items():
+        found[name] |= {"seconds": statistics.median(times), "times": times}
+    return found

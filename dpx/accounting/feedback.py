@@ -1,0 +1,101 @@
+"""What a run of error feedback costs: one event of all its steps, billed by the least of three bounds.
+
+A participation of an example acts on every later release, so the steps do not compose and dp-accounting's accountants
+refuse the event. Proofs: `feedback_energy` (participations known, or as if known) and `feedback_renyi` (amplified).
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import numpy as np
+from dp_accounting import DpEvent
+
+from dpx.accounting import events, feedback_energy, feedback_renyi, renyi
+from dpx.accounting.checks import Accountant, Relation
+from dpx.accounting.schedule import SMALLEST_NOISE
+from dpx.accounting.targets import Target
+from dpx.sampling import FixedSizeSampling, FullBatch, PoissonSampling, Sampling, ShuffledEpochs
+
+SAMPLINGS = (PoissonSampling, FixedSizeSampling, ShuffledEpochs, FullBatch)
+
+
+@attrs.frozen
+class ErrorFeedbackDpEvent(DpEvent):
+    """`steps` releases of (sum + fed-back error + noise), of which one example moves the sum by at most 1.
+
+    noise_multiplier: nu, the noise's standard deviation; unit here and below: the clip norm of the sum (C1).
+    excess: rho, how far one participation moves the error; inf if not bounded.
+    reach: 2 C2 B / C1, how far the fed-back error can move, whatever the error is.
+    reset_every: the error is forgotten after so many steps.
+    """
+
+    noise_multiplier: float
+    excess: float
+    reach: float
+    steps: int
+    reset_every: int
+    sampling: Sampling
+
+
+def bill(event: ErrorFeedbackDpEvent, target: Target, accountant: Accountant, relation: Relation) -> Any:
+    """An upper bound of what `target` asks for; "rdp" is the amplified bound, or Gaussian privacy, alone."""
+    if event.noise_multiplier < SMALLEST_NOISE:
+        return target.unbounded
+    found = bounds(event, accountant, relation)
+    return np.min([bound(target) for bound in found.values()], axis=0)
+
+
+def explain(event: ErrorFeedbackDpEvent, target: Target, relation: Relation) -> str:
+    """Which bound the bill is, in words."""
+    if event.noise_multiplier < SMALLEST_NOISE:
+        return "Error feedback without noise has no finite epsilon."
+    found = {name: float(bound(target)) for name, bound in bounds(event, "pld", relation).items()}
+    least = min(found, key=lambda name: found[name])
+    listed = ", ".join(f"{name}: {value:.6g}" for name, value in found.items())
+    return (
+        "Error feedback is billed as one event of all its steps, by dpx's own bounds (no privacy loss distribution is "
+        f'known; under "pld" stands the least of them). Used: {least}. All: {listed}.'
+    )
+
+
+def bounds(
+    event: ErrorFeedbackDpEvent, accountant: Accountant, relation: Relation
+) -> dict[str, Callable[[Target], Any]]:
+    """The bounds that are true for the sampling and the relation, by name."""
+    sampling, stated = event.sampling, event.sampling.relation
+    if relation != stated and (stated == "replace_one" or (stated, relation) == ("zero_out", "add_or_remove")):
+        raise ValueError(f'relation {relation!r} does not fit {sampling}, whose event is true for "{stated}"')
+    noise = event.noise_multiplier / (2 if relation == "replace_one" else 1)
+    limits: dict[str, Any] = dict(steps=event.steps, reset_every=event.reset_every, excess=event.excess)
+    if isinstance(sampling, FullBatch | ShuffledEpochs):
+        epoch = sampling.steps_per_epoch if isinstance(sampling, ShuffledEpochs) else 1
+        mu = math.sqrt(feedback_energy.fixed(steps_per_epoch=epoch, reach=event.reach, **limits)) / noise
+        if accountant == "rdp":
+            return {"Gaussian privacy": lambda target: target.renyi(renyi.ORDERS * mu**2 / 2)}
+        return {"participations known, Gaussian privacy": lambda target: target.gaussian(mu)}
+    if not isinstance(sampling, PoissonSampling | FixedSizeSampling):
+        raise ValueError(f"error feedback is billed for {_names()} only, got {sampling}")
+    rate = sampling.divisor / sampling.examples
+    found: dict[str, Callable[[Target], Any]] = {}
+    if accountant == "pld":
+        deltas = feedback_energy.deltas_at_random(rate=rate, reach=event.reach, noise_multiplier=noise, **limits)
+        found["random participations as if known, not amplified"] = lambda target: target.profile(deltas)
+    if relation != "replace_one" and rate < 1 and math.isfinite(event.excess):
+        found["amplified by sampling, Renyi recursion"] = lambda target: feedback_renyi.bill(
+            target, rate=rate, noise_multiplier=noise, **limits
+        )
+    if not found:
+        raise ValueError(
+            f'accountant "rdp" bills error feedback on {sampling} only at a sampling rate below 1, under relation '
+            f'"add_or_remove" or "zero_out" and with a finite outer_clip_norm; got {event}, relation {relation!r}'
+        )
+    return found
+
+
+def _names() -> str:
+    return ", ".join(sampling.__name__ for sampling in SAMPLINGS)
+
+
+events.register_whole(ErrorFeedbackDpEvent, bill, explain)

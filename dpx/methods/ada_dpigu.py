@@ -1,0 +1,76 @@
+"""AdaDPIGU: rank the coordinates in a private warm-up, then train the important ones, standardised."""
+
+import jax
+import jax.numpy as jnp
+
+from dpx import schedules
+from dpx.gaussian import gaussian_mechanism
+from dpx.importance import importance_mask
+from dpx.masks import require_fraction, require_steps
+from dpx.mechanism import Mechanism, in_coordinates
+from dpx.methods.budget import noise_within
+from dpx.sampling import Sampling
+from dpx.schedules import ScalarOrSchedule
+from dpx.sparse import top_fraction
+from dpx.standardization import standardized
+
+
+def ada_dpigu(
+    *,
+    keep: ScalarOrSchedule = 0.6,
+    warmup: int,
+    example_keep: float = 1.0,
+    mean_decay: float = 0.9,
+    variance_decay: float = 0.999,
+    stability: float = 1e-8,
+    relative: bool = True,
+    clip_norm: ScalarOrSchedule,
+    noise_multiplier: ScalarOrSchedule | None = None,
+    epsilon: float | None = None,
+    delta: float | None = None,
+    steps: int | None = None,
+    sampling: Sampling,
+    key: jax.Array,
+) -> Mechanism:
+    """AdaDPIGU in its sound order (Zhang and Xie 2025, https://arxiv.org/abs/2507.06525).
+
+    For `warmup` steps DP-SGD, of whose releases the coordinates are ranked once; then
+    mask -> standardise -> mask -> top fraction of each example -> clip -> sum, add noise -> / B -> restore -> mask.
+
+    What the paper claims: the epsilon of its second phase, or of both, with a mask it calls independent of the data.
+    What holds: its scores are of gradients without noise, so its mask is an unbilled release of data, and its
+    standardisation moves masked coordinates. What dpx bills: every step of both phases, each one Gaussian release; the
+    ranking and the averages see released values only.
+
+    keep: share of the coordinates that go on after the warm-up; a rising schedule of the step unfreezes the rest.
+    warmup: steps of the first phase, counted in `steps`.
+    example_keep: share of all coordinates that each example keeps of its own, in the second phase.
+    mean_decay, variance_decay, stability, relative: of `dpx.standardized`. The variance starts as that of the noise.
+    clip_norm: in the second phase, of the standardised gradient.
+    The rest is as in `dpx.dp_sgd`. For the paper's loss at masked parameters, see `dpx.masked_params`.
+    """
+
+    require_steps("warmup", warmup)
+    require_fraction("example_keep", example_keep, "(0, 1]")
+
+    def make(noise_multiplier: ScalarOrSchedule) -> Mechanism:
+        def noise(step):
+            return schedules.at(noise_multiplier, step) * schedules.at(clip_norm, step) / sampling.divisor
+
+        mechanism = gaussian_mechanism(
+            clip_norm=clip_norm, noise_multiplier=noise_multiplier, sampling=sampling, key=key
+        )
+        standardisation = standardized(
+            mean_decay=mean_decay,
+            variance_decay=variance_decay,
+            initial_variance=float(schedules.over(noise, warmup + 1)[warmup]) ** 2,
+            stability=stability,
+            relative=relative,
+        )
+        important = importance_mask(keep, warmup=warmup, inner=standardisation, noise_floor=noise)
+        if example_keep == 1:
+            return in_coordinates(mechanism, important)
+        own = top_fraction(lambda step: jnp.where(step < warmup, 1.0, example_keep))
+        return in_coordinates(mechanism, important, own)
+
+    return make(noise_within(make, noise_multiplier, epsilon=epsilon, delta=delta, steps=steps))

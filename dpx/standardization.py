@@ -1,0 +1,77 @@
+"""Standardisation (AdaCliP): each coordinate centred and scaled by what was released of it before."""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from dpx import schedules
+from dpx.mechanism import Coordinates, Tree
+
+
+class StandardizedState(NamedTuple):
+    """Moving averages of the released gradient and of its squared deviation, float32."""
+
+    mean: Tree
+    variance: Tree
+
+
+def standardized(
+    *,
+    mean_decay: float = 0.9,
+    variance_decay: float = 0.999,
+    initial_variance: float = 0.0,
+    stability: float = 1e-3,
+    relative: bool = True,
+) -> Coordinates:
+    """g -> (g - mean) / scale,  scale = sqrt(variance) + stability;  undone on what is released.
+
+    mean     <- mean_decay mean + (1 - mean_decay) released
+    variance <- variance_decay variance + (1 - variance_decay) (released - mean)^2,  with the mean before its change
+
+    Both see released gradients only. A coordinate released as exactly 0 is frozen and keeps its averages. Affine, not
+    elementwise: `private_grad` makes the gradient of every example.
+
+    stability: above 0, in the units of the gradient.
+    relative: divide the scale by its root mean square, so that the clip norm keeps the units of the gradient. Without
+        it, as published, the scale is that of a batch's mean, every example is clipped, and the scale shrinks to
+        `stability`, the clip norm to `stability * clip_norm`.
+
+    AdaCliP, Pichapati et al. 2019, https://arxiv.org/abs/1908.07643, with the averages of AdaDPIGU,
+    https://arxiv.org/abs/2507.06525.
+    """
+    for name, decay in (("mean_decay", mean_decay), ("variance_decay", variance_decay)):
+        if not 0 <= decay < 1:
+            raise ValueError(f"{name} must be in [0, 1), got {decay}")
+    schedules.require_number("initial_variance", initial_variance, minimum=0)
+    schedules.require_number("stability", stability, minimum=1e-12)
+
+    def scales(variance):
+        scale = jax.tree.map(lambda v: jnp.sqrt(v) + stability, variance)
+        if not relative:
+            return scale
+        mean_square = optax.tree.norm(scale) / math.sqrt(sum(leaf.size for leaf in jax.tree.leaves(scale)))
+        return jax.tree.map(lambda s: s / mean_square, scale)
+
+    def init(params):
+        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+        return StandardizedState(zeros, jax.tree.map(lambda z: z + initial_variance, zeros))
+
+    def encode(grad, state):
+        return jax.tree.map(lambda g, m, s: (g - m) / s, grad, state.mean, scales(state.variance))
+
+    def decode(released, state, like):
+        del like
+        mean, variance = state
+        restored = jax.tree.map(lambda r, m, s: r * s + m, released, mean, scales(variance))
+
+        def average(decay, old, new):
+            return jax.tree.map(lambda r, o, n: jnp.where(r == 0, o, decay * o + (1 - decay) * n), released, old, new)
+
+        deviation = jax.tree.map(lambda r, m: (r - m) ** 2, restored, mean)
+        following = StandardizedState(average(mean_decay, mean, restored), average(variance_decay, variance, deviation))
+        return restored, following
+
+    return Coordinates(init=init, encode=encode, decode=decode, name="standardise")

@@ -1,0 +1,160 @@
+"""The bill of fresh Gaussian projections of a clipped sum, against quadrature over the stretch."""
+
+import math
+
+import dp_accounting
+import jax
+import numpy as np
+import pytest
+from dp_accounting.pld import PLDAccountant
+from dp_accounting.rdp import RdpAccountant
+from scipy import stats
+
+import dpx
+from dpx import accounting
+from dpx.accounting.projected import ProjectedGaussian, ProjectedGaussianDpEvent, projected
+from dpx.accounting.renyi import ORDERS
+
+Gaussian = dp_accounting.GaussianDpEvent
+
+
+def stretches(rank, *, norm=1.0, nodes=1500):
+    """Nodes and weights of norm * S, S^2 ~ chi^2_rank / rank: Gauss-Legendre, no shared code."""
+    low, high = (math.sqrt(stats.chi2.ppf(tail, rank) / rank) for tail in (1e-17, 1 - 1e-15))
+    x, w = np.polynomial.legendre.leggauss(nodes)
+    s = low + (x + 1) / 2 * (high - low)
+    return norm * s, w / 2 * (high - low) * stats.chi2.pdf(s * s * rank, rank) * 2 * s * rank
+
+
+def gaussian_delta(mu, epsilon):
+    return stats.norm.cdf(mu / 2 - epsilon / mu) - math.exp(epsilon) * stats.norm.cdf(-mu / 2 - epsilon / mu)
+
+
+def sampled_delta(mu, rate, epsilon, direction):
+    """delta of (1 - q) N(0, 1) + q N(mu, 1) against N(0, 1), or exchanged, in closed form."""
+    if direction == "remove":
+        cut = np.log((math.exp(epsilon) - 1 + rate) / rate) / mu + mu / 2
+        return rate * stats.norm.sf(cut - mu) - (math.exp(epsilon) - 1 + rate) * stats.norm.sf(cut)
+    if math.exp(-epsilon) <= 1 - rate:
+        return np.zeros_like(mu)
+    cut = np.log((math.exp(-epsilon) - 1 + rate) / rate) / mu + mu / 2
+    inside = (1 - rate) * stats.norm.cdf(cut) + rate * stats.norm.cdf(cut - mu)
+    return stats.norm.cdf(cut) - math.exp(epsilon) * inside
+
+
+def test_public_vector():
+    """p 10, one step, q 1, sigma 2, delta 1e-5: exactly 2.60584, naively 1.99309."""
+    epsilon = accounting.event_epsilon(projected(Gaussian(2.0), rank=10), delta=1e-5)
+    assert 2.60584 - 1e-5 <= epsilon <= 1.01 * 2.60584
+    by_rdp = accounting.event_epsilon(projected(Gaussian(2.0), rank=10), delta=1e-5, accountant="rdp")
+    assert epsilon <= by_rdp <= 1.3 * epsilon
+
+
+@pytest.mark.parametrize("rank, sigma", [(1, 3.0), (10, 1.0), (1000, 1.0)])
+def test_one_unsampled_release_is_the_mixture(rank, sigma):
+    s, w = stretches(rank)
+    for epsilon in (0.1, 1.0, 3.0):
+        truth = float(w @ gaussian_delta(s / sigma, epsilon))
+        found = accounting.event_delta(projected(Gaussian(sigma), rank=rank), epsilon=epsilon)
+        assert truth * (1 - 1e-6) <= found <= truth * 1.2
+
+
+def test_one_sampled_release_is_the_mixture_in_both_directions():
+    rank, sigma, rate = 6, 0.9, 0.15
+    s, w = stretches(rank)
+    step = ProjectedGaussian(sigma, rate, rank, 1)
+    for grid in (1e-3, 0.05):
+        for pmf, direction in zip(step.pmfs(grid, tail=1e-14, largest=60.0), ("remove", "add"), strict=True):
+            loss = grid * (pmf.first + np.arange(len(pmf.probabilities)))
+            for epsilon in (0.0, 0.1, 0.7, 2.0):
+                truth = float(w @ sampled_delta(s / sigma, rate, epsilon, direction))
+                found = pmf.infinity + pmf.probabilities @ np.maximum(0, -np.expm1(epsilon - loss))
+                assert found >= truth - 1e-10
+                assert grid > 1e-3 or found <= truth * 1.05 + 1e-5
+
+
+def test_composition_has_the_summed_stretch():
+    """Unsampled, five releases are one of stretch sqrt(chi^2_20 / 4)."""
+    s, w = stretches(20, norm=math.sqrt(5))
+    event = projected(dp_accounting.SelfComposedDpEvent(Gaussian(3.0), 5), rank=4)
+    for epsilon in (0.5, 2.0, 4.0):
+        truth = float(w @ gaussian_delta(s / 3.0, epsilon))
+        found = accounting.event_delta(event, epsilon=epsilon)
+        assert truth * (1 - 1e-6) <= found <= truth * 1.25
+
+
+def test_several_blocks_are_billed_for_every_mix():
+    """Blocks of rank 3 and 300: the bill of the smallest alone is below the truth where delta is large."""
+    (small, v), (large, w) = stretches(3, nodes=200), stretches(300, nodes=80)
+    several, smallest = (projected(Gaussian(2.0), rank=3, blocks=blocks) for blocks in (2, 1))
+    below = False
+    for epsilon in (0.1, 2.0):
+        bill, alone = (accounting.event_delta(event, epsilon=epsilon) for event in (several, smallest))
+        for share in (0.0, 0.3, 0.7, 1.0):
+            s = np.sqrt(share * small[:, None] ** 2 + (1 - share) * large[None] ** 2)
+            truth = float(v @ gaussian_delta(s / 2, epsilon) @ w)
+            assert bill >= truth
+            below |= alone < truth * 0.99
+    assert below
+
+
+def test_renyi_is_an_upper_bound():
+    """Unsampled: -(p/2) ln(1 - a (a - 1) / (p sigma^2)) / (a - 1), infinite from where that has no value."""
+    rank, sigma = 50, 2.0
+    found = ProjectedGaussian(sigma, 1.0, rank, 1).renyi(ORDERS)
+    several = ProjectedGaussian(sigma, 1.0, rank, 7).renyi(ORDERS)
+    argument = 1 - ORDERS * (ORDERS - 1) / (rank * sigma**2)
+    exact = np.where(argument > 0, -rank / 2 * np.log(np.maximum(argument, 1e-300)) / (ORDERS - 1), np.inf)
+    assert np.all(found >= exact * (1 - 1e-9)) and np.all(several >= found * (1 - 1e-9))
+    small = ORDERS <= 6
+    assert np.all(found[small] <= 1.02 * exact[small])
+    rate = 0.2
+    sampled = float(ProjectedGaussian(sigma, rate, rank, 1).renyi(ORDERS)[ORDERS == 2].item())
+    s, w = stretches(rank)
+    second = math.log(float(w @ (1 + rate**2 * np.expm1((s / sigma) ** 2))))
+    assert second <= sampled <= 1.02 * second
+
+
+def test_a_large_rank_costs_hardly_more_than_no_projection():
+    plain = dp_accounting.SelfComposedDpEvent(dp_accounting.PoissonSampledDpEvent(0.02, Gaussian(1.54)), 2000)
+    naive = accounting.event_epsilon(plain, delta=1e-5)
+    for rank, blocks, most in ((385_000, 1, 1.005), (385_000, 9, 1.01), (1000, 1, 1.01)):
+        found = accounting.event_epsilon(projected(plain, rank=rank, blocks=blocks), delta=1e-5)
+        assert naive < found < most * naive
+
+
+def test_long_schedules_are_rounded_down_to_few():
+    sigmas = np.linspace(4, 1, 200)
+    plain = dp_accounting.ComposedDpEvent([dp_accounting.PoissonSampledDpEvent(0.02, Gaussian(s)) for s in sigmas])
+    event = projected(plain, rank=10_000)
+    assert len(event.events) <= 64 and sum(one.count for one in event.events) == 200
+    naive = accounting.event_epsilon(plain, delta=1e-5)
+    assert naive < accounting.event_epsilon(event, delta=1e-5) < 1.03 * naive
+
+
+def test_no_noise_is_no_privacy():
+    for accountant in ("pld", "rdp"):
+        assert accounting.event_epsilon(projected(Gaussian(0.0), rank=5), delta=1e-5, accountant=accountant) == math.inf
+    assert accounting.event_epsilon(projected(dp_accounting.NoOpDpEvent(), rank=5), delta=1e-5) == 0
+    assert accounting.event_epsilon(projected(dp_accounting.NonPrivateDpEvent(), rank=5), delta=1e-5) == math.inf
+
+
+def test_what_is_not_billed_is_refused():
+    event = ProjectedGaussianDpEvent(1.0, 0.1, 5)
+    for accountant in (PLDAccountant(), RdpAccountant()):
+        with pytest.raises(dp_accounting.UnsupportedEventError):
+            accountant.compose(event)
+    with pytest.raises(ValueError, match="replace_one"):
+        accounting.event_epsilon(event, delta=1e-5, relation="replace_one")
+    for other in (dp_accounting.SampledWithoutReplacementDpEvent(100, 10, Gaussian(1.0)), event):
+        with pytest.raises(ValueError, match="is billed before"):
+            projected(other, rank=5)
+
+
+def test_a_mechanism_is_billed_by_its_distribution_of_stretches():
+    key = jax.random.key(0)
+    base = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=2.0, sampling=dpx.FullBatch(examples=10), key=key)
+    mechanism = dpx.clip_then_project(base, rank=10, kind="gaussian", key=key)
+    assert dpx.epsilon(mechanism, 1, delta=1e-5) >= 2.60584 - 1e-5 > dpx.epsilon(base, 1, delta=1e-5)
+    layers = dpx.clip_then_project(base, rank={"a": 10, "b": 500}, kind="gaussian", key=key)
+    assert dpx.epsilon(layers, 1, delta=1e-5) > dpx.epsilon(mechanism, 1, delta=1e-5)

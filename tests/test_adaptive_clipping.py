@@ -1,0 +1,149 @@
+"""Adaptive clipping: gradient and indicator share one Gaussian exactly, and the clip norm finds the quantile."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import dpx
+from dpx import keys
+from dpx.mechanism import sum_contributions
+from tests.test_contract import assert_standard
+
+SAMPLING = dpx.PoissonSampling(examples=1000, batch_size=20)
+KEY = jax.random.key(5)
+PARAMS = {"w": jnp.zeros((3, 2)), "b": jnp.zeros(2)}
+Z, S = 1.1, 0.9  # noise multiplier, indicator noise
+Z_GRADIENT = (Z**-2 - (2 * S) ** -2) ** -0.5
+
+
+def adaptive(key=KEY, **changes):
+    options = dict(initial_clip_norm=0.5, indicator_noise=S, noise_multiplier=Z, sampling=SAMPLING, key=key)
+    return dpx.adaptive_clipping(**(options | changes))
+
+
+def gradients(norms):
+    """Random directions of these norms."""
+    rng = np.random.default_rng(0)
+    flat = rng.normal(size=(len(norms), 8))
+    flat *= (np.asarray(norms) / np.linalg.norm(flat, axis=1))[:, None]
+    return {"w": jnp.asarray(flat[:, :6].reshape(-1, 3, 2), jnp.float32), "b": jnp.asarray(flat[:, 6:], jnp.float32)}
+
+
+def test_the_split_is_exact():
+    """An example below, at and above the clip norm: the joint contribution is at most 1 = (a^2 + b^2)^(1/2)."""
+    mechanism = adaptive()
+    state = mechanism.init(PARAMS)
+    share, indicator = Z / Z_GRADIENT, Z / (2 * S)
+    assert share**2 + indicator**2 == pytest.approx(1, rel=1e-12)
+    for size, expected, side in (
+        (0.1, share / 5, 1),
+        (0.4999, share * 0.9998, 1),
+        (0.5001, share, -1),
+        (1e6, share, -1),
+    ):
+        (sums,) = sum_contributions(mechanism, gradients([size]), state, None)
+        assert float(optax.tree.norm(sums["gradient"])) == pytest.approx(expected, rel=1e-5)
+        assert float(sums["indicator"]) == pytest.approx(side * indicator, rel=1e-6)
+
+
+def test_noise_of_the_gradient_and_of_the_indicator():
+    """Standard deviations z_g C on the gradient and s on the indicators' sum, independent; false alarm below 1e-4."""
+    n, state = 4000, adaptive().init(PARAMS)
+    zeros = ({"gradient": PARAMS, "indicator": jnp.zeros(())},)
+
+    def draw(key):
+        updates, after = adaptive(key, learning_rate=1.0).release(zeros, state, PARAMS)
+        count = (jnp.log(state.clip_norm / after.clip_norm) + 0.5 - 0.5) * SAMPLING.divisor  # C exp(-(b - quantile))
+        return jnp.concatenate([updates["w"].ravel(), updates["b"]]) * SAMPLING.divisor, count
+
+    updates, counts = jax.jit(jax.vmap(draw))(jax.random.split(jax.random.key(1), n))
+    draws = np.column_stack([np.asarray(updates, np.float64) / (Z_GRADIENT * 0.5), np.asarray(counts, np.float64) / S])
+    assert_standard(draws)
+    for wrong in (2 / 3, 3 / 2):
+        with pytest.raises(AssertionError):
+            assert_standard(draws * wrong)
+    correlation = np.corrcoef(draws, rowvar=False) - np.eye(9)
+    np.testing.assert_array_less(np.abs(correlation), 5 / math.sqrt(n))
+
+
+def test_equals_the_pseudo_code():
+    """Algorithm 1 of Andrew et al. 2021, a step at a time, in NumPy with the same noise."""
+    mechanism, quantile, rate = adaptive(quantile=0.3, learning_rate=0.4), 0.3, 0.4
+    state, update, clip = mechanism.init(PARAMS), jax.jit(mechanism.update), 0.5
+    sizes = np.geomspace(0.05, 5, 16)
+    grads = gradients(sizes)
+    rows = np.concatenate([np.asarray(grads["b"], np.float64), np.asarray(grads["w"], np.float64).reshape(16, 6)], 1)
+    shapes = {"gradient": PARAMS, "indicator": jnp.zeros(())}
+    for step in range(5):
+        noise = keys.normal_like(jax.random.fold_in(keys.stream(KEY, "noise"), step), shapes)
+        draw = np.concatenate([np.asarray(noise["gradient"][name], np.float64).ravel() for name in ("b", "w")])
+        total = (rows * np.minimum(1, clip / sizes)[:, None]).sum(0) + Z_GRADIENT * clip * draw
+        below = 0.5 + ((sizes <= clip) - 0.5).sum() / 20 + S * float(noise["indicator"]) / 20
+        updates, state = update(grads, state, PARAMS)
+        found = np.concatenate([np.asarray(updates[name]).ravel() for name in ("b", "w")])
+        np.testing.assert_allclose(found, total / 20, rtol=1e-4, atol=1e-6)
+        clip *= math.exp(-rate * (below - quantile))
+        assert float(state.clip_norm) == pytest.approx(clip, rel=1e-5)
+
+
+@pytest.mark.parametrize("quantile", [0.25, 0.5, 0.9])
+def test_the_clip_norm_goes_to_the_quantile(quantile):
+    sizes = np.linspace(1, 2, 101)
+    mechanism = adaptive(
+        initial_clip_norm=3.0,
+        quantile=quantile,
+        indicator_noise=0.5,
+        noise_multiplier=0.5,
+        sampling=dpx.FullBatch(examples=101),
+    )
+    grads = gradients(sizes)
+    step = jax.jit(
+        lambda state: jax.lax.scan(lambda s, _: (mechanism.update(grads, s)[1], s.clip_norm), state, length=150)
+    )
+    _, norms = step(mechanism.init(PARAMS))
+    assert np.median(norms[-50:]) == pytest.approx(1 + quantile, abs=0.03)
+
+
+def test_the_bill_is_one_gaussian_a_step():
+    options = dict(noise_multiplier=Z, sampling=SAMPLING, key=KEY)
+    assert dpx.epsilon(adaptive(), 50, delta=1e-5) == dpx.epsilon(dpx.dp_sgd(clip_norm=1.0, **options), 50, delta=1e-5)
+
+
+def test_the_clip_norm_stays_a_number():
+    mechanism = adaptive(learning_rate=1e6, quantile=0.5)
+    for size, bound in ((1e-15, 1e-12), (1e15, 1e12)):
+        _, state = jax.jit(mechanism.update)(gradients([size] * 40), mechanism.init(PARAMS), PARAMS)
+        assert float(state.clip_norm) == pytest.approx(bound)
+        updates, _ = jax.jit(mechanism.update)(gradients([1.0]), state, PARAMS)
+        assert np.isfinite(np.asarray(updates["w"])).all()
+
+
+@pytest.mark.parametrize(
+    ("message", "changes"),
+    [
+        (
+            "noise_multiplier must be above 0 and below 2 indicator_noise = 1.8, got 1.8 at step 0",
+            {"noise_multiplier": 1.8},
+        ),
+        ("noise_multiplier must be above 0 .* got 0", {"noise_multiplier": 0.0}),
+        ("indicator_noise must be a finite number above 0, got 0", {"indicator_noise": 0.0}),
+        ("initial_clip_norm must be .* got 0", {"initial_clip_norm": 0.0}),
+        (r"quantile must be in \(0, 1\), got 1", {"quantile": 1.0}),
+        ("learning_rate must be .* got -1", {"learning_rate": -1.0}),
+        ("key must be a jax PRNG key", {"key": None}),
+    ],
+)
+def test_bad_configuration_is_refused(message, changes):
+    with pytest.raises(ValueError, match=message):
+        adaptive(**changes)
+
+
+def test_a_schedule_that_leaves_no_room_is_refused_with_the_bill():
+    mechanism = adaptive(noise_multiplier=optax.linear_schedule(1.0, 2.0, 10))
+    mechanism.event(8)
+    with pytest.raises(ValueError, match="got 1.9 at step 9"):
+        mechanism.event(10)

@@ -1,0 +1,301 @@
+"""DiceSGD against its paper's algorithms in NumPy, and what is particular to an error that is kept secret."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import dpx
+from dpx import keys
+from dpx.mechanism import ReleaseState
+from examples import loop
+from examples.config import Config
+
+POISSON = dpx.PoissonSampling(examples=100, batch_size=8)
+PARAMS = {"w": jnp.ones((2, 3)), "b": jnp.zeros(2)}
+ROWS, STEPS = 7, 12
+
+
+def dice(**changes) -> dpx.Mechanism:
+    options = dict(clip_norm=0.7, feedback_norm=0.1, outer_clip_norm=math.inf, noise_multiplier=0.0, sampling=POISSON)
+    return dpx.dice_sgd(**(options | dict(key=jax.random.key(3)) | changes))
+
+
+def gradients(seed: int, scale: float = 2.0):
+    """(STEPS, ROWS, 8): of examples that do not average out."""
+    rng = np.random.default_rng(seed)
+    return scale * (rng.normal(size=(STEPS, ROWS, 8)) * rng.lognormal(size=(STEPS, ROWS, 1)) + 0.3)
+
+
+def run(mechanism: dpx.Mechanism, grads: np.ndarray, params=None):
+    """The updates of every step, (STEPS, 8), and the last state."""
+    params = jnp.zeros(8) if params is None else params
+    state, updates = mechanism.init(params), []
+    update = jax.jit(mechanism.update)
+    for rows in grads:
+        one, state = update(jnp.asarray(rows, jnp.float32), state, params)
+        updates.append(np.asarray(one, np.float64))
+    return np.array(updates), state
+
+
+# Oracles: the paper's pseudo-code, with what enters the error bounded too
+
+
+def clip(v, bound):
+    return v * min(1, bound / np.linalg.norm(v)) if np.any(v) else v
+
+
+def algorithm_2(grads, noise, *, outer=math.inf, reset_every=None, bound=clip, bound_error=clip):
+    """v = (1/B) sum clip(g, C1) + clip(e, C2); e <- e + (1/B) sum clip(g, Cmax) - v; gives v + w."""
+    error, out = np.zeros(8), []
+    for t, rows in enumerate(grads):
+        if reset_every and t % reset_every == 0:
+            error = np.zeros(8)
+        v = sum(bound(g, 0.7) for g in rows) / 8 + bound_error(error, 0.1)
+        out.append(v + noise[t])
+        error = error + sum(clip(g, outer) for g in rows) / 8 - v
+    return np.array(out), error
+
+
+def noise_of(deviation):
+    """The noise a run with this key draws, (STEPS, 8)."""
+    stream = keys.stream(jax.random.key(3), "noise")
+    return np.array([deviation * keys.normal_like(jax.random.fold_in(stream, t), jnp.zeros(8)) for t in range(STEPS)])
+
+
+@pytest.mark.parametrize("options", [{}, {"outer": 1.5}, {"outer": 1.5, "reset_every": 5}], ids=str)
+def test_algorithm_2(options):
+    made = dice(
+        noise_multiplier=2.0,
+        outer_clip_norm=options.get("outer", math.inf),
+        reset_every=options.get("reset_every"),
+    )
+    expected, error = algorithm_2(gradients(0), noise_of(2 * 0.7 / 8), **options)
+    found, state = run(made, gradients(0))
+    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(state.unreleased_error, error, rtol=2e-5, atol=2e-5)
+
+
+def test_algorithm_3(promoting):
+    """Adam: both moments of the noisy query; the error of the query before noise and moments."""
+    made = dice(noise_multiplier=1.0, outer_clip_norm=2.0)
+    queries, _ = algorithm_2(gradients(1), noise_of(0.7 / 8), outer=2.0)
+    first, second, expected = 0.0, 0.0, []
+    for t, query in enumerate(queries, 1):
+        first, second = 0.9 * first + 0.1 * query, 0.999 * second + 0.001 * query**2
+        expected.append(first / (1 - 0.9**t) / (np.sqrt(second / (1 - 0.999**t)) + 1e-8))
+    found, _ = run(dpx.chain(made, optax.scale_by_adam()), gradients(1))
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("outer", [math.inf, 1.5])
+def test_algorithm_4(outer):
+    """Automatic: gradients and error normalised, the error smoothly."""
+    expected, error = algorithm_2(
+        gradients(2),
+        np.zeros(STEPS),
+        outer=outer,
+        bound=lambda g, c: c * g / (np.linalg.norm(g) + 0.05),
+        bound_error=lambda e, c: c * e / (np.linalg.norm(e) + c),
+    )
+    found, state = run(dice(gamma=0.05, outer_clip_norm=outer), gradients(2))
+    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(state.unreleased_error, error, rtol=2e-5, atol=2e-5)
+
+
+def test_fixed_point_without_bias():
+    """The paper's Appendix B.1 with C = 1: SGD's optimum is 0, clipped SGD ends near 1/2, DiceSGD at 0."""
+    slope = 3.0  # C': one example at 3 whose gradients are clipped, three at -1
+    centres = jnp.array([-1.0, -1.0, -1.0, 3.0])
+
+    def ends(mechanism, learning_rate=0.05):
+        @jax.jit
+        def step(carry, _):
+            x, state = carry
+            grads = jnp.clip(x - centres, -slope, slope)
+            update, state = mechanism.update(grads, state, x)
+            return (x - learning_rate * update, state), None
+
+        x = jnp.float32(2.0)
+        (x, _), _ = jax.lax.scan(step, (x, mechanism.init(x)), length=3000)
+        return float(x)
+
+    sampling = dpx.FullBatch(examples=4)
+    shared = dict(clip_norm=1.0, noise_multiplier=0.0, sampling=sampling, key=jax.random.key(0))
+    assert abs(ends(dpx.dp_sgd(**shared))) > 0.3
+    for options in (
+        {"outer_clip_norm": math.inf},
+        {"outer_clip_norm": 4.0},
+        {"outer_clip_norm": math.inf, "gamma": 0.05},
+    ):
+        assert abs(ends(dpx.dice_sgd(feedback_norm=1.5, **options, **shared))) < 1e-3, options
+    assert abs(ends(dpx.dice_sgd(feedback_norm=1.5, outer_clip_norm=1.2, **shared))) > 0.1  # too little is remembered
+    assert abs(ends(dpx.dice_sgd(feedback_norm=0.05, outer_clip_norm=math.inf, **shared))) > 0.1  # C2 < C1
+
+
+# How far one example, and a moved error, can move things
+
+
+@pytest.mark.parametrize("gamma", [None, 0.01, 0.2, 1.0])
+@pytest.mark.parametrize("outer", [0.7, 0.8, 2.0])
+def test_one_example_moves_the_error_by_what_is_billed(outer, gamma):
+    made = dice(outer_clip_norm=outer, gamma=gamma)
+    excess = made.event(3).excess
+    sizes = jnp.concatenate([jnp.geomspace(1e-6, 1e4, 3000), jnp.array([0.0, 0.7, outer, 1e18])])
+    released, withheld = jax.vmap(lambda n: made.weigh(n, None))(sizes)
+    moved = np.abs(np.asarray(withheld * sizes, np.float64)).max()
+    assert moved <= 0.7 * excess * (1 + 1e-6) + 1e-12
+    assert moved >= 0.7 * excess * 0.999
+    assert np.all(np.asarray(released * sizes) <= 0.7 * (1 + 1e-6))
+
+
+@pytest.mark.parametrize("gamma", [None, 0.05])
+def test_feeding_back_is_firmly_non_expansive(gamma):
+    """S^2 + F^2 <= D^2 for any two errors, near and far, small and large."""
+    made = dice(gamma=gamma, feedback_norm=0.3)
+    rng = np.random.default_rng(0)
+    sizes = 10.0 ** rng.uniform(-4, 3, (4000, 1))
+    one = (rng.normal(size=(4000, 8)) * sizes).astype(np.float32)
+    near = rng.random((4000, 1)) < 0.5
+    other = np.where(near, one + 0.1 * sizes * rng.normal(size=one.shape), rng.normal(size=one.shape) * sizes)
+    other = other.astype(np.float32)
+    zero = jnp.zeros(8)
+
+    @jax.jit
+    @jax.vmap
+    def feed(error):
+        state = made.init(zero)._replace(release=ReleaseState(jnp.int32(1)), unreleased_error=error)
+        update, state = made.release((zero, zero), state, zero)
+        return update, state.unreleased_error
+
+    fed, left = (np.asarray(a, np.float64) - np.asarray(b) for a, b in zip(feed(one), feed(other), strict=True))
+    moved = ((one.astype(np.float64) - other) ** 2).sum(1)
+    slack = 1e-5 * np.maximum((one**2).sum(1), (other**2).sum(1))
+    assert np.all((fed**2).sum(1) + (left**2).sum(1) <= moved + slack)
+    np.testing.assert_allclose(feed(one)[0] + feed(one)[1], one, rtol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"gamma": 0.05}, {"outer_clip_norm": 0.9}, {"reset_every": 2}], ids=str)
+def test_huge_gradients_stay_finite(options):
+    """No finite or non-finite example makes a release non-finite, now or later, or moves it by more than billed."""
+    made = dice(**options)
+    state = made.init(jnp.zeros(8))
+    update = jax.jit(made.update)
+    for value in (3e38, 1e18, -1e18, math.inf, math.nan, 1e15, 1e19, 0.0, 0.1, 0.1):
+        rows = jnp.full((200, 8), value).at[0].set(0.1)
+        released, state = update(rows, state, jnp.zeros(8))
+        assert np.linalg.norm(released) <= (200 * 0.7 / 8 + 0.1) * (1 + 1e-5)
+        assert np.all(np.isfinite(state.unreleased_error))
+    overflowing = state._replace(unreleased_error=jnp.full(8, 1e25))  # after very many steps: its norm is inf
+    for _ in range(2):
+        released, overflowing = update(rows, overflowing, jnp.zeros(8))
+        assert np.all(np.isfinite(released)) and np.all(np.isfinite(overflowing.unreleased_error))
+
+
+def test_reset_forgets():
+    made = dice(reset_every=3)
+    state = made.init(jnp.zeros(8))._replace(unreleased_error=jnp.ones(8))
+    for step, fed in ((0, False), (1, True), (2, True), (3, False), (4, True)):
+        at = state._replace(release=ReleaseState(jnp.int32(step)))
+        released, after = made.update(jnp.zeros((1, 8)), at, jnp.zeros(8))
+        assert bool(np.any(released)) == fed
+        assert bool(np.any(after.unreleased_error)) == fed
+
+
+# Secrecy and paths
+
+
+def test_the_error_is_in_the_unreleased_field_only():
+    made = dpx.chain(dice(), optax.sgd(0.1, momentum=0.9))
+    _, state = run(made, gradients(4))
+    assert np.any(state.inner.unreleased_error)
+    shown = dpx.public(state)
+    assert shown.inner.unreleased_error is None
+    assert dpx.steps_taken(shown) == STEPS
+    # other errors with the same releases: nothing else tells them apart
+    other = state._replace(inner=state.inner._replace(unreleased_error=jnp.ones(8)))
+    jax.tree.map(np.testing.assert_array_equal, dpx.public(other), shown)
+
+
+def test_checkpoints_say_that_they_are_sensitive(tmp_path):
+    """The trainer: the method and its options, the mark on the checkpoints, and nothing of the error elsewhere."""
+    options = {"outer_clip": 1.5, "reset_every": 5}
+    shared = dict(dataset="digits", seed=3, model="linear", noise_multiplier=4.0, batch_size=100, epochs=0.5)
+    for method, method_options in (("dice_sgd", options), ("dp_sgd", {})):
+        config = Config(method=method, method_options=method_options, **shared)
+        folder = tmp_path / method
+        result = loop.run(config, output_dir=folder, progress=False)
+        assert 0 < result.epsilon < math.inf
+        assert (folder / "checkpoints" / "SENSITIVE").is_file() == (method == "dice_sgd")
+        again = loop.run(config, output_dir=folder, resume=True, progress=False)  # the mark does not disturb orbax
+        assert again.steps == result.steps and again.accuracy == result.accuracy
+    report = (tmp_path / "dice_sgd" / "privacy_report.md").read_text()
+    assert "Error feedback is billed as one event" in report and "reset_every=5" in report
+
+
+def test_ghost_norms_and_stacked_gradients_agree():
+    def loss(params, example):
+        x, y = example
+        return jnp.sum((jnp.tanh(params["w"] @ x) + params["b"] - y) ** 2)
+
+    rng = np.random.default_rng(5)
+    batch = (
+        jnp.asarray(rng.normal(size=(ROWS, 3)), jnp.float32),
+        jnp.asarray(4 * rng.normal(size=(ROWS, 2)), jnp.float32),
+    )
+    weights = jnp.ones(ROWS).at[2].set(0)
+    made = dice(noise_multiplier=1.0, outer_clip_norm=1.5)
+    found = []
+    for clipping, microbatch_size in (("vmap", None), ("ghost", 4)):
+        gradient = jax.jit(dpx.private_grad(loss, made, clipping=clipping, microbatch_size=microbatch_size))
+        state = made.init(PARAMS)
+        for _ in range(3):
+            updates, state, _ = gradient(PARAMS, batch, state, weights=weights)
+        found.append((updates, state))
+    assert np.any(found[0][1].unreleased_error["w"])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *found)
+
+
+def test_low_precision_parameters_keep_a_float32_error():
+    made = dice()
+    params = jnp.zeros(8, jnp.bfloat16)
+    updates, state = made.update(jnp.ones((3, 8), jnp.bfloat16), made.init(params), params)
+    assert updates.dtype == jnp.bfloat16 and state.unreleased_error.dtype == jnp.float32
+
+
+def test_printed_pipeline():
+    text = str(dice(reset_every=4))
+    for word in ("error", "up to norm inf", "forget it every 4", "ErrorFeedbackDpEvent"):
+        assert word in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"clip_norm": 0.0}, "clip_norm"),
+        ({"clip_norm": {"w": 1.0}}, "clip_norm"),
+        ({"feedback_norm": 0.0}, "feedback_norm"),
+        ({"feedback_norm": math.inf}, "feedback_norm"),
+        ({"outer_clip_norm": 0.5}, "outer_clip_norm"),
+        ({"outer_clip_norm": -math.inf}, "outer_clip_norm"),
+        ({"outer_clip_norm": math.nan}, "outer_clip_norm"),
+        ({"outer_clip_norm": 1e16}, "outer_clip_norm"),
+        ({"noise_multiplier": -1.0}, "noise_multiplier"),
+        ({"noise_multiplier": lambda step: 1.0}, "noise_multiplier"),
+        ({"gamma": 0.0}, "gamma"),
+        ({"reset_every": 0}, "reset_every"),
+        ({"reset_every": 2.5}, "reset_every"),
+        ({"reset_every": True}, "reset_every"),
+        ({"sampling": None}, "sampling"),
+        ({"key": None}, "key"),
+        ({"noise_multiplier": None}, "noise_multiplier"),
+    ],
+)
+def test_bad_configuration(changes, match):
+    with pytest.raises(ValueError, match=match):
+        dice(**changes)
+    with pytest.raises(TypeError):
+        dpx.error_feedback_mechanism(clip_norm=1.0)  # type: ignore

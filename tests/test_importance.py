@@ -1,0 +1,272 @@
+"""AdaDPIGU against its pseudo-code in the sound order; its parts: scores, ranking, standardisation, top fractions."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import dpx
+from dpx import keys
+from tests.ghost import noiseless
+from tests.test_masks import KEY, LIKE, SAMPLING, SIZE, example_gradients, flat, loss, noise_at, problem
+
+WARMUP, CLIP, SIGMA, KEEP, OWN = 3, 1.2, 0.8, 0.6, 0.4
+BASE = dict(clip_norm=CLIP, noise_multiplier=SIGMA, sampling=SAMPLING, key=KEY)
+
+
+def pseudo_code(steps, lr, gamma_1, gamma_2, mu, *, relative, own, masked_loss):
+    """Algorithms 1 and 2 of arXiv:2507.06525 in the sound order, with the noise of `noise_at`, in NumPy.
+
+    Different from the paper: scores of released gradients, the mask again after standardising and after restoring, the
+    averages of frozen coordinates kept.
+    """
+    params, batch = problem()
+    theta, size, d = flat(params), SAMPLING.divisor, 8
+    scores, m, alpha = np.zeros(d), np.ones(d), np.zeros(d)
+    beta = np.full(d, (SIGMA * CLIP / size) ** 2)
+    for t in range(steps):
+        noise = SIGMA * CLIP * noise_at(t)
+        if t < WARMUP:
+            g = example_gradients(theta, batch)
+            g = g * np.minimum(1, CLIP / np.linalg.norm(g, axis=1))[:, None]
+            update = (g.sum(0) + noise) / size
+            scores += (np.abs(update) - math.sqrt(2 / math.pi) * SIGMA * CLIP / size) / WARMUP
+        else:
+            m = np.zeros(d)
+            m[np.argsort(-scores, kind="stable")[: math.floor(KEEP * d)]] = 1
+            s = np.sqrt(beta) + mu
+            s = s / np.sqrt(np.mean(s**2)) if relative else s
+            g = m * example_gradients(m * theta if masked_loss else theta, batch)
+            z = m * (g - alpha) / s
+            if own < 1:
+                least = -np.sort(-np.abs(z), axis=1)[:, math.floor(own * d) - 1]
+                z = np.where(np.abs(z) >= least[:, None], z, 0)
+            z = z * np.minimum(1, CLIP / np.linalg.norm(z, axis=1))[:, None]
+            restored = m * (z.sum(0) + noise) / size * s + alpha
+            beta = np.where(m == 1, gamma_2 * beta + (1 - gamma_2) * (restored - alpha) ** 2, beta)
+            alpha = np.where(m == 1, gamma_1 * alpha + (1 - gamma_1) * restored, alpha)
+            update = m * restored
+        theta = theta - lr * update
+    return theta, m, scores, alpha, beta
+
+
+@pytest.mark.parametrize(
+    ("relative", "own", "masked_loss"), [(True, 1.0, False), (False, 1.0, True), (True, OWN, False), (False, OWN, True)]
+)
+def test_ada_dpigu_equals_the_pseudo_code(relative, own, masked_loss):
+    steps, lr, averages = 8, 0.05, dict(mean_decay=0.7, variance_decay=0.6, stability=0.1, relative=relative)
+    mechanism = dpx.ada_dpigu(keep=KEEP, warmup=WARMUP, example_keep=own, **averages, **BASE)
+    optimizer = dpx.chain(mechanism, optax.sgd(lr))
+    params, batch = problem()
+    state = jax.jit(optimizer.init)(params)
+    gradient = dpx.private_grad(loss, optimizer)
+
+    @jax.jit
+    def step(params, state):
+        at = dpx.masked_params(params, state) if masked_loss else params
+        updates, state, _ = gradient(at, batch, state)
+        return optax.apply_updates(params, updates), state
+
+    for _ in range(steps):
+        params, state = step(params, state)
+    theta, m, scores, alpha, beta = pseudo_code(
+        steps, lr, 0.7, 0.6, 0.1, relative=relative, own=own, masked_loss=masked_loss
+    )
+    important = state.inner.coordinates[0]
+    np.testing.assert_array_equal(flat(important.mask), m)
+    np.testing.assert_allclose(flat(important.score), scores, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(flat(important.inner.mean), alpha, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(flat(important.inner.variance), beta, rtol=1e-4, atol=1e-8)
+    np.testing.assert_allclose(flat(params), theta, rtol=2e-5, atol=2e-6)
+
+
+def test_both_phases_are_billed():
+    mechanism = dpx.ada_dpigu(warmup=10, **BASE)
+    assert dpx.epsilon(mechanism, 40, delta=1e-5) == dpx.epsilon(dpx.dp_sgd(**BASE), 40, delta=1e-5)
+    within = dpx.ada_dpigu(
+        warmup=10, clip_norm=1.0, epsilon=2.0, delta=1e-5, steps=40, sampling=SAMPLING, key=KEY, keep=0.5
+    )
+    assert 1.999 <= dpx.epsilon(within, 40, delta=1e-5) <= 2.0
+
+
+# Scores and the ranking
+
+
+def decoded(coordinates, released):
+    """The states along releases (steps, ...) and the updates."""
+
+    def step(state, one):
+        updates, after = coordinates.decode(one, state, LIKE)
+        return after, (state, updates)
+
+    _, (states, updates) = jax.jit(lambda releases: jax.lax.scan(step, coordinates.init(LIKE), releases))(released)
+    return states, updates
+
+
+def releases(steps, seed=0, scale=1.0):
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda x: jnp.asarray(scale * rng.normal(size=(steps, *x.shape)), jnp.float32), LIKE)
+
+
+def rows(tree) -> np.ndarray:
+    return np.concatenate(
+        [np.asarray(leaf, np.float64).reshape(len(leaf), -1) for leaf in jax.tree.leaves(tree)], axis=1
+    )
+
+
+def test_scores_of_pure_noise_are_zero():
+    """Mean of |N(0, s^2)| less its known value, within 5 standard errors: false alarm below 1e-5 in all."""
+    steps = 4000
+    states, _ = decoded(dpx.importance_mask(0.5, warmup=steps, noise_floor=0.3), releases(steps + 1, scale=0.3))
+    error = 0.3 * math.sqrt((1 - 2 / math.pi) / steps)
+    np.testing.assert_array_less(np.abs(rows(states.score)[-1]), 5 * error)
+    states, _ = decoded(dpx.importance_mask(0.5, warmup=steps), releases(steps + 1, scale=0.3))
+    assert (rows(states.score)[-1] > 50 * error).all()
+
+
+def test_unfreezing_goes_down_the_ranking():
+    keep = optax.linear_schedule(0.3, 1.0, 7, transition_begin=4)
+    given = releases(14)
+    states, updates = decoded(dpx.importance_mask(keep, warmup=4), given)
+    masks, order = rows(states.mask), np.argsort(-np.abs(rows(given)[:4]).mean(0), kind="stable")
+    assert masks[:4].all() and not masks[4].all()
+    for step in range(4, 14):
+        kept = min(math.floor(10 * (0.3 + 0.1 * (step - 4)) + 1e-6), 10)
+        assert set(np.flatnonzero(masks[step])) == set(order[:kept])
+    np.testing.assert_allclose(rows(updates), masks * rows(given), rtol=1e-6)
+    assert (rows(states.score)[4:] == rows(states.score)[4]).all()
+
+
+def test_masked_params():
+    mechanism = dpx.ada_dpigu(warmup=1, keep=0.5, **BASE)
+    params, batch = problem()
+    state = mechanism.init(params)
+    np.testing.assert_array_equal(flat(dpx.masked_params(params, state)), flat(params))
+    _, state = jax.jit(mechanism.update)(jax.tree.map(lambda p: p[None], params), state, params)
+    mask = flat(state.coordinates[0].mask)
+    np.testing.assert_allclose(flat(dpx.masked_params(params, state)), mask * flat(params))
+    assert mask.sum() == 4
+    with pytest.raises(ValueError, match="exactly one importance mask, found 0"):
+        dpx.masked_params(params, dpx.dp_sgd(**BASE).init(params))
+    del batch
+
+
+# Standardisation
+
+
+def test_standardising_changes_nothing_where_the_clip_does_not_bind():
+    """Without noise, on a full batch, the update is the mean gradient whatever the averages are."""
+    options = dict(clip_norm=1e4, noise_multiplier=0.0, sampling=dpx.FullBatch(examples=5), key=KEY)
+    for relative in (True, False):
+        standardised = dpx.standardized(variance_decay=0.5, initial_variance=0.4, stability=0.1, relative=relative)
+        mechanism = dpx.in_coordinates(dpx.dp_sgd(**options), standardised)
+        assert not mechanism.elementwise
+        state, update = mechanism.init(LIKE), jax.jit(mechanism.update)
+        for step in range(4):
+            grads = jax.tree.map(lambda x: x.astype(jnp.float32), releases(5, seed=step))
+            updates, state = update(grads, state)
+            np.testing.assert_allclose(flat(updates), rows(grads).mean(0), rtol=2e-4, atol=2e-5)
+        assert np.ptp(flat(state.coordinates[0].variance)) > 0.01
+
+
+def test_frozen_coordinates_keep_their_averages():
+    coordinates = dpx.standardized(initial_variance=1.0)
+    given = releases(3)
+    given["a"] = given["a"].at[:, 0].set(0)
+    states, _ = decoded(coordinates, given)
+    moved = np.array([False] * 3 + [True] * 7)
+    assert (rows(states.mean)[-1] != 0).tolist() == moved.tolist()
+    assert (rows(states.variance)[-1] != 1).tolist() == moved.tolist()
+
+
+def test_the_published_scale_shrinks_to_the_stability():
+    """The documented reason for `relative`: where every example is clipped, a release is a fraction of the scale."""
+    grads = jax.tree.map(lambda x: x.astype(jnp.float32), releases(50, scale=10.0))
+
+    def scale_after(steps, *, relative):
+        mechanism = dpx.in_coordinates(
+            dpx.dp_sgd(clip_norm=1.0, noise_multiplier=1.0, sampling=dpx.FullBatch(examples=50), key=KEY),
+            dpx.standardized(variance_decay=0.9, initial_variance=1.0, stability=1e-3, relative=relative),
+        )
+
+        def step(state, _):
+            return mechanism.update(grads, state)[1], None
+
+        state, _ = jax.jit(lambda state: jax.lax.scan(step, state, length=steps))(mechanism.init(LIKE))
+        return np.sqrt(flat(state.coordinates[0].variance))
+
+    assert np.median(scale_after(300, relative=False)) < 1e-3
+    assert np.median(scale_after(300, relative=True)) > 5e-3
+
+
+# The largest of each example
+
+
+def test_top_fraction_keeps_the_largest_of_each_example():
+    made = noiseless(dpx.in_coordinates(dpx.dp_sgd(**BASE | {"clip_norm": 1e6}), dpx.top_fraction(0.35)))
+    grads = jax.tree.map(lambda x: x.astype(jnp.float32), releases(4))
+    state = made.init(LIKE)
+    one = jax.jit(lambda g: made.update(jax.tree.map(lambda x: x[None], g), state)[0])
+    for i, grad in enumerate(rows(grads)):
+        ((found,),) = [one(jax.tree.map(lambda x, i=i: x[i], grads))]
+        expected = np.where(np.abs(grad) >= np.sort(np.abs(grad))[-3], grad, 0)
+        np.testing.assert_allclose(flat(found), expected, rtol=1e-6)
+    broken = grads | {"b": grads["b"].at[1].set(jnp.nan)}
+    (whole,), (without,) = made.update(broken, state)[0], made.update(broken, state, weights=jnp.array([1, 0, 1, 1]))[0]
+    np.testing.assert_array_equal(flat(whole), flat(without))
+    assert np.isfinite(flat(whole)).all()
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("message", "make"),
+    [
+        (r"keep must be in \(0, 1\], got 0", lambda: dpx.importance_mask(0.0, warmup=1)),
+        (r"keep must be in \(0, 1\], got 1.01", lambda: dpx.importance_mask(1.01, warmup=1)),
+        ("keep must be a finite number at least 0, got nan", lambda: dpx.importance_mask(math.nan, warmup=1)),
+        ("warmup must be a whole number of steps, at least 1; got 0", lambda: dpx.importance_mask(0.5, warmup=0)),
+        ("warmup must be .* got 2.0", lambda: dpx.ada_dpigu(warmup=2.0, **BASE)),  # type: ignore
+        ("noise_floor must be .* got -1", lambda: dpx.importance_mask(0.5, warmup=1, noise_floor=-1)),
+        (r"example_keep must be in \(0, 1\], got 0", lambda: dpx.ada_dpigu(warmup=1, example_keep=0.0, **BASE)),
+        (r"fraction must be in \(0, 1\], got 2", lambda: dpx.top_fraction(2)),
+        (r"mean_decay must be in \[0, 1\), got 1", lambda: dpx.standardized(mean_decay=1)),
+        (r"variance_decay must be in \[0, 1\), got -0.1", lambda: dpx.standardized(variance_decay=-0.1)),
+        ("stability must be .* got 0", lambda: dpx.standardized(stability=0)),
+        ("initial_variance must be .* got -1", lambda: dpx.standardized(initial_variance=-1)),
+    ],
+)
+def test_bad_configuration_is_refused(message, make):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_schedules_of_keep_are_refused_with_the_bill():
+    rising = dpx.ada_dpigu(warmup=2, keep=optax.linear_schedule(0.5, 1.3, 8), **BASE)
+    rising.event(5)
+    with pytest.raises(ValueError, match=r"keep must be in \(0, 1\], got 1.1 at step 6"):
+        rising.event(8)
+    falling = dpx.ada_dpigu(warmup=2, keep=optax.linear_schedule(1.0, 0.6, 2, transition_begin=4), **BASE)
+    falling.event(5)
+    with pytest.raises(ValueError, match="keep must not fall after the warm-up, got 0.8 after 1 at step 5"):
+        falling.event(6)
+    in_the_warmup = dpx.ada_dpigu(warmup=7, keep=optax.linear_schedule(1.0, 0.6, 2, transition_begin=4), **BASE)
+    in_the_warmup.event(9)
+    with pytest.raises(ValueError, match=r"fraction must be in \(0, 1\], got -0.5 at step 1"):
+        own = dpx.top_fraction(optax.linear_schedule(1.0, -0.5, 1))
+        dpx.in_coordinates(dpx.dp_sgd(**BASE), own).event(2)
+
+
+def test_the_noise_is_the_mechanisms_own():
+    """What the oracles take for the noise: the "noise" stream with the step folded in, and no other draw."""
+    mechanism = dpx.ada_dpigu(warmup=1, **BASE)
+    params, _ = problem()
+    zeros = (jax.tree.map(jnp.zeros_like, params),)
+    updates, _ = mechanism.release(zeros, mechanism.init(params), params)
+    expected = keys.normal_like(jax.random.fold_in(keys.stream(KEY, "noise"), 0), params)
+    np.testing.assert_allclose(flat(updates), SIGMA * CLIP * flat(expected) / 5, rtol=1e-5)
+    assert SIZE == 10
