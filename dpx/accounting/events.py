@@ -178,8 +178,8 @@ def _bill(event, target: Target, accountant: Accountant, relation: Relation, buc
     flat = flatten(event)
     if not flat.private:
         return target.unbounded
-    if (event := flat.whole) is not None:
-        return _WHOLES[type(event)][0](event, target, accountant, relation)
+    if (whole := flat.whole) is not None:
+        return _WHOLES[type(whole)][0](whole, target, accountant, relation)
     if not flat.known:
         return _delegated(event, target, accountant, relation)
     if flat.without_replacement:
