@@ -53,7 +53,7 @@ def main():
                         continue
                     try:
                         rows[name] = grown(framework, name, model, size, options.budget)
-                    except RuntimeError as error:
+                    except (RuntimeError, EOFError) as error:
                         notes.append(f"{model}, {size}: {name} failed: {error}")
                         continue
                     print(f"{model}, {size}, {name}: {rows[name]:.0f}", file=sys.stderr, flush=True)

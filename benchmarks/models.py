@@ -130,9 +130,9 @@ def made(name: str, init: Callable[..., Tree], apply: Callable[[Tree, jax.Array]
     def batch(size):
         return jax.tree.map(jnp.asarray, problems.draw(name, size))
 
-    problem = Problem(jax.jit(init)(jax.random.key(0)), loss, batch)
-    problems.check_count(name, parameter_count(problem))
-    return problem
+    params = jax.jit(init)(jax.random.key(0))
+    problems.check_count(name, sum(leaf.size for leaf in jax.tree.leaves(params)))
+    return Problem(params, loss, batch)
 
 
 def from_module(name: str, module: linen.Module) -> Problem:
@@ -157,7 +157,3 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
     "vit_small": lambda: from_module("vit_small", VisionTransformer()),
     "gpt2_small": lambda: from_module("gpt2_small", LanguageModel()),
 }
-
-
-def parameter_count(problem: Problem) -> int:
-    return sum(jnp.size(leaf) for leaf in jax.tree.leaves(problem.params))

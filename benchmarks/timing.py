@@ -1,8 +1,6 @@
 """Times of rows that take turns, so that whatever slows the machine slows all of them alike."""
 
 import os
-import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -44,19 +42,3 @@ def interleaved(rows: Mapping[Any, Callable[[], float]], rounds: int) -> dict[An
             if turn < 3 or sum(times[name]) < LONG:
                 times[name].append(seconds())
     return times
-
-
-def measure(steps: Mapping[Any, tuple], rounds: int, clock: Callable[[], float]) -> dict[Any, dict[str, Any]]:
-    """name -> (jitted step, its inputs) to name -> {"seconds": median, "compile": seconds, "times": all}."""
-    import jax
-
-    found, timers = {}, {}
-    for name, (step, inputs) in steps.items():
-        start = time.perf_counter()
-        program = step.lower(*inputs).compile()
-        found[name] = {"compile": time.perf_counter() - start}
-        print(f"    {name}: compiled in {found[name]['compile']:.1f} s", file=sys.stderr, flush=True)
-        timers[name] = Timer(lambda program=program, inputs=inputs: jax.block_until_ready(program(*inputs)), clock)
-    for name, times in interleaved(timers, rounds).items():
-        found[name] |= {"seconds": statistics.median(times), "times": times}
-    return found

@@ -78,7 +78,7 @@ def serve(connection, framework: str):
 
 
 class Worker:
-    """`worker("time", name)` is `Session(framework).time(name)` there; RuntimeError if that fails."""
+    """`worker("time", name)` is `Session(framework).time(name)` there: RuntimeError if it fails, EOFError if dead."""
 
     def __init__(self, framework: str):
         context = multiprocessing.get_context("spawn")
@@ -92,7 +92,7 @@ class Worker:
         try:
             result, failure = self.connection.recv()
         except EOFError:
-            raise RuntimeError(f"{command} {arguments}: the process is gone (out of memory?)") from None
+            raise EOFError(f"{command} {arguments}: the process died; out of memory? (lower --budget)") from None
         if failure:
             raise RuntimeError(failure)
         return result

@@ -63,14 +63,14 @@ def test_one_sampled_release_is_the_mixture_in_both_directions():
     rank, sigma, rate = 6, 0.9, 0.15
     s, w = stretches(rank)
     step = ProjectedGaussian(sigma, rate, rank, 1)
-    for grid in (1e-3, 0.05):
-        for pmf, direction in zip(step.pmfs(grid, tail=1e-14, largest=60.0), ("remove", "add"), strict=True):
+    for grid, tail in ((1e-3, 1e-14), (0.05, 1e-14), (1e-3, 1e-2)):
+        for pmf, direction in zip(step.pmfs(grid, tail=tail, largest=60.0), ("remove", "add"), strict=True):
             loss = grid * (pmf.first + np.arange(len(pmf.probabilities)))
-            for epsilon in (0.0, 0.1, 0.7, 2.0):
+            for epsilon in (0.0, 0.1, 0.7, 2.0, 5.0):
                 truth = float(w @ sampled_delta(s / sigma, rate, epsilon, direction))
                 found = pmf.infinity + pmf.probabilities @ np.maximum(0, -np.expm1(epsilon - loss))
                 assert found >= truth - 1e-10
-                assert grid > 1e-3 or found <= truth * 1.05 + 1e-5
+                assert (grid, tail) != (1e-3, 1e-14) or found <= truth * 1.05 + 1e-5
 
 
 def test_composition_has_the_summed_stretch():
@@ -96,6 +96,9 @@ def test_several_blocks_are_billed_for_every_mix():
             assert bill >= truth
             below |= alone < truth * 0.99
     assert below
+    ends, shares, _ = ProjectedGaussian(1.0, 1.0, 3, 2)._stretches(1e-9)
+    for blocks in (1, 2, 5, 100):  # of rank 3, in equal shares
+        assert np.all(1 - np.cumsum(shares) >= stats.chi2.sf(3 * blocks * ends**2, 3 * blocks) - 1e-12)
 
 
 def test_renyi_is_an_upper_bound():

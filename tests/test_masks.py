@@ -13,6 +13,7 @@ import dpx
 from dpx import keys
 from dpx.masks import count, random_mask
 from dpx.selection import largest
+from examples.config import Config
 from tests.ghost import assert_agrees, noiseless, normal
 
 SAMPLING = dpx.PoissonSampling(examples=100, batch_size=5)
@@ -72,13 +73,13 @@ def test_random_masks_are_uniform_subsets():
 
 
 @pytest.mark.parametrize("size", [1, 7, 10, 1000, 550_570, 4_000_003])
-@pytest.mark.parametrize("share", [0.1, 0.3, 0.6, 0.7, 1 / 3, 0.999, 1.0])
-def test_the_count_is_the_floor(share, size):
-    like = jax.ShapeDtypeStruct((size,), jnp.float32)
-    decimal = math.floor(round(share * 3_000_000) * size / 3_000_000 + 1e-9) if share != 0.999 else 999 * size // 1000
-    assert int(count(share, jnp.int32(0), like)) == max(decimal, 1)
+@pytest.mark.parametrize(("part", "whole"), [(1, 10), (3, 10), (3, 5), (7, 10), (1, 3), (999, 1000), (1, 1)])
+def test_the_count_is_the_floor(part, whole, size):
+    like, share, floor = jax.ShapeDtypeStruct((size,), jnp.float32), part / whole, part * size // whole
+    assert int(count(share, jnp.int32(0), like)) == max(floor, 1)
+    assert int(count(1 - (1 - share), jnp.int32(0), like)) == max(floor, 1)
     if size < 2**20:
-        assert int(count(lambda step: jnp.float32(share), jnp.int32(0), like)) == max(decimal, 1)
+        assert int(count(lambda step: jnp.float32(share), jnp.int32(0), like)) == max(floor, 1)
 
 
 def masks_of(coordinates, like, steps):
@@ -272,6 +273,15 @@ def test_total_densities_are_those_of_the_paper(rate, cooling, epochs, dense, pu
     schedule, like = optax.linear_schedule(0.0, rate, cooling), jax.ShapeDtypeStruct((550_570,), jnp.float32)
     kept = jax.vmap(lambda e: count(lambda s: 1 - schedule(s), e, like))(jnp.arange(epochs))
     assert float(np.sum(np.asarray(kept, np.float64))) / (dense * 550_570) == pytest.approx(published, abs=0.015)
+
+
+@pytest.mark.parametrize("method", ["random_freeze_sgd", "ranked_freeze_sgd", "ada_dpigu", "adaptive_clipping"])
+def test_the_trainer_knows_the_methods(method):
+    sampling = dpx.PoissonSampling(examples=1000, batch_size=50)
+    config = Config(dataset="digits", seed=0, method=method, noise_multiplier=1.0)
+    mechanism = config.mechanism_of(sampling, 40, KEY)(1.0)
+    plain = Config(dataset="digits", seed=0, noise_multiplier=1.0).mechanism_of(sampling, 40, KEY)(1.0)
+    assert mechanism.event(40) == plain.event(40)
 
 
 # What is refused
