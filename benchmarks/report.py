@@ -43,8 +43,10 @@ def processor() -> str:
 
 
 def table(results: dict[str, Any], columns: Iterable[tuple[str, Callable[[Any], str | None]]]) -> str:
-    """A line for each problem, a column for each (name, text of the problem's result); "-" for None."""
-    columns = list(columns)
+    """A line for each problem, a column for each (name, text of the problem's result); "-" for None, "" if all are."""
+    columns = [column for column in columns if any(column[1](rows) for rows in results.values())]
+    if not columns:
+        return ""
     lines = ["| model, batch | " + " | ".join(name for name, _ in columns) + " |", "|---" * (len(columns) + 1) + "|"]
     for case, rows in results.items():
         lines.append(f"| {case} | " + " | ".join(text(rows) or "-" for _, text in columns) + " |")
@@ -60,6 +62,6 @@ def write(name: str, facts: dict[str, Any], results: dict[str, Any], notes: list
     rest = [
         f"{fact}: {value}." for fact, value in facts.items() if fact not in ("command", "date", "device", "versions")
     ]
-    text = "\n\n".join([" ".join([*head, *rest]), *(f"{title}:\n\n{body}" for title, body in tables.items())])
+    text = "\n\n".join([" ".join([*head, *rest]), *(f"{title}:\n\n{body}" for title, body in tables.items() if body)])
     text += "".join(f"\n\n* {note}" for note in notes[:1]) + "".join(f"\n* {note}" for note in notes[1:])
     (RESULTS / f"{name}.md").write_text(text + "\n")

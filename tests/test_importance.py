@@ -140,6 +140,21 @@ def test_unfreezing_goes_down_the_ranking():
     assert (rows(states.score)[4:] == rows(states.score)[4]).all()
 
 
+def test_what_is_frozen_stays_so_whatever_the_inner_coordinates_do():
+    moved = dpx.Coordinates(
+        init=lambda params: (),
+        encode=lambda grad, state: jax.tree.map(lambda g: g + 1, grad),
+        decode=lambda released, state, like: (jax.tree.map(lambda r: r - 1, released), state),
+        name="move",
+    )
+    coordinates = dpx.importance_mask(0.5, warmup=1, inner=moved)
+    given = jax.tree.map(lambda x: x[0], releases(1))
+    _, state = coordinates.decode(given, coordinates.init(LIKE), LIKE)
+    mask = flat(state.mask)
+    np.testing.assert_allclose(flat(coordinates.encode(given, state)), mask * (flat(given) + 1), rtol=1e-6)
+    np.testing.assert_allclose(flat(coordinates.decode(given, state, LIKE)[0]), mask * (flat(given) - 1), rtol=1e-6)
+
+
 def test_masked_params():
     mechanism = dpx.ada_dpigu(warmup=1, keep=0.5, **BASE)
     params, batch = problem()

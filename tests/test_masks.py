@@ -220,6 +220,13 @@ def test_ghost_norms_follow_a_mask():
     np.testing.assert_array_equal(flat(sums) != 0, flat(made.init(params).coordinates[0].mask) != 0)
 
 
+def test_masks_and_noise_have_streams_of_their_own(monkeypatch):
+    names, stream = [], keys.stream
+    monkeypatch.setattr(keys, "stream", lambda key, name, step=None: names.append(name) or stream(key, name, step))
+    dpx.random_freeze_sgd(freeze_rate=0.5, period=1, clip_norm=1.0, noise_multiplier=1.0, sampling=SAMPLING, key=KEY)
+    assert sorted(names) == ["noise", "random_freeze"]
+
+
 def test_the_bill_is_that_of_dp_sgd():
     options = dict(clip_norm=1.0, noise_multiplier=1.1, sampling=SAMPLING, key=KEY)
     bill = dpx.epsilon(dpx.dp_sgd(**options), 30, delta=1e-5)
