@@ -152,7 +152,7 @@ def _fresh_gaussians(steps):
     if steps == 0:
         return dp_accounting.NoOpDpEvent()
     one = ProjectedGaussianDpEvent(1.3, 0.008, rank=12, blocks=1)
-    return dp_accounting.ComposedDpEvent([dp_accounting.SelfComposedDpEvent(one, steps)])
+    return dp_accounting.SelfComposedDpEvent(one, steps) if steps > 1 else one
 
 
 def _projected_sum(total, state):

@@ -130,7 +130,7 @@ def test_long_schedules_are_rounded_down_to_few():
     sigmas = np.linspace(4, 1, 200)
     plain = dp_accounting.ComposedDpEvent([dp_accounting.PoissonSampledDpEvent(0.02, Gaussian(s)) for s in sigmas])
     event = projected(plain, rank=10_000)
-    assert len(event.events) <= 64 and sum(one.count for one in event.events) == 200
+    assert len(event.events) <= 64 and sum(getattr(one, "count", 1) for one in event.events) == 200
     naive = accounting.event_epsilon(plain, delta=1e-5)
     assert naive < accounting.event_epsilon(event, delta=1e-5) < 1.03 * naive
 

@@ -59,9 +59,11 @@ def projected(event: dp_accounting.DpEvent, *, rank: int, blocks: int = 1) -> dp
     sigmas, rates = np.array(list(flat.gaussians), np.float64).T
     steps = bucketed(sigmas, rates, np.array(list(flat.gaussians.values())), _DISTINCT)
     rows = zip(steps.smallest_noise.tolist(), steps.largest_rate.tolist(), steps.counts.tolist(), strict=True)
-    return dp_accounting.ComposedDpEvent(
-        [dp_accounting.SelfComposedDpEvent(ProjectedGaussianDpEvent(s, q, rank, blocks), n) for s, q, n in rows]
-    )
+    events = [(ProjectedGaussianDpEvent(s, q, rank, blocks), n) for s, q, n in rows]
+    repeated: list[dp_accounting.DpEvent] = [
+        dp_accounting.SelfComposedDpEvent(one, n) if n > 1 else one for one, n in events
+    ]
+    return repeated[0] if len(repeated) == 1 else dp_accounting.ComposedDpEvent(repeated)
 
 
 @dataclass(frozen=True)
