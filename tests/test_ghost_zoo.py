@@ -348,17 +348,95 @@ def weight_that_meets_a_constant():
     return layer(lambda w, x: jnp.ones(3) @ w * x, normal(1, 3, 4), 4)
 
 
-# what must keep its per-example gradient
+# parameters used several times
 
 
-@animal("gradient")
+@animal("shared")
 def tied_weights():
     return layer(lambda w, x: jnp.tanh(x @ w) @ w.T, normal(1, 3, 4), 3)
 
 
-@animal("gradient")
+@animal("shared")
+def tied_weights_of_heads():
+    def apply(w, x):
+        return jnp.einsum("thk,dhk->td", jnp.tanh(jnp.einsum("td,dhk->thk", x, w)), w)
+
+    return layer(apply, normal(1, 4, 2, 3), 5, 4)
+
+
+@animal("shared")
 def tied_embedding():
     return lookup(lambda table, t: jnp.tanh(table[t]) @ table.T)
+
+
+@animal("shared")
+def tied_embedding_beyond_the_table_dropped():
+    def apply(table, t):
+        return jnp.tanh(table.at[t].get(mode="fill", fill_value=0)).mean(axis=0) @ table.T
+
+    return lambda table, t: score(apply(table, t)), normal(1, 4, 3), tokens(6, 9)
+
+
+@animal("shared", "gradient")
+def embedding_of_two_sequences():
+    def apply(p, t):
+        return jnp.tanh(p[0][t[:3]]).sum(axis=0) * jnp.tanh(p[0][t[3:]] + p[1][None, :]).sum(axis=0)
+
+    return lambda p, t: score(apply(p, t)), (normal(1, 6, 3), normal(2, 3)), tokens(6, 8)
+
+
+@animal("shared", "outer")
+def recurrent():
+    def apply(p, x):
+        h = jnp.zeros(4)
+        for row in x:
+            h = jnp.tanh(row @ p["in"] + h @ p["over"])
+        return h @ p["out"]
+
+    params = {"in": normal(1, 3, 4), "over": normal(2, 4, 4), "out": normal(3, 4, 2)}
+    return layer(apply, params, 4, 3)
+
+
+@animal("shared")
+def convolution_of_two_images():
+    def apply(w, x):
+        one = lax.conv(x[:1], w, (1, 1), "SAME")
+        return one * lax.conv(jnp.tanh(x[1:]), w, (2, 1), "SAME").repeat(2, axis=2)
+
+    return layer(apply, normal(1, 3, 2, 3, 2), 2, 2, 4, 5)
+
+
+@animal("shared")
+def weight_used_in_slices():
+    return layer(lambda w, x: jnp.tanh(x @ w[:, :4]) * (x @ w[:, 4:]), normal(1, 3, 8), 3)
+
+
+@animal("shared", "gradient")
+def gradient_penalty():
+    def loss(p, x):
+        def value(x):
+            return score(jnp.tanh(x @ p["w"] + p["b"]))
+
+        return value(x) + jnp.sum(jax.grad(value)(x) ** 2)
+
+    return loss, {"w": normal(1, 3, 4), "b": normal(2, 4)}, normal(3, SIZE, 3)
+
+
+@animal("gradient")
+def weight_used_in_slices_that_overlap():
+    return layer(lambda w, x: jnp.tanh(x @ w[:, :4]) * (x @ w[:, 2:6]), normal(1, 3, 8), 3)
+
+
+@animal("gradient")
+def weight_used_where_the_data_says_and_whole():
+    def loss(w, example):
+        x, place = example
+        return score(jnp.tanh(lax.dynamic_slice(w, (place, 0), (1, 4))[0]) + x @ w)
+
+    return loss, normal(1, 3, 4), (normal(2, SIZE, 3), integers(3, 3, SIZE))
+
+
+# what must keep its per-example gradient
 
 
 @animal("gradient")
@@ -439,14 +517,6 @@ def columns_gathered():
 @animal("gradient")
 def parameter_that_is_the_loss():
     return lambda w, x: w, jnp.float32(2.0), normal(1, SIZE, 3)
-
-
-@animal("gradient")
-def gradient_penalty():
-    def apply(w, x):
-        return jax.grad(lambda x: jnp.sum(jnp.tanh(x @ w)))(x)
-
-    return layer(apply, normal(1, 3, 4), 3)
 
 
 @pytest.mark.parametrize("name", ZOO)

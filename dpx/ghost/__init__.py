@@ -1,7 +1,8 @@
 """Ghost norms: the norms and the clipped sum of per-example gradients without the gradients, for any JAX loss.
 
 trace.py follows every parameter through the loss of one example; rules.py knows the layers whose gradients are products
-A^T B; norms.py has |A^T B|; plan.py chooses; engine.py runs. What cannot be followed keeps its per-example gradient.
+A^T B; norms.py has |A^T B|, shared.py that of a parameter used several times; plan.py chooses; engine.py runs. What
+cannot be followed keeps its per-example gradient.
 """
 
 from dpx.ghost.engine import sum_contributions as sum_contributions

@@ -1,11 +1,12 @@
 """The clipped sum of a batch by a plan: one forward and one backward pass, whatever the number of weights."""
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from dpx.ghost import norms, trace
+from dpx.ghost import norms, shared, trace
 from dpx.ghost.plan import Plan
 from dpx.mechanism import Mechanism
 
@@ -19,9 +20,9 @@ def sum_contributions(
 ) -> tuple[tuple[Tree, ...], jax.Array]:
     """sum_i w(|z_i|) z_i for each weight, as `dpx.mechanism.sum_contributions` gives it, and the losses."""
     weights, treedef = jax.tree.flatten(params)
-    sites = {leaf: choice.site for leaf, choice in enumerate(plan.choices) if choice.site}
+    followed = {leaf: choice.sites for leaf, choice in enumerate(plan.choices) if choice.sites}
     stacked = {leaf: weights[leaf] for leaf, choice in enumerate(plan.choices) if choice.method == "gradient"}
-    outputs = {site.use.equation: _output(plan, site) for site in sites.values()}
+    outputs = {site.use.equation: _output(plan, site) for sites in followed.values() for site in sites}
     scales = _scales(plan, mechanism, params, state)
 
     def one(example):
@@ -36,17 +37,17 @@ def sum_contributions(
 
     losses, grads, inputs, cotangents = jax.vmap(one)(examples)
     sizes = {}
-    for leaf, site in sites.items():
-        method, rows = plan.choices[leaf].method, (inputs[site.use.equation], cotangents[site.use.equation])
-        if method == "product":
-            grads[leaf] = _map(lambda row, site=site: norms.product(*site.factors(*row)), rows, site)
+    for leaf, sites in followed.items():
+        choice = plan.choices[leaf]
+        rows = [(inputs[site.use.equation], cotangents[site.use.equation]) for site in sites]
+        if choice.method == "product":
+            grads[leaf] = _map(lambda row, site=sites[0]: norms.product(*site.factors(*row[0])), rows, sites)
         else:
-            size = _norm(method, site, scales.get(leaf))
-            sizes[leaf] = _map(size, rows, site)
+            sizes[leaf] = _map(_norm(choice, scales.get(leaf)), rows, sites)
     for leaf, grad in grads.items():
         scale = scales.get(leaf)
-        if scale is not None and leaf in sites:
-            scale = sites[leaf].arrange(scale)
+        if scale is not None and leaf in followed:
+            scale = followed[leaf][0].arrange(scale)
         sizes[leaf] = jax.vmap(norms.frobenius)(grad if scale is None else grad * scale[None])
 
     def weigh(sizes):
@@ -68,15 +69,19 @@ def sum_contributions(
 
     def weighted_sum(leaf, factor):
         shape = jax.ShapeDtypeStruct(weights[leaf].shape, jnp.float32)
-        site = sites.get(leaf)
+        sites = followed.get(leaf, ())
         if leaf in grads:
             total = jnp.tensordot(factor, grads[leaf], 1, precision=norms.EXACT)
-            return total if site is None else _transpose(site.arrange, shape, total)
-        if site is None:
+            return _transpose(sites[0].arrange, shape, total) if sites else total
+        if not sites:
             return jnp.zeros(shape.shape, jnp.float32)
-        rows, cotangent = inputs[site.use.equation], _float32(cotangents[site.use.equation])
-        cotangent = cotangent * factor.reshape(-1, *[1] * (cotangent.ndim - 1))
-        return _transpose(lambda w: jax.vmap(site.apply, (0, None))(rows, w), shape, cotangent)
+
+        def at(site):
+            rows, cotangent = inputs[site.use.equation], _float32(cotangents[site.use.equation])
+            cotangent = cotangent * factor.reshape(-1, *[1] * (cotangent.ndim - 1))
+            return _transpose(lambda w: jax.vmap(site.apply, (0, None))(rows, w), shape, cotangent)
+
+        return functools.reduce(jnp.add, map(at, sites))
 
     def total(factor):
         prefix = jax.tree.unflatten(plan.structure, list(range(len(plan.encoded))))
@@ -90,23 +95,29 @@ def sum_contributions(
     return tuple(total(factor) for factor in factors), losses
 
 
-def _norm(method, site, scale):
-    def size(row):
+def _norm(choice, scale):
+    """(inputs and cotangents at every site) -> the norm of one example's gradient."""
+
+    def size(rows):
+        if choice.method == "shared":
+            factors = [site.factors(*row) for site, row in zip(choice.sites, rows, strict=True)]
+            return shared.norm(choice.sharing, factors)
+        (site,), (row,) = choice.sites, rows
         a, b = site.factors(*row)
-        if method == "rows":
+        if choice.method == "rows":
             return norms.rows(a, b if scale is None else b * site.apply(row[0], scale).reshape(b.shape))
-        if method == "outer":
+        if choice.method == "outer":
             return norms.outer(a, b, None if scale is None else site.arrange(scale))
         return norms.gram(a, b)
 
     return size
 
 
-def _map(function, rows, site):
+def _map(function, rows, sites):
     """`function` over the examples; in a loop where the patches of the whole batch would not stay in a CPU's cache."""
-    size = jax.tree.leaves(rows)[0].shape[0]
-    if jax.default_backend() == "cpu" and size * site.expands > LARGEST_PATCHES:
-        return jax.lax.map(function, rows, batch_size=max(1, LOOPED_PATCHES // site.expands))
+    size, expands = jax.tree.leaves(rows)[0].shape[0], sum(site.expands for site in sites)
+    if jax.default_backend() == "cpu" and size * expands > LARGEST_PATCHES:
+        return jax.lax.map(function, rows, batch_size=max(1, LOOPED_PATCHES // expands))
     return jax.vmap(function)(rows)
 
 

@@ -12,7 +12,7 @@ EXACT = jax.lax.Precision.HIGHEST
 
 def outer(a: jax.Array, b: jax.Array, scale: jax.Array | None = None) -> jax.Array:
     """One position: |a b^T| = |a| |b|, and |scale * a b^T|^2 = (a a)^T (scale scale) (b b)."""
-    (a, size_a), (b, size_b) = _unit(a[:, 0]), _unit(b[:, 0])
+    (a, size_a), (b, size_b) = unit(a[:, 0]), unit(b[:, 0])
     squares_a, squares_b = a * a, b * b
     if scale is None:
         squared = jnp.sum(jnp.sum(squares_a, -1) * jnp.sum(squares_b, -1))
@@ -26,7 +26,7 @@ def gram(a: jax.Array, b: jax.Array) -> jax.Array:
 
     The sum can cancel, so a bound on its rounding error is added: the norm is not underestimated.
     """
-    (a, size_a), (b, size_b) = _unit(a), _unit(b)
+    (a, size_a), (b, size_b) = unit(a), unit(b)
     grams_a = jnp.einsum("kti,ksi->kts", a, a, precision=EXACT)
     grams_b = jnp.einsum("kto,kso->kts", b, b, precision=EXACT)
     diagonals = jnp.diagonal(grams_a, 0, 1, 2) * jnp.diagonal(grams_b, 0, 1, 2)
@@ -54,7 +54,7 @@ def frobenius(x: jax.Array) -> jax.Array:
     return jnp.sqrt(jnp.sum(x * x))
 
 
-def _unit(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+def unit(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """x = unit * size with entries of at most 1, so that squares neither vanish nor overflow."""
     size = jnp.max(jnp.abs(x), initial=0)
     return x / jnp.maximum(size, jnp.finfo(jnp.float32).tiny), size

@@ -7,14 +7,14 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from dpx.ghost import rules, trace
+from dpx.ghost import rules, shared, trace
 from dpx.mechanism import Mechanism
 
 Tree = Any
 
 # What things cost in floating-point operations of a large product, measured on a CPU core.
 BYTE = 12.0  # moving a byte of fresh memory
-GRAM = 3.0  # an operation of a Gram matrix: they are small
+GRAM = 4.0  # an operation of a Gram matrix: they are small
 GRADIENT = 1.1  # an operation of a per-example gradient: dense layers,
 GRADIENT_CONVOLUTION = 4.0  # and convolutions, which become grouped ones
 
@@ -23,6 +23,7 @@ METHODS = {
     "gram": "norm from Gram matrices",
     "product": "per-example product, kept for the sum",
     "rows": "norm from the rows used",
+    "shared": "norm from Gram matrices of all its uses",
     "gradient": "per-example gradients",
     "unused": "has no gradient",
     "dropped": "not trained",
@@ -37,9 +38,12 @@ class Encoded(NamedTuple):
 
 
 class Choice(NamedTuple):
+    """sites: where the parameter is used, if it is followed; sharing: how several of them meet."""
+
     method: str
     reason: str = ""
-    site: rules.Site | None = None
+    sites: tuple[rules.Site, ...] = ()
+    sharing: shared.Sharing | None = None
 
 
 class Plan(NamedTuple):
@@ -51,7 +55,7 @@ class Plan(NamedTuple):
     @property
     def follows(self) -> bool:
         """Whether any parameter takes another way than per-example gradients."""
-        return any(choice.site for choice in self.choices)
+        return any(choice.sites for choice in self.choices)
 
 
 def make_plan(
@@ -64,7 +68,7 @@ def make_plan(
     if isinstance(found, str):
         return found
     encoded, structure = found
-    program = trace.trace(loss, params, example)
+    program, grad = trace.trace(loss, params, example), jax.tree.leaves(params)
     scaled = {part.leaf: part.scaled for part in encoded}
 
     def choose(leaf, uses):
@@ -72,12 +76,17 @@ def make_plan(
             return Choice("dropped")
         if not uses:
             return Choice("unused")
-        if len(uses) > 1:
-            return Choice("gradient", f"used {len(uses)} times")
-        site = rules.recognize(uses[0], program.equations)
-        if isinstance(site, str):
-            return Choice("gradient", site)
-        return cheapest(site, scaled=scaled[leaf], force=force)
+        sites = []
+        for use in uses:
+            site = rules.recognize(use, program.equations)
+            if isinstance(site, str):
+                return Choice("gradient", site)
+            sites.append(site)
+        if len(sites) == 1:
+            return cheapest(sites[0], scaled=scaled[leaf], force=force)
+        if scaled[leaf]:
+            return Choice("gradient", f"used {len(uses)} times, under a mask or a scale")
+        return several(tuple(sites), grad[leaf].shape, force=force)
 
     choices = tuple(choose(leaf, uses) for leaf, uses in enumerate(program.uses))
     return Plan(program, choices, encoded, structure)
@@ -90,13 +99,30 @@ def cheapest(site: rules.Site, *, scaled: bool, force: bool) -> Choice:
     method = min(costs, key=lambda name: costs[name])
     if method == "gradient":
         return Choice("gradient", "cheaper than following it")
-    return Choice(method, site=site)
+    return Choice(method, sites=(site,))
+
+
+def several(sites: tuple[rules.Site, ...], shape: tuple[int, ...], *, force: bool) -> Choice:
+    """For a parameter used more than once."""
+    sharing = shared.find_sharing(sites, shape)
+    if isinstance(sharing, str):
+        return Choice("gradient", sharing)
+    sums = sum(2.0 * site.sizes[1] * (site.sizes[3] if site.lookup else _weight(site)) for site in sites)
+    gradient = sum(estimate(site, scaled=False)["gradient"] for site in sites)
+    if not force and gradient < shared.cost(sharing, GRAM) + sums:
+        return Choice("gradient", "cheaper than following it")
+    return Choice("shared", sites=sites, sharing=sharing)
+
+
+def _weight(site: rules.Site) -> int:
+    groups, _, fan_in, fan_out = site.sizes
+    return groups * fan_in * fan_out
 
 
 def estimate(site: rules.Site, *, scaled: bool) -> dict[str, float]:
     """The cost for one example of each way that is right for this site: norm and sum, in floating-point operations."""
     groups, positions, fan_in, fan_out = site.sizes
-    weight = groups * fan_in * fan_out
+    weight = _weight(site)
     once = 2.0 * positions * weight  # the gradient, or its sum over the examples
     stored = 3 * 4 * BYTE * weight  # a per-example gradient written, read for the norm, read for the sum
     if site.lookup:
@@ -110,7 +136,8 @@ def estimate(site: rules.Site, *, scaled: bool) -> dict[str, float]:
         squares = groups * positions * positions
         costs["gram"] = 2.0 * GRAM * squares * (fan_in + fan_out) + 4 * BYTE * (2 * squares + site.expands) + once
     if site.expands or positions > 1:
-        costs["product"] = once + stored + 4 * BYTE * site.expands
+        held = site.expands or groups * positions * fan_out  # patches, or what the backward pass keeps for later
+        costs["product"] = once + stored + 4 * BYTE * held
     return costs
 
 

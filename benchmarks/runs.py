@@ -1,0 +1,65 @@
+"""Training runs that are made once: each in a folder of its own, and gone on with where it was cut off."""
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from examples.config import Config
+from examples.loop import CACHE, run
+
+ONLY_AT_THE_END = 10**6
+SEEDS, TUNING_SEED = (0, 1, 2), 100
+
+
+class Runs:
+    """The runs in a folder; asking for one that is not there makes it."""
+
+    def __init__(self, folder: Path, **places: Any):
+        self.folder, self.places = folder, places
+
+    def result(self, name: str, config: Config) -> dict[str, Any]:
+        name = name.replace(" + ", "-").replace(" ", "-").replace(",", "").lower()
+        folder = self.folder / name
+        if not (folder / "result.json").is_file():
+            result = run(
+                config,
+                output_dir=folder,
+                resume=(folder / "config.json").is_file(),
+                evaluate_every=ONLY_AT_THE_END,
+                progress=False,
+                **self.places,
+            )
+            print(f"{name}: {result.accuracy:.2%} at epsilon {result.epsilon:.4f}, {result.seconds} s", flush=True)
+        return json.loads((folder / "result.json").read_text())["result"]
+
+    def heading(self, module: str, seeds=SEEDS) -> str:
+        """The command, the date, the seeds and the versions."""
+        versions = json.loads(next(self.folder.glob("*/result.json")).read_text())["versions"]
+        listed = ", ".join(f"{name} {version}" for name, version in versions.items())
+        return f"`python -m {module}`, {time.strftime('%Y-%m-%d')}, seeds {', '.join(map(str, seeds))}; {listed}."
+
+
+def from_arguments(module: str, description: str | None, arguments: list[str] | None = None) -> Runs:
+    """The runs where the command line says."""
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=description)
+    parser.add_argument("--runs", type=Path, default=Path("runs") / module.split(".")[-1])
+    parser.add_argument("--data-dir", type=Path)
+    parser.add_argument("--cache-dir", type=Path, default=CACHE)
+    given = parser.parse_args(arguments)
+    return Runs(given.runs, data_dir=given.data_dir, cache_dir=given.cache_dir)
+
+
+def summary(results: list[dict[str, Any]]) -> str:
+    """Cells of a table: mean accuracy, each accuracy, in percent; the largest epsilon."""
+    each = [100 * result["accuracy"] for result in results]
+    listed = ", ".join(f"{accuracy:.2f}" for accuracy in each)
+    return f"**{statistics.mean(each):.2f}** | {listed} | {max(result['epsilon'] for result in results):.4f}"
+
+
+def described(choice: dict[str, Any]) -> str:
+    """What was chosen, in words."""
+    numbers = {name: f"{value:.3g}" if isinstance(value, float) else value for name, value in choice.items()}
+    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in numbers.items()) or "as the network"
