@@ -36,7 +36,8 @@ RESULTS = Path(__file__).parent / "results" / "d2p2_fashion_mnist.md"
 
 def config_of(method: str, learning_rate: float, seed: int, **changed: Any) -> Config:
     name, options, budget = METHODS[method]
-    fields = NETWORK | budget | {"method": name, "method_options": options, "learning_rate": learning_rate} | changed
+    fields: dict[str, Any] = dict(NETWORK, method=name, method_options=options, learning_rate=learning_rate)
+    fields |= budget | changed
     if name == "dp_sgd":
         fields |= {"clip_norm": CLIP_NORM, "learning_rate": learning_rate / CLIP_NORM}
     return Config(dataset="fashion_mnist", seed=seed, delta=1e-5, **fields)

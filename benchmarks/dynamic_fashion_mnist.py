@@ -6,20 +6,15 @@ of trials: six configurations on a tuning seed, the best of which (by test accur
 on three other seeds. The convolutional network takes the choices of the linear model on scattering features.
 """
 
-import argparse
 import itertools
-import json
-import statistics
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.runs import SEEDS, TUNING_SEED, Runs, described, from_arguments, summary
 from examples.config import Config
-from examples.loop import CACHE, run
 
 EPSILONS = (0.4, 1.2, 2.0)
-SEEDS, TUNING_SEED = (0, 1, 2), 100
 DELTA = 1 / 600_000
 RHOS = (1 / 0.7, 1 / 0.4)
 LEARNING_RATES = (0.5, 1.0, 2.0)  # times the network's
@@ -41,7 +36,6 @@ NETWORKS: dict[str, dict[str, Any]] = {
     ),
     "CNN": dict(model="adadpigu_cnn_printed", epochs=12.0, batch_size=2048, microbatch_size=128, learning_rate=4.0),
 }
-ONLY_AT_THE_END = 10**6
 RESULTS = Path(__file__).parent / "results" / "dynamic_fashion_mnist.md"
 
 
@@ -64,75 +58,52 @@ def config_of(network: str, method: str, epsilon: float, trial: int, seed: int) 
     )
 
 
-class Runs:
-    """The runs in a folder; asking for one that is not there makes it."""
-
-    def __init__(self, folder: Path, places: dict[str, Any]):
-        self.folder, self.places = folder, places
-
-    def accuracy(self, network: str, method: str, epsilon: float, trial: int, seed: int) -> float:
-        return self.result(network, method, epsilon, trial, seed)["accuracy"]
-
-    def result(self, network: str, method: str, epsilon: float, trial: int, seed: int) -> dict[str, Any]:
-        name = f"{network}-{method}-{epsilon}-{trial}-{seed}".replace(" + ", "-").replace(" ", "-").lower()
-        folder = self.folder / name
-        if not (folder / "result.json").is_file():
-            config = config_of(network, method, epsilon, trial, seed)
-            resume = (folder / "config.json").is_file()
-            places = {"output_dir": folder, "evaluate_every": ONLY_AT_THE_END} | self.places
-            result = run(config, resume=resume, progress=False, **places)
-            print(f"{name}: {result.accuracy:.2%} at epsilon {result.epsilon:.4f}, {result.seconds} s", flush=True)
-        return json.loads((folder / "result.json").read_text())["result"]
-
-    def chosen(self, method: str, epsilon: float) -> int:
-        """The trial that did best on the tuning seed."""
-        trials = range(len(LEARNING_RATES) * len(METHODS[method]))
-        return max(trials, key=lambda t: self.accuracy("scattering + linear", method, epsilon, t, TUNING_SEED))
+def result(runs: Runs, network: str, method: str, epsilon: float, trial: int, seed: int) -> dict[str, Any]:
+    config = config_of(network, method, epsilon, trial, seed)
+    return runs.result(f"{network}-{method}-{epsilon}-{trial}-{seed}", config)
 
 
-def rows(runs: Runs, network: str, epsilons) -> list[str]:
+def chosen(runs: Runs, method: str, epsilon: float) -> int:
+    """The trial that did best on the tuning seed."""
+
+    def accuracy(trial: int) -> float:
+        return result(runs, "scattering + linear", method, epsilon, trial, TUNING_SEED)["accuracy"]
+
+    return max(range(len(LEARNING_RATES) * len(METHODS[method])), key=accuracy)
+
+
+def rows(runs: Runs, network: str, epsilons) -> str:
     lines = [
         "| epsilon | method | chosen | mean | each | true epsilon | paper's mean (its epsilon is less than true) |",
         "|---|---|---|---|---|---|---|",
     ]
     for epsilon in epsilons:
         for method in METHODS:
-            trial = runs.chosen(method, epsilon)
+            trial = chosen(runs, method, epsilon)
             config = config_of(network, method, epsilon, trial, 0)
-            results = [runs.result(network, method, epsilon, trial, seed) for seed in SEEDS]
-            accuracies = [100 * result["accuracy"] for result in results]
+            results = [result(runs, network, method, epsilon, trial, seed) for seed in SEEDS]
             options = {"learning_rate": config.learning_rate, "clip_norm": config.clip_norm} | config.method_options
-            chosen = ", ".join(f"{k} {v:.3g}" for k, v in options.items() if not isinstance(v, str))
-            lines.append(
-                f"| {epsilon} | {method} | {chosen} | **{statistics.mean(accuracies):.2f}** | "
-                f"{', '.join(f'{a:.2f}' for a in accuracies)} | {max(r['epsilon'] for r in results):.4f} | "
-                f"{PAPER[method][EPSILONS.index(epsilon)]} |"
-            )
-    return lines
+            choice = described({name: value for name, value in options.items() if not isinstance(value, str)})
+            paper = PAPER[method][EPSILONS.index(epsilon)]
+            lines.append(f"| {epsilon} | {method} | {choice} | {summary(results)} | {paper} |")
+    return "\n".join(lines)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.dynamic_fashion_mnist", description=__doc__)
-    parser.add_argument("--runs", type=Path, default=Path("runs/dynamic_fashion_mnist"))
-    parser.add_argument("--data-dir", type=Path)
-    parser.add_argument("--cache-dir", type=Path, default=CACHE)
-    given = parser.parse_args()
-    runs = Runs(given.runs, {"data_dir": given.data_dir, "cache_dir": given.cache_dir})
-    parts = [
+def main(arguments: list[str] | None = None) -> int:
+    module = "benchmarks.dynamic_fashion_mnist"
+    runs = from_arguments(module, __doc__, arguments)
+    tables = []
+    for network, epsilons in (("scattering + linear", EPSILONS), ("CNN", (2.0,))):
+        settings = f"{described(NETWORKS[network])}, momentum 0.9."
+        tables += [f"## {network}", settings, rows(runs, network, epsilons)]
+    head = [
         "# Noise that changes over time, on Fashion-MNIST",
-        f"`python -m benchmarks.dynamic_fashion_mnist`, {time.strftime('%Y-%m-%d')}, "
-        f"seeds {', '.join(map(str, SEEDS))}; "
-        f"delta 1/600000, add-or-remove-one, PLD. Test accuracy in percent. Six trials a method on seed {TUNING_SEED}: "
+        runs.heading(module),
+        f"Delta 1/600000, add-or-remove-one, PLD. Test accuracy in percent. Six trials a method on seed {TUNING_SEED}: "
         "learning rates x 0.5, 1, 2, and two values of rho (static: two clip norms).",
     ]
-    for network, epsilons in (("scattering + linear", EPSILONS), ("CNN", (2.0,))):
-        settings = ", ".join(f"{name} {value}" for name, value in NETWORKS[network].items())
-        parts += [f"## {network}", f"{settings}, momentum 0.9.", "\n".join(rows(runs, network, epsilons))]
-        RESULTS.parent.mkdir(exist_ok=True)
-        RESULTS.write_text("\n\n".join(parts) + "\n")
-    versions = json.loads(next(given.runs.glob("*/result.json")).read_text())["versions"]
-    parts.insert(2, "Versions: " + ", ".join(f"{name} {version}" for name, version in versions.items()) + ".")
-    RESULTS.write_text("\n\n".join(parts) + "\n")
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text("\n\n".join(head + tables) + "\n")
     return 0
 
 

@@ -110,8 +110,8 @@ class Config:
             return max(1, math.ceil(self.epochs * sampling.steps_per_epoch))
         return max(1, round(self.epochs * examples / sampling.divisor))
 
-    def mechanism_of(self, sampling, steps: int, key) -> Callable[[float], dpx.Mechanism]:
-        """(noise_multiplier) -> the method with its optimizer."""
+    def mechanism_of(self, sampling, steps: int, key, **found: Any) -> Callable[[float], dpx.Mechanism]:
+        """(noise_multiplier) -> the method with its optimizer. found: what the method needs beside its options."""
         method = METHODS[self.method]
         optimizer = OPTIMIZERS[self.optimizer](self.learning_rate, self.momentum)
 
@@ -123,6 +123,7 @@ class Config:
                 steps=steps,
                 key=key,
                 **self.method_options,
+                **found,
             )
             return dpx.chain(mechanism, optimizer)
 

@@ -15,7 +15,7 @@ import optax
 from tqdm import tqdm
 
 import dpx
-from examples import data, features, models, records
+from examples import data, features, models, public, records
 from examples.config import Config
 
 CACHE = Path("~/.cache/dpx")
@@ -66,21 +66,17 @@ def run(
     sampling = config.sampling_of(facts["examples"])
     key = jax.random.key(config.seed)
     make = config.mechanism_of(
-        sampling, config.steps_of(sampling, facts["examples"]), dpx.keys.stream(key, "mechanism")
+        sampling,
+        config.steps_of(sampling, facts["examples"]),
+        dpx.keys.stream(key, "mechanism"),
+        **public.arguments(config, dataset, data_dir, key),
     )
     plan = folder.stored["plan"] if folder.stored else plan_of(config, make, sampling, facts["examples"])
     optimizer, steps = make(plan["noise_multiplier"]), plan["steps"]
 
     if config.features == "scattering":
         dataset = features.with_scattering(dataset, cache_dir, progress=progress)
-    model = models.build(
-        config.model,
-        input_shape=dataset.train_images.shape[1:],
-        classes=dataset.classes,
-        activation=config.activation,
-    )
-    if config.features == "none":
-        model = models.centred(model)
+    model = model_of(config, dataset)
 
     @functools.cache
     def spent(step: int) -> float:
@@ -179,6 +175,13 @@ def affordable_steps(mechanism: dpx.Mechanism, steps: int, config: Config) -> in
     return fits
 
 
+def model_of(config: Config, dataset: data.Dataset) -> models.Model:
+    """The configured model for images (or features) of the data set's shape."""
+    shape, classes = dataset.train_images.shape[1:], dataset.classes
+    model = models.build(config.model, input_shape=shape, classes=classes, activation=config.activation)
+    return models.centred(model) if config.features == "none" else model
+
+
 def seen(params, state, config: Config):
     """The parameters that the loss is at."""
     return dpx.masked_params(params, state) if config.method_options.get("masked_loss") else params
@@ -187,12 +190,7 @@ def seen(params, state, config: Config):
 def step_function(model: models.Model, optimizer: dpx.Mechanism, config: Config):
     """(params, state, images, labels, weights) -> (params, state, mean loss of the batch, NOT private)."""
 
-    def loss(params, example):
-        image, label = example
-        logits = model.apply(params, image)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, label)
-
-    gradient = dpx.private_grad(loss, optimizer, microbatch_size=config.microbatch_size)
+    gradient = dpx.private_grad(models.loss_of(model), optimizer, microbatch_size=config.microbatch_size)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params, state, images, labels, weights):

@@ -16,10 +16,14 @@ class Option(NamedTuple):
 
 
 class Method(NamedTuple):
-    """build: (*, clip_norm, noise_multiplier, sampling, steps, key, **options) -> dpx.Mechanism."""
+    """build: (*, clip_norm, noise_multiplier, sampling, steps, key, **options) -> dpx.Mechanism.
+
+    needs_basis: `build` also takes `basis`, of `dpx.public_subspace` (examples/public.py makes it).
+    """
 
     build: Callable[..., dpx.Mechanism]
     options: dict[str, Option] = {}
+    needs_basis: bool = False
 
 
 def dp_sgd(*, clip_norm, noise_multiplier, sampling, steps, key) -> dpx.Mechanism:
@@ -121,6 +125,11 @@ def dice_sgd(*, clip_norm, steps, feedback, outer_clip, reset_every, normalise, 
     )
 
 
+def gep_sgd(*, basis, clip_norm, steps, public, public_examples, anchor_rank, residual_clip, **rest) -> dpx.Mechanism:
+    del steps, public, public_examples, anchor_rank  # of the basis
+    return dpx.gep_sgd(basis, embedding_clip_norm=clip_norm, residual_clip_norm=residual_clip * clip_norm, **rest)
+
+
 def rising(first: float, last: float, begin: int, steps: int) -> Any:
     """From `first` at step `begin` to `last`, `steps` later; a number where nothing changes."""
     return last if first == last or steps == 0 else optax.linear_schedule(first, last, steps, begin)
@@ -191,6 +200,17 @@ METHODS: dict[str, Method] = {
             "reset_every": Option(0, "forget the error every so many steps, which needs less noise; 0 never does"),
             "normalise": Option(0.0, "its automatic form with this stability constant; 0 clips"),
         },
+    ),
+    "gep_sgd": Method(
+        gep_sgd,
+        {
+            "public": Option("mnist5k", "data set whose gradients, public, span the subspace (with random labels)"),
+            "public_examples": Option(500, "how many of its images"),
+            "anchor_rank": Option(50, "dimension of the subspace, which is kept for the run"),
+            "residual_clip": Option(0.5, "clip norm of what lies outside, over that of what lies inside"),
+            "embedding_share": Option(0.5, "share of the precision that what lies inside has"),
+        },
+        needs_basis=True,
     ),
     "adaptive_clipping": Method(
         adaptive_clipping,

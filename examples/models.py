@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax import linen, nnx
 
 Tree = Any
@@ -172,6 +173,16 @@ def build(name: str, *, input_shape: tuple[int, ...], classes: int, activation: 
 def centred(model: Model) -> Model:
     """`model` on images moved from [0, 1] to [-1, 1], around which tanh networks train better."""
     return Model(model.init, lambda params, image: model.apply(params, 2 * image - 1))
+
+
+def loss_of(model: Model) -> Callable[[Tree, tuple[jax.Array, jax.Array]], jax.Array]:
+    """(params, (image, label)) -> cross-entropy of one example."""
+
+    def loss(params, example):
+        image, label = example
+        return optax.softmax_cross_entropy_with_integer_labels(model.apply(params, image), label)
+
+    return loss
 
 
 def parameter_count(params: Tree) -> int:

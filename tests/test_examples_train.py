@@ -222,6 +222,10 @@ BAD = [
     ("--epsilon 2 --data-dir /nonexistent", "data_dir must be a directory, got '/nonexistent'"),
     ("--resume", "nothing to resume"),
     ("--epsilon 2 --sampling fixed", "accountant"),
+    ("--epsilon 2 --method gep_sgd --public digits", "public must be another data set than the private one"),
+    ("--epsilon 2 --method gep_sgd --public nosuch", "unknown data set 'nosuch'"),
+    ("--epsilon 2 --method gep_sgd --public-examples 0", "public_examples must be in [1, 4000] for mnist5k, got 0"),
+    ("--epsilon 2 --method gep_sgd --anchor-rank 651", "rank must be a whole number in [1, 500]"),
 ]
 
 
@@ -252,6 +256,12 @@ def test_the_command_line_end_to_end_and_its_resumption(tmp_path, capsys):
     assert capsys.readouterr().out.split(";")[0].split(" in ")[0] == said.split(";")[0].split(" in ")[0]
     assert train.main(["--resume", "--epochs", "2", *folder]) == 2
     assert "epochs was 1.0, now 2.0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_trains(tmp_path, method):
+    result = run(tmp_path, method=method, epochs=0.5)
+    assert result.steps == 7 and 0 < result.epsilon < 100
 
 
 def test_a_method_joins_with_its_own_options(tmp_path, monkeypatch, capsys):

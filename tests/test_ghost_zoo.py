@@ -121,7 +121,7 @@ def deep():
         return y @ p["c"]
 
     params = {"a": normal(1, 3, 120), "b": normal(2, 120, 120), "c": normal(3, 120, 2), "bias": normal(4, 1, 120)}
-    return layer(apply, params, 8, 3)
+    return layer(apply, params, 16, 3)
 
 
 @animal("gram", "gradient")
