@@ -45,7 +45,7 @@ RESULTS = Path(__file__).parent / "results" / "coordinates_fashion_mnist.md"
 
 
 def result(runs: Runs, method: str, choice: dict[str, Any], epsilon: float, learning_rate: float, seed: int):
-    fields = NETWORK | choice | {"learning_rate": learning_rate, "epsilon": epsilon, "delta": 1e-5}
+    fields: dict[str, Any] = NETWORK | choice | {"learning_rate": learning_rate, "epsilon": epsilon, "delta": 1e-5}
     config = Config(dataset="fashion_mnist", seed=seed, **fields)
     return runs.result(f"{method} {epsilon:g} {learning_rate:g} {seed}", config)
 
