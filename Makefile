@@ -21,8 +21,8 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/basedpyright
 
-test: lint
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8
+test: lint  # a process on every core, so one thread each
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8
 
 clean:
 	rm -rf .venv runs

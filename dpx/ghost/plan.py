@@ -68,7 +68,7 @@ def make_plan(
     if isinstance(found, str):
         return found
     encoded, structure = found
-    program, grad = trace.trace(loss, params, example), jax.tree.leaves(params)
+    program, weights = trace.trace(loss, params, example), jax.tree.leaves(params)
     scaled = {part.leaf: part.scaled for part in encoded}
 
     def choose(leaf, uses):
@@ -86,7 +86,7 @@ def make_plan(
             return cheapest(sites[0], scaled=scaled[leaf], force=force)
         if scaled[leaf]:
             return Choice("gradient", f"used {len(uses)} times, under a mask or a scale")
-        return several(tuple(sites), grad[leaf].shape, force=force)
+        return several(tuple(sites), weights[leaf].shape, force=force)
 
     choices = tuple(choose(leaf, uses) for leaf, uses in enumerate(program.uses))
     return Plan(program, choices, encoded, structure)
