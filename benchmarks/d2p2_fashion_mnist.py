@@ -19,7 +19,7 @@ NETWORK: dict[str, Any] = dict(
 )
 CLIP_NORM = 0.1  # of dp_sgd; the others normalise, to 1
 LEARNING_RATES = (0.2, 0.4, 0.8)  # of normalised gradients
-NOISE, COST_OF_FALLING = 3.05, 2.76
+NOISE, COST_OF_FALLING = 3.05, 2.74
 PROJECTION: dict[str, Any] = {"projection": "countsketch", "reduction_rate": 0.3}
 FALLING: dict[str, Any] = {"power": 0.25, "hold": "epoch"}
 METHODS: dict[str, tuple[str, dict[str, Any], dict[str, float]]] = {  # method, options, budget
