@@ -7,14 +7,17 @@ Markdown to benchmarks/results/.
 """
 
 import argparse
+import datetime
+import importlib.metadata
 import json
+import shlex
 import statistics
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from benchmarks.problems import ON_A_CPU
-from benchmarks.report import RESULTS
+from benchmarks.report import RESULTS, processor
 from benchmarks.timing import CLOCKS, Timer, interleaved, pin
 
 EPOCH = 195  # steps
@@ -141,6 +144,13 @@ def table(results, parameters: int) -> str:
     return "\n".join(lines)
 
 
+def heading() -> str:
+    """The command, the date, the processor and the versions."""
+    command = shlex.join(["python", "-m", "benchmarks.coordinates", *sys.argv[1:]])
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib", "optax", "flax"))
+    return f"`{command}`, {datetime.date.today()}, {processor()}; {versions}."
+
+
 def main():
     options = arguments()
     pin(options.core)
@@ -160,7 +170,7 @@ def main():
         for name, times in interleaved(timers, options.rounds).items()
     ]
     found = table(results, ON_A_CPU[options.model].parameters)
-    text = f"{options.model}, batch {options.batch}, {options.clock} clock. {found}\n"
+    text = f"{heading()}\n\n{options.model}, batch {options.batch}, {options.clock} clock. {found}\n"
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{options.name}.json").write_text(json.dumps(results, indent=1))
     (RESULTS / f"{options.name}.md").write_text(text)

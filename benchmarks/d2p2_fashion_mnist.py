@@ -67,9 +67,9 @@ def main(arguments: list[str] | None = None) -> int:
             runs.heading(module, (SEED,)),
             f"{described(NETWORK)}, learning rate {rate:g} on normalised gradients (DP-SGD clips at {CLIP_NORM} and "
             f"steps {1 / CLIP_NORM:g} times as far); trials: {tried}. Delta 1e-5, add-or-remove-one, the bill of each "
-            "method by PLD. Projections: a fresh count-sketch a step to 0.7 of them; of every example before "
-            "it is normalised, or of the sum (the order published), which needs sqrt 2 times the noise for the same "
-            "bill. Test accuracy in percent.",
+            "method by PLD. Projections are fresh count-sketches to 0.7 of the coordinates: of every example before it "
+            "is normalised, or of the sum (the order published), which needs sqrt 2 times the noise for the same bill. "
+            "Test accuracy in percent; one seed, and a learning rate that was not tuned for each row.",
             "\n".join(lines),
         ]
         RESULTS.parent.mkdir(exist_ok=True)
