@@ -347,3 +347,29 @@ def test_any_embedding(count, width, shape):
     assert ways(loss, table, tokens) == {"": METHODS["rows"]}
     for chosen in (mechanism(), made):
         assert_agrees(loss, table, tokens, clipping=("ghost",), made=chosen)
+
+
+def test_tied_weights_under_a_mask_fall_back():
+    made = noiseless(dpx.in_coordinates(inner(clip_norm=1e-3), scaled(mask)))
+    w, x = normal(1, 3, 4), normal(2, SIZE, 3)
+
+    def loss(w, x):
+        return score(jnp.tanh(x @ w) @ w.T)
+
+    assert set(ways(loss, w, x, made=made).values()) == {METHODS["gradient"]}
+    assert_agrees(loss, w, x, clipping=("ghost",), made=made)
+
+
+def test_uses_that_cancel_keep_the_bound():
+    """Two uses whose gradients add up to almost nothing: the norm must not be underestimated."""
+    clip_norm, w = 1e-4, normal(3, 50, 40)
+
+    def loss(w, x):
+        return jnp.sum(x @ w) - jnp.sum((x * (1 + 1e-5)) @ w)
+
+    x, made = normal(1, 20, 8, 50), mechanism(clip_norm)
+    assert set(ways(loss, w, x).values()) == {METHODS["shared"]}
+    step = dpx.private_grad(loss, made, clipping="ghost")
+    (totals,) = jax.jit(jax.vmap(lambda one: step(w, one[None], made.init(w)).updates))(x)
+    for total in totals:
+        assert jnp.linalg.norm(total) <= clip_norm * (1 + 1e-6)
