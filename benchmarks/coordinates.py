@@ -116,15 +116,21 @@ def step_of(row: Row, problem, size: int):
     for _ in range(row.steps):
         zeros = jax.tree.map(jax.numpy.zeros_like, problem.params)
         _, state = jax.jit(lambda state, zeros=zeros: mechanism.release((zeros,), state, problem.params))(state)
-    inputs = problem.params, problem.batch(size), state
-    program = jax.jit(lambda params, batch, state: gradient(params, batch, state)[:2]).lower(*inputs).compile()
+    inputs = problem.params, problem.batch(size)
+    step = jax.jit(lambda params, batch, state: gradient(params, batch, state)[:2], donate_argnums=2)  # as in training
+    program = step.lower(*inputs, state).compile()
     print(f"    compiled {row.name}, {row.clipping}", file=sys.stderr, flush=True)
     sizes: Any = program.memory_analysis()
     memory = {
         "state": sum(leaf.nbytes for leaf in jax.tree.leaves(state)) / 2**20,
         "temporary": sizes.temp_size_in_bytes / 2**20,
     }
-    return lambda: jax.block_until_ready(program(*inputs)), memory
+
+    def run():
+        nonlocal state
+        updates, state = jax.block_until_ready(program(*inputs, state))
+
+    return run, memory
 
 
 def table(results, parameters: int) -> str:

@@ -41,14 +41,11 @@ def sum_contributions(
         choice = plan.choices[leaf]
         rows = [(inputs[site.use.equation], cotangents[site.use.equation]) for site in sites]
         if choice.method == "product":
-            grads[leaf] = _map(lambda row, site=sites[0]: norms.product(*site.factors(*row[0])), rows, sites)
+            grads[leaf], sizes[leaf] = _map(_product(sites[0], scales.get(leaf)), rows, sites)
         else:
             sizes[leaf] = _map(_norm(choice, scales.get(leaf)), rows, sites)
-    for leaf, grad in grads.items():
-        scale = scales.get(leaf)
-        if scale is not None and leaf in followed:
-            scale = followed[leaf][0].arrange(scale)
-        sizes[leaf] = jax.vmap(norms.frobenius)(grad if scale is None else grad * scale[None])
+    for leaf in stacked:
+        sizes[leaf] = jax.vmap(_scaled_norm(scales.get(leaf)))(grads[leaf])
 
     def weigh(sizes):
         parts = [sizes.get(part.leaf, jnp.float32(0)) for part in plan.encoded]
@@ -93,6 +90,23 @@ def sum_contributions(
         return jax.tree.unflatten(plan.structure, sums)
 
     return tuple(total(factor) for factor in factors), losses
+
+
+def _scaled_norm(scale):
+    """gradient -> its norm, scaled elementwise."""
+    return lambda grad: norms.frobenius(grad if scale is None else grad * scale)
+
+
+def _product(site, scale):
+    """(inputs and cotangents at the one site) -> the gradient of one example, arranged, and its norm."""
+    # the barrier moves the elements once, not for every example
+    size = _scaled_norm(None if scale is None else jax.lax.optimization_barrier(site.arrange(scale)))
+
+    def both(rows):
+        grad = norms.product(*site.factors(*rows[0]))
+        return grad, size(grad)
+
+    return both
 
 
 def _norm(choice, scale):
