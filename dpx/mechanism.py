@@ -12,6 +12,7 @@
 Start reading at `Mechanism`. `gaussian.py` makes the one everything is built on, `gradients.py` feeds it from a loss.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, NamedTuple, Self
@@ -24,6 +25,8 @@ from dp_accounting import DpEvent
 from dpx.sampling import Sampling
 
 Tree = Any  # a pytree of arrays
+
+ENCODED = 2**21  # numbers of gradients that are encoded at once
 
 
 class Mechanism(optax.GradientTransformationExtraArgs):
@@ -42,6 +45,7 @@ class Mechanism(optax.GradientTransformationExtraArgs):
     sampling: how the batches must be drawn for `event` to be true
     elementwise: whether `encode` only scales coordinates or drops leaves and `norm` is the 2-norm of each group of
               leaves, so that norms can be had without gradients (`dpx.ghost`)
+    streamed: whether `encode` draws something large as it goes, so that the whole batch is encoded at once
     stages:   the pipeline in words, printed by `str(mechanism)`
     """
 
@@ -52,9 +56,12 @@ class Mechanism(optax.GradientTransformationExtraArgs):
     event: Callable[[int], DpEvent]
     sampling: Sampling
     elementwise: bool
+    streamed: bool
     stages: tuple[str, ...]
 
-    def __new__(cls, *, init, encode, norm, weigh, release, event, sampling, elementwise, stages) -> Self:
+    def __new__(
+        cls, *, init, encode, norm, weigh, release, event, sampling, elementwise, stages, streamed=False
+    ) -> Self:
         def update(grads, state, params=None, *, weights=None, **extra_args):
             del extra_args
             one = jax.tree.map(lambda g: jax.ShapeDtypeStruct(g.shape[1:], g.dtype), grads)
@@ -63,12 +70,13 @@ class Mechanism(optax.GradientTransformationExtraArgs):
 
         self = super().__new__(cls, init, update)  # pyright: ignore[reportArgumentType]
         self.encode, self.norm, self.weigh, self.release = encode, norm, weigh, release
-        self.event, self.sampling, self.elementwise, self.stages = event, sampling, elementwise, stages
+        self.event, self.sampling, self.stages = event, sampling, stages
+        self.elementwise, self.streamed = elementwise, streamed
         return self
 
     def replace(self, **changes) -> "Mechanism":
         """A copy with some parts exchanged."""
-        names = ("init", "encode", "norm", "weigh", "release", "event", "sampling", "elementwise", "stages")
+        names = "init encode norm weigh release event sampling elementwise streamed stages".split()
         return Mechanism(**({name: getattr(self, name) for name in names} | changes))
 
     def __repr__(self) -> str:
@@ -99,13 +107,33 @@ def sum_contributions(mechanism: Mechanism, grads: Tree, state: Tree, weights: j
     A non-finite example, or one of weight 0, contributes zero. Norms, weights and sums are float32, at full precision
     where the hardware would round products (a rounded product could exceed the bound).
     """
+    size, included = batch_size(grads), inclusion(batch_size(grads), weights)
+    encoded_at_once = max(1, ENCODED * size // max(1, sum(leaf.size for leaf in jax.tree.leaves(grads))))
+    spread = jax.device_count() > 1  # perhaps over the axis that would be cut
+    if mechanism.elementwise or mechanism.streamed or spread or encoded_at_once >= size:
+        return _sum_encoded(mechanism, grads, state, included)
+
+    def part(number, sums):
+        first = number * encoded_at_once
+        start = jnp.minimum(first, size - encoded_at_once)  # the last part may begin with rows that were summed before
+        rows, rows_included = jax.tree.map(
+            lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, start, encoded_at_once), (grads, included)
+        )
+        rows_included &= start + jnp.arange(encoded_at_once) >= first
+        return jax.tree.map(jnp.add, sums, _sum_encoded(mechanism, rows, state, rows_included))
+
+    shapes = jax.eval_shape(lambda: _sum_encoded(mechanism, grads, state, included))
+    return jax.lax.fori_loop(0, math.ceil(size / encoded_at_once), part, optax.tree.zeros_like(shapes))
+
+
+def _sum_encoded(mechanism: Mechanism, grads: Tree, state: Tree, included: jax.Array) -> tuple[Tree, ...]:
+    """`sum_contributions` with every encoded gradient in memory."""
 
     def one(grad: Tree):
         encoded = mechanism.encode(jax.tree.map(lambda g: g.astype(jnp.float32), grad), state)
         norms = mechanism.norm(encoded)
         return encoded, norms, mechanism.weigh(norms, state)
 
-    included = inclusion(batch_size(grads), weights)
     encoded, norms, factors = jax.vmap(one)(grads)
     for norm in jax.tree.leaves(norms):
         included &= jnp.isfinite(norm)
@@ -147,6 +175,7 @@ class Coordinates(NamedTuple):
     decode: (released, state, like) -> (updates, next state); `like` has the shapes and dtypes that `encode` was given
     name:   for the printed pipeline
     elementwise: whether `encode` only scales coordinates (a mask) or drops leaves
+    streamed: whether `encode` draws something large as it goes, so that the whole batch is encoded at once
     check:  (steps) -> None; raises ValueError if a schedule leaves its domain in the first `steps`
     """
 
@@ -155,6 +184,7 @@ class Coordinates(NamedTuple):
     decode: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
     name: str
     elementwise: bool = False
+    streamed: bool = False
     check: Callable[[int], None] = lambda steps: None
 
 
@@ -214,6 +244,7 @@ def in_coordinates(mechanism: Mechanism, *coordinates: Coordinates) -> Mechanism
         release=release,
         event=event,
         elementwise=mechanism.elementwise and all(coordinate.elementwise for coordinate in coordinates),
+        streamed=mechanism.streamed or any(coordinate.streamed for coordinate in coordinates),
         stages=names + mechanism.stages + tuple(f"undo {name}" for name in reversed(names)),
     )
 

@@ -7,6 +7,7 @@ purpose. Statistical checks have fixed keys; their false-alarm rate is stated wh
 import functools
 import itertools
 import math
+from unittest import mock
 
 import attrs
 import dp_accounting
@@ -51,7 +52,14 @@ def paths(case: Case):
 
         return path
 
-    return [jax.jit(path) for path in (stacked, from_loss(None), from_loss(4))]
+    def encoded_in_parts(grads, state, weights):
+        with mock.patch("dpx.mechanism.ENCODED", 4 * sum(p.size for p in PARAMS.values())):
+            return stacked(grads, state, weights)
+
+    ways = [stacked, from_loss(None), from_loss(4)]
+    if not (mechanism.elementwise or mechanism.streamed):
+        ways.append(encoded_in_parts)
+    return [jax.jit(path) for path in ways]
 
 
 @functools.cache
@@ -194,7 +202,7 @@ def garbage(position: int) -> float:
 
 # 4
 def check_additive(case: Case):
-    """Any microbatching and plain optax agree."""
+    """Plain optax, any microbatching and encoding in parts agree."""
     weights = jnp.ones(ROWS).at[2].set(0)
     for step in STEPS:
         first, *others = [path(gradients(4), adapted_state(case, step), weights) for path in paths(case)]

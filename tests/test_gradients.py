@@ -28,6 +28,25 @@ def test_microbatches_equal_the_whole(microbatch_size, backend, monkeypatch):
     chex.assert_trees_all_close(actual, expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("backend", ["cpu", "other"])
+def test_memory_is_that_of_a_microbatch(backend, monkeypatch):
+    """Of 64 examples, 4 at once: the gradients of 64 are never there together."""
+    params = {"in": jnp.zeros((64, 256)), "out": jnp.zeros((256, 64))}
+    mechanism = dp_sgd(noise_multiplier=1.0)
+
+    def loss(params, x):
+        return jnp.sum(jnp.tanh(x @ params["in"]) @ params["out"])
+
+    def gradients_held(microbatch_size):
+        gradient = dpx.private_grad(loss, mechanism, microbatch_size=microbatch_size, clipping="vmap")
+        program = jax.jit(gradient).lower(params, jnp.zeros((64, 64)), mechanism.init(params)).compile()
+        return program.memory_analysis().temp_size_in_bytes / (4 * 2 * 64 * 256)
+
+    assert gradients_held(None) > 30
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    assert gradients_held(4) < 12
+
+
 def test_scan_and_donation():
     params, batch = model()
     optimizer = dpx.chain(dp_sgd(noise_multiplier=1.0), optax.sgd(0.1, momentum=0.9))

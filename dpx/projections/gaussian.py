@@ -44,4 +44,4 @@ def _rows(key: jax.Array, block: jax.Array, size: int, rank: int) -> jax.Array:
     return jax.random.normal(jax.random.fold_in(key, block), (_height(size, rank), size))
 
 
-GAUSSIAN = Kind(project, lift, stretch=None)
+GAUSSIAN = Kind(project, lift, stretch=None, streamed=True)

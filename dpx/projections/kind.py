@@ -22,12 +22,14 @@ class Kind(NamedTuple):
     lift:    (key, coordinates, sizes, rank) -> parts; the transpose
     stretch: (sizes, rank) -> the largest |P v| / |v| under any key; None if there is none
     elementwise: whether it only scales coordinates; the coordinates are then parts
+    streamed: whether `project` draws more than it is given, as it goes: the fewer calls, the better
     """
 
     project: Callable[[jax.Array, Parts, int], Parts]
     lift: Callable[[jax.Array, Parts, Sequence[int], int], Parts]
     stretch: Callable[[Sequence[int], int], float] | None
     elementwise: bool = False
+    streamed: bool = False
 
 
 def transposed(project: Callable[[jax.Array, Parts, int], Parts]):

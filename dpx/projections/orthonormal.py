@@ -72,4 +72,4 @@ def _matrices(key: jax.Array, blocks: Blocks, chunk: jax.Array) -> jax.Array:
     return q * jnp.where((numbers < blocks.wide)[:, None], wide[None], narrow[None])[:, None]
 
 
-ORTHONORMAL = Kind(project, lift, stretch)
+ORTHONORMAL = Kind(project, lift, stretch, streamed=True)

@@ -120,6 +120,7 @@ def projection(rank, reduction_rate, kind: str, every: int | None, stream: jax.A
         decode=decode,
         name=f"{kind} projection to {words}",
         elementwise=found.elementwise,
+        streamed=found.streamed,
     )
 
 
