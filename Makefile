@@ -22,7 +22,7 @@ lint: install
 	$(BIN)/basedpyright
 
 test: lint  # a process on every core, so one thread each
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadgroup
 
 clean:
 	rm -rf .venv runs

@@ -61,6 +61,8 @@ def main():
             columns = [(n, lambda rows, n=n: f"{rows[n]:.0f}" if n in rows else None) for n in names]
             tables = {"Growth of the resident size at its peak, MiB": report.table(results, columns)}
             report.write(options.name, facts, results, notes, tables)
+    for worker in workers.values():
+        worker.close()
     print((report.RESULTS / f"{options.name}.md").read_text())
 
 

@@ -54,7 +54,7 @@ def problem_times(workers: dict[str, Worker], model: str, size: int, options, no
                 continue
             try:
                 compiled = worker("make", name, options.clock)
-                worker("time", name)
+                worker("start", name, options.clock)
             except RuntimeError as error:
                 notes.append(f"{model}, {size}: {name} failed: {error}")
                 continue
@@ -80,6 +80,8 @@ def main():
             results[f"{model}, {size}"] = problem_times(workers, model, size, options, notes)
             floors = {framework: s["floor"] for framework, s in said.items()}
             report.write(options.name, facts, results, notes, summary.tables(results, floors))
+    for worker in workers.values():
+        worker.close()
     print((report.RESULTS / f"{options.name}.md").read_text())
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 ONE_CORE = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
-SLOW, LONG = 5.0, 20.0  # seconds of one step, and of all steps of a row
+SLOW, LONG = 2.0, 15.0  # seconds of one step, and of all steps of a row
 
 
 def pin(core: int):
@@ -19,10 +19,11 @@ def pin(core: int):
 
 
 class Timer:
-    """The seconds of one more step."""
+    """The seconds of one more step, after the first."""
 
     def __init__(self, run: Callable[[], Any], clock: Callable[[], float]):
-        self.run, self.clock, self.last = run, clock, 0.0
+        self.run, self.clock, self.last = run, clock, SLOW
+        self()
 
     def __call__(self) -> float:
         if self.last < SLOW:
@@ -35,10 +36,10 @@ class Timer:
 
 
 def interleaved(rows: Mapping[Any, Callable[[], float]], rounds: int) -> dict[Any, list[float]]:
-    """The seconds of every row, `rounds` of them; a row that takes long leaves after the third."""
+    """The seconds of every row, `rounds` of them; a row that takes long leaves earlier."""
     times: dict[Any, list[float]] = {name: [] for name in rows}
-    for turn in range(rounds):
+    for _ in range(rounds):
         for name, seconds in rows.items():
-            if turn < 3 or sum(times[name]) < LONG:
+            if sum(times[name]) < LONG:
                 times[name].append(seconds())
     return times

@@ -397,13 +397,17 @@ LINES = [
 ]
 
 
-@pytest.mark.parametrize("case", MECHANISMS, ids=lambda case: case.name)
+# what a mechanism compiles is used by all of its lines, in one process
+CASES = [pytest.param(case, id=case.name, marks=pytest.mark.xdist_group(case.name)) for case in MECHANISMS]
+
+
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("line", LINES, ids=lambda line: line.__name__.removeprefix("check_"))
 def test_contract(line, case):
     line(case)
 
 
-@pytest.mark.parametrize("case", MECHANISMS, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES)
 def test_contract_secrecy(case, monkeypatch):
     check_secrecy(case, monkeypatch)
 
