@@ -7,7 +7,9 @@ from typing import Any
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 ONE_CORE = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
-SLOW, LONG = 2.0, 15.0  # seconds of one step, and of all steps of a row
+SLOW = 2.0  # seconds of one step
+SHORT, LONG = 1.0, 15.0  # seconds of all steps of a row: less is too little for few rounds, more is enough at any time
+MORE = 12  # times the rounds, for a short row
 
 
 def pin(core: int):
@@ -36,10 +38,10 @@ class Timer:
 
 
 def interleaved(rows: Mapping[Any, Callable[[], float]], rounds: int) -> dict[Any, list[float]]:
-    """The seconds of every row, `rounds` of them; a row that takes long leaves earlier."""
+    """The seconds of every row, `rounds` of them or more if it is short; a row that takes long leaves earlier."""
     times: dict[Any, list[float]] = {name: [] for name in rows}
-    for _ in range(rounds):
+    for number in range(MORE * rounds):
         for name, seconds in rows.items():
-            if sum(times[name]) < LONG:
+            if sum(times[name]) < (LONG if number < rounds else SHORT):
                 times[name].append(seconds())
     return times

@@ -13,6 +13,7 @@ from dpx import keys, schedules
 from dpx.accounting.feedback import SAMPLINGS, ErrorFeedbackDpEvent
 from dpx.gaussian import SMALLEST_CLIP_NORM
 from dpx.mechanism import Mechanism, ReleaseState, Tree
+from dpx.parts import after
 from dpx.sampling import Sampling
 
 LARGEST_NORM = 1e15  # of a gradient or error that enters the error: its square, and sums of it, stay finite in float32
@@ -102,7 +103,7 @@ def error_feedback_mechanism(
             return withheld / sampling.divisor + (scale * (remembered - fed_back)) * error
 
         updates = jax.tree.map(one, sums[0], error, noise)
-        error = jax.tree.map(remainder, sums[1], error)
+        error = jax.tree.map(remainder, sums[1], after(updates, error))  # in the place of the old one
         return optax.tree.cast_like(updates, params), ErrorFeedbackState(ReleaseState(step + 1), error)
 
     def event(steps) -> DpEvent:

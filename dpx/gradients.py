@@ -4,12 +4,11 @@ from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
-from dpx import ghost
-from dpx.mechanism import Mechanism, Tree, batch_size, inclusion, sum_contributions
+from dpx import ghost, working_set
+from dpx.mechanism import Mechanism, ReleaseState, Tree, batch_size, inclusion, sum_contributions
+from dpx.parts import after, sum_over_parts
 
-LARGEST_UNROLL = 64  # microbatches; beyond it the compile time outweighs what unrolling gains
 Clipping = Literal["auto", "ghost", "vmap"]
 
 
@@ -36,8 +35,9 @@ def private_grad(
     `example` has no batch axis; `batch` is the same pytree with the examples on axis 0. The numbers are those of
     `mechanism.update` on stacked gradients, to float32. A mechanism built by `dpx.chain` gives the optimizer's updates.
 
-    microbatch_size: how many examples are worked on at once (None: the whole batch). Microbatches are unrolled on CPU,
-        where convolutions inside loops are slow, and looped elsewhere.
+    microbatch_size: how many examples are worked on at once. None: the whole batch, or on a CPU, for a model without
+        convolutions, as few as stay in its cache if that is faster. Microbatches are looped; with convolutions, which
+        are slow inside loops on a CPU, they are unrolled there.
     clipping: how the norms are had. "vmap" makes every per-example gradient; "ghost" follows every parameter it can
         (`dpx.ghost`); "auto" decides per parameter, while tracing, by an estimate of the cost. `dpx.explain` tells.
     """
@@ -48,17 +48,21 @@ def private_grad(
     def private_gradient(params, batch, state, *, weights=None):
         size = batch_size(batch)
         included = inclusion(size, weights)
-        plan = _plan(loss, mechanism, params, batch, state, clipping)
+        example = _one_of(batch)
+        plan = _plan(loss, mechanism, params, example, state, clipping)
+        made = working_set.forward(loss, params, example)
+        at_once = microbatch_size or working_set.examples_at_once(made, plan, params, size)
 
-        def microbatch(params, rows):
-            examples, rows_included = rows
+        def microbatch(wait, rows):
+            (examples, rows_included), waiting = rows, wait(params)
             if isinstance(plan, ghost.Plan) and plan.follows:
-                return ghost.sum_contributions(plan, mechanism, params, examples, state, rows_included)
-            losses, grads = jax.vmap(jax.value_and_grad(loss), in_axes=(None, 0))(params, examples)
+                return ghost.sum_contributions(plan, mechanism, waiting, examples, state, rows_included)
+            losses, grads = jax.vmap(jax.value_and_grad(loss), in_axes=(None, 0))(waiting, examples)
             return sum_contributions(mechanism, grads, state, rows_included), losses
 
-        sums, losses = _over_microbatches(microbatch, params, (batch, included), size, microbatch_size or max(size, 1))
-        updates, state = mechanism.release(sums, state, params)
+        unroll = made.convolves and jax.default_backend() == "cpu"
+        sums, losses = sum_over_parts(microbatch, (batch, included), max(1, at_once), unroll=unroll)
+        updates, state = mechanism.release(sums, _waiting_for(sums, state), params)
         return PrivateGradient(updates, state, losses)
 
     return private_gradient
@@ -75,7 +79,7 @@ def explain(
     """Which way `private_grad` takes for each parameter, and why; print it. Shapes suffice for `params` and `batch`."""
     _check(mechanism, clipping)
     state = jax.eval_shape(mechanism.init, params)
-    return ghost.explain(_plan(loss, mechanism, params, batch, state, clipping), params)
+    return ghost.explain(_plan(loss, mechanism, params, _one_of(batch), state, clipping), params)
 
 
 def _check(mechanism, clipping):
@@ -85,51 +89,23 @@ def _check(mechanism, clipping):
         raise ValueError(f'clipping must be "auto", "ghost" or "vmap", got {clipping!r}')
 
 
-def _plan(loss, mechanism, params, batch, state, clipping) -> ghost.Plan | str:
-    if clipping == "vmap":
-        return "asked for"
+def _one_of(batch: Tree) -> Tree:
+    """The shapes of one example."""
     batch_size(batch)
     rows = jax.eval_shape(lambda batch: batch, batch)
-    example = jax.tree.map(lambda row: jax.ShapeDtypeStruct(row.shape[1:], row.dtype), rows)
+    return jax.tree.map(lambda row: jax.ShapeDtypeStruct(row.shape[1:], row.dtype), rows)
+
+
+def _plan(loss, mechanism, params, example, state, clipping) -> ghost.Plan | str:
+    if clipping == "vmap":
+        return "asked for"
     return ghost.make_plan(loss, mechanism, params, example, state, force=clipping == "ghost")
 
 
-def _over_microbatches(function, params, rows, size, microbatch_size):
-    """`function(params, rows)` summed (its first output) and concatenated (its second) over slices of the rows."""
-    whole, rest = divmod(size, microbatch_size)
-    sums, outputs = _nothing(function, params, rows), []
+def _waiting_for(sums, state):
+    """`state` with its step counts, and so the noise, held back until no gradient is in memory any more."""
 
-    def part(sums, start, stop):
-        # A microbatch waits for the sums before it, so that only one is in memory. Never true, but XLA cannot know; it
-        # drops an optimization_barrier before it orders what it runs.
-        never = sum(leaf.reshape(-1)[0] for leaf in jax.tree.leaves(sums) if leaf.size) > jnp.inf
-        waiting = jax.tree.map(lambda p: jnp.where(never, jnp.zeros_like(p), p), params)
-        more, output = function(waiting, jax.tree.map(lambda leaf: leaf[start:stop], rows))
-        outputs.append(output)
-        return jax.tree.map(jnp.add, sums, more)
+    def counts(node):
+        return isinstance(node, ReleaseState)
 
-    if size == microbatch_size:
-        return function(params, rows)
-    if whole <= 1 or (jax.default_backend() == "cpu" and whole <= LARGEST_UNROLL):
-        for i in range(whole):
-            sums = part(sums, i * microbatch_size, (i + 1) * microbatch_size)
-    else:
-
-        def body(sums, rows):
-            more, output = function(params, rows)
-            return jax.tree.map(jnp.add, sums, more), output
-
-        shape = (whole, microbatch_size)
-        head = jax.tree.map(lambda leaf: leaf[: whole * microbatch_size].reshape(*shape, *leaf.shape[1:]), rows)
-        sums, stacked = jax.lax.scan(body, sums, head)
-        outputs.append(stacked.reshape(-1, *stacked.shape[2:]))
-    if rest:
-        sums = part(sums, size - rest, size)
-    return sums, jnp.concatenate(outputs) if outputs else jnp.zeros(0)
-
-
-def _nothing(function, params, rows):
-    """The sums over no examples."""
-    one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape[1:]), leaf.dtype), rows)
-    sums, _ = jax.eval_shape(function, params, one)
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), sums)
+    return jax.tree.map(lambda node: after(sums, node) if counts(node) else node, state, is_leaf=counts)

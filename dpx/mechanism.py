@@ -22,11 +22,12 @@ import jax.numpy as jnp
 import optax
 from dp_accounting import DpEvent
 
+from dpx.parts import sum_over_parts
 from dpx.sampling import Sampling
 
 Tree = Any  # a pytree of arrays
 
-ENCODED = 2**21  # numbers of gradients that are encoded at once
+ENCODED, PARTS = 2**24, 8  # numbers of gradients that are encoded at once, if that takes no more parts
 
 
 class Mechanism(optax.GradientTransformationExtraArgs):
@@ -108,22 +109,18 @@ def sum_contributions(mechanism: Mechanism, grads: Tree, state: Tree, weights: j
     where the hardware would round products (a rounded product could exceed the bound).
     """
     size, included = batch_size(grads), inclusion(batch_size(grads), weights)
-    encoded_at_once = max(1, ENCODED * size // max(1, sum(leaf.size for leaf in jax.tree.leaves(grads))))
+    parts = min(PARTS, sum(leaf.size for leaf in jax.tree.leaves(grads)) // ENCODED)
     spread = jax.device_count() > 1  # perhaps over the axis that would be cut
-    if mechanism.elementwise or mechanism.streamed or spread or encoded_at_once >= size:
+    if mechanism.elementwise or mechanism.streamed or spread or parts < 2:
         return _sum_encoded(mechanism, grads, state, included)
 
-    def part(number, sums):
-        first = number * encoded_at_once
-        start = jnp.minimum(first, size - encoded_at_once)  # the last part may begin with rows that were summed before
-        rows, rows_included = jax.tree.map(
-            lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, start, encoded_at_once), (grads, included)
-        )
-        rows_included &= start + jnp.arange(encoded_at_once) >= first
-        return jax.tree.map(jnp.add, sums, _sum_encoded(mechanism, rows, state, rows_included))
+    def part(wait, rows):
+        grads, included = rows
+        return _sum_encoded(mechanism, wait(grads), state, included), ()
 
-    shapes = jax.eval_shape(lambda: _sum_encoded(mechanism, grads, state, included))
-    return jax.lax.fori_loop(0, math.ceil(size / encoded_at_once), part, optax.tree.zeros_like(shapes))
+    unroll = jax.default_backend() == "cpu"
+    sums, _ = sum_over_parts(part, (grads, included), math.ceil(size / parts), unroll=unroll)
+    return sums
 
 
 def _sum_encoded(mechanism: Mechanism, grads: Tree, state: Tree, included: jax.Array) -> tuple[Tree, ...]:

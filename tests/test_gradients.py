@@ -15,36 +15,58 @@ import dpx
 from tests.test_dp_sgd import dp_sgd, loss, model
 
 
+def convolving(loss):
+    """The same loss; as it convolves, its microbatches are unrolled on a CPU."""
+
+    def same(params, example):
+        one = jnp.ones((1, 1, 1))
+        return loss(params, example) * jax.lax.conv_general_dilated(one, one, (1,), "VALID")[0, 0, 0]
+
+    return same
+
+
 @pytest.mark.parametrize("microbatch_size", [1, 3, 8, 16, 100])
-@pytest.mark.parametrize("backend", ["cpu", "other"])
-def test_microbatches_equal_the_whole(microbatch_size, backend, monkeypatch):
+@pytest.mark.parametrize("loss", [loss, convolving(loss)], ids=["looped", "unrolled"])
+def test_microbatches_equal_the_whole(microbatch_size, loss):
     params, batch = model()
     mechanism = dp_sgd(noise_multiplier=1.0)
     weights = jnp.ones(16).at[5].set(0)
     expected = dpx.private_grad(loss, mechanism)(params, batch, mechanism.init(params), weights=weights)
-    monkeypatch.setattr(jax, "default_backend", lambda: backend)
     gradient = jax.jit(dpx.private_grad(loss, mechanism, microbatch_size=microbatch_size))
     actual = gradient(params, batch, mechanism.init(params), weights=weights)
     chex.assert_trees_all_close(actual, expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("backend", ["cpu", "other"])
-def test_memory_is_that_of_a_microbatch(backend, monkeypatch):
-    """Of 64 examples, 4 at once: the gradients of 64 are never there together."""
+def dense(params, x):
+    return jnp.sum(jnp.tanh(x @ params["in"]) @ params["out"])
+
+
+def gradients_held(loss, microbatch_size=None, size=64):
+    """Temporary memory of a step, in gradients of one example."""
     params = {"in": jnp.zeros((64, 256)), "out": jnp.zeros((256, 64))}
     mechanism = dp_sgd(noise_multiplier=1.0)
+    gradient = dpx.private_grad(loss, mechanism, microbatch_size=microbatch_size, clipping="vmap")
+    program = jax.jit(gradient).lower(params, jnp.zeros((size, 64)), mechanism.init(params)).compile()
+    return program.memory_analysis().temp_size_in_bytes / (4 * 2 * 64 * 256)
 
-    def loss(params, x):
-        return jnp.sum(jnp.tanh(x @ params["in"]) @ params["out"])
 
-    def gradients_held(microbatch_size):
-        gradient = dpx.private_grad(loss, mechanism, microbatch_size=microbatch_size, clipping="vmap")
-        program = jax.jit(gradient).lower(params, jnp.zeros((64, 64)), mechanism.init(params)).compile()
-        return program.memory_analysis().temp_size_in_bytes / (4 * 2 * 64 * 256)
+@pytest.mark.parametrize("loss", [dense, convolving(dense)], ids=["looped", "unrolled"])
+def test_memory_is_that_of_a_microbatch(loss):
+    """Of 64 examples, 4 at once: the gradients of 64 are never there together."""
+    assert gradients_held(loss, 64) > 30
+    assert gradients_held(loss, 4) < 12
 
-    assert gradients_held(None) > 30
-    monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    assert gradients_held(4) < 12
+
+@pytest.mark.parametrize("size", [64, 61])
+def test_where_a_batch_would_leave_the_cache_of_a_cpu_parts_are_chosen(size, monkeypatch):
+    assert gradients_held(dense, size=size) > 30
+    monkeypatch.setattr("dpx.working_set.CACHE", 2**19)  # 4 gradients
+    monkeypatch.setattr("dpx.working_set.SUMS", 1)
+    monkeypatch.setattr("dpx.working_set.SPILLS", 2**21)
+    assert gradients_held(dense, size=size) < 12
+    assert gradients_held(convolving(dense), size=size) > 30  # which loops make slow
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert gradients_held(dense, size=size) > 30
 
 
 def test_scan_and_donation():

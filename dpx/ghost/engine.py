@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from dpx.ghost import norms, shared, trace
 from dpx.ghost.plan import Plan
 from dpx.mechanism import Mechanism
+from dpx.parts import after
 
 Tree = Any
 
@@ -68,7 +69,10 @@ def sum_contributions(
         shape = jax.ShapeDtypeStruct(weights[leaf].shape, jnp.float32)
         sites = followed.get(leaf, ())
         if leaf in grads:
-            total = jnp.tensordot(factor, grads[leaf], 1, precision=norms.EXACT)
+            rows = grads[leaf]
+            if rows.ndim == 2:  # most often a bias, whose weighted rows are made for the weights beside it anyway
+                factor, rows = jnp.ones_like(factor), factor[:, None] * rows
+            total = jnp.tensordot(factor, rows, 1, precision=norms.EXACT)
             return _transpose(sites[0].arrange, shape, total) if sites else total
         if not sites:
             return jnp.zeros(shape.shape, jnp.float32)
@@ -89,7 +93,10 @@ def sum_contributions(
             sums.append(summed * scales[part.leaf] if part.leaf in scales else summed)
         return jax.tree.unflatten(plan.structure, sums)
 
-    return tuple(total(factor) for factor in factors), losses
+    sums = ()
+    for factor in factors:
+        sums += (total(after(sums, factor)),)  # one set of weighted cotangents at a time
+    return sums, losses
 
 
 def _scaled_norm(scale):

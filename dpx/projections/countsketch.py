@@ -27,7 +27,8 @@ def project(key: jax.Array, parts: Parts, rank: int) -> Parts:
         return [_looped(join(parts) * signs, offsets, rank)]
     # in place, piece by piece, as a batch of gradients is large; what slides over the end is folded back
     longest = min(rank, max(UNCUT, math.ceil(rank / PIECES)))
-    total = jnp.zeros(rank + longest)
+    zero = 0 * next(part for part in parts if part.size)[0]  # known to be 0 only with the example: not made before it
+    total = jnp.full(rank + longest, zero)
     for start, piece in _pieces(parts, rank, longest):
         bucket = ((offsets[start // rank] + start) % rank,)
         signed = piece * signs[start : start + piece.size]

@@ -1,0 +1,60 @@
+"""A batch worked on a part at a time, with only one part in memory."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+Tree = Any
+
+LARGEST_UNROLL = 64  # parts; beyond it the compile time outweighs what unrolling gains
+
+
+def sum_over_parts(function: Callable, rows: Tree, part_size: int, *, unroll: bool) -> tuple[Tree, Tree]:
+    """`function(wait, rows) -> (sums, outputs)`, its sums added and its outputs concatenated over parts of the rows.
+
+    wait: a function that gives back the arrays it is given; what a part makes from them is made after the part before.
+    unroll: rather than loop, unless there are too many parts. On a CPU, XLA is slow at convolutions inside a loop, and
+        copies what goes into one.
+    """
+    size = jax.tree.leaves(rows)[0].shape[0]
+    if 0 < size <= part_size:
+        return function(lambda tree: tree, rows)
+    whole, rest = divmod(size, part_size)
+    one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape[1:]), leaf.dtype), rows)
+    sums, nothing = jax.tree.map(
+        lambda leaf: jnp.zeros(leaf.shape, leaf.dtype),
+        jax.eval_shape(lambda rows: function(lambda tree: tree, rows), one),
+    )
+    outputs = [jax.tree.map(lambda leaf: leaf[:0], nothing)]
+
+    def part(sums, start, stop):
+        more, output = function(lambda tree: after(sums, tree), jax.tree.map(lambda leaf: leaf[start:stop], rows))
+        outputs.append(output)
+        return jax.tree.map(jnp.add, sums, more)
+
+    if whole <= 1 or (unroll and whole <= LARGEST_UNROLL):
+        for number in range(whole):
+            sums = part(sums, number * part_size, (number + 1) * part_size)
+    else:
+
+        def body(sums, rows):
+            more, output = function(lambda tree: tree, rows)
+            return jax.tree.map(jnp.add, sums, more), output
+
+        head = jax.tree.map(lambda leaf: leaf[: whole * part_size].reshape(whole, part_size, *leaf.shape[1:]), rows)
+        sums, stacked = jax.lax.scan(body, sums, head)
+        outputs.append(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), stacked))
+    if rest:
+        sums = part(sums, size - rest, size)
+    return sums, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *outputs)
+
+
+def after(made: Tree, tree: Tree) -> Tree:
+    """`tree`, unchanged, but had only once every array of `made` is there.
+
+    By a dependency that is never used, which XLA cannot know; it drops an optimization_barrier before it schedules.
+    """
+    never = sum(leaf[(0,) * leaf.ndim].astype(jnp.float32) for leaf in jax.tree.leaves(made) if leaf.size) > jnp.inf
+    return jax.tree.map(lambda leaf: jnp.where(never, jnp.zeros_like(leaf), leaf), tree)
