@@ -30,7 +30,7 @@ class Config:
         multiplier alone, the steps are run and billed; with both, the run stops before epsilon would be overspent.
     epochs: planned, as a multiple of the data set's size.
     batch_size: expected; None is 256, or the whole data set with sampling "full".
-    microbatch_size: how many per-example gradients are held at once; None is the whole batch.
+    microbatch_size: how many examples are worked on at once; None leaves it to `dpx.private_grad`.
     momentum: of "sgd" only.
     seed: decides initial parameters, batches and noise. As secret as the training data.
     """

@@ -33,7 +33,7 @@ HELP = {
     "epochs": "planned passes over the data",
     "sampling": "how batches are drawn; the bill follows",
     "batch_size": "expected batch size (default 256)",
-    "microbatch_size": "per-example gradients held at once (default: the whole batch)",
+    "microbatch_size": "examples worked on at once (default: as dpx.private_grad chooses)",
     "features": "a fixed transform of the images, computed once and kept in the cache directory",
 }
 

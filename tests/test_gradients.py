@@ -41,11 +41,11 @@ def dense(params, x):
     return jnp.sum(jnp.tanh(x @ params["in"]) @ params["out"])
 
 
-def gradients_held(loss, microbatch_size=None, size=64):
+def gradients_held(loss, microbatch_size=None, size=64, mechanism=None, clipping="vmap"):
     """Temporary memory of a step, in gradients of one example."""
     params = {"in": jnp.zeros((64, 256)), "out": jnp.zeros((256, 64))}
-    mechanism = dp_sgd(noise_multiplier=1.0)
-    gradient = dpx.private_grad(loss, mechanism, microbatch_size=microbatch_size, clipping="vmap")
+    mechanism = mechanism or dp_sgd(noise_multiplier=1.0)
+    gradient = dpx.private_grad(loss, mechanism, microbatch_size=microbatch_size, clipping=clipping)
     program = jax.jit(gradient).lower(params, jnp.zeros((size, 64)), mechanism.init(params)).compile()
     return program.memory_analysis().temp_size_in_bytes / (4 * 2 * 64 * 256)
 
@@ -67,6 +67,38 @@ def test_where_a_batch_would_leave_the_cache_of_a_cpu_parts_are_chosen(size, mon
     assert gradients_held(convolving(dense), size=size) > 30  # which loops make slow
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert gradients_held(dense, size=size) > 30
+
+
+BASE = {"clip_norm": 1.0, "noise_multiplier": 1.0, "sampling": dpx.PoissonSampling(examples=1000, batch_size=64)}
+
+
+def projected(kind):
+    projection = dpx.random_projection(reduction_rate=0.3, kind=kind, key=jax.random.key(0))
+    return dpx.in_coordinates(dpx.dp_sgd(**BASE, key=jax.random.key(0)), projection)
+
+
+@pytest.mark.parametrize(
+    "mechanism",
+    [dpx.ada_dpigu(keep=0.6, warmup=1, **BASE, key=jax.random.key(0)), projected("countsketch"), projected("hadamard")],
+    ids=["ada_dpigu", "countsketch", "hadamard"],
+)
+def test_what_is_encoded_is_held_in_parts(mechanism, monkeypatch):
+    """Stacked, the 64 gradients and what they become would be some 100."""
+    monkeypatch.setattr("dpx.mechanism.ENCODED", 2 * 64 * 256 * 8)
+    assert gradients_held(dense, 64, mechanism=mechanism) < 30
+
+
+@pytest.mark.parametrize(
+    "mechanism, largest",
+    [
+        (dpx.dp_sgd(**BASE, key=jax.random.key(0)), 11),
+        (dpx.dice_sgd(feedback_norm=1.0, outer_clip_norm=1.5, **BASE, key=jax.random.key(0)), 15),
+    ],
+    ids=["one weight", "two weights"],
+)
+def test_noise_is_made_when_the_gradients_are_gone(mechanism, largest):
+    """Of 512 examples by ghost norms, where the activations of a layer are 4 gradients, and the noise 2."""
+    assert gradients_held(dense, 512, size=512, mechanism=mechanism, clipping="ghost") < largest
 
 
 def test_scan_and_donation():
