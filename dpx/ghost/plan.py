@@ -136,8 +136,7 @@ def estimate(site: rules.Site, *, scaled: bool) -> dict[str, float]:
         squares = groups * positions * positions
         costs["gram"] = 2.0 * GRAM * squares * (fan_in + fan_out) + 4 * BYTE * (2 * squares + site.expands) + once
     if site.expands or positions > 1:
-        held = site.expands or groups * positions * fan_out  # patches, or what the backward pass keeps for later
-        costs["product"] = once + stored + 4 * BYTE * held
+        costs["product"] = once + stored + 4 * BYTE * site.expands
     return costs
 
 
