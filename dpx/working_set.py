@@ -1,7 +1,6 @@
 """How many examples are worked on at once where nobody says so: on a CPU, as many as stay in its cache.
 
-What a step of a whole batch writes is memory that the system has to clear, page by page, and that no cache holds. A
-transformer's step, example by example or not, takes half the time in parts of a few examples (benchmarks/step.py).
+What a step of a whole batch writes is memory that the system has to clear, page by page, and that no cache holds.
 """
 
 import math
