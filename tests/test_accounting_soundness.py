@@ -57,8 +57,11 @@ def test_the_smallest_costs_are_not_rounded_to_nothing(sigma, rate):
 
 
 def test_deltas_below_the_smallest_number_are_bounded():
-    for epsilon in np.linspace(60, 90, 61):
-        assert accounting.schedule_delta([2.0], 0.01, counts=[100], epsilon=epsilon).upper < 1e-250
+    rdp = renyi.total(np.array([2.0]), np.array([0.01]), np.array([100]))
+    low, high = 0.5, 60.0
+    while not 0 < renyi.delta(rdp, (low + high) / 2)[0] < 1e-320:
+        low, high = ((low + high) / 2, high) if renyi.delta(rdp, (low + high) / 2)[0] else (low, (low + high) / 2)
+    assert accounting.schedule_delta([2.0], 0.01, counts=[100], epsilon=(low + high) / 2).upper <= 1e-320
 
 
 def test_both_directions_dominate():
