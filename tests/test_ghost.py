@@ -289,7 +289,7 @@ def test_the_bound_holds_where_long_sums_cancel(fan_in):
         return jnp.sum(x @ w)
 
     step = jax.jit(dpx.private_grad(loss, made, clipping="ghost"))
-    half = jnp.arange(fan_in) < fan_in // 2
+    half = (jnp.arange(fan_in) < fan_in // 2).astype(jnp.float32)
     for base in (jnp.full(fan_in, 0.6).at[0].set(1.0), normal(1, fan_in)):
         for delta in np.geomspace(1e-4, 3e-2, 40):
             x = jnp.stack([base, -base * (1 + delta * half)])[None]
