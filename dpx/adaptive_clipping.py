@@ -43,7 +43,9 @@ def adaptive_clipping(
     indicator_noise: s, on the sum of the indicators; the paper's is B / 20.
     noise_multiplier: z; above 0 and below 2 s at every step, or ValueError: the indicator alone would cost more.
     """
-    initial_clip_norm = schedules.require_number("initial_clip_norm", initial_clip_norm, minimum=SMALLEST_CLIP_NORM)
+    initial_clip_norm = schedules.require_number(
+        "initial_clip_norm", initial_clip_norm, minimum=SMALLEST_CLIP_NORM, maximum=1 / SMALLEST_CLIP_NORM
+    )
     schedules.require_number("learning_rate", learning_rate, minimum=0)
     schedules.require_number("indicator_noise", indicator_noise, minimum=0, exclusive=True)
     if not 0 < quantile < 1:
@@ -97,7 +99,7 @@ def adaptive_clipping(
 
 
 def _require_room(multipliers: np.ndarray, indicator_noise: float):
-    wrong = np.flatnonzero(~((multipliers > 0) & (multipliers < 2 * indicator_noise)))
+    wrong = np.flatnonzero(~((multipliers > 0) & (multipliers < 2 * indicator_noise * (1 - 2**-20))))  # in float32
     for step in wrong[:1]:
         raise ValueError(
             f"noise_multiplier must be above 0 and below 2 indicator_noise = {2 * indicator_noise:g}, "

@@ -11,12 +11,11 @@ from dp_accounting import DpEvent, NoOpDpEvent
 
 from dpx import keys, schedules
 from dpx.accounting.feedback import SAMPLINGS, ErrorFeedbackDpEvent
-from dpx.gaussian import SMALLEST_CLIP_NORM
+from dpx.gaussian import LARGEST_CLIP_NORM, SMALLEST_CLIP_NORM
 from dpx.mechanism import Mechanism, ReleaseState, Tree
 from dpx.parts import after
 from dpx.sampling import Sampling
 
-LARGEST_NORM = 1e15  # of a gradient or error that enters the error: its square, and sums of it, stay finite in float32
 _TINY = 1e-30
 
 
@@ -45,8 +44,8 @@ def error_feedback_mechanism(
     example moves v by at most C1 / B and e by (Cmax - C1) / B, and a moved e moves later v. The float32 rounding of e,
     2^-24 of its norm a step while that exceeds C2 and none otherwise, is not billed.
 
-    clip_norm: C1, on an example's gradient. outer_clip_norm: Cmax, at least C1; inf is DiceSGD as published, whose only
-        bill is the trivial one: 2 C2 at every step, never amplified.
+    clip_norm: C1, on an example's gradient. outer_clip_norm: Cmax, in [C1, 1e15]; inf is DiceSGD as published, whose
+        only bill is the trivial one: 2 C2 at every step, never amplified.
     feedback_norm: C2, on the scale of the MEAN gradient: C2 >= C1 removes the clipping bias, and C1 / B is the most
         that one example moves the mean.
     noise_multiplier: nu, noise standard deviation on the sum over C1, as in DP-SGD; a number. 0 bills infinity.
@@ -58,12 +57,7 @@ def error_feedback_mechanism(
     feedback_norm = _rounded("feedback_norm", feedback_norm, SMALLEST_CLIP_NORM)
     noise_multiplier = _rounded("noise_multiplier", noise_multiplier, 0)
     bounded = not (isinstance(outer_clip_norm, float) and outer_clip_norm == math.inf)
-    outer = _rounded("outer_clip_norm", outer_clip_norm, clip_norm) if bounded else LARGEST_NORM
-    if max(outer, feedback_norm) > LARGEST_NORM:
-        raise ValueError(
-            f"outer_clip_norm must be inf or at most {LARGEST_NORM:g}, and feedback_norm at most that; got "
-            f"{outer_clip_norm}, {feedback_norm}"
-        )
+    outer = _rounded("outer_clip_norm", outer_clip_norm, clip_norm) if bounded else LARGEST_CLIP_NORM
     if reset_every is not None and (type(reset_every) is not int or reset_every < 1):
         raise ValueError(f"reset_every must be None or a whole number of at least 1, got {reset_every!r}")
     if not isinstance(sampling, SAMPLINGS):
@@ -91,7 +85,7 @@ def error_feedback_mechanism(
     def release(sums, state, params):
         step, error = state.release.step, state.unreleased_error
         norm = jnp.maximum(optax.tree.norm(error), _TINY)
-        remembered = jnp.minimum(norm, LARGEST_NORM)
+        remembered = jnp.minimum(norm, LARGEST_CLIP_NORM)
         fed_back = fed_back_norm(remembered)
         scale = 1 / norm if reset_every is None else jnp.where(step % reset_every == 0, 0, 1 / norm)
         noise = keys.normal_like(jax.random.fold_in(noise_key, step), sums[0])
@@ -142,4 +136,5 @@ def error_feedback_mechanism(
 
 def _rounded(name: str, value: float, minimum: float) -> float:
     """The float32 that the mechanism runs with, so that it is the one that is billed."""
-    return float(np.float32(schedules.require_number(name, value, minimum=minimum)))
+    rounded = float(np.float32(schedules.require_number(name, value, minimum=0)))
+    return schedules.require_number(name, rounded, minimum=minimum, maximum=LARGEST_CLIP_NORM)

@@ -1,5 +1,7 @@
 """The Gaussian mechanism on clipped per-example gradients: the ground every method stands on."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,7 @@ from dpx.mechanism import Mechanism, ReleaseState, Tree
 from dpx.sampling import Sampling
 from dpx.schedules import ScalarOrSchedule
 
-SMALLEST_CLIP_NORM = 1e-12  # squares of smaller norms underflow in float32, and the bound would not be one
+SMALLEST_CLIP_NORM, LARGEST_CLIP_NORM = 2.0**-40, 1e15  # the squares of others, or sums of them, leave float32
 
 
 def gaussian_mechanism(
@@ -25,17 +27,20 @@ def gaussian_mechanism(
     Guarantee: one example moves the sum by at most C, so `steps` releases cost `sampling.event` of their noise
     multipliers (Abadi et al. 2016, https://arxiv.org/abs/1607.00133).
 
-    clip_norm: C, a number of at least 1e-12, or an optax schedule of the step. A pytree prefix of the gradients clips
+    clip_norm: C, a number in [2^-40, 1e15], or an optax schedule of the step. A pytree prefix of the gradients clips
         each group (layer) to its own norm; the sensitivity of the whole is then C = sqrt(sum of their squares), and the
         noise has that scale in every coordinate.
     noise_multiplier: sigma, noise standard deviation on the sum over C; a number or a schedule. 0 bills infinity.
     sampling: draws the batches, states B and wraps the event.
-    key: a secret jax PRNG key; its "noise" stream is used, with the step folded in.
+    key: a secret jax PRNG key, of one run: another run with it, on the same data, has the same noise, and the
+        difference of the two has none. Its "noise" stream is used, with the step folded in.
 
     Raises ValueError for a negative or non-finite number, a value that is traced (it could not be billed), or no key.
     """
     clip_norm = jax.tree.map(
-        lambda c: schedules.require_scalar_or_schedule("clip_norm", c, minimum=SMALLEST_CLIP_NORM),
+        lambda c: schedules.require_scalar_or_schedule(
+            "clip_norm", c, minimum=SMALLEST_CLIP_NORM, maximum=LARGEST_CLIP_NORM
+        ),
         clip_norm,
     )
     if not jax.tree.leaves(clip_norm):
@@ -64,9 +69,9 @@ def gaussian_mechanism(
 
     def event(steps):
         for value in jax.tree.leaves(clip_norm):
-            _require_all("clip_norm", schedules.over(value, steps), SMALLEST_CLIP_NORM)
+            _require_all("clip_norm", schedules.over(value, steps), SMALLEST_CLIP_NORM, LARGEST_CLIP_NORM)
         multipliers = schedules.over(noise_multiplier, steps)
-        _require_all("noise_multiplier", multipliers, 0)
+        _require_all("noise_multiplier", multipliers, 0, math.inf)
         return sampling.event(multipliers)
 
     scale = _describe(noise_multiplier)
@@ -87,12 +92,11 @@ def gaussian_mechanism(
     )
 
 
-def _require_all(name: str, values: np.ndarray, minimum: float):
-    wrong = np.flatnonzero(~(np.isfinite(values) & (values >= minimum)))
+def _require_all(name: str, values: np.ndarray, minimum: float, maximum: float):
+    wrong = np.flatnonzero(~(np.isfinite(values) & (values >= minimum) & (values <= maximum)))
     if len(wrong):
-        raise ValueError(
-            f"{name} must be finite and at least {minimum} at every step, got {values[wrong[0]]} at step {wrong[0]}"
-        )
+        bound = schedules.between(minimum, maximum)
+        raise ValueError(f"{name} must be finite and {bound} at every step, got {values[wrong[0]]} at step {wrong[0]}")
 
 
 def _describe(value: ScalarOrSchedule) -> str:

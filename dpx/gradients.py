@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 import jax
 
 from dpx import ghost, working_set
-from dpx.mechanism import Mechanism, ReleaseState, Tree, batch_size, inclusion, sum_contributions
+from dpx.mechanism import Mechanism, ReleaseState, Tree, batch_size, inclusion, require_real, sum_contributions
 from dpx.parts import after, sum_over_parts
 
 Clipping = Literal["auto", "ghost", "vmap"]
@@ -40,6 +40,7 @@ def private_grad(
         are slow inside loops on a CPU, they are unrolled there.
     clipping: how the norms are had. "vmap" makes every per-example gradient; "ghost" follows every parameter it can
         (`dpx.ghost`); "auto" decides per parameter, while tracing, by an estimate of the cost. `dpx.explain` tells.
+        Inside a `jax.shard_map` only "vmap" works with check_vma=True, and all do with False.
     """
     _check(mechanism, clipping)
     if microbatch_size is not None and (not isinstance(microbatch_size, int) or microbatch_size < 1):
@@ -47,6 +48,7 @@ def private_grad(
 
     def private_gradient(params, batch, state, *, weights=None):
         size = batch_size(batch)
+        require_real(params)
         included = inclusion(size, weights)
         example = _one_of(batch)
         plan = _plan(loss, mechanism, params, example, state, clipping)
@@ -93,7 +95,7 @@ def _one_of(batch: Tree) -> Tree:
     """The shapes of one example."""
     batch_size(batch)
     rows = jax.eval_shape(lambda batch: batch, batch)
-    return jax.tree.map(lambda row: jax.ShapeDtypeStruct(row.shape[1:], row.dtype), rows)
+    return jax.tree.map(lambda row: jax.ShapeDtypeStruct(row.shape[1:], row.dtype, weak_type=row.weak_type), rows)
 
 
 def _plan(loss, mechanism, params, example, state, clipping) -> ghost.Plan | str:

@@ -15,11 +15,13 @@ def require(key: jax.Array) -> jax.Array:
     if not isinstance(key, jax.Array):
         raise ValueError(f"key must be a jax PRNG key (jax.random.key(seed)), got {key!r}")
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        if key.dtype != jnp.uint32 or key.ndim != 1:
+        if key.dtype != jnp.uint32 or key.shape != jax.random.key_data(jax.random.key(0)).shape:
             raise ValueError(f"key must be a jax PRNG key, got an array {key.dtype}{key.shape}")
         key = jax.random.wrap_key_data(key)
     if key.shape != ():
         raise ValueError(f"key must be one key, got keys of shape {key.shape}")
+    if str(jax.random.key_impl(key)) == "unsafe_rbg":
+        raise ValueError('key must not be of implementation "unsafe_rbg": its fold_in undoes itself, so keys repeat')
     return key
 
 

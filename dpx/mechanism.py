@@ -13,12 +13,13 @@ Start reading at `Mechanism`. `gaussian.py` makes the one everything is built on
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from dp_accounting import DpEvent
 
@@ -109,6 +110,7 @@ def sum_contributions(mechanism: Mechanism, grads: Tree, state: Tree, weights: j
     where the hardware would round products (a rounded product could exceed the bound).
     """
     size, included = batch_size(grads), inclusion(batch_size(grads), weights)
+    require_real(grads)
     parts = min(PARTS, sum(leaf.size for leaf in jax.tree.leaves(grads)) // ENCODED)
     spread = jax.device_count() > 1  # perhaps over the axis that would be cut
     if mechanism.elementwise or mechanism.streamed or spread or parts < 2:
@@ -153,6 +155,12 @@ def batch_size(batch: Tree) -> int:
     if not shapes or any(len(shape) == 0 for shape in shapes) or len({shape[0] for shape in shapes}) != 1:
         raise ValueError(f"every leaf must have the examples on axis 0, the same number; got shapes {shapes}")
     return shapes[0][0]
+
+
+def require_real(tree: Tree):
+    wrong = {leaf.dtype.name for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.complexfloating)}
+    if wrong:
+        raise ValueError(f"gradients must be real, got {', '.join(wrong)}: keep real and imaginary parts apart")
 
 
 def inclusion(size: int, weights: jax.Array | None) -> jax.Array:
@@ -278,7 +286,7 @@ def chain(mechanism: Mechanism, *transforms: optax.GradientTransformation) -> Me
 def public(state: Tree) -> Tree:
     """`state` without its `unreleased_*` fields (replaced by None): what may be shown or shared.
 
-    What remains is a function of the released values alone.
+    What remains is a function of the released values alone. Raises ValueError for a container it does not know.
     """
     if hasattr(state, "_fields"):
         return type(state)(
@@ -290,8 +298,10 @@ def public(state: Tree) -> Tree:
             state,
             **{name: None if name.startswith("unreleased_") else public(getattr(state, name)) for name in names},
         )
-    if isinstance(state, dict):
+    if isinstance(state, Mapping):
         return {name: None if str(name).startswith("unreleased_") else public(part) for name, part in state.items()}
     if isinstance(state, list | tuple):
         return type(state)(public(part) for part in state)
-    return state
+    if state is None or isinstance(state, jax.Array | np.ndarray | np.generic | int | float | complex | str):
+        return state
+    raise ValueError(f"state must be NamedTuples, dataclasses, mappings, lists, tuples and arrays, got {type(state)}")

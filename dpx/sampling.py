@@ -56,8 +56,8 @@ class PoissonSampling:
 
     def __post_init__(self):
         _check_sizes(self.examples, self.batch_size)
-        if self.capacity is not None and self.capacity < 1:
-            raise ValueError(f"capacity must be at least 1, got {self.capacity}")
+        if self.capacity is not None and (type(self.capacity) is not int or self.capacity < 1):
+            raise ValueError(f"capacity must be None or a whole number of at least 1, got {self.capacity!r}")
 
     @property
     def probability(self) -> float:

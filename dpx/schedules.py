@@ -1,5 +1,6 @@
 """Numbers that change over the steps: what the mechanism runs with and what the bill reads are one closure."""
 
+import math
 from collections.abc import Callable
 
 import jax
@@ -12,9 +13,9 @@ ScalarOrSchedule = float | Schedule
 
 
 def at(value: ScalarOrSchedule, step: jax.Array) -> jax.Array:
-    """The number at one step, a float32 scalar."""
+    """The number at one step, a float32 scalar; compiled also in an eager step, so that it is rounded as in `over`."""
     with jax.numpy_dtype_promotion("standard"):  # optax's schedules mix floats and ints
-        return jnp.asarray(value(step) if callable(value) else value).astype(jnp.float32)
+        return jnp.asarray(jax.jit(value)(step) if callable(value) else value).astype(jnp.float32)
 
 
 def over(value: ScalarOrSchedule, steps: int) -> np.ndarray:
@@ -28,14 +29,18 @@ def over(value: ScalarOrSchedule, steps: int) -> np.ndarray:
     return np.asarray(numbers, np.float64)
 
 
-def require_scalar_or_schedule(name: str, value: ScalarOrSchedule, *, minimum: float) -> ScalarOrSchedule:
+def require_scalar_or_schedule(
+    name: str, value: ScalarOrSchedule, *, minimum: float, maximum: float = math.inf
+) -> ScalarOrSchedule:
     """A schedule unchanged; a number checked."""
-    return value if callable(value) else require_number(name, value, minimum=minimum)
+    return value if callable(value) else require_number(name, value, minimum=minimum, maximum=maximum)
 
 
-def require_number(name: str, value: float, *, minimum: float, exclusive: bool = False) -> float:
+def require_number(
+    name: str, value: float, *, minimum: float, maximum: float = math.inf, exclusive: bool = False
+) -> float:
     """The number as a float; ValueError unless it is finite and at least (or, exclusive, above) `minimum`."""
-    bound = f"{'above' if exclusive else 'at least'} {minimum}"
+    bound = between(minimum, maximum, exclusive=exclusive)
     if isinstance(value, jax.core.Tracer):
         raise ValueError(
             f"{name} must be a number or a function of the step, not a traced value: it could not be billed"
@@ -44,9 +49,15 @@ def require_number(name: str, value: float, *, minimum: float, exclusive: bool =
         number = float(value)
     except (TypeError, ValueError):
         raise ValueError(f"{name} must be a finite number {bound}, got {value!r}") from None
-    if not np.isfinite(number) or number < minimum or (exclusive and number == minimum):
+    if not np.isfinite(number) or not minimum <= number <= maximum or (exclusive and number == minimum):
         raise ValueError(f"{name} must be a finite number {bound}, got {number}")
     return number
+
+
+def between(minimum: float, maximum: float, *, exclusive: bool = False) -> str:
+    """The bounds in words."""
+    least = f"{'above' if exclusive else 'at least'} {minimum:g}"
+    return least if maximum == math.inf else f"{least} and at most {maximum:g}"
 
 
 def inverse_power(init_value: float, *, power: float) -> Schedule:

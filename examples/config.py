@@ -5,6 +5,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 
 import dpx
@@ -86,9 +89,14 @@ class Config:
             raise ValueError(f"momentum is an option of sgd, got it with {self.optimizer}")
         if self.sampling == "full" and self.batch_size is not None:
             raise ValueError(f"batch_size must not be given with sampling full, got {self.batch_size}")
-        if not 0 <= self.seed < 2**32:
-            raise ValueError(f"seed must be in [0, 2^32), got {self.seed}")
+        if not 0 <= self.seed < 2**64:
+            raise ValueError(f"seed must be in [0, 2^64), got {self.seed}")
         object.__setattr__(self, "method_options", options_of(self.method, self.method_options))
+
+    @property
+    def key(self) -> jax.Array:
+        """All 64 bits of the seed: 32 could be tried one by one. Below 2^32 it is `jax.random.key(seed)`."""
+        return jax.random.wrap_key_data(jnp.asarray(np.array(divmod(self.seed, 2**32), np.uint32)), impl="threefry2x32")
 
     def sampling_of(self, examples: int) -> Sampling:
         """How the batches are drawn from a data set of this size."""

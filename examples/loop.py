@@ -64,7 +64,7 @@ def run(
     facts = {"examples": len(dataset.train_images), "sha256": records.fingerprint(dataset)}
     folder.require_same("data", facts)
     sampling = config.sampling_of(facts["examples"])
-    key = jax.random.key(config.seed)
+    key = config.key
     make = config.mechanism_of(
         sampling,
         config.steps_of(sampling, facts["examples"]),

@@ -98,7 +98,7 @@ def configure(given: dict[str, Any]) -> Config:
         return Config(**(stored | fields))
     if "dataset" not in fields:
         raise ValueError("--dataset must be given")
-    fields.setdefault("seed", secrets.randbelow(2**32))
+    fields.setdefault("seed", secrets.randbelow(2**64))
     return Config(**fields)
 
 

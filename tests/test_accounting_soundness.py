@@ -46,6 +46,24 @@ def test_one_step_is_exact_in_both_directions(sigma, rate):
         assert interval.upper <= truth * 1.01 + 1e-12
 
 
+@pytest.mark.parametrize("sigma, rate", [(1.0, 1e-7), (1.0, 1e-9), (300.0, 1e-5)])
+def test_the_smallest_costs_are_not_rounded_to_nothing(sigma, rate):
+    truth = rate * (2 * stats.norm.cdf(0.5 / sigma) - 1)  # delta at epsilon 0 of one step
+    for accountant in ("pld", "rdp"):
+        assert accounting.schedule_delta([sigma], rate, epsilon=0.0, accountant=accountant).upper >= truth
+    assert renyi.sampled_gaussian(np.array([sigma]), np.array([rate])).min() > 0
+    epsilon = accounting.schedule_epsilon([sigma], rate, delta=truth / 2, accountant="rdp").upper
+    assert epsilon > 0
+
+
+def test_deltas_below_the_smallest_number_are_bounded():
+    rdp = renyi.total(np.array([2.0]), np.array([0.01]), np.array([100]))
+    low, high = 0.5, 60.0
+    while not 0 < renyi.delta(rdp, (low + high) / 2)[0] < 1e-320:
+        low, high = ((low + high) / 2, high) if renyi.delta(rdp, (low + high) / 2)[0] else (low, (low + high) / 2)
+    assert accounting.schedule_delta([2.0], 0.01, counts=[100], epsilon=(low + high) / 2).upper <= 1e-320
+
+
 def test_both_directions_dominate():
     """Each pmf has at least the divergence of the true pair, and `dominated` at most, at coarse grids too."""
     step = losses.SampledGaussian(0.8, 0.2)

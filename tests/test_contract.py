@@ -409,7 +409,18 @@ def test_contract_secrecy(case, monkeypatch):
 
 
 # 9
-@pytest.mark.parametrize("key", [None, 0, np.zeros(2, np.uint32), jnp.zeros(3), jax.random.split(jax.random.key(0), 2)])
+@pytest.mark.parametrize(
+    "key",
+    [
+        None,
+        0,
+        np.zeros(2, np.uint32),
+        jnp.zeros(3),
+        jnp.zeros(3, jnp.uint32),
+        jax.random.split(jax.random.key(0), 2),
+        jax.random.key(0, impl="unsafe_rbg"),
+    ],
+)
 def test_no_default_key(key):
     with pytest.raises(TypeError, match="key"):
         dpx.dp_sgd(clip_norm=1.0, noise_multiplier=1.0, sampling=POISSON)  # type: ignore

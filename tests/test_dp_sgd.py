@@ -148,11 +148,12 @@ def test_prints_its_pipeline():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"clip_norm": -1.0}, "clip_norm must be a finite number at least 1e-12.*got -1.0"),
+        ({"clip_norm": -1.0}, "clip_norm must be a finite number at least 9.09495e-13 and at most 1e[+]15, got -1.0"),
         ({"clip_norm": 0.0}, "clip_norm"),
         ({"clip_norm": float("nan")}, "clip_norm"),
         ({"clip_norm": {"w": 1.0, "b": -1.0}}, "clip_norm"),
         ({"clip_norm": {}}, "clip_norm must hold"),
+        ({"clip_norm": 1e20}, "clip_norm must be .* got 1e[+]20"),
         ({"clip_norm": "1"}, None),
         ({"noise_multiplier": -0.1}, "noise_multiplier.*got -0.1"),
         ({"noise_multiplier": float("inf")}, "noise_multiplier"),
@@ -175,6 +176,26 @@ def test_bad_schedules_are_found_by_the_bill():
         dp_sgd(noise_multiplier=optax.linear_schedule(1.0, -1.0, 4)).event(5)
     with pytest.raises(ValueError, match="clip_norm must be finite"):
         dp_sgd(clip_norm=optax.linear_schedule(1.0, 0.0, 4)).event(5)
+    with pytest.raises(ValueError, match="clip_norm must be finite"):
+        dp_sgd(clip_norm=optax.linear_schedule(1.0, 1e20, 4)).event(5)
+
+
+@pytest.mark.parametrize("clip_norm", [2.0**-40, 1e15])
+def test_the_clip_norms_at_the_ends_run_and_are_billed(clip_norm):
+    mechanism = dp_sgd(clip_norm=clip_norm, noise_multiplier=1.0)
+    grads = {"w": jnp.full((2, 3), 1e30), "b": jnp.full((2,), 3.0)}
+    updates, state = jax.jit(mechanism.update)(grads, mechanism.init({"w": jnp.zeros(3), "b": jnp.zeros(())}))
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(updates))
+    assert 0 < dpx.epsilon(mechanism, state, delta=1e-5) < np.inf
+
+
+def test_a_budget_under_fixed_size_sampling_is_met():
+    """By RDP, the only bill there is."""
+    sampling = dpx.FixedSizeSampling(examples=1000, batch_size=100)
+    mechanism = dpx.dp_sgd(clip_norm=1.0, epsilon=2.0, delta=1e-5, steps=20, sampling=sampling, key=jax.random.key(0))
+    assert 1.99 <= dpx.epsilon(mechanism, 20, delta=1e-5, accountant="rdp") <= 2.0
+    with pytest.raises(ValueError, match="rdp"):
+        dpx.epsilon(mechanism, 20, delta=1e-5)
 
 
 def test_data_cannot_set_the_noise():

@@ -1,6 +1,7 @@
 """DiceSGD against its paper's algorithms in NumPy, and what is particular to an error that is kept secret."""
 
 import math
+import types
 
 import jax
 import jax.numpy as jnp
@@ -218,6 +219,16 @@ def test_the_error_is_in_the_unreleased_field_only():
     # other errors with the same releases: nothing else tells them apart
     other = state._replace(inner=state.inner._replace(unreleased_error=jnp.ones(8)))
     jax.tree.map(np.testing.assert_array_equal, dpx.public(other), shown)
+    inside = dpx.public(types.MappingProxyType({"optimizer": [state], "epoch": 3}))
+    assert inside["epoch"] == 3 and inside["optimizer"][0].inner.unreleased_error is None
+    with pytest.raises(ValueError, match="state must be NamedTuples"):
+        dpx.public({"optimizer": jax.tree_util.Partial(max, state)})
+
+
+def test_equal_bounds_are_equal_after_rounding():
+    """Nothing is withheld, so nothing is fed back, and the bill is DP-SGD's."""
+    made = dice(clip_norm=0.1, outer_clip_norm=0.1)  # float32(0.1) is above 0.1
+    assert made.event(3).excess == 0
 
 
 def test_checkpoints_say_that_they_are_sensitive(tmp_path):

@@ -193,6 +193,12 @@ def test_other_samplings(tmp_path, sampling, batch_size, accountant, steps):
     assert result.steps == steps and 0 < result.epsilon < 100
 
 
+def test_all_bits_of_the_seed_count():
+    keys = [Config(**(SMALL | {"seed": seed})).key for seed in (5, 5 + 2**32, 5 + 2**63, 2**64 - 1)]
+    assert len({tuple(jax.random.key_data(key).tolist()) for key in keys}) == 4
+    assert keys[0] == jax.random.key(5)
+
+
 def test_another_seed_is_another_run(whole, tmp_path):
     run(tmp_path, seed=4)
     assert not np.array_equal(final(tmp_path)[1][-1], final(whole[0])[1][-1])
@@ -217,7 +223,7 @@ BAD = [
     ("--epsilon 0.001 --noise-multiplier 1", "does not pay for one step at noise_multiplier 1.0"),
     ("--epsilon 2 --dataset nosuch", "unknown data set 'nosuch'; known: digits"),
     ("--epsilon 2 --model adadpigu_cnn", "too small for the model 'adadpigu_cnn'"),
-    ("--epsilon 2 --seed -1", "seed must be in [0, 2^32), got -1"),
+    ("--epsilon 2 --seed -1", "seed must be in [0, 2^64), got -1"),
     ("--epsilon 2 --checkpoint-every 0", "checkpoint_every must be at least 1, got 0"),
     ("--epsilon 2 --data-dir /nonexistent", "data_dir must be a directory, got '/nonexistent'"),
     ("--resume", "nothing to resume"),

@@ -212,6 +212,183 @@ def test_the_bound_holds_where_the_gram_matrices_cancel():
         assert jnp.linalg.norm(total) <= clip_norm * (1 + 1e-6)
 
 
+SATURATED = normal(1, 1, 2, 64).at[0, 0].set(1e30)
+MASKED = normal(1, 1, 4, 64).at[0, 2:].set(9.96921e36), jnp.array([[1.0, 1, 0, 0]])
+AGAINST = jnp.stack([jnp.full(64, 1e12), jnp.full(64, 1e-13)])[None], jnp.array([[1e-13, 1e12]])
+SIZES = {  # loss(w, example), w, one example, way
+    "saturated": (lambda w, x: jnp.sum(jnp.tanh(x @ w)), normal(0, 64, 64), SATURATED, "gram"),
+    "masked": (lambda w, e: jnp.sum(e[1][:, None] * jnp.sin(e[0] @ w)), normal(0, 64, 64), MASKED, "gram"),
+    "against": (lambda w, e: jnp.sum(e[1][:, None] * (e[0] @ w)), normal(0, 64, 64), AGAINST, "gram"),
+    "heads": (
+        lambda w, x: jnp.sum(jnp.einsum("hd,hde->he", x, w)[1:]),
+        normal(0, 4, 8, 8),
+        normal(1, 1, 4, 8).at[0, 0].set(1e30),
+        "outer",
+    ),
+    "shared": (
+        lambda w, x: jnp.sum(jnp.tanh(x[0] @ w)) + jnp.sum(jnp.tanh(x[1] @ w)),
+        normal(0, 64, 64),
+        SATURATED,
+        "shared",
+    ),
+    "tied": (  # a token that is looked up, and a missing one (-1) of a huge cotangent
+        lambda w, e: (
+            jnp.sum(e[1][:, None] * w.at[e[0]].get(mode="fill", fill_value=0.0, wrap_negative_indices=False))
+            + jnp.sum(jnp.tanh(w @ jnp.ones(4)))
+        ),
+        normal(0, 6, 4),
+        (jnp.array([[2, -1]]), jnp.array([[1.0, 1e30]])),
+        "shared",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_the_bound_holds_where_positions_differ_in_size(name):
+    """Each position has its own size: what is huge and without a gradient must not hide the others."""
+    loss, w, example, way = SIZES[name]
+    w = 0.1 * w
+    assert ways(loss, w, example, clipping="ghost") == {"": METHODS[way]}
+    sums = [clipped_sums(loss, w, example, clipping, made=mechanism(1e-3)).updates for clipping in ("ghost", "vmap")]
+    assert np.linalg.norm(sums[0][0]) == pytest.approx(1e-3, rel=1e-5)
+    assert_same(*sums)
+
+
+@pytest.mark.parametrize("value", [1e30, 3e38])
+@pytest.mark.parametrize("huge", ["input", "output"])
+def test_the_bound_holds_where_what_is_huge_is_frozen(huge, value):
+    """It neither hides what is trained nor, where the sum over the batch overflows, reaches it."""
+    mask = jnp.ones((64, 3)).at[(0, slice(None)) if huge == "input" else (slice(None), 0)].set(0.0)
+    freeze = dpx.Coordinates(
+        init=lambda params: mask,
+        encode=lambda grad, state: grad * state,
+        decode=lambda released, state, like: (released, state),
+        name="freeze",
+        elementwise=True,
+    )
+    tight, loose = (noiseless(dpx.in_coordinates(inner(clip_norm=norm), freeze)) for norm in (1e-3, 1e3))
+    x = jnp.tile(jnp.clip(normal(1, 1, 64), -1, 1).at[0, 0].set(value if huge == "input" else 1.0), (4, 1))
+    size = jnp.array([1.0 if huge == "input" else value, 1.0, 1.0])
+
+    def loss(w, x):
+        return jnp.sum(size * (x @ w))
+
+    w = jnp.ones((64, 3))
+    assert ways(loss, w, x, made=tight) == {"": METHODS["outer"]}
+    (total,) = clipped_sums(loss, w, x, "ghost", made=tight).updates
+    assert np.linalg.norm(total) == pytest.approx(4e-3, rel=1e-4)
+    assert_agrees(loss, w, x, made=loose, clipping=("ghost",))
+
+
+@pytest.mark.parametrize("fan_in", [256, 4096, 65536])
+def test_the_bound_holds_where_long_sums_cancel(fan_in):
+    """Rounding grows with the length of a sum, most where its terms are all alike."""
+    made, w = mechanism(1e-3), jnp.zeros((fan_in, 16))
+
+    def loss(w, x):
+        return jnp.sum(x @ w)
+
+    step = jax.jit(dpx.private_grad(loss, made, clipping="ghost"))
+    half = (jnp.arange(fan_in) < fan_in // 2).astype(jnp.float32)
+    for base in (jnp.full(fan_in, 0.6).at[0].set(1.0), normal(1, fan_in)):
+        for delta in np.geomspace(1e-4, 3e-2, 40):
+            x = jnp.stack([base, -base * (1 + delta * half)])[None]
+            assert ways(loss, w, x, clipping="ghost") == {"": METHODS["gram"]}
+            assert jnp.linalg.norm(step(w, x, made.init(w)).updates[0]) <= 1e-3 * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("positions", [2, 64])
+def test_the_bound_holds_where_the_gradients_of_a_row_cancel(positions):
+    rng = np.random.default_rng(0)
+    c = (1e6 * rng.standard_normal((100, positions))).astype(np.float32)
+    running = np.zeros(100, np.float32)
+    for column in c.T[:-1]:
+        running += column
+    c[:, -1] = -running + np.spacing(running) * rng.integers(0, 3, 100)
+    tokens, made, table = jnp.zeros((100, positions), jnp.int32), mechanism(1.2345e-3), jnp.zeros((5, 8))
+
+    def loss(table, example):
+        tokens, c = example
+        return jnp.sum(c[:, None] * table[tokens])
+
+    step = dpx.private_grad(loss, made, clipping="ghost")
+    one = jax.vmap(lambda *one: step(table, jax.tree.map(lambda x: x[None], one), made.init(table)).updates[0])
+    assert jnp.linalg.norm(jax.jit(one)(tokens, jnp.asarray(c)).reshape(100, -1), axis=1).max() <= 1.2345e-3 * (
+        1 + 1e-5
+    )
+
+
+@pytest.mark.parametrize("mode", ["clip", "fill"])
+@pytest.mark.parametrize("dtype", [jnp.uint32, jnp.uint8, jnp.int8])
+def test_rows_are_found_in_the_dtype_of_the_indices(mode, dtype):
+    """Cotangents that would cancel in a wrong common row."""
+    table, largest = normal(0, 200, 8), jnp.iinfo(dtype).max
+    example = jnp.array([[largest, 0, 3]], dtype), jnp.array([[1.0, -1.0, 0.1]])
+
+    def loss(table, example):
+        tokens, c = example
+        return jnp.sum(c[:, None] * jnp.take(table, tokens, axis=0, mode=mode, fill_value=0))
+
+    assert_agrees(loss, table, example, clipping=("ghost",))
+
+
+def test_custom_derivatives_that_close_over_the_loss_fall_back():
+    params = {"a": 0.1 * normal(0, 64, 64), "b": normal(1, 64, 3)}
+    batch = normal(2, 3, 2, 64), jnp.array([0.7, 0.1, 0.2])
+
+    def reversal(params, example):
+        x, strength = example
+
+        @jax.custom_vjp
+        def reverse(h):
+            return h
+
+        reverse.defvjp(lambda h: (h, None), lambda _, g: (-strength * g,))
+        return jnp.sum(reverse(jnp.tanh(x @ params["a"])) @ params["b"])
+
+    def constant(params, example):
+        temperature = jnp.exp(-1.0)
+
+        @jax.custom_jvp
+        def squash(h):
+            return jnp.tanh(h / temperature)
+
+        @squash.defjvp
+        def _(primals, tangents):
+            y = squash(*primals)
+            return y, (1 - y**2) * tangents[0] / temperature
+
+        return jnp.sum(squash(example[0] @ params["a"]) @ params["b"])
+
+    for loss in (reversal, constant):
+        assert set(ways(loss, params, batch).values()) == {METHODS["gradient"]}
+        assert_agrees(loss, params, batch)
+
+    @jax.jit
+    def traced(x, outside):
+        def ordinary(params, example):  # closes over a traced value itself
+            return jnp.sum(jax.nn.relu(example[0] @ params["a"] * outside) @ params["b"])
+
+        assert METHODS["gradient"] not in ways(ordinary, params, (x, batch[1])).values()
+        return 0
+
+    traced(batch[0], jnp.exp(-1.0))
+
+
+def test_nothing_to_follow():
+    params = {"w": jnp.ones((3, 4)), "b": jnp.ones(4)}
+
+    def empty(params, x):
+        return jnp.sum(jnp.tanh(x @ params["w"])) + jnp.sum(params["b"] ** 2)
+
+    assert_agrees(empty, params, jnp.zeros((1, 0, 3)))
+    off = jnp.zeros(())
+    found = clipped_sums(lambda params, x: off, params, jnp.zeros((1, 3)), "ghost")
+    assert not any(jnp.any(leaf) for leaf in jax.tree.leaves(found.updates))
+    with pytest.raises(ValueError, match="gradients must be real, got complex64"):
+        clipped_sums(lambda p, x: jnp.abs(p["w"]).sum(), {"w": jnp.ones(3, jnp.complex64)}, jnp.zeros((1, 3)), "ghost")
+
+
 def test_norms_are_never_underestimated_by_gram_matrices():
     a, b = normal(1, 200, 2, 6, 30), normal(2, 200, 2, 6, 20)
     exact = np.einsum("nkti,nkto->nkio", np.float64(a), np.float64(b))

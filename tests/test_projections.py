@@ -3,6 +3,7 @@
 import functools
 import math
 
+import dp_accounting
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +13,7 @@ from jax.flatten_util import ravel_pytree
 
 import dpx
 from dpx import keys
+from dpx.accounting.projected import projected
 from dpx.projections import countsketch, hadamard
 from dpx.projections.projection import KINDS, projection
 from tests.mechanisms import PARAMS, POISSON
@@ -368,6 +370,12 @@ def test_a_reused_gaussian_after_the_clip_is_refused(every):
     assert dpx.clip_then_project(base(), rank=5, kind="orthonormal", every=every, key=KEY).event(3) == base().event(3)
 
 
+def feedback():
+    return dpx.dice_sgd(
+        clip_norm=1.0, feedback_norm=0.1, outer_clip_norm=1.5, noise_multiplier=1.0, sampling=POISSON, key=KEY
+    )
+
+
 def test_other_unbilled_compositions_are_refused():
     with pytest.raises(ValueError, match="say rank"):
         dpx.clip_then_project(base(), reduction_rate=0.3, kind="gaussian", key=KEY)
@@ -377,6 +385,11 @@ def test_other_unbilled_compositions_are_refused():
     twice = dpx.clip_then_project(base(), rank=10, kind="gaussian", key=KEY)
     with pytest.raises(ValueError, match="is billed before"):
         dpx.clip_then_project(twice, rank=5, kind="gaussian", key=KEY).event(1)
+    with pytest.raises(ValueError, match="is billed before"):
+        projected(dp_accounting.ComposedDpEvent([base().event(2), feedback().event(2)]), rank=5)
+    for kind in ("gaussian", "subset"):
+        with pytest.raises(ValueError, match="one clipped sum"):
+            dpx.clip_then_project(feedback(), rank=5, kind=kind, key=KEY)
     outer = dpx.in_coordinates(base(), dpx.random_projection(rank=12, kind="gaussian", key=KEY))
     with pytest.raises(ValueError, match="innermost"):
         dpx.clip_then_project(outer, rank=5, kind="subset", key=KEY).init(PARAMS)

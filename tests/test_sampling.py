@@ -1,5 +1,7 @@
 """What is drawn is what is billed: distribution, divisor, shapes, determinism, relation."""
 
+import math
+
 import dp_accounting
 import jax
 import numpy as np
@@ -119,5 +121,6 @@ def test_bad_sizes(examples, batch_size):
 
 
 def test_bad_capacity():
-    with pytest.raises(ValueError, match="capacity"):
-        dpx.PoissonSampling(examples=10, batch_size=2, capacity=0)
+    for capacity in (0, 8.5, math.nan, True, "8"):
+        with pytest.raises(ValueError, match="capacity must be None or a whole number of at least 1, got"):
+            dpx.PoissonSampling(examples=10, batch_size=2, capacity=capacity)  # type: ignore

@@ -85,7 +85,7 @@ def calibrate_schedule(
         raise ValueError("shape must hold at least one step")
     if not np.all(sigmas[repeats > 0] > 0):
         raise ValueError(f"shape must be positive, got {sigmas[repeats > 0].min()}: no scale of it meets a budget")
-    size = float(np.median(sigmas))
+    size = float(np.median(sigmas[repeats > 0]))
     few = merged(sigmas / size, rates, repeats, _COARSE)
 
     def bill(steps: Buckets, by: Accountant) -> Callable[[float], float]:

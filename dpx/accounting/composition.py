@@ -65,7 +65,8 @@ def plan(rdp: np.ndarray, steps: int, *, delta: float, epsilon: float, grid: flo
     e^(t (R - epsilon)) times that of the transform. Of the tilts that round well enough the one with the shortest
     span is taken. None if epsilon is too large (thousands) for any sensible grid.
     """
-    tail = max(_RELATIVE_TAIL * delta, 1e-300)
+    delta = max(delta, 1e-290)
+    tail = _RELATIVE_TAIL * delta
     usable = np.isfinite(rdp)
     tilts, renyis = renyi.ORDERS[usable] - 1, rdp[usable]
     # A guess: RDP is tighter at small deltas.

@@ -50,7 +50,7 @@ def projected(event: dp_accounting.DpEvent, *, rank: int, blocks: int = 1) -> dp
     flat = flatten(event)
     if not flat.private:
         return dp_accounting.NonPrivateDpEvent()
-    if not flat.known or flat.registered or flat.without_replacement:
+    if not flat.known or flat.registered or flat.wholes or flat.without_replacement:
         raise ValueError(
             f"a fresh projection is billed before Gaussian and Poisson-sampled Gaussian events, got {event}"
         )

@@ -15,6 +15,7 @@ ORDERS = np.array(rdp_privacy_accountant.DEFAULT_RDP_ORDERS, np.float64)
 
 _ROWS = 512  # schedules are walked in chunks of this many steps, to stay in the cache
 _MAX_TERMS = 1000
+_ROUNDING = 1e-14  # of the ln of a moment near 1, which would bill 0 where a step costs less than that
 
 
 def sampled_gaussian(sigmas: np.ndarray, rates: np.ndarray, orders: np.ndarray = ORDERS) -> np.ndarray:
@@ -37,7 +38,7 @@ def sampled_gaussian(sigmas: np.ndarray, rates: np.ndarray, orders: np.ndarray =
             for column in np.flatnonzero(whole):
                 result[sampled, column] = _log_moment_whole(s, q, int(orders[column]))
             result[np.ix_(sampled, ~whole)] = _log_moments_fractional(s, q, orders[~whole])
-            result[sampled] /= orders - 1
+            result[sampled] = (np.maximum(result[sampled], 0) + _ROUNDING) / (orders - 1)
     return result
 
 

@@ -90,13 +90,18 @@ def sum_contributions(
         sums = []
         for part, f in zip(plan.encoded, jax.tree.leaves(spread), strict=True):
             summed = weighted_sum(part.leaf, f)
-            sums.append(summed * scales[part.leaf] if part.leaf in scales else summed)
+            sums.append(_scaled(summed, scales.get(part.leaf)))
         return jax.tree.unflatten(plan.structure, sums)
 
     sums = ()
     for factor in factors:
         sums += (total(after(sums, factor)),)  # one set of weighted cotangents at a time
     return sums, losses
+
+
+def _scaled(total, scale):
+    """Frozen coordinates, which no norm counts, may have overflowed."""
+    return total if scale is None else jnp.where(scale == 0, 0, total * scale)
 
 
 def _scaled_norm(scale):

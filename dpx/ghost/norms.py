@@ -2,36 +2,49 @@
 
 A is (K, T, I), what went into a layer, and B is (K, T, O), the gradient of what came out: K groups, T positions.
 `scale`, (K, I, O), multiplies G.
+
+No norm may be underestimated. Squares of A and of B alone vanish or overflow where those of G do not, so every position
+is measured by its own size (`balanced`). Sums that can cancel get a bound on their rounding error, in any order of
+summation, added, but for a small share of themselves (`SLACK`) that says nothing unless they did cancel.
 """
 
 import jax
 import jax.numpy as jnp
 
 EXACT = jax.lax.Precision.HIGHEST
+EPS, TINY = float(jnp.finfo(jnp.float32).eps), float(jnp.finfo(jnp.float32).tiny)
+SLACK = 1e-3  # of a norm; its rounding error in any order is bounded beyond it
 
 
 def outer(a: jax.Array, b: jax.Array, scale: jax.Array | None = None) -> jax.Array:
     """One position: |a b^T| = |a| |b|, and |scale * a b^T|^2 = (a a)^T (scale scale) (b b)."""
-    (a, size_a), (b, size_b) = unit(a[:, 0]), unit(b[:, 0])
-    squares_a, squares_b = a * a, b * b
     if scale is None:
-        squared = jnp.sum(jnp.sum(squares_a, -1) * jnp.sum(squares_b, -1))
-    else:
-        squared = jnp.einsum("ki,kio,ko->", squares_a, scale * scale, squares_b, precision=EXACT)
-    return size_a * size_b * jnp.sqrt(squared)
+        a, b, size = balanced(a, b)
+        return size * jnp.sqrt(jnp.sum(jnp.sum(a * a, -1) * jnp.sum(b * b, -1)))
+    # What is frozen may be huge: it must not hide the rest. What vanishes is replaced by the largest that does.
+    trained = jnp.any(scale != 0, axis=1) | ~jnp.isfinite(b[:, 0])
+    b, size_b = unit(jnp.where(trained, b[:, 0], 0))
+    squares_scale = jnp.where(scale == 0, 0, jnp.maximum(scale * scale, TINY))
+    squares = jnp.einsum("kio,ko->ki", squares_scale, b * b + TINY, precision=EXACT)  # of the rows of the scaled B
+    rows, size = unit((a[:, 0] * (jnp.sqrt(squares) * size_b)).reshape(-1))
+    return size[0] * frobenius(rows)
 
 
 def gram(a: jax.Array, b: jax.Array) -> jax.Array:
-    """|G|^2 = sum_st (a_s . a_t)(b_s . b_t).
-
-    The sum can cancel, so a bound on its rounding error is added: the norm is not underestimated.
-    """
-    (a, size_a), (b, size_b) = unit(a), unit(b)
+    """|G|^2 = sum_st (a_s . a_t)(b_s . b_t)."""
+    a, b, size = balanced(a, b)
     grams_a = jnp.einsum("kti,ksi->kts", a, a, precision=EXACT)
     grams_b = jnp.einsum("kto,kso->kts", b, b, precision=EXACT)
     diagonals = jnp.diagonal(grams_a, 0, 1, 2) * jnp.diagonal(grams_b, 0, 1, 2)
-    rounding = jnp.finfo(jnp.float32).eps * jnp.sum(jnp.sum(jnp.sqrt(diagonals), -1) ** 2)
-    return size_a * size_b * jnp.sqrt(jnp.maximum(jnp.sum(grams_a * grams_b), 0) + rounding)
+    largest = jnp.sum(jnp.sum(jnp.sqrt(diagonals), -1) ** 2)
+    return size * uncancelled(jnp.sum(grams_a * grams_b), largest, terms=a.shape[2] + b.shape[2] + 2 * a.shape[1])
+
+
+def uncancelled(squared: jax.Array, largest: jax.Array, *, terms: int) -> jax.Array:
+    """The root of a sum that rounds by at most `terms` eps / 2 of `largest`, what it is if nothing cancels."""
+    squared = jnp.maximum(squared, 0)
+    bounded = (1 - 2 * SLACK) * squared + terms * EPS / 2 * largest
+    return jnp.sqrt(jnp.maximum(squared + EPS * largest, bounded))
 
 
 def product(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -40,14 +53,19 @@ def product(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def rows(row: jax.Array, b: jax.Array) -> jax.Array:
-    """G adds b_t, (T, O), to row `row[t]`, and nothing where that is negative. No term is negative, so nothing cancels.
+    """G adds b_t, (T, O), to row `row[t]`, and nothing where that is negative.
 
     |G|^2 = sum_t |sum of the b_s in the row of t|^2 / how many t are in that row.
     """
     same = (row[:, None] == row[None, :]) & (row >= 0)[:, None]
     same = same.astype(jnp.float32)
-    totals = jnp.matmul(same, jnp.where((row >= 0)[:, None], b, 0), precision=EXACT)
-    return frobenius(totals / jnp.sqrt(jnp.maximum(jnp.sum(same, -1), 1))[:, None])
+    b = jnp.where((row >= 0)[:, None], b, 0)
+    count = jnp.maximum(jnp.sum(same, -1), 1)
+    size = frobenius(jnp.matmul(same, b, precision=EXACT) / jnp.sqrt(count)[:, None])
+    (unit_b, scales) = unit(b)
+    lengths = jnp.matmul(same, jnp.sqrt(jnp.sum(unit_b * unit_b, -1)) * scales[:, 0], precision=EXACT)
+    rounding = frobenius((count + 1) * lengths / jnp.sqrt(count)) * EPS  # of this sum and of the weighted one
+    return jnp.maximum(size, (1 - SLACK) * size + rounding)
 
 
 def frobenius(x: jax.Array) -> jax.Array:
@@ -55,6 +73,17 @@ def frobenius(x: jax.Array) -> jax.Array:
 
 
 def unit(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """x = unit * size with entries of at most 1, so that squares neither vanish nor overflow."""
-    size = jnp.max(jnp.abs(x), initial=0)
-    return x / jnp.maximum(size, jnp.finfo(jnp.float32).tiny), size
+    """x = unit * size, (..., n) and (..., 1), with entries of at most 1: squares neither vanish nor overflow."""
+    size = jnp.max(jnp.abs(x), axis=-1, keepdims=True, initial=0)
+    return x / jnp.maximum(size, TINY), jnp.where(size > 0, jnp.maximum(size, TINY), size)
+
+
+def balanced(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """A and B with the same A^T B over `size`, and the largest |a_t| |b_t| of a position about 1, of no other more.
+
+    What vanishes from a square then is less than 1e-18 of the norm, wherever the sizes of A and of B lie.
+    """
+    (a, size_a), (b, size_b) = unit(a), unit(b)
+    sizes = size_a * size_b
+    size = jnp.maximum(jnp.max(sizes, initial=0), TINY)
+    return a, b * (sizes / size), size

@@ -89,6 +89,8 @@ def make_plan(
         return several(tuple(sites), weights[leaf].shape, force=force)
 
     choices = tuple(choose(leaf, uses) for leaf, uses in enumerate(program.uses))
+    if not trace.differentiates(program, weights + jax.tree.leaves(example)):
+        return "a custom derivative closes over values of the loss"
     return Plan(program, choices, encoded, structure)
 
 

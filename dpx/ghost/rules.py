@@ -47,7 +47,10 @@ def recognize(use: Use, equations: tuple[Equation, ...]) -> Site | str:
     seen = [operand.aval for operand in equation.jaxpr.invars]
     if not (all(_real(aval) for aval in seen) or name in ("gather", "dynamic_slice")):
         return f"used in {name} with operands that are not real numbers"
-    return RULES[name](use, equation.jaxpr)
+    site = RULES[name](use, equation.jaxpr)
+    if isinstance(site, Site) and 0 in site.sizes:
+        return f"used in {name} on nothing"
+    return site
 
 
 def _real(aval) -> bool:
@@ -162,10 +165,12 @@ def _gather(use: Use, equation) -> Site | str:
         )
 
     def factors(inputs, dy):
-        row = inputs[1].reshape(-1).astype(jnp.int32)
+        row = inputs[1].reshape(-1)
+        last = min(count - 1, jnp.iinfo(row.dtype).max)
         if params["mode"] == lax.GatherScatterMode.CLIP:
-            row = jnp.clip(row, 0, count - 1)
-        return jnp.where(row < count, row, -1), _float32(dy).reshape(positions, width)
+            row = jnp.clip(row, 0, last)
+        row = jnp.where((row >= 0) & (row <= last), row.astype(jnp.int32), -1)
+        return row, _float32(dy).reshape(positions, width)
 
     def arrange(w):
         return w.reshape(1, count, width)

@@ -6,6 +6,7 @@ That holds where both uses see the elements of the parameter alike; where one se
 B_v takes the place of A_v; where they see different elements, the product is 0. Anything else is not followed.
 """
 
+import functools
 import itertools
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -14,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpx.ghost.norms import EXACT, unit
+from dpx.ghost.norms import EXACT, TINY, uncancelled, unit
 from dpx.ghost.rules import Site
 
 SAME, SWAPPED, APART = "same", "swapped", "apart"
@@ -81,31 +82,32 @@ def cost(sharing: Sharing, gram: float) -> float:
 
 def norm(sharing: Sharing, factors: list[tuple[jax.Array, jax.Array]]) -> jax.Array:
     """|sum_u A_u^T B_u| of one example, by the factors of every use; as in `norms.gram`, not underestimated."""
-    sides, sizes = [], []
+    measured = []
     for part in sharing.parts:
         a = jnp.concatenate([factors[number][0] for number in part.sites], axis=0 if part.lookup else 1)
         bs = [factors[number][1] for number in part.sites]
         b = jnp.concatenate(bs, axis=0)[None] if part.lookup else jnp.concatenate(bs, axis=1)
-        a, size_a = (a, jnp.float32(1)) if part.lookup else unit(a)
-        b, size_b = unit(b)
-        sides.append((a, b))
-        sizes.append(size_a * size_b)
-    largest = jnp.max(jnp.stack(sizes))
+        b, size = unit(jnp.where((a >= 0)[None, :, None], b, 0) if part.lookup else b)
+        if not part.lookup:
+            a, size_a = unit(a)
+            size = size_a * size
+        measured.append((a, b, size))
+    largest = functools.reduce(jnp.maximum, (jnp.max(size, initial=0) for _, _, size in measured), TINY)
+    sides = [(a, b * (size / largest)) for a, b, size in measured]  # as `norms.balanced`, over all uses
     squared, diagonals = jnp.float32(0), jnp.float32(0)
     for i, (a, b) in enumerate(sides):
-        share = sizes[i] / jnp.maximum(largest, jnp.finfo(jnp.float32).tiny)
         for j in range(i, len(sides)):
             relation = SAME if i == j else sharing.relations[i, j]
             if relation == APART:
                 continue
             left, right = sides[j] if relation == SAME else sides[j][::-1]
             grams = _gram(a, left) * _gram(b, right)
-            other = sizes[j] / jnp.maximum(largest, jnp.finfo(jnp.float32).tiny)
-            squared += (1 if i == j else 2) * share * other * jnp.sum(grams)
+            squared += (1 if i == j else 2) * jnp.sum(jnp.sum(grams, -1))
             if i == j:
-                diagonals += share * jnp.sum(jnp.sqrt(jnp.diagonal(grams, 0, 1, 2)))
-    rounding = jnp.finfo(jnp.float32).eps * diagonals**2
-    return largest * jnp.sqrt(jnp.maximum(squared, 0) + rounding)
+                diagonals += jnp.sum(jnp.sqrt(jnp.diagonal(grams, 0, 1, 2)))
+    widths = [fan_in + fan_out for _, (_, _, fan_in, fan_out), _ in sharing.parts]
+    positions = sum(positions for _, (_, positions, _, _), _ in sharing.parts)
+    return largest * uncancelled(squared, diagonals**2, terms=max(widths) + 2 * positions)
 
 
 def _gram(one: jax.Array, other: jax.Array) -> jax.Array:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.core
 import jax.numpy as jnp
 from jax.extend import core
 
@@ -62,7 +63,7 @@ def trace(loss: Callable, params: Tree, example: Tree) -> Program:
         raise ValueError(f"loss must return one real number for one example, got {out}")
     tracer = _Tracer(leaves=len(jax.tree.leaves(params)), inputs=len(closed.jaxpr.invars))
     (result,) = tracer.walk(closed.jaxpr, [Constant(value) for value in closed.consts], range(tracer.inputs))
-    if result in tracer.views:
+    if isinstance(result, int) and result in tracer.views:
         leaf, view = tracer.views[result]
         tracer.uses[leaf].append(Use(leaf, view, -1, 0))
     return Program(tuple(tracer.equations), result, tuple(tuple(uses) for uses in tracer.uses))
@@ -80,6 +81,23 @@ def evaluate(program: Program, inputs: list, added: dict[int, jax.Array]) -> tup
             outputs = [outputs[0] + added[number]]
         values.update(zip(equation.outputs, outputs, strict=True))
     return program.loss.value if isinstance(program.loss, Constant) else values[program.loss], seen
+
+
+def differentiates(program: Program, inputs: list) -> bool:
+    """Whether the equations say all. A custom derivative made inside the loss is traced only when it is used; values of
+    the loss that it closes over are then what is left of an old trace.
+    """
+    known = {id(i.value) for equation in program.equations for i in equation.inputs if isinstance(i, Constant)}
+    real = {n: x for n, x in enumerate(inputs[: len(program.uses)]) if jnp.issubdtype(x.dtype, jnp.floating)}
+
+    def loss(real, inputs):
+        return evaluate(program, [real.get(n, x) for n, x in enumerate(inputs)], {})[0]
+
+    try:
+        constants = jax.make_jaxpr(jax.grad(loss))(real, inputs).consts
+    except jax.errors.UnexpectedTracerError:
+        return False
+    return not any(isinstance(value, jax.core.Tracer) and id(value) not in known for value in constants)
 
 
 def through(view: tuple[core.JaxprEqn, ...], weight: jax.Array) -> jax.Array:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from dpx import keys
+from dpx.accounting.events import flatten
 from dpx.accounting.projected import projected
 from dpx.mechanism import Mechanism, Tree
 from dpx.projections.projection import ProjectionKind, ProjectionState, projection
@@ -42,6 +43,8 @@ def clip_then_project(
     """
     coordinates = projection(rank, reduction_rate, kind, every, keys.stream(key, "projection of the sum"), bounded=True)
     ranks = jax.tree.leaves(rank)
+    if flatten(mechanism.event(1)).wholes:
+        raise ValueError(f"clip_then_project takes a mechanism that releases one clipped sum, got {mechanism}")
     if kind == "gaussian" and every != 1:
         raise ValueError(
             "clip-then-project needs a fresh Gaussian projection at every step (every=1), whose stretch is independent "
