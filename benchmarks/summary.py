@@ -72,7 +72,9 @@ def choice(rows) -> str | None:
 
 
 def noise(rows) -> str | None:
+    """Where one normal per parameter takes at least a tenth of a step; elsewhere the difference says nothing."""
     silent = f"{OURS}, without noise"
     if not {OURS, silent, "noise alone"} <= set(rows):
         return None
-    return f"{(rows[OURS]['seconds'] - rows[silent]['seconds']) / rows['noise alone']['seconds']:.2f}"
+    whole, rest, alone = (rows[name]["seconds"] for name in (OURS, silent, "noise alone"))
+    return f"{(whole - rest) / alone:.2f}" if alone >= 0.1 * whole else None
