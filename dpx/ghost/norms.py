@@ -4,16 +4,19 @@ A is (K, T, I), what went into a layer, and B is (K, T, O), the gradient of what
 `scale`, (K, I, O), multiplies G.
 
 No norm may be underestimated. Squares of A and of B alone vanish or overflow where those of G do not, so every position
-is measured by its own size (`balanced`). Sums that can cancel get a bound on their rounding error, in any order of
-summation, added, but for a small share of themselves (`SLACK`) that says nothing unless they did cancel.
+is measured by its own size (`balanced`). To sums that can cancel, a bound on their rounding error is added, less a small
+share of the sum itself (`SLACK`): so it counts where they did cancel, and nowhere else.
 """
+
+import math
 
 import jax
 import jax.numpy as jnp
 
 EXACT = jax.lax.Precision.HIGHEST
 EPS, TINY = float(jnp.finfo(jnp.float32).eps), float(jnp.finfo(jnp.float32).tiny)
-SLACK = 1e-3  # of a norm; its rounding error in any order is bounded beyond it
+SLACK = 1e-3  # of a norm, the most by which rounding may lower it
+LONGEST = 1024  # terms of a sum; longer ones are made in parts
 
 
 def outer(a: jax.Array, b: jax.Array, scale: jax.Array | None = None) -> jax.Array:
@@ -33,11 +36,34 @@ def outer(a: jax.Array, b: jax.Array, scale: jax.Array | None = None) -> jax.Arr
 def gram(a: jax.Array, b: jax.Array) -> jax.Array:
     """|G|^2 = sum_st (a_s . a_t)(b_s . b_t)."""
     a, b, size = balanced(a, b)
-    grams_a = jnp.einsum("kti,ksi->kts", a, a, precision=EXACT)
-    grams_b = jnp.einsum("kto,kso->kts", b, b, precision=EXACT)
+    grams_a, grams_b = inner(a, a), inner(b, b)
     diagonals = jnp.diagonal(grams_a, 0, 1, 2) * jnp.diagonal(grams_b, 0, 1, 2)
     largest = jnp.sum(jnp.sum(jnp.sqrt(diagonals), -1) ** 2)
-    return size * uncancelled(jnp.sum(grams_a * grams_b), largest, terms=a.shape[2] + b.shape[2] + 2 * a.shape[1])
+    squared = jnp.sum(jnp.sum(grams_a * grams_b, -1))
+    return size * uncancelled(squared, largest, terms=terms(a.shape[2]) + terms(b.shape[2]) + 2 * a.shape[1])
+
+
+def inner(one: jax.Array, other: jax.Array) -> jax.Array:
+    """The inner products (K, S, T) of the rows of (K, S, n) and (K, T, n)."""
+    count = _parts(one.shape[-1])
+    if count == 1:
+        return jnp.einsum("ksi,kti->kst", one, other, precision=EXACT)
+
+    def parts(x):
+        width = math.ceil(x.shape[-1] / count)
+        padded = jnp.pad(x, ((0, 0), (0, 0), (0, count * width - x.shape[-1])))
+        return padded.reshape(*x.shape[:-1], count, width)
+
+    return jnp.sum(jnp.einsum("kspi,ktpi->kpst", parts(one), parts(other), precision=EXACT), axis=1)
+
+
+def terms(size: int) -> int:
+    """How often a term of `inner` over `size` is rounded at most."""
+    return math.ceil(size / _parts(size)) + _parts(size)
+
+
+def _parts(size: int) -> int:
+    return max(1, math.ceil(size / LONGEST))
 
 
 def uncancelled(squared: jax.Array, largest: jax.Array, *, terms: int) -> jax.Array:
@@ -62,8 +88,8 @@ def rows(row: jax.Array, b: jax.Array) -> jax.Array:
     b = jnp.where((row >= 0)[:, None], b, 0)
     count = jnp.maximum(jnp.sum(same, -1), 1)
     size = frobenius(jnp.matmul(same, b, precision=EXACT) / jnp.sqrt(count)[:, None])
-    (unit_b, scales) = unit(b)
-    lengths = jnp.matmul(same, jnp.sqrt(jnp.sum(unit_b * unit_b, -1)) * scales[:, 0], precision=EXACT)
+    unit_b, sizes = unit(b)
+    lengths = jnp.matmul(same, jnp.sqrt(jnp.sum(unit_b * unit_b, -1)) * sizes[:, 0], precision=EXACT)
     rounding = frobenius((count + 1) * lengths / jnp.sqrt(count)) * EPS  # of this sum and of the weighted one
     return jnp.maximum(size, (1 - SLACK) * size + rounding)
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpx.ghost.norms import EXACT, TINY, uncancelled, unit
+from dpx.ghost.norms import TINY, inner, terms, uncancelled, unit
 from dpx.ghost.rules import Site
 
 SAME, SWAPPED, APART = "same", "swapped", "apart"
@@ -105,9 +105,9 @@ def norm(sharing: Sharing, factors: list[tuple[jax.Array, jax.Array]]) -> jax.Ar
             squared += (1 if i == j else 2) * jnp.sum(jnp.sum(grams, -1))
             if i == j:
                 diagonals += jnp.sum(jnp.sqrt(jnp.diagonal(grams, 0, 1, 2)))
-    widths = [fan_in + fan_out for _, (_, _, fan_in, fan_out), _ in sharing.parts]
-    positions = sum(positions for _, (_, positions, _, _), _ in sharing.parts)
-    return largest * uncancelled(squared, diagonals**2, terms=max(widths) + 2 * positions)
+    longest = max(terms(a.shape[-1]) + terms(b.shape[-1]) if a.ndim > 1 else terms(b.shape[-1]) for a, b in sides)
+    positions = sum(part.sizes[1] for part in sharing.parts)
+    return largest * uncancelled(squared, diagonals**2, terms=longest + 2 * positions)
 
 
 def _gram(one: jax.Array, other: jax.Array) -> jax.Array:
@@ -119,4 +119,4 @@ def _gram(one: jax.Array, other: jax.Array) -> jax.Array:
         return jnp.where(one >= 0, picked, 0).transpose(0, 2, 1)
     if other.ndim == 1:
         return _gram(other, one).transpose(0, 2, 1)
-    return jnp.einsum("ksi,kti->kst", one, other, precision=EXACT)
+    return inner(one, other)
