@@ -19,7 +19,9 @@ from benchmarks.worker import Worker
 
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=ON_A_CPU, default=["mlp", "adadpigu_cnn", "end_to_end_cnn", "resnet20"])
+    parser.add_argument(
+        "--models", nargs="+", choices=ON_A_CPU, default=["mlp", "adadpigu_cnn", "end_to_end_cnn", "resnet20"]
+    )
     parser.add_argument("--batches", nargs="+", type=int, default=[256, 1024])
     parser.add_argument("--rows", nargs="+", help="parts of their names; default: all")
     parser.add_argument("--core", type=int, default=0, help="the CPU core to pin to; -1 for none")

@@ -158,9 +158,9 @@ def batch_size(batch: Tree) -> int:
 
 
 def require_real(tree: Tree):
-    wrong = {leaf.dtype.name for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.complexfloating)}
-    if wrong:
-        raise ValueError(f"gradients must be real, got {', '.join(wrong)}: keep real and imaginary parts apart")
+    for dtype in map(jnp.result_type, jax.tree.leaves(tree)):
+        if jnp.issubdtype(dtype, jnp.complexfloating):
+            raise ValueError(f"gradients must be real, got {dtype}: keep real and imaginary parts apart")
 
 
 def inclusion(size: int, weights: jax.Array | None) -> jax.Array:

@@ -1,7 +1,7 @@
 """Numbers that change over the steps: what the mechanism runs with and what the bill reads are one closure."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import jax
 import jax.core
@@ -15,7 +15,9 @@ ScalarOrSchedule = float | Schedule
 def at(value: ScalarOrSchedule, step: jax.Array) -> jax.Array:
     """The number at one step, a float32 scalar; compiled also in an eager step, so that it is rounded as in `over`."""
     with jax.numpy_dtype_promotion("standard"):  # optax's schedules mix floats and ints
-        return jnp.asarray(jax.jit(value)(step) if callable(value) else value).astype(jnp.float32)
+        if callable(value):
+            value = jax.jit(value if isinstance(value, Hashable) else lambda step, value=value: value(step))(step)
+        return jnp.asarray(value).astype(jnp.float32)
 
 
 def over(value: ScalarOrSchedule, steps: int) -> np.ndarray:

@@ -1,5 +1,7 @@
 """Schedules, and that a running mechanism's noise is the billed one, step by step."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -80,6 +82,18 @@ def test_an_eager_step_reads_the_billed_number():
         billed = schedules.over(schedule, 6 * transition + 1)
         eager = [float(schedules.at(schedule, jnp.int32(k * transition))) for k in range(7)]
         np.testing.assert_array_equal(eager, billed[::transition])
+
+
+def test_a_schedule_may_be_an_object_that_cannot_be_hashed():
+    @dataclasses.dataclass
+    class Falling:
+        start: float
+
+        def __call__(self, step):
+            return self.start / (step + 1)
+
+    assert [float(schedules.at(Falling(6.0), jnp.int32(t))) for t in range(3)] == [6.0, 3.0, 2.0]
+    assert schedules.over(Falling(6.0), 3).tolist() == [6.0, 3.0, 2.0]
 
 
 def assert_billed_is_realised(realised, billed, clips):

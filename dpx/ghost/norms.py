@@ -4,8 +4,8 @@ A is (K, T, I), what went into a layer, and B is (K, T, O), the gradient of what
 `scale`, (K, I, O), multiplies G.
 
 No norm may be underestimated. Squares of A and of B alone vanish or overflow where those of G do not, so every position
-is measured by its own size (`balanced`). To sums that can cancel, a bound on their rounding error is added, less a small
-share of the sum itself (`SLACK`): so it counts where they did cancel, and nowhere else.
+is measured by its own size (`balanced`). To sums that can cancel, a bound on their rounding error is added, less a
+small share of the sum itself (`SLACK`): so it counts where they did cancel, and nowhere else.
 """
 
 import math

@@ -88,7 +88,7 @@ def differentiates(program: Program, inputs: list) -> bool:
     the loss that it closes over are then what is left of an old trace.
     """
     known = {id(i.value) for equation in program.equations for i in equation.inputs if isinstance(i, Constant)}
-    real = {n: x for n, x in enumerate(inputs[: len(program.uses)]) if jnp.issubdtype(x.dtype, jnp.floating)}
+    real = {n: x for n, x in enumerate(inputs[: len(program.uses)]) if jnp.issubdtype(jnp.result_type(x), jnp.floating)}
 
     def loss(real, inputs):
         return evaluate(program, [real.get(n, x) for n, x in enumerate(inputs)], {})[0]
