@@ -21,10 +21,11 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/basedpyright
 
-# A process on every core, so one thread each; what one has compiled, the others need not.
+# A process on every core, so one thread each; what one has compiled, the others need not. Most of the time is compiling.
 test: lint
 	rm -rf .venv/compiled
 	OMP_NUM_THREADS=1 JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.venv/compiled JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 \
+		JAX_DISABLE_MOST_OPTIMIZATIONS=1 \
 		$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadgroup
 
 clean:
