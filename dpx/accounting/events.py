@@ -131,10 +131,8 @@ def event_epsilon(
     accountant: "pld" composes privacy loss distributions, "rdp" Renyi divergences. Both are guarantees; PLD is
         the smaller.
     relation: what neighbours are. Gaussian events mean noise relative to the effect of adding or removing one
-        example
-        (the same as nulling one); replacing one has twice the effect, which "pld" bills and "rdp" refuses.
-        Events of
-        sampling without replacement state the effect of replacing one, and only "rdp" bills them.
+        example (the same as nulling one); replacing one has twice the effect, which "pld" bills and "rdp" refuses.
+        Events of sampling without replacement state the effect of replacing one, and only "rdp" bills them.
     buckets: distinct releases composed by PLD exactly; more are rounded to this many (`schedule_epsilon`).
 
     Raises ValueError for an event that is not true for the relation, or unknown to the accountant.
