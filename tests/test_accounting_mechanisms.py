@@ -203,6 +203,13 @@ def test_calibrated_schedule(accountant):
     assert found.interval.lower <= again.upper
 
 
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+def test_steps_that_are_never_taken_do_not_matter(accountant):
+    options = {"epsilon": 1.0, "delta": 1e-5, "accountant": accountant}
+    used = accounting.calibrate_schedule([1.0], 0.01, counts=[100], **options)
+    assert accounting.calibrate_schedule([0.0, 0.0, 1.0], 0.01, counts=[0, 0, 100], **options) == used
+
+
 def test_the_scale_of_a_schedule_does_not_depend_on_its_units():
     small = accounting.calibrate_schedule([3e-4, 1e-4], 0.1, counts=[50, 50], epsilon=1, delta=1e-5)
     large = accounting.calibrate_schedule([3e4, 1e4], 0.1, counts=[50, 50], epsilon=1, delta=1e-5)

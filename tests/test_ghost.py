@@ -389,6 +389,22 @@ def test_nothing_to_follow():
         clipped_sums(lambda p, x: jnp.abs(p["w"]).sum(), {"w": jnp.ones(3, jnp.complex64)}, jnp.zeros((1, 3)), "ghost")
 
 
+def test_a_weakly_typed_batch_keeps_the_dtype_of_the_parameters():
+    x = jnp.broadcast_to(jnp.asarray(0.37), (4, 2))
+    params = {"w": normal(1, 2, 32).astype(jnp.bfloat16), "s": normal(2, 32).astype(jnp.bfloat16)}
+    seen = []
+
+    def loss(params, x):
+        y = jnp.sin(3 * (x @ params["w"]) * params["s"])
+        seen.append(y.dtype)
+        return jnp.sum(y.astype(jnp.float32))
+
+    assert x.weak_type
+    with jax.numpy_dtype_promotion("standard"):
+        clipped_sums(loss, params, x, "ghost")
+    assert set(seen) == {jnp.dtype(jnp.bfloat16)}
+
+
 def test_norms_are_never_underestimated_by_gram_matrices():
     a, b = normal(1, 200, 2, 6, 30), normal(2, 200, 2, 6, 20)
     exact = np.einsum("nkti,nkto->nkio", np.float64(a), np.float64(b))

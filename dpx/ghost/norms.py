@@ -3,9 +3,9 @@
 A is (K, T, I), what went into a layer, and B is (K, T, O), the gradient of what came out: K groups, T positions.
 `scale`, (K, I, O), multiplies G.
 
-No norm may be underestimated. Squares of A and of B alone vanish or overflow where those of G do not, so every position
-is measured by its own size (`balanced`). To sums that can cancel, a bound on their rounding error is added, less a
-small share of the sum itself (`SLACK`): so it counts where they did cancel, and nowhere else.
+No norm may be underestimated, but for its last digits. Squares of A and of B alone vanish or overflow where those of G
+do not, so every position is measured by its own size (`balanced`). To sums that can cancel, a bound on their rounding
+error is added, less a small share of the sum itself (`SLACK`): so it counts where they did cancel, and nowhere else.
 """
 
 import math
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 EXACT = jax.lax.Precision.HIGHEST
 EPS, TINY = float(jnp.finfo(jnp.float32).eps), float(jnp.finfo(jnp.float32).tiny)
-SLACK = 1e-3  # of a norm, the most by which rounding may lower it
+SLACK = 1e-3  # of a norm, by which its rounding may lower it
 LONGEST = 1024  # terms of a sum; longer ones are made in parts
 
 
