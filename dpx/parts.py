@@ -1,5 +1,6 @@
 """A batch worked on a part at a time, with only one part in memory."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -49,6 +50,25 @@ def sum_over_parts(function: Callable, rows: Tree, part_size: int, *, unroll: bo
     if rest:
         sums = part(sums, size - rest, size)
     return sums, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *outputs)
+
+
+def map_parts(function: Callable, rows: Tree, part_size: int) -> Tree:
+    """`jax.vmap(function)(rows)`, floats, by a loop over parts of the rows.
+
+    As `jax.lax.map` does, but for which XLA makes the room of the results before anything else in the program.
+    """
+    size = jax.tree.leaves(rows)[0].shape[0]
+    part_size = min(part_size, size)
+    shapes = jax.eval_shape(jax.vmap(function), rows)
+    empty = jax.tree.map(lambda out: jnp.full(out.shape, jnp.nan, out.dtype), shapes)
+
+    def body(number, made):
+        start = jnp.minimum(number * part_size, size - part_size)  # the last part may overlap the one before
+        part = jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, start, part_size), rows)
+        more = jax.vmap(function)(part)
+        return jax.tree.map(lambda into, part: jax.lax.dynamic_update_slice_in_dim(into, part, start, 0), made, more)
+
+    return jax.lax.fori_loop(0, math.ceil(size / part_size), body, after(rows, empty))
 
 
 def after(made: Tree, tree: Tree) -> Tree:

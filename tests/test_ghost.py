@@ -1,5 +1,6 @@
 """The privacy contract on the ghost path: bounds, padding, broken examples, masks, groups, several weights."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +12,7 @@ from jax import lax
 import dpx
 from dpx.ghost import engine, norms
 from dpx.ghost.plan import METHODS
+from dpx.parts import map_parts
 from tests.ghost import assert_agrees, assert_same, clipped_sums, integers, key, mechanism, noiseless, normal, ways
 from tests.test_ghost_zoo import score
 
@@ -18,12 +20,14 @@ SIZE = 6
 FEW = settings(max_examples=6, deadline=None, derandomize=True, database=None)
 
 
+def convolve(x, kernel, strides=(1, 1)):
+    return lax.conv_general_dilated(x[None], kernel, strides, "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))[0]
+
+
 def network(params, example):
     """A parameter of every kind: a kernel, a table, a matrix on a sequence and on a vector, a scale, a bias."""
     x, tokens = example
-    y = lax.conv_general_dilated(x[None], params["kernel"], (1, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))[
-        0
-    ]
+    y = convolve(x, params["kernel"], (1, 2))
     y = jnp.tanh(y).reshape(-1, 4) @ params["sequence"]
     y = jnp.concatenate([y, params["table"][tokens]]) * params["scale"][None, :]
     return score(jnp.tanh(y).mean(axis=0) @ params["vector"] + params["bias"])
@@ -179,6 +183,35 @@ def test_a_long_loop_over_large_convolutions(monkeypatch, looped):
     monkeypatch.setattr(engine, "LOOPED_PATCHES", looped)
     params, batch = problem()
     assert_agrees(network, params, batch, clipping=("ghost",))
+
+
+@pytest.mark.parametrize("part_size", [1, 3, 7, 100])
+def test_parts_of_a_batch_are_mapped_once_each(part_size):
+    rows = {"a": normal(1, 7, 2), "b": jnp.arange(7.0)}
+
+    def function(row):
+        return row["a"] * row["b"], row["a"].sum()
+
+    actual = jax.jit(lambda rows: map_parts(function, rows, part_size))(rows)
+    chex.assert_trees_all_close(actual, jax.vmap(function)(rows), rtol=1e-6)
+
+
+def test_a_deep_convolutional_network_takes_no_more_memory_than_its_gradients(monkeypatch):
+    """The products are made as the backward pass frees what they are made of."""
+    monkeypatch.setattr(engine, "LARGEST_PATCHES", 0)
+    params, batch = [jnp.zeros((3, 3, 16, 16))] * 6, jnp.zeros((64, 16, 16, 16))
+
+    def loss(params, x):
+        for kernel in params:
+            x = jax.nn.relu(convolve(x, kernel))
+        return jnp.sum(x)
+
+    def held(clipping):
+        made = mechanism()
+        gradient = jax.jit(dpx.private_grad(loss, made, clipping=clipping))
+        return gradient.lower(params, batch, made.init(params)).compile().memory_analysis().temp_size_in_bytes
+
+    assert held("ghost") < held("vmap")
 
 
 @pytest.mark.parametrize("power", [-30, -22, 0, 22])

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from dpx.ghost import norms, shared, trace
 from dpx.ghost.plan import Plan
 from dpx.mechanism import Mechanism
-from dpx.parts import after
+from dpx.parts import after, map_parts
 
 Tree = Any
 
@@ -143,7 +143,7 @@ def _map(function, rows, sites):
     """`function` over the examples; in a loop where the patches of the whole batch would not stay in a CPU's cache."""
     size, expands = jax.tree.leaves(rows)[0].shape[0], sum(site.expands for site in sites)
     if jax.default_backend() == "cpu" and size * expands > LARGEST_PATCHES:
-        return jax.lax.map(function, rows, batch_size=max(1, LOOPED_PATCHES // expands))
+        return map_parts(function, rows, max(1, LOOPED_PATCHES // expands))
     return jax.vmap(function)(rows)
 
 
