@@ -52,23 +52,33 @@ def sum_over_parts(function: Callable, rows: Tree, part_size: int, *, unroll: bo
     return sums, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *outputs)
 
 
-def map_parts(function: Callable, rows: Tree, part_size: int) -> Tree:
+def map_parts(function: Callable, rows: Tree, part_size: int, anything: jax.Array) -> Tree:
     """`jax.vmap(function)(rows)`, floats, by a loop over parts of the rows.
 
-    As `jax.lax.map` does, but for which XLA makes the room of the results before anything else in the program.
+    anything: an array of the program's arguments; what it holds does not matter.
+    The loop is a branch of a condition that always holds: XLA makes room for what a loop gives before anything else in
+    the program, and for what a branch gives when it is due.
     """
     size = jax.tree.leaves(rows)[0].shape[0]
     part_size = min(part_size, size)
     shapes = jax.eval_shape(jax.vmap(function), rows)
-    empty = jax.tree.map(lambda out: jnp.full(out.shape, jnp.nan, out.dtype), shapes)
 
-    def body(number, made):
-        start = jnp.minimum(number * part_size, size - part_size)  # the last part may overlap the one before
-        part = jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, start, part_size), rows)
-        more = jax.vmap(function)(part)
-        return jax.tree.map(lambda into, part: jax.lax.dynamic_update_slice_in_dim(into, part, start, 0), made, more)
+    def nothing(rows):
+        return jax.tree.map(lambda out: jnp.full(out.shape, jnp.nan, out.dtype), shapes)
 
-    return jax.lax.fori_loop(0, math.ceil(size / part_size), body, after(rows, empty))
+    def loop(rows):
+        def body(number, made):
+            start = jnp.minimum(number * part_size, size - part_size)  # the last part may overlap the one before
+            part = jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, start, part_size), rows)
+
+            def put(made, part):
+                return jax.lax.dynamic_update_slice_in_dim(made, part, start, 0)
+
+            return jax.tree.map(put, made, jax.vmap(function)(part))
+
+        return jax.lax.fori_loop(0, math.ceil(size / part_size), body, nothing(rows))
+
+    return jax.lax.cond(_never(anything), nothing, loop, rows)
 
 
 def after(made: Tree, tree: Tree) -> Tree:
@@ -76,5 +86,11 @@ def after(made: Tree, tree: Tree) -> Tree:
 
     By a dependency that is never used, which XLA cannot know; it drops an optimization_barrier before it schedules.
     """
-    never = sum(leaf[(0,) * leaf.ndim].astype(jnp.float32) for leaf in jax.tree.leaves(made) if leaf.size) > jnp.inf
+    never = _never(made)
     return jax.tree.map(lambda leaf: jnp.where(never, jnp.zeros_like(leaf), leaf), tree)
+
+
+def _never(tree: Tree) -> jax.Array:
+    """False, which XLA cannot know before it has the arrays of `tree`."""
+    some = [leaf[(0,) * leaf.ndim].astype(jnp.float32) for leaf in jax.tree.leaves(tree) if leaf.size]
+    return jnp.greater(sum(some, jnp.float32(0)), jnp.inf)

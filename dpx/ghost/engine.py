@@ -42,9 +42,9 @@ def sum_contributions(
         choice = plan.choices[leaf]
         rows = [(inputs[site.use.equation], cotangents[site.use.equation]) for site in sites]
         if choice.method == "product":
-            grads[leaf], sizes[leaf] = _map(_product(sites[0], scales.get(leaf)), rows, sites)
+            grads[leaf], sizes[leaf] = _map(_product(sites[0], scales.get(leaf)), rows, sites, weights[leaf])
         else:
-            sizes[leaf] = _map(_norm(choice, scales.get(leaf)), rows, sites)
+            sizes[leaf] = _map(_norm(choice, scales.get(leaf)), rows, sites, weights[leaf])
     for leaf in stacked:
         sizes[leaf] = jax.vmap(_scaled_norm(scales.get(leaf)))(grads[leaf])
 
@@ -139,11 +139,11 @@ def _norm(choice, scale):
     return size
 
 
-def _map(function, rows, sites):
+def _map(function, rows, sites, weight):
     """`function` over the examples; in a loop where the patches of the whole batch would not stay in a CPU's cache."""
     size, expands = jax.tree.leaves(rows)[0].shape[0], sum(site.expands for site in sites)
     if jax.default_backend() == "cpu" and size * expands > LARGEST_PATCHES:
-        return map_parts(function, rows, max(1, LOOPED_PATCHES // expands))
+        return map_parts(function, rows, max(1, LOOPED_PATCHES // expands), weight)
     return jax.vmap(function)(rows)
 
 
