@@ -18,6 +18,7 @@ from dpx.gradients import explain as explain
 from dpx.gradients import private_grad as private_grad
 from dpx.importance import importance_mask as importance_mask
 from dpx.importance import masked_params as masked_params
+from dpx.keys import secret_key as secret_key
 from dpx.masks import random_freeze as random_freeze
 from dpx.mechanism import Coordinates as Coordinates
 from dpx.mechanism import Mechanism as Mechanism

@@ -58,8 +58,7 @@ def error_feedback_mechanism(
     noise_multiplier = _rounded("noise_multiplier", noise_multiplier, 0)
     bounded = not (isinstance(outer_clip_norm, float) and outer_clip_norm == math.inf)
     outer = _rounded("outer_clip_norm", outer_clip_norm, clip_norm) if bounded else LARGEST_CLIP_NORM
-    if reset_every is not None and (type(reset_every) is not int or reset_every < 1):
-        raise ValueError(f"reset_every must be None or a whole number of at least 1, got {reset_every!r}")
+    reset_every = None if reset_every is None else schedules.require_whole("reset_every", reset_every)
     if not isinstance(sampling, SAMPLINGS):
         raise ValueError(f"sampling must be one of {[s.__name__ for s in SAMPLINGS]}, got {sampling!r}")
     noise_key = keys.stream(key, "noise")

@@ -68,13 +68,8 @@ def public_subspace(public_grads: Tree, *, rank: int, iterations: int, key: jax.
     leaves, structure = jax.tree.flatten(public_grads)
     examples = batch_size(public_grads)
     flat = jnp.concatenate([leaf.reshape(examples, -1).astype(jnp.float32) for leaf in leaves], axis=1)
-    if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= min(flat.shape):
-        raise ValueError(
-            f"rank must be a whole number in [1, {min(flat.shape)}] for {examples} public gradients of {flat.shape[1]} "
-            f"coordinates, got {rank!r}"
-        )
-    if isinstance(iterations, bool) or not isinstance(iterations, int) or iterations < 1:
-        raise ValueError(f"iterations must be a whole number of at least 1, got {iterations!r}")
+    rank = schedules.require_whole("rank", rank, maximum=min(flat.shape))  # public gradients, coordinates
+    iterations = schedules.require_whole("iterations", iterations)
     basis = jax.random.normal(keys.stream(key, "public_subspace"), (rank, flat.shape[1]))
     for _ in range(iterations):
         products = jnp.dot(basis, flat.T, precision=EXACT)

@@ -8,6 +8,7 @@ import jax
 from dpx import ghost, working_set
 from dpx.mechanism import Mechanism, ReleaseState, Tree, batch_size, inclusion, require_real, sum_contributions
 from dpx.parts import after, sum_over_parts
+from dpx.schedules import require_whole
 
 Clipping = Literal["auto", "ghost", "vmap"]
 
@@ -37,17 +38,19 @@ def private_grad(
 
     microbatch_size: how many examples are worked on at once. None: the whole batch, or on a CPU, for a model without
         convolutions, as few as stay in its cache if that is faster. Microbatches are looped; with convolutions, which
-        are slow inside loops on a CPU, they are unrolled there.
+        are slow inside loops on a CPU, up to 64 are unrolled there.
     clipping: how the norms are had. "vmap" makes every per-example gradient; "ghost" follows every parameter it can
         (`dpx.ghost`); "auto" decides per parameter, while tracing, by an estimate of the cost. `dpx.explain` tells.
         Inside a `jax.shard_map` only "vmap" works with check_vma=True, and all do with False.
+    A batch may be sharded over mesh axes of type Auto; for those of type Explicit, wrap the function in
+    `jax.sharding.auto_axes(fn, out_sharding=jax.sharding.PartitionSpec())`. ValueError else.
     """
     _check(mechanism, clipping)
-    if microbatch_size is not None and (not isinstance(microbatch_size, int) or microbatch_size < 1):
-        raise ValueError(f"microbatch_size must be a whole number of at least 1, or None; got {microbatch_size!r}")
+    microbatch_size = None if microbatch_size is None else require_whole("microbatch_size", microbatch_size)
 
     def private_gradient(params, batch, state, *, weights=None):
         size = batch_size(batch)
+        _require_auto(batch)
         require_real(params)
         included = inclusion(size, weights)
         example = _one_of(batch)
@@ -89,6 +92,15 @@ def _check(mechanism, clipping):
         raise ValueError(f"mechanism must be a dpx Mechanism (chain optimizers with dpx.chain), got {type(mechanism)}")
     if clipping not in ("auto", "ghost", "vmap"):
         raise ValueError(f'clipping must be "auto", "ghost" or "vmap", got {clipping!r}')
+
+
+def _require_auto(batch):
+    for leaf in map(jax.typeof, jax.tree.leaves(batch)):
+        if any(axis is not None for axis in leaf.sharding.spec):
+            raise ValueError(
+                "the batch must be sharded over mesh axes of type Auto (jax.make_mesh(..., axis_types=...)), or the "
+                f"function wrapped in jax.sharding.auto_axes; got {leaf}"
+            )
 
 
 def _one_of(batch: Tree) -> Tree:

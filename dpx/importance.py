@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 
 from dpx import schedules
-from dpx.masks import count, describe, masked, require_fraction, require_steps
+from dpx.masks import count, describe, masked, require_fraction
 from dpx.mechanism import Coordinates, Tree
 from dpx.schedules import ScalarOrSchedule
 from dpx.selection import largest
@@ -47,7 +47,7 @@ def importance_mask(
     release of data that it does not bill.
     """
     require_fraction("keep", keep, "(0, 1]")
-    require_steps("warmup", warmup)
+    warmup = schedules.require_whole("warmup", warmup)
     schedules.require_scalar_or_schedule("noise_floor", noise_floor, minimum=0)
 
     def init(params):

@@ -11,7 +11,7 @@ from jax import lax
 
 from dpx import keys, schedules
 from dpx.mechanism import Coordinates, Tree
-from dpx.schedules import ScalarOrSchedule
+from dpx.schedules import ScalarOrSchedule, require_whole
 from dpx.selection import largest
 
 
@@ -44,7 +44,7 @@ def random_freeze(
     Random freeze, Zhu and Blaschko 2021, https://arxiv.org/abs/2112.00845.
     """
     require_fraction("freeze_rate", freeze_rate, "[0, 1)")
-    require_steps("period", period)
+    period = require_whole("period", period)
     share = complement(freeze_rate)
     stream = keys.stream(key, "random_freeze")
 
@@ -108,8 +108,3 @@ def require_fraction(name: str, value: ScalarOrSchedule, interval: Literal["(0, 
         raise ValueError(
             f"{name} must be in {interval}, got {numbers[step]:g}{f' at step {step}' if callable(value) else ''}"
         )
-
-
-def require_steps(name: str, steps: int):
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise ValueError(f"{name} must be a whole number of steps, at least 1; got {steps!r}")

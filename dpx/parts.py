@@ -56,8 +56,8 @@ def map_parts(function: Callable, rows: Tree, part_size: int, anything: jax.Arra
     """`jax.vmap(function)(rows)`, floats, by a loop over parts of the rows.
 
     anything: an array of the program's arguments; what it holds does not matter.
-    The loop is a branch of a condition that always holds: XLA makes room for what a loop gives before anything else in
-    the program, and for what a branch gives when it is due.
+    The loop is a branch that is always taken, which XLA cannot know: for what a loop gives it makes room before
+    anything else in the program, and for what a branch gives when that is due.
     """
     size = jax.tree.leaves(rows)[0].shape[0]
     part_size = min(part_size, size)

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dpx.masks import complement, count, describe, masked, require_fraction, require_steps
+from dpx.masks import complement, count, describe, masked, require_fraction
 from dpx.mechanism import Coordinates, Tree
-from dpx.schedules import ScalarOrSchedule
+from dpx.schedules import ScalarOrSchedule, require_whole
 from dpx.selection import largest
 
 
@@ -31,7 +31,7 @@ def ranked_freeze(freeze_rate: ScalarOrSchedule, *, period: int) -> Coordinates:
     Zhu and Blaschko 2021, Appendix C, https://arxiv.org/abs/2112.00845v1.
     """
     require_fraction("freeze_rate", freeze_rate, "[0, 1)")
-    require_steps("period", period)
+    period = require_whole("period", period)
     share = complement(freeze_rate)
 
     def init(params):

@@ -18,6 +18,7 @@ import numpy as np
 from dp_accounting import DpEvent, GaussianDpEvent
 
 from dpx import keys
+from dpx.schedules import require_whole
 
 Batch = tuple[np.ndarray, np.ndarray]
 
@@ -56,8 +57,8 @@ class PoissonSampling:
 
     def __post_init__(self):
         _check_sizes(self.examples, self.batch_size)
-        if self.capacity is not None and (type(self.capacity) is not int or self.capacity < 1):
-            raise ValueError(f"capacity must be None or a whole number of at least 1, got {self.capacity!r}")
+        if self.capacity is not None:
+            require_whole("capacity", self.capacity)
 
     @property
     def probability(self) -> float:
@@ -177,8 +178,7 @@ class FullBatch:
 
 
 def _check_sizes(examples: int, batch_size: float, *, whole: bool = False):
-    if isinstance(examples, bool) or not isinstance(examples, int | np.integer) or examples < 1:
-        raise ValueError(f"examples must be a whole number of at least 1, got {examples!r}")
+    require_whole("examples", examples)
     number = int | np.integer if whole else int | float | np.integer | np.floating
     if isinstance(batch_size, bool) or not isinstance(batch_size, number):
         raise ValueError(f"batch_size must be a {'whole ' if whole else ''}number, got {batch_size!r}")

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Hashable
+from typing import Any
 
 import jax
 import jax.core
@@ -56,6 +57,14 @@ def require_number(
     return number
 
 
+def require_whole(name: str, value: Any, *, maximum: float = math.inf) -> int:
+    """The number as an int; ValueError unless it is a whole number (of Python or numpy) in [1, maximum]."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 1 <= value <= maximum:
+        bound = "of at least 1" if maximum == math.inf else f"in [1, {maximum}]"
+        raise ValueError(f"{name} must be a whole number {bound}, got {value!r}")
+    return int(value)
+
+
 def between(minimum: float, maximum: float, *, exclusive: bool = False) -> str:
     """The bounds in words."""
     least = f"{'above' if exclusive else 'at least'} {minimum:g}"
@@ -74,8 +83,7 @@ def inverse_power(init_value: float, *, power: float) -> Schedule:
 
 def hold(schedule: Schedule, *, every: int) -> Schedule:
     """`schedule` counting blocks of `every` steps (an epoch) instead of steps."""
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise ValueError(f"every must be a whole number of at least 1, got {every!r}")
+    every = require_whole("every", every)
     return lambda step: schedule(step // every)
 
 
@@ -97,6 +105,5 @@ def _geometric(name: str, init_value: float, rho_name: str, rho: float, steps: i
     """init_value * rho^(-t/T) at the t-th of T steps."""
     require_number(name, init_value, minimum=0)
     require_number(rho_name, rho, minimum=1)
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise ValueError(f"steps must be a whole number of at least 1, got {steps!r}")
+    steps = require_whole("steps", steps)
     return lambda step: init_value * rho ** (-(step.astype(jnp.float32) + 1) / steps)

@@ -6,8 +6,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
 
 import dpx
@@ -95,8 +93,7 @@ class Config:
 
     @property
     def key(self) -> jax.Array:
-        """All 64 bits of the seed: 32 could be tried one by one. Below 2^32 it is `jax.random.key(seed)`."""
-        return jax.random.wrap_key_data(jnp.asarray(np.array(divmod(self.seed, 2**32), np.uint32)), impl="threefry2x32")
+        return dpx.secret_key(self.seed)
 
     def sampling_of(self, examples: int) -> Sampling:
         """How the batches are drawn from a data set of this size."""

@@ -11,6 +11,12 @@ from examples.config import Config
 from examples.methods import METHODS
 
 ITERATIONS = 5  # of the power method
+NIST = {"mnist", "mnist5k", "emnist"}  # chosen from the same handwriting
+
+
+def family(name: str) -> str:
+    """The data set without its variant or version: "emnist/letters:3.1.0" is of "emnist"."""
+    return name.split("/")[0].split(":")[0]
 
 
 def arguments(config: Config, dataset: data.Dataset, data_dir, key: jax.Array) -> dict[str, Any]:
@@ -23,8 +29,8 @@ def arguments(config: Config, dataset: data.Dataset, data_dir, key: jax.Array) -
         return {}
     options = config.method_options
     name, count, rank = options["public"], options["public_examples"], options["anchor_rank"]
-    if name == config.dataset:
-        raise ValueError(f"public must be another data set than the private one, got {name!r} for both")
+    if name == config.dataset or {family(name), family(config.dataset)} <= NIST:
+        raise ValueError(f"public must be a data set of other people than the private {config.dataset}, got {name}")
     if config.features != "none":
         raise ValueError(f"features must be none with method {config.method}, got {config.features!r}")
     public, shape = data.load(name, data_dir).train_images, dataset.train_images.shape[1:]
@@ -34,6 +40,11 @@ def arguments(config: Config, dataset: data.Dataset, data_dir, key: jax.Array) -
         )
     if not 1 <= count <= len(public):
         raise ValueError(f"public_examples must be in [1, {len(public)}] for {name}, got {count}")
+    private = {image.tobytes() for image in np.asarray(dataset.train_images)}
+    if shared := sum(image.tobytes() in private for image in np.asarray(public[:count])):
+        raise ValueError(
+            f"public images must not be private ones, but {shared} of {count} of {name} are in {config.dataset}"
+        )
     images = jax.image.resize(data.as_float(np.asarray(public[:count])), (count, *shape), "linear")
     labels = jax.random.randint(dpx.keys.stream(key, "public labels"), (count,), 0, dataset.classes)
     built = models.build(config.model, input_shape=shape, classes=dataset.classes, activation=config.activation)

@@ -210,6 +210,16 @@ for split in ({"w": P(), "b": P()}, {"w": P(None, None), "b": P()}):
     placed = jax.tree.map(lambda p, s: jax.device_put(p, NamedSharding(mesh, s)), params, split)
     eight = run(placed, rows)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), eight, one)
+explicit = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+rows = jax.device_put(batch, NamedSharding(explicit, P("data")))
+with jax.set_mesh(explicit):
+    eight = jax.sharding.auto_axes(run, out_sharding=P())(params, rows)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), eight, one)
+    try:
+        run(params, rows)
+    except ValueError as error:
+        assert "auto_axes; got float32[16@data," in str(error), error
+        print("refused")
 print("the same on 8 devices")
 """
 
@@ -222,4 +232,4 @@ def test_the_same_noise_on_eight_devices(pytestconfig):
         capture_output=True,
         text=True,
     )
-    assert "the same on 8 devices" in result.stdout, result.stderr
+    assert "refused\nthe same on 8 devices" in result.stdout, result.stderr

@@ -244,7 +244,7 @@ def test_top_fraction_keeps_the_largest_of_each_example():
         (r"keep must be in \(0, 1\], got 0", lambda: dpx.importance_mask(0.0, warmup=1)),
         (r"keep must be in \(0, 1\], got 1.01", lambda: dpx.importance_mask(1.01, warmup=1)),
         ("keep must be a finite number at least 0, got nan", lambda: dpx.importance_mask(math.nan, warmup=1)),
-        ("warmup must be a whole number of steps, at least 1; got 0", lambda: dpx.importance_mask(0.5, warmup=0)),
+        ("warmup must be a whole number of at least 1, got 0", lambda: dpx.importance_mask(0.5, warmup=0)),
         ("warmup must be .* got 2.0", lambda: dpx.ada_dpigu(warmup=2.0, **BASE)),  # type: ignore
         ("noise_floor must be .* got -1", lambda: dpx.importance_mask(0.5, warmup=1, noise_floor=-1)),
         (r"example_keep must be in \(0, 1\], got 0", lambda: dpx.ada_dpigu(warmup=1, example_keep=0.0, **BASE)),

@@ -303,9 +303,9 @@ def test_freeze_rates_outside_0_1_are_refused(rate):
 
 @pytest.mark.parametrize("period", [0, -1, 1.5, True])
 def test_periods_below_1_are_refused(period):
-    with pytest.raises(ValueError, match="period must be a whole number of steps, at least 1; got"):
+    with pytest.raises(ValueError, match="period must be a whole number of at least 1, got"):
         dpx.random_freeze(0.5, period=period, key=KEY)
-    with pytest.raises(ValueError, match="period must be a whole number of steps, at least 1; got"):
+    with pytest.raises(ValueError, match="period must be a whole number of at least 1, got"):
         dpx.ranked_freeze(0.5, period=period)
 
 

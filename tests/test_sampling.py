@@ -122,5 +122,5 @@ def test_bad_sizes(examples, batch_size):
 
 def test_bad_capacity():
     for capacity in (0, 8.5, math.nan, True, "8"):
-        with pytest.raises(ValueError, match="capacity must be None or a whole number of at least 1, got"):
+        with pytest.raises(ValueError, match="capacity must be a whole number of at least 1, got"):
             dpx.PoissonSampling(examples=10, batch_size=2, capacity=capacity)  # type: ignore

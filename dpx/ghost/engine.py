@@ -142,7 +142,8 @@ def _norm(choice, scale):
 def _map(function, rows, sites, weight):
     """`function` over the examples; in a loop where the patches of the whole batch would not stay in a CPU's cache."""
     size, expands = jax.tree.leaves(rows)[0].shape[0], sum(site.expands for site in sites)
-    if jax.default_backend() == "cpu" and size * expands > LARGEST_PATCHES:
+    alone = jax.default_backend() == "cpu" and jax.device_count() == 1  # else perhaps over the axis that would be cut
+    if alone and size * expands > LARGEST_PATCHES:
         return map_parts(function, rows, max(1, LOOPED_PATCHES // expands), weight)
     return jax.vmap(function)(rows)
 

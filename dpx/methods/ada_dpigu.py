@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from dpx import schedules
 from dpx.gaussian import gaussian_mechanism
 from dpx.importance import importance_mask
-from dpx.masks import require_fraction, require_steps
+from dpx.masks import require_fraction
 from dpx.mechanism import Mechanism, in_coordinates
 from dpx.methods.budget import noise_within
 from dpx.sampling import Sampling
@@ -50,7 +50,7 @@ def ada_dpigu(
     The rest is as in `dpx.dp_sgd`. For the paper's loss at masked parameters, see `dpx.masked_params`.
     """
 
-    require_steps("warmup", warmup)
+    warmup = schedules.require_whole("warmup", warmup)
     require_fraction("example_keep", example_keep, "(0, 1]")
 
     def make(noise_multiplier: ScalarOrSchedule) -> Mechanism:

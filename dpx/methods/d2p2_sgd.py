@@ -40,8 +40,8 @@ def d2p2_sgd(
     What the paper claims: clipped gradients, projected by A^T / sqrt(p), cost what they cost without. What holds: A
     lengthens some of them, by any factor with some probability. What dpx bills: with "project_then_clip" every example
     is projected first and then normalised, so the Gaussian with falling noise, exactly; with "clip_then_project", the
-    paper's order, the distribution of the stretch (see `dpx.clip_then_project`). Its privacy theorem also leaves its
-    constants open; all steps are composed here.
+    paper's order, the distribution of a Gaussian's stretch; for other kinds the noise grows by the largest stretch
+    (see `dpx.clip_then_project`). Its privacy theorem also leaves its constants open; all steps are composed here.
 
     The lift A z / sqrt(p) is the paper's A z over sqrt(p): a learning rate then does not depend on p.
 

@@ -15,6 +15,7 @@ from dpx.projections.hadamard import HADAMARD
 from dpx.projections.kind import Kind, Parts
 from dpx.projections.orthonormal import ORTHONORMAL
 from dpx.projections.subset import SUBSET
+from dpx.schedules import require_whole
 
 ProjectionKind = Literal["gaussian", "orthonormal", "subset", "countsketch", "hadamard"]
 
@@ -55,7 +56,7 @@ def random_projection(
         "orthonormal"  in blocks of 64 coordinates, Haar-random orthonormal columns times sqrt(d/p)
         "subset"       p of the coordinates times sqrt(d/p); elementwise, so it keeps ghost norms
         "countsketch"  coordinates with random signs, added up in p buckets; the cheapest that mixes
-        "hadamard"     p rows of H / sqrt(b) after random signs, times sqrt(d/p), in blocks of b <= 4096 coordinates
+        "hadamard"     p rows of H / sqrt(b) after random signs, times sqrt(d/p), d padded to blocks of b <= 4096
     every: for how many steps a draw is kept; None for one draw for ever.
     key: its "projection" stream is used, with the step folded in: never the noise's.
 
@@ -68,8 +69,7 @@ def projection(rank, reduction_rate, kind: str, every: int | None, stream: jax.A
     """`random_projection`. bounded: z is scaled so that no vector is lengthened, and the lift makes up for it."""
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(KINDS)}; got {kind!r}")
-    if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
-        raise ValueError(f"every must be a whole number of at least 1, or None; got {every!r}")
+    every = None if every is None else require_whole("every", every)
     sizes, rank_of, words = _ranks(rank, reduction_rate)
     found = KINDS[kind]
 
@@ -135,11 +135,11 @@ def _ranks(rank, reduction_rate) -> tuple[Tree, Callable[[Any, int], int], str]:
         if rank is None:
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
                 raise ValueError(f"reduction_rate must be in [0, 1), got {value!r}")
-        elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"rank must be a whole number of at least 1, got {value!r}")
+        else:
+            require_whole("rank", value)
 
     def rank_of(value, size: int) -> int:
-        number = max(1, round((1 - value) * size)) if rank is None else value
+        number = max(1, round((1 - value) * size)) if rank is None else int(value)
         if number > size:
             raise ValueError(f"rank must be at most the number of coordinates, {size}; got {number}")
         return number
