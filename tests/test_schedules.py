@@ -191,3 +191,10 @@ def test_a_data_driven_schedule_is_refused():
 
     with pytest.raises(ValueError, match="step alone"):
         jax.jit(train)(jnp.ones(3))
+
+
+def test_whole_numbers_are_those_of_python_and_numpy():
+    assert [schedules.require_whole("steps", value) for value in (1, np.int64(7), np.uint8(3))] == [1, 7, 3]
+    for value in (0, True, 1.0, np.float32(2), np.bool_(True), "1", None):
+        with pytest.raises(ValueError, match="steps must be a whole number of at least 1, got"):
+            schedules.require_whole("steps", value)
