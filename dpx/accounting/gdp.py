@@ -5,7 +5,7 @@ mu-GDP means: telling two neighbours apart is no easier than telling N(0, 1) fro
 convert exactly. `mu_total` and `mu_0` rest on a limit theorem for many steps at small sampling rates (Bu et al. 2020,
 https://arxiv.org/abs/1911.11607, extended to changing noise by Dynamic DP-SGD, Du et al. 2021,
 https://arxiv.org/abs/2111.00173). It UNDER-reports, never over-reports on any schedule we tried: the true epsilon is
-1.0 to 1.05 times the promised one at sampling rate 0.01 and 5,000 steps with all noise multipliers above 1, 1.5 to 2.9
+1.0 to 1.05 times the promised one at sampling rate 0.01 and 5,000 steps with all noise multipliers above 1, 1.5 to 3
 times at 500 steps with a final multiplier near 0.5, and up to 11 times at rate 0.001. It is no guarantee: compare with
 it, never report it.
 """
