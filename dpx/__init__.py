@@ -7,7 +7,10 @@ from dpx.accounting import calibrate as calibrate
 from dpx.accounting import delta as delta
 from dpx.accounting import epsilon as epsilon
 from dpx.accounting import privacy_report as privacy_report
+from dpx.accounting.budget import Budget as Budget
+from dpx.accounting.budget import calibrated as calibrated
 from dpx.adaptive_clipping import adaptive_clipping as adaptive_clipping
+from dpx.batches import Batch as Batch
 from dpx.coordinates import trainable as trainable
 from dpx.error_feedback import error_feedback_mechanism as error_feedback_mechanism
 from dpx.gaussian import gaussian_mechanism as gaussian_mechanism
@@ -24,8 +27,6 @@ from dpx.mechanism import Coordinates as Coordinates
 from dpx.mechanism import Mechanism as Mechanism
 from dpx.mechanism import chain as chain
 from dpx.mechanism import in_coordinates as in_coordinates
-from dpx.mechanism import public as public
-from dpx.mechanism import steps_taken as steps_taken
 from dpx.methods import ada_dpigu as ada_dpigu
 from dpx.methods import d2p2_sgd as d2p2_sgd
 from dpx.methods import d2p_sgd as d2p_sgd
@@ -40,6 +41,8 @@ from dpx.normalization import normalized as normalized
 from dpx.projections import clip_then_project as clip_then_project
 from dpx.projections import random_projection as random_projection
 from dpx.ranking import ranked_freeze as ranked_freeze
+from dpx.release_state import public_state as public_state
+from dpx.release_state import steps_taken as steps_taken
 from dpx.sampling import FixedSizeSampling as FixedSizeSampling
 from dpx.sampling import FullBatch as FullBatch
 from dpx.sampling import PoissonSampling as PoissonSampling

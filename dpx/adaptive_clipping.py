@@ -8,6 +8,7 @@ import numpy as np
 import optax
 
 from dpx import schedules
+from dpx.accounting.budget import calibrated
 from dpx.gaussian import SMALLEST_CLIP_NORM, gaussian_mechanism
 from dpx.mechanism import Mechanism, Tree
 from dpx.sampling import Sampling
@@ -21,6 +22,7 @@ class AdaptiveClippingState(NamedTuple):
     clip_norm: jax.Array
 
 
+@calibrated
 def adaptive_clipping(
     *,
     initial_clip_norm: float,
@@ -41,7 +43,8 @@ def adaptive_clipping(
 
     quantile: in (0, 1).
     indicator_noise: s, on the sum of the indicators; the paper's is B / 20.
-    noise_multiplier: z; above 0 and below 2 s at every step, or ValueError: the indicator alone would cost more.
+    noise_multiplier: z, or the `dpx.Budget` that it is calibrated to. Above 0 and below 2 s at every step, or
+        ValueError, because the indicator alone would cost more.
     """
     initial_clip_norm = schedules.require_number(
         "initial_clip_norm", initial_clip_norm, minimum=SMALLEST_CLIP_NORM, maximum=1 / SMALLEST_CLIP_NORM
@@ -89,6 +92,8 @@ def adaptive_clipping(
         release=release,
         event=event,
         sampling=sampling,
+        noise_multiplier=noise_multiplier,
+        key=key,
         elementwise=False,
         stages=(
             f"clip to a norm that follows the {quantile:g} quantile, {initial_clip_norm:.6g} at step 0",

@@ -10,10 +10,12 @@ import optax
 from dp_accounting import DpEvent, NoOpDpEvent
 
 from dpx import keys, schedules
+from dpx.accounting.budget import calibrated
 from dpx.accounting.feedback import SAMPLINGS, ErrorFeedbackDpEvent
 from dpx.gaussian import LARGEST_CLIP_NORM, SMALLEST_CLIP_NORM
-from dpx.mechanism import Mechanism, ReleaseState, Tree
+from dpx.mechanism import Mechanism, Tree
 from dpx.parts import after
+from dpx.release_state import ReleaseState
 from dpx.sampling import Sampling
 
 _TINY = 1e-30
@@ -26,6 +28,7 @@ class ErrorFeedbackState(NamedTuple):
     unreleased_error: Tree
 
 
+@calibrated
 def error_feedback_mechanism(
     *,
     clip_norm: float,
@@ -48,7 +51,8 @@ def error_feedback_mechanism(
         only bill is the trivial one: 2 C2 at every step, never amplified.
     feedback_norm: C2, on the scale of the MEAN gradient: C2 >= C1 removes the clipping bias, and C1 / B is the most
         that one example moves the mean.
-    noise_multiplier: nu, noise standard deviation on the sum over C1, as in DP-SGD; a number. 0 bills infinity.
+    noise_multiplier: nu, the standard deviation of the noise on the sum, divided by C1, as in DP-SGD; a number, or the
+        `dpx.Budget` that it is calibrated to. 0 bills infinity.
     reset_every: forget e after so many steps, which is billed less; None never does.
     gamma: normalise instead of clipping, DiceSGD's automatic form: C1 g / (|g| + gamma) and C2 e / (|e| + C2). (The
         paper's e / |e| leaps near 0 and has only the trivial bill; this one is non-expansive, as clipping is.)
@@ -97,7 +101,7 @@ def error_feedback_mechanism(
 
         updates = jax.tree.map(one, sums[0], error, noise)
         error = jax.tree.map(remainder, sums[1], after(updates, error))  # in the place of the old one
-        return optax.tree.cast_like(updates, params), ErrorFeedbackState(ReleaseState(step + 1), error)
+        return optax.tree.cast_like(updates, params), ErrorFeedbackState(state.release.after(noise_multiplier), error)
 
     def event(steps) -> DpEvent:
         if steps == 0:
@@ -107,21 +111,21 @@ def error_feedback_mechanism(
             excess=excess / clip_norm if bounded else math.inf,
             reach=2 * feedback_norm * float(sampling.divisor) / clip_norm,
             steps=int(steps),
-            reset_every=min(steps, reset_every or steps),
+            reset_every=reset_every,
             sampling=sampling,
         )
 
     how = "clip" if gamma is None else f"normalise (gamma {gamma:g})"
     return Mechanism(
-        init=lambda params: ErrorFeedbackState(
-            ReleaseState(jnp.zeros((), jnp.int32)), optax.tree.zeros_like(params, dtype=jnp.float32)
-        ),
+        init=lambda params: ErrorFeedbackState(ReleaseState.empty(), optax.tree.zeros_like(params, dtype=jnp.float32)),
         encode=lambda grad, state: grad,
         norm=optax.tree.norm,
         weigh=weigh,
         release=release,
         event=event,
         sampling=sampling,
+        noise_multiplier=noise_multiplier,
+        key=key,
         elementwise=True,
         stages=(
             f"{how} to norm {clip_norm:.6g}; keep what that takes away, up to norm {outer_clip_norm:.6g}, as the error",

@@ -8,13 +8,16 @@ import numpy as np
 import optax
 
 from dpx import keys, schedules
-from dpx.mechanism import Mechanism, ReleaseState, Tree
+from dpx.accounting.budget import calibrated
+from dpx.mechanism import Mechanism, Tree
+from dpx.release_state import ReleaseState
 from dpx.sampling import Sampling
 from dpx.schedules import ScalarOrSchedule
 
 SMALLEST_CLIP_NORM, LARGEST_CLIP_NORM = 2.0**-40, 1e15  # the squares of others, or sums of them, leave float32
 
 
+@calibrated
 def gaussian_mechanism(
     *,
     clip_norm: ScalarOrSchedule | Tree,
@@ -30,10 +33,11 @@ def gaussian_mechanism(
     clip_norm: C, a number in [2^-40, 1e15], or an optax schedule of the step. A pytree prefix of the gradients clips
         each group (layer) to its own norm; the sensitivity of the whole is then C = sqrt(sum of their squares), and the
         noise has that scale in every coordinate.
-    noise_multiplier: sigma, noise standard deviation on the sum over C; a number or a schedule. 0 bills infinity.
+    noise_multiplier: sigma, the standard deviation of the noise on the sum, divided by C; a number, a schedule of the
+        step, or the `dpx.Budget` that it is calibrated to. 0 bills infinity.
     sampling: draws the batches, states B and wraps the event.
-    key: a secret jax PRNG key, of one run: another run with it, on the same data, has the same noise, and the
-        difference of the two has none. Its "noise" stream is used, with the step folded in.
+    key: a secret jax PRNG key, of one run. Never reuse it: two runs with one key share their noise, and subtracting
+        their results removes it. Its "noise" stream is used, with the step folded in.
 
     Raises ValueError for a negative or non-finite number, a value that is traced (it could not be billed), or no key.
     """
@@ -62,10 +66,11 @@ def gaussian_mechanism(
     def release(sums, state, params):
         (total,) = sums
         step = state.step
-        deviation = schedules.at(noise_multiplier, step) * optax.tree.norm(clip_norms(step))
+        multiplier = schedules.at(noise_multiplier, step)
+        deviation = multiplier * optax.tree.norm(clip_norms(step))
         noise = keys.normal_like(jax.random.fold_in(noise_key, step), total)
         updates = jax.tree.map(lambda s, n: (s + deviation * n) / sampling.divisor, total, noise)
-        return optax.tree.cast_like(updates, params), ReleaseState(step + 1)
+        return optax.tree.cast_like(updates, params), state.after(multiplier)
 
     def event(steps):
         for value in jax.tree.leaves(clip_norm):
@@ -76,13 +81,15 @@ def gaussian_mechanism(
 
     scale = _describe(noise_multiplier)
     return Mechanism(
-        init=lambda params: ReleaseState(jnp.zeros((), jnp.int32)),
+        init=lambda params: ReleaseState.empty(),
         encode=lambda grad, state: grad,
         norm=norm,
         weigh=weigh,
         release=release,
         event=event,
         sampling=sampling,
+        noise_multiplier=noise_multiplier,
+        key=key,
         elementwise=True,
         stages=(
             f"clip to norm {jax.tree.map(_describe, clip_norm)}",

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from dpx import keys, schedules
-from dpx.mechanism import Coordinates, Tree, batch_size
+from dpx.batches import Tree, batch_size
+from dpx.mechanism import Coordinates
 
 EXACT = jax.lax.Precision.HIGHEST
 

@@ -6,8 +6,10 @@ from typing import Literal, NamedTuple
 import jax
 
 from dpx import ghost, working_set
-from dpx.mechanism import Mechanism, ReleaseState, Tree, batch_size, inclusion, require_real, sum_contributions
+from dpx.batches import Batch, Tree, batch_size, inclusion, require_batch
+from dpx.mechanism import Mechanism, require_real, sum_contributions
 from dpx.parts import after, sum_over_parts
+from dpx.release_state import ReleaseState
 from dpx.schedules import require_whole
 
 Clipping = Literal["auto", "ghost", "vmap"]
@@ -31,10 +33,11 @@ def private_grad(
     microbatch_size: int | None = None,
     clipping: Clipping = "auto",
 ) -> Callable[..., PrivateGradient]:
-    """`fn(params, batch, state, *, weights=None) -> PrivateGradient` for `loss(params, example) -> scalar`.
+    """`fn(params, batch, state) -> PrivateGradient` for `loss(params, example) -> scalar`.
 
-    `example` has no batch axis; `batch` is the same pytree with the examples on axis 0. The numbers are those of
-    `mechanism.update` on stacked gradients, to float32. A mechanism built by `dpx.chain` gives the optimizer's updates.
+    `example` has no batch axis; `batch` is a `dpx.Batch`, whose `examples` are the same pytree with the examples on
+    axis 0. The numbers are those of `mechanism.update` on stacked gradients, to float32. A mechanism built by
+    `dpx.chain` gives the optimizer's updates.
 
     microbatch_size: how many examples are worked on at once. None: the whole batch, or on a CPU, for a model without
         convolutions, as few as stay in its cache if that is faster. Microbatches are looped; with convolutions, which
@@ -48,25 +51,26 @@ def private_grad(
     _check(mechanism, clipping)
     microbatch_size = None if microbatch_size is None else require_whole("microbatch_size", microbatch_size)
 
-    def private_gradient(params, batch, state, *, weights=None):
-        size = batch_size(batch)
-        _require_auto(batch)
+    def private_gradient(params, batch, state):
+        examples, included = require_batch(batch)
+        size = batch_size(examples)
+        _require_auto(examples)
         require_real(params)
-        included = inclusion(size, weights)
-        example = _one_of(batch)
+        included = inclusion(size, included, mechanism.sampling)
+        example = _one_of(examples)
         plan = _plan(loss, mechanism, params, example, state, clipping)
         made = working_set.forward(loss, params, example)
         at_once = microbatch_size or working_set.examples_at_once(made, plan, params, size)
 
         def microbatch(wait, rows):
-            (examples, rows_included), waiting = rows, wait(params)
+            (some, rows_included), waiting = rows, wait(params)
             if isinstance(plan, ghost.Plan) and plan.follows:
-                return ghost.sum_contributions(plan, mechanism, waiting, examples, state, rows_included)
-            losses, grads = jax.vmap(jax.value_and_grad(loss), in_axes=(None, 0))(waiting, examples)
+                return ghost.sum_contributions(plan, mechanism, waiting, some, state, rows_included)
+            losses, grads = jax.vmap(jax.value_and_grad(loss), in_axes=(None, 0))(waiting, some)
             return sum_contributions(mechanism, grads, state, rows_included), losses
 
         unroll = made.convolves and jax.default_backend() == "cpu"
-        sums, losses = sum_over_parts(microbatch, (batch, included), max(1, at_once), unroll=unroll)
+        sums, losses = sum_over_parts(microbatch, (examples, included), max(1, at_once), unroll=unroll)
         updates, state = mechanism.release(sums, _waiting_for(sums, state), params)
         return PrivateGradient(updates, state, losses)
 
@@ -77,14 +81,15 @@ def explain(
     loss: Callable[[Tree, Tree], jax.Array],
     mechanism: Mechanism,
     params: Tree,
-    batch: Tree,
+    batch: Batch,
     *,
     clipping: Clipping = "auto",
 ) -> ghost.Explanation:
     """Which way `private_grad` takes for each parameter, and why; print it. Shapes suffice for `params` and `batch`."""
     _check(mechanism, clipping)
     state = jax.eval_shape(mechanism.init, params)
-    return ghost.explain(_plan(loss, mechanism, params, _one_of(batch), state, clipping), params)
+    example = _one_of(require_batch(batch).examples)
+    return ghost.explain(_plan(loss, mechanism, params, example, state, clipping), params)
 
 
 def _check(mechanism, clipping):
@@ -94,8 +99,8 @@ def _check(mechanism, clipping):
         raise ValueError(f'clipping must be "auto", "ghost" or "vmap", got {clipping!r}')
 
 
-def _require_auto(batch):
-    for leaf in map(jax.typeof, jax.tree.leaves(batch)):
+def _require_auto(examples):
+    for leaf in map(jax.typeof, jax.tree.leaves(examples)):
         if any(axis is not None for axis in leaf.sharding.spec):
             raise ValueError(
                 "the batch must be sharded over mesh axes of type Auto (jax.make_mesh(..., axis_types=...)), or the "
@@ -103,10 +108,10 @@ def _require_auto(batch):
             )
 
 
-def _one_of(batch: Tree) -> Tree:
+def _one_of(examples: Tree) -> Tree:
     """The shapes of one example."""
-    batch_size(batch)
-    rows = jax.eval_shape(lambda batch: batch, batch)
+    batch_size(examples)
+    rows = jax.eval_shape(lambda examples: examples, examples)
     return jax.tree.map(lambda row: jax.ShapeDtypeStruct(row.shape[1:], row.dtype, weak_type=row.weak_type), rows)
 
 

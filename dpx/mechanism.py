@@ -13,20 +13,21 @@ Start reading at `Mechanism`. `gaussian.py` makes the one everything is built on
 """
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import fields, is_dataclass, replace
-from typing import Any, NamedTuple, Self
+from collections.abc import Callable
+from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from dp_accounting import DpEvent
 
+from dpx import schedules
+from dpx.accounting.budget import Budget
+from dpx.batches import Tree, batch_size, inclusion
 from dpx.parts import sum_over_parts
+from dpx.release_state import require_paid_by, signed
 from dpx.sampling import Sampling
-
-Tree = Any  # a pytree of arrays
+from dpx.schedules import ScalarOrSchedule
 
 ENCODED, PARTS = 2**24, 8  # numbers of gradients that are encoded at once, if that takes no more parts
 
@@ -34,10 +35,11 @@ ENCODED, PARTS = 2**24, 8  # numbers of gradients that are encoded at once, if t
 class Mechanism(optax.GradientTransformationExtraArgs):
     """An optax transformation from per-example gradients to one private gradient, which knows its cost.
 
-    As an optax transformation, `update(grads, state, params=None, *, weights=None)` takes gradients with the examples
-    on axis 0 of every leaf and weights of shape (B,): 1, or 0 for padding. `private_grad` uses the parts directly:
+    As an optax transformation, `update(grads, state, params, *, included)` takes gradients with the B examples on axis
+    0 of every leaf, and included: bool (B,), False for padding; it may be left out where the sampling never pads.
+    `private_grad` uses the parts directly:
 
-    init:     (params) -> state
+    init:     (params) -> state, which holds one ReleaseState
     encode:   (grad, state) -> encoded; one example, float32, no batch axis
     norm:     (encoded) -> norms; a scalar, or one per group (a pytree prefix of `encoded`)
     weigh:    (norms, state) -> tuple of weights, each with the structure of the norms
@@ -45,6 +47,9 @@ class Mechanism(optax.GradientTransformationExtraArgs):
               updates have the shapes and dtypes of `params` (arrays, or ShapeDtypeStructs where no arrays are known)
     event:    (steps) -> DpEvent; what the first `steps` releases cost, sampling included
     sampling: how the batches must be drawn for `event` to be true
+    noise_multiplier: what `release` runs with at each step, and counts in the ReleaseState; a number or a schedule
+    key:      of the noise, secret; two runs with one key are never billed together
+    budget:   what the noise was calibrated for, if it was (`dpx.calibrated`)
     elementwise: whether `encode` only scales coordinates or drops leaves and `norm` is the 2-norm of each group of
               leaves, so that norms can be had without gradients (`dpx.ghost`)
     streamed: whether `encode` draws something large as it goes, so that the whole batch is encoded at once
@@ -57,29 +62,65 @@ class Mechanism(optax.GradientTransformationExtraArgs):
     release: Callable[[tuple[Tree, ...], Tree, Tree], tuple[Tree, Tree]]
     event: Callable[[int], DpEvent]
     sampling: Sampling
+    noise_multiplier: ScalarOrSchedule
+    key: jax.Array
+    budget: Budget | None
     elementwise: bool
     streamed: bool
     stages: tuple[str, ...]
 
     def __new__(
-        cls, *, init, encode, norm, weigh, release, event, sampling, elementwise, stages, streamed=False
+        cls,
+        *,
+        init,
+        encode,
+        norm,
+        weigh,
+        release,
+        event,
+        sampling,
+        noise_multiplier,
+        key,
+        elementwise,
+        stages,
+        streamed=False,
+        budget=None,
     ) -> Self:
-        def update(grads, state, params=None, *, weights=None, **extra_args):
-            del extra_args
-            one = jax.tree.map(lambda g: jax.ShapeDtypeStruct(g.shape[1:], g.dtype), grads)
-            sums = sum_contributions(self, grads, state, weights)
-            return release(sums, state, one if params is None else params)
+        def begin(params):
+            require_unmasked(params)
+            return signed(init(params), self.event(1), self.sampling, 0 if budget is None else budget.steps)
 
-        self = super().__new__(cls, init, update)  # pyright: ignore[reportArgumentType]
+        def update(grads, state, params=None, *, included=_MISSING, **extra_args):
+            del extra_args
+            require_per_example(grads, params)
+            if included is _MISSING:
+                included = None
+                if getattr(self.sampling, "pads", True):
+                    raise ValueError(f"included must be given, bool (B,): batches of {self.sampling} hold padding")
+            rows = inclusion(batch_size(grads), included, self.sampling)
+            return self.release(sum_contributions(self, grads, state, rows), state, params)
+
+        self = super().__new__(cls, begin, update)  # pyright: ignore[reportArgumentType]
         self.encode, self.norm, self.weigh, self.release = encode, norm, weigh, release
-        self.event, self.sampling, self.stages = event, sampling, stages
+        self.event, self.sampling, self.noise_multiplier = event, sampling, noise_multiplier
+        self.key, self.budget, self.stages = key, budget, stages
         self.elementwise, self.streamed = elementwise, streamed
         return self
 
     def replace(self, **changes) -> "Mechanism":
-        """A copy with some parts exchanged."""
-        names = "init encode norm weigh release event sampling elementwise streamed stages".split()
-        return Mechanism(**({name: getattr(self, name) for name in names} | changes))
+        """A copy with some parts exchanged; ValueError for another event if the noise was calibrated for this one."""
+        if "event" in changes and self.budget is not None and "budget" not in changes:
+            raise ValueError(
+                f"the mechanism was calibrated to {self.budget} before its cost was changed; put dpx.calibrated on the "
+                "function that builds the outermost mechanism, and give the budget to that"
+            )
+        names = "init encode norm weigh release event sampling noise_multiplier key budget elementwise streamed stages"
+        return Mechanism(**({name: getattr(self, name) for name in names.split()} | changes))
+
+    def event_paid_by(self, state: Tree, steps: int) -> DpEvent:
+        """The event of the `steps` releases of `state`; ValueError if another mechanism made them."""
+        require_paid_by(state, self.sampling, self.event(1), schedules.over(self.noise_multiplier, steps))
+        return self.event(steps)
 
     def __repr__(self) -> str:
         pipeline = "\n  -> ".join(self.stages)
@@ -88,29 +129,41 @@ class Mechanism(optax.GradientTransformationExtraArgs):
     __str__ = __repr__
 
 
-class ReleaseState(NamedTuple):
-    """The state of every mechanism holds exactly one: how many releases were made, int32."""
-
-    step: jax.Array
+_MISSING = object()
 
 
-def steps_taken(state: Tree) -> int:
-    """How many releases an optimizer state has paid for: the step count of the one mechanism in it."""
-    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, ReleaseState))
-    found = [node for node in nodes if isinstance(node, ReleaseState)]
-    if len(found) != 1:
-        raise ValueError(f"state must hold exactly one mechanism's state, found {len(found)}")
-    return int(found[0].step)
+def require_unmasked(tree: Tree):
+    leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, optax.MaskedNode))
+    if any(isinstance(leaf, optax.MaskedNode) for leaf in leaves):
+        raise ValueError(
+            "a mechanism must not stand inside optax.masked, multi_transform or partition: raw gradients of what is "
+            "masked would pass by it. Use dpx.in_coordinates(mechanism, dpx.trainable(mask))"
+        )
 
 
-def sum_contributions(mechanism: Mechanism, grads: Tree, state: Tree, weights: jax.Array | None) -> tuple[Tree, ...]:
+def require_per_example(grads: Tree, params: Tree):
+    """ValueError unless every leaf of `grads` has the shape of its parameter behind one axis of examples."""
+    require_unmasked(grads)
+    require_real(grads)
+    if params is None:
+        raise ValueError("params must be given: update(grads, state, params); they tell what one gradient's shape is")
+    size = batch_size(grads)
+    expected = [(size, *jnp.shape(leaf)) for leaf in jax.tree.leaves(params)]
+    found = [jnp.shape(leaf) for leaf in jax.tree.leaves(grads)]
+    if found != expected or jax.tree.structure(grads) != jax.tree.structure(params):
+        raise ValueError(
+            "grads must hold one gradient of each example: like params, with the examples on an axis in front of each "
+            f"leaf, of shapes {expected}; got shapes {found}"
+        )
+
+
+def sum_contributions(mechanism: Mechanism, grads: Tree, state: Tree, included: jax.Array) -> tuple[Tree, ...]:
     """sum_i w(|z_i|) z_i for each weight, over gradients [B, ...]; the one place where raw data is summed.
 
-    A non-finite example, or one of weight 0, contributes zero. Norms, weights and sums are float32, at full precision
-    where the hardware would round products (a rounded product could exceed the bound).
+    A non-finite example, or one that is not included, contributes zero. Norms, weights and sums are float32, at full
+    precision where the hardware would round products (a rounded product could exceed the bound).
     """
-    size, included = batch_size(grads), inclusion(batch_size(grads), weights)
-    require_real(grads)
+    size = batch_size(grads)
     parts = min(PARTS, sum(leaf.size for leaf in jax.tree.leaves(grads)) // ENCODED)
     spread = jax.device_count() > 1  # perhaps over the axis that would be cut
     if mechanism.elementwise or mechanism.streamed or spread or parts < 2:
@@ -149,27 +202,10 @@ def _sum_encoded(mechanism: Mechanism, grads: Tree, state: Tree, included: jax.A
     return tuple(jax.tree.map(weighted_sum, factor, encoded) for factor in factors)
 
 
-def batch_size(batch: Tree) -> int:
-    """The length of axis 0, the same for every leaf."""
-    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(batch)]
-    if not shapes or any(len(shape) == 0 for shape in shapes) or len({shape[0] for shape in shapes}) != 1:
-        raise ValueError(f"every leaf must have the examples on axis 0, the same number; got shapes {shapes}")
-    return shapes[0][0]
-
-
 def require_real(tree: Tree):
     for dtype in map(jnp.result_type, jax.tree.leaves(tree)):
         if jnp.issubdtype(dtype, jnp.complexfloating):
             raise ValueError(f"gradients must be real, got {dtype}: keep real and imaginary parts apart")
-
-
-def inclusion(size: int, weights: jax.Array | None) -> jax.Array:
-    """Which of the rows count, bool (size,). A weight is 1 or 0: anything positive counts once, nothing counts more."""
-    if weights is None:
-        return jnp.ones(size, bool)
-    if jnp.shape(weights) != (size,):
-        raise ValueError(f"weights must have shape ({size},), one per example; got {jnp.shape(weights)}")
-    return jnp.asarray(weights).astype(jnp.float32) > 0
 
 
 class Coordinates(NamedTuple):
@@ -248,6 +284,7 @@ def in_coordinates(mechanism: Mechanism, *coordinates: Coordinates) -> Mechanism
         weigh=lambda norms, state: mechanism.weigh(norms, state.inner),
         release=release,
         event=event,
+        budget=mechanism.budget,  # the event is the same, with the coordinates' own checks
         elementwise=mechanism.elementwise and all(coordinate.elementwise for coordinate in coordinates),
         streamed=mechanism.streamed or any(coordinate.streamed for coordinate in coordinates),
         stages=names + mechanism.stages + tuple(f"undo {name}" for name in reversed(names)),
@@ -281,27 +318,3 @@ def chain(mechanism: Mechanism, *transforms: optax.GradientTransformation) -> Me
         release=release,
         stages=(*mechanism.stages, "optax transforms"),
     )
-
-
-def public(state: Tree) -> Tree:
-    """`state` without its `unreleased_*` fields (replaced by None): what may be shown or shared.
-
-    What remains is a function of the released values alone. Raises ValueError for a container it does not know.
-    """
-    if hasattr(state, "_fields"):
-        return type(state)(
-            *[None if name.startswith("unreleased_") else public(getattr(state, name)) for name in state._fields]
-        )
-    if is_dataclass(state) and not isinstance(state, type):
-        names = [field.name for field in fields(state)]
-        return replace(
-            state,
-            **{name: None if name.startswith("unreleased_") else public(getattr(state, name)) for name in names},
-        )
-    if isinstance(state, Mapping):
-        return {name: None if str(name).startswith("unreleased_") else public(part) for name, part in state.items()}
-    if isinstance(state, list | tuple):
-        return type(state)(public(part) for part in state)
-    if state is None or isinstance(state, jax.Array | np.ndarray | np.generic | int | float | complex | str):
-        return state
-    raise ValueError(f"state must be NamedTuples, dataclasses, mappings, lists, tuples and arrays, got {type(state)}")

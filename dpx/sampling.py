@@ -1,47 +1,92 @@
 """How batches are drawn, and what that costs: one frozen record, so that what is drawn is what is billed.
 
-`draw(key, step)` runs on the host and gives fixed-shape `(indices, weights)` for a jitted step: int32 and float32, both
-(size,), with weight 0 and index 0 on padded rows. It is a pure function of the key, the step and the record, so a
-resumed run draws the same batches. The key must stay as secret as the noise key: amplification by sampling holds for
-batches nobody knows.
+`take(data, key, state)` gives the batch of the next step, whose number it reads from the optimizer state. It runs on
+the host, and calls `draw(key, step)`. Both are pure functions of the key, the step and the record, so a resumed run
+draws the same batches. The key must stay as secret as the noise key, because amplification by sampling holds
+for batches that nobody knows.
 """
 
 import functools
 import math
-from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import dp_accounting
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from dp_accounting import DpEvent, GaussianDpEvent
 
 from dpx import keys
+from dpx.batches import Batch, Tree, batch_size
+from dpx.release_state import next_step
 from dpx.schedules import require_whole
 
-Batch = tuple[np.ndarray, np.ndarray]
+
+class Draw(NamedTuple):
+    """indices: int32 (size,), 0 on padded rows. included: bool (size,), False on padded rows."""
+
+    indices: np.ndarray
+    included: np.ndarray
 
 
 class Sampling(Protocol):
     """What a mechanism asks of its sampling.
 
+    examples: size of the data set, public.
+
     relation: the neighbouring relation under which `event` is true: "add_or_remove" (one example more or fewer),
               "zero_out" (one example's contribution nulled) or "replace_one" (one example exchanged for another).
     divisor:  the expected batch size; the private gradient is the noisy sum divided by it. A public constant.
+    pads:     whether a batch may hold rows that do not count; else every batch has `divisor` rows.
     event:    (multipliers) -> DpEvent of len(multipliers) releases with these noise multipliers, float64 (steps,).
     """
 
+    examples: int
     relation: ClassVar[str]
 
     @property
     def divisor(self) -> float: ...
-    def draw(self, key: jax.Array, step: int, *, size: int | None = None) -> Batch: ...
+    @property
+    def pads(self) -> bool:
+        return False
+
     def event(self, multipliers: np.ndarray) -> DpEvent: ...
+
+    def draw(self, key: jax.Array, step: int, *, size: int | None = None) -> Draw:
+        """Which examples take part in a step: fixed shapes, for a jitted step.
+
+        step: the whole number of steps that the whole run has made so far. It never restarts, also not at a new epoch:
+            a step drawn twice has the same batch, which is billed as two independent ones.
+        size: rows of the result, at least as many as take part; None leaves it to the record.
+        Raises ValueError for a step that is no whole number of at least 0, and for too small a size.
+        """
+        ...
+
+    def take(
+        self, data: Tree, key: jax.Array, state: Tree, *, size: int | None = None, beyond_budget: bool = False
+    ) -> Batch:
+        """The batch of the next step that `state` has not paid for; arrays with `size` rows.
+
+        data: a pytree of arrays with the `examples` examples on axis 0 of each.
+        key: of one run, secret.
+        state: of the optimizer, whose step count is read; waits until it is computed.
+        size: rows of the batch, the rest is padding; None leaves it to the record.
+        beyond_budget: go on after the steps of the `dpx.Budget` that the mechanism was calibrated for.
+
+        Raises ValueError where data has another length, where the mechanism of the state bills another sampling, and at
+        the first step beyond the budget.
+        """
+        step = next_step(state, self, beyond_budget=beyond_budget)
+        if batch_size(data) != self.examples:
+            raise ValueError(f"data must hold the {self.examples} examples of the sampling, got {batch_size(data)}")
+        indices, included = self.draw(key, step, size=size)
+        return Batch(jax.tree.map(lambda rows: rows[indices], data), included)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PoissonSampling:
+class PoissonSampling(Sampling):
     """Every example flips its own coin of probability `batch_size / examples` at every step.
 
     examples:   size of the data set, public.
@@ -52,11 +97,11 @@ class PoissonSampling:
 
     examples: int
     batch_size: float
-    capacity: int | None = None
+    capacity: int | None = field(default=None, repr=False)  # no part of what is drawn
     relation: ClassVar[str] = "add_or_remove"
 
     def __post_init__(self):
-        _check_sizes(self.examples, self.batch_size)
+        _keep_sizes(self)
         if self.capacity is not None:
             require_whole("capacity", self.capacity)
 
@@ -68,8 +113,12 @@ class PoissonSampling:
     def divisor(self) -> float:
         return self.batch_size
 
-    def draw(self, key: jax.Array, step: int, *, size: int | None = None) -> Batch:
-        drawn = np.flatnonzero(_coins(_step_key(key, step), self.examples, self.probability))
+    @property
+    def pads(self) -> bool:
+        return True
+
+    def draw(self, key: jax.Array, step: int, *, size: int | None = None) -> Draw:
+        drawn = np.flatnonzero(_coins(_step_key(key, _require_step(step)), self.examples, self.probability))
         if size is None:
             size = self.capacity or min(self.examples, _round_up(self.batch_size + 5 * self._deviation(), 8))
             if len(drawn) > size:
@@ -87,7 +136,7 @@ class PoissonSampling:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FixedSizeSampling:
+class FixedSizeSampling(Sampling):
     """`batch_size` of the examples, uniformly without replacement, afresh at every step.
 
     Replacing an example moves the sum by twice the clip norm; the event's noise multiplier is halved for it. Billed by
@@ -99,14 +148,14 @@ class FixedSizeSampling:
     relation: ClassVar[str] = "replace_one"
 
     def __post_init__(self):
-        _check_sizes(self.examples, self.batch_size, whole=True)
+        _keep_sizes(self, whole=True)
 
     @property
     def divisor(self) -> float:
         return self.batch_size
 
-    def draw(self, key: jax.Array, step: int, *, size: int | None = None) -> Batch:
-        drawn = jax.random.choice(_step_key(key, step), self.examples, (self.batch_size,), replace=False)
+    def draw(self, key: jax.Array, step: int, *, size: int | None = None) -> Draw:
+        drawn = jax.random.choice(_step_key(key, _require_step(step)), self.examples, (self.batch_size,), replace=False)
         return _pad(np.asarray(drawn), size or self.batch_size)
 
     def event(self, multipliers: np.ndarray) -> DpEvent:
@@ -119,7 +168,7 @@ class FixedSizeSampling:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShuffledEpochs:
+class ShuffledEpochs(Sampling):
     """A fresh permutation every epoch, cut into batches; the last batch of an epoch may be short.
 
     An example takes part once an epoch, in a batch an adversary may know: no amplification is claimed. An epoch is
@@ -131,7 +180,7 @@ class ShuffledEpochs:
     relation: ClassVar[str] = "zero_out"
 
     def __post_init__(self):
-        _check_sizes(self.examples, self.batch_size, whole=True)
+        _keep_sizes(self, whole=True)
 
     @property
     def divisor(self) -> float:
@@ -141,8 +190,12 @@ class ShuffledEpochs:
     def steps_per_epoch(self) -> int:
         return math.ceil(self.examples / self.batch_size)
 
-    def draw(self, key: jax.Array, step: int, *, size: int | None = None) -> Batch:
-        epoch, position = divmod(int(step), self.steps_per_epoch)
+    @property
+    def pads(self) -> bool:
+        return self.examples % self.batch_size != 0
+
+    def draw(self, key: jax.Array, step: int, *, size: int | None = None) -> Draw:
+        epoch, position = divmod(_require_step(step), self.steps_per_epoch)
         order = _permutation(_key_bytes(_step_key(key, epoch)), self.examples)
         start = position * self.batch_size
         return _pad(order[start : start + self.batch_size], size or self.batch_size)
@@ -156,34 +209,46 @@ class ShuffledEpochs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FullBatch:
+class FullBatch(Sampling):
     """Every example at every step."""
 
     examples: int
     relation: ClassVar[str] = "zero_out"
 
     def __post_init__(self):
-        _check_sizes(self.examples, self.examples)
+        object.__setattr__(self, "examples", require_whole("examples", self.examples))
 
     @property
     def divisor(self) -> float:
         return self.examples
 
-    def draw(self, key: jax.Array, step: int, *, size: int | None = None) -> Batch:
-        del key, step
+    def draw(self, key: jax.Array, step: int, *, size: int | None = None) -> Draw:
+        _require_step(step)
+        del key
         return _pad(np.arange(self.examples), size or self.examples)
 
     def event(self, multipliers: np.ndarray) -> DpEvent:
         return _composed(multipliers, GaussianDpEvent)
 
 
-def _check_sizes(examples: int, batch_size: float, *, whole: bool = False):
-    require_whole("examples", examples)
+def _require_step(step: Any) -> int:
+    whole = isinstance(step, jax.Array | np.ndarray) and jnp.shape(step) == () and step.dtype.kind in "iu"
+    whole |= isinstance(step, int | np.integer) and not isinstance(step, bool)
+    if isinstance(step, jax.core.Tracer) or not whole or step < 0:
+        raise ValueError(f"step must be a whole number of at least 0, known before it is drawn; got {step!r}")
+    return int(step)
+
+
+def _keep_sizes(sampling: Any, *, whole: bool = False):
+    """Checks both sizes and stores them as Python numbers, so that equal records print alike."""
+    examples, size = require_whole("examples", sampling.examples), sampling.batch_size
     number = int | np.integer if whole else int | float | np.integer | np.floating
-    if isinstance(batch_size, bool) or not isinstance(batch_size, number):
-        raise ValueError(f"batch_size must be a {'whole ' if whole else ''}number, got {batch_size!r}")
-    if not 0 < batch_size <= examples:
-        raise ValueError(f"batch_size must be in (0, examples = {examples}], got {batch_size}")
+    if isinstance(size, bool) or not isinstance(size, number):
+        raise ValueError(f"batch_size must be a {'whole ' if whole else ''}number, got {size!r}")
+    if not 0 < size <= examples:
+        raise ValueError(f"batch_size must be in (0, examples = {examples}], got {size}")
+    object.__setattr__(sampling, "examples", examples)
+    object.__setattr__(sampling, "batch_size", int(size) if size == int(size) else float(size))
 
 
 def _step_key(key: jax.Array, step: int) -> jax.Array:
@@ -198,14 +263,14 @@ def _coins(key: jax.Array, examples: int, probability: float) -> jax.Array:
     return jax.random.bits(key, (examples,), jnp.uint32) < jnp.uint32(math.floor(probability * 2**32))
 
 
-def _pad(drawn: np.ndarray, size: int) -> Batch:
+def _pad(drawn: np.ndarray, size: int) -> Draw:
     if len(drawn) > size:
         raise ValueError(
             f"size must hold the whole batch of {len(drawn)} examples, got {size}; a cut batch is not the billed one"
         )
-    indices, weights = np.zeros(size, np.int32), np.zeros(size, np.float32)
-    indices[: len(drawn)], weights[: len(drawn)] = drawn, 1
-    return indices, weights
+    indices = np.zeros(size, np.int32)
+    indices[: len(drawn)] = drawn
+    return Draw(indices, np.arange(size) < len(drawn))
 
 
 def _composed(multipliers: np.ndarray, event_of) -> DpEvent:

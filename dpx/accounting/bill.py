@@ -8,6 +8,7 @@ import numpy as np
 from dpx.accounting import checks
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.events import event_delta, event_epsilon, flatten
+from dpx.release_state import steps_taken
 
 
 def epsilon(
@@ -46,9 +47,14 @@ def delta(
 
 
 def billed(mechanism: Any, steps_or_state: Any, relation: Relation | None) -> tuple[dp_accounting.DpEvent, Relation]:
-    """The event of the steps taken, and the relation to bill it under."""
+    """The event of the steps taken, and the relation to bill it under; a state must be the mechanism's own."""
+    if not (hasattr(mechanism, "event") and hasattr(mechanism, "sampling")):
+        raise ValueError(f"mechanism must be a dpx Mechanism, which has an event and a sampling, got {type(mechanism)}")
     steps = steps_in(steps_or_state)
-    event = mechanism.event(steps) if steps else dp_accounting.NoOpDpEvent()
+    if _is_number(steps_or_state):
+        event = mechanism.event(steps) if steps else dp_accounting.NoOpDpEvent()
+    else:
+        event = mechanism.event_paid_by(steps_or_state, steps)
     stated = checks.relation(mechanism.sampling.relation)
     if relation is None or checks.relation(relation) == stated:
         return event, stated
@@ -67,8 +73,10 @@ def billed(mechanism: Any, steps_or_state: Any, relation: Relation | None) -> tu
 
 def steps_in(steps_or_state: Any) -> int:
     """A number of steps as it is, or the steps an optimizer state has been billed for."""
-    if isinstance(steps_or_state, bool | int | float | np.generic):
+    if _is_number(steps_or_state):
         return checks.steps(steps_or_state)
-    from dpx.mechanism import steps_taken
-
     return steps_taken(checks.concrete("state", steps_or_state))
+
+
+def _is_number(steps_or_state: Any) -> bool:
+    return isinstance(steps_or_state, bool | int | float | np.generic)

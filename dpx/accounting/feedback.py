@@ -28,14 +28,14 @@ class ErrorFeedbackDpEvent(DpEvent):
     noise_multiplier: nu, the noise's standard deviation; unit here and below: the clip norm of the sum (C1).
     excess: rho, how far one participation moves the error; inf if not bounded.
     reach: 2 C2 B / C1, how far the fed-back error can move, whatever the error is.
-    reset_every: the error is forgotten after so many steps.
+    reset_every: the error is forgotten after so many steps; None: never.
     """
 
     noise_multiplier: float
     excess: float
     reach: float
     steps: int
-    reset_every: int
+    reset_every: int | None
     sampling: Sampling
 
 
@@ -68,7 +68,8 @@ def bounds(
     if relation != stated and (stated == "replace_one" or (stated, relation) == ("zero_out", "add_or_remove")):
         raise ValueError(f'relation {relation!r} does not fit {sampling}, whose event is true for "{stated}"')
     noise = event.noise_multiplier / (2 if relation == "replace_one" else 1)
-    limits: dict[str, Any] = dict(steps=event.steps, reset_every=event.reset_every, excess=event.excess)
+    reset_every = min(event.steps, event.reset_every or event.steps)
+    limits: dict[str, Any] = dict(steps=event.steps, reset_every=reset_every, excess=event.excess)
     if isinstance(sampling, FullBatch | ShuffledEpochs):
         epoch = sampling.steps_per_epoch if isinstance(sampling, ShuffledEpochs) else 1
         mu = math.sqrt(feedback_energy.fixed(steps_per_epoch=epoch, reach=event.reach, **limits)) / noise

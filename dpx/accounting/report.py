@@ -119,7 +119,7 @@ def privacy_report(
     """
     checks.delta(delta)
     steps = steps_in(steps_or_state)
-    event, relation = billed(mechanism, steps, None)
+    event, relation = billed(mechanism, steps_or_state, None)
     bills: dict[str, float | None] = {"pld": None, "rdp": None}
     refusals = []
     for accountant in ("pld", "rdp"):

@@ -4,17 +4,18 @@ import jax
 import jax.numpy as jnp
 
 from dpx import schedules
+from dpx.accounting.budget import calibrated
 from dpx.gaussian import gaussian_mechanism
 from dpx.importance import importance_mask
 from dpx.masks import require_fraction
 from dpx.mechanism import Mechanism, in_coordinates
-from dpx.methods.budget import noise_within
 from dpx.sampling import Sampling
 from dpx.schedules import ScalarOrSchedule
 from dpx.sparse import top_fraction
 from dpx.standardization import standardized
 
 
+@calibrated
 def ada_dpigu(
     *,
     keep: ScalarOrSchedule = 0.6,
@@ -25,10 +26,7 @@ def ada_dpigu(
     stability: float = 1e-8,
     relative: bool = True,
     clip_norm: ScalarOrSchedule,
-    noise_multiplier: ScalarOrSchedule | None = None,
-    epsilon: float | None = None,
-    delta: float | None = None,
-    steps: int | None = None,
+    noise_multiplier: ScalarOrSchedule,
     sampling: Sampling,
     key: jax.Array,
 ) -> Mechanism:
@@ -53,24 +51,19 @@ def ada_dpigu(
     warmup = schedules.require_whole("warmup", warmup)
     require_fraction("example_keep", example_keep, "(0, 1]")
 
-    def make(noise_multiplier: ScalarOrSchedule) -> Mechanism:
-        def noise(step):
-            return schedules.at(noise_multiplier, step) * schedules.at(clip_norm, step) / sampling.divisor
+    def noise(step):
+        return schedules.at(noise_multiplier, step) * schedules.at(clip_norm, step) / sampling.divisor
 
-        mechanism = gaussian_mechanism(
-            clip_norm=clip_norm, noise_multiplier=noise_multiplier, sampling=sampling, key=key
-        )
-        standardisation = standardized(
-            mean_decay=mean_decay,
-            variance_decay=variance_decay,
-            initial_variance=float(schedules.over(noise, warmup + 1)[warmup]) ** 2,
-            stability=stability,
-            relative=relative,
-        )
-        important = importance_mask(keep, warmup=warmup, inner=standardisation, noise_floor=noise)
-        if example_keep == 1:
-            return in_coordinates(mechanism, important)
-        own = top_fraction(lambda step: jnp.where(step < warmup, 1.0, example_keep))
-        return in_coordinates(mechanism, important, own)
-
-    return make(noise_within(make, noise_multiplier, epsilon=epsilon, delta=delta, steps=steps))
+    mechanism = gaussian_mechanism(clip_norm=clip_norm, noise_multiplier=noise_multiplier, sampling=sampling, key=key)
+    standardisation = standardized(
+        mean_decay=mean_decay,
+        variance_decay=variance_decay,
+        initial_variance=float(schedules.over(noise, warmup + 1)[warmup]) ** 2,
+        stability=stability,
+        relative=relative,
+    )
+    important = importance_mask(keep, warmup=warmup, inner=standardisation, noise_floor=noise)
+    if example_keep == 1:
+        return in_coordinates(mechanism, important)
+    own = top_fraction(lambda step: jnp.where(step < warmup, 1.0, example_keep))
+    return in_coordinates(mechanism, important, own)

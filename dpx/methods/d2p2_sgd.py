@@ -8,9 +8,9 @@ from typing import Any, Literal
 import jax
 
 from dpx import schedules
+from dpx.accounting.budget import calibrated
 from dpx.gaussian import gaussian_mechanism
 from dpx.mechanism import Mechanism, Tree, in_coordinates
-from dpx.methods.budget import noise_within
 from dpx.normalization import normalized
 from dpx.projections import ProjectionKind, clip_then_project, random_projection
 from dpx.sampling import Sampling
@@ -19,6 +19,7 @@ from dpx.schedules import ScalarOrSchedule
 Order = Literal["project_then_clip", "clip_then_project"]
 
 
+@calibrated
 def d2p2_sgd(
     *,
     rank: int | Tree | None = None,
@@ -28,10 +29,7 @@ def d2p2_sgd(
     power: float = 0.25,
     every: int = 1,
     gamma: float = 0.01,
-    noise_multiplier: float | None = None,
-    epsilon: float | None = None,
-    delta: float | None = None,
-    steps: int | None = None,
+    noise_multiplier: float,
     sampling: Sampling,
     key: jax.Array,
 ) -> Mechanism:
@@ -47,17 +45,14 @@ def d2p2_sgd(
 
     rank, reduction_rate, kind: of `dpx.random_projection`, with a fresh draw every step; the paper reduces by 0.1 and
         0.3 with "gaussian", which is out of reach for large models. power, every, gamma: of `dpx.d2p_sgd`.
-    Say `noise_multiplier`, or `epsilon`, `delta` and `steps`, for which it is calibrated.
+    noise_multiplier: of the first block of steps, or a `dpx.Budget`.
     """
-
-    def make(noise_multiplier: float) -> Mechanism:
-        falling = _falling(noise_multiplier, power, every)
-        projection = {"rank": rank, "reduction_rate": reduction_rate, "kind": kind}
-        return _projected(_automatic(falling, gamma, sampling, key), order, projection, key)
-
-    return make(noise_within(make, noise_multiplier, epsilon=epsilon, delta=delta, steps=steps))
+    falling = _falling(noise_multiplier, power, every)
+    projection = {"rank": rank, "reduction_rate": reduction_rate, "kind": kind}
+    return _projected(_automatic(falling, gamma, sampling, key), order, projection, key)
 
 
+@calibrated
 def dp2_sgd(
     *,
     rank: int | Tree | None = None,
@@ -65,31 +60,22 @@ def dp2_sgd(
     kind: ProjectionKind,
     order: Order = "project_then_clip",
     gamma: float = 0.01,
-    noise_multiplier: ScalarOrSchedule | None = None,
-    epsilon: float | None = None,
-    delta: float | None = None,
-    steps: int | None = None,
+    noise_multiplier: ScalarOrSchedule,
     sampling: Sampling,
     key: jax.Array,
 ) -> Mechanism:
     """DP2-SGD, the projected half of D2P2-SGD: its noise does not fall. See `d2p2_sgd` for the rest."""
-
-    def make(noise_multiplier: ScalarOrSchedule) -> Mechanism:
-        projection = {"rank": rank, "reduction_rate": reduction_rate, "kind": kind}
-        return _projected(_automatic(noise_multiplier, gamma, sampling, key), order, projection, key)
-
-    return make(noise_within(make, noise_multiplier, epsilon=epsilon, delta=delta, steps=steps))
+    projection = {"rank": rank, "reduction_rate": reduction_rate, "kind": kind}
+    return _projected(_automatic(noise_multiplier, gamma, sampling, key), order, projection, key)
 
 
+@calibrated
 def d2p_sgd(
     *,
     power: float = 0.25,
     every: int = 1,
     gamma: float = 0.01,
-    noise_multiplier: float | None = None,
-    epsilon: float | None = None,
-    delta: float | None = None,
-    steps: int | None = None,
+    noise_multiplier: float,
     sampling: Sampling,
     key: jax.Array,
 ) -> Mechanism:
@@ -98,13 +84,9 @@ def d2p_sgd(
     noise multiplier_k = noise_multiplier / k^power,  k = 1, 2, ... counting blocks of `every` steps (an epoch)
 
     power: 1/2 in the paper's theorems, 1/4 per epoch in its experiments. gamma: of `normalized`, which makes the
-    sensitivity 1. Say `noise_multiplier`, or `epsilon`, `delta` and `steps`, for which it is calibrated.
+    sensitivity 1. noise_multiplier: of the first block, or a `dpx.Budget`.
     """
-
-    def make(noise_multiplier: float) -> Mechanism:
-        return _automatic(_falling(noise_multiplier, power, every), gamma, sampling, key)
-
-    return make(noise_within(make, noise_multiplier, epsilon=epsilon, delta=delta, steps=steps))
+    return _automatic(_falling(noise_multiplier, power, every), gamma, sampling, key)
 
 
 def _falling(noise_multiplier: float, power: float, every: int) -> ScalarOrSchedule:

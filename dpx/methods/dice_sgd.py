@@ -2,21 +2,19 @@
 
 import jax
 
+from dpx.accounting.budget import calibrated
 from dpx.error_feedback import error_feedback_mechanism
 from dpx.mechanism import Mechanism
-from dpx.methods.budget import noise_within
 from dpx.sampling import Sampling
 
 
+@calibrated
 def dice_sgd(
     *,
     clip_norm: float,
     feedback_norm: float,
     outer_clip_norm: float,
-    noise_multiplier: float | None = None,
-    epsilon: float | None = None,
-    delta: float | None = None,
-    steps: int | None = None,
+    noise_multiplier: float,
     sampling: Sampling,
     key: jax.Array,
     reset_every: int | None = None,
@@ -25,7 +23,7 @@ def dice_sgd(
     """DiceSGD: clip, and feed back what clipping took away (Zhang et al. 2023, https://arxiv.org/abs/2311.14632).
 
     `dpx.chain(dice_sgd(...), optax.scale_by_adam(), ...)` is its Adam form, `gamma` its automatic form; the arguments
-    are those of `error_feedback_mechanism`. Say `noise_multiplier`, or `epsilon`, `delta` and `steps`.
+    are those of `error_feedback_mechanism`.
 
     Its privacy theorem does not hold (`dpx.accounting.dice_theorem_noise`). What holds depends on how much may enter
     the error: the published outer_clip_norm=inf has a trivial bill only. Noise multiplier in units of C1 for (2, 1e-5),
@@ -42,17 +40,13 @@ def dice_sgd(
     with: worth it, if at all, for an outer norm within a few percent and frequent resets. With shuffled epochs and a
     reset every epoch it needs LESS.
     """
-
-    def make(noise_multiplier: float) -> Mechanism:
-        return error_feedback_mechanism(
-            clip_norm=clip_norm,
-            feedback_norm=feedback_norm,
-            outer_clip_norm=outer_clip_norm,
-            noise_multiplier=noise_multiplier,
-            sampling=sampling,
-            key=key,
-            reset_every=reset_every,
-            gamma=gamma,
-        )
-
-    return make(noise_within(make, noise_multiplier, epsilon=epsilon, delta=delta, steps=steps))
+    return error_feedback_mechanism(
+        clip_norm=clip_norm,
+        feedback_norm=feedback_norm,
+        outer_clip_norm=outer_clip_norm,
+        noise_multiplier=noise_multiplier,
+        sampling=sampling,
+        key=key,
+        reset_every=reset_every,
+        gamma=gamma,
+    )

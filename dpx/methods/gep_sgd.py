@@ -5,24 +5,22 @@ import math
 import jax
 
 from dpx import schedules
+from dpx.accounting.budget import calibrated
 from dpx.gaussian import gaussian_mechanism
 from dpx.gradient_embedding import gradient_embedding
 from dpx.mechanism import Mechanism, Tree, in_coordinates
-from dpx.methods.budget import noise_within
 from dpx.sampling import Sampling
 from dpx.schedules import ScalarOrSchedule
 
 
+@calibrated
 def gep_sgd(
     basis: Tree,
     *,
     embedding_clip_norm: float,
     residual_clip_norm: float,
     embedding_share: float = 0.5,
-    noise_multiplier: ScalarOrSchedule | None = None,
-    epsilon: float | None = None,
-    delta: float | None = None,
-    steps: int | None = None,
+    noise_multiplier: ScalarOrSchedule,
     sampling: Sampling,
     key: jax.Array,
 ) -> Mechanism:
@@ -50,10 +48,7 @@ def gep_sgd(
         residual_scale=residual_clip_norm / clip_norm["residual"],
     )
 
-    def make(noise_multiplier: ScalarOrSchedule) -> Mechanism:
-        return in_coordinates(
-            gaussian_mechanism(clip_norm=clip_norm, noise_multiplier=noise_multiplier, sampling=sampling, key=key),
-            embedding,
-        )
-
-    return make(noise_within(make, noise_multiplier, epsilon=epsilon, delta=delta, steps=steps))
+    return in_coordinates(
+        gaussian_mechanism(clip_norm=clip_norm, noise_multiplier=noise_multiplier, sampling=sampling, key=key),
+        embedding,
+    )

@@ -2,25 +2,23 @@
 
 import jax
 
+from dpx.accounting.budget import calibrated
 from dpx.gaussian import gaussian_mechanism
 from dpx.masks import random_freeze
 from dpx.mechanism import Mechanism, Tree, in_coordinates
-from dpx.methods.budget import noise_within
 from dpx.ranking import ranked_freeze
 from dpx.sampling import Sampling
 from dpx.schedules import ScalarOrSchedule
 
 
+@calibrated
 def random_freeze_sgd(
     *,
     freeze_rate: ScalarOrSchedule,
     period: int,
     posterior: bool = False,
     clip_norm: ScalarOrSchedule | Tree,
-    noise_multiplier: ScalarOrSchedule | None = None,
-    epsilon: float | None = None,
-    delta: float | None = None,
-    steps: int | None = None,
+    noise_multiplier: ScalarOrSchedule,
     sampling: Sampling,
     key: jax.Array,
 ) -> Mechanism:
@@ -35,25 +33,19 @@ def random_freeze_sgd(
         `optax.linear_schedule(0.0, freeze_rate, cooling_steps)`, and `period` the steps of an epoch.
     The rest is as in `dpx.dp_sgd`. Momentum chained behind it goes on moving frozen coordinates, as in the paper.
     """
-
-    def make(noise_multiplier: ScalarOrSchedule) -> Mechanism:
-        return in_coordinates(
-            gaussian_mechanism(clip_norm=clip_norm, noise_multiplier=noise_multiplier, sampling=sampling, key=key),
-            random_freeze(freeze_rate, period=period, posterior=posterior, key=key),
-        )
-
-    return make(noise_within(make, noise_multiplier, epsilon=epsilon, delta=delta, steps=steps))
+    return in_coordinates(
+        gaussian_mechanism(clip_norm=clip_norm, noise_multiplier=noise_multiplier, sampling=sampling, key=key),
+        random_freeze(freeze_rate, period=period, posterior=posterior, key=key),
+    )
 
 
+@calibrated
 def ranked_freeze_sgd(
     *,
     freeze_rate: ScalarOrSchedule,
     period: int,
     clip_norm: ScalarOrSchedule | Tree,
-    noise_multiplier: ScalarOrSchedule | None = None,
-    epsilon: float | None = None,
-    delta: float | None = None,
-    steps: int | None = None,
+    noise_multiplier: ScalarOrSchedule,
     sampling: Sampling,
     key: jax.Array,
 ) -> Mechanism:
@@ -64,11 +56,7 @@ def ranked_freeze_sgd(
 
     freeze_rate, period: of `dpx.ranked_freeze`. The rest is as in `dpx.dp_sgd`.
     """
-
-    def make(noise_multiplier: ScalarOrSchedule) -> Mechanism:
-        return in_coordinates(
-            gaussian_mechanism(clip_norm=clip_norm, noise_multiplier=noise_multiplier, sampling=sampling, key=key),
-            ranked_freeze(freeze_rate, period=period),
-        )
-
-    return make(noise_within(make, noise_multiplier, epsilon=epsilon, delta=delta, steps=steps))
+    return in_coordinates(
+        gaussian_mechanism(clip_norm=clip_norm, noise_multiplier=noise_multiplier, sampling=sampling, key=key),
+        ranked_freeze(freeze_rate, period=period),
+    )

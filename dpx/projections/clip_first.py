@@ -57,8 +57,7 @@ def clip_then_project(
         )
 
     def event(steps):
-        inner = mechanism.event(steps)
-        return projected(inner, rank=min(ranks), blocks=len(ranks)) if kind == "gaussian" else inner
+        return projected(mechanism.event(steps), rank=min(ranks), blocks=len(ranks))
 
     def init(params):
         state = coordinates.init(params)
@@ -76,17 +75,18 @@ def clip_then_project(
         updates, next_projection = coordinates.decode(released, state.projection, total)
         return optax.tree.cast_like(updates, params), ClipThenProjectState(inner, next_projection)
 
+    costs = {"event": event} if kind == "gaussian" else {}
     noise = next((i for i, stage in enumerate(mechanism.stages) if "noise" in stage), len(mechanism.stages))
     return mechanism.replace(
         init=init,
         encode=lambda grad, state: mechanism.encode(grad, state.inner),
         weigh=lambda norms, state: mechanism.weigh(norms, state.inner),
         release=release,
-        event=event,
         stages=(
             *mechanism.stages[:noise],
             f"{coordinates.name} of the sum",
             *mechanism.stages[noise:],
             f"undo {coordinates.name}",
         ),
+        **costs,
     )

@@ -1,0 +1,55 @@
+"""A batch says which of its rows count, so that padding cannot be forgotten."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Tree = Any  # a pytree of arrays
+
+
+class Batch(NamedTuple):
+    """Examples, and which of them count.
+
+    examples: a pytree of arrays with the B examples on axis 0 of each.
+    included: bool (B,), False for padding; None says that all B rows count.
+    """
+
+    examples: Tree
+    included: jax.Array | np.ndarray | None
+
+
+def require_batch(batch: Any) -> Batch:
+    """`batch`; ValueError if it does not say which rows count."""
+    if isinstance(batch, Batch):
+        return batch
+    raise ValueError(
+        "batch must be a dpx.Batch: that of `sampling.take(data, key, state)`, or dpx.Batch(examples, included) with "
+        f"included: bool (B,), or dpx.Batch(examples, included=None) if every row counts; got {type(batch)}"
+    )
+
+
+def batch_size(examples: Tree) -> int:
+    """The length of axis 0, the same for every leaf."""
+    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(examples)]
+    if not shapes or any(len(shape) == 0 for shape in shapes) or len({shape[0] for shape in shapes}) != 1:
+        raise ValueError(f"every leaf must have the examples on axis 0, the same number; got shapes {shapes}")
+    return shapes[0][0]
+
+
+def inclusion(size: int, included: Any, sampling: Any) -> jax.Array:
+    """Which of `size` rows count, bool (size,); all of them for None, if those are as many as the sampling bills.
+
+    Raises ValueError for another shape or dtype, and for None where the sampling's batches have another size.
+    """
+    if included is None:
+        expected = sampling.divisor
+        if not getattr(sampling, "pads", True) and size != expected:
+            raise ValueError(f"a batch of {sampling} has {expected} rows, got {size}; say which are included")
+        return jnp.ones(size, bool)
+    if jnp.shape(included) != (size,):
+        raise ValueError(f"included must have shape ({size},), one bool per example; got {jnp.shape(included)}")
+    if jnp.result_type(included) != jnp.bool_:
+        raise ValueError(f"included must be bool, True for the rows that count; got {jnp.result_type(included)}")
+    return jnp.asarray(included)

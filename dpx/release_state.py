@@ -1,0 +1,188 @@
+"""What a state has paid for, which the bill reads, and what of a state may be shown."""
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, NamedTuple
+
+import attrs
+import jax
+import jax.numpy as jnp
+import numpy as np
+from dp_accounting import DpEvent
+
+Tree = Any  # a pytree of arrays
+
+LARGEST_PRECISION = 1e30  # of one release; noise below 1e-15 counts as this much
+TOLERANCE = 1e-5  # relative, between the precision of a state and that of a mechanism: float32 rounds on every machine
+
+
+class ReleaseState(NamedTuple):
+    """The releases so far; the state of every mechanism holds exactly one. All of it is public.
+
+    step:          int32 (), how many releases were made.
+    precision:     float32 (2,), the sum of noise_multiplier^-2 over them, and by how much that sum is too large.
+    terms:         uint32 (2,), fingerprints of the sampling record, and of the event but for its noise multipliers.
+    planned_steps: int32 (), the steps of the budget that the noise was calibrated for; 0 without a budget.
+    """
+
+    step: jax.Array
+    precision: jax.Array
+    terms: jax.Array
+    planned_steps: jax.Array
+
+    @classmethod
+    def empty(cls) -> "ReleaseState":
+        """Before the first release. `Mechanism.init` fills in the terms and the planned steps."""
+        zero = jnp.zeros((), jnp.int32)
+        return cls(zero, jnp.zeros(2, jnp.float32), jnp.zeros(2, jnp.uint32), zero)
+
+    def after(self, noise_multiplier: jax.Array | float) -> "ReleaseState":
+        """After one more release with this noise multiplier, float32 ()."""
+        total, excess = self.precision
+        term = jnp.minimum(jnp.float32(noise_multiplier) ** -2, LARGEST_PRECISION) - excess
+        longer = total + term
+        return self._replace(step=self.step + 1, precision=jnp.stack([longer, (longer - total) - term]))
+
+
+def signed(state: Tree, event: DpEvent, sampling: Any, planned_steps: int) -> Tree:
+    """`state` with the terms that its releases are billed under."""
+
+    def sign(node):
+        if not isinstance(node, ReleaseState):
+            return node
+        return node._replace(
+            terms=jnp.asarray(terms_of(event, sampling)), planned_steps=jnp.full((), planned_steps, jnp.int32)
+        )
+
+    return jax.tree.map(sign, state, is_leaf=lambda node: isinstance(node, ReleaseState))
+
+
+def terms_of(event: DpEvent, sampling: Any) -> np.ndarray:
+    """Fingerprints of a sampling record and of the event of one step, whatever its noise; uint32 (2,)."""
+    return np.array([zlib.crc32(repr(sampling).encode()), zlib.crc32(repr(_terms(event)).encode())], np.uint32)
+
+
+def _terms(value: Any) -> Any:
+    if isinstance(value, DpEvent):
+        named = [(field.name, getattr(value, field.name)) for field in attrs.fields(type(value))]
+        return type(value).__name__, [(name, _terms(part)) for name, part in named if name != "noise_multiplier"]
+    return [_terms(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def release_state(state: Tree) -> ReleaseState:
+    """The one ReleaseState in an optimizer state, if the mechanism stands first and nothing wraps it.
+
+    state: of a mechanism, of `dpx.chain` or `optax.chain`, of `optax.lookahead`, or an object that holds one, such as
+        flax's TrainState or nnx.Optimizer.
+    Raises ValueError for none, for several, and for a state in which raw gradients passed something that changes what
+    one example can do: a transform before the mechanism, or a wrapper around it.
+    """
+    found = _search(state, ())
+    if len(found) != 1:
+        raise ValueError(f"state must hold exactly one mechanism's state, found {len(found)}")
+    release, holders = found[0]
+    for holder, key in holders:
+        _require_plain(holder, key)
+    return release
+
+
+def _search(node: Tree, holders: tuple) -> list[tuple[ReleaseState, tuple]]:
+    """Every ReleaseState below `node`, with the nodes it lies in, from the outside, and the key in each."""
+    if isinstance(node, ReleaseState):
+        return [(node, holders)]
+    children = jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda part: part is not node)
+    return [hit for path, part in children if path for hit in _search(part, (*holders, (node, path[0])))]
+
+
+def _require_plain(node: Any, key: Any) -> None:
+    """ValueError if `node`, with the mechanism's state at `key`, is a wrapper's or a chain's of another order."""
+    kind = type(node)
+    if hasattr(node, "_fields") and kind.__module__.split(".")[0] == "optax" and kind.__name__ != "LookaheadState":
+        raise ValueError(
+            f"the mechanism must not be wrapped: the state is an optax {kind.__name__}, under which raw gradients can "
+            "pass or noise can change. Wrap nothing around a mechanism; freeze layers with dpx.trainable"
+        )
+    if kind in (tuple, list) and key.idx != 0:
+        raise ValueError(
+            "the mechanism must come first in the chain: what stands before it sees raw gradients, and its effect is "
+            f"not billed; got it at position {key.idx}. (Of a tuple of your own, pass the optimizer state alone.)"
+        )
+    if isinstance(node, Mapping) and any(_is_optax(part) for name, part in node.items() if name != key.key):
+        raise ValueError("the mechanism must come first, which optax.named_chain does not tell; use dpx.chain")
+
+
+def _is_optax(state: Tree) -> bool:
+    """Whether a state of optax is in it."""
+    nodes = jax.tree.leaves(state, is_leaf=lambda node: type(node).__module__.startswith("optax"))
+    return any(type(node).__module__.startswith("optax") for node in nodes)
+
+
+def steps_taken(state: Tree) -> int:
+    """How many releases an optimizer state has paid for; ValueError as in `dpx.epsilon` for a wrapped mechanism."""
+    return int(release_state(state).step)
+
+
+def next_step(state: Tree, sampling: Any, *, beyond_budget: bool) -> int:
+    """The number of the next step; ValueError if it is beyond the budget, or other batches are paid for."""
+    release = release_state(state)
+    if int(release.terms[0]) != int(terms_of(DpEvent(), sampling)[0]):
+        raise ValueError(f"the batches must be drawn by the sampling that the mechanism bills, got {sampling}")
+    step, planned = int(release.step), int(release.planned_steps)
+    if planned and step >= planned and not beyond_budget:
+        raise ValueError(
+            f"the budget is spent: its noise was calibrated for {planned} steps, and {step} were made. Pass "
+            "beyond_budget=True to go on; dpx.epsilon tells what that costs"
+        )
+    return step
+
+
+def require_paid_by(state: Tree, sampling: Any, one_step: DpEvent, multipliers: np.ndarray) -> None:
+    """ValueError unless the releases of `state` had this sampling, this event and these noise multipliers."""
+    release = release_state(state)
+    advice = "bill a state by the mechanism that made its releases, rebuilt with the same numbers"
+    paid, asked = np.asarray(release.terms), terms_of(one_step, sampling)
+    if paid[0] != asked[0]:
+        raise ValueError(f"the state's batches were drawn by another sampling than {sampling}: {advice}")
+    if paid[1] != asked[1]:
+        raise ValueError(f"the state's releases are not billed as {one_step}: {advice}")
+    with np.errstate(divide="ignore"):
+        expected = float(np.sum(np.minimum(multipliers**-2.0, LARGEST_PRECISION)))
+    precision = float(release.precision[0]) - float(release.precision[1])
+    if not abs(precision - expected) <= TOLERANCE * expected:
+        raise ValueError(
+            f"the state's releases were made with other noise: their noise multipliers have a sum of sigma^-2 of "
+            f"{precision:.6g}, the mechanism's first {len(multipliers)} have {expected:.6g}. Either {advice}; or, if "
+            "they are the same, its schedule is no function of the step alone"
+        )
+
+
+def public_state(state: Tree) -> Tree:
+    """`state` without its `unreleased_*` parts (replaced by None): what may be shown or shared.
+
+    What remains is a function of the released values alone. A part is left out where the name of its field or its key
+    contains "unreleased_", so also in flattened states, whose keys are tuples or strings such as
+    ".unreleased_error['w']". Raises ValueError for a container it does not know.
+    """
+    if hasattr(state, "_fields"):
+        names = state._fields
+        return type(state)(*[None if _unreleased(name) else public_state(getattr(state, name)) for name in names])
+    if is_dataclass(state) and not isinstance(state, type):
+        parts = {field.name: getattr(state, field.name) for field in fields(state)}
+        return replace(state, **_public_items(parts))
+    if isinstance(state, Mapping):
+        return _public_items(state)
+    if isinstance(state, list | tuple):
+        return type(state)(public_state(part) for part in state)
+    if state is None or isinstance(state, jax.Array | np.ndarray | np.generic | int | float | complex | str):
+        return state
+    raise ValueError(f"state must be NamedTuples, dataclasses, mappings, lists, tuples and arrays, got {type(state)}")
+
+
+def _public_items(items: Mapping) -> dict:
+    return {name: None if _unreleased(name) else public_state(part) for name, part in items.items()}
+
+
+def _unreleased(name: Any) -> bool:
+    """Whether a field, a key, or a flattened path in any notation names an unreleased part."""
+    return "unreleased_" in str(name)
