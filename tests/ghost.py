@@ -45,10 +45,10 @@ def noiseless(made: dpx.Mechanism) -> dpx.Mechanism:
     return made.replace(release=lambda sums, state, params: (sums, state))
 
 
-def clipped_sums(loss, params, batch, clipping, *, made=None, weights=None, microbatch_size=None):
+def clipped_sums(loss, params, batch, clipping, *, made=None, included=None, microbatch_size=None):
     made = made or mechanism()
     step = dpx.private_grad(loss, made, clipping=clipping, microbatch_size=microbatch_size)
-    return jax.jit(step, compiler_options=QUICK)(params, batch, made.init(params), weights=weights)
+    return jax.jit(step, compiler_options=QUICK)(params, dpx.Batch(batch, included), made.init(params))
 
 
 def assert_same(found, expected, tolerance=TOLERANCE):
@@ -77,4 +77,9 @@ def assert_agrees(loss, params, batch, *, clipping=("ghost", "auto"), tolerance=
 
 def ways(loss, params, batch, *, made=None, clipping: Any = "ghost") -> dict[str, str]:
     """The way that every parameter takes."""
-    return {name: way for name, way, _ in dpx.explain(loss, made or mechanism(), params, batch, clipping=clipping).rows}
+    return {
+        name: way
+        for name, way, _ in dpx.explain(
+            loss, made or mechanism(), params, dpx.Batch(batch, None), clipping=clipping
+        ).rows
+    }

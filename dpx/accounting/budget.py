@@ -10,7 +10,7 @@ from dpx.accounting import checks
 from dpx.accounting.calibration import calibrate
 from dpx.accounting.checks import Accountant
 
-M = TypeVar("M")
+M = TypeVar("M", bound=Any)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ def calibrated(build: Callable[..., M]) -> Callable[..., M]:
         return make(found).replace(budget=budget)
 
     taken = [p if p.name != "noise_multiplier" else _or_budget(p) for p in signature.parameters.values()]
-    builder.__signature__ = signature.replace(parameters=taken)  # pyright: ignore[reportFunctionMemberAccess]
+    builder.__signature__ = signature.replace(parameters=taken)  # pyright: ignore[reportAttributeAccessIssue]
     return builder
 
 
