@@ -3,12 +3,13 @@
 from dpx import accounting as accounting
 from dpx import keys as keys
 from dpx import schedules as schedules
+from dpx.accounting import Budget as Budget
 from dpx.accounting import calibrate as calibrate
+from dpx.accounting import calibrated as calibrated
+from dpx.accounting import compose as compose
 from dpx.accounting import delta as delta
 from dpx.accounting import epsilon as epsilon
 from dpx.accounting import privacy_report as privacy_report
-from dpx.accounting.budget import Budget as Budget
-from dpx.accounting.budget import calibrated as calibrated
 from dpx.adaptive_clipping import adaptive_clipping as adaptive_clipping
 from dpx.batches import Batch as Batch
 from dpx.coordinates import trainable as trainable

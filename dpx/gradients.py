@@ -71,7 +71,7 @@ def private_grad(
 
         unroll = made.convolves and jax.default_backend() == "cpu"
         sums, losses = sum_over_parts(microbatch, (examples, included), max(1, at_once), unroll=unroll)
-        updates, state = mechanism.release(sums, _waiting_for(sums, state), params)
+        updates, state = mechanism.release_once(sums, _waiting_for(sums, state), params)
         return PrivateGradient(updates, state, losses)
 
     return private_gradient

@@ -12,12 +12,14 @@
 Start reading at `Mechanism`. `gaussian.py` makes the one everything is built on, `gradients.py` feeds it from a loss.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from dp_accounting import DpEvent
 
@@ -25,7 +27,7 @@ from dpx import schedules
 from dpx.accounting.budget import Budget
 from dpx.batches import Tree, batch_size, inclusion
 from dpx.parts import sum_over_parts
-from dpx.release_state import require_paid_by, signed
+from dpx.release_state import countersigned, require_paid_by, signed, terms_of
 from dpx.sampling import Sampling
 from dpx.schedules import ScalarOrSchedule
 
@@ -88,7 +90,7 @@ class Mechanism(optax.GradientTransformationExtraArgs):
     ) -> Self:
         def begin(params):
             require_unmasked(params)
-            return signed(init(params), self.event(1), self.sampling, 0 if budget is None else budget.steps)
+            return signed(init(params), self.terms, 0 if budget is None else budget.steps)
 
         def update(grads, state, params=None, *, included=_MISSING, **extra_args):
             del extra_args
@@ -98,7 +100,7 @@ class Mechanism(optax.GradientTransformationExtraArgs):
                 if getattr(self.sampling, "pads", True):
                     raise ValueError(f"included must be given, bool (B,): batches of {self.sampling} hold padding")
             rows = inclusion(batch_size(grads), included, self.sampling)
-            return self.release(sum_contributions(self, grads, state, rows), state, params)
+            return self.release_once(sum_contributions(self, grads, state, rows), state, params)
 
         self = super().__new__(cls, begin, update)  # pyright: ignore[reportArgumentType]
         self.encode, self.norm, self.weigh, self.release = encode, norm, weigh, release
@@ -117,9 +119,19 @@ class Mechanism(optax.GradientTransformationExtraArgs):
         names = "init encode norm weigh release event sampling noise_multiplier key budget elementwise streamed stages"
         return Mechanism(**({name: getattr(self, name) for name in names.split()} | changes))
 
+    @functools.cached_property
+    def terms(self) -> np.ndarray:
+        """What a state of this mechanism is signed with; uint32 (2,)."""
+        return terms_of(self.event(1), self.sampling)
+
+    def release_once(self, sums: tuple[Tree, ...], state: Tree, params: Tree) -> tuple[Tree, Tree]:
+        """`release` of a whole mechanism: a state that another kind of mechanism began is not billed any more."""
+        updates, state = self.release(sums, state, params)
+        return updates, countersigned(state, self.terms)
+
     def event_paid_by(self, state: Tree, steps: int) -> DpEvent:
         """The event of the `steps` releases of `state`; ValueError if another mechanism made them."""
-        require_paid_by(state, self.sampling, self.event(1), schedules.over(self.noise_multiplier, steps))
+        require_paid_by(state, self.terms, schedules.over(self.noise_multiplier, steps))
         return self.event(steps)
 
     def __repr__(self) -> str:

@@ -1,12 +1,13 @@
 """What a state has paid for, which the bill reads, and what of a state may be shown."""
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, NamedTuple
 
 import attrs
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from dp_accounting import DpEvent
@@ -22,7 +23,8 @@ class ReleaseState(NamedTuple):
 
     step:          int32 (), how many releases were made.
     precision:     float32 (2,), the sum of noise_multiplier^-2 over them, and by how much that sum is too large.
-    terms:         uint32 (2,), fingerprints of the sampling record, and of the event but for its noise multipliers.
+    terms:         uint32 (2,), fingerprints of the sampling record, and of the event but for its noise multipliers; 0
+                   once a mechanism with other terms has made a release.
     planned_steps: int32 (), the steps of the budget that the noise was calibrated for; 0 without a budget.
     """
 
@@ -45,22 +47,37 @@ class ReleaseState(NamedTuple):
         return self._replace(step=self.step + 1, precision=jnp.stack([longer, (longer - total) - term]))
 
 
-def signed(state: Tree, event: DpEvent, sampling: Any, planned_steps: int) -> Tree:
-    """`state` with the terms that its releases are billed under."""
+def signed(state: Tree, terms: np.ndarray, planned_steps: int) -> Tree:
+    """A new `state` with the terms under which its releases will be billed."""
+    planned = jnp.full((), planned_steps, jnp.int32)
+    return _map(lambda node: node._replace(terms=jnp.asarray(terms), planned_steps=planned), state)
 
-    def sign(node):
-        if not isinstance(node, ReleaseState):
-            return node
-        return node._replace(
-            terms=jnp.asarray(terms_of(event, sampling)), planned_steps=jnp.full((), planned_steps, jnp.int32)
-        )
 
-    return jax.tree.map(sign, state, is_leaf=lambda node: isinstance(node, ReleaseState))
+def countersigned(state: Tree, terms: np.ndarray) -> Tree:
+    """`state` after a release under `terms`: no mechanism can bill it any more if it was signed for other terms."""
+    return _map(lambda node: node._replace(terms=jnp.where(jnp.all(node.terms == terms), node.terms, 0)), state)
+
+
+def _map(function: Callable[[ReleaseState], ReleaseState], state: Tree) -> Tree:
+    """`state` with `function` applied to its ReleaseState."""
+
+    def is_release(node):
+        return isinstance(node, ReleaseState)
+
+    return jax.tree.map(lambda node: function(node) if is_release(node) else node, state, is_leaf=is_release)
 
 
 def terms_of(event: DpEvent, sampling: Any) -> np.ndarray:
     """Fingerprints of a sampling record and of the event of one step, whatever its noise; uint32 (2,)."""
-    return np.array([zlib.crc32(repr(sampling).encode()), zlib.crc32(repr(_terms(event)).encode())], np.uint32)
+    return np.array([sampling_terms(sampling), _fingerprint(_terms(event))], np.uint32)
+
+
+def sampling_terms(sampling: Any) -> int:
+    return _fingerprint(sampling)
+
+
+def _fingerprint(value: Any) -> int:
+    return zlib.crc32(repr(value).encode()) | 1  # never 0
 
 
 def _terms(value: Any) -> Any:
@@ -84,6 +101,10 @@ def release_state(state: Tree) -> ReleaseState:
     release, holders = found[0]
     for holder, key in holders:
         _require_plain(holder, key)
+    if isinstance(release.step, jax.core.Tracer):
+        raise ValueError("state must be known, got one that jax is tracing: read its steps and its bill outside of jit")
+    if jnp.shape(release.step) != ():
+        raise ValueError(f"state must be of one run, got the states of {jnp.shape(release.step)} runs: bill each alone")
     return release
 
 
@@ -126,7 +147,7 @@ def steps_taken(state: Tree) -> int:
 def next_step(state: Tree, sampling: Any, *, beyond_budget: bool) -> int:
     """The number of the next step; ValueError if it is beyond the budget, or other batches are paid for."""
     release = release_state(state)
-    if int(release.terms[0]) != int(terms_of(DpEvent(), sampling)[0]):
+    if int(release.terms[0]) != sampling_terms(sampling):
         raise ValueError(f"the batches must be drawn by the sampling that the mechanism bills, got {sampling}")
     step, planned = int(release.step), int(release.planned_steps)
     if planned and step >= planned and not beyond_budget:
@@ -137,15 +158,13 @@ def next_step(state: Tree, sampling: Any, *, beyond_budget: bool) -> int:
     return step
 
 
-def require_paid_by(state: Tree, sampling: Any, one_step: DpEvent, multipliers: np.ndarray) -> None:
-    """ValueError unless the releases of `state` had this sampling, this event and these noise multipliers."""
+def require_paid_by(state: Tree, terms: np.ndarray, multipliers: np.ndarray) -> None:
+    """ValueError unless the releases of `state` had these terms (`terms_of`) and these noise multipliers."""
     release = release_state(state)
     advice = "bill a state by the mechanism that made its releases, rebuilt with the same numbers"
-    paid, asked = np.asarray(release.terms), terms_of(one_step, sampling)
-    if paid[0] != asked[0]:
-        raise ValueError(f"the state's batches were drawn by another sampling than {sampling}: {advice}")
-    if paid[1] != asked[1]:
-        raise ValueError(f"the state's releases are not billed as {one_step}: {advice}")
+    for paid, asked, differs in zip(release.terms, terms, ("sampling", "kind of event"), strict=True):
+        if int(paid) != int(asked):
+            raise ValueError(f"the state's releases were made by a mechanism with another {differs}: {advice}")
     with np.errstate(divide="ignore"):
         expected = float(np.sum(np.minimum(multipliers**-2.0, LARGEST_PRECISION)))
     precision = float(release.precision[0]) - float(release.precision[1])
