@@ -80,4 +80,5 @@ def _on_shared_batches(runs, events) -> dp_accounting.DpEvent:
 
 
 def _same_key(one: jax.Array, other: jax.Array) -> bool:
-    return np.array_equal(*(np.asarray(jax.random.key_data(keys.require(key))) for key in (one, other)))
+    first, second = (np.asarray(jax.random.key_data(keys.require(key))) for key in (one, other))
+    return np.array_equal(first, second)

@@ -1,0 +1,362 @@
+"""Programs that a user might plausibly write, and what each becomes: refused with its message, or truly billed.
+
+None may print an epsilon that is too small. What cannot be refused is listed in docs/sharp_edges.md.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import dpx
+from dpx.accounting import event_epsilon
+
+ROWS = 12
+SAMPLING = dpx.PoissonSampling(examples=1000, batch_size=50)
+OTHER = dpx.PoissonSampling(examples=1000, batch_size=10)
+PARAMS = {"w": jnp.zeros((5, 2)), "b": jnp.zeros(2)}
+GRADS = jax.tree.map(lambda p: jnp.ones((ROWS, *p.shape)), PARAMS)
+DATA = (np.ones((1000, 5), np.float32), np.arange(1000) % 2)
+KEY = jax.random.key(3)
+BUDGET = dpx.Budget(epsilon=2.0, delta=1e-5, steps=100)
+FULL = dpx.FullBatch(examples=ROWS)
+
+
+def dp_sgd(noise_multiplier=1.0, sampling=SAMPLING, key=KEY, clip_norm=1.0):
+    return dpx.dp_sgd(clip_norm=clip_norm, noise_multiplier=noise_multiplier, sampling=sampling, key=key)
+
+
+def loss(params, example):
+    image, label = example
+    return optax.softmax_cross_entropy_with_integer_labels(image @ params["w"] + params["b"], label)
+
+
+def released(optimizer, steps=3, grads=GRADS, state=None):
+    """The state of any optax transformation after some updates."""
+    state = optimizer.init(PARAMS) if state is None else state
+    for _ in range(steps):
+        _, state = optimizer.update(grads, state, PARAMS, included=jnp.ones(ROWS, bool))
+    return state
+
+
+def bill(optimizer, mechanism=None, **options):
+    """What a user who wraps a mechanism would print."""
+    return dpx.epsilon(mechanism or dp_sgd(), released(optimizer, **options), delta=1e-5)
+
+
+def resumed(before, after, steps=3):
+    """Some steps of one mechanism, then some of another on its state; the second one's bill."""
+    return dpx.epsilon(after, released(after, steps, state=released(before, steps)), delta=1e-5)
+
+
+def step_of(mechanism, batch, sampling=SAMPLING):
+    del sampling
+    return dpx.private_grad(loss, mechanism)(PARAMS, batch, mechanism.init(PARAMS))
+
+
+def tiny(batch_size=ROWS):
+    """Rows of data, without anything that says which of them count."""
+    return jax.tree.map(lambda rows: rows[:batch_size], DATA)
+
+
+def impure():
+    """A schedule that reads a variable: the run sees 4, the bill would see 0.5... or the other way round."""
+    noise = {"now": 0.5}
+
+    def schedule(step):
+        return jnp.full((), noise["now"]) + 0 * step
+
+    before = dp_sgd(schedule)
+    state = released(before)
+    noise["now"] = 4.0
+    return dpx.epsilon(dp_sgd(lambda step: schedule(step)), state, delta=1e-5)
+
+
+def schedule_that_counts():
+    """A schedule that gives another number every time that it is called."""
+    calls = iter(range(1000))
+    return bill(dp_sgd(lambda step: jnp.full((), 0.5 + next(calls)) + 0 * step))
+
+
+def beyond_the_plan():
+    mechanism = dp_sgd(dpx.Budget(epsilon=2.0, delta=1e-5, steps=3))
+    return SAMPLING.take(DATA, KEY, released(mechanism, 3))
+
+
+@dpx.calibrated
+def projected(*, noise_multiplier):
+    return dpx.clip_then_project(dp_sgd(noise_multiplier), rank=12, kind="gaussian", key=KEY)
+
+
+def stacked_states():
+    states = jax.vmap(lambda _: dp_sgd().init(PARAMS))(jnp.arange(3))
+    return dpx.epsilon(dp_sgd(), states, delta=1e-5)
+
+
+def under_jit():
+    return jax.jit(lambda state: dpx.epsilon(dp_sgd(), state, delta=1e-5))(dp_sgd().init(PARAMS))
+
+
+def take_under_jit():
+    return jax.jit(lambda state: SAMPLING.take(DATA, KEY, state))(dp_sgd().init(PARAMS))
+
+
+def inject():
+    made = optax.inject_hyperparams(lambda noise_multiplier: dp_sgd(noise_multiplier))(noise_multiplier=1.0)
+    return bill(made)
+
+
+MIXED = {"w": "private", "b": "public"}
+SAME_KEY = (dp_sgd(), 100), (dp_sgd(2.0), 100)
+
+REFUSED = {
+    # one state, two mechanisms
+    "resume with another number of planned steps": (
+        lambda: resumed(dp_sgd(BUDGET), dp_sgd(dpx.Budget(epsilon=2.0, delta=1e-5, steps=400))),
+        "other noise",
+    ),
+    "bill a checkpoint by a rebuilt mechanism of more steps": (
+        lambda: bill(dp_sgd(BUDGET), dp_sgd(dpx.Budget(epsilon=2.0, delta=1e-5, steps=400))),
+        "other noise",
+    ),
+    "resume with a smaller batch": (lambda: resumed(dp_sgd(), dp_sgd(sampling=OTHER)), "another sampling"),
+    "resume with a smaller batch, billed by the first": (
+        lambda: dpx.epsilon(dp_sgd(), released(dp_sgd(sampling=OTHER), state=released(dp_sgd())), delta=1e-5),
+        "another sampling",
+    ),
+    "resume with another kind of sampling": (
+        lambda: bill(dp_sgd(), dp_sgd(sampling=dpx.FixedSizeSampling(examples=1000, batch_size=50))),
+        "another sampling",
+    ),
+    "bill by a mechanism with more noise": (lambda: bill(dp_sgd(), dp_sgd(1.1)), "other noise"),
+    "bill a schedule by its first number": (
+        lambda: bill(dp_sgd(optax.linear_schedule(1.0, 0.5, 3))),
+        "other noise",
+    ),
+    "bill projected releases by the mechanism inside": (
+        lambda: bill(projected(noise_multiplier=1.0)),
+        "another kind of event",
+    ),
+    "bill error feedback as DP-SGD": (
+        lambda: bill(
+            dpx.dice_sgd(
+                clip_norm=1.0, feedback_norm=0.1, outer_clip_norm=2.0, noise_multiplier=1.0, sampling=SAMPLING, key=KEY
+            )
+        ),
+        "another kind of event",
+    ),
+    "an impure schedule that changes between run and bill": (impure, "other noise"),
+    "bill several runs at once": (stacked_states, "bill each alone"),
+    "bill inside jit": (under_jit, "traced|tracing"),
+    # around a mechanism, or before it
+    "masked": (lambda: bill(optax.masked(dp_sgd(), {"w": True, "b": False})), "must not stand inside optax.masked"),
+    "masked with nothing masked": (lambda: bill(optax.masked(dp_sgd(), True)), "wrapped.*MaskedState"),
+    "partition": (
+        lambda: bill(optax.partition({"private": dp_sgd(), "public": optax.sgd(0.1)}, MIXED)),
+        "must not stand inside optax.masked",
+    ),
+    "multi_transform, all in one": (
+        lambda: bill(optax.multi_transform({"a": dp_sgd()}, {"w": "a", "b": "a"})),
+        "wrapped.*PartitionState",
+    ),
+    "inject_hyperparams": (inject, "wrapped.*Inject"),
+    "MultiSteps": (lambda: bill(optax.MultiSteps(dp_sgd(), 2)), "examples on axis 0"),
+    "apply_if_finite": (
+        lambda: dpx.epsilon(dp_sgd(), optax.apply_if_finite(dp_sgd(), 3).init(PARAMS), delta=1e-5),
+        "wrapped.*ApplyIfFiniteState",
+    ),
+    "schedule_free": (lambda: bill(optax.contrib.schedule_free(dp_sgd(), 0.1)), "wrapped.*ScheduleFreeState"),
+    "clip_by_global_norm before": (
+        lambda: bill(optax.chain(optax.clip_by_global_norm(1.0), dp_sgd())),
+        "must come first",
+    ),
+    "trace before": (lambda: bill(optax.chain(optax.trace(0.9), dp_sgd())), "must come first"),
+    "zero_nans before": (lambda: bill(optax.chain(optax.zero_nans(), dp_sgd())), "must come first"),
+    "before, in a chain in a chain": (
+        lambda: bill(optax.chain(optax.chain(optax.trace(0.9), dp_sgd()), optax.sgd(0.1))),
+        "must come first",
+    ),
+    "named_chain": (lambda: bill(optax.named_chain(("dp", dp_sgd()), ("sgd", optax.adam(0.1)))), "use dpx.chain"),
+    "two mechanisms in a chain": (
+        lambda: dpx.epsilon(dp_sgd(), optax.chain(dp_sgd(), dp_sgd()).init(PARAMS), delta=1e-5),
+        "exactly one mechanism's state, found 2",
+    ),
+    "no mechanism": (
+        lambda: dpx.epsilon(dp_sgd(), optax.adam(0.1).init(PARAMS), delta=1e-5),
+        "exactly one mechanism's state, found 0",
+    ),
+    "the bill of an optax chain": (
+        lambda: dpx.epsilon(optax.chain(dp_sgd(), optax.sgd(0.1)), 3, delta=1e-5),
+        "must be a dpx Mechanism",
+    ),
+    # batches
+    "a batch without its padding": (lambda: step_of(dp_sgd(), tiny()), r"dpx.Batch\(examples, included=None\)"),
+    "update without the padding": (
+        lambda: dp_sgd().update(GRADS, dp_sgd().init(PARAMS), PARAMS),
+        "included must be given",
+    ),
+    "weights for inclusion": (
+        lambda: step_of(dp_sgd(), dpx.Batch(tiny(), jnp.ones(ROWS))),
+        "included must be bool",
+    ),
+    "inclusion of another batch": (
+        lambda: step_of(dp_sgd(), dpx.Batch(tiny(), jnp.ones(ROWS + 1, bool))),
+        "included must have shape",
+    ),
+    "half a full batch": (
+        lambda: step_of(dp_sgd(sampling=FULL), dpx.Batch(tiny(ROWS // 2), None)),
+        f"has {ROWS} rows, got {ROWS // 2}",
+    ),
+    "mean gradients": (
+        lambda: dp_sgd().update(PARAMS, dp_sgd().init(PARAMS), PARAMS, included=jnp.ones(2, bool)),
+        "examples on axis 0",
+    ),
+    "mean gradients that look like two examples": (
+        lambda: dp_sgd().update({"w": PARAMS["w"][:2]}, dp_sgd().init(PARAMS), {"w": PARAMS["w"][:2]}, included=None),
+        "one gradient of each example",
+    ),
+    "gradients of another model": (
+        lambda: dp_sgd().update(GRADS, dp_sgd().init(PARAMS), PARAMS | {"w": jnp.zeros((5, 3))}, included=None),
+        "one gradient of each example",
+    ),
+    "gradients without params": (
+        lambda: dp_sgd().update(GRADS, dp_sgd().init(PARAMS), included=None),
+        "params must be given",
+    ),
+    # draws
+    "a step that is no whole number": (lambda: SAMPLING.draw(KEY, 1.7), "whole number"),  # type: ignore
+    "a step before the first": (lambda: SAMPLING.draw(KEY, -1), "whole number"),
+    "data of another length": (
+        lambda: SAMPLING.take(tiny(500), KEY, dp_sgd().init(PARAMS)),
+        "must hold the 1000 examples",
+    ),
+    "draw from a sampling that is not billed": (
+        lambda: OTHER.take(DATA, KEY, dp_sgd().init(PARAMS)),
+        "the sampling that the mechanism bills",
+    ),
+    "draw inside jit": (take_under_jit, "outside of jit"),
+    "a step beyond the budget": (beyond_the_plan, "the budget is spent: .* 3 steps, and 3 were made"),
+    # several runs
+    "two runs with one key": (lambda: dpx.compose(*SAME_KEY, shared_batches=False), "a key of its own"),
+    "two runs with one key on shared batches": (
+        lambda: dpx.compose(*SAME_KEY, shared_batches=True),
+        "a key of its own",
+    ),
+    # budgets
+    "a budget inside a wrapper that costs more": (
+        lambda: dpx.clip_then_project(dp_sgd(BUDGET), rank=12, kind="gaussian", key=KEY),
+        "put dpx.calibrated on the function",
+    ),
+    "another event for a calibrated mechanism": (
+        lambda: dp_sgd(BUDGET).replace(event=lambda steps: None),
+        "put dpx.calibrated on the function",
+    ),
+    "a budget of no steps": (lambda: dpx.Budget(epsilon=2.0, delta=1e-5, steps=0), "steps must be at least 1"),
+    "calibrated on what takes no noise": (lambda: dpx.calibrated(lambda clip_norm: None), "noise_multiplier"),
+    "noise from the data": (lambda: jax.jit(lambda x: dp_sgd(x).event(1))(jnp.ones(())), "traced"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    program, message = REFUSED[name]
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):  # as a user has it
+        with pytest.raises(ValueError, match=message):
+            program()
+
+
+def test_a_schedule_that_counts_its_calls_is_billed_as_run_or_refused():
+    try:
+        epsilon = schedule_that_counts()
+    except ValueError as error:
+        assert "other noise" in str(error)
+    else:  # its first number was traced once and ran at every step
+        assert epsilon == pytest.approx(dpx.epsilon(dp_sgd(0.5), 3, delta=1e-5))
+
+
+def truth(noise_multiplier, steps, sampling=SAMPLING):
+    return event_epsilon(sampling.event(np.full(steps, noise_multiplier)), delta=1e-5)
+
+
+def test_a_rebuilt_mechanism_with_the_same_numbers_goes_on():
+    before, after = dp_sgd(BUDGET), dp_sgd(dpx.Budget(epsilon=2.0, delta=1e-5, steps=100))
+    assert resumed(before, after) == pytest.approx(truth(before.noise_multiplier, 6))
+    other_capacity = dpx.PoissonSampling(examples=1000, batch_size=50.0, capacity=64)
+    assert resumed(dp_sgd(), dp_sgd(sampling=other_capacity)) == pytest.approx(truth(1.0, 6))
+
+
+def test_steps_beyond_the_plan_are_billed():
+    mechanism = dp_sgd(dpx.Budget(epsilon=2.0, delta=1e-5, steps=3))
+    state = released(mechanism, 5)
+    assert dpx.epsilon(mechanism, state, delta=1e-5) == pytest.approx(truth(mechanism.noise_multiplier, 5))
+    assert dpx.epsilon(mechanism, state, delta=1e-5) > 2.0
+    assert SAMPLING.take(DATA, KEY, state, beyond_budget=True).included.any()
+
+
+def test_batches_follow_the_state_not_the_epoch():
+    """A loop whose step restarts every epoch would draw the first epoch's batches again; `take` does not see it."""
+    mechanism = dp_sgd()
+    state, batches = mechanism.init(PARAMS), []
+    gradient = jax.jit(dpx.private_grad(loss, mechanism))
+    for _ in range(2):
+        for _ in range(2):
+            batch = SAMPLING.take(DATA, KEY, state)
+            batches.append(SAMPLING.draw(KEY, dpx.steps_taken(state)).indices.tolist())
+            state = gradient(PARAMS, batch, state).state
+    assert len(set(map(tuple, batches))) == 4
+
+
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+def test_runs_on_shared_batches_cost_more_than_apart(accountant):
+    one, other = dp_sgd(1.0), dp_sgd(2.0, key=jax.random.key(4))
+    shared = dpx.compose((one, 40), (other, 30), shared_batches=True)
+    apart = dpx.compose((one, 40), (other, 30), shared_batches=False)
+    together = 1.25**-0.5
+    by_hand = event_epsilon(
+        SAMPLING.event(np.r_[np.full(30, together), np.ones(10)]), delta=1e-5, accountant=accountant
+    )
+    assert shared.epsilon(1e-5, accountant=accountant) == pytest.approx(by_hand)
+    assert shared.epsilon(1e-5, accountant=accountant) > apart.epsilon(1e-5, accountant=accountant)
+    assert apart.epsilon(1e-5, accountant=accountant) > dpx.epsilon(one, 40, delta=1e-5, accountant=accountant)
+    assert shared.delta(1.0) > apart.delta(1.0)
+
+
+def test_shared_batches_cost_what_is_known():
+    """Figures worked out by another accountant: Poisson rate .01, noise multipliers 1, 1000 steps."""
+    sampling = dpx.PoissonSampling(examples=1000, batch_size=10)
+    runs = [(dp_sgd(sampling=sampling, key=jax.random.key(seed)), 1000) for seed in range(2)]
+    assert dpx.compose(*runs, shared_batches=True).epsilon(1e-5) == pytest.approx(4.47, rel=5e-3)
+    assert dpx.compose(*runs, shared_batches=False).epsilon(1e-5) == pytest.approx(2.58, rel=5e-3)
+
+
+def test_what_compose_refuses():
+    one, other = dp_sgd(), dp_sgd(key=jax.random.key(4))
+    elsewhere = dp_sgd(key=jax.random.key(4), sampling=OTHER)
+    shuffled = dp_sgd(key=jax.random.key(4), sampling=dpx.ShuffledEpochs(examples=1000, batch_size=50))
+    harder = projected(noise_multiplier=1.0)
+    for runs, shared, message in [
+        ((), False, "at least one"),
+        (((one, 3), (shuffled, 3)), False, "one neighbouring relation"),
+        (((one, 3), (elsewhere, 3)), True, "must have one sampling"),
+        (((other, 3), (harder, 3)), True, "one Gaussian a step"),
+        (((one, released(other)), (elsewhere, 3)), False, None),
+        (((one, released(dp_sgd(2.0))), (other, 3)), False, "other noise"),
+    ]:
+        if message is None:
+            assert dpx.compose(*runs, shared_batches=shared).epsilon(1e-5) > 0
+            continue
+        with pytest.raises(ValueError, match=message):
+            dpx.compose(*runs, shared_batches=shared)
+
+
+def test_a_budget_is_that_of_the_outermost_composition():
+    """Resolved for the mechanism inside, the projected one would cost 2.2 for a budget of 2."""
+    mechanism = projected(noise_multiplier=BUDGET)
+    assert 1.99 <= dpx.epsilon(mechanism, 100, delta=1e-5) <= 2.0
+    inside = projected(noise_multiplier=dp_sgd(BUDGET).noise_multiplier)
+    assert dpx.epsilon(inside, 100, delta=1e-5) > 2.1
+    assert mechanism.budget == BUDGET
+    assert math.isclose(float(mechanism.init(PARAMS).inner.planned_steps), 100)
