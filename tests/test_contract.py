@@ -18,7 +18,7 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 import dpx
-from dpx import keys, masks
+from dpx import ghost, keys, masks
 from dpx.mechanism import sum_contributions
 from tests.mechanisms import MECHANISMS, PARAMS, POISSON, Case
 
@@ -54,10 +54,38 @@ def paths(case: Case):
         with mock.patch("dpx.mechanism.ENCODED", 2 * sum(p.size for p in PARAMS.values())):
             return stacked(grads, state, included)
 
+    def by_ghost_norms(grads, state, included):
+        gradient = dpx.private_grad(product_loss, mechanism, clipping="ghost")
+        updates, state, _ = gradient(PARAMS, dpx.Batch(product_example(grads), included), state)
+        return updates, state
+
     ways = [stacked, in_microbatches]
+    if mechanism.elementwise:
+        ways.append(by_ghost_norms)
     if not (mechanism.elementwise or mechanism.streamed):
         ways.append(encoded_in_parts)
     return [jax.jit(path) for path in ways]
+
+
+def product_loss(params, example):
+    """Its gradient is the gradient in the example, as products that ghost norms follow: A^T B with A = 1."""
+    ones, grad = example
+    return sum(
+        jax.tree.leaves(jax.tree.map(lambda p, a, g: jnp.sum((a @ as_matrix(p)) * as_matrix(g)), params, ones, grad))
+    )
+
+
+def product_example(grads):
+    """[B, ...] gradients as a batch for `product_loss`."""
+    ones = jax.tree.map(lambda p: jnp.eye(as_matrix(p).shape[0]), PARAMS)
+    rows = len(jax.tree.leaves(grads)[0])
+    return jax.tree.map(lambda a: jnp.broadcast_to(a, (rows, *a.shape)), ones), jax.tree.map(
+        lambda g: g.astype(jnp.float32), grads
+    )
+
+
+def as_matrix(leaf):
+    return leaf if leaf.ndim == 2 else leaf.reshape(1, -1)
 
 
 @functools.cache
@@ -80,13 +108,20 @@ def sums_of(case: Case):
 
 @functools.cache
 def each_alone(case: Case):
-    """The sums of every example alone: (examples, ...) -> (examples, ...)."""
-    mechanism = case.mechanism
+    """The sums of every example alone, (examples, ...) -> (examples, ...), on every path."""
+    mechanism, included = case.mechanism, jnp.ones(1, bool)
 
-    def one(grad, state):
-        return sum_contributions(mechanism, jax.tree.map(lambda g: g[None], grad), state, jnp.ones(1, bool))
+    def stacked(grad, state):
+        return sum_contributions(mechanism, jax.tree.map(lambda g: g[None], grad), state, included)
 
-    return jax.jit(jax.vmap(one, (0, None)))
+    def by_ghost_norms(grad, state):
+        batch = product_example(jax.tree.map(lambda g: g[None], grad))
+        plan = ghost.make_plan(product_loss, mechanism, PARAMS, jax.tree.map(lambda x: x[0], batch), state, force=True)
+        assert isinstance(plan, ghost.Plan) and plan.follows
+        return ghost.sum_contributions(plan, mechanism, PARAMS, batch, state, included)[0]
+
+    ways = [stacked, by_ghost_norms] if mechanism.elementwise else [stacked]
+    return [jax.jit(jax.vmap(way, (0, None))) for way in ways]
 
 
 def zero_sums(case: Case, state):
@@ -145,8 +180,8 @@ def check_bounded(case: Case):
         grads = jax.tree.map(lambda *g, dtype=dtype: jnp.asarray(np.stack(g)).astype(dtype), *rows)
         seen = [grads[name] for name in PARAMS if name not in case.frozen]
         finite = np.all([np.isfinite(np.asarray(g, np.float32)).reshape(len(rows), -1).all(1) for g in seen], axis=0)
-        for step in STEPS:
-            sums = each_alone(case)(grads, adapted_state(case, step))
+        for alone, step in itertools.product(each_alone(case), STEPS):
+            sums = alone(grads, adapted_state(case, step))
             released = norms(sums if case.withheld is None else sums[0])
             np.testing.assert_array_less(released, case.clip(step) * (1 + 1e-6) + 1e-45)
             assert case.withheld is None or (norms(sums[1]) <= case.withheld * (1 + 1e-6)).all()
