@@ -14,10 +14,13 @@ class Batch(NamedTuple):
 
     examples: a pytree of arrays with the B examples on axis 0 of each.
     included: bool (B,), False for padding; None says that all B rows count.
+    step:     int32 (), the step that the batch was drawn for; None where it was not drawn by `sampling.take`. A run that
+              uses it at another step, or twice, is not billed: its releases would share one sample.
     """
 
     examples: Tree
     included: jax.Array | np.ndarray | None
+    step: jax.Array | np.ndarray | None = None
 
 
 def require_batch(batch: Any) -> Batch:

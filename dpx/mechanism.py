@@ -124,10 +124,12 @@ class Mechanism(optax.GradientTransformationExtraArgs):
         """What a state of this mechanism is signed with; uint32 (2,)."""
         return terms_of(self.event(1), self.sampling)
 
-    def release_once(self, sums: tuple[Tree, ...], state: Tree, params: Tree) -> tuple[Tree, Tree]:
-        """`release` of a whole mechanism: a state that another kind of mechanism began is not billed any more."""
-        updates, state = self.release(sums, state, params)
-        return updates, countersigned(state, self.terms)
+    def release_once(self, sums: tuple[Tree, ...], state: Tree, params: Tree, drawn_for=None) -> tuple[Tree, Tree]:
+        """`release` of a whole mechanism, which makes a state unbillable that its event would not be true for.
+
+        drawn_for: int32 (), the step that the batch was drawn for, if it is known.
+        """
+        return self.release(sums, countersigned(state, self.terms, drawn_for), params)
 
     def event_paid_by(self, state: Tree, steps: int) -> DpEvent:
         """The event of the `steps` releases of `state`; ValueError if another mechanism made them."""

@@ -15,6 +15,7 @@ from dp_accounting import DpEvent
 Tree = Any  # a pytree of arrays
 
 LARGEST_PRECISION = 1e30  # of one release; noise below 1e-15 counts as this much
+OTHER_MECHANISM, OTHER_STEP = np.uint32(1), np.uint32(2)
 TOLERANCE = 1e-5  # relative, between the precision of a state and that of a mechanism: float32 rounds on every machine
 
 
@@ -23,8 +24,8 @@ class ReleaseState(NamedTuple):
 
     step:          int32 (), how many releases were made.
     precision:     float32 (2,), the sum of noise_multiplier^-2 over them, and by how much that sum is too large.
-    terms:         uint32 (2,), fingerprints of the sampling record, and of the event but for its noise multipliers; 0
-                   once a mechanism with other terms has made a release.
+    terms:         uint32 (2,), fingerprints of the sampling record, and of the event but for its noise multipliers; or,
+                   once a release was made that they do not hold for, the reason: OTHER_MECHANISM or OTHER_STEP.
     planned_steps: int32 (), the steps of the budget that the noise was calibrated for; 0 without a budget.
     """
 
@@ -53,9 +54,19 @@ def signed(state: Tree, terms: np.ndarray, planned_steps: int) -> Tree:
     return _map(lambda node: node._replace(terms=jnp.asarray(terms), planned_steps=planned), state)
 
 
-def countersigned(state: Tree, terms: np.ndarray) -> Tree:
-    """`state` after a release under `terms`: no mechanism can bill it any more if it was signed for other terms."""
-    return _map(lambda node: node._replace(terms=jnp.where(jnp.all(node.terms == terms), node.terms, 0)), state)
+def countersigned(state: Tree, terms: np.ndarray, drawn_for: jax.Array | None) -> Tree:
+    """`state` before a release under `terms`, of a batch drawn for the step `drawn_for` if that is known.
+
+    No mechanism bills it any more if it was signed for other terms, or if the batch is another step's.
+    """
+
+    def countersign(node):
+        signatures = jnp.where(jnp.all(node.terms == terms), node.terms, OTHER_MECHANISM)
+        if drawn_for is not None:
+            signatures = jnp.where(drawn_for == node.step, signatures, OTHER_STEP)
+        return node._replace(terms=jnp.where(jnp.any(node.terms <= OTHER_STEP), node.terms, signatures))
+
+    return _map(countersign, state)
 
 
 def _map(function: Callable[[ReleaseState], ReleaseState], state: Tree) -> Tree:
@@ -77,7 +88,7 @@ def sampling_terms(sampling: Any) -> int:
 
 
 def _fingerprint(value: Any) -> int:
-    return zlib.crc32(repr(value).encode()) | 1  # never 0
+    return zlib.crc32(repr(value).encode()) | 4  # never one of the reasons
 
 
 def _terms(value: Any) -> Any:
@@ -147,7 +158,7 @@ def steps_taken(state: Tree) -> int:
 def next_step(state: Tree, sampling: Any, *, beyond_budget: bool) -> int:
     """The number of the next step; ValueError if it is beyond the budget, or other batches are paid for."""
     release = release_state(state)
-    if int(release.terms[0]) != sampling_terms(sampling):
+    if int(release.terms[0]) not in (OTHER_STEP, sampling_terms(sampling)):
         raise ValueError(f"the batches must be drawn by the sampling that the mechanism bills, got {sampling}")
     step, planned = int(release.step), int(release.planned_steps)
     if planned and step >= planned and not beyond_budget:
@@ -162,6 +173,13 @@ def require_paid_by(state: Tree, terms: np.ndarray, multipliers: np.ndarray) -> 
     """ValueError unless the releases of `state` had these terms (`terms_of`) and these noise multipliers."""
     release = release_state(state)
     advice = "bill a state by the mechanism that made its releases, rebuilt with the same numbers"
+    if int(release.terms[0]) == OTHER_STEP:
+        raise ValueError(
+            "a batch was used at another step than it was drawn for, and releases that share a batch cost more than "
+            "those of independent batches. Take a new batch for every step, with the state after the last one"
+        )
+    if int(release.terms[0]) == OTHER_MECHANISM:
+        raise ValueError(f"the state's releases were made by mechanisms of different samplings or events: {advice}")
     for paid, asked, differs in zip(release.terms, terms, ("sampling", "kind of event"), strict=True):
         if int(paid) != int(asked):
             raise ValueError(f"the state's releases were made by a mechanism with another {differs}: {advice}")

@@ -82,7 +82,7 @@ class Sampling(Protocol):
         if batch_size(data) != self.examples:
             raise ValueError(f"data must hold the {self.examples} examples of the sampling, got {batch_size(data)}")
         indices, included = self.draw(key, step, size=size)
-        return Batch(jax.tree.map(lambda rows: rows[indices], data), included)
+        return Batch(jax.tree.map(lambda rows: rows[indices], data), included, np.asarray(step, np.int32))
 
 
 @dataclass(frozen=True, kw_only=True)

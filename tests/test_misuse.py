@@ -122,10 +122,10 @@ REFUSED = {
         lambda: bill(dp_sgd(BUDGET), dp_sgd(dpx.Budget(epsilon=2.0, delta=1e-5, steps=400))),
         "other noise",
     ),
-    "resume with a smaller batch": (lambda: resumed(dp_sgd(), dp_sgd(sampling=OTHER)), "another sampling"),
+    "resume with a smaller batch": (lambda: resumed(dp_sgd(), dp_sgd(sampling=OTHER)), "different samplings"),
     "resume with a smaller batch, billed by the first": (
         lambda: dpx.epsilon(dp_sgd(), released(dp_sgd(sampling=OTHER), state=released(dp_sgd())), delta=1e-5),
-        "another sampling",
+        "different samplings",
     ),
     "resume with another kind of sampling": (
         lambda: bill(dp_sgd(), dp_sgd(sampling=dpx.FixedSizeSampling(examples=1000, batch_size=50))),
@@ -294,6 +294,21 @@ def test_steps_beyond_the_plan_are_billed():
     assert dpx.epsilon(mechanism, state, delta=1e-5) == pytest.approx(truth(mechanism.noise_multiplier, 5))
     assert dpx.epsilon(mechanism, state, delta=1e-5) > 2.0
     assert SAMPLING.take(DATA, KEY, state, beyond_budget=True).included.any()
+
+
+def test_a_batch_used_twice_is_not_billed():
+    """Two releases that share a batch cost more than two of independent batches."""
+    mechanism = dp_sgd()
+    gradient = jax.jit(dpx.private_grad(loss, mechanism))
+    state = mechanism.init(PARAMS)
+    batch = SAMPLING.take(DATA, KEY, state)
+    once = gradient(PARAMS, batch, state).state
+    assert dpx.epsilon(mechanism, once, delta=1e-5) == pytest.approx(truth(1.0, 1))
+    twice = gradient(PARAMS, batch, once).state
+    again = gradient(PARAMS, SAMPLING.take(DATA, KEY, twice), twice).state
+    for state in (twice, again):
+        with pytest.raises(ValueError, match="another step than it was drawn for"):
+            dpx.epsilon(mechanism, state, delta=1e-5)
 
 
 def test_batches_follow_the_state_not_the_epoch():
