@@ -84,7 +84,7 @@ def _schedules() -> Iterator[tuple[str, Bill]]:
     shapes = {
         "falling 3 to 1, 300": (np.linspace(3, 1, 300), 0.01),
         "rising 1 to 6, 700": (np.geomspace(1, 6, 700), 0.02),
-        "wavy 400": (2 + 1.5 * np.sin(np.arange(400)), 0.02),
+        "wavy 100": (2 + 1.5 * np.sin(np.arange(100)), 0.02),
         "spike": (np.append(np.full(399, 5.0), 0.5), 0.01),
         "unsampled": (np.linspace(20, 60, 200), 1.0),
         "rates": (np.geomspace(3, 1, 200), np.linspace(0.001, 0.02, 200)),
