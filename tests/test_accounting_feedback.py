@@ -17,7 +17,6 @@ import dpx
 from dpx import accounting
 from dpx.accounting import feedback_energy, feedback_renyi, gdp
 from dpx.accounting.feedback import ErrorFeedbackDpEvent, bounds
-from dpx.accounting.targets import EpsilonAt
 
 POISSON = dpx.PoissonSampling(examples=50_000, batch_size=1000)
 EPOCHS = dpx.ShuffledEpochs(examples=50_000, batch_size=1000)
@@ -65,7 +64,6 @@ def test_public_vectors():
 )
 def test_noise_for_epsilon_2(excess, amplified, reset_50, reset_10, known, shuffled, shuffled_reset):
     """The noise of the table meets (2, 1e-5), and not much less does: the recursions here are solved more finely."""
-    target = EpsilonAt(1e-5)
     for noise, name, options in (
         (amplified, AMPLIFIED, {}),
         (reset_50, AMPLIFIED, {"reset": 50}),
@@ -78,12 +76,12 @@ def test_noise_for_epsilon_2(excess, amplified, reset_50, reset_10, known, shuff
             made = event(excess, factor * noise, **options)
             found = bounds(made, "pld", made.sampling.relation)
             bound = found[name] if name else next(iter(found.values()))
-            assert (bound(target) <= 2) == meets
+            assert (bound.epsilon(1e-5) <= 2) == meets
 
 
 def test_the_bill_is_the_least_bound():
     made = event()
-    found = {name: float(bound(EpsilonAt(1e-5))) for name, bound in bounds(made, "pld", "add_or_remove").items()}
+    found = {name: bound.epsilon(1e-5) for name, bound in bounds(made, "pld", "add_or_remove").items()}
     assert found[AMPLIFIED] < found[KNOWN]
     assert epsilon() == found[AMPLIFIED]
     assert accounting.event_epsilon(made, delta=1e-5, accountant="rdp") == found[AMPLIFIED]
@@ -129,7 +127,8 @@ def test_delta_and_epsilon_agree():
         spent = accounting.event_epsilon(made, delta=1e-5, relation=relation)
         # two upper bounds, which leave out other numbers of participations
         assert 0.9e-5 <= accounting.event_delta(made, epsilon=spent, relation=relation) <= 1.0001e-5
-        curve = accounting.events.event_deltas(made, np.array([0.0, spent, 2 * spent]), relation=relation)
+        profile = accounting.events.event_profile(made, relation=relation)
+        curve = [profile.delta(value) for value in (0.0, spent, 2 * spent)]
         assert np.all(np.diff(curve) < 0) and 0.9e-5 <= curve[1] <= 1.1e-5
 
 
@@ -305,7 +304,7 @@ def test_relations():
     assert epsilon(relation="zero_out") == epsilon()
     replaced = epsilon(relation="replace_one", noise=20.0)
     assert replaced == epsilon(sampling=fixed, noise=20.0) > epsilon(noise=20.0)
-    assert replaced == pytest.approx(bounds(event(noise=10.0), "pld", "add_or_remove")[KNOWN](EpsilonAt(1e-5)))
+    assert replaced == pytest.approx(bounds(event(noise=10.0), "pld", "add_or_remove")[KNOWN].epsilon(1e-5))
     for sampling, relation in ((fixed, "add_or_remove"), (fixed, "zero_out"), (EPOCHS, "add_or_remove")):
         with pytest.raises(ValueError, match="does not fit"):
             epsilon(sampling=sampling, relation=relation)

@@ -95,14 +95,69 @@ def test_nested_trees_flatten():
     assert accounting.event_epsilon(dp_accounting.NonPrivateDpEvent(), delta=1e-5) == math.inf
 
 
+def test_several_releases_of_one_poisson_sample_are_one():
+    """As dp-accounting composes them by RDP (its PLD refuses), and above what independent samples would cost."""
+    inner = dp_accounting.ComposedDpEvent([Gaussian(2.0), dp_accounting.SelfComposedDpEvent(Gaussian(3.0), 2)])
+    event = dp_accounting.SelfComposedDpEvent(dp_accounting.PoissonSampledDpEvent(0.05, inner), 30)
+    by_rdp = dp_accounting.rdp.RdpAccountant().compose(event).get_epsilon(1e-5)
+    assert accounting.event_epsilon(event, delta=1e-5, accountant="rdp") == pytest.approx(by_rdp, rel=1e-9)
+    assert events.flatten(event).amplified
+    independent = dp_accounting.ComposedDpEvent([Poisson(0.05).event(s) for s in (2.0, 3.0, 3.0)] * 30)
+    for relation in ("add_or_remove", "zero_out", "replace_one"):
+        bill, less = (accounting.event_epsilon(one, delta=1e-5, relation=relation) for one in (event, independent))
+        assert bill > less
+
+
+def test_two_releases_of_one_poisson_sample_by_integration_over_the_plane():
+    rate, sigmas = 0.2, (1.5, 2.0)
+    event = dp_accounting.PoissonSampledDpEvent(
+        rate, dp_accounting.ComposedDpEvent([Gaussian(sigma) for sigma in sigmas])
+    )
+    x, y = (np.linspace(-12, 13, 1501)[:, None], np.linspace(-15, 16, 1501))
+    area = float((x[1, 0] - x[0, 0]) * (y[1] - y[0]))
+    without, taken, other = (
+        stats.norm.pdf(x, at, sigmas[0]) * stats.norm.pdf(y, at, sigmas[1]) * area for at in (0, 1, -1)
+    )
+    sampled, replaced = ((1 - rate) * without + rate * one for one in (taken, other))
+    for epsilon in (0.05, 0.3, 0.6):
+        grow = math.exp(epsilon)
+        for relation, pairs in (
+            ("add_or_remove", [(sampled, without), (without, sampled)]),
+            ("replace_one", [(sampled, replaced)]),
+        ):
+            truth = max(np.maximum(0, upper - grow * lower).sum() for upper, lower in pairs)
+            found = accounting.event_delta(event, epsilon=epsilon, relation=relation)
+            assert found == pytest.approx(truth, rel=1e-3, abs=1e-9)
+
+
+def test_poisson_samples_without_noise_and_without_releases():
+    for inner in (Gaussian(0.0), dp_accounting.NonPrivateDpEvent()):
+        composed = dp_accounting.ComposedDpEvent([Gaussian(2.0), inner])
+        event = dp_accounting.PoissonSampledDpEvent(0.05, composed)
+        assert accounting.event_epsilon(event, delta=1e-5) == math.inf
+        assert accounting.event_delta(event, epsilon=5.0) == 1.0
+    nothing = dp_accounting.ComposedDpEvent([dp_accounting.NoOpDpEvent()])
+    assert accounting.event_epsilon(dp_accounting.PoissonSampledDpEvent(0.05, nothing), delta=1e-5) == 0
+    never = dp_accounting.PoissonSampledDpEvent(0.0, dp_accounting.ComposedDpEvent([Gaussian(0.0), Gaussian(1.0)]))
+    assert accounting.event_epsilon(never, delta=1e-5) == 0
+    other = dp_accounting.PoissonSampledDpEvent(0.05, dp_accounting.LaplaceDpEvent(1.0))
+    assert not events.flatten(other).amplified
+    assert 0 < accounting.event_epsilon(other, delta=1e-5) < 1
+
+
 def test_other_events_go_to_dp_accounting():
     assert accounting.event_epsilon(dp_accounting.LaplaceDpEvent(2.0), delta=1e-9) == pytest.approx(0.5, abs=1e-3)
     with pytest.raises(ValueError, match="cannot bill"):
         accounting.event_epsilon(dp_accounting.UnsupportedDpEvent(), delta=1e-5)
     with pytest.raises(ValueError, match="cannot bill"):
-        accounting.event_epsilon(dp_accounting.ZCDpEvent(0.1), delta=1e-5)
+        accounting.event_epsilon(dp_accounting.ZCDpEvent(0.1), delta=1e-5, accountant="pld")
+    with pytest.raises(ValueError, match="cannot bill"):
+        accounting.event_epsilon(
+            dp_accounting.LaplaceDpEvent(2.0), delta=1e-5, accountant="rdp", relation="replace_one"
+        )
     by_rdp = accounting.event_epsilon(dp_accounting.ZCDpEvent(0.1), delta=1e-5, accountant="rdp")
     assert 0 < by_rdp < 0.1 + 2 * math.sqrt(0.1 * math.log(1e5))
+    assert accounting.event_epsilon(dp_accounting.ZCDpEvent(0.1), delta=1e-5) == by_rdp
 
 
 def test_relations():
@@ -116,16 +171,41 @@ def test_relations():
     doubled = accounting.epsilon(shuffled, 2, delta=1e-5, relation="replace_one")
     assert doubled == pytest.approx(accounting.gdp.epsilon(2 * math.sqrt(2) / 3, 1e-5))
     with pytest.raises(ValueError, match='"rdp"'):
-        accounting.epsilon(fixed, 10, delta=1e-5)
-    with pytest.raises(ValueError, match="replace_one"):
-        accounting.epsilon(fixed, 10, delta=1e-5, relation="add_or_remove", accountant="rdp")
-    assert 0 < accounting.epsilon(fixed, 10, delta=1e-5, accountant="rdp") < 10
+        accounting.epsilon(fixed, 10, delta=1e-5, accountant="pld")
+    for accountant in ("tightest", "rdp"):
+        with pytest.raises(ValueError, match="replace_one"):
+            accounting.epsilon(fixed, 10, delta=1e-5, relation="add_or_remove", accountant=accountant)
 
 
-def test_the_replace_one_trap_of_rdp_is_refused():
+def test_the_tightest_is_the_least_that_is_valid():
+    fixed, poisson = Mechanism(4.0, Fixed()), Mechanism(1.5)
+    assert 0 < accounting.epsilon(fixed, 10, delta=1e-5) == accounting.epsilon(fixed, 10, delta=1e-5, accountant="rdp")
+    assert 0 < accounting.delta(fixed, 10, epsilon=0.5) == accounting.delta(fixed, 10, epsilon=0.5, accountant="rdp")
+    by_pld, by_rdp = (accounting.epsilon(poisson, 10, delta=1e-5, accountant=name) for name in ("pld", "rdp"))
+    assert accounting.epsilon(poisson, 10, delta=1e-5) == by_pld < by_rdp
+    # Beside a sample of fixed size a Gaussian is billed by RDP too, at the sensitivity of replacing an example.
+    mixed = dp_accounting.ComposedDpEvent([fixed.event(10), Gaussian(6.0)])
+    same = dp_accounting.rdp.RdpAccountant(neighboring_relation=dp_accounting.NeighboringRelation.REPLACE_ONE)
+    same.compose(fixed.event(10)).compose(Gaussian(3.0))
+    found = accounting.event_epsilon(mixed, delta=1e-5, relation="replace_one")
+    assert found == pytest.approx(same.get_epsilon(1e-5), rel=1e-9)
+    with pytest.raises(ValueError, match="no privacy loss distribution"):
+        accounting.event_epsilon(mixed, delta=1e-5, relation="replace_one", accountant="pld")
+    noise = accounting.calibrate(lambda x: Mechanism(x, Fixed()), steps=20, epsilon=1.0, delta=1e-5)
+    assert 0.999 <= accounting.epsilon(Mechanism(noise, Fixed()), 20, delta=1e-5) <= 1
+
+
+def test_replacing_an_example_costs_twice_the_sensitivity_by_rdp_too():
+    """dp-accounting's RDP of a Gaussian does not double under REPLACE_ONE: it would under-report."""
     for mechanism in (Mechanism(1.5), Mechanism(3.0, Shuffled())):
-        with pytest.raises(ValueError, match="doubles the sensitivity"):
-            accounting.epsilon(mechanism, 10, delta=1e-5, relation="replace_one", accountant="rdp")
+        by_pld, by_rdp = (
+            accounting.epsilon(mechanism, 10, delta=1e-5, relation="replace_one", accountant=name)
+            for name in ("pld", "rdp")
+        )
+        once = accounting.epsilon(mechanism, 10, delta=1e-5, relation="zero_out", accountant="rdp")
+        assert max(by_pld, 1.2 * once) <= by_rdp
+    halved = accounting.epsilon(Mechanism(1.5, Shuffled()), 10, delta=1e-5, relation="zero_out", accountant="rdp")
+    assert by_rdp == pytest.approx(halved, rel=1e-9)
 
 
 def test_sampling_without_replacement_is_that_of_dp_accounting(monkeypatch):
@@ -136,7 +216,7 @@ def test_sampling_without_replacement_is_that_of_dp_accounting(monkeypatch):
     # Many distinct releases: noise rounded down to few.
     decaying = Mechanism(4.0, Fixed(), decay=0.95)
     exact = accounting.epsilon(decaying, 6, delta=1e-5, accountant="rdp")
-    monkeypatch.setattr(events, "_BUCKETS_WITHOUT_REPLACEMENT", 3)
+    monkeypatch.setattr(events, "_BUCKETS_FIXED_SIZE", 3)
     assert exact < accounting.epsilon(decaying, 6, delta=1e-5, accountant="rdp") < 1.2 * exact
 
 

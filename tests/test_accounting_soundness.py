@@ -213,7 +213,7 @@ def poor_plan(**changes):
 
 def bounds(plan, epsilon):
     """(from below, the truth, from above)."""
-    above, below = (compose([(STEP, COUNT)], plan) for compose in (composition.compose, composition.compose_dominated))
+    above, below = (composition.compose({STEP: COUNT}, plan, side=side) for side in ("above", "below"))
     truth = accounting.gdp.delta(math.sqrt(COUNT) / 4, epsilon)
     return below[0].delta(epsilon), truth, above[0].delta(epsilon)
 

@@ -16,16 +16,17 @@ def epsilon(
     steps_or_state: Any,
     *,
     delta: float,
-    accountant: Accountant = "pld",
+    accountant: Accountant = "tightest",
     relation: Relation | None = None,
 ) -> float:
     """An upper bound of epsilon at `delta` for the first steps of a mechanism; inf if a step adds no noise.
 
     steps_or_state: a number of steps, or an optimizer state, whose billed steps are read.
-    accountant: "pld" (smaller) or "rdp".
+    accountant: "tightest" bills by "pld" (privacy loss distributions) where that is known for every release, else by
+        "rdp" (Renyi divergences).
     relation: what neighbours are; default the one the mechanism's sampling states. Another is used where the event is
-        true for it, else ValueError: Poisson samples also stand for nulling an example ("zero_out") and, by "pld", for
-        replacing one ("replace_one").
+        true for it, else ValueError: Poisson samples also stand for nulling an example ("zero_out") and for replacing
+        one ("replace_one").
     """
     checks.delta(delta)
     event, relation = billed(mechanism, steps_or_state, relation)
@@ -37,7 +38,7 @@ def delta(
     steps_or_state: Any,
     *,
     epsilon: float,
-    accountant: Accountant = "pld",
+    accountant: Accountant = "tightest",
     relation: Relation | None = None,
 ) -> float:
     """An upper bound of delta at `epsilon` for the first steps of a mechanism; see `epsilon`."""

@@ -13,7 +13,6 @@ from dpx.accounting.buckets import Buckets
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.events import event_epsilon
 from dpx.accounting.schedule import Interval, lower_end, merged, upper_end
-from dpx.accounting.targets import EpsilonAt
 
 _COARSE = 24  # buckets of the bills that only say where to look
 _LARGEST = 1e6
@@ -26,7 +25,7 @@ def calibrate(
     steps: int,
     epsilon: float,
     delta: float,
-    accountant: Accountant = "pld",
+    accountant: Accountant = "tightest",
     relation: Relation | None = None,
     tolerance: float = 1e-4,
 ) -> float:
@@ -49,8 +48,8 @@ def calibrate(
 
     if accountant == "rdp":
         return _search(lambda x: bill(x, "rdp"), epsilon, tolerance, 1.0)
-    start = _search(lambda x: bill(x, "pld", buckets=_COARSE), epsilon, 0.02, 1.0)
-    return _search(lambda x: bill(x, "pld"), epsilon, tolerance, start)
+    start = _search(lambda x: bill(x, accountant, buckets=_COARSE), epsilon, 0.02, 1.0)
+    return _search(lambda x: bill(x, accountant), epsilon, tolerance, start)
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ def calibrate_schedule(
     epsilon: float,
     delta: float,
     counts: Any = None,
-    accountant: Accountant = "pld",
+    accountant: Accountant = "tightest",
     relation: Relation = "add_or_remove",
     tolerance: float = 1e-4,
     buckets: int = 64,
@@ -79,7 +78,7 @@ def calibrate_schedule(
         answer.
     """
     checks.epsilon(epsilon, positive=True)
-    target = EpsilonAt(checks.delta(delta))
+    checks.delta(delta)
     sigmas, rates, repeats = checks.schedule(shape, sampling_rate, counts)
     if not np.any(repeats > 0):
         raise ValueError("shape must hold at least one step")
@@ -89,20 +88,19 @@ def calibrate_schedule(
     few = merged(sigmas / size, rates, repeats, _COARSE)
 
     def bill(steps: Buckets, by: Accountant) -> Callable[[float], float]:
-        return lambda scale: upper_end(steps.scaled(scale), target, accountant=by, relation=relation)
+        return lambda scale: upper_end(steps.scaled(scale), accountant=by, relation=relation).epsilon(delta)
 
+    checks.relation(relation)
     scale = _search(bill(few, checks.accountant(accountant)), epsilon, 0.02, 1.0)
     if accountant == "rdp":
         steps = Buckets(sigmas / size, sigmas / size, rates, rates, repeats)
         scale = _search(bill(steps, "rdp"), epsilon, tolerance, scale)
         return CalibratedSchedule(scale / size, Interval(0.0, bill(steps, "rdp")(scale)))
     steps = merged(sigmas * (scale / size), rates, repeats, checks.buckets(buckets)).scaled(1 / scale)
-    scale = _search(bill(steps, "pld"), epsilon, tolerance, scale)
-    steps = steps.scaled(scale)
-    upper = float(upper_end(steps, target, relation=relation))
-    return CalibratedSchedule(
-        float(scale / size), Interval(min(upper, lower_end(steps, target, relation=relation)), upper)
-    )
+    scale = _search(bill(steps, accountant), epsilon, tolerance, scale)
+    upper = bill(steps, accountant)(scale)
+    lower = lower_end(steps.scaled(scale), relation=relation).epsilon(delta)
+    return CalibratedSchedule(float(scale / size), Interval(min(upper, lower), upper))
 
 
 def _search(bill: Callable[[float], float], budget: float, tolerance: float, start: float) -> float:

@@ -5,9 +5,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-Accountant = Literal["pld", "rdp"]
+Accountant = Literal["tightest", "pld", "rdp"]
 Relation = Literal["add_or_remove", "zero_out", "replace_one"]
 
+ACCOUNTANTS = ("tightest", "pld", "rdp")
 RELATIONS = ("add_or_remove", "zero_out", "replace_one")
 
 
@@ -33,8 +34,8 @@ def epsilon(value: Any, *, positive: bool = False) -> float:
 
 
 def accountant(value: Any) -> Accountant:
-    if value not in ("pld", "rdp"):
-        raise ValueError(f'accountant must be "pld" or "rdp", got {value!r}')
+    if value not in ACCOUNTANTS:
+        raise ValueError(f"accountant must be one of {ACCOUNTANTS}, got {value!r}")
     return value
 
 

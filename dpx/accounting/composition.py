@@ -7,7 +7,6 @@ adds.
 """
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,9 +14,7 @@ import numpy as np
 from scipy import fft, signal
 
 from dpx.accounting import renyi
-from dpx.accounting.losses import Pmf, SampledGaussian, StepLoss
-
-Steps = Sequence[tuple[StepLoss, int]]  # (one step, how many times)
+from dpx.accounting.losses import Losses, Pmf
 
 Side = Literal["above", "below"]
 
@@ -68,6 +65,8 @@ def plan(rdp: np.ndarray, steps: int, *, delta: float, epsilon: float, grid: flo
     delta = max(delta, 1e-290)
     tail = _RELATIVE_TAIL * delta
     usable = np.isfinite(rdp)
+    if not usable.any():
+        return None
     tilts, renyis = renyi.ORDERS[usable] - 1, rdp[usable]
     # A guess: RDP is tighter at small deltas.
     truth = epsilon * max(0.5, 1 - 6 / -math.log(delta)) if delta < 0.5 else 0.0
@@ -140,21 +139,13 @@ class Composed:
         return float(self._losses[k] + min(max(between, 0.0), self._losses[1]))
 
 
-def compose(steps: Steps, plan: Plan) -> list[Composed]:
-    """The composition in each direction of the relation, from above."""
-    return _composed([(step.pmfs, count) for step, count in steps], plan, "above")
-
-
-def compose_dominated(steps: Sequence[tuple[SampledGaussian, int]], plan: Plan) -> list[Composed]:
-    """The composition in each direction of the relation, from below."""
-    return _composed([(step.dominated, count) for step, count in steps], plan, "below")
-
-
-def _composed(steps: Sequence[tuple[Callable[..., tuple[Pmf, ...]], int]], plan: Plan, side: Side) -> list[Composed]:
-    total = sum(count for _, count in steps)
+def compose(losses: Losses, plan: Plan, *, side: Side = "above") -> list[Composed]:
+    """The composition in each direction of the relation; "below" is of `SampledGaussian`s only."""
+    total = sum(losses.values())
     size = plan.size // 2 + 1
     sums = [_Sum(np.zeros(size), np.zeros(size)) for _ in range(2)]
-    for discretise, count in steps:
+    for loss, count in losses.items():
+        discretise = loss.pmfs if side == "above" else loss.dominated
         pmfs = discretise(plan.grid, tail=plan.tail / total, largest=plan.largest)
         for one, pmf in zip(sums, (*pmfs, *pmfs), strict=False):  # a symmetric step counts in both directions
             one.add(pmf, count, plan)

@@ -12,7 +12,7 @@ import numpy as np
 from dpx.accounting import checks
 from dpx.accounting.bill import billed
 from dpx.accounting.checks import Accountant, Relation
-from dpx.accounting.events import event_deltas, event_epsilon
+from dpx.accounting.events import event_epsilon, event_profile
 
 _BUCKETS = 64  # distinct releases in each point of a curve
 
@@ -43,7 +43,7 @@ def epsilon_over_steps(
     steps: int,
     *,
     delta: float,
-    accountant: Accountant = "pld",
+    accountant: Accountant = "tightest",
     relation: Relation | None = None,
     points: int = 40,
 ) -> EpsilonOverSteps:
@@ -67,20 +67,21 @@ def delta_over_epsilon(
     steps_or_state: Any,
     *,
     epsilons: Any,
-    accountant: Accountant = "pld",
+    accountant: Accountant = "tightest",
     relation: Relation | None = None,
 ) -> DeltaOverEpsilon:
     """delta at each of `epsilons` (points,), upper bounds; one composition serves all of PLD's."""
     values = np.array([checks.epsilon(value) for value in np.atleast_1d(np.asarray(epsilons, np.float64))])
     event, relation = billed(mechanism, steps_or_state, relation)
-    return DeltaOverEpsilon(values, event_deltas(event, values, accountant=accountant, relation=relation))
+    profile = event_profile(event, accountant=accountant, relation=relation)
+    return DeltaOverEpsilon(values, np.array([profile.delta(value) for value in values.tolist()]))
 
 
 def trade_off(
     mechanism: Any,
     steps_or_state: Any,
     *,
-    accountant: Accountant = "pld",
+    accountant: Accountant = "tightest",
     relation: Relation | None = None,
     points: int = 101,
 ) -> TradeOff:

@@ -5,17 +5,15 @@ refuse the event. Proofs: `feedback_energy` (participations known, or as if know
 """
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import attrs
-import numpy as np
 from dp_accounting import DpEvent
 
-from dpx.accounting import events, feedback_energy, feedback_renyi, renyi
+from dpx.accounting import events, feedback_energy, renyi
 from dpx.accounting.checks import Accountant, Relation
-from dpx.accounting.schedule import SMALLEST_NOISE
-from dpx.accounting.targets import Target
+from dpx.accounting.feedback_renyi import AmplifiedProfile
+from dpx.accounting.profiles import UNBOUNDED, DeltaProfile, GaussianProfile, Least, Profile, RenyiProfile
 from dpx.sampling import FixedSizeSampling, FullBatch, PoissonSampling, Sampling, ShuffledEpochs
 
 SAMPLINGS = (PoissonSampling, FixedSizeSampling, ShuffledEpochs, FullBatch)
@@ -39,19 +37,18 @@ class ErrorFeedbackDpEvent(DpEvent):
     sampling: Sampling
 
 
-def bill(event: ErrorFeedbackDpEvent, target: Target, accountant: Accountant, relation: Relation) -> Any:
-    """An upper bound of what `target` asks for; "rdp" is the amplified bound, or Gaussian privacy, alone."""
-    if event.noise_multiplier < SMALLEST_NOISE:
-        return target.unbounded
-    found = bounds(event, accountant, relation)
-    return np.min([bound(target) for bound in found.values()], axis=0)
+def profile(event: ErrorFeedbackDpEvent, accountant: Accountant, relation: Relation) -> Profile:
+    """The least of the bounds; "rdp" is the amplified bound, or Gaussian privacy, alone."""
+    if event.noise_multiplier < renyi.SMALLEST_NOISE:
+        return UNBOUNDED
+    return Least(*bounds(event, accountant, relation).values())
 
 
-def explain(event: ErrorFeedbackDpEvent, target: Target, relation: Relation) -> str:
+def explain(event: ErrorFeedbackDpEvent, delta: float, relation: Relation) -> str:
     """Which bound the bill is, in words."""
-    if event.noise_multiplier < SMALLEST_NOISE:
+    if event.noise_multiplier < renyi.SMALLEST_NOISE:
         return "Error feedback without noise has no finite epsilon."
-    found = {name: float(bound(target)) for name, bound in bounds(event, "pld", relation).items()}
+    found = {name: bound.epsilon(delta) for name, bound in bounds(event, "tightest", relation).items()}
     least = min(found, key=lambda name: found[name])
     listed = ", ".join(f"{name}: {value:.6g}" for name, value in found.items())
     return (
@@ -60,9 +57,7 @@ def explain(event: ErrorFeedbackDpEvent, target: Target, relation: Relation) -> 
     )
 
 
-def bounds(
-    event: ErrorFeedbackDpEvent, accountant: Accountant, relation: Relation
-) -> dict[str, Callable[[Target], Any]]:
+def bounds(event: ErrorFeedbackDpEvent, accountant: Accountant, relation: Relation) -> dict[str, Profile]:
     """The bounds that are true for the sampling and the relation, by name."""
     sampling, stated = event.sampling, event.sampling.relation
     if relation != stated and (stated == "replace_one" or (stated, relation) == ("zero_out", "add_or_remove")):
@@ -74,19 +69,17 @@ def bounds(
         epoch = sampling.steps_per_epoch if isinstance(sampling, ShuffledEpochs) else 1
         mu = math.sqrt(feedback_energy.fixed(steps_per_epoch=epoch, reach=event.reach, **limits)) / noise
         if accountant == "rdp":
-            return {"Gaussian privacy": lambda target: target.renyi(renyi.ORDERS * mu**2 / 2)}
-        return {"participations known, Gaussian privacy": lambda target: target.gaussian(mu)}
+            return {"Gaussian privacy": RenyiProfile(renyi.ORDERS * mu**2 / 2)}
+        return {"participations known, Gaussian privacy": GaussianProfile(mu)}
     if not isinstance(sampling, PoissonSampling | FixedSizeSampling):
         raise ValueError(f"error feedback is billed for {_names()} only, got {sampling}")
     rate = sampling.divisor / sampling.examples
-    found: dict[str, Callable[[Target], Any]] = {}
-    if accountant == "pld":
+    found: dict[str, Profile] = {}
+    if accountant != "rdp":
         deltas = feedback_energy.deltas_at_random(rate=rate, reach=event.reach, noise_multiplier=noise, **limits)
-        found["random participations as if known, not amplified"] = lambda target: target.profile(deltas)
+        found["random participations as if known, not amplified"] = DeltaProfile(deltas)
     if relation != "replace_one" and rate < 1 and math.isfinite(event.excess):
-        found["amplified by sampling, Renyi recursion"] = lambda target: feedback_renyi.bill(
-            target, rate=rate, noise_multiplier=noise, **limits
-        )
+        found["amplified by sampling, Renyi recursion"] = AmplifiedProfile(rate=rate, noise_multiplier=noise, **limits)
     if not found:
         raise ValueError(
             f'accountant "rdp" bills error feedback on {sampling} only at a sampling rate below 1, under relation '
@@ -99,4 +92,4 @@ def _names() -> str:
     return ", ".join(sampling.__name__ for sampling in SAMPLINGS)
 
 
-events.register_whole(ErrorFeedbackDpEvent, bill, explain)
+events.register_whole(ErrorFeedbackDpEvent, profile, explain)

@@ -28,14 +28,15 @@ below that at the corners of a polygon around it: both are upper bounds.
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from scipy import special
 
 from dpx.accounting import renyi
 from dpx.accounting.feedback_energy import most_participations
-from dpx.accounting.targets import EpsilonAt, Target
+from dpx.accounting.profiles import RenyiProfile
 
 _ORDERS = (*range(2, 17), 18, 20, 24, 28, 32, 40, 48, 64, 96, 128)
 _PATIENCE = 3  # orders in a row that may not lower the bill
@@ -45,42 +46,56 @@ _TRACKED = 36  # participations; beyond, they are not counted along the way
 _ANGLES = np.concatenate([[0.0], np.geomspace(0.01, math.pi / 2, 32)])
 
 
-def bill(target: Target, *, steps: int, rate: float, reset_every: int, excess: float, noise_multiplier: float) -> Any:
-    """An upper bound of what `target` asks for. excess: rho, finite; rate: in (0, 1)."""
-    best = target.unbounded
-    for tail in _TAILS:
-        if isinstance(target, EpsilonAt) and tail > _SHARE * target.delta:
-            continue
-        stretch = functools.partial(
-            log_moment,
-            rate=rate,
-            excess=excess,
-            noise_multiplier=noise_multiplier,
-            tail=tail / -(-steps // reset_every),
+@dataclass(frozen=True, kw_only=True)
+class AmplifiedProfile:
+    """The least over orders, and over how many participations are left out. excess: rho, finite; rate: in (0, 1)."""
+
+    steps: int
+    rate: float
+    reset_every: int
+    excess: float
+    noise_multiplier: float
+
+    def epsilon(self, delta: float) -> float:
+        tail = next((tail for tail in _TAILS if tail <= _SHARE * delta), None)
+        return math.inf if tail is None else self._least(tail, lambda bound: bound.epsilon(delta), math.inf)
+
+    def delta(self, epsilon: float) -> float:
+        best = 1.0
+        for tail in _TAILS:
+            best = min(best, self._least(tail, lambda bound: bound.delta(epsilon), 1.0))
+            if tail <= _SHARE * best:
+                break
+        return best
+
+    def _least(self, tail: float, ask: Callable[[RenyiProfile], float], best: float) -> float:
+        """Orders upwards until the bill stops falling. A run is independent stretches between resets.
+
+        ln E X^a is convex in a, so chords between whole orders bound the ones between.
+        """
+        stretches, rest = divmod(self.steps, self.reset_every)
+        orders, moments, idle = [1], [0.0], 0
+        for order in _ORDERS:
+            orders.append(order)
+            whole, last = (self._log_moment(order, steps, tail) for steps in (self.reset_every, rest))
+            moments.append(stretches * whole + last)
+            divergences = np.interp(renyi.ORDERS, orders, moments, right=math.inf) / (renyi.ORDERS - 1)
+            value = min(best, ask(RenyiProfile(divergences, tail)))
+            idle = 0 if value < best else idle + 1
+            best = value
+            if idle == _PATIENCE or math.isinf(moments[-1]):
+                break
+        return best
+
+    def _log_moment(self, order: int, steps: int, tail: float) -> float:
+        return log_moment(
+            order,
+            steps=steps,
+            rate=self.rate,
+            excess=self.excess,
+            noise_multiplier=self.noise_multiplier,
+            tail=tail / -(-self.steps // self.reset_every),
         )
-        best = np.minimum(best, _least(target, stretch, steps, reset_every, tail))
-        if isinstance(target, EpsilonAt) or tail <= _SHARE * np.min(best):
-            break
-    return best
-
-
-def _least(target: Target, stretch: Callable[..., float], steps: int, reset_every: int, tail: float) -> Any:
-    """Orders upwards until the bill stops falling. A run is independent stretches between resets.
-
-    ln E X^a is convex in a, so chords between whole orders bound the ones between.
-    """
-    stretches, rest = divmod(steps, reset_every)
-    orders, moments, best, idle = [1], [0.0], target.unbounded, 0
-    for order in _ORDERS:
-        orders.append(order)
-        moments.append(stretches * stretch(order, steps=reset_every) + stretch(order, steps=rest))
-        divergences = np.interp(renyi.ORDERS, orders, moments, right=math.inf) / (renyi.ORDERS - 1)
-        value = np.minimum(best, target.renyi(divergences, missing=tail))
-        idle = 0 if np.any(value < best) else idle + 1
-        best = value
-        if idle == _PATIENCE or math.isinf(moments[-1]):
-            break
-    return best
 
 
 @functools.lru_cache(maxsize=4096)

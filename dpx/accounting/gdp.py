@@ -34,10 +34,10 @@ def mu_total(noise_multipliers: Any, sampling_rate: Any, *, counts: Any = None) 
 def delta(mu: float, epsilon: float) -> float:
     """delta(epsilon) = Phi(-epsilon/mu + mu/2) - e^epsilon Phi(-epsilon/mu - mu/2), exact for mu-GDP."""
     mu, epsilon = _mu(mu), checks.epsilon(epsilon)
-    if mu == 0 or epsilon == math.inf:
-        return 0.0
     if mu == math.inf:
         return 1.0
+    if mu == 0 or epsilon == math.inf:
+        return 0.0
     return math.exp(min(0.0, log_delta(mu, epsilon)))
 
 

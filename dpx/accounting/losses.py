@@ -1,9 +1,10 @@
 """The privacy loss of one step, as a probability mass function on a grid: from above and from below."""
 
 import math
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from scipy import special
@@ -21,11 +22,15 @@ class Pmf(NamedTuple):
 
 
 class StepLoss(Protocol):
-    """What the composition needs to know of one step."""
+    """What an accountant needs to know of one step; hashable."""
 
     def renyi(self, orders: np.ndarray) -> np.ndarray:
         """Upper bounds of the Renyi divergences at `orders`, in either direction; inf where unknown."""
         ...
+
+
+class ComposableLoss(StepLoss, Protocol):
+    """A step whose privacy loss distribution is known as well."""
 
     def pmfs(self, grid: float, *, tail: float, largest: float) -> tuple[Pmf, ...]:
         """A dominating pmf for each direction of the relation (one if symmetric).
@@ -48,8 +53,12 @@ class SampledGaussian:
     rate: float
     relation: Relation = "add_or_remove"
 
+    @property
+    def unbounded(self) -> bool:
+        return self.noise_multiplier < renyi.SMALLEST_NOISE
+
     def renyi(self, orders: np.ndarray) -> np.ndarray:
-        return renyi.bill(np.array([self.noise_multiplier]), np.array([self.rate]), np.ones(1), self.relation, orders)
+        return total_renyi({self: 1}, orders)
 
     def pmfs(self, grid: float, *, tail: float, largest: float) -> tuple[Pmf, ...]:
         return self._discretised(spread, grid, tail, largest)
@@ -111,6 +120,24 @@ class SampledGaussian:
                 np.log1p(np.maximum(np.expm1(np.minimum(losses, 30)) / q, -1)),
             )
         return s2 * ratio + 0.5
+
+
+Losses = Mapping[Any, int]  # StepLoss -> how many times
+
+
+def total_renyi(losses: Losses, orders: np.ndarray = renyi.ORDERS) -> np.ndarray:
+    """Upper bounds of the Renyi divergences of all steps together, shape (orders,); all Gaussians are one batch."""
+    total = np.zeros(len(orders))
+    gaussians: dict[Relation, list[tuple[float, float, int]]] = defaultdict(list)
+    for loss, count in losses.items():
+        if isinstance(loss, SampledGaussian):
+            gaussians[loss.relation].append((loss.noise_multiplier, loss.rate, count))
+        else:
+            total = total + count * loss.renyi(orders)
+    for relation, rows in gaussians.items():
+        sigmas, rates, counts = np.array(rows, np.float64).T
+        total = total + renyi.bill(sigmas, rates, counts, relation, orders)
+    return total
 
 
 def spread(upper: np.ndarray, lower: np.ndarray, first: int, grid: float) -> Pmf:

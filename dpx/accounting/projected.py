@@ -20,7 +20,6 @@ from dpx.accounting.buckets import bucketed
 from dpx.accounting.checks import Relation
 from dpx.accounting.events import flatten, register
 from dpx.accounting.losses import Pmf, SampledGaussian
-from dpx.accounting.schedule import SMALLEST_NOISE
 
 _DISTINCT = 64  # noise multipliers; of more, some are rounded down
 _STRETCHES = 160  # bins at most,
@@ -50,14 +49,15 @@ def projected(event: dp_accounting.DpEvent, *, rank: int, blocks: int = 1) -> dp
     flat = flatten(event)
     if not flat.private:
         return dp_accounting.NonPrivateDpEvent()
-    if not flat.known or flat.registered or flat.wholes or flat.without_replacement:
+    if not flat.gaussian:
         raise ValueError(
             f"a fresh projection is billed before Gaussian and Poisson-sampled Gaussian events, got {event}"
         )
-    if not flat.gaussians:
+    losses = flat.losses("add_or_remove")
+    if not losses:
         return dp_accounting.NoOpDpEvent()
-    sigmas, rates = np.array(list(flat.gaussians), np.float64).T
-    steps = bucketed(sigmas, rates, np.array(list(flat.gaussians.values())), _DISTINCT)
+    sigmas, rates = np.array([(loss.noise_multiplier, loss.rate) for loss in losses]).T
+    steps = bucketed(sigmas, rates, np.array(list(losses.values())), _DISTINCT)
     rows = zip(steps.smallest_noise.tolist(), steps.largest_rate.tolist(), steps.counts.tolist(), strict=True)
     events = [(ProjectedGaussianDpEvent(s, q, rank, blocks), n) for s, q, n in rows]
     repeated: list[dp_accounting.DpEvent] = [
@@ -82,7 +82,7 @@ class ProjectedGaussian:
 
     def renyi(self, orders: np.ndarray) -> np.ndarray:
         """ln E exp((a - 1) D_a(S)) / (a - 1), the largest stretches by Chernoff; inf where that has no bound."""
-        if self.noise_multiplier < SMALLEST_NOISE:
+        if self.noise_multiplier < renyi.SMALLEST_NOISE:
             return np.full(len(orders), np.inf)
         stretches, shares, _ = self._stretches(_RENYI_TAIL)
         parts = renyi.sampled_gaussian(

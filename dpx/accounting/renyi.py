@@ -2,7 +2,7 @@
 
 The same formulas and orders as dp-accounting's RdpAccountant (Mironov, Talwar and Zhang 2019,
 https://arxiv.org/abs/1908.10530), evaluated over (noise multiplier, order) arrays. Both directions of add-or-remove
-are covered; replacing one example is not, and is refused where events are read.
+are covered by `total`; `bill` covers replacing one example too.
 """
 
 import numpy as np
@@ -12,6 +12,8 @@ from scipy import special
 from dpx.accounting.checks import Relation
 
 ORDERS = np.array(rdp_privacy_accountant.DEFAULT_RDP_ORDERS, np.float64)
+
+SMALLEST_NOISE = 1e-6  # a smaller noise multiplier is billed as none: its epsilon would be beyond 1e11
 
 _ROWS = 512  # schedules are walked in chunks of this many steps, to stay in the cache
 _MAX_TERMS = 1000
@@ -53,12 +55,14 @@ def total(sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray, orders: np.
 def bill(
     sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray, relation: Relation, orders: np.ndarray = ORDERS
 ) -> np.ndarray:
-    """Upper bounds of the RDP of a whole schedule under any relation, shape (orders,).
+    """Upper bounds of the RDP of a whole schedule under any relation, shape (orders,); inf without noise.
 
     Replacing one example is adding one after removing one: the weak triangle inequality
     D_a(P|R) <= (a - 1/2)/(a - 1) D_2a(P|Q) + D_(2a-1)(Q|R) (Mironov 2017, https://arxiv.org/abs/1702.07476,
-    Proposition 11), or the unsampled Gaussian of sensitivity 2 where that is less. To plan with; PLD bills it.
+    Proposition 11), or the unsampled Gaussian of sensitivity 2 where that is less.
     """
+    if np.any(sigmas[counts > 0] < SMALLEST_NOISE):
+        return np.full(len(orders), np.inf)
     if relation != "replace_one":
         return total(sigmas, rates, counts, orders)
     removed = total(sigmas, rates, counts, 2 * orders)

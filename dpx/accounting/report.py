@@ -4,7 +4,7 @@ import importlib.metadata
 import json
 import math
 import platform
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -153,24 +153,30 @@ def _summary(event: dp_accounting.DpEvent) -> tuple[str, ...]:
     flat = flatten(event)
     if not flat.known:
         return (str(event),)
+    kinds: dict[tuple[str, float], Counter[float]] = defaultdict(Counter)  # noise multipliers of Gaussians
+    others = []
+    for one, count in flat.counts.items():
+        inner: Any = getattr(one, "event", one)
+        if isinstance(one, dp_accounting.SampledWithoutReplacementDpEvent):
+            rate = one.sample_size / one.source_dataset_size
+            kinds["Gaussian on a sample without replacement", rate][inner.noise_multiplier] += count
+        elif isinstance(one, dp_accounting.PoissonSampledDpEvent) and one.sampling_probability < 1:
+            kinds["Gaussian on a Poisson sample", one.sampling_probability][inner.noise_multiplier] += count
+        elif isinstance(inner, dp_accounting.GaussianDpEvent):
+            kinds["Gaussian", 1.0][inner.noise_multiplier] += count
+        elif not isinstance(one, dp_accounting.NonPrivateDpEvent):
+            others.append(f"{count} x {one}")
     lines = []
-    for steps, kind in (
-        (flat.gaussians, "Gaussian on a Poisson sample of rate {rate:.6g}"),
-        (flat.without_replacement, "Gaussian on a sample without replacement of rate {rate:.6g}"),
-    ):
-        for rate in sorted({rate for _, rate in steps}):
-            sigmas = Counter({sigma: count for (sigma, other), count in steps.items() if other == rate})
-            name = "Gaussian" if rate == 1 and steps is flat.gaussians else kind.format(rate=rate)
-            if len(sigmas) <= 8:
-                lines += [f"{count} x {name}, noise multiplier {sigma:.6g}" for sigma, count in sorted(sigmas.items())]
-            else:
-                lines.append(
-                    f"{sum(sigmas.values())} x {name}, {len(sigmas)} distinct noise multipliers "
-                    f"from {min(sigmas):.6g} to {max(sigmas):.6g}"
-                )
-    lines += [f"{count} x {one}" for one, count in flat.registered.items()]
-    lines += [str(one) for one in flat.wholes]
-    return tuple(lines) if flat.private else (*lines, "a release without noise")
+    for (kind, rate), sigmas in sorted(kinds.items()):
+        name = kind if kind == "Gaussian" else f"{kind} of rate {rate:.6g}"
+        if len(sigmas) <= 8:
+            lines += [f"{count} x {name}, noise multiplier {sigma:.6g}" for sigma, count in sorted(sigmas.items())]
+        else:
+            lines.append(
+                f"{sum(sigmas.values())} x {name}, {len(sigmas)} distinct noise multipliers "
+                f"from {min(sigmas):.6g} to {max(sigmas):.6g}"
+            )
+    return (*lines, *others) if flat.private else (*lines, *others, "a release without noise")
 
 
 def _versions() -> dict[str, str]:

@@ -1,18 +1,18 @@
 """Epsilon and delta of a schedule of noise multipliers, as intervals that hold the truth."""
 
 import math
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from dpx.accounting import checks, composition, renyi
+from dpx.accounting import checks
 from dpx.accounting.buckets import Buckets, bucketed
 from dpx.accounting.checks import Accountant, Relation
-from dpx.accounting.losses import SampledGaussian, StepLoss
-from dpx.accounting.targets import DeltaAt, EpsilonAt, Target
-
-SMALLEST_NOISE = 1e-6  # a smaller noise multiplier is billed as none: its epsilon would be beyond 1e11
+from dpx.accounting.losses import Losses, SampledGaussian
+from dpx.accounting.profiles import UNBOUNDED, ComposedProfile, GaussianProfile, Profile, profile, unsampled
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ def schedule_epsilon(
     *,
     delta: float,
     counts: Any = None,
-    accountant: Accountant = "pld",
+    accountant: Accountant = "tightest",
     relation: Relation = "add_or_remove",
     buckets: int = 64,
     grid: float | None = None,
@@ -42,18 +42,17 @@ def schedule_epsilon(
     noise_multipliers: (T,), noise standard deviation on the sum over the clip norm; a 0 bills infinity.
     sampling_rate: in (0, 1], one or (T,); 1 is no amplification.
     counts: (T,), how often each step is repeated; default once.
-    accountant: "pld" composes privacy loss distributions; "rdp" Renyi divergences at dp-accounting's orders, of every
-        distinct step (its interval has no lower end: 0).
+    accountant: "pld", which is the tightest, composes privacy loss distributions; "rdp" Renyi divergences at
+        dp-accounting's orders, of every distinct step (its interval has no lower end: 0).
     buckets: distinct steps in the composition; more of them narrow the interval like 1/buckets. With no more
         distinct steps than buckets only the grid's error is left.
     grid: spacing of privacy losses; default fine enough for four digits. The upper end is one at any grid.
 
     Guarantee: the upper end is an upper bound, the lower end a lower bound, to floating point (relative 1e-6).
     """
-    target = EpsilonAt(checks.delta(delta))
-    return _interval(
-        target, noise_multipliers, sampling_rate, counts, accountant, relation, checks.buckets(buckets), grid
-    )
+    delta = checks.delta(delta)
+    upper, lower = _ends(noise_multipliers, sampling_rate, counts, accountant, relation, buckets, grid)
+    return _interval(upper, lower, lambda profile: profile.epsilon(delta))
 
 
 def schedule_delta(
@@ -62,29 +61,36 @@ def schedule_delta(
     *,
     epsilon: float,
     counts: Any = None,
-    accountant: Accountant = "pld",
+    accountant: Accountant = "tightest",
     relation: Relation = "add_or_remove",
     buckets: int = 64,
     grid: float | None = None,
 ) -> Interval:
     """delta at `epsilon`; see `schedule_epsilon`."""
-    target = DeltaAt(checks.epsilon(epsilon))
-    return _interval(
-        target, noise_multipliers, sampling_rate, counts, accountant, relation, checks.buckets(buckets), grid
-    )
+    epsilon = checks.epsilon(epsilon)
+    upper, lower = _ends(noise_multipliers, sampling_rate, counts, accountant, relation, buckets, grid)
+    return _interval(upper, lower, lambda profile: profile.delta(epsilon))
 
 
-def _interval(target, noise_multipliers, sampling_rate, counts, accountant, relation, buckets, grid) -> Interval:
+def _ends(
+    noise_multipliers, sampling_rate, counts, accountant, relation, buckets, grid
+) -> tuple[Profile, Profile | None]:
+    """The profiles from above and, where there is one, from below."""
     sigmas, rates, repeats = checks.schedule(noise_multipliers, sampling_rate, counts)
-    relation = checks.relation(relation)
+    relation, buckets = checks.relation(relation), checks.buckets(buckets)
     if grid is not None and not 0 < grid < math.inf:
         raise ValueError(f"grid must be positive and finite, got {grid}")
-    steps = Buckets(sigmas, sigmas, rates, rates, repeats)
     if checks.accountant(accountant) == "rdp":
-        return Interval(0.0, float(upper_end(steps, target, accountant="rdp", relation=relation)))
+        steps = Buckets(sigmas, sigmas, rates, rates, repeats)
+        return upper_end(steps, accountant="rdp", relation=relation), None
     steps = merged(sigmas, rates, repeats, buckets)
-    upper = float(upper_end(steps, target, relation=relation, grid=grid))
-    return Interval(min(upper, lower_end(steps, target, relation=relation, grid=grid)), upper)
+    options: Any = dict(relation=relation, grid=grid)
+    return upper_end(steps, accountant=accountant, **options), lower_end(steps, **options)
+
+
+def _interval(upper: Profile, lower: Profile | None, ask: Callable[[Profile], float]) -> Interval:
+    most = float(ask(upper))
+    return Interval(0.0 if lower is None else min(most, float(ask(lower))), most)
 
 
 def merged(sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray, buckets: int) -> Buckets:
@@ -100,68 +106,49 @@ def merged(sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray, buckets: i
     return bucketed(sigmas, rates, counts, buckets)
 
 
+def _rows(*columns: np.ndarray):
+    return zip(*(column.tolist() for column in columns), strict=True)
+
+
+def losses_of(sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray, relation: Relation) -> Losses:
+    """The steps of a schedule, arrays (T,), as step losses; those that are never taken are left out."""
+    found: dict[SampledGaussian, int] = defaultdict(int)
+    for sigma, rate, count in _rows(sigmas, rates, counts):
+        if count:
+            found[SampledGaussian(sigma, rate, relation)] += count
+    return found
+
+
+def rounded(losses: Losses, kind: type, buckets: int) -> Losses:
+    """`losses` with those of `kind`, one of the Gaussians, rounded up to at most `buckets` distinct ones."""
+    chosen = [loss for loss in losses if isinstance(loss, kind)]
+    if not chosen:
+        return losses
+    sigmas, rates = np.array([(loss.noise_multiplier, loss.rate) for loss in chosen]).T
+    group = merged if kind is SampledGaussian else bucketed
+    steps = group(sigmas, rates, np.array([losses[loss] for loss in chosen]), buckets)
+    found = defaultdict(int, {loss: count for loss, count in losses.items() if not isinstance(loss, kind)})
+    for sigma, rate, count in _rows(steps.smallest_noise, steps.largest_rate, steps.counts):
+        found[replace(chosen[0], noise_multiplier=sigma, rate=rate)] += count
+    return found
+
+
 def upper_end(
     steps: Buckets,
-    target: Target,
     *,
-    accountant: Accountant = "pld",
+    accountant: Accountant = "tightest",
     relation: Relation = "add_or_remove",
     grid: float | None = None,
-) -> Any:
-    """An upper bound of what `target` asks for: noise rounded down, rates up."""
-    sigmas, rates, counts = steps.smallest_noise, steps.largest_rate, steps.counts
-    if np.any(sigmas[counts > 0] < SMALLEST_NOISE):
-        return target.unbounded
-    if accountant == "pld" and np.all(rates == 1):
-        return target.gaussian(_mu(sigmas, counts, relation))
-    rdp = renyi.bill(sigmas, rates, counts, relation)
-    return target.renyi(rdp) if accountant == "rdp" else composed(pairs(steps, relation), rdp, target, grid=grid)
+) -> Profile:
+    """An upper bound: noise rounded down, rates up."""
+    return profile(losses_of(steps.smallest_noise, steps.largest_rate, steps.counts, relation), accountant, grid=grid)
 
 
-def lower_end(
-    steps: Buckets, target: Target, *, relation: Relation = "add_or_remove", grid: float | None = None
-) -> float:
-    """A lower bound of what `target` asks for: noise rounded up, rates down. 0 where epsilon is beyond all measure."""
-    sigmas, rates, counts = steps.largest_noise, steps.smallest_rate, steps.counts
-    if np.any(sigmas[counts > 0] == 0):
-        return target.unbounded
-    if np.all(rates == 1):
-        return target.gaussian(_mu(sigmas, counts, relation))
-    if np.any(sigmas[counts > 0] < SMALLEST_NOISE):
-        return 0.0
-    rdp = renyi.bill(sigmas, rates, counts, relation)
-    plan = _plan(int(counts.sum()), rdp, target, grid)
-    if plan is None:
-        return 0.0
-    rows = zip(sigmas.tolist(), rates.tolist(), counts.tolist(), strict=True)
-    losses = [(SampledGaussian(s, q, relation), n) for s, q, n in rows]
-    return max(target.read(loss) for loss in composition.compose_dominated(losses, plan))
-
-
-def composed(steps: composition.Steps, rdp: np.ndarray, target: Target, *, grid: float | None = None) -> Any:
-    """An upper bound by composing privacy losses; rdp (orders,): the same steps' bill, which is never exceeded."""
-    bill = target.renyi(rdp)
-    plan = _plan(sum(count for _, count in steps), rdp, target, grid)
-    if plan is None:
-        return bill
-    return np.minimum(bill, np.max([target.read(loss) for loss in composition.compose(steps, plan)], axis=0))
-
-
-def pairs(steps: Buckets, relation: Relation) -> list[tuple[StepLoss, int]]:
-    """The steps rounded up, for `composed`."""
-    rows = zip(steps.smallest_noise.tolist(), steps.largest_rate.tolist(), steps.counts.tolist(), strict=True)
-    return [(SampledGaussian(s, q, relation), n) for s, q, n in rows]
-
-
-def _plan(steps: int, rdp: np.ndarray, target: Target, grid: float | None) -> composition.Plan | None:
-    """Where to compose, if that can improve on RDP."""
-    epsilon, delta = target.around(rdp)
-    if not np.any(target.renyi(rdp)) or not math.isfinite(epsilon):
-        return None
-    return composition.plan(rdp, steps, delta=delta, epsilon=epsilon, grid=grid)
-
-
-def _mu(sigmas: np.ndarray, counts: np.ndarray, relation: Relation) -> float:
-    """The exact mu of unsampled Gaussians."""
-    with np.errstate(divide="ignore", over="ignore"):
-        return (2 if relation == "replace_one" else 1) * math.sqrt(np.sum(counts / sigmas**2))
+def lower_end(steps: Buckets, *, relation: Relation = "add_or_remove", grid: float | None = None) -> Profile:
+    """Not a bound from above but from below: noise rounded up, rates down. 0 where epsilon is beyond all measure."""
+    losses = losses_of(steps.largest_noise, steps.smallest_rate, steps.counts, relation)
+    if any(loss.noise_multiplier == 0 for loss in losses):
+        return UNBOUNDED
+    if any(loss.unbounded for loss in losses):
+        return GaussianProfile(0.0)
+    return unsampled(losses) or ComposedProfile(losses, grid=grid, side="below")
