@@ -14,8 +14,8 @@ class Batch(NamedTuple):
 
     examples: a pytree of arrays with the B examples on axis 0 of each.
     included: bool (B,), False for padding; None says that all B rows count.
-    step:     int32 (), the step that the batch was drawn for; None where it was not drawn by `sampling.take`. A run that
-              uses it at another step, or twice, is not billed: its releases would share one sample.
+    step:     int32 (), the step that the batch was drawn for; None where it was not drawn by `sampling.take`. A run
+              that uses it at another step, or twice, is not billed, because its releases share one sample.
     """
 
     examples: Tree

@@ -205,7 +205,7 @@ def check_adjacent(case: Case):
 
 # 3
 def check_padding(case: Case):
-    """Rows that are not included change nothing, in any position, after adaptation. An empty batch is a step of pure noise."""
+    """Rows not included change nothing, in any position, after adaptation. An empty batch is a step of pure noise."""
     real = gradients(3, examples=ROWS - 2)
     unpadded = jax.jit(case.mechanism.update)
     state = adapted_state(case, 1)

@@ -25,7 +25,7 @@ class Budget:
     epsilon: float
     delta: float
     steps: int
-    accountant: Accountant = "pld"
+    accountant: Accountant = "tightest"
 
     def __post_init__(self):
         checks.epsilon(self.epsilon, positive=True)

@@ -22,10 +22,10 @@ class Composition:
     event: dp_accounting.DpEvent
     relation: Relation
 
-    def epsilon(self, delta: float, *, accountant: Accountant = "pld") -> float:
+    def epsilon(self, delta: float, *, accountant: Accountant = "tightest") -> float:
         return event_epsilon(self.event, delta=checks.delta(delta), accountant=accountant, relation=self.relation)
 
-    def delta(self, epsilon: float, *, accountant: Accountant = "pld") -> float:
+    def delta(self, epsilon: float, *, accountant: Accountant = "tightest") -> float:
         return event_delta(self.event, epsilon=checks.epsilon(epsilon), accountant=accountant, relation=self.relation)
 
 
