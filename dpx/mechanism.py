@@ -12,6 +12,7 @@
 Start reading at `Mechanism`. `gaussian.py` makes the one everything is built on, `gradients.py` feeds it from a loss.
 """
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
@@ -29,6 +30,7 @@ from dpx.sampling import Sampling
 Tree = Any  # a pytree of arrays
 
 ENCODED, PARTS = 2**24, 8  # numbers of gradients that are encoded at once, if that takes no more parts
+LARGEST = 2.0**63  # norm of a gradient that contributes: the squares of larger ones, or sums of them, leave float32
 
 
 class Mechanism(optax.GradientTransformationExtraArgs):
@@ -106,7 +108,7 @@ def steps_taken(state: Tree) -> int:
 def sum_contributions(mechanism: Mechanism, grads: Tree, state: Tree, weights: jax.Array | None) -> tuple[Tree, ...]:
     """sum_i w(|z_i|) z_i for each weight, over gradients [B, ...]; the one place where raw data is summed.
 
-    A non-finite example, or one of weight 0, contributes zero. Norms, weights and sums are float32, at full precision
+    An example of weight 0, or one whose norm is not finite or above LARGEST, contributes zero. Norms, weights and sums are float32, at full precision
     where the hardware would round products (a rounded product could exceed the bound).
     """
     size, included = batch_size(grads), inclusion(batch_size(grads), weights)
@@ -134,8 +136,7 @@ def _sum_encoded(mechanism: Mechanism, grads: Tree, state: Tree, included: jax.A
         return encoded, norms, mechanism.weigh(norms, state)
 
     encoded, norms, factors = jax.vmap(one)(grads)
-    for norm in jax.tree.leaves(norms):
-        included &= jnp.isfinite(norm)
+    included &= in_range(norms)
 
     def select(rows):
         return jnp.where(included.reshape(-1, *[1] * (rows.ndim - 1)), rows, 0)
@@ -147,6 +148,11 @@ def _sum_encoded(mechanism: Mechanism, grads: Tree, state: Tree, included: jax.A
         return jax.tree.map(lambda z: jnp.tensordot(factor, z, 1, precision=jax.lax.Precision.HIGHEST), rows)
 
     return tuple(jax.tree.map(weighted_sum, factor, encoded) for factor in factors)
+
+
+def in_range(norms: Tree) -> jax.Array:
+    """Which examples may contribute: those whose every norm, (B,) a leaf, is at most LARGEST; NaN is not."""
+    return functools.reduce(jnp.logical_and, [norm <= LARGEST for norm in jax.tree.leaves(norms)])
 
 
 def batch_size(batch: Tree) -> int:

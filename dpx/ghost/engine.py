@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from dpx.ghost import norms, shared, trace
 from dpx.ghost.plan import Plan
-from dpx.mechanism import Mechanism
+from dpx.mechanism import Mechanism, in_range
 from dpx.parts import after, map_parts
 
 Tree = Any
@@ -54,8 +54,7 @@ def sum_contributions(
         return found, mechanism.weigh(found, state)
 
     found, factors = jax.vmap(weigh, axis_size=included.shape[0])(sizes)
-    for norm in jax.tree.leaves(found):
-        included &= jnp.isfinite(norm)
+    included &= in_range(found)
 
     def select(rows):
         if not jnp.issubdtype(rows.dtype, jnp.floating):
