@@ -108,8 +108,9 @@ def steps_taken(state: Tree) -> int:
 def sum_contributions(mechanism: Mechanism, grads: Tree, state: Tree, weights: jax.Array | None) -> tuple[Tree, ...]:
     """sum_i w(|z_i|) z_i for each weight, over gradients [B, ...]; the one place where raw data is summed.
 
-    An example of weight 0, or one whose norm is not finite or above LARGEST, contributes zero. Norms, weights and sums are float32, at full precision
-    where the hardware would round products (a rounded product could exceed the bound).
+    An example of weight 0, or one with a norm that is not finite or above LARGEST, contributes zero. Norms, weights and
+    sums are float32, at full precision where the hardware would round products (a rounded product could exceed the
+    bound).
     """
     size, included = batch_size(grads), inclusion(batch_size(grads), weights)
     require_real(grads)

@@ -101,6 +101,7 @@ def rows(row: jax.Array, b: jax.Array) -> jax.Array:
     count = jnp.maximum(jnp.sum(same, -1), 1)
     size = frobenius(jnp.matmul(same, b, precision=EXACT) / jnp.sqrt(count)[:, None])
     unit_b, sizes = unit(b)
+    sizes = in_range(jnp.ones_like(sizes), sizes)
     lengths = jnp.matmul(same, jnp.sqrt(jnp.sum(unit_b * unit_b, -1)) * sizes[:, 0], precision=EXACT)
     rounding = frobenius((count + 1) * lengths / jnp.sqrt(count)) * EPS  # of this sum and of the weighted one
     return jnp.maximum(size, (1 - SLACK) * size + rounding)
