@@ -14,6 +14,7 @@ import pytest
 from jax import lax
 
 import dpx
+from dpx.ghost import norms as ghost_norms
 from dpx.ghost.plan import METHODS
 from dpx.mechanism import LARGEST
 from tests.ghost import QUICK, assert_agrees, integers, key, noiseless, normal
@@ -216,11 +217,15 @@ VARIANTS: dict[str, Callable[[], dpx.Mechanism]] = {
 }
 
 
-NORMALIZED = ("outer", "gram", "product", "rows", "used twice", "tied")  # each way once
+ONCE = ("outer", "gram", "product", "rows", "used twice", "tied", "convolution")  # one case of each way
+MASKED = (*ONCE, "logistic", "perceptron", "slice")
 
 
 @pytest.mark.parametrize(
-    "name, variant", [(n, v) for n in CASES for v in VARIANTS if v != "normalized" or n in NORMALIZED]
+    "name, variant",
+    [(name, "clipped") for name in CASES]
+    + [(name, "masked") for name in MASKED]
+    + [(name, "normalized") for name in ONCE],
 )
 def test_no_row_exceeds_the_bound(name, variant):
     case, made = CASES[name], VARIANTS[variant]()
@@ -330,6 +335,12 @@ def test_gradients_of_a_row_that_cancel_beyond_the_range():
     c[:, 1] = -c[:, 0]
     examples = jnp.ones((3, 6), jnp.int32), jnp.asarray(c)
     np.testing.assert_array_equal(in_a_batch(case.loss, made, jnp.zeros((5, 3)), examples), 0)
+
+
+def test_a_scale_out_of_range_makes_no_norm_vanish():
+    a, scale = jnp.full((4, 1, 1, 5), 2.0**31), jnp.full((1, 5, 5), 2.0**62.5)
+    found = jax.jit(jax.vmap(ghost_norms.outer, (0, 0, None)), compiler_options=FULL)(a, 2 * a, scale)
+    assert not (found <= LARGEST).any()
 
 
 @pytest.mark.parametrize("power", [0, 40, 58, 61, 80, 92])
