@@ -1,0 +1,172 @@
+"""Deliberate faults, put into a copy of the library one at a time: which test notices?
+
+    python -m tests.mutants [--list] [--only NAME ...] [--jobs N] [--report FILE]
+
+A fault (tests/faults.py) replaces one piece of text. The tests that should notice run on the copy until one of them is
+red. At the end the tests that were red run without any fault, where they must be green. The exit status is 1 if a
+harmful fault survives, or if a fault could not be judged.
+"""
+
+import argparse
+import datetime
+import importlib.metadata
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.faults import FAULTS, Fault
+
+ROOT = Path(__file__).parents[1]
+COPIED = ("dpx", "tests", "examples", "docs", "benchmarks", "pyproject.toml", "README.md")
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    "JAX_COMPILATION_CACHE_DIR": str(Path(tempfile.gettempdir()) / "dpx-mutants-compiled"),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "COLUMNS": "300",
+}
+LONGEST = 900  # seconds that the tests of one fault may take
+PACKAGES = ("jax", "jaxlib", "optax", "dp-accounting", "numpy", "scipy", "pytest")
+
+
+class Result(NamedTuple):
+    """outcome: "killed", "survived" or "error". by: the red test; said: the end of pytest's output."""
+
+    fault: Fault
+    outcome: str
+    by: str
+    seconds: float
+    said: str
+
+
+def source_of(fault: Fault, root: Path = ROOT) -> str:
+    """The source with the fault in it. Raises ValueError unless its old text occurs exactly once in its file."""
+    text = (root / fault.file).read_text()
+    if text.count(fault.old) != 1:
+        raise ValueError(f"{fault.name}: its old text must occur once in {fault.file}, found {text.count(fault.old)}")
+    return text.replace(fault.old, fault.new)
+
+
+def copy_tree(folder: Path) -> None:
+    for name in COPIED:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        elif (ROOT / name).exists():
+            shutil.copy(ROOT / name, folder / name)
+
+
+def pytest_in(folder: Path, arguments: Sequence[str]) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "pytest", "-q", "--tb=line", "-p", "no:cacheprovider", *arguments]
+    environment = os.environ | ENVIRONMENT
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=LONGEST)
+
+
+def try_fault(fault: Fault) -> Result:
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        try:
+            copy_tree(folder)
+            (folder / fault.file).write_text(source_of(fault))
+            ran = pytest_in(folder, ["-x", *shlex.split(fault.tests)])
+        except (ValueError, subprocess.TimeoutExpired) as error:
+            return Result(fault, "error", "", time.perf_counter() - start, str(error))
+    outcome = {0: "survived", 1: "killed"}.get(ran.returncode, "error")
+    red = red_tests(ran.stdout)
+    if outcome == "killed" and not red:
+        outcome = "error"
+    by = red[0] if outcome == "killed" else ""
+    return Result(fault, outcome, by, time.perf_counter() - start, (ran.stdout + ran.stderr)[-3000:])
+
+
+def red_tests(output: str) -> list[str]:
+    return re.findall(r"^(?:FAILED|ERROR) (tests/\S+::.+?)(?: - .*)?$", output, re.MULTILINE)
+
+
+def red_without_fault(results: Sequence[Result]) -> set[str]:
+    """Those of the tests which noticed a fault that are red without one, and so notice nothing."""
+    tests = sorted({result.by for result in results if result.outcome == "killed"})
+    if not tests:
+        return set()
+    with tempfile.TemporaryDirectory() as name:
+        copy_tree(Path(name))
+        ran = pytest_in(Path(name), tests)
+    if ran.returncode not in (0, 1):
+        raise RuntimeError(f"the tests cannot run without a fault:\n{ran.stdout[-3000:]}{ran.stderr[-3000:]}")
+    return set(red_tests(ran.stdout))
+
+
+def try_all(faults: Sequence[Fault], jobs: int) -> Iterator[Result]:
+    with ThreadPoolExecutor(jobs) as pool:
+        yield from pool.map(try_fault, faults)
+
+
+def report(results: Sequence[Result], arguments: Sequence[str], seconds: float) -> str:
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES)
+    count = {name: sum(result.outcome == name for result in results) for name in ("killed", "survived", "error")}
+    rows = [
+        f"| {fault.name} | {fault.file} | {by.replace('|', '/') if outcome == 'killed' else outcome} | {took:.0f} |"
+        for fault, outcome, by, took, _ in results
+    ]
+    return "\n".join(
+        [
+            "# Deliberate faults, and the tests that notice them",
+            "",
+            f"`{shlex.join(['python', '-m', 'tests.mutants', *arguments])}`, {datetime.date.today()}, "
+            f"python {platform.python_version()}, {versions}.",
+            "",
+            f"{len(results)} faults: {count['killed']} killed, {count['survived']} survived, {count['error']} errors; "
+            f"{seconds / 60:.0f} minutes. Every test named below is green without a fault.",
+            "",
+            "| fault | file | killed by | seconds |",
+            "|---|---|---|---|",
+            *rows,
+            "",
+        ]
+    )
+
+
+def parsed(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description="Which deliberate faults survive?")
+    parser.add_argument("--list", action="store_true", help="print the faults and stop")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="faults whose name contains one of these")
+    parser.add_argument("--jobs", type=int, default=1, help="faults tried at a time")
+    parser.add_argument("--report", type=Path, help="write a table here")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str]) -> int:
+    options, start = parsed(arguments), time.perf_counter()
+    faults = [f for f in FAULTS if not options.only or any(part in f.name for part in options.only)]
+    if options.list:
+        for fault in faults:
+            print(f"{fault.name:48} {fault.file:36} {fault.tests}")
+        return 0
+    results = []
+    for result in try_all(faults, options.jobs):
+        results.append(result)
+        shown = result.by if result.outcome == "killed" else result.said
+        print(f"{result.outcome:9} {result.seconds:4.0f} s  {result.fault.name}: {shown}", flush=True)
+    spoilt = red_without_fault(results)
+    results = [r._replace(outcome="error", said="red without it") if r.by in spoilt else r for r in results]
+    wrong = [r for r in results if r.outcome == "error" or (r.outcome == "survived" and r.fault.harmful)]
+    for result in wrong:
+        print(f"NOT KILLED  {result.fault.name} ({result.outcome}) {result.by}")
+    if options.report:
+        options.report.write_text(report(results, arguments, time.perf_counter() - start))
+    print(f"{len(results)} faults, {len(wrong)} not killed, {(time.perf_counter() - start) / 60:.1f} minutes")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
