@@ -53,7 +53,7 @@ CORE = [
         "dpx/mechanism.py",
         "rows = inclusion(batch_size(grads), included, self.sampling)",
         "rows = jnp.ones(batch_size(grads), bool)",
-        contract("adjacent", "dp_sgd"),
+        contract("padding", "dp_sgd"),
     ),
     Fault(
         "update: padding may be forgotten",
@@ -102,7 +102,7 @@ CORE = [
         "dpx/mechanism.py",
         "if any(isinstance(transform, Mechanism) for transform in transforms):",
         "if False:",
-        misuse("two mechanisms in dpx.chain"),
+        "tests/test_gradients.py -k bad_arguments",
     ),
     Fault(
         "coordinates: the state's mask does not move on",
@@ -195,7 +195,7 @@ CORE = [
         "dpx/gradients.py",
         "included = inclusion(size, included, mechanism.sampling)",
         "included = jax.numpy.ones(size, bool)",
-        contract("adjacent", "dp_sgd"),
+        contract("padding", "dp_sgd"),
     ),
     Fault(
         "gradients: the step of the batch is dropped",
@@ -478,7 +478,7 @@ STATE = [
         "dpx/release_state.py",
         "jnp.where(jnp.any(node.terms <= OTHER_STEP), node.terms, signatures)",
         "signatures",
-        "tests/test_misuse.py -k stays_refused",
+        "tests/test_misuse.py -k used_twice",
     ),
     Fault(
         "state: the precision is that of the last release",
