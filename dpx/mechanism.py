@@ -32,6 +32,7 @@ from dpx.sampling import Sampling
 from dpx.schedules import ScalarOrSchedule
 
 ENCODED, PARTS = 2**24, 8  # numbers of gradients that are encoded at once, if that takes no more parts
+LARGEST = 2.0**63  # norm of a gradient that contributes: the squares of larger ones, or sums of them, leave float32
 
 
 class Mechanism(optax.GradientTransformationExtraArgs):
@@ -174,8 +175,9 @@ def require_per_example(grads: Tree, params: Tree):
 def sum_contributions(mechanism: Mechanism, grads: Tree, state: Tree, included: jax.Array) -> tuple[Tree, ...]:
     """sum_i w(|z_i|) z_i for each weight, over gradients [B, ...]; the one place where raw data is summed.
 
-    A non-finite example, or one that is not included, contributes zero. Norms, weights and sums are float32, at full
-    precision where the hardware would round products (a rounded product could exceed the bound).
+    An example that is not included, or with a norm that is not finite or above LARGEST, contributes zero. Norms,
+    weights and sums are float32, at full precision where the hardware would round products (a rounded product could
+    exceed the bound).
     """
     size = batch_size(grads)
     parts = min(PARTS, sum(leaf.size for leaf in jax.tree.leaves(grads)) // ENCODED)
@@ -201,8 +203,7 @@ def _sum_encoded(mechanism: Mechanism, grads: Tree, state: Tree, included: jax.A
         return encoded, norms, mechanism.weigh(norms, state)
 
     encoded, norms, factors = jax.vmap(one)(grads)
-    for norm in jax.tree.leaves(norms):
-        included &= jnp.isfinite(norm)
+    included &= in_range(norms)
 
     def select(rows):
         return jnp.where(included.reshape(-1, *[1] * (rows.ndim - 1)), rows, 0)
@@ -214,6 +215,11 @@ def _sum_encoded(mechanism: Mechanism, grads: Tree, state: Tree, included: jax.A
         return jax.tree.map(lambda z: jnp.tensordot(factor, z, 1, precision=jax.lax.Precision.HIGHEST), rows)
 
     return tuple(jax.tree.map(weighted_sum, factor, encoded) for factor in factors)
+
+
+def in_range(norms: Tree) -> jax.Array:
+    """Which examples may contribute: those whose every norm, (B,) a leaf, is at most LARGEST; NaN is not."""
+    return functools.reduce(jnp.logical_and, [norm <= LARGEST for norm in jax.tree.leaves(norms)])
 
 
 def require_real(tree: Tree):

@@ -100,7 +100,7 @@ def _dice(name, sampling, *, outer, reset_every=None, gamma=None) -> Case:
             excess=(outer - 0.7) / 0.7,
             reach=2 * 0.02 * 8 / 0.7,
             steps=steps,
-            reset_every=min(reset_every or steps, steps),
+            reset_every=reset_every,
             sampling=sampling,
         )
 

@@ -24,7 +24,7 @@ AMPLIFIED, KNOWN = "amplified by sampling, Renyi recursion", "random participati
 
 
 def event(excess=1.0, noise=4.0, *, sampling=POISSON, steps=150, reset=None, reach=2e3) -> ErrorFeedbackDpEvent:
-    return ErrorFeedbackDpEvent(noise, excess, reach, steps, reset or steps, sampling)
+    return ErrorFeedbackDpEvent(noise, excess, reach, steps, reset, sampling)
 
 
 def epsilon(excess=1.0, noise=4.0, *, delta=1e-5, relation=None, **options) -> float:
@@ -365,9 +365,7 @@ def test_calibration():
             clip_norm=1.0,
             feedback_norm=1.0,
             outer_clip_norm=1.5,
-            epsilon=2.0,
-            delta=1e-5,
-            steps=150,
+            noise_multiplier=dpx.Budget(epsilon=2.0, delta=1e-5, steps=150),
             sampling=sampling,
             key=jax.random.key(0),
             **options,
@@ -402,8 +400,8 @@ def run_pairs(patterns, target, others, *, clip_norm, outer, feedback_norm, batc
         def step(state, inputs):
             takes_part, gradient, rest = inputs
             rows = jnp.concatenate([gradient[None], rest])
-            weights = jnp.concatenate([takes_part[None], jnp.ones(len(rest))])
-            update, state = feedback.update(rows, state, weights=weights)
+            included = jnp.concatenate([takes_part[None] > 0, jnp.ones(len(rest), bool)])
+            update, state = feedback.update(rows, state, jnp.zeros(SPACE), included=included)
             return state, update
 
         inputs = pattern, jnp.asarray(target, jnp.float32), jnp.asarray(others, jnp.float32)

@@ -45,7 +45,7 @@ def test_the_split_is_exact():
         (0.5001, share, -1),
         (1e6, share, -1),
     ):
-        (sums,) = sum_contributions(mechanism, gradients([size]), state, None)
+        (sums,) = sum_contributions(mechanism, gradients([size]), state, jnp.ones(1, bool))
         assert float(optax.tree.norm(sums["gradient"])) == pytest.approx(expected, rel=1e-5)
         assert float(sums["indicator"]) == pytest.approx(side * indicator, rel=1e-6)
 
@@ -83,7 +83,7 @@ def test_equals_the_pseudo_code():
         draw = np.concatenate([np.asarray(noise["gradient"][name], np.float64).ravel() for name in ("b", "w")])
         total = (rows * np.minimum(1, clip / sizes)[:, None]).sum(0) + Z_GRADIENT * clip * draw
         below = 0.5 + ((sizes <= clip) - 0.5).sum() / 20 + S * float(noise["indicator"]) / 20
-        updates, state = update(grads, state, PARAMS)
+        updates, state = update(grads, state, PARAMS, included=jnp.ones(16, bool))
         found = np.concatenate([np.asarray(updates[name]).ravel() for name in ("b", "w")])
         np.testing.assert_allclose(found, total / 20, rtol=1e-4, atol=1e-6)
         clip *= math.exp(-rate * (below - quantile))
@@ -102,7 +102,7 @@ def test_the_clip_norm_goes_to_the_quantile(quantile):
     )
     grads = gradients(sizes)
     step = jax.jit(
-        lambda state: jax.lax.scan(lambda s, _: (mechanism.update(grads, s)[1], s.clip_norm), state, length=150)
+        lambda state: jax.lax.scan(lambda s, _: (mechanism.update(grads, s, PARAMS)[1], s.clip_norm), state, length=150)
     )
     _, norms = step(mechanism.init(PARAMS))
     assert np.median(norms[-50:]) == pytest.approx(1 + quantile, abs=0.03)
@@ -116,9 +116,10 @@ def test_the_bill_is_one_gaussian_a_step():
 def test_the_clip_norm_stays_a_number():
     mechanism = adaptive(learning_rate=1e6, quantile=0.5)
     for size, bound in ((1e-15, 2**-40), (1e15, 2**40)):
-        _, state = jax.jit(mechanism.update)(gradients([size] * 40), mechanism.init(PARAMS), PARAMS)
+        update, all_rows = jax.jit(mechanism.update), jnp.ones(40, bool)
+        _, state = update(gradients([size] * 40), mechanism.init(PARAMS), PARAMS, included=all_rows)
         assert float(state.clip_norm) == pytest.approx(bound)
-        updates, _ = jax.jit(mechanism.update)(gradients([1.0]), state, PARAMS)
+        updates, _ = update(gradients([1.0]), state, PARAMS, included=all_rows[:1])
         assert np.isfinite(np.asarray(updates["w"])).all()
 
 

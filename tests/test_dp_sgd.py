@@ -1,5 +1,6 @@
 """DP-SGD against what others compute: the pseudo-code in NumPy, and optax's own aggregation at zero noise."""
 
+import dp_accounting
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 
 import dpx
 
-SAMPLING = dpx.PoissonSampling(examples=500, batch_size=16)
+SAMPLING = dpx.PoissonSampling(examples=500, batch_size=20)  # not the 16 rows of `model`
 KEY = jax.random.key(0)
 
 
@@ -30,6 +31,11 @@ def dp_sgd(**changes):
     return dpx.dp_sgd(**({"clip_norm": 1.5, "noise_multiplier": 0.0, "sampling": SAMPLING, "key": KEY} | changes))
 
 
+def poisson_gaussians(noise_multiplier, steps):
+    one = dp_accounting.PoissonSampledDpEvent(0.04, dp_accounting.GaussianDpEvent(noise_multiplier))
+    return dp_accounting.SelfComposedDpEvent(one, steps) if steps > 1 else one
+
+
 def numpy_dp_sgd(params, batches, clip_norms, learning_rate, divisor):
     """Algorithm 1 of Abadi et al. 2016 without noise, in float64, the gradients of `loss` by hand."""
     w, b = np.asarray(params["w"], np.float64), np.asarray(params["b"], np.float64)
@@ -48,19 +54,21 @@ def numpy_dp_sgd(params, batches, clip_norms, learning_rate, divisor):
 @pytest.mark.parametrize("microbatch_size", [None, 5])
 @pytest.mark.parametrize("clip_norm", [1.5, optax.linear_schedule(3.0, 0.3, 4)])
 def test_equals_the_pseudo_code(clip_norm, microbatch_size):
+    """One of the 16 rows is padding, which the pseudo-code never sees."""
     params, batch = model()
+    included = np.arange(16) != 5
     expected = numpy_dp_sgd(
         params,
-        [(np.asarray(batch["x"]), np.asarray(batch["y"]))] * 4,
+        [(np.asarray(batch["x"])[included], np.asarray(batch["y"])[included])] * 4,
         [float(clip_norm(t)) if callable(clip_norm) else clip_norm for t in range(4)],
         0.1,
-        SAMPLING.divisor,
+        20,
     )
     optimizer = dpx.chain(dp_sgd(clip_norm=clip_norm), optax.sgd(0.1))
     gradient = jax.jit(dpx.private_grad(loss, optimizer, microbatch_size=microbatch_size))
     state = optimizer.init(params)
     for _ in range(4):
-        updates, state, losses = gradient(params, batch, state)
+        updates, state, losses = gradient(params, dpx.Batch(batch, jnp.asarray(included)), state)
         params = optax.apply_updates(params, updates)
     assert losses.shape == (16,)
     for name in params:
@@ -73,9 +81,9 @@ def test_equals_optax_at_zero_noise():
     theirs = optax.contrib.differentially_private_aggregate(1.5, 0.0, key=jax.random.key(1))
     expected, _ = theirs.update(grads, theirs.init(params), params)
     mechanism = dp_sgd()
-    updates, _ = mechanism.update(grads, mechanism.init(params), params)
-    for name in params:
-        np.testing.assert_allclose(updates[name], expected[name], rtol=1e-6, atol=1e-6)
+    updates, _ = mechanism.update(grads, mechanism.init(params), params, included=None)
+    for name in params:  # optax divides by the 16 rows
+        np.testing.assert_allclose(updates[name] * 20 / 16, expected[name], rtol=1e-6, atol=1e-6)
 
 
 def test_automatic_clipping_equals_its_formula():
@@ -83,9 +91,9 @@ def test_automatic_clipping_equals_its_formula():
     grads = jax.vmap(jax.grad(loss), (None, 0))(params, batch)
     norms = np.sqrt(sum((np.asarray(g, np.float64).reshape(16, -1) ** 2).sum(1) for g in grads.values()))
     mechanism = dpx.normalized(dp_sgd(clip_norm=1.0), gamma=0.05)
-    updates, _ = mechanism.update(grads, mechanism.init(params), params)
+    updates, _ = mechanism.update(grads, mechanism.init(params), params, included=None)
     for name in params:
-        expected = np.tensordot(1 / (norms + 0.05), np.asarray(grads[name], np.float64), 1) / SAMPLING.divisor
+        expected = np.tensordot(1 / (norms + 0.05), np.asarray(grads[name], np.float64), 1) / 20
         np.testing.assert_allclose(updates[name], expected, rtol=1e-6, atol=1e-7)
 
 
@@ -94,19 +102,19 @@ def test_per_layer_clipping_clips_each_layer_and_scales_the_noise_to_the_whole()
     grads = jax.vmap(jax.grad(loss), (None, 0))(params, batch)
     clip_norm = {"w": 3.0, "b": 4.0}
     mechanism = dp_sgd(clip_norm=clip_norm)
-    updates, _ = mechanism.update(grads, mechanism.init(params), params)
+    updates, _ = mechanism.update(grads, mechanism.init(params), params, included=None)
     for name in params:
         rows = np.asarray(grads[name], np.float64).reshape(16, -1)
         rows *= np.minimum(1, clip_norm[name] / np.linalg.norm(rows, axis=1))[:, None]
-        np.testing.assert_allclose(updates[name].ravel() * SAMPLING.divisor, rows.sum(0), rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(updates[name].ravel() * 20, rows.sum(0), rtol=1e-5, atol=1e-5)
     noisy = dp_sgd(clip_norm=clip_norm, noise_multiplier=2.0)
     plain = dp_sgd(clip_norm=5.0, noise_multiplier=2.0)  # sqrt(9 + 16)
-    none = jax.tree.map(lambda g: g[:0], grads)
-    assert noisy.event(3) == plain.event(3)
+    assert noisy.event(3) == plain.event(3) == poisson_gaussians(2.0, 3)
+    none = jnp.zeros(16, bool)
+    by_group, _ = noisy.update(grads, noisy.init(params), params, included=none)
+    by_whole, _ = plain.update(grads, plain.init(params), params, included=none)
     for name in params:
-        np.testing.assert_allclose(
-            noisy.update(none, noisy.init(params))[0][name], plain.update(none, plain.init(params))[0][name], rtol=1e-6
-        )
+        np.testing.assert_allclose(by_group[name], by_whole[name], rtol=1e-6)
 
 
 def test_any_optax_optimizer_either_way(promoting):
@@ -115,21 +123,34 @@ def test_any_optax_optimizer_either_way(promoting):
     grads = jax.vmap(jax.grad(loss), (None, 0))(params, batch)
     for transform in (optax.adam(0.1), optax.adamw(0.1), optax.sgd(0.1, momentum=0.9), optax.lion(0.1)):
         by_optax = optax.chain(mechanism, transform)
-        expected, state = by_optax.update(grads, by_optax.init(params), params, weights=jnp.ones(16))
+        expected, state = by_optax.update(grads, by_optax.init(params), params, included=jnp.ones(16, bool))
         assert dpx.steps_taken(state) == 1
         by_dpx = dpx.chain(mechanism, transform)
-        updates, state, _ = dpx.private_grad(loss, by_dpx, microbatch_size=8)(params, batch, by_dpx.init(params))
+        gradient = dpx.private_grad(loss, by_dpx, microbatch_size=8)
+        updates, state, _ = gradient(params, dpx.Batch(batch, None), by_dpx.init(params))
         assert dpx.steps_taken(state) == 1
         for name in params:
             np.testing.assert_allclose(updates[name], expected[name], rtol=1e-5, atol=1e-6)
 
 
 def test_calibrated_by_what_may_be_spent():
-    mechanism = dp_sgd(noise_multiplier=None, epsilon=2.0, delta=1e-5, steps=100)
+    budget = dpx.Budget(epsilon=2.0, delta=1e-5, steps=100)
+    mechanism = dp_sgd(noise_multiplier=budget)
     assert 1.98 <= dpx.epsilon(mechanism, 100, delta=1e-5) <= 2.0
-    for wrong in ({"epsilon": 2.0}, {"epsilon": 2.0, "delta": 1e-5}, {"noise_multiplier": None}):
-        with pytest.raises(ValueError, match="noise_multiplier"):
-            dp_sgd(**wrong)
+    assert mechanism.budget == budget and dp_sgd().budget is None
+    with pytest.raises(ValueError, match="noise_multiplier"):
+        dp_sgd(noise_multiplier=None)
+    for wrong, message in (
+        ({"epsilon": 0.0}, "epsilon must be .*0"),
+        ({"epsilon": float("inf")}, "epsilon"),
+        ({"delta": 1.0}, "delta must be .*1"),
+        ({"delta": 0.0}, "delta"),
+        ({"steps": 0}, "steps must be at least 1, got 0"),
+        ({"steps": 2.5}, "steps"),
+        ({"accountant": "clt"}, "accountant"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            dpx.Budget(**({"epsilon": 2.0, "delta": 1e-5, "steps": 100} | wrong))
 
 
 def test_prints_its_pipeline():
@@ -138,7 +159,7 @@ def test_prints_its_pipeline():
         "train",
         "clip to norm 1.5",
         "noise of 1.25",
-        "expected batch size 16",
+        "expected batch size 20",
         "PoissonSampling(examples=500",
     ):
         assert part in text
@@ -163,7 +184,7 @@ def test_prints_its_pipeline():
 )
 def test_bad_configuration(changes, message):
     if message is None:
-        assert dp_sgd(**changes).event(1)  # a number in words is a number
+        assert "clip to norm 1\n" in str(dp_sgd(**changes))  # a number in words is a number
         return
     with pytest.raises(ValueError, match=message):
         dp_sgd(**changes)
@@ -184,7 +205,8 @@ def test_bad_schedules_are_found_by_the_bill():
 def test_the_clip_norms_at_the_ends_run_and_are_billed(clip_norm):
     mechanism = dp_sgd(clip_norm=clip_norm, noise_multiplier=1.0)
     grads = {"w": jnp.full((2, 3), 1e30), "b": jnp.full((2,), 3.0)}
-    updates, state = jax.jit(mechanism.update)(grads, mechanism.init({"w": jnp.zeros(3), "b": jnp.zeros(())}))
+    params = {"w": jnp.zeros(3), "b": jnp.zeros(())}
+    updates, state = jax.jit(mechanism.update)(grads, mechanism.init(params), params, included=jnp.ones(2, bool))
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(updates))
     assert 0 < dpx.epsilon(mechanism, state, delta=1e-5) < np.inf
 
@@ -192,7 +214,8 @@ def test_the_clip_norms_at_the_ends_run_and_are_billed(clip_norm):
 def test_a_budget_under_fixed_size_sampling_is_met():
     """By RDP, the only bill there is."""
     sampling = dpx.FixedSizeSampling(examples=1000, batch_size=100)
-    mechanism = dpx.dp_sgd(clip_norm=1.0, epsilon=2.0, delta=1e-5, steps=20, sampling=sampling, key=jax.random.key(0))
+    budget = dpx.Budget(epsilon=2.0, delta=1e-5, steps=20, accountant="rdp")
+    mechanism = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=budget, sampling=sampling, key=jax.random.key(0))
     assert 1.99 <= dpx.epsilon(mechanism, 20, delta=1e-5, accountant="rdp") <= 2.0
     with pytest.raises(ValueError, match="rdp"):
         dpx.epsilon(mechanism, 20, delta=1e-5)

@@ -11,7 +11,7 @@ import pytest
 
 import dpx
 from dpx import keys
-from dpx.mechanism import ReleaseState
+from dpx.release_state import ReleaseState
 from examples import loop
 from examples.config import Config
 
@@ -23,6 +23,10 @@ ROWS, STEPS = 7, 12
 def dice(**changes) -> dpx.Mechanism:
     options = dict(clip_norm=0.7, feedback_norm=0.1, outer_clip_norm=math.inf, noise_multiplier=0.0, sampling=POISSON)
     return dpx.dice_sgd(**(options | dict(key=jax.random.key(3)) | changes))
+
+
+def after_steps(steps: int) -> ReleaseState:
+    return ReleaseState.empty()._replace(step=jnp.int32(steps))
 
 
 def gradients(seed: int, scale: float = 2.0):
@@ -37,7 +41,7 @@ def run(mechanism: dpx.Mechanism, grads: np.ndarray, params=None):
     state, updates = mechanism.init(params), []
     update = jax.jit(mechanism.update)
     for rows in grads:
-        one, state = update(jnp.asarray(rows, jnp.float32), state, params)
+        one, state = update(jnp.asarray(rows, jnp.float32), state, params, included=jnp.ones(ROWS, bool))
         updates.append(np.asarray(one, np.float64))
     return np.array(updates), state
 
@@ -168,7 +172,7 @@ def test_feeding_back_is_firmly_non_expansive(gamma):
     @jax.jit
     @jax.vmap
     def feed(error):
-        state = made.init(zero)._replace(release=ReleaseState(jnp.int32(1)), unreleased_error=error)
+        state = made.init(zero)._replace(release=after_steps(1), unreleased_error=error)
         update, state = made.release((zero, zero), state, zero)
         return update, state.unreleased_error
 
@@ -187,12 +191,12 @@ def test_huge_gradients_stay_finite(options):
     update = jax.jit(made.update)
     for value in (3e38, 1e18, -1e18, math.inf, math.nan, 1e15, 1e19, 0.0, 0.1, 0.1):
         rows = jnp.full((200, 8), value).at[0].set(0.1)
-        released, state = update(rows, state, jnp.zeros(8))
+        released, state = update(rows, state, jnp.zeros(8), included=jnp.ones(200, bool))
         assert np.linalg.norm(released) <= (200 * 0.7 / 8 + 0.1) * (1 + 1e-5)
         assert np.all(np.isfinite(state.unreleased_error))
     overflowing = state._replace(unreleased_error=jnp.full(8, 1e25))  # after very many steps: its norm is inf
     for _ in range(2):
-        released, overflowing = update(rows, overflowing, jnp.zeros(8))
+        released, overflowing = update(rows, overflowing, jnp.zeros(8), included=jnp.ones(200, bool))
         assert np.all(np.isfinite(released)) and np.all(np.isfinite(overflowing.unreleased_error))
 
 
@@ -200,8 +204,8 @@ def test_reset_forgets():
     made = dice(reset_every=3)
     state = made.init(jnp.zeros(8))._replace(unreleased_error=jnp.ones(8))
     for step, fed in ((0, False), (1, True), (2, True), (3, False), (4, True)):
-        at = state._replace(release=ReleaseState(jnp.int32(step)))
-        released, after = made.update(jnp.zeros((1, 8)), at, jnp.zeros(8))
+        at = state._replace(release=after_steps(step))
+        released, after = made.update(jnp.zeros((1, 8)), at, jnp.zeros(8), included=jnp.ones(1, bool))
         assert bool(np.any(released)) == fed
         assert bool(np.any(after.unreleased_error)) == fed
 
@@ -213,16 +217,16 @@ def test_the_error_is_in_the_unreleased_field_only():
     made = dpx.chain(dice(), optax.sgd(0.1, momentum=0.9))
     _, state = run(made, gradients(4))
     assert np.any(state.inner.unreleased_error)
-    shown = dpx.public(state)
+    shown = dpx.public_state(state)
     assert shown.inner.unreleased_error is None
     assert dpx.steps_taken(shown) == STEPS
     # other errors with the same releases: nothing else tells them apart
     other = state._replace(inner=state.inner._replace(unreleased_error=jnp.ones(8)))
-    jax.tree.map(np.testing.assert_array_equal, dpx.public(other), shown)
-    inside = dpx.public(types.MappingProxyType({"optimizer": [state], "epoch": 3}))
+    jax.tree.map(np.testing.assert_array_equal, dpx.public_state(other), shown)
+    inside = dpx.public_state(types.MappingProxyType({"optimizer": [state], "epoch": 3}))
     assert inside["epoch"] == 3 and inside["optimizer"][0].inner.unreleased_error is None
     with pytest.raises(ValueError, match="state must be NamedTuples"):
-        dpx.public({"optimizer": jax.tree_util.Partial(max, state)})
+        dpx.public_state({"optimizer": jax.tree_util.Partial(max, state)})
 
 
 def test_equal_bounds_are_equal_after_rounding():
@@ -257,14 +261,14 @@ def test_ghost_norms_and_stacked_gradients_agree():
         jnp.asarray(rng.normal(size=(ROWS, 3)), jnp.float32),
         jnp.asarray(4 * rng.normal(size=(ROWS, 2)), jnp.float32),
     )
-    weights = jnp.ones(ROWS).at[2].set(0)
+    included = jnp.ones(ROWS, bool).at[2].set(False)
     made = dice(noise_multiplier=1.0, outer_clip_norm=1.5)
     found = []
     for clipping, microbatch_size in (("vmap", None), ("ghost", 4)):
         gradient = jax.jit(dpx.private_grad(loss, made, clipping=clipping, microbatch_size=microbatch_size))
         state = made.init(PARAMS)
         for _ in range(3):
-            updates, state, _ = gradient(PARAMS, batch, state, weights=weights)
+            updates, state, _ = gradient(PARAMS, dpx.Batch(batch, included), state)
         found.append((updates, state))
     assert np.any(found[0][1].unreleased_error["w"])
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *found)
@@ -273,7 +277,8 @@ def test_ghost_norms_and_stacked_gradients_agree():
 def test_low_precision_parameters_keep_a_float32_error():
     made = dice()
     params = jnp.zeros(8, jnp.bfloat16)
-    updates, state = made.update(jnp.ones((3, 8), jnp.bfloat16), made.init(params), params)
+    grads = jnp.ones((3, 8), jnp.bfloat16)
+    updates, state = made.update(grads, made.init(params), params, included=jnp.ones(3, bool))
     assert updates.dtype == jnp.bfloat16 and state.unreleased_error.dtype == jnp.float32
 
 

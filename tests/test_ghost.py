@@ -131,7 +131,7 @@ def test_frozen_parameters_cost_nothing():
     params, batch = problem()
     made = MECHANISMS["frozen"]()
     step = dpx.private_grad(network, made, clipping="ghost")
-    text = str(jax.make_jaxpr(step)(params, batch, made.init(params)))
+    text = str(jax.make_jaxpr(step)(params, dpx.Batch(batch, None), made.init(params)))
     assert "scatter" not in text  # the table's gradient
 
 
@@ -140,10 +140,10 @@ def test_broken_and_padded_examples_add_nothing(broken):
     params, (x, tokens) = problem()
     good = clipped_sums(network, params, (x[2:5], tokens[2:5]), "ghost")
     padded = x.at[0].set(broken).at[5].set(jnp.nan)
-    weights = jnp.array([1.0, 0.0, 1.0, 1.0, 1.0, 0.0])
+    included = jnp.array([True, False, True, True, True, False])
     if broken == 3e38:  # squares overflow: not a finite norm
         padded = padded.at[0].set(jnp.inf)
-    found = clipped_sums(network, params, (padded, tokens), "ghost", weights=weights)
+    found = clipped_sums(network, params, (padded, tokens), "ghost", included=included)
     assert_same(found.updates, good.updates)
 
 
@@ -173,9 +173,9 @@ def test_small_batches(size):
 @pytest.mark.parametrize("microbatch_size", [2, 4])
 def test_microbatches(microbatch_size):
     params, batch = problem()
-    weights = jnp.array([1.0, 0.0, 1.0, 1.0, 1.0, 0.0])
-    whole = clipped_sums(network, params, batch, "vmap", weights=weights)
-    parts = clipped_sums(network, params, batch, "ghost", weights=weights, microbatch_size=microbatch_size)
+    included = jnp.array([True, False, True, True, True, False])
+    whole = clipped_sums(network, params, batch, "vmap", included=included)
+    parts = clipped_sums(network, params, batch, "ghost", included=included, microbatch_size=microbatch_size)
     assert_same(parts.updates, whole.updates)
 
 
@@ -211,7 +211,7 @@ def test_a_deep_convolutional_network_takes_no_more_memory_than_its_gradients(mo
     def held(clipping):
         made = mechanism()
         gradient = jax.jit(dpx.private_grad(loss, made, clipping=clipping))
-        memory: Any = gradient.lower(params, batch, made.init(params)).compile().memory_analysis()
+        memory: Any = gradient.lower(params, dpx.Batch(batch, None), made.init(params)).compile().memory_analysis()
         return memory.temp_size_in_bytes
 
     assert held("ghost") < 1.05 * held("vmap")
@@ -243,7 +243,7 @@ def test_the_bound_holds_where_the_gram_matrices_cancel():
     made = mechanism(clip_norm)
     step = dpx.private_grad(loss, made, clipping="ghost")
     w = normal(3, 50, 40)
-    (totals,) = jax.jit(jax.vmap(lambda one: step(w, one[None], made.init(w)).updates))(x)
+    (totals,) = jax.jit(jax.vmap(lambda one: step(w, dpx.Batch(one[None], None), made.init(w)).updates))(x)
     for total in totals:
         assert jnp.linalg.norm(total) <= clip_norm * (1 + 1e-6)
 
@@ -330,7 +330,7 @@ def test_the_bound_holds_where_long_sums_cancel(fan_in):
         for delta in np.geomspace(1e-4, 3e-2, 40):
             x = jnp.stack([base, -base * (1 + delta * half)])[None]
             assert ways(loss, w, x, clipping="ghost") == {"": METHODS["gram"]}
-            assert jnp.linalg.norm(step(w, x, made.init(w)).updates[0]) <= 1e-3 * (1 + 1e-5)
+            assert jnp.linalg.norm(step(w, dpx.Batch(x, None), made.init(w)).updates[0]) <= 1e-3 * (1 + 1e-5)
 
 
 @pytest.mark.parametrize("positions", [2, 64])
@@ -348,7 +348,9 @@ def test_the_bound_holds_where_the_gradients_of_a_row_cancel(positions):
         return jnp.sum(c[:, None] * table[tokens])
 
     step = dpx.private_grad(loss, made, clipping="ghost")
-    one = jax.vmap(lambda *one: step(table, jax.tree.map(lambda x: x[None], one), made.init(table)).updates[0])
+    one = jax.vmap(
+        lambda *one: step(table, dpx.Batch(jax.tree.map(lambda x: x[None], one), None), made.init(table)).updates[0]
+    )
     assert jnp.linalg.norm(jax.jit(one)(tokens, jnp.asarray(c)).reshape(100, -1), axis=1).max() <= 1.2345e-3 * (
         1 + 1e-5
     )
@@ -472,16 +474,17 @@ def test_an_untrue_elementwise_falls_back():
     )
     made = noiseless(dpx.in_coordinates(inner(clip_norm=1e-3), swap))
     params = normal(1, 3, 4), normal(2, 3, 4)
-    found = dpx.explain(lambda p, x: score((x @ p[0]) @ p[1].T), made, params, normal(3, 2, 3), clipping="ghost")
+    batch = dpx.Batch(normal(3, 2, 3), None)
+    found = dpx.explain(lambda p, x: score((x @ p[0]) @ p[1].T), made, params, batch, clipping="ghost")
     assert {why for *_, why in found.rows} == {"a coordinate of the mechanism is not one parameter's"}
 
 
 def test_explain_needs_shapes_only_and_prints_a_table():
     params, batch = problem()
-    shapes = jax.eval_shape(lambda: (params, batch))
+    shapes = jax.eval_shape(lambda: (params, dpx.Batch(batch, None)))
     text = str(dpx.explain(network, mechanism(), *shapes))
     assert len(text.splitlines()) == len(params) and "used in mul" in text
-    assert "asked for" in str(dpx.explain(network, mechanism(), params, batch, clipping="vmap"))
+    assert "asked for" in str(dpx.explain(network, mechanism(), params, dpx.Batch(batch, None), clipping="vmap"))
 
 
 def test_what_cannot_be_is_refused():
@@ -489,7 +492,7 @@ def test_what_cannot_be_is_refused():
     with pytest.raises(ValueError, match="clipping must be"):
         dpx.private_grad(network, mechanism(), clipping="fast")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="loss must return one real number"):
-        dpx.explain(lambda params, example: example[0], mechanism(), params, batch)
+        dpx.explain(lambda params, example: example[0], mechanism(), params, dpx.Batch(batch, None))
 
 
 def axes(draw, count):
@@ -599,6 +602,6 @@ def test_uses_that_cancel_keep_the_bound():
     x, made = normal(1, 20, 8, 50), mechanism(clip_norm)
     assert set(ways(loss, w, x).values()) == {METHODS["shared"]}
     step = dpx.private_grad(loss, made, clipping="ghost")
-    (totals,) = jax.jit(jax.vmap(lambda one: step(w, one[None], made.init(w)).updates))(x)
+    (totals,) = jax.jit(jax.vmap(lambda one: step(w, dpx.Batch(one[None], None), made.init(w)).updates))(x)
     for total in totals:
         assert jnp.linalg.norm(total) <= clip_norm * (1 + 1e-6)

@@ -63,7 +63,7 @@ def test_equals_its_formula():
     """sum of V^T clip(V g, C1) + clip(g - V^T V g, C2), in NumPy."""
     mechanism = gep(noise_multiplier=0.0)
     grads = jax.tree.map(lambda a, b: a / 10 + b, public_gradients(1), public_gradients(2, rank=SIZE))
-    updates, _ = mechanism.update(grads, mechanism.init(PARAMS), PARAMS)
+    updates, _ = mechanism.update(grads, mechanism.init(PARAMS), PARAMS, included=None)
     g, v = matrix(grads), matrix(subspace())
     w = g @ v.T
     r = g - w @ v
@@ -112,11 +112,11 @@ def test_the_anchor_can_be_exchanged_and_the_rest_frozen():
         dpx.gradient_embedding(subspace(), residual_scale=0.5),
     )
     state = mechanism.init(PARAMS)
-    update = jax.jit(mechanism.update)
-    updates, _ = update(public_gradients(), state, PARAMS)
+    update, everyone = jax.jit(mechanism.update), jnp.ones(len(public_gradients()["scale"]), bool)
+    updates, _ = update(public_gradients(), state, PARAMS, included=everyone)
     assert np.count_nonzero(ravel_pytree(updates)[0]) == SIZE // 2
     moved = optax.tree.set(state, basis=jax.tree.map(jnp.negative, subspace()))
-    again, _ = update(public_gradients(), moved, PARAMS)
+    again, _ = update(public_gradients(), moved, PARAMS, included=everyone)
     assert not np.allclose(ravel_pytree(again)[0], ravel_pytree(updates)[0])
 
 
@@ -128,7 +128,7 @@ def test_frozen_layers():
         frozen,
         dpx.gradient_embedding(basis),
     )
-    updates, _ = mechanism.update(public_gradients(), mechanism.init(PARAMS), PARAMS)
+    updates, _ = mechanism.update(public_gradients(), mechanism.init(PARAMS), PARAMS, included=None)
     assert not updates["bias"].any() and updates["kernel"].all()
 
 
@@ -145,7 +145,7 @@ def test_frozen_layers():
         (lambda: gep(embedding_share=1.0), r"embedding_share must be in \(0, 1\), got 1.0"),
         (lambda: gep(embedding_clip_norm=-1.0), "embedding_clip_norm must be"),
         (lambda: gep(residual_clip_norm=0.0), "residual_clip_norm must be"),
-        (lambda: gep(epsilon=1.0), "noise_multiplier"),
+        (lambda: gep(noise_multiplier=None), "noise_multiplier"),
     ],
 )
 def test_bad_configuration(make, message):

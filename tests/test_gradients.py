@@ -30,11 +30,13 @@ def convolving(loss):
 def test_microbatches_equal_the_whole(microbatch_size, loss):
     params, batch = model()
     mechanism = dp_sgd(noise_multiplier=1.0)
-    weights = jnp.ones(16).at[5].set(0)
-    expected = dpx.private_grad(loss, mechanism)(params, batch, mechanism.init(params), weights=weights)
+    included = jnp.ones(16, bool).at[5].set(False)
+    without = jax.tree.map(lambda rows: jnp.delete(rows, 5, axis=0), batch)  # what is not included, left out by hand
+    expected = dpx.private_grad(loss, mechanism)(params, dpx.Batch(without, None), mechanism.init(params))
     gradient = jax.jit(dpx.private_grad(loss, mechanism, microbatch_size=microbatch_size))
-    actual = gradient(params, batch, mechanism.init(params), weights=weights)
-    chex.assert_trees_all_close(actual, expected, rtol=1e-6, atol=1e-6)
+    actual = gradient(params, dpx.Batch(batch, included), mechanism.init(params))
+    chex.assert_trees_all_close((actual.updates, actual.state), expected[:2], rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(jnp.delete(actual.unreleased_losses, 5), expected.unreleased_losses, rtol=1e-6)
 
 
 def dense(params, x):
@@ -46,7 +48,8 @@ def gradients_held(loss, microbatch_size=None, size=64, mechanism=None, clipping
     params = {"in": jnp.zeros((64, 256)), "out": jnp.zeros((256, 64))}
     mechanism = mechanism or dp_sgd(noise_multiplier=1.0)
     gradient = dpx.private_grad(loss, mechanism, microbatch_size=microbatch_size, clipping=clipping)
-    program = jax.jit(gradient).lower(params, jnp.zeros((size, 64)), mechanism.init(params)).compile()
+    batch = dpx.Batch(jnp.zeros((size, 64)), None)
+    program = jax.jit(gradient).lower(params, batch, mechanism.init(params)).compile()
     return program.memory_analysis().temp_size_in_bytes / (4 * 2 * 64 * 256)
 
 
@@ -108,7 +111,7 @@ def test_scan_and_donation():
 
     def step(carry, _):
         params, state = carry
-        updates, state, losses = gradient(params, batch, state)
+        updates, state, losses = gradient(params, dpx.Batch(batch, None), state)
         return (optax.apply_updates(params, updates), state), losses
 
     carry = (params, optimizer.init(params))
@@ -136,7 +139,7 @@ def test_half_precision_parameters(dtype):
     batch = jnp.ones((1000, 2), dtype)
     gradient = dpx.private_grad(linear, optimizer, microbatch_size=300)
     state = optimizer.init(params)
-    updates, after, _ = gradient(params, batch, state)
+    updates, after, _ = gradient(params, dpx.Batch(batch, None), state)
     assert updates["w"].dtype == dtype
     np.testing.assert_array_equal(updates["w"], np.ones(2))  # a bfloat16 sum of 1000 ones would stop at 256
     chex.assert_trees_all_equal_shapes_and_dtypes(state, after)
@@ -146,31 +149,30 @@ def test_batch_of_one_bad_example_leaves_the_others():
     params, batch = model()
     mechanism = dp_sgd()
     bad = jax.tree.map(lambda leaf: leaf.at[3].set(jnp.nan), batch)
-    good = dpx.private_grad(loss, mechanism)(
-        params, batch, mechanism.init(params), weights=jnp.ones(16).at[3].set(0)
-    ).updates
-    chex.assert_trees_all_close(
-        dpx.private_grad(loss, mechanism, microbatch_size=8)(params, bad, mechanism.init(params)).updates,
-        good,
-        rtol=1e-6,
-    )
+    others = jax.tree.map(lambda leaf: jnp.delete(leaf, 3, axis=0), batch)
+    good = dpx.private_grad(loss, mechanism)(params, dpx.Batch(others, None), mechanism.init(params)).updates
+    gradient = dpx.private_grad(loss, mechanism, microbatch_size=8)
+    found = gradient(params, dpx.Batch(bad, None), mechanism.init(params)).updates
+    chex.assert_trees_all_close(found, good, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
-    ("batch", "weights", "message"),
+    ("batch", "included", "message"),
     [
         ({"x": jnp.ones((4, 5)), "y": jnp.ones((3, 3))}, None, "examples on axis 0"),
         ({"x": jnp.ones((4, 5)), "y": jnp.ones(())}, None, "examples on axis 0"),
-        ({"x": jnp.ones((4, 5)), "y": jnp.ones((4, 3))}, jnp.ones(3), "weights must have shape"),
-        ({"x": jnp.ones((4, 5)), "y": jnp.ones((4, 3))}, jnp.ones((4, 1)), "weights must have shape"),
+        ({"x": jnp.ones((4, 5)), "y": jnp.ones((4, 3))}, jnp.ones(3, bool), "included must have shape"),
+        ({"x": jnp.ones((4, 5)), "y": jnp.ones((4, 3))}, jnp.ones((4, 1), bool), "included must have shape"),
+        ({"x": jnp.ones((4, 5)), "y": jnp.ones((4, 3))}, jnp.ones(4), "included must be bool.*got float32"),
+        ({"x": jnp.ones((4, 5)), "y": jnp.ones((4, 3))}, jnp.ones(4, jnp.int32), "included must be bool.*got int32"),
         ({}, None, "examples on axis 0"),
     ],
 )
-def test_bad_shapes(batch, weights, message):
+def test_bad_shapes(batch, included, message):
     params, _ = model()
     mechanism = dp_sgd()
     with pytest.raises(ValueError, match=message):
-        dpx.private_grad(loss, mechanism)(params, batch, mechanism.init(params), weights=weights)
+        dpx.private_grad(loss, mechanism)(params, dpx.Batch(batch, included), mechanism.init(params))
 
 
 def test_bad_arguments():
@@ -186,7 +188,10 @@ def test_bad_arguments():
         dpx.steps_taken(optax.sgd(0.1).init(params))
     mechanism = dp_sgd(clip_norm={"w": 1.0, "c": 1.0})
     with pytest.raises(ValueError):
-        dpx.private_grad(loss, mechanism)(params, batch, mechanism.init(params))
+        dpx.private_grad(loss, mechanism)(params, dpx.Batch(batch, None), mechanism.init(params))
+    for plain in (batch, (batch, None), jnp.ones((4, 5))):
+        with pytest.raises(ValueError, match=r"dpx.Batch\(examples, included=None\) if every row counts"):
+            dpx.private_grad(loss, dp_sgd())(params, plain, dp_sgd().init(params))
     for mask in ({"w": False, "b": False}, {"w": 1}, {}):
         with pytest.raises(ValueError, match="mask"):
             dpx.trainable(mask)
@@ -201,7 +206,7 @@ params, batch = model()
 optimizer = dpx.chain(dp_sgd(noise_multiplier=1.0), optax.sgd(0.1, momentum=0.9))
 def run(params, batch):
     step = jax.jit(dpx.private_grad(loss, optimizer))
-    return step(params, batch, optimizer.init(params)).updates
+    return step(params, dpx.Batch(batch, None), optimizer.init(params)).updates
 one = run(params, batch)
 assert len(jax.devices()) == 8
 mesh = Mesh(np.array(jax.devices()), ("data",))

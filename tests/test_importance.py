@@ -67,7 +67,7 @@ def test_ada_dpigu_equals_the_pseudo_code(relative, own, masked_loss):
     @jax.jit
     def step(params, state):
         at = dpx.masked_params(params, state) if masked_loss else params
-        updates, state, _ = gradient(at, batch, state)
+        updates, state, _ = gradient(at, dpx.Batch(batch, None), state)
         return optax.apply_updates(params, updates), state
 
     for _ in range(steps):
@@ -86,9 +86,8 @@ def test_ada_dpigu_equals_the_pseudo_code(relative, own, masked_loss):
 def test_both_phases_are_billed():
     mechanism = dpx.ada_dpigu(warmup=10, **BASE)
     assert dpx.epsilon(mechanism, 40, delta=1e-5) == dpx.epsilon(dpx.dp_sgd(**BASE), 40, delta=1e-5)
-    within = dpx.ada_dpigu(
-        warmup=10, clip_norm=1.0, epsilon=2.0, delta=1e-5, steps=40, sampling=SAMPLING, key=KEY, keep=0.5
-    )
+    budget = dpx.Budget(epsilon=2.0, delta=1e-5, steps=40)
+    within = dpx.ada_dpigu(warmup=10, keep=0.5, **BASE | {"noise_multiplier": budget})
     assert 1.999 <= dpx.epsilon(within, 40, delta=1e-5) <= 2.0
 
 
@@ -157,16 +156,16 @@ def test_what_is_frozen_stays_so_whatever_the_inner_coordinates_do():
 
 def test_masked_params():
     mechanism = dpx.ada_dpigu(warmup=1, keep=0.5, **BASE)
-    params, batch = problem()
+    params, _ = problem()
     state = mechanism.init(params)
     np.testing.assert_array_equal(flat(dpx.masked_params(params, state)), flat(params))
-    _, state = jax.jit(mechanism.update)(jax.tree.map(lambda p: p[None], params), state, params)
+    grads = jax.tree.map(lambda p: p[None], params)
+    _, state = jax.jit(mechanism.update)(grads, state, params, included=jnp.ones(1, bool))
     mask = flat(state.coordinates[0].mask)
     np.testing.assert_allclose(flat(dpx.masked_params(params, state)), mask * flat(params))
     assert mask.sum() == 4
     with pytest.raises(ValueError, match="exactly one importance mask, found 0"):
         dpx.masked_params(params, dpx.dp_sgd(**BASE).init(params))
-    del batch
 
 
 # Standardisation
@@ -179,10 +178,11 @@ def test_standardising_changes_nothing_where_the_clip_does_not_bind():
         standardised = dpx.standardized(variance_decay=0.5, initial_variance=0.4, stability=0.1, relative=relative)
         mechanism = dpx.in_coordinates(dpx.dp_sgd(**options), standardised)
         assert not mechanism.elementwise
-        state, update = mechanism.init(LIKE), jax.jit(mechanism.update)
+        params = jax.tree.map(lambda p: p.astype(jnp.float32), LIKE)
+        state, update = mechanism.init(params), jax.jit(mechanism.update)
         for step in range(4):
             grads = jax.tree.map(lambda x: x.astype(jnp.float32), releases(5, seed=step))
-            updates, state = update(grads, state)
+            updates, state = update(grads, state, params)
             np.testing.assert_allclose(flat(updates), rows(grads).mean(0), rtol=2e-4, atol=2e-5)
         assert np.ptp(flat(state.coordinates[0].variance)) > 0.01
 
@@ -208,7 +208,7 @@ def test_the_published_scale_shrinks_to_the_stability():
         )
 
         def step(state, _):
-            return mechanism.update(grads, state)[1], None
+            return mechanism.update(grads, state, LIKE)[1], None
 
         state, _ = jax.jit(lambda state: jax.lax.scan(step, state, length=steps))(mechanism.init(LIKE))
         return np.sqrt(flat(state.coordinates[0].variance))
@@ -224,13 +224,18 @@ def test_top_fraction_keeps_the_largest_of_each_example():
     made = noiseless(dpx.in_coordinates(dpx.dp_sgd(**BASE | {"clip_norm": 1e6}), dpx.top_fraction(0.35)))
     grads = jax.tree.map(lambda x: x.astype(jnp.float32), releases(4))
     state = made.init(LIKE)
-    one = jax.jit(lambda g: made.update(jax.tree.map(lambda x: x[None], g), state)[0])
+    update = jax.jit(made.update)
+
+    def one(grad):
+        return update(jax.tree.map(lambda x: x[None], grad), state, LIKE, included=jnp.ones(1, bool))[0]
+
     for i, grad in enumerate(rows(grads)):
         ((found,),) = [one(jax.tree.map(lambda x, i=i: x[i], grads))]
         expected = np.where(np.abs(grad) >= np.sort(np.abs(grad))[-3], grad, 0)
         np.testing.assert_allclose(flat(found), expected, rtol=1e-6)
     broken = grads | {"b": grads["b"].at[1].set(jnp.nan)}
-    (whole,), (without,) = made.update(broken, state)[0], made.update(broken, state, weights=jnp.array([1, 0, 1, 1]))[0]
+    (whole,), _ = update(broken, state, LIKE, included=jnp.ones(4, bool))
+    (without,), _ = update(broken, state, LIKE, included=jnp.array([True, False, True, True]))
     np.testing.assert_array_equal(flat(whole), flat(without))
     assert np.isfinite(flat(whole)).all()
 

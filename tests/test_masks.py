@@ -183,7 +183,7 @@ def test_freeze_equals_the_pseudo_code(kind):
     state, gradient = jax.jit(optimizer.init)(params), jax.jit(dpx.private_grad(loss, optimizer))
     for _ in range(epochs * steps):
         masks.append(flat(state.inner.coordinates[0].mask))
-        updates, state, _ = gradient(params, batch, state)
+        updates, state, _ = gradient(params, dpx.Batch(batch, None), state)
         params = optax.apply_updates(params, updates)
     if kind != "ranked":
         assert [int(mask.sum()) for mask in masks] == [8] * 3 + [5] * 3 + [2] * 6
@@ -204,7 +204,7 @@ def test_frozen_coordinates_count_nothing_in_the_norm():
     state = jax.jit(mechanism.init)(LIKE)
     mask = state.coordinates[0].mask
     grads = jax.tree.map(lambda m: jnp.where(m, 0.3, 1e6)[None], mask)
-    updates, _ = jax.jit(mechanism.update)(grads, state)
+    updates, _ = jax.jit(mechanism.update)(grads, state, jax.tree.map(lambda g: g[0], grads))
     np.testing.assert_allclose(flat(updates), 0.3 * flat(mask), rtol=1e-6)
 
 
@@ -249,7 +249,7 @@ def test_packed_updates_come_back_exactly():
     pack = jax.jit(lambda updates, state: dpx.sparse_pack(updates, state, size=7))
     unpack = jax.jit(lambda packed: dpx.sparse_unpack(packed, LIKE))
     for step in range(6):
-        updates, after = update(grads, state, LIKE)
+        updates, after = update(grads, state, LIKE, included=jnp.ones(4, bool))
         packed = pack(updates, state)
         assert packed.values.shape == (7,) and packed.values.dtype == jnp.float32 and packed.seed.shape == (2,)
         back = unpack(packed)

@@ -223,7 +223,7 @@ def test_ghost_norms_follow_what_only_scales_or_comes_after_the_clip(order):
     }[order](reduction_rate=0.3, kind="subset", key=KEY)
     state = projected.init(params)
     by_vmap, by_ghost = (
-        jax.jit(dpx.private_grad(loss, projected, clipping=clipping))(params, batch, state).updates
+        jax.jit(dpx.private_grad(loss, projected, clipping=clipping))(params, dpx.Batch(batch, None), state).updates
         for clipping in ("vmap", "ghost")
     )
     for name in params:
@@ -234,7 +234,7 @@ def test_frozen_layers_are_not_projected():
     frozen = dpx.trainable({"kernel": True, "bias": False, "scale": True})
     mechanism = dpx.in_coordinates(base(), frozen, dpx.random_projection(rank=9, kind="orthonormal", key=KEY))
     grads = jax.tree.map(lambda p: jnp.ones((3, *p.shape)), PARAMS)
-    updates, _ = jax.jit(mechanism.update)(grads, mechanism.init(PARAMS), PARAMS)
+    updates, _ = jax.jit(mechanism.update)(grads, mechanism.init(PARAMS), PARAMS, included=jnp.ones(3, bool))
     assert not updates["bias"].any() and updates["kernel"].any()
 
 
@@ -310,7 +310,7 @@ def test_equals_the_pseudo_code(name):
     state = mechanism.init(params)
     gradient = jax.jit(dpx.private_grad(loss, mechanism, clipping="vmap"))
     for _ in range(steps):
-        updates, state, _ = gradient(params, batch, state)
+        updates, state, _ = gradient(params, dpx.Batch(batch, None), state)
         params = jax.tree.map(lambda p, u: p - learning_rate * u, params, updates)
     for part in params:
         np.testing.assert_allclose(params[part], expected[part], rtol=1e-4, atol=1e-5)
@@ -318,7 +318,8 @@ def test_equals_the_pseudo_code(name):
 
 def test_calibrated_by_what_may_be_spent():
     options = {"rank": 5000, "kind": "gaussian", "every": 10, "sampling": POISSON, "key": KEY}
-    mechanism = dpx.d2p2_sgd(order="clip_then_project", epsilon=2.0, delta=1e-5, steps=20, **options)
+    budget = dpx.Budget(epsilon=2.0, delta=1e-5, steps=20)
+    mechanism = dpx.d2p2_sgd(order="clip_then_project", noise_multiplier=budget, **options)
     assert 1.99 <= dpx.epsilon(mechanism, 20, delta=1e-5) <= 2.0
     sound = dpx.d2p2_sgd(noise_multiplier=2.0, **options)
     assert sound.event(20) == dpx.d2p_sgd(noise_multiplier=2.0, every=10, sampling=POISSON, key=KEY).event(20)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from dpx.ghost import norms, shared, trace
 from dpx.ghost.plan import Plan
-from dpx.mechanism import Mechanism
+from dpx.mechanism import Mechanism, in_range
 from dpx.parts import after, map_parts
 
 Tree = Any
@@ -36,7 +36,8 @@ def sum_contributions(
         grads, cotangents = pullback(jnp.ones_like(loss))
         return loss, {leaf: _float32(grad) for leaf, grad in grads.items()}, inputs, cotangents
 
-    losses, grads, inputs, cotangents = jax.vmap(one)(examples)
+    losses, *rows = jax.vmap(one)(examples)
+    grads, inputs, cotangents = jax.tree.map(jax.lax.optimization_barrier, rows)  # the same numbers for norms and sums
     sizes = {}
     for leaf, sites in followed.items():
         choice = plan.choices[leaf]
@@ -54,8 +55,7 @@ def sum_contributions(
         return found, mechanism.weigh(found, state)
 
     found, factors = jax.vmap(weigh, axis_size=included.shape[0])(sizes)
-    for norm in jax.tree.leaves(found):
-        included &= jnp.isfinite(norm)
+    included &= in_range(found)
 
     def select(rows):
         if not jnp.issubdtype(rows.dtype, jnp.floating):

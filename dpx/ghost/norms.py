@@ -6,12 +6,19 @@ A is (K, T, I), what went into a layer, and B is (K, T, O), the gradient of what
 No norm may be underestimated, but for its last digits. Squares of A and of B alone vanish or overflow where those of G
 do not, so every position is measured by its own size (`balanced`). To sums that can cancel, a bound on their rounding
 error is added, less a small share of the sum itself (`SLACK`): so it counts where they did cancel, and nowhere else.
+
+Sizes have a range. Above LARGEST = 2^63, a cotangent, or an input whose cotangent is not 0, makes the norm infinite, so
+that the example contributes zero, for two reasons. XLA divides by a broadcast size by multiplying with 1 / size, which
+above 2^126 is denormal and flushed to 0, and so was the norm. And a cotangent times a clip factor is rounded to 0 below
+2^-126: times an input, that is an error of at most 2^-63.
 """
 
 import math
 
 import jax
 import jax.numpy as jnp
+
+from dpx.mechanism import LARGEST
 
 EXACT = jax.lax.Precision.HIGHEST
 EPS, TINY = float(jnp.finfo(jnp.float32).eps), float(jnp.finfo(jnp.float32).tiny)
@@ -25,12 +32,17 @@ def outer(a: jax.Array, b: jax.Array, scale: jax.Array | None = None) -> jax.Arr
         a, b, size = balanced(a, b)
         return size * jnp.sqrt(jnp.sum(jnp.sum(a * a, -1) * jnp.sum(b * b, -1)))
     # What is frozen may be huge: it must not hide the rest. What vanishes is replaced by the largest that does.
-    trained = jnp.any(scale != 0, axis=1) | ~jnp.isfinite(b[:, 0])
-    b, size_b = unit(jnp.where(trained, b[:, 0], 0))
+    a, size_a = unit(_trained(a[:, 0], scale, axis=2))
+    b, size_b = unit(_trained(b[:, 0], scale, axis=1))
     squares_scale = jnp.where(scale == 0, 0, jnp.maximum(scale * scale, TINY))
     squares = jnp.einsum("kio,ko->ki", squares_scale, b * b + TINY, precision=EXACT)  # of the rows of the scaled B
-    rows, size = unit((a[:, 0] * (jnp.sqrt(squares) * size_b)).reshape(-1))
+    rows, size = unit((a * (jnp.sqrt(squares) * in_range(size_a, size_b))).reshape(-1))
     return size[0] * frobenius(rows)
+
+
+def _trained(x: jax.Array, scale: jax.Array, *, axis: int) -> jax.Array:
+    """`x`, (K, n), but 0 where it is finite and `scale`, (K, I, O), is 0 along all of `axis`."""
+    return jnp.where(jnp.any(scale != 0, axis=axis) | ~jnp.isfinite(x), x, 0)
 
 
 def gram(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -89,6 +101,7 @@ def rows(row: jax.Array, b: jax.Array) -> jax.Array:
     count = jnp.maximum(jnp.sum(same, -1), 1)
     size = frobenius(jnp.matmul(same, b, precision=EXACT) / jnp.sqrt(count)[:, None])
     unit_b, sizes = unit(b)
+    sizes = in_range(jnp.ones_like(sizes), sizes)
     lengths = jnp.matmul(same, jnp.sqrt(jnp.sum(unit_b * unit_b, -1)) * sizes[:, 0], precision=EXACT)
     rounding = frobenius((count + 1) * lengths / jnp.sqrt(count)) * EPS  # of this sum and of the weighted one
     return jnp.maximum(size, (1 - SLACK) * size + rounding)
@@ -110,6 +123,15 @@ def balanced(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array, jax.Arra
     What vanishes from a square then is less than 1e-18 of the norm, wherever the sizes of A and of B lie.
     """
     (a, size_a), (b, size_b) = unit(a), unit(b)
-    sizes = size_a * size_b
+    sizes = in_range(size_a, size_b)
     size = jnp.maximum(jnp.max(sizes, initial=0), TINY)
     return a, b * (sizes / size), size
+
+
+def in_range(size_a: jax.Array, size_b: jax.Array) -> jax.Array:
+    """The product of the sizes of inputs and their cotangents, of one shape; infinite where one leaves the range.
+
+    A finite input whose cotangent is 0 may have any size, because it is in no product.
+    """
+    sizes = size_a * size_b
+    return jnp.where((size_b <= LARGEST) & ((size_a <= LARGEST) | (sizes == 0)), sizes, jnp.inf)

@@ -185,7 +185,8 @@ def _slice_at(use: Use, equation) -> Site | str:
     block, whole = math.prod(equation.params["slice_sizes"]), equation.invars[0].aval.size
 
     def apply(inputs, w):
-        return lax.dynamic_slice(w, inputs[1:], equation.params["slice_sizes"])
+        sizes = equation.params["slice_sizes"]  # of places that are counted from the start already
+        return lax.dynamic_slice(w, inputs[1:], sizes, allow_negative_indices=False)
 
     def factors(inputs, dy):
         del inputs

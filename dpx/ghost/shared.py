@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpx.ghost.norms import TINY, inner, terms, uncancelled, unit
+from dpx.ghost.norms import TINY, in_range, inner, terms, uncancelled, unit
 from dpx.ghost.rules import Site
 
 SAME, SWAPPED, APART = "same", "swapped", "apart"
@@ -88,10 +88,11 @@ def norm(sharing: Sharing, factors: list[tuple[jax.Array, jax.Array]]) -> jax.Ar
         bs = [factors[number][1] for number in part.sites]
         b = jnp.concatenate(bs, axis=0)[None] if part.lookup else jnp.concatenate(bs, axis=1)
         b, size = unit(jnp.where((a >= 0)[None, :, None], b, 0) if part.lookup else b)
-        if not part.lookup:
+        if part.lookup:
+            size_a = jnp.ones_like(size)
+        else:
             a, size_a = unit(a)
-            size = size_a * size
-        measured.append((a, b, size))
+        measured.append((a, b, in_range(size_a, size)))
     largest = functools.reduce(jnp.maximum, (jnp.max(size, initial=0) for _, _, size in measured), TINY)
     sides = [(a, b * (size / largest)) for a, b, size in measured]  # as `norms.balanced`, over all uses
     squared, diagonals = jnp.float32(0), jnp.float32(0)
