@@ -111,29 +111,31 @@ def try_all(faults: Sequence[Fault], jobs: int) -> Iterator[Result]:
         yield from pool.map(try_fault, faults)
 
 
-def report(results: Sequence[Result], arguments: Sequence[str], seconds: float) -> str:
+def row_of(result: Result) -> str:
+    fault, shown = result.fault, result.by.replace("|", "/") if result.outcome == "killed" else result.outcome
+    harmful = "" if fault.harmful else "no"
+    return f"| {fault.name} | {fault.file} | {harmful} | {shown} | {result.seconds:.0f} |"
+
+
+def report(results: Sequence[Result], before: str) -> str:
+    """The table of all faults: of those that did not run now, the row in the report from before is kept."""
+    known = {line.split(" | ")[0].removeprefix("| "): line for line in before.splitlines() if line.startswith("| ")}
+    known |= {result.fault.name: row_of(result) for result in results}
+    rows = [known[fault.name] for fault in FAULTS if fault.name in known]
+    cells = [row.removesuffix(" |").split(" | ") for row in rows]
+    survived, errors = (sum(cell[3] == name for cell in cells) for name in ("survived", "error"))
+    minutes = sum(int(cell[4]) for cell in cells) / 60
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES)
-    count = {name: sum(result.outcome == name for result in results) for name in ("killed", "survived", "error")}
-    rows = [
-        f"| {fault.name} | {fault.file} | {by.replace('|', '/') if outcome == 'killed' else outcome} | {took:.0f} |"
-        for fault, outcome, by, took, _ in results
-    ]
-    return "\n".join(
-        [
-            "# Deliberate faults, and the tests that notice them",
-            "",
-            f"`{shlex.join(['python', '-m', 'tests.mutants', *arguments])}`, {datetime.date.today()}, "
-            f"python {platform.python_version()}, {versions}.",
-            "",
-            f"{len(results)} faults: {count['killed']} killed, {count['survived']} survived, {count['error']} errors; "
-            f"{seconds / 60:.0f} minutes. Every test named below is green without a fault.",
-            "",
-            "| fault | file | killed by | seconds |",
-            "|---|---|---|---|",
-            *rows,
-            "",
-        ]
-    )
+    return f"""# Deliberate faults, and the tests that notice them
+
+`python -m tests.mutants --report FILE`, {datetime.date.today()}, python {platform.python_version()}, {versions}.
+
+{len(rows)} faults: {len(rows) - survived - errors} killed, {survived} survived, {errors} errors; {minutes:.0f}
+minutes of one core, shared with other work. Every test named below is green without a fault.
+
+| fault | file | harmful | killed by | seconds |
+|---|---|---|---|---|
+""" + "".join(f"{row}\n" for row in rows)
 
 
 def parsed(arguments: Sequence[str]) -> argparse.Namespace:
@@ -141,7 +143,7 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="print the faults and stop")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="faults whose name contains one of these")
     parser.add_argument("--jobs", type=int, default=1, help="faults tried at a time")
-    parser.add_argument("--report", type=Path, help="write a table here")
+    parser.add_argument("--report", type=Path, help="write a table here; with --only, into the one that is there")
     return parser.parse_args(arguments)
 
 
@@ -163,7 +165,8 @@ def main(arguments: Sequence[str]) -> int:
     for result in wrong:
         print(f"NOT KILLED  {result.fault.name} ({result.outcome}) {result.by}")
     if options.report:
-        options.report.write_text(report(results, arguments, time.perf_counter() - start))
+        before = options.report.read_text() if options.report.exists() else ""
+        options.report.write_text(report(results, before))
     print(f"{len(results)} faults, {len(wrong)} not killed, {(time.perf_counter() - start) / 60:.1f} minutes")
     return 1 if wrong else 0
 

@@ -1,18 +1,15 @@
 """What is drawn is what is billed: distribution, divisor, shapes, determinism, relation."""
 
 import math
-from fractions import Fraction
 
 import dp_accounting
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dpx
-from dpx import keys, sampling
 
 KEY = jax.random.key(5)
 SAMPLINGS = [
@@ -127,28 +124,3 @@ def test_bad_capacity():
     for capacity in (0, 8.5, math.nan, True, "8"):
         with pytest.raises(ValueError, match="capacity must be a whole number of at least 1, got"):
             dpx.PoissonSampling(examples=10, batch_size=2, capacity=capacity)  # type: ignore
-
-
-@pytest.mark.parametrize("rate", [0.25, 0.1, 1 / 3, 1e-3, 2.0**-32, 1e-10, 1 - 2.0**-33])
-def test_a_coin_is_no_likelier_than_billed(rate, monkeypatch):
-    """Of the 2^32 words, floor(q 2^32) are heads: the largest number whose share is at most q."""
-    heads = Fraction(rate) * 2**32
-    near = {math.floor(heads) + move for move in range(-2, 3)}
-    words = sorted({0, 1, 255, 256, 2**24, 2**32 - 1} | {word for word in near if 0 <= word < 2**32})
-
-    def bits(key, shape, dtype):
-        assert shape == (len(words),) and dtype == jnp.uint32
-        return jnp.asarray(np.array(words, np.uint32))
-
-    monkeypatch.setattr(jax.random, "bits", bits)
-    found = sampling._coins.__wrapped__(KEY, len(words), rate)
-    assert found.tolist() == [word + 1 <= heads for word in words]
-
-
-@pytest.mark.parametrize("record", SAMPLINGS[:3], ids=lambda s: type(s).__name__)
-def test_batches_have_a_stream_of_their_own(record, monkeypatch):
-    """One of the noise would give the noise away, because the batch is a function of its key."""
-    stream, named = keys.stream, []
-    monkeypatch.setattr(keys, "stream", lambda key, name, *step: named.append(name) or stream(key, name, *step))
-    record.draw(KEY, 3)
-    assert named == ["sampling"]
