@@ -5,17 +5,20 @@
 A fault (tests/faults.py) replaces one piece of text. The tests that should notice run on the copy until one of them is
 red. At the end the tests that were red run without any fault, where they must be green. The exit status is 1 if a
 harmful fault survives, or if a fault could not be judged.
+
+Every pytest is a process of its own, forked from a server that has imported jax, because that takes as long as most of
+the tests do.
 """
 
 import argparse
 import datetime
 import importlib.metadata
+import multiprocessing
 import os
 import platform
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -36,6 +39,7 @@ ENVIRONMENT = {
     "COLUMNS": "300",
 }
 LONGEST = 900  # seconds that the tests of one fault may take
+PRELOADED = ["jax.numpy", "optax", "dp_accounting.pld", "dp_accounting.rdp", "scipy.stats", "scipy.signal"]
 PACKAGES = ("jax", "jaxlib", "optax", "dp-accounting", "numpy", "scipy", "pytest")
 
 
@@ -65,28 +69,45 @@ def copy_tree(folder: Path) -> None:
             shutil.copy(ROOT / name, folder / name)
 
 
-def pytest_in(folder: Path, arguments: Sequence[str]) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "pytest", "-q", "--tb=line", "-p", "no:cacheprovider", *arguments]
-    environment = os.environ | ENVIRONMENT
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=LONGEST)
+def pytest_in(folder: Path, arguments: Sequence[str]) -> tuple[int, str]:
+    """The exit status and the output of pytest in a copy; 124 if it took too long."""
+    output = folder / "output.txt"
+    process = multiprocessing.get_context("forkserver").Process(target=_run, args=(str(folder), arguments, str(output)))
+    process.start()
+    process.join(LONGEST)
+    late = process.is_alive()
+    process.kill()
+    process.join()
+    return 124 if late or process.exitcode is None else process.exitcode, output.read_text()
+
+
+def _run(folder: str, arguments: Sequence[str], output: str) -> None:
+    """In the new process, which has imported this module from ROOT: forget that, and run pytest in the copy."""
+    import pytest
+
+    for name in [name for name in sys.modules if name.split(".")[0] in COPIED]:
+        del sys.modules[name]
+    os.chdir(folder)
+    sys.path[:] = [folder, *(path for path in sys.path if Path(path).resolve() not in (ROOT, Path(folder)))]
+    with open(output, "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    status = pytest.main(["-q", "--tb=line", "-p", "no:cacheprovider", *arguments])
+    sys.stdout.flush()
+    os._exit(status)
 
 
 def try_fault(fault: Fault) -> Result:
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        try:
-            copy_tree(folder)
-            (folder / fault.file).write_text(source_of(fault))
-            ran = pytest_in(folder, ["-x", *shlex.split(fault.tests)])
-        except (ValueError, subprocess.TimeoutExpired) as error:
-            return Result(fault, "error", "", time.perf_counter() - start, str(error))
-    outcome = {0: "survived", 1: "killed"}.get(ran.returncode, "error")
-    red = red_tests(ran.stdout)
+        copy_tree(folder)
+        (folder / fault.file).write_text(source_of(fault))
+        status, said = pytest_in(folder, ["-x", *shlex.split(fault.tests)])
+    outcome, red = {0: "survived", 1: "killed"}.get(status, "error"), red_tests(said)
     if outcome == "killed" and not red:
         outcome = "error"
-    by = red[0] if outcome == "killed" else ""
-    return Result(fault, outcome, by, time.perf_counter() - start, (ran.stdout + ran.stderr)[-3000:])
+    return Result(fault, outcome, red[0] if outcome == "killed" else "", time.perf_counter() - start, said[-3000:])
 
 
 def red_tests(output: str) -> list[str]:
@@ -100,10 +121,10 @@ def red_without_fault(results: Sequence[Result]) -> set[str]:
         return set()
     with tempfile.TemporaryDirectory() as name:
         copy_tree(Path(name))
-        ran = pytest_in(Path(name), tests)
-    if ran.returncode not in (0, 1):
-        raise RuntimeError(f"the tests cannot run without a fault:\n{ran.stdout[-3000:]}{ran.stderr[-3000:]}")
-    return set(red_tests(ran.stdout))
+        status, said = pytest_in(Path(name), tests)
+    if status not in (0, 1):
+        raise RuntimeError(f"the tests cannot run without a fault:\n{said[-3000:]}")
+    return set(red_tests(said))
 
 
 def try_all(faults: Sequence[Fault], jobs: int) -> Iterator[Result]:
@@ -154,6 +175,8 @@ def main(arguments: Sequence[str]) -> int:
         for fault in faults:
             print(f"{fault.name:48} {fault.file:36} {fault.tests}")
         return 0
+    os.environ.update(ENVIRONMENT)
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
     results = []
     for result in try_all(faults, options.jobs):
         results.append(result)
