@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install demo test lint clean
+.PHONY: install demo test lint mutants clean
 
 install: .venv/installed
 
@@ -27,6 +27,10 @@ test: lint
 	OMP_NUM_THREADS=1 JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.venv/compiled JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 \
 		JAX_DISABLE_MOST_OPTIMIZATIONS=1 \
 		$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadgroup
+
+# Puts deliberate faults into the library, one at a time, and says which of them no test notices: half an hour.
+mutants: install
+	$(BIN)/python -m tests.mutants
 
 clean:
 	rm -rf .venv runs

@@ -216,6 +216,38 @@ def test_the_lemma_of_the_other_direction(order):
         assert left <= right + 1e-9
 
 
+@pytest.mark.parametrize("most", [2, 20, 60])
+def test_the_polygon_lies_around_the_disc(most):
+    """Whatever a and b weigh, no (S, F) of the disc has a larger a S + b F than the best corner."""
+    grid = feedback_renyi._grid(most)
+    angles = np.linspace(0, math.pi / 2, 2001)[:, None]
+    furthest = (np.sin(angles) * grid.fed + np.cos(angles) * grid.kept).max(axis=1)
+    assert np.all(furthest >= 1 - 1e-12) and np.all(furthest <= 1.01)
+
+
+def test_participations_that_are_left_out_are_paid_for(monkeypatch):
+    """With divergences of 0, delta is their probability, in every stretch between resets."""
+    tails = []
+    monkeypatch.setattr(feedback_renyi, "log_moment", lambda order, *, tail, **rest: tails.append(tail) or 0.0)
+    made = dict(rate=0.1, excess=1.0, noise_multiplier=4.0, steps=20, reset_every=6)
+    found = feedback_renyi.AmplifiedProfile(**made).delta(0.5)
+    assert found >= 4 * min(tails) * (1 - 1e-9) > 0  # steps 0-5, 6-11, 12-17 and 18, 19
+    most = feedback_energy.most_participations(20, 0.3, 0.01)
+    monkeypatch.setattr(feedback_energy, "TAIL", 0.01)
+    deltas = feedback_energy.deltas_at_random(
+        rate=0.3, excess=0.0, reach=0.0, noise_multiplier=1e3, steps=20, reset_every=20
+    )
+    assert deltas(50.0) >= stats.binom.sf(most, 20, 0.3) * (1 - 1e-9) > 1e-3
+
+
+def test_every_stretch_is_billed(monkeypatch):
+    """Where a step costs the same anywhere, resets change nothing."""
+    monkeypatch.setattr(feedback_renyi, "log_moment", lambda order, *, steps, **rest: 0.01 * steps * order)
+    made = dict(rate=0.1, excess=1.0, noise_multiplier=4.0, steps=20)
+    whole, *parts = (feedback_renyi.AmplifiedProfile(**made, reset_every=r).epsilon(1e-5) for r in (20, 6, 5, 19, 1))
+    assert parts == pytest.approx([whole] * 4) and whole > 0
+
+
 # Energies
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scipy import optimize, stats
 
 from dpx import accounting
-from dpx.accounting import composition, losses, renyi
+from dpx.accounting import composition, losses, profiles, renyi
 from dpx.accounting.buckets import bucketed
 
 SLACK = 1e-4
@@ -230,6 +230,53 @@ def test_rounding_of_the_transform_is_counted(epsilon):
 def test_losses_beyond_the_window_are_counted(largest):
     low, truth, high = bounds(poor_plan(tilt=3.0, size=int(largest / 0.02 / 0.75)), 0.98 * largest)
     assert low <= truth <= high
+
+
+@pytest.mark.parametrize("largest", [1.5, 2.0, 3.0])
+def test_what_wraps_around_the_window_is_taken_off_the_lower_end(largest):
+    """A window too small for the losses: some come back into it from above, with too large a weight."""
+    plan = poor_plan(tilt=3.0, size=int(largest / 0.02 / 0.75))
+    for epsilon in np.linspace(0, 0.9 * largest, 10):
+        low, truth, _ = bounds(plan, epsilon)
+        assert low <= truth
+
+
+@dataclasses.dataclass(frozen=True)
+class Stub:
+    """A step with given privacy losses and infinite losses, (loss, probability), in each direction."""
+
+    directions: tuple[tuple[tuple[tuple[float, float], ...], float], ...]
+
+    def renyi(self, orders):
+        return np.full(len(orders), 3.0)
+
+    def pmfs(self, grid, *, tail, largest):
+        found = []
+        for rows, infinity in self.directions:
+            places = [round(loss / grid) for loss, _ in rows]
+            probabilities = np.zeros(max(places) - min(places) + 1)
+            for place, (_, probability) in zip(places, rows, strict=True):
+                probabilities[place - min(places)] += probability
+            found.append(losses.Pmf(min(places), probabilities, infinity))
+        return tuple(found)
+
+
+def test_infinite_losses_are_counted():
+    """A thousandth in each of ten steps, in either direction."""
+    for directions in (((((0.0, 0.999),), 1e-3),), ((((0.0, 1.0),), 0.0), (((0.0, 0.999),), 1e-3))):
+        composed = composition.compose({Stub(directions): 10}, poor_plan())[-1]
+        assert composed.delta(3.0) == pytest.approx(1 - 0.999**10, rel=1e-6)
+        assert composed.epsilon(0.009) == math.inf
+        assert profiles.ComposedProfile({Stub(directions): 10}, grid=0.02).delta(3.0) >= 1 - 0.999**10
+
+
+def test_the_worse_direction_is_billed():
+    """One direction loses nothing, the other 1 with probability 1/2: delta is (1 - e^(epsilon - 1)) / 2."""
+    idle, worse = (((0.0, 1.0),), 0.0), (((0.0, 0.5), (1.0, 0.5)), 0.0)
+    for directions in ((idle, worse), (worse, idle)):
+        profile = profiles.ComposedProfile({Stub(directions): 1}, grid=0.02)
+        assert profile.delta(0.5) == pytest.approx(0.5 * -math.expm1(-0.5), rel=1e-3)
+        assert profile.epsilon(0.1) == pytest.approx(1 + math.log(0.8), abs=1e-3)
 
 
 def test_zero_noise_bills_infinity_and_no_steps_nothing():

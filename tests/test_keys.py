@@ -1,10 +1,14 @@
 """The secret key holds all the secrecy it can."""
 
+import math
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import dpx
+from dpx import keys
 
 
 def words(key):
@@ -28,3 +32,10 @@ def test_a_fresh_key_is_nobody_elses():
 def test_bad_seeds(seed):
     with pytest.raises(ValueError, match=r"seed must be a whole number in \[0, 2\^64\), got"):
         dpx.secret_key(seed)
+
+
+def test_the_noise_is_normal():
+    """The shares of |z| above 1, 2, 3 and 4, within 5 standard errors; false alarm below 1e-5 in all."""
+    noise = np.abs(np.asarray(keys.normal_like(jax.random.key(3), jnp.zeros((1000, 1000)))))
+    for size, share in ((1, 0.31731), (2, 0.045500), (3, 0.0026998), (4, 6.3342e-5)):
+        assert abs((noise > size).mean() - share) < 5 * math.sqrt(share / noise.size)
