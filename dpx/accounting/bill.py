@@ -27,8 +27,10 @@ def epsilon(
     relation: what neighbours are; default the one the mechanism's sampling states. Another is used where the event is
         true for it, else ValueError: Poisson samples also stand for nulling an example ("zero_out") and for replacing
         one ("replace_one").
+
+    A delta of at least one over the number of examples warns.
     """
-    checks.delta(delta)
+    checks.warn_of_delta(delta, mechanism.sampling)
     event, relation = billed(mechanism, steps_or_state, relation)
     return event_epsilon(event, delta=delta, accountant=accountant, relation=relation)
 
