@@ -117,7 +117,7 @@ def step_of(row: Row, problem, size: int):
     for _ in range(row.steps):
         zeros = jax.tree.map(jax.numpy.zeros_like, problem.params)
         _, state = jax.jit(lambda state, zeros=zeros: mechanism.release((zeros,), state, problem.params))(state)
-    inputs = problem.params, problem.batch(size)
+    inputs = problem.params, dpx.Batch(problem.batch(size), None)
 
     @functools.partial(jax.jit, donate_argnums=2)  # as in training
     def step(params, batch, state):

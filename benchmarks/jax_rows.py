@@ -50,7 +50,8 @@ def rows(model: str, size: int, *, noise_multiplier: float = 1.0, clip_norm: flo
 
     def with_dpx(mechanism, clipping):
         step = dpx.private_grad(problem.loss, mechanism, clipping=clipping)
-        return compiled(lambda params, batch, state: step(params, batch, state)[:2], problem.params, batch, state)
+        everyone = dpx.Batch(batch, None)
+        return compiled(lambda params, batch, state: step(params, batch, state)[:2], problem.params, everyone, state)
 
     aggregate = optax.contrib.differentially_private_aggregate(clip_norm, noise_multiplier, key)
 

@@ -73,6 +73,9 @@ def run(
     )
     plan = folder.stored["plan"] if folder.stored else plan_of(config, make, sampling, facts["examples"])
     optimizer, steps = make(plan["noise_multiplier"]), plan["steps"]
+    if config.epsilon is not None:  # from here on, no batch is drawn for a step that the budget does not pay
+        budget = dpx.Budget(epsilon=config.epsilon, delta=config.delta, steps=steps, accountant=config.accountant)
+        optimizer = optimizer.replace(budget=budget)
 
     if config.features == "scattering":
         dataset = features.with_scattering(dataset, cache_dir, progress=progress)
@@ -88,6 +91,8 @@ def run(
         tree = {"params": params, "optimizer_state": optimizer.init(params)}
         first_step, tree = records.restore(manager, tree)
         params, state = tree["params"], tree["optimizer_state"]
+        if (paid := dpx.steps_taken(state)) != first_step or first_step > steps:
+            raise ValueError(f"checkpoint {first_step} of {steps} planned steps holds a state after {paid} steps")
         folder.keep_metrics(first_step)
         make_step, accuracy_of = step_function(model, optimizer, config), accuracy_function(model, dataset)
         per_epoch = facts["examples"] / sampling.divisor
@@ -96,9 +101,8 @@ def run(
 
         bar = tqdm(total=steps, initial=first_step, desc=config.dataset, disable=not progress)
         for step in range(first_step, steps):
-            indices, weights = sampling.draw(batches, step)
-            images, labels = dataset.train_images[indices], dataset.train_labels[indices]
-            params, state, unreleased_loss = make_step(params, state, images, labels, weights)
+            batch = sampling.take((dataset.train_images, dataset.train_labels), batches, state)
+            params, state, unreleased_loss = make_step(params, state, batch)
             done = step + 1
             if done % interval == 0 or done == steps:
                 accuracy, loss = accuracy_of(seen(params, state, config)), float(unreleased_loss)
@@ -188,15 +192,16 @@ def seen(params, state, config: Config):
 
 
 def step_function(model: models.Model, optimizer: dpx.Mechanism, config: Config):
-    """(params, state, images, labels, weights) -> (params, state, mean loss of the batch, NOT private)."""
+    """(params, state, batch) -> (params, state, mean loss of the batch, NOT private)."""
 
     gradient = dpx.private_grad(models.loss_of(model), optimizer, microbatch_size=config.microbatch_size)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params, state, images, labels, weights):
-        batch = data.as_float(images), labels
-        updates, state, unreleased_losses = gradient(seen(params, state, config), batch, state, weights=weights)
-        unreleased_loss = jnp.vdot(weights, unreleased_losses) / jnp.maximum(weights.sum(), 1)
+    def step(params, state, batch):
+        images, labels = batch.examples
+        floats = batch._replace(examples=(data.as_float(images), labels))
+        updates, state, unreleased_losses = gradient(seen(params, state, config), floats, state)
+        unreleased_loss = unreleased_losses.sum(where=batch.included) / batch.included.sum(dtype=jnp.float32).clip(1)
         return optax.apply_updates(params, updates), state, unreleased_loss
 
     return step

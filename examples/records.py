@@ -19,7 +19,7 @@ from examples.data import Dataset
 NOT_PRIVATE = "unreleased_training_loss"  # the one number in the metrics that the privacy bill does not cover
 
 SENSITIVE = """These checkpoints hold functions of the training data that were never released: the `unreleased_*` fields
-of the optimizer state. No privacy guarantee covers them. Share the parameters, or dpx.public(state), not these files.
+of the optimizer state. No privacy guarantee covers them. Share the parameters, or dpx.public_state(state), instead.
 """
 
 
@@ -122,7 +122,7 @@ class RunFolder:
 
 
 def save(manager: ocp.CheckpointManager, step: int, tree: Any, *, force: bool = False) -> None:
-    if jax.tree.structure(dpx.public(tree)) != jax.tree.structure(tree):
+    if jax.tree.structure(dpx.public_state(tree)) != jax.tree.structure(tree):
         write(Path(manager.directory) / "SENSITIVE", SENSITIVE)
     if manager.latest_step() != step:
         manager.save(step, args=ocp.args.StandardSave(tree), force=force)

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import dpx
+from dpx import keys
 from examples import data, fashion_mnist, loop, records, train
 from examples.config import Config
 from examples.methods import METHODS, Method, Option
@@ -81,6 +83,47 @@ def test_a_run_writes_its_files(whole):
     assert json.loads((folder / "privacy_report.json").read_text())["steps"] == 29
 
 
+def by_hand(config: Config, steps: int):
+    """DP-SGD with momentum on the digits, written out: only the drawn rows are ever looked at."""
+    dataset, key = data.load("digits"), config.key
+    sampling = dpx.PoissonSampling(examples=1437, batch_size=100)
+    model = loop.model_of(config, dataset)
+    params = model.init(keys.stream(key, "init"))
+    velocity = jax.tree.map(np.zeros_like, params)
+
+    def loss(params, image, label):
+        return -jax.nn.log_softmax(model.apply(params, image))[label]
+
+    gradient = jax.jit(jax.grad(loss))
+    for step in range(steps):
+        indices, included = sampling.draw(keys.stream(key, "batches"), step)
+        assert not included.all()  # there is padding that could be counted
+        total = jax.tree.map(np.zeros_like, params)
+        for row in indices[included]:
+            grad = gradient(params, data.as_float(dataset.train_images[row]), dataset.train_labels[row])
+            size = np.sqrt(sum(np.sum(np.square(leaf)) for leaf in jax.tree.leaves(grad)))
+            total = jax.tree.map(lambda t, g, size=size: t + g * min(1, 0.5 / size), total, grad)
+        noise_key = jax.random.fold_in(keys.stream(keys.stream(key, "mechanism"), "noise"), step)
+        noise = keys.normal_like(noise_key, params)
+        released = jax.tree.map(lambda t, n: (t + 2.0 * 0.5 * n) / 100, total, noise)
+        velocity = jax.tree.map(lambda v, r: 0.9 * v + r, velocity, released)
+        params = jax.tree.map(lambda p, v: p - 1.0 * v, params, velocity)
+    return params
+
+
+def test_the_trainer_is_dp_sgd(tmp_path):
+    """Three steps against a loop by hand, whose clipping, inclusion and divisor are its own."""
+    assert run(tmp_path, epochs=0.2).steps == 3
+    config = Config(**SMALL, epochs=0.2, momentum=0.9)
+    with records.RunFolder(tmp_path, resume=True).checkpoints(10) as manager:
+        stored = manager.restore(3)["params"]
+    expected = by_hand(config, 3)
+    moved = jax.tree.map(lambda e, i: np.abs(e - i).max(), expected, by_hand(config, 0))
+    assert min(jax.tree.leaves(moved)) > 1e-2
+    for leaf, other in zip(jax.tree.leaves(stored), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(leaf, other, rtol=1e-4, atol=1e-5)
+
+
 def test_what_is_not_private_is_marked_and_not_in_files_to_share(whole):
     folder, _ = whole
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -134,7 +177,11 @@ loop.run(config, output_dir={str(tmp_path / "killed")!r}, checkpoint_every=10, e
     drawn = []
     with pytest.MonkeyPatch.context() as patched:
         draw = dpx.PoissonSampling.draw
-        patched.setattr(dpx.PoissonSampling, "draw", lambda self, key, at: drawn.append(at) or draw(self, key, at))
+        patched.setattr(
+            dpx.PoissonSampling,
+            "draw",
+            lambda self, key, at, **options: drawn.append(at) or draw(self, key, at, **options),
+        )
         run(tmp_path / "killed", resume=True)
     assert drawn == list(range(10, 29))
     assert_same_run(tmp_path / "killed", whole[0])
@@ -177,6 +224,24 @@ def test_with_noise_and_epsilon_it_stops_before_overspending(tmp_path):
         dpx.epsilon(mechanism, result.steps, delta=1e-5) <= 0.6 < dpx.epsilon(mechanism, result.steps + 1, delta=1e-5)
     )
     assert final(tmp_path / "run")[0] == result.steps
+
+
+def test_no_step_is_made_beyond_the_plan(tmp_path, monkeypatch):
+    """A trainer that counts wrongly is refused its batch, because the state knows how many steps are paid for."""
+    with monkeypatch.context() as patched, pytest.raises(ValueError, match="calibrated for 4 steps, and 4 were made"):
+        one_more = lambda first, last, *by: range(first, last, *by) if by else range(first, last + 1)  # noqa: E731
+        patched.setattr(loop, "range", one_more, raising=False)
+        run(tmp_path / "one more", noise_multiplier=None, epsilon=2.0, epochs=0.3)
+    restore = records.restore
+    with monkeypatch.context() as patched, pytest.raises(ValueError, match="checkpoint 0 of 29 planned steps holds"):
+
+        def later(manager, like):
+            state = like["optimizer_state"]
+            release = state.inner._replace(step=jnp.int32(2))
+            return restore(manager, like | {"optimizer_state": state._replace(inner=release)})
+
+        patched.setattr(records, "restore", later)
+        run(tmp_path / "other state")
 
 
 def test_epsilon_alone_finds_the_noise(tmp_path):

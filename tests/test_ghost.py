@@ -217,13 +217,13 @@ def test_a_deep_convolutional_network_takes_no_more_memory_than_its_gradients(mo
     assert held("ghost") < 1.05 * held("vmap")
 
 
-@pytest.mark.parametrize("power", [-30, -22, 0, 22])
+@pytest.mark.parametrize("power, other", [(-22, 18), (-18, 18), (0, 0), (18, -18), (18, -22)])
 @pytest.mark.parametrize("positions", [1, 4])
-def test_the_bound_holds_where_squares_vanish_or_overflow(power, positions):
+def test_the_bound_holds_where_squares_vanish_or_overflow(power, other, positions):
     """Tiny activations times huge gradients: |a|^2 is 0 in float32 although |a||b| is not."""
 
     def loss(w, x):
-        return 10.0**-power * jnp.sum((x * 10.0**power) @ w)
+        return 10.0**other * jnp.sum((x * 10.0**power) @ w)
 
     w, x = normal(1, 40, 30), normal(2, 1, positions, 40)
     (total,) = clipped_sums(loss, w, x, "ghost", made=mechanism(1e-3)).updates

@@ -14,6 +14,7 @@ import pytest
 from jax import lax
 
 import dpx
+from dpx.ghost import norms as ghost_norms
 from dpx.ghost.plan import METHODS
 from dpx.mechanism import LARGEST
 from tests.ghost import QUICK, assert_agrees, integers, key, noiseless, normal
@@ -22,7 +23,7 @@ from tests.mechanisms import MECHANISMS, PARAMS
 FULL = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
 ROUNDING = 1e-6  # of the clip norm
 MOST = float(np.finfo(np.float32).max)
-VALUES = (0.0, 1e-45, 1e-40, 1e-30, 1.0, 6e4, 1e18, 1e19, 1e30, 9e37, MOST, np.inf, -np.inf, np.nan)
+VALUES = (0.0, 1e-45, 1e-40, 1e-30, 1.0, 6e4, 1e18, 9e18, 1e19, 1e30, 9e37, MOST, np.inf, -np.inf, np.nan)
 RANDOM = 4096  # rows
 
 
@@ -155,12 +156,14 @@ def alone(loss, made, params, examples, clipping: Any = "ghost") -> np.ndarray:
 
 def in_a_batch(loss, made, params, examples, clipping: Any = "ghost") -> np.ndarray:
     """The same, of a batch with the same parameters for all."""
-    count = len(jax.tree.leaves(examples)[0])
 
-    def total(included):
-        return gradient(loss, made, params, examples, included, clipping, made.init(params)).updates[0]
+    def every(params, examples):  # as arguments, because XLA would evaluate constants in another arithmetic
+        def total(included):
+            return gradient(loss, made, params, examples, included, clipping, made.init(params)).updates[0]
 
-    return norms(jax.jit(lambda rows: lax.map(total, rows), compiler_options=FULL)(jnp.eye(count)))
+        return lax.map(total, jnp.eye(len(jax.tree.leaves(examples)[0])))
+
+    return norms(jax.jit(every, compiler_options=FULL)(params, examples))
 
 
 def random_rows(like, count: int = RANDOM):
@@ -214,11 +217,15 @@ VARIANTS: dict[str, Callable[[], dpx.Mechanism]] = {
 }
 
 
-NORMALIZED = ("outer", "gram", "product", "rows", "used twice", "tied")  # each way once
+ONCE = ("outer", "gram", "product", "rows", "used twice", "tied", "convolution")  # one case of each way
+MASKED = (*ONCE, "logistic", "perceptron", "slice")
 
 
 @pytest.mark.parametrize(
-    "name, variant", [(n, v) for n in CASES for v in VARIANTS if v != "normalized" or n in NORMALIZED]
+    "name, variant",
+    [(name, "clipped") for name in CASES]
+    + [(name, "masked") for name in MASKED]
+    + [(name, "normalized") for name in ONCE],
 )
 def test_no_row_exceeds_the_bound(name, variant):
     case, made = CASES[name], VARIANTS[variant]()
@@ -318,6 +325,22 @@ def test_the_ghost_path_also_drops_what_has_a_factor_out_of_range(positions):
     last = 0.7 if positions == 2 else 0.0
     np.testing.assert_allclose(vmap, [0.7, 0.7, last], rtol=1e-6)
     np.testing.assert_allclose(ghost, [0.0, 0.0, last], rtol=1e-6)
+
+
+def test_gradients_of_a_row_that_cancel_beyond_the_range():
+    """They add up to 0, whatever their size, but not when each is first multiplied by a factor above 1."""
+    case, made = CASES["rows"], VARIANTS["normalized"]()
+    c = np.zeros((3, 6, 3), np.float32)
+    c[:, 0] = np.array([[1e18], [1e30], [MOST]])
+    c[:, 1] = -c[:, 0]
+    examples = jnp.ones((3, 6), jnp.int32), jnp.asarray(c)
+    np.testing.assert_array_equal(in_a_batch(case.loss, made, jnp.zeros((5, 3)), examples), 0)
+
+
+def test_a_scale_out_of_range_makes_no_norm_vanish():
+    a, scale = jnp.full((4, 1, 1, 5), 2.0**31), jnp.full((1, 5, 5), 2.0**62.5)
+    found = jax.jit(jax.vmap(ghost_norms.outer, (0, 0, None)), compiler_options=FULL)(a, 2 * a, scale)
+    assert not (found <= LARGEST).any()
 
 
 @pytest.mark.parametrize("power", [0, 40, 58, 61, 80, 92])

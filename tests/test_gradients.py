@@ -27,13 +27,15 @@ def convolving(loss):
 
 @pytest.mark.parametrize("microbatch_size", [1, 3, 8, 16, 100])
 @pytest.mark.parametrize("loss", [loss, convolving(loss)], ids=["looped", "unrolled"])
-def test_microbatches_equal_the_whole(microbatch_size, loss):
+@pytest.mark.parametrize("clipping", ["vmap", "ghost"])
+def test_microbatches_equal_the_whole(microbatch_size, loss, clipping):
     params, batch = model()
     mechanism = dp_sgd(noise_multiplier=1.0)
     included = jnp.ones(16, bool).at[5].set(False)
     without = jax.tree.map(lambda rows: jnp.delete(rows, 5, axis=0), batch)  # what is not included, left out by hand
-    expected = dpx.private_grad(loss, mechanism)(params, dpx.Batch(without, None), mechanism.init(params))
-    gradient = jax.jit(dpx.private_grad(loss, mechanism, microbatch_size=microbatch_size))
+    whole = dpx.private_grad(loss, mechanism, clipping="vmap")
+    expected = whole(params, dpx.Batch(without, None), mechanism.init(params))
+    gradient = jax.jit(dpx.private_grad(loss, mechanism, microbatch_size=microbatch_size, clipping=clipping))
     actual = gradient(params, dpx.Batch(batch, included), mechanism.init(params))
     chex.assert_trees_all_close((actual.updates, actual.state), expected[:2], rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose(jnp.delete(actual.unreleased_losses, 5), expected.unreleased_losses, rtol=1e-6)

@@ -4,12 +4,16 @@ import math
 
 import dp_accounting
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dpx
+from dpx import keys
+from dpx import sampling as sampling_module
 
 KEY = jax.random.key(5)
 SAMPLINGS = [
@@ -21,10 +25,10 @@ SAMPLINGS = [
 
 
 def drawn(sampling, step, key=KEY):
-    indices, weights = sampling.draw(key, step)
-    assert indices.dtype == np.int32 and weights.dtype == np.float32 and indices.shape == weights.shape
-    assert set(weights) <= {0, 1} and not indices[weights == 0].any()
-    chosen = indices[weights == 1]
+    indices, included = sampling.draw(key, step)
+    assert indices.dtype == np.int32 and included.dtype == np.bool_ and indices.shape == included.shape
+    assert not indices[~included].any()
+    chosen = indices[included]
     assert len(set(chosen)) == len(chosen) and ((0 <= chosen) & (chosen < sampling.examples)).all()
     return chosen
 
@@ -36,6 +40,50 @@ def test_a_batch_is_a_function_of_key_and_step(sampling):
     if not isinstance(sampling, dpx.FullBatch):
         assert list(drawn(sampling, 0)) != list(drawn(sampling, 1))
         assert list(drawn(sampling, 0)) != list(drawn(sampling, 0, jax.random.key(6)))
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda s: type(s).__name__)
+def test_a_step_is_a_whole_number_that_is_known(sampling):
+    for good in (3, np.int64(3), np.array(3), jnp.int32(3), jnp.uint8(3)):
+        np.testing.assert_array_equal(drawn(sampling, good), drawn(sampling, 3))
+    for wrong in (1.7, 1.0, True, np.True_, jnp.array(True), -1, np.int32(-1), np.float32(2), None, "1", jnp.arange(2)):
+        with pytest.raises(ValueError, match="step must be a whole number of at least 0, known before it is drawn"):
+            sampling.draw(KEY, wrong)
+    with pytest.raises(ValueError, match="step must be a whole number of at least 0.*got .*Tracer"):
+        jax.jit(lambda step: sampling.draw(KEY, step))(1)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS[:3], ids=lambda s: type(s).__name__)
+def test_a_sampling_has_a_stream_of_its_own(sampling, monkeypatch):
+    """Who knows the noise does not know the batches: no key of a draw comes from the stream that the noise has."""
+    by_own_stream = [list(drawn(sampling, step)) for step in range(3)]
+    names, stream = set(), keys.stream
+    monkeypatch.setattr(keys, "stream", lambda key, name, step=None: names.add(name) or stream(key, name, step))
+    sampling_module._permutation.cache_clear()
+    assert [list(drawn(sampling, step)) for step in range(3)] == by_own_stream and names == {"sampling"}
+    monkeypatch.setattr(keys, "stream", lambda key, name, step=None: stream(key, "noise", step))
+    for step in range(3):
+        assert list(drawn(sampling, step)) != by_own_stream[step]
+
+
+@pytest.mark.parametrize("probability", [0.1, 1 / 3, 0.5, 3 * 2.0**-32, 1 - 2.0**-32])
+def test_a_coin_falls_for_exactly_the_words_below_the_threshold(probability, monkeypatch):
+    """Of the 2^32 words the floor(q 2^32) lowest are heads: chosen words at that edge, and far from it by some bits."""
+    heads = math.floor(probability * 2**32)
+    words = {0, 1, heads // 2, heads - 1, heads, (heads + 1) % 2**32, 2**32 - 1}
+    words |= {(heads + nudge) % 2**32 for nudge in (-(2**24), -(2**16), -(2**8), 2**8, 2**16, 2**24)}
+    words = np.array(sorted(words), np.uint32)
+    asked = []
+
+    def bits(key, shape, dtype):
+        asked.append((shape, dtype))
+        return jnp.asarray(words)
+
+    monkeypatch.setattr(jax.random, "bits", bits)
+    coins = sampling_module._coins.__wrapped__(KEY, len(words), probability)
+    assert asked == [((len(words),), jnp.uint32)]
+    assert coins.dtype == np.bool_
+    assert coins.tolist() == [int(word) < heads for word in words]
 
 
 def test_poisson_coins_are_independent_and_have_the_billed_probability():
@@ -95,6 +143,84 @@ def test_events():
     assert shuffled.event(multipliers) == dp_accounting.ComposedDpEvent([gaussian(1.0), gaussian(3.0), gaussian(5.0)])
     assert [s.relation for s in SAMPLINGS] == ["add_or_remove", "replace_one", "zero_out", "zero_out"]
     assert [s.divisor for s in SAMPLINGS] == [10, 10, 10, 100]
+
+
+# take
+
+
+def mechanism(sampling, noise_multiplier=1.0):
+    return dpx.dp_sgd(clip_norm=1.0, noise_multiplier=noise_multiplier, sampling=sampling, key=KEY)
+
+
+PARAMS = {"w": jnp.zeros(2)}
+
+
+def next_state(made, state):
+    """After a step on an empty batch."""
+    return made.release((PARAMS,), state, PARAMS)[1]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda s: type(s).__name__)
+def test_take_gives_the_rows_of_the_next_step_that_is_not_paid(sampling):
+    made = mechanism(sampling)
+    state, data = made.init(PARAMS), {"x": np.arange(sampling.examples) * 10.0, "y": jnp.arange(sampling.examples)}
+    for step in range(12):
+        batch, (indices, included) = sampling.take(data, KEY, state), sampling.draw(KEY, step)
+        assert isinstance(batch, dpx.Batch) and batch.included.dtype == np.bool_
+        np.testing.assert_array_equal(batch.included, included)
+        np.testing.assert_array_equal(batch.examples["x"], 10 * indices)
+        np.testing.assert_array_equal(batch.examples["y"], indices)
+        assert batch.included.all() or sampling.pads
+        again = sampling.take(data, KEY, state)
+        np.testing.assert_array_equal(again.examples["x"], batch.examples["x"])  # nothing was paid in between
+        state = next_state(made, state)
+    wide = sampling.take(data, KEY, state, size=150)
+    assert len(wide.included) == 150 and wide.included.sum() == len(drawn(sampling, 12))
+
+
+@pytest.mark.parametrize("length", [99, 101, 0])
+def test_take_refuses_data_of_another_length(length):
+    sampling = SAMPLINGS[0]
+    with pytest.raises(ValueError, match=f"data must hold the 100 examples of the sampling, got {length}"):
+        sampling.take(np.zeros((length, 3)), KEY, mechanism(sampling).init(PARAMS))
+    with pytest.raises(ValueError, match="examples on axis 0"):
+        sampling.take((np.zeros(100), np.zeros(length)), KEY, mechanism(sampling).init(PARAMS))
+
+
+def test_take_refuses_the_state_of_another_sampling():
+    for own in SAMPLINGS:
+        others = [other for other in SAMPLINGS if other != own]
+        if isinstance(own, dpx.PoissonSampling):
+            others += [
+                dpx.PoissonSampling(examples=100, batch_size=10.5),
+                dpx.PoissonSampling(examples=101, batch_size=10),
+            ]
+            roomier = dpx.PoissonSampling(examples=100, batch_size=10, capacity=64)  # the same draws in more rows
+            assert len(roomier.take(np.zeros(100), KEY, mechanism(own).init(PARAMS)).included) == 64
+        for other in others:
+            with pytest.raises(ValueError, match="drawn by the sampling that the mechanism bills, got"):
+                other.take(np.zeros(other.examples), KEY, mechanism(own).init(PARAMS))
+
+
+def test_take_refuses_the_step_beyond_the_budget():
+    sampling, data = SAMPLINGS[0], np.zeros(100)
+    made = mechanism(sampling, dpx.Budget(epsilon=2.0, delta=1e-5, steps=3))
+    made = dpx.chain(made, optax.scale(-1.0))  # the plan is found in the state of what is put around the mechanism too
+    state = made.init(PARAMS)
+    for _ in range(3):
+        sampling.take(data, KEY, state)
+        state = next_state(made, state)
+    with pytest.raises(ValueError, match="calibrated for 3 steps, and 3 were made. Pass beyond_budget=True"):
+        sampling.take(data, KEY, state)
+    assert dpx.epsilon(made, state, delta=1e-5) <= 2.0
+    batch = sampling.take(data, KEY, state, beyond_budget=True)
+    np.testing.assert_array_equal(batch.included, sampling.draw(KEY, 3).included)
+    assert dpx.epsilon(made, next_state(made, state), delta=1e-5) > 2.0
+    unplanned = mechanism(sampling)
+    state = unplanned.init(PARAMS)
+    for _ in range(5):
+        state = next_state(unplanned, state)
+    sampling.take(data, KEY, state)  # no budget, no end
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

@@ -3,6 +3,9 @@
 trace.py follows every parameter through the loss of one example; rules.py knows the layers whose gradients are products
 A^T B; norms.py has |A^T B|, shared.py that of a parameter used several times; plan.py chooses; engine.py runs. What
 cannot be followed keeps its per-example gradient.
+
+As with per-example gradients, an example whose gradient has a norm above 2^63 contributes zero. Here it also does if a
+cotangent of a layer is above 2^63, or an input of a layer whose cotangent is not 0, even where their product is small.
 """
 
 from dpx.ghost.engine import sum_contributions as sum_contributions

@@ -37,7 +37,8 @@ def sum_contributions(
         return loss, {leaf: _float32(grad) for leaf, grad in grads.items()}, inputs, cotangents
 
     losses, *rows = jax.vmap(one)(examples)
-    grads, inputs, cotangents = jax.tree.map(jax.lax.optimization_barrier, rows)  # the same numbers for norms and sums
+    # Norms and sums must read the same numbers: XLA may leave out a rounding to bfloat16 for one of two readers.
+    grads, inputs, cotangents = jax.tree.map(jax.lax.optimization_barrier, rows)
     sizes = {}
     for leaf, sites in followed.items():
         choice = plan.choices[leaf]

@@ -7,10 +7,10 @@ No norm may be underestimated, but for its last digits. Squares of A and of B al
 do not, so every position is measured by its own size (`balanced`). To sums that can cancel, a bound on their rounding
 error is added, less a small share of the sum itself (`SLACK`): so it counts where they did cancel, and nowhere else.
 
-Sizes have a range. Above LARGEST = 2^63, a cotangent, or an input whose cotangent is not 0, makes the norm infinite, so
-that the example contributes zero, for two reasons. XLA divides by a broadcast size by multiplying with 1 / size, which
-above 2^126 is denormal and flushed to 0, and so was the norm. And a cotangent times a clip factor is rounded to 0 below
-2^-126: times an input, that is an error of at most 2^-63.
+Sizes have a range. A cotangent above LARGEST = 2^63, an input above it whose cotangent is not 0, or a product above it
+makes the norm infinite, so that the example contributes zero. There are two reasons. XLA divides by a broadcast size by
+multiplying with 1 / size; above 2^126 that is denormal and flushed to 0, and so was the norm. And a clip factor times a
+cotangent is flushed to 0 below 2^-126; times an input, that is an error of at most 2^-63.
 """
 
 import math
@@ -37,7 +37,7 @@ def outer(a: jax.Array, b: jax.Array, scale: jax.Array | None = None) -> jax.Arr
     squares_scale = jnp.where(scale == 0, 0, jnp.maximum(scale * scale, TINY))
     squares = jnp.einsum("kio,ko->ki", squares_scale, b * b + TINY, precision=EXACT)  # of the rows of the scaled B
     rows, size = unit((a * (jnp.sqrt(squares) * in_range(size_a, size_b))).reshape(-1))
-    return size[0] * frobenius(rows)
+    return in_range(frobenius(rows), size[0])
 
 
 def _trained(x: jax.Array, scale: jax.Array, *, axis: int) -> jax.Array:
@@ -129,9 +129,9 @@ def balanced(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array, jax.Arra
 
 
 def in_range(size_a: jax.Array, size_b: jax.Array) -> jax.Array:
-    """The product of the sizes of inputs and their cotangents, of one shape; infinite where one leaves the range.
-
-    A finite input whose cotangent is 0 may have any size, because it is in no product.
+    """The product of the sizes of inputs and their cotangents, of one shape; infinite where one of the three leaves the
+    range. A finite input whose cotangent is 0 may have any size, because it is in no sum.
     """
     sizes = size_a * size_b
-    return jnp.where((size_b <= LARGEST) & ((size_a <= LARGEST) | (sizes == 0)), sizes, jnp.inf)
+    inside = (size_b <= LARGEST) & (sizes <= LARGEST) & ((size_a <= LARGEST) | (sizes == 0))
+    return jnp.where(inside, sizes, jnp.inf)
