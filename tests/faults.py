@@ -1540,6 +1540,50 @@ GHOST = [
     ),
 ]
 
-TRAINER = []
+TRAINER = [
+    Fault(
+        "trainer: every row counts",
+        "examples/loop.py",
+        "floats = batch._replace(examples=(data.as_float(images), labels))",
+        "floats = batch._replace(examples=(data.as_float(images), labels), included=batch.included | True)",
+        "tests/test_examples_train.py -k is_dp_sgd",
+    ),
+    Fault(
+        "trainer: batches from the mechanism's stream",
+        "examples/loop.py",
+        'dpx.keys.stream(key, "batches")',
+        'dpx.keys.stream(key, "mechanism")',
+        "tests/test_examples_train.py -k is_dp_sgd",
+    ),
+    Fault(
+        "trainer: the divisor is the realised size",
+        "examples/loop.py",
+        "return optax.apply_updates(params, updates), state, unreleased_loss",
+        "updates = jax.tree.map(lambda u: u * 100 / batch.included.sum(dtype=jnp.float32), updates)\n"
+        "        return optax.apply_updates(params, updates), state, unreleased_loss",
+        "tests/test_examples_train.py -k is_dp_sgd",
+    ),
+    Fault(
+        "trainer: steps beyond the budget",
+        "examples/loop.py",
+        "        optimizer = optimizer.replace(budget=budget)\n",
+        "        del budget\n",
+        "tests/test_examples_train.py -k beyond_the_plan",
+    ),
+    Fault(
+        "trainer: a step that is not affordable",
+        "examples/loop.py",
+        "    return fits\n",
+        "    return overspends\n",
+        "tests/test_examples_train.py -k overspending",
+    ),
+    Fault(
+        "trainer: the error of feedback is not marked",
+        "examples/records.py",
+        "if jax.tree.structure(dpx.public_state(tree)) != jax.tree.structure(tree):",
+        "if False:",
+        "tests/test_error_feedback.py -k sensitive",
+    ),
+]
 
 FAULTS = [*CORE, *SAMPLING, *STATE, *METHODS, *PROJECTIONS, *ACCOUNTING, *GHOST, *TRAINER]

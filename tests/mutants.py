@@ -102,7 +102,10 @@ def try_fault(fault: Fault) -> Result:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         copy_tree(folder)
-        (folder / fault.file).write_text(source_of(fault))
+        try:
+            (folder / fault.file).write_text(source_of(fault))
+        except ValueError as error:
+            return Result(fault, "error", "", 0.0, str(error))
         status, said = pytest_in(folder, ["-x", *shlex.split(fault.tests)])
     outcome, red = {0: "survived", 1: "killed"}.get(status, "error"), red_tests(said)
     if outcome == "killed" and not red:

@@ -65,18 +65,19 @@ def test_deltas_below_the_smallest_number_are_bounded():
 
 
 def test_both_directions_dominate():
-    """Each pmf has at least the divergence of the true pair, and `dominated` at most, at coarse grids too."""
+    """Each pmf has at least the divergence of the true pair, and `dominated` at most, at coarse and short grids too."""
     step = losses.SampledGaussian(0.8, 0.2)
-    for grid in (1e-3, 0.05, 0.4):
+    wide = [(1e-3, 1e-15, 50.0), (0.05, 1e-15, 50.0), (0.4, 1e-15, 50.0)]
+    for grid, tail, largest in (*wide, (1e-3, 0.1, 50.0), (0.01, 1e-15, 0.6)):
         for index, direction in enumerate(("remove", "add")):
             for rule, sign in ((step.pmfs, 1), (step.dominated, -1)):
-                pmf = rule(grid, tail=1e-15, largest=50.0)[index]
+                pmf = rule(grid, tail=tail, largest=largest)[index]
                 loss = grid * (pmf.first + np.arange(len(pmf.probabilities)))
                 for epsilon in (-0.15, 0.0, 0.07, 0.5, 2.0):
                     found = pmf.infinity + np.sum(pmf.probabilities * np.maximum(0, -np.expm1(epsilon - loss)))
                     truth = one_step_delta(0.8, 0.2, epsilon, direction)
                     assert sign * (found - truth) >= -1e-9
-                    if grid == 1e-3:
+                    if (grid, tail) == (1e-3, 1e-15):
                         assert found == pytest.approx(truth, abs=2e-5)
 
 
