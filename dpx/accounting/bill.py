@@ -30,8 +30,8 @@ def epsilon(
 
     A delta of at least one over the number of examples warns.
     """
-    checks.warn_of_delta(delta, mechanism.sampling)
     event, relation = billed(mechanism, steps_or_state, relation)
+    checks.warn_of_delta(delta, mechanism.sampling)
     return event_epsilon(event, delta=delta, accountant=accountant, relation=relation)
 
 
@@ -56,8 +56,10 @@ def billed(mechanism: Any, steps_or_state: Any, relation: Relation | None) -> tu
     steps = steps_in(steps_or_state)
     if _is_number(steps_or_state):
         event = mechanism.event(steps) if steps else dp_accounting.NoOpDpEvent()
-    else:
+    elif hasattr(mechanism, "event_paid_by"):
         event = mechanism.event_paid_by(steps_or_state, steps)
+    else:
+        raise ValueError(f"a state is billed by the dpx Mechanism that made its releases, got {type(mechanism)}")
     stated = checks.relation(mechanism.sampling.relation)
     if relation is None or checks.relation(relation) == stated:
         return event, stated
