@@ -73,6 +73,17 @@ def test_one_sampled_release_is_the_mixture_in_both_directions():
                 assert (grid, tail) != (1e-3, 1e-14) or found <= truth * 1.05 + 1e-5
 
 
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_stretches_beyond_the_largest_count_as_infinite_losses(blocks):
+    step = ProjectedGaussian(0.9, 0.15, 6, blocks)
+    for tail in (1e-2, 1e-4):
+        stretches, _, beyond = step._stretches(tail / 2)
+        assert beyond >= stats.chi2.sf(6 * stretches[-1] ** 2, 6) * (1 - 1e-9) > 0
+        for pmf in step.pmfs(1e-2, tail=tail, largest=60.0):
+            assert pmf.infinity >= beyond
+            assert pmf.probabilities.sum() + pmf.infinity >= 1 - 1e-12  # nothing is dropped
+
+
 def test_composition_has_the_summed_stretch():
     """Unsampled, five releases are one of stretch sqrt(chi^2_20 / 4)."""
     s, w = stretches(20, norm=math.sqrt(5))
