@@ -194,8 +194,9 @@ def test_a_budget_under_fixed_size_sampling_is_met():
     sampling = dpx.FixedSizeSampling(examples=1000, batch_size=100)
     mechanism = dpx.dp_sgd(clip_norm=1.0, epsilon=2.0, delta=1e-5, steps=20, sampling=sampling, key=jax.random.key(0))
     assert 1.99 <= dpx.epsilon(mechanism, 20, delta=1e-5, accountant="rdp") <= 2.0
+    assert dpx.epsilon(mechanism, 20, delta=1e-5) == dpx.epsilon(mechanism, 20, delta=1e-5, accountant="rdp")
     with pytest.raises(ValueError, match="rdp"):
-        dpx.epsilon(mechanism, 20, delta=1e-5)
+        dpx.epsilon(mechanism, 20, delta=1e-5, accountant="pld")
 
 
 def test_data_cannot_set_the_noise():
