@@ -1,5 +1,6 @@
 """A batch says which of its rows count, so that padding cannot be forgotten."""
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -14,13 +15,14 @@ class Batch(NamedTuple):
 
     examples: a pytree of arrays with the B examples on axis 0 of each.
     included: bool (B,), False for padding; None says that all B rows count.
-    step:     int32 (), the step that the batch was drawn for; None where it was not drawn by `sampling.take`. A run
-              that uses it at another step, or twice, is not billed, because its releases share one sample.
+    drawn:    of a batch of `sampling.take`, uint32 (3,): the step that it was drawn for, how many rows count, and the
+              stream of its key where a run must have one. A run that uses it at another step, with other rows, or
+              twice, is not billed. Change the examples of a batch by `batch._replace(examples=...)`, which keeps this.
     """
 
     examples: Tree
     included: jax.Array | np.ndarray | None
-    step: jax.Array | np.ndarray | None = None
+    drawn: jax.Array | np.ndarray | None = None
 
 
 def require_batch(batch: Any) -> Batch:
@@ -47,12 +49,18 @@ def inclusion(size: int, included: Any, sampling: Any) -> jax.Array:
     Raises ValueError for another shape or dtype, and for None where the sampling's batches have another size.
     """
     if included is None:
-        expected = sampling.divisor
-        if not getattr(sampling, "pads", True) and size != expected:
+        expected, padded = sampling.divisor, getattr(sampling, "pads", True)
+        if size != expected and (not padded or size > most_rows(sampling)):
             raise ValueError(f"a batch of {sampling} has {expected} rows, got {size}; say which are included")
         return jnp.ones(size, bool)
+    included = jnp.asarray(included)
     if jnp.shape(included) != (size,):
         raise ValueError(f"included must have shape ({size},), one bool per example; got {jnp.shape(included)}")
     if jnp.result_type(included) != jnp.bool_:
         raise ValueError(f"included must be bool, True for the rows that count; got {jnp.result_type(included)}")
-    return jnp.asarray(included)
+    return included
+
+
+def most_rows(sampling: Any) -> float:
+    """How many rows of a batch may count."""
+    return getattr(sampling, "most_rows", math.inf)

@@ -49,7 +49,7 @@ def gaussian_mechanism(
     )
     if not jax.tree.leaves(clip_norm):
         raise ValueError(f"clip_norm must hold at least one number or schedule, got {clip_norm!r}")
-    schedules.require_scalar_or_schedule("noise_multiplier", noise_multiplier, minimum=0)
+    noise_multiplier = schedules.require_scalar_or_schedule("noise_multiplier", noise_multiplier, minimum=0)
     if not (hasattr(sampling, "event") and hasattr(sampling, "divisor")):
         raise ValueError(f"sampling must be a dpx sampling record such as PoissonSampling, got {sampling!r}")
     noise_key = keys.stream(key, "noise")

@@ -52,7 +52,7 @@ def private_grad(
     microbatch_size = None if microbatch_size is None else require_whole("microbatch_size", microbatch_size)
 
     def private_gradient(params, batch, state):
-        examples, included, drawn_for = require_batch(batch)
+        examples, included, drawn = require_batch(batch)
         size = batch_size(examples)
         _require_auto(examples)
         require_real(params)
@@ -71,7 +71,7 @@ def private_grad(
 
         unroll = made.convolves and jax.default_backend() == "cpu"
         sums, losses = sum_over_parts(microbatch, (examples, included), max(1, at_once), unroll=unroll)
-        updates, state = mechanism.release_once(sums, _waiting_for(sums, state), params, drawn_for)
+        updates, state = mechanism.release_once(sums, _waiting_for(sums, state), params, included, drawn)
         return PrivateGradient(updates, state, losses)
 
     return private_gradient

@@ -47,6 +47,11 @@ def stream(key: jax.Array, name: str, step: jax.Array | int | None = None) -> ja
     return named if step is None else jax.random.fold_in(named, step)
 
 
+def mark(key: jax.Array) -> int:
+    """16 bits by which two keys can be told apart, and which say nothing else of a key; never 0."""
+    return int(jax.random.bits(stream(key, "mark"), (), jnp.uint16)) + 2**16
+
+
 def normal_like(key: jax.Array, tree):
     """Independent standard normals, float32, in the shape of `tree`: the noise of every mechanism."""
     return optax.tree.random_like(key, tree, jax.random.normal, jnp.float32)

@@ -15,7 +15,7 @@ Start reading at `Mechanism`. `gaussian.py` makes the one everything is built on
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from dp_accounting import DpEvent
 
 from dpx import schedules
 from dpx.accounting.budget import Budget
-from dpx.batches import Tree, batch_size, inclusion
+from dpx.batches import Tree, batch_size, inclusion, most_rows
 from dpx.parts import sum_over_parts
 from dpx.release_state import countersigned, require_paid_by, signed, terms_of
 from dpx.sampling import Sampling
@@ -39,7 +39,8 @@ class Mechanism(optax.GradientTransformationExtraArgs):
     """An optax transformation from per-example gradients to one private gradient, which knows its cost.
 
     As an optax transformation, `update(grads, state, params, *, included)` takes gradients with the B examples on axis
-    0 of every leaf, and included: bool (B,), False for padding; it may be left out where the sampling never pads.
+    0 of every leaf, and included: bool (B,), False for padding; it may be left out where the sampling never pads. Give
+    `drawn=batch.drawn` with a batch of `sampling.take`, so that a batch that is used twice is noticed.
     `private_grad` uses the parts directly:
 
     init:     (params) -> state, which holds one ReleaseState
@@ -93,15 +94,19 @@ class Mechanism(optax.GradientTransformationExtraArgs):
             require_unmasked(params)
             return signed(init(params), self.terms, 0 if budget is None else budget.steps)
 
-        def update(grads, state, params=None, *, included=_MISSING, **extra_args):
-            del extra_args
+        def update(grads, state, params=None, *, included=_MISSING, drawn=None, **extra_args):
+            if extra_args:
+                raise ValueError(
+                    f"update takes no {sorted(extra_args)}: transforms behind the mechanism would get them without noise. "
+                    "Call a transform that needs public values by itself, with the released updates"
+                )
             require_per_example(grads, params)
             if included is _MISSING:
                 included = None
                 if getattr(self.sampling, "pads", True):
                     raise ValueError(f"included must be given, bool (B,): batches of {self.sampling} hold padding")
             rows = inclusion(batch_size(grads), included, self.sampling)
-            return self.release_once(sum_contributions(self, grads, state, rows), state, params)
+            return self.release_once(sum_contributions(self, grads, state, rows), state, params, rows, drawn)
 
         self = super().__new__(cls, begin, update)  # pyright: ignore[reportArgumentType]
         self.encode, self.norm, self.weigh, self.release = encode, norm, weigh, release
@@ -111,7 +116,10 @@ class Mechanism(optax.GradientTransformationExtraArgs):
         return self
 
     def replace(self, **changes) -> "Mechanism":
-        """A copy with some parts exchanged; ValueError for another event if the noise was calibrated for this one."""
+        """A copy with some parts exchanged. ValueError for parts that would no longer fit the others."""
+        for part, needs in (("key", "release"), ("noise_multiplier", "release"), ("sampling", "event")):
+            if part in changes and needs not in changes:
+                raise ValueError(f"another {part} needs another {needs}, which depends on it: build the mechanism anew")
         if "event" in changes and self.budget is not None and "budget" not in changes:
             raise ValueError(
                 f"the mechanism was calibrated to {self.budget} before its cost was changed; put dpx.calibrated on the "
@@ -125,12 +133,13 @@ class Mechanism(optax.GradientTransformationExtraArgs):
         """What a state of this mechanism is signed with; uint32 (2,)."""
         return terms_of(self.event(1), self.sampling)
 
-    def release_once(self, sums: tuple[Tree, ...], state: Tree, params: Tree, drawn_for=None) -> tuple[Tree, Tree]:
-        """`release` of a whole mechanism, which makes a state unbillable that its event would not be true for.
+    def release_once(self, sums, state, params, included, drawn=None) -> tuple[Tree, Tree]:
+        """`release` of a whole mechanism's sums, of a batch with `included` rows that was `drawn` (`dpx.Batch`).
 
-        drawn_for: int32 (), the step that the batch was drawn for, if it is known.
+        Makes a state unbillable that the event would not be true for. Raises ValueError where it is differentiated.
         """
-        return self.release(sums, countersigned(state, self.terms, drawn_for), params)
+        state = countersigned(state, self.terms, jnp.sum(included), most_rows(self.sampling), drawn)
+        return self.release(_undifferentiated(sums), state, params)
 
     def event_paid_by(self, state: Tree, steps: int) -> DpEvent:
         """The event of the `steps` releases of `state`; ValueError if another mechanism made them."""
@@ -145,6 +154,20 @@ class Mechanism(optax.GradientTransformationExtraArgs):
 
 
 _MISSING = object()
+
+
+@jax.custom_jvp
+def _undifferentiated(sums: Tree) -> Tree:
+    """`sums`, which may not be differentiated: the noise would vanish from the derivative."""
+    return sums
+
+
+@_undifferentiated.defjvp
+def _refuse(primals, tangents):
+    raise ValueError(
+        "a private gradient must not be differentiated: its derivative is of the raw gradients and has no noise. Stop "
+        "the gradient at what goes into the mechanism"
+    )
 
 
 def require_unmasked(tree: Tree):
@@ -254,11 +277,20 @@ class InCoordinatesState(NamedTuple):
     coordinates: tuple[Tree, ...]
 
 
+def require_mechanism(mechanism: Any):
+    if not isinstance(mechanism, Mechanism):
+        raise ValueError(
+            "a dpx Mechanism must come first; chain optax transforms behind it with dpx.chain(mechanism, ...), got "
+            f"{type(mechanism)}"
+        )
+
+
 def in_coordinates(mechanism: Mechanism, *coordinates: Coordinates) -> Mechanism:
     """`mechanism` on gradients written in `coordinates`, applied in order and undone in reverse.
 
     The bound and the noise stay the inner mechanism's, and so does the bill.
     """
+    require_mechanism(mechanism)
 
     def shapes(params, states):
         """What each encode is given, and what the inner mechanism is given."""
@@ -321,6 +353,7 @@ def chain(mechanism: Mechanism, *transforms: optax.GradientTransformation) -> Me
 
     The transforms see the released gradient only: any optax optimizer, decay or momentum is free post-processing.
     """
+    require_mechanism(mechanism)
     if any(isinstance(transform, Mechanism) for transform in transforms):
         raise ValueError("one mechanism, first in the chain, is billed; got a second one among the transforms")
     after = optax.chain(*transforms)

@@ -15,7 +15,15 @@ from dp_accounting import DpEvent
 Tree = Any  # a pytree of arrays
 
 LARGEST_PRECISION = 1e30  # of one release; noise below 1e-15 counts as this much
-OTHER_MECHANISM, OTHER_STEP = np.uint32(1), np.uint32(2)
+REASONS = (
+    "its releases were made by mechanisms of different samplings or events",
+    "a batch had more rows that count than its sampling draws",
+    "the rows that count in a batch are not those that `take` drew. Give the batch as it is; for several views of one "
+    "example, average over them inside the loss",
+    "a batch was used at another step than it was drawn for, and releases that share a batch cost more than those of "
+    "independent batches. Take a new batch for every step, with the state after the last one",
+    "its batches were drawn with more than one key, and so are not those of one permutation an epoch",
+)
 TOLERANCE = 1e-5  # relative, between the precision of a state and that of a mechanism: float32 rounds on every machine
 
 
@@ -25,20 +33,22 @@ class ReleaseState(NamedTuple):
     step:          int32 (), how many releases were made.
     precision:     float32 (2,), the sum of noise_multiplier^-2 over them, and by how much that sum is too large.
     terms:         uint32 (2,), fingerprints of the sampling record, and of the event but for its noise multipliers; or,
-                   once a release was made that they do not hold for, the reason: OTHER_MECHANISM or OTHER_STEP.
+                   once a release was made that they do not hold for, the number of the reason in REASONS.
     planned_steps: int32 (), the steps of the budget that the noise was calibrated for; 0 without a budget.
+    stream:        uint32 (), the mark of the key that batches are drawn with (`keys.mark`); 0 before it is known.
     """
 
     step: jax.Array
     precision: jax.Array
     terms: jax.Array
     planned_steps: jax.Array
+    stream: jax.Array
 
     @classmethod
     def empty(cls) -> "ReleaseState":
         """Before the first release. `Mechanism.init` fills in the terms and the planned steps."""
         zero = jnp.zeros((), jnp.int32)
-        return cls(zero, jnp.zeros(2, jnp.float32), jnp.zeros(2, jnp.uint32), zero)
+        return cls(zero, jnp.zeros(2, jnp.float32), jnp.zeros(2, jnp.uint32), zero, jnp.zeros((), jnp.uint32))
 
     def after(self, noise_multiplier: jax.Array | float) -> "ReleaseState":
         """After one more release with this noise multiplier, float32 ()."""
@@ -54,17 +64,23 @@ def signed(state: Tree, terms: np.ndarray, planned_steps: int) -> Tree:
     return _map(lambda node: node._replace(terms=jnp.asarray(terms), planned_steps=planned), state)
 
 
-def countersigned(state: Tree, terms: np.ndarray, drawn_for: jax.Array | None) -> Tree:
-    """`state` before a release under `terms`, of a batch drawn for the step `drawn_for` if that is known.
+def countersigned(state: Tree, terms: np.ndarray, rows: jax.Array, most: float, drawn: jax.Array | None) -> Tree:
+    """`state` before a release under `terms`; no mechanism bills it any more if they do not hold for that release.
 
-    No mechanism bills it any more if it was signed for other terms, or if the batch is another step's.
+    rows: how many rows of the batch count, int (). most: how many may. drawn: of the batch, uint32 (3,), if known.
     """
 
     def countersign(node):
-        signatures = jnp.where(jnp.all(node.terms == terms), node.terms, OTHER_MECHANISM)
-        if drawn_for is not None:
-            signatures = jnp.where(drawn_for == node.step, signatures, OTHER_STEP)
-        return node._replace(terms=jnp.where(jnp.any(node.terms <= OTHER_STEP), node.terms, signatures))
+        wrong = [jnp.any(node.terms != terms), rows > most]
+        if drawn is not None:
+            step, drawn_rows, stream = jnp.asarray(drawn).astype(jnp.uint32)
+            other_key = (node.stream != 0) & (stream != node.stream)
+            wrong += [rows.astype(jnp.uint32) != drawn_rows, step != node.step.astype(jnp.uint32), other_key]
+            node = node._replace(stream=stream)
+        signature = node.terms
+        for reason, holds in enumerate(wrong, start=1):
+            signature = jnp.where(holds & (signature > len(REASONS)), jnp.uint32(reason), signature)
+        return node._replace(terms=signature)
 
     return _map(countersign, state)
 
@@ -88,7 +104,7 @@ def sampling_terms(sampling: Any) -> int:
 
 
 def _fingerprint(value: Any) -> int:
-    return zlib.crc32(repr(value).encode()) | 4  # never one of the reasons
+    return zlib.crc32(repr(value).encode()) | 2**31  # never the number of a reason
 
 
 def _terms(value: Any) -> Any:
@@ -108,7 +124,10 @@ def release_state(state: Tree) -> ReleaseState:
     """
     found = _search(state, ())
     if len(found) != 1:
-        raise ValueError(f"state must hold exactly one mechanism's state, found {len(found)}")
+        raise ValueError(
+            f"state must hold exactly one mechanism's state, found {len(found)}. (A state that was stored is restored "
+            "into the structure of optimizer.init(params).)"
+        )
     release, holders = found[0]
     for holder, key in holders:
         _require_plain(holder, key)
@@ -130,7 +149,7 @@ def _search(node: Tree, holders: tuple) -> list[tuple[ReleaseState, tuple]]:
 def _require_plain(node: Any, key: Any) -> None:
     """ValueError if `node`, with the mechanism's state at `key`, is a wrapper's or a chain's of another order."""
     kind = type(node)
-    if hasattr(node, "_fields") and kind.__module__.split(".")[0] == "optax" and kind.__name__ != "LookaheadState":
+    if hasattr(node, "_fields") and kind.__module__.split(".")[0] == "optax" and not _is_lookahead(node):
         raise ValueError(
             f"the mechanism must not be wrapped: the state is an optax {kind.__name__}, under which raw gradients can "
             "pass or noise can change. Wrap nothing around a mechanism; freeze layers with dpx.trainable"
@@ -140,14 +159,29 @@ def _require_plain(node: Any, key: Any) -> None:
             "the mechanism must come first in the chain: what stands before it sees raw gradients, and its effect is "
             f"not billed; got it at position {key.idx}. (Of a tuple of your own, pass the optimizer state alone.)"
         )
-    if isinstance(node, Mapping) and any(_is_optax(part) for name, part in node.items() if name != key.key):
+    if isinstance(node, Mapping) and any(_is_transform(part) for name, part in node.items() if name != key.key):
         raise ValueError("the mechanism must come first, which optax.named_chain does not tell; use dpx.chain")
 
 
-def _is_optax(state: Tree) -> bool:
-    """Whether a state of optax is in it."""
+def _is_transform(state: Tree) -> bool:
+    """Whether it may be the state of a transformation: optax's, or empty."""
     nodes = jax.tree.leaves(state, is_leaf=lambda node: type(node).__module__.startswith("optax"))
-    return any(type(node).__module__.startswith("optax") for node in nodes)
+    return not nodes or any(type(node).__module__.startswith("optax") for node in nodes)
+
+
+def _require_counted(state: Tree, release: ReleaseState) -> None:
+    """ValueError where an optax.lookahead may have set the count back, which reset_state=True does at every turn."""
+    for node in jax.tree.leaves(state, is_leaf=_is_lookahead):
+        if _is_lookahead(node) and int(release.step) <= int(node.steps_since_sync):
+            raise ValueError(
+                "the state of an optax.lookahead must show more steps than since its last synchronization, else "
+                "reset_state=True may have set back its count, and repeated its noise; got "
+                f"{int(release.step)} steps, {int(node.steps_since_sync)} since then"
+            )
+
+
+def _is_lookahead(node: Any) -> bool:
+    return type(node).__module__.startswith("optax") and type(node).__name__ == "LookaheadState"
 
 
 def steps_taken(state: Tree) -> int:
@@ -158,7 +192,7 @@ def steps_taken(state: Tree) -> int:
 def next_step(state: Tree, sampling: Any, *, beyond_budget: bool) -> int:
     """The number of the next step; ValueError if it is beyond the budget, or other batches are paid for."""
     release = release_state(state)
-    if int(release.terms[0]) not in (OTHER_STEP, sampling_terms(sampling)):
+    if int(release.terms[0]) > len(REASONS) and int(release.terms[0]) != sampling_terms(sampling):
         raise ValueError(f"the batches must be drawn by the sampling that the mechanism bills, got {sampling}")
     step, planned = int(release.step), int(release.planned_steps)
     if planned and step >= planned and not beyond_budget:
@@ -172,14 +206,10 @@ def next_step(state: Tree, sampling: Any, *, beyond_budget: bool) -> int:
 def require_paid_by(state: Tree, terms: np.ndarray, multipliers: np.ndarray) -> None:
     """ValueError unless the releases of `state` had these terms (`terms_of`) and these noise multipliers."""
     release = release_state(state)
+    _require_counted(state, release)
     advice = "bill a state by the mechanism that made its releases, rebuilt with the same numbers"
-    if int(release.terms[0]) == OTHER_STEP:
-        raise ValueError(
-            "a batch was used at another step than it was drawn for, and releases that share a batch cost more than "
-            "those of independent batches. Take a new batch for every step, with the state after the last one"
-        )
-    if int(release.terms[0]) == OTHER_MECHANISM:
-        raise ValueError(f"the state's releases were made by mechanisms of different samplings or events: {advice}")
+    if 1 <= int(release.terms[0]) <= len(REASONS):
+        raise ValueError(f"the state has no bill: {REASONS[int(release.terms[0]) - 1]}")
     for paid, asked, differs in zip(release.terms, terms, ("sampling", "kind of event"), strict=True):
         if int(paid) != int(asked):
             raise ValueError(f"the state's releases were made by a mechanism with another {differs}: {advice}")
@@ -211,6 +241,8 @@ def public_state(state: Tree) -> Tree:
         return _public_items(state)
     if isinstance(state, list | tuple):
         return type(state)(public_state(part) for part in state)
+    if callable(state):  # a function of a TrainState, whose closure may hold a key
+        return None
     if state is None or isinstance(state, jax.Array | np.ndarray | np.generic | int | float | complex | str):
         return state
     raise ValueError(f"state must be NamedTuples, dataclasses, mappings, lists, tuples and arrays, got {type(state)}")

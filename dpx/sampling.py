@@ -40,17 +40,24 @@ class Sampling(Protocol):
               "zero_out" (one example's contribution nulled) or "replace_one" (one example exchanged for another).
     divisor:  the expected batch size; the private gradient is the noisy sum divided by it. A public constant.
     pads:     whether a batch may hold rows that do not count; else every batch has `divisor` rows.
+    most_rows: how many rows of a batch may count at most; inf where that is a matter of chance.
+    one_key:  whether all batches of a run must be drawn with one key for `event` to be true.
     event:    (multipliers) -> DpEvent of len(multipliers) releases with these noise multipliers, float64 (steps,).
     """
 
     examples: int
     relation: ClassVar[str]
+    one_key: ClassVar[bool] = False
 
     @property
     def divisor(self) -> float: ...
     @property
     def pads(self) -> bool:
         return False
+
+    @property
+    def most_rows(self) -> float:
+        return self.divisor
 
     def event(self, multipliers: np.ndarray) -> DpEvent: ...
 
@@ -70,7 +77,7 @@ class Sampling(Protocol):
         """The batch of the next step that `state` has not paid for; arrays with `size` rows.
 
         data: a pytree of arrays with the `examples` examples on axis 0 of each.
-        key: of one run, secret.
+        key: of one run, secret. With `ShuffledEpochs` the same at every step, else the run is not billed.
         state: of the optimizer, whose step count is read; waits until it is computed.
         size: rows of the batch, the rest is padding; None leaves it to the record.
         beyond_budget: go on after the steps of the `dpx.Budget` that the mechanism was calibrated for.
@@ -82,7 +89,8 @@ class Sampling(Protocol):
         if batch_size(data) != self.examples:
             raise ValueError(f"data must hold the {self.examples} examples of the sampling, got {batch_size(data)}")
         indices, included = self.draw(key, step, size=size)
-        return Batch(jax.tree.map(lambda rows: rows[indices], data), included, np.asarray(step, np.int32))
+        drawn = np.array([step, included.sum(), keys.mark(key) if self.one_key else 0], np.uint32)
+        return Batch(jax.tree.map(lambda rows: rows[indices], data), included, drawn)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +124,10 @@ class PoissonSampling(Sampling):
     @property
     def pads(self) -> bool:
         return True
+
+    @property
+    def most_rows(self) -> float:
+        return math.inf
 
     def draw(self, key: jax.Array, step: int, *, size: int | None = None) -> Draw:
         drawn = np.flatnonzero(_coins(_step_key(key, _require_step(step)), self.examples, self.probability))
@@ -178,6 +190,7 @@ class ShuffledEpochs(Sampling):
     examples: int
     batch_size: int
     relation: ClassVar[str] = "zero_out"
+    one_key: ClassVar[bool] = True
 
     def __post_init__(self):
         _keep_sizes(self, whole=True)

@@ -35,8 +35,10 @@ def over(value: ScalarOrSchedule, steps: int) -> np.ndarray:
 def require_scalar_or_schedule(
     name: str, value: ScalarOrSchedule, *, minimum: float, maximum: float = math.inf
 ) -> ScalarOrSchedule:
-    """A schedule unchanged; a number checked."""
-    return value if callable(value) else require_number(name, value, minimum=minimum, maximum=maximum)
+    """A schedule as a hashable function, so that jax traces it once; a number checked."""
+    if callable(value):
+        return value if isinstance(value, Hashable) else lambda step: value(step)
+    return require_number(name, value, minimum=minimum, maximum=maximum)
 
 
 def require_number(

@@ -378,6 +378,57 @@ def test_report_says_which_accountant_does_not_apply():
     assert "does not apply" in report.to_markdown() and "exchanging one example" in report.to_markdown()
 
 
+@pytest.mark.parametrize("accountant", ["tightest", "rdp"])
+@pytest.mark.parametrize(
+    ("mechanism", "epsilon"), [(Mechanism(1.1), 1.5), (Mechanism(3.0, Shuffled()), 4.0), (Mechanism(2.0, Fixed()), 2.0)]
+)
+def test_max_steps_are_the_most_within_the_budget(mechanism, epsilon, accountant):
+    most = accounting.max_steps(mechanism, epsilon=epsilon, delta=1e-5, accountant=accountant)
+    assert most >= 1 and accounting.epsilon(mechanism, most, delta=1e-5, accountant=accountant) <= epsilon
+    assert accounting.epsilon(mechanism, most + 1, delta=1e-5, accountant=accountant) > epsilon
+
+
+class Ending(Mechanism):
+    """A schedule of 60 steps."""
+
+    def event(self, steps):
+        if steps > 60:
+            raise ValueError(f"the schedule must not be asked beyond step 60, got {steps}")
+        return super().event(steps)
+
+
+def test_max_steps_of_no_step_of_an_ending_schedule_and_of_a_bill_that_does_not_grow():
+    assert accounting.max_steps(Mechanism(0.0), epsilon=1.0, delta=1e-5) == 0
+    assert accounting.max_steps(Mechanism(0.5, Shuffled()), epsilon=1.0, delta=1e-5) == 0
+    within = accounting.max_steps(Mechanism(1.5), epsilon=0.2, delta=1e-5)
+    assert 32 < within < 60
+    assert accounting.max_steps(Ending(1.5), epsilon=0.2, delta=1e-5) == within
+    assert accounting.max_steps(Ending(1.5), epsilon=5.0, delta=1e-5) == 60
+    with pytest.raises(ValueError, match="must bound the steps"):
+        accounting.max_steps(Mechanism(1e9, Shuffled()), epsilon=1.0, delta=1e-5)
+    with pytest.raises(ValueError, match="would change"):
+        accounting.max_steps(Mechanism(3.0, Shuffled()), epsilon=1.0, delta=1e-5, relation="add_or_remove")
+    with pytest.raises(ValueError, match="must be positive"):
+        accounting.max_steps(Mechanism(1.0), epsilon=0.0, delta=1e-5)
+
+
+def test_a_large_delta_warns():
+    fixed = Mechanism(4.0, Fixed(examples=1000))
+    for ask in (
+        lambda delta: accounting.epsilon(fixed, 1, delta=delta),
+        lambda delta: accounting.privacy_report(fixed, 1, delta=delta),
+        lambda delta: accounting.max_steps(fixed, epsilon=0.5, delta=delta),
+        lambda delta: accounting.calibrate(
+            lambda x: Mechanism(x, Fixed(examples=1000)), steps=1, epsilon=1.0, delta=delta
+        ),
+    ):
+        ask(0.9e-3)  # warnings are errors here
+        with pytest.warns(UserWarning, match="0.001 is at least 1 / examples = 1 / 1000"):
+            ask(1e-3)
+    with pytest.warns(UserWarning, match="0.2 is above 0.1"):
+        accounting.epsilon(Mechanism(4.0), 1, delta=0.2)
+
+
 def test_epsilon_over_steps_rises_and_ends_at_the_bill():
     mechanism = Mechanism(2.0, decay=0.995)
     curve = curves.epsilon_over_steps(mechanism, 150, delta=1e-5, points=8)
@@ -386,14 +437,26 @@ def test_epsilon_over_steps_rises_and_ends_at_the_bill():
     assert curve.epsilon[-1] == pytest.approx(accounting.epsilon(mechanism, 150, delta=1e-5), rel=0.02)
 
 
-@pytest.mark.parametrize("accountant", ["pld", "rdp"])
-def test_delta_over_epsilon(accountant):
-    mechanism = Mechanism(1.2)
-    epsilons = np.array([0.0, 0.5, 1.0, 2.0, 3.0])
-    curve = curves.delta_over_epsilon(mechanism, 400, epsilons=epsilons, accountant=accountant)
-    single = [accounting.delta(mechanism, 400, epsilon=value, accountant=accountant) for value in epsilons]
-    np.testing.assert_allclose(curve.delta, single, rtol=1e-2, atol=1e-15)
-    assert np.all(np.diff(curve.delta) < 0)
+@pytest.mark.parametrize(
+    ("mechanism", "steps", "accountant"),
+    [
+        (Mechanism(1.1), 10_000, "tightest"),  # 60,000 examples, 600 a batch
+        (Mechanism(1.2), 400, "rdp"),
+        (Mechanism(2.0, Poisson(1e-3)), 100, "pld"),
+        (Mechanism(2.0, decay=0.99), 100, "pld"),
+    ],
+)
+def test_delta_over_epsilon_is_smooth_and_that_of_single_bills(mechanism, steps, accountant):
+    epsilons = np.linspace(0, 4, 33)[::-1]
+    curve = curves.delta_over_epsilon(mechanism, steps, epsilons=epsilons, accountant=accountant)
+    single = [accounting.delta(mechanism, steps, epsilon=value, accountant=accountant) for value in epsilons]
+    np.testing.assert_allclose(curve.delta, single, rtol=3e-3, atol=1e-300)
+    np.testing.assert_array_equal(curve.epsilon, epsilons)
+    logs = np.log(curve.delta[::-1])
+    assert np.all(np.diff(logs) < 0)
+    if accountant != "rdp" and steps == 10_000:
+        np.testing.assert_allclose(curve.delta[::-1][[0, 4, 8]], [0.424, 0.287, 0.173], atol=1e-3)
+        assert np.all(np.diff(logs, 2) < 1e-3)  # log-concave: no step between two compositions
 
 
 def test_trade_off_of_a_gaussian_has_a_closed_form():
@@ -401,6 +464,9 @@ def test_trade_off_of_a_gaussian_has_a_closed_form():
     exact = stats.norm.cdf(stats.norm.ppf(1 - curve.type_one) - 0.5)
     assert np.all(curve.type_two <= exact + 1e-9)
     np.testing.assert_allclose(curve.type_two, exact, atol=5e-4)
+    near = curves.trade_off(Mechanism(2.0, Poisson(1 - 1e-9)), 1)  # composed, of almost the same mechanism
+    assert np.all(near.type_two <= exact + 1e-7)
+    np.testing.assert_allclose(near.type_two, exact, atol=1e-3)
     composed = curves.trade_off(Mechanism(2.0, Poisson(0.02)), 200)
     assert np.all(composed.type_two <= 1 - composed.type_one + 1e-9)
     assert composed.type_two[0] > 0.99 and composed.type_two[-1] == 0

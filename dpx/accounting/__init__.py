@@ -16,6 +16,7 @@ from dpx.accounting.events import event_delta as event_delta
 from dpx.accounting.events import event_epsilon as event_epsilon
 from dpx.accounting.events import register as register
 from dpx.accounting.feedback_claim import dice_theorem_noise as dice_theorem_noise
+from dpx.accounting.horizon import max_steps as max_steps
 from dpx.accounting.report import PrivacyReport as PrivacyReport
 from dpx.accounting.report import privacy_report as privacy_report
 from dpx.accounting.schedule import Interval as Interval

@@ -27,9 +27,11 @@ def epsilon(
     relation: what neighbours are; default the one the mechanism's sampling states. Another is used where the event is
         true for it, else ValueError: Poisson samples also stand for nulling an example ("zero_out") and for replacing
         one ("replace_one").
+
+    A delta of at least one over the number of examples warns.
     """
-    checks.delta(delta)
     event, relation = billed(mechanism, steps_or_state, relation)
+    checks.warn_of_delta(delta, mechanism.sampling)
     return event_epsilon(event, delta=delta, accountant=accountant, relation=relation)
 
 
@@ -54,8 +56,10 @@ def billed(mechanism: Any, steps_or_state: Any, relation: Relation | None) -> tu
     steps = steps_in(steps_or_state)
     if _is_number(steps_or_state):
         event = mechanism.event(steps) if steps else dp_accounting.NoOpDpEvent()
-    else:
+    elif hasattr(mechanism, "event_paid_by"):
         event = mechanism.event_paid_by(steps_or_state, steps)
+    else:
+        raise ValueError(f"a state is billed by the dpx Mechanism that made its releases, got {type(mechanism)}")
     stated = checks.relation(mechanism.sampling.relation)
     if relation is None or checks.relation(relation) == stated:
         return event, stated

@@ -41,6 +41,7 @@ def calibrate(
     checks.accountant(accountant)
     if checks.steps(steps) == 0:
         raise ValueError("steps must be at least 1, got 0")
+    checks.warn_of_delta(delta, make(1.0).sampling)
 
     def bill(noise_multiplier: float, by: Accountant, **options: int) -> float:
         event, asked = billed(make(noise_multiplier), steps, relation)

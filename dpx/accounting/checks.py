@@ -1,6 +1,7 @@
 """What the accountants refuse: every ValueError names the condition and the value."""
 
 import math
+import warnings
 from typing import Any, Literal
 
 import numpy as np
@@ -9,6 +10,7 @@ Accountant = Literal["tightest", "pld", "rdp"]
 Relation = Literal["add_or_remove", "zero_out", "replace_one"]
 
 ACCOUNTANTS = ("tightest", "pld", "rdp")
+_LARGEST_DELTA = 0.1
 RELATIONS = ("add_or_remove", "zero_out", "replace_one")
 
 
@@ -21,6 +23,26 @@ def delta(value: Any) -> float:
     value = number("delta", value)
     if not 0 < value < 1:
         raise ValueError(f"delta must be in (0, 1), got {value}")
+    return value
+
+
+def warn_of_delta(value: Any, sampling: Any) -> float:
+    """`delta`, with a warning where it allows what differential privacy is there to exclude."""
+    value, examples = delta(value), getattr(sampling, "examples", None)
+    if examples is not None and value >= 1 / examples:
+        warnings.warn(
+            f"delta = {value:g} is at least 1 / examples = 1 / {examples}: to release a random example whole would "
+            "count as private; choose a delta far below it",
+            UserWarning,
+            stacklevel=3,
+        )
+    elif value > _LARGEST_DELTA:
+        warnings.warn(
+            f"delta = {value:g} is above {_LARGEST_DELTA}: with that probability nothing is promised; choose one far "
+            "below one over the number of examples",
+            UserWarning,
+            stacklevel=3,
+        )
     return value
 
 

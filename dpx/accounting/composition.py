@@ -20,8 +20,9 @@ Side = Literal["above", "below"]
 
 _EPS = float(np.finfo(np.float64).eps)
 _RELATIVE_TAIL = 1e-7  # the share of delta that truncations may add
-_RELATIVE_WRAP = 1e-5
+_RELATIVE_WRAP = 1e-7
 _ROUNDING = 1e7  # a tilted probability may be this much smaller than delta's share
+_TILTS = 200
 _LARGEST_SIZE = 2**20
 _GRID = 4e-4  # for an epsilon up to 10
 _COARSEST_GRID = 0.5
@@ -54,36 +55,49 @@ class Plan:
         return np.exp(np.minimum(above, 700)) + math.exp(-self.tilt * span)
 
 
-def plan(rdp: np.ndarray, steps: int, *, delta: float, epsilon: float, grid: float | None) -> Plan | None:
-    """A plan from the RDP bill (orders,): epsilon and delta a pair that holds by it.
+def plan(
+    rdp: np.ndarray,
+    steps: int,
+    *,
+    delta: float,
+    epsilon: float,
+    grid: float | None,
+    orders: np.ndarray = renyi.ORDERS,
+    truth: float | None = None,
+    deviations: float = 0.5,
+) -> Plan | None:
+    """A plan from the RDP bill (orders,): epsilon and delta a pair that holds, truth a closer epsilon at that delta.
+
+    deviations: below so many standard deviations of the loss, a smaller epsilon asks for no finer grid.
 
     By Chernoff, the tilt t = order - 1 needs a window up to R + ln(1/tail) / t; what wraps around from above weighs
     e^(t span) times too much, and stays small if a larger tilt says so; rounding at the true epsilon is
     e^(t (R - epsilon)) times that of the transform. Of the tilts that round well enough the one with the shortest
-    span is taken. None if epsilon is too large (thousands) for any sensible grid.
+    span is taken. t R(t) is convex in t, so chords bound it between the orders. None if epsilon is too large
+    (thousands) for any sensible grid.
     """
     delta = max(delta, 1e-290)
     tail = _RELATIVE_TAIL * delta
     usable = np.isfinite(rdp)
     if not usable.any():
         return None
-    tilts, renyis = renyi.ORDERS[usable] - 1, rdp[usable]
-    # A guess: RDP is tighter at small deltas.
-    truth = epsilon * max(0.5, 1 - 6 / -math.log(delta)) if delta < 0.5 else 0.0
+    tilts, renyis = _between(orders[usable] - 1, rdp[usable])
+    if truth is None:  # a guess: RDP is tighter at small deltas
+        truth = epsilon * max(0.5, 1 - 6 / -math.log(delta)) if delta < 0.5 else 0.0
     moments = tilts * (renyis - truth)
     with np.errstate(divide="ignore", invalid="ignore"):
         reaches = (moments - math.log(_RELATIVE_WRAP * delta)) / (tilts - tilts[:, None])
     reaches = np.where(tilts > tilts[:, None], reaches, np.inf)  # (tilt, larger tilt)
     windows = renyis - math.log(tail) / tilts
     spans = np.maximum(1.4 * np.maximum(windows, 1.05 * epsilon), reaches.min(axis=1))
-    rounds_well = moments <= max(math.log(_ROUNDING * delta), float(moments.min()))
+    spans[-1] = 2.8 * windows[-1]  # the largest has no larger one
+    rounds_well = moments <= max(math.log(_ROUNDING * delta), float(moments.min()) + 2)
     best = int(np.argmin(np.where(rounds_well, spans, np.inf)))
-    second = int(reaches[best].argmin())
+    second = int(reaches[best].argmin()) if best < len(tilts) - 1 else best
     span = float(spans[best])
-    if not math.isfinite(span):  # the largest order rounds well alone
-        second, span = best, 2.8 * float(windows[best])
     if grid is None:
-        fine = max(epsilon, 1e-3 * span) / (_STEPS_PER_EPSILON * math.sqrt(steps))
+        scale = max(epsilon, 1e-3 * span, deviations * math.sqrt(2 * renyis[0]))
+        fine = scale / (_STEPS_PER_EPSILON * math.sqrt(steps))
         grid = min(_GRID * max(1.0, epsilon / 10), fine)
         grid = max(grid, span / _LARGEST_SIZE)
     if span / grid > 64 * _LARGEST_SIZE or grid > _COARSEST_GRID:
@@ -95,6 +109,12 @@ def plan(rdp: np.ndarray, steps: int, *, delta: float, epsilon: float, grid: flo
     )
 
 
+def _between(tilts: np.ndarray, renyis: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The tilts and `_TILTS` more between them, with bounds of the Renyi divergences there, by chords of t R."""
+    more = np.unique(np.concatenate([tilts, np.geomspace(tilts[0], tilts[-1], _TILTS)]))
+    return more, np.interp(more, tilts, tilts * renyis) / more
+
+
 class Composed:
     """The summed privacy loss in one direction, from above or from below, over the grid points from 0 up.
 
@@ -103,7 +123,8 @@ class Composed:
     """
 
     def __init__(self, total: "_Sum", plan: Plan, *, side: Side):
-        tilted = np.asarray(fft.irfft(total.spectrum(), plan.size))
+        spectrum = total.spectrum()
+        tilted = np.asarray(fft.irfft(spectrum, plan.size))
         self._losses = plan.grid * np.arange(plan.first + plan.size)
         weight = np.exp(np.minimum(total.log_moment - plan.tilt * self._losses, 700))
         tilted = np.maximum(np.roll(tilted, -plan.first)[-plan.first :], 0)
@@ -111,8 +132,11 @@ class Composed:
         ratio = math.exp(-plan.grid)
         self._upper = np.append(np.cumsum(falling)[::-1], 0.0)
         self._lower = np.append(np.asarray(signal.lfilter([ratio], [1, -ratio], falling))[::-1], 0.0)
-        error = _EPS * (4 * math.log2(plan.size) + math.sqrt(total.steps))  # of each tilted probability
-        rounding = error * weight / -math.expm1(-plan.tilt * plan.grid)
+        # Rounding, in the 2-norm relative to the spectrum's; a repeated step repeats its own. By Cauchy-Schwarz the sum
+        # of errors times falling weights is at most the product of their norms.
+        norm = math.sqrt(2 * float(np.sum(np.abs(spectrum) ** 2)) / plan.size)
+        error = _EPS * (4 * math.log2(plan.size) + 2 * total.steps) * norm
+        rounding = error * weight / math.sqrt(-math.expm1(-2 * plan.tilt * plan.grid))
         if side == "above":
             beyond = math.exp(min(0.0, total.log_moment - plan.tilt * plan.largest))
             self._missing = -math.expm1(total.log_finite) + beyond + rounding
@@ -122,8 +146,16 @@ class Composed:
     def _deltas(self) -> np.ndarray:
         return np.clip(np.maximum(self._upper - self._lower, 0) + self._missing, 0, 1)
 
+    def share(self, epsilon: float) -> float:
+        """How much of delta at epsilon was not computed but bounded: dropped, or perhaps rounded."""
+        k = self._index(epsilon)
+        return float(self._missing[k]) / max(self.delta(epsilon), 1e-300)
+
+    def _index(self, epsilon: float) -> int:
+        return min(int(np.searchsorted(self._losses, epsilon, side="right")) - 1, len(self._losses) - 1)
+
     def delta(self, epsilon: float) -> float:
-        k = min(int(np.searchsorted(self._losses, epsilon, side="right")) - 1, len(self._losses) - 1)
+        k = self._index(epsilon)
         lower = math.exp(epsilon - self._losses[k]) * self._lower[k] if self._lower[k] > 0 else 0.0
         return float(np.clip(max(0.0, self._upper[k] - lower) + self._missing[k], 0, 1))
 
@@ -135,7 +167,7 @@ class Composed:
         if k == len(self._losses) - 1:
             return math.inf
         excess = self._upper[k] + self._missing[k] - delta
-        between = math.log(excess / self._lower[k]) if self._lower[k] > 0 else math.inf
+        between = math.log(excess) - math.log(self._lower[k]) if self._lower[k] > 0 else math.inf
         return float(self._losses[k] + min(max(between, 0.0), self._losses[1]))
 
 

@@ -15,6 +15,7 @@ from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.events import event_epsilon, event_profile
 
 _BUCKETS = 64  # distinct releases in each point of a curve
+_NEGLIGIBLE = 1e-10  # a delta that no trade-off shows
 
 
 class EpsilonOverSteps(NamedTuple):
@@ -70,11 +71,15 @@ def delta_over_epsilon(
     accountant: Accountant = "tightest",
     relation: Relation | None = None,
 ) -> DeltaOverEpsilon:
-    """delta at each of `epsilons` (points,), upper bounds; one composition serves all of PLD's."""
+    """delta at each of `epsilons` (points,), upper bounds within 0.1 % of `dpx.delta`.
+
+    A composition serves all larger epsilons that it resolves, so a smooth curve takes few.
+    """
     values = np.array([checks.epsilon(value) for value in np.atleast_1d(np.asarray(epsilons, np.float64))])
     event, relation = billed(mechanism, steps_or_state, relation)
-    profile = event_profile(event, accountant=accountant, relation=relation)
-    return DeltaOverEpsilon(values, np.array([profile.delta(value) for value in values.tolist()]))
+    profile = event_profile(event, accountant=accountant, relation=relation, curve=True)
+    found = {value: profile.delta(value) for value in sorted(values.tolist())}
+    return DeltaOverEpsilon(values, np.array([found[value] for value in values.tolist()]))
 
 
 def trade_off(
@@ -91,11 +96,15 @@ def trade_off(
     upper bound (Dong, Roth and Su 2022, https://arxiv.org/abs/1905.02383). 1 - a everywhere is perfect privacy.
     """
     type_one = np.linspace(0, 1, _points(points))
-    epsilons = np.concatenate([[0.0], np.geomspace(1e-3, 50, 160)])
-    delta = delta_over_epsilon(
-        mechanism, steps_or_state, epsilons=epsilons, accountant=accountant, relation=relation
-    ).delta
-    grow = np.exp(epsilons)
+    event, relation = billed(mechanism, steps_or_state, relation)
+    profile = event_profile(event, accountant=accountant, relation=relation, curve=True)
+    epsilons, deltas = [], []
+    for value in (0.0, *np.geomspace(1e-3, 50, 160).tolist()):
+        epsilons.append(value)
+        deltas.append(profile.delta(value))
+        if deltas[-1] < _NEGLIGIBLE:
+            break
+    delta, grow = np.array(deltas), np.exp(epsilons)
     lines = [1 - delta - grow * type_one[:, None], (1 - delta - type_one[:, None]) / grow]
     return TradeOff(type_one, np.maximum(0, np.maximum(*lines).max(axis=1)))
 

@@ -193,8 +193,12 @@ def event_profile(
     accountant: Accountant = "tightest",
     relation: Relation = "add_or_remove",
     buckets: int = _BUCKETS,
+    curve: bool = False,
 ) -> Profile:
-    """The profile of an event, to be asked for epsilon and delta; see `event_epsilon`."""
+    """The profile of an event, to be asked for epsilon and delta; see `event_epsilon`.
+
+    curve: whether it will be asked for many deltas, to 0.1 %; ask in the order of rising epsilons.
+    """
     checks.accountant(accountant)
     checks.relation(relation)
     checks.buckets(buckets)
@@ -210,7 +214,7 @@ def event_profile(
         return UNBOUNDED
     if accountant != "rdp":
         losses = rounded(losses, SampledGaussian, buckets)
-    return profile(rounded(losses, FixedSizeGaussian, _BUCKETS_FIXED_SIZE), accountant)
+    return profile(rounded(losses, FixedSizeGaussian, _BUCKETS_FIXED_SIZE), accountant, curve=curve)
 
 
 def explanation(event: DpEvent, *, delta: float, relation: Relation) -> tuple[str, ...]:

@@ -4,9 +4,10 @@ Whoever reads an event gives a profile; whoever wants a number asks it. `profile
 the accountants of step losses.
 """
 
+import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,6 +18,11 @@ from dpx.accounting.composition import Composed, Side
 from dpx.accounting.losses import Losses, SampledGaussian, total_renyi
 
 _LARGEST = 1e8  # an epsilon beyond it counts as infinite
+_SHARE = 1e-5  # of delta, that may be bounded instead of computed,
+_REUSED = 1e-3  # by a composition that was planned for another epsilon
+_EXACT, _CURVE = 0.5, 4.0  # deviations of `composition.plan`: for one answer, and for a curve within 0.1 %
+_SMALLER = 4  # a composition is fine enough for an epsilon so many times smaller than the one it was planned for
+_ATTEMPTS = 5  # compositions for one question
 
 
 class Profile(Protocol):
@@ -49,18 +55,19 @@ UNBOUNDED = GaussianProfile(math.inf)
 
 @dataclass(frozen=True, eq=False)
 class RenyiProfile:
-    """Renyi divergences of at most `rdp` (orders,) at `renyi.ORDERS`, but for events of probability `missing`."""
+    """Renyi divergences of at most `rdp` (orders,) at `orders`, but for events of probability `missing`."""
 
     rdp: np.ndarray
     missing: float = 0.0
+    orders: np.ndarray = field(default_factory=lambda: renyi.ORDERS)
 
     def epsilon(self, delta: float) -> float:
         if self.missing >= delta:
             return math.inf
-        return renyi.epsilon(self.rdp, delta - self.missing)[0] - math.log1p(-self.missing)
+        return renyi.epsilon(self.rdp, delta - self.missing, self.orders)[0] - math.log1p(-self.missing)
 
     def delta(self, epsilon: float) -> float:
-        return renyi.delta(self.rdp, max(0.0, epsilon + math.log1p(-self.missing)))[0] + self.missing
+        return renyi.delta(self.rdp, max(0.0, epsilon + math.log1p(-self.missing)), self.orders)[0] + self.missing
 
 
 @dataclass(frozen=True)
@@ -115,49 +122,97 @@ class Least:
 class ComposedProfile:
     """Step losses, composed when asked, at the tilt that the question needs; at most the RDP bill of the same steps.
 
+    The first composition is planned around the RDP bill. Where too much of its answer was bounded instead of computed,
+    or epsilon turns out much smaller, more are planned around the answer. Compositions are kept for later questions
+    about delta: between neighbouring epsilons one is as good as another.
+
     grid: spacing of privacy losses; default fine enough for four digits.
     side: "below" gives lower bounds instead, for which the losses must be `SampledGaussian`s.
+    deviations: as for `composition.plan`.
     """
 
-    def __init__(self, losses: Losses, *, grid: float | None = None, side: Side = "above"):
-        self._losses, self._grid = losses, grid
+    def __init__(self, losses: Losses, *, grid: float | None = None, side: Side = "above", deviations: float = _EXACT):
+        self._losses, self._grid, self._deviations = losses, grid, deviations
         self._side: Side = side
         self._renyi = RenyiProfile(total_renyi(losses))
+        self._kept: list[tuple[float, list[Composed]]] = []  # (the epsilon it was planned for, both directions)
 
     def epsilon(self, delta: float) -> float:
+        def read(composed: list[Composed]) -> tuple[float, float]:
+            return max(one.epsilon(delta) for one in composed), delta
+
         bound = self._renyi.epsilon(delta)
-        return self._asked(bound, bound, delta, lambda composed: composed.epsilon(delta))
+        return self._asked(bound, delta, read)[0] if bound > 0 else 0.0
 
     def delta(self, epsilon: float) -> float:
+        def read(composed: list[Composed]) -> tuple[float, float]:
+            return epsilon, max(one.delta(epsilon) for one in composed)
+
+        for planned, composed in reversed(self._kept):
+            if planned <= epsilon and _share(composed, epsilon) <= _REUSED:
+                return read(composed)[1]
         bound = self._renyi.delta(epsilon)
-        return self._asked(bound, epsilon, bound, lambda composed: composed.delta(epsilon))
+        return self._asked(epsilon, bound, read)[1] if bound > 0 else 0.0
 
-    def _asked(self, bound: float, epsilon: float, delta: float, read: Callable[[Composed], float]) -> float:
-        """What a composition around (epsilon, delta), a pair that holds by RDP, says in its worse direction."""
-        above = self._side == "above"
-        if bound == 0 or not math.isfinite(epsilon):
-            return bound if above else 0.0
-        plan = composition.plan(
-            self._renyi.rdp, sum(self._losses.values()), delta=delta, epsilon=epsilon, grid=self._grid
-        )
-        if plan is None:
-            return bound if above else 0.0
-        found = max(read(composed) for composed in composition.compose(self._losses, plan, side=self._side))
-        return min(bound, found) if above else found
+    def _asked(
+        self, epsilon: float, delta: float, read: Callable[[list[Composed]], tuple[float, float]]
+    ) -> tuple[float, float]:
+        """The pair that holds by compositions; epsilon and delta: one that holds by RDP."""
+        if self._side == "below":
+            composed = self._composed(epsilon, delta, self._renyi, None)
+            return read(composed) if composed else (0.0, 0.0)
+        bill, truth = self._renyi, None
+        for attempt in range(_ATTEMPTS):
+            composed = self._composed(epsilon, delta, bill, truth)
+            if composed:
+                planned = epsilon, delta
+                epsilon, delta = (min(pair) for pair in zip(planned, read(composed), strict=True))
+                self._kept.append((planned[0], composed))
+                close = epsilon >= planned[0] / _SMALLER or self._grid is not None
+                better = epsilon < 0.999 * planned[0] or delta < 0.999 * planned[1]
+                if epsilon == 0 or (close and _share(composed, epsilon) <= _SHARE) or (attempt > 1 and not better):
+                    break
+            elif attempt > 0:
+                break
+            bill, truth = self._wide, epsilon
+        return epsilon, delta
+
+    @functools.cached_property
+    def _wide(self) -> RenyiProfile:
+        return RenyiProfile(total_renyi(self._losses, renyi.WIDE_ORDERS), orders=renyi.WIDE_ORDERS)
+
+    def _composed(self, epsilon: float, delta: float, bill: RenyiProfile, truth: float | None) -> list[Composed] | None:
+        """The composition in each direction, resolved around (epsilon, delta); None if no sensible grid could be."""
+        if not math.isfinite(epsilon):
+            return None
+        options: Any = dict(orders=bill.orders, grid=self._grid, truth=truth, deviations=self._deviations)
+        steps = sum(self._losses.values())
+        plan = composition.plan(bill.rdp, steps, delta=delta, epsilon=epsilon, **options)
+        return None if plan is None else composition.compose(self._losses, plan, side=self._side)
 
 
-def profile(losses: Losses, accountant: Accountant = "tightest", *, grid: float | None = None) -> Profile:
+def _share(composed: list[Composed], epsilon: float) -> float:
+    """How much of delta was bounded, in the direction that decides."""
+    return max(composed, key=lambda one: one.delta(epsilon)).share(epsilon)
+
+
+def profile(
+    losses: Losses, accountant: Accountant = "tightest", *, grid: float | None = None, curve: bool = False
+) -> Profile:
     """The profile of a composition of steps by an accountant: the one place where accountants are chosen.
 
     "pld" is exact for unsampled Gaussians and else composes privacy loss distributions, and is then at most the RDP
-    bill of the same steps. So "tightest" is "pld" where every step has a privacy loss distribution, else "rdp".
+    bill of the same steps (fewer, rounded ones where they are many). So "tightest" is "pld" where every step has a
+    privacy loss distribution, else "rdp".
+
+    curve: whether deltas are asked at many rising epsilons, each to 0.1 %.
     """
     without = [loss for loss in losses if not hasattr(loss, "pmfs")]
     if accountant == "rdp" or (accountant == "tightest" and without):
         return RenyiProfile(total_renyi(losses))
     if without:
         raise ValueError(f'{without[0]} has no privacy loss distribution: pass accountant="rdp" or "tightest"')
-    return unsampled(losses) or ComposedProfile(losses, grid=grid)
+    return unsampled(losses) or ComposedProfile(losses, grid=grid, deviations=_CURVE if curve else _EXACT)
 
 
 def unsampled(losses: Losses) -> GaussianProfile | None:

@@ -13,10 +13,18 @@ from dpx.accounting.checks import Relation
 
 ORDERS = np.array(rdp_privacy_accountant.DEFAULT_RDP_ORDERS, np.float64)
 
+# More, for questions that those leave loose: a large epsilon has its best order near 1, a tiny one a large order.
+WIDE_ORDERS = np.concatenate(
+    [[1.002, 1.005, 1.01, 1.02, 1.035, 1.05, 1.075], ORDERS, [1.15, 1.25, 1.35], 2.0 ** np.arange(11, 15)]
+)
+WIDE_ORDERS.sort()
+
 SMALLEST_NOISE = 1e-6  # a smaller noise multiplier is billed as none: its epsilon would be beyond 1e11
 
 _ROWS = 512  # schedules are walked in chunks of this many steps, to stay in the cache
-_MAX_TERMS = 1000
+_TERMS = 2**20  # of an order, at once: 8 MiB
+_MAX_TERMS = 1000  # of a series
+_SMALLEST = 1e-15  # a divergence below it is rounded up, for dp-accounting's log(1 - e^-divergence)
 _ROUNDING = 1e-14  # of the ln of a moment near 1, which would bill 0 where a step costs less than that
 
 
@@ -80,6 +88,7 @@ def epsilon(rdp: np.ndarray, delta: float, orders: np.ndarray = ORDERS) -> tuple
 
 def delta(rdp: np.ndarray, epsilon: float, orders: np.ndarray = ORDERS) -> tuple[float, float]:
     """(delta, the order it is reached at)."""
+    rdp = np.where(rdp <= 0, 0.0, np.maximum(rdp, _SMALLEST))
     value, order = rdp_privacy_accountant.compute_delta(orders.tolist(), rdp.tolist(), epsilon)
     return float(value), float(order)
 
@@ -88,9 +97,13 @@ def _log_moment_whole(s: np.ndarray, q: np.ndarray, order: int) -> np.ndarray:
     """ln sum_k C(order, k) (1-q)^(order-k) q^k exp((k^2 - k) / 2 s^2), for columns s and q; shape (T,)."""
     k = np.arange(order + 1)
     binomial = special.gammaln(order + 1) - special.gammaln(k + 1) - special.gammaln(order - k + 1)
-    terms = binomial + k * np.log(q) + (order - k) * np.log1p(-q) + (k * k - k) / (2 * s**2)
-    largest = terms.max(axis=1)
-    return largest + np.log(np.exp(terms - largest[:, None]).sum(axis=1))
+    found, rows = np.empty(len(s)), max(1, _TERMS // (order + 1))
+    for start in range(0, len(s), rows):
+        at = slice(start, start + rows)
+        terms = binomial + k * np.log(q[at]) + (order - k) * np.log1p(-q[at]) + (k * k - k) / (2 * s[at] ** 2)
+        largest = terms.max(axis=1)
+        found[at] = largest + np.log(np.exp(terms - largest[:, None]).sum(axis=1))
+    return found
 
 
 def _log_moments_fractional(s: np.ndarray, q: np.ndarray, orders: np.ndarray) -> np.ndarray:

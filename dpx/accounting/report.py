@@ -117,7 +117,7 @@ def privacy_report(
 
     unit: what one record of the data set is, in words. "one example" unless records were grouped before sampling.
     """
-    checks.delta(delta)
+    checks.warn_of_delta(delta, mechanism.sampling)
     steps = steps_in(steps_or_state)
     event, relation = billed(mechanism, steps_or_state, None)
     bills: dict[str, float | None] = {"pld": None, "rdp": None}
