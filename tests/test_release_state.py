@@ -107,7 +107,9 @@ def test_every_mechanism_bills_its_own_state(case):
     state = jax.eval_shape(mechanism.init, PARAMS)
     sums = jax.eval_shape(lambda state: dpx.mechanism.sum_contributions(mechanism, GRADS, state, EVERYONE), state)
     step = jax.jit(
-        lambda state: mechanism.release_once(jax.tree.map(lambda s: jnp.zeros(s.shape), sums), state, PARAMS, jnp.zeros(0, bool))[1]
+        lambda state: mechanism.release_once(
+            jax.tree.map(lambda s: jnp.zeros(s.shape), sums), state, PARAMS, jnp.zeros(0, bool)
+        )[1]
     )
     state = mechanism.init(PARAMS)
     for _ in range(4):
