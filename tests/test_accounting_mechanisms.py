@@ -80,17 +80,25 @@ def test_many_distinct_steps_take_the_fast_path():
     assert exact.lower <= epsilon <= exact.upper
 
 
+def test_fewer_buckets_bill_more():
+    event = Mechanism(3.0, decay=0.98).event(100)
+    exact, few = (accounting.event_epsilon(event, delta=1e-6, buckets=buckets) for buckets in (100, 3))
+    assert exact * 1.01 < few < exact * 2
+
+
 def test_nested_trees_flatten():
     one = Poisson().event(1.5)
     tree = dp_accounting.ComposedDpEvent(
         [
             dp_accounting.NoOpDpEvent(),
-            dp_accounting.SelfComposedDpEvent(dp_accounting.ComposedDpEvent([one, Gaussian(20.0)]), 7),
+            dp_accounting.SelfComposedDpEvent(
+                dp_accounting.ComposedDpEvent([dp_accounting.SelfComposedDpEvent(one, 2), Gaussian(20.0)]), 7
+            ),
             dp_accounting.PoissonSampledDpEvent(0.0, Gaussian(1.0)),
             one,
         ]
     )
-    expected = accounting.schedule_epsilon([1.5, 20.0], [0.01, 1.0], counts=[8, 7], delta=1e-5)
+    expected = accounting.schedule_epsilon([1.5, 20.0], [0.01, 1.0], counts=[15, 7], delta=1e-5)
     assert accounting.event_epsilon(tree, delta=1e-5) == pytest.approx(expected.upper, rel=1e-9)
     assert accounting.event_epsilon(dp_accounting.NonPrivateDpEvent(), delta=1e-5) == math.inf
 
@@ -193,6 +201,12 @@ def test_the_tightest_is_the_least_that_is_valid():
         accounting.event_epsilon(mixed, delta=1e-5, relation="replace_one", accountant="pld")
     noise = accounting.calibrate(lambda x: Mechanism(x, Fixed()), steps=20, epsilon=1.0, delta=1e-5)
     assert 0.999 <= accounting.epsilon(Mechanism(noise, Fixed()), 20, delta=1e-5) <= 1
+
+
+@pytest.mark.parametrize("relation", ["add_or_remove", "zero_out"])
+def test_samples_of_a_fixed_size_are_billed_for_replacing_an_example_only(relation):
+    with pytest.raises(ValueError, match='billed under relation "replace_one" only'):
+        accounting.event_epsilon(Mechanism(4.0, Fixed()).event(10), delta=1e-5, relation=relation)
 
 
 def test_replacing_an_example_costs_twice_the_sensitivity_by_rdp_too():

@@ -146,6 +146,15 @@ def test_long_schedules_are_rounded_down_to_few():
     assert naive < accounting.event_epsilon(event, delta=1e-5) < 1.03 * naive
 
 
+def test_every_noise_multiplier_is_rounded_down():
+    """The j-th smallest of the rounded ones is at most the j-th smallest of the schedule."""
+    sigmas = np.linspace(1, 4, 200)
+    parts = projected(dp_accounting.ComposedDpEvent([Gaussian(s) for s in sigmas.tolist()]), rank=5).events
+    one = [(part, 1) if isinstance(part, ProjectedGaussianDpEvent) else (part.event, part.count) for part in parts]
+    rounded = np.sort(np.repeat([event.noise_multiplier for event, _ in one], [count for _, count in one]))
+    assert len(parts) <= 64 and np.all(rounded <= sigmas) and np.all(rounded >= sigmas * 0.9)
+
+
 def test_no_noise_is_no_privacy():
     for accountant in ("pld", "rdp"):
         assert accounting.event_epsilon(projected(Gaussian(0.0), rank=5), delta=1e-5, accountant=accountant) == math.inf

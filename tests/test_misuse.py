@@ -401,6 +401,67 @@ def test_a_batch_used_twice_is_not_billed():
             dpx.epsilon(mechanism, state, delta=1e-5)
 
 
+def test_more_rows_than_are_drawn_are_not_billed():
+    mechanism = dp_sgd(sampling=dpx.FixedSizeSampling(examples=1000, batch_size=ROWS))
+    once, twice = GRADS, jax.tree.map(lambda rows: jnp.concatenate([rows, rows]), GRADS)
+    for grads, rows in ((once, ROWS), (twice, 2 * ROWS)):
+        _, state = mechanism.update(grads, mechanism.init(PARAMS), PARAMS, included=jnp.ones(rows, bool))
+        if rows == ROWS:
+            assert dpx.epsilon(mechanism, state, delta=1e-5) > 0
+            continue
+        with pytest.raises(ValueError, match="more rows that count than its sampling draws"):
+            dpx.epsilon(mechanism, state, delta=1e-5)
+
+
+def test_repeated_rows_are_not_billed():
+    """Two views of every example as two rows would each be clipped, so one example would count twice."""
+    mechanism = dp_sgd()
+    batch = SAMPLING.take(DATA, KEY, mechanism.init(PARAMS))
+    views = jax.tree.map(lambda rows: np.concatenate([rows, rows]), batch._replace(drawn=None))
+    gradient = dpx.private_grad(loss, mechanism)
+    state = gradient(PARAMS, views._replace(drawn=batch.drawn), mechanism.init(PARAMS)).state
+    with pytest.raises(ValueError, match="not those that `take` drew"):
+        dpx.epsilon(mechanism, state, delta=1e-5)
+
+
+def test_several_keys_for_shuffled_epochs_are_not_billed():
+    """Batches of two permutations may hold an example twice an epoch."""
+    sampling = dpx.ShuffledEpochs(examples=1000, batch_size=50)
+    mechanism = dp_sgd(sampling=sampling)
+    gradient = jax.jit(dpx.private_grad(loss, mechanism))
+    first = gradient(PARAMS, sampling.take(DATA, KEY, mechanism.init(PARAMS)), mechanism.init(PARAMS)).state
+    same, other = (gradient(PARAMS, sampling.take(DATA, key, first), first).state for key in (KEY, jax.random.key(4)))
+    assert dpx.epsilon(mechanism, same, delta=1e-5) == dpx.epsilon(mechanism, 2, delta=1e-5)
+    with pytest.raises(ValueError, match="more than one key"):
+        dpx.epsilon(mechanism, other, delta=1e-5)
+
+
+def test_a_private_gradient_is_not_differentiated():
+    mechanism = dp_sgd()
+    batch = dpx.Batch(tiny(), jnp.ones(ROWS, bool))
+
+    def released_bias(params):
+        return dpx.private_grad(loss, mechanism)(params, batch, mechanism.init(params)).updates["b"][0]
+
+    with pytest.raises(ValueError, match="must not be differentiated"):
+        jax.grad(released_bias)(PARAMS)
+
+
+def test_an_extra_argument_is_refused():
+    """A line search behind the mechanism would read the loss of the batch without noise."""
+    mechanism = dpx.chain(dp_sgd(), optax.scale(0.1))
+    with pytest.raises(ValueError, match=r"takes no \['value'\]"):
+        mechanism.update(GRADS, mechanism.init(PARAMS), PARAMS, included=jnp.ones(ROWS, bool), value=jnp.ones(()))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"key": jax.random.key(4)}, {"noise_multiplier": 9.0}, {"sampling": OTHER}], ids=str
+)
+def test_parts_are_not_exchanged_without_those_that_need_them(changes):
+    with pytest.raises(ValueError, match="needs another"):
+        dp_sgd().replace(**changes)
+
+
 def test_batches_follow_the_state_not_the_epoch():
     """A loop whose step restarts every epoch would draw the first epoch's batches again; `take` does not see it."""
     mechanism = dp_sgd()

@@ -1,7 +1,5 @@
 """The list of deliberate faults fits the sources; `make mutants` runs it."""
 
-import ast
-
 import pytest
 
 from tests.faults import FAULTS
@@ -11,7 +9,7 @@ from tests.mutants import ROOT, red_tests, source_of
 def test_every_fault_fits_its_file():
     assert len({fault.name for fault in FAULTS}) == len(FAULTS) >= 60
     for fault in FAULTS:
-        assert ast.dump(ast.parse(source_of(fault))) != ast.dump(ast.parse((ROOT / fault.file).read_text())), fault.name
+        assert source_of(fault) != (ROOT / fault.file).read_text(), fault.name
 
 
 def test_a_fault_that_does_not_fit_is_refused():

@@ -377,6 +377,12 @@ def feedback():
     )
 
 
+def test_groups_that_are_projected_apart_are_billed_by_the_smallest_rank():
+    ranks = {"kernel": 8, "bias": 2, "scale": 1}
+    made = dpx.clip_then_project(base(), rank=ranks, kind="gaussian", key=KEY)
+    assert made.event(3) == projected(base().event(3), rank=1, blocks=3)
+
+
 def test_other_unbilled_compositions_are_refused():
     with pytest.raises(ValueError, match="say rank"):
         dpx.clip_then_project(base(), reduction_rate=0.3, kind="gaussian", key=KEY)
