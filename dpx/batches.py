@@ -43,12 +43,18 @@ def batch_size(examples: Tree) -> int:
     return shapes[0][0]
 
 
+MISSING = object()  # of `included`, where nothing was said
+
+
 def inclusion(size: int, included: Any, sampling: Any) -> jax.Array:
     """Which of `size` rows count, bool (size,); all of them for None, if those are as many as the sampling bills.
 
-    Raises ValueError for another shape or dtype, and for None where the sampling's batches have another size.
+    Raises ValueError for another shape or dtype, for None where the sampling's batches have another size, and for
+    MISSING where they may hold padding.
     """
-    if included is None:
+    if included is MISSING and getattr(sampling, "pads", True):
+        raise ValueError(f"included must be given, bool (B,): batches of {sampling} hold padding")
+    if included is None or included is MISSING:
         expected, padded = sampling.divisor, getattr(sampling, "pads", True)
         if size != expected and (not padded or size > most_rows(sampling)):
             raise ValueError(f"a batch of {sampling} has {expected} rows, got {size}; say which are included")

@@ -6,8 +6,9 @@ from typing import Literal, NamedTuple
 import jax
 
 from dpx import ghost, working_set
+from dpx._guards import require_real
 from dpx.batches import Batch, Tree, batch_size, inclusion, require_batch
-from dpx.mechanism import Mechanism, require_real, sum_contributions
+from dpx.mechanism import Mechanism, sum_contributions
 from dpx.parts import after, sum_over_parts
 from dpx.release_state import ReleaseState
 from dpx.schedules import require_whole

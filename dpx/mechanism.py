@@ -24,8 +24,9 @@ import optax
 from dp_accounting import DpEvent
 
 from dpx import schedules
+from dpx._guards import require_no_more, require_per_example, require_unmasked, undifferentiated
 from dpx.accounting.budget import Budget
-from dpx.batches import Tree, batch_size, inclusion, most_rows
+from dpx.batches import MISSING, Tree, batch_size, inclusion, most_rows
 from dpx.parts import sum_over_parts
 from dpx.release_state import countersigned, require_paid_by, signed, terms_of
 from dpx.sampling import Sampling
@@ -94,17 +95,9 @@ class Mechanism(optax.GradientTransformationExtraArgs):
             require_unmasked(params)
             return signed(init(params), self.terms, 0 if budget is None else budget.steps)
 
-        def update(grads, state, params=None, *, included=_MISSING, drawn=None, **extra_args):
-            if extra_args:
-                raise ValueError(
-                    f"update takes no {sorted(extra_args)}, which transforms behind it would get without noise. Call a "
-                    "transform that needs public values by itself, with the released updates"
-                )
+        def update(grads, state, params=None, *, included=MISSING, drawn=None, **extra_args):
+            require_no_more(extra_args)
             require_per_example(grads, params)
-            if included is _MISSING:
-                included = None
-                if getattr(self.sampling, "pads", True):
-                    raise ValueError(f"included must be given, bool (B,): batches of {self.sampling} hold padding")
             rows = inclusion(batch_size(grads), included, self.sampling)
             return self.release_once(sum_contributions(self, grads, state, rows), state, params, rows, drawn)
 
@@ -139,7 +132,7 @@ class Mechanism(optax.GradientTransformationExtraArgs):
         Makes a state unbillable that the event would not be true for. Raises ValueError where it is differentiated.
         """
         state = countersigned(state, self.terms, jnp.sum(included), most_rows(self.sampling), drawn)
-        return self.release(_undifferentiated(sums), state, params)
+        return self.release(undifferentiated(sums), state, params)
 
     def event_paid_by(self, state: Tree, steps: int) -> DpEvent:
         """The event of the `steps` releases of `state`; ValueError if another mechanism made them."""
@@ -151,48 +144,6 @@ class Mechanism(optax.GradientTransformationExtraArgs):
         return f"Mechanism(\n     {pipeline}\n  drawn by {self.sampling}\n  bill of one step: {self.event(1)}\n)"
 
     __str__ = __repr__
-
-
-_MISSING = object()
-
-
-@jax.custom_jvp
-def _undifferentiated(sums: Tree) -> Tree:
-    """`sums`, which may not be differentiated: the noise would vanish from the derivative."""
-    return sums
-
-
-@_undifferentiated.defjvp
-def _refuse(primals, tangents):
-    raise ValueError(
-        "a private gradient must not be differentiated: its derivative is of the raw gradients and has no noise. Stop "
-        "the gradient at what goes into the mechanism"
-    )
-
-
-def require_unmasked(tree: Tree):
-    leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, optax.MaskedNode))
-    if any(isinstance(leaf, optax.MaskedNode) for leaf in leaves):
-        raise ValueError(
-            "a mechanism must not stand inside optax.masked, multi_transform or partition: raw gradients of what is "
-            "masked would pass by it. Use dpx.in_coordinates(mechanism, dpx.trainable(mask))"
-        )
-
-
-def require_per_example(grads: Tree, params: Tree):
-    """ValueError unless every leaf of `grads` has the shape of its parameter behind one axis of examples."""
-    require_unmasked(grads)
-    require_real(grads)
-    if params is None:
-        raise ValueError("params must be given: update(grads, state, params); they tell what one gradient's shape is")
-    size = batch_size(grads)
-    expected = [(size, *jnp.shape(leaf)) for leaf in jax.tree.leaves(params)]
-    found = [jnp.shape(leaf) for leaf in jax.tree.leaves(grads)]
-    if found != expected or jax.tree.structure(grads) != jax.tree.structure(params):
-        raise ValueError(
-            "grads must hold one gradient of each example: like params, with the examples on an axis in front of each "
-            f"leaf, of shapes {expected}; got shapes {found}"
-        )
 
 
 def sum_contributions(mechanism: Mechanism, grads: Tree, state: Tree, included: jax.Array) -> tuple[Tree, ...]:
@@ -243,12 +194,6 @@ def _sum_encoded(mechanism: Mechanism, grads: Tree, state: Tree, included: jax.A
 def in_range(norms: Tree) -> jax.Array:
     """Which examples may contribute: those whose every norm, (B,) a leaf, is at most LARGEST; NaN is not."""
     return functools.reduce(jnp.logical_and, [norm <= LARGEST for norm in jax.tree.leaves(norms)])
-
-
-def require_real(tree: Tree):
-    for dtype in map(jnp.result_type, jax.tree.leaves(tree)):
-        if jnp.issubdtype(dtype, jnp.complexfloating):
-            raise ValueError(f"gradients must be real, got {dtype}: keep real and imaginary parts apart")
 
 
 class Coordinates(NamedTuple):

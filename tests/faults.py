@@ -71,8 +71,8 @@ CORE = [
     ),
     Fault(
         "update: padding may be forgotten",
-        "dpx/mechanism.py",
-        'if getattr(self.sampling, "pads", True):',
+        "dpx/batches.py",
+        'if included is MISSING and getattr(sampling, "pads", True):',
         "if False:",
         misuse("update without the padding"),
     ),
@@ -85,7 +85,7 @@ CORE = [
     ),
     Fault(
         "update: masked leaves pass",
-        "dpx/mechanism.py",
+        "dpx/_guards.py",
         "if any(isinstance(leaf, optax.MaskedNode) for leaf in leaves):",
         "if False:",
         misuse("masked"),
@@ -121,15 +121,15 @@ CORE = [
     Fault(
         "a private gradient may be differentiated",
         "dpx/mechanism.py",
-        "return self.release(_undifferentiated(sums), state, params)",
+        "return self.release(undifferentiated(sums), state, params)",
         "return self.release(sums, state, params)",
         "tests/test_misuse.py -k differentiated",
     ),
     Fault(
         "update: extra arguments reach what stands behind",
-        "dpx/mechanism.py",
-        "            if extra_args:\n",
-        "            if False:\n",
+        "dpx/_guards.py",
+        "    if extra_args:\n",
+        "    if False:\n",
         "tests/test_misuse.py -k extra_argument",
     ),
     Fault(

@@ -1,0 +1,63 @@
+"""What a mechanism refuses to be given, because its bill would not be true for it."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from dpx.batches import Tree, batch_size
+
+
+def require_no_more(extra_args: dict[str, Any]):
+    """ValueError for extra arguments of an update."""
+    if extra_args:
+        raise ValueError(
+            f"update takes no {sorted(extra_args)}, which transforms behind it would get without noise. Call a "
+            "transform that needs public values by itself, with the released updates"
+        )
+
+
+def require_real(tree: Tree):
+    for dtype in map(jnp.result_type, jax.tree.leaves(tree)):
+        if jnp.issubdtype(dtype, jnp.complexfloating):
+            raise ValueError(f"gradients must be real, got {dtype}: keep real and imaginary parts apart")
+
+
+@jax.custom_jvp
+def undifferentiated(sums: Tree) -> Tree:
+    """`sums`, which may not be differentiated: the noise would vanish from the derivative."""
+    return sums
+
+
+@undifferentiated.defjvp
+def _refuse(primals, tangents):
+    raise ValueError(
+        "a private gradient must not be differentiated: its derivative is of the raw gradients and has no noise. Stop "
+        "the gradient at what goes into the mechanism"
+    )
+
+
+def require_unmasked(tree: Tree):
+    leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, optax.MaskedNode))
+    if any(isinstance(leaf, optax.MaskedNode) for leaf in leaves):
+        raise ValueError(
+            "a mechanism must not stand inside optax.masked, multi_transform or partition: raw gradients of what is "
+            "masked would pass by it. Use dpx.in_coordinates(mechanism, dpx.trainable(mask))"
+        )
+
+
+def require_per_example(grads: Tree, params: Tree):
+    """ValueError unless every leaf of `grads` has the shape of its parameter behind one axis of examples."""
+    require_unmasked(grads)
+    require_real(grads)
+    if params is None:
+        raise ValueError("params must be given: update(grads, state, params); they tell what one gradient's shape is")
+    size = batch_size(grads)
+    expected = [(size, *jnp.shape(leaf)) for leaf in jax.tree.leaves(params)]
+    found = [jnp.shape(leaf) for leaf in jax.tree.leaves(grads)]
+    if found != expected or jax.tree.structure(grads) != jax.tree.structure(params):
+        raise ValueError(
+            "grads must hold one gradient of each example: like params, with the examples on an axis in front of each "
+            f"leaf, of shapes {expected}; got shapes {found}"
+        )
