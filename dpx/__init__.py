@@ -9,6 +9,7 @@ from dpx.accounting import calibrated as calibrated
 from dpx.accounting import compose as compose
 from dpx.accounting import delta as delta
 from dpx.accounting import epsilon as epsilon
+from dpx.accounting import max_steps as max_steps
 from dpx.accounting import privacy_report as privacy_report
 from dpx.adaptive_clipping import adaptive_clipping as adaptive_clipping
 from dpx.batches import Batch as Batch

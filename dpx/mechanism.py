@@ -97,8 +97,8 @@ class Mechanism(optax.GradientTransformationExtraArgs):
         def update(grads, state, params=None, *, included=_MISSING, drawn=None, **extra_args):
             if extra_args:
                 raise ValueError(
-                    f"update takes no {sorted(extra_args)}: transforms behind the mechanism would get them without noise. "
-                    "Call a transform that needs public values by itself, with the released updates"
+                    f"update takes no {sorted(extra_args)}, which transforms behind it would get without noise. Call a "
+                    "transform that needs public values by itself, with the released updates"
                 )
             require_per_example(grads, params)
             if included is _MISSING:

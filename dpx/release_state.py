@@ -71,7 +71,7 @@ def countersigned(state: Tree, terms: np.ndarray, rows: jax.Array, most: float, 
     """
 
     def countersign(node):
-        wrong = [jnp.any(node.terms != terms), rows > most]
+        wrong = [jnp.any(node.terms != terms), rows > int(min(most, 2**31 - 1))]
         if drawn is not None:
             step, drawn_rows, stream = jnp.asarray(drawn).astype(jnp.uint32)
             other_key = (node.stream != 0) & (stream != node.stream)
@@ -134,7 +134,10 @@ def release_state(state: Tree) -> ReleaseState:
     if isinstance(release.step, jax.core.Tracer):
         raise ValueError("state must be known, got one that jax is tracing: read its steps and its bill outside of jit")
     if jnp.shape(release.step) != ():
-        raise ValueError(f"state must be of one run, got the states of {jnp.shape(release.step)} runs: bill each alone")
+        raise ValueError(
+            f"state must be of one run, got {jnp.shape(release.step)} runs. Runs of one key share their noise: give "
+            "each a key of its own, and bill them together by dpx.compose"
+        )
     return release
 
 

@@ -203,6 +203,15 @@ def test_the_recursion_covers_adding_an_example(rate, excess, noise):
             assert exact <= bound + 1e-9
 
 
+@pytest.mark.parametrize("most", [3, 40])
+def test_the_polygon_holds_the_disc(most):
+    """In every direction (a, b) a corner (fed, kept) reaches at least as far as the quarter disc does."""
+    grid = feedback_renyi._grid(most)
+    angles = np.linspace(0, math.pi / 2, 5001)[:, None]
+    farthest = (np.cos(angles) * grid.fed + np.sin(angles) * grid.kept).max(axis=1)
+    assert np.all(farthest >= 1 - 1e-15)
+
+
 @pytest.mark.parametrize("order", [1.5, 2, 5, 20])
 def test_the_lemma_of_the_other_direction(order):
     """E (1-q + q r^-b e^h)^(1-a) <= E (1-q + q r e^h)^a for r >= 1, by quadrature."""

@@ -134,7 +134,8 @@ def masked(made: dpx.Mechanism) -> dpx.Mechanism:
 
 def gradient(loss, made, params, examples, included, clipping, state):
     """The one call of the library in this file."""
-    return dpx.private_grad(loss, made, clipping=clipping)(params, examples, state, weights=included)
+    batch = dpx.Batch(examples, jnp.asarray(included).astype(bool))
+    return dpx.private_grad(loss, made, clipping=clipping)(params, batch, state)
 
 
 def norms(contributions) -> np.ndarray:

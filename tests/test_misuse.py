@@ -109,6 +109,63 @@ def inject():
     return bill(made)
 
 
+SHUFFLED = dpx.ShuffledEpochs(examples=1000, batch_size=64)
+
+
+def after_batches(sampling, change, steps=2, keys=None):
+    """The bill of steps on drawn batches that `change` makes something else of."""
+    mechanism = dp_sgd(sampling=sampling)
+    state = mechanism.init(PARAMS)
+    gradient = dpx.private_grad(loss, mechanism)
+    for step in range(steps):
+        batch = sampling.take(DATA, keys[step] if keys else KEY, state)
+        state = gradient(PARAMS, change(batch), state).state
+    return dpx.epsilon(mechanism, state, delta=1e-5)
+
+
+def repeated(batch):
+    """Eight views of every example, each clipped by itself."""
+    rows = jax.tree.map(lambda x: np.repeat(x, 8, 0), batch.examples)
+    return batch._replace(examples=rows, included=np.repeat(batch.included, 8))
+
+
+def twice_by_update():
+    mechanism = dp_sgd()
+    state = mechanism.init(PARAMS)
+    batch = SAMPLING.take(DATA, KEY, state)
+    grads = jax.vmap(jax.grad(loss), (None, 0))(PARAMS, batch.examples)
+    for _ in range(2):
+        _, state = mechanism.update(grads, state, PARAMS, included=batch.included, drawn=batch.drawn)
+    return dpx.epsilon(mechanism, state, delta=1e-5)
+
+
+def lookahead_that_resets():
+    ahead = optax.lookahead(dp_sgd(sampling=FULL), sync_period=2, slow_step_size=0.5, reset_state=True)
+    params = optax.LookaheadParams(PARAMS, PARAMS)
+    state = ahead.init(params)
+    for _ in range(5):
+        _, state = ahead.update(GRADS, state, params)
+    return dpx.epsilon(dp_sgd(sampling=FULL), state, delta=1e-5)
+
+
+def hypergradient():
+    mechanism = dp_sgd()
+    state, gradient = mechanism.init(PARAMS), dpx.private_grad(loss, mechanism)
+    batch = SAMPLING.take(DATA, KEY, state)
+    return jax.jvp(lambda params: gradient(params, batch, state).updates, (PARAMS,), (PARAMS,))
+
+
+def plateau():
+    chained = optax.chain(dp_sgd(), optax.contrib.reduce_on_plateau(patience=1), optax.sgd(0.1))
+    return chained.update(GRADS, chained.init(PARAMS), PARAMS, included=jnp.ones(ROWS, bool), value=jnp.ones(()))
+
+
+def named_chain_of_ones_own():
+    sums = optax.stateless(lambda grads, params: jax.tree.map(lambda g: g + g.sum(0, keepdims=True), grads))
+    own = optax.GradientTransformation(lambda params: (), sums.update)
+    return bill(optax.named_chain(("pre", own), ("dp", dp_sgd())))
+
+
 MIXED = {"w": "private", "b": "public"}
 SAME_KEY = (dp_sgd(), 100), (dp_sgd(2.0), 100)
 
@@ -149,7 +206,7 @@ REFUSED = {
         "another kind of event",
     ),
     "an impure schedule that changes between run and bill": (impure, "other noise"),
-    "bill several runs at once": (stacked_states, "bill each alone"),
+    "bill several runs at once": (stacked_states, "give each a key of its own"),
     "bill inside jit": (under_jit, "traced|tracing"),
     # around a mechanism, or before it
     "masked": (lambda: bill(optax.masked(dp_sgd(), {"w": True, "b": False})), "must not stand inside optax.masked"),
@@ -239,6 +296,39 @@ REFUSED = {
     ),
     "draw inside jit": (take_under_jit, "outside of jit"),
     "a step beyond the budget": (beyond_the_plan, "the budget is spent: .* 3 steps, and 3 were made"),
+    "a shuffled epoch drawn with another key at every step": (
+        lambda: after_batches(SHUFFLED, lambda batch: batch, keys=list(jax.random.split(KEY, 2))),
+        "more than one key",
+    ),
+    "views of an example as rows": (lambda: after_batches(SAMPLING, repeated), "average over them inside the loss"),
+    "a drawn batch whose padding is forgotten": (
+        lambda: after_batches(SAMPLING, lambda batch: batch._replace(included=None)),
+        "not those that `take` drew",
+    ),
+    "all data in every shuffled step": (
+        lambda: after_batches(SHUFFLED, lambda batch: dpx.Batch(DATA, None)),
+        "has 64 rows, got 1000",
+    ),
+    "all data in every step of a fixed size": (
+        lambda: after_batches(
+            dpx.FixedSizeSampling(examples=1000, batch_size=50), lambda batch: dpx.Batch(DATA, np.ones(1000, bool))
+        ),
+        "more rows that count than its sampling draws",
+    ),
+    "a batch used twice by update": (twice_by_update, "another step than it was drawn for"),
+    "a lookahead that resets the count": (lookahead_that_resets, "may have set back its count"),
+    "the derivative of a private gradient": (hypergradient, "must not be differentiated"),
+    "the training loss for a transform behind": (plateau, r"update takes no \['value'\]"),
+    "a transform of one's own in a named chain": (named_chain_of_ones_own, "use dpx.chain"),
+    # exchanged parts
+    "another key for old noise": (lambda: dp_sgd().replace(key=jax.random.key(9)), "another key needs another release"),
+    "another sampling for an old event": (lambda: dp_sgd().replace(sampling=OTHER), "needs another event"),
+    "other noise for an old release": (lambda: dp_sgd().replace(noise_multiplier=9.0), "needs another release"),
+    "optax first in dpx.chain": (lambda: dpx.chain(optax.clip(1.0), dp_sgd()), "must come first"),
+    "an optax chain in coordinates": (
+        lambda: dpx.in_coordinates(optax.chain(dp_sgd()), dpx.trainable({"w": True, "b": False})),
+        "must come first",
+    ),
     # several runs
     "two runs with one key": (lambda: dpx.compose(*SAME_KEY, shared_batches=False), "a key of its own"),
     "two runs with one key on shared batches": (
@@ -385,6 +475,29 @@ def test_batches_follow_the_state_not_the_epoch():
             state = gradient(PARAMS, batch, state).state
     assert len(set(batches)) == 4
     assert dpx.epsilon(mechanism, state, delta=1e-5) == pytest.approx(truth(1.0, 4))
+
+
+def test_an_unhashable_schedule_is_one_number_for_clip_and_noise():
+    """One that counts its calls would clip to one norm and add the noise of another if jax traced it twice."""
+
+    class Counting:
+        __hash__ = None  # type: ignore
+        calls = 0
+
+        def __call__(self, step):
+            self.calls += 1
+            return jnp.float32(4.0**self.calls) + 0 * step.astype(jnp.float32)
+
+    full = dpx.FullBatch(examples=1)
+    grads = jax.tree.map(lambda p: jnp.full((1, *p.shape), 1e6), PARAMS)
+    silent, noisy = (
+        dp_sgd(noise, full, clip_norm=Counting()).update(grads, dp_sgd(noise, full).init(PARAMS), PARAMS)[0]
+        for noise in (0.0, 1.0)
+    )
+    clip_norm = float(optax.tree.norm(silent))
+    noise = jax.tree.map(jnp.subtract, noisy, silent)
+    standard = optax.tree.norm(noise) / clip_norm
+    assert 0.3 * np.sqrt(12) < float(standard) < 2 * np.sqrt(12)
 
 
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])

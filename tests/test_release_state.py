@@ -67,7 +67,7 @@ def nnx_optimizer():
 def lookahead():
     """It passes no extra arguments on, so the sampling is one that never pads."""
     full = dp_sgd(sampling=dpx.FullBatch(examples=ROWS))
-    ahead = optax.lookahead(full, sync_period=3, slow_step_size=0.5)
+    ahead = optax.lookahead(full, sync_period=2, slow_step_size=0.5)
     params = optax.LookaheadParams(PARAMS, PARAMS)
     state = ahead.init(params)
     for _ in range(2):
@@ -106,11 +106,8 @@ def test_every_mechanism_bills_its_own_state(case):
     mechanism = case.mechanism
     state = jax.eval_shape(mechanism.init, PARAMS)
     sums = jax.eval_shape(lambda state: dpx.mechanism.sum_contributions(mechanism, GRADS, state, EVERYONE), state)
-    step = jax.jit(
-        lambda state: mechanism.release_once(
-            jax.tree.map(lambda s: jnp.zeros(s.shape), sums), state, PARAMS, jnp.zeros(0, bool)
-        )[1]
-    )
+    zeros, nobody = jax.tree.map(lambda s: jnp.zeros(s.shape), sums), jnp.zeros(0, bool)
+    step = jax.jit(lambda state: mechanism.release_once(zeros, state, PARAMS, nobody)[1])
     state = mechanism.init(PARAMS)
     for _ in range(4):
         state = step(jax.tree.map(lambda leaf: np.asarray(leaf), state))

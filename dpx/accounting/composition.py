@@ -78,6 +78,7 @@ def plan(
     """
     delta = max(delta, 1e-290)
     tail = _RELATIVE_TAIL * delta
+    rdp = np.minimum.accumulate(rdp[::-1])[::-1]  # it grows with the order, and its series near 1 may not converge
     usable = np.isfinite(rdp)
     if not usable.any():
         return None

@@ -2,6 +2,9 @@
 
 A participation of an example acts on every later release, so the steps do not compose and dp-accounting's accountants
 refuse the event. Proofs: `feedback_energy` (participations known, or as if known) and `feedback_renyi` (amplified).
+
+The amplified bound is sound but not tight: at rate .02, noise multiplier 1, 1,000 steps and ten participations known,
+the bill is .9 % above what enumeration gives.
 """
 
 import math

@@ -22,6 +22,7 @@ _SHARE = 1e-5  # of delta, that may be bounded instead of computed,
 _REUSED = 1e-3  # by a composition that was planned for another epsilon
 _EXACT, _CURVE = 0.5, 4.0  # deviations of `composition.plan`: for one answer, and for a curve within 0.1 %
 _SMALLER = 4  # a composition is fine enough for an epsilon so many times smaller than the one it was planned for
+_MOST_KEPT = 4  # compositions, of up to 30 MiB
 _ATTEMPTS = 5  # compositions for one question
 
 
@@ -167,7 +168,7 @@ class ComposedProfile:
             if composed:
                 planned = epsilon, delta
                 epsilon, delta = (min(pair) for pair in zip(planned, read(composed), strict=True))
-                self._kept.append((planned[0], composed))
+                self._kept = [*self._kept[-_MOST_KEPT + 1 :], (planned[0], composed)]
                 close = epsilon >= planned[0] / _SMALLER or self._grid is not None
                 better = epsilon < 0.999 * planned[0] or delta < 0.999 * planned[1]
                 if epsilon == 0 or (close and _share(composed, epsilon) <= _SHARE) or (attempt > 1 and not better):
