@@ -1188,7 +1188,7 @@ ACCOUNTING = [
         "dpx/accounting/composition.py",
         "self._missing = -(rounding + plan.wrapped(self._losses))",
         "self._missing = -rounding",
-        "tests/test_accounting_soundness.py -k wraps",
+        "tests/test_accounting_soundness.py -k come_around",
     ),
     Fault(
         "composition: each step counts once",
@@ -1347,14 +1347,14 @@ ACCOUNTING = [
         "dpx/accounting/projected.py",
         "return tuple(_mixture(pmfs, shares, beyond) for pmfs in zip(*found, strict=True))",
         "return tuple(_mixture(pmfs, shares, 0.0) for pmfs in zip(*found, strict=True))",
-        "tests/test_accounting_projected.py -k larger_stretches",
+        "tests/test_accounting_projected.py -k stretches_beyond",
     ),
     Fault(
         "projected: the Renyi bill drops larger stretches",
         "dpx/accounting/projected.py",
         "logs = np.vstack([np.log(shares)[:, None] + (orders - 1) * parts, beyond])",
         "logs = np.log(shares)[:, None] + (orders - 1) * parts",
-        "tests/test_accounting_projected.py -k 'renyi or larger_stretches'",
+        "tests/test_accounting_projected.py -k renyi",
     ),
     Fault(
         "projected: stretches rounded down",
