@@ -3,12 +3,13 @@
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import optax
 
 import dpx
+from dpx.accounting.checks import Accountant
 from dpx.sampling import Sampling
 from examples.methods import METHODS, options_of
 from examples.models import ACTIVATIONS, MODELS
@@ -20,7 +21,7 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
 }
 SAMPLINGS = ("poisson", "shuffled", "fixed", "full")
 FEATURES = ("none", "scattering")
-ACCOUNTANTS = ("pld", "rdp")
+ACCOUNTANTS = ("tightest", "pld", "rdp")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +44,7 @@ class Config:
     epsilon: float | None = None
     noise_multiplier: float | None = None
     delta: float = 1e-5
-    accountant: Literal["pld", "rdp"] = "pld"
+    accountant: Accountant = "tightest"
     epochs: float = 10.0
     sampling: str = "poisson"
     batch_size: int | None = None
