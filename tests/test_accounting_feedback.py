@@ -225,15 +225,6 @@ def test_the_lemma_of_the_other_direction(order):
         assert left <= right + 1e-9
 
 
-@pytest.mark.parametrize("most", [2, 20, 60])
-def test_the_polygon_lies_around_the_disc(most):
-    """Whatever a and b weigh, no (S, F) of the disc has a larger a S + b F than the best corner."""
-    grid = feedback_renyi._grid(most)
-    angles = np.linspace(0, math.pi / 2, 2001)[:, None]
-    furthest = (np.sin(angles) * grid.fed + np.cos(angles) * grid.kept).max(axis=1)
-    assert np.all(furthest >= 1 - 1e-12) and np.all(furthest <= 1.01)
-
-
 def test_participations_that_are_left_out_are_paid_for(monkeypatch):
     """With divergences of 0, delta is their probability, in every stretch between resets."""
     tails = []

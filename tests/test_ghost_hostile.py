@@ -134,7 +134,8 @@ def masked(made: dpx.Mechanism) -> dpx.Mechanism:
 
 def gradient(loss, made, params, examples, included, clipping, state):
     """The one call of the library in this file."""
-    return dpx.private_grad(loss, made, clipping=clipping)(params, examples, state, weights=included)
+    batch = dpx.Batch(examples, jnp.asarray(included).astype(bool))
+    return dpx.private_grad(loss, made, clipping=clipping)(params, batch, state)
 
 
 def norms(contributions) -> np.ndarray:
@@ -231,7 +232,10 @@ def test_no_row_exceeds_the_bound(name, variant):
     case, made = CASES[name], VARIANTS[variant]()
     if variant == "clipped":
         batch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape), leaf.dtype), case.example)
-        found = {way for _, way, _ in dpx.explain(case.loss, made, case.params, batch, clipping="ghost").rows}
+        found = {
+            way
+            for _, way, _ in dpx.explain(case.loss, made, case.params, dpx.Batch(batch, None), clipping="ghost").rows
+        }
         assert found == {METHODS[way] for way in case.ways}
     assert_bounded(alone(case.loss, made, *rows_of((case.params, case.example))), 0.7)
 
@@ -383,7 +387,9 @@ def test_the_contract_of_bounds_on_the_ghost_path(case):
     made, like = case.mechanism, (f32(4), f32(3), f32())
     silent, rows = noiseless(made), hostile_rows(like)
     batch = jax.tree.map(lambda leaf: normal(sum(leaf.shape), ROWS, *leaf.shape).at[2].multiply(1e6), like)
-    assert METHODS["outer"] in {way for _, way, _ in dpx.explain(linear, made, PARAMS, batch, clipping="ghost").rows}
+    assert METHODS["outer"] in {
+        way for _, way, _ in dpx.explain(linear, made, PARAMS, dpx.Batch(batch, None), clipping="ghost").rows
+    }
 
     def total(examples, included, state):
         return gradient(linear, silent, PARAMS, examples, included, "ghost", state).updates
