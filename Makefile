@@ -28,7 +28,7 @@ test: lint
 		JAX_DISABLE_MOST_OPTIMIZATIONS=1 \
 		$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadgroup
 
-# Puts deliberate faults into the library, one at a time, and says which of them no test notices: half an hour.
+# Puts deliberate faults into the library, one at a time, and says which of them no test notices: ten to thirty minutes.
 mutants: install
 	$(BIN)/python -m tests.mutants
 

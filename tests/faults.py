@@ -1406,7 +1406,7 @@ GHOST = [
         "dpx/ghost/norms.py",
         "    sizes = in_range(jnp.ones_like(sizes), sizes)\n",
         "",
-        "tests/test_ghost_hostile.py -k 'exceeds_the_bound and rows'",
+        "tests/test_ghost_hostile.py -k cancel_beyond",
     ),
     Fault(
         "ghost: padding counts",

@@ -154,8 +154,8 @@ def report(results: Sequence[Result], before: str) -> str:
 
 `python -m tests.mutants --report FILE`, {datetime.date.today()}, python {platform.python_version()}, {versions}.
 
-{len(rows)} faults: {len(rows) - survived - errors} killed, {survived} survived, {errors} errors; {minutes:.0f}
-minutes of one core, shared with other work. Every test named below is green without a fault.
+{len(rows)} faults: {len(rows) - survived - errors} killed, {survived} survived, {errors} errors; {minutes:.0f} minutes.
+Every test named below is green without a fault. A row is of the last run of its fault.
 
 | fault | file | harmful | killed by | seconds |
 |---|---|---|---|---|
