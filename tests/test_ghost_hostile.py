@@ -17,8 +17,7 @@ import dpx
 from dpx.ghost import norms as ghost_norms
 from dpx.ghost.plan import METHODS
 from dpx.mechanism import LARGEST
-from tests.ghost import QUICK, assert_agrees, integers, key, noiseless, normal
-from tests.mechanisms import MECHANISMS, PARAMS
+from tests.ghost import assert_agrees, integers, key, noiseless, normal
 
 FULL = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
 ROUNDING = 1e-6  # of the clip norm
@@ -369,48 +368,3 @@ def test_a_place_counted_from_the_end_is_counted_once():
     for place, c in zip(*examples, strict=True):
         found = step((place[None], c[None])).updates[0]
         np.testing.assert_allclose(found, jax.grad(loss)(w, (place, c)), rtol=1e-6)
-
-
-ELEMENTWISE = [case for case in MECHANISMS if case.mechanism.elementwise]
-ROWS = 6
-
-
-def linear(params, example):
-    """The gradients in the shapes of PARAMS; the kernel's is an outer product."""
-    x, c, scale = example
-    return jnp.sum(c * (x @ params["kernel"] + params["bias"])) + scale * params["scale"]
-
-
-@pytest.mark.parametrize("case", ELEMENTWISE, ids=lambda case: case.name)
-def test_the_contract_of_bounds_on_the_ghost_path(case):
-    """Bounded and adjacent, for every mechanism that ghost norms can follow, at the start and after steps."""
-    made, like = case.mechanism, (f32(4), f32(3), f32())
-    silent, rows = noiseless(made), hostile_rows(like)
-    batch = jax.tree.map(lambda leaf: normal(sum(leaf.shape), ROWS, *leaf.shape).at[2].multiply(1e6), like)
-    assert METHODS["outer"] in {
-        way for _, way, _ in dpx.explain(linear, made, PARAMS, dpx.Batch(batch, None), clipping="ghost").rows
-    }
-
-    def total(examples, included, state):
-        return gradient(linear, silent, PARAMS, examples, included, "ghost", state).updates
-
-    def alone(example, state):
-        return total(jax.tree.map(lambda leaf: leaf[None], example), jnp.ones(1), state)
-
-    def step(state):
-        """The sums of all, and of all but one; the next state."""
-        included = jnp.concatenate([jnp.ones((1, ROWS)), 1 - jnp.eye(ROWS)])
-        sums = jax.vmap(total, (None, 0, None))(batch, included, state)
-        return sums[0], gradient(linear, made, PARAMS, batch, jnp.ones(ROWS), "ghost", state).state
-
-    bounded = jax.jit(jax.vmap(alone, (0, None)), compiler_options=FULL)
-    step, state = jax.jit(step, compiler_options=QUICK), made.init(PARAMS)
-    for number in range(5):
-        sums, following = step(state)
-        moved = [np.asarray(leaf[:1], np.float64) - np.asarray(leaf[1:], np.float64) for leaf in jax.tree.leaves(sums)]
-        assert (norms(moved) <= case.clip(number) * (1 + 1e-5)).all()
-        if number in (0, 4):
-            found = bounded(rows, state)
-            assert_bounded(norms(found[0]), case.clip(number))
-            assert case.withheld is None or (norms(found[1]) <= case.withheld * (1 + ROUNDING)).all()
-        state = following
