@@ -25,9 +25,9 @@ from dp_accounting import DpEvent
 
 from dpx import schedules
 from dpx._guards import require_no_more, require_per_example, require_unmasked, undifferentiated
+from dpx._microbatching import sum_over_parts
 from dpx.accounting.budget import Budget
 from dpx.batches import MISSING, Tree, batch_size, inclusion, most_rows
-from dpx.parts import sum_over_parts
 from dpx.release_state import countersigned, require_paid_by, signed, terms_of
 from dpx.sampling import Sampling
 from dpx.schedules import ScalarOrSchedule

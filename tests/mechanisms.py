@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import optax
 
 import dpx
-from dpx.accounting.feedback import ErrorFeedbackDpEvent
+from dpx.accounting.error_feedback.event import ErrorFeedbackDpEvent
 from dpx.accounting.projected import ProjectedGaussianDpEvent
-from dpx.projections.projection import projection
+from dpx.coordinates.projections.projection import projection
 
 PARAMS = {"kernel": jnp.ones((4, 3)), "bias": jnp.zeros(3), "scale": jnp.ones(())}
 POISSON = dpx.PoissonSampling(examples=1000, batch_size=8)

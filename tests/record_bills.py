@@ -19,7 +19,7 @@ from dp_accounting import ComposedDpEvent, DpEvent, GaussianDpEvent, SelfCompose
 import dpx
 from dpx import accounting
 from dpx.accounting import schedule_delta, schedule_epsilon
-from dpx.accounting.feedback import ErrorFeedbackDpEvent
+from dpx.accounting.error_feedback.event import ErrorFeedbackDpEvent
 from dpx.accounting.projected import ProjectedGaussianDpEvent, projected
 
 PATH = Path(__file__).parent / "data" / "bills.json"

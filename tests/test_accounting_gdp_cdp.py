@@ -7,7 +7,8 @@ import pytest
 from scipy import integrate, stats
 
 from dpx import accounting
-from dpx.accounting import cdp, gdp, renyi
+from dpx.accounting import gdp, renyi
+from dpx.accounting.comparisons import cdp
 
 
 @pytest.mark.parametrize("mu", [0.05, 0.5, 2.0, 30.0])

@@ -13,7 +13,7 @@ from scipy import stats
 from dpx import accounting
 from dpx.accounting import curves, events
 from dpx.accounting.checks import Accountant
-from dpx.accounting.losses import SampledGaussian
+from dpx.accounting.pld.losses import SampledGaussian
 
 Gaussian = dp_accounting.GaussianDpEvent
 

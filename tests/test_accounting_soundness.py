@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from scipy import optimize, stats
 
 from dpx import accounting
-from dpx.accounting import composition, losses, profiles, renyi
-from dpx.accounting.buckets import bucketed
+from dpx.accounting import profiles, renyi
+from dpx.accounting.pld import composition, losses
+from dpx.accounting.pld.buckets import bucketed
 
 SLACK = 1e-4
 

@@ -18,7 +18,9 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 import dpx
-from dpx import ghost, keys, masks
+from dpx import keys
+from dpx.coordinates import random_freeze as masks
+from dpx.gradients import ghost
 from dpx.mechanism import sum_contributions
 from tests.mechanisms import MECHANISMS, PARAMS, POISSON, Case
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from jax import lax
 
 import dpx
-from dpx.ghost import engine, norms
-from dpx.ghost.plan import METHODS
-from dpx.parts import map_parts
+from dpx._microbatching import map_parts
+from dpx.gradients.ghost import engine, norms
+from dpx.gradients.ghost.plan import METHODS
 from tests.ghost import assert_agrees, assert_same, clipped_sums, integers, key, mechanism, noiseless, normal, ways
 from tests.test_ghost_zoo import score
 

@@ -14,8 +14,8 @@ import pytest
 from jax import lax
 
 import dpx
-from dpx.ghost import norms as ghost_norms
-from dpx.ghost.plan import METHODS
+from dpx.gradients.ghost import norms as ghost_norms
+from dpx.gradients.ghost.plan import METHODS
 from dpx.mechanism import LARGEST
 from tests.ghost import assert_agrees, integers, key, noiseless, normal
 

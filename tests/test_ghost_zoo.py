@@ -9,7 +9,7 @@ import pytest
 from flax import linen, nnx
 from jax import lax
 
-from dpx.ghost.plan import METHODS
+from dpx.gradients.ghost.plan import METHODS
 from tests.ghost import assert_agrees, integers, key, normal, random_like, ways
 
 SIZE = 5

@@ -65,9 +65,9 @@ def test_memory_is_that_of_a_microbatch(loss):
 @pytest.mark.parametrize("size", [64, 61])
 def test_where_a_batch_would_leave_the_cache_of_a_cpu_parts_are_chosen(size, monkeypatch):
     assert gradients_held(dense, size=size) > 30
-    monkeypatch.setattr("dpx.working_set.CACHE", 2**19)  # 4 gradients
-    monkeypatch.setattr("dpx.working_set.SUMS", 1)
-    monkeypatch.setattr("dpx.working_set.SPILLS", 2**21)
+    monkeypatch.setattr("dpx.gradients.microbatch_size.CACHE", 2**19)  # 4 gradients
+    monkeypatch.setattr("dpx.gradients.microbatch_size.SUMS", 1)
+    monkeypatch.setattr("dpx.gradients.microbatch_size.SPILLS", 2**21)
     assert gradients_held(dense, size=size) < 12
     assert gradients_held(convolving(dense), size=size) > 30  # which loops make slow
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")

@@ -11,8 +11,8 @@ from jax.flatten_util import ravel_pytree
 
 import dpx
 from dpx import keys
-from dpx.masks import count, random_mask
-from dpx.selection import largest
+from dpx.coordinates._masks import count, random_mask
+from dpx.coordinates._selection import largest
 from examples.config import Config
 from tests.ghost import assert_agrees, noiseless, normal
 

@@ -14,8 +14,8 @@ from jax.flatten_util import ravel_pytree
 import dpx
 from dpx import keys
 from dpx.accounting.projected import projected
-from dpx.projections import countsketch, hadamard
-from dpx.projections.projection import KINDS, projection
+from dpx.coordinates.projections import countsketch, hadamard
+from dpx.coordinates.projections.projection import KINDS, projection
 from tests.mechanisms import PARAMS, POISSON
 from tests.test_dp_sgd import loss, model
 

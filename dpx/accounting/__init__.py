@@ -1,6 +1,6 @@
 """Privacy accounting: what a mechanism, an event or a schedule of noise multipliers costs."""
 
-from dpx.accounting import cdp as cdp
+from dpx.accounting import comparisons as comparisons
 from dpx.accounting import curves as curves
 from dpx.accounting import gdp as gdp
 from dpx.accounting.bill import delta as delta
@@ -15,7 +15,6 @@ from dpx.accounting.compose import compose as compose
 from dpx.accounting.events import event_delta as event_delta
 from dpx.accounting.events import event_epsilon as event_epsilon
 from dpx.accounting.events import register as register
-from dpx.accounting.feedback_claim import dice_theorem_noise as dice_theorem_noise
 from dpx.accounting.horizon import max_steps as max_steps
 from dpx.accounting.report import PrivacyReport as PrivacyReport
 from dpx.accounting.report import privacy_report as privacy_report

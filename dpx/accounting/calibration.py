@@ -9,9 +9,9 @@ import numpy as np
 
 from dpx.accounting import checks
 from dpx.accounting.bill import billed
-from dpx.accounting.buckets import Buckets
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.events import event_epsilon
+from dpx.accounting.pld.buckets import Buckets
 from dpx.accounting.schedule import Interval, lower_end, merged, upper_end
 
 _COARSE = 24  # buckets of the bills that only say where to look

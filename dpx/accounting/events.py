@@ -13,7 +13,7 @@ from dp_accounting.rdp import RdpAccountant
 from dpx.accounting import checks
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.fixed_size import FixedSizeGaussian
-from dpx.accounting.losses import SampledGaussian
+from dpx.accounting.pld.losses import SampledGaussian
 from dpx.accounting.profiles import UNBOUNDED, DelegatedProfile, Profile, profile
 from dpx.accounting.releases import WHOLES, flatten
 from dpx.accounting.releases import register as register

@@ -12,10 +12,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from dpx.accounting import composition, gdp, renyi
+from dpx.accounting import gdp, renyi
 from dpx.accounting.checks import Accountant
-from dpx.accounting.composition import Composed, Side
-from dpx.accounting.losses import Losses, SampledGaussian, total_renyi
+from dpx.accounting.pld import composition
+from dpx.accounting.pld.composition import Composed, Side
+from dpx.accounting.pld.losses import Losses, SampledGaussian, total_renyi
 
 _LARGEST = 1e8  # an epsilon beyond it counts as infinite
 _SHARE = 1e-5  # of delta, that may be bounded instead of computed,

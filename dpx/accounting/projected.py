@@ -16,10 +16,10 @@ import numpy as np
 from scipy import special
 
 from dpx.accounting import renyi
-from dpx.accounting.buckets import bucketed
 from dpx.accounting.checks import Relation
 from dpx.accounting.events import flatten, register
-from dpx.accounting.losses import Pmf, SampledGaussian
+from dpx.accounting.pld.buckets import bucketed
+from dpx.accounting.pld.losses import Pmf, SampledGaussian
 
 _DISTINCT = 64  # noise multipliers; of more, some are rounded down
 _STRETCHES = 160  # bins at most,

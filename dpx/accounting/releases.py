@@ -11,7 +11,7 @@ from dp_accounting import DpEvent, GaussianDpEvent, PoissonSampledDpEvent, Sampl
 
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.fixed_size import FixedSizeGaussian
-from dpx.accounting.losses import Losses, SampledGaussian, StepLoss
+from dpx.accounting.pld.losses import Losses, SampledGaussian, StepLoss
 from dpx.accounting.profiles import Profile
 
 ReadEvent = Callable[[Any, Relation], StepLoss]

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from dpx.accounting import checks
-from dpx.accounting.buckets import Buckets, bucketed
 from dpx.accounting.checks import Accountant, Relation
-from dpx.accounting.losses import Losses, SampledGaussian
+from dpx.accounting.pld.buckets import Buckets, bucketed
+from dpx.accounting.pld.losses import Losses, SampledGaussian
 from dpx.accounting.profiles import UNBOUNDED, ComposedProfile, GaussianProfile, Profile, profile, unsampled
 
 

@@ -5,14 +5,14 @@ import jax.numpy as jnp
 
 from dpx import schedules
 from dpx.accounting.budget import calibrated
-from dpx.gaussian import gaussian_mechanism
-from dpx.importance import importance_mask
-from dpx.masks import require_fraction
+from dpx.coordinates._masks import require_fraction
+from dpx.coordinates.importance_mask import importance_mask
+from dpx.coordinates.standardized import standardized
+from dpx.coordinates.top_fraction import top_fraction
 from dpx.mechanism import Mechanism, in_coordinates
+from dpx.mechanisms.gaussian import gaussian_mechanism
 from dpx.sampling import Sampling
 from dpx.schedules import ScalarOrSchedule
-from dpx.sparse import top_fraction
-from dpx.standardization import standardized
 
 
 @calibrated

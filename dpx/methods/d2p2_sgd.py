@@ -9,10 +9,11 @@ import jax
 
 from dpx import schedules
 from dpx.accounting.budget import calibrated
-from dpx.gaussian import gaussian_mechanism
+from dpx.coordinates.projections import ProjectionKind, random_projection
 from dpx.mechanism import Mechanism, Tree, in_coordinates
-from dpx.normalization import normalized
-from dpx.projections import ProjectionKind, clip_then_project, random_projection
+from dpx.mechanisms.clip_then_project import clip_then_project
+from dpx.mechanisms.gaussian import gaussian_mechanism
+from dpx.mechanisms.normalized import normalized
 from dpx.sampling import Sampling
 from dpx.schedules import ScalarOrSchedule
 

@@ -3,8 +3,8 @@
 import jax
 
 from dpx.accounting.budget import calibrated
-from dpx.error_feedback import error_feedback_mechanism
 from dpx.mechanism import Mechanism
+from dpx.mechanisms.error_feedback import error_feedback_mechanism
 from dpx.sampling import Sampling
 
 
@@ -25,9 +25,9 @@ def dice_sgd(
     `dpx.chain(dice_sgd(...), optax.scale_by_adam(), ...)` is its Adam form, `gamma` its automatic form; the arguments
     are those of `error_feedback_mechanism`.
 
-    Its privacy theorem does not hold (`dpx.accounting.dice_theorem_noise`). What holds depends on how much may enter
-    the error: the published outer_clip_norm=inf has a trivial bill only. Noise multiplier in units of C1 for (2, 1e-5),
-    50000 examples, batches of 1000, 150 steps, where DP-SGD clipping at C1 needs 0.93:
+    Its privacy theorem does not hold (`dpx.accounting.comparisons.dice_theorem_noise`). What holds depends on how much
+    may enter the error: the published outer_clip_norm=inf has a trivial bill only. Noise multiplier in units of C1 for
+    (2, 1e-5), 50000 examples, batches of 1000, 150 steps, where DP-SGD clipping at C1 needs 0.93:
 
         outer / clip - 1             0.1    0.5    1      3
         Poisson                      1.47   4.91   9.5    28

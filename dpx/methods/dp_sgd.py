@@ -3,8 +3,8 @@
 import jax
 
 from dpx.accounting.budget import calibrated
-from dpx.gaussian import gaussian_mechanism
 from dpx.mechanism import Mechanism, Tree
+from dpx.mechanisms.gaussian import gaussian_mechanism
 from dpx.sampling import Sampling
 from dpx.schedules import ScalarOrSchedule
 

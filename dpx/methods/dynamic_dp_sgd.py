@@ -4,8 +4,8 @@ import jax
 
 from dpx import schedules
 from dpx.accounting.budget import calibrated
-from dpx.gaussian import gaussian_mechanism
 from dpx.mechanism import Mechanism
+from dpx.mechanisms.gaussian import gaussian_mechanism
 from dpx.sampling import Sampling
 
 

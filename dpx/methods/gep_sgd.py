@@ -6,9 +6,9 @@ import jax
 
 from dpx import schedules
 from dpx.accounting.budget import calibrated
-from dpx.gaussian import gaussian_mechanism
-from dpx.gradient_embedding import gradient_embedding
+from dpx.coordinates.gradient_embedding import gradient_embedding
 from dpx.mechanism import Mechanism, Tree, in_coordinates
+from dpx.mechanisms.gaussian import gaussian_mechanism
 from dpx.sampling import Sampling
 from dpx.schedules import ScalarOrSchedule
 

@@ -3,10 +3,10 @@
 import jax
 
 from dpx.accounting.budget import calibrated
-from dpx.gaussian import gaussian_mechanism
-from dpx.masks import random_freeze
+from dpx.coordinates.random_freeze import random_freeze
+from dpx.coordinates.ranked_freeze import ranked_freeze
 from dpx.mechanism import Mechanism, Tree, in_coordinates
-from dpx.ranking import ranked_freeze
+from dpx.mechanisms.gaussian import gaussian_mechanism
 from dpx.sampling import Sampling
 from dpx.schedules import ScalarOrSchedule
 

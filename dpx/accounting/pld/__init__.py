@@ -1,0 +1,1 @@
+"""Privacy loss distributions: the loss of a step, its composition over many, and long schedules as few steps."""

@@ -1,0 +1,75 @@
+"""Q^T v in blocks of about 64 coordinates, each with its own Haar-random Q, from a QR decomposition of Gaussians."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from dpx.coordinates.projections.kind import EXACT, STREAMED, Kind, Parts, join, split
+
+BLOCK = 64  # coordinates, more where there are fewer blocks than ranks
+
+
+class Blocks(NamedTuple):
+    """`count` blocks of `size` coordinates: the first `wide` with `columns` columns, the others with one fewer.
+
+    They are drawn `together` at a time, in `chunks`; blocks from `count` on only fill the last chunk.
+    """
+
+    count: int
+    size: int
+    columns: int
+    wide: int
+    together: int
+    chunks: int
+
+
+def blocks_of(size: int, rank: int) -> Blocks:
+    count = math.ceil(size / max(BLOCK, math.ceil(size / rank)))
+    block, columns = math.ceil(size / count), math.ceil(rank / count)
+    together = max(1, min(count, STREAMED // (block * columns)))
+    return Blocks(count, block, columns, rank - (columns - 1) * count, together, math.ceil(count / together))
+
+
+def project(key: jax.Array, parts: Parts, rank: int) -> Parts:
+    vector = join(parts)
+    blocks = blocks_of(vector.size, rank)
+    padding = blocks.chunks * blocks.together * blocks.size - vector.size
+    chunks = jnp.pad(vector, (0, padding)).reshape(blocks.chunks, blocks.together, blocks.size)
+    return [_each_chunk("bsc,bs->bc", key, blocks, chunks)]
+
+
+def lift(key: jax.Array, coordinates: Parts, sizes: Sequence[int], rank: int) -> Parts:
+    blocks = blocks_of(sum(sizes), rank)
+    chunks = coordinates[0].reshape(blocks.chunks, blocks.together, blocks.columns)
+    return split(_each_chunk("bsc,bc->bs", key, blocks, chunks), sizes)
+
+
+def stretch(sizes: Sequence[int], rank: int) -> float:
+    """sqrt(block / columns) in the blocks with fewest columns; there, an isometry on its range but for this factor."""
+    blocks = blocks_of(sum(sizes), rank)
+    return math.sqrt(blocks.size / (blocks.columns if blocks.wide == blocks.count else blocks.columns - 1))
+
+
+def _each_chunk(product: str, key: jax.Array, blocks: Blocks, chunks: jax.Array) -> jax.Array:
+    def chunk(_, numbered):
+        number, part = numbered
+        return None, jnp.einsum(product, _matrices(key, blocks, number), part, precision=EXACT)
+
+    return jax.lax.scan(chunk, None, (jnp.arange(blocks.chunks), chunks))[1].reshape(-1)
+
+
+def _matrices(key: jax.Array, blocks: Blocks, chunk: jax.Array) -> jax.Array:
+    """Q sqrt(size / columns) of the blocks of one chunk, (together, size, columns), with zeros for missing columns."""
+    shape = blocks.together, blocks.size, blocks.columns
+    q, _ = jnp.linalg.qr(jax.random.normal(jax.random.fold_in(key, chunk), shape))
+    fewer = blocks.columns - 1
+    wide = jnp.full(blocks.columns, math.sqrt(blocks.size / blocks.columns))
+    narrow = jnp.where(jnp.arange(blocks.columns) < fewer, math.sqrt(blocks.size / max(fewer, 1)), 0)
+    numbers = chunk * blocks.together + jnp.arange(blocks.together)
+    return q * jnp.where((numbers < blocks.wide)[:, None], wide[None], narrow[None])[:, None]
+
+
+ORTHONORMAL = Kind(project, lift, stretch, streamed=True)

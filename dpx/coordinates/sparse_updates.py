@@ -1,0 +1,62 @@
+"""Masked updates packed for sending: the values that moved, and the seed that tells where."""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.core
+import jax.numpy as jnp
+
+from dpx.coordinates._masks import random_mask
+from dpx.coordinates.random_freeze import RandomFreezeState
+from dpx.mechanism import Tree
+
+
+class SparseUpdates(NamedTuple):
+    """values: (size,), float32, the kept coordinates in their order, then zeros. seed, kept: of the mask."""
+
+    values: jax.Array
+    seed: jax.Array
+    kept: jax.Array
+
+
+def sparse_pack(updates: Tree, state: Tree, *, size: int) -> SparseUpdates:
+    """Updates under `random_freeze` as the values that are not frozen and the seed of the mask.
+
+    state: the one that the updates were made WITH, not the one that came with them. size: at least the number of kept
+    coordinates (`sparse_density` times d) at every step that is to have this shape. Under jit, values beyond are lost.
+    """
+    freeze = _freeze_state(state)
+    if not isinstance(freeze.kept, jax.core.Tracer) and size < int(freeze.kept):
+        raise ValueError(f"size must be at least the {int(freeze.kept)} coordinates kept, got {size}")
+    (places,) = jnp.nonzero(_flat(freeze.mask), size=size, fill_value=-1)
+    values = jnp.where(places < 0, 0, _flat(jax.tree.map(lambda u: u.astype(jnp.float32), updates))[places])
+    return SparseUpdates(values, freeze.seed, freeze.kept)
+
+
+def sparse_unpack(packed: SparseUpdates, like: Tree) -> Tree:
+    """The updates again, in the shapes and dtypes of `like` (the parameters)."""
+    mask = _flat(random_mask(packed.seed, packed.kept, like))
+    (places,) = jnp.nonzero(mask, size=packed.values.size, fill_value=mask.size)
+    flat = jnp.zeros(mask.size, jnp.float32).at[places].set(packed.values, mode="drop")
+    leaves, treedef = jax.tree.flatten(like)
+    parts = jnp.split(flat, [sum(leaf.size for leaf in leaves[: i + 1]) for i in range(len(leaves) - 1)])
+    return treedef.unflatten([p.reshape(leaf.shape).astype(leaf.dtype) for p, leaf in zip(parts, leaves, strict=True)])
+
+
+def sparse_density(state: Tree) -> jax.Array:
+    """The share of coordinates that the next step under `random_freeze` updates."""
+    freeze = _freeze_state(state)
+    return freeze.kept / sum(math.prod(m.shape) for m in jax.tree.leaves(freeze.mask))
+
+
+def _freeze_state(state: Tree) -> RandomFreezeState:
+    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, RandomFreezeState))
+    found = [node for node in nodes if isinstance(node, RandomFreezeState)]
+    if len(found) != 1:
+        raise ValueError(f"state must hold exactly one random freeze, found {len(found)}")
+    return found[0]
+
+
+def _flat(tree: Tree) -> jax.Array:
+    return jnp.concatenate([leaf.ravel() for leaf in jax.tree.leaves(tree)])

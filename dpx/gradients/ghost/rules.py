@@ -1,0 +1,216 @@
+"""The layers whose gradients are products: what went in, A, times the gradient of what came out, B.
+
+A rule reads one equation of one example and gives a `Site`, or why there is none. To add a layer, add a rule.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from dpx.gradients.ghost.norms import EXACT
+from dpx.gradients.ghost.trace import Equation, Use, through
+
+LONGEST_KERNEL = 128  # taps along the axes of a kernel; more would make too large a program
+
+
+class Site(NamedTuple):
+    """Where one parameter W enters linearly: y = apply(inputs, W). Everything in float32.
+
+    sizes:   (K, T, I, O): groups, positions, inputs and outputs of one position
+    apply:   (inputs, W) -> y, the equation again
+    factors: (inputs, dy) -> A (K, T, I), B (K, T, O) with arrange(dL/dW) = A^T B; for a lookup, rows (T,) and B (T, O)
+    arrange: W -> (K, I, O), moving its elements
+    expands: the elements of A that are not in the inputs: 0, or those of the patches of a convolution
+    """
+
+    use: Use
+    sizes: tuple[int, int, int, int]
+    apply: Callable
+    factors: Callable
+    arrange: Callable
+    lookup: bool = False
+    expands: int = 0
+
+
+def recognize(use: Use, equations: tuple[Equation, ...]) -> Site | str:
+    """The site of a use, or why the parameter cannot be followed there."""
+    if use.equation < 0:
+        return "it is the loss itself"
+    equation = equations[use.equation]
+    name = equation.jaxpr.primitive.name
+    if name not in RULES:
+        return f"used in {name}"
+    seen = [operand.aval for operand in equation.jaxpr.invars]
+    if not (all(_real(aval) for aval in seen) or name in ("gather", "dynamic_slice")):
+        return f"used in {name} with operands that are not real numbers"
+    site = RULES[name](use, equation.jaxpr)
+    if isinstance(site, Site) and 0 in site.sizes:
+        return f"used in {name} on nothing"
+    return site
+
+
+def _real(aval) -> bool:
+    return jnp.issubdtype(aval.dtype, jnp.floating) or jnp.issubdtype(aval.dtype, jnp.integer)
+
+
+def _float32(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32)
+
+
+def _dense(use: Use, equation) -> Site | str:
+    """dot_general of data and W, with any contracted, batch and free axes."""
+    weight, data = use.operand, 1 - use.operand
+    contracted, batch = equation.params["dimension_numbers"]
+    shapes = [operand.aval.shape for operand in equation.invars]
+
+    def free(side):
+        return [axis for axis in range(len(shapes[side])) if axis not in (*contracted[side], *batch[side])]
+
+    def size(side, axes):
+        return math.prod(shapes[side][axis] for axis in axes)
+
+    groups, positions = size(data, batch[data]), size(data, free(data))
+    fan_in, fan_out = size(data, contracted[data]), size(weight, free(weight))
+
+    def apply(inputs, w):
+        operands = (_float32(inputs[data]), w) if weight == 1 else (w, _float32(inputs[data]))
+        dimensions = equation.params["dimension_numbers"]
+        return lax.dot_general(*operands, dimensions, precision=EXACT, preferred_element_type=jnp.float32)
+
+    def factors(inputs, dy):
+        a = _float32(inputs[data]).transpose(*batch[data], *free(data), *contracted[data])
+        dy = _float32(dy)
+        if weight == 1:
+            b = dy.reshape(groups, positions, fan_out)
+        else:
+            b = dy.reshape(groups, fan_out, positions).transpose(0, 2, 1)
+        return a.reshape(groups, positions, fan_in), b
+
+    def arrange(w):
+        return w.transpose(*batch[weight], *contracted[weight], *free(weight)).reshape(groups, fan_in, fan_out)
+
+    return _site(use, (groups, positions, fan_in, fan_out), apply, factors, arrange)
+
+
+def _convolution(use: Use, equation) -> Site | str:
+    """conv_general_dilated of data and a kernel: a dense layer on the patches of the data."""
+    params, (data, kernel) = equation.params, [operand.aval for operand in equation.invars]
+    if use.operand != 1 or params["batch_group_count"] != 1:
+        return "used in a convolution as the data, or with batch groups"
+    lhs, rhs, out = params["dimension_numbers"]
+    taps = tuple(kernel.shape[axis] for axis in rhs[2:])
+    groups = params["feature_group_count"]
+    features_out, features_in = kernel.shape[rhs[0]] // groups, kernel.shape[rhs[1]]
+    if sum(taps) > LONGEST_KERNEL:
+        return f"used in a convolution of {sum(taps)} taps along its axes, more than {LONGEST_KERNEL}"
+    images, spatial = data.shape[lhs[0]], tuple(equation.outvars[0].aval.shape[axis] for axis in out[2:])
+    positions, fan_in = images * math.prod(spatial), math.prod(taps) * features_in
+
+    def apply(inputs, w):
+        names = "window_strides padding lhs_dilation rhs_dilation dimension_numbers feature_group_count"
+        kept = {name: params[name] for name in names.split()}
+        return lax.conv_general_dilated(
+            _float32(inputs[0]), w, **kept, precision=EXACT, preferred_element_type=jnp.float32
+        )
+
+    def patches(x):
+        """(images, *spatial, features) -> (groups, positions, taps * features_in), an axis after the other."""
+        dilation, stride = params["rhs_dilation"], params["window_strides"]
+        padding = [(low, high, d - 1) for (low, high), d in zip(params["padding"], params["lhs_dilation"], strict=True)]
+        x = lax.pad(x, jnp.float32(0), [(0, 0, 0), *padding, (0, 0, 0)])
+        for axis in reversed(range(len(taps))):
+            reach = (spatial[axis] - 1) * stride[axis] + 1
+            starts = [tap * dilation[axis] for tap in range(taps[axis])]
+            windows = [lax.slice_in_dim(x, start, start + reach, stride[axis], axis=1 + axis) for start in starts]
+            x = jnp.concatenate(windows, -1)
+        x = x.reshape(positions, math.prod(taps), groups, features_in)
+        return x.transpose(2, 0, 1, 3).reshape(groups, positions, fan_in)
+
+    def factors(inputs, dy):
+        x = _float32(inputs[0]).transpose(lhs[0], *lhs[2:], lhs[1])
+        b = _float32(dy).transpose(out[0], *out[2:], out[1]).reshape(positions, groups, features_out)
+        return patches(x), b.transpose(1, 0, 2)
+
+    def arrange(w):
+        w = w.transpose(*rhs[2:], rhs[1], rhs[0]).reshape(math.prod(taps), features_in, groups, features_out)
+        return w.transpose(2, 0, 1, 3).reshape(groups, fan_in, features_out)
+
+    return _site(use, (groups, positions, fan_in, features_out), apply, factors, arrange)._replace(
+        expands=groups * positions * fan_in
+    )
+
+
+def _gather(use: Use, equation) -> Site | str:
+    """Whole rows of a table, by number: an embedding."""
+    params, table = equation.params, equation.invars[0].aval.shape
+    numbers, indices = params["dimension_numbers"], equation.invars[1].aval.shape
+    count, positions, width = table[0] if table else 0, math.prod(indices[:-1]), math.prod(table[1:])
+    whole_rows = (
+        use.operand == 0
+        and numbers.collapsed_slice_dims == numbers.start_index_map == (0,)
+        and not numbers.operand_batching_dims
+        and params["slice_sizes"] == (1, *table[1:])
+        and numbers.offset_dims == tuple(range(len(indices) - 1, len(indices) - 1 + len(table) - 1))
+    )
+    if not whole_rows:
+        return "used in a gather that does not take whole rows by their number"
+
+    def apply(inputs, w):
+        return lax.gather(
+            w, inputs[1], numbers, params["slice_sizes"], mode=params["mode"], fill_value=0, unique_indices=False
+        )
+
+    def factors(inputs, dy):
+        row = inputs[1].reshape(-1)
+        last = min(count - 1, jnp.iinfo(row.dtype).max)
+        if params["mode"] == lax.GatherScatterMode.CLIP:
+            row = jnp.clip(row, 0, last)
+        row = jnp.where((row >= 0) & (row <= last), row.astype(jnp.int32), -1)
+        return row, _float32(dy).reshape(positions, width)
+
+    def arrange(w):
+        return w.reshape(1, count, width)
+
+    return _site(use, (1, positions, count, width), apply, factors, arrange)._replace(lookup=True)
+
+
+def _slice_at(use: Use, equation) -> Site | str:
+    """One block of W at a place that the data chooses."""
+    if use.operand != 0:
+        return "used in dynamic_slice as a place"
+    block, whole = math.prod(equation.params["slice_sizes"]), equation.invars[0].aval.size
+
+    def apply(inputs, w):
+        sizes = equation.params["slice_sizes"]  # of places that are counted from the start already
+        return lax.dynamic_slice(w, inputs[1:], sizes, allow_negative_indices=False)
+
+    def factors(inputs, dy):
+        del inputs
+        return jnp.zeros(1, jnp.int32), _float32(dy).reshape(1, block)
+
+    def arrange(w):
+        return w.reshape(1, 1, whole)
+
+    return _site(use, (1, 1, 1, block), apply, factors, arrange)._replace(lookup=True)
+
+
+def _site(use, sizes, apply, factors, arrange) -> Site:
+    return Site(
+        use,
+        sizes,
+        apply=lambda inputs, w: apply(inputs, through(use.view, w)),
+        factors=factors,
+        arrange=lambda w: arrange(through(use.view, w)),
+    )
+
+
+RULES = {
+    "dot_general": _dense,
+    "conv_general_dilated": _convolution,
+    "gather": _gather,
+    "dynamic_slice": _slice_at,
+}

@@ -1,0 +1,123 @@
+"""A parameter used several times: its gradient is a sum of products, sum_u G_u with G_u = A_u^T B_u, whose norm needs
+
+<G_u, G_v> = sum_st (a_us . a_vt)(b_us . b_vt)      for every pair of uses.
+
+That holds where both uses see the elements of the parameter alike; where one sees them transposed (tied embeddings),
+B_v takes the place of A_v; where they see different elements, the product is 0. Anything else is not followed.
+"""
+
+import functools
+import itertools
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dpx.gradients.ghost.norms import TINY, in_range, inner, terms, uncancelled, unit
+from dpx.gradients.ghost.rules import Site
+
+SAME, SWAPPED, APART = "same", "swapped", "apart"
+
+
+class Part(NamedTuple):
+    """Uses that see the parameter alike, by number, and so are one use at the positions of all."""
+
+    sites: tuple[int, ...]
+    sizes: tuple[int, int, int, int]
+    lookup: bool
+
+
+class Sharing(NamedTuple):
+    """parts, and for pairs (i, j), i < j, of parts how the second sees the elements of the first."""
+
+    parts: tuple[Part, ...]
+    relations: Mapping[tuple[int, int], str]
+
+
+def find_sharing(sites: tuple[Site, ...], shape: tuple[int, ...]) -> Sharing | str:
+    """How the uses of a parameter of this shape meet, or why that cannot be followed."""
+    with jax.ensure_compile_time_eval():
+        elements = jnp.arange(np.prod(shape, dtype=int), dtype=jnp.int32).reshape(shape)
+        seen = [np.asarray(site.arrange(elements)) for site in sites]
+    groups: dict[tuple, list[int]] = {}
+    for number, (site, view) in enumerate(zip(sites, seen, strict=True)):
+        kernels, _, fan_in, fan_out = site.sizes
+        if view.shape != (kernels, fan_in, fan_out):
+            return f"used {len(sites)} times, once at a place that the data chooses"
+        groups.setdefault((site.lookup, view.shape, view.tobytes()), []).append(number)
+    parts, relations = [], {}
+    for (lookup, (kernels, fan_in, fan_out), _), numbers in groups.items():
+        positions = sum(sites[number].sizes[1] for number in numbers)
+        parts.append(Part(tuple(numbers), (kernels, positions, fan_in, fan_out), lookup))
+    for i, j in itertools.combinations(range(len(parts)), 2):
+        relation = _relation(seen[parts[i].sites[0]], seen[parts[j].sites[0]])
+        if relation is None:
+            return f"used {len(sites)} times, differently"
+        relations[i, j] = relation
+    return Sharing(tuple(parts), relations)
+
+
+def _relation(one: np.ndarray, other: np.ndarray) -> str | None:
+    if np.array_equal(one, other):
+        return SAME
+    if np.array_equal(one, other.transpose(0, 2, 1)):
+        return SWAPPED
+    return APART if np.intersect1d(one, other).size == 0 else None
+
+
+def cost(sharing: Sharing, gram: float) -> float:
+    """Floating-point operations of the norm for one example; gram: what one of a Gram matrix costs."""
+    total = 0.0
+    for i, j in itertools.combinations_with_replacement(range(len(sharing.parts)), 2):
+        one, other = sharing.parts[i], sharing.parts[j]
+        if sharing.relations.get((i, j)) == APART:
+            continue
+        kernels, positions, fan_in, fan_out = one.sizes
+        width = fan_out if one.lookup or other.lookup else fan_in + fan_out  # a lookup costs nothing to multiply
+        total += 2 * gram * kernels * positions * other.sizes[1] * width
+    return total
+
+
+def norm(sharing: Sharing, factors: list[tuple[jax.Array, jax.Array]]) -> jax.Array:
+    """|sum_u A_u^T B_u| of one example, by the factors of every use; as in `norms.gram`, not underestimated."""
+    measured = []
+    for part in sharing.parts:
+        a = jnp.concatenate([factors[number][0] for number in part.sites], axis=0 if part.lookup else 1)
+        bs = [factors[number][1] for number in part.sites]
+        b = jnp.concatenate(bs, axis=0)[None] if part.lookup else jnp.concatenate(bs, axis=1)
+        b, size = unit(jnp.where((a >= 0)[None, :, None], b, 0) if part.lookup else b)
+        if part.lookup:
+            size_a = jnp.ones_like(size)
+        else:
+            a, size_a = unit(a)
+        measured.append((a, b, in_range(size_a, size)))
+    largest = functools.reduce(jnp.maximum, (jnp.max(size, initial=0) for _, _, size in measured), TINY)
+    sides = [(a, b * (size / largest)) for a, b, size in measured]  # as `norms.balanced`, over all uses
+    squared, diagonals = jnp.float32(0), jnp.float32(0)
+    for i, (a, b) in enumerate(sides):
+        for j in range(i, len(sides)):
+            relation = SAME if i == j else sharing.relations[i, j]
+            if relation == APART:
+                continue
+            left, right = sides[j] if relation == SAME else sides[j][::-1]
+            grams = _gram(a, left) * _gram(b, right)
+            squared += (1 if i == j else 2) * jnp.sum(jnp.sum(grams, -1))
+            if i == j:
+                diagonals += jnp.sum(jnp.sqrt(jnp.diagonal(grams, 0, 1, 2)))
+    longest = max(terms(a.shape[-1]) + terms(b.shape[-1]) if a.ndim > 1 else terms(b.shape[-1]) for a, b in sides)
+    positions = sum(part.sizes[1] for part in sharing.parts)
+    return largest * uncancelled(squared, diagonals**2, terms=longest + 2 * positions)
+
+
+def _gram(one: jax.Array, other: jax.Array) -> jax.Array:
+    """(K, S, T) of the products of the rows of (K, S, n) and (K, T, n); (S,) stands for rows of 0 with a 1 there."""
+    if one.ndim == other.ndim == 1:
+        return ((one[:, None] == other[None, :]) & (one >= 0)[:, None]).astype(jnp.float32)[None]
+    if one.ndim == 1:
+        picked = jnp.take(other, one, axis=2, mode="fill", fill_value=0)
+        return jnp.where(one >= 0, picked, 0).transpose(0, 2, 1)
+    if other.ndim == 1:
+        return _gram(other, one).transpose(0, 2, 1)
+    return inner(one, other)

@@ -1,0 +1,85 @@
+"""Which part of the library may import which: no circle, no import upwards."""
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+# A part may import those in its row, and itself. Rows further down stand on the rows above.
+MAY_IMPORT = {
+    "schedules": set(),
+    "_microbatching": set(),
+    "keys": set(),
+    "release_state": set(),
+    "batches": set(),
+    "sampling": {"batches", "keys", "release_state", "schedules"},
+    "accounting": {"keys", "release_state", "sampling", "schedules"},
+    "_guards": {"batches"},
+    "mechanism": {"_guards", "_microbatching", "accounting", "batches", "release_state", "sampling", "schedules"},
+    "coordinates": {"batches", "keys", "mechanism", "schedules"},
+    "mechanisms": {
+        "_microbatching",
+        "accounting",
+        "coordinates",
+        "keys",
+        "mechanism",
+        "release_state",
+        "sampling",
+        "schedules",
+    },
+    "gradients": {"_guards", "_microbatching", "batches", "mechanism", "release_state", "schedules"},
+    "methods": {"accounting", "coordinates", "mechanism", "mechanisms", "sampling", "schedules"},
+}
+
+
+def modules() -> dict[str, Path]:
+    paths = (ROOT / "dpx").rglob("*.py")
+    return {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
+
+
+def imports(path: Path, known: dict[str, Path]) -> set[str]:
+    """The modules of the library that a file imports anywhere, also inside a function."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            children = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [child if child in known else node.module for child in children]
+        found |= {name for name in names if name.split(".")[0] == "dpx"}
+    return found
+
+
+def part_of(module: str) -> str:
+    return module.split(".")[1]
+
+
+def test_every_part_imports_only_what_it_may():
+    known = modules()
+    for module, path in known.items():
+        if module == "dpx":
+            continue
+        for other in imports(path, known) - {"dpx"}:
+            part, imported = part_of(module), part_of(other)
+            assert part == imported or imported in MAY_IMPORT[part], f"{module} imports {other}"
+        assert "dpx" not in imports(path, known), f"{module} imports the whole library"
+
+
+def test_the_parts_are_a_ladder():
+    seen = set()
+    for part, below in MAY_IMPORT.items():
+        assert below <= seen, f"{part} may import {below - seen}, which stand above it"
+        seen.add(part)
+    assert seen == {part_of(module) for module in modules() if module != "dpx"}
+
+
+def test_no_circle_among_modules():
+    known = modules()
+    needs = {module: {name for name in imports(path, known) if name in known} for module, path in known.items()}
+    packages = {module for module, path in known.items() if path.name == "__init__.py"}
+    left = {module: below - packages for module, below in needs.items() if module not in packages}
+    while left:
+        free = {module for module, below in left.items() if not below & left.keys()}
+        assert free, f"these modules import each other in a circle: {sorted(left)}"
+        left = {module: below for module, below in left.items() if module not in free}
