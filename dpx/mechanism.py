@@ -9,7 +9,8 @@
 * One pair of schedules (clip norm, noise multiplier) feeds the clip, the noise and the bill, and the billed step count
   is read from the state, so a reported epsilon cannot drift from what ran.
 
-Start reading at `Mechanism`. `gaussian.py` makes the one everything is built on, `gradients.py` feeds it from a loss.
+Start reading at `Mechanism`. `mechanisms/gaussian.py` makes the one that all others stand on;
+`gradients/private_grad.py` feeds it from a loss.
 """
 
 import functools
@@ -56,7 +57,7 @@ class Mechanism(optax.GradientTransformationExtraArgs):
     key:      of the noise, secret; two runs with one key are never billed together
     budget:   what the noise was calibrated for, if it was (`dpx.calibrated`)
     elementwise: whether `encode` only scales coordinates or drops leaves and `norm` is the 2-norm of each group of
-              leaves, so that norms can be had without gradients (`dpx.ghost`)
+              leaves, so that norms can be had without gradients (`dpx.gradients.ghost`)
     streamed: whether `encode` draws something large as it goes, so that the whole batch is encoded at once
     stages:   the pipeline in words, printed by `str(mechanism)`
     """

@@ -27,7 +27,7 @@ class Forward(NamedTuple):
     convolves: bool
 
 
-def forward(loss: Callable, params: Tree, example: Tree) -> Forward:
+def forward_cost(loss: Callable, params: Tree, example: Tree) -> Forward:
     jaxpr = jax.make_jaxpr(loss)(params, example).jaxpr
     return Forward(_numbers(jaxpr), _convolves(jaxpr))
 

@@ -9,7 +9,7 @@ from dpx._guards import require_real
 from dpx._microbatching import after, sum_over_parts
 from dpx.batches import Batch, Tree, batch_size, inclusion, require_batch
 from dpx.gradients import ghost
-from dpx.gradients import microbatch_size as working_set
+from dpx.gradients.microbatch_size import examples_at_once, forward_cost
 from dpx.mechanism import Mechanism, sum_contributions
 from dpx.release_state import ReleaseState
 from dpx.schedules import require_whole
@@ -44,8 +44,9 @@ def private_grad(
     microbatch_size: how many examples are worked on at once. None: the whole batch, or on a CPU, for a model without
         convolutions, as few as stay in its cache if that is faster. Microbatches are looped; with convolutions, which
         are slow inside loops on a CPU, up to 64 are unrolled there.
-    clipping: how the norms are had. "vmap" makes every per-example gradient; "ghost" follows every parameter it can
-        (`dpx.ghost`); "auto" decides per parameter, while tracing, by an estimate of the cost. `dpx.explain` tells.
+    clipping: how the per-example norms are computed. "vmap" makes every per-example gradient; "ghost" follows every
+        parameter that it can (`dpx.gradients.ghost`); "auto" decides for each parameter, while tracing, by an estimate
+        of the cost. `dpx.explain` tells.
         Inside a `jax.shard_map` only "vmap" works with check_vma=True, and all do with False.
     A batch may be sharded over mesh axes of type Auto; for those of type Explicit, wrap the function in
     `jax.sharding.auto_axes(fn, out_sharding=jax.sharding.PartitionSpec())`. ValueError else.
@@ -61,8 +62,8 @@ def private_grad(
         included = inclusion(size, included, mechanism.sampling)
         example = _one_of(examples)
         plan = _plan(loss, mechanism, params, example, state, clipping)
-        made = working_set.forward(loss, params, example)
-        at_once = microbatch_size or working_set.examples_at_once(made, plan, params, size)
+        made = forward_cost(loss, params, example)
+        at_once = microbatch_size or examples_at_once(made, plan, params, size)
 
         def microbatch(wait, rows):
             (some, rows_included), waiting = rows, wait(params)

@@ -1,7 +1,7 @@
 """What a run of error feedback costs: one event of all its steps, billed by the least of three bounds.
 
 A participation of an example acts on every later release, so the steps do not compose and dp-accounting's accountants
-refuse the event. Proofs: `feedback_energy` (participations known, or as if known) and `feedback_renyi` (amplified).
+refuse the event. Proofs: `energy` (participations known, or as if known) and `renyi` (amplified).
 
 The amplified bound is sound but not tight: at rate .02, noise multiplier 1, 1,000 steps and ten participations known,
 the bill is .9 % above what enumeration gives.

@@ -1,7 +1,7 @@
 """Error feedback on Poisson samples, amplified: Renyi divergences by a backward recursion over the steps.
 
 Let X be the likelihood ratio of a run with the example over one without, and W_t(d) a bound of the L^a norm, over the
-releases from t on, of its part from t on, where the error has been moved by d (`feedback_energy` for S, F and rho; nu
+releases from t on, of its part from t on, where the error has been moved by d (`energy` for S, F and rho; nu
 is the noise in units of C1 / B, q the rate, l_s the likelihood ratio of N(s, nu^2) over N(0, nu^2)). By Minkowski
 
     W_t(d) = max over s^2 + F^2 <= d^2 of |(1-q) W_(t+1)(F) l_s + q W_(t+1)(F + rho) l_(s+1)|_a,      W_(T+1) = 1
