@@ -19,7 +19,7 @@ from jax.flatten_util import ravel_pytree
 
 import dpx
 from dpx import keys
-from dpx.coordinates import random_freeze as masks
+from dpx.coordinates import _masks as masks
 from dpx.gradients import ghost
 from dpx.mechanism import sum_contributions
 from tests.mechanisms import MECHANISMS, PARAMS, POISSON, Case
@@ -57,13 +57,11 @@ def paths(case: Case):
             return stacked(grads, state, included)
 
     def by_ghost_norms(grads, state, included):
-        gradient = dpx.private_grad(product_loss, mechanism, clipping="ghost")
+        gradient = dpx.private_grad(product_loss, mechanism, clipping="ghost", microbatch_size=4)
         updates, state, _ = gradient(PARAMS, dpx.Batch(product_example(grads), included), state)
         return updates, state
 
-    ways = [stacked, in_microbatches]
-    if mechanism.elementwise:
-        ways.append(by_ghost_norms)
+    ways = [stacked, by_ghost_norms if mechanism.elementwise else in_microbatches]
     if not (mechanism.elementwise or mechanism.streamed):
         ways.append(encoded_in_parts)
     return [jax.jit(path) for path in ways]
