@@ -16,8 +16,8 @@ class Batch(NamedTuple):
     examples: a pytree of arrays with the B examples on axis 0 of each.
     included: bool (B,), False for padding; None says that all B rows count.
     drawn:    of a batch of `sampling.take`, uint32 (3,): the step that it was drawn for, how many rows count, and the
-              stream of its key where a run must have one. A run that uses it at another step, with other rows, or
-              twice, is not billed. Change the examples of a batch by `batch._replace(examples=...)`, which keeps this.
+              mark of its key. A run that uses it at another step, with other rows, or twice, is not billed. Change the
+              examples of a batch by `batch._replace(examples=...)`, which keeps this.
     """
 
     examples: Tree
@@ -30,8 +30,9 @@ def require_batch(batch: Any) -> Batch:
     if isinstance(batch, Batch):
         return batch
     raise ValueError(
-        "batch must be a dpx.Batch: that of `sampling.take(data, key, state)`, or dpx.Batch(examples, included) with "
-        f"included: bool (B,), or dpx.Batch(examples, included=None) if every row counts; got {type(batch)}"
+        f"batch must be a dpx.Batch, got {type(batch)}. Take it: sampling.take(data, key, state). One of your own is "
+        "dpx.Batch(examples, included) with included: bool (B,), or dpx.Batch(examples, included=None) if every row "
+        "counts; it is billed as if the sampling had drawn it, which it must have"
     )
 
 
@@ -56,7 +57,7 @@ def inclusion(size: int, included: Any, sampling: Any) -> jax.Array:
         raise ValueError(f"included must be given, bool (B,): batches of {sampling} hold padding")
     if included is None or included is MISSING:
         expected, padded = sampling.divisor, getattr(sampling, "pads", True)
-        if size != expected and (not padded or size > most_rows(sampling)):
+        if size != expected and (not padded or size > getattr(sampling, "most_rows", math.inf)):
             raise ValueError(f"a batch of {sampling} has {expected} rows, got {size}; say which are included")
         return jnp.ones(size, bool)
     included = jnp.asarray(included)
@@ -65,8 +66,3 @@ def inclusion(size: int, included: Any, sampling: Any) -> jax.Array:
     if jnp.result_type(included) != jnp.bool_:
         raise ValueError(f"included must be bool, True for the rows that count; got {jnp.result_type(included)}")
     return included
-
-
-def most_rows(sampling: Any) -> float:
-    """How many rows of a batch may count."""
-    return getattr(sampling, "most_rows", math.inf)

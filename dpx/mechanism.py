@@ -28,7 +28,7 @@ from dpx import schedules
 from dpx._guards import require_no_more, require_per_example, require_unmasked, undifferentiated
 from dpx._microbatching import sum_over_parts
 from dpx.accounting.budget import Budget
-from dpx.batches import MISSING, Tree, batch_size, inclusion, most_rows
+from dpx.batches import MISSING, Tree, batch_size, inclusion
 from dpx.release_state import countersigned, require_paid_by, signed, terms_of
 from dpx.sampling import Sampling
 from dpx.schedules import ScalarOrSchedule
@@ -132,7 +132,7 @@ class Mechanism(optax.GradientTransformationExtraArgs):
 
         Makes a state unbillable that the event would not be true for. Raises ValueError where it is differentiated.
         """
-        state = countersigned(state, self.terms, jnp.sum(included), most_rows(self.sampling), drawn)
+        state = countersigned(state, self.terms, jnp.sum(included), self.sampling, drawn)
         return self.release(undifferentiated(sums), state, params)
 
     def event_paid_by(self, state: Tree, steps: int) -> DpEvent:

@@ -1,5 +1,6 @@
 """What a state has paid for, which the bill reads, and what of a state may be shown."""
 
+import math
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
@@ -64,17 +65,18 @@ def signed(state: Tree, terms: np.ndarray, planned_steps: int) -> Tree:
     return _map(lambda node: node._replace(terms=jnp.asarray(terms), planned_steps=planned), state)
 
 
-def countersigned(state: Tree, terms: np.ndarray, rows: jax.Array, most: float, drawn: jax.Array | None) -> Tree:
+def countersigned(state: Tree, terms: np.ndarray, rows: jax.Array, sampling: Any, drawn: jax.Array | None) -> Tree:
     """`state` before a release under `terms`; no mechanism bills it any more if they do not hold for that release.
 
-    rows: how many rows of the batch count, int (). most: how many may. drawn: of the batch, uint32 (3,), if known.
+    rows: how many rows of the batch count, int (). drawn: of the batch, uint32 (3,), if known.
     """
+    most = int(min(getattr(sampling, "most_rows", math.inf), 2**31 - 1))
 
     def countersign(node):
-        wrong = [jnp.any(node.terms != terms), rows > int(min(most, 2**31 - 1))]
+        wrong = [jnp.any(node.terms != terms), rows > most]
         if drawn is not None:
             step, drawn_rows, stream = jnp.asarray(drawn).astype(jnp.uint32)
-            other_key = (node.stream != 0) & (stream != node.stream)
+            other_key = getattr(sampling, "one_key", False) & (node.stream != 0) & (stream != node.stream)
             wrong += [rows.astype(jnp.uint32) != drawn_rows, step != node.step.astype(jnp.uint32), other_key]
             node = node._replace(stream=stream)
         signature = node.terms
@@ -196,12 +198,13 @@ def next_step(state: Tree, sampling: Any, *, beyond_budget: bool) -> int:
     """The number of the next step; ValueError if it is beyond the budget, or other batches are paid for."""
     release = release_state(state)
     if int(release.terms[0]) > len(REASONS) and int(release.terms[0]) != sampling_terms(sampling):
-        raise ValueError(f"the batches must be drawn by the sampling that the mechanism bills, got {sampling}")
+        raise ValueError(f"the state is of a mechanism that bills the sampling of another record than {sampling}")
     step, planned = int(release.step), int(release.planned_steps)
     if planned and step >= planned and not beyond_budget:
         raise ValueError(
             f"the budget is spent: its noise was calibrated for {planned} steps, and {step} were made. Pass "
-            "beyond_budget=True to go on; dpx.epsilon tells what that costs"
+            "beyond_budget=True to go on with the same mechanism (a new budget does not change a run that has begun); "
+            "dpx.epsilon tells what that costs"
         )
     return step
 
@@ -240,10 +243,15 @@ def public_state(state: Tree) -> Tree:
     if is_dataclass(state) and not isinstance(state, type):
         parts = {field.name: getattr(state, field.name) for field in fields(state)}
         return replace(state, **_public_items(parts))
-    if isinstance(state, Mapping):
+    if isinstance(state, dict):
         return _public_items(state)
     if isinstance(state, list | tuple):
         return type(state)(public_state(part) for part in state)
+    parts, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda part: part is not state)
+    if any(path for path, _ in parts):  # another container that jax knows
+        return treedef.unflatten([None if _unreleased(path[0]) else public_state(part) for path, part in parts])
+    if isinstance(state, Mapping):
+        return _public_items(state)
     if callable(state):  # a function of a TrainState, whose closure may hold a key
         return None
     if state is None or isinstance(state, jax.Array | np.ndarray | np.generic | int | float | complex | str):

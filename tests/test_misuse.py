@@ -272,7 +272,7 @@ REFUSED = {
     ),
     "draw from a sampling that is not billed": (
         lambda: OTHER.take(DATA, KEY, dp_sgd().init(PARAMS)),
-        "the sampling that the mechanism bills",
+        "bills the sampling of another record",
     ),
     "draw inside jit": (take_under_jit, "outside of jit"),
     "a step beyond the budget": (beyond_the_plan, "the budget is spent: .* 3 steps, and 3 were made"),
@@ -485,6 +485,21 @@ def test_shared_batches_cost_what_is_known():
     runs = [(dp_sgd(sampling=sampling, key=jax.random.key(seed)), 1000) for seed in range(2)]
     assert dpx.compose(*runs, shared_batches=True).epsilon(1e-5) == pytest.approx(4.47, rel=5e-3)
     assert dpx.compose(*runs, shared_batches=False).epsilon(1e-5) == pytest.approx(2.58, rel=5e-3)
+
+
+def test_runs_that_drew_with_one_key_are_composed_as_sharing_their_batches():
+    """Two mechanisms with keys of their own, whose batches were taken with one key, or each with its own."""
+    gradients = [(made, dpx.private_grad(loss, made)) for made in (dp_sgd(), dp_sgd(key=jax.random.key(4)))]
+    runs = {}
+    for name, keys in (("one", (KEY, KEY)), ("two", (KEY, jax.random.key(4)))):
+        runs[name] = []
+        for (mechanism, gradient), key in zip(gradients, keys, strict=True):
+            state = mechanism.init(PARAMS)
+            runs[name].append((mechanism, gradient(PARAMS, SAMPLING.take(DATA, key, state), state).state))
+    with pytest.raises(ValueError, match="drew their batches with one key"):
+        dpx.compose(*runs["one"], shared_batches=False)
+    shared, apart = dpx.compose(*runs["one"], shared_batches=True), dpx.compose(*runs["two"], shared_batches=False)
+    assert shared.epsilon(1e-5) > apart.epsilon(1e-5) > 0
 
 
 def test_what_compose_refuses():

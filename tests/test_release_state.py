@@ -172,6 +172,9 @@ class Flax:
 def test_what_may_be_shown_has_nothing_unreleased():
     secret, shown = jnp.ones(3), jnp.zeros(2)
     assert dpx.public_state(Flax(3, secret)) == Flax(3, None)
+    module = nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+    shown_module = dpx.public_state(module)  # its containers can be called, and are no functions for that
+    jax.tree.map(np.testing.assert_array_equal, shown_module, module)
     nested = dpx.public_state({"state": (Flax(3, secret), [shown])})
     assert nested["state"][0] == Flax(3, None) and nested["state"][1][0] is shown
     flat = {

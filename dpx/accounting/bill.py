@@ -8,7 +8,7 @@ import numpy as np
 from dpx.accounting import checks
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.events import event_delta, event_epsilon, flatten
-from dpx.release_state import steps_taken
+from dpx.release_state import release_state, steps_taken
 
 
 def epsilon(
@@ -81,6 +81,11 @@ def steps_in(steps_or_state: Any) -> int:
     if _is_number(steps_or_state):
         return checks.steps(steps_or_state)
     return steps_taken(checks.concrete("state", steps_or_state))
+
+
+def stream_of(steps_or_state: Any) -> int:
+    """The mark of the key that a state's batches were drawn with; 0 where it is not known."""
+    return 0 if _is_number(steps_or_state) else int(release_state(steps_or_state).stream)
 
 
 def _is_number(steps_or_state: Any) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 
 from dpx import keys, schedules
 from dpx.accounting import checks
-from dpx.accounting.bill import billed, steps_in
+from dpx.accounting.bill import billed, steps_in, stream_of
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.events import event_delta, event_epsilon
 
@@ -30,15 +30,20 @@ class Composition:
 
 
 def compose(*runs: tuple[Any, Any], shared_batches: bool) -> Composition:
-    """What `runs` cost together, each a (mechanism, steps) or a (mechanism, state).
+    """What `runs` cost together, each a (mechanism, state) or a (mechanism, steps).
+
+        dpx.compose((a, state_a), (b, state_b), shared_batches=False).epsilon(delta=1e-5)
 
     shared_batches: False, if every run drew its own batches, with a key of its own. Then all their events compose.
         True, if step t of every run saw one and the same batch. Sampling amplifies such releases once, together: a step
         costs one Gaussian of noise multiplier (sum_i sigma_i^-2)^(-1/2) on the sampled batch, which is more than both
         apart (Poisson rate .01, noise multipliers 1, 1000 steps: epsilon 4.48 at delta 1e-5, instead of 2.58).
 
-    Raises ValueError for two runs with one key, because they share their noise; for other neighbouring relations; and,
-    with shared batches, for different samplings and for mechanisms that are not billed as Gaussian releases of a step.
+    Give states rather than steps, because they tell whether runs drew their batches with one key.
+
+    Raises ValueError for two runs with one key, because they share their noise; where shared_batches is False, for
+    states whose batches were drawn with one key; for different neighbouring relations; and, with shared batches, for
+    different samplings and for mechanisms that are not billed as Gaussian releases of a step.
     """
     if not runs:
         raise ValueError("compose needs at least one (mechanism, steps or state), got none")
@@ -49,6 +54,11 @@ def compose(*runs: tuple[Any, Any], shared_batches: bool) -> Composition:
                 "and subtracting one release from the other removes it"
             )
     events = [billed(mechanism, spent, None) for mechanism, spent in runs]
+    streams = [mark for _, spent in runs if (mark := stream_of(spent))]
+    if not shared_batches and len(set(streams)) < len(streams):
+        raise ValueError(
+            "two of these runs drew their batches with one key, so they saw the same ones: pass shared_batches=True"
+        )
     (_, relation), *others = events
     if any(other != relation for _, other in others):
         raise ValueError(f"runs must have one neighbouring relation, got {sorted({one for _, one in events})}")
