@@ -459,8 +459,8 @@ SAMPLING = [
     Fault(
         "take: a key for every epoch",
         "dpx/sampling.py",
-        "keys.mark(key) if self.one_key else 0",
-        "0",
+        "included.sum(), keys.mark(key)]",
+        "included.sum(), 0]",
         "tests/test_misuse.py -k several_keys",
     ),
     Fault(
