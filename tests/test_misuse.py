@@ -498,6 +498,8 @@ def test_runs_that_drew_with_one_key_are_composed_as_sharing_their_batches():
             runs[name].append((mechanism, gradient(PARAMS, SAMPLING.take(DATA, key, state), state).state))
     with pytest.raises(ValueError, match="drew their batches with one key"):
         dpx.compose(*runs["one"], shared_batches=False)
+    with pytest.raises(ValueError, match="drew their batches with several keys"):
+        dpx.compose(*runs["two"], shared_batches=True)
     shared, apart = dpx.compose(*runs["one"], shared_batches=True), dpx.compose(*runs["two"], shared_batches=False)
     assert shared.epsilon(1e-5) > apart.epsilon(1e-5) > 0
 

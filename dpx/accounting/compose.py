@@ -36,14 +36,14 @@ def compose(*runs: tuple[Any, Any], shared_batches: bool) -> Composition:
 
     shared_batches: False, if every run drew its own batches, with a key of its own. Then all their events compose.
         True, if step t of every run saw one and the same batch. Sampling amplifies such releases once, together: a step
-        costs one Gaussian of noise multiplier (sum_i sigma_i^-2)^(-1/2) on the sampled batch, which is more than both
-        apart (Poisson rate .01, noise multipliers 1, 1000 steps: epsilon 4.48 at delta 1e-5, instead of 2.58).
+        costs one Gaussian of noise multiplier (sum_i sigma_i^-2)^(-1/2) on the sampled batch, at small deltas more than
+        both apart (Poisson rate .01, noise multipliers 1, 1000 steps: epsilon 4.48 at delta 1e-5, instead of 2.58).
 
     Give states rather than steps, because they tell whether runs drew their batches with one key.
 
-    Raises ValueError for two runs with one key, because they share their noise; where shared_batches is False, for
-    states whose batches were drawn with one key; for different neighbouring relations; and, with shared batches, for
-    different samplings and for mechanisms that are not billed as Gaussian releases of a step.
+    Raises ValueError for two runs with one key, because they share their noise; for states that say otherwise of their
+    batches than `shared_batches`; for different neighbouring relations; and, with shared batches, for different
+    samplings and for mechanisms that are not billed as Gaussian releases of a step.
     """
     if not runs:
         raise ValueError("compose needs at least one (mechanism, steps or state), got none")
@@ -58,6 +58,10 @@ def compose(*runs: tuple[Any, Any], shared_batches: bool) -> Composition:
     if not shared_batches and len(set(streams)) < len(streams):
         raise ValueError(
             "two of these runs drew their batches with one key, so they saw the same ones: pass shared_batches=True"
+        )
+    if shared_batches and len(set(streams)) > 1:
+        raise ValueError(
+            "these runs drew their batches with several keys, so they saw others: pass shared_batches=False"
         )
     (_, relation), *others = events
     if any(other != relation for _, other in others):
