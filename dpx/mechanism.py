@@ -57,7 +57,7 @@ class Mechanism(optax.GradientTransformationExtraArgs):
     key:      of the noise, secret; two runs with one key are never billed together
     budget:   what the noise was calibrated for, if it was (`dpx.calibrated`)
     elementwise: whether `encode` only scales coordinates or drops leaves and `norm` is the 2-norm of each group of
-              leaves, so that norms can be had without gradients (`dpx.gradients.ghost`)
+              leaves, so that ghost norms can follow it (`dpx.gradients.ghost`)
     streamed: whether `encode` draws something large as it goes, so that the whole batch is encoded at once
     stages:   the pipeline in words, printed by `str(mechanism)`
     """

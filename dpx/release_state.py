@@ -233,9 +233,9 @@ def require_paid_by(state: Tree, terms: np.ndarray, multipliers: np.ndarray) -> 
 def public_state(state: Tree) -> Tree:
     """`state` without its `unreleased_*` parts (replaced by None): what may be shown or shared.
 
-    What remains is a function of the released values alone. A part is left out where the name of its field or its key
-    contains "unreleased_", so also in flattened states, whose keys are tuples or strings such as
-    ".unreleased_error['w']". Raises ValueError for a container it does not know.
+    The rest is a function of the released values alone. A part is left out if the name of its field, or its key, has
+    "unreleased_" in it, also in flattened states, whose keys are tuples or strings such as ".unreleased_error['w']".
+    Functions become None, because their closures may hold a key. Raises ValueError for a container it does not know.
     """
     if hasattr(state, "_fields"):
         names = state._fields
@@ -252,7 +252,7 @@ def public_state(state: Tree) -> Tree:
         return treedef.unflatten([None if _unreleased(path[0]) else public_state(part) for path, part in parts])
     if isinstance(state, Mapping):
         return _public_items(state)
-    if callable(state):  # a function of a TrainState, whose closure may hold a key
+    if callable(state):
         return None
     if state is None or isinstance(state, jax.Array | np.ndarray | np.generic | int | float | complex | str):
         return state

@@ -229,6 +229,14 @@ REFUSED = {
         lambda: dpx.epsilon(optax.chain(dp_sgd(), optax.sgd(0.1)), 3, delta=1e-5),
         "must be a dpx Mechanism",
     ),
+    "the report of an optax chain": (
+        lambda: dpx.privacy_report(optax.chain(dp_sgd(), optax.sgd(0.1)), 3, delta=1e-5),
+        "must be a dpx Mechanism",
+    ),
+    "the steps of an optax chain": (
+        lambda: dpx.max_steps(optax.chain(dp_sgd(), optax.sgd(0.1)), epsilon=1.0, delta=1e-5),
+        "must be a dpx Mechanism",
+    ),
     # batches
     "a batch without its padding": (lambda: step_of(dp_sgd(), tiny()), r"dpx.Batch\(examples, included=None\)"),
     "update without the padding": (

@@ -51,8 +51,7 @@ def delta(
 
 def billed(mechanism: Any, steps_or_state: Any, relation: Relation | None) -> tuple[dp_accounting.DpEvent, Relation]:
     """The event of the steps taken, and the relation to bill it under; a state must be the mechanism's own."""
-    if not (hasattr(mechanism, "event") and hasattr(mechanism, "sampling")):
-        raise ValueError(f"mechanism must be a dpx Mechanism, which has an event and a sampling, got {type(mechanism)}")
+    require_billable(mechanism)
     steps = steps_in(steps_or_state)
     if _is_number(steps_or_state):
         event = mechanism.event(steps) if steps else dp_accounting.NoOpDpEvent()
@@ -74,6 +73,14 @@ def billed(mechanism: Any, steps_or_state: Any, relation: Relation | None) -> tu
             'the other batches; its event is true for "zero_out"'
         )
     return event, relation
+
+
+def require_billable(mechanism: Any) -> None:
+    if not (hasattr(mechanism, "event") and hasattr(mechanism, "sampling")):
+        raise ValueError(
+            "mechanism must be a dpx Mechanism, which has an event and a sampling; of an optax.chain, give the one in "
+            f"it. Got {type(mechanism)}"
+        )
 
 
 def steps_in(steps_or_state: Any) -> int:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from dpx.accounting import checks
-from dpx.accounting.bill import billed
+from dpx.accounting.bill import billed, require_billable
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.events import event_epsilon
 
@@ -27,6 +27,7 @@ def max_steps(
     Guarantee: `dpx.epsilon(mechanism, max_steps(...), delta=delta)` is at most epsilon.
     """
     checks.epsilon(epsilon, positive=True)
+    require_billable(mechanism)
     checks.warn_of_delta(delta, mechanism.sampling)
 
     def affordable(steps: int) -> bool:

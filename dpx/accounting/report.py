@@ -12,7 +12,7 @@ from typing import Any
 import dp_accounting
 
 from dpx.accounting import checks
-from dpx.accounting.bill import billed, steps_in
+from dpx.accounting.bill import billed, require_billable, steps_in
 from dpx.accounting.events import event_epsilon, explanation, flatten
 
 _CAVEATS = (
@@ -117,6 +117,7 @@ def privacy_report(
 
     unit: what one record of the data set is, in words. "one example" unless records were grouped before sampling.
     """
+    require_billable(mechanism)
     checks.warn_of_delta(delta, mechanism.sampling)
     steps = steps_in(steps_or_state)
     event, relation = billed(mechanism, steps_or_state, None)
