@@ -55,20 +55,20 @@ ROWS = [
     Row("dp_sgd", lambda dpx, **base: dpx.dp_sgd(**base), "auto"),
     Row(
         "random_freeze_sgd",
-        lambda dpx, **base: dpx.random_freeze_sgd(freeze_rate=0.7, period=EPOCH, **base),
+        lambda dpx, **base: dpx.random_freeze_sgd(freeze_rate=0.7, every=EPOCH, **base),
         "auto",
     ),
     Row(
         "random_freeze_sgd, a mask a step",
-        lambda dpx, **base: dpx.random_freeze_sgd(freeze_rate=0.7, period=1, **base),
+        lambda dpx, **base: dpx.random_freeze_sgd(freeze_rate=0.7, every=1, **base),
         "auto",
     ),
     Row(
         "ranked_freeze_sgd",
-        lambda dpx, **base: dpx.ranked_freeze_sgd(freeze_rate=0.7, period=EPOCH, **base),
+        lambda dpx, **base: dpx.ranked_freeze_sgd(freeze_rate=0.7, every=EPOCH, **base),
         "auto",
     ),
-    Row("random_freeze_sgd", lambda dpx, **base: dpx.random_freeze_sgd(freeze_rate=0.7, period=EPOCH, **base)),
+    Row("random_freeze_sgd", lambda dpx, **base: dpx.random_freeze_sgd(freeze_rate=0.7, every=EPOCH, **base)),
     Row("ada_dpigu, main phase", lambda dpx, **base: dpx.ada_dpigu(keep=0.6, warmup=1, **base), steps=1),
     Row(
         "ada_dpigu, main phase, top half of each example",

@@ -17,8 +17,8 @@ SEED = 0
 NETWORK: dict[str, Any] = dict(
     model="d2p2_cnn", activation="relu", epochs=40.0, batch_size=1024, microbatch_size=256, momentum=0.9
 )
-CLIP_NORM = 0.1  # of dp_sgd; the others normalise, to 1
-LEARNING_RATES = (0.2, 0.4, 0.8)  # of normalised gradients
+CLIP_NORM = 0.1  # of dp_sgd; the others normalize, to 1
+LEARNING_RATES = (0.2, 0.4, 0.8)  # of normalized gradients
 NOISE, COST_OF_FALLING = 3.05, 2.74
 PROJECTION: dict[str, Any] = {"projection": "countsketch", "reduction_rate": 0.3}
 FALLING: dict[str, Any] = {"power": 0.25, "hold": "epoch"}
@@ -65,10 +65,10 @@ def main(arguments: list[str] | None = None) -> int:
         parts = [
             "# The D2P2-SGD family, on Fashion-MNIST",
             runs.heading(module, (SEED,)),
-            f"{described(NETWORK)}, learning rate {rate:g} on normalised gradients (DP-SGD clips at {CLIP_NORM} and "
+            f"{described(NETWORK)}, learning rate {rate:g} on normalized gradients (DP-SGD clips at {CLIP_NORM} and "
             f"steps {1 / CLIP_NORM:g} times as far); trials: {tried}. Delta 1e-5, add-or-remove-one, the bill of each "
             "method by PLD. Projections are fresh count-sketches to 0.7 of the coordinates: of every example before it "
-            "is normalised, or of the sum (the order published), which needs sqrt 2 times the noise for the same bill. "
+            "is normalized, or of the sum (the order published), which needs sqrt 2 times the noise for the same bill. "
             "Test accuracy in percent; one seed, and a learning rate that was not tuned for each row.",
             "\n".join(lines),
         ]

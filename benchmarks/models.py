@@ -35,7 +35,7 @@ class Perceptron(linen.Module):
 
 
 def encoded(x, layers: int, heads: int, mask=None):
-    """Transformer layers with the normalisation first, on (length, features)."""
+    """Transformer layers with the normalization first, on (length, features)."""
     features = x.shape[-1]
     for _ in range(layers):
         x = x + linen.MultiHeadDotProductAttention(heads)(linen.LayerNorm()(x), mask=mask)

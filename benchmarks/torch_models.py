@@ -38,7 +38,7 @@ class Attention(nn.Module):
 
 
 class Layer(nn.Module):
-    """A transformer layer with the normalisation first."""
+    """A transformer layer with the normalization first."""
 
     def __init__(self, features: int, heads: int, causal: bool):
         super().__init__()

@@ -3,6 +3,7 @@
 from dpx import accounting as accounting
 from dpx import keys as keys
 from dpx import schedules as schedules
+from dpx._public_state import public_state as public_state
 from dpx.accounting import Budget as Budget
 from dpx.accounting import calibrate as calibrate
 from dpx.accounting import calibrated as calibrated
@@ -49,7 +50,6 @@ from dpx.methods import dynamic_dp_sgd as dynamic_dp_sgd
 from dpx.methods import gep_sgd as gep_sgd
 from dpx.methods import random_freeze_sgd as random_freeze_sgd
 from dpx.methods import ranked_freeze_sgd as ranked_freeze_sgd
-from dpx.release_state import public_state as public_state
 from dpx.release_state import steps_taken as steps_taken
 from dpx.sampling import FixedSizeSampling as FixedSizeSampling
 from dpx.sampling import FullBatch as FullBatch

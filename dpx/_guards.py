@@ -61,3 +61,15 @@ def require_per_example(grads: Tree, params: Tree):
             "grads must hold one gradient of each example: like params, with the examples on an axis in front of each "
             f"leaf, of shapes {expected}; got shapes {found}"
         )
+
+
+def require_fitting(changes: dict[str, Any], budget: Any):
+    """ValueError where a mechanism of this budget, with these parts exchanged, has parts that do not fit together."""
+    for part, needs in (("key", "release"), ("noise_multiplier", "release"), ("sampling", "event")):
+        if part in changes and needs not in changes:
+            raise ValueError(f"another {part} needs another {needs}, which depends on it: build the mechanism anew")
+    if "event" in changes and budget is not None and "budget" not in changes:
+        raise ValueError(
+            f"the mechanism was calibrated to {budget} before its cost was changed; put dpx.calibrated on the "
+            "function that builds the outermost mechanism, and give the budget to that"
+        )

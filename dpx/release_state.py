@@ -1,9 +1,8 @@
-"""What a state has paid for, which the bill reads, and what of a state may be shown."""
+"""The releases that a state has made, which the bill reads, and when they cannot be billed."""
 
 import math
 import zlib
-from collections.abc import Callable, Mapping
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import attrs
@@ -12,6 +11,8 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from dp_accounting import DpEvent
+
+from dpx._states import map_states
 
 Tree = Any  # a pytree of arrays
 
@@ -62,7 +63,7 @@ class ReleaseState(NamedTuple):
 def signed(state: Tree, terms: np.ndarray, planned_steps: int) -> Tree:
     """A new `state` with the terms under which its releases will be billed."""
     planned = jnp.full((), planned_steps, jnp.int32)
-    return _map(lambda node: node._replace(terms=jnp.asarray(terms), planned_steps=planned), state)
+    return map_states(lambda node: node._replace(terms=jnp.asarray(terms), planned_steps=planned), state, ReleaseState)
 
 
 def countersigned(state: Tree, terms: np.ndarray, rows: jax.Array, sampling: Any, drawn: jax.Array | None) -> Tree:
@@ -84,16 +85,7 @@ def countersigned(state: Tree, terms: np.ndarray, rows: jax.Array, sampling: Any
             signature = jnp.where(holds & (signature > len(REASONS)), jnp.uint32(reason), signature)
         return node._replace(terms=signature)
 
-    return _map(countersign, state)
-
-
-def _map(function: Callable[[ReleaseState], ReleaseState], state: Tree) -> Tree:
-    """`state` with `function` applied to its ReleaseState."""
-
-    def is_release(node):
-        return isinstance(node, ReleaseState)
-
-    return jax.tree.map(lambda node: function(node) if is_release(node) else node, state, is_leaf=is_release)
+    return map_states(countersign, state, ReleaseState)
 
 
 def terms_of(event: DpEvent, sampling: Any) -> np.ndarray:
@@ -228,41 +220,3 @@ def require_paid_by(state: Tree, terms: np.ndarray, multipliers: np.ndarray) -> 
             f"{precision:.6g}, the mechanism's first {len(multipliers)} have {expected:.6g}. Either {advice}; or, if "
             "they are the same, its schedule is no function of the step alone"
         )
-
-
-def public_state(state: Tree) -> Tree:
-    """`state` without its `unreleased_*` parts (replaced by None): what may be shown or shared.
-
-    The rest is a function of the released values alone. A part is left out if the name of its field, or its key, has
-    "unreleased_" in it, also in flattened states, whose keys are tuples or strings such as ".unreleased_error['w']".
-    Functions become None, because their closures may hold a key. Raises ValueError for a container it does not know.
-    """
-    if hasattr(state, "_fields"):
-        names = state._fields
-        return type(state)(*[None if _unreleased(name) else public_state(getattr(state, name)) for name in names])
-    if is_dataclass(state) and not isinstance(state, type):
-        parts = {field.name: getattr(state, field.name) for field in fields(state)}
-        return replace(state, **_public_items(parts))
-    if isinstance(state, dict):
-        return _public_items(state)
-    if isinstance(state, list | tuple):
-        return type(state)(public_state(part) for part in state)
-    parts, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda part: part is not state)
-    if any(path for path, _ in parts):  # another container that jax knows
-        return treedef.unflatten([None if _unreleased(path[0]) else public_state(part) for path, part in parts])
-    if isinstance(state, Mapping):
-        return _public_items(state)
-    if callable(state):
-        return None
-    if state is None or isinstance(state, jax.Array | np.ndarray | np.generic | int | float | complex | str):
-        return state
-    raise ValueError(f"state must be NamedTuples, dataclasses, mappings, lists, tuples and arrays, got {type(state)}")
-
-
-def _public_items(items: Mapping) -> dict:
-    return {name: None if _unreleased(name) else public_state(part) for name, part in items.items()}
-
-
-def _unreleased(name: Any) -> bool:
-    """Whether a field, a key, or a flattened path in any notation names an unreleased part."""
-    return "unreleased_" in str(name)

@@ -6,29 +6,21 @@ draws the same batches. The key must stay as secret as the noise key, because am
 for batches that nobody knows.
 """
 
-import functools
 import math
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, Protocol
 
 import dp_accounting
 import jax
 import jax.core
-import jax.numpy as jnp
 import numpy as np
 from dp_accounting import DpEvent, GaussianDpEvent
 
 from dpx import keys
+from dpx._draws import Draw, coins, pad, permutation, require_step, round_up, step_key
+from dpx._numbers import require_whole
 from dpx.batches import Batch, Tree, batch_size
 from dpx.release_state import next_step
-from dpx.schedules import require_whole
-
-
-class Draw(NamedTuple):
-    """indices: int32 (size,), 0 on padded rows. included: bool (size,), False on padded rows."""
-
-    indices: np.ndarray
-    included: np.ndarray
 
 
 class Sampling(Protocol):
@@ -36,7 +28,7 @@ class Sampling(Protocol):
 
     examples: size of the data set, public.
 
-    relation: the neighbouring relation under which `event` is true: "add_or_remove" (one example more or fewer),
+    relation: the neighboring relation under which `event` is true: "add_or_remove" (one example more or fewer),
               "zero_out" (one example's contribution nulled) or "replace_one" (one example exchanged for another).
     divisor:  the expected batch size; the private gradient is the noisy sum divided by it. A public constant.
     pads:     whether a batch may hold rows that do not count; else every batch has `divisor` rows.
@@ -130,12 +122,12 @@ class PoissonSampling(Sampling):
         return math.inf
 
     def draw(self, key: jax.Array, step: int, *, size: int | None = None) -> Draw:
-        drawn = np.flatnonzero(_coins(_step_key(key, _require_step(step)), self.examples, self.probability))
+        drawn = np.flatnonzero(coins(step_key(key, require_step(step)), self.examples, self.probability))
         if size is None:
-            size = self.capacity or min(self.examples, _round_up(self.batch_size + 5 * self._deviation(), 8))
+            size = self.capacity or min(self.examples, round_up(self.batch_size + 5 * self._deviation(), 8))
             if len(drawn) > size:
-                size = _round_up(len(drawn), max(1, size // 8))
-        return _pad(drawn, size)
+                size = round_up(len(drawn), max(1, size // 8))
+        return pad(drawn, size)
 
     def _deviation(self) -> float:
         return math.sqrt(self.batch_size * (1 - self.probability))
@@ -167,8 +159,8 @@ class FixedSizeSampling(Sampling):
         return self.batch_size
 
     def draw(self, key: jax.Array, step: int, *, size: int | None = None) -> Draw:
-        drawn = jax.random.choice(_step_key(key, _require_step(step)), self.examples, (self.batch_size,), replace=False)
-        return _pad(np.asarray(drawn), size or self.batch_size)
+        drawn = jax.random.choice(step_key(key, require_step(step)), self.examples, (self.batch_size,), replace=False)
+        return pad(np.asarray(drawn), size or self.batch_size)
 
     def event(self, multipliers: np.ndarray) -> DpEvent:
         return _composed(
@@ -208,10 +200,10 @@ class ShuffledEpochs(Sampling):
         return self.examples % self.batch_size != 0
 
     def draw(self, key: jax.Array, step: int, *, size: int | None = None) -> Draw:
-        epoch, position = divmod(_require_step(step), self.steps_per_epoch)
-        order = _permutation(_key_bytes(_step_key(key, epoch)), self.examples)
+        epoch, position = divmod(require_step(step), self.steps_per_epoch)
+        order = permutation(step_key(key, epoch), self.examples)
         start = position * self.batch_size
-        return _pad(order[start : start + self.batch_size], size or self.batch_size)
+        return pad(order[start : start + self.batch_size], size or self.batch_size)
 
     def event(self, multipliers: np.ndarray) -> DpEvent:
         epochs = [
@@ -236,20 +228,12 @@ class FullBatch(Sampling):
         return self.examples
 
     def draw(self, key: jax.Array, step: int, *, size: int | None = None) -> Draw:
-        _require_step(step)
+        require_step(step)
         del key
-        return _pad(np.arange(self.examples), size or self.examples)
+        return pad(np.arange(self.examples), size or self.examples)
 
     def event(self, multipliers: np.ndarray) -> DpEvent:
         return _composed(multipliers, GaussianDpEvent)
-
-
-def _require_step(step: Any) -> int:
-    whole = isinstance(step, jax.Array | np.ndarray) and jnp.shape(step) == () and step.dtype.kind in "iu"
-    whole |= isinstance(step, int | np.integer) and not isinstance(step, bool)
-    if isinstance(step, jax.core.Tracer) or not whole or step < 0:
-        raise ValueError(f"step must be a whole number of at least 0, known before it is drawn; got {step!r}")
-    return int(step)
 
 
 def _keep_sizes(sampling: Any, *, whole: bool = False):
@@ -264,28 +248,6 @@ def _keep_sizes(sampling: Any, *, whole: bool = False):
     object.__setattr__(sampling, "batch_size", int(size) if size == int(size) else float(size))
 
 
-def _step_key(key: jax.Array, step: int) -> jax.Array:
-    return keys.stream(key, "sampling", step)
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _coins(key: jax.Array, examples: int, probability: float) -> jax.Array:
-    """One coin per example: 32 bits under a threshold rounded down, so no likelier than billed."""
-    if probability == 1:
-        return jnp.ones(examples, bool)
-    return jax.random.bits(key, (examples,), jnp.uint32) < jnp.uint32(math.floor(probability * 2**32))
-
-
-def _pad(drawn: np.ndarray, size: int) -> Draw:
-    if len(drawn) > size:
-        raise ValueError(
-            f"size must hold the whole batch of {len(drawn)} examples, got {size}; a cut batch is not the billed one"
-        )
-    indices = np.zeros(size, np.int32)
-    indices[: len(drawn)] = drawn
-    return Draw(indices, np.arange(size) < len(drawn))
-
-
 def _composed(multipliers: np.ndarray, event_of) -> DpEvent:
     """The releases grouped by their noise multiplier; their order does not matter to the bill."""
     values, counts = np.unique(multipliers, return_counts=True)
@@ -296,18 +258,3 @@ def _composed(multipliers: np.ndarray, event_of) -> DpEvent:
     if not events:
         return dp_accounting.NoOpDpEvent()
     return events[0] if len(events) == 1 else dp_accounting.ComposedDpEvent(events)
-
-
-def _round_up(number: float, multiple: int) -> int:
-    return math.ceil(number / multiple) * multiple
-
-
-def _key_bytes(key: jax.Array) -> tuple[str, bytes]:
-    return str(jax.random.key_impl(key)), np.asarray(jax.random.key_data(key)).tobytes()
-
-
-@functools.lru_cache(maxsize=2)
-def _permutation(key: tuple[str, bytes], examples: int) -> np.ndarray:
-    implementation, data = key
-    wrapped = jax.random.wrap_key_data(jnp.asarray(np.frombuffer(data, np.uint32)), impl=implementation)
-    return np.asarray(jax.random.permutation(wrapped, examples))

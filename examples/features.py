@@ -2,7 +2,7 @@
 
 The second-order scattering transform of Bruna and Mallat (2013, https://arxiv.org/abs/1203.1513) with J = 2 and 8
 angles, the numbers of `kymatio.numpy.Scattering2D(J=2, shape)`: 81 channels at a quarter of the resolution. Then every
-example is normalised by itself, over groups of channels, as in Tramer and Boneh (2021, https://arxiv.org/abs/2011.11660).
+example is normalized by itself, over groups of channels, as in Tramer and Boneh (2021, https://arxiv.org/abs/2011.11660).
 No statistic of the data set enters, so the features cost no privacy.
 """
 
@@ -107,7 +107,7 @@ def scattering(height: int, width: int):
     return transform
 
 
-def normalised(features: jax.Array) -> jax.Array:
+def normalized(features: jax.Array) -> jax.Array:
     """Each example (channels, height, width) to mean 0 and variance 1 over each of the groups of channels."""
     groups = features.reshape(GROUPS, -1)
     centred = groups - groups.mean(1, keepdims=True)
@@ -116,12 +116,12 @@ def normalised(features: jax.Array) -> jax.Array:
 
 @jax.jit
 def features_of(images: jax.Array) -> jax.Array:
-    """(N, height, width, channels) to normalised features (N, height // 4, width // 4, 81 * channels) in float16."""
+    """(N, height, width, channels) to normalized features (N, height // 4, width // 4, 81 * channels) in float16."""
     count, height, width, channels = images.shape
     planes = jnp.moveaxis(as_float(images), 3, 1).reshape(count * channels, height, width)
     scattered = scattering(height, width)(planes)
     stacked = scattered.reshape(count, -1, *scattered.shape[2:])
-    return jnp.moveaxis(jax.vmap(normalised)(stacked), 1, 3).astype(jnp.float16)
+    return jnp.moveaxis(jax.vmap(normalized)(stacked), 1, 3).astype(jnp.float16)
 
 
 def compute(images: np.ndarray, *, batch_size: int = 64, progress: bool = True) -> np.ndarray:

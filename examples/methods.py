@@ -44,12 +44,12 @@ def dynamic_dp_sgd(*, clip_norm, noise_multiplier, sampling, steps, key, rho_mu,
     )
 
 
-def d2p_sgd(*, clip_norm, noise_multiplier, sampling, steps, key, power, gamma, hold) -> dpx.Mechanism:
-    del clip_norm, steps  # normalisation takes its place
+def d2p_sgd(*, clip_norm, noise_multiplier, sampling, steps, key, power, stability, hold) -> dpx.Mechanism:
+    del clip_norm, steps  # normalization takes its place
     return dpx.d2p_sgd(
         noise_multiplier=noise_multiplier,
         power=power,
-        gamma=gamma,
+        stability=stability,
         every=steps_held(hold, sampling),
         sampling=sampling,
         key=key,
@@ -74,7 +74,7 @@ def projected(*, projection, reduction_rate, rank, **rest) -> dict[str, Any]:
 def random_freeze_sgd(*, sampling, steps, freeze_rate, cooling, masks, posterior, **rest) -> dpx.Mechanism:
     return dpx.random_freeze_sgd(
         freeze_rate=rising(0.0, freeze_rate, 0, round(cooling * steps)),
-        period=steps_held(masks, sampling),
+        every=steps_held(masks, sampling),
         posterior=bool(posterior),
         sampling=sampling,
         **rest,
@@ -84,7 +84,7 @@ def random_freeze_sgd(*, sampling, steps, freeze_rate, cooling, masks, posterior
 def ranked_freeze_sgd(*, sampling, steps, freeze_rate, cooling, masks, **rest) -> dpx.Mechanism:
     return dpx.ranked_freeze_sgd(
         freeze_rate=rising(0.0, freeze_rate, 0, round(cooling * steps)),
-        period=steps_held(masks, sampling),
+        every=steps_held(masks, sampling),
         sampling=sampling,
         **rest,
     )
@@ -113,14 +113,14 @@ def adaptive_clipping(*, clip_norm, sampling, steps, quantile, indicator_noise, 
     )
 
 
-def dice_sgd(*, clip_norm, steps, feedback, outer_clip, reset_every, normalise, **rest) -> dpx.Mechanism:
+def dice_sgd(*, clip_norm, steps, feedback, outer_clip, reset_every, normalize, **rest) -> dpx.Mechanism:
     del steps
     return dpx.dice_sgd(
         clip_norm=clip_norm,
         feedback_norm=feedback * clip_norm,
         outer_clip_norm=outer_clip * clip_norm,
         reset_every=reset_every or None,
-        gamma=normalise or None,
+        stability=normalize or None,
         **rest,
     )
 
@@ -144,7 +144,7 @@ def steps_held(hold: str, sampling) -> int:
 
 HOLD = Option("step", "schedules change every step, or every epoch")
 
-AUTOMATIC = {"gamma": Option(0.01, "stability constant of the normalisation g / (|g| + gamma)")}
+AUTOMATIC = {"stability": Option(0.01, "stability constant of the normalization g / (|g| + stability)")}
 FALLING = {"power": Option(0.25, "the noise falls as the step (or epoch) to this power"), "hold": HOLD}
 PROJECTION = AUTOMATIC | {
     "projection": Option("countsketch", "gaussian, orthonormal, subset, countsketch or hadamard"),
@@ -198,7 +198,7 @@ METHODS: dict[str, Method] = {
                 1.1, "norm up to which a gradient enters the error, over the clip norm; inf as published"
             ),
             "reset_every": Option(0, "forget the error every so many steps, which needs less noise; 0 never does"),
-            "normalise": Option(0.0, "its automatic form with this stability constant; 0 clips"),
+            "normalize": Option(0.0, "its automatic form with this stability constant; 0 clips"),
         },
     ),
     "gep_sgd": Method(

@@ -163,7 +163,7 @@ def build(name: str, *, input_shape: tuple[int, ...], classes: int, activation: 
     too_small = f"images of shape {input_shape} are too small for the model {name!r}"
     try:
         shapes = jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0)))
-    except ZeroDivisionError as error:  # the fan-in of an initialiser
+    except ZeroDivisionError as error:  # the fan-in of an initializer
         raise ValueError(too_small) from error
     if any(0 in leaf.shape for leaf in shapes):
         raise ValueError(too_small)

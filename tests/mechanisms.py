@@ -71,7 +71,7 @@ def _scheduled(key, sampling: Any = POISSON) -> dpx.Mechanism:
     )
 
 
-def _dice(name, sampling, *, outer, reset_every=None, gamma=None) -> Case:
+def _dice(name, sampling, *, outer, reset_every=None, stability=None) -> Case:
     """clip norm 0.7, feedback norm 0.02."""
 
     def make(key):
@@ -81,7 +81,7 @@ def _dice(name, sampling, *, outer, reset_every=None, gamma=None) -> Case:
             outer_clip_norm=outer,
             noise_multiplier=1.3,
             reset_every=reset_every,
-            gamma=gamma,
+            stability=stability,
             sampling=sampling,
             key=key,
         )
@@ -89,7 +89,7 @@ def _dice(name, sampling, *, outer, reset_every=None, gamma=None) -> Case:
     def fed_back(state):
         error, step = state.unreleased_error, int(state.release.step)
         size = float(optax.tree.norm(error))
-        factor = 0.02 / max(size, 0.02) if gamma is None else 0.02 / (size + 0.02)
+        factor = 0.02 / max(size, 0.02) if stability is None else 0.02 / (size + 0.02)
         return jax.tree.map(lambda e: e * (0 if reset_every and step % reset_every == 0 else factor), error)
 
     def event(steps):
@@ -97,8 +97,8 @@ def _dice(name, sampling, *, outer, reset_every=None, gamma=None) -> Case:
             return dp_accounting.NoOpDpEvent()
         return ErrorFeedbackDpEvent(
             noise_multiplier=1.3,
-            excess=(outer - 0.7) / 0.7,
-            reach=2 * 0.02 * 8 / 0.7,
+            error_shift=(outer - 0.7) / 0.7,
+            feedback_shift=2 * 0.02 * 8 / 0.7,
             steps=steps,
             reset_every=reset_every,
             sampling=sampling,
@@ -132,7 +132,7 @@ def _masked(state):
 
 
 def _restored(state):
-    """The scale that standardisation under an importance mask is undone with."""
+    """The scale that standardization under an importance mask is undone with."""
     importance = state.coordinates[0]
     if importance.step < 3:
         return importance.mask
@@ -181,12 +181,13 @@ MECHANISMS = [
     Case("shuffled", lambda key: _scheduled(key, EPOCHS), lambda t: 1 - 0.05 * min(t, 10), lambda t: 2 * 0.9**t),
     Case("per layer", lambda key: _dp_sgd(key, clip_norm=PER_LAYER), lambda t: math.sqrt(0.25 + 0.04 + 0.01)),
     Case("normalized", lambda key: dpx.normalized(_dp_sgd(key, clip_norm=1.0)), lambda t: 1.0),
-    Case("normalized, small clip", lambda key: dpx.normalized(_dp_sgd(key), gamma=1e-6)),
+    Case("normalized, small clip", lambda key: dpx.normalized(_dp_sgd(key), stability=1e-6)),
     Case("trainable", lambda key: dpx.in_coordinates(_dp_sgd(key), TRAINABLE), frozen=("bias",)),
     Case(
         "normalized trainable per layer",
         lambda key: dpx.normalized(
-            dpx.in_coordinates(_dp_sgd(key, clip_norm={"kernel": 0.5, "bias": 1.0, "scale": 0.1}), TRAINABLE), gamma=0.1
+            dpx.in_coordinates(_dp_sgd(key, clip_norm={"kernel": 0.5, "bias": 1.0, "scale": 0.1}), TRAINABLE),
+            stability=0.1,
         ),
         lambda t: math.sqrt(0.25 + 1 + 0.01),
         frozen=("bias",),
@@ -214,17 +215,17 @@ MECHANISMS = [
         lambda t: 2 * (t // 2 + 1) ** -0.5,
     ),
     _dice("dice_sgd", POISSON, outer=1.0, reset_every=3),
-    _dice("dice_sgd automatic, shuffled", EPOCHS, outer=math.inf, gamma=0.05),
+    _dice("dice_sgd automatic, shuffled", EPOCHS, outer=math.inf, stability=0.05),
     Case(
         "random_freeze_sgd",
         lambda key: dpx.random_freeze_sgd(
-            freeze_rate=COOLING, period=2, clip_norm=0.7, noise_multiplier=1.3, sampling=POISSON, key=key
+            freeze_rate=COOLING, every=2, clip_norm=0.7, noise_multiplier=1.3, sampling=POISSON, key=key
         ),
         scale=_masked,
     ),
     Case(
         "posterior freeze, a mask a step",
-        lambda key: dpx.in_coordinates(_scheduled(key), dpx.random_freeze(COOLING, period=1, posterior=True, key=key)),
+        lambda key: dpx.in_coordinates(_scheduled(key), dpx.random_freeze(COOLING, every=1, posterior=True, key=key)),
         lambda t: 1 - 0.05 * min(t, 10),
         lambda t: 2 * 0.9**t,
         scale=_masked,
@@ -233,7 +234,7 @@ MECHANISMS = [
     Case(
         "ranked_freeze_sgd",
         lambda key: dpx.ranked_freeze_sgd(
-            freeze_rate=0.6, period=2, clip_norm=0.7, noise_multiplier=1.3, sampling=POISSON, key=key
+            freeze_rate=0.6, every=2, clip_norm=0.7, noise_multiplier=1.3, sampling=POISSON, key=key
         ),
         scale=_masked,
     ),

@@ -41,8 +41,8 @@ def scheduled(sigmas, rate: float) -> DpEvent:
     return ComposedDpEvent([poisson(rate, float(sigma)) for sigma in sigmas])
 
 
-def feedback(excess=1.0, noise=4.0, *, sampling, steps=60, reset=None, reach=2e3) -> DpEvent:
-    return ErrorFeedbackDpEvent(noise, excess, reach, steps, reset or steps, sampling)
+def feedback(error_shift=1.0, noise=4.0, *, sampling, steps=60, reset=None, feedback_shift=2e3) -> DpEvent:
+    return ErrorFeedbackDpEvent(noise, error_shift, feedback_shift, steps, reset or steps, sampling)
 
 
 def asked(event: DpEvent, *, deltas=(), epsilons=(), accountants=("pld",), relations=("add_or_remove",), **options):
@@ -154,7 +154,11 @@ def _feedback() -> Iterator[tuple[str, Bill]]:
         "poisson, zero out": (feedback(sampling=random), ("pld",), "zero_out"),
         "poisson, reset": (feedback(sampling=random, reset=10), ("pld", "rdp"), "add_or_remove"),
         "poisson, replace": (feedback(sampling=random, noise=20.0), ("pld",), "replace_one"),
-        "poisson, unbounded": (feedback(math.inf, 50.0, sampling=random, reach=3.0), ("pld",), "add_or_remove"),
+        "poisson, unbounded": (
+            feedback(math.inf, 50.0, sampling=random, feedback_shift=3.0),
+            ("pld",),
+            "add_or_remove",
+        ),
         "shuffled": (feedback(sampling=epochs, steps=150), ("pld", "rdp"), "zero_out"),
         "shuffled, reset": (feedback(sampling=epochs, steps=150, reset=50), ("pld",), "zero_out"),
         "full": (feedback(noise=9.0, sampling=dpx.FullBatch(examples=10), steps=3), ("pld",), "zero_out"),

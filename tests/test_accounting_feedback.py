@@ -25,12 +25,14 @@ EPOCHS = dpx.ShuffledEpochs(examples=50_000, batch_size=1000)
 AMPLIFIED, KNOWN = "amplified by sampling, Renyi recursion", "random participations as if known, not amplified"
 
 
-def event(excess=1.0, noise=4.0, *, sampling=POISSON, steps=150, reset=None, reach=2e3) -> ErrorFeedbackDpEvent:
-    return ErrorFeedbackDpEvent(noise, excess, reach, steps, reset, sampling)
+def event(
+    error_shift=1.0, noise=4.0, *, sampling=POISSON, steps=150, reset=None, feedback_shift=2e3
+) -> ErrorFeedbackDpEvent:
+    return ErrorFeedbackDpEvent(noise, error_shift, feedback_shift, steps, reset, sampling)
 
 
-def epsilon(excess=1.0, noise=4.0, *, delta=1e-5, relation=None, **options) -> float:
-    made = event(excess, noise, **options)
+def epsilon(error_shift=1.0, noise=4.0, *, delta=1e-5, relation=None, **options) -> float:
+    made = event(error_shift, noise, **options)
     return accounting.event_epsilon(made, delta=delta, relation=relation or made.sampling.relation)
 
 
@@ -56,7 +58,7 @@ def test_public_vectors():
 
 
 @pytest.mark.parametrize(
-    ("excess", "amplified", "reset_50", "reset_10", "known", "shuffled", "shuffled_reset"),
+    ("error_shift", "amplified", "reset_50", "reset_10", "known", "shuffled", "shuffled_reset"),
     [
         (0.1, 1.53, 1.28, 1.16, 5.39, 3.75, 3.47),
         (0.5, 5.27, 3.74, 2.68, 9.32, 5.20, 3.86),
@@ -64,7 +66,7 @@ def test_public_vectors():
         (3.0, 29, 20, 14, 41, 19, 11),
     ],
 )
-def test_noise_for_epsilon_2(excess, amplified, reset_50, reset_10, known, shuffled, shuffled_reset):
+def test_noise_for_epsilon_2(error_shift, amplified, reset_50, reset_10, known, shuffled, shuffled_reset):
     """The noise of the table meets (2, 1e-5), and not much less does: the recursions here are solved more finely."""
     for noise, name, options in (
         (amplified, AMPLIFIED, {}),
@@ -75,7 +77,7 @@ def test_noise_for_epsilon_2(excess, amplified, reset_50, reset_10, known, shuff
         (shuffled_reset, None, {"sampling": EPOCHS, "reset": 50}),
     ):
         for factor, meets in ((1.005, True), (0.9, False)):
-            made = event(excess, factor * noise, **options)
+            made = event(error_shift, factor * noise, **options)
             found = bounds(made, "pld", made.sampling.relation)
             bound = found[name] if name else next(iter(found.values()))
             assert (bound.epsilon(1e-5) <= 2) == meets
@@ -109,9 +111,9 @@ def test_no_error_is_dp_sgd():
 
 
 def test_more_is_dearer():
-    base = dict(excess=0.5, noise=4.0, steps=60)
+    base = dict(error_shift=0.5, noise=4.0, steps=60)
     sampling = dpx.PoissonSampling(examples=50_000, batch_size=1100)
-    dearer = [dict(excess=0.52), dict(noise=3.9), dict(steps=61), dict(steps=66), dict(sampling=sampling)]
+    dearer = [dict(error_shift=0.52), dict(noise=3.9), dict(steps=61), dict(steps=66), dict(sampling=sampling)]
     for options in ({}, {"reset": 10}, {"sampling": EPOCHS}):
         cost = epsilon(**(base | options))
         for change in dearer:
@@ -123,7 +125,7 @@ def test_more_is_dearer():
 
 
 def test_delta_and_epsilon_agree():
-    for options in ({}, {"sampling": EPOCHS}, {"excess": math.inf, "reach": 0.1}):
+    for options in ({}, {"sampling": EPOCHS}, {"error_shift": math.inf, "feedback_shift": 0.1}):
         made = event(**({"noise": 8.0} | options))
         relation = made.sampling.relation
         spent = accounting.event_epsilon(made, delta=1e-5, relation=relation)
@@ -149,14 +151,14 @@ def counting(request, monkeypatch):
 # Exact enumeration: every pattern of participations, adversaries that move the error as the firm bound allows.
 
 
-def shifts(steps, excess, angles):
+def shifts(steps, error_shift, angles):
     """(patterns, steps): the shift of each release, when the adversary feeds back sin(angle) of the error's move."""
     found = []
     for pattern in itertools.product((0, 1), repeat=steps):
         move, row = 0.0, []
         for takes_part, angle in zip(pattern, angles, strict=True):
             row.append(move * math.sin(angle) + takes_part)
-            move = move * math.cos(angle) + excess * takes_part
+            move = move * math.cos(angle) + error_shift * takes_part
         found.append(row)
     return np.array(found), np.array(list(itertools.product((0, 1), repeat=steps))).sum(1)
 
@@ -169,26 +171,28 @@ def adversaries(steps):
 
 
 @pytest.mark.parametrize(
-    ("steps", "rate", "excess", "noise"),
+    ("steps", "rate", "error_shift", "noise"),
     [(1, 0.3, 1, 1), (3, 0.3, 1, 2), (5, 0.02, 2, 2), (6, 0.2, 0.5, 1.5), (6, 0.05, 0.1, 1)],
 )
-def test_enumeration_never_exceeds_the_recursion(steps, rate, excess, noise, counting):
+def test_enumeration_never_exceeds_the_recursion(steps, rate, error_shift, noise, counting):
     largest = {2: 0.0, 3: 0.0}
     for angles in adversaries(steps):
-        moves, counts = shifts(steps, excess, angles)
+        moves, counts = shifts(steps, error_shift, angles)
         chances = rate**counts * (1 - rate) ** (steps - counts)
         pairs = np.exp(moves @ moves.T / noise**2)  # E of the product of two patterns' likelihood ratios
         second = chances @ pairs @ chances
         third = np.einsum("i,j,k,ij,jk,ik->", chances, chances, chances, pairs, pairs, pairs, optimize=True)
         largest = {2: max(largest[2], math.log(second)), 3: max(largest[3], math.log(third))}
     for order, exact in largest.items():
-        bound = feedback_renyi.log_moment(order, steps=steps, rate=rate, excess=excess, noise_multiplier=noise)
+        bound = feedback_renyi.log_moment(
+            order, steps=steps, rate=rate, error_shift=error_shift, noise_multiplier=noise
+        )
         assert exact <= bound + 1e-12
         assert steps > 1 or exact == pytest.approx(bound, rel=1e-9)
 
 
-@pytest.mark.parametrize(("rate", "excess", "noise"), [(0.3, 1.0, 1.0), (0.05, 2.0, 2.0), (0.7, 0.5, 0.8)])
-def test_the_recursion_covers_adding_an_example(rate, excess, noise):
+@pytest.mark.parametrize(("rate", "error_shift", "noise"), [(0.3, 1.0, 1.0), (0.05, 2.0, 2.0), (0.7, 0.5, 0.8)])
+def test_the_recursion_covers_adding_an_example(rate, error_shift, noise):
     """E (dQ/dP)^(a-1) under Q by quadrature, three steps; P with the example, Q without."""
     grid = np.linspace(-8.5, 8.5, 120)
     weights = stats.norm.pdf(grid)
@@ -196,12 +200,14 @@ def test_the_recursion_covers_adding_an_example(rate, excess, noise):
     points = noise * np.stack(np.meshgrid(grid, grid, grid, indexing="ij"), -1).reshape(-1, 3)
     mass = (weights[:, None, None] * weights[:, None] * weights).reshape(-1)
     for angles in adversaries(3)[:8]:
-        moves, counts = shifts(3, excess, angles)
+        moves, counts = shifts(3, error_shift, angles)
         chances = rate**counts * (1 - rate) ** (3 - counts)
         ratio = np.exp(points @ moves.T / noise**2 - (moves**2).sum(1) / (2 * noise**2)) @ chances
         for order in (2, 4):
             exact = math.log(mass @ ratio ** (1.0 - order))
-            bound = feedback_renyi.log_moment(order, steps=3, rate=rate, excess=excess, noise_multiplier=noise)
+            bound = feedback_renyi.log_moment(
+                order, steps=3, rate=rate, error_shift=error_shift, noise_multiplier=noise
+            )
             assert exact <= bound + 1e-9
 
 
@@ -231,13 +237,13 @@ def test_participations_that_are_left_out_are_paid_for(monkeypatch):
     """With divergences of 0, delta is their probability, in every stretch between resets."""
     tails = []
     monkeypatch.setattr(feedback_renyi, "log_moment", lambda order, *, tail, **rest: tails.append(tail) or 0.0)
-    made = dict(rate=0.1, excess=1.0, noise_multiplier=4.0, steps=20, reset_every=6)
+    made = dict(rate=0.1, error_shift=1.0, noise_multiplier=4.0, steps=20, reset_every=6)
     found = feedback_renyi.AmplifiedProfile(**made).delta(0.5)
     assert found >= 4 * min(tails) * (1 - 1e-9) > 0  # steps 0-5, 6-11, 12-17 and 18, 19
     most = feedback_energy.most_participations(20, 0.3, 0.01)
     monkeypatch.setattr(feedback_energy, "TAIL", 0.01)
     deltas = feedback_energy.deltas_at_random(
-        rate=0.3, excess=0.0, reach=0.0, noise_multiplier=1e3, steps=20, reset_every=20
+        rate=0.3, error_shift=0.0, feedback_shift=0.0, noise_multiplier=1e3, steps=20, reset_every=20
     )
     assert deltas(50.0) >= stats.binom.sf(most, 20, 0.3) * (1 - 1e-9) > 1e-3
 
@@ -245,7 +251,7 @@ def test_participations_that_are_left_out_are_paid_for(monkeypatch):
 def test_every_stretch_is_billed(monkeypatch):
     """Where a step costs the same anywhere, resets change nothing."""
     monkeypatch.setattr(feedback_renyi, "log_moment", lambda order, *, steps, **rest: 0.01 * steps * order)
-    made = dict(rate=0.1, excess=1.0, noise_multiplier=4.0, steps=20)
+    made = dict(rate=0.1, error_shift=1.0, noise_multiplier=4.0, steps=20)
     whole, *parts = (feedback_renyi.AmplifiedProfile(**made, reset_every=r).epsilon(1e-5) for r in (20, 6, 5, 19, 1))
     assert parts == pytest.approx([whole] * 4) and whole > 0
 
@@ -253,26 +259,26 @@ def test_every_stretch_is_billed(monkeypatch):
 # Energies
 
 
-def brute_force_energy(participations: tuple[int, ...], excess: float) -> float:
-    """The most that sum of |shift|^2 can be, by maximising over the angle at every step on a grid of moves."""
-    top = excess * sum(participations) + 1e-9
+def brute_force_energy(participations: tuple[int, ...], error_shift: float) -> float:
+    """The most that sum of |shift|^2 can be, by maximizing over the angle at every step on a grid of moves."""
+    top = error_shift * sum(participations) + 1e-9
     moves = np.linspace(0, top, 600)
     angles = np.linspace(0, math.pi / 2, 200)
     best = np.zeros_like(moves)
     for takes_part in reversed(participations):
         fed, kept = moves[:, None] * np.sin(angles), moves[:, None] * np.cos(angles)
-        after = np.interp(np.minimum(kept + excess * takes_part, top), moves, best)
+        after = np.interp(np.minimum(kept + error_shift * takes_part, top), moves, best)
         best = ((fed + takes_part) ** 2 + after).max(axis=1)
     return float(best[0])
 
 
-@pytest.mark.parametrize("excess", [0.2, 1.0, 3.0])
-def test_energy_is_the_worst_case(excess):
-    energies = feedback_energy.accumulated(4, excess)
+@pytest.mark.parametrize("error_shift", [0.2, 1.0, 3.0])
+def test_energy_is_the_worst_case(error_shift):
+    energies = feedback_energy.accumulated(4, error_shift)
     for k in range(1, 5):
-        assert energies[k] <= (math.sqrt(k) + k * excess) ** 2 + 1e-12
-        bunched = brute_force_energy((1,) * k + (0,), excess)
-        spread = brute_force_energy((1, 0, 0) * k, excess)
+        assert energies[k] <= (math.sqrt(k) + k * error_shift) ** 2 + 1e-12
+        bunched = brute_force_energy((1,) * k + (0,), error_shift)
+        spread = brute_force_energy((1, 0, 0) * k, error_shift)
         assert spread <= energies[k] * 1.001
         assert energies[k] * 0.99 <= bunched <= energies[k] * 1.001
     assert np.all(np.diff(energies, 2) >= -1e-12)  # convex
@@ -295,10 +301,10 @@ def test_energy_of_epochs_and_resets_by_enumeration():
 
 def test_the_published_method_has_the_trivial_bill():
     """Cmax = inf: the shift is 2 C2 at every step but the first, and never amplified."""
-    made = event(math.inf, 50.0, reach=3.0, steps=10, sampling=dpx.FullBatch(examples=10))
+    made = event(math.inf, 50.0, feedback_shift=3.0, steps=10, sampling=dpx.FullBatch(examples=10))
     mu = math.sqrt(1 + 9 * 4**2) / 50
     assert accounting.event_epsilon(made, delta=1e-5, relation="zero_out") == pytest.approx(gdp.epsilon(mu, 1e-5))
-    poisson = event(math.inf, 50.0, reach=3.0, steps=10)
+    poisson = event(math.inf, 50.0, feedback_shift=3.0, steps=10)
     assert list(bounds(poisson, "pld", "add_or_remove")) == [KNOWN]
     deltas = [gdp.delta(math.sqrt(k + 6 * min(k, 9) + 81) / 50, 1.0) for k in range(1, 11)]
     exact = stats.binom.pmf(np.arange(1, 11), 10, 0.02) @ deltas
@@ -362,7 +368,11 @@ def test_report_names_the_bound():
 
 
 def test_calibration():
-    for sampling, options in ((POISSON, {"reset_every": 10}), (EPOCHS, {"reset_every": 50}), (EPOCHS, {"gamma": 0.2})):
+    for sampling, options in (
+        (POISSON, {"reset_every": 10}),
+        (EPOCHS, {"reset_every": 50}),
+        (EPOCHS, {"stability": 0.2}),
+    ):
         made = dpx.dice_sgd(
             clip_norm=1.0,
             feedback_norm=1.0,
@@ -432,7 +442,7 @@ def attacks(steps):
 @pytest.mark.parametrize("name", attacks(1))
 def test_attacks_stay_within_the_bill(name):
     """(i) sum S^2 <= (k rho)^2 and sum |shift|^2 <= c_k^2 on every run; (ii) a linear test does no better."""
-    steps, excess, rate = 24, 1.5, 0.1
+    steps, error_shift, rate = 24, 1.5, 0.1
     target, others = attacks(steps)[name]
     rng = np.random.default_rng(1)
     drawn = (rng.random((400, steps)) < rate).astype(np.float32)
@@ -440,17 +450,19 @@ def test_attacks_stay_within_the_bill(name):
     spread = np.stack([np.arange(steps) % gap == 0 for gap in (4, 6, 12)]).astype(np.float32)
     patterns = np.concatenate([drawn, bunched, spread])
     # one move of the error is 1.5 of 8 C1/B, what may be fed back a few of them
-    sizes = dict(clip_norm=1.0, outer=1 + excess, feedback_norm=0.4, batch_size=8)
+    sizes = dict(clip_norm=1.0, outer=1 + error_shift, feedback_norm=0.4, batch_size=8)
     moves = run_pairs(jnp.asarray(patterns), target, others, **sizes)
     counts = patterns.sum(1).astype(int)
     clipped = target / np.maximum(1, np.linalg.norm(target, axis=1, keepdims=True))
     fed_back = moves - patterns[:, :, None] * clipped
-    assert np.all((fed_back**2).sum((1, 2)) <= (counts * excess) ** 2 * (1 + 1e-3) + 1e-6)
-    energies = feedback_energy.accumulated(steps, excess)[counts]
+    assert np.all((fed_back**2).sum((1, 2)) <= (counts * error_shift) ** 2 * (1 + 1e-3) + 1e-6)
+    energies = feedback_energy.accumulated(steps, error_shift)[counts]
     assert np.all((moves**2).sum((1, 2)) <= energies * (1 + 1e-3) + 1e-6)
     assert ((moves**2).sum((1, 2)) / np.maximum(energies, 1)).max() > 0.3  # the attack does move something
     for noise in (2.0, 6.0):
-        made = event(excess, noise, sampling=dpx.PoissonSampling(examples=80, batch_size=8), steps=steps, reach=1e6)
+        made = event(
+            error_shift, noise, sampling=dpx.PoissonSampling(examples=80, batch_size=8), steps=steps, feedback_shift=1e6
+        )
         for level in (0.1, 0.5, 1.0, 2.0):
             attained = linear_test(moves[: len(drawn)].reshape(len(drawn), -1), noise, level)
             assert attained <= accounting.event_delta(made, epsilon=level)

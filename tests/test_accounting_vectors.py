@@ -79,8 +79,8 @@ def test_rdp_of_a_schedule_is_that_of_dp_accounting():
 
 @pytest.mark.parametrize("relation", ["add_or_remove", "zero_out", "replace_one"])
 def test_pld_is_that_of_dp_accounting(relation):
-    neighbours = {"replace_one": REPLACE_ONE}.get(relation, dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE)
-    accountant = PLDAccountant(neighbours, 1e-4)
+    neighbors = {"replace_one": REPLACE_ONE}.get(relation, dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE)
+    accountant = PLDAccountant(neighbors, 1e-4)
     for sigma, rate, count in ((1.2, 0.02, 300), (2.0, 0.1, 50), (4.0, 1.0, 2)):
         accountant.compose(gaussian(rate, sigma), count)
     interval = accounting.schedule_epsilon(

@@ -10,7 +10,7 @@ import pytest
 
 import dpx
 from dpx import keys
-from dpx.mechanism import sum_contributions
+from dpx._contributions import sum_contributions
 from tests.test_contract import assert_standard
 
 SAMPLING = dpx.PoissonSampling(examples=1000, batch_size=20)

@@ -19,9 +19,9 @@ from jax.flatten_util import ravel_pytree
 
 import dpx
 from dpx import keys
+from dpx._contributions import sum_contributions
 from dpx.coordinates import _masks as masks
 from dpx.gradients import ghost
-from dpx.mechanism import sum_contributions
 from tests.mechanisms import MECHANISMS, PARAMS, POISSON, Case
 
 STEPS = (0, 1, 4)
@@ -53,7 +53,7 @@ def paths(case: Case):
         return updates, state
 
     def encoded_in_parts(grads, state, included):
-        with mock.patch("dpx.mechanism.ENCODED", 2 * sum(p.size for p in PARAMS.values())):
+        with mock.patch("dpx._microbatching.SEGMENT_NUMBERS", 2 * sum(p.size for p in PARAMS.values())):
             return stacked(grads, state, included)
 
     def by_ghost_norms(grads, state, included):
@@ -61,8 +61,8 @@ def paths(case: Case):
         updates, state, _ = gradient(PARAMS, dpx.Batch(product_example(grads), included), state)
         return updates, state
 
-    ways = [stacked, by_ghost_norms if mechanism.elementwise else in_microbatches]
-    if not (mechanism.elementwise or mechanism.streamed):
+    ways = [stacked, by_ghost_norms if mechanism.supports_ghost_norms else in_microbatches]
+    if not (mechanism.supports_ghost_norms or mechanism.encode_whole_batch):
         ways.append(encoded_in_parts)
     return [jax.jit(path) for path in ways]
 
@@ -120,7 +120,7 @@ def each_alone(case: Case):
         assert isinstance(plan, ghost.Plan) and plan.follows
         return ghost.sum_contributions(plan, mechanism, PARAMS, batch, state, included)[0]
 
-    ways = [stacked, by_ghost_norms] if mechanism.elementwise else [stacked]
+    ways = [stacked, by_ghost_norms] if mechanism.supports_ghost_norms else [stacked]
     return [jax.jit(jax.vmap(way, (0, None))) for way in ways]
 
 
@@ -329,7 +329,7 @@ def event_by_hand(sampling, multipliers: list[float]) -> list[dp_accounting.DpEv
     gaussian = dp_accounting.GaussianDpEvent
     if sampling == dpx.PoissonSampling(examples=1000, batch_size=8):
         return [dp_accounting.PoissonSampledDpEvent(0.008, gaussian(sigma)) for sigma in multipliers]
-    if sampling == dpx.FixedSizeSampling(examples=100, batch_size=8):  # neighbours differ by two clip norms
+    if sampling == dpx.FixedSizeSampling(examples=100, batch_size=8):  # neighbors differ by two clip norms
         return [dp_accounting.SampledWithoutReplacementDpEvent(100, 8, gaussian(sigma / 2)) for sigma in multipliers]
     if sampling == dpx.ShuffledEpochs(
         examples=20, batch_size=8
@@ -392,7 +392,7 @@ def check_secrecy(case: Case, monkeypatch: pytest.MonkeyPatch):
 
 # 8
 def check_divisor(case: Case):
-    """The divisor is the expected batch size: twice the examples, twice the gradient; never the realised size."""
+    """The divisor is the expected batch size: twice the examples, twice the gradient; never the realized size."""
     state = adapted_state(case, 0)
     noise, _ = paths(case)[0](gradients(8), state, jnp.zeros(ROWS, bool))
     one = gradients(8, 0.01, examples=1)
@@ -576,7 +576,7 @@ def _leaf_without_noise(m, key):
     return m.replace(release=release)
 
 
-def _realised_divisor(m, key):
+def _realized_divisor(m, key):
     def update(grads, state, params=None, *, included=None):
         updates, after = m.update(grads, state, params, included=included)
         rows = grads["bias"].shape[0]
@@ -679,12 +679,12 @@ def _importance_without_noise(m, key):
 
 
 def _no_second_mask(m, key):
-    standardised = dpx.standardized(variance_decay=0.5, stability=0.05)
+    standardized = dpx.standardized(variance_decay=0.5, stability=0.05)
 
     def encode(grad, state):
         important = state.coordinates[0]
         mean = jax.tree.map(lambda a: a + 0.1, important.inner.mean)  # as where frozen coordinates are averaged too
-        once = standardised.encode(masks.masked(grad, important.mask), important.inner._replace(mean=mean))
+        once = standardized.encode(masks.masked(grad, important.mask), important.inner._replace(mean=mean))
         return jax.tree.map(lambda g, z: jnp.where(important.step < 3, g, z), grad, once)
 
     return m.replace(encode=encode)
@@ -697,7 +697,7 @@ BROKEN = [
     (_reused_key, {check_noise}),
     (_one_key_for_all_leaves, {check_noise}),
     (_leaf_without_noise, {check_noise}),
-    (_realised_divisor, {check_divisor, check_additive}),
+    (_realized_divisor, {check_divisor, check_additive}),
     (_padding_included, {check_padding, check_additive}),
     (_bills_less, {check_cost}),
     (_bills_shifted, {check_cost}),

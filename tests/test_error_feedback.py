@@ -98,7 +98,7 @@ def test_algorithm_3(promoting):
 
 @pytest.mark.parametrize("outer", [math.inf, 1.5])
 def test_algorithm_4(outer):
-    """Automatic: gradients and error normalised, the error smoothly."""
+    """Automatic: gradients and error normalized, the error smoothly."""
     expected, error = algorithm_2(
         gradients(2),
         np.zeros(STEPS),
@@ -106,7 +106,7 @@ def test_algorithm_4(outer):
         bound=lambda g, c: c * g / (np.linalg.norm(g) + 0.05),
         bound_error=lambda e, c: c * e / (np.linalg.norm(e) + c),
     )
-    found, state = run(dice(gamma=0.05, outer_clip_norm=outer), gradients(2))
+    found, state = run(dice(stability=0.05, outer_clip_norm=outer), gradients(2))
     np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5)
     np.testing.assert_allclose(state.unreleased_error, error, rtol=2e-5, atol=2e-5)
 
@@ -134,7 +134,7 @@ def test_fixed_point_without_bias():
     for options in (
         {"outer_clip_norm": math.inf},
         {"outer_clip_norm": 4.0},
-        {"outer_clip_norm": math.inf, "gamma": 0.05},
+        {"outer_clip_norm": math.inf, "stability": 0.05},
     ):
         assert abs(ends(dpx.dice_sgd(feedback_norm=1.5, **options, **shared))) < 1e-3, options
     assert abs(ends(dpx.dice_sgd(feedback_norm=1.5, outer_clip_norm=1.2, **shared))) > 0.1  # too little is remembered
@@ -144,23 +144,23 @@ def test_fixed_point_without_bias():
 # How far one example, and a moved error, can move things
 
 
-@pytest.mark.parametrize("gamma", [None, 0.01, 0.2, 1.0])
+@pytest.mark.parametrize("stability", [None, 0.01, 0.2, 1.0])
 @pytest.mark.parametrize("outer", [0.7, 0.8, 2.0])
-def test_one_example_moves_the_error_by_what_is_billed(outer, gamma):
-    made = dice(outer_clip_norm=outer, gamma=gamma)
-    excess = made.event(3).excess
+def test_one_example_moves_the_error_by_what_is_billed(outer, stability):
+    made = dice(outer_clip_norm=outer, stability=stability)
+    error_shift = made.event(3).error_shift
     sizes = jnp.concatenate([jnp.geomspace(1e-6, 1e4, 3000), jnp.array([0.0, 0.7, outer, 1e18])])
     released, withheld = jax.vmap(lambda n: made.weigh(n, None))(sizes)
     moved = np.abs(np.asarray(withheld * sizes, np.float64)).max()
-    assert moved <= 0.7 * excess * (1 + 1e-6) + 1e-12
-    assert moved >= 0.7 * excess * 0.999
+    assert moved <= 0.7 * error_shift * (1 + 1e-6) + 1e-12
+    assert moved >= 0.7 * error_shift * 0.999
     assert np.all(np.asarray(released * sizes) <= 0.7 * (1 + 1e-6))
 
 
-@pytest.mark.parametrize("gamma", [None, 0.05])
-def test_feeding_back_is_firmly_non_expansive(gamma):
+@pytest.mark.parametrize("stability", [None, 0.05])
+def test_feeding_back_is_firmly_non_expansive(stability):
     """S^2 + F^2 <= D^2 for any two errors, near and far, small and large."""
-    made = dice(gamma=gamma, feedback_norm=0.3)
+    made = dice(stability=stability, feedback_norm=0.3)
     rng = np.random.default_rng(0)
     sizes = 10.0 ** rng.uniform(-4, 3, (4000, 1))
     one = (rng.normal(size=(4000, 8)) * sizes).astype(np.float32)
@@ -183,7 +183,7 @@ def test_feeding_back_is_firmly_non_expansive(gamma):
     np.testing.assert_allclose(feed(one)[0] + feed(one)[1], one, rtol=1e-5)
 
 
-@pytest.mark.parametrize("options", [{}, {"gamma": 0.05}, {"outer_clip_norm": 0.9}, {"reset_every": 2}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"stability": 0.05}, {"outer_clip_norm": 0.9}, {"reset_every": 2}], ids=str)
 def test_huge_gradients_stay_finite(options):
     """No finite or non-finite example makes a release non-finite, now or later, or moves it by more than billed."""
     made = dice(**options)
@@ -232,7 +232,7 @@ def test_the_error_is_in_the_unreleased_field_only():
 def test_equal_bounds_are_equal_after_rounding():
     """Nothing is withheld, so nothing is fed back, and the bill is DP-SGD's."""
     made = dice(clip_norm=0.1, outer_clip_norm=0.1)  # float32(0.1) is above 0.1
-    assert made.event(3).excess == 0
+    assert made.event(3).error_shift == 0
 
 
 def test_checkpoints_say_that_they_are_sensitive(tmp_path):
@@ -301,7 +301,7 @@ def test_printed_pipeline():
         ({"outer_clip_norm": 1e16}, "outer_clip_norm"),
         ({"noise_multiplier": -1.0}, "noise_multiplier"),
         ({"noise_multiplier": lambda step: 1.0}, "noise_multiplier"),
-        ({"gamma": 0.0}, "gamma"),
+        ({"stability": 0.0}, "stability"),
         ({"reset_every": 0}, "reset_every"),
         ({"reset_every": 2.5}, "reset_every"),
         ({"reset_every": True}, "reset_every"),

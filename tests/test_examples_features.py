@@ -31,7 +31,7 @@ def test_scattering_is_kymatios(kymatio_numpy, shape):
     np.testing.assert_allclose(computed, expected, atol=1e-5)
 
 
-def test_features_are_normalised_for_each_example_alone():
+def test_features_are_normalized_for_each_example_alone():
     images = np.random.default_rng(0).integers(0, 256, (5, 28, 28, 1), dtype=np.uint8)
     images[0] = 0  # a blank image must not become NaN
     together = features.compute(images, batch_size=2, progress=False)
@@ -43,7 +43,7 @@ def test_features_are_normalised_for_each_example_alone():
     np.testing.assert_allclose(np.moveaxis(together, 3, 1).reshape(5, 27, 147), expected, atol=2e-3, rtol=1e-3)
 
 
-def test_colour_images_have_81_channels_a_colour():
+def test_color_images_have_81_channels_a_color():
     images = np.random.default_rng(0).random((2, 32, 32, 3), dtype=np.float32)
     assert features.compute(images, batch_size=2, progress=False).shape == (2, 8, 8, 243)
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from jax import lax
 
 import dpx
-from dpx._microbatching import map_parts
 from dpx.gradients.ghost import engine, norms
 from dpx.gradients.ghost.plan import METHODS
+from dpx.gradients.ghost.segments import map_segments
 from tests.ghost import assert_agrees, assert_same, clipped_sums, integers, key, mechanism, noiseless, normal, ways
 from tests.test_ghost_zoo import score
 
@@ -64,7 +64,7 @@ def scaled(scale_of) -> dpx.Coordinates:
         encode=lambda grad, state: jax.tree.map(jnp.multiply, grad, state),
         decode=lambda released, state, like: (released, state),
         name="scale",
-        elementwise=True,
+        supports_ghost_norms=True,
     )
 
 
@@ -194,7 +194,7 @@ def test_parts_of_a_batch_are_mapped_once_each(part_size):
     def function(row):
         return row["a"] * row["b"], row["a"].sum()
 
-    actual = jax.jit(lambda rows: map_parts(function, rows, part_size, rows["b"]))(rows)
+    actual = jax.jit(lambda rows: map_segments(function, rows, part_size, rows["b"]))(rows)
     chex.assert_trees_all_close(actual, jax.vmap(function)(rows), rtol=1e-6)
 
 
@@ -300,7 +300,7 @@ def test_the_bound_holds_where_what_is_huge_is_frozen(huge, value):
         encode=lambda grad, state: grad * state,
         decode=lambda released, state, like: (released, state),
         name="freeze",
-        elementwise=True,
+        supports_ghost_norms=True,
     )
     tight, loose = (noiseless(dpx.in_coordinates(inner(clip_norm=norm), freeze)) for norm in (1e-3, 1e3))
     x = jnp.tile(jnp.clip(normal(1, 1, 64), -1, 1).at[0, 0].set(value if huge == "input" else 1.0), (4, 1))
@@ -470,7 +470,7 @@ def test_an_untrue_elementwise_falls_back():
         encode=lambda grad, state: (grad[0] + grad[1], grad[1]),
         decode=lambda released, state, like: (released, state),
         name="sum",
-        elementwise=True,
+        supports_ghost_norms=True,
     )
     made = noiseless(dpx.in_coordinates(inner(clip_norm=1e-3), swap))
     params = normal(1, 3, 4), normal(2, 3, 4)

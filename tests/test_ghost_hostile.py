@@ -14,9 +14,9 @@ import pytest
 from jax import lax
 
 import dpx
+from dpx._contributions import LARGEST
 from dpx.gradients.ghost import norms as ghost_norms
 from dpx.gradients.ghost.plan import METHODS
-from dpx.mechanism import LARGEST
 from tests.ghost import assert_agrees, integers, key, noiseless, normal
 
 FULL = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
@@ -128,7 +128,7 @@ def mechanism(clip_norm: Any = 0.7) -> dpx.Mechanism:
 
 
 def masked(made: dpx.Mechanism) -> dpx.Mechanism:
-    return noiseless(dpx.in_coordinates(made, dpx.random_freeze(0.4, period=1, key=key(3))))
+    return noiseless(dpx.in_coordinates(made, dpx.random_freeze(0.4, every=1, key=key(3))))
 
 
 def gradient(loss, made, params, examples, included, clipping, state):
@@ -213,7 +213,7 @@ def assert_bounded(found: np.ndarray, clip_norm: float, *, least_share: float = 
 VARIANTS: dict[str, Callable[[], dpx.Mechanism]] = {
     "clipped": mechanism,
     "masked": lambda: masked(mechanism()),
-    "normalized": lambda: noiseless(dpx.normalized(mechanism(), gamma=1e-6)),
+    "normalized": lambda: noiseless(dpx.normalized(mechanism(), stability=1e-6)),
 }
 
 

@@ -254,7 +254,7 @@ def embedding_of_one_token():
     return lookup(lambda table, t: table[t], shape=())
 
 
-# normalisations
+# normalizations
 
 
 @animal("gradient")
@@ -480,7 +480,7 @@ def under_a_custom_derivative():
 
 
 @animal("gradient")
-def weight_normalised():
+def weight_normalized():
     return layer(lambda w, x: x @ (w / jnp.linalg.norm(w, axis=0, keepdims=True)), normal(1, 3, 4), 3)
 
 

@@ -105,7 +105,7 @@ def test_the_noise_is_billed(share):
 
 
 def test_the_anchor_can_be_exchanged_and_the_rest_frozen():
-    freeze = dpx.random_freeze(0.5, period=1, key=KEY)
+    freeze = dpx.random_freeze(0.5, every=1, key=KEY)
     mechanism = dpx.in_coordinates(
         dpx.dp_sgd(clip_norm={"embedding": 1.0, "residual": 1.0}, noise_multiplier=1.3, sampling=POISSON, key=KEY),
         freeze,

@@ -89,7 +89,7 @@ def projected(kind):
 )
 def test_what_is_encoded_is_held_in_parts(mechanism, monkeypatch):
     """Stacked, the 64 gradients and what they become would be some 100."""
-    monkeypatch.setattr("dpx.mechanism.ENCODED", 2 * 64 * 256 * 8)
+    monkeypatch.setattr("dpx._microbatching.SEGMENT_NUMBERS", 2 * 64 * 256 * 8)
     assert gradients_held(dense, 64, mechanism=mechanism) < 30
 
 

@@ -1,4 +1,4 @@
-"""AdaDPIGU against its pseudo-code in the sound order; its parts: scores, ranking, standardisation, top fractions."""
+"""AdaDPIGU against its pseudo-code in the sound order; its parts: scores, ranking, standardization, top fractions."""
 
 import math
 
@@ -20,7 +20,7 @@ BASE = dict(clip_norm=CLIP, noise_multiplier=SIGMA, sampling=SAMPLING, key=KEY)
 def pseudo_code(steps, lr, gamma_1, gamma_2, mu, *, relative, own, masked_loss):
     """Algorithms 1 and 2 of arXiv:2507.06525 in the sound order, with the noise of `noise_at`, in NumPy.
 
-    Different from the paper: scores of released gradients, the mask again after standardising and after restoring, the
+    Different from the paper: scores of released gradients, the mask again after standardizing and after restoring, the
     averages of frozen coordinates kept.
     """
     params, batch = problem()
@@ -168,16 +168,16 @@ def test_masked_params():
         dpx.masked_params(params, dpx.dp_sgd(**BASE).init(params))
 
 
-# Standardisation
+# Standardization
 
 
-def test_standardising_changes_nothing_where_the_clip_does_not_bind():
+def test_standardizing_changes_nothing_where_the_clip_does_not_bind():
     """Without noise, on a full batch, the update is the mean gradient whatever the averages are."""
     options = dict(clip_norm=1e4, noise_multiplier=0.0, sampling=dpx.FullBatch(examples=5), key=KEY)
     for relative in (True, False):
-        standardised = dpx.standardized(variance_decay=0.5, initial_variance=0.4, stability=0.1, relative=relative)
-        mechanism = dpx.in_coordinates(dpx.dp_sgd(**options), standardised)
-        assert not mechanism.elementwise
+        standardized = dpx.standardized(variance_decay=0.5, initial_variance=0.4, stability=0.1, relative=relative)
+        mechanism = dpx.in_coordinates(dpx.dp_sgd(**options), standardized)
+        assert not mechanism.supports_ghost_norms
         params = jax.tree.map(lambda p: p.astype(jnp.float32), LIKE)
         state, update = mechanism.init(params), jax.jit(mechanism.update)
         for step in range(4):

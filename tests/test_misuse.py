@@ -519,7 +519,7 @@ def test_what_compose_refuses():
     harder = projected(noise_multiplier=1.0)
     for runs, shared, message in [
         ((), False, "at least one"),
-        (((one, 3), (shuffled, 3)), False, "one neighbouring relation"),
+        (((one, 3), (shuffled, 3)), False, "one neighboring relation"),
         (((one, 3), (elsewhere, 3)), True, "must have one sampling"),
         (((other, 3), (harder, 3)), True, "one Gaussian a step"),
         (((one, released(other)), (elsewhere, 3)), False, None),

@@ -241,7 +241,7 @@ def test_frozen_layers_are_not_projected():
 # The paper's Algorithms 1 (D2P2-SGD), 2 (D2P-SGD) and 3 (DP2-SGD)
 
 
-def numpy_d2p2_sgd(params, batch, *, draws, sigmas, rank, gamma, learning_rate, divisor, project_first=False):
+def numpy_d2p2_sgd(params, batch, *, draws, sigmas, rank, stability, learning_rate, divisor, project_first=False):
     """x <- x - a A_k (A_k^T g_k / sqrt(p) + e_k), in float64, the gradients of `loss` by hand.
 
     draws: (A_k, standard normals) for each step, A_k None for Algorithm 2. project_first: dpx's order, not the paper's.
@@ -254,7 +254,7 @@ def numpy_d2p2_sgd(params, batch, *, draws, sigmas, rank, gamma, learning_rate, 
             gradient = np.concatenate([residual, np.outer(x, residual).ravel()])  # in the order of the tree: b, w
             if project_first:
                 gradient = a.T @ gradient / math.sqrt(rank)
-            total += gradient / (np.linalg.norm(gradient) + gamma)
+            total += gradient / (np.linalg.norm(gradient) + stability)
         noise = sigma * normals / divisor
         if a is None:
             update = total / divisor + noise
@@ -277,10 +277,10 @@ METHODS = {
 def test_equals_the_pseudo_code(name):
     """With the very noise that the mechanism draws."""
     method, options = METHODS[name]
-    rank, steps, gamma, learning_rate, noise_multiplier = 11, 3, 0.05, 0.3, 0.8
+    rank, steps, stability, learning_rate, noise_multiplier = 11, 3, 0.05, 0.3, 0.8
     options = options | ({"rank": rank} if "kind" in options else {})
     sampling = dpx.PoissonSampling(examples=500, batch_size=20)
-    mechanism = method(noise_multiplier=noise_multiplier, gamma=gamma, sampling=sampling, key=KEY, **options)
+    mechanism = method(noise_multiplier=noise_multiplier, stability=stability, sampling=sampling, key=KEY, **options)
     params, batch = model()
     draws = []
     for step in range(steps):
@@ -302,7 +302,7 @@ def test_equals_the_pseudo_code(name):
         draws=draws,
         sigmas=[noise_multiplier * (k**-0.5 if falling else 1) for k in (1, 2, 3)],
         rank=rank,
-        gamma=gamma,
+        stability=stability,
         learning_rate=learning_rate / scale,
         divisor=20,
         project_first="order" not in options and "kind" in options,
@@ -327,7 +327,7 @@ def test_calibrated_by_what_may_be_spent():
 
 def test_prints_its_pipeline():
     text = str(dpx.dp2_sgd(reduction_rate=0.3, kind="hadamard", noise_multiplier=1.0, sampling=POISSON, key=KEY))
-    assert text.index("hadamard projection to 0.7") < text.index("normalise") < text.index("noise") < text.index("undo")
+    assert text.index("hadamard projection to 0.7") < text.index("normalize") < text.index("noise") < text.index("undo")
     text = str(dpx.clip_then_project(base(), rank=5, kind="subset", key=KEY))
     assert text.index("clip to norm") < text.index("subset projection to rank 5 of the sum") < text.index("noise")
 

@@ -81,7 +81,7 @@ ACCEPTED = {
     "a chain in a chain": lambda: moved(optax.chain(optax.chain(dp_sgd(), optax.trace(0.9)), optax.scale(-0.1))),
     "dpx.chain": lambda: moved(dpx.chain(dp_sgd(), optax.adam(0.1))),
     "dpx.chain in optax.chain": lambda: moved(optax.chain(dpx.chain(dp_sgd(), optax.adam(0.1)), optax.scale(2.0))),
-    "coordinates": lambda: moved(dpx.in_coordinates(dp_sgd(), dpx.random_freeze(0.5, period=3, key=jax.random.key(1)))),
+    "coordinates": lambda: moved(dpx.in_coordinates(dp_sgd(), dpx.random_freeze(0.5, every=3, key=jax.random.key(1)))),
     "TrainState": train_state,
     "nnx.Optimizer": nnx_optimizer,
     "its state": lambda: nnx_optimizer().opt_state,

@@ -10,6 +10,7 @@ import pytest
 
 import dpx
 from dpx import schedules
+from dpx._numbers import at, over, require_whole
 from dpx.accounting import gdp, schedule_epsilon
 
 SAMPLING = dpx.PoissonSampling(examples=1000, batch_size=10)
@@ -24,7 +25,7 @@ def dynamic(**changes):
     )
 
 
-def realised_scale(mechanism, steps):
+def realized_scale(mechanism, steps):
     """The noise of each step of a run over that of a unit mechanism with the same key: multiplier x clip; (steps,)."""
     unit = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=1.0, sampling=SAMPLING, key=KEY)
     none, included = jax.tree.map(lambda p: jnp.zeros((0, *p.shape)), PARAMS), jnp.zeros(0, bool)
@@ -79,8 +80,8 @@ def test_an_eager_step_reads_the_billed_number():
     """At the edges of stairs too, where a division rounded differently is one stair off."""
     for transition in (3, 41, 47, 55, 61, 82, 83, 97):
         schedule = optax.exponential_decay(2.0, transition, 0.5, staircase=True)
-        billed = schedules.over(schedule, 6 * transition + 1)
-        eager = [float(schedules.at(schedule, jnp.int32(k * transition))) for k in range(7)]
+        billed = over(schedule, 6 * transition + 1)
+        eager = [float(at(schedule, jnp.int32(k * transition))) for k in range(7)]
         np.testing.assert_array_equal(eager, billed[::transition])
 
 
@@ -92,38 +93,38 @@ def test_a_schedule_may_be_an_object_that_cannot_be_hashed():
         def __call__(self, step):
             return self.start / (step + 1)
 
-    assert [float(schedules.at(Falling(6.0), jnp.int32(t))) for t in range(3)] == [6.0, 3.0, 2.0]
-    assert schedules.over(Falling(6.0), 3).tolist() == [6.0, 3.0, 2.0]
+    assert [float(at(Falling(6.0), jnp.int32(t))) for t in range(3)] == [6.0, 3.0, 2.0]
+    assert over(Falling(6.0), 3).tolist() == [6.0, 3.0, 2.0]
 
 
-def assert_billed_is_realised(realised, billed, clips):
-    np.testing.assert_allclose(realised, billed * clips, rtol=2e-6)
+def assert_billed_is_realized(realized, billed, clips):
+    np.testing.assert_allclose(realized, billed * clips, rtol=2e-6)
 
 
 @pytest.mark.parametrize("name", RUNNING)
 def test_the_noise_of_every_step_is_the_billed_one(name):
     mechanism, clip = RUNNING[name]
     clips = np.array([clip(t) for t in range(STEPS)])
-    realised, billed = realised_scale(mechanism, STEPS), billed_multipliers(mechanism, STEPS)
-    assert_billed_is_realised(realised, billed, clips)
+    realized, billed = realized_scale(mechanism, STEPS), billed_multipliers(mechanism, STEPS)
+    assert_billed_is_realized(realized, billed, clips)
     for shifted in (np.roll(billed, 1) * clips, billed * np.roll(clips, 1)):
         if np.ptp(shifted - billed * clips) > 1e-6:  # a schedule that is constant cannot be shifted
             with pytest.raises(AssertionError):
-                assert_billed_is_realised(realised, shifted / clips, clips)
+                assert_billed_is_realized(realized, shifted / clips, clips)
 
 
 def test_formulas():
     steps = np.arange(STEPS)
     for schedule, expected in [
         (schedules.inverse_power(3.05, power=0.25), 3.05 * (steps + 1) ** -0.25),
-        (schedules.hold(schedules.inverse_power(3.05, power=0.5), every=5), 3.05 * (steps // 5 + 1) ** -0.5),
+        (schedules.every(5, schedules.inverse_power(3.05, power=0.5)), 3.05 * (steps // 5 + 1) ** -0.5),
         (schedules.growing_mu(2.0, rho_mu=5.0, steps=STEPS), 2 * 5 ** (-(steps + 1) / STEPS)),
         (schedules.sensitivity_decay(0.1, rho_c=5.0, steps=STEPS), 0.1 * 5 ** (-(steps + 1) / STEPS)),
     ]:
-        np.testing.assert_allclose(schedules.over(schedule, STEPS), expected, rtol=1e-6)
+        np.testing.assert_allclose(over(schedule, STEPS), expected, rtol=1e-6)
         np.testing.assert_array_equal(  # the bill reads what a jitted step runs with
-            schedules.over(schedule, STEPS),
-            [jax.jit(lambda t, s=schedule: schedules.at(s, t))(t) for t in jnp.arange(STEPS)],
+            over(schedule, STEPS),
+            [jax.jit(lambda t, s=schedule: at(s, t))(t) for t in jnp.arange(STEPS)],
         )
 
 
@@ -142,7 +143,7 @@ def test_what_the_paper_s_calibration_truly_costs():
     mu = gdp.mu_0(epsilon=2.0, delta=1 / 600000, sampling_rate=0.01, steps=500, growth=1 / 0.3)
     mechanism = dynamic(noise_multiplier=1 / mu, rho_mu=1 / 0.3, steps=500)
     assert mu == pytest.approx(0.54503058, abs=1e-7)
-    multipliers = schedules.over(schedules.growing_mu(1 / 0.54503058, rho_mu=1 / 0.3, steps=500), 500)
+    multipliers = over(schedules.growing_mu(1 / 0.54503058, rho_mu=1 / 0.3, steps=500), 500)
     assert multipliers[0] == pytest.approx(1.830347, abs=1e-6) and multipliers[-1] == pytest.approx(0.550428, abs=1e-6)
     assert dpx.epsilon(mechanism, 500, delta=1 / 600000) == pytest.approx(4.7762, abs=5e-4)
     assert dpx.epsilon(mechanism, 500, delta=1 / 600000, accountant="rdp") == pytest.approx(5.864, abs=5e-4)
@@ -189,7 +190,7 @@ def test_a_data_driven_schedule_is_refused():
 
 
 def test_whole_numbers_are_those_of_python_and_numpy():
-    assert [schedules.require_whole("steps", value) for value in (1, np.int64(7), np.uint8(3))] == [1, 7, 3]
+    assert [require_whole("steps", value) for value in (1, np.int64(7), np.uint8(3))] == [1, 7, 3]
     for value in (0, True, 1.0, np.float32(2), np.bool_(True), "1", None):
         with pytest.raises(ValueError, match="steps must be a whole number of at least 1, got"):
-            schedules.require_whole("steps", value)
+            require_whole("steps", value)

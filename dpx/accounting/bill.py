@@ -24,7 +24,7 @@ def epsilon(
     steps_or_state: a number of steps, or an optimizer state, whose billed steps are read.
     accountant: "tightest" bills by "pld" (privacy loss distributions) where that is known for every release, else by
         "rdp" (Renyi divergences).
-    relation: what neighbours are; default the one the mechanism's sampling states. Another is used where the event is
+    relation: what neighbors are; default the one the mechanism's sampling states. Another is used where the event is
         true for it, else ValueError: Poisson samples also stand for nulling an example ("zero_out") and for replacing
         one ("replace_one").
 

@@ -8,7 +8,8 @@ import dp_accounting
 import jax
 import numpy as np
 
-from dpx import keys, schedules
+from dpx import keys
+from dpx._numbers import over
 from dpx.accounting import checks
 from dpx.accounting.bill import billed, steps_in, stream_of
 from dpx.accounting.checks import Accountant, Relation
@@ -42,7 +43,7 @@ def compose(*runs: tuple[Any, Any], shared_batches: bool) -> Composition:
     Give states rather than steps, because they tell whether runs drew their batches with one key.
 
     Raises ValueError for two runs with one key, because they share their noise; for states that say otherwise of their
-    batches than `shared_batches`; for different neighbouring relations; and, with shared batches, for different
+    batches than `shared_batches`; for different neighboring relations; and, with shared batches, for different
     samplings and for mechanisms that are not billed as Gaussian releases of a step.
     """
     if not runs:
@@ -65,7 +66,7 @@ def compose(*runs: tuple[Any, Any], shared_batches: bool) -> Composition:
         )
     (_, relation), *others = events
     if any(other != relation for _, other in others):
-        raise ValueError(f"runs must have one neighbouring relation, got {sorted({one for _, one in events})}")
+        raise ValueError(f"runs must have one neighboring relation, got {sorted({one for _, one in events})}")
     if not shared_batches:
         return Composition(dp_accounting.ComposedDpEvent([event for event, _ in events]), relation)
     return Composition(_on_shared_batches(runs, [event for event, _ in events]), relation)
@@ -84,7 +85,7 @@ def _on_shared_batches(runs, events) -> dp_accounting.DpEvent:
         if repr(mechanism.sampling) != repr(sampling):
             raise ValueError(f"runs with shared batches must have one sampling, got {sampling}, {mechanism.sampling}")
         steps = steps_in(spent)
-        multipliers = schedules.over(mechanism.noise_multiplier, steps)
+        multipliers = over(mechanism.noise_multiplier, steps)
         if event != sampling.event(multipliers):
             raise ValueError(f"runs with shared batches must release one Gaussian a step, got {mechanism}")
         with np.errstate(divide="ignore"):

@@ -37,7 +37,7 @@ def event_epsilon(
 
     accountant: "pld" composes privacy loss distributions, "rdp" Renyi divergences; "tightest" is the smaller of those
         that are known for the event: PLD, which is at most RDP, or RDP for samples of fixed size. All are guarantees.
-    relation: what neighbours are. Gaussian events mean noise relative to the effect of adding or removing one
+    relation: what neighbors are. Gaussian events mean noise relative to the effect of adding or removing one
         example (the same as nulling one); replacing one has twice the effect, which is billed. Events of sampling
         without replacement state the effect of replacing one, and no other relation is true for them.
     buckets: distinct releases composed by PLD exactly; more are rounded to this many (`schedule_epsilon`).
@@ -99,7 +99,7 @@ def explanation(event: DpEvent, *, delta: float, relation: Relation) -> tuple[st
 
 def _delegated(event: DpEvent, accountant: Accountant, relation: Relation) -> Profile:
     """By dp-accounting; "tightest" is PLD, or RDP where that is refused."""
-    neighbours = {
+    neighbors = {
         "add_or_remove": dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE,
         "zero_out": dp_accounting.NeighboringRelation.REPLACE_SPECIAL,
         "replace_one": dp_accounting.NeighboringRelation.REPLACE_ONE,
@@ -107,12 +107,12 @@ def _delegated(event: DpEvent, accountant: Accountant, relation: Relation) -> Pr
     refusals = []
     for name in ("pld", "rdp") if accountant == "tightest" else (accountant,):
         if name == "pld":
-            delegate = PLDAccountant(neighboring_relation=neighbours, value_discretization_interval=_GRID)
+            delegate = PLDAccountant(neighboring_relation=neighbors, value_discretization_interval=_GRID)
         elif relation == "replace_one":
             refusals.append("its Renyi divergences would be those of adding or removing one example")
             continue
         else:
-            delegate = RdpAccountant(neighboring_relation=neighbours)
+            delegate = RdpAccountant(neighboring_relation=neighbors)
         try:
             return DelegatedProfile(delegate.compose(event))
         except dp_accounting.UnsupportedEventError as error:

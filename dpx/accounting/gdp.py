@@ -1,7 +1,7 @@
 """Gaussian differential privacy: exact for unsampled Gaussians, an approximation through the central limit
 theorem otherwise.
 
-mu-GDP means: telling two neighbours apart is no easier than telling N(0, 1) from N(mu, 1). `delta`, `epsilon` and `mu`
+mu-GDP means: telling two neighbors apart is no easier than telling N(0, 1) from N(mu, 1). `delta`, `epsilon` and `mu`
 convert exactly. `mu_total` and `mu_0` rest on a limit theorem for many steps at small sampling rates (Bu et al. 2020,
 https://arxiv.org/abs/1911.11607, extended to changing noise by Dynamic DP-SGD, Du et al. 2021,
 https://arxiv.org/abs/2111.00173). It UNDER-reports, never over-reports on any schedule we tried: the true epsilon is

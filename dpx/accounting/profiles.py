@@ -126,7 +126,7 @@ class ComposedProfile:
 
     The first composition is planned around the RDP bill. Where too much of its answer was bounded instead of computed,
     or epsilon turns out much smaller, more are planned around the answer. Compositions are kept for later questions
-    about delta: between neighbouring epsilons one is as good as another.
+    about delta: between neighboring epsilons one is as good as another.
 
     grid: spacing of privacy losses; default fine enough for four digits.
     side: "below" gives lower bounds instead, for which the losses must be `SampledGaussian`s.

@@ -2,7 +2,7 @@
 
 A clipped v becomes A^T v / sqrt(p), A a public d x p matrix of standard normals drawn afresh, independently of v. Its
 length is |v| S with S^2 ~ chi^2_p / p, so, the matrix given, the release is a Gaussian of sensitivity S C. The pair of
-outputs that dominates all neighbours is S beside the (sampled) Gaussian of noise multiplier sigma / S, and its privacy
+outputs that dominates all neighbors is S beside the (sampled) Gaussian of noise multiplier sigma / S, and its privacy
 loss is the mixture of theirs. The mean of S^2 is 1, but S has no bound: billing sensitivity C would be too little.
 """
 

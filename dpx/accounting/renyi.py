@@ -36,7 +36,7 @@ def sampled_gaussian(sigmas: np.ndarray, rates: np.ndarray, orders: np.ndarray =
     sigmas, rates = np.broadcast_arrays(np.asarray(sigmas, np.float64), np.asarray(rates, np.float64))
     result = np.empty((len(sigmas), len(orders)))
     whole = orders == np.round(orders)
-    order = np.lexsort((sigmas, rates))  # neighbours need similar numbers of terms
+    order = np.lexsort((sigmas, rates))  # neighbors need similar numbers of terms
     for start in range(0, len(sigmas), _ROWS):
         rows = order[start : start + _ROWS]
         s, q = sigmas[rows], rates[rows]

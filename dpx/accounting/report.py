@@ -23,9 +23,9 @@ _CAVEATS = (
     "Per-example losses, gradients and clipping statistics of training data are not private unless noised and billed.",
 )
 _RELATION_CAVEATS = {
-    "add_or_remove": "Neighbours differ by the presence of one {unit}. The size of the data set is treated as public.",
-    "zero_out": "Neighbours differ by nulling the contribution of one {unit}; who takes part is treated as public.",
-    "replace_one": "Neighbours differ by exchanging one {unit} for another; the size of the data set is public.",
+    "add_or_remove": "Neighbors differ by the presence of one {unit}. The size of the data set is treated as public.",
+    "zero_out": "Neighbors differ by nulling the contribution of one {unit}; who takes part is treated as public.",
+    "replace_one": "Neighbors differ by exchanging one {unit} for another; the size of the data set is public.",
 }
 
 
@@ -68,7 +68,7 @@ at **delta = {self.delta:g}**.
 | | |
 |---|---|
 | unit of privacy | {self.unit} |
-| neighbouring relation | {self.relation} |
+| neighboring relation | {self.relation} |
 | sampling | `{self.sampling}` |
 | steps | {self.steps} |
 | delta | {self.delta:g} |

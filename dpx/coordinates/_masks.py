@@ -1,17 +1,14 @@
 """Masks of coordinates: exactly so many of the whole tree."""
 
 import math
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
-from dpx import schedules
+from dpx._numbers import ScalarOrSchedule, at
 from dpx.coordinates._selection import largest
 from dpx.mechanism import Tree
-from dpx.schedules import ScalarOrSchedule
 
 
 def random_mask(seed: jax.Array, kept: jax.Array, like: Tree) -> Tree:
@@ -29,28 +26,15 @@ def count(share: ScalarOrSchedule, step: jax.Array, like: Tree) -> jax.Array:
     """floor(share d) of the d coordinates, at least 1, int32; not one less because a share like 0.1 is rounded."""
     size = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(like))
     if callable(share):
-        number = jnp.floor((schedules.at(share, step) + 1e-7) * size).astype(jnp.int32)
+        number = jnp.floor((at(share, step) + 1e-7) * size).astype(jnp.int32)
     else:
         number = jnp.int32(math.floor((share + 1e-12) * size))
     return jnp.clip(number, 1, size)
 
 
 def complement(rate: ScalarOrSchedule) -> ScalarOrSchedule:
-    return (lambda step: 1 - schedules.at(rate, step)) if callable(rate) else 1 - rate
+    return (lambda step: 1 - at(rate, step)) if callable(rate) else 1 - rate
 
 
 def describe(share: ScalarOrSchedule) -> str:
     return "a scheduled share" if callable(share) else f"{share:.4g}"
-
-
-def require_fraction(name: str, value: ScalarOrSchedule, interval: Literal["(0, 1]", "[0, 1)"], steps: int = 0):
-    """ValueError if the number, or a schedule at one of the first `steps`, is not in the interval."""
-    if callable(value):
-        numbers = schedules.over(value, steps)
-    else:
-        numbers = np.asarray([schedules.require_number(name, value, minimum=0)])
-    inside = (numbers > 0) & (numbers <= 1) if interval == "(0, 1]" else (numbers >= 0) & (numbers < 1)
-    for step in np.flatnonzero(~inside)[:1]:
-        raise ValueError(
-            f"{name} must be in {interval}, got {numbers[step]:g}{f' at step {step}' if callable(value) else ''}"
-        )

@@ -6,7 +6,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dpx import keys, schedules
+from dpx import keys
+from dpx._numbers import require_number, require_whole
 from dpx.batches import Tree, batch_size
 from dpx.mechanism import Coordinates
 
@@ -29,8 +30,8 @@ def gradient_embedding(basis: Tree, *, embedding_scale: float = 1.0, residual_sc
         the private data but what was released.
     Gradient embedding perturbation, Yu et al. 2021, https://arxiv.org/abs/2102.12677.
     """
-    schedules.require_number("embedding_scale", embedding_scale, minimum=0, exclusive=True)
-    schedules.require_number("residual_scale", residual_scale, minimum=0, exclusive=True)
+    require_number("embedding_scale", embedding_scale, minimum=0, exclusive=True)
+    require_number("residual_scale", residual_scale, minimum=0, exclusive=True)
     rank = batch_size(basis)
 
     def init(params):
@@ -60,7 +61,7 @@ def gradient_embedding(basis: Tree, *, embedding_scale: float = 1.0, residual_sc
 def public_subspace(public_grads: Tree, *, rank: int, iterations: int, key: jax.Array) -> Tree:
     """An orthonormal basis of the directions in which PUBLIC gradients are largest, by power iteration.
 
-    V <- orthonormalised V G^T G, from random rows. What it costs in privacy is nothing because nothing here is private:
+    V <- orthonormalized V G^T G, from random rows. What it costs in privacy is nothing because nothing here is private:
     gradients of the training data would be a release that no one bills.
 
     public_grads: G, like the parameters, with the public examples on axis 0. rank: at most their number and that of the
@@ -69,8 +70,8 @@ def public_subspace(public_grads: Tree, *, rank: int, iterations: int, key: jax.
     leaves, structure = jax.tree.flatten(public_grads)
     examples = batch_size(public_grads)
     flat = jnp.concatenate([leaf.reshape(examples, -1).astype(jnp.float32) for leaf in leaves], axis=1)
-    rank = schedules.require_whole("rank", rank, maximum=min(flat.shape))  # public gradients, coordinates
-    iterations = schedules.require_whole("iterations", iterations)
+    rank = require_whole("rank", rank, maximum=min(flat.shape))  # public gradients, coordinates
+    iterations = require_whole("iterations", iterations)
     basis = jax.random.normal(keys.stream(key, "public_subspace"), (rank, flat.shape[1]))
     for _ in range(iterations):
         products = jnp.dot(basis, flat.T, precision=EXACT)

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from dpx import schedules
-from dpx.coordinates._masks import count, describe, masked, require_fraction
+from dpx._numbers import ScalarOrSchedule, at, over, require_fraction, require_scalar_or_schedule, require_whole
+from dpx._states import find_state
+from dpx.coordinates._masks import count, describe, masked
 from dpx.coordinates._selection import largest
 from dpx.mechanism import Coordinates, Tree
-from dpx.schedules import ScalarOrSchedule
 
 
 class ImportanceState(NamedTuple):
@@ -47,8 +47,8 @@ def importance_mask(
     release of data that it does not bill.
     """
     require_fraction("keep", keep, "(0, 1]")
-    warmup = schedules.require_whole("warmup", warmup)
-    schedules.require_scalar_or_schedule("noise_floor", noise_floor, minimum=0)
+    warmup = require_whole("warmup", warmup)
+    require_scalar_or_schedule("noise_floor", noise_floor, minimum=0)
 
     def init(params):
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
@@ -70,7 +70,7 @@ def importance_mask(
             restored, following = inner.decode(updates, state.inner, like)
             updates = after_warmup(state, released, masked(restored, state.mask))
             inner_state = after_warmup(state, state.inner, following)
-        floor = math.sqrt(2 / math.pi) * schedules.at(noise_floor, state.step)
+        floor = math.sqrt(2 / math.pi) * at(noise_floor, state.step)
         scored = jax.tree.map(lambda s, r: s + (jnp.abs(r) - floor) / warmup, state.score, released)
         score = after_warmup(state, scored, state.score)
         step = state.step + 1
@@ -81,7 +81,7 @@ def importance_mask(
 
     def check(steps):
         require_fraction("keep", keep, "(0, 1]", steps)
-        kept = schedules.over(keep, steps)[warmup:]
+        kept = over(keep, steps)[warmup:]
         for fallen in np.flatnonzero(np.diff(kept) < 0)[:1]:
             raise ValueError(
                 f"keep must not fall after the warm-up, got {kept[fallen + 1]:g} after {kept[fallen]:g} "
@@ -96,7 +96,7 @@ def importance_mask(
         encode=encode,
         decode=decode,
         name=name if inner is None else f"{name}, {inner.name}, mask",
-        elementwise=inner is None,
+        supports_ghost_norms=inner is None,
         check=check,
     )
 
@@ -107,8 +107,4 @@ def masked_params(params: Tree, state: Tree) -> Tree:
     state: of the mechanism or of a `dpx.chain` of it. Give the result to `private_grad`'s function in place of the
     parameters, and add the updates to the parameters themselves.
     """
-    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, ImportanceState))
-    found = [node for node in nodes if isinstance(node, ImportanceState)]
-    if len(found) != 1:
-        raise ValueError(f"state must hold exactly one importance mask, found {len(found)}")
-    return masked(params, found[0].mask)
+    return masked(params, find_state(state, ImportanceState, "importance mask").mask)

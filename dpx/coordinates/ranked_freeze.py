@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dpx.coordinates._masks import complement, count, describe, masked, require_fraction
+from dpx._numbers import ScalarOrSchedule, require_fraction, require_whole
+from dpx.coordinates._masks import complement, count, describe, masked
 from dpx.coordinates._selection import largest
 from dpx.mechanism import Coordinates, Tree
-from dpx.schedules import ScalarOrSchedule, require_whole
 
 
 class RankedFreezeState(NamedTuple):
@@ -20,8 +20,8 @@ class RankedFreezeState(NamedTuple):
     mask: Tree
 
 
-def ranked_freeze(freeze_rate: ScalarOrSchedule, *, period: int) -> Coordinates:
-    """g -> m g, where m keeps the floor((1 - freeze_rate) d) coordinates that moved most in the last `period` steps.
+def ranked_freeze(freeze_rate: ScalarOrSchedule, *, every: int) -> Coordinates:
+    """g -> m g, where m keeps the floor((1 - freeze_rate) d) coordinates that moved most in the last `every` steps.
 
     Ranked by |sum of released values|; frozen coordinates add up their noise, and so come back. The one noisy release
     serves the update and the ranking, so nothing else is billed. Nothing is frozen in the first period.
@@ -31,7 +31,7 @@ def ranked_freeze(freeze_rate: ScalarOrSchedule, *, period: int) -> Coordinates:
     Zhu and Blaschko 2021, Appendix C, https://arxiv.org/abs/2112.00845v1.
     """
     require_fraction("freeze_rate", freeze_rate, "[0, 1)")
-    period = require_whole("period", period)
+    every = require_whole("every", every)
     share = complement(freeze_rate)
 
     def init(params):
@@ -47,7 +47,7 @@ def ranked_freeze(freeze_rate: ScalarOrSchedule, *, period: int) -> Coordinates:
             mask = largest(jax.tree.map(jnp.abs, total), count(share, step, like))
             return RankedFreezeState(step, jax.tree.map(jnp.zeros_like, total), mask)
 
-        following = lax.cond(step % period == 0, begin, lambda: RankedFreezeState(step, total, state.mask))
+        following = lax.cond(step % every == 0, begin, lambda: RankedFreezeState(step, total, state.mask))
         return masked(released, state.mask), following
 
     return Coordinates(
@@ -55,6 +55,6 @@ def ranked_freeze(freeze_rate: ScalarOrSchedule, *, period: int) -> Coordinates:
         encode=lambda grad, state: masked(grad, state.mask),
         decode=decode,
         name=f"freeze {describe(freeze_rate)} by rank",
-        elementwise=True,
+        supports_ghost_norms=True,
         check=lambda steps: require_fraction("freeze_rate", freeze_rate, "[0, 1)", steps),
     )

@@ -7,6 +7,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 
+from dpx._states import find_state
 from dpx.coordinates._masks import random_mask
 from dpx.coordinates.random_freeze import RandomFreezeState
 from dpx.mechanism import Tree
@@ -26,7 +27,7 @@ def sparse_pack(updates: Tree, state: Tree, *, size: int) -> SparseUpdates:
     state: the one that the updates were made WITH, not the one that came with them. size: at least the number of kept
     coordinates (`sparse_density` times d) at every step that is to have this shape. Under jit, values beyond are lost.
     """
-    freeze = _freeze_state(state)
+    freeze = find_state(state, RandomFreezeState, "random freeze")
     if not isinstance(freeze.kept, jax.core.Tracer) and size < int(freeze.kept):
         raise ValueError(f"size must be at least the {int(freeze.kept)} coordinates kept, got {size}")
     (places,) = jnp.nonzero(_flat(freeze.mask), size=size, fill_value=-1)
@@ -46,16 +47,8 @@ def sparse_unpack(packed: SparseUpdates, like: Tree) -> Tree:
 
 def sparse_density(state: Tree) -> jax.Array:
     """The share of coordinates that the next step under `random_freeze` updates."""
-    freeze = _freeze_state(state)
+    freeze = find_state(state, RandomFreezeState, "random freeze")
     return freeze.kept / sum(math.prod(m.shape) for m in jax.tree.leaves(freeze.mask))
-
-
-def _freeze_state(state: Tree) -> RandomFreezeState:
-    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, RandomFreezeState))
-    found = [node for node in nodes if isinstance(node, RandomFreezeState)]
-    if len(found) != 1:
-        raise ValueError(f"state must hold exactly one random freeze, found {len(found)}")
-    return found[0]
 
 
 def _flat(tree: Tree) -> jax.Array:

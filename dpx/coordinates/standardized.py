@@ -1,4 +1,4 @@
-"""Standardisation (AdaCliP): each coordinate centred and scaled by what was released of it before."""
+"""Standardization (AdaCliP): each coordinate centred and scaled by what was released of it before."""
 
 import math
 from typing import NamedTuple
@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from dpx import schedules
+from dpx._numbers import require_number
 from dpx.mechanism import Coordinates, Tree
 
 
@@ -32,7 +32,7 @@ def standardized(
     variance <- variance_decay variance + (1 - variance_decay) (released - mean)^2,  with the mean before its change
 
     Both see released gradients only. A coordinate released as exactly 0 is frozen and keeps its averages. Affine, not
-    elementwise: `private_grad` makes the gradient of every example.
+    supports_ghost_norms: `private_grad` makes the gradient of every example.
 
     stability: above 0, in the units of the gradient.
     relative: divide the scale by its root mean square, so that the clip norm keeps the units of the gradient. Without
@@ -45,8 +45,8 @@ def standardized(
     for name, decay in (("mean_decay", mean_decay), ("variance_decay", variance_decay)):
         if not 0 <= decay < 1:
             raise ValueError(f"{name} must be in [0, 1), got {decay}")
-    schedules.require_number("initial_variance", initial_variance, minimum=0)
-    schedules.require_number("stability", stability, minimum=1e-12)
+    require_number("initial_variance", initial_variance, minimum=0)
+    require_number("stability", stability, minimum=1e-12)
 
     def scales(variance):
         scale = jax.tree.map(lambda v: jnp.sqrt(v) + stability, variance)
@@ -74,4 +74,4 @@ def standardized(
         following = StandardizedState(average(mean_decay, mean, restored), average(variance_decay, variance, deviation))
         return restored, following
 
-    return Coordinates(init=init, encode=encode, decode=decode, name="standardise")
+    return Coordinates(init=init, encode=encode, decode=decode, name="standardize")

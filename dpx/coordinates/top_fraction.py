@@ -6,10 +6,10 @@ import jax
 import jax.core
 import jax.numpy as jnp
 
-from dpx.coordinates._masks import count, describe, require_fraction
+from dpx._numbers import ScalarOrSchedule, require_fraction
+from dpx.coordinates._masks import count, describe
 from dpx.coordinates._selection import least_of_largest
 from dpx.mechanism import Coordinates
-from dpx.schedules import ScalarOrSchedule
 
 
 class TopFractionState(NamedTuple):
@@ -22,7 +22,7 @@ def top_fraction(fraction: ScalarOrSchedule) -> Coordinates:
     """Of each example the floor(fraction d) coordinates of largest size, and those equal to the least of them.
 
     Which ones these are is the example's secret: the noise covers every coordinate all the same. Reads each example's
-    gradient some 30 times; not elementwise.
+    gradient some 30 times; not supports_ghost_norms.
 
     fraction: in (0, 1]; a number or a schedule.
     """

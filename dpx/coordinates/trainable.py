@@ -28,4 +28,6 @@ def trainable(mask: Tree) -> Coordinates:
 
         return jax.tree.map(fill, mask, released, like), state
 
-    return Coordinates(init=lambda params: (), encode=encode, decode=decode, name=f"train {mask}", elementwise=True)
+    return Coordinates(
+        init=lambda params: (), encode=encode, decode=decode, name=f"train {mask}", supports_ghost_norms=True
+    )

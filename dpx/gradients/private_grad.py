@@ -5,14 +5,17 @@ from typing import Literal, NamedTuple
 
 import jax
 
+from dpx._contributions import sum_contributions
 from dpx._guards import require_real
-from dpx._microbatching import after, sum_over_parts
+from dpx._microbatching import sum_over_microbatches
+from dpx._numbers import require_whole
+from dpx._ordering import compute_after
+from dpx._states import map_states
 from dpx.batches import Batch, Tree, batch_size, inclusion, require_batch
 from dpx.gradients import ghost
 from dpx.gradients.microbatch_size import examples_at_once, forward_cost
-from dpx.mechanism import Mechanism, sum_contributions
+from dpx.mechanism import Mechanism
 from dpx.release_state import ReleaseState
-from dpx.schedules import require_whole
 
 Clipping = Literal["auto", "ghost", "vmap"]
 
@@ -65,16 +68,16 @@ def private_grad(
         made = forward_cost(loss, params, example)
         at_once = microbatch_size or examples_at_once(made, plan, params, size)
 
-        def microbatch(wait, rows):
-            (some, rows_included), waiting = rows, wait(params)
+        def microbatch(ordered, rows):
+            (some, rows_included), ordered_params = rows, ordered(params)
             if isinstance(plan, ghost.Plan) and plan.follows:
-                return ghost.sum_contributions(plan, mechanism, waiting, some, state, rows_included)
-            losses, grads = jax.vmap(jax.value_and_grad(loss), in_axes=(None, 0))(waiting, some)
+                return ghost.sum_contributions(plan, mechanism, ordered_params, some, state, rows_included)
+            losses, grads = jax.vmap(jax.value_and_grad(loss), in_axes=(None, 0))(ordered_params, some)
             return sum_contributions(mechanism, grads, state, rows_included), losses
 
         unroll = made.convolves and jax.default_backend() == "cpu"
-        sums, losses = sum_over_parts(microbatch, (examples, included), max(1, at_once), unroll=unroll)
-        updates, state = mechanism.release_once(sums, _waiting_for(sums, state), params, included, drawn)
+        sums, losses = sum_over_microbatches(microbatch, (examples, included), max(1, at_once), unroll=unroll)
+        updates, state = mechanism.release_once(sums, _delay_noise_until(sums, state), params, included, drawn)
         return PrivateGradient(updates, state, losses)
 
     return private_gradient
@@ -124,10 +127,6 @@ def _plan(loss, mechanism, params, example, state, clipping) -> ghost.Plan | str
     return ghost.make_plan(loss, mechanism, params, example, state, force=clipping == "ghost")
 
 
-def _waiting_for(sums, state):
+def _delay_noise_until(sums, state):
     """`state` with its step counts, and so the noise, held back until no gradient is in memory any more."""
-
-    def counts(node):
-        return isinstance(node, ReleaseState)
-
-    return jax.tree.map(lambda node: after(sums, node) if counts(node) else node, state, is_leaf=counts)
+    return map_states(lambda node: compute_after(sums, node), state, ReleaseState)

@@ -7,12 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dpx import schedules
+from dpx._numbers import ScalarOrSchedule, at, over, require_number
 from dpx.accounting.budget import calibrated
 from dpx.mechanism import Mechanism, Tree
 from dpx.mechanisms.gaussian import SMALLEST_CLIP_NORM, gaussian_mechanism
 from dpx.sampling import Sampling
-from dpx.schedules import ScalarOrSchedule
 
 
 class AdaptiveClippingState(NamedTuple):
@@ -46,22 +45,20 @@ def adaptive_clipping(
     noise_multiplier: z, or the `dpx.Budget` that it is calibrated to. Above 0 and below 2 s at every step, or
         ValueError, because the indicator alone would cost more.
     """
-    initial_clip_norm = schedules.require_number(
+    initial_clip_norm = require_number(
         "initial_clip_norm", initial_clip_norm, minimum=SMALLEST_CLIP_NORM, maximum=1 / SMALLEST_CLIP_NORM
     )
-    schedules.require_number("learning_rate", learning_rate, minimum=0)
-    schedules.require_number("indicator_noise", indicator_noise, minimum=0, exclusive=True)
+    require_number("learning_rate", learning_rate, minimum=0)
+    require_number("indicator_noise", indicator_noise, minimum=0, exclusive=True)
     if not 0 < quantile < 1:
         raise ValueError(f"quantile must be in (0, 1), got {quantile}")
     if not callable(noise_multiplier):
-        _require_room(
-            np.asarray([schedules.require_number("noise_multiplier", noise_multiplier, minimum=0)]), indicator_noise
-        )
+        _require_room(np.asarray([require_number("noise_multiplier", noise_multiplier, minimum=0)]), indicator_noise)
     inner = gaussian_mechanism(clip_norm=1.0, noise_multiplier=noise_multiplier, sampling=sampling, key=key)
 
     def shares(state):
         """How much of the inner clip norm of 1 the gradient and the indicator take."""
-        indicator = schedules.at(noise_multiplier, state.inner.step) / (2 * indicator_noise)
+        indicator = at(noise_multiplier, state.inner.step) / (2 * indicator_noise)
         return jnp.sqrt(1 - indicator**2), indicator
 
     def weigh(norms, state):
@@ -81,7 +78,7 @@ def adaptive_clipping(
         return optax.tree.cast_like(updates, params), AdaptiveClippingState(inner_state, clip_norm)
 
     def event(steps):
-        _require_room(schedules.over(noise_multiplier, steps), indicator_noise)
+        _require_room(over(noise_multiplier, steps), indicator_noise)
         return inner.event(steps)
 
     return Mechanism(
@@ -94,7 +91,7 @@ def adaptive_clipping(
         sampling=sampling,
         noise_multiplier=noise_multiplier,
         key=key,
-        elementwise=False,
+        supports_ghost_norms=False,
         stages=(
             f"clip to a norm that follows the {quantile:g} quantile, {initial_clip_norm:.6g} at step 0",
             f"beside it, count who is below, with noise of {indicator_noise:.6g}",

@@ -9,8 +9,9 @@ import numpy as np
 import optax
 from dp_accounting import DpEvent, NoOpDpEvent
 
-from dpx import keys, schedules
-from dpx._microbatching import after
+from dpx import keys
+from dpx._numbers import require_number, require_whole
+from dpx._ordering import compute_after
 from dpx.accounting.budget import calibrated
 from dpx.accounting.error_feedback.event import SAMPLINGS, ErrorFeedbackDpEvent
 from dpx.mechanism import Mechanism, Tree
@@ -38,7 +39,7 @@ def error_feedback_mechanism(
     sampling: Sampling,
     key: jax.Array,
     reset_every: int | None = None,
-    gamma: float | None = None,
+    stability: float | None = None,
 ) -> Mechanism:
     """private gradient = v + N(0, (nu C1 / B)^2 I),  v = (1/B) sum_i clip(g_i, C1) + clip(e, C2)
     next e = e + (1/B) sum_i clip(g_i, Cmax) - v,  with the v before noise; e starts at 0 and is never released.
@@ -54,30 +55,32 @@ def error_feedback_mechanism(
     noise_multiplier: nu, the standard deviation of the noise on the sum, divided by C1, as in DP-SGD; a number, or the
         `dpx.Budget` that it is calibrated to. 0 bills infinity.
     reset_every: forget e after so many steps, which is billed less; None never does.
-    gamma: normalise instead of clipping, DiceSGD's automatic form: C1 g / (|g| + gamma) and C2 e / (|e| + C2). (The
-        paper's e / |e| leaps near 0 and has only the trivial bill; this one is non-expansive, as clipping is.)
+    stability: normalize instead of clipping, DiceSGD's automatic form: C1 g / (|g| + stability) and C2 e / (|e| + C2).
+        (The paper's e / |e| leaps near 0 and has only the trivial bill; this one is non-expansive, as clipping is.)
     """
     clip_norm = _rounded("clip_norm", clip_norm, SMALLEST_CLIP_NORM)
     feedback_norm = _rounded("feedback_norm", feedback_norm, SMALLEST_CLIP_NORM)
     noise_multiplier = _rounded("noise_multiplier", noise_multiplier, 0)
     bounded = not (isinstance(outer_clip_norm, float) and outer_clip_norm == math.inf)
     outer = _rounded("outer_clip_norm", outer_clip_norm, clip_norm) if bounded else LARGEST_CLIP_NORM
-    reset_every = None if reset_every is None else schedules.require_whole("reset_every", reset_every)
+    reset_every = None if reset_every is None else require_whole("reset_every", reset_every)
     if not isinstance(sampling, SAMPLINGS):
         raise ValueError(f"sampling must be one of {[s.__name__ for s in SAMPLINGS]}, got {sampling!r}")
     noise_key = keys.stream(key, "noise")
-    if gamma is not None:
-        gamma = _rounded("gamma", gamma, 1e-6)
-        excess = max(outer - clip_norm * outer / (outer + gamma), (clip_norm**0.5 - min(gamma, clip_norm) ** 0.5) ** 2)
-    else:
-        excess = outer - clip_norm
+    error_shift = outer - clip_norm  # the most that one example moves the sum that is withheld
+    if stability is not None:
+        stability = _rounded("stability", stability, 1e-6)
+        bend = (clip_norm**0.5 - min(stability, clip_norm) ** 0.5) ** 2
+        error_shift = max(outer - clip_norm * outer / (outer + stability), bend)
 
     def released_norm(norm):
         """Of an example's gradient, what remains of its norm in the release."""
-        return jnp.minimum(norm, clip_norm) if gamma is None else clip_norm * norm / (norm + gamma)
+        return jnp.minimum(norm, clip_norm) if stability is None else clip_norm * norm / (norm + stability)
 
     def fed_back_norm(norm):
-        return jnp.minimum(norm, feedback_norm) if gamma is None else feedback_norm * (norm / (norm + feedback_norm))
+        if stability is None:
+            return jnp.minimum(norm, feedback_norm)
+        return feedback_norm * (norm / (norm + feedback_norm))
 
     def weigh(norm, state):
         del state
@@ -100,7 +103,7 @@ def error_feedback_mechanism(
             return withheld / sampling.divisor + (scale * (remembered - fed_back)) * error
 
         updates = jax.tree.map(one, sums[0], error, noise)
-        error = jax.tree.map(remainder, sums[1], after(updates, error))  # in the place of the old one
+        error = jax.tree.map(remainder, sums[1], compute_after(updates, error))  # in the place of the old one
         return optax.tree.cast_like(updates, params), ErrorFeedbackState(state.release.after(noise_multiplier), error)
 
     def event(steps) -> DpEvent:
@@ -108,14 +111,14 @@ def error_feedback_mechanism(
             return NoOpDpEvent()
         return ErrorFeedbackDpEvent(
             noise_multiplier=noise_multiplier,
-            excess=excess / clip_norm if bounded else math.inf,
-            reach=2 * feedback_norm * float(sampling.divisor) / clip_norm,
+            error_shift=error_shift / clip_norm if bounded else math.inf,
+            feedback_shift=2 * feedback_norm * float(sampling.divisor) / clip_norm,
             steps=int(steps),
             reset_every=reset_every,
             sampling=sampling,
         )
 
-    how = "clip" if gamma is None else f"normalise (gamma {gamma:g})"
+    how = "clip" if stability is None else f"normalize (stability {stability:g})"
     return Mechanism(
         init=lambda params: ErrorFeedbackState(ReleaseState.empty(), optax.tree.zeros_like(params, dtype=jnp.float32)),
         encode=lambda grad, state: grad,
@@ -126,7 +129,7 @@ def error_feedback_mechanism(
         sampling=sampling,
         noise_multiplier=noise_multiplier,
         key=key,
-        elementwise=True,
+        supports_ghost_norms=True,
         stages=(
             f"{how} to norm {clip_norm:.6g}; keep what that takes away, up to norm {outer_clip_norm:.6g}, as the error",
             f"sum, divide by the expected batch size {sampling.divisor}",
@@ -139,5 +142,5 @@ def error_feedback_mechanism(
 
 def _rounded(name: str, value: float, minimum: float) -> float:
     """The float32 that the mechanism runs with, so that it is the one that is billed."""
-    rounded = float(np.float32(schedules.require_number(name, value, minimum=0)))
-    return schedules.require_number(name, rounded, minimum=minimum, maximum=LARGEST_CLIP_NORM)
+    rounded = float(np.float32(require_number(name, value, minimum=0)))
+    return require_number(name, rounded, minimum=minimum, maximum=LARGEST_CLIP_NORM)

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dpx import keys, schedules
+from dpx import keys
+from dpx._numbers import ScalarOrSchedule, at, between, over, require_scalar_or_schedule
 from dpx.accounting.budget import calibrated
 from dpx.mechanism import Mechanism, Tree
 from dpx.release_state import ReleaseState
 from dpx.sampling import Sampling
-from dpx.schedules import ScalarOrSchedule
 
 SMALLEST_CLIP_NORM, LARGEST_CLIP_NORM = 2.0**-40, 1e15  # the squares of others, or sums of them, leave float32
 
@@ -42,20 +42,18 @@ def gaussian_mechanism(
     Raises ValueError for a negative or non-finite number, a value that is traced (it could not be billed), or no key.
     """
     clip_norm = jax.tree.map(
-        lambda c: schedules.require_scalar_or_schedule(
-            "clip_norm", c, minimum=SMALLEST_CLIP_NORM, maximum=LARGEST_CLIP_NORM
-        ),
+        lambda c: require_scalar_or_schedule("clip_norm", c, minimum=SMALLEST_CLIP_NORM, maximum=LARGEST_CLIP_NORM),
         clip_norm,
     )
     if not jax.tree.leaves(clip_norm):
         raise ValueError(f"clip_norm must hold at least one number or schedule, got {clip_norm!r}")
-    noise_multiplier = schedules.require_scalar_or_schedule("noise_multiplier", noise_multiplier, minimum=0)
+    noise_multiplier = require_scalar_or_schedule("noise_multiplier", noise_multiplier, minimum=0)
     if not (hasattr(sampling, "event") and hasattr(sampling, "divisor")):
         raise ValueError(f"sampling must be a dpx sampling record such as PoissonSampling, got {sampling!r}")
     noise_key = keys.stream(key, "noise")
 
     def clip_norms(step):
-        return jax.tree.map(lambda c: schedules.at(c, step), clip_norm)
+        return jax.tree.map(lambda c: at(c, step), clip_norm)
 
     def norm(encoded):
         return jax.tree.map(lambda _, group: optax.tree.norm(group), clip_norm, encoded)
@@ -66,7 +64,7 @@ def gaussian_mechanism(
     def release(sums, state, params):
         (total,) = sums
         step = state.step
-        multiplier = schedules.at(noise_multiplier, step)
+        multiplier = at(noise_multiplier, step)
         deviation = multiplier * optax.tree.norm(clip_norms(step))
         noise = keys.normal_like(jax.random.fold_in(noise_key, step), total)
         updates = jax.tree.map(lambda s, n: (s + deviation * n) / sampling.divisor, total, noise)
@@ -74,8 +72,8 @@ def gaussian_mechanism(
 
     def event(steps):
         for value in jax.tree.leaves(clip_norm):
-            _require_all("clip_norm", schedules.over(value, steps), SMALLEST_CLIP_NORM, LARGEST_CLIP_NORM)
-        multipliers = schedules.over(noise_multiplier, steps)
+            _require_all("clip_norm", over(value, steps), SMALLEST_CLIP_NORM, LARGEST_CLIP_NORM)
+        multipliers = over(noise_multiplier, steps)
         _require_all("noise_multiplier", multipliers, 0, math.inf)
         return sampling.event(multipliers)
 
@@ -90,7 +88,7 @@ def gaussian_mechanism(
         sampling=sampling,
         noise_multiplier=noise_multiplier,
         key=key,
-        elementwise=True,
+        supports_ghost_norms=True,
         stages=(
             f"clip to norm {jax.tree.map(_describe, clip_norm)}",
             f"sum, add noise of {scale} x clip norm",
@@ -102,11 +100,11 @@ def gaussian_mechanism(
 def _require_all(name: str, values: np.ndarray, minimum: float, maximum: float):
     wrong = np.flatnonzero(~(np.isfinite(values) & (values >= minimum) & (values <= maximum)))
     if len(wrong):
-        bound = schedules.between(minimum, maximum)
+        bound = between(minimum, maximum)
         raise ValueError(f"{name} must be finite and {bound} at every step, got {values[wrong[0]]} at step {wrong[0]}")
 
 
 def _describe(value: ScalarOrSchedule) -> str:
     if callable(value):
-        return f"{schedules.over(value, 1)[0]:.4g} at step 0 (a schedule)"
+        return f"{over(value, 1)[0]:.4g} at step 0 (a schedule)"
     return f"{value:.6g}"

@@ -1,18 +1,16 @@
-"""AdaDPIGU: rank the coordinates in a private warm-up, then train the important ones, standardised."""
+"""AdaDPIGU: rank the coordinates in a private warm-up, then train the important ones, standardized."""
 
 import jax
 import jax.numpy as jnp
 
-from dpx import schedules
+from dpx._numbers import ScalarOrSchedule, at, over, require_fraction, require_whole
 from dpx.accounting.budget import calibrated
-from dpx.coordinates._masks import require_fraction
 from dpx.coordinates.importance_mask import importance_mask
 from dpx.coordinates.standardized import standardized
 from dpx.coordinates.top_fraction import top_fraction
 from dpx.mechanism import Mechanism, in_coordinates
 from dpx.mechanisms.gaussian import gaussian_mechanism
 from dpx.sampling import Sampling
-from dpx.schedules import ScalarOrSchedule
 
 
 @calibrated
@@ -33,36 +31,36 @@ def ada_dpigu(
     """AdaDPIGU in its sound order (Zhang and Xie 2025, https://arxiv.org/abs/2507.06525).
 
     For `warmup` steps DP-SGD, of whose releases the coordinates are ranked once; then
-    mask -> standardise -> mask -> top fraction of each example -> clip -> sum, add noise -> / B -> restore -> mask.
+    mask -> standardize -> mask -> top fraction of each example -> clip -> sum, add noise -> / B -> restore -> mask.
 
     What the paper claims: the epsilon of its second phase, or of both, with a mask it calls independent of the data.
     What holds: its scores are of gradients without noise, so its mask is an unbilled release of data, and its
-    standardisation moves masked coordinates. What dpx bills: every step of both phases, each one Gaussian release; the
+    standardization moves masked coordinates. What dpx bills: every step of both phases, each one Gaussian release; the
     ranking and the averages see released values only.
 
     keep: share of the coordinates that go on after the warm-up; a rising schedule of the step unfreezes the rest.
     warmup: steps of the first phase, counted in `steps`.
     example_keep: share of all coordinates that each example keeps of its own, in the second phase.
     mean_decay, variance_decay, stability, relative: of `dpx.standardized`. The variance starts as that of the noise.
-    clip_norm: in the second phase, of the standardised gradient.
+    clip_norm: in the second phase, of the standardized gradient.
     The rest is as in `dpx.dp_sgd`. For the paper's loss at masked parameters, see `dpx.masked_params`.
     """
 
-    warmup = schedules.require_whole("warmup", warmup)
+    warmup = require_whole("warmup", warmup)
     require_fraction("example_keep", example_keep, "(0, 1]")
 
     def noise(step):
-        return schedules.at(noise_multiplier, step) * schedules.at(clip_norm, step) / sampling.divisor
+        return at(noise_multiplier, step) * at(clip_norm, step) / sampling.divisor
 
     mechanism = gaussian_mechanism(clip_norm=clip_norm, noise_multiplier=noise_multiplier, sampling=sampling, key=key)
-    standardisation = standardized(
+    standardization = standardized(
         mean_decay=mean_decay,
         variance_decay=variance_decay,
-        initial_variance=float(schedules.over(noise, warmup + 1)[warmup]) ** 2,
+        initial_variance=float(over(noise, warmup + 1)[warmup]) ** 2,
         stability=stability,
         relative=relative,
     )
-    important = importance_mask(keep, warmup=warmup, inner=standardisation, noise_floor=noise)
+    important = importance_mask(keep, warmup=warmup, inner=standardization, noise_floor=noise)
     if example_keep == 1:
         return in_coordinates(mechanism, important)
     own = top_fraction(lambda step: jnp.where(step < warmup, 1.0, example_keep))

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import jax
 
 from dpx import schedules
+from dpx._numbers import ScalarOrSchedule
 from dpx.accounting.budget import calibrated
 from dpx.coordinates.projections import ProjectionKind, random_projection
 from dpx.mechanism import Mechanism, Tree, in_coordinates
@@ -15,7 +16,6 @@ from dpx.mechanisms.clip_then_project import clip_then_project
 from dpx.mechanisms.gaussian import gaussian_mechanism
 from dpx.mechanisms.normalized import normalized
 from dpx.sampling import Sampling
-from dpx.schedules import ScalarOrSchedule
 
 Order = Literal["project_then_clip", "clip_then_project"]
 
@@ -29,7 +29,7 @@ def d2p2_sgd(
     order: Order = "project_then_clip",
     power: float = 0.25,
     every: int = 1,
-    gamma: float = 0.01,
+    stability: float = 0.01,
     noise_multiplier: float,
     sampling: Sampling,
     key: jax.Array,
@@ -38,19 +38,19 @@ def d2p2_sgd(
 
     What the paper claims: clipped gradients, projected by A^T / sqrt(p), cost what they cost without. What holds: A
     lengthens some of them, by any factor with some probability. What dpx bills: with "project_then_clip" every example
-    is projected first and then normalised, so the Gaussian with falling noise, exactly; with "clip_then_project", the
+    is projected first and then normalized, so the Gaussian with falling noise, exactly; with "clip_then_project", the
     paper's order, the distribution of a Gaussian's stretch; for other kinds the noise grows by the largest stretch
     (see `dpx.clip_then_project`). Its privacy theorem also leaves its constants open; all steps are composed here.
 
     The lift A z / sqrt(p) is the paper's A z over sqrt(p): a learning rate then does not depend on p.
 
     rank, reduction_rate, kind: of `dpx.random_projection`, with a fresh draw every step; the paper reduces by 0.1 and
-        0.3 with "gaussian", which is out of reach for large models. power, every, gamma: of `dpx.d2p_sgd`.
+        0.3 with "gaussian", which is out of reach for large models. power, every, stability: of `dpx.d2p_sgd`.
     noise_multiplier: of the first block of steps, or a `dpx.Budget`.
     """
     falling = _falling(noise_multiplier, power, every)
     projection = {"rank": rank, "reduction_rate": reduction_rate, "kind": kind}
-    return _projected(_automatic(falling, gamma, sampling, key), order, projection, key)
+    return _projected(_automatic(falling, stability, sampling, key), order, projection, key)
 
 
 @calibrated
@@ -60,14 +60,14 @@ def dp2_sgd(
     reduction_rate: float | Tree | None = None,
     kind: ProjectionKind,
     order: Order = "project_then_clip",
-    gamma: float = 0.01,
+    stability: float = 0.01,
     noise_multiplier: ScalarOrSchedule,
     sampling: Sampling,
     key: jax.Array,
 ) -> Mechanism:
     """DP2-SGD, the projected half of D2P2-SGD: its noise does not fall. See `d2p2_sgd` for the rest."""
     projection = {"rank": rank, "reduction_rate": reduction_rate, "kind": kind}
-    return _projected(_automatic(noise_multiplier, gamma, sampling, key), order, projection, key)
+    return _projected(_automatic(noise_multiplier, stability, sampling, key), order, projection, key)
 
 
 @calibrated
@@ -75,7 +75,7 @@ def d2p_sgd(
     *,
     power: float = 0.25,
     every: int = 1,
-    gamma: float = 0.01,
+    stability: float = 0.01,
     noise_multiplier: float,
     sampling: Sampling,
     key: jax.Array,
@@ -84,19 +84,20 @@ def d2p_sgd(
 
     noise multiplier_k = noise_multiplier / k^power,  k = 1, 2, ... counting blocks of `every` steps (an epoch)
 
-    power: 1/2 in the paper's theorems, 1/4 per epoch in its experiments. gamma: of `normalized`, which makes the
+    power: 1/2 in the paper's theorems, 1/4 per epoch in its experiments. stability: of `normalized`, which makes the
     sensitivity 1. noise_multiplier: of the first block, or a `dpx.Budget`.
     """
-    return _automatic(_falling(noise_multiplier, power, every), gamma, sampling, key)
+    return _automatic(_falling(noise_multiplier, power, every), stability, sampling, key)
 
 
 def _falling(noise_multiplier: float, power: float, every: int) -> ScalarOrSchedule:
-    return schedules.hold(schedules.inverse_power(noise_multiplier, power=power), every=every)
+    return schedules.every(every, schedules.inverse_power(noise_multiplier, power=power))
 
 
-def _automatic(noise_multiplier: ScalarOrSchedule, gamma: float, sampling: Sampling, key: jax.Array) -> Mechanism:
+def _automatic(noise_multiplier: ScalarOrSchedule, stability: float, sampling: Sampling, key: jax.Array) -> Mechanism:
     return normalized(
-        gaussian_mechanism(clip_norm=1.0, noise_multiplier=noise_multiplier, sampling=sampling, key=key), gamma=gamma
+        gaussian_mechanism(clip_norm=1.0, noise_multiplier=noise_multiplier, sampling=sampling, key=key),
+        stability=stability,
     )
 
 

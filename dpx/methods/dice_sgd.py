@@ -18,12 +18,12 @@ def dice_sgd(
     sampling: Sampling,
     key: jax.Array,
     reset_every: int | None = None,
-    gamma: float | None = None,
+    stability: float | None = None,
 ) -> Mechanism:
     """DiceSGD: clip, and feed back what clipping took away (Zhang et al. 2023, https://arxiv.org/abs/2311.14632).
 
-    `dpx.chain(dice_sgd(...), optax.scale_by_adam(), ...)` is its Adam form, `gamma` its automatic form; the arguments
-    are those of `error_feedback_mechanism`.
+    `dpx.chain(dice_sgd(...), optax.scale_by_adam(), ...)` is its Adam form, `stability` its automatic form; the
+    arguments are those of `error_feedback_mechanism`.
 
     Its privacy theorem does not hold (`dpx.accounting.comparisons.dice_theorem_noise`). What holds depends on how much
     may enter the error: the published outer_clip_norm=inf has a trivial bill only. Noise multiplier in units of C1 for
@@ -48,5 +48,5 @@ def dice_sgd(
         sampling=sampling,
         key=key,
         reset_every=reset_every,
-        gamma=gamma,
+        stability=stability,
     )

@@ -3,6 +3,7 @@
 import jax
 
 from dpx import schedules
+from dpx._numbers import require_number
 from dpx.accounting.budget import calibrated
 from dpx.mechanism import Mechanism
 from dpx.mechanisms.gaussian import gaussian_mechanism
@@ -36,9 +37,9 @@ def dynamic_dp_sgd(
 
     def scheduled(schedule, value, **rho):
         whole = schedule(value, steps=steps, **rho)
-        return schedules.hold(lambda block: whole(block * every), every=every)
+        return schedules.every(every, lambda block: whole(block * every))
 
-    schedules.require_number("clip_norm", clip_norm, minimum=0, exclusive=True)
+    require_number("clip_norm", clip_norm, minimum=0, exclusive=True)
     return gaussian_mechanism(
         clip_norm=scheduled(schedules.sensitivity_decay, clip_norm, rho_c=rho_c),
         noise_multiplier=scheduled(schedules.growing_mu, noise_multiplier, rho_mu=rho_mu),

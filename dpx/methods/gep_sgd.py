@@ -4,13 +4,12 @@ import math
 
 import jax
 
-from dpx import schedules
+from dpx._numbers import ScalarOrSchedule, require_number
 from dpx.accounting.budget import calibrated
 from dpx.coordinates.gradient_embedding import gradient_embedding
 from dpx.mechanism import Mechanism, Tree, in_coordinates
 from dpx.mechanisms.gaussian import gaussian_mechanism
 from dpx.sampling import Sampling
-from dpx.schedules import ScalarOrSchedule
 
 
 @calibrated
@@ -36,11 +35,11 @@ def gep_sgd(
     embedding_share: s in (0, 1), the share of the precision that the embedding has; 1/2 is the paper's.
     The rest is as in `dpx.dp_sgd`.
     """
-    share = schedules.require_number("embedding_share", embedding_share, minimum=0, exclusive=True)
+    share = require_number("embedding_share", embedding_share, minimum=0, exclusive=True)
     if share >= 1:
         raise ValueError(f"embedding_share must be in (0, 1), got {share}")
     for name, norm in (("embedding_clip_norm", embedding_clip_norm), ("residual_clip_norm", residual_clip_norm)):
-        schedules.require_number(name, norm, minimum=0, exclusive=True)
+        require_number(name, norm, minimum=0, exclusive=True)
     clip_norm = {"embedding": math.sqrt(share), "residual": math.sqrt(1 - share)}
     embedding = gradient_embedding(
         basis,

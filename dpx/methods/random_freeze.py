@@ -2,20 +2,20 @@
 
 import jax
 
+from dpx._numbers import ScalarOrSchedule
 from dpx.accounting.budget import calibrated
 from dpx.coordinates.random_freeze import random_freeze
 from dpx.coordinates.ranked_freeze import ranked_freeze
 from dpx.mechanism import Mechanism, Tree, in_coordinates
 from dpx.mechanisms.gaussian import gaussian_mechanism
 from dpx.sampling import Sampling
-from dpx.schedules import ScalarOrSchedule
 
 
 @calibrated
 def random_freeze_sgd(
     *,
     freeze_rate: ScalarOrSchedule,
-    period: int,
+    every: int,
     posterior: bool = False,
     clip_norm: ScalarOrSchedule | Tree,
     noise_multiplier: ScalarOrSchedule,
@@ -29,13 +29,13 @@ def random_freeze_sgd(
     What the paper claims: the epsilon of DP-SGD. What holds: that, as the masks know nothing of the data; but its runs
     shuffle and bill Poisson sampling. What dpx bills: DP-SGD for the sampling that draws the batches.
 
-    freeze_rate, period, posterior: of `dpx.random_freeze`; gradual cooling is
-        `optax.linear_schedule(0.0, freeze_rate, cooling_steps)`, and `period` the steps of an epoch.
+    freeze_rate, every, posterior: of `dpx.random_freeze`; gradual cooling is
+        `optax.linear_schedule(0.0, freeze_rate, cooling_steps)`, and `every` the steps of an epoch.
     The rest is as in `dpx.dp_sgd`. Momentum chained behind it goes on moving frozen coordinates, as in the paper.
     """
     return in_coordinates(
         gaussian_mechanism(clip_norm=clip_norm, noise_multiplier=noise_multiplier, sampling=sampling, key=key),
-        random_freeze(freeze_rate, period=period, posterior=posterior, key=key),
+        random_freeze(freeze_rate, every=every, posterior=posterior, key=key),
     )
 
 
@@ -43,7 +43,7 @@ def random_freeze_sgd(
 def ranked_freeze_sgd(
     *,
     freeze_rate: ScalarOrSchedule,
-    period: int,
+    every: int,
     clip_norm: ScalarOrSchedule | Tree,
     noise_multiplier: ScalarOrSchedule,
     sampling: Sampling,
@@ -54,9 +54,9 @@ def ranked_freeze_sgd(
     What the paper claims: the epsilon of DP-SGD. What holds: that, if the ranking sees the very release that the update
     sees; two draws of noise would be two releases. What dpx bills: one Gaussian release a step, used for both.
 
-    freeze_rate, period: of `dpx.ranked_freeze`. The rest is as in `dpx.dp_sgd`.
+    freeze_rate, every: of `dpx.ranked_freeze`. The rest is as in `dpx.dp_sgd`.
     """
     return in_coordinates(
         gaussian_mechanism(clip_norm=clip_norm, noise_multiplier=noise_multiplier, sampling=sampling, key=key),
-        ranked_freeze(freeze_rate, period=period),
+        ranked_freeze(freeze_rate, every=every),
     )

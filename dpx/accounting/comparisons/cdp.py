@@ -33,7 +33,7 @@ def tcdp(noise_multipliers: Any, sampling_rate: Any, *, counts: Any = None) -> t
     """(rho, omega) of truncated concentrated DP: Renyi divergence at most rho alpha for every order alpha < omega.
 
     A step at rate s with rho_t = 1 / (2 sigma_t^2) costs 13 s^2 rho_t up to omega_t = ln(1/s) / (4 rho_t), for a
-    fixed-size sample without replacement, neighbours by replacement, and noise multipliers relative to the effect of
+    fixed-size sample without replacement, neighbors by replacement, and noise multipliers relative to the effect of
     replacing one example (Bun, Dwork, Rothblum and Steinke 2018, https://doi.org/10.1145/3188745.3188946). It needs s
     and rho_t at most 0.1, so sigma_t >= 2.24, and ln(1/s) >= max(6 rho_t, 3 rho_t (2 + log2(1/rho_t))); other steps
     count without amplification. Composition adds rho and takes the least omega.

@@ -27,32 +27,32 @@ from scipy import special, stats
 TAIL = 1e-14  # probability of more participations than are looked at; added to delta
 
 
-def accumulated(most: int, excess: float) -> np.ndarray:
-    """c_k^2 for k = 0 .. most, (most + 1,): what k participations do without a reset between them; excess = rho."""
+def accumulated(most: int, error_shift: float) -> np.ndarray:
+    """c_k^2 of k = 0 .. most participations without a reset between them, (most + 1,); error_shift = rho."""
     energies = np.zeros(most + 1)
     for k in range(1, most + 1):
-        energies[k] = 1 + (excess + math.sqrt(energies[k - 1])) ** 2
+        energies[k] = 1 + (error_shift + math.sqrt(energies[k - 1])) ** 2
     return energies
 
 
-def trivial(participations: np.ndarray, steps: int, reset_every: int, reach: float) -> np.ndarray:
-    """The energy when all that is known of the error is that 2 C2 bounds S; reach = 2 C2 B / C1."""
+def trivial(participations: np.ndarray, steps: int, reset_every: int, feedback_shift: float) -> np.ndarray:
+    """The energy when all that is known of the error is that 2 C2 bounds S; feedback_shift = 2 C2 B / C1."""
     fed = steps - -(-steps // reset_every)  # releases after the first of a stretch
-    energies = participations + 2 * reach * np.minimum(participations, fed) + reach**2 * fed
+    energies = participations + 2 * feedback_shift * np.minimum(participations, fed) + feedback_shift**2 * fed
     return np.where(participations > 0, energies, 0.0)
 
 
-def fixed(steps: int, steps_per_epoch: int, reset_every: int, excess: float, reach: float) -> float:
+def fixed(steps: int, steps_per_epoch: int, reset_every: int, error_shift: float, feedback_shift: float) -> float:
     """The energy of one participation in every epoch begun, each where it does most.
 
     Epochs i .. j can have theirs in one stretch between resets if the last step of i is not before the stretch that j
     begins in.
     """
     epochs = -(-steps // steps_per_epoch)
-    bound = float(trivial(np.array(epochs), steps, reset_every, reach))
-    if math.isinf(excess):
+    bound = float(trivial(np.array(epochs), steps, reset_every, feedback_shift))
+    if math.isinf(error_shift):
         return bound
-    energies, worst = accumulated(epochs, excess), np.zeros(epochs + 1)
+    energies, worst = accumulated(epochs, error_shift), np.zeros(epochs + 1)
     for j in range(epochs):
         stretch = j * steps_per_epoch // reset_every
         i = stretch * reset_every // steps_per_epoch
@@ -60,13 +60,13 @@ def fixed(steps: int, steps_per_epoch: int, reset_every: int, excess: float, rea
     return min(bound, float(worst[-1]))
 
 
-def random(most: int, steps: int, reset_every: int, excess: float, reach: float) -> np.ndarray:
+def random(most: int, steps: int, reset_every: int, error_shift: float, feedback_shift: float) -> np.ndarray:
     """The energy of k = 0 .. most participations, each where it does most."""
     participations = np.arange(most + 1)
-    bound = trivial(participations, steps, reset_every, reach)
-    if math.isinf(excess):
+    bound = trivial(participations, steps, reset_every, feedback_shift)
+    if math.isinf(error_shift):
         return bound
-    energies = accumulated(reset_every if most > reset_every else most, excess)
+    energies = accumulated(reset_every if most > reset_every else most, error_shift)
     stretches, rest = np.divmod(participations, len(energies) - 1)
     return np.minimum(bound, stretches * energies[-1] + energies[rest])
 
@@ -77,12 +77,12 @@ def most_participations(steps: int, rate: float, tail: float) -> int:
 
 
 def deltas_at_random(
-    *, steps: int, rate: float, reset_every: int, excess: float, reach: float, noise_multiplier: float
+    *, steps: int, rate: float, reset_every: int, error_shift: float, feedback_shift: float, noise_multiplier: float
 ) -> Callable[[float], float]:
     """delta as a function of epsilon for participations by a coin of probability `rate` at every step, as if known."""
     most = most_participations(steps, rate, TAIL)
     probabilities = stats.binom.pmf(np.arange(1, most + 1), steps, rate)
-    mus = np.sqrt(random(most, steps, reset_every, excess, reach)[1:]) / noise_multiplier
+    mus = np.sqrt(random(most, steps, reset_every, error_shift, feedback_shift)[1:]) / noise_multiplier
     missing = float(stats.binom.sf(most, steps, rate))
 
     def delta(epsilon: float) -> float:

@@ -28,14 +28,14 @@ class ErrorFeedbackDpEvent(DpEvent):
     """`steps` releases of (sum + fed-back error + noise), of which one example moves the sum by at most 1.
 
     noise_multiplier: nu, the noise's standard deviation; unit here and below: the clip norm of the sum (C1).
-    excess: rho, how far one participation moves the error; inf if not bounded.
-    reach: 2 C2 B / C1, how far the fed-back error can move, whatever the error is.
+    error_shift: rho, how far one participation moves the error; inf if not bounded.
+    feedback_shift: 2 C2 B / C1, how far the fed-back error can move, whatever the error is.
     reset_every: the error is forgotten after so many steps; None: never.
     """
 
     noise_multiplier: float
-    excess: float
-    reach: float
+    error_shift: float
+    feedback_shift: float
     steps: int
     reset_every: int | None
     sampling: Sampling
@@ -68,10 +68,13 @@ def bounds(event: ErrorFeedbackDpEvent, accountant: Accountant, relation: Relati
         raise ValueError(f'relation {relation!r} does not fit {sampling}, whose event is true for "{stated}"')
     noise = event.noise_multiplier / (2 if relation == "replace_one" else 1)
     reset_every = min(event.steps, event.reset_every or event.steps)
-    limits: dict[str, Any] = dict(steps=event.steps, reset_every=reset_every, excess=event.excess)
+    limits: dict[str, Any] = dict(steps=event.steps, reset_every=reset_every, error_shift=event.error_shift)
     if isinstance(sampling, FullBatch | ShuffledEpochs):
         epoch = sampling.steps_per_epoch if isinstance(sampling, ShuffledEpochs) else 1
-        mu = math.sqrt(feedback_energy.fixed(steps_per_epoch=epoch, reach=event.reach, **limits)) / noise
+        mu = (
+            math.sqrt(feedback_energy.fixed(steps_per_epoch=epoch, feedback_shift=event.feedback_shift, **limits))
+            / noise
+        )
         if accountant == "rdp":
             return {"Gaussian privacy": RenyiProfile(renyi.ORDERS * mu**2 / 2)}
         return {"participations known, Gaussian privacy": GaussianProfile(mu)}
@@ -80,9 +83,11 @@ def bounds(event: ErrorFeedbackDpEvent, accountant: Accountant, relation: Relati
     rate = sampling.divisor / sampling.examples
     found: dict[str, Profile] = {}
     if accountant != "rdp":
-        deltas = feedback_energy.deltas_at_random(rate=rate, reach=event.reach, noise_multiplier=noise, **limits)
+        deltas = feedback_energy.deltas_at_random(
+            rate=rate, feedback_shift=event.feedback_shift, noise_multiplier=noise, **limits
+        )
         found["random participations as if known, not amplified"] = DeltaProfile(deltas)
-    if relation != "replace_one" and rate < 1 and math.isfinite(event.excess):
+    if relation != "replace_one" and rate < 1 and math.isfinite(event.error_shift):
         found["amplified by sampling, Renyi recursion"] = AmplifiedProfile(rate=rate, noise_multiplier=noise, **limits)
     if not found:
         raise ValueError(

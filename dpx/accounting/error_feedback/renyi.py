@@ -48,12 +48,15 @@ _ANGLES = np.concatenate([[0.0], np.geomspace(0.01, math.pi / 2, 32)])
 
 @dataclass(frozen=True, kw_only=True)
 class AmplifiedProfile:
-    """The least over orders, and over how many participations are left out. excess: rho, finite; rate: in (0, 1)."""
+    """The least over orders, and over how many participations are left out.
+
+    error_shift: rho, finite. rate: in (0, 1).
+    """
 
     steps: int
     rate: float
     reset_every: int
-    excess: float
+    error_shift: float
     noise_multiplier: float
 
     def epsilon(self, delta: float) -> float:
@@ -92,7 +95,7 @@ class AmplifiedProfile:
             order,
             steps=steps,
             rate=self.rate,
-            excess=self.excess,
+            error_shift=self.error_shift,
             noise_multiplier=self.noise_multiplier,
             tail=tail / -(-self.steps // self.reset_every),
         )
@@ -100,15 +103,15 @@ class AmplifiedProfile:
 
 @functools.lru_cache(maxsize=4096)
 def log_moment(
-    order: int, *, steps: int, rate: float, excess: float, noise_multiplier: float, tail: float = 0.0
+    order: int, *, steps: int, rate: float, error_shift: float, noise_multiplier: float, tail: float = 0.0
 ) -> float:
     """A bound of a ln W_1(0) >= ln E X^a for a stretch of steps, but for participations of probability `tail`."""
     if steps == 0:
         return 0.0
     grid = _grid(max(2, most_participations(steps, rate, tail)))
-    moves = excess * grid.moves
+    moves = error_shift * grid.moves
     gain = (order - 1) / (2 * noise_multiplier**2)
-    shifts = gain * (2 * moves * (grid.fed + excess * grid.kept) + excess**2)
+    shifts = gain * (2 * moves * (grid.fed + error_shift * grid.kept) + error_shift**2)
     log_norm = _log_norm(order, rate, noise_multiplier)
     with np.errstate(over="ignore", invalid="ignore"):
         values = log_norm(2 * gain * moves[:, 0])  # ln U at the last step, after which nothing is released

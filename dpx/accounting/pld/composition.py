@@ -178,8 +178,8 @@ def compose(losses: Losses, plan: Plan, *, side: Side = "above") -> list[Compose
     size = plan.size // 2 + 1
     sums = [_Sum(np.zeros(size), np.zeros(size)) for _ in range(2)]
     for loss, count in losses.items():
-        discretise = loss.pmfs if side == "above" else loss.dominated
-        pmfs = discretise(plan.grid, tail=plan.tail / total, largest=plan.largest)
+        discretize = loss.pmfs if side == "above" else loss.dominated
+        pmfs = discretize(plan.grid, tail=plan.tail / total, largest=plan.largest)
         for one, pmf in zip(sums, (*pmfs, *pmfs), strict=False):  # a symmetric step counts in both directions
             one.add(pmf, count, plan)
     return [Composed(one, plan, side=side) for one in sums]
@@ -210,7 +210,7 @@ class _Sum:
 
 
 def _tilted_spectrum(pmf: Pmf, plan: Plan) -> tuple[np.ndarray, float]:
-    """The transform of the normalised pmf e^(tilt loss) p(loss) around the window, and its ln normaliser."""
+    """The transform of the normalized pmf e^(tilt loss) p(loss) around the window, and its ln normalizer."""
     losses = plan.grid * np.arange(pmf.first, pmf.first + len(pmf.probabilities))
     exponent = plan.tilt * losses
     with np.errstate(divide="ignore"):

@@ -42,7 +42,7 @@ class ComposableLoss(StepLoss, Protocol):
 
 @dataclass(frozen=True)
 class SampledGaussian:
-    """One step of the Gaussian mechanism on a Poisson sample: the pair of outputs that dominates all neighbours.
+    """One step of the Gaussian mechanism on a Poisson sample: the pair of outputs that dominates all neighbors.
 
     remove: (1-q) N(0, s^2) + q N(1, s^2)  against  N(0, s^2);   add: the same, exchanged
     replace_one: (1-q) N(0, s^2) + q N(1, s^2)  against  (1-q) N(0, s^2) + q N(-1, s^2)
@@ -61,13 +61,13 @@ class SampledGaussian:
         return total_renyi({self: 1}, orders)
 
     def pmfs(self, grid: float, *, tail: float, largest: float) -> tuple[Pmf, ...]:
-        return self._discretised(spread, grid, tail, largest)
+        return self._discretized(spread, grid, tail, largest)
 
     def dominated(self, grid: float, *, tail: float, largest: float) -> tuple[Pmf, ...]:
         """As `pmfs`, but dominated by the true pair: for lower bounds."""
-        return self._discretised(contracted, grid, tail, largest)
+        return self._discretized(contracted, grid, tail, largest)
 
-    def _discretised(self, rule: Callable[..., Pmf], grid: float, tail: float, largest: float) -> tuple[Pmf, ...]:
+    def _discretized(self, rule: Callable[..., Pmf], grid: float, tail: float, largest: float) -> tuple[Pmf, ...]:
         first, losses = self._grid(grid, tail, largest)
         upper, lower = self.masses(losses)
         remove = rule(upper, lower, first, grid)

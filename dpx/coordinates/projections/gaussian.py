@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from dpx.coordinates.projections.kind import EXACT, STREAMED, Kind, Parts, join, split
+from dpx.coordinates.projections.kind import DRAWN_AT_ONCE, EXACT, Kind, Parts, join, split
 
 
 def project(key: jax.Array, parts: Parts, rank: int) -> Parts:
@@ -33,7 +33,7 @@ def lift(key: jax.Array, coordinates: Parts, sizes: Sequence[int], rank: int) ->
 
 
 def _height(size: int, rank: int) -> int:
-    return max(1, min(rank, STREAMED // size))
+    return max(1, min(rank, DRAWN_AT_ONCE // size))
 
 
 def _blocks(size: int, rank: int) -> int:
@@ -44,4 +44,4 @@ def _rows(key: jax.Array, block: jax.Array, size: int, rank: int) -> jax.Array:
     return jax.random.normal(jax.random.fold_in(key, block), (_height(size, rank), size))
 
 
-GAUSSIAN = Kind(project, lift, stretch=None, streamed=True)
+GAUSSIAN = Kind(project, lift, stretch=None, encode_whole_batch=True)

@@ -1,4 +1,4 @@
-"""Subsampled randomised Hadamard transform: random signs, H / sqrt(b) in blocks of b coordinates, p of the results."""
+"""Subsampled randomized Hadamard transform: random signs, H / sqrt(b) in blocks of b coordinates, p of the results."""
 
 import math
 from collections.abc import Sequence

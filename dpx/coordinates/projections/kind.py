@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 EXACT = jax.lax.Precision.HIGHEST
-STREAMED = 2**22  # numbers of a dense random matrix that exist at once
+DRAWN_AT_ONCE = 2**22  # numbers of a dense random matrix that exist at once
 
 Parts = Sequence[jax.Array]  # one vector of d coordinates in pieces, each (size,): the layers of a gradient, flat
 
@@ -21,15 +21,15 @@ class Kind(NamedTuple):
     project: (key, parts, rank) -> coordinates, arrays (n,): p numbers, and zeros where that is cheaper
     lift:    (key, coordinates, sizes, rank) -> parts; the transpose
     stretch: (sizes, rank) -> the largest |P v| / |v| under any key; None if there is none
-    elementwise: whether it only scales coordinates; the coordinates are then parts
-    streamed: whether `project` draws more than it is given, as it goes: the fewer calls, the better
+    supports_ghost_norms: whether it only scales coordinates; the coordinates are then parts
+    encode_whole_batch: whether `project` draws more than it is given, as it goes: the fewer calls, the better
     """
 
     project: Callable[[jax.Array, Parts, int], Parts]
     lift: Callable[[jax.Array, Parts, Sequence[int], int], Parts]
     stretch: Callable[[Sequence[int], int], float] | None
-    elementwise: bool = False
-    streamed: bool = False
+    supports_ghost_norms: bool = False
+    encode_whole_batch: bool = False
 
 
 def transposed(project: Callable[[jax.Array, Parts, int], Parts]):

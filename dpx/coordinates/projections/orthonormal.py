@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dpx.coordinates.projections.kind import EXACT, STREAMED, Kind, Parts, join, split
+from dpx.coordinates.projections.kind import DRAWN_AT_ONCE, EXACT, Kind, Parts, join, split
 
 BLOCK = 64  # coordinates, more where there are fewer blocks than ranks
 
@@ -29,7 +29,7 @@ class Blocks(NamedTuple):
 def blocks_of(size: int, rank: int) -> Blocks:
     count = math.ceil(size / max(BLOCK, math.ceil(size / rank)))
     block, columns = math.ceil(size / count), math.ceil(rank / count)
-    together = max(1, min(count, STREAMED // (block * columns)))
+    together = max(1, min(count, DRAWN_AT_ONCE // (block * columns)))
     return Blocks(count, block, columns, rank - (columns - 1) * count, together, math.ceil(count / together))
 
 
@@ -72,4 +72,4 @@ def _matrices(key: jax.Array, blocks: Blocks, chunk: jax.Array) -> jax.Array:
     return q * jnp.where((numbers < blocks.wide)[:, None], wide[None], narrow[None])[:, None]
 
 
-ORTHONORMAL = Kind(project, lift, stretch, streamed=True)
+ORTHONORMAL = Kind(project, lift, stretch, encode_whole_batch=True)

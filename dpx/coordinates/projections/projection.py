@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from dpx import keys
+from dpx._numbers import require_whole
 from dpx.coordinates.projections.countsketch import COUNTSKETCH
 from dpx.coordinates.projections.gaussian import GAUSSIAN
 from dpx.coordinates.projections.hadamard import HADAMARD
@@ -15,7 +16,6 @@ from dpx.coordinates.projections.kind import Kind, Parts
 from dpx.coordinates.projections.orthonormal import ORTHONORMAL
 from dpx.coordinates.projections.subset import SUBSET
 from dpx.mechanism import Coordinates, Tree
-from dpx.schedules import require_whole
 
 ProjectionKind = Literal["gaussian", "orthonormal", "subset", "countsketch", "hadamard"]
 
@@ -54,7 +54,7 @@ def random_projection(
         "gaussian"     A^T g / sqrt(p), A of standard normals (Achlioptas 2001): d p of them are drawn, in blocks, by
                        every encode and decode, and none stored. For small d p: at 550,000 coordinates, hours a step.
         "orthonormal"  in blocks of 64 coordinates, Haar-random orthonormal columns times sqrt(d/p)
-        "subset"       p of the coordinates times sqrt(d/p); elementwise, so it keeps ghost norms
+        "subset"       p of the coordinates times sqrt(d/p); supports_ghost_norms, so it keeps ghost norms
         "countsketch"  coordinates with random signs, added up in p buckets; the cheapest that mixes
         "hadamard"     p rows of H / sqrt(b) after random signs, times sqrt(d/p), d padded to blocks of b <= 4096
     every: for how many steps a draw is kept; None for one draw for ever.
@@ -99,7 +99,7 @@ def projection(rank, reduction_rate, kind: str, every: int | None, stream: jax.A
             _, rank, divisor = settings(value, leaves)
             coordinates = found.project(key, [leaf.reshape(-1).astype(jnp.float32) for leaf in leaves], rank)
             coordinates = [part / divisor for part in coordinates]
-            return _like(coordinates, leaves, structure) if found.elementwise else coordinates
+            return _like(coordinates, leaves, structure) if found.supports_ghost_norms else coordinates
 
         return groups(one, state, grad)
 
@@ -119,8 +119,8 @@ def projection(rank, reduction_rate, kind: str, every: int | None, stream: jax.A
         encode=encode,
         decode=decode,
         name=f"{kind} projection to {words}",
-        elementwise=found.elementwise,
-        streamed=found.streamed,
+        supports_ghost_norms=found.supports_ghost_norms,
+        encode_whole_batch=found.encode_whole_batch,
     )
 
 

@@ -31,4 +31,4 @@ def stretch(sizes: Sequence[int], rank: int) -> float:
     return math.sqrt(sum(sizes) / rank)
 
 
-SUBSET = Kind(project, lift, stretch, elementwise=True)
+SUBSET = Kind(project, lift, stretch, supports_ghost_norms=True)

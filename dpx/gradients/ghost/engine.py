@@ -6,10 +6,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dpx._microbatching import after, map_parts
+from dpx._contributions import in_range
+from dpx._ordering import compute_after
 from dpx.gradients.ghost import norms, shared, trace
 from dpx.gradients.ghost.plan import Plan
-from dpx.mechanism import Mechanism, in_range
+from dpx.gradients.ghost.segments import map_segments
+from dpx.mechanism import Mechanism
 
 Tree = Any
 
@@ -96,7 +98,7 @@ def sum_contributions(
 
     sums = ()
     for factor in factors:
-        sums += (total(after(sums, factor)),)  # one set of weighted cotangents at a time
+        sums += (total(compute_after(sums, factor)),)  # one set of weighted cotangents at a time
     return sums, losses
 
 
@@ -106,7 +108,7 @@ def _scaled(total, scale):
 
 
 def _scaled_norm(scale):
-    """gradient -> its norm, scaled elementwise."""
+    """gradient -> its norm, scaled coordinate by coordinate."""
     return lambda grad: norms.frobenius(grad if scale is None else grad * scale)
 
 
@@ -145,12 +147,12 @@ def _map(function, rows, sites, weight):
     size, expands = jax.tree.leaves(rows)[0].shape[0], sum(site.expands for site in sites)
     alone = jax.default_backend() == "cpu" and jax.device_count() == 1  # else perhaps over the axis that would be cut
     if alone and size * expands > LARGEST_PATCHES:
-        return map_parts(function, rows, max(1, LOOPED_PATCHES // expands), weight)
+        return map_segments(function, rows, max(1, LOOPED_PATCHES // expands), weight)
     return jax.vmap(function)(rows)
 
 
 def _scales(plan, mechanism, params, state):
-    """The elementwise scale of every leaf that has one."""
+    """The scale of each coordinate, for every leaf that has one."""
     if not any(part.scaled for part in plan.encoded):
         return {}
     ones = jax.tree.map(lambda p: jnp.ones(p.shape, jnp.float32), params)

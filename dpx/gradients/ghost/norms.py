@@ -18,7 +18,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from dpx.mechanism import LARGEST
+from dpx._contributions import LARGEST
 
 EXACT = jax.lax.Precision.HIGHEST
 EPS, TINY = float(jnp.finfo(jnp.float32).eps), float(jnp.finfo(jnp.float32).tiny)

@@ -62,7 +62,7 @@ def make_plan(
     loss: Callable, mechanism: Mechanism, params: Tree, example: Tree, state: Tree, *, force: bool
 ) -> Plan | str:
     """The plan, or why the mechanism needs whole per-example gradients. force: follow whatever can be, at any cost."""
-    if not mechanism.elementwise:
+    if not mechanism.supports_ghost_norms:
         return "the mechanism's coordinates mix the coordinates of a gradient"
     found = _encoded(mechanism, params, state)
     if isinstance(found, str):

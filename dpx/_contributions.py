@@ -1,0 +1,57 @@
+"""The clipped sum over per-example gradients that are in memory: the one place where raw data is summed.
+
+`dpx.gradients.ghost` computes the same sums without the gradients.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dpx._microbatching import sum_in_segments
+from dpx.batches import Tree
+
+LARGEST = 2.0**63  # norm of a gradient that contributes; the squares of larger ones, or their sums, overflow float32
+
+
+def sum_contributions(mechanism: Any, grads: Tree, state: Tree, included: jax.Array) -> tuple[Tree, ...]:
+    """sum_i f(|z_i|) z_i for each factor f, over gradients [B, ...].
+
+    mechanism: a `dpx.Mechanism`. grads: like the parameters, any real dtype, with the B examples on axis 0 of every
+        leaf. state: of the mechanism. included: bool (B,). Gives one sum for each factor, float32, without that axis.
+    An example that is not included, or with a norm that is not finite or above LARGEST, contributes zero. Norms,
+    factors and sums are float32, at full precision where the hardware would round products, because a rounded product
+    could exceed the bound.
+    """
+
+    def sum_encoded(rows):
+        grads, included = rows
+
+        def encode_and_weigh(grad: Tree):
+            encoded = mechanism.encode(jax.tree.map(lambda g: g.astype(jnp.float32), grad), state)
+            norms = mechanism.norm(encoded)
+            return encoded, norms, mechanism.weigh(norms, state)
+
+        encoded, norms, factors = jax.vmap(encode_and_weigh)(grads)
+        included &= in_range(norms)
+
+        def select(rows):
+            return jnp.where(included.reshape(-1, *[1] * (rows.ndim - 1)), rows, 0)
+
+        encoded = jax.tree.map(select, encoded)
+
+        def weighted_sum(factor, rows):
+            factor = select(factor)
+            return jax.tree.map(lambda z: jnp.tensordot(factor, z, 1, precision=jax.lax.Precision.HIGHEST), rows)
+
+        return tuple(jax.tree.map(weighted_sum, factor, encoded) for factor in factors)
+
+    if mechanism.supports_ghost_norms or mechanism.encode_whole_batch:
+        return sum_encoded((grads, included))
+    return sum_in_segments(sum_encoded, (grads, included))
+
+
+def in_range(norms: Tree) -> jax.Array:
+    """Which examples may contribute, bool (B,): those with every norm, (B,) a leaf, at most LARGEST; NaN is not."""
+    return functools.reduce(jnp.logical_and, [norm <= LARGEST for norm in jax.tree.leaves(norms)])

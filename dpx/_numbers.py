@@ -1,0 +1,86 @@
+"""Numbers and schedules: how both are read, at one step or over all of them, and what is refused."""
+
+import math
+from collections.abc import Callable, Hashable
+from typing import Any, Literal
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+
+Schedule = Callable[[jax.Array], jax.Array]
+ScalarOrSchedule = float | Schedule
+
+
+def at(value: ScalarOrSchedule, step: jax.Array) -> jax.Array:
+    """The number at one step, a float32 scalar; compiled also in an eager step, so that it is rounded as in `over`."""
+    with jax.numpy_dtype_promotion("standard"):  # optax's schedules mix floats and ints
+        if callable(value):
+            value = jax.jit(value if isinstance(value, Hashable) else lambda step, value=value: value(step))(step)
+        return jnp.asarray(value).astype(jnp.float32)
+
+
+def over(value: ScalarOrSchedule, steps: int) -> np.ndarray:
+    """The numbers that steps 0 .. steps-1 run with, float64 (steps,): the float32 values of `at`, not rounded anew."""
+    if not callable(value):
+        return np.full(steps, np.float32(value), np.float64)
+    with jax.ensure_compile_time_eval():
+        numbers = jax.jit(jax.vmap(lambda step: at(value, step)))(jnp.arange(steps, dtype=jnp.int32))
+    if isinstance(numbers, jax.core.Tracer):
+        raise ValueError("a schedule must be a function of the step alone; this one depends on traced values (data?)")
+    return np.asarray(numbers, np.float64)
+
+
+def require_scalar_or_schedule(
+    name: str, value: ScalarOrSchedule, *, minimum: float, maximum: float = math.inf
+) -> ScalarOrSchedule:
+    """A schedule as a hashable function, so that jax traces it once; a number checked."""
+    if callable(value):
+        return value if isinstance(value, Hashable) else lambda step: value(step)
+    return require_number(name, value, minimum=minimum, maximum=maximum)
+
+
+def require_number(
+    name: str, value: float, *, minimum: float, maximum: float = math.inf, exclusive: bool = False
+) -> float:
+    """The number as a float; ValueError unless it is finite and at least (or, exclusive, above) `minimum`."""
+    bound = between(minimum, maximum, exclusive=exclusive)
+    if isinstance(value, jax.core.Tracer):
+        raise ValueError(
+            f"{name} must be a number or a function of the step, not a traced value: it could not be billed"
+        )
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} must be a finite number {bound}, got {value!r}") from None
+    if not np.isfinite(number) or not minimum <= number <= maximum or (exclusive and number == minimum):
+        raise ValueError(f"{name} must be a finite number {bound}, got {number}")
+    return number
+
+
+def require_whole(name: str, value: Any, *, maximum: float = math.inf) -> int:
+    """The number as an int; ValueError unless it is a whole number (of Python or numpy) in [1, maximum]."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 1 <= value <= maximum:
+        bound = "of at least 1" if maximum == math.inf else f"in [1, {maximum}]"
+        raise ValueError(f"{name} must be a whole number {bound}, got {value!r}")
+    return int(value)
+
+
+def between(minimum: float, maximum: float, *, exclusive: bool = False) -> str:
+    """The bounds in words."""
+    least = f"{'above' if exclusive else 'at least'} {minimum:g}"
+    return least if maximum == math.inf else f"{least} and at most {maximum:g}"
+
+
+def require_fraction(name: str, value: ScalarOrSchedule, interval: Literal["(0, 1]", "[0, 1)"], steps: int = 0):
+    """ValueError if the number, or a schedule at one of the first `steps`, is not in the interval."""
+    if callable(value):
+        numbers = over(value, steps)
+    else:
+        numbers = np.asarray([require_number(name, value, minimum=0)])
+    inside = (numbers > 0) & (numbers <= 1) if interval == "(0, 1]" else (numbers >= 0) & (numbers < 1)
+    for step in np.flatnonzero(~inside)[:1]:
+        raise ValueError(
+            f"{name} must be in {interval}, got {numbers[step]:g}{f' at step {step}' if callable(value) else ''}"
+        )

@@ -1,0 +1,48 @@
+"""The part of a state that may be shown: everything but its `unreleased_*` parts."""
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+Tree = Any  # a pytree of arrays
+
+
+def public_state(state: Tree) -> Tree:
+    """`state` without its `unreleased_*` parts (replaced by None): what may be shown or shared.
+
+    The rest is a function of the released values alone. A part is left out if the name of its field, or its key, has
+    "unreleased_" in it, also in flattened states, whose keys are tuples or strings such as ".unreleased_error['w']".
+    Functions become None, because their closures may hold a key. Raises ValueError for a container it does not know.
+    """
+    if hasattr(state, "_fields"):
+        names = state._fields
+        return type(state)(*[None if _unreleased(name) else public_state(getattr(state, name)) for name in names])
+    if is_dataclass(state) and not isinstance(state, type):
+        parts = {field.name: getattr(state, field.name) for field in fields(state)}
+        return replace(state, **_public_items(parts))
+    if isinstance(state, dict):
+        return _public_items(state)
+    if isinstance(state, list | tuple):
+        return type(state)(public_state(part) for part in state)
+    parts, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda part: part is not state)
+    if any(path for path, _ in parts):  # another container that jax knows
+        return treedef.unflatten([None if _unreleased(path[0]) else public_state(part) for path, part in parts])
+    if isinstance(state, Mapping):
+        return _public_items(state)
+    if callable(state):
+        return None
+    if state is None or isinstance(state, jax.Array | np.ndarray | np.generic | int | float | complex | str):
+        return state
+    raise ValueError(f"state must be NamedTuples, dataclasses, mappings, lists, tuples and arrays, got {type(state)}")
+
+
+def _public_items(items: Mapping) -> dict:
+    return {name: None if _unreleased(name) else public_state(part) for name, part in items.items()}
+
+
+def _unreleased(name: Any) -> bool:
+    """Whether a field, a key, or a flattened path in any notation names an unreleased part."""
+    return "unreleased_" in str(name)
