@@ -17,15 +17,19 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
+
+import dpx
 from benchmarks.problems import ON_A_CPU
 from benchmarks.report import RESULTS, processor
 from benchmarks.timing import CLOCKS, Timer, interleaved, pin
+from dpx import catalog
 
-EPOCH = 195  # steps
+KINDS = ("subset", "countsketch", "hadamard", "orthonormal")  # a Gaussian one takes hours
 
 
 class Row(NamedTuple):
-    """make: (dpx, **clip_norm, noise_multiplier, sampling, key) -> Mechanism; steps: made before the timed one."""
+    """make: (**base) -> Mechanism, of clip_norm, noise_multiplier, sampling, key. steps: made before the timed one."""
 
     name: str
     make: Callable[..., Any]
@@ -33,61 +37,45 @@ class Row(NamedTuple):
     steps: int = 0
 
 
-def projected(kind: str, clipping: str = "vmap") -> Row:
-    """Every example to 0.7 of its coordinates, as in d2p2_sgd."""
+def of_method(entry: catalog.Entry, **changed: Any) -> Callable[..., Any]:
+    def make(**base):
+        base |= {"steps": 1000}
+        chosen = entry.arguments | {name: base[name] for name in base if name in entry.parameters}
+        return entry.build(**chosen | changed)
 
-    def make(dpx, **base):
-        projection = dpx.random_projection(reduction_rate=0.3, kind=kind, key=base["key"])
-        return dpx.in_coordinates(dpx.dp_sgd(**base), projection)
-
-    return Row(f"{kind} projection", make, clipping)
+    return make
 
 
-def clipped_first(kind: str) -> Row:
-    def make(dpx, **base):
+def of_coordinates(entry: catalog.Entry, **changed: Any) -> Callable[..., Any]:
+    def make(**base):
+        key = {"key": base["key"]} if "key" in entry.parameters else {}
+        return dpx.in_coordinates(dpx.dp_sgd(**base), entry.build(**entry.arguments | key | changed))
+
+    return make
+
+
+def clipped_first(kind: str) -> Callable[..., Any]:
+    def make(**base):
         return dpx.clip_then_project(dpx.dp_sgd(**base), reduction_rate=0.3, kind=kind, key=base["key"])
 
-    return Row(f"{kind} projection of the clipped sum", make, "auto")
+    return make
 
 
+PATHS = ("auto", "vmap")
+METHODS = {entry.name: entry for entry in catalog.METHODS if "basis" not in entry.parameters}
+COORDINATES = {entry.name: entry for entry in catalog.COORDINATES if "basis" not in entry.parameters}
+PROJECTION, ADA = COORDINATES.pop("random_projection"), METHODS.pop("ada_dpigu")
 ROWS = [
-    Row("dp_sgd", lambda dpx, **base: dpx.dp_sgd(**base)),
-    Row("dp_sgd", lambda dpx, **base: dpx.dp_sgd(**base), "auto"),
-    Row(
-        "random_freeze_sgd",
-        lambda dpx, **base: dpx.random_freeze_sgd(freeze_rate=0.7, every=EPOCH, **base),
-        "auto",
-    ),
-    Row(
-        "random_freeze_sgd, a mask a step",
-        lambda dpx, **base: dpx.random_freeze_sgd(freeze_rate=0.7, every=1, **base),
-        "auto",
-    ),
-    Row(
-        "ranked_freeze_sgd",
-        lambda dpx, **base: dpx.ranked_freeze_sgd(freeze_rate=0.7, every=EPOCH, **base),
-        "auto",
-    ),
-    Row("random_freeze_sgd", lambda dpx, **base: dpx.random_freeze_sgd(freeze_rate=0.7, every=EPOCH, **base)),
-    Row("ada_dpigu, main phase", lambda dpx, **base: dpx.ada_dpigu(keep=0.6, warmup=1, **base), steps=1),
-    Row(
-        "ada_dpigu, main phase, top half of each example",
-        lambda dpx, **base: dpx.ada_dpigu(keep=0.6, warmup=1, example_keep=0.5, **base),
-        steps=1,
-    ),
-    projected("subset", "auto"),
-    projected("subset"),
-    projected("countsketch"),
-    projected("hadamard"),
-    projected("orthonormal"),
-    clipped_first("countsketch"),
-    clipped_first("hadamard"),
-    Row(
-        "adaptive_clipping",
-        lambda dpx, clip_norm, **base: dpx.adaptive_clipping(initial_clip_norm=clip_norm, indicator_noise=13.0, **base),
-    ),
-    Row("dice_sgd", lambda dpx, **base: dpx.dice_sgd(feedback_norm=1.0, outer_clip_norm=1.5, **base)),
-    Row("dice_sgd", lambda dpx, **base: dpx.dice_sgd(feedback_norm=1.0, outer_clip_norm=1.5, **base), "auto"),
+    *[Row(name, of_method(entry), path) for name, entry in METHODS.items() for path in PATHS],
+    *[Row(name, of_coordinates(entry), path) for name, entry in COORDINATES.items() for path in PATHS],
+    Row("random_freeze_sgd, a mask a step", of_method(METHODS["random_freeze_sgd"], every=1), "auto"),
+    Row("ada_dpigu, main phase", of_method(ADA, warmup=1), steps=1),
+    Row("ada_dpigu, main phase, top half of each example", of_method(ADA, warmup=1, example_keep=0.5), steps=1),
+    *[Row(f"{kind} projection", of_coordinates(PROJECTION, kind=kind), path) for kind in KINDS for path in PATHS],
+    *[
+        Row(f"{kind} projection of the clipped sum", clipped_first(kind), "auto")
+        for kind in ("countsketch", "hadamard")
+    ],
 ]
 
 
@@ -96,7 +84,7 @@ def arguments():
     parser.add_argument("--model", choices=ON_A_CPU, default="end_to_end_cnn")
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--rows", nargs="+", help="parts of their names; default: all")
-    parser.add_argument("--paths", nargs="+", choices=("auto", "vmap"), default=("auto", "vmap"))
+    parser.add_argument("--paths", nargs="+", choices=PATHS, default=PATHS)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--core", type=int, default=0, help="the CPU core to pin to; -1 for none (as on a GPU)")
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu is fairer on a busy machine")
@@ -105,13 +93,14 @@ def arguments():
 
 
 def step_of(row: Row, problem, size: int):
-    """(() -> one step, compiled), the MiB of the mechanism's "state" and of what XLA allocates beside, "temporary"."""
-    import jax
+    """(() -> one step, compiled), the MiB of the mechanism's "state" and of what XLA allocates beside, "temporary".
 
-    import dpx
-
+    None for the path "auto" where ghost norms cannot follow the mechanism, because it is then the path "vmap".
+    """
     sampling = dpx.PoissonSampling(examples=50_000, batch_size=size)
-    mechanism = row.make(dpx, clip_norm=1.0, noise_multiplier=1.0, sampling=sampling, key=jax.random.key(2))
+    mechanism = row.make(clip_norm=1.0, noise_multiplier=1.0, sampling=sampling, key=jax.random.key(2))
+    if row.clipping == "auto" and not mechanism.supports_ghost_norms:
+        return None
     gradient: Any = dpx.private_grad(problem.loss, mechanism, clipping=row.clipping)  # pyright: ignore[reportArgumentType]
     state = mechanism.init(problem.params)
     for _ in range(row.steps):
@@ -175,7 +164,8 @@ def main():
         if row.clipping in options.paths
         and (row.name == "dp_sgd" or not options.rows or any(part in row.name for part in options.rows))
     ]
-    made = {(row.name, row.clipping): step_of(row, problem, options.batch) for row in wanted}
+    steps = {(row.name, row.clipping): step_of(row, problem, options.batch) for row in wanted}
+    made = {name: step for name, step in steps.items() if step is not None}
     timers = {name: Timer(run, CLOCKS[options.clock]) for name, (run, _) in made.items()}
     results = [
         {"name": name[0], "path": name[1], "seconds": statistics.median(times), **made[name][1]}

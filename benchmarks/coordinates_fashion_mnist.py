@@ -21,7 +21,12 @@ OTHERS = ("ada_dpigu, keep 0.4", "ada_dpigu, keep 0.8")  # on the first seed onl
 
 
 def ada(keep: float) -> dict[str, Any]:
-    return {"method": "ada_dpigu", "method_options": {"keep": keep}, "microbatch_size": 128}
+    return {"method": "ada_dpigu", "method_options": {"keep": keep, "warmup": "10%"}, "microbatch_size": 128}
+
+
+def freeze(rate: str) -> dict[str, Any]:
+    """Gradual cooling over the whole run, a mask an epoch."""
+    return {"method": "random_freeze_sgd", "method_options": {"freeze_rate": rate, "every": "epoch"}}
 
 
 ADA_DPIGU: dict[str, dict[str, Any]] = {
@@ -32,8 +37,8 @@ ADA_DPIGU: dict[str, dict[str, Any]] = {
 }
 FREEZE: dict[str, dict[str, Any]] = {
     "dp_sgd": {},
-    "random_freeze_sgd, rate 0.3": {"method": "random_freeze_sgd", "method_options": {"freeze_rate": 0.3}},
-    "random_freeze_sgd, rate 0.7": {"method": "random_freeze_sgd", "method_options": {"freeze_rate": 0.7}},
+    "random_freeze_sgd, rate 0.3": freeze("0..0.3"),
+    "random_freeze_sgd, rate 0.7": freeze("0..0.7"),
 }
 PAPER = {  # AdaDPIGU's Table 4, at epsilon 2 and 4
     "dp_sgd": {2.0: "79.89", 4.0: "84.90"},

@@ -20,8 +20,8 @@ NETWORK: dict[str, Any] = dict(
 CLIP_NORM = 0.1  # of dp_sgd; the others normalize, to 1
 LEARNING_RATES = (0.2, 0.4, 0.8)  # of normalized gradients
 NOISE, COST_OF_FALLING = 3.05, 2.74
-PROJECTION: dict[str, Any] = {"projection": "countsketch", "reduction_rate": 0.3}
-FALLING: dict[str, Any] = {"power": 0.25, "hold": "epoch"}
+PROJECTION: dict[str, Any] = {"kind": "countsketch", "reduction_rate": 0.3}
+FALLING: dict[str, Any] = {"power": 0.25, "every": "epoch"}
 METHODS: dict[str, tuple[str, dict[str, Any], dict[str, float]]] = {  # method, options, budget
     "dp_sgd": ("dp_sgd", {}, {"noise_multiplier": NOISE}),
     "dp2_sgd, projected sum": ("dp2_sgd", PROJECTION | {"order": "clip_then_project"}, {"noise_multiplier": NOISE}),

@@ -50,7 +50,11 @@ def config_of(network: str, method: str, choice: Choice, seed: int) -> Config:
     fields["learning_rate"] *= choice["learning_rate"]
     if method == "dice_sgd":
         epoch = round(EXAMPLES / fields["batch_size"])
-        options = {"outer_clip": choice["outer_clip"], "reset_every": round(choice["reset"] * epoch)}
+        options = {
+            "feedback_norm": CLIP_NORM,
+            "outer_clip_norm": CLIP_NORM * choice["outer_clip"],
+            "reset_every": round(choice["reset"] * epoch),
+        }
         fields |= {"method": method, "method_options": options}
     return Config(dataset=DATASET, seed=seed, epsilon=EPSILON, delta=DELTA, **fields)
 

@@ -9,9 +9,10 @@ import jax
 import optax
 
 import dpx
+from dpx import catalog
 from dpx.accounting.checks import Accountant
 from dpx.sampling import Sampling
-from examples.methods import METHODS, options_of
+from examples.methods import METHODS, build, options_of
 from examples.models import ACTIVATIONS, MODELS
 
 OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
@@ -19,7 +20,6 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
     "adam": lambda learning_rate, momentum: optax.adam(learning_rate),
     "adamw": lambda learning_rate, momentum: optax.adamw(learning_rate),
 }
-SAMPLINGS = ("poisson", "shuffled", "fixed", "full")
 FEATURES = ("none", "scattering")
 ACCOUNTANTS = ("tightest", "pld", "rdp")
 
@@ -34,6 +34,10 @@ class Config:
     batch_size: expected; None is 256, or the whole data set with sampling "full".
     microbatch_size: how many examples are worked on at once; None leaves it to `dpx.private_grad`.
     momentum: of "sgd" only.
+    method_options: of the method's builder, by name; values as in `examples.methods.read`.
+    masked_loss: with "ada_dpigu", the loss, and the model, at the masked parameters.
+    public, public_examples, public_rank: with "gep_sgd", the data set whose gradients, public, span the subspace, how
+        many of its images, and the dimension of the subspace.
     seed: decides initial parameters, batches and noise. As secret as the training data.
     """
 
@@ -56,12 +60,16 @@ class Config:
     model: str = "mlp"
     activation: str = "tanh"
     features: str = "none"
+    masked_loss: bool = False
+    public: str = "mnist5k"
+    public_examples: int = 500
+    public_rank: int = 50
 
     def __post_init__(self):
         choices = {
             "method": METHODS,
             "accountant": ACCOUNTANTS,
-            "sampling": SAMPLINGS,
+            "sampling": catalog.SAMPLINGS,
             "optimizer": OPTIMIZERS,
             "model": MODELS,
             "activation": ACTIVATIONS,
@@ -103,12 +111,7 @@ class Config:
         batch_size = 256 if self.batch_size is None else self.batch_size
         if batch_size > examples:
             raise ValueError(f"batch_size must be at most the {examples} training examples, got {batch_size}")
-        records = {
-            "poisson": dpx.PoissonSampling,
-            "shuffled": dpx.ShuffledEpochs,
-            "fixed": dpx.FixedSizeSampling,
-        }
-        return records[self.sampling](examples=examples, batch_size=batch_size)
+        return catalog.SAMPLINGS[self.sampling].build(examples=examples, batch_size=batch_size)
 
     def steps_of(self, sampling: Sampling, examples: int) -> int:
         """How many steps the epochs are."""
@@ -118,17 +121,18 @@ class Config:
 
     def mechanism_of(self, sampling, steps: int, key, **found: Any) -> Callable[[float], dpx.Mechanism]:
         """(noise_multiplier) -> the method with its optimizer. found: what the method needs beside its options."""
-        method = METHODS[self.method]
         optimizer = OPTIMIZERS[self.optimizer](self.learning_rate, self.momentum)
 
         def make(noise_multiplier):
-            mechanism = method.build(
+            mechanism = build(
+                self.method,
+                self.method_options,
+                steps_per_epoch=max(1, round(sampling.examples / sampling.divisor)),
                 clip_norm=self.clip_norm,
                 noise_multiplier=noise_multiplier,
                 sampling=sampling,
                 steps=steps,
                 key=key,
-                **self.method_options,
                 **found,
             )
             return dpx.chain(mechanism, optimizer)

@@ -22,13 +22,12 @@ def family(name: str) -> str:
 def arguments(config: Config, dataset: data.Dataset, data_dir, key: jax.Array) -> dict[str, Any]:
     """What the method's builder takes beside its options: nothing, or "basis", a subspace of public gradients.
 
-    The gradients are those of the initial parameters at the first images of the data set that the option `public`
+    The gradients are those of the initial parameters at the first images of the data set that `public`
     names, brought to the private images' size and given labels at random.
     """
-    if not METHODS[config.method].needs_basis:
+    if "basis" not in METHODS[config.method].parameters:
         return {}
-    options = config.method_options
-    name, count, rank = options["public"], options["public_examples"], options["anchor_rank"]
+    name, count, rank = config.public, config.public_examples, config.public_rank
     if name == config.dataset or {family(name), family(config.dataset)} <= NIST:
         raise ValueError(f"public must be a data set of other people than the private {config.dataset}, got {name}")
     if config.features != "none":

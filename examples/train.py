@@ -6,20 +6,22 @@ import secrets
 import sys
 import time
 import typing
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from dpx import catalog
 from examples import config as configuration
 from examples.config import Config
 from examples.data import BUNDLED, IDX
 from examples.loop import CACHE, Result, run
-from examples.methods import METHODS
+from examples.methods import METHODS, options
 from examples.models import ACTIVATIONS, MODELS
 
 CHOICES = {
     "method": METHODS,
     "accountant": configuration.ACCOUNTANTS,
-    "sampling": configuration.SAMPLINGS,
+    "sampling": catalog.SAMPLINGS,
     "optimizer": configuration.OPTIMIZERS,
     "model": MODELS,
     "activation": ACTIVATIONS,
@@ -34,6 +36,10 @@ HELP = {
     "sampling": "how batches are drawn; the bill follows",
     "batch_size": "expected batch size (default 256)",
     "microbatch_size": "examples worked on at once (default: as dpx.private_grad chooses)",
+    "masked_loss": "of ada_dpigu: take the loss at the masked parameters",
+    "public": "of gep_sgd: the data set whose gradients, public, span the subspace (with random labels)",
+    "public_examples": "of gep_sgd: how many of its images",
+    "public_rank": "of gep_sgd: dimension of the subspace, which is kept for the run",
     "features": "a fixed transform of the images, computed once and kept in the cache directory",
 }
 
@@ -58,11 +64,10 @@ def parser() -> argparse.ArgumentParser:
             choices=list(CHOICES[name]) if name in CHOICES else None,
             help=f"{HELP.get(name, '')} {default}".strip(),
         )
-    for name, own in {n: o for method in METHODS.values() for n, o in method.options.items()}.items():
-        methods = ", ".join(method for method in METHODS if name in METHODS[method].options)
-        made.add_argument(
-            option(name), type=type(own.default), default=argparse.SUPPRESS, help=f"{own.help} ({methods})"
-        )
+    own = {method: options(method) for method in METHODS}
+    for name in {name: None for known in own.values() for name in known}:
+        said = [f"{m} (default {known[name].default}): {known[name].help}" for m, known in own.items() if name in known]
+        made.add_argument(option(name), default=argparse.SUPPRESS, help="; ".join(said).replace("%", "%%"))
     made.add_argument("--output-dir", type=Path, help="default runs/DATASET-METHOD-TIME")
     made.add_argument("--resume", action="store_true", help="go on with the run in --output-dir")
     made.add_argument("--checkpoint-every", type=int, default=100, metavar="STEPS")
@@ -72,10 +77,14 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def type_of(name: str) -> type:
-    """What a word on the command line is read as."""
+def type_of(name: str) -> Callable[[str], Any]:
+    """How a word on the command line is read."""
     declared = typing.get_type_hints(Config)[name]
-    return next((kind for kind in (int, float) if declared in (kind, kind | None)), str)
+    return truth if declared is bool else next((k for k in (int, float) if declared in (k, k | None)), str)
+
+
+def truth(word: str) -> bool:
+    return bool(("false", "true").index(word.lower()))
 
 
 def option(name: str) -> str:
@@ -85,8 +94,8 @@ def option(name: str) -> str:
 def configure(given: dict[str, Any]) -> Config:
     """The configuration asked for; with --resume, what is not given is as in the stored run."""
     fields: dict[str, Any] = {name: given[name] for name in Config.__dataclass_fields__ if name in given}
-    options = {n for method in METHODS.values() for n in method.options} & set(given)
-    fields["method_options"] = {name: given[name] for name in sorted(options)}
+    own = {name for method in METHODS for name in options(method)} & set(given)
+    fields["method_options"] = {name: given[name] for name in sorted(own)}
     if given["resume"]:
         if given["output_dir"] is None:
             raise ValueError("--resume needs --output-dir")

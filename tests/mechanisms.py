@@ -1,4 +1,8 @@
-"""Every mechanism of dpx, for tests/test_contract.py. A new method joins by one line in MECHANISMS."""
+"""Every mechanism of dpx, for tests/test_contract.py.
+
+A new line of dpx/catalog.py joins by itself. A case by hand, in MECHANISMS, says more of it: what its noise must be on
+every coordinate, after whatever decodes the release.
+"""
 
 import functools
 import math
@@ -8,9 +12,11 @@ from typing import Any, NamedTuple
 import dp_accounting
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 import dpx
+from dpx import catalog
 from dpx.accounting.error_feedback.event import ErrorFeedbackDpEvent
 from dpx.accounting.projected import ProjectedGaussianDpEvent
 from dpx.coordinates.projections.projection import projection
@@ -32,6 +38,8 @@ class Case(NamedTuple):
     clips_frozen: what is frozen counts in the norm.
     lift: undoing a projection lengthens or shortens a sum at most so many times; its noise is standard over all draws.
     noised: (sum, state) -> what the noise is added to.
+    linear: the update is a linear function of the noisy sum, known from the fields above. Else the noise is checked by
+            exchanging it for sums, before it is decoded.
     """
 
     name: str
@@ -47,6 +55,7 @@ class Case(NamedTuple):
     clips_frozen: bool = False
     lift: float = 1.0
     noised: Callable[[Any, Any], Any] = lambda total, state: total
+    linear: bool = True
 
     @property
     def mechanism(self) -> dpx.Mechanism:
@@ -311,3 +320,56 @@ MECHANISMS = [
     ),
     Case("chained", lambda key: dpx.chain(_dp_sgd(key), optax.identity())),
 ]
+
+COORDINATES_BY_HAND = {  # the cases above that they are in
+    "trainable": "trainable",
+    "random_freeze": "random_freeze_sgd",
+    "ranked_freeze": "ranked_freeze_sgd",
+    "importance_mask": "ada_dpigu",
+    "standardized": "ada_dpigu",
+    "top_fraction": "ada_dpigu, top third",
+    "gradient_embedding": "gep_sgd",
+    "random_projection": "gaussian projection",
+}
+SAMPLINGS_BY_HAND = {"PoissonSampling", "FullBatch", "FixedSizeSampling", "ShuffledEpochs"}
+
+
+def case_of_method(entry: catalog.Entry, sampling: Any = POISSON) -> Case:
+    """A case for a method of which nothing is known but its line in the catalog."""
+    of_the_contract = {"noise_multiplier": 1.3, "sampling": sampling, "steps": 8, "basis": ALIGNED}
+    arguments = entry.arguments | {name: of_the_contract[name] for name in of_the_contract if name in entry.parameters}
+    clip_norm = arguments.get("clip_norm", 1.0)
+    return Case(entry.name, lambda key: entry.build(**arguments, key=key), lambda step: clip_norm, linear=False)
+
+
+def case_of_coordinates(entry: catalog.Entry) -> Case:
+    def make(key):
+        given = {"key": key, "basis": ALIGNED}
+        arguments = entry.arguments | {name: given[name] for name in given if name in entry.parameters}
+        return dpx.in_coordinates(_dp_sgd(key), entry.build(**arguments))
+
+    return Case(entry.name, make, linear=False)
+
+
+def case_of_sampling(entry: catalog.Entry) -> Case:
+    sizes = {"examples": 24, "batch_size": 8}
+    sampling = entry.build(**{name: sizes[name] for name in sizes if name in entry.parameters})
+    return Case(
+        entry.name,
+        lambda key: _dp_sgd(key, sampling),
+        event=lambda steps: sampling.event(np.full(steps, np.float32(1.3), np.float64)),
+    )
+
+
+def cases_of_the_catalog() -> list[Case]:
+    """A case for every line of the catalog that has none by hand."""
+    by_hand = {case.name.split(",")[0] for case in MECHANISMS}
+    return [
+        *[case_of_method(entry) for entry in catalog.METHODS if entry.name not in by_hand],
+        *[case_of_coordinates(entry) for entry in catalog.COORDINATES if entry.name not in COORDINATES_BY_HAND],
+        *[case_of_sampling(entry) for entry in catalog.SAMPLINGS.values() if entry.name not in SAMPLINGS_BY_HAND],
+    ]
+
+
+assert {name.split(",")[0] for name in COORDINATES_BY_HAND.values()} <= {case.name.split(",")[0] for case in MECHANISMS}
+MECHANISMS += cases_of_the_catalog()

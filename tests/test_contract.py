@@ -7,6 +7,7 @@ purpose. Statistical checks have fixed keys; their false-alarm rate is stated wh
 import functools
 import itertools
 import math
+from pathlib import Path
 from unittest import mock
 
 import attrs
@@ -14,15 +15,16 @@ import dp_accounting
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.flatten_util import ravel_pytree
 
 import dpx
-from dpx import keys
+from dpx import catalog, keys
 from dpx._contributions import sum_contributions
 from dpx.coordinates import _masks as masks
 from dpx.gradients import ghost
-from tests.mechanisms import MECHANISMS, PARAMS, POISSON, Case
+from tests.mechanisms import MECHANISMS, PARAMS, POISSON, Case, case_of_method
 
 STEPS = (0, 1, 4)
 DRAWS = 4000
@@ -197,10 +199,21 @@ def check_adjacent(case: Case):
         for step in STEPS:
             state = adapted_state(case, step)
             everyone, _ = path(grads, state, jnp.ones(ROWS, bool))
+            if not case.linear:
+                assert_sums_adjacent(case, grads, state, case.clip(step))
+                continue
             for i in range(ROWS):
                 others, _ = path(grads, state, jnp.ones(ROWS, bool).at[i].set(False))
                 move = jax.tree.map(jnp.subtract, everyone, others)
                 assert norm(in_the_sum(case, state, move)) <= case.clip(step) * case.lift * (1 + 1e-5)
+
+
+def assert_sums_adjacent(case: Case, grads, state, clip_norm: float):
+    """`check_adjacent` before the release is decoded."""
+    whole = sums_of(case)(grads, state)
+    for i in range(ROWS):
+        others = sums_of(case)(jax.tree.map(lambda g, i=i: g.at[i].set(0), grads), state)
+        assert norm(jax.tree.map(jnp.subtract, whole, others)) <= clip_norm * (1 + 1e-5)
 
 
 # 3
@@ -280,6 +293,9 @@ def assert_standard(draws: np.ndarray, lift: float = 1.0):
 
 def check_noise(case: Case):
     """std of release(0) is sigma(t) C(t) / B on every coordinate that can carry gradient; independent over all."""
+    if not case.linear:
+        check_noise_keys(case)
+        return
     over_steps = []
     for step in STEPS:
         state, draws = adapted_state(case, step), noise_draws(case, step)
@@ -300,6 +316,23 @@ def check_noise(case: Case):
     # across leaves, coordinates and steps: |correlation| below 5.5 standard errors; false alarm below 1e-4 in all
     correlation = np.corrcoef(np.concatenate(over_steps, axis=1), rowvar=False)
     np.testing.assert_array_less(np.abs(correlation - np.eye(len(correlation))), 5.5 * case.lift / math.sqrt(DRAWS))
+
+
+def check_noise_keys(case: Case):
+    """One draw covers the sum at every step, from a key that no other step has. Its size is in `check_secrecy`."""
+    drawn = []
+
+    def normal_like(key, tree):
+        drawn.append((jax.random.key_data(key).tolist(), jax.tree.map(jnp.shape, tree)))
+        return jax.tree.map(jnp.ones_like, tree)
+
+    states = [adapted_state(case, step) for step in STEPS]
+    zeros = [zero_sums(case, state) for state in states]
+    with mock.patch.object(keys, "normal_like", normal_like), jax.disable_jit():
+        for sums, state in zip(zeros, states, strict=True):
+            case.mechanism.release(sums, state, PARAMS)
+            assert [shapes for _, shapes in drawn[-1:]] == [jax.tree.map(jnp.shape, sums[0])]
+    assert len({str(key) for key, _ in drawn}) == len(drawn) == len(STEPS)
 
 
 def check_resume(case: Case):
@@ -376,7 +409,8 @@ def check_secrecy(case: Case, monkeypatch: pytest.MonkeyPatch):
     mechanism = case.mechanism
     state = adapted_state(case, 2)
     sums = sums_of(case)(gradients(6), state)
-    shifts = jax.tree.map(lambda s: 0.5 * jnp.cos(jnp.arange(s.size, dtype=jnp.float32)).reshape(s.shape), sums)
+    size = 0.5 if case.linear else 1e3  # so large that a wrong scale shows through any decoding
+    shifts = jax.tree.map(lambda s: size * jnp.cos(jnp.arange(s.size, dtype=jnp.float32)).reshape(s.shape), sums)
     other_sums = jax.tree.map(jnp.add, sums, shifts)
     deviation = case.multiplier(2) * case.clip(2)
     noised = case.noised(shifts[0], state)
@@ -393,6 +427,8 @@ def check_secrecy(case: Case, monkeypatch: pytest.MonkeyPatch):
 # 8
 def check_divisor(case: Case):
     """The divisor is the expected batch size: twice the examples, twice the gradient; never the realized size."""
+    if not case.linear:
+        return  # an update that is decoded has no units to compare
     state = adapted_state(case, 0)
     noise, _ = paths(case)[0](gradients(8), state, jnp.zeros(ROWS, bool))
     one = gradients(8, 0.01, examples=1)
@@ -718,3 +754,61 @@ def test_broken_mechanisms_fail(change, lines, monkeypatch):
     for line in lines:
         with pytest.raises(AssertionError):
             line(case, monkeypatch) if line is check_secrecy else line(case)
+
+
+# A line of the catalog of which the tests know nothing else.
+
+
+def signs(*, clip_norm: float, noise_multiplier: float, sampling, key) -> dpx.Mechanism:
+    """DP-SGD that moves every coordinate by the sign of its released gradient."""
+    base = dpx.dp_sgd(clip_norm=clip_norm, noise_multiplier=noise_multiplier, sampling=sampling, key=key)
+    return dpx.chain(base, optax.scale_by_sign())
+
+
+@functools.cache
+def _signs_case(change=None) -> Case:
+    case = case_of_method(catalog.Entry(signs, {"clip_norm": 0.7}))
+    if change is None:
+        return case
+
+    def changed(key):
+        base = dpx.dp_sgd(clip_norm=0.7, noise_multiplier=1.3, sampling=POISSON, key=key)
+        return dpx.chain(change(base, key), optax.scale_by_sign())
+
+    return case._replace(name=f"signs, {change.__name__}", make=changed)
+
+
+def _one_step_for_ever(m, key):
+    def release(sums, state, params):
+        updates, after = m.release(sums, state._replace(step=jnp.int32(0)), params)
+        return updates, after._replace(step=state.step + 1)
+
+    return m.replace(release=release)
+
+
+def test_a_line_of_the_catalog_is_held_to_the_contract(monkeypatch):
+    for line in LINES:
+        line(_signs_case())
+    check_secrecy(_signs_case(), monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (_no_clip, check_bounded),
+        (_no_clip, check_adjacent),
+        (_half_noise, check_secrecy),
+        (_one_step_for_ever, check_noise),
+        (_bills_less, check_cost),
+    ],
+    ids=lambda value: value.__name__,
+)
+def test_a_broken_line_of_the_catalog_fails(change, line, monkeypatch):
+    case = _signs_case(change)
+    with pytest.raises(AssertionError):
+        line(case, monkeypatch) if line is check_secrecy else line(case)
+
+
+def test_docs_list_the_catalog():
+    """docs/methods.md is what `python -m dpx.catalog` writes."""
+    assert (Path(__file__).parents[1] / "docs" / "methods.md").read_text() == catalog.table()

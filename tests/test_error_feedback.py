@@ -237,7 +237,7 @@ def test_equal_bounds_are_equal_after_rounding():
 
 def test_checkpoints_say_that_they_are_sensitive(tmp_path):
     """The trainer: the method and its options, the mark on the checkpoints, and nothing of the error elsewhere."""
-    options = {"outer_clip": 1.5, "reset_every": 5}
+    options = {"outer_clip_norm": 1.5, "reset_every": 5}
     shared = dict(dataset="digits", seed=3, model="linear", noise_multiplier=4.0, batch_size=100, epochs=0.5)
     for method, method_options in (("dice_sgd", options), ("dp_sgd", {})):
         config = Config(method=method, method_options=method_options, **shared)

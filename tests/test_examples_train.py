@@ -1,5 +1,6 @@
 """The trainer: within its budget, resumable to the bit, and nothing written on bad input."""
 
+import inspect
 import json
 import subprocess
 import sys
@@ -12,10 +13,10 @@ import numpy as np
 import pytest
 
 import dpx
-from dpx import keys
-from examples import data, fashion_mnist, loop, records, train
+from dpx import catalog, keys
+from examples import data, fashion_mnist, loop, methods, records, train
 from examples.config import Config
-from examples.methods import METHODS, Method, Option
+from examples.methods import METHODS
 
 ROOT = Path(__file__).parents[1]
 SMALL: dict[str, Any] = dict(
@@ -299,7 +300,7 @@ BAD = [
     ("--epsilon 2 --dataset mnist5k --method gep_sgd --public emnist/letters", "people than the private mnist5k"),
     ("--epsilon 2 --method gep_sgd --public nosuch", "unknown data set 'nosuch'"),
     ("--epsilon 2 --method gep_sgd --public-examples 0", "public_examples must be in [1, 4000] for mnist5k, got 0"),
-    ("--epsilon 2 --method gep_sgd --anchor-rank 651", "rank must be a whole number in [1, 500]"),
+    ("--epsilon 2 --method gep_sgd --public-rank 651", "rank must be a whole number in [1, 500]"),
 ]
 
 
@@ -345,12 +346,49 @@ def test_every_method_trains(tmp_path, method):
     assert result.steps == 7 and 0 < result.epsilon < 100
 
 
+def test_every_option_has_a_default_and_an_explanation():
+    for method in METHODS:
+        for name, option in methods.options(method).items():
+            assert option.default is not inspect.Parameter.empty, (method, name)
+            assert option.help, (method, name)
+
+
+def test_options_are_those_of_the_builder():
+    assert set(methods.options("dynamic_dp_sgd")) == {"rho_mu", "rho_c", "every"}
+    assert methods.options("dynamic_dp_sgd")["every"].default == 1
+    assert methods.options("dp2_sgd")["kind"].help == "one of gaussian, orthonormal, subset, countsketch, hadamard"
+    assert methods.options("random_freeze_sgd")["every"].help.startswith("how many steps")  # of the coordinates
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [(0.5, 0.5), ("3", 3), ("0.25", 0.25), ("1e-3", 1e-3), ("inf", float("inf")), ("none", None), ("True", True)]
+    + [("epoch", 20), ("10%", 30), ("0.1%", 1), ("countsketch", "countsketch")],
+)
+def test_words_of_options(word, value):
+    assert methods.read(word, 300, 20) == value
+
+
+def test_a_word_may_be_a_schedule():
+    assert [float(methods.read("0.2..0.8", 300, 20)(step)) for step in (0, 150, 300, 400)] == pytest.approx(
+        [0.2, 0.5, 0.8, 0.8]
+    )
+
+
+@pytest.mark.parametrize("word", ["0..x", "1,5", "ten%", "2 epochs", ""])
+def test_words_that_mean_nothing_are_refused(word):
+    with pytest.raises(ValueError, match="an option must be a number, a name, FIRST..LAST, SHARE% or epoch, got"):
+        methods.read(word, 300, 20)
+
+
 def test_a_method_joins_with_its_own_options(tmp_path, monkeypatch, capsys):
-    def noisier(*, clip_norm, noise_multiplier, sampling, steps, key, factor):
+    def noisier(*, factor: float = 1.0, clip_norm: float, noise_multiplier: float, sampling, steps: int, key):
+        """DP-SGD with too much noise. factor: times the noise."""
         assert steps == 1
         return dpx.dp_sgd(clip_norm=clip_norm, noise_multiplier=factor * noise_multiplier, sampling=sampling, key=key)
 
-    monkeypatch.setitem(METHODS, "noisier", Method(noisier, {"factor": Option(1.0, "times the noise")}))
+    monkeypatch.setitem(METHODS, "noisier", catalog.Entry(noisier))
+    assert methods.options("noisier") == {"factor": methods.Option(1.0, "times the noise")}
     words = "--dataset digits --noise-multiplier 1 --epochs 0.1 --model linear --quiet --seed 1".split()
     epsilons = []
     for number, method in enumerate(["dp_sgd", "noisier", "noisier --factor 2"]):
