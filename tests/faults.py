@@ -581,14 +581,14 @@ STATE = [
     Fault(
         "state: a wrapper is not refused",
         "dpx/release_state.py",
-        'if hasattr(node, "_fields") and kind.__module__.split(".")[0] == "optax"',
+        'if hasattr(node, "_fields") and holder.__module__.split(".")[0] == "optax"',
         "if False",
         misuse("multi_transform, all in one"),
     ),
     Fault(
         "state: the order of a chain is not seen",
         "dpx/release_state.py",
-        "if kind in (tuple, list) and key.idx != 0:",
+        "if holder in (tuple, list) and key.idx != 0:",
         "if False:",
         misuse("trace before"),
     ),
@@ -602,8 +602,8 @@ STATE = [
     Fault(
         "state: the first of two mechanisms is billed",
         "dpx/release_state.py",
-        "if len(found) != 1:",
-        "if not found:",
+        "if len(releases) != 1:",
+        "if not releases:",
         misuse("two mechanisms in a chain"),
     ),
     Fault(

@@ -16,7 +16,7 @@ MAY_IMPORT = {
     "keys": set(),
     "batches": set(),
     "release_state": {"_states"},
-    "_draws": {"keys"},
+    "_draws": {"_numbers", "keys"},
     "sampling": {"_draws", "_numbers", "batches", "keys", "release_state"},
     "accounting": {"_numbers", "keys", "release_state", "sampling"},
     "_guards": {"batches"},
@@ -45,6 +45,7 @@ MAY_IMPORT = {
         "release_state",
     },
     "methods": {"_numbers", "accounting", "coordinates", "mechanism", "mechanisms", "sampling", "schedules"},
+    "catalog": {"coordinates", "mechanisms", "methods", "sampling"},
 }
 
 
