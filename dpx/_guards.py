@@ -65,6 +65,15 @@ def require_per_example(grads: Tree, params: Tree):
         )
 
 
+def require_kind(mechanism: Any, kind: type):
+    """ValueError unless `mechanism` is of the class `kind`, which is `dpx.Mechanism`."""
+    if not isinstance(mechanism, kind):
+        raise ValueError(
+            "a dpx Mechanism must come first; chain optax transforms behind it with dpx.chain(mechanism, ...), got "
+            f"{type(mechanism)}"
+        )
+
+
 def require_fitting(changes: dict[str, Any], budget: Any):
     """ValueError where a mechanism of this budget, with these parts exchanged, has parts that do not fit together."""
     for part, needs in (("key", "release"), ("noise_multiplier", "release"), ("sampling", "event")):

@@ -15,7 +15,7 @@ Start reading at `Mechanism`. `mechanisms/gaussian.py` makes the mechanism that 
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,14 @@ import optax
 from dp_accounting import DpEvent
 
 from dpx._contributions import sum_contributions
-from dpx._guards import require_fitting, require_no_more, require_per_example, require_unmasked, undifferentiated
+from dpx._guards import (
+    require_fitting,
+    require_kind,
+    require_no_more,
+    require_per_example,
+    require_unmasked,
+    undifferentiated,
+)
 from dpx._numbers import ScalarOrSchedule, over
 from dpx.accounting.budget import Budget
 from dpx.batches import MISSING, Tree, batch_size, inclusion
@@ -104,12 +111,8 @@ class Mechanism(optax.GradientTransformationExtraArgs):
         self = super().__new__(cls, begin, update)  # pyright: ignore[reportArgumentType]
         self.encode, self.norm, self.weigh, self.release = encode, norm, weigh, release
         self.event, self.sampling, self.noise_multiplier, self.key = event, sampling, noise_multiplier, key
-        self.stages, self.supports_ghost_norms, self.encode_whole_batch = (
-            stages,
-            supports_ghost_norms,
-            encode_whole_batch,
-        )
-        self.budget = budget
+        self.stages, self.budget = stages, budget
+        self.supports_ghost_norms, self.encode_whole_batch = supports_ghost_norms, encode_whole_batch
         return self
 
     def replace(self, **changes) -> "Mechanism":
@@ -178,20 +181,12 @@ class ChainState(NamedTuple):
     transforms: Tree
 
 
-def require_mechanism(mechanism: Any):
-    if not isinstance(mechanism, Mechanism):
-        raise ValueError(
-            "a dpx Mechanism must come first; chain optax transforms behind it with dpx.chain(mechanism, ...), got "
-            f"{type(mechanism)}"
-        )
-
-
 def in_coordinates(mechanism: Mechanism, *coordinates: Coordinates) -> Mechanism:
     """`mechanism` on gradients written in `coordinates`, applied in order and undone in reverse.
 
     The bound and the noise stay the inner mechanism's, and so does the bill. Raises ValueError if `mechanism` is none.
     """
-    require_mechanism(mechanism)
+    require_kind(mechanism, Mechanism)
 
     def init(params):
         like, states = _float32_like(params), []
@@ -222,8 +217,7 @@ def in_coordinates(mechanism: Mechanism, *coordinates: Coordinates) -> Mechanism
             coordinate.check(steps)
         return mechanism.event(steps)
 
-    names = tuple(coordinate.name for coordinate in coordinates)
-    undone = tuple(coordinate.undo for coordinate in reversed(coordinates) if coordinate.undo)
+    undone = [coordinate.undo for coordinate in reversed(coordinates) if coordinate.undo]
     return mechanism.replace(
         init=init,
         encode=encode,
@@ -233,7 +227,7 @@ def in_coordinates(mechanism: Mechanism, *coordinates: Coordinates) -> Mechanism
         budget=mechanism.budget,  # the event is the same, with the coordinates' own checks
         supports_ghost_norms=mechanism.supports_ghost_norms and all(c.supports_ghost_norms for c in coordinates),
         encode_whole_batch=mechanism.encode_whole_batch or any(c.encode_whole_batch for c in coordinates),
-        stages=names + mechanism.stages + undone,
+        stages=(*(coordinate.name for coordinate in coordinates), *mechanism.stages, *undone),
     )
 
 
@@ -247,7 +241,7 @@ def chain(mechanism: Mechanism, *transforms: optax.GradientTransformation) -> Me
     The transforms see the released gradient only: any optax optimizer, decay or momentum is free post-processing.
     Raises ValueError if `mechanism` is none, or one of the transforms is another.
     """
-    require_mechanism(mechanism)
+    require_kind(mechanism, Mechanism)
     if any(isinstance(transform, Mechanism) for transform in transforms):
         raise ValueError("one mechanism, first in the chain, is billed; got a second one among the transforms")
     after = optax.chain(*transforms)
