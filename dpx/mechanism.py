@@ -65,7 +65,7 @@ class Mechanism(optax.GradientTransformationExtraArgs):
     supports_ghost_norms: whether `encode` only scales coordinates or drops leaves, and `norm` is the 2-norm of each
               group of leaves, so that `dpx.gradients.ghost` can compute the norms without the gradients
     encode_whole_batch: whether `encode` draws something large for each call, so that one call for all examples is best
-    budget:   the budget that the noise was calibrated to, if it was (`dpx.calibrated`)
+    budget:   the `dpx.Budget` that the noise was calibrated to, or None
     """
 
     encode: Callable[[Tree, Tree], Tree]
@@ -126,10 +126,9 @@ class Mechanism(optax.GradientTransformationExtraArgs):
         return terms_of(self.event(1), self.sampling)
 
     def release_once(self, sums, state, params, included, drawn=None) -> tuple[Tree, Tree]:
-        """`release` of the sums of a batch: included, bool (B,); drawn, of the batch (`dpx.Batch`).
+        """`release` for the sums of one batch. included: bool (B,). drawn: uint32 (3,), `Batch.drawn`, or None.
 
-        Makes a state unbillable where the event would not be true for the batch. Raises ValueError where it is
-        differentiated.
+        Makes the state unbillable if the event is not true for the batch. Raises ValueError if it is differentiated.
         """
         state = countersigned(state, self.terms, jnp.sum(included), self.sampling, drawn)
         return self.release(undifferentiated(sums), state, params)
