@@ -1,1 +1,2 @@
-"""Privacy loss distributions: the loss of a step, its composition over many, and long schedules as few steps."""
+"""Privacy loss distributions: the loss of one step (`losses`), its composition over many (`composition`), and long
+schedules rounded to few distinct steps (`buckets`)."""
