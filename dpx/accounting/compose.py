@@ -100,5 +100,5 @@ def _on_shared_batches(runs, events) -> dp_accounting.DpEvent:
 
 
 def _same_key(first: jax.Array, second: jax.Array) -> bool:
-    one, other = (np.asarray(jax.random.key_data(keys.require(key))) for key in (first, second))
-    return np.array_equal(one, other)
+    first_words, second_words = (np.asarray(jax.random.key_data(keys.require(key))) for key in (first, second))
+    return np.array_equal(first_words, second_words)
