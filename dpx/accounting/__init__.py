@@ -4,8 +4,8 @@ Which function answers which question:
 
 * The cost of a run, from its mechanism and its state or number of steps: `epsilon`, `delta`. Of several runs on the
   same data: `compose`. Everything to publish beside a model: `privacy_report`.
-* The noise that a budget needs: `calibrate`, or a `Budget` in place of a noise multiplier; `calibrated` makes a function
-  of your own accept one. The steps that a budget pays for: `max_steps`.
+* The noise that a budget needs: `calibrate`, or a `Budget` in place of a noise multiplier; `calibrated` makes a
+  function of your own accept one. The steps that a budget pays for: `max_steps`.
 * The cost over the steps, delta over epsilon, and the trade-off function, as arrays and plots: `curves`.
 * Without a mechanism: `schedule_epsilon`, `schedule_delta` and `calibrate_schedule` for noise multipliers,
   `event_epsilon` and `event_delta` for a dp-accounting event, `gdp` for Gaussian differential privacy.
@@ -27,9 +27,9 @@ To add one: a new event is a file here, like `projected.py`, which the file of i
 * `register(event_type, read)`, or `register_whole_run` (`releases.py`) for an event of a whole run, like
   `error_feedback/event.py`.
 
-The tests that must know it: bills in `tests/record_bills.py` (run it to record them), a `tests/test_accounting_*.py` that
-compares them with an independent computation, a case in `tests/mechanisms.py`, and a fault in `tests/faults.py` for each
-line that makes it a bound.
+The tests that must know it: bills in `tests/record_bills.py` (run it to record them), a `tests/test_accounting_*.py`
+that compares them with an independent computation, a case in `tests/mechanisms.py`, and a fault in `tests/faults.py` for
+each line that makes it a bound.
 """
 
 from dpx.accounting import comparisons, curves, gdp

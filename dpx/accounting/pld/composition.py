@@ -100,6 +100,7 @@ def plan(
         wrap_spans = (log_moments - math.log(_WRAP_SHARE * delta)) / (tilts - tilts[:, None])
     wrap_spans = np.where(tilts > tilts[:, None], wrap_spans, np.inf)  # (tilt, larger tilt)
     windows = renyis - math.log(tail) / tilts
+    # 1.4 is above 4/3, because three quarters of the window lie above 0.
     spans = np.maximum(1.4 * np.maximum(windows, 1.05 * epsilon), wrap_spans.min(axis=1))
     spans[-1] = 2.8 * windows[-1]  # the largest tilt has no larger one
     rounds_well = log_moments <= max(math.log(_LARGEST_ROUNDING * delta), float(log_moments.min()) + 2)
@@ -128,7 +129,7 @@ class SummedLoss:
 
     delta at a point is `upper - lower + bounded`. upper and lower: the probability of larger losses under each
     distribution of the pair, the second times e^(loss at the point). bounded: what was dropped and may have been
-    rounded away, or, from below, minus what rounding may have added.
+    rounded away, or, from below, minus what rounding and wrapping may have added.
     """
 
     def __init__(self, total: "_Spectrum", plan: Plan, *, side: Side):
