@@ -28,8 +28,8 @@ To add one: a new event is a file here, like `projected.py`, which the file of i
   `error_feedback/event.py`.
 
 The tests that must know it: bills in `tests/record_bills.py` (run it to record them), a `tests/test_accounting_*.py`
-that compares them with an independent computation, a case in `tests/mechanisms.py`, and a fault in `tests/faults.py` for
-each line that makes it a bound.
+that compares them with an independent computation, a case in `tests/mechanisms.py`, and a fault in `tests/faults.py`
+for each line that makes it a bound.
 """
 
 from dpx.accounting import comparisons, curves, gdp

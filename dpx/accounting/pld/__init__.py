@@ -1,2 +1,4 @@
-"""Privacy loss distributions: the loss of one step (`losses`), its composition over many (`composition`), and long
-schedules rounded to few distinct steps (`buckets`)."""
+"""Privacy loss distributions (PLD) of steps and of their compositions.
+
+`losses`: the loss of one step. `composition`: the summed loss of many. `buckets`: long schedules as few distinct steps.
+"""
