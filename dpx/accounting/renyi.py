@@ -98,10 +98,15 @@ def delta(rdp: np.ndarray, epsilon: float, orders: np.ndarray = ORDERS) -> float
     return float(rdp_privacy_accountant.compute_delta(orders.tolist(), rdp.tolist(), epsilon)[0])
 
 
+def log_binomial(n, k):
+    """ln |C(n, k)|, the generalized binomial coefficient; n and k broadcast."""
+    return special.gammaln(n + 1) - special.gammaln(k + 1) - special.gammaln(n - k + 1)
+
+
 def _log_moment_whole(s: np.ndarray, q: np.ndarray, order: int) -> np.ndarray:
     """ln sum_k C(order, k) (1-q)^(order-k) q^k exp((k^2 - k) / 2 s^2), for columns s and q, (T, 1); (T,)."""
     k = np.arange(order + 1)
-    binomial = special.gammaln(order + 1) - special.gammaln(k + 1) - special.gammaln(order - k + 1)
+    binomial = log_binomial(order, k)
     log_moments, chunk = np.empty(len(s)), max(1, _CHUNK_TERMS // (order + 1))
     for start in range(0, len(s), chunk):
         rows = slice(start, start + chunk)
@@ -130,7 +135,7 @@ def _log_moments_fractional(s: np.ndarray, q: np.ndarray, orders: np.ndarray) ->
     last = np.full((2, *scale.shape), -np.inf)
     for i in range(_MOST_TERMS):
         j = orders - i
-        binomial = special.gammaln(orders + 1) - special.gammaln(i + 1) - special.gammaln(j + 1)
+        binomial = log_binomial(orders, i)
         heads = i * log_q + (i * i - i) / (2 * s**2) + special.log_ndtr((crossing - i) / s)
         tails = np.stack([upper_tail(value) for value in j], axis=1)
         terms = np.stack(

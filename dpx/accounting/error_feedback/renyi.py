@@ -34,7 +34,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from scipy import special
 
 from dpx.accounting import renyi
 from dpx.accounting.error_feedback.energy import most_participations
@@ -193,10 +192,9 @@ def _grid(most: int) -> _Grid:
 def _log_norm(order: int, rate: float, noise_multiplier: float):
     """shift -> ln |(1-q) + q e^shift l_1|_a, by the binomial formula."""
     k = np.arange(order + 1)
-    binomial = special.gammaln(order + 1) - special.gammaln(k + 1) - special.gammaln(order - k + 1)
     powers = (order - k) * math.log1p(-rate) + k * math.log(rate) + k * (k - 1) / (2 * noise_multiplier**2)
     with np.errstate(over="ignore"):
-        coefficients = np.exp(binomial + powers)
+        coefficients = np.exp(renyi.log_binomial(order, k) + powers)
 
     def log_norm(shift: np.ndarray) -> np.ndarray:
         x = np.exp(shift)
