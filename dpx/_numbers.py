@@ -64,10 +64,10 @@ def require_number(
     return number
 
 
-def require_whole(name: str, value: Any, *, maximum: float = math.inf) -> int:
-    """`value` as an int. Raises ValueError unless it is a whole number (of Python or numpy) in [1, maximum]."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 1 <= value <= maximum:
-        bound = "of at least 1" if maximum == math.inf else f"in [1, {maximum}]"
+def require_whole(name: str, value: Any, *, minimum: int = 1, maximum: float = math.inf) -> int:
+    """`value` as an int. Raises ValueError unless it is a whole number (of Python or numpy) in [minimum, maximum]."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not minimum <= value <= maximum:
+        bound = f"of at least {minimum}" if maximum == math.inf else f"in [{minimum}, {maximum}]"
         raise ValueError(f"{name} must be a whole number {bound}, got {value!r}")
     return int(value)
 

@@ -145,7 +145,7 @@ def test_calibrated_by_what_may_be_spent():
         ({"epsilon": float("inf")}, "epsilon"),
         ({"delta": 1.0}, "delta must be .*1"),
         ({"delta": 0.0}, "delta"),
-        ({"steps": 0}, "steps must be at least 1, got 0"),
+        ({"steps": 0}, "steps must be a whole number of at least 1, got 0"),
         ({"steps": 2.5}, "steps"),
         ({"accountant": "clt"}, "accountant"),
     ):

@@ -316,7 +316,7 @@ REFUSED = {
         lambda: dp_sgd(BUDGET).replace(event=lambda steps: None),
         "put dpx.calibrated on the function",
     ),
-    "a budget of no steps": (lambda: dpx.Budget(epsilon=2.0, delta=1e-5, steps=0), "steps must be at least 1"),
+    "a budget of no steps": (lambda: dpx.Budget(epsilon=2.0, delta=1e-5, steps=0), "steps must be a whole number"),
     "calibrated on what takes no noise": (lambda: dpx.calibrated(lambda clip_norm: None), "noise_multiplier"),
     "noise from the data": (lambda: jax.jit(lambda x: dp_sgd(x).event(1))(jnp.ones(())), "traced"),
 }

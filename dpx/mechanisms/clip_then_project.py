@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import optax
 
 from dpx import keys
-from dpx.accounting.events import flatten
 from dpx.accounting.projected import projected
+from dpx.accounting.releases import count_releases
 from dpx.coordinates.projections.projection import ProjectionKind, ProjectionState, projection
 from dpx.mechanism import Mechanism, Tree
 
@@ -43,7 +43,7 @@ def clip_then_project(
     """
     coordinates = projection(rank, reduction_rate, kind, every, keys.stream(key, "projection of the sum"), bounded=True)
     ranks = jax.tree.leaves(rank)
-    if flatten(mechanism.event(1)).wholes:
+    if count_releases(mechanism.event(1)).whole_runs:
         raise ValueError(f"clip_then_project takes a mechanism that releases one clipped sum, got {mechanism}")
     if kind == "gaussian" and every != 1:
         raise ValueError(
