@@ -50,7 +50,7 @@ def examples_at_once(made: Forward, plan: ghost.Plan | str, params: Tree, size: 
 
 
 def _is_stacked(plan: ghost.Plan | str, leaf: int) -> bool:
-    return isinstance(plan, str) or plan.choices[leaf].method in ("gradient", "product")
+    return isinstance(plan, str) or plan.choices[leaf].way.keeps_gradients
 
 
 def _numbers(jaxpr) -> int:

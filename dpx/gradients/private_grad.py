@@ -70,7 +70,7 @@ def private_grad(
 
         def microbatch(ordered, rows):
             (some, rows_included), ordered_params = rows, ordered(params)
-            if isinstance(plan, ghost.Plan) and plan.follows:
+            if isinstance(plan, ghost.Plan) and plan.followed:
                 return ghost.sum_contributions(plan, mechanism, ordered_params, some, state, rows_included)
             losses, grads = jax.vmap(jax.value_and_grad(loss), in_axes=(None, 0))(ordered_params, some)
             return sum_contributions(mechanism, grads, state, rows_included), losses

@@ -22,7 +22,7 @@ class Site(NamedTuple):
 
     sizes:   (K, T, I, O): groups, positions, inputs and outputs of one position
     apply:   (inputs, W) -> y, the equation again
-    factors: (inputs, dy) -> A (K, T, I), B (K, T, O) with arrange(dL/dW) = A^T B; for a lookup, rows (T,) and B (T, O)
+    matrices: (inputs, dy) -> A (K, T, I), B (K, T, O) with arrange(dL/dW) = A^T B; for a lookup, rows (T,) and B (T, O)
     arrange: W -> (K, I, O), moving its elements
     expands: the elements of A that are not in the inputs: 0, or those of the patches of a convolution
     """
@@ -30,7 +30,7 @@ class Site(NamedTuple):
     use: Use
     sizes: tuple[int, int, int, int]
     apply: Callable
-    factors: Callable
+    matrices: Callable
     arrange: Callable
     lookup: bool = False
     expands: int = 0
@@ -81,7 +81,7 @@ def _dense(use: Use, equation) -> Site | str:
         dimensions = equation.params["dimension_numbers"]
         return lax.dot_general(*operands, dimensions, precision=EXACT, preferred_element_type=jnp.float32)
 
-    def factors(inputs, dy):
+    def matrices(inputs, dy):
         a = _float32(inputs[data]).transpose(*batch[data], *free(data), *contracted[data])
         dy = _float32(dy)
         if weight == 1:
@@ -93,7 +93,7 @@ def _dense(use: Use, equation) -> Site | str:
     def arrange(w):
         return w.transpose(*batch[weight], *contracted[weight], *free(weight)).reshape(groups, fan_in, fan_out)
 
-    return _site(use, (groups, positions, fan_in, fan_out), apply, factors, arrange)
+    return _site(use, (groups, positions, fan_in, fan_out), apply, matrices, arrange)
 
 
 def _convolution(use: Use, equation) -> Site | str:
@@ -130,7 +130,7 @@ def _convolution(use: Use, equation) -> Site | str:
         x = x.reshape(positions, math.prod(taps), groups, features_in)
         return x.transpose(2, 0, 1, 3).reshape(groups, positions, fan_in)
 
-    def factors(inputs, dy):
+    def matrices(inputs, dy):
         x = _float32(inputs[0]).transpose(lhs[0], *lhs[2:], lhs[1])
         b = _float32(dy).transpose(out[0], *out[2:], out[1]).reshape(positions, groups, features_out)
         return patches(x), b.transpose(1, 0, 2)
@@ -139,7 +139,7 @@ def _convolution(use: Use, equation) -> Site | str:
         w = w.transpose(*rhs[2:], rhs[1], rhs[0]).reshape(math.prod(taps), features_in, groups, features_out)
         return w.transpose(2, 0, 1, 3).reshape(groups, fan_in, features_out)
 
-    return _site(use, (groups, positions, fan_in, features_out), apply, factors, arrange)._replace(
+    return _site(use, (groups, positions, fan_in, features_out), apply, matrices, arrange)._replace(
         expands=groups * positions * fan_in
     )
 
@@ -164,7 +164,7 @@ def _gather(use: Use, equation) -> Site | str:
             w, inputs[1], numbers, params["slice_sizes"], mode=params["mode"], fill_value=0, unique_indices=False
         )
 
-    def factors(inputs, dy):
+    def matrices(inputs, dy):
         row = inputs[1].reshape(-1)
         last = min(count - 1, jnp.iinfo(row.dtype).max)
         if params["mode"] == lax.GatherScatterMode.CLIP:
@@ -175,7 +175,7 @@ def _gather(use: Use, equation) -> Site | str:
     def arrange(w):
         return w.reshape(1, count, width)
 
-    return _site(use, (1, positions, count, width), apply, factors, arrange)._replace(lookup=True)
+    return _site(use, (1, positions, count, width), apply, matrices, arrange)._replace(lookup=True)
 
 
 def _slice_at(use: Use, equation) -> Site | str:
@@ -188,22 +188,22 @@ def _slice_at(use: Use, equation) -> Site | str:
         sizes = equation.params["slice_sizes"]  # of places that are counted from the start already
         return lax.dynamic_slice(w, inputs[1:], sizes, allow_negative_indices=False)
 
-    def factors(inputs, dy):
+    def matrices(inputs, dy):
         del inputs
         return jnp.zeros(1, jnp.int32), _float32(dy).reshape(1, block)
 
     def arrange(w):
         return w.reshape(1, 1, whole)
 
-    return _site(use, (1, 1, 1, block), apply, factors, arrange)._replace(lookup=True)
+    return _site(use, (1, 1, 1, block), apply, matrices, arrange)._replace(lookup=True)
 
 
-def _site(use, sizes, apply, factors, arrange) -> Site:
+def _site(use, sizes, apply, matrices, arrange) -> Site:
     return Site(
         use,
         sizes,
         apply=lambda inputs, w: apply(inputs, through(use.view, w)),
-        factors=factors,
+        matrices=matrices,
         arrange=lambda w: arrange(through(use.view, w)),
     )
 

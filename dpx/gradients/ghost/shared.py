@@ -67,8 +67,8 @@ def _relation(one: np.ndarray, other: np.ndarray) -> str | None:
     return APART if np.intersect1d(one, other).size == 0 else None
 
 
-def cost(sharing: Sharing, gram: float) -> float:
-    """Floating-point operations of the norm for one example; gram: what one of a Gram matrix costs."""
+def gram_operations(sharing: Sharing) -> float:
+    """Floating-point operations of the Gram matrices of the norm for one example."""
     total = 0.0
     for i, j in itertools.combinations_with_replacement(range(len(sharing.parts)), 2):
         one, other = sharing.parts[i], sharing.parts[j]
@@ -76,7 +76,7 @@ def cost(sharing: Sharing, gram: float) -> float:
             continue
         kernels, positions, fan_in, fan_out = one.sizes
         width = fan_out if one.lookup or other.lookup else fan_in + fan_out  # a lookup costs nothing to multiply
-        total += 2 * gram * kernels * positions * other.sizes[1] * width
+        total += 2 * kernels * positions * other.sizes[1] * width
     return total
 
 

@@ -55,6 +55,10 @@ class Program(NamedTuple):
     loss: int | Constant
     uses: tuple[tuple[Use, ...], ...]  # per parameter leaf
 
+    def output(self, equation: int) -> Any:
+        """The shape and the dtype of the first output of an equation."""
+        return self.equations[equation].jaxpr.outvars[0].aval
+
 
 def trace(loss: Callable, params: Tree, example: Tree) -> Program:
     """The program of `loss(params, example)`; both may hold shapes only. Raises ValueError if it is no real scalar."""
