@@ -249,8 +249,8 @@ CORE = [
     Fault(
         "gradients: a microbatch ignores the mask of its rows",
         "dpx/gradients/private_grad.py",
-        "return sum_contributions(mechanism, grads, state, rows_included), losses",
-        "return sum_contributions(mechanism, grads, state, rows_included | True), losses",
+        "return sum_contributions(mechanism, grads, state, some_included), losses",
+        "return sum_contributions(mechanism, grads, state, some_included | True), losses",
         contract("additive", "gaussian projection"),
     ),
     Fault(
@@ -1452,7 +1452,7 @@ GHOST = [
         harmful=False,
     ),
     Fault(
-        "ghost: only one weight of two",
+        "ghost: only one factor of two",
         "dpx/gradients/ghost/engine.py",
         "    for factor in factors:\n",
         "    for factor in (factors[0],) * len(factors):\n",
@@ -1475,7 +1475,7 @@ GHOST = [
     Fault(
         "ghost: long sums without their rounding",
         "dpx/gradients/ghost/norms.py",
-        "return math.ceil(size / _parts(size)) + _parts(size)",
+        "return math.ceil(size / _segments(size)) + _segments(size)",
         "return 1",
         "tests/test_ghost.py -k long_sums",
     ),
@@ -1483,7 +1483,7 @@ GHOST = [
         "ghost: rows of a lookup are not merged",
         "dpx/gradients/ghost/norms.py",
         "same = same.astype(jnp.float32)",
-        "same = jnp.eye(len(row), dtype=jnp.float32)",
+        "same = jnp.eye(len(indices), dtype=jnp.float32)",
         "tests/test_ghost_zoo.py -k 'embedding and not tied'",
     ),
     Fault(
@@ -1517,7 +1517,7 @@ GHOST = [
     Fault(
         "ghost: uses that meet count as apart",
         "dpx/gradients/ghost/shared.py",
-        "return APART if np.intersect1d(one, other).size == 0 else None",
+        "return APART if np.intersect1d(first, second).size == 0 else None",
         "return APART",
         "tests/test_ghost_zoo.py -k slices_that_overlap",
     ),

@@ -1,4 +1,4 @@
-"""The privacy contract on the ghost path: bounds, padding, broken examples, masks, groups, several weights."""
+"""The privacy contract on the ghost path: bounds, padding, broken examples, masks, groups, several factors."""
 
 from typing import Any
 
@@ -82,7 +82,7 @@ def mask(i, shape):
     return integers(i, 2, *shape).astype(jnp.float32)
 
 
-def two_weights(made: dpx.Mechanism) -> dpx.Mechanism:
+def two_factors(made: dpx.Mechanism) -> dpx.Mechanism:
     """The sums of DiceSGD: the same examples under two bounds."""
     return made.replace(
         weigh=lambda n, state: (1e-3 / jnp.maximum(n, 1e-3), 3.0 / jnp.maximum(n, 3.0)),
@@ -95,7 +95,7 @@ MECHANISMS = {
     "mostly unclipped": lambda: mechanism(100.0),
     "groups": lambda: mechanism(dict.fromkeys(("bias", "kernel", "scale", "sequence", "table", "vector"), 1e-2)),
     "normalized": lambda: noiseless(dpx.normalized(inner(clip_norm=1.0))),
-    "two weights": lambda: two_weights(inner(clip_norm=1.0)),
+    "two factors": lambda: two_factors(inner(clip_norm=1.0)),
     "mask": lambda: noiseless(dpx.in_coordinates(inner(clip_norm=1e-3), scaled(mask))),
     "scale": lambda: noiseless(dpx.in_coordinates(inner(clip_norm=1e-3), scaled(lambda i, s: normal(i, *s)))),
     "frozen": lambda: noiseless(
@@ -118,7 +118,7 @@ MECHANISMS = {
 def test_every_mechanism_gives_the_same_sums(name):
     params, batch = problem()
     sums = assert_agrees(network, params, batch, made=MECHANISMS[name](), clipping=("ghost",))
-    assert len(sums) == (2 if name == "two weights" else 1)
+    assert len(sums) == (2 if name == "two factors" else 1)
 
 
 def test_the_ways_of_the_network():
@@ -185,8 +185,8 @@ def test_microbatches(microbatch_size):
     params, batch = problem()
     included = jnp.array([True, False, True, True, True, False])
     whole = clipped_sums(network, params, batch, "vmap", included=included)
-    parts = clipped_sums(network, params, batch, "ghost", included=included, microbatch_size=microbatch_size)
-    assert_same(parts.updates, whole.updates)
+    summed = clipped_sums(network, params, batch, "ghost", included=included, microbatch_size=microbatch_size)
+    assert_same(summed.updates, whole.updates)
 
 
 @pytest.mark.parametrize("looped", [1, 1000])
@@ -197,14 +197,14 @@ def test_a_long_loop_over_large_convolutions(monkeypatch, looped):
     assert_agrees(network, params, batch, clipping=("ghost",))
 
 
-@pytest.mark.parametrize("part_size", [1, 3, 7, 100])
-def test_parts_of_a_batch_are_mapped_once_each(part_size):
+@pytest.mark.parametrize("segment_size", [1, 3, 7, 100])
+def test_segments_of_a_batch_are_mapped_once_each(segment_size):
     rows = {"a": normal(1, 7, 2), "b": jnp.arange(7.0)}
 
     def function(row):
         return row["a"] * row["b"], row["a"].sum()
 
-    actual = jax.jit(lambda rows: map_segments(function, rows, part_size, rows["b"]))(rows)
+    actual = jax.jit(lambda rows: map_segments(function, rows, segment_size, rows["b"]))(rows)
     chex.assert_trees_all_close(actual, jax.vmap(function)(rows), rtol=1e-6)
 
 

@@ -13,7 +13,7 @@ from dpx._ordering import compute_after
 from dpx._states import map_states
 from dpx.batches import Batch, Tree, batch_size, inclusion, require_batch
 from dpx.gradients import ghost
-from dpx.gradients.microbatch_size import examples_at_once, forward_cost
+from dpx.gradients.microbatch_size import choose_microbatch_size, forward_cost
 from dpx.mechanism import Mechanism
 from dpx.release_state import ReleaseState
 
@@ -63,19 +63,19 @@ def private_grad(
         _require_auto(examples)
         require_real(params)
         included = inclusion(size, included, mechanism.sampling)
-        example = _one_of(examples)
+        example = _example_shapes(examples)
         plan = _plan(loss, mechanism, params, example, state, clipping)
-        made = forward_cost(loss, params, example)
-        at_once = microbatch_size or examples_at_once(made, plan, params, size)
+        cost = forward_cost(loss, params, example)
+        at_once = microbatch_size or choose_microbatch_size(cost, plan, params, size)
 
         def microbatch(ordered, rows):
-            (some, rows_included), ordered_params = rows, ordered(params)
+            (some_examples, some_included), ordered_params = rows, ordered(params)
             if isinstance(plan, ghost.Plan) and plan.followed:
-                return ghost.sum_contributions(plan, mechanism, ordered_params, some, state, rows_included)
-            losses, grads = jax.vmap(jax.value_and_grad(loss), in_axes=(None, 0))(ordered_params, some)
-            return sum_contributions(mechanism, grads, state, rows_included), losses
+                return ghost.sum_contributions(plan, mechanism, ordered_params, some_examples, state, some_included)
+            losses, grads = jax.vmap(jax.value_and_grad(loss), in_axes=(None, 0))(ordered_params, some_examples)
+            return sum_contributions(mechanism, grads, state, some_included), losses
 
-        unroll = made.convolves and jax.default_backend() == "cpu"
+        unroll = cost.convolves and jax.default_backend() == "cpu"
         sums, losses = sum_over_microbatches(microbatch, (examples, included), max(1, at_once), unroll=unroll)
         updates, state = mechanism.release_once(sums, _delay_noise_until(sums, state), params, included, drawn)
         return PrivateGradient(updates, state, losses)
@@ -94,7 +94,7 @@ def explain(
     """Which way `private_grad` takes for each parameter, and why; print it. Shapes suffice for `params` and `batch`."""
     _check(mechanism, clipping)
     state = jax.eval_shape(mechanism.init, params)
-    example = _one_of(require_batch(batch).examples)
+    example = _example_shapes(require_batch(batch).examples)
     return ghost.explain(_plan(loss, mechanism, params, example, state, clipping), params)
 
 
@@ -114,11 +114,11 @@ def _require_auto(examples):
             )
 
 
-def _one_of(examples: Tree) -> Tree:
+def _example_shapes(examples: Tree) -> Tree:
     """The shapes of one example."""
     batch_size(examples)
-    rows = jax.eval_shape(lambda examples: examples, examples)
-    return jax.tree.map(lambda row: jax.ShapeDtypeStruct(row.shape[1:], row.dtype, weak_type=row.weak_type), rows)
+    shapes = jax.eval_shape(lambda examples: examples, examples)
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, weak_type=leaf.weak_type), shapes)
 
 
 def _plan(loss, mechanism, params, example, state, clipping) -> ghost.Plan | str:

@@ -23,7 +23,7 @@ from dpx._contributions import LARGEST
 EXACT = jax.lax.Precision.HIGHEST
 EPS, TINY = float(jnp.finfo(jnp.float32).eps), float(jnp.finfo(jnp.float32).tiny)
 SLACK = 1e-3  # of a norm, by which its rounding may lower it
-LONGEST = 1024  # terms of a sum; longer ones are made in parts
+LONGEST_SUM = 1024  # terms of a sum; longer ones are made in parts
 
 
 def outer(a: jax.Array, b: jax.Array, scale: jax.Array | None = None) -> jax.Array:
@@ -55,27 +55,27 @@ def gram(a: jax.Array, b: jax.Array) -> jax.Array:
     return size * uncancelled(squared, largest, terms=terms(a.shape[2]) + terms(b.shape[2]) + 2 * a.shape[1])
 
 
-def inner(one: jax.Array, other: jax.Array) -> jax.Array:
+def inner(left: jax.Array, right: jax.Array) -> jax.Array:
     """The inner products (K, S, T) of the rows of (K, S, n) and (K, T, n)."""
-    count = _parts(one.shape[-1])
+    count = _segments(left.shape[-1])
     if count == 1:
-        return jnp.einsum("ksi,kti->kst", one, other, precision=EXACT)
+        return jnp.einsum("ksi,kti->kst", left, right, precision=EXACT)
 
-    def parts(x):
+    def in_segments(x):
         width = math.ceil(x.shape[-1] / count)
         padded = jnp.pad(x, ((0, 0), (0, 0), (0, count * width - x.shape[-1])))
         return padded.reshape(*x.shape[:-1], count, width)
 
-    return jnp.sum(jnp.einsum("kspi,ktpi->kpst", parts(one), parts(other), precision=EXACT), axis=1)
+    return jnp.sum(jnp.einsum("kspi,ktpi->kpst", in_segments(left), in_segments(right), precision=EXACT), axis=1)
 
 
 def terms(size: int) -> int:
     """How often a term of `inner` over `size` is rounded at most."""
-    return math.ceil(size / _parts(size)) + _parts(size)
+    return math.ceil(size / _segments(size)) + _segments(size)
 
 
-def _parts(size: int) -> int:
-    return max(1, math.ceil(size / LONGEST))
+def _segments(size: int) -> int:
+    return max(1, math.ceil(size / LONGEST_SUM))
 
 
 def uncancelled(squared: jax.Array, largest: jax.Array, *, terms: int) -> jax.Array:
@@ -90,14 +90,14 @@ def product(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.einsum("kti,kto->kio", a, b, precision=EXACT)
 
 
-def rows(row: jax.Array, b: jax.Array) -> jax.Array:
-    """G adds b_t, (T, O), to row `row[t]`, and nothing where that is negative.
+def rows(indices: jax.Array, b: jax.Array) -> jax.Array:
+    """G adds b_t, (T, O), to row `indices[t]`, and nothing where that is negative.
 
     |G|^2 = sum_t |sum of the b_s in the row of t|^2 / how many t are in that row.
     """
-    same = (row[:, None] == row[None, :]) & (row >= 0)[:, None]
+    same = (indices[:, None] == indices[None, :]) & (indices >= 0)[:, None]
     same = same.astype(jnp.float32)
-    b = jnp.where((row >= 0)[:, None], b, 0)
+    b = jnp.where((indices >= 0)[:, None], b, 0)
     count = jnp.maximum(jnp.sum(same, -1), 1)
     size = frobenius(jnp.matmul(same, b, precision=EXACT) / jnp.sqrt(count)[:, None])
     unit_b, sizes = unit(b)

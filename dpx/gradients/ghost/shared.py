@@ -21,7 +21,7 @@ from dpx.gradients.ghost.rules import Site
 SAME, SWAPPED, APART = "same", "swapped", "apart"
 
 
-class Part(NamedTuple):
+class UseGroup(NamedTuple):
     """Uses that see the parameter alike, by number, and so are one use at the positions of all."""
 
     sites: tuple[int, ...]
@@ -32,7 +32,7 @@ class Part(NamedTuple):
 class Sharing(NamedTuple):
     """parts, and for pairs (i, j), i < j, of parts how the second sees the elements of the first."""
 
-    parts: tuple[Part, ...]
+    use_groups: tuple[UseGroup, ...]
     relations: Mapping[tuple[int, int], str]
 
 
@@ -41,54 +41,54 @@ def find_sharing(sites: tuple[Site, ...], shape: tuple[int, ...]) -> Sharing | s
     with jax.ensure_compile_time_eval():
         elements = jnp.arange(np.prod(shape, dtype=int), dtype=jnp.int32).reshape(shape)
         seen = [np.asarray(site.arrange(elements)) for site in sites]
-    groups: dict[tuple, list[int]] = {}
+    by_view: dict[tuple, list[int]] = {}
     for number, (site, view) in enumerate(zip(sites, seen, strict=True)):
         kernels, _, fan_in, fan_out = site.sizes
         if view.shape != (kernels, fan_in, fan_out):
             return f"used {len(sites)} times, once at a place that the data chooses"
-        groups.setdefault((site.lookup, view.shape, view.tobytes()), []).append(number)
-    parts, relations = [], {}
-    for (lookup, (kernels, fan_in, fan_out), _), numbers in groups.items():
+        by_view.setdefault((site.lookup, view.shape, view.tobytes()), []).append(number)
+    use_groups, relations = [], {}
+    for (lookup, (kernels, fan_in, fan_out), _), numbers in by_view.items():
         positions = sum(sites[number].sizes[1] for number in numbers)
-        parts.append(Part(tuple(numbers), (kernels, positions, fan_in, fan_out), lookup))
-    for i, j in itertools.combinations(range(len(parts)), 2):
-        relation = _relation(seen[parts[i].sites[0]], seen[parts[j].sites[0]])
+        use_groups.append(UseGroup(tuple(numbers), (kernels, positions, fan_in, fan_out), lookup))
+    for i, j in itertools.combinations(range(len(use_groups)), 2):
+        relation = _relation(seen[use_groups[i].sites[0]], seen[use_groups[j].sites[0]])
         if relation is None:
             return f"used {len(sites)} times, differently"
         relations[i, j] = relation
-    return Sharing(tuple(parts), relations)
+    return Sharing(tuple(use_groups), relations)
 
 
-def _relation(one: np.ndarray, other: np.ndarray) -> str | None:
-    if np.array_equal(one, other):
+def _relation(first: np.ndarray, second: np.ndarray) -> str | None:
+    if np.array_equal(first, second):
         return SAME
-    if np.array_equal(one, other.transpose(0, 2, 1)):
+    if np.array_equal(first, second.transpose(0, 2, 1)):
         return SWAPPED
-    return APART if np.intersect1d(one, other).size == 0 else None
+    return APART if np.intersect1d(first, second).size == 0 else None
 
 
 def gram_operations(sharing: Sharing) -> float:
     """Floating-point operations of the Gram matrices of the norm for one example."""
     total = 0.0
-    for i, j in itertools.combinations_with_replacement(range(len(sharing.parts)), 2):
-        one, other = sharing.parts[i], sharing.parts[j]
+    for i, j in itertools.combinations_with_replacement(range(len(sharing.use_groups)), 2):
+        first, second = sharing.use_groups[i], sharing.use_groups[j]
         if sharing.relations.get((i, j)) == APART:
             continue
-        kernels, positions, fan_in, fan_out = one.sizes
-        width = fan_out if one.lookup or other.lookup else fan_in + fan_out  # a lookup costs nothing to multiply
-        total += 2 * kernels * positions * other.sizes[1] * width
+        kernels, positions, fan_in, fan_out = first.sizes
+        width = fan_out if first.lookup or second.lookup else fan_in + fan_out  # a lookup costs nothing to multiply
+        total += 2 * kernels * positions * second.sizes[1] * width
     return total
 
 
-def norm(sharing: Sharing, factors: list[tuple[jax.Array, jax.Array]]) -> jax.Array:
+def norm(sharing: Sharing, matrices: list[tuple[jax.Array, jax.Array]]) -> jax.Array:
     """|sum_u A_u^T B_u| of one example, by the factors of every use; as in `norms.gram`, not underestimated."""
     measured = []
-    for part in sharing.parts:
-        a = jnp.concatenate([factors[number][0] for number in part.sites], axis=0 if part.lookup else 1)
-        bs = [factors[number][1] for number in part.sites]
-        b = jnp.concatenate(bs, axis=0)[None] if part.lookup else jnp.concatenate(bs, axis=1)
-        b, size = unit(jnp.where((a >= 0)[None, :, None], b, 0) if part.lookup else b)
-        if part.lookup:
+    for group in sharing.use_groups:
+        a = jnp.concatenate([matrices[number][0] for number in group.sites], axis=0 if group.lookup else 1)
+        bs = [matrices[number][1] for number in group.sites]
+        b = jnp.concatenate(bs, axis=0)[None] if group.lookup else jnp.concatenate(bs, axis=1)
+        b, size = unit(jnp.where((a >= 0)[None, :, None], b, 0) if group.lookup else b)
+        if group.lookup:
             size_a = jnp.ones_like(size)
         else:
             a, size_a = unit(a)
@@ -107,17 +107,17 @@ def norm(sharing: Sharing, factors: list[tuple[jax.Array, jax.Array]]) -> jax.Ar
             if i == j:
                 diagonals += jnp.sum(jnp.sqrt(jnp.diagonal(grams, 0, 1, 2)))
     longest = max(terms(a.shape[-1]) + terms(b.shape[-1]) if a.ndim > 1 else terms(b.shape[-1]) for a, b in sides)
-    positions = sum(part.sizes[1] for part in sharing.parts)
+    positions = sum(group.sizes[1] for group in sharing.use_groups)
     return largest * uncancelled(squared, diagonals**2, terms=longest + 2 * positions)
 
 
-def _gram(one: jax.Array, other: jax.Array) -> jax.Array:
+def _gram(left: jax.Array, right: jax.Array) -> jax.Array:
     """(K, S, T) of the products of the rows of (K, S, n) and (K, T, n); (S,) stands for rows of 0 with a 1 there."""
-    if one.ndim == other.ndim == 1:
-        return ((one[:, None] == other[None, :]) & (one >= 0)[:, None]).astype(jnp.float32)[None]
-    if one.ndim == 1:
-        picked = jnp.take(other, one, axis=2, mode="fill", fill_value=0)
-        return jnp.where(one >= 0, picked, 0).transpose(0, 2, 1)
-    if other.ndim == 1:
-        return _gram(other, one).transpose(0, 2, 1)
-    return inner(one, other)
+    if left.ndim == right.ndim == 1:
+        return ((left[:, None] == right[None, :]) & (left >= 0)[:, None]).astype(jnp.float32)[None]
+    if left.ndim == 1:
+        picked = jnp.take(right, left, axis=2, mode="fill", fill_value=0)
+        return jnp.where(left >= 0, picked, 0).transpose(0, 2, 1)
+    if right.ndim == 1:
+        return _gram(right, left).transpose(0, 2, 1)
+    return inner(left, right)

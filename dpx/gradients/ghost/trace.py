@@ -104,12 +104,12 @@ def differentiates(program: Program, inputs: list) -> bool:
     return not any(isinstance(value, jax.core.Tracer) and id(value) not in known for value in constants)
 
 
-def through(view: tuple[core.JaxprEqn, ...], weight: jax.Array) -> jax.Array:
-    """`weight` as its use sees it, in its own dtype."""
+def through(view: tuple[core.JaxprEqn, ...], leaf: jax.Array) -> jax.Array:
+    """`leaf` as its use sees it, in its own dtype."""
     for equation in view:
         if equation.primitive.name != "convert_element_type":
-            weight = equation.primitive.bind(weight, **equation.params)
-    return weight
+            leaf = equation.primitive.bind(leaf, **equation.params)
+    return leaf
 
 
 class _Tracer:

@@ -60,7 +60,7 @@ def _outer_cost(uses: Uses, scaled: bool) -> float | None:
     if site is None or site.sizes[1] != 1:
         return None
     groups, _, fan_in, fan_out = site.sizes
-    return _sum_cost(site) + (_weight_numbers(site) if scaled else groups * (fan_in + fan_out)) * 2.0
+    return _sum_cost(site) + (_parameter_size(site) if scaled else groups * (fan_in + fan_out)) * 2.0
 
 
 def _outer_norm(uses: Uses, scale: jax.Array | None):
@@ -197,19 +197,19 @@ def _only_site(uses: Uses, *, lookup: bool) -> Site | None:
     return site if len(uses.sites) == 1 and site.lookup == lookup else None
 
 
-def _weight_numbers(site: Site) -> int:
+def _parameter_size(site: Site) -> int:
     groups, _, fan_in, fan_out = site.sizes
     return groups * fan_in * fan_out
 
 
 def _sum_cost(site: Site) -> float:
     """Operations of A^T B: of one gradient, or of one example's share of their sum."""
-    return 2.0 * site.sizes[1] * _weight_numbers(site)
+    return 2.0 * site.sizes[1] * _parameter_size(site)
 
 
 def _gradient_memory_cost(site: Site) -> float:
     """Operations while a per-example gradient is written, read for the norm and read for the sum."""
-    return 3 * 4 * OPERATIONS_PER_BYTE * _weight_numbers(site)
+    return 3 * 4 * OPERATIONS_PER_BYTE * _parameter_size(site)
 
 
 def _scaled_norm(scale: jax.Array | None):
