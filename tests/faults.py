@@ -249,8 +249,8 @@ CORE = [
     Fault(
         "gradients: a microbatch ignores the mask of its rows",
         "dpx/gradients/private_grad.py",
-        "return sum_contributions(mechanism, grads, state, some_included), losses",
-        "return sum_contributions(mechanism, grads, state, some_included | True), losses",
+        "return sum_contributions(mechanism, grads, state, included), losses",
+        "return sum_contributions(mechanism, grads, state, included | True), losses",
         contract("additive", "gaussian projection"),
     ),
     Fault(
@@ -1517,8 +1517,8 @@ GHOST = [
     Fault(
         "ghost: uses that meet count as apart",
         "dpx/gradients/ghost/shared.py",
-        "return APART if np.intersect1d(first, second).size == 0 else None",
-        "return APART",
+        "return Relation.DISJOINT if np.intersect1d(first, second).size == 0 else None",
+        "return Relation.DISJOINT",
         "tests/test_ghost_zoo.py -k slices_that_overlap",
     ),
     Fault(

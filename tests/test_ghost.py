@@ -474,7 +474,7 @@ def test_coordinates_that_mix_fall_back():
     assert_agrees(network, params, batch, made=made, clipping=("ghost",))
 
 
-def test_an_untrue_elementwise_falls_back():
+def test_a_wrong_claim_to_support_ghost_norms_falls_back():
     swap = dpx.Coordinates(
         init=lambda params: (),
         encode=lambda grad, state: (grad[0] + grad[1], grad[1]),
@@ -486,7 +486,7 @@ def test_an_untrue_elementwise_falls_back():
     params = normal(1, 3, 4), normal(2, 3, 4)
     batch = dpx.Batch(normal(3, 2, 3), None)
     found = dpx.explain(lambda p, x: score((x @ p[0]) @ p[1].T), made, params, batch, clipping="ghost")
-    assert {why for *_, why in found.rows} == {"a coordinate of the mechanism is not one parameter's"}
+    assert {why for *_, why in found.rows} == {"a coordinate of the mechanism does not depend on exactly one parameter"}
 
 
 def test_explain_needs_shapes_only_and_prints_a_table():

@@ -69,7 +69,7 @@ def make_plan(
     at any cost.
     """
     if not mechanism.supports_ghost_norms:
-        return "the mechanism's coordinates mix the coordinates of a gradient"
+        return "the mechanism mixes the coordinates of a gradient"
     encoding = _encoding(mechanism, params, state)
     if isinstance(encoding, str):
         return encoding
@@ -81,7 +81,7 @@ def make_plan(
         if leaf not in scaled:
             return Choice(ways.NOT_TRAINED)
         if not uses:
-            return Choice(ways.UNUSED)
+            return Choice(ways.UNUSED, "the loss does not use it")
         sites = _follow(uses, program, leaves[leaf].shape, scaled=scaled[leaf])
         if isinstance(sites, str):
             return Choice(ways.GRADIENT, sites)
@@ -104,7 +104,7 @@ def _follow(uses: tuple[trace.Use, ...], program: trace.Program, shape: tuple[in
     if len(sites) == 1:
         return Uses(tuple(sites))
     if scaled:
-        return f"used {len(sites)} times, under a mask or a scale"
+        return f"used {len(sites)} times, and the mechanism masks or scales it"
     sharing = shared.find_sharing(tuple(sites), shape)
     return sharing if isinstance(sharing, str) else Uses(tuple(sites), sharing)
 
@@ -132,7 +132,7 @@ def _encoding(mechanism: Mechanism, params: Tree, state: Tree) -> tuple[tuple[En
     for var, shape in zip(closed.jaxpr.outvars, map(jnp.shape, jax.tree.leaves(out)), strict=True):
         of = set() if isinstance(var, core.Literal) else depends.get(var, set())
         if len(of) != 1:
-            return "a coordinate of the mechanism is not one parameter's"
+            return "a coordinate of the mechanism does not depend on exactly one parameter"
         (leaf,) = of
         source: Any = closed.jaxpr.invars[leaf]
         if shape != source.aval.shape:

@@ -1,7 +1,7 @@
 """The ways to compute the norms of one parameter's per-example gradients, and their clipped sum: one record for each.
 
-To add one: a record here and its name in `GHOST`; a model that takes it in tests/test_ghost_zoo.py and a case in
-tests/test_ghost_hostile.py, which name a way by its record.
+To add one: a record here and its name in `GHOST`, a model that takes it in tests/test_ghost_zoo.py, and a case in
+tests/test_ghost_hostile.py.
 """
 
 import functools
@@ -240,8 +240,10 @@ def _no_sum(uses: Uses, shape: tuple[int, ...], records: Record, factors: jax.Ar
 
 OUTER = Way("norm from |input| |cotangent|", _outer_cost, _outer_norm, _cotangent_sum)
 GRAM = Way("norm from Gram matrices", _gram_cost, _gram_norm, _cotangent_sum)
-PRODUCT = Way("per-example products", _product_cost, _product_norm, _product_sum, keeps_gradients=True)
-ROWS = Way("norm from the rows used", _rows_cost, _rows_norm, _cotangent_sum)
+PRODUCT = Way(
+    "per-example gradients from inputs and cotangents", _product_cost, _product_norm, _product_sum, keeps_gradients=True
+)
+ROWS = Way("norm from the rows looked up", _rows_cost, _rows_norm, _cotangent_sum)
 SHARED = Way("norm from Gram matrices of all uses", _shared_cost, _shared_norm, _cotangent_sum)
 GRADIENT = Way("per-example gradients", _gradient_cost, _gradient_norm, _gradient_sum, keeps_gradients=True)
 UNUSED = Way("no gradient", _no_cost, _no_norm, _no_sum)
