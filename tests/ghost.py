@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import dpx
+from dpx.gradients.ghost import ways as records
 
+WAYS = {name.lower(): record.words for name, record in vars(records).items() if isinstance(record, records.Way)}
 TOLERANCE = 1e-5
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # to compile, not to run
 

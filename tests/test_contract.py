@@ -119,7 +119,7 @@ def each_alone(case: Case):
     def by_ghost_norms(grad, state):
         batch = product_example(jax.tree.map(lambda g: g[None], grad))
         plan = ghost.make_plan(product_loss, mechanism, PARAMS, jax.tree.map(lambda x: x[0], batch), state, force=True)
-        assert isinstance(plan, ghost.Plan) and plan.follows
+        assert isinstance(plan, ghost.Plan) and plan.followed
         return ghost.sum_contributions(plan, mechanism, PARAMS, batch, state, included)[0]
 
     ways = [stacked, by_ghost_norms] if mechanism.supports_ghost_norms else [stacked]

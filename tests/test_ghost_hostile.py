@@ -16,8 +16,7 @@ from jax import lax
 import dpx
 from dpx._contributions import LARGEST
 from dpx.gradients.ghost import norms as ghost_norms
-from dpx.gradients.ghost.plan import METHODS
-from tests.ghost import assert_agrees, integers, key, noiseless, normal
+from tests.ghost import WAYS, assert_agrees, integers, key, noiseless, normal
 
 FULL = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
 ROUNDING = 1e-6  # of the clip norm
@@ -235,7 +234,7 @@ def test_no_row_exceeds_the_bound(name, variant):
             way
             for _, way, _ in dpx.explain(case.loss, made, case.params, dpx.Batch(batch, None), clipping="ghost").rows
         }
-        assert found == {METHODS[way] for way in case.ways}
+        assert found == {WAYS[way] for way in case.ways}
     assert_bounded(alone(case.loss, made, *rows_of((case.params, case.example))), 0.7)
 
 
