@@ -811,8 +811,8 @@ METHODS = [
     Fault(
         "freeze: one coordinate too many",
         "dpx/coordinates/_masks.py",
-        "number = jnp.int32(math.floor((share + 1e-12) * size))",
-        "number = jnp.int32(math.ceil((share + 1e-12) * size))",
+        "number = jnp.int32(math.floor((share + FLOAT64_SLACK) * size))",
+        "number = jnp.int32(math.ceil((share + FLOAT64_SLACK) * size))",
         "tests/test_masks.py -k floor",
         harmful=False,
     ),
