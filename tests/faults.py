@@ -935,15 +935,15 @@ PROJECTIONS = [
     Fault(
         "clip first: the stretch is not divided out",
         "dpx/coordinates/projections/projection.py",
-        "return sizes, rank, (1 + 1e-5) * found.stretch(sizes, rank)",
+        "return sizes, rank, ROUNDING * sketch.stretch(sizes, rank) if scaled else 1.0",
         "return sizes, rank, 1.0",
         "tests/test_projections.py -k not_lengthened",
     ),
     Fault(
         "clip first: no room for rounding",
         "dpx/coordinates/projections/projection.py",
-        "(1 + 1e-5) * found.stretch(sizes, rank)",
-        "found.stretch(sizes, rank)",
+        "ROUNDING * sketch.stretch(sizes, rank)",
+        "sketch.stretch(sizes, rank)",
         "tests/test_projections.py -k not_lengthened",
     ),
     Fault(
@@ -998,8 +998,8 @@ PROJECTIONS = [
     Fault(
         "projection: every group has the same draw",
         "dpx/coordinates/projections/projection.py",
-        "function(jax.random.fold_in(draw, number), size, *parts)",
-        "function(draw, size, *parts)",
+        "function(jax.random.fold_in(draw, number), rank, *groups)",
+        "function(draw, rank, *groups)",
         "tests/test_projections.py -k 'pseudo_code or group'",
         harmful=False,
     ),
