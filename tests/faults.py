@@ -916,8 +916,8 @@ METHODS = [
     Fault(
         "ada_dpigu: a warm-up that is too long",
         "dpx/methods/ada_dpigu.py",
-        "important = importance_mask(keep, warmup=warmup, inner=standardization, noise_floor=noise)",
-        "important = importance_mask(keep, warmup=warmup + 1, inner=standardization, noise_floor=noise)",
+        "important = importance_mask(keep, warmup=warmup, inner=standardization, noise_floor=noise_deviation)",
+        "important = importance_mask(keep, warmup=warmup + 1, inner=standardization, noise_floor=noise_deviation)",
         "tests/test_importance.py -k pseudo_code",
         harmful=False,
     ),
@@ -935,15 +935,15 @@ PROJECTIONS = [
     Fault(
         "clip first: the stretch is not divided out",
         "dpx/coordinates/projections/projection.py",
-        "return sizes, rank, ROUNDING * sketch.stretch(sizes, rank) if scaled else 1.0",
+        "return sizes, rank, ROUNDING * stretch(sizes, rank) if stretch else 1.0",
         "return sizes, rank, 1.0",
         "tests/test_projections.py -k not_lengthened",
     ),
     Fault(
         "clip first: no room for rounding",
         "dpx/coordinates/projections/projection.py",
-        "ROUNDING * sketch.stretch(sizes, rank)",
-        "sketch.stretch(sizes, rank)",
+        "ROUNDING * stretch(sizes, rank)",
+        "stretch(sizes, rank)",
         "tests/test_projections.py -k not_lengthened",
     ),
     Fault(

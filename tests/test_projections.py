@@ -21,7 +21,7 @@ from tests.test_dp_sgd import loss, model
 
 KEY = jax.random.key(5)
 NAMES = tuple(SKETCHES)
-BOUNDED = tuple(name for name, kind in SKETCHES.items() if kind.stretch)
+BOUNDED = tuple(name for name, sketch in SKETCHES.items() if sketch.stretch)
 
 
 def cut(vector, sizes):
@@ -42,11 +42,11 @@ def matrices(name, sizes, rank):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_lift_is_unbiased(name):
     """E[lift(project(v))] = v for every coordinate vector, within 5 standard errors; false alarm below 1e-3 in all."""
-    kind, sizes, draws = SKETCHES[name], (7, 3), 3000
+    sketch, sizes, draws = SKETCHES[name], (7, 3), 3000
 
     def there_and_back(key):
         def one(v):
-            return jnp.concatenate(kind.lift(key, kind.project(key, cut(v, sizes), 6), sizes, 6))
+            return jnp.concatenate(sketch.lift(key, sketch.project(key, cut(v, sizes), 6), sizes, 6))
 
         return jax.vmap(one)(jnp.eye(10))
 
@@ -132,10 +132,10 @@ def test_dense_matrices_are_streamed(name):
     """At d = 550,000 and p = 0.7 d, where A has 2e11 numbers, a program's own memory is that of a few blocks."""
     size, rank, examples = 550_000, 385_000, 2
     like = jax.ShapeDtypeStruct((examples, size), jnp.float32)
-    kind = SKETCHES[name]
-    project = jax.jit(jax.vmap(lambda v: kind.project(KEY, [v], rank)[0])).lower(like)
+    sketch = SKETCHES[name]
+    project = jax.jit(jax.vmap(lambda v: sketch.project(KEY, [v], rank)[0])).lower(like)
     coordinates = project.out_info
-    lift = jax.jit(lambda z: kind.lift(KEY, [z], [size], rank)[0]).lower(
+    lift = jax.jit(lambda z: sketch.lift(KEY, [z], [size], rank)[0]).lower(
         jax.ShapeDtypeStruct(coordinates.shape[1:], jnp.float32)
     )
     for program in (project, lift):

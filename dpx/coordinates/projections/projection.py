@@ -76,7 +76,7 @@ def projection(rank, reduction_rate, kind: str, every: int | None, stream: jax.A
     every = None if every is None else require_whole("every", every)
     ranks, rank_of, words = _ranks(rank, reduction_rate)
     sketch = SKETCHES[kind]
-    scaled = bounded and sketch.stretch is not None
+    stretch = sketch.stretch if bounded else None
 
     def each_group(function: Callable, state: ProjectionState, *trees: Tree) -> Tree:
         draw = jax.random.fold_in(stream, 0 if every is None else state.step // every)
@@ -92,7 +92,7 @@ def projection(rank, reduction_rate, kind: str, every: int | None, stream: jax.A
         """The sizes of a group's layers, its rank, and the divisor of its coordinates."""
         sizes = [math.prod(leaf.shape) for leaf in leaves]
         rank = rank_of(configured, sum(sizes))
-        return sizes, rank, ROUNDING * sketch.stretch(sizes, rank) if scaled else 1.0
+        return sizes, rank, ROUNDING * stretch(sizes, rank) if stretch else 1.0
 
     def encode(grad, state):
         def encode_group(key, configured, group):
@@ -121,8 +121,8 @@ def projection(rank, reduction_rate, kind: str, every: int | None, stream: jax.A
         init=lambda params: ProjectionState(jnp.zeros((), jnp.int32)),
         encode=encode,
         decode=decode,
-        name=f"{kind} projection to {words}" + (", divided by its largest stretch" if scaled else ""),
-        undo="lift by the transpose of the projection" + (", times its largest stretch" if scaled else ""),
+        name=f"{kind} projection to {words}" + (", divided by its largest stretch" if stretch else ""),
+        undo="lift by the transpose of the projection" + (", times its largest stretch" if stretch else ""),
         supports_ghost_norms=sketch.supports_ghost_norms,
         encode_whole_batch=sketch.encode_whole_batch,
     )
