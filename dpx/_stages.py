@@ -36,6 +36,11 @@ def describe_share(share: ScalarOrSchedule) -> str:
     return "a scheduled share" if callable(share) else f"a share of {share:.4g}"
 
 
+def describe_period(every: int) -> str:
+    """How often something happens that happens every `every` steps."""
+    return "every step" if every == 1 else f"every {every} steps"
+
+
 def describe_groups(values: Tree, words: Callable[[Any], str] = describe) -> str:
     """A value for each group of layers, each behind the group's path; one value alone stands without a path."""
     paths, _ = jax.tree_util.tree_flatten_with_path(values)

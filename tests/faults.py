@@ -884,6 +884,14 @@ METHODS = [
         "tests/test_adaptive_clipping.py -k no_room",
     ),
     Fault(
+        "adaptive: another noise is printed than the gradient's",
+        "dpx/mechanisms/adaptive_clipping.py",
+        "return at(inner.noise_multiplier, step) / _shares(inner.noise_multiplier, indicator_noise, step)[0]",
+        "return at(inner.noise_multiplier, step)",
+        "tests/test_printed_pipelines.py -k multiplier",
+        harmful=False,
+    ),
+    Fault(
         "normalized: the inner clip sees no norm",
         "dpx/mechanisms/normalized.py",
         "mechanism.weigh(jax.tree.map(lambda n: n / (n + stability), norms), state)",

@@ -327,9 +327,17 @@ def test_calibrated_by_what_may_be_spent():
 
 def test_prints_its_pipeline():
     text = str(dpx.dp2_sgd(reduction_rate=0.3, kind="hadamard", noise_multiplier=1.0, sampling=POISSON, key=KEY))
-    assert text.index("hadamard projection to 0.7") < text.index("normalize") < text.index("noise") < text.index("undo")
+    assert (
+        text.index("hadamard projection to 0.7")
+        < text.index("normalize")
+        < text.index("add noise")
+        < text.index("lift")
+    )
     text = str(dpx.clip_then_project(base(), rank=5, kind="subset", key=KEY))
-    assert text.index("clip to norm") < text.index("subset projection to rank 5 of the sum") < text.index("noise")
+    assert text.index("clip to norm") < text.index(
+        "project the sum: subset projection to rank 5, divided by its largest"
+    )
+    assert text.index("project the sum") < text.index("add noise") < text.index("times its largest stretch")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from jax import lax
 
 from dpx import keys
 from dpx._numbers import ScalarOrSchedule, require_fraction, require_whole
-from dpx._stages import describe_share
+from dpx._stages import describe_period, describe_share
 from dpx.coordinates._masks import complement, count, masked, random_mask
 from dpx.mechanism import Coordinates, Tree
 
@@ -58,7 +58,7 @@ def random_freeze(freeze_rate: ScalarOrSchedule, *, every: int, posterior: bool 
         following = lax.cond(step % every == 0, lambda: begin(step, like), lambda: state._replace(step=step))
         return masked(released, state.mask), following
 
-    frozen = f"{describe_share(freeze_rate)} of the coordinates, drawn at random every {every} steps"
+    frozen = f"{describe_share(freeze_rate)} of the coordinates, drawn at random {describe_period(every)}"
     return Coordinates(
         init=lambda params: begin(jnp.zeros((), jnp.int32), params),
         encode=lambda grad, state: grad if posterior else masked(grad, state.mask),

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from dpx._numbers import ScalarOrSchedule, require_fraction, require_whole
-from dpx._stages import describe_share
+from dpx._stages import describe_period, describe_share
 from dpx.coordinates._masks import complement, count, masked
 from dpx.coordinates._selection import largest
 from dpx.mechanism import Coordinates, Tree
@@ -40,7 +40,7 @@ def ranked_freeze(freeze_rate: ScalarOrSchedule, *, every: int) -> Coordinates:
     """
     require_fraction("freeze_rate", freeze_rate, "[0, 1)")
     every = require_whole("every", every)
-    share = complement(freeze_rate)
+    share, period = complement(freeze_rate), describe_period(every)
 
     def init(params):
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
@@ -61,7 +61,7 @@ def ranked_freeze(freeze_rate: ScalarOrSchedule, *, every: int) -> Coordinates:
         init=init,
         encode=lambda grad, state: masked(grad, state.mask),
         decode=decode,
-        name=f"freeze {describe_share(freeze_rate)} of the coordinates, those that moved least in {every} steps",
+        name=f"freeze {describe_share(freeze_rate)} of the coordinates, those that moved least, ranked {period}",
         undo="mask the released gradient",
         supports_ghost_norms=True,
         check=lambda steps: require_fraction("freeze_rate", freeze_rate, "[0, 1)", steps),

@@ -79,7 +79,7 @@ def standardized(
         init=init,
         encode=encode,
         decode=decode,
-        name="standardize by the mean and the scale of released gradients; norm and noise are in standardized units",
+        name="standardize by released means and scales, in whose units the clip norm and the noise are",
         undo="undo the standardization",
     )
 

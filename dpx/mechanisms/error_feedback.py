@@ -21,7 +21,7 @@ from dp_accounting import DpEvent, NoOpDpEvent
 from dpx import keys
 from dpx._numbers import require_number, require_whole
 from dpx._ordering import compute_after
-from dpx._stages import SUM
+from dpx._stages import SUM, describe_period
 from dpx.accounting.budget import calibrated
 from dpx.accounting.error_feedback.event import SAMPLINGS, ErrorFeedbackDpEvent
 from dpx.mechanism import Mechanism, Tree
@@ -171,7 +171,7 @@ def _event(config: Configuration, steps: int) -> DpEvent:
 
 def _stages(config: Configuration) -> tuple[str, ...]:
     bound, feed_back = config.bounds.words
-    reset = "" if config.reset_every is None else f"; forget it every {config.reset_every} steps"
+    reset = "" if config.reset_every is None else f"; forget it {describe_period(config.reset_every)}"
     return (
         f"{bound}; keep the rest of every gradient, up to norm {config.outer_clip_norm:.6g}, as the error",
         SUM,

@@ -117,5 +117,5 @@ def _stages(clip_norm: Tree, noise_multiplier: ScalarOrSchedule, sampling: Sampl
         norms = jax.tree.leaves(clip_norm)
         scheduled = any(callable(norm) for norm in norms)
         whole = (lambda step: optax.tree.norm(_norms_at(norms, step))) if scheduled else math.hypot(*norms)
-        noise += f", which is {describe(whole)}, the root of the sum of the groups' squared norms"
+        noise += f", which is {describe(whole)}, the root of the sum of their squares"
     return clip, SUM, noise, f"divide by the expected batch size {sampling.divisor}"

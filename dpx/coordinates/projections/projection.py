@@ -66,7 +66,7 @@ def random_projection(
     Raises ValueError for a rank outside [1, d] (above: while tracing), a rate outside [0, 1) or an unknown kind.
     """
     made = projection(rank, reduction_rate, kind, every, keys.stream(key, "projection"), bounded=False)
-    return made._replace(name=f"{made.name}; norm and noise are of projected coordinates")
+    return made._replace(name=f"{made.name}; clip norm and noise are those of projected coordinates")
 
 
 def projection(rank, reduction_rate, kind: str, every: int | None, stream: jax.Array, *, bounded: bool) -> Coordinates:
@@ -150,7 +150,8 @@ def _ranks(rank, reduction_rate) -> tuple[Tree, Callable[[Any, int], int], str]:
 
     if rank is None:
         return values, rank_of, f"{describe_groups(values, lambda rate: f'{1 - rate:.3g}')} of the coordinates"
-    return values, rank_of, f"rank {describe_groups(values, str)}"
+    label = "rank" if jax.tree_util.all_leaves([values]) else "ranks"
+    return values, rank_of, f"{label} {describe_groups(values, str)}"
 
 
 def _like(segments: Segments, leaves: list, structure: Any) -> Tree:
