@@ -1,4 +1,4 @@
-"""The largest numbers of a whole tree, exactly so many, by bisection on their bits instead of a sort.
+"""Selects an exact number of the largest numbers in a whole tree, by bisection on their bits instead of a sort.
 
 Each of 32 passes counts the numbers above a bound, which fixes one bit of the smallest number that is selected.
 """

@@ -118,7 +118,7 @@ def _check(keep: ScalarOrSchedule, warmup: int, inner: Coordinates | None, steps
 
 
 def _words(keep: ScalarOrSchedule, warmup: int, inner: Coordinates | None) -> tuple[str, str]:
-    """What `encode` and `decode` do, for the printed pipeline."""
+    """`encode` and `decode` in words, for the printed pipeline."""
     name = f"after {warmup} steps keep the most important coordinates: {describe_share(keep)}"
     if inner is None:
         return name, "mask the released gradient"

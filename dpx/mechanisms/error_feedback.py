@@ -97,7 +97,7 @@ def error_feedback_mechanism(
         that one example moves the mean.
     noise_multiplier: nu >= 0, the standard deviation of the noise on the sum, divided by C1; a number, or the
         `dpx.Budget` that it is calibrated to. 0 bills infinity.
-    reset_every: forget e after so many steps, which is billed less; None never does.
+    reset_every: forget e every so many steps, which lowers the bill; None never forgets it.
     stability: at least 1e-6, in the units of the gradient: normalize instead of clipping; None clips.
     sampling: Poisson sampling, shuffled epochs or full batches. key: as in `gaussian_mechanism`.
 
@@ -126,7 +126,7 @@ def error_feedback_mechanism(
 
 
 def _factors(config: Configuration, norm: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """What an example of this norm is multiplied by, in the release and in what is kept from it; float32 () each."""
+    """The factors of an example of this norm, in the release and in what is kept from it; float32 () each."""
     norm = jnp.maximum(norm, SMALLEST_DIVISOR)
     released = config.bounds.released(norm)
     outer = min(config.outer_clip_norm, LARGEST_CLIP_NORM)

@@ -1,4 +1,4 @@
-"""The Gaussian mechanism on clipped per-example gradients: the ground every method stands on."""
+"""The Gaussian mechanism on clipped per-example gradients: on which every method is built."""
 
 import math
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import jax
 
 from dpx import schedules
-from dpx._numbers import ScalarOrSchedule
+from dpx._numbers import ScalarOrSchedule, require_whole
 from dpx.accounting.budget import calibrated
 from dpx.coordinates.projections import ProjectionKind, random_projection
 from dpx.mechanism import Mechanism, Tree, in_coordinates
@@ -102,7 +102,7 @@ def d2p_sgd(
 
 def _falling(noise_multiplier: float, power: float, every: int) -> ScalarOrSchedule:
     """The noise multiplier of D2P-SGD, a schedule of the step."""
-    return schedules.every(every, schedules.inverse_power(noise_multiplier, power=power))
+    return schedules.every(require_whole("every", every), schedules.inverse_power(noise_multiplier, power=power))
 
 
 def _automatic(noise_multiplier: ScalarOrSchedule, stability: float, sampling: Sampling, key: jax.Array) -> Mechanism:

@@ -3,7 +3,7 @@
 import jax
 
 from dpx import schedules
-from dpx._numbers import require_number
+from dpx._numbers import require_number, require_whole
 from dpx.accounting.budget import calibrated
 from dpx.mechanism import Mechanism
 from dpx.mechanisms.gaussian import gaussian_mechanism
@@ -34,7 +34,7 @@ def dynamic_dp_sgd(
     rho_mu: growing-mu, at least 1, where 1 keeps the noise multiplier. rho_c: sensitivity decay, at least 1, where 1
         keeps the clip norm.
     noise_multiplier: 1 / mu_0, or a `dpx.Budget`.
-    every: keep both schedules constant for blocks of so many steps (an epoch); t is then the block's first step.
+    every: at least 1, the steps of a block (an epoch) that keeps both schedules at its first step's value.
     The rest is as in `dpx.dp_sgd`. Raises ValueError for numbers outside their domains.
     """
 
@@ -42,6 +42,7 @@ def dynamic_dp_sgd(
         step_by_step = schedule(value, steps=steps, **rho)
         return schedules.every(every, lambda block: step_by_step(block * every))
 
+    every = require_whole("every", every)
     require_number("clip_norm", clip_norm, minimum=0, exclusive=True)
     return gaussian_mechanism(
         clip_norm=in_blocks(schedules.sensitivity_decay, clip_norm, rho_c=rho_c),
