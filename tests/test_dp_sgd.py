@@ -1,4 +1,4 @@
-"""DP-SGD against what others compute: the pseudo-code in NumPy, and optax's own aggregation at zero noise."""
+"""DP-SGD against the pseudo-code in NumPy, and against optax's own aggregation at zero noise."""
 
 import dp_accounting
 import jax

@@ -1,8 +1,5 @@
 """Error feedback: what clipping takes away is remembered and fed back, bounded, into later releases.
 
-private gradient = v + N(0, (nu C1 / B)^2 I),  v = (1/B) sum_i clip(g_i, C1) + clip(e, C2)
-next e = e + (1/B) sum_i clip(g_i, Cmax) - v,  with the v before noise; e starts at 0 and is never released.
-
 Normalizing instead of clipping is DiceSGD's automatic form: C1 g / (|g| + stability) and C2 e / (|e| + C2). The paper's
 e / |e| jumps near 0 and has only the trivial bill; this one is non-expansive, as clipping is.
 """
@@ -85,7 +82,10 @@ def error_feedback_mechanism(
     reset_every: int | None = None,
     stability: float | None = None,
 ) -> Mechanism:
-    """Clipped gradients plus what earlier clipping took away, with Gaussian noise (the formula is in the module).
+    """Clipped gradients plus the error that earlier clipping left, with Gaussian noise (see the module for more).
+
+    private gradient = v + N(0, (nu C1 / B)^2 I),  v = (1/B) sum_i clip(g_i, C1) + clip(e, C2)
+    next e = e + (1/B) sum_i clip(g_i, Cmax) - v,  with the v before noise; e starts at 0 and is never released.
 
     Guarantee: the whole run is one event (`dpx.accounting.error_feedback`): given the released values, a participation
     of one example moves v by at most C1 / B and e by (Cmax - C1) / B, and a moved e moves later v. The float32 rounding
@@ -99,9 +99,9 @@ def error_feedback_mechanism(
         `dpx.Budget` that it is calibrated to. 0 bills infinity.
     reset_every: forget e every so many steps, which lowers the bill; None never forgets it.
     stability: at least 1e-6, in the units of the gradient: normalize instead of clipping; None clips.
-    sampling: Poisson sampling, shuffled epochs or full batches. key: as in `gaussian_mechanism`.
+    sampling: one of the records of `dpx.sampling`. key: as in `gaussian_mechanism`.
 
-    Raises ValueError for a number outside its domain or another sampling.
+    Raises ValueError for a number outside its domain, or anything else as sampling.
     Source: DiceSGD, Zhang et al. 2023, https://arxiv.org/abs/2311.14632.
     """
     if not isinstance(sampling, SAMPLINGS):
