@@ -165,8 +165,8 @@ CORE = [
     Fault(
         "clip: by the clip norm of the step before",
         "dpx/mechanisms/gaussian.py",
-        "norms, clip_norms(state.step)),)",
-        "norms, clip_norms(state.step - 1)),)",
+        "norms, _norms_at(clip_norm, state.step)),)",
+        "norms, _norms_at(clip_norm, state.step - 1)),)",
         contract("bounded", "scheduled"),
     ),
     Fault(
@@ -179,8 +179,8 @@ CORE = [
     Fault(
         "clip: groups are not summed in the sensitivity",
         "dpx/mechanisms/gaussian.py",
-        "deviation = multiplier * optax.tree.norm(clip_norms(step))",
-        "deviation = multiplier * max(jax.tree.leaves(clip_norms(step)))",
+        "deviation = multiplier * optax.tree.norm(_norms_at(clip_norm, step))",
+        "deviation = multiplier * max(jax.tree.leaves(_norms_at(clip_norm, step)))",
         contract("noise", "per layer"),
     ),
     Fault(
@@ -725,8 +725,8 @@ METHODS = [
     Fault(
         "feedback: the error is not clipped",
         "dpx/mechanisms/error_feedback.py",
-        "            return jnp.minimum(norm, feedback_norm)\n",
-        "            return norm\n",
+        "fed_back=lambda norm: jnp.minimum(norm, feedback_norm)",
+        "fed_back=lambda norm: norm",
         "tests/test_error_feedback.py -k huge",
     ),
     Fault(
@@ -739,7 +739,7 @@ METHODS = [
     Fault(
         "feedback: never reset",
         "dpx/mechanisms/error_feedback.py",
-        "jnp.where(step % reset_every == 0, 0, 1 / norm)",
+        "jnp.where(step % config.reset_every == 0, 0, 1 / norm)",
         "jnp.where(step == 0, 0, 1 / norm)",
         "tests/test_error_feedback.py -k reset",
     ),
@@ -753,22 +753,22 @@ METHODS = [
     Fault(
         "feedback: half of the excess is billed",
         "dpx/mechanisms/error_feedback.py",
-        "error_shift=error_shift / clip_norm if bounded",
-        "error_shift=error_shift / clip_norm / 2 if bounded",
+        "error_shift=config.bounds.error_shift / config.clip_norm if",
+        "error_shift=config.bounds.error_shift / config.clip_norm / 2 if",
         contract("cost", "dice_sgd"),
     ),
     Fault(
         "feedback: half of the reach is billed",
         "dpx/mechanisms/error_feedback.py",
-        "feedback_shift=2 * feedback_norm",
-        "feedback_shift=feedback_norm",
+        "feedback_shift=2 * config.feedback_norm",
+        "feedback_shift=config.feedback_norm",
         contract("cost", "dice_sgd"),
     ),
     Fault(
         "feedback: the excess of normalizing is that of clipping",
         "dpx/mechanisms/error_feedback.py",
-        "error_shift = max(outer - clip_norm * outer / (outer + stability), ",
-        "error_shift = min(outer - clip_norm, ",
+        "error_shift=max(outer - clip_norm * outer / (outer + stability), ",
+        "error_shift=min(outer - clip_norm, ",
         "tests/test_error_feedback.py -k moves_the_error",
     ),
     Fault(
@@ -781,7 +781,7 @@ METHODS = [
     Fault(
         "feedback: the noise goes into the error",
         "dpx/mechanisms/error_feedback.py",
-        "after(updates, error))  # in the place of the old one",
+        "after(updates, error))  # in the memory of the old error",
         "after(updates, jax.tree.map(jnp.add, error, noise)))",
         "tests/test_error_feedback.py -k algorithm_2",
     ),
@@ -811,8 +811,8 @@ METHODS = [
     Fault(
         "freeze: one coordinate too many",
         "dpx/coordinates/_masks.py",
-        "number = jnp.int32(math.floor((share + 1e-12) * size))",
-        "number = jnp.int32(math.ceil((share + 1e-12) * size))",
+        "number = jnp.int32(math.floor((share + FLOAT64_SLACK) * size))",
+        "number = jnp.int32(math.ceil((share + FLOAT64_SLACK) * size))",
         "tests/test_masks.py -k floor",
         harmful=False,
     ),
@@ -879,9 +879,17 @@ METHODS = [
     Fault(
         "adaptive: noise above what the indicator allows",
         "dpx/mechanisms/adaptive_clipping.py",
-        "        _require_room(over(noise_multiplier, steps), indicator_noise)\n",
+        "        _require_cheap_indicator(over(inner.noise_multiplier, steps), indicator_noise)\n",
         "",
         "tests/test_adaptive_clipping.py -k no_room",
+    ),
+    Fault(
+        "adaptive: another noise is printed than the gradient's",
+        "dpx/mechanisms/adaptive_clipping.py",
+        "return at(inner.noise_multiplier, step) / _shares(inner.noise_multiplier, indicator_noise, step)[0]",
+        "return at(inner.noise_multiplier, step)",
+        "tests/test_printed_pipelines.py -k multiplier",
+        harmful=False,
     ),
     Fault(
         "normalized: the inner clip sees no norm",
@@ -893,8 +901,8 @@ METHODS = [
     Fault(
         "normalized: stability below the norm",
         "dpx/mechanisms/normalized.py",
-        "lambda n, w: w / (n + stability), norms, weight)",
-        "lambda n, w: w / jnp.maximum(n, stability / 2), norms, weight)",
+        "lambda n, f: f / (n + stability), norms, factor)",
+        "lambda n, f: f / jnp.maximum(n, stability / 2), norms, factor)",
         "tests/test_dp_sgd.py -k automatic",
     ),
     Fault(
@@ -916,8 +924,8 @@ METHODS = [
     Fault(
         "ada_dpigu: a warm-up that is too long",
         "dpx/methods/ada_dpigu.py",
-        "important = importance_mask(keep, warmup=warmup, inner=standardization, noise_floor=noise)",
-        "important = importance_mask(keep, warmup=warmup + 1, inner=standardization, noise_floor=noise)",
+        "important = importance_mask(keep, warmup=warmup, inner=standardization, noise_floor=noise_deviation)",
+        "important = importance_mask(keep, warmup=warmup + 1, inner=standardization, noise_floor=noise_deviation)",
         "tests/test_importance.py -k pseudo_code",
         harmful=False,
     ),
@@ -935,15 +943,15 @@ PROJECTIONS = [
     Fault(
         "clip first: the stretch is not divided out",
         "dpx/coordinates/projections/projection.py",
-        "return sizes, rank, (1 + 1e-5) * found.stretch(sizes, rank)",
+        "return sizes, rank, ROUNDING * stretch(sizes, rank) if stretch else 1.0",
         "return sizes, rank, 1.0",
         "tests/test_projections.py -k not_lengthened",
     ),
     Fault(
         "clip first: no room for rounding",
         "dpx/coordinates/projections/projection.py",
-        "(1 + 1e-5) * found.stretch(sizes, rank)",
-        "found.stretch(sizes, rank)",
+        "ROUNDING * stretch(sizes, rank)",
+        "stretch(sizes, rank)",
         "tests/test_projections.py -k not_lengthened",
     ),
     Fault(
@@ -956,8 +964,8 @@ PROJECTIONS = [
     Fault(
         "clip first: a Gaussian is drawn once",
         "dpx/mechanisms/clip_then_project.py",
-        'if kind == "gaussian" and every != 1:',
-        "if False:",
+        "    if every != 1:\n",
+        "    if False:\n",
         "tests/test_projections.py -k reused_gaussian",
     ),
     Fault(
@@ -998,8 +1006,8 @@ PROJECTIONS = [
     Fault(
         "projection: every group has the same draw",
         "dpx/coordinates/projections/projection.py",
-        "function(jax.random.fold_in(draw, number), size, *parts)",
-        "function(draw, size, *parts)",
+        "function(jax.random.fold_in(draw, number), rank, *groups)",
+        "function(draw, rank, *groups)",
         "tests/test_projections.py -k 'pseudo_code or group'",
         harmful=False,
     ),

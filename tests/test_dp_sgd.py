@@ -1,4 +1,4 @@
-"""DP-SGD against what others compute: the pseudo-code in NumPy, and optax's own aggregation at zero noise."""
+"""DP-SGD against the pseudo-code in NumPy, and against optax's own aggregation at zero noise."""
 
 import dp_accounting
 import jax
@@ -158,12 +158,12 @@ def test_prints_its_pipeline():
     for part in (
         "train",
         "clip to norm 1.5",
-        "noise of 1.25",
+        "noise of standard deviation 1.25 x clip norm",
         "expected batch size 20",
         "PoissonSampling(examples=500",
     ):
         assert part in text
-    assert text.index("train") < text.index("clip") < text.index("noise")
+    assert text.index("trainable") < text.index("clip") < text.index("noise") < text.index("zeros for the other layers")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""DiceSGD against its paper's algorithms in NumPy, and what is particular to an error that is kept secret."""
+"""DiceSGD against its paper's algorithms in NumPy, and the secrecy of its error."""
 
 import math
 import types
@@ -46,7 +46,7 @@ def run(mechanism: dpx.Mechanism, grads: np.ndarray, params=None):
     return np.array(updates), state
 
 
-# Oracles: the paper's pseudo-code, with what enters the error bounded too
+# Oracles: the paper's pseudo-code, where the norm that enters the error is bounded too
 
 
 def clip(v, bound):

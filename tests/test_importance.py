@@ -282,7 +282,7 @@ def test_schedules_of_keep_are_refused_with_the_bill():
 
 
 def test_the_noise_is_the_mechanisms_own():
-    """What the oracles take for the noise: the "noise" stream with the step folded in, and no other draw."""
+    """The oracles take their noise from the "noise" stream with the step folded in, and from no other draw."""
     mechanism = dpx.ada_dpigu(warmup=1, **BASE)
     params, _ = problem()
     zeros = (jax.tree.map(jnp.zeros_like, params),)

@@ -12,6 +12,7 @@ MAY_IMPORT = {
     "_states": set(),
     "_public_state": set(),
     "_microbatching": {"_ordering"},
+    "_stages": {"_numbers"},
     "schedules": {"_numbers"},
     "keys": set(),
     "batches": set(),
@@ -22,10 +23,11 @@ MAY_IMPORT = {
     "_guards": {"batches"},
     "_contributions": {"_microbatching", "batches"},
     "mechanism": {"_contributions", "_guards", "_numbers", "accounting", "batches", "release_state", "sampling"},
-    "coordinates": {"_numbers", "_states", "batches", "keys", "mechanism"},
+    "coordinates": {"_numbers", "_stages", "_states", "batches", "keys", "mechanism"},
     "mechanisms": {
         "_numbers",
         "_ordering",
+        "_stages",
         "accounting",
         "coordinates",
         "keys",
@@ -44,7 +46,7 @@ MAY_IMPORT = {
         "mechanism",
         "release_state",
     },
-    "methods": {"_numbers", "accounting", "coordinates", "mechanism", "mechanisms", "sampling", "schedules"},
+    "methods": {"_numbers", "_stages", "accounting", "coordinates", "mechanism", "mechanisms", "sampling", "schedules"},
     "catalog": {"coordinates", "mechanisms", "methods", "sampling"},
 }
 

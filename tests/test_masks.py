@@ -194,7 +194,7 @@ def test_freeze_equals_the_pseudo_code(kind):
     )
     np.testing.assert_allclose(flat(params), expected, rtol=2e-5, atol=2e-6)
     frozen = masks[-1] == 0
-    assert frozen.sum() == 6 and (flat(updates)[frozen] != 0).all()  # momentum goes on moving what is frozen
+    assert frozen.sum() == 6 and (flat(updates)[frozen] != 0).all()  # momentum keeps moving frozen coordinates
 
 
 def test_frozen_coordinates_count_nothing_in_the_norm():

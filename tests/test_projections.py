@@ -15,13 +15,13 @@ import dpx
 from dpx import keys
 from dpx.accounting.projected import projected
 from dpx.coordinates.projections import countsketch, hadamard
-from dpx.coordinates.projections.projection import KINDS, projection
+from dpx.coordinates.projections.projection import SKETCHES, projection
 from tests.mechanisms import PARAMS, POISSON
 from tests.test_dp_sgd import loss, model
 
 KEY = jax.random.key(5)
-NAMES = tuple(KINDS)
-BOUNDED = tuple(name for name, kind in KINDS.items() if kind.stretch)
+NAMES = tuple(SKETCHES)
+BOUNDED = tuple(name for name, sketch in SKETCHES.items() if sketch.stretch)
 
 
 def cut(vector, sizes):
@@ -31,7 +31,7 @@ def cut(vector, sizes):
 @functools.cache
 def matrices(name, sizes, rank):
     """keys -> the matrices P of the kind, (keys, coordinates, d)."""
-    project = KINDS[name].project
+    project = SKETCHES[name].project
 
     def matrix(key):
         return jax.vmap(lambda v: jnp.concatenate(project(key, cut(v, sizes), rank)), out_axes=1)(jnp.eye(sum(sizes)))
@@ -42,11 +42,11 @@ def matrices(name, sizes, rank):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_lift_is_unbiased(name):
     """E[lift(project(v))] = v for every coordinate vector, within 5 standard errors; false alarm below 1e-3 in all."""
-    kind, sizes, draws = KINDS[name], (7, 3), 3000
+    sketch, sizes, draws = SKETCHES[name], (7, 3), 3000
 
     def there_and_back(key):
         def one(v):
-            return jnp.concatenate(kind.lift(key, kind.project(key, cut(v, sizes), 6), sizes, 6))
+            return jnp.concatenate(sketch.lift(key, sketch.project(key, cut(v, sizes), 6), sizes, 6))
 
         return jax.vmap(one)(jnp.eye(10))
 
@@ -63,7 +63,7 @@ def test_no_vector_is_stretched_more_than_stated(name):
     for sizes, rank in (((100, 29, 1), 70), ((33, 30), 1)):
         p = np.asarray(matrices(name, sizes, rank)(jax.random.split(KEY, 5)), np.float64)
         worst = np.linalg.svd(p, compute_uv=False)[:, 0].max()
-        stated = KINDS[name].stretch(sizes, rank)
+        stated = SKETCHES[name].stretch(sizes, rank)
         assert worst <= stated * (1 + 3e-6)
         assert worst >= 0.7 * stated
 
@@ -132,10 +132,10 @@ def test_dense_matrices_are_streamed(name):
     """At d = 550,000 and p = 0.7 d, where A has 2e11 numbers, a program's own memory is that of a few blocks."""
     size, rank, examples = 550_000, 385_000, 2
     like = jax.ShapeDtypeStruct((examples, size), jnp.float32)
-    kind = KINDS[name]
-    project = jax.jit(jax.vmap(lambda v: kind.project(KEY, [v], rank)[0])).lower(like)
+    sketch = SKETCHES[name]
+    project = jax.jit(jax.vmap(lambda v: sketch.project(KEY, [v], rank)[0])).lower(like)
     coordinates = project.out_info
-    lift = jax.jit(lambda z: kind.lift(KEY, [z], [size], rank)[0]).lower(
+    lift = jax.jit(lambda z: sketch.lift(KEY, [z], [size], rank)[0]).lower(
         jax.ShapeDtypeStruct(coordinates.shape[1:], jnp.float32)
     )
     for program in (project, lift):
@@ -327,9 +327,17 @@ def test_calibrated_by_what_may_be_spent():
 
 def test_prints_its_pipeline():
     text = str(dpx.dp2_sgd(reduction_rate=0.3, kind="hadamard", noise_multiplier=1.0, sampling=POISSON, key=KEY))
-    assert text.index("hadamard projection to 0.7") < text.index("normalize") < text.index("noise") < text.index("undo")
+    assert (
+        text.index("hadamard projection to 0.7")
+        < text.index("normalize")
+        < text.index("add noise")
+        < text.index("lift")
+    )
     text = str(dpx.clip_then_project(base(), rank=5, kind="subset", key=KEY))
-    assert text.index("clip to norm") < text.index("subset projection to rank 5 of the sum") < text.index("noise")
+    assert text.index("clip to norm") < text.index(
+        "project the sum: subset projection to rank 5, divided by its largest"
+    )
+    assert text.index("project the sum") < text.index("add noise") < text.index("times its largest stretch")
 
 
 @pytest.mark.parametrize(

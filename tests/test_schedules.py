@@ -26,7 +26,7 @@ def dynamic(**changes):
 
 
 def realized_scale(mechanism, steps):
-    """The noise of each step of a run over that of a unit mechanism with the same key: multiplier x clip; (steps,)."""
+    """Multiplier x clip norm of each step of a run, (steps,): its noise divided by that of a unit mechanism."""
     unit = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=1.0, sampling=SAMPLING, key=KEY)
     none, included = jax.tree.map(lambda p: jnp.zeros((0, *p.shape)), PARAMS), jnp.zeros(0, bool)
     state, unit_state, scales = mechanism.init(PARAMS), unit.init(PARAMS), []
@@ -177,7 +177,7 @@ def test_bad_configuration(changes, message):
 
 
 def test_a_data_driven_schedule_is_refused():
-    """What a step's data says cannot set its noise: the bill has no data."""
+    """The data of a step cannot set its noise, because the bill has no data."""
 
     def train(data):
         mechanism = dpx.dp_sgd(
