@@ -16,9 +16,10 @@ from jax import lax
 import dpx
 from dpx._contributions import LARGEST
 from dpx.gradients.ghost import norms as ghost_norms
+from tests.compiling import EMITTERS
 from tests.ghost import WAYS, assert_agrees, integers, key, noiseless, normal
 
-FULL = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
+FULL = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False, **EMITTERS}
 ROUNDING = 1e-6  # of the clip norm
 MOST = float(np.finfo(np.float32).max)
 VALUES = (0.0, 1e-45, 1e-40, 1e-30, 1.0, 6e4, 1e18, 9e18, 1e19, 1e30, 9e37, MOST, np.inf, -np.inf, np.nan)
