@@ -151,7 +151,7 @@ def _require_plain(node: Any, key: Any) -> None:
         raise ValueError(
             f"the mechanism must not be wrapped: the state is an optax {holder.__name__}, in which raw gradients can "
             "pass by the mechanism, or its noise can change. Wrap nothing around a mechanism; freeze layers with "
-            "dpx.trainable"
+            "dpx.coordinates.trainable"
         )
     if holder in (tuple, list) and key.idx != 0:
         raise ValueError(

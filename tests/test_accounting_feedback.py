@@ -37,7 +37,7 @@ def epsilon(error_shift=1.0, noise=4.0, *, delta=1e-5, relation=None, **options)
 
 
 def mechanism(sampling=POISSON, noise=4.0, outer=2.0, **options) -> dpx.Mechanism:
-    return dpx.dice_sgd(
+    return dpx.methods.dice_sgd(
         clip_norm=1.0,
         feedback_norm=1.0,
         outer_clip_norm=outer,
@@ -373,7 +373,7 @@ def test_calibration():
         (EPOCHS, {"reset_every": 50}),
         (EPOCHS, {"stability": 0.2}),
     ):
-        made = dpx.dice_sgd(
+        made = dpx.methods.dice_sgd(
             clip_norm=1.0,
             feedback_norm=1.0,
             outer_clip_norm=1.5,
@@ -396,7 +396,7 @@ def run_pairs(patterns, target, others, *, clip_norm, outer, feedback_norm, batc
     target: (steps, SPACE), its gradients; others: (steps, rows, SPACE), everybody else's; patterns: (patterns, steps).
     """
     sampling = dpx.PoissonSampling(examples=100 * batch_size, batch_size=batch_size)
-    feedback = dpx.error_feedback_mechanism(
+    feedback = dpx.mechanisms.error_feedback_mechanism(
         clip_norm=clip_norm,
         outer_clip_norm=outer,
         feedback_norm=feedback_norm,
@@ -499,7 +499,7 @@ def test_the_same_attack_breaks_the_published_claim():
     noise = sigma * batch_size / clip_norm
     assert linear_test(moves, noise, 2.0) >= 0.408
     # dpx bills that run truly, and with an error that is bounded the same attack gains nothing
-    made = dpx.error_feedback_mechanism(
+    made = dpx.mechanisms.error_feedback_mechanism(
         clip_norm=clip_norm,
         feedback_norm=feedback_norm,
         outer_clip_norm=math.inf,

@@ -711,7 +711,7 @@ def _noise_from_the_projection(m, key):
         return [(sums[0][0] + 1.3 * 0.7 * noise) / POISSON.divisor], state._replace(step=state.step + 1)
 
     inner = dpx.dp_sgd(clip_norm=0.7, noise_multiplier=1.3, sampling=POISSON, key=key).replace(release=release)
-    return dpx.in_coordinates(inner, dpx.random_projection(rank=12, kind="gaussian", key=key))
+    return dpx.in_coordinates(inner, dpx.coordinates.random_projection(rank=12, kind="gaussian", key=key))
 
 
 def _noise_on_another_mask(m, key):
@@ -745,7 +745,7 @@ def _importance_without_noise(m, key):
 
 
 def _no_second_mask(m, key):
-    standardized = dpx.standardized(variance_decay=0.5, stability=0.05)
+    standardized = dpx.coordinates.standardized(variance_decay=0.5, stability=0.05)
 
     def encode(grad, state):
         important = state.coordinates[0]

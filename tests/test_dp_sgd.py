@@ -90,7 +90,7 @@ def test_automatic_clipping_equals_its_formula():
     params, batch = model()
     grads = jax.vmap(jax.grad(loss), (None, 0))(params, batch)
     norms = np.sqrt(sum((np.asarray(g, np.float64).reshape(16, -1) ** 2).sum(1) for g in grads.values()))
-    mechanism = dpx.normalized(dp_sgd(clip_norm=1.0), stability=0.05)
+    mechanism = dpx.mechanisms.normalized(dp_sgd(clip_norm=1.0), stability=0.05)
     updates, _ = mechanism.update(grads, mechanism.init(params), params, included=None)
     for name in params:
         expected = np.tensordot(1 / (norms + 0.05), np.asarray(grads[name], np.float64), 1) / 20
@@ -154,7 +154,7 @@ def test_calibrated_by_what_may_be_spent():
 
 
 def test_prints_its_pipeline():
-    text = str(dpx.in_coordinates(dp_sgd(noise_multiplier=1.25), dpx.trainable({"w": True, "b": False})))
+    text = str(dpx.in_coordinates(dp_sgd(noise_multiplier=1.25), dpx.coordinates.trainable({"w": True, "b": False})))
     for part in (
         "train",
         "clip to norm 1.5",

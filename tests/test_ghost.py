@@ -94,20 +94,20 @@ MECHANISMS = {
     "clipped": lambda: mechanism(),
     "mostly unclipped": lambda: mechanism(100.0),
     "groups": lambda: mechanism(dict.fromkeys(("bias", "kernel", "scale", "sequence", "table", "vector"), 1e-2)),
-    "normalized": lambda: noiseless(dpx.normalized(inner(clip_norm=1.0))),
+    "normalized": lambda: noiseless(dpx.mechanisms.normalized(inner(clip_norm=1.0))),
     "two factors": lambda: two_factors(inner(clip_norm=1.0)),
     "mask": lambda: noiseless(dpx.in_coordinates(inner(clip_norm=1e-3), scaled(mask))),
     "scale": lambda: noiseless(dpx.in_coordinates(inner(clip_norm=1e-3), scaled(lambda i, s: normal(i, *s)))),
     "frozen": lambda: noiseless(
         dpx.in_coordinates(
             inner(clip_norm=1e-3),
-            dpx.trainable({name: name in ("kernel", "vector") for name in problem()[0]}),
+            dpx.coordinates.trainable({name: name in ("kernel", "vector") for name in problem()[0]}),
         )
     ),
     "frozen and masked": lambda: noiseless(
         dpx.in_coordinates(
             inner(clip_norm=1e-3),
-            dpx.trainable({name: name != "table" for name in problem()[0]}),
+            dpx.coordinates.trainable({name: name != "table" for name in problem()[0]}),
             scaled(mask),
         )
     ),

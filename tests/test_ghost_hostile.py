@@ -128,7 +128,7 @@ def mechanism(clip_norm: Any = 0.7) -> dpx.Mechanism:
 
 
 def masked(made: dpx.Mechanism) -> dpx.Mechanism:
-    return noiseless(dpx.in_coordinates(made, dpx.random_freeze(0.4, every=1, key=key(3))))
+    return noiseless(dpx.in_coordinates(made, dpx.coordinates.random_freeze(0.4, every=1, key=key(3))))
 
 
 def gradient(loss, made, params, examples, included, clipping, state):
@@ -213,7 +213,7 @@ def assert_bounded(found: np.ndarray, clip_norm: float, *, least_share: float = 
 VARIANTS: dict[str, Callable[[], dpx.Mechanism]] = {
     "clipped": mechanism,
     "masked": lambda: masked(mechanism()),
-    "normalized": lambda: noiseless(dpx.normalized(mechanism(), stability=1e-6)),
+    "normalized": lambda: noiseless(dpx.mechanisms.normalized(mechanism(), stability=1e-6)),
 }
 
 
@@ -246,7 +246,7 @@ def test_no_row_exceeds_the_bound_on_stacked_gradients(name):
 
 
 def test_no_row_exceeds_the_bound_where_leaves_are_dropped():
-    made = dpx.in_coordinates(mechanism(), dpx.trainable({"in": False, "b": True, "out": True}))
+    made = dpx.in_coordinates(mechanism(), dpx.coordinates.trainable({"in": False, "b": True, "out": True}))
     case = CASES["perceptron"]
     assert_bounded(alone(case.loss, noiseless(made), *rows_of((case.params, case.example))), 0.7)
 

@@ -78,13 +78,17 @@ BASE = {"clip_norm": 1.0, "noise_multiplier": 1.0, "sampling": dpx.PoissonSampli
 
 
 def projected(kind):
-    projection = dpx.random_projection(reduction_rate=0.3, kind=kind, key=jax.random.key(0))
+    projection = dpx.coordinates.random_projection(reduction_rate=0.3, kind=kind, key=jax.random.key(0))
     return dpx.in_coordinates(dpx.dp_sgd(**BASE, key=jax.random.key(0)), projection)
 
 
 @pytest.mark.parametrize(
     "mechanism",
-    [dpx.ada_dpigu(keep=0.6, warmup=1, **BASE, key=jax.random.key(0)), projected("countsketch"), projected("hadamard")],
+    [
+        dpx.methods.ada_dpigu(keep=0.6, warmup=1, **BASE, key=jax.random.key(0)),
+        projected("countsketch"),
+        projected("hadamard"),
+    ],
     ids=["ada_dpigu", "countsketch", "hadamard"],
 )
 def test_what_is_encoded_is_held_in_segments(mechanism, monkeypatch):
@@ -97,7 +101,7 @@ def test_what_is_encoded_is_held_in_segments(mechanism, monkeypatch):
     "mechanism, largest",
     [
         (dpx.dp_sgd(**BASE, key=jax.random.key(0)), 11),
-        (dpx.dice_sgd(feedback_norm=1.0, outer_clip_norm=1.5, **BASE, key=jax.random.key(0)), 15),
+        (dpx.methods.dice_sgd(feedback_norm=1.0, outer_clip_norm=1.5, **BASE, key=jax.random.key(0)), 15),
     ],
     ids=["one factor", "two factors"],
 )
@@ -196,7 +200,7 @@ def test_bad_arguments():
             dpx.private_grad(loss, dp_sgd())(params, plain, dp_sgd().init(params))
     for mask in ({"w": False, "b": False}, {"w": 1}, {}):
         with pytest.raises(ValueError, match="mask"):
-            dpx.trainable(mask)
+            dpx.coordinates.trainable(mask)
 
 
 SHARDED = """

@@ -47,7 +47,7 @@ def constant(coordinates: dpx.Coordinates, state) -> dict:
 
 
 def lifted(**options):
-    return lambda state: constant(dpx.random_projection(key=KEY, **options), state.coordinates[0])
+    return lambda state: constant(dpx.coordinates.random_projection(key=KEY, **options), state.coordinates[0])
 
 
 def lifted_sum(state):
@@ -151,6 +151,6 @@ def test_what_bounds_an_example_is_printed_where_it_happens():
 def test_a_mechanism_with_other_stages_can_be_wrapped():
     """The stages of somebody's own mechanism need not name the sum."""
     own = case_of("dp_sgd").mechanism.replace(stages=("my own mechanism",))
-    assert dpx.normalized(own).stages == ("normalize to g / (|g| + 0.01)", "my own mechanism")
-    projected = dpx.clip_then_project(own, rank=12, kind="subset", key=KEY)
+    assert dpx.mechanisms.normalized(own).stages == ("normalize to g / (|g| + 0.01)", "my own mechanism")
+    projected = dpx.mechanisms.clip_then_project(own, rank=12, kind="subset", key=KEY)
     assert projected.stages[0].startswith("project the sum") and projected.stages[-1].startswith("lift")

@@ -20,7 +20,7 @@ STEPS = 12
 
 
 def dynamic(**changes):
-    return dpx.dynamic_dp_sgd(
+    return dpx.methods.dynamic_dp_sgd(
         **({"clip_norm": 0.5, "noise_multiplier": 2.0, "steps": STEPS, "sampling": SAMPLING, "key": KEY} | changes)
     )
 
@@ -63,7 +63,7 @@ RUNNING = {
     "sensitivity decay": (dynamic(rho_c=4.0), lambda t: 0.5 * 4 ** (-(t + 1) / STEPS)),
     "both": (dynamic(rho_mu=3.0, rho_c=2.0), lambda t: 0.5 * 2 ** (-(t + 1) / STEPS)),
     "per epoch": (dynamic(rho_mu=3.0, rho_c=2.0, every=4), lambda t: 0.5 * 2 ** (-(t // 4 * 4 + 1) / STEPS)),
-    "d2p": (dpx.d2p_sgd(noise_multiplier=3.0, power=0.5, every=3, sampling=SAMPLING, key=KEY), lambda t: 1.0),
+    "d2p": (dpx.methods.d2p_sgd(noise_multiplier=3.0, power=0.5, every=3, sampling=SAMPLING, key=KEY), lambda t: 1.0),
     "optax": (
         dpx.dp_sgd(
             clip_norm=optax.cosine_decay_schedule(2.0, 20),
@@ -134,7 +134,7 @@ def test_calibrated_on_the_true_composition():
         mechanism = dynamic(noise_multiplier=budget, rho_mu=1 / 0.3, rho_c=2.0, steps=60)
         assert 1.99 <= dpx.epsilon(mechanism, 60, delta=1e-5, accountant=accountant) <= 2.0
     budget = dpx.Budget(epsilon=1.0, delta=1e-5, steps=100)
-    mechanism = dpx.d2p_sgd(noise_multiplier=budget, every=10, sampling=SAMPLING, key=KEY)
+    mechanism = dpx.methods.d2p_sgd(noise_multiplier=budget, every=10, sampling=SAMPLING, key=KEY)
     assert 0.99 <= dpx.epsilon(mechanism, 100, delta=1e-5) <= 1.0
 
 

@@ -46,7 +46,7 @@ def calibrated(build: Callable[..., M]) -> Callable[..., M]:
 
         @dpx.calibrated
         def mine(*, noise_multiplier, **rest):
-            return dpx.clip_then_project(dpx.dp_sgd(noise_multiplier=noise_multiplier, **rest), rank=12, ...)
+            return dpx.mechanisms.clip_then_project(dpx.dp_sgd(noise_multiplier=noise_multiplier, **rest), rank=12, ...)
 
     build: takes `noise_multiplier`, with which the noise must grow.
 

@@ -27,7 +27,7 @@ def gradient_embedding(basis: Tree, *, embedding_scale: float = 1.0, residual_sc
     """g -> {"embedding": w / embedding_scale, "residual": (g - V^T w) / residual_scale} for w = V g, and back.
 
     Gradients near the subspace have a small residual, which a small clip norm of its own then hardly cuts; see
-    `dpx.gep_sgd`. Any `basis` gives the whole gradient back; an orthonormal one splits its squared norm.
+    `dpx.methods.gep_sgd`. Any `basis` gives the whole gradient back; an orthonormal one splits its squared norm.
 
     basis: V, of `public_subspace`: (rank, *shape) for each array of the parameters of that shape. It must depend on
         public data and released values only.

@@ -42,7 +42,7 @@ def adaptive_clipping(
     *,
     initial_clip_norm: float,
     quantile: float = 0.5,
-    learning_rate: float = 0.2,
+    clip_learning_rate: float = 0.2,
     indicator_noise: float,
     noise_multiplier: ScalarOrSchedule,
     sampling: Sampling,
@@ -50,12 +50,14 @@ def adaptive_clipping(
 ) -> Mechanism:
     """DP-SGD whose clip norm C moves toward the `quantile` of the norms (Andrew et al. 2021, arXiv:1905.03871).
 
-    C <- C exp(-learning_rate (b - quantile)),  b = 1/2 + (sum_i (1[|g_i| <= C] - 1/2) + N(0, indicator_noise^2)) / B
+    C <- C exp(-clip_learning_rate (b - quantile)),  b = 1/2 + (sum_i (1[|g_i| <= C] - 1/2) + N(0, indicator_noise^2)) / B
 
     Guarantee: a step costs as much as one Gaussian release of `noise_multiplier` z. The gradient has the multiplier
     z_g = (z^-2 - (2 s)^-2)^(-1/2), where s is `indicator_noise`.
 
-    initial_clip_norm: C at step 0, in [2^-40, 2^40], where it stays. quantile: in (0, 1). learning_rate: at least 0.
+    initial_clip_norm: C at step 0, in [2^-40, 2^40], the range that C never leaves.
+    quantile: in (0, 1), the share of the examples whose norms C is to exceed.
+    clip_learning_rate: at least 0, how fast C follows the quantile.
     indicator_noise: s > 0, the standard deviation of the noise on the sum of the indicators; the paper's is B / 20.
     noise_multiplier: z, or the `dpx.Budget` that it is calibrated to. Above 0 and below 2 s at every step, because the
         indicator alone would cost more. The rest is as in `gaussian_mechanism`.
@@ -63,7 +65,7 @@ def adaptive_clipping(
     Raises ValueError for a number outside its domain; for a schedule at step 0, or when a later step is billed.
     """
     initial_clip_norm = require_number("initial_clip_norm", initial_clip_norm, minimum=SMALLEST, maximum=LARGEST)
-    _require_numbers(quantile, learning_rate, indicator_noise)
+    _require_numbers(quantile, clip_learning_rate, indicator_noise)
     inner = gaussian_mechanism(clip_norm=1.0, noise_multiplier=noise_multiplier, sampling=sampling, key=key)
     _require_cheap_indicator(over(inner.noise_multiplier, 1), indicator_noise)
     shares = functools.partial(_shares, inner.noise_multiplier, indicator_noise)
@@ -80,7 +82,7 @@ def adaptive_clipping(
         gradient, indicator = shares(state.inner.step)
         updates = jax.tree.map(lambda r: r * (state.clip_norm / gradient), released["gradient"])
         below = 0.5 + released["indicator"] / (2 * indicator)
-        clip_norm = state.clip_norm * jnp.exp(-learning_rate * (below - quantile))
+        clip_norm = state.clip_norm * jnp.exp(-clip_learning_rate * (below - quantile))
         clip_norm = jnp.clip(clip_norm, SMALLEST, LARGEST)
         return optax.tree.cast_like(updates, params), AdaptiveClippingState(inner_state, clip_norm)
 
@@ -106,8 +108,8 @@ def _shares(noise_multiplier: ScalarOrSchedule, indicator_noise: float, step: ja
     return jnp.sqrt(1 - indicator**2), indicator
 
 
-def _require_numbers(quantile: float, learning_rate: float, indicator_noise: float):
-    require_number("learning_rate", learning_rate, minimum=0)
+def _require_numbers(quantile: float, clip_learning_rate: float, indicator_noise: float):
+    require_number("clip_learning_rate", clip_learning_rate, minimum=0)
     require_number("indicator_noise", indicator_noise, minimum=0, exclusive=True)
     if not 0 < quantile < 1:
         raise ValueError(f"quantile must be in (0, 1), got {quantile}")

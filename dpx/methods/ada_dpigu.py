@@ -41,9 +41,10 @@ def ada_dpigu(
     keep: in (0, 1], the share of the coordinates trained after the warm-up; a rising schedule unfreezes the rest.
     warmup: the number of steps of the first phase, at least 1, which are billed with the others.
     example_keep: in (0, 1], the share of all coordinates that each example keeps of its own, in the second phase.
-    mean_decay, variance_decay, stability, relative: of `dpx.standardized`. The variance starts as that of the noise.
+    mean_decay, variance_decay, stability, relative: of `dpx.coordinates.standardized`. The variance starts as
+        that of the noise.
     clip_norm: in the second phase, of the standardized gradient.
-    The rest is as in `dpx.dp_sgd`. For the paper's loss at masked parameters, see `dpx.masked_params`.
+    The rest is as in `dpx.dp_sgd`. For the paper's loss at masked parameters, see `dpx.coordinates.masked_params`.
     """
     warmup = require_whole("warmup", warmup)
     require_fraction("example_keep", example_keep, "(0, 1]")

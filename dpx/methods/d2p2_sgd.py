@@ -40,13 +40,14 @@ def d2p2_sgd(
     lengthens some of them, by any factor with some probability. What dpx bills: with "project_then_clip" every example
     is projected first and then normalized, so the Gaussian with falling noise, exactly; with "clip_then_project", the
     paper's order, the distribution of a Gaussian's stretch; for other kinds the noise grows by the largest stretch
-    (see `dpx.clip_then_project`). Its privacy theorem also leaves its constants open; all steps are composed here.
+    (see `dpx.mechanisms.clip_then_project`). Its privacy theorem also leaves its constants open; dpx composes all
+    steps.
 
     The lift is A z / sqrt(p), the paper's A z divided by sqrt(p), so that a learning rate does not depend on p.
 
-    rank, reduction_rate, kind: of `dpx.random_projection`, with a fresh draw every step; the paper reduces by 0.1 and
-        0.3 with "gaussian", which is too slow for large models.
-    order: which of the two comes first. power, every, stability: of `dpx.d2p_sgd`.
+    rank, reduction_rate, kind: of `dpx.coordinates.random_projection`, with a fresh draw every step; the paper reduces
+        by 0.1 and 0.3 with "gaussian", which is too slow for large models.
+    order: which of the two comes first. power, every, stability: of `dpx.methods.d2p_sgd`.
     noise_multiplier: of the first block of steps, or a `dpx.Budget`.
     The rest is as in `dpx.dp_sgd`. Raises ValueError for an unknown order, and where these do.
     """
@@ -92,7 +93,7 @@ def d2p_sgd(
     What the paper claims: a bound whose constants it leaves open. What holds: the composition of the Gaussian releases
     of all steps. What dpx bills: that.
 
-    stability: of `dpx.normalized`, which makes the sensitivity 1.
+    stability: of `dpx.mechanisms.normalized`, which makes the sensitivity 1.
     power: at least 0; 1/2 in the paper's theorems, 1/4 per epoch in its experiments. every: at least 1.
     noise_multiplier: of the first block, above 0, or a `dpx.Budget`.
     The rest is as in `dpx.dp_sgd`. Raises ValueError for numbers outside their domains.

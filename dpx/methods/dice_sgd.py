@@ -31,7 +31,7 @@ def dice_sgd(**arguments: Any) -> Mechanism:
     on all earlier raw batches, and may move the release at every step, sampled or not, so the claim does not hold. What
     dpx bills: how far one example moves the error, which outer_clip_norm bounds (the module has a table).
 
-    The arguments are those of `dpx.error_feedback_mechanism`. `stability` gives the automatic form of the paper, and
-    `dpx.chain(dice_sgd(...), optax.scale_by_adam(), ...)` its Adam form.
+    The arguments are those of `dpx.mechanisms.error_feedback_mechanism`. `stability` gives the automatic form of the
+    paper, and `dpx.chain(dice_sgd(...), optax.scale_by_adam(), ...)` its Adam form.
     """
     return error_feedback_mechanism(**arguments)

@@ -32,7 +32,8 @@ def gep_sgd(
     billed. What dpx bills: both as one Gaussian of noise multiplier sigma, because an example's embedding and
     residual, divided by their noise and multiplied by sigma, have norms of at most sqrt(s) and sqrt(1 - s), together 1.
 
-    basis: of `dpx.public_subspace`, from public gradients; the paper takes a new one every step (`gradient_embedding`).
+    basis: of `dpx.coordinates.public_subspace`, from public gradients; the paper takes a new one every step
+        (`gradient_embedding`).
     embedding_clip_norm, residual_clip_norm: C1 and C2, above 0, in the units of the gradient.
     embedding_share: s in (0, 1), the embedding's share of the precision; 1/2 is the paper's.
     The rest is as in `dpx.dp_sgd`. Raises ValueError for numbers outside their domains.

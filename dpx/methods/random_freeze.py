@@ -29,7 +29,7 @@ def random_freeze_sgd(
     What the paper claims: the epsilon of DP-SGD. What holds: that, because the masks depend on no data; but its runs
     shuffle and bill Poisson sampling. What dpx bills: DP-SGD for the sampling that draws the batches.
 
-    freeze_rate, every, posterior: of `dpx.random_freeze`; gradual cooling is
+    freeze_rate, every, posterior: of `dpx.coordinates.random_freeze`; gradual cooling is
         `optax.linear_schedule(0.0, freeze_rate, cooling_steps)`, and `every` the steps of an epoch.
     The rest is as in `dpx.dp_sgd`. Momentum chained behind it keeps moving frozen coordinates, as in the paper.
     """
@@ -54,7 +54,7 @@ def ranked_freeze_sgd(
     What the paper claims: the epsilon of DP-SGD. What holds: that, if the ranking sees the very release that the update
     sees; two draws of noise would be two releases. What dpx bills: one Gaussian release a step, used for both.
 
-    freeze_rate, every: of `dpx.ranked_freeze`. The rest is as in `dpx.dp_sgd`.
+    freeze_rate, every: of `dpx.coordinates.ranked_freeze`. The rest is as in `dpx.dp_sgd`.
     """
     return in_coordinates(
         gaussian_mechanism(clip_norm=clip_norm, noise_multiplier=noise_multiplier, sampling=sampling, key=key),
