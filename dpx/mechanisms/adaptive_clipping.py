@@ -50,7 +50,7 @@ def adaptive_clipping(
 ) -> Mechanism:
     """DP-SGD whose clip norm C moves toward the `quantile` of the norms (Andrew et al. 2021, arXiv:1905.03871).
 
-    C <- C exp(-clip_learning_rate (b - quantile)),  b = 1/2 + (sum_i (1[|g_i| <= C] - 1/2) + N(0, indicator_noise^2)) / B
+    C <- C exp(-clip_learning_rate (b - quantile)),  b = 1/2 + (sum_i (1[|g_i| <= C] - 1/2) + N(0, s^2)) / B
 
     Guarantee: a step costs as much as one Gaussian release of `noise_multiplier` z. The gradient has the multiplier
     z_g = (z^-2 - (2 s)^-2)^(-1/2), where s is `indicator_noise`.
