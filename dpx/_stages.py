@@ -22,7 +22,7 @@ def around_sum(
     """`stages` with others put before the bound and before the noise; all in front where there is no `SUM`."""
     if SUM not in stages:
         return (*before_bound, *before_noise, *stages)
-    bound, noise = stages.index(SUM) - 1, stages.index(SUM) + 1
+    bound, noise = max(stages.index(SUM) - 1, 0), stages.index(SUM) + 1
     return (*stages[:bound], *before_bound, *stages[bound:noise], *before_noise, *stages[noise:])
 
 
