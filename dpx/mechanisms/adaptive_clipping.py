@@ -61,7 +61,6 @@ def adaptive_clipping(
     indicator_noise: s > 0, the standard deviation of the noise on the sum of the indicators; the paper's is B / 20.
     noise_multiplier: z, or the `dpx.Budget` that it is calibrated to. Above 0 and below 2 s at every step, because the
         indicator alone would cost more. The rest is as in `gaussian_mechanism`.
-
     Raises ValueError for a number outside its domain; for a schedule at step 0, or when a later step is billed.
     """
     initial_clip_norm = require_number("initial_clip_norm", initial_clip_norm, minimum=SMALLEST, maximum=LARGEST)
@@ -82,8 +81,7 @@ def adaptive_clipping(
         gradient, indicator = shares(state.inner.step)
         updates = jax.tree.map(lambda r: r * (state.clip_norm / gradient), released["gradient"])
         below = 0.5 + released["indicator"] / (2 * indicator)
-        clip_norm = state.clip_norm * jnp.exp(-clip_learning_rate * (below - quantile))
-        clip_norm = jnp.clip(clip_norm, SMALLEST, LARGEST)
+        clip_norm = jnp.clip(state.clip_norm * jnp.exp(-clip_learning_rate * (below - quantile)), SMALLEST, LARGEST)
         return optax.tree.cast_like(updates, params), AdaptiveClippingState(inner_state, clip_norm)
 
     def event(steps):
