@@ -9,7 +9,7 @@ top_fraction        the largest coordinates of each example
 gradient_embedding  an embedding in a public subspace, and the residual (Yu et al. 2021)
 projections         fewer, random coordinates: five kinds, one a file
 
-To add one: a file here, a line below and in `dpx/__init__.py`, and a case in `tests/mechanisms.py`.
+To add one: a file here, its import below, and a line in `COORDINATES` of `dpx/catalog.py` (CONTRIBUTING.md).
 """
 
 from dpx.coordinates.gradient_embedding import gradient_embedding, public_subspace

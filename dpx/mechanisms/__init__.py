@@ -6,7 +6,7 @@ adaptive_clipping  a clip norm that follows a quantile of the norms (Andrew et a
 clip_then_project  project the clipped sum, once a step, instead of every example
 error_feedback     feed back what clipping took away (Zhang et al. 2023)
 
-To add one: a file here, a line below and in `dpx/__init__.py`, and a case in `tests/mechanisms.py`.
+To add one: a file here, its import below, and a line in `MECHANISMS` of `dpx/catalog.py` (CONTRIBUTING.md).
 """
 
 from dpx.mechanisms.adaptive_clipping import adaptive_clipping

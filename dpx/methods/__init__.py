@@ -8,7 +8,7 @@ dice_sgd        clipping with error feedback (DiceSGD, Zhang et al. 2023)
 ada_dpigu       standardized, important coordinates (AdaDPIGU, Zhang and Xie 2025)
 d2p2_sgd        random projections and noise that falls (D2P2-SGD, Jiang et al. 2025), with d2p_sgd and dp2_sgd
 
-To add one: a file here, a line below and in `dpx/__init__.py`, and a case in `tests/mechanisms.py`.
+To add one: a file here, its import below, and a line in `METHODS` of `dpx/catalog.py` (CONTRIBUTING.md).
 """
 
 from dpx.methods.ada_dpigu import ada_dpigu
