@@ -74,6 +74,28 @@ def require_kind(mechanism: Any, kind: type):
         )
 
 
+def require_coordinates(coordinates: tuple[Any, ...], kind: type):
+    """ValueError unless all are of the class `kind`, which is `dpx.Coordinates`."""
+    for given in coordinates:
+        if not isinstance(given, kind):
+            raise ValueError(
+                f"coordinates must be dpx.Coordinates, got {type(given)}; optax transforms belong behind the "
+                "mechanism, in dpx.chain(mechanism, ...)"
+            )
+
+
+def require_transforms(transforms: tuple[Any, ...], mechanism: type, coordinates: type):
+    """ValueError where a mechanism or coordinates are among the transforms behind a mechanism."""
+    for transform in transforms:
+        if isinstance(transform, mechanism):
+            raise ValueError("one mechanism, first in the chain, is billed; got a second one among the transforms")
+        if isinstance(transform, coordinates):
+            raise ValueError(
+                f"transforms must be optax transforms, got the coordinates {transform.name!r}; write "
+                "dpx.in_coordinates(mechanism, coordinates)"
+            )
+
+
 def require_fitting(changes: dict[str, Any], budget: Any):
     """ValueError where a mechanism of this budget, with these parts exchanged, has parts that do not fit together."""
     for part, needs in (("key", "release"), ("noise_multiplier", "release"), ("sampling", "event")):

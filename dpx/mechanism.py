@@ -23,15 +23,8 @@ import numpy as np
 import optax
 from dp_accounting import DpEvent
 
+from dpx import _guards
 from dpx._contributions import sum_contributions
-from dpx._guards import (
-    require_fitting,
-    require_kind,
-    require_no_more,
-    require_per_example,
-    require_unmasked,
-    undifferentiated,
-)
 from dpx._numbers import ScalarOrSchedule, over
 from dpx.accounting.budget import Budget
 from dpx.batches import MISSING, Tree, batch_size, inclusion
@@ -99,12 +92,12 @@ class Mechanism(optax.GradientTransformationExtraArgs):
         budget=None,
     ) -> Self:
         def begin(params):
-            require_unmasked(params)
+            _guards.require_unmasked(params)
             return signed(init(params), self.terms, 0 if budget is None else budget.steps)
 
         def update(grads, state, params=None, *, included=MISSING, drawn=None, **extra_args):
-            require_no_more(extra_args)
-            require_per_example(grads, params)
+            _guards.require_no_more(extra_args)
+            _guards.require_per_example(grads, params)
             rows = inclusion(batch_size(grads), included, self.sampling)
             return self.release_once(sum_contributions(self, grads, state, rows), state, params, rows, drawn)
 
@@ -117,7 +110,7 @@ class Mechanism(optax.GradientTransformationExtraArgs):
 
     def replace(self, **changes) -> "Mechanism":
         """A copy with some parts exchanged. Raises ValueError for parts that would no longer fit the others."""
-        require_fitting(changes, self.budget)
+        _guards.require_fitting(changes, self.budget)
         return Mechanism(**({name: getattr(self, name) for name in ("init", *Mechanism.__annotations__)} | changes))
 
     @functools.cached_property
@@ -131,7 +124,7 @@ class Mechanism(optax.GradientTransformationExtraArgs):
         Makes the state unbillable if the event is not true for the batch. Raises ValueError if it is differentiated.
         """
         state = countersigned(state, self.terms, jnp.sum(included), self.sampling, drawn)
-        return self.release(undifferentiated(sums), state, params)
+        return self.release(_guards.undifferentiated(sums), state, params)
 
     def event_paid_by(self, state: Tree, steps: int) -> DpEvent:
         """The event of the `steps` releases of `state`; ValueError if another mechanism made them."""
@@ -185,7 +178,8 @@ def in_coordinates(mechanism: Mechanism, *coordinates: Coordinates) -> Mechanism
 
     The bound and the noise stay the inner mechanism's, and so does the bill. Raises ValueError if `mechanism` is none.
     """
-    require_kind(mechanism, Mechanism)
+    _guards.require_kind(mechanism, Mechanism)
+    _guards.require_coordinates(coordinates, Coordinates)
 
     def init(params):
         like, states = _float32_like(params), []
@@ -240,9 +234,8 @@ def chain(mechanism: Mechanism, *transforms: optax.GradientTransformation) -> Me
     The transforms see the released gradient only: any optax optimizer, decay or momentum is free post-processing.
     Raises ValueError if `mechanism` is none, or one of the transforms is another.
     """
-    require_kind(mechanism, Mechanism)
-    if any(isinstance(transform, Mechanism) for transform in transforms):
-        raise ValueError("one mechanism, first in the chain, is billed; got a second one among the transforms")
+    _guards.require_kind(mechanism, Mechanism)
+    _guards.require_transforms(transforms, Mechanism, Coordinates)
     after = optax.chain(*transforms)
 
     def release(sums, state, params):

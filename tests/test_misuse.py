@@ -301,6 +301,14 @@ REFUSED = {
         lambda: dpx.in_coordinates(optax.chain(dp_sgd()), dpx.coordinates.trainable({"w": True, "b": False})),
         "must come first",
     ),
+    "coordinates in dpx.chain": (
+        lambda: dpx.chain(dp_sgd(), dpx.coordinates.trainable({"w": True, "b": False})),  # type: ignore
+        r"write dpx.in_coordinates\(mechanism, coordinates\)",
+    ),
+    "an optax transform among coordinates": (
+        lambda: dpx.in_coordinates(dp_sgd(), optax.sgd(0.1)),  # type: ignore
+        "optax transforms belong behind the mechanism",
+    ),
     # several runs
     "two runs with one key": (lambda: dpx.compose(*SAME_KEY, shared_batches=False), "a key of its own"),
     "two runs with one key on shared batches": (
