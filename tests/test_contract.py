@@ -464,11 +464,11 @@ def check_divisor(case: Case):
         return jax.tree.map(lambda g: np.concatenate([g] * copies), one)
 
     contribution, lifted = norm(case.gradient(sums_of(case)(several(ROWS), state))) / ROWS, []
-    for copies in (ROWS - 2, ROWS):
-        for path in paths(case)[:2]:
-            updates, _ = path(several(copies), state, np.ones(copies, bool))
-            signal = in_the_sum(case, state, minus(updates, noise))
-            lifted.append(norm(signal) / copies)
+    stacked, other = paths(case)[:2]
+    for path, rows, copies in ((stacked, ROWS - 2, ROWS - 2), *itertools.product((stacked, other), [ROWS], (3, ROWS))):
+        updates, _ = path(several(rows), state, np.arange(rows) < copies)
+        signal = in_the_sum(case, state, minus(updates, noise))
+        lifted.append(norm(signal) / copies)
     np.testing.assert_allclose(lifted, lifted[0], rtol=1e-4)
     assert contribution / case.lift * (1 - 1e-4) <= lifted[0] <= contribution * case.lift * (1 + 1e-4)
 
