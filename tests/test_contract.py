@@ -26,7 +26,7 @@ from dpx.gradients import ghost
 from tests.compiling import EMITTERS
 from tests.mechanisms import MECHANISMS, PARAMS, POISSON, Case, case_of_method
 
-compiled = functools.partial(jax.jit, compiler_options=EMITTERS)
+as_for_a_user = functools.partial(jax.jit, compiler_options=EMITTERS)  # for the bound itself: tests/compiling.py
 STEPS = (0, 1, 4)
 DRAWS = 4000
 ROWS = 6
@@ -67,7 +67,7 @@ def paths(case: Case):
     ways = [stacked, by_ghost_norms if mechanism.supports_ghost_norms else in_microbatches]
     if not (mechanism.supports_ghost_norms or mechanism.encode_whole_batch):
         ways.append(encoded_in_parts)
-    return [compiled(path) for path in ways]
+    return [jax.jit(path) for path in ways]
 
 
 def product_loss(params, example):
@@ -110,7 +110,7 @@ def all_but(*missing: int):
 @functools.cache
 def sums_of(case: Case):
     mechanism = case.mechanism
-    return compiled(lambda grads, state: sum_contributions(mechanism, grads, state, everyone(grads)))
+    return jax.jit(lambda grads, state: sum_contributions(mechanism, grads, state, everyone(grads)))
 
 
 @functools.cache
@@ -130,8 +130,8 @@ def each_alone(case: Case):
     def in_float32(grads, state):  # which `product_example` would do in a program for every dtype
         return ghost_norms(jax.tree.map(lambda g: np.asarray(g).astype(np.float32), grads), state)
 
-    ghost_norms = compiled(jax.vmap(by_ghost_norms, (0, None)))
-    ways = [compiled(jax.vmap(stacked, (0, None)))]
+    ghost_norms = as_for_a_user(jax.vmap(by_ghost_norms, (0, None)))
+    ways = [as_for_a_user(jax.vmap(stacked, (0, None)))]
     return [*ways, in_float32] if mechanism.supports_ghost_norms else ways
 
 
@@ -243,7 +243,7 @@ def check_padding(case: Case):
     real = gradients(3, examples=ROWS - 2)
     unpadded = paths(case)[0]
     state = adapted_state(case, 1)
-    noise, after_noise = compiled(case.mechanism.release)(zero_sums(case, state), state, PARAMS)
+    noise, after_noise = jax.jit(case.mechanism.release)(zero_sums(case, state), state, PARAMS)
     for path in paths(case):
         empty, after = path(gradients(3), state, np.zeros(ROWS, bool))
         close((empty, after), (noise, after_noise))
@@ -287,7 +287,7 @@ def noise_of(case: Case):
     def draw(key, zeros, state):
         return case.make(key).release(zeros, state, PARAMS)[0]
 
-    return compiled(jax.vmap(draw, (0, None, None)))
+    return jax.jit(jax.vmap(draw, (0, None, None)))
 
 
 def noise_draws(case: Case, step: int) -> np.ndarray:
@@ -439,7 +439,7 @@ def check_secrecy(case: Case, monkeypatch: pytest.MonkeyPatch):
     noise = jax.tree.map(np.ones_like, noised)
     other_noise = jax.tree.map(lambda s: 1 - np.asarray(s) / np.float32(deviation), noised)
 
-    @compiled
+    @jax.jit
     def release(sums, state, noise):
         with monkeypatch.context() as patch:
             patch.setattr(keys, "normal_like", lambda key, tree: jax.tree.map(lambda t, n: n, tree, noise))

@@ -8,6 +8,8 @@ Arrays: noise multipliers `sigmas`, sampling rates `rates` and `counts` are (T,)
 (orders,).
 """
 
+import functools
+
 import numpy as np
 from dp_accounting.rdp import rdp_privacy_accountant
 from scipy import special
@@ -63,8 +65,14 @@ def add_or_remove_rdp(
     """RDP of a whole schedule under adding or removing one example, (orders,)."""
     steps, inverse = np.unique(np.stack([sigmas, rates]), axis=1, return_inverse=True)
     repeats = np.bincount(inverse.reshape(-1), counts, steps.shape[1])
-    sigmas, rates = steps[:, repeats > 0]
-    return repeats[repeats > 0] @ sampled_gaussian(sigmas, rates, orders)
+    return repeats[repeats > 0] @ _divergences(steps[:, repeats > 0].tobytes(), orders.tobytes())
+
+
+@functools.lru_cache(maxsize=8)
+def _divergences(steps: bytes, orders: bytes) -> np.ndarray:
+    """`sampled_gaussian`, kept for the next question about the same steps: another delta, or other counts of them."""
+    sigmas, rates = np.frombuffer(steps).reshape(2, -1)
+    return sampled_gaussian(sigmas, rates, np.frombuffer(orders))
 
 
 def schedule_rdp(
