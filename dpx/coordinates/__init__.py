@@ -2,14 +2,15 @@
 
 trainable           some layers of the parameters
 random_freeze       a random mask (Zhu and Blaschko 2021); sparse_updates packs its updates for sending
-ranked_freeze       a mask of what moved most, by the released gradients (Zhu and Blaschko 2021, Appendix C)
+ranked_freeze       a mask of the coordinates with the largest released gradients (Zhu and Blaschko 2021, Appendix C)
 importance_mask     a mask by importance, ranked in a private warm-up (AdaDPIGU, Zhang and Xie 2025)
 standardized        centered and scaled by released averages (AdaCliP, Pichapati et al. 2019)
 top_fraction        the largest coordinates of each example
 gradient_embedding  an embedding in a public subspace, and the residual (Yu et al. 2021)
 projections         fewer, random coordinates: five kinds, one a file
 
-To add one: a file here, a line below and in `dpx/__init__.py`, and a case in `tests/mechanisms.py`.
+To add one: a file here, a line below and in `dpx/catalog.py`, and a case in `tests/mechanisms.py` if the update is a
+linear function of the noisy sum.
 """
 
 from dpx.coordinates.gradient_embedding import gradient_embedding, public_subspace

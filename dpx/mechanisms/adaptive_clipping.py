@@ -57,7 +57,7 @@ def adaptive_clipping(
     Guarantee: a step costs as much as one Gaussian release of `noise_multiplier` z (the module has the proof).
 
     initial_clip_norm: C at step 0, in [2^-40, 2^40], the range that C never leaves.
-    quantile: in (0, 1), the share of norms that should be at most C. clip_learning_rate: at least 0, the speed of C.
+    quantile: in (0, 1), the share of norms that should be at most C. clip_learning_rate: at least 0, how fast C moves.
     indicator_noise: s > 0, the standard deviation of the noise on the sum of the indicators; the paper's is B / 20.
     noise_multiplier: z, or the `dpx.Budget` that it is calibrated to; above 0 and below 2 s at every step, because
         otherwise the indicator alone would cost more. The rest is as in `gaussian_mechanism`.
