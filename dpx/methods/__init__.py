@@ -1,6 +1,6 @@
 """The papers' methods, each a composition of a mechanism and coordinates; one paper a file.
 
-dp_sgd          DP-SGD (Abadi et al. 2016), on which all others build
+dp_sgd          DP-SGD (Abadi et al. 2016), which the other papers change
 dynamic_dp_sgd  noise and clip norm that shrink (Dynamic DP-SGD, Du et al. 2021)
 random_freeze   random and ranked freeze (Zhu and Blaschko 2021)
 gep_sgd         gradient embedding perturbation (Yu et al. 2021)
@@ -8,7 +8,8 @@ dice_sgd        clipping with error feedback (DiceSGD, Zhang et al. 2023)
 ada_dpigu       standardized, important coordinates (AdaDPIGU, Zhang and Xie 2025)
 d2p2_sgd        random projections and noise that falls (D2P2-SGD, Jiang et al. 2025), with d2p_sgd and dp2_sgd
 
-To add one: a file here, a line below and in `dpx/__init__.py`, and a case in `tests/mechanisms.py`.
+To add one: a file here, a line below and in `dpx/catalog.py`, and a case in `tests/mechanisms.py` if the update is a
+linear function of the noisy sum (CONTRIBUTING.md).
 """
 
 from dpx.methods.ada_dpigu import ada_dpigu
