@@ -83,8 +83,8 @@ def _segments(size: int) -> int:
 def uncancelled(squared: jax.Array, largest: jax.Array, *, terms: int) -> jax.Array:
     """The root of a sum, plus a bound on its rounding error; both float32 ().
 
-    squared: the sum. largest: at least the sum of the absolute values of its terms. The error is at most
-    `terms` eps / 2 times `largest`.
+    squared: the sum. largest: at least the sum of the absolute values of its terms. terms: how often a term is rounded.
+    The error is at most `terms` eps / 2 times `largest`.
     """
     squared = jnp.maximum(squared, 0)
     bounded = (1 - 2 * SLACK) * squared + terms * EPS / 2 * largest
