@@ -1,1 +1,1 @@
-"""Time, memory and accounting, measured. A package of its own name: Opacus installs one called `benchmarks` too."""
+"""Measurements of time, memory, accuracy and accounting. Opacus installs a package called `benchmarks` too."""

@@ -1,8 +1,8 @@
-"""Speed and width of the accountants on long schedules, and against dp-accounting event by event.
+"""Time and interval width of the accountants on long schedules, and a comparison with dp-accounting for each event.
 
     OMP_NUM_THREADS=1 python -m benchmarks.accounting [--output benchmarks/results]
 
-Prints JSON and Markdown, and writes both to `<output>/accounting.{json,md}`. Every row has a process of its own.
+Prints JSON and Markdown, and writes both to `<output>/accounting.{json,md}`. Every row runs in a process of its own.
 """
 
 import argparse

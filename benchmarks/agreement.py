@@ -1,8 +1,8 @@
-"""Do the rows of `benchmarks.step` compute the same thing? Their clipped means, without noise, on the same weights.
+"""Whether the rows of `benchmarks.step` compute the same update: their clipped means, without noise, are compared.
 
     python -m benchmarks.agreement --models mlp transformer
 
-Prints how far every private row is from `dpx vmap`, relative to its norm; fails beyond 1e-4.
+Prints the distance of every private row from `dpx vmap`, divided by its norm. Fails if one is above 1e-4.
 """
 
 # pyright: reportMissingImports=false

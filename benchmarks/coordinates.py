@@ -1,4 +1,4 @@
-"""The cost of each method's coordinates: the time and the memory of a step over those of dp_sgd on the same path.
+"""The cost of each method's coordinates: time and memory of a step, divided by those of dp_sgd on the same path.
 
     python -m benchmarks.coordinates --model end_to_end_cnn --batch 256
 

@@ -1,9 +1,10 @@
-"""Do masks, freezing and importance help? Fashion-MNIST at a TRUE epsilon, as in AdaDPIGU's Table 4.
+"""Whether masks, freezing and importance help: Fashion-MNIST at a TRUE epsilon, as in AdaDPIGU's Table 4.
 
-`python -m benchmarks.coordinates_fashion_mnist` makes the runs that are missing, goes on with one that was cut off,
-and rewrites benchmarks/results/coordinates_fashion_mnist.md. Every method gets AdaDPIGU's network, the same epochs,
-batch size and number of trials on a tuning seed (at epsilon 2; random freeze at 3), the best of which by test accuracy
-is then run on three other seeds (the other shares kept than the paper's best on one).
+`python -m benchmarks.coordinates_fashion_mnist` runs the trainings that are missing, continues one that was
+interrupted, and rewrites benchmarks/results/coordinates_fashion_mnist.md. Every method gets AdaDPIGU's network, the
+same epochs, batch size and number of trials on a tuning seed (at epsilon 2; random freeze at 3). The trial with the
+best test accuracy is then run on three other seeds. Shares of kept coordinates other than the paper's best are run on
+one seed.
 """
 
 import sys

@@ -1,9 +1,9 @@
-"""The D2P2-SGD family at the setting of its paper, with the epsilon it really costs: Fashion-MNIST, 40 epochs.
+"""The D2P2-SGD family in the setting of its paper, with its true epsilon: Fashion-MNIST, 40 epochs.
 
-`python -m benchmarks.d2p2_fashion_mnist` makes the runs that are missing, goes on with one that was cut off, and
-rewrites benchmarks/results/d2p2_fashion_mnist.md. The noise multiplier is the paper's, as far as its figures give it
-away: 3.05, or 3.05 k^(-1/4) in epoch k. The paper compares the two, which cost different epsilons; so DP-SGD is also
-run at the epsilon that the falling noise costs. Learning rate: the best of four epochs of DP-SGD on a tuning seed.
+`python -m benchmarks.d2p2_fashion_mnist` runs the trainings that are missing, continues one that was interrupted, and
+rewrites benchmarks/results/d2p2_fashion_mnist.md. The noise multiplier is the paper's, as far as its figures show it:
+3.05, or 3.05 k^(-1/4) in epoch k. The paper compares the two, which cost different epsilons; so DP-SGD is also run at
+the epsilon that the falling noise costs. The learning rate is the best in four epochs of DP-SGD on a tuning seed.
 """
 
 import sys

@@ -1,10 +1,10 @@
-"""Is error feedback worth its noise? Fashion-MNIST at epsilon 2 by a bill that holds.
+"""Whether error feedback is worth its noise: Fashion-MNIST at epsilon 2 by a bill that holds.
 
-`python -m benchmarks.dice_fashion_mnist` makes the runs that are missing, goes on with one that was cut off, and
-rewrites benchmarks/results/dice_fashion_mnist.md. DiceSGD clips at C1 and remembers up to Cmax; it stands against
-DP-SGD clipping at C1 and at the same values of Cmax, with the same network, epochs, batch size and number of trials on
-a tuning seed. The best (by test accuracy, for all alike) is then run on three other seeds. The convolutional network
-takes the choices of the linear model on scattering features.
+`python -m benchmarks.dice_fashion_mnist` runs the trainings that are missing, continues one that was interrupted, and
+rewrites benchmarks/results/dice_fashion_mnist.md. DiceSGD clips at C1 and keeps an error up to Cmax. It is compared
+with DP-SGD that clips at C1 and at the same values of Cmax, with the same network, epochs, batch size and number of
+trials on a tuning seed. The trial with the best test accuracy is then run on three other seeds. The convolutional
+network uses the settings that are best for the linear model on scattering features.
 """
 
 import itertools

@@ -1,9 +1,9 @@
-"""Does noise that changes over time help? Fashion-MNIST at a TRUE epsilon, as in Dynamic DP-SGD's Table 1.
+"""Whether noise that changes over time helps: Fashion-MNIST at a TRUE epsilon, as in Dynamic DP-SGD's Table 1.
 
-`python -m benchmarks.dynamic_fashion_mnist` makes the runs that are missing, goes on with one that was cut off, and
-rewrites benchmarks/results/dynamic_fashion_mnist.md. Every method gets the same network, epochs, batch size and number
-of trials: six configurations on a tuning seed, the best of which (by test accuracy, for all methods alike) is then run
-on three other seeds. The convolutional network takes the choices of the linear model on scattering features.
+`python -m benchmarks.dynamic_fashion_mnist` runs the trainings that are missing, continues one that was interrupted,
+and rewrites benchmarks/results/dynamic_fashion_mnist.md. Every method gets the same network, epochs, batch size and
+number of trials: six configurations on a tuning seed. The trial with the best test accuracy is then run on three other
+seeds. The convolutional network uses the settings that are best for the linear model on scattering features.
 """
 
 import itertools

@@ -1,4 +1,4 @@
-"""One training step in JAX: not private, by hand, and as every JAX library has it."""
+"""One training step in JAX: without privacy, private without a library, and private with each JAX library."""
 
 import importlib.util
 from collections.abc import Callable

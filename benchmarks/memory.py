@@ -2,8 +2,8 @@
 
     python -m benchmarks.memory --models mlp --batches 1024
 
-Every row runs in a process of its own, on the CPU, compiled and with its inputs there before the measurement. The same
-rows as in `benchmarks.step`. Writes JSON and Markdown to benchmarks/results/.
+Every row runs in a process of its own, on the CPU. The step is compiled and its inputs are in memory before the
+measurement. The rows are those of `benchmarks.step`. Writes JSON and Markdown to benchmarks/results/.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What every framework is given, whatever its models are written in: batches, and how many parameters a model has."""
+"""The problems that every framework gets: batches, and the number of parameters of each model."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""What the benchmarks write: facts about the run, then tables, as JSON and as Markdown."""
+"""The files that the benchmarks write: facts about the run, then tables, as JSON and as Markdown."""
 
 import datetime
 import json

@@ -1,4 +1,4 @@
-"""Training runs that are made once: each in a folder of its own, and gone on with where it was cut off."""
+"""Training runs that run only once: each has a folder of its own, and continues there after an interruption."""
 
 import argparse
 import json

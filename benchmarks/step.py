@@ -1,4 +1,4 @@
-"""The time of one private training step, against the same framework's own non-private step.
+"""The time of one private training step, compared with a step of the same framework without privacy.
 
     python -m benchmarks.step --models mlp transformer --batches 64 256
     python -m benchmarks.step --core -1 --models vit_small gpt2_small --batches 16 --name step_gpu    # on a GPU

@@ -1,8 +1,8 @@
-"""How far one example can move a float32 sum of clipped gradients, on data chosen against its rounding.
+"""How far one example can move a float32 sum of clipped gradients, on data that are chosen against its rounding.
 
-`python -m benchmarks.sum_rounding` prints the move in clip norms, by batch size and by how the batch is worked on. One
-half of the examples are 1, the other half is below half a unit in the last place of their sum; leaving one 1 out makes
-every small one count (Casacuberta et al. 2022, https://arxiv.org/abs/2207.10635).
+`python -m benchmarks.sum_rounding` prints the move in clip norms, by batch size and by the way to sum the batch. Half
+of the examples are 1. The others are smaller than half a unit in the last place of that sum, so they are rounded away;
+without one of the 1s, every small one counts (Casacuberta et al. 2022, https://arxiv.org/abs/2207.10635).
 """
 
 import jax

@@ -1,4 +1,4 @@
-"""The tables of `benchmarks.step`: every row against its framework's floor, and what is promised of dpx."""
+"""The tables of `benchmarks.step`: every row compared with its framework's floor, and the limits that dpx promises."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Times of rows that take turns, so that whatever slows the machine slows all of them alike."""
+"""Times of rows that take turns, so that other load on the machine slows all of them equally."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""The benchmarked models in torch: layer for layer those of `benchmarks.models`, on images with the channels first."""
+"""The benchmarked models in torch, with the same layers as in `benchmarks.models`, for images with channels first."""
 
 # pyright: reportMissingImports=false, reportIncompatibleMethodOverride=false
 

@@ -1,4 +1,4 @@
-"""One training step in torch: not private, and in the three ways of Opacus."""
+"""One training step in torch: without privacy, and private in the three ways of Opacus."""
 
 # pyright: reportMissingImports=false
 

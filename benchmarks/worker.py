@@ -1,4 +1,4 @@
-"""The rows of one framework in a process of its own: several frameworks take turns without sharing theirs."""
+"""The rows of one framework in a process of its own, so that several frameworks can take turns separately."""
 
 import ctypes
 import gc

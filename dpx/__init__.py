@@ -1,6 +1,6 @@
 """dpx: training with differential privacy in JAX, as optax transformations that know their privacy cost.
 
-A training run needs eight of the names below:
+A training run needs seven of the names below:
 
     key, budget = dpx.secret_key(), dpx.Budget(epsilon=2.0, delta=1e-5, steps=1000)
     sampling = dpx.PoissonSampling(examples=60_000, batch_size=1024)
@@ -19,7 +19,7 @@ Optimizers       chain
 Gradients        private_grad, PrivateGradient, explain
 Samplings        PoissonSampling, ShuffledEpochs, FixedSizeSampling, FullBatch, Batch
 Budgets          Budget, calibrated, calibrate, max_steps
-Bills            epsilon, delta, compose, privacy_report, steps_taken; more in `dpx.accounting`
+Privacy costs    epsilon, delta, compose, privacy_report, steps_taken; more in `dpx.accounting`
 Secrets          secret_key, public_state; `dpx.keys`
 Schedules        `dpx.schedules`, and any optax schedule
 

@@ -12,17 +12,19 @@ import jax.numpy as jnp
 from dpx._microbatching import sum_in_segments
 from dpx.batches import Tree
 
-LARGEST = 2.0**63  # norm of a gradient that contributes; the squares of larger ones, or their sums, overflow float32
+# The largest norm of a gradient that contributes; the squares of larger ones, or their sums, would overflow float32.
+LARGEST = 2.0**63
 
 
 def sum_contributions(mechanism: Any, grads: Tree, state: Tree, included: jax.Array) -> tuple[Tree, ...]:
     """sum_i f(|z_i|) z_i for each factor f, over gradients [B, ...].
 
     mechanism: a `dpx.Mechanism`. grads: like the parameters, any real dtype, with the B examples on axis 0 of every
-        leaf. state: of the mechanism. included: bool (B,). Gives one sum for each factor, float32, without that axis.
-    An example that is not included, or with a norm that is not finite or above LARGEST, contributes zero. Norms,
-    factors and sums are float32, at full precision where the hardware would round products, because a rounded product
-    could exceed the bound.
+        leaf. state: of the mechanism. included: bool (B,).
+
+    Returns one sum for each factor, float32, like the encoded gradient of one example. An example contributes zero if
+    it is not included, or if its norm is not finite or above LARGEST. Norms, factors and sums are float32, at full
+    precision where the hardware would round products, because a rounded product could exceed the bound.
     """
 
     def sum_encoded(rows):
@@ -53,5 +55,8 @@ def sum_contributions(mechanism: Any, grads: Tree, state: Tree, included: jax.Ar
 
 
 def in_range(norms: Tree) -> jax.Array:
-    """Which examples may contribute, bool (B,): those with every norm, (B,) a leaf, at most LARGEST; NaN is not."""
+    """Which examples may contribute, bool (B,): those whose norms, float32 (B,) in each leaf, are at most LARGEST.
+
+    A norm of NaN is not, so its example contributes zero.
+    """
     return functools.reduce(jnp.logical_and, [norm <= LARGEST for norm in jax.tree.leaves(norms)])

@@ -1,4 +1,4 @@
-"""How a batch is drawn on the host: checked sizes, coins and permutations from a key, arrays of fixed shapes."""
+"""Helpers that draw a batch on the host: checks of sizes, coins and permutations from a key, arrays of fixed shapes."""
 
 import functools
 import math
@@ -14,14 +14,17 @@ from dpx._numbers import require_whole
 
 
 class Draw(NamedTuple):
-    """indices: int32 (size,), the rows of the data, 0 for padding. included: bool (size,), False for padding."""
+    """The rows of one batch.
+
+    indices: int32 (size,), the rows of the data, 0 for padding. included: bool (size,), False for padding.
+    """
 
     indices: np.ndarray
     included: np.ndarray
 
 
 def keep_sizes(sampling: Any, *, whole: bool = False):
-    """Checks both sizes, and stores them as Python numbers so that equal records print alike."""
+    """Stores both sizes as Python numbers, so that equal records print alike. Raises ValueError for wrong sizes."""
     examples, size = require_whole("examples", sampling.examples), sampling.batch_size
     number = int | np.integer if whole else int | float | np.integer | np.floating
     if isinstance(size, bool) or not isinstance(size, number):
@@ -47,7 +50,7 @@ def step_key(key: jax.Array, step: int) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def coins(key: jax.Array, examples: int, probability: float) -> jax.Array:
-    """bool (examples,): 32 random bits are below a rounded-down threshold, with at most `probability`."""
+    """Which examples take part, bool (examples,): each with at most `probability`, which is rounded down to 32 bits."""
     if probability == 1:
         return jnp.ones(examples, bool)
     return jax.random.bits(key, (examples,), jnp.uint32) < jnp.uint32(math.floor(probability * 2**32))
@@ -69,7 +72,10 @@ def round_up(number: float, multiple: int) -> int:
 
 
 def permutation(key: jax.Array, examples: int) -> np.ndarray:
-    """A uniformly random order of the examples, int32 (examples,). The last two are kept for the steps of an epoch."""
+    """A uniformly random order of the examples, int32 (examples,).
+
+    The last two orders are kept in memory, because every step of an epoch needs the same one.
+    """
     return _permutation(str(jax.random.key_impl(key)), np.asarray(jax.random.key_data(key)).tobytes(), examples)
 
 

@@ -1,4 +1,4 @@
-"""The inputs that a mechanism refuses, because its bill would not be true for them."""
+"""Checks that refuse the inputs for which a mechanism's bill would not be true."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from dpx.batches import Tree, batch_size
 
 
 def require_no_more(extra_args: dict[str, Any]):
-    """ValueError for extra arguments of an update."""
+    """Raises ValueError for extra arguments of an update."""
     if extra_args:
         raise ValueError(
             f"update takes no {sorted(extra_args)}, because transforms behind the mechanism would get them without "
@@ -19,7 +19,7 @@ def require_no_more(extra_args: dict[str, Any]):
 
 
 def require_real(tree: Tree):
-    """ValueError for complex numbers."""
+    """Raises ValueError for complex numbers."""
     for dtype in map(jnp.result_type, jax.tree.leaves(tree)):
         if jnp.issubdtype(dtype, jnp.complexfloating):
             raise ValueError(f"gradients must be real, got {dtype}: keep real and imaginary parts apart")
@@ -27,7 +27,7 @@ def require_real(tree: Tree):
 
 @jax.custom_jvp
 def undifferentiated(sums: Tree) -> Tree:
-    """`sums`, which must not be differentiated, because the derivative would have no noise."""
+    """`sums` unchanged. Raises ValueError if it is differentiated, because the derivative would have no noise."""
     return sums
 
 
@@ -40,7 +40,7 @@ def _refuse(primals, tangents):
 
 
 def require_unmasked(tree: Tree):
-    """ValueError for optax's masked nodes."""
+    """Raises ValueError for optax's masked nodes."""
     leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, optax.MaskedNode))
     if any(isinstance(leaf, optax.MaskedNode) for leaf in leaves):
         raise ValueError(
@@ -50,7 +50,7 @@ def require_unmasked(tree: Tree):
 
 
 def require_per_example(grads: Tree, params: Tree):
-    """ValueError unless every leaf of `grads` has the shape of its parameter behind one axis of examples."""
+    """Raises ValueError unless every leaf of `grads` has the shape (B, *shape of its parameter)."""
     require_unmasked(grads)
     require_real(grads)
     if params is None:
@@ -66,7 +66,7 @@ def require_per_example(grads: Tree, params: Tree):
 
 
 def require_kind(mechanism: Any, kind: type):
-    """ValueError unless `mechanism` is of the class `kind`, which is `dpx.Mechanism`."""
+    """Raises ValueError unless `mechanism` is of the class `kind`, which is `dpx.Mechanism`."""
     if not isinstance(mechanism, kind):
         raise ValueError(
             "a dpx Mechanism must come first; chain optax transforms behind it with dpx.chain(mechanism, ...), got "
@@ -97,7 +97,7 @@ def require_transforms(transforms: tuple[Any, ...], mechanism: type, coordinates
 
 
 def require_fitting(changes: dict[str, Any], budget: Any):
-    """ValueError where a mechanism of this budget, with these parts exchanged, has parts that do not fit together."""
+    """Raises ValueError if a mechanism of this budget would have fields that do not fit together after `changes`."""
     for part, needs in (("key", "release"), ("noise_multiplier", "release"), ("sampling", "event")):
         if part in changes and needs not in changes:
             raise ValueError(f"another {part} needs another {needs}, which depends on it: build the mechanism anew")

@@ -1,6 +1,6 @@
 """A sum over the examples of a batch, with only some of them in memory at a time.
 
-Stands below both the mechanism and `dpx.gradients`, because both sum over examples.
+Both the mechanism and `dpx.gradients` import this file, because both sum over examples.
 """
 
 import math
@@ -22,12 +22,12 @@ LARGEST_SEGMENTS = 8  # at most; each is compiled on its own on a CPU
 def sum_over_microbatches(
     function: Callable, rows: Tree, microbatch_size: int, *, unroll: bool = False
 ) -> tuple[Tree, Tree]:
-    """`function(ordered, rows) -> (sums, outputs)` of every microbatch: the sums added, the outputs concatenated.
+    """Calls `function(ordered, rows) -> (sums, outputs)` for every microbatch; adds the sums, concatenates the outputs.
 
-    rows: a pytree of arrays with the examples on axis 0; `function` is given at most `microbatch_size` of them.
+    rows: a pytree of arrays with the examples on axis 0; `function` gets at most `microbatch_size` of them.
     ordered: returns its argument unchanged, but makes this microbatch start after the previous one.
-    unroll: compile every microbatch apart, up to 64 of them, instead of a loop. On a CPU, XLA runs convolutions slowly
-        inside a loop, and copies what goes into one.
+    unroll: compile every microbatch separately, up to 64 of them, instead of a loop, because on a CPU XLA runs
+        convolutions slowly inside a loop, and copies the inputs of a loop.
     """
     size = jax.tree.leaves(rows)[0].shape[0]
     if 0 < size <= microbatch_size:
@@ -67,8 +67,8 @@ def sum_over_microbatches(
 def sum_in_segments(function: Callable[[Tree], Tree], rows: Tree) -> Tree:
     """`function(rows)`, a sum over the examples; large batches in up to 8 segments, one after another.
 
-    Saves the memory of what `function` makes of every example. Not on several devices, because the examples may be
-    sharded over them.
+    The segments save memory, because the arrays that `function` computes for each example exist for one segment at a
+    time. On several devices there are no segments, because the examples may be sharded over the devices.
     """
     segments = min(LARGEST_SEGMENTS, sum(leaf.size for leaf in jax.tree.leaves(rows)) // SEGMENT_NUMBERS)
     if segments < 2 or jax.device_count() > 1:

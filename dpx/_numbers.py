@@ -1,4 +1,4 @@
-"""Numbers and schedules: how both are read, at one step or over all of them, and what is refused."""
+"""Numbers and schedules: their values at one step or at many steps, and the checks of both."""
 
 import math
 from collections.abc import Callable, Hashable
@@ -14,7 +14,7 @@ ScalarOrSchedule = float | Schedule
 
 
 def at(value: ScalarOrSchedule, step: jax.Array) -> jax.Array:
-    """The value at one step, float32 (). It is compiled even in an eager step, so that it is rounded as in `over`."""
+    """The value at one step, float32 (). It is compiled even outside of jit, so that it is rounded as in `over`."""
     with jax.numpy_dtype_promotion("standard"):  # optax's schedules mix floats and ints
         if callable(value):
             value = jax.jit(value if isinstance(value, Hashable) else lambda step, value=value: value(step))(step)
@@ -38,7 +38,10 @@ def over(value: ScalarOrSchedule, steps: int) -> np.ndarray:
 def require_scalar_or_schedule(
     name: str, value: ScalarOrSchedule, *, minimum: float, maximum: float = math.inf
 ) -> ScalarOrSchedule:
-    """A schedule as a hashable function, so that jax traces it once; a number as `require_number` returns it."""
+    """A schedule as a hashable function, so that jax traces it once; a number as `require_number` returns it.
+
+    Raises ValueError for a number as `require_number` does.
+    """
     if callable(value):
         return value if isinstance(value, Hashable) else lambda step: value(step)
     return require_number(name, value, minimum=minimum, maximum=maximum)
@@ -47,8 +50,10 @@ def require_scalar_or_schedule(
 def require_number(
     name: str, value: float, *, minimum: float, maximum: float = math.inf, exclusive: bool = False
 ) -> float:
-    """`value` as a float. Raises ValueError unless it is finite, at least `minimum` (above it, if exclusive) and at
-    most `maximum`, or if jax traces it.
+    """`value` as a float.
+
+    Raises ValueError if jax traces it, and unless it is finite, at least `minimum` (above it, if exclusive) and at most
+    `maximum`.
     """
     bound = between(minimum, maximum, exclusive=exclusive)
     if isinstance(value, jax.core.Tracer):
@@ -79,7 +84,7 @@ def between(minimum: float, maximum: float, *, exclusive: bool = False) -> str:
 
 
 def require_fraction(name: str, value: ScalarOrSchedule, interval: Literal["(0, 1]", "[0, 1)"], steps: int = 0):
-    """ValueError if the number, or a schedule at one of the first `steps`, is not in the interval."""
+    """Raises ValueError if the number, or the schedule at one of the first `steps`, is not in the interval."""
     if callable(value):
         numbers = over(value, steps)
     else:

@@ -1,4 +1,4 @@
-"""Order of computation: an array that is made only after others, so that both need not be in memory at once.
+"""Order of computation: an array that is computed only after others, so that both need not be in memory at once.
 
 XLA orders a program by its data dependencies alone, and drops an optimization_barrier before it does. So
 `compute_after` adds a dependency: it selects between the array and zeros by a predicate that needs the other arrays.
@@ -21,6 +21,6 @@ def compute_after(first: Tree, tree: Tree) -> Tree:
 
 
 def opaque_false(tree: Tree) -> jax.Array:
-    """False, bool (), which XLA computes from the arrays of `tree`, because it does not fold the comparison."""
+    """False, bool (). XLA does not replace it by a constant, but computes it from the arrays of `tree`."""
     some = [leaf[(0,) * leaf.ndim].astype(jnp.float32) for leaf in jax.tree.leaves(tree) if leaf.size]
     return jnp.greater(sum(some, jnp.float32(0)), jnp.inf)

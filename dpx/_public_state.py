@@ -1,4 +1,4 @@
-"""The part of a state that may be shown: everything but its `unreleased_*` parts."""
+"""The public part of a state: everything but its `unreleased_*` fields."""
 
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
@@ -11,13 +11,13 @@ Tree = Any  # a pytree of arrays
 
 
 def public_state(state: Tree) -> Tree:
-    """`state` with None for its `unreleased_*` parts, so that it may be shown or shared.
+    """`state` with None for its `unreleased_*` fields, so that it may be shown or shared.
 
-    state: any pytree, or dataclasses and mappings of pytrees. The rest is a function of the released values alone.
+    state: any pytree, or dataclasses and mappings of pytrees. The other fields depend on released values only.
 
-    A part becomes None if the name of its field, or its key, contains "unreleased_", also in flattened states, whose
+    A value becomes None if the name of its field, or its key, contains "unreleased_", also in flattened states, whose
     keys are tuples or strings such as ".unreleased_error['w']". Functions become None, because their closures may hold
-    a key. Raises ValueError for a container that it does not know.
+    a key. Raises ValueError for a container of an unknown type.
     """
     if hasattr(state, "_fields"):
         names = state._fields
@@ -46,5 +46,5 @@ def _public_items(items: Mapping) -> dict:
 
 
 def _unreleased(name: Any) -> bool:
-    """Whether a field, a key, or a flattened path in any notation names an unreleased part."""
+    """Whether a field, a key, or a flattened path in any notation names an unreleased value."""
     return "unreleased_" in str(name)

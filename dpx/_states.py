@@ -1,4 +1,4 @@
-"""A state inside another: optimizers and wrappers nest their states, and some code needs one kind of them."""
+"""Finds a state inside another one, because optimizers and wrappers nest their states."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -10,7 +10,7 @@ State = TypeVar("State")
 
 
 def find_state(tree: Tree, kind: type[State], called: str) -> State:
-    """The one node of type `kind` in `tree`; ValueError, which calls it by that name, for none or several."""
+    """The one node of type `kind` in `tree`. Raises ValueError, which names it as `called`, for none or several."""
     nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kind))
     states = [node for node in nodes if isinstance(node, kind)]
     if len(states) != 1:

@@ -16,7 +16,7 @@ class Batch(NamedTuple):
     examples: pytree of arrays, with the B examples on axis 0 of each.
     included: bool (B,), True where the row counts, False for padding; None says that all B rows count.
     drawn:    uint32 (3,), set by `sampling.take`: the step that the batch was drawn for, how many rows count, and the
-              mark of its key. A run is not billed if it uses the batch twice, at another step or with other rows. To
+              mark of its key. A run has no bill if it uses the batch twice, at another step or with other rows. To
               change the examples, use `batch._replace(examples=...)`, which keeps this field.
     """
 
@@ -37,7 +37,7 @@ def require_batch(batch: Any) -> Batch:
 
 
 def batch_size(examples: Tree) -> int:
-    """The length of axis 0. Raises ValueError unless every leaf has the same."""
+    """The length of axis 0. Raises ValueError unless it is the same in every leaf."""
     shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(examples)]
     if not shapes or any(len(shape) == 0 for shape in shapes) or len({shape[0] for shape in shapes}) != 1:
         raise ValueError(f"every leaf must have the examples on axis 0, the same number; got shapes {shapes}")
@@ -48,10 +48,10 @@ MISSING = object()  # the default of `included`; None already says that all rows
 
 
 def inclusion(size: int, included: Any, sampling: Any) -> jax.Array:
-    """Which of `size` rows count, bool (size,). None, or MISSING, stands for all of them.
+    """Which of `size` rows count, bool (size,). None and MISSING mean all of them.
 
-    Raises ValueError for another shape or dtype; for all rows where the sampling draws batches of another size; and for
-    MISSING where its batches may hold padding.
+    Raises ValueError for another shape or dtype, for MISSING if the sampling's batches may hold padding, and for all
+    rows if the sampling draws no batch of `size` rows.
     """
     if included is MISSING and getattr(sampling, "pads", True):
         raise ValueError(f"included must be given, bool (B,): batches of {sampling} hold padding")

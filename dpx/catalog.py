@@ -1,7 +1,8 @@
-"""The one list of what dpx has: methods, coordinates, mechanisms around others, and samplings.
+"""The one list of the methods, coordinates, mechanisms and samplings of dpx.
 
-The contract tests, the trainer, the benchmarks and docs/methods.md read it, so a line here is all that a new method
-needs beside its own file. `python -m dpx.catalog > docs/methods.md` writes the table.
+The contract tests, the trainer, the benchmarks and docs/methods.md read this list. So a new method needs only its own
+file, its import in `dpx/methods/__init__.py`, and a line here. `python -m dpx.catalog > docs/methods.md` writes the
+table.
 """
 
 import inspect
@@ -19,8 +20,8 @@ FEEDBACK = "accounting/error_feedback/event.py"
 class Entry(NamedTuple):
     """One line of the list.
 
-    build:     the public function or class; its docstring and signature say the rest.
-    arguments: a first choice of the arguments that have no default, or a better one than the default.
+    build:     the public function or class; its docstring and signature describe it.
+    arguments: values to start with, for arguments that have no default, or in place of the default.
     proof:     the file, in dpx/, whose docstrings prove that one example moves the sum by no more than is billed.
     """
 
@@ -39,12 +40,12 @@ class Entry(NamedTuple):
 
     @property
     def file(self) -> str:
-        """Where `build` stands, in dpx/."""
+        """The path of the file of `build`, in dpx/."""
         return str(Path(sys.modules[self.build.__module__].__file__ or "").relative_to(Path(__file__).parent))
 
     @property
     def summary(self) -> str:
-        """The first sentence of the docstring."""
+        """The first line of the docstring."""
         return (inspect.getdoc(self.build) or "").split("\n")[0]
 
 
@@ -81,7 +82,7 @@ COORDINATES = (
     Entry(coordinates.random_projection, SKETCH),
 )
 
-MECHANISMS = (  # the Gaussian one, and what is built on it or wraps another
+MECHANISMS = (  # the Gaussian one, error feedback, and those that wrap another
     Entry(mechanisms.gaussian_mechanism, CLIP),
     Entry(mechanisms.error_feedback_mechanism, CLIP | {"feedback_norm": 1.0, "outer_clip_norm": 1.1}, FEEDBACK),
     Entry(mechanisms.normalized, {}, "mechanisms/normalized.py"),
@@ -97,7 +98,7 @@ SAMPLINGS = {  # by the short names of the trainer
 
 
 def table() -> str:
-    """docs/methods.md."""
+    """The text of docs/methods.md."""
     lines = [
         "# Methods, coordinates, mechanisms, samplings",
         "",

@@ -15,11 +15,11 @@ import optax
 def secret_key(seed: int | None = None) -> jax.Array:
     """A typed PRNG key, (), from all 64 bits of `seed`. The key and the seed are as secret as the data.
 
-    seed: an int in [0, 2^64); None takes 64 fresh bits from the operating system. Keep the seed
-        (`secrets.randbits(64)`) to continue the run later.
+    seed: an int in [0, 2^64); None takes 64 fresh bits from the operating system. To continue the run later, take a
+        seed yourself (`secrets.randbits(64)`) and keep it.
 
     `jax.random.key` keeps only the lowest 32 bits of a seed, and anyone can try them all. Below 2^32 both give the same
-    key. Raises ValueError for another seed.
+    key. Raises ValueError for any other seed.
     """
     if seed is None:
         seed = secrets.randbits(64)
@@ -56,7 +56,7 @@ def stream(key: jax.Array, name: str, step: jax.Array | int | None = None) -> ja
 
 
 def mark(key: jax.Array) -> int:
-    """An int in [2^16, 2^17): 16 bits that tell two keys apart with probability 1 - 2^-16, and say nothing more."""
+    """An int in [2^16, 2^17), which differs for two keys with probability 1 - 2^-16, and reveals nothing else."""
     return int(jax.random.bits(stream(key, "mark"), (), jnp.uint16)) + 2**16
 
 

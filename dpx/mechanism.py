@@ -5,12 +5,12 @@
     once a step:  (sum + noise) / B --decode--> private gradient   release                 cost: event(steps)
 
 * The bound is innermost: whatever `encode` does, one example moves the sum by at most C.
-* `decode`, and every state it writes, sees released values only, so it is free post-processing.
+* `decode`, and every state that it writes, sees released values only. So it is post-processing, which costs nothing.
 * One pair of schedules (clip norm, noise multiplier) feeds the clip, the noise and the bill, and the billed step count
-  is read from the state, so a reported epsilon cannot drift from what ran.
+  is read from the state. So a reported epsilon cannot drift from the run.
 
-Start reading at `Mechanism`. `mechanisms/gaussian.py` makes the mechanism that all others are built on;
-`gradients/private_grad.py` feeds it from a loss.
+Start reading at `Mechanism`. `mechanisms/gaussian.py` builds the mechanism that most others are built on;
+`gradients/private_grad.py` computes its inputs from a loss.
 """
 
 import functools
@@ -39,10 +39,10 @@ class Mechanism(optax.GradientTransformationExtraArgs):
 
     grads:    like `params`, with the B examples on axis 0 of every leaf; any real dtype
     included: bool (B,), False for padding; it may be left out where the sampling never pads
-    drawn:    `batch.drawn` of a batch of `sampling.take`, with which a batch that is used twice is noticed
+    drawn:    uint32 (3,), `batch.drawn` of a batch of `sampling.take`, which shows if a batch is used twice; or None
     updates:  like `params`, in their dtypes; the private gradient
 
-    `private_grad` uses the parts directly:
+    `private_grad` uses these fields directly:
 
     init:     (params) -> state, which holds one ReleaseState
     encode:   (grad, state) -> encoded; one example, float32, without a batch axis
@@ -52,12 +52,12 @@ class Mechanism(optax.GradientTransformationExtraArgs):
               `params` are arrays, or ShapeDtypeStructs where no arrays are known
     event:    (steps) -> DpEvent; the cost of the first `steps` releases, sampling included
     sampling: how the batches must be drawn for `event` to be true
-    noise_multiplier: a number or a schedule; `release` adds this noise, and counts it in the ReleaseState
-    key:      of the noise, secret; two runs with one key are never billed together
+    noise_multiplier: a number or a schedule; `release` adds this noise, and records it in the ReleaseState
+    key:      the secret PRNG key of the noise, (); `dpx.compose` refuses two runs with one key
     stages:   the pipeline in words, printed by `str(mechanism)`
     supports_ghost_norms: whether `encode` only scales coordinates or drops leaves, and `norm` is the 2-norm of each
               group of leaves, so that `dpx.gradients.ghost` can compute the norms without the gradients
-    encode_whole_batch: whether `encode` draws something large for each call, so that one call for all examples is best
+    encode_whole_batch: whether each call of `encode` draws large arrays, so that one call for all examples is cheapest
     budget:   the `dpx.Budget` that the noise was calibrated to, or None
     """
 
@@ -109,7 +109,7 @@ class Mechanism(optax.GradientTransformationExtraArgs):
         return self
 
     def replace(self, **changes) -> "Mechanism":
-        """A copy with some parts exchanged. Raises ValueError for parts that would no longer fit the others."""
+        """A copy with some fields replaced. Raises ValueError for fields that would no longer fit the others."""
         _guards.require_fitting(changes, self.budget)
         return Mechanism(**({name: getattr(self, name) for name in ("init", *Mechanism.__annotations__)} | changes))
 
@@ -127,7 +127,7 @@ class Mechanism(optax.GradientTransformationExtraArgs):
         return self.release(_guards.undifferentiated(sums), state, params)
 
     def event_paid_by(self, state: Tree, steps: int) -> DpEvent:
-        """The event of the `steps` releases of `state`; ValueError if another mechanism made them."""
+        """The event of the `steps` releases of `state`. Raises ValueError if another mechanism made them."""
         require_paid_by(state, self.terms, over(self.noise_multiplier, steps))
         return self.event(steps)
 
@@ -145,7 +145,7 @@ class Coordinates(NamedTuple):
     name:   what `encode` does, for the printed pipeline
     undo:   what `decode` does, for the printed pipeline; "" where the release stays as it is
     supports_ghost_norms: whether `encode` only scales coordinates (a mask) or drops leaves
-    encode_whole_batch: whether `encode` draws something large for each call, so that one call for all examples is best
+    encode_whole_batch: whether each call of `encode` draws large arrays, so that one call for all examples is cheapest
     check:  (steps) -> None; raises ValueError if a schedule leaves its domain in the first `steps`
     """
 
@@ -176,7 +176,7 @@ class ChainState(NamedTuple):
 def in_coordinates(mechanism: Mechanism, *coordinates: Coordinates) -> Mechanism:
     """`mechanism` on gradients written in `coordinates`, applied in order and undone in reverse.
 
-    The bound and the noise stay the inner mechanism's, and so does the bill. Raises ValueError if `mechanism` is none.
+    Bound, noise and bill stay the inner mechanism's. Raises ValueError if `mechanism` is not a Mechanism.
     """
     _guards.require_kind(mechanism, Mechanism)
     _guards.require_coordinates(coordinates, Coordinates)
@@ -229,10 +229,10 @@ def _float32_like(params: Tree) -> Tree:
 
 
 def chain(mechanism: Mechanism, *transforms: optax.GradientTransformation) -> Mechanism:
-    """`optax.chain(mechanism, *transforms)` that stays a Mechanism, for `private_grad`.
+    """`optax.chain(mechanism, *transforms)`, but as a Mechanism, which `private_grad` needs.
 
-    The transforms see the released gradient only: any optax optimizer, decay or momentum is free post-processing.
-    Raises ValueError if `mechanism` is none, or one of the transforms is another.
+    The transforms see the released gradient only, so any optax optimizer, decay or momentum costs no privacy.
+    Raises ValueError if `mechanism` is not a Mechanism, or if one of the transforms is one.
     """
     _guards.require_kind(mechanism, Mechanism)
     _guards.require_transforms(transforms, Mechanism, Coordinates)

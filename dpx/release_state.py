@@ -1,4 +1,4 @@
-"""The releases that a state has made, which the bill reads, and when they cannot be billed."""
+"""The record of the releases that a state has made. The bill reads it, and refuses a record that has no true bill."""
 
 import math
 import zlib
@@ -36,9 +36,9 @@ class ReleaseState(NamedTuple):
     precision:     float32 (2,), the sum of noise_multiplier^-2 over them, and the amount by which rounding made that
                    sum too large (Kahan's compensation).
     terms:         uint32 (2,), fingerprints of the sampling record, and of the event without its noise multipliers.
-                   After a release that cannot be billed, terms[0] is the number of the reason in REASONS instead.
+                   After a release that cannot be billed, terms[0] is the number of the reason in REASONS, from 1.
     planned_steps: int32 (), the steps of the budget that the noise was calibrated for; 0 without a budget.
-    stream:        uint32 (), the mark of the key that batches are drawn with (`keys.mark`); 0 before it is known.
+    stream:        uint32 (), the mark of the key that draws the batches (`keys.mark`); 0 while it is not known.
     """
 
     step: jax.Array
@@ -62,7 +62,7 @@ class ReleaseState(NamedTuple):
 
 
 def signed(state: Tree, terms: np.ndarray, planned_steps: int) -> Tree:
-    """`state`, which is new, with the terms under which its releases will be billed."""
+    """A new `state`, with the terms under which its releases will be billed. terms: uint32 (2,), see `terms_of`."""
     planned = jnp.full((), planned_steps, jnp.int32)
     return map_states(lambda node: node._replace(terms=jnp.asarray(terms), planned_steps=planned), state, ReleaseState)
 
@@ -70,7 +70,7 @@ def signed(state: Tree, terms: np.ndarray, planned_steps: int) -> Tree:
 def countersigned(state: Tree, terms: np.ndarray, rows: jax.Array, sampling: Any, drawn: jax.Array | None) -> Tree:
     """`state` before a release under `terms`. If they do not hold for that release, no mechanism will bill the state.
 
-    rows: int (), how many rows of the batch count. drawn: uint32 (3,), `Batch.drawn`, if known.
+    terms: uint32 (2,). rows: int (), how many rows of the batch count. drawn: uint32 (3,), `Batch.drawn`, or None.
     """
     most = int(min(getattr(sampling, "most_rows", math.inf), 2**31 - 1))
 
@@ -110,7 +110,7 @@ def _terms(value: Any) -> Any:
 
 
 def release_state(state: Tree) -> ReleaseState:
-    """The one ReleaseState in an optimizer state in which the mechanism stands first and nothing wraps it.
+    """The one ReleaseState in an optimizer state in which the mechanism comes first and nothing wraps it.
 
     state: of a mechanism, of `dpx.chain` or `optax.chain`, of `optax.lookahead`, or an object that holds one, such as
         flax's TrainState or nnx.Optimizer.
@@ -137,7 +137,7 @@ def release_state(state: Tree) -> ReleaseState:
 
 
 def _search(node: Tree, holders: tuple) -> list[tuple[ReleaseState, tuple]]:
-    """Every ReleaseState below `node`, with the nodes that hold it, the outermost first, and the key in each."""
+    """Every ReleaseState in `node`, with the nodes that hold it, the outermost first, and the key in each."""
     if isinstance(node, ReleaseState):
         return [(node, holders)]
     children = jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda part: part is not node)
@@ -145,7 +145,7 @@ def _search(node: Tree, holders: tuple) -> list[tuple[ReleaseState, tuple]]:
 
 
 def _require_plain(node: Any, key: Any) -> None:
-    """ValueError if `node`, with the mechanism's state at `key`, is of a wrapper, or of a chain in another order."""
+    """Raises ValueError if `node`, which holds the mechanism's state at `key`, is of a wrapper or of another chain."""
     holder = type(node)
     if hasattr(node, "_fields") and holder.__module__.split(".")[0] == "optax" and not _is_lookahead(node):
         raise ValueError(
@@ -163,13 +163,13 @@ def _require_plain(node: Any, key: Any) -> None:
 
 
 def _is_transform(state: Tree) -> bool:
-    """Whether `state` may be that of a transformation, because it is empty or of optax."""
+    """Whether `state` may belong to a transformation, because it is empty or of optax."""
     nodes = jax.tree.leaves(state, is_leaf=lambda node: type(node).__module__.startswith("optax"))
     return not nodes or any(type(node).__module__.startswith("optax") for node in nodes)
 
 
 def _require_counted(state: Tree, release: ReleaseState) -> None:
-    """ValueError where an optax.lookahead may have set back the count, as reset_state=True does at every turn."""
+    """Raises ValueError if an optax.lookahead may have reset the step count, as its reset_state=True does."""
     for node in jax.tree.leaves(state, is_leaf=_is_lookahead):
         if _is_lookahead(node) and int(release.step) <= int(node.steps_since_sync):
             raise ValueError(
@@ -207,7 +207,10 @@ def next_step(state: Tree, sampling: Any, *, beyond_budget: bool) -> int:
 
 
 def require_paid_by(state: Tree, terms: np.ndarray, multipliers: np.ndarray) -> None:
-    """ValueError unless the releases of `state` had these terms (`terms_of`) and these noise multipliers."""
+    """Raises ValueError unless the releases of `state` had these terms and these noise multipliers.
+
+    terms: uint32 (2,), see `terms_of`. multipliers: float64 (steps,), one for each release.
+    """
     release = release_state(state)
     _require_counted(state, release)
     advice = "bill a state by the mechanism that made its releases, rebuilt with the same numbers"

@@ -1,11 +1,11 @@
-"""How batches are drawn, and the cost of that: one frozen record does both, so a run is billed for what it draws.
+"""Samplings: one frozen record draws the batches and states their cost, so a run is billed for the batches it draws.
 
 `take(data, key, state)` gives the batch of the next step, whose number it reads from the optimizer state. It runs on
 the host, and calls `draw(key, step)`. Both are pure functions of the key, the step and the record, so a resumed run
 draws the same batches. The key must stay as secret as the noise key, because amplification by sampling holds
 only for batches that nobody knows.
 
-To add one: a frozen dataclass here with the parts of `Sampling`, and a line in `dpx/catalog.py`.
+To add one: a frozen dataclass here with the fields of `Sampling`, and a line in `dpx/catalog.py`.
 """
 
 import math
@@ -26,7 +26,7 @@ from dpx.release_state import next_step
 
 
 class Sampling(Protocol):
-    """The parts of a sampling record that mechanisms, accountants and training loops read.
+    """The fields of a sampling record that mechanisms, accountants and training loops read.
 
     examples: size of the data set; a public number.
     relation: the neighboring relation under which `event` is true: "add_or_remove" (one example more or fewer),
@@ -57,27 +57,27 @@ class Sampling(Protocol):
     def draw(self, key: jax.Array, step: int, *, size: int | None = None) -> Draw:
         """The examples that take part in one step, as arrays of a fixed shape for a jitted step.
 
-        key: a PRNG key, (), secret. step: int, how many steps the whole run has made so far. It never restarts, because
-            a step that is drawn twice has the same batch but is billed as two independent ones.
-        size: rows of the result, at least as many as take part; None leaves it to the record.
-        Raises ValueError for a step that is no whole number of at least 0, and for too small a size.
+        key: a PRNG key, (), secret. step: int, the number of steps before this one in the whole run. It never restarts,
+            because a step that is drawn twice has the same batch but is billed as two independent ones.
+        size: rows of the result, at least as many as take part; None takes the record's own size.
+        Raises ValueError if step is not a whole number of at least 0, and if size is too small.
         """
         ...
 
     def take(
         self, data: Tree, key: jax.Array, state: Tree, *, size: int | None = None, beyond_budget: bool = False
     ) -> Batch:
-        """The batch of the next step that `state` has not paid for; arrays with `size` rows.
+        """The batch of the next step of a run, a `dpx.Batch` of arrays with `size` rows.
 
         data: pytree of arrays, with the `examples` examples on axis 0 of each.
         key: a PRNG key, (), secret, of one run. With `ShuffledEpochs` it must be the same at every step, because a run
-            whose batches come from several permutations is not billed.
-        state: of the optimizer. Its step count is read, which waits until the state is computed.
-        size: rows of the batch, the last of which are padding; None leaves it to the record.
+            whose batches come from several permutations has no bill.
+        state: of the optimizer. Its step count is read, so this call waits until the state is computed.
+        size: rows of the batch, the last of which are padding; None takes the record's own size.
         beyond_budget: continue after the steps of the `dpx.Budget` that the mechanism was calibrated for.
 
-        Raises ValueError where the data have another length, where the mechanism of the state bills another sampling,
-        and at the first step beyond the budget.
+        Raises ValueError if the data have another length, if the mechanism of the state bills another sampling, and at
+        the first step beyond the budget.
         """
         step = next_step(state, self, beyond_budget=beyond_budget)
         if batch_size(data) != self.examples:
@@ -94,7 +94,7 @@ class PoissonSampling(Sampling):
     examples:   size of the data set; a public number.
     batch_size: the EXPECTED batch size, in (0, examples]; the divisor.
     capacity:   rows of a drawn batch; by default the expected size plus five standard deviations, rounded up to a
-                multiple of 8. A larger batch is never cut: it comes in the next multiple of 1/8 of the capacity.
+                multiple of 8. A larger batch is never cut: its rows are the next multiple of 1/8 of the capacity.
 
     Raises ValueError for other sizes. Its event is that of Abadi et al. 2016, https://arxiv.org/abs/1607.00133.
     """
@@ -146,8 +146,8 @@ class FixedSizeSampling(Sampling):
     """At every step, a new subset of `batch_size` examples, drawn uniformly without replacement.
 
     Replacing an example moves the sum by twice the clip norm, so the event has half the noise multiplier. It is billed
-    by RDP (Wang, Balle and Kasiviswanathan 2019, https://arxiv.org/abs/1808.00087). Raises ValueError unless both
-    sizes are whole numbers with 1 <= batch_size <= examples.
+    by Renyi divergences (Wang, Balle and Kasiviswanathan 2019, https://arxiv.org/abs/1808.00087). Raises ValueError
+    unless both sizes are whole numbers with 1 <= batch_size <= examples.
     """
 
     examples: int
@@ -179,8 +179,8 @@ class ShuffledEpochs(Sampling):
     """A new permutation every epoch, cut into batches; the last batch of an epoch may be short.
 
     An example takes part once an epoch, in a batch that an adversary may know, so no amplification is claimed. An epoch
-    is billed as one Gaussian release at its smallest noise multiplier (mu = sqrt(epochs) / sigma); an epoch that has
-    begun is billed in full. Raises ValueError for the same sizes as `FixedSizeSampling`.
+    is billed as one Gaussian release at its smallest noise multiplier (mu = sqrt(epochs) / sigma), even if it is not
+    complete. Raises ValueError for the same sizes as `FixedSizeSampling`.
     """
 
     examples: int
@@ -241,7 +241,10 @@ class FullBatch(Sampling):
 
 
 def _composed(multipliers: np.ndarray, event_of) -> DpEvent:
-    """The releases grouped by their noise multiplier; their order does not matter to the bill."""
+    """The composition of releases, grouped by their noise multipliers, because their order does not change the bill.
+
+    multipliers: float64 (steps,). event_of: (noise multiplier) -> DpEvent.
+    """
     values, counts = np.unique(multipliers, return_counts=True)
     events: list[DpEvent] = [
         dp_accounting.SelfComposedDpEvent(event_of(float(value)), int(count)) if count > 1 else event_of(float(value))

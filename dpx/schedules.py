@@ -10,7 +10,7 @@ from dpx._numbers import Schedule, require_number, require_whole
 
 
 def inverse_power(init_value: float, *, power: float) -> Schedule:
-    """init_value / k^power at the k-th step, k = 1, 2, ...: the noise of D2P2-SGD.
+    """A falling number, init_value / k^power at the k-th step, k = 1, 2, ...: the noise multiplier of D2P2-SGD.
 
     init_value: above 0. power: at least 0; 1/2 in the paper's theorems, 1/4 in its experiments, where k counts epochs
         (see `every`).
@@ -24,19 +24,19 @@ def inverse_power(init_value: float, *, power: float) -> Schedule:
 
 
 def every(steps: int, schedule: Schedule) -> Schedule:
-    """`schedule` of blocks of `steps` steps (an epoch): at step t its value at t // steps, the number of the block.
+    """`schedule` with one value for each block of `steps` steps, such as an epoch: at step t, its value at t // steps.
 
-    steps: at least 1. Raises ValueError for less.
+    steps: int, at least 1. Raises ValueError for other numbers.
     """
     steps = require_whole("steps", steps)
     return lambda step: schedule(step // steps)
 
 
 def growing_mu(noise_multiplier: float, *, rho_mu: float, steps: int) -> Schedule:
-    """The noise multiplier 1/mu_t for mu_t = rho_mu^(t/T) mu_0, t = 1..T: noise that falls over the run.
+    """A noise multiplier that falls over the run: 1/mu_t for mu_t = rho_mu^(t/T) mu_0, t = 1..T.
 
-    noise_multiplier: 1/mu_0, at least 0. steps: T, at least 1.
-    rho_mu: at least 1; the privacy parameter mu of the last step, divided by that before the first.
+    noise_multiplier: 1/mu_0, at least 0. steps: T, int, at least 1.
+    rho_mu: at least 1; the privacy parameter mu of the last step, mu_T, divided by mu_0.
 
     Raises ValueError for numbers outside these domains.
     Source: Dynamic DP-SGD, Du et al. 2021, https://arxiv.org/abs/2111.00173.
@@ -45,9 +45,9 @@ def growing_mu(noise_multiplier: float, *, rho_mu: float, steps: int) -> Schedul
 
 
 def sensitivity_decay(clip_norm: float, *, rho_c: float, steps: int) -> Schedule:
-    """The clip norm C_t = rho_c^(-t/T) C_0, t = 1..T, which falls over the run.
+    """A clip norm that falls over the run: C_t = rho_c^(-t/T) C_0, t = 1..T.
 
-    clip_norm: C_0, at least 0, in the units of the gradient. steps: T, at least 1. rho_c: at least 1.
+    clip_norm: C_0, at least 0, in the units of the gradient. steps: T, int, at least 1. rho_c: at least 1.
 
     Raises ValueError for numbers outside these domains.
     Source: Dynamic DP-SGD, Du et al. 2021, https://arxiv.org/abs/2111.00173.

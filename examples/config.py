@@ -1,4 +1,4 @@
-"""Everything that decides the numbers of a training run, checked before anything runs."""
+"""The configuration of a training run: everything that decides its numbers, checked before the run starts."""
 
 import math
 from collections.abc import Callable

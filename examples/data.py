@@ -1,7 +1,7 @@
 """Image classification data sets by name: bundled ones, idx files, and anything tensorflow-datasets holds.
 
-`load(name)` looks, in this order: bundled with a package, idx files in `data_dir` or a usual place, a data set that
-tensorflow-datasets has prepared. It never downloads; what is missing says how to get it.
+`load(name)` looks for a data set in this order: bundled with a package, as idx files in `data_dir` or a usual place,
+and prepared by tensorflow-datasets. It never downloads; the error for a missing data set says how to get it.
 """
 
 import gzip

@@ -1,6 +1,7 @@
 """A private training run in under a minute on real data: `python -m examples.demo`.
 
-It is `python -m examples.train` with the arguments below; more arguments may be added or changed on the command line.
+It runs `python -m examples.train` with the arguments below. Arguments on the command line are added to these, or
+replace them.
 """
 
 import sys

@@ -1,7 +1,7 @@
 """The table of examples/README.md: two settings on Fashion-MNIST at epsilon 2, three seeds each.
 
-`python -m examples.fashion_mnist` makes the runs that are missing, goes on with those that were cut off, and rewrites
-the table. The seeds are public here because the data is.
+`python -m examples.fashion_mnist` runs the trainings that are missing, continues those that were interrupted, and
+rewrites the table. The seeds are public here, because the data are public.
 """
 
 import argparse

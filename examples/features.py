@@ -1,9 +1,10 @@
 """Scattering features: a fixed, data-independent transform of images, on which a private linear model does well.
 
-The second-order scattering transform of Bruna and Mallat (2013, https://arxiv.org/abs/1203.1513) with J = 2 and 8
-angles, the numbers of `kymatio.numpy.Scattering2D(J=2, shape)`: 81 channels at a quarter of the resolution. Then every
-example is normalized by itself, over groups of channels, as in Tramer and Boneh (2021, https://arxiv.org/abs/2011.11660).
-No statistic of the data set enters, so the features cost no privacy.
+The features are those of the second-order scattering transform of Bruna and Mallat (2013,
+https://arxiv.org/abs/1203.1513) with J = 2 and 8 angles, and equal `kymatio.numpy.Scattering2D(J=2, shape)`: 81
+channels at a quarter of the resolution. Then every example is normalized by itself, over groups of channels, as in
+Tramer and Boneh (2021, https://arxiv.org/abs/2011.11660). The features use no statistic of the data set, so they cost
+no privacy.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""The training loop of every example: private steps within a budget, evaluated, recorded, resumable."""
+"""The training loop of every example: private steps within a budget, with evaluations, records and checkpoints."""
 
 import dataclasses
 import functools

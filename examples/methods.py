@@ -1,4 +1,4 @@
-"""The methods that a training run can name: those of `dpx.catalog`. The arguments of their builders are its options.
+"""The methods of a training run, which are those of `dpx.catalog`. The arguments of their builders are its options.
 
 Defaults and help texts come from the builders' signatures and docstrings, so a new method needs no line here.
 """

@@ -1,4 +1,4 @@
-"""Public images for methods that need gradients of data which is not private."""
+"""Public images, for methods that need gradients of data that are not private."""
 
 from typing import Any
 

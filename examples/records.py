@@ -1,4 +1,4 @@
-"""The files of a run: configuration, checkpoints, metrics, plot, reports. Each is whole or absent, never half."""
+"""The files of a run: configuration, checkpoints, metrics, plot, reports. A file is complete, or it does not exist."""
 
 import hashlib
 import json

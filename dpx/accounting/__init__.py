@@ -2,17 +2,17 @@
 
 Which function answers which question:
 
-* The cost of a run, from its mechanism and its state or number of steps: `epsilon`, `delta`. Of several runs on the
-  same data: `compose`. Everything to publish beside a model: `privacy_report`.
-* The noise that a budget needs: `calibrate`, or a `Budget` in place of a noise multiplier; `calibrated` makes a
-  function of your own accept one. The steps that a budget pays for: `max_steps`.
-* The cost over the steps, delta over epsilon, and the trade-off function, as arrays and plots: `curves`.
-* Without a mechanism: `schedule_epsilon`, `schedule_delta` and `calibrate_schedule` for noise multipliers,
+* The cost of a run, from its mechanism and its state or number of steps: `epsilon`, `delta`. The cost of several runs
+  on the same data: `compose`. A report to publish beside a model: `privacy_report`.
+* The noise that a budget needs: `calibrate`, or a `Budget` in place of a noise multiplier; `calibrated` lets a function
+  of your own accept one. The number of steps for which a budget is enough: `max_steps`.
+* Epsilon at each step, delta at each epsilon, and the trade-off function, as arrays and plots: `curves`.
+* The same without a mechanism: `schedule_epsilon`, `schedule_delta` and `calibrate_schedule` for noise multipliers,
   `event_epsilon` and `event_delta` for a dp-accounting event, `gdp` for Gaussian differential privacy.
 * Numbers that papers claim, which may not be reported as spent: `comparisons`, and the second half of `gdp`.
 
-Every epsilon and delta but those of the last line is an upper bound, and an interval adds a lower one. Where each proof
-stands:
+Every epsilon and delta is an upper bound, except those of the last line; an interval adds a lower bound. The proofs
+are in these files:
 
 * Poisson-sampled Gaussians: `pld/losses.py` (one step), `pld/composition.py` (many), `pld/buckets.py` (long schedules),
   `renyi.py` ("rdp"). Several releases of one batch: `releases.py`. Unsampled Gaussians: `gdp.py`, first half.
@@ -27,9 +27,9 @@ To add one: a new event is a file here, like `projected.py`, which the file of i
 * `register(event_type, read)`, or `register_whole_run` (`releases.py`) for an event of a whole run, like
   `error_feedback/event.py`.
 
-The tests that must know it: bills in `tests/record_bills.py` (run it to record them), a `tests/test_accounting_*.py`
-that compares them with an independent computation, a case in `tests/mechanisms.py`, and a fault in `tests/faults.py`
-for each line that makes it a bound.
+It needs these tests: bills in `tests/record_bills.py` (run it to record them), a `tests/test_accounting_*.py` that
+compares them with an independent computation, a case in `tests/mechanisms.py`, and a fault in `tests/faults.py` for
+each line that makes it a bound.
 """
 
 from dpx.accounting import comparisons, curves, gdp

@@ -1,4 +1,4 @@
-"""The bill of a mechanism: epsilon and delta of steps that it has taken, or that it will take."""
+"""The bill of a mechanism: the epsilon and delta of the steps of a run, before or after it."""
 
 from typing import Any
 
@@ -56,7 +56,10 @@ def delta(
 
 
 def event_of(mechanism: Any, steps_or_state: Any, relation: Relation | None) -> tuple[dp_accounting.DpEvent, Relation]:
-    """The event of the steps, and the relation that it is billed under; a state must be the mechanism's own."""
+    """The event of the steps, and the relation that it is billed under.
+
+    Raises ValueError for a state that another mechanism made, and for a relation that the event is not true for.
+    """
     require_billable(mechanism)
     steps = billed_steps(steps_or_state)
     if _is_number(steps_or_state):
@@ -69,7 +72,7 @@ def event_of(mechanism: Any, steps_or_state: Any, relation: Relation | None) -> 
 
 
 def _relation_of(event: dp_accounting.DpEvent, sampling: Any, relation: Relation | None) -> Relation:
-    """`relation`, or the one that the sampling states; ValueError if the event is not true for it."""
+    """`relation`, or the one that the sampling states. Raises ValueError if the event is not true for it."""
     stated = checks.require_relation(sampling.relation)
     if relation is None or checks.require_relation(relation) == stated:
         return stated
@@ -92,14 +95,14 @@ def require_billable(mechanism: Any) -> None:
 
 
 def billed_steps(steps_or_state: Any) -> int:
-    """A number of steps as it is, or the steps that an optimizer state has been billed for."""
+    """A number of steps as it is, or the number of steps that an optimizer state has taken."""
     if _is_number(steps_or_state):
         return require_whole("steps", steps_or_state, minimum=0)
     return steps_taken(checks.require_concrete("state", steps_or_state))
 
 
 def batch_stream(steps_or_state: Any) -> int:
-    """The mark of the key that a state's batches were drawn with; 0 where it is not known."""
+    """The mark of the key that a state's batches were drawn with, int; 0 if it is not known."""
     return 0 if _is_number(steps_or_state) else int(release_state(steps_or_state).stream)
 
 

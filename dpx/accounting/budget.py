@@ -1,4 +1,4 @@
-"""Budgets: (epsilon, delta) for a number of steps, given in place of a noise multiplier."""
+"""Budgets: (epsilon, delta) for a number of steps, which is given in place of a noise multiplier."""
 
 import functools
 import inspect
@@ -39,16 +39,16 @@ class Budget:
 
 
 def calibrated(build: Callable[..., M]) -> Callable[..., M]:
-    """`build`, a function that makes a mechanism, so that its `noise_multiplier` may also be a `Budget`.
+    """`build`, a function that builds a mechanism, but its `noise_multiplier` may also be a `Budget`.
 
-    For a Budget, the least noise multiplier is used with which the mechanism spends at most the budget. Decorate the
-    function that makes the OUTERMOST mechanism, because a wrapper around a mechanism may raise its cost:
+    For a Budget, it takes the least noise multiplier with which the mechanism spends at most the budget. Decorate the
+    function that builds the OUTERMOST mechanism, because a wrapper around a mechanism may raise its cost:
 
         @dpx.calibrated
         def mine(*, noise_multiplier, **rest):
             return dpx.mechanisms.clip_then_project(dpx.dp_sgd(noise_multiplier=noise_multiplier, **rest), rank=12, ...)
 
-    build: takes `noise_multiplier`, with which the noise must grow.
+    build: takes an argument `noise_multiplier`; the noise of every step must grow with that number.
 
     Raises ValueError if `build` takes no such argument; the function returned raises as `calibrate` does.
     """

@@ -1,4 +1,4 @@
-"""Calibration: the least noise that meets a budget, rounded up, so that the budget is never exceeded."""
+"""Calibration: the least noise that meets a budget. It is rounded up, so that the budget is never exceeded."""
 
 import math
 from collections.abc import Callable
@@ -15,9 +15,9 @@ from dpx.accounting.events import event_epsilon
 from dpx.accounting.pld.buckets import Buckets
 from dpx.accounting.schedule import Interval, bucketed_gaussians, lower_profile, upper_profile
 
-_COARSE_BUCKETS = 24  # of the first search, which only says where to look (benchmarks/accounting.py, calibration)
-_COARSE_TOLERANCE = 0.02  # of that search, relative
-_LARGEST_MULTIPLIER = 1e6  # a budget that this much noise does not meet cannot be met
+_COARSE_BUCKETS = 24  # of a first, rough search, where the second one starts (benchmarks/accounting.py, calibration)
+_COARSE_TOLERANCE = 0.02  # of the first search, relative
+_LARGEST_MULTIPLIER = 1e6  # if this much noise does not meet a budget, the budget counts as impossible
 _SMALLEST_MULTIPLIER = 1e-3  # the search stops here, because so large a budget is no constraint
 
 
@@ -36,9 +36,9 @@ def calibrate(
     make: noise multiplier -> mechanism; its noise, constant or a schedule, must grow with the number.
     steps: int, at least 1. epsilon: positive and finite. delta: in (0, 1).
     accountant, relation: as for `dpx.epsilon`.
-    tolerance: relative; the bill lies in [epsilon (1 - tolerance), epsilon] where it is continuous.
+    tolerance: relative; the bill is in [epsilon (1 - tolerance), epsilon] if it is a continuous function of the noise.
 
-    Guarantee: `dpx.epsilon` of the mechanism made with the returned number is at most epsilon.
+    Guarantee: `dpx.epsilon` of the mechanism that is built with the returned number is at most epsilon.
 
     Raises ValueError for arguments outside these ranges, and for a budget that no noise multiplier up to 1e6 meets.
     """
@@ -62,7 +62,10 @@ def calibrate(
 
 @dataclass(frozen=True)
 class CalibratedSchedule:
-    """The noise multipliers `scale * shape` have an epsilon in `interval`, whose upper end is at most the budget."""
+    """The noise multipliers `scale * shape` have an epsilon in `interval`, whose upper end is at most the budget.
+
+    scale: float, positive. interval: the ends, floats.
+    """
 
     scale: float
     interval: Interval
@@ -82,7 +85,7 @@ def calibrate_schedule(
 ) -> CalibratedSchedule:
     """The least scale for which the noise multipliers `scale * shape` cost at most epsilon at delta.
 
-    shape: (T,), positive. epsilon: positive and finite. tolerance: relative, of epsilon.
+    shape: float (T,), positive. epsilon: positive and finite. delta: in (0, 1). tolerance: relative, of epsilon.
     The other arguments are those of `schedule_epsilon`; the buckets are chosen once, near the answer.
 
     Raises ValueError for arguments outside these ranges, and for a budget that no scale meets.
@@ -118,8 +121,8 @@ def calibrate_schedule(
 def _least_within(bill: Callable[[float], float], budget: float, tolerance: float, start: float) -> float:
     """The least noise with bill(noise) <= budget, to the tolerance, for a bill that decreases.
 
-    It brackets the answer, then takes secants in log-log coordinates, or bisects where a secant leaves the bracket. The
-    upper end of the bracket is returned, whose bill is within the budget.
+    First the answer is bracketed. Then the bracket is narrowed by secants in log-log coordinates, or by bisection if a
+    secant leaves the bracket. Returns the upper end of the bracket, whose bill is within the budget.
     """
     low = high = start
     cost_low = cost_high = bill(start)
@@ -154,7 +157,7 @@ def _least_within(bill: Callable[[float], float], budget: float, tolerance: floa
 
 
 def _secant(points: list[tuple[float, float]], log_target: float) -> float | None:
-    """The noise at which ln cost reaches `log_target`, on the line through two points in log-log coordinates."""
+    """The noise at which ln cost is `log_target` on the line through two points in log-log coordinates, or None."""
     (noise, cost), (last_noise, last_cost) = points
     if not (0 < cost < math.inf and 0 < last_cost < math.inf) or cost == last_cost:
         return None

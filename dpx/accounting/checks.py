@@ -1,4 +1,4 @@
-"""Checks of the accountants' arguments: every ValueError names the condition and the value."""
+"""Checks of the accountants' arguments. Every ValueError states the condition and the value."""
 
 import math
 import warnings
@@ -13,11 +13,11 @@ Relation = Literal["add_or_remove", "zero_out", "replace_one"]
 ACCOUNTANTS = ("tightest", "pld", "rdp")
 RELATIONS = ("add_or_remove", "zero_out", "replace_one")
 
-_LARGEST_USUAL_DELTA = 0.1  # a larger one warns also where the number of examples is not known
+_LARGEST_USUAL_DELTA = 0.1  # a larger one warns even if the number of examples is not known
 
 
 def require_concrete(name: str, value: Any) -> Any:
-    """`value`; ValueError if jax is tracing it, because a number that is unknown before the run has no bill."""
+    """`value` unchanged. Raises ValueError if jax traces it, because a number must be known before it can be billed."""
     if isinstance(value, jax.core.Tracer):
         raise ValueError(
             f"{name} must be known before the run, got the traced value {value}; "
@@ -27,7 +27,7 @@ def require_concrete(name: str, value: Any) -> Any:
 
 
 def require_nonnegative(name: str, value: Any) -> float:
-    """`value` as a float; ValueError unless it is at least 0. Infinity is allowed, because a bill can be infinite."""
+    """`value` as a float. Raises ValueError unless it is at least 0; infinity is allowed, because a bill may be it."""
     number = float(require_concrete(name, value))
     if not 0 <= number:
         raise ValueError(f"{name} must be at least 0, got {number}")
@@ -39,7 +39,7 @@ def require_epsilon(value: Any) -> float:
 
 
 def require_positive_epsilon(value: Any) -> float:
-    """An epsilon that a budget can state; ValueError unless it is positive and finite."""
+    """The epsilon of a budget, as a float. Raises ValueError unless it is positive and finite."""
     number = float(require_concrete("epsilon", value))
     if not 0 < number < math.inf:
         raise ValueError(f"epsilon must be positive and finite, got {number}")
@@ -54,7 +54,10 @@ def require_delta(value: Any) -> float:
 
 
 def warn_of_large_delta(value: Any, sampling: Any) -> None:
-    """Warns the caller of the calling function where `delta` is so large that (epsilon, delta) promises little."""
+    """Warns the user, two calls up, if `delta` is so large that (epsilon, delta) promises little.
+
+    Raises ValueError for a delta outside (0, 1).
+    """
     delta, examples = require_delta(value), getattr(sampling, "examples", None)
     if examples is not None and delta >= 1 / examples:
         warnings.warn(
@@ -87,7 +90,10 @@ def require_relation(value: Any) -> Relation:
 def require_schedule(
     noise_multipliers: Any, sampling_rate: Any, counts: Any
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(noise multipliers, sampling rates, counts) as arrays (T,): float64, float64, int64."""
+    """(noise multipliers, sampling rates, counts) as arrays (T,): float64, float64, int64.
+
+    Raises ValueError for other shapes, for functions or traced values, and for numbers outside their domains.
+    """
     for name, values in (
         ("noise_multipliers", noise_multipliers),
         ("sampling_rate", sampling_rate),

@@ -17,7 +17,7 @@ from dpx.accounting.events import event_delta, event_epsilon
 
 @dataclass(frozen=True)
 class Composition:
-    """The cost of several runs together. `epsilon` and `delta` are upper bounds, as `dpx.epsilon` and `dpx.delta`.
+    """The cost of several runs together. `epsilon` and `delta` are upper bounds, like `dpx.epsilon` and `dpx.delta`.
 
     event: the event of all runs. relation: how neighboring data sets differ, the same for all runs.
     """
@@ -26,7 +26,7 @@ class Composition:
     relation: Relation
 
     def epsilon(self, delta: float, *, accountant: Accountant = "tightest") -> float:
-        """An upper bound of epsilon at `delta`, in (0, 1); see `event_epsilon`."""
+        """An upper bound of epsilon at `delta`, which is in (0, 1); see `event_epsilon`."""
         return event_epsilon(self.event, delta=delta, accountant=accountant, relation=self.relation)
 
     def delta(self, epsilon: float, *, accountant: Accountant = "tightest") -> float:
@@ -40,12 +40,12 @@ def compose(*runs: tuple[Any, Any], shared_batches: bool) -> Composition:
         dpx.compose((a, state_a), (b, state_b), shared_batches=False).epsilon(delta=1e-5)
 
     shared_batches: False if every run drew its own batches, with a key of its own. Then all their events compose.
-        True if step t of every run saw one and the same batch. Sampling amplifies such releases once, together: a step
-        costs one Gaussian of noise multiplier (sum_i sigma_i^-2)^(-1/2) on the sampled batch. At small deltas that is
-        more than the cost of independent batches (Poisson rate .01, noise multipliers 1, 1000 steps, delta 1e-5:
-        epsilon 4.48 instead of 2.58).
+        True if step t of every run used the same batch. Sampling amplifies the releases of one batch only together: a
+        step costs one Gaussian of noise multiplier (sum_i sigma_i^-2)^(-1/2) on the sampled batch. At small deltas that
+        is more than the cost of independent batches (two runs at Poisson rate 0.01, noise multipliers 1, 1,000 steps,
+        delta 1e-5: epsilon 4.48 instead of 2.58).
 
-    Give states rather than steps, because a state records which key its batches were drawn with.
+    Pass states rather than numbers of steps, because a state records which key its batches were drawn with.
 
     Raises ValueError for no runs; for two runs with one key, because they share their noise; for states whose keys
     contradict `shared_batches`; for different neighboring relations; and, with shared batches, for different samplings
@@ -79,10 +79,10 @@ def compose(*runs: tuple[Any, Any], shared_batches: bool) -> Composition:
 def _on_shared_batches(runs, events) -> dp_accounting.DpEvent:
     """The event of releases that share the batch of every step.
 
-    Proof: given the batch, the releases of a step are Gaussians, and each may depend on those before it. One Gaussian
-    with the sum of their precisions dominates them together, because they compose as Gaussian differential privacy
-    does (Dong, Roth and Su 2022, https://arxiv.org/abs/1905.02383). It also dominates their mixture over whether the
-    example is in the batch.
+    Proof: given the batch, the releases of a step are Gaussians, and each may depend on the earlier ones. One Gaussian
+    with the sum of their precisions sigma^-2 dominates them together, because Gaussian differential privacy composes
+    like this (Dong, Roth and Su 2022, https://arxiv.org/abs/1905.02383). This Gaussian also dominates their mixture
+    over whether the example is in the batch.
     """
     sampling = runs[0][0].sampling
     precision = np.zeros(max(billed_steps(spent) for _, spent in runs))

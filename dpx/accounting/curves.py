@@ -14,30 +14,36 @@ from dpx.accounting.bill import event_of
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.events import event_epsilon, event_profile
 
-_BUCKETS = 64  # distinct releases in each point of a curve over steps, for about a second a point at 10,000 releases
-_NEGLIGIBLE_DELTA = 1e-10  # no trade-off curve shows a smaller one
+_BUCKETS = 64  # distinct releases in each point of a curve over steps: about a second a point at 10,000 releases
+_NEGLIGIBLE_DELTA = 1e-10  # a smaller delta cannot be seen in a trade-off curve
 _TRADE_OFF_EPSILONS = (0.0, *np.geomspace(1e-3, 50, 160).tolist())  # any set of them gives a lower bound
 
 
 class EpsilonOverSteps(NamedTuple):
-    """steps: int64 (points,), increasing. epsilon: float64 (points,), upper bounds of what those steps spend."""
+    """Epsilon after each of some numbers of steps.
+
+    steps: int64 (points,), increasing. epsilon: float64 (points,), an upper bound of the epsilon that they spend.
+    """
 
     steps: np.ndarray
     epsilon: np.ndarray
 
 
 class DeltaOverEpsilon(NamedTuple):
-    """epsilon: float64 (points,), as asked. delta: float64 (points,), an upper bound at each."""
+    """Delta at each of some epsilons.
+
+    epsilon: float64 (points,), as given. delta: float64 (points,), an upper bound at each epsilon.
+    """
 
     epsilon: np.ndarray
     delta: np.ndarray
 
 
 class TradeOff(NamedTuple):
-    """Error rates of the best test for whether one example took part.
+    """The error rates of the best test for whether one example took part.
 
-    type_one: float64 (points,), how often it says so wrongly. type_two: float64 (points,), a lower bound of how often
-    it misses the example.
+    type_one: float64 (points,), how often the test says yes although the example did not take part.
+    type_two: float64 (points,), a lower bound of how often it says no although the example did.
     """
 
     type_one: np.ndarray
@@ -53,10 +59,10 @@ def epsilon_over_steps(
     relation: Relation | None = None,
     points: int = 40,
 ) -> EpsilonOverSteps:
-    """Epsilon spent so far at `delta`, an upper bound at each of at most `points` steps spread over 1 .. steps.
+    """The epsilon spent at `delta`, an upper bound after each of at most `points` numbers of steps in 1 .. steps.
 
-    Every point composes its own event, a long schedule in 64 buckets: keep `points` (int, at least 2) small.
-    The other arguments are those of `dpx.epsilon`.
+    steps: int, at least 1. points: int, at least 2; keep it small, because every point composes its own event, with at
+    most 64 distinct releases. The other arguments are those of `dpx.epsilon`.
 
     Raises ValueError for steps or points below these, and as `dpx.epsilon` does.
     """
@@ -77,10 +83,12 @@ def delta_over_epsilon(
     accountant: Accountant = "tightest",
     relation: Relation | None = None,
 ) -> DeltaOverEpsilon:
-    """delta at each of `epsilons`, (points,), at least 0: upper bounds within 0.1 % of `dpx.delta`.
+    """delta at each of `epsilons`, upper bounds within 0.1 % of `dpx.delta`.
 
-    A smooth curve takes few compositions, because one serves all larger epsilons that it resolves.
-    The other arguments are those of `dpx.delta`. Raises ValueError for a negative epsilon, and as `dpx.delta` does.
+    epsilons: float (points,), at least 0. A curve takes few compositions, because one composition answers for many
+    neighboring epsilons. The other arguments are those of `dpx.delta`.
+
+    Raises ValueError for a negative epsilon, and as `dpx.delta` does.
     """
     values = np.array([checks.require_epsilon(value) for value in np.atleast_1d(np.asarray(epsilons, np.float64))])
     event, stated = event_of(mechanism, steps_or_state, relation)
@@ -97,10 +105,10 @@ def trade_off(
     relation: Relation | None = None,
     points: int = 101,
 ) -> TradeOff:
-    """A lower bound of the type II error of every test, at type I errors spread over 0 .. 1: no test does better.
+    """A lower bound of the type II error of every test, at type I errors from 0 to 1: no test has smaller errors.
 
     f(a) = max over epsilon of (1 - delta(epsilon) - e^epsilon a, e^-epsilon (1 - delta(epsilon) - a)), with delta an
-    upper bound (Dong, Roth and Su 2022, https://arxiv.org/abs/1905.02383). 1 - a everywhere is perfect privacy.
+    upper bound (Dong, Roth and Su 2022, https://arxiv.org/abs/1905.02383). Perfect privacy is f(a) = 1 - a.
 
     points: int, at least 2. The other arguments are those of `dpx.delta`.
     Raises ValueError for fewer points, and as `dpx.delta` does.

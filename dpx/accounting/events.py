@@ -1,7 +1,7 @@
-"""Bills of dp-accounting's events: an event tree becomes releases, releases step losses, and these a profile.
+"""Bills of dp-accounting's events: an event tree is read as releases, these as step losses, and these as a profile.
 
 dpx bills Gaussian events, Poisson-sampled and fixed-size-sampled Gaussian events, and the events that its own
-mechanisms register (`releases`). It gives all others to dp-accounting's own accountants.
+mechanisms register (`releases`). dp-accounting's own accountants bill all other events.
 """
 
 import dp_accounting
@@ -42,8 +42,8 @@ def event_epsilon(
         known for every release, else "rdp"; "pld" is at most "rdp". All are guarantees.
     relation: how neighboring data sets differ. The noise of a Gaussian event is relative to the effect of adding or
         removing one example, which is also the effect of nulling one ("zero_out"). Replacing one has twice that effect,
-        which is billed. Events of sampling without replacement state the effect of replacing one, and no other relation
-        is true for them.
+        and is billed so. The noise of an event of sampling without replacement is relative to the effect of replacing
+        one, and no other relation is true for it.
     buckets: at most so many distinct releases are composed by PLD; more are rounded up in cost to this many.
 
     Raises ValueError for an event that is not true for the relation or that the accountant cannot bill, and for a
@@ -74,9 +74,9 @@ def event_profile(
     buckets: int = _BUCKETS,
     curve: bool = False,
 ) -> Profile:
-    """The profile of an event, which answers for epsilon and delta; see `event_epsilon`.
+    """The profile of an event, which computes epsilon and delta; see `event_epsilon`.
 
-    curve: True if it will be asked for many deltas, each to 0.1 %; ask in the order of rising epsilons.
+    curve: True if deltas at many epsilons will be computed, each to 0.1 %; compute them at rising epsilons.
     """
     checks.require_accountant(accountant)
     checks.require_relation(relation)
@@ -97,7 +97,7 @@ def event_profile(
 
 
 def explanation(event: DpEvent, *, delta: float, relation: Relation) -> tuple[str, ...]:
-    """How an event that is billed as a whole run is billed, in one sentence; () for other events."""
+    """How the bill of an event of a whole run is computed, in one sentence; () for other events."""
     run = count_releases(event).whole_run
     return () if run is None else (WHOLE_RUN_READERS[type(run)].explain(run, delta, relation),)
 

@@ -1,4 +1,4 @@
-"""The Gaussian mechanism on a sample of fixed size, drawn without replacement: by Renyi divergences alone."""
+"""The Gaussian mechanism on a sample of fixed size, drawn without replacement, billed by Renyi divergences alone."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,9 +12,9 @@ from dpx.accounting import renyi
 
 @dataclass(frozen=True)
 class FixedSizeGaussian:
-    """One such step, under the relation "replace_one", the only one that its divergences are known for.
+    """One such step, under the relation "replace_one", the only one for which its divergences are known.
 
-    noise_multiplier: relative to the effect of replacing one example. rate: sample size divided by data set size.
+    noise_multiplier: relative to the effect of replacing one example. rate: the sample size divided by the data size.
 
     The divergences are dp-accounting's (Wang, Balle and Kasiviswanathan 2019, https://arxiv.org/abs/1808.00087), which
     take a tenth of a second a step. There are no `pmfs`, because no tight privacy loss distribution is known.

@@ -1,6 +1,6 @@
 """Gaussian differential privacy: an exact half, and an approximate half that is no guarantee.
 
-mu-GDP means: telling two neighboring data sets apart is no easier than telling N(0, 1) from N(mu, 1).
+mu-GDP means that to tell two neighboring data sets apart is at least as hard as to tell N(0, 1) from N(mu, 1).
 
 Exact: `epsilon`, `delta`, `log_delta` and `mu` convert between mu and (epsilon, delta) (Dong, Roth and Su 2022,
 https://arxiv.org/abs/1905.02383). Bills of unsampled Gaussians use them.
@@ -23,13 +23,16 @@ from scipy import optimize, special
 from dpx._numbers import require_number, require_whole
 from dpx.accounting import checks
 
-# ------------------------------------------------------------------ Exact: what mu-GDP says of epsilon and delta
+# ------------------------------------------------------------------ Exact: from mu to epsilon and delta, and back
 
 
 def delta(mu: float, epsilon: float) -> float:
-    """delta(epsilon) = Phi(-epsilon/mu + mu/2) - e^epsilon Phi(-epsilon/mu - mu/2), exact for mu-GDP.
+    """The least delta for which mu-GDP implies (epsilon, delta), exact.
 
-    mu, epsilon: at least 0, possibly inf; ValueError if not.
+    delta = Phi(-epsilon/mu + mu/2) - e^epsilon Phi(-epsilon/mu - mu/2)
+
+    mu, epsilon: at least 0, may be inf. Raises ValueError for other numbers.
+    Source: Dong, Roth and Su 2022, https://arxiv.org/abs/1905.02383.
     """
     mu, epsilon = checks.require_nonnegative("mu", mu), checks.require_epsilon(epsilon)
     if mu == math.inf:
@@ -40,7 +43,7 @@ def delta(mu: float, epsilon: float) -> float:
 
 
 def log_delta(mu: float, epsilon: float) -> float:
-    """ln delta(epsilon), exact also where delta underflows; mu positive and finite."""
+    """ln of `delta(mu, epsilon)`, exact even if delta underflows. mu: positive and finite."""
     upper = float(special.log_ndtr(mu / 2 - epsilon / mu))
     lower = epsilon + float(special.log_ndtr(-mu / 2 - epsilon / mu))
     return upper + math.log(-math.expm1(lower - upper)) if lower < upper else -math.inf
@@ -49,7 +52,7 @@ def log_delta(mu: float, epsilon: float) -> float:
 def epsilon(mu: float, delta: float) -> float:
     """The least epsilon >= 0 for which mu-GDP implies (epsilon, delta); exact, rounded up.
 
-    mu: at least 0, possibly inf. delta: in (0, 1). ValueError if they are not.
+    mu: at least 0, may be inf. delta: in (0, 1). Raises ValueError for numbers outside these domains.
     """
     mu, delta = checks.require_nonnegative("mu", mu), checks.require_delta(delta)
     if mu == math.inf:
@@ -63,7 +66,7 @@ def epsilon(mu: float, delta: float) -> float:
 def mu(epsilon: float, delta: float) -> float:
     """The largest mu for which mu-GDP implies (epsilon, delta); exact, rounded down.
 
-    epsilon: at least 0, possibly inf. delta: in (0, 1). ValueError if they are not.
+    epsilon: at least 0, may be inf. delta: in (0, 1). Raises ValueError for numbers outside these domains.
     """
     epsilon, delta = checks.require_epsilon(epsilon), checks.require_delta(delta)
     if epsilon == math.inf:
@@ -78,13 +81,13 @@ def mu(epsilon: float, delta: float) -> float:
 
 
 def mu_total(noise_multipliers: Any, sampling_rate: Any, *, counts: Any = None) -> float:
-    """An approximation that may be below the truth and is never a bill: the CLT's mu of a schedule.
+    """The CLT's mu of a schedule: an approximation that may be below the truth, and is never a bill.
 
-    mu = sqrt(sum_t q_t^2 (exp(1 / sigma_t^2) - 1)); inf where a noise multiplier is 0. At rate 1 it is above the exact
+    mu = sqrt(sum_t q_t^2 (exp(1 / sigma_t^2) - 1)); inf if a noise multiplier is 0. At rate 1 it is above the exact
     sqrt(sum_t 1 / sigma_t^2).
 
-    noise_multipliers: (T,), at least 0. sampling_rate: in (0, 1], one number or (T,). counts: int (T,), how often each
-    step is repeated; default once. ValueError if they are not. Source: see the module.
+    noise_multipliers: float (T,), at least 0. sampling_rate: in (0, 1], one float or (T,). counts: int (T,), how often
+    each step is repeated; default once. Raises ValueError for numbers outside these domains. Source: see the module.
     """
     sigmas, rates, repeats = checks.require_schedule(noise_multipliers, sampling_rate, counts)
     with np.errstate(divide="ignore", over="ignore"):
@@ -92,13 +95,13 @@ def mu_total(noise_multipliers: Any, sampling_rate: Any, *, counts: Any = None) 
 
 
 def mu_0(*, epsilon: float, delta: float, sampling_rate: float, steps: int, growth: float = 1.0) -> float:
-    """An approximation whose noise may be below what (epsilon, delta) needs, never a bill: Dynamic DP-SGD's first mu.
+    """Dynamic DP-SGD's first mu: an approximation whose noise may be too small for (epsilon, delta), and never a bill.
 
-    sigma_t = growth^(-t/steps) / mu_0, t = 1 .. steps, spends epsilon at delta by the CLT, and more in truth.
+    sigma_t = growth^(-t/steps) / mu_0, t = 1 .. steps, spends epsilon at delta according to the CLT, and more in truth.
 
     growth: rho_mu, finite and at least 1; 1 has the closed form sqrt(ln(mu_total^2 / (q^2 steps) + 1)).
-    epsilon: positive and finite. delta: in (0, 1). sampling_rate: in (0, 1]. steps: int, at least 1. ValueError if they
-    are not. Source: see the module.
+    epsilon: positive and finite. delta: in (0, 1). sampling_rate: in (0, 1]. steps: int, at least 1. Raises ValueError
+    for numbers outside these domains. Source: see the module.
     """
     steps = require_whole("steps", steps)
     checks.require_positive_epsilon(epsilon)
@@ -121,7 +124,7 @@ def _root(function: Callable[[float], float], low: float, high: float) -> float:
 
 
 def _root_from_above(function: Callable[[float], float], low: float, high: float) -> float:
-    """A root of a decreasing function, on the side where it is not positive."""
+    """A root of a decreasing function, rounded to the side where the function is not positive."""
     root = _root(function, low, high)
     step = 1e-14 * max(1.0, abs(root))
     while function(root) > 0:

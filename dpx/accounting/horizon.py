@@ -1,4 +1,4 @@
-"""The horizon of a mechanism: the most steps that a budget pays for."""
+"""The horizon of a mechanism: the largest number of steps whose bill is within a budget."""
 
 from typing import Any
 
@@ -18,13 +18,13 @@ def max_steps(
     accountant: Accountant = "tightest",
     relation: Relation | None = None,
 ) -> int:
-    """The most steps whose bill is at most epsilon at delta; 0 if one step costs more.
+    """The largest number of steps whose bill is at most epsilon at delta, an int; 0 if one step costs more.
 
     epsilon: positive and finite. delta: in (0, 1). accountant, relation: as for `dpx.epsilon`.
 
-    A schedule may be defined for some steps only: its event raises ValueError beyond them. The answer is then at most
-    that number of steps. The search doubles and bisects, because a bill grows with the steps: it computes about
-    2 log2(steps) bills.
+    A schedule may be defined for some steps only, and its event raises ValueError beyond them. The result is then at
+    most that number of steps. The search doubles and then bisects, because a bill grows with the steps, so it computes
+    about 2 log2(steps) bills.
 
     Guarantee: `dpx.epsilon(mechanism, max_steps(...), delta=delta)` is at most epsilon.
 

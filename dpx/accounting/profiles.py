@@ -1,6 +1,6 @@
-"""Profiles: upper bounds on the privacy loss of a run, which answer for epsilon at a delta and for delta at an epsilon.
+"""Profiles: upper bounds on the privacy loss of a run, which compute epsilon at a delta and delta at an epsilon.
 
-A reader of an event gives a profile, and a function that needs a number asks it. `profile` is the one place that
+An event is read as a profile, and a function that needs a number asks the profile. `profile` is the one place that
 chooses among the accountants of step losses.
 """
 
@@ -18,11 +18,11 @@ from dpx.accounting.pld import composition
 from dpx.accounting.pld.composition import Side, SummedLoss
 from dpx.accounting.pld.losses import Losses, SampledGaussian, total_renyi
 
-# Every answer is an upper bound at any of these numbers: they trade time for digits. tests/test_accounting_soundness.py
-# and tests/test_accounting_mechanisms.py hold the digits, benchmarks/accounting.py the time.
+# Every answer is an upper bound for any of these numbers, which trade time for digits. The digits are tested in
+# tests/test_accounting_soundness.py and tests/test_accounting_mechanisms.py, the time in benchmarks/accounting.py.
 _INFINITE_EPSILON = 1e8  # a larger epsilon counts as infinite
-_MOST_BOUNDED = 1e-5  # share of delta that may be bounded instead of computed,
-_MOST_BOUNDED_REUSED = 1e-3  # and by a composition that was planned for another epsilon
+_MOST_BOUNDED = 1e-5  # share of delta that may be bounded instead of computed
+_MOST_BOUNDED_REUSED = 1e-3  # the same, if the composition was planned for another epsilon
 _DEVIATIONS_ONE_ANSWER, _DEVIATIONS_CURVE = 0.5, 4.0  # of `composition.plan`; the second keeps a curve within 0.1 %
 _PLANNED_RATIO = 4  # a composition is fine enough for an epsilon this many times smaller than the planned one
 _MOST_KEPT = 4  # compositions that a profile keeps, of up to 30 MiB each
@@ -43,7 +43,7 @@ class Profile(Protocol):
 
 @dataclass(frozen=True)
 class GaussianProfile:
-    """mu-GDP, exactly; mu = inf is no privacy."""
+    """Exact mu-GDP. With mu = inf there is no privacy."""
 
     mu: float
 
@@ -59,7 +59,10 @@ UNBOUNDED = GaussianProfile(math.inf)
 
 @dataclass(frozen=True, eq=False)
 class RenyiProfile:
-    """Renyi divergences of at most `rdp` at `orders`, (orders,) each, but for outcomes of probability `missing`."""
+    """Renyi divergences of at most `rdp` at `orders`, except for outcomes of probability `missing`.
+
+    rdp, orders: float64 (orders,). missing: float, in [0, 1).
+    """
 
     rdp: np.ndarray
     missing: float = 0.0
@@ -99,7 +102,7 @@ class DeltaProfile:
 
 @dataclass(frozen=True)
 class DelegatedProfile:
-    """One of dp-accounting's accountants, which has composed the event."""
+    """The answers of one of dp-accounting's accountants, which has composed the event."""
 
     accountant: Any
 
@@ -127,13 +130,13 @@ Directions = list[SummedLoss]  # one composition: its summed loss in each direct
 
 
 class ComposedProfile:
-    """Step losses, composed when asked, at the tilt that the question needs; at most the RDP bill of the same steps.
+    """Step losses that are composed for each question, at the tilt that it needs; at most the RDP bill of these steps.
 
-    The first composition is planned around the RDP bill. More are planned around the answer, where too much of it was
-    bounded instead of computed, or where epsilon turns out much smaller. Compositions are kept for later questions
-    about delta, because one serves all neighboring epsilons.
+    The first composition is planned around the RDP bill. If too much of the answer was bounded instead of computed, or
+    if epsilon is much smaller than planned, more compositions are planned around the answer. Compositions are kept for
+    later questions about delta, because one composition answers for all neighboring epsilons.
 
-    grid: spacing of privacy losses; default fine enough for four digits.
+    grid: spacing of privacy losses; the default is fine enough for four digits.
     side: "below" gives lower bounds instead, for which the losses must be `SampledGaussian`s.
     deviations: as for `composition.plan`.
     """
@@ -171,7 +174,7 @@ class ComposedProfile:
     def _least_pair(
         self, epsilon: float, delta: float, read: Callable[[Directions], tuple[float, float]]
     ) -> tuple[float, float]:
-        """The least (epsilon, delta) that holds by compositions; the one given holds by RDP."""
+        """The least (epsilon, delta) that compositions prove, given a pair that holds by RDP."""
         if self._side == "below":
             directions = self._compose(epsilon, delta, self._renyi, None)
             return read(directions) if directions else (0.0, 0.0)
@@ -199,7 +202,7 @@ class ComposedProfile:
     def _compose(
         self, epsilon: float, delta: float, rdp_profile: RenyiProfile, expected_epsilon: float | None
     ) -> Directions | None:
-        """A composition that is fine around (epsilon, delta); None if no grid of a sensible size could be."""
+        """A composition that is precise around (epsilon, delta); None if that needs too large a grid."""
         if not math.isfinite(epsilon):
             return None
         plan = composition.plan(
@@ -216,7 +219,7 @@ class ComposedProfile:
 
 
 def _bounded_share(directions: Directions, epsilon: float) -> float:
-    """The share of delta that was bounded instead of computed, in the direction that decides."""
+    """The share of delta that was bounded instead of computed, in the direction with the larger delta."""
     return max(directions, key=lambda direction: direction.delta(epsilon)).bounded_share(epsilon)
 
 
@@ -225,11 +228,13 @@ def profile(
 ) -> Profile:
     """The profile of a composition of steps by an accountant: the one place where accountants are chosen.
 
-    "pld" is exact for unsampled Gaussians. Else it composes privacy loss distributions, and is then at most the RDP
-    bill of the same steps (which are fewer, rounded ones where the steps are many). So "tightest" is "pld" where every
+    "pld" is exact for unsampled Gaussians. Otherwise it composes privacy loss distributions, and is at most the RDP
+    bill of the same steps (if there are many distinct steps, of the few rounded ones). So "tightest" is "pld" if every
     step has a privacy loss distribution, else "rdp".
 
-    curve: True if deltas are asked at many rising epsilons, each to 0.1 %.
+    curve: True if deltas at many rising epsilons will be computed, each to 0.1 %.
+
+    Raises ValueError for "pld" if a step has no privacy loss distribution.
     """
     without_pmfs = [loss for loss in losses if not hasattr(loss, "pmfs")]
     if accountant == "rdp" or (accountant == "tightest" and without_pmfs):

@@ -1,10 +1,10 @@
-"""Gaussian releases of a clipped sum that a fresh random Gaussian matrix projects first: a mixture over its stretch.
+"""Gaussian releases of a clipped sum after a fresh random Gaussian projection: the bill is a mixture over its stretch.
 
 A clipped v becomes A^T v / sqrt(p). A is a public d x p matrix of standard normals, drawn afresh and independently of
 v. The length of the result is |v| S with S^2 ~ chi^2_p / p. So, given the matrix, the release is a Gaussian of
-sensitivity S C, where C is the clip norm. The pair of outputs that dominates all neighbors is S beside the (sampled)
-Gaussian of noise multiplier sigma / S, and its privacy loss is the mixture of theirs. The mean of S^2 is 1, but S has
-no bound: a bill at sensitivity C would be below the truth.
+sensitivity S C, where C is the clip norm. The pair that dominates all neighbors is S together with the (sampled)
+Gaussian of noise multiplier sigma / S, so its privacy loss is the mixture of the losses of these Gaussians over S. The
+mean of S^2 is 1, but S has no bound, so a bill at sensitivity C would be below the truth.
 """
 
 import math
@@ -22,10 +22,10 @@ from dpx.accounting.pld.buckets import bucketed
 from dpx.accounting.pld.losses import Pmf, SampledGaussian
 from dpx.accounting.releases import count_releases, register
 
-# Bills are upper bounds at any of these: noise is rounded down, stretches are rounded up, tails are billed.
+# Bills are upper bounds for any of these numbers: noise is rounded down, stretches are rounded up, tails are billed.
 _DISTINCT_NOISE_MULTIPLIERS = 64  # each is a mixture of up to _MOST_STRETCHES privacy loss distributions
 _MOST_STRETCHES = 160  # bins of the stretch
-_STRETCH_RATIO = 1.004  # between neighboring bins, where fewer bins than that suffice
+_STRETCH_RATIO = 1.004  # between neighboring bins, if that needs fewer bins
 _LOWEST_QUANTILE = 0.1  # all stretches below this quantile are one bin
 _RENYI_TAIL = 1e-18  # probability of the stretches that the Renyi divergences bound by Chernoff
 
@@ -34,8 +34,8 @@ _RENYI_TAIL = 1e-18  # probability of the stretches that the Renyi divergences b
 class ProjectedGaussianDpEvent(dp_accounting.DpEvent):
     """One release of noise multiplier sigma, on a Poisson sample, after a fresh Gaussian projection of the clipped sum.
 
-    rank: p. blocks: how many blocks of coordinates are projected apart; rank is then that of the smallest.
-    dp-accounting's accountants refuse this event.
+    noise_multiplier: sigma. sampling_probability: in (0, 1]. rank: p, int. blocks: int, how many blocks of coordinates
+    are projected separately; rank is then the smallest of their ranks. dp-accounting's accountants refuse this event.
     """
 
     noise_multiplier: float
@@ -45,9 +45,10 @@ class ProjectedGaussianDpEvent(dp_accounting.DpEvent):
 
 
 def projected(event: dp_accounting.DpEvent, *, rank: int, blocks: int = 1) -> dp_accounting.DpEvent:
-    """`event` with a fresh projection before each of its releases.
+    """`event` with a fresh Gaussian projection before each of its releases.
 
-    rank: int, the smallest rank of the blocks. More than 64 distinct noise multipliers are rounded down to as many.
+    rank: int, the smallest rank of the blocks. blocks: int, the number of blocks that are projected separately. More
+    than 64 distinct noise multipliers are rounded down to 64.
 
     Raises ValueError unless every release is a Gaussian, on all data or on a Poisson sample.
     """
@@ -76,9 +77,9 @@ class ProjectedGaussian:
     """The privacy loss of one such release.
 
     One block: the mixture is exact, but stretches are rounded up to the end of their bin.
-    Several blocks: an example may spread over them in any proportion. The bill is the Chernoff bound on the stretch in
-    the smallest, which holds for every proportion. (The exact mixture of the smallest does not: where delta is large, a
-    stretch that varies less costs more.)
+    Several blocks: the norm of an example may be split among them in any proportion. The bill uses a Chernoff bound on
+    the stretch of the smallest block, which holds for every proportion. (The exact mixture of the smallest block does
+    not, because at large delta, a stretch that varies less costs more.)
     """
 
     noise_multiplier: float
@@ -87,7 +88,10 @@ class ProjectedGaussian:
     blocks: int
 
     def renyi(self, orders: np.ndarray) -> np.ndarray:
-        """ln E exp((a - 1) D_a(S)) / (a - 1), the largest stretches by Chernoff; inf where that has no bound."""
+        """ln E exp((a - 1) D_a(S)) / (a - 1), float64 (orders,), with a Chernoff bound for the largest stretches.
+
+        It is inf at the orders where that bound does not exist.
+        """
         if self.noise_multiplier < renyi.SMALLEST_NOISE:
             return np.full(len(orders), np.inf)
         stretches, shares, _ = self._stretches(_RENYI_TAIL)
@@ -112,9 +116,10 @@ class ProjectedGaussian:
         return tuple(_mixture(pmfs, shares, beyond) for pmfs in zip(*by_stretch, strict=True))
 
     def _stretches(self, tail: float) -> tuple[np.ndarray, np.ndarray, float]:
-        """Increasing stretches S, each the upper end of a bin, their probabilities, and that of all larger ones.
+        """Increasing stretches S, each the upper end of a bin, their probabilities, and that of all larger stretches.
 
-        The largest is where the bound of Laurent and Massart 2000 (https://doi.org/10.1214/aos/1015957395) is `tail`.
+        Stretches and probabilities: float64 (bins + 1,). At the largest, the bound of Laurent and Massart 2000
+        (https://doi.org/10.1214/aos/1015957395) is `tail`.
         """
         exponent = -2 * math.log(tail) / self.rank
         largest = math.sqrt(1 + math.sqrt(2 * exponent) + exponent)
@@ -127,13 +132,13 @@ class ProjectedGaussian:
         return ends, -np.diff(larger, prepend=1.0), float(larger[-1])
 
     def _probability_larger(self, stretches: np.ndarray) -> np.ndarray:
-        """P(S > stretch), or a bound on it for several blocks."""
+        """P(S > stretch) for each stretch, float64 (n,), or a bound on it for several blocks."""
         if self.blocks == 1:
             return special.gammaincc(self.rank / 2, self.rank / 2 * stretches**2)
         return np.exp(self._log_chernoff(stretches))
 
     def _log_chernoff(self, stretches):
-        """ln of the bound on P(S > stretch) for stretches of at least 1, for every proportion of blocks."""
+        """ln of a bound on P(S > stretch) for stretches of at least 1, which holds for every split among the blocks."""
         return -self.rank / 2 * (stretches**2 - 1 - 2 * np.log(stretches))
 
 

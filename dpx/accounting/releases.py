@@ -1,7 +1,7 @@
-"""Counts the releases in a tree of dp-accounting's events, and holds the list of who reads which event.
+"""Counts the releases in a tree of dp-accounting's events, and has the list of the reader of each event type.
 
-Every release is read as one step of a composition (`register`), or it is a whole run that composes with nothing
-(`register_whole_run`).
+Every release is either read as one step of a composition (`register`), or as a whole run, which does not compose with
+other events (`register_whole_run`).
 """
 
 import math
@@ -37,21 +37,24 @@ WHOLE_RUN_READERS: dict[type, WholeRunReader] = {}
 
 
 def register(event_type: type, read: ReadStep) -> None:
-    """Makes `dpx` bill events of `event_type`, as steps that compose with all others.
+    """From now on, dpx bills events of `event_type`, as steps that compose with all others.
 
-    read: (event, relation) -> StepLoss. It raises ValueError for a relation that the event is not true for.
+    read: (event, relation) -> StepLoss. It must raise ValueError for a relation that the event is not true for.
     """
     _STEP_READERS[event_type] = read
 
 
 def register_whole_run(event_type: type, reader: WholeRunReader) -> None:
-    """Makes `dpx` bill an event that is not a composition of steps. It is refused beside another event."""
+    """From now on, dpx bills events of `event_type`, as whole runs. Such an event beside another one is refused."""
     WHOLE_RUN_READERS[event_type] = reader
 
 
 @dataclass
 class Releases:
-    """The releases of an event tree, each with how often it was made, without compositions and free events."""
+    """The releases of an event tree, without compositions and free events.
+
+    counts: how often each release was made, by event.
+    """
 
     counts: dict[DpEvent, int] = field(default_factory=lambda: defaultdict(int))
 
@@ -112,7 +115,7 @@ class Releases:
         return event
 
     def losses(self, relation: Relation) -> Losses:
-        """Every release as a step loss."""
+        """The step loss of every release, and how often it was made. Raises ValueError as the readers do."""
         losses: dict[StepLoss, int] = defaultdict(int)
         for event, count in self.counts.items():
             losses[_STEP_READERS[type(event)](event, relation)] += count
@@ -137,10 +140,10 @@ def _is_readable(event: DpEvent) -> bool:
 
 
 def _as_one_gaussian(event: PoissonSampledDpEvent) -> DpEvent | None:
-    """Several Gaussian releases of one Poisson sample as one, of noise sigma^-2 = sum sigma_i^-2; None if free.
+    """Several Gaussian releases of one Poisson sample as one, with sigma^-2 = sum_i sigma_i^-2; None if there are none.
 
-    Proof: rotate the joint release so that the sampled example moves it along one axis only. The other axes then hold
-    noise alone. An event that is no composition of Gaussians is given back as it is.
+    Proof: rotate the joint release so that the sampled example moves it along one axis only. The other axes then have
+    noise alone. An event that is not a composition of Gaussians is returned unchanged.
     """
     inner = count_releases(event.event)
     if event.sampling_probability == 0 or not inner.counts:

@@ -1,11 +1,11 @@
 """Renyi divergences of the Poisson-sampled Gaussian for whole schedules at once.
 
-The same formulas and orders as dp-accounting's RdpAccountant (Mironov, Talwar and Zhang 2019,
-https://arxiv.org/abs/1908.10530), evaluated over (noise multiplier, order) arrays. Both directions of add-or-remove
-are covered by `add_or_remove_rdp`; `schedule_rdp` covers replacing one example too.
+The formulas and orders are those of dp-accounting's RdpAccountant (Mironov, Talwar and Zhang 2019,
+https://arxiv.org/abs/1908.10530), evaluated for arrays of (noise multiplier, order). `add_or_remove_rdp` covers both
+directions of add-or-remove; `schedule_rdp` covers replacing one example too.
 
-Arrays: noise multipliers `sigmas`, sampling rates `rates` and `counts` are (T,), divergences are (T, orders) or
-(orders,).
+Arrays: noise multipliers `sigmas` and sampling rates `rates` are float64 (T,), `counts` is int64 (T,), divergences are
+float64 (T, orders) or (orders,).
 """
 
 import functools
@@ -18,7 +18,7 @@ from dpx.accounting.checks import Relation
 
 ORDERS = np.array(rdp_privacy_accountant.DEFAULT_RDP_ORDERS, np.float64)
 
-# More orders, because the best order of a large epsilon lies near 1 and that of a tiny epsilon is large.
+# More orders, because the best order of a large epsilon is near 1, and that of a tiny epsilon is large.
 WIDE_ORDERS = np.concatenate(
     [[1.002, 1.005, 1.01, 1.02, 1.035, 1.05, 1.075], ORDERS, [1.15, 1.25, 1.35], 2.0 ** np.arange(11, 15)]
 )
@@ -29,16 +29,16 @@ SMALLEST_NOISE = 1e-6  # a smaller noise multiplier is billed as none, because i
 # Chunks of these sizes stay in the cache: 10,000 steps take 0.7 s (benchmarks/accounting.py, rdp).
 _CHUNK_STEPS = 512  # steps at once
 _CHUNK_TERMS = 2**20  # terms of one order at once, float64: 8 MiB
-_MOST_TERMS = 1000  # of a series; it bills infinity if it has not converged by then
-# Both round up, so that no bill falls below the truth.
-_SMALLEST_DIVERGENCE = 1e-15  # a positive one below it is raised to it, for dp-accounting's log(1 - e^-divergence)
-_MOMENT_ROUNDING = 1e-14  # added to ln of a moment: its rounding error near 1, where a tiny cost would bill 0
+_MOST_TERMS = 1000  # of a series; if it has not converged by then, the bill is infinite
+# The next two numbers only round up, so that no bill is below the truth.
+_SMALLEST_DIVERGENCE = 1e-15  # a smaller positive one is raised to it, for dp-accounting's log(1 - e^-divergence)
+_MOMENT_ROUNDING = 1e-14  # rounding error of a moment near 1, added to its ln, because a tiny cost would be billed 0
 
 
 def sampled_gaussian(sigmas: np.ndarray, rates: np.ndarray, orders: np.ndarray = ORDERS) -> np.ndarray:
-    """RDP of one step each, (T, orders); inf where the series of a fractional order does not converge.
+    """The RDP of each step, float64 (T, orders); inf if the series of a fractional order does not converge.
 
-    Fractional orders sum the absolute values of an alternating series, so they give upper bounds.
+    At fractional orders the absolute values of an alternating series are summed, which gives upper bounds.
     """
     sigmas, rates = np.broadcast_arrays(np.asarray(sigmas, np.float64), np.asarray(rates, np.float64))
     result = np.empty((len(sigmas), len(orders)))
@@ -62,7 +62,7 @@ def sampled_gaussian(sigmas: np.ndarray, rates: np.ndarray, orders: np.ndarray =
 def add_or_remove_rdp(
     sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray, orders: np.ndarray = ORDERS
 ) -> np.ndarray:
-    """RDP of a whole schedule under adding or removing one example, (orders,)."""
+    """The RDP of a whole schedule under adding or removing one example, float64 (orders,)."""
     steps, inverse = np.unique(np.stack([sigmas, rates]), axis=1, return_inverse=True)
     repeats = np.bincount(inverse.reshape(-1), counts, steps.shape[1])
     return repeats[repeats > 0] @ _divergences(steps[:, repeats > 0].tobytes(), orders.tobytes())
@@ -78,11 +78,11 @@ def _divergences(steps: bytes, orders: bytes) -> np.ndarray:
 def schedule_rdp(
     sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray, relation: Relation, orders: np.ndarray = ORDERS
 ) -> np.ndarray:
-    """Upper bounds of the RDP of a whole schedule under any relation, (orders,); inf without noise.
+    """Upper bounds of the RDP of a whole schedule under any relation, float64 (orders,); inf without noise.
 
-    Replacing one example is removing one and adding another: the weak triangle inequality
+    Replacing one example is removing one and adding another. So its bound is the weak triangle inequality
     D_a(P|R) <= (a - 1/2)/(a - 1) D_2a(P|Q) + D_(2a-1)(Q|R) (Mironov 2017, https://arxiv.org/abs/1702.07476,
-    Proposition 11), or the unsampled Gaussian of sensitivity 2 where that is less.
+    Proposition 11), or that of the unsampled Gaussian of sensitivity 2, if it is less.
     """
     if np.any(sigmas[counts > 0] < SMALLEST_NOISE):
         return np.full(len(orders), np.inf)
@@ -96,12 +96,12 @@ def schedule_rdp(
 
 
 def epsilon(rdp: np.ndarray, delta: float, orders: np.ndarray = ORDERS) -> float:
-    """An upper bound of epsilon at `delta` from divergences (orders,)."""
+    """An upper bound of epsilon at `delta`, which is in (0, 1), from divergences, float64 (orders,)."""
     return float(rdp_privacy_accountant.compute_epsilon(orders.tolist(), rdp.tolist(), delta)[0])
 
 
 def delta(rdp: np.ndarray, epsilon: float, orders: np.ndarray = ORDERS) -> float:
-    """An upper bound of delta at `epsilon` from divergences (orders,)."""
+    """An upper bound of delta at `epsilon`, which is at least 0, from divergences, float64 (orders,)."""
     rdp = np.where(rdp <= 0, 0.0, np.maximum(rdp, _SMALLEST_DIVERGENCE))
     return float(rdp_privacy_accountant.compute_delta(orders.tolist(), rdp.tolist(), epsilon)[0])
 
@@ -125,7 +125,7 @@ def _log_moment_whole(s: np.ndarray, q: np.ndarray, order: int) -> np.ndarray:
 
 
 def _log_moments_fractional(s: np.ndarray, q: np.ndarray, orders: np.ndarray) -> np.ndarray:
-    """Section 3.3 of Mironov et al.: two series, split where the densities of the mixture cross; (T, orders)."""
+    """Section 3.3 of Mironov et al.: two series, split where the mixture's densities cross; float64 (T, orders)."""
     log_q, log_p = np.log(q), np.log1p(-q)
     crossing = s**2 * (log_p - log_q) + 0.5
     # The terms are summed at the middle of two numbers between which the moment lies.

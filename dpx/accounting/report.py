@@ -1,4 +1,4 @@
-"""The privacy report to publish beside a private model: the bill, everything it rests on, and its limits."""
+"""The privacy report to publish beside a private model: the bill, all its assumptions, and its limits."""
 
 import importlib.metadata
 import json
@@ -32,11 +32,11 @@ _RELATION_CAVEATS = {
 
 @dataclass(frozen=True, kw_only=True)
 class PrivacyReport:
-    """A privacy statement, with everything that it rests on.
+    """A privacy statement, with all its assumptions.
 
     mechanism: the printed pipeline. steps: how many are billed. unit: one record of the data set, in words.
     relation: how neighboring data sets differ. sampling: the printed sampling record. delta: in (0, 1).
-    epsilon: by accountant, an upper bound each, so the smallest is the guarantee; None where one does not apply.
+    epsilon: an upper bound by each accountant, so the smallest is the guarantee; None if an accountant does not apply.
     events: the releases, one sentence each. versions: by package. caveats: one sentence each.
     """
 
@@ -52,7 +52,7 @@ class PrivacyReport:
     caveats: tuple[str, ...]
 
     def to_json(self) -> str:
-        """Valid JSON; an infinite epsilon is the string "inf"."""
+        """The report as valid JSON; an infinite epsilon is the string "inf"."""
 
         def finite(value: float | None) -> float | str | None:
             return "inf" if value is not None and math.isinf(value) else value
@@ -95,7 +95,7 @@ at **delta = {self.delta:g}**.
 {self.mechanism}
 ```
 
-## What this does not cover
+## Limits
 
 {_lines(self.caveats)}
 
@@ -105,7 +105,7 @@ at **delta = {self.delta:g}**.
 """
 
     def write(self, folder: str | Path, *, name: str = "privacy_report") -> tuple[Path, Path]:
-        """Writes `name`.json and `name`.md into a folder, which is made if missing, and returns their paths."""
+        """Writes `name`.json and `name`.md into a folder, which is created if missing, and returns their paths."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         paths = folder / f"{name}.json", folder / f"{name}.md"
@@ -121,7 +121,7 @@ def privacy_report(
     delta: float,
     unit: str = "one example",
 ) -> PrivacyReport:
-    """The report of a mechanism after some steps: epsilon by "pld" and by "rdp", and everything it rests on.
+    """The report of a mechanism after some steps: epsilon by "pld" and by "rdp", and all assumptions.
 
     steps_or_state: a number of steps (int, at least 0), or an optimizer state, whose billed steps are read.
     delta: in (0, 1), best far below 1 divided by the number of examples. A larger one warns.
@@ -162,7 +162,7 @@ def privacy_report(
 
 
 def _summary(event: dp_accounting.DpEvent) -> tuple[str, ...]:
-    """The releases in words: a long schedule by its range, few noise multipliers one by one."""
+    """The releases in words: up to 8 noise multipliers one by one, more of them by their range."""
     releases = count_releases(event)
     if not releases.readable:
         return (str(event),)

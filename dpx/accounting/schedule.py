@@ -1,4 +1,4 @@
-"""Epsilon and delta of a schedule of noise multipliers, as intervals that hold the truth."""
+"""Epsilon and delta of a schedule of noise multipliers, as intervals that contain the truth."""
 
 import math
 from collections import defaultdict
@@ -18,7 +18,7 @@ from dpx.accounting.profiles import UNBOUNDED, ComposedProfile, GaussianProfile,
 
 @dataclass(frozen=True)
 class Interval:
-    """lower <= truth <= upper. `float()` of it is the upper end, which is the number to report as spent."""
+    """A lower and an upper bound, floats. `float()` gives the upper one, which is the number to report as spent."""
 
     lower: float
     upper: float
@@ -40,21 +40,23 @@ def schedule_epsilon(
 ) -> Interval:
     """Epsilon at `delta` of T Gaussian releases on Poisson samples, whose noise changes from step to step.
 
-    noise_multipliers: (T,), standard deviation of the noise on the sum divided by the clip norm; a 0 bills infinity.
-    sampling_rate: in (0, 1], one number or (T,); 1 is no amplification.
+    noise_multipliers: float (T,), the standard deviation of the noise on the sum, divided by the clip norm; a 0 bills
+        infinity.
+    sampling_rate: in (0, 1], one float or (T,); 1 is no amplification.
     counts: int (T,), how often each step is repeated; default once.
     accountant: "pld", which "tightest" means here, composes privacy loss distributions. "rdp" adds the Renyi
         divergences of every distinct step at dp-accounting's orders; the lower end of its interval is 0.
-    buckets: distinct steps in the composition. The interval narrows like 1 / buckets; with no more distinct steps than
-        buckets only the error of the grid is left.
-    grid: spacing of privacy losses; default fine enough for four digits. The upper end is an upper bound at any grid.
+    buckets: the most distinct steps in the composition. The width of the interval is about proportional to 1 / buckets;
+        if no more steps are distinct, only the error of the grid is left.
+    grid: spacing of privacy losses; the default is fine enough for four digits. The upper end is an upper bound for any
+        grid.
 
-    Guarantee: the ends are an upper and a lower bound, to floating point (relative 1e-6).
+    Guarantee: the ends are a lower and an upper bound, up to floating-point errors (relative 1e-6).
 
     Raises ValueError for arguments outside these ranges and for functions or traced values in a schedule.
 
     Source: connect-the-dots (Doroshenko et al. 2022, https://arxiv.org/abs/2207.04380) and one Fourier transform
-    (Koskela, Jalko and Honkela 2020, https://arxiv.org/abs/1906.03049); `pld` holds the proofs.
+    (Koskela, Jalko and Honkela 2020, https://arxiv.org/abs/1906.03049); the proofs are in `pld`.
     """
     delta = checks.require_delta(delta)
     upper, lower = _profiles(noise_multipliers, sampling_rate, counts, accountant, relation, buckets, grid)
@@ -81,7 +83,7 @@ def schedule_delta(
 def _profiles(
     noise_multipliers, sampling_rate, counts, accountant, relation, buckets, grid
 ) -> tuple[Profile, Profile | None]:
-    """The upper profile and, unless the accountant has none, the lower one."""
+    """The upper profile, and the lower one, or None if the accountant has no lower one."""
     sigmas, rates, repeats = checks.require_schedule(noise_multipliers, sampling_rate, counts)
     relation, buckets = checks.require_relation(relation), require_whole("buckets", buckets)
     if grid is not None:
@@ -100,7 +102,7 @@ def _interval(upper: Profile, lower: Profile | None, ask: Callable[[Profile], fl
 
 
 def bucketed_gaussians(sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray, buckets: int) -> Buckets:
-    """Buckets of sampled Gaussians; the unsampled ones are, exactly, one Gaussian of precision sum 1 / sigma^2."""
+    """Buckets of sampled Gaussians. All unsampled Gaussians become one of precision sum 1 / sigma^2, which is exact."""
     used = counts > 0
     sigmas, rates, counts = sigmas[used], rates[used], counts[used]
     plain = (rates == 1) & (sigmas > 0)
@@ -126,7 +128,7 @@ def gaussian_losses(sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray, r
 
 
 def round_to_few(losses: Losses, gaussian: type, buckets: int) -> Losses:
-    """`losses` with those of one Gaussian type rounded up in cost to at most `buckets` distinct ones."""
+    """`losses`, but those of one Gaussian type are rounded up in cost to at most `buckets` distinct ones."""
     chosen = [loss for loss in losses if isinstance(loss, gaussian)]
     if not chosen:
         return losses
@@ -146,13 +148,16 @@ def upper_profile(
     relation: Relation = "add_or_remove",
     grid: float | None = None,
 ) -> Profile:
-    """An upper bound: noise is rounded down, rates up."""
+    """An upper bound: noise is rounded down, and rates are rounded up."""
     losses = gaussian_losses(steps.smallest_noise, steps.largest_rate, steps.counts, relation)
     return profile(losses, accountant, grid=grid)
 
 
 def lower_profile(steps: Buckets, *, relation: Relation = "add_or_remove", grid: float | None = None) -> Profile:
-    """A lower bound, which is never a bill: noise is rounded up, rates down. It is 0 where noise is below 1e-6."""
+    """A lower bound, which is never a bill: noise is rounded up, and rates are rounded down.
+
+    The bound is 0 if a noise multiplier is below 1e-6, but not 0.
+    """
     losses = gaussian_losses(steps.largest_noise, steps.smallest_rate, steps.counts, relation)
     if any(loss.noise_multiplier == 0 for loss in losses):
         return UNBOUNDED

@@ -2,7 +2,7 @@
 
 trainable           some layers of the parameters
 random_freeze       a random mask (Zhu and Blaschko 2021); sparse_updates packs its updates for sending
-ranked_freeze       a mask of what moved most, by the released gradients (Zhu and Blaschko 2021, Appendix C)
+ranked_freeze       a mask of the coordinates with the largest released gradients (Zhu and Blaschko 2021, Appendix C)
 importance_mask     a mask by importance, ranked in a private warm-up (AdaDPIGU, Zhang and Xie 2025)
 standardized        centered and scaled by released averages (AdaCliP, Pichapati et al. 2019)
 top_fraction        the largest coordinates of each example

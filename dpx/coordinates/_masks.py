@@ -1,4 +1,4 @@
-"""Masks over all coordinates of a tree, with an exact number of ones in the whole tree."""
+"""Masks of a pytree of arrays, with an exact number of ones in the whole tree."""
 
 import math
 
@@ -16,7 +16,7 @@ FLOAT32_SLACK, FLOAT64_SLACK = 1e-7, 1e-12
 
 
 def random_mask(seed: jax.Array, kept: jax.Array, like: Tree) -> Tree:
-    """A uniformly drawn mask with `kept` ones in the whole tree: bool, in the shapes of `like`.
+    """A uniformly random mask with `kept` ones in the whole tree: bool, in the shapes of `like`.
 
     seed: uint32 (2,). kept: int32 (), at least 1.
     """
@@ -25,15 +25,16 @@ def random_mask(seed: jax.Array, kept: jax.Array, like: Tree) -> Tree:
 
 
 def masked(tree: Tree, mask: Tree) -> Tree:
-    """`tree` times `mask`, in the dtypes of `tree`.
+    """`tree` times `mask`, in the dtypes of `tree`. mask: bool, like `tree`.
 
-    A number that is not finite stays so, also where the mask is False, so that its example counts as nothing.
+    inf and NaN become NaN where the mask is False, so that the norm of their example is not finite and the example
+    contributes zero.
     """
     return jax.tree.map(lambda x, m: x * m.astype(x.dtype), tree, mask)
 
 
 def count(share: ScalarOrSchedule, step: jax.Array, like: Tree) -> jax.Array:
-    """How many coordinates a share in [0, 1] is, at one step: floor(share d), at least 1, int32 ()."""
+    """The number of coordinates in a share of all d, at one step: floor(share d), but at least 1; int32 ()."""
     size = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(like))
     if callable(share):
         number = jnp.floor((at(share, step) + FLOAT32_SLACK) * size).astype(jnp.int32)
@@ -43,5 +44,5 @@ def count(share: ScalarOrSchedule, step: jax.Array, like: Tree) -> jax.Array:
 
 
 def complement(rate: ScalarOrSchedule) -> ScalarOrSchedule:
-    """1 - rate, of a number or a schedule."""
+    """1 - rate, for a number or a schedule."""
     return (lambda step: 1 - at(rate, step)) if callable(rate) else 1 - rate

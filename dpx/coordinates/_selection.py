@@ -14,7 +14,7 @@ from dpx.mechanism import Tree
 
 
 def largest(numbers: Tree, kept: jax.Array) -> Tree:
-    """Where the `kept` largest numbers of the whole tree stand, bool, like `numbers`; of equal numbers the first.
+    """A mask of the `kept` largest numbers of the whole tree: bool, like `numbers`. Of equal numbers the first count.
 
     numbers: uint32 or float32. kept: int32 (), at least 1, may be traced.
     """
@@ -58,7 +58,7 @@ def _in_order(x: jax.Array) -> jax.Array:
 
 
 def _greatest(fits: Callable[[jax.Array], jax.Array], *, bits: int) -> jax.Array:
-    """The greatest number below 2^bits that fits, uint32 (). 0 fits, and with a number all smaller ones do."""
+    """The greatest number below 2^bits that fits, uint32 (). 0 must fit, and all numbers below a fitting one too."""
 
     def body(i, number):
         larger = number | (jnp.uint32(2 ** (bits - 1)) >> i.astype(jnp.uint32))
@@ -68,6 +68,6 @@ def _greatest(fits: Callable[[jax.Array], jax.Array], *, bits: int) -> jax.Array
 
 
 def _count(where: list[jax.Array]) -> jax.Array:
-    """How many are True, int32 (). Float32 adds leaves below 2^24 exactly, and faster than int32 on a CPU."""
+    """The number of True elements, int32 (). Sums up to 2^24 are exact in float32, which is faster on a CPU."""
     dtypes = [jnp.float32 if w.size < 2**24 else jnp.int32 for w in where]
     return sum((jnp.sum(w, dtype=d).astype(jnp.int32) for w, d in zip(where, dtypes, strict=True)), jnp.int32(0))

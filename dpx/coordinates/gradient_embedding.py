@@ -1,4 +1,4 @@
-"""Gradient embedding: a gradient as its coordinates in a subspace known from public data, and the residual."""
+"""Gradient embedding: a gradient is written as its coordinates in a public subspace, and the residual."""
 
 import math
 from typing import NamedTuple
@@ -11,11 +11,11 @@ from dpx._numbers import require_number, require_whole
 from dpx.batches import Tree, batch_size
 from dpx.mechanism import Coordinates
 
-EXACT = jax.lax.Precision.HIGHEST  # float32 products on every machine: matrix units would round to fewer bits
+EXACT = jax.lax.Precision.HIGHEST  # float32 products on every machine, because matrix units round to fewer bits
 
 
 class EmbeddingState(NamedTuple):
-    """The subspace, which `optax.tree.set(state, basis=...)` exchanges.
+    """The subspace, which `optax.tree.set(state, basis=...)` replaces.
 
     basis: float32, (rank, *shape) for each array of the parameters of that shape.
     """
@@ -24,14 +24,17 @@ class EmbeddingState(NamedTuple):
 
 
 def gradient_embedding(basis: Tree, *, embedding_scale: float = 1.0, residual_scale: float = 1.0) -> Coordinates:
-    """g -> {"embedding": w / embedding_scale, "residual": (g - V^T w) / residual_scale} for w = V g, and back.
+    """The coordinates of the gradient in a public subspace, and the residual outside of it, each scaled.
 
-    Gradients near the subspace have a small residual, which a small clip norm of its own then hardly cuts; see
-    `dpx.methods.gep_sgd`. Any `basis` gives the whole gradient back; an orthonormal one splits its squared norm.
+    g -> {"embedding": w / embedding_scale, "residual": (g - V^T w) / residual_scale} for w = V g, and back.
 
-    basis: V, of `public_subspace`: (rank, *shape) for each array of the parameters of that shape. It must depend on
-        public data and released values only.
-    embedding_scale, residual_scale: above 0, in the units of the gradient, which embedding and residual then lose.
+    Gradients near the subspace have a small residual, so a small clip norm for the residual removes little; see
+    `dpx.methods.gep_sgd`. `decode` restores the whole gradient for any `basis`; if the basis is orthonormal, the
+    squared norms of embedding and residual add up to that of the gradient.
+
+    basis: V, of `public_subspace`: (rank, *shape), real, for each array of the parameters of that shape. It must
+        depend on public data and released values only.
+    embedding_scale, residual_scale: above 0, in the units of the gradient; the coordinates then have no unit.
 
     Raises ValueError for a scale of 0 or less, and in `init` for a basis that does not fit the parameters.
     Source: gradient embedding perturbation, Yu et al. 2021, https://arxiv.org/abs/2102.12677.
@@ -44,7 +47,7 @@ def gradient_embedding(basis: Tree, *, embedding_scale: float = 1.0, residual_sc
         expected = jax.tree.map(lambda p: (rank, *p.shape), params)
         shapes = jax.tree.map(jnp.shape, basis)
         if expected != shapes:
-            raise ValueError(f"basis must have shapes {expected}, like the gradients it is for; got {shapes}")
+            raise ValueError(f"basis must have shapes {expected}, like the gradients; got {shapes}")
         return EmbeddingState(jax.tree.map(lambda v: jnp.asarray(v, jnp.float32), basis))
 
     def encode(grad, state):
@@ -74,14 +77,15 @@ def gradient_embedding(basis: Tree, *, embedding_scale: float = 1.0, residual_sc
 def public_subspace(public_grads: Tree, *, rank: int, iterations: int, key: jax.Array) -> Tree:
     """An orthonormal basis of the directions in which PUBLIC gradients are largest, by power iteration.
 
-    V <- orthonormalized V G^T G, from random rows. It costs no privacy, because all gradients here are public.
-    Gradients of the training data would be a release that no one bills.
+    V <- orthonormalized V G^T G, from random rows. It costs no privacy, because all gradients here are public. Never
+    give it gradients of the training data: the basis would be a release of them that is not billed.
 
-    public_grads: G, like the parameters, with the public examples on axis 0 of every array.
-    rank: at most the number of public examples and the number of coordinates. iterations: at least 1.
-    key: its "public_subspace" stream is used.
+    public_grads: G, like the parameters, any real dtype, with the public examples on axis 0 of every array.
+    rank: int, at least 1, at most the number of public examples and of coordinates. iterations: int, at least 1.
+    key: a PRNG key, (); its "public_subspace" stream is used.
 
     Returns float32 (rank, *shape) for each array of the parameters. Raises ValueError for other ranks or iterations.
+    Source: Yu et al. 2021, https://arxiv.org/abs/2102.12677.
     """
     leaves, structure = jax.tree.flatten(public_grads)
     examples = batch_size(public_grads)

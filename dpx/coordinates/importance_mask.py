@@ -1,4 +1,4 @@
-"""Importance mask: coordinates are ranked once by their released gradients, and the best are trained (AdaDPIGU)."""
+"""Importance mask: coordinates are ranked once by their released gradients, and the first are trained (AdaDPIGU)."""
 
 import math
 from typing import NamedTuple
@@ -34,18 +34,21 @@ class ImportanceState(NamedTuple):
 def importance_mask(
     keep: ScalarOrSchedule, *, warmup: int, inner: Coordinates | None = None, noise_floor: ScalarOrSchedule = 0.0
 ) -> Coordinates:
-    """The gradient as it is for `warmup` steps; then m inner(m g), where m has the floor(keep d) highest scores.
+    """The whole gradient for `warmup` steps; then only its coordinates of highest score, after `inner`.
 
+    g -> m inner(m g) after the warm-up, for a mask m with the floor(keep d) highest scores
     score_j = mean over the warm-up of |released_j| - sqrt(2/pi) noise_floor.  Frozen coordinates are released as 0.
 
     The ranking costs nothing beyond the steps of the warm-up, which are billed like all others, because it reads
-    released gradients. The second mask keeps coordinates that `inner` moves away from 0 out of the clip norm.
+    released gradients. The second mask is needed because `inner` may move frozen coordinates away from 0, where they
+    would count in the norm.
 
-    keep: in (0, 1]; a schedule of the step unfreezes down the ranking, so it must not fall after the warm-up.
-    warmup: the number of its steps, at least 1.
+    keep: in (0, 1], the share of coordinates that are trained; a schedule of the step unfreezes the next coordinates
+        of the ranking, so it must not fall after the warm-up.
+    warmup: int, at least 1, the number of steps before the ranking.
     inner: coordinates of the same shapes as the gradient, such as `standardized`; they start after the warm-up.
-    noise_floor: at least 0, the standard deviation of the noise on a released coordinate, which sets the zero of the
-        scores, not their order.
+    noise_floor: at least 0, the standard deviation of the noise on a released coordinate. It shifts all scores alike,
+        so it does not change their order.
 
     Raises ValueError for numbers outside their domains; for a schedule, when the step is billed.
     Source: AdaDPIGU, Zhang and Xie 2025, https://arxiv.org/abs/2507.06525, which scores gradients before the noise: a
@@ -105,7 +108,7 @@ def _next_mask(
 
 
 def _check(keep: ScalarOrSchedule, warmup: int, inner: Coordinates | None, steps: int):
-    """ValueError if `keep` leaves (0, 1] or falls after the warm-up in the first `steps`, or if `inner` objects."""
+    """Raises ValueError if `keep` leaves (0, 1] or falls after the warm-up in the first `steps`, or as `inner` does."""
     require_fraction("keep", keep, "(0, 1]", steps)
     kept = over(keep, steps)[warmup:]
     for fallen in np.flatnonzero(np.diff(kept) < 0)[:1]:
@@ -127,7 +130,7 @@ def _words(keep: ScalarOrSchedule, warmup: int, inner: Coordinates | None) -> tu
 
 
 def masked_params(params: Tree, state: Tree) -> Tree:
-    """`params` with 0 in the coordinates that `importance_mask` has frozen: AdaDPIGU takes its loss at these.
+    """`params` with 0 in the coordinates that `importance_mask` has frozen. AdaDPIGU computes its loss at these.
 
     state: of the mechanism or of a `dpx.chain` of it. Give the result to `private_grad`'s function in place of the
         parameters, and add the updates to the parameters themselves.

@@ -1,4 +1,4 @@
-"""Random freeze: a mask of the coordinates that is drawn from a key alone."""
+"""Random freeze: only some coordinates are trained, by a random mask that depends on a key alone."""
 
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ class RandomFreezeState(NamedTuple):
     """The mask of the next step, and the seed that it is drawn from.
 
     step: int32 (), the number of releases.
-    seed: uint32 (2,), which says nothing of the noise.
+    seed: uint32 (2,), which reveals nothing about the noise.
     kept: int32 (), the number of ones in the mask.
     mask: bool, like the parameters; True where the coordinate is trained.
     """
@@ -29,16 +29,16 @@ class RandomFreezeState(NamedTuple):
 
 
 def random_freeze(freeze_rate: ScalarOrSchedule, *, every: int, posterior: bool = False, key: jax.Array) -> Coordinates:
-    """g -> m g for a mask m with exactly floor((1 - freeze_rate) d) ones, drawn anew every `every` steps.
+    """A random subset of the coordinates, drawn again every `every` steps; the other coordinates are frozen.
 
-    The mask is a function of the key and the step alone. Frozen coordinates get neither gradient nor noise, and do not
-    count in the norm.
+    g -> m g for a mask m with exactly floor((1 - freeze_rate) d) ones, but at least 1. It depends on the key and the
+    step alone. Frozen coordinates get neither gradient nor noise, and do not count in the norm.
 
     freeze_rate: in [0, 1). A schedule of the step is read (in float32) at the first step of every period; gradual
         cooling is `optax.linear_schedule(0.0, freeze_rate, cooling_steps)`.
-    every: the number of steps that a mask is kept; an epoch in the paper.
+    every: int, at least 1, the number of steps that a mask is kept; an epoch in the paper.
     posterior: clip first and mask only the release, so that frozen coordinates count in the norm.
-    key: its "random_freeze" stream is used, with the number of the period folded in.
+    key: a secret PRNG key, (); its "random_freeze" stream is used, with the number of the period folded in.
 
     Raises ValueError for numbers outside their domains; for a schedule, when the step is billed.
     Source: Zhu and Blaschko 2021, https://arxiv.org/abs/2112.00845.

@@ -14,7 +14,7 @@ from dpx.mechanism import Coordinates, Tree
 
 
 class RankedFreezeState(NamedTuple):
-    """The mask, and what the next one is ranked by; both are functions of released values.
+    """The mask, and the sums that rank the coordinates for the next mask; both depend on released values only.
 
     step: int32 (), the number of releases.
     total: float32, like the parameters, the sum of the values released in this period.
@@ -27,13 +27,14 @@ class RankedFreezeState(NamedTuple):
 
 
 def ranked_freeze(freeze_rate: ScalarOrSchedule, *, every: int) -> Coordinates:
-    """g -> m g, where m keeps the floor((1 - freeze_rate) d) coordinates that moved most in the last `every` steps.
+    """The coordinates that moved most in the last `every` steps; the other coordinates are frozen.
 
-    The rank is by |sum of released values|. Frozen coordinates add up their noise, so they can come back. The one
-    noisy release serves the update and the ranking, so nothing else is billed. Nothing is frozen in the first period.
+    g -> m g, where m has ones at the floor((1 - freeze_rate) d) coordinates of largest |sum of released values|, at
+    least 1. Frozen coordinates add up their noise, so they can be trained again later. One noisy release is used for
+    the update and for the ranking, so nothing else is billed. In the first period nothing is frozen.
 
     freeze_rate: in [0, 1); a schedule of the step is read (in float32) at the first step of every period.
-    every: the number of steps of a period, at least 1.
+    every: int, at least 1, the number of steps of a period.
 
     Raises ValueError for numbers outside their domains; for a schedule, when the step is billed.
     Source: Zhu and Blaschko 2021, Appendix C, https://arxiv.org/abs/2112.00845v1.

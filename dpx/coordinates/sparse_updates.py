@@ -1,4 +1,4 @@
-"""Sparse updates: updates under a random freeze packed for sending, as the trained values and the mask's seed."""
+"""Sparse updates: updates under a random freeze, packed for sending as the trained values and the mask's seed."""
 
 import math
 from typing import NamedTuple
@@ -17,7 +17,7 @@ class SparseUpdates(NamedTuple):
     """Updates in which only `kept` coordinates are not 0.
 
     values: float32 (size,), the trained coordinates in the order of the parameters, then zeros.
-    seed: uint32 (2,), of the mask. kept: int32 (), the number of ones in the mask.
+    seed: uint32 (2,), from which the mask is drawn. kept: int32 (), the number of ones in the mask.
     """
 
     values: jax.Array
@@ -26,12 +26,12 @@ class SparseUpdates(NamedTuple):
 
 
 def sparse_pack(updates: Tree, state: Tree, *, size: int) -> SparseUpdates:
-    """The values of updates that are not frozen by `random_freeze`, and the seed of the mask.
+    """The values of `updates` that `random_freeze` does not freeze, and the seed of the mask.
 
-    state: the state that the updates were computed with, not the state that came back with them.
-    size: at least the number of kept coordinates (`sparse_density` times d) at every step that shares this shape.
+    updates: like the parameters. state: the one that was given to the step, not the one that the step returned.
+    size: int, the length of `values`; at least the number of kept coordinates (`sparse_density` times d).
 
-    Raises ValueError for a smaller size; under jit, where the number is traced, values beyond `size` are lost.
+    Raises ValueError for a smaller size; under jit, where that number is not known, values beyond `size` are lost.
     """
     freeze = find_state(state, RandomFreezeState, "random freeze")
     if not isinstance(freeze.kept, jax.core.Tracer) and size < int(freeze.kept):
@@ -42,7 +42,7 @@ def sparse_pack(updates: Tree, state: Tree, *, size: int) -> SparseUpdates:
 
 
 def sparse_unpack(packed: SparseUpdates, like: Tree) -> Tree:
-    """The updates again, in the shapes and dtypes of `like` (the parameters)."""
+    """The updates that `sparse_pack` packed, in the shapes and dtypes of `like` (the parameters)."""
     mask = _flat(random_mask(packed.seed, packed.kept, like))
     (places,) = jnp.nonzero(mask, size=packed.values.size, fill_value=mask.size)
     flat = jnp.zeros(mask.size, jnp.float32).at[places].set(packed.values, mode="drop")
@@ -53,7 +53,10 @@ def sparse_unpack(packed: SparseUpdates, like: Tree) -> Tree:
 
 
 def sparse_density(state: Tree) -> jax.Array:
-    """The share of coordinates that the next step under `random_freeze` updates, float32 () in (0, 1]."""
+    """The share of coordinates that the next step under `random_freeze` updates, float32 () in (0, 1].
+
+    Raises ValueError for a state without exactly one random freeze.
+    """
     freeze = find_state(state, RandomFreezeState, "random freeze")
     return freeze.kept / sum(math.prod(m.shape) for m in jax.tree.leaves(freeze.mask))
 

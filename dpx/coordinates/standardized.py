@@ -1,4 +1,4 @@
-"""Standardization (AdaCliP): each coordinate is centered and scaled by what was released of it before."""
+"""Standardization (AdaCliP): each coordinate is centered and scaled by averages of its earlier released values."""
 
 import functools
 import math
@@ -31,13 +31,14 @@ def standardized(
     stability: float = 1e-3,
     relative: bool = True,
 ) -> Coordinates:
-    """g -> (g - mean) / scale,  scale = sqrt(variance) + stability;  undone on the released gradient.
+    """Each coordinate minus its released mean, divided by its released scale.
 
+    g -> (g - mean) / scale,  scale = sqrt(variance) + stability;  `decode` undoes this on the released gradient
     mean     <- mean_decay mean + (1 - mean_decay) released
     variance <- variance_decay variance + (1 - variance_decay) (released - mean)^2,  with the mean before its change
 
     Both averages see released gradients only. A coordinate released as exactly 0 is frozen and keeps its averages. The
-    map is affine, so `private_grad` makes the gradient of every example.
+    mean is subtracted from every example, so `private_grad` computes per-example gradients instead of ghost norms.
 
     mean_decay, variance_decay: in [0, 1). initial_variance: at least 0, in the squared units of the gradient.
     stability: at least 1e-12, in the units of the gradient.

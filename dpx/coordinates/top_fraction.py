@@ -1,4 +1,4 @@
-"""Top fraction: the largest coordinates of each example's gradient, which differ from example to example."""
+"""Top fraction: only the largest coordinates of each example's gradient, which differ from example to example."""
 
 from typing import NamedTuple
 
@@ -13,19 +13,21 @@ from dpx.mechanism import Coordinates
 
 
 class TopFractionState(NamedTuple):
-    """step: int32 (), the number of releases, at which a scheduled fraction is read."""
+    """step: int32 (), the number of releases. A scheduled fraction is read at this step."""
 
     step: jax.Array
 
 
 def top_fraction(fraction: ScalarOrSchedule) -> Coordinates:
-    """Of each example the floor(fraction d) coordinates of largest size, and those equal to the least of them.
+    """The largest coordinates of each example; the other coordinates of the example become 0.
 
-    The other coordinates of the example are 0. The selection is the example's secret, so the noise covers every
-    coordinate. `encode` reads each example's gradient about 30 times, and `private_grad` makes every gradient.
+    Keeps the floor(fraction d) coordinates of largest absolute value, at least 1, and all that equal the least of them.
+    The selection depends on the raw example, so the noise covers every coordinate. `encode` reads each example's
+    gradient about 30 times, and `private_grad` computes per-example gradients instead of ghost norms.
 
     fraction: in (0, 1]; a number or a schedule of the step.
     Raises ValueError for a number outside (0, 1]; for a schedule, when the step is billed.
+    `dpx.methods.ada_dpigu` uses it.
     """
     require_fraction("fraction", fraction, "(0, 1]")
 

@@ -1,4 +1,4 @@
-"""Trainable layers: coordinates that are some layers of the parameters, chosen by the user."""
+"""Trainable layers: only the layers that the user chooses are trained."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ def trainable(mask: Tree) -> Coordinates:
     mask: a pytree prefix of the parameters, with Python bools. Use this instead of optax.masked, which would let raw
         per-example gradients of the masked layers through.
 
-    Raises ValueError for leaves that are no Python bools, or if none is True.
+    Raises ValueError for leaves that are not Python bools, and if none is True.
     """
     for leaf in jax.tree.leaves(mask):
         if not isinstance(leaf, bool):

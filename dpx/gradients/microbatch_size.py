@@ -1,4 +1,4 @@
-"""How many examples are in memory at once if the user names no number: on a CPU, as many as fit in its cache.
+"""The default number of examples in memory at once: on a CPU, as many as fit in its cache.
 
 A step over the whole batch writes fresh memory, which the kernel must zero and which does not fit in the cache.
 """
@@ -15,14 +15,14 @@ from dpx.gradients import ghost
 Tree = Any  # a pytree of arrays
 
 # For one CPU core. benchmarks/step.py times the steps, benchmarks/memory.py measures their memory.
-CACHE_BYTES = 2**25  # that the examples of one microbatch may fill
+CACHE_BYTES = 2**25  # bytes that the examples of one microbatch may fill
 WHOLE_BATCH_BYTES = 4 * CACHE_BYTES  # below this, one pass over the whole batch is as fast as a loop
-EQUATION_NUMBERS_PER_WRITE = 4  # XLA fuses equations: it writes about one of four numbers that they define
-EXAMPLE_BYTES_PER_SUM_BYTE = 12  # at least, in a microbatch, because each one reads and writes all its sums
+EQUATION_NUMBERS_PER_WRITE = 4  # XLA fuses equations, so it writes about one of four numbers that they define
+EXAMPLE_BYTES_PER_SUM_BYTE = 12  # of a microbatch, at least, because every microbatch reads and writes all sums
 
 
 class ForwardCost(NamedTuple):
-    """What the equations of the loss of one example tell about its memory and time.
+    """Counts in the equations of the loss of one example, which predict its memory and time.
 
     numbers: int, how many numbers the equations define
     convolves: bool, True if one of them is a convolution
@@ -41,8 +41,8 @@ def forward_cost(loss: Callable, params: Tree, example: Tree) -> ForwardCost:
 def choose_microbatch_size(cost: ForwardCost, plan: ghost.Plan | str, params: Tree, size: int) -> int:
     """How many of the `size` examples of a batch one microbatch holds: all, unless fewer are known to be faster.
 
-    All of them on an accelerator and on several devices. All of them also for a loss that convolves, because XLA runs
-    convolutions slowly inside a loop on a CPU.
+    All of them on an accelerator and on several devices. All of them also for a loss with convolutions, because XLA
+    runs convolutions slowly inside a loop on a CPU.
     """
     if jax.default_backend() != "cpu" or jax.device_count() > 1 or cost.convolves:
         return size
@@ -53,7 +53,7 @@ def choose_microbatch_size(cost: ForwardCost, plan: ghost.Plan | str, params: Tr
         return size
     sum_bytes = 4 * sum(leaf.size for leaf in leaves)
     largest = max(1, max(CACHE_BYTES, EXAMPLE_BYTES_PER_SUM_BYTE * sum_bytes) // example_bytes)
-    # A size that leaves no rest is better, because a rest is compiled apart.
+    # A size that leaves no rest is better, because a rest is compiled separately.
     without_rest = [n for n in range(math.ceil(largest / 2), largest + 1) if size % n == 0]
     return max(without_rest, default=math.ceil(size / math.ceil(size / largest)))
 
@@ -63,7 +63,7 @@ def _keeps_gradients(plan: ghost.Plan | str, leaf: int) -> bool:
 
 
 def _numbers(jaxpr) -> int:
-    """How many numbers the equations define; those in the body of a loop count once for every turn."""
+    """How many numbers the equations define; those in the body of a loop count once for every iteration."""
     total = 0
     for equation in jaxpr.eqns:
         inner = sum(_numbers(body) for body in _bodies(equation))
@@ -79,7 +79,7 @@ def _convolves(jaxpr) -> bool:
 
 
 def _bodies(equation):
-    """The jaxprs that an equation calls: of a loop, a branch, a function."""
+    """The jaxprs that an equation calls: bodies of loops, branches and functions."""
     for value in jax.tree.leaves(equation.params, is_leaf=lambda node: isinstance(node, core.Jaxpr | core.ClosedJaxpr)):
         if isinstance(value, core.ClosedJaxpr):
             yield value.jaxpr

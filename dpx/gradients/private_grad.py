@@ -1,4 +1,4 @@
-"""Private gradients of a loss; at most one microbatch of per-example gradients is in memory at a time."""
+"""Private gradients of a loss, with at most one microbatch of per-example gradients in memory at a time."""
 
 from collections.abc import Callable
 from typing import Literal, NamedTuple
@@ -21,7 +21,7 @@ Clipping = Literal["auto", "ghost", "vmap"]
 
 
 class PrivateGradient(NamedTuple):
-    """One release.
+    """The result of one private step.
 
     updates: like the parameters, in their dtypes; private.
     state: the mechanism's next state.
@@ -42,10 +42,10 @@ def private_grad(
 ) -> Callable[..., PrivateGradient]:
     """Builds `fn(params, batch, state) -> PrivateGradient`, the private gradient of `loss(params, example)`.
 
-    loss: gives one real number for one example, which has no batch axis.
-    mechanism: a `dpx.Mechanism`. One that `dpx.chain` builds gives the optimizer's updates.
-    microbatch_size: how many examples are in memory at once. None: all; on a CPU fewer, if that is faster, unless the
-        loss convolves. Microbatches run in a loop; if the loss convolves, up to 64 are unrolled on a CPU.
+    loss: returns one real number, (), for one example, which has no batch axis.
+    mechanism: a `dpx.Mechanism`. With one that `dpx.chain` builds, the updates are the optimizer's.
+    microbatch_size: int, how many examples are in memory at once. None: all, but on a CPU fewer, if that is faster and
+        the loss has no convolution. Microbatches run in a loop; with convolutions, up to 64 are unrolled on a CPU.
     clipping: how the per-example norms are computed. "vmap": from the gradient of every example. "ghost": without it,
         for every parameter where that is possible. "auto": the cheaper of the two for each parameter, by an estimate
         from shapes. `dpx.explain` prints the choice.
@@ -54,9 +54,9 @@ def private_grad(
     from `mechanism.init(params)`. The updates are those of `mechanism.update` on stacked per-example gradients, up to
     float32 rounding. Inside a `jax.shard_map` with check_vma=True, only "vmap" works.
 
-    Raises ValueError for a mechanism that is none, another `clipping`, or a `microbatch_size` below 1. `fn` raises it
-    for a batch that is none or does not fit the sampling, for complex parameters, and for a batch sharded over mesh
-    axes of type Explicit: wrap it in `jax.sharding.auto_axes(fn, out_sharding=jax.sharding.PartitionSpec())`.
+    Raises ValueError for another type of mechanism, another `clipping`, or a `microbatch_size` below 1. `fn` raises it
+    if the batch is not a `dpx.Batch` or does not fit the sampling, for complex parameters, and for a batch sharded over
+    mesh axes of type Explicit: wrap it in `jax.sharding.auto_axes(fn, out_sharding=jax.sharding.PartitionSpec())`.
     Ghost norms: https://arxiv.org/abs/1510.01799, https://arxiv.org/abs/2110.05679, https://arxiv.org/abs/2210.00038.
     """
     _check(mechanism, clipping)
@@ -92,9 +92,9 @@ def explain(
     *,
     clipping: Clipping = "auto",
 ) -> ghost.Explanation:
-    """How `private_grad` computes the norms of each parameter, and why; print it.
+    """A printable table of how `private_grad` computes the norms of each parameter, and why.
 
-    Takes the arguments of `private_grad` and of the function that it builds. `params` and `batch` may hold
+    The arguments are those of `private_grad` and of the function that it builds. `params` and `batch` may hold
     `jax.ShapeDtypeStruct`s in place of arrays. Raises ValueError for the arguments that `private_grad` refuses.
     """
     _check(mechanism, clipping)
@@ -104,7 +104,7 @@ def explain(
 
 
 def _sum_microbatch(plan, loss, mechanism, params, state, examples, included):
-    """The sums of the contributions, one for each factor, and the losses (B,) of one microbatch."""
+    """The sums of the contributions of one microbatch, one for each factor, and its losses, (microbatch size,)."""
     if isinstance(plan, ghost.Plan) and plan.followed:
         return ghost.sum_contributions(plan, mechanism, params, examples, state, included)
     losses, grads = jax.vmap(jax.value_and_grad(loss), in_axes=(None, 0))(params, examples)
@@ -135,12 +135,15 @@ def _example_shapes(examples: Tree) -> Tree:
 
 
 def _plan(loss, mechanism, params, example, state, clipping) -> ghost.Plan | str:
-    """The plan for ghost norms, or why every parameter keeps its per-example gradients."""
+    """The plan for ghost norms, or the reason why every parameter needs per-example gradients."""
     if clipping == "vmap":
         return 'clipping="vmap" was asked for'
     return ghost.make_plan(loss, mechanism, params, example, state, force=clipping == "ghost")
 
 
 def _delay_noise_until(sums, state):
-    """`state`, unchanged, but its step counts, and so the noise, are computed when the gradients are freed."""
+    """`state`, unchanged, but its step count is computed after `sums`.
+
+    So the noise, which needs the step count, is drawn when the memory of the gradients is free again.
+    """
     return map_states(lambda node: compute_after(sums, node), state, ReleaseState)

@@ -1,10 +1,10 @@
-"""Mechanisms: each bounds every example, adds noise and bills it. All are the Gaussian one, or stand around another.
+"""Mechanisms: each bounds every example, adds noise and bills it. All but error feedback are or wrap the Gaussian one.
 
-gaussian           the sum of clipped gradients plus Gaussian noise, which DP-SGD is (Abadi et al. 2016)
+gaussian           the sum of clipped gradients plus Gaussian noise, as in DP-SGD (Abadi et al. 2016)
 normalized         automatic clipping: normalize instead of choosing a clip norm (Bu et al. 2023)
 adaptive_clipping  a clip norm that follows a quantile of the norms (Andrew et al. 2021)
 clip_then_project  project the clipped sum, once a step, instead of every example
-error_feedback     feed back what clipping took away (Zhang et al. 2023)
+error_feedback     add the error that clipping left to later releases (Zhang et al. 2023)
 
 To add one: a file here, its import below, and a line in `MECHANISMS` of `dpx/catalog.py` (CONTRIBUTING.md).
 """

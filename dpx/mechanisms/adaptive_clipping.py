@@ -1,11 +1,13 @@
-"""Adaptive clipping: a clip norm that follows a quantile of the norms, itself released privately.
+"""Adaptive clipping: a clip norm that follows a quantile of the norms, which is estimated privately.
 
-Beside its clipped gradient, every example gives an indicator of 1/2 or -1/2: whether its norm is at most the clip norm.
-Both share one inner Gaussian mechanism of clip norm 1. With z the noise multiplier and s the noise on the sum of the
-indicators, the indicator takes z / (2 s) of that norm, and the gradient sqrt(1 - (z / (2 s))^2).
+Beside its clipped gradient, every example contributes an indicator: 1/2 if its norm is at most the clip norm, else
+-1/2. Both are released by one inner Gaussian mechanism of clip norm 1. With z the noise multiplier and s the standard
+deviation of the noise on the sum of the indicators, the indicator has the norm z / (2 s), and the gradient has at most
+the norm sqrt(1 - (z / (2 s))^2).
 
-In units of its own noise, an example moves the gradient's sum by at most 1/z_g and the indicators' sum by 1/(2 s); both
-together, (1/z_g^2 + 1/(2 s)^2)^(1/2) = 1/z, for the multiplier z_g = (z^-2 - (2 s)^-2)^(-1/2) of the gradient.
+Proof of the bill: in units of its own noise, an example moves the sum of gradients by at most 1/z_g, and the sum of
+indicators by 1/(2 s), where z_g = (z^-2 - (2 s)^-2)^(-1/2) is the noise multiplier of the gradient. Both together are
+(1/z_g^2 + 1/(2 s)^2)^(1/2) = 1/z, as in one Gaussian release of noise multiplier z.
 """
 
 import functools
@@ -23,11 +25,11 @@ from dpx.mechanism import Mechanism, Tree
 from dpx.mechanisms.gaussian import SMALLEST_CLIP_NORM, gaussian_mechanism
 from dpx.sampling import Sampling
 
-SMALLEST, LARGEST = SMALLEST_CLIP_NORM, 1 / SMALLEST_CLIP_NORM  # of a clip norm that moves, in the gradient's units
+SMALLEST, LARGEST = SMALLEST_CLIP_NORM, 1 / SMALLEST_CLIP_NORM  # of the moving clip norm, in units of the gradient
 
 
 class AdaptiveClippingState(NamedTuple):
-    """The clip norm, which is a function of released values, beside the state of the inner mechanism.
+    """The clip norm, which depends on released values only, and the state of the inner mechanism.
 
     inner: ReleaseState of the inner Gaussian mechanism.
     clip_norm: float32 (), the clip norm of the next step.
@@ -48,20 +50,18 @@ def adaptive_clipping(
     sampling: Sampling,
     key: jax.Array,
 ) -> Mechanism:
-    """DP-SGD whose clip norm C moves toward the `quantile` of the norms (Andrew et al. 2021, arXiv:1905.03871).
+    """DP-SGD with a clip norm C that moves to the `quantile` of the norms (Andrew et al. 2021, arXiv:1905.03871).
 
     C <- C exp(-clip_learning_rate (b - quantile)),  b = 1/2 + (sum_i (1[|g_i| <= C] - 1/2) + N(0, s^2)) / B
 
-    Guarantee: a step costs as much as one Gaussian release of `noise_multiplier` z. The gradient has the multiplier
-    z_g = (z^-2 - (2 s)^-2)^(-1/2), where s is `indicator_noise`.
+    Guarantee: a step costs as much as one Gaussian release of `noise_multiplier` z (the module has the proof).
 
     initial_clip_norm: C at step 0, in [2^-40, 2^40], the range that C never leaves.
-    quantile: in (0, 1), the share of the examples whose norms C is to exceed.
-    clip_learning_rate: at least 0, how fast C follows the quantile.
+    quantile: in (0, 1), the share of norms that should be at most C. clip_learning_rate: at least 0, how fast C moves.
     indicator_noise: s > 0, the standard deviation of the noise on the sum of the indicators; the paper's is B / 20.
-    noise_multiplier: z, or the `dpx.Budget` that it is calibrated to. Above 0 and below 2 s at every step, because the
-        indicator alone would cost more. The rest is as in `gaussian_mechanism`.
-    Raises ValueError for a number outside its domain; for a schedule at step 0, or when a later step is billed.
+    noise_multiplier: z, or the `dpx.Budget` that it is calibrated to. Above 0 and below 2 s at every step, because
+        otherwise the indicator alone would cost more. The rest is as in `gaussian_mechanism`.
+    Raises ValueError for a number outside its domain; of a schedule, at step 0 and when later steps are billed.
     """
     initial_clip_norm = require_number("initial_clip_norm", initial_clip_norm, minimum=SMALLEST, maximum=LARGEST)
     _require_numbers(quantile, clip_learning_rate, indicator_noise)
@@ -114,7 +114,7 @@ def _require_numbers(quantile: float, clip_learning_rate: float, indicator_noise
 
 
 def _require_cheap_indicator(multipliers: np.ndarray, indicator_noise: float):
-    """ValueError unless every noise multiplier leaves the gradient a share of the norm that float32 can tell from 0."""
+    """Raises ValueError unless, at every noise multiplier, the gradient's share of the norm is not 0 in float32."""
     wrong = np.flatnonzero(~((multipliers > 0) & (multipliers < 2 * indicator_noise * (1 - 2**-20))))
     for step in wrong[:1]:
         raise ValueError(

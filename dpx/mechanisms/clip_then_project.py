@@ -1,13 +1,14 @@
 """Clip, then project: the clipped sum is projected once a step, instead of every example.
 
 A projection can lengthen a clipped gradient, by at most its largest stretch: sqrt(d/p), or for "countsketch" the square
-root of its fullest bucket, ceil(d/p). The projected sum is divided by that number and the lifted one multiplied by it,
-so one example still moves the sum by at most the clip norm. The bill is then the mechanism's, and the noise on the
-lifted gradient grows by the stretch.
+root of the size ceil(d/p) of its fullest bucket. The projected sum is divided by that number and the lifted sum is
+multiplied by it, so one example still moves the projected sum by at most the clip norm. The bill is then the
+mechanism's, and the noise on the lifted gradient grows by the stretch.
 
-A "gaussian" projection has no largest stretch. Drawn afresh at every step it is independent of what it projects, so its
-random stretch is billed by its distribution (`dpx.accounting.projected`) and the noise does not grow. Drawn once and
-reused it is refused, because sqrt(d/p) + 1 would hold only with a probability that is in no bill.
+A "gaussian" projection has no largest stretch. If it is drawn afresh at every step, it is independent of the sum that
+it projects, so its random stretch is billed by its distribution (`dpx.accounting.projected`) and the noise does not
+grow. If it is drawn once and reused, it is refused, because the bound sqrt(d/p) + 1 would hold only with a probability
+that no bill contains.
 """
 
 from typing import NamedTuple
@@ -40,20 +41,20 @@ def clip_then_project(
     every: int | None = 1,
     key: jax.Array,
 ) -> Mechanism:
-    """`mechanism` with its clipped sum projected before the noise and lifted after it.
+    """`mechanism`, but its clipped sum is projected before the noise is added, and lifted afterwards.
 
     Only one vector is projected in a step, and norms, also ghost norms, are those of whole gradients.
 
     Guarantee: the bill is the mechanism's, because the projected sum is divided by the projection's largest stretch;
     for a fresh "gaussian", which has none, every release is billed by the distribution of its stretch.
 
-    mechanism: goes innermost, around `gaussian_mechanism` or `normalized`.
-    rank, reduction_rate, kind, every: of `random_projection`. "gaussian" needs every=1, and a `rank`, which is known
-        before the parameters are; and Poisson, shuffled or full batches.
-    key: its "projection of the sum" stream is used.
+    mechanism: `gaussian_mechanism` or `normalized`, without coordinates; put `in_coordinates` around the result.
+    rank, reduction_rate, kind, every: of `random_projection`. "gaussian" needs every=1, Poisson, shuffled or full
+        batches, and a `rank`, because the bill must be known before the parameters are.
+    key: a secret PRNG key, (); its "projection of the sum" stream is used.
 
-    Raises ValueError for a mechanism that does not release one clipped sum of whole gradients, or a "gaussian" that
-    cannot be billed, and where `random_projection` does.
+    Raises ValueError for another kind of mechanism, for a "gaussian" without bill, and as `random_projection` does.
+    Source: the order of D2P2-SGD, Jiang et al. 2025, https://arxiv.org/abs/2509.09485.
     """
     coordinates = projection(rank, reduction_rate, kind, every, keys.stream(key, "projection of the sum"), bounded=True)
     ranks = jax.tree.leaves(rank)
@@ -94,7 +95,7 @@ def clip_then_project(
 
 
 def _require_fresh_and_ranked(rank: int | Tree | None, reduction_rate: float | Tree | None, every: int | None):
-    """ValueError unless a Gaussian projection is drawn at every step, with a rank."""
+    """Raises ValueError unless a Gaussian projection is drawn at every step, with a rank."""
     if every != 1:
         raise ValueError(
             "clip-then-project needs a fresh Gaussian projection at every step (every=1), whose stretch is independent "

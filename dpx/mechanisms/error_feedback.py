@@ -1,7 +1,7 @@
-"""Error feedback: what clipping takes away is remembered and fed back, bounded, into later releases.
+"""Error feedback: the error that clipping leaves is remembered, and added, bounded, to later releases.
 
 Normalizing instead of clipping is DiceSGD's automatic form: C1 g / (|g| + stability) and C2 e / (|e| + C2). The paper's
-e / |e| jumps near 0 and has only the trivial bill; this one is non-expansive, as clipping is.
+e / |e| jumps near 0, so it has only the trivial bill; the form here is non-expansive, as clipping is.
 """
 
 import functools
@@ -30,7 +30,7 @@ SMALLEST_DIVISOR = 1e-30  # in the units of the gradient; a norm of 0 is divided
 
 
 class ErrorFeedbackState(NamedTuple):
-    """The error, which depends on raw data, beside the count of releases.
+    """The error, which depends on raw data, and the record of the releases.
 
     release: ReleaseState, public.
     unreleased_error: e, float32, like the encoded gradients. It is a function of raw data: never share it.
@@ -41,12 +41,12 @@ class ErrorFeedbackState(NamedTuple):
 
 
 class NormBounds(NamedTuple):
-    """How norms are bounded on the way into a release: by clipping or by normalizing.
+    """How the norms in a release are bounded: by clipping or by normalizing.
 
     released: (norm) -> the norm that an example's gradient has in the release, float32 (), at most C1
     fed_back: (norm) -> the norm that the error has in the release, float32 (), at most C2
-    error_shift: the most that one example moves the sum of what is kept from the release
-    words: of both, for the printed pipeline
+    error_shift: float, the most that one example moves the sum of the parts that are kept from the release
+    words: `released` and `fed_back` in words, for the printed pipeline
     """
 
     released: Callable[[jax.Array], jax.Array]
@@ -82,26 +82,26 @@ def error_feedback_mechanism(
     reset_every: int | None = None,
     stability: float | None = None,
 ) -> Mechanism:
-    """Clipped gradients plus the error that earlier clipping left, with Gaussian noise (see the module for more).
+    """Clipped gradients and Gaussian noise, summed and divided by B, plus the clipped error of earlier steps.
 
     private gradient = v + N(0, (nu C1 / B)^2 I),  v = (1/B) sum_i clip(g_i, C1) + clip(e, C2)
     next e = e + (1/B) sum_i clip(g_i, Cmax) - v,  with the v before noise; e starts at 0 and is never released.
 
-    Guarantee: the whole run is one event (`dpx.accounting.error_feedback`): given the released values, a participation
-    of one example moves v by at most C1 / B and e by (Cmax - C1) / B, and a moved e moves later v. The float32 rounding
-    of e, 2^-24 of its norm a step while that exceeds C2 and none otherwise, is not billed.
+    Guarantee: the whole run is one event (`dpx.accounting.error_feedback`), because, given the released values, a
+    participation of one example moves v by at most C1 / B and e by (Cmax - C1) / B, and a moved e moves later v. The
+    float32 rounding of e, 2^-24 of its norm a step while that exceeds C2 and none otherwise, is not billed.
 
     clip_norm: C1, in [2^-40, 1e15], on an example's gradient. outer_clip_norm: Cmax, in [C1, 1e15]; inf is DiceSGD as
-        published, whose only bill is the trivial one: 2 C2 at every step, never amplified.
-    feedback_norm: C2, on the scale of the MEAN gradient: C2 >= C1 removes the clipping bias, and C1 / B is the most
-        that one example moves the mean.
+        published, which has only the trivial bill: 2 C2 at every step, never amplified.
+    feedback_norm: C2, in [2^-40, 1e15], on the MEAN gradient: C2 >= C1 removes the clipping bias, and C1 / B is the
+        most that one example moves the mean.
     noise_multiplier: nu >= 0, the standard deviation of the noise on the sum, divided by C1; a number, or the
         `dpx.Budget` that it is calibrated to. 0 bills infinity.
-    reset_every: forget e every so many steps, which lowers the bill; None never forgets it.
+    reset_every: set e to 0 every so many steps, which lowers the bill; None never does.
     stability: at least 1e-6, in the units of the gradient: normalize instead of clipping; None clips.
     sampling: one of the records of `dpx.sampling`. key: as in `gaussian_mechanism`.
 
-    Raises ValueError for a number outside its domain, or anything else as sampling.
+    Raises ValueError for a number outside its domain, and for a sampling or a key of another type.
     Source: DiceSGD, Zhang et al. 2023, https://arxiv.org/abs/2311.14632.
     """
     if not isinstance(sampling, SAMPLINGS):
@@ -208,7 +208,7 @@ def _norm_bounds(clip_norm: float, feedback_norm: float, outer_clip_norm: float,
 def _require_numbers(
     clip_norm: float, feedback_norm: float, outer_clip_norm: float, noise_multiplier: float
 ) -> tuple[float, float, float, float]:
-    """The four numbers as they run; ValueError outside their domains."""
+    """The four numbers, rounded as the mechanism uses them. Raises ValueError outside their domains."""
     clip_norm = _rounded("clip_norm", clip_norm, SMALLEST_CLIP_NORM)
     if not (isinstance(outer_clip_norm, float) and outer_clip_norm == math.inf):
         outer_clip_norm = _rounded("outer_clip_norm", outer_clip_norm, clip_norm)
@@ -217,6 +217,6 @@ def _require_numbers(
 
 
 def _rounded(name: str, value: float, minimum: float) -> float:
-    """The float32 that the mechanism runs with, so that it is the one that is billed."""
+    """`value` rounded to float32, as it is used and billed. Raises ValueError outside [minimum, 1e15]."""
     rounded = float(np.float32(require_number(name, value, minimum=0)))
     return require_number(name, rounded, minimum=minimum, maximum=LARGEST_CLIP_NORM)

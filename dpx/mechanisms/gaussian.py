@@ -1,4 +1,4 @@
-"""The Gaussian mechanism on clipped per-example gradients: on which every method is built."""
+"""The Gaussian mechanism on clipped per-example gradients, on which most methods are built."""
 
 import math
 
@@ -34,15 +34,15 @@ def gaussian_mechanism(
     Guarantee: one example moves the sum by at most C, so `steps` releases cost `sampling.event` of their noise
     multipliers (Abadi et al. 2016, https://arxiv.org/abs/1607.00133).
 
-    clip_norm: C, a number in [2^-40, 1e15] or an optax schedule of the step. A pytree prefix of the gradients clips
-        each group (layer) to its own norm; sensitivity and noise then have C = sqrt(sum of the groups' squares).
+    clip_norm: C, in the units of the gradient; a number in [2^-40, 1e15] or an optax schedule of the step. A pytree
+        prefix of the gradients clips each group (layer) to its own norm; C is then sqrt(sum of the groups' squares).
     noise_multiplier: sigma >= 0, the standard deviation of the noise on the sum, divided by C; a number, a schedule of
         the step, or the `dpx.Budget` that it is calibrated to. 0 bills infinity.
     sampling: draws the batches, states B and wraps the event.
-    key: a secret jax PRNG key, of one run. Never reuse it: two runs with one key share their noise, and subtracting
+    key: a secret jax PRNG key, (), of one run. Never reuse it: two runs with one key share their noise, and subtracting
         their results removes it. Its "noise" stream is used, with the step folded in.
 
-    Raises ValueError for a number outside its domain, a traced value (it could not be billed), or no key.
+    Raises ValueError for a number outside its domain (of a schedule, when it is billed), a traced value, or no key.
     """
     clip_norm = _require_clip_norms(clip_norm)
     noise_multiplier = require_scalar_or_schedule("noise_multiplier", noise_multiplier, minimum=0)

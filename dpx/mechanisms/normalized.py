@@ -8,12 +8,12 @@ from dpx.mechanism import Mechanism
 
 
 def normalized(mechanism: Mechanism, *, stability: float = 0.01) -> Mechanism:
-    """`mechanism` on g / (|g| + stability), whose norm is below 1 (per group where the mechanism has groups).
+    """`mechanism` on normalized gradients, g / (|g| + stability), of norm below 1 (per group, if it has groups).
 
     Guarantee: the inner clip still bounds the result, so the bill is the inner mechanism's for every clip norm. A clip
-    norm of 1 never binds.
+    norm of 1 never clips, because the norms are below it.
 
-    stability: at least 1e-6, in the units of the gradient. Raises ValueError below.
+    stability: at least 1e-6, in the units of the gradient. Raises ValueError for a smaller number.
     Source: automatic clipping, Bu et al. 2023, https://arxiv.org/abs/2206.07136.
     """
     stability = require_number("stability", stability, minimum=1e-6)

@@ -1,6 +1,6 @@
 """The papers' methods, each a composition of a mechanism and coordinates; one paper a file.
 
-dp_sgd          DP-SGD (Abadi et al. 2016), on which all others build
+dp_sgd          DP-SGD (Abadi et al. 2016), which the other papers change
 dynamic_dp_sgd  noise and clip norm that shrink (Dynamic DP-SGD, Du et al. 2021)
 random_freeze   random and ranked freeze (Zhu and Blaschko 2021)
 gep_sgd         gradient embedding perturbation (Yu et al. 2021)

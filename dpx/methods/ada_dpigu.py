@@ -1,4 +1,4 @@
-"""AdaDPIGU: rank the coordinates in a private warm-up, then train the important ones, standardized."""
+"""AdaDPIGU: ranks the coordinates in a private warm-up, then trains only the important ones, standardized."""
 
 import jax
 import jax.numpy as jnp
@@ -28,15 +28,15 @@ def ada_dpigu(
     sampling: Sampling,
     key: jax.Array,
 ) -> Mechanism:
-    """AdaDPIGU in its sound order (Zhang and Xie 2025, https://arxiv.org/abs/2507.06525).
+    """AdaDPIGU: DP-SGD on standardized, important coordinates (Zhang and Xie 2025, https://arxiv.org/abs/2507.06525).
 
-    For `warmup` steps DP-SGD, by whose releases the coordinates are ranked once; then
+    The first `warmup` steps are DP-SGD. Their releases rank the coordinates once. Every later step is
     mask -> standardize -> mask -> largest of each example -> clip -> sum -> add noise -> divide -> restore -> mask.
 
-    What the paper claims: the epsilon of its second phase, or of both, with a mask it calls independent of the data.
-    What holds: its scores are of gradients without noise, so its mask is an unbilled release of data, and its
-    standardization moves masked coordinates. What dpx bills: every step of both phases, each one Gaussian release; the
-    ranking and the averages see released values only.
+    The paper claims the epsilon of its second phase, or of both, with a mask that it calls independent of the data.
+    That does not hold: its scores come from gradients without noise, so its mask is an unbilled release of data, and
+    its standardization moves masked coordinates. dpx bills every step of both phases, each as one Gaussian release; the
+    ranking and the averages read released values only.
 
     keep: in (0, 1], the share of the coordinates trained after the warm-up; a rising schedule unfreezes the rest.
     warmup: the number of steps of the first phase, at least 1, which are billed with the others.
@@ -44,7 +44,8 @@ def ada_dpigu(
     mean_decay, variance_decay, stability, relative: of `dpx.coordinates.standardized`. The variance starts as
         that of the noise.
     clip_norm: in the second phase, of the standardized gradient.
-    The rest is as in `dpx.dp_sgd`. For the paper's loss at masked parameters, see `dpx.coordinates.masked_params`.
+    The rest is as in `dpx.dp_sgd`. Raises ValueError for numbers outside their domains. For the paper's loss at masked
+    parameters, see `dpx.coordinates.masked_params`.
     """
     warmup = require_whole("warmup", warmup)
     require_fraction("example_keep", example_keep, "(0, 1]")

@@ -1,6 +1,7 @@
 """The D2P2-SGD family: automatic clipping, noise that falls over the epochs, random projections.
 
-Jiang et al. 2025, https://arxiv.org/abs/2509.09485: d2p_sgd lets the noise fall, dp2_sgd projects, d2p2_sgd both.
+Source: Jiang et al. 2025, https://arxiv.org/abs/2509.09485. In d2p_sgd the noise falls, dp2_sgd projects, and d2p2_sgd
+has both.
 """
 
 from typing import Any, Literal
@@ -36,18 +37,19 @@ def d2p2_sgd(
 ) -> Mechanism:
     """D2P2-SGD: gradients in fresh random coordinates, automatic clipping, noise that falls as an inverse power.
 
-    What the paper claims: clipped gradients, projected by A^T / sqrt(p), cost what they cost without. What holds: A
-    lengthens some of them, by any factor with some probability. What dpx bills: with "project_then_clip" every example
-    is projected first and then normalized, so the Gaussian with falling noise, exactly; with "clip_then_project", the
-    paper's order, the distribution of a Gaussian's stretch; for other kinds the noise grows by the largest stretch
-    (see `dpx.mechanisms.clip_then_project`). Its privacy theorem also leaves its constants open; dpx composes all
-    steps.
+    The paper claims that clipped gradients, projected by A^T / sqrt(p), cost as much as without the projection. That
+    does not hold: A lengthens some of them, by any factor with some probability. dpx bills what `order` needs. With
+    "project_then_clip", every example is first projected and then normalized, so the bill is that of the Gaussian with
+    falling noise. With "clip_then_project", the paper's order, dpx bills the distribution of a "gaussian" projection's
+    stretch; for other kinds, the noise grows by the largest stretch (see `dpx.mechanisms.clip_then_project`). The
+    paper's theorem also leaves its constants open; dpx composes all steps.
 
     The lift is A z / sqrt(p), the paper's A z divided by sqrt(p), so that a learning rate does not depend on p.
 
     rank, reduction_rate, kind: of `dpx.coordinates.random_projection`, with a fresh draw every step; the paper reduces
         by 0.1 and 0.3 with "gaussian", which is too slow for large models.
-    order: which of the two comes first. power, every, stability: of `dpx.methods.d2p_sgd`.
+    order: which of the two comes first. power, stability: of `dpx.methods.d2p_sgd`.
+    every: at least 1, the steps of a block (an epoch), in which the noise does not change.
     noise_multiplier: of the first block of steps, or a `dpx.Budget`.
     The rest is as in `dpx.dp_sgd`. Raises ValueError for an unknown order, and where these do.
     """
@@ -70,7 +72,7 @@ def dp2_sgd(
 ) -> Mechanism:
     """DP2-SGD, the projected half of D2P2-SGD: its noise does not fall.
 
-    What the paper claims, what holds, what dpx bills, and all arguments: as in `d2p2_sgd`.
+    The paper's claim, the bill, the arguments and the errors are as in `dpx.methods.d2p2_sgd`.
     """
     projection = {"rank": rank, "reduction_rate": reduction_rate, "kind": kind}
     return _projected(_automatic(noise_multiplier, stability, sampling, key), order, projection, key)
@@ -90,11 +92,12 @@ def d2p_sgd(
 
     noise multiplier_k = noise_multiplier / k^power,  k = 1, 2, ... counting blocks of `every` steps (an epoch)
 
-    What the paper claims: a bound whose constants it leaves open. What holds: the composition of the Gaussian releases
-    of all steps. What dpx bills: that.
+    The paper claims a bound whose constants it leaves open. dpx bills the composition of the Gaussian releases of all
+    steps, which holds.
 
-    stability: of `dpx.mechanisms.normalized`, which makes the sensitivity 1.
-    power: at least 0; 1/2 in the paper's theorems, 1/4 per epoch in its experiments. every: at least 1.
+    stability: of `dpx.mechanisms.normalized`, after which one example moves the sum by at most 1.
+    power: at least 0; 1/2 in the paper's theorems, 1/4 per epoch in its experiments.
+    every: at least 1, the steps of a block (an epoch), in which the noise does not change.
     noise_multiplier: of the first block, above 0, or a `dpx.Budget`.
     The rest is as in `dpx.dp_sgd`. Raises ValueError for numbers outside their domains.
     """

@@ -1,8 +1,9 @@
-"""DiceSGD: what clipping takes away is fed back, with a bill that holds.
+"""DiceSGD: the error that clipping leaves is added to later steps, with a bill that holds.
 
 Its privacy theorem does not hold (`dpx.accounting.comparisons.dice_theorem_noise`). The bill that does hold depends on
-how much may enter the error: the published outer_clip_norm=inf has a trivial bill only. Noise multiplier in units of
-C1 for (2, 1e-5), 50000 examples, batches of 1000, 150 steps, where DP-SGD that clips at C1 needs 0.93:
+how much may enter the error: the published outer_clip_norm=inf has only a trivial bill. The table shows the noise
+multiplier, in units of C1, for epsilon 2 at delta 1e-5, 50,000 examples, batches of 1,000 and 150 steps. DP-SGD that
+clips at C1 needs 0.93 with Poisson batches.
 
     outer / clip - 1             0.1    0.5    1      3
     Poisson                      1.47   4.91   9.5    28
@@ -11,9 +12,9 @@ C1 for (2, 1e-5), 50000 examples, batches of 1000, 150 steps, where DP-SGD that 
     DP-SGD clipping at outer     1.02   1.39   1.85   3.7      (Poisson)
     the same, shuffled           3.80   5.18   6.9    13.8
 
-So with Poisson batches feedback needs MORE noise than clipping at outer_clip_norm, which has less bias to begin with:
-it can pay only with an outer norm within a few percent and frequent resets. With shuffled epochs and a reset in every
-epoch it needs LESS.
+So with Poisson batches, error feedback needs MORE noise than clipping at outer_clip_norm, which has less bias than
+clipping at C1: it can help only with an outer norm within a few percent of C1, and frequent resets. With shuffled
+epochs and a reset in every epoch it needs LESS.
 """
 
 import functools
@@ -25,13 +26,13 @@ from dpx.mechanisms.error_feedback import error_feedback_mechanism
 
 @functools.wraps(error_feedback_mechanism, assigned=())  # the signature is the mechanism's, also for help()
 def dice_sgd(**arguments: Any) -> Mechanism:
-    """DiceSGD: clip, and feed back what clipping took away (Zhang et al. 2023, https://arxiv.org/abs/2311.14632).
+    """DiceSGD: clip, and feed the clipping error back (Zhang et al. 2023, https://arxiv.org/abs/2311.14632).
 
-    What the paper claims: noise of the size of DP-SGD's, however large the gradients are. What holds: the error depends
-    on all earlier raw batches, and may move the release at every step, sampled or not, so the claim does not hold. What
-    dpx bills: how far one example moves the error, which outer_clip_norm bounds (the module has a table).
+    The paper claims noise of the size of DP-SGD's, however large the gradients are. That does not hold, because the
+    error depends on all earlier raw batches, and may move the release at every step, whether the example is sampled or
+    not. dpx bills how far one example moves the error, which outer_clip_norm bounds (the module has a table).
 
-    The arguments are those of `dpx.mechanisms.error_feedback_mechanism`. `stability` gives the automatic form of the
-    paper, and `dpx.chain(dice_sgd(...), optax.scale_by_adam(), ...)` its Adam form.
+    The arguments and errors are those of `dpx.mechanisms.error_feedback_mechanism`. With `stability`, this is the
+    paper's automatic form; `dpx.chain(dice_sgd(...), optax.scale_by_adam(), ...)` is its Adam form.
     """
     return error_feedback_mechanism(**arguments)

@@ -1,4 +1,4 @@
-"""Dynamic DP-SGD: noise and clip norm that shrink over the steps of training."""
+"""Dynamic DP-SGD: noise and clip norm fall over the steps of training."""
 
 import jax
 
@@ -26,13 +26,13 @@ def dynamic_dp_sgd(
 
     noise multiplier_t = noise_multiplier rho_mu^(-t/T),  clip norm_t = clip_norm rho_c^(-t/T),  t = 1..T = steps
 
-    What the paper claims: the epsilon of a central limit theorem. What holds: the true composition of all steps, which
-    costs more. What dpx bills, and calibrates to: that. (The paper's noise is `1 / dpx.accounting.gdp.mu_0(...)`; it is
-    too little, and `dpx.epsilon` says by how much.)
+    The paper claims the epsilon of a central limit theorem. That does not hold, because the true composition of all
+    steps costs more. dpx bills, and calibrates to, the true composition. (The paper's `noise_multiplier` is
+    `1 / dpx.accounting.gdp.mu_0(...)`. It is too small, and `dpx.epsilon` computes what it costs.)
 
     clip_norm: C_0, in [2^-40, 1e15], in the units of the gradient. steps: T, at least 1.
-    rho_mu: growing-mu, at least 1, where 1 keeps the noise multiplier. rho_c: sensitivity decay, at least 1, where 1
-        keeps the clip norm.
+    rho_mu: growing-mu, at least 1; with 1 the noise multiplier is constant. rho_c: sensitivity decay, at least 1; with
+        1 the clip norm is constant.
     noise_multiplier: 1 / mu_0, or a `dpx.Budget`.
     every: at least 1, the steps of a block (an epoch) that keeps both schedules at its first step's value.
     The rest is as in `dpx.dp_sgd`. Raises ValueError for numbers outside their domains.

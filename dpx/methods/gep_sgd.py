@@ -1,4 +1,4 @@
-"""Gradient embedding perturbation: the part of a gradient in a public subspace and the residual, clipped apart."""
+"""Gradient embedding perturbation: a gradient's part in a public subspace and its residual are clipped separately."""
 
 import math
 
@@ -24,16 +24,16 @@ def gep_sgd(
     sampling: Sampling,
     key: jax.Array,
 ) -> Mechanism:
-    """GEP: embedding and residual clipped to norms C1 and C2 and noised apart (Yu et al. 2021, arXiv:2102.12677).
+    """GEP: embedding and residual have clip norms C1 and C2 and noise of their own (Yu et al. 2021, arXiv:2102.12677).
 
     noise on the sums:  sigma C1 / sqrt(s) on the embedding,  sigma C2 / sqrt(1 - s) on the residual
 
-    What the paper claims: one Gaussian release of embedding and residual. What holds: that, of the batches that are
-    billed. What dpx bills: both as one Gaussian of noise multiplier sigma, because an example's embedding and
-    residual, divided by their noise and multiplied by sigma, have norms of at most sqrt(s) and sqrt(1 - s), together 1.
+    The paper claims one Gaussian release of embedding and residual. That holds for the sampling that draws the batches.
+    dpx bills both as one Gaussian of noise multiplier sigma, because an example's embedding and residual, divided by
+    their noise and multiplied by sigma, have norms of at most sqrt(s) and sqrt(1 - s), together 1.
 
-    basis: of `dpx.coordinates.public_subspace`, from public gradients; the paper takes a new one every step
-        (`gradient_embedding`).
+    basis: of `dpx.coordinates.public_subspace`, from public gradients. The paper computes a new one at every step;
+        `optax.tree.set(state, basis=...)` puts it into the state.
     embedding_clip_norm, residual_clip_norm: C1 and C2, above 0, in the units of the gradient.
     embedding_share: s in (0, 1), the embedding's share of the precision; 1/2 is the paper's.
     The rest is as in `dpx.dp_sgd`. Raises ValueError for numbers outside their domains.

@@ -1,4 +1,4 @@
-"""Random freeze and ranked freeze: in every epoch only some coordinates are trained, with noise on those alone."""
+"""Random freeze and ranked freeze: only some coordinates are trained at a time, and only these get noise."""
 
 import jax
 
@@ -26,12 +26,14 @@ def random_freeze_sgd(
 
     mask -> clip -> sum -> add noise -> divide -> mask, with exactly floor((1 - freeze_rate) d) ones in each mask.
 
-    What the paper claims: the epsilon of DP-SGD. What holds: that, because the masks depend on no data; but its runs
-    shuffle and bill Poisson sampling. What dpx bills: DP-SGD for the sampling that draws the batches.
+    The paper claims the epsilon of DP-SGD. That holds, because the masks depend on no data; but the paper's runs
+    shuffle the data and bill Poisson sampling. dpx bills DP-SGD for the sampling that draws the batches.
 
     freeze_rate, every, posterior: of `dpx.coordinates.random_freeze`; gradual cooling is
         `optax.linear_schedule(0.0, freeze_rate, cooling_steps)`, and `every` the steps of an epoch.
-    The rest is as in `dpx.dp_sgd`. Momentum chained behind it keeps moving frozen coordinates, as in the paper.
+    The rest is as in `dpx.dp_sgd`. Raises ValueError for numbers outside their domains.
+
+    Momentum that is chained behind this mechanism still moves frozen coordinates, as in the paper.
     """
     return in_coordinates(
         gaussian_mechanism(clip_norm=clip_norm, noise_multiplier=noise_multiplier, sampling=sampling, key=key),
@@ -51,10 +53,11 @@ def ranked_freeze_sgd(
 ) -> Mechanism:
     """DP-SGD in which the coordinates that moved least in the last period are frozen (arXiv:2112.00845v1, Algorithm 2).
 
-    What the paper claims: the epsilon of DP-SGD. What holds: that, if the ranking sees the very release that the update
-    sees; two draws of noise would be two releases. What dpx bills: one Gaussian release a step, used for both.
+    The paper claims the epsilon of DP-SGD. That holds if the ranking reads the same release as the update, because two
+    draws of noise would be two releases. dpx bills one Gaussian release a step, which is used for both.
 
-    freeze_rate, every: of `dpx.coordinates.ranked_freeze`. The rest is as in `dpx.dp_sgd`.
+    freeze_rate, every: of `dpx.coordinates.ranked_freeze`. The rest is as in `dpx.dp_sgd`. Raises ValueError for
+    numbers outside their domains.
     """
     return in_coordinates(
         gaussian_mechanism(clip_norm=clip_norm, noise_multiplier=noise_multiplier, sampling=sampling, key=key),

@@ -1,6 +1,6 @@
-"""Concentrated differential privacy of changing noise: guarantees, but loose ones, to compare published tables with.
+"""Concentrated differential privacy of changing noise: loose guarantees, for comparison with published tables.
 
-Dynamic DP-SGD compares with zCDP and tCDP. Nothing here may be reported as spent: bill with `dpx.accounting`.
+The paper of Dynamic DP-SGD compares with zCDP and tCDP. Report no number from here as spent: use `dpx.epsilon`.
 """
 
 import math
@@ -12,10 +12,12 @@ from dpx.accounting import checks
 
 
 def zcdp_rho(noise_multipliers: Any, *, counts: Any = None) -> float:
-    """rho = sum_t 1 / (2 sigma_t^2): zero-concentrated DP of Gaussian releases, sampling ignored; inf if one is 0.
+    """rho of zero-concentrated DP for Gaussian releases without sampling: sum_t 1 / (2 sigma_t^2); inf if one is 0.
 
-    noise_multipliers: (T,), at least 0. counts: int (T,), how often each step is repeated; default once. ValueError if
-    they are not. Source: Bun and Steinke 2016, https://arxiv.org/abs/1605.02065; for decaying noise Yu et al. 2019,
+    noise_multipliers: sigma_t, float (T,), at least 0. counts: int (T,), how often each step is repeated; default once.
+
+    Raises ValueError for numbers outside these domains.
+    Source: Bun and Steinke 2016, https://arxiv.org/abs/1605.02065; for decaying noise Yu et al. 2019,
     https://arxiv.org/abs/1904.02200.
     """
     sigmas, _, repeats = checks.require_schedule(noise_multipliers, 1.0, counts)
@@ -23,9 +25,9 @@ def zcdp_rho(noise_multipliers: Any, *, counts: Any = None) -> float:
 
 
 def zcdp_epsilon(rho: float, delta: float) -> float:
-    """epsilon = rho + 2 sqrt(rho ln(1/delta)), an upper bound (Bun and Steinke 2016, Proposition 1.3).
+    """An upper bound of epsilon, rho + 2 sqrt(rho ln(1/delta)) (Bun and Steinke 2016, Proposition 1.3).
 
-    rho: at least 0. delta: in (0, 1). ValueError if they are not.
+    rho: at least 0. delta: in (0, 1). Raises ValueError for numbers outside these domains.
     """
     rho, delta = checks.require_nonnegative("rho", rho), checks.require_delta(delta)
     return rho + 2 * math.sqrt(rho * math.log(1 / delta))
@@ -40,8 +42,8 @@ def tcdp(noise_multipliers: Any, sampling_rate: Any, *, counts: Any = None) -> t
     s and rho_t at most 0.1, so sigma_t >= 2.24, and ln(1/s) >= max(6 rho_t, 3 rho_t (2 + log2(1/rho_t))). Other steps
     count without amplification. Composition adds rho and takes the least omega.
 
-    noise_multipliers: (T,), at least 0. sampling_rate: in (0, 1], one number or (T,). counts: int (T,); default once.
-    ValueError if they are not.
+    noise_multipliers: float (T,), at least 0. sampling_rate: in (0, 1], one float or (T,). counts: int (T,), how often
+    each step is repeated; default once. Raises ValueError for numbers outside these domains.
     """
     sigmas, rates, repeats = checks.require_schedule(noise_multipliers, sampling_rate, counts)
     sigmas, rates, repeats = sigmas[repeats > 0], rates[repeats > 0], repeats[repeats > 0]
@@ -55,9 +57,11 @@ def tcdp(noise_multipliers: Any, sampling_rate: Any, *, counts: Any = None) -> t
 
 
 def tcdp_epsilon(rho: float, omega: float, delta: float) -> float:
-    """min over alpha < omega of rho alpha + ln(1/delta) / (alpha - 1): as for zCDP while its order is below omega.
+    """An upper bound of epsilon for tCDP: the minimum of rho alpha + ln(1/delta) / (alpha - 1) over alpha < omega.
 
-    rho: at least 0. omega: above 1, possibly inf. delta: in (0, 1). ValueError if they are not.
+    It is the bound for zCDP if the best alpha is below omega.
+
+    rho: at least 0. omega: above 1, may be inf. delta: in (0, 1). Raises ValueError for numbers outside these domains.
     """
     rho, delta = checks.require_nonnegative("rho", rho), checks.require_delta(delta)
     if not 1 < checks.require_concrete("omega", omega):

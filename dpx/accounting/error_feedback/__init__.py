@@ -1,5 +1,5 @@
-"""The bill of error feedback, whose releases do not compose: one event of a whole run.
+"""The bill of error feedback: one event of a whole run, because its releases do not compose.
 
-`event` reads it. The proofs of its bounds stand in `energy`, for participations that count as known, and in `renyi`,
-for those that sampling amplifies.
+`event` computes the bill. The proofs of its bounds are in `energy`, for participations that count as known, and in
+`renyi`, for participations that sampling amplifies. A participation is a step whose batch has the example.
 """

@@ -1,7 +1,7 @@
 """The bill of a run of error feedback: one event of all its steps, billed by the least of three bounds.
 
-A participation of an example acts on every later release, so the steps do not compose, and dp-accounting's accountants
-refuse the event. The proofs stand in `energy` (participations known, or as if known) and in `renyi` (amplified).
+A participation of an example changes every later release, so the steps do not compose, and dp-accounting's accountants
+refuse the event. The proofs are in `energy` (participations known, or as if known) and in `renyi` (amplified).
 
 The amplified bound is sound but not tight: at rate 0.02, noise multiplier 1, 1,000 steps and ten participations known,
 the bill is 0.9 % above the result of enumeration.
@@ -31,9 +31,9 @@ class ErrorFeedbackDpEvent(DpEvent):
     The unit here and below is the clip norm of the sum, C1.
 
     noise_multiplier: nu, the standard deviation of the noise.
-    error_shift: rho, the most that one participation moves the error; inf if that has no bound.
-    feedback_shift: 2 C2 B / C1, the most that the fed-back error moves, whatever the error is.
-    steps: how many releases the run makes.
+    error_shift: rho, the most that one participation moves the error; inf if there is no bound.
+    feedback_shift: 2 C2 B / C1, the most that the fed-back error moves, for any error.
+    steps: the number of releases of the run.
     reset_every: the error is set to 0 after this many steps; None if never.
     sampling: the sampling record, which draws the batches.
     """
@@ -47,14 +47,14 @@ class ErrorFeedbackDpEvent(DpEvent):
 
 
 def profile(event: ErrorFeedbackDpEvent, accountant: Accountant, relation: Relation) -> Profile:
-    """The least of the bounds; "rdp" is the amplified bound, or Gaussian privacy, alone."""
+    """The least of the bounds. The accountant "rdp" uses only the amplified bound, or Gaussian privacy."""
     if event.noise_multiplier < renyi.SMALLEST_NOISE:
         return UNBOUNDED
     return Least(*bounds(event, accountant, relation).values())
 
 
 def explain(event: ErrorFeedbackDpEvent, delta: float, relation: Relation) -> str:
-    """The bounds of the run and the one that is its bill, in words."""
+    """The bounds of the run in words, and which of them is its bill."""
     if event.noise_multiplier < renyi.SMALLEST_NOISE:
         return "Error feedback without noise has no finite epsilon."
     epsilons = {name: bound.epsilon(delta) for name, bound in bounds(event, "tightest", relation).items()}
@@ -67,7 +67,7 @@ def explain(event: ErrorFeedbackDpEvent, delta: float, relation: Relation) -> st
 
 
 def bounds(event: ErrorFeedbackDpEvent, accountant: Accountant, relation: Relation) -> dict[str, Profile]:
-    """The bounds that hold for the sampling and the relation, by name."""
+    """The bounds that hold for the sampling and the relation, by name. Raises ValueError if there is none."""
     sampling, stated = event.sampling, event.sampling.relation
     if relation != stated and (stated == "replace_one" or (stated, relation) == ("zero_out", "add_or_remove")):
         raise ValueError(f'relation {relation!r} does not fit {sampling}, whose event is true for "{stated}"')

@@ -1,8 +1,9 @@
 """Error feedback on Poisson samples, amplified: Renyi divergences by a backward recursion over the steps.
 
 S, F and rho are those of `energy`, nu is the noise in units of C1 / B, q the sampling rate, and l_s the likelihood
-ratio of N(s, nu^2) to N(0, nu^2). Let X be the likelihood ratio of a run with the example to one without. Let W_t(d)
-bound the L^a norm of its factor from the releases t, t + 1, ..., where the error has been moved by d. By Minkowski
+ratio of N(s, nu^2) to N(0, nu^2). Let X be the likelihood ratio of a run with the example to a run without it. Let
+W_t(d) bound the L^a norm of the factor of X that belongs to the releases t, t + 1, ..., if the error has moved by d. By
+Minkowski's inequality
 
     W_t(d) = max over s^2 + F^2 <= d^2 of |(1-q) W_(t+1)(F) l_s + q W_(t+1)(F + rho) l_(s+1)|_a,      W_(T+1) = 1
 
@@ -11,20 +12,20 @@ a/(a-1) ln W_1(0).
 
 The same number bounds D_a(without|with). By the reverse of Minkowski's inequality for the exponent 1 - a, the recursion
 for w_t with min and |.|_(1-a) gives D_a(without|with) <= -ln w_1(0). By induction backwards, w_t >= W_t^-b with
-b = a/(a-1). By a change of measure its step says E (1-q + q r^-b e^h)^(1-a) <= E (1-q + q r e^h)^a for
+b = a/(a-1). After a change of measure, its step is E (1-q + q r^-b e^h)^(1-a) <= E (1-q + q r e^h)^a for
 h ~ N(-1/2nu^2, 1/nu^2) and r = e^((a-1)s/nu^2) W_(t+1)(F + rho) / W_(t+1)(F) >= 1. Let X = 1-q + q e^h, p = q e^h / X.
-By the inequality of the means the two sides are at most E X^(1-a) r^(a p) and at least E X^a r^(a p). Now
+By the inequality of the means the left side is at most E X^(1-a) r^(a p), the right side at least E X^a r^(a p). Now
 X^a - X^(1-a) has the sign of h, r^(a p) grows with h, and E X^a >= E X^(1-a) (Theorem 5 of Mironov, Talwar and Zhang
 2019, https://arxiv.org/abs/1908.10530), so E (X^a - X^(1-a)) r^(a p) >= 0.
 
-Participations above `most`: given that there are at most so many, a participation is at most as likely as q, and W
-grows with its probability. More of them cost their probability once in delta and, in the other direction, once in
-epsilon. A move above (most - 1) rho means `most` participations and hence no more, U = 1, for which any convex
-continuation from below is an upper bound.
+More than `most` participations are left out. Given that there are at most `most`, a participation has probability at
+most q, and W grows with that probability. The probability of more participations is added once to delta and, in the
+other direction, once to epsilon. A move above (most - 1) rho means that there were `most` participations. No more can
+follow, so U = 1, and any convex continuation from below is an upper bound.
 
-Numerically W_t(d) = e^(G d^2) U_t(d), G = (a-1) / 2 nu^2, where ln U_t is convex and grows (sums, products, norms and
-suprema of such functions are such). So chords lie above it between grid points, and its maximum over a quarter disc is
-at most that over the corners of a polygon around the disc: both are upper bounds.
+Numerically W_t(d) = e^(G d^2) U_t(d), G = (a-1) / 2 nu^2, where ln U_t is convex and grows, because sums, products,
+norms and suprema of such functions are such functions. So chords between grid points are above ln U_t, and its maximum
+on a quarter disc is at most its maximum on the corners of a polygon around the disc: both are upper bounds.
 """
 
 import functools
@@ -39,23 +40,23 @@ from dpx.accounting import renyi
 from dpx.accounting.error_feedback.energy import most_participations
 from dpx.accounting.profiles import RenyiProfile
 
-# The bill is an upper bound at any of these, because every order, tail, grid and polygon gives one.
+# The bill is an upper bound for any of these numbers, because every order, tail, grid and polygon gives one.
 _ORDERS = (*range(2, 17), 18, 20, 24, 28, 32, 40, 48, 64, 96, 128)
 _MOST_IDLE_ORDERS = 3  # orders in a row that do not lower the bill, after which the search stops
 _TAILS = tuple(10.0**-i for i in range(4, 19))  # probabilities of the participations left out
 _TAIL_SHARE = 1e-3  # share of delta that the participations left out may take
-_MOST_TRACKED = 36  # participations; of more, the recursion does not count how many there were so far
-_GRID_POINTS, _TRACKED_GRID_POINTS = 200, 700  # about so many, of the grid or of all counted grids together
-_MOST_CELLS = 8  # of a grid, in one rho
+_MOST_TRACKED = 36  # participations; above this, the recursion does not count how many there were so far
+_GRID_POINTS, _TRACKED_GRID_POINTS = 200, 700  # about so many points in one grid, or in all counted grids together
+_MOST_CELLS = 8  # grid cells in an interval of length rho
 _ANGLES = np.concatenate([[0.0], np.geomspace(0.01, math.pi / 2, 32)])  # where the polygon touches the quarter disc
 
 
 @dataclass(frozen=True, kw_only=True)
 class AmplifiedProfile:
-    """The least bill over the orders, and over how many participations are left out.
+    """The least bill over the orders, and over the probability of the participations that are left out.
 
-    steps: of the run. rate: sampling rate, in (0, 1). reset_every: steps of a stretch, at most `steps`.
-    error_shift: rho, finite. noise_multiplier: nu.
+    steps: the number of steps of the run. rate: the sampling rate, in (0, 1). reset_every: the number of steps between
+    two resets (a stretch), at most `steps`. error_shift: rho, finite. noise_multiplier: nu.
     """
 
     steps: int
@@ -77,9 +78,9 @@ class AmplifiedProfile:
         return best
 
     def _least(self, tail: float, ask: Callable[[RenyiProfile], float], best: float) -> float:
-        """The least answer, at increasing orders until it stops falling.
+        """The least answer of `ask`, for increasing orders until the answers stop falling.
 
-        A run is independent stretches between resets, so their log moments add up. ln E X^a is convex in a, so chords
+        The stretches between resets are independent, so their log moments add up. ln E X^a is convex in a, so chords
         between whole orders bound the orders between them.
         """
         stretches, rest = divmod(self.steps, self.reset_every)
@@ -111,9 +112,9 @@ class AmplifiedProfile:
 def log_moment(
     order: int, *, steps: int, rate: float, error_shift: float, noise_multiplier: float, tail: float = 0.0
 ) -> float:
-    """A bound of a ln W_1(0) >= ln E X^a for a stretch of steps, but for participations of probability `tail`.
+    """A bound of a ln W_1(0) >= ln E X^a for a stretch of `steps`, except for an event of probability `tail`.
 
-    order: a, whole and at least 2.
+    order: a, int, at least 2.
     """
     if steps == 0:
         return 0.0
@@ -133,16 +134,16 @@ def log_moment(
 
 
 class _Grid(NamedTuple):
-    """Grid points of the move d, for one grid, or for one grid for each number of participations so far.
+    """The points of one grid of the move d, or of one grid for each number of participations so far.
 
     moves:  float64 (points, 1), d in units of rho.
     fed:    float64 (corners,), S divided by d at the corners of the polygon.
     kept:   float64 (corners,), F divided by d at the corners of the polygon.
     left:   int64 (points, corners), the grid point below F.
     moved:  int64 (points, corners), the grid point below F + rho.
-    share:  float64 (points, corners), where F, and so F + rho, lies between that point and the next.
-    tracked: how many points there are after the last participation, where U = 1; 0 if participations are not counted.
-    cells:  how many cells one rho has.
+    share:  float64 (points, corners), the position of F, and so of F + rho, between that point and the next, in [0, 1].
+    tracked: the number of points after the last participation, where U = 1; 0 if participations are not counted.
+    cells:  the number of grid cells in an interval of length rho.
     """
 
     moves: np.ndarray
@@ -155,7 +156,7 @@ class _Grid(NamedTuple):
     cells: int
 
     def continued(self, values: np.ndarray) -> np.ndarray:
-        """ln U at the grid points, with those added where there are no more participations."""
+        """ln U at the grid points, and at the points after the last participation, float64 (more points,)."""
         if self.tracked:
             return np.append(values, np.zeros(self.tracked))
         return np.append(values, values[-1] + np.arange(1, self.cells + 1) * (values[-1] - values[-2]))
@@ -190,7 +191,7 @@ def _grid(most: int) -> _Grid:
 
 
 def _log_norm(order: int, rate: float, noise_multiplier: float):
-    """shift -> ln |(1-q) + q e^shift l_1|_a, by the binomial formula."""
+    """The function shift -> ln |(1-q) + q e^shift l_1|_a, by the binomial formula."""
     k = np.arange(order + 1)
     powers = (order - k) * math.log1p(-rate) + k * math.log(rate) + k * (k - 1) / (2 * noise_multiplier**2)
     with np.errstate(over="ignore"):

@@ -1,4 +1,4 @@
 """Privacy loss distributions (PLD) of steps and of their compositions.
 
-`losses`: the loss of one step. `composition`: the summed loss of many. `buckets`: long schedules as few distinct steps.
+`losses`: the loss of one step. `composition`: the sum of many losses. `buckets`: long schedules as few distinct steps.
 """

@@ -1,9 +1,9 @@
-"""A long schedule replaced by few distinct steps, each rounded to one side.
+"""Replaces a long schedule by few distinct steps, each rounded to one side.
 
-Proof: a step with less noise, or with a higher sampling rate, dominates, because noise can be added and examples can be
-dropped afterwards. Domination survives adaptive composition. So the bill is at least the truth if every noise
-multiplier is rounded DOWN to one present in its bucket, and every rate UP. It is at most the truth if they are rounded
-the other way.
+Proof: a step with less noise, or with a higher sampling rate, dominates another one, because noise can be added and
+examples can be dropped afterwards. Domination also holds for adaptive compositions. So the bill is at least the truth
+if every noise multiplier is rounded DOWN to the smallest in its bucket, and every rate UP to the largest. It is at most
+the truth if they are rounded in the other direction.
 """
 
 import math
@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-_LARGEST_PRECISION = 1e6  # sigma^-2 in the cost of a step, so that noise near 0 does not take all buckets
-_SMALLEST_GAP = 1e-12  # between ln sigma of neighbors, so that equal ones do not stop the cut
+_LARGEST_PRECISION = 1e6  # of sigma^-2 in the cost of a step, so that noise near 0 does not take all buckets
+_SMALLEST_GAP = 1e-12  # between neighboring values of ln sigma, so that every step has a positive cost
 
 
 class Buckets(NamedTuple):
-    """Arrays (buckets,): the ends of the noise multipliers and rates in each (float64), and its steps (int64)."""
+    """Arrays (buckets,): float64, the ends of the noise multipliers and rates in each; int64, the number of steps."""
 
     smallest_noise: np.ndarray
     largest_noise: np.ndarray
@@ -30,9 +30,10 @@ class Buckets(NamedTuple):
 
 
 def bucketed(sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray, buckets: int) -> Buckets:
-    """At most `buckets` groups of the steps (T,), of about equal rounding cost; exact if no more steps are distinct.
+    """At most `buckets` groups of the steps, of about equal rounding cost; exact if there are no more distinct steps.
 
-    Rates are grouped first, because more than sqrt(buckets) distinct ones would leave too few buckets for the noise.
+    sigmas, rates: float64 (T,). counts: int64 (T,). Rates are grouped first, because more than sqrt(buckets) distinct
+    rates would leave too few buckets for the noise.
     """
     steps, inverse = np.unique(np.stack([rates, sigmas]), axis=1, return_inverse=True)
     repeats = np.bincount(inverse.reshape(-1), counts, steps.shape[1]).astype(np.int64)
@@ -63,15 +64,15 @@ def bucketed(sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray, buckets:
 
 
 def _cost(sigmas: np.ndarray, rates: np.ndarray) -> np.ndarray:
-    """How much one step's bill changes with a relative change of its noise multiplier, up to a constant factor."""
+    """The change of each step's bill with a relative change of its noise, up to a constant factor; float64 (T,)."""
     precision = np.minimum(sigmas**-2.0, _LARGEST_PRECISION)
     return precision * np.exp(np.minimum(precision, -2 * np.log(rates)))
 
 
 def _cut(logs: np.ndarray, cost: np.ndarray, groups: int) -> np.ndarray:
-    """A label in [0, groups) for each of the increasing `logs`.
+    """A label in [0, groups) for each of the increasing `logs`, int64 (n,).
 
-    The total rounding cost sum_t cost_t (width of t's group) is least if widths are proportional to
+    The total rounding cost, the sum over t of cost_t (width of t's group), is least if the widths are proportional to
     (cost density)^(-1/2).
     """
     gaps = np.diff(logs, append=logs[-1])

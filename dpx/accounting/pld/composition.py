@@ -1,10 +1,11 @@
-"""The composition of many steps by one Fourier transform, which answers for epsilon or delta.
+"""The composition of many steps by one Fourier transform, from which epsilon or delta is computed.
 
-The pmf of the summed loss is computed under a tilt e^(theta loss), which puts its bulk where delta is decided. So
-deltas far below the rounding error of a plain transform keep their digits.
+The probability mass function (pmf) of the summed loss is computed under a tilt e^(theta loss), which moves most of its
+mass to the losses that decide delta. So deltas far below the rounding error of a plain transform are still precise.
 
-Proof that delta is an upper bound: everything dropped is counted. Losses beyond the window are bounded by Chernoff and
-added to delta, and so is the rounding error of the transform. Losses that wrap around the window only add to delta.
+Proof that delta is an upper bound: everything that is dropped is added to delta. Losses beyond the window have a
+Chernoff bound, which is added, and so is the rounding error of the transform. Losses that wrap around the window only
+increase delta.
 """
 
 import math
@@ -20,11 +21,11 @@ from dpx.accounting.pld.losses import Losses, Pmf
 Side = Literal["above", "below"]
 
 _FLOAT64_EPSILON = float(np.finfo(np.float64).eps)
-# A plan with other numbers still gives upper bounds. These ones give four digits, in 0.3 s for 10,000 steps
+# A plan with other numbers still gives upper bounds. These numbers give four digits, in 0.3 s for 10,000 steps
 # (benchmarks/accounting.py, interval).
 _TAIL_SHARE = 1e-7  # share of delta that truncated losses may add
-_WRAP_SHARE = 1e-7  # share of delta that losses from around the window may add
-_LARGEST_ROUNDING = 1e7  # of the transform, divided by delta, in units of float64's 2e-16
+_WRAP_SHARE = 1e-7  # share of delta that losses may add by wrapping around the window
+_LARGEST_ROUNDING = 1e7  # rounding error of the transform, divided by delta, in units of float64's 2e-16
 _TILTS = 200  # candidates between the smallest and the largest order
 _LARGEST_SIZE = 2**20  # grid points of a window, 8 MiB an array; up to 64 times as many if the caller chose the grid
 _GRID = 4e-4  # coarsest spacing of privacy losses for an epsilon up to 10; it grows with epsilon
@@ -37,7 +38,7 @@ class Plan:
     """The grid and the tilt of a composition.
 
     grid: spacing of privacy losses. size: grid points of the window, a quarter of them below 0.
-    tilt: theta. tail: probability that may be dropped. wrap_tilt: a larger tilt, which bounds the losses that come
+    tilt: theta. tail: probability that may be dropped. wrap_tilt: a larger tilt, which bounds the losses that wrap
     around the window. wrap_log_moment: ln of the moment of the summed loss at that tilt.
     """
 
@@ -59,7 +60,7 @@ class Plan:
         return (self.first + self.size - 1) * self.grid
 
     def wrapped(self, losses: np.ndarray) -> np.ndarray:
-        """A bound on how much of delta at `losses` came around the window: from above, by Chernoff, and from below."""
+        """A bound on the part of delta at `losses`, float64 (n,), that wrapped around the window, from either end."""
         span = self.size * self.grid
         above = self.tilt * span + self.wrap_log_moment - self.wrap_tilt * (losses + span)
         return np.exp(np.minimum(above, 700)) + math.exp(-self.tilt * span)
@@ -76,15 +77,15 @@ def plan(
     expected_epsilon: float | None = None,
     deviations: float = 0.5,
 ) -> Plan | None:
-    """A plan from the RDP bill (orders,) of so many steps; None if epsilon is too large (thousands) for any grid.
+    """A plan from the RDP bill of `steps` steps; None if epsilon is too large (thousands) for any grid.
 
-    epsilon, delta: a pair that holds. expected_epsilon: one closer to the truth at that delta.
-    deviations: below so many standard deviations of the loss, a smaller epsilon asks for no finer grid.
+    rdp, orders: float64 (orders,). epsilon, delta: a pair that holds. expected_epsilon: one closer to the truth at that
+    delta. deviations: an epsilon below so many standard deviations of the loss gets no finer grid.
 
-    By Chernoff, the tilt t = order - 1 needs a window up to R + ln(1/tail) / t. Losses that wrap around from above
-    weigh e^(t span) times too much; a larger tilt shows where they stay small. Rounding at the true epsilon is
-    e^(t (R - epsilon)) times that of the transform. The plan takes the tilt with the shortest span among those that
-    round well enough. t R(t) is convex in t, so chords bound it between the orders.
+    With R the Renyi divergence at order t + 1, the tilt t needs, by Chernoff, a window up to R + ln(1/tail) / t. Losses
+    that wrap around from above have e^(t span) times too much weight; a larger tilt bounds them. The rounding error at
+    the true epsilon is e^(t (R - epsilon)) times that of the transform. The plan takes the tilt with the shortest span
+    among those whose rounding error is small enough. t R(t) is convex in t, so chords bound it between the orders.
     """
     delta = max(delta, 1e-290)
     tail = _TAIL_SHARE * delta
@@ -100,7 +101,7 @@ def plan(
         wrap_spans = (log_moments - math.log(_WRAP_SHARE * delta)) / (tilts - tilts[:, None])
     wrap_spans = np.where(tilts > tilts[:, None], wrap_spans, np.inf)  # (tilt, larger tilt)
     windows = renyis - math.log(tail) / tilts
-    # 1.4 is above 4/3, because three quarters of the window lie above 0.
+    # 1.4 is above 4/3, because three quarters of the window are above 0.
     spans = np.maximum(1.4 * np.maximum(windows, 1.05 * epsilon), wrap_spans.min(axis=1))
     spans[-1] = 2.8 * windows[-1]  # the largest tilt has no larger one
     rounds_well = log_moments <= max(math.log(_LARGEST_ROUNDING * delta), float(log_moments.min()) + 2)
@@ -119,7 +120,7 @@ def plan(
 
 
 def _between(tilts: np.ndarray, renyis: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The tilts and `_TILTS` more between them, with bounds of the Renyi divergences there, by chords of t R(t)."""
+    """The tilts, float64 (n,), and `_TILTS` more between them, with upper bounds of the divergences at all of them."""
     more = np.unique(np.concatenate([tilts, np.geomspace(tilts[0], tilts[-1], _TILTS)]))
     return more, np.interp(more, tilts, tilts * renyis) / more
 
@@ -128,8 +129,8 @@ class SummedLoss:
     """The summed privacy loss in one direction of the relation, from above or from below, at grid points from 0 up.
 
     delta at a point is `upper - lower + bounded`. upper and lower: the probability of larger losses under each
-    distribution of the pair, the second times e^(loss at the point). bounded: what was dropped and may have been
-    rounded away, or, from below, minus what rounding and wrapping may have added.
+    distribution of the pair, the second times e^(loss at the point). bounded: for an upper bound, the probability that
+    was dropped or may have been rounded to 0; for a lower bound, minus the most that rounding and wrapping added.
     """
 
     def __init__(self, total: "_Spectrum", plan: Plan, *, side: Side):
@@ -157,7 +158,7 @@ class SummedLoss:
         return np.clip(np.maximum(self._upper - self._lower, 0) + self._bounded, 0, 1)
 
     def bounded_share(self, epsilon: float) -> float:
-        """The share of delta at epsilon that was not computed but bounded: dropped, or perhaps rounded away."""
+        """The share of delta at epsilon that was not computed but bounded, because it was dropped or rounded."""
         k = self._index(epsilon)
         return float(self._bounded[k]) / max(self.delta(epsilon), 1e-300)
 
@@ -182,7 +183,7 @@ class SummedLoss:
 
 
 def compose(losses: Losses, plan: Plan, *, side: Side = "above") -> list[SummedLoss]:
-    """The composition in each direction of the relation; "below" is of `SampledGaussian`s only."""
+    """The composition in each direction of the relation. The side "below" needs `SampledGaussian`s only."""
     total = sum(losses.values())
     size = plan.size // 2 + 1
     directions = [_Spectrum(np.zeros(size), np.zeros(size)) for _ in range(2)]
@@ -223,7 +224,7 @@ class _Spectrum:
 
 
 def _tilted_spectrum(pmf: Pmf, plan: Plan) -> tuple[np.ndarray, float]:
-    """The transform of the normalized pmf e^(tilt loss) p(loss) around the window, and its ln normalizer."""
+    """The transform of the normalized pmf e^(tilt loss) p(loss), wrapped into the window, and the ln of its sum."""
     losses = plan.grid * np.arange(pmf.first, pmf.first + len(pmf.probabilities))
     exponent = plan.tilt * losses
     with np.errstate(divide="ignore"):

@@ -1,4 +1,4 @@
-"""The privacy loss of one step, as a probability mass function (pmf) on a grid: from above and from below."""
+"""The privacy loss of one step as a probability mass function (pmf) on a grid, rounded up or rounded down."""
 
 import math
 from collections import defaultdict
@@ -14,7 +14,7 @@ from dpx.accounting.checks import Relation
 
 
 class Pmf(NamedTuple):
-    """Privacy loss `(first + i) * grid` has `probabilities[i]`, float64 (n,); an infinite loss has `infinity`."""
+    """The loss `(first + i) * grid` has `probabilities[i]`, float64 (n,); an infinite loss has `infinity`, a float."""
 
     first: int
     probabilities: np.ndarray
@@ -22,10 +22,10 @@ class Pmf(NamedTuple):
 
 
 class StepLoss(Protocol):
-    """The privacy loss of one step, as every accountant needs it; hashable."""
+    """The privacy loss of one step, with the part that every accountant needs; hashable."""
 
     def renyi(self, orders: np.ndarray) -> np.ndarray:
-        """Upper bounds of the Renyi divergences at `orders`, (orders,), in either direction; inf where unknown."""
+        """Upper bounds of the Renyi divergences at `orders`, float64 (orders,), in either direction; inf if unknown."""
         ...
 
 
@@ -42,7 +42,7 @@ class ComposableLoss(StepLoss, Protocol):
 
 @dataclass(frozen=True)
 class SampledGaussian:
-    """One step of the Gaussian mechanism on a Poisson sample: the pair of outputs that dominates all neighbors.
+    """One step of the Gaussian mechanism on a Poisson sample: a pair of distributions that dominates all neighbors.
 
     With s the noise multiplier and q the sampling rate:
     remove: (1-q) N(0, s^2) + q N(1, s^2)  against  N(0, s^2);   add: the same, exchanged
@@ -77,7 +77,7 @@ class SampledGaussian:
         return remove, make_pmf(lower[::-1], upper[::-1], -(first + len(losses) - 1), grid)
 
     def masses(self, losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Mass of each member of the pair below, between and above n increasing privacy losses; (n + 1,) each."""
+        """The mass of both distributions below, between and above n increasing losses; float64 (n + 1,) each."""
         x, s, q = self._outputs(losses), self.noise_multiplier, self.rate
         without, taken = _normal_masses(x / s), _normal_masses((x - 1) / s)
         upper = (1 - q) * without + q * taken
@@ -86,7 +86,7 @@ class SampledGaussian:
         return upper, without
 
     def _grid_points(self, grid: float, tail: float, largest: float) -> tuple[int, np.ndarray]:
-        """The first index, and grid points that hold all but `tail` of the probability in both directions."""
+        """The first index, and the grid points, float64 (n,), outside of which the probability is at most `tail`."""
         farthest = -float(special.ndtri(tail / 4)) * self.noise_multiplier
         ends = self._losses(np.array([-farthest - 1, farthest + 1]))
         first, last = np.clip(ends, -largest, largest) / grid
@@ -94,7 +94,7 @@ class SampledGaussian:
         return first, np.arange(first, last + 1) * grid
 
     def _losses(self, x: np.ndarray) -> np.ndarray:
-        """The privacy loss ln(upper / lower) at outputs x, increasing in x."""
+        """The privacy loss ln(upper / lower) at outputs x, float64 (n,); it increases with x."""
         s2, log_q = self.noise_multiplier**2, math.log(self.rate)
         log_p = math.log1p(-self.rate) if self.rate < 1 else -math.inf
         loss = np.logaddexp(log_p, log_q + (x - 0.5) / s2)
@@ -103,7 +103,7 @@ class SampledGaussian:
         return loss
 
     def _outputs(self, losses: np.ndarray) -> np.ndarray:
-        """The outputs x at which the privacy loss takes these values; -inf below its infimum."""
+        """The outputs x, float64 (n,), at which the privacy loss has these values; -inf below its infimum."""
         s2, q = self.noise_multiplier**2, self.rate
         if self.relation == "replace_one":
             # c y^2 + (1-q)(1 - e^L) y - c e^L = 0 for y = exp(x/s^2), c = q exp(-1/(2 s^2)), L the loss:
@@ -127,7 +127,10 @@ Losses = Mapping[Any, int]  # StepLoss -> how many such steps
 
 
 def total_renyi(losses: Losses, orders: np.ndarray = renyi.ORDERS) -> np.ndarray:
-    """Upper bounds of the Renyi divergences of all steps together, (orders,). Gaussians are one batch, for speed."""
+    """Upper bounds of the Renyi divergences of all steps together, float64 (orders,).
+
+    All Gaussians of one relation are computed at once, for speed.
+    """
     total = np.zeros(len(orders))
     gaussians: dict[Relation, list[tuple[float, float, int]]] = defaultdict(list)
     for loss, count in losses.items():
@@ -144,11 +147,11 @@ def total_renyi(losses: Losses, orders: np.ndarray = renyi.ORDERS) -> np.ndarray
 def dominating_pmf(upper: np.ndarray, lower: np.ndarray, first: int, grid: float) -> Pmf:
     """Connect-the-dots: the pmf on the grid that keeps both masses of every cell. It dominates the true pair.
 
-    upper, lower: masses (n + 1,) below, between and above n grid points.
+    upper, lower: masses, float64 (n + 1,), below, between and above n grid points.
 
     Proof for any grid: the mass of a cell is shared between its two ends so that the mass of `lower` is kept as well
-    (Doroshenko et al. 2022, https://arxiv.org/abs/2207.04380). This form uses cell masses instead of differences of
-    hockey-stick divergences, because they conserve probability to the last bit.
+    (Doroshenko et al. 2022, https://arxiv.org/abs/2207.04380). This form uses the masses of the cells instead of
+    differences of hockey-stick divergences, because masses conserve probability to the last bit.
     """
     ends = _exponentials(first, len(upper) - 1, grid)
     cells = upper[1:-1]
@@ -163,14 +166,14 @@ def dominating_pmf(upper: np.ndarray, lower: np.ndarray, first: int, grid: float
 
 
 def dominated_pmf(upper: np.ndarray, lower: np.ndarray, first: int, grid: float) -> Pmf:
-    """The opposite: cells are merged around the grid points. The pmf is dominated by the true pair.
+    """The opposite of `dominating_pmf`: cells are merged around the grid points. The true pair dominates this pmf.
 
     upper, lower: as for `dominating_pmf`.
 
     Proof for any grid: each grid point takes a share of the cell below it and a share of the cell above it, such that
     their merged likelihood ratio is at least that of the point. Merging is post-processing. Rounding the merged loss
-    down to the point gives a lower bound too. The shares balance up to the curvature of the density, so little is left
-    to round.
+    down to the point gives a lower bound too. Little must be rounded, because the shares balance except for the
+    curvature of the density.
     """
     points = _exponentials(first, len(upper) - 1, grid)
     cells, others = upper[1:-1], lower[1:-1]
@@ -193,7 +196,7 @@ def _exponentials(first: int, count: int, grid: float) -> np.ndarray:
 
 
 def _normal_masses(z: np.ndarray) -> np.ndarray:
-    """N(0, 1) mass below, between and above increasing points, each with a small relative error."""
+    """The mass of N(0, 1) below, between and above n increasing points, float64 (n + 1,), to a small relative error."""
     tails = special.ndtr(-np.abs(z))
     left, right = z[:-1] <= 0, z[1:] <= 0
     between = np.where(

@@ -1,7 +1,8 @@
 """Count-sketch: coordinates with random signs, added up in p buckets (Charikar, Chen and Farach-Colton 2002).
 
-Coordinate i, in run k = i // p of p coordinates, is added to bucket (i + r_k) mod p, with r_k uniform. Two coordinates
-share a bucket with probability at most 1/p, as under a random hash, but whole runs are shifted, which needs no scatter.
+A run is p consecutive coordinates. Coordinate i, in run k = i // p, is added to bucket (i + r_k) mod p, with r_k
+uniform. Two coordinates share a bucket with probability at most 1/p, as under a random hash function. But here whole
+runs are shifted, which needs no scatter operation.
 """
 
 import math
@@ -13,9 +14,9 @@ import jax.numpy as jnp
 from dpx.coordinates.projections.sketch import Segments, Sketch, join, random_signs, sizes_of, transposed
 
 # benchmarks/coordinates.py times the projection with these.
-UNROLLED = 16  # runs, each with code of its own; more runs are added in a loop, because compiling takes longer
-PIECES = 8  # pieces of a long run, so that what slides over the end, and needs memory beyond p, is an eighth of p
-UNCUT = 1024  # coordinates of the longest run that is one piece, because small pieces cost more than their memory
+UNROLLED = 16  # runs with code of their own, at most; more runs are added in a loop, because compiling takes longer
+PIECES = 8  # pieces of a long run, so that only an eighth of p numbers of memory is needed beyond bucket p - 1
+UNCUT = 1024  # coordinates of the longest run that is one piece, because small pieces cost more time than they save
 
 
 def project(key: jax.Array, segments: Segments, rank: int) -> Segments:
@@ -29,7 +30,7 @@ def project(key: jax.Array, segments: Segments, rank: int) -> Segments:
     # Pieces are added in place, because a batch of gradients is large. The end of a piece that reaches beyond bucket
     # p - 1 is added to the first buckets.
     longest = min(rank, max(UNCUT, math.ceil(rank / PIECES)))
-    # XLA computes this 0 from the example, so that it does not make the buckets of all examples before they are needed.
+    # This 0 depends on the example. From a constant 0, XLA would allocate the buckets of all examples too early.
     zero = 0 * next(segment for segment in segments if segment.size)[0]
     total = jnp.full(rank + longest, zero)
     for start, piece in _pieces(segments, rank, longest):
@@ -41,12 +42,12 @@ def project(key: jax.Array, segments: Segments, rank: int) -> Segments:
 
 
 def stretch(sizes: Sequence[int], rank: int) -> float:
-    """The square root of the fullest bucket."""
+    """The square root of the number of coordinates in the fullest bucket."""
     return math.sqrt(math.ceil(sum(sizes) / rank))
 
 
 def _pieces(segments: Segments, rank: int, longest: int) -> Iterator[tuple[int, jax.Array]]:
-    """(start, piece): the segments cut where runs end, and into pieces of at most `longest`."""
+    """(start, piece) for each piece: the segments are cut at the ends of runs, and into at most `longest` numbers."""
     start = 0
     for segment in segments:
         done = 0

@@ -1,4 +1,4 @@
-"""Gaussian: A^T v / sqrt(p) with A a d x p matrix of standard normals, drawn in blocks of the rows of A^T."""
+"""Gaussian: A^T v / sqrt(p), where A is a d x p matrix of standard normals, drawn in blocks of the rows of A^T."""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Subsampled randomized Hadamard transform: random signs, H / sqrt(b) in blocks of b coordinates, p of the results."""
+"""Subsampled randomized Hadamard transform: random signs, then H / sqrt(b) in blocks of b, then p of the results."""
 
 import math
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ BLOCK = 2**12  # coordinates of a block at most, a power of 2, so that the trans
 
 
 def transform(blocks: jax.Array) -> jax.Array:
-    """The Walsh-Hadamard transform of every row of (n, 2^k), not scaled, as two matrix products.
+    """The Walsh-Hadamard transform of every row of float32 (n, 2^k), not scaled, as two matrix products.
 
     H = H_a (x) H_c, a Kronecker product with a c = 2^k. Two products are faster than k passes of additions.
     """
@@ -40,14 +40,17 @@ def stretch(sizes: Sequence[int], rank: int) -> float:
 
 
 def _mixed(segment: jax.Array, signs: jax.Array, kept: jax.Array, *, scale: float) -> jax.Array:
-    """The transform of one segment, padded to blocks, times `scale`, with zeros where it is not kept."""
+    """The transform of one segment, float32 (padded size,), times `scale`, with zeros at results that are not kept.
+
+    segment, signs: float32 (size,). kept: bool (padded size,).
+    """
     block = _block(segment.size)
     signed = jnp.pad(segment * signs, (0, kept.size - segment.size)).reshape(-1, block)
     return transform(signed).reshape(-1) * jnp.where(kept, scale / math.sqrt(block), 0)
 
 
 def _block(size: int) -> int:
-    """The block of a segment: the power of 2 that holds it, or the largest block."""
+    """The block size for a segment: the least power of 2 that is at least its size, but at most BLOCK."""
     return min(BLOCK, 1 << (size - 1).bit_length())
 
 

@@ -1,4 +1,4 @@
-"""Orthonormal: Q^T v in blocks of about 64 coordinates, each with its own Haar-random Q, by QR of Gaussians."""
+"""Orthonormal: Q^T v in blocks of about 64 coordinates; each block has its own Haar-random Q, by QR of Gaussians."""
 
 import math
 from collections.abc import Sequence
@@ -9,15 +9,16 @@ import jax.numpy as jnp
 
 from dpx.coordinates.projections.sketch import DRAWN_AT_ONCE, EXACT, Segments, Sketch, join, split
 
-BLOCK = 64  # coordinates of a block, or more: d / p of them, so that every block has a column
+BLOCK = 64  # coordinates of a block, at least; d / p if that is more, so that every block has a column
 
 
 class Blocks(NamedTuple):
     """How d coordinates are cut into blocks, and the columns of each block's Q.
 
-    count: the number of blocks. size: the coordinates of each.
-    columns: of the first `wide` blocks; the others have one fewer.
-    together: the blocks that are drawn at once. chunks: how often; blocks from `count` on only fill the last chunk.
+    count: the number of blocks. size: the number of coordinates in each.
+    columns: the number of columns of the first `wide` blocks; the other blocks have one column fewer.
+    together: the number of blocks in a chunk, which are drawn at once. chunks: the number of chunks, the last of which
+        is filled with blocks that are not used.
     """
 
     count: int
@@ -56,7 +57,10 @@ def stretch(sizes: Sequence[int], rank: int) -> float:
 
 
 def _each_chunk(product: str, key: jax.Array, blocks: Blocks, chunks: jax.Array) -> jax.Array:
-    """An einsum of the matrices of every chunk with `chunks`, float32 (chunks, together, n), as one flat array."""
+    """The einsum `product` of the matrices of every chunk with `chunks`, float32 (chunks, together, n), as one array.
+
+    Returns float32 (m,), the results of all blocks one after another.
+    """
 
     def chunk(_, numbered):
         number, vectors = numbered
@@ -66,7 +70,7 @@ def _each_chunk(product: str, key: jax.Array, blocks: Blocks, chunks: jax.Array)
 
 
 def _matrices(key: jax.Array, blocks: Blocks, chunk: jax.Array) -> jax.Array:
-    """Q sqrt(size / columns) of the blocks of one chunk, (together, size, columns), with zeros for missing columns."""
+    """Q sqrt(size / columns) for each block of a chunk, float32 (together, size, columns); a missing column is 0."""
     shape = blocks.together, blocks.size, blocks.columns
     q, _ = jnp.linalg.qr(jax.random.normal(jax.random.fold_in(key, chunk), shape))
     fewer = blocks.columns - 1

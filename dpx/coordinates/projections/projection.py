@@ -1,4 +1,4 @@
-"""Random projections as coordinates: of the whole gradient, or of each group of layers apart."""
+"""Random projections as coordinates: of the whole gradient, or of each group of layers separately."""
 
 import math
 from collections.abc import Callable
@@ -32,7 +32,7 @@ ROUNDING = 1 + 1e-5  # a largest stretch is multiplied by this, because a projec
 
 
 class ProjectionState(NamedTuple):
-    """step: int32 (), the number of releases; with the key, all that a projection depends on."""
+    """step: int32 (), the number of releases. A projection depends on this number and the key alone."""
 
     step: jax.Array
 
@@ -45,23 +45,23 @@ def random_projection(
     every: int | None = 1,
     key: jax.Array,
 ) -> Coordinates:
-    """A gradient g of d coordinates as z = P g, fewer and random ones, and back by P^T: E[P^T P] = I.
+    """Fewer, random coordinates: a gradient g of d coordinates as z = P g, lifted back by P^T, with E[P^T P] = I.
 
-    In `in_coordinates(mechanism, random_projection(...))` every example is projected, then bounded: exact for any
-    projection, so the bill is the mechanism's. P^T lifts without bias, and the lifted noise has, on average, the
-    variance that it has without a projection. `clip_then_project` projects the clipped sum instead, once.
+    In `in_coordinates(mechanism, random_projection(...))` every example is first projected and then bounded. The bound
+    holds for any projection, so the bill is the mechanism's. P^T lifts without bias, and the lifted noise has, on
+    average, the variance that it has without a projection. `clip_then_project` projects only the clipped sum.
 
     rank: p, in [1, d]. reduction_rate: in its place, 1 - p/d in [0, 1). A number is for the whole gradient as one
-        vector; a pytree prefix of the gradients projects each group (layer) apart.
-    kind: for one example, under the same draw for all:
-        "gaussian"     A^T g / sqrt(p), A of standard normals (Achlioptas 2001): d p of them are drawn, in blocks, by
-                       every encode and decode, and none stored. For small d p: at 550,000 coordinates, hours a step.
+        vector; a pytree prefix of the gradients projects each group (layer) separately.
+    kind: the same projection is drawn for all examples of a step:
+        "gaussian"     A^T g / sqrt(p), A of standard normals (Achlioptas 2001). Every encode and decode draws these d p
+                       numbers in blocks, and stores none. At 550,000 coordinates a step takes hours.
         "orthonormal"  in blocks of 64 coordinates, Haar-random orthonormal columns times sqrt(d/p)
         "subset"       p of the coordinates times sqrt(d/p); it only scales, so ghost norms are supported
-        "countsketch"  coordinates with random signs, added up in p buckets; the cheapest that mixes
+        "countsketch"  coordinates with random signs, added up in p buckets; the cheapest that mixes coordinates
         "hadamard"     p rows of H / sqrt(b) after random signs, times sqrt(d/p), d padded to blocks of b <= 4096
     every: the number of steps that a draw is kept; None for one draw for the whole run.
-    key: its "projection" stream is used, with the step folded in: never the noise's.
+    key: a PRNG key, (); its "projection" stream is used, which differs from the noise's, with the step folded in.
 
     Raises ValueError for a rank outside [1, d] (above: while tracing), a rate outside [0, 1) or an unknown kind.
     """
@@ -70,7 +70,10 @@ def random_projection(
 
 
 def projection(rank, reduction_rate, kind: str, every: int | None, stream: jax.Array, *, bounded: bool) -> Coordinates:
-    """`random_projection`. bounded: z is scaled so that no vector is lengthened, and the lift makes up for it."""
+    """As `random_projection`. bounded: z is divided by the largest stretch, so that no vector is lengthened.
+
+    stream: the PRNG key, (), of the projection itself. The lift multiplies by the largest stretch again.
+    """
     if kind not in SKETCHES:
         raise ValueError(f"kind must be one of {', '.join(SKETCHES)}; got {kind!r}")
     every = None if every is None else require_whole("every", every)
@@ -129,7 +132,7 @@ def projection(rank, reduction_rate, kind: str, every: int | None, stream: jax.A
 
 
 def _ranks(rank, reduction_rate) -> tuple[Tree, Callable[[Any, int], int], str]:
-    """The configured numbers; (number, d) -> the rank; and the ranks in words."""
+    """The configured numbers; a function (number, d) -> rank; and the ranks in words."""
     if (rank is None) == (reduction_rate is None):
         raise ValueError(f"say either rank or reduction_rate; got rank={rank!r}, reduction_rate={reduction_rate!r}")
     values = reduction_rate if rank is None else rank

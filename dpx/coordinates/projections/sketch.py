@@ -7,24 +7,24 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-EXACT = jax.lax.Precision.HIGHEST  # float32 products on every machine: matrix units would round to fewer bits
-# Numbers of a dense random matrix that exist at once, 16 MiB of float32, so that large matrices are never stored.
+EXACT = jax.lax.Precision.HIGHEST  # float32 products on every machine, because matrix units round to fewer bits
+# Numbers of a dense random matrix that are in memory at once, 16 MiB of float32; larger matrices are never stored.
 DRAWN_AT_ONCE = 2**22
 
-# One vector of d coordinates in pieces, float32 (size,) each: the layers of a gradient, flat.
+# One vector of d coordinates in pieces, float32 (size,) each: the flattened layers of a gradient.
 Segments = Sequence[jax.Array]
 
 
 class Sketch(NamedTuple):
-    """A random linear map P of d coordinates to p, with E[P^T P] = I: its transpose lifts without bias.
+    """A random linear map P from d coordinates to p, with E[P^T P] = I, so that its transpose lifts without bias.
 
-    The draw depends on the key alone: under `vmap` over vectors it is drawn once for all of them.
+    The draw depends on the key alone, so a `vmap` over vectors draws once for all of them.
 
     project: (key, segments, rank) -> coordinates, float32 (n,) each: p numbers, and zeros where that is cheaper
-    lift:    (key, coordinates, sizes, rank) -> segments; the transpose
-    stretch: (sizes, rank) -> the largest |P v| / |v| under any key; None if there is none
-    supports_ghost_norms: whether it only scales coordinates; the coordinates are then segments
-    encode_whole_batch: whether `project` draws more than it is given, so that one call for all examples is best
+    lift:    (key, coordinates, sizes, rank) -> segments; the transpose of `project`
+    stretch: (sizes, rank) -> the largest |P v| / |v| under any key; None if there is no largest one
+    supports_ghost_norms: whether P only scales coordinates; the coordinates then have the shapes of the segments
+    encode_whole_batch: whether `project` draws more numbers than it is given, so that one call for all examples is best
     """
 
     project: Callable[[jax.Array, Segments, int], Segments]
@@ -35,7 +35,7 @@ class Sketch(NamedTuple):
 
 
 def transposed(project: Callable[[jax.Array, Segments, int], Segments]):
-    """The lift of a `project` that stores nothing larger than its argument, by jax's transpose of it."""
+    """The lift as jax's transpose of `project`, for a `project` that stores nothing larger than its argument."""
 
     def lift(key: jax.Array, coordinates: Segments, sizes: Sequence[int], rank: int) -> Segments:
         like = [jax.ShapeDtypeStruct((size,), jnp.float32) for size in sizes]

@@ -1,4 +1,4 @@
-"""Subset: p of the d coordinates, uniformly at random, times sqrt(d/p)."""
+"""Subset: p of the d coordinates, drawn uniformly at random, times sqrt(d/p)."""
 
 import math
 from collections.abc import Sequence

@@ -14,17 +14,17 @@ from dpx.mechanism import Mechanism
 
 Tree = Any  # a pytree of arrays
 
-# On a CPU, float32 numbers of convolution patches in memory at once: without a loop at most, and in one turn of a loop
-# (benchmarks/step.py, benchmarks/memory.py).
+# The most float32 numbers of convolution patches in memory at once on a CPU: without a loop, and in one iteration of a
+# loop (benchmarks/step.py, benchmarks/memory.py).
 UNLOOPED_PATCH_NUMBERS, LOOPED_PATCH_NUMBERS = 2**21, 2**14
 
 
 class Records(NamedTuple):
-    """Of every example, with the B examples on axis 0: what its norm and its contribution are computed from.
+    """The arrays from which the norms and the contributions are computed, with the B examples on axis 0.
 
-    gradients: by parameter leaf, float32: the per-example gradients that are kept
-    inputs: by equation of a site, all operands of the equation
-    cotangents: by equation of a site, the gradient of the loss with respect to the output of the equation
+    gradients: by number of the parameter leaf, float32 (B, *shape), the per-example gradients that are kept
+    inputs: by number of the equation of a site, all operands of the equation, in their dtypes
+    cotangents: by number of the equation of a site, the gradients of the losses with respect to the equation's output
     """
 
     gradients: dict[int, jax.Array]
@@ -42,10 +42,10 @@ class Records(NamedTuple):
 def sum_contributions(
     plan: Plan, mechanism: Mechanism, params: Tree, examples: Tree, state: Tree, included: jax.Array
 ) -> tuple[tuple[Tree, ...], jax.Array]:
-    """sum_i f(|z_i|) z_i for each factor f, as `dpx._contributions.sum_contributions` gives it, and the losses.
+    """sum_i f(|z_i|) z_i for each factor f, as in `dpx._contributions.sum_contributions`, and the losses.
 
     params: arrays. examples: arrays with the B examples on axis 0. state: of the mechanism. included: bool (B,).
-    Gives one sum for each factor, float32, like the encoded gradient of one example; and the losses (B,).
+    Returns one sum for each factor, float32, like the encoded gradient of one example; and the losses, (B,).
     """
     leaves, scales = jax.tree.leaves(params), _scales(plan, mechanism, params, state)
     losses, records = _backward_pass(plan, leaves, examples)
@@ -82,7 +82,7 @@ def _backward_pass(plan: Plan, leaves: list[jax.Array], examples: Tree) -> tuple
 
 def _norms(plan: Plan, leaves: list[jax.Array], records: Records, scales: dict[int, jax.Array]):
     """The norms of the parameters' per-example gradients, float32 (B,), by leaf; and the records with the gradients
-    that were made for them and are kept."""
+    that were computed for them and are kept."""
     norms, gradients = {}, {}
     for leaf in (*plan.followed, *plan.differentiated):
         choice = plan.choices[leaf]
@@ -106,7 +106,7 @@ def _clip_factors(plan: Plan, mechanism: Mechanism, norms: dict[int, jax.Array],
 
 
 def _weighted_sums(plan: Plan, leaves, records: Records, factor: Tree, included: jax.Array, scales) -> Tree:
-    """sum_i f_i z_i, float32, for the factor f, (B,) for each group of leaves."""
+    """sum_i f_i z_i, float32, for one factor f, which has a float32 (B,) for each group of leaves."""
     groups = jax.tree.unflatten(plan.structure, list(range(len(plan.encoded))))
     spread = jax.tree.map(lambda f, group: jax.tree.map(lambda _: _zero_excluded(f, included), group), factor, groups)
     sums = []
@@ -129,12 +129,12 @@ def _zero_excluded(tree: Tree, included: jax.Array) -> Tree:
 
 
 def _scaled(total: jax.Array, scale: jax.Array | None) -> jax.Array:
-    """A frozen coordinate, of scale 0, may have overflowed, because no norm counts it: it becomes 0, not NaN."""
+    """`total` times `scale`. A coordinate of scale 0 may have overflowed, because no norm counts it: it becomes 0."""
     return total if scale is None else jnp.where(scale == 0, 0, total * scale)
 
 
 def _map(function, records, choice: Choice, leaf: jax.Array):
-    """`jax.vmap(function)(records)`, in a loop where the patches of the whole batch do not fit in a CPU's cache."""
+    """`jax.vmap(function)(records)`, in a loop if the patches of the whole batch do not fit in a CPU's cache."""
     size, expands = jax.tree.leaves(records)[0].shape[0], sum(site.expands for site in choice.uses.sites)
     # On several devices, the examples may be sharded over the axis that the loop would cut.
     if jax.default_backend() == "cpu" and jax.device_count() == 1 and size * expands > UNLOOPED_PATCH_NUMBERS:

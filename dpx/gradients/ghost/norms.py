@@ -1,17 +1,17 @@
 """The norm of G = A^T B, the gradient of one example, mostly without computing G; in float32.
 
-A, (K, T, I), is the input of a layer, and B, (K, T, O), the cotangent of its output: K groups, T positions. G is
-(K, I, O). `scale`, (K, I, O), multiplies G element by element.
+A, float32 (K, T, I), is the input of a layer, and B, float32 (K, T, O), the cotangent of its output, for K groups and T
+positions. G is (K, I, O). `scale`, float32 (K, I, O), multiplies G element by element.
 
 An underestimated norm would break the clip bound. Each position is rescaled first (`balanced`), so that squares neither
 underflow nor overflow. A sum that can cancel gets a bound on its rounding error. Most sums do not cancel, so the bound
 replaces a small share of the sum (`SLACK`) and counts only where it is larger than that.
 
-A norm is infinite, so that the example contributes zero, if a cotangent is above LARGEST = 2^63, or the product of an
-input and its cotangent is, or an input whose cotangent is not 0. There are two reasons. XLA divides by a broadcast
-value by multiplying with its reciprocal. Above 2^126 the reciprocal is denormal and flushed to 0, and so would be the
-norm. And a clip factor times a cotangent is flushed to 0 below 2^-126, which for an input of at most 2^63 is an error
-of at most 2^-63.
+A norm is infinite, so that the example contributes zero, if one of these is above LARGEST = 2^63: a cotangent, the
+product of an input and its cotangent, or an input whose cotangent is not 0. There are two reasons. First, XLA divides
+by a broadcast value by multiplying with its reciprocal. Above 2^126 the reciprocal is denormal and is flushed to 0, and
+the norm would be 0 too. Second, a clip factor times a cotangent is flushed to 0 below 2^-126. For an input of at most
+2^63, that is an error of at most 2^-63.
 """
 
 import math
@@ -32,8 +32,8 @@ def outer(a: jax.Array, b: jax.Array, scale: jax.Array | None = None) -> jax.Arr
     if scale is None:
         a, b, size = balanced(a, b)
         return size * jnp.sqrt(jnp.sum(jnp.sum(a * a, -1) * jnp.sum(b * b, -1)))
-    # Elements that only frozen coordinates read may be huge. They become 0, so that the rescaling keeps the others.
-    # Squares that would underflow become TINY, which is larger.
+    # Elements that only frozen coordinates read may be huge. They become 0, because the rescaling would otherwise round
+    # the other elements to 0. Squares that would underflow become TINY, which is larger.
     a, size_a = unit(_trained(a[:, 0], scale, axis=2))
     b, size_b = unit(_trained(b[:, 0], scale, axis=1))
     squares_scale = jnp.where(scale == 0, 0, jnp.maximum(scale * scale, TINY))
@@ -43,7 +43,7 @@ def outer(a: jax.Array, b: jax.Array, scale: jax.Array | None = None) -> jax.Arr
 
 
 def _trained(x: jax.Array, scale: jax.Array, *, axis: int) -> jax.Array:
-    """`x`, (K, n), but 0 where it is finite and `scale`, (K, I, O), is 0 along the whole `axis`."""
+    """`x`, float32 (K, n), but 0 where it is finite and `scale`, (K, I, O), is 0 along the whole `axis`."""
     return jnp.where(jnp.any(scale != 0, axis=axis) | ~jnp.isfinite(x), x, 0)
 
 
@@ -58,7 +58,7 @@ def gram(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def inner(left: jax.Array, right: jax.Array) -> jax.Array:
-    """The inner products (K, S, T) of the rows of (K, S, n) and (K, T, n)."""
+    """The inner products, float32 (K, S, T), of the rows of float32 (K, S, n) and (K, T, n)."""
     count = _segments(left.shape[-1])
     if count == 1:
         return jnp.einsum("ksi,kti->kst", left, right, precision=EXACT)
@@ -72,7 +72,7 @@ def inner(left: jax.Array, right: jax.Array) -> jax.Array:
 
 
 def terms(size: int) -> int:
-    """How many times `inner` rounds a term at most, if the rows have `size` elements."""
+    """How many times `inner` rounds a term at most, int, if the rows have `size` elements."""
     return math.ceil(size / _segments(size)) + _segments(size)
 
 
@@ -83,7 +83,8 @@ def _segments(size: int) -> int:
 def uncancelled(squared: jax.Array, largest: jax.Array, *, terms: int) -> jax.Array:
     """The root of a sum, plus a bound on its rounding error; both float32 ().
 
-    squared: the sum. largest: the same sum if nothing cancels. The error is at most `terms` eps / 2 times `largest`.
+    squared: the sum. largest: at least the sum of the absolute values of its terms. terms: how often a term is rounded.
+    The error is at most `terms` eps / 2 times `largest`.
     """
     squared = jnp.maximum(squared, 0)
     bounded = (1 - 2 * SLACK) * squared + terms * EPS / 2 * largest
@@ -99,7 +100,7 @@ def rows(indices: jax.Array, b: jax.Array) -> jax.Array:
     """|G|, float32 (), where row `indices[t]` of G is the sum of the b_t with that index, as in an embedding.
 
     indices: int (T,); a negative one adds nothing. b: float32 (T, O).
-    |G|^2 = sum_t |sum of the b_s in the row of t|^2 / how many t are in that row.
+    |G|^2 = sum_t |sum of the b_s in the row of t|^2 / (number of positions in that row).
     """
     same = (indices[:, None] == indices[None, :]) & (indices >= 0)[:, None]
     same = same.astype(jnp.float32)
@@ -119,7 +120,7 @@ def frobenius(x: jax.Array) -> jax.Array:
 
 
 def unit(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """x, (..., n), as unit * size, (..., n) and (..., 1), where the elements of `unit` are at most 1."""
+    """x, float32 (..., n), as a product unit * size, (..., n) and (..., 1). No |element| of `unit` is above 1."""
     size = jnp.max(jnp.abs(x), axis=-1, keepdims=True, initial=0)
     return x / jnp.maximum(size, TINY), jnp.where(size > 0, jnp.maximum(size, TINY), size)
 
@@ -136,8 +137,8 @@ def balanced(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array, jax.Arra
 
 
 def in_range(size_a: jax.Array, size_b: jax.Array) -> jax.Array:
-    """size_a * size_b, the sizes of inputs and of their cotangents, of one shape; infinite where one of the three is
-    out of range. A finite input whose cotangent is 0 may have any size, because it is in no sum.
+    """size_a * size_b, the sizes of inputs and of their cotangents, float32 of one shape; infinite where one of the
+    three is out of range. A finite input whose cotangent is 0 may have any size, because it is in no sum.
     """
     sizes = size_a * size_b
     inside = (size_b <= LARGEST) & (sizes <= LARGEST) & ((size_a <= LARGEST) | (sizes == 0))

@@ -18,8 +18,7 @@ class EncodedLeaf(NamedTuple):
     """One leaf of the mechanism's encoded gradient.
 
     leaf: number of the one parameter leaf that it depends on, and whose shape it has
-    scaled: bool, False if it is the gradient of that leaf unchanged, True if `encode` multiplies every element by a
-        number
+    scaled: bool, True if `encode` multiplies every element by a number, False if it returns the gradient unchanged
     """
 
     leaf: int
@@ -29,6 +28,7 @@ class EncodedLeaf(NamedTuple):
 class Choice(NamedTuple):
     """How the norms and the clipped sum of one parameter are computed, and why.
 
+    way: the computation. reason: in words, or "" if there is nothing to add
     uses: where the loss uses the parameter, if `way` needs the inputs and cotangents there
     """
 
@@ -38,8 +38,9 @@ class Choice(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """program: the loss of one example. choices: one for each parameter leaf.
+    """How the clipped sum of a batch is computed.
 
+    program: the loss of one example. choices: one for each parameter leaf.
     encoded: the leaves of the mechanism's encoded gradient. structure: its treedef.
     """
 
@@ -63,10 +64,10 @@ class Plan(NamedTuple):
 def make_plan(
     loss: Callable, mechanism: Mechanism, params: Tree, example: Tree, state: Tree, *, force: bool
 ) -> Plan | str:
-    """The plan for `loss(params, example)`, or why the mechanism needs whole per-example gradients.
+    """The plan for `loss(params, example)`, or the reason why the mechanism needs whole per-example gradients.
 
     params, example, state: arrays or their shapes. force: bool, True to follow every parameter that can be followed,
-    at any cost.
+    even if per-example gradients are cheaper. Raises ValueError if the loss is not one real number.
     """
     if not mechanism.supports_ghost_norms:
         return "the mechanism mixes the coordinates of a gradient"
@@ -94,7 +95,7 @@ def make_plan(
 
 
 def _follow(uses: tuple[trace.Use, ...], program: trace.Program, shape: tuple[int, ...], *, scaled: bool) -> Uses | str:
-    """The sites of a parameter of this shape, or why it cannot be followed."""
+    """The sites of a parameter of this shape, or the reason why it cannot be followed."""
     sites = []
     for use in uses:
         site = rules.recognize(use, program.equations)
@@ -119,8 +120,8 @@ def _cheapest(uses: Uses, *, scaled: bool, force: bool) -> Choice:
 
 
 def _encoding(mechanism: Mechanism, params: Tree, state: Tree) -> tuple[tuple[EncodedLeaf, ...], Any] | str:
-    """The leaves of the encoded gradient and its treedef, read from the equations of `encode`; or why ghost norms do
-    not fit them."""
+    """The leaves of the encoded gradient and its treedef, read from the equations of `encode`; or the reason why ghost
+    norms cannot be computed for them."""
     grad = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), params)
     closed, out = jax.make_jaxpr(mechanism.encode, return_shape=True)(grad, state)
     count = len(jax.tree.leaves(grad))
@@ -157,7 +158,7 @@ class Explanation(NamedTuple):
 
 
 def explain(plan: Plan | str, params: Tree) -> Explanation:
-    """The plan in words; a plan that is only a reason means per-example gradients for every parameter."""
+    """The plan in words. If `plan` is a reason, every parameter has per-example gradients for that reason."""
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     choices = [Choice(ways.GRADIENT, plan)] * len(paths) if isinstance(plan, str) else plan.choices
     return Explanation(

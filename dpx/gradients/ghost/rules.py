@@ -1,6 +1,6 @@
 """The layers whose gradient is a product A^T B of the input A of the layer and the cotangent B of its output.
 
-A rule reads one equation of the loss of one example. It gives a `Site`, or the reason why there is none.
+A rule reads one equation of the loss of one example. It returns a `Site`, or the reason why there is none.
 To add one: a rule here and its primitive in `RULES`, a model in tests/test_ghost_zoo.py, and a case in
 tests/test_ghost_hostile.py.
 """
@@ -16,16 +16,17 @@ from jax import lax
 from dpx.gradients.ghost.norms import EXACT
 from dpx.gradients.ghost.trace import Equation, Use, through
 
-LONGEST_KERNEL = 128  # sum of the taps along the axes of a kernel; each is a slice, and many slices compile slowly
+LONGEST_KERNEL = 128  # sum of the lengths of a kernel's axes, because each tap is a slice, and many compile slowly
 
 
 class Site(NamedTuple):
     """One use of a parameter W where the loss is linear in it: y = apply(inputs, W), with the cotangent dy of y.
 
-    sizes:    (K, T, I, O): groups, positions, inputs and outputs of one position
+    use:      the parameter leaf, the equation and the operand
+    sizes:    (K, T, I, O): the numbers of groups, of positions, and of inputs and outputs of one position
     apply:    (inputs, W) -> y: the equation in float32. inputs: all operands of the equation
-    matrices: (inputs, dy) -> A (K, T, I) and B (K, T, O), float32, with arrange(dL/dW) = A^T B. For a lookup, in place
-              of A the indices of the rows, int32 (T,), negative where no row is read, and B (T, O)
+    matrices: (inputs, dy) -> A (K, T, I) and B (K, T, O), float32, with arrange(dL/dW) = A^T B. A lookup has, in place
+              of A, the indices of the rows, int32 (T,), negative where no row is read, and B (T, O)
     arrange:  W -> (K, I, O): the same elements in the order of A^T B
     lookup:   bool, True if the equation reads rows of W by their index
     expands:  int, how many elements A has if they are not elements of the inputs (the patches of a convolution); else 0
@@ -101,7 +102,7 @@ def _dense(use: Use, equation) -> Site | str:
 
 
 def _convolution(use: Use, equation) -> Site | str:
-    """conv_general_dilated of data and a kernel: a dense layer on the patches of the data."""
+    """conv_general_dilated of data and a kernel, which is a dense layer on the patches of the data."""
     params, (data, kernel) = equation.params, [operand.aval for operand in equation.invars]
     if use.operand != 1 or params["batch_group_count"] != 1:
         return "used in a convolution as the data, or with batch groups"
@@ -122,7 +123,7 @@ def _convolution(use: Use, equation) -> Site | str:
         )
 
     def patches(x):
-        """(images, *spatial, features) -> (groups, positions, taps * features_in), by slices along each axis."""
+        """float32 (images, *spatial, features) -> (groups, positions, taps * features_in), by slices of each axis."""
         dilation, stride = params["rhs_dilation"], params["window_strides"]
         padding = [(low, high, d - 1) for (low, high), d in zip(params["padding"], params["lhs_dilation"], strict=True)]
         x = lax.pad(x, jnp.float32(0), [(0, 0, 0), *padding, (0, 0, 0)])
@@ -149,7 +150,7 @@ def _convolution(use: Use, equation) -> Site | str:
 
 
 def _gather(use: Use, equation) -> Site | str:
-    """Whole rows of a table, by their index: an embedding."""
+    """A gather of whole rows of a table by their index: an embedding."""
     params, table = equation.params, equation.invars[0].aval.shape
     numbers, indices = params["dimension_numbers"], equation.invars[1].aval.shape
     count, positions, width = table[0] if table else 0, math.prod(indices[:-1]), math.prod(table[1:])
@@ -183,7 +184,7 @@ def _gather(use: Use, equation) -> Site | str:
 
 
 def _slice_at(use: Use, equation) -> Site | str:
-    """One block of W, whose start the data chooses."""
+    """dynamic_slice of W: one block, whose start depends on the data."""
     if use.operand != 0:
         return "used in dynamic_slice as a start"
     block, whole = math.prod(equation.params["slice_sizes"]), equation.invars[0].aval.size

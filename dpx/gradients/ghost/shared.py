@@ -1,11 +1,11 @@
-"""The norm for a parameter that the loss uses several times, as a tied embedding.
+"""The norm for a parameter that the loss uses several times, such as a tied embedding.
 
 Its gradient is a sum over the uses u, sum_u G_u with G_u = A_u^T B_u. Its norm needs, for every pair of uses,
 
     <G_u, G_v> = sum_st (a_us . a_vt)(b_us . b_vt).
 
-This holds where both uses see the elements of the parameter alike. Where one sees them transposed, B_v takes the place
-of A_v, and A_v that of B_v. Where they see different elements, the product is 0. Other pairs are not followed.
+This holds if both uses see the elements of the parameter in the same order. If one use sees them transposed, A_v and
+B_v change places. If the uses see different elements, the product is 0. Other pairs are not followed.
 """
 
 import enum
@@ -31,10 +31,10 @@ class Relation(enum.Enum):
 
 
 class UseGroup(NamedTuple):
-    """Uses that see the elements of the parameter alike: they count as one use at the positions of all of them.
+    """Uses that see the elements of the parameter in the same order. They count as one use with more positions.
 
     sites: numbers of the uses
-    sizes: (K, T, I, O) as of a `Site`; T counts the positions of all of them
+    sizes: (K, T, I, O) as in a `Site`; T is the sum over the uses
     lookup: bool, True if the uses look up rows of the parameter
     """
 
@@ -46,7 +46,7 @@ class UseGroup(NamedTuple):
 class Sharing(NamedTuple):
     """How the uses of one parameter see its elements.
 
-    relations: for each pair (i, j) of groups, i < j
+    use_groups: the groups of uses. relations: by pair (i, j) of groups, i < j
     """
 
     use_groups: tuple[UseGroup, ...]
@@ -54,7 +54,7 @@ class Sharing(NamedTuple):
 
 
 def find_sharing(sites: tuple[Site, ...], shape: tuple[int, ...]) -> Sharing | str:
-    """How the uses of a parameter of this shape see its elements, or why the parameter cannot be followed."""
+    """How the uses of a parameter of this shape see its elements, or the reason why it cannot be followed."""
     with jax.ensure_compile_time_eval():
         elements = jnp.arange(np.prod(shape, dtype=int), dtype=jnp.int32).reshape(shape)
         seen = [np.asarray(site.arrange(elements)) for site in sites]
@@ -92,14 +92,14 @@ def gram_operations(sharing: Sharing) -> float:
         if sharing.relations.get((i, j)) is Relation.DISJOINT:
             continue
         kernels, positions, fan_in, fan_out = first.sizes
-        # A lookup multiplies only its B: to compare or to take indices costs nothing beside that.
+        # A lookup multiplies only its B, because comparing or taking indices costs almost nothing.
         width = fan_out if first.lookup or second.lookup else fan_in + fan_out
         total += 2 * kernels * positions * second.sizes[1] * width
     return total
 
 
 def norm(sharing: Sharing, matrices: list[tuple[jax.Array, jax.Array]]) -> jax.Array:
-    """|sum_u A_u^T B_u| of one example, float32 (), with a bound on its rounding error as in `norms.gram`.
+    """|sum_u A_u^T B_u| for one example, float32 (), with a bound on its rounding error as in `norms.gram`.
 
     matrices: A_u and B_u of every use, as a `Site` gives them.
     """
@@ -121,7 +121,7 @@ def norm(sharing: Sharing, matrices: list[tuple[jax.Array, jax.Array]]) -> jax.A
 
 
 def _balanced_sides(sharing: Sharing, matrices: list[tuple[jax.Array, jax.Array]]):
-    """A and B of every group, rescaled as in `norms.balanced`, and the one size by which all products are divided."""
+    """A and B of every group, rescaled as in `norms.balanced`, and the size, float32 (), that divides all products."""
     measured = []
     for group in sharing.use_groups:
         a = jnp.concatenate([matrices[number][0] for number in group.sites], axis=0 if group.lookup else 1)
@@ -140,7 +140,7 @@ def _balanced_sides(sharing: Sharing, matrices: list[tuple[jax.Array, jax.Array]
 def _gram(left: jax.Array, right: jax.Array) -> jax.Array:
     """The inner products, float32 (K, S, T), of the rows of (K, S, n) and (K, T, n).
 
-    Indices, int (S,), stand for the rows (1, S, n) of a one-hot matrix; a negative one for a row of zeros.
+    Indices, int32 (S,), mean the rows, (1, S, n), of a one-hot matrix; a negative index means a row of zeros.
     """
     if left.ndim == right.ndim == 1:
         return ((left[:, None] == right[None, :]) & (left >= 0)[:, None]).astype(jnp.float32)[None]

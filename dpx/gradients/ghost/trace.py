@@ -1,6 +1,7 @@
 """The loss of one example as a flat list of equations, and the equations that use each parameter.
 
-A parameter is followed through views, which are equations that only move its elements, to its uses, all others.
+A view is an equation that only moves the elements of a parameter. Any other equation of a parameter is a use of it. A
+parameter is followed through its views to its uses.
 """
 
 from collections.abc import Callable
@@ -27,7 +28,7 @@ class Constant(NamedTuple):
 
 
 class Equation(NamedTuple):
-    """One equation of the jaxpr; values have numbers.
+    """One equation of the jaxpr, in a program whose values are numbered.
 
     inputs: numbers of the operands, or constants. outputs: numbers of the results
     """
@@ -46,7 +47,7 @@ class Equation(NamedTuple):
 class Use(NamedTuple):
     """Parameter leaf number `leaf` is operand number `operand` of equation number `equation`.
 
-    view: the equations that move its elements before, in order
+    view: the equations that move its elements before this use, in order
     equation: -1 if the parameter is the loss itself
     """
 
@@ -59,7 +60,7 @@ class Use(NamedTuple):
 class Program(NamedTuple):
     """The loss of one example. Values 0, 1, ... are the leaves of the parameters, then those of the example.
 
-    loss: number of its value. uses: of each parameter leaf
+    equations: in the order in which they run. loss: number of the loss's value. uses: for each parameter leaf
     """
 
     equations: tuple[Equation, ...]
@@ -72,7 +73,7 @@ class Program(NamedTuple):
 
 
 def trace(loss: Callable, params: Tree, example: Tree) -> Program:
-    """The program of `loss(params, example)`, of arrays or shapes. Raises ValueError unless that is one real number."""
+    """The program of `loss(params, example)`, for arrays or shapes. Raises ValueError unless it is one real number."""
     closed, out = jax.make_jaxpr(loss, return_shape=True)(params, example)
     if not (hasattr(out, "shape") and out.shape == () and jnp.issubdtype(out.dtype, jnp.floating)):
         raise ValueError(f"loss must return one real number for one example, got {out}")
@@ -87,7 +88,8 @@ def trace(loss: Callable, params: Tree, example: Tree) -> Program:
 def evaluate(program: Program, inputs: list, added: dict[int, jax.Array]) -> tuple[jax.Array, dict[int, tuple]]:
     """The loss, and the operands of the equations in `added`.
 
-    added: array to add to the output of an equation, by its number. The loss's gradient in it is the cotangent there
+    added: by number of an equation, an array to add to its output. The gradient of the loss with respect to that array
+        is the cotangent of the output
     """
     values = dict(enumerate(inputs))
     seen = {}
@@ -104,7 +106,7 @@ def evaluate(program: Program, inputs: list, added: dict[int, jax.Array]) -> tup
 def differentiates(program: Program, inputs: list) -> bool:
     """Whether the program can be differentiated.
 
-    It cannot where a custom derivative, defined inside the loss, closes over a value of the loss: JAX traces the
+    It cannot if a custom derivative, defined inside the loss, closes over a value of the loss, because JAX traces the
     derivative later, when that value is a tracer of a trace that has ended.
     """
     known = {id(i.value) for equation in program.equations for i in equation.inputs if isinstance(i, Constant)}
@@ -129,7 +131,7 @@ def through(view: tuple[core.JaxprEqn, ...], leaf: jax.Array) -> jax.Array:
 
 
 class _Tracer:
-    """Walks a jaxpr: numbers its values, and collects views and uses of the parameters."""
+    """Numbers the values of a jaxpr, and collects the views and the uses of the parameters."""
 
     def __init__(self, *, leaves: int, inputs: int):
         self.equations: list[Equation] = []

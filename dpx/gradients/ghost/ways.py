@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from dpx.gradients.ghost import norms, shared
 from dpx.gradients.ghost.rules import Site
 
-# Costs are counted in floating-point operations of a large product, on one CPU core (benchmarks/step.py).
-OPERATIONS_PER_BYTE = 12.0  # to move one byte of fresh memory
-GRAM_SLOWDOWN = 4.0  # of an operation of a Gram matrix, because these are small
-DENSE_GRADIENT_SLOWDOWN = 1.1  # of an operation of a per-example gradient of a dense layer
-CONVOLUTION_GRADIENT_SLOWDOWN = 4.0  # and of a convolution, because `jax.vmap` makes it a grouped one
+# The unit of cost is one floating-point operation of a large matrix product, on one CPU core (benchmarks/step.py).
+OPERATIONS_PER_BYTE = 12.0  # the cost to move one byte of fresh memory
+GRAM_SLOWDOWN = 4.0  # the cost of an operation of a Gram matrix, because these matrices are small
+DENSE_GRADIENT_SLOWDOWN = 1.1  # the cost of an operation of a dense layer's per-example gradient
+CONVOLUTION_GRADIENT_SLOWDOWN = 4.0  # the same for a convolution, because `jax.vmap` turns it into a grouped one
 
 
 class Uses(NamedTuple):
@@ -32,7 +32,7 @@ class Uses(NamedTuple):
     sharing: shared.Sharing | None = None
 
 
-Record = Any  # of one example: [(inputs, cotangent) at each site], or its gradient, float32, if there are no sites
+Record = Any  # for one example: [(inputs, cotangent) at each site], or the gradient, float32, if there are no sites
 
 
 class Way(NamedTuple):
@@ -42,9 +42,9 @@ class Way(NamedTuple):
     cost: (uses, scaled) -> operations for one example, norm and sum; None where the way would be wrong. scaled: bool,
         whether the mechanism scales the coordinates of the parameter
     norm: (uses, scale) -> (record -> (gradient, norm)), for one example. scale: float32, of the parameter's shape, or
-        None. gradient: float32, what is kept for the sum, without `scale`, or None. norm: float32 (), with `scale`
-    weighted_sum: (uses, shape, records, factors) -> float32, of the parameter's shape, without `scale`. records: with
-        the B examples on axis 0; the gradients that `norm` kept, if it did. factors: float32 (B,)
+        None. gradient: float32, kept for the sum, without `scale`, or None. norm: float32 (), with `scale`
+    weighted_sum: (uses, shape, records, factors) -> float32, of the parameter's shape, without `scale`. records: the
+        gradients that `norm` kept, else the records, with the B examples on axis 0. factors: float32 (B,)
     keeps_gradients: bool, True if the gradients of all examples of a microbatch are in memory
     """
 
@@ -102,7 +102,7 @@ def _product_cost(uses: Uses, scaled: bool) -> float | None:
 
 def _product_norm(uses: Uses, scale: jax.Array | None):
     (site,) = uses.sites
-    # the barrier moves the elements once, instead of once for every example
+    # Because of the barrier, the elements are moved once, instead of once for every example.
     size = _scaled_norm(None if scale is None else jax.lax.optimization_barrier(site.arrange(scale)))
 
     def of_one_example(record):
@@ -156,7 +156,7 @@ def _shared_norm(uses: Uses, scale: jax.Array | None):
 
 
 def _cotangent_sum(uses: Uses, shape: tuple[int, ...], records: list, factors: jax.Array) -> jax.Array:
-    """The parameter's gradient of the whole batch, by the weighted cotangents of every site."""
+    """The sum of the gradients times their factors, from the weighted cotangents of every site."""
 
     def at(site, record):
         inputs, cotangents = record[0], record[1].astype(jnp.float32)
@@ -203,12 +203,12 @@ def _parameter_size(site: Site) -> int:
 
 
 def _sum_cost(site: Site) -> float:
-    """Operations of A^T B: of one gradient, or of one example's share of their sum."""
+    """Operations of A^T B, for one gradient, or for one example's share of the sum."""
     return 2.0 * site.sizes[1] * _parameter_size(site)
 
 
 def _gradient_memory_cost(site: Site) -> float:
-    """Operations while a per-example gradient is written, read for the norm and read for the sum."""
+    """The cost of writing a per-example gradient, reading it for the norm, and reading it for the sum."""
     return 3 * 4 * OPERATIONS_PER_BYTE * _parameter_size(site)
 
 
