@@ -23,7 +23,7 @@ Privacy costs    epsilon, delta, compose, privacy_report, steps_taken; more in `
 Secrets          secret_key, public_state; `dpx.keys`
 Schedules        `dpx.schedules`, and any optax schedule
 
-`dpx.catalog` lists every method, coordinates, mechanism and sampling.
+`import dpx.catalog` lists every method, coordinates, mechanism and sampling; docs/methods.md is its table.
 """
 
 from dpx import accounting, coordinates, keys, mechanisms, methods, schedules

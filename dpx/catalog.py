@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from dpx import coordinates, mechanisms, methods, sampling
 
-GAUSSIAN = "mechanisms/gaussian.py"
+GAUSSIAN, INNERMOST = "mechanisms/gaussian.py", "mechanism.py"
 FEEDBACK = "accounting/error_feedback/event.py"
 
 
@@ -72,14 +72,14 @@ METHODS = (
 )
 
 COORDINATES = (
-    Entry(coordinates.trainable, {"mask": True}),
-    Entry(coordinates.random_freeze, FREEZE),
-    Entry(coordinates.ranked_freeze, FREEZE),
-    Entry(coordinates.importance_mask, {"keep": 0.6, "warmup": 100}),
-    Entry(coordinates.standardized),
-    Entry(coordinates.gradient_embedding),
-    Entry(coordinates.top_fraction, {"fraction": 0.5}),
-    Entry(coordinates.random_projection, SKETCH),
+    Entry(coordinates.trainable, {"mask": True}, INNERMOST),
+    Entry(coordinates.random_freeze, FREEZE, INNERMOST),
+    Entry(coordinates.ranked_freeze, FREEZE, INNERMOST),
+    Entry(coordinates.importance_mask, {"keep": 0.6, "warmup": 100}, INNERMOST),
+    Entry(coordinates.standardized, {}, INNERMOST),
+    Entry(coordinates.gradient_embedding, {}, INNERMOST),
+    Entry(coordinates.top_fraction, {"fraction": 0.5}, INNERMOST),
+    Entry(coordinates.random_projection, SKETCH, INNERMOST),
 )
 
 MECHANISMS = (  # the Gaussian one, error feedback, and those that wrap another

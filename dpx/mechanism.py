@@ -176,7 +176,10 @@ class ChainState(NamedTuple):
 def in_coordinates(mechanism: Mechanism, *coordinates: Coordinates) -> Mechanism:
     """`mechanism` on gradients written in `coordinates`, applied in order and undone in reverse.
 
-    Bound, noise and bill stay the inner mechanism's. Raises ValueError if `mechanism` is not a Mechanism.
+    Bound, noise and bill stay the inner mechanism's, because the coordinates of a step are a function of the key and of
+    earlier releases. Given those, `encode` maps each example's gradient by itself, and the inner mechanism bounds the
+    result: each step is the inner mechanism on a function that was chosen adaptively, which the composition theorems
+    allow. `decode` reads the release alone. Raises ValueError for arguments of other types.
     """
     _guards.require_kind(mechanism, Mechanism)
     _guards.require_coordinates(coordinates, Coordinates)

@@ -219,7 +219,10 @@ class ShuffledEpochs(Sampling):
 
 @dataclass(frozen=True, kw_only=True)
 class FullBatch(Sampling):
-    """Every example at every step. Raises ValueError unless `examples` is a whole number of at least 1."""
+    """Every example at every step: the event is that of the Gaussian releases, because nothing is left to chance.
+
+    Raises ValueError unless `examples` is a whole number of at least 1.
+    """
 
     examples: int
     relation: ClassVar[str] = "zero_out"

@@ -40,6 +40,7 @@ class Case(NamedTuple):
     noised: (sum, state) -> what the noise is added to.
     linear: the update is a linear function of the noisy sum, known from the fields above. Else the noise is checked by
             exchanging it for sums, before it is decoded.
+    from_catalog: made from a line of dpx/catalog.py, of which nothing else is known.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Case(NamedTuple):
     lift: float = 1.0
     noised: Callable[[Any, Any], Any] = lambda total, state: total
     linear: bool = True
+    from_catalog: bool = False
 
     @property
     def mechanism(self) -> dpx.Mechanism:
@@ -335,15 +337,24 @@ COORDINATES_BY_HAND = {  # the cases above that they are in
     "gradient_embedding": "gep_sgd",
     "random_projection": "gaussian projection",
 }
+MECHANISMS_BY_HAND = {"gaussian_mechanism", "error_feedback_mechanism", "normalized", "clip_then_project"}
 SAMPLINGS_BY_HAND = {"PoissonSampling", "FullBatch", "FixedSizeSampling", "ShuffledEpochs"}
 
 
 def case_of_method(entry: catalog.Entry, sampling: Any = POISSON) -> Case:
-    """A case for a method of which nothing is known but its line in the catalog."""
+    """A case for a method, or a mechanism, of which nothing is known but its line in the catalog.
+
+    Without a `clip_norm`, its bound must be 1. What has another bound, or schedules of its own, needs a case by hand.
+    """
     of_the_contract = {"noise_multiplier": 1.3, "sampling": sampling, "steps": 8, "basis": ALIGNED}
     arguments = entry.arguments | {name: of_the_contract[name] for name in of_the_contract if name in entry.parameters}
     clip_norm = arguments.get("clip_norm", 1.0)
-    return Case(entry.name, lambda key: entry.build(**arguments, key=key), lambda step: clip_norm, linear=False)
+
+    def make(key):
+        given = {"key": key, "mechanism": _dp_sgd(key, clip_norm=clip_norm)}
+        return entry.build(**arguments, **{name: given[name] for name in given if name in entry.parameters})
+
+    return Case(entry.name, make, lambda step: clip_norm, linear=False, from_catalog=True)
 
 
 def case_of_coordinates(entry: catalog.Entry) -> Case:
@@ -352,7 +363,7 @@ def case_of_coordinates(entry: catalog.Entry) -> Case:
         arguments = entry.arguments | {name: given[name] for name in given if name in entry.parameters}
         return dpx.in_coordinates(_dp_sgd(key), entry.build(**arguments))
 
-    return Case(entry.name, make, linear=False)
+    return Case(entry.name, make, linear=False, from_catalog=True)
 
 
 def case_of_sampling(entry: catalog.Entry) -> Case:
@@ -362,6 +373,7 @@ def case_of_sampling(entry: catalog.Entry) -> Case:
         entry.name,
         lambda key: _dp_sgd(key, sampling),
         event=lambda steps: sampling.event(np.full(steps, np.float32(1.3), np.float64)),
+        from_catalog=True,
     )
 
 
@@ -370,6 +382,7 @@ def cases_of_the_catalog() -> list[Case]:
     by_hand = {case.name.split(",")[0] for case in MECHANISMS}
     return [
         *[case_of_method(entry) for entry in catalog.METHODS if entry.name not in by_hand],
+        *[case_of_method(entry) for entry in catalog.MECHANISMS if entry.name not in MECHANISMS_BY_HAND],
         *[case_of_coordinates(entry) for entry in catalog.COORDINATES if entry.name not in COORDINATES_BY_HAND],
         *[case_of_sampling(entry) for entry in catalog.SAMPLINGS.values() if entry.name not in SAMPLINGS_BY_HAND],
     ]

@@ -1,4 +1,11 @@
-"""The Gaussian mechanism on clipped per-example gradients, on which most methods are built."""
+"""The Gaussian mechanism on clipped per-example gradients, on which most methods are built.
+
+Proof of the bound. An example whose gradient has norm n enters with the factor C / max(n, C), so its contribution has
+norm n C / max(n, C), which is at most C. With groups of clip norms C_k, its norm is at most sqrt(sum_k C_k^2) = C,
+because the groups share no coordinate. Leaving the example out changes the sum by its contribution alone, so by at most
+C. The noise on every coordinate has standard deviation sigma C, where sigma and C are functions of the step, so one
+release is the Gaussian mechanism of noise multiplier sigma. The division by B is post-processing.
+"""
 
 import math
 
