@@ -20,8 +20,8 @@ def dice_sgd(**arguments: Any) -> Mechanism:
         for the paper's automatic form, or None. All are those of `dpx.mechanisms.error_feedback_mechanism`, which says
         more. `dpx.chain(dice_sgd(...), optax.scale_by_adam(), ...)` is the Adam form.
 
-    The privacy theorem of the paper does not hold (`dpx.accounting.comparisons.dice_theorem_noise`). The table shows the
-    noise multiplier, in units of C1, for epsilon 2 at delta 1e-5, 50,000 examples, batches of 1,000 and 150 steps.
+    The privacy theorem of the paper does not hold (`dpx.accounting.comparisons.dice_theorem_noise`). The table shows
+    the noise multiplier, in units of C1, for epsilon 2 at delta 1e-5, 50,000 examples, batches of 1,000, 150 steps.
     DP-SGD that clips at C1 needs 0.93 with Poisson batches.
 
         outer / clip - 1             0.1    0.5    1      3
