@@ -357,7 +357,7 @@ def test_options_are_those_of_the_builder():
     assert set(methods.options("dynamic_dp_sgd")) == {"rho_mu", "rho_c", "every"}
     assert methods.options("dynamic_dp_sgd")["every"].default == 1
     assert methods.options("dp2_sgd")["kind"].help == "one of gaussian, orthonormal, subset, countsketch, hadamard"
-    assert methods.options("random_freeze_sgd")["every"].help.startswith("how many steps")  # of the coordinates
+    assert methods.options("random_freeze_sgd")["every"].help.endswith("an epoch in the paper")  # of the coordinates
 
 
 @pytest.mark.parametrize(
