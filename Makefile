@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install demo test lint mutants clean
+.PHONY: install demo check test lint mutants clean
 
 install: .venv/installed
 
@@ -21,12 +21,25 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/basedpyright
 
-# A process on every core, so one thread each; what one has compiled, the others need not. Most of the time is compiling.
+# A process on every core, so one thread each; what one has compiled, the others need not. Most of the time is compiling:
+# without optimizations, and without the emitters that take a third of it (tests/compiling.py: where they are put back).
+PYTEST := OMP_NUM_THREADS=1 JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.venv/compiled JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 \
+	JAX_DISABLE_MOST_OPTIMIZATIONS=1 XLA_FLAGS=--xla_cpu_use_fusion_emitters=false \
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadgroup
+
 test: lint
 	rm -rf .venv/compiled
-	OMP_NUM_THREADS=1 JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.venv/compiled JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 \
-		JAX_DISABLE_MOST_OPTIMIZATIONS=1 \
-		$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadgroup
+	$(PYTEST)
+
+# While editing: every line of the contract for dp_sgd, the layers that ghost norms know best, the bills of Gaussians and of
+# mixed events, the table of imports, the keys, and whether every deliberate fault still fits its file.
+CHECKED := tests/test_layout.py tests/test_mutants.py tests/test_keys.py tests/test_contract.py tests/test_ghost_zoo.py \
+	tests/test_accounting_recorded.py
+CASES := test_layout or test_mutants or test_keys or -dp_sgd] or secrecy[dp_sgd] \
+	or (test_accounting_recorded and (gaussian or nested)) \
+	or [dense] or [deep] or [convolution] or [embedding] or [tied_weights] or [layer_norm] or [used_in_a_scan]
+check: lint
+	$(PYTEST) $(CHECKED) -k "$(CASES)"
 
 # Puts deliberate faults into the library, one at a time, and says which of them no test notices: ten to thirty minutes.
 mutants: install

@@ -54,9 +54,9 @@ def of_coordinates(entry: catalog.Entry, **changed: Any) -> Callable[..., Any]:
     return make
 
 
-def clipped_first(kind: str) -> Callable[..., Any]:
+def clipped_first(kind: Any) -> Callable[..., Any]:
     def make(**base):
-        return dpx.clip_then_project(dpx.dp_sgd(**base), reduction_rate=0.3, kind=kind, key=base["key"])
+        return dpx.mechanisms.clip_then_project(dpx.dp_sgd(**base), reduction_rate=0.3, kind=kind, key=base["key"])
 
     return make
 

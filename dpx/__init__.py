@@ -1,59 +1,80 @@
-"""dpx: training with differential privacy in JAX, as optax transformations that know what they cost."""
+"""dpx: training with differential privacy in JAX, as optax transformations that know their privacy cost.
 
-from dpx import accounting as accounting
-from dpx import keys as keys
-from dpx import schedules as schedules
-from dpx._public_state import public_state as public_state
-from dpx.accounting import Budget as Budget
-from dpx.accounting import calibrate as calibrate
-from dpx.accounting import calibrated as calibrated
-from dpx.accounting import compose as compose
-from dpx.accounting import delta as delta
-from dpx.accounting import epsilon as epsilon
-from dpx.accounting import max_steps as max_steps
-from dpx.accounting import privacy_report as privacy_report
-from dpx.batches import Batch as Batch
-from dpx.coordinates import SparseUpdates as SparseUpdates
-from dpx.coordinates import gradient_embedding as gradient_embedding
-from dpx.coordinates import importance_mask as importance_mask
-from dpx.coordinates import masked_params as masked_params
-from dpx.coordinates import public_subspace as public_subspace
-from dpx.coordinates import random_freeze as random_freeze
-from dpx.coordinates import random_projection as random_projection
-from dpx.coordinates import ranked_freeze as ranked_freeze
-from dpx.coordinates import sparse_density as sparse_density
-from dpx.coordinates import sparse_pack as sparse_pack
-from dpx.coordinates import sparse_unpack as sparse_unpack
-from dpx.coordinates import standardized as standardized
-from dpx.coordinates import top_fraction as top_fraction
-from dpx.coordinates import trainable as trainable
-from dpx.gradients import PrivateGradient as PrivateGradient
-from dpx.gradients import explain as explain
-from dpx.gradients import private_grad as private_grad
-from dpx.keys import secret_key as secret_key
-from dpx.mechanism import Coordinates as Coordinates
-from dpx.mechanism import Mechanism as Mechanism
-from dpx.mechanism import chain as chain
-from dpx.mechanism import in_coordinates as in_coordinates
-from dpx.mechanisms import adaptive_clipping as adaptive_clipping
-from dpx.mechanisms import clip_then_project as clip_then_project
-from dpx.mechanisms import error_feedback_mechanism as error_feedback_mechanism
-from dpx.mechanisms import gaussian_mechanism as gaussian_mechanism
-from dpx.mechanisms import normalized as normalized
-from dpx.methods import ada_dpigu as ada_dpigu
-from dpx.methods import d2p2_sgd as d2p2_sgd
-from dpx.methods import d2p_sgd as d2p_sgd
-from dpx.methods import dice_sgd as dice_sgd
-from dpx.methods import dp2_sgd as dp2_sgd
-from dpx.methods import dp_sgd as dp_sgd
-from dpx.methods import dynamic_dp_sgd as dynamic_dp_sgd
-from dpx.methods import gep_sgd as gep_sgd
-from dpx.methods import random_freeze_sgd as random_freeze_sgd
-from dpx.methods import ranked_freeze_sgd as ranked_freeze_sgd
-from dpx.release_state import steps_taken as steps_taken
-from dpx.sampling import FixedSizeSampling as FixedSizeSampling
-from dpx.sampling import FullBatch as FullBatch
-from dpx.sampling import PoissonSampling as PoissonSampling
-from dpx.sampling import ShuffledEpochs as ShuffledEpochs
+A training run needs eight of the names below:
+
+    key, budget = dpx.secret_key(), dpx.Budget(epsilon=2.0, delta=1e-5, steps=1000)
+    sampling = dpx.PoissonSampling(examples=60_000, batch_size=1024)
+    mechanism = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=budget, sampling=sampling, key=key)
+    optimizer = dpx.chain(mechanism, optax.adam(1e-3))
+    gradient = jax.jit(dpx.private_grad(loss, optimizer))          # loss(params, example), of one example
+    state = optimizer.init(params)
+    for _ in range(budget.steps):
+        updates, state, _ = gradient(params, sampling.take(data, key, state), state)
+        params = optax.apply_updates(params, updates)
+    dpx.epsilon(optimizer, state, delta=1e-5)
+
+Mechanisms       Mechanism, gaussian_mechanism, dp_sgd; more in `dpx.methods` (one paper a file) and `dpx.mechanisms`
+Coordinates      Coordinates, in_coordinates; all of them in `dpx.coordinates`
+Optimizers       chain
+Gradients        private_grad, PrivateGradient, explain
+Samplings        PoissonSampling, ShuffledEpochs, FixedSizeSampling, FullBatch, Batch
+Budgets          Budget, calibrated, calibrate, max_steps
+Bills            epsilon, delta, compose, privacy_report, steps_taken; more in `dpx.accounting`
+Secrets          secret_key, public_state; `dpx.keys`
+Schedules        `dpx.schedules`, and any optax schedule
+
+`dpx.catalog` lists every method, coordinates, mechanism and sampling.
+"""
+
+from dpx import accounting, coordinates, keys, mechanisms, methods, schedules
+from dpx._public_state import public_state
+from dpx.accounting import Budget, calibrate, calibrated, compose, delta, epsilon, max_steps, privacy_report
+from dpx.batches import Batch
+from dpx.gradients import PrivateGradient, explain, private_grad
+from dpx.keys import secret_key
+from dpx.mechanism import Coordinates, Mechanism, chain, in_coordinates
+from dpx.mechanisms import gaussian_mechanism
+from dpx.methods import dp_sgd
+from dpx.release_state import steps_taken
+from dpx.sampling import FixedSizeSampling, FullBatch, PoissonSampling, ShuffledEpochs
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "Batch",
+    "Budget",
+    "Coordinates",
+    "FixedSizeSampling",
+    "FullBatch",
+    "Mechanism",
+    "PoissonSampling",
+    "PrivateGradient",
+    "ShuffledEpochs",
+    "accounting",
+    "calibrate",
+    "calibrated",
+    "chain",
+    "compose",
+    "coordinates",
+    "delta",
+    "dp_sgd",
+    "epsilon",
+    "explain",
+    "gaussian_mechanism",
+    "in_coordinates",
+    "keys",
+    "max_steps",
+    "mechanisms",
+    "methods",
+    "privacy_report",
+    "private_grad",
+    "public_state",
+    "schedules",
+    "secret_key",
+    "steps_taken",
+]
+
+
+def __dir__() -> list[str]:
+    """The public names, without the files that hold them."""
+    return __all__

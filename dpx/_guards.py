@@ -1,4 +1,4 @@
-"""What a mechanism refuses to be given, because its bill would not be true for it."""
+"""The inputs that a mechanism refuses, because its bill would not be true for them."""
 
 from typing import Any
 
@@ -13,12 +13,13 @@ def require_no_more(extra_args: dict[str, Any]):
     """ValueError for extra arguments of an update."""
     if extra_args:
         raise ValueError(
-            f"update takes no {sorted(extra_args)}, which transforms behind it would get without noise. Call a "
-            "transform that needs public values by itself, with the released updates"
+            f"update takes no {sorted(extra_args)}, because transforms behind the mechanism would get them without "
+            "noise. Call a transform that needs public values by itself, with the released updates"
         )
 
 
 def require_real(tree: Tree):
+    """ValueError for complex numbers."""
     for dtype in map(jnp.result_type, jax.tree.leaves(tree)):
         if jnp.issubdtype(dtype, jnp.complexfloating):
             raise ValueError(f"gradients must be real, got {dtype}: keep real and imaginary parts apart")
@@ -26,24 +27,25 @@ def require_real(tree: Tree):
 
 @jax.custom_jvp
 def undifferentiated(sums: Tree) -> Tree:
-    """`sums`, which may not be differentiated: the noise would vanish from the derivative."""
+    """`sums`, which must not be differentiated, because the derivative would have no noise."""
     return sums
 
 
 @undifferentiated.defjvp
 def _refuse(primals, tangents):
     raise ValueError(
-        "a private gradient must not be differentiated: its derivative is of the raw gradients and has no noise. Stop "
-        "the gradient at what goes into the mechanism"
+        "a private gradient must not be differentiated, because its derivative comes from the raw gradients and has no "
+        "noise. Stop the gradient before the mechanism"
     )
 
 
 def require_unmasked(tree: Tree):
+    """ValueError for optax's masked nodes."""
     leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, optax.MaskedNode))
     if any(isinstance(leaf, optax.MaskedNode) for leaf in leaves):
         raise ValueError(
-            "a mechanism must not stand inside optax.masked, multi_transform or partition: raw gradients of what is "
-            "masked would pass by it. Use dpx.in_coordinates(mechanism, dpx.trainable(mask))"
+            "a mechanism must not stand inside optax.masked, multi_transform or partition, because raw gradients of "
+            "masked leaves would pass by it. Use dpx.in_coordinates(mechanism, dpx.coordinates.trainable(mask))"
         )
 
 
@@ -52,7 +54,7 @@ def require_per_example(grads: Tree, params: Tree):
     require_unmasked(grads)
     require_real(grads)
     if params is None:
-        raise ValueError("params must be given: update(grads, state, params); they tell what one gradient's shape is")
+        raise ValueError("params must be given: update(grads, state, params); they tell the shape of one gradient")
     size = batch_size(grads)
     expected = [(size, *jnp.shape(leaf)) for leaf in jax.tree.leaves(params)]
     found = [jnp.shape(leaf) for leaf in jax.tree.leaves(grads)]
@@ -60,6 +62,15 @@ def require_per_example(grads: Tree, params: Tree):
         raise ValueError(
             "grads must hold one gradient of each example: like params, with the examples on an axis in front of each "
             f"leaf, of shapes {expected}; got shapes {found}"
+        )
+
+
+def require_kind(mechanism: Any, kind: type):
+    """ValueError unless `mechanism` is of the class `kind`, which is `dpx.Mechanism`."""
+    if not isinstance(mechanism, kind):
+        raise ValueError(
+            "a dpx Mechanism must come first; chain optax transforms behind it with dpx.chain(mechanism, ...), got "
+            f"{type(mechanism)}"
         )
 
 

@@ -14,7 +14,7 @@ ScalarOrSchedule = float | Schedule
 
 
 def at(value: ScalarOrSchedule, step: jax.Array) -> jax.Array:
-    """The number at one step, a float32 scalar; compiled also in an eager step, so that it is rounded as in `over`."""
+    """The value at one step, float32 (). It is compiled even in an eager step, so that it is rounded as in `over`."""
     with jax.numpy_dtype_promotion("standard"):  # optax's schedules mix floats and ints
         if callable(value):
             value = jax.jit(value if isinstance(value, Hashable) else lambda step, value=value: value(step))(step)
@@ -22,7 +22,10 @@ def at(value: ScalarOrSchedule, step: jax.Array) -> jax.Array:
 
 
 def over(value: ScalarOrSchedule, steps: int) -> np.ndarray:
-    """The numbers that steps 0 .. steps-1 run with, float64 (steps,): the float32 values of `at`, not rounded anew."""
+    """The values at steps 0 .. steps-1, float64 (steps,): exactly the float32 numbers of `at`, which the steps use.
+
+    Raises ValueError for a schedule whose values depend on more than the step.
+    """
     if not callable(value):
         return np.full(steps, np.float32(value), np.float64)
     with jax.ensure_compile_time_eval():
@@ -35,7 +38,7 @@ def over(value: ScalarOrSchedule, steps: int) -> np.ndarray:
 def require_scalar_or_schedule(
     name: str, value: ScalarOrSchedule, *, minimum: float, maximum: float = math.inf
 ) -> ScalarOrSchedule:
-    """A schedule as a hashable function, so that jax traces it once; a number checked."""
+    """A schedule as a hashable function, so that jax traces it once; a number as `require_number` returns it."""
     if callable(value):
         return value if isinstance(value, Hashable) else lambda step: value(step)
     return require_number(name, value, minimum=minimum, maximum=maximum)
@@ -44,7 +47,9 @@ def require_scalar_or_schedule(
 def require_number(
     name: str, value: float, *, minimum: float, maximum: float = math.inf, exclusive: bool = False
 ) -> float:
-    """The number as a float; ValueError unless it is finite and at least (or, exclusive, above) `minimum`."""
+    """`value` as a float. Raises ValueError unless it is finite, at least `minimum` (above it, if exclusive) and at
+    most `maximum`, or if jax traces it.
+    """
     bound = between(minimum, maximum, exclusive=exclusive)
     if isinstance(value, jax.core.Tracer):
         raise ValueError(
@@ -59,10 +64,10 @@ def require_number(
     return number
 
 
-def require_whole(name: str, value: Any, *, maximum: float = math.inf) -> int:
-    """The number as an int; ValueError unless it is a whole number (of Python or numpy) in [1, maximum]."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 1 <= value <= maximum:
-        bound = "of at least 1" if maximum == math.inf else f"in [1, {maximum}]"
+def require_whole(name: str, value: Any, *, minimum: int = 1, maximum: float = math.inf) -> int:
+    """`value` as an int. Raises ValueError unless it is a whole number (of Python or numpy) in [minimum, maximum]."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not minimum <= value <= maximum:
+        bound = f"of at least {minimum}" if maximum == math.inf else f"in [{minimum}, {maximum}]"
         raise ValueError(f"{name} must be a whole number {bound}, got {value!r}")
     return int(value)
 

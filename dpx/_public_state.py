@@ -11,11 +11,13 @@ Tree = Any  # a pytree of arrays
 
 
 def public_state(state: Tree) -> Tree:
-    """`state` without its `unreleased_*` parts (replaced by None): what may be shown or shared.
+    """`state` with None for its `unreleased_*` parts, so that it may be shown or shared.
 
-    The rest is a function of the released values alone. A part is left out if the name of its field, or its key, has
-    "unreleased_" in it, also in flattened states, whose keys are tuples or strings such as ".unreleased_error['w']".
-    Functions become None, because their closures may hold a key. Raises ValueError for a container it does not know.
+    state: any pytree, or dataclasses and mappings of pytrees. The rest is a function of the released values alone.
+
+    A part becomes None if the name of its field, or its key, contains "unreleased_", also in flattened states, whose
+    keys are tuples or strings such as ".unreleased_error['w']". Functions become None, because their closures may hold
+    a key. Raises ValueError for a container that it does not know.
     """
     if hasattr(state, "_fields"):
         names = state._fields

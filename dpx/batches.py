@@ -1,4 +1,4 @@
-"""A batch says which of its rows count, so that padding cannot be forgotten."""
+"""A batch of examples that says which of its rows count, so that padding cannot be forgotten."""
 
 import math
 from typing import Any, NamedTuple
@@ -13,11 +13,11 @@ Tree = Any  # a pytree of arrays
 class Batch(NamedTuple):
     """Examples, and which of them count.
 
-    examples: a pytree of arrays with the B examples on axis 0 of each.
-    included: bool (B,), False for padding; None says that all B rows count.
-    drawn:    of a batch of `sampling.take`, uint32 (3,): the step that it was drawn for, how many rows count, and the
-              mark of its key. A run that uses it at another step, with other rows, or twice, is not billed. Change the
-              examples of a batch by `batch._replace(examples=...)`, which keeps this.
+    examples: pytree of arrays, with the B examples on axis 0 of each.
+    included: bool (B,), True where the row counts, False for padding; None says that all B rows count.
+    drawn:    uint32 (3,), set by `sampling.take`: the step that the batch was drawn for, how many rows count, and the
+              mark of its key. A run is not billed if it uses the batch twice, at another step or with other rows. To
+              change the examples, use `batch._replace(examples=...)`, which keeps this field.
     """
 
     examples: Tree
@@ -26,32 +26,32 @@ class Batch(NamedTuple):
 
 
 def require_batch(batch: Any) -> Batch:
-    """`batch`; ValueError if it does not say which rows count."""
+    """`batch` unchanged. Raises ValueError if it does not say which rows count."""
     if isinstance(batch, Batch):
         return batch
     raise ValueError(
-        f"batch must be a dpx.Batch, got {type(batch)}. Take it: sampling.take(data, key, state). One of your own is "
-        "dpx.Batch(examples, included) with included: bool (B,), or dpx.Batch(examples, included=None) if every row "
-        "counts; it is billed as if the sampling had drawn it, which it must have"
+        f"batch must be a dpx.Batch, got {type(batch)}. Get one by sampling.take(data, key, state). For a batch of "
+        "your own, write dpx.Batch(examples, included) with included: bool (B,), or dpx.Batch(examples, included=None) "
+        "if every row counts; it is billed as if the sampling had drawn it, which it must have"
     )
 
 
 def batch_size(examples: Tree) -> int:
-    """The length of axis 0, the same for every leaf."""
+    """The length of axis 0. Raises ValueError unless every leaf has the same."""
     shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(examples)]
     if not shapes or any(len(shape) == 0 for shape in shapes) or len({shape[0] for shape in shapes}) != 1:
         raise ValueError(f"every leaf must have the examples on axis 0, the same number; got shapes {shapes}")
     return shapes[0][0]
 
 
-MISSING = object()  # of `included`, where nothing was said
+MISSING = object()  # the default of `included`; None already says that all rows count
 
 
 def inclusion(size: int, included: Any, sampling: Any) -> jax.Array:
-    """Which of `size` rows count, bool (size,); all of them for None, if those are as many as the sampling bills.
+    """Which of `size` rows count, bool (size,). None, or MISSING, stands for all of them.
 
-    Raises ValueError for another shape or dtype, for None where the sampling's batches have another size, and for
-    MISSING where they may hold padding.
+    Raises ValueError for another shape or dtype; for all rows where the sampling draws batches of another size; and for
+    MISSING where its batches may hold padding.
     """
     if included is MISSING and getattr(sampling, "pads", True):
         raise ValueError(f"included must be given, bool (B,): batches of {sampling} hold padding")

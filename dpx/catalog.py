@@ -5,6 +5,7 @@ needs beside its own file. `python -m dpx.catalog > docs/methods.md` writes the 
 """
 
 import inspect
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,7 +40,7 @@ class Entry(NamedTuple):
     @property
     def file(self) -> str:
         """Where `build` stands, in dpx/."""
-        return str(Path(inspect.getfile(inspect.unwrap(self.build))).relative_to(Path(__file__).parent))
+        return str(Path(sys.modules[self.build.__module__].__file__ or "").relative_to(Path(__file__).parent))
 
     @property
     def summary(self) -> str:

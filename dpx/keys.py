@@ -1,6 +1,6 @@
-"""Named streams of one secret key.
+"""One secret key, and the named streams that are derived from it.
 
-Two random uses that share a stream can be subtracted from each other, so every use in dpx names its own.
+Every random use in dpx names its own stream, because two uses of one stream could be subtracted from each other.
 """
 
 import secrets
@@ -13,10 +13,13 @@ import optax
 
 
 def secret_key(seed: int | None = None) -> jax.Array:
-    """A key of all 64 bits of the seed; without one, of 64 fresh bits of the operating system. As secret as the data.
+    """A typed PRNG key, (), from all 64 bits of `seed`. The key and the seed are as secret as the data.
 
-    `jax.random.key` keeps the lowest 32 bits of a seed, which can be tried one by one; below 2^32 the two are the same.
-    To go on with a run, keep its seed (`secrets.randbits(64)`). Raises ValueError for a seed outside [0, 2^64).
+    seed: an int in [0, 2^64); None takes 64 fresh bits from the operating system. Keep the seed
+        (`secrets.randbits(64)`) to continue the run later.
+
+    `jax.random.key` keeps only the lowest 32 bits of a seed, and anyone can try them all. Below 2^32 both give the same
+    key. Raises ValueError for another seed.
     """
     if seed is None:
         seed = secrets.randbits(64)
@@ -27,7 +30,7 @@ def secret_key(seed: int | None = None) -> jax.Array:
 
 
 def require(key: jax.Array) -> jax.Array:
-    """`key` as a typed PRNG key; ValueError if it is not one key."""
+    """`key` as a typed PRNG key, (). Raises ValueError unless it is one key, of an implementation that is safe here."""
     if not isinstance(key, jax.Array):
         raise ValueError(f"key must be a jax PRNG key (dpx.secret_key()), got {key!r}")
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
@@ -37,21 +40,26 @@ def require(key: jax.Array) -> jax.Array:
     if key.shape != ():
         raise ValueError(f"key must be one key, got keys of shape {key.shape}")
     if str(jax.random.key_impl(key)) == "unsafe_rbg":
-        raise ValueError('key must not be of implementation "unsafe_rbg": its fold_in undoes itself, so keys repeat')
+        raise ValueError(
+            'key must not be of implementation "unsafe_rbg": its fold_in undoes itself, so that keys repeat'
+        )
     return key
 
 
 def stream(key: jax.Array, name: str, step: jax.Array | int | None = None) -> jax.Array:
-    """The key of the use called `name`, at one step if a step is given."""
+    """The key, (), for the use called `name`; with a step, int (), the key for that step alone.
+
+    Raises ValueError as `require` does.
+    """
     named = jax.random.fold_in(require(key), zlib.crc32(name.encode()))
     return named if step is None else jax.random.fold_in(named, step)
 
 
 def mark(key: jax.Array) -> int:
-    """16 bits by which two keys can be told apart, and which say nothing else of a key; never 0."""
+    """An int in [2^16, 2^17): 16 bits that tell two keys apart with probability 1 - 2^-16, and say nothing more."""
     return int(jax.random.bits(stream(key, "mark"), (), jnp.uint16)) + 2**16
 
 
 def normal_like(key: jax.Array, tree):
-    """Independent standard normals, float32, in the shape of `tree`: the noise of every mechanism."""
+    """Independent standard normals, float32, in the shapes of `tree`: the noise of every mechanism."""
     return optax.tree.random_like(key, tree, jax.random.normal, jnp.float32)

@@ -15,7 +15,7 @@ Start reading at `Mechanism`. `mechanisms/gaussian.py` makes the mechanism that 
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,14 @@ import optax
 from dp_accounting import DpEvent
 
 from dpx._contributions import sum_contributions
-from dpx._guards import require_fitting, require_no_more, require_per_example, require_unmasked, undifferentiated
+from dpx._guards import (
+    require_fitting,
+    require_kind,
+    require_no_more,
+    require_per_example,
+    require_unmasked,
+    undifferentiated,
+)
 from dpx._numbers import ScalarOrSchedule, over
 from dpx.accounting.budget import Budget
 from dpx.batches import MISSING, Tree, batch_size, inclusion
@@ -58,7 +65,7 @@ class Mechanism(optax.GradientTransformationExtraArgs):
     supports_ghost_norms: whether `encode` only scales coordinates or drops leaves, and `norm` is the 2-norm of each
               group of leaves, so that `dpx.gradients.ghost` can compute the norms without the gradients
     encode_whole_batch: whether `encode` draws something large for each call, so that one call for all examples is best
-    budget:   the budget that the noise was calibrated to, if it was (`dpx.calibrated`)
+    budget:   the `dpx.Budget` that the noise was calibrated to, or None
     """
 
     encode: Callable[[Tree, Tree], Tree]
@@ -104,12 +111,8 @@ class Mechanism(optax.GradientTransformationExtraArgs):
         self = super().__new__(cls, begin, update)  # pyright: ignore[reportArgumentType]
         self.encode, self.norm, self.weigh, self.release = encode, norm, weigh, release
         self.event, self.sampling, self.noise_multiplier, self.key = event, sampling, noise_multiplier, key
-        self.stages, self.supports_ghost_norms, self.encode_whole_batch = (
-            stages,
-            supports_ghost_norms,
-            encode_whole_batch,
-        )
-        self.budget = budget
+        self.stages, self.budget = stages, budget
+        self.supports_ghost_norms, self.encode_whole_batch = supports_ghost_norms, encode_whole_batch
         return self
 
     def replace(self, **changes) -> "Mechanism":
@@ -123,10 +126,9 @@ class Mechanism(optax.GradientTransformationExtraArgs):
         return terms_of(self.event(1), self.sampling)
 
     def release_once(self, sums, state, params, included, drawn=None) -> tuple[Tree, Tree]:
-        """`release` of the sums of a batch: included, bool (B,); drawn, of the batch (`dpx.Batch`).
+        """`release` for the sums of one batch. included: bool (B,). drawn: uint32 (3,), `Batch.drawn`, or None.
 
-        Makes a state unbillable where the event would not be true for the batch. Raises ValueError where it is
-        differentiated.
+        Makes the state unbillable if the event is not true for the batch. Raises ValueError if it is differentiated.
         """
         state = countersigned(state, self.terms, jnp.sum(included), self.sampling, drawn)
         return self.release(undifferentiated(sums), state, params)
@@ -178,20 +180,12 @@ class ChainState(NamedTuple):
     transforms: Tree
 
 
-def require_mechanism(mechanism: Any):
-    if not isinstance(mechanism, Mechanism):
-        raise ValueError(
-            "a dpx Mechanism must come first; chain optax transforms behind it with dpx.chain(mechanism, ...), got "
-            f"{type(mechanism)}"
-        )
-
-
 def in_coordinates(mechanism: Mechanism, *coordinates: Coordinates) -> Mechanism:
     """`mechanism` on gradients written in `coordinates`, applied in order and undone in reverse.
 
     The bound and the noise stay the inner mechanism's, and so does the bill. Raises ValueError if `mechanism` is none.
     """
-    require_mechanism(mechanism)
+    require_kind(mechanism, Mechanism)
 
     def init(params):
         like, states = _float32_like(params), []
@@ -222,8 +216,7 @@ def in_coordinates(mechanism: Mechanism, *coordinates: Coordinates) -> Mechanism
             coordinate.check(steps)
         return mechanism.event(steps)
 
-    names = tuple(coordinate.name for coordinate in coordinates)
-    undone = tuple(coordinate.undo for coordinate in reversed(coordinates) if coordinate.undo)
+    undone = [coordinate.undo for coordinate in reversed(coordinates) if coordinate.undo]
     return mechanism.replace(
         init=init,
         encode=encode,
@@ -233,7 +226,7 @@ def in_coordinates(mechanism: Mechanism, *coordinates: Coordinates) -> Mechanism
         budget=mechanism.budget,  # the event is the same, with the coordinates' own checks
         supports_ghost_norms=mechanism.supports_ghost_norms and all(c.supports_ghost_norms for c in coordinates),
         encode_whole_batch=mechanism.encode_whole_batch or any(c.encode_whole_batch for c in coordinates),
-        stages=names + mechanism.stages + undone,
+        stages=(*(coordinate.name for coordinate in coordinates), *mechanism.stages, *undone),
     )
 
 
@@ -247,7 +240,7 @@ def chain(mechanism: Mechanism, *transforms: optax.GradientTransformation) -> Me
     The transforms see the released gradient only: any optax optimizer, decay or momentum is free post-processing.
     Raises ValueError if `mechanism` is none, or one of the transforms is another.
     """
-    require_mechanism(mechanism)
+    require_kind(mechanism, Mechanism)
     if any(isinstance(transform, Mechanism) for transform in transforms):
         raise ValueError("one mechanism, first in the chain, is billed; got a second one among the transforms")
     after = optax.chain(*transforms)

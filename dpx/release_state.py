@@ -16,26 +16,27 @@ from dpx._states import map_states
 
 Tree = Any  # a pytree of arrays
 
-LARGEST_PRECISION = 1e30  # of one release; noise below 1e-15 counts as this much
+LARGEST_PRECISION = 1e30  # of one release, noise_multiplier^-2; a multiplier below 1e-15 counts as 1e-15
 REASONS = (
     "its releases were made by mechanisms of different samplings or events",
     "a batch had more rows that count than its sampling draws",
-    "the rows that count in a batch are not those that `take` drew. Give the batch as it is; for several views of one "
+    "the rows that count in a batch are not those that `take` drew. Give the batch unchanged; for several views of one "
     "example, average over them inside the loss",
     "a batch was used at another step than it was drawn for, and releases that share a batch cost more than those of "
     "independent batches. Take a new batch for every step, with the state after the last one",
-    "its batches were drawn with more than one key, and so are not those of one permutation an epoch",
+    "its batches were drawn with more than one key, so they are not those of one permutation an epoch",
 )
-TOLERANCE = 1e-5  # relative, between the precision of a state and that of a mechanism: float32 rounds on every machine
+TOLERANCE = 1e-5  # relative, between the precision of a state and that of a mechanism, because float32 rounds
 
 
 class ReleaseState(NamedTuple):
-    """The releases so far; the state of every mechanism holds exactly one. All of it is public.
+    """The record of the releases so far; the state of every mechanism holds exactly one. All of it is public.
 
     step:          int32 (), how many releases were made.
-    precision:     float32 (2,), the sum of noise_multiplier^-2 over them, and by how much that sum is too large.
-    terms:         uint32 (2,), fingerprints of the sampling record, and of the event but for its noise multipliers; or,
-                   once a release was made that they do not hold for, the number of the reason in REASONS.
+    precision:     float32 (2,), the sum of noise_multiplier^-2 over them, and the amount by which rounding made that
+                   sum too large (Kahan's compensation).
+    terms:         uint32 (2,), fingerprints of the sampling record, and of the event without its noise multipliers.
+                   After a release that cannot be billed, terms[0] is the number of the reason in REASONS instead.
     planned_steps: int32 (), the steps of the budget that the noise was calibrated for; 0 without a budget.
     stream:        uint32 (), the mark of the key that batches are drawn with (`keys.mark`); 0 before it is known.
     """
@@ -48,28 +49,28 @@ class ReleaseState(NamedTuple):
 
     @classmethod
     def empty(cls) -> "ReleaseState":
-        """Before the first release. `Mechanism.init` fills in the terms and the planned steps."""
+        """The record before the first release. `Mechanism.init` sets the terms and the planned steps."""
         zero = jnp.zeros((), jnp.int32)
         return cls(zero, jnp.zeros(2, jnp.float32), jnp.zeros(2, jnp.uint32), zero, jnp.zeros((), jnp.uint32))
 
     def after(self, noise_multiplier: jax.Array | float) -> "ReleaseState":
-        """After one more release with this noise multiplier, float32 ()."""
-        total, excess = self.precision
-        term = jnp.minimum(jnp.float32(noise_multiplier) ** -2, LARGEST_PRECISION) - excess
+        """The record after one more release with this noise multiplier, float32 ()."""
+        total, rounding = self.precision
+        term = jnp.minimum(jnp.float32(noise_multiplier) ** -2, LARGEST_PRECISION) - rounding
         longer = total + term
         return self._replace(step=self.step + 1, precision=jnp.stack([longer, (longer - total) - term]))
 
 
 def signed(state: Tree, terms: np.ndarray, planned_steps: int) -> Tree:
-    """A new `state` with the terms under which its releases will be billed."""
+    """`state`, which is new, with the terms under which its releases will be billed."""
     planned = jnp.full((), planned_steps, jnp.int32)
     return map_states(lambda node: node._replace(terms=jnp.asarray(terms), planned_steps=planned), state, ReleaseState)
 
 
 def countersigned(state: Tree, terms: np.ndarray, rows: jax.Array, sampling: Any, drawn: jax.Array | None) -> Tree:
-    """`state` before a release under `terms`; no mechanism bills it any more if they do not hold for that release.
+    """`state` before a release under `terms`. If they do not hold for that release, no mechanism will bill the state.
 
-    rows: how many rows of the batch count, int (). drawn: of the batch, uint32 (3,), if known.
+    rows: int (), how many rows of the batch count. drawn: uint32 (3,), `Batch.drawn`, if known.
     """
     most = int(min(getattr(sampling, "most_rows", math.inf), 2**31 - 1))
 
@@ -89,7 +90,7 @@ def countersigned(state: Tree, terms: np.ndarray, rows: jax.Array, sampling: Any
 
 
 def terms_of(event: DpEvent, sampling: Any) -> np.ndarray:
-    """Fingerprints of a sampling record and of the event of one step, whatever its noise; uint32 (2,)."""
+    """Fingerprints of a sampling record and of the event of one step without its noise multipliers, uint32 (2,)."""
     return np.array([sampling_terms(sampling), _fingerprint(_terms(event))], np.uint32)
 
 
@@ -109,20 +110,20 @@ def _terms(value: Any) -> Any:
 
 
 def release_state(state: Tree) -> ReleaseState:
-    """The one ReleaseState in an optimizer state, if the mechanism stands first and nothing wraps it.
+    """The one ReleaseState in an optimizer state in which the mechanism stands first and nothing wraps it.
 
     state: of a mechanism, of `dpx.chain` or `optax.chain`, of `optax.lookahead`, or an object that holds one, such as
         flax's TrainState or nnx.Optimizer.
-    Raises ValueError for none, for several, and for a state in which raw gradients passed something that changes what
-    one example can do: a transform before the mechanism, or a wrapper around it.
+    Raises ValueError for none, for several, and where a transform before the mechanism or a wrapper around it can
+    change how much one example moves the release.
     """
-    found = _search(state, ())
-    if len(found) != 1:
+    releases = _search(state, ())
+    if len(releases) != 1:
         raise ValueError(
-            f"state must hold exactly one mechanism's state, found {len(found)}. (A state that was stored is restored "
-            "into the structure of optimizer.init(params).)"
+            f"state must hold exactly one mechanism's state, found {len(releases)}. (Restore a stored state into the "
+            "structure of optimizer.init(params).)"
         )
-    release, holders = found[0]
+    release, holders = releases[0]
     for holder, key in holders:
         _require_plain(holder, key)
     if isinstance(release.step, jax.core.Tracer):
@@ -136,7 +137,7 @@ def release_state(state: Tree) -> ReleaseState:
 
 
 def _search(node: Tree, holders: tuple) -> list[tuple[ReleaseState, tuple]]:
-    """Every ReleaseState below `node`, with the nodes it lies in, from the outside, and the key in each."""
+    """Every ReleaseState below `node`, with the nodes that hold it, the outermost first, and the key in each."""
     if isinstance(node, ReleaseState):
         return [(node, holders)]
     children = jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda part: part is not node)
@@ -144,30 +145,31 @@ def _search(node: Tree, holders: tuple) -> list[tuple[ReleaseState, tuple]]:
 
 
 def _require_plain(node: Any, key: Any) -> None:
-    """ValueError if `node`, with the mechanism's state at `key`, is a wrapper's or a chain's of another order."""
-    kind = type(node)
-    if hasattr(node, "_fields") and kind.__module__.split(".")[0] == "optax" and not _is_lookahead(node):
+    """ValueError if `node`, with the mechanism's state at `key`, is of a wrapper, or of a chain in another order."""
+    holder = type(node)
+    if hasattr(node, "_fields") and holder.__module__.split(".")[0] == "optax" and not _is_lookahead(node):
         raise ValueError(
-            f"the mechanism must not be wrapped: the state is an optax {kind.__name__}, under which raw gradients can "
-            "pass or noise can change. Wrap nothing around a mechanism; freeze layers with dpx.trainable"
+            f"the mechanism must not be wrapped: the state is an optax {holder.__name__}, in which raw gradients can "
+            "pass by the mechanism, or its noise can change. Wrap nothing around a mechanism; freeze layers with "
+            "dpx.coordinates.trainable"
         )
-    if kind in (tuple, list) and key.idx != 0:
+    if holder in (tuple, list) and key.idx != 0:
         raise ValueError(
-            "the mechanism must come first in the chain: what stands before it sees raw gradients, and its effect is "
-            f"not billed; got it at position {key.idx}. (Of a tuple of your own, pass the optimizer state alone.)"
+            "the mechanism must come first in the chain, because a transform before it sees raw gradients and is not "
+            f"billed; got it at position {key.idx}. (If this is a tuple of your own, pass the optimizer state alone.)"
         )
     if isinstance(node, Mapping) and any(_is_transform(part) for name, part in node.items() if name != key.key):
-        raise ValueError("the mechanism must come first, which optax.named_chain does not tell; use dpx.chain")
+        raise ValueError("the mechanism must come first, and optax.named_chain does not keep the order; use dpx.chain")
 
 
 def _is_transform(state: Tree) -> bool:
-    """Whether it may be the state of a transformation: optax's, or empty."""
+    """Whether `state` may be that of a transformation, because it is empty or of optax."""
     nodes = jax.tree.leaves(state, is_leaf=lambda node: type(node).__module__.startswith("optax"))
     return not nodes or any(type(node).__module__.startswith("optax") for node in nodes)
 
 
 def _require_counted(state: Tree, release: ReleaseState) -> None:
-    """ValueError where an optax.lookahead may have set the count back, which reset_state=True does at every turn."""
+    """ValueError where an optax.lookahead may have set back the count, as reset_state=True does at every turn."""
     for node in jax.tree.leaves(state, is_leaf=_is_lookahead):
         if _is_lookahead(node) and int(release.step) <= int(node.steps_since_sync):
             raise ValueError(
@@ -182,12 +184,15 @@ def _is_lookahead(node: Any) -> bool:
 
 
 def steps_taken(state: Tree) -> int:
-    """How many releases an optimizer state has paid for; ValueError as in `dpx.epsilon` for a wrapped mechanism."""
+    """How many releases an optimizer state has made, an int.
+
+    Raises ValueError where the state does not hold exactly one mechanism's, or something wraps the mechanism.
+    """
     return int(release_state(state).step)
 
 
 def next_step(state: Tree, sampling: Any, *, beyond_budget: bool) -> int:
-    """The number of the next step; ValueError if it is beyond the budget, or other batches are paid for."""
+    """The number of the next step. Raises ValueError beyond the budget, and for the state of another sampling."""
     release = release_state(state)
     if int(release.terms[0]) > len(REASONS) and int(release.terms[0]) != sampling_terms(sampling):
         raise ValueError(f"the state is of a mechanism that bills the sampling of another record than {sampling}")
@@ -195,8 +200,8 @@ def next_step(state: Tree, sampling: Any, *, beyond_budget: bool) -> int:
     if planned and step >= planned and not beyond_budget:
         raise ValueError(
             f"the budget is spent: its noise was calibrated for {planned} steps, and {step} were made. Pass "
-            "beyond_budget=True to go on with the same mechanism (a new budget does not change a run that has begun); "
-            "dpx.epsilon tells what that costs"
+            "beyond_budget=True to continue with the same mechanism (another budget does not change a run). "
+            "dpx.epsilon tells the cost"
         )
     return step
 

@@ -1,14 +1,16 @@
-"""How batches are drawn, and what that costs: one frozen record, so that what is drawn is what is billed.
+"""How batches are drawn, and the cost of that: one frozen record does both, so a run is billed for what it draws.
 
 `take(data, key, state)` gives the batch of the next step, whose number it reads from the optimizer state. It runs on
 the host, and calls `draw(key, step)`. Both are pure functions of the key, the step and the record, so a resumed run
 draws the same batches. The key must stay as secret as the noise key, because amplification by sampling holds
-for batches that nobody knows.
+only for batches that nobody knows.
+
+To add one: a frozen dataclass here with the parts of `Sampling`, and a line in `dpx/catalog.py`.
 """
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 import dp_accounting
 import jax
@@ -17,23 +19,22 @@ import numpy as np
 from dp_accounting import DpEvent, GaussianDpEvent
 
 from dpx import keys
-from dpx._draws import Draw, coins, pad, permutation, require_step, round_up, step_key
+from dpx._draws import Draw, coins, keep_sizes, pad, permutation, require_step, round_up, step_key
 from dpx._numbers import require_whole
 from dpx.batches import Batch, Tree, batch_size
 from dpx.release_state import next_step
 
 
 class Sampling(Protocol):
-    """What a mechanism asks of its sampling.
+    """The parts of a sampling record that mechanisms, accountants and training loops read.
 
-    examples: size of the data set, public.
-
+    examples: size of the data set; a public number.
     relation: the neighboring relation under which `event` is true: "add_or_remove" (one example more or fewer),
-              "zero_out" (one example's contribution nulled) or "replace_one" (one example exchanged for another).
+              "zero_out" (one example's contribution set to zero) or "replace_one" (one exchanged for another).
     divisor:  the expected batch size; the private gradient is the noisy sum divided by it. A public constant.
-    pads:     whether a batch may hold rows that do not count; else every batch has `divisor` rows.
-    most_rows: how many rows of a batch may count at most; inf where that is a matter of chance.
-    one_key:  whether all batches of a run must be drawn with one key for `event` to be true.
+    pads:     whether a batch may hold padding; otherwise every batch has `divisor` rows.
+    most_rows: the largest number of rows of a batch that may count; inf where chance decides it.
+    one_key:  whether `event` is true only if all batches of a run are drawn with one key.
     event:    (multipliers) -> DpEvent of len(multipliers) releases with these noise multipliers, float64 (steps,).
     """
 
@@ -54,10 +55,10 @@ class Sampling(Protocol):
     def event(self, multipliers: np.ndarray) -> DpEvent: ...
 
     def draw(self, key: jax.Array, step: int, *, size: int | None = None) -> Draw:
-        """Which examples take part in a step: fixed shapes, for a jitted step.
+        """The examples that take part in one step, as arrays of a fixed shape for a jitted step.
 
-        step: the whole number of steps that the whole run has made so far. It never restarts, also not at a new epoch:
-            a step drawn twice has the same batch, which is billed as two independent ones.
+        key: a PRNG key, (), secret. step: int, how many steps the whole run has made so far. It never restarts, because
+            a step that is drawn twice has the same batch but is billed as two independent ones.
         size: rows of the result, at least as many as take part; None leaves it to the record.
         Raises ValueError for a step that is no whole number of at least 0, and for too small a size.
         """
@@ -68,14 +69,15 @@ class Sampling(Protocol):
     ) -> Batch:
         """The batch of the next step that `state` has not paid for; arrays with `size` rows.
 
-        data: a pytree of arrays with the `examples` examples on axis 0 of each.
-        key: of one run, secret. With `ShuffledEpochs` the same at every step, else the run is not billed.
-        state: of the optimizer, whose step count is read; waits until it is computed.
-        size: rows of the batch, the rest is padding; None leaves it to the record.
-        beyond_budget: go on after the steps of the `dpx.Budget` that the mechanism was calibrated for.
+        data: pytree of arrays, with the `examples` examples on axis 0 of each.
+        key: a PRNG key, (), secret, of one run. With `ShuffledEpochs` it must be the same at every step, because a run
+            whose batches come from several permutations is not billed.
+        state: of the optimizer. Its step count is read, which waits until the state is computed.
+        size: rows of the batch, the last of which are padding; None leaves it to the record.
+        beyond_budget: continue after the steps of the `dpx.Budget` that the mechanism was calibrated for.
 
-        Raises ValueError where data has another length, where the mechanism of the state bills another sampling, and at
-        the first step beyond the budget.
+        Raises ValueError where the data have another length, where the mechanism of the state bills another sampling,
+        and at the first step beyond the budget.
         """
         step = next_step(state, self, beyond_budget=beyond_budget)
         if batch_size(data) != self.examples:
@@ -87,12 +89,14 @@ class Sampling(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class PoissonSampling(Sampling):
-    """Every example flips its own coin of probability `batch_size / examples` at every step.
+    """At every step, each example takes part with probability batch_size / examples, independently of the others.
 
-    examples:   size of the data set, public.
-    batch_size: the EXPECTED batch size, at most `examples`; the divisor.
-    capacity:   rows of a drawn batch; default the expected size plus five standard deviations, rounded up to 8. A
-                larger batch is never cut: it comes in the next multiple of 1/8 of the capacity.
+    examples:   size of the data set; a public number.
+    batch_size: the EXPECTED batch size, in (0, examples]; the divisor.
+    capacity:   rows of a drawn batch; by default the expected size plus five standard deviations, rounded up to a
+                multiple of 8. A larger batch is never cut: it comes in the next multiple of 1/8 of the capacity.
+
+    Raises ValueError for other sizes. Its event is that of Abadi et al. 2016, https://arxiv.org/abs/1607.00133.
     """
 
     examples: int
@@ -101,7 +105,7 @@ class PoissonSampling(Sampling):
     relation: ClassVar[str] = "add_or_remove"
 
     def __post_init__(self):
-        _keep_sizes(self)
+        keep_sizes(self)
         if self.capacity is not None:
             require_whole("capacity", self.capacity)
 
@@ -124,13 +128,11 @@ class PoissonSampling(Sampling):
     def draw(self, key: jax.Array, step: int, *, size: int | None = None) -> Draw:
         drawn = np.flatnonzero(coins(step_key(key, require_step(step)), self.examples, self.probability))
         if size is None:
-            size = self.capacity or min(self.examples, round_up(self.batch_size + 5 * self._deviation(), 8))
+            deviation = math.sqrt(self.batch_size * (1 - self.probability))
+            size = self.capacity or min(self.examples, round_up(self.batch_size + 5 * deviation, 8))
             if len(drawn) > size:
                 size = round_up(len(drawn), max(1, size // 8))
         return pad(drawn, size)
-
-    def _deviation(self) -> float:
-        return math.sqrt(self.batch_size * (1 - self.probability))
 
     def event(self, multipliers: np.ndarray) -> DpEvent:
         return _composed(
@@ -141,10 +143,11 @@ class PoissonSampling(Sampling):
 
 @dataclass(frozen=True, kw_only=True)
 class FixedSizeSampling(Sampling):
-    """`batch_size` of the examples, uniformly without replacement, afresh at every step.
+    """At every step, a new subset of `batch_size` examples, drawn uniformly without replacement.
 
-    Replacing an example moves the sum by twice the clip norm; the event's noise multiplier is halved for it. Billed by
-    RDP (Wang, Balle and Kasiviswanathan 2019, https://arxiv.org/abs/1808.00087).
+    Replacing an example moves the sum by twice the clip norm, so the event has half the noise multiplier. It is billed
+    by RDP (Wang, Balle and Kasiviswanathan 2019, https://arxiv.org/abs/1808.00087). Raises ValueError unless both
+    sizes are whole numbers with 1 <= batch_size <= examples.
     """
 
     examples: int
@@ -152,7 +155,7 @@ class FixedSizeSampling(Sampling):
     relation: ClassVar[str] = "replace_one"
 
     def __post_init__(self):
-        _keep_sizes(self, whole=True)
+        keep_sizes(self, whole=True)
 
     @property
     def divisor(self) -> float:
@@ -173,10 +176,11 @@ class FixedSizeSampling(Sampling):
 
 @dataclass(frozen=True, kw_only=True)
 class ShuffledEpochs(Sampling):
-    """A fresh permutation every epoch, cut into batches; the last batch of an epoch may be short.
+    """A new permutation every epoch, cut into batches; the last batch of an epoch may be short.
 
-    An example takes part once an epoch, in a batch an adversary may know: no amplification is claimed. An epoch is
-    billed as one Gaussian release at its smallest noise multiplier (mu = sqrt(epochs) / sigma), a begun epoch in full.
+    An example takes part once an epoch, in a batch that an adversary may know, so no amplification is claimed. An epoch
+    is billed as one Gaussian release at its smallest noise multiplier (mu = sqrt(epochs) / sigma); an epoch that has
+    begun is billed in full. Raises ValueError for the same sizes as `FixedSizeSampling`.
     """
 
     examples: int
@@ -185,7 +189,7 @@ class ShuffledEpochs(Sampling):
     one_key: ClassVar[bool] = True
 
     def __post_init__(self):
-        _keep_sizes(self, whole=True)
+        keep_sizes(self, whole=True)
 
     @property
     def divisor(self) -> float:
@@ -215,7 +219,7 @@ class ShuffledEpochs(Sampling):
 
 @dataclass(frozen=True, kw_only=True)
 class FullBatch(Sampling):
-    """Every example at every step."""
+    """Every example at every step. Raises ValueError unless `examples` is a whole number of at least 1."""
 
     examples: int
     relation: ClassVar[str] = "zero_out"
@@ -234,18 +238,6 @@ class FullBatch(Sampling):
 
     def event(self, multipliers: np.ndarray) -> DpEvent:
         return _composed(multipliers, GaussianDpEvent)
-
-
-def _keep_sizes(sampling: Any, *, whole: bool = False):
-    """Checks both sizes and stores them as Python numbers, so that equal records print alike."""
-    examples, size = require_whole("examples", sampling.examples), sampling.batch_size
-    number = int | np.integer if whole else int | float | np.integer | np.floating
-    if isinstance(size, bool) or not isinstance(size, number):
-        raise ValueError(f"batch_size must be a {'whole ' if whole else ''}number, got {size!r}")
-    if not 0 < size <= examples:
-        raise ValueError(f"batch_size must be in (0, examples = {examples}], got {size}")
-    object.__setattr__(sampling, "examples", examples)
-    object.__setattr__(sampling, "batch_size", int(size) if size == int(size) else float(size))
 
 
 def _composed(multipliers: np.ndarray, event_of) -> DpEvent:

@@ -1,6 +1,7 @@
-"""Schedules of the papers' methods: numbers that change over the steps of a run.
+"""Schedules of the papers' methods: noise multipliers and clip norms that change over the steps of a run.
 
-A mechanism and its bill read the same function of the step, so that the billed noise is the added noise.
+A schedule is a function of the step, int32 (), the number of releases before it. A mechanism and its bill read the same
+function, so that the billed noise is the added noise.
 """
 
 import jax.numpy as jnp
@@ -11,7 +12,11 @@ from dpx._numbers import Schedule, require_number, require_whole
 def inverse_power(init_value: float, *, power: float) -> Schedule:
     """init_value / k^power at the k-th step, k = 1, 2, ...: the noise of D2P2-SGD.
 
-    Its theorems need power 1/2; its experiments used 1/4 with k counting epochs (see `every`).
+    init_value: above 0. power: at least 0; 1/2 in the paper's theorems, 1/4 in its experiments, where k counts epochs
+        (see `every`).
+
+    Raises ValueError for numbers outside these domains.
+    Source: Jiang et al. 2025, https://arxiv.org/abs/2509.09485.
     """
     require_number("init_value", init_value, minimum=0, exclusive=True)
     require_number("power", power, minimum=0)
@@ -19,22 +24,34 @@ def inverse_power(init_value: float, *, power: float) -> Schedule:
 
 
 def every(steps: int, schedule: Schedule) -> Schedule:
-    """`schedule` of the number of the block, 0, 1, ..., for blocks of `steps` steps (an epoch). ValueError below 1."""
+    """`schedule` of blocks of `steps` steps (an epoch): at step t its value at t // steps, the number of the block.
+
+    steps: at least 1. Raises ValueError for less.
+    """
     steps = require_whole("steps", steps)
     return lambda step: schedule(step // steps)
 
 
 def growing_mu(noise_multiplier: float, *, rho_mu: float, steps: int) -> Schedule:
-    """The noise multiplier 1/mu_t for mu_t = rho_mu^(t/T) mu_0, t = 1..T: noise that falls as training goes on.
+    """The noise multiplier 1/mu_t for mu_t = rho_mu^(t/T) mu_0, t = 1..T: noise that falls over the run.
 
-    noise_multiplier: 1/mu_0. rho_mu: at least 1; the privacy parameter of the last step over that before the first.
-    Dynamic DP-SGD, Du et al. 2021, https://arxiv.org/abs/2111.00173.
+    noise_multiplier: 1/mu_0, at least 0. steps: T, at least 1.
+    rho_mu: at least 1; the privacy parameter mu of the last step, divided by that before the first.
+
+    Raises ValueError for numbers outside these domains.
+    Source: Dynamic DP-SGD, Du et al. 2021, https://arxiv.org/abs/2111.00173.
     """
     return _geometric("noise_multiplier", noise_multiplier, "rho_mu", rho_mu, steps)
 
 
 def sensitivity_decay(clip_norm: float, *, rho_c: float, steps: int) -> Schedule:
-    """The clip norm C_t = rho_c^(-t/T) C_0, t = 1..T. rho_c: at least 1. Du et al. 2021."""
+    """The clip norm C_t = rho_c^(-t/T) C_0, t = 1..T, which falls over the run.
+
+    clip_norm: C_0, at least 0, in the units of the gradient. steps: T, at least 1. rho_c: at least 1.
+
+    Raises ValueError for numbers outside these domains.
+    Source: Dynamic DP-SGD, Du et al. 2021, https://arxiv.org/abs/2111.00173.
+    """
     return _geometric("clip_norm", clip_norm, "rho_c", rho_c, steps)
 
 

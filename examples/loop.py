@@ -188,7 +188,7 @@ def model_of(config: Config, dataset: data.Dataset) -> models.Model:
 
 def seen(params, state, config: Config):
     """The parameters that the loss is at."""
-    return dpx.masked_params(params, state) if config.masked_loss else params
+    return dpx.coordinates.masked_params(params, state) if config.masked_loss else params
 
 
 def step_function(model: models.Model, optimizer: dpx.Mechanism, config: Config):

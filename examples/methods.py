@@ -97,7 +97,8 @@ def explained(entry: catalog.Entry, name: str) -> str:
             continue
         said = text.split(f"{head}:", 1)[1]
         ends = [said.find(f"{other}:") for other in heads] + [said.find("\n\n"), len(said)]
-        said = " ".join(said[: min(end for end in ends if end >= 0)].split()).rstrip(" .")
+        said = " ".join(said[: min(end for end in ends if end >= 0)].split())
+        said = re.split(r" (?:The rest is as in|Raises ValueError) ", said)[0].rstrip(" .")
         if not said.startswith("of `"):
             return textwrap.shorten(said, 200)
     known = {other.name: other for other in (*catalog.METHODS, *catalog.COORDINATES, *catalog.MECHANISMS)}

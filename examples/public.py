@@ -50,4 +50,4 @@ def arguments(config: Config, dataset: data.Dataset, data_dir, key: jax.Array) -
     model = models.centred(built)
     gradient = jax.jit(jax.vmap(jax.grad(models.loss_of(model)), (None, 0)))
     grads = gradient(model.init(dpx.keys.stream(key, "init")), (images, labels))
-    return {"basis": dpx.public_subspace(grads, rank=rank, iterations=ITERATIONS, key=key)}
+    return {"basis": dpx.coordinates.public_subspace(grads, rank=rank, iterations=ITERATIONS, key=key)}

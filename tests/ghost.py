@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import dpx
+from dpx.gradients.ghost import ways as records
 
+WAYS = {name.lower(): record.words for name, record in vars(records).items() if isinstance(record, records.Way)}
 TOLERANCE = 1e-5
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # to compile, not to run
 
@@ -17,17 +19,18 @@ def key(number: int) -> jax.Array:
 
 
 def normal(number: int, *shape: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(number).standard_normal(shape), jnp.float32)
+    return jnp.asarray(np.asarray(np.random.default_rng(number).standard_normal(shape), np.float32))
 
 
 def integers(number: int, count: int, *shape: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(number).integers(0, count, shape), jnp.int32)
+    return jnp.asarray(np.asarray(np.random.default_rng(number).integers(0, count, shape), np.int32))
 
 
 def random_like(shapes):
     """Normal parameters, of 1/2 in size."""
     leaves, treedef = jax.tree.flatten(shapes)
-    return jax.tree.unflatten(treedef, [0.5 * normal(i, *leaf.shape) for i, leaf in enumerate(leaves)])
+    halves = [0.5 * np.asarray(normal(i, *leaf.shape)) for i, leaf in enumerate(leaves)]
+    return jax.tree.unflatten(treedef, [jnp.asarray(half) for half in halves])
 
 
 def mechanism(clip_norm: Any = 1e-3) -> dpx.Mechanism:
@@ -53,7 +56,7 @@ def clipped_sums(loss, params, batch, clipping, *, made=None, included=None, mic
 
 def assert_same(found, expected, tolerance=TOLERANCE):
     """Every leaf within `tolerance` of its own norm (or of a thousandth of the whole's, if it almost cancels)."""
-    whole = np.sqrt(sum(float(jnp.sum(leaf**2)) for leaf in jax.tree.leaves(expected)))
+    whole = np.sqrt(sum(np.linalg.norm(leaf) ** 2 for leaf in jax.tree.leaves(expected)))
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(expected), strict=True):
         a, b = np.asarray(a), np.asarray(b)

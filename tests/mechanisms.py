@@ -84,7 +84,7 @@ def _dice(name, sampling, *, outer, reset_every=None, stability=None) -> Case:
     """clip norm 0.7, feedback norm 0.02."""
 
     def make(key):
-        return dpx.dice_sgd(
+        return dpx.methods.dice_sgd(
             clip_norm=0.7,
             feedback_norm=0.02,
             outer_clip_norm=outer,
@@ -117,14 +117,14 @@ def _dice(name, sampling, *, outer, reset_every=None, stability=None) -> Case:
 
 
 PER_LAYER = {"kernel": 0.5, "bias": 0.2, "scale": 0.1}
-TRAINABLE = dpx.trainable({"kernel": True, "bias": False, "scale": True})
+TRAINABLE = dpx.coordinates.trainable({"kernel": True, "bias": False, "scale": True})
 
 COOLING = optax.linear_schedule(0.0, 0.7, 4)
 
 
 def _ada_dpigu(key, **options) -> dpx.Mechanism:
     """Three steps of warm-up, so that the contract sees both phases."""
-    return dpx.ada_dpigu(
+    return dpx.methods.ada_dpigu(
         warmup=3,
         variance_decay=0.5,
         stability=0.05,
@@ -189,12 +189,12 @@ MECHANISMS = [
     Case("fixed size", lambda key: _dp_sgd(key, dpx.FixedSizeSampling(examples=100, batch_size=8))),
     Case("shuffled", lambda key: _scheduled(key, EPOCHS), lambda t: 1 - 0.05 * min(t, 10), lambda t: 2 * 0.9**t),
     Case("per layer", lambda key: _dp_sgd(key, clip_norm=PER_LAYER), lambda t: math.sqrt(0.25 + 0.04 + 0.01)),
-    Case("normalized", lambda key: dpx.normalized(_dp_sgd(key, clip_norm=1.0)), lambda t: 1.0),
-    Case("normalized, small clip", lambda key: dpx.normalized(_dp_sgd(key), stability=1e-6)),
+    Case("normalized", lambda key: dpx.mechanisms.normalized(_dp_sgd(key, clip_norm=1.0)), lambda t: 1.0),
+    Case("normalized, small clip", lambda key: dpx.mechanisms.normalized(_dp_sgd(key), stability=1e-6)),
     Case("trainable", lambda key: dpx.in_coordinates(_dp_sgd(key), TRAINABLE), frozen=("bias",)),
     Case(
         "normalized trainable per layer",
-        lambda key: dpx.normalized(
+        lambda key: dpx.mechanisms.normalized(
             dpx.in_coordinates(_dp_sgd(key, clip_norm={"kernel": 0.5, "bias": 1.0, "scale": 0.1}), TRAINABLE),
             stability=0.1,
         ),
@@ -203,7 +203,7 @@ MECHANISMS = [
     ),
     Case(
         "dynamic_dp_sgd",
-        lambda key: dpx.dynamic_dp_sgd(
+        lambda key: dpx.methods.dynamic_dp_sgd(
             clip_norm=1.1, noise_multiplier=2.5, rho_mu=3.0, rho_c=2.0, steps=8, sampling=POISSON, key=key
         ),
         lambda t: 1.1 * 2 ** (-(t + 1) / 8),
@@ -211,7 +211,7 @@ MECHANISMS = [
     ),
     Case(
         "dynamic_dp_sgd per epoch",
-        lambda key: dpx.dynamic_dp_sgd(
+        lambda key: dpx.methods.dynamic_dp_sgd(
             clip_norm=1.1, noise_multiplier=2.5, rho_mu=3.0, rho_c=2.0, steps=8, every=3, sampling=EPOCHS, key=key
         ),
         lambda t: 1.1 * 2 ** (-(t // 3 * 3 + 1) / 8),
@@ -219,7 +219,7 @@ MECHANISMS = [
     ),
     Case(
         "d2p_sgd",
-        lambda key: dpx.d2p_sgd(noise_multiplier=2.0, power=0.5, every=2, sampling=POISSON, key=key),
+        lambda key: dpx.methods.d2p_sgd(noise_multiplier=2.0, power=0.5, every=2, sampling=POISSON, key=key),
         lambda t: 1.0,
         lambda t: 2 * (t // 2 + 1) ** -0.5,
     ),
@@ -227,14 +227,16 @@ MECHANISMS = [
     _dice("dice_sgd automatic, shuffled", EPOCHS, outer=math.inf, stability=0.05),
     Case(
         "random_freeze_sgd",
-        lambda key: dpx.random_freeze_sgd(
+        lambda key: dpx.methods.random_freeze_sgd(
             freeze_rate=COOLING, every=2, clip_norm=0.7, noise_multiplier=1.3, sampling=POISSON, key=key
         ),
         scale=_masked,
     ),
     Case(
         "posterior freeze, a mask a step",
-        lambda key: dpx.in_coordinates(_scheduled(key), dpx.random_freeze(COOLING, every=1, posterior=True, key=key)),
+        lambda key: dpx.in_coordinates(
+            _scheduled(key), dpx.coordinates.random_freeze(COOLING, every=1, posterior=True, key=key)
+        ),
         lambda t: 1 - 0.05 * min(t, 10),
         lambda t: 2 * 0.9**t,
         scale=_masked,
@@ -242,7 +244,7 @@ MECHANISMS = [
     ),
     Case(
         "ranked_freeze_sgd",
-        lambda key: dpx.ranked_freeze_sgd(
+        lambda key: dpx.methods.ranked_freeze_sgd(
             freeze_rate=0.6, every=2, clip_norm=0.7, noise_multiplier=1.3, sampling=POISSON, key=key
         ),
         scale=_masked,
@@ -261,7 +263,7 @@ MECHANISMS = [
     ),
     Case(
         "adaptive_clipping",
-        lambda key: dpx.adaptive_clipping(
+        lambda key: dpx.mechanisms.adaptive_clipping(
             initial_clip_norm=0.4, indicator_noise=0.8, noise_multiplier=1.3, sampling=POISSON, key=key
         ),
         lambda t: 1.0,
@@ -272,19 +274,21 @@ MECHANISMS = [
     ),
     Case(
         "gaussian projection",
-        lambda key: dpx.in_coordinates(_dp_sgd(key), dpx.random_projection(rank=12, kind="gaussian", key=key)),
+        lambda key: dpx.in_coordinates(
+            _dp_sgd(key), dpx.coordinates.random_projection(rank=12, kind="gaussian", key=key)
+        ),
         lift=2.5,
     ),
     Case(
         "clip, then project",
-        lambda key: dpx.clip_then_project(_dp_sgd(key), rank=12, kind="gaussian", key=key),
+        lambda key: dpx.mechanisms.clip_then_project(_dp_sgd(key), rank=12, kind="gaussian", key=key),
         event=_fresh_gaussians,
         lift=2.5,
         noised=_projected_sum,
     ),
     Case(
         "d2p2_sgd",
-        lambda key: dpx.d2p2_sgd(
+        lambda key: dpx.methods.d2p2_sgd(
             rank=8, kind="countsketch", noise_multiplier=2.0, power=0.5, every=2, sampling=POISSON, key=key
         ),
         lambda t: 1.0,
@@ -293,7 +297,7 @@ MECHANISMS = [
     ),
     Case(
         "dp2_sgd, per layer",
-        lambda key: dpx.dp2_sgd(
+        lambda key: dpx.methods.dp2_sgd(
             rank={"kernel": 8, "bias": 2, "scale": 1},
             kind="orthonormal",
             noise_multiplier=1.3,
@@ -305,7 +309,7 @@ MECHANISMS = [
     ),
     Case(
         "gep_sgd",
-        lambda key: dpx.gep_sgd(
+        lambda key: dpx.methods.gep_sgd(
             ALIGNED,
             embedding_clip_norm=2.0,
             residual_clip_norm=0.5,

@@ -196,12 +196,12 @@ def _mechanisms() -> Iterator[tuple[str, Bill]]:
     )
 
 
-KINDS = (_gaussians, _poisson, _schedules, _mixes, _fixed, _projected, _feedback, _mechanisms)
+FAMILIES = (_gaussians, _poisson, _schedules, _mixes, _fixed, _projected, _feedback, _mechanisms)
 
 
 def bills() -> dict[str, Bill]:
     """Every bill by its name."""
-    return dict(itertools.chain.from_iterable(kind() for kind in KINDS))
+    return dict(itertools.chain.from_iterable(bills_of() for bills_of in FAMILIES))
 
 
 def main() -> None:

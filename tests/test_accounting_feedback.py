@@ -37,7 +37,7 @@ def epsilon(error_shift=1.0, noise=4.0, *, delta=1e-5, relation=None, **options)
 
 
 def mechanism(sampling=POISSON, noise=4.0, outer=2.0, **options) -> dpx.Mechanism:
-    return dpx.dice_sgd(
+    return dpx.methods.dice_sgd(
         clip_norm=1.0,
         feedback_norm=1.0,
         outer_clip_norm=outer,
@@ -91,7 +91,7 @@ def test_the_bill_is_the_least_bound():
     assert accounting.event_epsilon(made, delta=1e-5, accountant="rdp") == found[AMPLIFIED]
     # at a sampling rate of 1 nothing is amplified: the participations are known
     everyone = dpx.PoissonSampling(examples=100, batch_size=100)
-    known = gdp.epsilon(math.sqrt(feedback_energy.accumulated(3, 1.0)[-1]) / 4, 1e-5)
+    known = gdp.epsilon(math.sqrt(feedback_energy.accumulated_energies(3, 1.0)[-1]) / 4, 1e-5)
     assert epsilon(sampling=everyone, steps=3) == pytest.approx(known, rel=1e-6)
     assert epsilon(sampling=dpx.FullBatch(examples=100), steps=3) == pytest.approx(known, rel=1e-9)
 
@@ -140,7 +140,7 @@ def test_delta_and_epsilon_agree():
 def counting(request, monkeypatch):
     """Recursions that count the participations so far, and that do not."""
     caches = feedback_renyi._grid, feedback_renyi.log_moment
-    monkeypatch.setattr(feedback_renyi, "_TRACKED", request.param)
+    monkeypatch.setattr(feedback_renyi, "_MOST_TRACKED", request.param)
     for cache in caches:
         cache.cache_clear()
     yield
@@ -274,7 +274,7 @@ def brute_force_energy(participations: tuple[int, ...], error_shift: float) -> f
 
 @pytest.mark.parametrize("error_shift", [0.2, 1.0, 3.0])
 def test_energy_is_the_worst_case(error_shift):
-    energies = feedback_energy.accumulated(4, error_shift)
+    energies = feedback_energy.accumulated_energies(4, error_shift)
     for k in range(1, 5):
         assert energies[k] <= (math.sqrt(k) + k * error_shift) ** 2 + 1e-12
         bunched = brute_force_energy((1,) * k + (0,), error_shift)
@@ -288,13 +288,13 @@ def test_energy_of_epochs_and_resets_by_enumeration():
     """Every place of one participation in each epoch, every stretch between resets on its own."""
     for steps, epoch, reset in itertools.product((1, 5, 8, 9), (1, 2, 3), (1, 2, 3, 4, 9)):
         reset = min(reset, steps)
-        energies = feedback_energy.accumulated(steps, 0.7)
+        energies = feedback_energy.accumulated_energies(steps, 0.7)
         starts = range(0, steps, epoch)
         places = itertools.product(*[range(start, min(start + epoch, steps)) for start in starts])
         worst = max(sum(energies[np.bincount(np.array(at) // reset)]) for at in places)
-        found = feedback_energy.fixed(steps, epoch, reset, 0.7, 1e9)
+        found = feedback_energy.energy_of_epochs(steps, epoch, reset, 0.7, 1e9)
         assert found == pytest.approx(worst if reset > 1 else len(starts))  # of one step: plain DP-SGD
-        trivial = feedback_energy.fixed(steps, epoch, reset, math.inf, 0.5)
+        trivial = feedback_energy.energy_of_epochs(steps, epoch, reset, math.inf, 0.5)
         blocks = -(-steps // reset)
         assert len(starts) <= trivial <= len(starts) * 1.5**2 + (steps - blocks) * 0.5**2
 
@@ -373,7 +373,7 @@ def test_calibration():
         (EPOCHS, {"reset_every": 50}),
         (EPOCHS, {"stability": 0.2}),
     ):
-        made = dpx.dice_sgd(
+        made = dpx.methods.dice_sgd(
             clip_norm=1.0,
             feedback_norm=1.0,
             outer_clip_norm=1.5,
@@ -396,7 +396,7 @@ def run_pairs(patterns, target, others, *, clip_norm, outer, feedback_norm, batc
     target: (steps, SPACE), its gradients; others: (steps, rows, SPACE), everybody else's; patterns: (patterns, steps).
     """
     sampling = dpx.PoissonSampling(examples=100 * batch_size, batch_size=batch_size)
-    feedback = dpx.error_feedback_mechanism(
+    feedback = dpx.mechanisms.error_feedback_mechanism(
         clip_norm=clip_norm,
         outer_clip_norm=outer,
         feedback_norm=feedback_norm,
@@ -456,7 +456,7 @@ def test_attacks_stay_within_the_bill(name):
     clipped = target / np.maximum(1, np.linalg.norm(target, axis=1, keepdims=True))
     fed_back = moves - patterns[:, :, None] * clipped
     assert np.all((fed_back**2).sum((1, 2)) <= (counts * error_shift) ** 2 * (1 + 1e-3) + 1e-6)
-    energies = feedback_energy.accumulated(steps, error_shift)[counts]
+    energies = feedback_energy.accumulated_energies(steps, error_shift)[counts]
     assert np.all((moves**2).sum((1, 2)) <= energies * (1 + 1e-3) + 1e-6)
     assert ((moves**2).sum((1, 2)) / np.maximum(energies, 1)).max() > 0.3  # the attack does move something
     for noise in (2.0, 6.0):
@@ -499,7 +499,7 @@ def test_the_same_attack_breaks_the_published_claim():
     noise = sigma * batch_size / clip_norm
     assert linear_test(moves, noise, 2.0) >= 0.408
     # dpx bills that run truly, and with an error that is bounded the same attack gains nothing
-    made = dpx.error_feedback_mechanism(
+    made = dpx.mechanisms.error_feedback_mechanism(
         clip_norm=clip_norm,
         feedback_norm=feedback_norm,
         outer_clip_norm=math.inf,

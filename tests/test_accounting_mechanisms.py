@@ -14,6 +14,7 @@ from dpx import accounting
 from dpx.accounting import curves, events
 from dpx.accounting.checks import Accountant
 from dpx.accounting.pld.losses import SampledGaussian
+from dpx.accounting.releases import count_releases
 
 Gaussian = dp_accounting.GaussianDpEvent
 
@@ -93,7 +94,7 @@ def test_fewer_buckets_bill_more():
     assert exact * 1.01 < few < exact * 2
 
 
-def test_nested_trees_flatten():
+def test_releases_of_nested_trees_are_counted():
     one = Poisson().event(1.5)
     tree = dp_accounting.ComposedDpEvent(
         [
@@ -116,7 +117,7 @@ def test_several_releases_of_one_poisson_sample_are_one():
     event = dp_accounting.SelfComposedDpEvent(dp_accounting.PoissonSampledDpEvent(0.05, inner), 30)
     by_rdp = dp_accounting.rdp.RdpAccountant().compose(event).get_epsilon(1e-5)
     assert accounting.event_epsilon(event, delta=1e-5, accountant="rdp") == pytest.approx(by_rdp, rel=1e-9)
-    assert events.flatten(event).amplified
+    assert count_releases(event).poisson_sampled
     independent = dp_accounting.ComposedDpEvent([Poisson(0.05).event(s) for s in (2.0, 3.0, 3.0)] * 30)
     for relation in ("add_or_remove", "zero_out", "replace_one"):
         bill, less = (accounting.event_epsilon(one, delta=1e-5, relation=relation) for one in (event, independent))
@@ -156,7 +157,7 @@ def test_poisson_samples_without_noise_and_without_releases():
     never = dp_accounting.PoissonSampledDpEvent(0.0, dp_accounting.ComposedDpEvent([Gaussian(0.0), Gaussian(1.0)]))
     assert accounting.event_epsilon(never, delta=1e-5) == 0
     other = dp_accounting.PoissonSampledDpEvent(0.05, dp_accounting.LaplaceDpEvent(1.0))
-    assert not events.flatten(other).amplified
+    assert not count_releases(other).poisson_sampled
     assert 0 < accounting.event_epsilon(other, delta=1e-5) < 1
 
 

@@ -58,20 +58,20 @@ def test_the_smallest_costs_are_not_rounded_to_nothing(sigma, rate):
 
 
 def test_deltas_below_the_smallest_number_are_bounded():
-    rdp = renyi.total(np.array([2.0]), np.array([0.01]), np.array([100]))
+    rdp = renyi.add_or_remove_rdp(np.array([2.0]), np.array([0.01]), np.array([100]))
     low, high = 0.5, 60.0
-    while not 0 < renyi.delta(rdp, (low + high) / 2)[0] < 1e-320:
-        low, high = ((low + high) / 2, high) if renyi.delta(rdp, (low + high) / 2)[0] else (low, (low + high) / 2)
+    while not 0 < renyi.delta(rdp, (low + high) / 2) < 1e-320:
+        low, high = ((low + high) / 2, high) if renyi.delta(rdp, (low + high) / 2) else (low, (low + high) / 2)
     assert accounting.schedule_delta([2.0], 0.01, counts=[100], epsilon=(low + high) / 2).upper <= 1e-320
 
 
 def test_both_directions_dominate():
-    """Each pmf has at least the divergence of the true pair, and `dominated` at most, at coarse and short grids too."""
+    """`pmfs` have at least the divergence of the true pair, `dominated_pmfs` at most, at coarse and short grids too."""
     step = losses.SampledGaussian(0.8, 0.2)
     wide = [(1e-3, 1e-15, 50.0), (0.05, 1e-15, 50.0), (0.4, 1e-15, 50.0)]
     for grid, tail, largest in (*wide, (1e-3, 0.1, 50.0), (0.01, 1e-15, 0.6)):
         for index, direction in enumerate(("remove", "add")):
-            for rule, sign in ((step.pmfs, 1), (step.dominated, -1)):
+            for rule, sign in ((step.pmfs, 1), (step.dominated_pmfs, -1)):
                 pmf = rule(grid, tail=tail, largest=largest)[index]
                 loss = grid * (pmf.first + np.arange(len(pmf.probabilities)))
                 for epsilon in (-0.15, 0.0, 0.07, 0.5, 2.0):
@@ -275,7 +275,7 @@ def test_the_math_of_the_smallest_divergences_has_a_domain():
         for epsilon in (0.0, 1e-9, 0.1):
             truth = 1e-6 * (2 * stats.norm.cdf(0.5e-4) - 1) if epsilon == 0 else 0.0
             assert truth <= accounting.event_delta(event, epsilon=epsilon, accountant=accountant) <= 1e-6
-    assert renyi.delta(np.full(len(renyi.ORDERS), 1e-18), 0.1)[0] >= 0
+    assert renyi.delta(np.full(len(renyi.ORDERS), 1e-18), 0.1) >= 0
 
 
 def sampled(rate, sigma, count):

@@ -22,7 +22,7 @@ Z_GRADIENT = (Z**-2 - (2 * S) ** -2) ** -0.5
 
 def adaptive(key=KEY, **changes):
     options = dict(initial_clip_norm=0.5, indicator_noise=S, noise_multiplier=Z, sampling=SAMPLING, key=key)
-    return dpx.adaptive_clipping(**(options | changes))
+    return dpx.mechanisms.adaptive_clipping(**(options | changes))
 
 
 def gradients(norms):
@@ -56,7 +56,7 @@ def test_noise_of_the_gradient_and_of_the_indicator():
     zeros = ({"gradient": PARAMS, "indicator": jnp.zeros(())},)
 
     def draw(key):
-        updates, after = adaptive(key, learning_rate=1.0).release(zeros, state, PARAMS)
+        updates, after = adaptive(key, clip_learning_rate=1.0).release(zeros, state, PARAMS)
         count = (jnp.log(state.clip_norm / after.clip_norm) + 0.5 - 0.5) * SAMPLING.divisor  # C exp(-(b - quantile))
         return jnp.concatenate([updates["w"].ravel(), updates["b"]]) * SAMPLING.divisor, count
 
@@ -72,7 +72,7 @@ def test_noise_of_the_gradient_and_of_the_indicator():
 
 def test_equals_the_pseudo_code():
     """Algorithm 1 of Andrew et al. 2021, a step at a time, in NumPy with the same noise."""
-    mechanism, quantile, rate = adaptive(quantile=0.3, learning_rate=0.4), 0.3, 0.4
+    mechanism, quantile, rate = adaptive(quantile=0.3, clip_learning_rate=0.4), 0.3, 0.4
     state, update, clip = mechanism.init(PARAMS), jax.jit(mechanism.update), 0.5
     sizes = np.geomspace(0.05, 5, 16)
     grads = gradients(sizes)
@@ -114,7 +114,7 @@ def test_the_bill_is_one_gaussian_a_step():
 
 
 def test_the_clip_norm_stays_a_number():
-    mechanism = adaptive(learning_rate=1e6, quantile=0.5)
+    mechanism = adaptive(clip_learning_rate=1e6, quantile=0.5)
     for size, bound in ((1e-15, 2**-40), (1e15, 2**40)):
         update, all_rows = jax.jit(mechanism.update), jnp.ones(40, bool)
         _, state = update(gradients([size] * 40), mechanism.init(PARAMS), PARAMS, included=all_rows)
@@ -136,7 +136,7 @@ def test_the_clip_norm_stays_a_number():
         ("initial_clip_norm must be .* got 0", {"initial_clip_norm": 0.0}),
         ("initial_clip_norm must be .* got 1e[+]20", {"initial_clip_norm": 1e20}),
         (r"quantile must be in \(0, 1\), got 1", {"quantile": 1.0}),
-        ("learning_rate must be .* got -1", {"learning_rate": -1.0}),
+        ("clip_learning_rate must be .* got -1", {"clip_learning_rate": -1.0}),
         ("key must be a jax PRNG key", {"key": None}),
     ],
 )

@@ -17,15 +17,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.flatten_util import ravel_pytree
 
 import dpx
 from dpx import catalog, keys
 from dpx._contributions import sum_contributions
 from dpx.coordinates import _masks as masks
 from dpx.gradients import ghost
+from tests.compiling import EMITTERS
 from tests.mechanisms import MECHANISMS, PARAMS, POISSON, Case, case_of_method
 
+compiled = functools.partial(jax.jit, compiler_options=EMITTERS)
 STEPS = (0, 1, 4)
 DRAWS = 4000
 ROWS = 6
@@ -34,7 +35,7 @@ ROWS = 6
 def gradients(seed: int, scale: float = 1.0, examples: int = ROWS):
     """Per-example gradients in the shape of PARAMS, with the examples on axis 0."""
     rng = np.random.default_rng(seed)
-    return jax.tree.map(lambda p: jnp.asarray(scale * rng.normal(size=(examples, *p.shape)), jnp.float32), PARAMS)
+    return jax.tree.map(lambda p: np.asarray(scale * rng.normal(size=(examples, *p.shape)), np.float32), PARAMS)
 
 
 @functools.cache
@@ -66,7 +67,7 @@ def paths(case: Case):
     ways = [stacked, by_ghost_norms if mechanism.supports_ghost_norms else in_microbatches]
     if not (mechanism.supports_ghost_norms or mechanism.encode_whole_batch):
         ways.append(encoded_in_parts)
-    return [jax.jit(path) for path in ways]
+    return [compiled(path) for path in ways]
 
 
 def product_loss(params, example):
@@ -95,23 +96,27 @@ def adapted_state(case: Case, step: int):
     """The state after `step` releases of some data."""
     if step == 0:
         return case.mechanism.init(PARAMS)
-    return paths(case)[0](gradients(100 + step), adapted_state(case, step - 1), jnp.ones(ROWS, bool))[1]
+    return paths(case)[0](gradients(100 + step), adapted_state(case, step - 1), np.ones(ROWS, bool))[1]
 
 
 def everyone(grads):
-    return jnp.ones(len(jax.tree.leaves(grads)[0]), bool)
+    return np.ones(len(jax.tree.leaves(grads)[0]), bool)
+
+
+def all_but(*missing: int):
+    return np.array([row not in missing for row in range(ROWS)])
 
 
 @functools.cache
 def sums_of(case: Case):
     mechanism = case.mechanism
-    return jax.jit(lambda grads, state: sum_contributions(mechanism, grads, state, everyone(grads)))
+    return compiled(lambda grads, state: sum_contributions(mechanism, grads, state, everyone(grads)))
 
 
 @functools.cache
 def each_alone(case: Case):
     """The sums of every example alone, (examples, ...) -> (examples, ...), on every path."""
-    mechanism, included = case.mechanism, jnp.ones(1, bool)
+    mechanism, included = case.mechanism, np.ones(1, bool)
 
     def stacked(grad, state):
         return sum_contributions(mechanism, jax.tree.map(lambda g: g[None], grad), state, included)
@@ -119,34 +124,48 @@ def each_alone(case: Case):
     def by_ghost_norms(grad, state):
         batch = product_example(jax.tree.map(lambda g: g[None], grad))
         plan = ghost.make_plan(product_loss, mechanism, PARAMS, jax.tree.map(lambda x: x[0], batch), state, force=True)
-        assert isinstance(plan, ghost.Plan) and plan.follows
+        assert isinstance(plan, ghost.Plan) and plan.followed
         return ghost.sum_contributions(plan, mechanism, PARAMS, batch, state, included)[0]
 
-    ways = [stacked, by_ghost_norms] if mechanism.supports_ghost_norms else [stacked]
-    return [jax.jit(jax.vmap(way, (0, None))) for way in ways]
+    def in_float32(grads, state):  # which `product_example` would do in a program for every dtype
+        return ghost_norms(jax.tree.map(lambda g: np.asarray(g).astype(np.float32), grads), state)
+
+    ghost_norms = compiled(jax.vmap(by_ghost_norms, (0, None)))
+    ways = [compiled(jax.vmap(stacked, (0, None)))]
+    return [*ways, in_float32] if mechanism.supports_ghost_norms else ways
 
 
 def zero_sums(case: Case, state):
-    return jax.tree.map(jnp.zeros_like, sums_of(case)(gradients(0, examples=1), state))
+    shapes = jax.eval_shape(sums_of(case), gradients(0), state)
+    return jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), shapes)
 
 
 def scales(case: Case, state):
     """What multiplies the sum and the noise on every coordinate; 0 where it is frozen."""
     if case.scale:
-        return jax.tree.map(lambda s: jnp.asarray(s, jnp.float32), case.scale(state))
-    return {name: jnp.full(p.shape, float(name not in case.frozen)) for name, p in PARAMS.items()}
+        return jax.tree.map(lambda s: np.asarray(s, np.float32), case.scale(state))
+    return {name: np.full(p.shape, name not in case.frozen, np.float32) for name, p in PARAMS.items()}
 
 
 def in_the_sum(case: Case, state, updates):
     """`updates` in the units of the sum; 0 where frozen."""
-    divisor = case.mechanism.sampling.divisor
+    divisor = np.float32(case.mechanism.sampling.divisor)
     return jax.tree.map(
-        lambda u, s: jnp.where(s > 0, u * divisor / jnp.where(s > 0, s, 1), 0), updates, scales(case, state)
+        lambda u, s: np.where(s > 0, np.asarray(u) * divisor / np.where(s > 0, s, 1), 0), updates, scales(case, state)
     )
 
 
+def minus(tree, other):
+    return jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), tree, other)
+
+
+def raveled(tree, batch_axes: int = 0) -> np.ndarray:
+    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
+    return np.concatenate([leaf.reshape(*leaf.shape[:batch_axes], -1) for leaf in leaves], axis=-1)
+
+
 def norm(tree) -> float:
-    return float(np.linalg.norm(np.asarray(ravel_pytree(tree)[0], np.float64)))
+    return float(np.linalg.norm(raveled(tree).astype(np.float64)))
 
 
 def norms(tree) -> np.ndarray:
@@ -179,7 +198,8 @@ def check_bounded(case: Case):
         # everywhere, or in one leaf among ordinary values
         rows += [extreme] + [ordinary | {name: extreme[name]} for name in PARAMS]
     for dtype in (jnp.float32, jnp.float16, jnp.bfloat16):
-        grads = jax.tree.map(lambda *g, dtype=dtype: jnp.asarray(np.stack(g)).astype(dtype), *rows)
+        with np.errstate(over="ignore"):  # 3e38 is infinite in float16
+            grads = jax.tree.map(lambda *g, dtype=dtype: np.stack(g).astype(dtype), *rows)
         seen = [grads[name] for name in PARAMS if name not in case.frozen]
         finite = np.all([np.isfinite(np.asarray(g, np.float32)).reshape(len(rows), -1).all(1) for g in seen], axis=0)
         for alone, step in itertools.product(each_alone(case), STEPS):
@@ -194,53 +214,54 @@ def check_bounded(case: Case):
 def check_adjacent(case: Case):
     """Leaving one example out moves the sum, and so the update times B, by at most C(t), on every path."""
     grads = gradients(2, 3.0)
-    grads["kernel"] = grads["kernel"].at[2].multiply(1e6)
+    grads["kernel"][2] *= 1e6
     for path in paths(case):
         for step in STEPS:
             state = adapted_state(case, step)
-            everyone, _ = path(grads, state, jnp.ones(ROWS, bool))
+            everyone, _ = path(grads, state, all_but())
             if not case.linear:
                 assert_sums_adjacent(case, grads, state, case.clip(step))
                 continue
             for i in range(ROWS):
-                others, _ = path(grads, state, jnp.ones(ROWS, bool).at[i].set(False))
-                move = jax.tree.map(jnp.subtract, everyone, others)
-                assert norm(in_the_sum(case, state, move)) <= case.clip(step) * case.lift * (1 + 1e-5)
+                others, _ = path(grads, state, all_but(i))
+                assert norm(in_the_sum(case, state, minus(everyone, others))) <= case.clip(step) * case.lift * (
+                    1 + 1e-5
+                )
 
 
 def assert_sums_adjacent(case: Case, grads, state, clip_norm: float):
     """`check_adjacent` before the release is decoded."""
     whole = sums_of(case)(grads, state)
     for i in range(ROWS):
-        others = sums_of(case)(jax.tree.map(lambda g, i=i: g.at[i].set(0), grads), state)
-        assert norm(jax.tree.map(jnp.subtract, whole, others)) <= clip_norm * (1 + 1e-5)
+        zero = jax.tree.map(lambda g, i=i: np.where(all_but(i).reshape(-1, *[1] * (g.ndim - 1)), g, 0), grads)
+        assert norm(minus(whole, sums_of(case)(zero, state))) <= clip_norm * (1 + 1e-5)
 
 
 # 3
 def check_padding(case: Case):
     """Rows that are not included change nothing, anywhere, after adaptation. An empty batch is a step of pure noise."""
     real = gradients(3, examples=ROWS - 2)
-    unpadded = jax.jit(case.mechanism.update)
+    unpadded = paths(case)[0]
     state = adapted_state(case, 1)
-    noise, after_noise = jax.jit(case.mechanism.release)(zero_sums(case, state), state, PARAMS)
+    noise, after_noise = compiled(case.mechanism.release)(zero_sums(case, state), state, PARAMS)
     for path in paths(case):
-        empty, after = path(gradients(3), state, jnp.zeros(ROWS, bool))
+        empty, after = path(gradients(3), state, np.zeros(ROWS, bool))
         close((empty, after), (noise, after_noise))
-        without_rows, after = path(gradients(3, examples=0), state, jnp.zeros(0, bool))
+        without_rows, after = path(gradients(3, examples=0), state, np.zeros(0, bool))
         close((without_rows, after), (noise, after_noise))
     for path in paths(case):
         for position in (0, 3, ROWS - 2):
             rows = [*range(position), None, None, *range(position, ROWS - 2)]
-            included = jnp.array([row is not None for row in rows])
+            included = np.array([row is not None for row in rows])
             padded = jax.tree.map(
-                lambda g, rows=rows: jnp.stack(
-                    [jnp.full_like(g[0], garbage(i)) if r is None else g[r] for i, r in enumerate(rows)]
+                lambda g, rows=rows: np.stack(
+                    [np.full_like(g[0], garbage(i)) if r is None else g[r] for i, r in enumerate(rows)]
                 ),
                 real,
             )
             state = padded_state = adapted_state(case, 2)
             for _ in range(2):
-                updates, state = unpadded(real, state, PARAMS, included=everyone(real))
+                updates, state = unpadded(real, state, everyone(real))
                 padded_updates, padded_state = path(padded, padded_state, included)
                 close(padded_updates, updates)
                 close(padded_state, state)
@@ -253,7 +274,7 @@ def garbage(position: int) -> float:
 # 4
 def check_additive(case: Case):
     """Plain optax, any microbatching and encoding in parts agree."""
-    included = jnp.ones(ROWS, bool).at[2].set(False)
+    included = all_but(2)
     for step in STEPS:
         first, *others = [path(gradients(4), adapted_state(case, step), included) for path in paths(case)]
         for other in others:
@@ -266,19 +287,18 @@ def noise_of(case: Case):
     def draw(key, zeros, state):
         return case.make(key).release(zeros, state, PARAMS)[0]
 
-    return jax.jit(jax.vmap(draw, (0, None, None)))
+    return compiled(jax.vmap(draw, (0, None, None)))
 
 
 def noise_draws(case: Case, step: int) -> np.ndarray:
     """release(0) at one step under DRAWS keys, in the units of the sum; (DRAWS, coordinates)."""
     state = adapted_state(case, step)
-    fed_back = case.fed_back(state) if case.fed_back else jax.tree.map(jnp.zeros_like, PARAMS)
+    fed_back = case.fed_back(state) if case.fed_back else jax.tree.map(np.zeros_like, PARAMS)
     updates = noise_of(case)(jax.random.split(jax.random.key(11), DRAWS), zero_sums(case, state), state)
-    noise = jax.tree.map(jnp.subtract, updates, jax.tree.map(lambda f: f[None], fed_back))
-    frozen = jax.tree.map(lambda n, s: jnp.any(n[:, s == 0] != 0), noise, scales(case, state))
+    noise = minus(updates, jax.tree.map(lambda f: np.asarray(f)[None], fed_back))
+    frozen = jax.tree.map(lambda n, s: np.any(n[:, s == 0] != 0), noise, scales(case, state))
     assert not any(jax.tree.leaves(frozen))
-    draws = jax.vmap(lambda n: ravel_pytree(in_the_sum(case, state, n))[0])(noise)
-    return np.asarray(draws, np.float64)
+    return raveled(in_the_sum(case, state, noise), batch_axes=1).astype(np.float64)
 
 
 def assert_standard(draws: np.ndarray, lift: float = 1.0):
@@ -299,13 +319,13 @@ def check_noise(case: Case):
     over_steps = []
     for step in STEPS:
         state, draws = adapted_state(case, step), noise_draws(case, step)
-        moving = np.asarray(ravel_pytree(scales(case, state))[0]) > 0
-        silent, _ = paths(case)[0](gradients(5), state, jnp.zeros(ROWS, bool))
-        loud, _ = paths(case)[0](gradients(5), state, jnp.ones(ROWS, bool))
-        carries = np.asarray(ravel_pytree(loud)[0] != ravel_pytree(silent)[0])
+        moving = raveled(scales(case, state)) > 0
+        silent, _ = paths(case)[0](gradients(5), state, np.zeros(ROWS, bool))
+        loud, _ = paths(case)[0](gradients(5), state, all_but())
+        carries = raveled(loud) != raveled(silent)
         assert not carries[~moving].any()
         if not case.clips_frozen:  # what is frozen takes nothing of the clip norm
-            summed = ravel_pytree(case.gradient(sums_of(case)(gradients(5), state)))[0]
+            summed = raveled(case.gradient(sums_of(case)(gradients(5), state)))
             assert np.count_nonzero(summed) <= np.count_nonzero(moving)
         standard = draws[:, moving] / (case.multiplier(step) * case.clip(step))
         assert_standard(standard, case.lift)
@@ -339,8 +359,10 @@ def check_resume(case: Case):
     """A state that is stored and restored goes on with the same noise."""
     state = adapted_state(case, 3)
     restored = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), state)
-    again = jax.jit(case.make(jax.random.key(7)).update)(gradients(5), restored, PARAMS, included=jnp.ones(ROWS, bool))
-    close(again, paths(case)[0](gradients(5), state, jnp.ones(ROWS, bool)))
+    made_again = case._replace(name=f"{case.name}, made again")
+    assert made_again.mechanism is not case.mechanism
+    again = paths(made_again)[0](gradients(5), restored, all_but())
+    close(again, paths(case)[0](gradients(5), state, all_but()))
 
 
 # 6
@@ -410,16 +432,21 @@ def check_secrecy(case: Case, monkeypatch: pytest.MonkeyPatch):
     state = adapted_state(case, 2)
     sums = sums_of(case)(gradients(6), state)
     size = 0.5 if case.linear else 1e3  # so large that a wrong scale shows through any decoding
-    shifts = jax.tree.map(lambda s: size * jnp.cos(jnp.arange(s.size, dtype=jnp.float32)).reshape(s.shape), sums)
-    other_sums = jax.tree.map(jnp.add, sums, shifts)
+    shifts = jax.tree.map(lambda s: size * np.cos(np.arange(s.size, dtype=np.float32)).reshape(s.shape), sums)
+    other_sums = jax.tree.map(lambda s, shift: np.asarray(s) + shift, sums, shifts)
     deviation = case.multiplier(2) * case.clip(2)
     noised = case.noised(shifts[0], state)
-    with monkeypatch.context() as patch:
-        patch.setattr(keys, "normal_like", lambda key, tree: jax.tree.map(jnp.ones_like, tree))
-        released, after = jax.jit(lambda *given: mechanism.release(*given))(sums, state, PARAMS)
-    with monkeypatch.context() as patch:
-        patch.setattr(keys, "normal_like", lambda key, tree: jax.tree.map(lambda t, s: 1 - s / deviation, tree, noised))
-        other_released, other_after = jax.jit(lambda *given: mechanism.release(*given))(other_sums, state, PARAMS)
+    noise = jax.tree.map(np.ones_like, noised)
+    other_noise = jax.tree.map(lambda s: 1 - np.asarray(s) / np.float32(deviation), noised)
+
+    @compiled
+    def release(sums, state, noise):
+        with monkeypatch.context() as patch:
+            patch.setattr(keys, "normal_like", lambda key, tree: jax.tree.map(lambda t, n: n, tree, noise))
+            return mechanism.release(sums, state, PARAMS)
+
+    released, after = release(sums, state, noise)
+    other_released, other_after = release(other_sums, state, other_noise)
     close(other_released, released, 1e-5)
     close(dpx.public_state(other_after), dpx.public_state(after), 1e-5)
 
@@ -430,14 +457,17 @@ def check_divisor(case: Case):
     if not case.linear:
         return  # an update that is decoded has no units to compare
     state = adapted_state(case, 0)
-    noise, _ = paths(case)[0](gradients(8), state, jnp.zeros(ROWS, bool))
+    noise, _ = paths(case)[0](gradients(8), state, np.zeros(ROWS, bool))
     one = gradients(8, 0.01, examples=1)
-    contribution, lifted = norm(case.gradient(sums_of(case)(one, state))), []
-    for copies in (1, ROWS):
+
+    def several(copies):
+        return jax.tree.map(lambda g: np.concatenate([g] * copies), one)
+
+    contribution, lifted = norm(case.gradient(sums_of(case)(several(ROWS), state))) / ROWS, []
+    for copies in (ROWS - 2, ROWS):
         for path in paths(case)[:2]:
-            grads = jax.tree.map(lambda g, n=copies: jnp.concatenate([g] * n), one)
-            updates, _ = path(grads, state, jnp.ones(copies, bool))
-            signal = in_the_sum(case, state, jax.tree.map(jnp.subtract, updates, noise))
+            updates, _ = path(several(copies), state, np.ones(copies, bool))
+            signal = in_the_sum(case, state, minus(updates, noise))
             lifted.append(norm(signal) / copies)
     np.testing.assert_allclose(lifted, lifted[0], rtol=1e-4)
     assert contribution / case.lift * (1 - 1e-4) <= lifted[0] <= contribution * case.lift * (1 + 1e-4)
@@ -447,9 +477,9 @@ def check_divisor(case: Case):
 def check_branches(case: Case):
     """No conditional and no data-dependent loop stands between raw data and what leaves."""
     for path in paths(case):
-        grads, state, included = arguments = gradients(9), adapted_state(case, 0), jnp.ones(ROWS, bool)
+        grads, state, included = arguments = gradients(9), adapted_state(case, 0), all_but()
         raw = [True] * len(jax.tree.leaves(grads)) + [False] * len(jax.tree.leaves((state, included)))
-        found, _ = branches(jax.make_jaxpr(path)(*arguments).jaxpr, raw)
+        found, _ = branches(jax.make_jaxpr(path.__wrapped__)(*arguments).jaxpr, raw)
         assert not found, found
 
 
@@ -681,7 +711,7 @@ def _noise_from_the_projection(m, key):
         return [(sums[0][0] + 1.3 * 0.7 * noise) / POISSON.divisor], state._replace(step=state.step + 1)
 
     inner = dpx.dp_sgd(clip_norm=0.7, noise_multiplier=1.3, sampling=POISSON, key=key).replace(release=release)
-    return dpx.in_coordinates(inner, dpx.random_projection(rank=12, kind="gaussian", key=key))
+    return dpx.in_coordinates(inner, dpx.coordinates.random_projection(rank=12, kind="gaussian", key=key))
 
 
 def _noise_on_another_mask(m, key):
@@ -715,7 +745,7 @@ def _importance_without_noise(m, key):
 
 
 def _no_second_mask(m, key):
-    standardized = dpx.standardized(variance_decay=0.5, stability=0.05)
+    standardized = dpx.coordinates.standardized(variance_decay=0.5, stability=0.05)
 
     def encode(grad, state):
         important = state.coordinates[0]

@@ -1,4 +1,4 @@
-"""DP-SGD against what others compute: the pseudo-code in NumPy, and optax's own aggregation at zero noise."""
+"""DP-SGD against the pseudo-code in NumPy, and against optax's own aggregation at zero noise."""
 
 import dp_accounting
 import jax
@@ -90,7 +90,7 @@ def test_automatic_clipping_equals_its_formula():
     params, batch = model()
     grads = jax.vmap(jax.grad(loss), (None, 0))(params, batch)
     norms = np.sqrt(sum((np.asarray(g, np.float64).reshape(16, -1) ** 2).sum(1) for g in grads.values()))
-    mechanism = dpx.normalized(dp_sgd(clip_norm=1.0), stability=0.05)
+    mechanism = dpx.mechanisms.normalized(dp_sgd(clip_norm=1.0), stability=0.05)
     updates, _ = mechanism.update(grads, mechanism.init(params), params, included=None)
     for name in params:
         expected = np.tensordot(1 / (norms + 0.05), np.asarray(grads[name], np.float64), 1) / 20
@@ -145,7 +145,7 @@ def test_calibrated_by_what_may_be_spent():
         ({"epsilon": float("inf")}, "epsilon"),
         ({"delta": 1.0}, "delta must be .*1"),
         ({"delta": 0.0}, "delta"),
-        ({"steps": 0}, "steps must be at least 1, got 0"),
+        ({"steps": 0}, "steps must be a whole number of at least 1, got 0"),
         ({"steps": 2.5}, "steps"),
         ({"accountant": "clt"}, "accountant"),
     ):
@@ -154,16 +154,16 @@ def test_calibrated_by_what_may_be_spent():
 
 
 def test_prints_its_pipeline():
-    text = str(dpx.in_coordinates(dp_sgd(noise_multiplier=1.25), dpx.trainable({"w": True, "b": False})))
+    text = str(dpx.in_coordinates(dp_sgd(noise_multiplier=1.25), dpx.coordinates.trainable({"w": True, "b": False})))
     for part in (
         "train",
         "clip to norm 1.5",
-        "noise of 1.25",
+        "noise of standard deviation 1.25 x clip norm",
         "expected batch size 20",
         "PoissonSampling(examples=500",
     ):
         assert part in text
-    assert text.index("train") < text.index("clip") < text.index("noise") < text.index("undo")
+    assert text.index("trainable") < text.index("clip") < text.index("noise") < text.index("zeros for the other layers")
 
 
 @pytest.mark.parametrize(

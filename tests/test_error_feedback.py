@@ -1,4 +1,4 @@
-"""DiceSGD against its paper's algorithms in NumPy, and what is particular to an error that is kept secret."""
+"""DiceSGD against its paper's algorithms in NumPy, and the secrecy of its error."""
 
 import math
 import types
@@ -22,7 +22,7 @@ ROWS, STEPS = 7, 12
 
 def dice(**changes) -> dpx.Mechanism:
     options = dict(clip_norm=0.7, feedback_norm=0.1, outer_clip_norm=math.inf, noise_multiplier=0.0, sampling=POISSON)
-    return dpx.dice_sgd(**(options | dict(key=jax.random.key(3)) | changes))
+    return dpx.methods.dice_sgd(**(options | dict(key=jax.random.key(3)) | changes))
 
 
 def after_steps(steps: int) -> ReleaseState:
@@ -46,7 +46,7 @@ def run(mechanism: dpx.Mechanism, grads: np.ndarray, params=None):
     return np.array(updates), state
 
 
-# Oracles: the paper's pseudo-code, with what enters the error bounded too
+# Oracles: the paper's pseudo-code, where the norm that enters the error is bounded too
 
 
 def clip(v, bound):
@@ -136,9 +136,11 @@ def test_fixed_point_without_bias():
         {"outer_clip_norm": 4.0},
         {"outer_clip_norm": math.inf, "stability": 0.05},
     ):
-        assert abs(ends(dpx.dice_sgd(feedback_norm=1.5, **options, **shared))) < 1e-3, options
-    assert abs(ends(dpx.dice_sgd(feedback_norm=1.5, outer_clip_norm=1.2, **shared))) > 0.1  # too little is remembered
-    assert abs(ends(dpx.dice_sgd(feedback_norm=0.05, outer_clip_norm=math.inf, **shared))) > 0.1  # C2 < C1
+        assert abs(ends(dpx.methods.dice_sgd(feedback_norm=1.5, **options, **shared))) < 1e-3, options
+    assert (
+        abs(ends(dpx.methods.dice_sgd(feedback_norm=1.5, outer_clip_norm=1.2, **shared))) > 0.1
+    )  # too little is remembered
+    assert abs(ends(dpx.methods.dice_sgd(feedback_norm=0.05, outer_clip_norm=math.inf, **shared))) > 0.1  # C2 < C1
 
 
 # How far one example, and a moved error, can move things
@@ -314,4 +316,4 @@ def test_bad_configuration(changes, match):
     with pytest.raises(ValueError, match=match):
         dice(**changes)
     with pytest.raises(TypeError):
-        dpx.error_feedback_mechanism(clip_norm=1.0)  # type: ignore
+        dpx.mechanisms.error_feedback_mechanism(clip_norm=1.0)  # type: ignore

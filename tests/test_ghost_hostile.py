@@ -16,10 +16,10 @@ from jax import lax
 import dpx
 from dpx._contributions import LARGEST
 from dpx.gradients.ghost import norms as ghost_norms
-from dpx.gradients.ghost.plan import METHODS
-from tests.ghost import assert_agrees, integers, key, noiseless, normal
+from tests.compiling import EMITTERS
+from tests.ghost import WAYS, assert_agrees, integers, key, noiseless, normal
 
-FULL = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
+FULL = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False, **EMITTERS}
 ROUNDING = 1e-6  # of the clip norm
 MOST = float(np.finfo(np.float32).max)
 VALUES = (0.0, 1e-45, 1e-40, 1e-30, 1.0, 6e4, 1e18, 9e18, 1e19, 1e30, 9e37, MOST, np.inf, -np.inf, np.nan)
@@ -128,7 +128,7 @@ def mechanism(clip_norm: Any = 0.7) -> dpx.Mechanism:
 
 
 def masked(made: dpx.Mechanism) -> dpx.Mechanism:
-    return noiseless(dpx.in_coordinates(made, dpx.random_freeze(0.4, every=1, key=key(3))))
+    return noiseless(dpx.in_coordinates(made, dpx.coordinates.random_freeze(0.4, every=1, key=key(3))))
 
 
 def gradient(loss, made, params, examples, included, clipping, state):
@@ -213,7 +213,7 @@ def assert_bounded(found: np.ndarray, clip_norm: float, *, least_share: float = 
 VARIANTS: dict[str, Callable[[], dpx.Mechanism]] = {
     "clipped": mechanism,
     "masked": lambda: masked(mechanism()),
-    "normalized": lambda: noiseless(dpx.normalized(mechanism(), stability=1e-6)),
+    "normalized": lambda: noiseless(dpx.mechanisms.normalized(mechanism(), stability=1e-6)),
 }
 
 
@@ -235,7 +235,7 @@ def test_no_row_exceeds_the_bound(name, variant):
             way
             for _, way, _ in dpx.explain(case.loss, made, case.params, dpx.Batch(batch, None), clipping="ghost").rows
         }
-        assert found == {METHODS[way] for way in case.ways}
+        assert found == {WAYS[way] for way in case.ways}
     assert_bounded(alone(case.loss, made, *rows_of((case.params, case.example))), 0.7)
 
 
@@ -246,7 +246,7 @@ def test_no_row_exceeds_the_bound_on_stacked_gradients(name):
 
 
 def test_no_row_exceeds_the_bound_where_leaves_are_dropped():
-    made = dpx.in_coordinates(mechanism(), dpx.trainable({"in": False, "b": True, "out": True}))
+    made = dpx.in_coordinates(mechanism(), dpx.coordinates.trainable({"in": False, "b": True, "out": True}))
     case = CASES["perceptron"]
     assert_bounded(alone(case.loss, noiseless(made), *rows_of((case.params, case.example))), 0.7)
 

@@ -9,8 +9,7 @@ import pytest
 from flax import linen, nnx
 from jax import lax
 
-from dpx.gradients.ghost.plan import METHODS
-from tests.ghost import assert_agrees, integers, key, normal, random_like, ways
+from tests.ghost import WAYS, assert_agrees, integers, key, normal, random_like, ways
 
 SIZE = 5
 ZOO, BF16 = {}, 4e-2
@@ -20,7 +19,7 @@ def animal(*expected, tolerance=1e-5):
     """Adds a function giving (loss, params, batch). expected: the ways that `clipping="ghost"` must use."""
 
     def register(make):
-        ZOO[make.__name__] = make, {METHODS[name] for name in expected}, tolerance
+        ZOO[make.__name__] = make, {WAYS[name] for name in expected}, tolerance
         return make
 
     return register
@@ -529,5 +528,5 @@ def test_equals_per_example_gradients(name):
 
 
 def test_enough_animals():
-    followed = [name for name, (_, expected, _) in ZOO.items() if expected != {METHODS["gradient"]}]
+    followed = [name for name, (_, expected, _) in ZOO.items() if expected != {WAYS["gradient"]}]
     assert len(followed) >= 25 and len(ZOO) - len(followed) >= 10

@@ -63,11 +63,11 @@ def test_memory_is_that_of_a_microbatch(loss):
 
 
 @pytest.mark.parametrize("size", [64, 61])
-def test_where_a_batch_would_leave_the_cache_of_a_cpu_parts_are_chosen(size, monkeypatch):
+def test_where_a_batch_would_leave_the_cache_of_a_cpu_microbatches_are_chosen(size, monkeypatch):
     assert gradients_held(dense, size=size) > 30
-    monkeypatch.setattr("dpx.gradients.microbatch_size.CACHE", 2**19)  # 4 gradients
-    monkeypatch.setattr("dpx.gradients.microbatch_size.SUMS", 1)
-    monkeypatch.setattr("dpx.gradients.microbatch_size.SPILLS", 2**21)
+    monkeypatch.setattr("dpx.gradients.microbatch_size.CACHE_BYTES", 2**19)  # 4 gradients
+    monkeypatch.setattr("dpx.gradients.microbatch_size.EXAMPLE_BYTES_PER_SUM_BYTE", 1)
+    monkeypatch.setattr("dpx.gradients.microbatch_size.WHOLE_BATCH_BYTES", 2**21)
     assert gradients_held(dense, size=size) < 12
     assert gradients_held(convolving(dense), size=size) > 30  # which loops make slow
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
@@ -78,16 +78,20 @@ BASE = {"clip_norm": 1.0, "noise_multiplier": 1.0, "sampling": dpx.PoissonSampli
 
 
 def projected(kind):
-    projection = dpx.random_projection(reduction_rate=0.3, kind=kind, key=jax.random.key(0))
+    projection = dpx.coordinates.random_projection(reduction_rate=0.3, kind=kind, key=jax.random.key(0))
     return dpx.in_coordinates(dpx.dp_sgd(**BASE, key=jax.random.key(0)), projection)
 
 
 @pytest.mark.parametrize(
     "mechanism",
-    [dpx.ada_dpigu(keep=0.6, warmup=1, **BASE, key=jax.random.key(0)), projected("countsketch"), projected("hadamard")],
+    [
+        dpx.methods.ada_dpigu(keep=0.6, warmup=1, **BASE, key=jax.random.key(0)),
+        projected("countsketch"),
+        projected("hadamard"),
+    ],
     ids=["ada_dpigu", "countsketch", "hadamard"],
 )
-def test_what_is_encoded_is_held_in_parts(mechanism, monkeypatch):
+def test_what_is_encoded_is_held_in_segments(mechanism, monkeypatch):
     """Stacked, the 64 gradients and what they become would be some 100."""
     monkeypatch.setattr("dpx._microbatching.SEGMENT_NUMBERS", 2 * 64 * 256 * 8)
     assert gradients_held(dense, 64, mechanism=mechanism) < 30
@@ -97,9 +101,9 @@ def test_what_is_encoded_is_held_in_parts(mechanism, monkeypatch):
     "mechanism, largest",
     [
         (dpx.dp_sgd(**BASE, key=jax.random.key(0)), 11),
-        (dpx.dice_sgd(feedback_norm=1.0, outer_clip_norm=1.5, **BASE, key=jax.random.key(0)), 16),
+        (dpx.methods.dice_sgd(feedback_norm=1.0, outer_clip_norm=1.5, **BASE, key=jax.random.key(0)), 16),
     ],
-    ids=["one weight", "two weights"],
+    ids=["one factor", "two factors"],
 )
 @pytest.mark.skipif(jax.__version_info__ < (0, 10, 2), reason="XLA's plan of memory was measured from jax 0.10.2 on")
 def test_noise_is_made_when_the_gradients_are_gone(mechanism, largest):
@@ -197,7 +201,7 @@ def test_bad_arguments():
             dpx.private_grad(loss, dp_sgd())(params, plain, dp_sgd().init(params))
     for mask in ({"w": False, "b": False}, {"w": 1}, {}):
         with pytest.raises(ValueError, match="mask"):
-            dpx.trainable(mask)
+            dpx.coordinates.trainable(mask)
 
 
 SHARDED = """

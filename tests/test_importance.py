@@ -58,7 +58,7 @@ def pseudo_code(steps, lr, gamma_1, gamma_2, mu, *, relative, own, masked_loss):
 )
 def test_ada_dpigu_equals_the_pseudo_code(relative, own, masked_loss):
     steps, lr, averages = 8, 0.05, dict(mean_decay=0.7, variance_decay=0.6, stability=0.1, relative=relative)
-    mechanism = dpx.ada_dpigu(keep=KEEP, warmup=WARMUP, example_keep=own, **averages, **BASE)
+    mechanism = dpx.methods.ada_dpigu(keep=KEEP, warmup=WARMUP, example_keep=own, **averages, **BASE)
     optimizer = dpx.chain(mechanism, optax.sgd(lr))
     params, batch = problem()
     state = jax.jit(optimizer.init)(params)
@@ -66,7 +66,7 @@ def test_ada_dpigu_equals_the_pseudo_code(relative, own, masked_loss):
 
     @jax.jit
     def step(params, state):
-        at = dpx.masked_params(params, state) if masked_loss else params
+        at = dpx.coordinates.masked_params(params, state) if masked_loss else params
         updates, state, _ = gradient(at, dpx.Batch(batch, None), state)
         return optax.apply_updates(params, updates), state
 
@@ -84,10 +84,10 @@ def test_ada_dpigu_equals_the_pseudo_code(relative, own, masked_loss):
 
 
 def test_both_phases_are_billed():
-    mechanism = dpx.ada_dpigu(warmup=10, **BASE)
+    mechanism = dpx.methods.ada_dpigu(warmup=10, **BASE)
     assert dpx.epsilon(mechanism, 40, delta=1e-5) == dpx.epsilon(dpx.dp_sgd(**BASE), 40, delta=1e-5)
     budget = dpx.Budget(epsilon=2.0, delta=1e-5, steps=40)
-    within = dpx.ada_dpigu(warmup=10, keep=0.5, **BASE | {"noise_multiplier": budget})
+    within = dpx.methods.ada_dpigu(warmup=10, keep=0.5, **BASE | {"noise_multiplier": budget})
     assert 1.999 <= dpx.epsilon(within, 40, delta=1e-5) <= 2.0
 
 
@@ -119,17 +119,19 @@ def rows(tree) -> np.ndarray:
 def test_scores_of_pure_noise_are_zero():
     """Mean of |N(0, s^2)| less its known value, within 5 standard errors: false alarm below 1e-5 in all."""
     steps = 4000
-    states, _ = decoded(dpx.importance_mask(0.5, warmup=steps, noise_floor=0.3), releases(steps + 1, scale=0.3))
+    states, _ = decoded(
+        dpx.coordinates.importance_mask(0.5, warmup=steps, noise_floor=0.3), releases(steps + 1, scale=0.3)
+    )
     error = 0.3 * math.sqrt((1 - 2 / math.pi) / steps)
     np.testing.assert_array_less(np.abs(rows(states.score)[-1]), 5 * error)
-    states, _ = decoded(dpx.importance_mask(0.5, warmup=steps), releases(steps + 1, scale=0.3))
+    states, _ = decoded(dpx.coordinates.importance_mask(0.5, warmup=steps), releases(steps + 1, scale=0.3))
     assert (rows(states.score)[-1] > 50 * error).all()
 
 
 def test_unfreezing_goes_down_the_ranking():
     keep = optax.linear_schedule(0.3, 1.0, 7, transition_begin=4)
     given = releases(14)
-    states, updates = decoded(dpx.importance_mask(keep, warmup=4), given)
+    states, updates = decoded(dpx.coordinates.importance_mask(keep, warmup=4), given)
     masks, order = rows(states.mask), np.argsort(-np.abs(rows(given)[:4]).mean(0), kind="stable")
     assert masks[:4].all() and not masks[4].all()
     for step in range(4, 14):
@@ -146,7 +148,7 @@ def test_what_is_frozen_stays_so_whatever_the_inner_coordinates_do():
         decode=lambda released, state, like: (jax.tree.map(lambda r: r - 1, released), state),
         name="move",
     )
-    coordinates = dpx.importance_mask(0.5, warmup=1, inner=moved)
+    coordinates = dpx.coordinates.importance_mask(0.5, warmup=1, inner=moved)
     given = jax.tree.map(lambda x: x[0], releases(1))
     _, state = coordinates.decode(given, coordinates.init(LIKE), LIKE)
     mask = flat(state.mask)
@@ -155,17 +157,17 @@ def test_what_is_frozen_stays_so_whatever_the_inner_coordinates_do():
 
 
 def test_masked_params():
-    mechanism = dpx.ada_dpigu(warmup=1, keep=0.5, **BASE)
+    mechanism = dpx.methods.ada_dpigu(warmup=1, keep=0.5, **BASE)
     params, _ = problem()
     state = mechanism.init(params)
-    np.testing.assert_array_equal(flat(dpx.masked_params(params, state)), flat(params))
+    np.testing.assert_array_equal(flat(dpx.coordinates.masked_params(params, state)), flat(params))
     grads = jax.tree.map(lambda p: p[None], params)
     _, state = jax.jit(mechanism.update)(grads, state, params, included=jnp.ones(1, bool))
     mask = flat(state.coordinates[0].mask)
-    np.testing.assert_allclose(flat(dpx.masked_params(params, state)), mask * flat(params))
+    np.testing.assert_allclose(flat(dpx.coordinates.masked_params(params, state)), mask * flat(params))
     assert mask.sum() == 4
     with pytest.raises(ValueError, match="exactly one importance mask, found 0"):
-        dpx.masked_params(params, dpx.dp_sgd(**BASE).init(params))
+        dpx.coordinates.masked_params(params, dpx.dp_sgd(**BASE).init(params))
 
 
 # Standardization
@@ -175,7 +177,9 @@ def test_standardizing_changes_nothing_where_the_clip_does_not_bind():
     """Without noise, on a full batch, the update is the mean gradient whatever the averages are."""
     options = dict(clip_norm=1e4, noise_multiplier=0.0, sampling=dpx.FullBatch(examples=5), key=KEY)
     for relative in (True, False):
-        standardized = dpx.standardized(variance_decay=0.5, initial_variance=0.4, stability=0.1, relative=relative)
+        standardized = dpx.coordinates.standardized(
+            variance_decay=0.5, initial_variance=0.4, stability=0.1, relative=relative
+        )
         mechanism = dpx.in_coordinates(dpx.dp_sgd(**options), standardized)
         assert not mechanism.supports_ghost_norms
         params = jax.tree.map(lambda p: p.astype(jnp.float32), LIKE)
@@ -188,7 +192,7 @@ def test_standardizing_changes_nothing_where_the_clip_does_not_bind():
 
 
 def test_frozen_coordinates_keep_their_averages():
-    coordinates = dpx.standardized(initial_variance=1.0)
+    coordinates = dpx.coordinates.standardized(initial_variance=1.0)
     given = releases(3)
     given["a"] = given["a"].at[:, 0].set(0)
     states, _ = decoded(coordinates, given)
@@ -204,7 +208,7 @@ def test_the_published_scale_shrinks_to_the_stability():
     def scale_after(steps, *, relative):
         mechanism = dpx.in_coordinates(
             dpx.dp_sgd(clip_norm=1.0, noise_multiplier=1.0, sampling=dpx.FullBatch(examples=50), key=KEY),
-            dpx.standardized(variance_decay=0.9, initial_variance=1.0, stability=1e-3, relative=relative),
+            dpx.coordinates.standardized(variance_decay=0.9, initial_variance=1.0, stability=1e-3, relative=relative),
         )
 
         def step(state, _):
@@ -221,7 +225,7 @@ def test_the_published_scale_shrinks_to_the_stability():
 
 
 def test_top_fraction_keeps_the_largest_of_each_example():
-    made = noiseless(dpx.in_coordinates(dpx.dp_sgd(**BASE | {"clip_norm": 1e6}), dpx.top_fraction(0.35)))
+    made = noiseless(dpx.in_coordinates(dpx.dp_sgd(**BASE | {"clip_norm": 1e6}), dpx.coordinates.top_fraction(0.35)))
     grads = jax.tree.map(lambda x: x.astype(jnp.float32), releases(4))
     state = made.init(LIKE)
     update = jax.jit(made.update)
@@ -246,18 +250,21 @@ def test_top_fraction_keeps_the_largest_of_each_example():
 @pytest.mark.parametrize(
     ("message", "make"),
     [
-        (r"keep must be in \(0, 1\], got 0", lambda: dpx.importance_mask(0.0, warmup=1)),
-        (r"keep must be in \(0, 1\], got 1.01", lambda: dpx.importance_mask(1.01, warmup=1)),
-        ("keep must be a finite number at least 0, got nan", lambda: dpx.importance_mask(math.nan, warmup=1)),
-        ("warmup must be a whole number of at least 1, got 0", lambda: dpx.importance_mask(0.5, warmup=0)),
-        ("warmup must be .* got 2.0", lambda: dpx.ada_dpigu(warmup=2.0, **BASE)),  # type: ignore
-        ("noise_floor must be .* got -1", lambda: dpx.importance_mask(0.5, warmup=1, noise_floor=-1)),
-        (r"example_keep must be in \(0, 1\], got 0", lambda: dpx.ada_dpigu(warmup=1, example_keep=0.0, **BASE)),
-        (r"fraction must be in \(0, 1\], got 2", lambda: dpx.top_fraction(2)),
-        (r"mean_decay must be in \[0, 1\), got 1", lambda: dpx.standardized(mean_decay=1)),
-        (r"variance_decay must be in \[0, 1\), got -0.1", lambda: dpx.standardized(variance_decay=-0.1)),
-        ("stability must be .* got 0", lambda: dpx.standardized(stability=0)),
-        ("initial_variance must be .* got -1", lambda: dpx.standardized(initial_variance=-1)),
+        (r"keep must be in \(0, 1\], got 0", lambda: dpx.coordinates.importance_mask(0.0, warmup=1)),
+        (r"keep must be in \(0, 1\], got 1.01", lambda: dpx.coordinates.importance_mask(1.01, warmup=1)),
+        (
+            "keep must be a finite number at least 0, got nan",
+            lambda: dpx.coordinates.importance_mask(math.nan, warmup=1),
+        ),
+        ("warmup must be a whole number of at least 1, got 0", lambda: dpx.coordinates.importance_mask(0.5, warmup=0)),
+        ("warmup must be .* got 2.0", lambda: dpx.methods.ada_dpigu(warmup=2.0, **BASE)),  # type: ignore
+        ("noise_floor must be .* got -1", lambda: dpx.coordinates.importance_mask(0.5, warmup=1, noise_floor=-1)),
+        (r"example_keep must be in \(0, 1\], got 0", lambda: dpx.methods.ada_dpigu(warmup=1, example_keep=0.0, **BASE)),
+        (r"fraction must be in \(0, 1\], got 2", lambda: dpx.coordinates.top_fraction(2)),
+        (r"mean_decay must be in \[0, 1\), got 1", lambda: dpx.coordinates.standardized(mean_decay=1)),
+        (r"variance_decay must be in \[0, 1\), got -0.1", lambda: dpx.coordinates.standardized(variance_decay=-0.1)),
+        ("stability must be .* got 0", lambda: dpx.coordinates.standardized(stability=0)),
+        ("initial_variance must be .* got -1", lambda: dpx.coordinates.standardized(initial_variance=-1)),
     ],
 )
 def test_bad_configuration_is_refused(message, make):
@@ -266,24 +273,24 @@ def test_bad_configuration_is_refused(message, make):
 
 
 def test_schedules_of_keep_are_refused_with_the_bill():
-    rising = dpx.ada_dpigu(warmup=2, keep=optax.linear_schedule(0.5, 1.3, 8), **BASE)
+    rising = dpx.methods.ada_dpigu(warmup=2, keep=optax.linear_schedule(0.5, 1.3, 8), **BASE)
     rising.event(5)
     with pytest.raises(ValueError, match=r"keep must be in \(0, 1\], got 1.1 at step 6"):
         rising.event(8)
-    falling = dpx.ada_dpigu(warmup=2, keep=optax.linear_schedule(1.0, 0.6, 2, transition_begin=4), **BASE)
+    falling = dpx.methods.ada_dpigu(warmup=2, keep=optax.linear_schedule(1.0, 0.6, 2, transition_begin=4), **BASE)
     falling.event(5)
     with pytest.raises(ValueError, match="keep must not fall after the warm-up, got 0.8 after 1 at step 5"):
         falling.event(6)
-    in_the_warmup = dpx.ada_dpigu(warmup=7, keep=optax.linear_schedule(1.0, 0.6, 2, transition_begin=4), **BASE)
+    in_the_warmup = dpx.methods.ada_dpigu(warmup=7, keep=optax.linear_schedule(1.0, 0.6, 2, transition_begin=4), **BASE)
     in_the_warmup.event(9)
     with pytest.raises(ValueError, match=r"fraction must be in \(0, 1\], got -0.5 at step 1"):
-        own = dpx.top_fraction(optax.linear_schedule(1.0, -0.5, 1))
+        own = dpx.coordinates.top_fraction(optax.linear_schedule(1.0, -0.5, 1))
         dpx.in_coordinates(dpx.dp_sgd(**BASE), own).event(2)
 
 
 def test_the_noise_is_the_mechanisms_own():
-    """What the oracles take for the noise: the "noise" stream with the step folded in, and no other draw."""
-    mechanism = dpx.ada_dpigu(warmup=1, **BASE)
+    """The oracles take their noise from the "noise" stream with the step folded in, and from no other draw."""
+    mechanism = dpx.methods.ada_dpigu(warmup=1, **BASE)
     params, _ = problem()
     zeros = (jax.tree.map(jnp.zeros_like, params),)
     updates, _ = mechanism.release(zeros, mechanism.init(params), params)

@@ -1,7 +1,10 @@
 """Which part of the library may import which: no circle, no import upwards."""
 
 import ast
+import inspect
 from pathlib import Path
+
+import dpx
 
 ROOT = Path(__file__).parents[1]
 
@@ -12,20 +15,22 @@ MAY_IMPORT = {
     "_states": set(),
     "_public_state": set(),
     "_microbatching": {"_ordering"},
+    "_stages": {"_numbers"},
     "schedules": {"_numbers"},
     "keys": set(),
     "batches": set(),
     "release_state": {"_states"},
-    "_draws": {"keys"},
+    "_draws": {"_numbers", "keys"},
     "sampling": {"_draws", "_numbers", "batches", "keys", "release_state"},
     "accounting": {"_numbers", "keys", "release_state", "sampling"},
     "_guards": {"batches"},
     "_contributions": {"_microbatching", "batches"},
     "mechanism": {"_contributions", "_guards", "_numbers", "accounting", "batches", "release_state", "sampling"},
-    "coordinates": {"_numbers", "_states", "batches", "keys", "mechanism"},
+    "coordinates": {"_numbers", "_stages", "_states", "batches", "keys", "mechanism"},
     "mechanisms": {
         "_numbers",
         "_ordering",
+        "_stages",
         "accounting",
         "coordinates",
         "keys",
@@ -44,7 +49,8 @@ MAY_IMPORT = {
         "mechanism",
         "release_state",
     },
-    "methods": {"_numbers", "accounting", "coordinates", "mechanism", "mechanisms", "sampling", "schedules"},
+    "methods": {"_numbers", "_stages", "accounting", "coordinates", "mechanism", "mechanisms", "sampling", "schedules"},
+    "catalog": {"coordinates", "mechanisms", "methods", "sampling"},
 }
 
 
@@ -99,3 +105,38 @@ def test_no_circle_among_modules():
         free = {module for module, below in left.items() if not below & left.keys()}
         assert free, f"these modules import each other in a circle: {sorted(left)}"
         left = {module: below for module, below in left.items() if module not in free}
+
+
+def functions(tree: ast.AST):
+    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+def test_files_and_functions_are_short():
+    for module, path in modules().items():
+        text = path.read_text()
+        assert len(text.splitlines()) <= 260, module
+        for function in functions(ast.parse(text)):
+            assert (function.end_lineno or 0) - function.lineno < 60, f"{module}.{function.name}"
+
+
+def test_no_six_lines_stand_twice_in_methods():
+    seen = {}
+    for path in sorted((ROOT / "dpx" / "methods").glob("*.py")):
+        lines = [line.strip() for line in path.read_text().splitlines() if line.strip()]
+        for start in range(len(lines) - 5):
+            block = tuple(lines[start : start + 6])
+            place = f"{path.name}, from {block[0]!r}"
+            assert block not in seen, f"{place} as in {seen[block]}"
+            seen[block] = place
+
+
+def test_the_public_names_are_few_and_documented():
+    assert dir(dpx) == sorted(dpx.__all__) and len(dpx.__all__) <= 32
+    for name in dpx.__all__:
+        assert inspect.getdoc(getattr(dpx, name)), name
+        assert name in (dpx.__doc__ or ""), name
+    for package in (dpx.accounting, dpx.coordinates, dpx.mechanisms, dpx.methods):
+        assert "To add one: " in (package.__doc__ or ""), package
+        for name in package.__all__:
+            assert inspect.getdoc(getattr(package, name)), f"{package.__name__}.{name}"
+    assert (ROOT / "dpx" / "py.typed").exists()

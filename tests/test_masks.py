@@ -96,7 +96,7 @@ def masks_of(coordinates, like, steps):
 
 def test_gradual_cooling_keeps_exactly_the_floor_of_the_whole_tree():
     every, cooling = 3, optax.linear_schedule(0.0, 0.7, 12)
-    coordinates = dpx.random_freeze(cooling, every=every, key=KEY)
+    coordinates = dpx.coordinates.random_freeze(cooling, every=every, key=KEY)
     masks, states = masks_of(coordinates, LIKE, 21)
     rates = [0.7 * min(e * every / 12, 1) for e in range(7)]
     kept = np.repeat([math.floor((1 - r) * SIZE + 1e-6) for r in rates], every)
@@ -104,11 +104,11 @@ def test_gradual_cooling_keeps_exactly_the_floor_of_the_whole_tree():
     for start in range(0, 21, every):
         assert (masks[start : start + every] == masks[start]).all()
     assert (masks[15] != masks[18]).any()  # drawn anew though the rate stands still
-    again, _ = masks_of(dpx.random_freeze(cooling, every=every, key=KEY), LIKE, 7)
+    again, _ = masks_of(dpx.coordinates.random_freeze(cooling, every=every, key=KEY), LIKE, 7)
     assert (again == masks[:7]).all()
-    other, _ = masks_of(dpx.random_freeze(cooling, every=every, key=jax.random.key(4)), LIKE, 21)
+    other, _ = masks_of(dpx.coordinates.random_freeze(cooling, every=every, key=jax.random.key(4)), LIKE, 21)
     assert (other != masks).any()
-    every, _ = masks_of(dpx.random_freeze(0.5, every=1, key=KEY), LIKE, 20)
+    every, _ = masks_of(dpx.coordinates.random_freeze(0.5, every=1, key=KEY), LIKE, 20)
     assert (every.sum(1) == 5).all() and len({tuple(mask) for mask in every}) > 15
 
 
@@ -175,9 +175,9 @@ def test_freeze_equals_the_pseudo_code(kind):
     options = dict(every=steps, clip_norm=clip, noise_multiplier=sigma, sampling=SAMPLING, key=KEY)
     schedule = optax.linear_schedule(0.0, rate, cooling * steps)
     if kind == "ranked":
-        mechanism = dpx.ranked_freeze_sgd(freeze_rate=schedule, **options)
+        mechanism = dpx.methods.ranked_freeze_sgd(freeze_rate=schedule, **options)
     else:
-        mechanism = dpx.random_freeze_sgd(freeze_rate=schedule, posterior=kind == "posterior", **options)
+        mechanism = dpx.methods.random_freeze_sgd(freeze_rate=schedule, posterior=kind == "posterior", **options)
     optimizer = dpx.chain(mechanism, optax.sgd(lr, momentum=momentum))
     (params, batch), masks = problem(), []
     state, gradient = jax.jit(optimizer.init)(params), jax.jit(dpx.private_grad(loss, optimizer))
@@ -194,11 +194,11 @@ def test_freeze_equals_the_pseudo_code(kind):
     )
     np.testing.assert_allclose(flat(params), expected, rtol=2e-5, atol=2e-6)
     frozen = masks[-1] == 0
-    assert frozen.sum() == 6 and (flat(updates)[frozen] != 0).all()  # momentum goes on moving what is frozen
+    assert frozen.sum() == 6 and (flat(updates)[frozen] != 0).all()  # momentum keeps moving frozen coordinates
 
 
 def test_frozen_coordinates_count_nothing_in_the_norm():
-    mechanism = dpx.random_freeze_sgd(
+    mechanism = dpx.methods.random_freeze_sgd(
         freeze_rate=0.5, every=1, clip_norm=1.0, noise_multiplier=0.0, sampling=dpx.FullBatch(examples=1), key=KEY
     )
     state = jax.jit(mechanism.init)(LIKE)
@@ -214,7 +214,7 @@ def test_ghost_norms_follow_a_mask():
 
     params = {"first": normal(0, 4, 3), "second": normal(1, 3, 2)}
     base = dpx.dp_sgd(clip_norm=1e-3, noise_multiplier=1.0, sampling=SAMPLING, key=KEY)
-    made = noiseless(dpx.in_coordinates(base, dpx.random_freeze(0.4, every=2, key=KEY)))
+    made = noiseless(dpx.in_coordinates(base, dpx.coordinates.random_freeze(0.4, every=2, key=KEY)))
     assert made.supports_ghost_norms
     (sums,) = assert_agrees(network, params, normal(2, 5, 6, 4), made=made, clipping=("ghost",))
     np.testing.assert_array_equal(flat(sums) != 0, flat(made.init(params).coordinates[0].mask) != 0)
@@ -223,22 +223,24 @@ def test_ghost_norms_follow_a_mask():
 def test_masks_and_noise_have_streams_of_their_own(monkeypatch):
     names, stream = [], keys.stream
     monkeypatch.setattr(keys, "stream", lambda key, name, step=None: names.append(name) or stream(key, name, step))
-    dpx.random_freeze_sgd(freeze_rate=0.5, every=1, clip_norm=1.0, noise_multiplier=1.0, sampling=SAMPLING, key=KEY)
+    dpx.methods.random_freeze_sgd(
+        freeze_rate=0.5, every=1, clip_norm=1.0, noise_multiplier=1.0, sampling=SAMPLING, key=KEY
+    )
     assert sorted(names) == ["noise", "random_freeze"]
 
 
 def test_the_bill_is_that_of_dp_sgd():
     options = dict(clip_norm=1.0, noise_multiplier=1.1, sampling=SAMPLING, key=KEY)
     bill = dpx.epsilon(dpx.dp_sgd(**options), 30, delta=1e-5)
-    assert dpx.epsilon(dpx.random_freeze_sgd(freeze_rate=0.9, every=7, **options), 30, delta=1e-5) == bill
-    assert dpx.epsilon(dpx.ranked_freeze_sgd(freeze_rate=0.9, every=7, **options), 30, delta=1e-5) == bill
+    assert dpx.epsilon(dpx.methods.random_freeze_sgd(freeze_rate=0.9, every=7, **options), 30, delta=1e-5) == bill
+    assert dpx.epsilon(dpx.methods.ranked_freeze_sgd(freeze_rate=0.9, every=7, **options), 30, delta=1e-5) == bill
 
 
 # Packed updates
 
 
 def test_packed_updates_come_back_exactly():
-    coordinates = dpx.random_freeze(optax.linear_schedule(0.3, 0.7, 4), every=2, key=KEY)
+    coordinates = dpx.coordinates.random_freeze(optax.linear_schedule(0.3, 0.7, 4), every=2, key=KEY)
     mechanism = dpx.in_coordinates(
         dpx.dp_sgd(clip_norm=1.0, noise_multiplier=1.0, sampling=SAMPLING, key=KEY), coordinates
     )
@@ -246,8 +248,8 @@ def test_packed_updates_come_back_exactly():
     grads = jax.tree.map(lambda p: jnp.ones((4, *p.shape), p.dtype), LIKE)
     state = jax.jit(optimizer.init)(LIKE)
     update = jax.jit(optimizer.update)
-    pack = jax.jit(lambda updates, state: dpx.sparse_pack(updates, state, size=7))
-    unpack = jax.jit(lambda packed: dpx.sparse_unpack(packed, LIKE))
+    pack = jax.jit(lambda updates, state: dpx.coordinates.sparse_pack(updates, state, size=7))
+    unpack = jax.jit(lambda packed: dpx.coordinates.sparse_unpack(packed, LIKE))
     for step in range(6):
         updates, after = update(grads, state, LIKE, included=jnp.ones(4, bool))
         packed = pack(updates, state)
@@ -257,12 +259,12 @@ def test_packed_updates_come_back_exactly():
             assert back[name].dtype == LIKE[name].dtype
             np.testing.assert_array_equal(np.asarray(back[name], np.float32), np.asarray(updates[name], np.float32))
         kept = [7, 7, 5, 5, 3, 3][step]
-        assert int(packed.kept) == kept and float(dpx.sparse_density(state)) == pytest.approx(kept / SIZE)
+        assert int(packed.kept) == kept and float(dpx.coordinates.sparse_density(state)) == pytest.approx(kept / SIZE)
         state = after
     with pytest.raises(ValueError, match="size must be at least the 3"):
-        dpx.sparse_pack(updates, state, size=2)
+        dpx.coordinates.sparse_pack(updates, state, size=2)
     with pytest.raises(ValueError, match="exactly one random freeze, found 0"):
-        dpx.sparse_pack(updates, mechanism.init(LIKE).inner, size=9)
+        dpx.coordinates.sparse_pack(updates, mechanism.init(LIKE).inner, size=9)
 
 
 @pytest.mark.parametrize(
@@ -296,7 +298,10 @@ def test_the_trainer_knows_the_methods(method):
 
 @pytest.mark.parametrize("rate", [-0.1, 1.0, 1.5, math.nan, "half"])
 def test_freeze_rates_outside_0_1_are_refused(rate):
-    for make in (lambda: dpx.random_freeze(rate, every=1, key=KEY), lambda: dpx.ranked_freeze(rate, every=1)):
+    for make in (
+        lambda: dpx.coordinates.random_freeze(rate, every=1, key=KEY),
+        lambda: dpx.coordinates.ranked_freeze(rate, every=1),
+    ):
         with pytest.raises(ValueError, match="freeze_rate must be"):
             make()
 
@@ -304,13 +309,13 @@ def test_freeze_rates_outside_0_1_are_refused(rate):
 @pytest.mark.parametrize("every", [0, -1, 1.5, True])
 def test_periods_below_1_are_refused(every):
     with pytest.raises(ValueError, match="every must be a whole number of at least 1, got"):
-        dpx.random_freeze(0.5, every=every, key=KEY)
+        dpx.coordinates.random_freeze(0.5, every=every, key=KEY)
     with pytest.raises(ValueError, match="every must be a whole number of at least 1, got"):
-        dpx.ranked_freeze(0.5, every=every)
+        dpx.coordinates.ranked_freeze(0.5, every=every)
 
 
 def test_schedules_that_leave_0_1_are_refused_with_the_bill():
-    mechanism = dpx.random_freeze_sgd(
+    mechanism = dpx.methods.random_freeze_sgd(
         freeze_rate=optax.linear_schedule(0.0, 1.2, 12),
         **dict(every=1, clip_norm=1.0, noise_multiplier=1.0, sampling=SAMPLING, key=KEY),
     )
@@ -321,6 +326,6 @@ def test_schedules_that_leave_0_1_are_refused_with_the_bill():
 
 def test_random_freeze_needs_a_key():
     with pytest.raises(TypeError, match="key"):
-        dpx.random_freeze(0.5, every=1)  # type: ignore
+        dpx.coordinates.random_freeze(0.5, every=1)  # type: ignore
     with pytest.raises(ValueError, match="key"):
-        dpx.random_freeze(0.5, every=1, key=None)  # type: ignore
+        dpx.coordinates.random_freeze(0.5, every=1, key=None)  # type: ignore

@@ -88,7 +88,7 @@ def beyond_the_plan():
 
 @dpx.calibrated
 def projected(*, noise_multiplier):
-    return dpx.clip_then_project(dp_sgd(noise_multiplier), rank=12, kind="gaussian", key=KEY)
+    return dpx.mechanisms.clip_then_project(dp_sgd(noise_multiplier), rank=12, kind="gaussian", key=KEY)
 
 
 def stacked_states():
@@ -179,7 +179,7 @@ REFUSED = {
     ),
     "bill error feedback as DP-SGD": (
         lambda: bill(
-            dpx.dice_sgd(
+            dpx.methods.dice_sgd(
                 clip_norm=1.0, feedback_norm=0.1, outer_clip_norm=2.0, noise_multiplier=1.0, sampling=SAMPLING, key=KEY
             )
         ),
@@ -298,7 +298,7 @@ REFUSED = {
     # a chain in the wrong order
     "optax first in dpx.chain": (lambda: dpx.chain(optax.clip(1.0), dp_sgd()), "must come first"),
     "an optax chain in coordinates": (
-        lambda: dpx.in_coordinates(optax.chain(dp_sgd()), dpx.trainable({"w": True, "b": False})),
+        lambda: dpx.in_coordinates(optax.chain(dp_sgd()), dpx.coordinates.trainable({"w": True, "b": False})),
         "must come first",
     ),
     # several runs
@@ -309,14 +309,14 @@ REFUSED = {
     ),
     # budgets
     "a budget inside a wrapper that costs more": (
-        lambda: dpx.clip_then_project(dp_sgd(BUDGET), rank=12, kind="gaussian", key=KEY),
+        lambda: dpx.mechanisms.clip_then_project(dp_sgd(BUDGET), rank=12, kind="gaussian", key=KEY),
         "put dpx.calibrated on the function",
     ),
     "another event for a calibrated mechanism": (
         lambda: dp_sgd(BUDGET).replace(event=lambda steps: None),
         "put dpx.calibrated on the function",
     ),
-    "a budget of no steps": (lambda: dpx.Budget(epsilon=2.0, delta=1e-5, steps=0), "steps must be at least 1"),
+    "a budget of no steps": (lambda: dpx.Budget(epsilon=2.0, delta=1e-5, steps=0), "steps must be a whole number"),
     "calibrated on what takes no noise": (lambda: dpx.calibrated(lambda clip_norm: None), "noise_multiplier"),
     "noise from the data": (lambda: jax.jit(lambda x: dp_sgd(x).event(1))(jnp.ones(())), "traced"),
 }

@@ -15,13 +15,13 @@ import dpx
 from dpx import keys
 from dpx.accounting.projected import projected
 from dpx.coordinates.projections import countsketch, hadamard
-from dpx.coordinates.projections.projection import KINDS, projection
+from dpx.coordinates.projections.projection import SKETCHES, projection
 from tests.mechanisms import PARAMS, POISSON
 from tests.test_dp_sgd import loss, model
 
 KEY = jax.random.key(5)
-NAMES = tuple(KINDS)
-BOUNDED = tuple(name for name, kind in KINDS.items() if kind.stretch)
+NAMES = tuple(SKETCHES)
+BOUNDED = tuple(name for name, sketch in SKETCHES.items() if sketch.stretch)
 
 
 def cut(vector, sizes):
@@ -31,7 +31,7 @@ def cut(vector, sizes):
 @functools.cache
 def matrices(name, sizes, rank):
     """keys -> the matrices P of the kind, (keys, coordinates, d)."""
-    project = KINDS[name].project
+    project = SKETCHES[name].project
 
     def matrix(key):
         return jax.vmap(lambda v: jnp.concatenate(project(key, cut(v, sizes), rank)), out_axes=1)(jnp.eye(sum(sizes)))
@@ -42,11 +42,11 @@ def matrices(name, sizes, rank):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_lift_is_unbiased(name):
     """E[lift(project(v))] = v for every coordinate vector, within 5 standard errors; false alarm below 1e-3 in all."""
-    kind, sizes, draws = KINDS[name], (7, 3), 3000
+    sketch, sizes, draws = SKETCHES[name], (7, 3), 3000
 
     def there_and_back(key):
         def one(v):
-            return jnp.concatenate(kind.lift(key, kind.project(key, cut(v, sizes), 6), sizes, 6))
+            return jnp.concatenate(sketch.lift(key, sketch.project(key, cut(v, sizes), 6), sizes, 6))
 
         return jax.vmap(one)(jnp.eye(10))
 
@@ -63,7 +63,7 @@ def test_no_vector_is_stretched_more_than_stated(name):
     for sizes, rank in (((100, 29, 1), 70), ((33, 30), 1)):
         p = np.asarray(matrices(name, sizes, rank)(jax.random.split(KEY, 5)), np.float64)
         worst = np.linalg.svd(p, compute_uv=False)[:, 0].max()
-        stated = KINDS[name].stretch(sizes, rank)
+        stated = SKETCHES[name].stretch(sizes, rank)
         assert worst <= stated * (1 + 3e-6)
         assert worst >= 0.7 * stated
 
@@ -105,7 +105,7 @@ def test_a_clipped_sum_is_not_lengthened(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_batch_shares_one_draw(name):
     """Nothing random is drawn for an example: the same jaxpr draws the same number of bits at any batch size."""
-    coordinates = dpx.random_projection(rank=12, kind=name, key=KEY)
+    coordinates = dpx.coordinates.random_projection(rank=12, kind=name, key=KEY)
 
     def bits(examples):
         batch = jax.tree.map(lambda p: jnp.zeros((examples, *p.shape)), PARAMS)
@@ -132,10 +132,10 @@ def test_dense_matrices_are_streamed(name):
     """At d = 550,000 and p = 0.7 d, where A has 2e11 numbers, a program's own memory is that of a few blocks."""
     size, rank, examples = 550_000, 385_000, 2
     like = jax.ShapeDtypeStruct((examples, size), jnp.float32)
-    kind = KINDS[name]
-    project = jax.jit(jax.vmap(lambda v: kind.project(KEY, [v], rank)[0])).lower(like)
+    sketch = SKETCHES[name]
+    project = jax.jit(jax.vmap(lambda v: sketch.project(KEY, [v], rank)[0])).lower(like)
     coordinates = project.out_info
-    lift = jax.jit(lambda z: kind.lift(KEY, [z], [size], rank)[0]).lower(
+    lift = jax.jit(lambda z: sketch.lift(KEY, [z], [size], rank)[0]).lower(
         jax.ShapeDtypeStruct(coordinates.shape[1:], jnp.float32)
     )
     for program in (project, lift):
@@ -146,7 +146,7 @@ def test_a_draw_is_a_function_of_the_step():
     vector = {"w": jnp.arange(1.0, 41.0)}
 
     def encoded(every, step):
-        coordinates = dpx.random_projection(rank=20, kind="countsketch", every=every, key=KEY)
+        coordinates = dpx.coordinates.random_projection(rank=20, kind="countsketch", every=every, key=KEY)
         return np.asarray(coordinates.encode(vector, coordinates.init(vector)._replace(step=jnp.int32(step)))[0])
 
     assert (encoded(1, 0) != encoded(1, 1)).any() and (encoded(1, 3) == encoded(1, 3)).all()
@@ -157,8 +157,8 @@ def test_a_draw_is_a_function_of_the_step():
 def test_projections_and_noise_have_streams_of_their_own(monkeypatch):
     stream, named = keys.stream, []
     monkeypatch.setattr(keys, "stream", lambda key, name, *step: named.append(name) or stream(key, name, *step))
-    dpx.random_projection(rank=3, kind="subset", key=KEY)
-    dpx.clip_then_project(base(), rank=3, kind="subset", key=KEY)
+    dpx.coordinates.random_projection(rank=3, kind="subset", key=KEY)
+    dpx.mechanisms.clip_then_project(base(), rank=3, kind="subset", key=KEY)
     assert named == ["projection", "noise", "projection of the sum"]
 
 
@@ -169,7 +169,7 @@ def base(**changes):
 
 def test_the_noise_is_white_where_it_is_added():
     """Given P, release(0) has covariance (sigma C)^2 P^T P: within 6 standard errors, and not 4/9 of it."""
-    coordinates = dpx.random_projection(rank=12, kind="gaussian", every=None, key=jax.random.key(1))
+    coordinates = dpx.coordinates.random_projection(rank=12, kind="gaussian", every=None, key=jax.random.key(1))
     state = dpx.in_coordinates(base(), coordinates).init(PARAMS)
     zeros = ([jnp.zeros(12)],)
 
@@ -218,8 +218,8 @@ def test_a_subset_has_exactly_so_many():
 def test_ghost_norms_follow_what_only_scales_or_comes_after_the_clip(order):
     params, batch = model()
     projected = {
-        "project_then_clip": lambda **how: dpx.in_coordinates(base(), dpx.random_projection(**how)),
-        "clip_then_project": lambda **how: dpx.clip_then_project(base(), **how),
+        "project_then_clip": lambda **how: dpx.in_coordinates(base(), dpx.coordinates.random_projection(**how)),
+        "clip_then_project": lambda **how: dpx.mechanisms.clip_then_project(base(), **how),
     }[order](reduction_rate=0.3, kind="subset", key=KEY)
     state = projected.init(params)
     by_vmap, by_ghost = (
@@ -231,8 +231,10 @@ def test_ghost_norms_follow_what_only_scales_or_comes_after_the_clip(order):
 
 
 def test_frozen_layers_are_not_projected():
-    frozen = dpx.trainable({"kernel": True, "bias": False, "scale": True})
-    mechanism = dpx.in_coordinates(base(), frozen, dpx.random_projection(rank=9, kind="orthonormal", key=KEY))
+    frozen = dpx.coordinates.trainable({"kernel": True, "bias": False, "scale": True})
+    mechanism = dpx.in_coordinates(
+        base(), frozen, dpx.coordinates.random_projection(rank=9, kind="orthonormal", key=KEY)
+    )
     grads = jax.tree.map(lambda p: jnp.ones((3, *p.shape)), PARAMS)
     updates, _ = jax.jit(mechanism.update)(grads, mechanism.init(PARAMS), PARAMS, included=jnp.ones(3, bool))
     assert not updates["bias"].any() and updates["kernel"].any()
@@ -266,10 +268,10 @@ def numpy_d2p2_sgd(params, batch, *, draws, sigmas, rank, stability, learning_ra
 
 
 METHODS = {
-    "Algorithm 1": (dpx.d2p2_sgd, {"kind": "gaussian", "order": "clip_then_project", "power": 0.5}),
-    "Algorithm 1, projected first": (dpx.d2p2_sgd, {"kind": "gaussian", "power": 0.5}),
-    "Algorithm 2": (dpx.d2p_sgd, {"power": 0.5}),
-    "Algorithm 3": (dpx.dp2_sgd, {"kind": "gaussian", "order": "clip_then_project"}),
+    "Algorithm 1": (dpx.methods.d2p2_sgd, {"kind": "gaussian", "order": "clip_then_project", "power": 0.5}),
+    "Algorithm 1, projected first": (dpx.methods.d2p2_sgd, {"kind": "gaussian", "power": 0.5}),
+    "Algorithm 2": (dpx.methods.d2p_sgd, {"power": 0.5}),
+    "Algorithm 3": (dpx.methods.dp2_sgd, {"kind": "gaussian", "order": "clip_then_project"}),
 }
 
 
@@ -319,17 +321,27 @@ def test_equals_the_pseudo_code(name):
 def test_calibrated_by_what_may_be_spent():
     options = {"rank": 5000, "kind": "gaussian", "every": 10, "sampling": POISSON, "key": KEY}
     budget = dpx.Budget(epsilon=2.0, delta=1e-5, steps=20)
-    mechanism = dpx.d2p2_sgd(order="clip_then_project", noise_multiplier=budget, **options)
+    mechanism = dpx.methods.d2p2_sgd(order="clip_then_project", noise_multiplier=budget, **options)
     assert 1.99 <= dpx.epsilon(mechanism, 20, delta=1e-5) <= 2.0
-    sound = dpx.d2p2_sgd(noise_multiplier=2.0, **options)
-    assert sound.event(20) == dpx.d2p_sgd(noise_multiplier=2.0, every=10, sampling=POISSON, key=KEY).event(20)
+    sound = dpx.methods.d2p2_sgd(noise_multiplier=2.0, **options)
+    assert sound.event(20) == dpx.methods.d2p_sgd(noise_multiplier=2.0, every=10, sampling=POISSON, key=KEY).event(20)
 
 
 def test_prints_its_pipeline():
-    text = str(dpx.dp2_sgd(reduction_rate=0.3, kind="hadamard", noise_multiplier=1.0, sampling=POISSON, key=KEY))
-    assert text.index("hadamard projection to 0.7") < text.index("normalize") < text.index("noise") < text.index("undo")
-    text = str(dpx.clip_then_project(base(), rank=5, kind="subset", key=KEY))
-    assert text.index("clip to norm") < text.index("subset projection to rank 5 of the sum") < text.index("noise")
+    text = str(
+        dpx.methods.dp2_sgd(reduction_rate=0.3, kind="hadamard", noise_multiplier=1.0, sampling=POISSON, key=KEY)
+    )
+    assert (
+        text.index("hadamard projection to 0.7")
+        < text.index("normalize")
+        < text.index("add noise")
+        < text.index("lift")
+    )
+    text = str(dpx.mechanisms.clip_then_project(base(), rank=5, kind="subset", key=KEY))
+    assert text.index("clip to norm") < text.index(
+        "project the sum: subset projection to rank 5, divided by its largest"
+    )
+    assert text.index("project the sum") < text.index("add noise") < text.index("times its largest stretch")
 
 
 @pytest.mark.parametrize(
@@ -353,52 +365,56 @@ def test_prints_its_pipeline():
 def test_bad_configuration(changes, message):
     given = {"rank": 5, "kind": "subset", "key": KEY} | changes
     with pytest.raises(ValueError, match=message):
-        dpx.random_projection(**given)
+        dpx.coordinates.random_projection(**given)
     with pytest.raises(ValueError, match=message):
-        dpx.clip_then_project(base(), **given)
+        dpx.mechanisms.clip_then_project(base(), **given)
 
 
 def test_ranks_above_the_number_of_coordinates_are_refused():
     for rank in (17, {"kernel": 12, "bias": 4, "scale": 1}):
         with pytest.raises(ValueError, match="at most the number of coordinates"):
-            dpx.in_coordinates(base(), dpx.random_projection(rank=rank, kind="gaussian", key=KEY)).init(PARAMS)
+            dpx.in_coordinates(base(), dpx.coordinates.random_projection(rank=rank, kind="gaussian", key=KEY)).init(
+                PARAMS
+            )
 
 
 @pytest.mark.parametrize("every", [None, 2])
 def test_a_reused_gaussian_after_the_clip_is_refused(every):
     with pytest.raises(ValueError, match="fresh Gaussian projection at every step"):
-        dpx.clip_then_project(base(), rank=5, kind="gaussian", every=every, key=KEY)
-    assert dpx.clip_then_project(base(), rank=5, kind="orthonormal", every=every, key=KEY).event(3) == base().event(3)
+        dpx.mechanisms.clip_then_project(base(), rank=5, kind="gaussian", every=every, key=KEY)
+    assert dpx.mechanisms.clip_then_project(base(), rank=5, kind="orthonormal", every=every, key=KEY).event(
+        3
+    ) == base().event(3)
 
 
 def feedback():
-    return dpx.dice_sgd(
+    return dpx.methods.dice_sgd(
         clip_norm=1.0, feedback_norm=0.1, outer_clip_norm=1.5, noise_multiplier=1.0, sampling=POISSON, key=KEY
     )
 
 
 def test_groups_that_are_projected_apart_are_billed_by_the_smallest_rank():
     ranks = {"kernel": 8, "bias": 2, "scale": 1}
-    made = dpx.clip_then_project(base(), rank=ranks, kind="gaussian", key=KEY)
+    made = dpx.mechanisms.clip_then_project(base(), rank=ranks, kind="gaussian", key=KEY)
     assert made.event(3) == projected(base().event(3), rank=1, blocks=3)
 
 
 def test_other_unbilled_compositions_are_refused():
     with pytest.raises(ValueError, match="say rank"):
-        dpx.clip_then_project(base(), reduction_rate=0.3, kind="gaussian", key=KEY)
+        dpx.mechanisms.clip_then_project(base(), reduction_rate=0.3, kind="gaussian", key=KEY)
     fixed = base(sampling=dpx.FixedSizeSampling(examples=100, batch_size=8))
     with pytest.raises(ValueError, match="is billed before"):
-        dpx.clip_then_project(fixed, rank=5, kind="gaussian", key=KEY).event(1)
-    twice = dpx.clip_then_project(base(), rank=10, kind="gaussian", key=KEY)
+        dpx.mechanisms.clip_then_project(fixed, rank=5, kind="gaussian", key=KEY).event(1)
+    twice = dpx.mechanisms.clip_then_project(base(), rank=10, kind="gaussian", key=KEY)
     with pytest.raises(ValueError, match="is billed before"):
-        dpx.clip_then_project(twice, rank=5, kind="gaussian", key=KEY).event(1)
+        dpx.mechanisms.clip_then_project(twice, rank=5, kind="gaussian", key=KEY).event(1)
     with pytest.raises(ValueError, match="is billed before"):
         projected(dp_accounting.ComposedDpEvent([base().event(2), feedback().event(2)]), rank=5)
     for kind in ("gaussian", "subset"):
         with pytest.raises(ValueError, match="one clipped sum"):
-            dpx.clip_then_project(feedback(), rank=5, kind=kind, key=KEY)
-    outer = dpx.in_coordinates(base(), dpx.random_projection(rank=12, kind="gaussian", key=KEY))
+            dpx.mechanisms.clip_then_project(feedback(), rank=5, kind=kind, key=KEY)
+    outer = dpx.in_coordinates(base(), dpx.coordinates.random_projection(rank=12, kind="gaussian", key=KEY))
     with pytest.raises(ValueError, match="innermost"):
-        dpx.clip_then_project(outer, rank=5, kind="subset", key=KEY).init(PARAMS)
+        dpx.mechanisms.clip_then_project(outer, rank=5, kind="subset", key=KEY).init(PARAMS)
     with pytest.raises(ValueError, match="order must be"):
-        dpx.dp2_sgd(rank=5, kind="subset", order="both", noise_multiplier=1.0, sampling=POISSON, key=KEY)  # type: ignore
+        dpx.methods.dp2_sgd(rank=5, kind="subset", order="both", noise_multiplier=1.0, sampling=POISSON, key=KEY)  # type: ignore

@@ -81,7 +81,9 @@ ACCEPTED = {
     "a chain in a chain": lambda: moved(optax.chain(optax.chain(dp_sgd(), optax.trace(0.9)), optax.scale(-0.1))),
     "dpx.chain": lambda: moved(dpx.chain(dp_sgd(), optax.adam(0.1))),
     "dpx.chain in optax.chain": lambda: moved(optax.chain(dpx.chain(dp_sgd(), optax.adam(0.1)), optax.scale(2.0))),
-    "coordinates": lambda: moved(dpx.in_coordinates(dp_sgd(), dpx.random_freeze(0.5, every=3, key=jax.random.key(1)))),
+    "coordinates": lambda: moved(
+        dpx.in_coordinates(dp_sgd(), dpx.coordinates.random_freeze(0.5, every=3, key=jax.random.key(1)))
+    ),
     "TrainState": train_state,
     "nnx.Optimizer": nnx_optimizer,
     "its state": lambda: nnx_optimizer().opt_state,
@@ -158,8 +160,10 @@ def test_terms_are_those_of_the_sampling_and_the_event():
     assert len({terms()} | {terms(sampling=sampling) for sampling in other}) == 6
     dice = dict(clip_norm=1.0, feedback_norm=0.1, noise_multiplier=1.0, sampling=SAMPLING, key=jax.random.key(0))
     kinds = [{"outer_clip_norm": 2.0, "reset_every": r} for r in (None, 1, 5, 50)] + [{"outer_clip_norm": 3.0}]
-    assert len({tuple(dpx.dice_sgd(**dice, **kind).terms.tolist()) for kind in kinds}) == 5
-    ranks = [dpx.clip_then_project(dp_sgd(), rank=r, kind="gaussian", key=jax.random.key(0)) for r in (4, 12)]
+    assert len({tuple(dpx.methods.dice_sgd(**dice, **kind).terms.tolist()) for kind in kinds}) == 5
+    ranks = [
+        dpx.mechanisms.clip_then_project(dp_sgd(), rank=r, kind="gaussian", key=jax.random.key(0)) for r in (4, 12)
+    ]
     assert len({terms()} | {tuple(made.terms.tolist()) for made in ranks}) == 3
 
 

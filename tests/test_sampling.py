@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dpx
-from dpx import keys
-from dpx import sampling as sampling_module
+from dpx import _draws, keys
 
 KEY = jax.random.key(5)
 SAMPLINGS = [
@@ -59,7 +58,7 @@ def test_a_sampling_has_a_stream_of_its_own(sampling, monkeypatch):
     by_own_stream = [list(drawn(sampling, step)) for step in range(3)]
     names, stream = set(), keys.stream
     monkeypatch.setattr(keys, "stream", lambda key, name, step=None: names.add(name) or stream(key, name, step))
-    sampling_module._permutation.cache_clear()
+    _draws._permutation.cache_clear()
     assert [list(drawn(sampling, step)) for step in range(3)] == by_own_stream and names == {"sampling"}
     monkeypatch.setattr(keys, "stream", lambda key, name, step=None: stream(key, "noise", step))
     for step in range(3):
@@ -80,7 +79,7 @@ def test_a_coin_falls_for_exactly_the_words_below_the_threshold(probability, mon
         return jnp.asarray(words)
 
     monkeypatch.setattr(jax.random, "bits", bits)
-    coins = sampling_module._coins.__wrapped__(KEY, len(words), probability)
+    coins = _draws.coins.__wrapped__(KEY, len(words), probability)
     assert asked == [((len(words),), jnp.uint32)]
     assert coins.dtype == np.bool_
     assert coins.tolist() == [int(word) < heads for word in words]

@@ -20,13 +20,13 @@ STEPS = 12
 
 
 def dynamic(**changes):
-    return dpx.dynamic_dp_sgd(
+    return dpx.methods.dynamic_dp_sgd(
         **({"clip_norm": 0.5, "noise_multiplier": 2.0, "steps": STEPS, "sampling": SAMPLING, "key": KEY} | changes)
     )
 
 
 def realized_scale(mechanism, steps):
-    """The noise of each step of a run over that of a unit mechanism with the same key: multiplier x clip; (steps,)."""
+    """Multiplier x clip norm of each step of a run, (steps,): its noise divided by that of a unit mechanism."""
     unit = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=1.0, sampling=SAMPLING, key=KEY)
     none, included = jax.tree.map(lambda p: jnp.zeros((0, *p.shape)), PARAMS), jnp.zeros(0, bool)
     state, unit_state, scales = mechanism.init(PARAMS), unit.init(PARAMS), []
@@ -63,7 +63,7 @@ RUNNING = {
     "sensitivity decay": (dynamic(rho_c=4.0), lambda t: 0.5 * 4 ** (-(t + 1) / STEPS)),
     "both": (dynamic(rho_mu=3.0, rho_c=2.0), lambda t: 0.5 * 2 ** (-(t + 1) / STEPS)),
     "per epoch": (dynamic(rho_mu=3.0, rho_c=2.0, every=4), lambda t: 0.5 * 2 ** (-(t // 4 * 4 + 1) / STEPS)),
-    "d2p": (dpx.d2p_sgd(noise_multiplier=3.0, power=0.5, every=3, sampling=SAMPLING, key=KEY), lambda t: 1.0),
+    "d2p": (dpx.methods.d2p_sgd(noise_multiplier=3.0, power=0.5, every=3, sampling=SAMPLING, key=KEY), lambda t: 1.0),
     "optax": (
         dpx.dp_sgd(
             clip_norm=optax.cosine_decay_schedule(2.0, 20),
@@ -134,7 +134,7 @@ def test_calibrated_on_the_true_composition():
         mechanism = dynamic(noise_multiplier=budget, rho_mu=1 / 0.3, rho_c=2.0, steps=60)
         assert 1.99 <= dpx.epsilon(mechanism, 60, delta=1e-5, accountant=accountant) <= 2.0
     budget = dpx.Budget(epsilon=1.0, delta=1e-5, steps=100)
-    mechanism = dpx.d2p_sgd(noise_multiplier=budget, every=10, sampling=SAMPLING, key=KEY)
+    mechanism = dpx.methods.d2p_sgd(noise_multiplier=budget, every=10, sampling=SAMPLING, key=KEY)
     assert 0.99 <= dpx.epsilon(mechanism, 100, delta=1e-5) <= 1.0
 
 
@@ -177,7 +177,7 @@ def test_bad_configuration(changes, message):
 
 
 def test_a_data_driven_schedule_is_refused():
-    """What a step's data says cannot set its noise: the bill has no data."""
+    """The data of a step cannot set its noise, because the bill has no data."""
 
     def train(data):
         mechanism = dpx.dp_sgd(

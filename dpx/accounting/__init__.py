@@ -1,23 +1,67 @@
-"""Privacy accounting: what a mechanism, an event or a schedule of noise multipliers costs."""
+"""Privacy accounting: how much privacy a run costs, and how much noise a budget needs.
 
-from dpx.accounting import comparisons as comparisons
-from dpx.accounting import curves as curves
-from dpx.accounting import gdp as gdp
-from dpx.accounting.bill import delta as delta
-from dpx.accounting.bill import epsilon as epsilon
-from dpx.accounting.budget import Budget as Budget
-from dpx.accounting.budget import calibrated as calibrated
-from dpx.accounting.calibration import CalibratedSchedule as CalibratedSchedule
-from dpx.accounting.calibration import calibrate as calibrate
-from dpx.accounting.calibration import calibrate_schedule as calibrate_schedule
-from dpx.accounting.compose import Composition as Composition
-from dpx.accounting.compose import compose as compose
-from dpx.accounting.events import event_delta as event_delta
-from dpx.accounting.events import event_epsilon as event_epsilon
-from dpx.accounting.events import register as register
-from dpx.accounting.horizon import max_steps as max_steps
-from dpx.accounting.report import PrivacyReport as PrivacyReport
-from dpx.accounting.report import privacy_report as privacy_report
-from dpx.accounting.schedule import Interval as Interval
-from dpx.accounting.schedule import schedule_delta as schedule_delta
-from dpx.accounting.schedule import schedule_epsilon as schedule_epsilon
+Which function answers which question:
+
+* The cost of a run, from its mechanism and its state or number of steps: `epsilon`, `delta`. Of several runs on the
+  same data: `compose`. Everything to publish beside a model: `privacy_report`.
+* The noise that a budget needs: `calibrate`, or a `Budget` in place of a noise multiplier; `calibrated` makes a
+  function of your own accept one. The steps that a budget pays for: `max_steps`.
+* The cost over the steps, delta over epsilon, and the trade-off function, as arrays and plots: `curves`.
+* Without a mechanism: `schedule_epsilon`, `schedule_delta` and `calibrate_schedule` for noise multipliers,
+  `event_epsilon` and `event_delta` for a dp-accounting event, `gdp` for Gaussian differential privacy.
+* Numbers that papers claim, which may not be reported as spent: `comparisons`, and the second half of `gdp`.
+
+Every epsilon and delta but those of the last line is an upper bound, and an interval adds a lower one. Where each proof
+stands:
+
+* Poisson-sampled Gaussians: `pld/losses.py` (one step), `pld/composition.py` (many), `pld/buckets.py` (long schedules),
+  `renyi.py` ("rdp"). Several releases of one batch: `releases.py`. Unsampled Gaussians: `gdp.py`, first half.
+* Samples of a fixed size: `fixed_size.py`. Runs on shared batches: `compose.py`. Fresh projections: `projected.py`.
+* Error feedback: `error_feedback/energy.py` and `error_feedback/renyi.py`.
+
+To add one: a new event is a file here, like `projected.py`, which the file of its mechanism imports. It holds
+
+* an `attrs.frozen` subclass of `DpEvent`, whose noise is a field called `noise_multiplier`, because
+  `dpx/release_state.py` leaves the field of that name out of a state's fingerprint;
+* a step loss, with `renyi` and, if a privacy loss distribution is known, `pmfs` (`pld/losses.py`);
+* `register(event_type, read)`, or `register_whole_run` (`releases.py`) for an event of a whole run, like
+  `error_feedback/event.py`.
+
+The tests that must know it: bills in `tests/record_bills.py` (run it to record them), a `tests/test_accounting_*.py`
+that compares them with an independent computation, a case in `tests/mechanisms.py`, and a fault in `tests/faults.py`
+for each line that makes it a bound.
+"""
+
+from dpx.accounting import comparisons, curves, gdp
+from dpx.accounting.bill import delta, epsilon
+from dpx.accounting.budget import Budget, calibrated
+from dpx.accounting.calibration import CalibratedSchedule, calibrate, calibrate_schedule
+from dpx.accounting.compose import Composition, compose
+from dpx.accounting.events import event_delta, event_epsilon, register
+from dpx.accounting.horizon import max_steps
+from dpx.accounting.report import PrivacyReport, privacy_report
+from dpx.accounting.schedule import Interval, schedule_delta, schedule_epsilon
+
+__all__ = [
+    "Budget",
+    "CalibratedSchedule",
+    "Composition",
+    "Interval",
+    "PrivacyReport",
+    "calibrate",
+    "calibrate_schedule",
+    "calibrated",
+    "comparisons",
+    "compose",
+    "curves",
+    "delta",
+    "epsilon",
+    "event_delta",
+    "event_epsilon",
+    "gdp",
+    "max_steps",
+    "privacy_report",
+    "register",
+    "schedule_delta",
+    "schedule_epsilon",
+]

@@ -1,13 +1,15 @@
-"""What a mechanism has spent, or will have spent: epsilon and delta from its event."""
+"""The bill of a mechanism: epsilon and delta of steps that it has taken, or that it will take."""
 
 from typing import Any
 
 import dp_accounting
 import numpy as np
 
+from dpx._numbers import require_whole
 from dpx.accounting import checks
 from dpx.accounting.checks import Accountant, Relation
-from dpx.accounting.events import event_delta, event_epsilon, flatten
+from dpx.accounting.events import event_delta, event_epsilon
+from dpx.accounting.releases import count_releases
 from dpx.release_state import release_state, steps_taken
 
 
@@ -21,17 +23,18 @@ def epsilon(
 ) -> float:
     """An upper bound of epsilon at `delta` for the first steps of a mechanism; inf if a step adds no noise.
 
-    steps_or_state: a number of steps, or an optimizer state, whose billed steps are read.
+    steps_or_state: a number of steps (int, at least 0), or an optimizer state, whose billed steps are read.
+    delta: in (0, 1), best far below 1 divided by the number of examples. A larger one warns.
     accountant: "tightest" bills by "pld" (privacy loss distributions) where that is known for every release, else by
         "rdp" (Renyi divergences).
-    relation: what neighbors are; default the one the mechanism's sampling states. Another is used where the event is
-        true for it, else ValueError: Poisson samples also stand for nulling an example ("zero_out") and for replacing
-        one ("replace_one").
+    relation: how neighboring data sets differ; None is the relation that the mechanism's sampling states. A Poisson
+        sampling also holds for nulling an example ("zero_out") and for replacing one ("replace_one").
 
-    A delta of at least one over the number of examples warns.
+    Raises ValueError for a state that another mechanism made, for a relation that the event is not true for, and for
+    an event that the accountant cannot bill.
     """
-    event, relation = billed(mechanism, steps_or_state, relation)
-    checks.warn_of_delta(delta, mechanism.sampling)
+    event, relation = event_of(mechanism, steps_or_state, relation)
+    checks.warn_of_large_delta(delta, mechanism.sampling)
     return event_epsilon(event, delta=delta, accountant=accountant, relation=relation)
 
 
@@ -43,36 +46,41 @@ def delta(
     accountant: Accountant = "tightest",
     relation: Relation | None = None,
 ) -> float:
-    """An upper bound of delta at `epsilon` for the first steps of a mechanism; see `epsilon`."""
-    checks.epsilon(epsilon)
-    event, relation = billed(mechanism, steps_or_state, relation)
+    """An upper bound of delta at `epsilon` (at least 0) for the first steps of a mechanism; 1 if a step adds no noise.
+
+    The other arguments, and what raises ValueError, are as for `epsilon`.
+    """
+    checks.require_epsilon(epsilon)
+    event, relation = event_of(mechanism, steps_or_state, relation)
     return event_delta(event, epsilon=epsilon, accountant=accountant, relation=relation)
 
 
-def billed(mechanism: Any, steps_or_state: Any, relation: Relation | None) -> tuple[dp_accounting.DpEvent, Relation]:
-    """The event of the steps taken, and the relation to bill it under; a state must be the mechanism's own."""
+def event_of(mechanism: Any, steps_or_state: Any, relation: Relation | None) -> tuple[dp_accounting.DpEvent, Relation]:
+    """The event of the steps, and the relation that it is billed under; a state must be the mechanism's own."""
     require_billable(mechanism)
-    steps = steps_in(steps_or_state)
+    steps = billed_steps(steps_or_state)
     if _is_number(steps_or_state):
         event = mechanism.event(steps) if steps else dp_accounting.NoOpDpEvent()
     elif hasattr(mechanism, "event_paid_by"):
         event = mechanism.event_paid_by(steps_or_state, steps)
     else:
         raise ValueError(f"a state is billed by the dpx Mechanism that made its releases, got {type(mechanism)}")
-    stated = checks.relation(mechanism.sampling.relation)
-    if relation is None or checks.relation(relation) == stated:
-        return event, stated
-    if "replace_one" in (stated, relation):
-        if stated == "replace_one":
-            raise ValueError(
-                f'relation {relation!r} does not fit {mechanism.sampling}, whose event is true for "replace_one" only'
-            )
-    elif relation == "add_or_remove" and not flatten(event).amplified:
+    return event, _relation_of(event, mechanism.sampling, relation)
+
+
+def _relation_of(event: dp_accounting.DpEvent, sampling: Any, relation: Relation | None) -> Relation:
+    """`relation`, or the one that the sampling states; ValueError if the event is not true for it."""
+    stated = checks.require_relation(sampling.relation)
+    if relation is None or checks.require_relation(relation) == stated:
+        return stated
+    if stated == "replace_one":
+        raise ValueError(f'relation {relation!r} does not fit {sampling}, whose event is true for "replace_one" only')
+    if relation == "add_or_remove" and not count_releases(event).poisson_sampled:
         raise ValueError(
-            f'relation "add_or_remove" does not fit {mechanism.sampling}: one example more or fewer would change '
+            f'relation "add_or_remove" does not fit {sampling}: one example more or fewer would change '
             'the other batches; its event is true for "zero_out"'
         )
-    return event, relation
+    return relation
 
 
 def require_billable(mechanism: Any) -> None:
@@ -83,14 +91,14 @@ def require_billable(mechanism: Any) -> None:
         )
 
 
-def steps_in(steps_or_state: Any) -> int:
-    """A number of steps as it is, or the steps an optimizer state has been billed for."""
+def billed_steps(steps_or_state: Any) -> int:
+    """A number of steps as it is, or the steps that an optimizer state has been billed for."""
     if _is_number(steps_or_state):
-        return checks.steps(steps_or_state)
-    return steps_taken(checks.concrete("state", steps_or_state))
+        return require_whole("steps", steps_or_state, minimum=0)
+    return steps_taken(checks.require_concrete("state", steps_or_state))
 
 
-def stream_of(steps_or_state: Any) -> int:
+def batch_stream(steps_or_state: Any) -> int:
     """The mark of the key that a state's batches were drawn with; 0 where it is not known."""
     return 0 if _is_number(steps_or_state) else int(release_state(steps_or_state).stream)
 

@@ -1,4 +1,4 @@
-"""What may be spent, in the place of a noise multiplier."""
+"""Budgets: (epsilon, delta) for a number of steps, given in place of a noise multiplier."""
 
 import functools
 import inspect
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from dpx._numbers import require_whole
 from dpx.accounting import checks
 from dpx.accounting.calibration import calibrate
 from dpx.accounting.checks import Accountant
@@ -15,11 +16,14 @@ M = TypeVar("M", bound=Any)
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """(epsilon, delta) for `steps` steps: stands wherever a function `calibrated` takes a noise multiplier.
+    """(epsilon, delta) for `steps` steps. Give it where a function that is `calibrated` takes a noise multiplier.
 
-    The mechanism remembers it: `sampling.take` refuses the step after the last one.
-    epsilon: above 0. delta: in (0, 1), best far below 1 / examples. steps: at least 1.
-    accountant: by which the bill is at most epsilon.
+    The mechanism remembers its budget: `sampling.take` refuses the step after the last one.
+
+    epsilon: float, positive and finite. delta: float in (0, 1), best far below 1 divided by the number of examples.
+    steps: int, at least 1. accountant: the one by which the bill is at most epsilon, as for `dpx.epsilon`.
+
+    Raises ValueError for a field outside its range.
     """
 
     epsilon: float
@@ -28,24 +32,25 @@ class Budget:
     accountant: Accountant = "tightest"
 
     def __post_init__(self):
-        checks.epsilon(self.epsilon, positive=True)
-        checks.delta(self.delta)
-        checks.accountant(self.accountant)
-        if checks.steps(self.steps) == 0:
-            raise ValueError("steps must be at least 1, got 0")
+        checks.require_positive_epsilon(self.epsilon)
+        checks.require_delta(self.delta)
+        checks.require_accountant(self.accountant)
+        require_whole("steps", self.steps)
 
 
 def calibrated(build: Callable[..., M]) -> Callable[..., M]:
-    """`build`, which makes a mechanism, with `noise_multiplier` either a number (or schedule) or a `Budget`.
+    """`build`, a function that makes a mechanism, so that its `noise_multiplier` may also be a `Budget`.
 
-    For a Budget, the least noise multiplier is found with which what `build` makes, as a whole, spends at most that.
-    Decorate the function that makes the OUTERMOST mechanism, because what is put around a mechanism may raise its cost:
+    For a Budget, the least noise multiplier is used with which the mechanism spends at most the budget. Decorate the
+    function that makes the OUTERMOST mechanism, because a wrapper around a mechanism may raise its cost:
 
         @dpx.calibrated
         def mine(*, noise_multiplier, **rest):
-            return dpx.clip_then_project(dpx.dp_sgd(noise_multiplier=noise_multiplier, **rest), rank=12, ...)
+            return dpx.mechanisms.clip_then_project(dpx.dp_sgd(noise_multiplier=noise_multiplier, **rest), rank=12, ...)
 
-    build: takes `noise_multiplier`, in which the noise must grow. Raises ValueError if it does not take it.
+    build: takes `noise_multiplier`, with which the noise must grow.
+
+    Raises ValueError if `build` takes no such argument; the function returned raises as `calibrate` does.
     """
     signature = inspect.signature(build)
     if "noise_multiplier" not in signature.parameters:
@@ -62,16 +67,16 @@ def calibrated(build: Callable[..., M]) -> Callable[..., M]:
             arguments.arguments["noise_multiplier"] = noise_multiplier
             return build(*arguments.args, **arguments.kwargs)
 
-        found = calibrate(
+        noise_multiplier = calibrate(
             make, steps=budget.steps, epsilon=budget.epsilon, delta=budget.delta, accountant=budget.accountant
         )
-        return make(found).replace(budget=budget)
+        return make(noise_multiplier).replace(budget=budget)
 
-    taken = [p if p.name != "noise_multiplier" else _or_budget(p) for p in signature.parameters.values()]
-    builder.__signature__ = signature.replace(parameters=taken)  # pyright: ignore[reportAttributeAccessIssue]
+    parameters = [p if p.name != "noise_multiplier" else _accepting_budget(p) for p in signature.parameters.values()]
+    builder.__signature__ = signature.replace(parameters=parameters)  # pyright: ignore[reportAttributeAccessIssue]
     return builder
 
 
-def _or_budget(parameter: inspect.Parameter) -> inspect.Parameter:
+def _accepting_budget(parameter: inspect.Parameter) -> inspect.Parameter:
     annotation: Any = parameter.annotation
     return parameter.replace(annotation=Budget if annotation is parameter.empty else annotation | Budget)

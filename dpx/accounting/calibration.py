@@ -1,4 +1,4 @@
-"""The least noise that meets a budget, from the safe side."""
+"""Calibration: the least noise that meets a budget, rounded up, so that the budget is never exceeded."""
 
 import math
 from collections.abc import Callable
@@ -7,16 +7,18 @@ from typing import Any
 
 import numpy as np
 
+from dpx._numbers import require_whole
 from dpx.accounting import checks
-from dpx.accounting.bill import billed
+from dpx.accounting.bill import event_of
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.events import event_epsilon
 from dpx.accounting.pld.buckets import Buckets
-from dpx.accounting.schedule import Interval, lower_end, merged, upper_end
+from dpx.accounting.schedule import Interval, bucketed_gaussians, lower_profile, upper_profile
 
-_COARSE = 24  # buckets of the bills that only say where to look
-_LARGEST = 1e6
-_LEAST = 1e-3  # with less noise the budget is no constraint worth the name
+_COARSE_BUCKETS = 24  # of the first search, which only says where to look (benchmarks/accounting.py, calibration)
+_COARSE_TOLERANCE = 0.02  # of that search, relative
+_LARGEST_MULTIPLIER = 1e6  # a budget that this much noise does not meet cannot be met
+_SMALLEST_MULTIPLIER = 1e-3  # the search stops here, because so large a budget is no constraint
 
 
 def calibrate(
@@ -32,25 +34,30 @@ def calibrate(
     """The least noise multiplier for which `steps` steps of `make(noise_multiplier)` cost at most epsilon at delta.
 
     make: noise multiplier -> mechanism; its noise, constant or a schedule, must grow with the number.
-    tolerance: relative; the mechanism's bill lies in [epsilon (1 - tolerance), epsilon] where it is continuous.
+    steps: int, at least 1. epsilon: positive and finite. delta: in (0, 1).
+    accountant, relation: as for `dpx.epsilon`.
+    tolerance: relative; the bill lies in [epsilon (1 - tolerance), epsilon] where it is continuous.
 
     Guarantee: `dpx.epsilon` of the mechanism made with the returned number is at most epsilon.
+
+    Raises ValueError for arguments outside these ranges, and for a budget that no noise multiplier up to 1e6 meets.
     """
-    checks.epsilon(epsilon, positive=True)
-    checks.delta(delta)
-    checks.accountant(accountant)
-    if checks.steps(steps) == 0:
-        raise ValueError("steps must be at least 1, got 0")
-    checks.warn_of_delta(delta, make(1.0).sampling)
+    checks.require_positive_epsilon(epsilon)
+    checks.require_delta(delta)
+    checks.require_accountant(accountant)
+    require_whole("steps", steps)
+    checks.warn_of_large_delta(delta, make(1.0).sampling)
 
     def bill(noise_multiplier: float, by: Accountant, **options: int) -> float:
-        event, asked = billed(make(noise_multiplier), steps, relation)
-        return event_epsilon(event, delta=delta, accountant=by, relation=asked, **options)
+        event, stated = event_of(make(noise_multiplier), steps, relation)
+        return event_epsilon(event, delta=delta, accountant=by, relation=stated, **options)
 
     if accountant == "rdp":
-        return _search(lambda x: bill(x, "rdp"), epsilon, tolerance, 1.0)
-    start = _search(lambda x: bill(x, accountant, buckets=_COARSE), epsilon, 0.02, 1.0)
-    return _search(lambda x: bill(x, accountant), epsilon, tolerance, start)
+        return _least_within(lambda noise: bill(noise, "rdp"), epsilon, tolerance, 1.0)
+    start = _least_within(
+        lambda noise: bill(noise, accountant, buckets=_COARSE_BUCKETS), epsilon, _COARSE_TOLERANCE, 1.0
+    )
+    return _least_within(lambda noise: bill(noise, accountant), epsilon, tolerance, start)
 
 
 @dataclass(frozen=True)
@@ -75,43 +82,51 @@ def calibrate_schedule(
 ) -> CalibratedSchedule:
     """The least scale for which the noise multipliers `scale * shape` cost at most epsilon at delta.
 
-    shape: (T,), positive; the other arguments as in `schedule_epsilon`. The buckets are chosen once, near the
-        answer.
+    shape: (T,), positive. epsilon: positive and finite. tolerance: relative, of epsilon.
+    The other arguments are those of `schedule_epsilon`; the buckets are chosen once, near the answer.
+
+    Raises ValueError for arguments outside these ranges, and for a budget that no scale meets.
     """
-    checks.epsilon(epsilon, positive=True)
-    checks.delta(delta)
-    sigmas, rates, repeats = checks.schedule(shape, sampling_rate, counts)
+    checks.require_positive_epsilon(epsilon)
+    checks.require_delta(delta)
+    checks.require_accountant(accountant)
+    checks.require_relation(relation)
+    sigmas, rates, repeats = checks.require_schedule(shape, sampling_rate, counts)
     if not np.any(repeats > 0):
         raise ValueError("shape must hold at least one step")
     if not np.all(sigmas[repeats > 0] > 0):
         raise ValueError(f"shape must be positive, got {sigmas[repeats > 0].min()}: no scale of it meets a budget")
-    size = float(np.median(sigmas[repeats > 0]))
-    few = merged(sigmas / size, rates, repeats, _COARSE)
+    median = float(np.median(sigmas[repeats > 0]))
 
     def bill(steps: Buckets, by: Accountant) -> Callable[[float], float]:
-        return lambda scale: upper_end(steps.scaled(scale), accountant=by, relation=relation).epsilon(delta)
+        return lambda scale: upper_profile(steps.scaled(scale), accountant=by, relation=relation).epsilon(delta)
 
-    checks.relation(relation)
-    scale = _search(bill(few, checks.accountant(accountant)), epsilon, 0.02, 1.0)
+    coarse = bucketed_gaussians(sigmas / median, rates, repeats, _COARSE_BUCKETS)
+    scale = _least_within(bill(coarse, accountant), epsilon, _COARSE_TOLERANCE, 1.0)
     if accountant == "rdp":
-        steps = Buckets(sigmas / size, sigmas / size, rates, rates, repeats)
-        scale = _search(bill(steps, "rdp"), epsilon, tolerance, scale)
-        return CalibratedSchedule(scale / size, Interval(0.0, bill(steps, "rdp")(scale)))
-    steps = merged(sigmas * (scale / size), rates, repeats, checks.buckets(buckets)).scaled(1 / scale)
-    scale = _search(bill(steps, accountant), epsilon, tolerance, scale)
+        steps = Buckets(sigmas / median, sigmas / median, rates, rates, repeats)
+        scale = _least_within(bill(steps, "rdp"), epsilon, tolerance, scale)
+        return CalibratedSchedule(scale / median, Interval(0.0, bill(steps, "rdp")(scale)))
+    near = sigmas * (scale / median)
+    steps = bucketed_gaussians(near, rates, repeats, require_whole("buckets", buckets)).scaled(1 / scale)
+    scale = _least_within(bill(steps, accountant), epsilon, tolerance, scale)
     upper = bill(steps, accountant)(scale)
-    lower = lower_end(steps.scaled(scale), relation=relation).epsilon(delta)
-    return CalibratedSchedule(float(scale / size), Interval(min(upper, lower), upper))
+    lower = lower_profile(steps.scaled(scale), relation=relation).epsilon(delta)
+    return CalibratedSchedule(float(scale / median), Interval(min(upper, lower), upper))
 
 
-def _search(bill: Callable[[float], float], budget: float, tolerance: float, start: float) -> float:
-    """The least x, to the tolerance, with bill(x) <= budget, for a decreasing bill: secants in log-log, safe end."""
+def _least_within(bill: Callable[[float], float], budget: float, tolerance: float, start: float) -> float:
+    """The least noise with bill(noise) <= budget, to the tolerance, for a bill that decreases.
+
+    It brackets the answer, then takes secants in log-log coordinates, or bisects where a secant leaves the bracket. The
+    upper end of the bracket is returned, whose bill is within the budget.
+    """
     low = high = start
     cost_low = cost_high = bill(start)
     while cost_high > budget:
         low, cost_low = high, cost_high
         high *= min(4.0, 1.05 * max(cost_high / budget, 1.05))
-        if high > _LARGEST:
+        if high > _LARGEST_MULTIPLIER:
             raise ValueError(
                 f"epsilon={budget} cannot be met: noise_multiplier={low:.6g} still costs {cost_low}; "
                 "it must be able to lower the cost of every step"
@@ -119,14 +134,14 @@ def _search(bill: Callable[[float], float], budget: float, tolerance: float, sta
         cost_high = bill(high)
     while cost_low <= budget:
         high, cost_high = low, cost_low
-        if cost_high >= budget * (1 - tolerance) or high < _LEAST:
+        if cost_high >= budget * (1 - tolerance) or high < _SMALLEST_MULTIPLIER:
             return high
         low *= max(0.25, 0.97 * min(cost_low / budget, 0.97))
         cost_low = bill(low)
-    aim = math.log(budget * (1 - tolerance / 3))
+    log_target = math.log(budget * (1 - tolerance / 3))
     points = [(low, cost_low), (high, cost_high)]  # the last two evaluated
     while cost_high < budget * (1 - tolerance) and high > low * (1 + tolerance * 1e-3):
-        middle = _secant(points, aim)
+        middle = _secant(points, log_target)
         if middle is None or not low * (high / low) ** 1e-3 < middle < high * (low / high) ** 1e-3:
             middle = math.sqrt(low * high)
         cost = bill(middle)
@@ -138,9 +153,10 @@ def _search(bill: Callable[[float], float], budget: float, tolerance: float, sta
     return high
 
 
-def _secant(points: list[tuple[float, float]], aim: float) -> float | None:
-    """Where ln cost reaches `aim` on the line through two points in log-log, if they have one."""
-    (x, a), (y, b) = points
-    if not (0 < a < math.inf and 0 < b < math.inf) or a == b:
+def _secant(points: list[tuple[float, float]], log_target: float) -> float | None:
+    """The noise at which ln cost reaches `log_target`, on the line through two points in log-log coordinates."""
+    (noise, cost), (last_noise, last_cost) = points
+    if not (0 < cost < math.inf and 0 < last_cost < math.inf) or cost == last_cost:
         return None
-    return y * math.exp((aim - math.log(b)) / (math.log(a) - math.log(b)) * math.log(x / y))
+    log_cost, log_last = math.log(cost), math.log(last_cost)
+    return last_noise * math.exp((log_target - log_last) / (log_cost - log_last) * math.log(noise / last_noise))

@@ -1,102 +1,93 @@
-"""What the accountants refuse: every ValueError names the condition and the value."""
+"""Checks of the accountants' arguments: every ValueError names the condition and the value."""
 
 import math
 import warnings
 from typing import Any, Literal
 
+import jax.core
 import numpy as np
 
 Accountant = Literal["tightest", "pld", "rdp"]
 Relation = Literal["add_or_remove", "zero_out", "replace_one"]
 
 ACCOUNTANTS = ("tightest", "pld", "rdp")
-_LARGEST_DELTA = 0.1
 RELATIONS = ("add_or_remove", "zero_out", "replace_one")
 
-
-def number(name: str, value: Any) -> float:
-    """`value` as a float; a traced or data-dependent value is refused."""
-    return float(concrete(name, value))
+_LARGEST_USUAL_DELTA = 0.1  # a larger one warns also where the number of examples is not known
 
 
-def delta(value: Any) -> float:
-    value = number("delta", value)
-    if not 0 < value < 1:
-        raise ValueError(f"delta must be in (0, 1), got {value}")
+def require_concrete(name: str, value: Any) -> Any:
+    """`value`; ValueError if jax is tracing it, because a number that is unknown before the run has no bill."""
+    if isinstance(value, jax.core.Tracer):
+        raise ValueError(
+            f"{name} must be known before the run, got the traced value {value}; "
+            "a schedule that depends on the data needs a privacy filter, not this accountant"
+        )
     return value
 
 
-def warn_of_delta(value: Any, sampling: Any) -> float:
-    """`delta`, with a warning where it allows what differential privacy is there to exclude."""
-    value, examples = delta(value), getattr(sampling, "examples", None)
-    if examples is not None and value >= 1 / examples:
+def require_nonnegative(name: str, value: Any) -> float:
+    """`value` as a float; ValueError unless it is at least 0. Infinity is allowed, because a bill can be infinite."""
+    number = float(require_concrete(name, value))
+    if not 0 <= number:
+        raise ValueError(f"{name} must be at least 0, got {number}")
+    return number
+
+
+def require_epsilon(value: Any) -> float:
+    return require_nonnegative("epsilon", value)
+
+
+def require_positive_epsilon(value: Any) -> float:
+    """An epsilon that a budget can state; ValueError unless it is positive and finite."""
+    number = float(require_concrete("epsilon", value))
+    if not 0 < number < math.inf:
+        raise ValueError(f"epsilon must be positive and finite, got {number}")
+    return number
+
+
+def require_delta(value: Any) -> float:
+    number = float(require_concrete("delta", value))
+    if not 0 < number < 1:
+        raise ValueError(f"delta must be in (0, 1), got {number}")
+    return number
+
+
+def warn_of_large_delta(value: Any, sampling: Any) -> None:
+    """Warns the caller of the calling function where `delta` is so large that (epsilon, delta) promises little."""
+    delta, examples = require_delta(value), getattr(sampling, "examples", None)
+    if examples is not None and delta >= 1 / examples:
         warnings.warn(
-            f"delta = {value:g} is at least 1 / examples = 1 / {examples}: to release a random example whole would "
+            f"delta = {delta:g} is at least 1 / examples = 1 / {examples}: to release a random example whole would "
             "count as private; choose a delta far below it",
             UserWarning,
             stacklevel=3,
         )
-    elif value > _LARGEST_DELTA:
+    elif delta > _LARGEST_USUAL_DELTA:
         warnings.warn(
-            f"delta = {value:g} is above {_LARGEST_DELTA}: with that probability nothing is promised; choose one far "
-            "below one over the number of examples",
+            f"delta = {delta:g} is above {_LARGEST_USUAL_DELTA}: with that probability nothing is promised; choose one "
+            "far below 1 divided by the number of examples",
             UserWarning,
             stacklevel=3,
         )
-    return value
 
 
-def epsilon(value: Any, *, positive: bool = False) -> float:
-    value = number("epsilon", value)
-    if positive and not 0 < value < math.inf:
-        raise ValueError(f"epsilon must be positive and finite, got {value}")
-    if not 0 <= value:
-        raise ValueError(f"epsilon must be at least 0, got {value}")
-    return value
-
-
-def accountant(value: Any) -> Accountant:
+def require_accountant(value: Any) -> Accountant:
     if value not in ACCOUNTANTS:
         raise ValueError(f"accountant must be one of {ACCOUNTANTS}, got {value!r}")
     return value
 
 
-def relation(value: Any) -> Relation:
+def require_relation(value: Any) -> Relation:
     if value not in RELATIONS:
         raise ValueError(f"relation must be one of {RELATIONS}, got {value!r}")
     return value
 
 
-def buckets(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-        raise ValueError(f"buckets must be an integer of at least 1, got {value!r}")
-    return int(value)
-
-
-def steps(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0:
-        raise ValueError(f"steps must be an integer of at least 0, got {value!r}")
-    return int(value)
-
-
-def concrete(name: str, values: Any) -> Any:
-    """`values` unless they are being traced by jax: a bill for numbers unknown before the run is no bill."""
-    if "jax" in type(values).__module__ and _is_tracer(values):
-        raise ValueError(
-            f"{name} must be known before the run, got the traced value {values}; "
-            "a schedule that depends on the data needs a privacy filter, not this accountant"
-        )
-    return values
-
-
-def _is_tracer(value: Any) -> bool:
-    from jax.core import Tracer
-
-    return isinstance(value, Tracer)
-
-
-def schedule(noise_multipliers: Any, sampling_rate: Any, counts: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(noise multipliers, rates, counts) as arrays (T,): float64, float64, int64."""
+def require_schedule(
+    noise_multipliers: Any, sampling_rate: Any, counts: Any
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(noise multipliers, sampling rates, counts) as arrays (T,): float64, float64, int64."""
     for name, values in (
         ("noise_multipliers", noise_multipliers),
         ("sampling_rate", sampling_rate),
@@ -107,17 +98,16 @@ def schedule(noise_multipliers: Any, sampling_rate: Any, counts: Any) -> tuple[n
                 f"{name} must be an array of numbers, got the function {values!r}; evaluate it at its steps first"
             )
         for value in values if isinstance(values, list | tuple) else (values,):
-            concrete(name, value)
+            require_concrete(name, value)
     sigmas = np.atleast_1d(np.asarray(noise_multipliers, np.float64))
     if sigmas.ndim != 1:
         raise ValueError(f"noise_multipliers must have shape (T,), got {sigmas.shape}")
     rates = _broadcast("sampling_rate", np.asarray(sampling_rate, np.float64), sigmas)
     repeats = _broadcast("counts", np.asarray(1 if counts is None else counts), sigmas)
-    if not np.all(np.isfinite(sigmas) & (sigmas >= 0)):
-        wrong = sigmas[~(np.isfinite(sigmas) & (sigmas >= 0))][0]
-        raise ValueError(f"noise_multipliers must be finite and at least 0, got {wrong}")
-    if not np.all((rates > 0) & (rates <= 1)):
-        raise ValueError(f"sampling_rate must be in (0, 1], got {rates[~((rates > 0) & (rates <= 1))][0]}")
+    for sigma in sigmas[~(np.isfinite(sigmas) & (sigmas >= 0))][:1]:
+        raise ValueError(f"noise_multipliers must be finite and at least 0, got {sigma}")
+    for rate in rates[~((rates > 0) & (rates <= 1))][:1]:
+        raise ValueError(f"sampling_rate must be in (0, 1], got {rate}")
     if repeats.dtype.kind not in "iu" or np.any(repeats < 0):
         raise ValueError(f"counts must be integers of at least 0, got {counts!r}")
     return sigmas, rates, repeats.astype(np.int64)

@@ -1,39 +1,44 @@
-"""Privacy curves of any mechanism, through its event: epsilon over the steps, delta(epsilon), and the trade-off
-function.
+"""Privacy curves of a mechanism: epsilon over the steps, delta over epsilon, and the trade-off function.
 
-Arrays from `epsilon_over_steps`, `delta_over_epsilon` and `trade_off`; the same drawn by matplotlib (imported when
-used) from `plot_epsilon_over_steps`, `plot_delta_over_epsilon` and `plot_trade_off`.
+`epsilon_over_steps`, `delta_over_epsilon` and `trade_off` give arrays. `plot_epsilon_over_steps`,
+`plot_delta_over_epsilon` and `plot_trade_off` draw them with matplotlib, which is imported when they are called.
 """
 
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from dpx._numbers import require_whole
 from dpx.accounting import checks
-from dpx.accounting.bill import billed
+from dpx.accounting.bill import event_of
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.events import event_epsilon, event_profile
 
-_BUCKETS = 64  # distinct releases in each point of a curve
-_NEGLIGIBLE = 1e-10  # a delta that no trade-off shows
+_BUCKETS = 64  # distinct releases in each point of a curve over steps, for about a second a point at 10,000 releases
+_NEGLIGIBLE_DELTA = 1e-10  # no trade-off curve shows a smaller one
+_TRADE_OFF_EPSILONS = (0.0, *np.geomspace(1e-3, 50, 160).tolist())  # any set of them gives a lower bound
 
 
 class EpsilonOverSteps(NamedTuple):
-    """int64 (points,), float64 (points,)."""
+    """steps: int64 (points,), increasing. epsilon: float64 (points,), upper bounds of what those steps spend."""
 
     steps: np.ndarray
     epsilon: np.ndarray
 
 
 class DeltaOverEpsilon(NamedTuple):
-    """float64 (points,) each."""
+    """epsilon: float64 (points,), as asked. delta: float64 (points,), an upper bound at each."""
 
     epsilon: np.ndarray
     delta: np.ndarray
 
 
 class TradeOff(NamedTuple):
-    """Error rates of the best test for whether one example took part: float64 (points,) each."""
+    """Error rates of the best test for whether one example took part.
+
+    type_one: float64 (points,), how often it says so wrongly. type_two: float64 (points,), a lower bound of how often
+    it misses the example.
+    """
 
     type_one: np.ndarray
     type_two: np.ndarray
@@ -48,19 +53,20 @@ def epsilon_over_steps(
     relation: Relation | None = None,
     points: int = 40,
 ) -> EpsilonOverSteps:
-    """Epsilon spent so far, an upper bound at each of at most `points` steps spread over 1 .. steps.
+    """Epsilon spent so far at `delta`, an upper bound at each of at most `points` steps spread over 1 .. steps.
 
-    Every point composes its own event, a long schedule in 64 buckets (a second at 10,000 distinct multipliers):
-    keep `points` small.
+    Every point composes its own event, a long schedule in 64 buckets: keep `points` (int, at least 2) small.
+    The other arguments are those of `dpx.epsilon`.
+
+    Raises ValueError for steps or points below these, and as `dpx.epsilon` does.
     """
-    if checks.steps(steps) == 0:
-        raise ValueError("steps must be at least 1, got 0")
-    at = np.unique(np.linspace(1, steps, _points(points)).round().astype(np.int64))
+    steps, points = require_whole("steps", steps), require_whole("points", points, minimum=2)
+    steps_shown = np.unique(np.linspace(1, steps, points).round().astype(np.int64))
     spent = []
-    for step in at:
-        event, asked = billed(mechanism, int(step), relation)
-        spent.append(event_epsilon(event, delta=delta, accountant=accountant, relation=asked, buckets=_BUCKETS))
-    return EpsilonOverSteps(at, np.array(spent))
+    for step in steps_shown.tolist():
+        event, stated = event_of(mechanism, step, relation)
+        spent.append(event_epsilon(event, delta=delta, accountant=accountant, relation=stated, buckets=_BUCKETS))
+    return EpsilonOverSteps(steps_shown, np.array(spent))
 
 
 def delta_over_epsilon(
@@ -71,15 +77,16 @@ def delta_over_epsilon(
     accountant: Accountant = "tightest",
     relation: Relation | None = None,
 ) -> DeltaOverEpsilon:
-    """delta at each of `epsilons` (points,), upper bounds within 0.1 % of `dpx.delta`.
+    """delta at each of `epsilons`, (points,), at least 0: upper bounds within 0.1 % of `dpx.delta`.
 
-    A composition serves all larger epsilons that it resolves, so a smooth curve takes few.
+    A smooth curve takes few compositions, because one serves all larger epsilons that it resolves.
+    The other arguments are those of `dpx.delta`. Raises ValueError for a negative epsilon, and as `dpx.delta` does.
     """
-    values = np.array([checks.epsilon(value) for value in np.atleast_1d(np.asarray(epsilons, np.float64))])
-    event, relation = billed(mechanism, steps_or_state, relation)
-    profile = event_profile(event, accountant=accountant, relation=relation, curve=True)
-    found = {value: profile.delta(value) for value in sorted(values.tolist())}
-    return DeltaOverEpsilon(values, np.array([found[value] for value in values.tolist()]))
+    values = np.array([checks.require_epsilon(value) for value in np.atleast_1d(np.asarray(epsilons, np.float64))])
+    event, stated = event_of(mechanism, steps_or_state, relation)
+    profile = event_profile(event, accountant=accountant, relation=stated, curve=True)
+    deltas = {value: profile.delta(value) for value in sorted(values.tolist())}
+    return DeltaOverEpsilon(values, np.array([deltas[value] for value in values.tolist()]))
 
 
 def trade_off(
@@ -90,56 +97,53 @@ def trade_off(
     relation: Relation | None = None,
     points: int = 101,
 ) -> TradeOff:
-    """The least type II error of a test at each type I error in 0 .. 1 (points,), from below: no test does better.
+    """A lower bound of the type II error of every test, at type I errors spread over 0 .. 1: no test does better.
 
     f(a) = max over epsilon of (1 - delta(epsilon) - e^epsilon a, e^-epsilon (1 - delta(epsilon) - a)), with delta an
     upper bound (Dong, Roth and Su 2022, https://arxiv.org/abs/1905.02383). 1 - a everywhere is perfect privacy.
+
+    points: int, at least 2. The other arguments are those of `dpx.delta`.
+    Raises ValueError for fewer points, and as `dpx.delta` does.
     """
-    type_one = np.linspace(0, 1, _points(points))
-    event, relation = billed(mechanism, steps_or_state, relation)
-    profile = event_profile(event, accountant=accountant, relation=relation, curve=True)
+    type_one = np.linspace(0, 1, require_whole("points", points, minimum=2))
+    event, stated = event_of(mechanism, steps_or_state, relation)
+    profile = event_profile(event, accountant=accountant, relation=stated, curve=True)
     epsilons, deltas = [], []
-    for value in (0.0, *np.geomspace(1e-3, 50, 160).tolist()):
-        epsilons.append(value)
-        deltas.append(profile.delta(value))
-        if deltas[-1] < _NEGLIGIBLE:
+    for epsilon in _TRADE_OFF_EPSILONS:
+        epsilons.append(epsilon)
+        deltas.append(profile.delta(epsilon))
+        if deltas[-1] < _NEGLIGIBLE_DELTA:
             break
-    delta, grow = np.array(deltas), np.exp(epsilons)
-    lines = [1 - delta - grow * type_one[:, None], (1 - delta - type_one[:, None]) / grow]
+    delta, growth = np.array(deltas), np.exp(epsilons)
+    lines = [1 - delta - growth * type_one[:, None], (1 - delta - type_one[:, None]) / growth]
     return TradeOff(type_one, np.maximum(0, np.maximum(*lines).max(axis=1)))
 
 
 def plot_epsilon_over_steps(curve: EpsilonOverSteps, *, axes: Any = None, label: str | None = None) -> Any:
-    """Draws the curve; gives the matplotlib axes."""
-    axes = _axes(axes, "step", "epsilon spent")
+    """Draws the curve on matplotlib `axes`, new ones by default, and returns them."""
+    axes = _labeled(axes, "step", "epsilon spent")
     axes.plot(curve.steps, curve.epsilon, label=label)
     return axes
 
 
 def plot_delta_over_epsilon(curve: DeltaOverEpsilon, *, axes: Any = None, label: str | None = None) -> Any:
-    """Draws the curve, delta on a logarithmic axis; gives the matplotlib axes."""
-    axes = _axes(axes, "epsilon", "delta")
+    """Draws the curve, delta on a logarithmic axis, on matplotlib `axes`, new ones by default, and returns them."""
+    axes = _labeled(axes, "epsilon", "delta")
     axes.semilogy(curve.epsilon, np.maximum(curve.delta, 1e-300), label=label)
     return axes
 
 
 def plot_trade_off(curve: TradeOff, *, axes: Any = None, label: str | None = None) -> Any:
-    """Draws the curve; gives the matplotlib axes."""
-    axes = _axes(axes, "type I error", "type II error")
+    """Draws the curve on matplotlib `axes`, new ones by default, and returns them."""
+    axes = _labeled(axes, "type I error", "type II error")
     axes.plot(curve.type_one, curve.type_two, label=label)
     return axes
 
 
-def _axes(axes: Any, x: str, y: str) -> Any:
+def _labeled(axes: Any, x: str, y: str) -> Any:
     if axes is None:
         from matplotlib import pyplot
 
         _, axes = pyplot.subplots()
     axes.set(xlabel=x, ylabel=y)
     return axes
-
-
-def _points(points: int) -> int:
-    if isinstance(points, bool) or not isinstance(points, int | np.integer) or points < 2:
-        raise ValueError(f"points must be an integer of at least 2, got {points!r}")
-    return int(points)

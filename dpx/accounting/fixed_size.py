@@ -12,10 +12,12 @@ from dpx.accounting import renyi
 
 @dataclass(frozen=True)
 class FixedSizeGaussian:
-    """One such step; noise_multiplier is relative to the effect of replacing one example, the only relation.
+    """One such step, under the relation "replace_one", the only one that its divergences are known for.
 
-    By dp-accounting (Wang, Balle and Kasiviswanathan 2019, https://arxiv.org/abs/1808.00087), in a tenth of a second.
-    No tight privacy loss distribution is known, so there are no `pmfs`.
+    noise_multiplier: relative to the effect of replacing one example. rate: sample size divided by data set size.
+
+    The divergences are dp-accounting's (Wang, Balle and Kasiviswanathan 2019, https://arxiv.org/abs/1808.00087), which
+    take a tenth of a second a step. There are no `pmfs`, because no tight privacy loss distribution is known.
     """
 
     noise_multiplier: float
@@ -30,6 +32,6 @@ class FixedSizeGaussian:
             return np.full(len(orders), np.inf)
         accountant = RdpAccountant(orders.tolist(), dp_accounting.NeighboringRelation.REPLACE_ONE)
         gaussian = dp_accounting.GaussianDpEvent(self.noise_multiplier)
-        size: Any = self.rate  # of a data set of size 1: only the ratio is read
+        size: Any = self.rate  # of a data set of size 1, because dp-accounting reads only their ratio
         accountant.compose(dp_accounting.SampledWithoutReplacementDpEvent(1, size, gaussian))
         return np.asarray(accountant.rdp)

@@ -1,13 +1,13 @@
-"""How long a mechanism may run: the most steps that a budget pays for."""
+"""The horizon of a mechanism: the most steps that a budget pays for."""
 
 from typing import Any
 
 from dpx.accounting import checks
-from dpx.accounting.bill import billed, require_billable
+from dpx.accounting.bill import event_of, require_billable
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.events import event_epsilon
 
-MOST_STEPS = 10_000_000
+_MOST_STEPS = 10_000_000  # more than any run takes: a bill within the budget here does not bound the steps
 
 
 def max_steps(
@@ -20,32 +20,36 @@ def max_steps(
 ) -> int:
     """The most steps whose bill is at most epsilon at delta; 0 if one step costs more.
 
-    By doubling and bisection, as a bill grows with the steps: about 2 log2(steps) bills. A schedule that is defined for
-    some steps only (its event raises ValueError beyond) is never run beyond them: all its steps are then the most. At a
-    bill that stops growing there is no most: ValueError if 10,000,000 steps still cost at most epsilon.
+    epsilon: positive and finite. delta: in (0, 1). accountant, relation: as for `dpx.epsilon`.
+
+    A schedule may be defined for some steps only: its event raises ValueError beyond them. The answer is then at most
+    that number of steps. The search doubles and bisects, because a bill grows with the steps: it computes about
+    2 log2(steps) bills.
 
     Guarantee: `dpx.epsilon(mechanism, max_steps(...), delta=delta)` is at most epsilon.
+
+    Raises ValueError for arguments outside these ranges, and if 10,000,000 steps still cost at most epsilon.
     """
-    checks.epsilon(epsilon, positive=True)
+    checks.require_positive_epsilon(epsilon)
     require_billable(mechanism)
-    checks.warn_of_delta(delta, mechanism.sampling)
+    checks.warn_of_large_delta(delta, mechanism.sampling)
 
     def affordable(steps: int) -> bool:
         try:
-            event, asked = billed(mechanism, steps, relation)
+            event, stated = event_of(mechanism, steps, relation)
         except ValueError:
             if steps == 1:
                 raise
             return False  # beyond the schedule
-        return event_epsilon(event, delta=delta, accountant=accountant, relation=asked) <= epsilon
+        return event_epsilon(event, delta=delta, accountant=accountant, relation=stated) <= epsilon
 
     low, high = 0, 1
     while affordable(high):
-        if high == MOST_STEPS:
+        if high == _MOST_STEPS:
             raise ValueError(
-                f"epsilon={epsilon} at delta={delta} must bound the steps, but {MOST_STEPS} steps cost no more"
+                f"epsilon={epsilon} at delta={delta} must bound the steps, but {_MOST_STEPS} steps cost no more"
             )
-        low, high = high, min(2 * high, MOST_STEPS)
+        low, high = high, min(2 * high, _MOST_STEPS)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if affordable(middle) else (low, middle)

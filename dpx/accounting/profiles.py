@@ -1,7 +1,7 @@
 """Profiles: upper bounds on the privacy loss of a run, which answer for epsilon at a delta and for delta at an epsilon.
 
-Whoever reads an event gives a profile; whoever wants a number asks it. `profile` is the one place that chooses among
-the accountants of step losses.
+A reader of an event gives a profile, and a function that needs a number asks it. `profile` is the one place that
+chooses among the accountants of step losses.
 """
 
 import functools
@@ -15,16 +15,18 @@ import numpy as np
 from dpx.accounting import gdp, renyi
 from dpx.accounting.checks import Accountant
 from dpx.accounting.pld import composition
-from dpx.accounting.pld.composition import Composed, Side
+from dpx.accounting.pld.composition import Side, SummedLoss
 from dpx.accounting.pld.losses import Losses, SampledGaussian, total_renyi
 
-_LARGEST = 1e8  # an epsilon beyond it counts as infinite
-_SHARE = 1e-5  # of delta, that may be bounded instead of computed,
-_REUSED = 1e-3  # by a composition that was planned for another epsilon
-_EXACT, _CURVE = 0.5, 4.0  # deviations of `composition.plan`: for one answer, and for a curve within 0.1 %
-_SMALLER = 4  # a composition is fine enough for an epsilon so many times smaller than the one it was planned for
-_MOST_KEPT = 4  # compositions, of up to 30 MiB
-_ATTEMPTS = 5  # compositions for one question
+# Every answer is an upper bound at any of these numbers: they trade time for digits. tests/test_accounting_soundness.py
+# and tests/test_accounting_mechanisms.py hold the digits, benchmarks/accounting.py the time.
+_INFINITE_EPSILON = 1e8  # a larger epsilon counts as infinite
+_MOST_BOUNDED = 1e-5  # share of delta that may be bounded instead of computed,
+_MOST_BOUNDED_REUSED = 1e-3  # and by a composition that was planned for another epsilon
+_DEVIATIONS_ONE_ANSWER, _DEVIATIONS_CURVE = 0.5, 4.0  # of `composition.plan`; the second keeps a curve within 0.1 %
+_PLANNED_RATIO = 4  # a composition is fine enough for an epsilon this many times smaller than the planned one
+_MOST_KEPT = 4  # compositions that a profile keeps, of up to 30 MiB each
+_MOST_ATTEMPTS = 5  # compositions for one question
 
 
 class Profile(Protocol):
@@ -57,7 +59,7 @@ UNBOUNDED = GaussianProfile(math.inf)
 
 @dataclass(frozen=True, eq=False)
 class RenyiProfile:
-    """Renyi divergences of at most `rdp` (orders,) at `orders`, but for events of probability `missing`."""
+    """Renyi divergences of at most `rdp` at `orders`, (orders,) each, but for outcomes of probability `missing`."""
 
     rdp: np.ndarray
     missing: float = 0.0
@@ -66,10 +68,10 @@ class RenyiProfile:
     def epsilon(self, delta: float) -> float:
         if self.missing >= delta:
             return math.inf
-        return renyi.epsilon(self.rdp, delta - self.missing, self.orders)[0] - math.log1p(-self.missing)
+        return renyi.epsilon(self.rdp, delta - self.missing, self.orders) - math.log1p(-self.missing)
 
     def delta(self, epsilon: float) -> float:
-        return renyi.delta(self.rdp, max(0.0, epsilon + math.log1p(-self.missing)), self.orders)[0] + self.missing
+        return renyi.delta(self.rdp, max(0.0, epsilon + math.log1p(-self.missing)), self.orders) + self.missing
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ class DeltaProfile:
             return low
         while self.deltas(high) > delta:
             low, high = high, 2 * high
-            if high > _LARGEST:
+            if high > _INFINITE_EPSILON:
                 return math.inf
         while high - low > 1e-12 * high:
             middle = (low + high) / 2
@@ -97,7 +99,7 @@ class DeltaProfile:
 
 @dataclass(frozen=True)
 class DelegatedProfile:
-    """One of dp-accounting's accountants, to which the event was given."""
+    """One of dp-accounting's accountants, which has composed the event."""
 
     accountant: Any
 
@@ -121,81 +123,101 @@ class Least:
         return min(profile.delta(epsilon) for profile in self._profiles)
 
 
+Directions = list[SummedLoss]  # one composition: its summed loss in each direction of the relation
+
+
 class ComposedProfile:
     """Step losses, composed when asked, at the tilt that the question needs; at most the RDP bill of the same steps.
 
-    The first composition is planned around the RDP bill. Where too much of its answer was bounded instead of computed,
-    or epsilon turns out much smaller, more are planned around the answer. Compositions are kept for later questions
-    about delta: between neighboring epsilons one is as good as another.
+    The first composition is planned around the RDP bill. More are planned around the answer, where too much of it was
+    bounded instead of computed, or where epsilon turns out much smaller. Compositions are kept for later questions
+    about delta, because one serves all neighboring epsilons.
 
     grid: spacing of privacy losses; default fine enough for four digits.
     side: "below" gives lower bounds instead, for which the losses must be `SampledGaussian`s.
     deviations: as for `composition.plan`.
     """
 
-    def __init__(self, losses: Losses, *, grid: float | None = None, side: Side = "above", deviations: float = _EXACT):
+    def __init__(
+        self,
+        losses: Losses,
+        *,
+        grid: float | None = None,
+        side: Side = "above",
+        deviations: float = _DEVIATIONS_ONE_ANSWER,
+    ):
         self._losses, self._grid, self._deviations = losses, grid, deviations
         self._side: Side = side
         self._renyi = RenyiProfile(total_renyi(losses))
-        self._kept: list[tuple[float, list[Composed]]] = []  # (the epsilon it was planned for, both directions)
+        self._kept: list[tuple[float, Directions]] = []  # with the epsilon that each was planned for
 
     def epsilon(self, delta: float) -> float:
-        def read(composed: list[Composed]) -> tuple[float, float]:
-            return max(one.epsilon(delta) for one in composed), delta
+        def read(directions: Directions) -> tuple[float, float]:
+            return max(direction.epsilon(delta) for direction in directions), delta
 
         bound = self._renyi.epsilon(delta)
-        return self._asked(bound, delta, read)[0] if bound > 0 else 0.0
+        return self._least_pair(bound, delta, read)[0] if bound > 0 else 0.0
 
     def delta(self, epsilon: float) -> float:
-        def read(composed: list[Composed]) -> tuple[float, float]:
-            return epsilon, max(one.delta(epsilon) for one in composed)
+        def read(directions: Directions) -> tuple[float, float]:
+            return epsilon, max(direction.delta(epsilon) for direction in directions)
 
-        for planned, composed in reversed(self._kept):
-            if planned <= epsilon and _share(composed, epsilon) <= _REUSED:
-                return read(composed)[1]
+        for planned_epsilon, directions in reversed(self._kept):
+            if planned_epsilon <= epsilon and _bounded_share(directions, epsilon) <= _MOST_BOUNDED_REUSED:
+                return read(directions)[1]
         bound = self._renyi.delta(epsilon)
-        return self._asked(epsilon, bound, read)[1] if bound > 0 else 0.0
+        return self._least_pair(epsilon, bound, read)[1] if bound > 0 else 0.0
 
-    def _asked(
-        self, epsilon: float, delta: float, read: Callable[[list[Composed]], tuple[float, float]]
+    def _least_pair(
+        self, epsilon: float, delta: float, read: Callable[[Directions], tuple[float, float]]
     ) -> tuple[float, float]:
-        """The pair that holds by compositions; epsilon and delta: one that holds by RDP."""
+        """The least (epsilon, delta) that holds by compositions; the one given holds by RDP."""
         if self._side == "below":
-            composed = self._composed(epsilon, delta, self._renyi, None)
-            return read(composed) if composed else (0.0, 0.0)
-        bill, truth = self._renyi, None
-        for attempt in range(_ATTEMPTS):
-            composed = self._composed(epsilon, delta, bill, truth)
-            if composed:
+            directions = self._compose(epsilon, delta, self._renyi, None)
+            return read(directions) if directions else (0.0, 0.0)
+        rdp_profile, expected_epsilon = self._renyi, None
+        for attempt in range(_MOST_ATTEMPTS):
+            directions = self._compose(epsilon, delta, rdp_profile, expected_epsilon)
+            if directions:
                 planned = epsilon, delta
-                epsilon, delta = (min(pair) for pair in zip(planned, read(composed), strict=True))
-                self._kept = [*self._kept[-_MOST_KEPT + 1 :], (planned[0], composed)]
-                close = epsilon >= planned[0] / _SMALLER or self._grid is not None
+                epsilon, delta = (min(pair) for pair in zip(planned, read(directions), strict=True))
+                self._kept = [*self._kept[-_MOST_KEPT + 1 :], (planned[0], directions)]
+                fine = epsilon >= planned[0] / _PLANNED_RATIO or self._grid is not None
                 better = epsilon < 0.999 * planned[0] or delta < 0.999 * planned[1]
-                if epsilon == 0 or (close and _share(composed, epsilon) <= _SHARE) or (attempt > 1 and not better):
+                computed = fine and _bounded_share(directions, epsilon) <= _MOST_BOUNDED
+                if epsilon == 0 or computed or (attempt > 1 and not better):
                     break
             elif attempt > 0:
                 break
-            bill, truth = self._wide, epsilon
+            rdp_profile, expected_epsilon = self._wide_renyi, epsilon
         return epsilon, delta
 
     @functools.cached_property
-    def _wide(self) -> RenyiProfile:
+    def _wide_renyi(self) -> RenyiProfile:
         return RenyiProfile(total_renyi(self._losses, renyi.WIDE_ORDERS), orders=renyi.WIDE_ORDERS)
 
-    def _composed(self, epsilon: float, delta: float, bill: RenyiProfile, truth: float | None) -> list[Composed] | None:
-        """The composition in each direction, resolved around (epsilon, delta); None if no sensible grid could be."""
+    def _compose(
+        self, epsilon: float, delta: float, rdp_profile: RenyiProfile, expected_epsilon: float | None
+    ) -> Directions | None:
+        """A composition that is fine around (epsilon, delta); None if no grid of a sensible size could be."""
         if not math.isfinite(epsilon):
             return None
-        options: Any = dict(orders=bill.orders, grid=self._grid, truth=truth, deviations=self._deviations)
-        steps = sum(self._losses.values())
-        plan = composition.plan(bill.rdp, steps, delta=delta, epsilon=epsilon, **options)
+        plan = composition.plan(
+            rdp_profile.rdp,
+            sum(self._losses.values()),
+            delta=delta,
+            epsilon=epsilon,
+            orders=rdp_profile.orders,
+            grid=self._grid,
+            expected_epsilon=expected_epsilon,
+            deviations=self._deviations,
+        )
         return None if plan is None else composition.compose(self._losses, plan, side=self._side)
 
 
-def _share(composed: list[Composed], epsilon: float) -> float:
-    """How much of delta was bounded, in the direction that decides."""
-    return max(composed, key=lambda one: one.delta(epsilon)).share(epsilon)
+def _bounded_share(directions: Directions, epsilon: float) -> float:
+    """The share of delta that was bounded instead of computed, in the direction that decides."""
+    return max(directions, key=lambda direction: direction.delta(epsilon)).bounded_share(epsilon)
 
 
 def profile(
@@ -203,22 +225,23 @@ def profile(
 ) -> Profile:
     """The profile of a composition of steps by an accountant: the one place where accountants are chosen.
 
-    "pld" is exact for unsampled Gaussians and else composes privacy loss distributions, and is then at most the RDP
-    bill of the same steps (fewer, rounded ones where they are many). So "tightest" is "pld" where every step has a
-    privacy loss distribution, else "rdp".
+    "pld" is exact for unsampled Gaussians. Else it composes privacy loss distributions, and is then at most the RDP
+    bill of the same steps (which are fewer, rounded ones where the steps are many). So "tightest" is "pld" where every
+    step has a privacy loss distribution, else "rdp".
 
-    curve: whether deltas are asked at many rising epsilons, each to 0.1 %.
+    curve: True if deltas are asked at many rising epsilons, each to 0.1 %.
     """
-    without = [loss for loss in losses if not hasattr(loss, "pmfs")]
-    if accountant == "rdp" or (accountant == "tightest" and without):
+    without_pmfs = [loss for loss in losses if not hasattr(loss, "pmfs")]
+    if accountant == "rdp" or (accountant == "tightest" and without_pmfs):
         return RenyiProfile(total_renyi(losses))
-    if without:
-        raise ValueError(f'{without[0]} has no privacy loss distribution: pass accountant="rdp" or "tightest"')
-    return unsampled(losses) or ComposedProfile(losses, grid=grid, deviations=_CURVE if curve else _EXACT)
+    if without_pmfs:
+        raise ValueError(f'{without_pmfs[0]} has no privacy loss distribution: pass accountant="rdp" or "tightest"')
+    deviations = _DEVIATIONS_CURVE if curve else _DEVIATIONS_ONE_ANSWER
+    return unsampled(losses) or ComposedProfile(losses, grid=grid, deviations=deviations)
 
 
 def unsampled(losses: Losses) -> GaussianProfile | None:
-    """The exact profile if every step is a Gaussian without sampling."""
+    """The exact profile if every step is a Gaussian without sampling, else None."""
     squares = 0.0
     for loss, count in losses.items():
         if not isinstance(loss, SampledGaussian) or loss.rate < 1:

@@ -1,10 +1,14 @@
-"""Event trees as releases: what is left of a tree of dp-accounting's events without compositions, and who reads it."""
+"""Counts the releases in a tree of dp-accounting's events, and holds the list of who reads which event.
+
+Every release is read as one step of a composition (`register`), or it is a whole run that composes with nothing
+(`register_whole_run`).
+"""
 
 import math
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import dp_accounting
 from dp_accounting import DpEvent, GaussianDpEvent, PoissonSampledDpEvent, SampledWithoutReplacementDpEvent
@@ -14,31 +18,40 @@ from dpx.accounting.fixed_size import FixedSizeGaussian
 from dpx.accounting.pld.losses import Losses, SampledGaussian, StepLoss
 from dpx.accounting.profiles import Profile
 
-ReadEvent = Callable[[Any, Relation], StepLoss]
-ReadWhole = Callable[[Any, Accountant, Relation], Profile]
-ExplainWhole = Callable[[Any, float, Relation], str]
-
-_READERS: dict[type, ReadEvent] = {}
-WHOLES: dict[type, tuple[ReadWhole, ExplainWhole]] = {}
+ReadStep = Callable[[Any, Relation], StepLoss]
 
 
-def register(event_type: type, read: ReadEvent) -> None:
-    """Bill events of `event_type` by `read(event, relation) -> StepLoss`; `read` refuses a relation by ValueError."""
-    _READERS[event_type] = read
+class WholeRunReader(NamedTuple):
+    """How an event of a whole run is billed.
 
-
-def register_whole(event_type: type, read: ReadWhole, explain: ExplainWhole) -> None:
-    """Bill an event that is not a composition of steps by `read(event, accountant, relation) -> Profile`.
-
-    It composes with nothing: beside another event it is refused. `explain(event, delta, relation)` is a sentence for
-    the privacy report.
+    profile: (event, accountant, relation) -> Profile.
+    explain: (event, delta, relation) -> str, one sentence for the privacy report.
     """
-    WHOLES[event_type] = read, explain
+
+    profile: Callable[[Any, Accountant, Relation], Profile]
+    explain: Callable[[Any, float, Relation], str]
+
+
+_STEP_READERS: dict[type, ReadStep] = {}
+WHOLE_RUN_READERS: dict[type, WholeRunReader] = {}
+
+
+def register(event_type: type, read: ReadStep) -> None:
+    """Makes `dpx` bill events of `event_type`, as steps that compose with all others.
+
+    read: (event, relation) -> StepLoss. It raises ValueError for a relation that the event is not true for.
+    """
+    _STEP_READERS[event_type] = read
+
+
+def register_whole_run(event_type: type, reader: WholeRunReader) -> None:
+    """Makes `dpx` bill an event that is not a composition of steps. It is refused beside another event."""
+    WHOLE_RUN_READERS[event_type] = reader
 
 
 @dataclass
-class Flat:
-    """An event tree as its releases and how often each was made, without compositions and events that cost nothing."""
+class Releases:
+    """The releases of an event tree, each with how often it was made, without compositions and free events."""
 
     counts: dict[DpEvent, int] = field(default_factory=lambda: defaultdict(int))
 
@@ -48,29 +61,30 @@ class Flat:
         elif isinstance(event, dp_accounting.SelfComposedDpEvent):
             self.add(event.event, count * event.count)
         elif isinstance(event, dp_accounting.ComposedDpEvent):
-            for part in event.events:
-                self.add(part, count)
-        elif isinstance(event, PoissonSampledDpEvent) and not _known(event):
-            one = _one_gaussian(event)
-            if one is not None:
-                self.counts[one] += count
+            for inner in event.events:
+                self.add(inner, count)
+        elif isinstance(event, PoissonSampledDpEvent) and not _is_readable(event):
+            merged = _as_one_gaussian(event)
+            if merged is not None:
+                self.counts[merged] += count
         elif not isinstance(event, PoissonSampledDpEvent) or event.sampling_probability != 0:
             self.counts[event] += count
 
     @property
     def private(self) -> bool:
+        """Whether every release adds noise."""
         return not any(isinstance(event, dp_accounting.NonPrivateDpEvent) for event in self.counts)
 
     @property
-    def known(self) -> bool:
-        """Whether every release can be read here."""
-        return all(_known(event) for event in self.counts)
+    def readable(self) -> bool:
+        """Whether dpx bills every release, so that none is left to dp-accounting."""
+        return all(_is_readable(event) for event in self.counts)
 
     @property
-    def amplified(self) -> bool:
+    def poisson_sampled(self) -> bool:
         """Whether every release was made on a Poisson sample."""
         return all(
-            isinstance(event, PoissonSampledDpEvent) and _known(event)
+            isinstance(event, PoissonSampledDpEvent) and _is_readable(event)
             for event in self.counts
             if not isinstance(event, dp_accounting.NonPrivateDpEvent)
         )
@@ -79,59 +93,66 @@ class Flat:
     def gaussian(self) -> bool:
         """Whether every release is a Gaussian, on all data or on a Poisson sample."""
         return all(
-            _known(event) and isinstance(event, GaussianDpEvent | PoissonSampledDpEvent) for event in self.counts
+            _is_readable(event) and isinstance(event, GaussianDpEvent | PoissonSampledDpEvent) for event in self.counts
         )
 
     @property
-    def wholes(self) -> list[DpEvent]:
-        return [event for event in self.counts if type(event) in WHOLES]
+    def whole_runs(self) -> list[DpEvent]:
+        """The events that are billed as a whole run."""
+        return [event for event in self.counts if type(event) in WHOLE_RUN_READERS]
 
     @property
-    def whole(self) -> Any:
-        """The event that is billed as a whole, or None."""
-        if not self.wholes:
+    def whole_run(self) -> Any:
+        """The one event that is billed as a whole run, or None. Raises ValueError if it is not alone."""
+        if not self.whole_runs:
             return None
-        event = self.wholes[0]
+        event = self.whole_runs[0]
         if len(self.counts) > 1 or self.counts[event] > 1:
             raise ValueError(f"{event} is billed as a whole: it composes with nothing, got it beside another event")
         return event
 
     def losses(self, relation: Relation) -> Losses:
         """Every release as a step loss."""
-        found: dict[StepLoss, int] = defaultdict(int)
+        losses: dict[StepLoss, int] = defaultdict(int)
         for event, count in self.counts.items():
-            found[_READERS[type(event)](event, relation)] += count
-        return found
+            losses[_STEP_READERS[type(event)](event, relation)] += count
+        return losses
 
 
-def _known(event: DpEvent) -> bool:
+def count_releases(event: DpEvent) -> Releases:
+    """The releases of an event tree."""
+    releases = Releases()
+    releases.add(event, 1)
+    return releases
+
+
+def _is_readable(event: DpEvent) -> bool:
     if isinstance(event, PoissonSampledDpEvent | SampledWithoutReplacementDpEvent):
         return isinstance(event.event, GaussianDpEvent)
-    return type(event) in _READERS or type(event) in WHOLES or isinstance(event, dp_accounting.NonPrivateDpEvent)
+    return (
+        type(event) in _STEP_READERS
+        or type(event) in WHOLE_RUN_READERS
+        or isinstance(event, dp_accounting.NonPrivateDpEvent)
+    )
 
 
-def _one_gaussian(event: PoissonSampledDpEvent) -> DpEvent | None:
+def _as_one_gaussian(event: PoissonSampledDpEvent) -> DpEvent | None:
     """Several Gaussian releases of one Poisson sample as one, of noise sigma^-2 = sum sigma_i^-2; None if free.
 
-    Turned so that the effect of the sampled example lies along one axis, the other axes are noise alone. What is no
-    composition of Gaussians stays as it is.
+    Proof: rotate the joint release so that the sampled example moves it along one axis only. The other axes then hold
+    noise alone. An event that is no composition of Gaussians is given back as it is.
     """
-    inner = flatten(event.event)
+    inner = count_releases(event.event)
     if event.sampling_probability == 0 or not inner.counts:
         return None
-    if not all(isinstance(one, GaussianDpEvent | dp_accounting.NonPrivateDpEvent) for one in inner.counts):
+    if not all(isinstance(release, GaussianDpEvent | dp_accounting.NonPrivateDpEvent) for release in inner.counts):
         return event
-    sigmas = [getattr(one, "noise_multiplier", 0.0) for one in inner.counts]
-    least = min(sigmas)
-    if least > 0:
-        least /= math.sqrt(sum(n * (least / s) ** 2 for s, n in zip(sigmas, inner.counts.values(), strict=True)))
-    return PoissonSampledDpEvent(event.sampling_probability, GaussianDpEvent(least))
-
-
-def flatten(event: DpEvent) -> Flat:
-    flat = Flat()
-    flat.add(event, 1)
-    return flat
+    sigmas = [getattr(release, "noise_multiplier", 0.0) for release in inner.counts]
+    merged = smallest = min(sigmas)
+    if smallest > 0:
+        counts = inner.counts.values()
+        merged /= math.sqrt(sum(count * (smallest / s) ** 2 for s, count in zip(sigmas, counts, strict=True)))
+    return PoissonSampledDpEvent(event.sampling_probability, GaussianDpEvent(merged))
 
 
 def _read_gaussian(event: GaussianDpEvent, relation: Relation, rate: float = 1.0) -> SampledGaussian:
@@ -141,7 +162,7 @@ def _read_gaussian(event: GaussianDpEvent, relation: Relation, rate: float = 1.0
     return SampledGaussian(sigma, rate, relation)
 
 
-def _read_sampled(event: Any, relation: Relation) -> SampledGaussian:
+def _read_poisson_sampled(event: Any, relation: Relation) -> SampledGaussian:
     return _read_gaussian(event.event, relation, float(event.sampling_probability))
 
 
@@ -156,5 +177,5 @@ def _read_fixed_size(event: Any, relation: Relation) -> FixedSizeGaussian:
 
 
 register(GaussianDpEvent, _read_gaussian)
-register(PoissonSampledDpEvent, _read_sampled)
+register(PoissonSampledDpEvent, _read_poisson_sampled)
 register(SampledWithoutReplacementDpEvent, _read_fixed_size)

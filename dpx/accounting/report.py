@@ -1,4 +1,4 @@
-"""What to publish beside a private model: the bill, everything it rests on, and what it does not cover."""
+"""The privacy report to publish beside a private model: the bill, everything it rests on, and its limits."""
 
 import importlib.metadata
 import json
@@ -12,8 +12,9 @@ from typing import Any
 import dp_accounting
 
 from dpx.accounting import checks
-from dpx.accounting.bill import billed, require_billable, steps_in
-from dpx.accounting.events import event_epsilon, explanation, flatten
+from dpx.accounting.bill import billed_steps, event_of, require_billable
+from dpx.accounting.events import event_epsilon, explanation
+from dpx.accounting.releases import count_releases
 
 _CAVEATS = (
     "Holds if batches were drawn as `sampling` says, and while the keys of the noise and of the sampling are secret.",
@@ -31,7 +32,13 @@ _RELATION_CAVEATS = {
 
 @dataclass(frozen=True, kw_only=True)
 class PrivacyReport:
-    """A privacy statement. `epsilon` is by accountant: the smallest is the guarantee, None where one does not apply."""
+    """A privacy statement, with everything that it rests on.
+
+    mechanism: the printed pipeline. steps: how many are billed. unit: one record of the data set, in words.
+    relation: how neighboring data sets differ. sampling: the printed sampling record. delta: in (0, 1).
+    epsilon: by accountant, an upper bound each, so the smallest is the guarantee; None where one does not apply.
+    events: the releases, one sentence each. versions: by package. caveats: one sentence each.
+    """
 
     mechanism: str
     steps: int
@@ -55,6 +62,7 @@ class PrivacyReport:
         return json.dumps(fields, indent=2, allow_nan=False)
 
     def to_markdown(self) -> str:
+        """The report as a Markdown page."""
         spent = [value for value in self.epsilon.values() if value is not None]
         bills = "\n".join(
             f"| {name} | {'does not apply' if value is None else f'{value:.6g}'} |"
@@ -97,7 +105,7 @@ at **delta = {self.delta:g}**.
 """
 
     def write(self, folder: str | Path, *, name: str = "privacy_report") -> tuple[Path, Path]:
-        """Writes `name`.json and `name`.md into a folder, made if missing; gives their paths."""
+        """Writes `name`.json and `name`.md into a folder, which is made if missing, and returns their paths."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         paths = folder / f"{name}.json", folder / f"{name}.md"
@@ -113,14 +121,18 @@ def privacy_report(
     delta: float,
     unit: str = "one example",
 ) -> PrivacyReport:
-    """The report of a mechanism after some steps: epsilon by PLD and by RDP, and everything it rests on.
+    """The report of a mechanism after some steps: epsilon by "pld" and by "rdp", and everything it rests on.
 
-    unit: what one record of the data set is, in words. "one example" unless records were grouped before sampling.
+    steps_or_state: a number of steps (int, at least 0), or an optimizer state, whose billed steps are read.
+    delta: in (0, 1), best far below 1 divided by the number of examples. A larger one warns.
+    unit: one record of the data set, in words: "one example" unless records were grouped before sampling.
+
+    Raises ValueError as `dpx.epsilon` does, and where neither accountant can bill the event.
     """
     require_billable(mechanism)
-    checks.warn_of_delta(delta, mechanism.sampling)
-    steps = steps_in(steps_or_state)
-    event, relation = billed(mechanism, steps_or_state, None)
+    checks.warn_of_large_delta(delta, mechanism.sampling)
+    steps = billed_steps(steps_or_state)
+    event, relation = event_of(mechanism, steps_or_state, None)
     bills: dict[str, float | None] = {"pld": None, "rdp": None}
     refusals = []
     for accountant in ("pld", "rdp"):
@@ -150,26 +162,20 @@ def privacy_report(
 
 
 def _summary(event: dp_accounting.DpEvent) -> tuple[str, ...]:
-    """The event tree as counts: long schedules by their range, few releases one by one."""
-    flat = flatten(event)
-    if not flat.known:
+    """The releases in words: a long schedule by its range, few noise multipliers one by one."""
+    releases = count_releases(event)
+    if not releases.readable:
         return (str(event),)
-    kinds: dict[tuple[str, float], Counter[float]] = defaultdict(Counter)  # noise multipliers of Gaussians
+    gaussians: dict[str, Counter[float]] = defaultdict(Counter)  # by name, how often each noise multiplier was used
     others = []
-    for one, count in flat.counts.items():
-        inner: Any = getattr(one, "event", one)
-        if isinstance(one, dp_accounting.SampledWithoutReplacementDpEvent):
-            rate = one.sample_size / one.source_dataset_size
-            kinds["Gaussian on a sample without replacement", rate][inner.noise_multiplier] += count
-        elif isinstance(one, dp_accounting.PoissonSampledDpEvent) and one.sampling_probability < 1:
-            kinds["Gaussian on a Poisson sample", one.sampling_probability][inner.noise_multiplier] += count
-        elif isinstance(inner, dp_accounting.GaussianDpEvent):
-            kinds["Gaussian", 1.0][inner.noise_multiplier] += count
-        elif not isinstance(one, dp_accounting.NonPrivateDpEvent):
-            others.append(f"{count} x {one}")
+    for release, count in releases.counts.items():
+        inner: Any = getattr(release, "event", release)
+        if isinstance(inner, dp_accounting.GaussianDpEvent):
+            gaussians[_name(release)][inner.noise_multiplier] += count
+        elif not isinstance(release, dp_accounting.NonPrivateDpEvent):
+            others.append(f"{count} x {release}")
     lines = []
-    for (kind, rate), sigmas in sorted(kinds.items()):
-        name = kind if kind == "Gaussian" else f"{kind} of rate {rate:.6g}"
+    for name, sigmas in sorted(gaussians.items()):
         if len(sigmas) <= 8:
             lines += [f"{count} x {name}, noise multiplier {sigma:.6g}" for sigma, count in sorted(sigmas.items())]
         else:
@@ -177,7 +183,17 @@ def _summary(event: dp_accounting.DpEvent) -> tuple[str, ...]:
                 f"{sum(sigmas.values())} x {name}, {len(sigmas)} distinct noise multipliers "
                 f"from {min(sigmas):.6g} to {max(sigmas):.6g}"
             )
-    return (*lines, *others) if flat.private else (*lines, *others, "a release without noise")
+    return (*lines, *others) if releases.private else (*lines, *others, "a release without noise")
+
+
+def _name(gaussian: Any) -> str:
+    """The name of a Gaussian release, with its sampling rate."""
+    if isinstance(gaussian, dp_accounting.SampledWithoutReplacementDpEvent):
+        rate = gaussian.sample_size / gaussian.source_dataset_size
+        return f"Gaussian on a sample without replacement of rate {rate:.6g}"
+    if isinstance(gaussian, dp_accounting.PoissonSampledDpEvent) and gaussian.sampling_probability < 1:
+        return f"Gaussian on a Poisson sample of rate {gaussian.sampling_probability:.6g}"
+    return "Gaussian"
 
 
 def _versions() -> dict[str, str]:

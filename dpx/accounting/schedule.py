@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from dpx._numbers import require_number, require_whole
 from dpx.accounting import checks
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.pld.buckets import Buckets, bucketed
@@ -17,7 +18,7 @@ from dpx.accounting.profiles import UNBOUNDED, ComposedProfile, GaussianProfile,
 
 @dataclass(frozen=True)
 class Interval:
-    """lower <= truth <= upper. `float()` of it is the upper end: what may be reported as spent."""
+    """lower <= truth <= upper. `float()` of it is the upper end, which is the number to report as spent."""
 
     lower: float
     upper: float
@@ -39,19 +40,24 @@ def schedule_epsilon(
 ) -> Interval:
     """Epsilon at `delta` of T Gaussian releases on Poisson samples, whose noise changes from step to step.
 
-    noise_multipliers: (T,), noise standard deviation on the sum over the clip norm; a 0 bills infinity.
-    sampling_rate: in (0, 1], one or (T,); 1 is no amplification.
-    counts: (T,), how often each step is repeated; default once.
-    accountant: "pld", which is the tightest, composes privacy loss distributions; "rdp" Renyi divergences at
-        dp-accounting's orders, of every distinct step (its interval has no lower end: 0).
-    buckets: distinct steps in the composition; more of them narrow the interval like 1/buckets. With no more
-        distinct steps than buckets only the grid's error is left.
-    grid: spacing of privacy losses; default fine enough for four digits. The upper end is one at any grid.
+    noise_multipliers: (T,), standard deviation of the noise on the sum divided by the clip norm; a 0 bills infinity.
+    sampling_rate: in (0, 1], one number or (T,); 1 is no amplification.
+    counts: int (T,), how often each step is repeated; default once.
+    accountant: "pld", which "tightest" means here, composes privacy loss distributions. "rdp" adds the Renyi
+        divergences of every distinct step at dp-accounting's orders; the lower end of its interval is 0.
+    buckets: distinct steps in the composition. The interval narrows like 1 / buckets; with no more distinct steps than
+        buckets only the error of the grid is left.
+    grid: spacing of privacy losses; default fine enough for four digits. The upper end is an upper bound at any grid.
 
-    Guarantee: the upper end is an upper bound, the lower end a lower bound, to floating point (relative 1e-6).
+    Guarantee: the ends are an upper and a lower bound, to floating point (relative 1e-6).
+
+    Raises ValueError for arguments outside these ranges and for functions or traced values in a schedule.
+
+    Source: connect-the-dots (Doroshenko et al. 2022, https://arxiv.org/abs/2207.04380) and one Fourier transform
+    (Koskela, Jalko and Honkela 2020, https://arxiv.org/abs/1906.03049); `pld` holds the proofs.
     """
-    delta = checks.delta(delta)
-    upper, lower = _ends(noise_multipliers, sampling_rate, counts, accountant, relation, buckets, grid)
+    delta = checks.require_delta(delta)
+    upper, lower = _profiles(noise_multipliers, sampling_rate, counts, accountant, relation, buckets, grid)
     return _interval(upper, lower, lambda profile: profile.epsilon(delta))
 
 
@@ -66,26 +72,26 @@ def schedule_delta(
     buckets: int = 64,
     grid: float | None = None,
 ) -> Interval:
-    """delta at `epsilon`; see `schedule_epsilon`."""
-    epsilon = checks.epsilon(epsilon)
-    upper, lower = _ends(noise_multipliers, sampling_rate, counts, accountant, relation, buckets, grid)
+    """delta at `epsilon` (at least 0) of such a schedule; arguments, guarantee and errors as for `schedule_epsilon`."""
+    epsilon = checks.require_epsilon(epsilon)
+    upper, lower = _profiles(noise_multipliers, sampling_rate, counts, accountant, relation, buckets, grid)
     return _interval(upper, lower, lambda profile: profile.delta(epsilon))
 
 
-def _ends(
+def _profiles(
     noise_multipliers, sampling_rate, counts, accountant, relation, buckets, grid
 ) -> tuple[Profile, Profile | None]:
-    """The profiles from above and, where there is one, from below."""
-    sigmas, rates, repeats = checks.schedule(noise_multipliers, sampling_rate, counts)
-    relation, buckets = checks.relation(relation), checks.buckets(buckets)
-    if grid is not None and not 0 < grid < math.inf:
-        raise ValueError(f"grid must be positive and finite, got {grid}")
-    if checks.accountant(accountant) == "rdp":
+    """The upper profile and, unless the accountant has none, the lower one."""
+    sigmas, rates, repeats = checks.require_schedule(noise_multipliers, sampling_rate, counts)
+    relation, buckets = checks.require_relation(relation), require_whole("buckets", buckets)
+    if grid is not None:
+        grid = require_number("grid", grid, minimum=0, exclusive=True)
+    if checks.require_accountant(accountant) == "rdp":
         steps = Buckets(sigmas, sigmas, rates, rates, repeats)
-        return upper_end(steps, accountant="rdp", relation=relation), None
-    steps = merged(sigmas, rates, repeats, buckets)
+        return upper_profile(steps, accountant="rdp", relation=relation), None
+    steps = bucketed_gaussians(sigmas, rates, repeats, buckets)
     options: Any = dict(relation=relation, grid=grid)
-    return upper_end(steps, accountant=accountant, **options), lower_end(steps, **options)
+    return upper_profile(steps, accountant=accountant, **options), lower_profile(steps, **options)
 
 
 def _interval(upper: Profile, lower: Profile | None, ask: Callable[[Profile], float]) -> Interval:
@@ -93,60 +99,61 @@ def _interval(upper: Profile, lower: Profile | None, ask: Callable[[Profile], fl
     return Interval(0.0 if lower is None else min(most, float(ask(lower))), most)
 
 
-def merged(sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray, buckets: int) -> Buckets:
-    """Buckets of the steps; the unsampled ones are, exactly, one Gaussian of precision sum 1 / sigma^2."""
+def bucketed_gaussians(sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray, buckets: int) -> Buckets:
+    """Buckets of sampled Gaussians; the unsampled ones are, exactly, one Gaussian of precision sum 1 / sigma^2."""
     used = counts > 0
     sigmas, rates, counts = sigmas[used], rates[used], counts[used]
     plain = (rates == 1) & (sigmas > 0)
     if plain.sum() > 1 or np.any(counts[plain] > 1):
-        largest = sigmas[plain].min()
-        one = largest / math.sqrt(np.sum(counts[plain] * (largest / sigmas[plain]) ** 2))
-        sigmas, rates = np.append(sigmas[~plain], one), np.append(rates[~plain], 1.0)
+        smallest = sigmas[plain].min()
+        merged = smallest / math.sqrt(np.sum(counts[plain] * (smallest / sigmas[plain]) ** 2))
+        sigmas, rates = np.append(sigmas[~plain], merged), np.append(rates[~plain], 1.0)
         counts = np.append(counts[~plain], 1)
     return bucketed(sigmas, rates, counts, buckets)
 
 
-def _rows(*columns: np.ndarray):
+def _as_lists(*columns: np.ndarray):
     return zip(*(column.tolist() for column in columns), strict=True)
 
 
-def losses_of(sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray, relation: Relation) -> Losses:
-    """The steps of a schedule, arrays (T,), as step losses; those that are never taken are left out."""
-    found: dict[SampledGaussian, int] = defaultdict(int)
-    for sigma, rate, count in _rows(sigmas, rates, counts):
+def gaussian_losses(sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray, relation: Relation) -> Losses:
+    """The steps of a schedule, arrays (T,), as step losses; steps of count 0 are left out."""
+    losses: dict[SampledGaussian, int] = defaultdict(int)
+    for sigma, rate, count in _as_lists(sigmas, rates, counts):
         if count:
-            found[SampledGaussian(sigma, rate, relation)] += count
-    return found
+            losses[SampledGaussian(sigma, rate, relation)] += count
+    return losses
 
 
-def rounded(losses: Losses, kind: type, buckets: int) -> Losses:
-    """`losses` with those of `kind`, one of the Gaussians, rounded up to at most `buckets` distinct ones."""
-    chosen = [loss for loss in losses if isinstance(loss, kind)]
+def round_to_few(losses: Losses, gaussian: type, buckets: int) -> Losses:
+    """`losses` with those of one Gaussian type rounded up in cost to at most `buckets` distinct ones."""
+    chosen = [loss for loss in losses if isinstance(loss, gaussian)]
     if not chosen:
         return losses
     sigmas, rates = np.array([(loss.noise_multiplier, loss.rate) for loss in chosen]).T
-    group = merged if kind is SampledGaussian else bucketed
+    group = bucketed_gaussians if gaussian is SampledGaussian else bucketed
     steps = group(sigmas, rates, np.array([losses[loss] for loss in chosen]), buckets)
-    found = defaultdict(int, {loss: count for loss, count in losses.items() if not isinstance(loss, kind)})
-    for sigma, rate, count in _rows(steps.smallest_noise, steps.largest_rate, steps.counts):
-        found[replace(chosen[0], noise_multiplier=sigma, rate=rate)] += count
-    return found
+    rounded = defaultdict(int, {loss: count for loss, count in losses.items() if not isinstance(loss, gaussian)})
+    for sigma, rate, count in _as_lists(steps.smallest_noise, steps.largest_rate, steps.counts):
+        rounded[replace(chosen[0], noise_multiplier=sigma, rate=rate)] += count
+    return rounded
 
 
-def upper_end(
+def upper_profile(
     steps: Buckets,
     *,
     accountant: Accountant = "tightest",
     relation: Relation = "add_or_remove",
     grid: float | None = None,
 ) -> Profile:
-    """An upper bound: noise rounded down, rates up."""
-    return profile(losses_of(steps.smallest_noise, steps.largest_rate, steps.counts, relation), accountant, grid=grid)
+    """An upper bound: noise is rounded down, rates up."""
+    losses = gaussian_losses(steps.smallest_noise, steps.largest_rate, steps.counts, relation)
+    return profile(losses, accountant, grid=grid)
 
 
-def lower_end(steps: Buckets, *, relation: Relation = "add_or_remove", grid: float | None = None) -> Profile:
-    """Not a bound from above but from below: noise rounded up, rates down. 0 where epsilon is beyond all measure."""
-    losses = losses_of(steps.largest_noise, steps.smallest_rate, steps.counts, relation)
+def lower_profile(steps: Buckets, *, relation: Relation = "add_or_remove", grid: float | None = None) -> Profile:
+    """A lower bound, which is never a bill: noise is rounded up, rates down. It is 0 where noise is below 1e-6."""
+    losses = gaussian_losses(steps.largest_noise, steps.smallest_rate, steps.counts, relation)
     if any(loss.noise_multiplier == 0 for loss in losses):
         return UNBOUNDED
     if any(loss.unbounded for loss in losses):

@@ -1,20 +1,40 @@
 """Coordinates: ways of writing one example's gradient. They see neither data nor cost.
 
-To add one: a file here that returns a `Coordinates`, a line below, one in `dpx/__init__.py`, and a case in
-`tests/mechanisms.py`, which the contract reads.
+trainable           some layers of the parameters
+random_freeze       a random mask (Zhu and Blaschko 2021); sparse_updates packs its updates for sending
+ranked_freeze       a mask of what moved most, by the released gradients (Zhu and Blaschko 2021, Appendix C)
+importance_mask     a mask by importance, ranked in a private warm-up (AdaDPIGU, Zhang and Xie 2025)
+standardized        centered and scaled by released averages (AdaCliP, Pichapati et al. 2019)
+top_fraction        the largest coordinates of each example
+gradient_embedding  an embedding in a public subspace, and the residual (Yu et al. 2021)
+projections         fewer, random coordinates: five kinds, one a file
+
+To add one: a file here, its import below, and a line in `COORDINATES` of `dpx/catalog.py` (CONTRIBUTING.md).
 """
 
-from dpx.coordinates.gradient_embedding import gradient_embedding as gradient_embedding
-from dpx.coordinates.gradient_embedding import public_subspace as public_subspace
-from dpx.coordinates.importance_mask import importance_mask as importance_mask
-from dpx.coordinates.importance_mask import masked_params as masked_params
-from dpx.coordinates.projections import random_projection as random_projection
-from dpx.coordinates.random_freeze import random_freeze as random_freeze
-from dpx.coordinates.ranked_freeze import ranked_freeze as ranked_freeze
-from dpx.coordinates.sparse_updates import SparseUpdates as SparseUpdates
-from dpx.coordinates.sparse_updates import sparse_density as sparse_density
-from dpx.coordinates.sparse_updates import sparse_pack as sparse_pack
-from dpx.coordinates.sparse_updates import sparse_unpack as sparse_unpack
-from dpx.coordinates.standardized import standardized as standardized
-from dpx.coordinates.top_fraction import top_fraction as top_fraction
-from dpx.coordinates.trainable import trainable as trainable
+from dpx.coordinates.gradient_embedding import gradient_embedding, public_subspace
+from dpx.coordinates.importance_mask import importance_mask, masked_params
+from dpx.coordinates.projections import random_projection
+from dpx.coordinates.random_freeze import random_freeze
+from dpx.coordinates.ranked_freeze import ranked_freeze
+from dpx.coordinates.sparse_updates import SparseUpdates, sparse_density, sparse_pack, sparse_unpack
+from dpx.coordinates.standardized import standardized
+from dpx.coordinates.top_fraction import top_fraction
+from dpx.coordinates.trainable import trainable
+
+__all__ = [
+    "SparseUpdates",
+    "gradient_embedding",
+    "importance_mask",
+    "masked_params",
+    "public_subspace",
+    "random_freeze",
+    "random_projection",
+    "ranked_freeze",
+    "sparse_density",
+    "sparse_pack",
+    "sparse_unpack",
+    "standardized",
+    "top_fraction",
+    "trainable",
+]

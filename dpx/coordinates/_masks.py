@@ -1,4 +1,4 @@
-"""Masks of coordinates: exactly so many of the whole tree."""
+"""Masks over all coordinates of a tree, with an exact number of ones in the whole tree."""
 
 import math
 
@@ -10,31 +10,38 @@ from dpx._numbers import ScalarOrSchedule, at
 from dpx.coordinates._selection import largest
 from dpx.mechanism import Tree
 
+# Added to a share before its product with d is rounded down, because 0.29 * 100 is 28.999... in floating point. Each is
+# above the rounding error of a share of at most 1 in that precision.
+FLOAT32_SLACK, FLOAT64_SLACK = 1e-7, 1e-12
+
 
 def random_mask(seed: jax.Array, kept: jax.Array, like: Tree) -> Tree:
-    """A uniformly drawn mask with `kept` ones, bool, in the shapes of `like`."""
+    """A uniformly drawn mask with `kept` ones in the whole tree: bool, in the shapes of `like`.
+
+    seed: uint32 (2,). kept: int32 (), at least 1.
+    """
     key = jax.random.wrap_key_data(seed, impl="threefry2x32")
     return largest(optax.tree.random_like(key, like, jax.random.bits, jnp.uint32), kept)
 
 
 def masked(tree: Tree, mask: Tree) -> Tree:
-    """`tree` times `mask`: what is not finite stays so, and its example counts as nothing."""
+    """`tree` times `mask`, in the dtypes of `tree`.
+
+    A number that is not finite stays so, also where the mask is False, so that its example counts as nothing.
+    """
     return jax.tree.map(lambda x, m: x * m.astype(x.dtype), tree, mask)
 
 
 def count(share: ScalarOrSchedule, step: jax.Array, like: Tree) -> jax.Array:
-    """floor(share d) of the d coordinates, at least 1, int32; not one less because a share like 0.1 is rounded."""
+    """How many coordinates a share in [0, 1] is, at one step: floor(share d), at least 1, int32 ()."""
     size = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(like))
     if callable(share):
-        number = jnp.floor((at(share, step) + 1e-7) * size).astype(jnp.int32)
+        number = jnp.floor((at(share, step) + FLOAT32_SLACK) * size).astype(jnp.int32)
     else:
-        number = jnp.int32(math.floor((share + 1e-12) * size))
+        number = jnp.int32(math.floor((share + FLOAT64_SLACK) * size))
     return jnp.clip(number, 1, size)
 
 
 def complement(rate: ScalarOrSchedule) -> ScalarOrSchedule:
+    """1 - rate, of a number or a schedule."""
     return (lambda step: 1 - at(rate, step)) if callable(rate) else 1 - rate
-
-
-def describe(share: ScalarOrSchedule) -> str:
-    return "a scheduled share" if callable(share) else f"{share:.4g}"

@@ -1,4 +1,9 @@
-"""The largest of all numbers in a tree, exactly so many, without a sort: bisection on the bits, one count a bit."""
+"""Selects an exact number of the largest numbers in a whole tree, by bisection on their bits instead of a sort.
+
+Each of 32 passes counts the numbers above a bound, which fixes one bit of the smallest number that is selected.
+"""
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -9,31 +14,34 @@ from dpx.mechanism import Tree
 
 
 def largest(numbers: Tree, kept: jax.Array) -> Tree:
-    """Where the `kept` largest numbers of the whole tree stand, bool; of equal ones the first.
+    """Where the `kept` largest numbers of the whole tree stand, bool, like `numbers`; of equal numbers the first.
 
-    numbers: uint32 or float32. kept: at least 1, may be traced.
+    numbers: uint32 or float32. kept: int32 (), at least 1, may be traced.
     """
-    leaves, treedef = jax.tree.flatten(jax.tree.map(_ordered, numbers))
+    leaves, treedef = jax.tree.flatten(jax.tree.map(_in_order, numbers))
     starts = np.cumsum([0, *[leaf.size for leaf in leaves]])
     size = int(starts[-1])
-    least = _least_of_largest(leaves, kept)
-    wanted = kept - _count([leaf > least for leaf in leaves])
+    threshold = _threshold(leaves, kept)
+    wanted = kept - _count([leaf > threshold for leaf in leaves])  # of the numbers that equal the threshold
     places = [
-        jnp.where(leaf == least, lax.iota(jnp.uint32, leaf.size).reshape(leaf.shape) + int(start), size)
+        jnp.where(leaf == threshold, lax.iota(jnp.uint32, leaf.size).reshape(leaf.shape) + int(start), size)
         for leaf, start in zip(leaves, starts[:-1], strict=True)
     ]
     last = _greatest(lambda bound: _count([place < bound for place in places]) < wanted, bits=size.bit_length())
-    return treedef.unflatten([(leaf > least) | (place <= last) for leaf, place in zip(leaves, places, strict=True)])
+    return treedef.unflatten([(leaf > threshold) | (place <= last) for leaf, place in zip(leaves, places, strict=True)])
 
 
 def least_of_largest(numbers: Tree, kept: jax.Array) -> jax.Array:
-    """The least of the `kept` largest numbers of the whole tree; the numbers are float32 and not negative."""
-    return lax.bitcast_convert_type(
-        _least_of_largest([_bits(leaf) for leaf in jax.tree.leaves(numbers)], kept), jnp.float32
-    )
+    """The least of the `kept` largest numbers of the whole tree, float32 ().
+
+    numbers: float32, not negative. kept: int32 (), at least 1, may be traced.
+    """
+    words = [_bits(leaf) for leaf in jax.tree.leaves(numbers)]
+    return lax.bitcast_convert_type(_threshold(words, kept), jnp.float32)
 
 
-def _least_of_largest(words: list[jax.Array], kept: jax.Array) -> jax.Array:
+def _threshold(words: list[jax.Array], kept: jax.Array) -> jax.Array:
+    """The least of the `kept` largest words, uint32 ()."""
     return _greatest(lambda bound: _count([word >= bound for word in words]) >= kept, bits=32)
 
 
@@ -41,16 +49,16 @@ def _bits(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, jnp.uint32)
 
 
-def _ordered(x: jax.Array) -> jax.Array:
-    """uint32 in the order of the numbers."""
+def _in_order(x: jax.Array) -> jax.Array:
+    """uint32 words that compare as the numbers in `x` do."""
     if x.dtype == jnp.uint32:
         return x
     negative = _bits(x) >> 31 == 1
     return jnp.where(negative, ~_bits(x), _bits(x) | jnp.uint32(2**31))
 
 
-def _greatest(fits, *, bits: int) -> jax.Array:
-    """The greatest number of so many bits that fits, uint32; 0 does, and so do all below one that does."""
+def _greatest(fits: Callable[[jax.Array], jax.Array], *, bits: int) -> jax.Array:
+    """The greatest number below 2^bits that fits, uint32 (). 0 fits, and with a number all smaller ones do."""
 
     def body(i, number):
         larger = number | (jnp.uint32(2 ** (bits - 1)) >> i.astype(jnp.uint32))
@@ -60,6 +68,6 @@ def _greatest(fits, *, bits: int) -> jax.Array:
 
 
 def _count(where: list[jax.Array]) -> jax.Array:
-    """How many are True, int32; added up in float32 where that is exact, which is faster on CPU."""
-    kinds = [jnp.float32 if w.size < 2**24 else jnp.int32 for w in where]
-    return sum((jnp.sum(w, dtype=k).astype(jnp.int32) for w, k in zip(where, kinds, strict=True)), jnp.int32(0))
+    """How many are True, int32 (). Float32 adds leaves below 2^24 exactly, and faster than int32 on a CPU."""
+    dtypes = [jnp.float32 if w.size < 2**24 else jnp.int32 for w in where]
+    return sum((jnp.sum(w, dtype=d).astype(jnp.int32) for w, d in zip(where, dtypes, strict=True)), jnp.int32(0))

@@ -1,4 +1,4 @@
-"""Gradient embedding: a gradient as its coordinates in a subspace known from public data, and what is left of it."""
+"""Gradient embedding: a gradient as its coordinates in a subspace known from public data, and the residual."""
 
 import math
 from typing import NamedTuple
@@ -11,11 +11,14 @@ from dpx._numbers import require_number, require_whole
 from dpx.batches import Tree, batch_size
 from dpx.mechanism import Coordinates
 
-EXACT = jax.lax.Precision.HIGHEST
+EXACT = jax.lax.Precision.HIGHEST  # float32 products on every machine: matrix units would round to fewer bits
 
 
 class EmbeddingState(NamedTuple):
-    """basis: [rank, ...] for each array of the parameters. `optax.tree.set(state, basis=...)` exchanges it."""
+    """The subspace, which `optax.tree.set(state, basis=...)` exchanges.
+
+    basis: float32, (rank, *shape) for each array of the parameters of that shape.
+    """
 
     basis: Tree
 
@@ -23,12 +26,15 @@ class EmbeddingState(NamedTuple):
 def gradient_embedding(basis: Tree, *, embedding_scale: float = 1.0, residual_scale: float = 1.0) -> Coordinates:
     """g -> {"embedding": w / embedding_scale, "residual": (g - V^T w) / residual_scale} for w = V g, and back.
 
-    Gradients that lie near the subspace have a small residual, which a small clip norm of its own then hardly cuts; see
-    `dpx.gep_sgd`. Any `basis` gives the whole gradient back, an orthonormal one splits its norm.
+    Gradients near the subspace have a small residual, which a small clip norm of its own then hardly cuts; see
+    `dpx.methods.gep_sgd`. Any `basis` gives the whole gradient back; an orthonormal one splits its squared norm.
 
-    basis: V, of `public_subspace`: like the parameters with an axis of length `rank` in front. It must know nothing of
-        the private data but what was released.
-    Gradient embedding perturbation, Yu et al. 2021, https://arxiv.org/abs/2102.12677.
+    basis: V, of `public_subspace`: (rank, *shape) for each array of the parameters of that shape. It must depend on
+        public data and released values only.
+    embedding_scale, residual_scale: above 0, in the units of the gradient, which embedding and residual then lose.
+
+    Raises ValueError for a scale of 0 or less, and in `init` for a basis that does not fit the parameters.
+    Source: gradient embedding perturbation, Yu et al. 2021, https://arxiv.org/abs/2102.12677.
     """
     require_number("embedding_scale", embedding_scale, minimum=0, exclusive=True)
     require_number("residual_scale", residual_scale, minimum=0, exclusive=True)
@@ -36,9 +42,9 @@ def gradient_embedding(basis: Tree, *, embedding_scale: float = 1.0, residual_sc
 
     def init(params):
         expected = jax.tree.map(lambda p: (rank, *p.shape), params)
-        found = jax.tree.map(jnp.shape, basis)
-        if expected != found:
-            raise ValueError(f"basis must have shapes {expected}, like the gradients it is for; got {found}")
+        shapes = jax.tree.map(jnp.shape, basis)
+        if expected != shapes:
+            raise ValueError(f"basis must have shapes {expected}, like the gradients it is for; got {shapes}")
         return EmbeddingState(jax.tree.map(lambda v: jnp.asarray(v, jnp.float32), basis))
 
     def encode(grad, state):
@@ -55,17 +61,27 @@ def gradient_embedding(basis: Tree, *, embedding_scale: float = 1.0, residual_sc
         inside = _combined(released["embedding"] * embedding_scale, state.basis)
         return jax.tree.map(lambda v, r: v + r * residual_scale, inside, released["residual"]), state
 
-    return Coordinates(init=init, encode=encode, decode=decode, name=f"embedding of rank {rank} and its residual")
+    return Coordinates(
+        init=init,
+        encode=encode,
+        decode=decode,
+        name=f"split into an embedding of rank {rank}, divided by {embedding_scale:.6g}, and the residual, divided by "
+        f"{residual_scale:.6g}; norms and noise are in these units",
+        undo="add the lifted embedding to the residual, both in the units of the gradient",
+    )
 
 
 def public_subspace(public_grads: Tree, *, rank: int, iterations: int, key: jax.Array) -> Tree:
     """An orthonormal basis of the directions in which PUBLIC gradients are largest, by power iteration.
 
-    V <- orthonormalized V G^T G, from random rows. What it costs in privacy is nothing because nothing here is private:
-    gradients of the training data would be a release that no one bills.
+    V <- orthonormalized V G^T G, from random rows. It costs no privacy, because all gradients here are public.
+    Gradients of the training data would be a release that no one bills.
 
-    public_grads: G, like the parameters, with the public examples on axis 0. rank: at most their number and that of the
-        parameters. Gives [rank, ...] for each array. key: its "public_subspace" stream is used.
+    public_grads: G, like the parameters, with the public examples on axis 0 of every array.
+    rank: at most the number of public examples and the number of coordinates. iterations: at least 1.
+    key: its "public_subspace" stream is used.
+
+    Returns float32 (rank, *shape) for each array of the parameters. Raises ValueError for other ranks or iterations.
     """
     leaves, structure = jax.tree.flatten(public_grads)
     examples = batch_size(public_grads)
@@ -79,10 +95,11 @@ def public_subspace(public_grads: Tree, *, rank: int, iterations: int, key: jax.
     ends = [0]
     for leaf in leaves:
         ends.append(ends[-1] + math.prod(leaf.shape[1:]))
-    parts = [basis[:, a:b] for a, b in zip(ends, ends[1:], strict=False)]
-    shaped = [part.reshape(rank, *leaf.shape[1:]) for part, leaf in zip(parts, leaves, strict=True)]
+    segments = [basis[:, start:end] for start, end in zip(ends, ends[1:], strict=False)]
+    shaped = [segment.reshape(rank, *leaf.shape[1:]) for segment, leaf in zip(segments, leaves, strict=True)]
     return jax.tree.unflatten(structure, shaped)
 
 
 def _combined(embedding: jax.Array, basis: Tree) -> Tree:
+    """V^T w, float32, in the shapes of the parameters."""
     return jax.tree.map(lambda v: jnp.tensordot(embedding, v, 1, precision=EXACT), basis)

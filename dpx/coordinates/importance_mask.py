@@ -1,4 +1,4 @@
-"""Importance: coordinates ranked once by their released gradients; the first of the ranking go on (AdaDPIGU)."""
+"""Importance mask: coordinates are ranked once by their released gradients, and the best are trained (AdaDPIGU)."""
 
 import math
 from typing import NamedTuple
@@ -9,14 +9,21 @@ import numpy as np
 from jax import lax
 
 from dpx._numbers import ScalarOrSchedule, at, over, require_fraction, require_scalar_or_schedule, require_whole
+from dpx._stages import describe_share
 from dpx._states import find_state
-from dpx.coordinates._masks import count, describe, masked
+from dpx.coordinates._masks import count, masked
 from dpx.coordinates._selection import largest
 from dpx.mechanism import Coordinates, Tree
 
 
 class ImportanceState(NamedTuple):
-    """step: int32. score: float32, complete after the warm-up. mask: bool; True moves. inner: of the wrapped."""
+    """The scores and the mask, which are functions of released values.
+
+    step: int32 (), the number of releases.
+    score: float32, like the parameters; complete after the warm-up.
+    mask: bool, like the parameters; True where the coordinate is trained.
+    inner: state of the wrapped coordinates; () without any.
+    """
 
     step: jax.Array
     score: Tree
@@ -25,35 +32,28 @@ class ImportanceState(NamedTuple):
 
 
 def importance_mask(
-    keep: ScalarOrSchedule,
-    *,
-    warmup: int,
-    inner: Coordinates | None = None,
-    noise_floor: ScalarOrSchedule = 0.0,
+    keep: ScalarOrSchedule, *, warmup: int, inner: Coordinates | None = None, noise_floor: ScalarOrSchedule = 0.0
 ) -> Coordinates:
     """The gradient as it is for `warmup` steps; then m inner(m g), where m has the floor(keep d) highest scores.
 
-    score_j = mean over the warm-up of |released_j| - sqrt(2/pi) noise_floor.  What was frozen is released as 0.
+    score_j = mean over the warm-up of |released_j| - sqrt(2/pi) noise_floor.  Frozen coordinates are released as 0.
 
-    The scores are of released gradients: the ranking costs nothing beyond the steps of the warm-up, billed like all
-    others. The second mask keeps what `inner` moves away from 0 out of the clip norm.
+    The ranking costs nothing beyond the steps of the warm-up, which are billed like all others, because it reads
+    released gradients. The second mask keeps coordinates that `inner` moves away from 0 out of the clip norm.
 
     keep: in (0, 1]; a schedule of the step unfreezes down the ranking, so it must not fall after the warm-up.
+    warmup: the number of its steps, at least 1.
     inner: coordinates of the same shapes as the gradient, such as `standardized`; they start after the warm-up.
-    noise_floor: standard deviation of the noise on a released coordinate; it sets the zero of the scores, not their
-        order.
+    noise_floor: at least 0, the standard deviation of the noise on a released coordinate, which sets the zero of the
+        scores, not their order.
 
-    AdaDPIGU, Zhang and Xie 2025, https://arxiv.org/abs/2507.06525. Published, it scores gradients before the noise: a
+    Raises ValueError for numbers outside their domains; for a schedule, when the step is billed.
+    Source: AdaDPIGU, Zhang and Xie 2025, https://arxiv.org/abs/2507.06525, which scores gradients before the noise: a
     release of data that it does not bill.
     """
     require_fraction("keep", keep, "(0, 1]")
     warmup = require_whole("warmup", warmup)
     require_scalar_or_schedule("noise_floor", noise_floor, minimum=0)
-
-    def init(params):
-        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
-        ones = jax.tree.map(lambda p: jnp.ones(p.shape, bool), params)
-        return ImportanceState(jnp.zeros((), jnp.int32), zeros, ones, inner.init(params) if inner is not None else ())
 
     def after_warmup(state, before, after):
         return jax.tree.map(lambda b, a: jnp.where(state.step < warmup, b, a), before, after)
@@ -74,37 +74,64 @@ def importance_mask(
         scored = jax.tree.map(lambda s, r: s + (jnp.abs(r) - floor) / warmup, state.score, released)
         score = after_warmup(state, scored, state.score)
         step = state.step + 1
-        kept = count(keep, step, like)
-        changes = (step == warmup) | ((step > warmup) & (kept != count(keep, state.step, like)))
-        mask = lax.cond(changes, lambda: largest(score, kept), lambda: state.mask)
+        mask = _next_mask(state, step, score, keep, warmup, like)
         return updates, ImportanceState(step, score, mask, inner_state)
 
-    def check(steps):
-        require_fraction("keep", keep, "(0, 1]", steps)
-        kept = over(keep, steps)[warmup:]
-        for fallen in np.flatnonzero(np.diff(kept) < 0)[:1]:
-            raise ValueError(
-                f"keep must not fall after the warm-up, got {kept[fallen + 1]:g} after {kept[fallen]:g} "
-                f"at step {warmup + fallen + 1}"
-            )
-        if inner is not None:
-            inner.check(steps)
-
-    name = f"after {warmup} steps mask all but the most important {describe(keep)}"
+    name, undo = _words(keep, warmup, inner)
     return Coordinates(
-        init=init,
+        init=lambda params: _initial(params, inner),
         encode=encode,
         decode=decode,
-        name=name if inner is None else f"{name}, {inner.name}, mask",
+        name=name,
+        undo=undo,
         supports_ghost_norms=inner is None,
-        check=check,
+        check=lambda steps: _check(keep, warmup, inner, steps),
     )
 
 
+def _initial(params: Tree, inner: Coordinates | None) -> ImportanceState:
+    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+    ones = jax.tree.map(lambda p: jnp.ones(p.shape, bool), params)
+    return ImportanceState(jnp.zeros((), jnp.int32), zeros, ones, inner.init(params) if inner is not None else ())
+
+
+def _next_mask(
+    state: ImportanceState, step: jax.Array, score: Tree, keep: ScalarOrSchedule, warmup: int, like: Tree
+) -> Tree:
+    """The mask of `step`, the one after `state`: ranked anew after the warm-up and where `keep` changes."""
+    kept = count(keep, step, like)
+    changes = (step == warmup) | ((step > warmup) & (kept != count(keep, state.step, like)))
+    return lax.cond(changes, lambda: largest(score, kept), lambda: state.mask)
+
+
+def _check(keep: ScalarOrSchedule, warmup: int, inner: Coordinates | None, steps: int):
+    """ValueError if `keep` leaves (0, 1] or falls after the warm-up in the first `steps`, or if `inner` objects."""
+    require_fraction("keep", keep, "(0, 1]", steps)
+    kept = over(keep, steps)[warmup:]
+    for fallen in np.flatnonzero(np.diff(kept) < 0)[:1]:
+        raise ValueError(
+            f"keep must not fall after the warm-up, got {kept[fallen + 1]:g} after {kept[fallen]:g} "
+            f"at step {warmup + fallen + 1}"
+        )
+    if inner is not None:
+        inner.check(steps)
+
+
+def _words(keep: ScalarOrSchedule, warmup: int, inner: Coordinates | None) -> tuple[str, str]:
+    """`encode` and `decode` in words, for the printed pipeline."""
+    name = f"after {warmup} steps keep the most important coordinates: {describe_share(keep)}"
+    if inner is None:
+        return name, "mask the released gradient"
+    undo = f"; {inner.undo}; mask again" if inner.undo else ""
+    return f"{name}; {inner.name}; mask again", f"after {warmup} steps mask the released gradient{undo}"
+
+
 def masked_params(params: Tree, state: Tree) -> Tree:
-    """`params` with the coordinates that `importance_mask` has frozen at 0: AdaDPIGU's loss is at these.
+    """`params` with 0 in the coordinates that `importance_mask` has frozen: AdaDPIGU takes its loss at these.
 
     state: of the mechanism or of a `dpx.chain` of it. Give the result to `private_grad`'s function in place of the
-    parameters, and add the updates to the parameters themselves.
+        parameters, and add the updates to the parameters themselves.
+
+    Raises ValueError for a state without exactly one importance mask.
     """
     return masked(params, find_state(state, ImportanceState, "importance mask").mask)

@@ -1,4 +1,4 @@
-"""Masked updates packed for sending: the values that moved, and the seed that tells where."""
+"""Sparse updates: updates under a random freeze packed for sending, as the trained values and the mask's seed."""
 
 import math
 from typing import NamedTuple
@@ -14,7 +14,11 @@ from dpx.mechanism import Tree
 
 
 class SparseUpdates(NamedTuple):
-    """values: (size,), float32, the kept coordinates in their order, then zeros. seed, kept: of the mask."""
+    """Updates in which only `kept` coordinates are not 0.
+
+    values: float32 (size,), the trained coordinates in the order of the parameters, then zeros.
+    seed: uint32 (2,), of the mask. kept: int32 (), the number of ones in the mask.
+    """
 
     values: jax.Array
     seed: jax.Array
@@ -22,10 +26,12 @@ class SparseUpdates(NamedTuple):
 
 
 def sparse_pack(updates: Tree, state: Tree, *, size: int) -> SparseUpdates:
-    """Updates under `random_freeze` as the values that are not frozen and the seed of the mask.
+    """The values of updates that are not frozen by `random_freeze`, and the seed of the mask.
 
-    state: the one that the updates were made WITH, not the one that came with them. size: at least the number of kept
-    coordinates (`sparse_density` times d) at every step that is to have this shape. Under jit, values beyond are lost.
+    state: the state that the updates were computed with, not the state that came back with them.
+    size: at least the number of kept coordinates (`sparse_density` times d) at every step that shares this shape.
+
+    Raises ValueError for a smaller size; under jit, where the number is traced, values beyond `size` are lost.
     """
     freeze = find_state(state, RandomFreezeState, "random freeze")
     if not isinstance(freeze.kept, jax.core.Tracer) and size < int(freeze.kept):
@@ -41,12 +47,13 @@ def sparse_unpack(packed: SparseUpdates, like: Tree) -> Tree:
     (places,) = jnp.nonzero(mask, size=packed.values.size, fill_value=mask.size)
     flat = jnp.zeros(mask.size, jnp.float32).at[places].set(packed.values, mode="drop")
     leaves, treedef = jax.tree.flatten(like)
-    parts = jnp.split(flat, [sum(leaf.size for leaf in leaves[: i + 1]) for i in range(len(leaves) - 1)])
-    return treedef.unflatten([p.reshape(leaf.shape).astype(leaf.dtype) for p, leaf in zip(parts, leaves, strict=True)])
+    segments = jnp.split(flat, [sum(leaf.size for leaf in leaves[: i + 1]) for i in range(len(leaves) - 1)])
+    shaped = [s.reshape(leaf.shape).astype(leaf.dtype) for s, leaf in zip(segments, leaves, strict=True)]
+    return treedef.unflatten(shaped)
 
 
 def sparse_density(state: Tree) -> jax.Array:
-    """The share of coordinates that the next step under `random_freeze` updates."""
+    """The share of coordinates that the next step under `random_freeze` updates, float32 () in (0, 1]."""
     freeze = find_state(state, RandomFreezeState, "random freeze")
     return freeze.kept / sum(math.prod(m.shape) for m in jax.tree.leaves(freeze.mask))
 

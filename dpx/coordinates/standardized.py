@@ -1,5 +1,6 @@
-"""Standardization (AdaCliP): each coordinate centred and scaled by what was released of it before."""
+"""Standardization (AdaCliP): each coordinate is centered and scaled by what was released of it before."""
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -12,7 +13,11 @@ from dpx.mechanism import Coordinates, Tree
 
 
 class StandardizedState(NamedTuple):
-    """Moving averages of the released gradient and of its squared deviation, float32."""
+    """Moving averages of released values.
+
+    mean: float32, like the parameters, the average of the released gradient.
+    variance: float32, like the parameters, the average of its squared deviation from the mean.
+    """
 
     mean: Tree
     variance: Tree
@@ -26,20 +31,22 @@ def standardized(
     stability: float = 1e-3,
     relative: bool = True,
 ) -> Coordinates:
-    """g -> (g - mean) / scale,  scale = sqrt(variance) + stability;  undone on what is released.
+    """g -> (g - mean) / scale,  scale = sqrt(variance) + stability;  undone on the released gradient.
 
     mean     <- mean_decay mean + (1 - mean_decay) released
     variance <- variance_decay variance + (1 - variance_decay) (released - mean)^2,  with the mean before its change
 
-    Both see released gradients only. A coordinate released as exactly 0 is frozen and keeps its averages. Affine, not
-    supports_ghost_norms: `private_grad` makes the gradient of every example.
+    Both averages see released gradients only. A coordinate released as exactly 0 is frozen and keeps its averages. The
+    map is affine, so `private_grad` makes the gradient of every example.
 
-    stability: above 0, in the units of the gradient.
+    mean_decay, variance_decay: in [0, 1). initial_variance: at least 0, in the squared units of the gradient.
+    stability: at least 1e-12, in the units of the gradient.
     relative: divide the scale by its root mean square, so that the clip norm keeps the units of the gradient. Without
-        it, as published, the scale is that of a batch's mean, every example is clipped, and the scale shrinks to
-        `stability`, the clip norm to `stability * clip_norm`.
+        it, as published, the scale is that of a batch's mean: every example is clipped, the scale shrinks to
+        `stability`, and the clip norm to `stability * clip_norm`.
 
-    AdaCliP, Pichapati et al. 2019, https://arxiv.org/abs/1908.07643, with the averages of AdaDPIGU,
+    Raises ValueError for numbers outside their domains.
+    Source: AdaCliP, Pichapati et al. 2019, https://arxiv.org/abs/1908.07643, with the averages of AdaDPIGU,
     https://arxiv.org/abs/2507.06525.
     """
     for name, decay in (("mean_decay", mean_decay), ("variance_decay", variance_decay)):
@@ -47,13 +54,7 @@ def standardized(
             raise ValueError(f"{name} must be in [0, 1), got {decay}")
     require_number("initial_variance", initial_variance, minimum=0)
     require_number("stability", stability, minimum=1e-12)
-
-    def scales(variance):
-        scale = jax.tree.map(lambda v: jnp.sqrt(v) + stability, variance)
-        if not relative:
-            return scale
-        mean_square = optax.tree.norm(scale) / math.sqrt(sum(leaf.size for leaf in jax.tree.leaves(scale)))
-        return jax.tree.map(lambda s: s / mean_square, scale)
+    scales = functools.partial(_scales, stability=stability, relative=relative)
 
     def init(params):
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
@@ -74,4 +75,19 @@ def standardized(
         following = StandardizedState(average(mean_decay, mean, restored), average(variance_decay, variance, deviation))
         return restored, following
 
-    return Coordinates(init=init, encode=encode, decode=decode, name="standardize")
+    return Coordinates(
+        init=init,
+        encode=encode,
+        decode=decode,
+        name="standardize by released means and scales, in whose units the clip norm and the noise are",
+        undo="undo the standardization",
+    )
+
+
+def _scales(variance: Tree, *, stability: float, relative: bool) -> Tree:
+    """The scale of every coordinate, float32, like the parameters."""
+    scale = jax.tree.map(lambda v: jnp.sqrt(v) + stability, variance)
+    if not relative:
+        return scale
+    root_mean_square = optax.tree.norm(scale) / math.sqrt(sum(leaf.size for leaf in jax.tree.leaves(scale)))
+    return jax.tree.map(lambda s: s / root_mean_square, scale)

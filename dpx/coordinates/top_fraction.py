@@ -1,19 +1,19 @@
-"""The largest coordinates of each example."""
+"""Top fraction: the largest coordinates of each example's gradient, which differ from example to example."""
 
 from typing import NamedTuple
 
 import jax
-import jax.core
 import jax.numpy as jnp
 
 from dpx._numbers import ScalarOrSchedule, require_fraction
-from dpx.coordinates._masks import count, describe
+from dpx._stages import describe_share
+from dpx.coordinates._masks import count
 from dpx.coordinates._selection import least_of_largest
 from dpx.mechanism import Coordinates
 
 
 class TopFractionState(NamedTuple):
-    """step: int32."""
+    """step: int32 (), the number of releases, at which a scheduled fraction is read."""
 
     step: jax.Array
 
@@ -21,10 +21,11 @@ class TopFractionState(NamedTuple):
 def top_fraction(fraction: ScalarOrSchedule) -> Coordinates:
     """Of each example the floor(fraction d) coordinates of largest size, and those equal to the least of them.
 
-    Which ones these are is the example's secret: the noise covers every coordinate all the same. Reads each example's
-    gradient some 30 times; not supports_ghost_norms.
+    The other coordinates of the example are 0. The selection is the example's secret, so the noise covers every
+    coordinate. `encode` reads each example's gradient about 30 times, and `private_grad` makes every gradient.
 
-    fraction: in (0, 1]; a number or a schedule.
+    fraction: in (0, 1]; a number or a schedule of the step.
+    Raises ValueError for a number outside (0, 1]; for a schedule, when the step is billed.
     """
     require_fraction("fraction", fraction, "(0, 1]")
 
@@ -37,6 +38,6 @@ def top_fraction(fraction: ScalarOrSchedule) -> Coordinates:
         init=lambda params: TopFractionState(jnp.zeros((), jnp.int32)),
         encode=encode,
         decode=lambda released, state, like: (released, TopFractionState(state.step + 1)),
-        name=f"keep the largest {describe(fraction)} of each example",
+        name=f"keep the largest coordinates of each example: {describe_share(fraction)}",
         check=lambda steps: require_fraction("fraction", fraction, "(0, 1]", steps),
     )

@@ -1,16 +1,19 @@
-"""Coordinates that are plain subsets of the parameters."""
+"""Trainable layers: coordinates that are some layers of the parameters, chosen by the user."""
 
 import jax
 import jax.numpy as jnp
 
+from dpx._stages import path_of
 from dpx.mechanism import Coordinates, Tree
 
 
 def trainable(mask: Tree) -> Coordinates:
     """Only the layers where `mask` is True: the others give no gradient, get no noise and are not updated.
 
-    mask: a pytree prefix of the parameters, with Python bools. Use instead of optax.masked, which would let raw
-    per-example gradients of the masked layers through.
+    mask: a pytree prefix of the parameters, with Python bools. Use this instead of optax.masked, which would let raw
+        per-example gradients of the masked layers through.
+
+    Raises ValueError for leaves that are no Python bools, or if none is True.
     """
     for leaf in jax.tree.leaves(mask):
         if not isinstance(leaf, bool):
@@ -28,6 +31,13 @@ def trainable(mask: Tree) -> Coordinates:
 
         return jax.tree.map(fill, mask, released, like), state
 
+    leaves, _ = jax.tree_util.tree_flatten_with_path(mask)
+    layers = ", ".join(path_of(path) for path, keep in leaves if keep) or "all layers"
     return Coordinates(
-        init=lambda params: (), encode=encode, decode=decode, name=f"train {mask}", supports_ghost_norms=True
+        init=lambda params: (),
+        encode=encode,
+        decode=decode,
+        name=f"keep the gradients of the trainable layers: {layers}",
+        undo="" if all(jax.tree.leaves(mask)) else "zeros for the other layers",
+        supports_ghost_norms=True,
     )

@@ -1,6 +1,8 @@
 """Private gradients of a loss: the clipped sum of a batch, by ghost norms or by per-example gradients.
 
-To add a layer that ghost norms follow: a rule in `ghost/rules.py` and a model in `tests/test_ghost_zoo.py`.
+To add one: a layer that ghost norms follow is a rule in ghost/rules.py, and a way to compute norms is a record in
+ghost/ways.py. Both need a model in tests/test_ghost_zoo.py and a case in tests/test_ghost_hostile.py. Another value of
+`clipping` belongs in private_grad.py (`Clipping`, `_check`, `_plan`).
 """
 
 from dpx.gradients.private_grad import PrivateGradient as PrivateGradient

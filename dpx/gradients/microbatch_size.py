@@ -1,6 +1,6 @@
-"""How many examples are worked on at once where nobody says so: on a CPU, as many as stay in its cache.
+"""How many examples are in memory at once if the user names no number: on a CPU, as many as fit in its cache.
 
-What a step of a whole batch writes is memory that the system has to clear, page by page, and that no cache holds.
+A step over the whole batch writes fresh memory, which the kernel must zero and which does not fit in the cache.
 """
 
 import math
@@ -12,49 +12,58 @@ from jax.extend import core
 
 from dpx.gradients import ghost
 
-Tree = Any
+Tree = Any  # a pytree of arrays
 
-CACHE = 2**25  # bytes
-SPILLS = 4 * CACHE  # bytes that a whole batch needs, where parts are worth their loop
-FUSED = 4  # numbers that the equations of a loss give, for one that XLA writes
-SUMS = 12  # examples' bytes that a part must hold for every byte of its sums, which are read and written once a part
+# For one CPU core. benchmarks/step.py times the steps, benchmarks/memory.py measures their memory.
+CACHE_BYTES = 2**25  # that the examples of one microbatch may fill
+WHOLE_BATCH_BYTES = 4 * CACHE_BYTES  # below this, one pass over the whole batch is as fast as a loop
+EQUATION_NUMBERS_PER_WRITE = 4  # XLA fuses equations: it writes about one of four numbers that they define
+EXAMPLE_BYTES_PER_SUM_BYTE = 12  # at least, in a microbatch, because each one reads and writes all its sums
 
 
-class Forward(NamedTuple):
-    """numbers: that the loss of one example makes on its way. convolves: whether it convolves anything."""
+class ForwardCost(NamedTuple):
+    """What the equations of the loss of one example tell about its memory and time.
+
+    numbers: int, how many numbers the equations define
+    convolves: bool, True if one of them is a convolution
+    """
 
     numbers: int
     convolves: bool
 
 
-def forward_cost(loss: Callable, params: Tree, example: Tree) -> Forward:
+def forward_cost(loss: Callable, params: Tree, example: Tree) -> ForwardCost:
+    """Counts in the jaxpr of `loss(params, example)`; nothing is computed, so shapes suffice."""
     jaxpr = jax.make_jaxpr(loss)(params, example).jaxpr
-    return Forward(_numbers(jaxpr), _convolves(jaxpr))
+    return ForwardCost(_numbers(jaxpr), _convolves(jaxpr))
 
 
-def examples_at_once(made: Forward, plan: ghost.Plan | str, params: Tree, size: int) -> int:
-    """Of a batch of `size` examples; all of them unless parts are known to be faster.
+def choose_microbatch_size(cost: ForwardCost, plan: ghost.Plan | str, params: Tree, size: int) -> int:
+    """How many of the `size` examples of a batch one microbatch holds: all, unless fewer are known to be faster.
 
-    They are not where anything convolves, which XLA's loops on a CPU make slow, nor on an accelerator.
+    All of them on an accelerator and on several devices. All of them also for a loss that convolves, because XLA runs
+    convolutions slowly inside a loop on a CPU.
     """
-    if jax.default_backend() != "cpu" or jax.device_count() > 1 or made.convolves:
+    if jax.default_backend() != "cpu" or jax.device_count() > 1 or cost.convolves:
         return size
     leaves = jax.tree.leaves(params)
-    stacked = sum(leaf.size for number, leaf in enumerate(leaves) if _is_stacked(plan, number))
-    needed = 4 * (made.numbers // FUSED + stacked)  # bytes of one example
-    if needed * size < SPILLS:
+    kept = sum(leaf.size for number, leaf in enumerate(leaves) if _keeps_gradients(plan, number))
+    example_bytes = 4 * (cost.numbers // EQUATION_NUMBERS_PER_WRITE + kept)
+    if example_bytes * size < WHOLE_BATCH_BYTES:
         return size
-    at_once = max(1, max(CACHE, SUMS * 4 * sum(leaf.size for leaf in leaves)) // needed)
-    without_rest = [n for n in range(math.ceil(at_once / 2), at_once + 1) if size % n == 0]  # a rest compiles twice
-    return max(without_rest, default=math.ceil(size / math.ceil(size / at_once)))
+    sum_bytes = 4 * sum(leaf.size for leaf in leaves)
+    largest = max(1, max(CACHE_BYTES, EXAMPLE_BYTES_PER_SUM_BYTE * sum_bytes) // example_bytes)
+    # A size that leaves no rest is better, because a rest is compiled apart.
+    without_rest = [n for n in range(math.ceil(largest / 2), largest + 1) if size % n == 0]
+    return max(without_rest, default=math.ceil(size / math.ceil(size / largest)))
 
 
-def _is_stacked(plan: ghost.Plan | str, leaf: int) -> bool:
-    return isinstance(plan, str) or plan.choices[leaf].method in ("gradient", "product")
+def _keeps_gradients(plan: ghost.Plan | str, leaf: int) -> bool:
+    return isinstance(plan, str) or plan.choices[leaf].way.keeps_gradients
 
 
 def _numbers(jaxpr) -> int:
-    """How many numbers the equations give, those in the body of a loop once for every turn."""
+    """How many numbers the equations define; those in the body of a loop count once for every turn."""
     total = 0
     for equation in jaxpr.eqns:
         inner = sum(_numbers(body) for body in _bodies(equation))
@@ -70,6 +79,7 @@ def _convolves(jaxpr) -> bool:
 
 
 def _bodies(equation):
+    """The jaxprs that an equation calls: of a loop, a branch, a function."""
     for value in jax.tree.leaves(equation.params, is_leaf=lambda node: isinstance(node, core.Jaxpr | core.ClosedJaxpr)):
         if isinstance(value, core.ClosedJaxpr):
             yield value.jaxpr

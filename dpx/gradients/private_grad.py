@@ -1,4 +1,4 @@
-"""Private gradients of a loss, without ever holding more than a microbatch of per-example gradients."""
+"""Private gradients of a loss; at most one microbatch of per-example gradients is in memory at a time."""
 
 from collections.abc import Callable
 from typing import Literal, NamedTuple
@@ -13,7 +13,7 @@ from dpx._ordering import compute_after
 from dpx._states import map_states
 from dpx.batches import Batch, Tree, batch_size, inclusion, require_batch
 from dpx.gradients import ghost
-from dpx.gradients.microbatch_size import examples_at_once, forward_cost
+from dpx.gradients.microbatch_size import choose_microbatch_size, forward_cost
 from dpx.mechanism import Mechanism
 from dpx.release_state import ReleaseState
 
@@ -21,9 +21,11 @@ Clipping = Literal["auto", "ghost", "vmap"]
 
 
 class PrivateGradient(NamedTuple):
-    """updates: like the parameters, private. state: the mechanism's next one.
+    """One release.
 
-    unreleased_losses: (B,), the per-example losses: NOT private, for debugging only.
+    updates: like the parameters, in their dtypes; private.
+    state: the mechanism's next state.
+    unreleased_losses: (B,), in the loss's dtype, the losses of the examples. NOT private: for debugging only.
     """
 
     updates: Tree
@@ -38,21 +40,24 @@ def private_grad(
     microbatch_size: int | None = None,
     clipping: Clipping = "auto",
 ) -> Callable[..., PrivateGradient]:
-    """`fn(params, batch, state) -> PrivateGradient` for `loss(params, example) -> scalar`.
+    """Builds `fn(params, batch, state) -> PrivateGradient`, the private gradient of `loss(params, example)`.
 
-    `example` has no batch axis; `batch` is a `dpx.Batch`, whose `examples` are the same pytree with the examples on
-    axis 0. The numbers are those of `mechanism.update` on stacked gradients, to float32. A mechanism built by
-    `dpx.chain` gives the optimizer's updates.
+    loss: gives one real number for one example, which has no batch axis.
+    mechanism: a `dpx.Mechanism`. One that `dpx.chain` builds gives the optimizer's updates.
+    microbatch_size: how many examples are in memory at once. None: all; on a CPU fewer, if that is faster, unless the
+        loss convolves. Microbatches run in a loop; if the loss convolves, up to 64 are unrolled on a CPU.
+    clipping: how the per-example norms are computed. "vmap": from the gradient of every example. "ghost": without it,
+        for every parameter where that is possible. "auto": the cheaper of the two for each parameter, by an estimate
+        from shapes. `dpx.explain` prints the choice.
 
-    microbatch_size: how many examples are worked on at once. None: the whole batch, or on a CPU, for a model without
-        convolutions, as few as stay in its cache if that is faster. Microbatches are looped; with convolutions, which
-        are slow inside loops on a CPU, up to 64 are unrolled there.
-    clipping: how the per-example norms are computed. "vmap" makes every per-example gradient; "ghost" follows every
-        parameter that it can (`dpx.gradients.ghost`); "auto" decides for each parameter, while tracing, by an estimate
-        of the cost. `dpx.explain` tells.
-        Inside a `jax.shard_map` only "vmap" works with check_vma=True, and all do with False.
-    A batch may be sharded over mesh axes of type Auto; for those of type Explicit, wrap the function in
-    `jax.sharding.auto_axes(fn, out_sharding=jax.sharding.PartitionSpec())`. ValueError else.
+    params: a pytree of real arrays. batch: a `dpx.Batch` with the B examples on axis 0, which may be sharded. state:
+    from `mechanism.init(params)`. The updates are those of `mechanism.update` on stacked per-example gradients, up to
+    float32 rounding. Inside a `jax.shard_map` with check_vma=True, only "vmap" works.
+
+    Raises ValueError for a mechanism that is none, another `clipping`, or a `microbatch_size` below 1. `fn` raises it
+    for a batch that is none or does not fit the sampling, for complex parameters, and for a batch sharded over mesh
+    axes of type Explicit: wrap it in `jax.sharding.auto_axes(fn, out_sharding=jax.sharding.PartitionSpec())`.
+    Ghost norms: https://arxiv.org/abs/1510.01799, https://arxiv.org/abs/2110.05679, https://arxiv.org/abs/2210.00038.
     """
     _check(mechanism, clipping)
     microbatch_size = None if microbatch_size is None else require_whole("microbatch_size", microbatch_size)
@@ -63,19 +68,15 @@ def private_grad(
         _require_auto(examples)
         require_real(params)
         included = inclusion(size, included, mechanism.sampling)
-        example = _one_of(examples)
+        example = _example_shapes(examples)
         plan = _plan(loss, mechanism, params, example, state, clipping)
-        made = forward_cost(loss, params, example)
-        at_once = microbatch_size or examples_at_once(made, plan, params, size)
+        cost = forward_cost(loss, params, example)
+        at_once = microbatch_size or choose_microbatch_size(cost, plan, params, size)
 
         def microbatch(ordered, rows):
-            (some, rows_included), ordered_params = rows, ordered(params)
-            if isinstance(plan, ghost.Plan) and plan.follows:
-                return ghost.sum_contributions(plan, mechanism, ordered_params, some, state, rows_included)
-            losses, grads = jax.vmap(jax.value_and_grad(loss), in_axes=(None, 0))(ordered_params, some)
-            return sum_contributions(mechanism, grads, state, rows_included), losses
+            return _sum_microbatch(plan, loss, mechanism, ordered(params), state, *rows)
 
-        unroll = made.convolves and jax.default_backend() == "cpu"
+        unroll = cost.convolves and jax.default_backend() == "cpu"
         sums, losses = sum_over_microbatches(microbatch, (examples, included), max(1, at_once), unroll=unroll)
         updates, state = mechanism.release_once(sums, _delay_noise_until(sums, state), params, included, drawn)
         return PrivateGradient(updates, state, losses)
@@ -91,11 +92,23 @@ def explain(
     *,
     clipping: Clipping = "auto",
 ) -> ghost.Explanation:
-    """Which way `private_grad` takes for each parameter, and why; print it. Shapes suffice for `params` and `batch`."""
+    """How `private_grad` computes the norms of each parameter, and why; print it.
+
+    Takes the arguments of `private_grad` and of the function that it builds. `params` and `batch` may hold
+    `jax.ShapeDtypeStruct`s in place of arrays. Raises ValueError for the arguments that `private_grad` refuses.
+    """
     _check(mechanism, clipping)
     state = jax.eval_shape(mechanism.init, params)
-    example = _one_of(require_batch(batch).examples)
+    example = _example_shapes(require_batch(batch).examples)
     return ghost.explain(_plan(loss, mechanism, params, example, state, clipping), params)
+
+
+def _sum_microbatch(plan, loss, mechanism, params, state, examples, included):
+    """The sums of the contributions, one for each factor, and the losses (B,) of one microbatch."""
+    if isinstance(plan, ghost.Plan) and plan.followed:
+        return ghost.sum_contributions(plan, mechanism, params, examples, state, included)
+    losses, grads = jax.vmap(jax.value_and_grad(loss), in_axes=(None, 0))(params, examples)
+    return sum_contributions(mechanism, grads, state, included), losses
 
 
 def _check(mechanism, clipping):
@@ -114,19 +127,20 @@ def _require_auto(examples):
             )
 
 
-def _one_of(examples: Tree) -> Tree:
-    """The shapes of one example."""
+def _example_shapes(examples: Tree) -> Tree:
+    """The shapes and dtypes of one example."""
     batch_size(examples)
-    rows = jax.eval_shape(lambda examples: examples, examples)
-    return jax.tree.map(lambda row: jax.ShapeDtypeStruct(row.shape[1:], row.dtype, weak_type=row.weak_type), rows)
+    shapes = jax.eval_shape(lambda examples: examples, examples)
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, weak_type=leaf.weak_type), shapes)
 
 
 def _plan(loss, mechanism, params, example, state, clipping) -> ghost.Plan | str:
+    """The plan for ghost norms, or why every parameter keeps its per-example gradients."""
     if clipping == "vmap":
-        return "asked for"
+        return 'clipping="vmap" was asked for'
     return ghost.make_plan(loss, mechanism, params, example, state, force=clipping == "ghost")
 
 
 def _delay_noise_until(sums, state):
-    """`state` with its step counts, and so the noise, held back until no gradient is in memory any more."""
+    """`state`, unchanged, but its step counts, and so the noise, are computed when the gradients are freed."""
     return map_states(lambda node: compute_after(sums, node), state, ReleaseState)

@@ -1,5 +1,14 @@
-"""Adaptive clipping: a clip norm that follows a quantile of the norms, itself released privately."""
+"""Adaptive clipping: a clip norm that follows a quantile of the norms, itself released privately.
 
+Beside its clipped gradient, every example gives an indicator of 1/2 or -1/2: whether its norm is at most the clip norm.
+Both share one inner Gaussian mechanism of clip norm 1. With z the noise multiplier and s the noise on the sum of the
+indicators, the indicator takes z / (2 s) of that norm, and the gradient sqrt(1 - (z / (2 s))^2).
+
+In units of its own noise, an example moves the gradient's sum by at most 1/z_g and the indicators' sum by 1/(2 s); both
+together, (1/z_g^2 + 1/(2 s)^2)^(1/2) = 1/z, for the multiplier z_g = (z^-2 - (2 s)^-2)^(-1/2) of the gradient.
+"""
+
+import functools
 from typing import NamedTuple
 
 import jax
@@ -8,14 +17,21 @@ import numpy as np
 import optax
 
 from dpx._numbers import ScalarOrSchedule, at, over, require_number
+from dpx._stages import SUM, describe
 from dpx.accounting.budget import calibrated
 from dpx.mechanism import Mechanism, Tree
 from dpx.mechanisms.gaussian import SMALLEST_CLIP_NORM, gaussian_mechanism
 from dpx.sampling import Sampling
 
+SMALLEST, LARGEST = SMALLEST_CLIP_NORM, 1 / SMALLEST_CLIP_NORM  # of a clip norm that moves, in the gradient's units
+
 
 class AdaptiveClippingState(NamedTuple):
-    """clip_norm: float32, of the next step; a function of released values."""
+    """The clip norm, which is a function of released values, beside the state of the inner mechanism.
+
+    inner: ReleaseState of the inner Gaussian mechanism.
+    clip_norm: float32 (), the clip norm of the next step.
+    """
 
     inner: Tree
     clip_norm: jax.Array
@@ -26,43 +42,35 @@ def adaptive_clipping(
     *,
     initial_clip_norm: float,
     quantile: float = 0.5,
-    learning_rate: float = 0.2,
+    clip_learning_rate: float = 0.2,
     indicator_noise: float,
     noise_multiplier: ScalarOrSchedule,
     sampling: Sampling,
     key: jax.Array,
 ) -> Mechanism:
-    """DP-SGD whose clip norm C goes after the `quantile` of the norms (Andrew et al. 2021, arXiv:1905.03871).
+    """DP-SGD whose clip norm C moves toward the `quantile` of the norms (Andrew et al. 2021, arXiv:1905.03871).
 
-    C <- C exp(-learning_rate (b - quantile)),  b = 1/2 + (sum_i (1[|g_i| <= C] - 1/2) + N(0, indicator_noise^2)) / B
+    C <- C exp(-clip_learning_rate (b - quantile)),  b = 1/2 + (sum_i (1[|g_i| <= C] - 1/2) + N(0, s^2)) / B
 
-    Guarantee: a step costs what one Gaussian release of `noise_multiplier` z costs. The gradient has the multiplier
-    z_g = (z^-2 - (2 s)^-2)^(-1/2), where s is `indicator_noise`. In units of its own noise, an example moves the
-    gradient's sum by at most 1/z_g and the indicator's by 1/(2 s); both together, (1/z_g^2 + 1/(2 s)^2)^(1/2) = 1/z.
+    Guarantee: a step costs as much as one Gaussian release of `noise_multiplier` z. The gradient has the multiplier
+    z_g = (z^-2 - (2 s)^-2)^(-1/2), where s is `indicator_noise`.
 
-    quantile: in (0, 1).
-    indicator_noise: s, on the sum of the indicators; the paper's is B / 20.
-    noise_multiplier: z, or the `dpx.Budget` that it is calibrated to. Above 0 and below 2 s at every step, or
-        ValueError, because the indicator alone would cost more.
+    initial_clip_norm: C at step 0, in [2^-40, 2^40], the range that C never leaves.
+    quantile: in (0, 1), the share of the examples whose norms C is to exceed.
+    clip_learning_rate: at least 0, how fast C follows the quantile.
+    indicator_noise: s > 0, the standard deviation of the noise on the sum of the indicators; the paper's is B / 20.
+    noise_multiplier: z, or the `dpx.Budget` that it is calibrated to. Above 0 and below 2 s at every step, because the
+        indicator alone would cost more. The rest is as in `gaussian_mechanism`.
+    Raises ValueError for a number outside its domain; for a schedule at step 0, or when a later step is billed.
     """
-    initial_clip_norm = require_number(
-        "initial_clip_norm", initial_clip_norm, minimum=SMALLEST_CLIP_NORM, maximum=1 / SMALLEST_CLIP_NORM
-    )
-    require_number("learning_rate", learning_rate, minimum=0)
-    require_number("indicator_noise", indicator_noise, minimum=0, exclusive=True)
-    if not 0 < quantile < 1:
-        raise ValueError(f"quantile must be in (0, 1), got {quantile}")
-    if not callable(noise_multiplier):
-        _require_room(np.asarray([require_number("noise_multiplier", noise_multiplier, minimum=0)]), indicator_noise)
+    initial_clip_norm = require_number("initial_clip_norm", initial_clip_norm, minimum=SMALLEST, maximum=LARGEST)
+    _require_numbers(quantile, clip_learning_rate, indicator_noise)
     inner = gaussian_mechanism(clip_norm=1.0, noise_multiplier=noise_multiplier, sampling=sampling, key=key)
-
-    def shares(state):
-        """How much of the inner clip norm of 1 the gradient and the indicator take."""
-        indicator = at(noise_multiplier, state.inner.step) / (2 * indicator_noise)
-        return jnp.sqrt(1 - indicator**2), indicator
+    _require_cheap_indicator(over(inner.noise_multiplier, 1), indicator_noise)
+    shares = functools.partial(_shares, inner.noise_multiplier, indicator_noise)
 
     def weigh(norms, state):
-        gradient, indicator = shares(state)
+        gradient, indicator = shares(state.inner.step)
         norm, clip_norm = norms["gradient"], state.clip_norm
         below = jnp.where(norm <= clip_norm, indicator, -indicator)
         return ({"gradient": gradient / jnp.maximum(norm, clip_norm), "indicator": below},)
@@ -70,40 +78,63 @@ def adaptive_clipping(
     def release(sums, state, params):
         like = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.float32), sums[0])
         released, inner_state = inner.release(sums, state.inner, like)
-        gradient, indicator = shares(state)
+        gradient, indicator = shares(state.inner.step)
         updates = jax.tree.map(lambda r: r * (state.clip_norm / gradient), released["gradient"])
         below = 0.5 + released["indicator"] / (2 * indicator)
-        clip_norm = state.clip_norm * jnp.exp(-learning_rate * (below - quantile))
-        clip_norm = jnp.clip(clip_norm, SMALLEST_CLIP_NORM, 1 / SMALLEST_CLIP_NORM)
+        clip_norm = jnp.clip(state.clip_norm * jnp.exp(-clip_learning_rate * (below - quantile)), SMALLEST, LARGEST)
         return optax.tree.cast_like(updates, params), AdaptiveClippingState(inner_state, clip_norm)
 
     def event(steps):
-        _require_room(over(noise_multiplier, steps), indicator_noise)
+        _require_cheap_indicator(over(inner.noise_multiplier, steps), indicator_noise)
         return inner.event(steps)
 
-    return Mechanism(
+    return inner.replace(
         init=lambda params: AdaptiveClippingState(inner.init(params), jnp.float32(initial_clip_norm)),
         encode=lambda grad, state: {"gradient": grad, "indicator": jnp.ones(())},
         norm=lambda encoded: {"gradient": optax.tree.norm(encoded["gradient"]), "indicator": encoded["indicator"]},
         weigh=weigh,
         release=release,
         event=event,
-        sampling=sampling,
-        noise_multiplier=noise_multiplier,
-        key=key,
         supports_ghost_norms=False,
-        stages=(
-            f"clip to a norm that follows the {quantile:g} quantile, {initial_clip_norm:.6g} at step 0",
-            f"beside it, count who is below, with noise of {indicator_noise:.6g}",
-            *inner.stages[1:],
-        ),
+        stages=_stages(initial_clip_norm, quantile, inner, indicator_noise),
     )
 
 
-def _require_room(multipliers: np.ndarray, indicator_noise: float):
-    wrong = np.flatnonzero(~((multipliers > 0) & (multipliers < 2 * indicator_noise * (1 - 2**-20))))  # in float32
+def _shares(noise_multiplier: ScalarOrSchedule, indicator_noise: float, step: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The shares of the inner clip norm of 1 that the gradient and the indicator take, float32 () each."""
+    indicator = at(noise_multiplier, step) / (2 * indicator_noise)
+    return jnp.sqrt(1 - indicator**2), indicator
+
+
+def _require_numbers(quantile: float, clip_learning_rate: float, indicator_noise: float):
+    require_number("clip_learning_rate", clip_learning_rate, minimum=0)
+    require_number("indicator_noise", indicator_noise, minimum=0, exclusive=True)
+    if not 0 < quantile < 1:
+        raise ValueError(f"quantile must be in (0, 1), got {quantile}")
+
+
+def _require_cheap_indicator(multipliers: np.ndarray, indicator_noise: float):
+    """ValueError unless every noise multiplier leaves the gradient a share of the norm that float32 can tell from 0."""
+    wrong = np.flatnonzero(~((multipliers > 0) & (multipliers < 2 * indicator_noise * (1 - 2**-20))))
     for step in wrong[:1]:
         raise ValueError(
             f"noise_multiplier must be above 0 and below 2 indicator_noise = {2 * indicator_noise:g}, "
             f"got {multipliers[step]:g} at step {step}"
         )
+
+
+def _stages(clip_norm: float, quantile: float, inner: Mechanism, indicator_noise: float) -> tuple[str, ...]:
+    def gradient_multiplier(step):
+        return at(inner.noise_multiplier, step) / _shares(inner.noise_multiplier, indicator_noise, step)[0]
+
+    scheduled = callable(inner.noise_multiplier)
+    multiplier = describe(gradient_multiplier if scheduled else float(over(gradient_multiplier, 1)[0]))
+    return (
+        f"clip to a norm that follows the {quantile:g} quantile of the norms, {clip_norm:.6g} at step 0",
+        SUM,
+        f"add noise of standard deviation {multiplier} x clip norm",
+        "release the noisy count of examples below the clip norm, "
+        f"with noise of standard deviation {indicator_noise:.6g}",
+        f"divide by the expected batch size {inner.sampling.divisor}",
+        "move the clip norm by the noisy count",
+    )

@@ -1,4 +1,14 @@
-"""Clip, then project: the clipped sum is projected once a step, instead of every example."""
+"""Clip, then project: the clipped sum is projected once a step, instead of every example.
+
+A projection can lengthen a clipped gradient, by at most its largest stretch: sqrt(d/p), or for "countsketch" the square
+root of its fullest bucket, ceil(d/p). The projected sum is divided by that number and the lifted one multiplied by it,
+so one example still moves the sum by at most the clip norm. The bill is then the mechanism's, and the noise on the
+lifted gradient grows by the stretch.
+
+A "gaussian" projection has no largest stretch. Drawn afresh at every step it is independent of what it projects, so its
+random stretch is billed by its distribution (`dpx.accounting.projected`) and the noise does not grow. Drawn once and
+reused it is refused, because sqrt(d/p) + 1 would hold only with a probability that is in no bill.
+"""
 
 from typing import NamedTuple
 
@@ -7,13 +17,16 @@ import jax.numpy as jnp
 import optax
 
 from dpx import keys
-from dpx.accounting.events import flatten
+from dpx._stages import around_sum
 from dpx.accounting.projected import projected
+from dpx.accounting.releases import count_releases
 from dpx.coordinates.projections.projection import ProjectionKind, ProjectionState, projection
 from dpx.mechanism import Mechanism, Tree
 
 
 class ClipThenProjectState(NamedTuple):
+    """inner: state of the mechanism on projected sums. projection: state of the projection of the sum."""
+
     inner: Tree
     projection: ProjectionState
 
@@ -27,34 +40,27 @@ def clip_then_project(
     every: int | None = 1,
     key: jax.Array,
 ) -> Mechanism:
-    """`mechanism` with its clipped sum projected before the noise, and lifted after it; see `random_projection`.
+    """`mechanism` with its clipped sum projected before the noise and lifted after it.
 
-    Cheap: one projection a step, and norms, also ghost norms, are those of whole gradients. It goes innermost, around
-    `gaussian_mechanism` or `normalized`.
+    Only one vector is projected in a step, and norms, also ghost norms, are those of whole gradients.
 
-    Guarantee: a projection can lengthen a clipped gradient by its largest stretch, sqrt(d/p), for "countsketch" the
-    square root of its fullest bucket, ceil(d/p). The projected sum is divided by that, and the lifted one multiplied,
-    so one example still moves it by at most the clip norm: the bill is the mechanism's, the noise grows by the stretch.
-    A "gaussian" projection has no largest stretch. Fresh at every step, and so independent of what it projects, its
-    random stretch is billed by its distribution (`dpx.accounting.projected`), the noise does not grow; this needs a
-    `rank` known before the parameters, and Poisson, shuffled or full batches. Drawn once and reused it is refused:
-    sqrt(d/p) + 1 would hold only with a probability that is in no bill.
+    Guarantee: the bill is the mechanism's, because the projected sum is divided by the projection's largest stretch;
+    for a fresh "gaussian", which has none, every release is billed by the distribution of its stretch.
+
+    mechanism: goes innermost, around `gaussian_mechanism` or `normalized`.
+    rank, reduction_rate, kind, every: of `random_projection`. "gaussian" needs every=1, and a `rank`, which is known
+        before the parameters are; and Poisson, shuffled or full batches.
     key: its "projection of the sum" stream is used.
+
+    Raises ValueError for a mechanism that does not release one clipped sum of whole gradients, or a "gaussian" that
+    cannot be billed, and where `random_projection` does.
     """
     coordinates = projection(rank, reduction_rate, kind, every, keys.stream(key, "projection of the sum"), bounded=True)
     ranks = jax.tree.leaves(rank)
-    if flatten(mechanism.event(1)).wholes:
+    if count_releases(mechanism.event(1)).whole_runs:
         raise ValueError(f"clip_then_project takes a mechanism that releases one clipped sum, got {mechanism}")
-    if kind == "gaussian" and every != 1:
-        raise ValueError(
-            "clip-then-project needs a fresh Gaussian projection at every step (every=1), whose stretch is independent "
-            f"of the gradients; got every={every!r}. Project, then clip: in_coordinates"
-        )
-    if kind == "gaussian" and rank is None:
-        raise ValueError(
-            "clip-then-project by a Gaussian is billed by its rank, before parameters are known; say rank, "
-            f"got reduction_rate={reduction_rate!r}"
-        )
+    if kind == "gaussian":
+        _require_fresh_and_ranked(rank, reduction_rate, every)
 
     def event(steps):
         return projected(mechanism.event(steps), rank=min(ranks), blocks=len(ranks))
@@ -75,18 +81,27 @@ def clip_then_project(
         updates, next_projection = coordinates.decode(released, state.projection, total)
         return optax.tree.cast_like(updates, params), ClipThenProjectState(inner, next_projection)
 
+    stages = around_sum(mechanism.stages, before_noise=(f"project the sum: {coordinates.name}",))
     costs = {"event": event} if kind == "gaussian" else {}
-    noise = next((i for i, stage in enumerate(mechanism.stages) if "noise" in stage), len(mechanism.stages))
     return mechanism.replace(
         init=init,
         encode=lambda grad, state: mechanism.encode(grad, state.inner),
         weigh=lambda norms, state: mechanism.weigh(norms, state.inner),
         release=release,
-        stages=(
-            *mechanism.stages[:noise],
-            f"{coordinates.name} of the sum",
-            *mechanism.stages[noise:],
-            f"undo {coordinates.name}",
-        ),
+        stages=(*stages, coordinates.undo),
         **costs,
     )
+
+
+def _require_fresh_and_ranked(rank: int | Tree | None, reduction_rate: float | Tree | None, every: int | None):
+    """ValueError unless a Gaussian projection is drawn at every step, with a rank."""
+    if every != 1:
+        raise ValueError(
+            "clip-then-project needs a fresh Gaussian projection at every step (every=1), whose stretch is independent "
+            f"of the gradients; got every={every!r}. Project, then clip: in_coordinates"
+        )
+    if rank is None:
+        raise ValueError(
+            "clip-then-project by a Gaussian is billed by its rank, before parameters are known; say rank, "
+            f"got reduction_rate={reduction_rate!r}"
+        )

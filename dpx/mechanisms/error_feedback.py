@@ -1,6 +1,12 @@
-"""Error feedback: what clipping takes away is remembered and fed back, bounded, into later releases."""
+"""Error feedback: what clipping takes away is remembered and fed back, bounded, into later releases.
 
+Normalizing instead of clipping is DiceSGD's automatic form: C1 g / (|g| + stability) and C2 e / (|e| + C2). The paper's
+e / |e| jumps near 0 and has only the trivial bill; this one is non-expansive, as clipping is.
+"""
+
+import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -12,6 +18,7 @@ from dp_accounting import DpEvent, NoOpDpEvent
 from dpx import keys
 from dpx._numbers import require_number, require_whole
 from dpx._ordering import compute_after
+from dpx._stages import SUM, describe_period
 from dpx.accounting.budget import calibrated
 from dpx.accounting.error_feedback.event import SAMPLINGS, ErrorFeedbackDpEvent
 from dpx.mechanism import Mechanism, Tree
@@ -19,14 +26,48 @@ from dpx.mechanisms.gaussian import LARGEST_CLIP_NORM, SMALLEST_CLIP_NORM
 from dpx.release_state import ReleaseState
 from dpx.sampling import Sampling
 
-_TINY = 1e-30
+SMALLEST_DIVISOR = 1e-30  # in the units of the gradient; a norm of 0 is divided by this, in float32's normal range
 
 
 class ErrorFeedbackState(NamedTuple):
-    """unreleased_error: e, like the encoded gradients, float32. A function of raw data: never share it."""
+    """The error, which depends on raw data, beside the count of releases.
+
+    release: ReleaseState, public.
+    unreleased_error: e, float32, like the encoded gradients. It is a function of raw data: never share it.
+    """
 
     release: ReleaseState
     unreleased_error: Tree
+
+
+class NormBounds(NamedTuple):
+    """How norms are bounded on the way into a release: by clipping or by normalizing.
+
+    released: (norm) -> the norm that an example's gradient has in the release, float32 (), at most C1
+    fed_back: (norm) -> the norm that the error has in the release, float32 (), at most C2
+    error_shift: the most that one example moves the sum of what is kept from the release
+    words: of both, for the printed pipeline
+    """
+
+    released: Callable[[jax.Array], jax.Array]
+    fed_back: Callable[[jax.Array], jax.Array]
+    error_shift: float
+    words: tuple[str, str]
+
+
+class Configuration(NamedTuple):
+    """The numbers of a run, as the float32 values that are both used and billed.
+
+    clip_norm: C1. feedback_norm: C2. outer_clip_norm: Cmax, which may be inf. The rest is as in the mechanism.
+    """
+
+    clip_norm: float
+    feedback_norm: float
+    outer_clip_norm: float
+    noise_multiplier: float
+    sampling: Sampling
+    reset_every: int | None
+    bounds: NormBounds
 
 
 @calibrated
@@ -41,103 +82,138 @@ def error_feedback_mechanism(
     reset_every: int | None = None,
     stability: float | None = None,
 ) -> Mechanism:
-    """private gradient = v + N(0, (nu C1 / B)^2 I),  v = (1/B) sum_i clip(g_i, C1) + clip(e, C2)
+    """Clipped gradients plus the error that earlier clipping left, with Gaussian noise (see the module for more).
+
+    private gradient = v + N(0, (nu C1 / B)^2 I),  v = (1/B) sum_i clip(g_i, C1) + clip(e, C2)
     next e = e + (1/B) sum_i clip(g_i, Cmax) - v,  with the v before noise; e starts at 0 and is never released.
 
     Guarantee: the whole run is one event (`dpx.accounting.error_feedback`): given the released values, a participation
     of one example moves v by at most C1 / B and e by (Cmax - C1) / B, and a moved e moves later v. The float32 rounding
     of e, 2^-24 of its norm a step while that exceeds C2 and none otherwise, is not billed.
 
-    clip_norm: C1, on an example's gradient. outer_clip_norm: Cmax, in [C1, 1e15]; inf is DiceSGD as published, whose
-        only bill is the trivial one: 2 C2 at every step, never amplified.
+    clip_norm: C1, in [2^-40, 1e15], on an example's gradient. outer_clip_norm: Cmax, in [C1, 1e15]; inf is DiceSGD as
+        published, whose only bill is the trivial one: 2 C2 at every step, never amplified.
     feedback_norm: C2, on the scale of the MEAN gradient: C2 >= C1 removes the clipping bias, and C1 / B is the most
         that one example moves the mean.
-    noise_multiplier: nu, the standard deviation of the noise on the sum, divided by C1, as in DP-SGD; a number, or the
+    noise_multiplier: nu >= 0, the standard deviation of the noise on the sum, divided by C1; a number, or the
         `dpx.Budget` that it is calibrated to. 0 bills infinity.
-    reset_every: forget e after so many steps, which is billed less; None never does.
-    stability: normalize instead of clipping, DiceSGD's automatic form: C1 g / (|g| + stability) and C2 e / (|e| + C2).
-        (The paper's e / |e| leaps near 0 and has only the trivial bill; this one is non-expansive, as clipping is.)
+    reset_every: forget e every so many steps, which lowers the bill; None never forgets it.
+    stability: at least 1e-6, in the units of the gradient: normalize instead of clipping; None clips.
+    sampling: one of the records of `dpx.sampling`. key: as in `gaussian_mechanism`.
+
+    Raises ValueError for a number outside its domain, or anything else as sampling.
+    Source: DiceSGD, Zhang et al. 2023, https://arxiv.org/abs/2311.14632.
     """
-    clip_norm = _rounded("clip_norm", clip_norm, SMALLEST_CLIP_NORM)
-    feedback_norm = _rounded("feedback_norm", feedback_norm, SMALLEST_CLIP_NORM)
-    noise_multiplier = _rounded("noise_multiplier", noise_multiplier, 0)
-    bounded = not (isinstance(outer_clip_norm, float) and outer_clip_norm == math.inf)
-    outer = _rounded("outer_clip_norm", outer_clip_norm, clip_norm) if bounded else LARGEST_CLIP_NORM
-    reset_every = None if reset_every is None else require_whole("reset_every", reset_every)
     if not isinstance(sampling, SAMPLINGS):
         raise ValueError(f"sampling must be one of {[s.__name__ for s in SAMPLINGS]}, got {sampling!r}")
     noise_key = keys.stream(key, "noise")
-    error_shift = outer - clip_norm  # the most that one example moves the sum that is withheld
-    if stability is not None:
-        stability = _rounded("stability", stability, 1e-6)
-        bend = (clip_norm**0.5 - min(stability, clip_norm) ** 0.5) ** 2
-        error_shift = max(outer - clip_norm * outer / (outer + stability), bend)
-
-    def released_norm(norm):
-        """Of an example's gradient, what remains of its norm in the release."""
-        return jnp.minimum(norm, clip_norm) if stability is None else clip_norm * norm / (norm + stability)
-
-    def fed_back_norm(norm):
-        if stability is None:
-            return jnp.minimum(norm, feedback_norm)
-        return feedback_norm * (norm / (norm + feedback_norm))
-
-    def weigh(norm, state):
-        del state
-        norm = jnp.maximum(norm, _TINY)
-        released = released_norm(norm)
-        return released / norm, (jnp.minimum(norm, outer) - released) / norm
-
-    def release(sums, state, params):
-        step, error = state.release.step, state.unreleased_error
-        norm = jnp.maximum(optax.tree.norm(error), _TINY)
-        remembered = jnp.minimum(norm, LARGEST_CLIP_NORM)
-        fed_back = fed_back_norm(remembered)
-        scale = 1 / norm if reset_every is None else jnp.where(step % reset_every == 0, 0, 1 / norm)
-        noise = keys.normal_like(jax.random.fold_in(noise_key, step), sums[0])
-
-        def one(kept, error, noise):
-            return (kept + noise_multiplier * clip_norm * noise) / sampling.divisor + (scale * fed_back) * error
-
-        def remainder(withheld, error):
-            return withheld / sampling.divisor + (scale * (remembered - fed_back)) * error
-
-        updates = jax.tree.map(one, sums[0], error, noise)
-        error = jax.tree.map(remainder, sums[1], compute_after(updates, error))  # in the place of the old one
-        return optax.tree.cast_like(updates, params), ErrorFeedbackState(state.release.after(noise_multiplier), error)
-
-    def event(steps) -> DpEvent:
-        if steps == 0:
-            return NoOpDpEvent()
-        return ErrorFeedbackDpEvent(
-            noise_multiplier=noise_multiplier,
-            error_shift=error_shift / clip_norm if bounded else math.inf,
-            feedback_shift=2 * feedback_norm * float(sampling.divisor) / clip_norm,
-            steps=int(steps),
-            reset_every=reset_every,
-            sampling=sampling,
-        )
-
-    how = "clip" if stability is None else f"normalize (stability {stability:g})"
+    numbers = _require_numbers(clip_norm, feedback_norm, outer_clip_norm, noise_multiplier)
+    reset_every = None if reset_every is None else require_whole("reset_every", reset_every)
+    config = Configuration(*numbers, sampling, reset_every, _norm_bounds(*numbers[:3], stability))
     return Mechanism(
         init=lambda params: ErrorFeedbackState(ReleaseState.empty(), optax.tree.zeros_like(params, dtype=jnp.float32)),
         encode=lambda grad, state: grad,
         norm=optax.tree.norm,
-        weigh=weigh,
-        release=release,
-        event=event,
+        weigh=lambda norm, state: _factors(config, norm),
+        release=functools.partial(_release, config, noise_key),
+        event=functools.partial(_event, config),
         sampling=sampling,
-        noise_multiplier=noise_multiplier,
+        noise_multiplier=config.noise_multiplier,
         key=key,
         supports_ghost_norms=True,
-        stages=(
-            f"{how} to norm {clip_norm:.6g}; keep what that takes away, up to norm {outer_clip_norm:.6g}, as the error",
-            f"sum, divide by the expected batch size {sampling.divisor}",
-            f"feed back the error, {how} to norm {feedback_norm:.6g}"
-            + ("" if reset_every is None else f"; forget it every {reset_every} steps"),
-            f"add noise of {noise_multiplier:.6g} x clip norm / batch size",
+        stages=_stages(config),
+    )
+
+
+def _factors(config: Configuration, norm: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The factors of an example of this norm, in the release and in what is kept from it; float32 () each."""
+    norm = jnp.maximum(norm, SMALLEST_DIVISOR)
+    released = config.bounds.released(norm)
+    outer = min(config.outer_clip_norm, LARGEST_CLIP_NORM)
+    return released / norm, (jnp.minimum(norm, outer) - released) / norm
+
+
+def _release(
+    config: Configuration, noise_key: jax.Array, sums: tuple[Tree, ...], state: ErrorFeedbackState, params: Tree
+):
+    step, error, divisor = state.release.step, state.unreleased_error, config.sampling.divisor
+    norm = jnp.maximum(optax.tree.norm(error), SMALLEST_DIVISOR)
+    remembered = jnp.minimum(norm, LARGEST_CLIP_NORM)
+    fed_back = config.bounds.fed_back(remembered)
+    scale = 1 / norm if config.reset_every is None else jnp.where(step % config.reset_every == 0, 0, 1 / norm)
+    noise = keys.normal_like(jax.random.fold_in(noise_key, step), sums[0])
+
+    def private(released, error, noise):
+        return (released + config.noise_multiplier * config.clip_norm * noise) / divisor + (scale * fed_back) * error
+
+    def remainder(withheld, error):
+        return withheld / divisor + (scale * (remembered - fed_back)) * error
+
+    updates = jax.tree.map(private, sums[0], error, noise)
+    error = jax.tree.map(remainder, sums[1], compute_after(updates, error))  # in the memory of the old error
+    return optax.tree.cast_like(updates, params), ErrorFeedbackState(
+        state.release.after(config.noise_multiplier), error
+    )
+
+
+def _event(config: Configuration, steps: int) -> DpEvent:
+    if steps == 0:
+        return NoOpDpEvent()
+    return ErrorFeedbackDpEvent(
+        noise_multiplier=config.noise_multiplier,
+        error_shift=config.bounds.error_shift / config.clip_norm if math.isfinite(config.outer_clip_norm) else math.inf,
+        feedback_shift=2 * config.feedback_norm * float(config.sampling.divisor) / config.clip_norm,
+        steps=int(steps),
+        reset_every=config.reset_every,
+        sampling=config.sampling,
+    )
+
+
+def _stages(config: Configuration) -> tuple[str, ...]:
+    bound, feed_back = config.bounds.words
+    reset = "" if config.reset_every is None else f"; forget it {describe_period(config.reset_every)}"
+    return (
+        f"{bound}; keep the rest of every gradient, up to norm {config.outer_clip_norm:.6g}, as the error",
+        SUM,
+        f"add noise of standard deviation {config.noise_multiplier:.6g} x clip norm",
+        f"divide by the expected batch size {config.sampling.divisor}",
+        f"add the error of the steps before, {feed_back}{reset}",
+    )
+
+
+def _norm_bounds(clip_norm: float, feedback_norm: float, outer_clip_norm: float, stability: float | None) -> NormBounds:
+    outer = min(outer_clip_norm, LARGEST_CLIP_NORM)
+    if stability is None:
+        return NormBounds(
+            released=lambda norm: jnp.minimum(norm, clip_norm),
+            fed_back=lambda norm: jnp.minimum(norm, feedback_norm),
+            error_shift=outer - clip_norm,
+            words=(f"clip to norm {clip_norm:.6g}", f"clipped to norm {feedback_norm:.6g}"),
+        )
+    stability = _rounded("stability", stability, 1e-6)
+    # An example of norm n moves what is kept by |min(n, Cmax) - C1 n / (n + stability)|. That is largest either at
+    # n = Cmax, or at n = sqrt(C1 stability) - stability, where a small gradient is lengthened most.
+    lengthening = (clip_norm**0.5 - min(stability, clip_norm) ** 0.5) ** 2
+    return NormBounds(
+        released=lambda norm: clip_norm * norm / (norm + stability),
+        fed_back=lambda norm: feedback_norm * (norm / (norm + feedback_norm)),
+        error_shift=max(outer - clip_norm * outer / (outer + stability), lengthening),
+        words=(
+            f"normalize to {clip_norm:.6g} g / (|g| + {stability:.6g})",
+            f"normalized to {feedback_norm:.6g} e / (|e| + {feedback_norm:.6g})",
         ),
     )
+
+
+def _require_numbers(
+    clip_norm: float, feedback_norm: float, outer_clip_norm: float, noise_multiplier: float
+) -> tuple[float, float, float, float]:
+    """The four numbers as they run; ValueError outside their domains."""
+    clip_norm = _rounded("clip_norm", clip_norm, SMALLEST_CLIP_NORM)
+    if not (isinstance(outer_clip_norm, float) and outer_clip_norm == math.inf):
+        outer_clip_norm = _rounded("outer_clip_norm", outer_clip_norm, clip_norm)
+    feedback_norm = _rounded("feedback_norm", feedback_norm, SMALLEST_CLIP_NORM)
+    return clip_norm, feedback_norm, outer_clip_norm, _rounded("noise_multiplier", noise_multiplier, 0)
 
 
 def _rounded(name: str, value: float, minimum: float) -> float:

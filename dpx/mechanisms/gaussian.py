@@ -1,4 +1,4 @@
-"""The Gaussian mechanism on clipped per-example gradients: the ground every method stands on."""
+"""The Gaussian mechanism on clipped per-example gradients: on which every method is built."""
 
 import math
 
@@ -9,12 +9,14 @@ import optax
 
 from dpx import keys
 from dpx._numbers import ScalarOrSchedule, at, between, over, require_scalar_or_schedule
+from dpx._stages import SUM, describe, describe_groups
 from dpx.accounting.budget import calibrated
 from dpx.mechanism import Mechanism, Tree
 from dpx.release_state import ReleaseState
 from dpx.sampling import Sampling
 
-SMALLEST_CLIP_NORM, LARGEST_CLIP_NORM = 2.0**-40, 1e15  # the squares of others, or sums of them, leave float32
+# In the units of the gradient. The squares of smaller or larger norms, or sums of such squares, leave float32's range.
+SMALLEST_CLIP_NORM, LARGEST_CLIP_NORM = 2.0**-40, 1e15
 
 
 @calibrated
@@ -25,47 +27,35 @@ def gaussian_mechanism(
     sampling: Sampling,
     key: jax.Array,
 ) -> Mechanism:
-    """private gradient = (sum_i min(1, C / |g_i|) g_i + N(0, (sigma C)^2 I)) / B.
+    """The sum of clipped gradients plus Gaussian noise, divided by the expected batch size B.
+
+    private gradient = (sum_i min(1, C / |g_i|) g_i + N(0, (sigma C)^2 I)) / B
 
     Guarantee: one example moves the sum by at most C, so `steps` releases cost `sampling.event` of their noise
     multipliers (Abadi et al. 2016, https://arxiv.org/abs/1607.00133).
 
-    clip_norm: C, a number in [2^-40, 1e15], or an optax schedule of the step. A pytree prefix of the gradients clips
-        each group (layer) to its own norm; the sensitivity of the whole is then C = sqrt(sum of their squares), and the
-        noise has that scale in every coordinate.
-    noise_multiplier: sigma, the standard deviation of the noise on the sum, divided by C; a number, a schedule of the
-        step, or the `dpx.Budget` that it is calibrated to. 0 bills infinity.
+    clip_norm: C, a number in [2^-40, 1e15] or an optax schedule of the step. A pytree prefix of the gradients clips
+        each group (layer) to its own norm; sensitivity and noise then have C = sqrt(sum of the groups' squares).
+    noise_multiplier: sigma >= 0, the standard deviation of the noise on the sum, divided by C; a number, a schedule of
+        the step, or the `dpx.Budget` that it is calibrated to. 0 bills infinity.
     sampling: draws the batches, states B and wraps the event.
     key: a secret jax PRNG key, of one run. Never reuse it: two runs with one key share their noise, and subtracting
         their results removes it. Its "noise" stream is used, with the step folded in.
 
-    Raises ValueError for a negative or non-finite number, a value that is traced (it could not be billed), or no key.
+    Raises ValueError for a number outside its domain, a traced value (it could not be billed), or no key.
     """
-    clip_norm = jax.tree.map(
-        lambda c: require_scalar_or_schedule("clip_norm", c, minimum=SMALLEST_CLIP_NORM, maximum=LARGEST_CLIP_NORM),
-        clip_norm,
-    )
-    if not jax.tree.leaves(clip_norm):
-        raise ValueError(f"clip_norm must hold at least one number or schedule, got {clip_norm!r}")
+    clip_norm = _require_clip_norms(clip_norm)
     noise_multiplier = require_scalar_or_schedule("noise_multiplier", noise_multiplier, minimum=0)
-    if not (hasattr(sampling, "event") and hasattr(sampling, "divisor")):
-        raise ValueError(f"sampling must be a dpx sampling record such as PoissonSampling, got {sampling!r}")
+    _require_sampling(sampling)
     noise_key = keys.stream(key, "noise")
 
-    def clip_norms(step):
-        return jax.tree.map(lambda c: at(c, step), clip_norm)
-
-    def norm(encoded):
-        return jax.tree.map(lambda _, group: optax.tree.norm(group), clip_norm, encoded)
-
     def weigh(norms, state):
-        return (jax.tree.map(lambda n, c: c / jnp.maximum(n, c), norms, clip_norms(state.step)),)
+        return (jax.tree.map(lambda n, c: c / jnp.maximum(n, c), norms, _norms_at(clip_norm, state.step)),)
 
     def release(sums, state, params):
-        (total,) = sums
-        step = state.step
+        (total,), step = sums, state.step
         multiplier = at(noise_multiplier, step)
-        deviation = multiplier * optax.tree.norm(clip_norms(step))
+        deviation = multiplier * optax.tree.norm(_norms_at(clip_norm, step))
         noise = keys.normal_like(jax.random.fold_in(noise_key, step), total)
         updates = jax.tree.map(lambda s, n: (s + deviation * n) / sampling.divisor, total, noise)
         return optax.tree.cast_like(updates, params), state.after(multiplier)
@@ -77,11 +67,10 @@ def gaussian_mechanism(
         _require_all("noise_multiplier", multipliers, 0, math.inf)
         return sampling.event(multipliers)
 
-    scale = _describe(noise_multiplier)
     return Mechanism(
         init=lambda params: ReleaseState.empty(),
         encode=lambda grad, state: grad,
-        norm=norm,
+        norm=lambda encoded: jax.tree.map(lambda _, group: optax.tree.norm(group), clip_norm, encoded),
         weigh=weigh,
         release=release,
         event=event,
@@ -89,12 +78,28 @@ def gaussian_mechanism(
         noise_multiplier=noise_multiplier,
         key=key,
         supports_ghost_norms=True,
-        stages=(
-            f"clip to norm {jax.tree.map(_describe, clip_norm)}",
-            f"sum, add noise of {scale} x clip norm",
-            f"divide by the expected batch size {sampling.divisor}",
-        ),
+        stages=_stages(clip_norm, noise_multiplier, sampling),
     )
+
+
+def _norms_at(clip_norm: Tree, step: jax.Array) -> Tree:
+    """The clip norm of every group at one step, float32 () each."""
+    return jax.tree.map(lambda c: at(c, step), clip_norm)
+
+
+def _require_clip_norms(clip_norm: Tree) -> Tree:
+    checked = jax.tree.map(
+        lambda c: require_scalar_or_schedule("clip_norm", c, minimum=SMALLEST_CLIP_NORM, maximum=LARGEST_CLIP_NORM),
+        clip_norm,
+    )
+    if not jax.tree.leaves(checked):
+        raise ValueError(f"clip_norm must hold at least one number or schedule, got {clip_norm!r}")
+    return checked
+
+
+def _require_sampling(sampling: Sampling):
+    if not (hasattr(sampling, "event") and hasattr(sampling, "divisor")):
+        raise ValueError(f"sampling must be a dpx sampling record such as PoissonSampling, got {sampling!r}")
 
 
 def _require_all(name: str, values: np.ndarray, minimum: float, maximum: float):
@@ -104,7 +109,13 @@ def _require_all(name: str, values: np.ndarray, minimum: float, maximum: float):
         raise ValueError(f"{name} must be finite and {bound} at every step, got {values[wrong[0]]} at step {wrong[0]}")
 
 
-def _describe(value: ScalarOrSchedule) -> str:
-    if callable(value):
-        return f"{over(value, 1)[0]:.4g} at step 0 (a schedule)"
-    return f"{value:.6g}"
+def _stages(clip_norm: Tree, noise_multiplier: ScalarOrSchedule, sampling: Sampling) -> tuple[str, ...]:
+    clip = f"clip to norm {describe_groups(clip_norm)}"
+    noise = f"add noise of standard deviation {describe(noise_multiplier)} x clip norm"
+    if not jax.tree_util.all_leaves([clip_norm]):
+        clip = f"clip each group to its own norm: {describe_groups(clip_norm)}"
+        norms = jax.tree.leaves(clip_norm)
+        scheduled = any(callable(norm) for norm in norms)
+        whole = (lambda step: optax.tree.norm(_norms_at(norms, step))) if scheduled else math.hypot(*norms)
+        noise += f", which is {describe(whole)}, the root of the sum of their squares"
+    return clip, SUM, noise, f"divide by the expected batch size {sampling.divisor}"

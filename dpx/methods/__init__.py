@@ -1,12 +1,33 @@
-"""The papers' methods, each a composition of the parts; one paper a file."""
+"""The papers' methods, each a composition of a mechanism and coordinates; one paper a file.
 
-from dpx.methods.ada_dpigu import ada_dpigu as ada_dpigu
-from dpx.methods.d2p2_sgd import d2p2_sgd as d2p2_sgd
-from dpx.methods.d2p2_sgd import d2p_sgd as d2p_sgd
-from dpx.methods.d2p2_sgd import dp2_sgd as dp2_sgd
-from dpx.methods.dice_sgd import dice_sgd as dice_sgd
-from dpx.methods.dp_sgd import dp_sgd as dp_sgd
-from dpx.methods.dynamic_dp_sgd import dynamic_dp_sgd as dynamic_dp_sgd
-from dpx.methods.gep_sgd import gep_sgd as gep_sgd
-from dpx.methods.random_freeze import random_freeze_sgd as random_freeze_sgd
-from dpx.methods.random_freeze import ranked_freeze_sgd as ranked_freeze_sgd
+dp_sgd          DP-SGD (Abadi et al. 2016), on which all others build
+dynamic_dp_sgd  noise and clip norm that shrink (Dynamic DP-SGD, Du et al. 2021)
+random_freeze   random and ranked freeze (Zhu and Blaschko 2021)
+gep_sgd         gradient embedding perturbation (Yu et al. 2021)
+dice_sgd        clipping with error feedback (DiceSGD, Zhang et al. 2023)
+ada_dpigu       standardized, important coordinates (AdaDPIGU, Zhang and Xie 2025)
+d2p2_sgd        random projections and noise that falls (D2P2-SGD, Jiang et al. 2025), with d2p_sgd and dp2_sgd
+
+To add one: a file here, its import below, and a line in `METHODS` of `dpx/catalog.py` (CONTRIBUTING.md).
+"""
+
+from dpx.methods.ada_dpigu import ada_dpigu
+from dpx.methods.d2p2_sgd import d2p2_sgd, d2p_sgd, dp2_sgd
+from dpx.methods.dice_sgd import dice_sgd
+from dpx.methods.dp_sgd import dp_sgd
+from dpx.methods.dynamic_dp_sgd import dynamic_dp_sgd
+from dpx.methods.gep_sgd import gep_sgd
+from dpx.methods.random_freeze import random_freeze_sgd, ranked_freeze_sgd
+
+__all__ = [
+    "ada_dpigu",
+    "d2p2_sgd",
+    "d2p_sgd",
+    "dice_sgd",
+    "dp2_sgd",
+    "dp_sgd",
+    "dynamic_dp_sgd",
+    "gep_sgd",
+    "random_freeze_sgd",
+    "ranked_freeze_sgd",
+]

@@ -30,38 +30,39 @@ def ada_dpigu(
 ) -> Mechanism:
     """AdaDPIGU in its sound order (Zhang and Xie 2025, https://arxiv.org/abs/2507.06525).
 
-    For `warmup` steps DP-SGD, of whose releases the coordinates are ranked once; then
-    mask -> standardize -> mask -> top fraction of each example -> clip -> sum, add noise -> / B -> restore -> mask.
+    For `warmup` steps DP-SGD, by whose releases the coordinates are ranked once; then
+    mask -> standardize -> mask -> largest of each example -> clip -> sum -> add noise -> divide -> restore -> mask.
 
     What the paper claims: the epsilon of its second phase, or of both, with a mask it calls independent of the data.
     What holds: its scores are of gradients without noise, so its mask is an unbilled release of data, and its
     standardization moves masked coordinates. What dpx bills: every step of both phases, each one Gaussian release; the
     ranking and the averages see released values only.
 
-    keep: share of the coordinates that go on after the warm-up; a rising schedule of the step unfreezes the rest.
-    warmup: steps of the first phase, counted in `steps`.
-    example_keep: share of all coordinates that each example keeps of its own, in the second phase.
-    mean_decay, variance_decay, stability, relative: of `dpx.standardized`. The variance starts as that of the noise.
+    keep: in (0, 1], the share of the coordinates trained after the warm-up; a rising schedule unfreezes the rest.
+    warmup: the number of steps of the first phase, at least 1, which are billed with the others.
+    example_keep: in (0, 1], the share of all coordinates that each example keeps of its own, in the second phase.
+    mean_decay, variance_decay, stability, relative: of `dpx.coordinates.standardized`. The variance starts as
+        that of the noise.
     clip_norm: in the second phase, of the standardized gradient.
-    The rest is as in `dpx.dp_sgd`. For the paper's loss at masked parameters, see `dpx.masked_params`.
+    The rest is as in `dpx.dp_sgd`. For the paper's loss at masked parameters, see `dpx.coordinates.masked_params`.
     """
-
     warmup = require_whole("warmup", warmup)
     require_fraction("example_keep", example_keep, "(0, 1]")
 
-    def noise(step):
+    def noise_deviation(step):
+        """The standard deviation of the noise on a released coordinate, before standardization."""
         return at(noise_multiplier, step) * at(clip_norm, step) / sampling.divisor
 
     mechanism = gaussian_mechanism(clip_norm=clip_norm, noise_multiplier=noise_multiplier, sampling=sampling, key=key)
     standardization = standardized(
         mean_decay=mean_decay,
         variance_decay=variance_decay,
-        initial_variance=float(over(noise, warmup + 1)[warmup]) ** 2,
+        initial_variance=float(over(noise_deviation, warmup + 1)[warmup]) ** 2,
         stability=stability,
         relative=relative,
     )
-    important = importance_mask(keep, warmup=warmup, inner=standardization, noise_floor=noise)
+    important = importance_mask(keep, warmup=warmup, inner=standardization, noise_floor=noise_deviation)
     if example_keep == 1:
         return in_coordinates(mechanism, important)
-    own = top_fraction(lambda step: jnp.where(step < warmup, 1.0, example_keep))
-    return in_coordinates(mechanism, important, own)
+    largest_of_each_example = top_fraction(lambda step: jnp.where(step < warmup, 1.0, example_keep))
+    return in_coordinates(mechanism, important, largest_of_each_example)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import jax
 
 from dpx import schedules
-from dpx._numbers import ScalarOrSchedule
+from dpx._numbers import ScalarOrSchedule, require_whole
 from dpx.accounting.budget import calibrated
 from dpx.coordinates.projections import ProjectionKind, random_projection
 from dpx.mechanism import Mechanism, Tree, in_coordinates
@@ -40,13 +40,16 @@ def d2p2_sgd(
     lengthens some of them, by any factor with some probability. What dpx bills: with "project_then_clip" every example
     is projected first and then normalized, so the Gaussian with falling noise, exactly; with "clip_then_project", the
     paper's order, the distribution of a Gaussian's stretch; for other kinds the noise grows by the largest stretch
-    (see `dpx.clip_then_project`). Its privacy theorem also leaves its constants open; all steps are composed here.
+    (see `dpx.mechanisms.clip_then_project`). Its privacy theorem also leaves its constants open; dpx composes all
+    steps.
 
-    The lift A z / sqrt(p) is the paper's A z over sqrt(p): a learning rate then does not depend on p.
+    The lift is A z / sqrt(p), the paper's A z divided by sqrt(p), so that a learning rate does not depend on p.
 
-    rank, reduction_rate, kind: of `dpx.random_projection`, with a fresh draw every step; the paper reduces by 0.1 and
-        0.3 with "gaussian", which is out of reach for large models. power, every, stability: of `dpx.d2p_sgd`.
+    rank, reduction_rate, kind: of `dpx.coordinates.random_projection`, with a fresh draw every step; the paper reduces
+        by 0.1 and 0.3 with "gaussian", which is too slow for large models.
+    order: which of the two comes first. power, every, stability: of `dpx.methods.d2p_sgd`.
     noise_multiplier: of the first block of steps, or a `dpx.Budget`.
+    The rest is as in `dpx.dp_sgd`. Raises ValueError for an unknown order, and where these do.
     """
     falling = _falling(noise_multiplier, power, every)
     projection = {"rank": rank, "reduction_rate": reduction_rate, "kind": kind}
@@ -65,7 +68,10 @@ def dp2_sgd(
     sampling: Sampling,
     key: jax.Array,
 ) -> Mechanism:
-    """DP2-SGD, the projected half of D2P2-SGD: its noise does not fall. See `d2p2_sgd` for the rest."""
+    """DP2-SGD, the projected half of D2P2-SGD: its noise does not fall.
+
+    What the paper claims, what holds, what dpx bills, and all arguments: as in `d2p2_sgd`.
+    """
     projection = {"rank": rank, "reduction_rate": reduction_rate, "kind": kind}
     return _projected(_automatic(noise_multiplier, stability, sampling, key), order, projection, key)
 
@@ -73,9 +79,9 @@ def dp2_sgd(
 @calibrated
 def d2p_sgd(
     *,
+    stability: float = 0.01,
     power: float = 0.25,
     every: int = 1,
-    stability: float = 0.01,
     noise_multiplier: float,
     sampling: Sampling,
     key: jax.Array,
@@ -84,24 +90,30 @@ def d2p_sgd(
 
     noise multiplier_k = noise_multiplier / k^power,  k = 1, 2, ... counting blocks of `every` steps (an epoch)
 
-    power: 1/2 in the paper's theorems, 1/4 per epoch in its experiments. stability: of `normalized`, which makes the
-    sensitivity 1. noise_multiplier: of the first block, or a `dpx.Budget`.
+    What the paper claims: a bound whose constants it leaves open. What holds: the composition of the Gaussian releases
+    of all steps. What dpx bills: that.
+
+    stability: of `dpx.mechanisms.normalized`, which makes the sensitivity 1.
+    power: at least 0; 1/2 in the paper's theorems, 1/4 per epoch in its experiments. every: at least 1.
+    noise_multiplier: of the first block, above 0, or a `dpx.Budget`.
+    The rest is as in `dpx.dp_sgd`. Raises ValueError for numbers outside their domains.
     """
     return _automatic(_falling(noise_multiplier, power, every), stability, sampling, key)
 
 
 def _falling(noise_multiplier: float, power: float, every: int) -> ScalarOrSchedule:
-    return schedules.every(every, schedules.inverse_power(noise_multiplier, power=power))
+    """The noise multiplier of D2P-SGD, a schedule of the step."""
+    return schedules.every(require_whole("every", every), schedules.inverse_power(noise_multiplier, power=power))
 
 
 def _automatic(noise_multiplier: ScalarOrSchedule, stability: float, sampling: Sampling, key: jax.Array) -> Mechanism:
-    return normalized(
-        gaussian_mechanism(clip_norm=1.0, noise_multiplier=noise_multiplier, sampling=sampling, key=key),
-        stability=stability,
-    )
+    """Automatic clipping, which bounds every example by 1, before Gaussian noise."""
+    gaussian = gaussian_mechanism(clip_norm=1.0, noise_multiplier=noise_multiplier, sampling=sampling, key=key)
+    return normalized(gaussian, stability=stability)
 
 
-def _projected(mechanism: Mechanism, order: str, projection: dict[str, Any], key: jax.Array) -> Mechanism:
+def _projected(mechanism: Mechanism, order: Order, projection: dict[str, Any], key: jax.Array) -> Mechanism:
+    """`mechanism` with a fresh projection at every step, of each example or of the clipped sum."""
     if order == "project_then_clip":
         return in_coordinates(mechanism, random_projection(**projection, key=key))
     if order == "clip_then_project":

@@ -1,10 +1,11 @@
-"""Gradient embedding perturbation: the part of a gradient inside a public subspace, and the rest, clipped apart."""
+"""Gradient embedding perturbation: the part of a gradient in a public subspace and the residual, clipped apart."""
 
 import math
 
 import jax
 
 from dpx._numbers import ScalarOrSchedule, require_number
+from dpx._stages import SUM, describe
 from dpx.accounting.budget import calibrated
 from dpx.coordinates.gradient_embedding import gradient_embedding
 from dpx.mechanism import Mechanism, Tree, in_coordinates
@@ -27,13 +28,15 @@ def gep_sgd(
 
     noise on the sums:  sigma C1 / sqrt(s) on the embedding,  sigma C2 / sqrt(1 - s) on the residual
 
-    What the paper claims: two Gaussian releases, of the embedding and of the residual. What holds: that, of the batches
-    that are billed. What dpx bills: both as one Gaussian of noise multiplier sigma: over their noise times sigma, an
-    example's embedding and residual have norms of at most sqrt(s) and sqrt(1 - s), together 1.
+    What the paper claims: one Gaussian release of embedding and residual. What holds: that, of the batches that are
+    billed. What dpx bills: both as one Gaussian of noise multiplier sigma, because an example's embedding and
+    residual, divided by their noise and multiplied by sigma, have norms of at most sqrt(s) and sqrt(1 - s), together 1.
 
-    basis: of `dpx.public_subspace`, from public gradients; the paper takes a new one every step (`gradient_embedding`).
-    embedding_share: s in (0, 1), the share of the precision that the embedding has; 1/2 is the paper's.
-    The rest is as in `dpx.dp_sgd`.
+    basis: of `dpx.coordinates.public_subspace`, from public gradients; the paper takes a new one every step
+        (`gradient_embedding`).
+    embedding_clip_norm, residual_clip_norm: C1 and C2, above 0, in the units of the gradient.
+    embedding_share: s in (0, 1), the embedding's share of the precision; 1/2 is the paper's.
+    The rest is as in `dpx.dp_sgd`. Raises ValueError for numbers outside their domains.
     """
     share = require_number("embedding_share", embedding_share, minimum=0, exclusive=True)
     if share >= 1:
@@ -41,13 +44,20 @@ def gep_sgd(
     for name, norm in (("embedding_clip_norm", embedding_clip_norm), ("residual_clip_norm", residual_clip_norm)):
         require_number(name, norm, minimum=0, exclusive=True)
     clip_norm = {"embedding": math.sqrt(share), "residual": math.sqrt(1 - share)}
-    embedding = gradient_embedding(
-        basis,
-        embedding_scale=embedding_clip_norm / clip_norm["embedding"],
-        residual_scale=residual_clip_norm / clip_norm["residual"],
-    )
-
-    return in_coordinates(
+    embedding_scale = embedding_clip_norm / clip_norm["embedding"]
+    residual_scale = residual_clip_norm / clip_norm["residual"]
+    mechanism = in_coordinates(
         gaussian_mechanism(clip_norm=clip_norm, noise_multiplier=noise_multiplier, sampling=sampling, key=key),
-        embedding,
+        gradient_embedding(basis, embedding_scale=embedding_scale, residual_scale=residual_scale),
     )
+    multiplier = describe(mechanism.noise_multiplier)
+    stages = (
+        "split into an embedding in the public subspace and the residual",
+        f"clip the embedding to norm {embedding_clip_norm:.6g} and the residual to norm {residual_clip_norm:.6g}",
+        SUM,
+        f"add noise of standard deviation {multiplier} x {embedding_scale:.6g} to the embedding, and {multiplier} x "
+        f"{residual_scale:.6g} to the residual",
+        f"divide by the expected batch size {sampling.divisor}",
+        "add the lifted embedding to the residual",
+    )
+    return mechanism.replace(stages=stages)

@@ -1,4 +1,4 @@
-"""Random freeze and ranked freeze: in every epoch only some coordinates move, with noise on those alone."""
+"""Random freeze and ranked freeze: in every epoch only some coordinates are trained, with noise on those alone."""
 
 import jax
 
@@ -24,14 +24,14 @@ def random_freeze_sgd(
 ) -> Mechanism:
     """DP-SGD in which a random share of the coordinates is frozen (Zhu and Blaschko 2021, arXiv:2112.00845).
 
-    mask -> clip -> sum, add noise -> / B -> mask; a mask of exactly floor((1 - freeze_rate) d) ones a period.
+    mask -> clip -> sum -> add noise -> divide -> mask, with exactly floor((1 - freeze_rate) d) ones in each mask.
 
-    What the paper claims: the epsilon of DP-SGD. What holds: that, as the masks know nothing of the data; but its runs
+    What the paper claims: the epsilon of DP-SGD. What holds: that, because the masks depend on no data; but its runs
     shuffle and bill Poisson sampling. What dpx bills: DP-SGD for the sampling that draws the batches.
 
-    freeze_rate, every, posterior: of `dpx.random_freeze`; gradual cooling is
+    freeze_rate, every, posterior: of `dpx.coordinates.random_freeze`; gradual cooling is
         `optax.linear_schedule(0.0, freeze_rate, cooling_steps)`, and `every` the steps of an epoch.
-    The rest is as in `dpx.dp_sgd`. Momentum chained behind it goes on moving frozen coordinates, as in the paper.
+    The rest is as in `dpx.dp_sgd`. Momentum chained behind it keeps moving frozen coordinates, as in the paper.
     """
     return in_coordinates(
         gaussian_mechanism(clip_norm=clip_norm, noise_multiplier=noise_multiplier, sampling=sampling, key=key),
@@ -54,7 +54,7 @@ def ranked_freeze_sgd(
     What the paper claims: the epsilon of DP-SGD. What holds: that, if the ranking sees the very release that the update
     sees; two draws of noise would be two releases. What dpx bills: one Gaussian release a step, used for both.
 
-    freeze_rate, every: of `dpx.ranked_freeze`. The rest is as in `dpx.dp_sgd`.
+    freeze_rate, every: of `dpx.coordinates.ranked_freeze`. The rest is as in `dpx.dp_sgd`.
     """
     return in_coordinates(
         gaussian_mechanism(clip_norm=clip_norm, noise_multiplier=noise_multiplier, sampling=sampling, key=key),

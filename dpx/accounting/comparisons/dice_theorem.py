@@ -1,7 +1,8 @@
-"""DiceSGD's own privacy theorem, which does not hold: to compare with, never to train with."""
+"""DiceSGD's own privacy theorem, which does not hold: compare with it, never train with its noise."""
 
 import math
 
+from dpx._numbers import require_whole
 from dpx.accounting import checks
 
 
@@ -10,13 +11,17 @@ def dice_theorem_noise(
 ) -> float:
     """sigma_1 = sqrt(32 T (C^2 + 2 min(C, G')^2) ln(1/delta)) / (N epsilon), a CLAIM that does not hold.
 
-    The noise on the MEAN gradient for which Theorem 3.8 of DiceSGD claims (epsilon, delta). Its proof uses a lower
-    bound of a clip factor where it needs an upper one. With gradients that are all zero but for one constant gradient
-    of norm 150 C, and N 50000, B 1000, T 150, C1 = C2 = C / B, delta(2) is at least 0.408 where 1e-5 is claimed.
+    It is the standard deviation of the noise on the MEAN gradient for which Theorem 3.8 of DiceSGD
+    (https://arxiv.org/abs/2311.14632) claims (epsilon, delta). The proof uses a lower bound of a clip factor where it
+    needs an upper one. Counterexample: all gradients are zero but for one constant gradient of norm 150 C, and N 50000,
+    B 1000, T 150, C1 = C2 = C / B; delta(2) is then at least 0.408, and 1e-5 is claimed.
 
-    clip_norm: C, with C1 <= C2 <= C / B. residual: G' = max(0, largest gradient + its deviation - C1).
+    clip_norm: C, with C1 <= C2 <= C / B. examples: N. steps: T, int, at least 0. epsilon: positive and finite.
+    delta: in (0, 1). residual: G' = max(0, largest gradient + its deviation - C1).
+    Raises ValueError for steps, epsilon or delta outside these ranges.
     """
-    checks.epsilon(epsilon, positive=True)
-    checks.delta(delta)
+    checks.require_positive_epsilon(epsilon)
+    checks.require_delta(delta)
+    steps = require_whole("steps", steps, minimum=0)
     squares = clip_norm**2 + 2 * min(clip_norm, residual) ** 2
-    return math.sqrt(32 * checks.steps(steps) * squares * math.log(1 / delta)) / (examples * epsilon)
+    return math.sqrt(32 * steps * squares * math.log(1 / delta)) / (examples * epsilon)

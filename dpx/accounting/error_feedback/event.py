@@ -1,10 +1,10 @@
-"""What a run of error feedback costs: one event of all its steps, billed by the least of three bounds.
+"""The bill of a run of error feedback: one event of all its steps, billed by the least of three bounds.
 
-A participation of an example acts on every later release, so the steps do not compose and dp-accounting's accountants
-refuse the event. Proofs: `energy` (participations known, or as if known) and `renyi` (amplified).
+A participation of an example acts on every later release, so the steps do not compose, and dp-accounting's accountants
+refuse the event. The proofs stand in `energy` (participations known, or as if known) and in `renyi` (amplified).
 
-The amplified bound is sound but not tight: at rate .02, noise multiplier 1, 1,000 steps and ten participations known,
-the bill is .9 % above what enumeration gives.
+The amplified bound is sound but not tight: at rate 0.02, noise multiplier 1, 1,000 steps and ten participations known,
+the bill is 0.9 % above the result of enumeration.
 """
 
 import math
@@ -13,11 +13,12 @@ from typing import Any
 import attrs
 from dp_accounting import DpEvent
 
-from dpx.accounting import events, renyi
+from dpx.accounting import renyi
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.error_feedback import energy as feedback_energy
 from dpx.accounting.error_feedback.renyi import AmplifiedProfile
 from dpx.accounting.profiles import UNBOUNDED, DeltaProfile, GaussianProfile, Least, Profile, RenyiProfile
+from dpx.accounting.releases import WholeRunReader, register_whole_run
 from dpx.sampling import FixedSizeSampling, FullBatch, PoissonSampling, Sampling, ShuffledEpochs
 
 SAMPLINGS = (PoissonSampling, FixedSizeSampling, ShuffledEpochs, FullBatch)
@@ -27,10 +28,14 @@ SAMPLINGS = (PoissonSampling, FixedSizeSampling, ShuffledEpochs, FullBatch)
 class ErrorFeedbackDpEvent(DpEvent):
     """`steps` releases of (sum + fed-back error + noise), of which one example moves the sum by at most 1.
 
-    noise_multiplier: nu, the noise's standard deviation; unit here and below: the clip norm of the sum (C1).
-    error_shift: rho, how far one participation moves the error; inf if not bounded.
-    feedback_shift: 2 C2 B / C1, how far the fed-back error can move, whatever the error is.
-    reset_every: the error is forgotten after so many steps; None: never.
+    The unit here and below is the clip norm of the sum, C1.
+
+    noise_multiplier: nu, the standard deviation of the noise.
+    error_shift: rho, the most that one participation moves the error; inf if that has no bound.
+    feedback_shift: 2 C2 B / C1, the most that the fed-back error moves, whatever the error is.
+    steps: how many releases the run makes.
+    reset_every: the error is set to 0 after this many steps; None if never.
+    sampling: the sampling record, which draws the batches.
     """
 
     noise_multiplier: float
@@ -49,56 +54,51 @@ def profile(event: ErrorFeedbackDpEvent, accountant: Accountant, relation: Relat
 
 
 def explain(event: ErrorFeedbackDpEvent, delta: float, relation: Relation) -> str:
-    """Which bound the bill is, in words."""
+    """The bounds of the run and the one that is its bill, in words."""
     if event.noise_multiplier < renyi.SMALLEST_NOISE:
         return "Error feedback without noise has no finite epsilon."
-    found = {name: bound.epsilon(delta) for name, bound in bounds(event, "tightest", relation).items()}
-    least = min(found, key=lambda name: found[name])
-    listed = ", ".join(f"{name}: {value:.6g}" for name, value in found.items())
+    epsilons = {name: bound.epsilon(delta) for name, bound in bounds(event, "tightest", relation).items()}
+    least = min(epsilons, key=lambda name: epsilons[name])
+    listed = ", ".join(f"{name}: {value:.6g}" for name, value in epsilons.items())
     return (
-        "Error feedback is billed as one event of all its steps, by dpx's own bounds (no privacy loss distribution is "
-        f'known; under "pld" stands the least of them). Used: {least}. All: {listed}.'
+        "Error feedback is billed as one event of all its steps, by dpx's own bounds. No privacy loss distribution is "
+        f'known, so "pld" gives the least of them. Used: {least}. All: {listed}.'
     )
 
 
 def bounds(event: ErrorFeedbackDpEvent, accountant: Accountant, relation: Relation) -> dict[str, Profile]:
-    """The bounds that are true for the sampling and the relation, by name."""
+    """The bounds that hold for the sampling and the relation, by name."""
     sampling, stated = event.sampling, event.sampling.relation
     if relation != stated and (stated == "replace_one" or (stated, relation) == ("zero_out", "add_or_remove")):
         raise ValueError(f'relation {relation!r} does not fit {sampling}, whose event is true for "{stated}"')
     noise = event.noise_multiplier / (2 if relation == "replace_one" else 1)
     reset_every = min(event.steps, event.reset_every or event.steps)
-    limits: dict[str, Any] = dict(steps=event.steps, reset_every=reset_every, error_shift=event.error_shift)
+    run: dict[str, Any] = dict(steps=event.steps, reset_every=reset_every, error_shift=event.error_shift)
     if isinstance(sampling, FullBatch | ShuffledEpochs):
         epoch = sampling.steps_per_epoch if isinstance(sampling, ShuffledEpochs) else 1
-        mu = (
-            math.sqrt(feedback_energy.fixed(steps_per_epoch=epoch, feedback_shift=event.feedback_shift, **limits))
-            / noise
-        )
+        energy = feedback_energy.energy_of_epochs(steps_per_epoch=epoch, feedback_shift=event.feedback_shift, **run)
+        mu = math.sqrt(energy) / noise
         if accountant == "rdp":
             return {"Gaussian privacy": RenyiProfile(renyi.ORDERS * mu**2 / 2)}
         return {"participations known, Gaussian privacy": GaussianProfile(mu)}
     if not isinstance(sampling, PoissonSampling | FixedSizeSampling):
-        raise ValueError(f"error feedback is billed for {_names()} only, got {sampling}")
+        names = ", ".join(known.__name__ for known in SAMPLINGS)
+        raise ValueError(f"error feedback is billed for {names} only, got {sampling}")
     rate = sampling.divisor / sampling.examples
-    found: dict[str, Profile] = {}
+    profiles: dict[str, Profile] = {}
     if accountant != "rdp":
         deltas = feedback_energy.deltas_at_random(
-            rate=rate, feedback_shift=event.feedback_shift, noise_multiplier=noise, **limits
+            rate=rate, feedback_shift=event.feedback_shift, noise_multiplier=noise, **run
         )
-        found["random participations as if known, not amplified"] = DeltaProfile(deltas)
+        profiles["random participations as if known, not amplified"] = DeltaProfile(deltas)
     if relation != "replace_one" and rate < 1 and math.isfinite(event.error_shift):
-        found["amplified by sampling, Renyi recursion"] = AmplifiedProfile(rate=rate, noise_multiplier=noise, **limits)
-    if not found:
+        profiles["amplified by sampling, Renyi recursion"] = AmplifiedProfile(rate=rate, noise_multiplier=noise, **run)
+    if not profiles:
         raise ValueError(
             f'accountant "rdp" bills error feedback on {sampling} only at a sampling rate below 1, under relation '
             f'"add_or_remove" or "zero_out" and with a finite outer_clip_norm; got {event}, relation {relation!r}'
         )
-    return found
+    return profiles
 
 
-def _names() -> str:
-    return ", ".join(sampling.__name__ for sampling in SAMPLINGS)
-
-
-events.register_whole(ErrorFeedbackDpEvent, profile, explain)
+register_whole_run(ErrorFeedbackDpEvent, WholeRunReader(profile, explain))

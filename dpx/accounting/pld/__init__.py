@@ -1,1 +1,4 @@
-"""Privacy loss distributions: the loss of a step, its composition over many, and long schedules as few steps."""
+"""Privacy loss distributions (PLD) of steps and of their compositions.
+
+`losses`: the loss of one step. `composition`: the summed loss of many. `buckets`: long schedules as few distinct steps.
+"""

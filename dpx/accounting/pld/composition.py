@@ -1,9 +1,10 @@
-"""The composition of many steps by one Fourier transform, read as epsilon or delta.
+"""The composition of many steps by one Fourier transform, which answers for epsilon or delta.
 
-The pmf of the summed loss is computed under the tilt e^(theta loss) that puts its bulk where delta is decided, so that
-deltas far below the rounding error of a plain transform keep their digits. Everything dropped is counted: losses beyond
-the window are bounded by Chernoff and added to delta, as is the rounding error of the transform; what wraps around only
-adds.
+The pmf of the summed loss is computed under a tilt e^(theta loss), which puts its bulk where delta is decided. So
+deltas far below the rounding error of a plain transform keep their digits.
+
+Proof that delta is an upper bound: everything dropped is counted. Losses beyond the window are bounded by Chernoff and
+added to delta, and so is the rounding error of the transform. Losses that wrap around the window only add to delta.
 """
 
 import math
@@ -18,40 +19,49 @@ from dpx.accounting.pld.losses import Losses, Pmf
 
 Side = Literal["above", "below"]
 
-_EPS = float(np.finfo(np.float64).eps)
-_RELATIVE_TAIL = 1e-7  # the share of delta that truncations may add
-_RELATIVE_WRAP = 1e-7
-_ROUNDING = 1e7  # a tilted probability may be this much smaller than delta's share
-_TILTS = 200
-_LARGEST_SIZE = 2**20
-_GRID = 4e-4  # for an epsilon up to 10
-_COARSEST_GRID = 0.5
-_STEPS_PER_EPSILON = 250  # grid points per epsilon are this times sqrt(T)
+_FLOAT64_EPSILON = float(np.finfo(np.float64).eps)
+# A plan with other numbers still gives upper bounds. These ones give four digits, in 0.3 s for 10,000 steps
+# (benchmarks/accounting.py, interval).
+_TAIL_SHARE = 1e-7  # share of delta that truncated losses may add
+_WRAP_SHARE = 1e-7  # share of delta that losses from around the window may add
+_LARGEST_ROUNDING = 1e7  # of the transform, divided by delta, in units of float64's 2e-16
+_TILTS = 200  # candidates between the smallest and the largest order
+_LARGEST_SIZE = 2**20  # grid points of a window, 8 MiB an array; up to 64 times as many if the caller chose the grid
+_GRID = 4e-4  # coarsest spacing of privacy losses for an epsilon up to 10; it grows with epsilon
+_COARSEST_GRID = 0.5  # a larger spacing of privacy losses gives no useful answer
+_POINTS_PER_EPSILON = 250  # grid points per epsilon, times sqrt(T)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Where to look: the grid, the window of losses (a quarter of it below 0), the tilt, the mass to drop."""
+    """The grid and the tilt of a composition.
+
+    grid: spacing of privacy losses. size: grid points of the window, a quarter of them below 0.
+    tilt: theta. tail: probability that may be dropped. wrap_tilt: a larger tilt, which bounds the losses that come
+    around the window. wrap_log_moment: ln of the moment of the summed loss at that tilt.
+    """
 
     grid: float
     size: int
     tilt: float
     tail: float
-    wrap: float  # a larger tilt, and ln of the moment of the loss there
-    wrap_moment: float
+    wrap_tilt: float
+    wrap_log_moment: float
 
     @property
     def first(self) -> int:
+        """The index of the smallest loss of the window."""
         return -(self.size // 4)
 
     @property
     def largest(self) -> float:
+        """The largest loss of the window."""
         return (self.first + self.size - 1) * self.grid
 
     def wrapped(self, losses: np.ndarray) -> np.ndarray:
-        """At most this much of delta at `losses` came around the window, from above (Chernoff) and from below."""
+        """A bound on how much of delta at `losses` came around the window: from above, by Chernoff, and from below."""
         span = self.size * self.grid
-        above = self.tilt * span + self.wrap_moment - self.wrap * (losses + span)
+        above = self.tilt * span + self.wrap_log_moment - self.wrap_tilt * (losses + span)
         return np.exp(np.minimum(above, 700)) + math.exp(-self.tilt * span)
 
 
@@ -63,68 +73,67 @@ def plan(
     epsilon: float,
     grid: float | None,
     orders: np.ndarray = renyi.ORDERS,
-    truth: float | None = None,
+    expected_epsilon: float | None = None,
     deviations: float = 0.5,
 ) -> Plan | None:
-    """A plan from the RDP bill (orders,): epsilon and delta a pair that holds, truth a closer epsilon at that delta.
+    """A plan from the RDP bill (orders,) of so many steps; None if epsilon is too large (thousands) for any grid.
 
+    epsilon, delta: a pair that holds. expected_epsilon: one closer to the truth at that delta.
     deviations: below so many standard deviations of the loss, a smaller epsilon asks for no finer grid.
 
-    By Chernoff, the tilt t = order - 1 needs a window up to R + ln(1/tail) / t; what wraps around from above weighs
-    e^(t span) times too much, and stays small if a larger tilt says so; rounding at the true epsilon is
-    e^(t (R - epsilon)) times that of the transform. Of the tilts that round well enough the one with the shortest
-    span is taken. t R(t) is convex in t, so chords bound it between the orders. None if epsilon is too large
-    (thousands) for any sensible grid.
+    By Chernoff, the tilt t = order - 1 needs a window up to R + ln(1/tail) / t. Losses that wrap around from above
+    weigh e^(t span) times too much; a larger tilt shows where they stay small. Rounding at the true epsilon is
+    e^(t (R - epsilon)) times that of the transform. The plan takes the tilt with the shortest span among those that
+    round well enough. t R(t) is convex in t, so chords bound it between the orders.
     """
     delta = max(delta, 1e-290)
-    tail = _RELATIVE_TAIL * delta
-    rdp = np.minimum.accumulate(rdp[::-1])[::-1]  # it grows with the order, and its series near 1 may not converge
+    tail = _TAIL_SHARE * delta
+    rdp = np.minimum.accumulate(rdp[::-1])[::-1]  # it grows with the order, but the series near 1 may not converge
     usable = np.isfinite(rdp)
     if not usable.any():
         return None
     tilts, renyis = _between(orders[usable] - 1, rdp[usable])
-    if truth is None:  # a guess: RDP is tighter at small deltas
-        truth = epsilon * max(0.5, 1 - 6 / -math.log(delta)) if delta < 0.5 else 0.0
-    moments = tilts * (renyis - truth)
+    if expected_epsilon is None:  # a guess, because RDP is tighter at small deltas
+        expected_epsilon = epsilon * max(0.5, 1 - 6 / -math.log(delta)) if delta < 0.5 else 0.0
+    log_moments = tilts * (renyis - expected_epsilon)
     with np.errstate(divide="ignore", invalid="ignore"):
-        reaches = (moments - math.log(_RELATIVE_WRAP * delta)) / (tilts - tilts[:, None])
-    reaches = np.where(tilts > tilts[:, None], reaches, np.inf)  # (tilt, larger tilt)
+        wrap_spans = (log_moments - math.log(_WRAP_SHARE * delta)) / (tilts - tilts[:, None])
+    wrap_spans = np.where(tilts > tilts[:, None], wrap_spans, np.inf)  # (tilt, larger tilt)
     windows = renyis - math.log(tail) / tilts
-    spans = np.maximum(1.4 * np.maximum(windows, 1.05 * epsilon), reaches.min(axis=1))
-    spans[-1] = 2.8 * windows[-1]  # the largest has no larger one
-    rounds_well = moments <= max(math.log(_ROUNDING * delta), float(moments.min()) + 2)
+    # 1.4 is above 4/3, because three quarters of the window lie above 0.
+    spans = np.maximum(1.4 * np.maximum(windows, 1.05 * epsilon), wrap_spans.min(axis=1))
+    spans[-1] = 2.8 * windows[-1]  # the largest tilt has no larger one
+    rounds_well = log_moments <= max(math.log(_LARGEST_ROUNDING * delta), float(log_moments.min()) + 2)
     best = int(np.argmin(np.where(rounds_well, spans, np.inf)))
-    second = int(reaches[best].argmin()) if best < len(tilts) - 1 else best
+    larger = int(wrap_spans[best].argmin()) if best < len(tilts) - 1 else best
     span = float(spans[best])
     if grid is None:
         scale = max(epsilon, 1e-3 * span, deviations * math.sqrt(2 * renyis[0]))
-        fine = scale / (_STEPS_PER_EPSILON * math.sqrt(steps))
-        grid = min(_GRID * max(1.0, epsilon / 10), fine)
-        grid = max(grid, span / _LARGEST_SIZE)
+        finest = scale / (_POINTS_PER_EPSILON * math.sqrt(steps))
+        grid = max(min(_GRID * max(1.0, epsilon / 10), finest), span / _LARGEST_SIZE)
     if span / grid > 64 * _LARGEST_SIZE or grid > _COARSEST_GRID:
         return None
     size = int(fft.next_fast_len(math.ceil(span / grid) + 8, real=True) or 0)
-    wrap = float(tilts[second])
-    return Plan(
-        grid=grid, size=size, tilt=float(tilts[best]), tail=tail, wrap=wrap, wrap_moment=wrap * float(renyis[second])
-    )
+    wrap_tilt, wrap_renyi = float(tilts[larger]), float(renyis[larger])
+    return Plan(grid, size, float(tilts[best]), tail, wrap_tilt, wrap_log_moment=wrap_tilt * wrap_renyi)
 
 
 def _between(tilts: np.ndarray, renyis: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The tilts and `_TILTS` more between them, with bounds of the Renyi divergences there, by chords of t R."""
+    """The tilts and `_TILTS` more between them, with bounds of the Renyi divergences there, by chords of t R(t)."""
     more = np.unique(np.concatenate([tilts, np.geomspace(tilts[0], tilts[-1], _TILTS)]))
     return more, np.interp(more, tilts, tilts * renyis) / more
 
 
-class Composed:
-    """The summed privacy loss in one direction, from above or from below, over the grid points from 0 up.
+class SummedLoss:
+    """The summed privacy loss in one direction of the relation, from above or from below, at grid points from 0 up.
 
-    delta at a point is `missing + upper - lower`: what was dropped and may have been rounded (from below: minus the
-    latter), and the probabilities of larger losses under either distribution, the second times e^(loss at the point).
+    delta at a point is `upper - lower + bounded`. upper and lower: the probability of larger losses under each
+    distribution of the pair, the second times e^(loss at the point). bounded: what was dropped and may have been
+    rounded away, or, from below, minus what rounding and wrapping may have added.
     """
 
-    def __init__(self, total: "_Sum", plan: Plan, *, side: Side):
-        spectrum = total.spectrum()
+    def __init__(self, total: "_Spectrum", plan: Plan, *, side: Side):
+        spectrum = total.values()
         tilted = np.asarray(fft.irfft(spectrum, plan.size))
         self._losses = plan.grid * np.arange(plan.first + plan.size)
         weight = np.exp(np.minimum(total.log_moment - plan.tilt * self._losses, 700))
@@ -133,24 +142,24 @@ class Composed:
         ratio = math.exp(-plan.grid)
         self._upper = np.append(np.cumsum(falling)[::-1], 0.0)
         self._lower = np.append(np.asarray(signal.lfilter([ratio], [1, -ratio], falling))[::-1], 0.0)
-        # Rounding, in the 2-norm relative to the spectrum's; a repeated step repeats its own. By Cauchy-Schwarz the sum
-        # of errors times falling weights is at most the product of their norms.
+        # The rounding error is relative to the spectrum, in the 2-norm, and a repeated step repeats its own. By
+        # Cauchy-Schwarz the sum of errors times falling weights is at most the product of their norms.
         norm = math.sqrt(2 * float(np.sum(np.abs(spectrum) ** 2)) / plan.size)
-        error = _EPS * (4 * math.log2(plan.size) + 2 * total.steps) * norm
+        error = _FLOAT64_EPSILON * (4 * math.log2(plan.size) + 2 * total.steps) * norm
         rounding = error * weight / math.sqrt(-math.expm1(-2 * plan.tilt * plan.grid))
         if side == "above":
             beyond = math.exp(min(0.0, total.log_moment - plan.tilt * plan.largest))
-            self._missing = -math.expm1(total.log_finite) + beyond + rounding
+            self._bounded = -math.expm1(total.log_finite) + beyond + rounding
         else:
-            self._missing = -(rounding + plan.wrapped(self._losses))
+            self._bounded = -(rounding + plan.wrapped(self._losses))
 
     def _deltas(self) -> np.ndarray:
-        return np.clip(np.maximum(self._upper - self._lower, 0) + self._missing, 0, 1)
+        return np.clip(np.maximum(self._upper - self._lower, 0) + self._bounded, 0, 1)
 
-    def share(self, epsilon: float) -> float:
-        """How much of delta at epsilon was not computed but bounded: dropped, or perhaps rounded."""
+    def bounded_share(self, epsilon: float) -> float:
+        """The share of delta at epsilon that was not computed but bounded: dropped, or perhaps rounded away."""
         k = self._index(epsilon)
-        return float(self._missing[k]) / max(self.delta(epsilon), 1e-300)
+        return float(self._bounded[k]) / max(self.delta(epsilon), 1e-300)
 
     def _index(self, epsilon: float) -> int:
         return min(int(np.searchsorted(self._losses, epsilon, side="right")) - 1, len(self._losses) - 1)
@@ -158,7 +167,7 @@ class Composed:
     def delta(self, epsilon: float) -> float:
         k = self._index(epsilon)
         lower = math.exp(epsilon - self._losses[k]) * self._lower[k] if self._lower[k] > 0 else 0.0
-        return float(np.clip(max(0.0, self._upper[k] - lower) + self._missing[k], 0, 1))
+        return float(np.clip(max(0.0, self._upper[k] - lower) + self._bounded[k], 0, 1))
 
     def epsilon(self, delta: float) -> float:
         above = np.flatnonzero(self._deltas() > delta)
@@ -167,27 +176,31 @@ class Composed:
         k = int(above[-1])
         if k == len(self._losses) - 1:
             return math.inf
-        excess = self._upper[k] + self._missing[k] - delta
-        between = math.log(excess) - math.log(self._lower[k]) if self._lower[k] > 0 else math.inf
-        return float(self._losses[k] + min(max(between, 0.0), self._losses[1]))
+        too_much = self._upper[k] + self._bounded[k] - delta
+        beyond_point = math.log(too_much) - math.log(self._lower[k]) if self._lower[k] > 0 else math.inf
+        return float(self._losses[k] + min(max(beyond_point, 0.0), self._losses[1]))
 
 
-def compose(losses: Losses, plan: Plan, *, side: Side = "above") -> list[Composed]:
+def compose(losses: Losses, plan: Plan, *, side: Side = "above") -> list[SummedLoss]:
     """The composition in each direction of the relation; "below" is of `SampledGaussian`s only."""
     total = sum(losses.values())
     size = plan.size // 2 + 1
-    sums = [_Sum(np.zeros(size), np.zeros(size)) for _ in range(2)]
+    directions = [_Spectrum(np.zeros(size), np.zeros(size)) for _ in range(2)]
     for loss, count in losses.items():
-        discretize = loss.pmfs if side == "above" else loss.dominated
+        discretize = loss.pmfs if side == "above" else loss.dominated_pmfs
         pmfs = discretize(plan.grid, tail=plan.tail / total, largest=plan.largest)
-        for one, pmf in zip(sums, (*pmfs, *pmfs), strict=False):  # a symmetric step counts in both directions
-            one.add(pmf, count, plan)
-    return [Composed(one, plan, side=side) for one in sums]
+        for direction, pmf in zip(directions, (*pmfs, *pmfs), strict=False):  # a symmetric step counts in both
+            direction.add(pmf, count, plan)
+    return [SummedLoss(direction, plan, side=side) for direction in directions]
 
 
 @dataclass
-class _Sum:
-    """The transform of the composition so far: ln of its modulus, its angle, and ln of its moment and finite mass."""
+class _Spectrum:
+    """The transform of the tilted pmf of the steps so far, in one direction of the relation.
+
+    log_modulus, angle: float64 (size // 2 + 1,). log_moment: ln E e^(tilt loss). log_finite: ln of the probability that
+    the loss is finite. steps: how many are summed.
+    """
 
     log_modulus: np.ndarray
     angle: np.ndarray
@@ -204,7 +217,7 @@ class _Sum:
         self.log_finite += count * math.log1p(-pmf.infinity)
         self.steps += count
 
-    def spectrum(self) -> np.ndarray:
+    def values(self) -> np.ndarray:
         modulus = np.exp(self.log_modulus)
         return modulus * np.cos(self.angle) + 1j * (modulus * np.sin(self.angle))
 

@@ -1,4 +1,4 @@
-"""The privacy loss of one step, as a probability mass function on a grid: from above and from below."""
+"""The privacy loss of one step, as a probability mass function (pmf) on a grid: from above and from below."""
 
 import math
 from collections import defaultdict
@@ -14,7 +14,7 @@ from dpx.accounting.checks import Relation
 
 
 class Pmf(NamedTuple):
-    """Privacy loss `(first + i) * grid` has probability `probabilities[i]`; an infinite loss has `infinity`."""
+    """Privacy loss `(first + i) * grid` has `probabilities[i]`, float64 (n,); an infinite loss has `infinity`."""
 
     first: int
     probabilities: np.ndarray
@@ -22,18 +22,18 @@ class Pmf(NamedTuple):
 
 
 class StepLoss(Protocol):
-    """What an accountant needs to know of one step; hashable."""
+    """The privacy loss of one step, as every accountant needs it; hashable."""
 
     def renyi(self, orders: np.ndarray) -> np.ndarray:
-        """Upper bounds of the Renyi divergences at `orders`, in either direction; inf where unknown."""
+        """Upper bounds of the Renyi divergences at `orders`, (orders,), in either direction; inf where unknown."""
         ...
 
 
 class ComposableLoss(StepLoss, Protocol):
-    """A step whose privacy loss distribution is known as well."""
+    """A step whose privacy loss distribution is also known."""
 
     def pmfs(self, grid: float, *, tail: float, largest: float) -> tuple[Pmf, ...]:
-        """A dominating pmf for each direction of the relation (one if symmetric).
+        """A dominating pmf for each direction of the relation (one if symmetric), on multiples of `grid`.
 
         Losses above `largest`, and others of total probability `tail`, may count as infinite.
         """
@@ -44,6 +44,7 @@ class ComposableLoss(StepLoss, Protocol):
 class SampledGaussian:
     """One step of the Gaussian mechanism on a Poisson sample: the pair of outputs that dominates all neighbors.
 
+    With s the noise multiplier and q the sampling rate:
     remove: (1-q) N(0, s^2) + q N(1, s^2)  against  N(0, s^2);   add: the same, exchanged
     replace_one: (1-q) N(0, s^2) + q N(1, s^2)  against  (1-q) N(0, s^2) + q N(-1, s^2)
     (Zhu, Dong and Wang 2022, https://arxiv.org/abs/2106.08567; replace_one as in dp-accounting.)
@@ -61,33 +62,33 @@ class SampledGaussian:
         return total_renyi({self: 1}, orders)
 
     def pmfs(self, grid: float, *, tail: float, largest: float) -> tuple[Pmf, ...]:
-        return self._discretized(spread, grid, tail, largest)
+        return self._discretized(dominating_pmf, grid, tail, largest)
 
-    def dominated(self, grid: float, *, tail: float, largest: float) -> tuple[Pmf, ...]:
-        """As `pmfs`, but dominated by the true pair: for lower bounds."""
-        return self._discretized(contracted, grid, tail, largest)
+    def dominated_pmfs(self, grid: float, *, tail: float, largest: float) -> tuple[Pmf, ...]:
+        """Like `pmfs`, but dominated by the true pair: for lower bounds."""
+        return self._discretized(dominated_pmf, grid, tail, largest)
 
-    def _discretized(self, rule: Callable[..., Pmf], grid: float, tail: float, largest: float) -> tuple[Pmf, ...]:
-        first, losses = self._grid(grid, tail, largest)
+    def _discretized(self, make_pmf: Callable[..., Pmf], grid: float, tail: float, largest: float) -> tuple[Pmf, ...]:
+        first, losses = self._grid_points(grid, tail, largest)
         upper, lower = self.masses(losses)
-        remove = rule(upper, lower, first, grid)
+        remove = make_pmf(upper, lower, first, grid)
         if self.relation == "replace_one":
             return (remove,)
-        return remove, rule(lower[::-1], upper[::-1], -(first + len(losses) - 1), grid)
+        return remove, make_pmf(lower[::-1], upper[::-1], -(first + len(losses) - 1), grid)
 
     def masses(self, losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Mass of each member of the pair below, between (n - 1) and above increasing privacy losses (n); (n + 1,)."""
+        """Mass of each member of the pair below, between and above n increasing privacy losses; (n + 1,) each."""
         x, s, q = self._outputs(losses), self.noise_multiplier, self.rate
-        zero, one = _normal_masses(x / s), _normal_masses((x - 1) / s)
-        upper = (1 - q) * zero + q * one
+        without, taken = _normal_masses(x / s), _normal_masses((x - 1) / s)
+        upper = (1 - q) * without + q * taken
         if self.relation == "replace_one":
-            return upper, (1 - q) * zero + q * _normal_masses((x + 1) / s)
-        return upper, zero
+            return upper, (1 - q) * without + q * _normal_masses((x + 1) / s)
+        return upper, without
 
-    def _grid(self, grid: float, tail: float, largest: float) -> tuple[int, np.ndarray]:
-        """The first index and the grid points that hold all but `tail` of the probability in both directions."""
-        reach = -float(special.ndtri(tail / 4)) * self.noise_multiplier
-        ends = self._losses(np.array([-reach - 1, reach + 1]))
+    def _grid_points(self, grid: float, tail: float, largest: float) -> tuple[int, np.ndarray]:
+        """The first index, and grid points that hold all but `tail` of the probability in both directions."""
+        farthest = -float(special.ndtri(tail / 4)) * self.noise_multiplier
+        ends = self._losses(np.array([-farthest - 1, farthest + 1]))
         first, last = np.clip(ends, -largest, largest) / grid
         first, last = math.floor(first), math.ceil(last)
         return first, np.arange(first, last + 1) * grid
@@ -122,11 +123,11 @@ class SampledGaussian:
         return s2 * ratio + 0.5
 
 
-Losses = Mapping[Any, int]  # StepLoss -> how many times
+Losses = Mapping[Any, int]  # StepLoss -> how many such steps
 
 
 def total_renyi(losses: Losses, orders: np.ndarray = renyi.ORDERS) -> np.ndarray:
-    """Upper bounds of the Renyi divergences of all steps together, shape (orders,); all Gaussians are one batch."""
+    """Upper bounds of the Renyi divergences of all steps together, (orders,). Gaussians are one batch, for speed."""
     total = np.zeros(len(orders))
     gaussians: dict[Relation, list[tuple[float, float, int]]] = defaultdict(list)
     for loss, count in losses.items():
@@ -136,17 +137,18 @@ def total_renyi(losses: Losses, orders: np.ndarray = renyi.ORDERS) -> np.ndarray
             total = total + count * loss.renyi(orders)
     for relation, rows in gaussians.items():
         sigmas, rates, counts = np.array(rows, np.float64).T
-        total = total + renyi.bill(sigmas, rates, counts, relation, orders)
+        total = total + renyi.schedule_rdp(sigmas, rates, counts, relation, orders)
     return total
 
 
-def spread(upper: np.ndarray, lower: np.ndarray, first: int, grid: float) -> Pmf:
-    """Connect-the-dots: the pmf on the grid that keeps both masses of every cell. Dominates the true pair, at
-    any grid.
+def dominating_pmf(upper: np.ndarray, lower: np.ndarray, first: int, grid: float) -> Pmf:
+    """Connect-the-dots: the pmf on the grid that keeps both masses of every cell. It dominates the true pair.
 
-    upper, lower: masses (n + 1,) below, between and above n grid points. The mass of a cell is shared between its two
-    ends so that the mass of `lower` is kept as well (Doroshenko et al. 2022, https://arxiv.org/abs/2207.04380). Written
-    in cell masses instead of differences of hockey-stick divergences it conserves probability to the last bit.
+    upper, lower: masses (n + 1,) below, between and above n grid points.
+
+    Proof for any grid: the mass of a cell is shared between its two ends so that the mass of `lower` is kept as well
+    (Doroshenko et al. 2022, https://arxiv.org/abs/2207.04380). This form uses cell masses instead of differences of
+    hockey-stick divergences, because they conserve probability to the last bit.
     """
     ends = _exponentials(first, len(upper) - 1, grid)
     cells = upper[1:-1]
@@ -160,12 +162,15 @@ def spread(upper: np.ndarray, lower: np.ndarray, first: int, grid: float) -> Pmf
     return Pmf(first, probabilities, float(upper[-1]) - top)
 
 
-def contracted(upper: np.ndarray, lower: np.ndarray, first: int, grid: float) -> Pmf:
-    """The other way: cells are merged around the grid points. Dominated by the true pair, at any grid.
+def dominated_pmf(upper: np.ndarray, lower: np.ndarray, first: int, grid: float) -> Pmf:
+    """The opposite: cells are merged around the grid points. The pmf is dominated by the true pair.
 
-    Each grid point takes a share of the cell below it and one of the cell above it such that their merged likelihood
-    ratio is at least that of the point; merging is post-processing, and rounding its loss down to the point is, too, a
-    lower bound. The shares balance up to the curvature of the density, so hardly anything is left to round.
+    upper, lower: as for `dominating_pmf`.
+
+    Proof for any grid: each grid point takes a share of the cell below it and a share of the cell above it, such that
+    their merged likelihood ratio is at least that of the point. Merging is post-processing. Rounding the merged loss
+    down to the point gives a lower bound too. The shares balance up to the curvature of the density, so little is left
+    to round.
     """
     points = _exponentials(first, len(upper) - 1, grid)
     cells, others = upper[1:-1], lower[1:-1]

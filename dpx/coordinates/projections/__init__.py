@@ -1,4 +1,16 @@
-"""Random projections: a gradient written in fewer, random coordinates. One kind is one pair of linear maps."""
+"""Random projections: a gradient written in fewer, random coordinates.
 
-from dpx.coordinates.projections.projection import ProjectionKind as ProjectionKind
-from dpx.coordinates.projections.projection import random_projection as random_projection
+projection   the coordinates, of the whole gradient or of groups of layers apart
+sketch       the record that every kind fills in
+gaussian     standard normals, the kind of the D2P2-SGD paper
+orthonormal  orthonormal columns, in blocks
+subset       some of the coordinates
+countsketch  coordinates with random signs, added up in buckets
+hadamard     rows of a Hadamard transform after random signs
+
+To add one: a file here, a line in `projection.SKETCHES` and in `projection.ProjectionKind`.
+"""
+
+from dpx.coordinates.projections.projection import ProjectionKind, random_projection
+
+__all__ = ["ProjectionKind", "random_projection"]

@@ -1,7 +1,7 @@
 """Count-sketch: coordinates with random signs, added up in p buckets (Charikar, Chen and Farach-Colton 2002).
 
-Coordinate i, in run k = i // p of p coordinates, goes to bucket (i + r_k) mod p, r_k uniform. Two coordinates share a
-bucket with probability at most 1/p, as under a random hash; but whole runs slide, and nothing is scattered.
+Coordinate i, in run k = i // p of p coordinates, is added to bucket (i + r_k) mod p, with r_k uniform. Two coordinates
+share a bucket with probability at most 1/p, as under a random hash, but whole runs are shifted, which needs no scatter.
 """
 
 import math
@@ -10,26 +10,29 @@ from collections.abc import Iterator, Sequence
 import jax
 import jax.numpy as jnp
 
-from dpx.coordinates.projections.kind import Kind, Parts, join, random_signs, sizes_of, transposed
+from dpx.coordinates.projections.sketch import Segments, Sketch, join, random_signs, sizes_of, transposed
 
-UNROLLED = 16  # runs; more of them are looped over
-PIECES = 8  # of a long run
-UNCUT = 1024  # coordinates
+# benchmarks/coordinates.py times the projection with these.
+UNROLLED = 16  # runs, each with code of its own; more runs are added in a loop, because compiling takes longer
+PIECES = 8  # pieces of a long run, so that what slides over the end, and needs memory beyond p, is an eighth of p
+UNCUT = 1024  # coordinates of the longest run that is one piece, because small pieces cost more than their memory
 
 
-def project(key: jax.Array, parts: Parts, rank: int) -> Parts:
-    size = sum(sizes_of(parts))
+def project(key: jax.Array, segments: Segments, rank: int) -> Segments:
+    size = sum(sizes_of(segments))
     runs = math.ceil(size / rank)
     sign_key, offset_key = jax.random.split(key)
     signs = random_signs(sign_key, size)
     offsets = jax.random.randint(offset_key, (runs,), 0, rank)
     if runs > UNROLLED:
-        return [_looped(join(parts) * signs, offsets, rank)]
-    # in place, piece by piece, as a batch of gradients is large; what slides over the end is folded back
+        return [_looped(join(segments) * signs, offsets, rank)]
+    # Pieces are added in place, because a batch of gradients is large. The end of a piece that reaches beyond bucket
+    # p - 1 is added to the first buckets.
     longest = min(rank, max(UNCUT, math.ceil(rank / PIECES)))
-    zero = 0 * next(part for part in parts if part.size)[0]  # known to be 0 only with the example: not made before it
+    # XLA computes this 0 from the example, so that it does not make the buckets of all examples before they are needed.
+    zero = 0 * next(segment for segment in segments if segment.size)[0]
     total = jnp.full(rank + longest, zero)
-    for start, piece in _pieces(parts, rank, longest):
+    for start, piece in _pieces(segments, rank, longest):
         bucket = ((offsets[start // rank] + start) % rank,)
         signed = piece * signs[start : start + piece.size]
         before = jax.lax.dynamic_slice(total, bucket, piece.shape)
@@ -42,25 +45,26 @@ def stretch(sizes: Sequence[int], rank: int) -> float:
     return math.sqrt(math.ceil(sum(sizes) / rank))
 
 
-def _pieces(parts: Parts, rank: int, longest: int) -> Iterator[tuple[int, jax.Array]]:
-    """(start, piece): the parts cut where runs end, and into pieces of at most `longest`."""
+def _pieces(segments: Segments, rank: int, longest: int) -> Iterator[tuple[int, jax.Array]]:
+    """(start, piece): the segments cut where runs end, and into pieces of at most `longest`."""
     start = 0
-    for part in parts:
+    for segment in segments:
         done = 0
-        while done < part.size:
-            length = min(part.size - done, longest, rank - start % rank)
-            yield start, part[done : done + length]
+        while done < segment.size:
+            length = min(segment.size - done, longest, rank - start % rank)
+            yield start, segment[done : done + length]
             start, done = start + length, done + length
 
 
 def _looped(signed: jax.Array, offsets: jax.Array, rank: int) -> jax.Array:
+    """The buckets, float32 (rank,), of a vector times its signs: one run at a time."""
     runs = jnp.pad(signed, (0, len(offsets) * rank - signed.size)).reshape(-1, rank)
 
     def add(total, run):
-        part, offset = run
-        return total + jnp.roll(part, offset), None
+        coordinates, offset = run
+        return total + jnp.roll(coordinates, offset), None
 
     return jax.lax.scan(add, jnp.zeros(rank), (runs, offsets))[0]
 
 
-COUNTSKETCH = Kind(project, transposed(project), stretch)
+COUNTSKETCH = Sketch(project, transposed(project), stretch)

@@ -1,4 +1,4 @@
-"""The paper's projection: A^T v / sqrt(p) with A a d x p matrix of standard normals, drawn in blocks of rows."""
+"""Gaussian: A^T v / sqrt(p) with A a d x p matrix of standard normals, drawn in blocks of the rows of A^T."""
 
 import math
 from collections.abc import Sequence
@@ -6,11 +6,11 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from dpx.coordinates.projections.kind import DRAWN_AT_ONCE, EXACT, Kind, Parts, join, split
+from dpx.coordinates.projections.sketch import DRAWN_AT_ONCE, EXACT, Segments, Sketch, join, split
 
 
-def project(key: jax.Array, parts: Parts, rank: int) -> Parts:
-    vector = join(parts)
+def project(key: jax.Array, segments: Segments, rank: int) -> Segments:
+    vector = join(segments)
 
     def block(_, number):
         return None, jnp.dot(_rows(key, number, vector.size, rank), vector, precision=EXACT)
@@ -19,20 +19,21 @@ def project(key: jax.Array, parts: Parts, rank: int) -> Parts:
     return [coordinates.reshape(-1)[:rank] / math.sqrt(rank)]
 
 
-def lift(key: jax.Array, coordinates: Parts, sizes: Sequence[int], rank: int) -> Parts:
+def lift(key: jax.Array, coordinates: Segments, sizes: Sequence[int], rank: int) -> Segments:
     size = sum(sizes)
 
     def block(total, numbered):
-        number, part = numbered
-        return total + jnp.dot(part, _rows(key, number, size, rank), precision=EXACT), None
+        number, chunk = numbered
+        return total + jnp.dot(chunk, _rows(key, number, size, rank), precision=EXACT), None
 
     blocks, height = _blocks(size, rank), _height(size, rank)
-    parts = jnp.pad(coordinates[0], (0, blocks * height - rank)).reshape(blocks, height)
-    total, _ = jax.lax.scan(block, jnp.zeros(size), (jnp.arange(blocks), parts))
+    chunks = jnp.pad(coordinates[0], (0, blocks * height - rank)).reshape(blocks, height)
+    total, _ = jax.lax.scan(block, jnp.zeros(size), (jnp.arange(blocks), chunks))
     return split(total / math.sqrt(rank), sizes)
 
 
 def _height(size: int, rank: int) -> int:
+    """How many rows of A^T, of d = `size` numbers each, are drawn at once."""
     return max(1, min(rank, DRAWN_AT_ONCE // size))
 
 
@@ -41,7 +42,8 @@ def _blocks(size: int, rank: int) -> int:
 
 
 def _rows(key: jax.Array, block: jax.Array, size: int, rank: int) -> jax.Array:
+    """One block of rows of A^T, float32 (height, size)."""
     return jax.random.normal(jax.random.fold_in(key, block), (_height(size, rank), size))
 
 
-GAUSSIAN = Kind(project, lift, stretch=None, encode_whole_batch=True)
+GAUSSIAN = Sketch(project, lift, stretch=None, encode_whole_batch=True)

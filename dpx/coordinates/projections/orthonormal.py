@@ -1,4 +1,4 @@
-"""Q^T v in blocks of about 64 coordinates, each with its own Haar-random Q, from a QR decomposition of Gaussians."""
+"""Orthonormal: Q^T v in blocks of about 64 coordinates, each with its own Haar-random Q, by QR of Gaussians."""
 
 import math
 from collections.abc import Sequence
@@ -7,15 +7,17 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dpx.coordinates.projections.kind import DRAWN_AT_ONCE, EXACT, Kind, Parts, join, split
+from dpx.coordinates.projections.sketch import DRAWN_AT_ONCE, EXACT, Segments, Sketch, join, split
 
-BLOCK = 64  # coordinates, more where there are fewer blocks than ranks
+BLOCK = 64  # coordinates of a block, or more: d / p of them, so that every block has a column
 
 
 class Blocks(NamedTuple):
-    """`count` blocks of `size` coordinates: the first `wide` with `columns` columns, the others with one fewer.
+    """How d coordinates are cut into blocks, and the columns of each block's Q.
 
-    They are drawn `together` at a time, in `chunks`; blocks from `count` on only fill the last chunk.
+    count: the number of blocks. size: the coordinates of each.
+    columns: of the first `wide` blocks; the others have one fewer.
+    together: the blocks that are drawn at once. chunks: how often; blocks from `count` on only fill the last chunk.
     """
 
     count: int
@@ -33,30 +35,32 @@ def blocks_of(size: int, rank: int) -> Blocks:
     return Blocks(count, block, columns, rank - (columns - 1) * count, together, math.ceil(count / together))
 
 
-def project(key: jax.Array, parts: Parts, rank: int) -> Parts:
-    vector = join(parts)
+def project(key: jax.Array, segments: Segments, rank: int) -> Segments:
+    vector = join(segments)
     blocks = blocks_of(vector.size, rank)
     padding = blocks.chunks * blocks.together * blocks.size - vector.size
     chunks = jnp.pad(vector, (0, padding)).reshape(blocks.chunks, blocks.together, blocks.size)
     return [_each_chunk("bsc,bs->bc", key, blocks, chunks)]
 
 
-def lift(key: jax.Array, coordinates: Parts, sizes: Sequence[int], rank: int) -> Parts:
+def lift(key: jax.Array, coordinates: Segments, sizes: Sequence[int], rank: int) -> Segments:
     blocks = blocks_of(sum(sizes), rank)
     chunks = coordinates[0].reshape(blocks.chunks, blocks.together, blocks.columns)
     return split(_each_chunk("bsc,bc->bs", key, blocks, chunks), sizes)
 
 
 def stretch(sizes: Sequence[int], rank: int) -> float:
-    """sqrt(block / columns) in the blocks with fewest columns; there, an isometry on its range but for this factor."""
+    """sqrt(size / columns) of the blocks with the fewest columns, where P is this factor times an orthonormal map."""
     blocks = blocks_of(sum(sizes), rank)
     return math.sqrt(blocks.size / (blocks.columns if blocks.wide == blocks.count else blocks.columns - 1))
 
 
 def _each_chunk(product: str, key: jax.Array, blocks: Blocks, chunks: jax.Array) -> jax.Array:
+    """An einsum of the matrices of every chunk with `chunks`, float32 (chunks, together, n), as one flat array."""
+
     def chunk(_, numbered):
-        number, part = numbered
-        return None, jnp.einsum(product, _matrices(key, blocks, number), part, precision=EXACT)
+        number, vectors = numbered
+        return None, jnp.einsum(product, _matrices(key, blocks, number), vectors, precision=EXACT)
 
     return jax.lax.scan(chunk, None, (jnp.arange(blocks.chunks), chunks))[1].reshape(-1)
 
@@ -72,4 +76,4 @@ def _matrices(key: jax.Array, blocks: Blocks, chunk: jax.Array) -> jax.Array:
     return q * jnp.where((numbers < blocks.wide)[:, None], wide[None], narrow[None])[:, None]
 
 
-ORTHONORMAL = Kind(project, lift, stretch, encode_whole_batch=True)
+ORTHONORMAL = Sketch(project, lift, stretch, encode_whole_batch=True)

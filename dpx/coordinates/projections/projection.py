@@ -1,4 +1,4 @@
-"""Random projections as coordinates: of the whole gradient, or of groups of layers apart."""
+"""Random projections as coordinates: of the whole gradient, or of each group of layers apart."""
 
 import math
 from collections.abc import Callable
@@ -9,17 +9,18 @@ import jax.numpy as jnp
 
 from dpx import keys
 from dpx._numbers import require_whole
+from dpx._stages import describe_groups
 from dpx.coordinates.projections.countsketch import COUNTSKETCH
 from dpx.coordinates.projections.gaussian import GAUSSIAN
 from dpx.coordinates.projections.hadamard import HADAMARD
-from dpx.coordinates.projections.kind import Kind, Parts
 from dpx.coordinates.projections.orthonormal import ORTHONORMAL
+from dpx.coordinates.projections.sketch import Segments, Sketch
 from dpx.coordinates.projections.subset import SUBSET
 from dpx.mechanism import Coordinates, Tree
 
 ProjectionKind = Literal["gaussian", "orthonormal", "subset", "countsketch", "hadamard"]
 
-KINDS: dict[str, Kind] = {
+SKETCHES: dict[str, Sketch] = {
     "gaussian": GAUSSIAN,
     "orthonormal": ORTHONORMAL,
     "subset": SUBSET,
@@ -27,9 +28,11 @@ KINDS: dict[str, Kind] = {
     "hadamard": HADAMARD,
 }
 
+ROUNDING = 1 + 1e-5  # a largest stretch is multiplied by this, because a projection rounded in float32 may exceed it
+
 
 class ProjectionState(NamedTuple):
-    """The step, int32: with the key, all that a projection depends on."""
+    """step: int32 (), the number of releases; with the key, all that a projection depends on."""
 
     step: jax.Array
 
@@ -46,86 +49,87 @@ def random_projection(
 
     In `in_coordinates(mechanism, random_projection(...))` every example is projected, then bounded: exact for any
     projection, so the bill is the mechanism's. P^T lifts without bias, and the lifted noise has, on average, the
-    variance it has without a projection. `clip_then_project` projects the clipped sum instead, once.
+    variance that it has without a projection. `clip_then_project` projects the clipped sum instead, once.
 
-    rank: p, at most d. reduction_rate: in its stead, 1 - p/d in [0, 1). An int or number is for the whole gradient as
-        one vector; a pytree prefix of the gradients projects each group (layer) apart.
+    rank: p, in [1, d]. reduction_rate: in its place, 1 - p/d in [0, 1). A number is for the whole gradient as one
+        vector; a pytree prefix of the gradients projects each group (layer) apart.
     kind: for one example, under the same draw for all:
         "gaussian"     A^T g / sqrt(p), A of standard normals (Achlioptas 2001): d p of them are drawn, in blocks, by
                        every encode and decode, and none stored. For small d p: at 550,000 coordinates, hours a step.
         "orthonormal"  in blocks of 64 coordinates, Haar-random orthonormal columns times sqrt(d/p)
-        "subset"       p of the coordinates times sqrt(d/p); supports_ghost_norms, so it keeps ghost norms
+        "subset"       p of the coordinates times sqrt(d/p); it only scales, so ghost norms are supported
         "countsketch"  coordinates with random signs, added up in p buckets; the cheapest that mixes
         "hadamard"     p rows of H / sqrt(b) after random signs, times sqrt(d/p), d padded to blocks of b <= 4096
-    every: for how many steps a draw is kept; None for one draw for ever.
+    every: the number of steps that a draw is kept; None for one draw for the whole run.
     key: its "projection" stream is used, with the step folded in: never the noise's.
 
     Raises ValueError for a rank outside [1, d] (above: while tracing), a rate outside [0, 1) or an unknown kind.
     """
-    return projection(rank, reduction_rate, kind, every, keys.stream(key, "projection"), bounded=False)
+    made = projection(rank, reduction_rate, kind, every, keys.stream(key, "projection"), bounded=False)
+    return made._replace(name=f"{made.name}; clip norm and noise are those of projected coordinates")
 
 
 def projection(rank, reduction_rate, kind: str, every: int | None, stream: jax.Array, *, bounded: bool) -> Coordinates:
     """`random_projection`. bounded: z is scaled so that no vector is lengthened, and the lift makes up for it."""
-    if kind not in KINDS:
-        raise ValueError(f"kind must be one of {', '.join(KINDS)}; got {kind!r}")
+    if kind not in SKETCHES:
+        raise ValueError(f"kind must be one of {', '.join(SKETCHES)}; got {kind!r}")
     every = None if every is None else require_whole("every", every)
-    sizes, rank_of, words = _ranks(rank, reduction_rate)
-    found = KINDS[kind]
+    ranks, rank_of, words = _ranks(rank, reduction_rate)
+    sketch = SKETCHES[kind]
+    stretch = sketch.stretch if bounded else None
 
-    def groups(function: Callable, state: ProjectionState, *trees: Tree) -> Tree:
+    def each_group(function: Callable, state: ProjectionState, *trees: Tree) -> Tree:
         draw = jax.random.fold_in(stream, 0 if every is None else state.step // every)
-        numbers = jax.tree.unflatten(jax.tree.structure(sizes), range(len(jax.tree.leaves(sizes))))
+        numbers = jax.tree.unflatten(jax.tree.structure(ranks), range(len(jax.tree.leaves(ranks))))
         return jax.tree.map(
-            lambda number, size, *parts: function(jax.random.fold_in(draw, number), size, *parts),
+            lambda number, rank, *groups: function(jax.random.fold_in(draw, number), rank, *groups),
             numbers,
-            sizes,
+            ranks,
             *trees,
         )
 
-    def settings(value, leaves) -> tuple[list[int], int, float]:
-        """The sizes of a group's layers, its rank, and what its coordinates are divided by."""
+    def dimensions(configured, leaves) -> tuple[list[int], int, float]:
+        """The sizes of a group's layers, its rank, and the divisor of its coordinates."""
         sizes = [math.prod(leaf.shape) for leaf in leaves]
-        rank = rank_of(value, sum(sizes))
-        if not bounded or found.stretch is None:
-            return sizes, rank, 1.0
-        return sizes, rank, (1 + 1e-5) * found.stretch(sizes, rank)  # a little more, for what float32 rounds up
+        rank = rank_of(configured, sum(sizes))
+        return sizes, rank, ROUNDING * stretch(sizes, rank) if stretch else 1.0
 
     def encode(grad, state):
-        def one(key, value, group):
+        def encode_group(key, configured, group):
             leaves, structure = jax.tree.flatten(group)
             if not leaves:
                 return group
-            _, rank, divisor = settings(value, leaves)
-            coordinates = found.project(key, [leaf.reshape(-1).astype(jnp.float32) for leaf in leaves], rank)
-            coordinates = [part / divisor for part in coordinates]
-            return _like(coordinates, leaves, structure) if found.supports_ghost_norms else coordinates
+            _, rank, divisor = dimensions(configured, leaves)
+            coordinates = sketch.project(key, [leaf.reshape(-1).astype(jnp.float32) for leaf in leaves], rank)
+            coordinates = [segment / divisor for segment in coordinates]
+            return _like(coordinates, leaves, structure) if sketch.supports_ghost_norms else coordinates
 
-        return groups(one, state, grad)
+        return each_group(encode_group, state, grad)
 
     def decode(released, state, like):
-        def one(key, value, group, shapes):
+        def decode_group(key, configured, group, shapes):
             leaves, structure = jax.tree.flatten(shapes)
             if not leaves:
                 return group
-            sizes, rank, divisor = settings(value, leaves)
-            coordinates = [part.reshape(-1) * divisor for part in jax.tree.leaves(group)]
-            return _like(found.lift(key, coordinates, sizes, rank), leaves, structure)
+            sizes, rank, divisor = dimensions(configured, leaves)
+            coordinates = [segment.reshape(-1) * divisor for segment in jax.tree.leaves(group)]
+            return _like(sketch.lift(key, coordinates, sizes, rank), leaves, structure)
 
-        return groups(one, state, released, like), ProjectionState(state.step + 1)
+        return each_group(decode_group, state, released, like), ProjectionState(state.step + 1)
 
     return Coordinates(
         init=lambda params: ProjectionState(jnp.zeros((), jnp.int32)),
         encode=encode,
         decode=decode,
-        name=f"{kind} projection to {words}",
-        supports_ghost_norms=found.supports_ghost_norms,
-        encode_whole_batch=found.encode_whole_batch,
+        name=f"{kind} projection to {words}" + (", divided by its largest stretch" if stretch else ""),
+        undo="lift by the transpose of the projection" + (", times its largest stretch" if stretch else ""),
+        supports_ghost_norms=sketch.supports_ghost_norms,
+        encode_whole_batch=sketch.encode_whole_batch,
     )
 
 
 def _ranks(rank, reduction_rate) -> tuple[Tree, Callable[[Any, int], int], str]:
-    """The configured values, how to read a rank from one and a size, and in words."""
+    """The configured numbers; (number, d) -> the rank; and the ranks in words."""
     if (rank is None) == (reduction_rate is None):
         raise ValueError(f"say either rank or reduction_rate; got rank={rank!r}, reduction_rate={reduction_rate!r}")
     values = reduction_rate if rank is None else rank
@@ -144,8 +148,12 @@ def _ranks(rank, reduction_rate) -> tuple[Tree, Callable[[Any, int], int], str]:
             raise ValueError(f"rank must be at most the number of coordinates, {size}; got {number}")
         return number
 
-    return values, rank_of, f"{1 - values:.3g} of the coordinates" if isinstance(values, float) else f"rank {values}"
+    if rank is None:
+        return values, rank_of, f"{describe_groups(values, lambda rate: f'{1 - rate:.3g}')} of the coordinates"
+    label = "rank" if jax.tree_util.all_leaves([values]) else "ranks"
+    return values, rank_of, f"{label} {describe_groups(values, str)}"
 
 
-def _like(parts: Parts, leaves: list, structure: Any) -> Tree:
-    return jax.tree.unflatten(structure, [part.reshape(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)])
+def _like(segments: Segments, leaves: list, structure: Any) -> Tree:
+    """The segments in the shapes of the leaves, as a tree."""
+    return jax.tree.unflatten(structure, [s.reshape(leaf.shape) for s, leaf in zip(segments, leaves, strict=True)])

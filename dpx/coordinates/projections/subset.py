@@ -1,4 +1,4 @@
-"""p of the d coordinates, uniformly at random."""
+"""Subset: p of the d coordinates, uniformly at random, times sqrt(d/p)."""
 
 import math
 from collections.abc import Sequence
@@ -7,23 +7,23 @@ import jax
 import jax.numpy as jnp
 
 from dpx.coordinates._selection import largest
-from dpx.coordinates.projections.kind import Kind, Parts, sizes_of, split
+from dpx.coordinates.projections.sketch import Segments, Sketch, sizes_of, split
 
 
-def chosen(key: jax.Array, sizes: Sequence[int], count: int) -> Parts:
-    """A uniformly random subset of exactly `count` coordinates, bool parts."""
+def chosen(key: jax.Array, sizes: Sequence[int], count: int) -> Segments:
+    """A uniformly random subset of exactly `count` coordinates: bool (size,) for each segment."""
     bits = split(jax.random.bits(key, (sum(sizes),), jnp.uint32), sizes)
     return largest(bits, jnp.int32(count))
 
 
-def project(key: jax.Array, parts: Parts, rank: int) -> Parts:
-    sizes = sizes_of(parts)
+def project(key: jax.Array, segments: Segments, rank: int) -> Segments:
+    sizes = sizes_of(segments)
     scale = stretch(sizes, rank)
     kept = chosen(key, sizes, rank)
-    return [part * jnp.where(where, scale, 0) for part, where in zip(parts, kept, strict=True)]
+    return [segment * jnp.where(mask, scale, 0) for segment, mask in zip(segments, kept, strict=True)]
 
 
-def lift(key: jax.Array, coordinates: Parts, sizes: Sequence[int], rank: int) -> Parts:
+def lift(key: jax.Array, coordinates: Segments, sizes: Sequence[int], rank: int) -> Segments:
     return project(key, coordinates, rank)
 
 
@@ -31,4 +31,4 @@ def stretch(sizes: Sequence[int], rank: int) -> float:
     return math.sqrt(sum(sizes) / rank)
 
 
-SUBSET = Kind(project, lift, stretch, supports_ghost_norms=True)
+SUBSET = Sketch(project, lift, stretch, supports_ghost_norms=True)

@@ -1,11 +1,19 @@
 """Ghost norms: the norms and the clipped sum of per-example gradients without the gradients, for any JAX loss.
 
-trace.py follows every parameter through the loss of one example; rules.py knows the layers whose gradients are products
-A^T B; norms.py has |A^T B|, shared.py that of a parameter used several times; plan.py chooses; engine.py runs. What
-cannot be followed keeps its per-example gradient.
+Goodfellow 2015 (https://arxiv.org/abs/1510.01799) has the norms of dense layers, Li et al. 2022
+(https://arxiv.org/abs/2110.05679) those of sequences and embeddings, Bu et al. 2023 (https://arxiv.org/abs/2210.00038)
+the sum from the same backward pass and a choice for each layer.
+
+The files build on each other. trace.py finds where the loss uses each parameter. rules.py knows the layers whose
+gradient is a product A^T B. norms.py computes |A^T B|, and shared.py the norm for a parameter that is used several
+times. ways.py has a record for each way to compute norm and sum, plan.py chooses one for each parameter, and engine.py
+runs the plan. A parameter that cannot be followed keeps its per-example gradients.
 
 As with per-example gradients, an example whose gradient has a norm above 2^63 contributes zero. Here it also does if a
 cotangent of a layer is above 2^63, or an input of a layer whose cotangent is not 0, even where their product is small.
+
+To add one: a layer is a rule in rules.py (`RULES`), and a way is a record in ways.py (`GHOST`). Both need a model in
+tests/test_ghost_zoo.py and a case in tests/test_ghost_hostile.py.
 """
 
 from dpx.gradients.ghost.engine import sum_contributions as sum_contributions

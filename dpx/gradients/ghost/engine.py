@@ -1,173 +1,151 @@
-"""The clipped sum of a batch by a plan: one forward and one backward pass, whatever the number of weights."""
+"""The clipped sum of a batch by a plan: a backward pass, norms, clip factors, weighted sums."""
 
-import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from dpx._contributions import in_range
 from dpx._ordering import compute_after
-from dpx.gradients.ghost import norms, shared, trace
-from dpx.gradients.ghost.plan import Plan
+from dpx.gradients.ghost import trace
+from dpx.gradients.ghost.plan import Choice, Plan
 from dpx.gradients.ghost.segments import map_segments
 from dpx.mechanism import Mechanism
 
-Tree = Any
+Tree = Any  # a pytree of arrays
 
-LARGEST_PATCHES, LOOPED_PATCHES = 2**21, 2**14  # numbers held at once without a loop, and in one
+# On a CPU, float32 numbers of convolution patches in memory at once: without a loop at most, and in one turn of a loop
+# (benchmarks/step.py, benchmarks/memory.py).
+UNLOOPED_PATCH_NUMBERS, LOOPED_PATCH_NUMBERS = 2**21, 2**14
+
+
+class Records(NamedTuple):
+    """Of every example, with the B examples on axis 0: what its norm and its contribution are computed from.
+
+    gradients: by parameter leaf, float32: the per-example gradients that are kept
+    inputs: by equation of a site, all operands of the equation
+    cotangents: by equation of a site, the gradient of the loss with respect to the output of the equation
+    """
+
+    gradients: dict[int, jax.Array]
+    inputs: dict[int, tuple[jax.Array, ...]]
+    cotangents: dict[int, jax.Array]
+
+    def of(self, leaf: int, choice: Choice):
+        """The records of one parameter leaf, as `ways.Way` reads them."""
+        if leaf in self.gradients:
+            return self.gradients[leaf]
+        equations = [site.use.equation for site in choice.uses.sites]
+        return [(self.inputs[equation], self.cotangents[equation]) for equation in equations]
 
 
 def sum_contributions(
     plan: Plan, mechanism: Mechanism, params: Tree, examples: Tree, state: Tree, included: jax.Array
 ) -> tuple[tuple[Tree, ...], jax.Array]:
-    """sum_i w(|z_i|) z_i for each weight, as `dpx.mechanism.sum_contributions` gives it, and the losses."""
-    weights, treedef = jax.tree.flatten(params)
-    followed = {leaf: choice.sites for leaf, choice in enumerate(plan.choices) if choice.sites}
-    stacked = {leaf: weights[leaf] for leaf, choice in enumerate(plan.choices) if choice.method == "gradient"}
-    outputs = {site.use.equation: _output(plan, site) for sites in followed.values() for site in sites}
-    scales = _scales(plan, mechanism, params, state)
+    """sum_i f(|z_i|) z_i for each factor f, as `dpx._contributions.sum_contributions` gives it, and the losses.
 
-    def one(example):
-        def value(differentiated, added):
-            inputs = [differentiated.get(leaf, weight) for leaf, weight in enumerate(weights)]
+    params: arrays. examples: arrays with the B examples on axis 0. state: of the mechanism. included: bool (B,).
+    Gives one sum for each factor, float32, like the encoded gradient of one example; and the losses (B,).
+    """
+    leaves, scales = jax.tree.leaves(params), _scales(plan, mechanism, params, state)
+    losses, records = _backward_pass(plan, leaves, examples)
+    norms, records = _norms(plan, leaves, records, scales)
+    factors, included = _clip_factors(plan, mechanism, norms, state, included)
+    records, sums = _zero_excluded(records, included), ()
+    for factor in factors:
+        factor = compute_after(sums, factor)  # one set of weighted cotangents in memory at a time
+        sums += (_weighted_sums(plan, leaves, records, factor, included, scales),)
+    return sums, losses
+
+
+def _backward_pass(plan: Plan, leaves: list[jax.Array], examples: Tree) -> tuple[jax.Array, Records]:
+    """The losses, (B,), and the records of the examples, by one forward and one backward pass."""
+    differentiated = {leaf: leaves[leaf] for leaf in plan.differentiated}
+    sites = [site for leaf in plan.followed for site in plan.choices[leaf].uses.sites]
+    outputs = {site.use.equation: plan.program.output(site.use.equation) for site in sites}
+
+    def of_one_example(example):
+        def loss(differentiated, added):
+            inputs = [differentiated.get(number, leaf) for number, leaf in enumerate(leaves)]
             return trace.evaluate(plan.program, inputs + jax.tree.leaves(example), added)
 
-        zeros = {number: jnp.zeros(aval.shape, aval.dtype) for number, aval in outputs.items()}
-        loss, pullback, inputs = jax.vjp(value, stacked, zeros, has_aux=True)
-        grads, cotangents = pullback(jnp.ones_like(loss))
-        return loss, {leaf: _float32(grad) for leaf, grad in grads.items()}, inputs, cotangents
+        zeros = {equation: jnp.zeros(output.shape, output.dtype) for equation, output in outputs.items()}
+        value, pullback, inputs = jax.vjp(loss, differentiated, zeros, has_aux=True)
+        grads, cotangents = pullback(jnp.ones_like(value))
+        grads = {leaf: grad.astype(jnp.float32) for leaf, grad in grads.items()}
+        return value, Records(grads, inputs, cotangents)
 
-    losses, *rows = jax.vmap(one)(examples)
+    losses, records = jax.vmap(of_one_example)(examples)
     # Norms and sums must read the same numbers: XLA may leave out a rounding to bfloat16 for one of two readers.
-    grads, inputs, cotangents = jax.tree.map(jax.lax.optimization_barrier, rows)
-    sizes = {}
-    for leaf, sites in followed.items():
+    return losses, jax.tree.map(jax.lax.optimization_barrier, records)
+
+
+def _norms(plan: Plan, leaves: list[jax.Array], records: Records, scales: dict[int, jax.Array]):
+    """The norms of the parameters' per-example gradients, float32 (B,), by leaf; and the records with the gradients
+    that were made for them and are kept."""
+    norms, gradients = {}, {}
+    for leaf in (*plan.followed, *plan.differentiated):
         choice = plan.choices[leaf]
-        rows = [(inputs[site.use.equation], cotangents[site.use.equation]) for site in sites]
-        if choice.method == "product":
-            grads[leaf], sizes[leaf] = _map(_product(sites[0], scales.get(leaf)), rows, sites, weights[leaf])
-        else:
-            sizes[leaf] = _map(_norm(choice, scales.get(leaf)), rows, sites, weights[leaf])
-    for leaf in stacked:
-        sizes[leaf] = jax.vmap(_scaled_norm(scales.get(leaf)))(grads[leaf])
+        function = choice.way.norm(choice.uses, scales.get(leaf))
+        kept, norms[leaf] = _map(function, records.of(leaf, choice), choice, leaves[leaf])
+        if kept is not None:
+            gradients[leaf] = kept
+    return norms, records._replace(gradients=gradients)
 
-    def weigh(sizes):
-        parts = [sizes.get(part.leaf, jnp.float32(0)) for part in plan.encoded]
-        found = mechanism.norm(jax.tree.unflatten(plan.structure, parts))
-        return found, mechanism.weigh(found, state)
 
-    found, factors = jax.vmap(weigh, axis_size=included.shape[0])(sizes)
-    included &= in_range(found)
+def _clip_factors(plan: Plan, mechanism: Mechanism, norms: dict[int, jax.Array], state: Tree, included: jax.Array):
+    """The mechanism's factors, each a tree of float32 (B,); and which examples contribute, bool (B,)."""
+
+    def of_one_example(norms):
+        leaf_norms = [norms.get(encoded.leaf, jnp.float32(0)) for encoded in plan.encoded]
+        whole = mechanism.norm(jax.tree.unflatten(plan.structure, leaf_norms))
+        return whole, mechanism.weigh(whole, state)
+
+    whole, factors = jax.vmap(of_one_example, axis_size=included.shape[0])(norms)
+    return factors, included & in_range(whole)
+
+
+def _weighted_sums(plan: Plan, leaves, records: Records, factor: Tree, included: jax.Array, scales) -> Tree:
+    """sum_i f_i z_i, float32, for the factor f, (B,) for each group of leaves."""
+    groups = jax.tree.unflatten(plan.structure, list(range(len(plan.encoded))))
+    spread = jax.tree.map(lambda f, group: jax.tree.map(lambda _: _zero_excluded(f, included), group), factor, groups)
+    sums = []
+    for encoded, f in zip(plan.encoded, jax.tree.leaves(spread), strict=True):
+        leaf, choice = encoded.leaf, plan.choices[encoded.leaf]
+        total = choice.way.weighted_sum(choice.uses, leaves[leaf].shape, records.of(leaf, choice), f)
+        sums.append(_scaled(total, scales.get(leaf)))
+    return jax.tree.unflatten(plan.structure, sums)
+
+
+def _zero_excluded(tree: Tree, included: jax.Array) -> Tree:
+    """`tree`, with the examples on axis 0, but 0 for those that do not contribute; whole numbers stay."""
 
     def select(rows):
         if not jnp.issubdtype(rows.dtype, jnp.floating):
             return rows
         return jnp.where(included.reshape(-1, *[1] * (rows.ndim - 1)), rows, 0)
 
-    grads = jax.tree.map(select, grads)
-    inputs, cotangents = jax.tree.map(select, inputs), jax.tree.map(select, cotangents)
-
-    def weighted_sum(leaf, factor):
-        shape = jax.ShapeDtypeStruct(weights[leaf].shape, jnp.float32)
-        sites = followed.get(leaf, ())
-        if leaf in grads:
-            rows = grads[leaf]
-            if rows.ndim == 2:  # most often a bias, whose weighted rows are made for the weights beside it anyway
-                factor, rows = jnp.ones_like(factor), factor[:, None] * rows
-            total = jnp.tensordot(factor, rows, 1, precision=norms.EXACT)
-            return _transpose(sites[0].arrange, shape, total) if sites else total
-        if not sites:
-            return jnp.zeros(shape.shape, jnp.float32)
-
-        def at(site):
-            rows, cotangent = inputs[site.use.equation], _float32(cotangents[site.use.equation])
-            cotangent = cotangent * factor.reshape(-1, *[1] * (cotangent.ndim - 1))
-            return _transpose(lambda w: jax.vmap(site.apply, (0, None))(rows, w), shape, cotangent)
-
-        return functools.reduce(jnp.add, map(at, sites))
-
-    def total(factor):
-        prefix = jax.tree.unflatten(plan.structure, list(range(len(plan.encoded))))
-        spread = jax.tree.map(lambda f, group: jax.tree.map(lambda _: select(f), group), factor, prefix)
-        sums = []
-        for part, f in zip(plan.encoded, jax.tree.leaves(spread), strict=True):
-            summed = weighted_sum(part.leaf, f)
-            sums.append(_scaled(summed, scales.get(part.leaf)))
-        return jax.tree.unflatten(plan.structure, sums)
-
-    sums = ()
-    for factor in factors:
-        sums += (total(compute_after(sums, factor)),)  # one set of weighted cotangents at a time
-    return sums, losses
+    return jax.tree.map(select, tree)
 
 
-def _scaled(total, scale):
-    """Frozen coordinates, which no norm counts, may have overflowed."""
+def _scaled(total: jax.Array, scale: jax.Array | None) -> jax.Array:
+    """A frozen coordinate, of scale 0, may have overflowed, because no norm counts it: it becomes 0, not NaN."""
     return total if scale is None else jnp.where(scale == 0, 0, total * scale)
 
 
-def _scaled_norm(scale):
-    """gradient -> its norm, scaled coordinate by coordinate."""
-    return lambda grad: norms.frobenius(grad if scale is None else grad * scale)
+def _map(function, records, choice: Choice, leaf: jax.Array):
+    """`jax.vmap(function)(records)`, in a loop where the patches of the whole batch do not fit in a CPU's cache."""
+    size, expands = jax.tree.leaves(records)[0].shape[0], sum(site.expands for site in choice.uses.sites)
+    # On several devices, the examples may be sharded over the axis that the loop would cut.
+    if jax.default_backend() == "cpu" and jax.device_count() == 1 and size * expands > UNLOOPED_PATCH_NUMBERS:
+        return map_segments(function, records, max(1, LOOPED_PATCH_NUMBERS // expands), leaf)
+    return jax.vmap(function)(records)
 
 
-def _product(site, scale):
-    """(inputs and cotangents at the one site) -> the gradient of one example, arranged, and its norm."""
-    # the barrier moves the elements once, not for every example
-    size = _scaled_norm(None if scale is None else jax.lax.optimization_barrier(site.arrange(scale)))
-
-    def both(rows):
-        grad = norms.product(*site.factors(*rows[0]))
-        return grad, size(grad)
-
-    return both
-
-
-def _norm(choice, scale):
-    """(inputs and cotangents at every site) -> the norm of one example's gradient."""
-
-    def size(rows):
-        if choice.method == "shared":
-            factors = [site.factors(*row) for site, row in zip(choice.sites, rows, strict=True)]
-            return shared.norm(choice.sharing, factors)
-        (site,), (row,) = choice.sites, rows
-        a, b = site.factors(*row)
-        if choice.method == "rows":
-            return norms.rows(a, b if scale is None else b * site.apply(row[0], scale).reshape(b.shape))
-        if choice.method == "outer":
-            return norms.outer(a, b, None if scale is None else site.arrange(scale))
-        return norms.gram(a, b)
-
-    return size
-
-
-def _map(function, rows, sites, weight):
-    """`function` over the examples; in a loop where the patches of the whole batch would not stay in a CPU's cache."""
-    size, expands = jax.tree.leaves(rows)[0].shape[0], sum(site.expands for site in sites)
-    alone = jax.default_backend() == "cpu" and jax.device_count() == 1  # else perhaps over the axis that would be cut
-    if alone and size * expands > LARGEST_PATCHES:
-        return map_segments(function, rows, max(1, LOOPED_PATCHES // expands), weight)
-    return jax.vmap(function)(rows)
-
-
-def _scales(plan, mechanism, params, state):
-    """The scale of each coordinate, for every leaf that has one."""
-    if not any(part.scaled for part in plan.encoded):
+def _scales(plan: Plan, mechanism: Mechanism, params: Tree, state: Tree) -> dict[int, jax.Array]:
+    """The scale of every coordinate, float32, for each leaf that the mechanism scales."""
+    if not any(encoded.scaled for encoded in plan.encoded):
         return {}
     ones = jax.tree.map(lambda p: jnp.ones(p.shape, jnp.float32), params)
     scales = jax.tree.leaves(mechanism.encode(ones, state))
-    return {part.leaf: scale for part, scale in zip(plan.encoded, scales, strict=True) if part.scaled}
-
-
-def _output(plan, site) -> Any:
-    return plan.program.equations[site.use.equation].jaxpr.outvars[0].aval
-
-
-def _transpose(linear, shape, cotangent):
-    (transposed,) = jax.linear_transpose(linear, shape)(cotangent)
-    return transposed
-
-
-def _float32(x):
-    return x.astype(jnp.float32)
+    return {encoded.leaf: scale for encoded, scale in zip(plan.encoded, scales, strict=True) if encoded.scaled}

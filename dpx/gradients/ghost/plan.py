@@ -1,4 +1,4 @@
-"""Which way every parameter's norm and sum are had, decided while tracing from shapes alone."""
+"""Chooses, from shapes at trace time, how each parameter's norms and clipped sum are computed."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -7,167 +7,147 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from dpx.gradients.ghost import rules, shared, trace
+from dpx.gradients.ghost import rules, shared, trace, ways
+from dpx.gradients.ghost.ways import Uses, Way
 from dpx.mechanism import Mechanism
 
-Tree = Any
-
-# What things cost in floating-point operations of a large product, measured on a CPU core.
-BYTE = 12.0  # moving a byte of fresh memory
-GRAM = 4.0  # an operation of a Gram matrix: they are small
-GRADIENT = 1.1  # an operation of a per-example gradient: dense layers,
-GRADIENT_CONVOLUTION = 4.0  # and convolutions, which become grouped ones
-
-METHODS = {
-    "outer": "norm from |a| |b|",
-    "gram": "norm from Gram matrices",
-    "product": "per-example product, kept for the sum",
-    "rows": "norm from the rows used",
-    "shared": "norm from Gram matrices of all its uses",
-    "gradient": "per-example gradients",
-    "unused": "has no gradient",
-    "dropped": "not trained",
-}
+Tree = Any  # a pytree of arrays
 
 
-class Encoded(NamedTuple):
-    """One leaf of what the mechanism's `encode` gives: parameter leaf `leaf`, unchanged or scaled."""
+class EncodedLeaf(NamedTuple):
+    """One leaf of the mechanism's encoded gradient.
+
+    leaf: number of the one parameter leaf that it depends on, and whose shape it has
+    scaled: bool, False if it is the gradient of that leaf unchanged, True if `encode` multiplies every element by a
+        number
+    """
 
     leaf: int
     scaled: bool
 
 
 class Choice(NamedTuple):
-    """sites: where the parameter is used, if it is followed; sharing: how several of them meet."""
+    """How the norms and the clipped sum of one parameter are computed, and why.
 
-    method: str
+    uses: where the loss uses the parameter, if `way` needs the inputs and cotangents there
+    """
+
+    way: Way
     reason: str = ""
-    sites: tuple[rules.Site, ...] = ()
-    sharing: shared.Sharing | None = None
+    uses: Uses = Uses()
 
 
 class Plan(NamedTuple):
+    """program: the loss of one example. choices: one for each parameter leaf.
+
+    encoded: the leaves of the mechanism's encoded gradient. structure: its treedef.
+    """
+
     program: trace.Program
-    choices: tuple[Choice, ...]  # per parameter leaf
-    encoded: tuple[Encoded, ...]
-    structure: Any  # the treedef of what `encode` gives
+    choices: tuple[Choice, ...]
+    encoded: tuple[EncodedLeaf, ...]
+    structure: Any
 
     @property
-    def follows(self) -> bool:
-        """Whether any parameter takes another way than per-example gradients."""
-        return any(choice.sites for choice in self.choices)
+    def followed(self) -> list[int]:
+        """The leaves whose norms are computed from inputs and cotangents."""
+        return [leaf for leaf, choice in enumerate(self.choices) if choice.uses.sites]
+
+    @property
+    def differentiated(self) -> list[int]:
+        """The leaves whose per-example gradients the backward pass computes."""
+        kept = [leaf for leaf, choice in enumerate(self.choices) if choice.way.keeps_gradients]
+        return [leaf for leaf in kept if leaf not in self.followed]
 
 
 def make_plan(
     loss: Callable, mechanism: Mechanism, params: Tree, example: Tree, state: Tree, *, force: bool
 ) -> Plan | str:
-    """The plan, or why the mechanism needs whole per-example gradients. force: follow whatever can be, at any cost."""
-    if not mechanism.supports_ghost_norms:
-        return "the mechanism's coordinates mix the coordinates of a gradient"
-    found = _encoded(mechanism, params, state)
-    if isinstance(found, str):
-        return found
-    encoded, structure = found
-    program, weights = trace.trace(loss, params, example), jax.tree.leaves(params)
-    scaled = {part.leaf: part.scaled for part in encoded}
+    """The plan for `loss(params, example)`, or why the mechanism needs whole per-example gradients.
 
-    def choose(leaf, uses):
+    params, example, state: arrays or their shapes. force: bool, True to follow every parameter that can be followed,
+    at any cost.
+    """
+    if not mechanism.supports_ghost_norms:
+        return "the mechanism mixes the coordinates of a gradient"
+    encoding = _encoding(mechanism, params, state)
+    if isinstance(encoding, str):
+        return encoding
+    encoded, structure = encoding
+    program, leaves = trace.trace(loss, params, example), jax.tree.leaves(params)
+    scaled = {encoded_leaf.leaf: encoded_leaf.scaled for encoded_leaf in encoded}
+
+    def choose(leaf: int, uses: tuple[trace.Use, ...]) -> Choice:
         if leaf not in scaled:
-            return Choice("dropped")
+            return Choice(ways.NOT_TRAINED)
         if not uses:
-            return Choice("unused")
-        sites = []
-        for use in uses:
-            site = rules.recognize(use, program.equations)
-            if isinstance(site, str):
-                return Choice("gradient", site)
-            sites.append(site)
-        if len(sites) == 1:
-            return cheapest(sites[0], scaled=scaled[leaf], force=force)
-        if scaled[leaf]:
-            return Choice("gradient", f"used {len(uses)} times, under a mask or a scale")
-        return several(tuple(sites), weights[leaf].shape, force=force)
+            return Choice(ways.UNUSED, "the loss does not use it")
+        sites = _follow(uses, program, leaves[leaf].shape, scaled=scaled[leaf])
+        if isinstance(sites, str):
+            return Choice(ways.GRADIENT, sites)
+        return _cheapest(sites, scaled=scaled[leaf], force=force)
 
     choices = tuple(choose(leaf, uses) for leaf, uses in enumerate(program.uses))
-    if not trace.differentiates(program, weights + jax.tree.leaves(example)):
+    if not trace.differentiates(program, leaves + jax.tree.leaves(example)):
         return "a custom derivative closes over values of the loss"
     return Plan(program, choices, encoded, structure)
 
 
-def cheapest(site: rules.Site, *, scaled: bool, force: bool) -> Choice:
-    costs = estimate(site, scaled=scaled)
-    if force:
-        costs.pop("gradient")
-    method = min(costs, key=lambda name: costs[name])
-    if method == "gradient":
-        return Choice("gradient", "cheaper than following it")
-    return Choice(method, sites=(site,))
+def _follow(uses: tuple[trace.Use, ...], program: trace.Program, shape: tuple[int, ...], *, scaled: bool) -> Uses | str:
+    """The sites of a parameter of this shape, or why it cannot be followed."""
+    sites = []
+    for use in uses:
+        site = rules.recognize(use, program.equations)
+        if isinstance(site, str):
+            return site
+        sites.append(site)
+    if len(sites) == 1:
+        return Uses(tuple(sites))
+    if scaled:
+        return f"used {len(sites)} times, and the mechanism masks or scales it"
+    sharing = shared.find_sharing(tuple(sites), shape)
+    return sharing if isinstance(sharing, str) else Uses(tuple(sites), sharing)
 
 
-def several(sites: tuple[rules.Site, ...], shape: tuple[int, ...], *, force: bool) -> Choice:
-    """For a parameter used more than once."""
-    sharing = shared.find_sharing(sites, shape)
-    if isinstance(sharing, str):
-        return Choice("gradient", sharing)
-    sums = sum(2.0 * site.sizes[1] * (site.sizes[3] if site.lookup else _weight(site)) for site in sites)
-    gradient = sum(estimate(site, scaled=False)["gradient"] for site in sites)
-    if not force and gradient < shared.cost(sharing, GRAM) + sums:
-        return Choice("gradient", "cheaper than following it")
-    return Choice("shared", sites=sites, sharing=sharing)
+def _cheapest(uses: Uses, *, scaled: bool, force: bool) -> Choice:
+    candidates = ways.GHOST if force else (ways.GRADIENT, *ways.GHOST)
+    costs = {way: cost for way in candidates if (cost := way.cost(uses, scaled)) is not None}
+    way = min(costs, key=lambda way: costs[way])
+    if way is ways.GRADIENT:
+        return Choice(way, "cheaper than ghost norms")
+    return Choice(way, uses=uses)
 
 
-def _weight(site: rules.Site) -> int:
-    groups, _, fan_in, fan_out = site.sizes
-    return groups * fan_in * fan_out
-
-
-def estimate(site: rules.Site, *, scaled: bool) -> dict[str, float]:
-    """The cost for one example of each way that is right for this site: norm and sum, in floating-point operations."""
-    groups, positions, fan_in, fan_out = site.sizes
-    weight = _weight(site)
-    once = 2.0 * positions * weight  # the gradient, or its sum over the examples
-    stored = 3 * 4 * BYTE * weight  # a per-example gradient written, read for the norm, read for the sum
-    if site.lookup:
-        width = positions * fan_out
-        return {"rows": 2.0 * positions * width + 4 * BYTE * 2 * width, "gradient": stored}
-    again = GRADIENT_CONVOLUTION if site.expands else GRADIENT
-    costs = {"gradient": again * once + stored}
-    if positions == 1:
-        costs["outer"] = once + (weight if scaled else groups * (fan_in + fan_out)) * 2.0
-    if not scaled:
-        squares = groups * positions * positions
-        costs["gram"] = 2.0 * GRAM * squares * (fan_in + fan_out) + 4 * BYTE * (2 * squares + site.expands) + once
-    if site.expands or positions > 1:
-        costs["product"] = once + stored + 4 * BYTE * site.expands
-    return costs
-
-
-def _encoded(mechanism: Mechanism, params: Tree, state: Tree) -> tuple[tuple[Encoded, ...], Any] | str:
-    """What `encode` makes of every leaf, read from its equations."""
+def _encoding(mechanism: Mechanism, params: Tree, state: Tree) -> tuple[tuple[EncodedLeaf, ...], Any] | str:
+    """The leaves of the encoded gradient and its treedef, read from the equations of `encode`; or why ghost norms do
+    not fit them."""
     grad = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), params)
     closed, out = jax.make_jaxpr(mechanism.encode, return_shape=True)(grad, state)
-    leaves = len(jax.tree.leaves(grad))
-    depends = {var: {leaf} for leaf, var in enumerate(closed.jaxpr.invars[:leaves])}
+    count = len(jax.tree.leaves(grad))
+    depends = {var: {leaf} for leaf, var in enumerate(closed.jaxpr.invars[:count])}
     for equation in closed.jaxpr.eqns:
         of = set().union(*(depends.get(v, set()) for v in equation.invars if not isinstance(v, core.Literal)))
         depends.update(dict.fromkeys(equation.outvars, of))
     encoded = []
-    for var, out_shape in zip(closed.jaxpr.outvars, map(jnp.shape, jax.tree.leaves(out)), strict=True):
+    for var, shape in zip(closed.jaxpr.outvars, map(jnp.shape, jax.tree.leaves(out)), strict=True):
         of = set() if isinstance(var, core.Literal) else depends.get(var, set())
         if len(of) != 1:
-            return "a coordinate of the mechanism is not one parameter's"
+            return "a coordinate of the mechanism does not depend on exactly one parameter"
         (leaf,) = of
         source: Any = closed.jaxpr.invars[leaf]
-        if out_shape != source.aval.shape:
+        if shape != source.aval.shape:
             return "a coordinate of the mechanism has another shape than its parameter"
-        encoded.append(Encoded(leaf, scaled=var is not source))
-    if len({part.leaf for part in encoded}) != len(encoded):
+        encoded.append(EncodedLeaf(leaf, scaled=var is not source))
+    if len({encoded_leaf.leaf for encoded_leaf in encoded}) != len(encoded):
         return "a parameter has several coordinates in the mechanism"
     return tuple(encoded), jax.tree.structure(out)
 
 
 class Explanation(NamedTuple):
-    """rows: (parameter, way, reason) for every parameter; `str` is a table of them."""
+    """How `private_grad` computes the norms of every parameter; `str` is a table of it.
+
+    rows: (parameter, way, reason) for every parameter leaf; the reason is "" where there is nothing to add
+    """
 
     rows: tuple[tuple[str, str, str], ...]
 
@@ -177,9 +157,9 @@ class Explanation(NamedTuple):
 
 
 def explain(plan: Plan | str, params: Tree) -> Explanation:
-    """The plan in words, a row for every parameter; a plan that is only a reason means the same for all."""
+    """The plan in words; a plan that is only a reason means per-example gradients for every parameter."""
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-    choices = [Choice("gradient", plan)] * len(paths) if isinstance(plan, str) else plan.choices
+    choices = [Choice(ways.GRADIENT, plan)] * len(paths) if isinstance(plan, str) else plan.choices
     return Explanation(
-        tuple((path, METHODS[choice.method], choice.reason) for path, choice in zip(paths, choices, strict=True))
+        tuple((path, choice.way.words, choice.reason) for path, choice in zip(paths, choices, strict=True))
     )

@@ -1,6 +1,8 @@
-"""The layers whose gradients are products: what went in, A, times the gradient of what came out, B.
+"""The layers whose gradient is a product A^T B of the input A of the layer and the cotangent B of its output.
 
-A rule reads one equation of one example and gives a `Site`, or why there is none. To add a layer, add a rule.
+A rule reads one equation of the loss of one example. It gives a `Site`, or the reason why there is none.
+To add one: a rule here and its primitive in `RULES`, a model in tests/test_ghost_zoo.py, and a case in
+tests/test_ghost_hostile.py.
 """
 
 import math
@@ -14,32 +16,34 @@ from jax import lax
 from dpx.gradients.ghost.norms import EXACT
 from dpx.gradients.ghost.trace import Equation, Use, through
 
-LONGEST_KERNEL = 128  # taps along the axes of a kernel; more would make too large a program
+LONGEST_KERNEL = 128  # sum of the taps along the axes of a kernel; each is a slice, and many slices compile slowly
 
 
 class Site(NamedTuple):
-    """Where one parameter W enters linearly: y = apply(inputs, W). Everything in float32.
+    """One use of a parameter W where the loss is linear in it: y = apply(inputs, W), with the cotangent dy of y.
 
-    sizes:   (K, T, I, O): groups, positions, inputs and outputs of one position
-    apply:   (inputs, W) -> y, the equation again
-    factors: (inputs, dy) -> A (K, T, I), B (K, T, O) with arrange(dL/dW) = A^T B; for a lookup, rows (T,) and B (T, O)
-    arrange: W -> (K, I, O), moving its elements
-    expands: the elements of A that are not in the inputs: 0, or those of the patches of a convolution
+    sizes:    (K, T, I, O): groups, positions, inputs and outputs of one position
+    apply:    (inputs, W) -> y: the equation in float32. inputs: all operands of the equation
+    matrices: (inputs, dy) -> A (K, T, I) and B (K, T, O), float32, with arrange(dL/dW) = A^T B. For a lookup, in place
+              of A the indices of the rows, int32 (T,), negative where no row is read, and B (T, O)
+    arrange:  W -> (K, I, O): the same elements in the order of A^T B
+    lookup:   bool, True if the equation reads rows of W by their index
+    expands:  int, how many elements A has if they are not elements of the inputs (the patches of a convolution); else 0
     """
 
     use: Use
     sizes: tuple[int, int, int, int]
     apply: Callable
-    factors: Callable
+    matrices: Callable
     arrange: Callable
     lookup: bool = False
     expands: int = 0
 
 
 def recognize(use: Use, equations: tuple[Equation, ...]) -> Site | str:
-    """The site of a use, or why the parameter cannot be followed there."""
+    """The site of a use, or the reason why the parameter cannot be followed there."""
     if use.equation < 0:
-        return "it is the loss itself"
+        return "the loss is the parameter itself"
     equation = equations[use.equation]
     name = equation.jaxpr.primitive.name
     if name not in RULES:
@@ -49,7 +53,7 @@ def recognize(use: Use, equations: tuple[Equation, ...]) -> Site | str:
         return f"used in {name} with operands that are not real numbers"
     site = RULES[name](use, equation.jaxpr)
     if isinstance(site, Site) and 0 in site.sizes:
-        return f"used in {name} on nothing"
+        return f"used in {name} on an array without elements"
     return site
 
 
@@ -62,7 +66,7 @@ def _float32(x: jax.Array) -> jax.Array:
 
 
 def _dense(use: Use, equation) -> Site | str:
-    """dot_general of data and W, with any contracted, batch and free axes."""
+    """dot_general of data and W, with any contracted, batch and free axes: a dense layer."""
     weight, data = use.operand, 1 - use.operand
     contracted, batch = equation.params["dimension_numbers"]
     shapes = [operand.aval.shape for operand in equation.invars]
@@ -81,7 +85,7 @@ def _dense(use: Use, equation) -> Site | str:
         dimensions = equation.params["dimension_numbers"]
         return lax.dot_general(*operands, dimensions, precision=EXACT, preferred_element_type=jnp.float32)
 
-    def factors(inputs, dy):
+    def matrices(inputs, dy):
         a = _float32(inputs[data]).transpose(*batch[data], *free(data), *contracted[data])
         dy = _float32(dy)
         if weight == 1:
@@ -93,7 +97,7 @@ def _dense(use: Use, equation) -> Site | str:
     def arrange(w):
         return w.transpose(*batch[weight], *contracted[weight], *free(weight)).reshape(groups, fan_in, fan_out)
 
-    return _site(use, (groups, positions, fan_in, fan_out), apply, factors, arrange)
+    return _site(use, (groups, positions, fan_in, fan_out), apply, matrices, arrange)
 
 
 def _convolution(use: Use, equation) -> Site | str:
@@ -118,7 +122,7 @@ def _convolution(use: Use, equation) -> Site | str:
         )
 
     def patches(x):
-        """(images, *spatial, features) -> (groups, positions, taps * features_in), an axis after the other."""
+        """(images, *spatial, features) -> (groups, positions, taps * features_in), by slices along each axis."""
         dilation, stride = params["rhs_dilation"], params["window_strides"]
         padding = [(low, high, d - 1) for (low, high), d in zip(params["padding"], params["lhs_dilation"], strict=True)]
         x = lax.pad(x, jnp.float32(0), [(0, 0, 0), *padding, (0, 0, 0)])
@@ -130,7 +134,7 @@ def _convolution(use: Use, equation) -> Site | str:
         x = x.reshape(positions, math.prod(taps), groups, features_in)
         return x.transpose(2, 0, 1, 3).reshape(groups, positions, fan_in)
 
-    def factors(inputs, dy):
+    def matrices(inputs, dy):
         x = _float32(inputs[0]).transpose(lhs[0], *lhs[2:], lhs[1])
         b = _float32(dy).transpose(out[0], *out[2:], out[1]).reshape(positions, groups, features_out)
         return patches(x), b.transpose(1, 0, 2)
@@ -139,13 +143,13 @@ def _convolution(use: Use, equation) -> Site | str:
         w = w.transpose(*rhs[2:], rhs[1], rhs[0]).reshape(math.prod(taps), features_in, groups, features_out)
         return w.transpose(2, 0, 1, 3).reshape(groups, fan_in, features_out)
 
-    return _site(use, (groups, positions, fan_in, features_out), apply, factors, arrange)._replace(
+    return _site(use, (groups, positions, fan_in, features_out), apply, matrices, arrange)._replace(
         expands=groups * positions * fan_in
     )
 
 
 def _gather(use: Use, equation) -> Site | str:
-    """Whole rows of a table, by number: an embedding."""
+    """Whole rows of a table, by their index: an embedding."""
     params, table = equation.params, equation.invars[0].aval.shape
     numbers, indices = params["dimension_numbers"], equation.invars[1].aval.shape
     count, positions, width = table[0] if table else 0, math.prod(indices[:-1]), math.prod(table[1:])
@@ -157,14 +161,14 @@ def _gather(use: Use, equation) -> Site | str:
         and numbers.offset_dims == tuple(range(len(indices) - 1, len(indices) - 1 + len(table) - 1))
     )
     if not whole_rows:
-        return "used in a gather that does not take whole rows by their number"
+        return "used in a gather that does not take whole rows by their index"
 
     def apply(inputs, w):
         return lax.gather(
             w, inputs[1], numbers, params["slice_sizes"], mode=params["mode"], fill_value=0, unique_indices=False
         )
 
-    def factors(inputs, dy):
+    def matrices(inputs, dy):
         row = inputs[1].reshape(-1)
         last = min(count - 1, jnp.iinfo(row.dtype).max)
         if params["mode"] == lax.GatherScatterMode.CLIP:
@@ -175,35 +179,35 @@ def _gather(use: Use, equation) -> Site | str:
     def arrange(w):
         return w.reshape(1, count, width)
 
-    return _site(use, (1, positions, count, width), apply, factors, arrange)._replace(lookup=True)
+    return _site(use, (1, positions, count, width), apply, matrices, arrange)._replace(lookup=True)
 
 
 def _slice_at(use: Use, equation) -> Site | str:
-    """One block of W at a place that the data chooses."""
+    """One block of W, whose start the data chooses."""
     if use.operand != 0:
-        return "used in dynamic_slice as a place"
+        return "used in dynamic_slice as a start"
     block, whole = math.prod(equation.params["slice_sizes"]), equation.invars[0].aval.size
 
     def apply(inputs, w):
-        sizes = equation.params["slice_sizes"]  # of places that are counted from the start already
+        sizes = equation.params["slice_sizes"]  # starts below 0 have been replaced by an equation before this one
         return lax.dynamic_slice(w, inputs[1:], sizes, allow_negative_indices=False)
 
-    def factors(inputs, dy):
+    def matrices(inputs, dy):
         del inputs
         return jnp.zeros(1, jnp.int32), _float32(dy).reshape(1, block)
 
     def arrange(w):
         return w.reshape(1, 1, whole)
 
-    return _site(use, (1, 1, 1, block), apply, factors, arrange)._replace(lookup=True)
+    return _site(use, (1, 1, 1, block), apply, matrices, arrange)._replace(lookup=True)
 
 
-def _site(use, sizes, apply, factors, arrange) -> Site:
+def _site(use, sizes, apply, matrices, arrange) -> Site:
     return Site(
         use,
         sizes,
         apply=lambda inputs, w: apply(inputs, through(use.view, w)),
-        factors=factors,
+        matrices=matrices,
         arrange=lambda w: arrange(through(use.view, w)),
     )
 

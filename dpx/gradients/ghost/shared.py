@@ -1,11 +1,14 @@
-"""A parameter used several times: its gradient is a sum of products, sum_u G_u with G_u = A_u^T B_u, whose norm needs
+"""The norm for a parameter that the loss uses several times, as a tied embedding.
 
-<G_u, G_v> = sum_st (a_us . a_vt)(b_us . b_vt)      for every pair of uses.
+Its gradient is a sum over the uses u, sum_u G_u with G_u = A_u^T B_u. Its norm needs, for every pair of uses,
 
-That holds where both uses see the elements of the parameter alike; where one sees them transposed (tied embeddings),
-B_v takes the place of A_v; where they see different elements, the product is 0. Anything else is not followed.
+    <G_u, G_v> = sum_st (a_us . a_vt)(b_us . b_vt).
+
+This holds where both uses see the elements of the parameter alike. Where one sees them transposed, B_v takes the place
+of A_v, and A_v that of B_v. Where they see different elements, the product is 0. Other pairs are not followed.
 """
 
+import enum
 import functools
 import itertools
 from collections.abc import Mapping
@@ -18,11 +21,22 @@ import numpy as np
 from dpx.gradients.ghost.norms import TINY, in_range, inner, terms, uncancelled, unit
 from dpx.gradients.ghost.rules import Site
 
-SAME, SWAPPED, APART = "same", "swapped", "apart"
+
+class Relation(enum.Enum):
+    """How a second group of uses sees the elements that a first one sees."""
+
+    SAME = enum.auto()
+    TRANSPOSED = enum.auto()
+    DISJOINT = enum.auto()
 
 
-class Part(NamedTuple):
-    """Uses that see the parameter alike, by number, and so are one use at the positions of all."""
+class UseGroup(NamedTuple):
+    """Uses that see the elements of the parameter alike: they count as one use at the positions of all of them.
+
+    sites: numbers of the uses
+    sizes: (K, T, I, O) as of a `Site`; T counts the positions of all of them
+    lookup: bool, True if the uses look up rows of the parameter
+    """
 
     sites: tuple[int, ...]
     sizes: tuple[int, int, int, int]
@@ -30,94 +44,109 @@ class Part(NamedTuple):
 
 
 class Sharing(NamedTuple):
-    """parts, and for pairs (i, j), i < j, of parts how the second sees the elements of the first."""
+    """How the uses of one parameter see its elements.
 
-    parts: tuple[Part, ...]
-    relations: Mapping[tuple[int, int], str]
+    relations: for each pair (i, j) of groups, i < j
+    """
+
+    use_groups: tuple[UseGroup, ...]
+    relations: Mapping[tuple[int, int], Relation]
 
 
 def find_sharing(sites: tuple[Site, ...], shape: tuple[int, ...]) -> Sharing | str:
-    """How the uses of a parameter of this shape meet, or why that cannot be followed."""
+    """How the uses of a parameter of this shape see its elements, or why the parameter cannot be followed."""
     with jax.ensure_compile_time_eval():
         elements = jnp.arange(np.prod(shape, dtype=int), dtype=jnp.int32).reshape(shape)
         seen = [np.asarray(site.arrange(elements)) for site in sites]
-    groups: dict[tuple, list[int]] = {}
+    by_view: dict[tuple, list[int]] = {}
     for number, (site, view) in enumerate(zip(sites, seen, strict=True)):
         kernels, _, fan_in, fan_out = site.sizes
         if view.shape != (kernels, fan_in, fan_out):
-            return f"used {len(sites)} times, once at a place that the data chooses"
-        groups.setdefault((site.lookup, view.shape, view.tobytes()), []).append(number)
-    parts, relations = [], {}
-    for (lookup, (kernels, fan_in, fan_out), _), numbers in groups.items():
+            return f"used {len(sites)} times, once at an index that the data chooses"
+        by_view.setdefault((site.lookup, view.shape, view.tobytes()), []).append(number)
+    use_groups, relations = [], {}
+    for (lookup, (kernels, fan_in, fan_out), _), numbers in by_view.items():
         positions = sum(sites[number].sizes[1] for number in numbers)
-        parts.append(Part(tuple(numbers), (kernels, positions, fan_in, fan_out), lookup))
-    for i, j in itertools.combinations(range(len(parts)), 2):
-        relation = _relation(seen[parts[i].sites[0]], seen[parts[j].sites[0]])
+        use_groups.append(UseGroup(tuple(numbers), (kernels, positions, fan_in, fan_out), lookup))
+    for i, j in itertools.combinations(range(len(use_groups)), 2):
+        relation = _relation(seen[use_groups[i].sites[0]], seen[use_groups[j].sites[0]])
         if relation is None:
-            return f"used {len(sites)} times, differently"
+            return f"used {len(sites)} times, by views that overlap in part"
         relations[i, j] = relation
-    return Sharing(tuple(parts), relations)
+    return Sharing(tuple(use_groups), relations)
 
 
-def _relation(one: np.ndarray, other: np.ndarray) -> str | None:
-    if np.array_equal(one, other):
-        return SAME
-    if np.array_equal(one, other.transpose(0, 2, 1)):
-        return SWAPPED
-    return APART if np.intersect1d(one, other).size == 0 else None
+def _relation(first: np.ndarray, second: np.ndarray) -> Relation | None:
+    if np.array_equal(first, second):
+        return Relation.SAME
+    if np.array_equal(first, second.transpose(0, 2, 1)):
+        return Relation.TRANSPOSED
+    return Relation.DISJOINT if np.intersect1d(first, second).size == 0 else None
 
 
-def cost(sharing: Sharing, gram: float) -> float:
-    """Floating-point operations of the norm for one example; gram: what one of a Gram matrix costs."""
+def gram_operations(sharing: Sharing) -> float:
+    """Floating-point operations of the Gram matrices of the norm for one example."""
     total = 0.0
-    for i, j in itertools.combinations_with_replacement(range(len(sharing.parts)), 2):
-        one, other = sharing.parts[i], sharing.parts[j]
-        if sharing.relations.get((i, j)) == APART:
+    for i, j in itertools.combinations_with_replacement(range(len(sharing.use_groups)), 2):
+        first, second = sharing.use_groups[i], sharing.use_groups[j]
+        if sharing.relations.get((i, j)) is Relation.DISJOINT:
             continue
-        kernels, positions, fan_in, fan_out = one.sizes
-        width = fan_out if one.lookup or other.lookup else fan_in + fan_out  # a lookup costs nothing to multiply
-        total += 2 * gram * kernels * positions * other.sizes[1] * width
+        kernels, positions, fan_in, fan_out = first.sizes
+        # A lookup multiplies only its B: to compare or to take indices costs nothing beside that.
+        width = fan_out if first.lookup or second.lookup else fan_in + fan_out
+        total += 2 * kernels * positions * second.sizes[1] * width
     return total
 
 
-def norm(sharing: Sharing, factors: list[tuple[jax.Array, jax.Array]]) -> jax.Array:
-    """|sum_u A_u^T B_u| of one example, by the factors of every use; as in `norms.gram`, not underestimated."""
-    measured = []
-    for part in sharing.parts:
-        a = jnp.concatenate([factors[number][0] for number in part.sites], axis=0 if part.lookup else 1)
-        bs = [factors[number][1] for number in part.sites]
-        b = jnp.concatenate(bs, axis=0)[None] if part.lookup else jnp.concatenate(bs, axis=1)
-        b, size = unit(jnp.where((a >= 0)[None, :, None], b, 0) if part.lookup else b)
-        if part.lookup:
-            size_a = jnp.ones_like(size)
-        else:
-            a, size_a = unit(a)
-        measured.append((a, b, in_range(size_a, size)))
-    largest = functools.reduce(jnp.maximum, (jnp.max(size, initial=0) for _, _, size in measured), TINY)
-    sides = [(a, b * (size / largest)) for a, b, size in measured]  # as `norms.balanced`, over all uses
+def norm(sharing: Sharing, matrices: list[tuple[jax.Array, jax.Array]]) -> jax.Array:
+    """|sum_u A_u^T B_u| of one example, float32 (), with a bound on its rounding error as in `norms.gram`.
+
+    matrices: A_u and B_u of every use, as a `Site` gives them.
+    """
+    sides, size = _balanced_sides(sharing, matrices)
     squared, diagonals = jnp.float32(0), jnp.float32(0)
     for i, (a, b) in enumerate(sides):
         for j in range(i, len(sides)):
-            relation = SAME if i == j else sharing.relations[i, j]
-            if relation == APART:
+            relation = Relation.SAME if i == j else sharing.relations[i, j]
+            if relation is Relation.DISJOINT:
                 continue
-            left, right = sides[j] if relation == SAME else sides[j][::-1]
+            left, right = sides[j] if relation is Relation.SAME else sides[j][::-1]
             grams = _gram(a, left) * _gram(b, right)
             squared += (1 if i == j else 2) * jnp.sum(jnp.sum(grams, -1))
             if i == j:
                 diagonals += jnp.sum(jnp.sqrt(jnp.diagonal(grams, 0, 1, 2)))
     longest = max(terms(a.shape[-1]) + terms(b.shape[-1]) if a.ndim > 1 else terms(b.shape[-1]) for a, b in sides)
-    positions = sum(part.sizes[1] for part in sharing.parts)
-    return largest * uncancelled(squared, diagonals**2, terms=longest + 2 * positions)
+    positions = sum(group.sizes[1] for group in sharing.use_groups)
+    return size * uncancelled(squared, diagonals**2, terms=longest + 2 * positions)
 
 
-def _gram(one: jax.Array, other: jax.Array) -> jax.Array:
-    """(K, S, T) of the products of the rows of (K, S, n) and (K, T, n); (S,) stands for rows of 0 with a 1 there."""
-    if one.ndim == other.ndim == 1:
-        return ((one[:, None] == other[None, :]) & (one >= 0)[:, None]).astype(jnp.float32)[None]
-    if one.ndim == 1:
-        picked = jnp.take(other, one, axis=2, mode="fill", fill_value=0)
-        return jnp.where(one >= 0, picked, 0).transpose(0, 2, 1)
-    if other.ndim == 1:
-        return _gram(other, one).transpose(0, 2, 1)
-    return inner(one, other)
+def _balanced_sides(sharing: Sharing, matrices: list[tuple[jax.Array, jax.Array]]):
+    """A and B of every group, rescaled as in `norms.balanced`, and the one size by which all products are divided."""
+    measured = []
+    for group in sharing.use_groups:
+        a = jnp.concatenate([matrices[number][0] for number in group.sites], axis=0 if group.lookup else 1)
+        bs = [matrices[number][1] for number in group.sites]
+        b = jnp.concatenate(bs, axis=0)[None] if group.lookup else jnp.concatenate(bs, axis=1)
+        b, size = unit(jnp.where((a >= 0)[None, :, None], b, 0) if group.lookup else b)
+        if group.lookup:
+            size_a = jnp.ones_like(size)
+        else:
+            a, size_a = unit(a)
+        measured.append((a, b, in_range(size_a, size)))
+    largest = functools.reduce(jnp.maximum, (jnp.max(size, initial=0) for _, _, size in measured), TINY)
+    return [(a, b * (size / largest)) for a, b, size in measured], largest
+
+
+def _gram(left: jax.Array, right: jax.Array) -> jax.Array:
+    """The inner products, float32 (K, S, T), of the rows of (K, S, n) and (K, T, n).
+
+    Indices, int (S,), stand for the rows (1, S, n) of a one-hot matrix; a negative one for a row of zeros.
+    """
+    if left.ndim == right.ndim == 1:
+        return ((left[:, None] == right[None, :]) & (left >= 0)[:, None]).astype(jnp.float32)[None]
+    if left.ndim == 1:
+        picked = jnp.take(right, left, axis=2, mode="fill", fill_value=0)
+        return jnp.where(left >= 0, picked, 0).transpose(0, 2, 1)
+    if right.ndim == 1:
+        return _gram(right, left).transpose(0, 2, 1)
+    return inner(left, right)

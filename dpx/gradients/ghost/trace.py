@@ -1,6 +1,6 @@
-"""The loss of one example as a flat list of equations, and where each parameter meets other values.
+"""The loss of one example as a flat list of equations, and the equations that use each parameter.
 
-A parameter is followed through views (equations that only move its elements) to its uses (everything else).
+A parameter is followed through views, which are equations that only move its elements, to its uses, all others.
 """
 
 from collections.abc import Callable
@@ -11,9 +11,10 @@ import jax.core
 import jax.numpy as jnp
 from jax.extend import core
 
-Tree = Any
+Tree = Any  # a pytree of arrays
 
-# Equations of one operand that move elements, or drop some, but never copy one: they keep the norm of a cotangent.
+# Equations of one operand that move elements, or drop some, but never copy one. So the norm of a cotangent is the same
+# on both sides of them.
 VIEWS = {"reshape", "transpose", "squeeze", "expand_dims", "convert_element_type", "copy", "rev", "slice"} | {
     "broadcast_in_dim",
     "sharding_constraint",
@@ -26,7 +27,10 @@ class Constant(NamedTuple):
 
 
 class Equation(NamedTuple):
-    """inputs: values by number, or constants; outputs: by number."""
+    """One equation of the jaxpr; values have numbers.
+
+    inputs: numbers of the operands, or constants. outputs: numbers of the results
+    """
 
     jaxpr: core.JaxprEqn
     inputs: tuple[int | Constant, ...]
@@ -42,7 +46,11 @@ class Equation(NamedTuple):
 
 
 class Use(NamedTuple):
-    """Parameter `leaf`, seen through `view`, is operand `operand` of equation `equation` (-1: the loss itself)."""
+    """Parameter leaf number `leaf` is operand number `operand` of equation number `equation`.
+
+    view: the equations that move its elements before, in order
+    equation: -1 if the parameter is the loss itself
+    """
 
     leaf: int
     view: tuple[core.JaxprEqn, ...]
@@ -51,15 +59,22 @@ class Use(NamedTuple):
 
 
 class Program(NamedTuple):
-    """Values 0, 1, ... are the leaves of the parameters, then those of the example."""
+    """The loss of one example. Values 0, 1, ... are the leaves of the parameters, then those of the example.
+
+    loss: number of its value. uses: of each parameter leaf
+    """
 
     equations: tuple[Equation, ...]
     loss: int | Constant
-    uses: tuple[tuple[Use, ...], ...]  # per parameter leaf
+    uses: tuple[tuple[Use, ...], ...]
+
+    def output(self, equation: int) -> Any:
+        """The shape and the dtype of the first output of an equation."""
+        return self.equations[equation].jaxpr.outvars[0].aval
 
 
 def trace(loss: Callable, params: Tree, example: Tree) -> Program:
-    """The program of `loss(params, example)`; both may hold shapes only. Raises ValueError if it is no real scalar."""
+    """The program of `loss(params, example)`, of arrays or shapes. Raises ValueError unless that is one real number."""
     closed, out = jax.make_jaxpr(loss, return_shape=True)(params, example)
     if not (hasattr(out, "shape") and out.shape == () and jnp.issubdtype(out.dtype, jnp.floating)):
         raise ValueError(f"loss must return one real number for one example, got {out}")
@@ -72,7 +87,10 @@ def trace(loss: Callable, params: Tree, example: Tree) -> Program:
 
 
 def evaluate(program: Program, inputs: list, added: dict[int, jax.Array]) -> tuple[jax.Array, dict[int, tuple]]:
-    """The loss, with `added[e]` added to the output of equation e; also gives the operands of those equations."""
+    """The loss, and the operands of the equations in `added`.
+
+    added: array to add to the output of an equation, by its number. The loss's gradient in it is the cotangent there
+    """
     values = dict(enumerate(inputs))
     seen = {}
     for number, equation in enumerate(program.equations):
@@ -86,8 +104,10 @@ def evaluate(program: Program, inputs: list, added: dict[int, jax.Array]) -> tup
 
 
 def differentiates(program: Program, inputs: list) -> bool:
-    """Whether the equations say all. A custom derivative made inside the loss is traced only when it is used; values of
-    the loss that it closes over are then what is left of an old trace.
+    """Whether the program can be differentiated.
+
+    It cannot where a custom derivative, defined inside the loss, closes over a value of the loss: JAX traces the
+    derivative later, when that value is a tracer of a trace that has ended.
     """
     known = {id(i.value) for equation in program.equations for i in equation.inputs if isinstance(i, Constant)}
     real = {n: x for n, x in enumerate(inputs[: len(program.uses)]) if jnp.issubdtype(jnp.result_type(x), jnp.floating)}
@@ -102,15 +122,17 @@ def differentiates(program: Program, inputs: list) -> bool:
     return not any(isinstance(value, jax.core.Tracer) and id(value) not in known for value in constants)
 
 
-def through(view: tuple[core.JaxprEqn, ...], weight: jax.Array) -> jax.Array:
-    """`weight` as its use sees it, in its own dtype."""
+def through(view: tuple[core.JaxprEqn, ...], leaf: jax.Array) -> jax.Array:
+    """`leaf` as its use sees it, in its own dtype."""
     for equation in view:
         if equation.primitive.name != "convert_element_type":
-            weight = equation.primitive.bind(weight, **equation.params)
-    return weight
+            leaf = equation.primitive.bind(leaf, **equation.params)
+    return leaf
 
 
 class _Tracer:
+    """Walks a jaxpr: numbers its values, and collects views and uses of the parameters."""
+
     def __init__(self, *, leaves: int, inputs: int):
         self.equations: list[Equation] = []
         self.views: dict[Any, tuple[int, tuple]] = {leaf: (leaf, ()) for leaf in range(leaves)}
@@ -128,7 +150,7 @@ class _Tracer:
         return [read(v) for v in jaxpr.outvars]
 
     def add(self, equation, inputs):
-        """Appends one equation, or those of its body where a parameter goes into a call. Gives its outputs."""
+        """Appends one equation, or those of its body if it calls a function of a parameter; returns its outputs."""
         followed = [i for i, value in enumerate(inputs) if isinstance(value, int) and value in self.views]
         body = equation.params.get(CALLS.get(equation.primitive.name, ""))
         if followed and isinstance(body, core.ClosedJaxpr):

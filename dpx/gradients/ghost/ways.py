@@ -1,0 +1,252 @@
+"""The ways to compute the norms of one parameter's per-example gradients, and their clipped sum: one record for each.
+
+To add one: a record here and its name in `GHOST`, a model that takes it in tests/test_ghost_zoo.py, and a case in
+tests/test_ghost_hostile.py.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from dpx.gradients.ghost import norms, shared
+from dpx.gradients.ghost.rules import Site
+
+# Costs are counted in floating-point operations of a large product, on one CPU core (benchmarks/step.py).
+OPERATIONS_PER_BYTE = 12.0  # to move one byte of fresh memory
+GRAM_SLOWDOWN = 4.0  # of an operation of a Gram matrix, because these are small
+DENSE_GRADIENT_SLOWDOWN = 1.1  # of an operation of a per-example gradient of a dense layer
+CONVOLUTION_GRADIENT_SLOWDOWN = 4.0  # and of a convolution, because `jax.vmap` makes it a grouped one
+
+
+class Uses(NamedTuple):
+    """Where the loss uses a parameter.
+
+    sites: one for each use; none where the parameter is not followed
+    sharing: how several sites see the elements of the parameter; None for one site
+    """
+
+    sites: tuple[Site, ...] = ()
+    sharing: shared.Sharing | None = None
+
+
+Record = Any  # of one example: [(inputs, cotangent) at each site], or its gradient, float32, if there are no sites
+
+
+class Way(NamedTuple):
+    """How to compute, for one parameter, the norms of its per-example gradients and their sum with clip factors.
+
+    words: for `explain`
+    cost: (uses, scaled) -> operations for one example, norm and sum; None where the way would be wrong. scaled: bool,
+        whether the mechanism scales the coordinates of the parameter
+    norm: (uses, scale) -> (record -> (gradient, norm)), for one example. scale: float32, of the parameter's shape, or
+        None. gradient: float32, what is kept for the sum, without `scale`, or None. norm: float32 (), with `scale`
+    weighted_sum: (uses, shape, records, factors) -> float32, of the parameter's shape, without `scale`. records: with
+        the B examples on axis 0; the gradients that `norm` kept, if it did. factors: float32 (B,)
+    keeps_gradients: bool, True if the gradients of all examples of a microbatch are in memory
+    """
+
+    words: str
+    cost: Callable[[Uses, bool], float | None]
+    norm: Callable[[Uses, jax.Array | None], Callable[[Record], tuple[jax.Array | None, jax.Array]]]
+    weighted_sum: Callable[[Uses, tuple[int, ...], Record, jax.Array], jax.Array]
+    keeps_gradients: bool = False
+
+
+def _outer_cost(uses: Uses, scaled: bool) -> float | None:
+    site = _only_site(uses, lookup=False)
+    if site is None or site.sizes[1] != 1:
+        return None
+    groups, _, fan_in, fan_out = site.sizes
+    return _sum_cost(site) + (_parameter_size(site) if scaled else groups * (fan_in + fan_out)) * 2.0
+
+
+def _outer_norm(uses: Uses, scale: jax.Array | None):
+    def of_one_example(record):
+        (site,), (row,) = uses.sites, record
+        a, b = site.matrices(*row)
+        return None, norms.outer(a, b, None if scale is None else site.arrange(scale))
+
+    return of_one_example
+
+
+def _gram_cost(uses: Uses, scaled: bool) -> float | None:
+    site = _only_site(uses, lookup=False)
+    if site is None or scaled:
+        return None
+    groups, positions, fan_in, fan_out = site.sizes
+    squares = groups * positions * positions
+    bytes_written = 4 * (2 * squares + site.expands)
+    return 2.0 * GRAM_SLOWDOWN * squares * (fan_in + fan_out) + OPERATIONS_PER_BYTE * bytes_written + _sum_cost(site)
+
+
+def _gram_norm(uses: Uses, scale: jax.Array | None):
+    del scale  # see the cost
+
+    def of_one_example(record):
+        (site,), (row,) = uses.sites, record
+        return None, norms.gram(*site.matrices(*row))
+
+    return of_one_example
+
+
+def _product_cost(uses: Uses, scaled: bool) -> float | None:
+    del scaled
+    site = _only_site(uses, lookup=False)
+    if site is None or not (site.expands or site.sizes[1] > 1):
+        return None
+    return _sum_cost(site) + _gradient_memory_cost(site) + OPERATIONS_PER_BYTE * 4 * site.expands
+
+
+def _product_norm(uses: Uses, scale: jax.Array | None):
+    (site,) = uses.sites
+    # the barrier moves the elements once, instead of once for every example
+    size = _scaled_norm(None if scale is None else jax.lax.optimization_barrier(site.arrange(scale)))
+
+    def of_one_example(record):
+        grad = norms.product(*site.matrices(*record[0]))
+        return grad, size(grad)
+
+    return of_one_example
+
+
+def _product_sum(uses: Uses, shape: tuple[int, ...], records: jax.Array, factors: jax.Array) -> jax.Array:
+    total = jnp.tensordot(factors, records, 1, precision=norms.EXACT)
+    return _transpose(uses.sites[0].arrange, shape, total)
+
+
+def _rows_cost(uses: Uses, scaled: bool) -> float | None:
+    del scaled
+    site = _only_site(uses, lookup=True)
+    if site is None:
+        return None
+    _, positions, _, fan_out = site.sizes
+    numbers = positions * fan_out
+    return 2.0 * positions * numbers + OPERATIONS_PER_BYTE * 4 * 2 * numbers
+
+
+def _rows_norm(uses: Uses, scale: jax.Array | None):
+    def of_one_example(record):
+        (site,), (row,) = uses.sites, record
+        indices, b = site.matrices(*row)
+        return None, norms.rows(indices, b if scale is None else b * site.apply(row[0], scale).reshape(b.shape))
+
+    return of_one_example
+
+
+def _shared_cost(uses: Uses, scaled: bool) -> float | None:
+    if uses.sharing is None or scaled:
+        return None
+    sums = sum(2.0 * site.sizes[1] * site.sizes[3] if site.lookup else _sum_cost(site) for site in uses.sites)
+    return shared.gram_operations(uses.sharing) * GRAM_SLOWDOWN + sums
+
+
+def _shared_norm(uses: Uses, scale: jax.Array | None):
+    del scale  # see the cost
+
+    def of_one_example(record):
+        assert uses.sharing is not None
+        return None, shared.norm(
+            uses.sharing, [site.matrices(*row) for site, row in zip(uses.sites, record, strict=True)]
+        )
+
+    return of_one_example
+
+
+def _cotangent_sum(uses: Uses, shape: tuple[int, ...], records: list, factors: jax.Array) -> jax.Array:
+    """The parameter's gradient of the whole batch, by the weighted cotangents of every site."""
+
+    def at(site, record):
+        inputs, cotangents = record[0], record[1].astype(jnp.float32)
+        cotangents = cotangents * factors.reshape(-1, *[1] * (cotangents.ndim - 1))
+        return _transpose(lambda w: jax.vmap(site.apply, (0, None))(inputs, w), shape, cotangents)
+
+    return functools.reduce(jnp.add, map(at, uses.sites, records))
+
+
+def _gradient_cost(uses: Uses, scaled: bool) -> float:
+    del scaled
+
+    def at(site):
+        if site.lookup:
+            return _gradient_memory_cost(site)
+        slowdown = CONVOLUTION_GRADIENT_SLOWDOWN if site.expands else DENSE_GRADIENT_SLOWDOWN
+        return slowdown * _sum_cost(site) + _gradient_memory_cost(site)
+
+    return sum(map(at, uses.sites))
+
+
+def _gradient_norm(uses: Uses, scale: jax.Array | None):
+    del uses
+    size = _scaled_norm(scale)
+    return lambda grad: (grad, size(grad))
+
+
+def _gradient_sum(uses: Uses, shape: tuple[int, ...], records: jax.Array, factors: jax.Array) -> jax.Array:
+    del uses, shape
+    if records.ndim == 2:  # most often a bias: XLA computes its weighted rows for the matrix beside it anyway
+        factors, records = jnp.ones_like(factors), factors[:, None] * records
+    return jnp.tensordot(factors, records, 1, precision=norms.EXACT)
+
+
+def _only_site(uses: Uses, *, lookup: bool) -> Site | None:
+    """The site of a parameter that is used once; None if there are several, or it is a lookup where none is wanted."""
+    site = uses.sites[0]
+    return site if len(uses.sites) == 1 and site.lookup == lookup else None
+
+
+def _parameter_size(site: Site) -> int:
+    groups, _, fan_in, fan_out = site.sizes
+    return groups * fan_in * fan_out
+
+
+def _sum_cost(site: Site) -> float:
+    """Operations of A^T B: of one gradient, or of one example's share of their sum."""
+    return 2.0 * site.sizes[1] * _parameter_size(site)
+
+
+def _gradient_memory_cost(site: Site) -> float:
+    """Operations while a per-example gradient is written, read for the norm and read for the sum."""
+    return 3 * 4 * OPERATIONS_PER_BYTE * _parameter_size(site)
+
+
+def _scaled_norm(scale: jax.Array | None):
+    """gradient -> its norm, scaled coordinate by coordinate."""
+    return lambda grad: norms.frobenius(grad if scale is None else grad * scale)
+
+
+def _transpose(linear: Callable, shape: tuple[int, ...], cotangent: jax.Array) -> jax.Array:
+    """The transpose of a linear function of float32 arrays of this shape."""
+    (transposed,) = jax.linear_transpose(linear, jax.ShapeDtypeStruct(shape, jnp.float32))(cotangent)
+    return transposed
+
+
+def _no_cost(uses: Uses, scaled: bool) -> float:
+    del uses, scaled
+    return 0.0
+
+
+def _no_norm(uses: Uses, scale: jax.Array | None):
+    del uses, scale
+    return lambda record: (None, jnp.float32(0))
+
+
+def _no_sum(uses: Uses, shape: tuple[int, ...], records: Record, factors: jax.Array) -> jax.Array:
+    del uses, records, factors
+    return jnp.zeros(shape, jnp.float32)
+
+
+OUTER = Way("norm from |input| |cotangent|", _outer_cost, _outer_norm, _cotangent_sum)
+GRAM = Way("norm from Gram matrices", _gram_cost, _gram_norm, _cotangent_sum)
+PRODUCT = Way(
+    "per-example gradients from inputs and cotangents", _product_cost, _product_norm, _product_sum, keeps_gradients=True
+)
+ROWS = Way("norm from the rows looked up", _rows_cost, _rows_norm, _cotangent_sum)
+SHARED = Way("norm from Gram matrices of all uses", _shared_cost, _shared_norm, _cotangent_sum)
+GRADIENT = Way("per-example gradients", _gradient_cost, _gradient_norm, _gradient_sum, keeps_gradients=True)
+UNUSED = Way("no gradient", _no_cost, _no_norm, _no_sum)
+NOT_TRAINED = UNUSED._replace(words="not trained")
+
+GHOST = (OUTER, GRAM, PRODUCT, ROWS, SHARED)  # those that need no gradient from the backward pass
