@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install demo check test lint mutants clean
+.PHONY: install demo quick check test lint mutants clean
 
 install: .venv/installed
 
@@ -38,8 +38,10 @@ CHECKED := tests/test_layout.py tests/test_mutants.py tests/test_keys.py tests/t
 CASES := test_layout or test_mutants or test_keys or -dp_sgd] or secrecy[dp_sgd] \
 	or (test_accounting_recorded and (gaussian or nested)) \
 	or [dense] or [deep] or [convolution] or [embedding] or [tied_weights] or [layer_norm] or [used_in_a_scan]
-check: lint
+quick: install
 	$(PYTEST) $(CHECKED) -k "$(CASES)"
+
+check: lint quick
 
 # Puts deliberate faults into the library, one at a time, and says which of them no test notices: ten to thirty minutes.
 mutants: install
