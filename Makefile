@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install demo check test lint mutants clean
+.PHONY: install demo quick check test lint mutants clean
 
 install: .venv/installed
 
@@ -22,9 +22,9 @@ lint: install
 	$(BIN)/basedpyright
 
 # A process on every core, so one thread each; what one has compiled, the others need not. Most of the time is compiling:
-# without optimizations, and without the emitters that take a third of it (tests/compiling.py: where they are put back).
+# without optimizations, and without the emitters that take a third of it (tests/compiling.py).
 PYTEST := OMP_NUM_THREADS=1 JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.venv/compiled JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 \
-	JAX_DISABLE_MOST_OPTIMIZATIONS=1 XLA_FLAGS=--xla_cpu_use_fusion_emitters=false \
+	JAX_DISABLE_MOST_OPTIMIZATIONS=1 \
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadgroup
 
 test: lint
@@ -38,8 +38,10 @@ CHECKED := tests/test_layout.py tests/test_mutants.py tests/test_keys.py tests/t
 CASES := test_layout or test_mutants or test_keys or from_catalog or docs_list or -dp_sgd] or secrecy[dp_sgd] \
 	or (test_accounting_recorded and (gaussian or nested)) \
 	or [dense] or [deep] or [convolution] or [embedding] or [tied_weights] or [layer_norm] or [used_in_a_scan]
-check: lint
+quick: install
 	$(PYTEST) $(CHECKED) -k "$(CASES)"
+
+check: lint quick
 
 # Puts deliberate faults into the library, one at a time, and says which of them no test notices: ten to thirty minutes.
 mutants: install

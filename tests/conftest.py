@@ -1,10 +1,14 @@
 """The strictest jax: no silent rank or dtype promotion. (optax's Adam needs dtype promotion: see `promoting`.)"""
 
 import gc
+import os
 
 import jax
 import pytest
 
+from tests.compiling import FLAGS
+
+os.environ.setdefault("XLA_FLAGS", FLAGS)  # which the first computation reads
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 

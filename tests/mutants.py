@@ -33,7 +33,6 @@ ROOT = Path(__file__).parents[1]
 COPIED = ("dpx", "tests", "examples", "docs", "benchmarks", "pyproject.toml", "README.md")
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
-    "XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false",
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     "JAX_COMPILATION_CACHE_DIR": str(Path(tempfile.gettempdir()) / "dpx-mutants-compiled"),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
