@@ -31,8 +31,9 @@ test: lint
 	rm -rf .venv/compiled
 	$(PYTEST)
 
-# While editing: every line of the contract for dp_sgd, the layers that ghost norms know best, the bills of Gaussians and of
-# mixed events, the table of imports, the keys, every line of the contract for what is new in the catalog, and whether every deliberate fault still fits its file.
+# While editing: every line of the contract for dp_sgd and for what is new in the catalog, the layers that ghost norms know
+# best, the bills of Gaussians and of mixed events, the table of imports, the keys, and whether every deliberate fault still
+# fits its file.
 CHECKED := tests/test_layout.py tests/test_mutants.py tests/test_keys.py tests/test_contract.py tests/test_ghost_zoo.py \
 	tests/test_accounting_recorded.py
 CASES := test_layout or test_mutants or test_keys or from_catalog or docs_list or -dp_sgd] or secrecy[dp_sgd] \
