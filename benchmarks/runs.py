@@ -60,6 +60,6 @@ def summary(results: list[dict[str, Any]]) -> str:
 
 
 def described(choice: dict[str, Any]) -> str:
-    """What was chosen, in words."""
+    """The choice in words."""
     numbers = {name: f"{value:.3g}" if isinstance(value, float) else value for name, value in choice.items()}
     return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in numbers.items()) or "as the network"

@@ -15,7 +15,7 @@ FRAMEWORKS = {"jax": "jax_rows", "torch": "torch_rows"}  # the package to import
 
 
 class Session:
-    """What a worker answers."""
+    """The answer of a worker."""
 
     def __init__(self, framework: str):
         self.module: Any = importlib.import_module(f"benchmarks.{FRAMEWORKS[framework]}")

@@ -51,7 +51,7 @@ def folder_of(runs: Path, setting: str, seed: int) -> Path:
 
 
 def finished(runs: Path, setting: str) -> list[dict]:
-    """What result.json says of each finished run."""
+    """The contents of result.json of each finished run."""
     files = [folder_of(runs, setting, seed) / "result.json" for seed in SEEDS]
     return [json.loads(file.read_text()) for file in files if file.is_file()]
 

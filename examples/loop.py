@@ -25,7 +25,7 @@ MOST_EVALUATIONS = 40
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
-    """What came out. `seconds` are of this process: a resumed run counts from the resumption."""
+    """The outcome of a run. seconds: of this process, so a resumed run counts from its resumption."""
 
     accuracy: float
     epsilon: float
@@ -48,10 +48,10 @@ def run(
     evaluate_every: int | None = None,
     progress: bool = True,
 ) -> Result:
-    """Train as `config` says and write everything into `output_dir`; with `resume`, go on where a run was cut off.
+    """Train as `config` says and write everything into `output_dir`; with `resume`, continue an interrupted run.
 
     Nothing is written before everything has been checked. A resumed run has the batches, the noise, the bill and the
-    parameters that it would have had without the cut; at most `checkpoint_every` steps are made again.
+    parameters of a run without the interruption; at most `checkpoint_every` steps are repeated.
     """
     start_time = time.perf_counter()
     if checkpoint_every < 1:

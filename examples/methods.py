@@ -54,7 +54,7 @@ def build(method: str, chosen: dict[str, Any], *, steps_per_epoch: int, **of_the
 
 
 def read(value: Any, steps: int, steps_per_epoch: int) -> Any:
-    """What a word of the command line means: a number, none, true or false, a name, or one of
+    """The meaning of a word of the command line: a number, none, true or false, a name, or one of
 
     0..0.7  a schedule, from the first number to the second in equal steps over the run
     10%     that share of the run's steps

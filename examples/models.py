@@ -126,7 +126,7 @@ def adadpigu(padding: int) -> Callable[..., Model]:
 
 
 MODELS: dict[str, Callable[..., Model]] = {
-    # Linear softmax: what goes on top of fixed features.
+    # Linear softmax, on top of fixed features.
     "linear": perceptron(),
     "mlp": perceptron(128),
     "digits_cnn": convolutional(conv(16), max_pool(2), conv(32), max_pool(2), hidden=(32,)),

@@ -20,7 +20,7 @@ def family(name: str) -> str:
 
 
 def arguments(config: Config, dataset: data.Dataset, data_dir, key: jax.Array) -> dict[str, Any]:
-    """What the method's builder takes beside its options: nothing, or "basis", a subspace of public gradients.
+    """The arguments of the method's builder beside its options: none, or "basis", a subspace of public gradients.
 
     The gradients are those of the initial parameters at the first images of the data set that `public`
     names, brought to the private images' size and given labels at random.

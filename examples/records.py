@@ -38,7 +38,7 @@ def fingerprint(dataset: Dataset) -> str:
 
 
 def versions() -> dict[str, str]:
-    """What else decides the numbers of a run."""
+    """The versions of the packages that decide the numbers of a run."""
     return {"dpx": dpx.__version__} | {name: metadata.version(name) for name in ("jax", "jaxlib", "optax", "flax")}
 
 
@@ -95,7 +95,7 @@ class RunFolder:
         return [json.loads(line) for line in lines]
 
     def keep_metrics(self, last_step: int) -> None:
-        """Drop the rows of steps that will be made again."""
+        """Drop the rows of steps that will be repeated."""
         rows = [row for row in self.metrics() if row["step"] <= last_step]
         write(self.path / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
 

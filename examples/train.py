@@ -45,7 +45,7 @@ HELP = {
 
 
 def parser() -> argparse.ArgumentParser:
-    """One option for every field of `Config`, the options of the methods, and where things lie."""
+    """One option for every field of `Config`, the options of the methods, and where files are."""
     made = argparse.ArgumentParser(
         prog="python -m examples.train",
         usage="%(prog)s --dataset NAME --epsilon EPSILON [options]",
@@ -69,9 +69,9 @@ def parser() -> argparse.ArgumentParser:
         said = [f"{m} (default {known[name].default}): {known[name].help}" for m, known in own.items() if name in known]
         made.add_argument(option(name), default=argparse.SUPPRESS, help="; ".join(said).replace("%", "%%"))
     made.add_argument("--output-dir", type=Path, help="default runs/DATASET-METHOD-TIME")
-    made.add_argument("--resume", action="store_true", help="go on with the run in --output-dir")
+    made.add_argument("--resume", action="store_true", help="continue the run in --output-dir")
     made.add_argument("--checkpoint-every", type=int, default=100, metavar="STEPS")
-    made.add_argument("--data-dir", type=Path, help="where idx files or tensorflow-datasets lie")
+    made.add_argument("--data-dir", type=Path, help="the folder of idx files or of tensorflow-datasets")
     made.add_argument("--cache-dir", type=Path, default=CACHE, help="for features (default %(default)s)")
     made.add_argument("--quiet", action="store_true", help="no progress bar")
     return made
