@@ -39,10 +39,8 @@ class Equation(NamedTuple):
 
     def bind(self, *values):
         context = self.jaxpr.ctx.manager
-        params = self.jaxpr.primitive.get_bind_params(self.jaxpr.params)
-        functions, params = params if isinstance(params, tuple) else ((), params)  # a pair before jax 0.9.2
         with context:
-            outputs = self.jaxpr.primitive.bind(*functions, *values, **params)
+            outputs = self.jaxpr.primitive.bind(*values, **self.jaxpr.primitive.get_bind_params(self.jaxpr.params))
         return outputs if self.jaxpr.primitive.multiple_results else [outputs]
 
 
