@@ -105,7 +105,6 @@ def test_what_is_encoded_is_held_in_segments(mechanism, monkeypatch):
     ],
     ids=["one factor", "two factors"],
 )
-@pytest.mark.skipif(jax.__version_info__ < (0, 10, 2), reason="XLA's plan of memory was measured from jax 0.10.2 on")
 def test_noise_is_made_when_the_gradients_are_gone(mechanism, largest):
     """Of 512 examples by ghost norms, where the activations of a layer are 4 gradients, and the noise 2."""
     assert gradients_held(dense, 512, size=512, mechanism=mechanism, clipping="ghost") < largest
