@@ -12,7 +12,12 @@ os.environ.setdefault("XLA_FLAGS", FLAGS)  # which the first computation reads
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
-gc.set_threshold(100_000, 20, 100)  # tracing makes many objects that stay: a twentieth of the time
+
+def pytest_runtest_teardown(item, nextitem):
+    """Forget the compiled programs of a file: each holds mappings of memory, of which a process may have 65,530."""
+    if nextitem is None or nextitem.path != item.path:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture
