@@ -131,21 +131,19 @@ def _log_moments_fractional(s: np.ndarray, q: np.ndarray, orders: np.ndarray) ->
     # The terms are summed at the middle of two numbers between which the moment lies.
     full = orders * (orders - 1) / (2 * s**2)
     scale = (np.maximum(0, orders * log_q + full) + np.logaddexp(log_p, log_q + full)) / 2
-    tails_by_mean: dict[int, np.ndarray] = {}
-
-    def upper_tail(j: float) -> np.ndarray:  # ln P(N(j, s^2) > crossing), shared by orders with equal fractions
-        key = round(j * 1e6)
-        if key not in tails_by_mean:
-            tails_by_mean[key] = special.log_ndtr((j - crossing) / s)[:, 0]
-        return tails_by_mean[key]
+    tails = special.log_ndtr((orders - crossing) / s)  # ln P(N(orders - i, s^2) > crossing), float64 (T, orders)
+    one_less = np.abs(orders[:, None] - 1 - orders) < 1e-6  # (order, order that is less by 1)
+    last_tail, fresh = one_less.argmax(axis=1), ~one_less.any(axis=1)
 
     sums = np.zeros(scale.shape)
     last = np.full((2, *scale.shape), -np.inf)
     for i in range(_MOST_TERMS):
         j = orders - i
+        if i:  # most tails are those that the order below had in the last round
+            tails = tails[:, last_tail]
+            tails[:, fresh] = special.log_ndtr((j[fresh] - crossing) / s)
         binomial = log_binomial(orders, i)
         heads = i * log_q + (i * i - i) / (2 * s**2) + special.log_ndtr((crossing - i) / s)
-        tails = np.stack([upper_tail(value) for value in j], axis=1)
         terms = np.stack(
             [
                 binomial + j * log_p + heads - scale,
