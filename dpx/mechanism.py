@@ -39,7 +39,7 @@ class Mechanism(optax.GradientTransformationExtraArgs):
 
     grads:    like `params`, with the B examples on axis 0 of every leaf; any real dtype
     included: bool (B,), False for padding; it may be left out where the sampling never pads
-    drawn:    uint32 (3,), `batch.drawn` of a batch of `sampling.take`, which shows if a batch is used twice; or None
+    drawn:    uint32 (4,), `batch.drawn` of a batch of `sampling.take`, which shows if a batch is used twice; or None
     updates:  like `params`, in their dtypes; the private gradient
 
     `private_grad` uses these fields directly:
@@ -119,7 +119,7 @@ class Mechanism(optax.GradientTransformationExtraArgs):
         return terms_of(self.event(1), self.sampling)
 
     def release_once(self, sums, state, params, included, drawn=None) -> tuple[Tree, Tree]:
-        """`release` for the sums of one batch. included: bool (B,). drawn: uint32 (3,), `Batch.drawn`, or None.
+        """`release` for the sums of one batch. included: bool (B,). drawn: uint32 (4,), `Batch.drawn`, or None.
 
         Makes the state unbillable if the event is not true for the batch. Raises ValueError if it is differentiated.
         """

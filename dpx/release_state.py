@@ -70,16 +70,17 @@ def signed(state: Tree, terms: np.ndarray, planned_steps: int) -> Tree:
 def countersigned(state: Tree, terms: np.ndarray, rows: jax.Array, sampling: Any, drawn: jax.Array | None) -> Tree:
     """`state` before a release under `terms`. If they do not hold for that release, no mechanism will bill the state.
 
-    terms: uint32 (2,). rows: int (), how many rows of the batch count. drawn: uint32 (3,), `Batch.drawn`, or None.
+    terms: uint32 (2,). rows: int (), how many rows of the batch count. drawn: uint32 (4,), `Batch.drawn`, or None.
     """
     most = int(min(getattr(sampling, "most_rows", math.inf), 2**31 - 1))
 
     def countersign(node):
         wrong = [jnp.any(node.terms != terms), rows > most]
         if drawn is not None:
-            step, drawn_rows, stream = jnp.asarray(drawn).astype(jnp.uint32)
+            step, drawn_rows, stream, first_row = jnp.asarray(drawn).astype(jnp.uint32)
             other_key = getattr(sampling, "one_key", False) & (node.stream != 0) & (stream != node.stream)
-            wrong += [rows.astype(jnp.uint32) != drawn_rows, step != node.step.astype(jnp.uint32), other_key]
+            other_rows = (rows.astype(jnp.uint32) != drawn_rows) | (first_row != 0)
+            wrong += [other_rows, step != node.step.astype(jnp.uint32), other_key]
             node = node._replace(stream=stream)
         signature = node.terms
         for reason, holds in enumerate(wrong, start=1):

@@ -83,7 +83,7 @@ class Sampling(Protocol):
         if batch_size(data) != self.examples:
             raise ValueError(f"data must hold the {self.examples} examples of the sampling, got {batch_size(data)}")
         indices, included = self.draw(key, step, size=size)
-        drawn = np.array([step, included.sum(), keys.mark(key)], np.uint32)
+        drawn = np.array([step, included.sum(), keys.mark(key), 0], np.uint32)
         return Batch(jax.tree.map(lambda rows: rows[indices], data), included, drawn)
 
 
