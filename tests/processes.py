@@ -56,18 +56,21 @@ class Source:
         return {name: rows[number] for name, rows in DATA.items()}
 
 
-def train(params, state, *, shardings=None, sharding=None, after_step=lambda steps, params, state: None):
-    """The rest of the five steps from `state`. shardings: of the parameters and the state."""
-    key, made = optimizer()
-    gradient = dpx.private_grad(loss, made)
+def step_function(shardings=None):
+    """A jitted step. shardings: of the parameters and the state."""
+    gradient = dpx.private_grad(loss, optimizer()[1])
 
     def step(params, batch, state):
         updates, state, _ = gradient(params, batch, state)
         return optax.apply_updates(params, updates), state
 
-    step = jax.jit(step, out_shardings=shardings)
+    return jax.jit(step, out_shardings=shardings)
+
+
+def train(step, params, state, *, sharding=None, after_step=lambda steps, params, state: None):
+    """The rest of the five steps from `state`."""
     left = STEPS - dpx.steps_taken(state)
-    for batch in SAMPLING.batches(DATA, key, state, steps=left, sharding=sharding):
+    for batch in SAMPLING.batches(DATA, optimizer()[0], state, steps=left, sharding=sharding):
         params, state = step(params, batch, state)
         after_step(dpx.steps_taken(state), params, state)
     return params, state
@@ -105,20 +108,21 @@ def main(rank: int, port: str, folder: Path, resume: bool):
                 os.kill(os.getpid(), signal.SIGKILL)
 
         params, state, layouts = begin()
+        step = step_function(layouts)
         if resume:
             assert manager.latest_step() == 2
             params, state = manager.restore(2, args=ocp.args.StandardRestore((params, state)))
             assert dpx.steps_taken(state) == 2
-            write(folder / "resumed", rank, made, *train(params, state, shardings=layouts, sharding=rows))
+            write(folder / "resumed", rank, made, *train(step, params, state, sharding=rows))
             return
         check_loading(rank, rows, made, state)
-        write(folder / "whole", rank, made, *train(params, state, shardings=layouts, sharding=rows))
+        write(folder / "whole", rank, made, *train(step, params, state, sharding=rows))
         wide, wide_state, wide_layouts = begin(WIDE)
-        trained, wide_state = train(wide, wide_state, shardings=wide_layouts, sharding=rows)
+        trained, wide_state = train(step_function(wide_layouts), wide, wide_state, sharding=rows)
         assert trained["w1"].addressable_shards[0].data.shape == (4, 1)
         trained = jax.jit(lambda tree: tree, out_shardings=everywhere)(trained)
         write(folder / "wide", rank, made, trained, wide_state)
-        train(params, state, shardings=layouts, sharding=rows, after_step=interrupted)
+        train(step, params, state, sharding=rows, after_step=interrupted)
 
 
 def check_loading(rank, sharding, made, state):

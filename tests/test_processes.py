@@ -52,7 +52,8 @@ def runs(pytestconfig, tmp_path_factory):
 
 def test_two_processes_train_as_one_device(runs):
     made = processes.optimizer()[1]
-    params, state = processes.train(jax.tree.map(jax.numpy.asarray, processes.PARAMS), made.init(processes.PARAMS))
+    params = jax.tree.map(jax.numpy.asarray, processes.PARAMS)
+    params, state = processes.train(processes.step_function(), params, made.init(params))
     for run in ("whole", "wide"):
         for name, leaf in params.items():
             np.testing.assert_allclose(runs[run][name], leaf, atol=1e-6)
