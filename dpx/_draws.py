@@ -8,6 +8,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+import scipy.special
 
 from dpx import keys
 from dpx._numbers import require_whole
@@ -23,6 +24,23 @@ class Draw(NamedTuple):
     included: np.ndarray
 
 
+class Draws(NamedTuple):
+    """The rows of many batches of one run, for a loop inside jit.
+
+    indices: int32 (steps, size), the rows of the data, 0 for padding. included: bool (steps, size), False for padding.
+    drawn: uint32 (steps, 4), `Batch.drawn` of each step.
+    """
+
+    indices: np.ndarray
+    included: np.ndarray
+    drawn: np.ndarray
+
+
+def record(key: jax.Array, step: int, included: np.ndarray) -> np.ndarray:
+    """`Batch.drawn` of the batch of one step, uint32 (4,). included: bool (size,)."""
+    return np.array([step, included.sum(), keys.mark(key), 0], np.uint32)
+
+
 def keep_sizes(sampling: Any, *, whole: bool = False):
     """Stores both sizes as Python numbers, so that equal records print alike. Raises ValueError for wrong sizes."""
     examples, size = require_whole("examples", sampling.examples), sampling.batch_size
@@ -35,12 +53,24 @@ def keep_sizes(sampling: Any, *, whole: bool = False):
     object.__setattr__(sampling, "batch_size", int(size) if size == int(size) else float(size))
 
 
-def require_step(step: Any) -> int:
-    """`step` as an int. Raises ValueError unless it is a whole number of at least 0 that jax does not trace."""
+def require_known(key: jax.Array, *others: Any):
+    """Raises ValueError if jax traces one of them, or anything else at this moment."""
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves([keys.stream(key, "sampling"), *others])):
+        raise ValueError(
+            "batches are drawn outside of jit, because chance decides their number of rows; but the key, the step or "
+            "the state is traced, or the call stands inside a traced function. Draw ahead: rows = "
+            "sampling.draw_ahead(key, state, steps), then jax.lax.scan(body, carry, rows) with a body that takes "
+            "dpx.Batch(jax.tree.map(lambda leaf: leaf[row.indices], data), row.included, row.drawn) (docs/loops.md)"
+        )
+
+
+def require_step(key: jax.Array, step: Any) -> int:
+    """`step` as an int. Raises ValueError unless it is a whole number of at least 0, and if it or `key` is traced."""
+    require_known(key, step)
     whole = isinstance(step, jax.Array | np.ndarray) and jnp.shape(step) == () and step.dtype.kind in "iu"
     whole |= isinstance(step, int | np.integer) and not isinstance(step, bool)
-    if isinstance(step, jax.core.Tracer) or not whole or step < 0:
-        raise ValueError(f"step must be a whole number of at least 0, known before it is drawn; got {step!r}")
+    if not whole or step < 0:
+        raise ValueError(f"step must be a whole number of at least 0, got {step!r}")
     return int(step)
 
 
@@ -65,6 +95,24 @@ def pad(drawn: np.ndarray, size: int) -> Draw:
     indices = np.zeros(size, np.int32)
     indices[: len(drawn)] = drawn
     return Draw(indices, np.arange(size) < len(drawn))
+
+
+def widen(draw: Draw, size: int) -> Draw:
+    """`draw` with padding behind it, in arrays of `size` rows."""
+    more = size - len(draw.indices)
+    return Draw(np.pad(draw.indices, (0, more)), np.pad(draw.included, (0, more)))
+
+
+LARGE = 1e-9  # the probability that a batch has more rows than a drawn batch usually has
+
+
+@functools.lru_cache
+def usual_rows(examples: int, probability: float) -> int:
+    """Rows that a batch of coins exceeds with a probability below 1e-9: a multiple of 8, or all the examples."""
+    mean = examples * probability
+    sizes = np.arange(round_up(mean, 8), mean + 10 * math.sqrt(mean) + 80, 8)
+    exceeded = scipy.special.bdtrc(np.minimum(sizes, examples), examples, probability)
+    return min(examples, int(sizes[np.argmax(exceeded < LARGE)]))
 
 
 def round_up(number: float, multiple: int) -> int:

@@ -39,7 +39,7 @@ def require_batch(batch: Any) -> Batch:
 
 def batch_size(examples: Tree) -> int:
     """The length of axis 0. Raises ValueError unless it is the same in every leaf."""
-    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(examples)]
+    shapes: list[tuple[int, ...]] = [tuple(getattr(leaf, "shape", ())) for leaf in jax.tree.leaves(examples)]
     if not shapes or any(len(shape) == 0 for shape in shapes) or len({shape[0] for shape in shapes}) != 1:
         raise ValueError(f"every leaf must have the examples on axis 0, the same number; got shapes {shapes}")
     return shapes[0][0]

@@ -192,19 +192,26 @@ def steps_taken(state: Tree) -> int:
     return int(release_state(state).step)
 
 
-def next_step(state: Tree, sampling: Any, *, beyond_budget: bool) -> int:
-    """The number of the next step. Raises ValueError beyond the budget, and for the state of another sampling."""
+def next_steps(state: Tree, sampling: Any, steps: int | None, *, beyond_budget: bool) -> range:
+    """The numbers of the next `steps` steps; of all that are left of the budget, if `steps` is None.
+
+    Raises ValueError if one of them is beyond the budget, and for the state of another sampling.
+    """
     release = release_state(state)
     if int(release.terms[0]) > len(REASONS) and int(release.terms[0]) != sampling_terms(sampling):
         raise ValueError(f"the state is of a mechanism that bills the sampling of another record than {sampling}")
-    step, planned = int(release.step), int(release.planned_steps)
-    if planned and step >= planned and not beyond_budget:
+    first, planned = int(release.step), int(release.planned_steps)
+    if steps is None:
+        if beyond_budget or not planned:
+            raise ValueError("steps must be given beyond a budget, and for a mechanism that has no dpx.Budget")
+        return range(first, max(first, planned))
+    if planned and first + steps > planned and not beyond_budget:
         raise ValueError(
-            f"the budget is spent: its noise was calibrated for {planned} steps, and {step} were made. Pass "
-            "beyond_budget=True to continue with the same mechanism (another budget does not change a run). "
-            "dpx.epsilon tells the cost"
+            f"the budget is spent{'' if first >= planned else f' before {steps} more steps'}: its noise was calibrated "
+            f"for {planned} steps, and {first} were made. Pass beyond_budget=True to continue with the same mechanism "
+            "(another budget does not change a run). dpx.epsilon tells the cost"
         )
-    return step
+    return range(first, first + steps)
 
 
 def require_paid_by(state: Tree, terms: np.ndarray, multipliers: np.ndarray) -> None:

@@ -1,0 +1,436 @@
+"""The batches of a run, loaded ahead: those of `take`, of one shape, from any source, on any devices."""
+
+import gc
+import threading
+import time
+import traceback
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+
+import dpx
+from dpx import _draws
+
+KEY = jax.random.key(5)
+PARAMS = {"w": jnp.zeros(3), "b": jnp.zeros(())}
+SAMPLINGS = {
+    "poisson": dpx.PoissonSampling(examples=60, batch_size=6),
+    "fixed size": dpx.FixedSizeSampling(examples=60, batch_size=7),
+    "shuffled": dpx.ShuffledEpochs(examples=60, batch_size=8),
+    "full": dpx.FullBatch(examples=60),
+}
+POISSON = SAMPLINGS["poisson"]
+DATA = {"x": np.random.default_rng(0).normal(size=(60, 3)).astype(np.float32), "y": np.arange(60) % 2}
+
+
+def mechanism(sampling=POISSON, noise_multiplier=1.0):
+    return dpx.dp_sgd(clip_norm=1.0, noise_multiplier=noise_multiplier, sampling=sampling, key=KEY)
+
+
+def loss(params, example):
+    return (example["x"] @ params["w"] + params["b"] - example["y"].astype(jnp.float32)) ** 2
+
+
+def after(made, steps):
+    """A state after some steps on empty batches."""
+    state = made.init(PARAMS)
+    for _ in range(steps):
+        _, state = made.release((PARAMS,), state, PARAMS)
+    return state
+
+
+def same(left, right):
+    assert jax.tree.structure(left) == jax.tree.structure(right)
+    for one, other in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
+        one, other = jnp.asarray(one), jnp.asarray(other)
+        assert one.dtype == other.dtype
+        np.testing.assert_array_equal(one, other)
+
+
+def threads():
+    return [thread for thread in threading.enumerate() if thread.name == "dpx batches"]
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    yield
+    gc.collect()
+    assert not threads()
+
+
+class Source:
+    """A map-style source in the way of torch.utils.data.Dataset, which counts the rows that are read."""
+
+    def __init__(self, data=DATA):
+        self.data, self.read = data, []
+
+    def __len__(self):
+        return len(self.data["y"])
+
+    def __getitem__(self, number):
+        assert type(number) is int
+        self.read.append(number)
+        return {"x": self.data["x"][number], "y": int(self.data["y"][number])}
+
+
+class AllAtOnce(Source):
+    def __getitems__(self, numbers):
+        return [Source.__getitem__(self, number) for number in numbers]
+
+    def __getitem__(self, number):
+        assert number == 0  # the first item, from which the shapes come
+        return Source.__getitem__(self, number)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_the_batches_are_those_of_take(name, prefetch):
+    sampling = SAMPLINGS[name]
+    made = mechanism(sampling)
+    state = after(made, 2)
+    batches = list(sampling.batches(DATA, KEY, state, steps=10, prefetch=prefetch))
+    assert len(batches) == 10
+    for batch in batches:
+        expected = sampling.take(DATA, KEY, state)
+        same(batch, expected)
+        assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(batch))
+        _, state = made.release((PARAMS,), state, PARAMS)
+
+
+def test_settings_of_the_main_thread_hold_in_the_thread_that_loads():
+    state = mechanism().init(PARAMS)
+    with jax.threefry_partitionable(False), jax.enable_x64(True):
+        expected = POISSON.take(DATA, KEY, state)
+        (batch,) = POISSON.batches(DATA, KEY, state, steps=1)
+        same(batch, expected)
+    assert batch.examples["y"].dtype == np.int64
+    assert np.asarray(batch.drawn).tolist() != POISSON.take(DATA, KEY, state).drawn.tolist()
+
+
+def test_every_kind_of_data_gives_the_same_batches(tmp_path):
+    state = mechanism().init(PARAMS)
+    expected = list(POISSON.batches(DATA, KEY, state, steps=3))
+    mapped = np.memmap(tmp_path / "x", np.float32, "w+", shape=(60, 3))
+    mapped[:] = DATA["x"]
+    kinds = {
+        "jax": jax.tree.map(jnp.asarray, DATA),
+        "memory map": {**DATA, "x": mapped},
+        "items": Source(),
+        "all at once": AllAtOnce(),
+    }
+    for data in kinds.values():
+        for batch, other in zip(expected, POISSON.batches(data, KEY, state, steps=3), strict=True):
+            same(batch, other)
+        same(expected[0], POISSON.take(data, KEY, state))
+
+
+def test_a_memory_map_is_read_row_by_row(tmp_path, monkeypatch):
+    state, asked = mechanism().init(PARAMS), []
+
+    class Watched(np.memmap):
+        def __getitem__(self, index):
+            asked.append(index)
+            return super().__getitem__(index)
+
+        def __array__(self, *args, **kwargs):
+            raise AssertionError("the whole memory map was copied")
+
+    data = np.memmap(tmp_path / "x", np.float32, "w+", shape=(60, 3)).view(Watched)
+    (batch,) = POISSON.batches(data, KEY, state, steps=1, prefetch=0)
+    (rows,) = asked
+    chosen = POISSON.draw(KEY, 0)
+    assert rows.tolist() == sorted({*chosen.indices[chosen.included], 0}) and len(rows) < 20
+    assert batch.examples.shape == (len(chosen.indices), 3)
+
+
+def test_a_real_grain_source():
+    import grain
+
+    class Records:  # grain.sources.RandomAccessDataSource
+        def __len__(self):
+            return 60
+
+        def __getitem__(self, record_key):
+            return Source().__getitem__(record_key)
+
+    assert isinstance(Records(), grain.sources.RandomAccessDataSource)
+    state = mechanism().init(PARAMS)
+    expected = POISSON.take(DATA, KEY, state)
+    for source in (Records(), grain.MapDataset.source(Records()).map(lambda item: {**item, "y": item["y"]})):
+        (batch,) = POISSON.batches(source, KEY, state, steps=1)
+        same(batch, expected)
+    numbers = POISSON.take(grain.sources.RangeDataSource(0, 60, 1), KEY, state)
+    np.testing.assert_array_equal(numbers.examples, POISSON.draw(KEY, 0).indices)
+
+
+class Broken(Source):
+    """Row 7 is broken by `change`, or raises what it raises."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.change = change
+
+    def __getitem__(self, number):
+        item = super().__getitem__(number)
+        return self.change(item) if number == 7 else item
+
+
+REFUSED = {
+    "length": (lambda: Source({"x": DATA["x"][:50], "y": DATA["y"][:50]}), "data must hold the 60 examples .* got 50"),
+    "no source": (lambda: iter([1, 2]), "data must be a pytree of arrays .*, or a source"),
+    "texts": (lambda: ["text"] * 60, "data must be a pytree of arrays"),
+    "items that are texts": (lambda: "x" * 60, "an item of data must be a pytree of arrays and numbers, got 'x'"),
+    "items without arrays": (
+        lambda: type("Empty", (Source,), {"__getitem__": lambda self, n: None})(),
+        "an item of data",
+    ),
+    "another shape": (
+        lambda: Broken(lambda item: {**item, "x": item["x"][:2]}),
+        r"alike .*row 0 has .*float32\[3\].*, row 7 has .*float32\[2\]",
+    ),
+    "another dtype": (lambda: Broken(lambda item: {**item, "y": 0.5}), r"row 0 has .*int64.*, row 7 has .*float64"),
+    "another structure": (lambda: Broken(lambda item: {"x": item["x"]}), "row 0 has .*'y'.*, row 7 has {'x'"),
+    "too few items": (
+        lambda: type("Few", (Source,), {"__getitems__": lambda self, numbers: [self[0]]})(),
+        "must give .* got 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_data(name):
+    make, message = REFUSED[name]
+    full = SAMPLINGS["full"]
+    state = mechanism(full).init(PARAMS)
+    with pytest.raises(ValueError, match=message):
+        full.take(make(), KEY, state)
+    with pytest.raises(ValueError, match=message):
+        list(full.batches(make(), KEY, state, steps=1))
+
+
+# shapes
+
+
+def test_a_jitted_step_is_compiled_once():
+    made = mechanism()
+    gradient = jax.jit(dpx.private_grad(loss, made))
+    params, state = PARAMS, made.init(PARAMS)
+    for batch in POISSON.batches(DATA, KEY, state, steps=50):
+        updates, state, _ = gradient(params, batch, state)
+        params = jax.tree.map(jnp.add, params, updates)
+    assert gradient._cache_size() == 1
+    assert dpx.epsilon(made, state, delta=1e-5) == dpx.epsilon(made, 50, delta=1e-5)
+
+
+@pytest.mark.parametrize("examples, batch_size", [(1000, 100), (60_000, 1024), (10**6, 10), (10, 3), (10**9, 0.01)])
+def test_a_batch_exceeds_the_usual_rows_once_in_a_billion_steps(examples, batch_size):
+    from scipy import stats
+
+    rows = (
+        len(dpx.PoissonSampling(examples=examples, batch_size=batch_size).draw(KEY, 0).indices)
+        if examples < 10**6
+        else None
+    )
+    usual = _draws.usual_rows(examples, batch_size / examples)
+    assert rows in (None, usual)
+    assert stats.binom.sf(usual, examples, batch_size / examples) < 1e-9
+    assert usual == examples or usual == 8 or stats.binom.sf(usual - 8, examples, batch_size / examples) >= 1e-9
+
+
+# the steps of the budget
+
+
+def test_without_steps_the_batches_are_those_of_the_budget():
+    budget = dpx.Budget(epsilon=2.0, delta=1e-5, steps=5)
+    made = mechanism(noise_multiplier=budget)
+    assert len(list(POISSON.batches(DATA, KEY, made.init(PARAMS)))) == 5
+    state = after(made, 3)
+    assert [int(batch.drawn[0]) for batch in POISSON.batches(DATA, KEY, state)] == [3, 4]
+    with pytest.raises(ValueError, match="spent before 3 more steps: .* calibrated for 5 steps, and 3 were made"):
+        POISSON.batches(DATA, KEY, state, steps=3)
+    assert len(list(POISSON.batches(DATA, KEY, state, steps=3, beyond_budget=True))) == 3
+    assert list(POISSON.batches(DATA, KEY, after(made, 5))) == []
+    for unlimited, more in ((mechanism().init(PARAMS), {}), (state, {"beyond_budget": True})):
+        with pytest.raises(ValueError, match="steps must be given"):
+            POISSON.batches(DATA, KEY, unlimited, **more)
+    with pytest.raises(ValueError, match="bills the sampling of another record"):
+        SAMPLINGS["full"].batches(DATA, KEY, state)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"steps": 0}, "steps must be a whole number of at least 1"),
+        ({"steps": 1.5}, "steps must be a whole number"),
+        ({"prefetch": -1}, "prefetch must be a whole number of at least 0"),
+        ({"chunk_size": 0}, "chunk_size must be a whole number of at least 1"),
+        ({"size": 0}, "size must be a whole number of at least 1"),
+        ({"size": 40, "chunk_size": 8}, "size must be None with chunk_size"),
+    ],
+    ids=str,
+)
+def test_refused_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        POISSON.batches(DATA, KEY, mechanism().init(PARAMS), **({"steps": 2} | options))
+
+
+def test_a_batch_of_another_step_has_no_bill():
+    made = mechanism()
+    gradient = jax.jit(dpx.private_grad(loss, made))
+    state = made.init(PARAMS)
+    first, second = POISSON.batches(DATA, KEY, state, steps=2)
+    for order in ((second,), (first, first)):
+        wrong = state
+        for batch in order:
+            wrong = gradient(PARAMS, batch, wrong).state
+        with pytest.raises(ValueError, match="another step than it was drawn for"):
+            dpx.epsilon(made, wrong, delta=1e-5)
+
+
+# the thread
+
+
+def test_batches_are_loaded_ahead_but_not_further():
+    source = Source()
+    batches = SAMPLINGS["full"].batches(source, KEY, mechanism(SAMPLINGS["full"]).init(PARAMS), steps=9, prefetch=2)
+    next(batches)
+    wait_until(lambda: len(source.read) == 1 + 3 * 60)  # the one that was given, and two ahead
+    time.sleep(0.05)
+    assert len(source.read) == 1 + 3 * 60 and len(threads()) == 1
+    batches.close()
+    assert not threads()
+
+
+def wait_until(condition):
+    stop = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < stop
+        time.sleep(0.005)
+
+
+def test_the_thread_ends_with_the_loop():
+    state = mechanism().init(PARAMS)
+
+    def leave(how):
+        for batch in POISSON.batches(DATA, KEY, state, steps=50):
+            assert len(threads()) == 1
+            how(batch)
+
+    for error in (KeyboardInterrupt, RuntimeError):
+
+        def fail(batch, error=error):
+            raise error
+
+        with pytest.raises(error):
+            leave(fail)
+        gc.collect()
+        assert not threads()
+    for _ in POISSON.batches(DATA, KEY, state, steps=50):
+        break
+    assert not threads()
+    unused = POISSON.batches(DATA, KEY, state, steps=50)
+    assert not threads()
+    del unused
+    assert len(list(POISSON.batches(DATA, KEY, state, steps=3))) == 3 and not threads()
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_an_error_of_the_source_arrives_with_its_traceback(prefetch):
+    def broken_row(item):
+        raise OSError("the disk is gone")
+
+    full = SAMPLINGS["full"]
+    batches = full.batches(Broken(broken_row), KEY, mechanism(full).init(PARAMS), steps=3, prefetch=prefetch)
+    with pytest.raises(OSError, match="the disk is gone") as caught:
+        next(batches)
+    assert "broken_row" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert next(batches, None) is None
+
+
+# chunks
+
+
+def test_the_chunks_of_a_step_are_its_batch():
+    made = mechanism()
+    state = made.init(PARAMS)
+    steps = POISSON.batches(DATA, KEY, state, steps=6, chunk_size=4)
+    for batch, chunks in zip(POISSON.batches(DATA, KEY, state, steps=6), steps, strict=True):
+        count = int(batch.included.sum())
+        chunks = list(chunks)
+        assert len(chunks) == max(1, -(-count // 4))
+        for number, chunk in enumerate(chunks):
+            assert chunk.examples["x"].shape == (4, 3) and chunk.included.shape == (4,)
+            assert np.asarray(chunk.drawn).tolist() == [*np.asarray(batch.drawn)[:3].tolist(), 4 * number]
+            assert chunk.drawn.dtype == np.uint32
+        together = jax.tree.map(lambda *leaves: np.concatenate(leaves), *chunks)
+        same(together.included, np.arange(4 * len(chunks)) < count)
+        same(
+            jax.tree.map(lambda leaf: leaf[together.included], together.examples),
+            jax.tree.map(lambda leaf: leaf[np.asarray(batch.included)], batch.examples),
+        )
+
+
+def test_an_empty_draw_is_one_chunk_of_padding():
+    rare = dpx.PoissonSampling(examples=60, batch_size=1e-6)
+    ((chunk,),) = (
+        list(chunks) for chunks in rare.batches(DATA, KEY, mechanism(rare).init(PARAMS), steps=1, chunk_size=4)
+    )
+    assert chunk.included.tolist() == [False] * 4 and np.asarray(chunk.drawn)[[0, 1, 3]].tolist() == [0, 0, 0]
+
+
+def test_a_chunk_alone_is_no_batch():
+    full = SAMPLINGS["full"]
+    made = mechanism(full)
+    gradient = jax.jit(dpx.private_grad(loss, made))
+    for chunks in full.batches(DATA, KEY, made.init(PARAMS), steps=1, chunk_size=30):
+        for chunk in chunks:
+            state = gradient(PARAMS, chunk, made.init(PARAMS)).state
+            with pytest.raises(ValueError, match="not those that `take` drew"):
+                dpx.epsilon(made, state, delta=1e-5)
+
+
+@pytest.mark.parametrize("prefetch", [0, 3])
+def test_chunks_are_loaded_ahead_and_all_of_them_are_used(prefetch):
+    full, source = SAMPLINGS["full"], Source()
+    state = mechanism(full).init(PARAMS)
+    steps = full.batches(source, KEY, state, steps=3, chunk_size=10, prefetch=prefetch)
+    first = next(steps)
+    next(first)
+    wait_until(lambda: len(source.read) == 1 + 10 * (1 + prefetch))
+    for _ in first:
+        pass
+    assert next(first, None) is None
+    second = next(steps)
+    next(second)
+    second.close()
+    with pytest.raises(ValueError, match="every chunk of a batch must be used"):
+        next(steps)
+    assert not threads()
+    assert [len(list(chunks)) for chunks in full.batches(source, KEY, state, steps=2, chunk_size=25)] == [3, 3]
+    for chunks in full.batches(source, KEY, state, steps=2, chunk_size=25):
+        next(chunks)
+        break
+    assert not threads()
+
+
+# devices
+
+
+def test_a_sharded_batch_lies_where_it_is_asked_for():
+    """On one device; tests/test_processes.py has eight in two processes."""
+    state = mechanism().init(PARAMS)
+    expected = POISSON.take(DATA, KEY, state)
+    mesh = jax.make_mesh((1, 1), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    spread = NamedSharding(mesh, PartitionSpec("data"))
+    for sharding in (spread, SingleDeviceSharding(jax.devices()[0])):
+        (batch,) = POISSON.batches(Source(), KEY, state, steps=1, sharding=sharding)
+        same(batch, expected)
+        for leaf in jax.tree.leaves(batch):
+            assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+    everything = NamedSharding(mesh, PartitionSpec("data", "model"))
+    for wrong in (everything, NamedSharding(mesh, PartitionSpec(None, "model")), "data", PartitionSpec("data")):
+        with pytest.raises(ValueError, match="sharding must be of axis 0 alone"):
+            POISSON.batches(DATA, KEY, state, steps=1, sharding=wrong)
