@@ -680,6 +680,30 @@ STATE = [
 
 METHODS = [
     Fault(
+        "chain: decay moves what is frozen",
+        "dpx/_frozen.py",
+        "transform if all(jax.tree.leaves(flags)) else optax.masked(transform, lambda _: flags)",
+        "transform",
+        "tests/test_trainable.py -k 'bit_for_bit and mask'",
+        harmful=False,
+    ),
+    Fault(
+        "chain: what a wrapper drops counts as trained",
+        "dpx/_frozen.py",
+        "        if not needed.isdisjoint(equation.outvars):\n            needed",
+        "        if True:\n            needed",
+        "tests/test_trainable.py -k 'bit_for_bit and around'",
+        harmful=False,
+    ),
+    Fault(
+        "trainable: a path decides for its neighbors",
+        "dpx/coordinates/trainable.py",
+        "lambda path, _: mask(path_of(path)), tree)",
+        "lambda path, _: mask(path_of(path[:1])) or 'layer' in path_of(path), tree)",
+        "tests/test_trainable.py -k 'bit_for_bit and path'",
+        harmful=False,
+    ),
+    Fault(
         "budget: resolved for the delta of another",
         "dpx/accounting/budget.py",
         "epsilon=budget.epsilon, delta=budget.delta,",

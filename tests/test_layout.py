@@ -29,7 +29,17 @@ MAY_IMPORT = {
     "accounting": {"_numbers", "keys", "release_state", "sampling"},
     "_guards": {"batches"},
     "_contributions": {"_microbatching", "batches"},
-    "mechanism": {"_contributions", "_guards", "_numbers", "accounting", "batches", "release_state", "sampling"},
+    "_frozen": {"_stages"},
+    "mechanism": {
+        "_contributions",
+        "_frozen",
+        "_guards",
+        "_numbers",
+        "accounting",
+        "batches",
+        "release_state",
+        "sampling",
+    },
     "coordinates": {"_numbers", "_stages", "_states", "batches", "keys", "mechanism"},
     "mechanisms": {
         "_numbers",
