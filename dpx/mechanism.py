@@ -99,7 +99,8 @@ class Mechanism(optax.GradientTransformationExtraArgs):
             _guards.require_no_more(extra_args)
             _guards.require_per_example(grads, params)
             rows = inclusion(batch_size(grads), included, self.sampling)
-            return self.release_once(sum_contributions(self, grads, state, rows), state, params, rows, drawn)
+            sums, _ = sum_contributions(self, grads, state, rows)
+            return self.release_once(sums, state, params, rows, drawn)
 
         self = super().__new__(cls, begin, update)  # pyright: ignore[reportArgumentType]
         self.encode, self.norm, self.weigh, self.release = encode, norm, weigh, release
