@@ -254,6 +254,22 @@ CORE = [
         contract("additive", "gaussian projection"),
     ),
     Fault(
+        "flax: batch statistics are trained",
+        "dpx/_guards.py",
+        'if _is_flax(node, "BatchStat") or "batch_stats" in [getattr(key, "key", None) for key in path]:',
+        "if False:",
+        "tests/test_gradients.py -k batch_statistics",
+        harmful=False,
+    ),
+    Fault(
+        "flax: a module passes for parameters",
+        "dpx/_guards.py",
+        'if _is_flax(node, "Module"):',
+        "if False:",
+        "tests/test_gradients.py -k batch_statistics",
+        harmful=False,
+    ),
+    Fault(
         "keys of examples: all have one",
         "dpx/gradients/rows.py",
         "(key, positions)",

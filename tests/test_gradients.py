@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import dpx
 from tests.test_dp_sgd import dp_sgd, loss, model
@@ -274,6 +275,28 @@ def test_bad_arguments():
     for mask in ({"w": False, "b": False}, {"w": 1}, {}):
         with pytest.raises(ValueError, match="mask"):
             dpx.coordinates.trainable(mask)
+
+
+class WithBatchNorm(nnx.Module):
+    def __init__(self):
+        self.norm = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("nest", [lambda params: params, lambda params: {"layers": [params]}], ids=["whole", "nested"])
+def test_flax_modules_and_batch_statistics_are_refused(nest):
+    """In words, before any step; what may be trained is not."""
+    module = WithBatchNorm()
+    _, everything = nnx.split(module)
+    collections = {"params": {"w": jnp.ones(2)}, "batch_stats": {"mean": jnp.ones(2)}}
+    refused = [(module, "the module WithBatchNorm.*nnx.split"), (everything, "norm.*mean.*GroupNorm")]
+    batch, state = dpx.Batch(jnp.ones((4, 2)), None), dp_sgd().init({"w": jnp.ones(2)})
+    for params, message in (*refused, (collections, "batch_stats.*BatchNorm mixes.*LayerNorm")):
+        with pytest.raises(ValueError, match=message):
+            dp_sgd().init(nest(params))
+        with pytest.raises(ValueError, match=message):
+            dpx.private_grad(lambda params, x: x[0], dp_sgd())(nest(params), batch, state)
+    for params in (nnx.split(module, nnx.Param, ...)[1], {"params": collections["params"]}):
+        assert dpx.steps_taken(dp_sgd().init(nest(params))) == 0
 
 
 SHARDED = """

@@ -7,7 +7,7 @@ from typing import Literal
 import jax
 
 from dpx._contributions import sum_contributions
-from dpx._guards import require_real
+from dpx._guards import require_params, require_real
 from dpx._microbatching import sum_over_microbatches
 from dpx._numbers import require_whole
 from dpx._ordering import compute_after
@@ -51,7 +51,8 @@ def private_grad(
     check_vma=True, only "vmap" works.
 
     Raises ValueError for another type of mechanism, another `clipping`, or a `microbatch_size` below 1. `fn` raises it
-    if the batch is not a `dpx.Batch` or does not fit the sampling, for complex parameters, and for a batch sharded over
+    if the batch is not a `dpx.Batch` or does not fit the sampling, for complex parameters, Flax modules or batch
+    statistics among the parameters, and for a batch sharded over
     mesh axes of type Explicit: wrap it in `jax.sharding.auto_axes(fn, out_sharding=jax.sharding.PartitionSpec())`.
     Ghost norms: https://arxiv.org/abs/1510.01799, https://arxiv.org/abs/2110.05679, https://arxiv.org/abs/2210.00038.
     """
@@ -64,6 +65,7 @@ def private_grad(
         size = batch_size(examples)
         _require_auto(examples)
         require_real(params)
+        require_params(params)
         included = inclusion(size, included, mechanism.sampling)
         rows = rows_of(mechanism, state, examples, with_key=with_key)
         row = shapes_of_one(rows)
