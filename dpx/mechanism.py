@@ -92,14 +92,14 @@ class Mechanism(optax.GradientTransformationExtraArgs):
         budget=None,
     ) -> Self:
         def begin(params):
-            _guards.require_unmasked(params)
+            _guards.require_params(params)
             return signed(init(params), self.terms, 0 if budget is None else budget.steps)
 
         def update(grads, state, params=None, *, included=MISSING, drawn=None, **extra_args):
             _guards.require_no_more(extra_args)
             _guards.require_per_example(grads, params)
             rows = inclusion(batch_size(grads), included, self.sampling)
-            return self.release_once(sum_contributions(self, grads, state, rows), state, params, rows, drawn)
+            return self.release_once(sum_contributions(self, grads, state, rows)[0], state, params, rows, drawn)
 
         self = super().__new__(cls, begin, update)  # pyright: ignore[reportArgumentType]
         self.encode, self.norm, self.weigh, self.release = encode, norm, weigh, release
