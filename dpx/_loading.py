@@ -127,6 +127,7 @@ def chunked(loaded: Generator[tuple[Batch, bool]], steps: int) -> Generator[Iter
             yield batch
             if complete:
                 return
+        raise ValueError("the chunks of a batch must be used before the iterator of the batches is closed")
 
     try:
         for _ in range(steps):

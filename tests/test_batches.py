@@ -367,10 +367,9 @@ def test_the_chunks_of_a_step_are_its_batch():
             assert chunk.drawn.dtype == np.uint32
         together = jax.tree.map(lambda *leaves: np.concatenate(leaves), *chunks)
         same(together.included, np.arange(4 * len(chunks)) < count)
-        same(
-            jax.tree.map(lambda leaf: leaf[together.included], together.examples),
-            jax.tree.map(lambda leaf: leaf[np.asarray(batch.included)], batch.examples),
-        )
+        for name in DATA:
+            rows = batch.examples[name][np.asarray(batch.included)]
+            same(together.examples[name][together.included], rows)
 
 
 def test_an_empty_draw_is_one_chunk_of_padding():
@@ -414,6 +413,8 @@ def test_chunks_are_loaded_ahead_and_all_of_them_are_used(prefetch):
         next(chunks)
         break
     assert not threads()
+    with pytest.raises(ValueError, match="before the iterator of the batches is closed"):
+        next(chunks)
 
 
 # devices

@@ -1,0 +1,162 @@
+"""One of two processes that train together on four devices each; tests/test_processes.py starts and kills them."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+import dpx
+
+STEPS = 5
+SAMPLING = dpx.PoissonSampling(examples=64, batch_size=16, capacity=24)
+RANDOM = np.random.default_rng(0)
+DATA = {"x": RANDOM.normal(size=(64, 4)).astype(np.float32), "y": RANDOM.normal(size=64).astype(np.float32)}
+PARAMS = {
+    "w1": RANDOM.normal(size=(4, 8)).astype(np.float32),
+    "b1": np.zeros(8, np.float32),
+    "w2": RANDOM.normal(size=8).astype(np.float32),
+    "b2": np.zeros((), np.float32),
+}
+WIDE = {
+    "w1": PartitionSpec(None, "data"),
+    "b1": PartitionSpec("data"),
+    "w2": PartitionSpec("data"),
+    "b2": PartitionSpec(),
+}
+
+
+def loss(params, example):
+    hidden = jnp.tanh(example["x"] @ params["w1"] + params["b1"])
+    return (hidden @ params["w2"] + params["b2"] - example["y"]) ** 2
+
+
+def optimizer() -> tuple[jax.Array, dpx.Mechanism]:
+    key = dpx.secret_key(7)
+    mechanism = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=1.0, sampling=SAMPLING, key=key)
+    return key, dpx.chain(mechanism, optax.sgd(0.5, momentum=0.9))
+
+
+class Source:
+    """A source that counts what is read."""
+
+    def __init__(self):
+        self.read = []
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, number):
+        self.read.append(number)
+        return {name: rows[number] for name, rows in DATA.items()}
+
+
+def step_function(shardings=None):
+    """A jitted step. shardings: of the parameters and the state."""
+    gradient = dpx.private_grad(loss, optimizer()[1])
+
+    def step(params, batch, state):
+        updates, state, _ = gradient(params, batch, state)
+        return optax.apply_updates(params, updates), state
+
+    return jax.jit(step, out_shardings=shardings)
+
+
+def train(step, params, state, *, sharding=None, after_step=lambda steps, params, state: None):
+    """The rest of the five steps from `state`."""
+    left = STEPS - dpx.steps_taken(state)
+    for batch in SAMPLING.batches(DATA, optimizer()[0], state, steps=left, sharding=sharding):
+        params, state = step(params, batch, state)
+        after_step(dpx.steps_taken(state), params, state)
+    return params, state
+
+
+def main(rank: int, port: str, folder: Path, resume: bool):
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"localhost:{port}", 2, rank, initialization_timeout=60)
+    assert jax.device_count() == 8 and jax.local_device_count() == 4
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows, everywhere = NamedSharding(mesh, PartitionSpec("data")), NamedSharding(mesh, PartitionSpec())
+    made = optimizer()[1]
+
+    def begin(specs=None):
+        """Parameters, state, and the shardings of both; the momentum is sharded like the parameters."""
+        layout = jax.tree.map(lambda _: everywhere, PARAMS)
+        if specs is not None:
+            layout = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+        shapes = jax.eval_shape(made.init, PARAMS)
+        layouts = optax.tree.map_params(
+            made, lambda _, own: own, shapes, layout, transform_non_params=lambda _: everywhere
+        )
+        params = jax.jit(lambda: PARAMS, out_shardings=layout)()
+        return params, jax.jit(made.init, out_shardings=layouts)(params), (layout, layouts)
+
+    import orbax.checkpoint as ocp
+
+    with ocp.CheckpointManager(folder / "checkpoints") as manager:
+
+        def interrupted(steps, params, state):
+            if steps % 2 == 0:
+                manager.save(steps, args=ocp.args.StandardSave((params, state)))
+                manager.wait_until_finished()
+            elif steps == 3 and rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        params, state, layouts = begin()
+        step = step_function(layouts)
+        if resume:
+            assert manager.latest_step() == 2
+            params, state = manager.restore(2, args=ocp.args.StandardRestore((params, state)))
+            assert dpx.steps_taken(state) == 2
+            write(folder / "resumed", rank, made, *train(step, params, state, sharding=rows))
+            return
+        check_loading(rank, rows, made, state)
+        write(folder / "whole", rank, made, *train(step, params, state, sharding=rows))
+        wide, wide_state, wide_layouts = begin(WIDE)
+        trained, wide_state = train(step_function(wide_layouts), wide, wide_state, sharding=rows)
+        assert trained["w1"].addressable_shards[0].data.shape == (4, 1)
+        trained = jax.jit(lambda tree: tree, out_shardings=everywhere)(trained)
+        write(folder / "wide", rank, made, trained, wide_state)
+        train(step, params, state, sharding=rows, after_step=interrupted)
+
+
+def check_loading(rank, sharding, made, state):
+    """A process reads the rows of its own devices alone; together the processes hold the batch of one process."""
+    key = optimizer()[0]
+    for options in ({}, {"chunk_size": 7}):
+        source = Source()
+        batches = SAMPLING.batches(source, key, state, steps=1, sharding=sharding, prefetch=0, **options)
+        batch = next(batches)
+        indices, included = SAMPLING.draw(key, 0)
+        pieces = [batch]
+        if options:  # chunks of eight rows, which is the next multiple of the devices
+            pieces, rows_drawn = list(batch), -(-included.sum() // 8) * 8
+            indices, included = indices[:rows_drawn], included[:rows_drawn]
+        assert len(pieces) == (len(included) // 8 if options else 1)
+        assert source.read.pop(0) == 0  # to see what an example looks like
+        wanted = []
+        for number, piece in enumerate(pieces):
+            size = len(piece.included)
+            half = slice(number * size + rank * size // 2, number * size + (rank + 1) * size // 2)
+            wanted += sorted(set(indices[half].tolist()))
+            for leaf, rows in ((piece.included, included), (piece.examples["x"], DATA["x"][indices])):
+                own = np.concatenate([np.asarray(shard.data) for shard in leaf.addressable_shards])
+                np.testing.assert_array_equal(own, rows[half])
+            drawn = np.asarray(piece.drawn)
+            assert drawn.tolist() == [0, included.sum(), dpx.keys.mark(key), number * size]
+        assert source.read == wanted and len(wanted) < included.sum()
+
+
+def write(path: Path, rank: int, made: dpx.Mechanism, params, state):
+    if rank == 0:
+        arrays = {name: np.asarray(leaf) for name, leaf in params.items()}
+        np.savez(path, **arrays, epsilon=dpx.epsilon(made, state, delta=1e-5), steps=dpx.steps_taken(state))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), sys.argv[4] == "resume")
