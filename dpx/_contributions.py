@@ -16,15 +16,16 @@ from dpx.batches import Tree
 LARGEST = 2.0**63
 
 
-def sum_contributions(mechanism: Any, grads: Tree, state: Tree, included: jax.Array) -> tuple[Tree, ...]:
-    """sum_i f(|z_i|) z_i for each factor f, over gradients [B, ...].
+def sum_contributions(mechanism: Any, grads: Tree, state: Tree, included: jax.Array) -> tuple[tuple[Tree, ...], Tree]:
+    """sum_i f(|z_i|) z_i for each factor f, over gradients [B, ...]; and the norms |z_i|.
 
     mechanism: a `dpx.Mechanism`. grads: like the parameters, any real dtype, with the B examples on axis 0 of every
         leaf. state: of the mechanism. included: bool (B,).
 
-    Returns one sum for each factor, float32, like the encoded gradient of one example. An example contributes zero if
-    it is not included, or if its norm is not finite or above LARGEST. Norms, factors and sums are float32, at full
-    precision where the hardware would round products, because a rounded product could exceed the bound.
+    Returns one sum for each factor, float32, like the encoded gradient of one example; and the norms, float32 (B,) in
+    each leaf, as computed, whatever is included. An example contributes zero if it is not included, or if its norm is
+    not finite or above LARGEST. Norms, factors and sums are float32, at full precision where the hardware would round
+    products, because a rounded product could exceed the bound.
     """
 
     def sum_encoded(rows):
@@ -47,7 +48,7 @@ def sum_contributions(mechanism: Any, grads: Tree, state: Tree, included: jax.Ar
             factor = select(factor)
             return jax.tree.map(lambda z: jnp.tensordot(factor, z, 1, precision=jax.lax.Precision.HIGHEST), rows)
 
-        return tuple(jax.tree.map(weighted_sum, factor, encoded) for factor in factors)
+        return tuple(jax.tree.map(weighted_sum, factor, encoded) for factor in factors), norms
 
     if mechanism.supports_ghost_norms or mechanism.encode_whole_batch:
         return sum_encoded((grads, included))

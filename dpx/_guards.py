@@ -49,6 +49,30 @@ def require_unmasked(tree: Tree):
         )
 
 
+def require_params(params: Tree):
+    """Raises ValueError for optax's masked nodes, a Flax module or batch statistics, as parameters or among them."""
+    require_unmasked(params)
+    nodes = jax.tree_util.tree_leaves_with_path(
+        params, is_leaf=lambda node: _is_flax(node, "Module") or _is_flax(node, "BatchStat")
+    )
+    for path, node in nodes:
+        if _is_flax(node, "Module"):
+            raise ValueError(
+                f"params must be a pytree of arrays, got the module {type(node).__name__}. Split it: graphdef, params, "
+                "rest = nnx.split(model, nnx.Param, ...), and call nnx.merge(graphdef, params, rest) in the loss"
+            )
+        if _is_flax(node, "BatchStat") or "batch_stats" in [getattr(key, "key", None) for key in path]:
+            raise ValueError(
+                f"params must hold no batch statistics, got {jax.tree_util.keystr(path)}: BatchNorm mixes the examples "
+                "of a batch, so no gradient belongs to one example alone. Use GroupNorm or LayerNorm"
+            )
+
+
+def _is_flax(node: Any, name: str) -> bool:
+    """Whether `node` is of the class `name` of Flax NNX, or of a class below it."""
+    return any(kind.__name__ == name and kind.__module__.startswith("flax.nnx") for kind in type(node).__mro__)
+
+
 def require_per_example(grads: Tree, params: Tree):
     """Raises ValueError unless every leaf of `grads` has the shape (B, *shape of its parameter)."""
     require_unmasked(grads)

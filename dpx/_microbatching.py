@@ -64,8 +64,8 @@ def sum_over_microbatches(
     return sums, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *outputs)
 
 
-def sum_in_segments(function: Callable[[Tree], Tree], rows: Tree) -> Tree:
-    """`function(rows)`, a sum over the examples; large batches in up to 8 segments, one after another.
+def sum_in_segments(function: Callable[[Tree], tuple[Tree, Tree]], rows: Tree) -> tuple[Tree, Tree]:
+    """`function(rows) -> (sums, outputs)` over the examples; large batches in up to 8 segments, one after another.
 
     The segments save memory, because the arrays that `function` computes for each example exist for one segment at a
     time. On several devices there are no segments, because the examples may be sharded over the devices.
@@ -75,7 +75,6 @@ def sum_in_segments(function: Callable[[Tree], Tree], rows: Tree) -> Tree:
         return function(rows)
     size = jax.tree.leaves(rows)[0].shape[0]
     on_cpu = jax.default_backend() == "cpu"
-    sums, _ = sum_over_microbatches(
-        lambda ordered, rows: (function(ordered(rows)), ()), rows, math.ceil(size / segments), unroll=on_cpu
+    return sum_over_microbatches(
+        lambda ordered, rows: function(ordered(rows)), rows, math.ceil(size / segments), unroll=on_cpu
     )
-    return sums

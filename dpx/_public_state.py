@@ -1,4 +1,4 @@
-"""The public part of a state: everything but its `unreleased_*` fields."""
+"""The public part of a state: everything but its `unreleased` and `unreleased_*` fields."""
 
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
@@ -11,14 +11,16 @@ Tree = Any  # a pytree of arrays
 
 
 def public_state(state: Tree) -> Tree:
-    """`state` with None for its `unreleased_*` fields, so that it may be shown or shared.
+    """`state` with None for its `unreleased` and `unreleased_*` fields, so that it may be shown or shared.
 
     state: any pytree, or dataclasses and mappings of pytrees. The other fields depend on released values only.
 
-    A value becomes None if the name of its field, or its key, contains "unreleased_", also in flattened states, whose
-    keys are tuples or strings such as ".unreleased_error['w']". Functions become None, because their closures may hold
-    a key. Raises ValueError for a container of an unknown type.
+    A value becomes None if the name of its field, or its key, contains "unreleased", also in flattened states, whose
+    keys are tuples or strings such as ".unreleased_error['w']". So does a `dpx.Unreleased`. Functions become None,
+    because their closures may hold a key. Raises ValueError for a container of an unknown type.
     """
+    if type(state).__name__.startswith("Unreleased"):
+        return None
     if hasattr(state, "_fields"):
         names = state._fields
         return type(state)(*[None if _unreleased(name) else public_state(getattr(state, name)) for name in names])
@@ -47,4 +49,4 @@ def _public_items(items: Mapping) -> dict:
 
 def _unreleased(name: Any) -> bool:
     """Whether a field, a key, or a flattened path in any notation names an unreleased value."""
-    return "unreleased_" in str(name)
+    return "unreleased" in str(name)

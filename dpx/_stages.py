@@ -14,6 +14,7 @@ from dpx._numbers import ScalarOrSchedule, over
 Tree = Any  # a pytree
 
 SUM = "sum over the batch"
+FROZEN = "zeros for the other layers"  # the last stage of coordinates that drop the gradients of some layers
 
 
 def around_sum(

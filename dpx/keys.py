@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from dpx._normals import standard_normals
+
 
 def secret_key(seed: int | None = None) -> jax.Array:
     """A typed PRNG key, (), from all 64 bits of `seed`. The key and the seed are as secret as the data.
@@ -62,4 +64,6 @@ def mark(key: jax.Array) -> int:
 
 def normal_like(key: jax.Array, tree):
     """Independent standard normals, float32, in the shapes of `tree`: the noise of every mechanism."""
+    if str(jax.random.key_impl(key)) == "threefry2x32":
+        return standard_normals(key, tree)
     return optax.tree.random_like(key, tree, jax.random.normal, jnp.float32)

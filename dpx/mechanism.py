@@ -23,7 +23,7 @@ import numpy as np
 import optax
 from dp_accounting import DpEvent
 
-from dpx import _guards
+from dpx import _frozen, _guards
 from dpx._contributions import sum_contributions
 from dpx._numbers import ScalarOrSchedule, over
 from dpx.accounting.budget import Budget
@@ -92,14 +92,14 @@ class Mechanism(optax.GradientTransformationExtraArgs):
         budget=None,
     ) -> Self:
         def begin(params):
-            _guards.require_unmasked(params)
+            _guards.require_params(params)
             return signed(init(params), self.terms, 0 if budget is None else budget.steps)
 
         def update(grads, state, params=None, *, included=MISSING, drawn=None, **extra_args):
             _guards.require_no_more(extra_args)
             _guards.require_per_example(grads, params)
             rows = inclusion(batch_size(grads), included, self.sampling)
-            return self.release_once(sum_contributions(self, grads, state, rows), state, params, rows, drawn)
+            return self.release_once(sum_contributions(self, grads, state, rows)[0], state, params, rows, drawn)
 
         self = super().__new__(cls, begin, update)  # pyright: ignore[reportArgumentType]
         self.encode, self.norm, self.weigh, self.release = encode, norm, weigh, release
@@ -234,12 +234,14 @@ def _float32_like(params: Tree) -> Tree:
 def chain(mechanism: Mechanism, *transforms: optax.GradientTransformation) -> Mechanism:
     """`optax.chain(mechanism, *transforms)`, but as a Mechanism, which `private_grad` needs.
 
-    The transforms see the released gradient only, so any optax optimizer, decay or momentum costs no privacy.
+    The transforms see the released gradient only, so any optax optimizer, decay or momentum costs no privacy. They see
+    no parameter whose gradient the mechanism drops at every step (`coordinates.trainable`), so weight decay does not
+    move it. Masks that change (`random_freeze`) stop the gradients of a step, but neither decay nor momentum.
     Raises ValueError if `mechanism` is not a Mechanism, or if one of the transforms is one.
     """
     _guards.require_kind(mechanism, Mechanism)
     _guards.require_transforms(transforms, Mechanism, Coordinates)
-    after = optax.chain(*transforms)
+    after = _frozen.on_trained(mechanism, optax.chain(*transforms))
 
     def release(sums, state, params):
         updates, inner = mechanism.release(sums, state.inner, params)
@@ -252,5 +254,5 @@ def chain(mechanism: Mechanism, *transforms: optax.GradientTransformation) -> Me
         encode=lambda grad, state: mechanism.encode(grad, state.inner),
         weigh=lambda norms, state: mechanism.weigh(norms, state.inner),
         release=release,
-        stages=(*mechanism.stages, "optax transforms"),
+        stages=(*mechanism.stages, _frozen.describe_transforms(mechanism.stages)),
     )

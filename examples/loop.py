@@ -200,8 +200,8 @@ def step_function(model: models.Model, optimizer: dpx.Mechanism, config: Config)
     def step(params, state, batch):
         images, labels = batch.examples
         floats = batch._replace(examples=(data.as_float(images), labels))
-        updates, state, unreleased_losses = gradient(seen(params, state, config), floats, state)
-        unreleased_loss = unreleased_losses.sum(where=batch.included) / batch.included.sum(dtype=jnp.float32).clip(1)
+        updates, state, unreleased = gradient(seen(params, state, config), floats, state)
+        unreleased_loss = unreleased.losses.sum(where=batch.included) / batch.included.sum(dtype=jnp.float32).clip(1)
         return optax.apply_updates(params, updates), state, unreleased_loss
 
     return step

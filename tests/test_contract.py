@@ -110,7 +110,7 @@ def all_but(*missing: int):
 @functools.cache
 def sums_of(case: Case):
     mechanism = case.mechanism
-    return jax.jit(lambda grads, state: sum_contributions(mechanism, grads, state, everyone(grads)))
+    return jax.jit(lambda grads, state: sum_contributions(mechanism, grads, state, everyone(grads))[0])
 
 
 @functools.cache
@@ -119,11 +119,12 @@ def each_alone(case: Case):
     mechanism, included = case.mechanism, np.ones(1, bool)
 
     def stacked(grad, state):
-        return sum_contributions(mechanism, jax.tree.map(lambda g: g[None], grad), state, included)
+        return sum_contributions(mechanism, jax.tree.map(lambda g: g[None], grad), state, included)[0]
 
     def by_ghost_norms(grad, state):
         batch = product_example(jax.tree.map(lambda g: g[None], grad))
-        plan = ghost.make_plan(product_loss, mechanism, PARAMS, jax.tree.map(lambda x: x[0], batch), state, force=True)
+        example = jax.tree.map(lambda x: x[0], batch)
+        plan = ghost.make_plan(lambda *a: (product_loss(*a), None), mechanism, PARAMS, example, state, force=True)
         assert isinstance(plan, ghost.Plan) and plan.followed
         return ghost.sum_contributions(plan, mechanism, PARAMS, batch, state, included)[0]
 

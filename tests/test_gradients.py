@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from typing import Any
 
 import chex
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import dpx
 from tests.test_dp_sgd import dp_sgd, loss, model
@@ -38,7 +40,77 @@ def test_microbatches_equal_the_whole(microbatch_size, loss, clipping):
     gradient = jax.jit(dpx.private_grad(loss, mechanism, microbatch_size=microbatch_size, clipping=clipping))
     actual = gradient(params, dpx.Batch(batch, included), mechanism.init(params))
     chex.assert_trees_all_close((actual.updates, actual.state), expected[:2], rtol=1e-6, atol=1e-6)
-    np.testing.assert_allclose(jnp.delete(actual.unreleased_losses, 5), expected.unreleased_losses, rtol=1e-6)
+    np.testing.assert_allclose(jnp.delete(actual.unreleased.losses, 5), expected.unreleased.losses, rtol=1e-6)
+
+
+def with_dropout(params, example, key):
+    """A loss in which each example drops inputs of its own, and returns which."""
+    kept = jax.random.bernoulli(key, 0.5, example["x"].shape).astype(jnp.float32)
+    return loss(params, example | {"x": kept * example["x"]}), {
+        "kept": kept,
+        "scale": 2.0,
+        "key": jax.random.key_data(key),
+    }
+
+
+@pytest.mark.parametrize("clipping", ["vmap", "ghost"])
+def test_keys_and_aux_of_the_examples(clipping):
+    """Every row has its own key at every step, whatever the microbatch; and its own norm and aux."""
+    params, batch = model()
+    mechanism = dp_sgd(clip_norm=1.5)
+    state, options = mechanism.init(params), {"clipping": clipping, "with_key": True, "has_aux": True}
+    included = jnp.ones(16, bool).at[5].set(False)
+    batches = dpx.Batch(batch, included)
+    whole, after, in_parts = [
+        jax.jit(dpx.private_grad(with_dropout, mechanism, microbatch_size=size, **options))(params, batches, start)
+        for size, start in ((None, state), (None, state._replace(step=state.step + 1)), (3, state))
+    ]
+    chex.assert_trees_all_close(in_parts, whole, rtol=1e-5, atol=1e-6)
+    kept = np.asarray(whole.unreleased.aux["kept"])
+    assert len(np.unique(np.concatenate([run.unreleased.aux["key"] for run in (whole, after)]), axis=0)) == 32
+    np.testing.assert_array_equal(whole.unreleased.aux["scale"], np.full(16, 2.0))
+    dropped = batch | {"x": kept * batch["x"]}
+    grads = jax.vmap(jax.grad(loss), (None, 0))(params, dropped)
+    expected, _ = mechanism.update(grads, state, params, included=included)
+    chex.assert_trees_all_close(whole.updates, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(whole.unreleased.norms, jax.vmap(optax.tree.norm)(grads), rtol=2e-3)
+    np.testing.assert_allclose(whole.unreleased.losses, jax.vmap(loss, (None, 0))(params, dropped), rtol=1e-5)
+    share = (whole.unreleased.norms > 1.5)[batches.included].mean()
+    assert 0 < share < 1 and share == pytest.approx(np.mean(np.delete(whole.unreleased.norms, 5) > 1.5))
+
+
+def test_keys_of_the_examples_are_a_stream_of_their_own():
+    params, batch = model()
+    found = {}
+    for name, key in (
+        ("typed", jax.random.key(3)),
+        ("other", jax.random.key(4)),
+        ("rbg", jax.random.key(3, impl="rbg")),
+    ):
+        mechanism = dp_sgd(key=key)
+        gradient = dpx.private_grad(
+            lambda p, e, key: (loss(p, e), jax.random.key_data(key)), mechanism, with_key=True, has_aux=True
+        )
+        run = gradient(params, dpx.Batch(batch, None), mechanism.init(params)).unreleased.aux
+        found |= {f"{name} {row}": tuple(data) for row, data in enumerate(np.asarray(run).tolist())}
+        bits = jax.random.bits(dpx.keys.stream(key, "example", 0), (2,), jnp.uint32)
+        expected = jax.random.fold_in(jax.random.wrap_key_data(bits, impl="threefry2x32"), 15)
+        np.testing.assert_array_equal(run[15], jax.random.key_data(expected))
+    assert len(set(found.values())) == len(found) == 3 * 16
+
+
+def test_dropout_and_aux_leave_the_ghosts_alone():
+    """Neither random bits nor what only the aux reads makes a parameter need per-example gradients."""
+    params, batch = model()
+
+    def aux(params, example, key):
+        value, kept = with_dropout(params, example, key)
+        return value, (kept, optax.tree.norm(params), params["w"])
+
+    plain = dpx.explain(loss, dp_sgd(), params, dpx.Batch(batch, None), clipping="ghost")
+    options: Any = {"clipping": "ghost", "with_key": True, "has_aux": True}
+    assert dpx.explain(aux, dp_sgd(), params, dpx.Batch(batch, None), **options).rows == plain.rows
+    assert dict(row[:2] for row in plain.rows)["['w']"] == "norm from |input| |cotangent|"
 
 
 def dense(params, x):
@@ -183,6 +255,8 @@ def test_bad_shapes(batch, included, message):
 
 def test_bad_arguments():
     params, batch = model()
+    with pytest.raises(ValueError, match=r"has_aux=True.*must return \(value, aux\)"):
+        dpx.private_grad(loss, dp_sgd(), has_aux=True)(params, dpx.Batch(batch, None), dp_sgd().init(params))
     for size in (0, -1, 2.5):
         with pytest.raises(ValueError, match="microbatch_size"):
             dpx.private_grad(loss, dp_sgd(), microbatch_size=size)  # type: ignore
@@ -201,6 +275,28 @@ def test_bad_arguments():
     for mask in ({"w": False, "b": False}, {"w": 1}, {}):
         with pytest.raises(ValueError, match="mask"):
             dpx.coordinates.trainable(mask)
+
+
+class WithBatchNorm(nnx.Module):
+    def __init__(self):
+        self.norm = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("nest", [lambda params: params, lambda params: {"layers": [params]}], ids=["whole", "nested"])
+def test_flax_modules_and_batch_statistics_are_refused(nest):
+    """In words, before any step; what may be trained is not."""
+    module = WithBatchNorm()
+    _, everything = nnx.split(module)
+    collections = {"params": {"w": jnp.ones(2)}, "batch_stats": {"mean": jnp.ones(2)}}
+    refused = [(module, "the module WithBatchNorm.*nnx.split"), (everything, "norm.*mean.*GroupNorm")]
+    batch, state = dpx.Batch(jnp.ones((4, 2)), None), dp_sgd().init({"w": jnp.ones(2)})
+    for params, message in (*refused, (collections, "batch_stats.*BatchNorm mixes.*LayerNorm")):
+        with pytest.raises(ValueError, match=message):
+            dp_sgd().init(nest(params))
+        with pytest.raises(ValueError, match=message):
+            dpx.private_grad(lambda params, x: x[0], dp_sgd())(nest(params), batch, state)
+    for params in (nnx.split(module, nnx.Param, ...)[1], {"params": collections["params"]}):
+        assert dpx.steps_taken(dp_sgd().init(nest(params))) == 0
 
 
 SHARDED = """

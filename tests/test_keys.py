@@ -2,6 +2,7 @@
 
 import math
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,3 +40,30 @@ def test_the_noise_is_normal():
     noise = np.abs(np.asarray(keys.normal_like(jax.random.key(3), jnp.zeros((1000, 1000)))))
     for size, share in ((1, 0.31731), (2, 0.045500), (3, 0.0026998), (4, 6.3342e-5)):
         assert abs((noise > size).mean() - share) < 5 * math.sqrt(share / noise.size)
+
+
+SHAPES = [jnp.zeros((100, 300)), jnp.zeros(()), jnp.zeros((129, 3, 5)), jnp.zeros((0, 2)), jnp.zeros(7)]
+
+
+@pytest.mark.parametrize("leaves", [slice(0, 5), slice(1, 2), slice(1, 5)], ids=["chunks", "one number", "one chunk"])
+def test_the_noise_of_sharded_leaves_is_the_same(leaves, monkeypatch):
+    noise = keys.normal_like(jax.random.key(3), SHAPES[leaves])
+    monkeypatch.setattr(jax, "device_count", lambda: 8)
+    chex.assert_trees_all_close(noise, keys.normal_like(jax.random.key(3), SHAPES[leaves]), rtol=1e-6)
+
+
+def test_no_number_of_the_noise_repeats():
+    """Among 32,000 floats of 2^23 values, some 60 pairs are equal by chance; a repeated half chunk would be 8,000."""
+    leaves = [np.ravel(leaf) for leaf in keys.normal_like(jax.random.key(3), SHAPES)]
+    numbers = np.concatenate(leaves)
+    assert len(numbers) - len(np.unique(numbers)) < 120
+
+
+def test_other_implementations_of_keys_have_noise_too():
+    noise = keys.normal_like(jax.random.key(3, impl="rbg"), SHAPES)
+    assert abs(np.std(noise[0]) - 1) < 0.05 and not np.array_equal(np.ravel(noise[0])[:7], noise[4])
+
+
+def test_a_leaf_too_large_for_the_noise():
+    with pytest.raises(ValueError, match="a leaf must have at most 4294950912 numbers, got 4294967296"):
+        keys.normal_like(jax.random.key(3), jax.ShapeDtypeStruct((2**16, 2**16), jnp.float32))

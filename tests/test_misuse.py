@@ -57,6 +57,11 @@ def step_of(mechanism, batch, sampling=SAMPLING):
     return dpx.private_grad(loss, mechanism)(PARAMS, batch, mechanism.init(PARAMS))
 
 
+def frozen(mask):
+    """A state under layers that the mask freezes."""
+    return dpx.in_coordinates(dp_sgd(), dpx.coordinates.trainable(mask)).init(PARAMS)
+
+
 def tiny(batch_size=ROWS):
     """Rows of data, without anything that says which of them count."""
     return jax.tree.map(lambda rows: rows[:batch_size], DATA)
@@ -309,6 +314,11 @@ REFUSED = {
         lambda: dpx.in_coordinates(dp_sgd(), optax.sgd(0.1)),  # type: ignore
         "optax transforms belong behind the mechanism",
     ),
+    "nothing trainable": (lambda: frozen({"w": False, "b": False}), "at least one layer trainable, .* all of: b, w"),
+    "no path trainable": (lambda: frozen(lambda path: "lora" in path), "at least one layer trainable, .* all of: b, w"),
+    "a mask of other parameters": (lambda: frozen({"w": True, "c": False}), "mask must be a pytree prefix"),
+    "a mask of arrays": (lambda: frozen({"w": jnp.ones((5, 2), bool), "b": True}), "mask must give Python bools"),
+    "a path that gives no bool": (lambda: frozen(lambda path: path.find("w")), "mask must give Python bools"),
     # several runs
     "two runs with one key": (lambda: dpx.compose(*SAME_KEY, shared_batches=False), "a key of its own"),
     "two runs with one key on shared batches": (

@@ -107,7 +107,7 @@ def test_every_mechanism_bills_its_own_state(case):
     """The state that counts the releases is billed as the number of steps is, also after a restored checkpoint."""
     mechanism = case.mechanism
     state = jax.eval_shape(mechanism.init, PARAMS)
-    sums = jax.eval_shape(lambda state: dpx.mechanism.sum_contributions(mechanism, GRADS, state, EVERYONE), state)
+    sums = jax.eval_shape(lambda state: dpx.mechanism.sum_contributions(mechanism, GRADS, state, EVERYONE)[0], state)
     zeros, nobody = jax.tree.map(lambda s: jnp.zeros(s.shape), sums), jnp.zeros(0, bool)
     step = jax.jit(lambda state: mechanism.release_once(zeros, state, PARAMS, nobody)[1])
     state = mechanism.init(PARAMS)
@@ -187,6 +187,8 @@ def test_what_may_be_shown_has_nothing_unreleased():
         '.unreleased_error["w"]': secret,
         "inner/unreleased_error/w": secret,
         "opt.0.unreleased_error": secret,
+        "metrics": dpx.Unreleased(secret, secret, secret),
+        "unreleased": secret,
         jax.tree_util.GetAttrKey("unreleased_error"): secret,
         ("release", "step"): shown,
         "mean": shown,

@@ -1,43 +1,91 @@
 """Trainable layers: only the layers that the user chooses are trained."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
-from dpx._stages import path_of
+from dpx._stages import FROZEN, path_of
 from dpx.mechanism import Coordinates, Tree
 
+PRINTED = 6  # paths in the printed pipeline, and in a message
 
-def trainable(mask: Tree) -> Coordinates:
+
+def trainable(mask: Tree | Callable[[str], bool]) -> Coordinates:
     """Only the layers where `mask` is True: the others give no gradient, get no noise and are not updated.
 
-    mask: a pytree prefix of the parameters, with Python bools. Use this instead of optax.masked, which would let raw
-        per-example gradients of the masked layers through.
+    The optax transforms behind it, in `dpx.chain`, see the trainable layers only. So weight decay and momentum do not
+    move the others, and these have no optimizer state.
 
-    Raises ValueError for leaves that are not Python bools, and if none is True.
+    mask: a pytree prefix of the parameters, with Python bools; or a function that says whether a path is trainable,
+        such as `lambda path: "lora" in path` for the path "encoder/layer_0/lora_a/kernel". Use this instead of
+        optax.masked, which would let raw per-example gradients of the masked layers through.
+
+    Raises ValueError for values that are not Python bools, if none is True, and (by `init`) if the mask is no prefix of
+    the parameters.
     """
-    for leaf in jax.tree.leaves(mask):
-        if not isinstance(leaf, bool):
-            raise ValueError(f"mask must hold Python bools (public constants), got {leaf!r}")
-    if not any(jax.tree.leaves(mask)):
-        raise ValueError(f"mask must leave at least one layer trainable, got {mask!r}")
+    by_path = callable(mask) and jax.tree_util.all_leaves([mask])
+    if not by_path:
+        _require_some(mask)
+
+    def flags_of(tree: Tree) -> Tree:
+        """True where a leaf is trainable, like `tree`."""
+        if not by_path:
+            return _spread(mask, tree)
+        flags = jax.tree_util.tree_map_with_path(lambda path, _: mask(path_of(path)), tree)
+        _require_some(flags)
+        return flags
+
+    def init(params):
+        flags_of(params)
+        return ()
 
     def encode(grad, state):
         del state
-        return jax.tree.map(lambda keep, layer: layer if keep else None, mask, grad)
+        return jax.tree.map(lambda keep, leaf: leaf if keep else None, flags_of(grad), grad)
 
     def decode(released, state, like):
-        def fill(keep, layer, shapes):
-            return layer if keep else jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        def fill(keep, leaf, shape):
+            return leaf if keep else jnp.zeros(shape.shape, shape.dtype)
 
-        return jax.tree.map(fill, mask, released, like), state
+        return jax.tree.map(fill, flags_of(like), released, like), state
 
-    leaves, _ = jax.tree_util.tree_flatten_with_path(mask)
-    layers = ", ".join(path_of(path) for path, keep in leaves if keep) or "all layers"
     return Coordinates(
-        init=lambda params: (),
+        init=init,
         encode=encode,
         decode=decode,
-        name=f"keep the gradients of the trainable layers: {layers}",
-        undo="" if all(jax.tree.leaves(mask)) else "zeros for the other layers",
+        name=f"keep the gradients of the trainable layers: {_words(mask, by_path)}",
+        undo=FROZEN if by_path or not all(jax.tree.leaves(mask)) else "",
         supports_ghost_norms=True,
     )
+
+
+def _require_some(flags: Tree):
+    """Raises ValueError unless all leaves are Python bools, and one is True."""
+    found = [(path_of(path), flag) for path, flag in jax.tree_util.tree_leaves_with_path(flags)]
+    for path, flag in found:
+        if not isinstance(flag, bool):
+            raise ValueError(f"mask must give Python bools (public constants), got {flag!r} for {path!r}")
+    if not any(flag for _, flag in found):
+        paths = _some([path for path, _ in found])
+        raise ValueError(f"mask must leave at least one layer trainable, got False for all of: {paths}")
+
+
+def _spread(mask: Tree, tree: Tree) -> Tree:
+    """`mask`, a prefix of `tree`, like `tree`. Raises ValueError if it is none."""
+    try:
+        return jax.tree.map(lambda keep, part: jax.tree.map(lambda _: keep, part), mask, tree)
+    except ValueError as error:
+        raise ValueError(f"mask must be a pytree prefix of the parameters: {error}") from error
+
+
+def _words(mask: Any, by_path: bool) -> str:
+    if by_path:
+        return "those whose path the given function accepts"
+    return _some([path_of(path) for path, keep in jax.tree_util.tree_leaves_with_path(mask) if keep]) or "all layers"
+
+
+def _some(paths: list[str]) -> str:
+    rest = len(paths) - PRINTED
+    return ", ".join(paths[:PRINTED]) + (f" and {rest} more" if rest > 0 else "")

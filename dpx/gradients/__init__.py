@@ -5,6 +5,7 @@ ghost/ways.py. Both need a model in tests/test_ghost_zoo.py and a case in tests/
 `clipping` belongs in private_grad.py (`Clipping`, `_check`, `_plan`).
 """
 
-from dpx.gradients.private_grad import PrivateGradient as PrivateGradient
 from dpx.gradients.private_grad import explain as explain
 from dpx.gradients.private_grad import private_grad as private_grad
+from dpx.gradients.results import PrivateGradient as PrivateGradient
+from dpx.gradients.results import Unreleased as Unreleased

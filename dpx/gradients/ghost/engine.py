@@ -41,25 +41,27 @@ class Records(NamedTuple):
 
 def sum_contributions(
     plan: Plan, mechanism: Mechanism, params: Tree, examples: Tree, state: Tree, included: jax.Array
-) -> tuple[tuple[Tree, ...], jax.Array]:
-    """sum_i f(|z_i|) z_i for each factor f, as in `dpx._contributions.sum_contributions`, and the losses.
+) -> tuple[tuple[Tree, ...], tuple[jax.Array, Tree, Tree]]:
+    """sum_i f(|z_i|) z_i for each factor f, as in `dpx._contributions.sum_contributions`; losses, norms and aux.
 
     params: arrays. examples: arrays with the B examples on axis 0. state: of the mechanism. included: bool (B,).
-    Returns one sum for each factor, float32, like the encoded gradient of one example; and the losses, (B,).
+    Returns one sum for each factor, float32, like the encoded gradient of one example; and, for each example, the
+    losses, (B,), the norms, float32 (B,) in each leaf, and what the loss returns beside its value.
     """
     leaves, scales = jax.tree.leaves(params), _scales(plan, mechanism, params, state)
-    losses, records = _backward_pass(plan, leaves, examples)
-    norms, records = _norms(plan, leaves, records, scales)
-    factors, included = _clip_factors(plan, mechanism, norms, state, included)
+    losses, aux, records = _backward_pass(plan, leaves, examples)
+    leaf_norms, records = _norms(plan, leaves, records, scales)
+    norms, factors = _norms_and_factors(plan, mechanism, leaf_norms, state, included.shape[0])
+    included &= in_range(norms)
     records, sums = _zero_excluded(records, included), ()
     for factor in factors:
         factor = compute_after(sums, factor)  # one set of weighted cotangents in memory at a time
         sums += (_weighted_sums(plan, leaves, records, factor, included, scales),)
-    return sums, losses
+    return sums, (losses, norms, aux)
 
 
-def _backward_pass(plan: Plan, leaves: list[jax.Array], examples: Tree) -> tuple[jax.Array, Records]:
-    """The losses, (B,), and the records of the examples, by one forward and one backward pass."""
+def _backward_pass(plan: Plan, leaves: list[jax.Array], examples: Tree) -> tuple[jax.Array, Tree, Records]:
+    """The losses, (B,), their aux and the records of the examples, by one forward and one backward pass."""
     differentiated = {leaf: leaves[leaf] for leaf in plan.differentiated}
     sites = [site for leaf in plan.followed for site in plan.choices[leaf].uses.sites]
     outputs = {site.use.equation: plan.program.output(site.use.equation) for site in sites}
@@ -67,17 +69,18 @@ def _backward_pass(plan: Plan, leaves: list[jax.Array], examples: Tree) -> tuple
     def of_one_example(example):
         def loss(differentiated, added):
             inputs = [differentiated.get(number, leaf) for number, leaf in enumerate(leaves)]
-            return trace.evaluate(plan.program, inputs + jax.tree.leaves(example), added)
+            value, aux, seen = trace.evaluate(plan.program, inputs + jax.tree.leaves(example), added)
+            return value, (aux, seen)
 
         zeros = {equation: jnp.zeros(output.shape, output.dtype) for equation, output in outputs.items()}
-        value, pullback, inputs = jax.vjp(loss, differentiated, zeros, has_aux=True)
+        value, pullback, (aux, inputs) = jax.vjp(loss, differentiated, zeros, has_aux=True)
         grads, cotangents = pullback(jnp.ones_like(value))
         grads = {leaf: grad.astype(jnp.float32) for leaf, grad in grads.items()}
-        return value, Records(grads, inputs, cotangents)
+        return value, aux, Records(grads, inputs, cotangents)
 
-    losses, records = jax.vmap(of_one_example)(examples)
+    losses, aux, records = jax.vmap(of_one_example)(examples)
     # Norms and sums must read the same numbers: XLA may leave out a rounding to bfloat16 for one of two readers.
-    return losses, jax.tree.map(jax.lax.optimization_barrier, records)
+    return losses, aux, jax.tree.map(jax.lax.optimization_barrier, records)
 
 
 def _norms(plan: Plan, leaves: list[jax.Array], records: Records, scales: dict[int, jax.Array]):
@@ -93,16 +96,15 @@ def _norms(plan: Plan, leaves: list[jax.Array], records: Records, scales: dict[i
     return norms, records._replace(gradients=gradients)
 
 
-def _clip_factors(plan: Plan, mechanism: Mechanism, norms: dict[int, jax.Array], state: Tree, included: jax.Array):
-    """The mechanism's factors, each a tree of float32 (B,); and which examples contribute, bool (B,)."""
+def _norms_and_factors(plan: Plan, mechanism: Mechanism, norms: dict[int, jax.Array], state: Tree, size: int):
+    """The mechanism's norms and its factors, each a tree of float32 (B,), from the norms of the leaves."""
 
     def of_one_example(norms):
         leaf_norms = [norms.get(encoded.leaf, jnp.float32(0)) for encoded in plan.encoded]
         whole = mechanism.norm(jax.tree.unflatten(plan.structure, leaf_norms))
         return whole, mechanism.weigh(whole, state)
 
-    whole, factors = jax.vmap(of_one_example, axis_size=included.shape[0])(norms)
-    return factors, included & in_range(whole)
+    return jax.vmap(of_one_example, axis_size=size)(norms)
 
 
 def _weighted_sums(plan: Plan, leaves, records: Records, factor: Tree, included: jax.Array, scales) -> Tree:

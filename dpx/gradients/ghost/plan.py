@@ -64,10 +64,11 @@ class Plan(NamedTuple):
 def make_plan(
     loss: Callable, mechanism: Mechanism, params: Tree, example: Tree, state: Tree, *, force: bool
 ) -> Plan | str:
-    """The plan for `loss(params, example)`, or the reason why the mechanism needs whole per-example gradients.
+    """The plan for a loss, or the reason why the mechanism needs whole per-example gradients.
 
-    params, example, state: arrays or their shapes. force: bool, True to follow every parameter that can be followed,
-    even if per-example gradients are cheaper. Raises ValueError if the loss is not one real number.
+    loss: (params, example) -> (value, aux). params, example, state: arrays or their shapes. force: bool, True to
+    follow every parameter that can be followed, even if per-example gradients are cheaper. Raises ValueError if the
+    loss is not one real number.
     """
     if not mechanism.supports_ghost_norms:
         return "the mechanism mixes the coordinates of a gradient"

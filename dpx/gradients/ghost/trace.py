@@ -60,11 +60,13 @@ class Use(NamedTuple):
 class Program(NamedTuple):
     """The loss of one example. Values 0, 1, ... are the leaves of the parameters, then those of the example.
 
-    equations: in the order in which they run. loss: number of the loss's value. uses: for each parameter leaf
+    equations: in the order in which they run. loss: number of the loss's value. aux: the numbers of what the loss
+    returns beside it, and their treedef. uses: those that the loss's value depends on, for each parameter leaf
     """
 
     equations: tuple[Equation, ...]
     loss: int | Constant
+    aux: tuple[tuple[int | Constant, ...], Any]
     uses: tuple[tuple[Use, ...], ...]
 
     def output(self, equation: int) -> Any:
@@ -73,20 +75,35 @@ class Program(NamedTuple):
 
 
 def trace(loss: Callable, params: Tree, example: Tree) -> Program:
-    """The program of `loss(params, example)`, for arrays or shapes. Raises ValueError unless it is one real number."""
-    closed, out = jax.make_jaxpr(loss, return_shape=True)(params, example)
+    """The program of `loss(params, example) -> (value, aux)`, for arrays or shapes.
+
+    Raises ValueError unless the value is one real number.
+    """
+    closed, (out, aux) = jax.make_jaxpr(loss, return_shape=True)(params, example)
     if not (hasattr(out, "shape") and out.shape == () and jnp.issubdtype(out.dtype, jnp.floating)):
         raise ValueError(f"loss must return one real number for one example, got {out}")
     tracer = _Tracer(leaves=len(jax.tree.leaves(params)), inputs=len(closed.jaxpr.invars))
-    (result,) = tracer.walk(closed.jaxpr, [Constant(value) for value in closed.consts], range(tracer.inputs))
+    result, *beside = tracer.walk(closed.jaxpr, [Constant(value) for value in closed.consts], range(tracer.inputs))
     if isinstance(result, int) and result in tracer.views:
         leaf, view = tracer.views[result]
         tracer.uses[leaf].append(Use(leaf, view, -1, 0))
-    return Program(tuple(tracer.equations), result, tuple(tuple(uses) for uses in tracer.uses))
+    live = _live(tracer.equations, result)
+    uses = tuple(tuple(use for use in uses if use.equation in live) for uses in tracer.uses)
+    return Program(tuple(tracer.equations), result, (tuple(beside), jax.tree.structure(aux)), uses)
 
 
-def evaluate(program: Program, inputs: list, added: dict[int, jax.Array]) -> tuple[jax.Array, dict[int, tuple]]:
-    """The loss, and the operands of the equations in `added`.
+def _live(equations: list[Equation], result: int | Constant) -> set[int]:
+    """The numbers of the equations that the value `result` depends on, and -1, which is the value itself."""
+    needed, live = {result} if isinstance(result, int) else set(), {-1}
+    for number in reversed(range(len(equations))):
+        if not needed.isdisjoint(equations[number].outputs):
+            live.add(number)
+            needed.update(value for value in equations[number].inputs if isinstance(value, int))
+    return live
+
+
+def evaluate(program: Program, inputs: list, added: dict[int, jax.Array]) -> tuple[jax.Array, Tree, dict[int, tuple]]:
+    """The loss, what it returns beside its value, and the operands of the equations in `added`.
 
     added: by number of an equation, an array to add to its output. The gradient of the loss with respect to that array
         is the cotangent of the output
@@ -100,7 +117,10 @@ def evaluate(program: Program, inputs: list, added: dict[int, jax.Array]) -> tup
             seen[number] = tuple(operands)
             outputs = [outputs[0] + added[number]]
         values.update(zip(equation.outputs, outputs, strict=True))
-    return program.loss.value if isinstance(program.loss, Constant) else values[program.loss], seen
+    read = [
+        number.value if isinstance(number, Constant) else values[number] for number in (program.loss, *program.aux[0])
+    ]
+    return read[0], jax.tree.unflatten(program.aux[1], read[1:]), seen
 
 
 def differentiates(program: Program, inputs: list) -> bool:

@@ -1,0 +1,76 @@
+"""The time to compile and to draw the noise of a step, against one `jax.random.normal` for each parameter.
+
+`python -m benchmarks.noise` writes results/noise.md: `dpx._normals` with several sizes of a chunk.
+"""
+
+import argparse
+import functools
+import importlib.metadata
+import statistics
+import time
+from unittest import mock
+
+from benchmarks import report, timing
+
+LAYER = {"qkv": (256, 768), "out": (256, 256), "up": (256, 1024), "down": (1024, 256)}
+SHAPES = {
+    "MLP, 6 arrays": [(784, 1024), (1024,), (1024, 1024), (1024,), (1024, 10), (10,)],
+    "transformer of 4 layers, 50 arrays": [(5000, 256), (256,)]
+    + 4 * [shape for matrix in LAYER.values() for shape in (matrix, (256,), (256,), matrix[1:])],
+}
+CHUNKS = (2**12, 2**14, 2**16, 2**18)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--core", type=int, default=0)
+    options = parser.parse_args()
+    timing.pin(options.core)
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    from dpx import _normals
+
+    def step(draw, key, sums):
+        return jax.tree.map(lambda total, noise: (total + 0.3 * noise) / 64, sums, draw(key, sums))
+
+    results = {}
+    for name, shapes in SHAPES.items():
+        sums, compile_seconds, programs = [jnp.ones(shape) for shape in shapes], {}, {}
+        leaves = functools.partial(optax.tree.random_like, sampler=jax.random.normal, dtype=jnp.float32)
+        draws = {"a generator for each array": leaves} | dict.fromkeys(map(str, CHUNKS), _normals.standard_normals)
+        for row, draw in draws.items():
+            jax.clear_caches()
+            with mock.patch.object(_normals, "CHUNK_NUMBERS", int(row) if row.isdigit() else 0):
+                start = time.perf_counter()
+                programs[row] = jax.jit(functools.partial(step, draw)).lower(jax.random.key(0), sums).compile()
+                compile_seconds[row] = time.perf_counter() - start
+        timers = {
+            row: timing.Timer(
+                lambda run=run, sums=sums: jax.block_until_ready(run(jax.random.key(1), sums)), time.perf_counter
+            )
+            for row, run in programs.items()
+        }
+        milliseconds = {row: 1e3 * statistics.median(ts) for row, ts in timing.interleaved(timers, 5).items()}
+        memory = {row: program.memory_analysis().temp_size_in_bytes / 2**20 for row, program in programs.items()}
+        results[name] = {row: (compile_seconds[row], milliseconds[row], memory[row]) for row in programs}
+
+    said = {"versions": {lib: importlib.metadata.version(lib) for lib in ("jax", "jaxlib", "optax")}, "device": "cpu"}
+    columns = [
+        (row, lambda rows, row=row: "{:.2f} s, {:.1f} ms, {:.0f} MiB".format(*rows[row]))
+        for row in next(iter(results.values()))
+    ]
+    notes = ["The columns with a number are `dpx._normals` with chunks of so many numbers."]
+    facts = report.facts("benchmarks.noise", {"jax": said}, options)
+    report.write(
+        "noise",
+        facts,
+        results,
+        notes,
+        {"Compile time, time and temporary memory of sum + noise": report.table(results, columns)},
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""Standard normals in the shapes of a tree, from one key: the noise of every mechanism.
+
+The numbers of the tree, leaf after leaf, are the numbers of one stream. Number n of the stream is a function of the key
+and of n alone, so its value does not depend on how the arrays are computed or sharded. Compiling one random number
+generator for each leaf took most of the time of compiling a step.
+"""
+
+import itertools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.random import threefry2x32_p
+
+Tree = Any  # a pytree of arrays
+
+CHUNK_NUMBERS = (
+    2**14
+)  # 64 KiB; from 2^12 to 2^16 a CPU is equally fast, with larger chunks slower (benchmarks/noise.py)
+LARGEST_LEAF = 2**32 - CHUNK_NUMBERS  # numbers, because places in a leaf are uint32
+
+
+def standard_normals(key: jax.Array, tree: Tree) -> Tree:
+    """Independent standard normals, float32, in the shapes of `tree`. key: a threefry2x32 key, ().
+
+    On a CPU, a loop draws one chunk after another, which stays in the cache. Elsewhere, and on several devices, every
+    leaf is computed from the places of its numbers, because XLA can fuse that, and shard it like the leaf.
+
+    Raises ValueError for a leaf of more than LARGEST_LEAF numbers.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    shapes = tuple(tuple(leaf.shape) for leaf in leaves)
+    if (largest := max(map(math.prod, shapes), default=0)) > LARGEST_LEAF:
+        raise ValueError(f"a leaf must have at most {LARGEST_LEAF} numbers, got {largest}")
+    return structure.unflatten(_leaves(jax.random.key_data(key), shapes, jax.device_count() > 1))
+
+
+@jax.jit(static_argnums=(1, 2))
+def _leaves(words: jax.Array, shapes: tuple[tuple[int, ...], ...], sharded: bool) -> list[jax.Array]:
+    """The leaves of these shapes, float32. words: of the key, uint32 (2,)."""
+    starts = list(itertools.accumulate(map(math.prod, shapes), initial=0))
+    half = min(CHUNK_NUMBERS, starts[-1] + 1) // 2
+
+    def by_chunks(words):
+        ends = itertools.pairwise(starts)
+        flat = _chunks(words, math.ceil(starts[-1] / (2 * half)), half).reshape(-1)
+        return [flat[start:end].reshape(shape) for (start, end), shape in zip(ends, shapes, strict=True)]
+
+    def by_leaves(words):
+        firsts = [divmod(start, 2 * half) for start in starts[:-1]]
+        return [_leaf(words, first, shape, half) for first, shape in zip(firsts, shapes, strict=True)]
+
+    if sharded or starts[-1] == 0:
+        return by_leaves(words)
+    return jax.lax.platform_dependent(words, cpu=by_chunks, default=by_leaves)
+
+
+def _chunks(words: jax.Array, count: int, half: int) -> jax.Array:
+    """The first `count` chunks of the stream, float32 (count, 2, half)."""
+
+    def draw(chunks, number):
+        bits = threefry2x32_p.bind(*words, jnp.full(half, number), jnp.arange(half, dtype=jnp.uint32))
+        for word in range(2):
+            chunks = chunks.at[number, word].set(_normal(bits[word]))
+        return chunks, None
+
+    return jax.lax.scan(draw, jnp.zeros((count, 2, half), jnp.float32), jnp.arange(count, dtype=jnp.uint32))[0]
+
+
+@jax.jit(static_argnums=(2, 3))
+def _leaf(words: jax.Array, start: tuple[int, int], shape: tuple[int, ...], half: int) -> jax.Array:
+    """The numbers of the stream from `start` on, float32 `shape`. start: the chunk, and the place in it."""
+    place = jnp.full(shape, start[1], jnp.uint32)
+    for axis in range(len(shape)):
+        stride = np.uint32(math.prod(shape[axis + 1 :]))
+        place += stride * jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+    number, place = jnp.uint32(start[0]) + place // (2 * half), place % (2 * half)
+    first, second = threefry2x32_p.bind(*words, number, place % half)
+    return _normal(jnp.where(place < half, first, second))
+
+
+def _normal(bits: jax.Array) -> jax.Array:
+    """A standard normal, float32, from each of the uint32 `bits`, as `jax.random.normal` computes it."""
+    lowest = np.nextafter(np.float32(-1), np.float32(0))
+    mantissa = jax.lax.bitcast_convert_type((bits >> 9) | np.uint32(0x3F800000), jnp.float32) - 1  # in [0, 1)
+    uniform = jnp.maximum(lowest, mantissa * (1 - lowest) + lowest)  # in (-1, 1)
+    return np.float32(math.sqrt(2)) * jax.lax.erf_inv(uniform)

@@ -1,0 +1,38 @@
+"""The results of a private step: what is private, and what is not."""
+
+from typing import NamedTuple
+
+import jax
+
+from dpx.batches import Tree
+
+
+class Unreleased(NamedTuple):
+    """Values of each example, with the B examples on axis 0. NOT private: they are for debugging and tuning only.
+
+    They are as sensitive as the data. Rows that are not included have values too. If no value is used, a jitted program
+    does not compute it.
+
+    losses: (B,), in the loss's dtype. None for `private_update`, which knows no loss.
+    norms:  float32 (B,), the norms of the encoded gradients before the clip; for a mechanism with one norm for each
+            group, a tree of them. The share of clipped examples, by which a clip norm is tuned, is
+            `(unreleased.norms > clip_norm)[batch.included].mean()`.
+    aux:    with `has_aux=True`, what the function of one example returns second, (B, ...) in each leaf; otherwise None.
+    """
+
+    losses: jax.Array | None
+    norms: Tree
+    aux: Tree
+
+
+class PrivateGradient(NamedTuple):
+    """The result of one private step.
+
+    updates: like the parameters, in their dtypes; private.
+    state: the mechanism's next state.
+    unreleased: losses, norms and aux of the examples. NOT private.
+    """
+
+    updates: Tree
+    state: Tree
+    unreleased: Unreleased

@@ -1,0 +1,55 @@
+"""The rows of a batch as a function of one example sees them: the example, and a key of its own where it asks for one.
+
+The keys come from the "example" stream of the mechanism's key, with the step and the position of the row in the batch
+folded in. So microbatches, chunks of a batch and devices do not change them.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from dpx import keys
+from dpx._states import find_state
+from dpx.batches import Tree, batch_size
+from dpx.mechanism import Mechanism
+from dpx.release_state import ReleaseState
+
+
+def rows_of(mechanism: Mechanism, state: Tree, examples: Tree, *, with_key: bool, first: jax.Array | int = 0) -> tuple:
+    """(examples,), or (examples, keys) with one PRNG key for each of the B examples, (B,).
+
+    first: int (), the position of the first row in the whole batch, of which the examples may be a chunk.
+    """
+    size = batch_size(examples)
+    if not with_key:
+        return (examples,)
+    step = find_state(state, ReleaseState, "mechanism's state").step
+    # Under `jax.vmap`, keys of other implementations draw other numbers, which depend on the microbatch.
+    bits = jax.random.bits(keys.stream(mechanism.key, "example", step), (2,), jnp.uint32)
+    key = jax.random.wrap_key_data(bits, impl="threefry2x32")
+    positions = jnp.arange(size, dtype=jnp.uint32) + jnp.asarray(first).astype(jnp.uint32)
+    return examples, jax.vmap(jax.random.fold_in, (None, 0))(key, positions)
+
+
+def shapes_of_one(rows: tuple) -> tuple:
+    """The shapes and dtypes of one row."""
+    shapes = jax.eval_shape(lambda rows: rows, rows)
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, weak_type=leaf.weak_type), shapes)
+
+
+def of_one_row(function: Callable, *, has_aux: bool) -> Callable[..., tuple[Tree, Tree]]:
+    """`function(params, example)`, or of (params, example, key), as (params, row) -> (result, aux), aux None without.
+
+    Raises ValueError, when it is traced, if `has_aux` and the result is not a pair.
+    """
+
+    def of_row(params, row):
+        result = function(params, *row)
+        if not has_aux:
+            return result, None
+        if not (isinstance(result, tuple) and len(result) == 2):
+            raise ValueError(f"with has_aux=True, the function of one example must return (value, aux), got {result}")
+        return result
+
+    return of_row
