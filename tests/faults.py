@@ -607,6 +607,13 @@ SAMPLING = [
         "tests/test_processes.py",
     ),
     Fault(
+        "loading: every process has a key of its own",
+        "dpx/_loading.py",
+        "    if (everyone != own).any():\n",
+        "    if False:\n",
+        "tests/test_processes.py",
+    ),
+    Fault(
         "loading: a thread with settings of its own",
         "dpx/_loading.py",
         "stack.enter_context(getattr(jax, name)(value))",
