@@ -128,6 +128,7 @@ def place(rows: Rows, draw: Draw, drawn: np.ndarray, sharding: jax.sharding.Shar
 
 
 def undivided(loaded: Generator[tuple[Batch, bool]]) -> Generator[Batch]:
+    """The batches, which end together with what loads them."""
     try:
         for batch, _ in loaded:
             yield batch
@@ -196,5 +197,6 @@ def ahead(items: Iterator[Any], depth: int) -> Generator[Any]:
                 return
             yield item
     finally:
-        atexit.unregister(stop)
-        stop()
+        if not stopped.is_set():  # as it is when Python exits, where modules are gone
+            atexit.unregister(stop)
+            stop()

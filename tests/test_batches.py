@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import dpx
-from dpx import _draws
+from dpx import _draws, _loading
 
 KEY = jax.random.key(5)
 PARAMS = {"w": jnp.zeros(3), "b": jnp.zeros(())}
@@ -335,6 +335,18 @@ def test_the_thread_ends_with_the_loop():
     assert not threads()
     del unused
     assert len(list(POISSON.batches(DATA, KEY, state, steps=3))) == 3 and not threads()
+
+
+def test_the_thread_ends_with_python(monkeypatch):
+    at_exit = []
+    monkeypatch.setattr(_loading.atexit, "register", at_exit.append)
+    batches = POISSON.batches(DATA, KEY, mechanism().init(PARAMS), steps=50)
+    next(batches)
+    (stop,) = at_exit
+    stop()
+    assert not threads()
+    monkeypatch.setattr(_loading, "atexit", None)  # as Python leaves a module when it exits
+    batches.close()
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
