@@ -1,4 +1,4 @@
-"""private_grad: under jit, scan, donation and sharding; in half precision; on bad shapes."""
+"""private_grad and private_update: under jit, scan, donation and sharding; in half precision; on bad shapes."""
 
 import os
 import subprocess
@@ -275,6 +275,54 @@ def test_bad_arguments():
     for mask in ({"w": False, "b": False}, {"w": 1}, {}):
         with pytest.raises(ValueError, match="mask"):
             dpx.coordinates.trainable(mask)
+
+
+def local_steps(params, user, key):
+    """What two steps of a user on examples of their own, up to four, take away from the parameters."""
+
+    def mean_loss(params):
+        return jnp.mean(jax.vmap(loss, (None, 0))(params, user["examples"]), where=user["real"])
+
+    moved = params
+    for _ in range(2):
+        moved = jax.tree.map(lambda p, g: p - 0.1 * g, moved, jax.grad(mean_loss)(moved))
+    return jax.tree.map(jnp.subtract, params, moved), {"examples": user["real"].sum(), "key": jax.random.key_data(key)}
+
+
+def test_an_update_of_each_user():
+    """Their updates are clipped as gradients are; a user's padding is the user's own affair."""
+    params, batch = model()
+    users = {
+        "examples": jax.tree.map(lambda rows: rows.reshape(4, 4, -1), batch),
+        "real": jnp.tril(jnp.ones((4, 4), bool)),
+    }
+    mechanism = dp_sgd(noise_multiplier=1.0, clip_norm=0.5)
+    state, included = mechanism.init(params), jnp.array([True, True, False, True])
+    step = dpx.private_update(local_steps, mechanism, microbatch_size=3, with_key=True, has_aux=True)
+    found = jax.jit(step)(params, dpx.Batch(users, included), state)
+    updates, aux = jax.vmap(local_steps, (None, 0, 0))(params, users, jax.random.split(jax.random.key(0), 4))
+    expected = mechanism.update(updates, state, params, included=included)
+    chex.assert_trees_all_close(found[:2], expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(found.unreleased.norms, jax.vmap(optax.tree.norm)(updates), rtol=1e-5)
+    np.testing.assert_array_equal(found.unreleased.aux["examples"], aux["examples"])
+    assert found.unreleased.losses is None and len(np.unique(found.unreleased.aux["key"], axis=0)) == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda params: params | {"w": params["w"].T}, r"of shapes .*'w': \(5, 3\).*; got shapes .*'w': \(3, 5\)"),
+        (lambda params: params["w"], r"of shapes \{'b'.*; got shapes \(5, 3\)"),
+        (lambda params: list(params.values()), "like params, of shapes"),
+        (lambda params: jax.tree.map(lambda p: p.astype(jnp.complex64), params), "must be real"),
+    ],
+    ids=["shape", "leaf", "structure", "complex"],
+)
+def test_an_update_that_is_not_like_the_parameters(change, message):
+    params, batch = model()
+    step = dpx.private_update(lambda params, unit: change(params), dp_sgd())
+    with pytest.raises(ValueError, match=message):
+        step(params, dpx.Batch(batch, None), dp_sgd().init(params))
 
 
 class WithBatchNorm(nnx.Module):
