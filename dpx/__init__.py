@@ -8,8 +8,8 @@ A training run needs seven of the names below:
     optimizer = dpx.chain(mechanism, optax.adam(1e-3))
     gradient = jax.jit(dpx.private_grad(loss, optimizer))          # loss(params, example), of one example
     state = optimizer.init(params)
-    for _ in range(budget.steps):
-        updates, state, _ = gradient(params, sampling.take(data, key, state), state)
+    for batch in sampling.batches(data, key, state):               # up to the last step of the budget
+        updates, state, _ = gradient(params, batch, state)
         params = optax.apply_updates(params, updates)
     dpx.epsilon(optimizer, state, delta=1e-5)
 
