@@ -76,6 +76,17 @@ def faulty():
 
 
 @functools.cache
+def adapted():
+    """Of an adapter of two matrices, one of which is zero, so that the other has no gradient yet."""
+
+    def adapts(params, x):
+        return loss({"w": params["w"], "b": x @ params["a"] @ params["c"]}, x)
+
+    tree = {"w": jnp.ones(5), "a": jnp.ones((5, 2)), "c": jnp.zeros(2)}
+    return dpx.check(adapts, dp_sgd(), tree, dpx.Batch(data()[:4], np.ones(4, bool)))
+
+
+@functools.cache
 def low():
     """Of bfloat16 parameters, half of whose rows overflow."""
     tree = {"w": jnp.full(5, 100.0, jnp.bfloat16), "b": jnp.zeros((), jnp.bfloat16)}
@@ -117,6 +128,7 @@ FAULTS = [
     (faulty, "mixing", "error", "3 of 3 rows"),
     (faulty, "unused parameters", "warning", "does not use unused;"),
     (faulty, "zero gradients", "warning", "stopped, unused have no gradient"),
+    (adapted, "zero gradients", "note", "a have no gradient in any row, but get noise; at other parameters they"),
     (faulty, "clipping", "warning", "0% of 4 rows reach the bound 1;"),
     (faulty, "noise", "warning", "larger batches"),
     (faulty, "delta", "warning", "at least 1 / 40"),

@@ -64,10 +64,11 @@ def check(
     public += [program.unused(closed, params, flags), plan.frozen(flags, params)]
     found = measured.measure(value, optimizer, params, flags, examples, included)
     once = step.run(value, optimizer, params, batch._replace(examples=examples))
+    alone, some_rows = measured.one_row(value, flags, examples), np.flatnonzero(included)[: measured.COMPARED]
     unreleased = (
         rows,
-        measured.mixing(value, found, params, flags, examples, included),
-        measured.without_gradient(found, params, flags),
+        measured.mixing(found, params, alone, some_rows),
+        measured.without_gradient(found, params, flags, alone, some_rows),
         measured.finite(found, included),
         measured.clipping(found),
         measured.noise(found, optimizer),

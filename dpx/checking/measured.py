@@ -116,21 +116,27 @@ def _count(params: Tree, flags: Tree) -> int:
     return sum(p.size for p, flag in zip(jax.tree.leaves(params), jax.tree.leaves(flags), strict=True) if flag)
 
 
-def mixing(
-    loss: Callable, measured: Measured, params: Tree, flags: Tree, examples: Tree, included: np.ndarray
-) -> Finding:
-    """Whether the losses and gradients of rows in a batch are those of the rows alone."""
+def one_row(loss: Callable, flags: Tree, examples: Tree) -> Callable[[Tree, int], tuple[np.ndarray, np.ndarray]]:
+    """`fn(params, row) -> (loss, leaves)` of one row by itself, float64 () and (L,); leaves as in `Measured`."""
 
     @jax.jit
     def alone(params, example):
         value, grad = jax.value_and_grad(loss)(params, example)
         return value, _sizes(grad, flags)
 
+    def of_row(params, row):
+        value, leaves = alone(params, jax.tree.map(lambda leaf: leaf[row], examples))
+        return np.asarray(value, np.float64), np.asarray(leaves, np.float64)
+
+    return of_row
+
+
+def mixing(measured: Measured, params: Tree, alone: Callable, rows: np.ndarray) -> Finding:
+    """Whether the losses and gradients in a batch are those of the rows alone. alone: of `one_row`. rows: int (R,)."""
     low = any(map(is_low_precision, jax.tree.leaves(params))) or is_low_precision(measured.losses)
-    rows, tolerance, differ = np.flatnonzero(included)[:COMPARED], LOW_TOLERANCE if low else TOLERANCE, 0
+    tolerance, differ = LOW_TOLERANCE if low else TOLERANCE, 0
     for row in rows:
-        example = jax.tree.map(lambda leaf, row=row: leaf[row], examples)
-        value, leaves = (np.asarray(x, np.float64) for x in alone(params, example))
+        value, leaves = alone(params, row)
         found = np.asarray(measured.leaves[row], np.float64)
         scale = tolerance * np.abs(leaves[np.isfinite(leaves)]).max(initial=0)
         same = np.allclose(found, leaves, rtol=0, atol=scale + TINY, equal_nan=True)
@@ -145,17 +151,27 @@ def mixing(
     return Finding("mixing", "ok", f"{len(rows)} rows have the same loss and gradient in the batch and alone", numbers)
 
 
-def without_gradient(measured: Measured, params: Tree, flags: Tree) -> Finding:
-    """Trained parameters whose gradient is zero for every example. flags: bools like the parameters."""
+def without_gradient(measured: Measured, params: Tree, flags: Tree, alone: Callable, rows: np.ndarray) -> Finding:
+    """Trained parameters whose gradient is zero for every example, here or also near these parameters.
+
+    flags: bools like the parameters. alone: of `one_row`. rows: int (R,), those that are computed near the parameters.
+    """
     if not np.asarray(measured.counts).any():
         return Finding("zero gradients", "note", "no row counts")
-    sizes = np.asarray(measured.leaves)[np.asarray(measured.counts)].max(axis=0, initial=0)
+    sizes = np.asarray(measured.leaves)[np.asarray(measured.counts)].max(axis=0)
+    dead = np.asarray(jax.tree.leaves(flags)) & (sizes == 0)
+    if not dead.any():
+        return Finding("zero gradients", "ok", "every trained parameter has a gradient", {"parameters": 0})
+    near = jax.tree.map(jnp.add, params, optax.tree.random_like(jax.random.key(0), params))
+    dead_near = dead & (np.max([alone(near, row)[1] for row in rows], axis=0) == 0)
     paths = [path_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-    dead = [path for path, size, flag in zip(paths, sizes, jax.tree.leaves(flags), strict=True) if flag and size == 0]
-    if dead:
-        words = f"{some(dead)} have no gradient in any row, but get noise: freeze them with coordinates.trainable"
-        return Finding("zero gradients", "warning", words, {"parameters": len(dead)})
-    return Finding("zero gradients", "ok", "every trained parameter has a gradient", {"parameters": 0})
+    words = "have no gradient in any row, but get noise"
+    numbers = {"parameters": int(dead.sum()), "also_near": int(dead_near.sum())}
+    if dead_near.any():
+        named = some([path for path, is_dead in zip(paths, dead_near, strict=True) if is_dead])
+        return Finding("zero gradients", "warning", f"{named} {words}: freeze them with coordinates.trainable", numbers)
+    named = some([path for path, is_dead in zip(paths, dead, strict=True) if is_dead])
+    return Finding("zero gradients", "note", f"{named} {words}; at other parameters they have one", numbers)
 
 
 def finite(measured: Measured, included: np.ndarray) -> Finding:
