@@ -17,6 +17,7 @@ Mechanisms       Mechanism, gaussian_mechanism, dp_sgd; more in `dpx.methods` (o
 Coordinates      Coordinates, in_coordinates; all of them in `dpx.coordinates`
 Optimizers       chain
 Gradients        private_grad, private_update, PrivateGradient, Unreleased, explain
+Before a run     check
 Samplings        PoissonSampling, ShuffledEpochs, FixedSizeSampling, FullBatch, Batch
 Budgets          Budget, calibrated, calibrate, max_steps
 Privacy costs    epsilon, delta, compose, privacy_report, steps_taken; more in `dpx.accounting`
@@ -30,6 +31,7 @@ from dpx import accounting, coordinates, keys, mechanisms, methods, schedules
 from dpx._public_state import public_state
 from dpx.accounting import Budget, calibrate, calibrated, compose, delta, epsilon, max_steps, privacy_report
 from dpx.batches import Batch
+from dpx.checking import check
 from dpx.gradients import PrivateGradient, Unreleased, explain, private_grad, private_update
 from dpx.keys import secret_key
 from dpx.mechanism import Coordinates, Mechanism, chain, in_coordinates
@@ -55,6 +57,7 @@ __all__ = [
     "calibrate",
     "calibrated",
     "chain",
+    "check",
     "compose",
     "coordinates",
     "delta",

@@ -1811,6 +1811,39 @@ GHOST = [
     ),
 ]
 
+CHECKING = [
+    Fault(
+        "check: the step that is timed releases data",
+        "dpx/checking/step.py",
+        "np.zeros(batch_size(batch.examples), bool)",
+        "np.ones(batch_size(batch.examples), bool)",
+        "tests/test_check.py -k releases_no_data",
+    ),
+    Fault(
+        "check: norms of raw gradients among what is public",
+        "dpx/checking/before_run.py",
+        "Report((*public, step.duration",
+        "Report((*public, measured.clipping(found), step.duration",
+        "tests/test_check.py -k marks",
+    ),
+    Fault(
+        "check: rows that mix are not compared",
+        "dpx/checking/measured.py",
+        "        differ += not (same and near)\n",
+        "        differ += False\n",
+        "tests/test_check.py -k 'fault_is_found and mixing'",
+        harmful=False,
+    ),
+    Fault(
+        "check: closures inside a loop are not seen",
+        "dpx/checking/program.py",
+        'yield from getattr(inner, "consts", ())',
+        "yield from ()",
+        "tests/test_check.py -k wherever",
+        harmful=False,
+    ),
+]
+
 TRAINER = [
     Fault(
         "trainer: every row counts",
@@ -1857,4 +1890,4 @@ TRAINER = [
     ),
 ]
 
-FAULTS = [*CORE, *SAMPLING, *STATE, *METHODS, *PROJECTIONS, *ACCOUNTING, *GHOST, *TRAINER]
+FAULTS = [*CORE, *SAMPLING, *STATE, *METHODS, *PROJECTIONS, *ACCOUNTING, *GHOST, *CHECKING, *TRAINER]
