@@ -16,7 +16,8 @@ A training run needs seven of the names below:
 Mechanisms       Mechanism, gaussian_mechanism, dp_sgd; more in `dpx.methods` (one paper a file) and `dpx.mechanisms`
 Coordinates      Coordinates, in_coordinates; all of them in `dpx.coordinates`
 Optimizers       chain
-Gradients        private_grad, PrivateGradient, Unreleased, explain
+Gradients        private_grad, private_update, PrivateGradient, Unreleased, explain
+Before a run     check
 Samplings        PoissonSampling, ShuffledEpochs, FixedSizeSampling, FullBatch, Batch
 Budgets          Budget, calibrated, calibrate, max_steps
 Privacy costs    epsilon, delta, compose, privacy_report, steps_taken; more in `dpx.accounting`
@@ -30,7 +31,8 @@ from dpx import accounting, coordinates, keys, mechanisms, methods, schedules
 from dpx._public_state import public_state
 from dpx.accounting import Budget, calibrate, calibrated, compose, delta, epsilon, max_steps, privacy_report
 from dpx.batches import Batch
-from dpx.gradients import PrivateGradient, Unreleased, explain, private_grad
+from dpx.checking import check
+from dpx.gradients import PrivateGradient, Unreleased, explain, private_grad, private_update
 from dpx.keys import secret_key
 from dpx.mechanism import Coordinates, Mechanism, chain, in_coordinates
 from dpx.mechanisms import gaussian_mechanism
@@ -55,6 +57,7 @@ __all__ = [
     "calibrate",
     "calibrated",
     "chain",
+    "check",
     "compose",
     "coordinates",
     "delta",
@@ -69,6 +72,7 @@ __all__ = [
     "methods",
     "privacy_report",
     "private_grad",
+    "private_update",
     "public_state",
     "schedules",
     "secret_key",

@@ -107,15 +107,15 @@ CORE = [
     Fault(
         "a batch may be used at another step",
         "dpx/mechanism.py",
-        "self.sampling, drawn)",
-        "self.sampling, None)",
+        "self.sampling, drawn, ",
+        "self.sampling, None, ",
         "tests/test_misuse.py -k used_twice",
     ),
     Fault(
         "a batch may have more rows than are billed",
         "dpx/release_state.py",
-        "rows > most]",
-        "rows < 0]",
+        "rows > most, ",
+        "rows < 0, ",
         "tests/test_misuse.py -k more_rows",
     ),
     Fault(
@@ -235,23 +235,39 @@ CORE = [
     Fault(
         "gradients: padding ignored",
         "dpx/gradients/private_grad.py",
-        "included = inclusion(size, included, mechanism.sampling)",
-        "included = jax.numpy.ones(size, bool)",
+        "included = inclusion(batch_size(examples), included, mechanism.sampling)",
+        "included = jnp.ones(batch_size(examples), bool)",
         contract("padding", "dp_sgd"),
     ),
     Fault(
         "gradients: what was drawn is dropped",
         "dpx/gradients/private_grad.py",
-        "params, included, drawn)",
-        "params, included, None)",
+        "params, count, drawn)",
+        "params, count, None)",
         "tests/test_misuse.py -k used_twice",
     ),
     Fault(
         "gradients: a microbatch ignores the mask of its rows",
-        "dpx/gradients/private_grad.py",
+        "dpx/gradients/sums.py",
         "sums, norms = sum_contributions(mechanism, grads, state, included)",
         "sums, norms = sum_contributions(mechanism, grads, state, included | True)",
         contract("additive", "gaussian projection"),
+    ),
+    Fault(
+        "explicit axes: every device has every update",
+        "dpx/gradients/explicit_axes.py",
+        "axes, out = meshes[0].explicit_axes, place(*shardings)",
+        "axes, out = meshes[0].explicit_axes, replicated",
+        "tests/test_gradients.py -k eight_devices",
+        harmful=False,
+    ),
+    Fault(
+        "updates of units: any shape will do",
+        "dpx/gradients/sums.py",
+        "if expected != found or ",
+        "if ",
+        "tests/test_gradients.py -k not_like",
+        harmful=False,
     ),
     Fault(
         "flax: batch statistics are trained",
@@ -1795,6 +1811,39 @@ GHOST = [
     ),
 ]
 
+CHECKING = [
+    Fault(
+        "check: the step that is timed releases data",
+        "dpx/checking/step.py",
+        "np.zeros(batch_size(batch.examples), bool)",
+        "np.ones(batch_size(batch.examples), bool)",
+        "tests/test_check.py -k releases_no_data",
+    ),
+    Fault(
+        "check: norms of raw gradients among what is public",
+        "dpx/checking/before_run.py",
+        "Report((*public, step.duration",
+        "Report((*public, measured.clipping(found), step.duration",
+        "tests/test_check.py -k marks",
+    ),
+    Fault(
+        "check: rows that mix are not compared",
+        "dpx/checking/measured.py",
+        "        differ += not (same and near)\n",
+        "        differ += False\n",
+        "tests/test_check.py -k 'fault_is_found and mixing'",
+        harmful=False,
+    ),
+    Fault(
+        "check: closures inside a loop are not seen",
+        "dpx/checking/program.py",
+        'yield from getattr(inner, "consts", ())',
+        "yield from ()",
+        "tests/test_check.py -k wherever",
+        harmful=False,
+    ),
+]
+
 TRAINER = [
     Fault(
         "trainer: every row counts",
@@ -1841,4 +1890,4 @@ TRAINER = [
     ),
 ]
 
-FAULTS = [*CORE, *SAMPLING, *STATE, *METHODS, *PROJECTIONS, *ACCOUNTING, *GHOST, *TRAINER]
+FAULTS = [*CORE, *SAMPLING, *STATE, *METHODS, *PROJECTIONS, *ACCOUNTING, *GHOST, *CHECKING, *TRAINER]

@@ -65,6 +65,17 @@ MAY_IMPORT = {
         "release_state",
     },
     "methods": {"_numbers", "_stages", "accounting", "coordinates", "mechanism", "mechanisms", "sampling", "schedules"},
+    "checking": {
+        "_contributions",
+        "_frozen",
+        "_microbatching",
+        "_numbers",
+        "_stages",
+        "accounting",
+        "batches",
+        "gradients",
+        "mechanism",
+    },
     "catalog": {"coordinates", "mechanisms", "methods", "sampling"},
 }
 
