@@ -114,7 +114,7 @@ def _private_step(sum_rows: Callable, mechanism: Mechanism, *, with_key: bool) -
         rows = rows_of(mechanism, state, examples, with_key=with_key)
         sums, of_each = sum_rows(params, state, rows, included)
         count = jnp.sum(included)
-        updates, state = mechanism.release_once(sums, delay_noise_until(sums, state), params, count, drawn)
+        updates, state = mechanism.release_once(sums, _delay_noise_until(sums, state), params, count, drawn)
         return PrivateGradient(updates, state, Unreleased(*of_each))
 
     def place(params, batch, state):
@@ -128,7 +128,7 @@ def _private_step(sum_rows: Callable, mechanism: Mechanism, *, with_key: bool) -
     return private_gradient
 
 
-def delay_noise_until(sums: Tree, state: Tree) -> Tree:
+def _delay_noise_until(sums: Tree, state: Tree) -> Tree:
     """`state`, unchanged, but its step count is computed after `sums`.
 
     So the noise, which needs the step count, is drawn when the memory of the gradients is free again.
