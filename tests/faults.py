@@ -272,7 +272,7 @@ CORE = [
     Fault(
         "chunks: padding counts",
         "dpx/gradients/accumulate.py",
-        "included = inclusion(size, counts, optimizer.sampling)",
+        "included = inclusion(size, counts, self.optimizer.sampling)",
         "included = jnp.ones(size, bool)",
         contract("padding", "dp_sgd"),
     ),
@@ -300,7 +300,7 @@ CORE = [
     Fault(
         "chunks: released at another step",
         "dpx/gradients/accumulate.py",
-        "sums.ordered & (sums.step == step)",
+        "sums.ordered & (sums.step == _step_of(state))",
         "sums.ordered",
         "tests/test_accumulate.py -k no_bill",
     ),
@@ -314,15 +314,15 @@ CORE = [
     Fault(
         "chunks: their rows are not counted",
         "dpx/gradients/accumulate.py",
-        "params, sums.unreleased_count, drawn",
-        "params, jnp.int32(0) if drawn is None else drawn[1], drawn",
+        "params, count, drawn, ordered",
+        "params, jnp.int32(0) if drawn is None else drawn[1], drawn, ordered",
         "tests/test_accumulate.py -k no_bill",
     ),
     Fault(
         "chunks: keys of examples begin again",
         "dpx/gradients/accumulate.py",
-        "with_key=with_key, first=first)",
-        "with_key=with_key)",
+        "with_key=self.with_key, first=first)",
+        "with_key=self.with_key)",
         "tests/test_accumulate.py -k one_step",
         harmful=False,
     ),

@@ -5,7 +5,8 @@ at most C, the noise is added once, and the step is billed once.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from dpx._guards import require_params
 from dpx._states import find_state
-from dpx.batches import Tree, batch_size, inclusion, require_batch
+from dpx.batches import Batch, Tree, batch_size, inclusion, require_batch
 from dpx.gradients.explicit_axes import along_examples, call_with_auto_axes
 from dpx.gradients.results import Unreleased
 from dpx.gradients.rows import rows_of
@@ -43,15 +44,65 @@ class AccumulatedSums(NamedTuple):
     ordered: jax.Array
 
 
-class Accumulation(NamedTuple):
-    """The two functions of a step in chunks; `accumulate` describes them.
+@dataclass(frozen=True, eq=False)
+class Accumulation:
+    """The two functions of a step in chunks, which `accumulate` builds and describes.
 
-    add:     (params, chunk, state, sums=None) -> sums
-    release: (params, sums, state) -> (updates, state)
+    sum_rows: as in `dpx.gradients.sums`. optimizer, with_key: of `accumulate`.
     """
 
-    add: Callable[..., AccumulatedSums]
-    release: Callable[..., tuple[Tree, Tree]]
+    sum_rows: Callable
+    optimizer: Mechanism
+    with_key: bool
+
+    def add(self, params: Tree, chunk: Batch, state: Tree, sums: AccumulatedSums | None = None) -> AccumulatedSums:
+        """`sums` with one more chunk of the batch; None begins."""
+        batch_size(require_batch(chunk).examples)
+        require_params(params)
+        if sums is not None:
+            _require_sums(sums)
+            if (sums.unreleased_drawn is None) != (chunk.drawn is None):
+                raise ValueError("all chunks of a batch must have `drawn`, or none of them; got some with it")
+            sums = sums._replace(unreleased=None)  # of the chunk before
+
+        def place(params_on, chunk_on, state_on, sums_on):
+            rows = along_examples(chunk_on.examples)
+            one: Any = NamedSharding(rows.mesh, PartitionSpec())
+            sums = _place_sums(self.optimizer, params, state, params_on, one)
+            return AccumulatedSums(sums, one, one, rows, one, one, one)
+
+        return call_with_auto_axes(self._add, (params, chunk, state, sums), place)
+
+    def release(self, params: Tree, sums: AccumulatedSums, state: Tree) -> tuple[Tree, Tree]:
+        """(updates, state) of the whole batch: the private updates, like `params`, and the next state."""
+        _require_sums(sums)
+        require_params(params)
+        arguments = params, sums._replace(unreleased=None), state
+        return call_with_auto_axes(self._release, arguments, lambda params, sums, state: (params, state))
+
+    def _add(self, params, chunk, state, sums):
+        size = batch_size(chunk.examples)
+        counts = jnp.ones(size, bool) if chunk.included is None else chunk.included
+        included = inclusion(size, counts, self.optimizer.sampling)
+        first = jnp.int32(0) if sums is None else sums.rows
+        rows = rows_of(self.optimizer, state, chunk.examples, with_key=self.with_key, first=first)
+        total, of_each = self.sum_rows(params, state, rows, included)
+        drawn = None if chunk.drawn is None else jnp.asarray(chunk.drawn).astype(jnp.uint32)
+        one = AccumulatedSums(
+            unreleased_sums=total,
+            unreleased_count=jnp.sum(included, dtype=jnp.int32),
+            unreleased_drawn=drawn,
+            unreleased=Unreleased(*of_each),
+            rows=jnp.int32(size),
+            step=_step_of(state),
+            ordered=jnp.bool_(True) if drawn is None else drawn[3] == first.astype(jnp.uint32),
+        )
+        return one if sums is None else _joined(sums, one)
+
+    def _release(self, params, sums, state):
+        ordered = sums.ordered & (sums.step == _step_of(state))
+        total, count, drawn = sums.unreleased_sums, sums.unreleased_count, sums.unreleased_drawn
+        return self.optimizer.release_once(total, state, params, count, drawn, ordered=ordered)
 
 
 def accumulate(
@@ -79,60 +130,15 @@ def accumulate(
         and in order. Otherwise the state has no bill, as after a batch that was used twice. Chunks of your own,
         without `drawn`, are taken as they are. All chunks of a batch are added, and released, with one state.
 
-    Raises ValueError as `private_grad` does; `add` also if only some chunks have `drawn`, and `release` if `sums` is
-    no AccumulatedSums.
+    Raises ValueError as `private_grad` does; `add` also if only some chunks have `drawn`, and both if `sums` is no
+    AccumulatedSums.
     """
     sum_rows = sum_gradients(loss, optimizer, microbatch_size=microbatch_size, clipping=clipping, has_aux=has_aux)
+    return Accumulation(sum_rows, optimizer, with_key)
 
-    def add_chunk(params, chunk, state, sums):
-        size = batch_size(chunk.examples)
-        counts = jnp.ones(size, bool) if chunk.included is None else chunk.included
-        included = inclusion(size, counts, optimizer.sampling)
-        step = find_state(state, ReleaseState, "mechanism's state").step
-        first = jnp.int32(0) if sums is None else sums.rows
-        rows = rows_of(optimizer, state, chunk.examples, with_key=with_key, first=first)
-        more, of_each = sum_rows(params, state, rows, included)
-        drawn = None if chunk.drawn is None else jnp.asarray(chunk.drawn).astype(jnp.uint32)
-        one = AccumulatedSums(
-            unreleased_sums=more,
-            unreleased_count=jnp.sum(included, dtype=jnp.int32),
-            unreleased_drawn=drawn,
-            unreleased=Unreleased(*of_each),
-            rows=jnp.int32(size),
-            step=step,
-            ordered=jnp.bool_(True) if drawn is None else drawn[3] == first.astype(jnp.uint32),
-        )
-        return one if sums is None else _joined(sums, one)
 
-    def add(params, chunk, state, sums=None):
-        batch_size(require_batch(chunk).examples)
-        require_params(params)
-        if sums is not None:
-            _require_sums(sums)
-            if (sums.unreleased_drawn is None) != (chunk.drawn is None):
-                raise ValueError("all chunks of a batch must have `drawn`, or none of them; got some with it")
-            sums = sums._replace(unreleased=None)  # of the chunk before
-
-        def place(params_on, chunk_on, state_on, sums_on):
-            rows = along_examples(chunk_on.examples)
-            one = NamedSharding(rows.mesh, PartitionSpec())
-            return AccumulatedSums(_place_sums(optimizer, params, state, params_on, one), one, one, rows, one, one, one)
-
-        return call_with_auto_axes(add_chunk, (params, chunk, state, sums), place)
-
-    def release_sums(params, sums, state):
-        step = find_state(state, ReleaseState, "mechanism's state").step
-        total, drawn, ordered = sums.unreleased_sums, sums.unreleased_drawn, sums.ordered & (sums.step == step)
-        return optimizer.release_once(total, state, params, sums.unreleased_count, drawn, ordered=ordered)
-
-    def release(params, sums, state):
-        _require_sums(sums)
-        require_params(params)
-        return call_with_auto_axes(
-            release_sums, (params, sums._replace(unreleased=None), state), lambda params, sums, state: (params, state)
-        )
-
-    return Accumulation(add, release)
+def _step_of(state: Tree) -> jax.Array:
+    return find_state(state, ReleaseState, "mechanism's state").step
 
 
 def _require_sums(sums):

@@ -2,8 +2,6 @@
 
 from typing import NamedTuple
 
-import jax
-
 from dpx.batches import Tree
 
 
@@ -20,7 +18,7 @@ class Unreleased(NamedTuple):
     aux:    with `has_aux=True`, what the function of one example returns second, (B, ...) in each leaf; otherwise None.
     """
 
-    losses: jax.Array | None
+    losses: Tree
     norms: Tree
     aux: Tree
 
