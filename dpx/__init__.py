@@ -17,6 +17,7 @@ Mechanisms       Mechanism, gaussian_mechanism, dp_sgd; more in `dpx.methods` (o
 Coordinates      Coordinates, in_coordinates; all of them in `dpx.coordinates`
 Optimizers       chain
 Gradients        private_grad, PrivateGradient, Unreleased, explain
+Training         fit; more in `dpx.fitting`
 Samplings        PoissonSampling, ShuffledEpochs, FixedSizeSampling, FullBatch, Batch
 Budgets          Budget, calibrated, calibrate, max_steps
 Privacy costs    epsilon, delta, compose, privacy_report, steps_taken; more in `dpx.accounting`
@@ -30,6 +31,7 @@ from dpx import accounting, coordinates, keys, mechanisms, methods, schedules
 from dpx._public_state import public_state
 from dpx.accounting import Budget, calibrate, calibrated, compose, delta, epsilon, max_steps, privacy_report
 from dpx.batches import Batch
+from dpx.fitting import fit
 from dpx.gradients import PrivateGradient, Unreleased, explain, private_grad
 from dpx.keys import secret_key
 from dpx.mechanism import Coordinates, Mechanism, chain, in_coordinates
@@ -61,6 +63,7 @@ __all__ = [
     "dp_sgd",
     "epsilon",
     "explain",
+    "fit",
     "gaussian_mechanism",
     "in_coordinates",
     "keys",

@@ -65,6 +65,17 @@ MAY_IMPORT = {
         "release_state",
     },
     "methods": {"_numbers", "_stages", "accounting", "coordinates", "mechanism", "mechanisms", "sampling", "schedules"},
+    "fitting": {
+        "_guards",
+        "_numbers",
+        "_rows",
+        "accounting",
+        "batches",
+        "gradients",
+        "keys",
+        "mechanism",
+        "release_state",
+    },
     "catalog": {"coordinates", "mechanisms", "methods", "sampling"},
 }
 
