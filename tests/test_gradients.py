@@ -172,12 +172,12 @@ def test_what_is_encoded_is_held_in_segments(mechanism, monkeypatch):
 @pytest.mark.parametrize(
     "mechanism, largest",
     [
-        (dpx.dp_sgd(**BASE, key=jax.random.key(0)), 11),
+        (dpx.dp_sgd(**BASE, key=jax.random.key(0)), 11.5),
         (dpx.methods.dice_sgd(feedback_norm=1.0, outer_clip_norm=1.5, **BASE, key=jax.random.key(0)), 16),
     ],
     ids=["one factor", "two factors"],
 )
-def test_noise_is_made_when_the_gradients_are_gone(mechanism, largest):
+def test_noise_and_gradients_are_not_there_together(mechanism, largest):
     """Of 512 examples by ghost norms, where the activations of a layer are 4 gradients, and the noise 2."""
     assert gradients_held(dense, 512, size=512, mechanism=mechanism, clipping="ghost") < largest
 

@@ -10,15 +10,12 @@ from dpx._contributions import sum_contributions
 from dpx._guards import require_params, require_real
 from dpx._microbatching import sum_over_microbatches
 from dpx._numbers import require_whole
-from dpx._ordering import compute_after
-from dpx._states import map_states
 from dpx.batches import Batch, Tree, batch_size, inclusion, require_batch
 from dpx.gradients import ghost
 from dpx.gradients.microbatch_size import choose_microbatch_size, forward_cost
 from dpx.gradients.results import PrivateGradient, Unreleased
 from dpx.gradients.rows import of_one_row, rows_of, shapes_of_one
 from dpx.mechanism import Mechanism
-from dpx.release_state import ReleaseState
 
 Clipping = Literal["auto", "ghost", "vmap"]
 
@@ -78,7 +75,7 @@ def private_grad(
 
         unroll = cost.convolves and jax.default_backend() == "cpu"
         sums, of_each = sum_over_microbatches(microbatch, (rows, included), max(1, at_once), unroll=unroll)
-        updates, state = mechanism.release_once(sums, _delay_noise_until(sums, state), params, included, drawn)
+        updates, state = mechanism.release_once(sums, state, params, included, drawn)
         return PrivateGradient(updates, state, Unreleased(*of_each))
 
     return private_gradient
@@ -137,11 +134,3 @@ def _plan(of_row, mechanism, params, row, state, clipping) -> ghost.Plan | str:
     if clipping == "vmap":
         return 'clipping="vmap" was asked for'
     return ghost.make_plan(of_row, mechanism, params, row, state, force=clipping == "ghost")
-
-
-def _delay_noise_until(sums, state):
-    """`state`, unchanged, but its step count is computed after `sums`.
-
-    So the noise, which needs the step count, is drawn when the memory of the gradients is free again.
-    """
-    return map_states(lambda node: compute_after(sums, node), state, ReleaseState)
