@@ -8,16 +8,17 @@ A training run needs seven of the names below:
     optimizer = dpx.chain(mechanism, optax.adam(1e-3))
     gradient = jax.jit(dpx.private_grad(loss, optimizer))          # loss(params, example), of one example
     state = optimizer.init(params)
-    for _ in range(budget.steps):
-        updates, state, _ = gradient(params, sampling.take(data, key, state), state)
+    for batch in sampling.batches(data, key, state):               # up to the last step of the budget
+        updates, state, _ = gradient(params, batch, state)
         params = optax.apply_updates(params, updates)
     dpx.epsilon(optimizer, state, delta=1e-5)
 
 Mechanisms       Mechanism, gaussian_mechanism, dp_sgd; more in `dpx.methods` (one paper a file) and `dpx.mechanisms`
 Coordinates      Coordinates, in_coordinates; all of them in `dpx.coordinates`
 Optimizers       chain
-Gradients        private_grad, PrivateGradient, Unreleased, explain
-Training         fit; more in `dpx.fitting`
+Gradients        private_grad, private_update, PrivateGradient, Unreleased, explain
+Before a run     check
+The whole run    fit; more in `dpx.fitting`
 Samplings        PoissonSampling, ShuffledEpochs, FixedSizeSampling, FullBatch, Batch
 Budgets          Budget, calibrated, calibrate, max_steps
 Privacy costs    epsilon, delta, compose, privacy_report, steps_taken; more in `dpx.accounting`
@@ -31,8 +32,9 @@ from dpx import accounting, coordinates, keys, mechanisms, methods, schedules
 from dpx._public_state import public_state
 from dpx.accounting import Budget, calibrate, calibrated, compose, delta, epsilon, max_steps, privacy_report
 from dpx.batches import Batch
+from dpx.checking import check
 from dpx.fitting import fit
-from dpx.gradients import PrivateGradient, Unreleased, explain, private_grad
+from dpx.gradients import PrivateGradient, Unreleased, explain, private_grad, private_update
 from dpx.keys import secret_key
 from dpx.mechanism import Coordinates, Mechanism, chain, in_coordinates
 from dpx.mechanisms import gaussian_mechanism
@@ -57,6 +59,7 @@ __all__ = [
     "calibrate",
     "calibrated",
     "chain",
+    "check",
     "compose",
     "coordinates",
     "delta",
@@ -72,6 +75,7 @@ __all__ = [
     "methods",
     "privacy_report",
     "private_grad",
+    "private_update",
     "public_state",
     "schedules",
     "secret_key",

@@ -23,13 +23,18 @@ def trained(mechanism: Any, params: Tree) -> Tree:
     to step, such as a random freeze, reads every gradient.
     """
     grad = jax.tree.map(lambda p: jax.ShapeDtypeStruct(jnp.shape(p), jnp.float32), params)
-    jaxpr = jax.make_jaxpr(mechanism.encode)(grad, jax.eval_shape(mechanism.init, params)).jaxpr
+    closed = jax.make_jaxpr(mechanism.encode)(grad, jax.eval_shape(mechanism.init, params))
+    leaves, treedef = jax.tree.flatten(grad)
+    return treedef.unflatten(inputs_read(closed.jaxpr)[: len(leaves)])
+
+
+def inputs_read(jaxpr: Any) -> list[bool]:
+    """For every input of a jaxpr, whether an output may depend on it."""
     needed = {var for var in jaxpr.outvars if not isinstance(var, core.Literal)}
     for equation in reversed(jaxpr.eqns):
         if not needed.isdisjoint(equation.outvars):
             needed.update(var for var in equation.invars if not isinstance(var, core.Literal))
-    leaves, treedef = jax.tree.flatten(grad)
-    return treedef.unflatten([var in needed for var in jaxpr.invars[: len(leaves)]])
+    return [var in needed for var in jaxpr.invars]
 
 
 def on_trained(mechanism: Any, transform: optax.GradientTransformation) -> optax.GradientTransformation:

@@ -50,7 +50,7 @@ def require_unmasked(tree: Tree):
 
 
 def require_params(params: Tree):
-    """Raises ValueError for optax's masked nodes, a Flax module or batch statistics, as parameters or among them."""
+    """Raises ValueError for masked nodes, complex numbers, Flax modules and batch statistics among the parameters."""
     require_unmasked(params)
     nodes = jax.tree_util.tree_leaves_with_path(
         params, is_leaf=lambda node: _is_flax(node, "Module") or _is_flax(node, "BatchStat")
@@ -66,6 +66,7 @@ def require_params(params: Tree):
                 f"params must hold no batch statistics, got {jax.tree_util.keystr(path)}: BatchNorm mixes the examples "
                 "of a batch, so no gradient belongs to one example alone. Use GroupNorm or LayerNorm"
             )
+    require_real(params)
 
 
 def _is_flax(node: Any, name: str) -> bool:

@@ -13,7 +13,9 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
+from dpx import keys
 from dpx._draws import Draw, pad, record, round_up, widen
 from dpx._numbers import require_whole
 from dpx.batches import Batch, Tree
@@ -60,7 +62,11 @@ class Plan:
 
 
 def batches(draw: Callable[..., Draw], rows: Rows, key: jax.Array, steps: range, plan: Plan) -> Generator[Any]:
-    """The batches of `steps`; with a chunk size, an iterator of chunks for each."""
+    """The batches of `steps`; with a chunk size, an iterator of chunks for each.
+
+    Raises ValueError if several processes load a batch together, but not with one key from one step on.
+    """
+    require_one_run(key, steps, plan.sharding)
 
     def load():
         for step in steps:
@@ -69,6 +75,19 @@ def batches(draw: Callable[..., Draw], rows: Rows, key: jax.Array, steps: range,
 
     loaded = ahead(load(), plan.prefetch) if plan.prefetch else load()
     return undivided(loaded) if plan.chunk_size is None else chunked(loaded, len(steps))
+
+
+def require_one_run(key: jax.Array, steps: range, sharding: jax.sharding.Sharding | None):
+    """Raises ValueError unless all processes have the same key and steps, if their devices share a batch."""
+    if sharding is None or len({device.process_index for device in sharding.device_set}) < max(2, jax.process_count()):
+        return
+    own = np.array([keys.mark(key), steps.start, steps.stop], np.uint32)
+    everyone = np.asarray(multihost_utils.process_allgather(own))
+    if (everyone != own).any():
+        raise ValueError(
+            "every process must have the same key (dpx.secret_key(seed) with one seed), state and steps; got marks of "
+            f"keys {everyone[:, 0].tolist()}, first steps {everyone[:, 1].tolist()}, ends {everyone[:, 2].tolist()}"
+        )
 
 
 def pieces(draw: Draw, key: jax.Array, step: int, plan: Plan) -> Iterator[Piece]:
@@ -109,6 +128,7 @@ def place(rows: Rows, draw: Draw, drawn: np.ndarray, sharding: jax.sharding.Shar
 
 
 def undivided(loaded: Generator[tuple[Batch, bool]]) -> Generator[Batch]:
+    """The batches, which end together with what loads them."""
     try:
         for batch, _ in loaded:
             yield batch
@@ -177,5 +197,6 @@ def ahead(items: Iterator[Any], depth: int) -> Generator[Any]:
                 return
             yield item
     finally:
-        atexit.unregister(stop)
-        stop()
+        if not stopped.is_set():  # as it is when Python exits, where modules are gone
+            atexit.unregister(stop)
+            stop()

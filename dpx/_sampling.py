@@ -106,7 +106,8 @@ class Sampling(Protocol):
         prefetch: how many batches (or chunks) are loaded ahead, on their devices; 0 loads each when it is asked for.
 
         Raises ValueError as `take` does, at once also for steps beyond the budget; without `steps`, if the state has no
-        budget; for `size` with `chunk_size`; and for a sharding of more axes than one.
+        budget; for `size` with `chunk_size`; for a sharding of more axes than one; and if several processes have not
+        the same key and steps.
         """
         require_known(key, state)
         steps = None if steps is None else require_whole("steps", steps)

@@ -99,7 +99,8 @@ class Mechanism(optax.GradientTransformationExtraArgs):
             _guards.require_no_more(extra_args)
             _guards.require_per_example(grads, params)
             rows = inclusion(batch_size(grads), included, self.sampling)
-            return self.release_once(sum_contributions(self, grads, state, rows)[0], state, params, rows, drawn)
+            sums, _ = sum_contributions(self, grads, state, rows)
+            return self.release_once(sums, state, params, jnp.sum(rows), drawn)
 
         self = super().__new__(cls, begin, update)  # pyright: ignore[reportArgumentType]
         self.encode, self.norm, self.weigh, self.release = encode, norm, weigh, release
@@ -118,12 +119,12 @@ class Mechanism(optax.GradientTransformationExtraArgs):
         """The fingerprints that a state of this mechanism is signed with, uint32 (2,)."""
         return terms_of(self.event(1), self.sampling)
 
-    def release_once(self, sums, state, params, included, drawn=None) -> tuple[Tree, Tree]:
-        """`release` for the sums of one batch. included: bool (B,). drawn: uint32 (4,), `Batch.drawn`, or None.
+    def release_once(self, sums, state, params, rows, drawn=None, *, ordered=True) -> tuple[Tree, Tree]:
+        """`release` for the sums of one batch. rows: int (), how many rows count. The rest is as in `countersigned`.
 
         Makes the state unbillable if the event is not true for the batch. Raises ValueError if it is differentiated.
         """
-        state = countersigned(state, self.terms, jnp.sum(included), self.sampling, drawn)
+        state = countersigned(state, self.terms, rows, self.sampling, drawn, ordered=ordered)
         return self.release(_guards.undifferentiated(sums), state, params)
 
     def event_paid_by(self, state: Tree, steps: int) -> DpEvent:

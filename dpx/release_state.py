@@ -25,6 +25,7 @@ REASONS = (
     "a batch was used at another step than it was drawn for, and releases that share a batch cost more than those of "
     "independent batches. Take a new batch for every step, with the state after the last one",
     "its batches were drawn with more than one key, so they are not those of one permutation an epoch",
+    "the chunks of a batch were not added each once, in order, and with the state that the batch was released with",
 )
 TOLERANCE = 1e-5  # relative, between the precision of a state and that of a mechanism, because float32 rounds
 
@@ -67,20 +68,23 @@ def signed(state: Tree, terms: np.ndarray, planned_steps: int) -> Tree:
     return map_states(lambda node: node._replace(terms=jnp.asarray(terms), planned_steps=planned), state, ReleaseState)
 
 
-def countersigned(state: Tree, terms: np.ndarray, rows: jax.Array, sampling: Any, drawn: jax.Array | None) -> Tree:
+def countersigned(
+    state: Tree, terms: np.ndarray, rows: jax.Array, sampling: Any, drawn: jax.Array | None, *, ordered: Any = True
+) -> Tree:
     """`state` before a release under `terms`. If they do not hold for that release, no mechanism will bill the state.
 
     terms: uint32 (2,). rows: int (), how many rows of the batch count. drawn: uint32 (4,), `Batch.drawn`, or None.
+    ordered: bool (), whether the sums are of the chunks of one batch, each once and in order, under this state.
     """
     most = int(min(getattr(sampling, "most_rows", math.inf), 2**31 - 1))
 
     def countersign(node):
-        wrong = [jnp.any(node.terms != terms), rows > most]
+        wrong = [jnp.any(node.terms != terms), rows > most, *[False] * 3, jnp.logical_not(ordered)]
         if drawn is not None:
             step, drawn_rows, stream, first_row = jnp.asarray(drawn).astype(jnp.uint32)
             other_key = getattr(sampling, "one_key", False) & (node.stream != 0) & (stream != node.stream)
             other_rows = (rows.astype(jnp.uint32) != drawn_rows) | (first_row != 0)
-            wrong += [other_rows, step != node.step.astype(jnp.uint32), other_key]
+            wrong[2:5] = other_rows, step != node.step.astype(jnp.uint32), other_key
             node = node._replace(stream=stream)
         signature = node.terms
         for reason, holds in enumerate(wrong, start=1):

@@ -107,15 +107,15 @@ CORE = [
     Fault(
         "a batch may be used at another step",
         "dpx/mechanism.py",
-        "self.sampling, drawn)",
-        "self.sampling, None)",
+        "self.sampling, drawn, ",
+        "self.sampling, None, ",
         "tests/test_misuse.py -k used_twice",
     ),
     Fault(
         "a batch may have more rows than are billed",
         "dpx/release_state.py",
-        "rows > most]",
-        "rows < 0]",
+        "rows > most, ",
+        "rows < 0, ",
         "tests/test_misuse.py -k more_rows",
     ),
     Fault(
@@ -235,23 +235,39 @@ CORE = [
     Fault(
         "gradients: padding ignored",
         "dpx/gradients/private_grad.py",
-        "included = inclusion(size, included, mechanism.sampling)",
-        "included = jax.numpy.ones(size, bool)",
+        "included = inclusion(batch_size(examples), included, mechanism.sampling)",
+        "included = jnp.ones(batch_size(examples), bool)",
         contract("padding", "dp_sgd"),
     ),
     Fault(
         "gradients: what was drawn is dropped",
         "dpx/gradients/private_grad.py",
-        "params, included, drawn)",
-        "params, included, None)",
+        "params, count, drawn)",
+        "params, count, None)",
         "tests/test_misuse.py -k used_twice",
     ),
     Fault(
         "gradients: a microbatch ignores the mask of its rows",
-        "dpx/gradients/private_grad.py",
+        "dpx/gradients/sums.py",
         "sums, norms = sum_contributions(mechanism, grads, state, included)",
         "sums, norms = sum_contributions(mechanism, grads, state, included | True)",
         contract("additive", "gaussian projection"),
+    ),
+    Fault(
+        "explicit axes: every device has every update",
+        "dpx/gradients/explicit_axes.py",
+        "axes, out = meshes[0].explicit_axes, place(*shardings)",
+        "axes, out = meshes[0].explicit_axes, replicated",
+        "tests/test_gradients.py -k eight_devices",
+        harmful=False,
+    ),
+    Fault(
+        "updates of units: any shape will do",
+        "dpx/gradients/sums.py",
+        "if expected != found or ",
+        "if ",
+        "tests/test_gradients.py -k not_like",
+        harmful=False,
     ),
     Fault(
         "flax: batch statistics are trained",
@@ -563,6 +579,114 @@ SAMPLING = [
         'batch_size: int\n    relation: ClassVar[str] = "zero_out"',
         'batch_size: int\n    relation: ClassVar[str] = "add_or_remove"',
         "tests/test_sampling.py -k events",
+    ),
+    Fault(
+        "loading: the steps of the run are counted from 0",
+        "dpx/_loading.py",
+        "        for step in steps:\n",
+        "        for step, _ in enumerate(steps):\n",
+        "tests/test_batches.py -k 'those_of_take'",
+    ),
+    Fault(
+        "loading: a chunk does not know where it begins",
+        "dpx/_loading.py",
+        "np.array([0, 0, 0, start], np.uint32)",
+        "np.array([0, 0, 0, 0], np.uint32)",
+        "tests/test_batches.py -k 'chunks_of_a_step or chunk_alone'",
+    ),
+    Fault(
+        "loading: a chunk passes for a batch of its own",
+        "dpx/_loading.py",
+        "yield pad(chosen[start : start + size], size), drawn + first_row,",
+        "yield pad(chosen[start : start + size], size), record(key, step, chosen[start : start + size] >= 0),",
+        "tests/test_batches.py -k 'chunks_of_a_step or chunk_alone'",
+    ),
+    Fault(
+        "loading: chunks may be left out",
+        "dpx/_loading.py",
+        "            if not complete:\n",
+        "            if False:\n",
+        "tests/test_batches.py -k all_of_them",
+    ),
+    Fault(
+        "loading: every process has the first rows",
+        "dpx/_loading.py",
+        "rows(draw.indices[own])",
+        "rows(draw.indices[own - own[0]])",
+        "tests/test_processes.py",
+    ),
+    Fault(
+        "loading: every device has the same rows",
+        "dpx/_loading.py",
+        "first = np.searchsorted(own, start)",
+        "first = 0",
+        "tests/test_processes.py",
+    ),
+    Fault(
+        "loading: every process has a key of its own",
+        "dpx/_loading.py",
+        "    if (everyone != own).any():\n",
+        "    if False:\n",
+        "tests/test_processes.py",
+    ),
+    Fault(
+        "loading: a thread with settings of its own",
+        "dpx/_loading.py",
+        "stack.enter_context(getattr(jax, name)(value))",
+        "pass",
+        "tests/test_batches.py -k settings",
+        harmful=False,
+    ),
+    Fault(
+        "loading: the thread outlives its loop",
+        "dpx/_loading.py",
+        "        stopped.set()\n",
+        "",
+        "tests/test_batches.py -k thread_ends",
+        harmful=False,
+    ),
+    Fault(
+        "rows: unlike items of a source",
+        "dpx/_rows.py",
+        "if (found := _describe(item)) != expected:",
+        "if (found := _describe(item)) is None:",
+        "tests/test_batches.py -k refused_data",
+        harmful=False,
+    ),
+    Fault(
+        "ahead: the draws know the first step alone",
+        "dpx/_sampling.py",
+        "drawn = [record(key, step, rows) for",
+        "drawn = [record(key, run[0], rows) for",
+        "tests/test_batches.py -k ahead",
+    ),
+    Fault(
+        "ahead: the same draw at every step",
+        "dpx/_sampling.py",
+        "draws = [self.draw(key, step, size=size) for step in run]",
+        "draws = [self.draw(key, run[0], size=size) for step in run]",
+        "tests/test_batches.py -k ahead",
+    ),
+    Fault(
+        "draw: one batch for all runs of a compiled loop",
+        "dpx/_draws.py",
+        "    if any(isinstance(leaf, jax.core.Tracer) for leaf in",
+        "    if False and any(isinstance(leaf, jax.core.Tracer) for leaf in",
+        "tests/test_batches.py -k inside_jit",
+    ),
+    Fault(
+        "draw: a shape that often changes",
+        "dpx/_draws.py",
+        "LARGE = 1e-9",
+        "LARGE = 1e-3",
+        "tests/test_batches.py -k billion",
+    ),
+    Fault(
+        "budget: only the first of many steps is compared",
+        "dpx/release_state.py",
+        "if planned and first + steps > planned and not beyond_budget:",
+        "if planned and first + 1 > planned and not beyond_budget:",
+        "tests/test_batches.py -k without_steps",
     ),
 ]
 
@@ -1687,6 +1811,39 @@ GHOST = [
     ),
 ]
 
+CHECKING = [
+    Fault(
+        "check: the step that is timed releases data",
+        "dpx/checking/step.py",
+        "np.zeros(batch_size(batch.examples), bool)",
+        "np.ones(batch_size(batch.examples), bool)",
+        "tests/test_check.py -k releases_no_data",
+    ),
+    Fault(
+        "check: norms of raw gradients among what is public",
+        "dpx/checking/before_run.py",
+        "Report((*public, step.duration",
+        "Report((*public, measured.clipping(found), step.duration",
+        "tests/test_check.py -k marks",
+    ),
+    Fault(
+        "check: rows that mix are not compared",
+        "dpx/checking/measured.py",
+        "        differ += not (same and near)\n",
+        "        differ += False\n",
+        "tests/test_check.py -k 'fault_is_found and mixing'",
+        harmful=False,
+    ),
+    Fault(
+        "check: closures inside a loop are not seen",
+        "dpx/checking/program.py",
+        'yield from getattr(inner, "consts", ())',
+        "yield from ()",
+        "tests/test_check.py -k wherever",
+        harmful=False,
+    ),
+]
+
 TRAINER = [
     Fault(
         "trainer: every row counts",
@@ -1733,4 +1890,4 @@ TRAINER = [
     ),
 ]
 
-FAULTS = [*CORE, *SAMPLING, *STATE, *METHODS, *PROJECTIONS, *ACCOUNTING, *GHOST, *TRAINER]
+FAULTS = [*CORE, *SAMPLING, *STATE, *METHODS, *PROJECTIONS, *ACCOUNTING, *GHOST, *CHECKING, *TRAINER]

@@ -115,7 +115,8 @@ def main(rank: int, port: str, folder: Path, resume: bool):
             assert dpx.steps_taken(state) == 2
             write(folder / "resumed", rank, made, *train(step, params, state, sharding=rows))
             return
-        check_loading(rank, rows, made, state)
+        check_loading(rank, rows, state)
+        check_one_key(rank, rows, state)
         write(folder / "whole", rank, made, *train(step, params, state, sharding=rows))
         wide, wide_state, wide_layouts = begin(WIDE)
         trained, wide_state = train(step_function(wide_layouts), wide, wide_state, sharding=rows)
@@ -125,7 +126,7 @@ def main(rank: int, port: str, folder: Path, resume: bool):
         train(step, params, state, sharding=rows, after_step=interrupted)
 
 
-def check_loading(rank, sharding, made, state):
+def check_loading(rank, sharding, state):
     """A process reads the rows of its own devices alone; together the processes hold the batch of one process."""
     key = optimizer()[0]
     for options in ({}, {"chunk_size": 7}):
@@ -150,6 +151,16 @@ def check_loading(rank, sharding, made, state):
             drawn = np.asarray(piece.drawn)
             assert drawn.tolist() == [0, included.sum(), dpx.keys.mark(key), number * size]
         assert source.read == wanted and len(wanted) < included.sum()
+
+
+def check_one_key(rank, sharding, state):
+    """A key of its own in each process would be noise and batches of its own, which no bill covers."""
+    try:
+        SAMPLING.batches(DATA, dpx.secret_key(rank), state, steps=1, sharding=sharding)
+    except ValueError as error:
+        assert "every process must have the same key" in str(error)
+    else:
+        raise AssertionError("two keys passed")
 
 
 def write(path: Path, rank: int, made: dpx.Mechanism, params, state):

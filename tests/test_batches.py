@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import dpx
-from dpx import _draws
+from dpx import _draws, _loading
 
 KEY = jax.random.key(5)
 PARAMS = {"w": jnp.zeros(3), "b": jnp.zeros(())}
@@ -337,6 +337,18 @@ def test_the_thread_ends_with_the_loop():
     assert len(list(POISSON.batches(DATA, KEY, state, steps=3))) == 3 and not threads()
 
 
+def test_the_thread_ends_with_python(monkeypatch):
+    at_exit = []
+    monkeypatch.setattr(_loading.atexit, "register", at_exit.append)
+    batches = POISSON.batches(DATA, KEY, mechanism().init(PARAMS), steps=50)
+    next(batches)
+    (stop,) = at_exit
+    stop()
+    assert not threads()
+    monkeypatch.setattr(_loading, "atexit", None)  # as Python leaves a module when it exits
+    batches.close()
+
+
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_an_error_of_the_source_arrives_with_its_traceback(prefetch):
     def broken_row(item):
@@ -435,3 +447,76 @@ def test_a_sharded_batch_lies_where_it_is_asked_for():
     for wrong in (everything, NamedSharding(mesh, PartitionSpec(None, "model")), "data", PartitionSpec("data")):
         with pytest.raises(ValueError, match="sharding must be of axis 0 alone"):
             POISSON.batches(DATA, KEY, state, steps=1, sharding=wrong)
+
+
+# loops inside jit
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_draws_ahead_are_those_of_every_step(name):
+    sampling = SAMPLINGS[name]
+    made = mechanism(sampling)
+    state = after(made, 2)
+    ahead = sampling.draw_ahead(KEY, state, 9)
+    wide = sampling.draw_ahead(KEY, state, 9, size=64)
+    assert (ahead.indices.dtype, ahead.included.dtype, ahead.drawn.dtype) == (np.int32, np.bool_, np.uint32)
+    for step in range(9):
+        for draws in (ahead, wide):
+            batch = sampling.take(DATA, KEY, state, size=draws.indices.shape[1])
+            same(jax.tree.map(lambda leaf, row=draws.indices[step]: leaf[row], DATA), batch.examples)
+            same((draws.included[step], draws.drawn[step]), (batch.included, batch.drawn))
+        _, state = made.release((PARAMS,), state, PARAMS)
+    assert wide.indices.shape == wide.included.shape == (9, 64)
+
+
+def test_a_scan_over_draws_ahead_is_the_loop():
+    budget = dpx.Budget(epsilon=2.0, delta=1e-5, steps=5)
+    made = mechanism(noise_multiplier=budget)
+    gradient = dpx.private_grad(loss, made)
+    data = jax.tree.map(jnp.asarray, DATA)
+
+    def body(carry, row):
+        params, state = carry
+        batch = dpx.Batch(jax.tree.map(lambda leaf: leaf[row.indices], data), row.included, row.drawn)
+        updates, state, _ = gradient(params, batch, state)
+        return (jax.tree.map(jnp.add, params, updates), state), None
+
+    begin = PARAMS, made.init(PARAMS)
+    rows = POISSON.draw_ahead(KEY, begin[1], 5)
+    (params, state), _ = jax.jit(lambda carry, rows: jax.lax.scan(body, carry, rows))(begin, rows)
+    step, (by_hand, carry) = jax.jit(gradient), begin
+    for batch in POISSON.batches(DATA, KEY, carry):
+        updates, carry, _ = step(by_hand, batch, carry)
+        by_hand = jax.tree.map(jnp.add, by_hand, updates)
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6), params, by_hand)
+    assert dpx.epsilon(made, state, delta=1e-5) == dpx.epsilon(made, 5, delta=1e-5) <= 2.0
+    (_, twice), _ = jax.jit(lambda carry, rows: jax.lax.scan(body, carry, rows))((params, state), rows)
+    with pytest.raises(ValueError, match="another step than it was drawn for"):
+        dpx.epsilon(made, twice, delta=1e-5)
+    with pytest.raises(ValueError, match="the budget is spent"):
+        POISSON.draw_ahead(KEY, state, 1)
+    assert POISSON.draw_ahead(KEY, state, 1, beyond_budget=True).drawn[0, 0] == 5
+
+
+TRACED = {
+    "draw, step": lambda sampling, key, state: jax.jit(lambda step: sampling.draw(key, step))(1),
+    "draw, key": lambda sampling, key, state: jax.jit(lambda key: sampling.draw(key, 1))(key),
+    "draw, inside": lambda sampling, key, state: jax.jit(lambda x: sampling.draw(key, 1).indices + x)(1),
+    "take, state": lambda sampling, key, state: jax.jit(lambda state: sampling.take(DATA, key, state))(state),
+    "take, key": lambda sampling, key, state: jax.jit(lambda key: sampling.take(DATA, key, state))(key),
+    "take, inside": lambda sampling, key, state: jax.lax.scan(
+        lambda carry, _: (carry, sampling.take(DATA, key, state).included), 0, None, length=2
+    ),
+    "batches": lambda sampling, key, state: jax.jit(lambda state: sampling.batches(DATA, key, state, steps=2))(state),
+    "ahead": lambda sampling, key, state: jax.jit(lambda key: sampling.draw_ahead(key, state, 2))(key),
+    "vmap": lambda sampling, key, state: jax.vmap(lambda step: sampling.draw(key, step))(jnp.arange(2)),
+}
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_a_draw_inside_jit_is_refused_with_the_way_to_draw_ahead(name):
+    for sampling in SAMPLINGS.values():
+        with pytest.raises(
+            ValueError, match=r"outside of jit.*sampling\.draw_ahead\(key, state, steps\), then jax\.lax\.scan"
+        ):
+            TRACED[name](sampling, KEY, mechanism(sampling).init(PARAMS))

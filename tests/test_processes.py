@@ -13,6 +13,8 @@ import pytest
 import dpx
 from tests import processes
 
+pytestmark = pytest.mark.xdist_group("processes")  # one process of pytest, because the tests share their runs
+
 
 def start(root, folder, how):
     with socket.socket() as free:

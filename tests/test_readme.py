@@ -1,4 +1,4 @@
-"""The README's code runs as it stands, and it is short."""
+"""The code of the README and of docs/loops.md runs as it stands; the README's is short."""
 
 import pathlib
 import re
@@ -6,7 +6,9 @@ import re
 import jax
 import pytest
 
-README = (pathlib.Path(__file__).parent.parent / "README.md").read_text()
+ROOT = pathlib.Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+LOOPS = (ROOT / "docs" / "loops.md").read_text()
 
 
 def test_readme(promoting, capsys):
@@ -16,3 +18,12 @@ def test_readme(promoting, capsys):
         exec(code, {})
     epsilon = float(capsys.readouterr().out.split()[-1])
     assert epsilon == pytest.approx(2.0, abs=0.02) and epsilon <= 2.0
+
+
+def test_loops(promoting):
+    """The blocks state by themselves what they hold; later blocks use the names of earlier ones."""
+    names = {}
+    with jax.numpy_rank_promotion("allow"):
+        for block in re.findall(r"```python\n(.*?)```", LOOPS, re.DOTALL):
+            exec(block, names)
+    assert sum(line.startswith("assert ") for line in LOOPS.splitlines()) >= 7

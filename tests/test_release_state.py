@@ -108,7 +108,7 @@ def test_every_mechanism_bills_its_own_state(case):
     mechanism = case.mechanism
     state = jax.eval_shape(mechanism.init, PARAMS)
     sums = jax.eval_shape(lambda state: dpx.mechanism.sum_contributions(mechanism, GRADS, state, EVERYONE)[0], state)
-    zeros, nobody = jax.tree.map(lambda s: jnp.zeros(s.shape), sums), jnp.zeros(0, bool)
+    zeros, nobody = jax.tree.map(lambda s: jnp.zeros(s.shape), sums), jnp.int32(0)
     step = jax.jit(lambda state: mechanism.release_once(zeros, state, PARAMS, nobody)[1])
     state = mechanism.init(PARAMS)
     for _ in range(4):

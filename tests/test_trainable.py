@@ -54,11 +54,10 @@ def adamw():
 FREEZE = random_freeze(0.5, every=2, key=KEY)
 COMPOSED = {
     "mask": lambda: dpx.in_coordinates(dp_sgd(), trainable(LORA)),
-    "path": lambda: dpx.in_coordinates(dp_sgd(), trainable(in_path)),
+    "path, replaced": lambda: dpx.in_coordinates(dp_sgd(), trainable(in_path)).replace(stages=("mine",)),
     "random freeze around": lambda: dpx.in_coordinates(dp_sgd(), FREEZE, trainable(in_path)),
     "random freeze within": lambda: dpx.in_coordinates(dpx.in_coordinates(dp_sgd(), FREEZE), trainable(in_path)),
     "standardized around": lambda: dpx.in_coordinates(dp_sgd(), standardized(), trainable(LORA)),
-    "replaced": lambda: dpx.in_coordinates(dp_sgd(), trainable(LORA)).replace(stages=("mine",)),
     "calibrated": lambda: frozen_and_calibrated(noise_multiplier=dpx.Budget(epsilon=8.0, delta=1e-3, steps=3)),
 }
 
@@ -127,9 +126,11 @@ CONTAINERS = {
 def test_every_container(container, promoting):
     tree = CONTAINERS[container](jnp.ones(2), jnp.ones(3))
     for mask in (CONTAINERS[container](False, True), in_path):
-        optimizer = dpx.chain(dpx.in_coordinates(dp_sgd(), trainable(mask)), optax.adamw(0.1, weight_decay=0.5))
-        kernel, lora = jax.tree.leaves(run(optimizer, tree, steps=1)[0])
-        assert (kernel == 1).all() and (lora != 1).all()
+        mechanism = dpx.in_coordinates(dp_sgd(), trainable(mask))
+        assert jax.tree.leaves(_frozen.trained(mechanism, tree)) == [False, True]
+    optimizer = dpx.chain(mechanism, optax.add_decayed_weights(0.5))
+    kernel, lora = jax.tree.leaves(run(optimizer, tree, steps=1)[0])
+    assert (kernel == 1).all() and (lora != 1).all()
 
 
 def test_the_paths_are_readable():
@@ -140,7 +141,7 @@ def test_the_paths_are_readable():
 
 
 def test_the_pipeline_says_what_is_frozen_only_where_something_is():
-    assert COMPOSED["path"]().stages[0].endswith("trainable layers: those whose path the given function accepts")
+    assert trainable(in_path).name.endswith("trainable layers: those whose path the given function accepts")
     many = {str(number): number != 3 for number in range(10)}
     assert trainable(many).name.endswith("0, 1, 2, 4, 5, 6 and 3 more")
     assert trainable({"a": True}).undo == ""

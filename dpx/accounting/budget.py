@@ -18,7 +18,7 @@ M = TypeVar("M", bound=Any)
 class Budget:
     """(epsilon, delta) for `steps` steps. Give it where a function that is `calibrated` takes a noise multiplier.
 
-    The mechanism remembers its budget: `sampling.take` refuses the step after the last one.
+    The mechanism remembers its budget: `sampling.take` and `sampling.batches` refuse the step after the last one.
 
     epsilon: float, positive and finite. delta: float in (0, 1), best far below 1 divided by the number of examples.
     steps: int, at least 1. accountant: the one by which the bill is at most epsilon, as for `dpx.epsilon`.

@@ -1,0 +1,15 @@
+"""What a careful colleague would notice before a long run: `dpx.check`.
+
+report      findings, and the table of them
+program     what the loss can see beside its one example, and which parameters it uses
+parameters  their dtypes
+plan        the batch, the data, delta and the privacy cost
+measured    losses, gradients and clipping on one batch; not private
+step        time and memory of a step, and updates that low precision loses
+before_run  all of it in one call
+"""
+
+from dpx.checking.before_run import check
+from dpx.checking.report import Finding, Report
+
+__all__ = ["Finding", "Report", "check"]

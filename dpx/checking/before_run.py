@@ -1,0 +1,99 @@
+"""One call before a long run."""
+
+from collections.abc import Callable
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+
+from dpx._frozen import trained
+from dpx._numbers import require_whole
+from dpx.accounting.checks import require_delta
+from dpx.batches import Batch, Tree, batch_size, require_batch
+from dpx.checking import measured, parameters, plan, program, step
+from dpx.checking.report import Finding, Report
+from dpx.mechanism import Mechanism
+
+
+def check(
+    loss: Callable,
+    optimizer: Mechanism,
+    params: Tree,
+    batch: Batch,
+    *,
+    steps: int | None = None,
+    data: Tree | None = None,
+    delta: float | None = None,
+    with_key: bool = False,
+    has_aux: bool = False,
+) -> Report:
+    """What a careful colleague would notice before a long run: `print(dpx.check(loss, optimizer, params, batch))`.
+
+    It looks at the loss (closures, mixing of rows, parameters without gradient), at the batch (clipping, noise against
+    signal, numbers that are not finite), and at the plan (delta, data, privacy, time, memory). It compiles three times.
+
+    Lines with a star depend on raw data or secret noise: NOT private, so choosing a clip norm by them is not, either.
+    Nothing is released with the run's noise, because the step that is timed has no row that counts; a run that follows
+    is the same as without the check.
+
+    loss, optimizer, with_key, has_aux: as for `private_grad`. params: a pytree of arrays. batch: a `dpx.Batch`.
+    steps, delta: of the run; by default those of the mechanism's budget. data: the training data, if known.
+
+    Raises ValueError if `optimizer` is not a `dpx.Mechanism`, `batch` not a `dpx.Batch`, `params` empty, the loss not
+    one real number, or a number outside its range.
+    """
+    batch, steps, delta = _require(loss, optimizer, params, batch, steps, delta)
+    value = program.of_one_example(loss, with_key=with_key, has_aux=has_aux)
+    params, examples = jax.tree.map(jnp.asarray, (params, batch.examples))
+    sampling, example = (
+        optimizer.sampling,
+        jax.eval_shape(lambda tree: jax.tree.map(lambda leaf: leaf[0], tree), examples),
+    )
+    included, rows = plan.rows_that_count(batch, sampling)
+    public = [plan.drawn(batch), plan.delta_size(delta, sampling), plan.privacy(optimizer, steps, delta)]
+    public += [] if data is None else [plan.data_length(data, sampling)]
+    public += [real := parameters.dtypes(params)]
+    closed = program.trace(value, params, example)
+    if isinstance(closed, Finding):
+        return Report((*public, closed), (rows,))
+    public += [program.constants(closed, example, len(included), sampling.examples), program.batching(closed)]
+    if real.severity == "error" or rows.severity == "error":
+        return Report(tuple(public), (rows,))  # no gradient, or no step, can be computed
+    flags = trained(optimizer, params)
+    public += [program.unused(closed, params, flags), plan.frozen(flags, params)]
+    found = measured.measure(value, optimizer, params, flags, examples, included)
+    once = step.run(value, optimizer, params, batch._replace(examples=examples))
+    alone, some_rows = measured.one_row(value, flags, examples), np.flatnonzero(included)[: measured.COMPARED]
+    unreleased = (
+        rows,
+        measured.mixing(found, params, alone, some_rows),
+        measured.without_gradient(found, params, flags, alone, some_rows),
+        measured.finite(found, included),
+        measured.clipping(found),
+        measured.noise(found, optimizer),
+        step.precision(once, params, flags, found.losses),
+    )
+    return Report((*public, step.duration(once, steps), step.memory(once)), unreleased)
+
+
+def _require(loss, optimizer, params, batch, steps, delta) -> tuple[Batch, int | None, float | None]:
+    """The batch, the steps and delta. Raises ValueError for arguments that no finding could describe."""
+    if not callable(loss):
+        raise ValueError(f"loss must be a function of (params, example), got {type(loss)}")
+    if not isinstance(optimizer, Mechanism):
+        raise ValueError(f"optimizer must be a dpx Mechanism (chain optimizers with dpx.chain), got {type(optimizer)}")
+    if not jax.tree.leaves(params):
+        raise ValueError(f"params must hold at least one array, got {params!r}")
+    if batch_size(require_batch(batch).examples) == 0:
+        raise ValueError("batch must have at least one row, got 0")
+    budget = optimizer.budget
+    steps = steps if steps is not None or budget is None else budget.steps
+    delta = delta if delta is not None or budget is None else budget.delta
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((params, batch))):
+        raise ValueError("params and batch must be known: call check outside of jit")
+    return (
+        batch._replace(included=None if batch.included is None else np.asarray(batch.included)),
+        None if steps is None else require_whole("steps", steps),
+        None if delta is None else require_delta(delta),
+    )

@@ -1,0 +1,218 @@
+"""Losses, gradients and clipping on one batch. All of it depends on raw data: it is NOT private."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from dpx._contributions import LARGEST, in_range
+from dpx._microbatching import sum_over_microbatches
+from dpx._numbers import over
+from dpx._stages import path_of
+from dpx.batches import Tree
+from dpx.checking.parameters import is_low_precision
+from dpx.checking.program import some
+from dpx.checking.report import Finding
+from dpx.mechanism import Mechanism
+
+MICROBATCH_NUMBERS = 2**26  # numbers of gradients in memory at once: 256 MiB in float32
+PROBE = 2.0**50  # of every coordinate of a gradient that every mechanism clips; its square times 2^27 is a float32
+AT_THE_BOUND = 0.999  # of the bound: a contribution as large as that was clipped
+COMPARED = 3  # rows that are computed again, alone
+TOLERANCE, LOW_TOLERANCE = 1e-2, 1e-1  # relative, for float32 (perhaps rounded to TensorFloat-32) and for fewer bits
+TINY = 1e-6  # absolute, of a loss or a gradient that is 0 but for rounding
+LOUD = 100.0  # a noise so many times the signal drowns it
+
+
+class Measured(NamedTuple):
+    """What the examples of one batch do; B examples, L leaves of the parameters.
+
+    losses: float (B,). norms: float32 (B,), of the encoded gradients. counts: bool (B,), included and in range.
+    shares: float32 (B,), the contribution divided by its bound, in the group of layers where that is largest.
+    leaves: float32 (B, L), the largest absolute value of each gradient; 0 where it is not trained.
+    signal: float32 (), the norm of the sum of the contributions. bound: float32 (), the largest norm of one.
+    size: int, the number of coordinates that get noise.
+    """
+
+    losses: jax.Array
+    norms: jax.Array
+    counts: jax.Array
+    shares: jax.Array
+    leaves: jax.Array
+    signal: jax.Array
+    bound: jax.Array
+    size: int
+
+
+def measure(
+    loss: Callable, mechanism: Mechanism, params: Tree, flags: Tree, examples: Tree, included: np.ndarray
+) -> Measured:
+    """What the rows do in one batch.
+
+    loss: (params, example) -> number. flags: bools like the parameters, True where trained. examples: arrays with the B
+    examples on axis 0. included: bool (B,).
+    """
+    at_once = max(2, MICROBATCH_NUMBERS // max(1, _count(params, flags)))  # 2, because rows of their own cannot mix
+
+    @jax.jit
+    def run(params, state, rows):
+        contribute = functools.partial(_contribute, mechanism, state)
+        all_bounds, bounds = _bounds(contribute, params)
+
+        def microbatch(ordered, rows):
+            examples, included = rows
+            losses, grads = jax.vmap(jax.value_and_grad(loss), (None, 0))(ordered(params), examples)
+            (encoded, factors), norms, contributions = jax.vmap(contribute)(grads)
+            counts = included & in_range(norms)
+
+            def total_of(factor, group):
+                kept = jax.tree.map(lambda z: jnp.where(counts.reshape(-1, *[1] * (z.ndim - 1)), z, 0), group)
+                return jax.tree.map(lambda z: jnp.tensordot(jnp.where(counts, factor, 0), z, 1), kept)
+
+            shares = jnp.max(contributions / jnp.where(bounds == 0, jnp.inf, bounds)[None], axis=1, initial=0)
+            sizes = jax.vmap(lambda grad: _sizes(grad, flags))(grads)
+            of_each = losses, jax.vmap(optax.tree.norm)(norms), counts, shares, sizes
+            return jax.tree.map(total_of, factors, encoded), of_each
+
+        sums, of_each = sum_over_microbatches(microbatch, rows, at_once)
+        return sums, of_each, optax.tree.norm(all_bounds)
+
+    sums, of_each, bound = run(params, jax.jit(mechanism.init)(params), (examples, included))
+    size = sum(leaf.size for leaf in jax.tree.leaves(sums))
+    return Measured(*of_each, signal=optax.tree.norm(sums), bound=bound, size=size)
+
+
+def _bounds(contribute: Callable, params: Tree) -> tuple[jax.Array, jax.Array]:
+    """The largest contribution to each group, float32 (G,); and the same, but 0 where every example has the same."""
+    large, none = (jax.tree.map(lambda p, n=n: jnp.full(p.shape, n, jnp.float32), params) for n in (PROBE, 0))
+    largest, least = contribute(large)[2], contribute(none)[2]
+    return largest, jnp.where(least < AT_THE_BOUND * largest, largest, 0)
+
+
+def _contribute(mechanism: Mechanism, state: Tree, grad: Tree):
+    """((encoded gradient, factors), norms, contributions) of one example; contributions: float32 (G,), of G groups."""
+    encoded = mechanism.encode(jax.tree.map(lambda g: g.astype(jnp.float32), grad), state)
+    norms = mechanism.norm(encoded)
+    factors = mechanism.weigh(norms, state)[0]
+    sizes = [jnp.abs(n * f) for n, f in zip(jax.tree.leaves(norms), jax.tree.leaves(factors), strict=True)]
+    return (encoded, factors), norms, jnp.stack(sizes)
+
+
+def _sizes(grad: Tree, flags: Tree) -> jax.Array:
+    """The largest absolute value in each leaf, float32 (L,); 0 where it is not trained."""
+    leaves = zip(jax.tree.leaves(grad), jax.tree.leaves(flags), strict=True)
+    return jnp.stack(
+        [jnp.max(jnp.abs(g), initial=0).astype(jnp.float32) if flag else jnp.float32(0) for g, flag in leaves]
+    )
+
+
+def _count(params: Tree, flags: Tree) -> int:
+    """How many numbers are trained."""
+    return sum(p.size for p, flag in zip(jax.tree.leaves(params), jax.tree.leaves(flags), strict=True) if flag)
+
+
+def one_row(loss: Callable, flags: Tree, examples: Tree) -> Callable[[Tree, int], tuple[np.ndarray, np.ndarray]]:
+    """`fn(params, row) -> (loss, leaves)` of one row by itself, float64 () and (L,); leaves as in `Measured`."""
+
+    @jax.jit
+    def alone(params, example):
+        value, grad = jax.value_and_grad(loss)(params, example)
+        return value, _sizes(grad, flags)
+
+    def of_row(params, row):
+        value, leaves = alone(params, jax.tree.map(lambda leaf: leaf[row], examples))
+        return np.asarray(value, np.float64), np.asarray(leaves, np.float64)
+
+    return of_row
+
+
+def mixing(measured: Measured, params: Tree, alone: Callable, rows: np.ndarray) -> Finding:
+    """Whether the losses and gradients in a batch are those of the rows alone. alone: of `one_row`. rows: int (R,)."""
+    low = any(map(is_low_precision, jax.tree.leaves(params))) or is_low_precision(measured.losses)
+    tolerance, differ = LOW_TOLERANCE if low else TOLERANCE, 0
+    for row in rows:
+        value, leaves = alone(params, row)
+        found = np.asarray(measured.leaves[row], np.float64)
+        scale = tolerance * np.abs(leaves[np.isfinite(leaves)]).max(initial=0)
+        same = np.allclose(found, leaves, rtol=0, atol=scale + TINY, equal_nan=True)
+        near = np.allclose(float(measured.losses[row]), value, rtol=tolerance, atol=TINY, equal_nan=True)
+        differ += not (same and near)
+    numbers = {"compared": len(rows), "different": differ}
+    if differ:
+        words = (
+            f"{differ} of {len(rows)} rows have another loss or gradient in the batch than alone: rows mix, unbilled"
+        )
+        return Finding("mixing", "error", words, numbers)
+    return Finding("mixing", "ok", f"{len(rows)} rows have the same loss and gradient in the batch and alone", numbers)
+
+
+def without_gradient(measured: Measured, params: Tree, flags: Tree, alone: Callable, rows: np.ndarray) -> Finding:
+    """Trained parameters whose gradient is zero for every example, here or also near these parameters.
+
+    flags: bools like the parameters. alone: of `one_row`. rows: int (R,), those that are computed near the parameters.
+    """
+    if not np.asarray(measured.counts).any():
+        return Finding("zero gradients", "note", "no row counts")
+    sizes = np.asarray(measured.leaves)[np.asarray(measured.counts)].max(axis=0)
+    dead = np.asarray(jax.tree.leaves(flags)) & (sizes == 0)
+    if not dead.any():
+        return Finding("zero gradients", "ok", "every trained parameter has a gradient", {"parameters": 0})
+    near = jax.tree.map(jnp.add, params, optax.tree.random_like(jax.random.key(0), params))
+    dead_near = dead & (np.max([alone(near, row)[1] for row in rows], axis=0) == 0)
+    paths = [path_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    words = "have no gradient in any row, but get noise"
+    numbers = {"parameters": int(dead.sum()), "also_near": int(dead_near.sum())}
+    if dead_near.any():
+        named = some([path for path, is_dead in zip(paths, dead_near, strict=True) if is_dead])
+        return Finding("zero gradients", "warning", f"{named} {words}: freeze them with coordinates.trainable", numbers)
+    named = some([path for path, is_dead in zip(paths, dead, strict=True) if is_dead])
+    return Finding("zero gradients", "note", f"{named} {words}; at other parameters they have one", numbers)
+
+
+def finite(measured: Measured, included: np.ndarray) -> Finding:
+    """Rows that contribute zero because a loss or a gradient is not finite, or too large."""
+    losses, norms = np.asarray(measured.losses, np.float64)[included], np.asarray(measured.norms)[included]
+    bad_losses, bad_norms = int((~np.isfinite(losses)).sum()), int((~np.isfinite(norms)).sum())
+    huge, rows = int((np.isfinite(norms) & (norms > LARGEST)).sum()), int(included.sum())
+    numbers = {"rows": rows, "losses": bad_losses, "gradients": bad_norms, "huge": huge}
+    if bad_losses or bad_norms or huge:
+        words = (
+            f"of {rows} rows, {bad_losses} have a loss and {bad_norms} a gradient that is not finite, "
+            f"and {huge} a norm above 2^63; they contribute zero"
+        )
+        return Finding("finite", "error" if bad_norms + huge == rows else "warning", words, numbers)
+    return Finding("finite", "ok", f"all {rows} rows have finite losses and gradients", numbers)
+
+
+def clipping(measured: Measured) -> Finding:
+    """How many examples are clipped, and the quantiles of the norms."""
+    counts, bound = np.asarray(measured.counts), float(measured.bound)
+    norms, shares = np.asarray(measured.norms)[counts], np.asarray(measured.shares)[counts]
+    if not len(norms):
+        return Finding("clipping", "note", "no row counts")
+    low, median, high = (float(q) for q in np.quantile(norms, (0.1, 0.5, 0.9)))
+    clipped = float((shares >= AT_THE_BOUND).mean())
+    numbers = {"clipped": clipped, "bound": bound, "q10": low, "median": median, "q90": high}
+    words = f"{clipped:.0%} of {len(norms)} rows reach the bound {bound:.3g}; norms: 10 % below {low:.3g}"
+    words += f", 50 % below {median:.3g}, 90 % below {high:.3g}"
+    if shares.max() < 0.5:
+        return Finding("clipping", "warning", f"{words}: a lower clip norm has less noise", numbers)
+    return Finding("clipping", "ok", words, numbers)
+
+
+def noise(measured: Measured, mechanism: Mechanism) -> Finding:
+    """The norm of the noise of step 0 against that of the mean of the contributions."""
+    multiplier, divisor = float(over(mechanism.noise_multiplier, 1)[0]), float(mechanism.sampling.divisor)
+    loudness = multiplier * float(measured.bound) * math.sqrt(measured.size) / divisor
+    signal = float(measured.signal) / divisor
+    numbers = {"noise": loudness, "signal": signal, "coordinates": measured.size}
+    words = f"noise of norm {loudness:.3g} on {measured.size} coordinates, and a signal of norm {signal:.3g}"
+    if loudness > LOUD * signal:
+        words += ": larger batches, fewer trained parameters or more steps with less noise each help"
+        return Finding("noise", "warning", words, numbers)
+    return Finding("noise", "ok", words, numbers)

@@ -1,0 +1,94 @@
+"""The batch, the data and delta against the sampling, and the privacy cost of the whole run."""
+
+import math
+import warnings
+from typing import Any
+
+import jax
+import numpy as np
+
+from dpx.accounting import epsilon
+from dpx.batches import Batch, Tree, batch_size, inclusion
+from dpx.checking.report import Finding
+from dpx.mechanism import Mechanism
+
+FAR = 6.0  # standard deviations of a Poisson batch size; a drawn batch is further away with probability 1e-8 or so
+WEAK = 10.0  # an epsilon above which little is promised
+
+
+def rows_that_count(batch: Batch, sampling: Any) -> tuple[np.ndarray, Finding]:
+    """Which rows count, bool (B,), and whether the sampling draws so many."""
+    size = batch_size(batch.examples)
+    try:
+        included = np.asarray(inclusion(size, batch.included, sampling))
+    except ValueError as error:
+        return np.ones(size, bool), Finding("batch", "error", str(error), {"rows": size})
+    count, expected, most = int(included.sum()), float(sampling.divisor), getattr(sampling, "most_rows", math.inf)
+    numbers = {"rows": size, "included": count, "expected": expected}
+    words = f"{count} of {size} rows count, and {expected:g} are expected of {sampling}"
+    deviation = math.sqrt(expected * max(0.0, 1 - expected / sampling.examples))
+    if count > most:
+        return included, Finding(
+            "batch", "error", f"{words}: more than it draws, so the run would have no bill", numbers
+        )
+    if batch.drawn is not None and int(np.asarray(batch.drawn)[1]) != count:
+        words = f"{count} rows count, and `take` drew {int(np.asarray(batch.drawn)[1])}: the run would have no bill"
+        return included, Finding("batch", "error", words, numbers)
+    if (most == math.inf and abs(count - expected) > FAR * deviation + 1) or (most < math.inf and count < expected):
+        return included, Finding("batch", "warning", words, numbers)
+    return included, Finding("batch", "ok", words, numbers)
+
+
+def drawn(batch: Batch) -> Finding:
+    if batch.drawn is None:
+        words = "the batch is not of `sampling.take`: nothing shows that the sampling, which is billed, drew it"
+        return Finding("drawn", "note", words)
+    return Finding("drawn", "ok", "the batch is of `sampling.take`")
+
+
+def data_length(data: Tree, sampling: Any) -> Finding:
+    rows, numbers = batch_size(data), {"rows": batch_size(data), "examples": sampling.examples}
+    if rows != sampling.examples:
+        words = f"the data have {rows} rows, and the bill is for {sampling.examples} examples"
+        return Finding("data", "error", words, numbers)
+    return Finding("data", "ok", f"the data have the {rows} examples that are billed", numbers)
+
+
+def delta_size(delta: float | None, sampling: Any) -> Finding:
+    if delta is None:
+        return Finding("delta", "note", "no delta is given, and the mechanism has no budget: epsilon is not known")
+    numbers = {"delta": delta, "examples": sampling.examples}
+    if delta >= 1 / sampling.examples:
+        words = (
+            f"delta {delta:g} is at least 1 / {sampling.examples}: to release one example whole would count as private"
+        )
+        return Finding("delta", "warning", words, numbers)
+    return Finding("delta", "ok", f"delta {delta:g} is below 1 / {sampling.examples}", numbers)
+
+
+def privacy(optimizer: Mechanism, steps: int | None, delta: float | None) -> Finding:
+    """The epsilon of the whole run."""
+    if steps is None or delta is None:
+        return Finding("privacy", "note", "not known without steps and delta, or a budget")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of a large delta, which has a finding of its own
+        spent = epsilon(optimizer, steps, delta=delta)
+    numbers, budget = {"epsilon": spent, "delta": delta, "steps": steps}, optimizer.budget
+    words = f"{steps} steps cost epsilon {spent:.4g} at delta {delta:g}"
+    if math.isinf(spent):
+        return Finding("privacy", "error", f"{words}: a step adds no noise", numbers)
+    if budget is not None and steps > budget.steps:
+        return Finding("privacy", "warning", f"{words}; the budget is for {budget.steps} steps", numbers)
+    if spent > WEAK:
+        return Finding("privacy", "note", f"{words}, which promises little", numbers)
+    return Finding("privacy", "ok", words, numbers)
+
+
+def frozen(flags: Tree, params: Tree) -> Finding:
+    """How many parameters the mechanism trains. flags: bools like the parameters."""
+    sizes = [
+        (flag, math.prod(np.shape(p))) for flag, p in zip(jax.tree.leaves(flags), jax.tree.leaves(params), strict=True)
+    ]
+    trained, total = sum(size for flag, size in sizes if flag), sum(size for _, size in sizes)
+    words = f"{trained} of {total} parameters are trained" if trained < total else f"all {total} parameters are trained"
+    return Finding("trained", "ok", words, {"trained": trained, "parameters": total})

@@ -1,0 +1,130 @@
+"""What the loss can see beside its one example, and which parameters it uses; read from its equations."""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+from jax.extend import core
+
+from dpx._frozen import inputs_read
+from dpx._stages import path_of
+from dpx.batches import Tree
+from dpx.checking.report import Finding
+
+LARGE = 2**20  # bytes of an array that is worth a note
+SHOWN = 4  # paths in one line
+
+
+def of_one_example(loss: Callable, *, with_key: bool, has_aux: bool) -> Callable[[Tree, Tree], jax.Array]:
+    """`loss(params, example)` as one number; a key is a constant, because no randomness of the run may be used."""
+
+    def value(params, example):
+        result = loss(params, example, jax.random.key(0)) if with_key else loss(params, example)
+        return result[0] if has_aux else result
+
+    return value
+
+
+def trace(loss: Callable, params: Tree, example: Tree) -> Any:
+    """The closed jaxpr of the loss, or the finding that it cannot be traced. Raises ValueError for no real number."""
+    try:
+        closed, out = jax.make_jaxpr(loss, return_shape=True)(params, example)
+    except NameError as error:
+        return Finding("named axes", "error", f"the loss uses a named axis, so it is not that of one example: {error}")
+    if not (hasattr(out, "shape") and out.shape == () and jnp.issubdtype(out.dtype, jnp.floating)):
+        raise ValueError(f"loss must return one real number for one example (has_aux for more), got {out}")
+    return closed
+
+
+def constants(closed: Any, example: Tree, rows: int, examples: int) -> Finding:
+    """Arrays that the loss closes over, and that may be training data.
+
+    rows: of the batch. examples: of the data set.
+    """
+    shapes = {jnp.shape(leaf) for leaf in jax.tree.leaves(example)}
+    found = [(jnp.shape(array), _bytes(array)) for array in _constants(closed)]
+    suspects = [shape for shape, _ in found if _like_data(shape, shapes, rows, examples)]
+    size = sum(size for _, size in found)
+    numbers = {"arrays": len(found), "bytes": size, "suspects": len(suspects)}
+    if suspects:
+        words = f"the loss closes over an array of shape {suspects[0]}: if these are training data, they enter unbilled"
+        return Finding("closures", "warning", words, numbers)
+    if size >= LARGE:
+        words = f"the loss closes over {size / 2**20:.0f} MiB of arrays: they must not be computed from the data"
+        return Finding("closures", "note", words, numbers)
+    return Finding("closures", "ok", "the loss closes over no large array", numbers)
+
+
+def batching(closed: Any) -> Finding:
+    """Equations that may see the rows of a whole batch under `jax.vmap`."""
+    names = sorted({name for name in map(_primitive, _equations(closed)) if _sees_batches(name)})
+    if names:
+        words = f"the loss contains {', '.join(names)}, which can see the whole batch; one row must not change another"
+        return Finding("batching rules", "warning", words, {"kinds": len(names)})
+    return Finding("batching rules", "ok", "no callback and no custom batching rule in the loss", {"kinds": 0})
+
+
+def unused(closed: Any, params: Tree, flags: Tree) -> Finding:
+    """Trained parameters that the loss does not depend on. flags: bools like the parameters, True where trained."""
+    paths = [path_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    read = inputs_read(closed.jaxpr)[: len(paths)]
+    missing = [path for path, flag, used in zip(paths, jax.tree.leaves(flags), read, strict=True) if flag and not used]
+    if missing:
+        words = f"the loss does not use {some(missing)}; they get noise and no gradient"
+        return Finding("unused parameters", "warning", words, {"parameters": len(missing)})
+    return Finding("unused parameters", "ok", "the loss uses every trained parameter", {"parameters": 0})
+
+
+def some(paths: list[str]) -> str:
+    """The first paths, and how many follow."""
+    rest = len(paths) - SHOWN
+    return ", ".join(paths[:SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _like_data(shape: tuple[int, ...], example_shapes: set, rows: int, examples: int) -> bool:
+    """Whether an array may hold the data set, the batch, or some rows of them."""
+    if len(shape) == 0 or shape[0] < 2:
+        return False
+    return shape[0] == examples or (shape[1:] in example_shapes and (len(shape) > 1 or shape[0] == rows))
+
+
+def _sees_batches(name: str) -> bool:
+    return "callback" in name or name in ("debug_print", "custom_vmap_call")
+
+
+def _primitive(equation: Any) -> str:
+    return equation.primitive.name
+
+
+def _jaxprs(value: Any) -> Iterator[Any]:
+    """The jaxprs, closed or not, in a parameter of an equation."""
+    if hasattr(value, "eqns"):
+        yield value
+    elif isinstance(value, tuple | list):
+        for part in value:
+            yield from _jaxprs(part)
+
+
+def _equations(jaxpr: Any) -> Iterator[Any]:
+    for equation in jaxpr.eqns:
+        yield equation
+        for value in equation.params.values():
+            for inner in _jaxprs(value):
+                yield from _equations(inner)
+
+
+def _constants(closed: Any) -> Iterator[Any]:
+    """The arrays, and the sizes of them, that a jaxpr closes over, also in the jaxprs inside."""
+    yield from closed.consts
+    for equation in _equations(closed):
+        yield from (v.val for v in equation.invars if isinstance(v, core.Literal) and jnp.ndim(v.val))
+        for value in equation.params.values():
+            for inner in _jaxprs(value):
+                yield from getattr(inner, "consts", ())
+
+
+def _bytes(array: Any) -> int:
+    return math.prod(jnp.shape(array)) * jnp.result_type(array).itemsize if hasattr(array, "dtype") else 0

@@ -1,0 +1,102 @@
+"""The clipped sum of the rows of a batch, with at most one microbatch of them in memory at a time.
+
+Every builder here returns `sum_rows(params, state, rows, included) -> (sums, (losses, norms, aux))`, with one sum for
+each factor of the mechanism, and the values of every row. rows: from `rows.rows_of`. included: bool (B,).
+"""
+
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+
+from dpx._contributions import sum_contributions
+from dpx._guards import require_real
+from dpx._microbatching import sum_over_microbatches
+from dpx._numbers import require_whole
+from dpx.batches import Tree
+from dpx.gradients import ghost
+from dpx.gradients.microbatch_size import choose_microbatch_size, forward_cost
+from dpx.gradients.rows import of_one_row, shapes_of_one
+from dpx.mechanism import Mechanism
+
+Clipping = Literal["auto", "ghost", "vmap"]
+
+
+def sum_gradients(
+    loss: Callable, mechanism: Mechanism, *, microbatch_size: int | None, clipping: Clipping, has_aux: bool
+) -> Callable:
+    """`sum_rows` for the gradients of a loss of one example, as `private_grad` describes the arguments."""
+    check(mechanism, clipping)
+    of_row = of_one_row(loss, has_aux=has_aux)
+    gradient = jax.value_and_grad(of_row, has_aux=True)
+
+    def plan(params, state, row):
+        return make_plan(of_row, mechanism, params, row, state, clipping)
+
+    return _in_microbatches(mechanism, microbatch_size, of_row, plan, gradient)
+
+
+def sum_updates(update: Callable, mechanism: Mechanism, *, microbatch_size: int | None, has_aux: bool) -> Callable:
+    """`sum_rows` for what `update` makes of one unit's data, as `private_update` describes the arguments."""
+    check(mechanism, "vmap")
+    of_row = of_one_row(update, has_aux=has_aux)
+
+    def plan(params, state, row):
+        _require_like(params, jax.eval_shape(of_row, params, row)[0])
+        return "an update is no gradient of a loss"
+
+    def without_loss(params, row):
+        made, aux = of_row(params, row)
+        return (None, aux), made
+
+    return _in_microbatches(mechanism, microbatch_size, of_row, plan, without_loss)
+
+
+def check(mechanism: Mechanism, clipping: str):
+    """Raises ValueError for another type of mechanism, and for another `clipping`."""
+    if not isinstance(mechanism, Mechanism):
+        raise ValueError(f"mechanism must be a dpx Mechanism (chain optimizers with dpx.chain), got {type(mechanism)}")
+    if clipping not in ("auto", "ghost", "vmap"):
+        raise ValueError(f'clipping must be "auto", "ghost" or "vmap", got {clipping!r}')
+
+
+def make_plan(of_row, mechanism, params, row, state, clipping) -> ghost.Plan | str:
+    """The plan for ghost norms, or the reason why every parameter needs per-example gradients."""
+    if clipping == "vmap":
+        return 'clipping="vmap" was asked for'
+    return ghost.make_plan(of_row, mechanism, params, row, state, force=clipping == "ghost")
+
+
+def _in_microbatches(mechanism: Mechanism, microbatch_size, of_row, make_plan, gradient) -> Callable:
+    """`sum_rows`. of_row: traced for its cost. make_plan: (params, state, row) -> plan. gradient: of one row."""
+    microbatch_size = None if microbatch_size is None else require_whole("microbatch_size", microbatch_size)
+
+    def sum_rows(params, state, rows, included):
+        row = shapes_of_one(rows)
+        plan, cost = make_plan(params, state, row), forward_cost(of_row, params, row)
+        at_once = microbatch_size or choose_microbatch_size(cost, plan, params, included.shape[0])
+
+        def microbatch(ordered, rows):
+            return _sum_microbatch(plan, gradient, mechanism, ordered(params), state, *rows)
+
+        unroll = cost.convolves and jax.default_backend() == "cpu"
+        return sum_over_microbatches(microbatch, (rows, included), max(1, at_once), unroll=unroll)
+
+    return sum_rows
+
+
+def _sum_microbatch(plan, gradient, mechanism, params, state, rows, included):
+    """The sums of the contributions of one microbatch, one for each factor; the losses, norms and aux of its rows."""
+    if isinstance(plan, ghost.Plan) and plan.followed:
+        return ghost.sum_contributions(plan, mechanism, params, rows, state, included)
+    (losses, aux), grads = jax.vmap(gradient, in_axes=(None, 0))(params, rows)
+    sums, norms = sum_contributions(mechanism, grads, state, included)
+    return sums, (losses, norms, aux)
+
+
+def _require_like(params: Tree, made: Tree):
+    """Raises ValueError unless the update of one unit is real, with the structure and the shapes of the parameters."""
+    require_real(made)
+    expected, found = [jax.tree.map(lambda leaf: jax.numpy.shape(leaf), tree) for tree in (params, made)]
+    if expected != found or jax.tree.structure(params) != jax.tree.structure(made):
+        raise ValueError(f"the update of one unit must be like params, of shapes {expected}; got shapes {found}")

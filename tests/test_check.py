@@ -1,0 +1,250 @@
+"""Every finding of `dpx.check`: a program that has the fault, and one that has not."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import dpx
+from dpx.checking import plan, program, step
+
+KEY, STEPS, ROWS = jax.random.key(5), 20, 8
+SAMPLING = dpx.PoissonSampling(examples=40, batch_size=6)
+BUDGET = dpx.Budget(epsilon=4.0, delta=1e-3, steps=STEPS)
+EXAMPLE = jnp.zeros(5)
+
+
+def dp_sgd(**options):
+    return dpx.dp_sgd(**{"clip_norm": 1.0, "noise_multiplier": 1.0, "sampling": SAMPLING, "key": KEY} | options)
+
+
+def data(seed=0):
+    return np.random.default_rng(seed).normal(size=(40, 5)).astype(np.float32)
+
+
+def params():
+    return {"w": jnp.ones(5), "b": jnp.zeros(())}
+
+
+def loss(params, x):
+    return (x @ params["w"] + params["b"] - 1) ** 2
+
+
+def drawn(optimizer, rows=None):
+    return SAMPLING.take(data() if rows is None else rows, KEY, optimizer.init(params()), size=ROWS)
+
+
+@functools.cache
+def good(seed=0):
+    """The report of a program without a fault; it has a budget, a key and an aux."""
+    optimizer = dpx.chain(dp_sgd(noise_multiplier=BUDGET), optax.sgd(0.1))
+
+    def with_more(params, x, key):
+        return loss(params, x) + 0 * jax.random.uniform(key), x
+
+    batch = drawn(optimizer, data(seed))
+    return dpx.check(with_more, optimizer, params(), batch, data=data(seed), with_key=True, has_aux=True)
+
+
+@jax.custom_batching.custom_vmap
+def centered(x):
+    return x
+
+
+@centered.def_vmap
+def _(size, batched, x):
+    return x - x.mean(0, keepdims=True), True
+
+
+@functools.cache
+def faulty():
+    """Of a loss with every fault, and a plan with some."""
+    table = jnp.asarray(data())
+
+    def mixes(params, x):
+        spread = jax.lax.stop_gradient(params["stopped"]) + (table @ x).sum()
+        return 1e-4 * (loss(params, centered(x)) + 0 * spread)
+
+    tree = params() | {"unused": jnp.ones(2), "stopped": jnp.ones(())}
+    optimizer = dp_sgd(clip_norm=1.0, noise_multiplier=100.0)
+    batch = dpx.Batch(data()[:4], np.ones(4, bool))
+    return dpx.check(mixes, optimizer, tree, batch, delta=0.1, steps=3)
+
+
+@functools.cache
+def adapted():
+    """Of an adapter of two matrices, one of which is zero, so that the other has no gradient yet."""
+
+    def adapts(params, x):
+        return loss({"w": params["w"], "b": x @ params["a"] @ params["c"]}, x)
+
+    tree = {"w": jnp.ones(5), "a": jnp.ones((5, 2)), "c": jnp.zeros(2)}
+    return dpx.check(adapts, dp_sgd(), tree, dpx.Batch(data()[:4], np.ones(4, bool)))
+
+
+@functools.cache
+def low():
+    """Of bfloat16 parameters, half of whose rows overflow."""
+    tree = {"w": jnp.full(5, 100.0, jnp.bfloat16), "b": jnp.zeros((), jnp.bfloat16)}
+
+    def overflows(params, x):
+        x = x.astype(jnp.bfloat16)
+        return (jnp.sum(x * params["w"]) + params["b"]) ** 2
+
+    rows = data()[:6].copy()
+    rows[:3] = np.inf
+    rows[3:4] = 3e19
+    frozen = dpx.in_coordinates(dp_sgd(noise_multiplier=0.0), dpx.coordinates.trainable({"w": True, "b": False}))
+    optimizer = dpx.chain(frozen, optax.add_decayed_weights(1e-4))
+    return dpx.check(overflows, optimizer, tree, dpx.Batch(rows, np.arange(6) != 5), delta=1e-3, steps=3)
+
+
+@functools.cache
+def broken():
+    """Of what cannot be run: whole numbers among the parameters, more rows than are drawn, data of another length."""
+    optimizer = dp_sgd(sampling=dpx.FixedSizeSampling(examples=40, batch_size=6), noise_multiplier=0.0)
+    tree = params() | {"count": jnp.zeros((), jnp.int32)}
+    batch = dpx.Batch(data()[:8], np.ones(8, bool))
+    return dpx.check(loss, optimizer, tree, batch, data=data()[:39], steps=10, delta=1e-3)
+
+
+def test_a_program_without_a_fault():
+    report = good()
+    assert {finding.severity for finding in report.findings} == {"ok"}, str(report)
+    assert len(report.findings) == 18
+    assert report["privacy"].numbers["epsilon"] == pytest.approx(4.0, abs=0.01)
+    assert report["time"].numbers["run_seconds"] > STEPS * report["time"].numbers["seconds"] > 0
+    assert report["memory"].numbers["argument_bytes"] >= ROWS * 5 * 4
+    assert report["batch"].numbers["rows"] == ROWS
+
+
+FAULTS = [
+    (faulty, "closures", "warning", "array of shape (40, 5)"),
+    (faulty, "batching rules", "warning", "custom_vmap_call"),
+    (faulty, "mixing", "error", "3 of 3 rows"),
+    (faulty, "unused parameters", "warning", "does not use unused;"),
+    (faulty, "zero gradients", "warning", "stopped, unused have no gradient"),
+    (adapted, "zero gradients", "note", "a have no gradient in any row, but get noise; at other parameters they"),
+    (faulty, "clipping", "warning", "0% of 4 rows reach the bound 1;"),
+    (faulty, "noise", "warning", "larger batches"),
+    (faulty, "delta", "warning", "at least 1 / 40"),
+    (faulty, "drawn", "note", "not of `sampling.take`"),
+    (low, "finite", "warning", "of 5 rows, 4 have a loss and 4 a gradient that is not finite"),
+    (low, "precision", "warning", "w (bfloat16): 100% of the updates"),
+    (low, "privacy", "error", "adds no noise"),
+    (low, "trained", "ok", "5 of 6 parameters are trained"),
+    (broken, "parameter dtypes", "error", "count (int32)"),
+    (broken, "batch", "error", "8 of 8 rows count, and 6 are expected"),
+    (broken, "data", "error", "39 rows, and the bill is for 40"),
+]
+
+
+@pytest.mark.parametrize(
+    ("report", "name", "severity", "words"), FAULTS, ids=lambda part: getattr(part, "__name__", part)
+)
+def test_a_fault_is_found(report, name, severity, words):
+    finding = report()[name]
+    assert finding.severity == severity and words in finding.words, finding
+
+
+def test_the_numbers_are_those_of_the_gradients():
+    optimizer = dp_sgd(clip_norm=8.0)
+    batch = drawn(optimizer)
+    found = dpx.check(loss, optimizer, params(), batch, delta=1e-3)
+    grads = jax.vmap(jax.grad(loss), (None, 0))(params(), batch.examples)
+    grads = np.concatenate([grads["w"], grads["b"][:, None]], 1)[batch.included]
+    norms = np.linalg.norm(grads, axis=1)
+    clipped = grads * np.minimum(1, 8 / norms)[:, None]
+    assert found["clipping"].numbers["clipped"] == pytest.approx((norms >= 8).mean())
+    assert 0 < found["clipping"].numbers["clipped"] < 1
+    assert found["clipping"].numbers["median"] == pytest.approx(np.median(norms), rel=1e-4)
+    assert found["noise"].numbers["signal"] == pytest.approx(np.linalg.norm(clipped.sum(0)) / 6, rel=1e-4)
+    assert found["noise"].numbers["noise"] == pytest.approx(8 * 6**0.5 / 6, rel=1e-4)
+    assert found["privacy"].severity == "note" and "run_seconds" not in found["time"].numbers
+
+
+def test_the_table_marks_what_is_not_private():
+    """Also in the public part of a report; what is public is the same for other data."""
+    lines = str(faulty()).splitlines()
+    assert lines[0].startswith("error    mixing *") and lines[-1].startswith("* computed from raw data")
+    assert not any(line.startswith("error") for line in lines[1:])
+    public = dpx.public_state(good())
+    assert public.unreleased_findings is None and "*" not in str(public)
+    other = {finding.name: finding for finding in good(1).public_findings}
+    for finding in good().public_findings:
+        if finding.name != "time":
+            assert finding == other[finding.name]
+
+
+def test_the_step_that_is_timed_releases_no_data():
+    """Only noise, so that the noise of the run stays secret where the run releases data with it."""
+    optimizer = dp_sgd()
+    noise = [
+        step.run(loss, optimizer, params(), dpx.Batch(rows[:ROWS], np.ones(ROWS, bool))) for rows in (data(), data(1))
+    ]
+    assert all(jax.tree.leaves(jax.tree.map(lambda a, b: (a == b).all(), *[n.unreleased_updates for n in noise])))
+    kept = [field.name for field in dataclasses.fields(dpx.checking.Report)]
+    assert kept == ["public_findings", "unreleased_findings"]  # no updates among them
+
+
+def test_closures_are_found_wherever_they_are():
+    """In loops, in functions with a jit of their own, and as literals; also callbacks there, and named axes."""
+    rows = jnp.asarray(data())
+
+    def inside(params, x):
+        jax.debug.callback(lambda x: None, x)
+        total = jax.lax.scan(lambda c, _: (c + jax.jit(lambda x: (rows @ x).sum())(x), None), 0.0, length=2)[0]
+        return total + loss(params, x)
+
+    closed = program.trace(inside, params(), EXAMPLE)
+    assert program.constants(closed, EXAMPLE, ROWS, 40).numbers["suspects"] == 1
+    assert "callback" in program.batching(closed).words
+
+    large = jnp.ones((600, 600))
+    closed = program.trace(lambda params, x: loss(params, x) + (large @ jnp.ones(600)).sum(), params(), EXAMPLE)
+    assert program.constants(closed, EXAMPLE, ROWS, 40).severity == "note"
+    some_rows = jnp.asarray(data()[:7])
+    closed = program.trace(lambda params, x: loss(params, x) + (some_rows @ x).sum(), params(), EXAMPLE)
+    assert program.constants(closed, EXAMPLE, ROWS, 40).severity == "warning"
+    axes = program.trace(lambda params, x: jax.lax.pmean(loss(params, x), "batch"), params(), EXAMPLE)
+    assert axes.name == "named axes" and axes.severity == "error"
+
+
+def test_small_differences_of_the_plan():
+    """Findings between a good plan and a broken one, without running anything."""
+    optimizer, batch = dp_sgd(noise_multiplier=BUDGET), drawn(dp_sgd())
+    assert plan.privacy(optimizer, 2 * STEPS, 1e-3).severity == "warning"
+    assert plan.privacy(dp_sgd(noise_multiplier=0.3), STEPS, 1e-3).severity == "note"
+    assert plan.delta_size(None, SAMPLING).severity == plan.privacy(dp_sgd(), None, None).severity == "note"
+    other_rows = plan.rows_that_count(batch._replace(included=batch.included & (np.arange(ROWS) > 0)), SAMPLING)[1]
+    assert other_rows.severity == "error" and "`take` drew" in other_rows.words
+    all_rows = plan.rows_that_count(dpx.Batch(data(), np.ones(40, bool)), SAMPLING)[1]
+    assert all_rows.severity == "warning" and all_rows.numbers["included"] == 40
+    fixed = dpx.FixedSizeSampling(examples=40, batch_size=6)
+    assert plan.rows_that_count(dpx.Batch(data()[:5], None), fixed)[1].severity == "error"
+    assert plan.rows_that_count(dpx.Batch(data()[:6], np.arange(6) < 5), fixed)[1].severity == "warning"
+    still = step.Step(params(), 0.0, 0.0, None, None)
+    flags = {"w": True, "b": True}
+    assert step.precision(still, params(), flags, jnp.zeros(3, jnp.bfloat16)).severity == "note"
+    assert step.memory(still).severity == "note"
+
+
+def test_bad_input():
+    optimizer, batch = dp_sgd(), dpx.Batch(data()[:4], np.ones(4, bool))
+    for arguments, words in [
+        ((loss, optax.sgd(0.1), params(), batch), "must be a dpx Mechanism"),
+        ((loss, optimizer, params(), data()[:4]), "batch must be a dpx.Batch"),
+        ((loss, optimizer, params(), dpx.Batch(data()[:0], np.ones(0, bool))), "at least one row"),
+        ((loss, optimizer, {}, batch), "at least one array"),
+        ((None, optimizer, params(), batch), "loss must be a function"),
+        ((lambda params, x: x, optimizer, params(), batch), "loss must return one real number"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            dpx.check(*arguments)
+    for options, words in [({"steps": 0}, "steps must be"), ({"delta": 1.0}, "delta must be in")]:
+        with pytest.raises(ValueError, match=words):
+            dpx.check(loss, optimizer, params(), batch, **options)
