@@ -78,7 +78,9 @@ def _train(
     """The carry after all steps, or where a callback ended the run."""
     carry, watcher.history = folder.restore(carry)
     first = steps_taken(carry.state)
-    if first >= terms.steps:
+    if first > terms.steps:
+        raise ValueError(f"steps must be at least the {first} that the stored run has made, got {terms.steps}")
+    if first == terms.steps:
         return carry
     loaded, before, last = batches(carry.state, steps=terms.steps - first), (), ()
     whole = True  # whether nothing of the last step is missing: its result, its evaluation, its callbacks

@@ -61,14 +61,14 @@ def require_inputs(loss: Any, params: Tree, data: Any, optimizer: Any, loss_at: 
     require_function("loss", loss)
     if loss_at is not None:
         require_function("loss_at", loss_at)
-    require_params(params)
     leaves = jax.tree.leaves(params)
     kinds = jax.Array | np.ndarray | np.generic | float
     if not leaves or not all(isinstance(leaf, kinds) and _is_float(leaf) for leaf in leaves):
         raise ValueError(
-            f"params must be a pytree of float arrays, got {jax.tree.map(type, params)}. Of a Flax Linen model, take "
-            'model.init(...)["params"]'
+            f"params must be a pytree of float arrays, got {jax.tree.map(_describe, params)}. (Of a Flax Linen model, "
+            'take model.init(...)["params"].)'
         )
+    require_params(params)
     rows_of(data, optimizer.sampling.examples)
 
 
@@ -81,3 +81,7 @@ def require_function(name: str, value: Any) -> Callable:
 
 def _is_float(leaf: Any) -> bool:
     return jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
+
+
+def _describe(leaf: Any) -> str:
+    return str(getattr(leaf, "dtype", None) or type(leaf).__name__)
