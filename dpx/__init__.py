@@ -16,7 +16,7 @@ A training run needs seven of the names below:
 Mechanisms       Mechanism, gaussian_mechanism, dp_sgd; more in `dpx.methods` (one paper a file) and `dpx.mechanisms`
 Coordinates      Coordinates, in_coordinates; all of them in `dpx.coordinates`
 Optimizers       chain
-Gradients        private_grad, private_update, PrivateGradient, Unreleased, explain
+Gradients        private_grad, accumulate, private_update, PrivateGradient, Unreleased, explain
 Before a run     check
 The whole run    fit; more in `dpx.fitting`
 Samplings        PoissonSampling, ShuffledEpochs, FixedSizeSampling, FullBatch, Batch
@@ -34,7 +34,7 @@ from dpx.accounting import Budget, calibrate, calibrated, compose, delta, epsilo
 from dpx.batches import Batch
 from dpx.checking import check
 from dpx.fitting import fit
-from dpx.gradients import PrivateGradient, Unreleased, explain, private_grad, private_update
+from dpx.gradients import PrivateGradient, Unreleased, accumulate, explain, private_grad, private_update
 from dpx.keys import secret_key
 from dpx.mechanism import Coordinates, Mechanism, chain, in_coordinates
 from dpx.mechanisms import gaussian_mechanism
@@ -56,6 +56,7 @@ __all__ = [
     "ShuffledEpochs",
     "Unreleased",
     "accounting",
+    "accumulate",
     "calibrate",
     "calibrated",
     "chain",

@@ -64,7 +64,17 @@ def paths(case: Case):
         updates, state, _ = gradient(PARAMS, dpx.Batch(product_example(grads), included), state)
         return updates, state
 
+    def in_chunks(grads, state, included):
+        step, sums = dpx.accumulate(loss, mechanism), None
+        for rows in (slice(0, 1), slice(1, 4), slice(4, None)):
+            chunk = dpx.Batch(jax.tree.map(lambda g, rows=rows: g[rows], grads), included[rows])
+            sums = step.add(PARAMS, chunk, state, sums)
+        assert sums is not None
+        return step.release(PARAMS, sums, state)
+
     ways = [stacked, by_ghost_norms if mechanism.supports_ghost_norms else in_microbatches]
+    if case.name in ("dp_sgd", "dice_sgd", "adaptive_clipping"):  # a sum, two sums, and one unlike the parameters
+        ways.append(in_chunks)
     if not (mechanism.supports_ghost_norms or mechanism.encode_whole_batch):
         ways.append(encoded_in_parts)
     return [jax.jit(path) for path in ways]

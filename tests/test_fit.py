@@ -155,6 +155,17 @@ def test_options_reach_the_gradient():
     assert result.history[-1]["metric"] == pytest.approx(float(result.params["b"].sum()) + 4, abs=1e-4)
 
 
+def test_a_batch_in_chunks(whole):
+    seen = []
+    result = fit(chunk_size=8, callbacks=[seen.append])
+    for one, two in zip(jax.tree.leaves(result.params), jax.tree.leaves(whole.params), strict=True):
+        np.testing.assert_allclose(one, two, atol=1e-5)
+    assert result.epsilon == whole.epsilon and result.steps == 8
+    losses = [row["unreleased_loss"] for row in result.history]
+    assert losses == pytest.approx([row["unreleased_loss"] for row in whole.history], abs=1e-5)
+    assert seen[-1].unreleased is seen[-1].unreleased_included is None
+
+
 def test_the_progress_bar(capsys):
     fit(steps=3, progress=True)
     said = capsys.readouterr().err

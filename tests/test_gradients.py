@@ -378,6 +378,12 @@ for kind, name in ((AxisType.Auto, "sharded"), (AxisType.Explicit, "replicated")
     if kind == AxisType.Explicit:
         assert jax.tree.map(jax.typeof, eight.updates) == jax.tree.map(jax.typeof, placed)
         assert share(eight.unreleased.losses) == share(eight.unreleased.norms) == 1 / 8
+steps, state = dpx.accumulate(loss, optimizer, with_key=True), optimizer.init(placed)
+sums = jax.jit(steps.add)(placed, dpx.Batch(rows, included), state)
+assert {share(leaf) for leaf in jax.tree.leaves(sums.unreleased_sums)} == {share(sums.unreleased.norms)} == {1 / 8}
+eight = jax.jit(steps.release)(placed, sums, state)
+jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), eight, one[:2])
+assert jax.tree.map(jax.typeof, eight[0]) == jax.tree.map(jax.typeof, placed)
 print("the same on 8 devices")
 """
 

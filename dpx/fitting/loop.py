@@ -15,7 +15,7 @@ from dpx.batches import Tree
 from dpx.fitting.checkpoints import open_folder
 from dpx.fitting.records import FitResult, Progress
 from dpx.fitting.settings import Terms, require_inputs
-from dpx.fitting.steps import Carry, begin, compiled_step, stay
+from dpx.fitting.steps import Carry, begin, compiled_step, compiled_step_in_chunks, stay
 from dpx.fitting.watching import Watcher
 from dpx.mechanism import Mechanism
 from dpx.release_state import steps_taken
@@ -65,7 +65,8 @@ def fit(
     watcher = Watcher.of(terms, evaluate, evaluate_every, callbacks, progress, loss_at)
     require_whole("checkpoint_every", checkpoint_every)
     carry = begin(params, optimizer, sharding)
-    step = compiled_step(loss, optimizer, loss_at, carry, sharding, options, whole=bool(callbacks))
+    build = functools.partial(compiled_step, whole=bool(callbacks)) if chunk_size is None else compiled_step_in_chunks
+    step = build(loss, optimizer, loss_at, carry, sharding, options)
     batches = functools.partial(optimizer.sampling.batches, data, terms.key, chunk_size=chunk_size, sharding=sharding)
     with contextlib.closing(open_folder(checkpoints, optimizer, terms.key, carry)) as folder:
         carry = _train(carry, step, batches, terms, watcher, folder, checkpoint_every)

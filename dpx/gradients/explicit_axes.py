@@ -28,7 +28,7 @@ def call_with_auto_axes(function: Callable[..., Tree], arguments: tuple, place: 
     return jax.sharding.auto_axes(function, axes=axes, out_sharding=out)(*arguments)
 
 
-def along_examples(shardings: Tree) -> NamedSharding:
+def along_examples(shardings: Tree) -> Any:
     """The sharding of arrays with one row for each example. shardings: of the examples, see `place`."""
     first = jax.tree.leaves(shardings)[0]
     return NamedSharding(first.mesh, PartitionSpec(*first.spec[:1]))

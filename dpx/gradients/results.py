@@ -1,6 +1,6 @@
 """The results of a private step: what is private, and what is not."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from dpx.batches import Tree
 
@@ -18,7 +18,7 @@ class Unreleased(NamedTuple):
     aux:    with `has_aux=True`, what the function of one example returns second, (B, ...) in each leaf; otherwise None.
     """
 
-    losses: Any
+    losses: Tree
     norms: Tree
     aux: Tree
 

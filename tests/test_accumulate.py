@@ -1,0 +1,159 @@
+"""accumulate: the chunks of a batch make the step of the batch, or no bill. The contract: tests/test_contract.py."""
+
+import math
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import dpx
+from tests.test_dp_sgd import KEY, SAMPLING, dp_sgd, model
+from tests.test_dp_sgd import loss as loss_without_key
+from tests.test_gradients import with_dropout as loss
+
+INCLUDED = np.arange(16) % 4 != 1
+SIZE = 6
+
+
+def chunks(step=0, mark=2**16, included=INCLUDED, size=SIZE):
+    """The batch of `model` in chunks, the last of which is padded with NaN."""
+    _, batch = model()
+    rows = math.ceil(16 / size) * size
+    padded = jax.tree.map(lambda leaf: np.pad(leaf, ((0, rows - 16), (0, 0)), constant_values=np.nan), batch)
+    counts = np.pad(included, (0, rows - 16))
+    return [
+        dpx.Batch(
+            jax.tree.map(lambda leaf, at=at: leaf[at : at + size], padded),
+            counts[at : at + size],
+            np.array([step, included.sum(), mark, at], np.uint32),
+        )
+        for at in range(0, rows, size)
+    ]
+
+
+def mechanisms():
+    base: Any = {"clip_norm": 1.0, "noise_multiplier": 1.0, "sampling": SAMPLING, "key": KEY}
+    return {
+        "momentum": dpx.chain(dp_sgd(noise_multiplier=1.0), optax.trace(0.9)),
+        "two sums": dpx.methods.dice_sgd(feedback_norm=0.1, outer_clip_norm=2.0, **base),
+    }
+
+
+@pytest.mark.parametrize("name", mechanisms())
+@pytest.mark.parametrize("clipping", ["ghost", "vmap"])
+def test_the_chunks_of_a_batch_are_one_step(name, clipping):
+    """One noise and one release, the keys of the examples, the record and the bill: as of the whole batch."""
+    optimizer, (params, _) = mechanisms()[name], model()
+    options: Any = {"clipping": clipping, "with_key": True, "has_aux": True}
+    step, state, sums = dpx.accumulate(loss, optimizer, **options), optimizer.init(params), None
+    add = jax.jit(step.add, donate_argnums=3)
+    for chunk in chunks():
+        sums = add(params, chunk, state, sums)
+    assert sums is not None
+    found = jax.jit(step.release)(params, sums, state)
+    (whole,) = chunks(size=18)
+    expected = jax.jit(dpx.private_grad(loss, optimizer, **options))(params, whole, state)
+    chex.assert_trees_all_close(found, expected[:2], rtol=1e-5, atol=1e-6)
+    last = jax.tree.map(lambda values: values[12:], expected.unreleased)
+    chex.assert_trees_all_close(sums.unreleased, last, rtol=1e-5)  # of the chunk that came last
+    assert dpx.steps_taken(found[1]) == 1
+    assert dpx.epsilon(optimizer, found[1], delta=1e-5) == dpx.epsilon(optimizer, expected.state, delta=1e-5)
+
+
+STEP = dpx.accumulate(loss_without_key, dp_sgd(noise_multiplier=1.0))
+ADD, RELEASE = jax.jit(STEP.add), jax.jit(STEP.release)
+
+
+def at_step(step):
+    state = dp_sgd(noise_multiplier=1.0).init(model()[0])
+    return state._replace(step=jnp.int32(step), precision=jnp.array([step, 0], jnp.float32))
+
+
+def epsilon_after(some, added_at=None, released_at=0):
+    """What the step of these chunks is billed. added_at: the steps of the states that they are added with."""
+    (params, _), sums = model(), None
+    for number, chunk in enumerate(some):
+        sums = ADD(params, chunk, at_step(added_at[number] if added_at else released_at), sums)
+    _, state = RELEASE(params, sums, at_step(released_at))
+    return dpx.epsilon(dp_sgd(noise_multiplier=1.0), state, delta=1e-5)
+
+
+def without_record(some):
+    return [chunk._replace(drawn=None) for chunk in some]
+
+
+ONE, TWO, THREE = chunks()
+DISORDER = {
+    "left out": lambda: epsilon_after([ONE, TWO]),
+    "the first left out": lambda: epsilon_after([TWO, THREE]),
+    "twice": lambda: epsilon_after([ONE, TWO, TWO, THREE]),
+    "in place of another": lambda: epsilon_after([ONE, ONE, THREE]),
+    "in another order": lambda: epsilon_after([ONE, THREE, TWO]),
+    "of another key": lambda: epsilon_after([ONE, TWO, chunks(mark=2**16 + 1)[2]]),
+    "of another draw": lambda: epsilon_after([ONE, TWO, chunks(included=~INCLUDED)[2]]),
+    "of another step": lambda: epsilon_after([ONE, TWO, chunks(step=1)[2]]),
+    "all of another step": lambda: epsilon_after(chunks(step=1)),
+    "more rows": lambda: epsilon_after([ONE._replace(included=np.ones(SIZE, bool)), TWO, THREE]),
+    "more rows in place of fewer": lambda: epsilon_after([ONE, TWO._replace(included=np.zeros(SIZE, bool)), THREE]),
+    "clipped at another step": lambda: epsilon_after(without_record(chunks()), added_at=(0, 1, 0)),
+    "released at another step": lambda: epsilon_after(without_record(chunks()), added_at=(0, 0, 0), released_at=1),
+}
+
+
+@pytest.mark.parametrize("name", DISORDER)
+def test_chunks_in_disorder_have_no_bill(name):
+    with pytest.raises(ValueError, match="the state has no bill"):
+        DISORDER[name]()
+
+
+def test_chunks_in_order_have_one():
+    """Those of a draw, at any step; and chunks of the user's own, which are taken as they are."""
+    mechanism = dp_sgd(noise_multiplier=1.0)
+    assert epsilon_after(chunks()) == dpx.epsilon(mechanism, 1, delta=1e-5)
+    assert epsilon_after(chunks(step=3), released_at=3) == dpx.epsilon(mechanism, 4, delta=1e-5)
+    assert epsilon_after(without_record([TWO, ONE])) == dpx.epsilon(mechanism, 1, delta=1e-5)
+    (params, _), state = model(), at_step(0)
+    sums = ADD(params, ONE._replace(included=None, drawn=None), state)
+    assert (int(sums.rows), int(sums.unreleased_count)) == (SIZE, SIZE)
+
+
+def test_one_example_moves_the_sums_by_the_clip_norm():
+    """Whatever its gradient, in whatever chunk; a gradient out of range not at all."""
+    (params, _), state = model(), at_step(0)
+    before = ADD(params, ONE, state)
+    for value in (0.0, 1e-30, 1.0, 1e18, 3e38, math.nan, math.inf):
+        hostile = jax.tree.map(lambda leaf, value=value: np.full_like(leaf, value), TWO.examples)
+        alone = np.arange(SIZE) == 3
+        after = ADD(params, dpx.Batch(hostile, alone, TWO.drawn), state, before)
+        moved = jax.tree.map(jnp.subtract, after.unreleased_sums, before.unreleased_sums)
+        assert optax.tree.norm(moved) <= 1.5 * (1 + 1e-5), value
+        assert math.isfinite(value) or optax.tree.norm(moved) == 0
+
+
+def test_the_sums_are_not_public():
+    sums = ADD(model()[0], ONE, at_step(0))
+    shown = dpx.public_state(sums)
+    assert [name for name, value in shown._asdict().items() if value is not None] == ["rows", "step", "ordered"]
+    other = dpx.public_state(ADD(model()[0], ONE._replace(included=~ONE.included), at_step(0)))
+    chex.assert_trees_all_equal(other, shown)
+
+
+def test_refused():
+    (params, batch), state = model(), at_step(0)
+    sums = ADD(params, ONE, state)
+    refused = {
+        "AccumulatedSums": lambda: STEP.release(params, sums.unreleased_sums, state),
+        "sums must be": lambda: STEP.add(params, TWO, state, sums.unreleased_sums),
+        "or none of them": lambda: STEP.add(params, TWO._replace(drawn=None), state, sums),
+        "must be a dpx.Batch": lambda: STEP.add(params, batch, state),
+        "included must be bool": lambda: STEP.add(params, ONE._replace(included=np.ones(SIZE)), state),
+        "dpx.chain": lambda: dpx.accumulate(loss, optax.sgd(0.1)),  # pyright: ignore[reportArgumentType]
+        "microbatch_size": lambda: dpx.accumulate(loss, dp_sgd(), microbatch_size=0),
+    }
+    for message, call in refused.items():
+        with pytest.raises(ValueError, match=message):
+            call()
