@@ -28,7 +28,7 @@ Schedules        `dpx.schedules`, and any optax schedule
 `import dpx.catalog` lists every method, coordinates, mechanism and sampling; docs/methods.md is its table.
 """
 
-from dpx import accounting, coordinates, keys, mechanisms, methods, schedules
+from dpx import accounting, coordinates, fitting, keys, mechanisms, methods, schedules
 from dpx._public_state import public_state
 from dpx.accounting import Budget, calibrate, calibrated, compose, delta, epsilon, max_steps, privacy_report
 from dpx.batches import Batch
@@ -68,6 +68,7 @@ __all__ = [
     "epsilon",
     "explain",
     "fit",
+    "fitting",
     "gaussian_mechanism",
     "in_coordinates",
     "keys",

@@ -4,6 +4,7 @@ import gc
 import json
 import multiprocessing
 import random
+import shutil
 import sys
 import threading
 
@@ -292,11 +293,16 @@ def test_other_folders_are_refused(stored, tmp_path, monkeypatch):
         fit(**run, key=dpx.secret_key(9), checkpoints=stored)
     with pytest.raises(ValueError, match="parameters was 8 numbers, now 4 numbers"):
         dpx.fit(lambda params, example: params.sum(), np.zeros(4), DATA, **run, checkpoints=stored)
-    (tmp_path / "notes").write_text("mine")
+    shutil.copytree(stored, tmp_path / "renamed")
+    (tmp_path / "renamed" / "1").rename(tmp_path / "renamed" / "2")
+    with pytest.raises(ValueError, match="checkpoint 2 in .* holds a state after 1 steps"):
+        fit(**run, checkpoints=tmp_path / "renamed")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "notes").write_text("mine")
     with pytest.raises(ValueError, match="must be a new folder or one of fit, but .* holds .'notes'."):
-        fit(**run, checkpoints=tmp_path)
+        fit(**run, checkpoints=tmp_path / "folder")
     with pytest.raises(ValueError, match="checkpoints must be a directory, got the file"):
-        fit(**run, checkpoints=tmp_path / "notes")
+        fit(**run, checkpoints=tmp_path / "folder" / "notes")
     facts = json.loads((stored / "run.json").read_text())
     assert facts["version of jax"] == jax.__version__ and "secret" not in str(facts)
     monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)

@@ -37,7 +37,7 @@ def fit(
     checkpoints: str | os.PathLike | None = None,
     checkpoint_every: int = 100,
     progress: bool = False,
-    loss_at: Callable[[Tree, Tree], Tree] = stay,
+    loss_at: Callable[[Tree, Tree], Tree] | None = None,
     chunk_size: int | None = None,
     sharding: jax.sharding.Sharding | None = None,
     **options: Any,
@@ -60,6 +60,7 @@ def fit(
     Raises ValueError for arguments of another type or range, data of another length than the sampling's, steps beyond
     the budget, and the checkpoints of another run; ImportError for checkpoints without orbax-checkpoint.
     """
+    loss_at = stay if loss_at is None else loss_at
     require_inputs(loss, params, data, optimizer, loss_at)
     terms = Terms.of(optimizer, key=key, steps=steps, delta=delta, accountant=accountant)
     watcher = Watcher.of(terms, evaluate, evaluate_every, callbacks, progress, loss_at)

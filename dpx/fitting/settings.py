@@ -59,8 +59,7 @@ def require_inputs(loss: Any, params: Tree, data: Any, optimizer: Any, loss_at: 
     """Raises ValueError for the first of them that is of another type or length."""
     require_kind(optimizer, Mechanism)
     require_function("loss", loss)
-    if loss_at is not None:
-        require_function("loss_at", loss_at)
+    require_function("loss_at", loss_at)
     leaves = jax.tree.leaves(params)
     kinds = jax.Array | np.ndarray | np.generic | float
     if not leaves or not all(isinstance(leaf, kinds) and _is_float(leaf) for leaf in leaves):
