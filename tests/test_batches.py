@@ -403,6 +403,24 @@ def test_a_chunk_alone_is_no_batch():
                 dpx.epsilon(made, state, delta=1e-5)
 
 
+def test_chunks_that_are_left_out_or_added_twice_are_not_billed():
+    full = SAMPLINGS["full"]
+    made = mechanism(full)
+    step = dpx.accumulate(loss, made)
+    add, state = jax.jit(step.add), made.init(PARAMS)
+    (chunks,) = [list(chunks) for chunks in full.batches(DATA, KEY, state, steps=1, chunk_size=25)]
+    for order in ((0, 1, 2), (1, 2), (0, 2), (0, 1), (0, 1, 1, 2), (1, 0, 2)):
+        sums = None
+        for number in order:
+            sums = add(PARAMS, chunks[number], state, sums)
+        _, after_step = step.release(PARAMS, sums, state)
+        if order == (0, 1, 2):
+            assert dpx.epsilon(made, after_step, delta=1e-5) == dpx.epsilon(made, 1, delta=1e-5)
+            continue
+        with pytest.raises(ValueError, match="the state has no bill"):
+            dpx.epsilon(made, after_step, delta=1e-5)
+
+
 @pytest.mark.parametrize("prefetch", [0, 3])
 def test_chunks_are_loaded_ahead_and_all_of_them_are_used(prefetch):
     full, source = SAMPLINGS["full"], Source()
