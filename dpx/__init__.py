@@ -1,14 +1,18 @@
 """dpx: training with differential privacy in JAX, as optax transformations that know their privacy cost.
 
-A training run needs seven of the names below:
+A training run needs six of the names below:
 
     key, budget = dpx.secret_key(), dpx.Budget(epsilon=2.0, delta=1e-5, steps=1000)
     sampling = dpx.PoissonSampling(examples=60_000, batch_size=1024)
     mechanism = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=budget, sampling=sampling, key=key)
     optimizer = dpx.chain(mechanism, optax.adam(1e-3))
-    gradient = jax.jit(dpx.private_grad(loss, optimizer))          # loss(params, example), of one example
-    state = optimizer.init(params)
-    for batch in sampling.batches(data, key, state):               # up to the last step of the budget
+    result = dpx.fit(loss, params, data, optimizer)                # loss(params, example), of one example
+    result.params, result.epsilon, result.report
+
+or, with a loop of your own (docs/loops.md):
+
+    gradient, state = jax.jit(dpx.private_grad(loss, optimizer)), optimizer.init(params)
+    for batch in sampling.batches(data, key, state):
         updates, state, _ = gradient(params, batch, state)
         params = optax.apply_updates(params, updates)
     dpx.epsilon(optimizer, state, delta=1e-5)

@@ -316,6 +316,7 @@ def test_other_folders_are_refused(stored, tmp_path, monkeypatch):
 BAD = {
     "loss must be a function, got 3": dict(loss=3),
     "a dpx Mechanism must come first": dict(optimizer=optax.sgd(0.1)),
+    "a dpx Mechanism must come first; ": dict(optimizer=optax.chain(optax.clip(1.0), made())),
     "params must be a pytree of float arrays, got .*'act': 'PjitFunction'": dict(
         params={"w": np.zeros(2), "act": jnp.tanh}
     ),
