@@ -598,7 +598,11 @@ def test_no_default_key(key):
 
 def test_named_streams_are_apart():
     key = jax.random.key(3)
-    streams = [keys.stream(key, name, step) for name in ("noise", "sampling", "random_freeze") for step in (None, 0, 1)]
+    streams = [
+        keys.stream(key, name, step)
+        for name in ("noise", "sampling", "random_freeze", "example")
+        for step in (None, 0, 1)
+    ]
     data = [tuple(np.asarray(jax.random.key_data(stream))) for stream in streams]
     assert len(set(data)) == len(data)
     raw = jax.random.key_data(key)  # an old-style key is the same key

@@ -68,9 +68,9 @@ def test_equals_the_pseudo_code(clip_norm, microbatch_size):
     gradient = jax.jit(dpx.private_grad(loss, optimizer, microbatch_size=microbatch_size))
     state = optimizer.init(params)
     for _ in range(4):
-        updates, state, losses = gradient(params, dpx.Batch(batch, jnp.asarray(included)), state)
+        updates, state, unreleased = gradient(params, dpx.Batch(batch, jnp.asarray(included)), state)
         params = optax.apply_updates(params, updates)
-    assert losses.shape == (16,)
+    assert unreleased.losses.shape == (16,)
     for name in params:
         np.testing.assert_allclose(params[name], expected[name], rtol=1e-6, atol=1e-6)
 

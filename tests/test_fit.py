@@ -291,6 +291,8 @@ def test_other_folders_are_refused(stored, tmp_path, monkeypatch):
     run = dict(optimizer=made(2.0), steps=2, delta=1e-5, accountant="rdp")
     with pytest.raises(ValueError, match="key of the batches .its mark. was"):
         fit(**run, key=dpx.secret_key(9), checkpoints=stored)
+    with pytest.raises(ValueError, match="clipping was 'auto', now 'vmap'; chunk_size was None, now 8"):
+        fit(**run, clipping="vmap", chunk_size=8, checkpoints=stored)
     with pytest.raises(ValueError, match="parameters was 8 numbers, now 4 numbers"):
         dpx.fit(lambda params, example: params.sum(), np.zeros(4), DATA, **run, checkpoints=stored)
     shutil.copytree(stored, tmp_path / "renamed")

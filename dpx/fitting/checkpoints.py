@@ -24,8 +24,12 @@ never released. No privacy guarantee covers them. Share the parameters, or dpx.p
 PACKAGES = ("dpx", "jax", "jaxlib", "optax")  # whose versions decide the numbers of a run
 
 
-def facts_of(optimizer: Mechanism, key: jax.Array, carry: Carry) -> dict[str, Any]:
-    """By which a run is known again. key: of the batches. A mark tells two keys apart, and reveals neither."""
+def facts_of(optimizer: Mechanism, key: jax.Array, carry: Carry, options: dict[str, Any]) -> dict[str, Any]:
+    """By which a run is known again. key: of the batches. A mark tells two keys apart, and reveals neither.
+
+    options: of the gradient. They, the backend and the versions decide how its sums are rounded, and a step that is
+    made again must be the same in every bit, because it has the same noise.
+    """
     described = jax.tree_util.tree_leaves_with_path(jax.eval_shape(lambda carry: carry, carry))
     shapes = [f"{jax.tree_util.keystr(path)} {leaf.dtype}{leaf.shape}" for path, leaf in described]
     numbers = sum(leaf.size for leaf in jax.tree.leaves(carry.params))
@@ -33,7 +37,10 @@ def facts_of(optimizer: Mechanism, key: jax.Array, carry: Carry) -> dict[str, An
     facts |= {"event of a step": repr(optimizer.event(1)), "sampling": repr(optimizer.sampling)}
     facts |= {"key of the noise (its mark)": keys.mark(optimizer.key), "key of the batches (its mark)": keys.mark(key)}
     facts |= {"parameters": f"{numbers} numbers", "arrays (their fingerprint)": zlib.crc32("\n".join(shapes).encode())}
-    return facts | {f"version of {name}": _version(name) for name in PACKAGES}
+    facts |= {
+        name: repr(value) for name, value in ({"clipping": "auto"} | options).items() if value not in (None, False)
+    }
+    return facts | {"backend": jax.default_backend()} | {f"version of {name}": _version(name) for name in PACKAGES}
 
 
 def _version(package: str) -> str:
@@ -129,10 +136,10 @@ class _Nowhere:
 
 
 def open_folder(
-    folder: str | os.PathLike | None, optimizer: Mechanism, key: jax.Array, carry: Carry
+    folder: str | os.PathLike | None, optimizer: Mechanism, key: jax.Array, carry: Carry, options: dict[str, Any]
 ) -> "Checkpoints | _Nowhere":
     """The folder of a run, whose batches are drawn with `key`; None keeps no checkpoints."""
-    return _Nowhere() if folder is None else Checkpoints(folder, facts_of(optimizer, key, carry))
+    return _Nowhere() if folder is None else Checkpoints(folder, facts_of(optimizer, key, carry, options))
 
 
 def _named(carry: Carry) -> dict[str, Tree]:

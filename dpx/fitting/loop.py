@@ -69,7 +69,8 @@ def fit(
     build = functools.partial(compiled_step, whole=bool(callbacks)) if chunk_size is None else compiled_step_in_chunks
     step = build(loss, optimizer, loss_at, carry, sharding, options)
     batches = functools.partial(optimizer.sampling.batches, data, terms.key, chunk_size=chunk_size, sharding=sharding)
-    with contextlib.closing(open_folder(checkpoints, optimizer, terms.key, carry)) as folder:
+    rounding = {"chunk_size": chunk_size, "devices": getattr(sharding, "num_devices", None), **options}
+    with contextlib.closing(open_folder(checkpoints, optimizer, terms.key, carry, rounding)) as folder:
         carry = _train(carry, step, batches, terms, watcher, folder, checkpoint_every)
     return _result(carry, terms, watcher)
 

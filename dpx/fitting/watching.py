@@ -51,7 +51,8 @@ class Watcher:
 
     def look(self, step: int, carry: Carry, batch: OfBatch) -> bool:
         """Adds a row to the history. Whether a callback asks to stop."""
-        params, loss = copied(carry.params), float(batch.mean)
+        shown = self.evaluate is not None or self.callbacks
+        params, loss = copied(carry.params) if shown else carry.params, float(batch.mean)
         seen, epsilon = self.loss_at(params, carry.state), self.terms.epsilon(carry.state)
         metrics = {} if self.evaluate is None else metrics_of(self.evaluate(seen))
         self.history.append({"step": step, "epsilon": epsilon, **metrics, "unreleased_loss": loss})
