@@ -147,7 +147,8 @@ def report(given: argparse.Namespace, steps: int, kills: list[Kill], last_first:
 `python -m tests.kills --kills {given.kills} --seed {given.seed} --report FILE`, {datetime.date.today()}, {versions}.
 
 One run of `dpx.fit` of {steps} steps, with a checkpoint every {EVERY} steps, was killed by SIGKILL {len(kills)} times
-at random moments. Its parameters, optimizer state, history and epsilon at the end {verdict}.
+at random moments. Its parameters, optimizer state, history and epsilon at the end
+{verdict}.
 
 | kill | the process continued at step | the last step that it reported | the next one continued at step |
 |---|---|---|---|
