@@ -1,0 +1,21 @@
+"""The CNN in Keras, with JAX below it."""
+
+# pyright: reportMissingImports=false
+# ruff: noqa: E402
+
+import os
+
+os.environ["KERAS_BACKEND"] = "jax"
+
+import keras
+
+keras.utils.set_random_seed(0)
+model = keras.Sequential(
+    [
+        keras.Input((8, 8, 1)),
+        keras.layers.Conv2D(16, 3, padding="same", activation="relu"),
+        keras.layers.MaxPooling2D(2),
+        keras.layers.Flatten(),
+        keras.layers.Dense(10),
+    ]
+)

@@ -1,0 +1,184 @@
+"""The code of docs/flax.md runs as it stands and does what the page says; GPT-2's Flax module, as in transformers."""
+
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen
+from flax.linen.attention import dot_product_attention_weights
+
+import dpx
+from tests.ghost import assert_agrees, integers, key, mechanism, random_like
+
+PAGE = (pathlib.Path(__file__).parent.parent / "docs" / "flax.md").read_text()
+NNX, LINEN, BATCH_NORM, HUGGING_FACE = PAGE.split("\n## ")[1:]
+
+
+def blocks(section, language="python"):
+    return re.findall(rf"```{language}\n(.*?)```", section, re.DOTALL)
+
+
+def lines(text):
+    """Without blank lines, and with one space between words."""
+    return [" ".join(line.split()) for line in text.splitlines() if line.strip()]
+
+
+def numbers(line):
+    return [float(number) for number in re.findall(r"\d+\.?\d*", line)]
+
+
+@pytest.fixture(scope="module")
+def page():
+    """The names of the page's first block, in which each test runs the blocks of its section."""
+    names = {}
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        exec(blocks(NNX)[0], names)
+    return names
+
+
+def run(block, names):
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        exec(block, names)
+
+
+def test_nnx_and_batch_norm(page, capsys):
+    """One test, because both sections share the optimizer."""
+    _, to_loss, training, stored = blocks(NNX)
+    assert len(lines(to_loss + training)) <= 40
+    run(to_loss + training, page)
+    accuracy, epsilon, steps = numbers(capsys.readouterr().out)
+    assert accuracy > 0.5 and epsilon == pytest.approx(3, abs=0.02) and steps == page["budget"].steps
+    assert page["first"].steps == 10 and page["result"].epsilon <= 3
+
+    run(stored, page)
+    keys = jax.random.split(key(3), 2)
+    assert (jax.vmap(page["dropped"], (None, 0))(jnp.ones(40), keys) == 0).sum(axis=1).min() > 5
+    assert len(np.unique(jax.vmap(page["dropped"], (None, 0))(jnp.ones(40), keys), axis=0)) == 2
+    example = page["data"][0][0], page["data"][1][0]
+    assert len({float(page["loss"](page["params"], example, each)) for each in keys}) == 2
+
+    (refused,), (shown,) = blocks(BATCH_NORM), blocks(BATCH_NORM, "text")
+    run(refused, page)
+    assert lines(capsys.readouterr().out) == lines(shown) and len(lines(shown)) == 3
+
+
+def test_linen(page, capsys):
+    (model, training), (shown,) = blocks(LINEN), blocks(LINEN, "text")
+    assert len(lines(training)) <= 40
+    run(model + training, page)
+    *table, last = lines(capsys.readouterr().out)
+    assert set(lines(shown)) <= set(table) and len(table) == len(jax.tree.leaves(page["result"].params))
+    accuracy, epsilon = numbers(last)
+    assert accuracy > 0.7 and epsilon == pytest.approx(3, abs=0.02) and page["result"].epsilon <= 3
+
+
+# FlaxGPT2LMHeadModule of transformers 4.57.6, without cache, cross attention and padding, and with a batch axis of 1.
+VOCABULARY, LENGTH, WIDTH, HEADS, DROPOUT = 32, 8, 16, 2, 0.1
+
+
+class Conv1D(linen.Module):
+    features: int
+
+    @linen.compact
+    def __call__(self, x):
+        kernel = self.param("kernel", linen.initializers.normal(0.02), (self.features, x.shape[-1]))
+        y = jax.lax.dot_general(x, kernel.transpose(), (((x.ndim - 1,), (0,)), ((), ())))
+        return y + self.param("bias", linen.initializers.zeros, (self.features,))
+
+
+class Attention(linen.Module):
+    def setup(self):
+        self.c_attn, self.c_proj, self.resid_dropout = Conv1D(3 * WIDTH), Conv1D(WIDTH), linen.Dropout(DROPOUT)
+
+    def __call__(self, x, deterministic):
+        parts = jnp.split(self.c_attn(x), 3, axis=2)
+        query, heads, value = (part.reshape(*part.shape[:2], HEADS, WIDTH // HEADS) for part in parts)
+        mask = linen.make_causal_mask(jnp.ones((1, LENGTH), bool), dtype=bool)
+        lowest = jnp.full(mask.shape, jnp.finfo(jnp.float32).min)
+        rng = None if deterministic else self.make_rng("dropout")
+        weights = dot_product_attention_weights(
+            query,
+            heads,
+            bias=jax.lax.select(mask, jnp.zeros(mask.shape), lowest),
+            dropout_rng=rng,
+            dropout_rate=DROPOUT,
+            deterministic=deterministic,
+        )
+        attended = jnp.einsum("...hqk,...khd->...qhd", weights, value).reshape(x.shape)
+        return self.resid_dropout(self.c_proj(attended), deterministic=deterministic)
+
+
+class MLP(linen.Module):
+    def setup(self):
+        self.c_fc, self.c_proj, self.dropout = Conv1D(4 * WIDTH), Conv1D(WIDTH), linen.Dropout(DROPOUT)
+
+    def __call__(self, x, deterministic):
+        return self.dropout(self.c_proj(jax.nn.gelu(self.c_fc(x))), deterministic=deterministic)
+
+
+class Block(linen.Module):
+    def setup(self):
+        self.ln_1, self.attn = linen.LayerNorm(epsilon=1e-5), Attention()
+        self.ln_2, self.mlp = linen.LayerNorm(epsilon=1e-5), MLP()
+
+    def __call__(self, x, deterministic):
+        x = self.attn(self.ln_1(x), deterministic) + x
+        return x + self.mlp(self.ln_2(x), deterministic)
+
+
+class Blocks(linen.Module):
+    def setup(self):
+        self.blocks = [Block(name="0")]
+
+    def __call__(self, x, deterministic):
+        return self.blocks[0](x, deterministic)
+
+
+class Transformer(linen.Module):
+    def setup(self):
+        self.wte, self.wpe = linen.Embed(VOCABULARY, WIDTH), linen.Embed(LENGTH, WIDTH)
+        self.dropout, self.h, self.ln_f = linen.Dropout(DROPOUT), Blocks(), linen.LayerNorm(epsilon=1e-5)
+
+    def __call__(self, tokens, deterministic):
+        positions = jnp.broadcast_to(jnp.arange(LENGTH)[None, :], tokens.shape)
+        x = self.dropout(self.wte(tokens) + self.wpe(positions), deterministic=deterministic)
+        return self.ln_f(self.h(x, deterministic))
+
+
+class GPT2(linen.Module):
+    def setup(self):
+        self.transformer, self.lm_head = Transformer(), linen.Dense(VOCABULARY, use_bias=False)
+
+    def __call__(self, tokens, deterministic):
+        hidden = self.transformer(tokens, deterministic)
+        shared = self.transformer.variables["params"]["wte"]["embedding"].T
+        return self.lm_head.apply({"params": {"kernel": shared}}, hidden)
+
+
+@jax.numpy_rank_promotion("allow")  # as transformers adds its biases
+def test_gpt2():
+    """Ghost norms are those of per-example gradients, and each parameter takes the way that the page shows."""
+    model, tokens = GPT2(), integers(7, VOCABULARY, 5, LENGTH)
+    shapes = jax.eval_shape(lambda: model.init(key(1), tokens[:1], True))["params"]
+
+    def loss(params, example):
+        sequence, seed = example
+        rngs = {"dropout": jax.random.key(seed)}
+        logits = model.apply({"params": params}, sequence[None], False, rngs=rngs)[0]
+        return optax.softmax_cross_entropy_with_integer_labels(logits[:-1], sequence[1:]).mean()
+
+    params, batch = random_like(shapes), (tokens, jnp.arange(5))
+    assert_agrees(loss, params, batch, clipping=("ghost",))
+    table = lines(str(dpx.explain(loss, mechanism(), params, dpx.Batch(batch, None))))
+    found = {row[0]: " ".join(row[1:]) for row in map(str.split, table)}
+    for line in lines(*blocks(HUGGING_FACE, "text")):
+        name, way = line.split(" ", 1)
+        assert found[name] == way
+    kernels = {way for name, way in found.items() if "kernel" in name or "embedding" in name}
+    assert kernels == {"norm from Gram matrices", "norm from Gram matrices of all uses", "norm from the rows looked up"}
+    others = {way for name, way in found.items() if not ("kernel" in name or "embedding" in name)}
+    assert others == {"per-example gradients used in add", "per-example gradients used in mul"} and len(found) == 16
