@@ -1,14 +1,18 @@
 """dpx: training with differential privacy in JAX, as optax transformations that know their privacy cost.
 
-A training run needs seven of the names below:
+A training run needs six of the names below:
 
     key, budget = dpx.secret_key(), dpx.Budget(epsilon=2.0, delta=1e-5, steps=1000)
     sampling = dpx.PoissonSampling(examples=60_000, batch_size=1024)
     mechanism = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=budget, sampling=sampling, key=key)
     optimizer = dpx.chain(mechanism, optax.adam(1e-3))
-    gradient = jax.jit(dpx.private_grad(loss, optimizer))          # loss(params, example), of one example
-    state = optimizer.init(params)
-    for batch in sampling.batches(data, key, state):               # up to the last step of the budget
+    result = dpx.fit(loss, params, data, optimizer)                # loss(params, example), of one example
+    result.params, result.epsilon, result.report
+
+or, with a loop of your own (docs/loops.md):
+
+    gradient, state = jax.jit(dpx.private_grad(loss, optimizer)), optimizer.init(params)
+    for batch in sampling.batches(data, key, state):
         updates, state, _ = gradient(params, batch, state)
         params = optax.apply_updates(params, updates)
     dpx.epsilon(optimizer, state, delta=1e-5)
@@ -18,6 +22,7 @@ Coordinates      Coordinates, in_coordinates; all of them in `dpx.coordinates`
 Optimizers       chain
 Gradients        private_grad, accumulate, private_update, PrivateGradient, Unreleased, explain
 Before a run     check
+The whole run    fit; more in `dpx.fitting`
 Samplings        PoissonSampling, ShuffledEpochs, FixedSizeSampling, FullBatch, Batch
 Budgets          Budget, calibrated, calibrate, max_steps
 Privacy costs    epsilon, delta, compose, privacy_report, steps_taken; more in `dpx.accounting`
@@ -27,11 +32,12 @@ Schedules        `dpx.schedules`, and any optax schedule
 `import dpx.catalog` lists every method, coordinates, mechanism and sampling; docs/methods.md is its table.
 """
 
-from dpx import accounting, coordinates, keys, mechanisms, methods, schedules
+from dpx import accounting, coordinates, fitting, keys, mechanisms, methods, schedules
 from dpx._public_state import public_state
 from dpx.accounting import Budget, calibrate, calibrated, compose, delta, epsilon, max_steps, privacy_report
 from dpx.batches import Batch
 from dpx.checking import check
+from dpx.fitting import fit
 from dpx.gradients import PrivateGradient, Unreleased, accumulate, explain, private_grad, private_update
 from dpx.keys import secret_key
 from dpx.mechanism import Coordinates, Mechanism, chain, in_coordinates
@@ -65,6 +71,8 @@ __all__ = [
     "dp_sgd",
     "epsilon",
     "explain",
+    "fit",
+    "fitting",
     "gaussian_mechanism",
     "in_coordinates",
     "keys",

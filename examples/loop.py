@@ -1,18 +1,13 @@
-"""The training loop of every example: private steps within a budget, with evaluations, records and checkpoints."""
+"""The run of every example: what `dpx.fit` trains, with which noise and for how many steps, and the files it leaves."""
 
 import dataclasses
-import functools
 import json
-import math
 import time
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
-from tqdm import tqdm
 
 import dpx
 from examples import data, features, models, public, records
@@ -20,7 +15,6 @@ from examples.config import Config
 
 CACHE = Path("~/.cache/dpx")
 EVALUATION_BATCH = 500
-MOST_EVALUATIONS = 40
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,71 +66,47 @@ def run(
         **public.arguments(config, dataset, data_dir, key),
     )
     plan = folder.stored["plan"] if folder.stored else plan_of(config, make, sampling, facts["examples"])
-    optimizer, steps = make(plan["noise_multiplier"]), plan["steps"]
-    if config.epsilon is not None:  # from here on, no batch is drawn for a step that the budget does not pay
-        budget = dpx.Budget(epsilon=config.epsilon, delta=config.delta, steps=steps, accountant=config.accountant)
-        optimizer = optimizer.replace(budget=budget)
-
+    optimizer = make(plan["noise_multiplier"])
     if config.features == "scattering":
         dataset = features.with_scattering(dataset, cache_dir, progress=progress)
     model = model_of(config, dataset)
-
-    @functools.cache
-    def spent(step: int) -> float:
-        return dpx.epsilon(optimizer, step, delta=config.delta, accountant=config.accountant)
-
-    params = model.init(dpx.keys.stream(key, "init"))
+    params, accuracy_of = model.init(dpx.keys.stream(key, "init")), accuracy_function(model, dataset)
     folder.create(config, facts, plan)
-    with folder.checkpoints(checkpoint_every) as manager:
-        tree = {"params": params, "optimizer_state": optimizer.init(params)}
-        first_step, tree = records.restore(manager, tree)
-        params, state = tree["params"], tree["optimizer_state"]
-        if (paid := dpx.steps_taken(state)) != first_step or first_step > steps:
-            raise ValueError(f"checkpoint {first_step} of {steps} planned steps holds a state after {paid} steps")
-        folder.keep_metrics(first_step)
-        make_step, accuracy_of = step_function(model, optimizer, config), accuracy_function(model, dataset)
-        per_epoch = facts["examples"] / sampling.divisor
-        interval = evaluate_every or max(round(per_epoch), math.ceil(steps / MOST_EVALUATIONS))
-        accuracy, batches = None, dpx.keys.stream(key, "batches")
 
-        bar = tqdm(total=steps, initial=first_step, desc=config.dataset, disable=not progress)
-        for step in range(first_step, steps):
-            batch = sampling.take((dataset.train_images, dataset.train_labels), batches, state)
-            params, state, unreleased_loss = make_step(params, state, batch)
-            done = step + 1
-            if done % interval == 0 or done == steps:
-                accuracy, loss = accuracy_of(seen(params, state, config)), float(unreleased_loss)
-                folder.add_metrics(
-                    {
-                        "step": done,
-                        "epoch": done / per_epoch,
-                        "epsilon": spent(done),
-                        "delta": config.delta,
-                        "test_accuracy": accuracy,
-                        records.NOT_PRIVATE: loss,
-                    }
-                )
-                bar.set_postfix_str(
-                    f"accuracy {accuracy:.2%}, epsilon {spent(done):.3f}, loss {loss:.3f} (not private)"
-                )
-            if done % checkpoint_every == 0 or done == steps:
-                tree = {"params": params, "optimizer_state": state}
-                records.save(manager, done, tree, force=done == steps)
-            bar.update()
-        bar.close()
+    def record(seen: dpx.fitting.Progress) -> None:
+        row = {"step": seen.step, "epoch": seen.step / (facts["examples"] / sampling.divisor)}
+        row |= {"epsilon": seen.epsilon, "delta": config.delta} | seen.metrics
+        folder.add_metrics(row | {records.NOT_PRIVATE: seen.unreleased_loss})
 
-    accuracy = accuracy_of(seen(params, state, config)) if accuracy is None else accuracy
-    result = Result(
-        accuracy=accuracy,
-        epsilon=dpx.epsilon(optimizer, state, delta=config.delta, accountant=config.accountant),
+    fitted = dpx.fit(
+        loss_function(model),
+        params,
+        (dataset.train_images, dataset.train_labels),
+        optimizer,
+        key=dpx.keys.stream(key, "batches"),
+        steps=plan["steps"],
         delta=config.delta,
-        steps=dpx.steps_taken(state),
+        accountant=config.accountant,
+        evaluate=lambda params: {"test_accuracy": accuracy_of(params)},
+        evaluate_every=evaluate_every,
+        callbacks=[record],
+        checkpoints=folder.path / "checkpoints",
+        checkpoint_every=checkpoint_every,
+        progress=progress,
+        loss_at=dpx.coordinates.masked_params if config.masked_loss else None,
+        microbatch_size=config.microbatch_size,
+    )
+    result = Result(
+        accuracy=fitted.history[-1]["test_accuracy"],
+        epsilon=fitted.epsilon,
+        delta=config.delta,
+        steps=fitted.steps,
         noise_multiplier=plan["noise_multiplier"],
-        parameters=models.parameter_count(params),
+        parameters=models.parameter_count(fitted.params),
         seconds=round(time.perf_counter() - start_time, 1),
         output_dir=str(folder.path),
     )
-    conclude(folder, config, optimizer, state, result)
+    conclude(folder, config, fitted.report, result)
     return result
 
 
@@ -186,25 +156,10 @@ def model_of(config: Config, dataset: data.Dataset) -> models.Model:
     return models.centred(model) if config.features == "none" else model
 
 
-def seen(params, state, config: Config):
-    """The parameters that the loss is at."""
-    return dpx.coordinates.masked_params(params, state) if config.masked_loss else params
-
-
-def step_function(model: models.Model, optimizer: dpx.Mechanism, config: Config):
-    """(params, state, batch) -> (params, state, mean loss of the batch, NOT private)."""
-
-    gradient = dpx.private_grad(models.loss_of(model), optimizer, microbatch_size=config.microbatch_size)
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params, state, batch):
-        images, labels = batch.examples
-        floats = batch._replace(examples=(data.as_float(images), labels))
-        updates, state, unreleased = gradient(seen(params, state, config), floats, state)
-        unreleased_loss = unreleased.losses.sum(where=batch.included) / batch.included.sum(dtype=jnp.float32).clip(1)
-        return optax.apply_updates(params, updates), state, unreleased_loss
-
-    return step
+def loss_function(model: models.Model):
+    """loss(params, example) of one image, uint8 or float, and its label."""
+    loss = models.loss_of(model)
+    return lambda params, example: loss(params, (data.as_float(example[0]), example[1]))
 
 
 def accuracy_function(model: models.Model, dataset: data.Dataset):
@@ -225,9 +180,8 @@ def accuracy_function(model: models.Model, dataset: data.Dataset):
     return accuracy
 
 
-def conclude(folder, config: Config, optimizer, state, result: Result) -> None:
+def conclude(folder, config: Config, report: dpx.accounting.PrivacyReport, result: Result) -> None:
     """The files to read after a run; all but config.json and the checkpoints may be shared."""
-    report = dpx.privacy_report(optimizer, state, delta=config.delta)
     records.write(folder.path / "privacy_report.json", report.to_json() + "\n")
     records.write(folder.path / "privacy_report.md", report.to_markdown() + "\n")
     shared = {name: value for name, value in config.as_dict().items() if name != "seed"}

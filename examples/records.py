@@ -1,33 +1,19 @@
-"""The files of a run: configuration, checkpoints, metrics, plot, reports. A file is complete, or it does not exist."""
+"""The files of a run, beside its checkpoints. A file is complete, or it does not exist."""
 
 import hashlib
 import json
-import logging
-import os
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
-import orbax.checkpoint as ocp
 
 import dpx
+from dpx.fitting.checkpoints import write
 from examples.config import Config
 from examples.data import Dataset
 
 NOT_PRIVATE = "unreleased_training_loss"  # the one number in the metrics that the privacy bill does not cover
-
-SENSITIVE = """These checkpoints hold functions of the training data that were never released: the `unreleased_*` fields
-of the optimizer state. No privacy guarantee covers them. Share the parameters, or dpx.public_state(state), instead.
-"""
-
-
-def write(path: Path, text: str) -> None:
-    """Replace the file at once."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(text)
-    os.replace(part, path)
 
 
 def fingerprint(dataset: Dataset) -> str:
@@ -80,28 +66,15 @@ class RunFolder:
             }
             write(self.path / "config.json", json.dumps(self.stored, indent=2) + "\n")
 
-    def checkpoints(self, every: int) -> ocp.CheckpointManager:
-        """Orbax checkpoints, at most every so many steps; the last two are kept."""
-        logging.getLogger("absl").setLevel(logging.ERROR)
-        options = ocp.CheckpointManagerOptions(
-            max_to_keep=2, save_interval_steps=every, enable_async_checkpointing=False
-        )
-        return ocp.CheckpointManager(self.path / "checkpoints", options=options)
-
     def metrics(self) -> list[dict[str, Any]]:
-        """The rows written so far; a last line cut by a kill is left out."""
+        """The rows written so far."""
         file = self.path / "metrics.jsonl"
-        lines = file.read_text().split("\n")[:-1] if file.is_file() else []
-        return [json.loads(line) for line in lines]
-
-    def keep_metrics(self, last_step: int) -> None:
-        """Drop the rows of steps that will be repeated."""
-        rows = [row for row in self.metrics() if row["step"] <= last_step]
-        write(self.path / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
 
     def add_metrics(self, row: dict[str, Any]) -> None:
-        with open(self.path / "metrics.jsonl", "a") as file:
-            file.write(json.dumps(row) + "\n")
+        """Adds the row of a step; those of later steps were written before the run was interrupted."""
+        rows = [other for other in self.metrics() if other["step"] < row["step"]] + [row]
+        write(self.path / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
 
     def plot(self, title: str) -> None:
         """Test accuracy and epsilon against steps."""
@@ -119,19 +92,3 @@ class RunFolder:
         accuracy.legend(handles=lines, loc="lower right")
         accuracy.grid(alpha=0.3)
         figure.savefig(self.path / "accuracy_and_epsilon.png", dpi=150)
-
-
-def save(manager: ocp.CheckpointManager, step: int, tree: Any, *, force: bool = False) -> None:
-    if jax.tree.structure(dpx.public_state(tree)) != jax.tree.structure(tree):
-        write(Path(manager.directory) / "SENSITIVE", SENSITIVE)
-    if manager.latest_step() != step:
-        manager.save(step, args=ocp.args.StandardSave(tree), force=force)
-
-
-def restore(manager: ocp.CheckpointManager, like: Any) -> tuple[int, Any]:
-    """The last whole checkpoint and its step; step 0 and `like` itself if there is none."""
-    step = manager.latest_step()
-    if step is None:
-        return 0, like
-    abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
-    return step, manager.restore(step, args=ocp.args.StandardRestore(abstract))

@@ -1901,14 +1901,98 @@ CHECKING = [
     ),
 ]
 
-TRAINER = [
+FIT = [
     Fault(
-        "trainer: every row counts",
-        "examples/loop.py",
-        "floats = batch._replace(examples=(data.as_float(images), labels))",
-        "floats = batch._replace(examples=(data.as_float(images), labels), included=batch.included | True)",
-        "tests/test_examples_train.py -k is_dp_sgd",
+        "fit: every row counts",
+        "dpx/fitting/steps.py",
+        "found = gradient(loss_at(carry.params, carry.state), batch, carry.state)",
+        "found = gradient(carry.params, batch._replace(included=batch.included | True, drawn=None), carry.state)",
+        "tests/test_fit.py -k by_hand",
     ),
+    Fault(
+        "fit: the divisor is the realized size",
+        "dpx/fitting/steps.py",
+        "        of_batch = OfBatch(mean, found.unreleased, batch.included)\n",
+        "        of_batch = OfBatch(mean, found.unreleased, batch.included)\n"
+        "        sizes = 12 / batch.included.sum(dtype=jnp.float32)\n"
+        "        found = found._replace(updates=jax.tree.map(lambda u: u * sizes, found.updates))\n",
+        "tests/test_fit.py -k by_hand",
+    ),
+    Fault(
+        "fit: a chunk is left out",
+        "dpx/fitting/steps.py",
+        "sums, total = add(carry, chunk, sums, total)",
+        "sums, total = add(carry, chunk, None, total)",
+        "tests/test_fit.py -k in_chunks",
+    ),
+    Fault(
+        "fit: steps beyond the budget",
+        "dpx/fitting/settings.py",
+        "if budget is not None and steps > budget.steps:",
+        "if False:",
+        "tests/test_fit.py -k beyond_the_budget",
+    ),
+    Fault(
+        "fit: a step too many",
+        "dpx/fitting/loop.py",
+        "steps=terms.steps - first)",
+        "steps=terms.steps - first + 1)",
+        "tests/test_fit.py -k beyond_the_budget",
+    ),
+    Fault(
+        "fit: bills the planned steps",
+        "dpx/fitting/loop.py",
+        "epsilon=terms.epsilon(carry.state)",
+        "epsilon=terms.epsilon(1)",
+        "tests/test_fit.py -k 'by_hand or end_it'",
+    ),
+    Fault(
+        "fit: continues the run of another mechanism",
+        "dpx/fitting/checkpoints.py",
+        "        if names:\n",
+        "        if False:\n",
+        "tests/test_fit.py -k another_run",
+    ),
+    Fault(
+        "fit: the state begins anew",
+        "dpx/fitting/checkpoints.py",
+        'Carry(tree["params"], tree["optimizer_state"])',
+        'Carry(tree["params"], like.state)',
+        "tests/test_fit.py -k 'interrupted or other_folders'",
+    ),
+    Fault(
+        "fit: a run can begin twice",
+        "dpx/fitting/checkpoints.py",
+        "            self.save(like, [])\n",
+        "",
+        "tests/test_fit.py -k begins_once",
+    ),
+    Fault(
+        "fit: checkpoints are not marked as sensitive",
+        "dpx/fitting/checkpoints.py",
+        '        write(self.path / "SENSITIVE", SENSITIVE)\n',
+        "",
+        "tests/test_fit.py -k interrupted",
+    ),
+    Fault(
+        "fit: an interrupted evaluation is not repeated",
+        "dpx/fitting/loop.py",
+        "            if whole:\n",
+        "            if True:\n",
+        "tests/test_fit.py -k cut_in_an_evaluation",
+        harmful=False,
+    ),
+    Fault(
+        "fit: takes the arrays of the caller",
+        "dpx/fitting/steps.py",
+        "copy=True)",
+        "copy=False)",
+        "tests/test_fit.py -k arrays_of_the_caller",
+        harmful=False,
+    ),
+]
+
+TRAINER = [
     Fault(
         "trainer: batches from the mechanism's stream",
         "examples/loop.py",
@@ -1917,34 +2001,12 @@ TRAINER = [
         "tests/test_examples_train.py -k is_dp_sgd",
     ),
     Fault(
-        "trainer: the divisor is the realized size",
-        "examples/loop.py",
-        "return optax.apply_updates(params, updates), state, unreleased_loss",
-        "updates = jax.tree.map(lambda u: u * 100 / batch.included.sum(dtype=jnp.float32), updates)\n"
-        "        return optax.apply_updates(params, updates), state, unreleased_loss",
-        "tests/test_examples_train.py -k is_dp_sgd",
-    ),
-    Fault(
-        "trainer: steps beyond the budget",
-        "examples/loop.py",
-        "        optimizer = optimizer.replace(budget=budget)\n",
-        "        del budget\n",
-        "tests/test_examples_train.py -k beyond_the_plan",
-    ),
-    Fault(
         "trainer: a step that is not affordable",
         "examples/loop.py",
         "    return fits\n",
         "    return overspends\n",
         "tests/test_examples_train.py -k overspending",
     ),
-    Fault(
-        "trainer: the error of feedback is not marked",
-        "examples/records.py",
-        "if jax.tree.structure(dpx.public_state(tree)) != jax.tree.structure(tree):",
-        "if False:",
-        "tests/test_error_feedback.py -k sensitive",
-    ),
 ]
 
-FAULTS = [*CORE, *SAMPLING, *STATE, *METHODS, *PROJECTIONS, *ACCOUNTING, *GHOST, *CHECKING, *TRAINER]
+FAULTS = [*CORE, *SAMPLING, *STATE, *METHODS, *PROJECTIONS, *ACCOUNTING, *GHOST, *CHECKING, *FIT, *TRAINER]

@@ -66,7 +66,7 @@ def assert_same(found, expected, tolerance=TOLERANCE):
         assert distance <= tolerance * size, f"{jax.tree_util.keystr(path)}: {distance / size:.2e} off"
 
 
-def assert_agrees(loss, params, batch, *, clipping=("ghost", "auto"), tolerance=TOLERANCE, norms=True, **options):
+def assert_agrees(loss, params, batch, *, clipping=("ghost", "auto"), tolerance=TOLERANCE, **options):
     expected = clipped_sums(loss, params, batch, "vmap", **options)
     if len(clipping) > 1 and ways(loss, params, batch, made=options.get("made"), clipping="auto") == ways(
         loss, params, batch, made=options.get("made")
@@ -76,8 +76,7 @@ def assert_agrees(loss, params, batch, *, clipping=("ghost", "auto"), tolerance=
         found = clipped_sums(loss, params, batch, way, **options)
         assert_same(found.updates, expected.updates, tolerance)
         np.testing.assert_allclose(found.unreleased.losses, expected.unreleased.losses, rtol=max(tolerance, 1e-4))
-        if norms:  # of ghosts, with the bounds on their rounding errors
-            chex.assert_trees_all_close(found.unreleased.norms, expected.unreleased.norms, rtol=2e-3, atol=1e-6)
+        chex.assert_trees_all_close(found.unreleased.norms, expected.unreleased.norms, rtol=2e-3, atol=1e-6)
     return expected.updates
 
 

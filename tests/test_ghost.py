@@ -370,15 +370,15 @@ def test_the_bound_holds_where_the_gradients_of_a_row_cancel(positions):
 @pytest.mark.parametrize("dtype", [jnp.uint32, jnp.uint8, jnp.int8])
 def test_rows_are_found_in_the_dtype_of_the_indices(mode, dtype):
     """Cotangents that would cancel in a wrong common row."""
-    table, largest = normal(0, 200, 8), jnp.iinfo(dtype).max
+    # With int8 indices into more than 127 rows, XLA writes outside of the gradient, without dpx too.
+    table, largest = normal(0, 100 if dtype == jnp.int8 else 200, 8), jnp.iinfo(dtype).max
     example = jnp.array([[largest, 0, 3]], dtype), jnp.array([[1.0, -1.0, 0.1]])
 
     def loss(table, example):
         tokens, c = example
         return jnp.sum(c[:, None] * jnp.take(table, tokens, axis=0, mode=mode, fill_value=0))
 
-    # JAX drops the whole gradient of int8 indices into so many rows, and so do the sums of ghosts, but not their norms.
-    assert_agrees(loss, table, example, clipping=("ghost",), norms=dtype != jnp.int8)
+    assert_agrees(loss, table, example, clipping=("ghost",))
 
 
 def test_custom_derivatives_that_close_over_the_loss_fall_back():

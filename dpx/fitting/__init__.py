@@ -1,0 +1,22 @@
+"""The training loop for those who want to write none: `fit`, its records, and checkpoints that replay bit for bit.
+
+To continue a run later, keep its seed and its checkpoints, both as secret as the data, and run the same program again:
+
+    seed = secrets.randbits(64)                    # once; then written down: seed = 0x...
+    key = dpx.secret_key(seed)
+    optimizer = dpx.chain(dpx.dp_sgd(..., key=key), optax.adam(1e-3))
+    result = dpx.fit(loss, params, data, optimizer, checkpoints="runs/1")
+
+It continues after the last checkpoint, with the same batches and the same noise, so the result has the same bits as
+without the interruption. `fit` refuses the checkpoints of another mechanism, sampling, key or shape of the parameters,
+and another `chunk_size`, clipping, backend or version of jax, because they round differently. It cannot see whether the
+loss, the learning rate and the values in the data are the same. They must be, because the difference of two runs with
+the same noise has no noise. For another run take another key.
+
+`loop.py` has the loop; `steps.py` the compiled step; `settings.py` and `watching.py` the checks and the evaluations;
+`checkpoints.py` the files of a run.
+"""
+
+from dpx.fitting.loop import fit as fit
+from dpx.fitting.records import FitResult as FitResult
+from dpx.fitting.records import Progress as Progress

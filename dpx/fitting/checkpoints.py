@@ -1,0 +1,154 @@
+"""The files of a run: its facts, its checkpoints and its history. Each file is complete, or it does not exist."""
+
+import contextlib
+import importlib.metadata
+import json
+import logging
+import os
+import zlib
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from dpx import keys
+from dpx.batches import Tree
+from dpx.fitting.steps import Carry
+from dpx.mechanism import Mechanism
+from dpx.release_state import steps_taken
+
+SENSITIVE = """This folder is as sensitive as the training data. history.json holds losses of the training data. The
+checkpoints hold the whole optimizer state, whose `unreleased_*` fields are functions of the training data that were
+never released. No privacy guarantee covers them. Share the parameters, or dpx.public_state(state), instead.
+"""
+PACKAGES = ("dpx", "jax", "jaxlib", "optax")  # whose versions decide the numbers of a run
+
+
+def facts_of(optimizer: Mechanism, key: jax.Array, carry: Carry, options: dict[str, Any]) -> dict[str, Any]:
+    """By which a run is known again. key: of the batches. A mark tells two keys apart, and reveals neither.
+
+    options: of the gradient. They, the backend and the versions decide how its sums are rounded, and a step that is
+    made again must be the same in every bit, because it has the same noise.
+    """
+    described = jax.tree_util.tree_leaves_with_path(jax.eval_shape(lambda carry: carry, carry))
+    shapes = [f"{jax.tree_util.keystr(path)} {leaf.dtype}{leaf.shape}" for path, leaf in described]
+    numbers = sum(leaf.size for leaf in jax.tree.leaves(carry.params))
+    facts = {f"stage {number} of the mechanism": stage for number, stage in enumerate(optimizer.stages, start=1)}
+    facts |= {"event of a step": repr(optimizer.event(1)), "sampling": repr(optimizer.sampling)}
+    facts |= {"key of the noise (its mark)": keys.mark(optimizer.key), "key of the batches (its mark)": keys.mark(key)}
+    facts |= {"parameters": f"{numbers} numbers", "arrays (their fingerprint)": zlib.crc32("\n".join(shapes).encode())}
+    facts |= {
+        name: repr(value) for name, value in ({"clipping": "auto"} | options).items() if value not in (None, False)
+    }
+    return facts | {"backend": jax.default_backend()} | {f"version of {name}": _version(name) for name in PACKAGES}
+
+
+def _version(package: str) -> str:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
+    return "not installed as a package"
+
+
+def write(path: Path, text: str):
+    """Replaces the file at once."""
+    if jax.process_index() == 0:
+        part = path.with_name(path.name + ".part")
+        part.write_text(text, encoding="utf-8")
+        os.replace(part, path)
+
+
+class Checkpoints:
+    """The folder of one run. run.json: its facts. history.json: its evaluations. The last two checkpoints.
+
+    Raises ValueError for the folder of another run, naming the facts that differ, and ImportError without orbax.
+    """
+
+    def __init__(self, folder: str | os.PathLike, facts: dict[str, Any]):
+        orbax = _orbax()
+        self.path = Path(folder).expanduser().absolute()
+        self._require_same(facts)
+        self.path.mkdir(parents=True, exist_ok=True)
+        write(self.path / "SENSITIVE", SENSITIVE)
+        write(self.path / "run.json", json.dumps(facts, indent=2) + "\n")
+        logging.getLogger("absl").setLevel(logging.ERROR)
+        options = orbax.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
+        self._orbax, self._manager = orbax, orbax.CheckpointManager(self.path, options=options)
+
+    def _require_same(self, facts: dict[str, Any]):
+        if not self.path.exists():
+            return
+        if not self.path.is_dir():
+            raise ValueError(f"checkpoints must be a directory, got the file {self.path}")
+        if not (self.path / "run.json").is_file():
+            known = {"SENSITIVE", "SENSITIVE.part", "run.json.part"}  # of a process that was killed just then
+            if others := sorted({path.name for path in self.path.iterdir()} - known):
+                raise ValueError(f"checkpoints must be a new folder or one of fit, but {self.path} holds {others}")
+            return
+        stored = json.loads((self.path / "run.json").read_text(encoding="utf-8"))
+        names = [name for name in stored | facts if stored.get(name) != facts.get(name)]
+        if names:
+            listing = "; ".join(f"{name} was {stored.get(name)}, now {facts.get(name)}" for name in names)
+            raise ValueError(
+                f"checkpoints must be a new folder or one of the same run, but {self.path} holds another one: {listing}"
+            )
+
+    def restore(self, like: Carry) -> tuple[Carry, list[dict[str, Any]]]:
+        """The last checkpoint, and the history before it; `like`, which is saved as step 0, if there is none.
+
+        The first parameters are saved too, because a run that starts again from others would repeat its noise.
+        """
+        step = self._manager.latest_step()
+        if step is None:
+            self.save(like, [])
+            return like, []
+        abstract = jax.tree.map(self._orbax.utils.to_shape_dtype_struct, _named(like))
+        tree = self._manager.restore(step, args=self._orbax.args.StandardRestore(abstract))
+        carry = Carry(tree["params"], tree["optimizer_state"])
+        if (paid := steps_taken(carry.state)) != step:
+            raise ValueError(f"checkpoint {step} in {self.path} holds a state after {paid} steps")
+        history = json.loads((self.path / "history.json").read_text(encoding="utf-8"))
+        return carry, [row for row in history if row["step"] <= step]
+
+    def save(self, carry: Carry, history: list[dict[str, Any]]):
+        """A checkpoint of the steps that the state counts. Nothing, if there is one, or if a step took the arrays."""
+        if any(leaf.is_deleted() for leaf in jax.tree.leaves(carry)):
+            return  # interrupted in the middle of a step; the last checkpoint stays
+        step = steps_taken(carry.state)
+        write(self.path / "history.json", json.dumps(history) + "\n")
+        if self._manager.latest_step() != step:
+            self._manager.save(step, args=self._orbax.args.StandardSave(_named(carry)), force=True)
+
+    def close(self):
+        self._manager.close()
+
+
+class _Nowhere:
+    """In place of `Checkpoints` for a run that keeps none."""
+
+    def restore(self, like: Carry) -> tuple[Carry, list[dict[str, Any]]]:
+        return like, []
+
+    def save(self, carry: Carry, history: list[dict[str, Any]]):
+        pass
+
+    def close(self):
+        pass
+
+
+def open_folder(
+    folder: str | os.PathLike | None, optimizer: Mechanism, key: jax.Array, carry: Carry, options: dict[str, Any]
+) -> "Checkpoints | _Nowhere":
+    """The folder of a run, whose batches are drawn with `key`; None keeps no checkpoints."""
+    return _Nowhere() if folder is None else Checkpoints(folder, facts_of(optimizer, key, carry, options))
+
+
+def _named(carry: Carry) -> dict[str, Tree]:
+    return {"params": carry.params, "optimizer_state": carry.state}
+
+
+def _orbax() -> Any:
+    try:
+        import orbax.checkpoint
+    except ImportError as error:
+        raise ImportError("checkpoints need orbax-checkpoint: pip install orbax-checkpoint") from error
+    return orbax.checkpoint

@@ -1,0 +1,122 @@
+"""`fit`: private steps within a budget, with evaluations, checkpoints and a privacy report."""
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from dpx._numbers import require_whole
+from dpx.accounting.checks import Accountant
+from dpx.accounting.report import privacy_report
+from dpx.batches import Tree
+from dpx.fitting.checkpoints import open_folder
+from dpx.fitting.records import FitResult, Progress
+from dpx.fitting.settings import Terms, require_inputs
+from dpx.fitting.steps import Carry, begin, compiled_step, compiled_step_in_chunks, stay
+from dpx.fitting.watching import Watcher
+from dpx.mechanism import Mechanism
+from dpx.release_state import steps_taken
+
+
+def fit(
+    loss: Callable,
+    params: Tree,
+    data: Any,
+    optimizer: Mechanism,
+    *,
+    key: jax.Array | None = None,
+    steps: int | None = None,
+    delta: float | None = None,
+    accountant: Accountant | None = None,
+    evaluate: Callable[[Tree], Any] | None = None,
+    evaluate_every: int | None = None,
+    callbacks: Sequence[Callable[[Progress], Any]] = (),
+    checkpoints: str | os.PathLike | None = None,
+    checkpoint_every: int = 100,
+    progress: bool = False,
+    loss_at: Callable[[Tree, Tree], Tree] | None = None,
+    chunk_size: int | None = None,
+    sharding: jax.sharding.Sharding | None = None,
+    **options: Any,
+) -> FitResult:
+    """Trains `params` on `data` with the steps of a budget. See `dpx.fitting` for how to continue a run.
+
+    loss, params, options (microbatch_size, clipping, with_key, has_aux): of `dpx.private_grad`. params are copied.
+    data, chunk_size, sharding: of `sampling.batches`. optimizer: most often of `dpx.chain`; one run for one key.
+    key: of the batches, (); None is the key of the optimizer, whose stream "sampling" draws them.
+    steps: int, of the whole run; None is those of the budget. delta, accountant: None is the budget's.
+    evaluate: (params) -> number or dict of numbers, from PUBLIC data only: nobody bills what it reads.
+    evaluate_every: steps; None is about an epoch, but at most 40 evaluations. The last step is always evaluated.
+    callbacks: functions of a `dpx.fitting.Progress` after each evaluation. True ends the run. To end it by
+        `unreleased` values, or by other private data, is not billed.
+    checkpoints: a folder, as SENSITIVE as the data. With that of the same run, the run continues where it was.
+    checkpoint_every: steps. The first and the last step, and a KeyboardInterrupt, leave a checkpoint too.
+    progress: whether to show a bar, if tqdm is installed. loss_at: (params, state) -> the parameters that `loss` and
+        `evaluate` see, such as `dpx.coordinates.masked_params`; a function of released values.
+
+    Raises ValueError for arguments of another type or range, data of another length than the sampling's, steps beyond
+    the budget, and the checkpoints of another run; ImportError for checkpoints without orbax-checkpoint.
+    """
+    loss_at = stay if loss_at is None else loss_at
+    require_inputs(loss, params, data, optimizer, loss_at)
+    terms = Terms.of(optimizer, key=key, steps=steps, delta=delta, accountant=accountant)
+    watcher = Watcher.of(terms, evaluate, evaluate_every, callbacks, progress, loss_at)
+    require_whole("checkpoint_every", checkpoint_every)
+    carry = begin(params, optimizer, sharding)
+    build = functools.partial(compiled_step, whole=bool(callbacks)) if chunk_size is None else compiled_step_in_chunks
+    step = build(loss, optimizer, loss_at, carry, sharding, options)
+    batches = functools.partial(optimizer.sampling.batches, data, terms.key, chunk_size=chunk_size, sharding=sharding)
+    rounding = {"chunk_size": chunk_size, "devices": getattr(sharding, "num_devices", None), **options}
+    with contextlib.closing(open_folder(checkpoints, optimizer, terms.key, carry, rounding)) as folder:
+        carry = _train(carry, step, batches, terms, watcher, folder, checkpoint_every)
+    return _result(carry, terms, watcher)
+
+
+def _train(
+    carry: Carry, step: Callable, batches: Callable, terms: Terms, watcher: Watcher, folder: Any, checkpoint_every: int
+) -> Carry:
+    """The carry after all steps, or where a callback ended the run."""
+    carry, watcher.history = folder.restore(carry)
+    first = steps_taken(carry.state)
+    if first > terms.steps:
+        raise ValueError(f"steps must be at least the {first} that the stored run has made, got {terms.steps}")
+    if first == terms.steps:
+        return carry
+    loaded, before, last = batches(carry.state, steps=terms.steps - first), (), ()
+    whole = True  # whether nothing of the last step is missing: its result, its evaluation, its callbacks
+    with contextlib.closing(loaded), contextlib.closing(watcher.bar):
+        watcher.bar.update(first)
+        try:
+            for done, batch in enumerate(loaded, first + 1):
+                jax.block_until_ready(before)  # else more and more batches would wait on the device
+                whole = False
+                carry, unreleased = step(carry, batch)
+                before, last = last, unreleased.mean
+                due = done == terms.steps or done % watcher.every == 0
+                ended = due and watcher.look(done, carry, unreleased)
+                whole = True
+                watcher.bar.update()
+                if ended or done == terms.steps or done % checkpoint_every == 0:
+                    folder.save(carry, watcher.history)
+                if ended:
+                    break
+        except KeyboardInterrupt:
+            if whole:
+                folder.save(carry, watcher.history)
+            raise
+    return carry
+
+
+def _result(carry: Carry, terms: Terms, watcher: Watcher) -> FitResult:
+    return FitResult(
+        params=carry.params,
+        state=carry.state,
+        steps=steps_taken(carry.state),
+        epsilon=terms.epsilon(carry.state),
+        delta=terms.delta,
+        report=privacy_report(terms.optimizer, carry.state, delta=terms.delta),
+        history=watcher.history,
+    )

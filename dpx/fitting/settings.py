@@ -1,0 +1,86 @@
+"""The arguments of `fit`, checked before anything is computed or written."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dpx import keys
+from dpx._guards import require_kind, require_params
+from dpx._numbers import require_whole
+from dpx._rows import rows_of
+from dpx.accounting.bill import epsilon
+from dpx.accounting.checks import Accountant
+from dpx.batches import Tree
+from dpx.mechanism import Mechanism
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """What a run may spend. key: of the batches. steps: int, all of the run. delta, accountant: of every bill."""
+
+    optimizer: Mechanism
+    key: jax.Array
+    steps: int
+    delta: float
+    accountant: Accountant
+
+    @classmethod
+    def of(cls, optimizer: Mechanism, *, key: Any, steps: Any, delta: Any, accountant: Any) -> "Terms":
+        """The terms with the defaults filled in. Raises ValueError where there are none, and for steps beyond them."""
+        budget = optimizer.budget
+        if budget is not None:
+            steps = budget.steps if steps is None else steps
+            delta = budget.delta if delta is None else delta
+        elif steps is None or delta is None:
+            missing = "steps" if steps is None else "delta"
+            raise ValueError(f"{missing} must be given, because the mechanism has no dpx.Budget")
+        steps = require_whole("steps", steps)
+        if budget is not None and steps > budget.steps:
+            raise ValueError(f"steps must be at most the {budget.steps} of the mechanism's budget, got {steps}")
+        terms = cls(
+            optimizer=optimizer,
+            key=optimizer.key if key is None else keys.require(key),
+            steps=steps,
+            delta=delta,
+            accountant=accountant or ("tightest" if budget is None else budget.accountant),
+        )
+        terms.epsilon(steps)  # a bill that cannot be computed is refused before the first step
+        return terms
+
+    def epsilon(self, steps_or_state: Any) -> float:
+        return epsilon(self.optimizer, steps_or_state, delta=self.delta, accountant=self.accountant)
+
+
+def require_inputs(loss: Any, params: Tree, data: Any, optimizer: Any, loss_at: Any):
+    """Raises ValueError for the first of them that is of another type or length."""
+    require_kind(optimizer, Mechanism)
+    require_function("loss", loss)
+    require_function("loss_at", loss_at)
+    leaves = jax.tree.leaves(params)
+    kinds = jax.Array | np.ndarray | np.generic | float
+    if not leaves or not all(isinstance(leaf, kinds) and _is_float(leaf) for leaf in leaves):
+        raise ValueError(
+            f"params must be a pytree of float arrays, got {jax.tree.map(_describe, params)}. (Of a Flax Linen model, "
+            'take model.init(...)["params"].)'
+        )
+    require_params(params)
+    rows_of(data, optimizer.sampling.examples)
+
+
+def require_function(name: str, value: Any) -> Callable:
+    """`value` unchanged. Raises ValueError unless it can be called."""
+    if not callable(value):
+        raise ValueError(f"{name} must be a function, got {value!r}")
+    return value
+
+
+def _is_float(leaf: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
+
+
+def _describe(leaf: Any) -> str:
+    return str(getattr(leaf, "dtype", None) or type(leaf).__name__)

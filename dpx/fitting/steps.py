@@ -1,0 +1,113 @@
+"""One compiled step of a run: gradient, noise and optimizer. It takes the memory of the parameters that it replaces."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from dpx.batches import Batch, Tree
+from dpx.gradients import Unreleased, accumulate, private_grad
+from dpx.mechanism import Mechanism
+
+
+class Carry(NamedTuple):
+    """What one step hands to the next. params: like the parameters. state: of the optimizer."""
+
+    params: Tree
+    state: Tree
+
+
+class OfBatch(NamedTuple):
+    """What a step learns about its batch. NOT private.
+
+    mean: float32 (), of the losses. unreleased: all values of `Unreleased`, or None. included: bool (B,), or None.
+    """
+
+    mean: jax.Array
+    unreleased: Unreleased | None
+    included: jax.Array | None
+
+
+def stay(params: Tree, state: Tree) -> Tree:
+    """`params` unchanged."""
+    return params
+
+
+def begin(params: Tree, optimizer: Mechanism, sharding: Any) -> Carry:
+    """The carry before the first step, in arrays of its own."""
+    params = copied(params, sharding)
+    return Carry(params, copied(optimizer.init(params), sharding))
+
+
+def copied(tree: Tree, sharding: Any = None) -> Tree:
+    """New arrays with the numbers of `tree`, of strong dtypes, so that a step may take their memory.
+
+    sharding: of the batches. With one of a mesh, an array that does not lie on this mesh is replicated over it.
+    """
+
+    def copy(leaf):
+        array = jnp.array(leaf, dtype=jnp.result_type(leaf), copy=True)
+        if not isinstance(sharding, NamedSharding) or getattr(array.sharding, "mesh", None) == sharding.mesh:
+            return array
+        return jax.device_put(array, NamedSharding(sharding.mesh, PartitionSpec()))
+
+    return jax.tree.map(copy, tree)
+
+
+def compiled_step(
+    loss: Callable, optimizer: Mechanism, loss_at: Callable, carry: Carry, sharding: Any, options: dict, *, whole: bool
+) -> Callable[[Carry, Batch], tuple[Carry, OfBatch]]:
+    """The step of a batch, compiled once. The arrays of the carry that it is given are deleted.
+
+    carry: before the first step; on a mesh, every next one has its shardings. whole: whether all is wanted of a batch.
+    """
+    gradient = private_grad(loss, optimizer, **options)
+
+    def step(carry, batch):
+        found = gradient(loss_at(carry.params, carry.state), batch, carry.state)
+        mean = _total(found.unreleased, batch) / batch.included.sum(dtype=jnp.float32).clip(1)
+        of_batch = OfBatch(mean, found.unreleased, batch.included)
+        carry = Carry(optax.apply_updates(carry.params, found.updates), found.state)
+        return carry, of_batch if whole else of_batch._replace(unreleased=None, included=None)
+
+    return jax.jit(step, donate_argnums=0, out_shardings=(_shardings(carry, sharding), None))
+
+
+def compiled_step_in_chunks(
+    loss: Callable, optimizer: Mechanism, loss_at: Callable, carry: Carry, sharding: Any, options: dict
+) -> Callable[[Carry, Iterator[Batch]], tuple[Carry, OfBatch]]:
+    """`compiled_step` for a batch that comes in chunks: one function for a chunk, and one for the release."""
+    in_chunks = accumulate(loss, optimizer, **options)
+
+    def add(carry, chunk, sums, total):
+        sums = in_chunks.add(loss_at(carry.params, carry.state), chunk, carry.state, sums)
+        return sums._replace(unreleased=None), total + _total(sums.unreleased, chunk)
+
+    def release(carry, sums, total):
+        updates, state = in_chunks.release(loss_at(carry.params, carry.state), sums, carry.state)
+        of_batch = OfBatch(total / sums.unreleased_count.astype(jnp.float32).clip(1), None, None)
+        return Carry(optax.apply_updates(carry.params, updates), state), of_batch
+
+    add = jax.jit(add, donate_argnums=(2, 3))
+    release = jax.jit(release, donate_argnums=0, out_shardings=(_shardings(carry, sharding), None))
+
+    def step(carry, chunks):
+        sums, total = None, jnp.zeros((), jnp.float32)
+        for chunk in chunks:
+            sums, total = add(carry, chunk, sums, total)
+        return release(carry, sums, total)
+
+    return step
+
+
+def _shardings(carry: Carry, sharding: Any) -> Any:
+    """On a mesh, the shardings of the carry, which every step keeps; None leaves them to jax."""
+    return jax.tree.map(lambda leaf: leaf.sharding, carry) if isinstance(sharding, NamedSharding) else None
+
+
+def _total(unreleased: Any, batch: Batch) -> jax.Array:
+    """The sum of the losses of the rows that count, float32 ()."""
+    return jnp.sum(unreleased.losses.astype(jnp.float32), where=batch.included)

@@ -1,0 +1,97 @@
+"""Looks at a run every few steps: its metrics, its bill, its callbacks and its progress bar."""
+
+import contextlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dpx._numbers import require_whole
+from dpx.batches import Tree
+from dpx.fitting.records import Progress
+from dpx.fitting.settings import Terms, require_function
+from dpx.fitting.steps import Carry, OfBatch, copied
+
+MOST_EVALUATIONS = 40  # by default, because each waits for the step and computes a bill
+RESERVED = {"step", "epsilon", "unreleased_loss"}  # in the history, beside the metrics
+
+
+@dataclass(kw_only=True)
+class Watcher:
+    """evaluate: the user's. every: int, steps from one look to the next. history: a row for each look so far."""
+
+    terms: Terms
+    evaluate: Callable[[Tree], Any] | None
+    every: int
+    callbacks: Sequence[Callable[[Progress], Any]]
+    loss_at: Callable[[Tree, Tree], Tree]
+    bar: Any
+    history: list[dict[str, Any]] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls, terms: Terms, evaluate: Any, every: Any, callbacks: Any, progress: bool, loss_at: Callable
+    ) -> "Watcher":
+        """With the defaults filled in. Raises ValueError for what is no function, and for other periods."""
+        if evaluate is not None:
+            require_function("evaluate", evaluate)
+        if not isinstance(callbacks, list | tuple):
+            raise ValueError(f"callbacks must be a list of functions, got {callbacks!r}")
+        for callback in callbacks:
+            require_function("each of the callbacks", callback)
+        if every is None:
+            sampling = terms.optimizer.sampling
+            every = max(round(sampling.examples / sampling.divisor), math.ceil(terms.steps / MOST_EVALUATIONS))
+        every, bar = require_whole("evaluate_every", every), _bar(terms.steps, progress)
+        return cls(terms=terms, evaluate=evaluate, every=every, callbacks=callbacks, loss_at=loss_at, bar=bar)
+
+    def look(self, step: int, carry: Carry, batch: OfBatch) -> bool:
+        """Adds a row to the history. Whether a callback asks to stop."""
+        shown = self.evaluate is not None or self.callbacks
+        params, loss = copied(carry.params) if shown else carry.params, float(batch.mean)
+        seen, epsilon = self.loss_at(params, carry.state), self.terms.epsilon(carry.state)
+        metrics = {} if self.evaluate is None else metrics_of(self.evaluate(seen))
+        self.history.append({"step": step, "epsilon": epsilon, **metrics, "unreleased_loss": loss})
+        words = [f"{name} {value:.4g}" for name, value in ({"epsilon": epsilon} | metrics).items()]
+        self.bar.set_postfix_str(", ".join([*words, f"loss {loss:.4g} (not private)"]))
+        if not self.callbacks:
+            return False
+        progress = Progress(step, epsilon, params, copied(carry.state), metrics, loss, batch.unreleased, batch.included)
+        return any([callback(progress) is True for callback in self.callbacks])  # a list, because all are called
+
+
+def metrics_of(found: Any) -> dict[str, float]:
+    """The numbers that `evaluate` returned, by name. Raises ValueError for anything else."""
+    named = found if isinstance(found, Mapping) else {"metric": found}
+    for name, value in named.items():
+        if not isinstance(name, str) or name in RESERVED:
+            raise ValueError(f"the names of evaluate must be strings other than {sorted(RESERVED)}, got {name!r}")
+        if not isinstance(value, int | float | np.generic | np.ndarray | jax.Array) or jnp.shape(value) != ():
+            raise ValueError(f"evaluate must return a number, or a dict of numbers, got {value!r} for {name!r}")
+    return {name: float(value) for name, value in named.items()}
+
+
+class _NoBar:
+    """In place of a progress bar."""
+
+    def update(self, steps: int = 1):
+        pass
+
+    def set_postfix_str(self, words: str):
+        pass
+
+    def close(self):
+        pass
+
+
+def _bar(steps: int, progress: bool) -> Any:
+    with contextlib.suppress(ImportError):
+        if progress:
+            from tqdm import tqdm
+
+            return tqdm(total=steps)
+    return _NoBar()

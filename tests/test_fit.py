@@ -1,0 +1,364 @@
+"""`dpx.fit`: the loop by hand, within its budget, and continued bit for bit."""
+
+import gc
+import json
+import multiprocessing
+import random
+import shutil
+import sys
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import dpx
+from dpx.fitting import steps as fitting_steps
+from tests import kills
+
+RANDOM = np.random.default_rng(0)
+LABELS = np.arange(60) % 2
+DATA = ((RANDOM.normal(size=(60, 3)) + 2 * LABELS[:, None]).astype(np.float32), LABELS)
+PARAMS = {"w": jnp.zeros((3, 2)), "b": jnp.zeros(2)}
+SAMPLING = dpx.PoissonSampling(examples=60, batch_size=12)
+BUDGET = dpx.Budget(epsilon=4.0, delta=1e-5, steps=8, accountant="rdp")
+
+
+def loss(params, example):
+    x, label = example
+    return optax.softmax_cross_entropy_with_integer_labels(x @ params["w"] + params["b"], label)
+
+
+def made(noise_multiplier=BUDGET, *, seed=5, sampling=SAMPLING, clip_norm=1.0, transform=None):
+    key = dpx.secret_key(seed)
+    mechanism = dpx.dp_sgd(clip_norm=clip_norm, noise_multiplier=noise_multiplier, sampling=sampling, key=key)
+    return dpx.chain(mechanism, transform or optax.sgd(0.5, momentum=0.9))
+
+
+def accuracy(params):
+    return {"accuracy": jnp.mean((DATA[0] @ params["w"] + params["b"][None]).argmax(-1) == LABELS)}
+
+
+def fit(optimizer=None, **options):
+    return dpx.fit(loss, PARAMS, DATA, optimizer or made(), **({"evaluate": accuracy, "evaluate_every": 3} | options))
+
+
+def by_hand(optimizer, key, steps):
+    """The loop of docs/loops.md, with one `take` a step."""
+    gradient = jax.jit(dpx.private_grad(loss, optimizer))
+    params, state = PARAMS, optimizer.init(PARAMS)
+    for _ in range(steps):
+        updates, state, _ = gradient(params, SAMPLING.take(DATA, key, state), state)
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+def same(result, other):
+    for one, two in zip(jax.tree.leaves(result), jax.tree.leaves(other), strict=True):
+        np.testing.assert_array_equal(one, two)
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return fit()
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    yield
+    gc.collect()
+    assert not [thread for thread in threading.enumerate() if thread.name == "dpx batches"]
+
+
+# the run
+
+
+def test_it_is_the_loop_by_hand(whole):
+    optimizer = made()
+    same((whole.params, whole.state), by_hand(optimizer, optimizer.key, 8))
+    assert whole.steps == 8 and whole.delta == 1e-5
+    assert whole.epsilon == dpx.epsilon(optimizer, 8, delta=1e-5, accountant="rdp") <= 4.0
+    assert whole.report.steps == 8 and whole.report.epsilon["rdp"] == whole.epsilon
+    assert [row["step"] for row in whole.history] == [3, 6, 8]
+    for row in whole.history:
+        assert set(row) == {"step", "epsilon", "accuracy", "unreleased_loss"}
+        assert row["epsilon"] == dpx.epsilon(optimizer, row["step"], delta=1e-5, accountant="rdp")
+    assert whole.history[-1]["accuracy"] == accuracy(whole.params)["accuracy"] > 0.6
+
+
+def test_batches_of_another_key():
+    optimizer, other = made(), dpx.secret_key(6)
+    result = fit(optimizer, key=other, steps=2)
+    same((result.params, result.state), by_hand(optimizer, other, 2))
+
+
+def test_the_arrays_of_the_caller_stay_and_a_step_is_compiled_once(monkeypatch):
+    compiled, build = [], fitting_steps.compiled_step
+    spied = lambda *args, **options: compiled.append(build(*args, **options)) or compiled[-1]  # noqa: E731
+    monkeypatch.setattr("dpx.fitting.loop.compiled_step", spied)
+    params = {"w": np.zeros((3, 2), np.float32), "b": jnp.asarray([0.0, 0.0])}
+    average = optax.GradientTransformation(lambda params: params, lambda updates, state, params=None: (updates, state))
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    for sharding in (None, spread):
+        seen = []
+        dpx.fit(
+            loss,
+            params,
+            DATA,
+            made(transform=average),
+            steps=4,
+            sharding=sharding,
+            evaluate_every=1,
+            callbacks=[seen.append],
+        )
+        assert compiled[-1]._cache_size() == 1
+        assert not params["b"].is_deleted()
+        kept = jax.tree.leaves([(progress.params, progress.state) for progress in seen])
+        assert not any(leaf.is_deleted() for leaf in kept)  # a callback may keep them
+        assert [progress.step for progress in seen] == [1, 2, 3, 4]
+
+
+def test_callbacks_see_the_run_and_can_end_it(tmp_path):
+    optimizer, seen = made(), []
+
+    def watch(progress):
+        seen.append(progress)
+        return progress.step == 4
+
+    result = fit(optimizer, evaluate_every=2, callbacks=[watch, lambda progress: "no end"], checkpoints=tmp_path)
+    assert result.steps == 4 and [progress.step for progress in seen] == [2, 4]
+    last = seen[-1]
+    same((last.params, last.state), (result.params, result.state))
+    assert last.epsilon == result.epsilon == dpx.epsilon(optimizer, 4, delta=1e-5, accountant="rdp")
+    losses = last.unreleased.losses[np.asarray(last.unreleased_included)]
+    assert last.unreleased_loss == pytest.approx(float(losses.mean()))
+    assert last.metrics == {"accuracy": result.history[-1]["accuracy"]}
+    public = dpx.public_state(last)
+    assert public.unreleased_loss is public.unreleased is public.unreleased_included is None
+    assert fit(optimizer, evaluate_every=2, checkpoints=tmp_path).steps == 8  # the run continues
+
+
+def test_options_reach_the_gradient():
+    def noisy(params, example, key):
+        return loss(params, example) + 0 * jax.random.normal(key), {"label": example[1]}
+
+    seen = []
+    optimizer = made()
+    result = dpx.fit(
+        noisy, PARAMS, DATA, optimizer, steps=2, with_key=True, has_aux=True, clipping="vmap", callbacks=[seen.append],
+        loss_at=lambda params, state: jax.tree.map(lambda leaf: leaf + state.inner.step.astype(leaf.dtype), params),
+        evaluate=lambda params: float(params["b"].sum()),
+    )  # fmt: skip
+    assert seen[-1].unreleased.aux["label"].shape == seen[-1].unreleased_included.shape
+    assert result.history[-1]["metric"] == pytest.approx(float(result.params["b"].sum()) + 4, abs=1e-4)
+
+
+def test_a_batch_in_chunks(whole):
+    seen = []
+    result = fit(chunk_size=8, callbacks=[seen.append])
+    for one, two in zip(jax.tree.leaves(result.params), jax.tree.leaves(whole.params), strict=True):
+        np.testing.assert_allclose(one, two, atol=1e-5)
+    assert result.epsilon == whole.epsilon and result.steps == 8
+    losses = [row["unreleased_loss"] for row in result.history]
+    assert losses == pytest.approx([row["unreleased_loss"] for row in whole.history], abs=1e-5)
+    assert seen[-1].unreleased is seen[-1].unreleased_included is None
+
+
+def test_the_progress_bar(capsys):
+    fit(steps=3, progress=True)
+    said = capsys.readouterr().err
+    assert "3/3" in said and "(not private)" in said and "accuracy" in said
+
+
+# the budget
+
+
+def test_no_step_beyond_the_budget(tmp_path):
+    with pytest.raises(ValueError, match="steps must be at most the 8 of the mechanism's budget, got 9"):
+        fit(steps=9)
+    optimizer = made(2.0)
+    result = fit(optimizer, steps=2, delta=1e-6, accountant="rdp", checkpoints=tmp_path)
+    assert result.epsilon == dpx.epsilon(optimizer, 2, delta=1e-6, accountant="rdp")
+    assert fit(optimizer, steps=3, delta=1e-6, checkpoints=tmp_path).steps == 3  # without a budget, a run may grow
+    with pytest.raises(ValueError, match="steps must be at least the 3 that the stored run has made, got 2"):
+        fit(optimizer, steps=2, delta=1e-6, checkpoints=tmp_path)
+
+
+# checkpoints
+
+
+def test_an_interrupted_run_continues_bit_for_bit(whole, tmp_path, monkeypatch):
+    draw = dpx.PoissonSampling.draw
+
+    def cut(self, key, step, **options):
+        if step == 5:
+            raise KeyboardInterrupt
+        return draw(self, key, step, **options)
+
+    monkeypatch.setattr(dpx.PoissonSampling, "draw", cut)
+    with pytest.raises(KeyboardInterrupt):
+        fit(checkpoints=tmp_path / "run", checkpoint_every=4)
+    kept = {path.name for path in (tmp_path / "run").iterdir()}
+    assert kept == {"SENSITIVE", "run.json", "history.json", "4", "5"}
+    drawn = []
+    spied = lambda self, key, step, **options: drawn.append(step) or draw(self, key, step, **options)  # noqa: E731
+    monkeypatch.setattr(dpx.PoissonSampling, "draw", spied)
+    others = {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}  # not those that the run began with
+    result = dpx.fit(loss, others, DATA, made(), evaluate=accuracy, evaluate_every=3, checkpoints=tmp_path / "run")
+    assert drawn == [5, 6, 7]
+    same((result.params, result.state), (whole.params, whole.state))
+    assert result.history == whole.history
+    again = fit(checkpoints=str(tmp_path / "run"))
+    assert drawn == [5, 6, 7] and again.history == whole.history and again.epsilon == whole.epsilon
+
+
+@pytest.mark.parametrize("where", ["evaluate", "callback"])
+def test_a_run_cut_in_an_evaluation_repeats_it(whole, tmp_path, where):
+    calls = []
+
+    def interrupted(seen):
+        calls.append(seen)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return accuracy(seen) if where == "evaluate" else None
+
+    options = {"evaluate": interrupted} if where == "evaluate" else {"callbacks": [interrupted]}
+    with pytest.raises(KeyboardInterrupt):
+        fit(checkpoints=tmp_path, checkpoint_every=5, **options)
+    assert len(calls) == 2
+    result = fit(checkpoints=tmp_path, **options)
+    assert len(calls) == 4 and result.history == whole.history  # the second of three was made again
+    same(result.params, whole.params)
+
+
+def test_a_run_begins_once(tmp_path, monkeypatch):
+    """Before the first checkpoint too: the same noise on other parameters could be subtracted."""
+
+    def cut(self, key, step, **options):
+        raise RuntimeError("killed")
+
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError):
+        patched.setattr(dpx.PoissonSampling, "draw", cut)
+        fit(checkpoints=tmp_path)
+    others = {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}
+    result = dpx.fit(loss, others, DATA, made(), steps=1, checkpoints=tmp_path)
+    same(result.params, by_hand(made(), made().key, 1)[0])
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no fork")
+def test_a_killed_run_continues_bit_for_bit(tmp_path):
+    """Two kills at random moments; `python -m tests.kills` makes twenty (benchmarks/results/kills.md)."""
+    chance, steps = random.Random(3), 12
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    kills.run(None, steps, sender)
+    expected = [receiver.recv() for _ in range(steps + 1)][-1]
+    for _ in range(2):
+        assert kills.killed(tmp_path / "run", steps, chance).last < steps
+    remaining, found = kills.finished(tmp_path / "run", steps)
+    assert found == expected and remaining[-1] == steps and remaining[0] > 1
+
+
+OTHERS = {
+    "stage 1 of the mechanism was clip to norm 1, now clip to norm 0.5": lambda: made(clip_norm=0.5),
+    "key of the noise .its mark. was": lambda: made(seed=6),
+    "event of a step was .*noise_multiplier=2.0": lambda: made(2.0001),
+    "sampling was .*batch_size=12., now .*batch_size=6.": lambda: made(
+        2.0, sampling=dpx.PoissonSampling(examples=60, batch_size=6)
+    ),
+    "arrays .their fingerprint. was": lambda: made(2.0, transform=optax.sgd(0.5)),
+}
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stored")
+    fit(made(2.0), steps=1, delta=1e-5, accountant="rdp", checkpoints=folder)
+    return folder
+
+
+@pytest.mark.parametrize("said", OTHERS)
+def test_another_run_is_refused_and_loses_nothing(stored, said):
+    before = {path: path.read_bytes() for path in stored.rglob("*") if path.is_file()}
+    with pytest.raises(ValueError, match=f"holds another one: .*{said}"):
+        fit(OTHERS[said](), steps=2, delta=1e-5, checkpoints=stored)
+    assert {path: path.read_bytes() for path in stored.rglob("*") if path.is_file()} == before
+
+
+def test_other_folders_are_refused(stored, tmp_path, monkeypatch):
+    run = dict(optimizer=made(2.0), steps=2, delta=1e-5, accountant="rdp")
+    with pytest.raises(ValueError, match="key of the batches .its mark. was"):
+        fit(**run, key=dpx.secret_key(9), checkpoints=stored)
+    with pytest.raises(ValueError, match="clipping was 'auto', now 'vmap'; chunk_size was None, now 8"):
+        fit(**run, clipping="vmap", chunk_size=8, checkpoints=stored)
+    with pytest.raises(ValueError, match="parameters was 8 numbers, now 4 numbers"):
+        dpx.fit(lambda params, example: params.sum(), np.zeros(4), DATA, **run, checkpoints=stored)
+    shutil.copytree(stored, tmp_path / "renamed")
+    (tmp_path / "renamed" / "1").rename(tmp_path / "renamed" / "2")
+    with pytest.raises(ValueError, match="checkpoint 2 in .* holds a state after 1 steps"):
+        fit(**run, checkpoints=tmp_path / "renamed")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "notes").write_text("mine")
+    with pytest.raises(ValueError, match="must be a new folder or one of fit, but .* holds .'notes'."):
+        fit(**run, checkpoints=tmp_path / "folder")
+    with pytest.raises(ValueError, match="checkpoints must be a directory, got the file"):
+        fit(**run, checkpoints=tmp_path / "folder" / "notes")
+    facts = json.loads((stored / "run.json").read_text())
+    assert facts["version of jax"] == jax.__version__ and "secret" not in str(facts)
+    monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
+    with pytest.raises(ImportError, match="pip install orbax-checkpoint"):
+        fit(**run, checkpoints=tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+# misuse
+
+BAD = {
+    "loss must be a function, got 3": dict(loss=3),
+    "a dpx Mechanism must come first": dict(optimizer=optax.sgd(0.1)),
+    "a dpx Mechanism must come first; ": dict(optimizer=optax.chain(optax.clip(1.0), made())),
+    "params must be a pytree of float arrays, got .*'act': 'PjitFunction'": dict(
+        params={"w": np.zeros(2), "act": jnp.tanh}
+    ),
+    "params must be a pytree of float arrays, got int32": dict(params=jnp.arange(3)),
+    "params must be a pytree of float arrays, got .}": dict(params={}),
+    "data must hold the 60 examples of the sampling, got 50": dict(data=(DATA[0][:50], LABELS[:50])),
+    "steps must be a whole number of at least 1, got -1": dict(steps=-1),
+    "steps must be a whole number of at least 1, got 2.5": dict(steps=2.5),
+    "steps must be given, because the mechanism has no dpx.Budget": dict(optimizer=made(2.0), delta=1e-5),
+    "delta must be given, because the mechanism has no dpx.Budget": dict(optimizer=made(2.0), steps=3),
+    "delta must be": dict(delta=2.0),
+    "accountant": dict(accountant="guess"),
+    "key must be a jax PRNG key": dict(key=3),
+    "evaluate must be a function": dict(evaluate={"accuracy": 1.0}),
+    "evaluate_every must be a whole number of at least 1, got 0": dict(evaluate_every=0),
+    "callbacks must be a list of functions": dict(callbacks=print),
+    "each of the callbacks must be a function, got None": dict(callbacks=[None]),
+    "checkpoint_every must be a whole number of at least 1, got 0": dict(checkpoint_every=0),
+    "loss_at must be a function": dict(loss_at=3),
+    "clipping must be": dict(clipping="none"),
+}
+
+
+@pytest.mark.parametrize("said", BAD)
+def test_bad_input(said, tmp_path):
+    arguments = dict(loss=loss, params=PARAMS, data=DATA, optimizer=made()) | BAD[said]
+    with pytest.raises(ValueError, match=said):
+        dpx.fit(**arguments, checkpoints=tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_models_are_no_parameters():
+    from flax import linen, nnx
+
+    for model in (linen.Dense(2), nnx.Linear(3, 2, rngs=nnx.Rngs(0))):
+        with pytest.raises(ValueError, match="params must be a pytree of"):
+            dpx.fit(loss, model, DATA, made())
+
+
+@pytest.mark.parametrize("found", [np.zeros(2), {"accuracy": "high"}, {"epsilon": 1.0}, {3: 1.0}, None])
+def test_evaluations_are_numbers(found):
+    with pytest.raises(ValueError, match="evaluate must return a number|the names of evaluate must be strings"):
+        fit(evaluate=lambda params: found, evaluate_every=1)
