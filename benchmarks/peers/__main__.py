@@ -18,6 +18,7 @@ import sys
 import tokenize
 from pathlib import Path
 
+import dpx
 from benchmarks import report
 
 HERE = Path(__file__).parent
@@ -60,7 +61,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=3, help="of each program, with fresh weights, batches and noise")
     runs = parser.parse_args().runs
-    versions = ", ".join([f"python {platform.python_version()}", *map(version, PACKAGES)])
+    versions = ", ".join([f"python {platform.python_version()}", f"dpx {dpx.__version__}", *map(version, PACKAGES)])
     table, outputs = [], []
     for name, program in PROGRAMS.items():
         lines, statements = counted(HERE / f"{program}.py")

@@ -1,6 +1,7 @@
 """The CNN in Flax: fresh parameters, the loss of one example, and the test accuracy."""
 
 import secrets
+from typing import Any
 
 import jax
 import optax
@@ -17,7 +18,7 @@ class CNN(linen.Module):
         return linen.Dense(10)(hidden.reshape(-1))
 
 
-model = CNN()
+model: Any = CNN()
 params = model.init(jax.random.key(secrets.randbits(31)), test[0][0])
 
 
