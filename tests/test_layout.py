@@ -23,6 +23,7 @@ MAY_IMPORT = {
     "release_state": {"_states"},
     "_draws": {"_numbers", "keys"},
     "_rows": {"batches"},
+    "units": {"_numbers", "_rows", "batches"},
     "_loading": {"_draws", "_numbers", "batches", "keys"},
     "_sampling": {"_draws", "_loading", "_numbers", "_rows", "batches", "release_state"},
     "sampling": {"_draws", "_numbers", "_sampling"},
