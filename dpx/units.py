@@ -69,7 +69,9 @@ def _owners(users: Any) -> np.ndarray:
     # A list as numpy reads it would turn a missing owner among strings into the string "nan".
     owners = np.asarray(users, None if hasattr(users, "dtype") else object)
     if owners.ndim != 1 or len(owners) == 0:
-        raise ValueError(f"users must be the owner of each example, (N,) with N of at least 1; got shape {owners.shape}")
+        raise ValueError(
+            f"users must be the owner of each example, (N,) with N of at least 1; got shape {owners.shape}"
+        )
     types = set(map(type, owners.tolist()))
     if owners.dtype.kind == "O" and any(all(issubclass(t, one) for t in types) for one in ((int, np.integer), str)):
         owners = np.asarray(owners.tolist())
