@@ -1,7 +1,7 @@
 """Users in place of examples: groups the rows of each user, so that a sampling draws users and epsilon protects users.
 
 The bill holds if each person is in one item alone, and if an item depends on the rows of its own user alone. So the
-items have no shared randomness, padding is zero, and a user with too many rows keeps the first of them.
+padding is zero, and the user's own number of rows decides which of them are kept.
 """
 
 from typing import Any
@@ -24,9 +24,9 @@ class UserData:
 
     data:  pytree of arrays (jax, numpy or a memory map) with the N examples on axis 0 of each.
     users: integers or strings, (N,), the owner of each example: a person, a patient, a household, a device.
-    most:  int, the rows of an item. A user with more keeps the first `most` in the order of the data. That order within
-           a user must not depend on other users: shuffle the rows of each user alone, or not at all. None: the largest
-           count of a user, which becomes public with every shape that is made from it; a number of your own does not.
+    most:  int, the rows of an item. A user with more keeps `most` of them, evenly spaced in the order of the data. The
+           order of a user's rows must not depend on other users: shuffle each user alone, or not at all. None: the
+           largest count of a user, which is then public, because every shape shows it; prefer a number of your own.
 
     Raises ValueError unless there is one owner for each example, at least one, of integers or of strings (a missing
     owner would make one unit of many people), and for a `most` below 1.
@@ -40,7 +40,7 @@ class UserData:
         self.most = int(counts.max()) if most is None else require_whole("most", most)
         self._data = jax.tree.map(lambda leaf: np.asarray(leaf) if isinstance(leaf, jax.Array) else leaf, data)
         self._order = np.argsort(numbers, kind="stable")  # the rows of user 0 first, and the order of the data in each
-        self._first, self._counts = np.cumsum(counts) - counts, np.minimum(counts, self.most)
+        self._first, self._counts = np.cumsum(counts) - counts, counts
 
     def __len__(self) -> int:
         return len(self._counts)
@@ -50,9 +50,10 @@ class UserData:
 
     def __getitems__(self, numbers: list[int]) -> list[tuple[Tree, np.ndarray]]:
         """The items of some users, whose rows are read together."""
-        places = np.arange(self.most)
-        included = places[None] < self._counts[numbers][:, None]  # (users, most)
-        rows = self._order[(self._first[numbers][:, None] + places[None])[included]]
+        first, counts = self._first[numbers][:, None], self._counts[numbers][:, None]  # (users, 1)
+        kept, places = np.minimum(counts, self.most), np.arange(self.most)[None]
+        included = places < kept  # (users, most)
+        rows = self._order[(first + places * counts // kept)[included]]
 
         def padded(leaf):
             found = np.asarray(read_rows(leaf, rows))
@@ -73,7 +74,7 @@ def _owners(users: Any) -> np.ndarray:
             f"users must be the owner of each example, (N,) with N of at least 1; got shape {owners.shape}"
         )
     types = set(map(type, owners.tolist()))
-    if owners.dtype.kind == "O" and any(all(issubclass(t, one) for t in types) for one in ((int, np.integer), str)):
+    if owners.dtype.kind in "OT" and any(all(issubclass(t, one) for t in types) for one in ((int, np.integer), str)):
         owners = np.asarray(owners.tolist())
     if owners.dtype.kind not in "iuUS":
         found = sorted(t.__name__ for t in types)

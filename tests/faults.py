@@ -513,8 +513,8 @@ SAMPLING = [
     Fault(
         "take: data of another length",
         "dpx/_rows.py",
-        "if length != examples:",
-        "if False:",
+        "if (length := length_of(data)) != examples:",
+        "if (length := length_of(data)) is None:",
         misuse("data of another length"),
     ),
     Fault(

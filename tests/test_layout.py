@@ -71,6 +71,7 @@ MAY_IMPORT = {
         "_frozen",
         "_microbatching",
         "_numbers",
+        "_rows",
         "_stages",
         "accounting",
         "batches",

@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import dpx
+from dpx.checking import plan
 
 OWNERS = ["bo", "al", "bo", "cy", "bo", "al", "bo"]  # al has rows 1 and 5, bo 0, 2, 4 and 6, cy 3
 DATA = {"x": np.arange(1, 15, dtype=np.float32).reshape(7, 2), "label": np.arange(10, 17, dtype=np.int8)}
@@ -28,7 +29,7 @@ def rows_of(item):
 
 
 @pytest.mark.parametrize("kind", ["numpy", "jax", "memory map"])
-@pytest.mark.parametrize("most", [None, 3, 1, 6])
+@pytest.mark.parametrize("most", [None, 2, 1, 6])
 def test_an_item_is_the_rows_of_a_user(kind, most, tmp_path):
     data = DATA
     if kind == "jax":
@@ -39,7 +40,7 @@ def test_an_item_is_the_rows_of_a_user(kind, most, tmp_path):
     users = dpx.UserData(data, OWNERS, most=most)
     assert len(users) == 3 and users.most == (most or 4)
     items = [rows_of(item) for item in users]
-    assert items == [rows[: users.most] for rows in ITEMS.values()]  # the first of them, in the order of the data
+    assert items == [rows[:: max(1, len(rows) // users.most)] for rows in ITEMS.values()]  # evenly spaced
     assert [rows_of(item) for item in users.__getitems__([2, 0])] == [items[2], items[0]]
     assert users.__getitems__([]) == [] and [str(users[0][0][name].dtype) for name in DATA] == ["float32", "int8"]
     assert all(item[1].shape == (users.most,) == item[0]["label"].shape for item in users)
@@ -67,6 +68,11 @@ def test_a_batch_holds_users_and_the_bill_counts_them():
         of_rows = dpx.PoissonSampling(examples=7, batch_size=2)
         mechanism = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=1.0, sampling=of_rows, key=KEY)
         of_rows.take(dpx.UserData(DATA, OWNERS), KEY, mechanism.init(params))
+
+
+def test_a_check_counts_users():
+    found = [plan.data_length(dpx.UserData(DATA, OWNERS), dpx.FullBatch(examples=n)).severity for n in (3, 7)]
+    assert found == ["ok", "error"]
 
 
 NAN = float("nan")
@@ -171,8 +177,8 @@ def test_neither_padding_nor_other_users_change_a_user():
     data = {"x": rng.normal(size=(9, 2)).astype(np.float32), "label": rng.integers(0, 3, 9)}
     owners = np.array([2, 0, 0, 1, 0, 2, 0, 0, 0])
     expected = sum_of(data, owners, most=3)
-    kept = [0, 1, 2, 3, 4, 5]  # the first three rows of each
-    order = [3, 1, 2, 0, 4, 5]  # that of each user's rows is as before
+    kept = [0, 1, 3, 4, 5, 7]  # every other row of user 0
+    order = [3, 1, 4, 0, 7, 5]  # that of each user's rows is as before
     for rows, most in ((kept, 3), (order, 3), (kept, 14)):
         found = sum_of(jax.tree.map(lambda leaf, rows=rows: leaf[rows], data), owners[rows], most=most)
         assert distance(found, expected) < 1e-6
