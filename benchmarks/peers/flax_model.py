@@ -1,5 +1,7 @@
 """The CNN in Flax, for dpx and jax_privacy: its first parameters, the loss of one example, and the test accuracy."""
 
+from typing import Any
+
 import jax
 import optax
 from flax import linen
@@ -15,7 +17,7 @@ class CNN(linen.Module):
         return linen.Dense(10)(hidden.reshape(-1))
 
 
-model = CNN()
+model: Any = CNN()
 params = model.init(jax.random.key(0), test[0][0])
 
 
