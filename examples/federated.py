@@ -31,7 +31,7 @@ HEAD = """# Federated averaging
 
 The {images} images of {name} belong to {users} users, who have {least} to {largest} of them (median {median:g}); at
 most {most} of each take part. Every run is billed as if it were the only one. The default settings were chosen by
-twelve trials with two other seeds, on the same test images.
+sixteen trials with two other seeds, on the same test images.
 
 | epsilon of one user | noise multiplier | test accuracy, mean (each seed) |
 |---|---|---|"""
