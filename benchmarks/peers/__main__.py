@@ -58,7 +58,7 @@ def version(package: str) -> str:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=3, help="of each program, with fresh noise and batches")
+    parser.add_argument("--runs", type=int, default=3, help="of each program, with fresh weights, batches and noise")
     runs = parser.parse_args().runs
     versions = ", ".join([f"python {platform.python_version()}", *map(version, PACKAGES)])
     table, outputs = [], []

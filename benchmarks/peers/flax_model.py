@@ -1,5 +1,6 @@
-"""The CNN in Flax, for dpx and jax_privacy: its first parameters, the loss of one example, and the test accuracy."""
+"""The CNN in Flax: fresh parameters, the loss of one example, and the test accuracy."""
 
+import secrets
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ class CNN(linen.Module):
 
 
 model: Any = CNN()
-params = model.init(jax.random.key(0), test[0][0])
+params = model.init(jax.random.key(secrets.randbits(31)), test[0][0])
 
 
 def loss(params, example):

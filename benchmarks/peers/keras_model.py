@@ -9,7 +9,6 @@ os.environ["KERAS_BACKEND"] = "jax"
 
 import keras
 
-keras.utils.set_random_seed(0)
 model = keras.Sequential(
     [
         keras.Input((8, 8, 1)),

@@ -7,7 +7,6 @@ from torch import nn
 
 from benchmarks.peers import data
 
-torch.manual_seed(0)
 model = nn.Sequential(
     nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(4 * 4 * 16, 10)
 )
