@@ -24,6 +24,7 @@ Gradients        private_grad, accumulate, private_update, PrivateGradient, Unre
 Before a run     check
 The whole run    fit; more in `dpx.fitting`
 Samplings        PoissonSampling, ShuffledEpochs, FixedSizeSampling, FullBatch, Batch
+Units            UserData, which makes users what is sampled, in place of examples
 Budgets          Budget, calibrated, calibrate, max_steps
 Privacy costs    epsilon, delta, compose, privacy_report, steps_taken; more in `dpx.accounting`
 Secrets          secret_key, public_state; `dpx.keys`
@@ -45,6 +46,7 @@ from dpx.mechanisms import gaussian_mechanism
 from dpx.methods import dp_sgd
 from dpx.release_state import steps_taken
 from dpx.sampling import FixedSizeSampling, FullBatch, PoissonSampling, ShuffledEpochs
+from dpx.units import UserData
 
 __version__ = "0.1.0"
 
@@ -59,6 +61,7 @@ __all__ = [
     "PrivateGradient",
     "ShuffledEpochs",
     "Unreleased",
+    "UserData",
     "accounting",
     "accumulate",
     "calibrate",

@@ -16,11 +16,18 @@ def rows_of(data: Any, examples: int) -> Callable[[np.ndarray], Tree]:
     data: a pytree of arrays with the examples on axis 0 of each, or a source with `__len__` and `__getitem__(int)`.
     Raises ValueError unless `data` holds this number of examples. The function raises it for unlike items of a source.
     """
-    source = _is_source(data)
-    length = len(data) if source else batch_size(data)
-    if length != examples:
+    if (length := length_of(data)) != examples:
         raise ValueError(f"data must hold the {examples} examples of the sampling, got {length}")
-    return _items_of(data) if source else lambda indices: jax.tree.map(lambda leaf: _rows_of(leaf, indices), data)
+    return (
+        _items_of(data)
+        if _is_source(data)
+        else lambda indices: jax.tree.map(lambda leaf: read_rows(leaf, indices), data)
+    )
+
+
+def length_of(data: Any) -> int:
+    """How many examples `data` holds, as arrays or as a source. Raises ValueError for anything else."""
+    return len(data) if _is_source(data) else batch_size(data)
 
 
 def _is_source(data: Any) -> bool:
@@ -36,7 +43,8 @@ def _is_source(data: Any) -> bool:
     )
 
 
-def _rows_of(array: Any, indices: np.ndarray) -> Any:
+def read_rows(array: Any, indices: np.ndarray) -> Any:
+    """The rows of one array of jax, of numpy or in a file."""
     if isinstance(array, jax.Array) or type(array) is np.ndarray:
         return array[indices]
     ascending, inverse = np.unique(indices, return_inverse=True)  # because files are read faster in order, or only so

@@ -570,8 +570,8 @@ SAMPLING = [
     Fault(
         "take: data of another length",
         "dpx/_rows.py",
-        "if length != examples:",
-        "if False:",
+        "if (length := length_of(data)) != examples:",
+        "if (length := length_of(data)) is None:",
         misuse("data of another length"),
     ),
     Fault(
@@ -746,6 +746,81 @@ SAMPLING = [
         "tests/test_batches.py -k without_steps",
     ),
 ]
+
+UNITS = [
+    Fault(
+        "users: padding shows rows of others",
+        "dpx/units.py",
+        "items = np.zeros((*included.shape, *found.shape[1:]), found.dtype)",
+        "items = np.resize(found, (*included.shape, *found.shape[1:]))",
+        "tests/test_units.py -k an_item",
+    ),
+    Fault(
+        "users: padding counts",
+        "dpx/units.py",
+        "for i, mask in enumerate(included)]",
+        "for i, mask in enumerate(included | True)]",
+        "tests/test_units.py -k padding",
+    ),
+    Fault(
+        "users: one is split where others stand between",
+        "dpx/units.py",
+        "np.unique(owners, return_inverse",
+        "np.unique(np.cumsum(np.r_[True, owners[1:] != owners[:-1]]), return_inverse",
+        "tests/test_units.py -k padding",
+    ),
+    Fault(
+        "users: the rows that are kept depend on others",
+        "dpx/units.py",
+        'np.argsort(numbers, kind="stable")',
+        "np.lexsort((np.random.default_rng(0).random(len(numbers)), numbers))",
+        "tests/test_units.py -k leaving_out",
+    ),
+    Fault(
+        "users: missing owners are one user",
+        "dpx/units.py",
+        'if owners.dtype.kind not in "iuUS":',
+        'if owners.dtype.kind not in "iuUSf":',
+        "tests/test_units.py -k refused",
+    ),
+    Fault(
+        "users: a missing owner among strings",
+        "dpx/units.py",
+        'None if hasattr(users, "dtype") else object',
+        "None",
+        "tests/test_units.py -k refused",
+    ),
+    Fault(
+        "users: another number of owners than of examples",
+        "dpx/units.py",
+        "if len(owners) != examples:",
+        "if len(owners) > examples:",
+        "tests/test_units.py -k refused",
+    ),
+    Fault(
+        "report: an epsilon of examples for users",
+        "dpx/accounting/report.py",
+        'subject = unit.removeprefix("one ")',
+        'subject = "example"',
+        "tests/test_units.py -k report",
+    ),
+    Fault(
+        "federated: padding counts in the loss",
+        "examples/federated.py",
+        "jnp.sum(losses, where=included)",
+        "jnp.sum(losses)",
+        "tests/test_examples_federated.py -k padding",
+        harmful=False,
+    ),
+    Fault(
+        "federated: examples are billed in place of users",
+        "examples/federated.py",
+        "dpx.PoissonSampling(examples=len(users),",
+        "dpx.PoissonSampling(examples=1437,",
+        "tests/test_examples_federated.py -k command_line",
+    ),
+]
+
 
 STATE = [
     Fault(
@@ -2009,4 +2084,4 @@ TRAINER = [
     ),
 ]
 
-FAULTS = [*CORE, *SAMPLING, *STATE, *METHODS, *PROJECTIONS, *ACCOUNTING, *GHOST, *CHECKING, *FIT, *TRAINER]
+FAULTS = [*CORE, *SAMPLING, *UNITS, *STATE, *METHODS, *PROJECTIONS, *ACCOUNTING, *GHOST, *CHECKING, *FIT, *TRAINER]

@@ -21,7 +21,7 @@ _CAVEATS = (
     "Gaussian noise is drawn in float32: its tail ends near 5.4 standard deviations, so a delta below about 1e-7 is "
     "not meaningful, and attacks on floating-point noise are not excluded.",
     "Choosing hyper-parameters by runs on the same data is not billed.",
-    "Per-example losses, gradients and clipping statistics of training data are not private unless noised and billed.",
+    "Per-{unit} losses, gradients and clipping statistics of training data are not private unless noised and billed.",
 )
 _RELATION_CAVEATS = {
     "add_or_remove": "Neighbors differ by the presence of one {unit}. The size of the data set is treated as public.",
@@ -119,13 +119,13 @@ def privacy_report(
     steps_or_state: Any,
     *,
     delta: float,
-    unit: str = "one example",
+    unit: str = "example",
 ) -> PrivacyReport:
     """The report of a mechanism after some steps: epsilon by "pld" and by "rdp", and all assumptions.
 
     steps_or_state: a number of steps (int, at least 0), or an optimizer state, whose billed steps are read.
     delta: in (0, 1), best far below 1 divided by the number of examples. A larger one warns.
-    unit: one record of the data set, in words: "one example" unless records were grouped before sampling.
+    unit: what the sampling draws and epsilon protects, in words: "user" if it draws users (`dpx.UserData`).
 
     Raises ValueError as `dpx.epsilon` does, and where neither accountant can bill the event.
     """
@@ -143,14 +143,17 @@ def privacy_report(
     if len(refusals) == len(bills):
         raise refusals[0]
     subject = unit.removeprefix("one ")
-    caveats = (_RELATION_CAVEATS[relation].format(unit=subject), *_CAVEATS)
+    caveats = tuple(caveat.format(unit=subject) for caveat in (_RELATION_CAVEATS[relation], *_CAVEATS))
     caveats += explanation(event, delta=delta, relation=relation)
-    if unit != "one example":
-        caveats += (f"The sampling and the clipping must have treated {unit} as one record.",)
+    if subject != "example":
+        caveats += (
+            f"The sampling and the clipping must have treated one {subject} as one record: where the pipeline and the "
+            f"sampling say example, they mean {subject}, and the size of the data set counts each {subject} once.",
+        )
     return PrivacyReport(
         mechanism=str(mechanism),
         steps=steps,
-        unit=unit,
+        unit=f"one {subject}",
         relation=relation,
         sampling=str(mechanism.sampling),
         delta=delta,

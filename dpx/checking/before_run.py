@@ -1,6 +1,7 @@
 """One call before a long run."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.core
@@ -23,7 +24,7 @@ def check(
     batch: Batch,
     *,
     steps: int | None = None,
-    data: Tree | None = None,
+    data: Any = None,
     delta: float | None = None,
     with_key: bool = False,
     has_aux: bool = False,
@@ -38,7 +39,7 @@ def check(
     is the same as without the check.
 
     loss, optimizer, with_key, has_aux: as for `private_grad`. params: a pytree of arrays. batch: a `dpx.Batch`.
-    steps, delta: of the run; by default those of the mechanism's budget. data: the training data, if known.
+    steps, delta: of the run; by default those of the mechanism's budget. data: as `sampling.take` gets it, if known.
 
     Raises ValueError if `optimizer` is not a `dpx.Mechanism`, `batch` not a `dpx.Batch`, `params` empty, the loss not
     one real number, or a number outside its range.

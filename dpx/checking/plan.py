@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from dpx._rows import length_of
 from dpx.accounting import epsilon
 from dpx.batches import Batch, Tree, batch_size, inclusion
 from dpx.checking.report import Finding
@@ -46,8 +47,9 @@ def drawn(batch: Batch) -> Finding:
     return Finding("drawn", "ok", "the batch is of `sampling.take`")
 
 
-def data_length(data: Tree, sampling: Any) -> Finding:
-    rows, numbers = batch_size(data), {"rows": batch_size(data), "examples": sampling.examples}
+def data_length(data: Any, sampling: Any) -> Finding:
+    rows = length_of(data)
+    numbers = {"rows": rows, "examples": sampling.examples}
     if rows != sampling.examples:
         words = f"the data have {rows} rows, and the bill is for {sampling.examples} examples"
         return Finding("data", "error", words, numbers)
