@@ -28,7 +28,7 @@ class Draws(NamedTuple):
     """The rows of many batches of one run, for a loop inside jit.
 
     indices: int32 (steps, size), the rows of the data, 0 for padding. included: bool (steps, size), False for padding.
-    drawn: uint32 (steps, 4), `Batch.drawn` of each step.
+    drawn: uint32 (steps, 5), `Batch.drawn` of each step.
     """
 
     indices: np.ndarray
@@ -36,9 +36,9 @@ class Draws(NamedTuple):
     drawn: np.ndarray
 
 
-def record(key: jax.Array, step: int, included: np.ndarray) -> np.ndarray:
-    """`Batch.drawn` of the batch of one step, uint32 (4,). included: bool (size,)."""
-    return np.array([step, included.sum(), keys.mark(key), 0], np.uint32)
+def record(key: jax.Array, step: int, included: np.ndarray, terms: int) -> np.ndarray:
+    """`Batch.drawn` of the batch of one step, uint32 (5,). included: bool (size,). terms: of the sampling."""
+    return np.array([step, included.sum(), keys.mark(key), 0, terms], np.uint32)
 
 
 def keep_sizes(sampling: Any, *, whole: bool = False):

@@ -61,8 +61,10 @@ class Plan:
         return self.sharding.num_devices // self.sharding.shard_shape((self.sharding.num_devices,))[0]
 
 
-def batches(draw: Callable[..., Draw], rows: Rows, key: jax.Array, steps: range, plan: Plan) -> Generator[Any]:
-    """The batches of `steps`; with a chunk size, an iterator of chunks for each.
+def batches(
+    draw: Callable[..., Draw], rows: Rows, key: jax.Array, steps: range, plan: Plan, terms: int
+) -> Generator[Any]:
+    """The batches of `steps`; with a chunk size, an iterator of chunks for each. terms: of the sampling.
 
     Raises ValueError if several processes load a batch together, but not with one key from one step on.
     """
@@ -70,7 +72,8 @@ def batches(draw: Callable[..., Draw], rows: Rows, key: jax.Array, steps: range,
 
     def load():
         for step in steps:
-            for drawn_rows, drawn, last in pieces(draw(key, step, size=plan.size), key, step, plan):
+            chosen = draw(key, step, size=plan.size)
+            for drawn_rows, drawn, last in pieces(chosen, record(key, step, chosen.included, terms), plan):
                 yield place(rows, drawn_rows, drawn, plan.sharding), last
 
     loaded = ahead(load(), plan.prefetch) if plan.prefetch else load()
@@ -90,15 +93,14 @@ def require_one_run(key: jax.Array, steps: range, sharding: jax.sharding.Shardin
         )
 
 
-def pieces(draw: Draw, key: jax.Array, step: int, plan: Plan) -> Iterator[Piece]:
+def pieces(draw: Draw, drawn: np.ndarray, plan: Plan) -> Iterator[Piece]:
     """What is loaded at once: the whole draw of a step, or its chunks, of equal sizes and at least one."""
-    drawn = record(key, step, draw.included)
     if plan.chunk_size is None:
         yield widen(draw, round_up(len(draw.indices), plan.shards)), drawn, True
         return
     size, chosen = round_up(plan.chunk_size, plan.shards), draw.indices[draw.included]
     for start in range(0, max(1, len(chosen)), size):
-        first_row = np.array([0, 0, 0, start], np.uint32)
+        first_row = np.array([0, 0, 0, start, 0], np.uint32)
         yield pad(chosen[start : start + size], size), drawn + first_row, start + size >= len(chosen)
 
 

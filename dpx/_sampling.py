@@ -12,7 +12,7 @@ from dpx._draws import Draw, Draws, record, require_known, widen
 from dpx._numbers import require_whole
 from dpx._rows import rows_of
 from dpx.batches import Batch, Tree
-from dpx.release_state import next_steps
+from dpx.release_state import next_steps, sampling_terms
 
 
 class Sampling(Protocol):
@@ -76,7 +76,7 @@ class Sampling(Protocol):
         (step,) = next_steps(state, self, 1, beyond_budget=beyond_budget)
         rows = rows_of(data, self.examples)
         indices, included = self.draw(key, step, size=size)
-        return Batch(rows(indices), included, record(key, step, included))
+        return Batch(rows(indices), included, record(key, step, included, sampling_terms(self)))
 
     def batches(
         self,
@@ -113,7 +113,8 @@ class Sampling(Protocol):
         steps = None if steps is None else require_whole("steps", steps)
         run = next_steps(state, self, steps, beyond_budget=beyond_budget)
         plan = _loading.Plan(chunk_size=chunk_size, sharding=sharding, prefetch=prefetch, size=size)
-        return _loading.batches(self.draw, rows_of(data, self.examples), key, run, plan)
+        draw, terms = self.draw, sampling_terms(self)
+        return _loading.batches(draw, rows_of(data, self.examples), key, run, plan, terms)
 
     def draw_ahead(
         self, key: jax.Array, state: Tree, steps: int, *, size: int | None = None, beyond_budget: bool = False
@@ -125,8 +126,9 @@ class Sampling(Protocol):
         """
         require_known(key, state)
         run = next_steps(state, self, require_whole("steps", steps), beyond_budget=beyond_budget)
+        terms = sampling_terms(self)
         draws = [self.draw(key, step, size=size) for step in run]
         largest = max(len(indices) for indices, _ in draws)
         indices, included = (np.stack(arrays) for arrays in zip(*(widen(draw, largest) for draw in draws), strict=True))
-        drawn = [record(key, step, rows) for step, rows in zip(run, included, strict=True)]
+        drawn = [record(key, step, rows, terms) for step, rows in zip(run, included, strict=True)]
         return Draws(indices, included, np.stack(drawn))

@@ -15,9 +15,10 @@ class Batch(NamedTuple):
 
     examples: pytree of arrays, with the B examples on axis 0 of each.
     included: bool (B,), True where the row counts, False for padding; None says that all B rows count.
-    drawn:    uint32 (4,), set by the sampling: the step that the batch was drawn for, how many of its rows count,
-              the mark of its key, and 0 (for a chunk of a batch: how many rows the chunks before it have). A run has no
-              bill if it uses the batch twice, at another step or with other rows. To change the examples, use
+    drawn:    uint32 (5,), set by the sampling: the step that the batch was drawn for, how many of its rows count, the
+              mark of its key, 0 (for a chunk of a batch: how many rows the chunks before it have), and a fingerprint of
+              the sampling. A run has no bill if it uses the batch twice, at another step, with another number of rows
+              that count, or with a mechanism of another sampling. To change the examples, use
               `batch._replace(examples=...)`, which keeps this field.
     """
 

@@ -39,7 +39,7 @@ class Mechanism(optax.GradientTransformationExtraArgs):
 
     grads:    like `params`, with the B examples on axis 0 of every leaf; any real dtype
     included: bool (B,), False for padding; it may be left out where the sampling never pads
-    drawn:    uint32 (4,), `batch.drawn` of a batch of `sampling.take`, which shows if a batch is used twice; or None
+    drawn:    uint32 (5,), `batch.drawn` of a batch of `sampling.take`, which shows if a batch is used twice; or None
     updates:  like `params`, in their dtypes; the private gradient
 
     `private_grad` uses these fields directly:

@@ -25,8 +25,11 @@ REASONS = (
     "a batch was used at another step than it was drawn for, and releases that share a batch cost more than those of "
     "independent batches. Take a new batch for every step, with the state after the last one",
     "its batches were drawn with more than one key, so they are not those of one permutation an epoch",
-    "the chunks of a batch were not added each once, in order, and with the state that the batch was released with",
+    "the chunks of a batch were not added each once, in order, and with the mechanism and the state that the batch was "
+    "released with",
+    "a batch was drawn by another sampling than the one that is billed. Draw with the `sampling` of the mechanism",
 )
+SEVERAL_KEYS = np.uint32(1)  # in place of the mark of a key, which is larger
 TOLERANCE = 1e-5  # relative, between the precision of a state and that of a mechanism, because float32 rounds
 
 
@@ -39,7 +42,8 @@ class ReleaseState(NamedTuple):
     terms:         uint32 (2,), fingerprints of the sampling record, and of the event without its noise multipliers.
                    After a release that cannot be billed, terms[0] is the number of the reason in REASONS, from 1.
     planned_steps: int32 (), the steps of the budget that the noise was calibrated for; 0 without a budget.
-    stream:        uint32 (), the mark of the key that draws the batches (`keys.mark`); 0 while it is not known.
+    stream:        uint32 (), the mark of the key that draws the batches (`keys.mark`); 0 while it is not known, 1 after
+                   batches of several keys.
     """
 
     step: jax.Array
@@ -73,7 +77,7 @@ def countersigned(
 ) -> Tree:
     """`state` before a release under `terms`. If they do not hold for that release, no mechanism will bill the state.
 
-    terms: uint32 (2,). rows: int (), how many rows of the batch count. drawn: uint32 (4,), `Batch.drawn`, or None.
+    terms: uint32 (2,). rows: int (), how many rows of the batch count. drawn: uint32 (5,), `Batch.drawn`, or None.
     ordered: bool (), whether the sums are of the chunks of one batch, each once and in order, under this state.
     """
     most = int(min(getattr(sampling, "most_rows", math.inf), 2**31 - 1))
@@ -81,11 +85,13 @@ def countersigned(
     def countersign(node):
         wrong = [jnp.any(node.terms != terms), rows > most, *[False] * 3, jnp.logical_not(ordered)]
         if drawn is not None:
-            step, drawn_rows, stream, first_row = jnp.asarray(drawn).astype(jnp.uint32)
-            other_key = getattr(sampling, "one_key", False) & (node.stream != 0) & (stream != node.stream)
+            step, drawn_rows, stream, first_row, drawn_by = jnp.asarray(drawn).astype(jnp.uint32)
+            several = (node.stream != 0) & (stream != node.stream)
+            other_key = getattr(sampling, "one_key", False) & several
             other_rows = (rows.astype(jnp.uint32) != drawn_rows) | (first_row != 0)
             wrong[2:5] = other_rows, step != node.step.astype(jnp.uint32), other_key
-            node = node._replace(stream=stream)
+            wrong.append(drawn_by != terms[0])
+            node = node._replace(stream=jnp.where(several, SEVERAL_KEYS, stream))
         signature = node.terms
         for reason, holds in enumerate(wrong, start=1):
             signature = jnp.where(holds & (signature > len(REASONS)), jnp.uint32(reason), signature)

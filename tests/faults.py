@@ -286,7 +286,7 @@ CORE = [
     Fault(
         "chunks: of several batches",
         "dpx/gradients/accumulate.py",
-        "ordered &= jnp.all(sums.unreleased_drawn[:3] == one.unreleased_drawn[:3])",
+        "ordered &= jnp.all(sums.unreleased_drawn[_OF_THE_BATCH] == one.unreleased_drawn[_OF_THE_BATCH])",
         "pass",
         "tests/test_accumulate.py -k no_bill",
     ),
@@ -584,15 +584,15 @@ SAMPLING = [
     Fault(
         "take: the batch does not know its step",
         "dpx/_sampling.py",
-        ", included, record(key, step, included))",
+        ", included, record(key, step, included, sampling_terms(self)))",
         ", included)",
         "tests/test_misuse.py -k used_twice",
     ),
     Fault(
         "take: a key for every epoch",
         "dpx/_draws.py",
-        "included.sum(), keys.mark(key), 0]",
-        "included.sum(), 0, 0]",
+        "included.sum(), keys.mark(key), 0, terms]",
+        "included.sum(), 0, 0, terms]",
         "tests/test_misuse.py -k several_keys",
     ),
     Fault(
@@ -647,8 +647,8 @@ SAMPLING = [
     Fault(
         "loading: a chunk does not know where it begins",
         "dpx/_loading.py",
-        "np.array([0, 0, 0, start], np.uint32)",
-        "np.array([0, 0, 0, 0], np.uint32)",
+        "np.array([0, 0, 0, start, 0], np.uint32)",
+        "np.array([0, 0, 0, 0, 0], np.uint32)",
         "tests/test_batches.py -k 'chunks_of_a_step or chunk_alone'",
     ),
     Fault(
@@ -713,8 +713,8 @@ SAMPLING = [
     Fault(
         "ahead: the draws know the first step alone",
         "dpx/_sampling.py",
-        "drawn = [record(key, step, rows) for",
-        "drawn = [record(key, run[0], rows) for",
+        "drawn = [record(key, step, rows, terms) for",
+        "drawn = [record(key, run[0], rows, terms) for",
         "tests/test_batches.py -k ahead",
     ),
     Fault(
@@ -843,6 +843,27 @@ STATE = [
         "(rows.astype(jnp.uint32) != drawn_rows) | (first_row != 0)",
         "jnp.array(False)",
         "tests/test_misuse.py -k repeated_rows",
+    ),
+    Fault(
+        "state: a batch of another sampling is billed",
+        "dpx/release_state.py",
+        "wrong.append(drawn_by != terms[0])",
+        "pass",
+        "tests/test_misuse.py -k batches_of_another_sampling",
+    ),
+    Fault(
+        "state: only the last key of the batches is known",
+        "dpx/release_state.py",
+        "stream=jnp.where(several, SEVERAL_KEYS, stream)",
+        "stream=stream",
+        "tests/test_misuse.py -k drew_with_one_key",
+    ),
+    Fault(
+        "chunks: the sums of another mechanism are released",
+        "dpx/gradients/accumulate.py",
+        " & (sums.owner == _owner(self.optimizer))",
+        "",
+        "tests/test_accumulate.py -k another_mechanism",
     ),
     Fault(
         "state: what was refused is billed again",

@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import dpx
+from dpx.release_state import sampling_terms
 from tests.test_dp_sgd import KEY, SAMPLING, dp_sgd, model
 from tests.test_dp_sgd import loss as loss_without_key
 from tests.test_gradients import with_dropout as loss
@@ -29,7 +30,7 @@ def chunks(step=0, mark=2**16, included=INCLUDED, size=SIZE):
         dpx.Batch(
             jax.tree.map(lambda leaf, at=at: leaf[at : at + size], padded),
             counts[at : at + size],
-            np.array([step, included.sum(), mark, at], np.uint32),
+            np.array([step, included.sum(), mark, at, sampling_terms(SAMPLING)], np.uint32),
         )
         for at in range(0, rows, size)
     ]
@@ -118,7 +119,7 @@ def test_chunks_in_order_have_one():
     assert epsilon_after(without_record([TWO, ONE])) == dpx.epsilon(mechanism, 1, delta=1e-5)
     (params, _), state = model(), at_step(0)
     sums = ADD(params, ONE._replace(included=None, drawn=None), state)
-    assert (int(sums.rows), int(sums.unreleased_count)) == (SIZE, SIZE)
+    assert (int(sums.unreleased_rows), int(sums.unreleased_count)) == (SIZE, SIZE)
 
 
 def test_one_example_moves_the_sums_by_the_clip_norm():
@@ -137,9 +138,21 @@ def test_one_example_moves_the_sums_by_the_clip_norm():
 def test_the_sums_are_not_public():
     sums = ADD(model()[0], ONE, at_step(0))
     shown = dpx.public_state(sums)
-    assert [name for name, value in shown._asdict().items() if value is not None] == ["rows", "step", "ordered"]
+    assert [name for name, value in shown._asdict().items() if value is not None] == ["step", "owner", "ordered"]
     other = dpx.public_state(ADD(model()[0], ONE._replace(included=~ONE.included), at_step(0)))
     chex.assert_trees_all_equal(other, shown)
+
+
+def test_the_sums_of_another_mechanism_have_no_bill():
+    """A notebook in which only the cell of the release runs again, with a smaller clip norm and so with less noise."""
+    params, state = model()[0], at_step(0)
+    sums = None
+    for chunk in (ONE, TWO, THREE):
+        sums = ADD(params, chunk, state, sums)
+    other = dp_sgd(clip_norm=0.01)
+    _, after = dpx.accumulate(loss, other).release(params, sums, other.init(params))
+    with pytest.raises(ValueError, match="with the mechanism and the state"):
+        dpx.epsilon(other, after, delta=1e-3)
 
 
 def test_refused():

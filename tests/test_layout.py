@@ -88,6 +88,7 @@ MAY_IMPORT = {
         "batches",
         "gradients",
         "mechanism",
+        "release_state",
     },
     "catalog": {"coordinates", "mechanisms", "methods", "sampling"},
 }

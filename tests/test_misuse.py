@@ -414,6 +414,22 @@ def test_repeated_rows_are_not_billed():
         dpx.epsilon(mechanism, state, delta=1e-5)
 
 
+def test_batches_of_another_sampling_are_not_billed():
+    """A notebook in which the batch size is changed, but the iterator of batches is not made again."""
+    bills, draws = dpx.PoissonSampling(examples=1000, batch_size=4), dpx.PoissonSampling(examples=1000, batch_size=50)
+    mechanism = dp_sgd(sampling=bills)
+    size, state = draws.draw(KEY, 0).indices.size, mechanism.init(PARAMS)
+    gradient = dpx.private_grad(loss, mechanism)
+    for sampling in (bills, draws):
+        batch = sampling.take(DATA, KEY, dp_sgd(sampling=sampling).init(PARAMS), size=size)
+        after = gradient(PARAMS, batch, state).state
+        if sampling is bills:
+            assert dpx.epsilon(mechanism, after, delta=1e-5) > 0
+    with pytest.raises(ValueError, match="drawn by another sampling than the one that is billed"):
+        dpx.epsilon(mechanism, after, delta=1e-5)
+    assert dpx.check(loss, mechanism, PARAMS, batch).findings[0].name == "drawn"
+
+
 def test_several_keys_for_shuffled_epochs_are_not_billed():
     """Batches of two permutations may hold an example twice an epoch."""
     sampling = dpx.ShuffledEpochs(examples=1000, batch_size=50)
@@ -526,6 +542,12 @@ def test_runs_that_drew_with_one_key_are_composed_as_sharing_their_batches():
         dpx.compose(*runs["one"], shared_batches=False)
     with pytest.raises(ValueError, match="drew their batches with several keys"):
         dpx.compose(*runs["two"], shared_batches=True)
+    (mechanism, gradient), state = gradients[0], runs["one"][0][1]
+    for key in (jax.random.key(4), KEY):  # another key for one step, and the first again
+        state = gradient(PARAMS, SAMPLING.take(DATA, key, state), state).state
+    for shared_batches in (False, True):
+        with pytest.raises(ValueError, match="one of these runs drew its batches with several keys"):
+            dpx.compose((mechanism, state), runs["one"][1], shared_batches=shared_batches)
     shared, apart = dpx.compose(*runs["one"], shared_batches=True), dpx.compose(*runs["two"], shared_batches=False)
     assert shared.epsilon(1e-5) > apart.epsilon(1e-5) > 0
 

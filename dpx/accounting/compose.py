@@ -13,6 +13,7 @@ from dpx._numbers import over
 from dpx.accounting.bill import batch_stream, billed_steps, event_of
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.events import event_delta, event_epsilon
+from dpx.release_state import SEVERAL_KEYS
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,8 @@ def compose(*runs: tuple[Any, Any], shared_batches: bool) -> Composition:
     Pass states rather than numbers of steps, because a state records which key its batches were drawn with.
 
     Raises ValueError for no runs; for two runs with one key, because they share their noise; for states whose keys
-    contradict `shared_batches`; for different neighboring relations; and, with shared batches, for different samplings
-    and for mechanisms that are not billed as one Gaussian release a step.
+    contradict `shared_batches`, or that are of several keys; for different neighboring relations; and, with shared
+    batches, for different samplings and for mechanisms that are not billed as one Gaussian release a step.
     """
     if not runs:
         raise ValueError("compose needs at least one (mechanism, steps or state), got none")
@@ -61,6 +62,12 @@ def compose(*runs: tuple[Any, Any], shared_batches: bool) -> Composition:
             )
     events, relations = zip(*(event_of(mechanism, spent, None) for mechanism, spent in runs), strict=True)
     streams = [stream for _, spent in runs if (stream := batch_stream(spent))]
+    if SEVERAL_KEYS in streams:
+        raise ValueError(
+            "one of these runs drew its batches with several keys, so its state does not show whether it saw the "
+            "batches of another run: pass numbers of steps, and shared_batches=False only if no two runs drew with one "
+            "key"
+        )
     if not shared_batches and len(set(streams)) < len(streams):
         raise ValueError(
             "two of these runs drew their batches with one key, so they saw the same ones: pass shared_batches=True"

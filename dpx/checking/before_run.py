@@ -52,7 +52,7 @@ def check(
         jax.eval_shape(lambda tree: jax.tree.map(lambda leaf: leaf[0], tree), examples),
     )
     included, rows = plan.rows_that_count(batch, sampling)
-    public = [plan.drawn(batch), plan.delta_size(delta, sampling), plan.privacy(optimizer, steps, delta)]
+    public = [plan.drawn(batch, sampling), plan.delta_size(delta, sampling), plan.privacy(optimizer, steps, delta)]
     public += [] if data is None else [plan.data_length(data, sampling)]
     public += [real := parameters.dtypes(params)]
     closed = program.trace(value, params, example)

@@ -12,6 +12,7 @@ from dpx.accounting import epsilon
 from dpx.batches import Batch, Tree, batch_size, inclusion
 from dpx.checking.report import Finding
 from dpx.mechanism import Mechanism
+from dpx.release_state import sampling_terms
 
 FAR = 6.0  # standard deviations of a Poisson batch size; a drawn batch is further away with probability 1e-8 or so
 WEAK = 10.0  # an epsilon above which little is promised
@@ -40,11 +41,13 @@ def rows_that_count(batch: Batch, sampling: Any) -> tuple[np.ndarray, Finding]:
     return included, Finding("batch", "ok", words, numbers)
 
 
-def drawn(batch: Batch) -> Finding:
+def drawn(batch: Batch, sampling: Any) -> Finding:
     if batch.drawn is None:
         words = "the batch is not of `sampling.take`: nothing shows that the sampling, which is billed, drew it"
         return Finding("drawn", "note", words)
-    return Finding("drawn", "ok", "the batch is of `sampling.take`")
+    if int(np.asarray(batch.drawn)[4]) != sampling_terms(sampling):
+        return Finding("drawn", "error", f"the batch was drawn by another sampling than {sampling}, which is billed")
+    return Finding("drawn", "ok", "the sampling drew the batch")
 
 
 def data_length(data: Any, sampling: Any) -> Finding:

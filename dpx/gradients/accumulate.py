@@ -4,12 +4,14 @@ A clipped sum is a sum over examples, so the sums of the chunks add up to the su
 at most C, the noise is added once, and the step is billed once.
 """
 
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dpx._guards import require_params
@@ -22,16 +24,19 @@ from dpx.gradients.sums import Clipping, sum_gradients
 from dpx.mechanism import Mechanism
 from dpx.release_state import ReleaseState
 
+_OF_THE_BATCH = np.array([0, 1, 2, 4])  # the numbers of `Batch.drawn` that are the same in all chunks
+
 
 class AccumulatedSums(NamedTuple):
     """The sums of the chunks of one batch so far. They have no noise: never share them.
 
     unreleased_sums:  one sum for each factor of the mechanism, float32, like the encoded gradient of one example.
     unreleased_count: int32 (), how many rows of the chunks count.
-    unreleased_drawn: uint32 (4,), `Batch.drawn` of the first chunk; None for chunks without it.
+    unreleased_drawn: uint32 (5,), `Batch.drawn` of the first chunk; None for chunks without it.
     unreleased:       losses, norms and aux of the examples of the chunk that was added last. NOT private.
-    rows:             int32 (), how many rows the chunks have, padding included.
+    unreleased_rows:  int32 (), how many rows the chunks have, padding included.
     step:             int32 (), the step of the state that the chunks were added with.
+    owner:            uint32 (), a fingerprint of the mechanism that they were added with.
     ordered:          bool (), whether they are chunks of one batch, each added once and in order, at that step.
     """
 
@@ -39,8 +44,9 @@ class AccumulatedSums(NamedTuple):
     unreleased_count: jax.Array
     unreleased_drawn: jax.Array | None
     unreleased: Unreleased
-    rows: jax.Array
+    unreleased_rows: jax.Array
     step: jax.Array
+    owner: jax.Array
     ordered: jax.Array
 
 
@@ -69,7 +75,7 @@ class Accumulation:
             rows = along_examples(chunk_on.examples)
             one: Any = NamedSharding(rows.mesh, PartitionSpec())
             sums = _place_sums(self.optimizer, params, state, params_on, one)
-            return AccumulatedSums(sums, one, one, rows, one, one, one)
+            return AccumulatedSums(sums, one, one, rows, one, one, one, one)
 
         return call_with_auto_axes(self._add, (params, chunk, state, sums), place)
 
@@ -84,7 +90,7 @@ class Accumulation:
         size = batch_size(chunk.examples)
         counts = jnp.ones(size, bool) if chunk.included is None else chunk.included
         included = inclusion(size, counts, self.optimizer.sampling)
-        first = jnp.int32(0) if sums is None else sums.rows
+        first = jnp.int32(0) if sums is None else sums.unreleased_rows
         rows = rows_of(self.optimizer, state, chunk.examples, with_key=self.with_key, first=first)
         total, of_each = self.sum_rows(params, state, rows, included)
         drawn = None if chunk.drawn is None else jnp.asarray(chunk.drawn).astype(jnp.uint32)
@@ -93,14 +99,15 @@ class Accumulation:
             unreleased_count=jnp.sum(included, dtype=jnp.int32),
             unreleased_drawn=drawn,
             unreleased=Unreleased(*of_each),
-            rows=jnp.int32(size),
+            unreleased_rows=jnp.int32(size),
             step=_step_of(state),
+            owner=_owner(self.optimizer),
             ordered=jnp.bool_(True) if drawn is None else drawn[3] == first.astype(jnp.uint32),
         )
         return one if sums is None else _joined(sums, one)
 
     def _release(self, params, sums, state):
-        ordered = sums.ordered & (sums.step == _step_of(state))
+        ordered = sums.ordered & (sums.step == _step_of(state)) & (sums.owner == _owner(self.optimizer))
         total, count, drawn = sums.unreleased_sums, sums.unreleased_count, sums.unreleased_drawn
         return self.optimizer.release_once(total, state, params, count, drawn, ordered=ordered)
 
@@ -122,8 +129,8 @@ def accumulate(
         updates, state = step.release(params, sums, state)      # one noise, one step of the bill
 
     The updates are those of one call of `private_grad` with the whole batch, up to float32 rounding; the keys of the
-    examples are the same, because they count the rows of the chunks before. Both functions can be jitted, also with
-    donated sums. `sums` is an `AccumulatedSums`, as sensitive as the data.
+    examples are the same, because they count the rows of the chunks before. Both functions can be jitted, `add` also
+    with donated sums. `sums` is an `AccumulatedSums`, as sensitive as the data.
 
     loss, optimizer, microbatch_size, clipping, with_key, has_aux: as in `private_grad`.
     chunk: a `dpx.Batch`. With `drawn`, the chunks must be all those of one batch, of the step of the state, each once
@@ -139,6 +146,11 @@ def accumulate(
 
 def _step_of(state: Tree) -> jax.Array:
     return find_state(state, ReleaseState, "mechanism's state").step
+
+
+def _owner(mechanism: Mechanism) -> jax.Array:
+    """A fingerprint of what a mechanism does and bills, uint32 (): two that clip to other norms have different ones."""
+    return jnp.uint32(zlib.crc32(repr((mechanism.stages, mechanism.terms.tolist())).encode()))
 
 
 def _require_sums(sums):
@@ -157,15 +169,16 @@ def _place_sums(mechanism: Mechanism, params: Tree, state: Tree, params_on: Tree
 
 def _joined(sums: AccumulatedSums, one: AccumulatedSums) -> AccumulatedSums:
     """The sums with one more chunk, whose `ordered` says whether it begins where they end."""
-    ordered = sums.ordered & one.ordered & (sums.step == one.step)
+    ordered = sums.ordered & one.ordered & (sums.step == one.step) & (sums.owner == one.owner)
     if sums.unreleased_drawn is not None and one.unreleased_drawn is not None:
-        ordered &= jnp.all(sums.unreleased_drawn[:3] == one.unreleased_drawn[:3])
+        ordered &= jnp.all(sums.unreleased_drawn[_OF_THE_BATCH] == one.unreleased_drawn[_OF_THE_BATCH])
     return AccumulatedSums(
         unreleased_sums=jax.tree.map(jnp.add, sums.unreleased_sums, one.unreleased_sums),
         unreleased_count=sums.unreleased_count + one.unreleased_count,
         unreleased_drawn=sums.unreleased_drawn,
         unreleased=one.unreleased,
-        rows=sums.rows + one.rows,
+        unreleased_rows=sums.unreleased_rows + one.unreleased_rows,
         step=sums.step,
+        owner=sums.owner,
         ordered=ordered,
     )
