@@ -62,7 +62,7 @@ def compose(*runs: tuple[Any, Any], shared_batches: bool) -> Composition:
             )
     events, relations = zip(*(event_of(mechanism, spent, None) for mechanism, spent in runs), strict=True)
     streams = [stream for _, spent in runs if (stream := batch_stream(spent))]
-    if SEVERAL_KEYS in streams:
+    if SEVERAL_KEYS in streams and len(runs) > 1:
         raise ValueError(
             "one of these runs drew its batches with several keys, so its state does not show whether it saw the "
             "batches of another run: pass numbers of steps, and shared_batches=False only if no two runs drew with one "
