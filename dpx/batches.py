@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import scipy.sparse
 
 Tree = Any  # a pytree of arrays
 
@@ -17,8 +18,9 @@ class Batch(NamedTuple):
     included: bool (B,), True where the row counts, False for padding; None says that all B rows count.
     drawn:    uint32 (4,), set by the sampling: the step that the batch was drawn for, how many of its rows count,
               the mark of its key, and 0 (for a chunk of a batch: how many rows the chunks before it have). A run has no
-              bill if it uses the batch twice, at another step or with other rows. To change the examples, use
-              `batch._replace(examples=...)`, which keeps this field.
+              bill if it uses the batch twice, at another step or with another number of rows that count. To change the
+              examples, use `batch._replace(examples=...)`, which keeps this field. Each new row must depend on its own
+              old row alone: no mixup, no statistics of the batch. Nothing can check that.
     """
 
     examples: Tree
@@ -37,8 +39,22 @@ def require_batch(batch: Any) -> Batch:
     )
 
 
+def require_arrays(data: Any):
+    """Raises ValueError for objects of pandas, whose rows are read by label, and for sparse matrices."""
+    for leaf in jax.tree.leaves(data):
+        if hasattr(leaf, "iloc"):
+            raise ValueError(
+                f"data must hold arrays, whose rows have places, not labels; got {type(leaf)}: .to_numpy()"
+            )
+        if scipy.sparse.issparse(leaf):
+            raise ValueError(
+                f"data must hold dense arrays, got {type(leaf)}: .toarray(), or a source that makes its rows dense"
+            )
+
+
 def batch_size(examples: Tree) -> int:
-    """The length of axis 0. Raises ValueError unless it is the same in every leaf."""
+    """The length of axis 0. Raises ValueError unless it is the same in every leaf, which is an array."""
+    require_arrays(examples)
     shapes: list[tuple[int, ...]] = [tuple(getattr(leaf, "shape", ())) for leaf in jax.tree.leaves(examples)]
     if not shapes or any(len(shape) == 0 for shape in shapes) or len({shape[0] for shape in shapes}) != 1:
         raise ValueError(f"every leaf must have the examples on axis 0, the same number; got shapes {shapes}")
