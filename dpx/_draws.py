@@ -2,6 +2,7 @@
 
 import functools
 import math
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +13,7 @@ import scipy.special
 
 from dpx import keys
 from dpx._numbers import require_whole
+from dpx.batches import Batch, Tree, batch_size
 
 
 class Draw(NamedTuple):
@@ -24,16 +26,33 @@ class Draw(NamedTuple):
     included: np.ndarray
 
 
-class Draws(NamedTuple):
-    """The rows of many batches of one run, for a loop inside jit.
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Draws:
+    """The rows of many batches of one run, for a loop inside jit. `jax.lax.scan` over it gives one row after another.
 
     indices: int32 (steps, size), the rows of the data, 0 for padding. included: bool (steps, size), False for padding.
-    drawn: uint32 (steps, 5), `Batch.drawn` of each step.
+    drawn: uint32 (steps, 5), `Batch.drawn` of each step. examples: int, the size of the data set.
+    A row of it, the draw of one step, has the same fields without the axis of the steps.
     """
 
-    indices: np.ndarray
-    included: np.ndarray
-    drawn: np.ndarray
+    indices: Any
+    included: Any
+    drawn: Any
+    examples: int = field(metadata={"static": True})
+
+    def batch(self, data: Tree) -> Batch:
+        """The batch of a row. data: a pytree of arrays with the `examples` examples on axis 0 of each.
+
+        Raises ValueError for data of another length, and for the draws of several steps.
+        """
+        # Inside of jit, an index beyond the end would silently be that of the last example.
+        if (length := batch_size(data)) != self.examples:
+            raise ValueError(f"data must hold the {self.examples} examples of the sampling, got {length}")
+        if jnp.ndim(self.indices) != 1:
+            raise ValueError(f"draws must be those of one step, (size,); got indices of {jnp.shape(self.indices)}")
+        examples = jax.tree.map(lambda leaf: jnp.asarray(leaf)[self.indices], data)
+        return Batch(examples, self.included, self.drawn)
 
 
 def record(key: jax.Array, step: int, included: np.ndarray, terms: int) -> np.ndarray:
@@ -60,7 +79,7 @@ def require_known(key: jax.Array, *others: Any):
             "batches are drawn outside of jit, because chance decides their number of rows; but the key, the step or "
             "the state is traced, or the call stands inside a traced function. Draw ahead: rows = "
             "sampling.draw_ahead(key, state, steps), then jax.lax.scan(body, carry, rows) with a body that takes "
-            "dpx.Batch(jax.tree.map(lambda leaf: leaf[row.indices], data), row.included, row.drawn) (docs/loops.md)"
+            "row.batch(data) (docs/loops.md)"
         )
 
 

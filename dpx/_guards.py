@@ -109,6 +109,15 @@ def require_coordinates(coordinates: tuple[Any, ...], kind: type):
             )
 
 
+def require_values(params: Tree):
+    """ValueError if the parameters are shapes alone, as inside of coordinates, where transforms cannot read them."""
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
+        raise ValueError(
+            "dpx.chain must stand outside of coordinates and of other mechanisms, because optax transforms read the "
+            "parameters; write dpx.chain(dpx.in_coordinates(mechanism, coordinates), *transforms)"
+        )
+
+
 def require_transforms(transforms: tuple[Any, ...], mechanism: type, coordinates: type):
     """ValueError where a mechanism or coordinates are among the transforms behind a mechanism."""
     for transform in transforms:

@@ -1,8 +1,9 @@
 """Standard normals in the shapes of a tree, from one key: the noise of every mechanism.
 
-The numbers of the tree, leaf after leaf, are the numbers of one stream. Number n of the stream is a function of the key
-and of n alone, so its value does not depend on how the arrays are computed or sharded. Compiling one random number
-generator for each leaf took most of the time of compiling a step.
+The numbers of the tree, leaf after leaf, are the numbers of one stream. Number n of the stream is a function of the
+key, of n, and of how many numbers the tree has, if these are fewer than 2^14. So its value does not depend on how the
+arrays are computed or sharded. Compiling one random number generator for each leaf took most of the time of compiling a
+step.
 """
 
 import itertools
@@ -41,7 +42,7 @@ def standard_normals(key: jax.Array, tree: Tree) -> Tree:
 def _leaves(words: jax.Array, shapes: tuple[tuple[int, ...], ...], sharded: bool) -> list[jax.Array]:
     """The leaves of these shapes, float32. words: of the key, uint32 (2,)."""
     starts = list(itertools.accumulate(map(math.prod, shapes), initial=0))
-    half = min(CHUNK_NUMBERS, starts[-1] + 1) // 2
+    half = max(1, min(CHUNK_NUMBERS, starts[-1] + 1) // 2)
 
     def by_chunks(words):
         ends = itertools.pairwise(starts)

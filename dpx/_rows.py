@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpx.batches import Tree, batch_size
+from dpx.batches import Tree, batch_size, require_arrays
 
 
 def rows_of(data: Any, examples: int) -> Callable[[np.ndarray], Tree]:
@@ -33,6 +33,8 @@ def length_of(data: Any) -> int:
 def _is_source(data: Any) -> bool:
     """Whether `data` is asked for examples one at a time. Raises ValueError unless it is that or holds arrays."""
     iterator = hasattr(data, "__next__")
+    if not iterator:
+        require_arrays(data)
     if not iterator and all(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in jax.tree.leaves(data)):
         return False
     if not iterator and jax.tree_util.all_leaves([data]) and hasattr(data, "__len__") and hasattr(data, "__getitem__"):
@@ -63,10 +65,10 @@ def _items_of(source: Any) -> Callable[[np.ndarray], Tree]:
         wanted, inverse = np.unique(indices, return_inverse=True)
         numbers = wanted.tolist()
         several = getattr(source, "__getitems__", None)
-        items = [source[number] for number in numbers] if several is None else several(numbers)
+        items = (source[number] for number in numbers) if several is None else several(numbers)
+        items = [jax.tree.map(np.array, item) for item in items]  # copies, because a source may reuse its buffer
         if len(items) != len(numbers):
             raise ValueError(f"__getitems__ of data must give one item a row for {len(numbers)} rows, got {len(items)}")
-        items = [jax.tree.map(np.asarray, item) for item in items]
         for number, item in zip(numbers, items, strict=True):
             if (found := _describe(item)) != expected:
                 raise ValueError(

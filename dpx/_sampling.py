@@ -62,15 +62,18 @@ class Sampling(Protocol):
         data: the `examples` examples. Either a pytree of arrays (jax, numpy or a memory map, of which only the drawn
             rows are read) with the examples on axis 0 of each; or a source with `__len__` and `__getitem__(int)`, whose
             items are pytrees of arrays and numbers, alike in structure, shapes and dtypes (`__getitems__(list of int)`
-            is called instead where it exists). grain's data sources and torch's map-style datasets are such sources.
+            is called instead where it exists; its items must share no memory that is written again, while an item of
+            `__getitem__` is copied at once). grain's data sources and torch's map-style datasets are such sources.
+            Convert objects of pandas by `.to_numpy()`, and sparse matrices into dense arrays.
         key: a PRNG key, (), secret, of one run. With `ShuffledEpochs` it must be the same at every step, because a run
             whose batches come from several permutations has no bill.
         state: of the optimizer. Its step count is read, so this call waits until the state is computed.
         size: rows of the batch, the last of which are padding; None takes the record's own size.
         beyond_budget: continue after the steps of the `dpx.Budget` that the mechanism was calibrated for.
 
-        Raises ValueError if the data have another length or unlike items, if the mechanism of the state bills another
-        sampling, at the first step beyond the budget, and inside of jit, where `draw_ahead` serves.
+        Raises ValueError for data of another length or with unlike items, for objects of pandas and sparse matrices, if
+        the mechanism of the state bills another sampling, at the first step beyond the budget, and inside of jit, where
+        `draw_ahead` serves.
         """
         require_known(key, state)
         (step,) = next_steps(state, self, 1, beyond_budget=beyond_budget)
@@ -98,7 +101,8 @@ class Sampling(Protocol):
 
         data, key, size, beyond_budget: as in `take`. Their items are read in a thread, if `prefetch` is above 0.
         state: of the optimizer, before the first of the steps.
-        steps: how many batches; None for all that the `dpx.Budget` of the state has left.
+        steps: how many batches; None for all that the `dpx.Budget` of the state has left. If it is spent, they are
+            none, without an error, so that a finished run can be resumed.
         chunk_size: rows of a chunk. Each item is then an iterator of `dpx.Batch`es of this size, which together hold
             the batch, and of which the last ends with padding: for batches that exceed the memory (`dpx.accumulate`).
         sharding: of axis 0 over devices, such as `NamedSharding(mesh, PartitionSpec("data"))`; padding makes the rows a
@@ -121,6 +125,7 @@ class Sampling(Protocol):
     ) -> Draws:
         """The draws of the next `steps` steps, stacked, for a `jax.lax.scan` over them (docs/loops.md).
 
+        `row.batch(data)` is the batch of a row, inside of jit too, and raises ValueError for data of another length.
         The arguments are those of `batches`; `size` is the number of rows of every draw, and None takes the largest.
         The arrays hold 5 bytes for each row of each step. Raises ValueError as `batches` does.
         """
@@ -131,4 +136,4 @@ class Sampling(Protocol):
         largest = max(len(indices) for indices, _ in draws)
         indices, included = (np.stack(arrays) for arrays in zip(*(widen(draw, largest) for draw in draws), strict=True))
         drawn = [record(key, step, rows, terms) for step, rows in zip(run, included, strict=True)]
-        return Draws(indices, included, np.stack(drawn))
+        return Draws(indices, included, np.stack(drawn), self.examples)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import scipy.sparse
 
 Tree = Any  # a pytree of arrays
 
@@ -19,7 +20,8 @@ class Batch(NamedTuple):
               mark of its key, 0 (for a chunk of a batch: how many rows the chunks before it have), and a fingerprint of
               the sampling. A run has no bill if it uses the batch twice, at another step, with another number of rows
               that count, or with a mechanism of another sampling. To change the examples, use
-              `batch._replace(examples=...)`, which keeps this field.
+              `batch._replace(examples=...)`, which keeps this field. Each new row must depend on its own old row alone:
+              no mixup, no statistics of the batch. Nothing can check that.
     """
 
     examples: Tree
@@ -38,8 +40,22 @@ def require_batch(batch: Any) -> Batch:
     )
 
 
+def require_arrays(data: Any):
+    """Raises ValueError for objects of pandas, whose rows are read by label, and for sparse matrices."""
+    for leaf in jax.tree.leaves(data):
+        if hasattr(leaf, "iloc"):
+            raise ValueError(
+                f"data must hold arrays, whose rows have places, not labels; got {type(leaf)}: .to_numpy()"
+            )
+        if scipy.sparse.issparse(leaf):
+            raise ValueError(
+                f"data must hold dense arrays, got {type(leaf)}: .toarray(), or a source that makes its rows dense"
+            )
+
+
 def batch_size(examples: Tree) -> int:
-    """The length of axis 0. Raises ValueError unless it is the same in every leaf."""
+    """The length of axis 0. Raises ValueError unless it is the same in every leaf, which is an array."""
+    require_arrays(examples)
     shapes: list[tuple[int, ...]] = [tuple(getattr(leaf, "shape", ())) for leaf in jax.tree.leaves(examples)]
     if not shapes or any(len(shape) == 0 for shape in shapes) or len({shape[0] for shape in shapes}) != 1:
         raise ValueError(f"every leaf must have the examples on axis 0, the same number; got shapes {shapes}")

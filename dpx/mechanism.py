@@ -238,7 +238,7 @@ def chain(mechanism: Mechanism, *transforms: optax.GradientTransformation) -> Me
     The transforms see the released gradient only, so any optax optimizer, decay or momentum costs no privacy. They see
     no parameter whose gradient the mechanism drops at every step (`coordinates.trainable`), so weight decay does not
     move it. Masks that change (`random_freeze`) stop the gradients of a step, but neither decay nor momentum.
-    Raises ValueError if `mechanism` is not a Mechanism, or if one of the transforms is one.
+    Raises ValueError if `mechanism` is not a Mechanism, if one of the transforms is one, and inside of coordinates.
     """
     _guards.require_kind(mechanism, Mechanism)
     _guards.require_transforms(transforms, Mechanism, Coordinates)
@@ -246,8 +246,8 @@ def chain(mechanism: Mechanism, *transforms: optax.GradientTransformation) -> Me
 
     def release(sums, state, params):
         updates, inner = mechanism.release(sums, state.inner, params)
-        known = not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params))
-        updates, transformed = after.update(updates, state.transforms, params if known else None)
+        _guards.require_values(params)
+        updates, transformed = after.update(updates, state.transforms, params)
         return updates, ChainState(inner, transformed)
 
     return mechanism.replace(

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.sparse
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import dpx
@@ -166,6 +167,62 @@ def test_a_real_grain_source():
     np.testing.assert_array_equal(numbers.examples, POISSON.draw(KEY, 0).indices)
 
 
+class OneBuffer(Source):
+    """A source that writes every item into the same memory."""
+
+    buffer = np.zeros(3, np.float32)
+
+    def __getitem__(self, number):
+        self.buffer[:] = self.data["x"][number]
+        return {"x": self.buffer, "y": int(self.data["y"][number])}
+
+
+class LazyBuffer(OneBuffer):
+    def __getitems__(self, numbers):
+        return (self[number] for number in numbers)
+
+
+def test_a_source_may_reuse_its_memory():
+    state = mechanism().init(PARAMS)
+    expected = POISSON.take(DATA, KEY, state)
+    same(POISSON.take(OneBuffer(), KEY, state), expected)
+    same(POISSON.take(LazyBuffer(), KEY, state), expected)
+
+
+class Labeled:
+    """Like a Series of pandas: with a shape and a dtype, but its rows are read by label."""
+
+    shape, dtype, iloc = (60,), np.dtype(np.float32), None
+
+    def __len__(self):
+        return 60
+
+    def __getitem__(self, label):
+        return DATA["y"][::-1][label]
+
+
+class Frame(Labeled):
+    """Like a DataFrame of pandas, which has no dtype."""
+
+    def __getattribute__(self, name):
+        if name == "dtype":
+            raise AttributeError(name)
+        return super().__getattribute__(name)
+
+
+@pytest.mark.parametrize("data", [Labeled(), Frame()], ids=["series", "frame"])
+def test_rows_that_are_read_by_label_are_refused(data):
+    state = mechanism().init(PARAMS)
+    for given in (data, {"x": DATA["x"], "y": data}):
+        for use in (
+            lambda given: POISSON.take(given, KEY, state),
+            lambda given: dpx.UserData(given, np.arange(60)),
+            POISSON.draw_ahead(KEY, state, 1).batch,
+        ):
+            with pytest.raises(ValueError, match=r"places, not labels; got .*: \.to_numpy\(\)"):
+                use(given)
+
+
 class Broken(Source):
     """Row 7 is broken by `change`, or raises what it raises."""
 
@@ -181,6 +238,11 @@ class Broken(Source):
 REFUSED = {
     "length": (lambda: Source({"x": DATA["x"][:50], "y": DATA["y"][:50]}), "data must hold the 60 examples .* got 50"),
     "no source": (lambda: iter([1, 2]), "data must be a pytree of arrays .*, or a source"),
+    "sparse": (
+        lambda: {"x": scipy.sparse.csr_array(DATA["x"]), "y": DATA["y"]},
+        r"data must hold dense arrays, got .*csr_array.*toarray",
+    ),
+    "a sparse matrix": (lambda: scipy.sparse.csr_matrix(DATA["x"]), "data must hold dense arrays"),
     "texts": (lambda: ["text"] * 60, "data must be a pytree of arrays"),
     "items that are texts": (lambda: "x" * 60, "an item of data must be a pytree of arrays and numbers, got 'x'"),
     "items without arrays": (
@@ -483,6 +545,7 @@ def test_draws_ahead_are_those_of_every_step(name):
             batch = sampling.take(DATA, KEY, state, size=draws.indices.shape[1])
             same(jax.tree.map(lambda leaf, row=draws.indices[step]: leaf[row], DATA), batch.examples)
             same((draws.included[step], draws.drawn[step]), (batch.included, batch.drawn))
+            same(jax.tree.map(lambda leaf, step=step: leaf[step], draws).batch(DATA), batch)
         _, state = made.release((PARAMS,), state, PARAMS)
     assert wide.indices.shape == wide.included.shape == (9, 64)
 
@@ -495,8 +558,7 @@ def test_a_scan_over_draws_ahead_is_the_loop():
 
     def body(carry, row):
         params, state = carry
-        batch = dpx.Batch(jax.tree.map(lambda leaf: leaf[row.indices], data), row.included, row.drawn)
-        updates, state, _ = gradient(params, batch, state)
+        updates, state, _ = gradient(params, row.batch(data), state)
         return (jax.tree.map(jnp.add, params, updates), state), None
 
     begin = PARAMS, made.init(PARAMS)
@@ -514,6 +576,17 @@ def test_a_scan_over_draws_ahead_is_the_loop():
     with pytest.raises(ValueError, match="the budget is spent"):
         POISSON.draw_ahead(KEY, state, 1)
     assert POISSON.draw_ahead(KEY, state, 1, beyond_budget=True).drawn[0, 0] == 5
+
+
+def test_a_scan_over_data_of_another_length_is_refused():
+    """There, jax would read the last example in place of all that are missing."""
+    rows = POISSON.draw_ahead(KEY, mechanism().init(PARAMS), 3)
+    for length in (50, 61):
+        data = jax.tree.map(lambda leaf, length=length: jnp.asarray(np.resize(leaf, (length, *leaf.shape[1:]))), DATA)
+        with pytest.raises(ValueError, match=f"data must hold the 60 examples of the sampling, got {length}"):
+            jax.lax.scan(lambda carry, row, data=data: (carry, row.batch(data).included), 0, rows)
+    with pytest.raises(ValueError, match=r"those of one step, \(size,\); got indices of \(3,"):
+        rows.batch(DATA)
 
 
 TRACED = {

@@ -64,6 +64,10 @@ def test_other_implementations_of_keys_have_noise_too():
     assert abs(np.std(noise[0]) - 1) < 0.05 and not np.array_equal(np.ravel(noise[0])[:7], noise[4])
 
 
+def test_noise_without_any_number():
+    assert keys.normal_like(jax.random.key(3), jnp.zeros((0, 2))).shape == (0, 2)
+
+
 def test_a_leaf_too_large_for_the_noise():
     with pytest.raises(ValueError, match="a leaf must have at most 4294950912 numbers, got 4294967296"):
         keys.normal_like(jax.random.key(3), jax.ShapeDtypeStruct((2**16, 2**16), jnp.float32))

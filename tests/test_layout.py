@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "keys": {"_normals"},
     "batches": set(),
     "release_state": {"_states"},
-    "_draws": {"_numbers", "keys"},
+    "_draws": {"_numbers", "batches", "keys"},
     "_rows": {"batches"},
     "units": {"_numbers", "_rows", "batches"},
     "_loading": {"_draws", "_numbers", "batches", "keys"},

@@ -192,6 +192,15 @@ REFUSED = {
     ),
     "an impure schedule that changes between run and bill": (impure, "other noise"),
     "bill several runs at once": (stacked_states, "give each a key of its own"),
+    "a chain inside of coordinates": (
+        lambda: released(
+            dpx.in_coordinates(
+                dpx.chain(dp_sgd(), optax.adamw(0.1)), dpx.coordinates.trainable({"w": True, "b": False})
+            ),
+            1,
+        ),
+        r"chain must stand outside of coordinates .*dpx\.chain\(dpx\.in_coordinates",
+    ),
     "bill inside jit": (under_jit, "traced|tracing"),
     # around a mechanism, or before it
     "masked": (lambda: bill(optax.masked(dp_sgd(), {"w": True, "b": False})), "must not stand inside optax.masked"),
