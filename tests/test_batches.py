@@ -437,7 +437,8 @@ def test_the_chunks_of_a_step_are_its_batch():
         assert len(chunks) == max(1, -(-count // 4))
         for number, chunk in enumerate(chunks):
             assert chunk.examples["x"].shape == (4, 3) and chunk.included.shape == (4,)
-            assert np.asarray(chunk.drawn).tolist() == [*np.asarray(batch.drawn)[:3].tolist(), 4 * number]
+            drawn = np.asarray(batch.drawn).tolist()
+            assert np.asarray(chunk.drawn).tolist() == [*drawn[:3], 4 * number, drawn[4]]
             assert chunk.drawn.dtype == np.uint32
         together = jax.tree.map(lambda *leaves: np.concatenate(leaves), *chunks)
         same(together.included, np.arange(4 * len(chunks)) < count)
