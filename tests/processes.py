@@ -149,7 +149,7 @@ def check_loading(rank, sharding, state):
                 own = np.concatenate([np.asarray(shard.data) for shard in leaf.addressable_shards])
                 np.testing.assert_array_equal(own, rows[half])
             drawn = np.asarray(piece.drawn)
-            assert drawn.tolist() == [0, included.sum(), dpx.keys.mark(key), number * size]
+            assert drawn.tolist()[:4] == [0, included.sum(), dpx.keys.mark(key), number * size]
         assert source.read == wanted and len(wanted) < included.sum()
 
 
