@@ -17,9 +17,8 @@ from jax.extend.random import threefry2x32_p
 
 Tree = Any  # a pytree of arrays
 
-CHUNK_NUMBERS = (
-    2**14
-)  # 64 KiB; from 2^12 to 2^16 a CPU is equally fast, with larger chunks slower (benchmarks/noise.py)
+# 64 KiB; from 2^12 to 2^18 numbers, a CPU is about equally fast (benchmarks/results/noise.md).
+CHUNK_NUMBERS = 2**14
 LARGEST_LEAF = 2**32 - CHUNK_NUMBERS  # numbers, because places in a leaf are uint32
 
 
