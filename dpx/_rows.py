@@ -53,6 +53,11 @@ def read_rows(array: Any, indices: np.ndarray) -> Any:
     return np.asarray(array[ascending])[inverse]
 
 
+def _copied(leaf: Any) -> np.ndarray:
+    """An array of its own, because a source may reuse its buffer. (torch's tensors warn of `np.array`.)"""
+    return np.asarray(leaf).copy()
+
+
 def _items_of(source: Any) -> Callable[[np.ndarray], Tree]:
     """`rows_of` for a source. Reads item 0 at once, because all others must be like it."""
     first = jax.tree.map(np.asarray, source[0])
@@ -66,7 +71,7 @@ def _items_of(source: Any) -> Callable[[np.ndarray], Tree]:
         numbers = wanted.tolist()
         several = getattr(source, "__getitems__", None)
         items = (source[number] for number in numbers) if several is None else several(numbers)
-        items = [jax.tree.map(np.array, item) for item in items]  # copies, because a source may reuse its buffer
+        items = [jax.tree.map(_copied, item) for item in items]
         if len(items) != len(numbers):
             raise ValueError(f"__getitems__ of data must give one item a row for {len(numbers)} rows, got {len(items)}")
         for number, item in zip(numbers, items, strict=True):

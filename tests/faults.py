@@ -762,7 +762,7 @@ SAMPLING = [
     Fault(
         "rows: the last item of a source fills the batch",
         "dpx/_rows.py",
-        "jax.tree.map(np.array, item) for item in items]",
+        "jax.tree.map(_copied, item) for item in items]",
         "jax.tree.map(np.asarray, item) for item in items]",
         "tests/test_batches.py -k reuse",
     ),

@@ -167,6 +167,25 @@ def test_a_real_grain_source():
     np.testing.assert_array_equal(numbers.examples, POISSON.draw(KEY, 0).indices)
 
 
+def test_a_real_torch_dataset():
+    """Where torch is installed, as for the benchmarks; it is too large for the tests alone."""
+    torch = pytest.importorskip("torch")
+
+    class Examples(torch.utils.data.Dataset):
+        def __len__(self):
+            return 60
+
+        def __getitem__(self, index):
+            return Source().__getitem__(index)
+
+    state = mechanism().init(PARAMS)
+    expected = POISSON.take(DATA, KEY, state)
+    same(POISSON.take(Examples(), KEY, state), expected)
+    tensors = torch.utils.data.TensorDataset(torch.tensor(DATA["x"]), torch.tensor(DATA["y"]))
+    (batch,) = POISSON.batches(tensors, KEY, state, steps=1)
+    same(batch.examples, (expected.examples["x"], expected.examples["y"]))
+
+
 class OneBuffer(Source):
     """A source that writes every item into the same memory."""
 
