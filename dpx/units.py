@@ -13,6 +13,8 @@ from dpx._numbers import require_whole
 from dpx._rows import read_rows
 from dpx.batches import Tree, batch_size
 
+MISSING = {"", "nan", "NaN", "None", "NaT", "<NA>"}  # as numpy and pandas write a missing string
+
 
 class UserData:
     """A source of one item a user, for `sampling.take` and `sampling.batches`, from rows that say who owns them.
@@ -76,6 +78,15 @@ def _owners(users: Any) -> np.ndarray:
     types = set(map(type, owners.tolist()))
     if owners.dtype.kind in "OT" and any(all(issubclass(t, one) for t in types) for one in ((int, np.integer), str)):
         owners = np.asarray(owners.tolist())
+    if (
+        np.ma.is_masked(users)
+        or (owners.dtype.kind == "i" and owners.min() < 0)
+        or not MISSING.isdisjoint(owners.tolist() if owners.dtype.kind in "US" else ())
+    ):
+        raise ValueError(
+            "users must hold the owner of every example, but some look missing: a mask, a number below 0, or one of "
+            f"{sorted(MISSING)}. All of them would be one user; give each person a number"
+        )
     if owners.dtype.kind not in "iuUS":
         found = sorted(t.__name__ for t in types)
         raise ValueError(f"users must be all integers or all strings, and none of them missing; got {found}")

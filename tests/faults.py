@@ -826,6 +826,13 @@ UNITS = [
         "tests/test_units.py -k refused",
     ),
     Fault(
+        "users: the codes of a missing owner are a user",
+        "dpx/units.py",
+        'or (owners.dtype.kind == "i" and owners.min() < 0)',
+        "",
+        "tests/test_units.py -k refused",
+    ),
+    Fault(
         "users: a missing owner among strings",
         "dpx/units.py",
         'None if hasattr(users, "dtype") else object',
@@ -2040,6 +2047,13 @@ CHECKING = [
 ]
 
 FIT = [
+    Fault(
+        "fit: the checkpoints of another schedule continue, with the noise of its steps",
+        "dpx/fitting/checkpoints.py",
+        "str(closed.jaxpr)) + repr(constants)",
+        "str(len(closed.jaxpr.eqns)))",
+        "tests/test_fit.py -k another_schedule",
+    ),
     Fault(
         "fit: every row counts",
         "dpx/fitting/steps.py",

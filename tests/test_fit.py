@@ -126,9 +126,9 @@ def test_callbacks_see_the_run_and_can_end_it(tmp_path):
 
     def watch(progress):
         seen.append(progress)
-        return progress.step == 4
+        return np.equal(progress.step, 4)  # a bool of numpy ends the run too
 
-    result = fit(optimizer, evaluate_every=2, callbacks=[watch, lambda progress: "no end"], checkpoints=tmp_path)
+    result = fit(optimizer, evaluate_every=2, callbacks=[watch, lambda progress: None], checkpoints=tmp_path)
     assert result.steps == 4 and [progress.step for progress in seen] == [2, 4]
     last = seen[-1]
     same((last.params, last.state), (result.params, result.state))
@@ -139,6 +139,8 @@ def test_callbacks_see_the_run_and_can_end_it(tmp_path):
     public = dpx.public_state(last)
     assert public.unreleased_loss is public.unreleased is public.unreleased_included is None
     assert fit(optimizer, evaluate_every=2, checkpoints=tmp_path).steps == 8  # the run continues
+    with pytest.raises(ValueError, match="a callback must return None, or a bool .*; got 'no end'"):
+        fit(optimizer, steps=1, callbacks=[lambda progress: "no end"])
 
 
 def test_options_reach_the_gradient():
@@ -182,9 +184,12 @@ def test_no_step_beyond_the_budget(tmp_path):
     optimizer = made(2.0)
     result = fit(optimizer, steps=2, delta=1e-6, accountant="rdp", checkpoints=tmp_path)
     assert result.epsilon == dpx.epsilon(optimizer, 2, delta=1e-6, accountant="rdp")
-    assert fit(optimizer, steps=3, delta=1e-6, checkpoints=tmp_path).steps == 3  # without a budget, a run may grow
+    rest = dict(delta=1e-6, accountant="rdp", checkpoints=tmp_path)
+    assert fit(optimizer, steps=3, **rest).steps == 3  # without a budget, a run may grow
     with pytest.raises(ValueError, match="steps must be at least the 3 that the stored run has made, got 2"):
-        fit(optimizer, steps=2, delta=1e-6, checkpoints=tmp_path)
+        fit(optimizer, steps=2, **rest)
+    with pytest.raises(ValueError, match="delta was 1e-06, now 1e-05"):
+        fit(optimizer, steps=4, **rest | {"delta": 1e-5})
 
 
 # checkpoints
@@ -299,6 +304,11 @@ def test_other_folders_are_refused(stored, tmp_path, monkeypatch):
     (tmp_path / "renamed" / "1").rename(tmp_path / "renamed" / "2")
     with pytest.raises(ValueError, match="checkpoint 2 in .* holds a state after 1 steps"):
         fit(**run, checkpoints=tmp_path / "renamed")
+    shutil.copytree(stored, tmp_path / "emptied")
+    for step in ("0", "1", "2"):
+        shutil.rmtree(tmp_path / "emptied" / step, ignore_errors=True)
+    with pytest.raises(ValueError, match="holds a history of . rows, but no checkpoint: to begin again would repeat"):
+        fit(**run, checkpoints=tmp_path / "emptied")
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "notes").write_text("mine")
     with pytest.raises(ValueError, match="must be a new folder or one of fit, but .* holds .'notes'."):
@@ -311,6 +321,19 @@ def test_other_folders_are_refused(stored, tmp_path, monkeypatch):
     with pytest.raises(ImportError, match="pip install orbax-checkpoint"):
         fit(**run, checkpoints=tmp_path / "new")
     assert not (tmp_path / "new").exists()
+
+
+def test_another_schedule_is_refused(tmp_path):
+    """It would make steps again, with the noise that they had, but with other sums or another scale."""
+
+    def until(step, clip_norm):
+        return made(2.0, clip_norm=lambda t: jnp.where(t < step, 1.0, clip_norm))
+
+    fit(until(4, 1e-3), steps=1, delta=1e-5, checkpoints=tmp_path)
+    assert fit(until(4, 1e-3), steps=2, delta=1e-5, checkpoints=tmp_path).steps == 2
+    for changed in (until(4, 1e-2), until(3, 1e-3), made(2.0, clip_norm=lambda t: 1.0 + 0.0 * t)):
+        with pytest.raises(ValueError, match="mechanism and optimizer, with their schedules .* was"):
+            fit(changed, steps=3, delta=1e-5, checkpoints=tmp_path)
 
 
 # misuse

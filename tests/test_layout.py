@@ -76,6 +76,7 @@ MAY_IMPORT = {
         "keys",
         "mechanism",
         "release_state",
+        "units",
     },
     "checking": {
         "_contributions",

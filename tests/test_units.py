@@ -88,6 +88,9 @@ NAN = float("nan")
         (OWNERS, 2.0, "most must be a whole number of at least 1, got 2.0"),
         ([*OWNERS[:6], None], None, r"none of them missing; got \['NoneType', 'str'\]"),
         ([*OWNERS[:6], NAN], None, r"none of them missing; got \['float', 'str'\]"),
+        (np.array([*OWNERS[:6], NAN]), None, "some look missing"),
+        ([3, -1, 3, 4, 5, 3, -1], None, "some look missing: a mask, a number below 0, or one of"),
+        (np.ma.masked_array(np.arange(7), np.arange(7) == 2), None, "some look missing"),
         (np.asarray([*OWNERS[:6], NAN], object), None, r"got \['float', 'str'\]"),
         (np.asarray([1, 2, 1, 2, 1, 2, NAN]), None, r"got \['float'\]"),
         (["1", 1, 1, 1, 1, 1, 1], None, r"got \['int', 'str'\]"),
@@ -99,7 +102,7 @@ def test_refused_owners(owners, most, message):
 
 
 def test_owners_of_every_type_are_the_same_users():
-    numbers = [7, -2, 7, 9, 7, -2, 7]
+    numbers = [7, 2, 7, 9, 7, 2, 7]
     for owners in (numbers, np.asarray(numbers, object), jnp.asarray(numbers), [np.int64(n) for n in numbers]):
         assert [rows_of(item) for item in dpx.UserData(DATA, owners)] == list(ITEMS.values())
     for owners in (np.asarray(OWNERS), np.asarray(OWNERS, object), [np.str_(owner) for owner in OWNERS]):

@@ -8,10 +8,10 @@ To continue a run later, keep its seed and its checkpoints, both as secret as th
     result = dpx.fit(loss, params, data, optimizer, checkpoints="runs/1")
 
 It continues after the last checkpoint, with the same batches and the same noise, so the result has the same bits as
-without the interruption. `fit` refuses the checkpoints of another mechanism, sampling, key or shape of the parameters,
-and another `chunk_size`, clipping, backend or version of jax, because they round differently. It cannot see whether the
-loss, the learning rate and the values in the data are the same. They must be, because the difference of two runs with
-the same noise has no noise. For another run take another key.
+without the interruption. `fit` refuses the checkpoints of another mechanism, schedule, optimizer, sampling, key, delta
+or shape of the parameters, and another `chunk_size`, clipping, backend or version of jax, because they round
+differently. It cannot see whether the loss and the values in the data are the same. They must be, because the
+difference of two runs with the same noise has no noise. For another run take another key.
 
 `loop.py` has the loop; `steps.py` the compiled step; `settings.py` and `watching.py` the checks and the evaluations;
 `checkpoints.py` the files of a run.

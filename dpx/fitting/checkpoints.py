@@ -5,14 +5,18 @@ import importlib.metadata
 import json
 import logging
 import os
+import re
 import zlib
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from dpx import keys
 from dpx.batches import Tree
+from dpx.fitting.settings import Terms
 from dpx.fitting.steps import Carry
 from dpx.mechanism import Mechanism
 from dpx.release_state import steps_taken
@@ -24,23 +28,45 @@ never released. No privacy guarantee covers them. Share the parameters, or dpx.p
 PACKAGES = ("dpx", "jax", "jaxlib", "optax")  # whose versions decide the numbers of a run
 
 
-def facts_of(optimizer: Mechanism, key: jax.Array, carry: Carry, options: dict[str, Any]) -> dict[str, Any]:
-    """By which a run is known again. key: of the batches. A mark tells two keys apart, and reveals neither.
+def facts_of(terms: Terms, carry: Carry, options: dict[str, Any]) -> dict[str, Any]:
+    """By which a run is known again. A mark tells two keys apart, and reveals neither.
 
     options: of the gradient. They, the backend and the versions decide how its sums are rounded, and a step that is
     made again must be the same in every bit, because it has the same noise.
     """
+    optimizer = terms.optimizer
     described = jax.tree_util.tree_leaves_with_path(jax.eval_shape(lambda carry: carry, carry))
     shapes = [f"{jax.tree_util.keystr(path)} {leaf.dtype}{leaf.shape}" for path, leaf in described]
     numbers = sum(leaf.size for leaf in jax.tree.leaves(carry.params))
     facts = {f"stage {number} of the mechanism": stage for number, stage in enumerate(optimizer.stages, start=1)}
     facts |= {"event of a step": repr(optimizer.event(1)), "sampling": repr(optimizer.sampling)}
-    facts |= {"key of the noise (its mark)": keys.mark(optimizer.key), "key of the batches (its mark)": keys.mark(key)}
-    facts |= {"parameters": f"{numbers} numbers", "arrays (their fingerprint)": zlib.crc32("\n".join(shapes).encode())}
+    facts |= {
+        "key of the noise (its mark)": keys.mark(optimizer.key),
+        "key of the batches (its mark)": keys.mark(terms.key),
+    }
+    facts |= {"delta": terms.delta, "accountant": terms.accountant}
+    facts |= {"parameters": f"{numbers} numbers", "arrays (their fingerprint)": _fingerprint("\n".join(shapes))}
+    facts |= {"mechanism and optimizer, with their schedules (their fingerprint)": _program(optimizer, carry)}
     facts |= {
         name: repr(value) for name, value in ({"clipping": "auto"} | options).items() if value not in (None, False)
     }
     return facts | {"backend": jax.default_backend()} | {f"version of {name}": _version(name) for name in PACKAGES}
+
+
+def _program(optimizer: Mechanism, carry: Carry) -> int:
+    """A fingerprint of the equations of `optimizer.update`, which hold every number of every schedule."""
+    shapes = jax.eval_shape(lambda carry: carry, carry)
+    grads = jax.tree.map(lambda p: jax.ShapeDtypeStruct((1, *p.shape), np.float32), shapes.params)
+    included = jax.ShapeDtypeStruct((1,), np.bool_)
+    closed = jax.make_jaxpr(lambda grads, carry, included: optimizer.update(grads, *carry[::-1], included=included))(
+        grads, shapes, included
+    )
+    constants = [np.asarray(c).tobytes() for c in closed.consts if not jnp.issubdtype(c.dtype, jax.dtypes.prng_key)]
+    return _fingerprint(re.sub("0x[0-9a-f]+", "", str(closed.jaxpr)) + repr(constants))  # without addresses
+
+
+def _fingerprint(text: str) -> int:
+    return zlib.crc32(text.encode())
 
 
 def _version(package: str) -> str:
@@ -88,6 +114,8 @@ class Checkpoints:
         names = [name for name in stored | facts if stored.get(name) != facts.get(name)]
         if names:
             listing = "; ".join(f"{name} was {stored.get(name)}, now {facts.get(name)}" for name in names)
+            if any(name.startswith("key") for name in names):
+                listing += ". (A key of dpx.secret_key() without a seed cannot be made again: keep the seed)"
             raise ValueError(
                 f"checkpoints must be a new folder or one of the same run, but {self.path} holds another one: {listing}"
             )
@@ -99,6 +127,11 @@ class Checkpoints:
         """
         step = self._manager.latest_step()
         if step is None:
+            if rows := self._history():
+                raise ValueError(
+                    f"{self.path} holds a history of {len(rows)} rows, but no checkpoint: to begin again would repeat "
+                    "the noise of the run. Take another folder and another key"
+                )
             self.save(like, [])
             return like, []
         abstract = jax.tree.map(self._orbax.utils.to_shape_dtype_struct, _named(like))
@@ -106,8 +139,11 @@ class Checkpoints:
         carry = Carry(tree["params"], tree["optimizer_state"])
         if (paid := steps_taken(carry.state)) != step:
             raise ValueError(f"checkpoint {step} in {self.path} holds a state after {paid} steps")
-        history = json.loads((self.path / "history.json").read_text(encoding="utf-8"))
-        return carry, [row for row in history if row["step"] <= step]
+        return carry, [row for row in self._history() if row["step"] <= step]
+
+    def _history(self) -> list[dict[str, Any]]:
+        file = self.path / "history.json"
+        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
 
     def save(self, carry: Carry, history: list[dict[str, Any]]):
         """A checkpoint of the steps that the state counts. Nothing, if there is one, or if a step took the arrays."""
@@ -136,10 +172,10 @@ class _Nowhere:
 
 
 def open_folder(
-    folder: str | os.PathLike | None, optimizer: Mechanism, key: jax.Array, carry: Carry, options: dict[str, Any]
+    folder: str | os.PathLike | None, terms: Terms, carry: Carry, options: dict[str, Any]
 ) -> "Checkpoints | _Nowhere":
     """The folder of a run, whose batches are drawn with `key`; None keeps no checkpoints."""
-    return _Nowhere() if folder is None else Checkpoints(folder, facts_of(optimizer, key, carry, options))
+    return _Nowhere() if folder is None else Checkpoints(folder, facts_of(terms, carry, options))
 
 
 def _named(carry: Carry) -> dict[str, Tree]:

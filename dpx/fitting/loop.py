@@ -19,6 +19,7 @@ from dpx.fitting.steps import Carry, begin, compiled_step, compiled_step_in_chun
 from dpx.fitting.watching import Watcher
 from dpx.mechanism import Mechanism
 from dpx.release_state import steps_taken
+from dpx.units import UserData
 
 
 def fit(
@@ -50,8 +51,8 @@ def fit(
     steps: int, of the whole run; None is those of the budget. delta, accountant: None is the budget's.
     evaluate: (params) -> number or dict of numbers, from PUBLIC data only: nobody bills what it reads.
     evaluate_every: steps; None is about an epoch, but at most 40 evaluations. The last step is always evaluated.
-    callbacks: functions of a `dpx.fitting.Progress` after each evaluation. True ends the run. To end it by
-        `unreleased` values, or by other private data, is not billed.
+    callbacks: functions of a `dpx.fitting.Progress` after each evaluation. True ends the run; another call
+        continues it. To end it by `unreleased` values, or by other private data, is not billed.
     checkpoints: a folder, as SENSITIVE as the data. With that of the same run, the run continues where it was.
     checkpoint_every: steps. The first and the last step, and a KeyboardInterrupt, leave a checkpoint too.
     progress: whether to show a bar, if tqdm is installed. loss_at: (params, state) -> the parameters that `loss` and
@@ -70,9 +71,9 @@ def fit(
     step = build(loss, optimizer, loss_at, carry, sharding, options)
     batches = functools.partial(optimizer.sampling.batches, data, terms.key, chunk_size=chunk_size, sharding=sharding)
     rounding = {"chunk_size": chunk_size, "devices": getattr(sharding, "num_devices", None), **options}
-    with contextlib.closing(open_folder(checkpoints, optimizer, terms.key, carry, rounding)) as folder:
+    with contextlib.closing(open_folder(checkpoints, terms, carry, rounding)) as folder:
         carry = _train(carry, step, batches, terms, watcher, folder, checkpoint_every)
-    return _result(carry, terms, watcher)
+    return _result(carry, terms, watcher, "user" if isinstance(data, UserData) else "example")
 
 
 def _train(
@@ -105,18 +106,19 @@ def _train(
                     break
         except KeyboardInterrupt:
             if whole:
-                folder.save(carry, watcher.history)
+                with contextlib.suppress(Exception):  # an interrupted save cannot be repeated; the last one stays
+                    folder.save(carry, watcher.history)
             raise
     return carry
 
 
-def _result(carry: Carry, terms: Terms, watcher: Watcher) -> FitResult:
+def _result(carry: Carry, terms: Terms, watcher: Watcher, unit: str) -> FitResult:
     return FitResult(
         params=carry.params,
         state=carry.state,
         steps=steps_taken(carry.state),
         epsilon=terms.epsilon(carry.state),
         delta=terms.delta,
-        report=privacy_report(terms.optimizer, carry.state, delta=terms.delta),
+        report=privacy_report(terms.optimizer, carry.state, delta=terms.delta, unit=unit),
         history=watcher.history,
     )

@@ -61,7 +61,7 @@ class Watcher:
         if not self.callbacks:
             return False
         progress = Progress(step, epsilon, params, copied(carry.state), metrics, loss, batch.unreleased, batch.included)
-        return any([callback(progress) is True for callback in self.callbacks])  # a list, because all are called
+        return any([_asks_to_stop(callback(progress)) for callback in self.callbacks])  # a list, because all are called
 
 
 def metrics_of(found: Any) -> dict[str, float]:
@@ -73,6 +73,15 @@ def metrics_of(found: Any) -> dict[str, float]:
         if not isinstance(value, int | float | np.generic | np.ndarray | jax.Array) or jnp.shape(value) != ():
             raise ValueError(f"evaluate must return a number, or a dict of numbers, got {value!r} for {name!r}")
     return {name: float(value) for name, value in named.items()}
+
+
+def _asks_to_stop(answer: Any) -> bool:
+    """Whether a callback returned True. Raises ValueError unless it returned a bool or None."""
+    if answer is None or isinstance(answer, bool):
+        return bool(answer)
+    if isinstance(answer, np.generic | np.ndarray | jax.Array) and answer.shape == () and answer.dtype == np.bool_:
+        return bool(answer)
+    raise ValueError(f"a callback must return None, or a bool that says whether to end the run; got {answer!r}")
 
 
 class _NoBar:
