@@ -7,12 +7,14 @@ import logging
 import os
 import re
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import core
 
 from dpx import keys
 from dpx.batches import Tree
@@ -25,6 +27,7 @@ SENSITIVE = """This folder is as sensitive as the training data. history.json ho
 checkpoints hold the whole optimizer state, whose `unreleased_*` fields are functions of the training data that were
 never released. No privacy guarantee covers them. Share the parameters, or dpx.public_state(state), instead.
 """
+BODIES = (core.Jaxpr, core.ClosedJaxpr)
 PACKAGES = ("dpx", "jax", "jaxlib", "optax")  # whose versions decide the numbers of a run
 
 
@@ -61,8 +64,21 @@ def _program(optimizer: Mechanism, carry: Carry) -> int:
     closed = jax.make_jaxpr(lambda grads, carry, included: optimizer.update(grads, *carry[::-1], included=included))(
         grads, shapes, included
     )
-    constants = [np.asarray(c).tobytes() for c in closed.consts if not jnp.issubdtype(c.dtype, jax.dtypes.prng_key)]
-    return _fingerprint(re.sub("0x[0-9a-f]+", "", str(closed.jaxpr)) + repr(constants))  # without addresses
+    text = re.sub("0x[0-9a-f]+", "", str(closed.jaxpr))  # without addresses
+    return _fingerprint(text + repr([np.asarray(constant).tobytes() for constant in _constants(closed)]))
+
+
+def _constants(body: Any) -> Iterator[Any]:
+    """The arrays that a jaxpr closes over, which its text does not show, also those of its inner ones; but no keys."""
+    for constant in getattr(body, "consts", ()):
+        if not jnp.issubdtype(jnp.asarray(constant).dtype, jax.dtypes.prng_key):
+            yield constant
+    for equation in body.eqns:
+        yield from (v.val for v in equation.invars if isinstance(v, core.Literal) and np.ndim(v.val))
+        inner = jax.tree.leaves(list(equation.params.values()), is_leaf=lambda node: isinstance(node, BODIES))
+        for node in inner:
+            if isinstance(node, BODIES):
+                yield from _constants(node)
 
 
 def _fingerprint(text: str) -> int:
