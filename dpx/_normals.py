@@ -15,18 +15,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.random import threefry2x32_p
 
+from dpx._ordering import opaque_false
+
 Tree = Any  # a pytree of arrays
 
 # 64 KiB; from 2^12 to 2^18 numbers, a CPU is about equally fast (benchmarks/results/noise.md).
 CHUNK_NUMBERS = 2**14
+LARGE_LEAF = 2**16  # numbers; smaller arrays are not waited for, because each costs time to compile
 LARGEST_LEAF = 2**32 - CHUNK_NUMBERS  # numbers, because places in a leaf are uint32
 
 
 def standard_normals(key: jax.Array, tree: Tree) -> Tree:
     """Independent standard normals, float32, in the shapes of `tree`. key: a threefry2x32 key, ().
 
-    On a CPU, a loop draws one chunk after another, which stays in the cache. Elsewhere, and on several devices, every
-    leaf is computed from the places of its numbers, because XLA can fuse that, and shard it like the leaf.
+    On a CPU, a loop draws one chunk after another, which stays in the cache. It runs after the large arrays of `tree`
+    are computed, because its memory may then be that of the arrays they were computed from (benchmarks/transformers.py).
+    Elsewhere, and on several devices, every leaf is computed from the places of its numbers, because XLA can fuse that,
+    and shard it like the leaf.
 
     Raises ValueError for a leaf of more than LARGEST_LEAF numbers.
     """
@@ -34,31 +39,41 @@ def standard_normals(key: jax.Array, tree: Tree) -> Tree:
     shapes = tuple(tuple(leaf.shape) for leaf in leaves)
     if (largest := max(map(math.prod, shapes), default=0)) > LARGEST_LEAF:
         raise ValueError(f"a leaf must have at most {LARGEST_LEAF} numbers, got {largest}")
-    return structure.unflatten(_leaves(jax.random.key_data(key), shapes, jax.device_count() > 1))
+    words = jax.random.key_data(key)
+    large = [leaf for leaf in leaves if isinstance(leaf, jax.Array) and leaf.size >= LARGE_LEAF]
+    return structure.unflatten(_leaves(words, opaque_false(large or words), shapes, jax.device_count() > 1))
 
 
-@jax.jit(static_argnums=(1, 2))
-def _leaves(words: jax.Array, shapes: tuple[tuple[int, ...], ...], sharded: bool) -> list[jax.Array]:
-    """The leaves of these shapes, float32. words: of the key, uint32 (2,)."""
+@jax.jit(static_argnums=(2, 3))
+def _leaves(
+    words: jax.Array, never: jax.Array, shapes: tuple[tuple[int, ...], ...], sharded: bool
+) -> list[jax.Array]:
+    """The leaves of these shapes, float32. words: of the key, uint32 (2,). never: False, bool (), which a loop on a CPU
+    waits for."""
     starts = list(itertools.accumulate(map(math.prod, shapes), initial=0))
     half = max(1, min(CHUNK_NUMBERS, starts[-1] + 1) // 2)
 
-    def by_chunks(words):
-        ends = itertools.pairwise(starts)
-        flat = _chunks(words, math.ceil(starts[-1] / (2 * half)), half).reshape(-1)
-        return [flat[start:end].reshape(shape) for (start, end), shape in zip(ends, shapes, strict=True)]
+    def by_chunks(words, never):
+        flat = _chunks(words, never, math.ceil(starts[-1] / (2 * half)), half).reshape(-1)
+        # As constants, the starts would make one program for each leaf; as values, one for each shape.
+        at = jax.lax.cond(opaque_false(words), lambda: [0] * len(shapes), lambda: starts[:-1])
+        return [
+            jax.lax.dynamic_slice(flat, (start,), (math.prod(shape),)).reshape(shape)
+            for start, shape in zip(at, shapes, strict=True)
+        ]
 
-    def by_leaves(words):
+    def by_leaves(words, never):
+        del never
         firsts = [divmod(start, 2 * half) for start in starts[:-1]]
         return [_leaf(words, first, shape, half) for first, shape in zip(firsts, shapes, strict=True)]
 
-    if sharded or starts[-1] == 0:
-        return by_leaves(words)
-    return jax.lax.platform_dependent(words, cpu=by_chunks, default=by_leaves)
+    if sharded or not 0 < starts[-1] < 2**31:  # an index of an array is an int32
+        return by_leaves(words, never)
+    return jax.lax.platform_dependent(words, never, cpu=by_chunks, default=by_leaves)
 
 
-def _chunks(words: jax.Array, count: int, half: int) -> jax.Array:
-    """The first `count` chunks of the stream, float32 (count, 2, half)."""
+def _chunks(words: jax.Array, never: jax.Array, count: int, half: int) -> jax.Array:
+    """The first `count` chunks of the stream, float32 (count, 2, half), computed after `never`, which is False."""
 
     def draw(chunks, number):
         bits = threefry2x32_p.bind(*words, jnp.full(half, number), jnp.arange(half, dtype=jnp.uint32))
@@ -66,7 +81,8 @@ def _chunks(words: jax.Array, count: int, half: int) -> jax.Array:
             chunks = chunks.at[number, word].set(_normal(bits[word]))
         return chunks, None
 
-    return jax.lax.scan(draw, jnp.zeros((count, 2, half), jnp.float32), jnp.arange(count, dtype=jnp.uint32))[0]
+    zero = never.astype(jnp.float32)  # with a constant, the memory would be taken when the program starts
+    return jax.lax.scan(draw, jnp.full((count, 2, half), zero), jnp.arange(count, dtype=jnp.uint32))[0]
 
 
 @jax.jit(static_argnums=(2, 3))

@@ -22,5 +22,6 @@ def compute_after(first: Tree, tree: Tree) -> Tree:
 
 def opaque_false(tree: Tree) -> jax.Array:
     """False, bool (). XLA does not replace it by a constant, but computes it from the arrays of `tree`."""
-    some = [leaf[(0,) * leaf.ndim].astype(jnp.float32) for leaf in jax.tree.leaves(tree) if leaf.size]
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if leaf.size]
+    some = [jax.lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(()).astype(jnp.float32) for x in leaves]
     return jnp.greater(sum(some, jnp.float32(0)), jnp.inf)

@@ -134,7 +134,8 @@ def each_alone(case: Case):
     def by_ghost_norms(grad, state):
         batch = product_example(jax.tree.map(lambda g: g[None], grad))
         example = jax.tree.map(lambda x: x[0], batch)
-        plan = ghost.make_plan(lambda *a: (product_loss(*a), None), mechanism, PARAMS, example, state, force=True)
+        traced = ghost.trace_loss(lambda *a: (product_loss(*a), None), PARAMS, example)
+        plan = ghost.make_plan(traced, mechanism, PARAMS, state, force=True)
         assert isinstance(plan, ghost.Plan) and plan.followed
         return ghost.sum_contributions(plan, mechanism, PARAMS, batch, state, included)[0]
 

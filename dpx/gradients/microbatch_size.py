@@ -4,7 +4,6 @@ A step over the whole batch writes fresh memory, which the kernel must zero and 
 """
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -32,9 +31,8 @@ class ForwardCost(NamedTuple):
     convolves: bool
 
 
-def forward_cost(loss: Callable, params: Tree, example: Tree) -> ForwardCost:
-    """Counts in the jaxpr of `loss(params, example)`; nothing is computed, so shapes suffice."""
-    jaxpr = jax.make_jaxpr(loss)(params, example).jaxpr
+def forward_cost(jaxpr: core.Jaxpr) -> ForwardCost:
+    """Counts in the jaxpr of the loss of one example."""
     return ForwardCost(_numbers(jaxpr), _convolves(jaxpr))
 
 
@@ -66,22 +64,14 @@ def _numbers(jaxpr) -> int:
     """How many numbers the equations define; those in the body of a loop count once for every iteration."""
     total = 0
     for equation in jaxpr.eqns:
-        inner = sum(_numbers(body) for body in _bodies(equation))
+        inner = sum(_numbers(body) for body in ghost.bodies(equation))
         total += equation.params.get("length", 1) * inner or sum(v.aval.size for v in equation.outvars)
     return total
 
 
 def _convolves(jaxpr) -> bool:
     return any(
-        equation.primitive.name == "conv_general_dilated" or any(map(_convolves, _bodies(equation)))
+        equation.primitive.name == "conv_general_dilated" or any(map(_convolves, ghost.bodies(equation)))
         for equation in jaxpr.eqns
     )
 
-
-def _bodies(equation):
-    """The jaxprs that an equation calls: bodies of loops, branches and functions."""
-    for value in jax.tree.leaves(equation.params, is_leaf=lambda node: isinstance(node, core.Jaxpr | core.ClosedJaxpr)):
-        if isinstance(value, core.ClosedJaxpr):
-            yield value.jaxpr
-        elif isinstance(value, core.Jaxpr):
-            yield value

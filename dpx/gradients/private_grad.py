@@ -100,7 +100,8 @@ def explain(
     state = jax.eval_shape(mechanism.init, params)
     rows = functools.partial(rows_of, mechanism, with_key=with_key)
     row = shapes_of_one(jax.eval_shape(rows, state, require_batch(batch).examples))
-    plan = make_plan(of_one_row(loss, has_aux=has_aux), mechanism, params, row, state, clipping)
+    traced = ghost.trace_loss(of_one_row(loss, has_aux=has_aux), params, row)
+    plan = make_plan(traced, mechanism, params, state, clipping)
     return ghost.explain(plan, params)
 
 

@@ -30,8 +30,8 @@ def sum_gradients(
     of_row = of_one_row(loss, has_aux=has_aux)
     gradient = jax.value_and_grad(of_row, has_aux=True)
 
-    def plan(params, state, row):
-        return make_plan(of_row, mechanism, params, row, state, clipping)
+    def plan(traced, params, state):
+        return make_plan(traced, mechanism, params, state, clipping)
 
     return _in_microbatches(mechanism, microbatch_size, of_row, plan, gradient)
 
@@ -41,8 +41,9 @@ def sum_updates(update: Callable, mechanism: Mechanism, *, microbatch_size: int 
     check(mechanism, "vmap")
     of_row = of_one_row(update, has_aux=has_aux)
 
-    def plan(params, state, row):
-        _require_like(params, jax.eval_shape(of_row, params, row)[0])
+    def plan(traced, params, state):
+        del state
+        _require_like(params, traced.shapes[0])
         return "an update is no gradient of a loss"
 
     def without_loss(params, row):
@@ -60,20 +61,20 @@ def check(mechanism: Mechanism, clipping: str):
         raise ValueError(f'clipping must be "auto", "ghost" or "vmap", got {clipping!r}')
 
 
-def make_plan(of_row, mechanism, params, row, state, clipping) -> ghost.Plan | str:
+def make_plan(traced, mechanism, params, state, clipping) -> ghost.Plan | str:
     """The plan for ghost norms, or the reason why every parameter needs per-example gradients."""
     if clipping == "vmap":
         return 'clipping="vmap" was asked for'
-    return ghost.make_plan(of_row, mechanism, params, row, state, force=clipping == "ghost")
+    return ghost.make_plan(traced, mechanism, params, state, force=clipping == "ghost")
 
 
 def _in_microbatches(mechanism: Mechanism, microbatch_size, of_row, make_plan, gradient) -> Callable:
-    """`sum_rows`. of_row: traced for its cost. make_plan: (params, state, row) -> plan. gradient: of one row."""
+    """`sum_rows`. of_row: traced for its cost. make_plan: (traced, params, state) -> plan. gradient: of one row."""
     microbatch_size = None if microbatch_size is None else require_whole("microbatch_size", microbatch_size)
 
     def sum_rows(params, state, rows, included):
-        row = shapes_of_one(rows)
-        plan, cost = make_plan(params, state, row), forward_cost(of_row, params, row)
+        traced = ghost.trace_loss(of_row, params, shapes_of_one(rows))
+        plan, cost = make_plan(traced, params, state), forward_cost(traced.closed.jaxpr)
         at_once = microbatch_size or choose_microbatch_size(cost, plan, params, included.shape[0])
 
         def microbatch(ordered, rows):

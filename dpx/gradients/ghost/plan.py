@@ -1,6 +1,5 @@
 """Chooses, from shapes at trace time, how each parameter's norms and clipped sum are computed."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -61,14 +60,11 @@ class Plan(NamedTuple):
         return [leaf for leaf in kept if leaf not in self.followed]
 
 
-def make_plan(
-    loss: Callable, mechanism: Mechanism, params: Tree, example: Tree, state: Tree, *, force: bool
-) -> Plan | str:
+def make_plan(traced: trace.Traced, mechanism: Mechanism, params: Tree, state: Tree, *, force: bool) -> Plan | str:
     """The plan for a loss, or the reason why the mechanism needs whole per-example gradients.
 
-    loss: (params, example) -> (value, aux). params, example, state: arrays or their shapes. force: bool, True to
-    follow every parameter that can be followed, even if per-example gradients are cheaper. Raises ValueError if the
-    loss is not one real number.
+    traced: the loss. params, state: arrays or their shapes. force: bool, True to follow every parameter that can be
+    followed, even if per-example gradients are cheaper. Raises ValueError if the loss is not one real number.
     """
     if not mechanism.supports_ghost_norms:
         return "the mechanism mixes the coordinates of a gradient"
@@ -76,7 +72,8 @@ def make_plan(
     if isinstance(encoding, str):
         return encoding
     encoded, structure = encoding
-    program, leaves = trace.trace(loss, params, example), jax.tree.leaves(params)
+    leaves = jax.tree.leaves(params)
+    program = trace.follow(traced, len(leaves))
     scaled = {encoded_leaf.leaf: encoded_leaf.scaled for encoded_leaf in encoded}
 
     def choose(leaf: int, uses: tuple[trace.Use, ...]) -> Choice:
@@ -90,7 +87,7 @@ def make_plan(
         return _cheapest(sites, scaled=scaled[leaf], force=force)
 
     choices = tuple(choose(leaf, uses) for leaf, uses in enumerate(program.uses))
-    if not trace.differentiates(program, leaves + jax.tree.leaves(example)):
+    if not trace.differentiates(program):
         return "a custom derivative closes over values of the loss"
     return Plan(program, choices, encoded, structure)
 

@@ -74,15 +74,24 @@ class Program(NamedTuple):
         return self.equations[equation].jaxpr.outvars[0].aval
 
 
-def trace(loss: Callable, params: Tree, example: Tree) -> Program:
-    """The program of `loss(params, example) -> (value, aux)`, for arrays or shapes.
+class Traced(NamedTuple):
+    """The jaxpr of a loss of one example, `loss(params, example) -> (value, aux)`, and the shapes of its results."""
 
-    Raises ValueError unless the value is one real number.
-    """
-    closed, (out, aux) = jax.make_jaxpr(loss, return_shape=True)(params, example)
+    closed: core.ClosedJaxpr
+    shapes: tuple[Any, Tree]
+
+
+def trace(loss: Callable, params: Tree, example: Tree) -> Traced:
+    """The jaxpr of `loss`; nothing is computed, so shapes suffice."""
+    return Traced(*jax.make_jaxpr(loss, return_shape=True)(params, example))
+
+
+def follow(traced: Traced, leaves: int) -> Program:
+    """The program of a loss whose parameters have so many leaves. Raises ValueError unless its value is one real number."""
+    closed, (out, aux) = traced
     if not (hasattr(out, "shape") and out.shape == () and jnp.issubdtype(out.dtype, jnp.floating)):
         raise ValueError(f"loss must return one real number for one example, got {out}")
-    tracer = _Tracer(leaves=len(jax.tree.leaves(params)), inputs=len(closed.jaxpr.invars))
+    tracer = _Tracer(leaves=leaves, inputs=len(closed.jaxpr.invars))
     result, *beside = tracer.walk(closed.jaxpr, [Constant(value) for value in closed.consts], range(tracer.inputs))
     if isinstance(result, int) and result in tracer.views:
         leaf, view = tracer.views[result]
@@ -123,23 +132,56 @@ def evaluate(program: Program, inputs: list, added: dict[int, jax.Array]) -> tup
     return read[0], jax.tree.unflatten(program.aux[1], read[1:]), seen
 
 
-def differentiates(program: Program, inputs: list) -> bool:
-    """Whether the program can be differentiated.
+def differentiates(program: Program) -> bool:
+    """Whether every custom derivative of the program can be used.
 
-    It cannot if a custom derivative, defined inside the loss, closes over a value of the loss, because JAX traces the
-    derivative later, when that value is a tracer of a trace that has ended.
+    It cannot if it was defined inside the loss and closes over a value of the loss, because JAX traces the derivative
+    later, when that value is a tracer of a trace that has ended.
     """
     known = {id(i.value) for equation in program.equations for i in equation.inputs if isinstance(i, Constant)}
-    real = {n: x for n, x in enumerate(inputs[: len(program.uses)]) if jnp.issubdtype(jnp.result_type(x), jnp.floating)}
+    for equation in program.equations:
+        if _is_custom(equation.jaxpr):
+            try:
+                constants = _derivative(equation).consts
+            except jax.errors.UnexpectedTracerError:
+                return False
+            if any(isinstance(value, jax.core.Tracer) and id(value) not in known for value in constants):
+                return False
+    return True
 
-    def loss(real, inputs):
-        return evaluate(program, [real.get(n, x) for n, x in enumerate(inputs)], {})[0]
 
-    try:
-        constants = jax.make_jaxpr(jax.grad(loss))(real, inputs).consts
-    except jax.errors.UnexpectedTracerError:
-        return False
-    return not any(isinstance(value, jax.core.Tracer) and id(value) not in known for value in constants)
+def _is_custom(equation: core.JaxprEqn) -> bool:
+    """Whether an equation, or one in a function that it calls, has a custom derivative."""
+    return "custom_" in equation.primitive.name or any(
+        _is_custom(inner) for body in bodies(equation) for inner in body.eqns
+    )
+
+
+def bodies(equation: core.JaxprEqn):
+    """The jaxprs that an equation calls: bodies of loops, branches and functions."""
+    for value in jax.tree.leaves(equation.params, is_leaf=lambda node: isinstance(node, core.Jaxpr | core.ClosedJaxpr)):
+        if isinstance(value, core.ClosedJaxpr):
+            yield value.jaxpr
+        elif isinstance(value, core.Jaxpr):
+            yield value
+
+
+def _derivative(equation: Equation) -> core.ClosedJaxpr:
+    """The jaxpr of the derivatives of an equation's real results with respect to its real operands."""
+    operands = [i.value if isinstance(i, Constant) else None for i in equation.inputs]
+    free = [n for n, i in enumerate(equation.inputs) if not isinstance(i, Constant)]
+    shapes = {n: jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for n in free for v in [equation.jaxpr.invars[n]]}
+
+    def derivative(values):
+        def results(real):
+            given = [real.get(n, values.get(n, operand)) for n, operand in enumerate(operands)]
+            return [y for y in equation.bind(*given) if jnp.issubdtype(y.dtype, jnp.floating)]
+
+        real = {n: x for n, x in values.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+        outputs, pullback = jax.vjp(results, real)
+        return pullback(outputs)
+
+    return jax.make_jaxpr(derivative)(shapes)
 
 
 def through(view: tuple[core.JaxprEqn, ...], leaf: jax.Array) -> jax.Array:
