@@ -1099,14 +1099,14 @@ METHODS = [
     Fault(
         "compose: shared batches are billed as apart",
         "dpx/accounting/compose.py",
-        "    if not shared_batches:\n",
-        "    if True:\n",
+        "    if shared_batches:\n",
+        "    if False:\n",
         "tests/test_misuse.py -k cost_what_is_known",
     ),
     Fault(
         "compose: one key for two runs",
         "dpx/accounting/compose.py",
-        "        if _same_key(first.key, second.key):\n",
+        "        if same_key(first, second):\n",
         "        if False:\n",
         misuse("two runs with one key"),
     ),
@@ -1127,7 +1127,7 @@ METHODS = [
     Fault(
         "compose: other relations",
         "dpx/accounting/compose.py",
-        "if len(set(relations)) > 1:",
+        "if len(relations) > 1:",
         "if False:",
         "tests/test_misuse.py -k compose_refuses",
     ),
