@@ -6,7 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dp_accounting import ComposedDpEvent, GaussianDpEvent, LaplaceDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
+from dp_accounting import (
+    ComposedDpEvent,
+    GaussianDpEvent,
+    LaplaceDpEvent,
+    NonPrivateDpEvent,
+    PoissonSampledDpEvent,
+    SelfComposedDpEvent,
+    UnsupportedDpEvent,
+)
 from dp_accounting.dp_event import RepeatAndSelectDpEvent
 from dp_accounting.rdp import RdpAccountant
 from scipy import stats
@@ -114,6 +122,34 @@ def test_a_private_score_is_billed_in_every_trial(noise):
     reference = RdpAccountant().compose(RepeatAndSelectDpEvent(ComposedDpEvent([MNIST, noise]), 10, 0))
     assert bill.epsilon(1e-5) == pytest.approx(reference.get_epsilon(1e-5), rel=1e-8)
     assert bill.epsilon(1e-5) > best_of(MNIST, **PUBLIC).epsilon(1e-5) + 0.01
+
+
+def test_what_has_no_bill_is_refused():
+    feedback = dpx.methods.dice_sgd(
+        clip_norm=1.0,
+        feedback_norm=0.1,
+        outer_clip_norm=2.0,
+        noise_multiplier=1.0,
+        sampling=SAMPLING,
+        key=jax.random.key(0),
+    )
+    for candidate, options, message in (
+        ((feedback, 20), {}, "a search over such runs has no bill"),
+        (LaplaceDpEvent(1.0), {"relation": "replace_one"}, "no known Renyi divergence"),
+        (UnsupportedDpEvent(), {}, "no known Renyi divergence"),
+        (None, {}, "a candidate must be"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            best_of(candidate, **PUBLIC, **options)
+    with pytest.raises(ValueError, match="at least one"):
+        best_of(**PUBLIC)
+    with pytest.raises(ValueError, match="one neighboring relation"):
+        best_of(MNIST, (mechanism({}, jax.random.key(0)).replace(sampling=dpx.FullBatch(examples=9)), 1), **PUBLIC)
+    for mean, shape in ((0.5, 0), (math.inf, 0), (2, -1)):
+        with pytest.raises(ValueError, match="mean must be finite"):
+            event_epsilon(RepeatAndSelectDpEvent(MNIST, mean, shape), delta=1e-5)
+    loud = best_of(GaussianDpEvent(1.0), ComposedDpEvent([GaussianDpEvent(0.0)]), **PUBLIC)
+    assert loud.epsilon(1e-5) == best_of(NonPrivateDpEvent(), **PUBLIC).epsilon(1e-5) == math.inf
 
 
 def test_a_search_composes():
@@ -256,6 +292,10 @@ def test_the_report_of_a_search():
     made = mechanism({}, jax.random.key(0))
     assert "Public data" in dpx.privacy_report(made, 20, delta=1e-5, tuning="public").tuning
     assert "Not billed" in dpx.privacy_report(made, 20, delta=1e-5).to_markdown()
+    with pytest.raises(ValueError, match="a key of its own"):
+        dpx.compose(found.bill, found.bill, shared_batches=False)
+    with pytest.raises(ValueError, match="tuning must be"):
+        dpx.privacy_report(made, 20, delta=1e-5, tuning="yes")  # type: ignore
     with pytest.raises(ValueError, match="one that the search billed"):
         dpx.privacy_report(made, 21, delta=1e-5, tuning=found.bill)
 

@@ -34,7 +34,7 @@ from dpx.accounting.pld.losses import SampledGaussian, StepLoss, total_renyi
 from dpx.accounting.releases import count_releases, is_readable, read_step, register
 
 SHAPES: dict[str, float] = {"logarithmic": 0.0, "geometric": 1.0, "poisson": math.inf}  # eta of the paper
-_LARGEST_EXPONENT = 700.0  # of 1 / gamma: e^700 is a float
+_SMALLEST_EXPONENT, _LARGEST_EXPONENT = 1e-9, 700.0  # of 1 / gamma; e^700 is a float
 
 
 @attrs.frozen
@@ -129,11 +129,12 @@ def log_inverse_gamma(mean: float, shape: float) -> float:
         falling = -math.expm1(-shape * t) / shape if shape else t
         return math.log(math.expm1(t) / falling)
 
-    if mean == 1:
-        return 0.0
+    if log_mean(_SMALLEST_EXPONENT) >= math.log(mean):
+        return _SMALLEST_EXPONENT if mean > 1 else 0.0
     if log_mean(_LARGEST_EXPONENT) < math.log(mean):
-        raise ValueError(f"trials must be at most about e^{_LARGEST_EXPONENT:g}, got {mean}")
-    root: Any = optimize.brentq(lambda t: log_mean(t) - math.log(mean), 1e-9, _LARGEST_EXPONENT, xtol=1e-13)
+        raise ValueError(f"the mean of the trials is beyond the range of floats, got {mean}")
+    low, high = _SMALLEST_EXPONENT, _LARGEST_EXPONENT
+    root: Any = optimize.brentq(lambda t: log_mean(t) - math.log(mean), low, high, xtol=1e-13)
     return float(root) * (1 + 1e-12) + 1e-12
 
 
