@@ -68,6 +68,7 @@ def test_ends():
     assert everything[:4] == (1.0, (0.01, 0.001), (1.0, 1.0), math.inf)
     leaky = bounds_of(DeltaProfile(lambda epsilon: 0.25), DELTA, (0.0, 0.5))  # fails with probability 1/4
     assert leaky.mu == math.inf and leaky.true_positive_rates == pytest.approx((0.25, 0.75))
+    assert bounds_of(DeltaProfile(lambda epsilon: 1 / (2 + epsilon)), DELTA, (0.5,)).mu == math.inf  # never below DELTA
     private = DeltaProfile(lambda epsilon: 0.0 if epsilon >= 1 else 1.0)  # pure: the advantage is tanh(1/2)
     pure = bounds_of(private, DELTA, (0.01, 0.9))
     assert pure.advantage == pytest.approx(math.tanh(0.5)) and math.isfinite(pure.mu)

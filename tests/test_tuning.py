@@ -1,6 +1,8 @@
 """Searches for hyper-parameters: the bill against the theorems and exact examples, and what the driver keeps secret."""
 
 import math
+import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +27,7 @@ from dpx.accounting import best_of, event_epsilon, renyi
 from dpx.accounting.pld.losses import SampledGaussian
 from dpx.accounting.selection import SHAPES, BestOf, draw_count, log_inverse_gamma
 
+PAGE = (pathlib.Path(__file__).parent.parent / "docs" / "tuning.md").read_text()
 SAMPLING = dpx.PoissonSampling(examples=1000, batch_size=50)
 MNIST = SelfComposedDpEvent(PoissonSampledDpEvent(8192 / 60000, GaussianDpEvent(4.793)), 293)
 PUBLIC = {"trials": 10, "score_on": "public"}
@@ -144,7 +147,7 @@ def test_what_has_no_bill_is_refused():
     with pytest.raises(ValueError, match="at least one"):
         best_of(**PUBLIC)
     with pytest.raises(ValueError, match="one neighboring relation"):
-        best_of(MNIST, (mechanism({}, jax.random.key(0)).replace(sampling=dpx.FullBatch(examples=9)), 1), **PUBLIC)
+        best_of(MNIST, (mechanism({}, jax.random.key(0), dpx.FixedSizeSampling(examples=9, batch_size=3)), 1), **PUBLIC)
     for mean, shape in ((0.5, 0), (math.inf, 0), (2, -1)):
         with pytest.raises(ValueError, match="mean must be finite"):
             event_epsilon(RepeatAndSelectDpEvent(MNIST, mean, shape), delta=1e-5)
@@ -167,9 +170,9 @@ def test_a_search_composes():
 # ------------------------------------------------------------------ The driver
 
 
-def mechanism(configuration, key):
+def mechanism(configuration, key, sampling=SAMPLING):
     noise = configuration.get("noise", 2.0)
-    return dpx.dp_sgd(clip_norm=1.0, noise_multiplier=noise, sampling=SAMPLING, key=key)
+    return dpx.dp_sgd(clip_norm=1.0, noise_multiplier=noise, sampling=sampling, key=key)
 
 
 RATES = [{"rate": rate} for rate in (1.0, 2.0, 3.0, 4.0)]
@@ -265,7 +268,7 @@ def test_ties_and_scores_that_are_no_numbers():
 
 
 def test_a_score_on_private_data_has_noise_that_is_billed():
-    right = np.array([1.0, 0.0, 5.0, -3.0, np.nan])  # counts 2
+    right = np.array([1.0, 0.0, 500.0, -3.0, np.nan])  # counts 2
     search = Searcher([{"rate": 1.0}], lambda params: right, score_on=tuning.NoisySum(3.0), trials=1)
     scores = np.array([search(seed).score for seed in range(20)])
     assert len(set(scores.tolist())) == 20 and search(7).score == scores[7]
@@ -329,12 +332,16 @@ def test_trials_beyond_the_bill_are_refused():
     search = Searcher()
     paid = search.train
 
-    def train(trial):
-        params, _ = paid(trial)
-        state = trial.optimizer.init(params)
-        for _ in range(3):
-            _, state = trial.optimizer.update(jax.tree.map(lambda p: p[None], params), state, params, included=None)
-        return params, state
+    def train(trial, optimizer=None):
+        params, optimizer = paid(trial)[0], optimizer or trial.optimizer
+        _, state = optimizer.update(
+            jax.tree.map(lambda p: p[None], params), optimizer.init(params), params, included=None
+        )
+        return params, jax.tree.map(lambda leaf: leaf * 3 if leaf.dtype != jnp.uint32 else leaf, state)  # as of 3 steps
+
+    def train_losers_with_less_noise(trial):
+        wins = trial.configuration["rate"] == 4.0
+        return train(trial, None if wins else mechanism({"noise": 0.5}, trial.optimizer.key))
 
     search.train = train
     assert search(steps=3).steps == 3
@@ -343,6 +350,37 @@ def test_trials_beyond_the_bill_are_refused():
     noises = iter([*[2.0] * 4, *[0.1] * 20])
     with pytest.raises(ValueError, match="must return the mechanism that is billed"):
         search(optimizer=lambda configuration, key: mechanism({"noise": next(noises)}, key))
-    search.train = lambda trial: train(trial._replace(optimizer=mechanism({"noise": 0.5}, trial.optimizer.key)))
+    search.train = train_losers_with_less_noise
     with pytest.raises(ValueError, match="other noise"):
-        search(steps=3)
+        search(3, steps=3, trials=20)
+    assert search.drawn()[-1] < 4.0
+
+
+# ------------------------------------------------------------------ The page
+
+
+def test_the_page(promoting, capsys):
+    """docs/tuning.md, with keys whose searches are short."""
+    keys = iter(["key = dpx.secret_key(5)", '"key": dpx.secret_key(6)'])
+    blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    code = re.sub(r'(key = |"key": )dpx.secret_key\(\)', lambda _: next(keys), "".join(blocks))
+    with jax.numpy_rank_promotion("allow"):
+        exec(code, {})
+    first, second, *sentences = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"\{'learning_rate': .*\} accuracy 0.\d\d, epsilon \d.\d\d, one trial alone: \d.\d\d", first)
+    assert [float(number) > 0 for number in second.split()] == [True] * 3
+    (shown,) = re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL)
+    assert sentences == shown.splitlines()
+
+
+def test_the_prices_on_the_page():
+    rows = re.findall(r"^\| (\d+) \| (.*) \|$", PAGE, re.MULTILINE)
+    assert [mean for mean, _ in rows] == ["3", "10", "30"]
+    for mean, cells in rows:
+        for distribution, cell in zip(SHAPES, cells.split(" | "), strict=True):
+            bill = best_of(MNIST, trials=float(mean), score_on="public", distribution=distribution)
+            price, most = cell.split(", ")
+            assert bill.epsilon(1e-5) == pytest.approx(float(price), abs=5.1e-3)
+            gamma = math.exp(-log_inverse_gamma(float(mean), min(SHAPES[distribution], 1)))
+            laws = {"logarithmic": stats.logser(1 - gamma), "geometric": stats.geom(gamma)}
+            assert laws.get(distribution, stats.poisson(float(mean))).ppf(0.99) == float(most)

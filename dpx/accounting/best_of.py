@@ -62,7 +62,7 @@ def best_of(
         secret, as `dpx.tuning.search` does; the best of a fixed number of runs is billed by `dpx.compose`.
     score_on: "public" if the score sees a trial's release and public data only; else the event of the noise in the
         score, which every trial pays too.
-    distribution: "logarithmic", "geometric" or "poisson"; in this order, the same mean costs more, and is spread less.
+    distribution: "logarithmic", "geometric" or "poisson"; in this order, many trials cost more and are spread less.
     relation: of events, "add_or_remove" by default; None for mechanisms, whose samplings state it.
 
     The bill is by Renyi divergences ("rdp"), because no tighter one is known to dp-accounting.
