@@ -96,7 +96,7 @@ def test_the_closed_form_for_gaussians():
 @pytest.mark.parametrize("distribution", SHAPES)
 def test_the_number_of_trials_has_its_distribution(distribution):
     """False alarms: below 1e-4. A number that is off by one moves the mean by many deviations."""
-    mean, draws = 2.0, 600
+    mean, draws = 2.0, 300
     found = np.array(
         [draw_count(key, mean, SHAPES[distribution]) for key in jax.random.split(jax.random.key(5), draws)]
     )
@@ -270,9 +270,9 @@ def test_ties_and_scores_that_are_no_numbers():
 def test_a_score_on_private_data_has_noise_that_is_billed():
     right = np.array([1.0, 0.0, 500.0, -3.0, np.nan])  # counts 2
     search = Searcher([{"rate": 1.0}], lambda params: right, score_on=tuning.NoisySum(3.0), trials=1)
-    scores = np.array([search(seed).score for seed in range(20)])
-    assert len(set(scores.tolist())) == 20 and search(7).score == scores[7]
-    assert abs(scores.mean() - 2) < 4 * 3 / math.sqrt(20) and 1.5 < scores.std() < 4.5
+    scores = np.array([search(seed).score for seed in range(12)])
+    assert len(set(scores.tolist())) == 12 and search(7).score == scores[7]
+    assert abs(scores.mean() - 2) < 4 * 3 / math.sqrt(12) and 1.2 < scores.std() < 5
     event = mechanism({}, jax.random.key(0)).event(20)
     expected = best_of(event, trials=1, score_on=GaussianDpEvent(3.0)).epsilon(1e-5)
     assert search(7).epsilon == expected and "from private data" in search(7).report.tuning
