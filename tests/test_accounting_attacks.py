@@ -80,7 +80,11 @@ def test_a_mechanism_its_report_and_what_is_refused():
     mechanism = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=1.5, sampling=sampling, key=dpx.secret_key(1))
     found, report = attack_bounds(mechanism, 50, delta=DELTA), dpx.privacy_report(mechanism, 50, delta=DELTA)
     assert found == bounds(RUN) == report.attacks
-    for words in (f"finds at most {found.true_positive_rates[0]:.4g}", f"mu = {found.mu:.4g}", "(the advantage)"):
+    for words in (
+        f"finds at most {100 * found.true_positive_rates[0]:.4g} %",
+        f"mu = {found.mu:.4g}",
+        "(the advantage)",
+    ):
         assert words in report.to_markdown()
     for rates in ((1.5,), (math.nan,)):
         with pytest.raises(ValueError, match="false_positive_rates must be"):

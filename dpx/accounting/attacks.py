@@ -46,8 +46,9 @@ class AttackBounds(NamedTuple):
         rates = zip(self.false_positive_rates, self.true_positive_rates, strict=True)
         return (
             *(
-                f"Whoever wrongly accuses {of:.4g} of the absent finds at most {at:.4g} of those present."
-                for of, at in rates
+                f"Whoever wrongly accuses {100 * wrong:.4g} % of the absent finds at most {100 * right:.4g} % of those "
+                "present."
+                for wrong, right in rates
             ),
             f"True positive rate minus false positive rate (the advantage): at most {self.advantage:.4g}.",
             f"mu = {self.mu:.4g}: at every false positive rate, the true positive rate is at most that of mu-Gaussian "
