@@ -23,6 +23,7 @@ Optimizers       chain
 Gradients        private_grad, accumulate, private_update, PrivateGradient, Unreleased, explain
 Before a run     check
 The whole run    fit; more in `dpx.fitting`
+Tuning           `dpx.tuning`, a search for hyper-parameters with a bill
 Samplings        PoissonSampling, ShuffledEpochs, FixedSizeSampling, FullBatch, Batch
 Units            UserData, which makes users what is sampled, in place of examples
 Budgets          Budget, calibrated, calibrate, max_steps
@@ -33,7 +34,7 @@ Schedules        `dpx.schedules`, and any optax schedule
 `import dpx.catalog` lists every method, coordinates, mechanism and sampling; docs/methods.md is its table.
 """
 
-from dpx import accounting, coordinates, fitting, keys, mechanisms, methods, schedules
+from dpx import accounting, coordinates, fitting, keys, mechanisms, methods, schedules, tuning
 from dpx._public_state import public_state
 from dpx.accounting import Budget, calibrate, calibrated, compose, delta, epsilon, max_steps, privacy_report
 from dpx.batches import Batch
@@ -89,6 +90,7 @@ __all__ = [
     "schedules",
     "secret_key",
     "steps_taken",
+    "tuning",
 ]
 
 

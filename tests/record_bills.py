@@ -196,7 +196,20 @@ def _mechanisms() -> Iterator[tuple[str, Bill]]:
     )
 
 
-FAMILIES = (_gaussians, _poisson, _schedules, _mixes, _fixed, _projected, _feedback, _mechanisms)
+def _searches() -> Iterator[tuple[str, Bill]]:
+    three = (poisson(0.02, 2.0, 500), GaussianDpEvent(3.0), fixed(2.0))
+    runs = {"sampled": (poisson(0.02, 1.54, 500),), "of three": three}
+    for label, distribution in itertools.product(runs, ("logarithmic", "geometric", "poisson")):
+        relation = "replace_one" if label == "of three" else "add_or_remove"
+        bill = accounting.best_of(
+            *runs[label], trials=10, score_on=GaussianDpEvent(20.0), distribution=distribution, relation=relation
+        )
+        asking: dict = dict(deltas=(1e-5,), epsilons=(2.0,), accountants=("rdp",), relations=(relation,))
+        for name, value in asked(bill.event, **asking):
+            yield f"search, {label}, {distribution}: {name}", value
+
+
+FAMILIES = (_gaussians, _poisson, _schedules, _mixes, _fixed, _projected, _feedback, _mechanisms, _searches)
 
 
 def bills() -> dict[str, Bill]:

@@ -78,6 +78,7 @@ MAY_IMPORT = {
         "release_state",
         "units",
     },
+    "tuning": {"_guards", "_numbers", "accounting", "batches", "fitting", "keys", "mechanism", "release_state"},
     "checking": {
         "_contributions",
         "_frozen",

@@ -251,6 +251,30 @@ REFUSED = {
         lambda: dpx.max_steps(optax.chain(dp_sgd(), optax.sgd(0.1)), epsilon=1.0, delta=1e-5),
         "must be a dpx Mechanism",
     ),
+    "a search by a score on private data": (
+        lambda: dpx.tuning.search(
+            lambda trial: None,
+            [0.1, 1.0],
+            lambda params: 0.0,
+            optimizer=lambda rate, key: dp_sgd(key=key),
+            key=KEY,
+            trials=10,
+            steps=3,
+            delta=1e-5,
+            score_on="private",  # type: ignore
+        ),
+        "a score on private data without noise has no bill",
+    ),
+    "the best of half a run": (
+        lambda: dpx.accounting.best_of((dp_sgd(), 3), trials=0.5, score_on="public"),
+        "trials must be a finite number at least 1",
+    ),
+    "a winner of another search": (
+        lambda: dpx.privacy_report(
+            dp_sgd(), 4, delta=1e-5, tuning=dpx.accounting.best_of((dp_sgd(), 3), trials=10, score_on="public")
+        ),
+        "the run must be one that the search billed",
+    ),
     # batches
     "a batch without its padding": (lambda: step_of(dp_sgd(), tiny()), r"dpx.Batch\(examples, included=None\)"),
     "update without the padding": (

@@ -6,6 +6,8 @@ Which function answers which question:
   on the same data: `compose`. A report to publish beside a model: `privacy_report`.
 * The noise that a budget needs: `calibrate`, or a `Budget` in place of a noise multiplier; `calibrated` lets a function
   of your own accept one. The number of steps for which a budget is enough: `max_steps`.
+* The cost of a search for hyper-parameters on private data: `best_of`, for `dpx.tuning.search`.
+* What the bill means for an attacker: `attack_bounds`, `plot_attack_bounds`.
 * Epsilon at each step, delta at each epsilon, and the trade-off function, as arrays and plots: `curves`.
 * The same without a mechanism: `schedule_epsilon`, `schedule_delta` and `calibrate_schedule` for noise multipliers,
   `event_epsilon` and `event_delta` for a dp-accounting event, `gdp` for Gaussian differential privacy.
@@ -17,6 +19,7 @@ are in these files:
 * Poisson-sampled Gaussians: `pld/losses.py` (one step), `pld/composition.py` (many), `pld/buckets.py` (long schedules),
   `renyi.py` ("rdp"). Several releases of one batch: `releases.py`. Unsampled Gaussians: `gdp.py`, first half.
 * Samples of a fixed size: `fixed_size.py`. Runs on shared batches: `compose.py`. Fresh projections: `projected.py`.
+* The best of a random number of trials: `selection.py`. True positive rates and mu: `attacks.py`.
 * Error feedback: `error_feedback/energy.py` and `error_feedback/renyi.py`.
 
 To add one: a new event is a file here, like `projected.py`, which the file of its mechanism imports. It holds
@@ -33,6 +36,8 @@ each line that makes it a bound.
 """
 
 from dpx.accounting import comparisons, curves, gdp
+from dpx.accounting.attacks import AttackBounds, attack_bounds, plot_attack_bounds
+from dpx.accounting.best_of import Selection, best_of
 from dpx.accounting.bill import delta, epsilon
 from dpx.accounting.budget import Budget, calibrated
 from dpx.accounting.calibration import CalibratedSchedule, calibrate, calibrate_schedule
@@ -43,11 +48,15 @@ from dpx.accounting.report import PrivacyReport, privacy_report
 from dpx.accounting.schedule import Interval, schedule_delta, schedule_epsilon
 
 __all__ = [
+    "AttackBounds",
     "Budget",
     "CalibratedSchedule",
     "Composition",
     "Interval",
     "PrivacyReport",
+    "Selection",
+    "attack_bounds",
+    "best_of",
     "calibrate",
     "calibrate_schedule",
     "calibrated",
@@ -60,6 +69,7 @@ __all__ = [
     "event_epsilon",
     "gdp",
     "max_steps",
+    "plot_attack_bounds",
     "privacy_report",
     "register",
     "schedule_delta",

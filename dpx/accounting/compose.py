@@ -1,7 +1,7 @@
 """The cost of several runs on the same data, together."""
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import dp_accounting
@@ -21,10 +21,13 @@ class Composition:
     """The cost of several runs together. `epsilon` and `delta` are upper bounds, like `dpx.epsilon` and `dpx.delta`.
 
     event: the event of all runs. relation: how neighboring data sets differ, the same for all runs.
+    keys: of the runs' noise, each (). streams: the marks of the keys that drew their batches, ints, where known.
     """
 
     event: dp_accounting.DpEvent
     relation: Relation
+    keys: tuple[jax.Array, ...] = field(default=(), kw_only=True, repr=False, compare=False)
+    streams: tuple[int, ...] = field(default=(), kw_only=True, repr=False, compare=False)
 
     def epsilon(self, delta: float, *, accountant: Accountant = "tightest") -> float:
         """An upper bound of epsilon at `delta`, which is in (0, 1); see `event_epsilon`."""
@@ -35,8 +38,10 @@ class Composition:
         return event_delta(self.event, epsilon=epsilon, accountant=accountant, relation=self.relation)
 
 
-def compose(*runs: tuple[Any, Any], shared_batches: bool) -> Composition:
+def compose(*runs: Any, shared_batches: bool) -> Composition:
     """The cost of `runs` together, each a (mechanism, optimizer state) or a (mechanism, number of steps).
+
+    With batches of their own, a run may also be a `Composition`: of an earlier call, or of `dpx.accounting.best_of`.
 
         dpx.compose((a, state_a), (b, state_b), shared_batches=False).epsilon(delta=1e-5)
 
@@ -54,14 +59,15 @@ def compose(*runs: tuple[Any, Any], shared_batches: bool) -> Composition:
     """
     if not runs:
         raise ValueError("compose needs at least one (mechanism, steps or state), got none")
-    for (first, _), (second, _) in itertools.combinations(runs, 2):
-        if _same_key(first.key, second.key):
+    composed = [_composition(run) for run in runs]
+    noise_keys = [key for run in composed for key in run.keys]
+    for first, second in itertools.combinations(noise_keys, 2):
+        if same_key(first, second):
             raise ValueError(
                 "every run must have a key of its own: two of these mechanisms share one, so their noise is the same "
                 "and subtracting one release from the other removes it"
             )
-    events, relations = zip(*(event_of(mechanism, spent, None) for mechanism, spent in runs), strict=True)
-    streams = [stream for _, spent in runs if (stream := batch_stream(spent))]
+    streams = [stream for run in composed for stream in run.streams]
     if SEVERAL_KEYS in streams and len(runs) > 1:
         raise ValueError(
             "one of these runs drew its batches with several keys, so its state does not show whether it saw the "
@@ -76,11 +82,23 @@ def compose(*runs: tuple[Any, Any], shared_batches: bool) -> Composition:
         raise ValueError(
             "these runs drew their batches with several keys, so they saw different ones: pass shared_batches=False"
         )
-    if len(set(relations)) > 1:
-        raise ValueError(f"runs must have one neighboring relation, got {sorted(set(relations))}")
-    if not shared_batches:
-        return Composition(dp_accounting.ComposedDpEvent(list(events)), relations[0])
-    return Composition(_on_shared_batches(runs, events), relations[0])
+    relations = {run.relation for run in composed}
+    if len(relations) > 1:
+        raise ValueError(f"runs must have one neighboring relation, got {sorted(relations)}")
+    if shared_batches:
+        event = _on_shared_batches(runs, [run.event for run in composed])
+    else:
+        event = dp_accounting.ComposedDpEvent([run.event for run in composed])
+    return Composition(event, composed[0].relation, keys=tuple(noise_keys), streams=tuple(set(streams)))
+
+
+def _composition(run: Any) -> Composition:
+    if isinstance(run, Composition):
+        return run
+    mechanism, spent = run
+    event, relation = event_of(mechanism, spent, None)
+    streams = () if (stream := batch_stream(spent)) == 0 else (stream,)
+    return Composition(event, relation, keys=(mechanism.key,), streams=streams)
 
 
 def _on_shared_batches(runs, events) -> dp_accounting.DpEvent:
@@ -91,6 +109,8 @@ def _on_shared_batches(runs, events) -> dp_accounting.DpEvent:
     like this (Dong, Roth and Su 2022, https://arxiv.org/abs/1905.02383). This Gaussian also dominates their mixture
     over whether the example is in the batch.
     """
+    if any(isinstance(run, Composition) for run in runs):
+        raise ValueError("a Composition did not share its batches with another run: pass shared_batches=False")
     sampling = runs[0][0].sampling
     precision = np.zeros(max(billed_steps(spent) for _, spent in runs))
     for (mechanism, spent), event in zip(runs, events, strict=True):
@@ -106,6 +126,7 @@ def _on_shared_batches(runs, events) -> dp_accounting.DpEvent:
         return sampling.event(precision**-0.5)
 
 
-def _same_key(first: jax.Array, second: jax.Array) -> bool:
+def same_key(first: jax.Array, second: jax.Array) -> bool:
+    """Whether two PRNG keys, (), are one."""
     first_words, second_words = (np.asarray(jax.random.key_data(keys.require(key))) for key in (first, second))
     return np.array_equal(first_words, second_words)

@@ -10,8 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import attrs
 import dp_accounting
 from dp_accounting import DpEvent, GaussianDpEvent, PoissonSampledDpEvent, SampledWithoutReplacementDpEvent
+from dp_accounting.dp_event import RepeatAndSelectDpEvent
 
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.fixed_size import FixedSizeGaussian
@@ -66,10 +68,12 @@ class Releases:
         elif isinstance(event, dp_accounting.ComposedDpEvent):
             for inner in event.events:
                 self.add(inner, count)
-        elif isinstance(event, PoissonSampledDpEvent) and not _is_readable(event):
+        elif isinstance(event, PoissonSampledDpEvent) and not is_readable(event):
             merged = _as_one_gaussian(event)
             if merged is not None:
                 self.counts[merged] += count
+        elif isinstance(event, RepeatAndSelectDpEvent):
+            self.counts[hashable(event)] += count
         elif not isinstance(event, PoissonSampledDpEvent) or event.sampling_probability != 0:
             self.counts[event] += count
 
@@ -81,13 +85,13 @@ class Releases:
     @property
     def readable(self) -> bool:
         """Whether dpx bills every release, so that none is left to dp-accounting."""
-        return all(_is_readable(event) for event in self.counts)
+        return all(is_readable(event) for event in self.counts)
 
     @property
     def poisson_sampled(self) -> bool:
         """Whether every release was made on a Poisson sample."""
         return all(
-            isinstance(event, PoissonSampledDpEvent) and _is_readable(event)
+            isinstance(event, PoissonSampledDpEvent) and is_readable(event)
             for event in self.counts
             if not isinstance(event, dp_accounting.NonPrivateDpEvent)
         )
@@ -96,7 +100,7 @@ class Releases:
     def gaussian(self) -> bool:
         """Whether every release is a Gaussian, on all data or on a Poisson sample."""
         return all(
-            _is_readable(event) and isinstance(event, GaussianDpEvent | PoissonSampledDpEvent) for event in self.counts
+            is_readable(event) and isinstance(event, GaussianDpEvent | PoissonSampledDpEvent) for event in self.counts
         )
 
     @property
@@ -118,7 +122,7 @@ class Releases:
         """The step loss of every release, and how often it was made. Raises ValueError as the readers do."""
         losses: dict[StepLoss, int] = defaultdict(int)
         for event, count in self.counts.items():
-            losses[_STEP_READERS[type(event)](event, relation)] += count
+            losses[read_step(event, relation)] += count
         return losses
 
 
@@ -129,7 +133,13 @@ def count_releases(event: DpEvent) -> Releases:
     return releases
 
 
-def _is_readable(event: DpEvent) -> bool:
+def read_step(event: DpEvent, relation: Relation) -> StepLoss:
+    """The step loss of one release. Raises ValueError as its reader does."""
+    return _STEP_READERS[type(event)](event, relation)
+
+
+def is_readable(event: DpEvent) -> bool:
+    """Whether dpx bills a release itself."""
     if isinstance(event, PoissonSampledDpEvent | SampledWithoutReplacementDpEvent):
         return isinstance(event.event, GaussianDpEvent)
     return (
@@ -137,6 +147,13 @@ def _is_readable(event: DpEvent) -> bool:
         or type(event) in WHOLE_RUN_READERS
         or isinstance(event, dp_accounting.NonPrivateDpEvent)
     )
+
+
+def hashable(event: Any) -> Any:
+    """`event` with tuples in place of the lists of its compositions."""
+    if hasattr(event, "events"):
+        return attrs.evolve(event, events=tuple(hashable(inner) for inner in event.events))
+    return attrs.evolve(event, event=hashable(event.event)) if hasattr(event, "event") else event
 
 
 def _as_one_gaussian(event: PoissonSampledDpEvent) -> DpEvent | None:

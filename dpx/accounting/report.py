@@ -4,25 +4,30 @@ import importlib.metadata
 import json
 import math
 import platform
-from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import dp_accounting
+from dp_accounting import DpEvent
 
 from dpx.accounting import checks
+from dpx.accounting.attacks import FALSE_POSITIVE_RATES, AttackBounds, bounds_of
+from dpx.accounting.best_of import Selection
 from dpx.accounting.bill import billed_steps, event_of, require_billable
-from dpx.accounting.events import event_epsilon, explanation
-from dpx.accounting.releases import count_releases
+from dpx.accounting.checks import Relation
+from dpx.accounting.events import event_epsilon, event_profile, explanation
+from dpx.accounting.summary import summary
 
 _CAVEATS = (
     "Holds if batches were drawn as `sampling` says, and while the keys of the noise and of the sampling are secret.",
     "Gaussian noise is drawn in float32: its tail ends near 5.4 standard deviations, so a delta below about 1e-7 is "
     "not meaningful, and attacks on floating-point noise are not excluded.",
-    "Choosing hyper-parameters by runs on the same data is not billed.",
     "Per-{unit} losses, gradients and clipping statistics of training data are not private unless noised and billed.",
 )
+_TUNING = {
+    None: "Not billed: if hyper-parameters were chosen by runs on the same data, that cost more than is stated here.",
+    "public": "Public data: hyper-parameters were chosen without any run on the private data.",
+}
 _RELATION_CAVEATS = {
     "add_or_remove": "Neighbors differ by the presence of one {unit}. The size of the data set is treated as public.",
     "zero_out": "Neighbors differ by nulling the contribution of one {unit}; who takes part is treated as public.",
@@ -37,6 +42,7 @@ class PrivacyReport:
     mechanism: the printed pipeline. steps: how many are billed. unit: one record of the data set, in words.
     relation: how neighboring data sets differ. sampling: the printed sampling record. delta: in (0, 1).
     epsilon: an upper bound by each accountant, so the smallest is the guarantee; None if an accountant does not apply.
+    attacks: what that means for an attacker. tuning: whether the choice of hyper-parameters is billed, in words.
     events: the releases, one sentence each. versions: by package. caveats: one sentence each.
     """
 
@@ -47,6 +53,8 @@ class PrivacyReport:
     sampling: str
     delta: float
     epsilon: dict[str, float | None]
+    attacks: AttackBounds
+    tuning: str
     events: tuple[str, ...]
     versions: dict[str, str]
     caveats: tuple[str, ...]
@@ -59,6 +67,7 @@ class PrivacyReport:
 
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
         fields["epsilon"] = {name: finite(value) for name, value in self.epsilon.items()}
+        fields["attacks"] = self.attacks._asdict() | {"mu": finite(self.attacks.mu)}
         return json.dumps(fields, indent=2, allow_nan=False)
 
     def to_markdown(self) -> str:
@@ -84,6 +93,16 @@ at **delta = {self.delta:g}**.
 | accountant | epsilon (upper bound) |
 |---|---|
 {bills}
+
+## What an attacker can learn
+
+About the presence of one record, from the release and all other records, at most this:
+
+{_lines(self.attacks.sentences())}
+
+## Tuning
+
+{self.tuning}
 
 ## Releases
 
@@ -120,19 +139,25 @@ def privacy_report(
     *,
     delta: float,
     unit: str = "example",
+    tuning: Selection | Literal["public"] | None = None,
 ) -> PrivacyReport:
     """The report of a mechanism after some steps: epsilon by "pld" and by "rdp", and all assumptions.
 
     steps_or_state: a number of steps (int, at least 0), or an optimizer state, whose billed steps are read.
     delta: in (0, 1), best far below 1 divided by the number of examples. A larger one warns.
     unit: what the sampling draws and epsilon protects, in words: "user" if it draws users (`dpx.UserData`).
+    tuning: how hyper-parameters were chosen. "public": without any run on the private data. A `Selection` (of
+        `dpx.accounting.best_of` or `dpx.tuning.search`): this run is the winner, and the report states the cost of the
+        search. None: the report says that the choice is not billed.
 
-    Raises ValueError as `dpx.epsilon` does, and where neither accountant can bill the event.
+    Raises ValueError as `dpx.epsilon` does, where neither accountant can bill the event, for another tuning, and for a
+    run that costs more than a trial of the search.
     """
     require_billable(mechanism)
     checks.warn_of_large_delta(delta, mechanism.sampling)
     steps = billed_steps(steps_or_state)
     event, relation = event_of(mechanism, steps_or_state, None)
+    event, words = _with_tuning(event, relation, tuning)
     bills: dict[str, float | None] = {"pld": None, "rdp": None}
     refusals = []
     for accountant in ("pld", "rdp"):
@@ -158,45 +183,23 @@ def privacy_report(
         sampling=str(mechanism.sampling),
         delta=delta,
         epsilon=bills,
-        events=_summary(event),
+        attacks=bounds_of(event_profile(event, relation=relation, curve=True), delta, FALSE_POSITIVE_RATES),
+        tuning=words,
+        events=summary(event),
         versions=_versions(),
         caveats=caveats,
     )
 
 
-def _summary(event: dp_accounting.DpEvent) -> tuple[str, ...]:
-    """The releases in words: up to 8 noise multipliers one by one, more of them by their range."""
-    releases = count_releases(event)
-    if not releases.readable:
-        return (str(event),)
-    gaussians: dict[str, Counter[float]] = defaultdict(Counter)  # by name, how often each noise multiplier was used
-    others = []
-    for release, count in releases.counts.items():
-        inner: Any = getattr(release, "event", release)
-        if isinstance(inner, dp_accounting.GaussianDpEvent):
-            gaussians[_name(release)][inner.noise_multiplier] += count
-        elif not isinstance(release, dp_accounting.NonPrivateDpEvent):
-            others.append(f"{count} x {release}")
-    lines = []
-    for name, sigmas in sorted(gaussians.items()):
-        if len(sigmas) <= 8:
-            lines += [f"{count} x {name}, noise multiplier {sigma:.6g}" for sigma, count in sorted(sigmas.items())]
-        else:
-            lines.append(
-                f"{sum(sigmas.values())} x {name}, {len(sigmas)} distinct noise multipliers "
-                f"from {min(sigmas):.6g} to {max(sigmas):.6g}"
-            )
-    return (*lines, *others) if releases.private else (*lines, *others, "a release without noise")
-
-
-def _name(gaussian: Any) -> str:
-    """The name of a Gaussian release, with its sampling rate."""
-    if isinstance(gaussian, dp_accounting.SampledWithoutReplacementDpEvent):
-        rate = gaussian.sample_size / gaussian.source_dataset_size
-        return f"Gaussian on a sample without replacement of rate {rate:.6g}"
-    if isinstance(gaussian, dp_accounting.PoissonSampledDpEvent) and gaussian.sampling_probability < 1:
-        return f"Gaussian on a Poisson sample of rate {gaussian.sampling_probability:.6g}"
-    return "Gaussian"
+def _with_tuning(event: DpEvent, relation: Relation, tuning: Any) -> tuple[DpEvent, str]:
+    """The event that is billed, and how the choice of hyper-parameters is, in words."""
+    if isinstance(tuning, Selection):
+        if tuning.relation != relation or not tuning.covers(event):
+            raise ValueError(f"the run must be one that the search billed, got {event}; {tuning}")
+        return tuning.event, str(tuning)
+    if not (tuning is None or isinstance(tuning, str)) or tuning not in _TUNING:
+        raise ValueError(f'tuning must be "public", a dpx.accounting.Selection or None, got {tuning!r}')
+    return event, _TUNING[tuning]
 
 
 def _versions() -> dict[str, str]:

@@ -1,0 +1,180 @@
+"""The bill in words that a data owner understands: how well any attacker can tell whether one example took part."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from scipy import special
+
+from dpx._numbers import require_number
+from dpx.accounting import checks
+from dpx.accounting.bill import event_of
+from dpx.accounting.checks import Accountant, Relation
+from dpx.accounting.compose import Composition
+from dpx.accounting.events import event_profile
+from dpx.accounting.profiles import Profile
+
+# Any set of epsilons gives bounds. With these, rates and mu are within 1 % of the exact ones of a Gaussian.
+_EPSILONS = 96
+_SMALLEST_SHARE = 0.01  # the smallest positive epsilon, as a share of the largest
+_LARGEST_EPSILON = 500.0  # beyond it nothing is promised, and e^epsilon is no float
+_ROUNDING = 1e-9  # by which mu is rounded up, relative to 1 + mu
+
+FALSE_POSITIVE_RATES = (0.01, 0.001)  # at which a report states the true positive rate
+
+
+class AttackBounds(NamedTuple):
+    """How well any attacker can tell whether one example took part, who knows the release and all other examples.
+
+    advantage: float, the largest true positive rate minus the false positive rate; 0 is guessing, 1 is certainty.
+    false_positive_rates: n floats, how often the attacker claims an example that did not take part.
+    true_positive_rates: n floats, an upper bound at each of them of how often one that did is claimed.
+    mu: float. At every false positive rate a, the true positive rate is at most that of mu-Gaussian differential
+        privacy, Phi(mu - Phi^-1(1 - a)), plus delta.
+    delta: float, of mu.
+    """
+
+    advantage: float
+    false_positive_rates: tuple[float, ...]
+    true_positive_rates: tuple[float, ...]
+    mu: float
+    delta: float
+
+    def sentences(self) -> tuple[str, ...]:
+        """The bounds in words."""
+        rates = zip(self.false_positive_rates, self.true_positive_rates, strict=True)
+        return (
+            *(
+                f"Whoever wrongly accuses {100 * wrong:.4g} % of the absent finds at most {100 * right:.4g} % of those "
+                "present."
+                for wrong, right in rates
+            ),
+            f"True positive rate minus false positive rate (the advantage): at most {self.advantage:.4g}.",
+            f"mu = {self.mu:.4g}: at every false positive rate, the true positive rate is at most that of mu-Gaussian "
+            f"differential privacy plus {self.delta:g}.",
+        )
+
+
+def attack_bounds(
+    run: Any,
+    steps_or_state: Any = None,
+    *,
+    delta: float,
+    false_positive_rates: Sequence[float] = FALSE_POSITIVE_RATES,
+    accountant: Accountant = "tightest",
+    relation: Relation | None = None,
+) -> AttackBounds:
+    """Bounds on every attack that asks whether one example took part, from the privacy profile of a run.
+
+    run: a mechanism, with `steps_or_state` as for `dpx.epsilon`, or a `Composition`, without it.
+    delta: in (0, 1), the slack of `mu`. Without slack, the least mu of Poisson-sampled Gaussians is that of the same
+        Gaussians without sampling, because sampling does not thin the farthest tail.
+    false_positive_rates: floats in [0, 1]. accountant, relation: as for `dpx.epsilon`.
+
+    Guarantee: with delta(e) the run's delta at epsilon e, the true positive rate at a false positive rate a is at most
+    delta(e) + exp(e) a, and at most 1 - exp(-e) (1 - delta(e) - a), for every e >= 0; the advantage is at most
+    delta(0). The bounds are the least over a grid of e. mu is the least for which the convex hull of that grid is at
+    most delta_mu(e) + delta for every e >= 0, where delta_mu is that of mu-GDP.
+
+    Raises ValueError as `dpx.epsilon` does, and for rates outside [0, 1].
+    Source: Dong, Roth and Su 2022, https://arxiv.org/abs/1905.02383.
+    """
+    rates = [require_number("false_positive_rates", rate, minimum=0, maximum=1) for rate in false_positive_rates]
+    checks.require_delta(delta)
+    if isinstance(run, Composition):
+        event, stated = run.event, run.relation
+        if steps_or_state is not None or relation not in (None, stated):
+            raise ValueError(f"a Composition has its steps and its relation, {stated!r}; pass neither beside it")
+    else:
+        event, stated = event_of(run, steps_or_state, relation)
+    return bounds_of(event_profile(event, accountant=accountant, relation=stated, curve=True), delta, rates)
+
+
+def bounds_of(profile: Profile, delta: float, false_positive_rates: Sequence[float]) -> AttackBounds:
+    """The bounds of a profile; see `attack_bounds`."""
+    epsilons, deltas = _grid(profile, delta)
+    growth, rates = np.exp(epsilons), np.array(false_positive_rates, np.float64)[:, None]
+    least = np.minimum(deltas + growth * rates, 1 - (1 - deltas - rates) / growth).min(axis=1)
+    return AttackBounds(
+        advantage=float(deltas[0]),
+        false_positive_rates=tuple(rates[:, 0].tolist()),
+        true_positive_rates=tuple(np.clip(least, rates[:, 0], 1.0).tolist()),
+        mu=_mu(growth, deltas, delta),
+        delta=delta,
+    )
+
+
+def plot_attack_bounds(bounds: AttackBounds, *, axes: Any = None, label: str | None = None) -> Any:
+    """Draws the largest true positive rate at each false positive rate, and guessing, both axes logarithmic.
+
+    bounds: with many rates, such as `numpy.geomspace(1e-4, 1, 50)`. Draws on matplotlib `axes`, new ones by default,
+    and returns them.
+    """
+    if axes is None:
+        from matplotlib import pyplot
+
+        _, axes = pyplot.subplots()
+    axes.set(xlabel="false positive rate", ylabel="largest true positive rate")
+    axes.loglog(bounds.false_positive_rates, bounds.true_positive_rates, label=label)
+    axes.loglog(bounds.false_positive_rates, bounds.false_positive_rates, "k:", label="guessing")
+    return axes
+
+
+def _grid(profile: Profile, delta: float) -> tuple[np.ndarray, np.ndarray]:
+    """Rising epsilons from 0, and an upper bound of delta at each, float64 (n,); if it can, the last is `delta`."""
+    top = profile.epsilon(delta)
+    if top == 0:
+        return np.zeros(1), np.array([min(delta, profile.delta(0.0))])
+    largest = min(top, _LARGEST_EPSILON)
+    epsilons = np.array([0.0, *np.geomspace(_SMALLEST_SHARE * largest, largest, _EPSILONS).tolist()])
+    deltas = np.array([profile.delta(epsilon) for epsilon in epsilons.tolist()])
+    if largest == top:
+        deltas[-1] = min(deltas[-1], delta)
+    return epsilons, _symmetric(np.exp(epsilons), np.minimum.accumulate(deltas).clip(0, 1))
+
+
+def _symmetric(growth: np.ndarray, deltas: np.ndarray) -> np.ndarray:
+    """Deltas, float64 (n,), of at most `deltas`, which are an upper bound of the same profile; growth is e^epsilon.
+
+    Proof: (epsilon, delta) for both orders of the neighbors says that the true positive rate at a false positive rate
+    a is at most delta + x a and 1 - (1 - delta - a) / x, with x = e^epsilon. The lines cross at
+    a = (1 - delta) / (1 + x), where both are 1 - a. There the least of both, minus y a, is largest, for every y in
+    [1, x]. So the delta at the epsilon ln y is at most 1 - (1 + y) (1 - delta) / (1 + x).
+    """
+    crossings = np.maximum.accumulate(((1 - deltas) / (1 + growth))[::-1])[::-1]
+    return np.minimum(deltas, 1 - (1 + growth) * crossings)
+
+
+def _mu(growth: np.ndarray, deltas: np.ndarray, slack: float) -> float:
+    """The least mu for which the lines 1 - delta - e^epsilon a prove a run mu-GDP up to `slack`; rounded up.
+
+    growth: e^epsilon, rising from 1; deltas: falling; float64 (n,).
+
+    Proof: L(a), the largest of the lines, is a lower bound of the type II error at a type I error a. So the run's delta
+    at any epsilon >= 0 is at most the largest 1 - L(a) - e^epsilon a. L is convex, its last slope is -1, and
+    e^epsilon >= 1, so that is attained at a corner of L or at a = 0. Let G(a) = Phi(Phi^-1(1 - a) - mu) be the
+    trade-off function of mu-GDP. Where L(a) >= G(a) - slack, 1 - L(a) - e^epsilon a is at most
+    1 - G(a) - e^epsilon a + slack, and thus at most delta_mu(epsilon) + slack. At a = 0 that holds, because
+    L(0) = 1 - deltas[-1]; at the corners mu is chosen so.
+    """
+    if deltas[0] <= slack:
+        return 0.0
+    if deltas[-1] > slack:
+        return math.inf
+    hull: list[int] = []  # the lower convex hull of the points (growth, delta): all other lines are nowhere the largest
+    for point in range(len(growth)):
+        while len(hull) > 1 and _slope(growth, deltas, *hull[-2:]) >= _slope(growth, deltas, hull[-1], point):
+            hull.pop()
+        hull.append(point)
+    x, y = growth[hull], deltas[hull]
+    type_one = -np.diff(y) / np.diff(x)
+    type_two = 1 - y[:-1] - x[:-1] * type_one
+    with np.errstate(invalid="ignore"):
+        needed = -special.ndtri(type_one) - special.ndtri(np.clip(type_two + slack, 0, 1))
+    worst = max(0.0, float(np.max(np.nan_to_num(needed, nan=0.0, posinf=math.inf))))  # nan: the corners (0, 1), (1, 0)
+    return worst + _ROUNDING * (1 + worst)
+
+
+def _slope(x: np.ndarray, y: np.ndarray, first: int, second: int) -> float:
+    return (y[second] - y[first]) / (x[second] - x[first])

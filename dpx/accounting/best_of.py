@@ -1,0 +1,119 @@
+"""The bill of a search: what the best of a random number of trials costs."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import dp_accounting
+from dp_accounting import DpEvent
+from dp_accounting.dp_event import RepeatAndSelectDpEvent
+
+from dpx._numbers import require_number
+from dpx.accounting import renyi
+from dpx.accounting.bill import event_of
+from dpx.accounting.checks import Relation, require_relation
+from dpx.accounting.compose import Composition
+from dpx.accounting.releases import count_releases, hashable
+from dpx.accounting.selection import SHAPES, OneOfDpEvent, trial_loss
+
+Distribution = Literal["logarithmic", "geometric", "poisson"]
+
+
+@dataclass(frozen=True)
+class Selection(Composition):
+    """The cost of the best of a random and secret number of trials, of which nothing else is released.
+
+    trial: the event of one trial. trials: the expected number of them. distribution: of that number.
+    configurations: int, how many different ones are billed. score: how the score is billed, in words.
+    """
+
+    trial: DpEvent
+    trials: float
+    distribution: Distribution
+    configurations: int
+    score: str
+
+    def covers(self, event: DpEvent) -> bool:
+        """Whether a run of this event could be one of the trials: it costs at most as much, at every Renyi order."""
+        bound, one = (trial_loss(each, self.relation).renyi(renyi.ORDERS) for each in (self.trial, event))
+        return bool((one <= bound * (1 + 1e-9)).all())
+
+    def __str__(self) -> str:
+        return (
+            f"Billed: the run is the best of a random number of trials ({self.distribution}, {self.trials:g} "
+            f"expected), each of one of {self.configurations} configurations, drawn at random and scored {self.score}. "
+            "This holds while the number of trials and all other results are secret."
+        )
+
+
+def best_of(
+    *candidates: Any,
+    trials: float,
+    score_on: Any,
+    distribution: Distribution = "logarithmic",
+    relation: Relation | None = None,
+) -> Selection:
+    """The cost of a search that releases the best of a random number of trials, and nothing else.
+
+        dpx.accounting.best_of((mechanism, 300), trials=10, score_on="public").epsilon(delta=1e-5)
+
+    candidates: each a (mechanism, steps or state), or an event, as `dpx.compose` takes them; what a trial may run. A
+        trial costs as much as the worst of them, even if it is never drawn.
+    trials: float, at least 1, the expected number. The number itself must be drawn from the distribution and stay
+        secret, as `dpx.tuning.search` does; the best of a fixed number of runs is billed by `dpx.compose`.
+    score_on: "public" if the score sees a trial's release and public data only; else the event of the noise in the
+        score, which every trial pays too.
+    distribution: "logarithmic", "geometric" or "poisson"; in this order, many trials cost more and are spread less.
+    relation: of events, "add_or_remove" by default; None for mechanisms, whose samplings state it.
+
+    The bill is by Renyi divergences ("rdp"), because no tighter one is known to dp-accounting.
+
+    Raises ValueError for no candidates, for other arguments, for candidates of several relations, and for events whose
+    Renyi divergences are not known.
+    Source: Papernot and Steinke 2022, https://arxiv.org/abs/2110.03620; `accounting/selection.py`.
+    """
+    trials = require_number("trials", trials, minimum=1)
+    if distribution not in SHAPES:
+        raise ValueError(f"distribution must be one of {tuple(SHAPES)}, got {distribution!r}")
+    score = _score_event(score_on)
+    if not candidates:
+        raise ValueError("best_of needs at least one (mechanism, steps or state) or event, got none")
+    runs = [_event(candidate, relation) for candidate in candidates]
+    stated = runs[0][1]
+    if len(relations := {each for _, each in runs}) > 1:
+        raise ValueError(f"candidates must have one neighboring relation, got {sorted(relations)}")
+    events = tuple(hashable(event) for event, _ in runs)
+    trial = events[0] if all(event == events[0] for event in events) else OneOfDpEvent(events)
+    trial = trial if score is None else dp_accounting.ComposedDpEvent((trial, score))  # pyright: ignore
+    trial_loss(trial, stated).renyi(renyi.ORDERS)  # refuses what has no bill
+    return Selection(
+        event=RepeatAndSelectDpEvent(trial, trials, SHAPES[distribution]),
+        relation=stated,
+        trial=trial,
+        trials=trials,
+        distribution=distribution,
+        configurations=len(candidates),
+        score="from public data" if score is None else f"from private data, billed as {score} in every trial",
+    )
+
+
+def _event(candidate: Any, relation: Relation | None) -> tuple[DpEvent, Relation]:
+    if isinstance(candidate, DpEvent):
+        return candidate, require_relation(relation or "add_or_remove")
+    if isinstance(candidate, tuple) and len(candidate) == 2:
+        return event_of(*candidate, relation)
+    raise ValueError(f"a candidate must be a (mechanism, steps or state) or an event, got {candidate!r}")
+
+
+def _score_event(score_on: Any) -> DpEvent | None:
+    """The event of a private score, None for a public one."""
+    if isinstance(score_on, str) and score_on == "public":
+        return None
+    if not isinstance(score_on, DpEvent):
+        raise ValueError(
+            'score_on must be "public", or the event of the noise in the score: a score on private data without noise '
+            f"has no bill. Got {score_on!r}"
+        )
+    releases = count_releases(score_on)
+    if not releases.counts or not releases.private:
+        raise ValueError(f"a score on private data must have noise, got the event {score_on}")
+    return score_on

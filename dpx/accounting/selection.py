@@ -1,0 +1,191 @@
+"""The privacy loss of the best of a random number of trials, and the distributions of that number.
+
+A trial trains and scores the result. The count K of trials is random and secret, the trials are independent and alike,
+and only the best is released. Papernot and Steinke 2022 (https://arxiv.org/abs/2110.03620) bound the Renyi divergences
+of the winner by those of one trial. What their theorems need, and where it holds here:
+
+* K has one of their distributions, depends on nothing else, and is not released: `draw_count`, `dpx.tuning`.
+* The trials are alike: each draws its configuration afresh, so that this is a part of the trial. The divergence of a
+  trial is then at most the largest among all configurations (`OneOf`), drawn or not.
+* A trial's result is what its bill covers: the score is computed from it and from public data, or is billed with it.
+* The results are totally ordered. Of equal scores the first wins: because the trials are independent and alike, this
+  winner has the distribution of one that is drawn at random among them, which is an order by score, then by a random
+  number.
+* If K = 0, which only the Poisson distribution allows, the output does not depend on the data.
+"""
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import attrs
+import dp_accounting
+import jax
+import numpy as np
+from dp_accounting import DpEvent
+from dp_accounting.dp_event import RepeatAndSelectDpEvent
+from dp_accounting.rdp import RdpAccountant
+from scipy import optimize, special
+
+from dpx.accounting import renyi
+from dpx.accounting.checks import Relation
+from dpx.accounting.pld.losses import SampledGaussian, StepLoss, total_renyi
+from dpx.accounting.releases import count_releases, is_readable, read_step, register
+
+SHAPES: dict[str, float] = {"logarithmic": 0.0, "geometric": 1.0, "poisson": math.inf}  # eta of the paper
+_SMALLEST_EXPONENT, _LARGEST_EXPONENT = 1e-9, 700.0  # of 1 / gamma; e^700 is a float
+
+
+@attrs.frozen
+class OneOfDpEvent(DpEvent):
+    """One of several events, by a choice that does not depend on the data and may be released. events: a tuple."""
+
+    events: tuple[DpEvent, ...]
+
+
+@dataclass(frozen=True)
+class Several:
+    """Some steps together, as one. steps: pairs (step loss, how often)."""
+
+    steps: tuple[tuple[StepLoss, int], ...]
+
+    @property
+    def unbounded(self) -> bool:
+        return any(getattr(step, "unbounded", False) for step, _ in self.steps)
+
+    def renyi(self, orders: np.ndarray) -> np.ndarray:
+        return total_renyi(dict(self.steps), orders)
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """One of several losses: with (a - 1) D_a = ln of a mean of e^((a - 1) D_a), at most the largest divergence."""
+
+    alternatives: tuple[StepLoss, ...]
+
+    @property
+    def unbounded(self) -> bool:
+        return any(getattr(step, "unbounded", False) for step in self.alternatives)
+
+    def renyi(self, orders: np.ndarray) -> np.ndarray:
+        return np.max([step.renyi(orders) for step in self.alternatives], axis=0)
+
+
+@dataclass(frozen=True)
+class Delegated:
+    """A release of which dp-accounting knows the Renyi divergences, such as a Laplace one."""
+
+    event: DpEvent
+    relation: Relation
+
+    def renyi(self, orders: np.ndarray) -> np.ndarray:
+        neighbors = dp_accounting.NeighboringRelation
+        relation = neighbors.REPLACE_SPECIAL if self.relation == "zero_out" else neighbors.ADD_OR_REMOVE_ONE
+        try:
+            return np.asarray(RdpAccountant(orders.tolist(), relation).compose(self.event).rdp)
+        except dp_accounting.UnsupportedEventError as error:
+            raise ValueError(f'{self.event} has no known Renyi divergence under relation "{self.relation}"') from error
+
+
+@dataclass(frozen=True)
+class BestOf:
+    """The best of K independent trials. mean: of K, at least 1. shape: eta of the paper, inf for Poisson.
+
+    The formulas are those of dp-accounting, whose orders are searched. There are no `pmfs`, so "pld" refuses it.
+    """
+
+    trial: StepLoss
+    mean: float
+    shape: float
+
+    @property
+    def unbounded(self) -> bool:
+        return bool(getattr(self.trial, "unbounded", False))
+
+    def renyi(self, orders: np.ndarray) -> np.ndarray:
+        """Theorem 2 (truncated negative binomial) and Theorem 6 (Poisson) of the paper, float64 (orders,)."""
+        one = self.trial.renyi(orders)
+        grown = one + math.log(self.mean) / (orders - 1)
+        if self.shape == math.inf:
+            failed = [renyi.delta(one, math.log1p(1 / (order - 1)), orders) for order in orders.tolist()]
+            return grown + self.mean * np.array(failed)
+        constant = np.min((1 - 1 / orders) * one + log_inverse_gamma(self.mean, self.shape) / orders)
+        rising = np.argsort(orders)
+        total = (grown + (1 + self.shape) * constant)[rising]  # a divergence grows with its order, so its bound may too
+        least = np.empty(len(orders))
+        least[rising] = np.minimum.accumulate(total[::-1])[::-1]
+        return least
+
+
+def log_inverse_gamma(mean: float, shape: float) -> float:
+    """ln(1 / gamma) of the truncated negative binomial distribution with this mean, rounded up; Definition 1.
+
+    mean: at least 1. shape: eta, at least 0 and finite. E K = eta (1 / gamma - 1) / (1 - gamma^eta), or its limit for
+    eta = 0.
+    """
+
+    def log_mean(t: float) -> float:
+        falling = -math.expm1(-shape * t) / shape if shape else t
+        return math.log(math.expm1(t) / falling)
+
+    if log_mean(_SMALLEST_EXPONENT) >= math.log(mean):
+        return _SMALLEST_EXPONENT if mean > 1 else 0.0
+    if log_mean(_LARGEST_EXPONENT) < math.log(mean):
+        raise ValueError(f"the mean of the trials is beyond the range of floats, got {mean}")
+    low, high = _SMALLEST_EXPONENT, _LARGEST_EXPONENT
+    root: Any = optimize.brentq(lambda t: log_mean(t) - math.log(mean), low, high, xtol=1e-13)
+    return float(root) * (1 + 1e-12) + 1e-12
+
+
+def draw_count(key: jax.Array, mean: float, shape: float) -> int:
+    """K, from 53 bits of a secret key, (); shape: 0 (logarithmic), 1 (geometric) or inf (Poisson). mean: at least 1."""
+    high, low = np.asarray(jax.random.bits(key, (2,), np.uint32)).tolist()
+    quantile = ((high << 32 | low) >> 11) / 2**53  # in [0, 1)
+    if shape == math.inf:
+        count = 0
+        while quantile >= special.pdtr(count, mean):  # P(K <= count)
+            count += 1
+        return count
+    if mean == 1:
+        return 1
+    gamma = math.exp(-log_inverse_gamma(mean, shape))
+    count, probability = 1, gamma if shape else (1 - gamma) / -math.log(gamma)
+    below = probability  # P(K <= count)
+    while quantile >= below and probability > 0:
+        probability *= (1 - gamma) * (count + shape) / (count + 1)
+        count, below = count + 1, below + probability
+    return count
+
+
+def trial_loss(event: DpEvent, relation: Relation) -> StepLoss:
+    """The loss of one trial, of any events whose Renyi divergences are known. Raises ValueError for others."""
+    releases = count_releases(event)
+    if not releases.private:
+        return SampledGaussian(0.0, 1.0, relation)  # no noise
+    if releases.whole_runs:
+        raise ValueError(f"{releases.whole_runs[0]} is billed as a whole run: a search over such runs has no bill")
+    losses: dict[StepLoss, int] = defaultdict(int)
+    for release, count in releases.counts.items():
+        if is_readable(release):
+            losses[read_step(release, relation)] += count
+        elif relation == "replace_one":
+            raise ValueError(f'{release} has no known Renyi divergence under relation "replace_one"')
+        else:
+            losses[Delegated(release, relation)] += count
+    return Several(tuple(losses.items()))
+
+
+def _read_best_of(event: Any, relation: Relation) -> BestOf:
+    mean, shape = float(event.mean), float(event.shape)
+    if not (1 <= mean < math.inf and shape >= 0):
+        raise ValueError(f"mean must be finite and at least 1, and shape at least 0; got {mean} and {shape}")
+    return BestOf(trial_loss(event.event, relation), mean, shape)
+
+
+def _read_one_of(event: OneOfDpEvent, relation: Relation) -> OneOf:
+    return OneOf(tuple(trial_loss(inner, relation) for inner in event.events))
+
+
+register(RepeatAndSelectDpEvent, _read_best_of)
+register(OneOfDpEvent, _read_one_of)

@@ -1,0 +1,27 @@
+"""Searches for hyper-parameters on private data, with a bill: the best of a random, secret number of trials.
+
+    def optimizer(configuration, key):
+        mechanism = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=budget, sampling=sampling, key=key)
+        return dpx.chain(mechanism, optax.adam(configuration["learning_rate"]))
+
+    def train(trial):
+        return dpx.fit(loss, params, data, trial.optimizer)
+
+    configurations = [{"learning_rate": rate} for rate in (1e-3, 1e-2, 1e-1)]
+    found = dpx.tuning.search(
+        train, configurations, accuracy, optimizer=optimizer, key=key, trials=10, score_on="public"
+    )
+    found.params, found.configuration, found.epsilon, found.report
+
+The bill holds for the winner alone. How many trials there were, all other results, and what can be inferred from them
+(logs, files, the time that the search took), are as secret as the data. Everything random comes from the key. So a
+search that was interrupted is continued by the same program with the same key: it has the same number of trials, with
+the same configurations and keys. A second search, with another key, is another bill (`dpx.compose`).
+
+`search.py` has the search, `plan.py` a trial and its score; `dpx/accounting/selection.py` has the bill and its proof.
+"""
+
+from dpx.tuning.plan import NoisySum as NoisySum
+from dpx.tuning.plan import Trial as Trial
+from dpx.tuning.search import SearchResult as SearchResult
+from dpx.tuning.search import search as search

@@ -1,0 +1,160 @@
+"""The plan of a search, which fixes its bill before the first trial; one trial of it, and its score."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jax
+import numpy as np
+from dp_accounting import DpEvent, GaussianDpEvent
+
+from dpx import keys
+from dpx._guards import require_kind
+from dpx._numbers import require_number, require_whole
+from dpx.accounting.best_of import Distribution, Selection, best_of
+from dpx.accounting.bill import event_of
+from dpx.accounting.checks import require_delta
+from dpx.accounting.compose import same_key
+from dpx.batches import Tree
+from dpx.fitting.settings import require_function
+from dpx.mechanism import Mechanism
+from dpx.release_state import steps_taken
+
+
+class Trial(NamedTuple):
+    """One trial of a search.
+
+    configuration: one of those given. optimizer: built for it, with a key of its own.
+    key: for other randomness of the trial, such as the first parameters, ().
+    folder: for its checkpoints, or None; as sensitive as the data.
+    """
+
+    configuration: Any
+    optimizer: Mechanism
+    key: jax.Array
+    folder: Path | None
+
+
+@dataclass(frozen=True)
+class NoisySum:
+    """A score on private data: the sum of one value in [0, 1] for each example, with Gaussian noise that is billed.
+
+    `score(params)` then returns the values, float (n,), such as whether each prediction is right; dpx clips them to
+    [0, 1], and a value that is no number counts 0. One value must depend on one example (or user) alone.
+
+    noise_multiplier: float, positive, the standard deviation of the noise on the sum.
+    """
+
+    noise_multiplier: float
+
+    def __post_init__(self):
+        require_number("noise_multiplier", self.noise_multiplier, minimum=0, exclusive=True)
+
+
+ScoreOn = Literal["public"] | NoisySum | DpEvent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What every trial needs. mechanisms, steps: of each configuration, as billed."""
+
+    train: Callable[[Trial], Any]
+    configurations: list[Any]
+    score: Callable
+    optimizer: Callable[[Any, jax.Array], Mechanism]
+    key: jax.Array
+    score_on: ScoreOn
+    mechanisms: list[Mechanism]
+    steps: list[int]
+    delta: float
+
+    @classmethod
+    def of(cls, train, configurations, score, optimizer, key, score_on, steps, delta) -> "Plan":
+        for name, function in (("train", train), ("score", score), ("optimizer", optimizer)):
+            require_function(name, function)
+        configurations, key = list(configurations), keys.require(key)
+        if not configurations:
+            raise ValueError("configurations must hold at least one, got none")
+        built = [_built(optimizer, each, _trial_key(key, 0)) for each in configurations]
+        if steps is None and any(mechanism.budget is None for mechanism in built):
+            raise ValueError("steps must be given, because a mechanism has no dpx.Budget")
+        deltas = {mechanism.budget and mechanism.budget.delta for mechanism in built}
+        if delta is None and (None in deltas or len(deltas) > 1):
+            raise ValueError(
+                f"delta must be given, because the budgets of the mechanisms do not agree on one: {deltas}"
+            )
+        return cls(
+            train=train,
+            configurations=configurations,
+            score=score,
+            optimizer=optimizer,
+            key=key,
+            score_on=score_on,
+            mechanisms=built,
+            steps=[m.budget.steps if steps is None and m.budget else require_whole("steps", steps) for m in built],
+            delta=require_delta(deltas.pop() if delta is None else delta),
+        )
+
+    def bill(self, trials: float, distribution: Distribution) -> Selection:
+        score_on = self.score_on
+        if isinstance(score_on, NoisySum):
+            score_on = GaussianDpEvent(score_on.noise_multiplier)
+        runs = zip(self.mechanisms, self.steps, strict=True)
+        return replace(best_of(*runs, trials=trials, score_on=score_on, distribution=distribution), keys=(self.key,))
+
+    def run(self, number: int, folder: Path | None) -> tuple[Trial, Tree, Tree]:
+        """The trial of a number, its parameters and its state. Raises ValueError if they are not those billed."""
+        chosen = _below(len(self.configurations), keys.stream(self.key, "configuration", number))
+        mechanism = _built(self.optimizer, self.configurations[chosen], _trial_key(self.key, number))
+        most = self.steps[chosen]
+        if mechanism.event(most) != self.mechanisms[chosen].event(most):
+            raise ValueError(
+                "optimizer must return the mechanism that is billed whenever it is called, got another one"
+            )
+        trial = Trial(
+            configuration=self.configurations[chosen],
+            optimizer=mechanism,
+            key=keys.stream(self.key, "of a trial's own", number),
+            folder=None if folder is None else folder / str(number),
+        )
+        result = self.train(trial)
+        if not isinstance(result, tuple) or len(result) < 2:
+            raise ValueError(f"train must return the result of dpx.fit, or (params, state), got {type(result)}")
+        event_of(mechanism, result[1], None)
+        if (taken := steps_taken(result[1])) > most:
+            raise ValueError(f"a trial must make at most the {most} steps that are billed, it made {taken}")
+        return trial, result[0], result[1]
+
+    def scored(self, params: Tree, number: int) -> float:
+        """The score, -inf for no number."""
+        key = keys.stream(self.key, "score", number)
+        if isinstance(self.score_on, NoisySum):
+            values = np.asarray(self.score(params), np.float64)
+            if values.ndim != 1:
+                raise ValueError(f"score must return the values of the examples, of shape (n,), got {values.shape}")
+            noise = self.score_on.noise_multiplier * float(jax.random.normal(key, (), np.float32))
+            return float(np.nan_to_num(values, nan=0.0).clip(0, 1).sum()) + noise
+        found = self.score(params, key) if isinstance(self.score_on, DpEvent) else self.score(params)
+        if np.shape(found) != ():
+            raise ValueError(f"score must return one number, got shape {np.shape(found)}")
+        return -math.inf if math.isnan(value := float(found)) else value
+
+
+def _trial_key(key: jax.Array, number: int) -> jax.Array:
+    return keys.stream(key, "trial", number)
+
+
+def _built(optimizer: Callable, configuration: Any, key: jax.Array) -> Mechanism:
+    mechanism = optimizer(configuration, key)
+    require_kind(mechanism, Mechanism)
+    if not same_key(mechanism.key, key):
+        raise ValueError("optimizer must build its mechanism with the key that it is given: trials need fresh noise")
+    return mechanism
+
+
+def _below(end: int, key: jax.Array) -> int:
+    """A uniform int in [0, end)."""
+    high, low = np.asarray(jax.random.bits(key, (2,), np.uint32)).tolist()
+    return (high << 32 | low) * end >> 64

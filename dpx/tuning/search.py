@@ -1,0 +1,108 @@
+"""`search`: the trials in turn, of which only the best is returned."""
+
+import json
+import math
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from dpx import keys
+from dpx.accounting.best_of import Distribution, Selection
+from dpx.accounting.report import PrivacyReport, privacy_report
+from dpx.accounting.selection import SHAPES, draw_count
+from dpx.batches import Tree
+from dpx.fitting.checkpoints import SENSITIVE, write
+from dpx.mechanism import Mechanism
+from dpx.release_state import steps_taken
+from dpx.tuning.plan import Plan, ScoreOn, Trial
+
+
+class SearchResult(NamedTuple):
+    """The winner of a search, and what the search cost.
+
+    configuration, params: the winner's; None if a Poisson number of trials was 0, which is billed as well.
+    score: float, the winner's; minus infinity if it was no number. steps: int, of the winner.
+    epsilon: float, an upper bound for the whole search at `delta`. bill: for `dpx.compose` and `dpx.privacy_report`.
+    report: the privacy report of the winner, with the cost of the search; None without a winner.
+    """
+
+    configuration: Any
+    params: Tree
+    score: float
+    steps: int
+    epsilon: float
+    delta: float
+    bill: Selection
+    report: PrivacyReport | None
+
+
+def search(
+    train: Callable[[Trial], Any],
+    configurations: Sequence[Any],
+    score: Callable,
+    *,
+    optimizer: Callable[[Any, jax.Array], Mechanism],
+    key: jax.Array,
+    trials: float,
+    score_on: ScoreOn,
+    distribution: Distribution = "logarithmic",
+    steps: int | None = None,
+    delta: float | None = None,
+    unit: str = "example",
+    checkpoints: str | Path | None = None,
+) -> SearchResult:
+    """The best of a random number of trials, each of a random configuration, and its true cost.
+
+    train: (Trial) -> the result of `dpx.fit`, or (params, optimizer state), of `trial.optimizer`.
+    configurations: each trial draws one of them, uniformly and with replacement. Every one is billed, drawn or not.
+    score: (params) -> float, larger is better; no number loses against any. Of equal scores the first wins.
+    optimizer: (configuration, key) -> the mechanism, with that key; the same one whenever it is called with the same.
+    key: of the search, (), secret and used for nothing else.
+    trials: float, at least 1, the expected number. The number itself is secret: do not publish it.
+    score_on: "public" if `score` reads its argument and public data only. `NoisySum(noise_multiplier)` if it reads
+        private data. The event of the noise if `score(params, key)` adds it itself. Every trial pays the last two.
+    distribution: of the number: as for `dpx.accounting.best_of`.
+    steps: int, the most steps of a trial; delta: in (0, 1); None is that of the mechanisms' budgets. unit: as for
+        `dpx.privacy_report`. checkpoints: a folder with a folder for each trial, as SENSITIVE as the data.
+
+    Raises ValueError for other arguments, a mechanism with another key or of no bill, a trial that makes more steps,
+    a state of another mechanism, a score that is no number, and the checkpoints of another search.
+    Source: Papernot and Steinke 2022, https://arxiv.org/abs/2110.03620; `accounting/selection.py`.
+    """
+    plan = Plan.of(train, configurations, score, optimizer, key, score_on, steps, delta)
+    bill = plan.bill(trials, distribution)
+    folder = _open_folder(checkpoints, plan, bill)
+    winner, best = None, -math.inf
+    for number in range(draw_count(keys.stream(key, "number of trials"), bill.trials, SHAPES[distribution])):
+        trial, params, state = plan.run(number, folder)
+        value = plan.scored(params, number)
+        if winner is None or value > best:
+            winner, best = (trial, params, state), value
+    epsilon = bill.epsilon(plan.delta)
+    if winner is None:
+        return SearchResult(None, None, -math.inf, 0, epsilon, plan.delta, bill, None)
+    trial, params, state = winner
+    report = privacy_report(trial.optimizer, state, delta=plan.delta, unit=unit, tuning=bill)
+    return SearchResult(trial.configuration, params, best, steps_taken(state), epsilon, plan.delta, bill, report)
+
+
+def _open_folder(folder: str | Path | None, plan: Plan, bill: Selection) -> Path | None:
+    """The folder of one search. Raises ValueError for that of another."""
+    if folder is None:
+        return None
+    path = Path(folder).expanduser().absolute()
+    described = {
+        "key of the search (its mark)": keys.mark(plan.key),
+        "configurations": len(plan.configurations),
+        "bill (its fingerprint)": zlib.crc32(repr(bill.event).encode()),
+    }
+    file = path / "search.json"
+    if file.is_file() and (stored := json.loads(file.read_text(encoding="utf-8"))) != described:
+        raise ValueError(f"checkpoints must be a new folder or one of the same search, got {path}: {stored}")
+    path.mkdir(parents=True, exist_ok=True)
+    write(path / "SENSITIVE", SENSITIVE)
+    write(file, json.dumps(described, indent=2) + "\n")
+    return path

@@ -1,0 +1,102 @@
+"""Bounds on attacks: above the exact rates of the best attack, and near them."""
+
+import math
+
+import numpy as np
+import pytest
+from dp_accounting import GaussianDpEvent, NoOpDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
+from scipy import stats
+
+import dpx
+from dpx.accounting import attack_bounds, best_of, gdp, plot_attack_bounds
+from dpx.accounting.attacks import bounds_of
+from dpx.accounting.compose import Composition
+from dpx.accounting.events import event_profile
+from dpx.accounting.profiles import DeltaProfile
+
+DELTA = 1e-5
+RUN = SelfComposedDpEvent(PoissonSampledDpEvent(0.1, GaussianDpEvent(1.5)), 50)
+
+
+def bounds(event, rates=(0.01, 0.001), **options):
+    return attack_bounds(Composition(event, "add_or_remove"), delta=DELTA, false_positive_rates=rates, **options)
+
+
+@pytest.mark.parametrize("mu", [0.02, 0.5, 3.0])
+def test_gaussians_are_bounded_from_above_and_closely(mu):
+    found, rates = bounds(GaussianDpEvent(1 / mu), (0.3, 0.01, 0.001)), np.array([0.3, 0.01, 0.001])
+    exact = stats.norm.cdf(mu - stats.norm.isf(rates))
+    assert (exact <= found.true_positive_rates).all() and (found.true_positive_rates <= exact * 1.01).all()
+    assert found.advantage == pytest.approx(2 * stats.norm.cdf(mu / 2) - 1, rel=1e-9)
+    assert mu * 0.99 <= found.mu <= mu * 1.01
+
+
+def test_one_sampled_gaussian_against_its_best_test():
+    """Of N(0, s^2) against (1 - q) N(0, s^2) + q N(1, s^2), and the other way round: x > t and x < t."""
+    rate, noise, t = 0.2, 0.7, np.linspace(-2, 3, 101)
+    absent, one = stats.norm.sf(t / noise), stats.norm.sf((t - 1) / noise)
+    present = (1 - rate) * absent + rate * one
+    for wrong, right in ((absent, present), (1 - present, 1 - absent)):
+        found = np.array(
+            bounds(PoissonSampledDpEvent(rate, GaussianDpEvent(noise)), wrong.tolist()).true_positive_rates
+        )
+        assert (right <= found * (1 + 1e-9)).all()
+        closest = (found / right).min()
+    assert closest < 1.01  # the bound is of both directions, so it is close to the larger
+
+
+def mu_holds(mu, profile):
+    epsilons = np.linspace(0, 10, 41).tolist()
+    return all(profile.delta(epsilon) <= (gdp.delta(mu, epsilon) + DELTA) * (1 + 1e-6) for epsilon in epsilons)
+
+
+def test_mu_is_the_least_that_holds():
+    exact, rates = event_profile(RUN, curve=True), np.geomspace(1e-6, 1, 50)
+    found, by_renyi = bounds(RUN, rates), bounds(RUN, rates, accountant="rdp")
+    winner = attack_bounds(best_of(RUN, trials=10, score_on="public"), delta=DELTA, false_positive_rates=rates)
+    assert mu_holds(found.mu, exact) and not mu_holds(found.mu * 0.99, exact)
+    assert found.mu < by_renyi.mu < winner.mu < 4 and found.advantage < by_renyi.advantage < winner.advantage < 1
+    for each in (found, by_renyi, winner):
+        limits = stats.norm.cdf(each.mu - stats.norm.isf(rates)) + DELTA
+        assert (each.true_positive_rates <= limits * (1 + 1e-9)).all()
+        assert (np.diff(each.true_positive_rates) >= 0).all()
+
+
+def test_ends():
+    nothing, everything = bounds(NoOpDpEvent()), bounds(GaussianDpEvent(0.0))
+    assert nothing[:4] == (0.0, (0.01, 0.001), (0.01, 0.001), 0.0)
+    assert everything[:4] == (1.0, (0.01, 0.001), (1.0, 1.0), math.inf)
+    leaky = bounds_of(DeltaProfile(lambda epsilon: 0.25), DELTA, (0.0, 0.5))  # fails with probability 1/4
+    assert leaky.mu == math.inf and leaky.true_positive_rates == pytest.approx((0.25, 0.75))
+    assert bounds_of(DeltaProfile(lambda epsilon: 1 / (2 + epsilon)), DELTA, (0.5,)).mu == math.inf  # never below DELTA
+    private = DeltaProfile(lambda epsilon: 0.0 if epsilon >= 1 else 1.0)  # pure: the advantage is tanh(1/2)
+    pure = bounds_of(private, DELTA, (0.01, 0.9))
+    assert pure.advantage == pytest.approx(math.tanh(0.5)) and math.isfinite(pure.mu)
+    assert pure.true_positive_rates == pytest.approx((0.01 * math.e, 1 - 0.1 / math.e))
+
+
+def test_a_mechanism_its_report_and_what_is_refused():
+    sampling = dpx.PoissonSampling(examples=1000, batch_size=100)
+    mechanism = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=1.5, sampling=sampling, key=dpx.secret_key(1))
+    found, report = attack_bounds(mechanism, 50, delta=DELTA), dpx.privacy_report(mechanism, 50, delta=DELTA)
+    assert found == bounds(RUN) == report.attacks
+    for words in (
+        f"finds at most {100 * found.true_positive_rates[0]:.4g} %",
+        f"mu = {found.mu:.4g}",
+        "(the advantage)",
+    ):
+        assert words in report.to_markdown()
+    for rates in ((1.5,), (math.nan,)):
+        with pytest.raises(ValueError, match="false_positive_rates must be"):
+            attack_bounds(mechanism, 50, delta=DELTA, false_positive_rates=rates)
+    with pytest.raises(ValueError, match="pass neither beside it"):
+        attack_bounds(Composition(RUN, "add_or_remove"), 50, delta=DELTA)
+
+
+def test_the_plot():
+    pytest.importorskip("matplotlib").use("Agg")
+    from matplotlib import pyplot
+
+    axes = plot_attack_bounds(bounds(RUN, np.geomspace(1e-4, 1, 9)), label="DP-SGD")
+    assert plot_attack_bounds(bounds(RUN, [0.1, 1.0]), axes=axes) is axes and axes.get_xscale() == "log"
+    pyplot.close("all")

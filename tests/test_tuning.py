@@ -1,0 +1,386 @@
+"""Searches for hyper-parameters: the bill against the theorems and exact examples, and what the driver keeps secret."""
+
+import math
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from dp_accounting import (
+    ComposedDpEvent,
+    GaussianDpEvent,
+    LaplaceDpEvent,
+    NonPrivateDpEvent,
+    PoissonSampledDpEvent,
+    SelfComposedDpEvent,
+    UnsupportedDpEvent,
+)
+from dp_accounting.dp_event import RepeatAndSelectDpEvent
+from dp_accounting.rdp import RdpAccountant
+from scipy import stats
+
+import dpx
+from dpx import tuning
+from dpx.accounting import best_of, event_epsilon, renyi
+from dpx.accounting.pld.losses import SampledGaussian
+from dpx.accounting.selection import SHAPES, BestOf, draw_count, log_inverse_gamma
+
+PAGE = (pathlib.Path(__file__).parent.parent / "docs" / "tuning.md").read_text()
+SAMPLING = dpx.PoissonSampling(examples=1000, batch_size=50)
+MNIST = SelfComposedDpEvent(PoissonSampledDpEvent(8192 / 60000, GaussianDpEvent(4.793)), 293)
+PUBLIC = {"trials": 10, "score_on": "public"}
+
+
+def slope_of(distribution, mean):
+    """z -> E K z^(K - 1), the derivative of the generating function, and P(K = 1), in closed form."""
+    if distribution == "poisson":
+        return lambda z: mean * np.exp(mean * (z - 1)), mean * math.exp(-mean)
+    gamma = math.exp(-log_inverse_gamma(mean, SHAPES[distribution]))
+    if distribution == "geometric":
+        return lambda z: gamma / (1 - (1 - gamma) * z) ** 2, gamma
+    return lambda z: (gamma - 1) / math.log(gamma) / (1 - (1 - gamma) * z), (gamma - 1) / math.log(gamma)
+
+
+@pytest.mark.parametrize(("distribution", "known"), [("logarithmic", 3.66), ("geometric", 4.32), ("poisson", 4.90)])
+def test_ten_trials_at_epsilon_two(distribution, known):
+    bill = best_of(MNIST, **PUBLIC, distribution=distribution)
+    assert bill.epsilon(1e-5) == pytest.approx(known, abs=5e-3)
+    reference = RdpAccountant().compose(RepeatAndSelectDpEvent(MNIST, 10, SHAPES[distribution]))
+    assert bill.epsilon(1e-5) == pytest.approx(reference.get_epsilon(1e-5), rel=1e-8)
+    assert bill.delta(3.0) == pytest.approx(reference.get_delta(3.0), rel=1e-6)
+    assert bill.epsilon(1e-5) == event_epsilon(bill.event, delta=1e-5, accountant="rdp", relation="zero_out")
+    assert bill.epsilon(1e-5) < event_epsilon(bill.event, delta=1e-5, relation="replace_one")
+    assert event_epsilon(MNIST, delta=1e-5) == pytest.approx(2, abs=1e-3)
+    assert event_epsilon(SelfComposedDpEvent(MNIST, 10), delta=1e-5) == pytest.approx(7.42, abs=5e-3)
+    with pytest.raises(ValueError, match="no privacy loss distribution"):
+        bill.epsilon(1e-5, accountant="pld")
+
+
+@pytest.mark.parametrize("distribution", SHAPES)
+def test_the_bill_is_true_for_the_largest_of_gaussians(distribution):
+    """A trial is N(0, s^2) or N(1, s^2), and the best is the largest: P(best <= y) = E P(trial <= y)^K.
+
+    The formulas of the theorems are not used here.
+    """
+    noise, mean = 3.0, 6.0
+    slope, _ = slope_of(distribution, mean)
+    y, width = np.linspace(-12 * noise, 12 * noise, 20_001, retstep=True)
+    densities = [slope(stats.norm.cdf(y, shift, noise)) * stats.norm.pdf(y, shift, noise) for shift in (0, 1)]
+    none = math.exp(-mean) if distribution == "poisson" else 0.0
+    pairs = [
+        [np.append(density * width, none or 1e-300) for density in order] for order in (densities, densities[::-1])
+    ]
+    bill = best_of(GaussianDpEvent(noise), trials=mean, score_on="public", distribution=distribution)
+    for epsilon in (0.1, 0.5, 1.0, 2.0):
+        exact = max(np.maximum(one - math.exp(epsilon) * other, 0).sum() for one, other in pairs)
+        assert 0 < exact <= bill.delta(epsilon)
+    orders = renyi.ORDERS[renyi.ORDERS <= 8]
+    divergences = BestOf(SampledGaussian(noise, 1.0), mean, SHAPES[distribution]).renyi(renyi.ORDERS)
+    for one, other in pairs:
+        moments = np.exp(orders * np.log(one)[:, None] + (1 - orders) * np.log(other)[:, None]).sum(axis=0)
+        assert (np.log(moments) / (orders - 1) <= divergences[: len(orders)]).all()
+
+
+def test_the_closed_form_for_gaussians():
+    """rho = 1 / (2 s^2): a rho + ln m / (a - 1) + 2 (2 sqrt(rho ln m) - rho), for a geometric number of mean m."""
+    noise, mean = 4.0, 10.0
+    orders, rho = np.linspace(1.5, 60, 20_000), 1 / (2 * noise**2)
+    expected = orders * rho + math.log(mean) / (orders - 1) + 2 * (2 * math.sqrt(rho * math.log(mean)) - rho)
+    expected = np.minimum.accumulate(expected[::-1])[::-1]
+    found = BestOf(SampledGaussian(noise, 1.0), mean, 1.0).renyi(orders)
+    assert (found >= expected * (1 - 1e-12)).all() and np.allclose(found, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("distribution", SHAPES)
+def test_the_number_of_trials_has_its_distribution(distribution):
+    """False alarms: below 1e-4. A number that is off by one moves the mean by many deviations."""
+    mean, draws = 2.0, 300
+    found = np.array(
+        [draw_count(key, mean, SHAPES[distribution]) for key in jax.random.split(jax.random.key(5), draws)]
+    )
+    slope, once = slope_of(distribution, mean)
+    assert slope(1.0) == pytest.approx(mean, rel=1e-9)
+    assert abs(found.mean() - mean) < 4 * found.std() / math.sqrt(draws)
+    assert abs((found == 1).mean() - once) < 4 * math.sqrt(once * (1 - once) / draws)
+    assert found.min() == (0 if distribution == "poisson" else 1) and draw_count(jax.random.key(0), 1.0, 0.0) == 1
+
+
+def test_a_trial_costs_as_much_as_the_worst_configuration():
+    events = [ComposedDpEvent([PoissonSampledDpEvent(0.1, GaussianDpEvent(noise))] * 5) for noise in (2.0, 1.0, 3.0)]
+    worst = best_of(events[1], **PUBLIC)
+    together = best_of(*events, **PUBLIC)
+    assert together.epsilon(1e-5) == worst.epsilon(1e-5) and together.configurations == 3
+    crossing = best_of(GaussianDpEvent(4.0), MNIST, **PUBLIC)  # the worst depends on the order
+    assert crossing.epsilon(1e-5) >= max(
+        best_of(each, **PUBLIC).epsilon(1e-5) for each in (GaussianDpEvent(4.0), MNIST)
+    )
+    assert together.covers(events[1]) and not best_of(events[0], **PUBLIC).covers(events[1])
+
+
+@pytest.mark.parametrize("noise", [GaussianDpEvent(5.0), LaplaceDpEvent(5.0)])
+def test_a_private_score_is_billed_in_every_trial(noise):
+    bill = best_of(MNIST, trials=10, score_on=noise)
+    reference = RdpAccountant().compose(RepeatAndSelectDpEvent(ComposedDpEvent([MNIST, noise]), 10, 0))
+    assert bill.epsilon(1e-5) == pytest.approx(reference.get_epsilon(1e-5), rel=1e-8)
+    assert bill.epsilon(1e-5) > best_of(MNIST, **PUBLIC).epsilon(1e-5) + 0.01
+
+
+def test_what_has_no_bill_is_refused():
+    feedback = dpx.methods.dice_sgd(
+        clip_norm=1.0,
+        feedback_norm=0.1,
+        outer_clip_norm=2.0,
+        noise_multiplier=1.0,
+        sampling=SAMPLING,
+        key=jax.random.key(0),
+    )
+    for candidate, options, message in (
+        ((feedback, 20), {}, "a search over such runs has no bill"),
+        (LaplaceDpEvent(1.0), {"relation": "replace_one"}, "no known Renyi divergence"),
+        (UnsupportedDpEvent(), {}, "no known Renyi divergence"),
+        (None, {}, "a candidate must be"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            best_of(candidate, **PUBLIC, **options)
+    with pytest.raises(ValueError, match="at least one"):
+        best_of(**PUBLIC)
+    with pytest.raises(ValueError, match="one neighboring relation"):
+        best_of(MNIST, (mechanism({}, jax.random.key(0), dpx.FixedSizeSampling(examples=9, batch_size=3)), 1), **PUBLIC)
+    for mean, shape in ((0.5, 0), (math.inf, 0), (2, -1)):
+        with pytest.raises(ValueError, match="mean must be finite"):
+            event_epsilon(RepeatAndSelectDpEvent(MNIST, mean, shape), delta=1e-5)
+    loud = best_of(GaussianDpEvent(1.0), ComposedDpEvent([GaussianDpEvent(0.0)]), **PUBLIC)
+    assert loud.epsilon(1e-5) == best_of(NonPrivateDpEvent(), **PUBLIC).epsilon(1e-5) == math.inf
+
+
+def test_a_search_composes():
+    made, other = mechanism({}, jax.random.key(1)), mechanism({}, jax.random.key(2))
+    search = best_of((made, 20), **PUBLIC)
+    both = dpx.compose(search, (other, 20), shared_batches=False)
+    reference = RdpAccountant().compose(search.event).compose(other.event(20)).get_epsilon(1e-5)
+    assert both.epsilon(1e-5) == pytest.approx(reference, rel=1e-8)
+    assert dpx.compose(both, (mechanism({}, jax.random.key(3)), 20), shared_batches=False).epsilon(1e-5) > reference
+    for shared, message in ((False, "a key of its own"), (True, "did not share")):
+        with pytest.raises(ValueError, match=message):
+            dpx.compose(search if shared else both, (other, 20), shared_batches=shared)
+
+
+# ------------------------------------------------------------------ The driver
+
+
+def mechanism(configuration, key, sampling=SAMPLING):
+    noise = configuration.get("noise", 2.0)
+    return dpx.dp_sgd(clip_norm=1.0, noise_multiplier=noise, sampling=sampling, key=key)
+
+
+RATES = [{"rate": rate} for rate in (1.0, 2.0, 3.0, 4.0)]
+
+
+class Searcher:
+    """A search whose trials train nothing, and are recorded."""
+
+    def __init__(self, configurations=RATES, score=lambda params: params["rate"], **options):
+        self.trials, self.fails_at = [], None
+        self.configurations, self.score = configurations, score
+        self.options = {"optimizer": mechanism, "steps": 20, "delta": 1e-5, "trials": 6, "score_on": "public"} | options
+
+    def train(self, trial):
+        self.trials.append(trial)
+        if len(self.trials) == self.fails_at:
+            raise KeyboardInterrupt
+        params = {"w": jnp.zeros(2)} | {name: jnp.float32(value) for name, value in trial.configuration.items()}
+        return params, trial.optimizer.init(params)
+
+    def __call__(self, seed=0, **options):
+        self.trials = []
+        key = jax.random.key(seed)
+        options = {"configurations": self.configurations} | self.options | options
+        return tuning.search(self.train, score=self.score, key=key, **options)
+
+    def drawn(self):
+        return [trial.configuration["rate"] for trial in self.trials]
+
+
+def bits(key):
+    return tuple(np.asarray(jax.random.key_data(key)).tolist())
+
+
+def test_the_number_of_trials_and_the_configurations_come_from_the_key():
+    search, counts, drawn = Searcher(), [], []
+    for seed in range(8):
+        found = search(seed)
+        counts.append(len(search.trials))
+        drawn += search.drawn()
+        assert counts[-1] == draw_count(dpx.keys.stream(jax.random.key(seed), "number of trials"), 6, 0)
+        assert float(found.params["rate"]) == found.configuration["rate"] == found.score == max(search.drawn())
+        noise = {bits(trial.optimizer.key) for trial in search.trials} | {bits(jax.random.key(seed))}
+        assert len(noise | {bits(trial.key) for trial in search.trials}) == 2 * counts[-1] + 1
+    assert len(set(counts)) > 3 and set(drawn) == {1, 2, 3, 4}
+    assert found.epsilon == best_of((mechanism({}, jax.random.key(9)), 20), trials=6, score_on="public").epsilon(1e-5)
+
+
+def test_nothing_of_the_other_trials_is_in_the_result():
+    """Two searches whose numbers of trials differ, but not the winner, give results that are equal."""
+    search, results = Searcher([{"rate": 1.0}]), {}
+    for seed in range(4):
+        found = search(seed)
+        results[len(search.trials)] = str(found._replace(params=None))
+    assert len(results) > 1 and len(set(results.values())) == 1
+
+
+def test_every_configuration_is_billed_drawn_or_not():
+    loud = [{"rate": 1.0, "noise": 4.0}, {"rate": 2.0, "noise": 1.0}]
+    search = Searcher(loud, trials=1)
+    found = {search(seed).epsilon for seed in range(4)}
+    event = mechanism(loud[1], jax.random.key(0)).event(20)
+    assert found == {best_of(event, trials=1, score_on="public").epsilon(1e-5)}
+
+
+def test_an_interrupted_search_has_the_same_trials_again(tmp_path):
+    search = Searcher(checkpoints=tmp_path, trials=20)
+    whole, trials = search(3), search.trials
+    assert len(trials) > 2 and [trial.folder.name for trial in trials] == [str(n) for n in range(len(trials))]
+    search.fails_at = 2
+    with pytest.raises(KeyboardInterrupt):
+        search(3)
+    search.fails_at = None
+    again = search(3)
+    assert [bits(t.optimizer.key) for t in search.trials] == [bits(t.optimizer.key) for t in trials]
+    assert search.drawn() == [t.configuration["rate"] for t in trials] and again.score == whole.score
+    assert (tmp_path / "SENSITIVE").exists()
+    for change in ({"trials": 5}, {"seed": 4}, {"distribution": "poisson"}):
+        with pytest.raises(ValueError, match="one of the same search"):
+            search(**({"seed": 3} | change))
+
+
+def test_ties_and_scores_that_are_no_numbers():
+    order = []
+
+    def score(params):
+        order.append(float(params["rate"]))
+        return math.nan if params["rate"] < 3 else 1.0
+
+    search = Searcher(score=score, trials=20)
+    assert search(3).configuration["rate"] == next(rate for rate in order if rate >= 3)
+    assert Searcher(score=lambda params: math.nan)(3).score == -math.inf
+
+
+def test_a_score_on_private_data_has_noise_that_is_billed():
+    right = np.array([1.0, 0.0, 500.0, -3.0, np.nan])  # counts 2
+    search = Searcher([{"rate": 1.0}], lambda params: right, score_on=tuning.NoisySum(3.0), trials=1)
+    scores = np.array([search(seed).score for seed in range(12)])
+    assert len(set(scores.tolist())) == 12 and search(7).score == scores[7]
+    assert abs(scores.mean() - 2) < 4 * 3 / math.sqrt(12) and 1.2 < scores.std() < 5
+    event = mechanism({}, jax.random.key(0)).event(20)
+    expected = best_of(event, trials=1, score_on=GaussianDpEvent(3.0)).epsilon(1e-5)
+    assert search(7).epsilon == expected and "from private data" in search(7).report.tuning
+    own = Searcher(score=lambda params, key: float(jax.random.laplace(key)), score_on=LaplaceDpEvent(1.0))
+    assert own(7).score != own(8).score and own(7).epsilon > Searcher()(7).epsilon + 0.1
+
+
+def test_a_poisson_number_may_be_zero():
+    search = Searcher(distribution="poisson", trials=1)
+    found = [search(seed) for seed in range(6)]
+    empty = [each for each in found if each.configuration is None]
+    assert 0 < len(empty) < 6 and len({each.epsilon for each in found}) == 1 and empty[0].report is None
+
+
+def test_the_report_of_a_search():
+    found = Searcher()(3)
+    assert found.report.epsilon == {"pld": None, "rdp": found.epsilon}
+    for words in ("Billed: the run is the best", "logarithmic, 6 expected", "4 configurations", "from public data"):
+        assert words in found.report.to_markdown()
+    made = mechanism({}, jax.random.key(0))
+    assert "Public data" in dpx.privacy_report(made, 20, delta=1e-5, tuning="public").tuning
+    assert "Not billed" in dpx.privacy_report(made, 20, delta=1e-5).to_markdown()
+    with pytest.raises(ValueError, match="a key of its own"):
+        dpx.compose(found.bill, found.bill, shared_batches=False)
+    with pytest.raises(ValueError, match="tuning must be"):
+        dpx.privacy_report(made, 20, delta=1e-5, tuning="yes")  # type: ignore
+    with pytest.raises(ValueError, match="one that the search billed"):
+        dpx.privacy_report(made, 21, delta=1e-5, tuning=found.bill)
+
+
+REFUSED = {
+    "a score of unknown origin": ({"score_on": None}, "score_on must be"),
+    "a private score without noise": ({"score_on": "private"}, "a score on private data without noise"),
+    "a score whose event is no noise": ({"score_on": ComposedDpEvent([])}, "must have noise"),
+    "half a trial": ({"trials": 0.5}, "trials must be"),
+    "another distribution": ({"distribution": "fixed"}, "distribution must be one of"),
+    "one key for all trials": (
+        {"optimizer": lambda c, key: mechanism(c, jax.random.key(0))},
+        "must build its mechanism",
+    ),
+    "no mechanism": ({"optimizer": lambda c, key: None}, "must come first"),
+    "no configuration": ({"configurations": []}, "must hold at least one"),
+    "no steps": ({"steps": None}, "steps must be given"),
+    "no delta": ({"delta": None}, "delta must be given"),
+    "a score of many numbers": ({"score_on": tuning.NoisySum(1.0)}, r"of shape \(n,\)"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    options, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        Searcher()(**options)
+
+
+def test_trials_beyond_the_bill_are_refused():
+    search = Searcher()
+    paid = search.train
+
+    def train(trial, optimizer=None):
+        params, optimizer = paid(trial)[0], optimizer or trial.optimizer
+        _, state = optimizer.update(
+            jax.tree.map(lambda p: p[None], params), optimizer.init(params), params, included=None
+        )
+        return params, jax.tree.map(lambda leaf: leaf * 3 if leaf.dtype != jnp.uint32 else leaf, state)  # as of 3 steps
+
+    def train_losers_with_less_noise(trial):
+        wins = trial.configuration["rate"] == 4.0
+        return train(trial, None if wins else mechanism({"noise": 0.5}, trial.optimizer.key))
+
+    search.train = train
+    assert search(steps=3).steps == 3
+    with pytest.raises(ValueError, match="at most the 2 steps"):
+        search(steps=2)
+    noises = iter([*[2.0] * 4, *[0.1] * 20])
+    with pytest.raises(ValueError, match="must return the mechanism that is billed"):
+        search(optimizer=lambda configuration, key: mechanism({"noise": next(noises)}, key))
+    search.train = train_losers_with_less_noise
+    with pytest.raises(ValueError, match="other noise"):
+        search(3, steps=3, trials=20)
+    assert search.drawn()[-1] < 4.0
+
+
+# ------------------------------------------------------------------ The page
+
+
+def test_the_page(promoting, capsys):
+    """docs/tuning.md, with keys whose searches are short."""
+    keys = iter(["key = dpx.secret_key(5)", '"key": dpx.secret_key(6)'])
+    blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    code = re.sub(r'(key = |"key": )dpx.secret_key\(\)', lambda _: next(keys), "".join(blocks))
+    with jax.numpy_rank_promotion("allow"):
+        exec(code, {})
+    first, second, *sentences = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"\{'learning_rate': .*\} accuracy 0.\d\d, epsilon \d.\d\d, one trial alone: \d.\d\d", first)
+    assert [float(number) > 0 for number in second.split()] == [True] * 3
+    (shown,) = re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL)
+    assert sentences == shown.splitlines()
+
+
+def test_the_prices_on_the_page():
+    rows = re.findall(r"^\| (\d+) \| (.*) \|$", PAGE, re.MULTILINE)
+    assert [mean for mean, _ in rows] == ["3", "10", "30"]
+    for mean, cells in rows:
+        for distribution, cell in zip(SHAPES, cells.split(" | "), strict=True):
+            bill = best_of(MNIST, trials=float(mean), score_on="public", distribution=distribution)
+            price, most = cell.split(", ")
+            assert bill.epsilon(1e-5) == pytest.approx(float(price), abs=5.1e-3)
+            gamma = math.exp(-log_inverse_gamma(float(mean), min(SHAPES[distribution], 1)))
+            laws = {"logarithmic": stats.logser(1 - gamma), "geometric": stats.geom(gamma)}
+            assert laws.get(distribution, stats.poisson(float(mean))).ppf(0.99) == float(most)
