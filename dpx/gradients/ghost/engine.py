@@ -1,5 +1,6 @@
 """The clipped sum of a batch by a plan: a backward pass, norms, clip factors, weighted sums."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -86,14 +87,27 @@ def _backward_pass(plan: Plan, leaves: list[jax.Array], examples: Tree) -> tuple
 def _norms(plan: Plan, leaves: list[jax.Array], records: Records, scales: dict[int, jax.Array]):
     """The norms of the parameters' per-example gradients, float32 (B,), by leaf; and the records with the gradients
     that were computed for them and are kept."""
-    norms, gradients = {}, {}
+    norms, gradients, programs = {}, {}, {}
     for leaf in (*plan.followed, *plan.differentiated):
-        choice = plan.choices[leaf]
-        function = choice.way.norm(choice.uses, scales.get(leaf))
-        kept, norms[leaf] = _map(function, records.of(leaf, choice), choice, leaves[leaf])
+        choice, scale = plan.choices[leaf], scales.get(leaf)
+
+        def of_batch(records, runtime_value, choice=choice, scale=scale):
+            return _map(choice.way.norm(choice.uses, scale), records, choice, runtime_value)
+
+        program = _shared(programs, of_batch, plan, leaf if scale is None else None)
+        kept, norms[leaf] = program(records.of(leaf, choice), leaves[leaf])
         if kept is not None:
             gradients[leaf] = kept
     return norms, records._replace(gradients=gradients)
+
+
+def _shared(programs: dict, function: Callable, plan: Plan, leaf: int | None) -> Callable:
+    """`function` as a program that parameters of one kind share, so that it is traced once for all of them.
+
+    programs: by kind, those of the parameters before. leaf: None if the parameter shares nothing.
+    """
+    kind = None if leaf is None else plan.kind(leaf)
+    return function if kind is None else programs.setdefault(kind, jax.jit(function))
 
 
 def _norms_and_factors(plan: Plan, mechanism: Mechanism, norms: dict[int, jax.Array], state: Tree, size: int):
@@ -111,10 +125,14 @@ def _weighted_sums(plan: Plan, leaves, records: Records, factor: Tree, included:
     """sum_i f_i z_i, float32, for one factor f, which has a float32 (B,) for each group of leaves."""
     groups = jax.tree.unflatten(plan.structure, list(range(len(plan.encoded))))
     spread = jax.tree.map(lambda f, group: jax.tree.map(lambda _: _zero_excluded(f, included), group), factor, groups)
-    sums = []
+    sums, programs = [], {}
     for encoded, f in zip(plan.encoded, jax.tree.leaves(spread), strict=True):
         leaf, choice = encoded.leaf, plan.choices[encoded.leaf]
-        total = choice.way.weighted_sum(choice.uses, leaves[leaf].shape, records.of(leaf, choice), f)
+
+        def of_batch(records, factors, choice=choice, shape=leaves[leaf].shape):
+            return choice.way.weighted_sum(choice.uses, shape, records, factors)
+
+        total = _shared(programs, of_batch, plan, leaf)(records.of(leaf, choice), f)
         sums.append(_scaled(total, scales.get(leaf)))
     return jax.tree.unflatten(plan.structure, sums)
 

@@ -53,6 +53,16 @@ class Plan(NamedTuple):
         """The leaves whose norms are computed from inputs and cotangents."""
         return [leaf for leaf, choice in enumerate(self.choices) if choice.uses.sites]
 
+    def kind(self, leaf: int) -> tuple | None:
+        """What the norm and the sum of a parameter are computed from, but for its place in the loss; None if unknown."""
+        way, _, uses = self.choices[leaf]
+        if uses.sharing is not None:
+            return None
+        used = [(self.program.equations[site.use.equation].jaxpr, site.use) for site in uses.sites]
+        equations = [equation for at, use in used for equation in (at, *use.view)]
+        operands = [use.operand for _, use in used]
+        return way.words, *operands, *map(_written, equations)
+
     @property
     def differentiated(self) -> list[int]:
         """The leaves whose per-example gradients the backward pass computes."""
@@ -140,6 +150,12 @@ def _encoding(mechanism: Mechanism, params: Tree, state: Tree) -> tuple[tuple[En
     if len({encoded_leaf.leaf for encoded_leaf in encoded}) != len(encoded):
         return "a parameter has several coordinates in the mechanism"
     return tuple(encoded), jax.tree.structure(out)
+
+
+def _written(equation: core.JaxprEqn) -> str:
+    """An equation without the names of its variables."""
+    types = [str(v.aval) for v in (*equation.invars, *equation.outvars)]
+    return f"{equation.primitive} {types} {equation.params}"
 
 
 class Explanation(NamedTuple):

@@ -12,7 +12,7 @@ import enum
 import functools
 import itertools
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +56,7 @@ class Sharing(NamedTuple):
 def find_sharing(sites: tuple[Site, ...], shape: tuple[int, ...]) -> Sharing | str:
     """How the uses of a parameter of this shape see its elements, or the reason why it cannot be followed."""
     with jax.ensure_compile_time_eval():
-        elements = jnp.arange(np.prod(shape, dtype=int), dtype=jnp.int32).reshape(shape)
+        elements: Any = np.arange(np.prod(shape, dtype=int), dtype=np.int32).reshape(shape)  # NumPy: views, not copies
         seen = [np.asarray(site.arrange(elements)) for site in sites]
     by_view: dict[tuple, list[int]] = {}
     for number, (site, view) in enumerate(zip(sites, seen, strict=True)):

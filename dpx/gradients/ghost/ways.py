@@ -16,7 +16,8 @@ from dpx.gradients.ghost.rules import Site
 
 # The unit of cost is one floating-point operation of a large matrix product, on one CPU core (benchmarks/step.py).
 OPERATIONS_PER_BYTE = 12.0  # the cost to move one byte of fresh memory
-GRAM_SLOWDOWN = 4.0  # the cost of an operation of a Gram matrix, because these matrices are small
+CACHED_BYTES = 2**20  # a larger per-example gradient leaves the cache before it is read (benchmarks/transformers.py)
+GRAM_SLOWDOWN = 2.5  # the cost of an operation of a Gram matrix, because these matrices are small (benchmarks/transformers.py)
 DENSE_GRADIENT_SLOWDOWN = 1.1  # the cost of an operation of a dense layer's per-example gradient
 CONVOLUTION_GRADIENT_SLOWDOWN = 4.0  # the same for a convolution, because `jax.vmap` turns it into a grouped one
 
@@ -209,7 +210,8 @@ def _sum_cost(site: Site) -> float:
 
 def _gradient_memory_cost(site: Site) -> float:
     """The cost of writing a per-example gradient, reading it for the norm, and reading it for the sum."""
-    return 3 * 4 * OPERATIONS_PER_BYTE * _parameter_size(site)
+    size = 4 * _parameter_size(site)
+    return (3 if size <= CACHED_BYTES else 5) * OPERATIONS_PER_BYTE * size
 
 
 def _scaled_norm(scale: jax.Array | None):
