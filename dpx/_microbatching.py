@@ -73,8 +73,9 @@ def sum_in_segments(function: Callable[[Tree], tuple[Tree, Tree]], rows: Tree) -
     segments = min(LARGEST_SEGMENTS, sum(leaf.size for leaf in jax.tree.leaves(rows)) // SEGMENT_NUMBERS)
     if segments < 2 or jax.device_count() > 1:
         return function(rows)
-    size = jax.tree.leaves(rows)[0].shape[0]
-    on_cpu = jax.default_backend() == "cpu"
-    return sum_over_microbatches(
-        lambda ordered, rows: function(ordered(rows)), rows, math.ceil(size / segments), unroll=on_cpu
-    )
+    size = math.ceil(jax.tree.leaves(rows)[0].shape[0] / segments)
+
+    def with_unrolling(unroll):
+        return lambda rows: sum_over_microbatches(lambda o, rows: function(o(rows)), rows, size, unroll=unroll)
+
+    return jax.lax.platform_dependent(rows, cpu=with_unrolling(True), default=with_unrolling(False))

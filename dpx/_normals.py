@@ -29,7 +29,7 @@ def standard_normals(key: jax.Array, tree: Tree) -> Tree:
     """Independent standard normals, float32, in the shapes of `tree`. key: a threefry2x32 key, ().
 
     On a CPU, a loop draws one chunk after another, which stays in the cache. It runs after the large arrays of `tree`
-    are computed, because its memory may then be that of the arrays they were computed from (benchmarks/transformers.py).
+    are computed, because its memory may then be that of what they were computed from (benchmarks/transformers.py).
     Elsewhere, and on several devices, every leaf is computed from the places of its numbers, because XLA can fuse that,
     and shard it like the leaf.
 
@@ -45,9 +45,7 @@ def standard_normals(key: jax.Array, tree: Tree) -> Tree:
 
 
 @jax.jit(static_argnums=(2, 3))
-def _leaves(
-    words: jax.Array, never: jax.Array, shapes: tuple[tuple[int, ...], ...], sharded: bool
-) -> list[jax.Array]:
+def _leaves(words: jax.Array, never: jax.Array, shapes: tuple[tuple[int, ...], ...], sharded: bool) -> list[jax.Array]:
     """The leaves of these shapes, float32. words: of the key, uint32 (2,). never: False, bool (), which a loop on a CPU
     waits for."""
     starts = list(itertools.accumulate(map(math.prod, shapes), initial=0))

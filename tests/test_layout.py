@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "_microbatching": {"_ordering"},
     "_stages": {"_numbers"},
     "schedules": {"_numbers"},
-    "_normals": set(),
+    "_normals": {"_ordering"},
     "keys": {"_normals"},
     "batches": set(),
     "release_state": {"_states"},

@@ -120,6 +120,7 @@ def accumulate(
     clipping: Clipping = "auto",
     with_key: bool = False,
     has_aux: bool = False,
+    platform: str | None = None,
 ) -> Accumulation:
     """Builds `private_grad` in two functions, for a batch that does not fit into memory and comes in chunks.
 
@@ -132,7 +133,7 @@ def accumulate(
     examples are the same, because they count the rows of the chunks before. Both functions can be jitted, `add` also
     with donated sums. `sums` is an `AccumulatedSums`, as sensitive as the data.
 
-    loss, optimizer, microbatch_size, clipping, with_key, has_aux: as in `private_grad`.
+    loss, optimizer, microbatch_size, clipping, with_key, has_aux, platform: as in `private_grad`.
     chunk: a `dpx.Batch`. With `drawn`, the chunks must be all those of one batch, of the step of the state, each once
         and in order. Otherwise the state has no bill, as after a batch that was used twice. Chunks of your own,
         without `drawn`, are taken as they are. All chunks of a batch are added, and released, with one state.
@@ -140,7 +141,8 @@ def accumulate(
     Raises ValueError as `private_grad` does; `add` also if only some chunks have `drawn`, and both if `sums` is no
     AccumulatedSums.
     """
-    sum_rows = sum_gradients(loss, optimizer, microbatch_size=microbatch_size, clipping=clipping, has_aux=has_aux)
+    options: Any = {"microbatch_size": microbatch_size, "has_aux": has_aux, "platform": platform}
+    sum_rows = sum_gradients(loss, optimizer, clipping=clipping, **options)
     return Accumulation(sum_rows, optimizer, with_key)
 
 

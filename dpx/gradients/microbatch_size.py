@@ -1,9 +1,10 @@
-"""The default number of examples in memory at once: on a CPU, as many as fit in its cache.
+"""The default number of examples in memory at once: as many as fit in the memory, and on a CPU in its cache.
 
 A step over the whole batch writes fresh memory, which the kernel must zero and which does not fit in the cache.
 """
 
 import math
+import os
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +13,8 @@ from jax.extend import core
 from dpx.gradients import ghost
 
 Tree = Any  # a pytree of arrays
+
+PLATFORMS = ("cpu", "gpu", "cuda", "rocm", "tpu")
 
 # For one CPU core. benchmarks/step.py times the steps, benchmarks/memory.py measures their memory.
 CACHE_BYTES = 2**25  # bytes that the examples of one microbatch may fill
@@ -36,22 +39,56 @@ def forward_cost(jaxpr: core.Jaxpr) -> ForwardCost:
     return ForwardCost(_numbers(jaxpr), _convolves(jaxpr))
 
 
-def choose_microbatch_size(cost: ForwardCost, plan: ghost.Plan | str, params: Tree, size: int) -> int:
-    """How many of the `size` examples of a batch one microbatch holds: all, unless fewer are known to be faster.
+class Microbatches(NamedTuple):
+    """How many examples one microbatch holds, and the reason in words; "" if it holds the whole batch."""
 
-    All of them on an accelerator and on several devices. All of them also for a loss with convolutions, because XLA
+    size: int
+    reason: str = ""
+
+
+def require_platform(platform: str | None) -> str:
+    """The platform that a program is compiled for. Raises ValueError for a name that is not in PLATFORMS."""
+    if platform is not None and platform not in PLATFORMS:
+        raise ValueError(f"platform must be one of {', '.join(PLATFORMS)}, or None, got {platform!r}")
+    return platform or jax.default_backend()
+
+
+def choose_microbatch_size(
+    cost: ForwardCost, plan: ghost.Plan | str, params: Tree, size: int, platform: str
+) -> Microbatches:
+    """How many of the `size` examples of a batch one microbatch holds: all, unless they do not fit in half of the
+    device's memory, or fewer are known to be faster.
+
+    More is faster on an accelerator and on several devices. It is also faster for a loss with convolutions, because XLA
     runs convolutions slowly inside a loop on a CPU.
     """
-    if jax.default_backend() != "cpu" or jax.device_count() > 1 or cost.convolves:
-        return size
     leaves = jax.tree.leaves(params)
     kept = sum(leaf.size for number, leaf in enumerate(leaves) if _keeps_gradients(plan, number))
-    example_bytes = 4 * (cost.numbers // EQUATION_NUMBERS_PER_WRITE + kept)
-    if example_bytes * size < WHOLE_BATCH_BYTES:
-        return size
+    example_bytes = max(1, 4 * (cost.numbers // EQUATION_NUMBERS_PER_WRITE + kept))
+    memory = device_memory(platform) if jax.device_count() == 1 else None  # else the examples may be sharded
+    if memory and example_bytes * size > memory / 2:
+        largest = max(1, memory // 2 // example_bytes)
+        return Microbatches(_without_rest(largest, size), f"all {size} would not fit in half of the device's memory")
+    if platform != "cpu" or jax.device_count() > 1 or cost.convolves or example_bytes * size < WHOLE_BATCH_BYTES:
+        return Microbatches(size)
     sum_bytes = 4 * sum(leaf.size for leaf in leaves)
     largest = max(1, max(CACHE_BYTES, EXAMPLE_BYTES_PER_SUM_BYTE * sum_bytes) // example_bytes)
-    # A size that leaves no rest is better, because a rest is compiled separately.
+    at_once = _without_rest(largest, size)
+    return Microbatches(at_once, f"all {size} would not fit in the CPU's cache" if at_once < size else "")
+
+
+def device_memory(platform: str) -> int | None:
+    """Bytes of memory of one device, or None if it is unknown: the program is compiled for another platform."""
+    if platform != jax.default_backend():
+        return None
+    stats = jax.local_devices()[0].memory_stats()
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"]
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if platform == "cpu" else None
+
+
+def _without_rest(largest: int, size: int) -> int:
+    """At most `largest` of `size` examples, and no rest if possible, because a rest is compiled separately."""
     without_rest = [n for n in range(math.ceil(largest / 2), largest + 1) if size % n == 0]
     return max(without_rest, default=math.ceil(size / math.ceil(size / largest)))
 
@@ -74,4 +111,3 @@ def _convolves(jaxpr) -> bool:
         equation.primitive.name == "conv_general_dilated" or any(map(_convolves, ghost.bodies(equation)))
         for equation in jaxpr.eqns
     )
-

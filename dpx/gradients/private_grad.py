@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from dpx._guards import require_params
 from dpx.batches import Batch, Tree, batch_size, inclusion, require_batch
 from dpx.gradients import ghost
 from dpx.gradients.explicit_axes import along_examples, call_with_auto_axes
+from dpx.gradients.microbatch_size import choose_microbatch_size, forward_cost, require_platform
 from dpx.gradients.results import PrivateGradient, Unreleased
 from dpx.gradients.rows import of_one_row, rows_of, shapes_of_one
 from dpx.gradients.sums import Clipping, check, make_plan, sum_gradients, sum_updates
@@ -24,19 +26,23 @@ def private_grad(
     clipping: Clipping = "auto",
     with_key: bool = False,
     has_aux: bool = False,
+    platform: str | None = None,
 ) -> Callable[..., PrivateGradient]:
     """Builds `fn(params, batch, state) -> PrivateGradient`, the private gradient of `loss(params, example)`.
 
     loss: returns one real number, (), for one example, which has no batch axis.
     mechanism: a `dpx.Mechanism`. With one that `dpx.chain` builds, the updates are the optimizer's.
-    microbatch_size: int, how many examples are in memory at once. None: all, but on a CPU fewer, if that is faster and
-        the loss has no convolution. Microbatches run in a loop; with convolutions, up to 64 are unrolled on a CPU.
+    microbatch_size: int, how many examples are in memory at once. None: all, but fewer if a batch would not fit in half
+        of the device's memory, or if that is faster on a CPU and the loss has no convolution. Microbatches run in a
+        loop; with convolutions, up to 64 are unrolled on a CPU.
     clipping: how the per-example norms are computed. "vmap": from the gradient of every example. "ghost": without it,
         for every parameter where that is possible. "auto": the cheaper of the two for each parameter, by an estimate
         from shapes. `dpx.explain` prints the choice.
     with_key: the loss is `loss(params, example, key)`. Every row of a batch has a PRNG key of its own, (), from the
         "example" stream of the mechanism's key, the step and its position; no microbatch or device changes it.
     has_aux: the loss returns (value, aux), aux any pytree of arrays; `unreleased.aux` has it for every example.
+    platform: "cpu", "cuda", "rocm" or "tpu", if the program is compiled for another one than JAX's default backend, as
+        `jax.export` does. The number of microbatches and their loop depend on it, and the result does not.
 
     params: a pytree of real arrays. batch: a `dpx.Batch` with the B examples on axis 0, which may be sharded. state:
     from `mechanism.init(params)`. The updates are those of `mechanism.update` on stacked per-example gradients, up to
@@ -44,12 +50,13 @@ def private_grad(
     sharded as the parameters, the state as before, and `unreleased` as the examples. Inside a `jax.shard_map` with
     check_vma=True, only "vmap" works.
 
-    Raises ValueError for another type of mechanism, another `clipping`, or a `microbatch_size` below 1. `fn` raises it
-    if the batch is not a `dpx.Batch` or does not fit the sampling, and for complex parameters, Flax modules or batch
-    statistics among the parameters.
+    Raises ValueError for another type of mechanism, another `clipping` or `platform`, or a `microbatch_size` below 1.
+    `fn` raises it if the batch is not a `dpx.Batch` or does not fit the sampling, and for complex parameters, Flax
+    modules or batch statistics among the parameters.
     Ghost norms: https://arxiv.org/abs/1510.01799, https://arxiv.org/abs/2110.05679, https://arxiv.org/abs/2210.00038.
     """
-    sum_rows = sum_gradients(loss, mechanism, microbatch_size=microbatch_size, clipping=clipping, has_aux=has_aux)
+    options: Any = {"microbatch_size": microbatch_size, "has_aux": has_aux, "platform": platform}
+    sum_rows = sum_gradients(loss, mechanism, clipping=clipping, **options)
     return _private_step(sum_rows, mechanism, with_key=with_key)
 
 
@@ -60,6 +67,7 @@ def private_update(
     microbatch_size: int | None = None,
     with_key: bool = False,
     has_aux: bool = False,
+    platform: str | None = None,
 ) -> Callable[..., PrivateGradient]:
     """Builds `fn(params, batch, state) -> PrivateGradient` from `update_of_one(params, unit)`, the update of one unit.
 
@@ -71,13 +79,15 @@ def private_update(
         `dpx.chain` descends along it. So return the direction of a gradient, which is the old parameters minus the new.
     batch: a `dpx.Batch` with the units on axis 0. A unit is a pytree of arrays; if units have different numbers of
         examples, pad them, and put a mask of your own into the unit.
-    microbatch_size: int, how many units are in memory at once. None: as for `private_grad`. The rest is as there, but
-        `unreleased.losses` is None.
+    microbatch_size: int, how many units are in memory at once. None: as for `private_grad`. The rest, `platform` too,
+        is as there, but `unreleased.losses` is None.
 
     Raises ValueError as `private_grad` does, and `fn` also if the update of a unit has another structure or shape than
     the parameters.
     """
-    sum_rows = sum_updates(update_of_one, mechanism, microbatch_size=microbatch_size, has_aux=has_aux)
+    sum_rows = sum_updates(
+        update_of_one, mechanism, microbatch_size=microbatch_size, has_aux=has_aux, platform=platform
+    )
     return _private_step(sum_rows, mechanism, with_key=with_key)
 
 
@@ -90,8 +100,9 @@ def explain(
     clipping: Clipping = "auto",
     with_key: bool = False,
     has_aux: bool = False,
+    platform: str | None = None,
 ) -> ghost.Explanation:
-    """A printable table of how `private_grad` computes the norms of each parameter, and why.
+    """A printable table of how `private_grad` computes the norms of each parameter, and why; and of its microbatches.
 
     The arguments are those of `private_grad` and of the function that it builds. `params` and `batch` may hold
     `jax.ShapeDtypeStruct`s in place of arrays. Raises ValueError for the arguments that `private_grad` refuses.
@@ -102,7 +113,9 @@ def explain(
     row = shapes_of_one(jax.eval_shape(rows, state, require_batch(batch).examples))
     traced = ghost.trace_loss(of_one_row(loss, has_aux=has_aux), params, row)
     plan = make_plan(traced, mechanism, params, state, clipping)
-    return ghost.explain(plan, params)
+    cost, size = forward_cost(traced.closed.jaxpr), batch_size(batch.examples)
+    at_once = choose_microbatch_size(cost, plan, params, size, require_platform(platform))
+    return ghost.explain(plan, params, at_once.reason and f"microbatches of {at_once.size} examples: {at_once.reason}")
 
 
 def _private_step(sum_rows: Callable, mechanism: Mechanism, *, with_key: bool) -> Callable[..., PrivateGradient]:

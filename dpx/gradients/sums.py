@@ -15,7 +15,7 @@ from dpx._microbatching import sum_over_microbatches
 from dpx._numbers import require_whole
 from dpx.batches import Tree
 from dpx.gradients import ghost
-from dpx.gradients.microbatch_size import choose_microbatch_size, forward_cost
+from dpx.gradients.microbatch_size import choose_microbatch_size, forward_cost, require_platform
 from dpx.gradients.rows import of_one_row, shapes_of_one
 from dpx.mechanism import Mechanism
 
@@ -23,7 +23,13 @@ Clipping = Literal["auto", "ghost", "vmap"]
 
 
 def sum_gradients(
-    loss: Callable, mechanism: Mechanism, *, microbatch_size: int | None, clipping: Clipping, has_aux: bool
+    loss: Callable,
+    mechanism: Mechanism,
+    *,
+    microbatch_size: int | None,
+    clipping: Clipping,
+    has_aux: bool,
+    platform: str | None,
 ) -> Callable:
     """`sum_rows` for the gradients of a loss of one example, as `private_grad` describes the arguments."""
     check(mechanism, clipping)
@@ -33,10 +39,12 @@ def sum_gradients(
     def plan(traced, params, state):
         return make_plan(traced, mechanism, params, state, clipping)
 
-    return _in_microbatches(mechanism, microbatch_size, of_row, plan, gradient)
+    return _in_microbatches(mechanism, microbatch_size, of_row, plan, gradient, require_platform(platform))
 
 
-def sum_updates(update: Callable, mechanism: Mechanism, *, microbatch_size: int | None, has_aux: bool) -> Callable:
+def sum_updates(
+    update: Callable, mechanism: Mechanism, *, microbatch_size: int | None, has_aux: bool, platform: str | None
+) -> Callable:
     """`sum_rows` for what `update` makes of one unit's data, as `private_update` describes the arguments."""
     check(mechanism, "vmap")
     of_row = of_one_row(update, has_aux=has_aux)
@@ -50,7 +58,7 @@ def sum_updates(update: Callable, mechanism: Mechanism, *, microbatch_size: int 
         made, aux = of_row(params, row)
         return (None, aux), made
 
-    return _in_microbatches(mechanism, microbatch_size, of_row, plan, without_loss)
+    return _in_microbatches(mechanism, microbatch_size, of_row, plan, without_loss, require_platform(platform))
 
 
 def check(mechanism: Mechanism, clipping: str):
@@ -68,19 +76,19 @@ def make_plan(traced, mechanism, params, state, clipping) -> ghost.Plan | str:
     return ghost.make_plan(traced, mechanism, params, state, force=clipping == "ghost")
 
 
-def _in_microbatches(mechanism: Mechanism, microbatch_size, of_row, make_plan, gradient) -> Callable:
+def _in_microbatches(mechanism: Mechanism, microbatch_size, of_row, make_plan, gradient, platform: str) -> Callable:
     """`sum_rows`. of_row: traced for its cost. make_plan: (traced, params, state) -> plan. gradient: of one row."""
     microbatch_size = None if microbatch_size is None else require_whole("microbatch_size", microbatch_size)
 
     def sum_rows(params, state, rows, included):
         traced = ghost.trace_loss(of_row, params, shapes_of_one(rows))
         plan, cost = make_plan(traced, params, state), forward_cost(traced.closed.jaxpr)
-        at_once = microbatch_size or choose_microbatch_size(cost, plan, params, included.shape[0])
+        at_once = microbatch_size or choose_microbatch_size(cost, plan, params, included.shape[0], platform).size
 
         def microbatch(ordered, rows):
             return _sum_microbatch(plan, gradient, mechanism, ordered(params), state, *rows)
 
-        unroll = cost.convolves and jax.default_backend() == "cpu"
+        unroll = cost.convolves and platform == "cpu"
         return sum_over_microbatches(microbatch, (rows, included), max(1, at_once), unroll=unroll)
 
     return sum_rows

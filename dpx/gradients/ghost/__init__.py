@@ -24,4 +24,4 @@ from dpx.gradients.ghost.plan import Plan as Plan
 from dpx.gradients.ghost.plan import explain as explain
 from dpx.gradients.ghost.plan import make_plan as make_plan
 from dpx.gradients.ghost.trace import bodies as bodies
-from dpx.gradients.ghost.trace import trace as trace_loss
+from dpx.gradients.ghost.trace import trace_loss as trace_loss

@@ -156,10 +156,18 @@ def _scaled(total: jax.Array, scale: jax.Array | None) -> jax.Array:
 def _map(function, records, choice: Choice, leaf: jax.Array):
     """`jax.vmap(function)(records)`, in a loop if the patches of the whole batch do not fit in a CPU's cache."""
     size, expands = jax.tree.leaves(records)[0].shape[0], sum(site.expands for site in choice.uses.sites)
-    # On several devices, the examples may be sharded over the axis that the loop would cut.
-    if jax.default_backend() == "cpu" and jax.device_count() == 1 and size * expands > UNLOOPED_PATCH_NUMBERS:
+
+    def in_loop(records, leaf):
         return map_segments(function, records, max(1, LOOPED_PATCH_NUMBERS // expands), leaf)
-    return jax.vmap(function)(records)
+
+    def at_once(records, leaf):
+        del leaf
+        return jax.vmap(function)(records)
+
+    # On several devices, the examples may be sharded over the axis that the loop would cut.
+    if jax.device_count() > 1 or size * expands <= UNLOOPED_PATCH_NUMBERS:
+        return at_once(records, leaf)
+    return jax.lax.platform_dependent(records, leaf, cpu=in_loop, default=at_once)
 
 
 def _scales(plan: Plan, mechanism: Mechanism, params: Tree, state: Tree) -> dict[int, jax.Array]:

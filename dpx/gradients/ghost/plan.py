@@ -54,7 +54,7 @@ class Plan(NamedTuple):
         return [leaf for leaf, choice in enumerate(self.choices) if choice.uses.sites]
 
     def kind(self, leaf: int) -> tuple | None:
-        """What the norm and the sum of a parameter are computed from, but for its place in the loss; None if unknown."""
+        """All that the computation of a parameter's norm and sum depends on, but for its place; None if unknown."""
         way, _, uses = self.choices[leaf]
         if uses.sharing is not None:
             return None
@@ -162,19 +162,26 @@ class Explanation(NamedTuple):
     """How `private_grad` computes the norms of every parameter; `str` is a table of it.
 
     rows: (parameter, way, reason) for every parameter leaf; the reason is "" where there is nothing to add
+    microbatches: how many examples are in memory at once, and why; "" if all are
     """
 
     rows: tuple[tuple[str, str, str], ...]
+    microbatches: str = ""
 
     def __str__(self) -> str:
         widths = [max(len(row[i]) for row in self.rows) for i in range(2)]
-        return "\n".join(f"{name:{widths[0]}}  {way:{widths[1]}}  {why}".rstrip() for name, way, why in self.rows)
+        lines = [f"{name:{widths[0]}}  {way:{widths[1]}}  {why}".rstrip() for name, way, why in self.rows]
+        return "\n".join([*lines, self.microbatches] if self.microbatches else lines)
 
 
-def explain(plan: Plan | str, params: Tree) -> Explanation:
-    """The plan in words. If `plan` is a reason, every parameter has per-example gradients for that reason."""
+def explain(plan: Plan | str, params: Tree, microbatches: str) -> Explanation:
+    """The plan in words, and how many examples are in memory at once.
+
+    If `plan` is a reason, every parameter has per-example gradients for that reason.
+    """
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     choices = [Choice(ways.GRADIENT, plan)] * len(paths) if isinstance(plan, str) else plan.choices
     return Explanation(
-        tuple((path, choice.way.words, choice.reason) for path, choice in zip(paths, choices, strict=True))
+        tuple((path, choice.way.words, choice.reason) for path, choice in zip(paths, choices, strict=True)),
+        microbatches,
     )

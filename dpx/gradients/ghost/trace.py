@@ -81,13 +81,16 @@ class Traced(NamedTuple):
     shapes: tuple[Any, Tree]
 
 
-def trace(loss: Callable, params: Tree, example: Tree) -> Traced:
+def trace_loss(loss: Callable, params: Tree, example: Tree) -> Traced:
     """The jaxpr of `loss`; nothing is computed, so shapes suffice."""
     return Traced(*jax.make_jaxpr(loss, return_shape=True)(params, example))
 
 
 def follow(traced: Traced, leaves: int) -> Program:
-    """The program of a loss whose parameters have so many leaves. Raises ValueError unless its value is one real number."""
+    """The program of a loss whose parameters have so many leaves.
+
+    Raises ValueError unless its value is one real number.
+    """
     closed, (out, aux) = traced
     if not (hasattr(out, "shape") and out.shape == () and jnp.issubdtype(out.dtype, jnp.floating)):
         raise ValueError(f"loss must return one real number for one example, got {out}")
@@ -170,7 +173,8 @@ def _derivative(equation: Equation) -> core.ClosedJaxpr:
     """The jaxpr of the derivatives of an equation's real results with respect to its real operands."""
     operands = [i.value if isinstance(i, Constant) else None for i in equation.inputs]
     free = [n for n, i in enumerate(equation.inputs) if not isinstance(i, Constant)]
-    shapes = {n: jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for n in free for v in [equation.jaxpr.invars[n]]}
+    types: list[Any] = [operand.aval for operand in equation.jaxpr.invars]
+    shapes = {n: jax.ShapeDtypeStruct(types[n].shape, types[n].dtype) for n in free}
 
     def derivative(values):
         def results(real):

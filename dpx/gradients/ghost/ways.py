@@ -17,7 +17,7 @@ from dpx.gradients.ghost.rules import Site
 # The unit of cost is one floating-point operation of a large matrix product, on one CPU core (benchmarks/step.py).
 OPERATIONS_PER_BYTE = 12.0  # the cost to move one byte of fresh memory
 CACHED_BYTES = 2**20  # a larger per-example gradient leaves the cache before it is read (benchmarks/transformers.py)
-GRAM_SLOWDOWN = 2.5  # the cost of an operation of a Gram matrix, because these matrices are small (benchmarks/transformers.py)
+GRAM_SLOWDOWN = 2.5  # the cost of an operation of a Gram matrix, because these are small (benchmarks/transformers.py)
 DENSE_GRADIENT_SLOWDOWN = 1.1  # the cost of an operation of a dense layer's per-example gradient
 CONVOLUTION_GRADIENT_SLOWDOWN = 4.0  # the same for a convolution, because `jax.vmap` turns it into a grouped one
 

@@ -1,0 +1,83 @@
+"""The step of every method compiles for accelerators on a machine that has none, without callbacks to the host."""
+
+import re
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+
+import dpx
+from dpx import catalog
+from dpx.gradients import microbatch_size
+from tests.mechanisms import PARAMS, case_of_method
+
+# Whose coordinates are selected by a threshold, which a loop searches.
+SELECT = ("random_freeze_sgd", "ranked_freeze_sgd", "ada_dpigu")
+ENTRIES = {entry.name: entry for entry in catalog.METHODS}
+
+
+def loss(params, image):
+    """A convolution, (6, 6, 1) -> (6, 6, 3), whose kernel is a view of a parameter."""
+    kernel = params["kernel"].reshape(2, 2, 1, 3)
+    numbers = ("NHWC", "HWIO", "NHWC")
+    hidden = jax.lax.conv_general_dilated(image[None], kernel, (1, 1), "SAME", dimension_numbers=numbers)
+    return jnp.sum(params["scale"] * jnp.tanh(hidden.mean((0, 1, 2)) + params["bias"]))
+
+
+def exported(mechanism, platform: str, *, dtype=jnp.float32) -> str:
+    """The program of a step for another platform, as text."""
+    params = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, dtype), PARAMS)
+    batch = dpx.Batch(jax.ShapeDtypeStruct((8, 6, 6, 1), dtype), jax.ShapeDtypeStruct((8,), bool))
+    step = jax.jit(dpx.private_grad(loss, mechanism, platform=platform))
+    # As a CPU would take loops everywhere: over patches, and over microbatches that fit in its cache.
+    with (
+        mock.patch("dpx.gradients.ghost.engine.UNLOOPED_PATCH_NUMBERS", 1),
+        mock.patch.object(microbatch_size, "WHOLE_BATCH_BYTES", 1),
+    ):
+        shapes = params, batch, jax.eval_shape(mechanism.init, params)
+        return export.export(step, platforms=(platform,))(*shapes).mlir_module()
+
+
+def callbacks(program: str) -> set[str]:
+    return {name for name in re.findall(r"custom_call @(\w+)", program) if "callback" in name}
+
+
+@pytest.mark.parametrize(
+    ("name", "platform"), [(name, "cuda") for name in ENTRIES] + [("dp_sgd", "tpu"), ("d2p2_sgd", "tpu")]
+)
+def test_steps_lower_for_accelerators(name, platform):
+    program = exported(case_of_method(ENTRIES[name]).mechanism, platform)
+    assert not callbacks(program)
+    assert name in SELECT or "stablehlo.while" not in program
+
+
+def test_a_step_in_bfloat16_lowers():
+    program = exported(case_of_method(ENTRIES["dp_sgd"]).mechanism, "cuda", dtype=jnp.bfloat16)
+    assert "bf16" in program and not callbacks(program)
+
+
+def test_a_cpu_takes_its_loops():
+    """The test above can fail: for a CPU, the same step has loops."""
+    assert "stablehlo.while" in exported(case_of_method(ENTRIES["dp_sgd"]).mechanism, "cpu")
+
+
+def test_an_unknown_platform_is_refused():
+    with pytest.raises(ValueError, match="platform must be one of cpu, gpu, cuda, rocm, tpu, or None, got 'metal'"):
+        dpx.private_grad(loss, case_of_method(ENTRIES["dp_sgd"]).mechanism, platform="metal")
+
+
+def test_microbatches_fit_in_the_memory():
+    """A batch that would not fit in half of the device's memory is split, and `explain` says so."""
+    mechanism = case_of_method(ENTRIES["dp_sgd"]).mechanism
+    batch = dpx.Batch(np.ones((8, 6, 6, 1), np.float32), None)
+    assert "microbatches" not in str(dpx.explain(loss, mechanism, PARAMS, batch))
+    with mock.patch.object(microbatch_size, "device_memory", lambda platform: 1000):
+        said = str(dpx.explain(loss, mechanism, PARAMS, batch)).splitlines()[-1]
+    assert said == "microbatches of 2 examples: all 8 would not fit in half of the device's memory"
+    stats = mock.Mock(memory_stats=lambda: {"bytes_limit": 2**30})
+    with mock.patch("jax.local_devices", lambda: [stats]):
+        assert microbatch_size.device_memory("cpu") == 2**30
+    assert microbatch_size.device_memory("tpu") is None and (microbatch_size.device_memory("cpu") or 0) > 2**28
