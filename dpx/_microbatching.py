@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core
 
 from dpx._ordering import compute_after
 
@@ -33,12 +34,10 @@ def sum_over_microbatches(
     if 0 < size <= microbatch_size:
         return function(lambda tree: tree, rows)
     whole, rest = divmod(size, microbatch_size)
-    one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape[1:]), leaf.dtype), rows)
-    sums, empty = jax.tree.map(
-        lambda leaf: jnp.zeros(leaf.shape, leaf.dtype),
-        jax.eval_shape(lambda rows: function(lambda tree: tree, rows), one),
-    )
-    outputs = [jax.tree.map(lambda leaf: leaf[:0], empty)]
+    full = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((microbatch_size, *leaf.shape[1:]), leaf.dtype), rows)
+    traced, shapes = jax.make_jaxpr(lambda rows: function(lambda tree: tree, rows), return_shape=True)(full)
+    sums = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes[0])
+    outputs = [jax.tree.map(lambda leaf: jnp.zeros((0, *leaf.shape[1:]), leaf.dtype), shapes[1])]
 
     def add_microbatch(sums, start, stop):
         some = jax.tree.map(lambda leaf: leaf[start:stop], rows)
@@ -52,7 +51,8 @@ def sum_over_microbatches(
     else:
 
         def body(sums, rows):
-            more, output = function(lambda tree: tree, rows)
+            results = core.jaxpr_as_fun(traced)(*jax.tree.leaves(rows))  # traced once, for the shapes and for the loop
+            more, output = jax.tree.unflatten(jax.tree.structure(shapes), results)
             return jax.tree.map(jnp.add, sums, more), output
 
         stop, shape = whole * microbatch_size, (whole, microbatch_size)

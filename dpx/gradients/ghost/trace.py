@@ -148,6 +148,8 @@ def differentiates(program: Program) -> bool:
                 constants = _derivative(equation).consts
             except jax.errors.UnexpectedTracerError:
                 return False
+            except Exception:
+                continue  # it has no derivative: no parameter needs it, or the step itself raises the same error
             if any(isinstance(value, jax.core.Tracer) and id(value) not in known for value in constants):
                 return False
     return True

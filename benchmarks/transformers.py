@@ -1,0 +1,255 @@
+"""The time, the memory and the time to compile of a private step of transformers at their usual sizes.
+
+    python -m benchmarks.transformers
+
+The models are those of Hugging Face's transformers 4, with random weights, if it is installed; else ours of the same
+widths (GPT-2 then without tied weights). All rows of a model take turns in one process, on one CPU core. The fair floor
+is JAX's fastest step without privacy: of the whole batch, or of 2, 4 or 8 parts of it, one after another. Writes JSON
+and Markdown to benchmarks/results/.
+"""
+
+import argparse
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import statistics
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from benchmarks import report, timing
+
+SEQUENCE = {"gpt2_4_layers": 64, "gpt2_small": 64, "bert_base": 128}
+BATCH = {"gpt2_4_layers": 8, "gpt2_small": 8, "bert_base": 8, "vit_small": 16}
+PARTS = (2, 4, 8)
+LARGEST_STACK = 2**32  # bytes; rows that hold more of per-example gradients are compiled, but not run
+
+
+class Problem(NamedTuple):
+    """params: a pytree; loss: (params, example) -> scalar; batch: a pytree with the examples on axis 0."""
+
+    params: Any
+    loss: Callable
+    batch: Any
+
+
+def hugging_face(name: str) -> Problem:
+    """The model of the library, without dropout."""
+    import jax
+    import numpy as np
+    import optax
+
+    hf: Any = importlib.import_module("transformers")
+    hf.logging.set_verbosity_error()
+    rng, size = np.random.default_rng(0), BATCH[name]
+    labels = (np.arange(size) % 2).astype(np.int32)
+    cross_entropy = optax.softmax_cross_entropy_with_integer_labels
+    if name.startswith("gpt2"):
+        small = {"vocab_size": 5000, "n_embd": 256, "n_layer": 4, "n_head": 4}
+        config = hf.GPT2Config(**(small if name == "gpt2_4_layers" else {}))
+        model: Any = hf.FlaxGPT2LMHeadModel(config, _do_init=False, input_shape=(1, SEQUENCE[name]))
+    elif name == "bert_base":
+        config = hf.BertConfig()
+        model = hf.FlaxBertForSequenceClassification(config, _do_init=False, input_shape=(1, SEQUENCE[name]))
+    else:
+        config = hf.ViTConfig(hidden_size=384, num_attention_heads=6, intermediate_size=1536)
+        model = hf.FlaxViTForImageClassification(config, _do_init=False)
+
+    def next_token_loss(params, tokens):
+        logits = model(tokens[None], params=params).logits[0]
+        return cross_entropy(logits[:-1], tokens[1:]).mean()
+
+    def class_loss(params, example):
+        return cross_entropy(model(example[0][None], params=params).logits[0], example[1])
+
+    params = jax.jit(lambda: model.init_weights(jax.random.key(0), model.input_shape))()
+    if name == "vit_small":
+        return Problem(params, class_loss, (rng.normal(size=(size, 3, 224, 224)).astype(np.float32), labels))
+    tokens = rng.integers(0, config.vocab_size, (size, SEQUENCE[name])).astype(np.int32)
+    return Problem(params, class_loss, (tokens, labels)) if "bert" in name else Problem(params, next_token_loss, tokens)
+
+
+def ours(name: str) -> Problem:
+    """A model of the same widths."""
+    import jax
+    import numpy as np
+    import optax
+
+    from benchmarks import models
+
+    rng, size = np.random.default_rng(0), BATCH[name]
+    tokens = rng.integers(0, 5000, (size, SEQUENCE.get(name, 1) + 1)).astype(np.int32)
+    made = {
+        "gpt2_4_layers": lambda: models.LanguageModel(5000, 4, 256, 4),
+        "gpt2_small": models.LanguageModel,
+        "bert_base": lambda: models.Transformer(30_522, 12, 768, 12, SEQUENCE["bert_base"]),
+        "vit_small": models.VisionTransformer,
+    }
+    module: Any = made[name]()
+    inputs = rng.normal(size=(size, 224, 224, 3)).astype(np.float32) if name == "vit_small" else tokens[:, :-1]
+    labels = tokens[:, 1:] if name.startswith("gpt2") else (np.arange(size) % 2).astype(np.int32)
+    params = jax.jit(lambda: module.init(jax.random.key(0), inputs[0])["params"])()
+
+    def loss(params, example):
+        logits = module.apply({"params": params}, example[0])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, example[1]).mean()
+
+    return Problem(params, loss, (inputs, labels))
+
+
+def steps(problem: Problem, size: int) -> dict[str, tuple[Callable, tuple]]:
+    """name -> (step, its inputs)."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    import dpx
+
+    params, loss, batch = problem
+    sampling = dpx.PoissonSampling(examples=50_000, batch_size=size)
+    mechanism = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=1.0, sampling=sampling, key=jax.random.key(2))
+    state = mechanism.init(params)
+
+    def not_private(params, batch):
+        return jax.grad(lambda p: jax.vmap(loss, (None, 0))(p, batch).mean())(params)
+
+    def in_parts(parts, params, batch):
+        chunks = jax.tree.map(lambda x: x.reshape(parts, size // parts, *x.shape[1:]), batch)
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        sums, _ = jax.lax.scan(
+            lambda sums, chunk: (jax.tree.map(jnp.add, sums, not_private(params, chunk)), None), zeros, chunks
+        )
+        return jax.tree.map(lambda s: s / parts, sums)
+
+    def by_hand(params, batch):
+        grads = jax.vmap(jax.grad(loss), (None, 0))(params, batch)
+        factors = jnp.minimum(1, 1 / jax.vmap(optax.tree.norm)(grads))
+        return jax.tree.map(lambda g: jnp.tensordot(factors, g, 1) / size, grads)
+
+    def with_dpx(clipping):
+        step = dpx.private_grad(loss, mechanism, clipping=clipping)
+        return lambda params, batch, state: step(params, dpx.Batch(batch, None), state)[:2]
+
+    def noise(params):
+        return optax.tree.random_like(jax.random.key(0), params, jax.random.normal)
+
+    found: dict[str, tuple[Callable, tuple]] = {"JAX, not private": (not_private, (params, batch))}
+    for parts in PARTS:
+        found[f"JAX, not private, {parts} parts"] = functools.partial(in_parts, parts), (params, batch)
+    found["noise alone"] = noise, (params,)
+    found["by hand, no noise"] = by_hand, (params, batch)
+    for clipping in ("auto", "ghost", "vmap"):
+        found[f"dpx {clipping}"] = with_dpx(clipping), (params, batch, state)
+    if importlib.util.find_spec("jax_privacy"):
+        found["jax_privacy"] = with_jax_privacy(problem, size)
+    return found
+
+
+def with_jax_privacy(problem: Problem, size: int) -> tuple[Callable, tuple]:
+    import jax
+    import jax_privacy  # pyright: ignore[reportMissingImports]
+
+    clipped = jax_privacy.clipped_grad(
+        problem.loss, l2_clip_norm=1.0, normalize_by=size, keep_batch_dim=False, microbatch_size=1
+    )
+    privatizer = jax_privacy.noise_addition.gaussian_privatizer(
+        stddev=clipped.sensitivity(), prng_key=jax.random.key(2)
+    )
+    return (
+        lambda params, batch, state: privatizer.update(clipped(params, batch), state),
+        (problem.params, problem.batch, privatizer.init(problem.params)),
+    )
+
+
+def measured(problem: Problem, size: int, options, clock: Callable) -> dict[str, dict[str, float]]:
+    """name -> {"compile": seconds of tracing and compiling, "memory": MiB of temporary memory, "seconds": median}."""
+    import jax
+
+    found, timers = {}, {}
+    stack = 4 * size * sum(leaf.size for leaf in jax.tree.leaves(problem.params))
+    for name, (step, inputs) in steps(problem, size).items():
+        if options.rows and not any(part in name for part in options.rows):
+            continue
+        start = clock()
+        program = jax.jit(step).lower(*inputs).compile()
+        memory: Any = program.memory_analysis()
+        found[name] = {"compile": clock() - start, "memory": memory.temp_size_in_bytes / 2**20}
+        print(f"    {name}: {found[name]}", file=sys.stderr, flush=True)
+        if stack <= LARGEST_STACK or name not in ("by hand, no noise", "dpx vmap"):
+            timers[name] = timing.Timer(lambda run=program, xs=inputs: jax.block_until_ready(run(*xs)), clock)
+    for name, times in timing.interleaved(timers, options.rounds).items():
+        found[name]["seconds"] = statistics.median(times)
+    return found
+
+
+def fair_floor(rows) -> float:
+    return min(row["seconds"] for name, row in rows.items() if name.startswith("JAX, not private"))
+
+
+def tables(results) -> dict[str, str]:
+    names = list(dict.fromkeys(name for rows in results.values() for name in rows))
+
+    def column(field, unit=lambda rows: 1.0, form="{:.2f}"):
+        def cell(name):
+            return lambda rows: form.format(rows[name][field] / unit(rows)) if field in rows.get(name, {}) else None
+
+        return [(name, cell(name)) for name in names]
+
+    hand = "by hand, no noise"
+    return {
+        "Time divided by that of JAX's fastest step without privacy": report.table(
+            results, [("fastest (s)", lambda rows: f"{fair_floor(rows):.3f}"), *column("seconds", fair_floor)]
+        ),
+        "Temporary memory, MiB": report.table(results, column("memory", form="{:.0f}")),
+        f"Time to trace and compile, divided by that of `{hand}`": report.table(
+            results,
+            [("by hand (s)", lambda rows: f"{rows[hand]['compile']:.1f}" if hand in rows else None)]
+            + (
+                column("compile", lambda rows: rows[hand]["compile"])
+                if all(hand in r for r in results.values())
+                else []
+            ),
+        ),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=BATCH, default=list(BATCH))
+    parser.add_argument("--rows", nargs="+", help="parts of their names; default: all")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--core", type=int, default=0, help="the CPU core to pin to; -1 for none (as on a GPU)")
+    parser.add_argument("--clock", choices=timing.CLOCKS, default="wall", help="cpu is fairer on a busy machine")
+    parser.add_argument("--name", default="transformers", help="of the files written")
+    options = parser.parse_args()
+    timing.pin(options.core)
+    installed = importlib.util.find_spec("transformers") is not None
+    libraries = ("jax", "jaxlib", "flax", "optax", "transformers", "jax-privacy")
+    versions: dict[str, str | None] = {}
+    for library in libraries:
+        try:
+            versions[library] = importlib.metadata.version(library)
+        except importlib.metadata.PackageNotFoundError:
+            versions[library] = None
+    import jax
+
+    said = {"jax": {"versions": versions, "device": jax.devices()[0].device_kind}}
+    facts = report.facts("benchmarks.transformers", said, options) | {"clock": options.clock}
+    notes = (
+        [] if installed else ["transformers is not installed: models of the same widths, GPT-2 without tied weights."]
+    )
+    notes.append(
+        f"Rows that would hold more than {LARGEST_STACK / 2**30:.0f} GiB of gradients are compiled, and not run."
+    )
+    results = {}
+    for name in options.models:
+        print(name, file=sys.stderr, flush=True)
+        problem, clock = (hugging_face if installed else ours)(name), timing.CLOCKS[options.clock]
+        results[f"{name}, {BATCH[name]}"] = measured(problem, BATCH[name], options, clock)
+        report.write(options.name, facts, results, notes, tables(results))
+    print((report.RESULTS / f"{options.name}.md").read_text())
+
+
+if __name__ == "__main__":
+    main()
