@@ -7,14 +7,22 @@ from pathlib import Path
 import jax
 import pytest
 
-from tests.compiling import FLAGS
+from tests.compiling import FLAGS, share_contexts
 
 os.environ.setdefault("XLA_FLAGS", FLAGS)  # which the first computation reads
+share_contexts()
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 MAPPINGS = Path("/proc/self/maps")
 MOST_MAPPINGS = 25_000  # of memory; Linux allows a process 65,530, and a compiled program holds some
+
+
+def pytest_collection_modifyitems(items):
+    """Each file runs in one process, because its tests share programs and bills. (The contract's cases are groups.)"""
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 def pytest_runtest_teardown(item, nextitem):
