@@ -70,9 +70,7 @@ def test_keys_and_aux_of_the_examples(clipping):
     state, options = mechanism.init(params), {"clipping": clipping, "with_key": True, "has_aux": True}
     included = jnp.ones(16, bool).at[5].set(False)
     batches = dpx.Batch(batch, included)
-    steps = [
-        jax.jit(dpx.private_grad(with_dropout, mechanism, microbatch_size=size, **options)) for size in (None, 3)
-    ]
+    steps = [jax.jit(dpx.private_grad(with_dropout, mechanism, microbatch_size=size, **options)) for size in (None, 3)]
     whole, after, in_parts = [
         step(params, batches, start)
         for step, start in ((steps[0], state), (steps[0], state._replace(step=state.step + 1)), (steps[1], state))
