@@ -18,13 +18,6 @@ MAPPINGS = Path("/proc/self/maps")
 MOST_MAPPINGS = 25_000  # of memory; Linux allows a process 65,530, and a compiled program holds some
 
 
-def pytest_collection_modifyitems(items):
-    """Each file runs in one process, because its tests share programs and bills. (The contract's cases are groups.)"""
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
-
-
 def pytest_runtest_teardown(item, nextitem):
     """After a file, forget the compiled programs if they hold many mappings of memory."""
     if nextitem is None or nextitem.path == item.path or not MAPPINGS.exists():
