@@ -21,11 +21,12 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/basedpyright
 
-# A process on every core, so one thread each; what one has compiled, the others need not. Most of the time is compiling:
-# without optimizations, and without the emitters that take a third of it (tests/compiling.py).
+# A process on every core, so one thread each; what one has compiled, the others need not. Each file runs in one process,
+# because its tests share small programs and bills. Most of the time is compiling: without optimizations, and without the
+# emitters that take a third of it (tests/compiling.py).
 PYTEST := OMP_NUM_THREADS=1 JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.venv/compiled JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0.05 \
 	JAX_DISABLE_MOST_OPTIMIZATIONS=1 \
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadgroup
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile
 
 test: lint
 	rm -rf .venv/compiled
@@ -40,7 +41,7 @@ CASES := test_layout or test_mutants or test_keys or from_catalog or docs_list o
 	or (test_accounting_recorded and (gaussian or nested)) \
 	or [dense] or [deep] or [convolution] or [embedding] or [tied_weights] or [layer_norm] or [used_in_a_scan]
 quick: install
-	$(PYTEST) $(CHECKED) -k "$(CASES)"
+	$(PYTEST) --dist loadgroup $(CHECKED) -k "$(CASES)"
 
 check: lint quick
 

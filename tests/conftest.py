@@ -7,9 +7,10 @@ from pathlib import Path
 import jax
 import pytest
 
-from tests.compiling import FLAGS
+from tests.compiling import FLAGS, share_contexts
 
 os.environ.setdefault("XLA_FLAGS", FLAGS)  # which the first computation reads
+share_contexts()
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 

@@ -467,8 +467,8 @@ CORE = [
     Fault(
         "schedules: the bill is a step late",
         "dpx/_numbers.py",
-        "(jnp.arange(steps, dtype=jnp.int32))",
-        "(jnp.arange(steps, dtype=jnp.int32) - 1)",
+        "np.minimum(np.arange(length, dtype=np.int32),",
+        "np.minimum(np.arange(length, dtype=np.int32) - 1,",
         contract("cost", "scheduled"),
     ),
     Fault(

@@ -145,7 +145,7 @@ def norms(contributions) -> np.ndarray:
 
 def alone(loss, made, params, examples, clipping: Any = "ghost") -> np.ndarray:
     """The norm of the contribution of every example, beside parameters of its own."""
-    state = made.init(jax.tree.map(lambda p: jnp.zeros(p.shape[1:]), params))
+    state = jax.jit(made.init)(jax.tree.map(lambda p: jnp.zeros(p.shape[1:]), params))
 
     def one(params, example):
         batch = jax.tree.map(lambda leaf: leaf[None], example)

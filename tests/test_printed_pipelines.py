@@ -32,13 +32,17 @@ def case_of(name: str) -> Case:
 def release_of_unit_noise(case: Case, monkeypatch: pytest.MonkeyPatch):
     """(updates, state) of the release of sums of 0 at step 0, where every noise that is drawn is 1."""
     mechanism = case.mechanism
-    state = mechanism.init(PARAMS)
-    grad = jax.tree.map(jnp.zeros_like, PARAMS)
-    encoded = mechanism.encode(grad, state)
-    factors = mechanism.weigh(mechanism.norm(encoded), state)
-    sums = tuple(jax.tree.map(jnp.zeros_like, encoded) for _ in factors)
     monkeypatch.setattr(dpx.keys, "normal_like", lambda key, tree: jax.tree.map(lambda x: jnp.ones(x.shape), tree))
-    return mechanism.release(sums, state, PARAMS)[0], state
+
+    @jax.jit
+    def release(grad):
+        state = mechanism.init(PARAMS)
+        encoded = mechanism.encode(grad, state)
+        factors = mechanism.weigh(mechanism.norm(encoded), state)
+        sums = tuple(jax.tree.map(jnp.zeros_like, encoded) for _ in factors)
+        return mechanism.release(sums, state, PARAMS)[0], state
+
+    return release(jax.tree.map(jnp.zeros_like, PARAMS))
 
 
 def constant(coordinates: dpx.Coordinates, state) -> dict:
@@ -48,9 +52,10 @@ def constant(coordinates: dpx.Coordinates, state) -> dict:
 
 
 def lifted(**options):
-    return lambda state: constant(dpx.coordinates.random_projection(key=KEY, **options), state.coordinates[0])
+    return jax.jit(lambda state: constant(dpx.coordinates.random_projection(key=KEY, **options), state.coordinates[0]))
 
 
+@jax.jit
 def lifted_sum(state):
     stream = dpx.keys.stream(KEY, "projection of the sum")
     return constant(projection(12, None, "gaussian", 1, stream, bounded=True), state.projection)

@@ -28,10 +28,14 @@ def dp_sgd(**changes):
 
 
 def moved(transform, steps=2, params=PARAMS):
-    state = transform.init(params)
-    for _ in range(steps):
-        _, state = transform.update(GRADS, state, params, included=EVERYONE)
-    return state
+    @jax.jit
+    def run(grads, params):
+        state = transform.init(params)
+        for _ in range(steps):
+            _, state = transform.update(grads, state, params, included=EVERYONE)
+        return state
+
+    return run(GRADS, params)
 
 
 class Mine(NamedTuple):
@@ -110,7 +114,7 @@ def test_every_mechanism_bills_its_own_state(case):
     sums = jax.eval_shape(lambda state: dpx.mechanism.sum_contributions(mechanism, GRADS, state, EVERYONE)[0], state)
     zeros, nobody = jax.tree.map(lambda s: jnp.zeros(s.shape), sums), jnp.int32(0)
     step = jax.jit(lambda state: mechanism.release_once(zeros, state, PARAMS, nobody)[1])
-    state = mechanism.init(PARAMS)
+    state = jax.jit(mechanism.init)(PARAMS)
     for _ in range(4):
         state = step(jax.tree.map(lambda leaf: np.asarray(leaf), state))
     again = case.make(jax.random.key(8))

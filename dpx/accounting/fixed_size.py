@@ -1,5 +1,6 @@
 """The Gaussian mechanism on a sample of fixed size, drawn without replacement, billed by Renyi divergences alone."""
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,8 +31,16 @@ class FixedSizeGaussian:
     def renyi(self, orders: np.ndarray) -> np.ndarray:
         if self.unbounded:
             return np.full(len(orders), np.inf)
-        accountant = RdpAccountant(orders.tolist(), dp_accounting.NeighboringRelation.REPLACE_ONE)
-        gaussian = dp_accounting.GaussianDpEvent(self.noise_multiplier)
-        size: Any = self.rate  # of a data set of size 1, because dp-accounting reads only their ratio
-        accountant.compose(dp_accounting.SampledWithoutReplacementDpEvent(1, size, gaussian))
-        return np.asarray(accountant.rdp)
+        return _divergences(self.noise_multiplier, self.rate, tuple(orders.tolist()))
+
+
+@functools.lru_cache(maxsize=64)
+def _divergences(noise_multiplier: float, rate: float, orders: tuple[float, ...]) -> np.ndarray:
+    """Those of one step, kept for the next question about it: another delta, or another number of steps."""
+    accountant = RdpAccountant(orders, dp_accounting.NeighboringRelation.REPLACE_ONE)
+    size: Any = rate  # of a data set of size 1, because dp-accounting reads only their ratio
+    gaussian = dp_accounting.GaussianDpEvent(noise_multiplier)
+    accountant.compose(dp_accounting.SampledWithoutReplacementDpEvent(1, size, gaussian))
+    divergences = np.array(accountant.rdp)
+    divergences.flags.writeable = False
+    return divergences
