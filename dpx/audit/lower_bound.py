@@ -1,4 +1,4 @@
-"""An empirical lower bound on the epsilon of a mechanism: many cheap runs of a worst case, with and without a canary."""
+"""A lower bound on the epsilon of a mechanism from many cheap runs of a worst case, with and without a canary."""
 
 import math
 from collections.abc import Callable

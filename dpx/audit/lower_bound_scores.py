@@ -28,6 +28,7 @@ from dpx.accounting import checks, gdp
 from dpx.accounting.curves import TradeOff, plot_trade_off
 
 _THRESHOLDS = 400  # candidates, most of them in the tails, where the bound at a small delta is best
+_CHOICE_MISS = 0.01  # thresholds are chosen at this share of the allowed misses, so that luck in the tails counts less
 _LEAST_RUNS = 4  # in each world, two in each half
 _ROC_POINTS = 200
 
@@ -98,13 +99,12 @@ def lower_bound_from_scores(
     bill = None if bill is None else checks.require_epsilon(bill)
     present = _halves(_require_scores("with_canary", with_canary))
     absent = _halves(_require_scores("without_canary", without_canary))
-    bounds = []
-    for bound_of in (
-        functools.partial(raw_epsilon, delta=delta, miss=(1 - confidence) / 2),
-        functools.partial(gaussian_mu, miss=(1 - confidence) / 2),
-    ):
-        threshold, finds_with = _best_test(present[0], absent[0], bound_of)
-        bounds.append(float(bound_of(_count(present[1], absent[1], np.array([threshold]), finds_with))[0]))
+    miss, bounds = (1 - confidence) / 2, []
+    for bound_of in (functools.partial(raw_epsilon, delta=delta), gaussian_mu):
+        chosen_by = functools.partial(bound_of, miss=_CHOICE_MISS * miss)
+        threshold, finds_with = _best_test(present[0], absent[0], chosen_by)
+        counted = _count(present[1], absent[1], np.array([threshold]), finds_with)
+        bounds.append(float(bound_of(counted, miss=miss)[0]))
     return LowerBound(
         epsilon=max(0.0, bounds[0]),
         gaussian_epsilon=gdp.epsilon(max(0.0, bounds[1]), delta),

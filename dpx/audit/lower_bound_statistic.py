@@ -60,7 +60,7 @@ def fit(without: Counts, with_: Counts, rates: np.ndarray, period: int) -> Stati
 
     rates: float64 (steps,). period: int, as in `Statistic`.
     """
-    moves = np.mean(without.moves, axis=0, dtype=np.float64)
+    moves = without.moves.astype(np.float64).mean(axis=0)
     center = _flat(without.counts).mean(axis=0)
     residuals = _flat(without.counts) - center
     gain = _gain(residuals, _flat(_weights(without.moves, moves, 1.0)))

@@ -8,7 +8,6 @@ The canaries with the highest scores are guessed to be members, as many with the
 guessed about the rest. The number of right guesses bounds epsilon (`one_run_bounds` has the sources and the proofs).
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -6,17 +6,18 @@ probability itself. All hold for canaries that depend on each other in any way, 
 `steinke_p_value` (Steinke, Nasr and Jagielski 2023, https://arxiv.org/abs/2305.08846): for any (epsilon, delta).
 
 `trade_off_rejected` (Mahloujifar, Melis and Chaudhuri 2024, https://arxiv.org/abs/2410.22235): for any symmetric
-trade-off function f. Proof: let p_i be the probability of i right guesses, and choose one of the m canaries at random.
-It is guessed right, and the number of right guesses is in {i, i + 1, ...}, with probability r_i = sum_{l>=i} (l/m) p_l.
-After its coin is turned, the same guesses are made with probabilities that f bounds, and its guess is wrong: this event
-has probability sum_{l>=i} ((k-l+1)/m) p_{l-1} = h_{i-1}, where h_i = sum_{l>=i} ((k-l)/m) p_l. So r_i <= 1 - f(h_{i-1}),
-by Jensen's inequality also on average over canaries and coins. From P(v or more are right) = s, the recursion
+trade-off function f, here that of two Gaussians. Proof: let p_i be the probability of i right guesses, and choose one
+of the m canaries at random. With probability r_i = sum_{l>=i} (l/m) p_l, it is guessed right and i or more guesses are
+right. If its coin is turned but the guesses stay, it is guessed wrong, and one guess fewer is right; this event has
+probability h_{i-1}, where h_i = sum_{l>=i} ((k-l)/m) p_l. A turned coin changes the probability of an event as f
+allows, so r_i <= 1 - f(h_{i-1}), by Jensen's inequality also on average over canaries and coins. From
+P(v or more are right) = s, the recursion
 
     r_v = s v/m,  h_v = s (k-v)/m,  h_{i-1} = max(h_i, g(r_i)),  r_{i-1} = r_i + (i-1)/(k-i+1) (h_{i-1} - h_i),
 
 with g the inverse of 1 - f, gives the smallest r_0 + h_0 that the inequalities allow. But r_0 + h_0 = k/m. So if the
 recursion ends above k/m, then v or more right guesses have a probability below s. (It is the smallest: by induction,
-r_i and r_i - i/(k-i) h_i are never larger than those of another feasible p.)
+no p that the inequalities allow has a smaller r_i, a smaller r_i + h_i or a smaller r_i - i/(k-i) h_i.)
 """
 
 import numpy as np
