@@ -133,13 +133,12 @@ def canary_scores(
         _rates(attack, keys.stream(key, "pilot batches"), pilots),
         truth.steps_per_epoch if isinstance(truth, ShuffledEpochs) else 0,
     )
-    worlds = {"runs with": True, "runs without": False}
-    return tuple(
-        np.concatenate(
-            [statistic.scores(_finite(found)) for found in simulate(keys.stream(key, name), runs, present=present)]
-        )[:runs]
-        for name, present in worlds.items()
-    )
+
+    def scores(world: str, present: bool) -> np.ndarray:
+        found = simulate(keys.stream(key, world), runs, present=present)
+        return np.concatenate([statistic.scores(_finite(chunk)) for chunk in found])[:runs]
+
+    return scores("runs with", True), scores("runs without", False)
 
 
 def _large_constant(params: Tree) -> Tree:

@@ -37,7 +37,7 @@ class Attack(NamedTuple):
     observe: Callable[[Tree, Tree, Tree, Tree], jax.Array]
 
 
-def takes_part(sampling: Any) -> Callable[[jax.Array, int], jax.Array]:
+def takes_part(sampling: Any) -> Callable[..., Any]:
     """When one example takes part in the batches of a sampling: a function (key, steps) -> bool (steps,).
 
     Raises ValueError for a sampling that is unknown here, and no function.

@@ -19,6 +19,7 @@ from scipy import special
 
 from dpx.audit.lower_bound_runs import Counts
 
+_SAME_MOVES = 1e-3  # relative; moves that differ less are the same
 _REGULAR = 1e-6  # of the variance, so that features that are constant or the same do no harm
 
 
@@ -82,10 +83,14 @@ def _weights(moves: np.ndarray, mean: np.ndarray, gain: float) -> np.ndarray:
 
 
 def _gain(residuals: np.ndarray, relative_moves: np.ndarray) -> float:
-    """The slope of ln |residual| against -ln move over all pilot runs; 0 if the moves hardly differ between runs."""
-    seen = (residuals != 0) & (relative_moves > 0)
-    logs = np.log(relative_moves[seen])
-    if len(logs) == 0 or logs.std() < 1e-3:
+    """How fast the residuals shrink as the moves grow: the slope of -ln |residual| against ln move between runs.
+
+    It is 0 if the moves hardly differ between runs. Columns are compared with themselves, because their scales differ.
+    """
+    with np.errstate(divide="ignore"):
+        sizes, moves = (np.ma.masked_invalid(np.log(np.abs(part))) for part in (residuals, relative_moves))
+    moves = moves - moves.mean(axis=0)
+    spread = float(np.mean(moves**2))
+    if np.ma.count(moves) == 0 or spread < _SAME_MOVES**2:
         return 0.0
-    sizes = np.log(np.abs(residuals[seen]))
-    return float(-np.mean((logs - logs.mean()) * (sizes - sizes.mean())) / logs.var())
+    return float(-np.mean(moves * (sizes - sizes.mean(axis=0))) / spread)
