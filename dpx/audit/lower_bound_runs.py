@@ -54,7 +54,7 @@ def takes_part(sampling: Any) -> Callable[..., Any]:
     def shuffled(key, steps):
         period = sampling.steps_per_epoch
         places = jax.random.randint(key, (-(-steps // period), 1), 0, sampling.examples) // sampling.batch_size
-        return (jnp.arange(period) == places).reshape(-1)[:steps]
+        return (jnp.arange(period)[None] == places).reshape(-1)[:steps]
 
     known = {
         PoissonSampling: poisson,
