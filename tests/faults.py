@@ -2228,14 +2228,6 @@ AUDIT = [
         harmful=False,
     ),
     Fault(
-        "audit: the score adds canaries, not their precision",
-        "dpx/audit/lower_bound_statistic.py",
-        "signal = self.signal * weights",
-        "signal = 1 + 0 * self.signal * weights",
-        "tests/test_audit_lower_bound.py -k error_feedback",
-        harmful=False,
-    ),
-    Fault(
         "one run: many numbers of guesses for the price of one",
         "dpx/audit/one_run.py",
         "miss = (1 - confidence) / len(counts)",
@@ -2257,11 +2249,18 @@ AUDIT = [
         "tests/test_audit_lower_bound.py -k independent_guesses",
     ),
     Fault(
-        "one run: right guesses are counted twice",
-        "dpx/audit/one_run.py",
-        "(~members[order[: k // 2]]).sum()",
-        "members[order[size - k // 2 :]].sum()",
-        "tests/test_audit_lower_bound.py -k ideal_figures",
+        "one run: the trade-off bound at no confidence",
+        "dpx/audit/one_run_bounds.py",
+        "r, h = miss * right / canaries,",
+        "r, h = right / canaries,",
+        "tests/test_audit_lower_bound.py -k independent_guesses",
+    ),
+    Fault(
+        "one run: the delta of one canary for all",
+        "dpx/audit/one_run_bounds.py",
+        "2 * canaries * delta * likely",
+        "2 * delta * likely",
+        "tests/test_audit_lower_bound.py -k steinkes_bound",
     ),
 ]
 
