@@ -15,7 +15,8 @@ import pytest
 from scipy import stats
 
 import dpx
-from dpx import audit
+from benchmarks.audit import audits
+from dpx import audit, catalog
 from dpx.accounting import gdp
 from dpx.audit.lower_bound_runs import takes_part
 from dpx.audit.lower_bound_scores import clopper_pearson
@@ -317,6 +318,10 @@ def test_refused(name):
     program, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
         program()
+
+
+def test_the_benchmark_audits_every_method():
+    assert {entry.name for entry in catalog.METHODS} <= {case.name for case in audits()}
 
 
 def test_the_page(promoting):

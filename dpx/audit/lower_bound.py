@@ -100,8 +100,8 @@ def canary_scores(
     sampling_truth: how the batches are truly drawn, if that is not the mechanism's `sampling`: a record, or a function
         (key, steps) -> bool (steps,), when the canary takes part, under jit.
     observe: (updates, state before, state after, canary's gradient) -> float32 (features,), what is read of a release;
-        default the inner product of the updates and the canary. The move that one canary causes must be a function
-        of the state before, and the states' public parts are all that may be used.
+        default the inner product of the updates and the canary. It must read public parts of the states only. The proof
+        needs that the noise does not change how far one canary moves it; that is so where a release is linear.
 
     Raises ValueError for numbers outside of these domains, for an unknown sampling, and for moves or observations that
     are not finite.
@@ -109,24 +109,11 @@ def canary_scores(
     steps, runs = require_whole("steps", steps), require_whole("runs", runs, minimum=_LEAST_RUNS)
     keys.require(key)
     params = {"w": jnp.zeros(2)} if params is None else params
-    mechanism = make(key)
-    truth = getattr(mechanism, "sampling", None) if sampling_truth is None else sampling_truth
-    canary = _large_constant(params) if canary is None else canary
-    if instead is None and getattr(truth, "relation", None) == "replace_one" and not callable(canary):
-        instead = jax.tree.map(jnp.negative, canary)
-    attack = Attack(
-        make,
-        params,
-        steps,
-        _gradient("canary", canary, params),
-        None if instead is None else _gradient("instead", instead, params),
-        others,
-        takes_part(truth),
-        observe,
-    )
-    chunk = max(1, min(runs, _MOST_NUMBERS_AT_ONCE // steps))
+    truth = getattr(make(key), "sampling", None) if sampling_truth is None else sampling_truth
+    canary, instead = _gradients(canary, instead, params, truth)
+    attack = Attack(make, params, steps, canary, instead, others, takes_part(truth), observe)
     pilots = min(max(_LEAST_PILOT_RUNS, runs // _PILOT_SHARE), _MOST_PILOT_RUNS)
-    simulate = simulator(attack, min(chunk, pilots))
+    simulate = simulator(attack, min(pilots, max(1, _MOST_NUMBERS_AT_ONCE // steps)))
     statistic = lower_bound_statistic.fit(
         _joined(simulate(keys.stream(key, "pilot without"), pilots, present=False)),
         _joined(simulate(keys.stream(key, "pilot with"), pilots, present=True, always=True)),
@@ -141,20 +128,23 @@ def canary_scores(
     return scores("runs with", True), scores("runs without", False)
 
 
-def _large_constant(params: Tree) -> Tree:
-    size = sum(leaf.size for leaf in jax.tree.leaves(params))
-    return jax.tree.map(lambda p: jnp.full(p.shape, _LARGE_NORM / math.sqrt(size), jnp.float32), params)
+def _gradients(canary: Any, instead: Any, params: Tree, sampling: Any) -> tuple[Any, Any]:
+    """The gradients of the canary and of what has its place, as functions; None where nobody has it."""
+    if canary is None:
+        size = sum(leaf.size for leaf in jax.tree.leaves(params))
+        canary = jax.tree.map(lambda p: jnp.full(p.shape, _LARGE_NORM / math.sqrt(size), jnp.float32), params)
+    if instead is None and getattr(sampling, "relation", None) == "replace_one" and not callable(canary):
+        instead = jax.tree.map(jnp.negative, canary)
+    return _function("canary", canary, params), None if instead is None else _function("instead", instead, params)
 
 
-def _gradient(name: str, gradient: Any, params: Tree) -> Callable[[jax.Array, Tree, Tree], Tree]:
+def _function(name: str, gradient: Any, params: Tree) -> Callable[[jax.Array, Tree, Tree], Tree]:
     """`gradient` as a function. Raises ValueError for a gradient that is unlike the parameters."""
     if callable(gradient):
         return gradient
-    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(params)]
-    if jax.tree.structure(gradient) != jax.tree.structure(params) or shapes != [
-        jnp.shape(leaf) for leaf in jax.tree.leaves(gradient)
-    ]:
-        raise ValueError(f"{name} must be a gradient like params, of shapes {shapes}, or a function of it")
+    expected, found = ([jnp.shape(leaf) for leaf in jax.tree.leaves(tree)] for tree in (params, gradient))
+    if jax.tree.structure(gradient) != jax.tree.structure(params) or found != expected:
+        raise ValueError(f"{name} must be a gradient like params, of shapes {expected}, or a function of it")
     return lambda step, state, params: gradient
 
 
