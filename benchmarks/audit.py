@@ -173,16 +173,26 @@ def broken() -> list[tuple[str, Plan, Audit, dict[str, Any]]]:
     def one_key(noise, steps, sampling, key):
         return dp_sgd(noise, steps, sampling, jax.random.key(0))
 
+    def same_noise(noise, steps, sampling, key):
+        correct = dp_sgd(noise, steps, sampling, key)
+
+        def release(sums, state, params):
+            updates, after = correct.release(sums, state._replace(step=jnp.zeros_like(state.step)), params)
+            return updates, after._replace(step=state.step + 1)
+
+        return correct.replace(release=release)
+
     def shuffled(noise, steps, sampling, key):
         return FullBatches(dp_sgd(noise, steps, sampling, key))
 
-    all_data = plans()[0]
+    all_data, _, poisson = plans()
     epoch = Plan("one epoch of 20 batches", 20, dpx.PoissonSampling(examples=100, batch_size=5), 0.8, 0)
     once = {"sampling_truth": dpx.ShuffledEpochs(examples=100, batch_size=5), "instead": {"w": jnp.zeros(2)}}
     return [
         ("noise of 2/3 of what is billed", all_data, Audit("", too_little_noise), {}),
         ("no clip, a gradient of norm 3", all_data, Audit("", without_clip), {"canary": {"w": jnp.array([3.0, 0.0])}}),
         ("the same noise in every run", all_data, Audit("", one_key), {}),
+        ("the same noise at every step", poisson, Audit("", same_noise), {}),
         ("shuffled batches, billed as Poisson", epoch, Audit("", shuffled), once),
     ]
 

@@ -2228,6 +2228,14 @@ AUDIT = [
         harmful=False,
     ),
     Fault(
+        "audit: each release by itself",
+        "dpx/audit/lower_bound_statistic.py",
+        "whitening = np.linalg.inv(np.linalg.cholesky(covariance",
+        "whitening = np.linalg.inv(np.linalg.cholesky(np.eye(len(scale)) * covariance",
+        "'tests/test_audit_lower_bound.py::test_wrong_bills_are_refuted[same noise]'",
+        harmful=False,
+    ),
+    Fault(
         "one run: many numbers of guesses for the price of one",
         "dpx/audit/one_run.py",
         "miss = (1 - confidence) / len(counts)",

@@ -137,14 +137,26 @@ def without_clip(key):
     return dp_sgd(key).replace(weigh=lambda norms, state: (jnp.ones_like(norms),))
 
 
+def same_noise(key):
+    """The same at every step: each release by itself has the billed noise, but their differences have none."""
+    correct = dp_sgd(key, POISSON)
+
+    def release(sums, state, params):
+        updates, after = correct.release(sums, state._replace(step=jnp.zeros_like(state.step)), params)
+        return updates, after._replace(step=state.step + 1)
+
+    return correct.replace(release=release)
+
+
 @pytest.mark.parametrize(
     ("make", "options"),
     [
         (too_little_noise, {}),
+        (same_noise, {}),
         (without_clip, {"canary": {"w": jnp.array([3.0, 0.0])}}),
         (functools.partial(dp_sgd, sampling=POISSON), {"sampling_truth": lambda key, steps: jnp.ones(steps, bool)}),
     ],
-    ids=["noise of 2/3", "no clip", "every batch"],
+    ids=["noise of 2/3", "same noise", "no clip", "every batch"],
 )
 def test_wrong_bills_are_refuted(make, options):
     found = lower_bound(make, **options)

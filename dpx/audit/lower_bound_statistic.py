@@ -69,9 +69,13 @@ def fit(without: Counts, with_: Counts, rates: np.ndarray, period: int) -> Stati
     covariance = residuals.T @ residuals / len(residuals)
     scale = np.maximum(np.diag(covariance), 1e-30)
     whitening = np.linalg.inv(np.linalg.cholesky(covariance + _REGULAR * np.diag(scale)))
-    shifts = (_flat(with_.counts) - center) * _flat(_weights(with_.moves, moves, gain))
-    signal = whitening @ shifts.mean(axis=0)
-    return Statistic(center, whitening, signal.reshape(moves.shape), moves, gain, rates, period)
+    if (rates < 1).any():  # each batch is a guess of its own, and the canary adds 1 to the counts of its batch alone
+        own = whitening.reshape(*moves.shape, *moves.shape)
+        signal = np.einsum("tftg,tg->tf", own, (moves > 0).astype(np.float64))
+    else:
+        shifts = (_flat(with_.counts) - center) * _flat(_weights(with_.moves, moves, gain))
+        signal = (whitening @ shifts.mean(axis=0)).reshape(moves.shape)
+    return Statistic(center, whitening, signal, moves, gain, rates, period)
 
 
 def _flat(counts: np.ndarray) -> np.ndarray:
