@@ -337,7 +337,7 @@ def main() -> None:
         "others are hypotheses: they hold if the trade-off function is that of two Gaussians, which no count shows. "
         "With Poisson sampling it is another function.",
         "Where the reason is few runs, events of probability delta are too rare in them for a raw bound near the bill; "
-        "the Gaussian bound, which does not need such events, is near it.",
+        "without sampling, the Gaussian bound, which does not need such events, is near it.",
     ]
     name = "audit" if options.runs >= 1 else "audit_trial"
     report.write(name, facts, {"tables": tables}, notes, tables)
