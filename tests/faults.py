@@ -2444,6 +2444,110 @@ TRAINER = [
     ),
 ]
 
+AUDIT = [
+    Fault(
+        "audit: the runs that choose the threshold also count",
+        "dpx/audit/lower_bound_scores.py",
+        "counted = _count(present[1], absent[1],",
+        "counted = _count(present[0], absent[0],",
+        "tests/test_audit_lower_bound.py -k runs_that_choose",
+    ),
+    Fault(
+        "audit: each error rate takes all of the allowed misses",
+        "dpx/audit/lower_bound_scores.py",
+        "miss, bounds = (1 - confidence) / 2, []",
+        "miss, bounds = 1 - confidence, []",
+        "tests/test_audit_lower_bound.py -k that_of_the_counts",
+    ),
+    Fault(
+        "audit: delta on the wrong side",
+        "dpx/audit/lower_bound_scores.py",
+        "np.log(np.maximum(0.0, true - delta))",
+        "np.log(np.maximum(0.0, true + delta))",
+        "tests/test_audit_lower_bound.py -k that_of_the_counts",
+    ),
+    Fault(
+        "audit: rates as they are counted",
+        "dpx/audit/lower_bound_scores.py",
+        "    true, _ = clopper_pearson(rates.true, rates.true_runs, miss)\n",
+        "    true = rates.true / rates.true_runs\n",
+        "tests/test_audit_lower_bound.py -k that_of_the_counts",
+    ),
+    Fault(
+        "audit: one direction of two",
+        "dpx/audit/lower_bound_scores.py",
+        "for finds_with in (True, False):",
+        "for finds_with in (True,):",
+        "tests/test_audit_lower_bound.py -k other_direction",
+        harmful=False,
+    ),
+    Fault(
+        "audit: the canary is in every batch",
+        "dpx/audit/lower_bound_runs.py",
+        ".astype(bool) | always",
+        ".astype(bool) | True",
+        "tests/test_audit_lower_bound.py -k poisson_is_below",
+    ),
+    Fault(
+        "audit: the canary is in no world",
+        "dpx/audit/lower_bound_runs.py",
+        "jnp.where(present, a, b), with_canary, other)",
+        "jnp.where(present, b, b), with_canary, other)",
+        "tests/test_audit_lower_bound.py -k wrong_bills",
+    ),
+    Fault(
+        "audit: an example that is replaced is missing instead",
+        "dpx/audit/lower_bound.py",
+        "instead = jax.tree.map(jnp.negative, canary)",
+        "instead = None",
+        "tests/test_audit_lower_bound.py -k replacing",
+        harmful=False,
+    ),
+    Fault(
+        "audit: each release by itself",
+        "dpx/audit/lower_bound_statistic.py",
+        "whitening = np.linalg.inv(np.linalg.cholesky(covariance",
+        "whitening = np.linalg.inv(np.linalg.cholesky(np.eye(len(scale)) * covariance",
+        "'tests/test_audit_lower_bound.py::test_wrong_bills_are_refuted[same noise]'",
+        harmful=False,
+    ),
+    Fault(
+        "one run: many numbers of guesses for the price of one",
+        "dpx/audit/one_run.py",
+        "miss = (1 - confidence) / len(counts)",
+        "miss = 1 - confidence",
+        "tests/test_audit_lower_bound.py -k paid_for",
+    ),
+    Fault(
+        "one run: without delta's part",
+        "dpx/audit/one_run_bounds.py",
+        "tail + 2 * canaries * delta * likely",
+        "tail",
+        "tests/test_audit_lower_bound.py -k steinkes_bound",
+    ),
+    Fault(
+        "one run: the trade-off of half the mu",
+        "dpx/audit/one_run_bounds.py",
+        "np.minimum(r, 1.0)) - mus)",
+        "np.minimum(r, 1.0)) - mus / 2)",
+        "tests/test_audit_lower_bound.py -k independent_guesses",
+    ),
+    Fault(
+        "one run: the trade-off bound at no confidence",
+        "dpx/audit/one_run_bounds.py",
+        "r, h = miss * right / canaries,",
+        "r, h = right / canaries,",
+        "tests/test_audit_lower_bound.py -k independent_guesses",
+    ),
+    Fault(
+        "one run: the delta of one canary for all",
+        "dpx/audit/one_run_bounds.py",
+        "2 * canaries * delta * likely",
+        "2 * delta * likely",
+        "tests/test_audit_lower_bound.py -k steinkes_bound",
+    ),
+]
+
 FAULTS = [
     *CORE,
     *SAMPLING,
@@ -2457,4 +2561,5 @@ FAULTS = [
     *FIT,
     *TUNING,
     *TRAINER,
+    *AUDIT,
 ]

@@ -92,6 +92,7 @@ MAY_IMPORT = {
         "mechanism",
         "release_state",
     },
+    "audit": {"_draws", "_numbers", "accounting", "batches", "keys", "sampling"},
     "catalog": {"coordinates", "mechanisms", "methods", "sampling"},
 }
 

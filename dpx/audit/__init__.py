@@ -1,0 +1,29 @@
+"""Audits: what anyone can measure about a mechanism, beside the bill that it states.
+
+* Lower bounds on epsilon, with a confidence: `lower_bound` attacks many cheap runs of a mechanism in its worst case,
+  `lower_bound_from_scores` takes the scores of any attack (`canary_scores` are those of `lower_bound`), and `one_run`
+  the scores of the canaries of one training run, whose coins `draw_members` throws; `canary_loss` adds canaries with
+  gradients of their own. `plot_lower_bound` draws the attack's errors under the bill's.
+
+A lower bound above the bill proves, up to its confidence, that the bill is wrong. A lower bound below the bill proves
+nothing about the bill.
+"""
+
+from dpx.audit.lower_bound import canary_scores, lower_bound
+from dpx.audit.lower_bound_runs import observe_canary
+from dpx.audit.lower_bound_scores import LowerBound, Roc, lower_bound_from_scores, plot_lower_bound
+from dpx.audit.one_run import OneRun, canary_loss, draw_members, one_run
+
+__all__ = [
+    "LowerBound",
+    "OneRun",
+    "Roc",
+    "canary_loss",
+    "canary_scores",
+    "draw_members",
+    "lower_bound",
+    "lower_bound_from_scores",
+    "observe_canary",
+    "one_run",
+    "plot_lower_bound",
+]

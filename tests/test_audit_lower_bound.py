@@ -1,0 +1,346 @@
+"""Lower bounds on epsilon: counted as they say, below true bills, above wrong ones, and as often right as they say.
+
+Seeds are fixed. A correct bound is above a true bill in at most 5 % of the runs with other seeds.
+"""
+
+import functools
+import math
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+import dpx
+from benchmarks.audit import audits
+from dpx import audit, catalog
+from dpx.accounting import gdp
+from dpx.audit.lower_bound_runs import takes_part
+from dpx.audit.lower_bound_scores import clopper_pearson
+from dpx.audit.one_run_bounds import steinke_p_value, trade_off_rejected
+
+KEY = jax.random.key(11)
+FULL = dpx.FullBatch(examples=10)
+POISSON = dpx.PoissonSampling(examples=40, batch_size=10)
+STEPS = 3
+
+
+def dp_sgd(key, sampling=FULL, noise_multiplier=2.0):
+    return dpx.dp_sgd(clip_norm=1.0, noise_multiplier=noise_multiplier, sampling=sampling, key=key)
+
+
+def lower_bound(make, runs=20_000, delta=1e-2, **options):
+    return audit.lower_bound(make, steps=STEPS, delta=delta, key=KEY, runs=runs, **options)
+
+
+# ------------------------------------------------------------------ The statistics
+
+
+@pytest.mark.parametrize("runs", [1, 7, 1000])
+def test_clopper_pearson_is_scipys(runs):
+    counts = np.unique([0, 1, runs // 3, runs - 1, runs])
+    lower, upper = clopper_pearson(counts, runs, 0.025)
+    for count, low, high in zip(counts.tolist(), lower, upper, strict=True):
+        exact = stats.binomtest(count, runs).proportion_ci(0.95, method="exact")
+        assert (low, high) == pytest.approx((exact.low, exact.high), rel=1e-9, abs=1e-12)
+
+
+def answers(ones, runs):
+    """0 and 1 in two halves, which have the same number of ones."""
+    return np.tile(np.arange(runs) < ones, 2).astype(float)
+
+
+@pytest.mark.parametrize("delta", [1e-5, 0.2])
+def test_the_bound_is_that_of_the_counts(delta):
+    found = audit.lower_bound_from_scores(answers(90, 100), answers(5, 100), delta=delta, bill=0.1)
+    true = stats.binomtest(90, 100).proportion_ci(0.95, method="exact")
+    false = stats.binomtest(5, 100).proportion_ci(0.95, method="exact")
+    assert found.epsilon == pytest.approx(math.log((true.low - delta) / false.high), rel=1e-9)
+    mu = -stats.norm.ppf(false.high) - stats.norm.ppf(1 - true.low)
+    assert found.gaussian_epsilon == pytest.approx(gdp.epsilon(mu, delta), rel=1e-6)
+    assert found.runs == (100, 100) and found.exceeds_bill and "WRONG" in str(found)
+    mirrored = audit.lower_bound_from_scores(-answers(5, 100), -answers(90, 100), delta=delta)
+    assert mirrored.epsilon == pytest.approx(found.epsilon) and mirrored.bill is None and not mirrored.exceeds_bill
+
+
+def test_the_other_direction_counts():
+    """No run with the canary scores low: the test that says "without" is the better one."""
+    found = audit.lower_bound_from_scores(np.ones(200), answers(50, 100), delta=1e-5)
+    none, half = (stats.binomtest(count, 100).proportion_ci(0.95, method="exact") for count in (0, 50))
+    assert found.epsilon == pytest.approx(math.log((half.low - 1e-5) / none.high), rel=1e-9)
+
+
+def test_the_runs_that_choose_do_not_count():
+    lucky = np.concatenate([np.ones(100), np.zeros(100)])
+    found = audit.lower_bound_from_scores(lucky, np.zeros(200), delta=1e-5)
+    assert found.epsilon == 0 and found.gaussian_epsilon == 0
+
+
+def test_coverage():
+    """Randomized response at epsilon 1, for which the raw bounds have no slack but for chance, and Gaussian scores."""
+    right, truth, bounds = 1 / (1 + math.exp(-1)), np.array([1.0, 1.0, gdp.epsilon(1, 1e-5)]), []
+    for seed in range(100):
+        rng = np.random.default_rng(seed)
+        many = audit.lower_bound_from_scores(rng.random(400) < right, rng.random(400) < 1 - right, delta=1e-9)
+        members = rng.random(200) < 0.5
+        said = np.where(rng.random(200) < right, members, ~members) + 0.1 * rng.random(200)
+        one = audit.one_run(said, members, delta=1e-9, guesses=150)
+        scores = rng.normal(1, 1, 400), rng.normal(0, 1, 400)
+        gaussian = audit.lower_bound_from_scores(*scores, delta=1e-5)
+        bounds.append([many.epsilon, one.epsilon, gaussian.gaussian_epsilon])
+    above = np.mean(bounds > truth, axis=0)
+    assert (above <= 0.05 + 2 * math.sqrt(0.05 * 0.95 / 100)).all(), above
+    assert (np.median(bounds, axis=0) > 0.5 * truth).all()
+
+
+# ------------------------------------------------------------------ Mechanisms
+
+
+@functools.cache
+def of_dp_sgd():
+    return lower_bound(dp_sgd)
+
+
+def test_dp_sgd_is_below_its_bill_and_near_it():
+    found = of_dp_sgd()
+    assert found.bill == pytest.approx(gdp.epsilon(math.sqrt(STEPS) / 2, 1e-2), rel=1e-3)
+    assert 0.8 * found.bill < found.epsilon <= found.bill
+    assert 0.9 * found.bill < found.gaussian_epsilon <= found.bill
+    assert found.roc.type_one.shape == found.roc.type_two.shape
+    errors = found.roc.type_one + found.roc.type_two
+    assert errors.min() == pytest.approx(2 * stats.norm.cdf(-math.sqrt(STEPS) / 4), abs=0.02)
+
+
+def test_poisson_is_below_its_bill_and_near_it():
+    found = lower_bound(functools.partial(dp_sgd, sampling=POISSON, noise_multiplier=0.8))
+    assert 0.6 * found.bill < found.epsilon <= found.bill
+
+
+def test_error_feedback_is_seen_in_later_releases():
+    def dice(key):
+        return dpx.methods.dice_sgd(
+            clip_norm=1.0, feedback_norm=1.0, outer_clip_norm=2.0, noise_multiplier=2.0, sampling=FULL, key=key
+        )
+
+    found = lower_bound(dice)
+    assert of_dp_sgd().bill < found.epsilon <= found.bill  # each release but the first shows two clip norms
+
+
+def too_little_noise(key):
+    return dp_sgd(key, noise_multiplier=4 / 3).replace(event=dp_sgd(key).event)
+
+
+def without_clip(key):
+    return dp_sgd(key).replace(weigh=lambda norms, state: (jnp.ones_like(norms),))
+
+
+def same_noise(key):
+    """The same at every step: each release by itself has the billed noise, but their differences have none."""
+    correct = dp_sgd(key, POISSON)
+
+    def release(sums, state, params):
+        updates, after = correct.release(sums, state._replace(step=jnp.zeros_like(state.step)), params)
+        return updates, after._replace(step=state.step + 1)
+
+    return correct.replace(release=release)
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (too_little_noise, {}),
+        (same_noise, {}),
+        (without_clip, {"canary": {"w": jnp.array([3.0, 0.0])}}),
+        (functools.partial(dp_sgd, sampling=POISSON), {"sampling_truth": lambda key, steps: jnp.ones(steps, bool)}),
+    ],
+    ids=["noise of 2/3", "same noise", "no clip", "every batch"],
+)
+def test_wrong_bills_are_refuted(make, options):
+    found = lower_bound(make, **options)
+    assert found.exceeds_bill, found
+
+
+def test_replacing_an_example():
+    """The opposite gradient moves the sum by twice the clip norm, which the bill of fixed-size samples knows."""
+    everyone = dpx.FixedSizeSampling(examples=10, batch_size=10)
+    with pytest.warns(UserWarning, match="at least 1 / examples"):
+        found = lower_bound(functools.partial(dp_sgd, sampling=everyone, noise_multiplier=4.0), delta=0.2)
+    exact = gdp.epsilon(2 * math.sqrt(STEPS) / 4, 0.2)
+    assert 0.8 * exact < found.epsilon <= exact
+
+
+def test_other_examples_change_nothing():
+    scores = [
+        audit.canary_scores(dp_sgd, steps=2, key=KEY, runs=100, others=others)
+        for others in (None, {"w": jnp.array([[0.3, 0.0], [0.0, 2.0]])})
+    ]
+    for alone, among in zip(*scores, strict=True):
+        np.testing.assert_allclose(among - np.mean(among), alone - np.mean(alone), atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "rate"),
+    [
+        (POISSON, 0.25),
+        (dpx.FixedSizeSampling(examples=40, batch_size=10), 0.25),
+        (dpx.ShuffledEpochs(examples=40, batch_size=10), 0.25),
+        (FULL, 1.0),
+    ],
+)
+def test_the_canary_takes_part_as_the_sampling_says(sampling, rate):
+    taken = jax.vmap(lambda key: takes_part(sampling)(key, 8))(jax.random.split(KEY, 4000))
+    assert taken.shape == (4000, 8)
+    np.testing.assert_allclose(taken.mean(axis=0), rate, atol=0.03)
+    if isinstance(sampling, dpx.ShuffledEpochs):
+        assert (taken[:, :4].sum(axis=1) == 1).all() and (taken[:, 4:].sum(axis=1) == 1).all()
+
+
+def test_shuffled_epochs_are_scored_by_epochs():
+    epochs = dpx.ShuffledEpochs(examples=3, batch_size=1)
+    found = lower_bound(functools.partial(dp_sgd, sampling=epochs, noise_multiplier=0.5))
+    assert 0.2 * found.bill < found.epsilon <= found.bill  # nobody knows the batch, but the bill is for a known one
+
+
+# ------------------------------------------------------------------ One run
+
+
+def gaussian_canaries(epsilon, canaries=10_000, delta=1e-5):
+    rng = np.random.default_rng(4)
+    members = rng.random(canaries) < 0.5
+    return members + rng.normal(size=canaries) / gdp.mu(epsilon, delta), members
+
+
+@pytest.mark.parametrize(("epsilon", "raw", "trade_off", "gaussian"), [(8.0, 1.8, 3.9, 7.4), (2.0, 0.5, 1.0, 1.6)])
+def test_ideal_figures(epsilon, raw, trade_off, gaussian):
+    """Of 10,000 canaries at confidence 0.95, as published, for fixed numbers of guesses."""
+    scores, members = gaussian_canaries(epsilon)
+    found = audit.one_run(scores, members, delta=1e-5, guesses=5000, bill=epsilon)
+    assert found.trade_off_epsilon == pytest.approx(trade_off, rel=0.15)
+    assert found.gaussian_epsilon == pytest.approx(gaussian, rel=0.15)
+    assert found.epsilon < found.trade_off_epsilon and not found.exceeds_bill and "no contradiction" in str(found)
+    assert audit.one_run(scores, members, delta=1e-5, guesses=7500).epsilon == pytest.approx(raw, rel=0.15)
+
+
+def test_several_numbers_of_guesses_are_paid_for():
+    scores, members = gaussian_canaries(8.0, canaries=400)
+    several = audit.one_run(scores, members, delta=1e-5, guesses=(50, 200))
+    each = [audit.one_run(scores, members, delta=1e-5, guesses=k, confidence=0.975) for k in (50, 200)]
+    assert several.epsilon == max(one.epsilon for one in each)
+    assert several.trade_off_epsilon == pytest.approx(max(one.trade_off_epsilon for one in each), rel=1e-2)
+
+
+def test_steinkes_bound():
+    """At delta 0, the binomial tail; with delta, at most 2 m delta more, and at least that for one guess."""
+    for right, epsilon in ((60, 0.3), (95, 2.0), (100, 5.0)):
+        tail = stats.binom.sf(right - 1, 100, math.exp(epsilon) / (1 + math.exp(epsilon)))
+        assert steinke_p_value(right, 100, 100, epsilon, 0.0) == pytest.approx(tail)
+        assert tail < steinke_p_value(right, 100, 100, epsilon, 1e-3) <= tail + 2 * 100 * 1e-3
+    # one guess: right with probability p, and wrong ones, of probability 1 - p, may become right with 2 m delta
+    assert steinke_p_value(1, 1, 1, 0.0, 0.01) == pytest.approx(0.5 + 2 * 0.01 * 0.5)
+    assert steinke_p_value(1, 1, 7, 0.0, 0.01) == pytest.approx(0.5 + 2 * 7 * 0.01 * 0.5)  # of seven canaries
+
+
+def test_the_trade_off_bound_holds_for_independent_guesses():
+    """Independent canaries at mu-GDP, all guessed: each guess is right with probability Phi(mu / 2)."""
+    mus, guesses = np.array([0.2, 0.5, 1.0, 2.0]), 60
+    for miss in (0.3, 0.05, 1e-3):
+        for right in range(30, 61):
+            true = stats.binom.sf(right - 1, guesses, stats.norm.cdf(mus / 2))
+            tests = (np.full(4, right), np.full(4, guesses), guesses, mus, np.full(4, miss))
+            assert (true[trade_off_rejected(*tests)] < miss).all(), (right, miss)
+    assert trade_off_rejected(*(np.full(4, 60), np.full(4, 60), 60, mus, np.full(4, 0.05))).tolist()[0]
+
+
+def test_a_training_run_with_canaries():
+    """Each canary's gradient is on a coordinate of its own; SGD's parameters tell who took part, as noise allows."""
+    canaries, examples = 64, 8
+
+    def loss(params, example):
+        return jnp.sum((params["w"][:2] - example) ** 2)
+
+    with_canaries = audit.canary_loss(loss, lambda params: params["w"][2:], scale=1e3)
+    members = audit.draw_members(KEY, canaries)
+    places = np.concatenate([np.full(examples, -1), np.flatnonzero(members)]).astype(np.int32)
+    data = (np.ones((len(places), 2), np.float32), places)
+    params = {"w": jnp.zeros(2 + canaries)}
+    grad = jax.grad(with_canaries)(params, (jnp.ones(2), jnp.int32(5)))["w"]
+    assert grad[7] == 1e3 and jnp.sum(grad != 0) == 1
+    assert with_canaries(params, (jnp.ones(2), jnp.int32(-1))) == 2
+
+    mechanism = dp_sgd(KEY, dpx.FullBatch(examples=len(places)), noise_multiplier=0.05)
+    batch, state = dpx.Batch(data, None), mechanism.init(params)
+    updates, state, _ = jax.jit(dpx.private_grad(with_canaries, mechanism))(params, batch, state)
+    bill = dpx.epsilon(mechanism, state, delta=1e-5)
+    found = audit.one_run(updates["w"][2:], members, delta=1e-5, guesses=40, bill=bill)
+    assert found.right == 40 and 2 < found.epsilon < found.trade_off_epsilon < bill
+
+
+def test_members_are_coins():
+    members = audit.draw_members(KEY, 10_000)
+    assert members.dtype == bool and abs(members.mean() - 0.5) < 0.02
+    assert (members != audit.draw_members(jax.random.key(12), 10_000)).any()
+
+
+# ------------------------------------------------------------------ Plots and wrong inputs
+
+
+def test_the_plot_has_both_curves():
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    pyplot.switch_backend("agg")
+    axes = audit.plot_lower_bound(of_dp_sgd(), dpx.accounting.curves.trade_off(dp_sgd(KEY), STEPS))
+    assert [len(line.get_xdata()) > 10 for line in axes.lines] == [True, True]
+    pyplot.close("all")
+
+
+SCORES = np.arange(40.0)
+COINS = np.arange(40) % 2 == 0
+REFUSED = {
+    "delta": (lambda: audit.lower_bound_from_scores(SCORES, SCORES, delta=0.0), "delta must be"),
+    "confidence": (
+        lambda: audit.lower_bound_from_scores(SCORES, SCORES, delta=0.1, confidence=1.0),
+        r"confidence must be in \(0, 1\), got 1",
+    ),
+    "bill": (lambda: audit.lower_bound_from_scores(SCORES, SCORES, delta=0.1, bill=-1.0), "epsilon must be"),
+    "few scores": (lambda: audit.lower_bound_from_scores(SCORES[:3], SCORES, delta=0.1), "at least 4 runs"),
+    "a table": (lambda: audit.lower_bound_from_scores(SCORES, SCORES[:, None], delta=0.1), r"\(runs,\)"),
+    "NaN": (lambda: audit.lower_bound_from_scores(SCORES * np.nan, SCORES, delta=0.1), "must hold no NaN"),
+    "runs": (lambda: lower_bound(dp_sgd, runs=10), "runs must be a whole number of at least 100"),
+    "steps": (lambda: audit.canary_scores(dp_sgd, steps=0, key=KEY), "steps must be"),
+    "key": (lambda: audit.canary_scores(dp_sgd, steps=1, key=0), "key must be a jax PRNG key"),
+    "sampling": (lambda: lower_bound(dp_sgd, sampling_truth=0.1), "sampling_truth must be"),
+    "canary": (lambda: lower_bound(dp_sgd, canary={"w": jnp.zeros(3)}), "canary must be a gradient like params"),
+    "infinite": (
+        lambda: lower_bound(dp_sgd, runs=100, observe=lambda u, b, a, c: jnp.stack([u["w"].sum() / 0])),
+        "must be finite",
+    ),
+    "canaries": (lambda: audit.draw_members(KEY, 8), "canaries must be"),
+    "one score": (lambda: audit.one_run(SCORES[:3], COINS[:3], delta=0.1), "at least 16 canaries"),
+    "members": (lambda: audit.one_run(SCORES, COINS.astype(int), delta=0.1), "members must be bool"),
+    "guesses": (lambda: audit.one_run(SCORES, COINS, delta=0.1, guesses=41), "guesses must be"),
+    "no guesses": (lambda: audit.one_run(SCORES, COINS, delta=0.1, guesses=()), "at least one number"),
+    "scale": (lambda: audit.canary_loss(lambda p, e: 0.0, lambda p: p, scale=0.0), "scale must be"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    program, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        program()
+
+
+def test_the_benchmark_audits_every_method():
+    assert {entry.name for entry in catalog.METHODS} <= {case.name for case in audits()}
+
+
+def test_the_page(promoting):
+    """The code of docs/auditing.md, from "Lower bounds" on, runs as it stands; its assertions hold."""
+    page = (Path(__file__).parents[1] / "docs" / "auditing.md").read_text().split("\n## Lower bounds\n")[1]
+    names = {}
+    with jax.numpy_rank_promotion("allow"):
+        for block in re.findall(r"```python\n(.*?)```", page.split("\n## ")[0], re.DOTALL):
+            exec(block, names)
+    assert names["bill"] > 1
