@@ -411,15 +411,15 @@ CORE = [
     Fault(
         "noise: every leaf has the same",
         "dpx/_normals.py",
-        "flat[start:end].reshape(shape) for",
-        "flat[: end - start].reshape(shape) for",
+        "lambda: starts[:-1])",
+        "lambda: [0] * len(shapes))",
         contract("noise", "dp_sgd"),
     ),
     Fault(
         "noise: on the first coordinates alone",
         "dpx/_normals.py",
-        "flat[start:end].reshape(shape) for",
-        "flat[start:end].at[1:].set(0).reshape(shape) for",
+        "(math.prod(shape),)).reshape(shape)",
+        "(math.prod(shape),)).at[1:].set(0).reshape(shape)",
         contract("noise", "dp_sgd"),
     ),
     Fault(
@@ -1811,6 +1811,29 @@ ACCOUNTING = [
 ]
 
 GHOST = [
+    Fault(
+        "export: the loops of a CPU on every platform",
+        "dpx/gradients/ghost/engine.py",
+        "cpu=in_loop, default=at_once",
+        "cpu=in_loop, default=in_loop",
+        "tests/test_export.py -k dp_sgd-cuda",
+        harmful=False,
+    ),
+    Fault(
+        "export: the microbatches of a CPU on every platform",
+        "dpx/gradients/microbatch_size.py",
+        'if platform != "cpu" or jax.device_count() > 1 or cost.convolves or',
+        "if jax.device_count() > 1 or",
+        "tests/test_export.py -k microbatches_for_its_cache",
+        harmful=False,
+    ),
+    Fault(
+        "ghost: parameters of one shape share the program of another equation",
+        "dpx/gradients/ghost/plan.py",
+        "return way.words, *operands, *map(_written, equations)",
+        "return way.words, self.program.output(0)",
+        "tests/test_ghost_zoo.py -k 'deep or convolution or transformer'",
+    ),
     Fault(
         "ghost: a use that the loss depends on is dropped",
         "dpx/gradients/ghost/trace.py",
