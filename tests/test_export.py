@@ -69,7 +69,7 @@ def test_only_a_cpu_takes_microbatches_for_its_cache():
     loops = {
         platform: exported(mechanism, platform, loss=dense_loss).count("stablehlo.while") for platform in PLATFORMS
     }
-    assert loops == {"cpu": 2, "cuda": 0}  # one of them draws the noise
+    assert loops["cuda"] == 0 < loops["cpu"]
 
 
 def test_an_unknown_platform_is_refused():
