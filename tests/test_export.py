@@ -40,7 +40,7 @@ def exported(mechanism, platform: str, *, loss=loss, dtype=jnp.float32) -> str:
     # As a CPU would take loops everywhere: over patches, and over microbatches that fit in its cache.
     with (
         mock.patch("dpx.gradients.ghost.engine.UNLOOPED_PATCH_NUMBERS", 1),
-        mock.patch.object(microbatch_size, "WHOLE_BATCH_BYTES", 1),
+        mock.patch.multiple(microbatch_size, WHOLE_BATCH_BYTES=1, CACHE_BYTES=1, EXAMPLE_BYTES_PER_SUM_BYTE=0),
     ):
         shapes = params, batch, jax.eval_shape(mechanism.init, params)
         return export.export(step, platforms=(platform,))(*shapes).mlir_module()
