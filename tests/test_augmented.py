@@ -1,4 +1,4 @@
-"""`dpx.augmented`: the views of an example are averaged before the clip, with and without per-example gradients."""
+"""`dpx.augmented`: the views of an example are averaged before the clip, without a gradient of any view."""
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ def loss(params, example):
 
 def turned(example, key):
     x, label = example
-    return jnp.roll(x, jax.random.randint(key, (), 0, 6)) + jax.random.normal(key, x.shape), label
+    return x * jax.random.uniform(key, x.shape), label
 
 
 def loss_and_score(params, example):
@@ -49,12 +49,11 @@ def test_views_are_averaged_and_then_clipped():
     assert norms.min() > CLIP_NORM
     factors = CLIP_NORM / norms * np.asarray(BATCH.included) / ROWS
     expected, scores = jax.tree.map(lambda leaf: np.tensordot(factors, leaf, 1), means), sums.mean(1)
-    for clipping in ("ghost", "vmap"):
-        gradient = dpx.private_grad(mean_loss, MECHANISM, with_key=True, has_aux=True, clipping=clipping)
-        updates, _, unreleased = jax.jit(gradient)(PARAMS, BATCH, state)
-        jax.tree.map(lambda leaf, other: np.testing.assert_allclose(leaf, other, atol=1e-6), updates, expected)
-        np.testing.assert_allclose(unreleased.aux["score"], scores, atol=1e-5)
-        np.testing.assert_allclose(unreleased.norms[:3], norms[:3], rtol=1e-5)
+    gradient = dpx.private_grad(mean_loss, MECHANISM, with_key=True, has_aux=True, clipping="ghost")
+    updates, _, unreleased = jax.jit(gradient)(PARAMS, BATCH, state)
+    jax.tree.map(lambda leaf, other: np.testing.assert_allclose(leaf, other, atol=1e-6), updates, expected)
+    np.testing.assert_allclose(unreleased.aux["score"], scores, atol=1e-5)
+    np.testing.assert_allclose(unreleased.norms[:3], norms[:3], rtol=1e-5)
 
 
 def test_ghost_norms_see_views_as_positions():
