@@ -68,7 +68,7 @@ def test_features_of_an_image_depend_on_no_other_private_image(few, tmp_path):
         for rows in (range(6), [0, 7, 8, 9])
     )
     assert found.train_images.dtype == np.float16 and found.train_images.shape == (6, 1, 1, 8)
-    np.testing.assert_allclose(found.train_images[0], again.train_images[0], atol=2e-2)
+    np.testing.assert_allclose(found.train_images[0], again.train_images[0], atol=4e-3)
     assert not np.allclose(found.train_images[1], again.train_images[1], atol=2e-2)
 
 
