@@ -29,7 +29,7 @@ def test_random_images_are_a_function_of_the_seed():
         random_images(0, 9, 9)
 
 
-def test_whitening_makes_public_features_uncorrelated(monkeypatch):
+def test_whitening_makes_public_features_uncorrelated():
     rng = np.random.default_rng(0)
     public = rng.normal(size=(4000, 5)) @ rng.normal(size=(5, 5)) + 3
     found = whitening.whitening_of(public)
@@ -37,8 +37,6 @@ def test_whitening_makes_public_features_uncorrelated(monkeypatch):
     covariance = np.cov(public.T, bias=True)
     ridged = covariance + whitening.RIDGE * np.trace(covariance) / 5 * np.eye(5)
     np.testing.assert_allclose(found.matrix @ found.matrix.T, np.linalg.inv(ridged), rtol=1e-3, atol=1e-4)
-    monkeypatch.setattr(whitening, "RANK", 2)
-    np.testing.assert_allclose(whitening.whitening_of(public).matrix, found.matrix[:, :2], rtol=1e-3, atol=1e-4)
     np.testing.assert_allclose(white.mean(0), 0, atol=1e-3)
     scaled = found(np.vstack([public[:3], found.mean])).reshape(4, 5)
     np.testing.assert_allclose(np.linalg.norm(scaled, axis=1), np.sqrt([5, 5, 5, 0]), rtol=2e-3)
