@@ -20,8 +20,8 @@ or, with a loop of your own (docs/loops.md):
 Mechanisms       Mechanism, gaussian_mechanism, dp_sgd; more in `dpx.methods` (one paper a file) and `dpx.mechanisms`
 Coordinates      Coordinates, in_coordinates; all of them in `dpx.coordinates`
 Optimizers       chain
-Gradients        private_grad, accumulate, private_update, PrivateGradient, Unreleased, explain
-Before a run     check
+Gradients        private_grad, accumulate, augmented, private_update, PrivateGradient, Unreleased, explain
+Before a run     plan, check
 The whole run    fit; more in `dpx.fitting`
 Tuning           `dpx.tuning`, a search for hyper-parameters with a bill
 Samplings        PoissonSampling, ShuffledEpochs, FixedSizeSampling, FullBatch, Batch
@@ -36,11 +36,11 @@ Schedules        `dpx.schedules`, and any optax schedule
 
 from dpx import accounting, coordinates, fitting, keys, mechanisms, methods, schedules, tuning
 from dpx._public_state import public_state
-from dpx.accounting import Budget, calibrate, calibrated, compose, delta, epsilon, max_steps, privacy_report
+from dpx.accounting import Budget, calibrate, calibrated, compose, delta, epsilon, max_steps, plan, privacy_report
 from dpx.batches import Batch
 from dpx.checking import check
 from dpx.fitting import fit
-from dpx.gradients import PrivateGradient, Unreleased, accumulate, explain, private_grad, private_update
+from dpx.gradients import PrivateGradient, Unreleased, accumulate, augmented, explain, private_grad, private_update
 from dpx.keys import secret_key
 from dpx.mechanism import Coordinates, Mechanism, chain, in_coordinates
 from dpx.mechanisms import gaussian_mechanism
@@ -65,6 +65,7 @@ __all__ = [
     "UserData",
     "accounting",
     "accumulate",
+    "augmented",
     "calibrate",
     "calibrated",
     "chain",
@@ -83,6 +84,7 @@ __all__ = [
     "max_steps",
     "mechanisms",
     "methods",
+    "plan",
     "privacy_report",
     "private_grad",
     "private_update",

@@ -14,13 +14,14 @@ from dpx.accounting.checks import Accountant
 from dpx.sampling import Sampling
 from examples.methods import METHODS, build, options_of
 from examples.models import ACTIVATIONS, MODELS
+from examples.whitening import PUBLIC
 
 OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
     "sgd": lambda learning_rate, momentum: optax.sgd(learning_rate, momentum=momentum or None),
     "adam": lambda learning_rate, momentum: optax.adam(learning_rate),
     "adamw": lambda learning_rate, momentum: optax.adamw(learning_rate),
 }
-FEATURES = ("none", "scattering")
+FEATURES = ("none", "scattering", "whitened")
 ACCOUNTANTS = ("tightest", "pld", "rdp")
 
 
@@ -35,6 +36,7 @@ class Config:
     microbatch_size: how many examples are worked on at once; None leaves it to `dpx.private_grad`.
     momentum: of "sgd" only.
     method_options: of the method's builder, by name; values as in `examples.methods.read`.
+    whitening: with features "whitened", the public images that they are whitened by.
     masked_loss: with "ada_dpigu", the loss, and the model, at the masked parameters.
     public, public_examples, public_rank: with "gep_sgd", the data set whose gradients, public, span the subspace, how
         many of its images, and the dimension of the subspace.
@@ -60,6 +62,7 @@ class Config:
     model: str = "mlp"
     activation: str = "tanh"
     features: str = "none"
+    whitening: str = "random_images"
     masked_loss: bool = False
     public: str = "mnist5k"
     public_examples: int = 500
@@ -74,6 +77,7 @@ class Config:
             "model": MODELS,
             "activation": ACTIVATIONS,
             "features": FEATURES,
+            "whitening": PUBLIC,
         }
         for name, known in choices.items():
             if getattr(self, name) not in known:

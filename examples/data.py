@@ -117,6 +117,7 @@ def split_fifth(name: str, classes: int, images: np.ndarray, labels: np.ndarray)
 
 
 BUNDLED = {"digits": digits, "mnist5k": mnist5k}
+NIST = {"mnist", "mnist5k", "emnist"}  # chosen from the same handwriting
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -85,11 +85,11 @@ def table(runs: Path) -> str:
     )
 
 
-def update(readme: Path, text: str) -> None:
+def update(readme: Path, text: str, begin: str = BEGIN, end: str = END) -> None:
     """Replace what stands between the marks."""
-    before, rest = readme.read_text().split(BEGIN)
-    _, after = rest.split(END)
-    readme.write_text(f"{before}{BEGIN}\n{text}{END}{after}")
+    before, rest = readme.read_text().split(begin)
+    _, after = rest.split(end)
+    readme.write_text(f"{before}{begin}\n{text}{end}{after}")
 
 
 def main() -> int:

@@ -11,6 +11,7 @@ import functools
 import hashlib
 import os
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -115,18 +116,30 @@ def normalized(features: jax.Array) -> jax.Array:
     return (centred / jnp.sqrt((centred**2).mean(1, keepdims=True) + EPSILON)).reshape(features.shape)
 
 
+def scattered(images: jax.Array) -> jax.Array:
+    """(N, height, width, channels) to (N, 81 * channels, height // 4, width // 4), float32."""
+    count, height, width, channels = images.shape
+    planes = jnp.moveaxis(as_float(images), 3, 1).reshape(count * channels, height, width)
+    features = scattering(height, width)(planes)
+    return features.reshape(count, -1, *features.shape[2:])
+
+
 @jax.jit
 def features_of(images: jax.Array) -> jax.Array:
     """(N, height, width, channels) to normalized features (N, height // 4, width // 4, 81 * channels) in float16."""
-    count, height, width, channels = images.shape
-    planes = jnp.moveaxis(as_float(images), 3, 1).reshape(count * channels, height, width)
-    scattered = scattering(height, width)(planes)
-    stacked = scattered.reshape(count, -1, *scattered.shape[2:])
-    return jnp.moveaxis(jax.vmap(normalized)(stacked), 1, 3).astype(jnp.float16)
+    return jnp.moveaxis(jax.vmap(normalized)(scattered(images)), 1, 3).astype(jnp.float16)
 
 
-def compute(images: np.ndarray, *, batch_size: int = 64, progress: bool = True) -> np.ndarray:
-    """`features_of` batch by batch."""
+@jax.jit
+def roots_of(images: jax.Array) -> jax.Array:
+    """The same shape: the square roots of the scattering coefficients, which are means of moduli, so at least 0."""
+    return jnp.moveaxis(jnp.sqrt(jnp.maximum(scattered(images), 0)), 1, 3).astype(jnp.float16)
+
+
+def compute(
+    images: np.ndarray, *, batch_size: int = 64, progress: bool = True, features_of: Callable = features_of
+) -> np.ndarray:
+    """`features_of`, or another function of images, batch by batch."""
     shape = jax.eval_shape(features_of, jax.ShapeDtypeStruct((1, *images.shape[1:]), images.dtype)).shape[1:]
     output = np.empty((len(images), *shape), np.float16)
     for start in tqdm(range(0, len(images), batch_size), "scattering", disable=not progress):
@@ -138,13 +151,19 @@ def compute(images: np.ndarray, *, batch_size: int = 64, progress: bool = True) 
 
 def cached(images: np.ndarray, name: str, cache_dir: Path, *, progress: bool = True) -> np.ndarray:
     """`compute`, kept on disk under the name, the settings and a hash of the images."""
-    settings = f"scattering-v{VERSION}-J2-L{ANGLES}-groups{GROUPS}-{EPSILON}-{images.dtype}{images.shape}"
+    settings = f"scattering-v{VERSION}-J2-L{ANGLES}-groups{GROUPS}-{EPSILON}"
+    return kept(lambda: compute(images, progress=progress), images, f"{name}-scattering", settings, cache_dir)
+
+
+def kept(make: Callable[[], np.ndarray], images: np.ndarray, name: str, settings: str, cache_dir: Path) -> np.ndarray:
+    """make(), which is features of the images, kept on disk under the name, the settings and a hash of the images."""
+    settings = f"{settings}-{images.dtype}{images.shape}"
     digest = hashlib.sha256(settings.encode() + np.ascontiguousarray(images).data).hexdigest()[:16]
-    path = cache_dir.expanduser() / f"{name.replace('/', '-')}-scattering-{digest}.npy"
+    path = cache_dir.expanduser() / f"{name.replace('/', '-')}-{digest}.npy"
     try:
         return np.load(path, mmap_mode="r")
     except (OSError, ValueError):  # not there, or not whole
-        features = compute(images, progress=progress)
+        features = make()
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as file:
         np.save(file, features)

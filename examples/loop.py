@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 import dpx
-from examples import data, features, models, public, records
+from examples import data, features, models, public, records, whitening
 from examples.config import Config
 
 CACHE = Path("~/.cache/dpx")
@@ -69,6 +69,8 @@ def run(
     optimizer = make(plan["noise_multiplier"])
     if config.features == "scattering":
         dataset = features.with_scattering(dataset, cache_dir, progress=progress)
+    if config.features == "whitened":
+        dataset = whitening.with_whitening(dataset, config.whitening, cache_dir, progress=progress)
     model = model_of(config, dataset)
     params, accuracy_of = model.init(dpx.keys.stream(key, "init")), accuracy_function(model, dataset)
     folder.create(config, facts, plan)

@@ -125,9 +125,20 @@ def adadpigu(padding: int) -> Callable[..., Model]:
     return convolutional(conv(16, 8, 2, 2), max_pool(1), conv(32, 4, 2, padding), max_pool(1), hidden=(32,))
 
 
+def from_zero(build: Callable[..., Model]) -> Callable[..., Model]:
+    """The model, but with zeros for its first parameters; for models that are linear in them."""
+
+    def builder(input_shape, classes, activation):
+        model = build(input_shape, classes, activation)
+        return Model(lambda key: jax.tree.map(jnp.zeros_like, model.init(key)), model.apply)
+
+    return builder
+
+
 MODELS: dict[str, Callable[..., Model]] = {
-    # Linear softmax, on top of fixed features.
+    # Linear softmax, on top of fixed features. The noise of random first parameters would stay in it.
     "linear": perceptron(),
+    "linear_from_zero": from_zero(perceptron()),
     "mlp": perceptron(128),
     "digits_cnn": convolutional(conv(16), max_pool(2), conv(32), max_pool(2), hidden=(32,)),
     # Table 1 of AdaDPIGU, for 28x28. Its second convolution has padding 0 in the networks it follows (Tramer and Boneh

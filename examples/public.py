@@ -11,7 +11,6 @@ from examples.config import Config
 from examples.methods import METHODS
 
 ITERATIONS = 5  # of the power method
-NIST = {"mnist", "mnist5k", "emnist"}  # chosen from the same handwriting
 
 
 def family(name: str) -> str:
@@ -28,7 +27,7 @@ def arguments(config: Config, dataset: data.Dataset, data_dir, key: jax.Array) -
     if "basis" not in METHODS[config.method].parameters:
         return {}
     name, count, rank = config.public, config.public_examples, config.public_rank
-    if name == config.dataset or {family(name), family(config.dataset)} <= NIST:
+    if name == config.dataset or {family(name), family(config.dataset)} <= data.NIST:
         raise ValueError(f"public must be a data set of other people than the private {config.dataset}, got {name}")
     if config.features != "none":
         raise ValueError(f"features must be none with method {config.method}, got {config.features!r}")

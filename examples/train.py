@@ -12,11 +12,14 @@ from typing import Any
 
 from dpx import catalog
 from examples import config as configuration
+from examples import data
 from examples.config import Config
 from examples.data import BUNDLED, IDX
 from examples.loop import CACHE, Result, run
 from examples.methods import METHODS, options
 from examples.models import ACTIVATIONS, MODELS
+from examples.recipes import RECIPES
+from examples.whitening import PUBLIC
 
 CHOICES = {
     "method": METHODS,
@@ -26,6 +29,7 @@ CHOICES = {
     "model": MODELS,
     "activation": ACTIVATIONS,
     "features": configuration.FEATURES,
+    "whitening": PUBLIC,
 }
 HELP = {
     "dataset": f"{', '.join([*BUNDLED, *IDX])}, or a name tensorflow-datasets knows, such as cifar10",
@@ -41,6 +45,7 @@ HELP = {
     "public_examples": "of gep_sgd: how many of its images",
     "public_rank": "of gep_sgd: dimension of the subspace, which is kept for the run",
     "features": "a fixed transform of the images, computed once and kept in the cache directory",
+    "whitening": "of features whitened: the public images that they are whitened by",
 }
 
 
@@ -68,6 +73,7 @@ def parser() -> argparse.ArgumentParser:
     for name in {name: None for known in own.values() for name in known}:
         said = [f"{m} (default {known[name].default}): {known[name].help}" for m, known in own.items() if name in known]
         made.add_argument(option(name), default=argparse.SUPPRESS, help="; ".join(said).replace("%", "%%"))
+    made.add_argument("--recipe", choices=list(RECIPES), help="defaults for --epsilon; other options change them")
     made.add_argument("--output-dir", type=Path, help="default runs/DATASET-METHOD-TIME")
     made.add_argument("--resume", action="store_true", help="continue the run in --output-dir")
     made.add_argument("--checkpoint-every", type=int, default=100, metavar="STEPS")
@@ -107,6 +113,11 @@ def configure(given: dict[str, Any]) -> Config:
         return Config(**(stored | fields))
     if "dataset" not in fields:
         raise ValueError("--dataset must be given")
+    if given.get("recipe"):
+        if fields.get("epsilon") is None:
+            raise ValueError("--recipe needs --epsilon")
+        examples = len(data.load(fields["dataset"], given["data_dir"]).train_images)
+        fields = RECIPES[given["recipe"]](fields["epsilon"], examples) | fields
     fields.setdefault("seed", secrets.randbelow(2**64))
     return Config(**fields)
 

@@ -1808,6 +1808,13 @@ ACCOUNTING = [
         "            high, cost_high = middle, cost\n    return low\n",
         "tests/test_accounting_mechanisms.py -k calibrated_noise",
     ),
+    Fault(
+        "plan: the noise of half the sampling rate",
+        "dpx/accounting/plan.py",
+        "size / examples, epsilon=",
+        "size / (2 * examples), epsilon=",
+        "tests/test_accounting_plan.py -k what_calibrate_finds",
+    ),
 ]
 
 GHOST = [
@@ -2032,6 +2039,14 @@ GHOST = [
         '    if scaled:\n        return f"used',
         '    if False:\n        return f"used',
         "tests/test_ghost.py -k under_a_mask",
+        harmful=False,
+    ),
+    Fault(
+        "augmented: a sum over the views",
+        "dpx/gradients/augmented.py",
+        "leaf.mean(0)",
+        "leaf.sum(0)",
+        "tests/test_augmented.py -k averaged",
         harmful=False,
     ),
 ]
@@ -2464,6 +2479,13 @@ TRAINER = [
         "    return fits\n",
         "    return overspends\n",
         "tests/test_examples_train.py -k overspending",
+    ),
+    Fault(
+        "whitening: private images among the public ones",
+        "examples/whitening.py",
+        "for images in public_images(name, dataset)])",
+        "for images in [*public_images(name, dataset), dataset.train_images]])",
+        "tests/test_examples_whitening.py -k no_other_private",
     ),
 ]
 

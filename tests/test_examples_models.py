@@ -11,6 +11,7 @@ from examples import models
 COUNTS = {
     ("linear", (28, 28, 1)): 7850,
     ("linear", (7, 7, 81)): 39700,
+    ("linear_from_zero", (7, 7, 81)): 39700,
     ("mlp", (8, 8, 1)): 9610,
     ("digits_cnn", (8, 8, 1)): 9258,
     ("adadpigu_cnn", (28, 28, 1)): 26010,

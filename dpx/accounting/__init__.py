@@ -5,7 +5,8 @@ Which function answers which question:
 * The cost of a run, from its mechanism and its state or number of steps: `epsilon`, `delta`. The cost of several runs
   on the same data: `compose`. A report to publish beside a model: `privacy_report`.
 * The noise that a budget needs: `calibrate`, or a `Budget` in place of a noise multiplier; `calibrated` lets a function
-  of your own accept one. The number of steps for which a budget is enough: `max_steps`.
+  of your own accept one. The same for many batch sizes and epochs, as a table and a plot: `plan`. The number of steps
+  for which a budget is enough: `max_steps`.
 * The cost of a search for hyper-parameters on private data: `best_of`, for `dpx.tuning.search`.
 * What the bill means for an attacker: `attack_bounds`, `plot_attack_bounds`.
 * Epsilon at each step, delta at each epsilon, and the trade-off function, as arrays and plots: `curves`.
@@ -44,6 +45,7 @@ from dpx.accounting.calibration import CalibratedSchedule, calibrate, calibrate_
 from dpx.accounting.compose import Composition, compose
 from dpx.accounting.events import event_delta, event_epsilon, register
 from dpx.accounting.horizon import max_steps
+from dpx.accounting.plan import Plan, PlannedRun, plan
 from dpx.accounting.report import PrivacyReport, privacy_report
 from dpx.accounting.schedule import Interval, schedule_delta, schedule_epsilon
 
@@ -53,6 +55,8 @@ __all__ = [
     "CalibratedSchedule",
     "Composition",
     "Interval",
+    "Plan",
+    "PlannedRun",
     "PrivacyReport",
     "Selection",
     "attack_bounds",
@@ -69,6 +73,7 @@ __all__ = [
     "event_epsilon",
     "gdp",
     "max_steps",
+    "plan",
     "plot_attack_bounds",
     "privacy_report",
     "register",

@@ -1,0 +1,134 @@
+"""A table to choose the batch size and the number of epochs from, before any run."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import sqrt
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dpx._numbers import require_whole
+from dpx.accounting import checks
+from dpx.accounting.calibration import calibrate_schedule
+from dpx.accounting.checks import Accountant
+
+_SMALLEST_BATCH = 256  # of the default batch sizes, which are powers of two up to half of the examples, and all of them
+
+
+class PlannedRun(NamedTuple):
+    """One row of a plan. Noise is a standard deviation of each coordinate, divided by the clip norm.
+
+    batch_size: int, expected. epochs: float, those of the whole number of `steps`. noise_multiplier: float, the least.
+    step_noise, epoch_noise, run_noise: floats, the noise in the private gradient of one step, in the mean over the
+        steps of one epoch, and in the mean over all steps.
+    """
+
+    batch_size: int
+    epochs: float
+    steps: int
+    noise_multiplier: float
+    step_noise: float
+    epoch_noise: float
+    run_noise: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The noise that a budget needs, for several batch sizes and epochs; `str` is a table.
+
+    runs: by epochs, then by batch size. examples: int. epsilon, delta: floats, the budget of each single run.
+    """
+
+    examples: int
+    epsilon: float
+    delta: float
+    runs: tuple[PlannedRun, ...]
+
+    def __str__(self) -> str:
+        head = (
+            f"epsilon {self.epsilon:g} at delta {self.delta:g}, {self.examples} examples, Poisson sampling; the noise"
+        )
+        rows = [
+            f"{run.batch_size:10} {run.epochs:8.4g} {run.steps:7} {run.noise_multiplier:16.4f} "
+            f"{run.step_noise:11.3e} {run.epoch_noise:11.3e} {run.run_noise:11.3e}"
+            for run in self.runs
+        ]
+        titles = f"{'batch size':>10} {'epochs':>8} {'steps':>7} {'noise multiplier':>16} "
+        titles += f"{'of a step':>11} {'of an epoch':>11} {'of the run':>11}"
+        return "\n".join([f"{head} of the mean gradient is divided by the clip norm", titles, *rows])
+
+    def plot(self, *, axes: Any = None) -> Any:
+        """Draws the noise of the run over that of a step, a line for each number of epochs, on matplotlib `axes`.
+
+        New axes by default; returns them.
+        """
+        if axes is None:
+            from matplotlib import pyplot
+
+            _, axes = pyplot.subplots()
+        groups: dict[int, list[PlannedRun]] = {}
+        for run in self.runs:
+            groups.setdefault(round(run.epochs), []).append(run)
+        for epochs, runs in groups.items():
+            steps = [run.step_noise for run in runs], [run.run_noise for run in runs]
+            axes.loglog(*steps, ".-", label=f"{epochs} epochs")
+            for run in runs:
+                axes.annotate(str(run.batch_size), (run.step_noise, run.run_noise), fontsize="small")
+        axes.set(xlabel="noise of a step", ylabel="noise of the run", title=f"epsilon {self.epsilon:g}, by batch size")
+        axes.legend()
+        return axes
+
+
+def plan(
+    examples: int,
+    epsilon: float,
+    delta: float,
+    *,
+    epochs: float | Sequence[float] = (10, 40),
+    batch_sizes: Sequence[int] | None = None,
+    accountant: Accountant = "tightest",
+) -> Plan:
+    """The least noise for each batch size and number of epochs: `print(dpx.plan(60_000, epsilon=2.0, delta=1e-5))`.
+
+    examples: int, of the data set. epsilon, delta: the budget. epochs: one number or several, positive. batch_sizes:
+    ints in [1, examples]; by default the powers of two from 256 on, and the whole data set. accountant: as for
+    `dpx.epsilon`. Every step is a Poisson-sampled Gaussian release, and with all examples a Gaussian one.
+
+    The noise of the run falls as batches grow, and the number of steps falls too. A good choice is the least batch size
+    after which the noise of the run hardly falls. The table reads no data, so it costs no privacy.
+
+    Raises ValueError for arguments outside these ranges.
+    """
+    require_whole("examples", examples)
+    checks.require_positive_epsilon(epsilon)
+    checks.require_delta(delta)
+    checks.require_accountant(accountant)
+    many = (epochs,) if isinstance(epochs, int | float) else tuple(epochs)
+    sizes = _usual_sizes(examples) if batch_sizes is None else tuple(batch_sizes)
+    if not many or not all(0 < number < float("inf") for number in many):
+        raise ValueError(f"epochs must be positive and finite, got {epochs}")
+    if not sizes or not all(require_whole("batch_size", size) <= examples for size in sizes):
+        raise ValueError(f"batch_sizes must be in [1, {examples}], got {batch_sizes}")
+
+    def run(epochs: float, size: int) -> PlannedRun:
+        steps = max(1, round(epochs * examples / size))
+        noise = calibrate_schedule(
+            np.ones(1), size / examples, epsilon=epsilon, delta=delta, counts=np.array([steps]), accountant=accountant
+        ).scale
+        step_noise = noise / size
+        in_epoch = sqrt(examples / size)
+        return PlannedRun(
+            size, steps * size / examples, steps, noise, step_noise, step_noise / in_epoch, step_noise / sqrt(steps)
+        )
+
+    return Plan(
+        examples=examples,
+        epsilon=epsilon,
+        delta=delta,
+        runs=tuple(run(number, size) for number in many for size in sizes),
+    )
+
+
+def _usual_sizes(examples: int) -> tuple[int, ...]:
+    powers = [2**power for power in range(_SMALLEST_BATCH.bit_length() - 1, examples.bit_length())]
+    return (*(size for size in powers if 2 * size <= examples), examples)

@@ -1,0 +1,41 @@
+"""Augmentation multiplicity: the mean loss of several random views of one example."""
+
+from collections.abc import Callable
+
+import jax
+
+from dpx._numbers import require_whole
+from dpx.batches import Tree
+
+
+def augmented(
+    loss: Callable[..., Tree], augment: Callable[[Tree, jax.Array], Tree], copies: int
+) -> Callable[[Tree, Tree, jax.Array], Tree]:
+    """Builds `mean_loss(params, example, key)`, the mean of `loss` over `copies` random views of one example.
+
+    Give it to `private_grad`, `fit`, `check` or `explain` with `with_key=True`. The views of an example are averaged
+    BEFORE its gradient is clipped. So the example still enters once, and the sensitivity, the noise and the bill are
+    those of `loss`. Ghost norms see `copies` positions in place of one, and need no gradient of a view.
+
+    loss: (params, example) -> float (), or (value, aux) with has_aux=True; then aux is the mean over the views too.
+    augment: (example, key) -> one view: a pytree for `loss`. It must be a function of these two arguments and public
+        constants, and must not look at other examples. The key, (), differs among examples, steps and views. A loss
+        with random numbers of its own gets them from a view that holds a key.
+    copies: int, at least 1; the time of a step grows by about this factor.
+
+    Raises ValueError for other `copies` and if `loss` or `augment` is not callable.
+    De et al. 2022, https://arxiv.org/abs/2204.13650, section 3.2; Hoffer et al. 2020, https://arxiv.org/abs/1901.09335.
+    """
+    for name, function in (("loss", loss), ("augment", augment)):
+        if not callable(function):
+            raise ValueError(f"{name} must be a function, got {function!r}")
+    require_whole("copies", copies)
+
+    def mean_loss(params, example, key):
+        def of_view(key):
+            return loss(params, augment(example, key))
+
+        values = jax.vmap(of_view)(jax.random.split(key, copies))
+        return jax.tree.map(lambda leaf: leaf.mean(0), values)
+
+    return mean_loss

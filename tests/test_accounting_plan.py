@@ -1,0 +1,72 @@
+"""`dpx.plan`: the noise of each row is the calibrated noise, and its other columns follow from it."""
+
+import math
+
+import jax
+import numpy as np
+import pytest
+
+import dpx
+
+
+@pytest.fixture(scope="module")
+def planned():
+    return dpx.plan(1000, epsilon=2.0, delta=1e-5, epochs=[4, 8.04], batch_sizes=[100, 1000])
+
+
+def test_the_noise_is_what_calibrate_finds(planned):
+    assert [run.steps for run in planned.runs] == [40, 4, 80, 8]
+    samplings = dpx.PoissonSampling(examples=1000, batch_size=100), dpx.FullBatch(examples=1000)
+    for run, sampling in zip(planned.runs[:2], samplings, strict=True):
+
+        def make(noise, sampling=sampling):
+            return dpx.dp_sgd(clip_norm=1.0, noise_multiplier=noise, sampling=sampling, key=jax.random.key(0))
+
+        np.testing.assert_allclose(
+            dpx.calibrate(make, steps=run.steps, epsilon=2.0, delta=1e-5), run.noise_multiplier, rtol=2e-4
+        )
+        assert dpx.epsilon(make(run.noise_multiplier), run.steps, delta=1e-5) <= 2.0 * (1 + 1e-4)
+
+
+def test_the_columns(planned):
+    for run in planned.runs:
+        assert run.step_noise == run.noise_multiplier / run.batch_size
+        assert run.epochs == run.steps * run.batch_size / 1000
+        np.testing.assert_allclose(run.run_noise, run.step_noise / math.sqrt(run.steps))
+        np.testing.assert_allclose(run.epoch_noise, run.run_noise * math.sqrt(run.epochs))
+    assert planned.runs[1].run_noise < planned.runs[0].run_noise  # whole batches have the least noise
+    lines = str(planned).splitlines()
+    assert len(lines) == 2 + len(planned.runs) and "epsilon 2 at delta 1e-05" in lines[0]
+    assert f"{planned.runs[0].noise_multiplier:.4f}" in lines[2]
+
+
+def test_the_plot_has_a_line_for_each_number_of_epochs(planned):
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    axes = planned.plot(axes=figure.add_subplot())
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["4 epochs", "8 epochs"]
+
+
+def test_the_default_batch_sizes():
+    assert dpx.accounting.plan.__module__ == "dpx.accounting.plan"
+    runs = dpx.plan(1100, epsilon=8.0, delta=1e-5, epochs=1).runs
+    assert [run.batch_size for run in runs] == [256, 512, 1100]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"examples": 0},
+        {"epsilon": 0.0},
+        {"delta": 1.0},
+        {"epochs": 0},
+        {"epochs": []},
+        {"epochs": [1, math.inf]},
+        {"batch_sizes": [0]},
+        {"batch_sizes": [101]},
+        {"batch_sizes": []},
+        {"accountant": "guess"},
+    ],
+)
+def test_bad_arguments_are_refused(changes):
+    with pytest.raises(ValueError, match="must be"):
+        dpx.plan(**({"examples": 100, "epsilon": 1.0, "delta": 1e-5} | changes))
