@@ -18,6 +18,7 @@ from dpx.gradients.ghost.rules import Site
 OPERATIONS_PER_BYTE = 12.0  # the cost to move one byte of fresh memory
 CACHED_BYTES = 2**20  # a larger per-example gradient leaves the cache before it is read (benchmarks/transformers.py)
 GRAM_SLOWDOWN = 2.5  # the cost of an operation of a Gram matrix, because these are small (benchmarks/transformers.py)
+PATCH_GRAM_SLOWDOWN = 4.0  # the same for the patches of a convolution
 DENSE_GRADIENT_SLOWDOWN = 1.1  # the cost of an operation of a dense layer's per-example gradient
 CONVOLUTION_GRADIENT_SLOWDOWN = 4.0  # the same for a convolution, because `jax.vmap` turns it into a grouped one
 
@@ -80,7 +81,8 @@ def _gram_cost(uses: Uses, scaled: bool) -> float | None:
     groups, positions, fan_in, fan_out = site.sizes
     squares = groups * positions * positions
     bytes_written = 4 * (2 * squares + site.expands)
-    return 2.0 * GRAM_SLOWDOWN * squares * (fan_in + fan_out) + OPERATIONS_PER_BYTE * bytes_written + _sum_cost(site)
+    operations = (PATCH_GRAM_SLOWDOWN if site.expands else GRAM_SLOWDOWN) * 2.0 * squares * (fan_in + fan_out)
+    return operations + OPERATIONS_PER_BYTE * bytes_written + _sum_cost(site)
 
 
 def _gram_norm(uses: Uses, scale: jax.Array | None):
