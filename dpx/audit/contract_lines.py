@@ -1,0 +1,213 @@
+"""The lines of the contract about what one example, padding and microbatches do to a release.
+
+Each function returns words, raises Broken where the line does not hold, and NotChecked where it cannot tell.
+"""
+
+import re
+
+import jax
+import numpy as np
+
+from dpx.audit import contract_inputs as inputs
+from dpx.audit.contract_report import Broken
+from dpx.audit.contract_subject import STEPS, Problem, all_but, everyone
+from dpx.audit.contract_trial import Trial
+
+AT_STEPS = f"at steps {', '.join(map(str, STEPS))}"
+GARBAGE = (0, 3, inputs.ROWS - 2)  # positions of the first of two rows of padding
+
+
+def bounded(trial: Trial, tolerance: float = 1e-5) -> str:
+    """No gradient, of any size and dtype, contributes more than a very large one; what is not finite contributes 0."""
+    _, zeros, ones = inputs.hostile(trial.params)
+    rows = 0
+    for step in STEPS:
+        clip_norm, state = trial.clip_norm(step), trial.state(step)
+        replaced = [trial.alone(tree, state) for tree in (zeros, ones)]
+        for name, sums in trial.contributions(step).items():
+            norms = trial.norms(step, sums)
+            rows += len(norms)
+            _require_at_most(norms, clip_norm, tolerance, f"{name}, step {step}")
+            _require_zero(trial, sums, replaced, f"{name}, step {step}")
+        for problem in trial.problems[1:]:
+            for name, of_each in problem.sums.items():
+                norms = trial.norms(step, of_each(problem.hostile, state))
+                rows += len(norms)
+                _require_at_most(norms, clip_norm, tolerance, f"{name} of the loss, step {step}")
+    norms = ", ".join(f"{trial.clip_norm(step):.4g}" for step in STEPS)
+    return f"{rows} examples {AT_STEPS}: none contributes more than norm {norms}; those that are not finite, zero"
+
+
+def _require_at_most(norms: np.ndarray, clip_norm: float, tolerance: float, where: str):
+    if not np.isfinite(norms).all():
+        raise Broken(f"an example contributes {norms[~np.isfinite(norms)][0]} ({where})")
+    if norms.max() > clip_norm * (1 + tolerance) + 1e-45:
+        raise Broken(f"an example contributes norm {norms.max():.7g}, other large ones {clip_norm:.7g} ({where})")
+
+
+def _require_zero(trial: Trial, sums, replaced, where: str):
+    """A row that is not finite contributes zero, or as much as it does with any other value in that place."""
+    extreme, zeros, _ = inputs.hostile(trial.params)
+    count = len(jax.tree.leaves(extreme)[0])
+    broken = ~np.isfinite(inputs.flattened(extreme, 1)).all(1)
+    found = inputs.flattened(sums, 1)[-count:]
+    by_zero, by_one = (inputs.flattened(tree, 1) for tree in replaced)
+    scale = np.abs(by_zero).max(1) * 1e-5
+    unread = (np.abs(by_zero - by_one).max(1) <= scale) & (np.abs(found - by_zero).max(1) <= scale)
+    if (np.abs(found).max(1) > 0)[broken & ~unread].any():
+        raise Broken(f"an example that is not finite contributes ({where})")
+
+
+def float32(trial: Trial) -> str:
+    """Nothing between the gradients and the updates is computed in less than float32, for gradients of any dtype."""
+    for dtype in (np.float32, *inputs.LOW):
+        for name, found in _low_precision(trial.trace(dtype).jaxpr):
+            raise Broken(f"{name} computes in {found}")
+    return "no arithmetic in less than 32 bits, on gradients in float32, float16 and bfloat16"
+
+
+MOVES = {
+    "broadcast_in_dim", "concatenate", "convert_element_type", "copy", "dynamic_slice", "gather", "pad", "reshape", "rev",
+    "select_n", "slice", "squeeze", "transpose",
+}  # fmt: skip
+
+
+def _low_precision(jaxpr):
+    """The equations that compute in float16 or bfloat16, as (primitive, dtype)."""
+    for equation in jaxpr.eqns:
+        inner = [part for value in equation.params.values() for part in _jaxprs(value)]
+        for part in inner:
+            yield from _low_precision(part)
+        for out in equation.outvars:
+            dtype = str(getattr(out.aval, "dtype", ""))
+            low_inputs = any(str(getattr(v.aval, "dtype", "")) == dtype for v in equation.invars)
+            moves = equation.primitive.name in MOVES and low_inputs
+            if dtype in ("float16", "bfloat16") and not inner and not moves:
+                yield equation.primitive.name, dtype
+
+
+def _jaxprs(value):
+    parts = value if isinstance(value, tuple | list) else (value,)
+    return [getattr(part, "jaxpr", part) for part in parts if hasattr(getattr(part, "jaxpr", part), "eqns")]
+
+
+def adjacent(trial: Trial) -> str:
+    """Leaving one example out moves the update by at most what is billed, on every path, whoever else is there."""
+    largest, tried = 0.0, 0
+    for step in STEPS:
+        release = trial.require_linear(step, "on gradients alone, not on updates")
+        most = trial.most(step) * (1 + 10 * release.tolerance)
+        for problem in trial.problems:
+            rows = _with_a_loud_row(trial, problem)
+            for name, path in problem.paths.items():
+                everyones, _ = path(rows, trial.state(step), everyone())
+                for missing in range(inputs.ROWS):
+                    others, _ = path(rows, trial.state(step), all_but(missing))
+                    change = inputs.flattened(everyones) - inputs.flattened(others)
+                    size = release.size_of_update(change)
+                    if not size <= most:
+                        raise Broken(
+                            f"one example moves the update by {size:.6g} standard deviations of the noise, and "
+                            f"{trial.most(step):.6g} are billed ({name}, {problem.name}, step {step})"
+                        )
+                    largest, tried = max(largest, size / trial.most(step)), tried + 1
+    return f"{tried} times one of {inputs.ROWS} examples left out: at most {largest:.6g} of what is billed"
+
+
+def _with_a_loud_row(trial: Trial, problem: Problem):
+    """The rows, of which one has a gradient 10^6 times as large, if the rows are gradients."""
+    if problem is not trial.problems[0]:
+        return problem.rows
+    scale = np.where(np.arange(inputs.ROWS) == 2, np.float32(1e6), np.float32(1))
+    return jax.tree.map(lambda g: g * scale.reshape(-1, *[1] * (g.ndim - 1)), problem.rows)
+
+
+def padding(trial: Trial) -> str:
+    """Rows that do not count change nothing, in any position. A batch without rows is a step of pure noise."""
+    nobody = np.zeros(inputs.ROWS, bool)
+    for problem in trial.problems:
+        state, stacked = trial.state(1), next(iter(problem.paths.values()))
+        noise = stacked(inputs.take(problem.rows, []), state, np.zeros(0, bool))
+        for name, path in problem.paths.items():
+            for position in (0, 1, 2):
+                found = path(inputs.with_garbage(problem.rows, position), state, nobody)
+                _require_same(found, noise, f"a batch without rows that count is no batch without rows ({name})")
+        real = inputs.take(problem.rows, np.arange(inputs.ROWS - 2))
+        state = trial.state(4)
+        expected = stacked(real, state, np.ones(inputs.ROWS - 2, bool))
+        for name, path in problem.paths.items():
+            for first in GARBAGE:
+                order = np.insert(np.arange(inputs.ROWS - 2), first, [inputs.ROWS - 2, inputs.ROWS - 1])
+                padded = inputs.take(problem.rows, order)
+                for position in (first, first + 1):
+                    padded = inputs.with_garbage(padded, position)
+                found = path(padded, state, order < inputs.ROWS - 2)
+                _require_same(found, expected, f"padding at row {first} changes the step ({name})", problem)
+    return f"NaN, 1e30 and -inf in rows that do not count, at {len(GARBAGE)} positions: the same step; no rows: noise"
+
+
+def additive(trial: Trial) -> str:
+    """Every path gives the same step."""
+    names = []
+    for problem in trial.problems:
+        names += [f"{name} of {problem.name}" for name in problem.paths]
+        for step in STEPS:
+            first, *others = [path(problem.rows, trial.state(step), all_but(2)) for path in problem.paths.values()]
+            for name, found in zip(list(problem.paths)[1:], others, strict=True):
+                _require_same(found, first, f"{name} and update differ at step {step}", problem)
+    return f"the same step by {', '.join(names)}"
+
+
+def _require_same(found, expected, words: str, problem: Problem | None = None):
+    """Raises Broken with these words if two steps differ. A loss leaves more rounding in its gradients."""
+    loose = problem is not None and problem.name == "loss"
+    try:
+        inputs.require_close(found, expected, 1e-4 if loose else 2e-6)
+    except AssertionError as error:
+        raise Broken(f"{words}: {error}") from None
+
+
+def divisor(trial: Trial) -> str:
+    """Several copies of an example move the update that many times as far: it is divided by a constant."""
+    trial.require_linear(0, "not on updates")
+    state, tried = trial.state(0), []
+    one = jax.tree.map(lambda g: np.concatenate([0.01 * g[:1]] * inputs.ROWS), trial.problems[0].rows)
+    for name, path in trial.problems[0].paths.items():
+        silent = inputs.flattened(path(one, state, np.zeros(inputs.ROWS, bool))[0])
+        for rows, copies in ((inputs.ROWS, 3), (inputs.ROWS, inputs.ROWS), (inputs.ROWS - 2, inputs.ROWS - 2)):
+            if rows < inputs.ROWS and name != "update":
+                continue
+            updates, _ = path(inputs.take(one, np.arange(rows)), state, np.arange(rows) < copies)
+            tried.append((inputs.flattened(updates) - silent) / copies)
+            if not np.abs(tried[-1] - tried[0]).max() <= 1e-3 * np.abs(tried[0]).max():
+                raise Broken(f"{copies} copies of an example in {rows} rows do not move the update {copies} times ({name})")
+    return f"the signal of an example is the same in {len(tried)} batches of other sizes"
+
+
+def resume(trial: Trial) -> str:
+    """The step is a function of its arguments: a state that is stored and restored continues with the same noise."""
+    state = trial.state(4)
+    restored = jax.tree.map(lambda leaf: np.asarray(leaf) if _is_array(leaf) else leaf, state)
+    rows = trial.problems[0].rows
+    found, expected = (trial.update(rows, given, all_but()) for given in (restored, state))
+    _require_same(found, expected, "a state that was stored and restored makes another step")
+    first, second = trial.trace(), trial.trace()
+    if _printed(first) != _printed(second) or not _same_constants(first, second):
+        raise Broken("the step is another program when it is traced again: something outside of the state enters it")
+    return "the same step from a restored state; the same program when it is traced again"
+
+
+def _is_array(leaf) -> bool:
+    return not jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _printed(closed) -> str:
+    return re.sub(r"0x[0-9a-f]+", "", str(closed.jaxpr))
+
+
+def _same_constants(first, second) -> bool:
+    def values(closed):
+        return [np.asarray(leaf if _is_array(leaf) else jax.random.key_data(leaf)) for leaf in closed.consts]
+
+    pairs = zip(values(first), values(second), strict=True)
+    return all(np.array_equal(one, other, equal_nan=True) for one, other in pairs)

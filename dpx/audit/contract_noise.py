@@ -1,0 +1,92 @@
+"""The line of the contract about noise: its size against the bill, and that it is independent standard normals."""
+
+import math
+
+import numpy as np
+from scipy import stats
+
+from dpx.audit.contract_draws import whitened
+from dpx.audit.contract_report import Broken, NotChecked
+from dpx.audit.contract_subject import STEPS
+from dpx.audit.contract_trial import Trial
+
+RATE = 1e-5  # of false alarms, of each of the tests of draws
+
+
+def noise(trial: Trial) -> str:
+    """The noise is at least the billed multiple of what one example moves, wherever that is, in every direction."""
+    silent = [step for step in STEPS if trial.multiplier(step) == 0]
+    if silent:
+        raise NotChecked(f"the noise multiplier is 0 at step {silent[0]}, so the bill is infinite")
+    used = [_used(trial, step) for step in STEPS]
+    words, missing = [], []
+    if None in used:
+        missing.append("the size of the noise is seen by `secrecy` alone, because no derivative passes the update")
+    elif trial.billed_by_multiplier:
+        billed = ", ".join(f"{trial.multiplier(step):.4g}" for step in STEPS)
+        words.append(
+            f"multiplier {', '.join(f'{value:.4g}' for value in used)} at steps {', '.join(map(str, STEPS))}; billed {billed}"
+        )
+    else:
+        missing.append("its size is not compared, because the event bills more than a multiplier")
+    words.append(_draws(trial))
+    if missing:
+        raise NotChecked("; ".join([*missing, *words]))
+    return "; ".join(words)
+
+
+def _used(trial: Trial, step: int) -> float | None:
+    """The noise multiplier of the release; None if the derivatives cannot tell. Raises Broken if it is below the bill."""
+    release, billed = trial.release(step), trial.multiplier(step)
+    if release.flat:
+        return None
+    if release.uncovered > max(1e-3, release.tolerance):
+        raise Broken(f"data moves a public value that no noise moves so, at step {step}")
+    largest = max(float(release.size(sums).max()) for sums in trial.contributions(step).values())
+    used = 1 / max(largest, 1e-30)
+    if trial.billed_by_multiplier and not used >= billed * (1 - release.tolerance):
+        raise Broken(f"the noise multiplier is {used:.6g} at step {step}, and {billed:.6g} is billed")
+    return used
+
+
+def _draws(trial: Trial) -> str:
+    """Tests of the draws. Each of the tests fails for a sound mechanism with a probability of at most RATE."""
+    if not trial.noise.has_keys:
+        raise Broken("the step holds no PRNG key, so that its noise is no secret, or there is none")
+    columns, directions = [], 0
+    for step in STEPS:
+        release = trial.release(step)
+        if trial.draws_by_dpx:
+            columns.append(whitened(trial.traced, trial.noise, step, release))
+        else:
+            found = trial.noise(step)[:, : release.updates]
+            columns.append((found - found.mean(0)) @ np.linalg.pinv(release.noise[: release.updates]).T)
+        directions = columns[-1].shape[1]
+    if not directions:
+        return "the draws are not tested, because no public value is a linear function of the noise"
+    _require_standard(np.concatenate(columns, axis=1))
+    return f"{trial.noise.count} draws of {directions} directions are independent standard normals"
+
+
+def _require_standard(draws: np.ndarray):
+    """Raises Broken unless the columns of `draws`, float64 (count, columns), are independent standard normals."""
+    if not np.isfinite(draws).all():
+        raise Broken("a draw of the noise is not finite")
+    count, columns = draws.shape
+    means = np.abs(draws.mean(0)) * math.sqrt(count)
+    if means.max() > stats.norm.isf(RATE / (2 * columns)):
+        raise Broken(f"the mean of the noise is {means.max() / math.sqrt(count):.3g} standard deviations away from 0")
+    low, high = (stats.chi2.ppf(p, count - 1) / (count - 1) for p in (RATE / (2 * columns), 1 - RATE / (2 * columns)))
+    variances = draws.var(0, ddof=1)
+    if variances.min() < low or variances.max() > high:
+        worst = math.sqrt(variances.min() if variances.min() < low else variances.max())
+        raise Broken(f"the noise is drawn at {worst:.4g} times its stated size in some direction")
+    if columns > 1:
+        correlations = np.corrcoef(draws, rowvar=False) - np.eye(columns)
+        most = np.abs(np.arctanh(np.clip(correlations, -1 + 1e-12, 1 - 1e-12))).max() * math.sqrt(count - 3)
+        if most > stats.norm.isf(RATE / (columns * (columns - 1))):
+            raise Broken(f"noise of two coordinates or steps has the correlation {np.abs(correlations).max():.3g}")
+    ordered = np.sort(draws.ravel())
+    distance = np.abs(stats.norm.cdf(ordered) - (np.arange(len(ordered)) + 0.5) / len(ordered)).max()
+    if distance > math.sqrt(math.log(2 / RATE) / (2 * len(ordered))) + 0.5 / len(ordered):
+        raise Broken(f"the noise is not normal: its distribution function is {distance:.2g} away")
