@@ -91,6 +91,17 @@ MAY_IMPORT = {
         "mechanism",
         "release_state",
     },
+    "audit": {
+        "_contributions",
+        "_numbers",
+        "_public_state",
+        "accounting",
+        "batches",
+        "gradients",
+        "keys",
+        "mechanism",
+        "release_state",
+    },
     "catalog": {"coordinates", "mechanisms", "methods", "sampling"},
 }
 

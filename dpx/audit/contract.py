@@ -81,7 +81,7 @@ def check_contract(
 
 
 def report_of(trial: Trial, names: Sequence[str]) -> ContractReport:
-    """The report of some lines. A line whose check raises an error fails, because a step of it could not be run."""
+    """The report of the lines of these names."""
     return ContractReport(tuple(_line(trial, name) for name in names), FALSE_ALARMS)
 
 

@@ -8,14 +8,14 @@ import dp_accounting
 import jax
 import numpy as np
 from dp_accounting import DpEvent
-from scipy import stats
+from scipy import special
 
-from dpx._numbers import over
+from dpx.audit.contract_draws import chi_square_over_freedom
 from dpx.audit.contract_report import Broken, NotChecked
-from dpx.audit.contract_trial import Trial, own_event
+from dpx.audit.contract_trial import MULTIPLIERS, Trial, own_event
 from dpx.release_state import release_state
 
-BILLED = (0, 1, 2, 5, 12)  # numbers of steps
+BILLED = (0, 1, 2, 5, MULTIPLIERS)  # numbers of steps
 TAKEN = 4  # steps of the state whose record is read
 DRAWN = 64  # batches that are drawn to see the sampling
 EXAMPLES = 200_000  # a larger data set is not drawn from
@@ -28,16 +28,18 @@ def cost(trial: Trial) -> str:
     release = release_state(trial.state(TAKEN))
     if int(release.step) != TAKEN:
         raise Broken(f"the state counts {int(release.step)} releases after {TAKEN}")
-    used = over(mechanism.noise_multiplier, TAKEN)
+    used = trial.multipliers[:TAKEN]
     precision = float(release.precision[0]) - float(release.precision[1])
     if (used > 0).all() and not math.isclose(precision, float(np.sum(used**-2.0)), rel_tol=1e-5):
-        raise Broken(f"the state records other noise multipliers than {used.tolist()}, by which the mechanism is billed")
+        raise Broken(
+            f"the state records other noise multipliers than {used.tolist()}, by which the mechanism is billed"
+        )
     name = own_event(mechanism.event(1), mechanism.sampling)
     if name:
         raise NotChecked(f"{name} is no event of the sampling, so its own proof and tests must say that it is true")
     more = False
     for steps in BILLED:
-        expected = singles(mechanism.sampling.event(over(mechanism.noise_multiplier, steps)))
+        expected = singles(mechanism.sampling.event(trial.multipliers[:steps]))
         billed = singles(mechanism.event(steps))
         missing = _not_in(expected, billed)
         if missing:
@@ -111,15 +113,17 @@ def _require_poisson(batches: list[np.ndarray], examples: int, rate: float):
     shared = np.array([len(np.intersect1d(a, b)) for a, b in zip(batches[:-1:2], batches[1::2], strict=True)])
     for words, counts, probability in (("examples", sizes, rate), ("examples shared with the next", shared, rate**2)):
         total, trials = counts.sum(), examples * len(counts)
-        if min(stats.binom.cdf(total, trials, probability), stats.binom.sf(total - 1, trials, probability)) < RATE / 2:
-            raise Broken(f"{total} {words} in {len(counts)} batches, where rate {rate:.4g} says {trials * probability:.1f}")
+        if min(special.bdtr(total, trials, probability), special.bdtrc(total - 1, trials, probability)) < RATE / 2:
+            raise Broken(
+                f"{total} {words} in {len(counts)} batches, where rate {rate:.4g} says {trials * probability:.1f}"
+            )
     _require_spread(sizes, examples * rate * (1 - rate), "sizes of batches")
 
 
 def _require_spread(counts: np.ndarray, variance: float, words: str):
     """Raises Broken unless the counts vary as the binomial does; a normal approximation, with slack for its tails."""
     ratio = counts.var(ddof=1) / variance
-    low, high = (stats.chi2.ppf(p, len(counts) - 1) / (len(counts) - 1) for p in (RATE / 10, 1 - RATE / 10))
+    low, high = (chi_square_over_freedom(p, len(counts) - 1) for p in (RATE / 10, 1 - RATE / 10))
     if not low * 0.9 <= ratio <= high * (1.1 + 3 / variance):
         raise Broken(f"the variance of the {words} is {ratio:.3g} times that of Poisson sampling, which is billed")
 

@@ -6,12 +6,14 @@ ones by equal ones, so the draws are those of the same mechanism built with othe
 
 import math
 import zlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
+from scipy import special
 
 from dpx._public_state import public_state
 from dpx.audit import contract_inputs as inputs
@@ -22,7 +24,9 @@ if TYPE_CHECKING:
     from dpx.audit.contract_subject import Subject
 
 Tree = Any  # a pytree of arrays
+RATE = 1e-6  # of false alarms, of the test of the noise against the coordinates
 TOGETHER = 500  # draws in memory at once
+MISSING = object()
 
 
 class Draws:
@@ -35,6 +39,7 @@ class Draws:
         self.subject, self.count = subject, count
         self.keys = jax.random.split(jax.random.key(seed), count)
         self._found: dict[int, np.ndarray] = {}
+        self._maps: Any = MISSING
         grads = inputs.gradients(subject.params, 0, rows=1)
 
         def empty_step(state):
@@ -56,6 +61,38 @@ class Draws:
                 ]
             )
         return self._found[step]
+
+    def noise_maps(self, traced: Traced) -> Callable | None:
+        """(keys, state) -> how the noise moves the public floats, (count, o, m), and these without it, (count, o).
+
+        For noise that is not of dpx: how the sums move them, (count, o, k). None if that is the same for every key, as
+        it is without random coordinates.
+        """
+        if self._maps is MISSING:
+            zeros = jnp.zeros(traced.numbers), jnp.zeros(traced.normals)
+
+            def floats(state, vector):
+                both = (zeros[0], vector) if traced.normals else (vector, zeros[1])
+                return traced.public(*both, state)[0]
+
+            state, vector = self.subject.state(0), zeros[1] if traced.normals else zeros[0]
+            by_vector = jax.make_jaxpr(lambda state: jax.jvp(lambda v: floats(state, v), (vector,), (vector,))[1])(
+                state
+            )
+            closed = jax.make_jaxpr(floats)(state, vector)
+            self._maps = _maps_of(with_other_keys(closed), vector) if keys_read(by_vector) else None
+        return self._maps
+
+
+def _maps_of(run: Callable, vector: jax.Array) -> Callable:
+    def of_key(key, state):
+        def floats(vector):
+            found = run(key, [*state, vector])[0]
+            return found, found
+
+        return jax.jacfwd(floats, has_aux=True)(vector)
+
+    return jax.jit(lambda keys, state: jax.lax.map(lambda key: of_key(key, state), keys, batch_size=TOGETHER))
 
 
 def with_other_keys(closed: Any) -> Any:
@@ -115,53 +152,63 @@ def whitened(traced: Traced, draws: Draws, step: int, release: Release) -> np.nd
     rows &= np.abs(release.noise).max(1, initial=0) > 0
     if not rows.any():
         return np.zeros((draws.count, 0))
-    found, state = draws(step), draws.subject.state(step)
-    sums, updates = jnp.zeros(traced.numbers), np.arange(len(rows))[rows]
-
-    def empty_step(state, normals):
-        return traced.public(sums, normals, state)[0][updates]
-
-    closed = jax.make_jaxpr(empty_step)(state, jnp.zeros(traced.normals))
-    if not keys_read(closed):
-        offset, noise = release.offset[rows], release.noise[rows]
-        left, sizes, _ = np.linalg.svd(noise, full_matrices=False)
+    found = draws(step)[:, rows]
+    maps = draws.noise_maps(traced)
+    if maps is None:
+        left, sizes, _ = np.linalg.svd(release.noise[rows], full_matrices=False)
         large = sizes > SMALL * sizes[0]
-        return (found[:, rows] - offset) @ (left[:, large] / sizes[large])
-    run, leaves = with_other_keys(closed), jax.tree.leaves(state)
+        return (found - release.offset[rows]) @ (left[:, large] / sizes[large])
+    noise, offset = (np.asarray(a, np.float64) for a in maps(draws.keys, jax.tree.leaves(draws.subject.state(step))))
+    return _in_its_directions(found - offset[:, rows], noise[:, rows])
 
-    def of_key(key):
-        def floats(normals):
-            found = run(key, [*leaves, normals])[0]
-            return found, found
 
-        return jax.jacfwd(floats, has_aux=True)(jnp.zeros(traced.normals))
+def _in_its_directions(change: np.ndarray, maps: np.ndarray) -> np.ndarray:
+    """Each change, (count, o), in the units of its own map, (count, o, m), in orthogonal directions: (count, r).
 
-    noise, offset = jax.jit(lambda keys: jax.lax.map(of_key, keys, batch_size=TOGETHER))(draws.keys)
-    left, sizes, _ = np.linalg.svd(np.asarray(noise, np.float64), full_matrices=False)
+    Raises Broken if a change is correlated with an entry of its map: the noise then comes from the key of the map.
+    """
+    left, sizes, _ = np.linalg.svd(maps, full_matrices=False)
     rank = int((sizes > SMALL * sizes[:, :1]).sum(1).min())
-    change = found[:, rows] - np.asarray(offset, np.float64)
-    return np.einsum("no,nor->nr", change, left[:, :, :rank]) / sizes[:, :rank]
+    standard = np.einsum("no,nor->nr", change, left[:, :, :rank]) / sizes[:, :rank]
+    normals = np.einsum("nom,no->nm", np.linalg.pinv(maps, rcond=SMALL).transpose(0, 2, 1), change)
+    entries = maps.reshape(len(maps), -1)
+    entries = entries[:, entries.std(0) > SMALL * np.abs(entries).max()]
+    scaled = [(a - a.mean(0)) / np.maximum(a.std(0), 1e-30) for a in (normals, entries)]
+    correlation = np.abs(scaled[0].T @ scaled[1]).max(initial=0) / math.sqrt(len(maps))
+    if correlation > 1 - special.ndtri(RATE / max(2 * normals.shape[1] * entries.shape[1], 1)):
+        raise Broken("the noise is correlated with the random coordinates, so it shares their key")
+    return standard
 
 
 def measured(release: Release, traced: Traced, draws: Draws, step: int) -> Release:
     """A release whose noise is known from draws of the updates alone, because it does not come from dpx.
 
-    The noise map is a root of the sample covariance. The sizes that it tells have a relative error of about
+    The noise map is a root of the sample covariance. With coordinates that depend on the key, it is how the sums move
+    the updates, times the deviation of the draws in these units. The sizes that it tells have a relative error of about
     sqrt(2 / count), so the tolerance is 6 times that, and a share for the number of updates.
     """
     found = draws(step)[:, : release.updates]
     if not np.isfinite(found).all():
         raise Broken(f"the noise is not finite at step {step}")
-    values, vectors = np.linalg.eigh(np.atleast_2d(np.cov(found, rowvar=False)))
-    large = values > 1e-8 * max(values[-1], 1e-30)
-    noise = vectors[:, large] * np.sqrt(values[large])
-    _, _, (by_sums, _) = traced.program(
-        inputs.waves(traced.numbers, 1.0), np.zeros(0, np.float32), draws.subject.state(step)
-    )
+    state = draws.subject.state(step)
+    _, _, (by_sums, _) = traced.program(inputs.waves(traced.numbers, 1.0), np.zeros(0, np.float32), state)
     data = np.asarray(by_sums, np.float64)[: release.updates]
-    exchange, *_ = np.linalg.lstsq(noise, data, rcond=None)
+    maps = draws.noise_maps(traced)
+    if maps is None:
+        values, vectors = np.linalg.eigh(np.atleast_2d(np.cov(found, rowvar=False)))
+        large = values > 1e-8 * max(values[-1], 1e-30)
+        noise = vectors[:, large] * np.sqrt(values[large])
+    else:
+        own = np.asarray(maps(draws.keys, jax.tree.leaves(state))[0], np.float64)[:, : release.updates]
+        noise = data * _in_its_directions(found - found.mean(0), own).std(0).min()
+    exchange, *_ = np.linalg.lstsq(noise, data, rcond=SMALL)
     uncovered = np.abs(noise @ exchange - data).max(initial=0) / max(np.abs(data).max(initial=0), 1e-30)
     padded = np.zeros((len(release.offset), noise.shape[1]))
     padded[: release.updates] = noise
     tolerance = 6 * math.sqrt(2 / draws.count) + 2 * release.updates / draws.count
     return release._replace(noise=padded, exchange=exchange, uncovered=float(uncovered), tolerance=tolerance)
+
+
+def chi_square_over_freedom(probability: float, freedom: int) -> float:
+    """The quantile of a chi-square variable divided by its degrees of freedom."""
+    return 2 * float(special.gammaincinv(freedom / 2, probability)) / freedom

@@ -1,4 +1,4 @@
-"""The data that the contract is checked on: ordinary gradients, hostile ones, and losses that have them as gradients."""
+"""The data that the contract is checked on: gradients, hostile ones too, and losses that have them as gradients."""
 
 import math
 from typing import Any
@@ -84,7 +84,7 @@ def product_loss(params: Tree, example: Tree) -> jax.Array:
     """A loss whose gradient is the gradient in the example, as products that ghost norms follow: A^T B with A = 1."""
     ones, grad = example
     parts = jax.tree.map(lambda p, a, g: jnp.sum((a @ as_matrix(p)) * as_matrix(g)), params, ones, grad)
-    return sum(jax.tree.leaves(parts))
+    return jnp.asarray(sum(jax.tree.leaves(parts)))
 
 
 def product_examples(params: Tree, grads: Tree) -> Tree:
@@ -96,7 +96,7 @@ def product_examples(params: Tree, grads: Tree) -> Tree:
 
 def linear_loss(params: Tree, example: Tree) -> jax.Array:
     """A loss whose gradient is the example."""
-    return sum(jax.tree.leaves(jax.tree.map(lambda p, g: jnp.sum(p * g), params, example)))
+    return jnp.asarray(sum(jax.tree.leaves(jax.tree.map(lambda p, g: jnp.sum(p * g), params, example))))
 
 
 def as_matrix(leaf: Any) -> Any:

@@ -3,9 +3,9 @@
 import math
 
 import numpy as np
-from scipy import stats
+from scipy import special
 
-from dpx.audit.contract_draws import whitened
+from dpx.audit.contract_draws import chi_square_over_freedom, whitened
 from dpx.audit.contract_report import Broken, NotChecked
 from dpx.audit.contract_subject import STEPS
 from dpx.audit.contract_trial import Trial
@@ -24,9 +24,8 @@ def noise(trial: Trial) -> str:
         missing.append("the size of the noise is seen by `secrecy` alone, because no derivative passes the update")
     elif trial.billed_by_multiplier:
         billed = ", ".join(f"{trial.multiplier(step):.4g}" for step in STEPS)
-        words.append(
-            f"multiplier {', '.join(f'{value:.4g}' for value in used)} at steps {', '.join(map(str, STEPS))}; billed {billed}"
-        )
+        found = ", ".join(f"{value:.4g}" for value in used)
+        words.append(f"multiplier {found} at steps {', '.join(map(str, STEPS))}; billed {billed}")
     else:
         missing.append("its size is not compared, because the event bills more than a multiplier")
     words.append(_draws(trial))
@@ -36,7 +35,7 @@ def noise(trial: Trial) -> str:
 
 
 def _used(trial: Trial, step: int) -> float | None:
-    """The noise multiplier of the release; None if the derivatives cannot tell. Raises Broken if it is below the bill."""
+    """The noise multiplier of the release; None if no derivative can tell. Raises Broken if it is below the bill."""
     release, billed = trial.release(step), trial.multiplier(step)
     if release.flat:
         return None
@@ -59,13 +58,23 @@ def _draws(trial: Trial) -> str:
         if trial.draws_by_dpx:
             columns.append(whitened(trial.traced, trial.noise, step, release))
         else:
-            found = trial.noise(step)[:, : release.updates]
-            columns.append((found - found.mean(0)) @ np.linalg.pinv(release.noise[: release.updates]).T)
+            columns.append(_by_its_covariance(trial.noise(step)[:, : release.updates]))
         directions = columns[-1].shape[1]
     if not directions:
         return "the draws are not tested, because no public value is a linear function of the noise"
     _require_standard(np.concatenate(columns, axis=1))
     return f"{trial.noise.count} draws of {directions} directions are independent standard normals"
+
+
+def _by_its_covariance(draws: np.ndarray) -> np.ndarray:
+    """Draws, float64 (count, o), in uncorrelated directions of deviation 1; each close to a coordinate, if possible."""
+    draws = draws[:, draws.std(0) > 0] - draws.mean(0)[draws.std(0) > 0]
+    if not draws.shape[1]:
+        raise Broken("a step of an empty batch has no noise")
+    values, vectors = np.linalg.eigh(np.atleast_2d(np.cov(draws, rowvar=False)))
+    large = values > 1e-8 * values[-1]
+    uncorrelated = draws @ (vectors[:, large] / np.sqrt(values[large]))
+    return uncorrelated @ vectors.T if large.all() else uncorrelated
 
 
 def _require_standard(draws: np.ndarray):
@@ -74,9 +83,9 @@ def _require_standard(draws: np.ndarray):
         raise Broken("a draw of the noise is not finite")
     count, columns = draws.shape
     means = np.abs(draws.mean(0)) * math.sqrt(count)
-    if means.max() > stats.norm.isf(RATE / (2 * columns)):
+    if means.max() > -special.ndtri(RATE / (2 * columns)):
         raise Broken(f"the mean of the noise is {means.max() / math.sqrt(count):.3g} standard deviations away from 0")
-    low, high = (stats.chi2.ppf(p, count - 1) / (count - 1) for p in (RATE / (2 * columns), 1 - RATE / (2 * columns)))
+    low, high = (chi_square_over_freedom(p, count - 1) for p in (RATE / (2 * columns), 1 - RATE / (2 * columns)))
     variances = draws.var(0, ddof=1)
     if variances.min() < low or variances.max() > high:
         worst = math.sqrt(variances.min() if variances.min() < low else variances.max())
@@ -84,9 +93,9 @@ def _require_standard(draws: np.ndarray):
     if columns > 1:
         correlations = np.corrcoef(draws, rowvar=False) - np.eye(columns)
         most = np.abs(np.arctanh(np.clip(correlations, -1 + 1e-12, 1 - 1e-12))).max() * math.sqrt(count - 3)
-        if most > stats.norm.isf(RATE / (columns * (columns - 1))):
+        if most > -special.ndtri(RATE / (columns * (columns - 1))):
             raise Broken(f"noise of two coordinates or steps has the correlation {np.abs(correlations).max():.3g}")
     ordered = np.sort(draws.ravel())
-    distance = np.abs(stats.norm.cdf(ordered) - (np.arange(len(ordered)) + 0.5) / len(ordered)).max()
+    distance = np.abs(special.ndtr(ordered) - (np.arange(len(ordered)) + 0.5) / len(ordered)).max()
     if distance > math.sqrt(math.log(2 / RATE) / (2 * len(ordered))) + 0.5 / len(ordered):
         raise Broken(f"the noise is not normal: its distribution function is {distance:.2g} away")

@@ -57,7 +57,7 @@ class ContractReport(NamedTuple):
         raise ValueError(f"name must be one of {[line.name for line in self.lines]}, got {name!r}")
 
     def require(self) -> "ContractReport":
-        """This report. Raises AssertionError, with the table, if a line fails: for a test of a mechanism of your own."""
+        """This report, for tests of your own mechanism. Raises AssertionError, with the table, if a line fails."""
         if not self.passed:
             raise AssertionError(f"the mechanism breaks the privacy contract:\n{self}")
         return self

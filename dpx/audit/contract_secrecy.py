@@ -23,7 +23,7 @@ def secrecy(trial: Trial) -> str:
         return _same_without_exchange(trial)
     for step in STEPS:
         sums = inputs.flattened(_sums(trial, step)).astype(np.float32)
-        change = _change(trial, step)
+        change = inputs.waves(trial.traced.numbers, 1.0, 0.3)
         exchange = _exchange(trial, step)
         if exchange is None:
             raise NotChecked("the update has no derivative, and its noise has another shape than the sums")
@@ -39,18 +39,15 @@ def secrecy(trial: Trial) -> str:
             raise Broken(
                 f"two data sets with the same noisy sums differ in public values, at step {step} ({error})"
             ) from None
-    return f"data moved by {SHIFT:g} standard deviations and the noise back: the same public values at {len(STEPS)} steps"
+    return (
+        f"data moved by {SHIFT:g} standard deviations and the noise back: the same public values at {len(STEPS)} steps"
+    )
 
 
 def _sums(trial: Trial, step: int) -> tuple[Tree, ...]:
-    of_each = trial.alone(inputs.gradients(trial.params, 6), trial.state(step))
-    return jax.tree.map(lambda leaf: np.asarray(leaf).sum(0), of_each)
-
-
-def _change(trial: Trial, step: int) -> np.ndarray:
-    """A change of the sums, float32 (k,): of every number of them, also of those that are kept."""
-    del step
-    return inputs.waves(trial.traced.numbers, 1.0, 0.3)
+    """The sums of some of the loud gradients."""
+    of_each = trial.contributions(step)["update"]
+    return jax.tree.map(lambda leaf: np.asarray(leaf)[: inputs.RANDOM].sum(0), of_each)
 
 
 def _exchange(trial: Trial, step: int) -> np.ndarray | None:
@@ -75,7 +72,9 @@ def _same_without_exchange(trial: Trial) -> str:
                 f"the public state moves with the data at step {step}, and the noise does not come from "
                 "dpx.keys.normal_like, so it cannot be exchanged for data"
             ) from None
-    return "the public state does not depend on the data; the updates were not exchanged, because the noise is not dpx's"
+    return (
+        "the public state does not depend on the data; the updates were not exchanged, because the noise is not dpx's"
+    )
 
 
 def _require_own_event_for_unreleased(trial: Trial):

@@ -55,7 +55,7 @@ class Subject:
         """The state after `step` releases of some gradients."""
         if step not in self._states:
             if step == 0:
-                self._states[0] = self.mechanism.init(self.params)
+                self._states[0] = jax.jit(self.mechanism.init)(self.params)
             else:
                 grads = inputs.gradients(self.params, 100 + step)
                 self._states[step] = self.update(grads, self.state(step - 1), everyone())[1]

@@ -17,6 +17,8 @@ from dpx.audit.contract_subject import Subject
 from dpx.batches import Tree
 from dpx.mechanism import Mechanism
 
+MULTIPLIERS = 12  # steps whose noise multipliers are read
+
 
 class Trial(Subject):
     """A mechanism on trial.
@@ -24,7 +26,9 @@ class Trial(Subject):
     draws: int, how often the noise of a step is drawn. seed: of the keys that it is drawn with.
     """
 
-    def __init__(self, mechanism: Mechanism, params: Tree, loss: Callable | None, examples: Tree, draws: int, seed: int):
+    def __init__(
+        self, mechanism: Mechanism, params: Tree, loss: Callable | None, examples: Tree, draws: int, seed: int
+    ):
         super().__init__(mechanism, params, loss, examples)
         self.draws, self.seed = draws, seed
         self._contributions: dict[int, dict[str, Tree]] = {}
@@ -52,15 +56,27 @@ class Trial(Subject):
 
     def multiplier(self, step: int) -> float:
         """The noise multiplier that the mechanism states for this step, which `cost` compares with its event."""
-        return float(over(self.mechanism.noise_multiplier, step + 1)[step])
+        return float(self.multipliers[step])
+
+    @functools.cached_property
+    def multipliers(self) -> np.ndarray:
+        """The stated noise multipliers of the first MULTIPLIERS steps, float64."""
+        return over(self.mechanism.noise_multiplier, MULTIPLIERS)
 
     def contributions(self, step: int) -> dict[str, Tree]:
         """The sums of single gradients, float32, the rows on axis 0, by path: loud ones, then hostile ones."""
         if step not in self._contributions:
-            rows = inputs.joined([inputs.loud(self.params), inputs.hostile(self.params)[0]])
-            problem, state = self.problems[0], self.state(step)
+            rows, problem, state = self.with_loud(self.hostile[0]), self.problems[0], self.state(step)
             self._contributions[step] = {name: sums(rows, state) for name, sums in problem.sums.items()}
         return self._contributions[step]
+
+    @functools.cached_property
+    def hostile(self) -> tuple[Tree, Tree, Tree]:
+        return inputs.hostile(self.params)
+
+    def with_loud(self, rows: Tree) -> Tree:
+        """The loud gradients, then `rows`."""
+        return inputs.joined([inputs.loud(self.params), rows])
 
     def released(self, step: int, sums: tuple[Tree, ...]) -> tuple[Tree, ...]:
         """The sums that move anything that leaves; others are kept as unreleased state."""
@@ -82,7 +98,7 @@ class Trial(Subject):
         It is 1 / sigma; where the event is not that of a Gaussian release, the largest that the clip norm allows.
         """
         if self.billed_by_multiplier:
-            return 1 / self.multiplier(step)
+            return 1 / max(self.multiplier(step), 1e-30)
         return self.clip_norm(step) * float(np.linalg.norm(self.release(step).exchange, 2))
 
     @functools.cached_property

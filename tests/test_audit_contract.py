@@ -1,0 +1,62 @@
+"""`check_contract`: every mechanism of tests/broken.py fails at the line that it breaks; sound ones pass all lines.
+
+That it passes on every mechanism of dpx is tests/test_contract.py, which is built on the same lines.
+"""
+
+import re
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from dpx.audit import ContractReport, Line, check_contract
+from tests.broken import ZOO, sound
+from tests.mechanisms import PARAMS
+
+
+@pytest.mark.parametrize("broken", ZOO, ids=lambda broken: broken.name)
+def test_the_line_of_a_broken_mechanism_fails(broken):
+    report = check_contract(broken.make(jax.random.key(7), 100), params=PARAMS, lines=[broken.line], draws=1000)
+    assert [line.name for line in report.failures] == [broken.line], report
+
+
+def test_docs(promoting):
+    """The code of docs/auditing.md about the contract."""
+    page = (Path(__file__).parents[1] / "docs" / "auditing.md").read_text()
+    section, names = page.split("## Check the contract")[1].split("\n## ")[0], {}
+    for block in re.findall(r"```python\n(.*?)```", section, re.DOTALL):
+        exec(block, names)
+
+
+MECHANISM = sound(jax.random.key(7), 100)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"mechanism": optax.sgd(1.0)}, "mechanism must be a dpx Mechanism"),
+        ({"loss": lambda params, example: 0.0}, "must be given together"),
+        ({"params": PARAMS, "loss": lambda params, example: 0.0}, "must be given together"),
+        ({"params": {"w": np.zeros((40, 40))}}, "1 to 1000 numbers: use smaller layers, got 1600"),
+        ({"params": {}}, "got 0"),
+        ({"lines": ["bound"]}, "got 'bound'"),
+        ({"draws": 10}, "draws must be a whole number of at least 500"),
+        ({"seed": -1}, "seed must be"),
+    ],
+)
+def test_refused(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        check_contract(**({"mechanism": MECHANISM} | arguments))
+
+
+def test_a_report_is_for_asserts():
+    report = ContractReport((Line("bounded", "pass", "a"), Line("cost", "not checked", "b")), 1e-4)
+    assert report.passed and report.require() is report and [line.name for line in report.unchecked] == ["cost"]
+    failed = ContractReport((*report.lines, Line("noise", "fail", "too small")), 1e-4)
+    with pytest.raises(AssertionError, match="fail .*noise .*too small"):
+        failed.require()
+    assert failed.line("noise").words == "too small"
+    with pytest.raises(ValueError, match="got 'sampling'"):
+        failed.line("sampling")
