@@ -90,6 +90,7 @@ def _jaxprs(value):
 
 def adjacent(trial: Trial) -> str:
     """Leaving one example out moves the update by at most what is billed, on every path, whoever else is there."""
+    trial.require_noise()
     largest, tried = 0.0, 0
     for step in STEPS:
         release = trial.require_linear(step, "on gradients alone, not on updates")

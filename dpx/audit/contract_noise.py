@@ -1,6 +1,7 @@
 """The line of the contract about noise: its size against the bill, and that it is independent standard normals."""
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 from scipy import special
@@ -15,23 +16,26 @@ RATE = 1e-5  # of false alarms, of each of the tests of draws
 
 def noise(trial: Trial) -> str:
     """The noise is at least the billed multiple of what one example moves, wherever that is, in every direction."""
-    silent = [step for step in STEPS if trial.multiplier(step) == 0]
-    if silent:
-        raise NotChecked(f"the noise multiplier is 0 at step {silent[0]}, so the bill is infinite")
+    trial.require_noise()
     used = [_used(trial, step) for step in STEPS]
-    words, missing = [], []
-    if None in used:
-        missing.append("the size of the noise is seen by `secrecy` alone, because no derivative passes the update")
-    elif trial.billed_by_multiplier:
-        billed = ", ".join(f"{trial.multiplier(step):.4g}" for step in STEPS)
-        found = ", ".join(f"{value:.4g}" for value in used)
-        words.append(f"multiplier {found} at steps {', '.join(map(str, STEPS))}; billed {billed}")
+    found = [value for value in used if value is not None]
+    words, missing = [_draws(trial)], ""
+    if len(found) < len(used):
+        missing = "`secrecy` alone sees the size of the noise, because no derivative passes the update"
+    elif not trial.billed_by_multiplier:
+        missing = "its size is not compared, because the event bills more than a multiplier"
     else:
-        missing.append("its size is not compared, because the event bills more than a multiplier")
-    words.append(_draws(trial))
+        billed = [trial.multiplier(step) for step in STEPS]
+        more = any(value > 1.01 * least for value, least in zip(found, billed, strict=True))
+        more = "; more noise than is billed" if more else ""
+        words.insert(0, f"multiplier {_listed(found)} at steps {_listed(STEPS)}; billed {_listed(billed)}{more}")
     if missing:
-        raise NotChecked("; ".join([*missing, *words]))
+        raise NotChecked("; ".join([missing, *words]))
     return "; ".join(words)
+
+
+def _listed(values: Sequence[float]) -> str:
+    return ", ".join(f"{value:.4g}" for value in values)
 
 
 def _used(trial: Trial, step: int) -> float | None:

@@ -21,6 +21,7 @@ from dpx.audit import contract_inputs as inputs
 from dpx.audit.contract_subject import Subject
 from dpx.batches import Tree
 
+LOST = 1e-3  # a derivative below this share of its value is mostly rounding, as that of Adam's first step
 SMALL = 1e-5  # of singular values, relative to the largest, because the derivatives are float32
 
 
@@ -128,18 +129,18 @@ class Traced:
         first, _, (_, first_noise) = _as_float64(self.program(*zeros, state))
         found, _, (by_sums, by_noise) = _as_float64(self.program(*somewhere, state))
         predicted = first + first_noise @ somewhere[1] + by_sums @ somewhere[0]
-        scale = np.abs(by_noise).max(1, initial=0) + np.abs(by_sums).max(1, initial=0)
+        scale = np.abs(by_noise).max(1, initial=0) + np.abs(by_sums).max(1, initial=0)  # NaN behind a root of 0
         with np.errstate(invalid="ignore"):
             close = np.abs(predicted - found) <= 1e-4 * (scale + np.abs(found))
             affine = close & (np.abs(first_noise - by_noise).max(1, initial=0) <= 1e-4 * scale)
-        usable = np.isfinite(scale) & (scale > 0)
+            usable = np.isfinite(scale) & (scale > LOST * np.abs(found))
         data, noise = by_sums[usable] / scale[usable, None], by_noise[usable] / scale[usable, None]
         exchange, uncovered = np.zeros((self.normals, self.numbers)), 0.0
         if usable.any():
             exchange, *_ = np.linalg.lstsq(noise, data, rcond=SMALL)
             uncovered = float(np.abs(noise @ exchange - data).max(initial=0))
-        flat = not by_sums.any() and not by_noise.any()
-        moved = inputs.split(np.abs(by_sums).max(0, initial=0), self.sums_like)
+        flat = not usable.any()
+        moved = inputs.split(np.abs(by_sums[usable]).max(0, initial=0), self.sums_like)
         seen = tuple(flat or any(np.any(leaf > 0) for leaf in jax.tree.leaves(tree)) for tree in moved)
         return Release(first, first_noise, affine, self.updates, exchange, uncovered, flat, seen)
 

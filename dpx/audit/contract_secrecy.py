@@ -18,6 +18,7 @@ SHIFT = 16.0  # standard deviations of the noise, by which the data is moved
 
 def secrecy(trial: Trial) -> str:
     """Two data sets with the same noisy sums differ in nothing that is public: the noise makes up for the data."""
+    trial.require_noise()
     _require_own_event_for_unreleased(trial)
     if not trial.draws_by_dpx:
         return _same_without_exchange(trial)

@@ -13,7 +13,7 @@ from dpx.audit import contract_inputs as inputs
 from dpx.audit.contract_draws import Draws, measured
 from dpx.audit.contract_release import Release, Traced
 from dpx.audit.contract_report import NotChecked
-from dpx.audit.contract_subject import Subject
+from dpx.audit.contract_subject import STEPS, Subject
 from dpx.batches import Tree
 from dpx.mechanism import Mechanism
 
@@ -98,13 +98,19 @@ class Trial(Subject):
         It is 1 / sigma; where the event is not that of a Gaussian release, the largest that the clip norm allows.
         """
         if self.billed_by_multiplier:
-            return 1 / max(self.multiplier(step), 1e-30)
+            return 1 / self.multiplier(step)
         return self.clip_norm(step) * float(np.linalg.norm(self.release(step).exchange, 2))
 
     @functools.cached_property
     def billed_by_multiplier(self) -> bool:
         """Whether the event bills releases by their noise multipliers, relative to what one example moves."""
         return not own_event(self.mechanism.event(1), self.mechanism.sampling)
+
+    def require_noise(self) -> None:
+        """Raises NotChecked if a step has no noise, because nothing about its size is then billed."""
+        for step in STEPS:
+            if self.multiplier(step) == 0:
+                raise NotChecked(f"the noise multiplier is 0 at step {step}, so the bill is infinite")
 
     def require_linear(self, step: int, what: str) -> Release:
         """The release of the step. Raises NotChecked if the updates are no linear function of its noise."""
