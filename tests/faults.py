@@ -26,7 +26,7 @@ def contract(line: str, *cases: str) -> str:
 
 
 def secrecy(case: str) -> str:
-    return f"'tests/test_contract.py::test_contract_secrecy[{case}]'"
+    return contract("secrecy", case)
 
 
 def misuse(name: str) -> str:

@@ -34,13 +34,13 @@ def cost(trial: Trial) -> str:
         raise Broken(
             f"the state records other noise multipliers than {used.tolist()}, by which the mechanism is billed"
         )
-    name = own_event(mechanism.event(1), mechanism.sampling)
+    name = own_event(trial.event(1), mechanism.sampling)
     if name:
         raise NotChecked(f"{name} is no event of the sampling, so its own proof and tests must say that it is true")
     more = False
     for steps in BILLED:
         expected = singles(mechanism.sampling.event(trial.multipliers[:steps]))
-        billed = singles(mechanism.event(steps))
+        billed = singles(trial.event(steps))
         missing = _not_in(expected, billed)
         if missing:
             raise Broken(f"{steps} steps do not bill {missing[0]}, of noise multiplier and sampling of the mechanism")

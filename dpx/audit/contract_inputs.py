@@ -108,6 +108,11 @@ def waves(size: int, height: float, start: float = 0.0) -> np.ndarray:
     return (height * np.cos(start + np.arange(size))).astype(np.float32)
 
 
+def zeros_like(tree: Tree) -> Tree:
+    """Arrays of 0 for arrays or their shapes."""
+    return jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), tree)
+
+
 def joined(trees: list[Tree]) -> Tree:
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *trees)
 

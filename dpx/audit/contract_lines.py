@@ -4,6 +4,7 @@ Each function returns words, raises Broken where the line does not hold, and Not
 """
 
 import re
+from typing import Any
 
 import jax
 import numpy as np
@@ -56,8 +57,8 @@ def _require_zero(trial: Trial, sums, replaced, where: str):
 
 def float32(trial: Trial) -> str:
     """Nothing between the gradients and the updates is computed in less than float32, for gradients of any dtype."""
-    for dtype in (np.float32, *inputs.LOW):
-        for name, found in _low_precision(trial.trace(dtype).jaxpr):
+    for closed in (trial.traced_once, *map(trial.trace, inputs.LOW)):
+        for name, found in _low_precision(closed.jaxpr):
             raise Broken(f"{name} computes in {found}")
     return "no arithmetic in less than 32 bits, on gradients in float32, float16 and bfloat16"
 
@@ -93,7 +94,9 @@ def adjacent(trial: Trial) -> str:
     trial.require_noise()
     largest, tried = 0.0, 0
     for step in STEPS:
-        release = trial.require_linear(step, "on gradients alone, not on updates")
+        if not trial.release(step).linear:
+            _require_adjacent_sums(trial, step)
+        release = trial.require_linear(step, f"on the sums of step {step} alone, not on updates")
         most = trial.most(step) * (1 + 10 * release.tolerance)
         for problem in trial.problems:
             rows = _with_a_loud_row(trial, problem)
@@ -112,6 +115,18 @@ def adjacent(trial: Trial) -> str:
     return f"{tried} times one of {inputs.ROWS} examples left out: at most {largest:.6g} of what is billed"
 
 
+def _require_adjacent_sums(trial: Trial, step: int) -> None:
+    """Raises Broken if one example left out moves the released sums by more than the clip norm."""
+    state, rows = trial.state(step), _with_a_loud_row(trial, trial.problems[0])
+    everyones = trial.sums(rows, state, everyone())
+    for missing in range(inputs.ROWS):
+        others = trial.sums(rows, state, all_but(missing))
+        change = jax.tree.map(lambda a, b: np.asarray(a)[None] - np.asarray(b)[None], everyones, others)
+        (norm,) = trial.norms(step, change)
+        if not norm <= trial.clip_norm(step) * (1 + 1e-5):
+            raise Broken(f"one example moves the sum by {norm:.7g}, and the clip norm is {trial.clip_norm(step):.7g}")
+
+
 def _with_a_loud_row(trial: Trial, problem: Problem):
     """The rows, of which one has a gradient 10^6 times as large, if the rows are gradients."""
     if problem is not trial.problems[0]:
@@ -121,15 +136,15 @@ def _with_a_loud_row(trial: Trial, problem: Problem):
 
 
 def padding(trial: Trial) -> str:
-    """Rows that do not count change nothing, in any position. A batch without rows is a step of pure noise."""
+    """Rows that do not count change nothing, in any position. If none counts, the step is pure noise."""
     nobody = np.zeros(inputs.ROWS, bool)
     for problem in trial.problems:
         state, stacked = trial.state(1), next(iter(problem.paths.values()))
-        noise = stacked(inputs.take(problem.rows, []), state, np.zeros(0, bool))
+        noise = stacked(inputs.zeros_like(problem.rows), state, nobody)
         for name, path in problem.paths.items():
             for position in (0, 1, 2):
                 found = path(inputs.with_garbage(problem.rows, position), state, nobody)
-                _require_same(found, noise, f"a batch without rows that count is no batch without rows ({name})")
+                _require_same(found, noise, f"rows move a step in which none of them counts ({name})")
         real = inputs.take(problem.rows, np.arange(inputs.ROWS - 2))
         state = trial.state(4)
         expected = stacked(real, state, np.ones(inputs.ROWS - 2, bool))
@@ -141,7 +156,7 @@ def padding(trial: Trial) -> str:
                     padded = inputs.with_garbage(padded, position)
                 found = path(padded, state, order < inputs.ROWS - 2)
                 _require_same(found, expected, f"padding at row {first} changes the step ({name})", problem)
-    return f"NaN, 1e30 and -inf in rows that do not count, at {len(GARBAGE)} positions: the same step; no rows: noise"
+    return f"NaN, 1e30 and -inf in rows that do not count, at {len(GARBAGE)} positions: the same step"
 
 
 def additive(trial: Trial) -> str:
@@ -191,10 +206,14 @@ def resume(trial: Trial) -> str:
     rows = trial.problems[0].rows
     found, expected = (trial.update(rows, given, all_but()) for given in (restored, state))
     _require_same(found, expected, "a state that was stored and restored makes another step")
-    first, second = trial.trace(), trial.trace()
+    require_same_program(trial.traced_once, trial.trace())
+    return "the same step from a restored state; the same program when it is traced again"
+
+
+def require_same_program(first: Any, second: Any) -> None:
+    """Raises Broken if two closed jaxprs of a step differ in an equation or in a constant."""
     if _printed(first) != _printed(second) or not _same_constants(first, second):
         raise Broken("the step is another program when it is traced again: something outside of the state enters it")
-    return "the same step from a restored state; the same program when it is traced again"
 
 
 def _is_array(leaf) -> bool:

@@ -3,10 +3,14 @@
 import math
 from collections.abc import Sequence
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from scipy import special
 
+from dpx.audit import contract_inputs as inputs
 from dpx.audit.contract_draws import chi_square_over_freedom, whitened
+from dpx.audit.contract_release import substituted
 from dpx.audit.contract_report import Broken, NotChecked
 from dpx.audit.contract_subject import STEPS
 from dpx.audit.contract_trial import Trial
@@ -65,9 +69,26 @@ def _draws(trial: Trial) -> str:
             columns.append(_by_its_covariance(trial.noise(step)[:, : release.updates]))
         directions = columns[-1].shape[1]
     if not directions:
-        return "the draws are not tested, because no public value is a linear function of the noise"
-    _require_standard(np.concatenate(columns, axis=1))
+        _require_other_keys(trial)
+        return "the draws are not tested, because no public value is linear in the noise; their keys differ by step"
+    require_standard(np.concatenate(columns, axis=1))
     return f"{trial.noise.count} draws of {directions} directions are independent standard normals"
+
+
+def _require_other_keys(trial: Trial) -> None:
+    """Raises Broken unless every step draws once for each of its sums, from a key that no other step has."""
+    drawn = []
+
+    def record(key, tree):
+        drawn.append(jax.random.key_data(key).tolist())
+        return jax.tree.map(jnp.zeros_like, tree)
+
+    zeros = inputs.zeros_like(trial.sums_like)
+    with substituted(record), jax.disable_jit():
+        for step in STEPS:
+            trial.mechanism.release(zeros, trial.state(step), trial.params)
+    if len({str(key) for key in drawn}) < len(drawn):
+        raise Broken(f"the noise of the steps {_listed(STEPS)} comes from the same key")
 
 
 def _by_its_covariance(draws: np.ndarray) -> np.ndarray:
@@ -81,7 +102,7 @@ def _by_its_covariance(draws: np.ndarray) -> np.ndarray:
     return uncorrelated @ vectors.T if large.all() else uncorrelated
 
 
-def _require_standard(draws: np.ndarray):
+def require_standard(draws: np.ndarray):
     """Raises Broken unless the columns of `draws`, float64 (count, columns), are independent standard normals."""
     if not np.isfinite(draws).all():
         raise Broken("a draw of the noise is not finite")

@@ -46,6 +46,11 @@ class Release(NamedTuple):
     seen: tuple[bool, ...]
     tolerance: float = 1e-5
 
+    @property
+    def linear(self) -> bool:
+        """Whether all updates are linear functions of the noise."""
+        return bool(self.affine[: self.updates].all())
+
     def size(self, sums: Tree) -> np.ndarray:
         """The sizes of changes of the sums, with the rows on axis 0, in units of the noise; float64 (rows,)."""
         return np.linalg.norm(inputs.flattened(sums, 1) @ self.exchange.T, axis=1)

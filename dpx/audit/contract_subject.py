@@ -42,10 +42,15 @@ class Subject:
     def __init__(self, mechanism: Mechanism, params: Tree, loss: Callable | None = None, examples: Tree = None):
         self.mechanism = mechanism
         self.params = jax.tree.map(lambda p: jnp.asarray(p, jnp.float32), params)
-        self.problems = [of_gradients(mechanism, self.params)]
+        self.problems = [of_gradients(mechanism, self.params, self.compiled)]
         if loss is not None:
-            self.problems.append(of_loss(mechanism, self.params, loss, examples))
+            self.problems.append(of_loss(mechanism, self.params, loss, examples, self.compiled))
+        self.sums = jax.jit(lambda *rows: sum_contributions(mechanism, *rows)[0])
         self._states: dict[int, Tree] = {}
+
+    def compiled(self, of_one: Callable) -> Callable:
+        """`of_one(row, state)` for the rows on axis 0, compiled."""
+        return jax.jit(jax.vmap(of_one, (0, None)))
 
     def update(self, grads: Tree, state: Tree, included: Any) -> tuple[Tree, Tree]:
         """`Mechanism.update`, compiled."""
@@ -75,14 +80,22 @@ class Subject:
             self.state(0),
         )
 
-    def trace(self, dtype: Any = jnp.float32) -> Any:
-        """The closed jaxpr of `Mechanism.update` on a batch of gradients of this dtype, traced anew."""
+    @functools.cached_property
+    def traced_once(self) -> Any:
+        """The closed jaxpr of `Mechanism.update` on a batch of float32 gradients."""
+        return self.trace()
+
+    def trace(self, dtype: Any = jnp.float32, state: Tree = None) -> Any:
+        """The closed jaxpr of `Mechanism.update` on a batch of gradients of this dtype, traced anew.
+
+        state: of the mechanism; by default the first one.
+        """
         grads = jax.tree.map(lambda p: jax.ShapeDtypeStruct((inputs.ROWS, *p.shape), dtype), self.params)
 
         def update(grads, state, included):
             return self.mechanism.update(grads, state, self.params, included=included)
 
-        return jax.make_jaxpr(update)(grads, self.state(0), everyone())
+        return jax.make_jaxpr(update)(grads, self.state(0) if state is None else state, everyone())
 
 
 def everyone() -> np.ndarray:
@@ -93,7 +106,7 @@ def all_but(*missing: int) -> np.ndarray:
     return np.array([row not in missing for row in range(inputs.ROWS)])
 
 
-def of_gradients(mechanism: Mechanism, params: Tree) -> Problem:
+def of_gradients(mechanism: Mechanism, params: Tree, compiled: Callable) -> Problem:
     """Gradients as the data: `Mechanism.update`, and `private_grad` of a loss that has them as gradients."""
 
     def stacked(grads, state, included):
@@ -111,7 +124,7 @@ def of_gradients(mechanism: Mechanism, params: Tree) -> Problem:
         step = private_grad(inputs.product_loss, mechanism, clipping="ghost", microbatch_size=4)
         return step(params, Batch(inputs.product_examples(params, grads), included), state)[:2]
 
-    paths, sums = {"update": stacked}, {"update": _each(alone)}
+    paths, sums = {"update": stacked}, {"update": compiled(alone)}
     if mechanism.supports_ghost_norms:
         of_row = sum_gradients(inputs.product_loss, mechanism, microbatch_size=1, clipping="ghost", has_aux=False)
 
@@ -119,14 +132,14 @@ def of_gradients(mechanism: Mechanism, params: Tree) -> Problem:
             row = inputs.product_examples(params, jax.tree.map(lambda g: g[None], grad))
             return of_row(params, state, (row,), jnp.ones(1, bool))[0]
 
-        paths["ghost norms"], sums["ghost norms"] = by_ghost_norms, _each(ghost_alone)
+        paths["ghost norms"], sums["ghost norms"] = by_ghost_norms, compiled(ghost_alone)
     else:
         paths["microbatches"] = in_microbatches
     rows, (extreme, _, _) = inputs.gradients(params, 2, 3.0), inputs.hostile(params)
     return Problem("gradients", rows, extreme, {name: jax.jit(path) for name, path in paths.items()}, sums)
 
 
-def of_loss(mechanism: Mechanism, params: Tree, loss: Callable, examples: Tree) -> Problem:
+def of_loss(mechanism: Mechanism, params: Tree, loss: Callable, examples: Tree, compiled: Callable) -> Problem:
     """The examples of a loss: its stacked gradients, and what `private_grad` makes of it."""
 
     def stacked(rows, state, included):
@@ -143,7 +156,7 @@ def of_loss(mechanism: Mechanism, params: Tree, loss: Callable, examples: Tree) 
         def of_one(row, state):
             return of_row(params, state, (jax.tree.map(lambda x: x[None], row),), jnp.ones(1, bool))[0]
 
-        return _each(of_one)
+        return compiled(of_one)
 
     paths = {"update": stacked, "private_grad": of_private_grad(), "microbatches": of_private_grad(microbatch_size=4)}
     sums = {"private_grad": alone(clipping="auto")}
@@ -151,9 +164,5 @@ def of_loss(mechanism: Mechanism, params: Tree, loss: Callable, examples: Tree) 
         paths["ghost norms"], sums["ghost norms"] = of_private_grad(clipping="ghost"), alone(clipping="ghost")
     size = len(jax.tree.leaves(examples)[0])
     rows = inputs.take(examples, np.arange(inputs.ROWS) % size)
-    compiled = {name: jax.jit(path) for name, path in paths.items()}
-    return Problem("loss", rows, inputs.hostile_examples(rows), compiled, sums)
-
-
-def _each(of_one: Callable) -> Callable:
-    return jax.jit(jax.vmap(of_one, (0, None)))
+    programs = {name: jax.jit(path) for name, path in paths.items()}
+    return Problem("loss", rows, inputs.hostile_examples(rows), programs, sums)

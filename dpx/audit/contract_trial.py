@@ -63,6 +63,11 @@ class Trial(Subject):
         """The stated noise multipliers of the first MULTIPLIERS steps, float64."""
         return over(self.mechanism.noise_multiplier, MULTIPLIERS)
 
+    @functools.cache  # noqa: B019
+    def event(self, steps: int) -> DpEvent:
+        """The event of the mechanism, which takes some time for schedules."""
+        return self.mechanism.event(steps)
+
     def contributions(self, step: int) -> dict[str, Tree]:
         """The sums of single gradients, float32, the rows on axis 0, by path: loud ones, then hostile ones."""
         if step not in self._contributions:
@@ -104,7 +109,7 @@ class Trial(Subject):
     @functools.cached_property
     def billed_by_multiplier(self) -> bool:
         """Whether the event bills releases by their noise multipliers, relative to what one example moves."""
-        return not own_event(self.mechanism.event(1), self.mechanism.sampling)
+        return not own_event(self.event(1), self.mechanism.sampling)
 
     def require_noise(self) -> None:
         """Raises NotChecked if a step has no noise, because nothing about its size is then billed."""
@@ -115,7 +120,7 @@ class Trial(Subject):
     def require_linear(self, step: int, what: str) -> Release:
         """The release of the step. Raises NotChecked if the updates are no linear function of its noise."""
         release = self.release(step)
-        if not release.affine[: release.updates].all():
+        if not release.linear:
             raise NotChecked(f"{what}, because the updates are no linear function of the noisy sum")
         return release
 
