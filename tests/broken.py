@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
+import dp_accounting
 import jax
 import jax.numpy as jnp
 import optax
@@ -231,6 +232,23 @@ class FixedSizeBilledAsPoisson(ShuffledBilledAsPoisson):
 def fixed_size_billed_as_poisson(key, steps):
     """Subsets of a fixed size, billed as Poisson sampling of add-or-remove neighbors (many papers' code)."""
     return sound(key, sampling=FixedSizeBilledAsPoisson(examples=96, batch_size=8))
+
+
+class ReplacedBilledAsRemoved(FixedSizeBilledAsPoisson):
+    """Batches of a fixed size under replace-one neighbors, with the noise of one clip norm in place of two."""
+
+    relation: ClassVar[str] = "replace_one"
+    pads: ClassVar[bool] = False
+
+    def event(self, multipliers):
+        inner = [dp_accounting.GaussianDpEvent(float(sigma)) for sigma in multipliers]
+        sampled = dp_accounting.SampledWithoutReplacementDpEvent
+        return dp_accounting.ComposedDpEvent([sampled(self.examples, self.batch_size, one) for one in inner])
+
+
+def replaced_billed_as_removed(key, steps):
+    """Replacing an example moves the sum by 2 C, and C is billed (accountants of subsets without replacement)."""
+    return sound(key, sampling=ReplacedBilledAsRemoved(examples=96, batch_size=8))
 
 
 # The noise.
@@ -486,6 +504,7 @@ ZOO = [
     Zoo(mask_of_the_microbatch, "additive"),
     Zoo(shuffled_billed_as_poisson, "sampling", "lower_bound"),
     Zoo(fixed_size_billed_as_poisson, "sampling", "lower_bound"),
+    Zoo(replaced_billed_as_removed, "sampling", "lower_bound"),
     Zoo(two_thirds_of_the_noise, "noise", "lower_bound"),
     Zoo(noise_divided_twice, "noise", "lower_bound"),
     Zoo(noise_of_the_drawn_batch, "noise", "lower_bound"),

@@ -95,6 +95,7 @@ def sampling(trial: Trial) -> str:
     if any(len(np.unique(batch)) < len(batch) for batch in batches):
         raise Broken("a batch holds an example twice")
     event = releases[0]
+    _require_relation(event, record)
     if isinstance(event, dp_accounting.PoissonSampledDpEvent):
         _require_poisson(batches, record.examples, float(event.sampling_probability))
         return f"{DRAWN} batches are drawn as the event says: each example at rate {event.sampling_probability:.4g}"
@@ -103,6 +104,17 @@ def sampling(trial: Trial) -> str:
         return f"{DRAWN} batches are subsets of {event.sample_size} examples, as the event says"
     _require_counted(batches, record)
     return f"in {DRAWN} batches, no example takes part more often than the event bills"
+
+
+def _require_relation(event: Any, record: Any):
+    """Raises Broken if the event of noise multiplier 1 has more than 1, or 1/2 where an example is exchanged."""
+    inner = getattr(event, "event", event)
+    most = 0.5 if record.relation == "replace_one" else 1.0
+    if getattr(inner, "noise_multiplier", 0.0) > most:
+        raise Broken(
+            f"the event of noise multiplier 1 has {inner.noise_multiplier:g}, and at most {most:g} is true under the "
+            f"relation {record.relation!r}"
+        )
 
 
 def _require_poisson(batches: list[np.ndarray], examples: int, rate: float):

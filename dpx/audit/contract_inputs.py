@@ -11,6 +11,7 @@ from dpx.batches import Tree
 
 ROWS = 6  # of a batch
 RANDOM = 8  # gradients far above any clip norm, whose contributions tell the clip norm
+SWEEP = np.geomspace(1e-3, 1e5, 33)  # so that no size is far from one that is tried
 BASIS = 64  # at most so many coordinates are tried alone
 SIZES = (0, 1e-30, 1e-6, 0.1, 1, 5e4, 3e38, math.nan, math.inf, -math.inf)
 LOW = (np.float16, jnp.bfloat16)
@@ -23,8 +24,9 @@ def gradients(params: Tree, seed: int, scale: float = 1.0, rows: int = ROWS) -> 
 
 
 def loud(params: Tree) -> Tree:
-    """Gradients far above any clip norm, float32 (rows, ...): RANDOM random ones, larger ones, single coordinates."""
-    ordinary = joined([gradients(params, 21, 1e6, rows=RANDOM), gradients(params, 22, 1e12, rows=RANDOM)])
+    """Gradients, float32 (rows, ...): RANDOM far above any clip norm, larger ones, all sizes, single coordinates."""
+    ordinary = [gradients(params, 21, 1e6, rows=RANDOM), gradients(params, 22, 1e12, rows=RANDOM)]
+    ordinary = joined([*ordinary, *[gradients(params, 23, size, rows=1) for size in SWEEP]])
     size = sum(p.size for p in jax.tree.leaves(params))
     chosen = np.linspace(0, size - 1, min(size, BASIS)).astype(int)
     basis = np.zeros((len(chosen), size), np.float32)

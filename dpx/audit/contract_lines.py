@@ -10,6 +10,8 @@ import jax
 import numpy as np
 
 from dpx.audit import contract_inputs as inputs
+from dpx.audit.contract_draws import is_key
+from dpx.audit.contract_marks import KEY, RAW, spread
 from dpx.audit.contract_report import Broken
 from dpx.audit.contract_subject import STEPS, Problem, all_but, everyone
 from dpx.audit.contract_trial import Trial
@@ -56,37 +58,44 @@ def _require_zero(trial: Trial, sums, replaced, where: str):
 
 
 def float32(trial: Trial) -> str:
-    """Nothing between the gradients and the updates is computed in less than float32, for gradients of any dtype."""
+    """Neither the sums, from gradients of any dtype, nor the noise are computed in less than float32.
+
+    What depends on both comes after the noise, so an optimizer may keep its state in bfloat16.
+    """
     for closed in (trial.traced_once, *map(trial.trace, inputs.LOW)):
-        for name, found in _low_precision(closed.jaxpr):
-            raise Broken(f"{name} computes in {found}")
-    return "no arithmetic in less than 32 bits, on gradients in float32, float16 and bfloat16"
+        found = set()
+
+        def visit(equation, mark, control, found=found):
+            del control
+            if mark in (RAW, KEY):
+                found |= _low_precision(equation)
+
+        raw = [RAW] * len(jax.tree.leaves(trial.params))
+        marks = raw + [0] * (len(closed.jaxpr.invars) - len(raw))
+        spread(closed, marks, visit, [KEY if is_key(leaf) else 0 for leaf in closed.consts])
+        if found:
+            raise Broken(f"computes in less than 32 bits: {', '.join(sorted(found))}")
+    return "sums and noise have no arithmetic in less than 32 bits, on gradients in float32, float16 and bfloat16"
 
 
 # What only moves numbers of low precision, such as gradients before they become float32.
 MOVES = {
-    "broadcast_in_dim", "concatenate", "convert_element_type", "copy", "dynamic_slice", "gather", "pad", "reshape",
-    "rev", "select_n", "slice", "squeeze", "transpose",
+    "broadcast_in_dim", "concatenate", "convert_element_type", "copy", "dynamic_slice", "gather", "jit", "pad", "pjit",
+    "reshape", "rev", "scan", "select_n", "slice", "squeeze", "transpose", "while",
 }  # fmt: skip
 
 
-def _low_precision(jaxpr):
-    """The equations that compute in float16 or bfloat16, as (primitive, dtype)."""
-    for equation in jaxpr.eqns:
-        inner = [part for value in equation.params.values() for part in _jaxprs(value)]
-        for part in inner:
-            yield from _low_precision(part)
-        for out in equation.outvars:
-            dtype = str(getattr(out.aval, "dtype", ""))
-            low_inputs = any(str(getattr(v.aval, "dtype", "")) == dtype for v in equation.invars)
-            moves = equation.primitive.name in MOVES and low_inputs
-            if dtype in ("float16", "bfloat16") and not inner and not moves:
-                yield equation.primitive.name, dtype
+def _low_precision(equation: Any) -> set[str]:
+    """What an equation computes in float16 or bfloat16, in words."""
+    given = {_dtype(v) for v in equation.invars}
+    low = {_dtype(v) for v in equation.outvars} & {"float16", "bfloat16"}
+    if equation.primitive.name in MOVES:
+        low -= given
+    return {f"{equation.primitive.name} in {dtype}" for dtype in low}
 
 
-def _jaxprs(value):
-    parts = value if isinstance(value, tuple | list) else (value,)
-    return [getattr(part, "jaxpr", part) for part in parts if hasattr(getattr(part, "jaxpr", part), "eqns")]
+def _dtype(variable: Any) -> str:
+    return str(getattr(variable.aval, "dtype", ""))
 
 
 def adjacent(trial: Trial) -> str:

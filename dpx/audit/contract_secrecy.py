@@ -1,13 +1,12 @@
 """The lines of the contract about secrets: nothing but released values leaves, and no program branches on raw data."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from dpx._public_state import public_state
 from dpx.audit import contract_inputs as inputs
+from dpx.audit.contract_marks import RAW, spread
 from dpx.audit.contract_report import Broken, NotChecked
 from dpx.audit.contract_subject import STEPS, all_but, everyone
 from dpx.audit.contract_trial import Trial
@@ -112,49 +111,15 @@ def branches(trial: Trial) -> str:
     for problem in trial.problems:
         for name, path in problem.paths.items():
             arguments = problem.rows, trial.state(0), all_but()
-            raw = [True] * len(jax.tree.leaves(problem.rows))
-            raw += [False] * len(jax.tree.leaves(arguments[1:]))
-            found, _ = branches_on(jax.make_jaxpr(path)(*arguments).jaxpr, raw)
+            closed = jax.make_jaxpr(path)(*arguments)
+            raw = [RAW] * len(jax.tree.leaves(problem.rows))
+            marks, found = raw + [0] * (len(closed.jaxpr.invars) - len(raw)), set()
+
+            def visit(equation, mark, control, found=found):
+                found |= {equation.primitive.name} if control & RAW else set()
+
+            spread(closed, marks, visit)
             if found:
                 raise Broken(f"{', '.join(sorted(found))} depends on raw data ({name} of {problem.name})")
             names.append(f"{name} of {problem.name}")
     return f"no cond and no while depends on raw data in {', '.join(names)}"
-
-
-def branches_on(jaxpr: Any, raw: list[bool]) -> tuple[set[str], list[bool]]:
-    """The conditionals and loops whose course depends on raw inputs, and which outputs depend on them."""
-    tainted, found = {v for v, is_raw in zip(jaxpr.invars, raw, strict=True) if is_raw}, set()
-
-    def into(inner, raw):
-        more, outputs = branches_on(getattr(inner, "jaxpr", inner), raw)
-        found.update(more)
-        return outputs
-
-    for equation in jaxpr.eqns:
-        name, params = equation.primitive.name, equation.params
-        inputs = [not hasattr(v, "val") and v in tainted for v in equation.invars]
-        if name == "cond":
-            found |= {name} if inputs[0] else set()
-            outputs = [any(each) for each in zip(*[into(b, inputs[1:]) for b in params["branches"]], strict=True)]
-        elif name == "while":
-            ahead, constants = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-            outputs = _loop(into, params["body_jaxpr"], inputs[ahead:constants], inputs[constants:])
-            found |= {name} if any(into(params["cond_jaxpr"], [*inputs[:ahead], *outputs])) else set()
-        elif name == "scan":
-            constants, carried = params["num_consts"], params["num_consts"] + params["num_carry"]
-            outputs = _loop(into, params["jaxpr"], inputs[:constants], inputs[constants:carried], inputs[carried:])
-        else:
-            inner = params.get("jaxpr", params.get("call_jaxpr"))
-            outputs = into(inner, inputs) if inner is not None else [any(inputs)] * len(equation.outvars)
-        tainted |= {v for v, is_raw in zip(equation.outvars, outputs, strict=True) if is_raw}
-    return found, [not hasattr(v, "val") and v in tainted for v in jaxpr.outvars]
-
-
-def _loop(into: Any, body: Any, constants: list[bool], carried: list[bool], rest: Any = ()) -> list[bool]:
-    """Which outputs of a loop depend on raw inputs, after any number of rounds."""
-    while True:
-        outputs = into(body, [*constants, *carried, *rest])
-        joined = [a or b for a, b in zip(carried, outputs, strict=False)]
-        if joined == carried:
-            return outputs
-        carried = joined
