@@ -7,18 +7,21 @@ import re
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
+import dpx
 from dpx.audit import ContractReport, Line, check_contract
-from tests.broken import ZOO, sound
+from tests.broken import ZOO, sound, two_thirds_of_the_noise, with_noise
 from tests.mechanisms import PARAMS
 
 
 @pytest.mark.parametrize("broken", ZOO, ids=lambda broken: broken.name)
 def test_the_line_of_a_broken_mechanism_fails(broken):
-    report = check_contract(broken.make(jax.random.key(7), 100), params=PARAMS, lines=[broken.line], draws=1000)
+    mechanism, options = broken.make(jax.random.key(7), 100), {"lines": [broken.line], "draws": 1000}
+    report = check_contract(mechanism, params=PARAMS, rebuild=lambda key: broken.make(key, 100), **options)
     assert [line.name for line in report.failures] == [broken.line], report
 
 
@@ -60,3 +63,38 @@ def test_a_report_is_for_asserts():
     assert failed.line("noise").words == "too small"
     with pytest.raises(ValueError, match="got 'sampling'"):
         failed.line("sampling")
+
+
+@pytest.mark.parametrize(
+    ("make", "mu_dtype", "failures", "unchecked"),
+    [
+        (sound, None, [], []),
+        (sound, jnp.bfloat16, [], ["noise"]),
+        (two_thirds_of_the_noise, None, ["noise"], []),
+    ],
+)
+def test_the_noise_behind_an_optimizer(make, mu_dtype, failures, unchecked, promoting):
+    """Adam's updates are not linear in the noise, but its average of them is, if it is float32."""
+    mechanism = dpx.chain(make(jax.random.key(7), 100), optax.adam(1e-2, mu_dtype=mu_dtype))
+    report = check_contract(mechanism, lines=["float32", "noise", "secrecy"], draws=500)
+    assert [line.name for line in report.failures] == failures, report
+    assert [line.name for line in report.unchecked] == unchecked, report
+
+
+def test_a_step_without_noise_is_not_checked():
+    mechanism = sound(jax.random.key(7), noise_multiplier=0.0)
+    report = check_contract(mechanism, lines=["adjacent", "noise", "secrecy"])
+    assert [line.outcome for line in report.lines] == 3 * ["not checked"]
+    assert all("the bill is infinite" in line.words for line in report.lines)
+
+
+def test_noise_of_a_mechanisms_own():
+    """Sound noise that does not come from `keys.normal_like` passes, also with coordinates of the key."""
+    key = jax.random.key(7)
+    plain = with_noise(
+        sound(key), lambda total, step: optax.tree.random_like(dpx.keys.stream(key, "mine", step), total)
+    )
+    projected = dpx.in_coordinates(plain, dpx.coordinates.random_projection(rank=12, kind="gaussian", key=key))
+    for mechanism in (plain, projected):
+        report = check_contract(mechanism, lines=["noise", "secrecy"], draws=1000)
+        assert not report.failures and not report.unchecked, report

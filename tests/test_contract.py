@@ -38,7 +38,7 @@ RESTS = {  # lines that cannot be checked without facts: the words that the repo
     "signs": {
         "adjacent": "on the sums",
         "divisor": "no linear function",
-        "noise": "`secrecy` alone sees the size",
+        "noise": "`secrecy` alone sees its size",
     },
 }
 
@@ -53,7 +53,7 @@ class TrialForUsers(Trial):
 @functools.cache
 def trial(case: Case) -> Trial:
     """The mechanism of a case on trial, also on the paths that only dpx's own tests know."""
-    found = TrialForUsers(case.mechanism, PARAMS, None, None, DRAWS, 11)
+    found = TrialForUsers(case.mechanism, PARAMS, draws=DRAWS, seed=11, rebuild=case.make)
     found.problems[0].paths.update({name: jax.jit(path) for name, path in more_paths(case).items()})
     return found
 
@@ -169,7 +169,7 @@ def facts_of_resume(case: Case):
     """The mechanism, made again from the same key, is the same program, with the same noise. Line 5."""
     made_again = case._replace(name=f"{case.name}, made again")
     assert made_again.mechanism is not case.mechanism
-    again = Trial(made_again.mechanism, PARAMS, None, None, DRAWS, 11)
+    again = Trial(made_again.mechanism, PARAMS, draws=DRAWS, seed=11)
     require_same_program(trial(case).traced_once, again.trace(state=trial(case).state(0)))
 
 

@@ -93,6 +93,7 @@ MAY_IMPORT = {
     },
     "audit": {
         "_contributions",
+        "_frozen",
         "_numbers",
         "_public_state",
         "accounting",

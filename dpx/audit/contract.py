@@ -40,6 +40,7 @@ def check_contract(
     examples: Tree = None,
     *,
     lines: Sequence[str] | None = None,
+    rebuild: Callable[[jax.Array], Mechanism] | None = None,
     draws: int = 4000,
     seed: int = 0,
 ) -> ContractReport:
@@ -59,12 +60,14 @@ def check_contract(
     secrecy   nothing but released values is public
     branches  no program branches on raw data
 
-    mechanism: of `dpx.chain`, `dpx.in_coordinates`, or of your own. Its keys are replaced by others for the draws.
+    mechanism: of `dpx.chain`, `dpx.in_coordinates`, or of your own.
     loss: with it, the contract is also checked on the paths of `private_grad`; loss(params, example), of one example.
     params: pytree of arrays, at most 1,000 numbers; small layers with the names of your model serve. By default, a
         matrix, a vector and a number.
     examples: pytree, with examples on axis 0; needed with a loss.
     lines: the names of the lines to check, from the list above; None checks all.
+    rebuild: (key) -> the same mechanism with this key, for the draws. Without it, the keys in the program are replaced
+        by independent ones, which hides noise that shares its key with another use, such as random coordinates.
     draws: int, at least 500, how often the noise of a step is drawn. seed: int, at least 0, of the draws and batches.
 
     A line that cannot be decided is "not checked" and says why. A check is no proof: a data set or an input that was
@@ -77,7 +80,7 @@ def check_contract(
     if params is None:
         params = {name: jnp.ones(shape) for name, shape in PARAMS.items()}
     draws, seed = require_whole("draws", draws, minimum=500), require_whole("seed", seed, minimum=0)
-    return report_of(Trial(mechanism, params, loss, examples, draws, seed), names)
+    return report_of(Trial(mechanism, params, loss, examples, draws=draws, seed=seed, rebuild=rebuild), names)
 
 
 def report_of(trial: Trial, names: Sequence[str]) -> ContractReport:

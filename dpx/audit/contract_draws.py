@@ -1,22 +1,17 @@
-"""The noise as it is drawn: many draws of one step, under other keys than the mechanism's own.
-
-The program of an update holds the mechanism's keys as constants. Each is replaced by a function of a new key, equal
-ones by equal ones, so the draws are those of the same mechanism built with other keys.
-"""
+"""The noise as it is drawn: many draws of one step, under other keys than the mechanism's own."""
 
 import math
-import zlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core
 from scipy import special
 
 from dpx._public_state import public_state
 from dpx.audit import contract_inputs as inputs
+from dpx.audit.contract_keys import with_other_keys
 from dpx.audit.contract_release import SMALL, Release, Traced
 from dpx.audit.contract_report import Broken
 
@@ -32,34 +27,30 @@ MISSING = object()
 class Draws:
     """Draws of what a step of an empty batch makes public, which is its noise.
 
-    count: int, of the draws. seed: of their keys.
+    count: int, of the draws. seed: of their keys. rebuild: (key) -> the mechanism with this key, or None.
+    has_keys: whether the step reads a key at all.
     """
 
-    def __init__(self, subject: "Subject", count: int, seed: int):
-        self.subject, self.count = subject, count
+    def __init__(self, subject: "Subject", count: int, seed: int, rebuild: Callable | None):
+        self.subject, self.count, self.rebuild = subject, count, rebuild
         self.keys = jax.random.split(jax.random.key(seed), count)
         self._found: dict[int, np.ndarray] = {}
         self._maps: Any = MISSING
         grads = inputs.gradients(subject.params, 0, rows=1)
 
-        def empty_step(state):
-            updates, after = subject.mechanism.update(grads, state, subject.params, included=jnp.zeros(1, bool))
-            return public_floats((updates, public_state(after)))
+        def empty_step(mechanism, state):
+            updates, after = mechanism.update(grads, state, subject.params, included=jnp.zeros(1, bool))
+            return inputs.public_floats((updates, public_state(after)))
 
-        closed = jax.make_jaxpr(empty_step)(subject.state(0))
-        self.has_keys = any(map(is_key, (*closed.consts, *jax.tree.leaves(subject.state(0)))))
-        self.program = jax.jit(jax.vmap(with_other_keys(closed), (0, None)))
+        run, self.has_keys = with_other_keys(empty_step, subject.mechanism, rebuild, (subject.state(0),))
+        self.program = jax.jit(jax.vmap(lambda key, state: run(key, (state,)), (0, None)))
 
     def __call__(self, step: int) -> np.ndarray:
         """The public floats of empty steps from the state of this step, float64 (count, o)."""
         if step not in self._found:
-            state = jax.tree.leaves(self.subject.state(step))
-            self._found[step] = np.concatenate(
-                [
-                    np.asarray(self.program(self.keys[start : start + TOGETHER], state)[0], np.float64)
-                    for start in range(0, self.count, TOGETHER)
-                ]
-            )
+            parts = [self.keys[start : start + TOGETHER] for start in range(0, self.count, TOGETHER)]
+            found = [np.asarray(self.program(keys, self.subject.state(step)), np.float64) for keys in parts]
+            self._found[step] = np.concatenate(found)
         return self._found[step]
 
     def noise_maps(self, traced: Traced) -> Callable | None:
@@ -70,78 +61,31 @@ class Draws:
         """
         if self._maps is MISSING:
             zeros = jnp.zeros(traced.numbers), jnp.zeros(traced.normals)
+            vector = zeros[1] if traced.normals else zeros[0]
 
-            def floats(state, vector):
+            def floats(mechanism, state, vector):
                 both = (zeros[0], vector) if traced.normals else (vector, zeros[1])
-                return traced.public(*both, state)[0]
+                return traced.public(*both, state, mechanism)[0]
 
-            state, vector = self.subject.state(0), zeros[1] if traced.normals else zeros[0]
-            by_vector = jax.make_jaxpr(lambda state: jax.jvp(lambda v: floats(state, v), (vector,), (vector,))[1])(
-                state
-            )
-            closed = jax.make_jaxpr(floats)(state, vector)
-            self._maps = _maps_of(with_other_keys(closed), vector) if keys_read(by_vector) else None
+            def moved(mechanism, state):
+                return jax.jvp(lambda v: floats(mechanism, state, v), (vector,), (vector,))[1]
+
+            given = self.subject.mechanism, self.rebuild
+            _, depends = with_other_keys(moved, *given, (self.subject.state(0),))
+            run, _ = with_other_keys(floats, *given, (self.subject.state(0), vector))
+            self._maps = _maps_of(run, vector) if depends else None
         return self._maps
 
 
 def _maps_of(run: Callable, vector: jax.Array) -> Callable:
     def of_key(key, state):
         def floats(vector):
-            found = run(key, [*state, vector])[0]
+            found = run(key, (state, vector))
             return found, found
 
         return jax.jacfwd(floats, has_aux=True)(vector)
 
     return jax.jit(lambda keys, state: jax.lax.map(lambda key: of_key(key, state), keys, batch_size=TOGETHER))
-
-
-def with_other_keys(closed: Any) -> Any:
-    """(key, arguments) -> the results of a closed jaxpr, in which every key is replaced by one made from `key`.
-
-    arguments: the flat list of the inputs of the jaxpr, of which keys are replaced too.
-    """
-
-    marks = [_mark(leaf) if is_key(leaf) else None for leaf in closed.consts]
-
-    def call(key, arguments):
-        constants = [_other(key, leaf, mark) for leaf, mark in zip(closed.consts, marks, strict=True)]
-        arguments = [_other(key, leaf) for leaf in arguments]
-        return core.jaxpr_as_fun(core.ClosedJaxpr(closed.jaxpr, constants))(*arguments)
-
-    return call
-
-
-def _mark(key: jax.Array) -> np.uint32:
-    return np.uint32(zlib.crc32(np.asarray(jax.random.key_data(key)).tobytes()))
-
-
-def _other(key: jax.Array, leaf: Any, mark: Any = None) -> Any:
-    if not is_key(leaf):
-        return leaf
-    if mark is None:  # a key in the state
-        mark = jax.random.bits(leaf, (), jnp.uint32)
-    seed = jax.random.bits(jax.random.fold_in(key, mark), (), jnp.uint32)
-    return jax.random.key(seed, impl=str(jax.random.key_impl(leaf)))
-
-
-def is_key(leaf: Any) -> bool:
-    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def public_floats(tree: Tree) -> jax.Array:
-    """The floats of a tree, float32 (o,)."""
-    leaves = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)]
-    return jnp.concatenate([leaf.astype(jnp.float32).reshape(-1) for leaf in leaves])
-
-
-def keys_read(closed: Any) -> bool:
-    """Whether the results of a closed jaxpr may depend on a key among its constants."""
-    needed = {var for var in closed.jaxpr.outvars if not isinstance(var, core.Literal)}
-    for equation in reversed(closed.jaxpr.eqns):
-        if not needed.isdisjoint(equation.outvars):
-            needed.update(var for var in equation.invars if not isinstance(var, core.Literal))
-    constants = zip(closed.jaxpr.constvars, closed.consts, strict=True)
-    return any(is_key(value) and var in needed for var, value in constants)
 
 
 def whitened(traced: Traced, draws: Draws, step: int, release: Release) -> np.ndarray:
@@ -158,7 +102,7 @@ def whitened(traced: Traced, draws: Draws, step: int, release: Release) -> np.nd
         left, sizes, _ = np.linalg.svd(release.noise[rows], full_matrices=False)
         large = sizes > SMALL * sizes[0]
         return (found - release.offset[rows]) @ (left[:, large] / sizes[large])
-    noise, offset = (np.asarray(a, np.float64) for a in maps(draws.keys, jax.tree.leaves(draws.subject.state(step))))
+    noise, offset = (np.asarray(a, np.float64) for a in maps(draws.keys, draws.subject.state(step)))
     return _in_its_directions(found - offset[:, rows], noise[:, rows])
 
 
@@ -180,6 +124,28 @@ def _in_its_directions(change: np.ndarray, maps: np.ndarray) -> np.ndarray:
     return standard
 
 
+def whitened_by_itself(traced: Traced, draws: Draws, step: int, release: Release) -> np.ndarray:
+    """The draws of noise that is not of dpx, in directions in which they have deviation 1; float64 (count, r)."""
+    found = draws(step)[:, : release.updates]
+    maps = draws.noise_maps(traced)
+    if maps is None:
+        return _by_its_covariance(found)
+    own = np.asarray(maps(draws.keys, draws.subject.state(step))[0], np.float64)
+    standard = _in_its_directions(found - found.mean(0), own[:, : release.updates])
+    return standard / standard.std(0)
+
+
+def _by_its_covariance(draws: np.ndarray) -> np.ndarray:
+    """Draws, float64 (count, o), in uncorrelated directions of deviation 1; each close to a coordinate, if possible."""
+    draws = draws[:, draws.std(0) > 0] - draws.mean(0)[draws.std(0) > 0]
+    if not draws.shape[1]:
+        raise Broken("a step of an empty batch has no noise")
+    values, vectors = np.linalg.eigh(np.atleast_2d(np.cov(draws, rowvar=False)))
+    large = values > 1e-8 * values[-1]
+    uncorrelated = draws @ (vectors[:, large] / np.sqrt(values[large]))
+    return uncorrelated @ vectors.T if large.all() else uncorrelated
+
+
 def measured(release: Release, traced: Traced, draws: Draws, step: int) -> Release:
     """A release whose noise is known from draws of the updates alone, because it does not come from dpx.
 
@@ -199,7 +165,7 @@ def measured(release: Release, traced: Traced, draws: Draws, step: int) -> Relea
         large = values > 1e-8 * max(values[-1], 1e-30)
         noise = vectors[:, large] * np.sqrt(values[large])
     else:
-        own = np.asarray(maps(draws.keys, jax.tree.leaves(state))[0], np.float64)[:, : release.updates]
+        own = np.asarray(maps(draws.keys, state)[0], np.float64)[:, : release.updates]
         noise = data * _in_its_directions(found - found.mean(0), own).std(0).min()
     exchange, *_ = np.linalg.lstsq(noise, data, rcond=SMALL)
     uncovered = np.abs(noise @ exchange - data).max(initial=0) / max(np.abs(data).max(initial=0), 1e-30)

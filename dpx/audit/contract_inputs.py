@@ -138,8 +138,21 @@ def flattened(tree: Tree, axes: int = 0) -> np.ndarray:
     return np.concatenate([leaf.reshape(*leaf.shape[:axes], -1) for leaf in leaves], axis=-1)
 
 
+def is_float(leaf: Any) -> bool:
+    """Whether a leaf holds floats of at least 32 bits, whose changes are not lost in rounding."""
+    return jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize >= 4
+
+
+def public_floats(tree: Tree) -> jax.Array:
+    """The floats of a tree of at least 32 bits, float32 (o,)."""
+    leaves = [leaf.astype(jnp.float32).reshape(-1) for leaf in jax.tree.leaves(tree) if is_float(leaf)]
+    return jnp.concatenate(leaves)
+
+
 def require_close(found: Tree, expected: Tree, tolerance: float = 1e-6) -> float:
     """The largest difference, relative to the largest number. Whole numbers and bools must be equal.
+
+    Numbers of 16 bits may differ by their rounding.
 
     Raises AssertionError for a difference above the tolerance, or another structure.
     """
@@ -152,6 +165,8 @@ def require_close(found: Tree, expected: Tree, tolerance: float = 1e-6) -> float
             assert np.array_equal(one, other), "another whole number"
         elif one.size:
             same = (one == other) | (np.isnan(one) & np.isnan(other))
+            one, other, rough = one.astype(np.float64), other.astype(np.float64), other.dtype.itemsize < 4
+            tolerance = max(tolerance, 2.0**-6) if rough else tolerance
             difference = np.where(same, 0, np.abs(one - other)).max()
             assert difference <= tolerance * largest + tolerance * np.abs(other).max(), f"{difference:.2g} apart"
             most = max(most, float(difference / max(largest, 1e-30)))

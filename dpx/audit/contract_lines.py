@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from dpx.audit import contract_inputs as inputs
-from dpx.audit.contract_draws import is_key
+from dpx.audit.contract_keys import is_key
 from dpx.audit.contract_marks import KEY, RAW, spread
 from dpx.audit.contract_report import Broken
 from dpx.audit.contract_subject import STEPS, Problem, all_but, everyone

@@ -9,7 +9,7 @@ import numpy as np
 from scipy import special
 
 from dpx.audit import contract_inputs as inputs
-from dpx.audit.contract_draws import chi_square_over_freedom, whitened
+from dpx.audit.contract_draws import chi_square_over_freedom, whitened, whitened_by_itself
 from dpx.audit.contract_release import substituted
 from dpx.audit.contract_report import Broken, NotChecked
 from dpx.audit.contract_subject import STEPS
@@ -22,20 +22,19 @@ def noise(trial: Trial) -> str:
     """The noise is at least the billed multiple of what one example moves, wherever that is, in every direction."""
     trial.require_noise()
     used = [_used(trial, step) for step in STEPS]
-    found = [value for value in used if value is not None]
-    words, missing = [_draws(trial)], ""
+    found, drawn, missing = [value for value in used if value is not None], _draws(trial), []
     if len(found) < len(used):
-        missing = "`secrecy` alone sees the size of the noise, because no derivative passes the update"
+        missing.append("`secrecy` alone sees its size, because no derivative passes the update")
     elif not trial.billed_by_multiplier:
-        missing = "its size is not compared, because the event bills more than a multiplier"
-    else:
-        billed = [trial.multiplier(step) for step in STEPS]
-        more = any(value > 1.01 * least for value, least in zip(found, billed, strict=True))
-        more = "; more noise than is billed" if more else ""
-        words.insert(0, f"multiplier {_listed(found)} at steps {_listed(STEPS)}; billed {_listed(billed)}{more}")
+        missing.append("its size is not compared, because the event bills more than a multiplier")
+    if not drawn:
+        missing.append("its draws are not tested, because no public value is linear in it; their keys differ by step")
     if missing:
-        raise NotChecked("; ".join([missing, *words]))
-    return "; ".join(words)
+        raise NotChecked("; ".join([*missing, drawn] if drawn else missing))
+    billed = [trial.multiplier(step) for step in STEPS]
+    more = any(value > 1.01 * least for value, least in zip(found, billed, strict=True))
+    words = f"multiplier {_listed(found)} at steps {_listed(STEPS)}; billed {_listed(billed)}"
+    return f"{words}{'; more noise than is billed' if more else ''}; {drawn}"
 
 
 def _listed(values: Sequence[float]) -> str:
@@ -57,7 +56,7 @@ def _used(trial: Trial, step: int) -> float | None:
 
 
 def _draws(trial: Trial) -> str:
-    """Tests of the draws. Each of the tests fails for a sound mechanism with a probability of at most RATE."""
+    """Tests of the draws; "" if there is nothing to test. Each fails for a sound mechanism with probability RATE."""
     if not trial.noise.has_keys:
         raise Broken("the step holds no PRNG key, so that its noise is no secret, or there is none")
     columns, directions = [], 0
@@ -66,11 +65,11 @@ def _draws(trial: Trial) -> str:
         if trial.draws_by_dpx:
             columns.append(whitened(trial.traced, trial.noise, step, release))
         else:
-            columns.append(_by_its_covariance(trial.noise(step)[:, : release.updates]))
-        directions = columns[-1].shape[1]
+            columns.append(whitened_by_itself(trial.traced, trial.noise, step, release))
+        directions = max(directions, columns[-1].shape[1])
     if not directions:
         _require_other_keys(trial)
-        return "the draws are not tested, because no public value is linear in the noise; their keys differ by step"
+        return ""
     require_standard(np.concatenate(columns, axis=1))
     return f"{trial.noise.count} draws of {directions} directions are independent standard normals"
 
@@ -89,17 +88,6 @@ def _require_other_keys(trial: Trial) -> None:
             trial.mechanism.release(zeros, trial.state(step), trial.params)
     if len({str(key) for key in drawn}) < len(drawn):
         raise Broken(f"the noise of the steps {_listed(STEPS)} comes from the same key")
-
-
-def _by_its_covariance(draws: np.ndarray) -> np.ndarray:
-    """Draws, float64 (count, o), in uncorrelated directions of deviation 1; each close to a coordinate, if possible."""
-    draws = draws[:, draws.std(0) > 0] - draws.mean(0)[draws.std(0) > 0]
-    if not draws.shape[1]:
-        raise Broken("a step of an empty batch has no noise")
-    values, vectors = np.linalg.eigh(np.atleast_2d(np.cov(draws, rowvar=False)))
-    large = values > 1e-8 * values[-1]
-    uncorrelated = draws @ (vectors[:, large] / np.sqrt(values[large]))
-    return uncorrelated @ vectors.T if large.all() else uncorrelated
 
 
 def require_standard(draws: np.ndarray):

@@ -94,12 +94,15 @@ class Traced:
         self.program = jax.jit(self._program)
         self._found: dict[int, Release] = {}
 
-    def _run(self, sums, state):
-        updates, after = self.subject.mechanism.release(sums, state, self.subject.params)
+    def _run(self, sums, state, mechanism=None):
+        updates, after = (mechanism or self.subject.mechanism).release(sums, state, self.subject.params)
         return updates, public_state(after)
 
-    def public(self, sums: jax.Array, normals: jax.Array, state: Tree) -> tuple[jax.Array, Tree]:
-        """All public floats that leave, float32 (o,), the updates first; and the other public leaves."""
+    def public(self, sums: jax.Array, normals: jax.Array, state: Tree, mechanism: Any = None) -> tuple[jax.Array, Tree]:
+        """All public floats that leave, float32 (o,), the updates first; and the other public leaves.
+
+        mechanism: the same one with another key; by default the one on trial.
+        """
         noise, calls = inputs.split(normals, self.drawn), iter(range(len(self.drawn)))
 
         def draw(key, tree):
@@ -107,10 +110,8 @@ class Traced:
             return jax.tree.map(lambda _, n: n, tree, noise[next(calls)])
 
         with substituted(draw):
-            leaves = jax.tree.leaves(self._run(inputs.split(sums, self.sums_like), state))
-        floats = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)]
-        others = [leaf for leaf in leaves if not jnp.issubdtype(leaf.dtype, jnp.floating)]
-        return jnp.concatenate([leaf.astype(jnp.float32).reshape(-1) for leaf in floats]), others
+            leaves = jax.tree.leaves(self._run(inputs.split(sums, self.sums_like), state, mechanism))
+        return inputs.public_floats(leaves), [leaf for leaf in leaves if not inputs.is_float(leaf)]
 
     def _program(self, sums, normals, state):
         """The public floats, the others, and the derivatives by sums and by noise, float32 (o, k) and (o, m)."""

@@ -23,14 +23,23 @@ MULTIPLIERS = 12  # steps whose noise multipliers are read
 class Trial(Subject):
     """A mechanism on trial.
 
-    draws: int, how often the noise of a step is drawn. seed: of the keys that it is drawn with.
+    draws: int, how often the noise of a step is drawn. seed: of the keys that it is drawn with. rebuild: (key) -> the
+    mechanism with this key, or None.
     """
 
     def __init__(
-        self, mechanism: Mechanism, params: Tree, loss: Callable | None, examples: Tree, draws: int, seed: int
+        self,
+        mechanism: Mechanism,
+        params: Tree,
+        loss: Callable | None = None,
+        examples: Tree = None,
+        *,
+        draws: int,
+        seed: int,
+        rebuild: Callable | None = None,
     ):
         super().__init__(mechanism, params, loss, examples)
-        self.draws, self.seed = draws, seed
+        self.draws, self.seed, self.rebuild = draws, seed, rebuild
         self._contributions: dict[int, dict[str, Tree]] = {}
         self._releases: dict[int, Release] = {}
 
@@ -40,7 +49,7 @@ class Trial(Subject):
 
     @functools.cached_property
     def noise(self) -> Draws:
-        return Draws(self, self.draws, self.seed)
+        return Draws(self, self.draws, self.seed, self.rebuild)
 
     @property
     def draws_by_dpx(self) -> bool:
