@@ -234,6 +234,19 @@ def fixed_size_billed_as_poisson(key, steps):
     return sound(key, sampling=FixedSizeBilledAsPoisson(examples=96, batch_size=8))
 
 
+class EveryBatchTwice(ShuffledBilledAsPoisson):
+    """Poisson batches, each of which is used at two steps, billed as two batches."""
+
+    def draw(self, key, step, *, size=None):
+        poisson = dpx.PoissonSampling(examples=self.examples, batch_size=self.batch_size)
+        return poisson.draw(key, step // 2, size=size)
+
+
+def every_batch_twice(key, steps):
+    """A batch serves for two steps, which are billed as independent samples (data echoing; several local steps)."""
+    return sound(key, sampling=EveryBatchTwice(examples=96, batch_size=8))
+
+
 class ReplacedBilledAsRemoved(FixedSizeBilledAsPoisson):
     """Batches of a fixed size under replace-one neighbors, with the noise of one clip norm in place of two."""
 
@@ -504,6 +517,7 @@ ZOO = [
     Zoo(mask_of_the_microbatch, "additive"),
     Zoo(shuffled_billed_as_poisson, "sampling", "lower_bound"),
     Zoo(fixed_size_billed_as_poisson, "sampling", "lower_bound"),
+    Zoo(every_batch_twice, "sampling", "lower_bound"),
     Zoo(replaced_billed_as_removed, "sampling", "lower_bound"),
     Zoo(two_thirds_of_the_noise, "noise", "lower_bound"),
     Zoo(noise_divided_twice, "noise", "lower_bound"),
