@@ -2258,7 +2258,7 @@ AUDIT = [
         "dpx/audit/contract_draws.py",
         "    if correlation > 1 - special.ndtri(",
         "    if correlation > 1e9 - special.ndtri(",
-        "tests/test_audit_contract.py -k noise_from_the_projection",
+        "tests/test_audit_contract.py -k correlated_with",
     ),
     Fault(
         "audit: a release that is not billed",

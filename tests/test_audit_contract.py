@@ -14,6 +14,8 @@ import pytest
 
 import dpx
 from dpx.audit import ContractReport, Line, check_contract
+from dpx.audit.contract_draws import in_its_directions
+from dpx.audit.contract_report import Broken
 from tests.broken import ZOO, sound, two_thirds_of_the_noise, with_noise
 from tests.mechanisms import PARAMS
 
@@ -98,3 +100,12 @@ def test_noise_of_a_mechanisms_own():
     for mechanism in (plain, projected):
         report = check_contract(mechanism, lines=["noise", "secrecy"], draws=1000)
         assert not report.failures and not report.unchecked, report
+
+
+def test_noise_that_is_correlated_with_its_coordinates():
+    rng = np.random.default_rng(0)
+    maps, normals = rng.normal(size=(1000, 5, 3)), rng.normal(size=(1000, 3))
+    draws = in_its_directions(np.einsum("nom,nm->no", maps, normals), maps)
+    np.testing.assert_allclose(np.cov(draws, rowvar=False), np.eye(3), atol=0.2)
+    with pytest.raises(Broken, match="shares their key"):
+        in_its_directions(np.einsum("nom,nm->no", maps, np.abs(normals) * np.sign(maps[:, 0])), maps)

@@ -103,10 +103,10 @@ def whitened(traced: Traced, draws: Draws, step: int, release: Release) -> np.nd
         large = sizes > SMALL * sizes[0]
         return (found - release.offset[rows]) @ (left[:, large] / sizes[large])
     noise, offset = (np.asarray(a, np.float64) for a in maps(draws.keys, draws.subject.state(step)))
-    return _in_its_directions(found - offset[:, rows], noise[:, rows])
+    return in_its_directions(found - offset[:, rows], noise[:, rows])
 
 
-def _in_its_directions(change: np.ndarray, maps: np.ndarray) -> np.ndarray:
+def in_its_directions(change: np.ndarray, maps: np.ndarray) -> np.ndarray:
     """Each change, (count, o), in the units of its own map, (count, o, m), in orthogonal directions: (count, r).
 
     Raises Broken if a change is correlated with an entry of its map: the noise then comes from the key of the map.
@@ -131,7 +131,7 @@ def whitened_by_itself(traced: Traced, draws: Draws, step: int, release: Release
     if maps is None:
         return _by_its_covariance(found)
     own = np.asarray(maps(draws.keys, draws.subject.state(step))[0], np.float64)
-    standard = _in_its_directions(found - found.mean(0), own[:, : release.updates])
+    standard = in_its_directions(found - found.mean(0), own[:, : release.updates])
     return standard / standard.std(0)
 
 
@@ -166,7 +166,7 @@ def measured(release: Release, traced: Traced, draws: Draws, step: int) -> Relea
         noise = vectors[:, large] * np.sqrt(values[large])
     else:
         own = np.asarray(maps(draws.keys, state)[0], np.float64)[:, : release.updates]
-        noise = data * _in_its_directions(found - found.mean(0), own).std(0).min()
+        noise = data * in_its_directions(found - found.mean(0), own).std(0).min()
     exchange, *_ = np.linalg.lstsq(noise, data, rcond=SMALL)
     uncovered = np.abs(noise @ exchange - data).max(initial=0) / max(np.abs(data).max(initial=0), 1e-30)
     padded = np.zeros((len(release.offset), noise.shape[1]))
