@@ -90,6 +90,14 @@ def test_a_step_without_noise_is_not_checked():
     assert all("the bill is infinite" in line.words for line in report.lines)
 
 
+def test_a_run_that_may_not_be_so_long_is_not_billed():
+    mechanism = sound(jax.random.key(7), noise_multiplier=lambda step: 5.0 - step)
+    (line,) = check_contract(mechanism, lines=["cost"]).lines
+    assert (
+        line.outcome == "not checked" and "noise_multiplier must be finite and at least 0 at every step" in line.words
+    )
+
+
 def test_noise_of_a_mechanisms_own():
     """Sound noise that does not come from `keys.normal_like` passes, also with coordinates of the key."""
     key = jax.random.key(7)

@@ -126,10 +126,8 @@ def facts_of_noise(case: Case):
     by one unit is made up for by noise of 1 / (sigma(t) C(t)).
     """
     found = trial(case)
-    for step in STEPS:
+    for step in STEPS if case.linear else ():
         state, release = found.state(step), found.release(step)
-        if not case.linear:
-            continue
         noised = exchange_by_hand(case, step)
         carries = np.abs(release.exchange).max(0) > 0
         noise = release.noise[: release.updates]

@@ -42,6 +42,8 @@ class Trial(Subject):
         self.draws, self.seed, self.rebuild = draws, seed, rebuild
         self._contributions: dict[int, dict[str, Tree]] = {}
         self._releases: dict[int, Release] = {}
+        self.event = functools.lru_cache(mechanism.event)  # of schedules it takes some time
+        self.clip_norm = functools.lru_cache(self._clip_norm)
 
     @functools.cached_property
     def traced(self) -> Traced:
@@ -72,11 +74,6 @@ class Trial(Subject):
         """The stated noise multipliers of the first MULTIPLIERS steps, float64."""
         return over(self.mechanism.noise_multiplier, MULTIPLIERS)
 
-    @functools.cache  # noqa: B019
-    def event(self, steps: int) -> DpEvent:
-        """The event of the mechanism, which takes some time for schedules."""
-        return self.mechanism.event(steps)
-
     def contributions(self, step: int) -> dict[str, Tree]:
         """The sums of single gradients, float32, the rows on axis 0, by path: loud ones, then hostile ones."""
         if step not in self._contributions:
@@ -101,8 +98,7 @@ class Trial(Subject):
         """The norms of the contributions to the released sums, float64 (rows,)."""
         return np.linalg.norm(inputs.flattened(self.released(step, sums), 1), axis=1)
 
-    @functools.cache  # noqa: B019
-    def clip_norm(self, step: int) -> float:
+    def _clip_norm(self, step: int) -> float:
         """The norm of the contribution of a very large gradient: the median of some."""
         return float(np.median(self.norms(step, self.contributions(step)["update"])[: inputs.RANDOM]))
 
