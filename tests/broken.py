@@ -25,15 +25,14 @@ DEVIATION = CLIP_NORM * NOISE_MULTIPLIER  # of the noise on the sum
 
 
 class Zoo(NamedTuple):
-    """make: (key, steps) -> Mechanism. line: of `check_contract`, which fails; "" if none does.
+    """make: (key, steps) -> Mechanism. line: of `check_contract`, which fails.
 
-    seen_by: "check_contract", or "lower_bound" where an attack on the bill sees it too, or "case": it breaks no
-        promise about privacy, and the facts of a case by hand (tests/mechanisms.py) see it.
+    seen_by: "check_contract" alone, or "lower_bound" where an attack on the bill can see it too.
     """
 
     make: Callable[[jax.Array, int], dpx.Mechanism]
     line: str
-    seen_by: Literal["check_contract", "lower_bound", "case"] = "check_contract"
+    seen_by: Literal["check_contract", "lower_bound"] = "check_contract"
 
     @property
     def name(self) -> str:
