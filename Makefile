@@ -37,7 +37,7 @@ test: lint
 # fits its file.
 CHECKED := tests/test_layout.py tests/test_mutants.py tests/test_keys.py tests/test_contract.py tests/test_ghost_zoo.py \
 	tests/test_accounting_recorded.py
-CASES := test_layout or test_mutants or test_keys or from_catalog or docs_list or -dp_sgd] or secrecy[dp_sgd] \
+CASES := test_layout or test_mutants or test_keys or from_catalog or docs_list or -dp_sgd] \
 	or (test_accounting_recorded and (gaussian or nested)) \
 	or [dense] or [deep] or [convolution] or [embedding] or [tied_weights] or [layer_norm] or [used_in_a_scan]
 quick: install

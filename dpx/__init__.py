@@ -30,11 +30,12 @@ Budgets          Budget, calibrated, calibrate, max_steps
 Privacy costs    epsilon, delta, compose, privacy_report, steps_taken; more in `dpx.accounting`
 Secrets          secret_key, public_state; `dpx.keys`
 Schedules        `dpx.schedules`, and any optax schedule
+Audits           audit.check_contract: the privacy contract for any mechanism, also one of your own
 
 `import dpx.catalog` lists every method, coordinates, mechanism and sampling; docs/methods.md is its table.
 """
 
-from dpx import accounting, coordinates, fitting, keys, mechanisms, methods, schedules, tuning
+from dpx import accounting, audit, coordinates, fitting, keys, mechanisms, methods, schedules, tuning
 from dpx._public_state import public_state
 from dpx.accounting import Budget, calibrate, calibrated, compose, delta, epsilon, max_steps, plan, privacy_report
 from dpx.batches import Batch
@@ -65,6 +66,7 @@ __all__ = [
     "UserData",
     "accounting",
     "accumulate",
+    "audit",
     "augmented",
     "calibrate",
     "calibrated",

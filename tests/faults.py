@@ -26,7 +26,7 @@ def contract(line: str, *cases: str) -> str:
 
 
 def secrecy(case: str) -> str:
-    return f"'tests/test_contract.py::test_contract_secrecy[{case}]'"
+    return contract("secrecy", case)
 
 
 def misuse(name: str) -> str:
@@ -2590,6 +2590,153 @@ AUDIT = [
         "2 * canaries * delta * likely",
         "2 * delta * likely",
         "tests/test_audit_lower_bound.py -k steinkes_bound",
+    ),
+    Fault(
+        "audit: no norm is too large",
+        "dpx/audit/contract_lines.py",
+        "    if norms.max() > clip_norm * (1 + tolerance) + 1e-45:",
+        "    if norms.max() > 1e30:",
+        "tests/test_audit_contract.py -k no_clip",
+    ),
+    Fault(
+        "audit: low precision is not seen",
+        "dpx/audit/contract_lines.py",
+        "            if mark in (RAW, KEY):",
+        "            if mark > RAW | KEY:",
+        "tests/test_audit_contract.py -k 'half_precision or bfloat16'",
+    ),
+    Fault(
+        "audit: one example may move anything",
+        "dpx/audit/contract_lines.py",
+        "                    if not size <= most:",
+        "                    if size < 0:",
+        "tests/test_audit_contract.py -k 'microbatch or batch_normalized'",
+    ),
+    Fault(
+        "audit: padding is not compared",
+        "dpx/audit/contract_lines.py",
+        "                _require_same(found, noise,",
+        "                _require_same(noise, noise,",
+        "tests/test_audit_contract.py -k padding_counts",
+    ),
+    Fault(
+        "audit: paths may differ",
+        "dpx/audit/contract_lines.py",
+        "                _require_same(found, first,",
+        "                _require_same(first, first,",
+        "tests/test_audit_contract.py -k mask_of_the_microbatch",
+    ),
+    Fault(
+        "audit: any divisor",
+        "dpx/audit/contract_lines.py",
+        "            if not np.abs(tried[-1] - tried[0]).max() <= 1e-3",
+        "            if not np.abs(tried[-1] - tried[0]).max() <= 1e3",
+        "tests/test_audit_contract.py -k realized_divisor",
+    ),
+    Fault(
+        "audit: a program may change",
+        "dpx/audit/contract_lines.py",
+        "    if _printed(first) != _printed(second) or not _same_constants(first, second):",
+        "    if _printed(first) != _printed(second) and not _same_constants(first, second):",
+        "tests/test_audit_contract.py -k noise_from_the_host",
+    ),
+    Fault(
+        "audit: less noise than is billed",
+        "dpx/audit/contract_noise.py",
+        "not used >= billed * (1 - release.tolerance)",
+        "not used > 0",
+        "tests/test_audit_contract.py -k two_thirds",
+    ),
+    Fault(
+        "audit: a coordinate without noise",
+        "dpx/audit/contract_noise.py",
+        "    if release.uncovered > max(1e-3, release.tolerance):",
+        "    if release.uncovered > 1e30:",
+        "tests/test_audit_contract.py -k layer_without_noise",
+    ),
+    Fault(
+        "audit: correlated noise",
+        "dpx/audit/contract_noise.py",
+        "        if most > -special.ndtri(",
+        "        if most < special.ndtri(",
+        "tests/test_audit_contract.py -k one_noise_for_all_steps",
+    ),
+    Fault(
+        "audit: noise of any distribution",
+        "dpx/audit/contract_noise.py",
+        "    if distance > math.sqrt(",
+        "    if distance > 1 + math.sqrt(",
+        "tests/test_audit_contract.py -k uniform_noise",
+    ),
+    Fault(
+        "audit: noise of any size is drawn",
+        "dpx/audit/contract_noise.py",
+        "    if variances.min() < low or variances.max() > high:",
+        "    if variances.max() > high:",
+        "tests/test_audit_contract.py -k noise_of_the_drawn_batch",
+    ),
+    Fault(
+        "audit: noise with the key of a projection",
+        "dpx/audit/contract_draws.py",
+        "    if correlation > 1 - special.ndtri(",
+        "    if correlation > 1e9 - special.ndtri(",
+        "tests/test_audit_contract.py -k correlated_with",
+    ),
+    Fault(
+        "audit: a release that is not billed",
+        "dpx/audit/contract_cost.py",
+        "        if missing:\n",
+        "        if len(missing) > steps:\n",
+        "tests/test_audit_contract.py -k last_step_is_free",
+    ),
+    Fault(
+        "audit: batches of any size",
+        "dpx/audit/contract_cost.py",
+        "    if not low * 0.9 <= ratio <= high",
+        "    if not 0 <= ratio <= high",
+        "tests/test_audit_contract.py -k fixed_size_billed",
+    ),
+    Fault(
+        "audit: batches that never meet",
+        "dpx/audit/contract_cost.py",
+        "< RATE / 2:",
+        "< 0:",
+        "tests/test_audit_contract.py -k every_batch_twice",
+    ),
+    Fault(
+        "audit: twice the distance of neighbors",
+        "dpx/audit/contract_cost.py",
+        "    most = 0.5 if record.relation",
+        "    most = 1.0 if record.relation",
+        "tests/test_audit_contract.py -k replaced_billed",
+    ),
+    Fault(
+        "audit: public values may differ",
+        "dpx/audit/contract_secrecy.py",
+        "            inputs.require_close(found, expected, 3e-5)\n",
+        "            inputs.require_close(found, found, 3e-5)\n",
+        "tests/test_audit_contract.py -k 'sums_in_the_state or raw or selective'",
+    ),
+    Fault(
+        "audit: unreleased state is never billed",
+        "dpx/audit/contract_secrecy.py",
+        "    _require_own_event_for_unreleased(trial)\n",
+        "",
+        "tests/test_audit_contract.py -k feedback_at",
+    ),
+    Fault(
+        "audit: conditionals on raw data",
+        "dpx/audit/contract_secrecy.py",
+        "if control & RAW else set()",
+        "if control & ~RAW else set()",
+        "tests/test_audit_contract.py -k branches_on",
+    ),
+    Fault(
+        "audit: conditionals do not count",
+        "dpx/audit/contract_marks.py",
+        "zip(*results, strict=True)], inputs[0]",
+        "zip(*results, strict=True)], 0",
+        "tests/test_audit_contract.py -k branches_on",
     ),
 ]
 

@@ -92,7 +92,20 @@ MAY_IMPORT = {
         "mechanism",
         "release_state",
     },
-    "audit": {"_draws", "_numbers", "accounting", "batches", "keys", "sampling"},
+    "audit": {
+        "_contributions",
+        "_draws",
+        "_frozen",
+        "_numbers",
+        "_public_state",
+        "accounting",
+        "batches",
+        "gradients",
+        "keys",
+        "mechanism",
+        "release_state",
+        "sampling",
+    },
     "catalog": {"coordinates", "mechanisms", "methods", "sampling"},
 }
 

@@ -1,5 +1,7 @@
-"""Audits: what anyone can measure about a mechanism, beside the bill that it states.
+"""Audits: what anyone can check about a mechanism, beside the bill that it states.
 
+* The privacy contract, line by line: `check_contract` measures what one example moves and how large the noise is, and
+  compares their ratio with the bill, for any mechanism, also one that you composed yourself.
 * Lower bounds on epsilon, with a confidence: `lower_bound` attacks many cheap runs of a mechanism in its worst case,
   `lower_bound_from_scores` takes the scores of any attack (`canary_scores` are those of `lower_bound`), and `one_run`
   the scores of the canaries of one training run, whose coins `draw_members` throws; `canary_loss` adds canaries with
@@ -9,17 +11,22 @@ A lower bound above the bill proves, up to its confidence, that the bill is wron
 nothing about the bill.
 """
 
+from dpx.audit.contract import check_contract
+from dpx.audit.contract_report import ContractReport, Line
 from dpx.audit.lower_bound import canary_scores, lower_bound
 from dpx.audit.lower_bound_runs import observe_canary
 from dpx.audit.lower_bound_scores import LowerBound, Roc, lower_bound_from_scores, plot_lower_bound
 from dpx.audit.one_run import OneRun, canary_loss, draw_members, one_run
 
 __all__ = [
+    "ContractReport",
+    "Line",
     "LowerBound",
     "OneRun",
     "Roc",
     "canary_loss",
     "canary_scores",
+    "check_contract",
     "draw_members",
     "lower_bound",
     "lower_bound_from_scores",

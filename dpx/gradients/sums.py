@@ -29,7 +29,7 @@ def sum_gradients(
     microbatch_size: int | None,
     clipping: Clipping,
     has_aux: bool,
-    platform: str | None,
+    platform: str | None = None,
 ) -> Callable:
     """`sum_rows` for the gradients of a loss of one example, as `private_grad` describes the arguments."""
     check(mechanism, clipping)
@@ -43,7 +43,7 @@ def sum_gradients(
 
 
 def sum_updates(
-    update: Callable, mechanism: Mechanism, *, microbatch_size: int | None, has_aux: bool, platform: str | None
+    update: Callable, mechanism: Mechanism, *, microbatch_size: int | None, has_aux: bool, platform: str | None = None
 ) -> Callable:
     """`sum_rows` for what `update` makes of one unit's data, as `private_update` describes the arguments."""
     check(mechanism, "vmap")

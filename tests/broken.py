@@ -1,0 +1,544 @@
+"""Mechanisms that are broken on purpose, each in the way of a real bug, and the line of the contract that sees it.
+
+Each is a function (key, steps) -> Mechanism, whose docstring says where the bug was seen. `steps` is the length of the
+run, for an attack that trains; the check of the contract does not read it.
+"""
+
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import dp_accounting
+import jax
+import jax.numpy as jnp
+import optax
+
+import dpx
+from dpx import keys
+from dpx.coordinates import _masks as masks
+
+SAMPLING = dpx.PoissonSampling(examples=1000, batch_size=8)
+CLIP_NORM, NOISE_MULTIPLIER = 0.7, 1.3
+DEVIATION = CLIP_NORM * NOISE_MULTIPLIER  # of the noise on the sum
+
+
+class Zoo(NamedTuple):
+    """make: (key, steps) -> Mechanism. line: of `check_contract`, which fails.
+
+    seen_by: "check_contract" alone, or "lower_bound" where an attack on the bill can see it too.
+    """
+
+    make: Callable[[jax.Array, int], dpx.Mechanism]
+    line: str
+    seen_by: Literal["check_contract", "lower_bound"] = "check_contract"
+
+    @property
+    def name(self) -> str:
+        return self.make.__name__
+
+
+def sound(key: jax.Array, steps: int = 1, *, sampling: Any = SAMPLING, **changes: Any) -> dpx.Mechanism:
+    """DP-SGD, which the others break."""
+    numbers = {"clip_norm": CLIP_NORM, "noise_multiplier": NOISE_MULTIPLIER} | changes
+    return dpx.dp_sgd(**numbers, sampling=sampling, key=key)
+
+
+def with_own_update(mechanism: dpx.Mechanism, update: Callable) -> dpx.Mechanism:
+    """`mechanism` with another `update`; `private_grad` uses its other fields, as before."""
+
+    class Updated(dpx.Mechanism):
+        pass
+
+    broken = tuple.__new__(Updated, (mechanism.init, update))
+    broken.__dict__.update(mechanism.__dict__)
+    return broken
+
+
+def with_update(mechanism: dpx.Mechanism, change: Callable) -> dpx.Mechanism:
+    """`mechanism`, but its update sees change(grads, included) as gradients and included."""
+
+    def update(grads, state, params=None, *, included=None):
+        grads, included = change(grads, included)
+        return mechanism.update(grads, state, params, included=included)
+
+    return with_own_update(mechanism, update)
+
+
+def with_noise(mechanism: dpx.Mechanism, draw: Callable, deviation: Any = DEVIATION) -> dpx.Mechanism:
+    """`mechanism`, but its noise on the sum is `deviation` times draw(sum, step)."""
+
+    def release(sums, state, params):
+        noise = draw(sums[0], state.step)
+        updates = jax.tree.map(lambda s, n: (s + deviation * n) / mechanism.sampling.divisor, sums[0], noise)
+        return optax.tree.cast_like(updates, params), state.after(NOISE_MULTIPLIER)
+
+    return mechanism.replace(release=release)
+
+
+def standard(key: jax.Array) -> Callable:
+    """Sound noise: (sum, step) -> standard normals like the sum."""
+    return lambda total, step: keys.normal_like(keys.stream(key, "noise", step), total)
+
+
+# The bound.
+
+
+def no_clip(key, steps):
+    """Layers that the library does not know are left out of the clip (a class of bugs of Opacus before 1.0)."""
+    return sound(key).replace(weigh=lambda norms, state: (jnp.ones_like(norms),))
+
+
+def clip_after_the_sum(key, steps):
+    """`clip_grad_norm_` on the gradient of the batch, in place of every example's (many re-implementations)."""
+    mechanism = no_clip(key, steps)
+
+    def release(sums, state, params):
+        scale = CLIP_NORM / jnp.maximum(optax.tree.norm(sums[0]), CLIP_NORM)
+        return sound(key).release((jax.tree.map(lambda s: s * scale, sums[0]),), state, params)
+
+    return mechanism.replace(release=release)
+
+
+def clip_of_the_next_step(key, steps):
+    """The clip reads the schedule after the counter has moved, the noise before (loops that count twice)."""
+    mechanism = sound(key, clip_norm=lambda step: 1 - 0.05 * step.astype(jnp.float32))
+    return mechanism.replace(weigh=lambda norms, state: mechanism.weigh(norms, state._replace(step=state.step - 1)))
+
+
+def half_precision_norms(key, steps):
+    """Norms in float16 under mixed precision, which are rounded, and overflow at 65,504 (fp16 training with hooks)."""
+
+    def norm(encoded):
+        squares = [jnp.sum(jnp.square(leaf.astype(jnp.float16))) for leaf in jax.tree.leaves(encoded)]
+        return jnp.sqrt(sum(squares)).astype(jnp.float32)
+
+    return sound(key).replace(norm=norm, supports_ghost_norms=False)
+
+
+def not_a_number_passes(key, steps):
+    """A norm of NaN compares as small, so that the example is not clipped (`if norm > C`, in several libraries)."""
+    mechanism = sound(key)
+    return mechanism.replace(norm=lambda encoded: jnp.nan_to_num(mechanism.norm(encoded), posinf=0.0))
+
+
+def projected_after_the_clip(key, steps):
+    """Clipped, then projected, at the noise of the clip norm: a projection can lengthen (D2P2-SGD as published)."""
+    projection = dpx.coordinates.random_projection(rank=8, kind="gaussian", key=key)
+    inner = sound(key)
+    projected = dpx.in_coordinates(inner, projection)
+
+    def encode(grad, state):
+        scale = CLIP_NORM / jnp.maximum(optax.tree.norm(grad), CLIP_NORM)
+        return projected.encode(jax.tree.map(lambda g: g * scale, grad), state)
+
+    return projected.replace(encode=encode, weigh=lambda norms, state: (jnp.ones_like(norms),))
+
+
+def clipped_by_microbatch(key, steps):
+    """The mean of two examples is clipped, and an example is billed (TF Privacy's num_microbatches)."""
+
+    def change(grads, included):
+        def pairs(g):
+            kept = jnp.where(included.reshape(-1, *[1] * (g.ndim - 1)), g, 0)
+            second = (jnp.arange(g.shape[0]) % 2 == 1).reshape(-1, *[1] * (g.ndim - 1))
+            return jnp.where(second, (kept + jnp.roll(kept, 1, axis=0)) / 2, 0)
+
+        return jax.tree.map(pairs, grads), jnp.ones_like(included)
+
+    return with_update(sound(key), change)
+
+
+def batch_normalized(key, steps):
+    """Gradients are standardized by the mean of the batch before the clip (BatchNorm under per-example gradients)."""
+
+    def change(grads, included):
+        def centered(g):
+            count = included.reshape(-1, *[1] * (g.ndim - 1)).astype(jnp.float32)
+            mean = jnp.sum(jnp.where(count > 0, g, 0), 0, keepdims=True) / jnp.maximum(jnp.sum(count), 1)
+            return g - mean
+
+        return jax.tree.map(centered, grads), included
+
+    return with_update(sound(key), change)
+
+
+# Padding and batches.
+
+
+def padding_counts(key, steps):
+    """The padding of a static shape enters as real rows (Poisson batches in jitted loops)."""
+    return with_update(sound(key), lambda grads, included: (grads, jnp.ones_like(included)))
+
+
+def realized_divisor(key, steps):
+    """The sum and the noise are divided by the size of the drawn batch (the mean loss of every library)."""
+    mechanism = sound(key)
+
+    def update(grads, state, params=None, *, included=None):
+        updates, after = mechanism.update(grads, state, params, included=included)
+        scale = SAMPLING.divisor / jnp.maximum(jnp.sum(included), 1)
+        return jax.tree.map(lambda u: u * scale, updates), after
+
+    return with_own_update(mechanism, update)
+
+
+def mask_of_the_microbatch(key, steps):
+    """Every microbatch draws a random mask of its own (dropout-like masks inside of the accumulation loop)."""
+    microbatches = itertools.count()
+
+    def encode(grad, state):
+        drawn = jax.random.bits(jax.random.fold_in(key, next(microbatches)), (2,), jnp.uint32)
+        return masks.masked(grad, masks.random_mask(drawn, jnp.int32(8), grad))
+
+    return sound(key).replace(encode=encode, supports_ghost_norms=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShuffledBilledAsPoisson:
+    """Batches of shuffled epochs, with the event of Poisson sampling."""
+
+    examples: int
+    batch_size: int
+    relation: ClassVar[str] = "add_or_remove"
+    pads: ClassVar[bool] = True
+    most_rows: ClassVar[float] = float("inf")
+
+    @property
+    def divisor(self) -> float:
+        return self.batch_size
+
+    def draw(self, key, step, *, size=None):
+        return dpx.ShuffledEpochs(examples=self.examples, batch_size=self.batch_size).draw(key, step, size=size)
+
+    def event(self, multipliers):
+        return dpx.PoissonSampling(examples=self.examples, batch_size=self.batch_size).event(multipliers)
+
+
+def shuffled_billed_as_poisson(key, steps):
+    """Shuffled epochs, billed as Poisson sampling (Opacus' and TF Privacy's defaults; Chua et al. 2024, 2403.17673)."""
+    return sound(key, sampling=ShuffledBilledAsPoisson(examples=96, batch_size=8))
+
+
+class FixedSizeBilledAsPoisson(ShuffledBilledAsPoisson):
+    """Batches of a fixed size, with the event of Poisson sampling."""
+
+    def draw(self, key, step, *, size=None):
+        return dpx.FixedSizeSampling(examples=self.examples, batch_size=self.batch_size).draw(key, step, size=size)
+
+
+def fixed_size_billed_as_poisson(key, steps):
+    """Subsets of a fixed size, billed as Poisson sampling of add-or-remove neighbors (many papers' code)."""
+    return sound(key, sampling=FixedSizeBilledAsPoisson(examples=96, batch_size=8))
+
+
+class EveryBatchTwice(ShuffledBilledAsPoisson):
+    """Poisson batches, each of which is used at two steps, billed as two batches."""
+
+    def draw(self, key, step, *, size=None):
+        poisson = dpx.PoissonSampling(examples=self.examples, batch_size=self.batch_size)
+        return poisson.draw(key, step // 2, size=size)
+
+
+def every_batch_twice(key, steps):
+    """A batch serves for two steps, which are billed as independent samples (data echoing; several local steps)."""
+    return sound(key, sampling=EveryBatchTwice(examples=96, batch_size=8))
+
+
+class ReplacedBilledAsRemoved(FixedSizeBilledAsPoisson):
+    """Batches of a fixed size under replace-one neighbors, with the noise of one clip norm in place of two."""
+
+    relation: ClassVar[str] = "replace_one"
+    pads: ClassVar[bool] = False
+
+    def event(self, multipliers):
+        inner = [dp_accounting.GaussianDpEvent(float(sigma)) for sigma in multipliers]
+        sampled = dp_accounting.SampledWithoutReplacementDpEvent
+        return dp_accounting.ComposedDpEvent([sampled(self.examples, self.batch_size, one) for one in inner])
+
+
+def replaced_billed_as_removed(key, steps):
+    """Replacing an example moves the sum by 2 C, and C is billed (accountants of subsets without replacement)."""
+    return sound(key, sampling=ReplacedBilledAsRemoved(examples=96, batch_size=8))
+
+
+# The noise.
+
+
+def two_thirds_of_the_noise(key, steps):
+    """A constant is lost between the accountant and the optimizer (the oldest bug)."""
+    return with_noise(sound(key), standard(key), 2 / 3 * DEVIATION)
+
+
+def noise_divided_twice(key, steps):
+    """Noise of the mean is added to the mean, and both are divided by the batch again (loss_reduction="mean")."""
+    return with_noise(sound(key), standard(key), DEVIATION / SAMPLING.divisor)
+
+
+def noise_of_the_drawn_batch(key, steps):
+    """The noise is scaled by the size of the drawn batch, which is private and can be 0 (noise on the mean)."""
+    mechanism = sound(key)
+
+    def update(grads, state, params=None, *, included=None):
+        updates, after = mechanism.update(grads, state, params, included=included)
+        noise, _ = mechanism.update(grads, state, params, included=jnp.zeros_like(included))
+        share = jnp.sum(included) / SAMPLING.divisor
+        return jax.tree.map(lambda u, n: u - n + share * n, updates, noise), after
+
+    return with_own_update(mechanism, update)
+
+
+def uniform_noise(key, steps):
+    """`rand` in place of `randn`, at the right standard deviation (a typing error)."""
+
+    def draw(total, step):
+        bits = keys.stream(key, "noise", step)
+        return optax.tree.random_like(
+            bits, total, lambda k, shape, dtype: jax.random.uniform(k, shape, dtype, -(3**0.5), 3**0.5), jnp.float32
+        )
+
+    return with_noise(sound(key), draw)
+
+
+def bfloat16_noise(key, steps):
+    """Noise in the dtype of the model, of which there are some hundred values (mixed precision; Mironov 2012)."""
+
+    def draw(total, step):
+        noise = optax.tree.random_like(keys.stream(key, "noise", step), total, jax.random.normal, jnp.bfloat16)
+        return jax.tree.map(lambda n: n.astype(jnp.float32), noise)
+
+    return with_noise(sound(key), draw)
+
+
+def one_key_for_all_leaves(key, steps):
+    """Every layer's noise comes from the same key, which is not split (JAX code that maps over leaves)."""
+
+    def draw(total, step):
+        return jax.tree.map(lambda s: jax.random.normal(keys.stream(key, "noise", step), s.shape), total)
+
+    return with_noise(sound(key), draw)
+
+
+def one_noise_for_all_steps(key, steps):
+    """The key is a constant of the jitted step, so every step has the same noise (JAX loops without `split`)."""
+    return with_noise(sound(key), lambda total, step: keys.normal_like(keys.stream(key, "noise"), total))
+
+
+def noise_from_the_host(key, steps):
+    """A generator of the process that is seeded at its start: a resumed run repeats its noise (Opacus, torch)."""
+    generator = random.Random(0)
+
+    def draw(total, step):
+        own = jax.random.fold_in(key, generator.getrandbits(31))
+        return keys.normal_like(jax.random.fold_in(own, step), total)
+
+    return with_noise(sound(key), draw)
+
+
+def layers_clipped_apart(key, steps):
+    """Every layer is clipped to C, and the noise is that of one C, not of C times the root of the layers."""
+    return with_noise(sound(key, clip_norm=dict.fromkeys(("kernel", "bias", "scale"), CLIP_NORM)), standard(key))
+
+
+def layer_without_noise(key, steps):
+    """A layer is clipped and gets no noise (parameters that a hook forgets)."""
+
+    def draw(total, step):
+        noise = standard(key)(total, step)
+        return noise | {"bias": jnp.zeros_like(noise["bias"])}
+
+    return with_noise(sound(key), draw)
+
+
+def noise_from_the_projection(key, steps):
+    """The noise has the key of the random projection, so whoever knows the projection subtracts it."""
+
+    def release(sums, state, params):
+        step_key = jax.random.fold_in(keys.stream(key, "projection"), state.step)
+        matrix_key = jax.random.fold_in(jax.random.fold_in(step_key, 0), 0)  # of the first group's first block
+        noise = jax.random.normal(matrix_key, sums[0][0].shape)
+        return [(sums[0][0] + DEVIATION * noise) / SAMPLING.divisor], state.after(NOISE_MULTIPLIER)
+
+    projection = dpx.coordinates.random_projection(rank=12, kind="gaussian", key=key)
+    return dpx.in_coordinates(sound(key).replace(release=release), projection)
+
+
+def noise_on_another_mask(key, steps):
+    """Sparse training draws one mask for the gradient and another one for the noise (masks of a stale step)."""
+    freeze = {"freeze_rate": 0.3, "every": 2, "clip_norm": CLIP_NORM, "noise_multiplier": NOISE_MULTIPLIER}
+    mechanism = dpx.methods.random_freeze_sgd(**freeze, sampling=SAMPLING, key=key)
+
+    def release(sums, state, params):
+        updates, after = mechanism.release(sums, state, params)
+        silent, _ = mechanism.release(jax.tree.map(jnp.zeros_like, sums), state, params)
+        first = jax.tree.map(jnp.zeros_like, params)
+        first["kernel"] = first["kernel"].at[:, 0].set(1)
+        return jax.tree.map(lambda u, n, f: u - f * n, updates, silent, first), after
+
+    return mechanism.replace(release=release)
+
+
+# The bill.
+
+
+def schedule_shifted_by_a_step(key, steps):
+    """The noise of a falling schedule is the next step's, the bill this one's (counters that start at 1)."""
+
+    def schedule(step):
+        return NOISE_MULTIPLIER * 0.9 ** step.astype(jnp.float32)
+
+    mechanism = sound(key, noise_multiplier=schedule)
+
+    def release(sums, state, params):
+        updates, _ = mechanism.release(sums, state._replace(step=state.step + 1), params)
+        return updates, state.after(schedule(state.step))
+
+    return mechanism.replace(release=release)
+
+
+def last_step_is_free(key, steps):
+    """The accountant steps after the check of the loop, so the last release is not billed."""
+    mechanism = sound(key)
+    return mechanism.replace(event=lambda steps: mechanism.event(max(steps - 1, 0)))
+
+
+def other_noise_is_billed(key, steps):
+    """The event is made of another multiplier than the noise (two configuration files)."""
+    return sound(key).replace(event=sound(key, noise_multiplier=1.5 * NOISE_MULTIPLIER).event)
+
+
+def counts_nothing(key, steps):
+    """A step that the counter does not see (gradient accumulation inside a step, `optax.MultiSteps`)."""
+    mechanism = sound(key)
+    return mechanism.replace(release=lambda sums, state, params: (mechanism.release(sums, state, params)[0], state))
+
+
+# Secrets.
+
+
+def sums_in_the_state(key, steps):
+    """The clipped sum before the noise stays in the optimizer state, which is checkpointed (p.summed_grad)."""
+    mechanism = sound(key)
+
+    def release(sums, state, params):
+        updates, after = mechanism.release(sums, state["inner"], params)
+        return updates, {"inner": after, "last": sums}
+
+    return mechanism.replace(
+        init=lambda params: {"inner": mechanism.init(params), "last": (jax.tree.map(jnp.zeros_like, params),)},
+        weigh=lambda norms, state: mechanism.weigh(norms, state["inner"]),
+        release=release,
+    )
+
+
+def mask_of_raw_gradients(key, steps):
+    """The coordinates that are released are the largest of the sum before the noise (top-k sparsification)."""
+    mechanism = sound(key)
+
+    def release(sums, state, params):
+        updates, after = mechanism.release(sums, state, params)
+        large = jax.tree.map(lambda s: jnp.abs(s) > 0.1, sums[0])
+        return jax.tree.map(lambda u, keep: jnp.where(keep, u, 0), updates, large), after
+
+    return mechanism.replace(release=release)
+
+
+def importance_of_raw_gradients(key, steps):
+    """Importance scores of gradients before the noise choose the mask of later steps (AdaDPIGU as published)."""
+    mechanism = dpx.in_coordinates(sound(key), dpx.coordinates.importance_mask(0.5, warmup=3))
+
+    def release(sums, state, params):
+        updates, after = mechanism.release(sums, state, params)
+        score = jax.tree.map(lambda s, g: s + jnp.abs(g), state.coordinates[0].score, sums[0])
+        return updates, after._replace(coordinates=(after.coordinates[0]._replace(score=score),))
+
+    return mechanism.replace(release=release)
+
+
+def selective_release(key, steps):
+    """An update is kept only if the raw gradient agrees, and the choice is not billed (selective release)."""
+    mechanism = sound(key)
+
+    def release(sums, state, params):
+        updates, after = mechanism.release(sums, state, params)
+        agree = sum(jax.tree.leaves(jax.tree.map(lambda s, u: jnp.sum(s * u), sums[0], updates)))
+        return jax.tree.map(lambda u: jnp.where(agree > 0, u, 0), updates), after
+
+    return mechanism.replace(release=release)
+
+
+def clip_norm_of_raw_norms(key, steps):
+    """The clip norm follows the norms of the batch without noise (adaptive clipping by the median)."""
+    settings = {"initial_clip_norm": 0.4, "indicator_noise": 0.8, "noise_multiplier": NOISE_MULTIPLIER}
+    mechanism = dpx.mechanisms.adaptive_clipping(**settings, sampling=SAMPLING, key=key)
+
+    def release(sums, state, params):
+        updates, after = mechanism.release(sums, state, params)
+        moved = state.clip_norm * jnp.exp(-0.2 * sums[0]["indicator"] / SAMPLING.divisor)
+        return updates, after._replace(clip_norm=moved)
+
+    return mechanism.replace(release=release)
+
+
+def feedback_at_the_papers_noise(key, steps):
+    """The error of the clip is fed back, and every release is billed as if it stood alone (DiceSGD's theorem)."""
+    mechanism = dpx.methods.dice_sgd(
+        clip_norm=CLIP_NORM, feedback_norm=CLIP_NORM, outer_clip_norm=float("inf"), noise_multiplier=NOISE_MULTIPLIER,
+        sampling=SAMPLING, key=key,
+    )  # fmt: skip
+    return mechanism.replace(event=sound(key).event)
+
+
+def branches_on_raw_gradients(key, steps):
+    """A conditional on raw gradients, whose time and results tell (`optax.apply_if_finite` around a mechanism)."""
+    mechanism = sound(key)
+
+    def release(sums, state, params):
+        updates, after = mechanism.release(sums, state, params)
+        total = sum(jnp.sum(leaf) for leaf in jax.tree.leaves(sums[0]))
+        return jax.lax.cond(total > 0, lambda u: u, lambda u: jax.tree.map(jnp.zeros_like, u), updates), after
+
+    return mechanism.replace(release=release)
+
+
+ZOO = [
+    Zoo(no_clip, "bounded"),
+    Zoo(clip_after_the_sum, "bounded"),
+    Zoo(clip_of_the_next_step, "noise"),
+    Zoo(half_precision_norms, "float32"),
+    Zoo(not_a_number_passes, "bounded"),
+    Zoo(projected_after_the_clip, "noise"),
+    Zoo(clipped_by_microbatch, "adjacent"),
+    Zoo(batch_normalized, "adjacent"),
+    Zoo(padding_counts, "padding"),
+    Zoo(realized_divisor, "divisor"),
+    Zoo(mask_of_the_microbatch, "additive"),
+    Zoo(shuffled_billed_as_poisson, "sampling", "lower_bound"),
+    Zoo(fixed_size_billed_as_poisson, "sampling", "lower_bound"),
+    Zoo(every_batch_twice, "sampling", "lower_bound"),
+    Zoo(replaced_billed_as_removed, "sampling", "lower_bound"),
+    Zoo(two_thirds_of_the_noise, "noise", "lower_bound"),
+    Zoo(noise_divided_twice, "noise", "lower_bound"),
+    Zoo(noise_of_the_drawn_batch, "noise", "lower_bound"),
+    Zoo(uniform_noise, "noise", "lower_bound"),
+    Zoo(bfloat16_noise, "float32"),
+    Zoo(one_key_for_all_leaves, "noise", "lower_bound"),
+    Zoo(one_noise_for_all_steps, "noise", "lower_bound"),
+    Zoo(noise_from_the_host, "resume"),
+    Zoo(layers_clipped_apart, "noise", "lower_bound"),
+    Zoo(layer_without_noise, "noise", "lower_bound"),
+    Zoo(noise_from_the_projection, "noise", "lower_bound"),
+    Zoo(noise_on_another_mask, "noise", "lower_bound"),
+    Zoo(schedule_shifted_by_a_step, "noise"),
+    Zoo(last_step_is_free, "cost"),
+    Zoo(other_noise_is_billed, "cost", "lower_bound"),
+    Zoo(counts_nothing, "cost"),
+    Zoo(sums_in_the_state, "secrecy"),
+    Zoo(mask_of_raw_gradients, "secrecy", "lower_bound"),
+    Zoo(importance_of_raw_gradients, "secrecy"),
+    Zoo(selective_release, "secrecy", "lower_bound"),
+    Zoo(clip_norm_of_raw_norms, "secrecy"),
+    Zoo(feedback_at_the_papers_noise, "secrecy", "lower_bound"),
+    Zoo(branches_on_raw_gradients, "branches"),
+]

@@ -1,0 +1,119 @@
+"""`check_contract`: every mechanism of tests/broken.py fails at the line that it breaks; sound ones pass all lines.
+
+That it passes on every mechanism of dpx is tests/test_contract.py, which is built on the same lines.
+"""
+
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import dpx
+from dpx.audit import ContractReport, Line, check_contract
+from dpx.audit.contract_draws import in_its_directions
+from dpx.audit.contract_report import Broken
+from tests.broken import ZOO, sound, two_thirds_of_the_noise, with_noise
+from tests.mechanisms import PARAMS
+
+
+@pytest.mark.parametrize("broken", ZOO, ids=lambda broken: broken.name)
+def test_the_line_of_a_broken_mechanism_fails(broken):
+    mechanism, options = broken.make(jax.random.key(7), 100), {"lines": [broken.line], "draws": 1000}
+    report = check_contract(mechanism, params=PARAMS, rebuild=lambda key: broken.make(key, 100), **options)
+    assert [line.name for line in report.failures] == [broken.line], report
+
+
+def test_docs(promoting):
+    """The code of docs/auditing.md about the contract."""
+    page = (Path(__file__).parents[1] / "docs" / "auditing.md").read_text()
+    section, names = page.split("## Check the contract")[1].split("\n## ")[0], {}
+    for block in re.findall(r"```python\n(.*?)```", section, re.DOTALL):
+        exec(block, names)
+
+
+MECHANISM = sound(jax.random.key(7), 100)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"mechanism": optax.sgd(1.0)}, "mechanism must be a dpx Mechanism"),
+        ({"loss": lambda params, example: 0.0}, "must be given together"),
+        ({"params": PARAMS, "loss": lambda params, example: 0.0}, "must be given together"),
+        ({"params": {"w": np.zeros((40, 40))}}, "1 to 1000 numbers: use smaller layers, got 1600"),
+        ({"params": {}}, "got 0"),
+        ({"lines": ["bound"]}, "got 'bound'"),
+        ({"draws": 10}, "draws must be a whole number of at least 500"),
+        ({"seed": -1}, "seed must be"),
+    ],
+)
+def test_refused(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        check_contract(**({"mechanism": MECHANISM} | arguments))
+
+
+def test_a_report_is_for_asserts():
+    report = ContractReport((Line("bounded", "pass", "a"), Line("cost", "not checked", "b")), 1e-4)
+    assert report.passed and report.require() is report and [line.name for line in report.unchecked] == ["cost"]
+    failed = ContractReport((*report.lines, Line("noise", "fail", "too small")), 1e-4)
+    with pytest.raises(AssertionError, match="fail .*noise .*too small"):
+        failed.require()
+    assert failed.line("noise").words == "too small"
+    with pytest.raises(ValueError, match="got 'sampling'"):
+        failed.line("sampling")
+
+
+@pytest.mark.parametrize(
+    ("make", "mu_dtype", "failures", "unchecked"),
+    [
+        (sound, None, [], []),
+        (sound, jnp.bfloat16, [], ["noise"]),
+        (two_thirds_of_the_noise, None, ["noise"], []),
+    ],
+)
+def test_the_noise_behind_an_optimizer(make, mu_dtype, failures, unchecked, promoting):
+    """Adam's updates are not linear in the noise, but its average of them is, if it is float32."""
+    mechanism = dpx.chain(make(jax.random.key(7), 100), optax.adam(1e-2, mu_dtype=mu_dtype))
+    report = check_contract(mechanism, lines=["float32", "noise", "secrecy"], draws=500)
+    assert [line.name for line in report.failures] == failures, report
+    assert [line.name for line in report.unchecked] == unchecked, report
+
+
+def test_a_step_without_noise_is_not_checked():
+    mechanism = sound(jax.random.key(7), noise_multiplier=0.0)
+    report = check_contract(mechanism, lines=["adjacent", "noise", "secrecy"])
+    assert [line.outcome for line in report.lines] == 3 * ["not checked"]
+    assert all("the bill is infinite" in line.words for line in report.lines)
+
+
+def test_a_run_that_may_not_be_so_long_is_not_billed():
+    mechanism = sound(jax.random.key(7), noise_multiplier=lambda step: 5.0 - step)
+    (line,) = check_contract(mechanism, lines=["cost"]).lines
+    assert (
+        line.outcome == "not checked" and "noise_multiplier must be finite and at least 0 at every step" in line.words
+    )
+
+
+def test_noise_of_a_mechanisms_own():
+    """Sound noise that does not come from `keys.normal_like` passes, also with coordinates of the key."""
+    key = jax.random.key(7)
+    plain = with_noise(
+        sound(key), lambda total, step: optax.tree.random_like(dpx.keys.stream(key, "mine", step), total)
+    )
+    projected = dpx.in_coordinates(plain, dpx.coordinates.random_projection(rank=12, kind="gaussian", key=key))
+    for mechanism in (plain, projected):
+        report = check_contract(mechanism, lines=["noise", "secrecy"], draws=1000)
+        assert not report.failures and not report.unchecked, report
+
+
+def test_noise_that_is_correlated_with_its_coordinates():
+    rng = np.random.default_rng(0)
+    maps, normals = rng.normal(size=(1000, 5, 3)), rng.normal(size=(1000, 3))
+    draws = in_its_directions(np.einsum("nom,nm->no", maps, normals), maps)
+    np.testing.assert_allclose(np.cov(draws, rowvar=False), np.eye(3), atol=0.2)
+    with pytest.raises(Broken, match="shares their key"):
+        in_its_directions(np.einsum("nom,nm->no", maps, np.abs(normals) * np.sign(maps[:, 0])), maps)
