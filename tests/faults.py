@@ -1819,6 +1819,14 @@ ACCOUNTING = [
 
 GHOST = [
     Fault(
+        "ghost: parameters that are not used share a shape",
+        "dpx/gradients/ghost/plan.py",
+        "return way.words, shape, *operands",
+        "return way.words, *operands",
+        "tests/test_ghost.py -k not_used",
+        harmful=False,
+    ),
+    Fault(
         "export: the loops of a CPU on every platform",
         "dpx/gradients/ghost/engine.py",
         "cpu=in_loop, default=at_once",
@@ -1837,7 +1845,7 @@ GHOST = [
     Fault(
         "ghost: parameters of one shape share the program of another equation",
         "dpx/gradients/ghost/plan.py",
-        "return way.words, *operands, *map(_written, equations)",
+        "return way.words, shape, *operands, *map(_written, equations)",
         "return way.words, self.program.output(0)",
         "tests/test_ghost_zoo.py -k 'deep or convolution or transformer'",
     ),
@@ -2191,6 +2199,27 @@ FIT = [
 
 TUNING = [
     Fault(
+        "search: trials may share a key",
+        "dpx/tuning/plan.py",
+        "not in (0, keys.mark(mechanism.key)):",
+        "< 0:",
+        "tests/test_tuning.py -k trials_of_one_key",
+    ),
+    Fault(
+        "search: the budget of a score pays for steps",
+        "dpx/accounting/best_of.py",
+        "        trial=trial,\n        trials=trials,",
+        "        trial=scored,\n        trials=trials,",
+        "tests/test_tuning.py -k pays_for_no_steps",
+    ),
+    Fault(
+        "search: several values for one example",
+        "dpx/tuning/plan.py",
+        "if values.size > (examples",
+        "if values.size < 0 * (examples",
+        "tests/test_tuning.py -k several_values",
+    ),
+    Fault(
         "search: the number of trials is not random",
         "dpx/tuning/search.py",
         'draw_count(keys.stream(key, "number of trials"), bill.trials, SHAPES[distribution])',
@@ -2228,8 +2257,8 @@ TUNING = [
     Fault(
         "search: bills one trial less",
         "dpx/accounting/best_of.py",
-        "RepeatAndSelectDpEvent(trial, trials, SHAPES[distribution])",
-        "RepeatAndSelectDpEvent(trial, max(trials - 1, 1), SHAPES[distribution])",
+        "RepeatAndSelectDpEvent(scored, trials, SHAPES[distribution])",
+        "RepeatAndSelectDpEvent(scored, max(trials - 1, 1), SHAPES[distribution])",
         "tests/test_tuning.py -k ten_trials",
     ),
     Fault(
@@ -2249,8 +2278,8 @@ TUNING = [
     Fault(
         "search: the private score is free",
         "dpx/accounting/best_of.py",
-        "trial = trial if score is None else",
-        "trial = trial if True else",
+        "scored = trial if score is None else",
+        "scored = trial if True else",
         "tests/test_tuning.py -k 'private_score or score_on_private'",
     ),
     Fault(

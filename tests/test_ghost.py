@@ -616,3 +616,8 @@ def test_uses_that_cancel_keep_the_bound():
     (totals,) = jax.jit(jax.vmap(lambda one: step(w, dpx.Batch(one[None], None), made.init(w)).updates))(x)
     for total in totals:
         assert jnp.linalg.norm(total) <= clip_norm * (1 + 1e-6)
+
+
+def test_parameters_that_are_not_used_keep_their_shapes():
+    params = {"unused": jnp.ones(()), "head": jnp.ones((2, 3)), "w": normal(8, 3)}
+    assert_agrees(lambda p, x: score(x @ p["w"]), params, normal(9, SIZE, 3))

@@ -196,8 +196,8 @@ class Searcher:
     def __call__(self, seed=0, **options):
         self.trials = []
         key = jax.random.key(seed)
-        options = {"configurations": self.configurations} | self.options | options
-        return tuning.search(self.train, score=self.score, key=key, **options)
+        options = {"configurations": self.configurations, "score": self.score} | self.options | options
+        return tuning.search(self.train, key=key, **options)
 
     def drawn(self):
         return [trial.configuration["rate"] for trial in self.trials]
@@ -303,6 +303,25 @@ def test_the_report_of_a_search():
         dpx.privacy_report(made, 21, delta=1e-5, tuning=found.bill)
 
 
+def test_trials_of_one_key_are_refused():
+    """A trial that trains another optimizer than its own would share its noise with the other trials."""
+    search = Searcher()
+
+    def train(trial):
+        params, state = Searcher.train(search, trial)
+        return params, state._replace(stream=jnp.uint32(dpx.keys.mark(jax.random.key(8))))
+
+    search.train = train
+    with pytest.raises(ValueError, match="must train its own optimizer, and draw its batches with the key"):
+        search()
+
+
+def test_the_budget_of_a_score_pays_for_no_steps():
+    made = mechanism({}, jax.random.key(0))
+    bill = best_of((made, 20), trials=3, score_on=GaussianDpEvent(5.0))
+    assert bill.covers(made.event(20)) and not bill.covers(made.event(21))
+
+
 REFUSED = {
     "a score of unknown origin": ({"score_on": None}, "score_on must be"),
     "a private score without noise": ({"score_on": "private"}, "a score on private data without noise"),
@@ -317,6 +336,10 @@ REFUSED = {
     "no configuration": ({"configurations": []}, "must hold at least one"),
     "no steps": ({"steps": None}, "steps must be given"),
     "no delta": ({"delta": None}, "delta must be given"),
+    "a score of several values for one example": (
+        {"score_on": tuning.NoisySum(1.0), "score": lambda params: np.ones(1001)},
+        "at most one value for each of 1000 examples, got 1001",
+    ),
     "a score of many numbers": ({"score_on": tuning.NoisySum(1.0)}, r"of shape \(n,\)"),
 }
 

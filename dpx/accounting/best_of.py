@@ -22,7 +22,7 @@ Distribution = Literal["logarithmic", "geometric", "poisson"]
 class Selection(Composition):
     """The cost of the best of a random and secret number of trials, of which nothing else is released.
 
-    trial: the event of one trial. trials: the expected number of them. distribution: of that number.
+    trial: the event of one trial without its score. trials: the expected number of them. distribution: of that number.
     configurations: int, how many different ones are billed. score: how the score is billed, in words.
     """
 
@@ -83,10 +83,10 @@ def best_of(
         raise ValueError(f"candidates must have one neighboring relation, got {sorted(relations)}")
     events = tuple(hashable(event) for event, _ in runs)
     trial = events[0] if all(event == events[0] for event in events) else OneOfDpEvent(events)
-    trial = trial if score is None else dp_accounting.ComposedDpEvent((trial, score))  # pyright: ignore
-    trial_loss(trial, stated).renyi(renyi.ORDERS)  # refuses what has no bill
+    scored = trial if score is None else dp_accounting.ComposedDpEvent((trial, score))  # pyright: ignore
+    trial_loss(scored, stated).renyi(renyi.ORDERS)  # refuses what has no bill
     return Selection(
-        event=RepeatAndSelectDpEvent(trial, trials, SHAPES[distribution]),
+        event=RepeatAndSelectDpEvent(scored, trials, SHAPES[distribution]),
         relation=stated,
         trial=trial,
         trials=trials,

@@ -20,7 +20,7 @@ from dpx.accounting.compose import same_key
 from dpx.batches import Tree
 from dpx.fitting.settings import require_function
 from dpx.mechanism import Mechanism
-from dpx.release_state import steps_taken
+from dpx.release_state import release_state, steps_taken
 
 
 class Trial(NamedTuple):
@@ -42,7 +42,8 @@ class NoisySum:
     """A score on private data: the sum of one value in [0, 1] for each example, with Gaussian noise that is billed.
 
     `score(params)` then returns the values, float (n,), such as whether each prediction is right; dpx clips them to
-    [0, 1], and a value that is no number counts 0. One value must depend on one example (or user) alone.
+    [0, 1], and a value that is no number counts 0. One value must depend on one example (or user) alone, and each of
+    them may have one value, so n is at most the number of examples of the sampling.
 
     noise_multiplier: float, positive, the standard deviation of the noise on the sum.
     """
@@ -125,6 +126,11 @@ class Plan:
         event_of(mechanism, result[1], None)
         if (taken := steps_taken(result[1])) > most:
             raise ValueError(f"a trial must make at most the {most} steps that are billed, it made {taken}")
+        if int(stream := release_state(result[1]).stream) not in (0, keys.mark(mechanism.key)):
+            raise ValueError(
+                "a trial must train its own optimizer, and draw its batches with the key of that optimizer, as dpx.fit "
+                f"does, because trials must be independent; its batches are of the key of mark {stream}"
+            )
         return trial, result[0], result[1]
 
     def scored(self, params: Tree, number: int) -> float:
@@ -134,6 +140,10 @@ class Plan:
             values = np.asarray(self.score(params), np.float64)
             if values.ndim != 1:
                 raise ValueError(f"score must return the values of the examples, of shape (n,), got {values.shape}")
+            if values.size > (examples := self.mechanisms[0].sampling.examples):
+                raise ValueError(
+                    f"score must return at most one value for each of {examples} examples, got {values.size}"
+                )
             noise = self.score_on.noise_multiplier * float(jax.random.normal(key, (), np.float32))
             return float(np.nan_to_num(values, nan=0.0).clip(0, 1).sum()) + noise
         found = self.score(params, key) if isinstance(self.score_on, DpEvent) else self.score(params)

@@ -94,19 +94,19 @@ def _norms(plan: Plan, leaves: list[jax.Array], records: Records, scales: dict[i
         def of_batch(records, runtime_value, choice=choice, scale=scale):
             return _map(choice.way.norm(choice.uses, scale), records, choice, runtime_value)
 
-        program = _shared(programs, of_batch, plan, leaf if scale is None else None)
+        kind = plan.kind(leaf, leaves[leaf].shape) if scale is None else None
+        program = _shared(programs, of_batch, kind)
         kept, norms[leaf] = program(records.of(leaf, choice), leaves[leaf])
         if kept is not None:
             gradients[leaf] = kept
     return norms, records._replace(gradients=gradients)
 
 
-def _shared(programs: dict, function: Callable, plan: Plan, leaf: int | None) -> Callable:
+def _shared(programs: dict, function: Callable, kind: tuple | None) -> Callable:
     """`function` as a program that parameters of one kind share, so that it is traced once for all of them.
 
-    programs: by kind, those of the parameters before. leaf: None if the parameter shares nothing.
+    programs: by kind, those of the parameters before. kind: `Plan.kind`, None if the parameter shares nothing.
     """
-    kind = None if leaf is None else plan.kind(leaf)
     return function if kind is None else programs.setdefault(kind, jax.jit(function))
 
 
@@ -132,7 +132,8 @@ def _weighted_sums(plan: Plan, leaves, records: Records, factor: Tree, included:
         def of_batch(records, factors, choice=choice, shape=leaves[leaf].shape):
             return choice.way.weighted_sum(choice.uses, shape, records, factors)
 
-        total = _shared(programs, of_batch, plan, leaf)(records.of(leaf, choice), f)
+        kind = plan.kind(leaf, leaves[leaf].shape)
+        total = _shared(programs, of_batch, kind)(records.of(leaf, choice), f)
         sums.append(_scaled(total, scales.get(leaf)))
     return jax.tree.unflatten(plan.structure, sums)
 

@@ -53,15 +53,15 @@ class Plan(NamedTuple):
         """The leaves whose norms are computed from inputs and cotangents."""
         return [leaf for leaf, choice in enumerate(self.choices) if choice.uses.sites]
 
-    def kind(self, leaf: int) -> tuple | None:
-        """All that the computation of a parameter's norm and sum depends on, but for its place; None if unknown."""
+    def kind(self, leaf: int, shape: tuple[int, ...]) -> tuple | None:
+        """All that the computation of the norm and sum of a parameter of this shape depends on; None if unknown."""
         way, _, uses = self.choices[leaf]
         if uses.sharing is not None:
             return None
         used = [(self.program.equations[site.use.equation].jaxpr, site.use) for site in uses.sites]
         equations = [equation for at, use in used for equation in (at, *use.view)]
         operands = [use.operand for _, use in used]
-        return way.words, *operands, *map(_written, equations)
+        return way.words, shape, *operands, *map(_written, equations)
 
     @property
     def differentiated(self) -> list[int]:
