@@ -301,6 +301,28 @@ def uniform_noise(key, steps):
     return with_noise(sound(key), draw)
 
 
+def truncated_noise(key, steps):
+    """A truncated normal, as initializers draw it: a release beyond the cut tells that an example is there."""
+
+    def draw(total, step):
+        bits = keys.stream(key, "noise", step)
+        return optax.tree.random_like(
+            bits, total, lambda k, shape, dtype: jax.random.truncated_normal(k, -3, 3, shape, dtype), jnp.float32
+        )
+
+    return with_noise(sound(key), draw)
+
+
+def noise_on_a_grid(key, steps):
+    """Noise of few values on a sum of many: the digits below the grid are those of the sum (Mironov 2012)."""
+
+    def draw(total, step):
+        noise = optax.tree.random_like(keys.stream(key, "noise", step), total, jax.random.normal, jnp.float32)
+        return jax.tree.map(lambda n: jnp.round(64 * n) / 64, noise)
+
+    return with_noise(sound(key), draw)
+
+
 def bfloat16_noise(key, steps):
     """Noise in the dtype of the model, of which there are some hundred values (mixed precision; Mironov 2012)."""
 
@@ -522,6 +544,8 @@ ZOO = [
     Zoo(noise_divided_twice, "noise", "lower_bound"),
     Zoo(noise_of_the_drawn_batch, "noise", "lower_bound"),
     Zoo(uniform_noise, "noise", "lower_bound"),
+    Zoo(truncated_noise, "noise"),
+    Zoo(noise_on_a_grid, "noise"),
     Zoo(bfloat16_noise, "float32"),
     Zoo(one_key_for_all_leaves, "noise", "lower_bound"),
     Zoo(one_noise_for_all_steps, "noise", "lower_bound"),

@@ -2217,7 +2217,7 @@ TUNING = [
         "dpx/tuning/plan.py",
         "if values.size > (examples",
         "if values.size < 0 * (examples",
-        "tests/test_tuning.py -k several_values",
+        "tests/test_tuning.py -k 'several and values'",
     ),
     Fault(
         "search: the number of trials is not random",
@@ -2519,6 +2519,20 @@ TRAINER = [
 ]
 
 AUDIT = [
+    Fault(
+        "audit: a cut tail is not seen",
+        "dpx/audit/contract_noise.py",
+        "    if largest < expected:",
+        "    if largest < 1:",
+        "tests/test_audit_contract.py -k truncated_noise",
+    ),
+    Fault(
+        "audit: a lattice is not seen",
+        "dpx/audit/contract_noise.py",
+        ") < count / 2:",
+        ") < 2:",
+        "tests/test_audit_contract.py -k on_a_grid",
+    ),
     Fault(
         "audit: the runs that choose the threshold also count",
         "dpx/audit/lower_bound_scores.py",

@@ -318,7 +318,7 @@ def test_trials_of_one_key_are_refused():
 
 def test_the_budget_of_a_score_pays_for_no_steps():
     made = mechanism({}, jax.random.key(0))
-    bill = best_of((made, 20), trials=3, score_on=GaussianDpEvent(5.0))
+    bill = best_of((made, 20), trials=3, score_on=GaussianDpEvent(0.1))
     assert bill.covers(made.event(20)) and not bill.covers(made.event(21))
 
 

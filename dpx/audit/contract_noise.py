@@ -112,3 +112,8 @@ def require_standard(draws: np.ndarray):
     distance = np.abs(special.ndtr(ordered) - (np.arange(len(ordered)) + 0.5) / len(ordered)).max()
     if distance > math.sqrt(math.log(2 / RATE) / (2 * len(ordered))) + 0.5 / len(ordered):
         raise Broken(f"the noise is not normal: its distribution function is {distance:.2g} away")
+    largest, expected = np.abs(ordered[[0, -1]]).max(), special.ndtri((1 + RATE ** (1 / len(ordered))) / 2)
+    if largest < expected:
+        raise Broken(f"the tail of the noise is cut: of {len(ordered)} draws, the largest is {largest:.3g}")
+    if (different := min(len(np.unique(column)) for column in draws.T.astype(np.float32))) < count / 2:
+        raise Broken(f"the noise has few values: {count} draws of a coordinate are {different} different numbers")
