@@ -313,16 +313,6 @@ def truncated_noise(key, steps):
     return with_noise(sound(key), draw)
 
 
-def noise_on_a_grid(key, steps):
-    """Noise of few values on a sum of many: the digits below the grid are those of the sum (Mironov 2012)."""
-
-    def draw(total, step):
-        noise = optax.tree.random_like(keys.stream(key, "noise", step), total, jax.random.normal, jnp.float32)
-        return jax.tree.map(lambda n: jnp.round(64 * n) / 64, noise)
-
-    return with_noise(sound(key), draw)
-
-
 def bfloat16_noise(key, steps):
     """Noise in the dtype of the model, of which there are some hundred values (mixed precision; Mironov 2012)."""
 
@@ -545,7 +535,6 @@ ZOO = [
     Zoo(noise_of_the_drawn_batch, "noise", "lower_bound"),
     Zoo(uniform_noise, "noise", "lower_bound"),
     Zoo(truncated_noise, "noise"),
-    Zoo(noise_on_a_grid, "noise"),
     Zoo(bfloat16_noise, "float32"),
     Zoo(one_key_for_all_leaves, "noise", "lower_bound"),
     Zoo(one_noise_for_all_steps, "noise", "lower_bound"),

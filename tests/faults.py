@@ -2527,13 +2527,6 @@ AUDIT = [
         "tests/test_audit_contract.py -k truncated_noise",
     ),
     Fault(
-        "audit: a lattice is not seen",
-        "dpx/audit/contract_noise.py",
-        ") < count / 2:",
-        ") < 2:",
-        "tests/test_audit_contract.py -k on_a_grid",
-    ),
-    Fault(
         "audit: the runs that choose the threshold also count",
         "dpx/audit/lower_bound_scores.py",
         "counted = _count(present[1], absent[1],",
