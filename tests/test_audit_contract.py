@@ -16,7 +16,7 @@ import dpx
 from dpx.audit import ContractReport, Line, check_contract
 from dpx.audit.contract_draws import in_its_directions
 from dpx.audit.contract_report import Broken
-from tests.broken import ZOO, sound, two_thirds_of_the_noise, with_noise
+from tests.broken import ZOO, sound, sums_in_the_state, two_thirds_of_the_noise, with_noise
 from tests.mechanisms import PARAMS
 
 
@@ -81,6 +81,17 @@ def test_the_noise_behind_an_optimizer(make, mu_dtype, failures, unchecked, prom
     report = check_contract(mechanism, lines=["float32", "noise", "secrecy"], draws=500)
     assert [line.name for line in report.failures] == failures, report
     assert [line.name for line in report.unchecked] == unchecked, report
+
+
+@pytest.mark.parametrize(
+    ("make", "failures"), [(sound, []), (sums_in_the_state, ["noise", "secrecy"])], ids=["sound", "sums in the state"]
+)
+def test_transforms_that_cut_are_no_fault(make, failures):
+    """At most points the clipped updates have no slope, so the derivatives of several points are joined."""
+    mechanism = dpx.chain(make(jax.random.key(7), 100), optax.clip(0.1), optax.sgd(1.0))
+    report = check_contract(mechanism, lines=["noise", "secrecy"], draws=500)
+    assert [line.name for line in report.failures] == failures, report
+    assert [line.name for line in report.unchecked] == ([] if failures else ["noise"]), report
 
 
 def test_a_step_without_noise_is_not_checked():

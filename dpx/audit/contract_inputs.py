@@ -143,6 +143,16 @@ def is_float(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize >= 4
 
 
+def readable(tree: Tree) -> Tree:
+    """A tree with the bits of PRNG keys in place of the keys."""
+
+    def bits(leaf):
+        is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        return jax.random.key_data(leaf) if is_key else leaf
+
+    return jax.tree.map(bits, tree)
+
+
 def public_floats(tree: Tree) -> jax.Array:
     """The floats of a tree of at least 32 bits, float32 (o,)."""
     leaves = [leaf.astype(jnp.float32).reshape(-1) for leaf in jax.tree.leaves(tree) if is_float(leaf)]
@@ -157,7 +167,7 @@ def require_close(found: Tree, expected: Tree, tolerance: float = 1e-6) -> float
     Raises AssertionError for a difference above the tolerance, or another structure.
     """
     assert jax.tree.structure(found) == jax.tree.structure(expected), "another structure"
-    lefts, rights = jax.tree.map(np.asarray, (jax.tree.leaves(found), jax.tree.leaves(expected)))
+    lefts, rights = jax.tree.map(np.asarray, readable((jax.tree.leaves(found), jax.tree.leaves(expected))))
     largest = max([np.abs(leaf).max(initial=0) for leaf in rights if leaf.dtype.kind == "f"], default=0)
     most = 0.0
     for one, other in zip(lefts, rights, strict=True):

@@ -22,6 +22,7 @@ from dpx.audit.contract_subject import Subject
 from dpx.batches import Tree
 
 LOST = 1e-3  # a derivative below this share of its value is mostly rounding, as that of Adam's first step
+POINTS = 8  # at random, at which derivatives are taken; a coordinate without slope at all of them would be missed
 SMALL = 1e-5  # of singular values, relative to the largest, because the derivatives are float32
 
 
@@ -96,7 +97,7 @@ class Traced:
 
     def _run(self, sums, state, mechanism=None):
         updates, after = (mechanism or self.subject.mechanism).release(sums, state, self.subject.params)
-        return updates, public_state(after)
+        return updates, inputs.readable(public_state(after))
 
     def public(self, sums: jax.Array, normals: jax.Array, state: Tree, mechanism: Any = None) -> tuple[jax.Array, Tree]:
         """All public floats that leave, float32 (o,), the updates first; and the other public leaves.
@@ -131,24 +132,34 @@ class Traced:
 
     def _at(self, state: Tree) -> Release:
         zeros = np.zeros(self.numbers, np.float32), np.zeros(self.normals, np.float32)
-        somewhere = inputs.waves(self.numbers, 1.0), inputs.waves(self.normals, 0.7, 2.0)
-        first, _, (_, first_noise) = _as_float64(self.program(*zeros, state))
-        found, _, (by_sums, by_noise) = _as_float64(self.program(*somewhere, state))
-        predicted = first + first_noise @ somewhere[1] + by_sums @ somewhere[0]
-        scale = np.abs(by_noise).max(1, initial=0) + np.abs(by_sums).max(1, initial=0)  # NaN behind a root of 0
-        with np.errstate(invalid="ignore"):
-            close = np.abs(predicted - found) <= 1e-4 * (scale + np.abs(found))
-            affine = close & (np.abs(first_noise - by_noise).max(1, initial=0) <= 1e-4 * scale)
-            usable = np.isfinite(scale) & (scale > LOST * np.abs(found))
-        data, noise = by_sums[usable] / scale[usable, None], by_noise[usable] / scale[usable, None]
-        exchange, uncovered = np.zeros((self.normals, self.numbers)), 0.0
-        if usable.any():
+        first, _, (first_sums, first_noise) = _as_float64(self.program(*zeros, state))
+        affine, data, noise = np.ones(len(first), bool), [], []
+        # A transform that cuts has no slope at some points, so the derivatives of several points are joined.
+        for sums, normals in (zeros, *self._somewhere()):
+            found, _, (by_sums, by_noise) = _as_float64(self.program(sums, normals, state))
+            predicted = first + first_noise @ normals + first_sums @ sums
+            scale = np.abs(by_noise).max(1, initial=0) + np.abs(by_sums).max(1, initial=0)  # NaN behind a root of 0
+            with np.errstate(invalid="ignore"):
+                affine &= np.abs(predicted - found) <= 1e-4 * (scale + np.abs(found))
+                affine &= np.abs(first_noise - by_noise).max(1, initial=0) <= 1e-4 * scale
+                usable = np.isfinite(scale) & (scale > LOST * np.abs(found))
+            data.append(by_sums[usable] / scale[usable, None])
+            noise.append(by_noise[usable] / scale[usable, None])
+        data, noise = np.concatenate(data), np.concatenate(noise)
+        exchange, uncovered, flat = np.zeros((self.normals, self.numbers)), 0.0, not len(data)
+        if not flat:
             exchange, *_ = np.linalg.lstsq(noise, data, rcond=SMALL)
             uncovered = float(np.abs(noise @ exchange - data).max(initial=0))
-        flat = not usable.any()
-        moved = inputs.split(np.abs(by_sums[usable]).max(0, initial=0), self.sums_like)
+        moved = inputs.split(np.abs(data).max(0, initial=0), self.sums_like)
         seen = tuple(flat or any(np.any(leaf > 0) for leaf in jax.tree.leaves(tree)) for tree in moved)
         return Release(first, first_noise, affine, self.updates, exchange, uncovered, flat, seen)
+
+    def _somewhere(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Sums and normals at which the derivatives are taken: waves, and some at random."""
+        random = np.random.default_rng(0)
+        waves = inputs.waves(self.numbers, 1.0), inputs.waves(self.normals, 0.7, 2.0)
+        draws = [random.normal(size=(2, max(self.numbers, self.normals))).astype(np.float32) for _ in range(POINTS)]
+        return [waves, *((sums[: self.numbers], normals[: self.normals]) for sums, normals in draws)]
 
 
 def _as_float64(tree: Tree) -> Any:

@@ -64,7 +64,8 @@ def _same_without_exchange(trial: Trial) -> str:
     """For noise of the mechanism's own: the public state must not move with the data at all."""
     rows = trial.problems[0].rows
     for step in STEPS:
-        states = [public_state(trial.update(rows, trial.state(step), given)[1]) for given in (everyone(), all_but(2))]
+        both = [trial.update(rows, trial.state(step), given) for given in (everyone(), all_but(2))]
+        states = [public_of(result)[1] for result in both]
         try:
             inputs.require_close(*states)
         except AssertionError:
