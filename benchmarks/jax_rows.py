@@ -79,7 +79,7 @@ def rows(model: str, size: int, *, noise_multiplier: float = 1.0, clip_norm: flo
 
 
 def with_jax_privacy(problem: Problem, batch, key, clip_norm, noise_multiplier, microbatch_size) -> Callable:
-    import jax_privacy  # pyright: ignore[reportMissingImports]
+    import jax_privacy
 
     clipped_grad = jax_privacy.clipped_grad(
         problem.loss,

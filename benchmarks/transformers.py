@@ -148,7 +148,7 @@ def steps(problem: Problem, size: int) -> dict[str, tuple[Callable, tuple]]:
 
 def with_jax_privacy(problem: Problem, size: int) -> tuple[Callable, tuple]:
     import jax
-    import jax_privacy  # pyright: ignore[reportMissingImports]
+    import jax_privacy
 
     clipped = jax_privacy.clipped_grad(
         problem.loss, l2_clip_norm=1.0, normalize_by=size, keep_batch_dim=False, microbatch_size=1

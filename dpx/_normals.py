@@ -37,7 +37,7 @@ def standard_normals(key: jax.Array, tree: Tree) -> Tree:
     """
     leaves, structure = jax.tree.flatten(tree)
     shapes = tuple(tuple(leaf.shape) for leaf in leaves)
-    if (largest := max(map(math.prod, shapes), default=0)) > LARGEST_LEAF:
+    if (largest := max((math.prod(shape) for shape in shapes), default=0)) > LARGEST_LEAF:
         raise ValueError(f"a leaf must have at most {LARGEST_LEAF} numbers, got {largest}")
     words = jax.random.key_data(key)
     large = [leaf for leaf in leaves if isinstance(leaf, jax.Array) and leaf.size >= LARGE_LEAF]
@@ -51,7 +51,7 @@ def _leaves(words: jax.Array, never: jax.Array, shapes: tuple[tuple[int, ...], .
     starts = list(itertools.accumulate(map(math.prod, shapes), initial=0))
     half = max(1, min(CHUNK_NUMBERS, starts[-1] + 1) // 2)
 
-    def by_chunks(words, never):
+    def by_chunks(words, never) -> list[jax.Array]:
         flat = _chunks(words, never, math.ceil(starts[-1] / (2 * half)), half).reshape(-1)
         # As constants, the starts would make one program for each leaf; as values, one for each shape.
         at = jax.lax.cond(opaque_false(words), lambda: [0] * len(shapes), lambda: starts[:-1])
@@ -60,7 +60,7 @@ def _leaves(words: jax.Array, never: jax.Array, shapes: tuple[tuple[int, ...], .
             for start, shape in zip(at, shapes, strict=True)
         ]
 
-    def by_leaves(words, never):
+    def by_leaves(words, never) -> list[jax.Array]:
         del never
         firsts = [divmod(start, 2 * half) for start in starts[:-1]]
         return [_leaf(words, first, shape, half) for first, shape in zip(firsts, shapes, strict=True)]
