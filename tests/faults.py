@@ -1338,6 +1338,14 @@ METHODS = [
         harmful=False,
     ),
     Fault(
+        "embedding: with freeze, nothing is frozen",
+        "dpx/methods/gep_sgd.py",
+        "        *freeze,\n",
+        "",
+        "tests/test_gradient_embedding.py -k freeze_it_equals",
+        harmful=False,
+    ),
+    Fault(
         "ada_dpigu: a warm-up that is too long",
         "dpx/methods/ada_dpigu.py",
         "important = importance_mask(keep, warmup=warmup, inner=standardization, noise_floor=noise_deviation)",

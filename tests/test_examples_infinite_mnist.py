@@ -31,7 +31,7 @@ def test_images_are_small_deformations():
     images = DeformedImages(BASE, 600)
     for number in range(3):
         mean, base = images[number::3].astype(float).mean(0), BASE[number].astype(float)
-        assert np.corrcoef(mean.ravel(), base.ravel())[0, 1] > 0.75
+        assert np.corrcoef(mean.ravel(), base.ravel())[0, 1] > 0.6
         sums = images[number::3].reshape(200, -1).sum(1) / base.sum()
         assert 0.7 < sums.mean() < 1.3 and sums.std() > 0.05  # strokes of several thicknesses
 
