@@ -17,6 +17,7 @@ LINEAR = 0.09  # standard deviation of each entry of the matrix that rotates, sc
 SHIFT = 0.5  # pixels
 THICKNESS = 0.5  # largest share of the way to the thickened or the thinned stroke
 CHUNK = 512  # images that are made at once
+VERSION = 1  # of the images; part of the name under which they are kept
 
 
 class DeformedImages:

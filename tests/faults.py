@@ -855,7 +855,7 @@ UNITS = [
     ),
     Fault(
         "federated: padding counts in the loss",
-        "examples/federated.py",
+        "examples/tasks/users.py",
         "jnp.sum(losses, where=included)",
         "jnp.sum(losses)",
         "tests/test_examples_federated.py -k padding",
@@ -863,9 +863,9 @@ UNITS = [
     ),
     Fault(
         "federated: examples are billed in place of users",
-        "examples/federated.py",
-        "dpx.PoissonSampling(examples=len(users),",
-        "dpx.PoissonSampling(examples=1437,",
+        "examples/tasks/users.py",
+        "examples=len(users),",
+        "examples=len(labels),",
         "tests/test_examples_federated.py -k command_line",
     ),
 ]
