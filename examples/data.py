@@ -82,6 +82,8 @@ def load(name: str, data_dir: str | Path | None = None) -> Dataset:
         return BUNDLED[name]()
     if name.startswith("random:"):
         return random_pixels(name)
+    if name.startswith("features:"):
+        return stored_features(name, data_dir)
     if name in IDX and (folder := find_idx(name, data_dir)) is not None:
         return load_idx(name, folder)
     if (paths := local_files.find(name, roots_of(data_dir))) is not None:
@@ -138,6 +140,16 @@ def random_pixels(name: str) -> Dataset:
     rng = np.random.default_rng(0)
     images = rng.integers(0, 256, (80, *shape), np.uint8)
     return split_fifth(name, classes, images, rng.integers(0, classes, 80))
+
+
+def stored_features(name: str, data_dir: str | Path | None) -> Dataset:
+    """Features of a public network, from NAME.npz for the name "features:NAME", as images of one pixel, float16."""
+    file = name.removeprefix("features:") + ".npz"
+    path = next((root / file for root in roots_of(data_dir) if (root / file).is_file()), None)
+    if path is None:
+        raise FileNotFoundError(local_files.GET_FEATURES.format(file=file))
+    classes, arrays = local_files.read_features(path)
+    return dataset_of(name, classes, arrays)
 
 
 BUNDLED = {"digits": digits, "mnist5k": mnist5k}

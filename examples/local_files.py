@@ -1,5 +1,7 @@
-"""CIFAR-10, CIFAR-100 and SVHN from the files that their authors publish."""
+"""CIFAR-10, CIFAR-100 and SVHN from the files that their authors publish, and features in a file of NumPy."""
 
+import zipfile
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,3 +104,35 @@ FILES = {
         advice="the cropped digits from http://ufldl.stanford.edu/housenumbers/",
     ),
 }
+
+FEATURE_ARRAYS = ("train_features", "train_labels", "test_features", "test_labels")
+GET_FEATURES = """{file} is not on this machine. With the images, and a network trained on PUBLIC images, make it:
+  numpy.savez("{file}", train_features=..., train_labels=..., test_features=..., test_labels=...)
+with features (N, D) of floating point numbers and labels (N,) of integers, and name its folder with --data-dir. The
+paper's are those of SimCLR v2 before its last layer, D = 4096; https://github.com/ftramer/Handcrafted-DP makes them."""
+
+
+def read_features(path: Path) -> tuple[int, Arrays]:
+    """The number of classes, and features as float16 (N, 1, 1, D) beside labels int32 (N,). Checks what GET_FEATURES
+    asks for, and raises ValueError for a file that is not so."""
+    try:
+        with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
+            found = {name: file[name] for name in FEATURE_ARRAYS}
+    except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise ValueError(f"{path}: must be a file of numpy.savez with {', '.join(FEATURE_ARRAYS)}: {error}") from error
+    arrays = []
+    for part in ("train", "test"):
+        features, labels = found[f"{part}_features"], found[f"{part}_labels"]
+        if features.ndim != 2 or not np.issubdtype(features.dtype, np.floating) or labels.shape != features.shape[:1]:
+            raise ValueError(
+                f"{path}: {part}_features must be floating point (N, D) with {part}_labels (N,), "
+                f"got {features.dtype} {features.shape} and {labels.shape}"
+            )
+        if not np.issubdtype(labels.dtype, np.integer) or labels.size == 0 or labels.min() < 0:
+            raise ValueError(f"{path}: {part}_labels must be integers of at least 0, got {labels.dtype}")
+        with np.errstate(over="ignore"):
+            halves = features.astype(np.float16)[:, None, None]
+        if not np.isfinite(halves).all():
+            raise ValueError(f"{path}: {part}_features must be finite and below 65504 in absolute value")
+        arrays += [halves, labels.astype(np.int32)]
+    return 1 + max(int(arrays[1].max()), int(arrays[3].max())), arrays

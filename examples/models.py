@@ -156,6 +156,17 @@ def resnet20(input_shape, classes, activation) -> Model:
     return from_linen(ResNet20(classes, activation), input_shape)
 
 
+def vit(size: str) -> Callable[..., Model]:
+    """A vision transformer with random parameters, in whose place `examples.tasks.images` puts a checkpoint's."""
+
+    def builder(input_shape, classes, activation):
+        from examples.vit import SIZES, vit  # which imports this file
+
+        return vit(classes, None, SIZES[size])
+
+    return builder
+
+
 def from_zero(build: Callable[..., Model]) -> Callable[..., Model]:
     """The model, but with zeros for its first parameters; for models that are linear in them."""
 
@@ -192,6 +203,9 @@ MODELS: dict[str, Callable[..., Model]] = {
     "scatter_cifar_cnn": convolutional(conv(64), max_pool(2), conv(64), hidden=()),
     # D2P2-SGD's second network for CIFAR-10.
     "resnet20": resnet20,
+    # DiceSGD's network, for which task_options["checkpoint"] is meant, and one of its kind to try a program on.
+    "vit_small": vit("vit_small"),
+    "vit_miniature": vit("vit_miniature"),
     # Table 4 of D2P2-SGD.
     "d2p2_cnn": convolutional(
         *(conv(16), average_pool, conv(32), average_pool, conv(32), average_pool),

@@ -40,6 +40,7 @@ class Sizes:
 
 
 SMALL = Sizes()
+SIZES = {"vit_small": SMALL, "vit_miniature": Sizes(layers=1, features=12, heads=3, patch=8, side=32)}
 
 
 def shapes_of(sizes: Sizes, classes: int) -> dict[str, tuple[int, ...]]:

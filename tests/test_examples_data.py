@@ -267,6 +267,36 @@ def test_svhns_files_are_read(tmp_path):
         data.load("svhn_cropped", tmp_path)
 
 
+def test_stored_features_are_read_and_checked(tmp_path):
+    rng = np.random.default_rng(0)
+    arrays = dict(
+        train_features=rng.normal(size=(6, 5)).astype(np.float32),
+        train_labels=np.arange(6) % 3,
+        test_features=rng.normal(size=(4, 5)).astype(np.float32),
+        test_labels=np.arange(4) % 3,
+    )
+    with pytest.raises(FileNotFoundError, match="toy.npz is not on this machine.(.|\\n)*SimCLR"):
+        data.load("features:toy", tmp_path)
+    np.savez(tmp_path / "toy.npz", **arrays)
+    loaded = data.load("features:toy", tmp_path)
+    assert loaded.train_images.shape == (6, 1, 1, 5) and loaded.classes == 3
+    np.testing.assert_array_equal(loaded.test_images[:, 0, 0], arrays["test_features"].astype(np.float16))
+    for change, said in (
+        ({"train_features": np.zeros((6, 2, 2), np.float32)}, r"train_features must be floating point \(N, D\)"),
+        ({"test_labels": np.arange(3)}, r"test_features must be floating point \(N, D\) with test_labels"),
+        ({"test_labels": np.ones(4)}, "test_labels must be integers of at least 0, got float64"),
+        ({"test_features": np.full((4, 5), 1e6)}, "test_features must be finite"),
+        ({"test_features": np.zeros((4, 6), np.float16)}, "training and test images must have one shape"),
+    ):
+        np.savez(tmp_path / "toy.npz", **arrays | change)
+        with pytest.raises(ValueError, match=said):
+            data.load("features:toy", tmp_path)
+    for content in (b"no", (tmp_path / "toy.npz").read_bytes()[:-40]):
+        (tmp_path / "toy.npz").write_bytes(content)
+        with pytest.raises(ValueError, match="toy.npz: must be a file of numpy.savez"):
+            data.load("features:toy", tmp_path)
+
+
 @pytest.mark.skipif(data.find_idx("fashion_mnist", None) is None, reason="needs Debian's dataset-fashion-mnist")
 def test_the_real_fashion_mnist():
     fashion = data.load("fashion_mnist")
