@@ -9,7 +9,7 @@ from examples.papers.experiment import Experiment, Row
 
 __all__ = ["Experiment", "Row", "experiments"]
 
-PAPERS: tuple[str, ...] = ("dynamic", "dynamic_federated")
+PAPERS: tuple[str, ...] = ("dynamic", "dynamic_federated", "dice_images", "random_freeze")
 
 
 def experiments() -> dict[str, Experiment]:

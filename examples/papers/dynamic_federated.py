@@ -72,10 +72,10 @@ def table_4(thousands: int) -> Experiment:
         "which is too small: the column of the true epsilon bills its noise by PLD. The error is the larger, the fewer "
         "steps there are and the smaller the sampling rate is; here they are 100 and 1 %.",
         stand_in=f"{thousands},000 deformations of the 4,000 real digits of mnist5k (examples/infinite_mnist.py), "
-        f"shared among {users:,} users of equal expected size and unequal taste (25 images each, on average), made smaller to "
-        "14 x 14; tested on 1,000 other real digits. The text of the paper that we have does not say how many users "
-        "there are, which network they train, or how: those are ours, and a linear model is far from the paper's network, so "
-        "compare rows, not with the paper's accuracies.",
+        f"shared among {users:,} users of equal expected size and unequal taste (25 images each, on average), made "
+        "smaller to 14 x 14; tested on 1,000 other real digits. The text of the paper that we have does not say how "
+        "many users there are, which network they train, or how: those are ours, and a linear model is far from the "
+        "paper's network, so compare rows, not with the paper's accuracies.",
         real=dict(dataset="mnist", model="adadpigu_cnn_printed", task_options={"pool": 1}),
         tune_at=0.4,
         smoke=dict(
