@@ -77,7 +77,7 @@ class Experiment:
         last = self.rows[-1]
         return [row for row in self.rows if row.label in (self.baseline, last.label) and row.claimed == last.claimed]
 
-    def config(self, row: Row, choice: Fields, seed: int, changes: Fields, **budget: float) -> Config:
+    def config(self, row: Row, choice: Fields, seed: int, changes: Fields, **budget: Any) -> Config:
         """The run of a row. budget: epsilon or noise_multiplier. Options of the method and of the task are merged."""
         fields: dict[str, Any] = {}
         for part in (self.common, row.config, choice, changes):

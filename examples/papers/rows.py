@@ -39,7 +39,7 @@ def run(
         places = runs.places.get("data_dir"), runs.places.get("cache_dir", CACHE)
         return TASKS[config.task].build(config, *places, False).examples
 
-    def configured(row: Row, choice: Fields, seed: int, **budget: float) -> Config:
+    def configured(row: Row, choice: Fields, seed: int, **budget: Any) -> Config:
         return experiment.config(row, choice, seed, changes, **budget)
 
     def noise_of(row: Row, choice: Fields) -> float:
