@@ -1595,6 +1595,13 @@ ACCOUNTING = [
         "tests/test_accounting_soundness.py -k direction",
     ),
     Fault(
+        "composition: symmetric steps are forgotten in the second direction",
+        "dpx/accounting/pld/composition.py",
+        "directions.append(copy.deepcopy(directions[0]))",
+        "directions.append(_Spectrum(np.zeros(size), np.zeros(size)))",
+        "tests/test_accounting_soundness.py -k symmetric",
+    ),
+    Fault(
         "composition: epsilon of the better direction",
         "dpx/accounting/profiles.py",
         "return max(direction.epsilon(delta) for direction in directions), delta",
