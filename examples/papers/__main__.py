@@ -25,7 +25,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--smoke", action="store_true", help="one tiny run of every kind, to try the program")
     made.add_argument("--real", action="store_true", help="the paper's own data, where the default is a stand-in")
     made.add_argument(
-        "--minutes", type=float, default=math.inf, help="start no run after them; 0 writes the page of the runs there are"
+        "--minutes",
+        type=float,
+        default=math.inf,
+        help="start no run after them; 0 writes the page of the runs there are",
     )
     made.add_argument("--runs", type=Path, help="folder of the runs (default runs/papers; with --smoke, none is kept)")
     made.add_argument("--results", type=Path, default=RESULTS, help="folder of the pages (default %(default)s)")
@@ -55,7 +58,7 @@ def smoke(experiment: Experiment, given: argparse.Namespace) -> Path:
     """
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        runs = Runs((given.runs or folder) / "smoke", data_dir=given.data_dir, cache_dir=given.cache_dir)
+        runs = Runs((given.runs or folder) / "smoke", data_dir=given.data_dir, cache_dir=folder)
         outcomes = rows.run(experiment, runs, range(1), experiment.smoke, smoke=True)
         given = argparse.Namespace(**vars(given) | {"results": folder, "seeds": 1})
         return write(experiment, outcomes, runs, experiment.name, given)
@@ -90,10 +93,9 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     for name in known if not names else ():
-        data = known[name].common["dataset"] + (
-            f" (paper's own: --real, {known[name].real['dataset']})" if known[name].real else ""
-        )
-        print(f"{name:24} {known[name].title}; {data}")
+        real = known[name].real
+        more = f" (--real: {real.get('dataset', 'the length of its runs')})" if real else ""
+        print(f"{name:26} {known[name].title}; {known[name].common['dataset']}{more}")
     return 0
 
 

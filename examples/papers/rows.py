@@ -43,13 +43,17 @@ def run(
     for row in rows:
         choice = row.grid[0] if smoke else made.choice(experiment.tuned_row(row))
         outcomes.append(Outcome(row=row, choice=choice, at_noise=[], at_epsilon=[]))
-    for one in sorted(outcomes, key=lambda one: one.row.claimed != experiment.tune_at):
-        kinds = ["epsilon", "noise"] if one.row.noise is not None else ["epsilon"]
-        for kind in kinds[-1:] if smoke else kinds:
-            results = one.at_noise if kind == "noise" else one.at_epsilon
-            for seed in seeds if one.choice is not None else ():
-                with contextlib.suppress(NotRun):
-                    results.append(made.result(one.row, one.choice, seed, kind))
+    first, second = ("epsilon", "noise")
+    order = [(one, kind) for kind in (first, second) for one in outcomes if kind == first or one.row.noise is not None]
+    if smoke:
+        order = [(one, first if one.row.noise is None else second) for one in outcomes]
+    for one, kind in sorted(order, key=lambda pair: pair[0].row.claimed != experiment.tune_at):
+        results = one.at_epsilon if kind == first else one.at_noise
+        if one.choice is None:
+            continue
+        for seed in seeds:
+            with contextlib.suppress(NotRun):
+                results.append(made.result(one.row, one.choice, seed, kind))
     return outcomes
 
 
