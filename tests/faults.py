@@ -869,7 +869,7 @@ UNITS = [
     ),
     Fault(
         "federated: padding counts in the loss",
-        "examples/federated.py",
+        "examples/tasks/users.py",
         "jnp.sum(losses, where=included)",
         "jnp.sum(losses)",
         "tests/test_examples_federated.py -k padding",
@@ -877,9 +877,9 @@ UNITS = [
     ),
     Fault(
         "federated: examples are billed in place of users",
-        "examples/federated.py",
-        "dpx.PoissonSampling(examples=len(users),",
-        "dpx.PoissonSampling(examples=1437,",
+        "examples/tasks/users.py",
+        "examples=len(users),",
+        "examples=len(labels),",
         "tests/test_examples_federated.py -k command_line",
     ),
 ]
@@ -1349,6 +1349,14 @@ METHODS = [
         'clip_norm = {"embedding": math.sqrt(share), "residual": math.sqrt(1 - share)}',
         'clip_norm = {"embedding": 1.0, "residual": 1e-3}',
         "tests/test_gradient_embedding.py -k billed",
+        harmful=False,
+    ),
+    Fault(
+        "embedding: with freeze, nothing is frozen",
+        "dpx/methods/gep_sgd.py",
+        "        *freeze,\n",
+        "",
+        "tests/test_gradient_embedding.py -k freeze_it_equals",
         harmful=False,
     ),
     Fault(

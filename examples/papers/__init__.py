@@ -9,7 +9,7 @@ from examples.papers.experiment import Experiment, Row
 
 __all__ = ["Experiment", "Row", "experiments"]
 
-PAPERS: tuple[str, ...] = ("dynamic",)
+PAPERS: tuple[str, ...] = ("dynamic", "dynamic_federated", "d2p2", "ada_dpigu", "dice_images", "random_freeze")
 
 
 def experiments() -> dict[str, Experiment]:
