@@ -9,7 +9,7 @@ from examples.papers.experiment import Experiment, Row
 
 __all__ = ["Experiment", "Row", "experiments"]
 
-PAPERS: tuple[str, ...] = ("dynamic", "d2p2", "ada_dpigu")
+PAPERS: tuple[str, ...] = ("dynamic", "d2p2", "ada_dpigu", "baselines")
 
 
 def experiments() -> dict[str, Experiment]:
