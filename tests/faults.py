@@ -855,7 +855,7 @@ UNITS = [
     ),
     Fault(
         "federated: padding counts in the loss",
-        "examples/federated.py",
+        "examples/tasks/users.py",
         "jnp.sum(losses, where=included)",
         "jnp.sum(losses)",
         "tests/test_examples_federated.py -k padding",
@@ -863,9 +863,9 @@ UNITS = [
     ),
     Fault(
         "federated: examples are billed in place of users",
-        "examples/federated.py",
-        "dpx.PoissonSampling(examples=len(users),",
-        "dpx.PoissonSampling(examples=1437,",
+        "examples/tasks/users.py",
+        "examples=len(users),",
+        "examples=len(labels),",
         "tests/test_examples_federated.py -k command_line",
     ),
 ]
@@ -1338,6 +1338,14 @@ METHODS = [
         harmful=False,
     ),
     Fault(
+        "embedding: with freeze, nothing is frozen",
+        "dpx/methods/gep_sgd.py",
+        "        *freeze,\n",
+        "",
+        "tests/test_gradient_embedding.py -k freeze_it_equals",
+        harmful=False,
+    ),
+    Fault(
         "ada_dpigu: a warm-up that is too long",
         "dpx/methods/ada_dpigu.py",
         "important = importance_mask(keep, warmup=warmup, inner=standardization, noise_floor=noise_deviation)",
@@ -1585,6 +1593,13 @@ ACCOUNTING = [
         "for direction, pmf in zip(directions, (*pmfs, *pmfs), strict=False):",
         "for direction, pmf in zip(directions, (pmfs[0], pmfs[0]), strict=False):",
         "tests/test_accounting_soundness.py -k direction",
+    ),
+    Fault(
+        "composition: symmetric steps are forgotten in the second direction",
+        "dpx/accounting/pld/composition.py",
+        "directions.append(copy.deepcopy(directions[0]))",
+        "directions.append(_Spectrum(np.zeros(size), np.zeros(size)))",
+        "tests/test_accounting_soundness.py -k symmetric",
     ),
     Fault(
         "composition: epsilon of the better direction",
