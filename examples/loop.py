@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jax
+
 import dpx
 from examples import models, records
 from examples.config import Config
@@ -69,6 +71,7 @@ def run(
         config.steps_of(sampling, facts["examples"]),
         dpx.keys.stream(key, "mechanism"),
         **task.of_the_method(key),
+        **({"clip_norm": config.clip_norms_of(jax.eval_shape(task.init, key))} if config.per_layer else {}),
     )
     plan = folder.stored["plan"] if folder.stored else plan_of(config, make, sampling, facts["examples"])
     optimizer = make(plan["noise_multiplier"])

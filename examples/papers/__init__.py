@@ -9,7 +9,15 @@ from examples.papers.experiment import Experiment, Row
 
 __all__ = ["Experiment", "Row", "experiments"]
 
-PAPERS: tuple[str, ...] = ("dynamic", "dynamic_federated", "d2p2", "ada_dpigu", "dice_images", "random_freeze")
+PAPERS: tuple[str, ...] = (
+    "dynamic",
+    "dynamic_federated",
+    "d2p2",
+    "ada_dpigu",
+    "dice_images",
+    "random_freeze",
+    "baselines",
+)
 
 
 def experiments() -> dict[str, Experiment]:

@@ -23,7 +23,7 @@ METHODS: dict[str, dict[str, float]] = {  # options of dynamic_dp_sgd; none: DP-
 }
 
 
-def by_clt(config: Config, rate: float, steps: int) -> float:
+def noise_by_clt(config: Config, rate: float, steps: int) -> float:
     """The noise multiplier 1 / mu_0 by the paper's central limit theorem."""
     assert config.epsilon is not None
     return 1 / gdp.mu_0(
@@ -31,7 +31,7 @@ def by_clt(config: Config, rate: float, steps: int) -> float:
     )
 
 
-def by_zcdp(config: Config, rate: float, steps: int) -> float:
+def noise_by_zcdp(config: Config, rate: float, steps: int) -> float:
     """That of noise decay by zCDP: no amplification by sampling, but an example counts once an epoch.
 
     Source: Yu et al. 2019, https://arxiv.org/abs/1904.02200.
@@ -42,7 +42,7 @@ def by_zcdp(config: Config, rate: float, steps: int) -> float:
     )
 
 
-def by_tcdp(config: Config, rate: float, steps: int) -> float:
+def noise_by_tcdp(config: Config, rate: float, steps: int) -> float:
     """That of noise decay by tCDP, with its amplification, for the clip norm as the effect of an example.
 
     Source: Zhang et al. 2021, as the paper cites it; Bun et al. 2018, https://doi.org/10.1145/3188745.3188946.
@@ -74,7 +74,7 @@ def _least_noise(config: Config, epsilon: Callable[[float], float]) -> float:
     return high
 
 
-NOISES = {"noise decay, zCDP": by_zcdp, "noise decay, tCDP": by_tcdp}
+NOISES = {"noise decay, zCDP": noise_by_zcdp, "noise decay, tCDP": noise_by_tcdp}
 
 
 def rows(published: Mapping[str, Sequence[float]], epsilons: Sequence[float], learning_rate: float) -> tuple[Row, ...]:
@@ -84,7 +84,7 @@ def rows(published: Mapping[str, Sequence[float]], epsilons: Sequence[float], le
     for label, options in METHODS.items():
         config = {"method": "dynamic_dp_sgd", "method_options": options} if options else {"method": "dp_sgd"}
         for epsilon, figure in zip(epsilons, published.get(label, ()), strict=False):
-            noise = NOISES.get(label, by_clt)
+            noise = NOISES.get(label, noise_by_clt)
             made.append(Row(label=label, config=config, published=figure, claimed=epsilon, noise=noise, grid=grid))
     return tuple(made)
 
