@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.runs import SEEDS, TUNING_SEED, Runs, described, from_arguments, summary
 from examples.config import Config
+from examples.runs import SEEDS, TUNING_SEED, Runs, described, from_arguments, summary
 
 NETWORK: dict[str, Any] = dict(
     model="adadpigu_cnn_printed", epochs=8.0, batch_size=2048, clip_norm=0.1, momentum=0.9, microbatch_size=256

@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.runs import TUNING_SEED, Runs, described, from_arguments
 from examples.config import Config
+from examples.runs import TUNING_SEED, Runs, described, from_arguments
 
 SEED = 0
 NETWORK: dict[str, Any] = dict(

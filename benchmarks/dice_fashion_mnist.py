@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.runs import SEEDS, TUNING_SEED, Runs, described, from_arguments, summary
 from examples.config import Config
+from examples.runs import SEEDS, TUNING_SEED, Runs, described, from_arguments, summary
 
 DATASET, EPSILON, DELTA = "fashion_mnist", 2.0, 1e-5
 CLIP_NORM = 0.1  # C1

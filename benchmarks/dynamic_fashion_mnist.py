@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.runs import SEEDS, TUNING_SEED, Runs, described, from_arguments, summary
 from examples.config import Config
+from examples.runs import SEEDS, TUNING_SEED, Runs, described, from_arguments, summary
 
 EPSILONS = (0.4, 1.2, 2.0)
 DELTA = 1 / 600_000

@@ -13,7 +13,8 @@ from dpx import catalog
 from dpx.accounting.checks import Accountant
 from dpx.sampling import Sampling
 from examples.methods import METHODS, build, options_of
-from examples.models import ACTIVATIONS, MODELS
+from examples.models import ACTIVATIONS
+from examples.tasks import TASKS
 from examples.whitening import PUBLIC
 
 OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
@@ -36,6 +37,7 @@ class Config:
     microbatch_size: how many examples are worked on at once; None leaves it to `dpx.private_grad`.
     momentum: of "sgd" only.
     method_options: of the method's builder, by name; values as in `examples.methods.read`.
+    task: what is trained (`examples.tasks`). task_options: of the task, by name; those not given have its defaults.
     whitening: with features "whitened", the public images that they are whitened by.
     masked_loss: with "ada_dpigu", the loss, and the model, at the masked parameters.
     public, public_examples, public_rank: with "gep_sgd", the data set whose gradients, public, span the subspace, how
@@ -59,6 +61,8 @@ class Config:
     optimizer: str = "sgd"
     learning_rate: float = 0.5
     momentum: float = 0.0
+    task: str = "images"
+    task_options: dict[str, Any] = field(default_factory=dict)
     model: str = "mlp"
     activation: str = "tanh"
     features: str = "none"
@@ -74,7 +78,8 @@ class Config:
             "accountant": ACCOUNTANTS,
             "sampling": catalog.SAMPLINGS,
             "optimizer": OPTIMIZERS,
-            "model": MODELS,
+            "task": TASKS,
+            "model": TASKS[self.task].models if self.task in TASKS else (),
             "activation": ACTIVATIONS,
             "features": FEATURES,
             "whitening": PUBLIC,
@@ -103,6 +108,11 @@ class Config:
         if not 0 <= self.seed < 2**64:
             raise ValueError(f"seed must be in [0, 2^64), got {self.seed}")
         object.__setattr__(self, "method_options", options_of(self.method, self.method_options))
+        known = TASKS[self.task].options
+        if unknown := sorted(set(self.task_options) - set(known)):
+            listed = ", ".join(known) or "none"
+            raise ValueError(f"task {self.task!r} has no option {', '.join(unknown)}; its options: {listed}")
+        object.__setattr__(self, "task_options", dict(known) | self.task_options)
 
     @property
     def key(self) -> jax.Array:

@@ -77,6 +77,8 @@ def load(name: str, data_dir: str | Path | None = None) -> Dataset:
         raise FileNotFoundError(f"data_dir must be a directory, got {str(data_dir)!r}")
     if name in BUNDLED:
         return BUNDLED[name]()
+    if name.startswith("random:"):
+        return random_pixels(name)
     if name in IDX and (folder := find_idx(name, data_dir)) is not None:
         return load_idx(name, folder)
     return load_tfds(name, data_dir)
@@ -114,6 +116,17 @@ def split_fifth(name: str, classes: int, images: np.ndarray, labels: np.ndarray)
         test_images=images[test],
         test_labels=labels[test],
     )
+
+
+def random_pixels(name: str) -> Dataset:
+    """Images without meaning, to try a program on: "random:32x32x3x10" has 64 + 16 of shape (32, 32, 3), 10 classes."""
+    sizes = name.removeprefix("random:").split("x")
+    if len(sizes) != 4 or not all(size.isdecimal() and int(size) for size in sizes):
+        raise ValueError(f"random images are named random:HEIGHTxWIDTHxCHANNELSxCLASSES, got {name!r}")
+    *shape, classes = map(int, sizes)
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (80, *shape), np.uint8)
+    return split_fifth(name, classes, images, rng.integers(0, classes, 80))
 
 
 BUNDLED = {"digits": digits, "mnist5k": mnist5k}

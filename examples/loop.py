@@ -2,26 +2,31 @@
 
 import dataclasses
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
-
 import dpx
-from examples import data, features, models, public, records, whitening
+from examples import models, records
 from examples.config import Config
+from examples.tasks import TASKS
 
 CACHE = Path("~/.cache/dpx")
-EVALUATION_BATCH = 500
+NO_METRICS = ("step", "epsilon", "unreleased_loss")  # the other numbers of a row of the history
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
-    """The outcome of a run. seconds: of this process, so a resumed run counts from its resumption."""
+    """The outcome of a run. seconds: of this process, so a resumed run counts from its resumption.
+
+    metrics: on public test data, after the last step. headline: the name of the one that tables show. accuracy: the
+        metric "test_accuracy", or NaN.
+    """
 
     accuracy: float
+    headline: str
+    metrics: dict[str, float]
     epsilon: float
     delta: float
     steps: int
@@ -54,8 +59,8 @@ def run(
     folder.require_same("config", config.as_dict())
     folder.require_same("versions", records.versions())
 
-    dataset = data.load(config.dataset, data_dir)
-    facts = {"examples": len(dataset.train_images), "sha256": records.fingerprint(dataset)}
+    task = TASKS[config.task].build(config, data_dir, cache_dir, progress)
+    facts = {"examples": task.examples, "sha256": task.fingerprint}
     folder.require_same("data", facts)
     sampling = config.sampling_of(facts["examples"])
     key = config.key
@@ -63,16 +68,11 @@ def run(
         sampling,
         config.steps_of(sampling, facts["examples"]),
         dpx.keys.stream(key, "mechanism"),
-        **public.arguments(config, dataset, data_dir, key),
+        **task.of_the_method(key),
     )
     plan = folder.stored["plan"] if folder.stored else plan_of(config, make, sampling, facts["examples"])
     optimizer = make(plan["noise_multiplier"])
-    if config.features == "scattering":
-        dataset = features.with_scattering(dataset, cache_dir, progress=progress)
-    if config.features == "whitened":
-        dataset = whitening.with_whitening(dataset, config.whitening, cache_dir, progress=progress)
-    model = model_of(config, dataset)
-    params, accuracy_of = model.init(dpx.keys.stream(key, "init")), accuracy_function(model, dataset)
+    params = task.init(dpx.keys.stream(key, "init"))
     folder.create(config, facts, plan)
 
     def record(seen: dpx.fitting.Progress) -> None:
@@ -81,15 +81,15 @@ def run(
         folder.add_metrics(row | {records.NOT_PRIVATE: seen.unreleased_loss})
 
     fitted = dpx.fit(
-        loss_function(model),
+        task.loss,
         params,
-        (dataset.train_images, dataset.train_labels),
+        task.train,
         optimizer,
         key=dpx.keys.stream(key, "batches"),
         steps=plan["steps"],
         delta=config.delta,
         accountant=config.accountant,
-        evaluate=lambda params: {"test_accuracy": accuracy_of(params)},
+        evaluate=task.evaluate,
         evaluate_every=evaluate_every,
         callbacks=[record],
         checkpoints=folder.path / "checkpoints",
@@ -98,8 +98,11 @@ def run(
         loss_at=dpx.coordinates.masked_params if config.masked_loss else None,
         microbatch_size=config.microbatch_size,
     )
+    metrics = {name: value for name, value in fitted.history[-1].items() if name not in NO_METRICS}
     result = Result(
-        accuracy=fitted.history[-1]["test_accuracy"],
+        accuracy=metrics.get("test_accuracy", math.nan),
+        headline=task.headline,
+        metrics=metrics,
         epsilon=fitted.epsilon,
         delta=config.delta,
         steps=fitted.steps,
@@ -151,42 +154,14 @@ def affordable_steps(mechanism: dpx.Mechanism, steps: int, config: Config) -> in
     return fits
 
 
-def model_of(config: Config, dataset: data.Dataset) -> models.Model:
-    """The configured model for images (or features) of the data set's shape."""
-    shape, classes = dataset.train_images.shape[1:], dataset.classes
-    model = models.build(config.model, input_shape=shape, classes=classes, activation=config.activation)
-    return models.centred(model) if config.features == "none" else model
-
-
-def loss_function(model: models.Model):
-    """loss(params, example) of one image, uint8 or float, and its label."""
-    loss = models.loss_of(model)
-    return lambda params, example: loss(params, (data.as_float(example[0]), example[1]))
-
-
-def accuracy_function(model: models.Model, dataset: data.Dataset):
-    """(params) -> share of the public test images that are classified rightly."""
-
-    @jax.jit
-    def correct(params, images, labels):
-        logits = jax.vmap(model.apply, (None, 0))(params, data.as_float(images))
-        return (logits.argmax(-1) == labels).sum()
-
-    def accuracy(params) -> float:
-        rights = 0
-        for start in range(0, len(dataset.test_images), EVALUATION_BATCH):
-            rows = slice(start, start + EVALUATION_BATCH)
-            rights += int(correct(params, np.asarray(dataset.test_images[rows]), dataset.test_labels[rows]))
-        return rights / len(dataset.test_images)
-
-    return accuracy
-
-
 def conclude(folder, config: Config, report: dpx.accounting.PrivacyReport, result: Result) -> None:
     """The files to read after a run; all but config.json and the checkpoints may be shared."""
     records.write(folder.path / "privacy_report.json", report.to_json() + "\n")
     records.write(folder.path / "privacy_report.md", report.to_markdown() + "\n")
     shared = {name: value for name, value in config.as_dict().items() if name != "seed"}
-    summary = {"result": dataclasses.asdict(result), "config": shared, "versions": records.versions()}
+    numbers = {name: value for name, value in dataclasses.asdict(result).items() if value == value}  # JSON has no NaN
+    summary = {"result": numbers, "config": shared, "versions": records.versions()}
     records.write(folder.path / "result.json", json.dumps(summary, indent=2) + "\n")
-    folder.plot(f"{config.dataset}, {config.method}: {result.accuracy:.1%} at epsilon {result.epsilon:.2f}")
+    name, value = result.headline.replace("_", " "), result.metrics[result.headline]
+    said = f"{value:.1%}" if "accuracy" in result.headline else f"{name} {value:.3g}"
+    folder.plot(f"{config.dataset}, {config.method}: {said} at epsilon {result.epsilon:.2f}", result.headline)

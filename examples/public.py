@@ -1,14 +1,18 @@
 """Public images, for methods that need gradients of data that are not private."""
 
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
 import dpx
 from examples import data, models
-from examples.config import Config
 from examples.methods import METHODS
+
+if TYPE_CHECKING:
+    from examples.config import Config
 
 ITERATIONS = 5  # of the power method
 

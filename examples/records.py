@@ -1,26 +1,15 @@
 """The files of a run, beside its checkpoints. A file is complete, or it does not exist."""
 
-import hashlib
 import json
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 import dpx
 from dpx.fitting.checkpoints import write
 from examples.config import Config
-from examples.data import Dataset
 
 NOT_PRIVATE = "unreleased_training_loss"  # the one number in the metrics that the privacy bill does not cover
-
-
-def fingerprint(dataset: Dataset) -> str:
-    """A hash of the training data, to know it again."""
-    digest = hashlib.sha256(np.ascontiguousarray(dataset.train_images).data)
-    digest.update(np.ascontiguousarray(dataset.train_labels).data)
-    return digest.hexdigest()
 
 
 def versions() -> dict[str, str]:
@@ -76,19 +65,22 @@ class RunFolder:
         rows = [other for other in self.metrics() if other["step"] < row["step"]] + [row]
         write(self.path / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
 
-    def plot(self, title: str) -> None:
-        """Test accuracy and epsilon against steps."""
+    def plot(self, title: str, headline: str) -> None:
+        """The headline metric and epsilon against steps."""
         from matplotlib.figure import Figure
 
         rows = self.metrics()
         steps = [row["step"] for row in rows]
         figure = Figure(figsize=(7, 4), layout="constrained")
-        accuracy = figure.add_subplot(title=title, xlabel="step", ylabel="test accuracy (%)")
-        spent = accuracy.twinx()
+        share = "accuracy" in headline
+        label = headline.replace("_", " ") + (" (%)" if share else "")
+        metric = figure.add_subplot(title=title, xlabel="step", ylabel=label)
+        spent = metric.twinx()
         spent.set_ylabel("epsilon spent")
-        lines = accuracy.plot(steps, [100 * row["test_accuracy"] for row in rows], "C0.-", label="accuracy")
+        values = [(100 if share else 1) * row[headline] for row in rows]
+        lines = metric.plot(steps, values, "C0.-", label=headline.replace("_", " "))
         lines += spent.plot(steps, [row["epsilon"] for row in rows], "C1.--", label="epsilon")
         spent.set_ylim(bottom=0)
-        accuracy.legend(handles=lines, loc="lower right")
-        accuracy.grid(alpha=0.3)
-        figure.savefig(self.path / "accuracy_and_epsilon.png", dpi=150)
+        metric.legend(handles=lines, loc="lower right")
+        metric.grid(alpha=0.3)
+        figure.savefig(self.path / f"{headline.removeprefix('test_')}_and_epsilon.png", dpi=150)

@@ -17,8 +17,9 @@ from examples.config import Config
 from examples.data import BUNDLED, IDX
 from examples.loop import CACHE, Result, run
 from examples.methods import METHODS, options
-from examples.models import ACTIVATIONS, MODELS
+from examples.models import ACTIVATIONS
 from examples.recipes import RECIPES
+from examples.tasks import TASKS
 from examples.whitening import PUBLIC
 
 CHOICES = {
@@ -26,12 +27,15 @@ CHOICES = {
     "accountant": configuration.ACCOUNTANTS,
     "sampling": catalog.SAMPLINGS,
     "optimizer": configuration.OPTIMIZERS,
-    "model": MODELS,
+    "task": TASKS,
+    "model": {name: None for kind in TASKS.values() for name in kind.models},
     "activation": ACTIVATIONS,
     "features": configuration.FEATURES,
     "whitening": PUBLIC,
 }
+OPTIONS = ("method_options", "task_options")  # fields of `Config` whose entries are options of their own
 HELP = {
+    "task": "what is trained; the other options of a task are listed below",
     "dataset": f"{', '.join([*BUNDLED, *IDX])}, or a name tensorflow-datasets knows, such as cifar10",
     "seed": "decides parameters, batches and noise: a secret; drawn by the system if not given",
     "epsilon": "the budget; the least noise that meets it is found, unless --noise-multiplier is given too",
@@ -57,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__,
     )
     for name, field in Config.__dataclass_fields__.items():
-        if name == "method_options":
+        if name in OPTIONS:
             continue
         kind = type_of(name)
         default = "" if not isinstance(field.default, int | float | str) else f"(default {field.default})"
@@ -73,6 +77,10 @@ def parser() -> argparse.ArgumentParser:
     for name in {name: None for known in own.values() for name in known}:
         said = [f"{m} (default {known[name].default}): {known[name].help}" for m, known in own.items() if name in known]
         made.add_argument(option(name), default=argparse.SUPPRESS, help="; ".join(said).replace("%", "%%"))
+    for task, kind in TASKS.items():
+        for name, default in kind.options.items():
+            said = f"of task {task} (default {default})"
+            made.add_argument(option(name), type=reader(default), default=argparse.SUPPRESS, help=said)
     made.add_argument("--recipe", choices=list(RECIPES), help="defaults for --epsilon; other options change them")
     made.add_argument("--output-dir", type=Path, help="default runs/DATASET-METHOD-TIME")
     made.add_argument("--resume", action="store_true", help="continue the run in --output-dir")
@@ -89,6 +97,11 @@ def type_of(name: str) -> Callable[[str], Any]:
     return truth if declared is bool else next((k for k in (int, float) if declared in (k, k | None)), str)
 
 
+def reader(default: Any) -> Callable[[str], Any]:
+    """How an option of a task is read: as its default's type, or as text where that is None."""
+    return truth if isinstance(default, bool) else str if default is None else type(default)
+
+
 def truth(word: str) -> bool:
     return bool(("false", "true").index(word.lower()))
 
@@ -100,8 +113,11 @@ def option(name: str) -> str:
 def configure(given: dict[str, Any]) -> Config:
     """The configuration asked for; with --resume, what is not given is as in the stored run."""
     fields: dict[str, Any] = {name: given[name] for name in Config.__dataclass_fields__ if name in given}
-    own = {name for method in METHODS for name in options(method)} & set(given)
-    fields["method_options"] = {name: given[name] for name in sorted(own)}
+    own = {
+        "method_options": {name for method in METHODS for name in options(method)},
+        "task_options": {name for kind in TASKS.values() for name in kind.options},
+    }
+    fields |= {field: {name: given[name] for name in sorted(names & set(given))} for field, names in own.items()}
     if given["resume"]:
         if given["output_dir"] is None:
             raise ValueError("--resume needs --output-dir")
@@ -109,7 +125,7 @@ def configure(given: dict[str, Any]) -> Config:
         if not stored_file.is_file():
             raise ValueError(f"nothing to resume: {stored_file} does not exist")
         stored = json.loads(stored_file.read_text())["config"]
-        fields["method_options"] = stored["method_options"] | fields["method_options"]
+        fields |= {field: stored[field] | fields[field] for field in OPTIONS}
         return Config(**(stored | fields))
     if "dataset" not in fields:
         raise ValueError("--dataset must be given")
@@ -127,15 +143,18 @@ def command(config: Config) -> str:
     words = ["python -m examples.train"]
     for name, field in Config.__dataclass_fields__.items():
         value = getattr(config, name)
-        if name != "method_options" and value != field.default:
+        if name not in OPTIONS and value != field.default:
             words.append(f"{option(name)} {value:g}" if isinstance(value, float) else f"{option(name)} {value}")
-    words += [f"{option(name)} {value}" for name, value in config.method_options.items()]
+    own = config.method_options | {k: v for k, v in config.task_options.items() if v != TASKS[config.task].options[k]}
+    words += [f"{option(name)} {value}" for name, value in own.items()]
     return " ".join(words)
 
 
 def summary(result: Result) -> str:
+    value, name = result.metrics[result.headline], result.headline.replace("_", " ")
+    said = f"{value:.2%}" if "accuracy" in name else f"{value:.4g}"
     return (
-        f"test accuracy {result.accuracy:.2%}, epsilon {result.epsilon:.3f} at delta {result.delta:g}, "
+        f"{name} {said}, epsilon {result.epsilon:.3f} at delta {result.delta:g}, "
         f"{result.steps} steps in {result.seconds:.0f} s; files in {result.output_dir}"
     )
 

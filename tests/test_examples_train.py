@@ -17,6 +17,7 @@ from dpx import catalog, keys
 from examples import data, fashion_mnist, loop, methods, records, train
 from examples.config import Config
 from examples.methods import METHODS
+from examples.tasks import images
 
 ROOT = Path(__file__).parents[1]
 SMALL: dict[str, Any] = dict(
@@ -93,7 +94,7 @@ def by_hand(config: Config, steps: int):
     """DP-SGD with momentum on the digits, written out: only the drawn rows are ever looked at."""
     dataset, key = data.load("digits"), config.key
     sampling = dpx.PoissonSampling(examples=1437, batch_size=100)
-    model = loop.model_of(config, dataset)
+    model = images.model_of(config, dataset)
     params = model.init(keys.stream(key, "init"))
     velocity = jax.tree.map(np.zeros_like, params)
 
@@ -211,7 +212,7 @@ def test_resuming_with_other_settings_is_refused_and_loses_nothing(whole, monkey
         patched.setattr(records, "versions", lambda: versions | {"jax": "0.0.1"})
         run(folder, resume=True)
     with monkeypatch.context() as patched, pytest.raises(ValueError, match="another data: sha256 was"):
-        patched.setattr(records, "fingerprint", lambda dataset: "other")
+        patched.setattr(images, "fingerprint", lambda *arrays: "other")
         run(folder, resume=True)
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 

@@ -15,10 +15,13 @@ SEEDS, TUNING_SEED = (0, 1, 2), 100
 
 
 class Runs:
-    """The runs in a folder; asking for one that is not there makes it."""
+    """The runs in a folder; asking for one that is not there makes it.
 
-    def __init__(self, folder: Path, **places: Any):
-        self.folder, self.places = folder, places
+    evaluate_every: of `examples.loop.run`; by default only the end. places: its data_dir and cache_dir.
+    """
+
+    def __init__(self, folder: Path, *, evaluate_every: int | None = ONLY_AT_THE_END, **places: Any):
+        self.folder, self.evaluate_every, self.places = folder, evaluate_every, places
 
     def result(self, name: str, config: Config) -> dict[str, Any]:
         name = name.replace(" + ", "-").replace(" ", "-").replace(",", "").lower()
@@ -28,16 +31,19 @@ class Runs:
                 config,
                 output_dir=folder,
                 resume=(folder / "config.json").is_file(),
-                evaluate_every=ONLY_AT_THE_END,
                 progress=False,
+                evaluate_every=self.evaluate_every,
                 **self.places,
             )
-            print(f"{name}: {result.accuracy:.2%} at epsilon {result.epsilon:.4f}, {result.seconds} s", flush=True)
+            value = result.metrics[result.headline]
+            print(
+                f"{name}: {result.headline} {value:.4f} at epsilon {result.epsilon:.4f}, {result.seconds} s", flush=True
+            )
         return json.loads((folder / "result.json").read_text())["result"]
 
     def heading(self, module: str, seeds=SEEDS) -> str:
         """The command, the date, the seeds and the versions."""
-        versions = json.loads(next(self.folder.glob("*/result.json")).read_text())["versions"]
+        versions = json.loads(next(self.folder.rglob("result.json")).read_text())["versions"]
         listed = ", ".join(f"{name} {version}" for name, version in versions.items())
         return f"`python -m {module}`, {time.strftime('%Y-%m-%d')}, seeds {', '.join(map(str, seeds))}; {listed}."
 

@@ -1,0 +1,89 @@
+"""Experiments of the five papers, at their noise and at their epsilon, truly billed: `python -m examples.papers`."""
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+from examples.loop import CACHE
+from examples.papers import experiments, page, rows
+from examples.papers.experiment import Experiment
+from examples.runs import ONLY_AT_THE_END, Runs
+
+RESULTS = Path("benchmarks/results/papers")
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="python -m examples.papers", description=__doc__)
+    made.add_argument("names", nargs="*", metavar="NAME", help="without a name, all are listed")
+    made.add_argument("--all", action="store_true", help="all of them")
+    made.add_argument(
+        "--seeds", type=int, default=3, help="how many, from 0 (default %(default)s); they are public here"
+    )
+    made.add_argument("--smoke", action="store_true", help="one tiny run of every kind, to try the program")
+    made.add_argument("--real", action="store_true", help="the paper's own data, where the default is a stand-in")
+    made.add_argument("--runs", type=Path, default=Path("runs/papers"), help="folder of the runs (default %(default)s)")
+    made.add_argument("--results", type=Path, default=RESULTS, help="folder of the pages (default %(default)s)")
+    made.add_argument("--data-dir", type=Path)
+    made.add_argument("--cache-dir", type=Path, default=CACHE)
+    return made
+
+
+def make(experiment: Experiment, given: argparse.Namespace) -> Path:
+    """Makes the runs and the page, which is returned."""
+    real = bool(given.real and experiment.real)
+    name = f"{experiment.name}-real" if real else experiment.name
+    every = None if experiment.figure == "epochs" else ONLY_AT_THE_END
+    runs = Runs(given.runs / name, data_dir=given.data_dir, cache_dir=given.cache_dir, evaluate_every=every)
+    outcomes = rows.run(experiment, runs, range(given.seeds), experiment.real if real else {})
+    given.results.mkdir(parents=True, exist_ok=True)
+    return write(experiment, outcomes, runs, name, given)
+
+
+def smoke(experiment: Experiment, given: argparse.Namespace) -> Path:
+    """As `make`, but with tiny data, without trials, and with one seed; the page is thrown away."""
+    with tempfile.TemporaryDirectory() as folder:
+        runs = Runs(Path(folder), data_dir=given.data_dir, cache_dir=given.cache_dir)
+        outcomes = rows.run(experiment, runs, range(1), experiment.smoke, smoke=True)
+        given = argparse.Namespace(**vars(given) | {"results": Path(folder), "seeds": 1})
+        return write(experiment, outcomes, runs, experiment.name, given)
+
+
+def write(experiment: Experiment, outcomes: list[rows.Outcome], runs: Runs, name: str, given) -> Path:
+    plot = f"{name}.svg" if experiment.figure else None
+    if plot:
+        page.draw(experiment, outcomes, given.results / plot)
+    words = f"examples.papers {experiment.name} --seeds {given.seeds}" + (" --real" if name != experiment.name else "")
+    heading = runs.heading(words, range(given.seeds))
+    file = given.results / f"{name}.md"
+    file.write_text(page.page(experiment, outcomes, heading=heading, plot=plot))
+    return file
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given, known = parser().parse_args(arguments), experiments()
+    names = list(known) if given.all else given.names
+    try:
+        if unknown := [name for name in names if name not in known]:
+            raise ValueError(f"unknown experiment {', '.join(unknown)}; known: {', '.join(known)}")
+        if given.seeds < 1:
+            raise ValueError(f"seeds must be at least 1, got {given.seeds}")
+        for name in names:
+            if given.smoke:
+                smoke(known[name], given)
+                print(f"{name}: its program works")
+            else:
+                print(make(known[name], given).read_text())
+    except (ValueError, FileNotFoundError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for name in known if not names else ():
+        data = known[name].common["dataset"] + (
+            f" (paper's own: --real, {known[name].real['dataset']})" if known[name].real else ""
+        )
+        print(f"{name:24} {known[name].title}; {data}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

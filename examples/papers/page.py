@@ -1,0 +1,123 @@
+"""The page of an experiment: the table with the paper's figures beside ours, and the plot where the paper has one."""
+
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from examples.papers.experiment import TUNING_SEED, Experiment
+from examples.papers.rows import Outcome
+from examples.runs import described
+
+HEAD = (
+    "| method | claimed epsilon | paper | noise of the paper | its true epsilon | ours with this noise | noise for the "
+    "claimed epsilon | ours at the claimed epsilon, mean (each seed) | minus {baseline} | chosen |\n"
+    "|---|---|---|---|---|---|---|---|---|---|"
+)
+
+
+def scores(results: list[dict[str, Any]]) -> list[float]:
+    """The headline metric of each run; accuracies in percent."""
+    scale = 100 if results and "accuracy" in results[0]["headline"] else 1
+    return [scale * result["metrics"][result["headline"]] for result in results]
+
+
+def table(experiment: Experiment, outcomes: Sequence[Outcome]) -> str:
+    """A row of Markdown for each outcome."""
+    lines = [HEAD.format(baseline=experiment.baseline)]
+    base = {one.row.claimed: scores(one.at_epsilon) for one in outcomes if one.row.label == experiment.baseline}
+    for one in outcomes:
+        row, ours = one.row, scores(one.at_epsilon)
+        noise, true, with_noise = "", "", ""
+        if one.at_noise:
+            noise, true = f"{one.at_noise[0]['noise_multiplier']:.4g}", f"**{one.at_noise[0]['epsilon']:.3f}**"
+            with_noise = f"{statistics.mean(scores(one.at_noise)):.2f}"
+        each = ", ".join(f"{score:.2f}" for score in ours)
+        minus = "" if row.label == experiment.baseline else difference(ours, base.get(row.claimed, []))
+        published = "" if row.published is None else f"{row.published:.2f}"
+        cells = [row.label, f"{row.claimed:g}", published, noise, true, with_noise]
+        cells += [f"{one.at_epsilon[0]['noise_multiplier']:.4g}", f"**{statistics.mean(ours):.2f}** ({each})", minus]
+        lines.append("| " + " | ".join([*cells, described(flat(one.choice))]) + " |")
+    return "\n".join(lines)
+
+
+def difference(ours: list[float], base: list[float]) -> str:
+    """The mean of the differences at equal seeds, and its standard error."""
+    differences = [one - other for one, other in zip(ours, base, strict=False)]
+    if not differences:
+        return ""
+    mean = f"{statistics.mean(differences):+.2f}"
+    if len(differences) == 1:
+        return mean
+    return f"{mean} ± {statistics.stdev(differences) / math.sqrt(len(differences)):.2f}"
+
+
+def flat(choice) -> dict[str, Any]:
+    """The choice with the options of the method and of the task beside the other fields."""
+    own = [choice.get(name, {}) for name in ("method_options", "task_options")]
+    rest = {name: value for name, value in choice.items() if name not in ("method_options", "task_options")}
+    return rest | own[0] | own[1]
+
+
+def page(experiment: Experiment, outcomes: Sequence[Outcome], *, heading: str, plot: str | None) -> str:
+    """The whole page in Markdown. plot: the name of the file with the plot."""
+    settings = f"All rows: {described(flat(dict(experiment.common)))}."
+    tried = len(outcomes[0].row.grid)
+    where = "each claimed epsilon" if experiment.tune_at is None else f"epsilon {experiment.tune_at:g}"
+    if tried > 1:
+        settings += (
+            f" Each method had {tried} trials on seed {TUNING_SEED} at {where}; the best is run on the other seeds."
+        )
+    parts = [f"# {experiment.name}: {experiment.title}", heading, experiment.truth]
+    parts += [f"Data: {experiment.stand_in}"] if experiment.stand_in else []
+    parts += [settings, table(experiment, outcomes)]
+    parts += [f"![{experiment.title}]({plot})"] if plot else []
+    return "\n\n".join(parts) + "\n"
+
+
+def draw(experiment: Experiment, outcomes: Sequence[Outcome], file: Path) -> None:
+    """The headline metric against epsilon, or against epochs with the paper's noise. Bands: from the least to the most.
+
+    Dotted: the paper's figures at the epsilon that it claims.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    headline, over_epsilon = outcomes[0].at_epsilon[0]["headline"], experiment.figure == "epsilon"
+    figure = Figure(figsize=(5, 3.4), layout="constrained")
+    axes = figure.add_subplot(xlabel="epsilon" if over_epsilon else "epoch")
+    axes.set_ylabel(headline.replace("_", " ") + (" (%)" if "accuracy" in headline else ""))
+    for number, label in enumerate(dict.fromkeys(one.row.label for one in outcomes)):
+        mine, color = [one for one in outcomes if one.row.label == label], f"C{number % 10}"
+        x, middle, low, high = by_epsilon(mine) if over_epsilon else by_epoch(mine, headline)
+        axes.plot(x, middle, color=color, marker="o" if over_epsilon else "", markersize=3, linewidth=1.3, label=label)
+        axes.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
+        published = sorted((one.row.claimed, one.row.published) for one in mine if one.row.published is not None)
+        if over_epsilon and published:
+            axes.plot(*zip(*published, strict=True), color=color, linestyle=":", linewidth=1)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7, frameon=False)
+    with matplotlib.rc_context({"svg.hashsalt": experiment.name}):  # so that the same figures make the same file
+        figure.savefig(file, metadata={"Date": None})
+
+
+def by_epsilon(outcomes: Sequence[Outcome]):
+    """Epsilons with the mean, the least and the most of the seeds."""
+    points = sorted((one.row.claimed, scores(one.at_epsilon)) for one in outcomes)
+    x, values = [one for one, _ in points], [all_of for _, all_of in points]
+    return x, [statistics.mean(v) for v in values], [min(v) for v in values], [max(v) for v in values]
+
+
+def by_epoch(outcomes: Sequence[Outcome], headline: str):
+    """Epochs with the mean, the least and the most of the seeds, from the metrics of the first outcome's runs."""
+    first = outcomes[0]
+    scale = 100 if "accuracy" in headline else 1
+    runs: dict[float, list[float]] = {}
+    for result in first.at_noise or first.at_epsilon:
+        for line in (Path(result["output_dir"]) / "metrics.jsonl").read_text().splitlines():
+            row = json.loads(line)
+            runs.setdefault(row["epoch"], []).append(scale * row[headline])
+    x = sorted(runs)
+    return x, [statistics.mean(runs[e]) for e in x], [min(runs[e]) for e in x], [max(runs[e]) for e in x]

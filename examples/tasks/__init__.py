@@ -1,0 +1,11 @@
+"""The kinds of tasks that `examples.loop` trains, by name.
+
+To add one: a module with a `KIND`, and a line in `TASKS`.
+"""
+
+from examples.tasks import images
+from examples.tasks.task import Kind, Task
+
+__all__ = ["TASKS", "Kind", "Task"]
+
+TASKS: dict[str, Kind] = {"images": images.KIND}

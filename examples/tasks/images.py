@@ -1,0 +1,71 @@
+"""Image classification: any data set of `examples.data`, as pixels or as fixed features of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import jax
+import numpy as np
+
+from examples import data, features, models, public, whitening
+from examples.tasks.task import Kind, Task, fingerprint
+
+if TYPE_CHECKING:
+    from examples.config import Config
+
+EVALUATION_BATCH = 500
+
+
+def build(config: Config, data_dir: str | Path | None, cache_dir: str | Path, progress: bool) -> Task:
+    """The configured model on the configured images."""
+    pixels = dataset = data.load(config.dataset, data_dir)
+    if config.features == "scattering":
+        dataset = features.with_scattering(dataset, cache_dir, progress=progress)
+    if config.features == "whitened":
+        dataset = whitening.with_whitening(dataset, config.whitening, cache_dir, progress=progress)
+    model = model_of(config, dataset)
+    accuracy_of = accuracy_function(model, dataset)
+    return Task(
+        train=(dataset.train_images, dataset.train_labels),
+        examples=len(dataset.train_images),
+        init=model.init,
+        loss=loss_function(model),
+        evaluate=lambda params: {"test_accuracy": accuracy_of(params)},
+        fingerprint=fingerprint(pixels.train_images, pixels.train_labels),
+        of_the_method=lambda key: public.arguments(config, pixels, data_dir, key),
+    )
+
+
+def model_of(config: Config, dataset: data.Dataset) -> models.Model:
+    """The configured model for images (or features) of the data set's shape."""
+    shape, classes = dataset.train_images.shape[1:], dataset.classes
+    model = models.build(config.model, input_shape=shape, classes=classes, activation=config.activation)
+    return models.centred(model) if config.features == "none" else model
+
+
+def loss_function(model: models.Model):
+    """loss(params, example) of one image, uint8 or float, and its label."""
+    loss = models.loss_of(model)
+    return lambda params, example: loss(params, (data.as_float(example[0]), example[1]))
+
+
+def accuracy_function(model: models.Model, dataset: data.Dataset):
+    """(params) -> share of the public test images that are classified rightly."""
+
+    @jax.jit
+    def correct(params, images, labels):
+        logits = jax.vmap(model.apply, (None, 0))(params, data.as_float(images))
+        return (logits.argmax(-1) == labels).sum()
+
+    def accuracy(params) -> float:
+        rights = 0
+        for start in range(0, len(dataset.test_images), EVALUATION_BATCH):
+            rows = slice(start, start + EVALUATION_BATCH)
+            rights += int(correct(params, np.asarray(dataset.test_images[rows]), dataset.test_labels[rows]))
+        return rights / len(dataset.test_images)
+
+    return accuracy
+
+
+KIND = Kind(build, models.MODELS, {})
