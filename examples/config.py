@@ -133,8 +133,11 @@ class Config:
             return max(1, math.ceil(self.epochs * sampling.steps_per_epoch))
         return max(1, round(self.epochs * examples / sampling.divisor))
 
-    def mechanism_of(self, sampling, steps: int, key, **found: Any) -> Callable[[float], dpx.Mechanism]:
-        """(noise_multiplier) -> the method with its optimizer. found: what the method needs beside its options."""
+    def mechanism_of(self, sampling, steps: int, key, trained=None, **found: Any) -> Callable[[float], dpx.Mechanism]:
+        """(noise_multiplier) -> the method with its optimizer. found: what the method needs beside its options.
+
+        trained: (path) -> whether a parameter is trained, or None, as in `examples.tasks.Task`.
+        """
         optimizer = OPTIMIZERS[self.optimizer](self.learning_rate, self.momentum)
 
         def make(noise_multiplier):
@@ -149,6 +152,8 @@ class Config:
                 key=key,
                 **found,
             )
+            if trained is not None:
+                mechanism = dpx.in_coordinates(mechanism, dpx.coordinates.trainable(trained))
             return dpx.chain(mechanism, optimizer)
 
         return make

@@ -68,6 +68,7 @@ def run(
         sampling,
         config.steps_of(sampling, facts["examples"]),
         dpx.keys.stream(key, "mechanism"),
+        task.trained,
         **task.of_the_method(key),
     )
     plan = folder.stored["plan"] if folder.stored else plan_of(config, make, sampling, facts["examples"])

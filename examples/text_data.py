@@ -117,7 +117,7 @@ ORIGINS = {
     "Japanese": (51,),
     "Korean": (52,),
 }
-COUNTRIES, FREQUENCIES, LARGEST = 55, 30, 2000
+COUNTRIES, FREQUENCIES, LARGEST = 55, 30, 1000
 
 
 def names(data_dir: str | Path | None = None) -> Labelled:
@@ -377,6 +377,29 @@ class Words:
 
     def decode(self, ids: Iterable[int]) -> str:
         return " ".join(self.tokens[number].strip() for number in ids if number not in (PAD, self.end))
+
+
+class BytePairs:
+    """The tokenizer of a checkpoint: tokenizer.json in its folder, read by the package tokenizers."""
+
+    def __init__(self, folder: str | Path):
+        file = Path(folder).expanduser() / "tokenizer.json"
+        try:
+            from tokenizers import Tokenizer
+        except ImportError as error:
+            raise ValueError("the tokenizer of a checkpoint needs: pip install tokenizers") from error
+        if not file.is_file():
+            raise FileNotFoundError(f"{file} is not on this machine; it is published beside the checkpoint")
+        self._tokenizer: Any = Tokenizer.from_file(str(file))
+        self.end = self._tokenizer.token_to_id("<|endoftext|>")
+        if self.end is None:
+            raise ValueError(f"{file}: needs the token <|endoftext|>")
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(" " + text).ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._tokenizer.decode(list(ids)).strip()
 
 
 def sequences(pairs: Iterable[tuple[str, str]], tokenizer: Any, length: int) -> tuple[np.ndarray, np.ndarray]:

@@ -3,9 +3,9 @@
 To add one: a module with a `KIND`, and a line in `TASKS`.
 """
 
-from examples.tasks import images
+from examples.tasks import images, language, text
 from examples.tasks.task import Kind, Task
 
 __all__ = ["TASKS", "Kind", "Task"]
 
-TASKS: dict[str, Kind] = {"images": images.KIND}
+TASKS: dict[str, Kind] = {"images": images.KIND, "text": text.KIND, "language": language.KIND}
