@@ -9,7 +9,7 @@ from examples.papers.experiment import Experiment, Row
 
 __all__ = ["Experiment", "Row", "experiments"]
 
-PAPERS: tuple[str, ...] = ("dynamic", "dynamic_text")
+PAPERS: tuple[str, ...] = ("dynamic", "dynamic_text", "dice_text")
 
 
 def experiments() -> dict[str, Experiment]:
