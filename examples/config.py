@@ -141,8 +141,11 @@ class Config:
         """For per_layer: the clip norm of every layer, the first level of the parameters' tree."""
         return dict.fromkeys(params, self.clip_norm / math.sqrt(len(params)))
 
-    def mechanism_of(self, sampling, steps: int, key, **found: Any) -> Callable[[float], dpx.Mechanism]:
-        """(noise_multiplier) -> the method with its optimizer. found: what the method needs beside its options."""
+    def mechanism_of(self, sampling, steps: int, key, trained=None, **found: Any) -> Callable[[float], dpx.Mechanism]:
+        """(noise_multiplier) -> the method with its optimizer. found: what the method needs beside its options.
+
+        trained: (path) -> whether a parameter is trained, or None, as in `examples.tasks.Task`.
+        """
         of_the_run = {"clip_norm": self.clip_norm} | found
         optimizer = OPTIMIZERS[self.optimizer](self.learning_rate, self.momentum)
 
@@ -157,6 +160,8 @@ class Config:
                 key=key,
                 **of_the_run,
             )
+            if trained is not None:
+                mechanism = dpx.in_coordinates(mechanism, dpx.coordinates.trainable(trained))
             return dpx.chain(mechanism, optimizer)
 
         return make

@@ -70,6 +70,7 @@ def run(
         sampling,
         config.steps_of(sampling, facts["examples"]),
         dpx.keys.stream(key, "mechanism"),
+        task.trained,
         **task.of_the_method(key),
         **({"clip_norm": config.clip_norms_of(jax.eval_shape(task.init, key))} if config.per_layer else {}),
     )

@@ -11,10 +11,12 @@ __all__ = ["Experiment", "Row", "experiments"]
 
 PAPERS: tuple[str, ...] = (
     "dynamic",
+    "dynamic_text",
     "dynamic_federated",
     "d2p2",
     "ada_dpigu",
     "dice_images",
+    "dice_text",
     "random_freeze",
     "baselines",
 )

@@ -55,6 +55,19 @@ def measured(values: Sequence[float]) -> str:
     return f"**{statistics.mean(values):.2f}** ({', '.join(f'{value:.2f}' for value in values)})"
 
 
+def further(experiment: Experiment, outcomes: Sequence[Outcome]) -> str:
+    """The other metrics, mean over the seeds, at the claimed epsilon and with the paper's noise."""
+    head = ["method", "epsilon", *(name.replace("_", " ") for name in experiment.also)]
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    for one in outcomes:
+        for results in (one.at_epsilon, one.at_noise):
+            if results:
+                means = [statistics.mean(result["metrics"][name] for result in results) for name in experiment.also]
+                cells = [one.row.label, f"{results[0]['epsilon']:.4g}", *(f"{mean:.2f}" for mean in means)]
+                lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def difference(ours: list[float], base: list[float]) -> str:
     """The mean of the differences at equal seeds, and its standard error."""
     differences = [one - other for one, other in zip(ours, base, strict=False)]
@@ -85,6 +98,7 @@ def page(experiment: Experiment, outcomes: Sequence[Outcome], *, heading: str, p
     parts = [f"# {experiment.name}: {experiment.title}", heading, experiment.truth]
     parts += [f"Data: {experiment.stand_in}"] if experiment.stand_in else []
     parts += [settings, table(experiment, outcomes)]
+    parts += [further(experiment, outcomes)] if experiment.also else []
     parts += [f"![{experiment.title}]({plot})"] if plot else []
     return "\n\n".join(parts) + "\n"
 

@@ -57,18 +57,24 @@ def loss_function(model: models.Model):
 
 def accuracy_function(model: models.Model, dataset: data.Dataset):
     """(params) -> share of the public test images that are classified rightly."""
+    return accuracy_of(
+        lambda params, image: model.apply(params, data.as_float(image)), dataset.test_images, dataset.test_labels
+    )
+
+
+def accuracy_of(apply, inputs, labels):
+    """(params) -> share of public inputs (N, ...) with their label. apply: (params, input) -> logits (classes,)."""
 
     @jax.jit
-    def correct(params, images, labels):
-        logits = jax.vmap(model.apply, (None, 0))(params, data.as_float(images))
-        return (logits.argmax(-1) == labels).sum()
+    def correct(params, rows, their_labels):
+        return (jax.vmap(apply, (None, 0))(params, rows).argmax(-1) == their_labels).sum()
 
     def accuracy(params) -> float:
         rights = 0
-        for start in range(0, len(dataset.test_images), EVALUATION_BATCH):
+        for start in range(0, len(inputs), EVALUATION_BATCH):
             rows = slice(start, start + EVALUATION_BATCH)
-            rights += int(correct(params, np.asarray(dataset.test_images[rows]), dataset.test_labels[rows]))
-        return rights / len(dataset.test_images)
+            rights += int(correct(params, np.asarray(inputs[rows]), labels[rows]))
+        return rights / len(inputs)
 
     return accuracy
 

@@ -21,6 +21,7 @@ class Task:
     evaluate: (params) -> metrics on PUBLIC test data: nobody bills what it reads.
     fingerprint: of the training data, to know them again when a run is resumed (`fingerprint`).
     headline: the metric that tables and plots show; those with "accuracy" in their name are shares.
+    trained: (path) -> whether the parameter is trained, as `dpx.coordinates.trainable` takes it; None trains all.
     of_the_method: (key) -> the arguments of the method's builder that come from data, such as public gradients.
     """
 
@@ -31,6 +32,7 @@ class Task:
     evaluate: Callable[[Tree], dict[str, float]]
     fingerprint: str
     headline: str = "test_accuracy"
+    trained: Callable[[str], bool] | None = None
     of_the_method: Callable[[jax.Array], dict[str, Any]] = field(default=lambda key: {})
 
 
