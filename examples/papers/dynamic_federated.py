@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from examples.papers.dynamic import by_clt
+from examples.papers.dynamic import noise_by_clt
 from examples.papers.experiment import Experiment, Row
 
 EPSILONS = (0.1, 0.4, 1.0)
@@ -46,7 +46,7 @@ def table_4(thousands: int) -> Experiment:
             config={"method": "dp_sgd" if label == "DP-SGD" else "dynamic_dp_sgd"},
             published=published,
             claimed=epsilon,
-            noise=by_clt,
+            noise=noise_by_clt,
             grid=trials(label),
         )
         for label, figures in PUBLISHED[thousands].items()
