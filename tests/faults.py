@@ -1815,6 +1815,14 @@ ACCOUNTING = [
         "size / (2 * examples), epsilon=",
         "tests/test_accounting_plan.py -k what_calibrate_finds",
     ),
+    Fault(
+        "numbers: a bool is an epsilon",
+        "dpx/_numbers.py",
+        "isinstance(value, bool | str | bytes)",
+        "isinstance(value, str | bytes)",
+        "tests/test_accounting_plan.py -k no_number",
+        harmful=False,
+    ),
 ]
 
 GHOST = [
