@@ -102,7 +102,7 @@ def plan(
     require_whole("examples", examples)
     epsilon, delta = checks.require_positive_epsilon(epsilon), checks.require_delta(delta)
     checks.require_accountant(accountant)
-    each = epochs if isinstance(epochs, Iterable) and not isinstance(epochs, str) else (epochs,)
+    each = epochs if isinstance(epochs, Iterable) else (epochs,)
     many = tuple(require_number("epochs", number, minimum=0, exclusive=True) for number in each)
     sizes = _usual_sizes(examples) if batch_sizes is None else tuple(batch_sizes)
     if not many:
