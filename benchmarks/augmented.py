@@ -29,7 +29,7 @@ def main() -> None:
 
     def shifted(example, key):
         image, label = example
-        start = jax.random.bits(key, (2,), jnp.uint32) % 5
+        start = (jax.random.bits(key, (2,)) % 5).astype(int)
         padded = jnp.pad(image, ((2, 2), (2, 2), (0, 0)))
         return jax.lax.dynamic_slice(padded, (start[0], start[1], 0), image.shape), label
 
