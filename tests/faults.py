@@ -2520,8 +2520,8 @@ TRAINER = [
     Fault(
         "whitening: private images among the public ones",
         "examples/whitening.py",
-        "for images in public_images(name, dataset)])",
-        "for images in [*public_images(name, dataset), dataset.train_images]])",
+        "public = public_images(name, dataset)",
+        "public = np.concatenate([public_images(name, dataset), dataset.train_images.astype(np.uint8)])",
         "tests/test_examples_whitening.py -k no_other_private",
     ),
 ]
