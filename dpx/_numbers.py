@@ -69,13 +69,22 @@ def require_number(
         raise ValueError(
             f"{name} must be a number or a function of the step, not a traced value: it could not be billed"
         )
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        raise ValueError(f"{name} must be a finite number {bound}, got {value!r}") from None
+    number = real(value)
+    if number is None:
+        raise ValueError(f"{name} must be a finite number {bound}, got {value!r}")
     if not np.isfinite(number) or not minimum <= number <= maximum or (exclusive and number == minimum):
         raise ValueError(f"{name} must be a finite number {bound}, got {number}")
     return number
+
+
+def real(value: Any) -> float | None:
+    """A number of any real type (of Python, numpy or jax) as a float; None for a bool, a string and anything else."""
+    if isinstance(value, bool | str | bytes) or getattr(value, "dtype", None) == np.bool_:
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None
 
 
 def require_whole(name: str, value: Any, *, minimum: int = 1, maximum: float = math.inf) -> int:

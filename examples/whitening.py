@@ -8,12 +8,13 @@ gradient, but features are transformed once and not at every step.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import scipy.linalg
 
@@ -26,11 +27,13 @@ from examples.random_images import random_images
 
 RANDOM = "random_images"
 PUBLIC = (RANDOM, f"{RANDOM}+mnist5k")
-RANDOM_COUNT = 8000
-RIDGE = 0.3  # relative to the mean variance of a feature
+RANDOM_COUNT = 16_000
+RIDGE = 0.3
 SEED = 0  # of the random images; public
-ROWS, BATCH = 2000, 250  # so many images are whitened at once, and get features at once
-VERSION = 1  # of the numbers, those of scattering included; part of the cache's key
+ROWS, BATCH = 2000, 16  # so many images are whitened at once, and get features at once
+SHIFTS = ((0, 0), (2, 2))  # of the views, up and left; scattering has a position every 4 pixels
+CHARACTERS = data.NIST | {"digits", "kmnist"}  # mirrored, they are other characters
+VERSION = 2  # of the numbers, those of scattering included; part of the cache's key
 
 
 class Whitening(NamedTuple):
@@ -49,8 +52,8 @@ class Whitening(NamedTuple):
         return output
 
 
-def whitening_of(public: np.ndarray) -> Whitening:
-    """The whitening by features of public images, (N, d).
+def whitening_of(public: np.ndarray, ridge: float = RIDGE) -> Whitening:
+    """The whitening by features of public images, (N, d). ridge: relative to the mean variance of a feature.
 
     The matrix comes from a Cholesky factor. It differs from (C + ridge I)^(-1/2) by a rotation only, which changes
     neither norms nor the distribution of the noise.
@@ -59,14 +62,14 @@ def whitening_of(public: np.ndarray) -> Whitening:
     mean = rows.mean(0)
     rows -= mean
     covariance = (rows.T @ rows / np.float32(len(rows))).astype(np.float64)
-    covariance[np.diag_indices(len(mean))] += RIDGE * np.trace(covariance) / len(mean)
+    covariance[np.diag_indices(len(mean))] += ridge * np.trace(covariance) / len(mean)
     factor = scipy.linalg.cholesky(covariance, lower=True)
     matrix = np.asarray(scipy.linalg.solve_triangular(factor, np.eye(len(mean)), lower=True)).T
     return Whitening(mean, np.ascontiguousarray(matrix, np.float32))
 
 
-def public_images(name: str, dataset: Dataset) -> list[np.ndarray]:
-    """The public images of one of `PUBLIC`, of the data set's height, width and channels."""
+def public_images(name: str, dataset: Dataset) -> np.ndarray:
+    """The public images of one of `PUBLIC`, of the data set's height, width and channels, uint8."""
     if name not in PUBLIC:
         raise ValueError(f"whitening must be one of {', '.join(PUBLIC)}; got {name!r}")
     others = name.split("+")[1:]
@@ -76,31 +79,52 @@ def public_images(name: str, dataset: Dataset) -> list[np.ndarray]:
     found = [random_images(RANDOM_COUNT, height, width, channels, seed=SEED)]
     for other in others:
         real = data.as_float(data.load(other).train_images).repeat(channels, 3)
-        found.append(np.asarray(jax.image.resize(real, (len(real), height, width, channels), "linear")))
-    return found
+        resized = jax.image.resize(real, (len(real), height, width, channels), "linear")
+        found.append(np.rint(255 * np.asarray(resized)).astype(np.uint8))
+    return np.concatenate(found)
+
+
+def views_of(images: jax.Array, shifts: Sequence[tuple[int, int]], *, mirrored: bool) -> jax.Array:
+    """(N, height, width, channels), moved up and left with 0 behind, and their mirror images too: (views, N, ...)."""
+    shifted = [
+        jnp.pad(side, ((0, 0), (0, up), (0, left), (0, 0)))[:, up:, left:]
+        for side in (images, images[:, :, ::-1])[: 2 if mirrored else 1]
+        for up, left in shifts
+    ]
+    return jnp.stack(shifted)
+
+
+def description(
+    public: np.ndarray, *, mirrored: bool, shifts: Sequence[tuple[int, int]] = SHIFTS, progress: bool = True
+) -> Callable[[np.ndarray], np.ndarray]:
+    """The patch features, by patches of public images, of images of their shape: uint8 (N, ...) to float16 (N, d).
+
+    They are means over the views of an image, because the label does not depend on the view: what does is noise to the
+    model.
+    """
+    patches = patches_of(features.compute(public, progress=progress, features_of=features.roots_of))
+
+    @jax.jit
+    def mean_of_views(images):
+        views = views_of(images, shifts, mirrored=mirrored)
+        planes = features.roots_of(views.reshape(-1, *images.shape[1:]))
+        return patches(planes.astype(jnp.float32)).reshape(*views.shape[:2], -1).mean(0)
+
+    return functools.partial(features.compute, batch_size=BATCH, progress=progress, features_of=mean_of_views)
 
 
 def with_whitening(dataset: Dataset, name: str, cache_dir: str | Path, *, progress: bool = True) -> Dataset:
     """The data set with whitened patch features for images, float16 (N, 1, 1, d), kept on disk."""
 
-    def roots(images: np.ndarray) -> np.ndarray:
-        return features.compute(images, progress=progress, features_of=features.roots_of)
-
     @functools.cache
     def fitted() -> tuple[Callable[[np.ndarray], np.ndarray], Whitening]:
-        planes = np.concatenate([roots(images) for images in public_images(name, dataset)])
-        patches = patches_of(planes)
-        features_of = jax.jit(lambda planes: patches(planes))
-
-        def described(planes: np.ndarray) -> np.ndarray:
-            starts = range(0, len(planes), BATCH)
-            return np.concatenate([features_of(planes[start : start + BATCH].astype(np.float32)) for start in starts])
-
-        return described, whitening_of(described(planes))
+        public = public_images(name, dataset)
+        described = description(public, mirrored=dataset.name not in CHARACTERS, progress=progress)
+        return described, whitening_of(described(public))
 
     def whitened(images: np.ndarray) -> np.ndarray:
         described, whitening = fitted()
-        return whitening(described(roots(images)))
+        return whitening(described(images))
 
     settings = f"{name}-random{RANDOM_VERSION}-{RANDOM_COUNT}-{SEED}-patches{PATCHES_VERSION}-v{VERSION}-ridge{RIDGE}"
     parts = {"train_images": dataset.train_images, "test_images": dataset.test_images}

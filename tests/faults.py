@@ -1844,6 +1844,14 @@ ACCOUNTING = [
         "size / (2 * examples), epsilon=",
         "tests/test_accounting_plan.py -k what_calibrate_finds",
     ),
+    Fault(
+        "numbers: a bool is an epsilon",
+        "dpx/_numbers.py",
+        "isinstance(value, bool | str | bytes)",
+        "isinstance(value, str | bytes)",
+        "tests/test_accounting_plan.py -k no_number",
+        harmful=False,
+    ),
 ]
 
 GHOST = [
@@ -2541,8 +2549,8 @@ TRAINER = [
     Fault(
         "whitening: private images among the public ones",
         "examples/whitening.py",
-        "for images in public_images(name, dataset)])",
-        "for images in [*public_images(name, dataset), dataset.train_images]])",
+        "public = public_images(name, dataset)",
+        "public = np.concatenate([public_images(name, dataset), dataset.train_images.astype(np.uint8)])",
         "tests/test_examples_whitening.py -k no_other_private",
     ),
 ]

@@ -1,12 +1,15 @@
 """`dpx.plan`: the noise of each row is the calibrated noise, and its other columns follow from it."""
 
 import math
+from fractions import Fraction
 
 import jax
 import numpy as np
 import pytest
 
 import dpx
+
+ONE = dpx.FullBatch(examples=10)
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +55,25 @@ def test_the_default_batch_sizes():
     assert [run.batch_size for run in runs] == [256, 512, 1100]
 
 
+def test_numbers_of_any_real_type(planned):
+    (run,) = dpx.plan(
+        1000, epsilon=np.float32(2.0), delta=Fraction(1, 10**5), epochs=np.float32(4), batch_sizes=[np.int64(1000)]
+    ).runs
+    assert run == planned.runs[1]
+
+
+@pytest.mark.parametrize("refused", [True, np.False_, "2", 2j, np.ones((), bool)])
+def test_a_bool_is_no_number(refused):
+    for make in (
+        lambda: dpx.Budget(epsilon=refused, delta=1e-5, steps=10),
+        lambda: dpx.Budget(epsilon=1.0, delta=refused, steps=10),
+        lambda: dpx.accounting.gdp.delta(1.0, refused),
+        lambda: dpx.dp_sgd(clip_norm=refused, noise_multiplier=1.0, sampling=ONE, key=jax.random.key(0)),
+    ):
+        with pytest.raises(ValueError, match="must be"):
+            make()
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -61,6 +83,13 @@ def test_the_default_batch_sizes():
         {"epochs": 0},
         {"epochs": []},
         {"epochs": [1, math.inf]},
+        {"epochs": True},
+        {"epochs": "3"},
+        {"epsilon": True},
+        {"epsilon": np.True_},
+        {"epsilon": "1"},
+        {"epsilon": [1.0, 2.0]},
+        {"delta": None},
         {"batch_sizes": [0]},
         {"batch_sizes": [101]},
         {"batch_sizes": []},

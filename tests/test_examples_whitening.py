@@ -56,6 +56,25 @@ def test_patch_features_are_means_of_positive_similarities(few):
         np.testing.assert_allclose(computed[1, cell, 0], np.mean(found, 0), atol=1e-5)
 
 
+def test_views_are_moved_and_mirrored():
+    image = jax.numpy.arange(1, 13).reshape(1, 3, 4, 1)
+    same, moved, mirror, both = whitening.views_of(image, ((0, 0), (2, 1)), mirrored=True)[:, 0, :, :, 0]
+    np.testing.assert_array_equal(same, image[0, :, :, 0])
+    np.testing.assert_array_equal(moved, [[10, 11, 12, 0], [0, 0, 0, 0], [0, 0, 0, 0]])
+    np.testing.assert_array_equal(mirror, same[:, ::-1])
+    np.testing.assert_array_equal(both[0], [11, 10, 9, 0])
+    assert len(whitening.views_of(image, whitening.SHIFTS, mirrored=False)) == 2
+
+
+def test_a_description_is_the_mean_of_the_views(few):
+    public = random_images(20, 16, 16)
+    views = whitening.views_of(public[:3], whitening.SHIFTS, mirrored=True)
+    alone = whitening.description(public, mirrored=False, shifts=[(0, 0)], progress=False)
+    together = whitening.description(public, mirrored=True, progress=False)(public[:3])
+    assert together.dtype == np.float16
+    np.testing.assert_allclose(np.mean([alone(np.asarray(view)) for view in views], 0), together, atol=2e-3)
+
+
 def test_features_of_an_image_depend_on_no_other_private_image(few, tmp_path):
     digits = data.load("digits")
     found, again = (
@@ -85,7 +104,7 @@ def test_the_recipe_can_be_changed(few, tmp_path, capsys):
     folder = tmp_path / "run"
     assert train.main([*words, "--epsilon", "3", "--seed", "1", "--output-dir", str(folder)]) == 0
     stored = json.loads((folder / "result.json").read_text())["config"]
-    assert stored["epochs"] == 0.5 and stored["features"] == "whitened" and stored["learning_rate"] == 12.0
+    assert stored["epochs"] == 0.5 and stored["features"] == "whitened" and stored["learning_rate"] == 9.63
     assert stored["batch_size"] == round(1437 * 8192 / 60000) and stored["model"] == "linear_from_zero"
 
 
@@ -99,4 +118,4 @@ def test_the_table_of_the_frontier(tmp_path):
         (folder / "result.json").write_text(json.dumps({"result": result, "versions": {"dpx": "0"}}))
     text = frontier.table(tmp_path, rows)
     assert "| **55.00** (50.00, 60.00) | 1.9999 | 3.0000 | 9 | 2 | 89.34 DPSUR (b)" in text
-    assert "--learning-rate 8 " in text and "--features whitened" in text
+    assert "--learning-rate 6.96 " in text and "--features whitened" in text

@@ -81,7 +81,7 @@ def attack_bounds(
     Source: Dong, Roth and Su 2022, https://arxiv.org/abs/1905.02383.
     """
     rates = [require_number("false_positive_rates", rate, minimum=0, maximum=1) for rate in false_positive_rates]
-    checks.require_delta(delta)
+    delta = checks.require_delta(delta)
     if isinstance(run, Composition):
         event, stated = run.event, run.relation
         if steps_or_state is not None or relation not in (None, stated):

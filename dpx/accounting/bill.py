@@ -50,7 +50,7 @@ def delta(
 
     The other arguments, and what raises ValueError, are as for `epsilon`.
     """
-    checks.require_epsilon(epsilon)
+    epsilon = checks.require_epsilon(epsilon)
     event, relation = event_of(mechanism, steps_or_state, relation)
     return event_delta(event, epsilon=epsilon, accountant=accountant, relation=relation)
 

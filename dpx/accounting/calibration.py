@@ -42,8 +42,7 @@ def calibrate(
 
     Raises ValueError for arguments outside these ranges, and for a budget that no noise multiplier up to 1e6 meets.
     """
-    checks.require_positive_epsilon(epsilon)
-    checks.require_delta(delta)
+    epsilon, delta = checks.require_positive_epsilon(epsilon), checks.require_delta(delta)
     checks.require_accountant(accountant)
     require_whole("steps", steps)
     checks.warn_of_large_delta(delta, make(1.0).sampling)
@@ -90,8 +89,7 @@ def calibrate_schedule(
 
     Raises ValueError for arguments outside these ranges, and for a budget that no scale meets.
     """
-    checks.require_positive_epsilon(epsilon)
-    checks.require_delta(delta)
+    epsilon, delta = checks.require_positive_epsilon(epsilon), checks.require_delta(delta)
     checks.require_accountant(accountant)
     checks.require_relation(relation)
     sigmas, rates, repeats = checks.require_schedule(shape, sampling_rate, counts)

@@ -7,6 +7,8 @@ from typing import Any, Literal
 import jax.core
 import numpy as np
 
+from dpx._numbers import real
+
 Accountant = Literal["tightest", "pld", "rdp"]
 Relation = Literal["add_or_remove", "zero_out", "replace_one"]
 
@@ -28,9 +30,9 @@ def require_concrete(name: str, value: Any) -> Any:
 
 def require_nonnegative(name: str, value: Any) -> float:
     """`value` as a float. Raises ValueError unless it is at least 0; infinity is allowed, because a bill may be it."""
-    number = float(require_concrete(name, value))
-    if not 0 <= number:
-        raise ValueError(f"{name} must be at least 0, got {number}")
+    number = real(require_concrete(name, value))
+    if number is None or not 0 <= number:
+        raise ValueError(f"{name} must be at least 0, got {value!r}")
     return number
 
 
@@ -40,16 +42,16 @@ def require_epsilon(value: Any) -> float:
 
 def require_positive_epsilon(value: Any) -> float:
     """The epsilon of a budget, as a float. Raises ValueError unless it is positive and finite."""
-    number = float(require_concrete("epsilon", value))
-    if not 0 < number < math.inf:
-        raise ValueError(f"epsilon must be positive and finite, got {number}")
+    number = real(require_concrete("epsilon", value))
+    if number is None or not 0 < number < math.inf:
+        raise ValueError(f"epsilon must be positive and finite, got {value!r}")
     return number
 
 
 def require_delta(value: Any) -> float:
-    number = float(require_concrete("delta", value))
-    if not 0 < number < 1:
-        raise ValueError(f"delta must be in (0, 1), got {number}")
+    number = real(require_concrete("delta", value))
+    if number is None or not 0 < number < 1:
+        raise ValueError(f"delta must be in (0, 1), got {value!r}")
     return number
 
 

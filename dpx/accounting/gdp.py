@@ -104,7 +104,7 @@ def mu_0(*, epsilon: float, delta: float, sampling_rate: float, steps: int, grow
     for numbers outside these domains. Source: see the module.
     """
     steps = require_whole("steps", steps)
-    checks.require_positive_epsilon(epsilon)
+    epsilon = checks.require_positive_epsilon(epsilon)
     growth = require_number("growth", growth, minimum=1)
     _, (rate,), _ = checks.require_schedule([1.0], sampling_rate, None)
     log_target = math.log(mu(epsilon, delta))

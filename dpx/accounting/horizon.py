@@ -30,7 +30,7 @@ def max_steps(
 
     Raises ValueError for arguments outside these ranges, and if 10,000,000 steps still cost at most epsilon.
     """
-    checks.require_positive_epsilon(epsilon)
+    epsilon = checks.require_positive_epsilon(epsilon)
     require_billable(mechanism)
     checks.warn_of_large_delta(delta, mechanism.sampling)
 

@@ -1,13 +1,13 @@
 """A table to choose the batch size and the number of epochs from, before any run."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import sqrt
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from dpx._numbers import require_whole
+from dpx._numbers import require_number, require_whole
 from dpx.accounting import checks
 from dpx.accounting.calibration import calibrate_schedule
 from dpx.accounting.checks import Accountant
@@ -100,13 +100,13 @@ def plan(
     Raises ValueError for arguments outside these ranges.
     """
     require_whole("examples", examples)
-    checks.require_positive_epsilon(epsilon)
-    checks.require_delta(delta)
+    epsilon, delta = checks.require_positive_epsilon(epsilon), checks.require_delta(delta)
     checks.require_accountant(accountant)
-    many = (epochs,) if isinstance(epochs, int | float) else tuple(epochs)
+    each = epochs if isinstance(epochs, Iterable) else (epochs,)
+    many = tuple(require_number("epochs", number, minimum=0, exclusive=True) for number in each)
     sizes = _usual_sizes(examples) if batch_sizes is None else tuple(batch_sizes)
-    if not many or not all(0 < number < float("inf") for number in many):
-        raise ValueError(f"epochs must be positive and finite, got {epochs}")
+    if not many:
+        raise ValueError(f"epochs must be at least one number, got {epochs}")
     if not sizes or not all(require_whole("batch_size", size) <= examples for size in sizes):
         raise ValueError(f"batch_sizes must be in [1, {examples}], got {batch_sizes}")
 

@@ -50,7 +50,7 @@ def lower_bound(
     the mechanism, or None if it has no event. Raises ValueError as `canary_scores` does, and for a wrong delta or
     confidence.
     """
-    checks.require_delta(delta)
+    delta = checks.require_delta(delta)
     require_confidence(confidence)
     scores = canary_scores(
         make,

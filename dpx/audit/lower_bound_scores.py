@@ -94,7 +94,7 @@ def lower_bound_from_scores(
     `epsilon` is a proof, `gaussian_epsilon` a hypothesis (`LowerBound`). Raises ValueError for other numbers, for
     scores of another shape, and for NaN.
     """
-    checks.require_delta(delta)
+    delta = checks.require_delta(delta)
     confidence = require_confidence(confidence)
     bill = None if bill is None else checks.require_epsilon(bill)
     present = _halves(_require_scores("with_canary", with_canary))

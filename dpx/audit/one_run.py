@@ -102,7 +102,7 @@ def one_run(
     `epsilon` is a proof, the other two are hypotheses (`OneRun`). Raises ValueError for other numbers, shapes, dtypes,
     and for NaN.
     """
-    checks.require_delta(delta)
+    delta = checks.require_delta(delta)
     confidence = require_confidence(confidence)
     bill = None if bill is None else checks.require_epsilon(bill)
     scores, members = _require_scores(scores, members)

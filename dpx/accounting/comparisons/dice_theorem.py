@@ -22,8 +22,7 @@ def dice_theorem_noise(
     delta: in (0, 1). residual: G' = max(0, largest gradient + its deviation - C1).
     Raises ValueError for steps, epsilon or delta outside these ranges.
     """
-    checks.require_positive_epsilon(epsilon)
-    checks.require_delta(delta)
+    epsilon, delta = checks.require_positive_epsilon(epsilon), checks.require_delta(delta)
     steps = require_whole("steps", steps, minimum=0)
     squares = clip_norm**2 + 2 * min(clip_norm, residual) ** 2
     return math.sqrt(32 * steps * squares * math.log(1 / delta)) / (examples * epsilon)
