@@ -6,6 +6,7 @@ words, vocabularies) never depends on private texts.
 """
 
 import functools
+import importlib
 import importlib.util
 import io
 import logging
@@ -284,7 +285,8 @@ def read_packages(text: str) -> list[tuple[str, tuple[str, str]]]:
         if not fields.get("Tag") or not fields.get("Description"):
             continue
         tags = [tag.strip().split("::") for tag in fields["Tag"].split(",")]
-        slots = [("name", " ".join(re.findall(r"[a-z]+|\d+", fields["Package"]))), ("section", fields.get("Section", ""))]
+        words = " ".join(re.findall(r"[a-z]+|\d+", fields["Package"]))
+        slots = [("name", words), ("section", fields.get("Section", ""))]
         for name in FIELDS:
             values = [tag[1] for tag in tags if tag[0] == name and len(tag) > 1 and tag[1] != "TODO"][:ALTERNATIVES]
             slots += [(name, " and ".join(values).replace("-", " "))] if values else []
@@ -357,7 +359,7 @@ def bags(texts: Iterable[str], bins: int) -> np.ndarray:
 
 
 def words_of(text: str) -> list[str]:
-    """Words in lower case, numbers and signs, each by itself; the signs of a slot, as in "name[x], ", cost two words."""
+    """Words in lower case, numbers and signs, each by itself; a slot as "name[x], " is three words."""
     return re.findall(r"[^\W\d_]+(?:'[^\W\d_]+)*\[?|\d+|\], |[^\w\s]", text.lower())
 
 
@@ -385,12 +387,12 @@ class BytePairs:
     def __init__(self, folder: str | Path):
         file = Path(folder).expanduser() / "tokenizer.json"
         try:
-            from tokenizers import Tokenizer
+            library: Any = importlib.import_module("tokenizers")
         except ImportError as error:
             raise ValueError("the tokenizer of a checkpoint needs: pip install tokenizers") from error
         if not file.is_file():
             raise FileNotFoundError(f"{file} is not on this machine; it is published beside the checkpoint")
-        self._tokenizer: Any = Tokenizer.from_file(str(file))
+        self._tokenizer = library.Tokenizer.from_file(str(file))
         self.end = self._tokenizer.token_to_id("<|endoftext|>")
         if self.end is None:
             raise ValueError(f"{file}: needs the token <|endoftext|>")

@@ -139,7 +139,8 @@ def pretrained(model: Model, public: tuple[np.ndarray, np.ndarray], options, cac
         params, state = step(params, state, tuple(array[rows] for array in public))
     file.parent.mkdir(parents=True, exist_ok=True)
     waiting = file.with_suffix(".part.npz")
-    np.savez(waiting, **{str(number): np.asarray(leaf) for number, leaf in enumerate(jax.tree.leaves(params))})
+    arrays: dict[str, Any] = {str(number): np.asarray(leaf) for number, leaf in enumerate(jax.tree.leaves(params))}
+    np.savez(waiting, **arrays)
     waiting.replace(file)
     return params
 
