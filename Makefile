@@ -19,7 +19,7 @@ demo: install
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/basedpyright
+	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
 
 # A process on every core, so one thread each; what one has compiled, the others need not. Each file runs in one process,
 # because its tests share small programs and bills. Most of the time is compiling: without optimizations, and without the

@@ -136,11 +136,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     arguments = parser.parse_args()
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"task": task.__name__, "steps": steps, "wanted": wanted, **measure(task, steps)}
         for task, steps, wanted in ROWS
     ]
-    seconds = {(row["task"], row["steps"]): row["cpu_seconds"] for row in rows}
+    seconds: dict[Any, float] = {(row["task"], row["steps"]): row["cpu_seconds"] for row in rows}
     ratios = {
         f"PLD interval, {SHORT} steps": seconds["dp_accounting_pld", SHORT] / seconds["interval", SHORT],
         f"RDP, {SHORT} steps": seconds["dp_accounting_rdp", SHORT] / seconds["rdp", SHORT],

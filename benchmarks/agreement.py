@@ -5,8 +5,6 @@
 Prints the distance of every private row from `dpx vmap`, divided by its norm. Fails if one is above 1e-4.
 """
 
-# pyright: reportMissingImports=false
-
 import argparse
 import math
 import sys

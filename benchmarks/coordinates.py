@@ -33,7 +33,7 @@ class Row(NamedTuple):
 
     name: str
     make: Callable[..., Any]
-    clipping: str = "vmap"
+    clipping: Any = "vmap"
     steps: int = 0
 
 
@@ -101,7 +101,7 @@ def step_of(row: Row, problem, size: int):
     mechanism = row.make(clip_norm=1.0, noise_multiplier=1.0, sampling=sampling, key=jax.random.key(2))
     if row.clipping == "auto" and not mechanism.supports_ghost_norms:
         return None
-    gradient: Any = dpx.private_grad(problem.loss, mechanism, clipping=row.clipping)  # pyright: ignore[reportArgumentType]
+    gradient: Any = dpx.private_grad(problem.loss, mechanism, clipping=row.clipping)
     state = mechanism.init(problem.params)
     for _ in range(row.steps):
         zeros = jax.tree.map(jax.numpy.zeros_like, problem.params)

@@ -97,31 +97,6 @@ class LanguageModel(linen.Module):
         return linen.Dense(self.vocabulary, use_bias=False)(x)
 
 
-class ResNet20(linen.Module):
-    """He et al. 2016 for CIFAR-10, with GroupNorm in place of BatchNorm."""
-
-    groups: int = 8
-
-    @linen.compact
-    def __call__(self, image):
-        def norm(x):
-            # reduced over (height, width, features of a group) of one example
-            return linen.GroupNorm(self.groups)(x[None])[0]
-
-        def convolved(x, features, stride=1):
-            return linen.Conv(features, (3, 3), strides=stride, padding=1, use_bias=False)(x)
-
-        x = linen.relu(norm(convolved(image, 16)))
-        for features, first_stride in ((16, 1), (32, 2), (64, 2)):
-            for stride in (first_stride, 1, 1):
-                y = linen.relu(norm(convolved(x, features, stride)))
-                y = norm(convolved(y, features))
-                if x.shape != y.shape:
-                    x = norm(linen.Conv(features, (1, 1), strides=stride, use_bias=False)(x))
-                x = linen.relu(x + y)
-        return linen.Dense(CLASSES)(x.mean(axis=(0, 1)))
-
-
 def made(name: str, init: Callable[..., Tree], apply: Callable[[Tree, jax.Array], jax.Array]) -> Problem:
     def loss(params, example):
         x, label = example
@@ -153,7 +128,7 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
     "adadpigu_cnn": lambda: from_examples("adadpigu_cnn"),
     "end_to_end_cnn": lambda: from_examples("end_to_end_cnn"),
     "transformer": lambda: from_module("transformer", Transformer()),
-    "resnet20": lambda: from_module("resnet20", ResNet20()),
+    "resnet20": lambda: from_module("resnet20", examples_models.ResNet20(CLASSES)),
     "vit_small": lambda: from_module("vit_small", VisionTransformer()),
     "gpt2_small": lambda: from_module("gpt2_small", LanguageModel()),
 }

@@ -24,6 +24,7 @@ def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=PROBLEMS, default=list(ON_A_CPU))
     parser.add_argument("--batches", nargs="+", type=int, default=[64, 256, 1024])
+    parser.add_argument("--problems", nargs="+", help="MODEL:BATCH, in place of all models and batches")
     parser.add_argument("--rows", nargs="+", help="parts of their names; default: all")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--core", type=int, default=0, help="the CPU core to pin to; -1 for none (as on a GPU)")
@@ -74,12 +75,12 @@ def main():
     notes += [text for library, text in report.NOTES.items() if any(s["versions"].get(library) for s in said.values())]
     facts = report.facts("benchmarks.step", said, options) | {"clock": options.clock}
     results = {}
-    for model in options.models:
-        for size in options.batches:
-            print(f"{model}, {size}", file=sys.stderr, flush=True)
-            results[f"{model}, {size}"] = problem_times(workers, model, size, options, notes)
-            floors = {framework: s["floor"] for framework, s in said.items()}
-            report.write(options.name, facts, results, notes, summary.tables(results, floors))
+    problems = options.problems or [f"{model}:{size}" for model in options.models for size in options.batches]
+    for model, size in (problem.split(":") for problem in problems):
+        print(f"{model}, {size}", file=sys.stderr, flush=True)
+        results[f"{model}, {size}"] = problem_times(workers, model, int(size), options, notes)
+        floors = {framework: s["floor"] for framework, s in said.items()}
+        report.write(options.name, facts, results, notes, summary.tables(results, floors))
     for worker in workers.values():
         worker.close()
     print((report.RESULTS / f"{options.name}.md").read_text())

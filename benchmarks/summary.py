@@ -17,6 +17,12 @@ def tables(results: dict[str, Any], floors: dict[str, str]) -> dict[str, str]:
         columns = [(floor + " (ms)", lambda rows, floor=floor: milliseconds(rows, floor))]
         columns += [(name, lambda rows, name=name, floor=floor: ratio(rows, name, floor)) for name in names]
         found[f"Median time over that of {floor}"] = table(results, columns)
+    found["Time divided by that of JAX's fastest step without privacy"] = table(results, [
+        ("fastest", lambda rows: fastest(rows, floors["jax"])),
+        ("fastest (ms)", lambda rows: milliseconds(rows, fastest(rows, floors["jax"]) or "")),
+        *((name, lambda rows, name=name: ratio(rows, name, fastest(rows, floors["jax"]) or ""))
+          for name, of in rows.items() if of == "jax" and name.startswith("dpx")),
+    ])  # fmt: skip
     found["Milliseconds"] = table(results, [(name, lambda rows, name=name: milliseconds(rows, name)) for name in rows])
     found["Against the peers"] = table(results, [
         (OURS + " (ms)", lambda rows: milliseconds(rows, OURS)),
@@ -38,6 +44,12 @@ def tables(results: dict[str, Any], floors: dict[str, str]) -> dict[str, str]:
 
 def ratio(rows, name: str, base: str, of: str = "seconds") -> str | None:
     return f"{rows[name][of] / rows[base][of]:.2f}" if name in rows and base in rows else None
+
+
+def fastest(rows, floor: str) -> str | None:
+    """The name of the fastest step without privacy: of the whole batch, or of parts of it one after another."""
+    plain = [name for name in rows if name.startswith(floor)]
+    return min(plain, key=lambda name: rows[name]["seconds"], default=None)
 
 
 def milliseconds(rows, name: str) -> str | None:

@@ -1,7 +1,5 @@
 """The benchmarked models in torch, with the same layers as in `benchmarks.models`, for images with channels first."""
 
-# pyright: reportMissingImports=false, reportIncompatibleMethodOverride=false
-
 import torch
 import torch.nn.functional as F
 from torch import nn

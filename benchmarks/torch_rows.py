@@ -1,7 +1,5 @@
 """One training step in torch: without privacy, and private in the three ways of Opacus."""
 
-# pyright: reportMissingImports=false
-
 import copy
 import importlib.util
 import os
@@ -72,7 +70,7 @@ def with_opacus(module, batch, clip_norm, noise_multiplier, mode) -> Callable:
         private, optimizer, *rest = opacus.PrivacyEngine().make_private(
             module=private,
             optimizer=torch.optim.SGD(private.parameters()),
-            criterion=torch_models.Loss(),  # pyright: ignore[reportArgumentType]
+            criterion=torch_models.Loss(),
             data_loader=DataLoader(TensorDataset(*batch), batch_size=len(batch[0])),
             noise_multiplier=noise_multiplier,
             max_grad_norm=clip_norm,

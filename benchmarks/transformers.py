@@ -4,8 +4,10 @@
 
 The models are those of Hugging Face's transformers 4, with random weights, if it is installed; else ours of the same
 widths (GPT-2 then without tied weights). All rows of a model take turns in one process, on one CPU core. The fair floor
-is JAX's fastest step without privacy: of the whole batch, or of 2, 4 or 8 parts of it, one after another. Writes JSON
-and Markdown to benchmarks/results/.
+is JAX's fastest step without privacy: of the whole batch, or of 2, 4 or 8 parts of it, one after another. The private
+floor adds what no private step can do without: one normal for each parameter, and the matrix products of the norms,
+each measured alone. torch and Opacus, if they are installed, have models of the same widths, in
+benchmarks/torch_models.py, GPT-2 without tied weights. Writes JSON and Markdown to benchmarks/results/.
 """
 
 import argparse
@@ -23,6 +25,8 @@ from benchmarks import report, timing
 SEQUENCE = {"gpt2_4_layers": 64, "gpt2_small": 64, "bert_base": 128}
 BATCH = {"gpt2_4_layers": 8, "gpt2_small": 8, "bert_base": 8, "vit_small": 16}
 PARTS = (2, 4, 8)
+NOISE, PRODUCTS = "noise of dpx alone", "products of the norms alone"
+PLAIN, PLAIN_TORCH, OPACUS = "JAX, not private", "torch, not private", "Opacus ghost"
 LARGEST_STACK = 2**32  # bytes; rows that hold more of per-example gradients are compiled, but not run
 
 
@@ -105,6 +109,7 @@ def steps(problem: Problem, size: int) -> dict[str, tuple[Callable, tuple]]:
     import optax
 
     import dpx
+    from dpx import keys
 
     params, loss, batch = problem
     sampling = dpx.PoissonSampling(examples=50_000, batch_size=size)
@@ -134,10 +139,12 @@ def steps(problem: Problem, size: int) -> dict[str, tuple[Callable, tuple]]:
     def noise(params):
         return optax.tree.random_like(jax.random.key(0), params, jax.random.normal)
 
-    found: dict[str, tuple[Callable, tuple]] = {"JAX, not private": (not_private, (params, batch))}
+    found: dict[str, tuple[Callable, tuple]] = {PLAIN: (not_private, (params, batch))}
     for parts in PARTS:
-        found[f"JAX, not private, {parts} parts"] = functools.partial(in_parts, parts), (params, batch)
+        found[f"{PLAIN}, {parts} parts"] = functools.partial(in_parts, parts), (params, batch)
     found["noise alone"] = noise, (params,)
+    found[NOISE] = lambda params: keys.normal_like(jax.random.key(0), params), (params,)
+    found[PRODUCTS] = norm_products(problem, mechanism, state, size)
     found["by hand, no noise"] = by_hand, (params, batch)
     for clipping in ("auto", "ghost", "vmap"):
         found[f"dpx {clipping}"] = with_dpx(clipping), (params, batch, state)
@@ -146,9 +153,32 @@ def steps(problem: Problem, size: int) -> dict[str, tuple[Callable, tuple]]:
     return found
 
 
+def norm_products(problem: Problem, mechanism, state, size: int) -> tuple[Callable, tuple]:
+    """The Gram matrices of every norm that dpx computes from them, of random matrices of the same shapes; nothing else.
+
+    Per-example gradients count nothing, because their products stand in place of those of a step without privacy.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from dpx.gradients import ghost
+    from dpx.gradients.ghost import ways
+
+    one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), problem.batch)
+    traced = ghost.trace_loss(lambda params, example: (problem.loss(params, example), ()), problem.params, one)
+    plan: Any = ghost.make_plan(traced, mechanism, problem.params, state, force=False)
+    matrices = []
+    for choice in plan.choices:
+        for site in choice.uses.sites if choice.way is not ways.PRODUCT else ():
+            groups, positions, *widths = site.sizes
+            for width in widths[site.lookup :] if positions > 1 else ():
+                matrices.append(jax.random.normal(jax.random.key(len(matrices)), (size, groups, positions, width)))
+    return lambda matrices: [jnp.einsum("bksi,bkti->bkst", x, x) for x in matrices], (matrices,)
+
+
 def with_jax_privacy(problem: Problem, size: int) -> tuple[Callable, tuple]:
     import jax
-    import jax_privacy  # pyright: ignore[reportMissingImports]
+    import jax_privacy
 
     clipped = jax_privacy.clipped_grad(
         problem.loss, l2_clip_norm=1.0, normalize_by=size, keep_batch_dim=False, microbatch_size=1
@@ -162,7 +192,44 @@ def with_jax_privacy(problem: Problem, size: int) -> tuple[Callable, tuple]:
     )
 
 
-def measured(problem: Problem, size: int, options, clock: Callable) -> dict[str, dict[str, float]]:
+def torch_steps(name: str) -> dict[str, Callable]:
+    """name -> (() -> run) of torch and Opacus: nothing, if one of them is not installed."""
+    if not (importlib.util.find_spec("torch") and importlib.util.find_spec("opacus")):
+        return {}
+    import numpy as np
+    import torch  # pyright: ignore[reportMissingImports]
+    from torch import nn  # pyright: ignore[reportMissingImports]
+
+    from benchmarks import torch_models, torch_rows
+
+    def language_model(vocabulary, layers, features, heads):
+        embedding = nn.Sequential(nn.Embedding(vocabulary, features), torch_models.Positions(SEQUENCE[name], features))
+        decoder = torch_models.encoder(layers, features, heads, causal=True)
+        return nn.Sequential(embedding, *decoder, nn.Linear(features, vocabulary, bias=False))
+
+    def bert():
+        embedding = nn.Sequential(nn.Embedding(30_522, 768), torch_models.Positions(SEQUENCE[name], 768))
+        return nn.Sequential(embedding, *torch_models.encoder(12, 768, 12), torch_models.Mean(), nn.Linear(768, 2))
+
+    module = {
+        "gpt2_4_layers": lambda: language_model(5000, 4, 256, 4),
+        "gpt2_small": lambda: language_model(50_257, 12, 768, 12),
+        "bert_base": bert,
+        "vit_small": torch_models.vit_small,
+    }[name]()
+    rng, size = np.random.default_rng(0), BATCH[name]
+    if name == "vit_small":
+        inputs = torch.from_numpy(rng.standard_normal((size, 3, 224, 224), np.float32))
+    else:
+        inputs = torch.from_numpy(rng.integers(0, 5000, (size, SEQUENCE[name])))
+    labels = inputs.roll(-1, 1) if name.startswith("gpt2") else torch.arange(size) % 2
+    return {
+        PLAIN_TORCH: lambda: torch_rows.running(module, torch_models.Loss(), (inputs, labels)),
+        OPACUS: torch_rows.with_opacus(module, (inputs, labels), 1.0, 1.0, "ghost"),
+    }
+
+
+def measured(model: str, problem: Problem, size: int, options, clock: Callable) -> dict[str, dict[str, float]]:
     """name -> {"compile": seconds of tracing and compiling, "memory": MiB of temporary memory, "seconds": median}."""
     import jax
 
@@ -176,15 +243,31 @@ def measured(problem: Problem, size: int, options, clock: Callable) -> dict[str,
         memory: Any = program.memory_analysis()
         found[name] = {"compile": clock() - start, "memory": memory.temp_size_in_bytes / 2**20}
         print(f"    {name}: {found[name]}", file=sys.stderr, flush=True)
-        if stack <= LARGEST_STACK or name not in ("by hand, no noise", "dpx vmap"):
+        if options.rounds and (stack <= LARGEST_STACK or name not in ("by hand, no noise", "dpx vmap")):
             timers[name] = timing.Timer(lambda run=program, xs=inputs: jax.block_until_ready(run(*xs)), clock)
+    for name, run in torch_steps(model).items() if options.rounds else ():
+        if not options.rows or any(part in name for part in options.rows):
+            found[name], timers[name] = {}, timing.Timer(run(), clock)
     for name, times in timing.interleaved(timers, options.rounds).items():
         found[name]["seconds"] = statistics.median(times)
     return found
 
 
 def fair_floor(rows) -> float:
-    return min(row["seconds"] for name, row in rows.items() if name.startswith("JAX, not private"))
+    return min(
+        (row["seconds"] for name, row in rows.items() if name.startswith(PLAIN) and "seconds" in row), default=0.0
+    )
+
+
+def private_floor(rows) -> str | None:
+    """The fair floor with one normal for each parameter and the products of the norms, divided by the fair floor."""
+    if not ({NOISE, PRODUCTS} <= set(rows) and fair_floor(rows)):
+        return None
+    return f"{1 + (rows[NOISE]['seconds'] + rows[PRODUCTS]['seconds']) / fair_floor(rows):.2f}"
+
+
+def opacus_ratio(rows) -> str | None:
+    return f"{rows[OPACUS]['seconds'] / rows[PLAIN_TORCH]['seconds']:.2f}" if OPACUS in rows else None
 
 
 def tables(results) -> dict[str, str]:
@@ -199,7 +282,13 @@ def tables(results) -> dict[str, str]:
     hand = "by hand, no noise"
     return {
         "Time divided by that of JAX's fastest step without privacy": report.table(
-            results, [("fastest (s)", lambda rows: f"{fair_floor(rows):.3f}"), *column("seconds", fair_floor)]
+            results,
+            [
+                ("fastest (s)", lambda rows: f"{fair_floor(rows):.3f}" if fair_floor(rows) else None),
+                ("private floor", private_floor),
+            ]
+            + column("seconds", fair_floor)
+            + [("Opacus ghost, divided by torch", opacus_ratio)],
         ),
         "Temporary memory, MiB": report.table(results, column("memory", form="{:.0f}")),
         f"Time to trace and compile, divided by that of `{hand}`": report.table(
@@ -218,14 +307,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=BATCH, default=list(BATCH))
     parser.add_argument("--rows", nargs="+", help="parts of their names; default: all")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5, help="0 to compile and not to run")
     parser.add_argument("--core", type=int, default=0, help="the CPU core to pin to; -1 for none (as on a GPU)")
     parser.add_argument("--clock", choices=timing.CLOCKS, default="wall", help="cpu is fairer on a busy machine")
     parser.add_argument("--name", default="transformers", help="of the files written")
     options = parser.parse_args()
     timing.pin(options.core)
     installed = importlib.util.find_spec("transformers") is not None
-    libraries = ("jax", "jaxlib", "flax", "optax", "transformers", "jax-privacy")
+    libraries = ("jax", "jaxlib", "flax", "optax", "transformers", "jax-privacy", "torch", "opacus")
     versions: dict[str, str | None] = {}
     for library in libraries:
         try:
@@ -246,7 +335,7 @@ def main() -> None:
     for name in options.models:
         print(name, file=sys.stderr, flush=True)
         problem, clock = (hugging_face if installed else ours)(name), timing.CLOCKS[options.clock]
-        results[f"{name}, {BATCH[name]}"] = measured(problem, BATCH[name], options, clock)
+        results[f"{name}, {BATCH[name]}"] = measured(name, problem, BATCH[name], options, clock)
         report.write(options.name, facts, results, notes, tables(results))
     print((report.RESULTS / f"{options.name}.md").read_text())
 

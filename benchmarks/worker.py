@@ -22,7 +22,7 @@ class Session:
         self.makers, self.timers, self.runs = {}, {}, {}
 
     def facts(self) -> dict[str, Any]:
-        found = {}
+        found: dict[str, str | None] = {}
         for library in self.module.LIBRARIES:
             try:
                 found[library] = importlib.metadata.version(library)

@@ -24,6 +24,12 @@ CHUNK_NUMBERS = 2**14
 LARGE_LEAF = 2**16  # numbers; smaller arrays are not waited for, because each costs time to compile
 LARGEST_LEAF = 2**32 - CHUNK_NUMBERS  # numbers, because places in a leaf are uint32
 
+# Of the inverse error function, highest power first (Giles 2010, table 5): for w < 5, and beyond.
+CENTRAL = (2.81022636e-08, 3.43273939e-07, -3.5233877e-06, -4.39150654e-06, 0.00021858087)
+CENTRAL += (-0.00125372503, -0.00417768164, 0.246640727, 1.50140941)
+TAIL = (-0.000200214257, 0.000100950558, 0.00134934322, -0.00367342844, 0.00573950773)
+TAIL += (-0.0076224613, 0.00943887047, 1.00167406, 2.83297682)
+
 
 def standard_normals(key: jax.Array, tree: Tree) -> Tree:
     """Independent standard normals, float32, in the shapes of `tree`. key: a threefry2x32 key, ().
@@ -37,7 +43,7 @@ def standard_normals(key: jax.Array, tree: Tree) -> Tree:
     """
     leaves, structure = jax.tree.flatten(tree)
     shapes = tuple(tuple(leaf.shape) for leaf in leaves)
-    if (largest := max(map(math.prod, shapes), default=0)) > LARGEST_LEAF:
+    if (largest := max((math.prod(shape) for shape in shapes), default=0)) > LARGEST_LEAF:
         raise ValueError(f"a leaf must have at most {LARGEST_LEAF} numbers, got {largest}")
     words = jax.random.key_data(key)
     large = [leaf for leaf in leaves if isinstance(leaf, jax.Array) and leaf.size >= LARGE_LEAF]
@@ -51,7 +57,7 @@ def _leaves(words: jax.Array, never: jax.Array, shapes: tuple[tuple[int, ...], .
     starts = list(itertools.accumulate(map(math.prod, shapes), initial=0))
     half = max(1, min(CHUNK_NUMBERS, starts[-1] + 1) // 2)
 
-    def by_chunks(words, never):
+    def by_chunks(words, never) -> list[jax.Array]:
         flat = _chunks(words, never, math.ceil(starts[-1] / (2 * half)), half).reshape(-1)
         # As constants, the starts would make one program for each leaf; as values, one for each shape.
         at = jax.lax.cond(opaque_false(words), lambda: [0] * len(shapes), lambda: starts[:-1])
@@ -60,7 +66,7 @@ def _leaves(words: jax.Array, never: jax.Array, shapes: tuple[tuple[int, ...], .
             for start, shape in zip(at, shapes, strict=True)
         ]
 
-    def by_leaves(words, never):
+    def by_leaves(words, never) -> list[jax.Array]:
         del never
         firsts = [divmod(start, 2 * half) for start in starts[:-1]]
         return [_leaf(words, first, shape, half) for first, shape in zip(firsts, shapes, strict=True)]
@@ -74,13 +80,37 @@ def _chunks(words: jax.Array, never: jax.Array, count: int, half: int) -> jax.Ar
     """The first `count` chunks of the stream, float32 (count, 2, half), computed after `never`, which is False."""
 
     def draw(chunks, number):
-        bits = threefry2x32_p.bind(*words, jnp.full(half, number), jnp.arange(half, dtype=jnp.uint32))
+        bits = _at_once(_threefry(words, jnp.full(half, number), jnp.arange(half, dtype=jnp.uint32)))
         for word in range(2):
             chunks = chunks.at[number, word].set(_normal(bits[word]))
         return chunks, None
 
     zero = never.astype(jnp.float32)  # with a constant, the memory would be taken when the program starts
     return jax.lax.scan(draw, jnp.full((count, 2, half), zero), jnp.arange(count, dtype=jnp.uint32))[0]
+
+
+def _threefry(words: jax.Array, first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The cipher Threefry-2x32 of 20 rounds (Salmon et al. 2011, https://doi.org/10.1145/2063384.2063405): uint32.
+
+    The values of `threefry2x32_p`, which is a loop of five groups of rounds on a CPU, and computes each group twice.
+    """
+    keys = (*words, words[0] ^ words[1] ^ np.uint32(0x1BD11BDA))
+    first, second = first + keys[0], second + keys[1]
+    for group in range(5):
+        for turn in ((13, 15, 26, 6), (17, 29, 16, 24))[group % 2]:
+            first += second
+            second = first ^ ((second << np.uint32(turn)) | (second >> np.uint32(32 - turn)))
+        first, second = first + keys[(group + 1) % 3], second + keys[(group + 2) % 3] + np.uint32(group + 1)
+    return first, second
+
+
+def _at_once(arrays: tuple[jax.Array, ...]) -> list[jax.Array]:
+    """The uint32 (n,) arrays, computed in one program on a CPU: the results of one reduction, of every number with
+    itself. Else what they have in common is computed for each, which was a quarter of the time.
+    """
+    doubled = [jnp.broadcast_to(x[:, None], (len(x), 2)) for x in arrays]
+    zeros = [np.uint32(0)] * len(doubled)
+    return jax.lax.reduce(doubled, zeros, lambda a, b: jax.tree.map(jnp.bitwise_or, a, b), (1,))
 
 
 @jax.jit(static_argnums=(2, 3))
@@ -96,8 +126,19 @@ def _leaf(words: jax.Array, start: tuple[int, int], shape: tuple[int, ...], half
 
 
 def _normal(bits: jax.Array) -> jax.Array:
-    """A standard normal, float32, from each of the uint32 `bits`, as `jax.random.normal` computes it."""
+    """A standard normal, float32, from the uniform number in (-1, 1) that `jax.random.normal` makes of uint32 `bits`.
+
+    It is within 3e-7 of the exact one, relatively, for all 2^23 uniform numbers; with `jax.lax.erf_inv`, within 6e-6,
+    and slower. Both are the polynomial of Giles 2010 (https://people.maths.ox.ac.uk/gilesm/files/gems_erfinv.pdf) in
+    w = -log(1 - u^2) of the uniform number u, but here 1 - u^2 is (1 - u) (1 + u), which loses no digits near 1.
+    """
     lowest = np.nextafter(np.float32(-1), np.float32(0))
     mantissa = jax.lax.bitcast_convert_type((bits >> 9) | np.uint32(0x3F800000), jnp.float32) - 1  # in [0, 1)
-    uniform = jnp.maximum(lowest, mantissa * (1 - lowest) + lowest)  # in (-1, 1)
-    return np.float32(math.sqrt(2)) * jax.lax.erf_inv(uniform)
+    uniform = jnp.maximum(lowest, mantissa * (1 - lowest) + lowest)
+    w = -jnp.log((1 - uniform) * (1 + uniform))
+    central = w < 5
+    place = jnp.where(central, w - np.float32(2.5), jnp.sqrt(w) - 3)
+    inverse_erf = jnp.float32(0)
+    for near, far in zip(CENTRAL, TAIL, strict=True):
+        inverse_erf = inverse_erf * place + jnp.where(central, np.float32(near), np.float32(far))
+    return np.float32(math.sqrt(2)) * uniform * inverse_erf

@@ -102,7 +102,7 @@ class Mechanism(optax.GradientTransformationExtraArgs):
             sums, _ = sum_contributions(self, grads, state, rows)
             return self.release_once(sums, state, params, jnp.sum(rows), drawn)
 
-        self = super().__new__(cls, begin, update)  # pyright: ignore[reportArgumentType]
+        self = super().__new__(cls, begin, update)  # pyrefly: ignore[bad-argument-type]
         self.encode, self.norm, self.weigh, self.release = encode, norm, weigh, release
         self.event, self.sampling, self.noise_multiplier, self.key = event, sampling, noise_multiplier, key
         self.stages, self.budget = stages, budget

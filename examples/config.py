@@ -39,6 +39,7 @@ class Config:
     method_options: of the method's builder, by name; values as in `examples.methods.read`.
     task: what is trained (`examples.tasks`). task_options: of the task, by name; those not given have its defaults.
     whitening: with features "whitened", the public images that they are whitened by.
+    per_layer: with "dp_sgd", clip the parameters of every layer to a norm of their own, clip_norm / sqrt(layers).
     masked_loss: with "ada_dpigu", the loss, and the model, at the masked parameters.
     public, public_examples, public_rank: with "gep_sgd", the data set whose gradients, public, span the subspace, how
         many of its images, and the dimension of the subspace.
@@ -58,6 +59,7 @@ class Config:
     batch_size: int | None = None
     microbatch_size: int | None = None
     clip_norm: float = 1.0
+    per_layer: bool = False
     optimizer: str = "sgd"
     learning_rate: float = 0.5
     momentum: float = 0.0
@@ -103,6 +105,8 @@ class Config:
             raise ValueError(f"momentum must be in [0, 1), got {self.momentum}")
         if self.momentum and self.optimizer != "sgd":
             raise ValueError(f"momentum is an option of sgd, got it with {self.optimizer}")
+        if self.per_layer and self.method != "dp_sgd":
+            raise ValueError(f"per_layer is an option of dp_sgd, got it with {self.method}")
         if self.sampling == "full" and self.batch_size is not None:
             raise ValueError(f"batch_size must not be given with sampling full, got {self.batch_size}")
         if not 0 <= self.seed < 2**64:
@@ -133,11 +137,16 @@ class Config:
             return max(1, math.ceil(self.epochs * sampling.steps_per_epoch))
         return max(1, round(self.epochs * examples / sampling.divisor))
 
+    def clip_norms_of(self, params) -> dict[str, float]:
+        """For per_layer: the clip norm of every layer, the first level of the parameters' tree."""
+        return dict.fromkeys(params, self.clip_norm / math.sqrt(len(params)))
+
     def mechanism_of(self, sampling, steps: int, key, trained=None, **found: Any) -> Callable[[float], dpx.Mechanism]:
         """(noise_multiplier) -> the method with its optimizer. found: what the method needs beside its options.
 
         trained: (path) -> whether a parameter is trained, or None, as in `examples.tasks.Task`.
         """
+        of_the_run = {"clip_norm": self.clip_norm} | found
         optimizer = OPTIMIZERS[self.optimizer](self.learning_rate, self.momentum)
 
         def make(noise_multiplier):
@@ -145,12 +154,11 @@ class Config:
                 self.method,
                 self.method_options,
                 steps_per_epoch=max(1, round(sampling.examples / sampling.divisor)),
-                clip_norm=self.clip_norm,
                 noise_multiplier=noise_multiplier,
                 sampling=sampling,
                 steps=steps,
                 key=key,
-                **found,
+                **of_the_run,
             )
             if trained is not None:
                 mechanism = dpx.in_coordinates(mechanism, dpx.coordinates.trainable(trained))

@@ -1,7 +1,8 @@
-"""Image classification data sets by name: bundled ones, idx files, and anything tensorflow-datasets holds.
+"""Image classification data sets by name: bundled ones, the authors' own files, and those of tensorflow-datasets.
 
-`load(name)` looks for a data set in this order: bundled with a package, as idx files in `data_dir` or a usual place,
-and prepared by tensorflow-datasets. It never downloads; the error for a missing data set says how to get it.
+`load(name)` looks for a data set in this order: bundled with a package, as its authors' files in `data_dir` or a usual
+place (idx files, or those of local_files.py), and prepared by tensorflow-datasets. It never downloads; the error for a
+missing data set says how to get it.
 """
 
 import functools
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from examples import local_files
 
 IDX_DTYPES = {0x08: np.dtype("u1"), 0x09: np.dtype("i1"), 0x0D: np.dtype(">f4")}
 SEARCH = (Path("/usr/share/datasets"), Path("~/.cache/dpx/data"), Path("data"))
@@ -79,9 +82,19 @@ def load(name: str, data_dir: str | Path | None = None) -> Dataset:
         return BUNDLED[name]()
     if name.startswith("random:"):
         return random_pixels(name)
+    if name.startswith("features:"):
+        return stored_features(name, data_dir)
     if name in IDX and (folder := find_idx(name, data_dir)) is not None:
         return load_idx(name, folder)
+    if (paths := local_files.find(name, roots_of(data_dir))) is not None:
+        arrays = local_files.FILES[name].read(paths)
+        return dataset_of(name, local_files.FILES[name].classes, arrays)
     return load_tfds(name, data_dir)
+
+
+def roots_of(data_dir: str | Path | None) -> list[Path]:
+    """The folders that are looked at: `data_dir` alone, if there is one."""
+    return [root.expanduser() for root in (SEARCH if data_dir is None else (Path(data_dir),))]
 
 
 def digits() -> Dataset:
@@ -129,6 +142,16 @@ def random_pixels(name: str) -> Dataset:
     return split_fifth(name, classes, images, rng.integers(0, classes, 80))
 
 
+def stored_features(name: str, data_dir: str | Path | None) -> Dataset:
+    """Features of a public network, from NAME.npz for the name "features:NAME", as images of one pixel, float16."""
+    file = name.removeprefix("features:") + ".npz"
+    path = next((root / file for root in roots_of(data_dir) if (root / file).is_file()), None)
+    if path is None:
+        raise FileNotFoundError(local_files.GET_FEATURES.format(file=file))
+    classes, arrays = local_files.read_features(path)
+    return dataset_of(name, classes, arrays)
+
+
 BUNDLED = {"digits": digits, "mnist5k": mnist5k}
 NIST = {"mnist", "mnist5k", "emnist"}  # chosen from the same handwriting
 
@@ -171,9 +194,8 @@ def idx_paths(folder: Path, prefix: str) -> list[Path] | None:
 
 def find_idx(name: str, data_dir: str | Path | None) -> Path | None:
     """The first folder that holds the four idx files of `name`; one called `data_dir` is looked at alone."""
-    roots = SEARCH if data_dir is None else (Path(data_dir),)
     spellings = (name, name.replace("_", "-"), *([] if data_dir is None else ["."]))
-    folders = [root.expanduser() / spelling for root in roots for spelling in spellings]
+    folders = [root / spelling for root in roots_of(data_dir) for spelling in spellings]
     return next((folder for folder in folders if idx_paths(folder, IDX[name].prefix)), None)
 
 
@@ -276,4 +298,7 @@ def missing(name: str, known: str, where: str | None) -> str:
     lines = [f"data set {name!r} is not on this machine. Any one of these brings it:"]
     if name in IDX:
         lines += [f"  {IDX[name].advice}", f"  --data-dir FOLDER, with its four idx files in FOLDER or FOLDER/{name}"]
+    if name in local_files.FILES:
+        files = local_files.FILES[name]
+        lines += [f"  {files.advice}, as --data-dir FOLDER with {files.train[0]} in FOLDER or FOLDER/{files.folder}"]
     return "\n".join([*lines, f"  {command}"])

@@ -178,4 +178,4 @@ def with_scattering(dataset: Dataset, cache_dir: str | Path, *, progress: bool =
         part: cached(images, f"{dataset.name}-{part}", Path(cache_dir), progress=progress)
         for part, images in parts.items()
     }
-    return replace(dataset, **found)
+    return replace(dataset, train_images=found["train_images"], test_images=found["test_images"])

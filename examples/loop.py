@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jax
+
 import dpx
 from examples import models, records
 from examples.config import Config
@@ -70,6 +72,7 @@ def run(
         dpx.keys.stream(key, "mechanism"),
         task.trained,
         **task.of_the_method(key),
+        **({"clip_norm": config.clip_norms_of(jax.eval_shape(task.init, key))} if config.per_layer else {}),
     )
     plan = folder.stored["plan"] if folder.stored else plan_of(config, make, sampling, facts["examples"])
     optimizer = make(plan["noise_multiplier"])

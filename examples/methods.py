@@ -56,19 +56,21 @@ def build(method: str, chosen: dict[str, Any], *, steps_per_epoch: int, **of_the
 def read(value: Any, steps: int, steps_per_epoch: int) -> Any:
     """The meaning of a word of the command line: a number, none, true or false, a name, or one of
 
-    0..0.7  a schedule, from the first number to the second in equal steps over the run
-    10%     that share of the run's steps
-    epoch   the steps of an epoch
+    0..0.7      a schedule, from the first number to the second in equal steps over the run
+    0..0.7@80%  the same over that share of the run's steps, after which the second number stays
+    10%         that share of the run's steps
+    epoch       the steps of an epoch
     """
     if not isinstance(value, str):
         return value
     if value == "epoch":
         return steps_per_epoch
+    if ".." in value:
+        bounds, _, share = value.partition("@")
+        first, last = map(_number, bounds.split("..", 1))
+        return optax.linear_schedule(first, last, read(share, steps, steps_per_epoch) if share else steps)
     if value.endswith("%"):
         return max(1, round(_number(value[:-1]) / 100 * steps))
-    if ".." in value:
-        first, last = map(_number, value.split("..", 1))
-        return optax.linear_schedule(first, last, steps)
     names = {"none": None, "true": True, "false": False}
     if value.lower() in names:
         return names[value.lower()]

@@ -47,6 +47,33 @@ class Classifier(linen.Module):
         return linen.Dense(self.classes)(vector)
 
 
+class ResNet20(linen.Module):
+    """He et al. 2016 for CIFAR-10, with GroupNorm in place of BatchNorm, which would mix the examples of a batch."""
+
+    classes: int
+    activation: Callable[[jax.Array], jax.Array] = jax.nn.relu
+    groups: int = 8
+
+    @linen.compact
+    def __call__(self, image: jax.Array) -> jax.Array:
+        def norm(x):
+            # reduced over (height, width, features of a group) of one example
+            return linen.GroupNorm(self.groups)(x[None])[0]
+
+        def convolved(x, features, stride=1):
+            return linen.Conv(features, (3, 3), strides=stride, padding=1, use_bias=False)(x)
+
+        x = self.activation(norm(convolved(image, 16)))
+        for features, first_stride in ((16, 1), (32, 2), (64, 2)):
+            for stride in (first_stride, 1, 1):
+                y = self.activation(norm(convolved(x, features, stride)))
+                y = norm(convolved(y, features))
+                if x.shape != y.shape:
+                    x = norm(linen.Conv(features, (1, 1), strides=stride, use_bias=False)(x))
+                x = self.activation(x + y)
+        return linen.Dense(self.classes)(x.mean(axis=(0, 1)))
+
+
 def conv(features: int, size: int = 3, stride: int = 1, padding: int | str = "SAME") -> tuple:
     """A square convolution followed by the activation."""
     return features, size, stride, padding
@@ -125,6 +152,21 @@ def adadpigu(padding: int) -> Callable[..., Model]:
     return convolutional(conv(16, 8, 2, 2), max_pool(1), conv(32, 4, 2, padding), max_pool(1), hidden=(32,))
 
 
+def resnet20(input_shape, classes, activation) -> Model:
+    return from_linen(ResNet20(classes, activation), input_shape)
+
+
+def vit(size: str) -> Callable[..., Model]:
+    """A vision transformer with random parameters, in whose place `examples.tasks.images` puts a checkpoint's."""
+
+    def builder(input_shape, classes, activation):
+        from examples.vit import SIZES, vit  # which imports this file
+
+        return vit(classes, None, SIZES[size])
+
+    return builder
+
+
 def from_zero(build: Callable[..., Model]) -> Callable[..., Model]:
     """The model, but with zeros for its first parameters; for models that are linear in them."""
 
@@ -155,6 +197,15 @@ MODELS: dict[str, Callable[..., Model]] = {
         *(conv(128), conv(128), average_pool),
         hidden=(128,),
     ),
+    # The CNNs on normalized scattering features of Tramer and Boneh (2021): for 7x7x81 (28x28 images; 33,066
+    # parameters) and for 8x8x243 (CIFAR-10; 187,210).
+    "scatter_cnn": convolutional(conv(16, 3, 2, 1), conv(32, 3, 1, 1), hidden=(32,)),
+    "scatter_cifar_cnn": convolutional(conv(64), max_pool(2), conv(64), hidden=()),
+    # D2P2-SGD's second network for CIFAR-10.
+    "resnet20": resnet20,
+    # DiceSGD's network, for which task_options["checkpoint"] is meant, and one of its kind to try a program on.
+    "vit_small": vit("vit_small"),
+    "vit_miniature": vit("vit_miniature"),
     # Table 4 of D2P2-SGD.
     "d2p2_cnn": convolutional(
         *(conv(16), average_pool, conv(32), average_pool, conv(32), average_pool),

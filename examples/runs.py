@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import statistics
 import time
 from pathlib import Path
@@ -14,19 +15,34 @@ ONLY_AT_THE_END = 10**6
 SEEDS, TUNING_SEED = (0, 1, 2), 100
 
 
+class NotRun(Exception):
+    """The run is not there, and the time to make it is over."""
+
+
 class Runs:
     """The runs in a folder; asking for one that is not there makes it.
 
-    evaluate_every: of `examples.loop.run`; by default only the end. places: its data_dir and cache_dir.
+    evaluate_every: of `examples.loop.run`; by default only the end. minutes: after them, no run is started; one that is
+        asked for raises `NotRun`. places: data_dir and cache_dir of `examples.loop.run`.
     """
 
-    def __init__(self, folder: Path, *, evaluate_every: int | None = ONLY_AT_THE_END, **places: Any):
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        evaluate_every: int | None = ONLY_AT_THE_END,
+        minutes: float = math.inf,
+        **places: Any,
+    ):
         self.folder, self.evaluate_every, self.places = folder, evaluate_every, places
+        self.end = time.monotonic() + 60 * minutes
 
     def result(self, name: str, config: Config) -> dict[str, Any]:
         name = name.replace(" + ", "-").replace(" ", "-").replace(",", "").lower()
         folder = self.folder / name
         if not (folder / "result.json").is_file():
+            if time.monotonic() >= self.end:
+                raise NotRun(name)
             result = run(
                 config,
                 output_dir=folder,
@@ -43,7 +59,8 @@ class Runs:
 
     def heading(self, module: str, seeds=SEEDS) -> str:
         """The command, the date, the seeds and the versions."""
-        versions = json.loads(next(self.folder.rglob("result.json")).read_text())["versions"]
+        found = next(self.folder.rglob("result.json"), None)
+        versions = json.loads(found.read_text())["versions"] if found else {"no run": "yet"}
         listed = ", ".join(f"{name} {version}" for name, version in versions.items())
         return f"`python -m {module}`, {time.strftime('%Y-%m-%d')}, seeds {', '.join(map(str, seeds))}; {listed}."
 

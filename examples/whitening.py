@@ -61,7 +61,7 @@ def whitening_of(public: np.ndarray) -> Whitening:
     covariance = (rows.T @ rows / np.float32(len(rows))).astype(np.float64)
     covariance[np.diag_indices(len(mean))] += RIDGE * np.trace(covariance) / len(mean)
     factor = scipy.linalg.cholesky(covariance, lower=True)
-    matrix = scipy.linalg.solve_triangular(factor, np.eye(len(mean)), lower=True).T
+    matrix = np.asarray(scipy.linalg.solve_triangular(factor, np.eye(len(mean)), lower=True)).T
     return Whitening(mean, np.ascontiguousarray(matrix, np.float32))
 
 
@@ -114,4 +114,4 @@ def with_whitening(dataset: Dataset, name: str, cache_dir: str | Path, *, progre
         )
         for part, images in parts.items()
     }
-    return replace(dataset, **found)
+    return replace(dataset, train_images=found["train_images"], test_images=found["test_images"])

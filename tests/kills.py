@@ -74,9 +74,15 @@ def run(folder: str | None, steps: int, sender: Connection):
     sender.send([np.asarray(leaf).tobytes() for leaf in leaves] + [repr(result.history), repr(result.epsilon)])
 
 
-def started(folder: Path | None, steps: int) -> tuple[Any, Connection]:
+def server() -> Any:
+    """The context of processes that are forked from a server that has imported jax."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
+    return context
+
+
+def started(folder: Path | None, steps: int) -> tuple[Any, Connection]:
+    context = server()
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=run, args=(None if folder is None else str(folder), steps, sender), daemon=True)
     process.start()

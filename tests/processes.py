@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 from pathlib import Path
 
 import jax
@@ -12,6 +11,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import dpx
+from tests.compiling import FLAGS
 
 STEPS = 5
 SAMPLING = dpx.PoissonSampling(examples=64, batch_size=16, capacity=24)
@@ -76,7 +76,18 @@ def train(step, params, state, *, sharding=None, after_step=lambda steps, params
     return params, state
 
 
-def main(rank: int, port: str, folder: Path, resume: bool):
+def run(rank: int, port: int, folder: Path, how: str):
+    """In a new process, in which jax has not computed anything yet. Its output goes to a file."""
+    with (folder / f"{how}-{rank}").open("w") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    os.environ["XLA_FLAGS"] = f"{FLAGS} --xla_force_host_platform_device_count=4"
+    jax.config.update("jax_platforms", "cpu")
+    train_in_two(rank, port, folder, how == "resume")
+    jax.distributed.shutdown()  # waits for the other process
+
+
+def train_in_two(rank: int, port: int, folder: Path, resume: bool):
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"localhost:{port}", 2, rank, initialization_timeout=60)
     assert jax.device_count() == 8 and jax.local_device_count() == 4
@@ -167,7 +178,3 @@ def write(path: Path, rank: int, made: dpx.Mechanism, params, state):
     if rank == 0:
         arrays = {name: np.asarray(leaf) for name, leaf in params.items()}
         np.savez(path, **arrays, epsilon=dpx.epsilon(made, state, delta=1e-5), steps=dpx.steps_taken(state))
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), sys.argv[4] == "resume")

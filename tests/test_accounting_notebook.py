@@ -7,14 +7,20 @@ import pytest
 NOTEBOOK = Path(__file__).parents[1] / "examples" / "notebooks" / "accounting.ipynb"
 
 
-@pytest.mark.filterwarnings("ignore")  # of the notebook machinery; the notebook's own are errors inside its kernel
-def test_notebook_executes():
+def test_notebook_executes(monkeypatch):
+    """In this process, because a kernel would take 5 CPU seconds to start. Lines with % are for the kernel alone."""
     nbformat = pytest.importorskip("nbformat")
-    nbclient = pytest.importorskip("nbclient")
-    pytest.importorskip("matplotlib")
+    matplotlib = pytest.importorskip("matplotlib")
     notebook = nbformat.read(NOTEBOOK, as_version=4)
-    stored = [cell.outputs for cell in notebook.cells if cell.cell_type == "code"]
+    nbformat.validate(notebook)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    stored = [cell.outputs for cell in cells]
     assert any(stored) and not any(out.output_type == "error" for outputs in stored for out in outputs)
-    notebook.cells.insert(0, nbformat.v4.new_code_cell("import warnings; warnings.simplefilter('error')"))
-    resources = {"metadata": {"path": str(NOTEBOOK.parent)}}
-    nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3", resources=resources).execute()
+    monkeypatch.chdir(NOTEBOOK.parent)
+    names: dict = {"__name__": "__main__"}
+    with matplotlib.rc_context():
+        matplotlib.use("agg")
+        for number, cell in enumerate(cells):
+            lines = ["" if line.startswith("%") else line for line in cell.source.splitlines()]
+            exec(compile("\n".join(lines), f"cell {number}", "exec"), names)
+            matplotlib.pyplot.close("all")  # as a kernel does after each cell

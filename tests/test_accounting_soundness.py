@@ -303,6 +303,14 @@ def test_infinite_losses_and_the_worse_direction_are_billed():
     assert 2.5 < worse.epsilon(0.05) < 6
 
 
+def test_a_symmetric_step_counts_in_the_second_direction():
+    """Also if it comes before the first step that has one."""
+    symmetric, other = losses.SampledGaussian(1.0, 0.5, "replace_one"), Stub(worse=0.2)
+    first, last = ({one: 2, two: 2} for one, two in ((symmetric, other), (other, symmetric)))
+    deltas = [profiles.profile(steps, grid=0.01).delta(1.0) for steps in (first, last, {other: 2}, {symmetric: 2})]
+    assert deltas[0] == pytest.approx(deltas[1], rel=1e-9) and deltas[0] > 1.1 * max(deltas[2:])
+
+
 def test_the_math_of_the_smallest_divergences_has_a_domain():
     event = dp_accounting.PoissonSampledDpEvent(1e-6, dp_accounting.GaussianDpEvent(1e4))
     for accountant in ("tightest", "pld", "rdp"):

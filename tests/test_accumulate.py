@@ -164,7 +164,7 @@ def test_refused():
         "or none of them": lambda: STEP.add(params, TWO._replace(drawn=None), state, sums),
         "must be a dpx.Batch": lambda: STEP.add(params, batch, state),
         "included must be bool": lambda: STEP.add(params, ONE._replace(included=np.ones(SIZE)), state),
-        "dpx.chain": lambda: dpx.accumulate(loss, optax.sgd(0.1)),  # pyright: ignore[reportArgumentType]
+        "dpx.chain": lambda: dpx.accumulate(loss, optax.sgd(0.1)),
         "microbatch_size": lambda: dpx.accumulate(loss, dp_sgd(), microbatch_size=0),
     }
     for message, call in refused.items():

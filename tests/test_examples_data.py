@@ -6,8 +6,9 @@ import struct
 
 import numpy as np
 import pytest
+from scipy.io import savemat
 
-from examples import data
+from examples import data, local_files
 
 
 def idx_bytes(array: np.ndarray) -> bytes:
@@ -123,7 +124,7 @@ def test_a_missing_set_says_how_to_get_it(tmp_path):
     said = str(raised.value)
     assert "apt-get install dataset-fashion-mnist" in said and "--data-dir" in said
     assert f"tfds.data_source('fashion_mnist', data_dir='{tmp_path}')" in said
-    with pytest.raises(FileNotFoundError, match=r"tfds.data_source\('cifar10'"):
+    with pytest.raises(FileNotFoundError, match=r"data_batch_1.bin in FOLDER(.|\n)*tfds.data_source\('cifar10'"):
         data.load("cifar10", tmp_path)
     with pytest.raises(FileNotFoundError, match="must be a directory"):
         data.load("fashion_mnist", tmp_path / "nowhere")
@@ -155,15 +156,25 @@ def test_unfit_data_is_refused(images, labels, said):
         data.Dataset(name="toy", classes=4, train_images=images, train_labels=labels, **good)
 
 
-def test_a_prepared_tfds_set_is_read(tmp_path):
+PREPARED = {"toy": "1.0.0", "cifar10": "3.0.2", "cifar100": "3.0.2", "svhn_cropped": "3.1.0"}  # and their versions
+
+
+def labels_of(name, number):
+    """The labels of the published data sets, beside which cifar100 has those of 20 groups."""
+    if name == "cifar100":
+        return {"label": 7 * number % 100, "coarse_label": number % 20, "id": f"train_{number}"}
+    return {"label": number % 4} | ({"id": f"train_{number}"} if name == "cifar10" else {})
+
+
+@pytest.mark.parametrize("name", PREPARED)
+def test_a_prepared_tfds_set_is_read(tmp_path, name):
     tfds = pytest.importorskip("tensorflow_datasets")
     from PIL import Image
 
+    side = 8 if name == "toy" else 32
+    sizes = {"train": 12, "test": 5} | ({"extra": 3} if name == "svhn_cropped" else {})
     random = np.random.default_rng(0)
-    images = {
-        part: random.integers(0, 256, (count, 8, 6, 3), dtype=np.uint8) for part, count in (("train", 20), ("test", 9))
-    }
-    label_of = {image.tobytes(): number % 4 for part in images.values() for number, image in enumerate(part)}
+    images = {part: random.integers(0, 256, (count, side, side, 3), dtype=np.uint8) for part, count in sizes.items()}
 
     def png(image):
         file = io.BytesIO()
@@ -171,26 +182,119 @@ def test_a_prepared_tfds_set_is_read(tmp_path):
         file.seek(0)
         return file
 
-    class Toy(tfds.core.GeneratorBasedBuilder):
-        VERSION = tfds.core.Version("1.0.0")
+    def info(self):  # the features of the published data sets
+        features = {"image": tfds.features.Image(shape=(side, side, 3))}
+        features["label"] = tfds.features.ClassLabel(num_classes=100 if name == "cifar100" else 10)
+        if name == "cifar100":
+            features["coarse_label"] = tfds.features.ClassLabel(num_classes=20)
+        if name in ("cifar10", "cifar100"):
+            features["id"] = tfds.features.Text()
+        return tfds.core.DatasetInfo(builder=self, features=tfds.features.FeaturesDict(features))
 
-        def _info(self):
-            features = {"image": tfds.features.Image(shape=(8, 6, 3)), "label": tfds.features.ClassLabel(num_classes=4)}
-            return tfds.core.DatasetInfo(builder=self, features=tfds.features.FeaturesDict(features))
+    def examples(self, part):
+        for number, image in enumerate(images[part]):
+            yield number, {"image": png(image)} | labels_of(name, number)
 
-        def _split_generators(self, dl_manager):
-            return {part: self._generate_examples(part) for part in images}
+    def splits(self, dl_manager):
+        return {part: self._generate_examples(part) for part in images}
 
-        def _generate_examples(self, part):
-            for number, image in enumerate(images[part]):
-                yield number, {"image": png(image), "label": label_of[image.tobytes()]}
+    builder = type(
+        name.title().replace("_", ""),
+        (tfds.core.GeneratorBasedBuilder,),
+        {
+            "VERSION": tfds.core.Version(PREPARED[name]),
+            "name": name,
+            "__module__": __name__,
+            "_info": info,
+            "_split_generators": splits,
+            "_generate_examples": examples,
+        },
+        skip_registration=True,
+    )
+    builder(data_dir=str(tmp_path), file_format="array_record").download_and_prepare()
+    loaded = data.load(name, tmp_path)
+    assert loaded.classes == (100 if name == "cifar100" else 10)
+    for part, found, labels in (
+        ("train", loaded.train_images, loaded.train_labels),
+        ("test", loaded.test_images, loaded.test_labels),
+    ):
+        numbers = {image.tobytes(): number for number, image in enumerate(images[part])}
+        order = [numbers[image.tobytes()] for image in found]
+        assert sorted(order) == list(range(sizes[part]))
+        assert labels.tolist() == [labels_of(name, number)["label"] for number in order]
 
-    Toy(data_dir=str(tmp_path), file_format="array_record").download_and_prepare()
-    loaded = data.load("toy", tmp_path)
-    assert loaded.classes == 4 and loaded.train_images.shape == (20, 8, 6, 3) and len(loaded.test_images) == 9
-    for part, labels in ((loaded.train_images, loaded.train_labels), (loaded.test_images, loaded.test_labels)):
-        assert [label_of[image.tobytes()] for image in part] == labels.tolist()
-    assert {image.tobytes() for image in loaded.train_images} == {image.tobytes() for image in images["train"]}
+
+def write_cifar(folder, name, random):
+    """The binary version, two images a file: images (N, 32, 32, 3) and labels in the order of the files."""
+    files, labels = local_files.FILES[name], 2 if name == "cifar100" else 1
+    folder.mkdir(parents=True)
+    images, classes = [], []
+    for file in (*files.train, *files.test):
+        own, numbers = random.integers(0, 256, (2, 32, 32, 3), np.uint8), random.integers(0, 10, (2, labels), np.uint8)
+        planes = np.stack([own[..., channel].reshape(2, -1) for channel in range(3)], 1).reshape(2, -1)
+        (folder / file).write_bytes(np.concatenate([numbers, planes], 1).tobytes())
+        images.append(own)
+        classes.append(numbers[:, -1])
+    return np.concatenate(images), np.concatenate(classes)
+
+
+@pytest.mark.parametrize(("name", "sub"), [("cifar10", "cifar-10-batches-bin"), ("cifar100", "cifar100")])
+def test_cifars_binary_files_are_read(tmp_path, name, sub):
+    images, classes = write_cifar(tmp_path / sub, name, np.random.default_rng(0))
+    loaded = data.load(name, tmp_path)
+    np.testing.assert_array_equal(np.concatenate([loaded.train_images, loaded.test_images]), images)
+    np.testing.assert_array_equal(np.concatenate([loaded.train_labels, loaded.test_labels]), classes)
+    assert len(loaded.test_images) == 2 and loaded.classes == (10 if name == "cifar10" else 100)
+    path = tmp_path / sub / local_files.FILES[name].test[0]
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=f"{path.name}: must hold rows of"):
+        data.load(name, tmp_path)
+
+
+def test_svhns_files_are_read(tmp_path):
+    images = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3), np.uint8)
+    for part in ("train", "test"):
+        pixels = images.transpose(1, 2, 3, 0)
+        savemat(tmp_path / f"{part}_32x32.mat", {"X": pixels, "y": np.array([[10], [1], [9]], np.uint8)})
+    loaded = data.load("svhn_cropped", tmp_path)
+    np.testing.assert_array_equal(loaded.train_images, images)
+    assert loaded.test_labels.tolist() == [0, 1, 9]
+    savemat(tmp_path / "test_32x32.mat", {"X": images, "y": np.zeros((3, 1))})
+    with pytest.raises(ValueError, match=r"test_32x32.mat: X must be uint8 \(32, 32, 3, N\)"):
+        data.load("svhn_cropped", tmp_path)
+    (tmp_path / "train_32x32.mat").write_bytes(b"no")
+    with pytest.raises(ValueError, match="train_32x32.mat: must be a MATLAB file"):
+        data.load("svhn_cropped", tmp_path)
+
+
+def test_stored_features_are_read_and_checked(tmp_path):
+    rng = np.random.default_rng(0)
+    arrays = dict(
+        train_features=rng.normal(size=(6, 5)).astype(np.float32),
+        train_labels=np.arange(6) % 3,
+        test_features=rng.normal(size=(4, 5)).astype(np.float32),
+        test_labels=np.arange(4) % 3,
+    )
+    with pytest.raises(FileNotFoundError, match="toy.npz is not on this machine.(.|\\n)*SimCLR"):
+        data.load("features:toy", tmp_path)
+    np.savez(tmp_path / "toy.npz", **arrays)
+    loaded = data.load("features:toy", tmp_path)
+    assert loaded.train_images.shape == (6, 1, 1, 5) and loaded.classes == 3
+    np.testing.assert_array_equal(loaded.test_images[:, 0, 0], arrays["test_features"].astype(np.float16))
+    for change, said in (
+        ({"train_features": np.zeros((6, 2, 2), np.float32)}, r"train_features must be floating point \(N, D\)"),
+        ({"test_labels": np.arange(3)}, r"test_features must be floating point \(N, D\) with test_labels"),
+        ({"test_labels": np.ones(4)}, "test_labels must be integers of at least 0, got float64"),
+        ({"test_features": np.full((4, 5), 1e6)}, "test_features must be finite"),
+        ({"test_features": np.zeros((4, 6), np.float16)}, "training and test images must have one shape"),
+    ):
+        np.savez(tmp_path / "toy.npz", **arrays | change)
+        with pytest.raises(ValueError, match=said):
+            data.load("features:toy", tmp_path)
+    for content in (b"no", (tmp_path / "toy.npz").read_bytes()[:-40]):
+        (tmp_path / "toy.npz").write_bytes(content)
+        with pytest.raises(ValueError, match="toy.npz: must be a file of numpy.savez"):
+            data.load("features:toy", tmp_path)
 
 
 @pytest.mark.skipif(data.find_idx("fashion_mnist", None) is None, reason="needs Debian's dataset-fashion-mnist")

@@ -360,6 +360,8 @@ def test_a_word_may_be_a_schedule():
     assert [float(methods.read("0.2..0.8", 300, 20)(step)) for step in (0, 150, 300, 400)] == pytest.approx(
         [0.2, 0.5, 0.8, 0.8]
     )
+    cooled = methods.read("0..0.9@20%", 300, 20)
+    assert [float(cooled(step)) for step in (0, 30, 60, 300)] == pytest.approx([0, 0.45, 0.9, 0.9])
 
 
 @pytest.mark.parametrize("word", ["0..x", "1,5", "ten%", "2 epochs", ""])

@@ -501,7 +501,7 @@ def test_explain_needs_shapes_only_and_prints_a_table():
 def test_what_cannot_be_is_refused():
     params, batch = problem()
     with pytest.raises(ValueError, match="clipping must be"):
-        dpx.private_grad(network, mechanism(), clipping="fast")  # pyright: ignore[reportArgumentType]
+        dpx.private_grad(network, mechanism(), clipping="fast")
     with pytest.raises(ValueError, match="loss must return one real number"):
         dpx.explain(lambda params, example: example[0], mechanism(), params, dpx.Batch(batch, None))
 
@@ -528,7 +528,7 @@ def test_any_dot_general(data):
     def loss(w, x):
         operands, dims = ((w, x), (w_dims, x_dims)) if left else ((x, w), (x_dims, w_dims))
         numbers = tuple(d[shared:] for d in dims), tuple(d[:shared] for d in dims)
-        return score(lax.dot_general(*operands, numbers))  # pyright: ignore[reportArgumentType]
+        return score(lax.dot_general(*operands, numbers))
 
     w, x = normal(1, *w_shape).transpose(w_axes), normal(2, SIZE, *x_shape).transpose(0, *(a + 1 for a in x_axes))
     assert set(ways(loss, w, x).values()) != {WAYS["gradient"]}
@@ -561,7 +561,7 @@ def test_any_convolution(data):
             padding,
             spread,
             dilation,
-            dimension_numbers=layouts,  # pyright: ignore[reportArgumentType]
+            dimension_numbers=layouts,
             feature_group_count=groups,
         )
         return score(y)

@@ -74,6 +74,25 @@ def test_equals_its_formula():
     np.testing.assert_allclose(ravel_pytree(updates)[0] * POISSON.divisor, (w @ v + r).sum(0), rtol=1e-4, atol=1e-5)
 
 
+def test_with_freeze_it_equals_the_formula_of_the_masked_gradients():
+    """m (sum of V^T clip(V m g, C1) + clip(m g - V^T V m g, C2)), in NumPy, with the bill of GEP."""
+    mechanism = gep(noise_multiplier=0.0, freeze_rate=optax.linear_schedule(0.5, 0.9, 10), every=2)
+    state = mechanism.init(PARAMS)
+    m = np.asarray(ravel_pytree(optax.tree.get(state, "mask"))[0], np.float64)
+    assert m.sum() == SIZE // 2
+    grads = jax.tree.map(lambda a, b: a / 10 + b, public_gradients(1), public_gradients(2, rank=SIZE))
+    updates, _ = mechanism.update(grads, state, PARAMS, included=None)
+    g, v = matrix(grads) * m, matrix(subspace())
+    w = g @ v.T
+    r = g - w @ v
+    w *= np.minimum(1, 2 / np.linalg.norm(w, axis=1))[:, None]
+    r *= np.minimum(1, 0.5 / np.linalg.norm(r, axis=1))[:, None]
+    expected = m * (w @ v + r).sum(0)
+    np.testing.assert_allclose(ravel_pytree(updates)[0] * POISSON.divisor, expected, rtol=1e-4, atol=1e-5)
+    frozen = gep(freeze_rate=0.5)
+    assert frozen.event(7) == gep().event(7) and "freeze a share of 0.5 of the coordinates" in str(frozen)
+
+
 @pytest.mark.parametrize("share", [0.5, 0.9])
 def test_the_noise_is_billed(share):
     """(C1 / noise)^2 + (C2 / noise)^2 = 1 / sigma^2; each within 5 standard errors, false alarm below 1e-5."""
@@ -148,6 +167,8 @@ def test_frozen_layers():
         (lambda: gep(embedding_clip_norm=-1.0), "embedding_clip_norm must be"),
         (lambda: gep(residual_clip_norm=0.0), "residual_clip_norm must be"),
         (lambda: gep(noise_multiplier=None), "noise_multiplier"),
+        (lambda: gep(freeze_rate=1.0), "freeze_rate must be"),
+        (lambda: gep(freeze_rate=0.5, every=0), "every must be"),
     ],
 )
 def test_bad_configuration(make, message):

@@ -15,6 +15,7 @@ import pytest
 from flax import nnx
 
 import dpx
+from tests.compiling import FLAGS
 from tests.test_dp_sgd import dp_sgd, loss, model
 
 
@@ -413,7 +414,7 @@ print("the same on 8 devices")
 def test_the_same_noise_on_eight_devices(pytestconfig):
     result = subprocess.run(
         [sys.executable, "-c", SHARDED],
-        env=os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"},
+        env=os.environ | {"XLA_FLAGS": f"{FLAGS} --xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"},
         cwd=pytestconfig.rootpath,
         capture_output=True,
         text=True,

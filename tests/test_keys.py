@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.special
 
 import dpx
-from dpx import keys
+from dpx import _normals, keys
 
 
 def words(key):
@@ -40,6 +41,15 @@ def test_the_noise_is_normal():
     noise = np.abs(np.asarray(keys.normal_like(jax.random.key(3), jnp.zeros((1000, 1000)))))
     for size, share in ((1, 0.31731), (2, 0.045500), (3, 0.0026998), (4, 6.3342e-5)):
         assert abs((noise > size).mean() - share) < 5 * math.sqrt(share / noise.size)
+
+
+def test_every_normal_is_exact():
+    """Of the 2^23 uniform numbers, every 61st, and the 4,000 next to either end."""
+    places = np.r_[0:4000, 4000 : 2**23 - 4000 : 61, 2**23 - 4000 : 2**23]
+    found = np.asarray(_normals._normal(jnp.asarray(places.astype(np.uint32) << 9)))
+    lowest = np.nextafter(np.float32(-1), np.float32(0))
+    uniform = np.maximum(lowest, (places * 2.0**-23).astype(np.float32) * (1 - lowest) + lowest)
+    np.testing.assert_allclose(found, math.sqrt(2) * scipy.special.erfinv(uniform.astype(float)), rtol=4e-7)
 
 
 SHAPES = [jnp.zeros((100, 300)), jnp.zeros(()), jnp.zeros((129, 3, 5)), jnp.zeros((0, 2)), jnp.zeros(7)]

@@ -1,51 +1,45 @@
 """Two processes of four devices each train as one device does, and resume after one of them was killed."""
 
-import os
 import signal
 import socket
-import subprocess
-import sys
 
 import jax
 import numpy as np
 import pytest
 
 import dpx
-from tests import processes
+from tests import kills, processes
 
 pytestmark = pytest.mark.xdist_group("processes")  # one process of pytest, because the tests share their runs
 
 
-def start(root, folder, how):
+def start(folder, how):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
-    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(root)}
-    workers = []
-    for rank in range(2):
-        command = [sys.executable, "-m", "tests.processes", str(rank), str(port), str(folder), how]
-        with (folder / f"{how}-{rank}").open("w") as errors:
-            workers.append(subprocess.Popen(command, env=environment, cwd=root, stdout=errors, stderr=errors))
+    workers = [kills.server().Process(target=processes.run, args=(rank, port, folder, how)) for rank in range(2)]
+    for worker in workers:
+        worker.start()
     return workers
 
 
 @pytest.fixture(scope="module")
-def runs(pytestconfig, tmp_path_factory):
+def runs(tmp_path_factory):
     """The results of the whole run, of one with sharded parameters, and of the resumed one."""
     folder = tmp_path_factory.mktemp("processes")
 
     def wait(how, codes):
-        workers = start(pytestconfig.rootpath, folder, how)
+        workers = start(folder, how)
         try:
             for worker, code in reversed(list(zip(workers, codes, strict=True))):
                 if code is not None:
-                    found = worker.wait(timeout=120)
-                    assert found == code, (found, (folder / f"{how}-{workers.index(worker)}").read_text()[-4000:])
+                    worker.join(timeout=120)
+                    said = (folder / f"{how}-{workers.index(worker)}").read_text()
+                    assert worker.exitcode == code, (worker.exitcode, said[-4000:])
         finally:
             for worker in workers:
                 worker.kill()
-                worker.wait()
+                worker.join()
 
     wait("train", (None, -signal.SIGKILL))  # the first waits for the second, in vain
     wait("resume", (0, 0))

@@ -1,7 +1,5 @@
 """jax_privacy in JAX: an execution plan and a loop, as in its examples/dp_logistic_regression.py."""
 
-# pyright: reportMissingImports=false
-
 import dp_accounting
 import jax
 import optax

@@ -1,7 +1,5 @@
 """jax_privacy in Keras: `keras_api.make_private`, as in its examples/keras_api_example.py."""
 
-# pyright: reportMissingImports=false
-
 import secrets
 
 from jax_privacy import keras_api

@@ -1,6 +1,5 @@
 """The CNN in Keras, with JAX below it."""
 
-# pyright: reportMissingImports=false
 # ruff: noqa: E402
 
 import os

@@ -1,7 +1,5 @@
 """Opacus: `PrivacyEngine.make_private_with_epsilon`, as in its tutorials."""
 
-# pyright: reportMissingImports=false
-
 import torch
 from opacus import PrivacyEngine
 from torch.utils.data import DataLoader, TensorDataset

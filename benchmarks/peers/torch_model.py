@@ -1,7 +1,5 @@
 """The CNN in torch, and its test accuracy."""
 
-# pyright: reportMissingImports=false
-
 import torch
 from torch import nn
 

@@ -83,7 +83,7 @@ def best_of(
         raise ValueError(f"candidates must have one neighboring relation, got {sorted(relations)}")
     events = tuple(hashable(event) for event, _ in runs)
     trial = events[0] if all(event == events[0] for event in events) else OneOfDpEvent(events)
-    scored = trial if score is None else dp_accounting.ComposedDpEvent((trial, score))  # pyright: ignore
+    scored = trial if score is None else dp_accounting.ComposedDpEvent((trial, score))  # pyrefly: ignore
     trial_loss(scored, stated).renyi(renyi.ORDERS)  # refuses what has no bill
     return Selection(
         event=RepeatAndSelectDpEvent(scored, trials, SHAPES[distribution]),

@@ -73,7 +73,7 @@ def calibrated(build: Callable[..., M]) -> Callable[..., M]:
         return make(noise_multiplier).replace(budget=budget)
 
     parameters = [p if p.name != "noise_multiplier" else _accepting_budget(p) for p in signature.parameters.values()]
-    builder.__signature__ = signature.replace(parameters=parameters)  # pyright: ignore[reportAttributeAccessIssue]
+    vars(builder)["__signature__"] = signature.replace(parameters=parameters)
     return builder
 
 

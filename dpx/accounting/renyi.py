@@ -136,7 +136,7 @@ def _log_moments_fractional(s: np.ndarray, q: np.ndarray, orders: np.ndarray) ->
     last_tail, fresh = one_less.argmax(axis=1), ~one_less.any(axis=1)
 
     sums = np.zeros(scale.shape)
-    last = np.full((2, *scale.shape), -np.inf)
+    last, small = np.full((2, *scale.shape), -np.inf), np.zeros(scale.shape, bool)
     for i in range(_MOST_TERMS):
         j = orders - i
         if i:  # most tails are those that the order below had in the last round

@@ -54,7 +54,7 @@ def hostile(params: Tree) -> tuple[Tree, Tree, Tree]:
         finite = [np.isfinite(s).reshape(len(s), -1).all(1).reshape(-1, *[1] * (s.ndim - 1)) for s in stacked]
         return [np.where(rows, s, np.float32(value)) for rows, s in zip(finite, stacked, strict=True)]
 
-    return tuple(structure.unflatten(leaves) for leaves in (stacked, filled(0), filled(1)))  # pyright: ignore
+    return tuple(structure.unflatten(leaves) for leaves in (stacked, filled(0), filled(1)))
 
 
 def hostile_examples(examples: Tree) -> Tree:

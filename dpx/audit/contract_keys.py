@@ -29,7 +29,8 @@ def with_other_keys(
     """
 
     def of_built(key, arguments):
-        return function(rebuild(key), *arguments)  # pyright: ignore[reportOptionalCall]
+        assert rebuild is not None
+        return function(rebuild(key), *arguments)
 
     run = of_built if rebuild is not None else _replacing(function, mechanism, arguments)
     closed = jax.make_jaxpr(run)(jax.random.key(0), arguments)

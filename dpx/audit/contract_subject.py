@@ -164,5 +164,5 @@ def of_loss(mechanism: Mechanism, params: Tree, loss: Callable, examples: Tree, 
         paths["ghost norms"], sums["ghost norms"] = of_private_grad(clipping="ghost"), alone(clipping="ghost")
     size = len(jax.tree.leaves(examples)[0])
     rows = inputs.take(examples, np.arange(inputs.ROWS) % size)
-    programs = {name: jax.jit(path) for name, path in paths.items()}
+    programs: dict[str, Callable] = {name: jax.jit(path) for name, path in paths.items()}
     return Problem("loss", rows, inputs.hostile_examples(rows), programs, sums)

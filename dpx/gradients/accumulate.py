@@ -43,7 +43,7 @@ class AccumulatedSums(NamedTuple):
     unreleased_sums: tuple[Tree, ...]
     unreleased_count: jax.Array
     unreleased_drawn: jax.Array | None
-    unreleased: Unreleased
+    unreleased: Unreleased | None
     unreleased_rows: jax.Array
     step: jax.Array
     owner: jax.Array

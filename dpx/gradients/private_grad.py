@@ -129,7 +129,7 @@ def _private_step(sum_rows: Callable, mechanism: Mechanism, *, with_key: bool) -
         return PrivateGradient(updates, state, Unreleased(*of_each))
 
     def place(params, batch, state):
-        return PrivateGradient(params, state, along_examples(batch.examples))  # pyright: ignore[reportArgumentType]
+        return PrivateGradient(params, state, along_examples(batch.examples))
 
     def private_gradient(params, batch, state):
         batch_size(require_batch(batch).examples)

@@ -8,6 +8,7 @@ from dpx._numbers import ScalarOrSchedule, require_number
 from dpx._stages import SUM, describe
 from dpx.accounting.budget import calibrated
 from dpx.coordinates.gradient_embedding import gradient_embedding
+from dpx.coordinates.random_freeze import random_freeze
 from dpx.mechanism import Mechanism, Tree, in_coordinates
 from dpx.mechanisms.gaussian import gaussian_mechanism
 from dpx.sampling import Sampling
@@ -20,6 +21,8 @@ def gep_sgd(
     embedding_clip_norm: float,
     residual_clip_norm: float,
     embedding_share: float = 0.5,
+    freeze_rate: ScalarOrSchedule = 0.0,
+    every: int = 1,
     noise_multiplier: ScalarOrSchedule,
     sampling: Sampling,
     key: jax.Array,
@@ -36,6 +39,8 @@ def gep_sgd(
         `optax.tree.set(state, basis=...)` puts it into the state.
     embedding_clip_norm, residual_clip_norm: C1 and C2, above 0, in the units of the gradient.
     embedding_share: s in (0, 1), the embedding's share of the precision; 1/2 is the paper's.
+    freeze_rate, every: of `dpx.coordinates.random_freeze`, which masks each gradient before it is split, and the
+        release (Zhu and Blaschko 2021, arXiv:2112.00845, Table 1). The bill stays, because the masks depend on no data.
     The rest is as in `dpx.dp_sgd`. Raises ValueError for numbers outside their domains.
     """
     share = require_number("embedding_share", embedding_share, minimum=0, exclusive=True)
@@ -46,12 +51,16 @@ def gep_sgd(
     clip_norm = {"embedding": math.sqrt(share), "residual": math.sqrt(1 - share)}
     embedding_scale = embedding_clip_norm / clip_norm["embedding"]
     residual_scale = residual_clip_norm / clip_norm["residual"]
+    freezes = callable(freeze_rate) or freeze_rate != 0
+    freeze = (random_freeze(freeze_rate, every=every, key=key),) if freezes else ()
     mechanism = in_coordinates(
         gaussian_mechanism(clip_norm=clip_norm, noise_multiplier=noise_multiplier, sampling=sampling, key=key),
+        *freeze,
         gradient_embedding(basis, embedding_scale=embedding_scale, residual_scale=residual_scale),
     )
     multiplier = describe(mechanism.noise_multiplier)
     stages = (
+        *(one.name for one in freeze),
         "split into an embedding in the public subspace and the residual",
         f"clip the embedding to norm {embedding_clip_norm:.6g} and the residual to norm {residual_clip_norm:.6g}",
         SUM,
@@ -59,5 +68,6 @@ def gep_sgd(
         f"{residual_scale:.6g} to the residual",
         f"divide by the expected batch size {sampling.divisor}",
         "add the lifted embedding to the residual",
+        *(one.undo for one in freeze),
     )
     return mechanism.replace(stages=stages)

@@ -9,7 +9,17 @@ from examples.papers.experiment import Experiment, Row
 
 __all__ = ["Experiment", "Row", "experiments"]
 
-PAPERS: tuple[str, ...] = ("dynamic", "dynamic_text", "dice_text")
+PAPERS: tuple[str, ...] = (
+    "dynamic",
+    "dynamic_text",
+    "dynamic_federated",
+    "d2p2",
+    "ada_dpigu",
+    "dice_images",
+    "dice_text",
+    "random_freeze",
+    "baselines",
+)
 
 
 def experiments() -> dict[str, Experiment]:

@@ -1,6 +1,8 @@
 """Experiments of the five papers, at their noise and at their epsilon, truly billed: `python -m examples.papers`."""
 
 import argparse
+import contextlib
+import math
 import sys
 import tempfile
 from pathlib import Path
@@ -10,7 +12,7 @@ from examples.papers import experiments, page, rows
 from examples.papers.experiment import Experiment
 from examples.runs import ONLY_AT_THE_END, Runs
 
-RESULTS = Path("benchmarks/results/papers")
+RESULTS, RUNS = Path("benchmarks/results/papers"), Path("runs/papers")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -22,7 +24,13 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--smoke", action="store_true", help="one tiny run of every kind, to try the program")
     made.add_argument("--real", action="store_true", help="the paper's own data, where the default is a stand-in")
-    made.add_argument("--runs", type=Path, default=Path("runs/papers"), help="folder of the runs (default %(default)s)")
+    made.add_argument(
+        "--minutes",
+        type=float,
+        default=math.inf,
+        help="start no run after them; 0 writes the page of the runs there are",
+    )
+    made.add_argument("--runs", type=Path, help="folder of the runs (default runs/papers; with --smoke, none is kept)")
     made.add_argument("--results", type=Path, default=RESULTS, help="folder of the pages (default %(default)s)")
     made.add_argument("--data-dir", type=Path)
     made.add_argument("--cache-dir", type=Path, default=CACHE)
@@ -33,19 +41,26 @@ def make(experiment: Experiment, given: argparse.Namespace) -> Path:
     """Makes the runs and the page, which is returned."""
     real = bool(given.real and experiment.real)
     name = f"{experiment.name}-real" if real else experiment.name
-    every = None if experiment.figure == "epochs" else ONLY_AT_THE_END
-    runs = Runs(given.runs / name, data_dir=given.data_dir, cache_dir=given.cache_dir, evaluate_every=every)
+    owner = experiments().get(experiment.same_runs_as, experiment)  # of the runs
+    every = None if owner.figure == "epochs" else ONLY_AT_THE_END
+    places = {"data_dir": given.data_dir, "cache_dir": given.cache_dir}
+    folder = (given.runs or RUNS) / (owner.name + "-real" if real else owner.name)
+    runs = Runs(folder, evaluate_every=every, minutes=given.minutes, **places)
     outcomes = rows.run(experiment, runs, range(given.seeds), experiment.real if real else {})
     given.results.mkdir(parents=True, exist_ok=True)
     return write(experiment, outcomes, runs, name, given)
 
 
 def smoke(experiment: Experiment, given: argparse.Namespace) -> Path:
-    """As `make`, but with tiny data, without trials, and with one seed; the page is thrown away."""
-    with tempfile.TemporaryDirectory() as folder:
-        runs = Runs(Path(folder), data_dir=given.data_dir, cache_dir=given.cache_dir)
+    """As `make`, but with tiny data, without trials, and with one seed; the page is thrown away.
+
+    Experiments that differ in their data alone share their runs, if --runs says where.
+    """
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        runs = Runs((given.runs or folder) / "smoke", data_dir=given.data_dir, cache_dir=folder)
         outcomes = rows.run(experiment, runs, range(1), experiment.smoke, smoke=True)
-        given = argparse.Namespace(**vars(given) | {"results": Path(folder), "seeds": 1})
+        given = argparse.Namespace(**vars(given) | {"results": folder, "seeds": 1})
         return write(experiment, outcomes, runs, experiment.name, given)
 
 
@@ -78,10 +93,9 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     for name in known if not names else ():
-        data = known[name].common["dataset"] + (
-            f" (paper's own: --real, {known[name].real['dataset']})" if known[name].real else ""
-        )
-        print(f"{name:24} {known[name].title}; {data}")
+        real = known[name].real
+        more = f" (--real: {real.get('dataset', 'the length of its runs')})" if real else ""
+        print(f"{name:26} {known[name].title}; {known[name].common['dataset']}{more}")
     return 0
 
 

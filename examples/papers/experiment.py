@@ -39,7 +39,9 @@ class Experiment:
     real: changes for the paper's own data, which `--real` makes. smoke: changes that make a run last a second.
     tune_at: every label is tuned at this claimed epsilon; None: each row at its own.
     also: further metrics of the runs, in a table of their own.
-    baseline: the label that the others are compared with, seed by seed. figure: the x axis of its plot.
+    baseline: the label that the others are compared with, seed by seed.
+    figure: the x axis of its plot: "rows" has a place for each label.
+    same_runs_as: the name of the experiment that has these rows too, or "".
     """
 
     name: str
@@ -53,7 +55,8 @@ class Experiment:
     tune_at: float | None = None
     also: tuple[str, ...] = ()
     baseline: str = "DP-SGD"
-    figure: Literal["epsilon", "epochs"] | None = None
+    figure: Literal["epsilon", "epochs", "rows"] | None = None
+    same_runs_as: str = ""
 
     def __post_init__(self):
         for label in {row.label for row in self.rows}:

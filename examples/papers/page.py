@@ -12,9 +12,9 @@ from examples.papers.rows import Outcome
 from examples.runs import described
 
 HEAD = (
-    "| method | claimed epsilon | paper | noise of the paper | its true epsilon | ours with this noise | noise for the "
-    "claimed epsilon | ours at the claimed epsilon, mean (each seed) | minus {baseline} | chosen |\n"
-    "|---|---|---|---|---|---|---|---|---|---|"
+    "| method | claimed epsilon | paper | noise of the paper | its true epsilon | ours with this noise, mean "
+    "(each seed) | noise for the claimed epsilon | ours at the claimed epsilon, mean (each seed) | minus {baseline} "
+    "| chosen |\n|---|---|---|---|---|---|---|---|---|---|"
 )
 
 
@@ -24,23 +24,35 @@ def scores(results: list[dict[str, Any]]) -> list[float]:
     return [scale * result["metrics"][result["headline"]] for result in results]
 
 
+NOT_RUN = "not run"
+
+
 def table(experiment: Experiment, outcomes: Sequence[Outcome]) -> str:
     """A row of Markdown for each outcome."""
     lines = [HEAD.format(baseline=experiment.baseline)]
-    base = {one.row.claimed: scores(one.at_epsilon) for one in outcomes if one.row.label == experiment.baseline}
+    base = {one.row.claimed: one.at_epsilon for one in outcomes if one.row.label == experiment.baseline}
     for one in outcomes:
         row, ours = one.row, scores(one.at_epsilon)
-        noise, true, with_noise = "", "", ""
+        noise, true, with_noise, own_noise, each, minus = "", "", "", "", NOT_RUN, ""
+        if row.noise is not None:
+            with_noise = NOT_RUN
         if one.at_noise:
             noise, true = f"{one.at_noise[0]['noise_multiplier']:.4g}", f"**{one.at_noise[0]['epsilon']:.3f}**"
-            with_noise = f"{statistics.mean(scores(one.at_noise)):.2f}"
-        each = ", ".join(f"{score:.2f}" for score in ours)
-        minus = "" if row.label == experiment.baseline else difference(ours, base.get(row.claimed, []))
+            with_noise = measured(scores(one.at_noise))
+        if ours:
+            own_noise, each = f"{one.at_epsilon[0]['noise_multiplier']:.4g}", measured(ours)
+        if ours and row.label != experiment.baseline:
+            minus = difference(ours, scores(base.get(row.claimed, [])))
         published = "" if row.published is None else f"{row.published:.2f}"
-        cells = [row.label, f"{row.claimed:g}", published, noise, true, with_noise]
-        cells += [f"{one.at_epsilon[0]['noise_multiplier']:.4g}", f"**{statistics.mean(ours):.2f}** ({each})", minus]
-        lines.append("| " + " | ".join([*cells, described(flat(one.choice))]) + " |")
+        choice = NOT_RUN if one.choice is None else described(flat(one.choice))
+        cells = [row.label, f"{row.claimed:g}", published, noise, true, with_noise, own_noise, each, minus, choice]
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def measured(values: Sequence[float]) -> str:
+    """The mean, and the value of each seed."""
+    return f"**{statistics.mean(values):.2f}** ({', '.join(f'{value:.2f}' for value in values)})"
 
 
 def further(experiment: Experiment, outcomes: Sequence[Outcome]) -> str:
@@ -92,34 +104,58 @@ def page(experiment: Experiment, outcomes: Sequence[Outcome], *, heading: str, p
 
 
 def draw(experiment: Experiment, outcomes: Sequence[Outcome], file: Path) -> None:
-    """The headline metric against epsilon, or against epochs with the paper's noise. Bands: from the least to the most.
+    """The headline metric against epsilon, against epochs with the paper's noise, or with a place for each label.
 
-    Dotted: the paper's figures at the epsilon that it claims.
+    Bands and bars: from the least to the most of the seeds. Dotted: the paper's figures at the epsilon that it claims.
     """
     import matplotlib
     from matplotlib.figure import Figure
 
-    headline, over_epsilon = outcomes[0].at_epsilon[0]["headline"], experiment.figure == "epsilon"
+    finished = [one.at_epsilon or one.at_noise for one in outcomes if one.at_epsilon or one.at_noise]
+    headline = finished[0][0]["headline"] if finished else "not run"
     figure = Figure(figsize=(5, 3.4), layout="constrained")
-    axes = figure.add_subplot(xlabel="epsilon" if over_epsilon else "epoch")
+    axes = figure.add_subplot()
     axes.set_ylabel(headline.replace("_", " ") + (" (%)" if "accuracy" in headline else ""))
-    for number, label in enumerate(dict.fromkeys(one.row.label for one in outcomes)):
-        mine, color = [one for one in outcomes if one.row.label == label], f"C{number % 10}"
-        x, middle, low, high = by_epsilon(mine) if over_epsilon else by_epoch(mine, headline)
-        axes.plot(x, middle, color=color, marker="o" if over_epsilon else "", markersize=3, linewidth=1.3, label=label)
-        axes.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
-        published = sorted((one.row.claimed, one.row.published) for one in mine if one.row.published is not None)
-        if over_epsilon and published:
-            axes.plot(*zip(*published, strict=True), color=color, linestyle=":", linewidth=1)
+    if experiment.figure == "rows":
+        draw_rows(axes, [one for one in outcomes if one.at_epsilon])
+    else:
+        draw_lines(axes, outcomes, headline, over_epsilon=experiment.figure == "epsilon")
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=7, frameon=False)
     with matplotlib.rc_context({"svg.hashsalt": experiment.name}):  # so that the same figures make the same file
         figure.savefig(file, metadata={"Date": None})
 
 
+def draw_rows(axes, outcomes: Sequence[Outcome]) -> None:
+    values = [scores(one.at_epsilon) for one in outcomes]
+    means = [statistics.mean(each) for each in values]
+    errors = [
+        [mean - min(each) for mean, each in zip(means, values, strict=True)],
+        [max(each) - mean for mean, each in zip(means, values, strict=True)],
+    ]
+    names = [f"{one.row.label}\n(epsilon {one.row.claimed:g})" for one in outcomes]
+    axes.errorbar(names, means, errors, fmt="o", markersize=4, linewidth=1.3, capsize=2)
+    axes.tick_params(axis="x", labelrotation=60, labelsize=7)
+
+
+def draw_lines(axes, outcomes: Sequence[Outcome], headline: str, *, over_epsilon: bool) -> None:
+    for number, label in enumerate(dict.fromkeys(one.row.label for one in outcomes)):
+        mine, color = [one for one in outcomes if one.row.label == label], f"C{number % 10}"
+        x, middle, low, high = by_epsilon(mine) if over_epsilon else by_epoch(mine, headline)
+        if x:
+            marker = "o" if over_epsilon else ""
+            axes.plot(x, middle, color=color, marker=marker, markersize=3, linewidth=1.3, label=label)
+            axes.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
+        published = sorted((one.row.claimed, one.row.published) for one in mine if one.row.published is not None)
+        if over_epsilon and published:
+            axes.plot(*zip(*published, strict=True), color=color, linestyle=":", linewidth=1)
+    axes.set_xlabel("epsilon" if over_epsilon else "epoch")
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=7, frameon=False)
+
+
 def by_epsilon(outcomes: Sequence[Outcome]):
     """Epsilons with the mean, the least and the most of the seeds."""
-    points = sorted((one.row.claimed, scores(one.at_epsilon)) for one in outcomes)
+    points = sorted((one.row.claimed, scores(one.at_epsilon)) for one in outcomes if one.at_epsilon)
     x, values = [one for one, _ in points], [all_of for _, all_of in points]
     return x, [statistics.mean(v) for v in values], [min(v) for v in values], [max(v) for v in values]
 

@@ -1,6 +1,9 @@
 """The runs of an experiment: a choice for every method on the tuning seed, then every row on the other seeds."""
 
+import contextlib
 import functools
+import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +11,7 @@ from typing import Any
 from examples.config import Config
 from examples.loop import CACHE
 from examples.papers.experiment import TUNING_SEED, Experiment, Fields, Row
-from examples.runs import Runs
+from examples.runs import NotRun, Runs
 from examples.tasks import TASKS
 
 
@@ -16,11 +19,12 @@ from examples.tasks import TASKS
 class Outcome:
     """The finished runs of a row: contents of the "result" in each result.json, a seed each.
 
-    choice: of the grid. at_noise: with the paper's noise; [] if it has none. at_epsilon: truly billed at `claimed`.
+    choice: of the grid; None if a trial of it was not run. at_noise: with the paper's noise; [] if it has none.
+    at_epsilon: truly billed at `claimed`.
     """
 
     row: Row
-    choice: Fields
+    choice: Fields | None
     at_noise: list[dict[str, Any]]
     at_epsilon: list[dict[str, Any]]
 
@@ -28,47 +32,74 @@ class Outcome:
 def run(
     experiment: Experiment, runs: Runs, seeds: Sequence[int], changes: Fields, *, smoke: bool = False
 ) -> list[Outcome]:
-    """All outcomes, from runs that are there or are made now. changes: of all configurations.
+    """All outcomes, from runs that are there or are made now; runs of equal configurations are one run.
 
+    The trials come first, then the rows at `tune_at`, then the others. changes: of all configurations.
     smoke: no trials, two rows, and one run of each: with the paper's noise, if it has one, in place of its epsilon.
     """
+    made = _Made(experiment, runs, changes, named_by_content=smoke)
+    rows = experiment.smoked() if smoke else list(experiment.rows)
+    outcomes = []
+    for row in rows:
+        choice = row.grid[0] if smoke else made.choice(experiment.tuned_row(row))
+        outcomes.append(Outcome(row=row, choice=choice, at_noise=[], at_epsilon=[]))
+    first, second = ("epsilon", "noise")
+    order = [(one, kind) for kind in (first, second) for one in outcomes if kind == first or one.row.noise is not None]
+    if smoke:
+        order = [(one, first if one.row.noise is None else second) for one in outcomes]
+    for one, kind in sorted(order, key=lambda pair: pair[0].row.claimed != experiment.tune_at):
+        results = one.at_epsilon if kind == first else one.at_noise
+        if one.choice is None:
+            continue
+        for seed in seeds:
+            with contextlib.suppress(NotRun):
+                results.append(made.result(one.row, one.choice, seed, kind))
+    return outcomes
 
-    @functools.cache  # the rows share their data
-    def examples() -> int:
-        config = configured(experiment.rows[0], {}, 0, epsilon=1.0)
-        places = runs.places.get("data_dir"), runs.places.get("cache_dir", CACHE)
+
+class _Made:
+    """The runs of one experiment."""
+
+    def __init__(self, experiment: Experiment, runs: Runs, changes: Fields, *, named_by_content: bool):
+        self.experiment, self.runs, self.changes = experiment, runs, changes
+        self.named_by_content = named_by_content
+        self.names: dict[str, str] = {}  # of the runs, by their configurations
+
+    @functools.cached_property
+    def examples(self) -> int:
+        """How many; the rows share their data."""
+        config = self.config(self.experiment.rows[0], {}, 0, epsilon=1.0)
+        places = self.runs.places.get("data_dir"), self.runs.places.get("cache_dir", CACHE)
         return TASKS[config.task].build(config, *places, False).examples
 
-    def configured(row: Row, choice: Fields, seed: int, **budget: Any) -> Config:
-        return experiment.config(row, choice, seed, changes, **budget)
+    def config(self, row: Row, choice: Fields, seed: int, **budget: Any) -> Config:
+        return self.experiment.config(row, choice, seed, self.changes, **budget)
 
-    def noise_of(row: Row, choice: Fields) -> float:
+    def noise(self, row: Row, choice: Fields) -> float:
         if not callable(row.noise):
             assert row.noise is not None
             return row.noise
-        config = configured(row, choice, 0, epsilon=row.claimed)
-        sampling = config.sampling_of(examples())
-        return row.noise(config, sampling.divisor / examples(), config.steps_of(sampling, examples()))
+        config = self.config(row, choice, 0, epsilon=row.claimed)
+        sampling = config.sampling_of(self.examples)
+        return row.noise(config, sampling.divisor / self.examples, config.steps_of(sampling, self.examples))
 
-    def result(row: Row, choice: Fields, seed: int, kind: str) -> dict[str, Any]:
-        budget = {"epsilon": row.claimed} if kind == "epsilon" else {"noise_multiplier": noise_of(row, choice)}
-        where = f"{row.label}-{row.grid.index(choice)}-{kind}-{row.claimed:g}-{seed}"
-        return runs.result(where, configured(row, choice, seed, **budget))
+    def result(self, row: Row, choice: Fields, seed: int, kind: str) -> dict[str, Any]:
+        budget = {"epsilon": row.claimed} if kind == "epsilon" else {"noise_multiplier": self.noise(row, choice)}
+        config = self.config(row, choice, seed, **budget)
+        content = json.dumps(config.as_dict(), sort_keys=True)
+        words = f"{row.label}-{row.grid.index(choice)}-{kind}-{row.claimed:g}-{seed}"
+        if self.named_by_content:
+            words = hashlib.sha256(content.encode()).hexdigest()[:16]
+        return self.runs.result(self.names.setdefault(content, words), config)
 
-    def score(row: Row, choice: Fields) -> float:
-        found = result(row, choice, TUNING_SEED, "epsilon")
-        value = found["metrics"][found["headline"]]
-        return -value if "loss" in found["headline"] else value
-
-    outcomes = []
-    for row in experiment.rows if not smoke else experiment.smoked():
-        tuned = experiment.tuned_row(row)
-        trial = 0
-        if not smoke and len(row.grid) > 1:
-            scores = [score(tuned, choice) for choice in tuned.grid]
-            trial = scores.index(max(scores))
-        at_noise = [result(row, row.grid[trial], seed, "noise") for seed in seeds if row.noise is not None]
-        at_epsilon = at_noise if smoke else []
-        at_epsilon = at_epsilon or [result(row, row.grid[trial], seed, "epsilon") for seed in seeds]
-        outcomes.append(Outcome(row=row, choice=row.grid[trial], at_noise=at_noise, at_epsilon=at_epsilon))
-    return outcomes
+    def choice(self, row: Row) -> Fields | None:
+        """The best of the grid on the tuning seed, at the row's epsilon; None if a trial was not run."""
+        if len(row.grid) == 1:
+            return row.grid[0]
+        try:
+            found = [self.result(row, choice, TUNING_SEED, "epsilon") for choice in row.grid]
+        except NotRun:
+            return None
+        values = [one["metrics"][one["headline"]] for one in found]
+        best = min(values) if "loss" in found[0]["headline"] else max(values)
+        return row.grid[values.index(best)]

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
-from examples import data, features, models, public, whitening
+from examples import data, features, models, public, vit, whitening
 from examples.tasks.task import Kind, Task, fingerprint
 
 if TYPE_CHECKING:
     from examples.config import Config
 
 EVALUATION_BATCH = 500
+OPTIONS = {"checkpoint": None}  # a safetensors file with the first parameters, public, of a model of `examples.vit`
 
 
 def build(config: Config, data_dir: str | Path | None, cache_dir: str | Path, progress: bool) -> Task:
@@ -41,7 +42,11 @@ def model_of(config: Config, dataset: data.Dataset) -> models.Model:
     """The configured model for images (or features) of the data set's shape."""
     shape, classes = dataset.train_images.shape[1:], dataset.classes
     model = models.build(config.model, input_shape=shape, classes=classes, activation=config.activation)
-    return models.centred(model) if config.features == "none" else model
+    if checkpoint := config.task_options["checkpoint"]:
+        if config.model not in vit.SIZES:
+            raise ValueError(f"checkpoint must be given with a model of {', '.join(vit.SIZES)}, got {config.model}")
+        model = vit.vit(classes, checkpoint, vit.SIZES[config.model])
+    return model if dataset.train_images.dtype == np.float16 else models.centred(model)  # float16: features
 
 
 def loss_function(model: models.Model):
@@ -74,4 +79,4 @@ def accuracy_of(apply, inputs, labels):
     return accuracy
 
 
-KIND = Kind(build, models.MODELS, {})
+KIND = Kind(build, models.MODELS, OPTIONS)

@@ -8,6 +8,7 @@ Chernoff bound, which is added, and so is the rounding error of the transform. L
 increase delta.
 """
 
+import copy
 import math
 from dataclasses import dataclass
 from typing import Literal
@@ -183,13 +184,18 @@ class SummedLoss:
 
 
 def compose(losses: Losses, plan: Plan, *, side: Side = "above") -> list[SummedLoss]:
-    """The composition in each direction of the relation. The side "below" needs `SampledGaussian`s only."""
+    """The composition in each direction of the relation; one is enough if every step is symmetric.
+
+    The side "below" needs `SampledGaussian`s only.
+    """
     total = sum(losses.values())
     size = plan.size // 2 + 1
-    directions = [_Spectrum(np.zeros(size), np.zeros(size)) for _ in range(2)]
+    directions = [_Spectrum(np.zeros(size), np.zeros(size))]
     for loss, count in losses.items():
         discretize = loss.pmfs if side == "above" else loss.dominated_pmfs
         pmfs = discretize(plan.grid, tail=plan.tail / total, largest=plan.largest)
+        if len(pmfs) > len(directions):  # the steps so far were symmetric
+            directions.append(copy.deepcopy(directions[0]))
         for direction, pmf in zip(directions, (*pmfs, *pmfs), strict=False):  # a symmetric step counts in both
             direction.add(pmf, count, plan)
     return [SummedLoss(direction, plan, side=side) for direction in directions]
