@@ -201,8 +201,8 @@ def in_archive(content: bytes, ending: str) -> bytes:
     """The file of a tar archive whose name ends so."""
     with tarfile.open(fileobj=io.BytesIO(content)) as archive:
         member = next((one for one in archive if one.name.endswith(ending)), None)
-        file = member and archive.extractfile(member)
-        if not file:
+        file = None if member is None else archive.extractfile(member)
+        if file is None:
             raise KeyError(ending)
         return file.read()
 
