@@ -384,6 +384,8 @@ class Words:
 class BytePairs:
     """The tokenizer of a checkpoint: tokenizer.json in its folder, read by the package tokenizers."""
 
+    unknown = None
+
     def __init__(self, folder: str | Path):
         file = Path(folder).expanduser() / "tokenizer.json"
         try:

@@ -260,6 +260,9 @@ def test_beams_find_the_likeliest_continuation(beams):
     prompts = np.array([[4, 1, 0, 0, 0, 0], [2, 4, 1, 0, 0, 0]], np.int32)
     written = generate(np.float32(0), prompts, np.array([2, 3]))
     assert written == [[2, 4] if beams == 1 else [3]] * 2
+    if beams == 1:
+        avoiding = generation.generator(lambda params, tokens: logits[tokens] + params, end=end, avoid=2)
+        assert avoiding(np.float32(0), prompts, np.array([2, 3])) == [[3]] * 2
 
 
 def words(*texts):

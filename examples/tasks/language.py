@@ -98,7 +98,7 @@ def evaluation(model: Model, pairs: text_data.Pairs, tokenizer: Any, options: Ma
     def total(params, tokens, counted):  # of all tokens
         return (jax.vmap(loss, (None, 0))(params, (tokens, counted)) * counted.sum(1)).sum()
 
-    generate = generation.generator(model.apply, end=tokenizer.end, beams=options["beams"])
+    generate = generation.generator(model.apply, end=tokenizer.end, avoid=tokenizer.unknown, beams=options["beams"])
     asked = pairs.test[: options["generate"]]
 
     def evaluate(params) -> dict[str, float]:
