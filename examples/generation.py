@@ -21,8 +21,9 @@ def generator(
     """(params, prompts int32 (N, length), starts int (N,)) -> the best continuation of each, a list of token ids.
 
     apply: (params, tokens (length,)) -> logits (length, vocabulary). A prompt has `starts` tokens and anything behind
-    them; its continuation stops before `end`, or at `length`, and never has the token `avoid`. Finished continuations are ranked by log-probability
-    divided by (tokens + 1)^penalty. Every token costs a pass over the whole sequence, because no keys are kept.
+    them; its continuation stops before `end`, or at `length`, and never has the token `avoid`. Finished continuations
+    are ranked by log-probability divided by (tokens + 1)^penalty. Every token costs a pass over the
+    whole sequence, because no keys are kept.
     """
 
     @jax.jit
