@@ -5,9 +5,9 @@
 The models are those of Hugging Face's transformers 4, with random weights, if it is installed; else ours of the same
 widths (GPT-2 then without tied weights). All rows of a model take turns in one process, on one CPU core. The fair floor
 is JAX's fastest step without privacy: of the whole batch, or of 2, 4 or 8 parts of it, one after another. The private
-floor adds what no private step can do without: one normal for each parameter, and the matrix products of the norms,
-each measured alone. torch and Opacus, if they are installed, have models of the same widths, in
-benchmarks/torch_models.py, GPT-2 without tied weights. Writes JSON and Markdown to benchmarks/results/.
+floor adds one normal for each parameter, and the matrix products of the norms, each measured alone. Noise alone writes
+more memory than in a step, so it is no strict bound. torch and Opacus, if they are installed, have models of the same
+widths, in benchmarks/torch_models.py, GPT-2 without tied weights. Writes JSON and Markdown to benchmarks/results/.
 """
 
 import argparse
