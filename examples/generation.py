@@ -10,18 +10,28 @@ import numpy as np
 BATCH = 64  # sequences that the model reads at once
 
 
-def generator(apply: Callable[[Any, jax.Array], jax.Array], *, end: int, beams: int = 1, penalty: float = 0.8):
+def generator(
+    apply: Callable[[Any, jax.Array], jax.Array],
+    *,
+    end: int,
+    avoid: int | None = None,
+    beams: int = 1,
+    penalty: float = 0.8,
+):
     """(params, prompts int32 (N, length), starts int (N,)) -> the best continuation of each, a list of token ids.
 
     apply: (params, tokens (length,)) -> logits (length, vocabulary). A prompt has `starts` tokens and anything behind
-    them; its continuation stops before `end`, or at `length`. Finished continuations are ranked by log-probability
-    divided by (tokens + 1)^penalty. Every token costs a pass over the whole sequence, because no keys are kept.
+    them; its continuation stops before `end`, or at `length`, and never has the token `avoid`. Finished continuations
+    are ranked by log-probability divided by (tokens + 1)^penalty. Every token costs a pass over the
+    whole sequence, because no keys are kept.
     """
 
     @jax.jit
     def next_scores(params, tokens, place):
         logits = jax.vmap(apply, (None, 0))(params, tokens)
         row = jnp.take_along_axis(logits, (place - 1)[:, None, None], axis=1)[:, 0]
+        if avoid is not None:
+            row = row.at[:, avoid].set(-jnp.inf)
         return jax.lax.top_k(jax.nn.log_softmax(row), beams + 1)
 
     def scores(params, tokens, places):

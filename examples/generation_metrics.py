@@ -48,8 +48,8 @@ def _nltk(name: str) -> Any:
 
 def bleu(outputs: Sequence[Tokens], references: Sequence[Sequence[Tokens]]) -> float:
     """BLEU of 1 to 4 words, of the whole corpus, without smoothing (Papineni et al. 2002)."""
-    counts = [collections.Counter(_grams(one, 4)) for one in outputs]
-    if not any(size >= 4 and _matches(one, some) for one, some, size in zip(counts, references, map(len, outputs))):
+    wanted = [{gram for one in some for gram in _grams(one, 4)} for some in references]
+    if not any(grams & set(_grams(output, 4)) for grams, output in zip(wanted, outputs, strict=True)):
         return 0.0  # where nltk warns: no four words in a row are right
     return float(_nltk("translate.bleu_score").corpus_bleu(references, outputs))
 
@@ -58,16 +58,10 @@ def _grams(tokens: Tokens, size: int) -> list[tuple[str, ...]]:
     return list(zip(*(tokens[start:] for start in range(size)), strict=False))
 
 
-def _matches(counted, references: Sequence[Tokens]) -> bool:
-    return any(counted.keys() & set(_grams(reference, 4)) for reference in references)
-
-
 def nist(outputs: Sequence[Tokens], references: Sequence[Sequence[Tokens]]) -> float:
     """NIST of 1 to 5 words: matches weigh by their information in the references (Doddington 2002)."""
-    try:
-        return float(_nltk("translate.nist_score").corpus_nist(references, outputs, n=5))
-    except ZeroDivisionError:  # outputs without a word
-        return 0.0
+    longest = max(map(len, outputs))
+    return float(_nltk("translate.nist_score").corpus_nist(references, outputs, n=min(5, longest))) if longest else 0.0
 
 
 class _NoSynonyms:
@@ -115,8 +109,8 @@ def _common(one: Tokens, other: Tokens) -> int:
 def cider(outputs: Sequence[Tokens], references: Sequence[Sequence[Tokens]], sigma: float = 6.0) -> float:
     """CIDEr-D times 10, as tables show it (Vedantam et al. 2015, https://arxiv.org/abs/1411.5726).
 
-    The cosine of tf-idf vectors of 1 to 4 words, with clipped counts and a Gaussian penalty for other lengths, mean over
-    references and outputs. The document frequencies are those of the references.
+    The cosine of tf-idf vectors of 1 to 4 words, with clipped counts and a Gaussian penalty for other lengths, mean
+    over references and outputs. The document frequencies are those of the references.
     """
     total = math.log(len(references))
     values = []

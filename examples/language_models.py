@@ -4,6 +4,7 @@ The parameters of `GPT2` have the names and the shapes of Hugging Face's checkpo
 safetensors file as it is. All models take one example without a batch axis.
 """
 
+import importlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -33,13 +34,13 @@ class CharacterLSTM(linen.Module):
     @linen.compact
     def __call__(self, letters: jax.Array) -> jax.Array:
         inputs = linen.Embed(len(LETTERS) + 1, self.embedding)(letters)
-        states = linen.RNN(linen.OptimizedLSTMCell(self.hidden))(inputs)  # (length, hidden)
+        states: Any = linen.RNN(linen.OptimizedLSTMCell(self.hidden))(inputs)  # (length, hidden)
         last = jnp.arange(letters.shape[0]) == (letters != PAD).sum() - 1
         return linen.Dense(self.classes)(jnp.where(last[:, None], states, 0).sum(0))
 
 
 class BagPerceptron(linen.Module):
-    """A bag of words, uint8 (bins,) -> logits (classes,). Bags are scaled to norm 1, so that long texts weigh no more."""
+    """A bag of words, uint8 (bins,) -> logits (classes,). Bags are scaled to norm 1, as texts differ in length."""
 
     classes: int
     hidden: int
@@ -185,25 +186,21 @@ def load_gpt2(path: str | Path, *, lora_rank: int = 0) -> tuple[Model, Tree]:
     if not path.is_file():
         raise FileNotFoundError(GPT2_MISSING.format(path=path, folder=path.parent))
     try:
-        from safetensors.numpy import load_file
+        load_file = importlib.import_module("safetensors.numpy").load_file
     except ImportError as error:
         raise ValueError("to read a checkpoint: pip install safetensors") from error
     stored = {name.removeprefix("transformer."): array for name, array in load_file(path).items()}
-    buffers = [
-        name for name in stored if name.endswith((".attn.bias", ".attn.masked_bias")) or name == "lm_head.weight"
-    ]
-    for name in buffers:  # the causal mask, and the embeddings again
-        del stored[name]
+    buffers = (".attn.bias", ".attn.masked_bias", "lm_head.weight")  # the causal mask, and the embeddings again
+    stored = {name: array for name, array in stored.items() if not name.endswith(buffers)}
     sizes = _sizes_of(stored, path)._replace(lora_rank=lora_rank)
     model = gpt2(sizes)
     params = model.init(jax.random.key(0)) if lora_rank else jax.eval_shape(model.init, jax.random.key(0))
     wanted = {_stored_name(place): leaf for place, leaf in jax.tree_util.tree_leaves_with_path(params)}
     expected = {name: leaf.shape for name, leaf in wanted.items() if "lora" not in name}
-    if found := {
-        n for n in expected.keys() | stored.keys() if expected.get(n) != getattr(stored.get(n), "shape", None)
-    }:
+    shapes = {name: array.shape for name, array in stored.items()}
+    if found := {name for name in expected.keys() | shapes.keys() if expected.get(name) != shapes.get(name)}:
         listed = ", ".join(
-            f"{name}: {getattr(stored.get(name), 'shape', 'missing')}, needs {expected.get(name, 'none such')}"
+            f"{name}: {shapes.get(name, 'missing')}, needs {expected.get(name, 'none such')}"
             for name in sorted(found)[:3]
         )
         raise ValueError(f"{path}: not a GPT-2 checkpoint: {listed}")

@@ -6,6 +6,7 @@ words, vocabularies) never depends on private texts.
 """
 
 import functools
+import importlib
 import importlib.util
 import io
 import logging
@@ -200,8 +201,8 @@ def in_archive(content: bytes, ending: str) -> bytes:
     """The file of a tar archive whose name ends so."""
     with tarfile.open(fileobj=io.BytesIO(content)) as archive:
         member = next((one for one in archive if one.name.endswith(ending)), None)
-        file = member and archive.extractfile(member)
-        if not file:
+        file = None if member is None else archive.extractfile(member)
+        if file is None:
             raise KeyError(ending)
         return file.read()
 
@@ -284,10 +285,8 @@ def read_packages(text: str) -> list[tuple[str, tuple[str, str]]]:
         if not fields.get("Tag") or not fields.get("Description"):
             continue
         tags = [tag.strip().split("::") for tag in fields["Tag"].split(",")]
-        slots = [
-            ("name", " ".join(re.findall(r"[a-z]+|\d+", fields["Package"]))),
-            ("section", fields.get("Section", "")),
-        ]
+        words = " ".join(re.findall(r"[a-z]+|\d+", fields["Package"]))
+        slots = [("name", words), ("section", fields.get("Section", ""))]
         for name in FIELDS:
             values = [tag[1] for tag in tags if tag[0] == name and len(tag) > 1 and tag[1] != "TODO"][:ALTERNATIVES]
             slots += [(name, " and ".join(values).replace("-", " "))] if values else []
@@ -360,7 +359,7 @@ def bags(texts: Iterable[str], bins: int) -> np.ndarray:
 
 
 def words_of(text: str) -> list[str]:
-    """Words in lower case, numbers and signs, each by itself; the signs of a slot, as in "name[x], ", cost two words."""
+    """Words in lower case, numbers and signs, each by itself; a slot as "name[x], " is three words."""
     return re.findall(r"[^\W\d_]+(?:'[^\W\d_]+)*\[?|\d+|\], |[^\w\s]", text.lower())
 
 
@@ -385,15 +384,17 @@ class Words:
 class BytePairs:
     """The tokenizer of a checkpoint: tokenizer.json in its folder, read by the package tokenizers."""
 
+    unknown = None
+
     def __init__(self, folder: str | Path):
         file = Path(folder).expanduser() / "tokenizer.json"
         try:
-            from tokenizers import Tokenizer
+            library: Any = importlib.import_module("tokenizers")
         except ImportError as error:
             raise ValueError("the tokenizer of a checkpoint needs: pip install tokenizers") from error
         if not file.is_file():
             raise FileNotFoundError(f"{file} is not on this machine; it is published beside the checkpoint")
-        self._tokenizer: Any = Tokenizer.from_file(str(file))
+        self._tokenizer = library.Tokenizer.from_file(str(file))
         self.end = self._tokenizer.token_to_id("<|endoftext|>")
         if self.end is None:
             raise ValueError(f"{file}: needs the token <|endoftext|>")

@@ -78,10 +78,11 @@ def parser() -> argparse.ArgumentParser:
     for name in {name: None for known in own.values() for name in known}:
         said = [f"{m} (default {known[name].default}): {known[name].help}" for m, known in own.items() if name in known]
         made.add_argument(option(name), default=argparse.SUPPRESS, help="; ".join(said).replace("%", "%%"))
-    for task, kind in TASKS.items():
-        for name, default in kind.options.items():
-            said = f"of task {task} (default {default})"
-            made.add_argument(option(name), type=reader(default), default=argparse.SUPPRESS, help=said)
+    for name in {name: None for kind in TASKS.values() for name in kind.options}:
+        defaults = {task: kind.options[name] for task, kind in TASKS.items() if name in kind.options}
+        said = "; ".join(f"of task {task} (default {default})" for task, default in defaults.items())
+        kind = reader(next(iter(defaults.values())))
+        made.add_argument(option(name), type=kind, default=argparse.SUPPRESS, help=said)
     made.add_argument("--recipe", choices=list(RECIPES), help="defaults for --epsilon; other options change them")
     made.add_argument("--output-dir", type=Path, help="default runs/DATASET-METHOD-TIME")
     made.add_argument("--resume", action="store_true", help="continue the run in --output-dir")

@@ -98,7 +98,7 @@ def evaluation(model: Model, pairs: text_data.Pairs, tokenizer: Any, options: Ma
     def total(params, tokens, counted):  # of all tokens
         return (jax.vmap(loss, (None, 0))(params, (tokens, counted)) * counted.sum(1)).sum()
 
-    generate = generation.generator(model.apply, end=tokenizer.end, beams=options["beams"])
+    generate = generation.generator(model.apply, end=tokenizer.end, avoid=tokenizer.unknown, beams=options["beams"])
     asked = pairs.test[: options["generate"]]
 
     def evaluate(params) -> dict[str, float]:
@@ -139,7 +139,8 @@ def pretrained(model: Model, public: tuple[np.ndarray, np.ndarray], options, cac
         params, state = step(params, state, tuple(array[rows] for array in public))
     file.parent.mkdir(parents=True, exist_ok=True)
     waiting = file.with_suffix(".part.npz")
-    np.savez(waiting, **{str(number): np.asarray(leaf) for number, leaf in enumerate(jax.tree.leaves(params))})
+    arrays: dict[str, Any] = {str(number): np.asarray(leaf) for number, leaf in enumerate(jax.tree.leaves(params))}
+    np.savez(waiting, **arrays)
     waiting.replace(file)
     return params
 
