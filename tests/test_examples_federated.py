@@ -100,9 +100,10 @@ def test_deformed_images_are_kept_and_owned(tmp_path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"users": 0}, "users must be at least 1"),
-        ({"concentration": 0.0}, "concentration must be at least 1e-09"),
-        ({"deformed": -1}, "deformed must be at least 0"),
+        ({"users": 0}, "users must be a whole number of at least 1, got 0"),
+        ({"local_steps": 2.5}, "local_steps must be a whole number of at least 1, got 2.5"),
+        ({"concentration": 0.0}, "concentration must be a finite number of at least 1e-09"),
+        ({"deformed": -1}, "deformed must be a whole number of at least 0"),
         ({"pool": 3}, r"pool must divide the images' height and width \(8, 8\), got 3"),
         ({"mostly": 3}, "task 'users' has no option mostly; its options: users,"),
     ],

@@ -9,6 +9,8 @@ from safetensors.numpy import save_file
 
 import dpx
 from examples import models, vit
+from examples.config import Config
+from examples.tasks import TASKS
 
 TINY = vit.Sizes(layers=2, features=12, heads=3, patch=4, side=8)
 
@@ -77,6 +79,14 @@ def test_another_number_of_classes_gets_a_new_head(params, checkpoint):
 def test_bad_checkpoints_are_refused(params, tmp_path):
     with pytest.raises(FileNotFoundError, match="huggingface-cli download timm/vit_small"):
         vit.load_vit(tmp_path / "none.safetensors", 5)
+    for model, error, said in (
+        ("mlp", ValueError, "must be given with a model of vit_small"),
+        ("vit_miniature", FileNotFoundError, "none"),
+    ):
+        options = {"checkpoint": str(tmp_path / "none")}
+        config = Config(dataset="random:8x8x3x5", model=model, task_options=options, epsilon=1.0, seed=0)
+        with pytest.raises(error, match=said):
+            TASKS["images"].build(config, None, tmp_path, False)
     path = tmp_path / "model.safetensors"
     path.write_bytes(b"not one at all")
     with pytest.raises(ValueError, match="not a safetensors file"):

@@ -40,10 +40,12 @@ OPTIONS = {
 def build(config: Config, data_dir: str | Path | None, cache_dir: str | Path, progress: bool) -> Task:
     """The configured model on images that are split among users."""
     given = config.task_options
-    for name in OPTIONS:
-        least = 0 if name in ("size_power", "deformed") else 1 if isinstance(OPTIONS[name], int) else 1e-9
-        if not least <= given[name] < float("inf"):
-            raise ValueError(f"{name} must be at least {least:g} and finite, got {given[name]}")
+    for name, default in OPTIONS.items():
+        whole = isinstance(default, int)
+        least = 0 if name in ("size_power", "deformed") else 1 if whole else 1e-9
+        if not least <= given[name] < float("inf") or (whole and int(given[name]) != given[name]):
+            kind = "whole" if whole else "finite"
+            raise ValueError(f"{name} must be a {kind} number of at least {least:g}, got {given[name]}")
     if config.features != "none":
         raise ValueError(f"features must be none with task users, got {config.features!r}")
     dataset = data.load(config.dataset, data_dir)
