@@ -23,6 +23,7 @@ import dpx
 from benchmarks import report
 from examples import data, features, loop, models, whitening
 from examples.random_images import random_images
+from examples.tasks import images
 
 EPSILON, DELTA, SEEDS = 2.0, 1e-5, (0, 1, 2)
 EXAMPLES, TRAINED = 60_000, 50_000
@@ -202,7 +203,7 @@ def trained(rows: np.ndarray, labels: np.ndarray, seed: int) -> float:
         key=dpx.keys.stream(key, "mechanism"),
     )
     fitted = dpx.fit(
-        loop.loss_function(model),
+        images.loss_function(model),
         model.init(key),
         (rows[:TRAINED], labels[:TRAINED].astype(np.int32)),
         dpx.chain(mechanism, optax.sgd(LEARNING_RATE, MOMENTUM)),
