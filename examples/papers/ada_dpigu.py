@@ -16,17 +16,17 @@ LEARNING_RATES = (8.0, 16.0)
 NOISE = {"MNIST": (4.64, 2.49, 1.79, 1.45, 1.25, 1.12), "CIFAR-10": (3.62, 1.98, 1.45, 1.2, 1.05, 0.95)}  # Table 3
 
 
-def by_moments(config: Config, rate: float, steps: int) -> float:
+def noise_by_moments(config: Config, rate: float, steps: int) -> float:
     """The noise multiplier by Renyi divergences of orders from 2 to 31.9 and their old conversion to epsilon.
 
     It gives Table 3 of the paper: 2.49 for epsilon 4 at rate 1/60 and 12,000 steps.
     """
     assert config.epsilon is not None
-    return _by_moments(config.epsilon, config.delta, rate, steps)
+    return _noise_by_moments(config.epsilon, config.delta, rate, steps)
 
 
 @functools.cache
-def _by_moments(epsilon: float, delta: float, rate: float, steps: int) -> float:
+def _noise_by_moments(epsilon: float, delta: float, rate: float, steps: int) -> float:
     count, log_inverse_delta = np.array([steps]), np.log(1 / delta)
 
     def excess(sigma):
@@ -93,7 +93,7 @@ HANDCRAFTED = dict(features="scattering", model="linear", epochs=10.0, batch_siz
 def table_3(name: str, title: str, common, noise: Sequence[float], truth: str, **more: Any) -> Experiment:
     """Every epsilon of the table. The paper has no accuracies there."""
     published = dict.fromkeys((2.0, 4.0, 6.0, 8.0, 10.0, 12.0))
-    rows = of("DP-SGD", {}, published, by_moments) + of("AdaDPIGU", ada(), published, by_moments)
+    rows = of("DP-SGD", {}, published, noise_by_moments) + of("AdaDPIGU", ada(), published, noise_by_moments)
     return Experiment(
         name=name, title=title, common=common, rows=tuple(rows), truth=truth, tune_at=2.0, figure="epsilon", **more
     )
@@ -110,7 +110,7 @@ def table_4(
     rows = of("DP-SGD", {"activation": "relu"}, at("DP-SGD"))
     rows += of("tempered sigmoid", {"activation": "tanh"}, at("tempered sigmoid"))
     rows += of("handcrafted", HANDCRAFTED, at("handcrafted"))
-    rows += of("AdaDPIGU", ada(), at("AdaDPIGU"), by_moments)
+    rows += of("AdaDPIGU", ada(), at("AdaDPIGU"), noise_by_moments)
     return Experiment(name=name, title=title, common=common, rows=tuple(rows), truth=truth, tune_at=2.0, **more)
 
 
@@ -208,9 +208,9 @@ def figure(number: int, title: str, rows: list[Row], axis: Any, **more: Any) -> 
 
 def pruned(*rates: float) -> list[Row]:
     """DP-SGD, and AdaDPIGU at each pruning rate; the last is the paper's best."""
-    rows = of("DP-SGD", {}, {4.0: 98.02}, by_moments, tuned=False)
+    rows = of("DP-SGD", {}, {4.0: 98.02}, noise_by_moments, tuned=False)
     for rate in rates:
-        rows += of(f"pruning {rate:g}", ada(keep=1 - rate), {4.0: None}, by_moments, tuned=False)
+        rows += of(f"pruning {rate:g}", ada(keep=1 - rate), {4.0: None}, noise_by_moments, tuned=False)
     return rows
 
 
@@ -219,8 +219,8 @@ FIGURE_6 = figure(
     6,
     "accuracy and epsilon over the epochs",
     [
-        *of("DP-SGD", {}, {4.0: None}, by_moments, tuned=False),
-        *of("AdaDPIGU", ada(), {4.0: 98.99}, by_moments, tuned=False),
+        *of("DP-SGD", {}, {4.0: None}, noise_by_moments, tuned=False),
+        *of("AdaDPIGU", ada(), {4.0: 98.99}, noise_by_moments, tuned=False),
     ],
     "epochs",
 )
@@ -231,12 +231,12 @@ FIGURE_8 = figure(
     8,
     "batch sizes",
     [
-        *of("DP-SGD", {}, {4.0: None}, by_moments, tuned=False),
+        *of("DP-SGD", {}, {4.0: None}, noise_by_moments, tuned=False),
         *(
             row
             for share in (0.5, 0.7, 0.9, 1.1, 1.3, 1.5)
             for row in of(
-                f"batch {share:g}", ada() | {"batch_size": round(400 * share)}, {4.0: None}, by_moments, tuned=False
+                f"batch {share:g}", ada() | {"batch_size": round(400 * share)}, {4.0: None}, noise_by_moments, tuned=False
             )
         ),
     ],
