@@ -236,7 +236,11 @@ FIGURE_8 = figure(
             row
             for share in (0.5, 0.7, 0.9, 1.1, 1.3, 1.5)
             for row in of(
-                f"batch {share:g}", ada() | {"batch_size": round(400 * share)}, {4.0: None}, noise_by_moments, tuned=False
+                f"batch {share:g}",
+                ada() | {"batch_size": round(400 * share)},
+                {4.0: None},
+                noise_by_moments,
+                tuned=False,
             )
         ),
     ],
