@@ -14,7 +14,6 @@ from examples.papers.experiment import TUNING_SEED, Experiment, Fields, Row
 from examples.runs import NotRun, Runs
 from examples.tasks import TASKS
 
-
 SMOKE_NOISE = 1.0  # a noise multiplier
 
 
