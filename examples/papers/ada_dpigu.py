@@ -63,8 +63,8 @@ BILL = (
     "warm-up and bills its steps; so the rows below have an epsilon that holds."
 )
 TRUTH_3 = (
-    "{bill} The noise multipliers of its Table 3: {steps}, with orders from 2 to 31.9 and an old conversion. That is more "
-    "noise than needed: by PLD, {true}."
+    "{bill} The noise multipliers of its Table 3: {steps}, with orders from 2 to 31.9 and an old conversion. More "
+    "than needed: by PLD, {true}."
 )
 TRUTH_4 = (
     "{bill} Its noise is by an accountant that is sound for DP-SGD, but loose: see the true epsilon. DPSUR's rows of "
@@ -142,7 +142,7 @@ TABLE_3_CIFAR10 = table_3(
     COLOR,
     TRUTH_3.format(
         bill=BILL,
-        steps="3.62, 1.98, 1.45, 1.2, 1.05 and 0.95 fit about 4,900 steps at rate 1/50, or 196 epochs of batches of 512",
+        steps="3.62, 1.98, 1.45, 1.2, 1.05 and 0.95 fit 4,900 steps at rate 1/50, or 196 epochs of batches of 512",
         true="the columns of the true epsilon show how much",
     ),
     smoke=SMOKE_COLOR,
