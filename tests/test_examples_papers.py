@@ -1,6 +1,7 @@
 """Every experiment of the papers is a command that works; its page has the paper's figures beside ours."""
 
 import json
+from typing import Any
 
 import pytest
 
@@ -92,7 +93,7 @@ def test_runs_that_are_missing_are_said_to_be(runs):
 
 
 def test_the_noise_of_the_papers_own_accounting():
-    config = dict(dataset="digits", seed=0, epsilon=2.0, delta=1 / 600_000)
+    config: dict[str, Any] = dict(dataset="digits", seed=0, epsilon=2.0, delta=1 / 600_000)
     plain = dynamic.Config(**config)
     falling = dynamic.Config(**config, method="dynamic_dp_sgd", method_options={"rho_mu": 1 / 0.3, "rho_c": 1.0})
     assert dynamic.noise_by_clt(falling, 0.01, 500) == pytest.approx(1 / 0.54503058, abs=1e-6)
