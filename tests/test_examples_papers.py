@@ -1,6 +1,7 @@
 """Every experiment of the papers is a command that works; its page has the paper's figures beside ours."""
 
 import json
+import types
 from typing import Any
 
 import pytest
@@ -59,9 +60,7 @@ def runs(monkeypatch, tmp_path):
         output_dir.mkdir(parents=True)
         stored = {"result": result | {"noise_multiplier": config.noise_multiplier or 0.9}, "versions": {}}
         (output_dir / "result.json").write_text(json.dumps(stored))
-        made = type("Result", (), {"metrics": result["metrics"], "headline": "test_accuracy", "epsilon": 2.5})
-        made.seconds = 0.0
-        return made
+        return types.SimpleNamespace(**result, seconds=0.0)
 
     monkeypatch.setattr("examples.runs.run", run)
     return Runs(tmp_path)
