@@ -1,14 +1,25 @@
 """Every experiment of the papers is a command that works; its page has the paper's figures beside ours."""
 
+import json
+import types
+from typing import Any
+
 import pytest
 
+from examples.papers import Experiment, Row, ada_dpigu, dynamic, experiments, page, rows
 from examples.papers import __main__ as command
-from examples.papers import experiments
+from examples.runs import Runs
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """Of the runs: experiments that differ in their data alone share them."""
+    return tmp_path_factory.mktemp("papers")
 
 
 @pytest.mark.parametrize("name", experiments())
-def test_smoke(name, capsys, promoting):
-    assert command.main(["--smoke", name]) == 0
+def test_smoke(name, capsys, promoting, folder):
+    assert command.main(["--smoke", name, "--runs", str(folder)]) == 0
     assert f"{name}: its program works" in capsys.readouterr().out
 
 
@@ -20,3 +31,73 @@ def test_all_are_listed(capsys):
 def test_unknown_names_are_refused(capsys):
     assert command.main(["dynamic-table-9"]) == 2
     assert "unknown experiment dynamic-table-9; known: dynamic-table-1" in capsys.readouterr().err
+
+
+GRID = ({"learning_rate": 1.0}, {"learning_rate": 2.0})
+TINY = Experiment(
+    name="tiny",
+    title="two methods",
+    common={"dataset": "random:8x8x1x4", "epochs": 1.0},
+    rows=(
+        Row(label="DP-SGD", claimed=2.0, published=80.0, noise=1.0, grid=GRID),
+        Row(label="ours", config={"activation": "relu"}, claimed=2.0, published=85.5, grid=GRID),
+    ),
+    truth="",
+    smoke={},
+    tune_at=2.0,
+    figure="epsilon",
+)
+ACCURACIES = {0: (0.6, 0.5), 1: (0.6, 0.7), 2: (0.6, 0.6), 100: (0.6, 0.5)}  # of DP-SGD and ours, by seed
+
+
+@pytest.fixture
+def runs(monkeypatch, tmp_path):
+    """Runs whose results are from the table above, 0.1 better at the second learning rate."""
+
+    def run(config, *, output_dir, **places):
+        accuracy = ACCURACIES[config.seed][config.activation == "relu"] + 0.1 * (config.learning_rate == 2.0)
+        result = {"headline": "test_accuracy", "metrics": {"test_accuracy": accuracy}, "epsilon": 2.5}
+        output_dir.mkdir(parents=True)
+        stored = {"result": result | {"noise_multiplier": config.noise_multiplier or 0.9}, "versions": {}}
+        (output_dir / "result.json").write_text(json.dumps(stored))
+        return types.SimpleNamespace(**result, seconds=0.0)
+
+    monkeypatch.setattr("examples.runs.run", run)
+    return Runs(tmp_path)
+
+
+def test_the_table_has_the_papers_figures_beside_ours(runs, tmp_path):
+    outcomes = rows.run(TINY, runs, range(3), {})
+    _, _, first, second = page.table(TINY, outcomes).splitlines()
+    cells = [cell.strip() for cell in first.split("|")[1:-1]]
+    each = "**70.00** (70.00, 70.00, 70.00)"
+    assert cells == ["DP-SGD", "2", "80.00", "1", "**2.500**", each, "0.9", each, "", "learning rate 2"]
+    cells = [cell.strip() for cell in second.split("|")[1:-1]]
+    assert cells[:4] == ["ours", "2", "85.50", ""] and cells[7] == "**70.00** (60.00, 80.00, 70.00)"
+    assert cells[8] == "+0.00 ± 5.77"  # -10, 10, 0: standard deviation 10, divided by sqrt(3)
+    for axis in ("epsilon", "rows"):
+        object.__setattr__(TINY, "figure", axis)
+        page.draw(TINY, outcomes, tmp_path / f"{axis}.svg")
+        assert (tmp_path / f"{axis}.svg").read_text().startswith("<?xml")
+    object.__setattr__(TINY, "figure", "epsilon")
+
+
+def test_runs_that_are_missing_are_said_to_be(runs):
+    rows.run(TINY, runs, range(1), {})
+    late = Runs(runs.folder, minutes=0)
+    table = page.table(TINY, rows.run(TINY, late, range(3), {}))
+    assert "**70.00** (70.00)" in table and "-10.00" in table
+    table = page.table(TINY, rows.run(TINY, Runs(runs.folder / "none", minutes=0), range(3), {}))
+    assert table.count("not run") == 5  # 2 rows, 2 choices, and the paper's noise
+
+
+def test_the_noise_of_the_papers_own_accounting():
+    config: dict[str, Any] = dict(dataset="digits", seed=0, epsilon=2.0, delta=1 / 600_000)
+    plain = dynamic.Config(**config)
+    falling = dynamic.Config(**config, method="dynamic_dp_sgd", method_options={"rho_mu": 1 / 0.3, "rho_c": 1.0})
+    assert dynamic.noise_by_clt(falling, 0.01, 500) == pytest.approx(1 / 0.54503058, abs=1e-6)
+    assert dynamic.noise_by_clt(plain, 0.01, 500) < dynamic.noise_by_tcdp(plain, 0.01, 500)
+    assert dynamic.noise_by_tcdp(plain, 0.01, 500) < dynamic.noise_by_zcdp(plain, 0.01, 50_000)
+    assert dynamic.noise_by_zcdp(plain, 1.0, 1) == pytest.approx(2.67275, abs=1e-4)
+    table_3 = ada_dpigu.Config(dataset="digits", seed=0, epsilon=4.0)
+    assert ada_dpigu.noise_by_moments(table_3, 1 / 60, 12_000) == pytest.approx(2.49, abs=0.005)

@@ -270,6 +270,7 @@ BAD = [
     ("--epsilon 2 --epochs 0", "epochs must be positive and finite, got 0.0"),
     ("--epsilon 2 --learning-rate inf", "learning_rate must be positive and finite, got inf"),
     ("--epsilon 2 --momentum 1", "momentum must be in [0, 1), got 1.0"),
+    ("--epsilon 2 --per-layer true --method d2p_sgd", "per_layer is an option of dp_sgd, got it with d2p_sgd"),
     ("--epsilon 2 --momentum 0.9 --optimizer adam", "momentum is an option of sgd, got it with adam"),
     ("--epsilon 2 --sampling full --batch-size 5", "batch_size must not be given with sampling full, got 5"),
     ("--epsilon 0.001 --noise-multiplier 1", "does not pay for one step at noise_multiplier 1.0"),

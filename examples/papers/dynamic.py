@@ -94,7 +94,7 @@ TRUTH = (
     "epsilon bills its noise by PLD. Noise decay by zCDP and tCDP, the baselines, have guarantees that hold but are "
     "loose, so that their noise costs less than they claim; at a true epsilon they are `growing mu`."
 )
-SMOKE = dict(dataset="random:28x28x1x10", delta=1e-5, batch_size=16, microbatch_size=None, epochs=0.5)
+SMOKE = dict(dataset="random:28x28x1x10", delta=1e-5, batch_size=16, microbatch_size=None, epochs=0.75)
 CNN: dict[str, Any] = dict(
     model="adadpigu_cnn_printed", epochs=1.0, batch_size=512, microbatch_size=None, clip_norm=0.1, momentum=0.9
 )

@@ -14,6 +14,8 @@ from examples.papers.experiment import TUNING_SEED, Experiment, Fields, Row
 from examples.runs import NotRun, Runs
 from examples.tasks import TASKS
 
+SMOKE_NOISE = 1.0  # a noise multiplier
+
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
@@ -35,9 +37,9 @@ def run(
     """All outcomes, from runs that are there or are made now; runs of equal configurations are one run.
 
     The trials come first, then the rows at `tune_at`, then the others. changes: of all configurations.
-    smoke: no trials, two rows, and one run of each: with the paper's noise, if it has one, in place of its epsilon.
+    smoke: no trials, two rows, and one run of each, with SMOKE_NOISE; runs are named by their configurations.
     """
-    made = _Made(experiment, runs, changes, named_by_content=smoke)
+    made = _Made(experiment, runs, changes, smoke=smoke)
     rows = experiment.smoked() if smoke else list(experiment.rows)
     outcomes = []
     for row in rows:
@@ -46,7 +48,7 @@ def run(
     first, second = ("epsilon", "noise")
     order = [(one, kind) for kind in (first, second) for one in outcomes if kind == first or one.row.noise is not None]
     if smoke:
-        order = [(one, first if one.row.noise is None else second) for one in outcomes]
+        order = [(one, first) for one in outcomes]
     for one, kind in sorted(order, key=lambda pair: pair[0].row.claimed != experiment.tune_at):
         results = one.at_epsilon if kind == first else one.at_noise
         if one.choice is None:
@@ -60,9 +62,8 @@ def run(
 class _Made:
     """The runs of one experiment."""
 
-    def __init__(self, experiment: Experiment, runs: Runs, changes: Fields, *, named_by_content: bool):
-        self.experiment, self.runs, self.changes = experiment, runs, changes
-        self.named_by_content = named_by_content
+    def __init__(self, experiment: Experiment, runs: Runs, changes: Fields, *, smoke: bool):
+        self.experiment, self.runs, self.changes, self.smoke = experiment, runs, changes, smoke
         self.names: dict[str, str] = {}  # of the runs, by their configurations
 
     @functools.cached_property
@@ -84,11 +85,14 @@ class _Made:
         return row.noise(config, sampling.divisor / self.examples, config.steps_of(sampling, self.examples))
 
     def result(self, row: Row, choice: Fields, seed: int, kind: str) -> dict[str, Any]:
-        budget = {"epsilon": row.claimed} if kind == "epsilon" else {"noise_multiplier": self.noise(row, choice)}
+        if self.smoke:
+            budget = {"noise_multiplier": SMOKE_NOISE}
+        else:
+            budget = {"epsilon": row.claimed} if kind == "epsilon" else {"noise_multiplier": self.noise(row, choice)}
         config = self.config(row, choice, seed, **budget)
         content = json.dumps(config.as_dict(), sort_keys=True)
         words = f"{row.label}-{row.grid.index(choice)}-{kind}-{row.claimed:g}-{seed}"
-        if self.named_by_content:
+        if self.smoke:
             words = hashlib.sha256(content.encode()).hexdigest()[:16]
         return self.runs.result(self.names.setdefault(content, words), config)
 
