@@ -12,7 +12,7 @@ from examples.config import Config
 from examples.papers.experiment import Experiment, Row
 
 ORDERS = np.arange(2, 32, 0.1)
-LEARNING_RATES = (8.0, 16.0)
+LEARNING_RATES = (4.0, 8.0)
 
 
 def noise_by_moments(config: Config, rate: float, steps: int) -> float:
@@ -75,10 +75,10 @@ TRUTH_4 = (
     "batches of {batch:,}."
 )
 CNN: dict[str, Any] = dict(
-    model="adadpigu_cnn_printed", epochs=1.0, batch_size=512, microbatch_size=None, clip_norm=0.1, momentum=0.9
+    model="adadpigu_cnn_printed", epochs=6.0, batch_size=2048, microbatch_size=128, clip_norm=0.1, momentum=0.9
 )
 CNN |= {"delta": 1e-5, "learning_rate": 8.0}
-DIGITS = CNN | {"dataset": "mnist5k", "epochs": 8.0, "batch_size": 400}
+DIGITS = CNN | {"dataset": "mnist5k", "epochs": 8.0, "batch_size": 400, "microbatch_size": None}
 COLOR = CNN | {"dataset": "cifar10", "model": "adadpigu_cifar_cnn", "epochs": 30.0}
 MNIST = {"dataset": "mnist", "epochs": 200.0, "batch_size": 1000, "microbatch_size": 128}
 STAND_IN = (

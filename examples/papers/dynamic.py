@@ -96,7 +96,7 @@ TRUTH = (
 )
 SMOKE = dict(dataset="random:28x28x1x10", delta=1e-5, batch_size=16, microbatch_size=None, epochs=0.75)
 CNN: dict[str, Any] = dict(
-    model="adadpigu_cnn_printed", epochs=1.0, batch_size=512, microbatch_size=None, clip_norm=0.1, momentum=0.9
+    model="adadpigu_cnn_printed", epochs=6.0, batch_size=2048, microbatch_size=128, clip_norm=0.1, momentum=0.9
 )
 TABLE_1 = Experiment(
     name="dynamic-table-1",
@@ -112,7 +112,7 @@ TABLE_1 = Experiment(
             "both": (78.50, 83.22, 83.81),
         },
         (0.4, 1.2, 2.0),
-        8.0,
+        4.0,
     ),
     truth=TRUTH,
     tune_at=2.0,
@@ -122,7 +122,7 @@ TABLE_1 = Experiment(
 TABLE_1_MNIST = Experiment(
     name="dynamic-table-1-mnist",
     title="noise and clip norm that fall, on MNIST with a CNN",
-    common=CNN | dict(dataset="mnist5k", delta=1 / 40_000, epochs=8.0, batch_size=400),
+    common=CNN | dict(dataset="mnist5k", delta=1 / 40_000, epochs=8.0, batch_size=400, microbatch_size=None),
     rows=rows(
         {
             "DP-SGD": (91.18, 93.80, 95.50),
