@@ -181,7 +181,7 @@ def test_prints_its_pipeline():
         ({"clip_norm": {"w": 1.0, "b": -1.0}}, "clip_norm"),
         ({"clip_norm": {}}, "clip_norm must hold"),
         ({"clip_norm": 1e20}, "clip_norm must be .* got 1e[+]20"),
-        ({"clip_norm": "1"}, None),
+        ({"clip_norm": "1"}, "clip_norm must be .* got '1'"),
         ({"noise_multiplier": -0.1}, "noise_multiplier.*got -0.1"),
         ({"noise_multiplier": float("inf")}, "noise_multiplier"),
         ({"noise_multiplier": [1.0, 2.0]}, "noise_multiplier"),
@@ -189,9 +189,6 @@ def test_prints_its_pipeline():
     ],
 )
 def test_bad_configuration(changes, message):
-    if message is None:
-        assert str(dp_sgd(**changes)) == str(dp_sgd(clip_norm=1.0)) != str(dp_sgd())  # a number in words is a number
-        return
     with pytest.raises(ValueError, match=message):
         dp_sgd(**changes)
 
