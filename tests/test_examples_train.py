@@ -17,6 +17,7 @@ from dpx import catalog, keys
 from examples import data, fashion_mnist, loop, methods, records, train
 from examples.config import Config
 from examples.methods import METHODS
+from examples.papers import experiments
 from examples.tasks import images
 
 ROOT = Path(__file__).parents[1]
@@ -328,7 +329,14 @@ def test_the_command_line_end_to_end_and_its_resumption(tmp_path, capsys):
     assert "epochs was 1.0, now 2.0" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("method", METHODS)
+SMOKED = {
+    experiment.config(row, row.grid[0], 0, experiment.smoke, epsilon=1.0).method
+    for experiment in experiments().values()
+    for row in experiment.smoked()
+}  # these train in tests/test_examples_papers.py
+
+
+@pytest.mark.parametrize("method", sorted(set(METHODS) - SMOKED))
 def test_every_method_trains(tmp_path, method):
     result = run(tmp_path, method=method, epochs=0.5)
     assert result.steps == 7 and 0 < result.epsilon < 100
