@@ -23,6 +23,16 @@ def test_smoke(name, capsys, promoting, folder):
     assert f"{name}: its program works" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", experiments())
+def test_every_row_has_a_configuration(name):
+    """Every trial, of the stand-in, of the paper's data and of smoke: `Config` refuses at construction what cannot run."""
+    experiment = experiments()[name]
+    for row in experiment.rows:
+        for choice in row.grid:
+            for changes in ({}, experiment.real, experiment.smoke):
+                assert experiment.config(row, choice, 0, changes, epsilon=row.claimed).epsilon == row.claimed
+
+
 def test_all_are_listed(capsys):
     assert command.main([]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(experiments())

@@ -77,10 +77,10 @@ class Experiment:
             return row
         return next(one for one in self.rows if one.label == row.label and one.claimed == self.tune_at)
 
-    def smoked(self) -> list[Row]:
-        """One row of the baseline and one of the paper's own method, which is the last label, at their last epsilon."""
-        last = self.rows[-1]
-        return [row for row in self.rows if row.label in (self.baseline, last.label) and row.claimed == last.claimed]
+    @property
+    def smoked(self) -> Row:
+        """The row that `--smoke` runs: the paper's own method, which is the last label."""
+        return self.rows[-1]
 
     def config(self, row: Row, choice: Fields, seed: int, changes: Fields, **budget: Any) -> Config:
         """The run of a row. budget: epsilon or noise_multiplier. Options of the method and of the task are merged."""

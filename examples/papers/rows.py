@@ -37,10 +37,10 @@ def run(
     """All outcomes, from runs that are there or are made now; runs of equal configurations are one run.
 
     The trials come first, then the rows at `tune_at`, then the others. changes: of all configurations.
-    smoke: no trials, two rows, and one run of each, with SMOKE_NOISE; runs are named by their configurations.
+    smoke: no trials, and one run of one row, with SMOKE_NOISE; runs are named by their configurations.
     """
     made = _Made(experiment, runs, changes, smoke=smoke)
-    rows = experiment.smoked() if smoke else list(experiment.rows)
+    rows = [experiment.smoked] if smoke else list(experiment.rows)
     outcomes = []
     for row in rows:
         choice = row.grid[0] if smoke else made.choice(experiment.tuned_row(row))
