@@ -25,7 +25,7 @@ def test_smoke(name, capsys, promoting, folder):
 
 @pytest.mark.parametrize("name", experiments())
 def test_every_row_has_a_configuration(name):
-    """Every trial, of the stand-in, of the paper's data and of smoke: `Config` refuses at construction what cannot run."""
+    """Every trial, of the stand-in, the paper's data and smoke: `Config` refuses at construction what cannot run."""
     experiment = experiments()[name]
     for row in experiment.rows:
         for choice in row.grid:
