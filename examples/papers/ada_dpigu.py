@@ -75,7 +75,7 @@ TRUTH_4 = (
     "batches of {batch:,}."
 )
 CNN: dict[str, Any] = dict(
-    model="adadpigu_cnn_printed", epochs=6.0, batch_size=2048, microbatch_size=128, clip_norm=0.1, momentum=0.9
+    model="adadpigu_cnn_printed", epochs=2.0, batch_size=1024, microbatch_size=512, clip_norm=0.1, momentum=0.9
 )
 CNN |= {"delta": 1e-5, "learning_rate": 8.0}
 DIGITS = CNN | {"dataset": "mnist5k", "epochs": 8.0, "batch_size": 400, "microbatch_size": None}

@@ -96,7 +96,7 @@ TRUTH = (
 )
 SMOKE = dict(dataset="random:28x28x1x10", delta=1e-5, batch_size=16, microbatch_size=None, epochs=0.75)
 CNN: dict[str, Any] = dict(
-    model="adadpigu_cnn_printed", epochs=6.0, batch_size=2048, microbatch_size=128, clip_norm=0.1, momentum=0.9
+    model="adadpigu_cnn_printed", epochs=2.0, batch_size=1024, microbatch_size=512, clip_norm=0.1, momentum=0.9
 )
 TABLE_1 = Experiment(
     name="dynamic-table-1",
