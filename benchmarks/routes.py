@@ -47,6 +47,8 @@ class Features(NamedTuple):
     """Patch features of an image, averaged over views and whitened by those of public images.
 
     count: of public images. patches: False for the square roots of scattering. directions: the leading ones only.
+    own: whitened by the covariance of the private images, with noise of so many times what one image adds to it at
+        most; None: by that of the public images.
     """
 
     count: int = whitening.RANDOM_COUNT
@@ -55,6 +57,7 @@ class Features(NamedTuple):
     patches: bool = True
     ridge: float = whitening.RIDGE
     directions: int | None = None
+    own: float | None = None
 
 
 class Group(NamedTuple):
@@ -92,6 +95,8 @@ OF_FEATURES = {
     "one view, square roots of scattering, no patches": Features(patches=False),
     "one view and its mirror image": Features(mirrored=True),
     "two shifts, no mirror images": Features(shifts=whitening.SHIFTS),
+    "one view, covariance of the private images (not private)": Features(own=0.0),
+    "one view, the same with a noise multiplier of 10, at no cost": Features(own=10.0),
     "four shifts, and their mirror images": Features(shifts=((0, 0), (0, 2), (2, 0), (2, 2)), mirrored=True),
 }
 GROUPS = (
@@ -183,11 +188,32 @@ def rows_of(made: Features, data_dir: Path | None, cache_dir: Path) -> np.ndarra
     if made == BEST:
         dataset = data.load("fashion_mnist", data_dir)
         return whitening.with_whitening(dataset, whitening.RANDOM, cache_dir).train_images[:, 0, 0]
-    public, private = described(*made[:4], data_dir)
+    public, private = described(made.count, made.shifts, made.mirrored, made.patches, data_dir)
     if made.directions:
         directions = np.linalg.eigh(np.cov(public.T.astype(np.float32)))[1][:, -made.directions :].astype(np.float32)
         public, private = public @ directions, private @ directions
-    return whitening.whitening_of(public, made.ridge)(private)[:, 0, 0]
+    if made.own is None:
+        return whitening.whitening_of(public, made.ridge)(private)[:, 0, 0]
+    return own_whitening(public, private, made.own, made.ridge)(private)[:, 0, 0]
+
+
+def own_whitening(public: np.ndarray, private: np.ndarray, noise: float, ridge: float) -> whitening.Whitening:
+    """By the second moments of the private features, (N, d), around the mean of the public ones.
+
+    Each row is clipped to the median norm of the public rows. Directions whose variance is below the largest that the
+    noise alone is expected to have get this variance.
+    """
+    mean = public.mean(0, dtype=np.float32)
+    norm = np.median(np.linalg.norm(public - mean, axis=1))
+    rows = private - mean
+    rows *= np.minimum(1, norm / np.linalg.norm(rows, axis=1, keepdims=True))
+    noise, dimension = noise * norm**2 / len(rows), rows.shape[1]
+    draws = np.triu(np.random.default_rng(whitening.SEED).standard_normal((dimension, dimension)))
+    moments = rows.T @ rows / len(rows) + noise * (draws + np.triu(draws, 1).T)
+    variances, directions = np.linalg.eigh(moments)
+    least = max(ridge * np.trace(moments) / dimension, 2 * noise * dimension**0.5)
+    matrix = directions / np.sqrt(np.maximum(variances, least))
+    return whitening.Whitening(mean, np.ascontiguousarray(matrix, np.float32))
 
 
 def trained(rows: np.ndarray, labels: np.ndarray, seed: int) -> float:
