@@ -882,6 +882,27 @@ UNITS = [
         "examples=len(labels),",
         "tests/test_examples_federated.py -k command_line",
     ),
+    Fault(
+        "text: a bag of words depends on the other texts",
+        "examples/text_data.py",
+        "zlib.crc32(word.encode()) % bins for word",
+        "(zlib.crc32(word.encode()) + len(rows)) % bins for word",
+        "tests/test_examples_language.py -k private_texts",
+    ),
+    Fault(
+        "language: the words are those of private texts",
+        "examples/tasks/language.py",
+        "(text for pair in pairs.public for text in pair)",
+        "(text for pair in pairs.train for text in pair)",
+        "tests/test_examples_language.py -k private_texts",
+    ),
+    Fault(
+        "language: private texts train the first parameters",
+        "examples/tasks/language.py",
+        "text_data.sequences(pairs.public, tokenizer",
+        "text_data.sequences(pairs.train, tokenizer",
+        "tests/test_examples_language.py -k private_texts",
+    ),
 ]
 
 

@@ -317,6 +317,26 @@ def test_a_text_run_resumes_bit_for_bit(tmp_path, monkeypatch, promoting):
         Config(**asdict(config) | {"task_options": {"lenght": 1}})
 
 
+def test_private_texts_choose_no_number_before_training(tmp_path, monkeypatch, promoting):
+    """Vocabulary and first parameters of the small GPT-2 come from public pairs, and a text is encoded by itself."""
+    public = [("red", "a red thing"), ("blue", "a blue thing")]
+    sizes = dict(vocabulary=8, width=4, layers=1, heads=2, pretrain=1, length=8)
+    common = dict(task="language", model="gpt2_mini", task_options=sizes)
+    config = Config(dataset="random:3", seed=1, noise_multiplier=1.0, **common)
+
+    def begun(train):
+        pairs = text_data.Pairs(name="made", public=public, train=train, test=[("red", ["a red thing"])])
+        monkeypatch.setattr(text_data, "load_pairs", lambda name, data_dir: pairs)
+        task = TASKS["language"].build(config, None, tmp_path, False)
+        return task.init(jax.random.key(0)), task.train[0][0]
+
+    private = [("blue", "a blue secret"), ("red", "a red thing")]
+    (params, tokens), (others, same) = map(begun, (private, private[:1]))
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), params, others)) and (tokens == same).all()
+    words = ["good good film", "bad film"]
+    np.testing.assert_array_equal(text_data.bags(words, 8)[0], text_data.bags(words[:1], 8)[0])
+
+
 def test_lora_trains_nothing_else(tmp_path, promoting):
     sizes = dict(vocabulary=12, width=4, layers=1, heads=2, pretrain=0, length=12, lora_rank=2)
     config = Config(
