@@ -27,7 +27,7 @@ from examples.tasks import images
 
 EPSILON, DELTA, SEEDS = 2.0, 1e-5, (0, 1, 2)
 EXAMPLES, TRAINED = 60_000, 50_000
-RATE, EPOCHS, LEARNING_RATE, CLIP_NORM, MOMENTUM = 8192 / EXAMPLES, 20, 6.96, 0.1, 0.9
+RATE, EPOCHS, LEARNING_RATE, CLIP_NORM, MOMENTUM = 8192 / EXAMPLES, 20, 20.89, 0.1, 0.7
 CLASSES = 10
 
 
@@ -69,19 +69,20 @@ class Group(NamedTuple):
     rate: float = RATE
 
 
-CEILING = Route(learning_rate=16.0, noise=0.0)
+CEILING = Route(learning_rate=48.0, noise=0.0)
 BEST, ONE_VIEW = Features(shifts=whitening.SHIFTS, mirrored=True), Features()
 SETTINGS = {
     "the recipe": Route(),
     "the recipe without noise (not private)": CEILING,
-    "learning rate 4": Route(learning_rate=4.0),
-    "learning rate 8": Route(learning_rate=8.0),
     "learning rate 12": Route(learning_rate=12.0),
-    "learning rate from 14 to 0": Route(learning_rate=14.0, last_rate=0.0),
+    "learning rate 16": Route(learning_rate=16.0),
+    "learning rate 28": Route(learning_rate=28.0),
+    "learning rate from 42 to 0": Route(learning_rate=42.0, last_rate=0.0),
     "clip norm 0.01": Route(clip_norm=0.01),
     "clip norm 1": Route(clip_norm=1.0),
     "no momentum, learning rate 70": Route(learning_rate=70.0, momentum=0.0),
-    "momentum 0.95, learning rate 3.5": Route(learning_rate=3.5, momentum=0.95),
+    "momentum 0.5, learning rate 35": Route(learning_rate=35.0, momentum=0.5),
+    "momentum 0.9, learning rate 7": Route(learning_rate=6.96, momentum=0.9),
     "labels smoothed by 0.1": Route(smoothing=0.1),
     "exponential mean of the weights, 0.95 a step": Route(averaged="exponential"),
     "mean of the weights of the last 30 % of the steps": Route(averaged="last 30 %"),
@@ -101,8 +102,8 @@ OF_FEATURES = {
 }
 GROUPS = (
     Group(BEST, SETTINGS),
-    Group(BEST, {"40 epochs, learning rate 3.5": Route(learning_rate=3.5)}, epochs=2 * EPOCHS),
-    Group(BEST, {"batches of 16,384, learning rate 10": Route(learning_rate=10.0)}, rate=2 * RATE),
+    Group(BEST, {"40 epochs, learning rate 10.5": Route(learning_rate=10.5)}, epochs=2 * EPOCHS),
+    Group(BEST, {"batches of 16,384, learning rate 30": Route(learning_rate=30.0)}, rate=2 * RATE),
     *(Group(made, {name: Route(), f"{name}, without noise": CEILING}) for name, made in OF_FEATURES.items()),
 )
 

@@ -19,8 +19,8 @@ def best(epsilon: float, examples: int) -> dict[str, Any]:
         "batch_size": max(1, round(SAMPLING_RATE * examples)),
         "microbatch_size": 512,  # the fastest on a CPU with float16 features
         "clip_norm": 0.1,
-        "learning_rate": min(16.0, round(4 * epsilon**0.8, 2)),
-        "momentum": 0.9,
+        "learning_rate": min(48.0, round(12 * epsilon**0.8, 2)),
+        "momentum": 0.7,
     }
 
 
