@@ -118,4 +118,4 @@ def test_the_table_of_the_frontier(tmp_path):
         (folder / "result.json").write_text(json.dumps({"result": result, "versions": {"dpx": "0"}}))
     text = frontier.table(tmp_path, rows)
     assert "| **55.00** (50.00, 60.00) | 1.9999 | 3.0000 | 9 | 2 | 89.34 DPSUR (b)" in text
-    assert "--learning-rate 6.96 " in text and "--features whitened" in text
+    assert "--learning-rate 20.89 " in text and "--features whitened" in text
