@@ -104,7 +104,7 @@ def test_the_recipe_can_be_changed(few, tmp_path, capsys):
     folder = tmp_path / "run"
     assert train.main([*words, "--epsilon", "3", "--seed", "1", "--output-dir", str(folder)]) == 0
     stored = json.loads((folder / "result.json").read_text())["config"]
-    assert stored["epochs"] == 0.5 and stored["features"] == "whitened" and stored["learning_rate"] == 9.63
+    assert stored["epochs"] == 0.5 and stored["features"] == "whitened" and stored["learning_rate"] == 1.46
     assert stored["batch_size"] == round(1437 * 8192 / 60000) and stored["model"] == "linear_from_zero"
 
 
