@@ -153,7 +153,21 @@ def stored_features(name: str, data_dir: str | Path | None) -> Dataset:
 
 
 BUNDLED = {"digits": digits, "mnist5k": mnist5k}
-NIST = {"mnist", "mnist5k", "emnist"}  # chosen from the same handwriting
+NIST = {"mnist", "mnist5k", "emnist", "mnist_corrupted", "binarized_mnist"}  # chosen from the same handwriting
+
+
+def family(name: str) -> str:
+    """The data set without its variant or version: "emnist/letters:3.1.0" is of "emnist"."""
+    return name.split("/")[0].split(":")[0]
+
+
+def require_others(what: str, public: np.ndarray, private: Dataset) -> None:
+    """Raises ValueError if any of the public images, uint8 (N, ...), is a private image."""
+    known = {image.tobytes() for image in private.train_images}
+    if shared := sum(image.tobytes() in known for image in public):
+        raise ValueError(
+            f"public images must not be private ones, but {shared} of {len(public)} of {what} are in {private.name}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from typing import Any
 
 from examples.config import Config
 from examples.loop import CACHE, run
+from examples.runs import finished as finished_run
 from examples.train import command
 
 SEEDS = (0, 1, 2)
@@ -102,7 +103,7 @@ def main() -> int:
     for setting in given.setting or SETTINGS:
         for seed in SEEDS:
             folder = folder_of(given.runs, setting, seed)
-            if (folder / "result.json").is_file():
+            if finished_run(folder, config_of(setting, seed)):
                 continue
             resume = (folder / "config.json").is_file()
             places = dict(data_dir=given.data_dir, cache_dir=given.cache_dir)

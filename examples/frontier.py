@@ -18,6 +18,7 @@ from examples.config import Config
 from examples.fashion_mnist import update
 from examples.loop import CACHE, run
 from examples.recipes import best
+from examples.runs import finished as finished_run
 from examples.train import command
 from examples.whitening import PUBLIC, RANDOM
 
@@ -127,11 +128,11 @@ def main() -> int:
     for seed in given.seeds:
         for row in (row for row in rows if row.epsilon in given.epsilon):
             folder = folder_of(given.runs, row, seed)
-            if (folder / "result.json").is_file():
+            config = config_of(row, seed, len(data.load(row.dataset, given.data_dir).train_images))
+            if finished_run(folder, config):
                 continue
-            examples = len(data.load(row.dataset, given.data_dir).train_images)
             result = run(
-                config_of(row, seed, examples),
+                config,
                 output_dir=folder,
                 resume=(folder / "config.json").is_file(),
                 data_dir=given.data_dir,

@@ -17,11 +17,6 @@ if TYPE_CHECKING:
 ITERATIONS = 5  # of the power method
 
 
-def family(name: str) -> str:
-    """The data set without its variant or version: "emnist/letters:3.1.0" is of "emnist"."""
-    return name.split("/")[0].split(":")[0]
-
-
 def arguments(config: Config, dataset: data.Dataset, data_dir, key: jax.Array) -> dict[str, Any]:
     """The arguments of the method's builder beside its options: none, or "basis", a subspace of public gradients.
 
@@ -31,7 +26,7 @@ def arguments(config: Config, dataset: data.Dataset, data_dir, key: jax.Array) -
     if "basis" not in METHODS[config.method].parameters:
         return {}
     name, count, rank = config.public, config.public_examples, config.public_rank
-    if name == config.dataset or {family(name), family(config.dataset)} <= data.NIST:
+    if name == config.dataset or {data.family(name), data.family(config.dataset)} <= data.NIST:
         raise ValueError(f"public must be a data set of other people than the private {config.dataset}, got {name}")
     if config.features != "none":
         raise ValueError(f"features must be none with method {config.method}, got {config.features!r}")
@@ -42,11 +37,7 @@ def arguments(config: Config, dataset: data.Dataset, data_dir, key: jax.Array) -
         )
     if not 1 <= count <= len(public):
         raise ValueError(f"public_examples must be in [1, {len(public)}] for {name}, got {count}")
-    private = {image.tobytes() for image in np.asarray(dataset.train_images)}
-    if shared := sum(image.tobytes() in private for image in np.asarray(public[:count])):
-        raise ValueError(
-            f"public images must not be private ones, but {shared} of {count} of {name} are in {config.dataset}"
-        )
+    data.require_others(name, public[:count], dataset)
     images = jax.image.resize(data.as_float(np.asarray(public[:count])), (count, *shape), "linear")
     labels = jax.random.randint(dpx.keys.stream(key, "public labels"), (count,), 0, dataset.classes)
     built = models.build(config.model, input_shape=shape, classes=dataset.classes, activation=config.activation)

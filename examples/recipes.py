@@ -14,6 +14,8 @@ def best(epsilon: float, examples: int) -> dict[str, Any]:
     test images, and not billed (docs/what_did_not_help.md). Other data sets get the same numbers, but a learning rate
     for their own noise: the noise of the mean gradient falls as epsilon times the number of examples grows.
     """
+    if not epsilon > 0:
+        raise ValueError(f"epsilon must be positive, got {epsilon}")
     learning_rate = 12 * (epsilon * examples / FASHION_MNIST) ** 0.8
     return {
         "features": "whitened",

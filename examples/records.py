@@ -1,6 +1,7 @@
 """The files of a run, beside its checkpoints. A file is complete, or it does not exist."""
 
 import json
+import math
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -84,3 +85,9 @@ class RunFolder:
         metric.legend(handles=lines, loc="lower right")
         metric.grid(alpha=0.3)
         figure.savefig(self.path / f"{headline.removeprefix('test_')}_and_epsilon.png", dpi=150)
+
+
+def rounded_up(epsilon: float) -> str:
+    """With three decimals, or three digits where it is small."""
+    digits = max(3, 2 - math.floor(math.log10(epsilon))) if 0 < epsilon < math.inf else 3
+    return f"{math.ceil(epsilon * 10**digits) / 10**digits:.{digits}f}" if epsilon < math.inf else "inf"

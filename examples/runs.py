@@ -40,7 +40,7 @@ class Runs:
     def result(self, name: str, config: Config) -> dict[str, Any]:
         name = name.replace(" + ", "-").replace(" ", "-").replace(",", "").lower()
         folder = self.folder / name
-        if not (folder / "result.json").is_file():
+        if finished(folder, config) is None:
             if time.monotonic() >= self.end:
                 raise NotRun(name)
             result = run(
@@ -63,6 +63,16 @@ class Runs:
         versions = json.loads(found.read_text())["versions"] if found else {"no run": "yet"}
         listed = ", ".join(f"{name} {version}" for name, version in versions.items())
         return f"`python -m {module}`, {time.strftime('%Y-%m-%d')}, seeds {', '.join(map(str, seeds))}; {listed}."
+
+
+def finished(folder: Path, config: Config) -> dict[str, Any] | None:
+    """The contents of result.json of the run in `folder`, or None; ValueError if it is a run of other settings."""
+    if not (folder / "result.json").is_file():
+        return None
+    found = json.loads((folder / "result.json").read_text())
+    if Config(**found["config"], seed=config.seed) != config:
+        raise ValueError(f"{folder} must hold a run of these settings, got another run; take another folder of runs")
+    return found
 
 
 def from_arguments(module: str, description: str | None, arguments: list[str] | None = None) -> Runs:

@@ -156,7 +156,7 @@ def summary(result: Result) -> str:
     value, name = result.metrics[result.headline], result.headline.replace("_", " ")
     said = f"{value:.2%}" if "accuracy" in name else f"{value:.4g}"
     return (
-        f"{name} {said}, epsilon {result.epsilon:.3f} at delta {result.delta:g}, "
+        f"{name} {said}, epsilon {records.rounded_up(result.epsilon)} at delta {result.delta:g}, "
         f"{result.steps} steps in {result.seconds:.0f} s; files in {result.output_dir}"
     )
 

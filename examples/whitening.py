@@ -73,12 +73,14 @@ def public_images(name: str, dataset: Dataset) -> np.ndarray:
     if name not in PUBLIC:
         raise ValueError(f"whitening must be one of {', '.join(PUBLIC)}; got {name!r}")
     others = name.split("+")[1:]
-    if others and {*others, dataset.name} <= data.NIST:
+    if others and {*others, data.family(dataset.name)} <= data.NIST:
         raise ValueError(f"whitening must use images of other people than the private {dataset.name}, got {name}")
     height, width, channels = dataset.train_images.shape[1:]
     found = [random_images(RANDOM_COUNT, height, width, channels, seed=SEED)]
     for other in others:
-        real = data.as_float(data.load(other).train_images).repeat(channels, 3)
+        images = data.load(other).train_images
+        data.require_others(other, images, dataset)
+        real = data.as_float(images).repeat(channels, 3)
         resized = jax.image.resize(real, (len(real), height, width, channels), "linear")
         found.append(np.rint(255 * np.asarray(resized)).astype(np.uint8))
     return np.concatenate(found)
@@ -119,7 +121,7 @@ def with_whitening(dataset: Dataset, name: str, cache_dir: str | Path, *, progre
     @functools.cache
     def fitted() -> tuple[Callable[[np.ndarray], np.ndarray], Whitening]:
         public = public_images(name, dataset)
-        described = description(public, mirrored=dataset.name not in CHARACTERS, progress=progress)
+        described = description(public, mirrored=data.family(dataset.name) not in CHARACTERS, progress=progress)
         return described, whitening_of(described(public))
 
     def whitened(images: np.ndarray) -> np.ndarray:

@@ -883,6 +883,27 @@ UNITS = [
         "tests/test_examples_federated.py -k command_line",
     ),
     Fault(
+        "whitening: a version of the private images' data set is public",
+        "examples/whitening.py",
+        "{*others, data.family(dataset.name)} <= data.NIST",
+        "{*others, dataset.name} <= data.NIST",
+        "tests/test_examples_whitening.py -k handwriting",
+    ),
+    Fault(
+        "whitening: private images under another name are public",
+        "examples/whitening.py",
+        "        data.require_others(other, images, dataset)\n",
+        "",
+        "tests/test_examples_whitening.py -k handwriting",
+    ),
+    Fault(
+        "runs: a run of other settings is shown",
+        "examples/runs.py",
+        'if Config(**found["config"], seed=config.seed) != config:',
+        "if False:",
+        "tests/test_examples_papers.py -k other_settings",
+    ),
+    Fault(
         "text: a bag of words depends on the other texts",
         "examples/text_data.py",
         "zlib.crc32(word.encode()) % bins for word",

@@ -26,11 +26,19 @@ def test_smoke(name, capsys, promoting, folder):
 @pytest.mark.parametrize("name", experiments())
 def test_every_row_has_a_configuration(name):
     """Every trial, of the stand-in, the paper's data and smoke: `Config` refuses at construction what cannot run."""
-    experiment = experiments()[name]
-    for row in experiment.rows:
-        for choice in row.grid:
-            for changes in ({}, experiment.real, experiment.smoke):
-                assert experiment.config(row, choice, 0, changes, epsilon=row.claimed).epsilon == row.claimed
+    ours = experiments()[name]
+    real = ours.on_real_data
+    for experiment, changes in ((ours, {}), (ours, ours.smoke), (real, {})):
+        found = [
+            experiment.config(row, choice, 0, changes, epsilon=row.claimed)
+            for row in experiment.rows
+            for choice in row.grid
+        ]
+        assert [config.epsilon for config in found] == [row.claimed for row in ours.rows for _ in row.grid]
+    # What the rows vary here, they vary with the paper's data too.
+    kinds = [len({repr(one.config(row, row.grid[0], 0, {}, epsilon=1.0)) for row in one.rows}) for one in (ours, real)]
+    assert kinds[0] == kinds[1]
+    assert not ours.real or real.common["dataset"] == ours.real.get("dataset", ours.common["dataset"])
 
 
 def test_all_are_listed(capsys):
@@ -68,7 +76,9 @@ def runs(monkeypatch, tmp_path):
         accuracy = ACCURACIES[config.seed][config.activation == "relu"] + 0.1 * (config.learning_rate == 2.0)
         result = {"headline": "test_accuracy", "metrics": {"test_accuracy": accuracy}, "epsilon": 2.5}
         output_dir.mkdir(parents=True)
-        stored = {"result": result | {"noise_multiplier": config.noise_multiplier or 0.9}, "versions": {}}
+        own = {name: value for name, value in config.as_dict().items() if name != "seed"}
+        result |= {"noise_multiplier": config.noise_multiplier or 0.9}
+        stored = {"result": result, "config": own, "versions": {}}
         (output_dir / "result.json").write_text(json.dumps(stored))
         return types.SimpleNamespace(**result, seconds=0.0)
 
@@ -77,7 +87,7 @@ def runs(monkeypatch, tmp_path):
 
 
 def test_the_table_has_the_papers_figures_beside_ours(runs, tmp_path):
-    outcomes = rows.run(TINY, runs, range(3), {})
+    outcomes = rows.run(TINY, runs, range(3))
     _, _, first, second = page.table(TINY, outcomes).splitlines()
     cells = [cell.strip() for cell in first.split("|")[1:-1]]
     each = "**70.00** (70.00, 70.00, 70.00)"
@@ -93,12 +103,19 @@ def test_the_table_has_the_papers_figures_beside_ours(runs, tmp_path):
 
 
 def test_runs_that_are_missing_are_said_to_be(runs):
-    rows.run(TINY, runs, range(1), {})
+    rows.run(TINY, runs, range(1))
     late = Runs(runs.folder, minutes=0)
-    table = page.table(TINY, rows.run(TINY, late, range(3), {}))
+    table = page.table(TINY, rows.run(TINY, late, range(3)))
     assert "**70.00** (70.00)" in table and "-10.00" in table
-    table = page.table(TINY, rows.run(TINY, Runs(runs.folder / "none", minutes=0), range(3), {}))
+    table = page.table(TINY, rows.run(TINY, Runs(runs.folder / "none", minutes=0), range(3)))
     assert table.count("not run") == 5  # 2 rows, 2 choices, and the paper's noise
+
+
+def test_a_run_of_other_settings_is_refused(runs):
+    made = [TINY.config(TINY.rows[0], GRID[0], 0, {}, noise_multiplier=noise) for noise in (1.0, 2.0)]
+    assert runs.result("one", made[0]) == runs.result("one", made[0])
+    with pytest.raises(ValueError, match="must hold a run of these settings, got another run"):
+        runs.result("one", made[1])
 
 
 def test_the_noise_of_the_papers_own_accounting():

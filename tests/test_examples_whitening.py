@@ -92,8 +92,11 @@ def test_features_of_an_image_depend_on_no_other_private_image(few, tmp_path):
 
 
 def test_the_same_handwriting_is_not_public():
-    with pytest.raises(ValueError, match="other people"):
-        whitening.public_images("random_images+mnist5k", dataclasses.replace(data.load("digits"), name="mnist5k"))
+    for name in ("mnist5k", "mnist:3.0.1", "emnist/letters", "mnist_corrupted/identity"):
+        with pytest.raises(ValueError, match="other people"):
+            whitening.public_images("random_images+mnist5k", dataclasses.replace(data.load("digits"), name=name))
+    with pytest.raises(ValueError, match="must not be private ones, but 4000 of 4000 of mnist5k are in mine"):
+        whitening.public_images("random_images+mnist5k", dataclasses.replace(data.load("mnist5k"), name="mine"))
     with pytest.raises(ValueError, match="whitening must be one of"):
         whitening.public_images("fashion_mnist", data.load("digits"))
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import sqrt
+from math import ceil, sqrt
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,7 +49,7 @@ class Plan:
             f"epsilon {self.epsilon:g} at delta {self.delta:g}, {self.examples} examples, Poisson sampling; the noise"
         )
         rows = [
-            f"{run.batch_size:10} {run.epochs:8.4g} {run.steps:7} {run.noise_multiplier:16.4f} "
+            f"{run.batch_size:10} {run.epochs:8.4g} {run.steps:7} {ceil(1e4 * run.noise_multiplier) / 1e4:16.4f} "
             f"{run.step_noise:11.3e} {run.epoch_noise:11.3e} {run.run_noise:11.3e}"
             for run in self.runs
         ]

@@ -12,7 +12,7 @@ from examples.papers import experiments, page, rows
 from examples.papers.experiment import Experiment
 from examples.runs import ONLY_AT_THE_END, Runs
 
-RESULTS, RUNS = Path("benchmarks/results/papers"), Path("runs/papers")
+RESULTS, RUNS, SEEDS = Path("benchmarks/results/papers"), Path("runs/papers"), 3
 
 
 def parser() -> argparse.ArgumentParser:
@@ -20,7 +20,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("names", nargs="*", metavar="NAME", help="without a name, all are listed")
     made.add_argument("--all", action="store_true", help="all of them")
     made.add_argument(
-        "--seeds", type=int, default=3, help="how many, from 0 (default %(default)s); they are public here"
+        "--seeds", type=int, default=SEEDS, help="how many, from 0 (default %(default)s); they are public here"
     )
     made.add_argument("--smoke", action="store_true", help="one tiny run of every kind, to try the program")
     made.add_argument("--real", action="store_true", help="the paper's own data, where the default is a stand-in")
@@ -31,7 +31,11 @@ def parser() -> argparse.ArgumentParser:
         help="start no run after them; 0 writes the page of the runs there are",
     )
     made.add_argument("--runs", type=Path, help="folder of the runs (default runs/papers; with --smoke, none is kept)")
-    made.add_argument("--results", type=Path, default=RESULTS, help="folder of the pages (default %(default)s)")
+    made.add_argument(
+        "--results",
+        type=Path,
+        help=f"folder of the pages (default {RESULTS}; that of the runs, if one is missing or there are fewer seeds)",
+    )
     made.add_argument("--data-dir", type=Path)
     made.add_argument("--cache-dir", type=Path, default=CACHE)
     return made
@@ -39,16 +43,18 @@ def parser() -> argparse.ArgumentParser:
 
 def make(experiment: Experiment, given: argparse.Namespace) -> Path:
     """Makes the runs and the page, which is returned."""
-    real = bool(given.real and experiment.real)
-    name = f"{experiment.name}-real" if real else experiment.name
     owner = experiments().get(experiment.same_runs_as, experiment)  # of the runs
+    if given.real and experiment.real:
+        owner = owner if owner.real == experiment.real else experiment
+        experiment, owner = experiment.on_real_data, owner.on_real_data
     every = None if owner.figure == "epochs" else ONLY_AT_THE_END
     places = {"data_dir": given.data_dir, "cache_dir": given.cache_dir}
-    folder = (given.runs or RUNS) / (owner.name + "-real" if real else owner.name)
-    runs = Runs(folder, evaluate_every=every, minutes=given.minutes, **places)
-    outcomes = rows.run(experiment, runs, range(given.seeds), experiment.real if real else {})
-    given.results.mkdir(parents=True, exist_ok=True)
-    return write(experiment, outcomes, runs, name, given)
+    runs = Runs((given.runs or RUNS) / owner.name, evaluate_every=every, minutes=given.minutes, **places)
+    outcomes = rows.run(experiment, runs, range(given.seeds))
+    missing = any(len(one.at_epsilon) < given.seeds for one in outcomes)
+    folder = given.results or (runs.folder if missing or given.seeds < SEEDS else RESULTS)
+    folder.mkdir(parents=True, exist_ok=True)
+    return write(experiment, outcomes, runs, given.seeds, folder)
 
 
 def smoke(experiment: Experiment, given: argparse.Namespace) -> Path:
@@ -59,18 +65,18 @@ def smoke(experiment: Experiment, given: argparse.Namespace) -> Path:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         runs = Runs((given.runs or folder) / "smoke", data_dir=given.data_dir, cache_dir=folder)
-        outcomes = rows.run(experiment, runs, range(1), experiment.smoke, smoke=True)
-        given = argparse.Namespace(**vars(given) | {"results": folder, "seeds": 1})
-        return write(experiment, outcomes, runs, experiment.name, given)
+        outcomes = rows.run(experiment, runs, range(1), experiment.smoke)
+        return write(experiment, outcomes, runs, 1, folder)
 
 
-def write(experiment: Experiment, outcomes: list[rows.Outcome], runs: Runs, name: str, given) -> Path:
-    plot = f"{name}.svg" if experiment.figure else None
+def write(experiment: Experiment, outcomes: list[rows.Outcome], runs: Runs, seeds: int, folder: Path) -> Path:
+    plot = f"{experiment.name}.svg" if experiment.figure else None
     if plot:
-        page.draw(experiment, outcomes, given.results / plot)
-    words = f"examples.papers {experiment.name} --seeds {given.seeds}" + (" --real" if name != experiment.name else "")
-    heading = runs.heading(words, range(given.seeds))
-    file = given.results / f"{name}.md"
+        page.draw(experiment, outcomes, folder / plot)
+    name, real = experiment.name.removesuffix("-real"), " --real" if experiment.name.endswith("-real") else ""
+    words = f"examples.papers {name} --seeds {seeds}{real}"
+    heading = runs.heading(words, range(seeds))
+    file = folder / f"{experiment.name}.md"
     file.write_text(page.page(experiment, outcomes, heading=heading, plot=plot))
     return file
 

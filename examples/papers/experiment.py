@@ -1,7 +1,7 @@
 """An experiment of a paper as data: the settings of its rows, the paper's figures, and what holds of its epsilon."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from examples.config import Config
@@ -19,6 +19,7 @@ class Row:
     noise: the noise multiplier that the paper's own accounting gives for `claimed`, or a function of (configuration,
         sampling rate, steps); None if the paper has none. The run with it is billed truly.
     grid: changes of the configuration, of which the best on the tuning seed is taken.
+    real: changes of config with the paper's own data.
     """
 
     label: str
@@ -27,6 +28,7 @@ class Row:
     claimed: float
     noise: float | Callable[[Config, float, int], float] | None = None
     grid: tuple[Fields, ...] = ({},)
+    real: Fields = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +38,8 @@ class Experiment:
     name: "dynamic-table-3". title: what it compares, in words. common: the fields of all rows.
     truth: what the paper's epsilon is, and what holds, with figures and the command or the page they come from.
     stand_in: which data are used in place of the paper's, and why; "" where they are the paper's.
-    real: changes for the paper's own data, which `--real` makes. smoke: changes that make a run last a second.
+    real: changes of common for the paper's own data, which `--real` makes.
+    smoke: changes that make a run last a second.
     tune_at: every label is tuned at this claimed epsilon; None: each row at its own.
     also: further metrics of the runs, in a table of their own.
     baseline: the label that the others are compared with, seed by seed.
@@ -82,11 +85,23 @@ class Experiment:
         """The row that `--smoke` runs: the paper's own method, which is the last label."""
         return self.rows[-1]
 
+    @property
+    def on_real_data(self) -> "Experiment":
+        """The experiment as `--real` runs it."""
+        rows = tuple(replace(row, config=merged(row.config, row.real)) for row in self.rows)
+        common = merged(self.common, self.real)
+        return replace(self, name=f"{self.name}-real", common=common, rows=rows, stand_in="")
+
     def config(self, row: Row, choice: Fields, seed: int, changes: Fields, **budget: Any) -> Config:
-        """The run of a row. budget: epsilon or noise_multiplier. Options of the method and of the task are merged."""
-        fields: dict[str, Any] = {}
-        for part in (self.common, row.config, choice, changes):
-            for name, value in part.items():
-                merged = name in ("method_options", "task_options") and name in fields
-                fields[name] = {**fields[name], **value} if merged else value
-        return Config(**fields | budget, seed=seed)
+        """The run of a row. budget: epsilon or noise_multiplier. changes: of all rows."""
+        return Config(**merged(self.common, row.config, choice, changes) | budget, seed=seed)
+
+
+def merged(*parts: Fields) -> dict[str, Any]:
+    """The last part that has a field says its value; options of the method and of the task are merged."""
+    fields: dict[str, Any] = {}
+    for part in parts:
+        for name, value in part.items():
+            options = name in ("method_options", "task_options") and name in fields
+            fields[name] = {**fields[name], **value} if options else value
+    return fields

@@ -9,6 +9,7 @@ from typing import Any
 
 from examples.papers.experiment import TUNING_SEED, Experiment
 from examples.papers.rows import Outcome
+from examples.records import rounded_up
 from examples.runs import described
 
 HEAD = (
@@ -37,7 +38,7 @@ def table(experiment: Experiment, outcomes: Sequence[Outcome]) -> str:
         if row.noise is not None:
             with_noise = NOT_RUN
         if one.at_noise:
-            noise, true = f"{one.at_noise[0]['noise_multiplier']:.4g}", f"**{one.at_noise[0]['epsilon']:.3f}**"
+            noise, true = f"{one.at_noise[0]['noise_multiplier']:.4g}", f"**{rounded_up(one.at_noise[0]['epsilon'])}**"
             with_noise = measured(scores(one.at_noise))
         if ours:
             own_noise, each = f"{one.at_epsilon[0]['noise_multiplier']:.4g}", measured(ours)

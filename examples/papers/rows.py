@@ -31,23 +31,22 @@ class Outcome:
     at_epsilon: list[dict[str, Any]]
 
 
-def run(
-    experiment: Experiment, runs: Runs, seeds: Sequence[int], changes: Fields, *, smoke: bool = False
-) -> list[Outcome]:
+def run(experiment: Experiment, runs: Runs, seeds: Sequence[int], smoke: Fields | None = None) -> list[Outcome]:
     """All outcomes, from runs that are there or are made now; runs of equal configurations are one run.
 
-    The trials come first, then the rows at `tune_at`, then the others. changes: of all configurations.
-    smoke: no trials, and one run of one row, with SMOKE_NOISE; runs are named by their configurations.
+    The trials come first, then the rows at `tune_at`, then the others.
+    smoke: changes of the configuration of one row, which is run once and without trials, with SMOKE_NOISE; runs are
+        named by their configurations.
     """
-    made = _Made(experiment, runs, changes, smoke=smoke)
-    rows = [experiment.smoked] if smoke else list(experiment.rows)
+    made, tried = _Made(experiment, runs, smoke), smoke is not None
+    rows = [experiment.smoked] if tried else list(experiment.rows)
     outcomes = []
     for row in rows:
-        choice = row.grid[0] if smoke else made.choice(experiment.tuned_row(row))
+        choice = row.grid[0] if tried else made.choice(experiment.tuned_row(row))
         outcomes.append(Outcome(row=row, choice=choice, at_noise=[], at_epsilon=[]))
     first, second = ("epsilon", "noise")
     order = [(one, kind) for kind in (first, second) for one in outcomes if kind == first or one.row.noise is not None]
-    if smoke:
+    if tried:
         order = [(one, first) for one in outcomes]
     for one, kind in sorted(order, key=lambda pair: pair[0].row.claimed != experiment.tune_at):
         results = one.at_epsilon if kind == first else one.at_noise
@@ -62,8 +61,8 @@ def run(
 class _Made:
     """The runs of one experiment."""
 
-    def __init__(self, experiment: Experiment, runs: Runs, changes: Fields, *, smoke: bool):
-        self.experiment, self.runs, self.changes, self.smoke = experiment, runs, changes, smoke
+    def __init__(self, experiment: Experiment, runs: Runs, smoke: Fields | None):
+        self.experiment, self.runs, self.smoke = experiment, runs, smoke
         self.names: dict[str, str] = {}  # of the runs, by their configurations
 
     @functools.cached_property
@@ -74,7 +73,7 @@ class _Made:
         return TASKS[config.task].build(config, *places, False).examples
 
     def config(self, row: Row, choice: Fields, seed: int, **budget: Any) -> Config:
-        return self.experiment.config(row, choice, seed, self.changes, **budget)
+        return self.experiment.config(row, choice, seed, self.smoke or {}, **budget)
 
     def noise(self, row: Row, choice: Fields) -> float:
         if not callable(row.noise):
@@ -85,14 +84,14 @@ class _Made:
         return row.noise(config, sampling.divisor / self.examples, config.steps_of(sampling, self.examples))
 
     def result(self, row: Row, choice: Fields, seed: int, kind: str) -> dict[str, Any]:
-        if self.smoke:
+        if self.smoke is not None:
             budget = {"noise_multiplier": SMOKE_NOISE}
         else:
             budget = {"epsilon": row.claimed} if kind == "epsilon" else {"noise_multiplier": self.noise(row, choice)}
         config = self.config(row, choice, seed, **budget)
         content = json.dumps(config.as_dict(), sort_keys=True)
         words = f"{row.label}-{row.grid.index(choice)}-{kind}-{row.claimed:g}-{seed}"
-        if self.smoke:
+        if self.smoke is not None:
             words = hashlib.sha256(content.encode()).hexdigest()[:16]
         return self.runs.result(self.names.setdefault(content, words), config)
 
