@@ -47,3 +47,10 @@ def pytest_sessionfinish():
 def promoting():
     with jax.numpy_dtype_promotion("standard"):
         yield
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Plots are made and not drawn, because a plot takes a third of a second and a test reads few of them."""
+    figure = pytest.importorskip("matplotlib.figure")
+    monkeypatch.setattr(figure.Figure, "savefig", lambda *arguments, **options: None)
