@@ -12,7 +12,7 @@ from typing import Any
 
 from dpx import catalog
 from examples import config as configuration
-from examples import data
+from examples import data, records
 from examples.config import Config
 from examples.data import BUNDLED, IDX
 from examples.loop import CACHE, Result, run

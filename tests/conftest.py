@@ -13,9 +13,19 @@ os.environ.setdefault("XLA_FLAGS", FLAGS)  # which the first computation reads
 share_contexts()
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_traceback_in_locations_limit", 0)  # no equation says where it was written, which takes time
+
+# Tracing makes many objects, and few of them are garbage. With Python's thresholds, a seventh of the time of the tests
+# is the search for it.
+gc.set_threshold(100_000, 20, 20)
 
 MAPPINGS = Path("/proc/self/maps")
 MOST_MAPPINGS = 25_000  # of memory; Linux allows a process 65,530, and a compiled program holds some
+
+
+def pytest_collection_finish():
+    """The modules and the tests stay until the end: no search looks at them again."""
+    gc.freeze()
 
 
 def pytest_runtest_teardown(item, nextitem):
@@ -27,7 +37,20 @@ def pytest_runtest_teardown(item, nextitem):
         gc.collect()
 
 
+def pytest_sessionfinish():
+    """One search for garbage, which may warn; pytest and Python search several times more, and find nothing."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def promoting():
     with jax.numpy_dtype_promotion("standard"):
         yield
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Plots are made and not drawn, because a plot takes a third of a second and a test reads few of them."""
+    figure = pytest.importorskip("matplotlib.figure")
+    monkeypatch.setattr(figure.Figure, "savefig", lambda *arguments, **options: None)

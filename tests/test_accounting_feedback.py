@@ -126,7 +126,7 @@ def test_more_is_dearer():
 
 def test_delta_and_epsilon_agree():
     for options in ({}, {"sampling": EPOCHS}, {"error_shift": math.inf, "feedback_shift": 0.1}):
-        made = event(**({"noise": 8.0} | options))
+        made = event(**({"noise": 8.0, "steps": 60} | options))
         relation = made.sampling.relation
         spent = accounting.event_epsilon(made, delta=1e-5, relation=relation)
         # two upper bounds, which leave out other numbers of participations
@@ -194,7 +194,7 @@ def test_enumeration_never_exceeds_the_recursion(steps, rate, error_shift, noise
 @pytest.mark.parametrize(("rate", "error_shift", "noise"), [(0.3, 1.0, 1.0), (0.05, 2.0, 2.0), (0.7, 0.5, 0.8)])
 def test_the_recursion_covers_adding_an_example(rate, error_shift, noise):
     """E (dQ/dP)^(a-1) under Q by quadrature, three steps; P with the example, Q without."""
-    grid = np.linspace(-8.5, 8.5, 120)
+    grid = np.linspace(-8.5, 8.5, 72)
     weights = stats.norm.pdf(grid)
     weights = weights / weights.sum()
     points = noise * np.stack(np.meshgrid(grid, grid, grid, indexing="ij"), -1).reshape(-1, 3)

@@ -449,7 +449,7 @@ def test_epsilon_over_steps_rises_and_ends_at_the_bill():
         (Mechanism(1.1), 10_000, "tightest"),  # 60,000 examples, 600 a batch
         (Mechanism(1.2), 400, "rdp"),
         (Mechanism(2.0, Poisson(1e-3)), 100, "pld"),
-        (Mechanism(2.0, decay=0.99), 100, "pld"),
+        (Mechanism(2.0, decay=0.97), 30, "pld"),
     ],
 )
 def test_delta_over_epsilon_is_smooth_and_that_of_single_bills(mechanism, steps, accountant):

@@ -237,7 +237,7 @@ def test_equal_bounds_are_equal_after_rounding():
     assert made.event(3).error_shift == 0
 
 
-def test_checkpoints_say_that_they_are_sensitive(tmp_path):
+def test_checkpoints_say_that_they_are_sensitive(tmp_path, undrawn):
     """The trainer: the method and its options, the mark on the checkpoints, and nothing of the error elsewhere."""
     options = {"outer_clip_norm": 1.5, "reset_every": 5}
     shared = dict(dataset="digits", seed=3, model="linear", noise_multiplier=4.0, batch_size=100, epochs=0.5)

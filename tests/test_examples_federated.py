@@ -18,7 +18,7 @@ TINY = (
 MODEL = models.Model(lambda key: np.ones((4, 5), np.float32), lambda params, image: image.reshape(-1) @ params)
 
 
-def test_a_run_from_the_command_line(tmp_path, capsys):
+def test_a_run_from_the_command_line(tmp_path, capsys, undrawn):
     assert federated.main([*TINY, "--output-dir", str(tmp_path)]) == 0
     page = capsys.readouterr().out
     assert "The 1437 images of digits belong to 40 users, who have" in page and "unit of privacy: one user" in page

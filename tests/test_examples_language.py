@@ -293,7 +293,7 @@ def test_metrics_by_hand():
 # ------------------------------------------------------------------ runs
 
 
-def test_a_text_run_resumes_bit_for_bit(tmp_path, monkeypatch, promoting):
+def test_a_text_run_resumes_bit_for_bit(tmp_path, monkeypatch, promoting, undrawn):
     common = dict(task="text", model="bag_mlp", task_options={"bins": 8, "hidden": 2}, batch_size=16, epochs=1.0)
     config = Config(dataset="random:3", seed=1, noise_multiplier=1.0, optimizer="adam", **common)
     places = dict(cache_dir=tmp_path, progress=False, checkpoint_every=2)
@@ -337,7 +337,7 @@ def test_private_texts_choose_no_number_before_training(tmp_path, monkeypatch, p
     np.testing.assert_array_equal(text_data.bags(words, 8)[0], text_data.bags(words[:1], 8)[0])
 
 
-def test_lora_trains_nothing_else(tmp_path, promoting):
+def test_lora_trains_nothing_else(tmp_path, promoting, undrawn):
     sizes = dict(vocabulary=12, width=4, layers=1, heads=2, pretrain=0, length=12, lora_rank=2)
     config = Config(
         dataset="random:12", seed=1, noise_multiplier=1.0, task="language", model="gpt2_mini", task_options=sizes

@@ -18,7 +18,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", experiments())
-def test_smoke(name, capsys, promoting, folder):
+def test_smoke(name, capsys, promoting, undrawn, folder):
     assert command.main(["--smoke", name, "--runs", str(folder)]) == 0
     assert f"{name}: its program works" in capsys.readouterr().out
 

@@ -25,6 +25,8 @@ SMALL: dict[str, Any] = dict(
     dataset="digits", seed=3, model="linear", noise_multiplier=2.0, batch_size=100, learning_rate=1.0, clip_norm=0.5
 )
 
+pytestmark = pytest.mark.usefixtures("undrawn")  # but the plot of the run that all tests share (`whole`) is drawn
+
 
 def run(folder, *, resume=False, **changes):
     settings: dict[str, Any] = SMALL | {"epochs": 2.0, "momentum": 0.9} | changes

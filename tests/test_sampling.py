@@ -222,7 +222,7 @@ def test_take_refuses_the_step_beyond_the_budget():
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
-    examples=st.one_of(st.integers(-5, 5), st.floats(allow_nan=True), st.none(), st.text(max_size=2)),
+    examples=st.one_of(st.integers(-5, 5), st.floats(allow_nan=True), st.none(), st.sampled_from(["", "5"])),
     batch_size=st.one_of(st.integers(-5, 10), st.floats(allow_nan=True, allow_infinity=True), st.none()),
 )
 def test_bad_sizes(examples, batch_size):
