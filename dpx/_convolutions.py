@@ -12,32 +12,12 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-CALLS = ("jit", "pjit")
+CALLS = ("jit", "pjit")  # the equations whose bodies `reordered` changes too
 
 
 def reordered(closed: core.ClosedJaxpr) -> Callable:
     """The function of a jaxpr, like `jax.extend.core.jaxpr_as_fun`, but with the axes of convolutions in that order."""
     return lambda *arguments: _evaluate(closed.jaxpr, closed.consts, arguments)
-
-
-def hides_convolutions(jaxpr: core.Jaxpr) -> bool:
-    """Whether a convolution is where `reordered` leaves it alone: in a loop, a branch, or under `jax.checkpoint`."""
-
-    def bodies(equation):
-        values = jax.tree.leaves(equation.params, is_leaf=lambda v: isinstance(v, core.Jaxpr | core.ClosedJaxpr))
-        return [getattr(v, "jaxpr", v) for v in values if isinstance(v, core.Jaxpr | core.ClosedJaxpr)]
-
-    def convolves(equation):
-        return equation.primitive.name == "conv_general_dilated" or any(
-            convolves(inner) for body in bodies(equation) for inner in body.eqns
-        )
-
-    return any(
-        any(map(hides_convolutions, bodies(equation)))
-        if equation.primitive.name in CALLS
-        else equation.primitive.name != "conv_general_dilated" and convolves(equation)
-        for equation in jaxpr.eqns
-    )
 
 
 def _evaluate(jaxpr: core.Jaxpr, constants, arguments) -> list[jax.Array]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend import core
 
-from dpx._convolutions import hides_convolutions
+from dpx._convolutions import CALLS
 from dpx.gradients import ghost
 
 Tree = Any  # a pytree of arrays
@@ -125,3 +125,13 @@ def _convolves(jaxpr) -> bool:
         equation.primitive.name == "conv_general_dilated" or any(map(_convolves, ghost.bodies(equation)))
         for equation in jaxpr.eqns
     )
+
+
+def hides_convolutions(jaxpr: core.Jaxpr) -> bool:
+    """Whether a convolution is where `reordered` leaves it alone: in a loop, a branch, or under `jax.checkpoint`."""
+
+    def hides(equation):
+        inside = hides_convolutions if equation.primitive.name in CALLS else _convolves
+        return any(map(inside, ghost.bodies(equation)))
+
+    return any(map(hides, jaxpr.eqns))
