@@ -87,7 +87,7 @@ def choose_microbatch_size(
         return Microbatches(size)
     else:
         largest = max(1, max(CACHE_BYTES, EXAMPLE_BYTES_PER_SUM_BYTE * sum_bytes) // example_bytes)
-    at_once = _without_rest(min(largest, size), size)
+    at_once = _without_rest(largest, size) if largest < size else size
     return Microbatches(at_once, f"all {size} would not fit in the CPU's cache" if at_once < size else "")
 
 
