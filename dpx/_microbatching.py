@@ -21,14 +21,20 @@ LARGEST_SEGMENTS = 8  # at most; each is compiled on its own on a CPU
 
 
 def sum_over_microbatches(
-    function: Callable, rows: Tree, microbatch_size: int, *, unroll: bool = False
+    function: Callable,
+    rows: Tree,
+    microbatch_size: int,
+    *,
+    unroll: bool = False,
+    in_loop: Callable[[core.ClosedJaxpr], Callable] = core.jaxpr_as_fun,
 ) -> tuple[Tree, Tree]:
     """Calls `function(ordered, rows) -> (sums, outputs)` for every microbatch; adds the sums, concatenates the outputs.
 
     rows: a pytree of arrays with the examples on axis 0; `function` gets at most `microbatch_size` of them.
     ordered: returns its argument unchanged, but makes this microbatch start after the previous one.
-    unroll: compile every microbatch separately, up to 64 of them, instead of a loop, because on a CPU XLA runs
-        convolutions slowly inside a loop, and copies the inputs of a loop.
+    unroll: compile every microbatch separately, up to 64 of them, instead of a loop, because on a CPU XLA copies the
+        inputs of a loop.
+    in_loop: from the jaxpr of a microbatch, the function that a loop calls.
     """
     size = jax.tree.leaves(rows)[0].shape[0]
     if 0 < size <= microbatch_size:
@@ -51,7 +57,7 @@ def sum_over_microbatches(
     else:
 
         def body(sums, rows):
-            results = core.jaxpr_as_fun(traced)(*jax.tree.leaves(rows))  # traced once, for the shapes and for the loop
+            results = in_loop(traced)(*jax.tree.leaves(rows))  # traced once, for the shapes and for the loop
             more, output = jax.tree.unflatten(jax.tree.structure(shapes), results)
             return jax.tree.map(jnp.add, sums, more), output
 

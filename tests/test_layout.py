@@ -14,6 +14,7 @@ MAY_IMPORT = {
     "_ordering": set(),
     "_states": set(),
     "_public_state": set(),
+    "_convolutions": set(),
     "_microbatching": {"_ordering"},
     "_stages": {"_numbers"},
     "schedules": {"_numbers"},
@@ -55,6 +56,7 @@ MAY_IMPORT = {
     },
     "gradients": {
         "_contributions",
+        "_convolutions",
         "_guards",
         "_microbatching",
         "_numbers",

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend import core
 
+from dpx._convolutions import CALLS
 from dpx.gradients import ghost
 
 Tree = Any  # a pytree of arrays
@@ -22,21 +23,28 @@ WHOLE_BATCH_BYTES = 4 * CACHE_BYTES  # below this, one pass over the whole batch
 EQUATION_NUMBERS_PER_WRITE = 4  # XLA fuses equations, so it writes about one of four numbers that they define
 EXAMPLE_BYTES_PER_SUM_BYTE = 12  # of a microbatch, at least, because every microbatch reads and writes all sums
 
+# The same for a loss with convolutions, which are fastest on few examples, because they copy their operands.
+CONVOLUTION_BYTES = 2**22
+CONVOLUTION_BYTES_PER_SUM_BYTE = 4
+CONVOLUTION_EXAMPLES = 8  # at least; with fewer, convolutions are slower
+
 
 class ForwardCost(NamedTuple):
     """Counts in the equations of the loss of one example, which predict its memory and time.
 
     numbers: int, how many numbers the equations define
     convolves: bool, True if one of them is a convolution
+    loops: bool, True if `_convolutions.reordered` finds all convolutions, so that none is slow in a loop on a CPU
     """
 
     numbers: int
     convolves: bool
+    loops: bool
 
 
 def forward_cost(jaxpr: core.Jaxpr) -> ForwardCost:
     """Counts in the jaxpr of the loss of one example."""
-    return ForwardCost(_numbers(jaxpr), _convolves(jaxpr))
+    return ForwardCost(_numbers(jaxpr), _convolves(jaxpr), not hides_convolutions(jaxpr))
 
 
 class Microbatches(NamedTuple):
@@ -59,8 +67,8 @@ def choose_microbatch_size(
     """How many of the `size` examples of a batch one microbatch holds: all, unless they do not fit in half of the
     device's memory, or fewer are known to be faster.
 
-    More is faster on an accelerator and on several devices. It is also faster for a loss with convolutions, because XLA
-    runs convolutions slowly inside a loop on a CPU.
+    More is faster on an accelerator and on several devices. It is also faster for a loss whose convolutions would be
+    slow in a loop on a CPU.
     """
     leaves = jax.tree.leaves(params)
     kept = sum(leaf.size for number, leaf in enumerate(leaves) if _keeps_gradients(plan, number))
@@ -69,11 +77,17 @@ def choose_microbatch_size(
     if memory and example_bytes * size > memory / 2:
         largest = max(1, memory // 2 // example_bytes)
         return Microbatches(_without_rest(largest, size), f"all {size} would not fit in half of the device's memory")
-    if platform != "cpu" or jax.device_count() > 1 or cost.convolves or example_bytes * size < WHOLE_BATCH_BYTES:
+    if platform != "cpu" or jax.device_count() > 1 or not cost.loops:
         return Microbatches(size)
     sum_bytes = 4 * sum(leaf.size for leaf in leaves)
-    largest = max(1, max(CACHE_BYTES, EXAMPLE_BYTES_PER_SUM_BYTE * sum_bytes) // example_bytes)
-    at_once = _without_rest(largest, size)
+    if cost.convolves:
+        filled = max(CONVOLUTION_BYTES, CONVOLUTION_BYTES_PER_SUM_BYTE * sum_bytes)
+        largest = max(CONVOLUTION_EXAMPLES, filled // example_bytes)
+    elif example_bytes * size < WHOLE_BATCH_BYTES:
+        return Microbatches(size)
+    else:
+        largest = max(1, max(CACHE_BYTES, EXAMPLE_BYTES_PER_SUM_BYTE * sum_bytes) // example_bytes)
+    at_once = _without_rest(largest, size) if largest < size else size
     return Microbatches(at_once, f"all {size} would not fit in the CPU's cache" if at_once < size else "")
 
 
@@ -111,3 +125,13 @@ def _convolves(jaxpr) -> bool:
         equation.primitive.name == "conv_general_dilated" or any(map(_convolves, ghost.bodies(equation)))
         for equation in jaxpr.eqns
     )
+
+
+def hides_convolutions(jaxpr: core.Jaxpr) -> bool:
+    """Whether a convolution is where `reordered` leaves it alone: in a loop, a branch, or under `jax.checkpoint`."""
+
+    def hides(equation):
+        inside = hides_convolutions if equation.primitive.name in CALLS else _convolves
+        return any(map(inside, ghost.bodies(equation)))
+
+    return any(map(hides, jaxpr.eqns))

@@ -33,8 +33,8 @@ def private_grad(
     loss: returns one real number, (), for one example, which has no batch axis.
     mechanism: a `dpx.Mechanism`. With one that `dpx.chain` builds, the updates are the optimizer's.
     microbatch_size: int, how many examples are in memory at once. None: all, but fewer if a batch would not fit in half
-        of the device's memory, or if that is faster on a CPU and the loss has no convolution. Microbatches run in a
-        loop; with convolutions, up to 64 are unrolled on a CPU.
+        of the device's memory, or if that is faster on a CPU. Microbatches run in a loop; if the loss has convolutions
+        in a loop or under `jax.checkpoint`, up to 64 are unrolled on a CPU.
     clipping: how the per-example norms are computed. "vmap": from the gradient of every example. "ghost": without it,
         for every parameter where that is possible. "auto": the cheaper of the two for each parameter, by an estimate
         from shapes. `dpx.explain` prints the choice.

@@ -8,8 +8,10 @@ from collections.abc import Callable
 from typing import Literal
 
 import jax
+from jax.extend import core
 
 from dpx._contributions import sum_contributions
+from dpx._convolutions import reordered
 from dpx._guards import require_real
 from dpx._microbatching import sum_over_microbatches
 from dpx._numbers import require_whole
@@ -88,8 +90,9 @@ def _in_microbatches(mechanism: Mechanism, microbatch_size, of_row, make_plan, g
         def microbatch(ordered, rows):
             return _sum_microbatch(plan, gradient, mechanism, ordered(params), state, *rows)
 
-        unroll = cost.convolves and platform == "cpu"
-        return sum_over_microbatches(microbatch, (rows, included), max(1, at_once), unroll=unroll)
+        unroll = platform == "cpu" and not cost.loops
+        in_loop = reordered if platform == "cpu" and cost.convolves else core.jaxpr_as_fun
+        return sum_over_microbatches(microbatch, (rows, included), max(1, at_once), unroll=unroll, in_loop=in_loop)
 
     return sum_rows
 

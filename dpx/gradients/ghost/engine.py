@@ -17,7 +17,7 @@ Tree = Any  # a pytree of arrays
 
 # The most float32 numbers of convolution patches in memory at once on a CPU: without a loop, and in one iteration of a
 # loop (benchmarks/step.py, benchmarks/memory.py).
-UNLOOPED_PATCH_NUMBERS, LOOPED_PATCH_NUMBERS = 2**21, 2**14
+UNLOOPED_PATCH_NUMBERS, LOOPED_PATCH_NUMBERS = 2**18, 2**15
 
 
 class Records(NamedTuple):
