@@ -24,7 +24,7 @@ def best(epsilon: float, examples: int) -> dict[str, Any]:
         "batch_size": max(1, round(SAMPLING_RATE * examples)),
         "microbatch_size": 512,  # the fastest on a CPU with float16 features
         "clip_norm": 0.1,
-        "learning_rate": min(48.0, float(f"{learning_rate:.4g}")),
+        "learning_rate": min(48.0, max(0.01, round(learning_rate, 2))),
         "momentum": 0.7,
     }
 
