@@ -76,14 +76,14 @@ def public_images(name: str, dataset: Dataset) -> np.ndarray:
     if others and {*others, data.family(dataset.name)} <= data.NIST:
         raise ValueError(f"whitening must use images of other people than the private {dataset.name}, got {name}")
     height, width, channels = dataset.train_images.shape[1:]
-    found = [random_images(RANDOM_COUNT, height, width, channels, seed=SEED)]
+    found = []
     for other in others:
         images = data.load(other).train_images
         data.require_others(other, images, dataset)
         real = data.as_float(images).repeat(channels, 3)
         resized = jax.image.resize(real, (len(real), height, width, channels), "linear")
         found.append(np.rint(255 * np.asarray(resized)).astype(np.uint8))
-    return np.concatenate(found)
+    return np.concatenate([random_images(RANDOM_COUNT, height, width, channels, seed=SEED), *found])
 
 
 def views_of(images: jax.Array, shifts: Sequence[tuple[int, int]], *, mirrored: bool) -> jax.Array:
