@@ -22,7 +22,7 @@ def augmented(
         constants, and must not look at other examples. The key, (), differs among examples, steps and views. A loss
         with random numbers of its own gets them from a view that holds a key.
     copies: int, at least 1; the time of a step grows by about this factor (benchmarks/augmented.py). On a CPU, a
-        `microbatch_size` whose views fit in the cache of a core, such as 64, is a tenth to a fifth faster.
+        `microbatch_size` whose views fit in the cache of a core, such as 64, can be a fifth faster.
 
     Raises ValueError for other `copies` and if `loss` or `augment` is not callable.
     De et al. 2022, https://arxiv.org/abs/2204.13650, section 3.2; Hoffer et al. 2020, https://arxiv.org/abs/1901.09335.
