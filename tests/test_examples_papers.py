@@ -118,6 +118,17 @@ def test_a_run_of_other_settings_is_refused(runs):
         runs.result("one", made[1])
 
 
+def test_runs_are_shared_for_equal_data_only(monkeypatch, tmp_path):
+    """CIFAR-10 and CIFAR-100 have one stand-in, but their own runs with --real."""
+    folders = []
+    (tmp_path / "page").write_text("")
+    monkeypatch.setattr(rows, "run", lambda experiment, runs, seeds: folders.append(runs.folder.name) or [])
+    monkeypatch.setattr(command, "write", lambda *given: tmp_path / "page")
+    for words in ([], ["--real"]):
+        assert command.main(["dice-table-3-cifar100", "--runs", str(tmp_path), "--results", str(tmp_path), *words]) == 0
+    assert folders == ["dice-table-3", "dice-table-3-cifar100-real"]
+
+
 def test_the_noise_of_the_papers_own_accounting():
     config: dict[str, Any] = dict(dataset="digits", seed=0, epsilon=2.0, delta=1 / 600_000)
     plain = dynamic.Config(**config)
