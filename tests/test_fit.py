@@ -15,8 +15,11 @@ import optax
 import pytest
 
 import dpx
+from dpx import catalog
 from dpx.fitting import steps as fitting_steps
 from tests import kills
+from tests.mechanisms import PARAMS as MECHANISM_PARAMS
+from tests.mechanisms import case_of_method
 
 RANDOM = np.random.default_rng(0)
 LABELS = np.arange(60) % 2
@@ -29,6 +32,10 @@ BUDGET = dpx.Budget(epsilon=4.0, delta=1e-5, steps=8, accountant="rdp")
 def loss(params, example):
     x, label = example
     return optax.softmax_cross_entropy_with_integer_labels(x @ params["w"] + params["b"], label)
+
+
+def mechanism_loss(params, x):
+    return jnp.sum(params["scale"] * jnp.tanh(x @ params["kernel"] + params["bias"]))
 
 
 def made(noise_multiplier=BUDGET, *, seed=5, sampling=SAMPLING, clip_norm=1.0, transform=None):
@@ -119,11 +126,27 @@ def test_the_arrays_of_the_caller_stay_and_a_step_is_compiled_once(monkeypatch):
             evaluate_every=1,
             callbacks=[seen.append],
         )
-        assert compiled[-1]._cache_size() == 1
+        assert [program._cache_size() for program, _ in compiled[-1].programs.values()] == [1]
         assert not params["b"].is_deleted()
         kept = jax.tree.leaves([(progress.params, progress.state) for progress in seen])
         assert not any(leaf.is_deleted() for leaf in kept)  # a callback may keep them
         assert [progress.step for progress in seen] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("name", ["dp_sgd", "d2p2_sgd", "random_freeze_sgd", "ada_dpigu", "dice_sgd"])
+def test_a_compiled_step_holds_no_key(name):
+    """So that what is stored of it is no secret, and two seeds share it."""
+    entry = next(entry for entry in catalog.METHODS if entry.name == name)
+    batch = dpx.Batch(np.ones((12, 4), np.float32), np.ones(12, bool))
+    texts = []
+    for key in map(dpx.secret_key, (5, 6)):
+        optimizer = dpx.chain(case_of_method(entry).make(key), optax.sgd(0.5))
+        carry = fitting_steps.begin(MECHANISM_PARAMS, optimizer, None)
+        step = fitting_steps.compiled_step(mechanism_loss, optimizer, fitting_steps.stay, carry, None, {}, whole=False)
+        program, closed_over = step.compiled((carry, batch))
+        assert len(closed_over) > 0
+        texts.append(program.lower(closed_over, carry, batch).as_text())
+    assert texts[0] == texts[1]
 
 
 def test_callbacks_see_the_run_and_can_end_it(tmp_path):

@@ -9,6 +9,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dpx.batches import Batch, Tree
+from dpx.fitting.compiling import Compiled
 from dpx.gradients import Unreleased, accumulate, private_grad
 from dpx.mechanism import Mechanism
 
@@ -73,7 +74,7 @@ def compiled_step(
         carry = Carry(optax.apply_updates(carry.params, found.updates), found.state)
         return carry, of_batch if whole else of_batch._replace(unreleased=None, included=None)
 
-    return jax.jit(step, donate_argnums=0, out_shardings=(_shardings(carry, sharding), None))
+    return Compiled(step, donate_argnums=(0,), out_shardings=(_shardings(carry, sharding), None))
 
 
 def compiled_step_in_chunks(
@@ -91,8 +92,8 @@ def compiled_step_in_chunks(
         of_batch = OfBatch(total / sums.unreleased_count.astype(jnp.float32).clip(1), None, None)
         return Carry(optax.apply_updates(carry.params, updates), state), of_batch
 
-    add = jax.jit(add, donate_argnums=(2, 3))
-    release = jax.jit(release, donate_argnums=0, out_shardings=(_shardings(carry, sharding), None))
+    add = Compiled(add, donate_argnums=(2, 3))
+    release = Compiled(release, donate_argnums=(0,), out_shardings=(_shardings(carry, sharding), None))
 
     def step(carry, chunks):
         sums, total = None, jnp.zeros((), jnp.float32)

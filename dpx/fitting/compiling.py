@@ -1,0 +1,39 @@
+"""`jax.jit` for functions with secrets: what they close over are arguments of the compiled program, not constants.
+
+So the program and every cache of it hold no noise key, and the runs of several seeds share one program.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+
+class Compiled:
+    """A function of pytrees of arrays, compiled once for each set of shapes.
+
+    The arrays of the arguments `donate_argnums` are deleted. out_shardings: of `jax.jit`.
+    """
+
+    def __init__(self, function: Callable, *, donate_argnums: Sequence[int], out_shardings: Any = None):
+        self.function, self.donate_argnums, self.out_shardings = function, donate_argnums, out_shardings
+        self.programs: dict[Any, tuple[Callable, list]] = {}  # with the arrays that they take first, by shapes
+
+    def __call__(self, *arguments):
+        leaves, structure = jax.tree.flatten(arguments)
+        shapes = structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+        if shapes not in self.programs:
+            self.programs[shapes] = self.compiled(arguments)
+        program, closed_over = self.programs[shapes]
+        return program(closed_over, *arguments)
+
+    def compiled(self, arguments: Any) -> tuple[Callable, list]:
+        traced, results = jax.make_jaxpr(self.function, return_shape=True)(*arguments)
+
+        def program(closed_over, *arguments):
+            leaves = jax.core.eval_jaxpr(traced.jaxpr, closed_over, *jax.tree.leaves(arguments))
+            return jax.tree.unflatten(jax.tree.structure(results), leaves)
+
+        program.__name__ = self.function.__name__  # for profiles
+        donated = tuple(1 + number for number in self.donate_argnums)
+        return jax.jit(program, donate_argnums=donated, out_shardings=self.out_shardings), traced.consts
