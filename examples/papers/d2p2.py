@@ -61,7 +61,7 @@ def row(
         label=label or method,
         config=config | own,
         claimed=claimed,
-        noise=None if noise is None else costing(noise),
+        noise=None if noise is None else "true" if noise == claimed else costing(noise),
         grid=tuple({"learning_rate": rate / scale} for rate in rates),
     )
 

@@ -34,7 +34,7 @@ TABLE_4 = Experiment(
         dataset="debian_packages",
         task="language",
         model="gpt2_mini",
-        task_options=dict(examples=4000, vocabulary=800, width=48, length=28, pretrain=100, generate=100),
+        task_options=dict(examples=4000, vocabulary=800, width=48, length=28, pretrain=1000, generate=200),
         delta=8e-6,
         optimizer="adamw",
         epochs=3.0,
@@ -63,7 +63,7 @@ TABLE_4 = Experiment(
     ),
     stand_in=(
         "Debian's packages (`examples.text_data.debian_packages`): name, section and tags are the slots, the short "
-        "description is the text. A GPT-2 of 2 layers and width 48, with 800 words, was trained for 100 steps on "
+        "description is the text. A GPT-2 of 2 layers and width 48, with 800 words, was trained for 1,000 steps on "
         "the packages of the public third without privacy, and is fine-tuned on 4,000 of the private ones. The "
         "paper fine-tunes GPT-2 with 124 million parameters on the restaurants of E2E, so the figures cannot be "
         "compared; only the order of the methods can. Unlike the paper's, our learning rate does not change. "

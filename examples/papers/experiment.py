@@ -17,7 +17,8 @@ class Row:
     label: of the method, in the table and the plot. config: its fields beside those of the experiment, no budget.
     published: the paper's figure, in percent for accuracies. claimed: the epsilon that the paper states for it.
     noise: the noise multiplier that the paper's own accounting gives for `claimed`, or a function of (configuration,
-        sampling rate, steps); None if the paper has none. The run with it is billed truly.
+        sampling rate, steps); None if the paper has none. "true": its accounting is exact, so its runs are those at
+        `claimed`. The run with it is billed truly.
     grid: changes of the configuration, of which the best on the tuning seed is taken.
     real: changes of config with the paper's own data.
     """
@@ -26,7 +27,7 @@ class Row:
     config: Fields = field(default_factory=dict)
     published: float | None = None
     claimed: float
-    noise: float | Callable[[Config, float, int], float] | None = None
+    noise: float | Callable[[Config, float, int], float] | Literal["true"] | None = None
     grid: tuple[Fields, ...] = ({},)
     real: Fields = field(default_factory=dict)
 

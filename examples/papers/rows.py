@@ -43,9 +43,12 @@ def run(experiment: Experiment, runs: Runs, seeds: Sequence[int], smoke: Fields 
     outcomes = []
     for row in rows:
         choice = row.grid[0] if tried else made.choice(experiment.tuned_row(row))
-        outcomes.append(Outcome(row=row, choice=choice, at_noise=[], at_epsilon=[]))
+        at_epsilon: list[dict[str, Any]] = []
+        at_noise = at_epsilon if row.noise == "true" else []
+        outcomes.append(Outcome(row=row, choice=choice, at_noise=at_noise, at_epsilon=at_epsilon))
     first, second = ("epsilon", "noise")
-    order = [(one, kind) for kind in (first, second) for one in outcomes if kind == first or one.row.noise is not None]
+    own = [one for one in outcomes if one.row.noise not in (None, "true")]
+    order = [(one, first) for one in outcomes] + [(one, second) for one in own]
     if tried:
         order = [(one, first) for one in outcomes]
     for one, kind in sorted(order, key=lambda pair: pair[0].row.claimed != experiment.tune_at):
@@ -77,7 +80,7 @@ class _Made:
 
     def noise(self, row: Row, choice: Fields) -> float:
         if not callable(row.noise):
-            assert row.noise is not None
+            assert row.noise is not None and not isinstance(row.noise, str)
             return row.noise
         config = self.config(row, choice, 0, epsilon=row.claimed)
         sampling = config.sampling_of(self.examples)
