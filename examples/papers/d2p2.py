@@ -161,7 +161,7 @@ def noise_levels(number: int, title: str, **more: Any) -> Experiment:
     return Experiment(
         name=f"d2p2-figure-{number}",
         title=title,
-        common=CNN | {"dataset": "fashion_mnist"} | SHORT,
+        common=CNN | {"dataset": "fashion_mnist"} | SHORT | {"epochs": 0.5, "batch_size": 256},
         rows=tuple(rows),
         truth=TRUTH.format(
             noise=", ".join(map(str, OTHER_NOISE)),
@@ -169,7 +169,7 @@ def noise_levels(number: int, title: str, **more: Any) -> Experiment:
             falling=", ".join(str(falling) for _, falling in OTHER_NOISE.values()),
         ),
         real=PAPER_LENGTH,
-        stand_in=FASHION["stand_in"],
+        stand_in=SHORTER.format(epochs="half an epoch", batch=256),
         smoke=SMOKE,
         figure="epsilon",
         **more,
