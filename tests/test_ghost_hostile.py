@@ -372,3 +372,14 @@ def test_a_place_counted_from_the_end_is_counted_once():
     for place, c in zip(*examples, strict=True):
         found = step((place[None], c[None])).updates[0]
         np.testing.assert_allclose(found, jax.grad(loss)(w, (place, c)), rtol=1e-6)
+
+
+def test_a_large_factor_keeps_an_input_finite_whose_cotangent_is_0():
+    """The input is smaller than the cotangent, so it is the input that is weighted."""
+    x, c = jnp.ones((1, 2, 30)).at[0, 0].set(MOST), jnp.full((1, 2, 40), 1e-6).at[0, 0].set(0.0)
+    normalized = dpx.mechanisms.normalized(mechanism(), stability=1e-6)
+    ghost, vmap = (
+        in_a_batch(CASES["gram"].loss, normalized, jnp.zeros((30, 40)), (x, c), path) for path in ("ghost", "vmap")
+    )
+    assert 0 < vmap < 0.71
+    np.testing.assert_allclose(ghost, vmap, rtol=2e-3)

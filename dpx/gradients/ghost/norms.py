@@ -10,10 +10,11 @@ replaces a small share of the sum (`SLACK`) and counts only where it is larger t
 A norm is infinite, so that the example contributes zero, if one of these is above LARGEST = 2^63: a cotangent, the
 product of an input and its cotangent, or an input whose cotangent is not 0. There are two reasons. First, XLA divides
 by a broadcast value by multiplying with its reciprocal. Above 2^126 the reciprocal is denormal and is flushed to 0, and
-the norm would be 0 too. Second, a clip factor times a cotangent is flushed to 0 below 2^-126. For an input of at most
-2^63, that is an error of at most 2^-63.
+the norm would be 0 too. Second, a clip factor times a cotangent, or times an input, is flushed to 0 below 2^-126. If
+the other array is at most 2^63, that is an error of at most 2^-63.
 """
 
+import functools
 import math
 
 import jax
@@ -23,8 +24,10 @@ from dpx._contributions import LARGEST
 
 EXACT = jax.lax.Precision.HIGHEST  # float32 products, also where the hardware would round them
 EPS, TINY = float(jnp.finfo(jnp.float32).eps), float(jnp.finfo(jnp.float32).tiny)
+FINITE = float(jnp.finfo(jnp.float32).max)
 SLACK = 1e-3  # share of a norm up to which a bound on its rounding error is not added
 LONGEST_SUM = 1024  # terms; a longer sum is computed in segments, because its rounding error grows with its length
+MOST_SEGMENTS = 8  # more would compile for too long
 
 
 def outer(a: jax.Array, b: jax.Array, scale: jax.Array | None = None) -> jax.Array:
@@ -59,16 +62,11 @@ def gram(a: jax.Array, b: jax.Array) -> jax.Array:
 
 def inner(left: jax.Array, right: jax.Array) -> jax.Array:
     """The inner products, float32 (K, S, T), of the rows of float32 (K, S, n) and (K, T, n)."""
-    count = _segments(left.shape[-1])
-    if count == 1:
-        return jnp.einsum("ksi,kti->kst", left, right, precision=EXACT)
-
-    def in_segments(x):
-        width = math.ceil(x.shape[-1] / count)
-        padded = jnp.pad(x, ((0, 0), (0, 0), (0, count * width - x.shape[-1])))
-        return padded.reshape(*x.shape[:-1], count, width)
-
-    return jnp.sum(jnp.einsum("kspi,ktpi->kpst", in_segments(left), in_segments(right), precision=EXACT), axis=1)
+    size, count = left.shape[-1], _segments(left.shape[-1])
+    width = math.ceil(size / count)
+    parts = [slice(start, start + width) for start in range(0, size, width)]
+    products = [jnp.einsum("ksi,kti->kst", left[..., part], right[..., part], precision=EXACT) for part in parts]
+    return functools.reduce(jnp.add, products)
 
 
 def terms(size: int) -> int:
@@ -77,7 +75,7 @@ def terms(size: int) -> int:
 
 
 def _segments(size: int) -> int:
-    return max(1, math.ceil(size / LONGEST_SUM))
+    return min(MOST_SEGMENTS, max(1, math.ceil(size / LONGEST_SUM)))
 
 
 def uncancelled(squared: jax.Array, largest: jax.Array, *, terms: int) -> jax.Array:

@@ -124,7 +124,7 @@ def evaluate(program: Program, inputs: list, added: dict[int, jax.Array]) -> tup
     seen = {}
     for number, equation in enumerate(program.equations):
         operands = [i.value if isinstance(i, Constant) else values[i] for i in equation.inputs]
-        outputs = equation.bind(*operands)
+        outputs = _broadcast_product(equation, operands) or equation.bind(*operands)
         if number in added:
             seen[number] = tuple(operands)
             outputs = [outputs[0] + added[number]]
@@ -133,6 +133,22 @@ def evaluate(program: Program, inputs: list, added: dict[int, jax.Array]) -> tup
         number.value if isinstance(number, Constant) else values[number] for number in (program.loss, *program.aux[0])
     ]
     return read[0], jax.tree.unflatten(program.aux[1], read[1:]), seen
+
+
+def _broadcast_product(equation: Equation, operands: list) -> list[jax.Array] | None:
+    """The output of a product of arrays of two shapes, computed without the axes of length 1 that both have; else None.
+
+    Its derivative is a product that is summed over the other axes. On a CPU, XLA needs 17 times as long for a sum over
+    axis 2 of (B, 1, T, D) as for one over axis 1 of (B, T, D).
+    """
+    shapes = [jnp.shape(operand) for operand in operands]
+    if equation.jaxpr.primitive.name != "mul" or len(set(shapes)) == 1 or len(set(map(len, shapes))) > 1:
+        return None
+    unit = [axis for axis, lengths in enumerate(zip(*shapes, strict=True)) if set(lengths) == {1}]
+    if not unit:
+        return None
+    (output,) = equation.bind(*(jax.lax.squeeze(operand, unit) for operand in operands))
+    return [jax.lax.expand_dims(output, unit)]
 
 
 def differentiates(program: Program) -> bool:

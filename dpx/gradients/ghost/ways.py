@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dpx.gradients.ghost import norms, shared
+from dpx.gradients.ghost import norms, shared, weighted
 from dpx.gradients.ghost.rules import Site
 
 # The unit of cost is one floating-point operation of a large matrix product, on one CPU core (benchmarks/step.py).
@@ -117,7 +117,7 @@ def _product_norm(uses: Uses, scale: jax.Array | None):
 
 def _product_sum(uses: Uses, shape: tuple[int, ...], records: jax.Array, factors: jax.Array) -> jax.Array:
     total = jnp.tensordot(factors, records, 1, precision=norms.EXACT)
-    return _transpose(uses.sites[0].arrange, shape, total)
+    return weighted.transpose(uses.sites[0].arrange, shape, total)
 
 
 def _rows_cost(uses: Uses, scaled: bool) -> float | None:
@@ -159,14 +159,8 @@ def _shared_norm(uses: Uses, scale: jax.Array | None):
 
 
 def _cotangent_sum(uses: Uses, shape: tuple[int, ...], records: list, factors: jax.Array) -> jax.Array:
-    """The sum of the gradients times their factors, from the weighted cotangents of every site."""
-
-    def at(site, record):
-        inputs, cotangents = record[0], record[1].astype(jnp.float32)
-        cotangents = cotangents * factors.reshape(-1, *[1] * (cotangents.ndim - 1))
-        return _transpose(lambda w: jax.vmap(site.apply, (0, None))(inputs, w), shape, cotangents)
-
-    return functools.reduce(jnp.add, map(at, uses.sites, records))
+    sums = [weighted.at_site(site, shape, record, factors) for site, record in zip(uses.sites, records, strict=True)]
+    return functools.reduce(jnp.add, sums)
 
 
 def _gradient_cost(uses: Uses, scaled: bool) -> float:
@@ -219,12 +213,6 @@ def _gradient_memory_cost(site: Site) -> float:
 def _scaled_norm(scale: jax.Array | None):
     """gradient -> its norm, scaled coordinate by coordinate."""
     return lambda grad: norms.frobenius(grad if scale is None else grad * scale)
-
-
-def _transpose(linear: Callable, shape: tuple[int, ...], cotangent: jax.Array) -> jax.Array:
-    """The transpose of a linear function of float32 arrays of this shape."""
-    (transposed,) = jax.linear_transpose(linear, jax.ShapeDtypeStruct(shape, jnp.float32))(cotangent)
-    return transposed
 
 
 def _no_cost(uses: Uses, scaled: bool) -> float:
