@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from examples.papers.ada_dpigu import CNN, DIGITS, SMOKE, STAND_IN
+from examples.papers.ada_dpigu import CNN, DIGITS, RATES_OF_DIGITS, SMOKE, STAND_IN
 from examples.papers.experiment import Experiment, Row
 
 LEARNING_RATES = (8.0, 16.0)
@@ -28,8 +28,8 @@ TRUTH = (
 )
 
 
-def experiment(name: str, title: str, common: dict[str, Any], **more: Any) -> Experiment:
-    grid = tuple({"learning_rate": rate} for rate in LEARNING_RATES)
+def experiment(name: str, title: str, common: dict[str, Any], rates=LEARNING_RATES, **more: Any) -> Experiment:
+    grid = tuple({"learning_rate": rate} for rate in rates)
     rows = [
         Row(label=label, config=own, claimed=eps, grid=grid) for label, own in METHODS.items() for eps in (2.0, 4.0)
     ]
@@ -44,6 +44,7 @@ EXPERIMENTS = (
         "baselines-mnist",
         "ways to clip, MNIST",
         DIGITS,
+        RATES_OF_DIGITS,
         stand_in=STAND_IN,
         real={"dataset": "mnist", "batch_size": 1000, "epochs": 40.0, "microbatch_size": 128},
     ),

@@ -133,13 +133,13 @@ TABLE_1_MNIST = Experiment(
             "both": (94.35, 95.21, 96.34),
         },
         (0.4, 0.6, 1.2),
-        8.0,
+        1.0,
     ),
     truth=TRUTH,
     stand_in="4,000 of MNIST's training images, which a package ships, and 1,000 others for the test, so that every "
     "epsilon costs 15 times as much of the noise per example as on the paper's 60,000.",
     real=dict(dataset="mnist", delta=1 / 600_000, batch_size=2048, epochs=12.0, microbatch_size=128),
-    tune_at=1.2,
+    tune_at=0.6,
     smoke=SMOKE,
     figure="epsilon",
 )
