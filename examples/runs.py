@@ -55,7 +55,7 @@ class Runs:
             print(
                 f"{name}: {result.headline} {value:.4f} at epsilon {result.epsilon:.4f}, {result.seconds} s", flush=True
             )
-        return json.loads((folder / "result.json").read_text())["result"]
+        return json.loads((folder / "result.json").read_text())["result"] | {"output_dir": str(folder)}
 
     def heading(self, module: str, seeds=SEEDS) -> str:
         """The command, the date, the seeds and the versions."""

@@ -45,7 +45,7 @@ def table(experiment: Experiment, outcomes: Sequence[Outcome]) -> str:
         if ours and row.label != experiment.baseline:
             minus = difference(ours, scores(base.get(row.claimed, [])))
         published = "" if row.published is None else f"{row.published:.2f}"
-        choice = NOT_RUN if one.choice is None else described(flat(one.choice))
+        choice = NOT_RUN if one.choice is None else described(flat(one.choice)) if one.choice else ""
         cells = [row.label, f"{row.claimed:g}", published, noise, true, with_noise, own_noise, each, minus, choice]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -115,27 +115,48 @@ def draw(experiment: Experiment, outcomes: Sequence[Outcome], file: Path) -> Non
     finished = [one.at_epsilon or one.at_noise for one in outcomes if one.at_epsilon or one.at_noise]
     headline = finished[0][0]["headline"] if finished else "not run"
     figure = Figure(figsize=(5, 3.4), layout="constrained")
-    axes = figure.add_subplot()
-    axes.set_ylabel(headline.replace("_", " ") + (" (%)" if "accuracy" in headline else ""))
+    axes, run = figure.add_subplot(), [one for one in outcomes if one.at_epsilon]
+    metric = headline.replace("_", " ") + (" (%)" if "accuracy" in headline else "")
     if experiment.figure == "rows":
-        draw_rows(axes, [one for one in outcomes if one.at_epsilon])
+        draw_rows(axes, run)
+        axes.set_xlabel(metric)
+    elif experiment.figure == "grid":
+        draw_grid(axes, run, metric)
     else:
         draw_lines(axes, outcomes, headline, over_epsilon=experiment.figure == "epsilon")
-    axes.grid(alpha=0.3)
+        axes.set_ylabel(metric)
+    if experiment.figure != "grid":
+        axes.grid(alpha=0.3)
     with matplotlib.rc_context({"svg.hashsalt": experiment.name}):  # so that the same figures make the same file
         figure.savefig(file, metadata={"Date": None})
 
 
 def draw_rows(axes, outcomes: Sequence[Outcome]) -> None:
+    several = len({one.row.claimed for one in outcomes}) > 1
+    names = [one.row.label + (f", epsilon {one.row.claimed:g}" if several else "") for one in outcomes]
     values = [scores(one.at_epsilon) for one in outcomes]
     means = [statistics.mean(each) for each in values]
-    errors = [
-        [mean - min(each) for mean, each in zip(means, values, strict=True)],
-        [max(each) - mean for mean, each in zip(means, values, strict=True)],
-    ]
-    names = [f"{one.row.label}\n(epsilon {one.row.claimed:g})" for one in outcomes]
-    axes.errorbar(names, means, errors, fmt="o", markersize=4, linewidth=1.3, capsize=2)
-    axes.tick_params(axis="x", labelrotation=60, labelsize=7)
+    low = [mean - min(each) for mean, each in zip(means, values, strict=True)]
+    high = [max(each) - mean for mean, each in zip(means, values, strict=True)]
+    axes.errorbar(means, names, xerr=(low, high), fmt="o", markersize=4, linewidth=1.3, capsize=2)
+    axes.tick_params(axis="y", labelsize=7)
+    axes.invert_yaxis()
+
+
+def draw_grid(axes, outcomes: Sequence[Outcome], metric: str) -> None:
+    """A heat map; methods without a column are in its title."""
+    means = {tuple(one.row.label.split(", ")): statistics.mean(scores(one.at_epsilon)) for one in outcomes}
+    cells = {place: mean for place, mean in means.items() if len(place) == 2}
+    rows, columns = list(dict.fromkeys(row for row, _ in cells)), list(dict.fromkeys(column for _, column in cells))
+    for (row, column), mean in cells.items():
+        axes.text(columns.index(column), rows.index(row), f"{mean:.1f}", ha="center", va="center", fontsize=7)
+    if cells:
+        shown = [[cells.get((row, column), math.nan) for column in columns] for row in rows]
+        axes.imshow(shown, aspect="auto", alpha=0.6)
+    axes.set_xticks(range(len(columns)), columns, rotation=30, ha="right", fontsize=7)
+    axes.set_yticks(range(len(rows)), rows, fontsize=7)
+    beside = [f"{', '.join(place)}: {mean:.1f}" for place, mean in means.items() if len(place) == 1]
+    axes.set_title("; ".join([metric, *beside]), fontsize=8)
 
 
 def draw_lines(axes, outcomes: Sequence[Outcome], headline: str, *, over_epsilon: bool) -> None:
