@@ -7,16 +7,22 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 
 class Compiled:
     """A function of pytrees of arrays, compiled once for each set of shapes.
 
     The arrays of the arguments `donate_argnums` are deleted. out_shardings: of `jax.jit`.
+    sharding: of the batches. With one of a mesh, arrays that the function closes over are replicated over it, once.
     """
 
-    def __init__(self, function: Callable, *, donate_argnums: Sequence[int], out_shardings: Any = None):
+    def __init__(
+        self, function: Callable, *, donate_argnums: Sequence[int], out_shardings: Any = None, sharding: Any = None
+    ):
         self.function, self.donate_argnums, self.out_shardings = function, donate_argnums, out_shardings
+        self.sharding = sharding
         self.programs: dict[Any, tuple[Callable, list]] = {}  # with the arrays that they take first, by shapes
 
     def __call__(self, *arguments):
@@ -36,4 +42,12 @@ class Compiled:
 
         program.__name__ = self.function.__name__  # for profiles
         donated = tuple(1 + number for number in self.donate_argnums)
-        return jax.jit(program, donate_argnums=donated, out_shardings=self.out_shardings), traced.consts
+        compiled = jax.jit(program, donate_argnums=donated, out_shardings=self.out_shardings)
+        return compiled, [on_mesh(jnp.asarray(array), self.sharding) for array in traced.consts]
+
+
+def on_mesh(array: jax.Array, sharding: Any) -> jax.Array:
+    """`array`, replicated over the mesh of `sharding` if this is of a mesh, and the array does not lie on it."""
+    if not isinstance(sharding, NamedSharding) or getattr(array.sharding, "mesh", None) == sharding.mesh:
+        return array
+    return jax.device_put(array, NamedSharding(sharding.mesh, PartitionSpec()))

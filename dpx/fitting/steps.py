@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from dpx.batches import Batch, Tree
-from dpx.fitting.compiling import Compiled
+from dpx.fitting.compiling import Compiled, on_mesh
 from dpx.gradients import Unreleased, accumulate, private_grad
 from dpx.mechanism import Mechanism
 
@@ -50,10 +50,7 @@ def copied(tree: Tree, sharding: Any = None) -> Tree:
     """
 
     def copy(leaf):
-        array = jnp.array(leaf, dtype=jnp.result_type(leaf), copy=True)
-        if not isinstance(sharding, NamedSharding) or getattr(array.sharding, "mesh", None) == sharding.mesh:
-            return array
-        return jax.device_put(array, NamedSharding(sharding.mesh, PartitionSpec()))
+        return on_mesh(jnp.array(leaf, dtype=jnp.result_type(leaf), copy=True), sharding)
 
     return jax.tree.map(copy, tree)
 
@@ -74,7 +71,7 @@ def compiled_step(
         carry = Carry(optax.apply_updates(carry.params, found.updates), found.state)
         return carry, of_batch if whole else of_batch._replace(unreleased=None, included=None)
 
-    return Compiled(step, donate_argnums=(0,), out_shardings=(_shardings(carry, sharding), None))
+    return Compiled(step, donate_argnums=(0,), out_shardings=(_shardings(carry, sharding), None), sharding=sharding)
 
 
 def compiled_step_in_chunks(
@@ -92,8 +89,9 @@ def compiled_step_in_chunks(
         of_batch = OfBatch(total / sums.unreleased_count.astype(jnp.float32).clip(1), None, None)
         return Carry(optax.apply_updates(carry.params, updates), state), of_batch
 
-    add = Compiled(add, donate_argnums=(2, 3))
-    release = Compiled(release, donate_argnums=(0,), out_shardings=(_shardings(carry, sharding), None))
+    shardings = _shardings(carry, sharding), None
+    add = Compiled(add, donate_argnums=(2, 3), sharding=sharding)
+    release = Compiled(release, donate_argnums=(0,), out_shardings=shardings, sharding=sharding)
 
     def step(carry, chunks):
         sums, total = None, jnp.zeros((), jnp.float32)
