@@ -1973,6 +1973,13 @@ GHOST = [
         "tests/test_ghost_hostile.py -k 'logistic or factor_out_of_range'",
     ),
     Fault(
+        "fit: a compiled step holds the key",
+        "dpx/fitting/compiling.py",
+        "jax.core.eval_jaxpr(traced.jaxpr, closed_over,",
+        "jax.core.eval_jaxpr(traced.jaxpr, traced.consts,",
+        "tests/test_fit.py -k holds_no_key",
+    ),
+    Fault(
         "ghost: a weighted input may become infinite",
         "dpx/gradients/ghost/weighted.py",
         "    return jnp.clip(product, -norms.FINITE, norms.FINITE)\n",
