@@ -121,6 +121,8 @@ def configure(given: dict[str, Any]) -> Config:
     }
     fields |= {field: {name: given[name] for name in sorted(names & set(given))} for field, names in own.items()}
     if given["resume"]:
+        if given.get("recipe"):
+            raise ValueError("--recipe must not be given with --resume, because the stored run has its settings")
         if given["output_dir"] is None:
             raise ValueError("--resume needs --output-dir")
         stored_file = given["output_dir"].expanduser() / "config.json"
@@ -134,6 +136,8 @@ def configure(given: dict[str, Any]) -> Config:
     if given.get("recipe"):
         if fields.get("epsilon") is None:
             raise ValueError("--recipe needs --epsilon")
+        if (task := fields.get("task", "images")) != "images":
+            raise ValueError(f"--recipe must be given with --task images, got {task}")
         examples = len(data.load(fields["dataset"], given["data_dir"]).train_images)
         fields = RECIPES[given["recipe"]](fields["epsilon"], examples) | fields
     fields.setdefault("seed", secrets.randbelow(2**64))

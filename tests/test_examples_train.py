@@ -283,6 +283,8 @@ BAD = [
     ("--epsilon 2 --checkpoint-every 0", "checkpoint_every must be at least 1, got 0"),
     ("--epsilon 2 --data-dir /nonexistent", "data_dir must be a directory, got '/nonexistent'"),
     ("--resume", "nothing to resume"),
+    ("--resume --recipe best", "--recipe must not be given with --resume"),
+    ("--epsilon 2 --recipe best --task text", "--recipe must be given with --task images, got text"),
     ("--epsilon 2 --sampling fixed --accountant pld", "accountant"),
     (
         "--epsilon 2 --method gep_sgd --public digits",
