@@ -1,11 +1,11 @@
 """D2P2-SGD (https://arxiv.org/abs/2509.09485): normalized gradients, noise that falls, and random projections."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import dpx
 from examples.config import Config
+from examples.methods import read
 from examples.papers.experiment import Experiment, Row
 
 CLIP_NORM = 0.1  # of DP-SGD, whose learning rate is divided by it; the others normalize, to 1
@@ -14,23 +14,20 @@ FALLING = {"power": 0.25, "every": "2.5%"}  # 40 blocks, the paper's epochs, wha
 PUBLISHED_ORDER = "D2P2-SGD, sum projected"
 
 
-def costing(epsilon: float) -> Callable[[Config, float, int], float]:
-    """The noise multiplier that costs epsilon if it does not fall, truly billed; the paper's, in a run of its "
-    "length."""
-
-    def noise(config: Config, rate: float, steps: int) -> float:
-        return _costing(epsilon, config.delta, rate, steps)
-
-    return noise
+def as_if_projections_were_free(config: Config, rate: float, steps: int) -> float:
+    """The noise multiplier of the paper's accounting for D2P2-SGD in its order: that of D2P-SGD, truly billed."""
+    assert config.epsilon is not None
+    return _of_d2p_sgd(config.epsilon, config.delta, rate, steps)
 
 
 @functools.cache
-def _costing(epsilon: float, delta: float, rate: float, steps: int) -> float:
+def _of_d2p_sgd(epsilon: float, delta: float, rate: float, steps: int) -> float:
     sampling = dpx.PoissonSampling(examples=round(1024 / rate), batch_size=1024)
-    key = dpx.secret_key(0)  # draws nothing
+    key, every = dpx.secret_key(0), read(FALLING["every"], steps, steps)  # the key draws nothing
 
     def make(noise_multiplier):
-        return dpx.dp_sgd(clip_norm=1.0, noise_multiplier=noise_multiplier, sampling=sampling, key=key)
+        given = {"noise_multiplier": noise_multiplier, "sampling": sampling, "key": key}
+        return dpx.methods.d2p_sgd(power=FALLING["power"], every=every, **given)
 
     return dpx.calibrate(make, steps=steps, epsilon=epsilon, delta=delta)
 
@@ -48,12 +45,10 @@ def methods(reduction: float) -> dict[str, dict[str, Any]]:
     }
 
 
-def row(
-    method: str, claimed: float, noise: float | None, *, reduction=0.3, rates=LEARNING_RATES, label="", **own
-) -> Row:
-    """A method at an epsilon. noise: the epsilon of the paper's noise if it did not fall; None for a row of ours alone.
+def row(method: str, claimed: float, *, ours=False, reduction=0.3, rates=LEARNING_RATES, label="", **own) -> Row:
+    """A method at an epsilon. ours: the paper has no such row. label: in place of the method's name.
 
-    label: in place of the method's name. own: changes of the configuration.
+    own: changes of the configuration.
     """
     config = methods(reduction)[method]
     scale = config.get("clip_norm", 1.0)
@@ -61,7 +56,7 @@ def row(
         label=label or method,
         config=config | own,
         claimed=claimed,
-        noise=None if noise is None else "true" if noise == claimed else costing(noise),
+        noise=None if ours else as_if_projections_were_free if method == PUBLISHED_ORDER else "true",
         grid=tuple({"learning_rate": rate / scale} for rate in rates),
     )
 
@@ -70,12 +65,12 @@ def compared(static: float, falling: float, *, reduction: float = 0.3, rates=LEA
     """The paper's curves at the epsilon of each, and DP-SGD at the epsilon of the noise that falls."""
     own = {"reduction": reduction, "rates": rates}
     return [
-        row("DP-SGD", static, static, **own),
-        row("DP2-SGD", static, static, **own),
-        row("DP-SGD", falling, None, **own),
-        row("D2P-SGD", falling, static, **own),
-        row(PUBLISHED_ORDER, falling, static, **own),
-        row("D2P2-SGD", falling, static, **own),
+        row("DP-SGD", static, **own),
+        row("DP2-SGD", static, **own),
+        row("DP-SGD", falling, ours=True, **own),
+        row("D2P-SGD", falling, **own),
+        row(PUBLISHED_ORDER, falling, **own),
+        row("D2P2-SGD", falling, **own),
     ]
 
 
@@ -118,8 +113,8 @@ SHORT = dict(epochs=1.0, batch_size=512, microbatch_size=None)
 SHORTEST = SHORT | {"epochs": 0.5, "batch_size": 256}
 PAPER_LENGTH = dict(epochs=40.0, batch_size=1024, microbatch_size=256)
 SHORTER = (
-    "the paper's, but for {epochs} of batches of {batch} in place of 40 epochs of 1,024. The noise is what costs the "
-    "same epsilon, and falls along the same curve in 40 blocks; --real has the paper's length."
+    "the paper's, but for {epochs} of batches of {batch} in place of 40 epochs of 1,024. The noise of each row is what "
+    "costs its epsilon then, and falls along the same curve in 40 blocks; --real has the paper's length."
 )
 DIGITS = dict(epochs=8.0, batch_size=400, microbatch_size=None)
 FASHION: dict[str, Any] = dict(
@@ -179,13 +174,11 @@ def noise_levels(number: int, title: str, **more: Any) -> Experiment:
 
 def parameters() -> Experiment:
     """Batch sizes, and how many coordinates the projection leaves, at a noise multiplier of 3.05."""
-    rows = [row("DP-SGD", 2.743, None, rates=ONE_RATE)]
-    for batch, (static, falling) in {256: (0.492, 1.248), 512: (0.720, 1.847)}.items():
-        rows.append(row("D2P2-SGD", falling, static, rates=ONE_RATE, label=f"batch {batch}", batch_size=batch // 4))
+    rows = [row("DP-SGD", 2.743, ours=True, rates=ONE_RATE)]
+    for batch, falling in {256: 1.248, 512: 1.847}.items():
+        rows.append(row("D2P2-SGD", falling, rates=ONE_RATE, label=f"batch {batch}", batch_size=batch // 4))
     for reduction in (0.1, 0.5, 0.7, 0.9, 0.3):
-        rows.append(
-            row("D2P2-SGD", 2.743, 1.056, rates=ONE_RATE, reduction=reduction, label=f"reduction {reduction:g}")
-        )
+        rows.append(row("D2P2-SGD", 2.743, rates=ONE_RATE, reduction=reduction, label=f"reduction {reduction:g}"))
     return Experiment(
         name="d2p2-figure-5",
         title="batch sizes and reduction rates, Fashion-MNIST",
