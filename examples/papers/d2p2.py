@@ -1,6 +1,7 @@
 """D2P2-SGD (https://arxiv.org/abs/2509.09485): normalized gradients, noise that falls, and random projections."""
 
 import functools
+import math
 from typing import Any
 
 import dpx
@@ -15,9 +16,12 @@ PUBLISHED_ORDER = "D2P2-SGD, sum projected"
 
 
 def as_if_projections_were_free(config: Config, rate: float, steps: int) -> float:
-    """The noise multiplier of the paper's accounting for D2P2-SGD in its order: that of D2P-SGD, truly billed."""
+    """The noise multiplier that D2P-SGD needs, divided by the most that these projections can lengthen a gradient.
+
+    The paper's accounting for its order leaves that out. Each coordinate of the sketches is the sum of one or two.
+    """
     assert config.epsilon is not None
-    return _of_d2p_sgd(config.epsilon, config.delta, rate, steps)
+    return _of_d2p_sgd(config.epsilon, config.delta, rate, steps) / math.sqrt(2)
 
 
 @functools.cache
