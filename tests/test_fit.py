@@ -112,9 +112,9 @@ def test_the_arrays_of_the_caller_stay_and_a_step_is_compiled_once(monkeypatch):
     monkeypatch.setattr("dpx.fitting.loop.compiled_step", spied)
     params = {"w": np.zeros((3, 2), np.float32), "b": jnp.asarray([0.0, 0.0])}
     average = optax.GradientTransformation(lambda params: params, lambda updates, state, params=None: (updates, state))
-    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
-    for sharding in (None, spread):
+    kinds = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit
+    meshes = [jax.make_mesh((1,), ("data",), axis_types=(kind,)) for kind in kinds]
+    for sharding in (None, *(jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data")) for mesh in meshes)):
         seen = []
         dpx.fit(
             loss,

@@ -15,7 +15,8 @@ class Compiled:
     """A function of pytrees of arrays, compiled once for each set of shapes.
 
     The arrays of the arguments `donate_argnums` are deleted. out_shardings: of `jax.jit`.
-    sharding: of the batches. With one of a mesh, arrays that the function closes over are replicated over it, once.
+    sharding: of the batches. With one of a mesh of automatic axes, arrays that the function closes over are replicated
+        over it, once.
     """
 
     def __init__(
@@ -43,7 +44,13 @@ class Compiled:
         program.__name__ = self.function.__name__  # for profiles
         donated = tuple(1 + number for number in self.donate_argnums)
         compiled = jax.jit(program, donate_argnums=donated, out_shardings=self.out_shardings)
-        return compiled, [on_mesh(jnp.asarray(array), self.sharding) for array in traced.consts]
+        closed_over = [jnp.asarray(array) for array in traced.consts]
+        if isinstance(self.sharding, NamedSharding) and self.sharding.mesh.explicit_axes:
+            return (
+                compiled,
+                closed_over,
+            )  # explicit axes are in the types of arrays, which must stay those that were traced
+        return compiled, [on_mesh(array, self.sharding) for array in closed_over]
 
 
 def on_mesh(array: jax.Array, sharding: Any) -> jax.Array:
