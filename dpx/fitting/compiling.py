@@ -1,4 +1,4 @@
-"""`jax.jit` for functions with secrets: what they close over are arguments of the compiled program, not constants.
+"""`jax.jit` for functions with secrets: arrays that they close over are arguments of the program, not constants.
 
 So the program and every cache of it hold no noise key, and the runs of several seeds share one program.
 """

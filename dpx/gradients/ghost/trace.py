@@ -138,8 +138,8 @@ def evaluate(program: Program, inputs: list, added: dict[int, jax.Array]) -> tup
 def _broadcast_product(equation: Equation, operands: list) -> list[jax.Array] | None:
     """The output of a product of arrays of two shapes, computed without the axes of length 1 that both have; else None.
 
-    Its derivative is a product that is summed over the other axes. On a CPU, XLA needs 17 times as long for a sum over
-    axis 2 of (B, 1, T, D) as for one over axis 1 of (B, T, D).
+    Its derivative is a product that is summed over the other axes. On a CPU, XLA sums it much faster over axis 1 of
+    (B, T, D) than over axis 2 of (B, 1, T, D).
     """
     shapes = [jnp.shape(operand) for operand in operands]
     if equation.jaxpr.primitive.name != "mul" or len(set(shapes)) == 1 or len(set(map(len, shapes))) > 1:
