@@ -62,7 +62,7 @@ def _leaves(words: jax.Array, never: jax.Array, shapes: tuple[tuple[int, ...], .
         # As constants, the starts would make one program for each leaf; as values, one for each shape.
         at = jax.lax.cond(opaque_false(words), lambda: [0] * len(shapes), lambda: starts[:-1])
         return [
-            jax.lax.dynamic_slice(flat, (start,), (math.prod(shape),)).reshape(shape)
+            jax.lax.dynamic_slice(flat, (start,), (math.prod(shape),), allow_negative_indices=False).reshape(shape)
             for start, shape in zip(at, shapes, strict=True)
         ]
 

@@ -124,7 +124,8 @@ def _norms_and_factors(plan: Plan, mechanism: Mechanism, norms: dict[int, jax.Ar
 def _weighted_sums(plan: Plan, leaves, records: Records, factor: Tree, included: jax.Array, scales) -> Tree:
     """sum_i f_i z_i, float32, for one factor f, which has a float32 (B,) for each group of leaves."""
     groups = jax.tree.unflatten(plan.structure, list(range(len(plan.encoded))))
-    spread = jax.tree.map(lambda f, group: jax.tree.map(lambda _: _zero_excluded(f, included), group), factor, groups)
+    factor = _zero_excluded(factor, included)
+    spread = jax.tree.map(lambda f, group: jax.tree.map(lambda _: f, group), factor, groups)
     sums, programs = [], {}
     for encoded, f in zip(plan.encoded, jax.tree.leaves(spread), strict=True):
         leaf, choice = encoded.leaf, plan.choices[encoded.leaf]

@@ -19,6 +19,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dpx._contributions import LARGEST
 
@@ -53,10 +54,9 @@ def _trained(x: jax.Array, scale: jax.Array, *, axis: int) -> jax.Array:
 def gram(a: jax.Array, b: jax.Array) -> jax.Array:
     """|G|, float32 (), by |G|^2 = sum_st (a_s . a_t)(b_s . b_t)."""
     a, b, size = balanced(a, b)
-    grams_a, grams_b = inner(a, a), inner(b, b)
-    diagonals = jnp.diagonal(grams_a, 0, 1, 2) * jnp.diagonal(grams_b, 0, 1, 2)
-    largest = jnp.sum(jnp.sum(jnp.sqrt(diagonals), -1) ** 2)
-    squared = jnp.sum(jnp.sum(grams_a * grams_b, -1))
+    products = inner(a, a) * inner(b, b)
+    largest = jnp.sum(jnp.sum(jnp.sqrt(diagonal(products)), -1) ** 2)
+    squared = jnp.sum(jnp.sum(products, -1))
     return size * uncancelled(squared, largest, terms=terms(a.shape[2]) + terms(b.shape[2]) + 2 * a.shape[1])
 
 
@@ -67,6 +67,12 @@ def inner(left: jax.Array, right: jax.Array) -> jax.Array:
     parts = [slice(start, start + width) for start in range(0, size, width)]
     products = [jnp.einsum("ksi,kti->kst", left[..., part], right[..., part], precision=EXACT) for part in parts]
     return functools.reduce(jnp.add, products)
+
+
+def diagonal(matrices: jax.Array) -> jax.Array:
+    """The diagonals, float32 (K, T), of float32 (K, T, T). `jnp.diagonal` is a gather, which takes long to compile."""
+    row, column = (jax.lax.broadcasted_iota(jnp.int32, matrices.shape, axis) for axis in (1, 2))
+    return jnp.sum(jax.lax.select(row == column, matrices, jnp.zeros_like(matrices)), -1)
 
 
 def terms(size: int) -> int:
@@ -119,8 +125,14 @@ def frobenius(x: jax.Array) -> jax.Array:
 
 def unit(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """x, float32 (..., n), as a product unit * size, (..., n) and (..., 1). No |element| of `unit` is above 1."""
-    size = jnp.max(jnp.abs(x), axis=-1, keepdims=True, initial=0)
-    return x / jnp.maximum(size, TINY), jnp.where(size > 0, jnp.maximum(size, TINY), size)
+    size = _largest(jnp.abs(x), [x.ndim - 1])[..., None]
+    at_least = jnp.maximum(size, TINY)
+    return x / at_least, jax.lax.select(size > 0, at_least, size)
+
+
+def _largest(x: jax.Array, axes) -> jax.Array:
+    """The largest number along these axes; 0 if there is none, or none above 0."""
+    return jax.lax.reduce(x, np.float32(0), jax.lax.max, tuple(axes))
 
 
 def balanced(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -130,7 +142,7 @@ def balanced(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array, jax.Arra
     """
     (a, size_a), (b, size_b) = unit(a), unit(b)
     sizes = in_range(size_a, size_b)
-    size = jnp.maximum(jnp.max(sizes, initial=0), TINY)
+    size = jnp.maximum(_largest(sizes, range(sizes.ndim)), TINY)
     return a, b * (sizes / size), size
 
 
@@ -139,5 +151,5 @@ def in_range(size_a: jax.Array, size_b: jax.Array) -> jax.Array:
     three is out of range. A finite input whose cotangent is 0 may have any size, because it is in no sum.
     """
     sizes = size_a * size_b
-    inside = (size_b <= LARGEST) & (sizes <= LARGEST) & ((size_a <= LARGEST) | (sizes == 0))
-    return jnp.where(inside, sizes, jnp.inf)
+    inside = (jnp.maximum(size_b, sizes) <= LARGEST) & ((size_a <= LARGEST) | (sizes == 0))
+    return jax.lax.select(inside, sizes, jnp.full_like(sizes, jnp.inf))

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpx.gradients.ghost.norms import TINY, in_range, inner, terms, uncancelled, unit
+from dpx.gradients.ghost.norms import TINY, diagonal, in_range, inner, terms, uncancelled, unit
 from dpx.gradients.ghost.rules import Site
 
 
@@ -58,15 +58,21 @@ def find_sharing(sites: tuple[Site, ...], shape: tuple[int, ...]) -> Sharing | s
     with jax.ensure_compile_time_eval():
         elements: Any = np.arange(np.prod(shape, dtype=int), dtype=np.int32).reshape(shape)  # NumPy: views, not copies
         seen = [np.asarray(site.arrange(elements)) for site in sites]
-    by_view: dict[tuple, list[int]] = {}
+    by_view: list[list[int]] = []
     for number, (site, view) in enumerate(zip(sites, seen, strict=True)):
         kernels, _, fan_in, fan_out = site.sizes
         if view.shape != (kernels, fan_in, fan_out):
             return f"used {len(sites)} times, once at an index that the data chooses"
-        by_view.setdefault((site.lookup, view.shape, view.tobytes()), []).append(number)
+        alike = (numbers for numbers in by_view if sites[numbers[0]].lookup == site.lookup)
+        group = next((numbers for numbers in alike if _equal(seen[numbers[0]], view)), None)
+        if group is None:
+            by_view.append(group := [])
+        group.append(number)
     use_groups, relations = [], {}
-    for (lookup, (kernels, fan_in, fan_out), _), numbers in by_view.items():
+    for numbers in by_view:
+        kernels, _, fan_in, fan_out = sites[numbers[0]].sizes
         positions = sum(sites[number].sizes[1] for number in numbers)
+        lookup = sites[numbers[0]].lookup
         use_groups.append(UseGroup(tuple(numbers), (kernels, positions, fan_in, fan_out), lookup))
     for i, j in itertools.combinations(range(len(use_groups)), 2):
         relation = _relation(seen[use_groups[i].sites[0]], seen[use_groups[j].sites[0]])
@@ -77,11 +83,16 @@ def find_sharing(sites: tuple[Site, ...], shape: tuple[int, ...]) -> Sharing | s
 
 
 def _relation(first: np.ndarray, second: np.ndarray) -> Relation | None:
-    if np.array_equal(first, second):
+    if _equal(first, second):
         return Relation.SAME
-    if np.array_equal(first, second.transpose(0, 2, 1)):
+    if _equal(first, second.transpose(0, 2, 1)):
         return Relation.TRANSPOSED
     return Relation.DISJOINT if np.intersect1d(first, second).size == 0 else None
+
+
+def _equal(first: np.ndarray, second: np.ndarray) -> bool:
+    """Whether two arrays are equal; two views of the same memory are not read, which is slow for large embeddings."""
+    return first.__array_interface__ == second.__array_interface__ or np.array_equal(first, second)
 
 
 def gram_operations(sharing: Sharing) -> float:
@@ -114,7 +125,7 @@ def norm(sharing: Sharing, matrices: list[tuple[jax.Array, jax.Array]]) -> jax.A
             grams = _gram(a, left) * _gram(b, right)
             squared += (1 if i == j else 2) * jnp.sum(jnp.sum(grams, -1))
             if i == j:
-                diagonals += jnp.sum(jnp.sqrt(jnp.diagonal(grams, 0, 1, 2)))
+                diagonals += jnp.sum(jnp.sqrt(diagonal(grams)))
     longest = max(terms(a.shape[-1]) + terms(b.shape[-1]) if a.ndim > 1 else terms(b.shape[-1]) for a, b in sides)
     positions = sum(group.sizes[1] for group in sharing.use_groups)
     return size * uncancelled(squared, diagonals**2, terms=longest + 2 * positions)

@@ -209,7 +209,9 @@ def _derivative(equation: Equation) -> core.ClosedJaxpr:
 def through(view: tuple[core.JaxprEqn, ...], leaf: jax.Array) -> jax.Array:
     """`leaf` as its use sees it, in its own dtype."""
     for equation in view:
-        if equation.primitive.name != "convert_element_type":
+        if equation.primitive.name == "transpose":  # of a NumPy array, the same memory in another order
+            leaf = leaf.transpose(equation.params["permutation"])
+        elif equation.primitive.name != "convert_element_type":
             leaf = equation.primitive.bind(leaf, **equation.params)
     return leaf
 
