@@ -592,6 +592,20 @@ def test_any_embedding(count, width, shape):
         assert_agrees(loss, table, tokens, clipping=("ghost",), made=chosen)
 
 
+@pytest.mark.parametrize(
+    ("scale", "data"),
+    [((1, 1, 3), (1, 5, 3)), ((1, 5, 1), (1, 5, 3)), ((1, 5, 3), (1, 1, 3)), ((1, 1, 1), (1, 5, 1)), ((1, 1), (1, 1))],
+)
+def test_products_with_axes_of_length_one(scale, data):
+    """They are computed without these axes, which changes neither the loss nor a gradient."""
+    params = {"kernel": normal(1, data[-1], 4), "scale": normal(2, *scale)}
+
+    def loss(params, x):
+        return score(jnp.tanh(jnp.sin(x) * params["scale"]) @ params["kernel"])
+
+    assert_agrees(loss, params, normal(3, SIZE, *data), clipping=("ghost",))
+
+
 def test_tied_weights_under_a_mask_fall_back():
     made = noiseless(dpx.in_coordinates(inner(clip_norm=1e-3), scaled(mask)))
     w, x = normal(1, 3, 4), normal(2, SIZE, 3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 MODELS = ("gpt2_mini", "gpt2")
 EVALUATION_BATCH = 64
 # checkpoint: folder of "gpt2". vocabulary, width, layers, heads: of "gpt2_mini", whose words are the most frequent of
-# public texts. pretrain: its steps on public pairs. length: tokens of source and target. lora_rank: 0 trains all
+# public texts. pretrain: its steps on public texts. length: tokens of source and target. lora_rank: 0 trains all
 # parameters. examples: private pairs, at most; 0 takes all. generate: test sources that are continued, with `beams`.
 OPTIONS = {
     "checkpoint": "~/.cache/dpx/gpt2",
@@ -52,7 +52,7 @@ def build(config: Config, data_dir: str | Path | None, cache_dir: str | Path, pr
         tokenizer = text_data.Words((text for pair in pairs.public for text in pair), options["vocabulary"])
         sizes = (len(tokenizer.tokens), *(options[name] for name in ("length", "width", "layers", "heads")))
         model = language_models.gpt2(language_models.GPT2Sizes(*sizes, lora_rank=options["lora_rank"]))
-        public = text_data.sequences(pairs.public, tokenizer, options["length"])
+        public = text_data.sequences(unrelated(pairs.public), tokenizer, options["length"])
         start = lambda: pretrained(model, public, options, cache_dir)  # noqa: E731
     train = text_data.sequences(pairs.train[: options["examples"] or None], tokenizer, options["length"])
     return Task(
@@ -65,6 +65,12 @@ def build(config: Config, data_dir: str | Path | None, cache_dir: str | Path, pr
         headline="test_loss",
         trained=language_models.is_lora if options["lora_rank"] else None,
     )
+
+
+def unrelated(pairs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """The targets, each after the source of a random pair: they teach the language, but not the task."""
+    order = np.random.default_rng(0).permutation(len(pairs))
+    return [(pairs[other][0], target) for other, (_, target) in zip(order, pairs, strict=True)]
 
 
 def with_lora(fresh: Tree, base: Tree) -> Tree:
@@ -116,7 +122,7 @@ def evaluation(model: Model, pairs: text_data.Pairs, tokenizer: Any, options: Ma
 
 
 def pretrained(model: Model, public: tuple[np.ndarray, np.ndarray], options, cache_dir: str | Path) -> Tree:
-    """Parameters after training on the public pairs without privacy, from a file in `cache_dir` if they are there."""
+    """Parameters after training on public sequences without privacy, from a file in `cache_dir` if they are there."""
     names = ("vocabulary", "width", "layers", "heads", "length", "pretrain", "lora_rank")
     words = json.dumps([{name: options[name] for name in names}, fingerprint(*public)])
     file = Path(cache_dir).expanduser() / f"gpt2-mini-{hashlib.sha256(words.encode()).hexdigest()[:16]}.npz"

@@ -144,8 +144,7 @@ def _broadcast_product(equation: Equation, operands: list) -> list[jax.Array] | 
     shapes = [jnp.shape(operand) for operand in operands]
     if equation.jaxpr.primitive.name != "mul" or len(set(shapes)) == 1 or len(set(map(len, shapes))) > 1:
         return None
-    unit = [axis for axis, lengths in enumerate(zip(*shapes, strict=True)) if set(lengths) == {1}]
-    if not unit:
+    if not (unit := [axis for axis, lengths in enumerate(zip(*shapes, strict=True)) if set(lengths) == {1}]):
         return None
     (output,) = equation.bind(*(jax.lax.squeeze(operand, unit) for operand in operands))
     return [jax.lax.expand_dims(output, unit)]
