@@ -143,7 +143,7 @@ def steps(problem: Problem, size: int) -> dict[str, tuple[Callable, tuple]]:
     for parts in PARTS:
         found[f"{PLAIN}, {parts} parts"] = functools.partial(in_parts, parts), (params, batch)
     found["noise alone"] = noise, (params,)
-    found[NOISE] = lambda params: keys.normal_like(jax.random.key(0), params), (params,)
+    found[NOISE] = keys.normal_like, (jax.random.key(0), params)
     found[PRODUCTS] = norm_products(problem, mechanism, state, size)
     found["by hand, no noise"] = by_hand, (params, batch)
     for clipping in ("auto", "ghost", "vmap"):

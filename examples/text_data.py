@@ -260,7 +260,7 @@ def debian_packages() -> Pairs:
     """Debian's packages that have tags: name, section and tags are the source, the short description is the target.
 
     The text of `apt-cache dumpavail`, on Debian and its children, after `apt-get update`. Packages made from one source
-    are in one part: a third is public, a tenth is for testing, the rest is private.
+    are in one part: a third is public, a tenth is for testing, the rest is private. Each is in a random, fixed order.
     """
     try:
         text = subprocess.run(["apt-cache", "dumpavail"], capture_output=True, check=True).stdout.decode()
@@ -270,7 +270,8 @@ def debian_packages() -> Pairs:
     if not pairs:
         raise FileNotFoundError("data set 'debian_packages' is read from Debian's package lists: apt-get update")
     parts: list[list[tuple[str, str]]] = [[], [], []]
-    for source_package, pair in pairs:
+    for number in np.random.default_rng(0).permutation(len(pairs)):
+        source_package, pair = pairs[number]
         share = zlib.crc32(source_package.encode()) % 30
         parts[0 if share < 10 else 1 if share < 13 else 2].append(pair)
     test = [(source, [target]) for source, target in parts[1]]
