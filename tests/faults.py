@@ -2061,8 +2061,8 @@ GHOST = [
         "ghost: all views of a tied weight are taken for the same",
         "dpx/gradients/ghost/shared.py",
         "first.__array_interface__ == second.__array_interface__",
-        "first.__array_interface__[\"data\"] == second.__array_interface__[\"data\"]",
-        "tests/test_ghost.py tests/test_ghost_zoo.py -k \"tied or shared or several\"",
+        'first.__array_interface__["data"] == second.__array_interface__["data"]',
+        'tests/test_ghost.py tests/test_ghost_zoo.py -k "tied or shared or several"',
     ),
     Fault(
         "ghost: Gram matrices' diagonals alone",

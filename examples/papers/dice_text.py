@@ -65,8 +65,8 @@ TABLE_4 = Experiment(
         "Debian's packages (`examples.text_data.debian_packages`): name, section and tags are the slots, the short "
         "description is the text. A GPT-2 of 2 layers and width 48, with 800 words, was trained for 1,000 steps on "
         "the public third without privacy, each description after the slots of another package, and is fine-tuned "
-        "on the private packages, more than half of all: like the paper's, it knows the language, but not the task. The "
-        "paper fine-tunes GPT-2 with 124 million parameters on the restaurants of E2E, so the figures cannot be "
+        "on the private packages, more than half of all: like the paper's, it knows the language, but not the task. "
+        "The paper fine-tunes GPT-2 with 124 million parameters on the restaurants of E2E, so the figures cannot be "
         "compared; only the order of the methods can. Unlike the paper's, our learning rate does not change. "
         "`--real` runs the paper's setting when a checkpoint and e2e_cleaned are on this machine."
     ),
