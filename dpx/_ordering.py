@@ -23,7 +23,6 @@ def compute_after(first: Tree, tree: Tree) -> Tree:
 def opaque_false(tree: Tree) -> jax.Array:
     """False, bool (). XLA does not replace it by a constant, but computes it from the arrays of `tree`."""
     leaves = [leaf for leaf in jax.tree.leaves(tree) if leaf.size]
-    some = [jax.lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(()).astype(jnp.float32) for x in leaves]
-    while len(some) > 1:  # in pairs: XLA simplifies a chain of sums one by one, by a pass over the program for each
-        some = [*map(jnp.add, some[::2], some[1::2]), *some[len(some) // 2 * 2 :]]
-    return jnp.greater(some[0] if some else 0.0, jnp.inf)
+    some = [jax.lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(1).astype(jnp.float32) for x in leaves]
+    # No sum: XLA would simplify its additions one by one, by a pass over the program for each.
+    return jnp.any(jnp.concatenate([*some, jnp.zeros(1)]) > jnp.inf)

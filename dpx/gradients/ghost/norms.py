@@ -65,8 +65,13 @@ def inner(left: jax.Array, right: jax.Array) -> jax.Array:
     size, count = left.shape[-1], _segments(left.shape[-1])
     width = math.ceil(size / count)
     parts = [slice(start, start + width) for start in range(0, size, width)]
-    products = [jnp.einsum("ksi,kti->kst", left[..., part], right[..., part], precision=EXACT) for part in parts]
-    return functools.reduce(jnp.add, products)
+
+    def of_group(left, right):
+        products = [jnp.einsum("si,ti->st", left[:, part], right[:, part], precision=EXACT) for part in parts]
+        return functools.reduce(jnp.add, products)
+
+    # Else XLA moves an axis of length 1 over one addition after another, by a pass over the program for each.
+    return of_group(left[0], right[0])[None] if len(left) == 1 else jax.vmap(of_group)(left, right)
 
 
 def diagonal(matrices: jax.Array) -> jax.Array:
