@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import jax
 import jax.core
+import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 
@@ -47,13 +48,31 @@ def _at_each(schedule: Schedule) -> Callable[[np.ndarray], jax.Array]:
 def require_scalar_or_schedule(
     name: str, value: ScalarOrSchedule, *, minimum: float, maximum: float = math.inf
 ) -> ScalarOrSchedule:
-    """A schedule as a hashable function, so that jax traces it once; a number as `require_number` returns it.
+    """A schedule as a hashable function, so that jax traces it once, of constants that cannot change; a number as
+    `require_number` returns it.
 
     Raises ValueError for a number as `require_number` does.
     """
     if callable(value):
-        return value if isinstance(value, Hashable) else lambda step: value(step)
+        return _unchanging(value if isinstance(value, Hashable) else lambda step: value(step))
     return require_number(name, value, minimum=minimum, maximum=maximum)
+
+
+def _unchanging(schedule: Schedule) -> Schedule:
+    """`schedule`, with copies of the NumPy arrays that it reads.
+
+    Clip, noise and bill are compiled at different times: an array that changes in between would make them disagree.
+    """
+    try:
+        with jax.numpy_dtype_promotion("standard"):
+            traced = jax.make_jaxpr(lambda step: schedule(step))(jnp.int32(0))
+    except Exception:
+        return schedule  # it raises the same where it is used
+    if not any(isinstance(constant, np.ndarray) for constant in traced.consts):
+        return schedule
+    copied = [np.array(constant) if isinstance(constant, np.ndarray) else constant for constant in traced.consts]
+    values = jax.extend.core.jaxpr_as_fun(jax.extend.core.ClosedJaxpr(traced.jaxpr, copied))
+    return lambda step: values(jnp.asarray(step, jnp.int32))[0]
 
 
 def require_number(

@@ -237,7 +237,7 @@ def test_the_bound_holds_where_squares_vanish_or_overflow(power, other, position
 
     w, x = normal(1, 40, 30), normal(2, 1, positions, 40)
     (total,) = clipped_sums(loss, w, x, "ghost", made=mechanism(1e-3)).updates
-    np.testing.assert_allclose(jnp.linalg.norm(total), 1e-3, rtol=1e-5)
+    assert 1e-3 * (1 - 1e-4) <= jnp.linalg.norm(total) <= 1e-3 * (1 + 1e-6)
 
 
 def test_the_bound_holds_where_the_gram_matrices_cancel():
@@ -341,6 +341,34 @@ def test_the_bound_holds_where_long_sums_cancel(fan_in):
             x = jnp.stack([base, -base * (1 + delta * half)])[None]
             assert ways(loss, w, x, clipping="ghost") == {"": WAYS["gram"]}
             assert jnp.linalg.norm(step(w, dpx.Batch(x, None), made.init(w)).updates[0]) <= 1e-3 * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("fan_in", [4096, 65536])
+def test_the_bound_holds_where_small_terms_are_rounded_away(fan_in):
+    """1, and then squares of half a unit in its last place: a sum in order loses all of them."""
+    made, w = mechanism(1e-3), jnp.zeros((fan_in, 8))
+    x = jnp.zeros((1, 2, fan_in)).at[:, 0].set(np.sqrt(0.49 * 2.0**-23)).at[:, 0, 0].set(1).at[:, 1, 1].set(1e-6)
+
+    def loss(w, x):
+        return jnp.sum(x @ w)
+
+    assert ways(loss, w, x, clipping="ghost") == {"": WAYS["gram"]}
+    (total,) = clipped_sums(loss, w, x, "ghost", made=made).updates
+    assert np.linalg.norm(np.asarray(total, np.float64)) <= 1e-3 * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("clipping", ["ghost", "vmap"])
+def test_what_a_loss_closes_over_changes(clipping):
+    """As in JAX, a step that is traced again reads the new value."""
+    teacher, w, x = {"value": 1.0}, jnp.ones((3, 2)), normal(1, SIZE, 4, 3)
+    made = mechanism(1e3)
+    step = dpx.private_grad(lambda w, x: teacher["value"] * jnp.sum(x @ w), made, clipping=clipping)
+
+    def updates():
+        return jax.jit(lambda batch: step(w, batch, made.init(w)).updates[0])(dpx.Batch(x, None))
+
+    before, teacher["value"] = updates(), 2.0
+    chex.assert_trees_all_close(updates(), 2 * before, rtol=1e-6)
 
 
 @pytest.mark.parametrize("positions", [2, 64])
@@ -459,7 +487,7 @@ def test_norms_are_never_underestimated_by_gram_matrices():
     exact = np.einsum("nkti,nkto->nkio", np.float64(a), np.float64(b))
     exact = np.sqrt((exact**2).sum(axis=(1, 2, 3)))
     found = jax.vmap(norms.gram)(a, b)
-    assert (found >= exact * (1 - 1e-6)).all() and (found <= exact * (1 + 1e-5)).all()
+    assert (found >= exact * (1 - 1e-6)).all() and (found <= exact * (1 + 3e-5)).all()
 
 
 def test_coordinates_that_mix_fall_back():

@@ -331,7 +331,7 @@ def test_the_ghost_path_also_drops_what_has_a_factor_out_of_range(positions):
     ghost, vmap = (in_a_batch(case.loss, mechanism(), jnp.zeros((30, 40)), (x, c), path) for path in ("ghost", "vmap"))
     last = 0.7 if positions == 2 else 0.0
     np.testing.assert_allclose(vmap, [0.7, 0.7, last], rtol=1e-6)
-    np.testing.assert_allclose(ghost, [0.0, 0.0, last], rtol=1e-6)
+    np.testing.assert_allclose(ghost, [0.0, 0.0, last], rtol=1e-5)
 
 
 def test_gradients_of_a_row_that_cancel_beyond_the_range():

@@ -9,13 +9,13 @@ import pytest
 from flax import linen, nnx
 from jax import lax
 
-from tests.ghost import WAYS, assert_agrees, integers, key, normal, random_like, ways
+from tests.ghost import TOLERANCE, WAYS, assert_agrees, integers, key, normal, random_like, ways
 
 SIZE = 5
 ZOO, BF16 = {}, 4e-2
 
 
-def animal(*expected, tolerance=1e-5):
+def animal(*expected, tolerance=TOLERANCE):
     """Adds a function giving (loss, params, batch). expected: the ways that `clipping="ghost"` must use."""
 
     def register(make):

@@ -85,6 +85,26 @@ def test_an_eager_step_reads_the_billed_number():
         np.testing.assert_array_equal(eager, billed[::transition])
 
 
+def test_an_array_that_a_schedule_reads_is_changed_in_place():
+    """Clip, noise and bill are compiled at different times, and read the array as it was when the mechanism was built.
+
+    With two rows, the gradients are summed in a loop, which is compiled at every call outside of jit.
+    """
+    table, params = np.ones(8, np.float32), {"w": jnp.zeros(5)}
+    mechanism = dpx.dp_sgd(
+        clip_norm=lambda step: jnp.sum(table * (jnp.arange(8) == step)),
+        noise_multiplier=0.0,
+        sampling=dpx.FullBatch(examples=2),
+        key=KEY,
+    )
+    step = dpx.private_grad(lambda p, x: 100 * jnp.sum(x * p["w"]), mechanism, microbatch_size=1)
+    batch, state = dpx.Batch(jnp.ones((2, 5)), None), mechanism.init(params)
+    _, state, _ = step(params, batch, state)
+    table[:] = 10
+    updates, state, _ = step(params, batch, state)
+    assert jnp.linalg.norm(updates["w"]) == pytest.approx(1.0, rel=1e-4)
+
+
 def test_a_schedule_may_be_an_object_that_cannot_be_hashed():
     @dataclasses.dataclass
     class Falling:

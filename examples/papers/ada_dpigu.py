@@ -88,7 +88,7 @@ COLOR = CNN | {"dataset": "cifar10", "model": "adadpigu_cifar_cnn", "epochs": 30
 MNIST = {"dataset": "mnist", "epochs": 200.0, "batch_size": 1000, "microbatch_size": 128}
 STAND_IN = (
     "4,000 of MNIST's training images, which a package ships, and 1,000 others for the test; 8 epochs, where --real "
-    "has MNIST and the paper's 200."
+    "has MNIST and 200, or 40 in the comparisons with other methods."
 )
 SMOKE = dict(dataset="random:28x28x1x10", batch_size=16, microbatch_size=None, epochs=0.75, learning_rate=8.0)
 SMOKE_COLOR = SMOKE | {"dataset": "random:32x32x3x10"}

@@ -49,8 +49,10 @@ def methods(reduction: float) -> dict[str, dict[str, Any]]:
     }
 
 
-def row(method: str, claimed: float, *, ours=False, reduction=0.3, rates=LEARNING_RATES, label="", **own) -> Row:
-    """A method at an epsilon. ours: the paper has no such row. label: in place of the method's name.
+def row(
+    method: str, claimed: float, *, ours=False, reduction=0.3, rates=LEARNING_RATES, label="", real=None, **own: Any
+) -> Row:
+    """A method at an epsilon. ours: the paper has no such row. label: in place of the method's name. real: of `Row`.
 
     own: changes of the configuration.
     """
@@ -62,6 +64,7 @@ def row(method: str, claimed: float, *, ours=False, reduction=0.3, rates=LEARNIN
         claimed=claimed,
         noise=None if ours else as_if_projections_were_free if method == PUBLISHED_ORDER else "true",
         grid=tuple({"learning_rate": rate / scale} for rate in rates),
+        real=real or {},
     )
 
 
@@ -180,7 +183,8 @@ def parameters() -> Experiment:
     """Batch sizes, and how many coordinates the projection leaves, at a noise multiplier of 3.05."""
     rows = [row("DP-SGD", 2.743, ours=True, rates=ONE_RATE)]
     for batch, falling in {256: 1.248, 512: 1.847}.items():
-        rows.append(row("D2P2-SGD", falling, rates=ONE_RATE, label=f"batch {batch}", batch_size=batch // 4))
+        sizes = {"batch_size": batch // 4, "real": {"batch_size": batch}}
+        rows.append(row("D2P2-SGD", falling, rates=ONE_RATE, label=f"batch {batch}", **sizes))
     for reduction in (0.1, 0.5, 0.7, 0.9, 0.3):
         rows.append(row("D2P2-SGD", 2.743, rates=ONE_RATE, reduction=reduction, label=f"reduction {reduction:g}"))
     return Experiment(
@@ -192,6 +196,7 @@ def parameters() -> Experiment:
         "several batch sizes are not at one epsilon, and the paper's figure compares them at one noise. The reduction "
         "rate changes no bill. Rows that state a reduction have the largest batch, and rows that state a batch a "
         "reduction of 0.3.",
+        real=PAPER_LENGTH,
         stand_in=SHORTER.format(epochs="half an epoch", batch=256) + " The batches are a quarter as large.",
         smoke=SMOKE,
         figure="rows",

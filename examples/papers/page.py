@@ -160,9 +160,10 @@ def draw_grid(axes, outcomes: Sequence[Outcome], metric: str) -> None:
 
 
 def draw_lines(axes, outcomes: Sequence[Outcome], headline: str, *, over_epsilon: bool) -> None:
-    for number, label in enumerate(dict.fromkeys(one.row.label for one in outcomes)):
-        mine, color = [one for one in outcomes if one.row.label == label], f"C{number % 10}"
-        x, middle, low, high = by_epsilon(mine) if over_epsilon else by_epoch(mine, headline)
+    """Accuracy over epsilon, a line for each method; or over the epochs, one for each method and epsilon."""
+    for number, label in enumerate(dict.fromkeys(line_of(one, over_epsilon) for one in outcomes)):
+        mine, color = [one for one in outcomes if line_of(one, over_epsilon) == label], f"C{number % 10}"
+        x, middle, low, high = by_epsilon(mine) if over_epsilon else by_epoch(mine[0], headline)
         if x:
             marker = "o" if over_epsilon else ""
             axes.plot(x, middle, color=color, marker=marker, markersize=3, linewidth=1.3, label=label)
@@ -175,6 +176,10 @@ def draw_lines(axes, outcomes: Sequence[Outcome], headline: str, *, over_epsilon
         axes.legend(fontsize=7, frameon=False)
 
 
+def line_of(one: Outcome, over_epsilon: bool) -> str:
+    return one.row.label if over_epsilon else f"{one.row.label}, epsilon {one.row.claimed:g}"
+
+
 def by_epsilon(outcomes: Sequence[Outcome]):
     """Epsilons with the mean, the least and the most of the seeds."""
     points = sorted((one.row.claimed, scores(one.at_epsilon)) for one in outcomes if one.at_epsilon)
@@ -182,12 +187,11 @@ def by_epsilon(outcomes: Sequence[Outcome]):
     return x, [statistics.mean(v) for v in values], [min(v) for v in values], [max(v) for v in values]
 
 
-def by_epoch(outcomes: Sequence[Outcome], headline: str):
-    """Epochs with the mean, the least and the most of the seeds, from the metrics of the first outcome's runs."""
-    first = outcomes[0]
+def by_epoch(outcome: Outcome, headline: str):
+    """Epochs with the mean, the least and the most of the seeds, from the metrics of the runs at the claimed epsilon."""
     scale = 100 if "accuracy" in headline else 1
     runs: dict[float, list[float]] = {}
-    for result in first.at_noise or first.at_epsilon:
+    for result in outcome.at_epsilon:
         for line in (Path(result["output_dir"]) / "metrics.jsonl").read_text().splitlines():
             row = json.loads(line)
             runs.setdefault(row["epoch"], []).append(scale * row[headline])

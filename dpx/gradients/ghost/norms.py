@@ -4,8 +4,7 @@ A, float32 (K, T, I), is the input of a layer, and B, float32 (K, T, O), the cot
 positions. G is (K, I, O). `scale`, float32 (K, I, O), multiplies G element by element.
 
 An underestimated norm would break the clip bound. Each position is rescaled first (`balanced`), so that squares neither
-underflow nor overflow. A sum that can cancel gets a bound on its rounding error. Most sums do not cancel, so the bound
-replaces a small share of the sum (`SLACK`) and counts only where it is larger than that.
+underflow nor overflow. A sum that is long or can cancel gets a bound on its rounding error.
 
 A norm is infinite, so that the example contributes zero, if one of these is above LARGEST = 2^63: a cotangent, the
 product of an input and its cotangent, or an input whose cotangent is not 0. There are two reasons. First, XLA divides
@@ -26,7 +25,6 @@ from dpx._contributions import LARGEST
 EXACT = jax.lax.Precision.HIGHEST  # float32 products, also where the hardware would round them
 EPS, TINY = float(jnp.finfo(jnp.float32).eps), float(jnp.finfo(jnp.float32).tiny)
 FINITE = float(jnp.finfo(jnp.float32).max)
-SLACK = 1e-3  # share of a norm up to which a bound on its rounding error is not added
 LONGEST_SUM = 1024  # terms; a longer sum is computed in segments, because its rounding error grows with its length
 MOST_SEGMENTS = 8  # more would compile for too long
 
@@ -95,9 +93,7 @@ def uncancelled(squared: jax.Array, largest: jax.Array, *, terms: int) -> jax.Ar
     squared: the sum. largest: at least the sum of the absolute values of its terms. terms: how often a term is rounded.
     The error is at most `terms` eps / 2 times `largest`.
     """
-    squared = jnp.maximum(squared, 0)
-    bounded = (1 - 2 * SLACK) * squared + terms * EPS / 2 * largest
-    return jnp.sqrt(jnp.maximum(squared + EPS * largest, bounded))
+    return jnp.sqrt(jnp.maximum(squared, 0) + terms * EPS / 2 * largest)
 
 
 def product(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -120,7 +116,7 @@ def rows(indices: jax.Array, b: jax.Array) -> jax.Array:
     sizes = in_range(jnp.ones_like(sizes), sizes)
     lengths = jnp.matmul(same, jnp.sqrt(jnp.sum(unit_b * unit_b, -1)) * sizes[:, 0], precision=EXACT)
     rounding = frobenius((count + 1) * lengths / jnp.sqrt(count)) * EPS  # in this sum and in the weighted sum
-    return jnp.maximum(size, (1 - SLACK) * size + rounding)
+    return size + rounding
 
 
 def frobenius(x: jax.Array) -> jax.Array:

@@ -83,7 +83,8 @@ class Traced(NamedTuple):
 
 def trace_loss(loss: Callable, params: Tree, example: Tree) -> Traced:
     """The jaxpr of `loss`; nothing is computed, so shapes suffice."""
-    return Traced(*jax.make_jaxpr(loss, return_shape=True)(params, example))
+    # A new function: JAX would return an old jaxpr of the same one, even if a value that it closes over has changed.
+    return Traced(*jax.make_jaxpr(lambda *arguments: loss(*arguments), return_shape=True)(params, example))
 
 
 def follow(traced: Traced, leaves: int) -> Program:
