@@ -188,7 +188,7 @@ def by_epsilon(outcomes: Sequence[Outcome]):
 
 
 def by_epoch(outcome: Outcome, headline: str):
-    """Epochs with the mean, the least and the most of the seeds, from the metrics of the runs at the claimed epsilon."""
+    """Epochs with the mean, the least and the most of the seeds, from the runs at the claimed epsilon."""
     scale = 100 if "accuracy" in headline else 1
     runs: dict[float, list[float]] = {}
     for result in outcome.at_epsilon:
