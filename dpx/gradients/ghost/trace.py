@@ -38,8 +38,7 @@ class Equation(NamedTuple):
     outputs: tuple[int, ...]
 
     def bind(self, *values):
-        context = self.jaxpr.ctx.manager
-        with context:
+        with self.jaxpr.ctx.manager:
             outputs = self.jaxpr.primitive.bind(*values, **self.jaxpr.primitive.get_bind_params(self.jaxpr.params))
         return outputs if self.jaxpr.primitive.multiple_results else [outputs]
 
@@ -83,7 +82,7 @@ class Traced(NamedTuple):
 
 def trace_loss(loss: Callable, params: Tree, example: Tree) -> Traced:
     """The jaxpr of `loss`; nothing is computed, so shapes suffice."""
-    # A new function: JAX would return an old jaxpr of the same one, even if a value that it closes over has changed.
+    # A new function, because of the same one JAX may return an old jaxpr, with old values that it closes over.
     return Traced(*jax.make_jaxpr(lambda *arguments: loss(*arguments), return_shape=True)(params, example))
 
 
@@ -130,9 +129,8 @@ def evaluate(program: Program, inputs: list, added: dict[int, jax.Array]) -> tup
             seen[number] = tuple(operands)
             outputs = [outputs[0] + added[number]]
         values.update(zip(equation.outputs, outputs, strict=True))
-    read = [
-        number.value if isinstance(number, Constant) else values[number] for number in (program.loss, *program.aux[0])
-    ]
+    results = program.loss, *program.aux[0]
+    read = [number.value if isinstance(number, Constant) else values[number] for number in results]
     return read[0], jax.tree.unflatten(program.aux[1], read[1:]), seen
 
 
