@@ -59,7 +59,7 @@ def require_scalar_or_schedule(
 
 
 def _unchanging(schedule: Schedule) -> Schedule:
-    """`schedule`, with copies of the NumPy arrays that it reads.
+    """`schedule`, with copies of the NumPy arrays that it reads, those of one number excepted.
 
     Clip, noise and bill are compiled at different times: an array that changes in between would make them disagree.
     """
@@ -68,11 +68,28 @@ def _unchanging(schedule: Schedule) -> Schedule:
             traced = jax.make_jaxpr(lambda step: schedule(step))(jnp.int32(0))
     except Exception:
         return schedule  # it raises the same where it is used
-    if not any(isinstance(constant, np.ndarray) for constant in traced.consts):
+    arrays: list[np.ndarray] = []
+    copied = _copy_constants(traced, arrays)
+    if not arrays:
         return schedule
-    copied = [np.array(constant) if isinstance(constant, np.ndarray) else constant for constant in traced.consts]
-    values = jax.extend.core.jaxpr_as_fun(jax.extend.core.ClosedJaxpr(traced.jaxpr, copied))
+    values = jax.extend.core.jaxpr_as_fun(copied)
     return lambda step: values(jnp.asarray(step, jnp.int32))[0]
+
+
+def _copy_constants(value: Any, arrays: list[np.ndarray]) -> Any:
+    """A parameter of an equation, with copies of the NumPy arrays in it, which are added to `arrays`."""
+    if isinstance(value, jax.extend.core.ClosedJaxpr):
+        constants = [_copy_constants(constant, arrays) for constant in value.consts]
+        return jax.extend.core.ClosedJaxpr(_copy_constants(value.jaxpr, arrays), constants)
+    if isinstance(value, jax.extend.core.Jaxpr):
+        params = [{name: _copy_constants(one, arrays) for name, one in each.params.items()} for each in value.eqns]
+        return value.replace(eqns=[each.replace(params=new) for each, new in zip(value.eqns, params, strict=True)])
+    if isinstance(value, tuple) and not hasattr(value, "_fields"):
+        return tuple(_copy_constants(one, arrays) for one in value)
+    if isinstance(value, np.ndarray):
+        arrays.append(np.array(value))
+        return arrays[-1]
+    return value
 
 
 def require_number(
