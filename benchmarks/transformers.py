@@ -1,4 +1,4 @@
-"""The time, the memory and the time to compile of a private step of transformers at their usual sizes.
+"""The time and the memory of a private step of transformers at their usual sizes.
 
     python -m benchmarks.transformers
 
@@ -26,7 +26,9 @@ SEQUENCE = {"gpt2_4_layers": 64, "gpt2_small": 64, "bert_base": 128}
 BATCH = {"gpt2_4_layers": 8, "gpt2_small": 8, "bert_base": 8, "vit_small": 16}
 PARTS = (2, 4, 8)
 NOISE, PRODUCTS = "noise of dpx alone", "products of the norms alone"
+BY_HAND = "by hand, no noise"
 PLAIN, PLAIN_TORCH, OPACUS = "JAX, not private", "torch, not private", "Opacus ghost"
+OURS = "transformers is not installed: models of the same widths, GPT-2 without tied weights."
 LARGEST_STACK = 2**32  # bytes; rows that hold more of per-example gradients are compiled, but not run
 
 
@@ -36,6 +38,14 @@ class Problem(NamedTuple):
     params: Any
     loss: Callable
     batch: Any
+
+
+def installed() -> bool:
+    return importlib.util.find_spec("transformers") is not None
+
+
+def build(name: str) -> Problem:
+    return (hugging_face if installed() else ours)(name)
 
 
 def hugging_face(name: str) -> Problem:
@@ -145,7 +155,7 @@ def steps(problem: Problem, size: int) -> dict[str, tuple[Callable, tuple]]:
     found["noise alone"] = noise, (params,)
     found[NOISE] = keys.normal_like, (jax.random.key(0), params)
     found[PRODUCTS] = norm_products(problem, mechanism, state, size)
-    found["by hand, no noise"] = by_hand, (params, batch)
+    found[BY_HAND] = by_hand, (params, batch)
     for clipping in ("auto", "ghost", "vmap"):
         found[f"dpx {clipping}"] = with_dpx(clipping), (params, batch, state)
     if importlib.util.find_spec("jax_privacy"):
@@ -230,7 +240,7 @@ def torch_steps(name: str) -> dict[str, Callable]:
 
 
 def measured(model: str, problem: Problem, size: int, options, clock: Callable) -> dict[str, dict[str, float]]:
-    """name -> {"compile": seconds of tracing and compiling, "memory": MiB of temporary memory, "seconds": median}."""
+    """name -> {"memory": MiB of temporary memory, "seconds": median}."""
     import jax
 
     found, timers = {}, {}
@@ -238,12 +248,11 @@ def measured(model: str, problem: Problem, size: int, options, clock: Callable) 
     for name, (step, inputs) in steps(problem, size).items():
         if options.rows and not any(part in name for part in options.rows):
             continue
-        start = clock()
         program = jax.jit(step).lower(*inputs).compile()
         memory: Any = program.memory_analysis()
-        found[name] = {"compile": clock() - start, "memory": memory.temp_size_in_bytes / 2**20}
+        found[name] = {"memory": memory.temp_size_in_bytes / 2**20}
         print(f"    {name}: {found[name]}", file=sys.stderr, flush=True)
-        if options.rounds and (stack <= LARGEST_STACK or name not in ("by hand, no noise", "dpx vmap")):
+        if options.rounds and (stack <= LARGEST_STACK or name not in (BY_HAND, "dpx vmap")):
             timers[name] = timing.Timer(lambda run=program, xs=inputs: jax.block_until_ready(run(*xs)), clock)
     for name, run in torch_steps(model).items() if options.rounds else ():
         if not options.rows or any(part in name for part in options.rows):
@@ -279,7 +288,6 @@ def tables(results) -> dict[str, str]:
 
         return [(name, cell(name)) for name in names]
 
-    hand = "by hand, no noise"
     return {
         "Time divided by that of JAX's fastest step without privacy": report.table(
             results,
@@ -291,16 +299,20 @@ def tables(results) -> dict[str, str]:
             + [("Opacus ghost, divided by torch", opacus_ratio)],
         ),
         "Temporary memory, MiB": report.table(results, column("memory", form="{:.0f}")),
-        f"Time to trace and compile, divided by that of `{hand}`": report.table(
-            results,
-            [("by hand (s)", lambda rows: f"{rows[hand]['compile']:.1f}" if hand in rows else None)]
-            + (
-                column("compile", lambda rows: rows[hand]["compile"])
-                if all(hand in r for r in results.values())
-                else []
-            ),
-        ),
     }
+
+
+def said() -> dict[str, dict[str, Any]]:
+    """The versions and the device, as `report.facts` takes them."""
+    import jax
+
+    versions: dict[str, str | None] = {}
+    for library in ("jax", "jaxlib", "flax", "optax", "transformers", "jax-privacy", "torch", "opacus"):
+        try:
+            versions[library] = importlib.metadata.version(library)
+        except importlib.metadata.PackageNotFoundError:
+            versions[library] = None
+    return {"jax": {"versions": versions, "device": jax.devices()[0].device_kind}}
 
 
 def main() -> None:
@@ -313,29 +325,16 @@ def main() -> None:
     parser.add_argument("--name", default="transformers", help="of the files written")
     options = parser.parse_args()
     timing.pin(options.core)
-    installed = importlib.util.find_spec("transformers") is not None
-    libraries = ("jax", "jaxlib", "flax", "optax", "transformers", "jax-privacy", "torch", "opacus")
-    versions: dict[str, str | None] = {}
-    for library in libraries:
-        try:
-            versions[library] = importlib.metadata.version(library)
-        except importlib.metadata.PackageNotFoundError:
-            versions[library] = None
-    import jax
-
-    said = {"jax": {"versions": versions, "device": jax.devices()[0].device_kind}}
-    facts = report.facts("benchmarks.transformers", said, options) | {"clock": options.clock}
-    notes = (
-        [] if installed else ["transformers is not installed: models of the same widths, GPT-2 without tied weights."]
-    )
+    facts = report.facts("benchmarks.transformers", said(), options) | {"clock": options.clock}
+    notes = [] if installed() else [OURS]
     notes.append(
         f"Rows that would hold more than {LARGEST_STACK / 2**30:.0f} GiB of gradients are compiled, and not run."
     )
     results = {}
     for name in options.models:
         print(name, file=sys.stderr, flush=True)
-        problem, clock = (hugging_face if installed else ours)(name), timing.CLOCKS[options.clock]
-        results[f"{name}, {BATCH[name]}"] = measured(name, problem, BATCH[name], options, clock)
+        clock = timing.CLOCKS[options.clock]
+        results[f"{name}, {BATCH[name]}"] = measured(name, build(name), BATCH[name], options, clock)
         report.write(options.name, facts, results, notes, tables(results))
     print((report.RESULTS / f"{options.name}.md").read_text())
 

@@ -50,6 +50,16 @@ def standard_normals(key: jax.Array, tree: Tree) -> Tree:
     return structure.unflatten(_leaves(words, opaque_false(large or words), shapes, jax.device_count() > 1))
 
 
+@jax.jit
+def fold_in(key: jax.Array, number: jax.Array | int) -> jax.Array:
+    """The key, (), that `jax.random.fold_in` makes of a threefry2x32 key, (), and an int, (). It has no loop, so XLA
+    compiles it faster for a CPU.
+    """
+    words, number = jax.random.key_data(key), jnp.asarray(number, jnp.uint32).reshape(1)
+    folded = _at_once(_threefry(words, jnp.zeros_like(number), number))
+    return jax.random.wrap_key_data(jnp.concatenate(folded), impl="threefry2x32")
+
+
 @jax.jit(static_argnums=(2, 3))
 def _leaves(words: jax.Array, never: jax.Array, shapes: tuple[tuple[int, ...], ...], sharded: bool) -> list[jax.Array]:
     """The leaves of these shapes, float32. words: of the key, uint32 (2,). never: False, bool (), which a loop on a CPU
@@ -68,7 +78,7 @@ def _leaves(words: jax.Array, never: jax.Array, shapes: tuple[tuple[int, ...], .
 
     def by_leaves(words, never) -> list[jax.Array]:
         del never
-        firsts = [divmod(start, 2 * half) for start in starts[:-1]]
+        firsts = [np.array(divmod(start, 2 * half), np.uint32) for start in starts[:-1]]
         return [_leaf(words, first, shape, half) for first, shape in zip(firsts, shapes, strict=True)]
 
     if sharded or not 0 < starts[-1] < 2**31:  # an index of an array is an int32
@@ -77,16 +87,18 @@ def _leaves(words: jax.Array, never: jax.Array, shapes: tuple[tuple[int, ...], .
 
 
 def _chunks(words: jax.Array, never: jax.Array, count: int, half: int) -> jax.Array:
-    """The first `count` chunks of the stream, float32 (count, 2, half), computed after `never`, which is False."""
+    """The first `count` chunks of the stream, float32 (2 * count, half), computed after `never`, which is False."""
 
-    def draw(chunks, number):
-        bits = _at_once(_threefry(words, jnp.full(half, number), jnp.arange(half, dtype=jnp.uint32)))
+    def draw(number, chunks):
+        first = jnp.full(half, number, jnp.uint32)
+        bits = _at_once(_threefry(words, first, jnp.arange(half, dtype=jnp.uint32)))
         for word in range(2):
-            chunks = chunks.at[number, word].set(_normal(bits[word]))
-        return chunks, None
+            normals = _normal(bits[word])[None]
+            chunks = jax.lax.dynamic_update_slice(chunks, normals, (2 * number + word, 0), allow_negative_indices=False)
+        return chunks
 
     zero = never.astype(jnp.float32)  # with a constant, the memory would be taken when the program starts
-    return jax.lax.scan(draw, jnp.full((count, 2, half), zero), jnp.arange(count, dtype=jnp.uint32))[0]
+    return jax.lax.fori_loop(0, count, draw, jnp.full((2 * count, half), zero))
 
 
 def _threefry(words: jax.Array, first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -114,15 +126,21 @@ def _at_once(arrays: tuple[jax.Array, ...]) -> list[jax.Array]:
 
 
 @jax.jit(static_argnums=(2, 3))
-def _leaf(words: jax.Array, start: tuple[int, int], shape: tuple[int, ...], half: int) -> jax.Array:
-    """The numbers of the stream from `start` on, float32 `shape`. start: the chunk, and the place in it."""
-    place = jnp.full(shape, start[1], jnp.uint32)
+def _leaf(words: jax.Array, start: jax.Array, shape: tuple[int, ...], half: int) -> jax.Array:
+    """The numbers of the stream from `start` on, float32 `shape`. start: uint32 (2,), the chunk and the place in it."""
+    lax = jax.lax
+
+    def every(value) -> jax.Array:
+        return lax.full(shape, value, jnp.uint32)
+
+    place = every(start[1])
     for axis in range(len(shape)):
-        stride = np.uint32(math.prod(shape[axis + 1 :]))
-        place += stride * jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
-    number, place = jnp.uint32(start[0]) + place // (2 * half), place % (2 * half)
-    first, second = threefry2x32_p.bind(*words, number, place % half)
-    return _normal(jnp.where(place < half, first, second))
+        stride = math.prod(shape[axis + 1 :])
+        place = lax.add(place, lax.mul(every(stride), lax.broadcasted_iota(jnp.uint32, shape, axis)))
+    number, place = lax.add(every(start[0]), lax.div(place, every(2 * half))), lax.rem(place, every(2 * half))
+    in_first = lax.lt(place, every(half))
+    first, second = threefry2x32_p.bind(*words, number, lax.rem(place, every(half)))
+    return _normal(lax.select(in_first, first, second))
 
 
 def _normal(bits: jax.Array) -> jax.Array:
@@ -132,13 +150,18 @@ def _normal(bits: jax.Array) -> jax.Array:
     and slower. Both are the polynomial of Giles 2010 (https://people.maths.ox.ac.uk/gilesm/files/gems_erfinv.pdf) in
     w = -log(1 - u^2) of the uniform number u, but here 1 - u^2 is (1 - u) (1 + u), which loses no digits near 1.
     """
-    lowest = np.nextafter(np.float32(-1), np.float32(0))
-    mantissa = jax.lax.bitcast_convert_type((bits >> 9) | np.uint32(0x3F800000), jnp.float32) - 1  # in [0, 1)
-    uniform = jnp.maximum(lowest, mantissa * (1 - lowest) + lowest)
-    w = -jnp.log((1 - uniform) * (1 + uniform))
-    central = w < 5
-    place = jnp.where(central, w - np.float32(2.5), jnp.sqrt(w) - 3)
-    inverse_erf = jnp.float32(0)
+    lax, lowest = jax.lax, np.nextafter(np.float32(-1), np.float32(0))  # `jnp` takes four times as long to trace
+
+    def every(value) -> jax.Array:
+        return lax.full(bits.shape, value, jnp.float32)
+
+    mantissa = lax.bitwise_or(lax.shift_right_logical(bits, lax.full_like(bits, 9)), lax.full_like(bits, 0x3F800000))
+    in_unit = lax.sub(lax.bitcast_convert_type(mantissa, jnp.float32), every(1))  # in [0, 1)
+    uniform = lax.max(every(lowest), lax.add(lax.mul(in_unit, every(1 - lowest)), every(lowest)))
+    w = lax.neg(lax.log(lax.mul(lax.sub(every(1), uniform), lax.add(every(1), uniform))))
+    central = lax.lt(w, every(5))
+    place = lax.select(central, lax.sub(w, every(2.5)), lax.sub(lax.sqrt(w), every(3)))
+    inverse_erf = every(0)
     for near, far in zip(CENTRAL, TAIL, strict=True):
-        inverse_erf = inverse_erf * place + jnp.where(central, np.float32(near), np.float32(far))
-    return np.float32(math.sqrt(2)) * uniform * inverse_erf
+        inverse_erf = lax.add(lax.mul(inverse_erf, place), lax.select(central, every(near), every(far)))
+    return lax.mul(lax.mul(every(math.sqrt(2)), uniform), inverse_erf)

@@ -6,6 +6,7 @@ No value can change, because the predicate is `x > inf` for a float32 x. That is
 infinities and for NaN, so the array itself is always selected.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -22,7 +23,11 @@ def compute_after(first: Tree, tree: Tree) -> Tree:
 
 def opaque_false(tree: Tree) -> jax.Array:
     """False, bool (). XLA does not replace it by a constant, but computes it from the arrays of `tree`."""
-    leaves = [leaf for leaf in jax.tree.leaves(tree) if leaf.size]
-    some = [jax.lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(1).astype(jnp.float32) for x in leaves]
-    # No sum: XLA would simplify its additions one by one, by a pass over the program for each.
-    return jnp.any(jnp.concatenate([*some, jnp.zeros(1)]) > jnp.inf)
+    by_rank: dict[int, list[jax.Array]] = {}
+    for leaf in jax.tree.leaves(tree):
+        if leaf.size:
+            some = jax.lax.slice(leaf, (0,) * leaf.ndim, (1,) * leaf.ndim).astype(jnp.float32)
+            by_rank.setdefault(leaf.ndim, []).append(some)
+    # No reshapes before the maxima: XLA would move them over one after another, by a pass over the program for each.
+    largest = [functools.reduce(jnp.maximum, some).reshape(()) for some in by_rank.values()]
+    return functools.reduce(jnp.maximum, largest, jnp.float32(0)) > jnp.inf

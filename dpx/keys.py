@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dpx._normals import standard_normals
+from dpx import _normals
 
 
 def secret_key(seed: int | None = None) -> jax.Array:
@@ -54,7 +54,14 @@ def stream(key: jax.Array, name: str, step: jax.Array | int | None = None) -> ja
     Raises ValueError as `require` does.
     """
     named = jax.random.fold_in(require(key), zlib.crc32(name.encode()))
-    return named if step is None else jax.random.fold_in(named, step)
+    return named if step is None else fold_in(named, step)
+
+
+def fold_in(key: jax.Array, number: jax.Array | int) -> jax.Array:
+    """The key, (), that `jax.random.fold_in` derives from a key, (), and a number, int ()."""
+    if str(jax.random.key_impl(key)) == "threefry2x32":
+        return _normals.fold_in(key, number)
+    return jax.random.fold_in(key, number)
 
 
 def mark(key: jax.Array) -> int:
@@ -65,5 +72,5 @@ def mark(key: jax.Array) -> int:
 def normal_like(key: jax.Array, tree):
     """Independent standard normals, float32, in the shapes of `tree`: the noise of every mechanism."""
     if str(jax.random.key_impl(key)) == "threefry2x32":
-        return standard_normals(key, tree)
+        return _normals.standard_normals(key, tree)
     return optax.tree.random_like(key, tree, jax.random.normal, jnp.float32)

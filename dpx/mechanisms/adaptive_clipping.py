@@ -22,7 +22,7 @@ from dpx._numbers import ScalarOrSchedule, at, over, require_number
 from dpx._stages import SUM, describe
 from dpx.accounting.budget import calibrated
 from dpx.mechanism import Mechanism, Tree
-from dpx.mechanisms.gaussian import SMALLEST_CLIP_NORM, gaussian_mechanism
+from dpx.mechanisms.gaussian import SMALLEST_CLIP_NORM, gaussian_mechanism, tree_norm
 from dpx.sampling import Sampling
 
 SMALLEST, LARGEST = SMALLEST_CLIP_NORM, 1 / SMALLEST_CLIP_NORM  # of the moving clip norm, in units of the gradient
@@ -91,7 +91,7 @@ def adaptive_clipping(
     return inner.replace(
         init=lambda params: AdaptiveClippingState(inner.init(params), jnp.float32(initial_clip_norm)),
         encode=lambda grad, state: {"gradient": grad, "indicator": jnp.ones(())},
-        norm=lambda encoded: {"gradient": optax.tree.norm(encoded["gradient"]), "indicator": encoded["indicator"]},
+        norm=lambda encoded: {"gradient": tree_norm(encoded["gradient"]), "indicator": encoded["indicator"]},
         weigh=weigh,
         release=release,
         event=event,

@@ -22,7 +22,7 @@ from dpx._stages import SUM, describe_period
 from dpx.accounting.budget import calibrated
 from dpx.accounting.error_feedback.event import SAMPLINGS, ErrorFeedbackDpEvent
 from dpx.mechanism import Mechanism, Tree
-from dpx.mechanisms.gaussian import LARGEST_CLIP_NORM, SMALLEST_CLIP_NORM
+from dpx.mechanisms.gaussian import LARGEST_CLIP_NORM, SMALLEST_CLIP_NORM, tree_norm
 from dpx.release_state import ReleaseState
 from dpx.sampling import Sampling
 
@@ -113,7 +113,7 @@ def error_feedback_mechanism(
     return Mechanism(
         init=lambda params: ErrorFeedbackState(ReleaseState.empty(), optax.tree.zeros_like(params, dtype=jnp.float32)),
         encode=lambda grad, state: grad,
-        norm=optax.tree.norm,
+        norm=tree_norm,
         weigh=lambda norm, state: _factors(config, norm),
         release=functools.partial(_release, config, noise_key),
         event=functools.partial(_event, config),
@@ -137,11 +137,11 @@ def _release(
     config: Configuration, noise_key: jax.Array, sums: tuple[Tree, ...], state: ErrorFeedbackState, params: Tree
 ):
     step, error, divisor = state.release.step, state.unreleased_error, config.sampling.divisor
-    norm = jnp.maximum(optax.tree.norm(error), SMALLEST_DIVISOR)
+    norm = jnp.maximum(tree_norm(error), SMALLEST_DIVISOR)
     remembered = jnp.minimum(norm, LARGEST_CLIP_NORM)
     fed_back = config.bounds.fed_back(remembered)
     scale = 1 / norm if config.reset_every is None else jnp.where(step % config.reset_every == 0, 0, 1 / norm)
-    noise = keys.normal_like(jax.random.fold_in(noise_key, step), sums[0])
+    noise = keys.normal_like(keys.fold_in(noise_key, step), sums[0])
 
     def private(released, error, noise):
         return (released + config.noise_multiplier * config.clip_norm * noise) / divisor + (scale * fed_back) * error

@@ -63,7 +63,7 @@ def gaussian_mechanism(
         (total,), step = sums, state.step
         multiplier = at(noise_multiplier, step)
         deviation = multiplier * optax.tree.norm(_norms_at(clip_norm, step))
-        noise = keys.normal_like(jax.random.fold_in(noise_key, step), total)
+        noise = keys.normal_like(keys.fold_in(noise_key, step), total)
         updates = jax.tree.map(lambda s, n: (s + deviation * n) / sampling.divisor, total, noise)
         return optax.tree.cast_like(updates, params), state.after(multiplier)
 
@@ -77,7 +77,7 @@ def gaussian_mechanism(
     return Mechanism(
         init=lambda params: ReleaseState.empty(),
         encode=lambda grad, state: grad,
-        norm=lambda encoded: jax.tree.map(lambda _, group: optax.tree.norm(group), clip_norm, encoded),
+        norm=lambda encoded: jax.tree.map(lambda _, group: tree_norm(group), clip_norm, encoded),
         weigh=weigh,
         release=release,
         event=event,
@@ -87,6 +87,13 @@ def gaussian_mechanism(
         supports_ghost_norms=True,
         stages=_stages(clip_norm, noise_multiplier, sampling),
     )
+
+
+def tree_norm(tree: Tree) -> jax.Array:
+    """The root of the sum of all squares of float32 arrays, float32 ()."""
+    squares = [jnp.sum(leaf * leaf) for leaf in jax.tree.leaves(tree)]
+    # Without the barrier, XLA makes one kernel that computes the norms of all leaves, and compiles it slowly.
+    return jnp.sqrt(jnp.sum(jax.lax.optimization_barrier(jnp.stack(squares)))) if squares else jnp.float32(0)
 
 
 def _norms_at(clip_norm: Tree, step: jax.Array) -> Tree:

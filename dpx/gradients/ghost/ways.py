@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from dpx._contributions import weighted_sum
 from dpx.gradients.ghost import norms, shared, weighted
 from dpx.gradients.ghost.rules import Site
 
@@ -183,9 +184,7 @@ def _gradient_norm(uses: Uses, scale: jax.Array | None):
 
 def _gradient_sum(uses: Uses, shape: tuple[int, ...], records: jax.Array, factors: jax.Array) -> jax.Array:
     del uses, shape
-    if records.ndim == 2:  # most often a bias: XLA computes its weighted rows for the matrix beside it anyway
-        factors, records = jnp.ones_like(factors), factors[:, None] * records
-    return jnp.tensordot(factors, records, 1, precision=norms.EXACT)
+    return weighted_sum(factors, records)
 
 
 def _only_site(uses: Uses, *, lookup: bool) -> Site | None:
