@@ -51,11 +51,11 @@ def standard_normals(key: jax.Array, tree: Tree) -> Tree:
 
 
 @jax.jit
-def fold_in(key: jax.Array, number: jax.Array | int) -> jax.Array:
-    """The key, (), that `jax.random.fold_in` makes of a threefry2x32 key, (), and an int, (). It has no loop, so XLA
+def fold_in(key: jax.Array, number: jax.Array) -> jax.Array:
+    """The key, (), that `jax.random.fold_in` makes of a threefry2x32 key, (), and an int (). It has no loop, so XLA
     compiles it faster for a CPU.
     """
-    words, number = jax.random.key_data(key), jnp.asarray(number, jnp.uint32).reshape(1)
+    words, number = jax.random.key_data(key), jnp.full(1, number, jnp.uint32)
     folded = _at_once(_threefry(words, jnp.zeros_like(number), number))
     return jax.random.wrap_key_data(jnp.concatenate(folded), impl="threefry2x32")
 

@@ -22,7 +22,7 @@ def compute_after(first: Tree, tree: Tree) -> Tree:
 
 
 def opaque_false(tree: Tree) -> jax.Array:
-    """False, bool (). XLA does not replace it by a constant, but computes it from the arrays of `tree`."""
+    """False, bool (). If `tree` holds a number, XLA computes it from the arrays, and does not make it a constant."""
     by_rank: dict[int, list[jax.Array]] = {}
     for leaf in jax.tree.leaves(tree):
         if leaf.size:

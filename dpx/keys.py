@@ -5,6 +5,7 @@ Every random use in dpx names its own stream, because two uses of one stream cou
 
 import secrets
 import zlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -53,15 +54,19 @@ def stream(key: jax.Array, name: str, step: jax.Array | int | None = None) -> ja
 
     Raises ValueError as `require` does.
     """
-    named = jax.random.fold_in(require(key), zlib.crc32(name.encode()))
+    named = fold_in(require(key), zlib.crc32(name.encode()))
     return named if step is None else fold_in(named, step)
 
 
 def fold_in(key: jax.Array, number: jax.Array | int) -> jax.Array:
-    """The key, (), that `jax.random.fold_in` derives from a key, (), and a number, int ()."""
+    """The key, (), that `jax.random.fold_in` derives from a key, (), and a number in [0, 2^32), int ().
+
+    Raises OverflowError for a known number out of this range.
+    """
+    word: Any = number if isinstance(number, jax.Array) else np.uint32(int(number))
     if str(jax.random.key_impl(key)) == "threefry2x32":
-        return _normals.fold_in(key, number)
-    return jax.random.fold_in(key, number)
+        return _normals.fold_in(key, word)
+    return jax.random.fold_in(key, word)
 
 
 def mark(key: jax.Array) -> int:

@@ -36,6 +36,16 @@ def test_bad_seeds(seed):
         dpx.secret_key(seed)
 
 
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_fold_in_is_that_of_jax(impl):
+    key = jax.random.key(7, impl=impl)
+    for number in (0, 1, np.int32(5), jnp.int32(5), 2**31, 2**32 - 1):
+        assert keys.fold_in(key, number) == jax.random.fold_in(key, number)
+    for number in (-1, 2**32):
+        with pytest.raises(OverflowError):
+            keys.fold_in(key, number)
+
+
 def test_the_noise_is_normal():
     """The shares of |z| above 1, 2, 3 and 4, within 5 standard errors; false alarm below 1e-5 in all."""
     noise = np.abs(np.asarray(keys.normal_like(jax.random.key(3), jnp.zeros((1000, 1000)))))

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dpx._contributions import in_range
+from dpx._contributions import in_range, zero_excluded
 from dpx._ordering import compute_after
 from dpx.gradients.ghost import trace
 from dpx.gradients.ghost.plan import Choice, Plan
@@ -143,9 +143,7 @@ def _zero_excluded(tree: Tree, included: jax.Array) -> Tree:
     """`tree`, with the examples on axis 0, but 0 for those that do not contribute; whole numbers stay."""
 
     def select(rows):
-        if not jnp.issubdtype(rows.dtype, jnp.floating):
-            return rows
-        return jnp.where(included.reshape(-1, *[1] * (rows.ndim - 1)), rows, 0)
+        return zero_excluded(rows, included) if jnp.issubdtype(rows.dtype, jnp.floating) else rows
 
     return jax.tree.map(select, tree)
 
