@@ -4,8 +4,8 @@
 
 The models are those of benchmarks/transformers.py, and of benchmarks/step.py. By hand is `vmap`, clipping and a sum.
 The noise is compiled alone too, because by hand there is none: the sum of both is what a private step takes by hand.
-Each is the least CPU time of some runs on one core, after the caches of JAX are emptied. Python's garbage collector sees
-only what a run makes. Writes JSON and Markdown to benchmarks/results/.
+Each is the least CPU time of some runs on one core, after the caches of JAX are emptied. Python's garbage collector
+sees only what a run makes. Writes JSON and Markdown to benchmarks/results/.
 """
 
 import argparse
