@@ -39,7 +39,6 @@ def sum_contributions(mechanism: Any, grads: Tree, state: Tree, included: jax.Ar
 
         encoded, norms, factors = jax.vmap(encode_and_weigh)(grads)
         included &= in_range(norms)
-
         encoded = jax.tree.map(lambda rows: zero_excluded(rows, included), encoded)
 
         def sum_group(factor, rows):
@@ -62,7 +61,7 @@ def weighted_sum(factors: jax.Array, rows: jax.Array) -> jax.Array:
     """sum_i f_i z_i, float32 (...), of factors float32 (B,) and rows float32 (B, ...), which are 0 if excluded.
 
     XLA compiles the product of a vector and a matrix for every leaf again, but a sum of vectors once for a shape. On a
-    CPU, such a sum is slower than the product: 3 times for long vectors, and up to 100 times for larger arrays.
+    CPU, such a sum is slower than the product for long vectors, and much slower for larger arrays.
     """
     if rows.ndim == 2 and rows.shape[1] <= LONG_VECTOR:
         return jnp.sum(factors[:, None] * rows, 0)

@@ -150,7 +150,7 @@ def _normal(bits: jax.Array) -> jax.Array:
     and slower. Both are the polynomial of Giles 2010 (https://people.maths.ox.ac.uk/gilesm/files/gems_erfinv.pdf) in
     w = -log(1 - u^2) of the uniform number u, but here 1 - u^2 is (1 - u) (1 + u), which loses no digits near 1.
     """
-    lax, lowest = jax.lax, np.nextafter(np.float32(-1), np.float32(0))  # `jnp` takes four times as long to trace
+    lax, lowest = jax.lax, np.nextafter(np.float32(-1), np.float32(0))  # `jnp` takes longer to trace
 
     def every(value) -> jax.Array:
         return lax.full(bits.shape, value, jnp.float32)

@@ -117,7 +117,7 @@ def _product_norm(uses: Uses, scale: jax.Array | None):
 
 
 def _product_sum(uses: Uses, shape: tuple[int, ...], records: jax.Array, factors: jax.Array) -> jax.Array:
-    total = jnp.tensordot(factors, records, 1, precision=norms.EXACT)
+    total = weighted_sum(factors, records)
     return weighted.transpose(uses.sites[0].arrange, shape, total)
 
 
