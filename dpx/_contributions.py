@@ -54,7 +54,12 @@ def sum_contributions(mechanism: Any, grads: Tree, state: Tree, included: jax.Ar
 
 def zero_excluded(rows: jax.Array, included: jax.Array) -> jax.Array:
     """`rows`, (B, ...), but 0 where `included`, bool (B,), is False."""
-    return jnp.where(included.reshape(-1, *[1] * (rows.ndim - 1)), rows, 0)
+    return jax.lax.select(repeated(included, rows.shape), rows, jnp.zeros_like(rows))
+
+
+def repeated(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """`x`, repeated along the axes of `shape` after its own: one operation, where `x[:, None] * y` has four."""
+    return jax.lax.broadcast_in_dim(x, shape, tuple(range(x.ndim)))
 
 
 def weighted_sum(factors: jax.Array, rows: jax.Array) -> jax.Array:
@@ -64,7 +69,7 @@ def weighted_sum(factors: jax.Array, rows: jax.Array) -> jax.Array:
     CPU, such a sum is slower than the product for long vectors, and much slower for larger arrays.
     """
     if rows.ndim == 2 and rows.shape[1] <= LONG_VECTOR:
-        return jnp.sum(factors[:, None] * rows, 0)
+        return jnp.sum(repeated(factors, rows.shape) * rows, 0)
     return jnp.tensordot(factors, rows, 1, precision=jax.lax.Precision.HIGHEST)
 
 

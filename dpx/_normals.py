@@ -91,7 +91,9 @@ def _chunks(words: jax.Array, never: jax.Array, count: int, half: int) -> jax.Ar
 
     def draw(number, chunks):
         first = jnp.full(half, number, jnp.uint32)
-        bits = _at_once(_threefry(words, first, jnp.arange(half, dtype=jnp.uint32)))
+        # Without the barrier, XLA moves what depends on `words` alone out of the loop, into kernels of their own.
+        here, first = jax.lax.optimization_barrier((words, first))
+        bits = _at_once(_threefry(here, first, jnp.arange(half, dtype=jnp.uint32)))
         for word in range(2):
             normals = _normal(bits[word])[None]
             chunks = jax.lax.dynamic_update_slice(chunks, normals, (2 * number + word, 0), allow_negative_indices=False)

@@ -15,6 +15,7 @@ import pytest
 import dpx
 from dpx.audit import ContractReport, Line, check_contract
 from dpx.audit.contract_draws import in_its_directions
+from dpx.audit.contract_noise import require_standard
 from dpx.audit.contract_report import Broken
 from tests.broken import ZOO, sound, sums_in_the_state, two_thirds_of_the_noise, with_noise
 from tests.mechanisms import PARAMS
@@ -119,6 +120,14 @@ def test_noise_of_a_mechanisms_own():
     for mechanism in (plain, projected):
         report = check_contract(mechanism, lines=["noise", "secrecy"], draws=1000)
         assert not report.failures and not report.unchecked, report
+
+
+def test_noise_with_a_heavy_tail():
+    """Its mean and its variance are those of a standard normal, and its tail is not cut."""
+    rng, shape = np.random.default_rng(0), (1000, 20)
+    require_standard(rng.normal(size=shape))
+    with pytest.raises(Broken, match="the noise is not normal"):
+        require_standard(rng.laplace(scale=0.5**0.5, size=shape))
 
 
 def test_noise_that_is_correlated_with_its_coordinates():

@@ -344,6 +344,11 @@ def test_gradients_of_a_row_that_cancel_beyond_the_range():
     np.testing.assert_array_equal(in_a_batch(case.loss, made, jnp.zeros((5, 3)), examples), 0)
 
 
+def test_a_lookup_out_of_range_has_an_infinite_norm():
+    c = jnp.array([[1.0], [-1.0]]) * 2.0**64
+    assert jnp.isinf(ghost_norms.rows(jnp.zeros(2, jnp.int32), c))
+
+
 def test_a_scale_out_of_range_makes_no_norm_vanish():
     a, scale = jnp.full((4, 1, 1, 5), 2.0**31), jnp.full((1, 5, 5), 2.0**62.5)
     found = jax.jit(jax.vmap(ghost_norms.outer, (0, 0, None)), compiler_options=FULL)(a, 2 * a, scale)

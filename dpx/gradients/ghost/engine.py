@@ -81,7 +81,7 @@ def _backward_pass(plan: Plan, leaves: list[jax.Array], examples: Tree) -> tuple
 
     losses, aux, records = jax.vmap(of_one_example)(examples)
     # Norms and sums must read the same numbers: XLA may leave out a rounding to bfloat16 for one of two readers.
-    return losses, aux, jax.tree.map(jax.lax.optimization_barrier, records)
+    return losses, aux, jax.lax.optimization_barrier(records)
 
 
 def _norms(plan: Plan, leaves: list[jax.Array], records: Records, scales: dict[int, jax.Array]):

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpx._contributions import LARGEST
+from dpx._contributions import LARGEST, repeated
 
 EXACT = jax.lax.Precision.HIGHEST  # float32 products, also where the hardware would round them
 EPS, TINY = float(jnp.finfo(jnp.float32).eps), float(jnp.finfo(jnp.float32).tiny)
@@ -32,7 +32,8 @@ MOST_SEGMENTS = 8  # more would compile for too long
 def outer(a: jax.Array, b: jax.Array, scale: jax.Array | None = None) -> jax.Array:
     """|G|, float32 (), for T = 1: |a b^T| = |a| |b|, and |scale * a b^T|^2 = (a a)^T (scale scale) (b b)."""
     if scale is None:
-        a, b, size = balanced(a, b)
+        alone = [axis for axis in (0, 1) if a.shape[axis] == 1]  # XLA would compile these axes by themselves
+        a, b, size = balanced(jax.lax.squeeze(a, alone), jax.lax.squeeze(b, alone))
         return size * jnp.sqrt(jnp.sum(jnp.sum(a * a, -1) * jnp.sum(b * b, -1)))
     # Elements that only frozen coordinates read may be huge. They become 0, because the rescaling would otherwise round
     # the other elements to 0. Squares that would underflow become TINY, which is larger.
@@ -40,8 +41,8 @@ def outer(a: jax.Array, b: jax.Array, scale: jax.Array | None = None) -> jax.Arr
     b, size_b = unit(_trained(b[:, 0], scale, axis=1))
     squares_scale = jnp.where(scale == 0, 0, jnp.maximum(scale * scale, TINY))
     squares = jnp.einsum("kio,ko->ki", squares_scale, b * b + TINY, precision=EXACT)  # of the rows of the scaled B
-    rows, size = unit((a * (jnp.sqrt(squares) * in_range(size_a, size_b))).reshape(-1))
-    return in_range(frobenius(rows), size[0])
+    rows, size = unit((a * (jnp.sqrt(squares) * in_range(size_a, size_b)[:, None])).reshape(-1))
+    return in_range(frobenius(rows), size)
 
 
 def _trained(x: jax.Array, scale: jax.Array, *, axis: int) -> jax.Array:
@@ -114,7 +115,7 @@ def rows(indices: jax.Array, b: jax.Array) -> jax.Array:
     size = frobenius(jnp.matmul(same, b, precision=EXACT) / jnp.sqrt(count)[:, None])
     unit_b, sizes = unit(b)
     sizes = in_range(jnp.ones_like(sizes), sizes)
-    lengths = jnp.matmul(same, jnp.sqrt(jnp.sum(unit_b * unit_b, -1)) * sizes[:, 0], precision=EXACT)
+    lengths = jnp.matmul(same, jnp.sqrt(jnp.sum(unit_b * unit_b, -1)) * sizes, precision=EXACT)
     rounding = frobenius((count + 1) * lengths / jnp.sqrt(count)) * EPS  # in this sum and in the weighted sum
     return size + rounding
 
@@ -125,10 +126,10 @@ def frobenius(x: jax.Array) -> jax.Array:
 
 
 def unit(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """x, float32 (..., n), as a product unit * size, (..., n) and (..., 1). No |element| of `unit` is above 1."""
-    size = _largest(jnp.abs(x), [x.ndim - 1])[..., None]
+    """x, float32 (..., n), as a product unit * size, (..., n) and (...). No |element| of `unit` is above 1."""
+    size = _largest(jnp.abs(x), [x.ndim - 1])
     at_least = jnp.maximum(size, TINY)
-    return x / at_least, jax.lax.select(size > 0, at_least, size)
+    return x / repeated(at_least, x.shape), jax.lax.select(size > 0, at_least, size)
 
 
 def _largest(x: jax.Array, axes) -> jax.Array:
@@ -144,7 +145,7 @@ def balanced(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array, jax.Arra
     (a, size_a), (b, size_b) = unit(a), unit(b)
     sizes = in_range(size_a, size_b)
     size = jnp.maximum(_largest(sizes, range(sizes.ndim)), TINY)
-    return a, b * (sizes / size), size
+    return a, b * repeated(sizes / size, b.shape), size
 
 
 def in_range(size_a: jax.Array, size_b: jax.Array) -> jax.Array:

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dpx._contributions import repeated
 from dpx.gradients.ghost.norms import TINY, diagonal, in_range, inner, terms, uncancelled, unit
 from dpx.gradients.ghost.rules import Site
 
@@ -145,7 +146,7 @@ def _balanced_sides(sharing: Sharing, matrices: list[tuple[jax.Array, jax.Array]
             a, size_a = unit(a)
         measured.append((a, b, in_range(size_a, size)))
     largest = functools.reduce(jnp.maximum, (jnp.max(size, initial=0) for _, _, size in measured), TINY)
-    return [(a, b * (size / largest)) for a, b, size in measured], largest
+    return [(a, b * repeated(size / largest, b.shape)) for a, b, size in measured], largest
 
 
 def _gram(left: jax.Array, right: jax.Array) -> jax.Array:

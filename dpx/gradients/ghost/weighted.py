@@ -4,7 +4,9 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from dpx._contributions import repeated
 from dpx.gradients.ghost import norms
 from dpx.gradients.ghost.rules import Site
 
@@ -38,8 +40,8 @@ def _of_matrices(site: Site, shape: tuple[int, ...], a: jax.Array, b: jax.Array,
 
 def _times(factors: jax.Array, rows: jax.Array) -> jax.Array:
     """factors[i] * rows[i], float32. An input whose cotangent is 0 may have any finite size, and must stay finite."""
-    product = rows.astype(jnp.float32) * factors.reshape(-1, *[1] * (rows.ndim - 1))
-    return jnp.clip(product, -norms.FINITE, norms.FINITE)
+    product = rows.astype(jnp.float32) * repeated(factors, rows.shape)
+    return jax.lax.clamp(np.float32(-norms.FINITE), product, np.float32(norms.FINITE))
 
 
 def _reorders(function: Callable, shape: tuple[int, ...]) -> bool:
