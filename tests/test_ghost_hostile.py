@@ -344,9 +344,10 @@ def test_gradients_of_a_row_that_cancel_beyond_the_range():
     np.testing.assert_array_equal(in_a_batch(case.loss, made, jnp.zeros((5, 3)), examples), 0)
 
 
-def test_a_lookup_out_of_range_has_an_infinite_norm():
-    c = jnp.array([[1.0], [-1.0]]) * 2.0**64
-    assert jnp.isinf(ghost_norms.rows(jnp.zeros(2, jnp.int32), c))
+@pytest.mark.parametrize("signs", [[1], [1, -1], [1, -1, 0, 0]])
+def test_a_lookup_out_of_range_has_an_infinite_norm(signs):
+    c = np.float32(signs)[:, None] * np.nextafter(np.float32(LARGEST), np.float32(np.inf))
+    assert jnp.isinf(ghost_norms.rows(jnp.zeros(len(signs), jnp.int32), jnp.asarray(c)))
 
 
 def test_a_scale_out_of_range_makes_no_norm_vanish():

@@ -114,9 +114,9 @@ def rows(indices: jax.Array, b: jax.Array) -> jax.Array:
     count = jnp.maximum(jnp.sum(same, -1), 1)
     size = frobenius(jnp.matmul(same, b, precision=EXACT) / jnp.sqrt(count)[:, None])
     unit_b, sizes = unit(b)
-    sizes = in_range(jnp.ones_like(sizes), sizes)
     lengths = jnp.matmul(same, jnp.sqrt(jnp.sum(unit_b * unit_b, -1)) * sizes, precision=EXACT)
-    rounding = frobenius((count + 1) * lengths / jnp.sqrt(count)) * EPS  # in this sum and in the weighted sum
+    # The rounding in this sum and in the weighted sum; infinite for a cotangent above LARGEST, whose square overflows.
+    rounding = frobenius((count + 1) * lengths / jnp.sqrt(count)) * EPS
     return size + rounding
 
 
