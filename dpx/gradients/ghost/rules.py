@@ -126,10 +126,8 @@ def _convolution(use: Use, equation) -> Site | str:
         """float32 (images, *spatial, features) -> (groups, positions, taps * features_in), by slices of each axis."""
         dilation, stride = params["rhs_dilation"], params["window_strides"]
         padding = [(low, high, d - 1) for (low, high), d in zip(params["padding"], params["lhs_dilation"], strict=True)]
+        x = lax.pad(x, jnp.float32(0), [(0, 0, 0), *padding, (0, 0, 0)])
         for axis in reversed(range(len(taps))):
-            edges = [(0, 0, 0)] * x.ndim
-            edges[1 + axis] = padding[axis]
-            x = lax.pad(x, jnp.float32(0), edges)  # an axis at a time, because XLA pads again in every slice
             reach = (spatial[axis] - 1) * stride[axis] + 1
             starts = [tap * dilation[axis] for tap in range(taps[axis])]
             windows = [lax.slice_in_dim(x, start, start + reach, stride[axis], axis=1 + axis) for start in starts]
