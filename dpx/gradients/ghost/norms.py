@@ -32,7 +32,8 @@ MOST_SEGMENTS = 8  # more would compile for too long
 def outer(a: jax.Array, b: jax.Array, scale: jax.Array | None = None) -> jax.Array:
     """|G|, float32 (), for T = 1: |a b^T| = |a| |b|, and |scale * a b^T|^2 = (a a)^T (scale scale) (b b)."""
     if scale is None:
-        alone = [axis for axis in (0, 1) if a.shape[axis] == 1]  # XLA would compile these axes by themselves
+        # XLA compiles an array with axes of length 1 beside the same array without them, which the sum reads.
+        alone = [axis for axis in (0, 1) if a.shape[axis] == 1]
         a, b, size = balanced(jax.lax.squeeze(a, alone), jax.lax.squeeze(b, alone))
         return size * jnp.sqrt(jnp.sum(jnp.sum(a * a, -1) * jnp.sum(b * b, -1)))
     # Elements that only frozen coordinates read may be huge. They become 0, because the rescaling would otherwise round
