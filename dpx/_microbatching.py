@@ -27,6 +27,7 @@ def sum_over_microbatches(
     *,
     unroll: bool = False,
     in_loop: Callable[[core.ClosedJaxpr], Callable] = core.jaxpr_as_fun,
+    like: Tree = (),
 ) -> tuple[Tree, Tree]:
     """Calls `function(ordered, rows) -> (sums, outputs)` for every microbatch; adds the sums, concatenates the outputs.
 
@@ -35,6 +36,8 @@ def sum_over_microbatches(
     unroll: compile every microbatch separately, up to 64 of them, instead of a loop, because on a CPU XLA copies the
         inputs of a loop.
     in_loop: from the jaxpr of a microbatch, the function that a loop calls.
+    like: arrays, some of which may have the shapes of the sums. A loop begins with them in place of zeros, and drops
+        their numbers in its first turn, because XLA would compile a program for the zeros of every shape.
     """
     size = jax.tree.leaves(rows)[0].shape[0]
     if 0 < size <= microbatch_size:
@@ -56,14 +59,18 @@ def sum_over_microbatches(
             sums = add_microbatch(sums, number * microbatch_size, (number + 1) * microbatch_size)
     else:
 
-        def body(sums, rows):
+        def body(carry, rows):
+            begun, sums = carry
             results = in_loop(traced)(*jax.tree.leaves(rows))  # traced once, for the shapes and for the loop
             more, output = jax.tree.unflatten(jax.tree.structure(shapes), results)
-            return jax.tree.map(jnp.add, sums, more), output
+            sums = jax.tree.map(lambda total, more: jnp.where(begun, total, 0) + more, sums, more)
+            return (jnp.bool_(True), sums), output
 
         stop, shape = whole * microbatch_size, (whole, microbatch_size)
         head = jax.tree.map(lambda leaf: leaf[:stop].reshape(*shape, *leaf.shape[1:]), rows)
-        sums, stacked = jax.lax.scan(body, sums, head)
+        alike = {(leaf.shape, leaf.dtype): leaf for leaf in jax.tree.leaves(like)}
+        sums = jax.tree.map(lambda zeros: alike.get((zeros.shape, zeros.dtype), zeros), sums)
+        (_, sums), stacked = jax.lax.scan(body, (jnp.bool_(False), sums), head)
         outputs.append(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), stacked))
     if rest:
         sums = add_microbatch(sums, size - rest, size)

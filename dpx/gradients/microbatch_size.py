@@ -24,7 +24,7 @@ EQUATION_NUMBERS_PER_WRITE = 4  # XLA fuses equations, so it writes about one of
 EXAMPLE_BYTES_PER_SUM_BYTE = 12  # of a microbatch, at least, because every microbatch reads and writes all sums
 
 # The same for a loss with convolutions, which are fastest on few examples, because they copy their operands.
-CONVOLUTION_BYTES = 2**22
+CONVOLUTION_BYTES = 2**21
 CONVOLUTION_BYTES_PER_SUM_BYTE = 4
 CONVOLUTION_EXAMPLES = 8  # at least; with fewer, convolutions are slower
 

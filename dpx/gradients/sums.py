@@ -92,7 +92,9 @@ def _in_microbatches(mechanism: Mechanism, microbatch_size, of_row, make_plan, g
 
         unroll = platform == "cpu" and not cost.loops
         in_loop = reordered if platform == "cpu" and cost.convolves else core.jaxpr_as_fun
-        return sum_over_microbatches(microbatch, (rows, included), max(1, at_once), unroll=unroll, in_loop=in_loop)
+        return sum_over_microbatches(
+            microbatch, (rows, included), max(1, at_once), unroll=unroll, in_loop=in_loop, like=params
+        )
 
     return sum_rows
 

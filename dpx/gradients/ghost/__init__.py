@@ -5,10 +5,10 @@ Goodfellow 2015 (https://arxiv.org/abs/1510.01799) derives the norms of dense la
 (https://arxiv.org/abs/2210.00038) the sum from the same backward pass, with a choice for each layer.
 
 A cotangent is the gradient of the loss with respect to the output of a layer. The files build on each other. trace.py
-finds where the loss uses each parameter. rules.py describes the layers whose gradient is a product A^T B. norms.py
-computes |A^T B|, shared.py the norm for a parameter that is used several times, and weighted.py the sum. ways.py has a
-record for each way to compute norm and sum, plan.py chooses one for each parameter, and engine.py runs the plan. A
-parameter that cannot be followed keeps its per-example gradients.
+finds where the loss uses each parameter. rules.py describes the layers whose gradient is a product A^T B; patches.py
+makes a convolution such a layer. norms.py computes |A^T B|, shared.py the norm for a parameter that is used several
+times, and weighted.py the sum. ways.py has a record for each way to compute norm and sum, plan.py chooses one for each
+parameter, and engine.py runs the plan. A parameter that cannot be followed keeps its per-example gradients.
 
 As with per-example gradients, an example whose gradient has a norm above 2^63 contributes zero. Here it also does if a
 cotangent of a layer is above 2^63, or if an input of a layer is above 2^63 and its cotangent is not 0, even where their

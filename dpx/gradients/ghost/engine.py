@@ -10,14 +10,9 @@ from dpx._contributions import in_range, zero_excluded
 from dpx._ordering import compute_after
 from dpx.gradients.ghost import trace
 from dpx.gradients.ghost.plan import Choice, Plan
-from dpx.gradients.ghost.segments import map_segments
 from dpx.mechanism import Mechanism
 
 Tree = Any  # a pytree of arrays
-
-# The most float32 numbers of convolution patches in memory at once on a CPU: without a loop, and in one iteration of a
-# loop (benchmarks/step.py, benchmarks/memory.py).
-UNLOOPED_PATCH_NUMBERS, LOOPED_PATCH_NUMBERS = 2**18, 2**15
 
 
 class Records(NamedTuple):
@@ -91,12 +86,11 @@ def _norms(plan: Plan, leaves: list[jax.Array], records: Records, scales: dict[i
     for leaf in (*plan.followed, *plan.differentiated):
         choice, scale = plan.choices[leaf], scales.get(leaf)
 
-        def of_batch(records, runtime_value, choice=choice, scale=scale):
-            return _map(choice.way.norm(choice.uses, scale), records, choice, runtime_value)
+        def of_batch(records, choice=choice, scale=scale):
+            return choice.way.norm(choice.uses, scale, records)
 
         kind = plan.kind(leaf, leaves[leaf].shape) if scale is None else None
-        program = _shared(programs, of_batch, kind)
-        kept, norms[leaf] = program(records.of(leaf, choice), leaves[leaf])
+        kept, norms[leaf] = _shared(programs, of_batch, kind)(records.of(leaf, choice))
         if kept is not None:
             gradients[leaf] = kept
     return norms, records._replace(gradients=gradients)
@@ -151,23 +145,6 @@ def _zero_excluded(tree: Tree, included: jax.Array) -> Tree:
 def _scaled(total: jax.Array, scale: jax.Array | None) -> jax.Array:
     """`total` times `scale`. A coordinate of scale 0 may have overflowed, because no norm counts it: it becomes 0."""
     return total if scale is None else jnp.where(scale == 0, 0, total * scale)
-
-
-def _map(function, records, choice: Choice, leaf: jax.Array):
-    """`jax.vmap(function)(records)`, in a loop if the patches of the whole batch do not fit in a CPU's cache."""
-    size, expands = jax.tree.leaves(records)[0].shape[0], sum(site.expands for site in choice.uses.sites)
-
-    def in_loop(records, leaf):
-        return map_segments(function, records, max(1, LOOPED_PATCH_NUMBERS // expands), leaf)
-
-    def at_once(records, leaf):
-        del leaf
-        return jax.vmap(function)(records)
-
-    # On several devices, the examples may be sharded over the axis that the loop would cut.
-    if jax.device_count() > 1 or size * expands <= UNLOOPED_PATCH_NUMBERS:
-        return at_once(records, leaf)
-    return jax.lax.platform_dependent(records, leaf, cpu=in_loop, default=at_once)
 
 
 def _scales(plan: Plan, mechanism: Mechanism, params: Tree, state: Tree) -> dict[int, jax.Array]:

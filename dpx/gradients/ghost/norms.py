@@ -99,8 +99,8 @@ def uncancelled(squared: jax.Array, largest: jax.Array, *, terms: int) -> jax.Ar
 
 
 def product(a: jax.Array, b: jax.Array) -> jax.Array:
-    """G itself, float32 (K, I, O)."""
-    return jnp.einsum("kti,kto->kio", a, b, precision=EXACT)
+    """G itself, float32 (B, K, I, O), for each of B examples: A, (B, K, T, I), and B, (B, K, T, O)."""
+    return jnp.einsum("bkti,bkto->bkio", a, b, precision=EXACT)
 
 
 def rows(indices: jax.Array, b: jax.Array) -> jax.Array:

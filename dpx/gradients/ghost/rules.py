@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dpx.gradients.ghost.norms import EXACT
+from dpx.gradients.ghost.norms import EXACT, product
+from dpx.gradients.ghost.patches import Patches
 from dpx.gradients.ghost.trace import Equation, Use, through
 
 LONGEST_KERNEL = 128  # sum of the lengths of a kernel's axes, because each tap is a slice, and many compile slowly
@@ -27,6 +28,7 @@ class Site(NamedTuple):
     apply:    (inputs, W) -> y: the equation in float32. inputs: all operands of the equation
     matrices: (inputs, dy) -> A (K, T, I) and B (K, T, O), float32, with arrange(dL/dW) = A^T B. A lookup has, in place
               of A, the indices of the rows, int32 (T,), negative where no row is read, and B (T, O)
+    products: (inputs, dy) -> A^T B, float32 (B, K, I, O), of B examples
     arrange:  W -> (K, I, O): the same elements in the order of A^T B
     lookup:   bool, True if the equation reads rows of W by their index
     expands:  int, how many elements A has if they are not elements of the inputs (the patches of a convolution); else 0
@@ -36,6 +38,7 @@ class Site(NamedTuple):
     sizes: tuple[int, int, int, int]
     apply: Callable
     matrices: Callable
+    products: Callable
     arrange: Callable
     lookup: bool = False
     expands: int = 0
@@ -122,31 +125,34 @@ def _convolution(use: Use, equation) -> Site | str:
             _float32(inputs[0]), w, **kept, precision=EXACT, preferred_element_type=jnp.float32
         )
 
-    def patches(x):
-        """float32 (images, *spatial, features) -> (groups, positions, taps * features_in), by slices of each axis."""
-        dilation, stride = params["rhs_dilation"], params["window_strides"]
-        padding = [(low, high, d - 1) for (low, high), d in zip(params["padding"], params["lhs_dilation"], strict=True)]
-        x = lax.pad(x, jnp.float32(0), [(0, 0, 0), *padding, (0, 0, 0)])
-        for axis in reversed(range(len(taps))):
-            reach = (spatial[axis] - 1) * stride[axis] + 1
-            starts = [tap * dilation[axis] for tap in range(taps[axis])]
-            windows = [lax.slice_in_dim(x, start, start + reach, stride[axis], axis=1 + axis) for start in starts]
-            x = jnp.concatenate(windows, -1)
-        x = x.reshape(positions, math.prod(taps), groups, features_in)
-        return x.transpose(2, 0, 1, 3).reshape(groups, positions, fan_in)
+    lows_highs = zip(params["padding"], params["lhs_dilation"], strict=True)
+    patches = Patches(
+        features=groups * features_in,
+        groups=groups,
+        taps=taps,
+        strides=params["window_strides"],
+        dilations=params["rhs_dilation"],
+        padding=tuple((low, high, dilation - 1) for (low, high), dilation in lows_highs),
+        spatial=spatial,
+    )
+
+    def features_last(x, numbers):
+        """An array of B examples as float32 (B, images, *spatial, features)."""
+        return _float32(x).transpose(0, *(1 + axis for axis in (numbers[0], *numbers[2:], numbers[1])))
 
     def matrices(inputs, dy):
-        x = _float32(inputs[0]).transpose(lhs[0], *lhs[2:], lhs[1])
-        b = _float32(dy).transpose(out[0], *out[2:], out[1]).reshape(positions, groups, features_out)
-        return patches(x), b.transpose(1, 0, 2)
+        data, dy = features_last(inputs[0][None], lhs), features_last(dy[None], out)
+        return patches.matrix(data)[0], patches.cotangents(dy)[0]
+
+    def products(inputs, dy):
+        return patches.products(features_last(inputs[0], lhs), features_last(dy, out))
 
     def arrange(w):
         w = w.transpose(*rhs[2:], rhs[1], rhs[0]).reshape(math.prod(taps), features_in, groups, features_out)
         return w.transpose(2, 0, 1, 3).reshape(groups, fan_in, features_out)
 
-    return _site(use, (groups, positions, fan_in, features_out), apply, matrices, arrange)._replace(
-        expands=groups * positions * fan_in
-    )
+    site = _site(use, (groups, positions, fan_in, features_out), apply, matrices, arrange)
+    return site._replace(products=products, expands=groups * positions * fan_in)
 
 
 def _gather(use: Use, equation) -> Site | str:
@@ -209,6 +215,7 @@ def _site(use, sizes, apply, matrices, arrange) -> Site:
         sizes,
         apply=lambda inputs, w: apply(inputs, through(use.view, w)),
         matrices=matrices,
+        products=lambda inputs, dy: product(*jax.vmap(matrices)(inputs, dy)),
         arrange=lambda w: arrange(through(use.view, w)),
     )
 

@@ -35,7 +35,8 @@ class Uses(NamedTuple):
     sharing: shared.Sharing | None = None
 
 
-Record = Any  # for one example: [(inputs, cotangent) at each site], or the gradient, float32, if there are no sites
+# [(inputs, cotangents) at each site], or the gradients, float32, if there are no sites; with the B examples on axis 0.
+Records = Any
 
 
 class Way(NamedTuple):
@@ -44,17 +45,17 @@ class Way(NamedTuple):
     words: for `explain`
     cost: (uses, scaled) -> operations for one example, norm and sum; None where the way would be wrong. scaled: bool,
         whether the mechanism scales the coordinates of the parameter
-    norm: (uses, scale) -> (record -> (gradient, norm)), for one example. scale: float32, of the parameter's shape, or
-        None. gradient: float32, kept for the sum, without `scale`, or None. norm: float32 (), with `scale`
+    norm: (uses, scale, records) -> (gradients, norms) of B examples. scale: float32, of the parameter's shape, or None.
+        gradients: float32, kept for the sum, without `scale`, or None. norms: float32 (B,), with `scale`
     weighted_sum: (uses, shape, records, factors) -> float32, of the parameter's shape, without `scale`. records: the
-        gradients that `norm` kept, else the records, with the B examples on axis 0. factors: float32 (B,)
+        gradients that `norm` kept, else the records. factors: float32 (B,)
     keeps_gradients: bool, True if the gradients of all examples of a microbatch are in memory
     """
 
     words: str
     cost: Callable[[Uses, bool], float | None]
-    norm: Callable[[Uses, jax.Array | None], Callable[[Record], tuple[jax.Array | None, jax.Array]]]
-    weighted_sum: Callable[[Uses, tuple[int, ...], Record, jax.Array], jax.Array]
+    norm: Callable[[Uses, jax.Array | None, Records], tuple[jax.Array | None, jax.Array]]
+    weighted_sum: Callable[[Uses, tuple[int, ...], Records, jax.Array], jax.Array]
     keeps_gradients: bool = False
 
 
@@ -66,13 +67,10 @@ def _outer_cost(uses: Uses, scaled: bool) -> float | None:
     return _sum_cost(site) + (_parameter_size(site) if scaled else groups * (fan_in + fan_out)) * 2.0
 
 
-def _outer_norm(uses: Uses, scale: jax.Array | None):
-    def of_one_example(record):
-        (site,), (row,) = uses.sites, record
-        a, b = site.matrices(*row)
-        return None, norms.outer(a, b, None if scale is None else site.arrange(scale))
-
-    return of_one_example
+def _outer_norm(uses: Uses, scale: jax.Array | None, records: Records):
+    (site,), (record,) = uses.sites, records
+    scale = None if scale is None else site.arrange(scale)
+    return None, jax.vmap(lambda inputs, dy: norms.outer(*site.matrices(inputs, dy), scale=scale))(*record)
 
 
 def _gram_cost(uses: Uses, scaled: bool) -> float | None:
@@ -86,14 +84,10 @@ def _gram_cost(uses: Uses, scaled: bool) -> float | None:
     return operations + OPERATIONS_PER_BYTE * bytes_written + _sum_cost(site)
 
 
-def _gram_norm(uses: Uses, scale: jax.Array | None):
+def _gram_norm(uses: Uses, scale: jax.Array | None, records: Records):
     del scale  # see the cost
-
-    def of_one_example(record):
-        (site,), (row,) = uses.sites, record
-        return None, norms.gram(*site.matrices(*row))
-
-    return of_one_example
+    (site,), (record,) = uses.sites, records
+    return None, jax.vmap(lambda inputs, dy: norms.gram(*site.matrices(inputs, dy)))(*record)
 
 
 def _product_cost(uses: Uses, scaled: bool) -> float | None:
@@ -104,16 +98,11 @@ def _product_cost(uses: Uses, scaled: bool) -> float | None:
     return _sum_cost(site) + _gradient_memory_cost(site) + OPERATIONS_PER_BYTE * 4 * site.expands
 
 
-def _product_norm(uses: Uses, scale: jax.Array | None):
-    (site,) = uses.sites
+def _product_norm(uses: Uses, scale: jax.Array | None, records: Records):
+    (site,), (record,) = uses.sites, records
+    grads = site.products(*record)
     # Because of the barrier, the elements are moved once, instead of once for every example.
-    size = _scaled_norm(None if scale is None else jax.lax.optimization_barrier(site.arrange(scale)))
-
-    def of_one_example(record):
-        grad = norms.product(*site.matrices(*record[0]))
-        return grad, size(grad)
-
-    return of_one_example
+    return grads, _sizes(grads, None if scale is None else jax.lax.optimization_barrier(site.arrange(scale)))
 
 
 def _product_sum(uses: Uses, shape: tuple[int, ...], records: jax.Array, factors: jax.Array) -> jax.Array:
@@ -131,13 +120,14 @@ def _rows_cost(uses: Uses, scaled: bool) -> float | None:
     return 2.0 * positions * numbers + OPERATIONS_PER_BYTE * 4 * 2 * numbers
 
 
-def _rows_norm(uses: Uses, scale: jax.Array | None):
-    def of_one_example(record):
-        (site,), (row,) = uses.sites, record
-        indices, b = site.matrices(*row)
-        return None, norms.rows(indices, b if scale is None else b * site.apply(row[0], scale).reshape(b.shape))
+def _rows_norm(uses: Uses, scale: jax.Array | None, records: Records):
+    (site,), (record,) = uses.sites, records
 
-    return of_one_example
+    def of_one_example(inputs, dy):
+        indices, b = site.matrices(inputs, dy)
+        return norms.rows(indices, b if scale is None else b * site.apply(inputs, scale).reshape(b.shape))
+
+    return None, jax.vmap(of_one_example)(*record)
 
 
 def _shared_cost(uses: Uses, scaled: bool) -> float | None:
@@ -147,16 +137,14 @@ def _shared_cost(uses: Uses, scaled: bool) -> float | None:
     return shared.gram_operations(uses.sharing) * GRAM_SLOWDOWN + sums
 
 
-def _shared_norm(uses: Uses, scale: jax.Array | None):
+def _shared_norm(uses: Uses, scale: jax.Array | None, records: Records):
     del scale  # see the cost
 
     def of_one_example(record):
         assert uses.sharing is not None
-        return None, shared.norm(
-            uses.sharing, [site.matrices(*row) for site, row in zip(uses.sites, record, strict=True)]
-        )
+        return shared.norm(uses.sharing, [site.matrices(*row) for site, row in zip(uses.sites, record, strict=True)])
 
-    return of_one_example
+    return None, jax.vmap(of_one_example)(records)
 
 
 def _cotangent_sum(uses: Uses, shape: tuple[int, ...], records: list, factors: jax.Array) -> jax.Array:
@@ -176,10 +164,9 @@ def _gradient_cost(uses: Uses, scaled: bool) -> float:
     return sum(map(at, uses.sites))
 
 
-def _gradient_norm(uses: Uses, scale: jax.Array | None):
+def _gradient_norm(uses: Uses, scale: jax.Array | None, grads: jax.Array):
     del uses
-    size = _scaled_norm(scale)
-    return lambda grad: (grad, size(grad))
+    return grads, _sizes(grads, scale)
 
 
 def _gradient_sum(uses: Uses, shape: tuple[int, ...], records: jax.Array, factors: jax.Array) -> jax.Array:
@@ -209,9 +196,9 @@ def _gradient_memory_cost(site: Site) -> float:
     return (3 if size <= CACHED_BYTES else 5) * OPERATIONS_PER_BYTE * size
 
 
-def _scaled_norm(scale: jax.Array | None):
-    """gradient -> its norm, scaled coordinate by coordinate."""
-    return lambda grad: norms.frobenius(grad if scale is None else grad * scale)
+def _sizes(grads: jax.Array, scale: jax.Array | None) -> jax.Array:
+    """The norms, float32 (B,), of gradients scaled coordinate by coordinate."""
+    return jax.vmap(lambda grad: norms.frobenius(grad if scale is None else grad * scale))(grads)
 
 
 def _no_cost(uses: Uses, scaled: bool) -> float:
@@ -219,12 +206,12 @@ def _no_cost(uses: Uses, scaled: bool) -> float:
     return 0.0
 
 
-def _no_norm(uses: Uses, scale: jax.Array | None):
+def _no_norm(uses: Uses, scale: jax.Array | None, records: Records):
     del uses, scale
-    return lambda record: (None, jnp.float32(0))
+    return None, jnp.zeros(len(jax.tree.leaves(records)[0]), jnp.float32)
 
 
-def _no_sum(uses: Uses, shape: tuple[int, ...], records: Record, factors: jax.Array) -> jax.Array:
+def _no_sum(uses: Uses, shape: tuple[int, ...], records: Records, factors: jax.Array) -> jax.Array:
     del uses, records, factors
     return jnp.zeros(shape, jnp.float32)
 
