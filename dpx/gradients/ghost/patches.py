@@ -76,9 +76,8 @@ class Patches(NamedTuple):
             some = product(self._by_group(self._windows(x, places), size), self.cotangents(dy))[:, :, None]
             return lax.dynamic_update_slice(products, some, (0, 0, number, 0, 0), allow_negative_indices=False)
 
-        zero = opaque_false(dy).astype(
-            jnp.float32
-        )  # with a constant, the memory would be taken when the program starts
+        # With a constant, the memory would be taken when the program starts.
+        zero = opaque_false(dy).astype(jnp.float32)
         shape = size, self.groups, count, columns, dy.shape[-1] // self.groups
         products = lax.fori_loop(0, count, put, jnp.full(shape, zero))
         return products.reshape(size, self.groups, count * columns, -1)
