@@ -15,6 +15,7 @@ import pytest
 from flax import nnx
 
 import dpx
+from dpx._microbatching import sum_over_microbatches
 from tests.compiling import FLAGS
 from tests.test_dp_sgd import dp_sgd, loss, model
 
@@ -56,6 +57,18 @@ def test_microbatches_equal_the_whole(microbatch_size, loss, clipping):
     actual = gradient(params, dpx.Batch(batch, included), mechanism.init(params))
     chex.assert_trees_all_close((actual.updates, actual.state), expected[:2], rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose(np.delete(actual.unreleased.losses, 5), expected.unreleased.losses, rtol=1e-6)
+
+
+def test_a_loop_over_microbatches_drops_what_it_begins_with():
+    def function(ordered, rows):
+        return {"sum": rows.sum(0)}, ordered(rows)
+
+    rows = jnp.arange(18.0).reshape(9, 2)
+    loop = jax.jit(lambda like: sum_over_microbatches(function, rows, 2, like=like))
+    for begun_with in (jnp.full(2, jnp.nan), jnp.full(2, jnp.inf), jnp.ones(2), jnp.ones(3)):
+        sums, outputs = loop([begun_with])
+        np.testing.assert_array_equal(sums["sum"], rows.sum(0))
+        np.testing.assert_array_equal(outputs, rows)
 
 
 def with_dropout(params, example, key):
