@@ -12,7 +12,6 @@ from jax import export
 import dpx
 from dpx import catalog
 from dpx.gradients import microbatch_size
-from dpx.gradients.ghost import patches
 from tests.mechanisms import PARAMS, case_of_method
 
 # Whose coordinates are selected by a threshold, which a loop searches.
@@ -38,11 +37,8 @@ def exported(mechanism, platform: str, *, loss=loss, dtype=jnp.float32) -> str:
     params = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, dtype), PARAMS)
     batch = dpx.Batch(jax.ShapeDtypeStruct((8, 6, 6, 1), dtype), jax.ShapeDtypeStruct((8,), bool))
     step = jax.jit(dpx.private_grad(loss, mechanism, platform=platform, clipping="ghost"))
-    # As a CPU would take loops everywhere: over taps, and over microbatches that fit in its cache.
-    with (
-        mock.patch.multiple(patches, SMALL_COLUMNS=1, SMALL_PATCHES=1),
-        mock.patch.multiple(microbatch_size, WHOLE_BATCH_BYTES=1, CACHE_BYTES=1, EXAMPLE_BYTES_PER_SUM_BYTE=0),
-    ):
+    # As a CPU would take a loop over microbatches that fit in its cache.
+    with mock.patch.multiple(microbatch_size, WHOLE_BATCH=0, CACHE_BYTES=1, EXAMPLE_BYTES_PER_SUM_BYTE=0):
         shapes = params, batch, jax.eval_shape(mechanism.init, params)
         return export.export(step, platforms=(platform,))(*shapes).mlir_module()
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 import dpx
-from dpx.gradients.ghost import norms, patches
+from dpx.gradients.ghost import norms
 from tests.ghost import (
     WAYS,
     assert_agrees,
@@ -189,18 +189,7 @@ def test_microbatches(microbatch_size):
     assert_same(summed.updates, whole.updates)
 
 
-@pytest.fixture
-def every_tap_in_a_loop(monkeypatch):
-    monkeypatch.setattr(patches, "SMALL_COLUMNS", 1)
-    monkeypatch.setattr(patches, "SMALL_PATCHES", 1)
-
-
-def test_taps_in_a_loop(every_tap_in_a_loop):
-    params, batch = problem()
-    assert_agrees(network, params, batch, clipping=("ghost",))
-
-
-def test_taps_of_a_strided_and_dilated_convolution_in_a_loop(every_tap_in_a_loop):
+def test_a_strided_dilated_grouped_and_padded_convolution():
     def loss(kernel, images):
         options: Any = {"padding": [(2, 0), (1, 3)], "rhs_dilation": (2, 3), "feature_group_count": 2}
         return score(
@@ -210,20 +199,22 @@ def test_taps_of_a_strided_and_dilated_convolution_in_a_loop(every_tap_in_a_loop
     assert_agrees(loss, normal(1, 3, 2, 2, 6), normal(2, SIZE, 2, 9, 8, 4), clipping=("ghost",))
 
 
-@pytest.mark.parametrize(("features", "spatial", "looped"), [(64, 8, 2), (3, 32, 1), (1, 28, 0), (16, 4, 0)])
-def test_small_patches_of_a_tap_are_taken_at_once(features, spatial, looped):
-    made, kernel, x = mechanism(), normal(1, 3, 3, features, 4), normal(2, 2, spatial, spatial, features)
-    step = dpx.private_grad(lambda kernel, x: score(convolve(x, kernel)), made, clipping="ghost", microbatch_size=2)
+@pytest.mark.parametrize(("features", "images", "wanted"), [(16, 16, 32), (17, 1, 17), (4, 17, 4)])
+def test_the_convolution_of_few_features_gets_more(features, images, wanted):
+    """So that XLA takes its fast convolution on a CPU."""
+    made, kernel, x = mechanism(), normal(1, 3, 3, 2, features), normal(2, 2, images, 5, 5, 2)
+
+    def loss(kernel, x):
+        return score(lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")))
+
+    step = dpx.private_grad(loss, made, clipping="ghost", microbatch_size=2)
     program = str(jax.make_jaxpr(step)(kernel, dpx.Batch(x, None), made.init(kernel)))
-    turns = {number for number in (3, 9) if f"length={number}\n" in program}
-    assert turns == ({3**looped} if looped else set())
+    assert f":f32[2,3,3,{wanted}] = conv_general_dilated" in program
 
 
-def test_a_deep_convolutional_network_takes_no_more_memory_than_its_gradients(every_tap_in_a_loop):
-    """The products are made as the backward pass frees what they are made of, with the padded data and the window of
-    one tap of one layer at a time."""
+def test_a_deep_convolutional_network_takes_no_more_memory_than_its_gradients():
+    """The products are made as the backward pass frees what they are made of."""
     params, batch = [jnp.zeros((3, 3, 16, 16))] * 6, jnp.zeros((128, 16, 16, 16))
-    padded = 4 * 128 * 18 * 18 * 16
 
     def loss(params, x):
         for kernel in params:
@@ -236,7 +227,7 @@ def test_a_deep_convolutional_network_takes_no_more_memory_than_its_gradients(ev
         memory: Any = gradient.lower(params, dpx.Batch(batch, None), made.init(params)).compile().memory_analysis()
         return memory.temp_size_in_bytes
 
-    assert held("ghost") < held("vmap") + 2 * padded
+    assert held("ghost") < 1.05 * held("vmap")
 
 
 @pytest.mark.parametrize("power, other", [(-22, 18), (-18, 18), (0, 0), (18, -18), (18, -22)])
@@ -578,18 +569,17 @@ def test_any_dot_general(data):
 @given(data=st.data())
 @FEW
 def test_any_convolution(data):
-    """Any strides, dilations, padding, groups, layouts, in one or two dimensions, with any taps in a loop."""
+    """Any strides, dilations, padding, groups, layouts, in up to three dimensions, on one device and on several."""
     draw = data.draw
-    rank = draw(st.integers(1, 2))
-    columns = draw(st.sampled_from([1, 3, 100]))  # all taps in a loop; those of the first axis, for features; none
+    rank, devices = draw(st.integers(1, 3)), draw(st.integers(1, 2))
 
     def each(low, high):
         return tuple(draw(st.integers(low, high)) for _ in range(rank))
 
-    groups, features_in, features_out = (draw(st.integers(1, 2)) for _ in range(3))
+    groups, features_in, features_out = *(draw(st.integers(1, 2)) for _ in range(2)), draw(st.sampled_from([1, 2, 17]))
     taps, stride, dilation, spread, spatial = each(1, 3), each(1, 3), each(1, 2), each(1, 2), each(5, 7)
     padding = tuple((draw(st.integers(-1, 2)), draw(st.integers(0, 2))) for _ in range(rank))
-    letters = "HW"[:rank]
+    letters = "HWD"[:rank]
     layouts = tuple("".join(draw(st.permutations(names + letters))) for names in ("NC", "OI", "NC"))
     sizes = dict(zip(letters, spatial, strict=True)) | {"N": draw(st.integers(1, 2)), "C": groups * features_in}
     kernel = dict(zip(letters, taps, strict=True)) | {"O": groups * features_out, "I": features_in}
@@ -615,7 +605,7 @@ def test_any_convolution(data):
             if scale is None
             else noiseless(dpx.in_coordinates(inner(clip_norm=1e-3), scaled(lambda i, shape: normal(i, *shape))))
         )
-        with mock.patch.multiple(patches, SMALL_COLUMNS=columns, SMALL_PATCHES=1):
+        with mock.patch.object(jax, "device_count", lambda: devices):
             assert set(ways(loss, w, x).values()) != {WAYS["gradient"]}
             assert_agrees(loss, w, x, clipping=("ghost",), made=made)
 

@@ -174,7 +174,6 @@ def test_where_a_batch_would_leave_the_cache_of_a_cpu_microbatches_are_chosen(si
     assert gradients_held(dense, size=size) > 30
     monkeypatch.setattr("dpx.gradients.microbatch_size.CACHE_BYTES", 2**19)  # 4 gradients
     monkeypatch.setattr("dpx.gradients.microbatch_size.EXAMPLE_BYTES_PER_SUM_BYTE", 1)
-    monkeypatch.setattr("dpx.gradients.microbatch_size.WHOLE_BATCH_BYTES", 2**21)
     assert gradients_held(dense, size=size) < 12
     monkeypatch.setattr("dpx.gradients.microbatch_size.CONVOLUTION_BYTES", 1)
     assert gradients_held(hiding(dense), size=size) > 30

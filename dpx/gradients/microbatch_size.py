@@ -19,7 +19,7 @@ PLATFORMS = ("cpu", "gpu", "cuda", "rocm", "tpu")
 
 # For one CPU core. benchmarks/step.py times the steps, benchmarks/memory.py measures their memory.
 CACHE_BYTES = 2**25  # bytes that the examples of one microbatch may fill
-WHOLE_BATCH_BYTES = 4 * CACHE_BYTES  # below this, one pass over the whole batch is as fast as a loop
+WHOLE_BATCH = 4  # times these bytes: below, one pass over the whole batch is as fast as a loop, and compiles faster
 EQUATION_NUMBERS_PER_WRITE = 4  # XLA fuses equations, so it writes about one of four numbers that they define
 EXAMPLE_BYTES_PER_SUM_BYTE = 12  # of a microbatch, at least, because every microbatch reads and writes all sums
 
@@ -81,12 +81,12 @@ def choose_microbatch_size(
         return Microbatches(size)
     sum_bytes = 4 * sum(leaf.size for leaf in leaves)
     if cost.convolves:
-        filled = max(CONVOLUTION_BYTES, CONVOLUTION_BYTES_PER_SUM_BYTE * sum_bytes)
-        largest = max(CONVOLUTION_EXAMPLES, filled // example_bytes)
-    elif example_bytes * size < WHOLE_BATCH_BYTES:
-        return Microbatches(size)
+        filled, per_sum_byte, least = CONVOLUTION_BYTES, CONVOLUTION_BYTES_PER_SUM_BYTE, CONVOLUTION_EXAMPLES
     else:
-        largest = max(1, max(CACHE_BYTES, EXAMPLE_BYTES_PER_SUM_BYTE * sum_bytes) // example_bytes)
+        filled, per_sum_byte, least = CACHE_BYTES, EXAMPLE_BYTES_PER_SUM_BYTE, 1
+    if example_bytes * size < WHOLE_BATCH * filled:
+        return Microbatches(size)
+    largest = max(least, max(filled, per_sum_byte * sum_bytes) // example_bytes)
     at_once = _without_rest(largest, size) if largest < size else size
     return Microbatches(at_once, f"all {size} would not fit in the CPU's cache" if at_once < size else "")
 

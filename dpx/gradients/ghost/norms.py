@@ -34,7 +34,11 @@ def outer(a: jax.Array, b: jax.Array, scale: jax.Array | None = None) -> jax.Arr
     if scale is None:
         # XLA compiles an array with axes of length 1 beside the same array without them, which the sum reads.
         alone = [axis for axis in (0, 1) if a.shape[axis] == 1]
-        a, b, size = balanced(jax.lax.squeeze(a, alone), jax.lax.squeeze(b, alone))
+        a, b = jax.lax.squeeze(a, alone), jax.lax.squeeze(b, alone)
+        if a.ndim == 1:
+            (a, size_a), (b, size_b) = unit(a), unit(b)
+            return in_range(size_a, size_b) * jnp.sqrt(jnp.sum(a * a) * jnp.sum(b * b))
+        a, b, size = balanced(a, b)
         return size * jnp.sqrt(jnp.sum(jnp.sum(a * a, -1) * jnp.sum(b * b, -1)))
     # Elements that only frozen coordinates read may be huge. They become 0, because the rescaling would otherwise round
     # the other elements to 0. Squares that would underflow become TINY, which is larger.

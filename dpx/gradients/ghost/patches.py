@@ -1,7 +1,7 @@
-"""The patches of the data of a convolution, which make it a dense layer, and its per-example gradients by them.
+"""The patches of the data of a convolution, which make it a dense layer, and its per-example gradients.
 
-All patches of a batch hold every number of the data once for each tap, and would leave the cache of a CPU. So there, a
-loop takes one tap after another, unless the patches of one tap are small.
+All patches of a batch hold every number of the data once for each tap, and would leave the cache of a CPU. So there,
+the gradients are convolutions of the data and the cotangents, of one example after another.
 """
 
 import math
@@ -13,10 +13,10 @@ import numpy as np
 from jax import lax
 
 from dpx._ordering import opaque_false
-from dpx.gradients.ghost.norms import product
+from dpx.gradients.ghost.norms import EXACT, product
 
-# Of one tap of one example: with fewer columns of A, or fewer numbers, products are slow (benchmarks/step.py).
-SMALL_COLUMNS, SMALL_PATCHES = 8, 2**11
+# XLA has a fast convolution on a CPU if the data or the result have more than 16 features (jaxlib 0.10.2).
+FEW_FEATURES, ENOUGH_FEATURES = 16, 32
 
 
 class Patches(NamedTuple):
@@ -36,7 +36,9 @@ class Patches(NamedTuple):
 
     def matrix(self, data: jax.Array) -> jax.Array:
         """A, float32 (B, K, T, I), of data, float32 (B, images, *sizes, features)."""
-        return self._by_group(self._windows(self._padded(data), []), len(data))
+        x = self._windows(self._padded(data.reshape(-1, *data.shape[2:])), len(self.taps))
+        x = x.reshape(len(data), -1, x.shape[-1] // self.features, self.groups, self.features // self.groups)
+        return x.transpose(0, 3, 1, 2, 4).reshape(len(data), self.groups, x.shape[1], -1)
 
     def cotangents(self, dy: jax.Array) -> jax.Array:
         """B, float32 (B, K, T, O), of the cotangents of the result, float32 (B, images, *spatial, features)."""
@@ -44,64 +46,71 @@ class Patches(NamedTuple):
 
     def products(self, data: jax.Array, dy: jax.Array) -> jax.Array:
         """A^T B, float32 (B, K, I, O), of A = `matrix(data)` and B = `cotangents(dy)`."""
-        looped = self._looped()
+        # On several devices, the examples may be sharded. The patches of one tap are the data.
+        if jax.device_count() > 1 or math.prod(self.taps) == 1:
+            return self._at_once(data, dy)
+        return lax.platform_dependent(data, dy, cpu=self._one_by_one, default=self._at_once)
 
-        def at_once(data, dy):
-            return product(self.matrix(data), self.cotangents(dy))
+    def _at_once(self, data: jax.Array, dy: jax.Array) -> jax.Array:
+        """`products`, by all patches."""
+        return product(self.matrix(data), self.cotangents(dy))
 
-        def in_loop(data, dy):
-            return self._in_loop(data, dy, looped)
-
-        # On several devices, the examples may be sharded.
-        if not looped or jax.device_count() > 1:
-            return at_once(data, dy)
-        return lax.platform_dependent(data, dy, cpu=in_loop, default=at_once)
-
-    def _looped(self) -> int:
-        """The number of axes whose taps are in the loop: all, but the last ones if the patches of one tap are small."""
-        looped, columns = len(self.taps), self.features
-        while looped and (columns < SMALL_COLUMNS or columns * math.prod(self.spatial) < SMALL_PATCHES):
-            looped -= 1
-            columns *= self.taps[looped]
-        return looped if math.prod(self.taps[:looped]) > 1 else 0
-
-    def _in_loop(self, data: jax.Array, dy: jax.Array, looped: int) -> jax.Array:
-        """`products`, with the taps of the first axes one after another."""
-        x, size, taps = self._padded(data), len(data), self.taps[:looped]
-        count, columns = math.prod(taps), math.prod(self.taps[looped:]) * self.features // self.groups
+    def _one_by_one(self, data: jax.Array, dy: jax.Array) -> jax.Array:
+        """`products`, of one group of one example after another."""
+        features, features_out = self.features // self.groups, dy.shape[-1] // self.groups
+        one = self._replace(features=features, groups=1)
 
         def put(number, products):
-            strides = [math.prod(taps[axis + 1 :]) for axis in range(looped)]
-            places = [lax.rem(lax.div(number, np.int32(s)), np.int32(n)) for s, n in zip(strides, taps, strict=True)]
-            some = product(self._by_group(self._windows(x, places), size), self.cotangents(dy))[:, :, None]
-            return lax.dynamic_update_slice(products, some, (0, 0, number, 0, 0), allow_negative_indices=False)
+            example, group = lax.div(number, np.int32(self.groups)), lax.rem(number, np.int32(self.groups))
 
+            def part(x, columns):
+                start, sizes = (example, *[0] * (x.ndim - 2), group * np.int32(columns)), (1, *x.shape[1:-1], columns)
+                return lax.dynamic_slice(x, start, sizes, allow_negative_indices=False)
+
+            some = one._convolved(part(data, features), part(dy, features_out))
+            return lax.dynamic_update_slice(products, some, (example, group, 0, 0), allow_negative_indices=False)
+
+        shape = len(data), self.groups, math.prod(self.taps) * features, features_out
         # With a constant, the memory would be taken when the program starts.
         zero = opaque_false(dy).astype(jnp.float32)
-        shape = size, self.groups, count, columns, dy.shape[-1] // self.groups
-        products = lax.fori_loop(0, count, put, jnp.full(shape, zero))
-        return products.reshape(size, self.groups, count * columns, -1)
+        return lax.fori_loop(0, len(data) * self.groups, put, jnp.full(shape, zero))
 
-    def _padded(self, data: jax.Array) -> jax.Array:
-        """The padded data, (B * images, *sizes, features)."""
-        *before, (low, high, interior) = self.padding
-        x = data.reshape(-1, *data.shape[2:])
-        if interior:
-            return lax.pad(x, jnp.float32(0), [(0, 0, 0), *self.padding, (0, 0, 0)])
-        # With one axis less, the program is faster on a CPU, and compiles much faster.
-        x = x.reshape(*x.shape[:-2], -1)
-        x = lax.pad(x, jnp.float32(0), [(0, 0, 0), *before, (low * self.features, high * self.features, 0)])
-        return x.reshape(*x.shape[:-1], -1, self.features)
+    def _convolved(self, data: jax.Array, dy: jax.Array) -> jax.Array:
+        """`products` of one example and one group, as a convolution along the last two axes.
 
-    def _windows(self, x: jax.Array, places: list[jax.Array]) -> jax.Array:
-        """The windows, (B * images, *spatial, taps * features), of padded data.
-
-        On the first axes, they are those of one tap, whose numbers are `places`, int () each; on the others, of all.
+        Its images are the features of the data. Its features are the images, and the positions along other axes.
         """
-        for axis, place in enumerate(places):
-            x = lax.dynamic_slice_in_dim(x, place * np.int32(self.dilations[axis]), self._span(axis), 1 + axis)
-            x = lax.slice_in_dim(x, 0, None, self.strides[axis], 1 + axis)
-        for axis in reversed(range(len(places), len(self.taps))):
+        others, features_out = max(0, len(self.taps) - 2), dy.shape[-1]
+        x, kernel = self._windows(self._padded(data[0]), others), dy[0]
+        x, kernel = (x.reshape(-1, *x.shape[1 + others :]) for x in (x, kernel))
+        if len(self.taps) == 1:
+            x, kernel = x[:, None], kernel[:, None]
+        if max(len(x), features_out) <= FEW_FEATURES:
+            kernel = lax.pad(kernel, jnp.float32(0), [(0, 0, 0)] * 3 + [(0, ENOUGH_FEATURES - features_out, 0)])
+        products = lax.conv_general_dilated(
+            x.transpose(3, 1, 2, 0),
+            kernel.transpose(1, 2, 0, 3),
+            window_strides=(1, *self.dilations)[-2:],
+            padding="VALID",
+            rhs_dilation=(1, *self.strides)[-2:],
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            precision=EXACT,
+        )
+        products = products[..., :features_out].reshape(-1, self.features, *products.shape[1:3], features_out)
+        return products.transpose(0, 2, 3, 1, 4).reshape(1, 1, -1, features_out)
+
+    def _padded(self, x: jax.Array) -> jax.Array:
+        """Data, (N, *sizes, features), with the padding, and without numbers that no window reaches."""
+        padding = []
+        for axis, (low, _, interior) in enumerate(self.padding):
+            size = (x.shape[1 + axis] - 1) * (interior + 1) + 1
+            wanted = (self.taps[axis] - 1) * self.dilations[axis] + self._span(axis)
+            padding.append((low, wanted - size - low, interior))
+        return lax.pad(x, jnp.float32(0), [(0, 0, 0), *padding, (0, 0, 0)])
+
+    def _windows(self, x: jax.Array, axes: int) -> jax.Array:
+        """The windows, (N, *spatial, ..., taps * features), of padded data along the first `axes` spatial axes."""
+        for axis in reversed(range(axes)):
             starts = [tap * self.dilations[axis] for tap in range(self.taps[axis])]
             span, stride = self._span(axis), self.strides[axis]
             x = jnp.concatenate([lax.slice_in_dim(x, at, at + span, stride, 1 + axis) for at in starts], -1)
@@ -110,8 +119,3 @@ class Patches(NamedTuple):
     def _span(self, axis: int) -> int:
         """How many numbers of an axis the windows of one tap span."""
         return (self.spatial[axis] - 1) * self.strides[axis] + 1
-
-    def _by_group(self, x: jax.Array, examples: int) -> jax.Array:
-        """Windows, (B * images, *spatial, taps * features), as (B, K, T, taps * features / K)."""
-        x = x.reshape(examples, -1, x.shape[-1] // self.features, self.groups, self.features // self.groups)
-        return x.transpose(0, 3, 1, 2, 4).reshape(examples, self.groups, x.shape[1], -1)
