@@ -75,8 +75,19 @@ def _backward_pass(plan: Plan, leaves: list[jax.Array], examples: Tree) -> tuple
         return value, aux, Records(grads, inputs, cotangents)
 
     losses, aux, records = jax.vmap(of_one_example)(examples)
-    # Norms and sums must read the same numbers: XLA may leave out a rounding to bfloat16 for one of two readers.
-    return losses, aux, jax.lax.optimization_barrier(records)
+    return losses, aux, _for_all_readers(records)
+
+
+def _for_all_readers(records: Records) -> Records:
+    """`records`, behind a barrier: norms and sums must read the same numbers, but XLA may leave out a rounding to
+    bfloat16 for one of two readers."""
+
+    def narrow(x):
+        # XLA would copy many of the arrays with axes of length 1.
+        return x.reshape([size for axis, size in enumerate(x.shape) if size != 1 or axis in (0, x.ndim - 1)])
+
+    behind = jax.lax.optimization_barrier(jax.tree.map(narrow, records))
+    return jax.tree.map(lambda x, record: x.reshape(record.shape), behind, records)
 
 
 def _norms(plan: Plan, leaves: list[jax.Array], records: Records, scales: dict[int, jax.Array]):

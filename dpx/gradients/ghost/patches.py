@@ -58,16 +58,18 @@ class Patches(NamedTuple):
     def _one_by_one(self, data: jax.Array, dy: jax.Array) -> jax.Array:
         """`products`, of one group of one example after another."""
         features, features_out = self.features // self.groups, dy.shape[-1] // self.groups
-        one = self._replace(features=features, groups=1)
+        one, images = self._replace(features=features, groups=1), np.int32(data.shape[1])
+        # The axes as the convolution of the loss has them; with others, XLA would copy the arrays before the loop.
+        rows = [x.reshape(-1, *x.shape[2:]) for x in (data, dy)]
 
         def put(number, products):
             example, group = lax.div(number, np.int32(self.groups)), lax.rem(number, np.int32(self.groups))
 
             def part(x, columns):
-                start, sizes = (example, *[0] * (x.ndim - 2), group * np.int32(columns)), (1, *x.shape[1:-1], columns)
-                return lax.dynamic_slice(x, start, sizes, allow_negative_indices=False)
+                start = (example * images, *[0] * (x.ndim - 2), group * np.int32(columns))
+                return lax.dynamic_slice(x, start, (images, *x.shape[1:-1], columns), allow_negative_indices=False)
 
-            some = one._convolved(part(data, features), part(dy, features_out))
+            some = one._convolved(part(rows[0], features), part(rows[1], features_out))
             return lax.dynamic_update_slice(products, some, (example, group, 0, 0), allow_negative_indices=False)
 
         shape = len(data), self.groups, math.prod(self.taps) * features, features_out
@@ -81,7 +83,7 @@ class Patches(NamedTuple):
         Its images are the features of the data. Its features are the images, and the positions along other axes.
         """
         others, features_out = max(0, len(self.taps) - 2), dy.shape[-1]
-        x, kernel = self._windows(self._padded(data[0]), others), dy[0]
+        x, kernel = self._windows(self._padded(data), others), dy
         x, kernel = (x.reshape(-1, *x.shape[1 + others :]) for x in (x, kernel))
         if len(self.taps) == 1:
             x, kernel = x[:, None], kernel[:, None]
