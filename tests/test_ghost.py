@@ -189,7 +189,10 @@ def test_microbatches(microbatch_size):
     assert_same(summed.updates, whole.updates)
 
 
-def test_a_strided_dilated_grouped_and_padded_convolution():
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_strided_dilated_grouped_and_padded_convolution(devices, monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: devices)  # with several, all patches are taken at once
+
     def loss(kernel, images):
         options: Any = {"padding": [(2, 0), (1, 3)], "rhs_dilation": (2, 3), "feature_group_count": 2}
         return score(
