@@ -19,7 +19,7 @@ PLATFORMS = ("cpu", "gpu", "cuda", "rocm", "tpu")
 
 # For one CPU core. benchmarks/step.py times the steps, benchmarks/memory.py measures their memory.
 CACHE_BYTES = 2**25  # bytes that the examples of one microbatch may fill
-WHOLE_BATCH = 4  # times these bytes: below, one pass over the whole batch is as fast as a loop, and compiles faster
+WHOLE_BATCH = 4  # times these bytes: below, one pass is about as fast as a loop, and compiles faster
 EQUATION_NUMBERS_PER_WRITE = 4  # XLA fuses equations, so it writes about one of four numbers that they define
 EXAMPLE_BYTES_PER_SUM_BYTE = 12  # of a microbatch, at least, because every microbatch reads and writes all sums
 

@@ -35,7 +35,7 @@ def outer(a: jax.Array, b: jax.Array, scale: jax.Array | None = None) -> jax.Arr
         # XLA compiles an array with axes of length 1 beside the same array without them, which the sum reads.
         alone = [axis for axis in (0, 1) if a.shape[axis] == 1]
         a, b = jax.lax.squeeze(a, alone), jax.lax.squeeze(b, alone)
-        if a.ndim == 1:
+        if a.ndim == 1:  # there is nothing to balance
             (a, size_a), (b, size_b) = unit(a), unit(b)
             return in_range(size_a, size_b) * jnp.sqrt(jnp.sum(a * a) * jnp.sum(b * b))
         a, b, size = balanced(a, b)
