@@ -2220,6 +2220,22 @@ GHOST = [
         harmful=False,
     ),
     Fault(
+        "ghost: a product that costs the patches of a convolution",
+        "dpx/gradients/ghost/ways.py",
+        "return _sum_cost(site) + _gradient_memory_cost(site)",
+        "return _sum_cost(site) + _gradient_memory_cost(site) + OPERATIONS_PER_BYTE * 4 * site.expands",
+        "tests/test_ghost.py -k depthwise",
+        harmful=False,
+    ),
+    Fault(
+        "microbatches: a small batch of convolutions is split",
+        "dpx/gradients/microbatch_size.py",
+        "if example_bytes * size < WHOLE_BATCH * filled:",
+        "if not cost.convolves and example_bytes * size < WHOLE_BATCH * filled:",
+        "tests/test_gradients.py -k leave_the_cache",
+        harmful=False,
+    ),
+    Fault(
         "ghost: data is padded on the other side",
         "dpx/gradients/ghost/patches.py",
         "padding.append((low, wanted - size - low, interior))",

@@ -215,6 +215,20 @@ def test_the_convolution_of_few_features_gets_more(features, images, wanted):
     assert f":f32[2,3,3,{wanted}] = conv_general_dilated" in program
 
 
+def test_a_depthwise_convolution_takes_no_gradients_of_the_backward_pass():
+    """`jax.vmap` would make a convolution of many groups of it, which is several times slower on a CPU."""
+
+    def loss(kernel, x):
+        return score(
+            lax.conv_general_dilated(
+                x[None], kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=8
+            )
+        )
+
+    found = ways(loss, normal(1, 3, 3, 1, 8), normal(2, 4, 16, 16, 8), clipping="auto")
+    assert set(found.values()) == {WAYS["product"]}
+
+
 def test_a_deep_convolutional_network_takes_no_more_memory_than_its_gradients():
     """The products are made as the backward pass frees what they are made of."""
     params, batch = [jnp.zeros((3, 3, 16, 16))] * 6, jnp.zeros((128, 16, 16, 16))

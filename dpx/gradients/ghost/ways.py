@@ -13,7 +13,6 @@ import jax.numpy as jnp
 
 from dpx._contributions import weighted_sum
 from dpx.gradients.ghost import norms, shared, weighted
-from dpx.gradients.ghost.patches import ENOUGH_FEATURES
 from dpx.gradients.ghost.rules import Site
 
 # The unit of cost is one floating-point operation of a large matrix product, on one CPU core (benchmarks/step.py).
@@ -96,7 +95,7 @@ def _product_cost(uses: Uses, scaled: bool) -> float | None:
     site = _only_site(uses, lookup=False)
     if site is None or not (site.expands or site.sizes[1] > 1):
         return None
-    return _product_operations(site) + _gradient_memory_cost(site)
+    return _sum_cost(site) + _gradient_memory_cost(site)
 
 
 def _product_norm(uses: Uses, scale: jax.Array | None, records: Records):
@@ -160,7 +159,7 @@ def _gradient_cost(uses: Uses, scaled: bool) -> float:
         if site.lookup:
             return _gradient_memory_cost(site)
         slowdown = CONVOLUTION_GRADIENT_SLOWDOWN if site.expands else DENSE_GRADIENT_SLOWDOWN
-        return slowdown * _product_operations(site) + _gradient_memory_cost(site)
+        return slowdown * _sum_cost(site) + _gradient_memory_cost(site)
 
     return sum(map(at, uses.sites))
 
@@ -189,11 +188,6 @@ def _parameter_size(site: Site) -> int:
 def _sum_cost(site: Site) -> float:
     """Operations of A^T B, for one gradient, or for one example's share of the sum."""
     return 2.0 * site.sizes[1] * _parameter_size(site)
-
-
-def _product_operations(site: Site) -> float:
-    """Operations of A^T B for one gradient; a convolution is as slow as one with more features."""
-    return _sum_cost(site) * (max(1, ENOUGH_FEATURES / site.sizes[3]) if site.expands else 1)
 
 
 def _gradient_memory_cost(site: Site) -> float:
