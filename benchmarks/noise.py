@@ -32,23 +32,28 @@ def main() -> None:
 
     from dpx import _normals
 
-    def step(draw, key, sums):
-        return jax.tree.map(lambda total, noise: (total + 0.3 * noise) / 64, sums, draw(key, sums))
+    def step(draw, key, number, sums):
+        return jax.tree.map(lambda total, noise: (total + 0.3 * noise) / 64, sums, draw(key, number, sums))
+
+    def by_leaves(key, number, sums):
+        return optax.tree.random_like(jax.random.fold_in(key, number), sums, jax.random.normal, jnp.float32)
 
     results = {}
     for name, shapes in SHAPES.items():
         sums, compile_seconds, programs = [jnp.ones(shape) for shape in shapes], {}, {}
-        leaves = functools.partial(optax.tree.random_like, sampler=jax.random.normal, dtype=jnp.float32)
-        draws = {"a generator for each array": leaves} | dict.fromkeys(map(str, CHUNKS), _normals.standard_normals)
+        draws = {"a generator for each array": by_leaves} | dict.fromkeys(map(str, CHUNKS), _normals.standard_normals)
         for row, draw in draws.items():
             jax.clear_caches()
             with mock.patch.object(_normals, "CHUNK_NUMBERS", int(row) if row.isdigit() else 0):
                 start = time.perf_counter()
-                programs[row] = jax.jit(functools.partial(step, draw)).lower(jax.random.key(0), sums).compile()
+                programs[row] = (
+                    jax.jit(functools.partial(step, draw)).lower(jax.random.key(0), jnp.int32(0), sums).compile()
+                )
                 compile_seconds[row] = time.perf_counter() - start
         timers = {
             row: timing.Timer(
-                lambda run=run, sums=sums: jax.block_until_ready(run(jax.random.key(1), sums)), time.perf_counter
+                lambda run=run, sums=sums: jax.block_until_ready(run(jax.random.key(1), jnp.int32(1), sums)),
+                time.perf_counter,
             )
             for row, run in programs.items()
         }

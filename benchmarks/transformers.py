@@ -157,7 +157,7 @@ def steps(problem: Problem, size: int) -> dict[str, tuple[Callable, tuple]]:
     }
     for parts in PARTS:
         found[f"{PLAIN}, {parts} parts"] = functools.partial(in_parts, parts), (params, batch)
-    found[NOISE] = keys.normal_like, (jax.random.key(0), params)
+    found[NOISE] = keys.normal_like, (jax.random.key(0), jnp.int32(0), params)
     found[PRODUCTS] = norm_products(problem, mechanism, state, size)
     found |= {f"dpx {clipping}": (with_dpx(clipping), (params, batch, state)) for clipping in ("auto", "ghost")}
     if importlib.util.find_spec("jax_privacy"):

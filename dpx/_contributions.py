@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dpx._microbatching import sum_in_segments
 from dpx.batches import Tree
@@ -66,11 +67,21 @@ def weighted_sum(factors: jax.Array, rows: jax.Array) -> jax.Array:
     """sum_i f_i z_i, float32 (...), of factors float32 (B,) and rows float32 (B, ...), which are 0 if excluded.
 
     XLA compiles the product of a vector and a matrix for every leaf again, but a sum of vectors once for a shape. On a
-    CPU, such a sum is slower than the product for long vectors, and much slower for larger arrays.
+    CPU, such a sum is slower than the product for long vectors, and much slower for larger arrays. The vectors of a
+    bias are the cotangents of its layer, and the sum of the layer's weights needs them times the factors too.
     """
     if rows.ndim == 2 and rows.shape[1] <= LONG_VECTOR:
-        return jnp.sum(repeated(factors, rows.shape) * rows, 0)
+        return jnp.sum(times(factors, rows), 0)
     return jnp.tensordot(factors, rows, 1, precision=jax.lax.Precision.HIGHEST)
+
+
+def times(factors: jax.Array, rows: jax.Array) -> jax.Array:
+    """factors[i] * rows[i], float32 (B, ...), of factors float32 (B,) and finite rows (B, ...), and always finite.
+
+    In `dpx.gradients.ghost`, the rows are inputs or cotangents, and an input whose cotangent is 0 may have any size.
+    """
+    product = rows.astype(jnp.float32) * repeated(factors, rows.shape)
+    return jax.lax.clamp(np.finfo(np.float32).min, product, np.finfo(np.float32).max)
 
 
 def in_range(norms: Tree) -> jax.Array:

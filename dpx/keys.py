@@ -64,8 +64,6 @@ def fold_in(key: jax.Array, number: jax.Array | int) -> jax.Array:
     Raises OverflowError for a known number out of this range.
     """
     word: Any = number if isinstance(number, jax.Array) else np.uint32(int(number))
-    if str(jax.random.key_impl(key)) == "threefry2x32":
-        return _normals.fold_in(key, word)
     return jax.random.fold_in(key, word)
 
 
@@ -74,8 +72,11 @@ def mark(key: jax.Array) -> int:
     return int(jax.random.bits(stream(key, "mark"), (), jnp.uint16)) + 2**16
 
 
-def normal_like(key: jax.Array, tree):
-    """Independent standard normals, float32, in the shapes of `tree`: the noise of every mechanism."""
+def normal_like(key: jax.Array, step: jax.Array | int, tree):
+    """Independent standard normals, float32, in the shapes of `tree`: the noise of every mechanism at one step.
+
+    key: of the mechanism's "noise" stream, (). step: int (), below 2^31. Two steps of one key have independent normals.
+    """
     if str(jax.random.key_impl(key)) == "threefry2x32":
-        return _normals.standard_normals(key, tree)
-    return optax.tree.random_like(key, tree, jax.random.normal, jnp.float32)
+        return _normals.standard_normals(key, step, tree)
+    return optax.tree.random_like(jax.random.fold_in(key, step), tree, jax.random.normal, jnp.float32)

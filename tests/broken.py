@@ -79,7 +79,7 @@ def with_noise(mechanism: dpx.Mechanism, draw: Callable, deviation: Any = DEVIAT
 
 def standard(key: jax.Array) -> Callable:
     """Sound noise: (sum, step) -> standard normals like the sum."""
-    return lambda total, step: keys.normal_like(keys.stream(key, "noise", step), total)
+    return lambda total, step: keys.normal_like(keys.stream(key, "noise"), step, total)
 
 
 # The bound.
@@ -334,7 +334,7 @@ def one_key_for_all_leaves(key, steps):
 
 def one_noise_for_all_steps(key, steps):
     """The key is a constant of the jitted step, so every step has the same noise (JAX loops without `split`)."""
-    return with_noise(sound(key), lambda total, step: keys.normal_like(keys.stream(key, "noise"), total))
+    return with_noise(sound(key), lambda total, step: keys.normal_like(keys.stream(key, "noise"), 0, total))
 
 
 def noise_from_the_host(key, steps):
@@ -343,7 +343,7 @@ def noise_from_the_host(key, steps):
 
     def draw(total, step):
         own = jax.random.fold_in(key, generator.getrandbits(31))
-        return keys.normal_like(jax.random.fold_in(own, step), total)
+        return keys.normal_like(own, step, total)
 
     return with_noise(sound(key), draw)
 

@@ -77,7 +77,7 @@ def test_equals_the_pseudo_code():
     rows = np.concatenate([np.asarray(grads["b"], np.float64), np.asarray(grads["w"], np.float64).reshape(16, 6)], 1)
     shapes = {"gradient": PARAMS, "indicator": jnp.zeros(())}
     for step in range(5):
-        noise = keys.normal_like(jax.random.fold_in(keys.stream(KEY, "noise"), step), shapes)
+        noise = keys.normal_like(keys.stream(KEY, "noise"), step, shapes)
         draw = np.concatenate([np.asarray(noise["gradient"][name], np.float64).ravel() for name in ("b", "w")])
         total = (rows * np.minimum(1, clip / sizes)[:, None]).sum(0) + Z_GRADIENT * clip * draw
         below = 0.5 + ((sizes <= clip) - 0.5).sum() / 20 + S * float(noise["indicator"]) / 20

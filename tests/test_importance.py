@@ -294,6 +294,6 @@ def test_the_noise_is_the_mechanisms_own():
     params, _ = problem()
     zeros = (jax.tree.map(jnp.zeros_like, params),)
     updates, _ = mechanism.release(zeros, mechanism.init(params), params)
-    expected = keys.normal_like(jax.random.fold_in(keys.stream(KEY, "noise"), 0), params)
+    expected = keys.normal_like(keys.stream(KEY, "noise"), 0, params)
     np.testing.assert_allclose(flat(updates), SIGMA * CLIP * flat(expected) / 5, rtol=1e-5)
     assert SIZE == 10

@@ -1,5 +1,6 @@
 """The secret key holds all the secrecy it can."""
 
+import itertools
 import math
 
 import chex
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.special
+from jax.extend.random import threefry2x32_p
 
 import dpx
 from dpx import _normals, keys
@@ -48,7 +50,7 @@ def test_fold_in_is_that_of_jax(impl):
 
 def test_the_noise_is_normal():
     """The shares of |z| above 1, 2, 3 and 4, within 5 standard errors; false alarm below 1e-5 in all."""
-    noise = np.abs(np.asarray(keys.normal_like(jax.random.key(3), jnp.zeros((1000, 1000)))))
+    noise = np.abs(np.asarray(keys.normal_like(jax.random.key(3), 0, jnp.zeros((1000, 1000)))))
     for size, share in ((1, 0.31731), (2, 0.045500), (3, 0.0026998), (4, 6.3342e-5)):
         assert abs((noise > size).mean() - share) < 5 * math.sqrt(share / noise.size)
 
@@ -65,29 +67,88 @@ def test_every_normal_is_exact():
 SHAPES = [jnp.zeros((100, 300)), jnp.zeros(()), jnp.zeros((129, 3, 5)), jnp.zeros((0, 2)), jnp.zeros(7)]
 
 
+ELSEWHERE = {
+    "several devices": ("device_count", lambda: 8),
+    "another device": ("lax.platform_dependent", lambda *args, default, **_: default(*args)),
+}
+
+
+@pytest.mark.parametrize("where", ELSEWHERE)
 @pytest.mark.parametrize("leaves", [slice(0, 5), slice(1, 2), slice(1, 5)], ids=["chunks", "one number", "one chunk"])
-def test_the_noise_of_sharded_leaves_is_the_same(leaves, monkeypatch):
-    noise = keys.normal_like(jax.random.key(3), SHAPES[leaves])
-    monkeypatch.setattr(jax, "device_count", lambda: 8)
-    chex.assert_trees_all_close(noise, keys.normal_like(jax.random.key(3), SHAPES[leaves]), rtol=1e-6)
+def test_the_noise_is_the_same_on_other_devices(leaves, where, monkeypatch):
+    noise = keys.normal_like(jax.random.key(3), 7, SHAPES[leaves])
+    name, value = ELSEWHERE[where]
+    jax.clear_caches()
+    with monkeypatch.context() as patch:
+        patch.setattr(f"jax.{name}", value)
+        same = keys.normal_like(jax.random.key(3), 7, SHAPES[leaves])
+    jax.clear_caches()
+    chex.assert_trees_all_close(noise, same, rtol=1e-6)
+
+
+@pytest.mark.parametrize("copies", [4, 5])
+def test_leaves_of_one_shape_have_the_noise_of_their_places(copies):
+    """Up to 3 leaves that repeat a shape, and more, are cut from the stream by two programs."""
+    draw = jax.jit(keys.normal_like)
+    whole = draw(jax.random.key(3), 7, jnp.zeros((copies * 30_000)))
+    leaves = draw(jax.random.key(3), 7, [jnp.zeros((300, 100))] * copies)
+    np.testing.assert_array_equal(np.ravel(leaves), whole)
+
+
+def test_a_number_of_the_noise_is_the_cipher_of_its_step_and_its_place():
+    key, step = jax.random.key(3), jnp.int32(7)
+    noise = jax.jit(keys.normal_like)(key, step, jnp.zeros(40_000))
+    for place in (0, 8191, 8192, 16383, 16384, 39_999):
+        chunk, within = divmod(place, 2**14)
+        word, number = divmod(within, 2**13)
+        counter = [np.array([n], np.uint32) for n in (8, chunk * 2**13 + number)]
+        bits = threefry2x32_p.bind(*jax.random.key_data(key), *counter)[word]
+        np.testing.assert_allclose(noise[place], _normals._normal(bits)[0], rtol=1e-6)
+
+
+def test_no_number_of_the_noise_repeats_in_another_step():
+    """Of 32,000 floats of 2^23 values, some 120 are by chance in the other step."""
+    draw = jax.jit(keys.normal_like)
+    steps = [np.ravel(draw(jax.random.key(3), jnp.int32(step), SHAPES[0])) for step in (0, 1, 2, 8191, 8192, 2**31 - 1)]
+    for one, other in itertools.combinations(steps, 2):
+        assert np.isin(one, other).sum() < 250
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_each_leaf_of_a_huge_tree_has_a_stream_of_its_own(devices, monkeypatch):
+    small = [jnp.zeros((100, 30)), jnp.zeros(3000), jnp.zeros((7, 100))]
+    monkeypatch.setattr(_normals, "ONE_STREAM", 5000)
+    monkeypatch.setattr(jax, "device_count", lambda: devices)
+    jax.clear_caches()
+    noise = keys.normal_like(jax.random.key(3), 7, small)
+    numbers = np.concatenate([np.ravel(leaf) for leaf in noise])
+    assert len(numbers) - len(np.unique(numbers)) < 30 and abs(numbers.std() - 1) < 0.05
+    own = jax.random.fold_in(jax.random.key(3), 1)
+    np.testing.assert_allclose(noise[1], keys.normal_like(own, 7, small[1]), rtol=1e-6)
+
+
+def test_shapes_of_a_tree_of_more_numbers_than_an_index_counts():
+    leaves = [jax.ShapeDtypeStruct((2**16, 2**15), jnp.float32)] * 3
+    made = jax.eval_shape(keys.normal_like, jax.random.key(3), 7, leaves)
+    assert [leaf.shape for leaf in made] == [leaf.shape for leaf in leaves]
 
 
 def test_no_number_of_the_noise_repeats():
     """Among 32,000 floats of 2^23 values, some 60 pairs are equal by chance; a repeated half chunk would be 8,000."""
-    leaves = [np.ravel(leaf) for leaf in keys.normal_like(jax.random.key(3), SHAPES)]
+    leaves = [np.ravel(leaf) for leaf in keys.normal_like(jax.random.key(3), 0, SHAPES)]
     numbers = np.concatenate(leaves)
     assert len(numbers) - len(np.unique(numbers)) < 120
 
 
 def test_other_implementations_of_keys_have_noise_too():
-    noise = keys.normal_like(jax.random.key(3, impl="rbg"), SHAPES)
+    noise = keys.normal_like(jax.random.key(3, impl="rbg"), 0, SHAPES)
     assert abs(np.std(noise[0]) - 1) < 0.05 and not np.array_equal(np.ravel(noise[0])[:7], noise[4])
 
 
 def test_noise_without_any_number():
-    assert keys.normal_like(jax.random.key(3), jnp.zeros((0, 2))).shape == (0, 2)
+    assert keys.normal_like(jax.random.key(3), 0, jnp.zeros((0, 2))).shape == (0, 2)
 
 
 def test_a_leaf_too_large_for_the_noise():
     with pytest.raises(ValueError, match="a leaf must have at most 4294950912 numbers, got 4294967296"):
-        keys.normal_like(jax.random.key(3), jax.ShapeDtypeStruct((2**16, 2**16), jnp.float32))
+        keys.normal_like(jax.random.key(3), 0, jax.ShapeDtypeStruct((2**16, 2**16), jnp.float32))

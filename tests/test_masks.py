@@ -136,7 +136,7 @@ def example_gradients(theta: np.ndarray, batch) -> np.ndarray:
 
 
 def noise_at(step: int) -> np.ndarray:
-    return flat(keys.normal_like(jax.random.fold_in(keys.stream(KEY, "noise"), step), problem()[0]))
+    return flat(keys.normal_like(keys.stream(KEY, "noise"), step, problem()[0]))
 
 
 def pseudo_code(epochs, steps, rate, cooling, clip, sigma, momentum, lr, *, masks=None, posterior=False):

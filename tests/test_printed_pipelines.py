@@ -32,7 +32,9 @@ def case_of(name: str) -> Case:
 def release_of_unit_noise(case: Case, monkeypatch: pytest.MonkeyPatch):
     """(updates, state) of the release of sums of 0 at step 0, where every noise that is drawn is 1."""
     mechanism = case.mechanism
-    monkeypatch.setattr(dpx.keys, "normal_like", lambda key, tree: jax.tree.map(lambda x: jnp.ones(x.shape), tree))
+    monkeypatch.setattr(
+        dpx.keys, "normal_like", lambda key, step, tree: jax.tree.map(lambda x: jnp.ones(x.shape), tree)
+    )
 
     @jax.jit
     def release(grad):

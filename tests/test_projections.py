@@ -286,15 +286,15 @@ def test_equals_the_pseudo_code(name):
     params, batch = model()
     draws = []
     for step in range(steps):
-        noise_key = jax.random.fold_in(keys.stream(KEY, "noise"), step)
+        noise_key = keys.stream(KEY, "noise")
         if "kind" not in options:
-            normals = ravel_pytree(keys.normal_like(noise_key, params))[0]
+            normals = ravel_pytree(keys.normal_like(noise_key, step, params))[0]
             draws.append((None, np.asarray(normals, np.float64)))
             continue
         stream = keys.stream(KEY, "projection of the sum" if "order" in options else "projection")
         draw = jax.random.fold_in(jax.random.fold_in(stream, step), 0)
         p = np.asarray(matrices("gaussian", (18,), rank)(draw[None]), np.float64)[0]
-        normals = keys.normal_like(noise_key, [jnp.zeros(rank)])[0]
+        normals = keys.normal_like(noise_key, step, [jnp.zeros(rank)])[0]
         draws.append((math.sqrt(rank) * p.T, np.asarray(normals, np.float64)))
     falling = "power" in options
     scale = math.sqrt(rank) if "kind" in options else 1.0

@@ -75,19 +75,19 @@ def _draws(trial: Trial) -> str:
 
 
 def _require_other_keys(trial: Trial) -> None:
-    """Raises Broken unless every step draws once for each of its sums, from a key that no other step has."""
+    """Raises Broken unless every step draws from a key and a number of a step that no other step has together."""
     drawn = []
 
-    def record(key, tree):
-        drawn.append(jax.random.key_data(key).tolist())
+    def record(key, step, tree):
+        drawn.append((*jax.random.key_data(key).tolist(), int(step)))
         return jax.tree.map(jnp.zeros_like, tree)
 
     zeros = inputs.zeros_like(trial.sums_like)
     with substituted(record), jax.disable_jit():
         for step in STEPS:
             trial.mechanism.release(zeros, trial.state(step), trial.params)
-    if len({str(key) for key in drawn}) < len(drawn):
-        raise Broken(f"the noise of the steps {_listed(STEPS)} comes from the same key")
+    if len(set(drawn)) < len(drawn):
+        raise Broken(f"the noise of the steps {_listed(STEPS)} comes from the same key and the same step")
 
 
 def require_standard(draws: np.ndarray):

@@ -66,7 +66,7 @@ class Release(NamedTuple):
 
 @contextlib.contextmanager
 def substituted(draw: Any) -> Iterator[None]:
-    """Inside, `keys.normal_like` is `draw(key, tree)`: for a trace, never for a run."""
+    """Inside, `keys.normal_like` is `draw(key, step, tree)`: for a trace, never for a run."""
     original = keys.normal_like
     keys.normal_like = draw
     try:
@@ -82,8 +82,8 @@ class Traced:
         self.subject, self.sums_like = subject, subject.sums_like
         self.drawn: list[Tree] = []
 
-        def record(key, tree):
-            del key
+        def record(key, step, tree):
+            del key, step
             self.drawn.append(jax.eval_shape(lambda t: jax.tree.map(lambda x: jnp.zeros(x.shape), t), tree))
             return jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), jnp.float32), tree)
 
@@ -106,8 +106,8 @@ class Traced:
         """
         noise, calls = inputs.split(normals, self.drawn), iter(range(len(self.drawn)))
 
-        def draw(key, tree):
-            del key
+        def draw(key, step, tree):
+            del key, step
             return jax.tree.map(lambda _, n: n, tree, noise[next(calls)])
 
         with substituted(draw):

@@ -141,7 +141,7 @@ def _release(
     remembered = jnp.minimum(norm, LARGEST_CLIP_NORM)
     fed_back = config.bounds.fed_back(remembered)
     scale = 1 / norm if config.reset_every is None else jnp.where(step % config.reset_every == 0, 0, 1 / norm)
-    noise = keys.normal_like(keys.fold_in(noise_key, step), sums[0])
+    noise = keys.normal_like(noise_key, step, sums[0])
 
     def private(released, error, noise):
         return (released + config.noise_multiplier * config.clip_norm * noise) / divisor + (scale * fed_back) * error

@@ -63,7 +63,7 @@ def gaussian_mechanism(
         (total,), step = sums, state.step
         multiplier = at(noise_multiplier, step)
         deviation = multiplier * optax.tree.norm(_norms_at(clip_norm, step))
-        noise = keys.normal_like(keys.fold_in(noise_key, step), total)
+        noise = keys.normal_like(noise_key, step, total)
         updates = jax.tree.map(lambda s, n: (s + deviation * n) / sampling.divisor, total, noise)
         return optax.tree.cast_like(updates, params), state.after(multiplier)
 

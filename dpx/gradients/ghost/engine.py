@@ -19,7 +19,7 @@ class Records(NamedTuple):
     """The arrays from which the norms and the contributions are computed, with the B examples on axis 0.
 
     gradients: by number of the parameter leaf, float32 (B, *shape), the per-example gradients that are kept
-    inputs: by number of the equation of a site, all operands of the equation, in their dtypes
+    inputs: by number of the equation of a site, all operands of the equation, in their dtypes; None for a parameter
     cotangents: by number of the equation of a site, the gradients of the losses with respect to the equation's output
     """
 
@@ -61,12 +61,20 @@ def _backward_pass(plan: Plan, leaves: list[jax.Array], examples: Tree) -> tuple
     differentiated = {leaf: leaves[leaf] for leaf in plan.differentiated}
     sites = [site for leaf in plan.followed for site in plan.choices[leaf].uses.sites]
     outputs = {site.use.equation: plan.program.output(site.use.equation) for site in sites}
+    followed: dict[int, set[int]] = {}
+    for site in sites:
+        followed.setdefault(site.use.equation, set()).add(site.use.operand)
+
+    def data(equation: int, operands: tuple) -> tuple:
+        """The operands but the parameter, which no site reads. If both are parameters, each is the other's data."""
+        parameter = followed[equation] if len(followed[equation]) == 1 else ()
+        return tuple(None if number in parameter else operand for number, operand in enumerate(operands))
 
     def of_one_example(example):
         def loss(differentiated, added):
             inputs = [differentiated.get(number, leaf) for number, leaf in enumerate(leaves)]
             value, aux, seen = trace.evaluate(plan.program, inputs + jax.tree.leaves(example), added)
-            return value, (aux, seen)
+            return value, (aux, {equation: data(equation, operands) for equation, operands in seen.items()})
 
         zeros = {equation: jnp.zeros(output.shape, output.dtype) for equation, output in outputs.items()}
         value, pullback, (aux, inputs) = jax.vjp(loss, differentiated, zeros, has_aux=True)
@@ -86,8 +94,11 @@ def _for_all_readers(records: Records) -> Records:
         # XLA would copy many of the arrays with axes of length 1.
         return x.reshape([size for axis, size in enumerate(x.shape) if size != 1 or axis in (0, x.ndim - 1)])
 
-    behind = jax.lax.optimization_barrier(jax.tree.map(narrow, records))
-    return jax.tree.map(lambda x, record: x.reshape(record.shape), behind, records)
+    leaves, structure = jax.tree.flatten(records)
+    distinct = list({id(x): x for x in leaves}.values())  # a layer's weights and bias have the same cotangents
+    behind = jax.lax.optimization_barrier([narrow(x) for x in distinct])
+    found = {id(x): same.reshape(x.shape) for x, same in zip(distinct, behind, strict=True)}
+    return structure.unflatten(found[id(x)] for x in leaves)
 
 
 def _norms(plan: Plan, leaves: list[jax.Array], records: Records, scales: dict[int, jax.Array]):

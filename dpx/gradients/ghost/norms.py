@@ -19,10 +19,11 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax  # `jnp` takes longer to trace
 
 from dpx._contributions import LARGEST, repeated
 
-EXACT = jax.lax.Precision.HIGHEST  # float32 products, also where the hardware would round them
+EXACT = lax.Precision.HIGHEST  # float32 products, also where the hardware would round them
 EPS, TINY = float(jnp.finfo(jnp.float32).eps), float(jnp.finfo(jnp.float32).tiny)
 FINITE = float(jnp.finfo(jnp.float32).max)
 LONGEST_SUM = 1024  # terms; a longer sum is computed in segments, because its rounding error grows with its length
@@ -34,7 +35,7 @@ def outer(a: jax.Array, b: jax.Array, scale: jax.Array | None = None) -> jax.Arr
     if scale is None:
         # XLA compiles an array with axes of length 1 beside the same array without them, which the sum reads.
         alone = [axis for axis in (0, 1) if a.shape[axis] == 1]
-        a, b = jax.lax.squeeze(a, alone), jax.lax.squeeze(b, alone)
+        a, b = lax.squeeze(a, alone), lax.squeeze(b, alone)
         if a.ndim == 1:  # there is nothing to balance
             (a, size_a), (b, size_b) = unit(a), unit(b)
             return in_range(size_a, size_b) * jnp.sqrt(jnp.sum(a * a) * jnp.sum(b * b))
@@ -80,8 +81,8 @@ def inner(left: jax.Array, right: jax.Array) -> jax.Array:
 
 def diagonal(matrices: jax.Array) -> jax.Array:
     """The diagonals, float32 (K, T), of float32 (K, T, T). `jnp.diagonal` is a gather, which takes long to compile."""
-    row, column = (jax.lax.broadcasted_iota(jnp.int32, matrices.shape, axis) for axis in (1, 2))
-    return jnp.sum(jax.lax.select(row == column, matrices, jnp.zeros_like(matrices)), -1)
+    row, column = (lax.broadcasted_iota(jnp.int32, matrices.shape, axis) for axis in (1, 2))
+    return jnp.sum(lax.select(row == column, matrices, jnp.zeros_like(matrices)), -1)
 
 
 def terms(size: int) -> int:
@@ -132,14 +133,14 @@ def frobenius(x: jax.Array) -> jax.Array:
 
 def unit(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """x, float32 (..., n), as a product unit * size, (..., n) and (...). No |element| of `unit` is above 1."""
-    size = _largest(jnp.abs(x), [x.ndim - 1])
-    at_least = jnp.maximum(size, TINY)
-    return x / repeated(at_least, x.shape), jax.lax.select(size > 0, at_least, size)
+    size = _largest(lax.abs(x), [x.ndim - 1])
+    at_least = lax.max(size, lax.full_like(size, TINY))
+    return lax.div(x, repeated(at_least, x.shape)), lax.select(lax.gt(size, lax.full_like(size, 0)), at_least, size)
 
 
 def _largest(x: jax.Array, axes) -> jax.Array:
     """The largest number along these axes; 0 if there is none, or none above 0."""
-    return jax.lax.reduce(x, np.float32(0), jax.lax.max, tuple(axes))
+    return lax.reduce(x, np.float32(0), lax.max, tuple(axes))
 
 
 def balanced(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -157,6 +158,9 @@ def in_range(size_a: jax.Array, size_b: jax.Array) -> jax.Array:
     """size_a * size_b, the sizes of inputs and of their cotangents, float32 of one shape; infinite where one of the
     three is out of range. A finite input whose cotangent is 0 may have any size, because it is in no sum.
     """
-    sizes = size_a * size_b
-    inside = (jnp.maximum(size_b, sizes) <= LARGEST) & ((size_a <= LARGEST) | (sizes == 0))
-    return jax.lax.select(inside, sizes, jnp.full_like(sizes, jnp.inf))
+    sizes, largest = lax.mul(size_a, size_b), lax.full_like(size_a, LARGEST)
+    without_cotangent = lax.eq(sizes, lax.full_like(sizes, 0))
+    inside = lax.bitwise_and(
+        lax.le(lax.max(size_b, sizes), largest), lax.bitwise_or(lax.le(size_a, largest), without_cotangent)
+    )
+    return lax.select(inside, sizes, lax.full_like(sizes, np.inf))

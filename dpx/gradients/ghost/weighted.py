@@ -4,9 +4,8 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from dpx._contributions import repeated
+from dpx._contributions import times
 from dpx.gradients.ghost import norms
 from dpx.gradients.ghost.rules import Site
 
@@ -20,7 +19,7 @@ def at_site(site: Site, shape: tuple[int, ...], record, factors: jax.Array) -> j
     if site.sizes[1] > 1 and not (site.lookup or site.expands):
         a, b = jax.vmap(site.matrices)(inputs, cotangents)
         return _of_matrices(site, shape, a, b, factors)
-    cotangents = _times(factors, cotangents)
+    cotangents = times(factors, cotangents)
     return transpose(lambda w: jax.vmap(site.apply, (0, None))(inputs, w), shape, cotangents)
 
 
@@ -30,18 +29,12 @@ def _of_matrices(site: Site, shape: tuple[int, ...], a: jax.Array, b: jax.Array,
     The smaller of them is multiplied by the factors. The product has the order of the parameter's elements, because XLA
     would otherwise transpose it.
     """
-    a, b = (_times(factors, a), b) if a.size < b.size else (a, _times(factors, b))
+    a, b = (times(factors, a), b) if a.size < b.size else (a, times(factors, b))
     if _reorders(site.arrange, shape):
         total = jnp.einsum("bkto,bkti->koi", b, a, precision=norms.EXACT).swapaxes(1, 2)
     else:
         total = jnp.einsum("bkti,bkto->kio", a, b, precision=norms.EXACT)
     return transpose(site.arrange, shape, total)
-
-
-def _times(factors: jax.Array, rows: jax.Array) -> jax.Array:
-    """factors[i] * rows[i], float32. An input whose cotangent is 0 may have any finite size, and must stay finite."""
-    product = rows.astype(jnp.float32) * repeated(factors, rows.shape)
-    return jax.lax.clamp(np.float32(-norms.FINITE), product, np.float32(norms.FINITE))
 
 
 def _reorders(function: Callable, shape: tuple[int, ...]) -> bool:
