@@ -90,7 +90,7 @@ def test_the_noise_is_the_same_on_other_devices(leaves, where, monkeypatch):
 def test_leaves_of_one_shape_have_the_noise_of_their_places(copies):
     """Up to 3 leaves that repeat a shape, and more, are cut from the stream by two programs."""
     draw = jax.jit(keys.normal_like)
-    whole = draw(jax.random.key(3), 7, jnp.zeros((copies * 30_000)))
+    whole = draw(jax.random.key(3), 7, jnp.zeros(copies * 30_000))
     leaves = draw(jax.random.key(3), 7, [jnp.zeros((300, 100))] * copies)
     np.testing.assert_array_equal(np.ravel(leaves), whole)
 

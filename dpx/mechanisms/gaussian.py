@@ -47,7 +47,7 @@ def gaussian_mechanism(
         the step, or the `dpx.Budget` that it is calibrated to. 0 bills infinity.
     sampling: draws the batches, states B and wraps the event.
     key: a secret jax PRNG key, (), of one run. Never reuse it: two runs with one key share their noise, and subtracting
-        their results removes it. Its "noise" stream is used, with the step folded in.
+        their results removes it. Its "noise" stream is used, another part of it at every step.
 
     Raises ValueError for a number outside its domain (of a schedule, when it is billed), a traced value, or no key.
     """
