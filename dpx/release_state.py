@@ -83,6 +83,7 @@ def countersigned(
     most = int(min(getattr(sampling, "most_rows", math.inf), 2**31 - 1))
 
     def countersign(node):
+        # `jnp.any` would take longer to compile.
         wrong = [jnp.logical_or(*(node.terms != terms)), rows > most, *[False] * 3, jnp.logical_not(ordered)]
         if drawn is not None:
             step, drawn_rows, stream, first_row, drawn_by = jnp.asarray(drawn).astype(jnp.uint32)

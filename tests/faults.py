@@ -2023,8 +2023,8 @@ GHOST = [
     ),
     Fault(
         "ghost: a weighted input may become infinite",
-        "dpx/gradients/ghost/weighted.py",
-        "    return jax.lax.clamp(np.float32(-norms.FINITE), product, np.float32(norms.FINITE))\n",
+        "dpx/_contributions.py",
+        "    return jax.lax.clamp(np.finfo(np.float32).min, product, np.finfo(np.float32).max)\n",
         "    return product\n",
         "tests/test_ghost_hostile.py -k large_factor",
     ),

@@ -684,3 +684,16 @@ def test_uses_that_cancel_keep_the_bound():
 def test_parameters_that_are_not_used_keep_their_shapes():
     params = {"unused": jnp.ones(()), "head": jnp.ones((2, 3)), "w": normal(8, 3)}
     assert_agrees(lambda p, x: score(x @ p["w"]), params, normal(9, SIZE, 3))
+
+
+PRODUCTS = {
+    "two parameters": lambda p: p["a"] @ p["b"],
+    "a parameter and itself": lambda p: p["a"] @ p["a"].T,
+    "a parameter and one that is used elsewhere": lambda p: (p["a"] @ p["b"]) * jnp.sum(p["b"] ** 2),
+}
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_products_of_parameters(product):
+    params = {"a": normal(1, 3, 2), "b": normal(2, 2, 4)}
+    assert_agrees(lambda p, x: score(x @ PRODUCTS[product](p)), params, normal(9, SIZE, 3))

@@ -25,7 +25,6 @@ from dpx._contributions import LARGEST, repeated
 
 EXACT = lax.Precision.HIGHEST  # float32 products, also where the hardware would round them
 EPS, TINY = float(jnp.finfo(jnp.float32).eps), float(jnp.finfo(jnp.float32).tiny)
-FINITE = float(jnp.finfo(jnp.float32).max)
 LONGEST_SUM = 1024  # terms; a longer sum is computed in segments, because its rounding error grows with its length
 MOST_SEGMENTS = 8  # more would compile for too long
 
