@@ -58,7 +58,7 @@ CORE = [
     Fault(
         "sums: vectors without their clip factors",
         "dpx/_contributions.py",
-        "return jnp.sum(repeated(factors, rows.shape) * rows, 0)",
+        "return jnp.sum(times(factors, rows), 0)",
         "return jnp.sum(rows, 0)",
         contract("bounded", "dp_sgd"),
     ),
