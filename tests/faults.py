@@ -980,7 +980,7 @@ STATE = [
     Fault(
         "state: another mechanism's release is billed",
         "dpx/release_state.py",
-        "wrong = [jnp.any(node.terms != terms), rows",
+        "wrong = [jnp.logical_or(*(node.terms != terms)), rows",
         "wrong = [jnp.array(False), rows",
         misuse("resume with a smaller batch, billed by the first"),
     ),
@@ -2010,8 +2010,8 @@ GHOST = [
     Fault(
         "ghost: factors out of range count",
         "dpx/gradients/ghost/norms.py",
-        "    sizes = size_a * size_b\n",
-        "    return size_a * size_b\n    sizes = size_a * size_b\n",
+        "    sizes, largest = lax.mul(",
+        "    return size_a * size_b\n    sizes, largest = lax.mul(",
         "tests/test_ghost_hostile.py -k 'logistic or factor_out_of_range'",
     ),
     Fault(
@@ -2052,8 +2052,8 @@ GHOST = [
     Fault(
         "ghost: norms and sums may read other numbers",
         "dpx/gradients/ghost/engine.py",
-        "jax.lax.optimization_barrier(jax.tree.map(narrow, records))",
-        "jax.tree.map(narrow, records)",
+        "jax.lax.optimization_barrier([narrow(x) for x in distinct])",
+        "[narrow(x) for x in distinct]",
         "tests/test_ghost_hostile.py -k half_precision",
     ),
     Fault(
