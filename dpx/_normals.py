@@ -3,10 +3,10 @@
 The numbers of the tree, leaf after leaf, are the numbers of one stream. Number n of the stream is a function of the
 key, of the step, of n, and of how many numbers the tree has, if these are fewer than 2^14. So its value does not depend
 on how the arrays are computed or sharded. Compiling one random number generator for each leaf took most of the time of
-compiling a step.
+compiling a step. In a tree of 2^31 numbers or more, every leaf has a key, and so a stream, of its own.
 
-A cipher with the key makes two numbers of the counter (step + 1, n // 2, roughly). No two steps share a counter, and
-none has the counter (0, number) of `jax.random.fold_in`.
+The key enciphers a counter, (step + 1, number of a pair), into two numbers of the stream. No two steps share a counter,
+and none has one of `jax.random.fold_in`, which begin with 0.
 """
 
 import itertools
@@ -26,8 +26,8 @@ Tree = Any  # a pytree of arrays
 CHUNK_NUMBERS = 2**14
 LARGE_LEAF = 2**16  # numbers; smaller arrays are not waited for, because each costs time to compile
 LARGEST_LEAF = 2**32 - CHUNK_NUMBERS  # numbers, because places in a leaf are uint32
-ONE_STREAM = 2**31  # numbers, because an index of an array is an int32; the leaves of a larger tree have own streams
-REPEATED = 4  # leaves with the shape of an earlier one; for fewer, sharing programs costs more time than it saves
+ONE_STREAM = 2**31  # numbers, because an index of an array is an int32
+REPEATED = 4  # leaves with the shape of an earlier one; for fewer, sharing programs takes longer to compile
 
 TURNS = (13, 15, 26, 6), (17, 29, 16, 24)  # of the cipher, in bits
 

@@ -75,7 +75,7 @@ def _draws(trial: Trial) -> str:
 
 
 def _require_other_keys(trial: Trial) -> None:
-    """Raises Broken unless every step draws from a key and a number of a step that no other step has together."""
+    """Raises Broken if two draws of these steps have the same key and the same number of a step."""
     drawn = []
 
     def record(key, step, tree):
