@@ -46,8 +46,8 @@ from dpx.keys import secret_key
 from dpx.mechanism import Coordinates, Mechanism, chain, in_coordinates
 from dpx.mechanisms import gaussian_mechanism
 from dpx.methods import dp_sgd
-from dpx.release_state import steps_taken
 from dpx.sampling import FixedSizeSampling, FullBatch, PoissonSampling, ShuffledEpochs
+from dpx.states.reading import steps_taken
 from dpx.units import UserData
 
 __version__ = "0.1.0"

@@ -12,7 +12,8 @@ from dpx._draws import Draw, Draws, record, require_known, widen
 from dpx._numbers import require_whole
 from dpx._rows import rows_of
 from dpx.batches import Batch, Tree
-from dpx.release_state import next_steps, sampling_terms
+from dpx.states.reading import next_steps
+from dpx.states.record import sampling_terms
 
 
 class Sampling(Protocol):

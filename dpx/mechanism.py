@@ -28,8 +28,9 @@ from dpx._contributions import sum_contributions
 from dpx._numbers import ScalarOrSchedule, over
 from dpx.accounting.budget import Budget
 from dpx.batches import MISSING, Tree, batch_size, inclusion
-from dpx.release_state import countersigned, require_paid_by, signed, terms_of
 from dpx.sampling import Sampling
+from dpx.states.reading import require_paid_by
+from dpx.states.record import countersigned, signed, terms_of
 
 
 class Mechanism(optax.GradientTransformationExtraArgs):

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import dpx
-from dpx.release_state import sampling_terms
+from dpx.states.record import sampling_terms
 from tests.test_dp_sgd import KEY, SAMPLING, dp_sgd, model
 from tests.test_dp_sgd import loss as loss_without_key
 from tests.test_gradients import with_dropout as loss

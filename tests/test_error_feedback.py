@@ -11,7 +11,7 @@ import pytest
 
 import dpx
 from dpx import keys
-from dpx.release_state import ReleaseState
+from dpx.states.record import ReleaseState
 from examples import loop
 from examples.config import Config
 

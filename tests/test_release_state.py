@@ -13,7 +13,8 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import dpx
-from dpx.release_state import ReleaseState
+from dpx.states.reading import release_state
+from dpx.states.record import ReleaseState
 from tests.mechanisms import MECHANISMS, PARAMS
 
 SAMPLING = dpx.PoissonSampling(examples=1000, batch_size=8)
@@ -119,7 +120,7 @@ def test_every_mechanism_bills_its_own_state(case):
         state = step(jax.tree.map(lambda leaf: np.asarray(leaf), state))
     again = case.make(jax.random.key(8))
     assert dpx.epsilon(again, state, delta=1e-5) == dpx.epsilon(mechanism, 4, delta=1e-5)
-    release = dpx.release_state.release_state(state)
+    release = release_state(state)
     expected = sum(float(np.float32(case.multiplier(t))) ** -2 for t in range(4))
     assert float(release.precision[0]) == pytest.approx(expected, rel=1e-6)
 

@@ -26,7 +26,7 @@ are in these files:
 To add one: a new event is a file here, like `projected.py`, which the file of its mechanism imports. It holds
 
 * an `attrs.frozen` subclass of `DpEvent`, whose noise is a field called `noise_multiplier`, because
-  `dpx/release_state.py` leaves the field of that name out of a state's fingerprint;
+  `dpx/states/record.py` leaves the field of that name out of a state's fingerprint;
 * a step loss, with `renyi` and, if a privacy loss distribution is known, `pmfs` (`pld/losses.py`);
 * `register(event_type, read)`, or `register_whole_run` (`releases.py`) for an event of a whole run, like
   `error_feedback/event.py`.

@@ -10,7 +10,7 @@ from dpx.accounting import checks
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.events import event_delta, event_epsilon
 from dpx.accounting.releases import count_releases
-from dpx.release_state import release_state, steps_taken
+from dpx.states.reading import release_state, steps_taken
 
 
 def epsilon(

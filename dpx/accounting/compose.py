@@ -13,7 +13,7 @@ from dpx._numbers import over
 from dpx.accounting.bill import batch_stream, billed_steps, event_of
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.events import event_delta, event_epsilon
-from dpx.release_state import SEVERAL_KEYS
+from dpx.states.record import SEVERAL_KEYS
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from scipy import special
 from dpx.audit.contract_draws import chi_square_over_freedom
 from dpx.audit.contract_report import Broken, NotChecked
 from dpx.audit.contract_trial import MULTIPLIERS, Trial, own_event
-from dpx.release_state import release_state
+from dpx.states.reading import release_state
 
 BILLED = (0, 1, 2, 5, MULTIPLIERS)  # numbers of steps
 TAKEN = 4  # steps of the state whose record is read

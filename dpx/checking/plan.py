@@ -12,7 +12,7 @@ from dpx.accounting import epsilon
 from dpx.batches import Batch, Tree, batch_size, inclusion
 from dpx.checking.report import Finding
 from dpx.mechanism import Mechanism
-from dpx.release_state import sampling_terms
+from dpx.states.record import sampling_terms
 
 FAR = 6.0  # standard deviations of a Poisson batch size; a drawn batch is further away with probability 1e-8 or so
 WEAK = 10.0  # an epsilon above which little is promised

@@ -21,7 +21,7 @@ from dpx.batches import Tree
 from dpx.fitting.settings import Terms
 from dpx.fitting.steps import Carry
 from dpx.mechanism import Mechanism
-from dpx.release_state import steps_taken
+from dpx.states.reading import steps_taken
 
 SENSITIVE = """This folder is as sensitive as the training data. history.json holds losses of the training data. The
 checkpoints hold the whole optimizer state, whose `unreleased_*` fields are functions of the training data that were

@@ -18,7 +18,7 @@ from dpx.fitting.settings import Terms, require_inputs
 from dpx.fitting.steps import Carry, begin, compiled_step, compiled_step_in_chunks, stay
 from dpx.fitting.watching import Watcher
 from dpx.mechanism import Mechanism
-from dpx.release_state import steps_taken
+from dpx.states.reading import steps_taken
 from dpx.units import UserData
 
 

@@ -22,7 +22,7 @@ from dpx.gradients.results import Unreleased
 from dpx.gradients.rows import rows_of
 from dpx.gradients.sums import Clipping, sum_gradients
 from dpx.mechanism import Mechanism
-from dpx.release_state import ReleaseState
+from dpx.states.record import ReleaseState
 
 _OF_THE_BATCH = np.array([0, 1, 2, 4])  # the numbers of `Batch.drawn` that are the same in all chunks
 

@@ -13,7 +13,7 @@ from dpx import keys
 from dpx._states import find_state
 from dpx.batches import Tree, batch_size
 from dpx.mechanism import Mechanism
-from dpx.release_state import ReleaseState
+from dpx.states.record import ReleaseState
 
 
 def rows_of(mechanism: Mechanism, state: Tree, examples: Tree, *, with_key: bool, first: jax.Array | int = 0) -> tuple:

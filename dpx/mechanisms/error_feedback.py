@@ -23,8 +23,8 @@ from dpx.accounting.budget import calibrated
 from dpx.accounting.error_feedback.event import SAMPLINGS, ErrorFeedbackDpEvent
 from dpx.mechanism import Mechanism, Tree
 from dpx.mechanisms.gaussian import LARGEST_CLIP_NORM, SMALLEST_CLIP_NORM, tree_norm
-from dpx.release_state import ReleaseState
 from dpx.sampling import Sampling
+from dpx.states.record import ReleaseState
 
 SMALLEST_DIVISOR = 1e-30  # in the units of the gradient; a norm of 0 is divided by this, in float32's normal range
 

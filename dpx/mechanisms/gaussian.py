@@ -19,8 +19,8 @@ from dpx._numbers import ScalarOrSchedule, at, between, over, require_scalar_or_
 from dpx._stages import SUM, describe, describe_groups
 from dpx.accounting.budget import calibrated
 from dpx.mechanism import Mechanism, Tree
-from dpx.release_state import ReleaseState
 from dpx.sampling import Sampling
+from dpx.states.record import ReleaseState
 
 # In the units of the gradient. The squares of smaller or larger norms, or sums of such squares, leave float32's range.
 SMALLEST_CLIP_NORM, LARGEST_CLIP_NORM = 2.0**-40, 1e15

@@ -20,7 +20,7 @@ from dpx.accounting.compose import same_key
 from dpx.batches import Tree
 from dpx.fitting.settings import require_function
 from dpx.mechanism import Mechanism
-from dpx.release_state import release_state, steps_taken
+from dpx.states.reading import release_state, steps_taken
 
 
 class Trial(NamedTuple):

@@ -16,7 +16,7 @@ from dpx.accounting.selection import SHAPES, draw_count
 from dpx.batches import Tree
 from dpx.fitting.checkpoints import SENSITIVE, write
 from dpx.mechanism import Mechanism
-from dpx.release_state import steps_taken
+from dpx.states.reading import steps_taken
 from dpx.tuning.plan import Plan, ScoreOn, Trial
 
 
