@@ -13,7 +13,7 @@ import scipy.special
 
 from dpx import keys
 from dpx._numbers import require_whole
-from dpx.batches import Batch, Tree, batch_size
+from dpx.batches import Batch, Drawn, Tree, batch_size
 
 
 class Draw(NamedTuple):
@@ -32,7 +32,7 @@ class Draws:
     """The rows of many batches of one run, for a loop inside jit. `jax.lax.scan` over it gives one row after another.
 
     indices: int32 (steps, size), the rows of the data, 0 for padding. included: bool (steps, size), False for padding.
-    drawn: uint32 (steps, 5), `Batch.drawn` of each step. examples: int, the size of the data set.
+    drawn: `Batch.drawn` of each step, uint32 (steps,) each. examples: int, the size of the data set.
     A row of it, the draw of one step, has the same fields without the axis of the steps.
     """
 
@@ -55,9 +55,9 @@ class Draws:
         return Batch(examples, self.included, self.drawn)
 
 
-def record(key: jax.Array, step: int, included: np.ndarray, terms: int) -> np.ndarray:
-    """`Batch.drawn` of the batch of one step, uint32 (5,). included: bool (size,). terms: of the sampling."""
-    return np.array([step, included.sum(), keys.mark(key), 0, terms], np.uint32)
+def record(key: jax.Array, step: int, included: np.ndarray, sampling: int, unit: int) -> Drawn:
+    """How the batch of one step was drawn. included: bool (size,). sampling, unit: their fingerprints."""
+    return Drawn(*map(np.uint32, (step, included.sum(), keys.mark(key), 0, sampling, unit)))
 
 
 def keep_sizes(sampling: Any, *, whole: bool = False):

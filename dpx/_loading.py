@@ -18,10 +18,10 @@ from jax.experimental import multihost_utils
 from dpx import keys
 from dpx._draws import Draw, pad, record, round_up, widen
 from dpx._numbers import require_whole
-from dpx.batches import Batch, Tree
+from dpx.batches import Batch, Drawn, Tree
 
 Rows = Callable[[np.ndarray], Tree]  # from indices, int32 (B,), to the examples
-Piece = tuple[Draw, np.ndarray, bool]  # rows of a batch or chunk, `Batch.drawn`, and whether its step ends with it
+Piece = tuple[Draw, Drawn, bool]  # rows of a batch or chunk, how it was drawn, and whether its step ends with it
 SETTINGS = ("enable_x64", "threefry_partitionable", "default_device")  # of jax, which `with` sets for one thread alone
 
 
@@ -62,9 +62,9 @@ class Plan:
 
 
 def batches(
-    draw: Callable[..., Draw], rows: Rows, key: jax.Array, steps: range, plan: Plan, terms: int
+    draw: Callable[..., Draw], rows: Rows, key: jax.Array, steps: range, plan: Plan, terms: tuple[int, int]
 ) -> Generator[Any]:
-    """The batches of `steps`; with a chunk size, an iterator of chunks for each. terms: of the sampling.
+    """The batches of `steps`; with a chunk size, an iterator of chunks for each. terms: of the sampling and the unit.
 
     Raises ValueError if several processes load a batch together, but not with one key from one step on.
     """
@@ -73,7 +73,7 @@ def batches(
     def load():
         for step in steps:
             chosen = draw(key, step, size=plan.size)
-            for drawn_rows, drawn, last in pieces(chosen, record(key, step, chosen.included, terms), plan):
+            for drawn_rows, drawn, last in pieces(chosen, record(key, step, chosen.included, *terms), plan):
                 yield place(rows, drawn_rows, drawn, plan.sharding), last
 
     loaded = ahead(load(), plan.prefetch) if plan.prefetch else load()
@@ -93,18 +93,18 @@ def require_one_run(key: jax.Array, steps: range, sharding: jax.sharding.Shardin
         )
 
 
-def pieces(draw: Draw, drawn: np.ndarray, plan: Plan) -> Iterator[Piece]:
+def pieces(draw: Draw, drawn: Drawn, plan: Plan) -> Iterator[Piece]:
     """What is loaded at once: the whole draw of a step, or its chunks, of equal sizes and at least one."""
     if plan.chunk_size is None:
         yield widen(draw, round_up(len(draw.indices), plan.shards)), drawn, True
         return
     size, chosen = round_up(plan.chunk_size, plan.shards), draw.indices[draw.included]
     for start in range(0, max(1, len(chosen)), size):
-        first_row = np.array([0, 0, 0, start, 0], np.uint32)
-        yield pad(chosen[start : start + size], size), drawn + first_row, start + size >= len(chosen)
+        own = drawn._replace(first_row=np.uint32(start))
+        yield pad(chosen[start : start + size], size), own, start + size >= len(chosen)
 
 
-def place(rows: Rows, draw: Draw, drawn: np.ndarray, sharding: jax.sharding.Sharding | None) -> Batch:
+def place(rows: Rows, draw: Draw, drawn: Drawn, sharding: jax.sharding.Sharding | None) -> Batch:
     """The batch on its devices. Of a sharded one, the rows of the devices of this process are read."""
     if sharding is None:
         return jax.device_put(Batch(rows(draw.indices), draw.included, drawn))
@@ -125,8 +125,8 @@ def place(rows: Rows, draw: Draw, drawn: np.ndarray, sharding: jax.sharding.Shar
     if isinstance(sharding, jax.sharding.NamedSharding):
         everywhere = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
     examples = jax.tree.map(np.asarray, rows(draw.indices[own]))
-    whole = jax.make_array_from_callback(drawn.shape, everywhere, lambda index: drawn[index], drawn.dtype)
-    return Batch(jax.tree.map(spread, examples), spread(draw.included[own]), whole)
+    whole = [jax.make_array_from_callback((), everywhere, lambda _, number=number: number) for number in drawn]
+    return Batch(jax.tree.map(spread, examples), spread(draw.included[own]), Drawn(*whole))
 
 
 def undivided(loaded: Generator[tuple[Batch, bool]]) -> Generator[Batch]:

@@ -30,6 +30,12 @@ def length_of(data: Any) -> int:
     return len(data) if _is_source(data) else batch_size(data)
 
 
+def unit_of(data: Any) -> str:
+    """The name of what an item of `data` is: its `unit`, as of `dpx.UserData`, or "example"."""
+    unit = getattr(data, "unit", "example")
+    return unit if isinstance(unit, str) else "example"
+
+
 def _is_source(data: Any) -> bool:
     """Whether `data` is asked for examples one at a time. Raises ValueError unless it is that or holds arrays."""
     iterator = hasattr(data, "__next__")

@@ -10,10 +10,10 @@ from dp_accounting import DpEvent
 from dpx import _loading
 from dpx._draws import Draw, Draws, record, require_known, widen
 from dpx._numbers import require_whole
-from dpx._rows import rows_of
+from dpx._rows import rows_of, unit_of
 from dpx.batches import Batch, Tree
 from dpx.states.reading import next_steps
-from dpx.states.record import sampling_terms
+from dpx.states.record import sampling_terms, unit_mark
 
 
 class Sampling(Protocol):
@@ -80,7 +80,8 @@ class Sampling(Protocol):
         (step,) = next_steps(state, self, 1, beyond_budget=beyond_budget)
         rows = rows_of(data, self.examples)
         indices, included = self.draw(key, step, size=size)
-        return Batch(rows(indices), included, record(key, step, included, sampling_terms(self)))
+        drawn = record(key, step, included, sampling_terms(self), unit_mark(unit_of(data)))
+        return Batch(rows(indices), included, drawn)
 
     def batches(
         self,
@@ -118,23 +119,31 @@ class Sampling(Protocol):
         steps = None if steps is None else require_whole("steps", steps)
         run = next_steps(state, self, steps, beyond_budget=beyond_budget)
         plan = _loading.Plan(chunk_size=chunk_size, sharding=sharding, prefetch=prefetch, size=size)
-        draw, terms = self.draw, sampling_terms(self)
-        return _loading.batches(draw, rows_of(data, self.examples), key, run, plan, terms)
+        terms = sampling_terms(self), unit_mark(unit_of(data))
+        return _loading.batches(self.draw, rows_of(data, self.examples), key, run, plan, terms)
 
     def draw_ahead(
-        self, key: jax.Array, state: Tree, steps: int, *, size: int | None = None, beyond_budget: bool = False
+        self,
+        key: jax.Array,
+        state: Tree,
+        steps: int,
+        *,
+        size: int | None = None,
+        unit: str = "example",
+        beyond_budget: bool = False,
     ) -> Draws:
         """The draws of the next `steps` steps, stacked, for a `jax.lax.scan` over them (docs/loops.md).
 
         `row.batch(data)` is the batch of a row, inside of jit too, and raises ValueError for data of another length.
         The arguments are those of `batches`; `size` is the number of rows of every draw, and None takes the largest.
+        unit: what a row of the data is, in one word; "user" if each row holds all examples of a user.
         The arrays hold 5 bytes for each row of each step. Raises ValueError as `batches` does.
         """
         require_known(key, state)
         run = next_steps(state, self, require_whole("steps", steps), beyond_budget=beyond_budget)
-        terms = sampling_terms(self)
+        terms = sampling_terms(self), unit_mark(unit)
         draws = [self.draw(key, step, size=size) for step in run]
         largest = max(len(indices) for indices, _ in draws)
         indices, included = (np.stack(arrays) for arrays in zip(*(widen(draw, largest) for draw in draws), strict=True))
-        drawn = [record(key, step, rows, terms) for step, rows in zip(run, included, strict=True)]
-        return Draws(indices, included, np.stack(drawn), self.examples)
+        drawn = [record(key, step, rows, *terms) for step, rows in zip(run, included, strict=True)]
+        return Draws(indices, included, jax.tree.map(lambda *numbers: np.stack(numbers), *drawn), self.examples)

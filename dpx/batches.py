@@ -11,22 +11,39 @@ import scipy.sparse
 Tree = Any  # a pytree of arrays
 
 
+class Drawn(NamedTuple):
+    """How a batch was drawn, set by the sampling; each uint32 (), or (steps,) in the draws of many steps.
+
+    step:      the number of steps before, for which the batch was drawn.
+    rows:      how many of its rows count.
+    key:       the mark of the key that drew it (`keys.mark`).
+    first_row: 0; for a chunk of a batch, how many rows the chunks before it have.
+    sampling:  a fingerprint of the sampling.
+    unit:      a fingerprint of the name of what it holds: "example", or the `unit` of the data (`dpx.UserData`).
+    """
+
+    step: Any
+    rows: Any
+    key: Any
+    first_row: Any
+    sampling: Any
+    unit: Any
+
+
 class Batch(NamedTuple):
     """Examples, and which of them count.
 
     examples: pytree of arrays, with the B examples on axis 0 of each.
     included: bool (B,), True where the row counts, False for padding; None says that all B rows count.
-    drawn:    uint32 (5,), set by the sampling: the step that the batch was drawn for, how many of its rows count, the
-              mark of its key, 0 (for a chunk of a batch: how many rows the chunks before it have), and a fingerprint of
-              the sampling. A run has no bill if it uses the batch twice, at another step, with another number of rows
-              that count, or with a mechanism of another sampling. To change the examples, use
+    drawn:    a `Drawn`, set by the sampling. A run has no bill if it uses the batch twice, at another step, with
+              another number of rows that count, or with a mechanism of another sampling. To change the examples, use
               `batch._replace(examples=...)`, which keeps this field. Each new row must depend on its own old row alone:
               no mixup, no statistics of the batch. Nothing can check that.
     """
 
     examples: Tree
     included: jax.Array | np.ndarray | None
-    drawn: jax.Array | np.ndarray | None = None
+    drawn: Drawn | None = None
 
 
 def require_batch(batch: Any) -> Batch:

@@ -67,9 +67,13 @@ def fold_in(key: jax.Array, number: jax.Array | int) -> jax.Array:
     return jax.random.fold_in(key, word)
 
 
-def mark(key: jax.Array) -> int:
-    """An int in [2^16, 2^17), which differs for two keys with probability 1 - 2^-16, and reveals nothing else."""
-    return int(jax.random.bits(stream(key, "mark"), (), jnp.uint16)) + 2**16
+def mark(key: jax.Array) -> jax.Array:
+    """A number in [2^31, 2^32), uint32 (), which differs for two keys with probability 1 - 2^-31, and reveals no more.
+
+    If the key is known, so is the mark, also inside of jit.
+    """
+    with jax.ensure_compile_time_eval():
+        return jax.random.bits(stream(key, "mark"), (), jnp.uint32) | jnp.uint32(2**31)
 
 
 def normal_like(key: jax.Array, step: jax.Array | int, tree):

@@ -29,8 +29,8 @@ from dpx._numbers import ScalarOrSchedule, over
 from dpx.accounting.budget import Budget
 from dpx.batches import MISSING, Tree, batch_size, inclusion
 from dpx.sampling import Sampling
-from dpx.states.reading import require_paid_by
-from dpx.states.record import countersigned, signed, terms_of
+from dpx.states.reading import require_matching
+from dpx.states.record import checked, stamped, terms_of
 
 
 class Mechanism(optax.GradientTransformationExtraArgs):
@@ -40,7 +40,7 @@ class Mechanism(optax.GradientTransformationExtraArgs):
 
     grads:    like `params`, with the B examples on axis 0 of every leaf; any real dtype
     included: bool (B,), False for padding; it may be left out where the sampling never pads
-    drawn:    uint32 (5,), `batch.drawn` of a batch of `sampling.take`, which shows if a batch is used twice; or None
+    drawn:    `batch.drawn` of a batch of `sampling.take`, which shows if a batch is used twice; or None
     updates:  like `params`, in their dtypes; the private gradient
 
     `private_grad` uses these fields directly:
@@ -94,7 +94,7 @@ class Mechanism(optax.GradientTransformationExtraArgs):
     ) -> Self:
         def begin(params):
             _guards.require_params(params)
-            return signed(init(params), self.terms, 0 if budget is None else budget.steps)
+            return stamped(init(params), self.terms, 0 if budget is None else budget.steps)
 
         def update(grads, state, params=None, *, included=MISSING, drawn=None, **extra_args):
             _guards.require_no_more(extra_args)
@@ -121,16 +121,16 @@ class Mechanism(optax.GradientTransformationExtraArgs):
         return terms_of(self.event(1), self.sampling)
 
     def release_once(self, sums, state, params, rows, drawn=None, *, ordered=True) -> tuple[Tree, Tree]:
-        """`release` for the sums of one batch. rows: int (), how many rows count. The rest is as in `countersigned`.
+        """`release` for the sums of one batch. rows: int (), how many rows count. The rest is as in `checked`.
 
         Makes the state unbillable if the event is not true for the batch. Raises ValueError if it is differentiated.
         """
-        state = countersigned(state, self.terms, rows, self.sampling, drawn, ordered=ordered)
+        state = checked(state, self, rows, drawn, ordered=ordered)
         return self.release(_guards.undifferentiated(sums), state, params)
 
-    def event_paid_by(self, state: Tree, steps: int) -> DpEvent:
+    def event_matching(self, state: Tree, steps: int) -> DpEvent:
         """The event of the `steps` releases of `state`. Raises ValueError if another mechanism made them."""
-        require_paid_by(state, self.terms, over(self.noise_multiplier, steps))
+        require_matching(state, self, over(self.noise_multiplier, steps))
         return self.event(steps)
 
     def __repr__(self) -> str:

@@ -28,17 +28,19 @@ class UserData:
     users: integers or strings, (N,), the owner of each example: a person, a patient, a household, a device.
     most:  int, the rows of an item. A user with more keeps `most` of them, evenly spaced in the order of the data. The
            order of a user's rows must not depend on other users: shuffle each user alone, or not at all. None: the
-           largest count of a user, which is then public, because every shape shows it; prefer a number of your own.
-
+       XX
     Raises ValueError unless there is one owner for each example, at least one, of integers or of strings (a missing
-    owner would make one unit of many people), and for a `most` below 1.
+    owner would make one unit of many people), for a `most` below 1, and for an empty `unit`.
     """
 
-    def __init__(self, data: Tree, users: Any, *, most: int | None = None):
+    def __init__(self, data: Tree, users: Any, *, most: int | None = None, unit: str = "user"):
         owners, examples = _owners(users), batch_size(data)
         if len(owners) != examples:
             raise ValueError(f"users must hold one owner for each of the {examples} examples, got {len(owners)}")
+        if not isinstance(unit, str) or not unit:
+            raise ValueError(f"unit must be a word for what a user is, got {type(unit)}")
         _, numbers, counts = np.unique(owners, return_inverse=True, return_counts=True)
+        self.unit = unit
         self.most = int(counts.max()) if most is None else require_whole("most", most)
         self._data = jax.tree.map(lambda leaf: np.asarray(leaf) if isinstance(leaf, jax.Array) else leaf, data)
         self._order = np.argsort(numbers, kind="stable")  # the rows of user 0 first, and the order of the data in each

@@ -11,7 +11,11 @@ import optax
 import pytest
 
 import dpx
-from dpx.states.record import sampling_terms
+from dpx._states import map_states
+from dpx.batches import Drawn
+from dpx.gradients.accumulate import _alike, _clipping
+from dpx.states.record import ReleaseState, sampling_terms, unit_mark
+from tests.mechanisms import MECHANISMS, PARAMS
 from tests.test_dp_sgd import KEY, SAMPLING, dp_sgd, model
 from tests.test_dp_sgd import loss as loss_without_key
 from tests.test_gradients import with_dropout as loss
@@ -30,7 +34,7 @@ def chunks(step=0, mark=2**16, included=INCLUDED, size=SIZE):
         dpx.Batch(
             jax.tree.map(lambda leaf, at=at: leaf[at : at + size], padded),
             counts[at : at + size],
-            np.array([step, included.sum(), mark, at, sampling_terms(SAMPLING)], np.uint32),
+            Drawn(*map(np.uint32, (step, included.sum(), mark, at, sampling_terms(SAMPLING), unit_mark("example")))),
         )
         for at in range(0, rows, size)
     ]
@@ -71,7 +75,9 @@ ADD, RELEASE = jax.jit(STEP.add), jax.jit(STEP.release)
 
 def at_step(step):
     state = dp_sgd(noise_multiplier=1.0).init(model()[0])
-    return state._replace(step=jnp.int32(step), precision=jnp.array([step, 0], jnp.float32))
+    for _ in range(step):
+        state = state.after(1.0)
+    return state
 
 
 def epsilon_after(some, added_at=None, released_at=0):
@@ -138,21 +144,26 @@ def test_one_example_moves_the_sums_by_the_clip_norm():
 def test_the_sums_are_not_public():
     sums = ADD(model()[0], ONE, at_step(0))
     shown = dpx.public_state(sums)
-    assert [name for name, value in shown._asdict().items() if value is not None] == ["step", "owner", "ordered"]
+    assert [name for name, value in shown._asdict().items() if value is not None] == [
+        "step",
+        "owner",
+        "clipping",
+        "ordered",
+    ]
     other = dpx.public_state(ADD(model()[0], ONE._replace(included=~ONE.included), at_step(0)))
     chex.assert_trees_all_equal(other, shown)
 
 
 def test_the_sums_of_another_mechanism_have_no_bill():
-    """A notebook in which only the cell of the release runs again, with a smaller clip norm and so with less noise."""
+    """A notebook in which only the cell of the release runs again, with less noise, or after other coordinates."""
     params, state = model()[0], at_step(0)
     sums = None
     for chunk in (ONE, TWO, THREE):
         sums = ADD(params, chunk, state, sums)
-    other = dp_sgd(clip_norm=0.01)
-    _, after = dpx.accumulate(loss, other).release(params, sums, other.init(params))
-    with pytest.raises(ValueError, match="with the mechanism and the state"):
-        dpx.epsilon(other, after, delta=1e-3)
+    for other in (dp_sgd(clip_norm=0.01), dpx.in_coordinates(dp_sgd(), dpx.coordinates.top_fraction(0.5))):
+        _, after = dpx.accumulate(loss, other).release(params, sums, other.init(params))
+        with pytest.raises(ValueError, match="with the mechanism, the clip norm and the state"):
+            dpx.epsilon(other, after, delta=1e-3)
 
 
 def test_refused():
@@ -170,3 +181,37 @@ def test_refused():
     for message, call in refused.items():
         with pytest.raises(ValueError, match=message):
             call()
+
+
+def test_sums_that_were_clipped_to_another_norm_have_no_bill():
+    """Of another mechanism whose clip norm differs after step 0, and of a schedule that reads a list that changes."""
+    (params, _), state = model(), at_step(1)
+    billed, later = (dp_sgd(clip_norm=lambda t, c=c: jnp.where(t == 0, 1.0, c)) for c in (1.0, 400.0))
+    one, two = without_record([ONE, TWO])
+    step, other = (dpx.accumulate(loss, made, with_key=True, has_aux=True) for made in (billed, later))
+    add, more, release = jax.jit(step.add), jax.jit(other.add), jax.jit(step.release)
+    for wrong in (more(params, one, state), more(params, two, state, add(params, one, state))):
+        _, after = release(params, wrong, state)
+        with pytest.raises(ValueError, match="the clip norm and the state"):
+            dpx.epsilon(billed, after, delta=1e-5)
+
+    norms = [400.0]
+    changing = dp_sgd(clip_norm=lambda t: jnp.float32(norms[0]) + 0 * t)
+    step = dpx.accumulate(loss, changing, with_key=True, has_aux=True)
+    state = changing.init(params)
+    large = jax.jit(step.add)(params, one, state)
+    norms[0] = 1.0
+    with jax.default_matmul_precision("highest"):  # other settings, with which jax traces the schedule again
+        _, after = jax.jit(step.release)(params, large, state)
+    with pytest.raises(ValueError, match="the clip norm and the state"):
+        dpx.epsilon(changing, after, delta=1e-5)
+
+
+@pytest.mark.parametrize("case", MECHANISMS, ids=lambda case: case.name)
+def test_the_clip_norms_of_both_programs_agree(case):
+    """No mechanism is refused for the rounding of its schedules, which two programs compute."""
+    state = jax.jit(case.mechanism.init)(PARAMS)
+    for step in range(3):
+        at = map_states(lambda node, step=step: node._replace(step=jnp.int32(step)), state, ReleaseState)
+        one, other = (jax.jit(lambda state, k=k: _clipping(case.mechanism, PARAMS, state) * k)(at) for k in (1.0, 2.0))
+        assert one.shape and bool(_alike(one, other / 2)) and not bool(_alike(one, other))

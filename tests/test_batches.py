@@ -109,7 +109,7 @@ def test_settings_of_the_main_thread_hold_in_the_thread_that_loads():
         (batch,) = POISSON.batches(DATA, KEY, state, steps=1)
         same(batch, expected)
     assert batch.examples["y"].dtype == np.int64
-    assert np.asarray(batch.drawn).tolist() != POISSON.take(DATA, KEY, state).drawn.tolist()
+    assert batch.drawn != POISSON.take(DATA, KEY, state).drawn
 
 
 def test_every_kind_of_data_gives_the_same_batches(tmp_path):
@@ -330,7 +330,7 @@ def test_without_steps_the_batches_are_those_of_the_budget():
     made = mechanism(noise_multiplier=budget)
     assert len(list(POISSON.batches(DATA, KEY, made.init(PARAMS)))) == 5
     state = after(made, 3)
-    assert [int(batch.drawn[0]) for batch in POISSON.batches(DATA, KEY, state)] == [3, 4]
+    assert [int(batch.drawn.step) for batch in POISSON.batches(DATA, KEY, state)] == [3, 4]
     with pytest.raises(ValueError, match="spent before 3 more steps: .* calibrated for 5 steps, and 3 were made"):
         POISSON.batches(DATA, KEY, state, steps=3)
     assert len(list(POISSON.batches(DATA, KEY, state, steps=3, beyond_budget=True))) == 3
@@ -458,9 +458,9 @@ def test_the_chunks_of_a_step_are_its_batch():
         assert len(chunks) == max(1, -(-count // 4))
         for number, chunk in enumerate(chunks):
             assert chunk.examples["x"].shape == (4, 3) and chunk.included.shape == (4,)
-            drawn = np.asarray(batch.drawn).tolist()
-            assert np.asarray(chunk.drawn).tolist() == [*drawn[:3], 4 * number, drawn[4]]
-            assert chunk.drawn.dtype == np.uint32
+            assert chunk.drawn == batch.drawn._replace(first_row=4 * number)
+            assert {leaf.dtype for leaf in chunk.drawn} == {np.dtype(np.uint32)}
+        chunks = [chunk._replace(drawn=None) for chunk in chunks]
         together = jax.tree.map(lambda *leaves: np.concatenate(leaves), *chunks)
         same(together.included, np.arange(4 * len(chunks)) < count)
         for name in DATA:
@@ -473,7 +473,8 @@ def test_an_empty_draw_is_one_chunk_of_padding():
     ((chunk,),) = (
         list(chunks) for chunks in rare.batches(DATA, KEY, mechanism(rare).init(PARAMS), steps=1, chunk_size=4)
     )
-    assert chunk.included.tolist() == [False] * 4 and np.asarray(chunk.drawn)[[0, 1, 3]].tolist() == [0, 0, 0]
+    assert chunk.included.tolist() == [False] * 4
+    assert chunk.drawn.step == chunk.drawn.rows == chunk.drawn.first_row == 0
 
 
 def test_a_chunk_alone_is_no_batch():
@@ -561,12 +562,13 @@ def test_draws_ahead_are_those_of_every_step(name):
     state = after(made, 2)
     ahead = sampling.draw_ahead(KEY, state, 9)
     wide = sampling.draw_ahead(KEY, state, 9, size=64)
-    assert (ahead.indices.dtype, ahead.included.dtype, ahead.drawn.dtype) == (np.int32, np.bool_, np.uint32)
+    assert (ahead.indices.dtype, ahead.included.dtype) == (np.int32, np.bool_)
+    assert {leaf.dtype for leaf in ahead.drawn} == {np.dtype(np.uint32)}
     for step in range(9):
         for draws in (ahead, wide):
             batch = sampling.take(DATA, KEY, state, size=draws.indices.shape[1])
             same(jax.tree.map(lambda leaf, row=draws.indices[step]: leaf[row], DATA), batch.examples)
-            same((draws.included[step], draws.drawn[step]), (batch.included, batch.drawn))
+            same(draws.included[step], batch.included)
             same(jax.tree.map(lambda leaf, step=step: leaf[step], draws).batch(DATA), batch)
         _, state = made.release((PARAMS,), state, PARAMS)
     assert wide.indices.shape == wide.included.shape == (9, 64)
@@ -597,7 +599,7 @@ def test_a_scan_over_draws_ahead_is_the_loop():
         dpx.epsilon(made, twice, delta=1e-5)
     with pytest.raises(ValueError, match="the budget is spent"):
         POISSON.draw_ahead(KEY, state, 1)
-    assert POISSON.draw_ahead(KEY, state, 1, beyond_budget=True).drawn[0, 0] == 5
+    assert POISSON.draw_ahead(KEY, state, 1, beyond_budget=True).drawn.step[0] == 5
 
 
 def test_a_scan_over_data_of_another_length_is_refused():

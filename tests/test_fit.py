@@ -320,6 +320,16 @@ def test_another_run_is_refused_and_loses_nothing(stored, said):
     assert {path: path.read_bytes() for path in stored.rglob("*") if path.is_file()} == before
 
 
+def test_folders_of_earlier_versions_are_refused(stored, tmp_path):
+    """Their facts have other marks and no record, so that the key would be blamed."""
+    folder = shutil.copytree(stored, tmp_path / "earlier")
+    facts = json.loads((folder / "run.json").read_text())
+    del facts["record of the releases"]
+    (folder / "run.json").write_text(json.dumps(facts | {"key of the noise (its mark)": 70_000}))
+    with pytest.raises(ValueError, match="a run of another version"):
+        fit(made(2.0), steps=1, delta=1e-5, accountant="rdp", checkpoints=folder)
+
+
 def test_other_folders_are_refused(stored, tmp_path, monkeypatch):
     run = dict(optimizer=made(2.0), steps=2, delta=1e-5, accountant="rdp")
     with pytest.raises(ValueError, match="key of the batches .its mark. was"):

@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "_normals": {"_ordering"},
     "keys": {"_normals"},
     "batches": set(),
-    "states": {"_states"},
+    "states": {"_states", "batches", "keys"},
     "_draws": {"_numbers", "batches", "keys"},
     "_rows": {"batches"},
     "units": {"_numbers", "_rows", "batches"},

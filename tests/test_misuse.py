@@ -13,6 +13,7 @@ import pytest
 
 import dpx
 from dpx.accounting import event_epsilon
+from dpx.states.record import unit_mark
 
 ROWS = 12
 SAMPLING = dpx.PoissonSampling(examples=1000, batch_size=50)
@@ -467,6 +468,64 @@ def test_batches_of_another_sampling_are_not_billed():
     assert dpx.check(loss, mechanism, PARAMS, batch).findings[0].name == "drawn"
 
 
+def test_a_step_that_was_compiled_with_another_key_is_not_billed():
+    """As by a cache that forgets the key, an old exported program or an old closure: both runs have the same noise."""
+    mine, others = dp_sgd(), dp_sgd(key=jax.random.key(4))
+    stale = gradient_of(others)
+    state = mine.init(PARAMS)
+    wrong = stale(PARAMS, SAMPLING.take(DATA, KEY, state), state).state
+    for question in (
+        lambda: dpx.epsilon(mine, wrong, delta=1e-5),
+        lambda: dpx.privacy_report(mine, wrong, delta=1e-5),
+        lambda: dpx.compose((mine, wrong), (others, 1), shared_batches=False),
+    ):
+        with pytest.raises(ValueError, match="drawn with another key than the mechanism's"):
+            question()
+    right = gradient_of(mine)(PARAMS, SAMPLING.take(DATA, KEY, state), state).state
+    assert dpx.epsilon(mine, right, delta=1e-5) > 0
+    for first, second in ((wrong, gradient_of(mine)), (right, stale)):
+        both = second(PARAMS, SAMPLING.take(DATA, KEY, first), first).state
+        for mechanism in (mine, others):
+            with pytest.raises(ValueError, match="drawn with more than one key"):
+                dpx.epsilon(mechanism, both, delta=1e-5)
+
+
+def test_runs_on_different_units_are_not_added():
+    """A run per example costs a user with many examples more than its bill, so no sum of both bills is true."""
+    owners = np.arange(1000) // 10
+    units = {"example": DATA, "user": dpx.UserData(DATA, owners), "household": dpx.UserData(DATA, owners, unit="home")}
+
+    def user_loss(params, item):
+        rows, included = item
+        return jnp.mean(jax.vmap(loss, (None, 0))(params, rows), where=included)
+
+    runs, makers = {}, {}
+    for number, (name, data) in enumerate(units.items()):
+        sampling = dpx.PoissonSampling(examples=1000 if name == "example" else 100, batch_size=5)
+        mechanism = dp_sgd(sampling=sampling, key=jax.random.key(number))
+        gradient = jax.jit(dpx.private_grad(loss if name == "example" else user_loss, mechanism))
+        state = mechanism.init(PARAMS)
+        batch = mechanism.sampling.take(data, mechanism.key, state)
+        makers[name], runs[name] = mechanism, (mechanism, gradient(PARAMS, batch, state).state)
+        ((chunk, *_),) = map(list, mechanism.sampling.batches(data, mechanism.key, state, steps=1, chunk_size=20))
+        assert int(chunk.drawn.unit) == int(runs[name][1].unit) == unit_mark({"household": "home"}.get(name, name))
+    for one, other in (("example", "user"), ("user", "household")):
+        with pytest.raises(ValueError, match="protect the same unit"):
+            dpx.compose(runs[one], runs[other], shared_batches=False)
+        earlier = dpx.compose(runs[one], shared_batches=False)
+        with pytest.raises(ValueError, match="protect the same unit"):
+            dpx.compose(earlier, runs[other], shared_batches=False)
+    with pytest.warns(UserWarning, match=r"sample from \[100, 1000\] units"):
+        dpx.compose(runs["example"], (makers["user"], 1), shared_batches=False)
+    mechanism, state = runs["user"]
+    mixed = SAMPLING.take(DATA, mechanism.key, dp_sgd().init(PARAMS))
+    drawn = mixed.drawn._replace(step=1, sampling=state.terms[0])
+    grads = jax.tree.map(lambda p: jnp.ones((len(mixed.included), *p.shape)), PARAMS)
+    _, state = mechanism.update(grads, state, PARAMS, included=mixed.included, drawn=drawn)
+    with pytest.raises(ValueError, match="units of different kinds"):
+        dpx.epsilon(mechanism, state, delta=1e-5)
+
+
 def test_several_keys_for_shuffled_epochs_are_not_billed():
     """Batches of two permutations may hold an example twice an epoch."""
     sampling = dpx.ShuffledEpochs(examples=1000, batch_size=50)
@@ -599,7 +658,8 @@ def test_what_compose_refuses():
         (((one, 3), (shuffled, 3)), False, "one neighboring relation"),
         (((one, 3), (elsewhere, 3)), True, "must have one sampling"),
         (((other, 3), (harder, 3)), True, "one Gaussian a step"),
-        (((one, released(other)), (elsewhere, 3)), False, None),
+        (((one, released(one)), (elsewhere, 3)), False, None),
+        (((one, released(other)), (elsewhere, 3)), False, "another key"),
         (((one, released(dp_sgd(2.0))), (other, 3)), False, "other noise"),
     ]:
         if message is None:

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any, NamedTuple
 
+import flax.serialization
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,9 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import dpx
+from dpx.states import reading
 from dpx.states.reading import release_state
-from dpx.states.record import ReleaseState
+from dpx.states.record import LARGEST_WEIGHT, ReleaseState, noise_order
 from tests.mechanisms import MECHANISMS, PARAMS
 
 SAMPLING = dpx.PoissonSampling(examples=1000, batch_size=8)
@@ -118,7 +120,7 @@ def test_every_mechanism_bills_its_own_state(case):
     state = jax.jit(mechanism.init)(PARAMS)
     for _ in range(4):
         state = step(jax.tree.map(lambda leaf: np.asarray(leaf), state))
-    again = case.make(jax.random.key(8))
+    again = case.make(mechanism.key)
     assert dpx.epsilon(again, state, delta=1e-5) == dpx.epsilon(mechanism, 4, delta=1e-5)
     release = release_state(state)
     expected = sum(float(np.float32(case.multiplier(t))) ** -2 for t in range(4))
@@ -132,7 +134,7 @@ def test_precision_of_long_runs():
         release = run(ReleaseState.empty(), jnp.float32(noise))
         assert float(release.precision[0]) == pytest.approx(1e5 * float(np.float32(noise)) ** -2, rel=1e-6)
     mechanism = dp_sgd(noise_multiplier=5.1)
-    state = release._replace(terms=mechanism.init(PARAMS).terms)
+    state = release._replace(terms=mechanism.init(PARAMS).terms, noise_key=jnp.uint32(dpx.keys.mark(mechanism.key)))
     assert dpx.epsilon(mechanism, state, delta=1e-5) > 0
     with pytest.raises(ValueError, match="other noise"):
         dpx.epsilon(dp_sgd(noise_multiplier=5.1 * (1 + 2e-5)), state, delta=1e-5)
@@ -201,3 +203,85 @@ def test_what_may_be_shown_has_nothing_unreleased():
     public = dpx.public_state(flat)
     assert [name for name, part in public.items() if part is not None] == [("release", "step"), "mean"]
     assert all(public[name] is shown for name in (("release", "step"), "mean"))
+
+
+def state_after(multipliers, mechanism, compiled=True):
+    """The state of a mechanism after releases with these noise multipliers, (steps,)."""
+
+    def run(multipliers):
+        zeros = jax.tree.map(jnp.zeros_like, PARAMS)
+        record = mechanism.release_once((zeros,), mechanism.init(PARAMS), PARAMS, jnp.int32(0))[1]
+        empty = ReleaseState.empty()._replace(terms=record.terms, noise_key=record.noise_key)
+        return jax.lax.scan(lambda state, sigma: (state.after(sigma), None), empty, multipliers)[0]
+
+    return jax.jit(run)(jnp.asarray(multipliers, jnp.float32))
+
+
+EPOCHS = dpx.ShuffledEpochs(examples=100, batch_size=10)
+LOW_STEP = np.where(np.arange(100) % 10 == 0, 0.5, 5.0)
+RISING = 0.5 + np.arange(10)
+
+
+@pytest.mark.parametrize(
+    ("made", "billed", "sampling"),
+    [
+        (lambda t: jnp.asarray(RISING)[t % 10], lambda t: jnp.asarray(RISING)[t // 10], EPOCHS),
+        (lambda t: jnp.asarray(LOW_STEP)[t], lambda t: jnp.asarray(np.sort(LOW_STEP))[t], EPOCHS),
+        (lambda t: jnp.where(t == 7, 0.1, 1e4), lambda t: 1 / jnp.sqrt((100 + 99e-8) / 100) + 0 * t, SAMPLING),
+        (lambda t: jnp.where(t == 40, 2.0, 1.0), lambda t: jnp.where(t == 41, 2.0, 1.0), SAMPLING),
+    ],
+    ids=["ten values", "one low step an epoch", "one low step of all", "two steps exchanged"],
+)
+def test_the_same_noise_in_another_order_is_other_noise(made, billed, sampling):
+    """Their sums of sigma^-2 agree, and their bills do not."""
+    making, billing = (dp_sgd(noise_multiplier=schedule, sampling=sampling) for schedule in (made, billed))
+    state = state_after(jax.vmap(made)(jnp.arange(100)), making)
+    assert dpx.epsilon(making, state, delta=1e-5) == dpx.epsilon(making, 100, delta=1e-5)
+    for question in (
+        lambda: dpx.epsilon(billing, state, delta=1e-5),
+        lambda: dpx.privacy_report(billing, state, delta=1e-5),
+        lambda: dpx.compose((billing, state), shared_batches=False),
+    ):
+        with pytest.raises(ValueError, match="in another order"):
+            question()
+
+
+@pytest.mark.parametrize("steps", [1, 10, 1000, 100_000])
+def test_rounding_of_a_schedule_is_no_other_order(steps):
+    """Another machine may evaluate a schedule with up to 64 other roundings; a step with a tenth less noise differs."""
+    schedule = np.float32(0.7) + np.cos(np.arange(steps) / 300, dtype=np.float32) ** 2
+    rng = np.random.default_rng(steps)
+    for _ in range(20):
+        rounded = (schedule.view(np.int32) + rng.integers(-63, 64, steps, dtype=np.int32)).view(np.float32)
+        record = state_after(rounded, dp_sgd(noise_multiplier=lambda t: 1.0))
+        reading._require_noise(record, schedule.astype(np.float64), "")
+    one_lower = schedule.copy()
+    one_lower[rng.integers(steps)] *= 0.9
+    with pytest.raises(ValueError, match="other noise"):
+        reading._require_noise(state_after(schedule, dp_sgd()), one_lower.astype(np.float64), "")
+    both = [noise_order(schedule.view(np.uint32), np.arange(steps, dtype=np.int32))]
+    both.append(noise_order(jnp.asarray(schedule.view(np.uint32)), jnp.arange(steps, dtype=jnp.int32)))
+    np.testing.assert_array_equal(*both)
+
+
+def test_weights_of_the_order_are_spread():
+    """Of two steps, no weight is more often equal than by chance; and they have both signs, so that they cancel."""
+    weights = noise_order(np.full(2**16, 1 << 6, np.uint32), np.arange(2**16, dtype=np.int32)).view(np.int32)
+    assert set(np.abs(weights)) == set(range(128, LARGEST_WEIGHT + 1))
+    for apart in (1, 2, 5, 10, 100, 128, 1000, 1024):
+        assert (weights[apart:] == weights[:-apart]).mean() < 1.5 / 256
+        products = weights[apart:].astype(float) * weights[:-apart]
+        assert abs(products.mean()) < 5 * 192**2 / 2**8
+    assert abs(weights.astype(float).sum()) < 5 * 192 * 2**8
+
+
+def test_a_state_of_an_earlier_record_is_refused():
+    """As they were stored: five fields in place of nine, by name, by place, and in flax's state dict."""
+    state = moved(dp_sgd())
+    earlier = {"step": 2, "precision": np.zeros(2), "terms": np.zeros(2), "planned_steps": 0, "stream": 0}
+    with pytest.raises(TypeError, match="unexpected keyword argument 'stream'"):
+        ReleaseState(**earlier)
+    with pytest.raises(TypeError, match="missing 4 required positional arguments: 'noise_key'"):
+        ReleaseState(*earlier.values())
+    with pytest.raises(ValueError, match="field names of the state dict and the named tuple do not match"):
+        flax.serialization.from_state_dict(state, earlier)

@@ -64,8 +64,8 @@ def event_of(mechanism: Any, steps_or_state: Any, relation: Relation | None) -> 
     steps = billed_steps(steps_or_state)
     if _is_number(steps_or_state):
         event = mechanism.event(steps) if steps else dp_accounting.NoOpDpEvent()
-    elif hasattr(mechanism, "event_paid_by"):
-        event = mechanism.event_paid_by(steps_or_state, steps)
+    elif hasattr(mechanism, "event_matching"):
+        event = mechanism.event_matching(steps_or_state, steps)
     else:
         raise ValueError(f"a state is billed by the dpx Mechanism that made its releases, got {type(mechanism)}")
     return event, _relation_of(event, mechanism.sampling, relation)
@@ -101,9 +101,12 @@ def billed_steps(steps_or_state: Any) -> int:
     return steps_taken(checks.require_concrete("state", steps_or_state))
 
 
-def batch_stream(steps_or_state: Any) -> int:
-    """The mark of the key that a state's batches were drawn with, int; 0 if it is not known."""
-    return 0 if _is_number(steps_or_state) else int(release_state(steps_or_state).stream)
+def batches_of(steps_or_state: Any) -> tuple[int, int]:
+    """The mark of the key that a state's batches were drawn with, and that of their unit, ints; 0 if not known."""
+    if _is_number(steps_or_state):
+        return 0, 0
+    release = release_state(steps_or_state)
+    return int(release.batch_key), int(release.unit)
 
 
 def _is_number(steps_or_state: Any) -> bool:

@@ -1,6 +1,7 @@
 """The cost of several runs on the same data, together."""
 
 import itertools
+import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 
 from dpx import keys
 from dpx._numbers import over
-from dpx.accounting.bill import batch_stream, billed_steps, event_of
+from dpx.accounting.bill import batches_of, billed_steps, event_of
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.events import event_delta, event_epsilon
 from dpx.states.record import SEVERAL_KEYS
@@ -21,13 +22,16 @@ class Composition:
     """The cost of several runs together. `epsilon` and `delta` are upper bounds, like `dpx.epsilon` and `dpx.delta`.
 
     event: the event of all runs. relation: how neighboring data sets differ, the same for all runs.
-    keys: of the runs' noise, each (). streams: the marks of the keys that drew their batches, ints, where known.
+    keys: of the runs' noise, each (). batch_keys: the marks of the keys that drew their batches, ints, where known.
+    units: the mark of what the batches of each run hold, int, 0 where not known. examples: of each run's sampling.
     """
 
     event: dp_accounting.DpEvent
     relation: Relation
     keys: tuple[jax.Array, ...] = field(default=(), kw_only=True, repr=False, compare=False)
-    streams: tuple[int, ...] = field(default=(), kw_only=True, repr=False, compare=False)
+    batch_keys: tuple[int, ...] = field(default=(), kw_only=True, repr=False, compare=False)
+    units: tuple[int, ...] = field(default=(), kw_only=True, repr=False, compare=False)
+    examples: tuple[int, ...] = field(default=(), kw_only=True, repr=False, compare=False)
 
     def epsilon(self, delta: float, *, accountant: Accountant = "tightest") -> float:
         """An upper bound of epsilon at `delta`, which is in (0, 1); see `event_epsilon`."""
@@ -51,11 +55,14 @@ def compose(*runs: Any, shared_batches: bool) -> Composition:
         is more than the cost of independent batches (two runs at Poisson rate 0.01, noise multipliers 1, 1,000 steps,
         delta 1e-5: epsilon 4.48 instead of 2.58).
 
-    Pass states rather than numbers of steps, because a state records which key its batches were drawn with.
+    Pass states rather than numbers of steps, because a state records which key its batches were drawn with, and what
+    they hold.
 
     Raises ValueError for no runs; for two runs with one key, because they share their noise; for states whose keys
-    contradict `shared_batches`, or that are of several keys; for different neighboring relations; and, with shared
-    batches, for different samplings and for mechanisms that are not billed as one Gaussian release a step.
+    contradict `shared_batches`, or that are of several keys; for states of different units, such as examples and users
+    (`dpx.UserData`), because a run that protects examples costs a user with many of them more; for different
+    neighboring relations; and, with shared batches, for different samplings and for mechanisms that are not billed as
+    one Gaussian release a step. Warns of samplings of different sizes, where a unit is not known.
     """
     if not runs:
         raise ValueError("compose needs at least one (mechanism, steps or state), got none")
@@ -67,21 +74,10 @@ def compose(*runs: Any, shared_batches: bool) -> Composition:
                 "every run must have a key of its own: two of these mechanisms share one, so their noise is the same "
                 "and subtracting one release from the other removes it"
             )
-    streams = [stream for run in composed for stream in run.streams]
-    if SEVERAL_KEYS in streams and len(runs) > 1:
-        raise ValueError(
-            "one of these runs drew its batches with several keys, so its state does not show whether it saw the "
-            "batches of another run: pass numbers of steps, and shared_batches=False only if no two runs drew with one "
-            "key"
-        )
-    if not shared_batches and len(set(streams)) < len(streams):
-        raise ValueError(
-            "two of these runs drew their batches with one key, so they saw the same ones: pass shared_batches=True"
-        )
-    if shared_batches and len(set(streams)) > 1:
-        raise ValueError(
-            "these runs drew their batches with several keys, so they saw different ones: pass shared_batches=False"
-        )
+    batch_keys = [key for run in composed for key in run.batch_keys]
+    _require_batch_keys(batch_keys, several_runs=len(runs) > 1, shared_batches=shared_batches)
+    units, examples = (tuple(n for run in composed for n in getattr(run, name)) for name in ("units", "examples"))
+    _require_one_unit(units, examples)
     relations = {run.relation for run in composed}
     if len(relations) > 1:
         raise ValueError(f"runs must have one neighboring relation, got {sorted(relations)}")
@@ -89,7 +85,14 @@ def compose(*runs: Any, shared_batches: bool) -> Composition:
         event = _on_shared_batches(runs, [run.event for run in composed])
     else:
         event = dp_accounting.ComposedDpEvent([run.event for run in composed])
-    return Composition(event, composed[0].relation, keys=tuple(noise_keys), streams=tuple(set(streams)))
+    return Composition(
+        event,
+        composed[0].relation,
+        keys=tuple(noise_keys),
+        batch_keys=tuple(set(batch_keys)),
+        units=units,
+        examples=examples,
+    )
 
 
 def _composition(run: Any) -> Composition:
@@ -97,8 +100,49 @@ def _composition(run: Any) -> Composition:
         return run
     mechanism, spent = run
     event, relation = event_of(mechanism, spent, None)
-    streams = () if (stream := batch_stream(spent)) == 0 else (stream,)
-    return Composition(event, relation, keys=(mechanism.key,), streams=streams)
+    batch_key, unit = batches_of(spent)
+    return Composition(
+        event,
+        relation,
+        keys=(mechanism.key,),
+        batch_keys=(batch_key,) if batch_key else (),
+        units=(unit,),
+        examples=(mechanism.sampling.examples,),
+    )
+
+
+def _require_batch_keys(batch_keys: list[int], *, several_runs: bool, shared_batches: bool) -> None:
+    """Raises ValueError where the marks of the keys of the batches contradict `shared_batches`."""
+    if SEVERAL_KEYS in batch_keys and several_runs:
+        raise ValueError(
+            "one of these runs drew its batches with several keys, so its state does not show whether it saw the "
+            "batches of another run: pass numbers of steps, and shared_batches=False only if no two runs drew with one "
+            "key"
+        )
+    if not shared_batches and len(set(batch_keys)) < len(batch_keys):
+        raise ValueError(
+            "two of these runs drew their batches with one key, so they saw the same ones: pass shared_batches=True"
+        )
+    if shared_batches and len(set(batch_keys)) > 1:
+        raise ValueError(
+            "these runs drew their batches with several keys, so they saw different ones: pass shared_batches=False"
+        )
+
+
+def _require_one_unit(units: tuple[int, ...], examples: tuple[int, ...]) -> None:
+    """Raises ValueError for different units, whose marks are known; warns of different sizes, where one is not."""
+    if len(set(units) - {0}) > 1:
+        raise ValueError(
+            "every run must protect the same unit, but the batches of these runs hold units of different kinds, such "
+            "as examples and users: a run on examples costs a user with many examples more than it costs one example. "
+            "Bill the runs apart"
+        )
+    if 0 in units and len(set(examples)) > 1:
+        warnings.warn(
+            f"these runs sample from {sorted(set(examples))} units. If these are of different kinds, such as examples "
+            "and users, no sum of their bills protects either. Pass states, which show the unit",
+            stacklevel=3,
+        )
 
 
 def _on_shared_batches(runs, events) -> dp_accounting.DpEvent:

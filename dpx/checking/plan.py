@@ -33,8 +33,8 @@ def rows_that_count(batch: Batch, sampling: Any) -> tuple[np.ndarray, Finding]:
         return included, Finding(
             "batch", "error", f"{words}: more than it draws, so the run would have no bill", numbers
         )
-    if batch.drawn is not None and int(np.asarray(batch.drawn)[1]) != count:
-        words = f"{count} rows count, and `take` drew {int(np.asarray(batch.drawn)[1])}: the run would have no bill"
+    if batch.drawn is not None and int(batch.drawn.rows) != count:
+        words = f"{count} rows count, and `take` drew {int(batch.drawn.rows)}: the run would have no bill"
         return included, Finding("batch", "error", words, numbers)
     if (most == math.inf and abs(count - expected) > FAR * deviation + 1) or (most < math.inf and count < expected):
         return included, Finding("batch", "warning", words, numbers)
@@ -45,7 +45,7 @@ def drawn(batch: Batch, sampling: Any) -> Finding:
     if batch.drawn is None:
         words = "the batch is not of `sampling.take`: nothing shows that the sampling, which is billed, drew it"
         return Finding("drawn", "note", words)
-    if int(np.asarray(batch.drawn)[4]) != sampling_terms(sampling):
+    if int(batch.drawn.sampling) != sampling_terms(sampling):
         return Finding("drawn", "error", f"the batch was drawn by another sampling than {sampling}, which is billed")
     return Finding("drawn", "ok", "the sampling drew the batch")
 

@@ -22,11 +22,13 @@ from dpx.fitting.settings import Terms
 from dpx.fitting.steps import Carry
 from dpx.mechanism import Mechanism
 from dpx.states.reading import steps_taken
+from dpx.states.record import ReleaseState
 
 SENSITIVE = """This folder is as sensitive as the training data. history.json holds losses of the training data. The
 checkpoints hold the whole optimizer state, whose `unreleased_*` fields are functions of the training data that were
 never released. No privacy guarantee covers them. Share the parameters, or dpx.public_state(state), instead.
 """
+RECORD = "record of the releases"  # the name of a fact: which fields the states of a run have
 BODIES = (core.Jaxpr, core.ClosedJaxpr)
 PACKAGES = ("dpx", "jax", "jaxlib", "optax")  # whose versions decide the numbers of a run
 
@@ -42,10 +44,11 @@ def facts_of(terms: Terms, carry: Carry, options: dict[str, Any]) -> dict[str, A
     shapes = [f"{jax.tree_util.keystr(path)} {leaf.dtype}{leaf.shape}" for path, leaf in described]
     numbers = sum(leaf.size for leaf in jax.tree.leaves(carry.params))
     facts = {f"stage {number} of the mechanism": stage for number, stage in enumerate(optimizer.stages, start=1)}
+    facts |= {RECORD: ", ".join(ReleaseState._fields)}
     facts |= {"event of a step": repr(optimizer.event(1)), "sampling": repr(optimizer.sampling)}
     facts |= {
-        "key of the noise (its mark)": keys.mark(optimizer.key),
-        "key of the batches (its mark)": keys.mark(terms.key),
+        "key of the noise (its mark)": int(keys.mark(optimizer.key)),
+        "key of the batches (its mark)": int(keys.mark(terms.key)),
     }
     facts |= {"delta": terms.delta, "accountant": terms.accountant}
     facts |= {"parameters": f"{numbers} numbers", "arrays (their fingerprint)": _fingerprint("\n".join(shapes))}
@@ -127,6 +130,12 @@ class Checkpoints:
                 raise ValueError(f"checkpoints must be a new folder or one of fit, but {self.path} holds {others}")
             return
         stored = json.loads((self.path / "run.json").read_text(encoding="utf-8"))
+        if stored.get(RECORD) != facts[RECORD]:
+            raise ValueError(
+                f"checkpoints must be a new folder or one of this version of dpx, but {self.path} holds a run of "
+                "another version, whose states keep another record of their releases. Finish and bill that run with "
+                "its own version, or begin again in a new folder with a new key"
+            )
         names = [name for name in stored | facts if stored.get(name) != facts.get(name)]
         if names:
             listing = "; ".join(f"{name} was {stored.get(name)}, now {facts.get(name)}" for name in names)

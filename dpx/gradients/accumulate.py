@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dpx._guards import require_params
 from dpx._states import find_state
-from dpx.batches import Batch, Tree, batch_size, inclusion, require_batch
+from dpx.batches import Batch, Drawn, Tree, batch_size, inclusion, require_batch
 from dpx.gradients.explicit_axes import along_examples, call_with_auto_axes
 from dpx.gradients.results import Unreleased
 from dpx.gradients.rows import rows_of
@@ -24,7 +23,8 @@ from dpx.gradients.sums import Clipping, sum_gradients
 from dpx.mechanism import Mechanism
 from dpx.states.record import ReleaseState
 
-_OF_THE_BATCH = np.array([0, 1, 2, 4])  # the numbers of `Batch.drawn` that are the same in all chunks
+_PROBE = 2.0**40  # a norm that every clip norm clips
+_ROUNDING = 1e-6  # relative, of a schedule that is compiled in two programs
 
 
 class AccumulatedSums(NamedTuple):
@@ -32,21 +32,23 @@ class AccumulatedSums(NamedTuple):
 
     unreleased_sums:  one sum for each factor of the mechanism, float32, like the encoded gradient of one example.
     unreleased_count: int32 (), how many rows of the chunks count.
-    unreleased_drawn: uint32 (5,), `Batch.drawn` of the first chunk; None for chunks without it.
+    unreleased_drawn: `Batch.drawn` of the first chunk; None for chunks without it.
     unreleased:       losses, norms and aux of the examples of the chunk that was added last. NOT private.
     unreleased_rows:  int32 (), how many rows the chunks have, padding included.
     step:             int32 (), the step of the state that the chunks were added with.
     owner:            uint32 (), a fingerprint of the mechanism that they were added with.
+    clipping:         float32 (n,), the factors of an example whose norms are 2^40, which show the clip norms.
     ordered:          bool (), whether they are chunks of one batch, each added once and in order, at that step.
     """
 
     unreleased_sums: tuple[Tree, ...]
     unreleased_count: jax.Array
-    unreleased_drawn: jax.Array | None
+    unreleased_drawn: Drawn | None
     unreleased: Unreleased | None
     unreleased_rows: jax.Array
     step: jax.Array
     owner: jax.Array
+    clipping: jax.Array
     ordered: jax.Array
 
 
@@ -75,7 +77,7 @@ class Accumulation:
             rows = along_examples(chunk_on.examples)
             one: Any = NamedSharding(rows.mesh, PartitionSpec())
             sums = _place_sums(self.optimizer, params, state, params_on, one)
-            return AccumulatedSums(sums, one, one, rows, one, one, one, one)
+            return AccumulatedSums(sums, one, one, rows, one, one, one, one, one)
 
         return call_with_auto_axes(self._add, (params, chunk, state, sums), place)
 
@@ -93,7 +95,7 @@ class Accumulation:
         first = jnp.int32(0) if sums is None else sums.unreleased_rows
         rows = rows_of(self.optimizer, state, chunk.examples, with_key=self.with_key, first=first)
         total, of_each = self.sum_rows(params, state, rows, included)
-        drawn = None if chunk.drawn is None else jnp.asarray(chunk.drawn).astype(jnp.uint32)
+        drawn = jax.tree.map(lambda number: jnp.asarray(number).astype(jnp.uint32), chunk.drawn)
         one = AccumulatedSums(
             unreleased_sums=total,
             unreleased_count=jnp.sum(included, dtype=jnp.int32),
@@ -102,12 +104,14 @@ class Accumulation:
             unreleased_rows=jnp.int32(size),
             step=_step_of(state),
             owner=_owner(self.optimizer),
-            ordered=jnp.bool_(True) if drawn is None else drawn[3] == first.astype(jnp.uint32),
+            clipping=_clipping(self.optimizer, params, state),
+            ordered=jnp.bool_(True) if drawn is None else drawn.first_row == first.astype(jnp.uint32),
         )
         return one if sums is None else _joined(sums, one)
 
     def _release(self, params, sums, state):
         ordered = sums.ordered & (sums.step == _step_of(state)) & (sums.owner == _owner(self.optimizer))
+        ordered &= _alike(sums.clipping, _clipping(self.optimizer, params, state))
         total, count, drawn = sums.unreleased_sums, sums.unreleased_count, sums.unreleased_drawn
         return self.optimizer.release_once(total, state, params, count, drawn, ordered=ordered)
 
@@ -155,6 +159,30 @@ def _owner(mechanism: Mechanism) -> jax.Array:
     return jnp.uint32(zlib.crc32(repr((mechanism.stages, mechanism.terms.tolist())).encode()))
 
 
+def _clipping(mechanism: Mechanism, params: Tree, state: Tree) -> jax.Array:
+    """The factors of an example whose norms are all 2^40, float32 (n,): the clip norms of this step, divided by 2^40.
+
+    They are read when the sums are made and again when they are released, because a schedule that is no function of the
+    step alone can change between the two, and the sums would be larger than their noise is for.
+    """
+    norms = jax.eval_shape(lambda grad, state: mechanism.norm(mechanism.encode(grad, state)), *_shapes(params, state))
+    factors = mechanism.weigh(jax.tree.map(lambda norm: jnp.full(norm.shape, _PROBE), norms), state)
+    return jnp.stack(jax.tree.leaves(factors))
+
+
+def _alike(one: jax.Array, other: jax.Array) -> jax.Array:
+    """Whether the clip norms of two programs are equal up to rounding, bool ()."""
+    if one.shape != other.shape:
+        return jnp.bool_(False)
+    return jnp.all(jnp.abs(one - other) <= _ROUNDING * jnp.abs(other))
+
+
+def _shapes(params: Tree, state: Tree) -> tuple[Tree, Tree]:
+    """The shapes of a gradient, float32, and of the state."""
+    like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.float32), params)
+    return like, jax.eval_shape(lambda state: state, state)
+
+
 def _require_sums(sums):
     if not isinstance(sums, AccumulatedSums):
         raise ValueError(f"sums must be the AccumulatedSums that `add` returned, got {type(sums)}")
@@ -162,7 +190,7 @@ def _require_sums(sums):
 
 def _place_sums(mechanism: Mechanism, params: Tree, state: Tree, params_on: Tree, replicated: NamedSharding) -> Tree:
     """The shardings of the sums: those of the parameters if the encoded gradient is like them, else replicated."""
-    like, state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (params, state))
+    like, state = _shapes(params, state)
     encoded = jax.eval_shape(mechanism.encode, like, state)
     factors = jax.eval_shape(lambda encoded, state: mechanism.weigh(mechanism.norm(encoded), state), encoded, state)
     shapes, expected = [jax.tree.map(lambda leaf: leaf.shape, tree) for tree in (encoded, like)]
@@ -172,8 +200,10 @@ def _place_sums(mechanism: Mechanism, params: Tree, state: Tree, params_on: Tree
 def _joined(sums: AccumulatedSums, one: AccumulatedSums) -> AccumulatedSums:
     """The sums with one more chunk, whose `ordered` says whether it begins where they end."""
     ordered = sums.ordered & one.ordered & (sums.step == one.step) & (sums.owner == one.owner)
+    ordered &= _alike(sums.clipping, one.clipping)
     if sums.unreleased_drawn is not None and one.unreleased_drawn is not None:
-        ordered &= jnp.all(sums.unreleased_drawn[_OF_THE_BATCH] == one.unreleased_drawn[_OF_THE_BATCH])
+        of_one_batch = one.unreleased_drawn._replace(first_row=sums.unreleased_drawn.first_row)
+        ordered &= jnp.all(jnp.stack(sums.unreleased_drawn) == jnp.stack(of_one_batch))
     return AccumulatedSums(
         unreleased_sums=jax.tree.map(jnp.add, sums.unreleased_sums, one.unreleased_sums),
         unreleased_count=sums.unreleased_count + one.unreleased_count,
@@ -182,5 +212,6 @@ def _joined(sums: AccumulatedSums, one: AccumulatedSums) -> AccumulatedSums:
         unreleased_rows=sums.unreleased_rows + one.unreleased_rows,
         step=sums.step,
         owner=sums.owner,
+        clipping=sums.clipping,
         ordered=ordered,
     )

@@ -1,5 +1,6 @@
 """Finds the record of the releases in an optimizer state, and refuses one that has no true bill."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,9 +9,11 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from dpx.states.record import LARGEST_PRECISION, REASONS, TOLERANCE, ReleaseState, sampling_terms
+from dpx import keys
+from dpx.batches import Tree
+from dpx.states.record import LARGEST_PRECISION, LARGEST_WEIGHT, REASONS, ReleaseState, noise_order, sampling_terms
 
-Tree = Any  # a pytree of arrays
+TOLERANCE = 1e-5  # relative, between the precision of a state and that of a mechanism, because float32 rounds
 
 
 def release_state(state: Tree) -> ReleaseState:
@@ -101,7 +104,7 @@ def next_steps(state: Tree, sampling: Any, steps: int | None, *, beyond_budget: 
     Raises ValueError if one of them is beyond the budget, and for the state of another sampling.
     """
     release = release_state(state)
-    if int(release.terms[0]) > len(REASONS) and int(release.terms[0]) != sampling_terms(sampling):
+    if int(release.terms[0]) != sampling_terms(sampling):
         raise ValueError(f"the state is of a mechanism that bills the sampling of another record than {sampling}")
     first, planned = int(release.step), int(release.planned_steps)
     if steps is None:
@@ -117,19 +120,29 @@ def next_steps(state: Tree, sampling: Any, steps: int | None, *, beyond_budget: 
     return range(first, first + steps)
 
 
-def require_paid_by(state: Tree, terms: np.ndarray, multipliers: np.ndarray) -> None:
-    """Raises ValueError unless the releases of `state` had these terms and these noise multipliers.
+def require_matching(state: Tree, mechanism: Any, multipliers: np.ndarray) -> None:
+    """Raises ValueError unless the releases of `state` are those of `mechanism`, with these noise multipliers in order.
 
-    terms: uint32 (2,), see `terms_of`. multipliers: float64 (steps,), one for each release.
+    multipliers: float64 (steps,), one for each release.
     """
     release = release_state(state)
     _require_counted(state, release)
     advice = "bill a state by the mechanism that made its releases, rebuilt with the same numbers"
-    if 1 <= int(release.terms[0]) <= len(REASONS):
-        raise ValueError(f"the state has no bill: {REASONS[int(release.terms[0]) - 1]}")
-    for paid, asked, differs in zip(release.terms, terms, ("sampling", "kind of event"), strict=True):
-        if int(paid) != int(asked):
+    if problem := int(release.problem):
+        raise ValueError(f"the state has no bill: {list(REASONS.values())[problem - 1]}")
+    for found, asked, differs in zip(release.terms, mechanism.terms, ("sampling", "kind of event"), strict=True):
+        if int(found) != int(asked):
             raise ValueError(f"the state's releases were made by a mechanism with another {differs}: {advice}")
+    if int(release.noise_key) not in (0, int(keys.mark(mechanism.key))):
+        raise ValueError(
+            "the noise of the state's releases was drawn with another key than the mechanism's, so it may be the noise "
+            f"of another run too: {advice} and the same key. (A compiled step keeps the key that it was compiled with.)"
+        )
+    _require_noise(release, multipliers, advice)
+
+
+def _require_noise(release: ReleaseState, multipliers: np.ndarray, advice: str) -> None:
+    """Raises ValueError unless the record is of these noise multipliers, float64 (steps,), in this order."""
     with np.errstate(divide="ignore"):
         expected = float(np.sum(np.minimum(multipliers**-2.0, LARGEST_PRECISION)))
     precision = float(release.precision[0]) - float(release.precision[1])
@@ -138,4 +151,13 @@ def require_paid_by(state: Tree, terms: np.ndarray, multipliers: np.ndarray) -> 
             f"the state's releases were made with other noise: their noise multipliers have a sum of sigma^-2 of "
             f"{precision:.6g}, the mechanism's first {len(multipliers)} have {expected:.6g}. Either {advice}; or, if "
             "they are the same, its schedule is no function of the step alone"
+        )
+    steps = len(multipliers)
+    terms = noise_order(multipliers.astype(np.float32).view(np.uint32), np.arange(steps, dtype=np.int32))
+    apart = (int(release.order) - int(terms.sum(dtype=np.uint64)) + 2**31) % 2**32 - 2**31
+    if abs(apart) > LARGEST_WEIGHT * min(steps, 6 * math.sqrt(steps)):
+        raise ValueError(
+            "the state's releases were made with other noise multipliers than the mechanism's, or in another order, "
+            f"although the sum of sigma^-2 is the same. Either {advice}; or, if they are the same, its schedule is no "
+            "function of the step alone"
         )

@@ -10,25 +10,30 @@ import jax.numpy as jnp
 import numpy as np
 from dp_accounting import DpEvent
 
+from dpx import keys
 from dpx._states import map_states
-
-Tree = Any  # a pytree of arrays
+from dpx.batches import Drawn, Tree
 
 LARGEST_PRECISION = 1e30  # of one release, noise_multiplier^-2; a multiplier below 1e-15 counts as 1e-15
-REASONS = (
-    "its releases were made by mechanisms of different samplings or events",
-    "a batch had more rows that count than its sampling draws",
-    "the rows that count in a batch are not those that `take` drew. Give the batch unchanged; for several views of one "
-    "example, average over them inside the loss",
-    "a batch was used at another step than it was drawn for, and releases that share a batch cost more than those of "
-    "independent batches. Take a new batch for every step, with the state after the last one",
-    "its batches were drawn with more than one key, so they are not those of one permutation an epoch",
-    "the chunks of a batch were not added each once, in order, and with the mechanism and the state that the batch was "
-    "released with",
-    "a batch was drawn by another sampling than the one that is billed. Draw with the `sampling` of the mechanism",
-)
 SEVERAL_KEYS = np.uint32(1)  # in place of the mark of a key, which is larger
-TOLERANCE = 1e-5  # relative, between the precision of a state and that of a mechanism, because float32 rounds
+LARGEST_WEIGHT = 255  # of `noise_order`
+# Why a run has no bill. The record keeps the place of a reason in this list, from 1.
+REASONS = {
+    "mechanism": "its releases were made by mechanisms of different samplings or events",
+    "most rows": "a batch had more rows that count than its sampling draws",
+    "rows": "the rows that count in a batch are not those that `take` drew. Give the batch unchanged; for several "
+    "views of one example, average over them inside the loss",
+    "step": "a batch was used at another step than it was drawn for, and releases that share a batch cost more than "
+    "those of independent batches. Take a new batch for every step, with the state after the last one",
+    "batch key": "its batches were drawn with more than one key, so they are not those of one permutation an epoch",
+    "chunks": "the chunks of a batch were not added each once, in order, and with the mechanism, the clip norm and the "
+    "state that the batch was released with",
+    "sampling": "a batch was drawn by another sampling than the one that is billed. Draw with the `sampling` of the "
+    "mechanism",
+    "noise key": "its noise was drawn with more than one key, so it may be the noise of another run too. A compiled "
+    "step keeps the key that it was compiled with: compile a step for every mechanism",
+    "unit": "its batches hold units of different kinds, such as examples and users, so no one unit is protected",
+}
 
 
 class ReleaseState(NamedTuple):
@@ -37,66 +42,117 @@ class ReleaseState(NamedTuple):
     step:          int32 (), how many releases were made.
     precision:     float32 (2,), the sum of noise_multiplier^-2 over them, and the amount by which rounding made that
                    sum too large (Kahan's compensation).
+    order:         uint32 (), the sum of `noise_order` over them, which another order of the multipliers changes.
     terms:         uint32 (2,), fingerprints of the sampling record, and of the event without its noise multipliers.
-                   After a release that cannot be billed, terms[0] is the number of the reason in REASONS, from 1.
     planned_steps: int32 (), the steps of the budget that the noise was calibrated for; 0 without a budget.
-    stream:        uint32 (), the mark of the key that draws the batches (`keys.mark`); 0 while it is not known, 1 after
-                   batches of several keys.
+    noise_key:     uint32 (), the mark of the key of the noise (`keys.mark`); 0 before the first release.
+    batch_key:     uint32 (), the mark of the key that draws the batches; 0 while it is not known, 1 after batches of
+                   several keys.
+    unit:          uint32 (), the mark of what a batch holds (`unit_mark`); 0 while it is not known.
+    problem:       uint32 (), 0; after a release that cannot be billed, the place of the reason in REASONS, from 1.
     """
 
     step: jax.Array
     precision: jax.Array
+    order: jax.Array
     terms: jax.Array
     planned_steps: jax.Array
-    stream: jax.Array
+    noise_key: jax.Array
+    batch_key: jax.Array
+    unit: jax.Array
+    problem: jax.Array
 
     @classmethod
     def empty(cls) -> "ReleaseState":
         """The record before the first release. `Mechanism.init` sets the terms and the planned steps."""
-        zero = jnp.zeros((), jnp.int32)
-        return cls(zero, jnp.zeros(2, jnp.float32), jnp.zeros(2, jnp.uint32), zero, jnp.zeros((), jnp.uint32))
+        count, mark = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.uint32)
+        precision, terms = jnp.zeros(2, jnp.float32), jnp.zeros(2, jnp.uint32)
+        return cls(count, precision, mark, terms, count, mark, mark, mark, mark)
 
     def after(self, noise_multiplier: jax.Array | float) -> "ReleaseState":
         """The record after one more release with this noise multiplier, float32 ()."""
+        multiplier = jnp.asarray(noise_multiplier, jnp.float32)
         total, rounding = self.precision
-        term = jnp.minimum(jnp.float32(noise_multiplier) ** -2, LARGEST_PRECISION) - rounding
+        term = jnp.minimum(multiplier**-2, LARGEST_PRECISION) - rounding
         longer = total + term
-        return self._replace(step=self.step + 1, precision=jnp.stack([longer, (longer - total) - term]))
+        return self._replace(
+            step=self.step + 1,
+            precision=jnp.stack([longer, (longer - total) - term]),
+            order=self.order + noise_order(jax.lax.bitcast_convert_type(multiplier, jnp.uint32), self.step),
+        )
 
 
-def signed(state: Tree, terms: np.ndarray, planned_steps: int) -> Tree:
+def noise_order(bits: Any, step: Any) -> Any:
+    """What a release adds to `ReleaseState.order`, modulo 2^32: its noise multiplier times a weight of its step.
+
+    bits: uint32 (...), of the float32 noise multiplier. They grow about as its logarithm, by 2^23 for a factor of 2.
+        The last 6 are dropped, so a relative change by 2^-18, or 64 roundings, changes the others by at most 1.
+    step: int32 (...). Arrays of numpy or of jax.
+
+    The weight of a step is +-(128 .. 255), mixed from its bits. So the same multipliers in another order have another
+    sum; and where all multipliers agree up to rounding, the sums of T steps differ by at most 255 T, and by at most
+    255 sqrt(36 T) except with a probability of 1e-7 (Hoeffding's inequality).
+    """
+    mixed = step.astype(np.uint32) * np.uint32(0x9E3779B1)
+    mixed = (mixed ^ (mixed >> 15)) * np.uint32(0x85EBCA77)
+    mixed = mixed ^ (mixed >> 13)
+    term = ((mixed & np.uint32(127)) + np.uint32(128)) * (bits >> 6)
+    negative = (mixed >> 30 & np.uint32(1)) * np.uint32(2**32 - 1)  # no bits, or all
+    return (term ^ negative) - negative
+
+
+def stamped(state: Tree, terms: np.ndarray, planned_steps: int) -> Tree:
     """A new `state`, with the terms under which its releases will be billed. terms: uint32 (2,), see `terms_of`."""
     planned = jnp.full((), planned_steps, jnp.int32)
     return map_states(lambda node: node._replace(terms=jnp.asarray(terms), planned_steps=planned), state, ReleaseState)
 
 
-def countersigned(
-    state: Tree, terms: np.ndarray, rows: jax.Array, sampling: Any, drawn: jax.Array | None, *, ordered: Any = True
-) -> Tree:
-    """`state` before a release under `terms`. If they do not hold for that release, no mechanism will bill the state.
+def checked(state: Tree, mechanism: Any, rows: jax.Array, drawn: Drawn | None, *, ordered: Any = True) -> Tree:
+    """Checks a batch against what the mechanism bills. If it does not fit, marks the state, which then has no bill.
 
-    terms: uint32 (2,). rows: int (), how many rows of the batch count. drawn: uint32 (5,), `Batch.drawn`, or None.
-    ordered: bool (), whether the sums are of the chunks of one batch, each once and in order, under this state.
+    rows: int (), how many rows of the batch count. ordered: bool (), whether the sums are of the chunks of one batch,
+    each once and in order, under this state.
     """
+    sampling, terms, noise_key = mechanism.sampling, mechanism.terms, keys.mark(mechanism.key)
     most = int(min(getattr(sampling, "most_rows", math.inf), 2**31 - 1))
 
-    def countersign(node):
+    def check(node):
         # `jnp.any` would take longer to compile.
-        wrong = [jnp.logical_or(*(node.terms != terms)), rows > most, *[False] * 3, jnp.logical_not(ordered)]
+        wrong = {
+            "mechanism": jnp.logical_or(*(node.terms != terms)),
+            "most rows": rows > most,
+            "chunks": jnp.logical_not(ordered),
+            "noise key": _differs(node.noise_key, noise_key),
+        }
+        node = node._replace(noise_key=noise_key)
         if drawn is not None:
-            step, drawn_rows, stream, first_row, drawn_by = jnp.asarray(drawn).astype(jnp.uint32)
-            several = (node.stream != 0) & (stream != node.stream)
-            other_key = getattr(sampling, "one_key", False) & several
-            other_rows = (rows.astype(jnp.uint32) != drawn_rows) | (first_row != 0)
-            wrong[2:5] = other_rows, step != node.step.astype(jnp.uint32), other_key
-            wrong.append(drawn_by != terms[0])
-            node = node._replace(stream=jnp.where(several, SEVERAL_KEYS, stream))
-        signature = node.terms
-        for reason, holds in enumerate(wrong, start=1):
-            signature = jnp.where(holds & (signature > len(REASONS)), jnp.uint32(reason), signature)
-        return node._replace(terms=signature)
+            of_batch = Drawn(*(jnp.asarray(number).astype(jnp.uint32) for number in drawn))
+            several = _differs(node.batch_key, of_batch.key)
+            wrong |= {
+                "rows": (rows.astype(jnp.uint32) != of_batch.rows) | (of_batch.first_row != 0),
+                "step": of_batch.step != node.step.astype(jnp.uint32),
+                "batch key": several if getattr(sampling, "one_key", False) else False,
+                "sampling": of_batch.sampling != terms[0],
+                "unit": _differs(node.unit, of_batch.unit),
+            }
+            batch_key = jnp.where(several, SEVERAL_KEYS, of_batch.key)
+            node = node._replace(batch_key=batch_key, unit=of_batch.unit)
+        problem = node.problem
+        for place, reason in enumerate(REASONS, start=1):
+            problem = jnp.where(wrong.get(reason, False) & (problem == 0), jnp.uint32(place), problem)
+        return node._replace(problem=problem)
 
-    return map_states(countersign, state, ReleaseState)
+    return map_states(check, state, ReleaseState)
+
+
+def _differs(known: jax.Array, mark: Any) -> jax.Array:
+    """Whether a mark, uint32 (), is another one than that which is known; 0 is not known."""
+    return (known != 0) & (known != mark)
+
+
+def unit_mark(unit: str) -> int:
+    """A fingerprint of the name of what a batch holds, such as "example" or "user", in [2^31, 2^32)."""
+    return _fingerprint(unit)
 
 
 def terms_of(event: DpEvent, sampling: Any) -> np.ndarray:
@@ -109,7 +165,7 @@ def sampling_terms(sampling: Any) -> int:
 
 
 def _fingerprint(value: Any) -> int:
-    return zlib.crc32(repr(value).encode()) | 2**31  # never the number of a reason
+    return zlib.crc32(repr(value).encode()) | 2**31  # neither 0, which is unknown, nor 1
 
 
 def _terms(value: Any) -> Any:

@@ -126,7 +126,7 @@ class Plan:
         event_of(mechanism, result[1], None)
         if (taken := steps_taken(result[1])) > most:
             raise ValueError(f"a trial must make at most the {most} steps that are billed, it made {taken}")
-        if int(stream := release_state(result[1]).stream) not in (0, keys.mark(mechanism.key)):
+        if int(stream := release_state(result[1]).batch_key) not in (0, int(keys.mark(mechanism.key))):
             raise ValueError(
                 "a trial must train its own optimizer, and draw its batches with the key of that optimizer, as dpx.fit "
                 f"does, because trials must be independent; its batches are of the key of mark {stream}"

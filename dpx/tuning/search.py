@@ -95,7 +95,7 @@ def _open_folder(folder: str | Path | None, plan: Plan, bill: Selection) -> Path
         return None
     path = Path(folder).expanduser().absolute()
     described = {
-        "key of the search (its mark)": keys.mark(plan.key),
+        "key of the search (its mark)": int(keys.mark(plan.key)),
         "configurations": len(plan.configurations),
         "bill (its fingerprint)": zlib.crc32(repr(bill.event).encode()),
     }
