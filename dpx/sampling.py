@@ -79,9 +79,9 @@ class PoissonSampling(Sampling):
 class FixedSizeSampling(Sampling):
     """At every step, a new subset of `batch_size` examples, drawn uniformly without replacement.
 
-    Replacing an example moves the sum by twice the clip norm, so the event has half the noise multiplier. It is billed
-    by Renyi divergences (Wang, Balle and Kasiviswanathan 2019, https://arxiv.org/abs/1808.00087). Raises ValueError
-    unless both sizes are whole numbers with 1 <= batch_size <= examples.
+    Replacing an example moves the sum by twice the clip norm, so the event has half the noise multiplier. A run costs
+    at least as much as one on Poisson samples with half the noise multiplier (`accounting/fixed_size.py`). Raises
+    ValueError unless both sizes are whole numbers with 1 <= batch_size <= examples.
     """
 
     examples: int

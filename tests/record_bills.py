@@ -125,7 +125,7 @@ def _mixes() -> Iterator[tuple[str, Bill]]:
 
 
 def _fixed() -> Iterator[tuple[str, Bill]]:
-    options: dict = dict(accountants=("rdp",), relations=("replace_one",))
+    options: dict = dict(accountants=("pld", "rdp"), relations=("replace_one",))
     several = ComposedDpEvent([fixed(1.0 + 0.2 * i, 5, 20) for i in range(4)])
     events = {"fixed 2 x 50": fixed(2.0, 50), "fixed 0.6 x 1": fixed(0.6), "fixed, four noises": several}
     for label, event in events.items():

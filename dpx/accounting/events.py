@@ -22,7 +22,6 @@ from dpx.accounting.schedule import round_to_few
 # Distinct steps in a composition by PLD. A schedule of 10,000 takes about a second, and its epsilon is at most 1.4 %
 # above the truth (benchmarks/accounting.py: mechanism_epsilon, against the lower end of interval).
 _BUCKETS = 512
-_BUCKETS_FIXED_SIZE = 32  # distinct steps on samples of a fixed size, each of which takes a tenth of a second
 _GRID = 1e-4  # spacing of privacy losses in dp-accounting's PLD; at 1e-3 some long runs are billed 1.5 times too much
 
 
@@ -44,7 +43,8 @@ def event_epsilon(
         removing one example, which is also the effect of nulling one ("zero_out"). Replacing one has twice that effect,
         and is billed so. The noise of an event of sampling without replacement is relative to the effect of replacing
         one, and no other relation is true for it.
-    buckets: at most so many distinct releases are composed by PLD; more are rounded up in cost to this many.
+    buckets: at most so many distinct releases on Poisson samples, and so many on samples of a fixed size, are composed
+        by PLD; more are rounded up in cost to this many.
 
     Raises ValueError for an event that is not true for the relation or that the accountant cannot bill, and for a
     delta, accountant, relation or number of buckets outside its range.
@@ -92,8 +92,9 @@ def event_profile(
     if any(getattr(loss, "unbounded", False) for loss in losses):
         return UNBOUNDED
     if accountant != "rdp":
-        losses = round_to_few(losses, SampledGaussian, buckets)
-    return profile(round_to_few(losses, FixedSizeGaussian, _BUCKETS_FIXED_SIZE), accountant, curve=curve)
+        for gaussian in (SampledGaussian, FixedSizeGaussian):
+            losses = round_to_few(losses, gaussian, buckets)
+    return profile(losses, accountant, curve=curve)
 
 
 def explanation(event: DpEvent, *, delta: float, relation: Relation) -> tuple[str, ...]:

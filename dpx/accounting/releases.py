@@ -186,13 +186,15 @@ def _read_poisson_sampled(event: Any, relation: Relation) -> SampledGaussian:
     return _read_gaussian(event.event, relation, float(event.sampling_probability))
 
 
-def _read_fixed_size(event: Any, relation: Relation) -> FixedSizeGaussian:
+def _read_fixed_size(event: Any, relation: Relation) -> StepLoss:
     if relation != "replace_one":
         raise ValueError(
             f'sampling without replacement is billed under relation "replace_one" only, got {relation!r}: '
             "its batches have a fixed size, so an example cannot be added or removed"
         )
     step = _read_gaussian(event.event, relation, event.sample_size / event.source_dataset_size)
+    if step.rate == 1:  # a Gaussian, whose noise multiplier is relative to the effect of adding an example
+        return SampledGaussian(2 * step.noise_multiplier, 1.0, relation)
     return FixedSizeGaussian(step.noise_multiplier, step.rate)
 
 

@@ -2,7 +2,8 @@
 
 The formulas and orders are those of dp-accounting's RdpAccountant (Mironov, Talwar and Zhang 2019,
 https://arxiv.org/abs/1908.10530), evaluated for arrays of (noise multiplier, order). `add_or_remove_rdp` covers both
-directions of add-or-remove; `schedule_rdp` covers replacing one example too.
+directions of add-or-remove; `schedule_rdp` covers replacing one example too; `fixed_size_rdp` covers samples of a fixed
+size.
 
 Arrays: noise multipliers `sigmas` and sampling rates `rates` are float64 (T,), `counts` is int64 (T,), divergences are
 float64 (T, orders) or (orders,).
@@ -63,9 +64,34 @@ def add_or_remove_rdp(
     sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray, orders: np.ndarray = ORDERS
 ) -> np.ndarray:
     """The RDP of a whole schedule under adding or removing one example, float64 (orders,)."""
+    repeats, steps = _distinct(sigmas, rates, counts)
+    return repeats @ _divergences(steps.tobytes(), orders.tobytes())
+
+
+def fixed_size_rdp(
+    sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray, orders: np.ndarray = ORDERS
+) -> np.ndarray:
+    """Upper bounds of the RDP of steps on samples of a fixed size, float64 (orders,); inf without noise.
+
+    Noise is relative to the effect of replacing one example. Proof for the pair of `fixed_size.py`: let r be the
+    likelihood ratio of the Poisson-sampled Gaussian, under the second distribution. The moment of the pair is
+    1 + E (r^a - r + r^(1-a) - 1) over r > 1 only. This integrand is at least 0 at every r. Over all r the moment is
+    E r^a + E r^(1-a) - 1, and the second moment is at most the first (Mironov et al., Theorem 5). So the bound is
+    ln(2 E r^a - 1) / (a - 1), or that of the unsampled Gaussian, if it is less.
+    """
+    if np.any(sigmas[counts > 0] < SMALLEST_NOISE):
+        return np.full(len(orders), np.inf)
+    repeats, steps = _distinct(sigmas, rates, counts)
+    log_moments = (orders - 1) * _divergences(steps.tobytes(), orders.tobytes())
+    sampled = (log_moments + np.log1p(-np.expm1(-log_moments))) / (orders - 1)
+    return repeats @ np.minimum(sampled, orders / (2 * steps[0][:, None] ** 2))
+
+
+def _distinct(sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """How often each distinct step occurs, float64 (n,), and its noise multiplier and rate, float64 (2, n)."""
     steps, inverse = np.unique(np.stack([sigmas, rates]), axis=1, return_inverse=True)
     repeats = np.bincount(inverse.reshape(-1), counts, steps.shape[1])
-    return repeats[repeats > 0] @ _divergences(steps[:, repeats > 0].tobytes(), orders.tobytes())
+    return repeats[repeats > 0], steps[:, repeats > 0]
 
 
 @functools.lru_cache(maxsize=8)

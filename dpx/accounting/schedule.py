@@ -133,8 +133,7 @@ def round_to_few(losses: Losses, gaussian: type, buckets: int) -> Losses:
     if not chosen:
         return losses
     sigmas, rates = np.array([(loss.noise_multiplier, loss.rate) for loss in chosen]).T
-    group = bucketed_gaussians if gaussian is SampledGaussian else bucketed
-    steps = group(sigmas, rates, np.array([losses[loss] for loss in chosen]), buckets)
+    steps = bucketed_gaussians(sigmas, rates, np.array([losses[loss] for loss in chosen]), buckets)
     rounded = defaultdict(int, {loss: count for loss, count in losses.items() if not isinstance(loss, gaussian)})
     for sigma, rate, count in _as_lists(steps.smallest_noise, steps.largest_rate, steps.counts):
         rounded[replace(chosen[0], noise_multiplier=sigma, rate=rate)] += count

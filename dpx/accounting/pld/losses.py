@@ -3,7 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -61,6 +61,12 @@ class SampledGaussian:
     def renyi(self, orders: np.ndarray) -> np.ndarray:
         return total_renyi({self: 1}, orders)
 
+    def schedule_renyi(
+        self, sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray, orders: np.ndarray
+    ) -> np.ndarray:
+        """The divergences of many steps of this kind together, float64 (orders,); the other arrays are (T,)."""
+        return renyi.schedule_rdp(sigmas, rates, counts, self.relation, orders)
+
     def pmfs(self, grid: float, *, tail: float, largest: float) -> tuple[Pmf, ...]:
         return self._discretized(dominating_pmf, grid, tail, largest)
 
@@ -69,7 +75,7 @@ class SampledGaussian:
         return self._discretized(dominated_pmf, grid, tail, largest)
 
     def _discretized(self, make_pmf: Callable[..., Pmf], grid: float, tail: float, largest: float) -> tuple[Pmf, ...]:
-        first, losses = self._grid_points(grid, tail, largest)
+        first, losses = self.grid_points(grid, tail, largest)
         upper, lower = self.masses(losses)
         remove = make_pmf(upper, lower, first, grid)
         if self.relation == "replace_one":
@@ -85,7 +91,7 @@ class SampledGaussian:
             return upper, (1 - q) * without + q * _normal_masses((x + 1) / s)
         return upper, without
 
-    def _grid_points(self, grid: float, tail: float, largest: float) -> tuple[int, np.ndarray]:
+    def grid_points(self, grid: float, tail: float, largest: float) -> tuple[int, np.ndarray]:
         """The first index, and the grid points, float64 (n,), outside of which the probability is at most `tail`."""
         farthest = -float(special.ndtri(tail / 4)) * self.noise_multiplier
         ends = self._losses(np.array([-farthest - 1, farthest + 1]))
@@ -129,18 +135,18 @@ Losses = Mapping[Any, int]  # StepLoss -> how many such steps
 def total_renyi(losses: Losses, orders: np.ndarray = renyi.ORDERS) -> np.ndarray:
     """Upper bounds of the Renyi divergences of all steps together, float64 (orders,).
 
-    All Gaussians of one relation are computed at once, for speed.
+    All steps of one kind that has a `schedule_renyi` are computed at once, for speed.
     """
     total = np.zeros(len(orders))
-    gaussians: dict[Relation, list[tuple[float, float, int]]] = defaultdict(list)
+    gaussians: dict[Any, list[tuple[float, float, int]]] = defaultdict(list)
     for loss, count in losses.items():
-        if isinstance(loss, SampledGaussian):
-            gaussians[loss.relation].append((loss.noise_multiplier, loss.rate, count))
+        if hasattr(loss, "schedule_renyi"):
+            kind = replace(loss, noise_multiplier=1.0, rate=1.0)
+            gaussians[kind].append((loss.noise_multiplier, loss.rate, count))
         else:
             total = total + count * loss.renyi(orders)
-    for relation, rows in gaussians.items():
-        sigmas, rates, counts = np.array(rows, np.float64).T
-        total = total + renyi.schedule_rdp(sigmas, rates, counts, relation, orders)
+    for kind, rows in gaussians.items():
+        total = total + kind.schedule_renyi(*np.array(rows, np.float64).T, orders)
     return total
 
 
