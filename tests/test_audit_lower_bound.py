@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from scipy import stats
 
@@ -18,7 +19,7 @@ import dpx
 from benchmarks.audit import audits
 from dpx import audit, catalog
 from dpx.accounting import gdp
-from dpx.audit.lower_bound_runs import takes_part
+from dpx.audit.lower_bound_runs import Attack, observed_run, takes_part
 from dpx.audit.lower_bound_scores import clopper_pearson
 from dpx.audit.one_run_bounds import steinke_p_value, trade_off_rejected
 
@@ -164,6 +165,128 @@ def test_wrong_bills_are_refuted(make, options):
     assert found.exceeds_bill, found
 
 
+# ------------------------------------------------------------------ Releases that are not linear
+
+BEHIND = {
+    "sgd": optax.sgd(0.1),
+    "momentum": optax.sgd(0.1, momentum=0.9),
+    "adam": optax.adam(0.1),
+    "adamw": optax.adamw(0.1),
+    "adagrad": optax.adagrad(0.1),
+    "sign_sgd": optax.sign_sgd(0.1),
+    "lion": optax.lion(0.1),
+    "rmsprop": optax.rmsprop(0.1),
+    "adafactor": optax.adafactor(0.1),
+    "lamb": optax.lamb(0.1),
+    "lars": optax.lars(0.1),
+    "clip": optax.clip(0.05),
+    "clip_by_global_norm": optax.clip_by_global_norm(0.05),
+    "normalize_by_update_norm": optax.normalize_by_update_norm(),
+    "apply_every": optax.apply_every(2),
+    "add_noise": optax.add_noise(0.1, 0.5, jax.random.key(0)),
+}
+PARAMS = {"w": jnp.ones(2)}
+
+
+def all_behind():
+    """One transform that applies each of `BEHIND` to the same updates, and keeps the results, by name, in its state."""
+
+    def init(params):
+        return {name: params for name in BEHIND}, {name: behind.init(params) for name, behind in BEHIND.items()}
+
+    def update(updates, state, params=None):
+        found = {name: behind.update(updates, state[1][name], params) for name, behind in BEHIND.items()}
+        return updates, ({name: one[0] for name, one in found.items()}, {name: one[1] for name, one in found.items()})
+
+    return optax.GradientTransformation(init, update)
+
+
+def behind_dp_sgd(transform, key):
+    return dpx.chain(dp_sgd(key, POISSON, 1.3), transform)
+
+
+def each_coordinate(updates, before, after, canary):
+    return updates["w"]
+
+
+@pytest.mark.parametrize("name", ["sign_sgd", "adagrad", "clip"])
+def test_post_processing_raises_no_alarm(name):
+    """If the move is computed with the noise of the run, the bounds are about 5, 3 and 3."""
+    with pytest.warns(UserWarning, match="with another key, the canary moves 6 of 6 observed numbers"):
+        found = lower_bound(
+            functools.partial(behind_dp_sgd, BEHIND[name]), runs=8000, params=PARAMS, observe=each_coordinate
+        )
+    assert 0 < found.epsilon < found.bill and found.gaussian_epsilon < found.bill, found
+
+
+def test_post_processing_by_all_transforms_raises_no_alarm(promoting):
+    def everything(updates, before, after, canary):
+        return jnp.concatenate([after.transforms[0][0][name]["w"] for name in BEHIND])
+
+    with pytest.warns(UserWarning, match="with another key"):
+        found = lower_bound(
+            functools.partial(behind_dp_sgd, all_behind()), runs=8000, params=PARAMS, observe=everything
+        )
+    assert 0.2 * found.bill < found.epsilon < found.bill, found
+
+
+class Multiplied:
+    """Released: (sum + noise) times 1 + the last noise, which is in the state, under the given name."""
+
+    def __init__(self, key, name="unreleased_noise"):
+        self.key, self.name = key, name
+
+    def init(self, params):
+        return {"step": jnp.int32(0), self.name: jnp.float32(0)}
+
+    def update(self, grads, state, params, *, included):
+        noise = jax.random.normal(jax.random.fold_in(self.key, state["step"]))
+        total = jnp.sum(jnp.where(included[:, None], grads["w"], 0), axis=0) + noise
+        return {"w": total * (1 + state[self.name])}, {"step": state["step"] + 1, self.name: noise}
+
+
+def test_the_adversary_knows_no_unreleased_state():
+    seen = []
+
+    def canary(step, state, params):
+        seen.append(state["unreleased_noise"])
+        return {"w": jnp.ones(1)}
+
+    def observe(updates, before, after, canary):
+        seen.extend([before["unreleased_noise"], after["unreleased_noise"]])
+        return updates["w"]
+
+    attack = Attack(Multiplied, {"w": jnp.zeros(1)}, STEPS, canary, None, None, takes_part(FULL), observe)
+    moves = observed_run(attack, KEY, jnp.bool_(False), jnp.bool_(False), 2)[1]
+    np.testing.assert_allclose(moves, np.ones((2, STEPS, 1)), rtol=1e-6)  # as if that noise were still 0
+    assert seen and all(part is None for part in seen)
+    public = attack._replace(
+        make=functools.partial(Multiplied, name="noise"),
+        canary=lambda *_: {"w": jnp.ones(1)},
+        observe=lambda u, *_: u["w"],
+    )
+    moves = observed_run(public, KEY, jnp.bool_(False), jnp.bool_(False), 2)[1]
+    np.testing.assert_allclose(moves[0], moves[1], rtol=1e-5)
+    assert np.ptp(moves[0]) > 0.1  # what is released is used
+
+
+def test_moves_that_depend_on_the_public_state_are_known():
+    """The clip norm falls and rises with a noisy count, which is released."""
+
+    def adaptive(key):
+        numbers = {"initial_clip_norm": 1.0, "indicator_noise": 2.0, "noise_multiplier": 1.0}
+        return dpx.mechanisms.adaptive_clipping(**numbers, sampling=FULL, key=key)
+
+    found = lower_bound(adaptive, runs=8000)  # no warning
+    assert 0.4 * found.bill < found.epsilon <= found.bill
+
+
+def test_the_worlds_are_those_of_the_bill():
+    """Batches of a fixed size are drawn truly, but the bill is for adding an example, not for replacing one."""
+    found = lower_bound(dp_sgd, runs=8000, sampling_truth=dpx.FixedSizeSampling(examples=10, batch_size=10))
+    assert 0.5 * found.bill < found.epsilon <= found.bill
+
+
 def test_replacing_an_example():
     """The opposite gradient moves the sum by twice the clip norm, which the bill of fixed-size samples knows."""
     everyone = dpx.FixedSizeSampling(examples=10, batch_size=10)
@@ -279,6 +402,35 @@ def test_a_training_run_with_canaries():
     assert found.right == 40 and 2 < found.epsilon < found.trade_off_epsilon < bill
 
 
+def test_one_run_behind_transforms_raises_no_alarm(promoting):
+    """Scores are released values: the coordinate of each canary, with every transform behind the same DP-SGD."""
+    canaries, seeds = 64, 10
+    params = {"w": jnp.ones(canaries)}
+    rows = {"w": 1e3 * jnp.eye(canaries)}
+
+    def run(key, members):
+        full = dpx.FullBatch(examples=canaries)
+        mechanism = dpx.chain(dp_sgd(key, full, 0.4), all_behind())
+        state = mechanism.init(params)
+        fallen = dict.fromkeys(BEHIND, {"w": jnp.zeros(canaries)})
+        for _ in range(2):
+            _, state = mechanism.update(rows, state, params, included=members)
+            fallen = jax.tree.map(jnp.add, fallen, state.transforms[0][0])
+        return {name: one["w"] for name, one in fallen.items()}
+
+    keys = jax.random.split(KEY, seeds)
+    members = np.stack([audit.draw_members(key, canaries) for key in keys])
+    scores = jax.jit(jax.vmap(run))(keys, members)
+    bill = dpx.epsilon(dp_sgd(KEY, dpx.FullBatch(examples=canaries), 0.4), 2, delta=1e-5)
+    for name, of_name in scores.items():
+        for sign in (1, -1):  # an optimizer steps against the gradient
+            bounds = [
+                audit.one_run(sign * one, which, delta=1e-5, guesses=48, bill=bill)
+                for one, which in zip(np.asarray(of_name), members, strict=True)
+            ]
+            assert not any(bound.exceeds_bill for bound in bounds), name
+
+
 def test_members_are_coins():
     members = audit.draw_members(KEY, 10_000)
     assert members.dtype == bool and abs(members.mean() - 0.5) < 0.02
@@ -313,6 +465,7 @@ REFUSED = {
     "key": (lambda: audit.canary_scores(dp_sgd, steps=1, key=0), "key must be a jax PRNG key"),
     "sampling": (lambda: lower_bound(dp_sgd, sampling_truth=0.1), "sampling_truth must be"),
     "canary": (lambda: lower_bound(dp_sgd, canary={"w": jnp.zeros(3)}), "canary must be a gradient like params"),
+    "instead": (lambda: lower_bound(dp_sgd, instead={"w": -jnp.ones(2)}), "instead must be None for a bill whose"),
     "infinite": (
         lambda: lower_bound(dp_sgd, runs=100, observe=lambda u, b, a, c: jnp.stack([u["w"].sum() / 0])),
         "must be finite",

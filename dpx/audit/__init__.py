@@ -7,8 +7,8 @@
   the scores of the canaries of one training run, whose coins `draw_members` throws; `canary_loss` adds canaries with
   gradients of their own. `plot_lower_bound` draws the attack's errors under the bill's.
 
-A lower bound above the bill proves, up to its confidence, that the bill is wrong. A lower bound below the bill proves
-nothing about the bill.
+A lower bound above the bill proves, up to its confidence, that the bill is wrong, if the scores are computed from
+released values; those of `canary_scores` are. A lower bound below the bill proves nothing about the bill.
 """
 
 from dpx.audit.contract import check_contract

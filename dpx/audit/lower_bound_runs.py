@@ -1,5 +1,6 @@
 """Many runs of a mechanism on one example, the canary, which takes part in one world and does not in the other."""
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from dpx import keys
 from dpx._draws import coins
+from dpx._public_state import public_state
 from dpx.batches import Tree
 from dpx.sampling import FixedSizeSampling, FullBatch, PoissonSampling, ShuffledEpochs
 
@@ -23,8 +25,9 @@ class Attack(NamedTuple):
     instead: None if the canary is absent in the other world; or a function like `canary`, of the example in its place.
     others: None, or gradients of other examples, which take part at every step in both worlds; rows on axis 0.
     takes_part: (key, steps) -> bool (steps,), when the canary takes part.
-    observe: (updates, state before, state after, canary) -> float32 (features,), what is read of a release. A canary
-        that takes part must move it by an amount that the states before determine.
+    observe: (updates, state before, state after, canary) -> float32 (features,), what is read of a release.
+
+    The states that the functions are given have None in place of what is not public (`dpx.public_state`).
     """
 
     make: Callable[[jax.Array], Any]
@@ -79,68 +82,88 @@ def observe_canary(updates: Tree, before: Tree, after: Tree, canary: Tree) -> ja
     return jnp.stack([sum(jax.tree.leaves(products))])
 
 
-def release_counts(
-    attack: Attack, key: jax.Array, present: jax.Array, always: jax.Array
+class Observed(NamedTuple):
+    """What the adversary has of many runs. All of it is computed from released values and from keys of its own.
+
+    observed: float32 (runs, steps, features), of each release.
+    moves: float32 (runs, noises, steps, features), how far one canary moves what is observed of a release, under each
+        of some noises that are not the run's.
+    """
+
+    observed: np.ndarray
+    moves: np.ndarray
+
+
+def observed_run(
+    attack: Attack, key: jax.Array, present: jax.Array, always: jax.Array, noises: int
 ) -> tuple[jax.Array, jax.Array]:
-    """How many canaries each release of one run seems to hold, and how far one canary moves what is observed.
+    """The two arrays of `Observed` for one run, float32 (steps, features) and float32 (noises, steps, features).
 
     key: (), of the run. present: bool (), the world. always: bool (), the canary takes part at every step.
-    Returns float32 (steps, features) twice. A count is the observation divided by the move, so one canary adds 1 to it.
-    The move is the difference of two releases with the same noise, so that it is no function of the noise.
+
+    A move must not be computed with the run's own noise, because it can tell that noise, and so the data, where a
+    release is not linear. So the adversary makes the mechanism again, with another key, and lets it release from the
+    public part of the state, with and without the canary. Thus a score is a function of released values for every
+    mechanism, and that makes a bound on it a proof.
     """
     mechanism = attack.make(keys.stream(key, "audited mechanism"))
+    others = jax.random.split(keys.stream(key, "noises of the adversary"), noises)
     taken = attack.takes_part(keys.stream(key, "audited batches"), attack.steps).astype(bool) | always
+
+    replaced = attack.instead is not None
 
     def step(state, inputs):
         number, taken = inputs
-        canary = attack.canary(number, state, attack.params)
+        before = public_state(state)
+        canary = attack.canary(number, before, attack.params)
+        other = canary if attack.instead is None else attack.instead(number, before, attack.params)
 
-        def release(gradient, included):
+        def observe(mechanism, state, gradient, included):
             rows, counts = _batch(gradient, included, attack.others)
             updates, after = mechanism.update(rows, state, attack.params, included=counts)
-            return attack.observe(updates, state, after, canary), after
+            return attack.observe(updates, before, public_state(after), canary), after
 
-        with_canary, without = release(canary, True), release(canary, False)
-        other = without if attack.instead is None else release(attack.instead(number, state, attack.params), True)
-        move = with_canary[0] - other[0]
-        chosen = jax.tree.map(lambda a, b: jnp.where(present, a, b), with_canary, other)
-        observed, state = jax.tree.map(lambda a, b: jnp.where(taken, a, b), chosen, without)
-        return state, (jnp.where(move == 0, 0.0, observed / jnp.where(move == 0, 1.0, move)), jnp.abs(move))
+        def move(key):
+            again = attack.make(key)
+            known = _completed(before, again.init(attack.params))
+            return observe(again, known, canary, True)[0] - observe(again, known, other, replaced)[0]
 
-    _, observed = jax.lax.scan(step, mechanism.init(attack.params), (jnp.arange(attack.steps), taken))
-    return observed
+        chosen = jax.tree.map(lambda a, b: jnp.where(present, a, b), canary, other)
+        observed, state = observe(mechanism, state, chosen, taken & (present | replaced))
+        return state, (observed, jax.vmap(move)(others) if noises else jnp.zeros((0, *observed.shape)))
+
+    _, (observed, moves) = jax.lax.scan(step, mechanism.init(attack.params), (jnp.arange(attack.steps), taken))
+    return observed, jnp.moveaxis(moves, 1, 0)
 
 
-def _batch(gradient: Tree, included: bool, others: Tree | None) -> tuple[Tree, jax.Array]:
+def _completed(public: Tree, fresh: Tree) -> Tree:
+    """A state whose public part is known; the rest is that of a state before the first step."""
+    return jax.tree.map(lambda known, new: new if known is None else known, public, fresh, is_leaf=lambda p: p is None)
+
+
+def _batch(gradient: Tree, included: Any, others: Tree | None) -> tuple[Tree, jax.Array]:
     """The canary and the other examples as one batch, and which of its rows count."""
     rows = jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], gradient)
     if others is None:
         return rows, jnp.array([included])
     rows = jax.tree.map(lambda row, more: jnp.concatenate([row, more.astype(row.dtype)]), rows, others)
     size = len(jax.tree.leaves(rows)[0])
-    return rows, jnp.arange(size) >= (0 if included else 1)
+    return rows, (jnp.arange(size) > 0) | included
 
 
-class Counts(NamedTuple):
-    """Of many runs: what `release_counts` returns for each, float32 (runs, steps, features) twice."""
-
-    counts: np.ndarray
-    moves: np.ndarray
-
-
-def simulator(attack: Attack, chunk: int) -> Callable[..., Iterator[Counts]]:
-    """A function (key, runs, present, always) that yields `Counts` of chunks of runs, together at least `runs`.
+def simulator(attack: Attack, chunk: int) -> Callable[..., Iterator[Observed]]:
+    """A function (key, runs, present, always, noises) that yields `Observed` of chunks, together at least `runs` runs.
 
     Each run has a key of its own. Both worlds are one compiled program.
     """
 
-    @jax.jit
-    def many(run_keys, present, always):
-        return jax.vmap(lambda key: release_counts(attack, key, present, always))(run_keys)
+    @functools.partial(jax.jit, static_argnums=3)
+    def many(run_keys, present, always, noises):
+        return jax.vmap(lambda key: observed_run(attack, key, present, always, noises))(run_keys)
 
-    def simulate(key: jax.Array, runs: int, *, present: bool, always: bool = False) -> Iterator[Counts]:
+    def simulate(key: jax.Array, runs: int, *, present: bool, always: bool, noises: int) -> Iterator[Observed]:
         for number in range(-(-runs // chunk)):
             run_keys = jax.random.split(jax.random.fold_in(key, number), chunk)
-            yield Counts(*map(np.asarray, many(run_keys, jnp.bool_(present), jnp.bool_(always))))
+            yield Observed(*map(np.asarray, many(run_keys, jnp.bool_(present), jnp.bool_(always), noises)))
 
     return simulate

@@ -1,12 +1,13 @@
 """Lower bounds on epsilon from the scores of many runs with, and many runs without, one example.
 
-Proof of the bound. A test says "with" if a score is at least a threshold. Let a be the probability that it says so
-without the example, and b the probability that it says so with it. If the mechanism is (epsilon, delta)-private, then
-b <= e^epsilon a + delta, so epsilon >= ln((b - delta) / a). The threshold is chosen on the first half of the runs. The
-runs of the second half are independent of it, so their counts are binomial, and Clopper and Pearson's bounds hold for
-a (from above) and b (from below). Each fails with probability at most (1 - confidence) / 2, so both hold with
-probability at least `confidence`. The test that says "without" below a threshold gives the other direction. Which of
-the two is used is part of the choice on the first half.
+Proof of the bound, for scores that are computed from released values, because then a test of them is post-processing.
+A test says "with" if a score is at least a threshold. Let a be the probability that it says so without the example, and
+b the probability that it says so with it. If the mechanism is (epsilon, delta)-private, then b <= e^epsilon a + delta,
+so epsilon >= ln((b - delta) / a). The threshold is chosen on the first half of the runs. The runs of the
+second half are independent of it, so their counts are binomial, and Clopper and Pearson's bounds hold for a (from
+above) and b (from below). Each fails with probability at most (1 - confidence) / 2, so both hold with probability at
+least `confidence`. The test that says "without" below a threshold gives the other direction. Which of the two is used
+is part of the choice on the first half.
 
 The Gaussian bound is a hypothesis. The same two error rates bound mu from below, if the best test between the two
 worlds is as good as between N(0, 1) and N(mu, 1); then delta is that of a Gaussian at every epsilon (Nasr et al. 2023,
@@ -48,8 +49,8 @@ class Roc(NamedTuple):
 class LowerBound:
     """A lower bound on epsilon at one delta, beside the bill.
 
-    epsilon: float, at least 0. A proof: for a mechanism whose epsilon at `delta` is smaller, a bound this large has a
-        probability of at most 1 - confidence.
+    epsilon: float, at least 0. A proof, if the scores are computed from released values: for a mechanism whose epsilon
+        at `delta` is smaller, a bound this large has a probability of at most 1 - confidence.
     gaussian_epsilon: float, at least 0. A hypothesis: the same, but only for mechanisms whose trade-off function is
         that of two Gaussians.
     runs: (with, without) the example, the runs in the second half, on which both bounds are computed.
@@ -88,11 +89,12 @@ def lower_bound_from_scores(
 
     with_canary, without_canary: float (runs,), at least 4 each, in the order of the runs, which must carry no
         information: the first half of each chooses the threshold, the second half gives the bound. A larger score says
-        "with". Any score is valid that depends on its own run alone, and on numbers that are independent of all runs.
+        "with". Any score is valid that depends on what its own run released, and on numbers that are independent of all
+        runs. A score that depends on the noise of its run, or on anything else that is secret, proves nothing.
     delta: in (0, 1). confidence: in (0, 1), of each bound by itself. bill: at least 0, to stand beside the bound.
 
-    `epsilon` is a proof, `gaussian_epsilon` a hypothesis (`LowerBound`). Raises ValueError for other numbers, for
-    scores of another shape, and for NaN.
+    `epsilon` is a proof for such scores, `gaussian_epsilon` a hypothesis (`LowerBound`). Raises ValueError for
+    other numbers, for scores of another shape, and for NaN.
     """
     delta = checks.require_delta(delta)
     confidence = require_confidence(confidence)

@@ -33,8 +33,8 @@ _MUS, _REFINEMENTS = 24, 3
 class OneRun:
     """Lower bounds on epsilon at one delta from one run, beside the bill.
 
-    epsilon: float, at least 0. A proof (Steinke et al. 2023): for a mechanism whose epsilon at `delta` is smaller, a
-        bound this large has a probability of at most 1 - confidence.
+    epsilon: float, at least 0. A proof (Steinke et al. 2023), if the scores are computed from released values: for a
+        mechanism whose epsilon at `delta` is smaller, a bound this large has a probability of at most 1 - confidence.
     trade_off_epsilon: float, at least 0. A hypothesis (Mahloujifar et al. 2024): the same, but only for mechanisms
         whose trade-off function is that of two Gaussians.
     gaussian_epsilon: float, at least 0. A stronger hypothesis: as if the scores of the canaries were independent, too.
@@ -91,7 +91,8 @@ def one_run(
 ) -> OneRun:
     """Lower bounds on the epsilon of a training run, from one score of each canary.
 
-    scores: float (canaries,), at least 16, any functions of what the run released; larger ones for members.
+    scores: float (canaries,), at least 16, any functions of what the run released; larger ones for members. Scores that
+        depend on the noise, or on anything else that is secret (such as a second run with the same key), prove nothing.
     members: bool (canaries,), the coins of `draw_members`. The run must depend on them only through who takes part, and
         the scores must not depend on them otherwise.
     delta: in (0, 1), of the bill. confidence: in (0, 1), of each of the three bounds by itself. bill: at least 0.
@@ -99,8 +100,8 @@ def one_run(
         1. They must be chosen before the scores are seen. Each of n numbers is tested at confidence
         1 - (1 - confidence) / n, so that the largest of the n bounds holds with `confidence` (union bound).
 
-    `epsilon` is a proof, the other two are hypotheses (`OneRun`). Raises ValueError for other numbers, shapes, dtypes,
-    and for NaN.
+    `epsilon` is a proof for such scores and members, the other two are hypotheses (`OneRun`). Raises
+    ValueError for other numbers, shapes, dtypes, and for NaN.
     """
     delta = checks.require_delta(delta)
     confidence = require_confidence(confidence)
