@@ -2466,7 +2466,7 @@ FIT = [
     Fault(
         "fit: the checkpoints of another schedule continue, with the noise of its steps",
         "dpx/fitting/checkpoints.py",
-        "text + repr([np.asarray(constant).tobytes() for constant in _constants(closed)])",
+        "text + repr([_bytes(constant) for constant in _constants(closed)])",
         "text",
         "tests/test_fit.py -k another_schedule",
     ),
@@ -2552,8 +2552,8 @@ FIT = [
     Fault(
         "fit: an interrupted evaluation is not repeated",
         "dpx/fitting/loop.py",
-        "            if whole:\n",
-        "            if True:\n",
+        "            if whole and",
+        "            if True and",
         "tests/test_fit.py -k cut_in_an_evaluation",
         harmful=False,
     ),

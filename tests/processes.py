@@ -1,8 +1,11 @@
 """One of two processes that train together on four devices each; tests/test_processes.py starts and kills them."""
 
+import contextlib
+import json
 import os
 import signal
 from pathlib import Path
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -76,6 +79,13 @@ def train(step, params, state, *, sharding=None, after_step=lambda steps, params
     return params, state
 
 
+def fit(params=PARAMS, data=DATA, made=None, **options):
+    """The same five steps by `dpx.fit`."""
+    evaluate = {"evaluate": lambda params: jnp.mean(jnp.tanh(DATA["x"] @ params["w1"])), "evaluate_every": 2}
+    terms = {"steps": STEPS, "delta": 1e-5, "accountant": "rdp"} | evaluate
+    return dpx.fit(loss, params, data, made or optimizer()[1], **terms | options)
+
+
 def run(rank: int, port: int, folder: Path, how: str):
     """In a new process, in which jax has not computed anything yet. Its output goes to a file."""
     with (folder / f"{how}-{rank}").open("w") as output:
@@ -115,8 +125,8 @@ def train_in_two(rank: int, port: int, folder: Path, resume: bool):
             if steps % 2 == 0:
                 manager.save(steps, args=ocp.args.StandardSave((params, state)))
                 manager.wait_until_finished()
-            elif steps == 3 and rank == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
+            elif steps == 3:
+                raise KeyboardInterrupt
 
         params, state, layouts = begin()
         step = step_function(layouts)
@@ -125,6 +135,8 @@ def train_in_two(rank: int, port: int, folder: Path, resume: bool):
             params, state = manager.restore(2, args=ocp.args.StandardRestore((params, state)))
             assert dpx.steps_taken(state) == 2
             write(folder / "resumed", rank, made, *train(step, params, state, sharding=rows))
+            others = jax.tree.map(np.ones_like, PARAMS)  # not those that the run began with
+            tell(folder / "fit-resumed", rank, fit(others, sharding=rows, checkpoints=folder / "killed"))
             return
         check_loading(rank, rows, state)
         check_one_key(rank, rows, state)
@@ -134,7 +146,12 @@ def train_in_two(rank: int, port: int, folder: Path, resume: bool):
         assert trained["w1"].addressable_shards[0].data.shape == (4, 1)
         trained = jax.jit(lambda tree: tree, out_shardings=everywhere)(trained)
         write(folder / "wide", rank, made, trained, wide_state)
-        train(step, params, state, sharding=rows, after_step=interrupted)
+        with contextlib.suppress(KeyboardInterrupt):
+            train(step, params, state, sharding=rows, after_step=interrupted)
+    check_refusals(rank, rows, folder)
+    check_fit(rank, rows, folder)
+    killed = {"callbacks": [lambda progress: progress.step == 4 and kill(rank)], "checkpoint_every": 3}
+    fit(sharding=rows, checkpoints=folder / "killed", **killed)
 
 
 def check_loading(rank, sharding, state):
@@ -172,6 +189,82 @@ def check_one_key(rank, sharding, state):
         assert "every process must have the same key" in str(error)
     else:
         raise AssertionError("two keys passed")
+
+
+def check_fit(rank, sharding, folder):
+    """`fit` is ended by one process and continued by both. The first checkpoint is older than the first draw."""
+    begun, draw = [], dpx.PoissonSampling.draw
+
+    def spied(self, key, step, **options):
+        begun.append((folder / "fit" / "0").is_dir())
+        return draw(self, key, step, **options)
+
+    def watch(progress):
+        losses, included = np.asarray(progress.unreleased.losses), np.asarray(progress.unreleased_included)
+        np.testing.assert_allclose(losses[included].mean(), progress.unreleased_loss, rtol=1e-5)
+        return rank == 1 and progress.step == 2
+
+    def evaluate(params):
+        return {"output": float(params["b2"]), "process": rank}
+
+    options = {"evaluate": evaluate, "sharding": sharding, "checkpoints": folder / "fit", "progress": True}
+    with mock.patch.object(dpx.PoissonSampling, "draw", spied):
+        assert fit(callbacks=[watch], **options).steps == 2
+    assert len(begun) >= 2 and all(begun)
+    tell(folder / "fit-whole", rank, fit(**options | {"evaluate": evaluate}))
+
+
+def check_refusals(rank, sharding, folder):
+    """Where the processes differ, every process says so and none waits for the other."""
+    key, made = optimizer()
+    other = dpx.chain(dpx.dp_sgd(clip_norm=1.0, noise_multiplier=1.0, sampling=SAMPLING, key=key), optax.sgd(0.25))
+    short = jax.tree.map(lambda rows: rows[: 64 - 14 * rank], DATA)
+    params = jax.tree.map(lambda leaf: leaf + np.float32(rank), PARAMS)
+    bad_folder, one_folder = folder / "none" / str(rank), folder / "one"
+
+    def fails(params):
+        assert rank == 0, "no file"
+        return 0.0
+
+    cases = {
+        "key of the batches (its mark) is": {"key": dpx.secret_key(rank)},
+        "fingerprint) is": {"made": other if rank else made},
+        "data must hold the 64 examples of the sampling, got 50": {"data": short},
+        "params (their fingerprint) is": {"params": params},
+        "steps is 4 in process 0, 5": {"steps": 4 + rank},
+        "evaluate_every is 2 in process 0, 3": {"evaluate_every": 2 + rank},
+        f"checkpoints is {folder}": {"checkpoints": bad_folder},
+        "sharding must have devices of all 2 processes, because they make one run; got None": {"sharding": None},
+        "no file": {"evaluate": fails, "evaluate_every": 1},
+        "are of steps [None, 3]": {"checkpoints": one_folder},
+    }
+    import orbax.checkpoint as ocp
+
+    patched = mock.patch.object(ocp.CheckpointManager, "latest_step", lambda self: 3 if rank else None)
+    for words, options in cases.items():
+        with patched if "are of steps" in words else contextlib.nullcontext():
+            try:
+                fit(**{"sharding": sharding} | options)
+            except (ValueError, AssertionError) as error:
+                assert words in str(error), (words, str(error))
+            else:
+                raise AssertionError(f"passed: {words}")
+    assert not bad_folder.exists()
+
+
+def kill(rank):
+    """`kill -9` of this process, while the other waits for it."""
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def tell(path: Path, rank: int, result: dpx.fitting.FitResult):
+    """Every process says what it knows of a result."""
+    numbers = [np.asarray(leaf).tobytes().hex() for leaf in jax.tree.leaves((result.params, result.state))]
+    known = {"numbers": numbers, "steps": result.steps, "epsilon": result.epsilon, "report": result.report.to_json()}
+    Path(f"{path}-{rank}").write_text(json.dumps(known | {"history": result.history}))
+    if rank == 0:
+        np.savez(path, **{name: np.asarray(leaf) for name, leaf in result.params.items()})
 
 
 def write(path: Path, rank: int, made: dpx.Mechanism, params, state):

@@ -1,5 +1,6 @@
 """Two processes of four devices each train as one device does, and resume after one of them was killed."""
 
+import json
 import signal
 import socket
 
@@ -24,9 +25,13 @@ def start(folder, how):
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("processes")
+
+
+@pytest.fixture(scope="module")
+def runs(folder):
     """The results of the whole run, of one with sharded parameters, and of the resumed one."""
-    folder = tmp_path_factory.mktemp("processes")
 
     def wait(how, codes):
         workers = start(folder, how)
@@ -43,7 +48,8 @@ def runs(tmp_path_factory):
 
     wait("train", (None, -signal.SIGKILL))  # the first waits for the second, in vain
     wait("resume", (0, 0))
-    return {name: dict(np.load(folder / f"{name}.npz")) for name in ("whole", "wide", "resumed")}
+    names = "whole", "wide", "resumed", "fit-whole", "fit-resumed"
+    return {name: dict(np.load(folder / f"{name}.npz")) for name in names}
 
 
 def test_two_processes_train_as_one_device(runs):
@@ -59,3 +65,27 @@ def test_two_processes_train_as_one_device(runs):
 def test_a_run_resumes_after_a_process_was_killed(runs):
     for name, array in runs["whole"].items():
         np.testing.assert_array_equal(runs["resumed"][name], array)
+
+
+def test_fit_in_two_processes_is_the_loop_by_hand(runs, folder):
+    """And every process knows the whole result."""
+    for name, array in runs["fit-whole"].items():
+        np.testing.assert_array_equal(array, runs["whole"][name])
+    one, two = (json.loads((folder / f"fit-whole-{rank}").read_text()) for rank in range(2))
+    assert one == two
+    alone = processes.fit()
+    assert one["steps"] == alone.steps and one["epsilon"] == alone.epsilon and one["report"] == alone.report.to_json()
+    assert [row["step"] for row in one["history"]] == [2, 4, 5]
+    assert all(row["process"] == 0 for row in one["history"])  # the metrics of process 0 count
+    said = [(folder / f"train-{rank}").read_text() for rank in range(2)]
+    assert "(not private)" in said[0] and "(not private)" not in said[1]  # the progress bar of process 0
+
+
+def test_a_fit_resumes_after_a_process_was_killed(runs, folder):
+    one, two = (json.loads((folder / f"fit-resumed-{rank}").read_text()) for rank in range(2))
+    whole = json.loads((folder / "fit-whole-0").read_text())
+    assert one == two and one["numbers"] == whole["numbers"] and one["report"] == whole["report"]
+    kept = {path.name for path in (folder / "killed").iterdir()}
+    assert kept == {"SENSITIVE", "run.json", "history.json", "3", "5"}
+    with pytest.raises(ValueError, match="processes was 2, now None"):
+        processes.fit(checkpoints=folder / "killed")

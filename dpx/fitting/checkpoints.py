@@ -1,4 +1,7 @@
-"""The files of a run: its facts, its checkpoints and its history. Each file is complete, or it does not exist."""
+"""The files of a run: its facts, its checkpoints and its history. Each file is complete, or it does not exist.
+
+Several processes share one folder. Process 0 reads and writes its small files; a checkpoint is the work of all.
+"""
 
 import contextlib
 import importlib.metadata
@@ -18,6 +21,7 @@ from jax.extend import core
 
 from dpx import keys
 from dpx.batches import Tree
+from dpx.fitting import processes
 from dpx.fitting.settings import Terms
 from dpx.fitting.steps import Carry
 from dpx.mechanism import Mechanism
@@ -56,6 +60,7 @@ def facts_of(terms: Terms, carry: Carry, options: dict[str, Any]) -> dict[str, A
     facts |= {
         name: repr(value) for name, value in ({"clipping": "auto"} | options).items() if value not in (None, False)
     }
+    facts |= {"processes": jax.process_count()} if jax.process_count() > 1 else {}
     return facts | {"backend": jax.default_backend()} | {f"version of {name}": _version(name) for name in PACKAGES}
 
 
@@ -68,7 +73,7 @@ def _program(optimizer: Mechanism, carry: Carry) -> int:
         grads, shapes, included
     )
     text = re.sub("0x[0-9a-f]+", "", str(closed.jaxpr))  # without addresses
-    return _fingerprint(text + repr([np.asarray(constant).tobytes() for constant in _constants(closed)]))
+    return _fingerprint(text + repr([_bytes(constant) for constant in _constants(closed)]))
 
 
 def _constants(body: Any) -> Iterator[Any]:
@@ -84,6 +89,10 @@ def _constants(body: Any) -> Iterator[Any]:
                 yield from _constants(node)
 
 
+def _bytes(array: Any) -> bytes:
+    return np.asarray(processes.readable(array)).tobytes()
+
+
 def _fingerprint(text: str) -> int:
     return zlib.crc32(text.encode())
 
@@ -96,10 +105,9 @@ def _version(package: str) -> str:
 
 def write(path: Path, text: str):
     """Replaces the file at once."""
-    if jax.process_index() == 0:
-        part = path.with_name(path.name + ".part")
-        part.write_text(text, encoding="utf-8")
-        os.replace(part, path)
+    part = path.with_name(path.name + ".part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)
 
 
 class Checkpoints:
@@ -109,15 +117,22 @@ class Checkpoints:
     """
 
     def __init__(self, folder: str | os.PathLike, facts: dict[str, Any]):
-        orbax = _orbax()
         self.path = Path(folder).expanduser().absolute()
+        with processes.together():
+            orbax = _orbax()
+        processes.of_first(lambda: self._claim(facts))
+        with processes.together():
+            if not (self.path / "run.json").is_file():
+                raise ValueError(f"checkpoints must be one folder that all processes share, but {self.path} is not")
+        logging.getLogger("absl").setLevel(logging.ERROR)
+        options = orbax.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
+        self._orbax, self._manager = orbax, orbax.CheckpointManager(self.path, options=options)
+
+    def _claim(self, facts: dict[str, Any]):
         self._require_same(facts)
         self.path.mkdir(parents=True, exist_ok=True)
         write(self.path / "SENSITIVE", SENSITIVE)
         write(self.path / "run.json", json.dumps(facts, indent=2) + "\n")
-        logging.getLogger("absl").setLevel(logging.ERROR)
-        options = orbax.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
-        self._orbax, self._manager = orbax, orbax.CheckpointManager(self.path, options=options)
 
     def _require_same(self, facts: dict[str, Any]):
         if not self.path.exists():
@@ -150,9 +165,14 @@ class Checkpoints:
 
         The first parameters are saved too, because a run that starts again from others would repeat its noise.
         """
-        step = self._manager.latest_step()
-        if step is None:
-            if rows := self._history():
+        steps, rows = processes.everyone(self._manager.latest_step()), processes.of_first(self._history)
+        if len(set(steps)) > 1:
+            raise ValueError(
+                f"checkpoints must be one folder that all processes share, but the last checkpoints that they see in "
+                f"{self.path} are of steps {steps}"
+            )
+        if (step := steps[0]) is None:
+            if rows:
                 raise ValueError(
                     f"{self.path} holds a history of {len(rows)} rows, but no checkpoint: to begin again would repeat "
                     "the noise of the run. Take another folder and another key"
@@ -164,7 +184,7 @@ class Checkpoints:
         carry = Carry(tree["params"], tree["optimizer_state"])
         if (paid := steps_taken(carry.state)) != step:
             raise ValueError(f"checkpoint {step} in {self.path} holds a state after {paid} steps")
-        return carry, [row for row in self._history() if row["step"] <= step]
+        return carry, [row for row in rows if row["step"] <= step]
 
     def _history(self) -> list[dict[str, Any]]:
         file = self.path / "history.json"
@@ -175,7 +195,7 @@ class Checkpoints:
         if any(leaf.is_deleted() for leaf in jax.tree.leaves(carry)):
             return  # interrupted in the middle of a step; the last checkpoint stays
         step = steps_taken(carry.state)
-        write(self.path / "history.json", json.dumps(history) + "\n")
+        processes.of_first(lambda: write(self.path / "history.json", json.dumps(history) + "\n"))
         if self._manager.latest_step() != step:
             self._manager.save(step, args=self._orbax.args.StandardSave(_named(carry)), force=True)
 
@@ -197,10 +217,22 @@ class _Nowhere:
 
 
 def open_folder(
-    folder: str | os.PathLike | None, terms: Terms, carry: Carry, options: dict[str, Any]
+    folder: str | os.PathLike | None, terms: Terms, carry: Carry, options: dict[str, Any], rhythm: dict[str, Any]
 ) -> "Checkpoints | _Nowhere":
-    """The folder of a run, whose batches are drawn with `key`; None keeps no checkpoints."""
-    return _Nowhere() if folder is None else Checkpoints(folder, facts_of(terms, carry, options))
+    """The folder of a run; None keeps no checkpoints.
+
+    rhythm: what else all processes must do alike, else one would wait for the others forever.
+    Raises ValueError where the processes differ.
+    """
+    if folder is None and jax.process_count() == 1:
+        return _Nowhere()
+    facts = facts_of(terms, carry, options)
+    if jax.process_count() > 1:
+        copies = [_bytes(leaf) for leaf in jax.tree.leaves(carry.params) if leaf.is_fully_replicated]
+        path = None if folder is None else str(Path(folder).expanduser().absolute())
+        run = {"params (their fingerprint)": _fingerprint(repr(copies)), "steps": terms.steps, "checkpoints": path}
+        processes.require_same(facts | run | rhythm)
+    return _Nowhere() if folder is None else Checkpoints(folder, facts)
 
 
 def _named(carry: Carry) -> dict[str, Tree]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 
@@ -54,7 +55,16 @@ class Compiled:
 
 
 def on_mesh(array: jax.Array, sharding: Any) -> jax.Array:
-    """`array`, replicated over the mesh of `sharding` if this is of a mesh, and the array does not lie on it."""
+    """`array`, replicated over the mesh of `sharding` if this is of a mesh, and the array does not lie on it.
+
+    Over a mesh of several processes, an array of this process must have the same numbers in each of them.
+    """
     if not isinstance(sharding, NamedSharding) or getattr(array.sharding, "mesh", None) == sharding.mesh:
         return array
-    return jax.device_put(array, NamedSharding(sharding.mesh, PartitionSpec()))
+    everywhere = NamedSharding(sharding.mesh, PartitionSpec())
+    if sharding.is_fully_addressable or not array.is_fully_addressable:
+        return jax.device_put(array, everywhere)
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(on_mesh(jax.random.key_data(array), sharding), impl=jax.random.key_impl(array))
+    numbers = np.asarray(array)  # not device_put, which would send them to all processes and print those that differ
+    return jax.make_array_from_callback(numbers.shape, everywhere, lambda index: numbers[index])

@@ -13,6 +13,7 @@ from dpx.accounting.checks import Accountant
 from dpx.accounting.report import privacy_report
 from dpx.batches import Tree
 from dpx.fitting.checkpoints import open_folder
+from dpx.fitting.processes import require_spanned, together
 from dpx.fitting.records import FitResult, Progress
 from dpx.fitting.settings import Terms, require_inputs
 from dpx.fitting.steps import Carry, begin, compiled_step, compiled_step_in_chunks, stay
@@ -62,16 +63,20 @@ def fit(
     the budget, and the checkpoints of another run; ImportError for checkpoints without orbax-checkpoint.
     """
     loss_at = stay if loss_at is None else loss_at
-    require_inputs(loss, params, data, optimizer, loss_at)
-    terms = Terms.of(optimizer, key=key, steps=steps, delta=delta, accountant=accountant)
-    watcher = Watcher.of(terms, evaluate, evaluate_every, callbacks, progress, loss_at)
-    require_whole("checkpoint_every", checkpoint_every)
-    carry = begin(params, optimizer, sharding)
-    build = functools.partial(compiled_step, whole=bool(callbacks)) if chunk_size is None else compiled_step_in_chunks
-    step = build(loss, optimizer, loss_at, carry, sharding, options)
+    with together():
+        require_spanned(sharding)
+        require_inputs(loss, params, data, optimizer, loss_at)
+        terms = Terms.of(optimizer, key=key, steps=steps, delta=delta, accountant=accountant)
+        watcher = Watcher.of(terms, evaluate, evaluate_every, callbacks, progress, loss_at)
+        require_whole("checkpoint_every", checkpoint_every)
+        carry = begin(params, optimizer, sharding)
+        at_once = functools.partial(compiled_step, whole=bool(callbacks))
+        build = at_once if chunk_size is None else compiled_step_in_chunks
+        step = build(loss, optimizer, loss_at, carry, sharding, options)
     batches = functools.partial(optimizer.sampling.batches, data, terms.key, chunk_size=chunk_size, sharding=sharding)
     rounding = {"chunk_size": chunk_size, "devices": getattr(sharding, "num_devices", None), **options}
-    with contextlib.closing(open_folder(checkpoints, terms, carry, rounding)) as folder:
+    rhythm = watcher.rhythm() | {"checkpoint_every": checkpoint_every}
+    with contextlib.closing(open_folder(checkpoints, terms, carry, rounding, rhythm)) as folder:
         carry = _train(carry, step, batches, terms, watcher, folder, checkpoint_every)
     return _result(carry, terms, watcher, "user" if isinstance(data, UserData) else "example")
 
@@ -105,7 +110,7 @@ def _train(
                 if ended:
                     break
         except KeyboardInterrupt:
-            if whole:
+            if whole and jax.process_count() == 1:  # several may be at different steps; their last checkpoint stays
                 with contextlib.suppress(Exception):  # an interrupted save cannot be repeated; the last one stays
                     folder.save(carry, watcher.history)
             raise

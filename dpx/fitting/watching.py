@@ -12,6 +12,7 @@ import numpy as np
 
 from dpx._numbers import require_whole
 from dpx.batches import Tree
+from dpx.fitting import processes
 from dpx.fitting.records import Progress
 from dpx.fitting.settings import Terms, require_function
 from dpx.fitting.steps import Carry, OfBatch, copied
@@ -53,15 +54,29 @@ class Watcher:
         """Adds a row to the history. Whether a callback asks to stop."""
         shown = self.evaluate is not None or self.callbacks
         params, loss = copied(carry.params) if shown else carry.params, float(batch.mean)
-        seen, epsilon = self.loss_at(params, carry.state), self.terms.epsilon(carry.state)
-        metrics = {} if self.evaluate is None else metrics_of(self.evaluate(seen))
+        epsilon = self.terms.epsilon(carry.state)
+        metrics = {} if self.evaluate is None else self._measured(self.evaluate, self.loss_at(params, carry.state))
         self.history.append({"step": step, "epsilon": epsilon, **metrics, "unreleased_loss": loss})
         words = [f"{name} {value:.4g}" for name, value in ({"epsilon": epsilon} | metrics).items()]
         self.bar.set_postfix_str(", ".join([*words, f"loss {loss:.4g} (not private)"]))
         if not self.callbacks:
             return False
-        progress = Progress(step, epsilon, params, copied(carry.state), metrics, loss, batch.unreleased, batch.included)
-        return any([_asks_to_stop(callback(progress)) for callback in self.callbacks])  # a list, because all are called
+        unreleased, included = jax.tree.map(processes.readable, (batch.unreleased, batch.included))
+        progress = Progress(step, epsilon, params, copied(carry.state), metrics, loss, unreleased, included)
+        with processes.together():
+            asked = [_asks_to_stop(callback(progress)) for callback in self.callbacks]  # a list, because all are called
+        return any(processes.everyone(any(asked)))
+
+    def _measured(self, evaluate: Callable[[Tree], Any], seen: Tree) -> dict[str, float]:
+        """The metrics. Those of process 0 count, if each measured on data of its own."""
+        with processes.together():
+            metrics = metrics_of(evaluate(seen))
+        return processes.everyone(metrics)[0]
+
+    def rhythm(self) -> dict[str, Any]:
+        """What all processes must do at the same steps."""
+        watched = {"evaluate": self.evaluate, "callbacks": self.callbacks}
+        return {"evaluate_every": self.every} | {name: "given" if of else "none" for name, of in watched.items()}
 
 
 def metrics_of(found: Any) -> dict[str, float]:
@@ -99,7 +114,7 @@ class _NoBar:
 
 def _bar(steps: int, progress: bool) -> Any:
     with contextlib.suppress(ImportError):
-        if progress:
+        if progress and jax.process_index() == 0:
             from tqdm import tqdm
 
             return tqdm(total=steps)

@@ -1,0 +1,73 @@
+"""Several processes that make one run: what each of them knows, and their errors, are known to all.
+
+Every process must call these functions, at the same places of the run. With one process they do nothing.
+"""
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+BLOCK = 1024  # bytes; texts are padded to a multiple of it, because every other length is compiled anew
+
+
+def everyone(value: Any) -> list[Any]:
+    """`value` of each process, in their order. value: what JSON can hold."""
+    if jax.process_count() == 1:
+        return [value]
+    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    lengths = multihost_utils.process_allgather(np.array(len(text), np.int32))
+    longest = -(-int(lengths.max()) // BLOCK) * BLOCK
+    texts = multihost_utils.process_allgather(np.pad(text, (0, longest - len(text))))
+    return [json.loads(row[:length].tobytes()) for row, length in zip(texts, lengths, strict=True)]
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """An error of one process in this context is raised in all, because the others would wait for it forever."""
+    try:
+        yield
+    except Exception as error:
+        everyone(str(error) or type(error).__name__)
+        raise
+    for number, said in enumerate(everyone(None)):
+        if said is not None:
+            raise ValueError(f"process {number} ended the run: {said}")
+
+
+def of_first(make: Callable[[], Any]) -> Any:
+    """What `make` returns in process 0, which alone calls it. It must be what JSON can hold."""
+    with together():
+        made = make() if jax.process_index() == 0 else None
+    return everyone(made)[0]
+
+
+def require_spanned(sharding: Any):
+    """Raises ValueError if a process has no part in the batches: it would make the same noise on sums of its own."""
+    devices = getattr(sharding, "device_set", ())
+    if jax.process_count() > 1 and len({device.process_index for device in devices}) < jax.process_count():
+        raise ValueError(
+            f"sharding must have devices of all {jax.process_count()} processes, because they make one run; got "
+            f"{sharding}. (For a run of its own in each process, do not call jax.distributed.initialize)"
+        )
+
+
+def require_same(facts: dict[str, Any]):
+    """Raises ValueError, in every process, where one of them has other facts than process 0."""
+    first, *others = everyone(facts)
+    for number, theirs in enumerate(others, start=1):
+        names = [name for name in first | theirs if first.get(name) != theirs.get(name)]
+        if names:
+            listing = "; ".join(f"{name} is {first.get(name)} in process 0, {theirs.get(name)}" for name in names)
+            raise ValueError(f"every process must make the same run, but in process {number} it is another: {listing}")
+
+
+def readable(array: Any) -> Any:
+    """`array`, whose numbers this process can read. One with parts in other processes becomes a numpy array."""
+    if not isinstance(array, jax.Array) or array.is_fully_addressable or array.is_fully_replicated:
+        return array
+    return multihost_utils.process_allgather(array, tiled=True)
