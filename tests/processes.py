@@ -136,7 +136,7 @@ def train_in_two(rank: int, port: int, folder: Path, resume: bool):
             assert dpx.steps_taken(state) == 2
             write(folder / "resumed", rank, made, *train(step, params, state, sharding=rows))
             others = jax.tree.map(np.ones_like, PARAMS)  # not those that the run began with
-            tell(folder / "fit-resumed", rank, fit(others, sharding=rows, checkpoints=folder / "killed"))
+            tell(folder / "fit", rank, fit(others, sharding=rows, checkpoints=folder / "fit", evaluate=evaluate(rank)))
             return
         check_loading(rank, rows, state)
         check_one_key(rank, rows, state)
@@ -149,9 +149,7 @@ def train_in_two(rank: int, port: int, folder: Path, resume: bool):
         with contextlib.suppress(KeyboardInterrupt):
             train(step, params, state, sharding=rows, after_step=interrupted)
     check_refusals(rank, rows, folder)
-    check_fit(rank, rows, folder)
-    killed = {"callbacks": [lambda progress: progress.step == 4 and kill(rank)], "checkpoint_every": 3}
-    fit(sharding=rows, checkpoints=folder / "killed", **killed)
+    interrupted_fit(rank, rows, folder)
 
 
 def check_loading(rank, sharding, state):
@@ -191,8 +189,16 @@ def check_one_key(rank, sharding, state):
         raise AssertionError("two keys passed")
 
 
-def check_fit(rank, sharding, folder):
-    """`fit` is ended by one process and continued by both. The first checkpoint is older than the first draw."""
+def evaluate(rank):
+    """Metrics that differ between the processes."""
+    return lambda params: {"output": float(params["b2"]), "process": rank}
+
+
+def interrupted_fit(rank, sharding, folder):
+    """`fit` is ended by a callback of one process, continued, and ended by the death of a process.
+
+    The first checkpoint is older than the first draw.
+    """
     begun, draw = [], dpx.PoissonSampling.draw
 
     def spied(self, key, step, **options):
@@ -204,14 +210,15 @@ def check_fit(rank, sharding, folder):
         np.testing.assert_allclose(losses[included].mean(), progress.unreleased_loss, rtol=1e-5)
         return rank == 1 and progress.step == 2
 
-    def evaluate(params):
-        return {"output": float(params["b2"]), "process": rank}
+    def die(progress):
+        if rank == 1 and progress.step == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
 
-    options = {"evaluate": evaluate, "sharding": sharding, "checkpoints": folder / "fit", "progress": True}
+    options = {"evaluate": evaluate(rank), "sharding": sharding, "checkpoints": folder / "fit", "progress": True}
     with mock.patch.object(dpx.PoissonSampling, "draw", spied):
         assert fit(callbacks=[watch], **options).steps == 2
     assert len(begun) >= 2 and all(begun)
-    tell(folder / "fit-whole", rank, fit(**options | {"evaluate": evaluate}))
+    fit(callbacks=[die], checkpoint_every=3, **options)
 
 
 def check_refusals(rank, sharding, folder):
@@ -235,7 +242,7 @@ def check_refusals(rank, sharding, folder):
         "evaluate_every is 2 in process 0, 3": {"evaluate_every": 2 + rank},
         f"checkpoints is {folder}": {"checkpoints": bad_folder},
         "sharding must have devices of all 2 processes, because they make one run; got None": {"sharding": None},
-        "no file": {"evaluate": fails, "evaluate_every": 1},
+        "no file": {"evaluate": fails, "evaluate_every": 1},  # in process 1
         "are of steps [None, 3]": {"checkpoints": one_folder},
     }
     import orbax.checkpoint as ocp
@@ -250,12 +257,6 @@ def check_refusals(rank, sharding, folder):
             else:
                 raise AssertionError(f"passed: {words}")
     assert not bad_folder.exists()
-
-
-def kill(rank):
-    """`kill -9` of this process, while the other waits for it."""
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def tell(path: Path, rank: int, result: dpx.fitting.FitResult):

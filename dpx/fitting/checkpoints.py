@@ -44,7 +44,7 @@ def facts_of(terms: Terms, carry: Carry, options: dict[str, Any]) -> dict[str, A
     made again must be the same in every bit, because it has the same noise.
     """
     optimizer = terms.optimizer
-    described = jax.tree_util.tree_leaves_with_path(jax.eval_shape(lambda carry: carry, carry))
+    described = jax.tree_util.tree_leaves_with_path(carry)
     shapes = [f"{jax.tree_util.keystr(path)} {leaf.dtype}{leaf.shape}" for path, leaf in described]
     numbers = sum(leaf.size for leaf in jax.tree.leaves(carry.params))
     facts = {f"stage {number} of the mechanism": stage for number, stage in enumerate(optimizer.stages, start=1)}
@@ -66,7 +66,7 @@ def facts_of(terms: Terms, carry: Carry, options: dict[str, Any]) -> dict[str, A
 
 def _program(optimizer: Mechanism, carry: Carry) -> int:
     """A fingerprint of the equations of `optimizer.update`, which hold every number of every schedule."""
-    shapes = jax.eval_shape(lambda carry: carry, carry)
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), carry)  # on no mesh
     grads = jax.tree.map(lambda p: jax.ShapeDtypeStruct((1, *p.shape), np.float32), shapes.params)
     included = jax.ShapeDtypeStruct((1,), np.bool_)
     closed = jax.make_jaxpr(lambda grads, carry, included: optimizer.update(grads, *carry[::-1], included=included))(

@@ -38,21 +38,24 @@ def stay(params: Tree, state: Tree) -> Tree:
 
 
 def begin(params: Tree, optimizer: Mechanism, sharding: Any) -> Carry:
-    """The carry before the first step, in arrays of its own."""
-    params = copied(params, sharding)
-    return Carry(params, copied(optimizer.init(params), sharding))
+    """The carry before the first step, in arrays of its own.
 
-
-def copied(tree: Tree, sharding: Any = None) -> Tree:
-    """New arrays with the numbers of `tree`, of strong dtypes, so that a step may take their memory.
-
-    sharding: of the batches. With one of a mesh, an array that does not lie on this mesh is replicated over it.
+    sharding: of the batches. With one of a mesh, arrays that do not lie on this mesh are replicated over it, but after
+        `init`, which may mix arrays: eagerly, those on a mesh of axes of type Explicit can be mixed with no others.
     """
 
-    def copy(leaf):
-        return on_mesh(jnp.array(leaf, dtype=jnp.result_type(leaf), copy=True), sharding)
+    def spread(tree):
+        return jax.tree.map(lambda leaf: on_mesh(leaf, sharding), tree)
 
-    return jax.tree.map(copy, tree)
+    params = copied(params)
+    if not all(leaf.is_fully_addressable and len(leaf.devices()) == 1 for leaf in jax.tree.leaves(params)):
+        params = spread(params)
+    return spread(Carry(params, copied(optimizer.init(params))))
+
+
+def copied(tree: Tree) -> Tree:
+    """New arrays with the numbers of `tree`, of strong dtypes, so that a step may take their memory."""
+    return jax.tree.map(lambda leaf: jnp.array(leaf, dtype=jnp.result_type(leaf), copy=True), tree)
 
 
 def compiled_step(
