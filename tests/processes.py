@@ -39,8 +39,8 @@ def loss(params, example):
     return (hidden @ params["w2"] + params["b2"] - example["y"]) ** 2
 
 
-def optimizer() -> tuple[jax.Array, dpx.Mechanism]:
-    key = dpx.secret_key(7)
+def optimizer(seed=7) -> tuple[jax.Array, dpx.Mechanism]:
+    key = dpx.secret_key(seed)
     mechanism = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=1.0, sampling=SAMPLING, key=key)
     return key, dpx.chain(mechanism, optax.sgd(0.5, momentum=0.9))
 
@@ -224,16 +224,27 @@ def interrupted_fit(rank, sharding, folder):
 def check_refusals(rank, sharding, folder):
     """Where the processes differ, every process says so and none waits for the other."""
     key, made = optimizer()
-    other = dpx.chain(dpx.dp_sgd(clip_norm=1.0, noise_multiplier=1.0, sampling=SAMPLING, key=key), optax.sgd(0.25))
     short = jax.tree.map(lambda rows: rows[: 64 - 14 * rank], DATA)
     params = jax.tree.map(lambda leaf: leaf + np.float32(rank), PARAMS)
     bad_folder, one_folder = folder / "none" / str(rank), folder / "one"
+
+    released = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=1.0, sampling=SAMPLING, key=key)
+    other = dpx.chain(released, optax.sgd(0.25))
+    projected = dpx.in_coordinates(released, dpx.coordinates.random_projection(rank=2, kind="countsketch", key=key))
+    frozen = dpx.in_coordinates(projected, dpx.coordinates.random_freeze(0.5, every=1, key=key))
+    explicit = {
+        "made": dpx.chain(frozen, optax.sgd(0.5)),
+        "sharding": NamedSharding(jax.make_mesh((8,), ("data",)), PartitionSpec("data")),
+        "checkpoints": folder / "explicit",
+        "chunk_size": 8,
+    }
 
     def fails(params):
         assert rank == 0, "no file"
         return 0.0
 
     cases = {
+        "key of the noise (its mark) is": {"made": optimizer(rank)[1], "key": key},
         "key of the batches (its mark) is": {"key": dpx.secret_key(rank)},
         "fingerprint) is": {"made": other if rank else made},
         "data must hold the 64 examples of the sampling, got 50": {"data": short},
@@ -242,7 +253,7 @@ def check_refusals(rank, sharding, folder):
         "evaluate_every is 2 in process 0, 3": {"evaluate_every": 2 + rank},
         f"checkpoints is {folder}": {"checkpoints": bad_folder},
         "sharding must have devices of all 2 processes, because they make one run; got None": {"sharding": None},
-        "no file": {"evaluate": fails, "evaluate_every": 1},  # in process 1
+        "no file": {"evaluate": fails, "evaluate_every": 1, **explicit},  # in process 1, after the first step
         "are of steps [None, 3]": {"checkpoints": one_folder},
     }
     import orbax.checkpoint as ocp

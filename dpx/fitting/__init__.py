@@ -13,8 +13,11 @@ or shape of the parameters, and another `chunk_size`, clipping, backend or versi
 differently. It cannot see whether the loss and the values in the data are the same. They must be, because the
 difference of two runs with the same noise has no noise. For another run take another key.
 
+Several processes of `jax.distributed` make one run, if each calls `fit` with a `sharding` that has devices of all.
+`checkpoints` is then a folder on a disk that they share. Where the processes differ, all of them refuse the run.
+
 `loop.py` has the loop; `steps.py` the compiled step; `settings.py` and `watching.py` the checks and the evaluations;
-`checkpoints.py` the files of a run.
+`checkpoints.py` the files of a run; `processes.py` what several processes know of each other.
 """
 
 from dpx.fitting.loop import fit as fit

@@ -55,7 +55,7 @@ def fit(
     callbacks: functions of a `dpx.fitting.Progress` after each evaluation. True ends the run; another call
         continues it. To end it by `unreleased` values, or by other private data, is not billed.
     checkpoints: a folder, as SENSITIVE as the data. With that of the same run, the run continues where it was.
-    checkpoint_every: steps. The first and the last step, and a KeyboardInterrupt, leave a checkpoint too.
+    checkpoint_every: steps. The first and the last step leave a checkpoint too, and in one process a KeyboardInterrupt.
     progress: whether to show a bar, if tqdm is installed. loss_at: (params, state) -> the parameters that `loss` and
         `evaluate` see, such as `dpx.coordinates.masked_params`; a function of released values.
 
