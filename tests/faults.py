@@ -2594,6 +2594,22 @@ FIT = [
         harmful=False,
     ),
     Fault(
+        "fit: init reads arrays on a mesh of Explicit axes",
+        "dpx/fitting/steps.py",
+        "    if not all(leaf.is_fully_addressable and",
+        "    if not all(False and",
+        "tests/test_processes.py",
+        harmful=False,
+    ),
+    Fault(
+        "fit: the fingerprint of a run reads the types of Explicit axes",
+        "dpx/fitting/checkpoints.py",
+        "jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), carry)",
+        "jax.eval_shape(lambda carry: carry, carry)",
+        "tests/test_processes.py",
+        harmful=False,
+    ),
+    Fault(
         "fit: takes the arrays of the caller",
         "dpx/fitting/steps.py",
         "copy=True)",

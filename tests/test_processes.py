@@ -62,13 +62,13 @@ def test_two_processes_train_as_one_device(runs):
         assert runs[run]["epsilon"] == dpx.epsilon(made, state, delta=1e-5) and runs[run]["steps"] == 5
 
 
-def test_a_run_resumes_after_a_process_was_killed(runs):
+def test_a_run_by_hand_resumes(runs):
     for name, array in runs["whole"].items():
         np.testing.assert_array_equal(runs["resumed"][name], array)
 
 
 def test_fit_in_two_processes_is_the_loop_by_hand(runs, folder):
-    """It was ended by a callback of one process, and by the death of one; every process knows the whole result."""
+    """It was ended by a callback of one process, then by kill -9, and resumed. Every process knows the whole result."""
     for name, array in runs["fit"].items():
         np.testing.assert_array_equal(array, runs["whole"][name])
     one, two = (json.loads((folder / f"fit-{rank}").read_text()) for rank in range(2))
