@@ -230,10 +230,10 @@ def check_refusals(rank, sharding, folder):
 
     released = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=1.0, sampling=SAMPLING, key=key)
     other = dpx.chain(released, optax.sgd(0.25))
-    projected = dpx.in_coordinates(released, dpx.coordinates.random_projection(rank=2, kind="countsketch", key=key))
-    frozen = dpx.in_coordinates(projected, dpx.coordinates.random_freeze(0.5, every=1, key=key))
+    frozen = dpx.in_coordinates(released, dpx.coordinates.random_freeze(0.5, every=1, key=key))
+    projected = dpx.in_coordinates(frozen, dpx.coordinates.random_projection(rank=20, kind="countsketch", key=key))
     explicit = {
-        "made": dpx.chain(frozen, optax.sgd(0.5)),
+        "made": dpx.chain(projected, optax.sgd(0.5)),
         "sharding": NamedSharding(jax.make_mesh((8,), ("data",)), PartitionSpec("data")),
         "checkpoints": folder / "one",
     }
