@@ -37,7 +37,7 @@ def layer(apply, params, *shape):
 
 
 def module(made, *shape):
-    params = random_like(jax.eval_shape(made.init, key(1), jnp.zeros(shape))["params"])
+    params = random_like(jax.eval_shape(made.init, key(1), jnp.zeros(shape, jnp.float32))["params"])
     return layer(lambda params, x: made.apply({"params": params}, x), params, *shape)
 
 
@@ -344,7 +344,7 @@ def vmap_in_the_loss():
 
 @animal("outer")
 def weight_that_meets_a_constant():
-    return layer(lambda w, x: jnp.ones(3) @ w * x, normal(1, 3, 4), 4)
+    return layer(lambda w, x: jnp.ones(3, jnp.float32) @ w * x, normal(1, 3, 4), 4)
 
 
 # parameters used several times
@@ -387,7 +387,7 @@ def embedding_of_two_sequences():
 @animal("shared", "outer")
 def recurrent():
     def apply(p, x):
-        h = jnp.zeros(4)
+        h = jnp.zeros(4, jnp.float32)
         for row in x:
             h = jnp.tanh(row @ p["in"] + h @ p["over"])
         return h @ p["out"]
@@ -430,7 +430,7 @@ def weight_used_in_slices_that_overlap():
 def weight_used_where_the_data_says_and_whole():
     def loss(w, example):
         x, place = example
-        return score(jnp.tanh(lax.dynamic_slice(w, (place, 0), (1, 4))[0]) + x @ w)
+        return score(jnp.tanh(lax.dynamic_slice(w, (place, jnp.int32(0)), (1, 4))[0]) + x @ w)
 
     return loss, normal(1, 3, 4), (normal(2, SIZE, 3), integers(3, 3, SIZE))
 
@@ -441,7 +441,7 @@ def weight_used_where_the_data_says_and_whole():
 @animal("gradient")
 def used_in_a_scan():
     def apply(w, x):
-        return lax.scan(lambda h, row: (jnp.tanh(row @ w + h), None), jnp.zeros(4), x)[0]
+        return lax.scan(lambda h, row: (jnp.tanh(row @ w + h), None), jnp.zeros(4, x.dtype), x)[0]
 
     return layer(apply, normal(1, 3, 4), 5, 3)
 
@@ -528,6 +528,18 @@ def test_equals_per_example_gradients(name):
     clipping = ("ghost",) if same_program else ("ghost", "auto")
     sums = assert_agrees(loss, params, batch, clipping=clipping, tolerance=tolerance)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(sums))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize(
+    "name", [*(name for name in ZOO if name.startswith("convolution")), "heads", "embedding", "used_in_a_scan"]
+)
+def test_with_64_bits(name, dtype):
+    with jax.enable_x64(True):
+        loss, *arrays = ZOO[name][0]()
+        real = jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, arrays)
+        clipping = ("ghost",) if dtype == np.float32 else ("ghost", "auto")
+        assert_agrees(loss, *real, clipping=clipping, microbatch_size=2 if dtype == np.float64 else None)
 
 
 def test_enough_animals():

@@ -58,19 +58,23 @@ class Patches(NamedTuple):
     def _one_by_one(self, data: jax.Array, dy: jax.Array) -> jax.Array:
         """`products`, of one group of one example after another."""
         features, features_out = self.features // self.groups, dy.shape[-1] // self.groups
-        one, images = self._replace(features=features, groups=1), np.int32(data.shape[1])
+        one = self._replace(features=features, groups=1)
+        images, first = np.int32(data.shape[1]), np.int32(0)  # int32, also where jax_enable_x64 makes other ints int64
         # The axes as the convolution of the loss has them; with others, XLA would copy the arrays before the loop.
         rows = [x.reshape(-1, *x.shape[2:]) for x in (data, dy)]
 
         def put(number, products):
+            number = lax.convert_element_type(number, np.int32)
             example, group = lax.div(number, np.int32(self.groups)), lax.rem(number, np.int32(self.groups))
 
             def part(x, columns):
-                start = (example * images, *[0] * (x.ndim - 2), group * np.int32(columns))
+                start = (example * images, *[first] * (x.ndim - 2), group * np.int32(columns))
                 return lax.dynamic_slice(x, start, (images, *x.shape[1:-1], columns), allow_negative_indices=False)
 
             some = one._convolved(part(rows[0], features), part(rows[1], features_out))
-            return lax.dynamic_update_slice(products, some, (example, group, 0, 0), allow_negative_indices=False)
+            return lax.dynamic_update_slice(
+                products, some, (example, group, first, first), allow_negative_indices=False
+            )
 
         shape = len(data), self.groups, math.prod(self.taps) * features, features_out
         # With a constant, the memory would be taken when the program starts.
