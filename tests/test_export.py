@@ -12,11 +12,14 @@ from jax import export
 import dpx
 from dpx import catalog
 from dpx.gradients import microbatch_size
+from tests.ghost import mechanism
 from tests.mechanisms import PARAMS, case_of_method
+from tests.test_ghost_zoo import ZOO
 
 # Whose coordinates are selected by a threshold, which a loop searches.
 SELECT = ("random_freeze_sgd", "ranked_freeze_sgd", "ada_dpigu")
 PLATFORMS = ("cpu", "cuda")
+OF_THE_LOSS = "high"  # the precision of the loss's own products, by which they are known in the program
 ENTRIES = {entry.name: entry for entry in catalog.METHODS}
 
 
@@ -24,12 +27,15 @@ def loss(params, image):
     """A convolution, (6, 6, 1) -> (6, 6, 3), whose kernel is a view of a parameter."""
     kernel = params["kernel"].reshape(2, 2, 1, 3)
     numbers = ("NHWC", "HWIO", "NHWC")
-    hidden = jax.lax.conv_general_dilated(image[None], kernel, (1, 1), "SAME", dimension_numbers=numbers)
+    with jax.default_matmul_precision(OF_THE_LOSS):
+        hidden = jax.lax.conv_general_dilated(image[None], kernel, (1, 1), "SAME", dimension_numbers=numbers)
     return jnp.sum(params["scale"] * jnp.tanh(hidden.mean((0, 1, 2)) + params["bias"]))
 
 
 def dense_loss(params, image):
-    return jnp.sum(params["scale"] * jnp.tanh(image[0, :4, 0] @ params["kernel"] + params["bias"]))
+    with jax.default_matmul_precision(OF_THE_LOSS):
+        hidden = image[0, :4, 0] @ params["kernel"]
+    return jnp.sum(params["scale"] * jnp.tanh(hidden + params["bias"]))
 
 
 def exported(mechanism, platform: str, *, loss=loss, dtype=jnp.float32) -> str:
@@ -47,13 +53,54 @@ def callbacks(program: str) -> set[str]:
     return {name for name in re.findall(r"custom_call @(\w+)", program) if "callback" in name}
 
 
+def precisions(program: str) -> set[str]:
+    """Of all matrix products and convolutions, float32 or not."""
+    products = [line for line in program.splitlines() if re.search(r"stablehlo\.(dot_general|dot|convolution)\W", line)]
+    found = [re.findall(r"\b(?:DEFAULT|HIGHEST|HIGH)\b", line) for line in products]
+    assert products and all(found), "a product that says no precision has the default one"
+    return set(sum(found, []))
+
+
 @pytest.mark.parametrize(
     ("name", "platform"), [(name, "cuda") for name in ENTRIES] + [("dp_sgd", "tpu"), ("d2p2_sgd", "tpu")]
 )
 def test_steps_lower_for_accelerators(name, platform):
     program = exported(case_of_method(ENTRIES[name]).mechanism, platform)
     assert not callbacks(program)
+    assert precisions(program) <= {"HIGH", "HIGHEST"}  # HIGH are those of the loss
     assert name in SELECT or "stablehlo.while" not in program
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+@pytest.mark.parametrize(
+    "name",
+    ["dense", "heads", "transformer", "recurrent", "cnn", "convolution_grouped", "convolution_with_few_positions"],
+)
+def test_norms_and_sums_are_exact_on_accelerators(name, platform):
+    """Matrix units round float32 to fewer bits: a norm of rounded products could be below that of the contribution.
+
+    A CPU has one precision only, so the program is read.
+    """
+    loss, params, examples = ZOO[name][0]()
+
+    def marked(params, example):
+        with jax.default_matmul_precision(OF_THE_LOSS):
+            return loss(params, example)
+
+    made, batch = mechanism(), dpx.Batch(examples, None)
+    for clipping in ("ghost", "vmap"):
+        step = jax.jit(dpx.private_grad(marked, made, clipping=clipping, platform=platform))
+        program = step.trace(params, batch, made.init(params)).lower(lowering_platforms=(platform,)).as_text()
+        assert precisions(program) == {"HIGH", "HIGHEST"}
+
+
+@pytest.mark.parametrize("name", [*SELECT, "gaussian", "hadamard", "orthonormal"])
+def test_scaled_norms_and_projections_are_exact_on_accelerators(name):
+    if name in SELECT:
+        made = case_of_method(ENTRIES[name]).mechanism
+    else:
+        made = dpx.mechanisms.clip_then_project(mechanism(), kind=name, rank=4, every=1, key=jax.random.key(1))
+    assert precisions(exported(made, "cuda", loss=dense_loss)) == {"HIGH", "HIGHEST"}
 
 
 def test_a_step_in_bfloat16_lowers():
