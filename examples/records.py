@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import dpx
-from dpx.fitting.checkpoints import write
+from dpx.fitting.checkpoints import make_folder, write
 from examples.config import Config
 
 NOT_PRIVATE = "unreleased_training_loss"  # the one number in the metrics that the privacy bill does not cover
@@ -45,7 +45,7 @@ class RunFolder:
             raise ValueError(f"cannot resume {self.path} with another {what}: {listing}")
 
     def create(self, config: Config, data: dict[str, Any], plan: dict[str, Any]) -> None:
-        self.path.mkdir(parents=True, exist_ok=True)
+        make_folder(self.path)
         if self.stored is None:
             self.stored = {
                 "secret": "the seed gives away batches and noise; keep this file and the checkpoints to yourself",

@@ -2638,6 +2638,27 @@ FIT = [
         "tests/test_fit.py -k arrays_of_the_caller",
         harmful=False,
     ),
+    Fault(
+        "fit: a folder that others can read",
+        "dpx/fitting/checkpoints.py",
+        "        make_folder(self.path)\n",
+        "        self.path.mkdir(parents=True, exist_ok=True)\n",
+        "tests/test_fit.py -k only_the_owner",
+    ),
+    Fault(
+        "fit: a folder of others stays open",
+        "dpx/fitting/checkpoints.py",
+        "        path.chmod(0o700)\n",
+        "        pass\n",
+        "tests/test_fit.py -k only_the_owner",
+    ),
+    Fault(
+        "fit: files that others can read",
+        "dpx/fitting/checkpoints.py",
+        "os.O_EXCL, 0o600)",
+        "os.O_EXCL, 0o644)",
+        "tests/test_fit.py -k only_the_owner",
+    ),
 ]
 
 TUNING = [
@@ -2958,6 +2979,13 @@ TRAINER = [
         "public = public_images(name, dataset)",
         "public = np.concatenate([public_images(name, dataset), dataset.train_images.astype(np.uint8)])",
         "tests/test_examples_whitening.py -k no_other_private",
+    ),
+    Fault(
+        "trainer: the seed is in a file that others can read",
+        "examples/records.py",
+        "        make_folder(self.path)\n",
+        "        self.path.mkdir(parents=True, exist_ok=True)\n",
+        "tests/test_examples_train.py -k only_the_owner",
     ),
 ]
 

@@ -71,6 +71,7 @@ def cut_at(step, monkeypatch):
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
+    folder.chmod(0o755)
     return folder, run(folder)
 
 
@@ -91,6 +92,12 @@ def test_a_run_writes_its_files(whole):
     assert rows[-1]["epsilon"] == result.epsilon and rows[-1]["test_accuracy"] == result.accuracy
     assert (folder / "accuracy_and_epsilon.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((folder / "privacy_report.json").read_text())["steps"] == 29
+
+
+def test_only_the_owner_can_read_the_seed_and_the_checkpoints(whole):
+    folder = whole[0]
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in folder.glob("*.json")} == {0o600}
 
 
 def by_hand(config: Config, steps: int):

@@ -3,10 +3,12 @@
 import gc
 import json
 import multiprocessing
+import os
 import random
 import shutil
 import sys
 import threading
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -246,6 +248,44 @@ def test_an_interrupted_run_continues_bit_for_bit(whole, tmp_path, monkeypatch):
     assert result.history == whole.history
     again = fit(checkpoints=str(tmp_path / "run"))
     assert drawn == [5, 6, 7] and again.history == whole.history and again.epsilon == whole.epsilon
+
+
+@pytest.fixture
+def open_umask():
+    """Files and folders get all the modes that their makers ask for."""
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+def open_to_others(folder):
+    """What others can read without entering a folder that is closed to them."""
+    if folder.stat().st_mode & 0o077:
+        return [folder, *(path for path in folder.rglob("*") if path.stat().st_mode & 0o077)]
+    return []
+
+
+@pytest.mark.usefixtures("open_umask")
+def test_only_the_owner_can_read_the_files(tmp_path, monkeypatch):
+    """From the moment that they exist: nothing is closed later."""
+    replaced, replace, mkdir = [], os.replace, os.mkdir
+
+    def look(part, path):
+        replaced.append(os.stat(part).st_mode & 0o777)
+        replace(part, path)
+
+    monkeypatch.setattr(os, "replace", look)
+    monkeypatch.setattr(Path, "chmod", lambda *arguments: pytest.fail("open until now"))
+    fit(checkpoints=tmp_path / "runs" / "one", steps=2)
+    assert set(replaced) == {0o600} and not open_to_others(tmp_path / "runs" / "one")
+    files = [tmp_path / "runs" / "one" / name for name in ("SENSITIVE", "run.json", "history.json")]
+    assert [path.stat().st_mode & 0o777 for path in files] == [0o600] * 3
+    monkeypatch.undo()
+    mkdir(tmp_path / "two", 0o755)
+    (tmp_path / "two" / "run.json.part").touch(0o666)  # of a process that was killed
+    fit(checkpoints=tmp_path / "two", steps=2)
+    assert not open_to_others(tmp_path / "two")
+    assert (tmp_path / "two" / "run.json").stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.parametrize("where", ["evaluate", "callback"])

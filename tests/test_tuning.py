@@ -239,6 +239,7 @@ def test_every_configuration_is_billed_drawn_or_not():
 
 
 def test_an_interrupted_search_has_the_same_trials_again(tmp_path):
+    tmp_path.chmod(0o755)
     search = Searcher(checkpoints=tmp_path, trials=20)
     whole, trials = search(3), search.trials
     assert len(trials) > 2 and [trial.folder.name for trial in trials] == [str(n) for n in range(len(trials))]
@@ -250,6 +251,8 @@ def test_an_interrupted_search_has_the_same_trials_again(tmp_path):
     assert [bits(t.optimizer.key) for t in search.trials] == [bits(t.optimizer.key) for t in trials]
     assert search.drawn() == [t.configuration["rate"] for t in trials] and again.score == whole.score
     assert (tmp_path / "SENSITIVE").exists()
+    assert {(tmp_path / name).stat().st_mode & 0o777 for name in ("SENSITIVE", "search.json")} == {0o600}
+    assert tmp_path.stat().st_mode & 0o777 == 0o700
     for change in ({"trials": 5}, {"seed": 4}, {"distribution": "poisson"}):
         with pytest.raises(ValueError, match="one of the same search"):
             search(**({"seed": 3} | change))

@@ -1,6 +1,8 @@
 """The files of a run: its facts, its checkpoints and its history. Each file is complete, or it does not exist.
 
 Several processes share one folder. Process 0 reads and writes its small files; a checkpoint is the work of all.
+Only their owner can read them: orbax gives its files the modes that the umask asks for, but the folder around them is
+closed to others.
 """
 
 import contextlib
@@ -103,10 +105,19 @@ def _version(package: str) -> str:
     return "not installed as a package"
 
 
+def make_folder(path: Path):
+    """Makes a folder that only its owner can read or enter; takes the rights of others from one that exists."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if path.stat().st_mode & 0o077:
+        path.chmod(0o700)
+
+
 def write(path: Path, text: str):
-    """Replaces the file at once."""
+    """Replaces the file at once, by one that only its owner can read."""
     part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8")
+    part.unlink(missing_ok=True)  # of a process that was killed; its mode may be another
+    with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+        file.write(text)
     os.replace(part, path)
 
 
@@ -130,7 +141,7 @@ class Checkpoints:
 
     def _claim(self, facts: dict[str, Any]):
         self._require_same(facts)
-        self.path.mkdir(parents=True, exist_ok=True)
+        make_folder(self.path)
         write(self.path / "SENSITIVE", SENSITIVE)
         write(self.path / "run.json", json.dumps(facts, indent=2) + "\n")
 

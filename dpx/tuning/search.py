@@ -14,7 +14,7 @@ from dpx.accounting.best_of import Distribution, Selection
 from dpx.accounting.report import PrivacyReport, privacy_report
 from dpx.accounting.selection import SHAPES, draw_count
 from dpx.batches import Tree
-from dpx.fitting.checkpoints import SENSITIVE, write
+from dpx.fitting.checkpoints import SENSITIVE, make_folder, write
 from dpx.mechanism import Mechanism
 from dpx.states.reading import steps_taken
 from dpx.tuning.plan import Plan, ScoreOn, Trial
@@ -102,7 +102,7 @@ def _open_folder(folder: str | Path | None, plan: Plan, bill: Selection) -> Path
     file = path / "search.json"
     if file.is_file() and (stored := json.loads(file.read_text(encoding="utf-8"))) != described:
         raise ValueError(f"checkpoints must be a new folder or one of the same search, got {path}: {stored}")
-    path.mkdir(parents=True, exist_ok=True)
+    make_folder(path)
     write(path / "SENSITIVE", SENSITIVE)
     write(file, json.dumps(described, indent=2) + "\n")
     return path
