@@ -1184,14 +1184,14 @@ STATE = [
     Fault(
         "public: the values of examples are shown",
         "dpx/_public_state.py",
-        'if type(state).__name__.startswith("Unreleased"):',
-        "if False:",
+        "if any(_unreleased(kind.__name__) for kind in type(state).__mro__)",
+        "if False",
         "tests/test_release_state.py -k shown",
     ),
     Fault(
         "public: flattened keys are shown",
         "dpx/_public_state.py",
-        'return "unreleased" in str(name)',
+        'return "unreleased" in str(name).lower()',
         'return str(name).startswith("unreleased")',
         "tests/test_release_state.py -k shown",
     ),
@@ -1208,6 +1208,41 @@ STATE = [
         'raise ValueError(f"state must be NamedTuples, dataclasses,',
         'return state\n    raise ValueError(f"state must be NamedTuples, dataclasses,',
         "tests/test_error_feedback.py -k unreleased_field",
+    ),
+    Fault(
+        "public: containers without names are shown",
+        "dpx/_public_state.py",
+        "    if isinstance(key, jax.tree_util.FlattenedIndexKey):\n",
+        "    if False:\n",
+        "tests/test_release_state.py -k 'by_name or spellings'",
+    ),
+    Fault(
+        "public: arrays of objects are shown",
+        "dpx/_public_state.py",
+        "(state.dtype.hasobject or state.dtype.names)",
+        "False",
+        "tests/test_release_state.py -k 'by_name or spellings'",
+    ),
+    Fault(
+        "public: capitals are shown",
+        "dpx/_public_state.py",
+        "in str(name).lower()",
+        "in str(name)",
+        "tests/test_release_state.py -k 'by_name or spellings'",
+    ),
+    Fault(
+        "public: what a function was given is shown",
+        "dpx/_public_state.py",
+        " or isinstance(state, functools.partial)",
+        "",
+        "tests/test_release_state.py -k 'by_name or spellings'",
+    ),
+    Fault(
+        "public: keys are shown",
+        "dpx/_public_state.py",
+        "jax.dtypes.prng_key):\n        return None\n",
+        "jax.dtypes.prng_key):\n        return state\n",
+        "tests/test_release_state.py -k 'by_name or spellings'",
     ),
 ]
 
@@ -1351,7 +1386,7 @@ METHODS = [
     Fault(
         "feedback: the error is in a public field",
         "dpx/_public_state.py",
-        'return "unreleased" in str(name)',
+        'return "unreleased" in str(name).lower()',
         'return "unreleased_x" in str(name)',
         secrecy("dice_sgd"),
     ),

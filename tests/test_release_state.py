@@ -1,6 +1,7 @@
 """What a state has paid for: where it is found, what it counts, and what of a state may be shown."""
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import flax.serialization
@@ -205,7 +206,7 @@ def test_what_may_be_shown_has_nothing_unreleased():
     assert all(public[name] is shown for name in (("release", "step"), "mean"))
 
 
-def state_after(multipliers, mechanism, compiled=True):
+def state_after(multipliers, mechanism):
     """The state of a mechanism after releases with these noise multipliers, (steps,)."""
 
     def run(multipliers):
@@ -285,3 +286,82 @@ def test_a_state_of_an_earlier_record_is_refused():
         ReleaseState(*earlier.values())
     with pytest.raises(ValueError, match="field names of the state dict and the named tuple do not match"):
         flax.serialization.from_state_dict(state, earlier)
+
+
+class Registered:
+    """A container that jax knows; its only part holds a function of the data."""
+
+    def __init__(self, unreleased_error):
+        self.unreleased_error = unreleased_error
+
+
+class WithoutNames(Registered):
+    pass
+
+
+class WithNames(Registered):
+    pass
+
+
+class _UnreleasedSums(Registered):
+    pass
+
+
+class Sums(dpx.Unreleased):
+    pass
+
+
+class Capitals(NamedTuple):
+    Unreleased_error: Any
+    step: int
+
+
+@dataclasses.dataclass
+class Fields:
+    _unreleased: Any
+    inner: Any
+
+
+def unflatten(kind):
+    return lambda _, children: kind(*children)
+
+
+jax.tree_util.register_pytree_node(WithoutNames, lambda one: ((one.unreleased_error,), None), unflatten(WithoutNames))
+jax.tree_util.register_pytree_with_keys(
+    WithNames,
+    lambda one: (((jax.tree_util.GetAttrKey("unreleased_error"), one.unreleased_error),), None),
+    unflatten(WithNames),
+)
+jax.tree_util.register_dataclass(Fields, data_fields=["_unreleased", "inner"], meta_fields=[])
+SECRET = 123456.789
+
+
+def test_what_cannot_be_read_by_name_is_refused():
+    data = np.full(3, SECRET)
+    objects = np.array([{"unreleased_error": data}, None], dtype=object)
+    table = np.zeros(2, [("unreleased_error", np.float32)])
+    for refused in (WithoutNames(data), objects, table, table[0], Registered(data), {1, 2}):
+        for state in (refused, {"inner": [refused]}, Capitals(0, refused), Fields(0, refused)):
+            with pytest.raises(ValueError, match="^state must ") as failed:
+                dpx.public_state(state)
+            assert str(SECRET) not in str(failed.value)
+
+
+def test_other_spellings_and_types_of_what_is_unreleased():
+    data, step = np.full(3, SECRET), 3
+    assert dpx.public_state(Capitals(data, step)) == Capitals(None, step)
+    assert dpx.public_state(Fields(data, Fields(data, None))) == Fields(None, Fields(None, None))
+    assert dpx.public_state(WithNames(data)).unreleased_error is None
+    nested = {"a": {"b": {"UNRELEASED": data, "c": step}}, ("x", "Unreleased_y"): data, b"unreleased": data}
+    assert dpx.public_state(nested) == {"a": {"b": {"UNRELEASED": None, "c": step}}} | dict.fromkeys(list(nested)[1:])
+    secrets = [
+        _UnreleasedSums(data),
+        Sums(data, data, data),
+        jax.tree_util.Partial(jnp.add, data),
+        functools.partial(jnp.add, data),
+        lambda: data,
+        jnp.add,
+        dpx.secret_key(),
+        None,
+    ]
+    assert dpx.public_state(secrets) == [None] * len(secrets)
