@@ -4,6 +4,7 @@ The bill holds if each person is in one item alone, and if an item depends on th
 padding is zero, and the user's own number of rows decides which of them are kept.
 """
 
+import warnings
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from dpx._rows import read_rows
 from dpx.batches import Tree, batch_size
 
 MISSING = {"", "nan", "NaN", "None", "NaT", "<NA>"}  # as numpy and pandas write a missing string
+FEW, SHARE = 10, 0.1  # owners that may differ; the share of all rows that nobody should have
 
 
 class UserData:
@@ -30,7 +32,8 @@ class UserData:
            order of a user's rows must not depend on other users: shuffle each user alone, or not at all. None: the
        XX
     Raises ValueError unless there is one owner for each example, at least one, of integers or of strings (a missing
-    owner would make one unit of many people), for a `most` below 1, and for an empty `unit`.
+    owner would make one unit of many people), for a `most` below 1, and for an empty `unit`. Warns if one of more than
+    10 owners has more than a tenth of all rows, because it may be a word for a missing owner.
     """
 
     def __init__(self, data: Tree, users: Any, *, most: int | None = None, unit: str = "user"):
@@ -41,6 +44,12 @@ class UserData:
             raise ValueError(f"unit must be a word for what a user is, got {type(unit)}")
         _, numbers, counts = np.unique(owners, return_inverse=True, return_counts=True)
         self.unit = unit
+        if len(counts) > FEW and counts.max() > SHARE * examples:
+            warnings.warn(
+                "one owner has more than a tenth of all rows. If it stands for missing owners, such as 'unknown' or 0, "
+                "it is one user of many people, whom epsilon does not protect: give each person a number",
+                stacklevel=2,
+            )
         self.most = int(counts.max()) if most is None else require_whole("most", most)
         self._data = jax.tree.map(lambda leaf: np.asarray(leaf) if isinstance(leaf, jax.Array) else leaf, data)
         self._order = np.argsort(numbers, kind="stable")  # the rows of user 0 first, and the order of the data in each

@@ -966,6 +966,13 @@ UNITS = [
         "text_data.sequences(unrelated(pairs.train)",
         "tests/test_examples_language.py -k private_texts",
     ),
+    Fault(
+        "units: an owner of many rows is not noticed",
+        "dpx/units.py",
+        "len(counts) > FEW and counts.max()",
+        "False and counts.max()",
+        "tests/test_units.py -k rows",
+    ),
 ]
 
 

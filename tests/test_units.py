@@ -101,6 +101,23 @@ def test_refused_owners(owners, most, message):
         dpx.UserData(DATA, owners, most=most)
 
 
+@pytest.mark.parametrize("word", ["unknown", "NULL", "n/a", 9999])
+def test_an_owner_of_too_many_rows_is_noticed_and_not_named(word):
+    people = [type(word)(number) for number in range(10, 30)] * 3
+    with pytest.warns(UserWarning, match="more than a tenth of all rows") as warned:
+        dpx.UserData(np.zeros(100), people + [word] * 40)
+    assert str(word) not in str(warned[0].message).replace("'unknown'", "")
+    with pytest.warns(UserWarning, match="more than a tenth of all rows"):
+        dpx.UserData(np.zeros(41), [word] * 19 + people[:11] * 2)
+
+
+@pytest.mark.parametrize(
+    "counts", [[40] * 11, [9] + [1] * 9, [30, *[3] * 98], [1] * 11, [11, *[2] * 50]]
+)
+def test_owners_of_some_rows_are_people(counts):
+    dpx.UserData(np.zeros(sum(counts)), np.repeat(np.arange(len(counts)), counts))  # a warning would be an error
+
+
 def test_owners_of_every_type_are_the_same_users():
     numbers = [7, 2, 7, 9, 7, 2, 7]
     for owners in (numbers, np.asarray(numbers, object), jnp.asarray(numbers), [np.int64(n) for n in numbers]):
