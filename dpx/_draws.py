@@ -12,6 +12,7 @@ import numpy as np
 import scipy.special
 
 from dpx import keys
+from dpx._described import described
 from dpx._numbers import require_whole
 from dpx.batches import Batch, Drawn, Tree, batch_size
 
@@ -65,7 +66,7 @@ def keep_sizes(sampling: Any, *, whole: bool = False):
     examples, size = require_whole("examples", sampling.examples), sampling.batch_size
     number = int | np.integer if whole else int | float | np.integer | np.floating
     if isinstance(size, bool) or not isinstance(size, number):
-        raise ValueError(f"batch_size must be a {'whole ' if whole else ''}number, got {size!r}")
+        raise ValueError(f"batch_size must be a {'whole ' if whole else ''}number, got {described(size)}")
     if not 0 < size <= examples:
         raise ValueError(f"batch_size must be in (0, examples = {examples}], got {size}")
     object.__setattr__(sampling, "examples", examples)
@@ -89,7 +90,7 @@ def require_step(key: jax.Array, step: Any) -> int:
     whole = isinstance(step, jax.Array | np.ndarray) and jnp.shape(step) == () and step.dtype.kind in "iu"
     whole |= isinstance(step, int | np.integer) and not isinstance(step, bool)
     if not whole or step < 0:
-        raise ValueError(f"step must be a whole number of at least 0, got {step!r}")
+        raise ValueError(f"step must be a whole number of at least 0, got {described(step)}")
     return int(step)
 
 

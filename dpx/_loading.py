@@ -16,6 +16,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from dpx import keys
+from dpx._described import described
 from dpx._draws import Draw, pad, record, round_up, widen
 from dpx._numbers import require_whole
 from dpx.batches import Batch, Drawn, Tree
@@ -40,7 +41,9 @@ class Plan:
             if getattr(self, name) is not None:
                 require_whole(name, getattr(self, name))
         if self.chunk_size is not None and self.size is not None:
-            raise ValueError(f"size must be None with chunk_size, which fixes the rows of a chunk; got {self.size}")
+            raise ValueError(
+                f"size must be None with chunk_size, which fixes the rows of a chunk; got {described(self.size)}"
+            )
         sharding, kinds = self.sharding, jax.sharding.NamedSharding | jax.sharding.SingleDeviceSharding
         if sharding is not None and (
             not isinstance(sharding, kinds)
@@ -48,10 +51,10 @@ class Plan:
         ):
             raise ValueError(
                 "sharding must be of axis 0 alone, such as NamedSharding(mesh, PartitionSpec('data')), because every "
-                f"array of a batch has the examples there; got {sharding}"
+                f"array of a batch has the examples there; got {described(sharding)}"
             )
         if sharding is not None and not sharding.addressable_devices:
-            raise ValueError(f"sharding must have devices of this process, got {sharding}")
+            raise ValueError(f"sharding must have devices of this process, got {described(sharding)}")
 
     @property
     def shards(self) -> int:

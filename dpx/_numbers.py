@@ -11,6 +11,8 @@ import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 
+from dpx._described import described
+
 Schedule = Callable[[jax.Array], jax.Array]
 ScalarOrSchedule = float | Schedule
 
@@ -107,7 +109,7 @@ def require_number(
         )
     number = real(value)
     if number is None:
-        raise ValueError(f"{name} must be a finite number {bound}, got {value!r}")
+        raise ValueError(f"{name} must be a finite number {bound}, got {described(value)}")
     if not np.isfinite(number) or not minimum <= number <= maximum or (exclusive and number == minimum):
         raise ValueError(f"{name} must be a finite number {bound}, got {number}")
     return number
@@ -127,7 +129,7 @@ def require_whole(name: str, value: Any, *, minimum: int = 1, maximum: float = m
     """`value` as an int. Raises ValueError unless it is a whole number (of Python or numpy) in [minimum, maximum]."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or not minimum <= value <= maximum:
         bound = f"of at least {minimum}" if maximum == math.inf else f"in [{minimum}, {maximum}]"
-        raise ValueError(f"{name} must be a whole number {bound}, got {value!r}")
+        raise ValueError(f"{name} must be a whole number {bound}, got {described(value)}")
     return int(value)
 
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dpx._described import described
 from dpx.batches import Tree, batch_size, require_arrays
 
 
@@ -70,7 +71,7 @@ def _items_of(source: Any) -> Callable[[np.ndarray], Tree]:
     expected = _describe(first)
     numbers = [jnp.issubdtype(dtype, jnp.number) or dtype.kind == "b" for _, dtype in expected[1]]
     if not numbers or not all(numbers):
-        raise ValueError(f"an item of data must be a pytree of arrays and numbers, got {source[0]!r}")
+        raise ValueError(f"an item of data must be a pytree of arrays and numbers, got {described(source[0])}")
 
     def rows(indices):
         wanted, inverse = np.unique(indices, return_inverse=True)

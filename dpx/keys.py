@@ -27,7 +27,8 @@ def secret_key(seed: int | None = None) -> jax.Array:
     if seed is None:
         seed = secrets.randbits(64)
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 2**64:
-        raise ValueError(f"seed must be a whole number in [0, 2^64), got {seed!r}")
+        kind = type(seed).__name__  # a seed is a secret, also a wrong one
+        raise ValueError(f"seed must be a whole number in [0, 2^64), got {kind if kind != 'int' else 'another int'}")
     words = np.array(divmod(int(seed), 2**32), np.uint32)
     return jax.random.wrap_key_data(jnp.asarray(words), impl="threefry2x32")
 
@@ -35,7 +36,7 @@ def secret_key(seed: int | None = None) -> jax.Array:
 def require(key: jax.Array) -> jax.Array:
     """`key` as a typed PRNG key, (). Raises ValueError unless it is one key, of an implementation that is safe here."""
     if not isinstance(key, jax.Array):
-        raise ValueError(f"key must be a jax PRNG key (dpx.secret_key()), got {key!r}")
+        raise ValueError(f"key must be a jax PRNG key (dpx.secret_key()), got a {type(key).__name__}")
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         if key.dtype != jnp.uint32 or key.shape != jax.random.key_data(jax.random.key(0)).shape:
             raise ValueError(f"key must be a jax PRNG key, got an array {key.dtype}{key.shape}")

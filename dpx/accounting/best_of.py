@@ -7,6 +7,7 @@ import dp_accounting
 from dp_accounting import DpEvent
 from dp_accounting.dp_event import RepeatAndSelectDpEvent
 
+from dpx._described import described
 from dpx._numbers import require_number
 from dpx.accounting import renyi
 from dpx.accounting.bill import event_of
@@ -73,7 +74,7 @@ def best_of(
     """
     trials = require_number("trials", trials, minimum=1)
     if distribution not in SHAPES:
-        raise ValueError(f"distribution must be one of {tuple(SHAPES)}, got {distribution!r}")
+        raise ValueError(f"distribution must be one of {tuple(SHAPES)}, got {described(distribution)}")
     score = _score_event(score_on)
     if not candidates:
         raise ValueError("best_of needs at least one (mechanism, steps or state) or event, got none")
@@ -101,7 +102,7 @@ def _event(candidate: Any, relation: Relation | None) -> tuple[DpEvent, Relation
         return candidate, require_relation(relation or "add_or_remove")
     if isinstance(candidate, tuple) and len(candidate) == 2:
         return event_of(*candidate, relation)
-    raise ValueError(f"a candidate must be a (mechanism, steps or state) or an event, got {candidate!r}")
+    raise ValueError(f"a candidate must be a (mechanism, steps or state) or an event, got {described(candidate)}")
 
 
 def _score_event(score_on: Any) -> DpEvent | None:
@@ -111,7 +112,7 @@ def _score_event(score_on: Any) -> DpEvent | None:
     if not isinstance(score_on, DpEvent):
         raise ValueError(
             'score_on must be "public", or the event of the noise in the score: a score on private data without noise '
-            f"has no bill. Got {score_on!r}"
+            f"has no bill. Got {described(score_on)}"
         )
     releases = count_releases(score_on)
     if not releases.counts or not releases.private:

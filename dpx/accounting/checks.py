@@ -7,6 +7,7 @@ from typing import Any, Literal
 import jax.core
 import numpy as np
 
+from dpx._described import described
 from dpx._numbers import real
 
 Accountant = Literal["tightest", "pld", "rdp"]
@@ -32,7 +33,7 @@ def require_nonnegative(name: str, value: Any) -> float:
     """`value` as a float. Raises ValueError unless it is at least 0; infinity is allowed, because a bill may be it."""
     number = real(require_concrete(name, value))
     if number is None or not 0 <= number:
-        raise ValueError(f"{name} must be at least 0, got {value!r}")
+        raise ValueError(f"{name} must be at least 0, got {described(value)}")
     return number
 
 
@@ -44,14 +45,14 @@ def require_positive_epsilon(value: Any) -> float:
     """The epsilon of a budget, as a float. Raises ValueError unless it is positive and finite."""
     number = real(require_concrete("epsilon", value))
     if number is None or not 0 < number < math.inf:
-        raise ValueError(f"epsilon must be positive and finite, got {value!r}")
+        raise ValueError(f"epsilon must be positive and finite, got {described(value)}")
     return number
 
 
 def require_delta(value: Any) -> float:
     number = real(require_concrete("delta", value))
     if number is None or not 0 < number < 1:
-        raise ValueError(f"delta must be in (0, 1), got {value!r}")
+        raise ValueError(f"delta must be in (0, 1), got {described(value)}")
     return number
 
 
@@ -79,13 +80,13 @@ def warn_of_large_delta(value: Any, sampling: Any) -> None:
 
 def require_accountant(value: Any) -> Accountant:
     if value not in ACCOUNTANTS:
-        raise ValueError(f"accountant must be one of {ACCOUNTANTS}, got {value!r}")
+        raise ValueError(f"accountant must be one of {ACCOUNTANTS}, got {described(value)}")
     return value
 
 
 def require_relation(value: Any) -> Relation:
     if value not in RELATIONS:
-        raise ValueError(f"relation must be one of {RELATIONS}, got {value!r}")
+        raise ValueError(f"relation must be one of {RELATIONS}, got {described(value)}")
     return value
 
 
@@ -103,7 +104,7 @@ def require_schedule(
     ):
         if callable(values):
             raise ValueError(
-                f"{name} must be an array of numbers, got the function {values!r}; evaluate it at its steps first"
+                f"{name} must be an array of numbers, got {described(values)}; evaluate it at its steps first"
             )
         for value in values if isinstance(values, list | tuple) else (values,):
             require_concrete(name, value)
@@ -117,7 +118,7 @@ def require_schedule(
     for rate in rates[~((rates > 0) & (rates <= 1))][:1]:
         raise ValueError(f"sampling_rate must be in (0, 1], got {rate}")
     if repeats.dtype.kind not in "iu" or np.any(repeats < 0):
-        raise ValueError(f"counts must be integers of at least 0, got {counts!r}")
+        raise ValueError(f"counts must be integers of at least 0, got {described(counts)}")
     return sigmas, rates, repeats.astype(np.int64)
 
 

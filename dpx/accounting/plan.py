@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dpx._described import described
 from dpx._numbers import require_number, require_whole
 from dpx.accounting import checks
 from dpx.accounting.calibration import calibrate_schedule
@@ -106,9 +107,9 @@ def plan(
     many = tuple(require_number("epochs", number, minimum=0, exclusive=True) for number in each)
     sizes = _usual_sizes(examples) if batch_sizes is None else tuple(batch_sizes)
     if not many:
-        raise ValueError(f"epochs must be at least one number, got {epochs}")
+        raise ValueError(f"epochs must be at least one number, got {described(epochs)}")
     if not sizes or not all(require_whole("batch_size", size) <= examples for size in sizes):
-        raise ValueError(f"batch_sizes must be in [1, {examples}], got {batch_sizes}")
+        raise ValueError(f"batch_sizes must be in [1, {examples}], got {described(batch_sizes)}")
 
     def run(epochs: float, size: int) -> PlannedRun:
         steps = max(1, round(epochs * examples / size))

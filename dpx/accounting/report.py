@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from dp_accounting import DpEvent
 
+from dpx._described import described
 from dpx.accounting import checks
 from dpx.accounting.attacks import FALSE_POSITIVE_RATES, AttackBounds, bounds_of
 from dpx.accounting.best_of import Selection
@@ -198,7 +199,7 @@ def _with_tuning(event: DpEvent, relation: Relation, tuning: Any) -> tuple[DpEve
             raise ValueError(f"the run must be one that the search billed, got {event}; {tuning}")
         return tuning.event, str(tuning)
     if not (tuning is None or isinstance(tuning, str)) or tuning not in _TUNING:
-        raise ValueError(f'tuning must be "public", a dpx.accounting.Selection or None, got {tuning!r}')
+        raise ValueError(f'tuning must be "public", a dpx.accounting.Selection or None, got {described(tuning)}')
     return event, _TUNING[tuning]
 
 

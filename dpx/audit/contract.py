@@ -7,6 +7,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 
+from dpx._described import described
 from dpx._numbers import require_whole
 from dpx.audit import contract_cost, contract_lines, contract_noise, contract_secrecy
 from dpx.audit.contract_report import Broken, ContractReport, Line, NotChecked
@@ -114,5 +115,5 @@ def _require(mechanism: Any, loss: Any, params: Tree, examples: Tree, lines: Seq
     names = list(LINES) if lines is None else list(lines)
     unknown = [name for name in names if name not in LINES]
     if unknown:
-        raise ValueError(f"lines must be some of {list(LINES)}, got {unknown[0]!r}")
+        raise ValueError(f"lines must be some of {list(LINES)}, got {described(unknown[0])}")
     return names

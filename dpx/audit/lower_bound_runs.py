@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpx import keys
+from dpx._described import described
 from dpx._draws import coins
 from dpx._public_state import public_state
 from dpx.batches import Tree
@@ -71,7 +72,7 @@ def takes_part(sampling: Any) -> Callable[..., Any]:
         return sampling
     raise ValueError(
         "sampling_truth must be a sampling record of dpx, or a function (key, steps) -> bool (steps,) that says when "
-        f"the canary takes part; got {sampling!r}"
+        f"the canary takes part; got {described(sampling)}"
     )
 
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpx import keys
+from dpx._described import described
 from dpx._numbers import require_number, require_whole
 from dpx.accounting import checks, gdp
 from dpx.audit.lower_bound_scores import lower_bound_from_scores, require_confidence
@@ -167,7 +168,7 @@ def _require_guesses(guesses: Any, canaries: int) -> np.ndarray:
     counts = [int(number) // 2 * 2 for number in given] if guesses is None else given
     counts = [require_whole("guesses", number, minimum=2, maximum=canaries) // 2 * 2 for number in counts if number]
     if not counts:
-        raise ValueError(f"guesses must hold at least one number, got {guesses!r}")
+        raise ValueError(f"guesses must hold at least one number, got {described(guesses)}")
     return np.unique(counts)
 
 

@@ -8,6 +8,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
+from dpx._described import described
 from dpx._frozen import trained
 from dpx._numbers import require_whole
 from dpx.accounting.checks import require_delta
@@ -85,7 +86,7 @@ def _require(loss, optimizer, params, batch, steps, delta) -> tuple[Batch, int |
     if not isinstance(optimizer, Mechanism):
         raise ValueError(f"optimizer must be a dpx Mechanism (chain optimizers with dpx.chain), got {type(optimizer)}")
     if not jax.tree.leaves(params):
-        raise ValueError(f"params must hold at least one array, got {params!r}")
+        raise ValueError(f"params must hold at least one array, got {described(params)}")
     if batch_size(require_batch(batch).examples) == 0:
         raise ValueError("batch must have at least one row, got 0")
     budget = optimizer.budget

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from dpx._described import described
 from dpx._stages import FROZEN, path_of
 from dpx.mechanism import Coordinates, Tree
 
@@ -66,7 +67,7 @@ def _require_some(flags: Tree):
     found = [(path_of(path), flag) for path, flag in jax.tree_util.tree_leaves_with_path(flags)]
     for path, flag in found:
         if not isinstance(flag, bool):
-            raise ValueError(f"mask must give Python bools (public constants), got {flag!r} for {path!r}")
+            raise ValueError(f"mask must give Python bools (public constants), got {described(flag)} for {path!r}")
     if not any(flag for _, flag in found):
         paths = _some([path for path, _ in found])
         raise ValueError(f"mask must leave at least one layer trainable, got False for all of: {paths}")

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpx import keys
+from dpx._described import described
 from dpx._guards import require_kind, require_params
 from dpx._numbers import require_whole
 from dpx._rows import rows_of
@@ -74,7 +75,7 @@ def require_inputs(loss: Any, params: Tree, data: Any, optimizer: Any, loss_at: 
 def require_function(name: str, value: Any) -> Callable:
     """`value` unchanged. Raises ValueError unless it can be called."""
     if not callable(value):
-        raise ValueError(f"{name} must be a function, got {value!r}")
+        raise ValueError(f"{name} must be a function, got {described(value)}")
     return value
 
 

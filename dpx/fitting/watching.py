@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dpx._described import described
 from dpx._numbers import require_whole
 from dpx.batches import Tree
 from dpx.fitting import processes
@@ -41,7 +42,7 @@ class Watcher:
         if evaluate is not None:
             require_function("evaluate", evaluate)
         if not isinstance(callbacks, list | tuple):
-            raise ValueError(f"callbacks must be a list of functions, got {callbacks!r}")
+            raise ValueError(f"callbacks must be a list of functions, got {described(callbacks)}")
         for callback in callbacks:
             require_function("each of the callbacks", callback)
         if every is None:
@@ -84,9 +85,13 @@ def metrics_of(found: Any) -> dict[str, float]:
     named = found if isinstance(found, Mapping) else {"metric": found}
     for name, value in named.items():
         if not isinstance(name, str) or name in RESERVED:
-            raise ValueError(f"the names of evaluate must be strings other than {sorted(RESERVED)}, got {name!r}")
+            raise ValueError(
+                f"the names of evaluate must be strings other than {sorted(RESERVED)}, got {described(name)}"
+            )
         if not isinstance(value, int | float | np.generic | np.ndarray | jax.Array) or jnp.shape(value) != ():
-            raise ValueError(f"evaluate must return a number, or a dict of numbers, got {value!r} for {name!r}")
+            raise ValueError(
+                f"evaluate must return a number, or a dict of numbers, got {described(value)} for {described(name)}"
+            )
     return {name: float(value) for name, value in named.items()}
 
 
@@ -96,7 +101,9 @@ def _asks_to_stop(answer: Any) -> bool:
         return bool(answer)
     if isinstance(answer, np.generic | np.ndarray | jax.Array) and answer.shape == () and answer.dtype == np.bool_:
         return bool(answer)
-    raise ValueError(f"a callback must return None, or a bool that says whether to end the run; got {answer!r}")
+    raise ValueError(
+        f"a callback must return None, or a bool that says whether to end the run; got {described(answer)}"
+    )
 
 
 class _NoBar:

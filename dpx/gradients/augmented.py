@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import jax
 
+from dpx._described import described
 from dpx._numbers import require_whole
 from dpx.batches import Tree
 
@@ -29,7 +30,7 @@ def augmented(
     """
     for name, function in (("loss", loss), ("augment", augment)):
         if not callable(function):
-            raise ValueError(f"{name} must be a function, got {function!r}")
+            raise ValueError(f"{name} must be a function, got {described(function)}")
     require_whole("copies", copies)
 
     def mean_loss(params, example, key):

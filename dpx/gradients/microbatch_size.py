@@ -11,6 +11,7 @@ import jax
 from jax.extend import core
 
 from dpx._convolutions import CALLS
+from dpx._described import described
 from dpx.gradients import ghost
 
 Tree = Any  # a pytree of arrays
@@ -57,7 +58,7 @@ class Microbatches(NamedTuple):
 def require_platform(platform: str | None) -> str:
     """The platform that a program is compiled for. Raises ValueError for a name that is not in PLATFORMS."""
     if platform is not None and platform not in PLATFORMS:
-        raise ValueError(f"platform must be one of {', '.join(PLATFORMS)}, or None, got {platform!r}")
+        raise ValueError(f"platform must be one of {', '.join(PLATFORMS)}, or None, got {described(platform)}")
     return platform or jax.default_backend()
 
 

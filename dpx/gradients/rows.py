@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from dpx import keys
+from dpx._described import described
 from dpx._states import find_state
 from dpx.batches import Tree, batch_size
 from dpx.mechanism import Mechanism
@@ -49,7 +50,7 @@ def of_one_row(function: Callable, *, has_aux: bool) -> Callable[..., tuple[Tree
         if not has_aux:
             return result, None
         if not (isinstance(result, tuple) and len(result) == 2):
-            raise ValueError(f"with has_aux=True, the function of one example must return (value, aux), got {result}")
+            raise ValueError(f"with has_aux=True, the function must return (value, aux), got {described(result)}")
         return result
 
     return of_row

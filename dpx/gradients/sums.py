@@ -12,6 +12,7 @@ from jax.extend import core
 
 from dpx._contributions import sum_contributions
 from dpx._convolutions import reordered
+from dpx._described import described
 from dpx._guards import require_real
 from dpx._microbatching import sum_over_microbatches
 from dpx._numbers import require_whole
@@ -68,7 +69,7 @@ def check(mechanism: Mechanism, clipping: str):
     if not isinstance(mechanism, Mechanism):
         raise ValueError(f"mechanism must be a dpx Mechanism (chain optimizers with dpx.chain), got {type(mechanism)}")
     if clipping not in ("auto", "ghost", "vmap"):
-        raise ValueError(f'clipping must be "auto", "ghost" or "vmap", got {clipping!r}')
+        raise ValueError(f'clipping must be "auto", "ghost" or "vmap", got {described(clipping)}')
 
 
 def make_plan(traced, mechanism, params, state, clipping) -> ghost.Plan | str:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import optax
 
 from dpx import keys
+from dpx._described import described
 from dpx._stages import around_sum
 from dpx.accounting.projected import projected
 from dpx.accounting.releases import count_releases
@@ -59,7 +60,7 @@ def clip_then_project(
     coordinates = projection(rank, reduction_rate, kind, every, keys.stream(key, "projection of the sum"), bounded=True)
     ranks = jax.tree.leaves(rank)
     if count_releases(mechanism.event(1)).whole_runs:
-        raise ValueError(f"clip_then_project takes a mechanism that releases one clipped sum, got {mechanism}")
+        raise ValueError(f"clip_then_project takes a mechanism of one clipped sum, got {described(mechanism)}")
     if kind == "gaussian":
         _require_fresh_and_ranked(rank, reduction_rate, every)
 
@@ -99,10 +100,10 @@ def _require_fresh_and_ranked(rank: int | Tree | None, reduction_rate: float | T
     if every != 1:
         raise ValueError(
             "clip-then-project needs a fresh Gaussian projection at every step (every=1), whose stretch is independent "
-            f"of the gradients; got every={every!r}. Project, then clip: in_coordinates"
+            f"of the gradients; got every={described(every)}. Project, then clip: in_coordinates"
         )
     if rank is None:
         raise ValueError(
             "clip-then-project by a Gaussian is billed by its rank, before parameters are known; say rank, "
-            f"got reduction_rate={reduction_rate!r}"
+            f"got reduction_rate={described(reduction_rate)}"
         )

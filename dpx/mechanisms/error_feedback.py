@@ -16,6 +16,7 @@ import optax
 from dp_accounting import DpEvent, NoOpDpEvent
 
 from dpx import keys
+from dpx._described import described
 from dpx._numbers import require_number, require_whole
 from dpx._ordering import compute_after
 from dpx._stages import SUM, describe_period
@@ -105,7 +106,7 @@ def error_feedback_mechanism(
     Source: DiceSGD, Zhang et al. 2023, https://arxiv.org/abs/2311.14632.
     """
     if not isinstance(sampling, SAMPLINGS):
-        raise ValueError(f"sampling must be one of {[s.__name__ for s in SAMPLINGS]}, got {sampling!r}")
+        raise ValueError(f"sampling must be one of {[s.__name__ for s in SAMPLINGS]}, got {described(sampling)}")
     noise_key = keys.stream(key, "noise")
     numbers = _require_numbers(clip_norm, feedback_norm, outer_clip_norm, noise_multiplier)
     reset_every = None if reset_every is None else require_whole("reset_every", reset_every)

@@ -15,6 +15,7 @@ import numpy as np
 import optax
 
 from dpx import keys
+from dpx._described import described
 from dpx._numbers import ScalarOrSchedule, at, between, over, require_scalar_or_schedule
 from dpx._stages import SUM, describe, describe_groups
 from dpx.accounting.budget import calibrated
@@ -107,13 +108,13 @@ def _require_clip_norms(clip_norm: Tree) -> Tree:
         clip_norm,
     )
     if not jax.tree.leaves(checked):
-        raise ValueError(f"clip_norm must hold at least one number or schedule, got {clip_norm!r}")
+        raise ValueError(f"clip_norm must hold at least one number or schedule, got {described(clip_norm)}")
     return checked
 
 
 def _require_sampling(sampling: Sampling):
     if not (hasattr(sampling, "event") and hasattr(sampling, "divisor")):
-        raise ValueError(f"sampling must be a dpx sampling record such as PoissonSampling, got {sampling!r}")
+        raise ValueError(f"sampling must be a dpx sampling record such as PoissonSampling, got {described(sampling)}")
 
 
 def _require_all(name: str, values: np.ndarray, minimum: float, maximum: float):

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import jax
 
 from dpx import schedules
+from dpx._described import described
 from dpx._numbers import ScalarOrSchedule, require_whole
 from dpx.accounting.budget import calibrated
 from dpx.coordinates.projections import ProjectionKind, random_projection
@@ -121,4 +122,4 @@ def _projected(mechanism: Mechanism, order: Order, projection: dict[str, Any], k
         return in_coordinates(mechanism, random_projection(**projection, key=key))
     if order == "clip_then_project":
         return clip_then_project(mechanism, **projection, key=key)
-    raise ValueError(f'order must be "project_then_clip" or "clip_then_project", got {order!r}')
+    raise ValueError(f'order must be "project_then_clip" or "clip_then_project", got {described(order)}')

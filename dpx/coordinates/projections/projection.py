@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from dpx import keys
+from dpx._described import described
 from dpx._numbers import require_whole
 from dpx._stages import describe_groups
 from dpx.coordinates.projections.countsketch import COUNTSKETCH
@@ -75,7 +76,7 @@ def projection(rank, reduction_rate, kind: str, every: int | None, stream: jax.A
     stream: the PRNG key, (), of the projection itself. The lift multiplies by the largest stretch again.
     """
     if kind not in SKETCHES:
-        raise ValueError(f"kind must be one of {', '.join(SKETCHES)}; got {kind!r}")
+        raise ValueError(f"kind must be one of {', '.join(SKETCHES)}; got {described(kind)}")
     every = None if every is None else require_whole("every", every)
     ranks, rank_of, words = _ranks(rank, reduction_rate)
     sketch = SKETCHES[kind]
@@ -134,14 +135,16 @@ def projection(rank, reduction_rate, kind: str, every: int | None, stream: jax.A
 def _ranks(rank, reduction_rate) -> tuple[Tree, Callable[[Any, int], int], str]:
     """The configured numbers; a function (number, d) -> rank; and the ranks in words."""
     if (rank is None) == (reduction_rate is None):
-        raise ValueError(f"say either rank or reduction_rate; got rank={rank!r}, reduction_rate={reduction_rate!r}")
+        raise ValueError(
+            f"say either rank or reduction_rate; got rank={described(rank)}, reduction_rate={described(reduction_rate)}"
+        )
     values = reduction_rate if rank is None else rank
     if not jax.tree.leaves(values):
-        raise ValueError(f"rank or reduction_rate must hold at least one number, got {values!r}")
+        raise ValueError(f"rank or reduction_rate must hold at least one number, got {described(values)}")
     for value in jax.tree.leaves(values):
         if rank is None:
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
-                raise ValueError(f"reduction_rate must be in [0, 1), got {value!r}")
+                raise ValueError(f"reduction_rate must be in [0, 1), got {described(value)}")
         else:
             require_whole("rank", value)
 
