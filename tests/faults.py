@@ -550,6 +550,34 @@ CORE = [
         misuse("noise from the data"),
         harmful=False,
     ),
+    Fault(
+        "messages: arrays and keys are shown",
+        "dpx/_described.py",
+        '        return f"an array {value.dtype}{list(value.shape)}"\n',
+        "        return repr(value)\n",
+        "tests/test_messages.py -k 'PoissonSampling or dpx.dp_sgd or dp_sgd'",
+    ),
+    Fault(
+        "messages: what a container holds is shown",
+        "dpx/_described.py",
+        '        return f"a {kind} of length {len(value)}"\n',
+        "        return repr(value)\n",
+        "tests/test_messages.py -k 'dp_sgd or types'",
+    ),
+    Fault(
+        "messages: a wrong seed is shown",
+        "dpx/keys.py",
+        "got {kind if kind != 'int' else 'another int'}",
+        "got {seed}",
+        "tests/test_messages.py -k wrong_seed",
+    ),
+    Fault(
+        "messages: a wrong key is shown",
+        "dpx/keys.py",
+        "got a {type(key).__name__}",
+        "got {key}",
+        "tests/test_messages.py -k wrong_seed",
+    ),
 ]
 
 SAMPLING = [

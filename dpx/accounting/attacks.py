@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy import special
 
-from dpx._numbers import require_number
+from dpx._described import described
 from dpx.accounting import checks
 from dpx.accounting.bill import event_of
 from dpx.accounting.checks import Accountant, Relation
@@ -80,7 +80,9 @@ def attack_bounds(
     Raises ValueError as `dpx.epsilon` does, and for rates outside [0, 1].
     Source: Dong, Roth and Su 2022, https://arxiv.org/abs/1905.02383.
     """
-    rates = [require_number("false_positive_rates", rate, minimum=0, maximum=1) for rate in false_positive_rates]
+    rates = np.asarray(false_positive_rates, np.float64)
+    if rates.ndim != 1 or not np.all((rates >= 0) & (rates <= 1)):
+        raise ValueError(f"false_positive_rates must be numbers in [0, 1], got {described(false_positive_rates)}")
     delta = checks.require_delta(delta)
     if isinstance(run, Composition):
         event, stated = run.event, run.relation

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from dpx._described import described
 from dpx._numbers import require_whole
 from dpx.accounting import checks
 from dpx.accounting.calibration import calibrate
@@ -50,8 +51,10 @@ def calibrated(build: Callable[..., M]) -> Callable[..., M]:
 
     build: takes an argument `noise_multiplier`; the noise of every step must grow with that number.
 
-    Raises ValueError if `build` takes no such argument; the function returned raises as `calibrate` does.
+    Raises ValueError if `build` is not a function of such an argument; what it returns raises as `calibrate` does.
     """
+    if not callable(build):
+        raise ValueError(f"build must be a function, got {described(build)}")
     signature = inspect.signature(build)
     if "noise_multiplier" not in signature.parameters:
         raise ValueError(f"build must take an argument noise_multiplier, got {build.__qualname__}{signature}")

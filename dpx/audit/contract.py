@@ -115,5 +115,5 @@ def _require(mechanism: Any, loss: Any, params: Tree, examples: Tree, lines: Seq
     names = list(LINES) if lines is None else list(lines)
     unknown = [name for name in names if name not in LINES]
     if unknown:
-        raise ValueError(f"lines must be some of {list(LINES)}, got {described(unknown[0])}")
+        raise ValueError(f"lines must be some of {list(LINES)}, got {described(lines)}")
     return names

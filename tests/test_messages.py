@@ -1,0 +1,209 @@
+"""No exception shows a key or data, in whatever argument of whatever function they stand by mistake.
+
+Messages go into logs, and logs are shared.
+"""
+
+import inspect
+import traceback
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import dpx
+from dpx._described import described
+
+WORDS = np.array([2654435769, 2135587861], np.uint32)
+NUMBER = 123456.789
+SHOWN = ["2654435769", "2135587861", "9e3779b9", "7f4a7c15", "123456.7", "47f12065"]  # also in hexadecimal
+MISPLACED = {
+    "typed key": jax.random.wrap_key_data(WORDS, impl="threefry2x32"),
+    "keys": jax.random.wrap_key_data(np.stack([WORDS, WORDS]), impl="threefry2x32"),
+    "raw key": jnp.asarray(WORDS),
+    "NumPy key": WORDS,
+    "data": np.full((3, 2), NUMBER, np.float32),
+    "JAX data": jnp.full(3, NUMBER, jnp.float32),
+    "tree": {"x": np.full(4, NUMBER), "key": WORDS},
+}
+KEY = jax.random.key(3)
+SAMPLING = dpx.PoissonSampling(examples=40, batch_size=4)
+BATCH = dpx.Batch(np.ones((4, 3), np.float32), np.ones(4, bool))
+PARAMS = {"w": np.ones(3, np.float32)}
+MECHANISM = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=1.0, sampling=SAMPLING, key=KEY)
+STATE = MECHANISM.init(PARAMS)
+
+
+def loss(params, x):
+    return jnp.sum(params["w"] * x)
+
+
+# Arguments by their names; functions that need others say them in `CALLS`.
+GIVEN = {
+    "accountant": "rdp",
+    "batch": BATCH,
+    "batch_size": 4,
+    "budget": dpx.Budget(epsilon=1.0, delta=1e-5, steps=3, accountant="rdp"),
+    "build": lambda noise_multiplier: MECHANISM,
+    "candidates": [(MECHANISM, 3)],
+    "clip_norm": 1.0,
+    "configurations": [0.1],
+    "coordinates": dpx.coordinates.top_fraction(fraction=0.5),
+    "data": np.ones((40, 3), np.float32),
+    "delta": 1e-5,
+    "epsilon": 1.0,
+    "event": MECHANISM.event(1),
+    "every": 1,
+    "example": np.ones(3, np.float32),
+    "examples": 40,
+    "feedback_norm": 0.1,
+    "fraction": 0.5,
+    "init_value": 1.0,
+    "initial_clip_norm": 1.0,
+    "inner": MECHANISM,
+    "keep": 0.5,
+    "key": KEY,
+    "kind": "hadamard",
+    "loss": loss,
+    "mask": True,
+    "mechanism": MECHANISM,
+    "name": "name",
+    "noise_multiplier": 1.0,
+    "number": 1,
+    "optimizer": MECHANISM,
+    "params": PARAMS,
+    "public_grads": jax.tree.map(lambda p: np.ones((4, *p.shape), np.float32), PARAMS),
+    "quantile": 0.5,
+    "rank": 2,
+    "run": MECHANISM,
+    "sampling": SAMPLING,
+    "score": lambda params: 0.0,
+    "score_on": "public",
+    "seed": 3,
+    "size": None,
+    "state": STATE,
+    "steps": 3,
+    "steps_or_state": 3,
+    "train": lambda trial: None,
+    "trials": 2,
+    "tree": PARAMS,
+    "update_of_one": lambda params, x: params,
+    "updates": jax.tree.map(lambda p: np.ones((4, *p.shape), np.float32), PARAMS),
+    "users": list(range(40)),
+    "value": 1.0,
+}
+
+
+def public_functions():
+    yield from ((name, getattr(dpx, name)) for name in dpx.__all__ if callable(getattr(dpx, name)))
+    modules = (dpx.accounting, dpx.audit, dpx.coordinates, dpx.keys, dpx.mechanisms, dpx.methods, dpx.schedules)
+    for module in (*modules, dpx.tuning):
+        for name, value in vars(module).items():
+            if (
+                callable(value)
+                and getattr(value, "__module__", "").startswith("dpx.")
+                and "._" not in value.__module__
+                and not name.startswith("_")
+            ):
+                yield f"{module.__name__}.{name}", value
+    for record in (dpx.PoissonSampling, dpx.ShuffledEpochs, dpx.FixedSizeSampling, dpx.FullBatch):
+        made = record(examples=40) if record is dpx.FullBatch else record(examples=40, batch_size=4)
+        for name in ("draw", "draw_ahead", "take", "batches"):
+            yield f"{record.__name__}.{name}", getattr(made, name)
+    yield "Mechanism.init", MECHANISM.init
+    yield "Mechanism.update", MECHANISM.update
+    yield "Mechanism.replace", MECHANISM.replace
+    yield "step", dpx.private_grad(loss, MECHANISM)
+    yield "compiled step", jax.jit(dpx.private_grad(loss, MECHANISM))
+
+
+# Functions that would run for long if the misplaced argument is none that they read.
+LONG = ("fit", "check", "dpx.audit.check_contract", "dpx.audit.one_run", "dpx.audit.lower_bound", "dpx.tuning.search")
+FUNCTIONS = dict(public_functions())
+
+
+SLOW = {"dpx.audit.check_contract": ("params", "rebuild")}  # whose misplaced value only the checks read
+
+
+def calls(function, long):
+    """(name, positional and named arguments) for every argument that may be misplaced."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:
+        return
+    plain = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    needed = {p.name: GIVEN.get(p.name) for p in plain if p.default is p.empty or (long and p.name == "steps")}
+    for parameter in parameters:
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            yield parameter.name, needed, True
+        elif parameter.kind is not parameter.VAR_KEYWORD:
+            yield parameter.name, needed, False
+
+
+def raised(function, *arguments, **named):
+    """The text of the exception as a terminal or a log shows it; empty if there is none."""
+    try:
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            made = function(*arguments, **named)
+            if inspect.isgenerator(made):
+                next(made)
+    except Exception as error:
+        return "".join(traceback.format_exception(error)) + "".join(str(one.message) for one in warned)
+    return "".join(str(one.message) for one in warned)
+
+
+def leaks(text):
+    return [shown for shown in SHOWN if shown in text.lower()]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_no_misplaced_key_or_data_is_shown(name):
+    function, found = FUNCTIONS[name], []
+    for argument, needed, many in calls(function, name in LONG):
+        for kind, value in MISPLACED.items() if argument not in SLOW.get(name, ()) else ():
+            if many:
+                positional = [one for other, one in needed.items() if other != argument]
+                text = raised(function, *positional, value)
+            else:
+                text = raised(function, **(needed | {argument: value}))
+            found += [(argument, kind, shown, text.strip().splitlines()[-1][:200]) for shown in leaks(text)]
+    assert not found
+
+
+@pytest.mark.parametrize("seed", [2654435769 << 40, -2135587861, 2654435769.5, "2654435769", [2654435769], WORDS])
+def test_a_wrong_seed_or_key_is_not_shown(seed):
+    """A seed is as secret as the key."""
+    text = raised(dpx.secret_key, seed) + raised(dpx.keys.require, seed)
+    assert "seed must be" in text and "key must be" in text
+    assert str(2654435769 << 40) not in text and not leaks(text)
+
+
+def test_misplaced_arguments_in_a_swapped_order():
+    data, wrong = np.full((40, 3), NUMBER, np.float32), MISPLACED["typed key"]
+    swapped = [
+        raised(SAMPLING.take, data, STATE, wrong),
+        raised(SAMPLING.batches, wrong, data, STATE),
+        raised(dpx.chain, wrong),
+        raised(dpx.chain, MECHANISM, wrong),
+        raised(dpx.fit, loss, PARAMS, data, wrong),
+        raised(dpx.fit, loss, data, PARAMS, MECHANISM, key=KEY, steps=1, delta=1e-5),
+        raised(dpx.PoissonSampling, examples=wrong, batch_size=data),
+        raised(optax.apply_updates, PARAMS, MECHANISM.update) and raised(dpx.epsilon, MECHANISM, wrong, delta=1e-5),
+    ]
+    assert all(swapped) and not leaks("".join(swapped))
+
+
+@pytest.mark.parametrize("value", [3, 2.5, -np.inf, None, True, np.float32(2), "pld"])
+def test_numbers_and_words_are_described_as_they_are(value):
+    assert described(value) == repr(value)
+
+
+def test_other_values_are_described_by_their_types():
+    said = {kind: described(value) for kind, value in MISPLACED.items()}
+    assert said["typed key"] == "an array key<fry>[]" and said["data"] == "an array float32[3, 2]"
+    assert said["tree"] == "a dict of length 2" and described(loss) == "the function loss"
+    assert described(int) == "the type int" and described(object()) == "a object"
+    assert described("x" * 999) == repr("x" * 100)
