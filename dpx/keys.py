@@ -4,15 +4,22 @@ Every random use in dpx names its own stream, because two uses of one stream cou
 """
 
 import secrets
+import warnings
 import zlib
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 import optax
 
 from dpx import _normals
+
+SMALL = (
+    "the key must be secret, but it looks like one of a seed below 2^32, such as jax.random.key(0). Anyone can try all "
+    "of these and subtract the noise: take dpx.secret_key()"
+)
 
 
 def secret_key(seed: int | None = None) -> jax.Array:
@@ -47,6 +54,21 @@ def require(key: jax.Array) -> jax.Array:
         raise ValueError(
             'key must not be of implementation "unsafe_rbg": its fold_in undoes itself, so that keys repeat'
         )
+    return key
+
+
+def is_small(key: jax.Array) -> bool:
+    """Whether a key, (), is known and looks like one of a seed below 2^32; others do with probability 2^-32."""
+    if isinstance(key, jax.core.Tracer):
+        return False
+    data = jax.random.key_data(require(key))
+    return not isinstance(data, jax.core.Tracer) and int(np.asarray(data)[0]) == 0
+
+
+def secret(key: jax.Array) -> jax.Array:
+    """`key`, (), with a warning if it is that of a seed that can be guessed."""
+    if is_small(key):
+        warnings.warn(SMALL, stacklevel=3)
     return key
 
 

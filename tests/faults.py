@@ -578,6 +578,13 @@ CORE = [
         "got {key}",
         "tests/test_messages.py -k wrong_seed",
     ),
+    Fault(
+        "keys: a key that can be guessed is silent",
+        "dpx/mechanisms/gaussian.py",
+        "keys.stream(keys.secret(key),",
+        "keys.stream(key,",
+        "tests/test_keys.py -k guessed",
+    ),
 ]
 
 SAMPLING = [
@@ -2550,6 +2557,34 @@ CHECKING = [
         "yield from ()",
         "tests/test_check.py -k wherever",
         harmful=False,
+    ),
+    Fault(
+        "check: constant keys are not noticed",
+        "dpx/checking/randomness.py",
+        "draws += name in DRAWS and",
+        "draws += False and",
+        "tests/test_check.py -k 'constant_key or reseeded'",
+    ),
+    Fault(
+        "check: keys in loops and branches are not noticed",
+        "dpx/checking/randomness.py",
+        "        draws += found\n",
+        "",
+        "tests/test_check.py -k 'constant_key or reseeded'",
+    ),
+    Fault(
+        "check: a key that can be guessed is not noticed",
+        "dpx/checking/plan.py",
+        "key is not None and keys.is_small(key)",
+        "False",
+        "tests/test_check.py -k guessed",
+    ),
+    Fault(
+        "check: a key in the first turn of a loop is not noticed",
+        "dpx/checking/randomness.py",
+        "        _, outputs = _repeated(",
+        "        draws, outputs = _repeated(",
+        "tests/test_check.py -k 'constant_key or reseeded'",
     ),
 ]
 

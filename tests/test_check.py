@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import dpx
 from dpx.checking import plan, program, step
 
-KEY, STEPS, ROWS = jax.random.key(5), 20, 8
+KEY, STEPS, ROWS = dpx.secret_key(2**40 + 5), 20, 8
 SAMPLING = dpx.PoissonSampling(examples=40, batch_size=6)
 BUDGET = dpx.Budget(epsilon=4.0, delta=1e-3, steps=STEPS)
 EXAMPLE = jnp.zeros(5)
@@ -115,7 +116,7 @@ def broken():
 def test_a_program_without_a_fault():
     report = good()
     assert {finding.severity for finding in report.findings} == {"ok"}, str(report)
-    assert len(report.findings) == 18
+    assert len(report.findings) == 20
     assert report["privacy"].numbers["epsilon"] == pytest.approx(4.0, abs=0.01)
     assert report["time"].numbers["run_seconds"] > STEPS * report["time"].numbers["seconds"] > 0
     assert report["memory"].numbers["argument_bytes"] >= ROWS * 5 * 4
@@ -165,6 +166,91 @@ def test_the_numbers_are_those_of_the_gradients():
     assert found["noise"].numbers["signal"] == pytest.approx(np.linalg.norm(clipped.sum(0)) / 6, rel=1e-4)
     assert found["noise"].numbers["noise"] == pytest.approx(8 * 6**0.5 / 6, rel=1e-4)
     assert found["privacy"].severity == "note" and "run_seconds" not in found["time"].numbers
+
+
+def checked(loss, *, key=KEY, with_key=False):
+    report = dpx.check(loss, dp_sgd(key=key), params(), dpx.Batch(data()[:4], np.ones(4, bool)), with_key=with_key)
+    return {name: report[name].severity for name in ("randomness", "key")}
+
+
+def noisy(params, x, key, rate=0.5):
+    return loss(params, jnp.where(jax.random.bernoulli(key, rate, x.shape), x, 0))
+
+
+def in_a_loop(params, x, key):
+    """The key is carried along, and split, as layers of a scan do."""
+
+    def layer(carry, _):
+        x, key = carry
+        key, own = jax.random.split(key)
+        return (jnp.tanh(x) * jax.random.uniform(own, x.shape), key), None
+
+    (x, _), _ = jax.lax.scan(layer, (x, key), length=2)
+    return loss(params, x)
+
+
+def before_it_is_folded(params, x, key):
+    """In the first turn of the loop, the key is that before it."""
+
+    def layer(carry, _):
+        x, key = carry
+        drawn = x * jax.random.uniform(key, x.shape)
+        return (drawn, jax.random.fold_in(key, x[0].astype(jnp.int32))), None
+
+    (x, _), _ = jax.lax.scan(layer, (x, key), length=2)
+    return loss(params, x)
+
+
+def in_a_branch(params, x, key):
+    return jax.lax.cond(x[0] > 0, lambda: noisy(params, x, key), lambda: loss(params, x))
+
+
+def while_positive(params, x, key):
+    body = lambda carry: (carry[0] - 1, carry[1] * jax.random.uniform(key, x.shape))  # noqa: E731
+    return loss(params, jax.lax.while_loop(lambda carry: carry[0] > 0, body, (2, x))[1])
+
+
+def checkpointed(params, x, key):
+    return jax.checkpoint(lambda x: noisy(params, x, key))(x)
+
+
+@pytest.mark.parametrize("draws", [noisy, in_a_loop, before_it_is_folded, in_a_branch, while_positive, checkpointed])
+@pytest.mark.parametrize("raw", [False, True])
+def test_random_numbers_of_a_constant_key_are_noticed(draws, raw):
+    constant, of_parameters = jax.random.PRNGKey(3) if raw else jax.random.key(3), jax.random.key(1)
+    assert checked(lambda params, x: draws(params, x, constant))["randomness"] == "warning"
+    assert checked(lambda params, x, _: draws(params, x, constant), with_key=True)["randomness"] == "warning"
+    assert checked(draws, with_key=True)["randomness"] == "ok"
+    if not raw:
+
+        def of_a_parameter(params, x):
+            return draws(params, x, jax.random.fold_in(of_parameters, params["b"].astype(jnp.int32)))
+
+        def of_the_example(params, x):
+            return draws(params, x, jax.random.fold_in(of_parameters, x[0].astype(jnp.int32)))
+
+        assert checked(of_a_parameter)["randomness"] == "warning"
+        assert checked(of_the_example)["randomness"] == "ok"
+
+
+def test_a_dropout_of_flax_that_is_not_reseeded_is_noticed():
+    model = nnx.Sequential(nnx.Dropout(0.5, rngs=nnx.Rngs(0)))
+    graph, state = nnx.split(model)
+
+    def dropped(params, x):
+        return loss(params, nnx.merge(graph, state, copy=True)(x))
+
+    def reseeded(params, x, key):
+        made = nnx.merge(graph, state, copy=True)
+        nnx.reseed(made, default=key)
+        return loss(params, made(x))
+
+    assert checked(dropped)["randomness"] == "warning"
+    assert checked(reseeded, with_key=True)["randomness"] == "ok"
+
+
+def test_a_key_that_can_be_guessed_is_noticed():
+    assert checked(loss)["key"] == "ok" and checked(loss, key=jax.random.key(0))["key"] == "warning"
 
 
 def test_the_table_marks_what_is_not_private():

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import warnings
 
 import chex
 import jax
@@ -152,3 +153,23 @@ def test_noise_without_any_number():
 def test_a_leaf_too_large_for_the_noise():
     with pytest.raises(ValueError, match="a leaf must have at most 4294950912 numbers, got 4294967296"):
         keys.normal_like(jax.random.key(3), 0, jax.ShapeDtypeStruct((2**16, 2**16), jnp.float32))
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_a_key_that_can_be_guessed_warns_once_where_it_is_used(impl):
+    sampling = dpx.PoissonSampling(examples=100, batch_size=10)
+
+    def made(key):
+        return dpx.dp_sgd(clip_norm=1.0, noise_multiplier=1.0, sampling=sampling, key=key)
+
+    for key in (jax.random.key(0, impl=impl), jax.random.key(2**32 - 1, impl=impl)):
+        with pytest.warns(UserWarning, match=r"key must be secret.*dpx\.secret_key") as warned:
+            made(key)
+        assert len(warned) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        made(dpx.secret_key())
+        made(keys.stream(jax.random.key(0, impl=impl), "mechanism"))
+        made(dpx.secret_key(2**32))
+        jax.jit(lambda key: made(key).init(jnp.zeros(2)))(jax.random.key(0))
+        jax.jit(lambda: made(jax.random.key(0)).init(jnp.zeros(2)))()

@@ -106,6 +106,7 @@ MAY_IMPORT = {
         "states",
     },
     "checking": {
+        "keys",
         "_described",
         "_contributions",
         "_frozen",

@@ -111,9 +111,7 @@ def test_an_owner_of_too_many_rows_is_noticed_and_not_named(word):
         dpx.UserData(np.zeros(41), [word] * 19 + people[:11] * 2)
 
 
-@pytest.mark.parametrize(
-    "counts", [[40] * 11, [9] + [1] * 9, [30, *[3] * 98], [1] * 11, [11, *[2] * 50]]
-)
+@pytest.mark.parametrize("counts", [[40] * 11, [9] + [1] * 9, [30, *[3] * 98], [1] * 11, [11, *[2] * 50]])
 def test_owners_of_some_rows_are_people(counts):
     dpx.UserData(np.zeros(sum(counts)), np.repeat(np.arange(len(counts)), counts))  # a warning would be an error
 

@@ -115,5 +115,6 @@ def _require(mechanism: Any, loss: Any, params: Tree, examples: Tree, lines: Seq
     names = list(LINES) if lines is None else list(lines)
     unknown = [name for name in names if name not in LINES]
     if unknown:
-        raise ValueError(f"lines must be some of {list(LINES)}, got {described(lines)}")
+        word = unknown[0] if isinstance(unknown[0], str) else lines
+        raise ValueError(f"lines must be some of {list(LINES)}, got {described(word)}")
     return names

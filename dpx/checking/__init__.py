@@ -2,6 +2,7 @@
 
 report      findings, and the table of them
 program     what the loss can see beside its one example, and which parameters it uses
+randomness  random numbers of the loss that are the same for every example
 parameters  their dtypes
 plan        the batch, the data, delta and the privacy cost
 measured    losses, gradients and clipping on one batch; not private

@@ -13,7 +13,7 @@ from dpx._frozen import trained
 from dpx._numbers import require_whole
 from dpx.accounting.checks import require_delta
 from dpx.batches import Batch, Tree, batch_size, require_batch
-from dpx.checking import measured, parameters, plan, program, step
+from dpx.checking import measured, parameters, plan, program, randomness, step
 from dpx.checking.report import Finding, Report
 from dpx.mechanism import Mechanism
 
@@ -32,8 +32,9 @@ def check(
 ) -> Report:
     """What a careful colleague would notice before a long run: `print(dpx.check(loss, optimizer, params, batch))`.
 
-    It looks at the loss (closures, mixing of rows, parameters without gradient), at the batch (clipping, noise against
-    signal, numbers that are not finite), and at the plan (delta, data, privacy, time, memory). It compiles three times.
+    It looks at the loss (closures, randomness, mixing of rows, parameters without gradient), at the batch (clipping,
+    noise against signal, numbers that are not finite), and at the plan (key, delta, data, privacy, time, memory). It
+    compiles three times.
 
     Lines with a star depend on raw data or secret noise: NOT private, so choosing a clip norm by them is not, either.
     Nothing is released with the run's noise, because the step that is timed has no row that counts; a run that follows
@@ -48,18 +49,17 @@ def check(
     batch, steps, delta = _require(loss, optimizer, params, batch, steps, delta)
     value = program.of_one_example(loss, with_key=with_key, has_aux=has_aux)
     params, examples = jax.tree.map(jnp.asarray, (params, batch.examples))
-    sampling, example = (
-        optimizer.sampling,
-        jax.eval_shape(lambda tree: jax.tree.map(lambda leaf: leaf[0], tree), examples),
-    )
+    example = jax.eval_shape(lambda tree: jax.tree.map(lambda leaf: leaf[0], tree), examples)
+    sampling = optimizer.sampling
     included, rows = plan.rows_that_count(batch, sampling)
     public = [plan.drawn(batch, sampling), plan.delta_size(delta, sampling), plan.privacy(optimizer, steps, delta)]
     public += [] if data is None else [plan.data_length(data, sampling)]
-    public += [real := parameters.dtypes(params)]
+    public += [plan.secret(optimizer.key), real := parameters.dtypes(params)]
     closed = program.trace(value, params, example)
     if isinstance(closed, Finding):
         return Report((*public, closed), (rows,))
     public += [program.constants(closed, example, len(included), sampling.examples), program.batching(closed)]
+    public += [randomness.constant_keys(loss, params, example, with_key=with_key)]
     if real.severity == "error" or rows.severity == "error":
         return Report(tuple(public), (rows,))  # no gradient, or no step, can be computed
     flags = trained(optimizer, params)

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from dpx import keys
 from dpx._rows import length_of
 from dpx.accounting import epsilon
 from dpx.batches import Batch, Tree, batch_size, inclusion
@@ -97,3 +98,10 @@ def frozen(flags: Tree, params: Tree) -> Finding:
     trained, total = sum(size for flag, size in sizes if flag), sum(size for _, size in sizes)
     words = f"{trained} of {total} parameters are trained" if trained < total else f"all {total} parameters are trained"
     return Finding("trained", "ok", words, {"trained": trained, "parameters": total})
+
+
+def secret(key: jax.Array | None) -> Finding:
+    """Whether the mechanism's key, (), may have fewer than 64 secret bits."""
+    if key is not None and keys.is_small(key):
+        return Finding("key", "warning", keys.SMALL, {"small": True})
+    return Finding("key", "ok", "the key has more than 32 bits", {"small": False})

@@ -107,7 +107,7 @@ def error_feedback_mechanism(
     """
     if not isinstance(sampling, SAMPLINGS):
         raise ValueError(f"sampling must be one of {[s.__name__ for s in SAMPLINGS]}, got {described(sampling)}")
-    noise_key = keys.stream(key, "noise")
+    noise_key = keys.stream(keys.secret(key), "noise")
     numbers = _require_numbers(clip_norm, feedback_norm, outer_clip_norm, noise_multiplier)
     reset_every = None if reset_every is None else require_whole("reset_every", reset_every)
     config = Configuration(*numbers, sampling, reset_every, _norm_bounds(*numbers[:3], stability))

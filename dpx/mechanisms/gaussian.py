@@ -55,7 +55,7 @@ def gaussian_mechanism(
     clip_norm = _require_clip_norms(clip_norm)
     noise_multiplier = require_scalar_or_schedule("noise_multiplier", noise_multiplier, minimum=0)
     _require_sampling(sampling)
-    noise_key = keys.stream(key, "noise")
+    noise_key = keys.stream(keys.secret(key), "noise")
 
     def weigh(norms, state):
         return (jax.tree.map(lambda n, c: c / jnp.maximum(n, c), norms, _norms_at(clip_norm, state.step)),)
