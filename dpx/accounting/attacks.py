@@ -90,7 +90,7 @@ def attack_bounds(
             raise ValueError(f"a Composition has its steps and its relation, {stated!r}; pass neither beside it")
     else:
         event, stated = event_of(run, steps_or_state, relation)
-    return bounds_of(event_profile(event, accountant=accountant, relation=stated, curve=True), delta, rates)
+    return bounds_of(event_profile(event, accountant=accountant, relation=stated, curve=True), delta, rates.tolist())
 
 
 def bounds_of(profile: Profile, delta: float, false_positive_rates: Sequence[float]) -> AttackBounds:
