@@ -18,6 +18,7 @@ TINY = (
 MODEL = models.Model(lambda key: np.ones((4, 5), np.float32), lambda params, image: image.reshape(-1) @ params)
 
 
+@pytest.mark.filterwarnings("ignore:one owner has more than a tenth")  # of 40 users, who are drawn as different ones
 def test_a_run_from_the_command_line(tmp_path, capsys, undrawn):
     assert federated.main([*TINY, "--output-dir", str(tmp_path)]) == 0
     page = capsys.readouterr().out
