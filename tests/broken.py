@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import dp_accounting
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 import dpx
@@ -514,6 +515,277 @@ def branches_on_raw_gradients(key, steps):
     return mechanism.replace(release=release)
 
 
+def normals(key: jax.Array, step: Any, tree: Any) -> Any:
+    """Standard normals like `tree` that do not come from `keys.normal_like`."""
+    return optax.tree.random_like(keys.stream(key, "own noise", step), tree, jax.random.normal, jnp.float32)
+
+
+def sound_noise_of_its_own(key, steps=1):
+    return with_noise(sound(key), lambda total, step: normals(key, step, total))
+
+
+def with_noise_of_params(mechanism: dpx.Mechanism, draw: Callable) -> dpx.Mechanism:
+    """`mechanism`, but its noise on the sum is DEVIATION times draw(sum, step, params)."""
+
+    def release(sums, state, params):
+        noise = draw(sums[0], state.step, params)
+        updates = jax.tree.map(lambda s, n: (s + DEVIATION * n) / mechanism.sampling.divisor, sums[0], noise)
+        return optax.tree.cast_like(updates, params), state.after(NOISE_MULTIPLIER)
+
+    return mechanism.replace(release=release)
+
+
+# Noise that is missing, or there twice, at some parameters.
+
+
+def no_noise_in_16_bits(key, steps):
+    """Leaves of bfloat16 get no noise (a loop over `dtype == float32`)."""
+
+    def draw(total, step, params):
+        return jax.tree.map(lambda n, p: n * np.float32(p.dtype != jnp.bfloat16), standard(key)(total, step), params)
+
+    return with_noise_of_params(sound(key), draw)
+
+
+def no_noise_on_convolutions(key, steps):
+    """Leaves of more than two axes get no noise (a loop over dense layers)."""
+    return with_noise(
+        sound(key), lambda total, step: jax.tree.map(lambda n: n * np.float32(n.ndim < 3), normals(key, step, total))
+    )
+
+
+def noise_by_shape(key, steps):
+    """The key of a leaf is made from its shape, so that equal layers share noise (a cache of generators)."""
+
+    def draw(total, step):
+        def of(leaf):
+            return jax.random.normal(
+                jax.random.fold_in(keys.stream(key, "noise", step), hash(leaf.shape) % 2**31), leaf.shape
+            )
+
+        return jax.tree.map(of, total)
+
+    return with_noise(sound(key), draw)
+
+
+def noise_scaled_by_params(key, steps):
+    """The noise is relative to the parameters, which one does not see where all of them are 1."""
+
+    def draw(total, step, params):
+        return jax.tree.map(lambda n, p: n * jnp.abs(p).astype(jnp.float32), standard(key)(total, step), params)
+
+    return with_noise_of_params(sound(key), draw)
+
+
+def noise_keyed_by_params(key, steps):
+    """The key depends on the parameters too: the noise of a step can be made again at other ones."""
+
+    def draw(total, step, params):
+        own = jax.random.fold_in(
+            key, sum(jnp.sum(p).astype(jnp.int32) for p in jax.tree.leaves(params)).astype(jnp.uint32)
+        )
+        return normals(own, step, total)
+
+    return with_noise_of_params(sound(key), draw)
+
+
+def noise_in_tiles(key, steps):
+    """Large layers get the same 1,024 numbers again and again (a pool of noise that was drawn before)."""
+
+    def draw(total, step):
+        pool = normals(key, step, jnp.zeros(1024))
+        numbers = iter(itertools.accumulate([0, *(leaf.size for leaf in jax.tree.leaves(total))]))
+        return jax.tree.map(lambda s: pool[(np.arange(s.size) + next(numbers)) % 1024].reshape(s.shape), total)
+
+    return with_noise(sound(key), draw)
+
+
+def noise_of_256_sizes(key, steps):
+    """Noise of 8 bits (quantized communication), at the right standard deviation."""
+
+    def draw(total, step):
+        uniform = jax.tree.map(lambda n: jax.scipy.stats.norm.cdf(n), normals(key, step, total))
+        return jax.tree.map(lambda u: jax.scipy.stats.norm.ppf((jnp.floor(u * 512) + 0.5) / 512), uniform)
+
+    return with_noise(sound(key), draw)
+
+
+def noise_by_number_of_parameters(key, steps):
+    """The noise is divided by the root of the number of parameters above 100, as if that were its norm."""
+
+    def draw(total, step):
+        numbers = sum(leaf.size for leaf in jax.tree.leaves(total))
+        return jax.tree.map(lambda n: n / max(1.0, numbers / 100) ** 0.5, normals(key, step, total))
+
+    return with_noise(sound(key), draw)
+
+
+# Noise that repeats without a correlation.
+
+
+def one_noise_with_other_signs(key, steps):
+    """Two leaves share the sizes of their noise and have signs of their own (antithetic or reflected draws)."""
+
+    def draw(total, step):
+        def of(number, leaf):
+            size = jnp.abs(jax.random.normal(keys.stream(key, "noise", step), leaf.shape))
+            own = jax.random.fold_in(keys.stream(key, "signs", step), number)
+            return size * jax.random.rademacher(own, leaf.shape, jnp.float32)
+
+        leaves, structure = jax.tree.flatten(total)
+        return structure.unflatten([of(number, leaf) for number, leaf in enumerate(leaves)])
+
+    return with_noise(sound(key), draw)
+
+
+def other_signs_at_every_step(key, steps):
+    """The sizes of the noise are the same at all steps, and the signs are drawn anew."""
+
+    def draw(total, step):
+        size = jax.tree.map(jnp.abs, normals(key, 0, total))
+        sign = optax.tree.random_like(keys.stream(key, "signs", step), total, jax.random.rademacher, jnp.float32)
+        return jax.tree.map(lambda n, s: n * s, size, sign)
+
+    return with_noise(sound(key), draw)
+
+
+def sign_of_two_others(key, steps):
+    """Every third number has the sign of the product of the two before it: no two of them are dependent."""
+
+    def draw(total, step):
+        def of(n):
+            flat = n.reshape(-1)
+            product = jnp.sign(jnp.roll(flat, 1) * jnp.roll(flat, 2))
+            third = np.arange(flat.size) % 3 == 2
+            return jnp.where(third, jnp.abs(flat) * product, flat).reshape(n.shape)
+
+        return jax.tree.map(of, normals(key, step, total))
+
+    return with_noise(sound(key), draw)
+
+
+# Faults at some steps.
+
+
+def no_noise_at_some_steps(key, steps):
+    """Steps 2 and 3 have no noise (a warm-up that is off by two)."""
+
+    def draw(total, step):
+        silent = (step == 2) | (step == 3)
+        return jax.tree.map(lambda n: jnp.where(silent, 0.0, n), standard(key)(total, step))
+
+    return with_noise(sound(key), draw)
+
+
+def no_noise_from_step_50(key, steps):
+    """A schedule of the noise ends, and the bill's does not."""
+    return with_noise(
+        sound(key),
+        lambda total, step: jax.tree.map(lambda n: jnp.where(step >= 50, 0.0, n), standard(key)(total, step)),
+    )
+
+
+def half_the_noise_from_step_1000(key, steps):
+    """The noise falls after a warm-up, and the bill does not know of it."""
+    return with_noise(
+        sound(key),
+        lambda total, step: jax.tree.map(lambda n: jnp.where(step >= 1000, 0.5 * n, n), standard(key)(total, step)),
+    )
+
+
+def repeats_after(period: int) -> Callable:
+    def repeating(key, steps):
+        """The number of the step is taken modulo a period (a ring buffer of keys; a counter of few bits)."""
+        return with_noise(sound(key), lambda total, step: normals(key, step % period, total))
+
+    repeating.__name__ = f"noise_repeats_after_{period}"
+    return repeating
+
+
+def dpx_noise_repeats(key, steps):
+    """Noise of dpx at the step modulo 1,000, behind random coordinates."""
+    repeating = with_noise(
+        sound(key), lambda total, step: keys.normal_like(keys.stream(key, "noise"), step % 1000, total)
+    )
+    return dpx.in_coordinates(repeating, dpx.coordinates.random_projection(rank=12, kind="gaussian", key=key))
+
+
+def step_in_bfloat16(key, steps):
+    """The number of the step is rounded, from 256 on (a counter in the dtype of the model)."""
+    return with_noise(sound(key), lambda total, step: normals(key, step.astype(jnp.bfloat16).astype(jnp.int32), total))
+
+
+def step_in_float32(key, steps):
+    """The number of the step is rounded, from 2^24 on."""
+    return with_noise(sound(key), lambda total, step: normals(key, step.astype(jnp.float32).astype(jnp.int32), total))
+
+
+def key_of_eight_bits(key, steps):
+    """The noise has one of 256 seeds (`seed % 256`)."""
+
+    def draw(total, step):
+        seed = jax.random.bits(keys.stream(key, "noise"), (), jnp.uint32) % 256
+        return normals(jax.random.fold_in(jax.random.key(0), seed), step, total)
+
+    return with_noise(sound(key), draw)
+
+
+# Large batches and long runs.
+
+
+def clipped_in_groups(key, steps):
+    """In a batch of more than 32 rows, the sum of 16 rows is clipped, and each row of others (vectorized clipping)."""
+
+    def change(grads, included):
+        rows = included.shape[0]
+        if rows <= 32:
+            return grads, included
+
+        def pooled(g):
+            kept = jnp.where(included.reshape(-1, *[1] * (g.ndim - 1)), g, 0)
+            groups = jnp.pad(kept, [(0, -rows % 16)] + [(0, 0)] * (g.ndim - 1)).reshape(-1, 16, *g.shape[1:])
+            firsts = jnp.zeros_like(groups).at[:, 0].set(groups.sum(1))
+            return firsts.reshape(-1, *g.shape[1:])[:rows]
+
+        return jax.tree.map(pooled, grads), jnp.ones_like(included)
+
+    return with_update(sound(key), change)
+
+
+def last_rows_not_clipped(key, steps):
+    """Rows from 256 on are added as they are (a loop over whole chunks of 256, and a rest)."""
+    mechanism = sound(key)
+
+    def update(grads, state, params=None, *, included=None):
+        rest = jnp.arange(included.shape[0]) >= 256
+        updates, after = mechanism.update(grads, state, params, included=included & ~rest)
+
+        def add(u, g):
+            kept = (included & rest).reshape(-1, *[1] * (g.ndim - 1))
+            return u + (jnp.where(kept, g, 0).astype(jnp.float32).sum(0) / SAMPLING.divisor).astype(u.dtype)
+
+        return jax.tree.map(add, updates, grads), after
+
+    return with_own_update(mechanism, update)
+
+
+def bill_is_capped(key, steps):
+    """At most 1,000 steps are billed (a table of a fixed size)."""
+    mechanism = sound(key)
+    return mechanism.replace(event=lambda steps: mechanism.event(min(steps, 1000)))
+
+
+def bill_loses_a_schedule(key, steps):
+    """A schedule is billed by its first 5,000 steps, with the last of them for the others."""
+
+    def schedule(step):
+        return NOISE_MULTIPLIER * (0.5 + 0.5 * jnp.exp(-step.astype(jnp.float32) / 1e5))
+
+    mechanism = sound(key, noise_multiplier=schedule)
+    held = sound(key, noise_multiplier=lambda step: schedule(jnp.minimum(step, 5000)))
+    return mechanism.replace(event=held.event)
+
+
 ZOO = [
     Zoo(no_clip, "bounded"),
     Zoo(clip_after_the_sum, "bounded"),
@@ -554,4 +826,28 @@ ZOO = [
     Zoo(clip_norm_of_raw_norms, "secrecy"),
     Zoo(feedback_at_the_papers_noise, "secrecy", "lower_bound"),
     Zoo(branches_on_raw_gradients, "branches"),
+    Zoo(no_noise_in_16_bits, "noise"),
+    Zoo(no_noise_on_convolutions, "noise"),
+    Zoo(noise_by_shape, "noise"),
+    Zoo(noise_scaled_by_params, "noise"),
+    Zoo(noise_keyed_by_params, "noise"),
+    Zoo(noise_in_tiles, "noise"),
+    Zoo(noise_of_256_sizes, "noise"),
+    Zoo(noise_by_number_of_parameters, "noise"),
+    Zoo(one_noise_with_other_signs, "noise"),
+    Zoo(other_signs_at_every_step, "noise"),
+    Zoo(sign_of_two_others, "noise"),
+    Zoo(no_noise_at_some_steps, "noise"),
+    Zoo(no_noise_from_step_50, "noise"),
+    Zoo(half_the_noise_from_step_1000, "noise"),
+    Zoo(repeats_after(7), "noise"),
+    Zoo(repeats_after(1000), "noise"),
+    Zoo(dpx_noise_repeats, "noise"),
+    Zoo(step_in_bfloat16, "noise"),
+    Zoo(step_in_float32, "noise"),
+    Zoo(key_of_eight_bits, "noise"),
+    Zoo(clipped_in_groups, "adjacent"),
+    Zoo(last_rows_not_clipped, "adjacent"),
+    Zoo(bill_is_capped, "cost"),
+    Zoo(bill_loses_a_schedule, "cost"),
 ]

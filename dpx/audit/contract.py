@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from dpx._described import described
 from dpx._numbers import require_whole
 from dpx.audit import contract_cost, contract_lines, contract_noise, contract_secrecy
+from dpx.audit.contract_inputs import default_params
 from dpx.audit.contract_report import Broken, ContractReport, Line, NotChecked
 from dpx.audit.contract_trial import Trial
 from dpx.batches import Tree, batch_size
@@ -29,8 +30,9 @@ LINES: dict[str, Callable[[Trial], str]] = {
     "secrecy": contract_secrecy.secrecy,
     "branches": contract_secrecy.branches,
 }
-FALSE_ALARMS = 1e-4  # of one call: four tests of draws at 1e-5 each, and at most four of batches at 1e-6 each
-PARAMS = {"kernel": (4, 3), "bias": (3,), "scale": ()}
+# Of one call, by a union bound: ten tests of draws at 4e-6 each, two of signs and sizes, eleven of the coordinates,
+# three of repeats, one of larger parameters and four of batches at 1e-6 each. The sum is 6.1e-5.
+FALSE_ALARMS = 1e-4
 MOST_NUMBERS = 1000  # of the parameters, because every pair of coordinates is compared
 
 
@@ -49,14 +51,16 @@ def check_contract(
 
     bounded   hostile gradients (0 to 3e38, NaN, inf, those of float16 and bfloat16) contribute at most the clip norm
     float32   nothing computes in less than float32
-    adjacent  leaving one example out moves the update by at most what is billed
+    adjacent  leaving one example out moves the update by at most what is billed, in 6 rows and in 257
     padding   rows that do not count change nothing
     additive  `Mechanism.update`, microbatches, ghost norms and `private_grad` give the same step
     divisor   the updates are divided by a constant
     noise     the noise is the billed multiple of what one example moves, wherever that is; its draws, under other keys
-              and at three steps, are independent standard normals
+              and at eight steps, are independent standard normals; it is there, and does not repeat, for other values
+              and dtypes of the parameters, in larger ones, and at 1,270 steps up to 2^31
     resume    the state alone decides the next step
-    cost      the event bills the noise multipliers of the mechanism, and the state counts the releases
+    cost      the event bills the noise multipliers of the mechanism, for up to 10^6 steps (of a schedule, 50,021), and
+              the state counts the releases
     sampling  batches are drawn as the event says
     secrecy   nothing but released values is public
     branches  no program branches on raw data
@@ -64,7 +68,7 @@ def check_contract(
     mechanism: of `dpx.chain`, `dpx.in_coordinates`, or of your own.
     loss: with it, the contract is also checked on the paths of `private_grad`; loss(params, example), of one example.
     params: pytree of arrays, at most 1,000 numbers; small layers with the names of your model serve. By default, a
-        matrix, a vector and a number.
+        matrix, a vector, a number, and two arrays of 4 axes and one shape.
     examples: pytree, with examples on axis 0; needed with a loss.
     lines: the names of the lines to check, from the list above; None checks all.
     rebuild: (key) -> the same mechanism with this key, for the draws. Without it, the keys in the program are replaced
@@ -78,8 +82,7 @@ def check_contract(
     names that are not in the list.
     """
     names = _require(mechanism, loss, params, examples, lines)
-    if params is None:
-        params = {name: jnp.ones(shape) for name, shape in PARAMS.items()}
+    params = default_params() if params is None else params
     draws, seed = require_whole("draws", draws, minimum=500), require_whole("seed", seed, minimum=0)
     return report_of(Trial(mechanism, params, loss, examples, draws=draws, seed=seed, rebuild=rebuild), names)
 

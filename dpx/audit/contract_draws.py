@@ -21,37 +21,57 @@ if TYPE_CHECKING:
 Tree = Any  # a pytree of arrays
 RATE = 1e-6  # of false alarms, of the test of the noise against the coordinates
 TOGETHER = 500  # draws in memory at once
+FULLY = (0, 1, 4)  # steps whose noise is drawn `count` times; that of other steps, AT_LEAST times
+AT_LEAST = 500  # and at most TOGETHER
 MISSING = object()
 
 
 class Draws:
     """Draws of what a step of an empty batch makes public, which is its noise.
 
-    count: int, of the draws. seed: of their keys. rebuild: (key) -> the mechanism with this key, or None.
-    has_keys: whether the step reads a key at all.
+    count: int, of the draws of the steps FULLY; of others there are AT_LEAST. seed: of their keys.
+    rebuild: (key) -> the mechanism with this key, or None. has_keys: whether the step reads a key at all.
     """
 
     def __init__(self, subject: "Subject", count: int, seed: int, rebuild: Callable | None):
         self.subject, self.count, self.rebuild = subject, count, rebuild
         self.keys = jax.random.split(jax.random.key(seed), count)
-        self._found: dict[int, np.ndarray] = {}
+        self.words = np.asarray(jax.random.key_data(self.keys))
+        self._found: dict[tuple[int, bool], np.ndarray] = {}
         self._maps: Any = MISSING
         grads = inputs.gradients(subject.params, 0, rows=1)
+        assert len(subject.counters)  # known before anything is traced
 
-        def empty_step(mechanism, state):
-            updates, after = mechanism.update(grads, state, subject.params, included=jnp.zeros(1, bool))
+        def empty_step(mechanism, state, step, params):
+            state = subject.at_step(state, step)
+            updates, after = mechanism.update(grads, state, params, included=jnp.zeros(1, bool))
             return inputs.public_floats((updates, public_state(after)))
 
-        run, self.has_keys = with_other_keys(empty_step, subject.mechanism, rebuild, (subject.state(0),))
-        self.program = jax.jit(jax.vmap(lambda key, state: run(key, (state,)), (0, None)))
+        arguments = subject.state(0), np.int32(0), subject.params
+        run, self.has_keys = with_other_keys(empty_step, subject.mechanism, rebuild, arguments)
+        program = jax.vmap(lambda words, *given: run(jax.random.wrap_key_data(words), given), (0, None, 0, None))
+        self.program = jax.jit(program)
 
-    def __call__(self, step: int) -> np.ndarray:
-        """The public floats of empty steps from the state of this step, float64 (count, o)."""
-        if step not in self._found:
-            parts = [self.keys[start : start + TOGETHER] for start in range(0, self.count, TOGETHER)]
-            found = [np.asarray(self.program(keys, self.subject.state(step)), np.float64) for keys in parts]
-            self._found[step] = np.concatenate(found)
-        return self._found[step]
+    def __call__(self, step: int, *, others: bool = False) -> np.ndarray:
+        """The public floats of empty steps from the state of this step, float64 (count, o).
+
+        others: with the other values of the parameters; then there are AT_LEAST draws.
+        """
+        if (step, others) not in self._found:
+            count = self.count if step in FULLY and not others else AT_LEAST
+            steps, params = np.full(count, step), self.subject.others if others else self.subject.params
+            self._found[step, others] = self.of(self.words[:count], self.subject.state(step), steps, params)
+        return self._found[step, others]
+
+    def of(self, words: np.ndarray, state: Tree, steps: np.ndarray, params: Tree = None) -> np.ndarray:
+        """The public floats of empty steps, float64 (count, o). words: of keys, uint32 (count, 2). steps: (count,)."""
+        count, found = len(steps), []
+        places = np.arange(-(-count // TOGETHER) * TOGETHER) % count  # the last part is filled up
+        for part in places.reshape(-1, TOGETHER):
+            steps_of_part = np.asarray(steps, np.int32)[part]
+            given = state, steps_of_part, self.subject.params if params is None else params
+            found.append(np.asarray(self.program(words[part], *given), np.float64))
+        return np.concatenate(found)[:count]
 
     def noise_maps(self, traced: Traced) -> Callable | None:
         """(keys, state) -> how the noise moves the public floats, (count, o, m), and these without it, (count, o).
@@ -65,7 +85,7 @@ class Draws:
 
             def floats(mechanism, state, vector):
                 both = (zeros[0], vector) if traced.normals else (vector, zeros[1])
-                return traced.public(*both, state, mechanism)[0]
+                return traced.public(*both, state, self.subject.params, mechanism)[0]
 
             def moved(mechanism, state):
                 return jax.jvp(lambda v: floats(mechanism, state, v), (vector,), (vector,))[1]
@@ -95,14 +115,15 @@ def whitened(traced: Traced, draws: Draws, step: int, release: Release) -> np.nd
         rows[release.updates :] = False
     rows &= np.abs(release.noise).max(1, initial=0) > 0
     if not rows.any():
-        return np.zeros((draws.count, 0))
+        return np.zeros((len(draws(step)), 0))
     found = draws(step)[:, rows]
     maps = draws.noise_maps(traced)
     if maps is None:
         left, sizes, _ = np.linalg.svd(release.noise[rows], full_matrices=False)
         large = sizes > SMALL * sizes[0]
         return (found - release.offset[rows]) @ (left[:, large] / sizes[large])
-    noise, offset = (np.asarray(a, np.float64) for a in maps(draws.keys, draws.subject.state(step)))
+    keys = draws.keys[: len(found)]
+    noise, offset = (np.asarray(a, np.float64) for a in maps(keys, draws.subject.state(step)))
     return in_its_directions(found - offset[:, rows], noise[:, rows])
 
 
@@ -130,7 +151,7 @@ def whitened_by_itself(traced: Traced, draws: Draws, step: int, release: Release
     maps = draws.noise_maps(traced)
     if maps is None:
         return _by_its_covariance(found)
-    own = np.asarray(maps(draws.keys, draws.subject.state(step))[0], np.float64)
+    own = np.asarray(maps(draws.keys[: len(found)], draws.subject.state(step))[0], np.float64)
     standard = in_its_directions(found - found.mean(0), own[:, : release.updates])
     return standard / standard.std(0)
 
@@ -146,18 +167,18 @@ def _by_its_covariance(draws: np.ndarray) -> np.ndarray:
     return uncorrelated @ vectors.T if large.all() else uncorrelated
 
 
-def measured(release: Release, traced: Traced, draws: Draws, step: int) -> Release:
+def measured(release: Release, traced: Traced, draws: Draws, step: int, *, others: bool = False) -> Release:
     """A release whose noise is known from draws of the updates alone, because it does not come from dpx.
 
     The noise map is a root of the sample covariance. With coordinates that depend on the key, it is how the sums move
     the updates, times the deviation of the draws in these units. The sizes that it tells have a relative error of about
     sqrt(2 / count), so the tolerance is 6 times that, and a share for the number of updates.
     """
-    found = draws(step)[:, : release.updates]
+    found = draws(step, others=others)[:, : release.updates]
     if not np.isfinite(found).all():
         raise Broken(f"the noise is not finite at step {step}")
-    state = draws.subject.state(step)
-    _, _, (by_sums, _) = traced.program(inputs.waves(traced.numbers, 1.0), np.zeros(0, np.float32), state)
+    state, params = draws.subject.state(step), draws.subject.others if others else draws.subject.params
+    _, _, (by_sums, _) = traced.program(inputs.waves(traced.numbers, 1.0), np.zeros(0, np.float32), state, params)
     data = np.asarray(by_sums, np.float64)[: release.updates]
     maps = draws.noise_maps(traced)
     if maps is None:
@@ -165,13 +186,13 @@ def measured(release: Release, traced: Traced, draws: Draws, step: int) -> Relea
         large = values > 1e-8 * max(values[-1], 1e-30)
         noise = vectors[:, large] * np.sqrt(values[large])
     else:
-        own = np.asarray(maps(draws.keys, state)[0], np.float64)[:, : release.updates]
+        own = np.asarray(maps(draws.keys[: len(found)], state)[0], np.float64)[:, : release.updates]
         noise = data * in_its_directions(found - found.mean(0), own).std(0).min()
     exchange, *_ = np.linalg.lstsq(noise, data, rcond=SMALL)
     uncovered = np.abs(noise @ exchange - data).max(initial=0) / max(np.abs(data).max(initial=0), 1e-30)
     padded = np.zeros((len(release.offset), noise.shape[1]))
     padded[: release.updates] = noise
-    tolerance = 6 * math.sqrt(2 / draws.count) + 2 * release.updates / draws.count
+    tolerance = 6 * math.sqrt(2 / len(found)) + 2 * release.updates / len(found)
     return release._replace(noise=padded, exchange=exchange, uncovered=float(uncovered), tolerance=tolerance)
 
 

@@ -15,6 +15,21 @@ SWEEP = np.geomspace(1e-3, 1e5, 33)  # so that no size is far from one that is t
 BASIS = 64  # at most so many coordinates are tried alone
 SIZES = (0, 1e-30, 1e-6, 0.1, 1, 5e4, 3e38, math.nan, math.inf, -math.inf)
 LOW = (np.float16, jnp.bfloat16)
+VALUES = (0.5, -1.0, 0.0, 2.0, -0.125, 32.0, 1.0)  # of parameters; no rounding in 16 bits
+
+
+def default_params() -> Tree:
+    """Parameters, float32, of no numbers to 4 axes: two equal shapes, and values of several sizes and signs."""
+    shapes = {"kernel": (4, 3), "bias": (3,), "scale": (), "first": (2, 1, 3, 2), "second": (2, 1, 3, 2)}
+    return other_values({name: np.ones(shape, np.float32) for name, shape in shapes.items()})
+
+
+def other_values(params: Tree, first: int = 0) -> Tree:
+    """Parameters of sizes and signs from VALUES, in the shapes and dtypes of `params`, whose values are not read."""
+    leaves, structure = jax.tree.flatten(params)
+    numbers = [(np.arange(leaf.size) + place + first).reshape(leaf.shape) for place, leaf in enumerate(leaves)]
+    values = [np.array(VALUES)[n % len(VALUES)].astype(p.dtype) for n, p in zip(numbers, leaves, strict=True)]
+    return structure.unflatten(values)
 
 
 def gradients(params: Tree, seed: int, scale: float = 1.0, rows: int = ROWS) -> Tree:

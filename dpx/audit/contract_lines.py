@@ -3,20 +3,20 @@
 Each function returns words, raises Broken where the line does not hold, and NotChecked where it cannot tell.
 """
 
-import re
 from typing import Any
 
 import jax
 import numpy as np
 
 from dpx.audit import contract_inputs as inputs
+from dpx.audit.contract_draws import FULLY
 from dpx.audit.contract_keys import is_key
-from dpx.audit.contract_marks import KEY, RAW, spread
-from dpx.audit.contract_report import Broken
-from dpx.audit.contract_subject import STEPS, Problem, all_but, everyone
+from dpx.audit.contract_large import require_rows_alone
+from dpx.audit.contract_marks import KEY, RAW, printed, spread
+from dpx.audit.contract_report import Broken, listed
+from dpx.audit.contract_subject import AT_STEPS, STEPS, Problem, all_but, everyone
 from dpx.audit.contract_trial import Trial
 
-AT_STEPS = f"at steps {', '.join(map(str, STEPS))}"
 GARBAGE = (0, 3, inputs.ROWS - 2)  # positions of the first of two rows of padding
 
 
@@ -25,18 +25,21 @@ def bounded(trial: Trial, tolerance: float = 1e-5) -> str:
     rows, replacements = 0, [trial.with_loud(tree) for tree in trial.hostile[1:]]
     for step in STEPS:
         clip_norm, state = trial.clip_norm(step), trial.state(step)
-        replaced = [trial.alone(tree, state) for tree in replacements]
         for name, sums in trial.contributions(step).items():
             norms = trial.norms(step, sums)
             rows += len(norms)
             _require_at_most(norms, clip_norm, tolerance, f"{name}, step {step}")
+        if step not in FULLY:
+            continue
+        replaced = [trial.alone(tree, state) for tree in replacements]
+        for name, sums in trial.contributions(step).items():
             _require_zero(trial, sums, replaced, f"{name}, step {step}")
         for problem in trial.problems[1:]:
             for name, of_each in problem.sums.items():
                 norms = trial.norms(step, of_each(problem.hostile, state))
                 rows += len(norms)
                 _require_at_most(norms, clip_norm, tolerance, f"{name} of the loss, step {step}")
-    norms = ", ".join(f"{trial.clip_norm(step):.4g}" for step in STEPS)
+    norms = listed([trial.clip_norm(step) for step in STEPS])
     return f"{rows} examples {AT_STEPS}: none contributes more than norm {norms}; those that are not finite, zero"
 
 
@@ -109,7 +112,7 @@ def adjacent(trial: Trial) -> str:
         most = trial.most(step) * (1 + 10 * release.tolerance)
         for problem in trial.problems:
             rows = _with_a_loud_row(trial, problem)
-            for name, path in problem.paths.items():
+            for name, path in list(problem.paths.items())[: None if step in FULLY else 1]:
                 everyones, _ = path(rows, trial.state(step), everyone())
                 for missing in range(inputs.ROWS):
                     others, _ = path(rows, trial.state(step), all_but(missing))
@@ -121,7 +124,8 @@ def adjacent(trial: Trial) -> str:
                             f"{trial.most(step):.6g} are billed ({name}, {problem.name}, step {step})"
                         )
                     largest, tried = max(largest, size / trial.most(step)), tried + 1
-    return f"{tried} times one of {inputs.ROWS} examples left out: at most {largest:.6g} of what is billed"
+    words = f"{tried} times one of {inputs.ROWS} examples left out: at most {largest:.6g} of what is billed"
+    return f"{words}; {require_rows_alone(trial)}"
 
 
 def _require_adjacent_sums(trial: Trial, step: int) -> None:
@@ -221,16 +225,12 @@ def resume(trial: Trial) -> str:
 
 def require_same_program(first: Any, second: Any) -> None:
     """Raises Broken if two closed jaxprs of a step differ in an equation or in a constant."""
-    if _printed(first) != _printed(second) or not _same_constants(first, second):
+    if printed(first) != printed(second) or not _same_constants(first, second):
         raise Broken("the step is another program when it is traced again: something outside of the state enters it")
 
 
 def _is_array(leaf) -> bool:
     return not jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _printed(closed) -> str:
-    return re.sub(r"0x[0-9a-f]+", "", str(closed.jaxpr))
 
 
 def _same_constants(first, second) -> bool:

@@ -2,6 +2,7 @@
 
 import functools
 import operator
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -62,3 +63,28 @@ def _loop(body: Any, constants: list[int], carried: list[int], rest: Sequence[in
         if longer == carried:
             return outputs
         carried = longer
+
+
+def printed(jaxpr: Any) -> str:
+    """The equations of a jaxpr in words, with those of inner jaxprs in full.
+
+    `str` prints an inner jaxpr once where two equations hold the same object, which depends on the caches of jax.
+    """
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    names: dict[Any, int] = {}
+
+    def of(variable):
+        return (
+            str(variable) if hasattr(variable, "val") else f"{names.setdefault(variable, len(names))}:{variable.aval}"
+        )
+
+    def parameter(value):
+        if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
+            return f"{{{printed(value)}; {getattr(value, 'consts', ())}}}"
+        return f"({', '.join(map(parameter, value))})" if isinstance(value, tuple | list) else str(value)
+
+    lines = [" ".join(map(of, (*jaxpr.constvars, *jaxpr.invars)))]
+    for equation in jaxpr.eqns:
+        parameters = [f"{name}={parameter(value)}" for name, value in equation.params.items()]
+        lines.append(" ".join([equation.primitive.name, *parameters, *map(of, (*equation.invars, *equation.outvars))]))
+    return re.sub(r"0x[0-9a-f]+", "", "\n".join([*lines, " ".join(map(of, jaxpr.outvars))]))

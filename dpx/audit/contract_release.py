@@ -21,7 +21,7 @@ from dpx.audit import contract_inputs as inputs
 from dpx.audit.contract_subject import Subject
 from dpx.batches import Tree
 
-LOST = 1e-3  # a derivative below this share of its value is mostly rounding, as that of Adam's first step
+LOST = 1e-2  # a derivative below this share of its value is mostly rounding, as that of Adam's first step
 POINTS = 8  # at random, at which derivatives are taken; a coordinate without slope at all of them would be missed
 SMALL = 1e-5  # of singular values, relative to the largest, because the derivatives are float32
 
@@ -88,18 +88,20 @@ class Traced:
             return jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), jnp.float32), tree)
 
         with substituted(record):
-            like = jax.eval_shape(self._run, self.sums_like, subject.state(0))
+            like = jax.eval_shape(self._run, self.sums_like, subject.state(0), subject.params)
         self.updates = sum(np.prod(leaf.shape, dtype=int) for leaf in jax.tree.leaves(like[0]))
         self.numbers = sum(np.prod(leaf.shape, dtype=int) for leaf in jax.tree.leaves(self.sums_like))
         self.normals = sum(np.prod(leaf.shape, dtype=int) for leaf in jax.tree.leaves(self.drawn))
         self.program = jax.jit(self._program)
-        self._found: dict[int, Release] = {}
+        self._found: dict[tuple[int, bool], Release] = {}
 
-    def _run(self, sums, state, mechanism=None):
-        updates, after = (mechanism or self.subject.mechanism).release(sums, state, self.subject.params)
+    def _run(self, sums, state, params, mechanism=None):
+        updates, after = (mechanism or self.subject.mechanism).release(sums, state, params)
         return updates, inputs.readable(public_state(after))
 
-    def public(self, sums: jax.Array, normals: jax.Array, state: Tree, mechanism: Any = None) -> tuple[jax.Array, Tree]:
+    def public(
+        self, sums: jax.Array, normals: jax.Array, state: Tree, params: Tree, mechanism: Any = None
+    ) -> tuple[jax.Array, Tree]:
         """All public floats that leave, float32 (o,), the updates first; and the other public leaves.
 
         mechanism: the same one with another key; by default the one on trial.
@@ -111,32 +113,33 @@ class Traced:
             return jax.tree.map(lambda _, n: n, tree, noise[next(calls)])
 
         with substituted(draw):
-            leaves = jax.tree.leaves(self._run(inputs.split(sums, self.sums_like), state, mechanism))
+            leaves = jax.tree.leaves(self._run(inputs.split(sums, self.sums_like), state, params, mechanism))
         return inputs.public_floats(leaves), [leaf for leaf in leaves if not inputs.is_float(leaf)]
 
-    def _program(self, sums, normals, state):
+    def _program(self, sums, normals, state, params):
         """The public floats, the others, and the derivatives by sums and by noise, float32 (o, k) and (o, m)."""
 
         def floats(sums, normals):
-            found, others = self.public(sums, normals, state)
+            found, others = self.public(sums, normals, state, params)
             return found, (found, others)
 
         derivatives, (found, others) = jax.jacfwd(floats, (0, 1), has_aux=True)(sums, normals)
         return found, others, derivatives
 
-    def __call__(self, step: int) -> Release:
-        """The release after the state of this step."""
-        if step not in self._found:
-            self._found[step] = self._at(self.subject.state(step))
-        return self._found[step]
+    def __call__(self, step: int, *, others: bool = False) -> Release:
+        """The release after the state of this step. others: for the other values of the parameters."""
+        if (step, others) not in self._found:
+            params = self.subject.others if others else self.subject.params
+            self._found[step, others] = self._at(self.subject.state(step), params)
+        return self._found[step, others]
 
-    def _at(self, state: Tree) -> Release:
+    def _at(self, state: Tree, params: Tree) -> Release:
         zeros = np.zeros(self.numbers, np.float32), np.zeros(self.normals, np.float32)
-        first, _, (first_sums, first_noise) = _as_float64(self.program(*zeros, state))
+        first, _, (first_sums, first_noise) = _as_float64(self.program(*zeros, state, params))
         affine, data, noise = np.ones(len(first), bool), [], []
         # A transform that cuts has no slope at some points, so the derivatives of several points are joined.
         for sums, normals in (zeros, *self._somewhere()):
-            found, _, (by_sums, by_noise) = _as_float64(self.program(sums, normals, state))
+            found, _, (by_sums, by_noise) = _as_float64(self.program(sums, normals, state, params))
             predicted = first + first_noise @ normals + first_sums @ sums
             scale = np.abs(by_noise).max(1, initial=0) + np.abs(by_sums).max(1, initial=0)  # NaN behind a root of 0
             with np.errstate(invalid="ignore"):

@@ -1,5 +1,6 @@
 """The lines of the privacy contract, and what was found about each."""
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 Outcome = Literal["pass", "fail", "not checked"]
@@ -67,3 +68,9 @@ class ContractReport(NamedTuple):
         rows = [f"{line.outcome:11}  {line.name:{width}}  {line.words}" for line in self.lines]
         rows.append(f"A sound mechanism fails with a probability of at most {self.false_alarm_rate:g}.")
         return "\n".join(rows)
+
+
+def listed(values: Sequence[float]) -> str:
+    """The numbers in words; equal ones once, if all are equal."""
+    words = [f"{value:.4g}" for value in values]
+    return words[0] if len(set(words)) == 1 else ", ".join(words)

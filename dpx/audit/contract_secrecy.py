@@ -6,6 +6,7 @@ import numpy as np
 
 from dpx._public_state import public_state
 from dpx.audit import contract_inputs as inputs
+from dpx.audit.contract_draws import FULLY
 from dpx.audit.contract_marks import RAW, spread
 from dpx.audit.contract_report import Broken, NotChecked
 from dpx.audit.contract_subject import STEPS, all_but, everyone
@@ -21,7 +22,7 @@ def secrecy(trial: Trial) -> str:
     _require_own_event_for_unreleased(trial)
     if not trial.draws_by_dpx:
         return _same_without_exchange(trial)
-    for step in STEPS:
+    for step in FULLY:
         sums = inputs.flattened(_sums(trial, step)).astype(np.float32)
         change = inputs.waves(trial.traced.numbers, 1.0, 0.3)
         exchange = _exchange(trial, step)
@@ -31,8 +32,8 @@ def secrecy(trial: Trial) -> str:
         ones = np.ones(trial.traced.normals, np.float32)
         other_noise = (ones - exchange @ change).astype(np.float32)
         state = trial.state(step)
-        expected = trial.traced.program(sums, ones, state)[:2]
-        found = trial.traced.program(sums + change, other_noise, state)[:2]
+        expected = trial.traced.program(sums, ones, state, trial.params)[:2]
+        found = trial.traced.program(sums + change, other_noise, state, trial.params)[:2]
         try:
             inputs.require_close(found, expected, 3e-5)
         except AssertionError as error:
@@ -40,7 +41,7 @@ def secrecy(trial: Trial) -> str:
                 f"two data sets with the same noisy sums differ in public values, at step {step} ({error})"
             ) from None
     return (
-        f"data moved by {SHIFT:g} standard deviations and the noise back: the same public values at {len(STEPS)} steps"
+        f"data moved by {SHIFT:g} standard deviations and the noise back: the same public values at {len(FULLY)} steps"
     )
 
 

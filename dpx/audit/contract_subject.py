@@ -15,7 +15,9 @@ from dpx.gradients import private_grad
 from dpx.gradients.sums import sum_gradients
 from dpx.mechanism import Mechanism
 
-STEPS = (0, 1, 4)  # the lines that depend on the step are checked at these
+STEPS = (0, 1, 2, 3, 4, 7, 9, 50)  # the lines that depend on the step are checked at these
+COUNTED = (0, 4, 50)  # at these, what equals the number of the step is its counter
+AT_STEPS = f"at steps {', '.join(map(str, STEPS))}"
 
 
 class Problem(NamedTuple):
@@ -36,12 +38,14 @@ class Problem(NamedTuple):
 class Subject:
     """The mechanism, the shapes of its parameters, and what was compiled for them.
 
-    params: pytree of float32 arrays. problems: gradients as data first; then the examples of a user's loss, if any.
+    params: pytree of float32 arrays. others: the same with other values.
+    problems: gradients as data first; then the examples of a user's loss, if any.
     """
 
     def __init__(self, mechanism: Mechanism, params: Tree, loss: Callable | None = None, examples: Tree = None):
         self.mechanism = mechanism
         self.params = jax.tree.map(lambda p: jnp.asarray(p, jnp.float32), params)
+        self.others = inputs.other_values(self.params, first=2)
         self.problems = [of_gradients(mechanism, self.params, self.compiled)]
         if loss is not None:
             self.problems.append(of_loss(mechanism, self.params, loss, examples, self.compiled))
@@ -57,14 +61,33 @@ class Subject:
         return next(iter(self.problems[0].paths.values()))(grads, state, included)
 
     def state(self, step: int) -> Tree:
-        """The state after `step` releases of some gradients."""
+        """The state after `step` releases of some gradients; beyond the last of STEPS, with its counters set."""
         if step not in self._states:
-            if step == 0:
+            if step > STEPS[-1]:
+                self._states[step] = self.at_step(self.state(STEPS[-1]), step)
+            elif step == 0:
                 self._states[0] = jax.jit(self.mechanism.init)(self.params)
             else:
                 grads = inputs.gradients(self.params, 100 + step)
                 self._states[step] = self.update(grads, self.state(step - 1), everyone())[1]
         return self._states[step]
+
+    @functools.cached_property
+    def counters(self) -> list[bool]:
+        """For each leaf of a state, whether it counts the steps, such as that of the ReleaseState, or of Adam."""
+        states = [jax.tree.leaves(self.state(step)) for step in COUNTED]
+
+        def counts(values):
+            whole = all(jnp.issubdtype(v.dtype, jnp.integer) and v.shape == () for v in values)
+            return whole and all(int(v) == step for v, step in zip(values, COUNTED, strict=True))
+
+        return [counts(values) for values in zip(*states, strict=True)]
+
+    def at_step(self, state: Tree, step: Any) -> Tree:
+        """`state` with all counters at `step`, int32 ()."""
+        leaves, structure = jax.tree.flatten(state)
+        pairs = zip(leaves, self.counters, strict=True)
+        return structure.unflatten([jnp.asarray(step, v.dtype) if counts else v for v, counts in pairs])
 
     def alone(self, rows: Tree, state: Tree) -> tuple[Tree, ...]:
         """The sums of every row of gradients alone, on the stacked path."""

@@ -10,14 +10,14 @@ from dp_accounting import DpEvent
 from dpx._numbers import over
 from dpx.accounting.releases import count_releases
 from dpx.audit import contract_inputs as inputs
-from dpx.audit.contract_draws import Draws, measured
+from dpx.audit.contract_draws import FULLY, Draws, measured
 from dpx.audit.contract_release import Release, Traced
 from dpx.audit.contract_report import NotChecked
 from dpx.audit.contract_subject import STEPS, Subject
 from dpx.batches import Tree
 from dpx.mechanism import Mechanism
 
-MULTIPLIERS = 12  # steps whose noise multipliers are read
+MULTIPLIERS = 2**20  # steps whose noise multipliers are read
 
 
 class Trial(Subject):
@@ -41,7 +41,7 @@ class Trial(Subject):
         super().__init__(mechanism, params, loss, examples)
         self.draws, self.seed, self.rebuild = draws, seed, rebuild
         self._contributions: dict[int, dict[str, Tree]] = {}
-        self._releases: dict[int, Release] = {}
+        self._releases: dict[tuple[int, bool], Release] = {}
         self.event = functools.lru_cache(mechanism.event)  # of schedules it takes some time
         self.clip_norm = functools.lru_cache(self._clip_norm)
 
@@ -58,12 +58,17 @@ class Trial(Subject):
         """Whether the noise of the release comes from `keys.normal_like`, so that it can be exchanged for data."""
         return self.traced.normals > 0
 
-    def release(self, step: int) -> Release:
-        """How data and noise enter the release at this step: traced, or measured where the noise is the mechanism's."""
-        if step not in self._releases:
-            found = self.traced(step)
-            self._releases[step] = found if self.draws_by_dpx else measured(found, self.traced, self.noise, step)
-        return self._releases[step]
+    def release(self, step: int, *, others: bool = False) -> Release:
+        """How data and noise enter the release at this step: traced, or measured where the noise is the mechanism's.
+
+        others: for the other values of the parameters.
+        """
+        if (step, others) not in self._releases:
+            found = self.traced(step, others=others)
+            if not self.draws_by_dpx:
+                found = measured(found, self.traced, self.noise, step, others=others)
+            self._releases[step, others] = found
+        return self._releases[step, others]
 
     def multiplier(self, step: int) -> float:
         """The noise multiplier that the mechanism states for this step, which `cost` compares with its event."""
@@ -75,10 +80,14 @@ class Trial(Subject):
         return over(self.mechanism.noise_multiplier, MULTIPLIERS)
 
     def contributions(self, step: int) -> dict[str, Tree]:
-        """The sums of single gradients, float32, the rows on axis 0, by path: loud ones, then hostile ones."""
+        """The sums of single gradients, float32, the rows on axis 0, by path: loud ones, then hostile ones.
+
+        At the steps FULLY on all paths, at others on that of `Mechanism.update`.
+        """
         if step not in self._contributions:
-            rows, problem, state = self.with_loud(self.hostile[0]), self.problems[0], self.state(step)
-            self._contributions[step] = {name: sums(rows, state) for name, sums in problem.sums.items()}
+            rows, state, names = self.with_loud(self.hostile[0]), self.state(step), list(self.problems[0].sums)
+            names = names if step in FULLY else names[:1]
+            self._contributions[step] = {name: self.problems[0].sums[name](rows, state) for name in names}
         return self._contributions[step]
 
     @functools.cached_property
