@@ -15,8 +15,8 @@ import pytest
 import dpx
 from dpx.audit import ContractReport, Line, check_contract
 from dpx.audit.contract_draws import in_its_directions
-from dpx.audit.contract_noise import require_standard
 from dpx.audit.contract_report import Broken
+from dpx.audit.contract_standard import require_no_pattern, require_no_repeats, require_standard
 from tests.broken import ZOO, sound, sums_in_the_state, two_thirds_of_the_noise, with_noise
 from tests.mechanisms import PARAMS
 
@@ -128,6 +128,35 @@ def test_noise_with_a_heavy_tail():
     require_standard(rng.normal(size=shape))
     with pytest.raises(Broken, match="the noise is not normal"):
         require_standard(rng.laplace(scale=0.5**0.5, size=shape))
+
+
+def test_noise_with_a_pattern():
+    """Two columns of one size and with signs of their own have no correlation; nor have three of which two are free."""
+    rng = np.random.default_rng(0)
+    draws = rng.normal(size=(1000, 20))
+    require_no_pattern(draws, triples=True)
+    same_size = draws.copy()
+    same_size[:, 7] = np.abs(draws[:, 3]) * rng.choice([-1, 1], 1000)
+    with pytest.raises(Broken, match="two places"):
+        require_no_pattern(same_size, triples=True)
+    same_sign = draws.copy()
+    same_sign[:, 7] = np.abs(draws[:, 7]) * np.sign(draws[:, 3] * draws[:, 5])
+    require_no_pattern(same_sign)
+    with pytest.raises(Broken, match="three places"):
+        require_no_pattern(same_sign, triples=True)
+
+
+def test_noise_that_repeats():
+    """Row 7 of every 10 has a number of the row 5 rows before, on one column; then two rows share four numbers."""
+    rng = np.random.default_rng(0)
+    noise = rng.normal(size=(1000, 20))
+    require_no_repeats(noise, "repeats")
+    one_column, two_rows = noise.copy(), noise.copy()
+    one_column[7::10, 3] = -noise[2::10, 3]
+    two_rows[900, [1, 4, 5, 9]] = -noise[17, [1, 4, 5, 9]]
+    for repeating in (one_column, two_rows):
+        with pytest.raises(Broken, match="repeats"):
+            require_no_repeats(repeating, "repeats")
 
 
 def test_noise_that_is_correlated_with_its_coordinates():
