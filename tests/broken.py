@@ -733,6 +733,24 @@ def key_of_eight_bits(key, steps):
 # Large batches and long runs.
 
 
+def signs_share_the_key_of_the_noise(key, steps):
+    """Random signs before the clip, and again after the release, with the signs of the noise: |noise| comes back."""
+    stream = keys.stream(key, "noise")
+
+    def flip(tree, step):
+        signs = jax.tree.map(jnp.sign, keys.normal_like(stream, step, tree))
+        return jax.tree.map(jnp.multiply, tree, signs)
+
+    coordinates = dpx.Coordinates(
+        init=lambda params: jnp.zeros((), jnp.int32),
+        encode=flip,
+        decode=lambda released, step, like: (flip(released, step), step + 1),
+        name="flip random signs",
+        undo="flip the signs back",
+    )
+    return dpx.in_coordinates(sound(key), coordinates)
+
+
 def clipped_in_groups(key, steps):
     """In a batch of more than 32 rows, the sum of 16 rows is clipped, and each row of others (vectorized clipping)."""
 
@@ -846,6 +864,7 @@ ZOO = [
     Zoo(step_in_bfloat16, "noise"),
     Zoo(step_in_float32, "noise"),
     Zoo(key_of_eight_bits, "noise"),
+    Zoo(signs_share_the_key_of_the_noise, "noise"),
     Zoo(clipped_in_groups, "adjacent"),
     Zoo(last_rows_not_clipped, "adjacent"),
     Zoo(bill_is_capped, "cost"),

@@ -118,7 +118,7 @@ def test_noise_of_a_mechanisms_own():
     )
     projected = dpx.in_coordinates(plain, dpx.coordinates.random_projection(rank=12, kind="gaussian", key=key))
     for mechanism in (plain, projected):
-        report = check_contract(mechanism, lines=["noise", "secrecy"], draws=1000)
+        report = check_contract(mechanism, lines=["noise", "secrecy"], draws=500)
         assert not report.failures and not report.unchecked, report
 
 

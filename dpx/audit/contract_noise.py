@@ -17,6 +17,7 @@ WITH_OTHERS = (1, 50)  # steps at which the parameters have other values, too
 def noise(trial: Trial) -> str:
     """The noise is at least the billed multiple of what one example moves, wherever that is, in every direction."""
     trial.require_noise()
+    more_words = [require_other_noise(trial)]
     used = [_used(trial, step) for step in STEPS]
     for step in WITH_OTHERS:
         _used(trial, step, others=True)
@@ -24,7 +25,7 @@ def noise(trial: Trial) -> str:
         if _is_billed(trial, step):
             _used(trial, step)
     found, drawn, missing = [value for value in used if value is not None], _draws(trial), []
-    more_words = [require_other_noise(trial), require_enough_noise(trial)]
+    more_words.append(require_enough_noise(trial))
     if len(found) < len(used):
         missing.append("`secrecy` alone sees its size, because no derivative passes the update")
     elif not trial.billed_by_multiplier:

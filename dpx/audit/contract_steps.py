@@ -1,5 +1,7 @@
 """The noise at many numbers of steps, which no run of the check reaches step by step: the counters are set to them."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -59,7 +61,7 @@ def _require_no_repeats(trial: Trial, release: Release) -> None:
 
 
 def _require_other_keys(trial: Trial) -> bool:
-    """Whether each step's keys of `keys.normal_like` can be read. Raises Broken if two steps share a key and a step."""
+    """Whether each step's keys of `keys.normal_like` can be read. Raises Broken if two draws share a key and a step."""
     zeros, state = inputs.zeros_like(trial.sums_like), trial.state(LAST)
 
     def drawn_at(step):
@@ -80,4 +82,7 @@ def _require_other_keys(trial: Trial) -> bool:
     for words in map(np.asarray, drawn):
         if len(np.unique(words, axis=0)) < len(words):
             raise Broken(f"two of {len(NUMBERS)} steps up to 2^31 draw their noise from the same key and the same step")
+    for one, other in itertools.combinations(map(np.asarray, drawn), 2):
+        if (one == other).all(axis=-1).any():
+            raise Broken("a release draws twice from one key and one step, such as for its noise and for random signs")
     return True
