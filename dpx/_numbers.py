@@ -61,37 +61,31 @@ def require_scalar_or_schedule(
 
 
 def _unchanging(schedule: Schedule) -> Schedule:
-    """`schedule`, with copies of the NumPy arrays that it reads, those of one number excepted.
+    """`schedule` as it is now, with copies of the NumPy arrays that it reads: a function that no other schedule equals.
 
-    Clip, noise and bill are compiled at different times: an array that changes in between would make them disagree.
+    Clip, noise and bill are compiled at different times, and jax keeps what it compiled for a function. So an array, a
+    variable or a list that changes in between would make them disagree.
     """
     try:
         with jax.numpy_dtype_promotion("standard"):
             traced = jax.make_jaxpr(lambda step: schedule(step))(jnp.int32(0))
     except Exception:
         return schedule  # it raises the same where it is used
-    arrays: list[np.ndarray] = []
-    copied = _copy_constants(traced, arrays)
-    if not arrays:
-        return schedule
-    values = jax.extend.core.jaxpr_as_fun(copied)
+    values = jax.extend.core.jaxpr_as_fun(_copy_constants(traced))
     return lambda step: values(jnp.asarray(step, jnp.int32))[0]
 
 
-def _copy_constants(value: Any, arrays: list[np.ndarray]) -> Any:
-    """A parameter of an equation, with copies of the NumPy arrays in it, which are added to `arrays`."""
+def _copy_constants(value: Any) -> Any:
+    """A parameter of an equation, with copies of the NumPy arrays in it."""
     if isinstance(value, jax.extend.core.ClosedJaxpr):
-        constants = [_copy_constants(constant, arrays) for constant in value.consts]
-        return jax.extend.core.ClosedJaxpr(_copy_constants(value.jaxpr, arrays), constants)
+        constants = [_copy_constants(constant) for constant in value.consts]
+        return jax.extend.core.ClosedJaxpr(_copy_constants(value.jaxpr), constants)
     if isinstance(value, jax.extend.core.Jaxpr):
-        params = [{name: _copy_constants(one, arrays) for name, one in each.params.items()} for each in value.eqns]
+        params = [{name: _copy_constants(one) for name, one in each.params.items()} for each in value.eqns]
         return value.replace(eqns=[each.replace(params=new) for each, new in zip(value.eqns, params, strict=True)])
     if isinstance(value, tuple) and not hasattr(value, "_fields"):
-        return tuple(_copy_constants(one, arrays) for one in value)
-    if isinstance(value, np.ndarray):
-        arrays.append(np.array(value))
-        return arrays[-1]
-    return value
+        return tuple(_copy_constants(one) for one in value)
+    return np.array(value) if isinstance(value, np.ndarray) else value
 
 
 def require_number(

@@ -215,3 +215,32 @@ def test_whole_numbers_are_those_of_python_and_numpy():
     for value in (0, True, 1.0, np.float32(2), np.bool_(True), "1", None):
         with pytest.raises(ValueError, match="steps must be a whole number of at least 1, got"):
             require_whole("steps", value)
+
+
+class Settings:
+    sigma = 4.0
+
+    def schedule(self, step):
+        return self.sigma * jnp.float32(0.99) ** step.astype(jnp.float32)
+
+
+def test_a_mechanism_that_is_rebuilt_after_a_change_is_billed_by_the_new_schedule():
+    """A notebook cell that runs again: jax and dpx keep programs of a function, which reads what has changed."""
+    settings, sampling = Settings(), dpx.PoissonSampling(examples=100, batch_size=10)
+    number = np.array(4.0)
+    for schedule in (
+        settings.schedule,
+        lambda step: settings.schedule(step),
+        lambda step: jnp.float32(number) + 0 * step,
+    ):
+        bills = []
+        for sigma in (4.0, 0.7):
+            settings.sigma, number[...] = sigma, sigma
+            made = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=schedule, sampling=sampling, key=dpx.secret_key())
+            settings.sigma, number[...] = 100.0, 100.0  # a change after the build is no change of this mechanism
+            grads, params = {"w": jnp.ones((3, 2))}, {"w": jnp.ones(2)}
+            _, state = made.update(grads, made.init(params), params, included=jnp.ones(3, bool))
+            bills.append(dpx.epsilon(made, 1, delta=1e-5))
+            assert dpx.epsilon(made, state, delta=1e-5) == bills[-1]
+            assert f"standard deviation {sigma:g}" in str(made)
+        assert bills[1] > 5 * bills[0]
