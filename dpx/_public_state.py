@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 Tree = Any  # a pytree of arrays
 
@@ -19,10 +20,12 @@ def public_state(state: Tree) -> Tree:
 
     A value becomes None if the name of its field, of its key or of its type contains "unreleased" in any case, also in
     flattened states, whose keys are tuples or strings such as ".unreleased_error['w']". So does a `dpx.Unreleased`.
-    Functions become None, because their closures may hold a key, and so do typed PRNG keys. Raises ValueError for a
-    container of an unknown type, a pytree that is registered without the names of its parts, and an array of objects.
+    Functions and optimizers become None, because their closures may hold a key, and so do typed PRNG keys. Raises
+    ValueError for a container of an unknown type, a pytree that is registered without the names of its parts, and an
+    array of objects.
     """
-    if any(_unreleased(kind.__name__) for kind in type(state).__mro__) or isinstance(state, functools.partial):
+    functions = functools.partial | optax.GradientTransformation
+    if any(_unreleased(kind.__name__) for kind in type(state).__mro__) or isinstance(state, functions):
         return None
     if hasattr(state, "_fields"):
         names = state._fields

@@ -32,8 +32,8 @@ def length_of(data: Any) -> int:
 
 
 def unit_of(data: Any) -> str:
-    """The name of what an item of `data` is: its `unit`, as of `dpx.UserData`, or "example"."""
-    unit = getattr(data, "unit", "example")
+    """The name of what an item of `data` is: its `privacy_unit`, as of `dpx.UserData`, or "example"."""
+    unit = getattr(data, "privacy_unit", "example")
     return unit if isinstance(unit, str) else "example"
 
 

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from dp_accounting import DpEvent
 
-from dpx import _loading
+from dpx import _loading, keys
 from dpx._draws import Draw, Draws, record, require_known, widen
 from dpx._numbers import require_whole
 from dpx._rows import rows_of, unit_of
@@ -76,7 +76,7 @@ class Sampling(Protocol):
         the mechanism of the state bills another sampling, at the first step beyond the budget, and inside of jit, where
         `draw_ahead` serves.
         """
-        require_known(key, state)
+        require_known(keys.secret(key), state)
         (step,) = next_steps(state, self, 1, beyond_budget=beyond_budget)
         rows = rows_of(data, self.examples)
         indices, included = self.draw(key, step, size=size)
@@ -115,7 +115,7 @@ class Sampling(Protocol):
         budget; for `size` with `chunk_size`; for a sharding of more axes than one; and if several processes have not
         the same key and steps.
         """
-        require_known(key, state)
+        require_known(keys.secret(key), state)
         steps = None if steps is None else require_whole("steps", steps)
         run = next_steps(state, self, steps, beyond_budget=beyond_budget)
         plan = _loading.Plan(chunk_size=chunk_size, sharding=sharding, prefetch=prefetch, size=size)
@@ -139,7 +139,7 @@ class Sampling(Protocol):
         unit: what a row of the data is, in one word; "user" if each row holds all examples of a user.
         The arrays hold 5 bytes for each row of each step. Raises ValueError as `batches` does.
         """
-        require_known(key, state)
+        require_known(keys.secret(key), state)
         run = next_steps(state, self, require_whole("steps", steps), beyond_budget=beyond_budget)
         terms = sampling_terms(self), unit_mark(unit)
         draws = [self.draw(key, step, size=size) for step in run]

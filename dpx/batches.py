@@ -19,7 +19,7 @@ class Drawn(NamedTuple):
     key:       the mark of the key that drew it (`keys.mark`).
     first_row: 0; for a chunk of a batch, how many rows the chunks before it have.
     sampling:  a fingerprint of the sampling.
-    unit:      a fingerprint of the name of what it holds: "example", or the `unit` of the data (`dpx.UserData`).
+    unit:      a fingerprint of the name of what it holds: "example", or the `privacy_unit` of the data.
     """
 
     step: Any

@@ -93,10 +93,12 @@ def fold_in(key: jax.Array, number: jax.Array | int) -> jax.Array:
 def mark(key: jax.Array) -> jax.Array:
     """A number in [2^31, 2^32), uint32 (), which differs for two keys with probability 1 - 2^-31, and reveals no more.
 
-    If the key is known, so is the mark, also inside of jit.
+    If the key is known, so is the mark, also inside of jit. It is made from the words of the "mark" stream, which draws
+    nothing, because `jax.random.bits` depends on jax's settings, and for some implementations on the platform.
     """
     with jax.ensure_compile_time_eval():
-        return jax.random.bits(stream(key, "mark"), (), jnp.uint32) | jnp.uint32(2**31)
+        words = jax.random.key_data(stream(key, "mark"))
+        return (words[0] + 3 * words[-1]) | jnp.uint32(2**31)
 
 
 def normal_like(key: jax.Array, step: jax.Array | int, tree):

@@ -9,8 +9,7 @@
 * One pair of schedules (clip norm, noise multiplier) feeds the clip, the noise and the bill, and the billed step count
   is read from the state. So a reported epsilon cannot drift from the run.
 
-Start reading at `Mechanism`. `mechanisms/gaussian.py` builds the mechanism that most others are built on;
-`gradients/private_grad.py` computes its inputs from a loss.
+Then read `mechanisms/gaussian.py`, on which most mechanisms are built, and `gradients/private_grad.py`.
 """
 
 import functools
@@ -23,7 +22,7 @@ import numpy as np
 import optax
 from dp_accounting import DpEvent
 
-from dpx import _frozen, _guards
+from dpx import _frozen, _guards, keys
 from dpx._contributions import sum_contributions
 from dpx._numbers import ScalarOrSchedule, over
 from dpx.accounting.budget import Budget
@@ -54,7 +53,7 @@ class Mechanism(optax.GradientTransformationExtraArgs):
     event:    (steps) -> DpEvent; the cost of the first `steps` releases, sampling included
     sampling: how the batches must be drawn for `event` to be true
     noise_multiplier: a number or a schedule; `release` adds this noise, and records it in the ReleaseState
-    key:      the secret PRNG key of the noise, (); `dpx.compose` refuses two runs with one key
+    key:      the secret PRNG key of the noise, (); `dpx.compose` refuses two runs with one key. Records have its mark
     stages:   the pipeline in words, printed by `str(mechanism)`
     supports_ghost_norms: whether `encode` only scales coordinates or drops leaves, and `norm` is the 2-norm of each
               group of leaves, so that `dpx.gradients.ghost` can compute the norms without the gradients
@@ -74,6 +73,7 @@ class Mechanism(optax.GradientTransformationExtraArgs):
     supports_ghost_norms: bool
     encode_whole_batch: bool
     budget: Budget | None
+    noise_key: jax.Array
 
     def __new__(
         cls,
@@ -106,14 +106,15 @@ class Mechanism(optax.GradientTransformationExtraArgs):
         self = super().__new__(cls, begin, update)  # pyrefly: ignore[bad-argument-type]
         self.encode, self.norm, self.weigh, self.release = encode, norm, weigh, release
         self.event, self.sampling, self.noise_multiplier, self.key = event, sampling, noise_multiplier, key
-        self.stages, self.budget = stages, budget
+        self.stages, self.budget, self.noise_key = stages, budget, keys.mark(key)  # not in each trace of a step
         self.supports_ghost_norms, self.encode_whole_batch = supports_ghost_norms, encode_whole_batch
         return self
 
     def replace(self, **changes) -> "Mechanism":
         """A copy with some fields replaced. Raises ValueError for fields that would no longer fit the others."""
         _guards.require_fitting(changes, self.budget)
-        return Mechanism(**({name: getattr(self, name) for name in ("init", *Mechanism.__annotations__)} | changes))
+        names = {"init", *Mechanism.__annotations__} - {"noise_key"}
+        return Mechanism(**({name: getattr(self, name) for name in names} | changes))
 
     @functools.cached_property
     def terms(self) -> np.ndarray:
@@ -215,7 +216,6 @@ def in_coordinates(mechanism: Mechanism, *coordinates: Coordinates) -> Mechanism
             coordinate.check(steps)
         return mechanism.event(steps)
 
-    undone = [coordinate.undo for coordinate in reversed(coordinates) if coordinate.undo]
     return mechanism.replace(
         init=init,
         encode=encode,
@@ -225,7 +225,7 @@ def in_coordinates(mechanism: Mechanism, *coordinates: Coordinates) -> Mechanism
         budget=mechanism.budget,  # the event is the same, with the coordinates' own checks
         supports_ghost_norms=mechanism.supports_ghost_norms and all(c.supports_ghost_norms for c in coordinates),
         encode_whole_batch=mechanism.encode_whole_batch or any(c.encode_whole_batch for c in coordinates),
-        stages=(*(coordinate.name for coordinate in coordinates), *mechanism.stages, *undone),
+        stages=(*(c.name for c in coordinates), *mechanism.stages, *(c.undo for c in reversed(coordinates) if c.undo)),
     )
 
 

@@ -43,7 +43,7 @@ class UserData:
         if not isinstance(unit, str) or not unit:
             raise ValueError(f"unit must be a word for what a user is, got {type(unit)}")
         _, numbers, counts = np.unique(owners, return_inverse=True, return_counts=True)
-        self.unit = unit
+        self.privacy_unit = unit
         if len(counts) > FEW and counts.max() > SHARE * examples:
             warnings.warn(
                 "one owner has more than a tenth of all rows. If it stands for missing owners, such as 'unknown' or 0, "
@@ -88,6 +88,8 @@ def _owners(users: Any) -> np.ndarray:
         )
     types = set(map(type, owners.tolist()))
     if owners.dtype.kind in "OT" and any(all(issubclass(t, one) for t in types) for one in ((int, np.integer), str)):
+        if any("\0" in owner for owner in owners.tolist() if isinstance(owner, str)):
+            raise ValueError("users must be strings without NUL characters, which numpy drops at their ends")
         owners = np.asarray(owners.tolist())
     if (
         np.ma.is_masked(users)

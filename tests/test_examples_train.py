@@ -291,7 +291,6 @@ BAD = [
     ("--resume", "nothing to resume"),
     ("--resume --recipe best", "--recipe must not be given with --resume"),
     ("--epsilon 2 --recipe best --task text", "--recipe must be given with --task images, got text"),
-    ("--epsilon 2 --sampling fixed --accountant pld", "accountant"),
     (
         "--epsilon 2 --method gep_sgd --public digits",
         "public must be a data set of other people than the private digits, got digits",

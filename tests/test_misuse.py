@@ -515,6 +515,11 @@ def test_runs_on_different_units_are_not_added():
         earlier = dpx.compose(runs[one], shared_batches=False)
         with pytest.raises(ValueError, match="protect the same unit"):
             dpx.compose(earlier, runs[other], shared_batches=False)
+        trials = {"trials": 2, "score_on": "public"}
+        with pytest.raises(ValueError, match="protect the same unit"):
+            dpx.accounting.best_of(runs[one], runs[other], **trials)
+        with pytest.raises(ValueError, match="protect the same unit"):
+            dpx.compose(dpx.accounting.best_of(runs[one], **trials), runs[other], shared_batches=False)
     with pytest.warns(UserWarning, match=r"sample from \[100, 1000\] units"):
         dpx.compose(runs["example"], (makers["user"], 1), shared_batches=False)
     mechanism, state = runs["user"]

@@ -10,6 +10,7 @@ import pytest
 
 import dpx
 from dpx.checking import plan
+from dpx.states.record import unit_mark
 
 OWNERS = ["bo", "al", "bo", "cy", "bo", "al", "bo"]  # al has rows 1 and 5, bo 0, 2, 4 and 6, cy 3
 DATA = {"x": np.arange(1, 15, dtype=np.float32).reshape(7, 2), "label": np.arange(10, 17, dtype=np.int8)}
@@ -218,3 +219,19 @@ def test_the_report_says_user():
     for words in ("presence of one user.", "Per-user losses", "they mean user"):
         assert words in limits
     assert "user" not in str(dpx.privacy_report(mechanism, 1, delta=1e-3).caveats)
+
+
+def test_the_report_says_the_unit_that_the_state_records():
+    mechanism, _ = step_of(4, 3)
+    for recorded, said, refused in (
+        ("user", "one user", "example"),
+        ("home", None, "user"),
+        ("example", "one example", "user"),
+    ):
+        state = mechanism.init(PARAMS)._replace(unit=jnp.uint32(unit_mark(recorded)))
+        assert dpx.privacy_report(mechanism, state, delta=1e-3, unit=recorded).unit == f"one {recorded}"
+        if said is not None:
+            assert dpx.privacy_report(mechanism, state, delta=1e-3).unit == said
+        for unit in (refused, None) if said is None else (refused,):
+            with pytest.raises(ValueError, match="unit must be that of the batches"):
+                dpx.privacy_report(mechanism, state, delta=1e-3, unit=unit)

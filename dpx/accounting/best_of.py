@@ -10,9 +10,9 @@ from dp_accounting.dp_event import RepeatAndSelectDpEvent
 from dpx._described import described
 from dpx._numbers import require_number
 from dpx.accounting import renyi
-from dpx.accounting.bill import event_of
+from dpx.accounting.bill import batches_of, event_of
 from dpx.accounting.checks import Relation, require_relation
-from dpx.accounting.compose import Composition
+from dpx.accounting.compose import Composition, require_one_unit
 from dpx.accounting.releases import count_releases, hashable
 from dpx.accounting.selection import SHAPES, OneOfDpEvent, trial_loss
 
@@ -79,6 +79,9 @@ def best_of(
     if not candidates:
         raise ValueError("best_of needs at least one (mechanism, steps or state) or event, got none")
     runs = [_event(candidate, relation) for candidate in candidates]
+    units = tuple(batches_of(candidate[1])[1] if isinstance(candidate, tuple) else 0 for candidate in candidates)
+    examples = tuple(candidate[0].sampling.examples for candidate in candidates if isinstance(candidate, tuple))
+    require_one_unit(units, examples)
     stated = runs[0][1]
     if len(relations := {each for _, each in runs}) > 1:
         raise ValueError(f"candidates must have one neighboring relation, got {sorted(relations)}")
@@ -89,6 +92,8 @@ def best_of(
     return Selection(
         event=RepeatAndSelectDpEvent(scored, trials, SHAPES[distribution]),
         relation=stated,
+        units=units,
+        examples=examples,
         trial=trial,
         trials=trials,
         distribution=distribution,

@@ -77,7 +77,7 @@ def compose(*runs: Any, shared_batches: bool) -> Composition:
     batch_keys = [key for run in composed for key in run.batch_keys]
     _require_batch_keys(batch_keys, several_runs=len(runs) > 1, shared_batches=shared_batches)
     units, examples = (tuple(n for run in composed for n in getattr(run, name)) for name in ("units", "examples"))
-    _require_one_unit(units, examples)
+    require_one_unit(units, examples)
     relations = {run.relation for run in composed}
     if len(relations) > 1:
         raise ValueError(f"runs must have one neighboring relation, got {sorted(relations)}")
@@ -129,7 +129,7 @@ def _require_batch_keys(batch_keys: list[int], *, several_runs: bool, shared_bat
         )
 
 
-def _require_one_unit(units: tuple[int, ...], examples: tuple[int, ...]) -> None:
+def require_one_unit(units: tuple[int, ...], examples: tuple[int, ...]) -> None:
     """Raises ValueError for different units, whose marks are known; warns of different sizes, where one is not."""
     if len(set(units) - {0}) > 1:
         raise ValueError(

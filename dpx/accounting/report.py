@@ -14,10 +14,11 @@ from dpx._described import described
 from dpx.accounting import checks
 from dpx.accounting.attacks import FALSE_POSITIVE_RATES, AttackBounds, bounds_of
 from dpx.accounting.best_of import Selection
-from dpx.accounting.bill import billed_steps, event_of, require_billable
+from dpx.accounting.bill import batches_of, billed_steps, event_of, require_billable
 from dpx.accounting.checks import Relation
 from dpx.accounting.events import event_epsilon, event_profile, explanation
 from dpx.accounting.summary import summary
+from dpx.states.record import unit_mark
 
 _CAVEATS = (
     "Holds if batches were drawn as `sampling` says, and while the keys of the noise and of the sampling are secret.",
@@ -139,20 +140,21 @@ def privacy_report(
     steps_or_state: Any,
     *,
     delta: float,
-    unit: str = "example",
+    unit: str | None = None,
     tuning: Selection | Literal["public"] | None = None,
 ) -> PrivacyReport:
     """The report of a mechanism after some steps: epsilon by "pld" and by "rdp", and all assumptions.
 
     steps_or_state: a number of steps (int, at least 0), or an optimizer state, whose billed steps are read.
     delta: in (0, 1), best far below 1 divided by the number of examples. A larger one warns.
-    unit: what the sampling draws and epsilon protects, in words: "user" if it draws users (`dpx.UserData`).
+    unit: what the sampling draws and epsilon protects, in words: "user" if it draws users. None: as the state records
+        it, which knows "example" and "user" (`dpx.UserData`); "example" for a number of steps.
     tuning: how hyper-parameters were chosen. "public": without any run on the private data. A `Selection` (of
         `dpx.accounting.best_of` or `dpx.tuning.search`): this run is the winner, and the report states the cost of the
         search. None: the report says that the choice is not billed.
 
-    Raises ValueError as `dpx.epsilon` does, where neither accountant can bill the event, for another tuning, and for a
-    run that costs more than a trial of the search.
+    Raises ValueError as `dpx.epsilon` does, for another unit than the state records, where neither accountant can bill
+    the event, for another tuning, and for a run that costs more than a trial of the search.
     """
     require_billable(mechanism)
     checks.warn_of_large_delta(delta, mechanism.sampling)
@@ -168,7 +170,7 @@ def privacy_report(
             refusals.append(error)
     if len(refusals) == len(bills):
         raise refusals[0]
-    subject = unit.removeprefix("one ")
+    subject = _unit_of(batches_of(steps_or_state)[1], unit)
     caveats = tuple(caveat.format(unit=subject) for caveat in (_RELATION_CAVEATS[relation], *_CAVEATS))
     caveats += explanation(event, delta=delta, relation=relation)
     if subject != "example":
@@ -190,6 +192,19 @@ def privacy_report(
         versions=_versions(),
         caveats=caveats,
     )
+
+
+def _unit_of(recorded: int, unit: str | None) -> str:
+    """The unit in words. recorded: its mark, or 0 if it is not known. Raises ValueError if they do not agree."""
+    known = {0: "example"} | {unit_mark(name): name for name in ("example", "user")}
+    subject = known.get(recorded, "") if unit is None else unit.removeprefix("one ")
+    if not subject or recorded not in (0, unit_mark(subject)):
+        raise ValueError(
+            f"unit must be that of the batches, {known.get(recorded, 'the `unit` that dpx.UserData was given')!r}, got "
+            f"{unit!r}: epsilon protects what the sampling draws. Draw from dpx.UserData, or from data with the name "
+            "in `privacy_unit`"
+        )
+    return subject
 
 
 def _with_tuning(event: DpEvent, relation: Relation, tuning: Any) -> tuple[DpEvent, str]:

@@ -55,7 +55,7 @@ def lower_bound(
     """
     delta = checks.require_delta(delta)
     require_confidence(confidence)
-    mechanism = make(key)
+    mechanism = make(keys.stream(key, "billed mechanism"))
     stated = hasattr(mechanism, "event") and hasattr(mechanism, "sampling")
     if stated and instead is not None and mechanism.sampling.relation != "replace_one":
         raise ValueError(
@@ -122,7 +122,7 @@ def canary_scores(
     steps, runs = require_whole("steps", steps), require_whole("runs", runs, minimum=_LEAST_RUNS)
     keys.require(key)
     params = {"w": jnp.zeros(2)} if params is None else params
-    billed = getattr(make(key), "sampling", None)
+    billed = getattr(make(keys.stream(key, "billed mechanism")), "sampling", None)
     truth = billed if sampling_truth is None else sampling_truth
     canary, instead = _gradients(canary, instead, params, truth if billed is None else billed)
     attack = Attack(make, params, steps, canary, instead, others, takes_part(truth), observe)

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from dpx._numbers import require_whole
+from dpx._rows import unit_of
 from dpx.accounting.checks import Accountant
 from dpx.accounting.report import privacy_report
 from dpx.batches import Tree
@@ -20,7 +21,6 @@ from dpx.fitting.steps import Carry, begin, compiled_step, compiled_step_in_chun
 from dpx.fitting.watching import Watcher
 from dpx.mechanism import Mechanism
 from dpx.states.reading import steps_taken
-from dpx.units import UserData
 
 
 def fit(
@@ -78,7 +78,7 @@ def fit(
     rhythm = watcher.rhythm() | {"checkpoint_every": checkpoint_every}
     with contextlib.closing(open_folder(checkpoints, terms, carry, rounding, rhythm)) as folder:
         carry = _train(carry, step, batches, terms, watcher, folder, checkpoint_every)
-    return _result(carry, terms, watcher, "user" if isinstance(data, UserData) else "example")
+    return _result(carry, terms, watcher, unit_of(data))
 
 
 def _train(

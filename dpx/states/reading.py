@@ -9,7 +9,6 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from dpx import keys
 from dpx.batches import Tree
 from dpx.states.record import LARGEST_PRECISION, LARGEST_WEIGHT, REASONS, ReleaseState, noise_order, sampling_terms
 
@@ -133,7 +132,7 @@ def require_matching(state: Tree, mechanism: Any, multipliers: np.ndarray) -> No
     for found, asked, differs in zip(release.terms, mechanism.terms, ("sampling", "kind of event"), strict=True):
         if int(found) != int(asked):
             raise ValueError(f"the state's releases were made by a mechanism with another {differs}: {advice}")
-    if int(release.noise_key) not in (0, int(keys.mark(mechanism.key))):
+    if int(release.noise_key) not in (0, int(mechanism.noise_key)):
         raise ValueError(
             "the noise of the state's releases was drawn with another key than the mechanism's, so it may be the noise "
             f"of another run too: {advice} and the same key. (A compiled step keeps the key that it was compiled with.)"

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 from dp_accounting import DpEvent
 
-from dpx import keys
 from dpx._states import map_states
 from dpx.batches import Drawn, Tree
 
@@ -113,7 +112,7 @@ def checked(state: Tree, mechanism: Any, rows: jax.Array, drawn: Drawn | None, *
     rows: int (), how many rows of the batch count. ordered: bool (), whether the sums are of the chunks of one batch,
     each once and in order, under this state.
     """
-    sampling, terms, noise_key = mechanism.sampling, mechanism.terms, keys.mark(mechanism.key)
+    sampling, terms, noise_key = mechanism.sampling, mechanism.terms, mechanism.noise_key
     most = int(min(getattr(sampling, "most_rows", math.inf), 2**31 - 1))
 
     def check(node):
@@ -121,26 +120,29 @@ def checked(state: Tree, mechanism: Any, rows: jax.Array, drawn: Drawn | None, *
         wrong = {
             "mechanism": jnp.logical_or(*(node.terms != terms)),
             "most rows": rows > most,
-            "chunks": jnp.logical_not(ordered),
             "noise key": _differs(node.noise_key, noise_key),
         }
+        if ordered is not True:
+            wrong["chunks"] = jnp.logical_not(ordered)
         node = node._replace(noise_key=noise_key)
         if drawn is not None:
             of_batch = Drawn(*(jnp.asarray(number).astype(jnp.uint32) for number in drawn))
             several = _differs(node.batch_key, of_batch.key)
+            if getattr(sampling, "one_key", False):
+                wrong["batch key"] = several
             wrong |= {
                 "rows": (rows.astype(jnp.uint32) != of_batch.rows) | (of_batch.first_row != 0),
                 "step": of_batch.step != node.step.astype(jnp.uint32),
-                "batch key": several if getattr(sampling, "one_key", False) else False,
                 "sampling": of_batch.sampling != terms[0],
                 "unit": _differs(node.unit, of_batch.unit),
             }
-            batch_key = jnp.where(several, SEVERAL_KEYS, of_batch.key)
+            batch_key = jax.lax.select(several, jnp.uint32(SEVERAL_KEYS), of_batch.key)
             node = node._replace(batch_key=batch_key, unit=of_batch.unit)
-        problem = node.problem
-        for place, reason in enumerate(REASONS, start=1):
-            problem = jnp.where(wrong.get(reason, False) & (problem == 0), jnp.uint32(place), problem)
-        return node._replace(problem=problem)
+        problem = jnp.uint32(0)
+        for place, reason in reversed(list(enumerate(REASONS, start=1))):
+            if reason in wrong:
+                problem = jax.lax.select(wrong[reason], jnp.uint32(place), problem)  # `jnp.where` takes longer to trace
+        return node._replace(problem=jax.lax.select(node.problem == 0, problem, node.problem))
 
     return map_states(check, state, ReleaseState)
 

@@ -75,7 +75,7 @@ class Plan:
     def of(cls, train, configurations, score, optimizer, key, score_on, steps, delta) -> "Plan":
         for name, function in (("train", train), ("score", score), ("optimizer", optimizer)):
             require_function(name, function)
-        configurations, key = list(configurations), keys.require(key)
+        configurations, key = list(configurations), keys.secret(keys.require(key))
         if not configurations:
             raise ValueError("configurations must hold at least one, got none")
         built = [_built(optimizer, each, _trial_key(key, 0)) for each in configurations]

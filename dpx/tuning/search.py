@@ -51,7 +51,7 @@ def search(
     distribution: Distribution = "logarithmic",
     steps: int | None = None,
     delta: float | None = None,
-    unit: str = "example",
+    unit: str | None = None,
     checkpoints: str | Path | None = None,
 ) -> SearchResult:
     """The best of a random number of trials, each of a random configuration, and its true cost.
