@@ -1,6 +1,6 @@
 """The time to compile and to draw the noise of a step, against one `jax.random.normal` for each parameter.
 
-`python -m benchmarks.noise` writes results/noise.md: `dpx._normals` with several sizes of a chunk.
+`python -m benchmarks.noise` writes results/noise.md: `dpx.keys.normals` with several sizes of a chunk.
 """
 
 import argparse
@@ -30,7 +30,7 @@ def main() -> None:
     import jax.numpy as jnp
     import optax
 
-    from dpx import _normals
+    from dpx.keys import normals
 
     def step(draw, key, number, sums):
         return jax.tree.map(lambda total, noise: (total + 0.3 * noise) / 64, sums, draw(key, number, sums))
@@ -41,10 +41,10 @@ def main() -> None:
     results = {}
     for name, shapes in SHAPES.items():
         sums, compile_seconds, programs = [jnp.ones(shape) for shape in shapes], {}, {}
-        draws = {"a generator for each array": by_leaves} | dict.fromkeys(map(str, CHUNKS), _normals.standard_normals)
+        draws = {"a generator for each array": by_leaves} | dict.fromkeys(map(str, CHUNKS), normals.standard_normals)
         for row, draw in draws.items():
             jax.clear_caches()
-            with mock.patch.object(_normals, "CHUNK_NUMBERS", int(row) if row.isdigit() else 0):
+            with mock.patch.object(normals, "CHUNK_NUMBERS", int(row) if row.isdigit() else 0):
                 start = time.perf_counter()
                 programs[row] = (
                     jax.jit(functools.partial(step, draw)).lower(jax.random.key(0), jnp.int32(0), sums).compile()
@@ -66,7 +66,7 @@ def main() -> None:
         (row, lambda rows, row=row: "{:.2f} s, {:.1f} ms, {:.0f} MiB".format(*rows[row]))
         for row in next(iter(results.values()))
     ]
-    notes = ["The columns with a number are `dpx._normals` with chunks of so many numbers."]
+    notes = ["The columns with a number are `dpx.keys.normals` with chunks of so many numbers."]
     facts = report.facts("benchmarks.noise", {"jax": said}, options)
     report.write(
         "noise",

@@ -36,19 +36,20 @@ Audits           audit.check_contract: the privacy contract for any mechanism, a
 """
 
 from dpx import accounting, audit, coordinates, fitting, keys, mechanisms, methods, schedules, tuning
-from dpx._public_state import public_state
 from dpx.accounting import Budget, calibrate, calibrated, compose, delta, epsilon, max_steps, plan, privacy_report
-from dpx.batches import Batch
 from dpx.checking import check
 from dpx.fitting import fit
 from dpx.gradients import PrivateGradient, Unreleased, accumulate, augmented, explain, private_grad, private_update
 from dpx.keys import secret_key
-from dpx.mechanism import Coordinates, Mechanism, chain, in_coordinates
+from dpx.mechanism import Coordinates, Mechanism, in_coordinates
 from dpx.mechanisms import gaussian_mechanism
 from dpx.methods import dp_sgd
-from dpx.sampling import FixedSizeSampling, FullBatch, PoissonSampling, ShuffledEpochs
+from dpx.optimizer import chain
+from dpx.sampling.batch import Batch
+from dpx.sampling.records import FixedSizeSampling, FullBatch, PoissonSampling, ShuffledEpochs
+from dpx.sampling.users import UserData
+from dpx.states.public import public_state
 from dpx.states.reading import steps_taken
-from dpx.units import UserData
 
 __version__ = "0.1.0"
 

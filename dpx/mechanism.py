@@ -14,7 +14,7 @@ Then read `mechanisms/gaussian.py`, on which most mechanisms are built, and `gra
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -22,14 +22,15 @@ import numpy as np
 import optax
 from dp_accounting import DpEvent
 
-from dpx import _frozen, _guards, keys
-from dpx._contributions import sum_contributions
-from dpx._numbers import ScalarOrSchedule, over
+from dpx import guards, keys
 from dpx.accounting.budget import Budget
-from dpx.batches import MISSING, Tree, batch_size, inclusion
-from dpx.sampling import Sampling
+from dpx.contributions import sum_contributions
+from dpx.sampling.batch import MISSING, inclusion
+from dpx.sampling.records import Sampling
+from dpx.scalars import ScalarOrSchedule, over
 from dpx.states.reading import require_matching
 from dpx.states.record import checked, stamped, terms_of
+from dpx.trees import Tree, batch_size
 
 
 class Mechanism(optax.GradientTransformationExtraArgs):
@@ -93,12 +94,12 @@ class Mechanism(optax.GradientTransformationExtraArgs):
         budget=None,
     ) -> Self:
         def begin(params):
-            _guards.require_params(params)
+            guards.require_params(params)
             return stamped(init(params), self.terms, 0 if budget is None else budget.steps)
 
         def update(grads, state, params=None, *, included=MISSING, drawn=None, **extra_args):
-            _guards.require_no_more(extra_args)
-            _guards.require_per_example(grads, params)
+            guards.require_no_more(extra_args)
+            guards.require_per_example(grads, params)
             rows = inclusion(batch_size(grads), included, self.sampling)
             sums, _ = sum_contributions(self, grads, state, rows)
             return self.release_once(sums, state, params, jnp.sum(rows), drawn)
@@ -112,7 +113,7 @@ class Mechanism(optax.GradientTransformationExtraArgs):
 
     def replace(self, **changes) -> "Mechanism":
         """A copy with some fields replaced. Raises ValueError for fields that would no longer fit the others."""
-        _guards.require_fitting(changes, self.budget)
+        guards.require_fitting(changes, self.budget)
         names = {"init", *Mechanism.__annotations__} - {"noise_key"}
         return Mechanism(**({name: getattr(self, name) for name in names} | changes))
 
@@ -127,7 +128,7 @@ class Mechanism(optax.GradientTransformationExtraArgs):
         Makes the state unbillable if the event is not true for the batch. Raises ValueError if it is differentiated.
         """
         state = checked(state, self, rows, drawn, ordered=ordered)
-        return self.release(_guards.undifferentiated(sums), state, params)
+        return self.release(guards.undifferentiated(sums), state, params)
 
     def event_matching(self, state: Tree, steps: int) -> DpEvent:
         """The event of the `steps` releases of `state`. Raises ValueError if another mechanism made them."""
@@ -169,13 +170,6 @@ class InCoordinatesState(NamedTuple):
     coordinates: tuple[Tree, ...]
 
 
-class ChainState(NamedTuple):
-    """inner: state of the mechanism. transforms: state of the optax transforms behind it."""
-
-    inner: Tree
-    transforms: Tree
-
-
 def in_coordinates(mechanism: Mechanism, *coordinates: Coordinates) -> Mechanism:
     """`mechanism` on gradients written in `coordinates`, applied in order and undone in reverse.
 
@@ -184,8 +178,8 @@ def in_coordinates(mechanism: Mechanism, *coordinates: Coordinates) -> Mechanism
     result: each step is the inner mechanism on a function that was chosen adaptively, which the composition theorems
     allow. `decode` reads the release alone. Raises ValueError for arguments of other types.
     """
-    _guards.require_kind(mechanism, Mechanism)
-    _guards.require_coordinates(coordinates, Coordinates)
+    require_mechanism(mechanism)
+    require_coordinates(coordinates)
 
     def init(params):
         like, states = _float32_like(params), []
@@ -233,28 +227,20 @@ def _float32_like(params: Tree) -> Tree:
     return jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), params)
 
 
-def chain(mechanism: Mechanism, *transforms: optax.GradientTransformation) -> Mechanism:
-    """`optax.chain(mechanism, *transforms)`, but as a Mechanism, which `private_grad` needs.
+def require_mechanism(mechanism: Any):
+    """Raises ValueError unless `mechanism` is a `dpx.Mechanism`."""
+    if not isinstance(mechanism, Mechanism):
+        raise ValueError(
+            "a dpx Mechanism must come first; chain optax transforms behind it with dpx.chain(mechanism, ...), got "
+            f"{type(mechanism)}"
+        )
 
-    The transforms see the released gradient only, so any optax optimizer, decay or momentum costs no privacy. They see
-    no parameter whose gradient the mechanism drops at every step (`coordinates.trainable`), so weight decay does not
-    move it. Masks that change (`random_freeze`) stop the gradients of a step, but neither decay nor momentum.
-    Raises ValueError if `mechanism` is not a Mechanism, if one of the transforms is one, and inside of coordinates.
-    """
-    _guards.require_kind(mechanism, Mechanism)
-    _guards.require_transforms(transforms, Mechanism, Coordinates)
-    after = _frozen.on_trained(mechanism, optax.chain(*transforms))
 
-    def release(sums, state, params):
-        updates, inner = mechanism.release(sums, state.inner, params)
-        _guards.require_values(params)
-        updates, transformed = after.update(updates, state.transforms, params)
-        return updates, ChainState(inner, transformed)
-
-    return mechanism.replace(
-        init=lambda params: ChainState(mechanism.init(params), after.init(params)),
-        encode=lambda grad, state: mechanism.encode(grad, state.inner),
-        weigh=lambda norms, state: mechanism.weigh(norms, state.inner),
-        release=release,
-        stages=(*mechanism.stages, _frozen.describe_transforms(mechanism.stages)),
-    )
+def require_coordinates(coordinates: tuple[Any, ...]):
+    """Raises ValueError unless all are `dpx.Coordinates`."""
+    for given in coordinates:
+        if not isinstance(given, Coordinates):
+            raise ValueError(
+                f"coordinates must be dpx.Coordinates, got {type(given)}; optax transforms belong behind the "
+                "mechanism, in dpx.chain(mechanism, ...)"
+            )

@@ -6,7 +6,7 @@ function, so that the billed noise is the added noise.
 
 import jax.numpy as jnp
 
-from dpx._numbers import Schedule, require_number, require_whole
+from dpx.scalars import Schedule, require_number, require_whole
 
 
 def inverse_power(init_value: float, *, power: float) -> Schedule:

@@ -11,10 +11,9 @@ import optax
 import pytest
 
 import dpx
-from dpx._states import map_states
-from dpx.batches import Drawn
 from dpx.gradients.accumulate import _alike, _clipping
-from dpx.states.record import ReleaseState, sampling_terms, unit_mark
+from dpx.states.record import Drawn, ReleaseState, sampling_terms, unit_mark
+from dpx.trees import map_states
 from tests.mechanisms import MECHANISMS, PARAMS
 from tests.test_dp_sgd import KEY, SAMPLING, dp_sgd, model
 from tests.test_dp_sgd import loss as loss_without_key

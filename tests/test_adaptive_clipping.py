@@ -10,8 +10,8 @@ import pytest
 
 import dpx
 from dpx import keys
-from dpx._contributions import sum_contributions
-from dpx.audit.contract_noise import require_standard
+from dpx.audit.contract.noise import require_standard
+from dpx.contributions import sum_contributions
 
 SAMPLING = dpx.PoissonSampling(examples=1000, batch_size=20)
 KEY = jax.random.key(5)

@@ -14,9 +14,9 @@ import pytest
 
 import dpx
 from dpx.audit import ContractReport, Line, check_contract
-from dpx.audit.contract_draws import in_its_directions
-from dpx.audit.contract_report import Broken
-from dpx.audit.contract_standard import require_no_pattern, require_no_repeats, require_standard
+from dpx.audit.contract.draws import in_its_directions
+from dpx.audit.contract.report import Broken
+from dpx.audit.contract.standard import require_no_pattern, require_no_repeats, require_standard
 from tests.broken import ZOO, sound, sums_in_the_state, two_thirds_of_the_noise, with_noise
 from tests.mechanisms import PARAMS
 

@@ -13,7 +13,7 @@ import scipy.sparse
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import dpx
-from dpx import _draws, _loading
+from dpx.sampling import draws, loading
 
 KEY = jax.random.key(5)
 PARAMS = {"w": jnp.zeros(3), "b": jnp.zeros(())}
@@ -316,7 +316,7 @@ def test_a_batch_exceeds_the_usual_rows_once_in_a_billion_steps(examples, batch_
         if examples < 10**6
         else None
     )
-    usual = _draws.usual_rows(examples, batch_size / examples)
+    usual = draws.usual_rows(examples, batch_size / examples)
     assert rows in (None, usual)
     assert stats.binom.sf(usual, examples, batch_size / examples) < 1e-9
     assert usual == examples or usual == 8 or stats.binom.sf(usual - 8, examples, batch_size / examples) >= 1e-9
@@ -422,13 +422,13 @@ def test_the_thread_ends_with_the_loop():
 
 def test_the_thread_ends_with_python(monkeypatch):
     at_exit = []
-    monkeypatch.setattr(_loading.atexit, "register", at_exit.append)
+    monkeypatch.setattr(loading.atexit, "register", at_exit.append)
     batches = POISSON.batches(DATA, KEY, mechanism().init(PARAMS), steps=50)
     next(batches)
     (stop,) = at_exit
     stop()
     assert not threads()
-    monkeypatch.setattr(_loading, "atexit", None)  # as Python leaves a module when it exits
+    monkeypatch.setattr(loading, "atexit", None)  # as Python leaves a module when it exits
     batches.close()
 
 
@@ -565,11 +565,11 @@ def test_draws_ahead_are_those_of_every_step(name):
     assert (ahead.indices.dtype, ahead.included.dtype) == (np.int32, np.bool_)
     assert {leaf.dtype for leaf in ahead.drawn} == {np.dtype(np.uint32)}
     for step in range(9):
-        for draws in (ahead, wide):
-            batch = sampling.take(DATA, KEY, state, size=draws.indices.shape[1])
-            same(jax.tree.map(lambda leaf, row=draws.indices[step]: leaf[row], DATA), batch.examples)
-            same(draws.included[step], batch.included)
-            same(jax.tree.map(lambda leaf, step=step: leaf[step], draws).batch(DATA), batch)
+        for drawn in (ahead, wide):
+            batch = sampling.take(DATA, KEY, state, size=drawn.indices.shape[1])
+            same(jax.tree.map(lambda leaf, row=drawn.indices[step]: leaf[row], DATA), batch.examples)
+            same(drawn.included[step], batch.included)
+            same(jax.tree.map(lambda leaf, step=step: leaf[step], drawn).batch(DATA), batch)
         _, state = made.release((PARAMS,), state, PARAMS)
     assert wide.indices.shape == wide.included.shape == (9, 64)
 

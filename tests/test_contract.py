@@ -19,12 +19,12 @@ import pytest
 
 import dpx
 from dpx import catalog, keys
-from dpx.audit import contract
-from dpx.audit import contract_inputs as inputs
-from dpx.audit.contract_lines import require_same_program
-from dpx.audit.contract_report import Broken, NotChecked
-from dpx.audit.contract_subject import STEPS
-from dpx.audit.contract_trial import Trial
+from dpx.audit.contract import inputs
+from dpx.audit.contract.check import LINES
+from dpx.audit.contract.lines import require_same_program
+from dpx.audit.contract.report import Broken, NotChecked
+from dpx.audit.contract.subject import STEPS
+from dpx.audit.contract.trial import Trial
 from dpx.coordinates import _masks as masks
 from tests import broken
 from tests.compiling import EMITTERS
@@ -62,7 +62,7 @@ def more_paths(case: Case) -> dict:
     mechanism = case.mechanism
 
     def encoded_in_parts(grads, state, included):
-        with mock.patch("dpx._microbatching.SEGMENT_NUMBERS", 2 * sum(p.size for p in PARAMS.values())):
+        with mock.patch("dpx.xla.microbatches.SEGMENT_NUMBERS", 2 * sum(p.size for p in PARAMS.values())):
             return mechanism.update(grads, state, PARAMS, included=included)
 
     def in_chunks(grads, state, included):
@@ -267,7 +267,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("line", contract.LINES)
+@pytest.mark.parametrize("line", LINES)
 def test_contract(line, case):
     check(line, case)
 
@@ -276,10 +276,10 @@ def check(line: str, case: Case):
     """A line of the contract, and the facts of the case about it. A line may rest only where RESTS says so."""
     reason = RESTS.get(case.name, {}).get(line)
     if reason is None:
-        contract.LINES[line](trial(case))
+        LINES[line](trial(case))
     else:
         with pytest.raises(NotChecked, match=reason):
-            contract.LINES[line](trial(case))
+            LINES[line](trial(case))
     if line in FACTS:
         FACTS[line](case)
 
@@ -375,7 +375,7 @@ def signs_case(change=None) -> Case:
 
 
 def test_a_line_of_the_catalog_is_held_to_the_contract():
-    for line in contract.LINES:
+    for line in LINES:
         check(line, signs_case())
 
 
@@ -392,7 +392,7 @@ def test_a_line_of_the_catalog_is_held_to_the_contract():
 )
 def test_a_broken_line_of_the_catalog_fails(change, line):
     with pytest.raises(Broken):
-        contract.LINES[line](trial(signs_case(change)))
+        LINES[line](trial(signs_case(change)))
 
 
 def test_docs_list_the_catalog():

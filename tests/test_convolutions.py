@@ -8,9 +8,9 @@ from jax import lax
 from jax.extend import core
 
 import dpx
-from dpx._convolutions import reordered
 from dpx.gradients import ghost
 from dpx.gradients.microbatch_size import hides_convolutions
+from dpx.xla.convolutions import reordered
 from tests.test_dp_sgd import dp_sgd
 
 FAST = ((0, 3, 1, 2), (3, 2, 0, 1), (0, 3, 1, 2))

@@ -15,7 +15,7 @@ import pytest
 from jax import lax
 
 import dpx
-from dpx._contributions import LARGEST
+from dpx.contributions import LARGEST
 from dpx.gradients.ghost import norms as ghost_norms
 from tests.compiling import EMITTERS
 from tests.ghost import WAYS, assert_agrees, integers, key, noiseless, normal

@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 
 import dpx
-from dpx._microbatching import sum_over_microbatches
+from dpx.xla.microbatches import sum_over_microbatches
 from tests.compiling import FLAGS
 from tests.test_dp_sgd import dp_sgd, loss, model
 
@@ -203,7 +203,7 @@ def projected(kind):
 )
 def test_what_is_encoded_is_held_in_segments(mechanism, monkeypatch):
     """Stacked, the 64 gradients and what they become would be some 100."""
-    monkeypatch.setattr("dpx._microbatching.SEGMENT_NUMBERS", 2 * 64 * 256 * 8)
+    monkeypatch.setattr("dpx.xla.microbatches.SEGMENT_NUMBERS", 2 * 64 * 256 * 8)
     assert gradients_held(dense, 64, mechanism=mechanism) < 30
 
 

@@ -13,7 +13,8 @@ import scipy.special
 from jax.extend.random import threefry2x32_p
 
 import dpx
-from dpx import _normals, keys
+from dpx import keys
+from dpx.keys import normals
 
 
 def words(key):
@@ -59,7 +60,7 @@ def test_the_noise_is_normal():
 def test_every_normal_is_exact():
     """Of the 2^23 uniform numbers, every 61st, and the 4,000 next to either end."""
     places = np.r_[0:4000, 4000 : 2**23 - 4000 : 61, 2**23 - 4000 : 2**23]
-    found = np.asarray(_normals._normal(jnp.asarray(places.astype(np.uint32) << 9)))
+    found = np.asarray(normals._normal(jnp.asarray(places.astype(np.uint32) << 9)))
     lowest = np.nextafter(np.float32(-1), np.float32(0))
     uniform = np.maximum(lowest, (places * 2.0**-23).astype(np.float32) * (1 - lowest) + lowest)
     np.testing.assert_allclose(found, math.sqrt(2) * scipy.special.erfinv(uniform.astype(float)), rtol=4e-7)
@@ -104,7 +105,7 @@ def test_a_number_of_the_noise_is_the_cipher_of_its_step_and_its_place():
         word, number = divmod(within, 2**13)
         counter = [np.array([n], np.uint32) for n in (8, chunk * 2**13 + number)]
         bits = threefry2x32_p.bind(*jax.random.key_data(key), *counter)[word]
-        np.testing.assert_allclose(noise[place], _normals._normal(bits)[0], rtol=1e-6)
+        np.testing.assert_allclose(noise[place], normals._normal(bits)[0], rtol=1e-6)
 
 
 def test_no_number_of_the_noise_repeats_in_another_step():
@@ -118,7 +119,7 @@ def test_no_number_of_the_noise_repeats_in_another_step():
 @pytest.mark.parametrize("devices", [1, 8])
 def test_each_leaf_of_a_huge_tree_has_a_stream_of_its_own(devices, monkeypatch):
     small = [jnp.zeros((100, 30)), jnp.zeros(3000), jnp.zeros((7, 100))]
-    monkeypatch.setattr(_normals, "ONE_STREAM", 5000)
+    monkeypatch.setattr(normals, "ONE_STREAM", 5000)
     monkeypatch.setattr(jax, "device_count", lambda: devices)
     jax.clear_caches()
     noise = keys.normal_like(jax.random.key(3), 7, small)

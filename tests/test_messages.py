@@ -14,7 +14,7 @@ import optax
 import pytest
 
 import dpx
-from dpx._described import described
+from dpx.trees import described
 
 WORDS = np.array([2654435769, 2135587861], np.uint32)
 NUMBER = 123456.789
@@ -103,8 +103,7 @@ def public_functions():
         for name, value in vars(module).items():
             if (
                 callable(value)
-                and getattr(value, "__module__", "").startswith("dpx.")
-                and "._" not in value.__module__
+                and f"{getattr(value, '__module__', '')}.".startswith(f"{module.__name__}.")
                 and not name.startswith("_")
             ):
                 yield f"{module.__name__}.{name}", value

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dpx
-from dpx import _draws, keys
+from dpx import keys
+from dpx.sampling import draws
 
 KEY = jax.random.key(5)
 SAMPLINGS = [
@@ -56,7 +57,7 @@ def test_a_sampling_has_a_stream_of_its_own(sampling, monkeypatch):
     by_own_stream = [list(drawn(sampling, step)) for step in range(3)]
     names, stream = set(), keys.stream
     monkeypatch.setattr(keys, "stream", lambda key, name, step=None: names.add(name) or stream(key, name, step))
-    _draws._permutation.cache_clear()
+    draws._permutation.cache_clear()
     assert [list(drawn(sampling, step)) for step in range(3)] == by_own_stream and names == {"sampling"}
     monkeypatch.setattr(keys, "stream", lambda key, name, step=None: stream(key, "noise", step))
     for step in range(3):
@@ -77,7 +78,7 @@ def test_a_coin_falls_for_exactly_the_words_below_the_threshold(probability, mon
         return jnp.asarray(words)
 
     monkeypatch.setattr(jax.random, "bits", bits)
-    coins = _draws.coins.__wrapped__(KEY, len(words), probability)
+    coins = draws.coins.__wrapped__(KEY, len(words), probability)
     assert asked == [((len(words),), jnp.uint32)]
     assert coins.dtype == np.bool_
     assert coins.tolist() == [int(word) < heads for word in words]

@@ -10,8 +10,8 @@ import pytest
 
 import dpx
 from dpx import schedules
-from dpx._numbers import at, over, require_whole
 from dpx.accounting import gdp, schedule_epsilon
+from dpx.scalars import at, over, require_whole
 
 SAMPLING = dpx.PoissonSampling(examples=1000, batch_size=10)
 KEY = jax.random.key(0)

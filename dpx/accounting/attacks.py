@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy import special
 
-from dpx._described import described
 from dpx.accounting import checks
 from dpx.accounting.bill import event_of
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.compose import Composition
 from dpx.accounting.events import event_profile
 from dpx.accounting.profiles import Profile
+from dpx.trees import described
 
 # Any set of epsilons gives bounds. With these, rates and mu are within 1 % of the exact ones of a Gaussian.
 _EPSILONS = 96

@@ -7,14 +7,14 @@ import dp_accounting
 from dp_accounting import DpEvent
 from dp_accounting.dp_event import RepeatAndSelectDpEvent
 
-from dpx._described import described
-from dpx._numbers import require_number
 from dpx.accounting import renyi
 from dpx.accounting.bill import batches_of, event_of
 from dpx.accounting.checks import Relation, require_relation
 from dpx.accounting.compose import Composition, require_one_unit
 from dpx.accounting.releases import count_releases, hashable
 from dpx.accounting.selection import SHAPES, OneOfDpEvent, trial_loss
+from dpx.scalars import require_number
+from dpx.trees import described
 
 Distribution = Literal["logarithmic", "geometric", "poisson"]
 

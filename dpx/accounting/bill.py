@@ -5,11 +5,11 @@ from typing import Any
 import dp_accounting
 import numpy as np
 
-from dpx._numbers import require_whole
 from dpx.accounting import checks
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.events import event_delta, event_epsilon
 from dpx.accounting.releases import count_releases
+from dpx.scalars import require_whole
 from dpx.states.reading import release_state, steps_taken
 
 

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from dpx._described import described
-from dpx._numbers import require_whole
 from dpx.accounting import checks
 from dpx.accounting.calibration import calibrate
 from dpx.accounting.checks import Accountant
+from dpx.scalars import require_whole
+from dpx.trees import described
 
 M = TypeVar("M", bound=Any)
 

@@ -7,8 +7,8 @@ from typing import Any, Literal
 import jax.core
 import numpy as np
 
-from dpx._described import described
-from dpx._numbers import real
+from dpx.scalars import real
+from dpx.trees import described
 
 Accountant = Literal["tightest", "pld", "rdp"]
 Relation = Literal["add_or_remove", "zero_out", "replace_one"]

@@ -10,10 +10,10 @@ import jax
 import numpy as np
 
 from dpx import keys
-from dpx._numbers import over
 from dpx.accounting.bill import batches_of, billed_steps, event_of
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.events import event_delta, event_epsilon
+from dpx.scalars import over
 from dpx.states.record import SEVERAL_KEYS
 
 

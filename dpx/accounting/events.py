@@ -9,7 +9,6 @@ from dp_accounting import DpEvent
 from dp_accounting.pld import PLDAccountant
 from dp_accounting.rdp import RdpAccountant
 
-from dpx._numbers import require_whole
 from dpx.accounting import checks
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.fixed_size import FixedSizeGaussian
@@ -18,6 +17,7 @@ from dpx.accounting.profiles import UNBOUNDED, DelegatedProfile, Profile, profil
 from dpx.accounting.releases import WHOLE_RUN_READERS, count_releases
 from dpx.accounting.releases import register as register
 from dpx.accounting.schedule import round_to_few
+from dpx.scalars import require_whole
 
 # Distinct steps in a composition by PLD. A schedule of 10,000 takes about a second, and its epsilon is at most 1.4 %
 # above the truth (benchmarks/accounting.py: mechanism_epsilon, against the lower end of interval).

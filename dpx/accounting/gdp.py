@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 from scipy import optimize, special
 
-from dpx._numbers import require_number, require_whole
 from dpx.accounting import checks
+from dpx.scalars import require_number, require_whole
 
 # ------------------------------------------------------------------ Exact: from mu to epsilon and delta, and back
 

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dpx._described import described
-from dpx._numbers import require_number, require_whole
 from dpx.accounting import checks
 from dpx.accounting.calibration import calibrate_schedule
 from dpx.accounting.checks import Accountant
+from dpx.scalars import require_number, require_whole
+from dpx.trees import described
 
 _SMALLEST_BATCH = 256  # of the default batch sizes, which are powers of two up to half of the examples, and all of them
 

@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 from dp_accounting import DpEvent
 
-from dpx._described import described
 from dpx.accounting import checks
 from dpx.accounting.attacks import FALSE_POSITIVE_RATES, AttackBounds, bounds_of
 from dpx.accounting.best_of import Selection
@@ -19,6 +18,7 @@ from dpx.accounting.checks import Relation
 from dpx.accounting.events import event_epsilon, event_profile, explanation
 from dpx.accounting.summary import summary
 from dpx.states.record import unit_mark
+from dpx.trees import described
 
 _CAVEATS = (
     "Holds if batches were drawn as `sampling` says, and while the keys of the noise and of the sampling are secret.",

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from dpx._numbers import require_number, require_whole
 from dpx.accounting import checks
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.pld.buckets import Buckets, bucketed
 from dpx.accounting.pld.losses import Losses, SampledGaussian
 from dpx.accounting.profiles import UNBOUNDED, ComposedProfile, GaussianProfile, Profile, profile, unsampled
+from dpx.scalars import require_number, require_whole
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ A lower bound above the bill proves, up to its confidence, that the bill is wron
 released values; those of `canary_scores` are. A lower bound below the bill proves nothing about the bill.
 """
 
-from dpx.audit.contract import check_contract
-from dpx.audit.contract_report import ContractReport, Line
-from dpx.audit.lower_bound import canary_scores, lower_bound
-from dpx.audit.lower_bound_runs import observe_canary
-from dpx.audit.lower_bound_scores import LowerBound, Roc, lower_bound_from_scores, plot_lower_bound
-from dpx.audit.one_run import OneRun, canary_loss, draw_members, one_run
+from dpx.audit.attacks.many_runs import canary_scores, lower_bound
+from dpx.audit.attacks.one_run import OneRun, canary_loss, draw_members, one_run
+from dpx.audit.attacks.scores import LowerBound, Roc, lower_bound_from_scores, plot_lower_bound
+from dpx.audit.attacks.simulation import observe_canary
+from dpx.audit.contract.check import check_contract
+from dpx.audit.contract.report import ContractReport, Line
 
 __all__ = [
     "ContractReport",

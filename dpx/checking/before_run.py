@@ -8,14 +8,14 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from dpx._described import described
-from dpx._frozen import trained
-from dpx._numbers import require_whole
 from dpx.accounting.checks import require_delta
-from dpx.batches import Batch, Tree, batch_size, require_batch
 from dpx.checking import measured, parameters, plan, program, randomness, step
 from dpx.checking.report import Finding, Report
 from dpx.mechanism import Mechanism
+from dpx.optimizer import trained
+from dpx.sampling.batch import Batch, require_batch
+from dpx.scalars import require_whole
+from dpx.trees import Tree, batch_size, described
 
 
 def check(

@@ -10,15 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dpx._contributions import LARGEST, in_range
-from dpx._microbatching import sum_over_microbatches
-from dpx._numbers import over
-from dpx._stages import path_of
-from dpx.batches import Tree
 from dpx.checking.parameters import is_low_precision
 from dpx.checking.program import some
 from dpx.checking.report import Finding
+from dpx.contributions import LARGEST, in_range
 from dpx.mechanism import Mechanism
+from dpx.scalars import over
+from dpx.trees import Tree, path_of
+from dpx.xla.microbatches import sum_over_microbatches
 
 MICROBATCH_NUMBERS = 2**26  # numbers of gradients in memory at once: 256 MiB in float32
 PROBE = 2.0**50  # of every coordinate of a gradient that every mechanism clips; its square times 2^27 is a float32

@@ -3,10 +3,9 @@
 import jax
 import jax.numpy as jnp
 
-from dpx._stages import path_of
-from dpx.batches import Tree
 from dpx.checking.program import some
 from dpx.checking.report import Finding
+from dpx.trees import Tree, path_of
 
 
 def dtypes(params: Tree) -> Finding:

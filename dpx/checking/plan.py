@@ -8,12 +8,13 @@ import jax
 import numpy as np
 
 from dpx import keys
-from dpx._rows import length_of
 from dpx.accounting import epsilon
-from dpx.batches import Batch, Tree, batch_size, inclusion
 from dpx.checking.report import Finding
 from dpx.mechanism import Mechanism
+from dpx.sampling.batch import Batch, inclusion
+from dpx.sampling.rows import length_of
 from dpx.states.record import sampling_terms
+from dpx.trees import Tree, batch_size
 
 FAR = 6.0  # standard deviations of a Poisson batch size; a drawn batch is further away with probability 1e-8 or so
 WEAK = 10.0  # an epsilon above which little is promised

@@ -9,10 +9,9 @@ import jax.core
 import jax.numpy as jnp
 from jax.extend import core
 
-from dpx._frozen import inputs_read
-from dpx._stages import path_of
-from dpx.batches import Tree
 from dpx.checking.report import Finding
+from dpx.optimizer import inputs_read
+from dpx.trees import Tree, path_of
 
 LARGE = 2**20  # bytes of an array that is worth a note
 SHOWN = 4  # paths in one line

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from dpx.batches import Tree
 from dpx.checking.report import Finding
+from dpx.trees import Tree
 
 DRAWS = ("random_bits", "threefry2x32", "rng_bit_generator")  # the primitives that turn a key into random numbers
 KEYS = {"threefry2x32": 2}  # how many of the first operands are the key; 1 of the others

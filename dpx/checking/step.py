@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dpx._stages import path_of
-from dpx.batches import Batch, Tree, batch_size
 from dpx.checking.parameters import is_low_precision
 from dpx.checking.program import some
 from dpx.checking.report import Finding
 from dpx.gradients import private_grad
 from dpx.mechanism import Mechanism
+from dpx.sampling.batch import Batch
+from dpx.trees import Tree, batch_size, path_of
 
 REPETITIONS = 3
 

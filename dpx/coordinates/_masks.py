@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from dpx._numbers import ScalarOrSchedule, at
 from dpx.coordinates._selection import largest
 from dpx.mechanism import Tree
+from dpx.scalars import ScalarOrSchedule, at
 
 # Added to a share before its product with d is rounded down, because 0.29 * 100 is 28.999... in floating point. Each is
 # above the rounding error of a share of at most 1 in that precision.

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from dpx import keys
-from dpx._numbers import require_number, require_whole
-from dpx.batches import Tree, batch_size
 from dpx.mechanism import Coordinates
+from dpx.scalars import require_number, require_whole
+from dpx.trees import Tree, batch_size
 
 EXACT = jax.lax.Precision.HIGHEST  # float32 products on every machine, because matrix units round to fewer bits
 

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from dpx._numbers import ScalarOrSchedule, at, over, require_fraction, require_scalar_or_schedule, require_whole
-from dpx._stages import describe_share
-from dpx._states import find_state
 from dpx.coordinates._masks import count, masked
 from dpx.coordinates._selection import largest
 from dpx.mechanism import Coordinates, Tree
+from dpx.scalars import ScalarOrSchedule, at, over, require_fraction, require_scalar_or_schedule, require_whole
+from dpx.stages import describe_share
+from dpx.trees import find_state
 
 
 class ImportanceState(NamedTuple):

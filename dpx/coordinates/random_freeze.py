@@ -7,10 +7,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from dpx import keys
-from dpx._numbers import ScalarOrSchedule, require_fraction, require_whole
-from dpx._stages import describe_period, describe_share
 from dpx.coordinates._masks import complement, count, masked, random_mask
 from dpx.mechanism import Coordinates, Tree
+from dpx.scalars import ScalarOrSchedule, require_fraction, require_whole
+from dpx.stages import describe_period, describe_share
 
 
 class RandomFreezeState(NamedTuple):

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dpx._numbers import ScalarOrSchedule, require_fraction, require_whole
-from dpx._stages import describe_period, describe_share
 from dpx.coordinates._masks import complement, count, masked
 from dpx.coordinates._selection import largest
 from dpx.mechanism import Coordinates, Tree
+from dpx.scalars import ScalarOrSchedule, require_fraction, require_whole
+from dpx.stages import describe_period, describe_share
 
 
 class RankedFreezeState(NamedTuple):

@@ -7,10 +7,10 @@ import jax
 import jax.core
 import jax.numpy as jnp
 
-from dpx._states import find_state
 from dpx.coordinates._masks import random_mask
 from dpx.coordinates.random_freeze import RandomFreezeState
 from dpx.mechanism import Tree
+from dpx.trees import find_state
 
 
 class SparseUpdates(NamedTuple):

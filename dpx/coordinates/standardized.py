@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from dpx._numbers import require_number
 from dpx.mechanism import Coordinates, Tree
+from dpx.scalars import require_number
 
 
 class StandardizedState(NamedTuple):

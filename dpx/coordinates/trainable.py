@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dpx._described import described
-from dpx._stages import FROZEN, path_of
 from dpx.mechanism import Coordinates, Tree
+from dpx.stages import FROZEN
+from dpx.trees import described, path_of
 
 PRINTED = 6  # paths in the printed pipeline, and in a message
 

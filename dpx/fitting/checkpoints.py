@@ -22,13 +22,13 @@ import numpy as np
 from jax.extend import core
 
 from dpx import keys
-from dpx.batches import Tree
 from dpx.fitting import processes
 from dpx.fitting.settings import Terms
 from dpx.fitting.steps import Carry
 from dpx.mechanism import Mechanism
 from dpx.states.reading import steps_taken
 from dpx.states.record import ReleaseState
+from dpx.trees import Tree
 
 SENSITIVE = """This folder is as sensitive as the training data. history.json holds losses of the training data. The
 checkpoints hold the whole optimizer state, whose `unreleased_*` fields are functions of the training data that were

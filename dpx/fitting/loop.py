@@ -8,11 +8,8 @@ from typing import Any
 
 import jax
 
-from dpx._numbers import require_whole
-from dpx._rows import unit_of
 from dpx.accounting.checks import Accountant
 from dpx.accounting.report import privacy_report
-from dpx.batches import Tree
 from dpx.fitting.checkpoints import open_folder
 from dpx.fitting.processes import require_spanned, together
 from dpx.fitting.records import FitResult, Progress
@@ -20,7 +17,10 @@ from dpx.fitting.settings import Terms, require_inputs
 from dpx.fitting.steps import Carry, begin, compiled_step, compiled_step_in_chunks, stay
 from dpx.fitting.watching import Watcher
 from dpx.mechanism import Mechanism
+from dpx.sampling.rows import unit_of
+from dpx.scalars import require_whole
 from dpx.states.reading import steps_taken
+from dpx.trees import Tree
 
 
 def fit(

@@ -3,8 +3,8 @@
 from typing import Any, NamedTuple
 
 from dpx.accounting.report import PrivacyReport
-from dpx.batches import Tree
 from dpx.gradients import Unreleased
+from dpx.trees import Tree
 
 
 class Progress(NamedTuple):

@@ -9,14 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpx import keys
-from dpx._described import described
-from dpx._guards import require_kind, require_params
-from dpx._numbers import require_whole
-from dpx._rows import rows_of
 from dpx.accounting.bill import epsilon
 from dpx.accounting.checks import Accountant
-from dpx.batches import Tree
-from dpx.mechanism import Mechanism
+from dpx.guards import require_params
+from dpx.mechanism import Mechanism, require_mechanism
+from dpx.sampling.rows import rows_of
+from dpx.scalars import require_whole
+from dpx.trees import Tree, described
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +57,7 @@ class Terms:
 
 def require_inputs(loss: Any, params: Tree, data: Any, optimizer: Any, loss_at: Any):
     """Raises ValueError for the first of them that is of another type or length."""
-    require_kind(optimizer, Mechanism)
+    require_mechanism(optimizer)
     require_function("loss", loss)
     require_function("loss_at", loss_at)
     leaves = jax.tree.leaves(params)

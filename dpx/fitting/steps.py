@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding
 
-from dpx.batches import Batch, Tree
 from dpx.fitting.compiling import Compiled, on_mesh
 from dpx.gradients import Unreleased, accumulate, private_grad
 from dpx.mechanism import Mechanism
+from dpx.sampling.batch import Batch
+from dpx.trees import Tree
 
 
 class Carry(NamedTuple):

@@ -10,13 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpx._described import described
-from dpx._numbers import require_whole
-from dpx.batches import Tree
 from dpx.fitting import processes
 from dpx.fitting.records import Progress
 from dpx.fitting.settings import Terms, require_function
 from dpx.fitting.steps import Carry, OfBatch, copied
+from dpx.scalars import require_whole
+from dpx.trees import Tree, described
 
 MOST_EVALUATIONS = 40  # by default, because each waits for the step and computes a bill
 RESERVED = {"step", "epsilon", "unreleased_loss"}  # in the history, beside the metrics

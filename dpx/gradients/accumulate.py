@@ -13,15 +13,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dpx._guards import require_params
-from dpx._states import find_state
-from dpx.batches import Batch, Drawn, Tree, batch_size, inclusion, require_batch
 from dpx.gradients.explicit_axes import along_examples, call_with_auto_axes
 from dpx.gradients.results import Unreleased
 from dpx.gradients.rows import rows_of
 from dpx.gradients.sums import Clipping, sum_gradients
+from dpx.guards import require_params
 from dpx.mechanism import Mechanism
-from dpx.states.record import ReleaseState
+from dpx.sampling.batch import Batch, inclusion, require_batch
+from dpx.states.record import Drawn, ReleaseState
+from dpx.trees import Tree, batch_size, find_state
 
 _PROBE = 2.0**40  # a norm that every clip norm clips
 _ROUNDING = 1e-6  # relative, of a schedule that is compiled in two programs

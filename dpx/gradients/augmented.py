@@ -4,9 +4,8 @@ from collections.abc import Callable
 
 import jax
 
-from dpx._described import described
-from dpx._numbers import require_whole
-from dpx.batches import Tree
+from dpx.scalars import require_whole
+from dpx.trees import Tree, described
 
 
 def augmented(

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-Tree = Any  # a pytree of arrays
+from dpx.trees import Tree
 
 
 def call_with_auto_axes(function: Callable[..., Tree], arguments: tuple, place: Callable[..., Tree]) -> Tree:

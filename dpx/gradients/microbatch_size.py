@@ -5,16 +5,14 @@ A step over the whole batch writes fresh memory, which the kernel must zero and 
 
 import math
 import os
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jax.extend import core
 
-from dpx._convolutions import CALLS
-from dpx._described import described
 from dpx.gradients import ghost
-
-Tree = Any  # a pytree of arrays
+from dpx.trees import Tree, described
+from dpx.xla.convolutions import CALLS
 
 PLATFORMS = ("cpu", "gpu", "cuda", "rocm", "tpu")
 
@@ -35,7 +33,7 @@ class ForwardCost(NamedTuple):
 
     numbers: int, how many numbers the equations define
     convolves: bool, True if one of them is a convolution
-    loops: bool, True if `_convolutions.reordered` finds all convolutions, so that none is slow in a loop on a CPU
+    loops: bool, True if `xla.convolutions.reordered` finds all convolutions, so that none is slow in a loop on a CPU
     """
 
     numbers: int

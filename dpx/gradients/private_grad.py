@@ -7,15 +7,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dpx._guards import require_params
-from dpx.batches import Batch, Tree, batch_size, inclusion, require_batch
 from dpx.gradients import ghost
 from dpx.gradients.explicit_axes import along_examples, call_with_auto_axes
 from dpx.gradients.microbatch_size import choose_microbatch_size, forward_cost, require_platform
 from dpx.gradients.results import PrivateGradient, Unreleased
 from dpx.gradients.rows import of_one_row, rows_of, shapes_of_one
 from dpx.gradients.sums import Clipping, check, make_plan, sum_gradients, sum_updates
+from dpx.guards import require_params
 from dpx.mechanism import Mechanism
+from dpx.sampling.batch import Batch, inclusion, require_batch
+from dpx.trees import Tree, batch_size
 
 
 def private_grad(

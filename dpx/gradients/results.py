@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from dpx.batches import Tree
+from dpx.trees import Tree
 
 
 class Unreleased(NamedTuple):

@@ -10,11 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from dpx import keys
-from dpx._described import described
-from dpx._states import find_state
-from dpx.batches import Tree, batch_size
 from dpx.mechanism import Mechanism
 from dpx.states.record import ReleaseState
+from dpx.trees import Tree, batch_size, described, find_state
 
 
 def rows_of(mechanism: Mechanism, state: Tree, examples: Tree, *, with_key: bool, first: jax.Array | int = 0) -> tuple:

@@ -10,17 +10,16 @@ from typing import Literal
 import jax
 from jax.extend import core
 
-from dpx._contributions import sum_contributions
-from dpx._convolutions import reordered
-from dpx._described import described
-from dpx._guards import require_real
-from dpx._microbatching import sum_over_microbatches
-from dpx._numbers import require_whole
-from dpx.batches import Tree
+from dpx.contributions import sum_contributions
 from dpx.gradients import ghost
 from dpx.gradients.microbatch_size import choose_microbatch_size, forward_cost, require_platform
 from dpx.gradients.rows import of_one_row, shapes_of_one
+from dpx.guards import require_real
 from dpx.mechanism import Mechanism
+from dpx.scalars import require_whole
+from dpx.trees import Tree, described
+from dpx.xla.convolutions import reordered
+from dpx.xla.microbatches import sum_over_microbatches
 
 Clipping = Literal["auto", "ghost", "vmap"]
 

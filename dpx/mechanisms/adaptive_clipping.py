@@ -18,12 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dpx._numbers import ScalarOrSchedule, at, over, require_number
-from dpx._stages import SUM, describe
 from dpx.accounting.budget import calibrated
 from dpx.mechanism import Mechanism, Tree
 from dpx.mechanisms.gaussian import SMALLEST_CLIP_NORM, gaussian_mechanism, tree_norm
-from dpx.sampling import Sampling
+from dpx.sampling.records import Sampling
+from dpx.scalars import ScalarOrSchedule, at, over, require_number
+from dpx.stages import SUM, describe
 
 SMALLEST, LARGEST = SMALLEST_CLIP_NORM, 1 / SMALLEST_CLIP_NORM  # of the moving clip norm, in units of the gradient
 

@@ -18,12 +18,12 @@ import jax.numpy as jnp
 import optax
 
 from dpx import keys
-from dpx._described import described
-from dpx._stages import around_sum
 from dpx.accounting.projected import projected
 from dpx.accounting.releases import count_releases
 from dpx.coordinates.projections.projection import ProjectionKind, ProjectionState, projection
 from dpx.mechanism import Mechanism, Tree
+from dpx.stages import around_sum
+from dpx.trees import described
 
 
 class ClipThenProjectState(NamedTuple):

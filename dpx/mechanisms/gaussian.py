@@ -15,13 +15,13 @@ import numpy as np
 import optax
 
 from dpx import keys
-from dpx._described import described
-from dpx._numbers import ScalarOrSchedule, at, between, over, require_scalar_or_schedule
-from dpx._stages import SUM, describe, describe_groups
 from dpx.accounting.budget import calibrated
 from dpx.mechanism import Mechanism, Tree
-from dpx.sampling import Sampling
+from dpx.sampling.records import Sampling
+from dpx.scalars import ScalarOrSchedule, at, between, over, require_scalar_or_schedule
+from dpx.stages import SUM, describe, describe_groups
 from dpx.states.record import ReleaseState
+from dpx.trees import described
 
 # In the units of the gradient. The squares of smaller or larger norms, or sums of such squares, leave float32's range.
 SMALLEST_CLIP_NORM, LARGEST_CLIP_NORM = 2.0**-40, 1e15

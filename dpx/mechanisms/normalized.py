@@ -2,9 +2,9 @@
 
 import jax
 
-from dpx._numbers import require_number
-from dpx._stages import around_sum
 from dpx.mechanism import Mechanism
+from dpx.scalars import require_number
+from dpx.stages import around_sum
 
 
 def normalized(mechanism: Mechanism, *, stability: float = 0.01) -> Mechanism:

@@ -3,14 +3,14 @@
 import jax
 import jax.numpy as jnp
 
-from dpx._numbers import ScalarOrSchedule, at, over, require_fraction, require_whole
 from dpx.accounting.budget import calibrated
 from dpx.coordinates.importance_mask import importance_mask
 from dpx.coordinates.standardized import standardized
 from dpx.coordinates.top_fraction import top_fraction
 from dpx.mechanism import Mechanism, in_coordinates
 from dpx.mechanisms.gaussian import gaussian_mechanism
-from dpx.sampling import Sampling
+from dpx.sampling.records import Sampling
+from dpx.scalars import ScalarOrSchedule, at, over, require_fraction, require_whole
 
 
 @calibrated

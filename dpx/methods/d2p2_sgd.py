@@ -9,15 +9,15 @@ from typing import Any, Literal
 import jax
 
 from dpx import schedules
-from dpx._described import described
-from dpx._numbers import ScalarOrSchedule, require_whole
 from dpx.accounting.budget import calibrated
 from dpx.coordinates.projections import ProjectionKind, random_projection
 from dpx.mechanism import Mechanism, Tree, in_coordinates
 from dpx.mechanisms.clip_then_project import clip_then_project
 from dpx.mechanisms.gaussian import gaussian_mechanism
 from dpx.mechanisms.normalized import normalized
-from dpx.sampling import Sampling
+from dpx.sampling.records import Sampling
+from dpx.scalars import ScalarOrSchedule, require_whole
+from dpx.trees import described
 
 Order = Literal["project_then_clip", "clip_then_project"]
 

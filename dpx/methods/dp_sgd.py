@@ -2,11 +2,11 @@
 
 import jax
 
-from dpx._numbers import ScalarOrSchedule
 from dpx.accounting.budget import calibrated
 from dpx.mechanism import Mechanism, Tree
 from dpx.mechanisms.gaussian import gaussian_mechanism
-from dpx.sampling import Sampling
+from dpx.sampling.records import Sampling
+from dpx.scalars import ScalarOrSchedule
 
 
 @calibrated

@@ -3,11 +3,11 @@
 import jax
 
 from dpx import schedules
-from dpx._numbers import require_number, require_whole
 from dpx.accounting.budget import calibrated
 from dpx.mechanism import Mechanism
 from dpx.mechanisms.gaussian import gaussian_mechanism
-from dpx.sampling import Sampling
+from dpx.sampling.records import Sampling
+from dpx.scalars import require_number, require_whole
 
 
 @calibrated

@@ -4,14 +4,14 @@ import math
 
 import jax
 
-from dpx._numbers import ScalarOrSchedule, require_number
-from dpx._stages import SUM, describe
 from dpx.accounting.budget import calibrated
 from dpx.coordinates.gradient_embedding import gradient_embedding
 from dpx.coordinates.random_freeze import random_freeze
 from dpx.mechanism import Mechanism, Tree, in_coordinates
 from dpx.mechanisms.gaussian import gaussian_mechanism
-from dpx.sampling import Sampling
+from dpx.sampling.records import Sampling
+from dpx.scalars import ScalarOrSchedule, require_number
+from dpx.stages import SUM, describe
 
 
 @calibrated

@@ -2,13 +2,13 @@
 
 import jax
 
-from dpx._numbers import ScalarOrSchedule
 from dpx.accounting.budget import calibrated
 from dpx.coordinates.random_freeze import random_freeze
 from dpx.coordinates.ranked_freeze import ranked_freeze
 from dpx.mechanism import Mechanism, Tree, in_coordinates
 from dpx.mechanisms.gaussian import gaussian_mechanism
-from dpx.sampling import Sampling
+from dpx.sampling.records import Sampling
+from dpx.scalars import ScalarOrSchedule
 
 
 @calibrated

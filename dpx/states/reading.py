@@ -9,8 +9,8 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from dpx.batches import Tree
 from dpx.states.record import LARGEST_PRECISION, LARGEST_WEIGHT, REASONS, ReleaseState, noise_order, sampling_terms
+from dpx.trees import Tree
 
 TOLERANCE = 1e-5  # relative, between the precision of a state and that of a mechanism, because float32 rounds
 

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from dp_accounting import DpEvent
 
-from dpx._states import map_states
-from dpx.batches import Drawn, Tree
+from dpx.trees import Tree, map_states
 
 LARGEST_PRECISION = 1e30  # of one release, noise_multiplier^-2; a multiplier below 1e-15 counts as 1e-15
 SEVERAL_KEYS = np.uint32(1)  # in place of the mark of a key, which is larger
@@ -33,6 +32,25 @@ REASONS = {
     "step keeps the key that it was compiled with: compile a step for every mechanism",
     "unit": "its batches hold units of different kinds, such as examples and users, so no one unit is protected",
 }
+
+
+class Drawn(NamedTuple):
+    """How a batch was drawn, set by the sampling; each uint32 (), or (steps,) in the draws of many steps.
+
+    step:      the number of steps before, for which the batch was drawn.
+    rows:      how many of its rows count.
+    key:       the mark of the key that drew it (`keys.mark`).
+    first_row: 0; for a chunk of a batch, how many rows the chunks before it have.
+    sampling:  a fingerprint of the sampling.
+    unit:      a fingerprint of the name of what it holds: "example", or the `privacy_unit` of the data.
+    """
+
+    step: Any
+    rows: Any
+    key: Any
+    first_row: Any
+    sampling: Any
+    unit: Any
 
 
 class ReleaseState(NamedTuple):

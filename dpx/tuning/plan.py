@@ -11,16 +11,15 @@ import numpy as np
 from dp_accounting import DpEvent, GaussianDpEvent
 
 from dpx import keys
-from dpx._guards import require_kind
-from dpx._numbers import require_number, require_whole
 from dpx.accounting.best_of import Distribution, Selection, best_of
 from dpx.accounting.bill import event_of
 from dpx.accounting.checks import require_delta
 from dpx.accounting.compose import same_key
-from dpx.batches import Tree
 from dpx.fitting.settings import require_function
-from dpx.mechanism import Mechanism
+from dpx.mechanism import Mechanism, require_mechanism
+from dpx.scalars import require_number, require_whole
 from dpx.states.reading import release_state, steps_taken
+from dpx.trees import Tree
 
 
 class Trial(NamedTuple):
@@ -158,7 +157,7 @@ def _trial_key(key: jax.Array, number: int) -> jax.Array:
 
 def _built(optimizer: Callable, configuration: Any, key: jax.Array) -> Mechanism:
     mechanism = optimizer(configuration, key)
-    require_kind(mechanism, Mechanism)
+    require_mechanism(mechanism)
     if not same_key(mechanism.key, key):
         raise ValueError("optimizer must build its mechanism with the key that it is given: trials need fresh noise")
     return mechanism

@@ -13,10 +13,10 @@ from dpx import keys
 from dpx.accounting.best_of import Distribution, Selection
 from dpx.accounting.report import PrivacyReport, privacy_report
 from dpx.accounting.selection import SHAPES, draw_count
-from dpx.batches import Tree
 from dpx.fitting.checkpoints import SENSITIVE, make_folder, write
 from dpx.mechanism import Mechanism
 from dpx.states.reading import steps_taken
+from dpx.trees import Tree
 from dpx.tuning.plan import Plan, ScoreOn, Trial
 
 

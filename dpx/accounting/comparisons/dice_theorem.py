@@ -2,8 +2,8 @@
 
 import math
 
-from dpx._numbers import require_whole
 from dpx.accounting import checks
+from dpx.scalars import require_whole
 
 
 def dice_theorem_noise(

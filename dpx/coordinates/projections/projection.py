@@ -8,9 +8,6 @@ import jax
 import jax.numpy as jnp
 
 from dpx import keys
-from dpx._described import described
-from dpx._numbers import require_whole
-from dpx._stages import describe_groups
 from dpx.coordinates.projections.countsketch import COUNTSKETCH
 from dpx.coordinates.projections.gaussian import GAUSSIAN
 from dpx.coordinates.projections.hadamard import HADAMARD
@@ -18,6 +15,9 @@ from dpx.coordinates.projections.orthonormal import ORTHONORMAL
 from dpx.coordinates.projections.sketch import Segments, Sketch
 from dpx.coordinates.projections.subset import SUBSET
 from dpx.mechanism import Coordinates, Tree
+from dpx.scalars import require_whole
+from dpx.stages import describe_groups
+from dpx.trees import described
 
 ProjectionKind = Literal["gaussian", "orthonormal", "subset", "countsketch", "hadamard"]
 

@@ -1,18 +1,17 @@
 """The clipped sum of a batch by a plan: a backward pass, norms, clip factors, weighted sums."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from dpx._contributions import in_range, zero_excluded
-from dpx._ordering import compute_after
+from dpx.contributions import in_range, zero_excluded
 from dpx.gradients.ghost import trace
 from dpx.gradients.ghost.plan import Choice, Plan
 from dpx.mechanism import Mechanism
-
-Tree = Any  # a pytree of arrays
+from dpx.trees import Tree
+from dpx.xla.ordering import compute_after
 
 
 class Records(NamedTuple):
@@ -38,7 +37,7 @@ class Records(NamedTuple):
 def sum_contributions(
     plan: Plan, mechanism: Mechanism, params: Tree, examples: Tree, state: Tree, included: jax.Array
 ) -> tuple[tuple[Tree, ...], tuple[jax.Array, Tree, Tree]]:
-    """sum_i f(|z_i|) z_i for each factor f, as in `dpx._contributions.sum_contributions`; losses, norms and aux.
+    """sum_i f(|z_i|) z_i for each factor f, as in `dpx.contributions.sum_contributions`; losses, norms and aux.
 
     params: arrays. examples: arrays with the B examples on axis 0. state: of the mechanism. included: bool (B,).
     Returns one sum for each factor, float32, like the encoded gradient of one example; and, for each example, the

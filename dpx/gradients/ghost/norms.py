@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax  # `jnp` takes longer to trace
 
-from dpx._contributions import LARGEST, repeated
+from dpx.contributions import LARGEST, repeated
 
 EXACT = lax.Precision.HIGHEST  # float32 products, also where the hardware would round them
 EPS, TINY = float(jnp.finfo(jnp.float32).eps), float(jnp.finfo(jnp.float32).tiny)

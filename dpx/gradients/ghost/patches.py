@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from dpx._ordering import opaque_false
 from dpx.gradients.ghost.norms import EXACT, product
+from dpx.xla.ordering import opaque_false
 
 # XLA has a fast convolution on a CPU if the data or the result have more than 16 features (jaxlib 0.10.2).
 FEW_FEATURES, ENOUGH_FEATURES = 16, 32

@@ -9,8 +9,7 @@ from jax.extend import core
 from dpx.gradients.ghost import rules, shared, trace, ways
 from dpx.gradients.ghost.ways import Uses, Way
 from dpx.mechanism import Mechanism
-
-Tree = Any  # a pytree of arrays
+from dpx.trees import Tree
 
 
 class EncodedLeaf(NamedTuple):

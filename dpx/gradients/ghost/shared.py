@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpx._contributions import repeated
+from dpx.contributions import repeated
 from dpx.gradients.ghost.norms import TINY, diagonal, in_range, inner, terms, uncancelled, unit
 from dpx.gradients.ghost.rules import Site
 

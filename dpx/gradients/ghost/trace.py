@@ -12,7 +12,7 @@ import jax.core
 import jax.numpy as jnp
 from jax.extend import core
 
-Tree = Any  # a pytree of arrays
+from dpx.trees import Tree
 
 # Equations of one operand that move elements, or drop some, but never copy one. So the norm of a cotangent is the same
 # on both sides of them.

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dpx._contributions import weighted_sum
+from dpx.contributions import weighted_sum
 from dpx.gradients.ghost import norms, shared, weighted
 from dpx.gradients.ghost.rules import Site
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from dpx._contributions import times
+from dpx.contributions import times
 from dpx.gradients.ghost import norms
 from dpx.gradients.ghost.rules import Site
 

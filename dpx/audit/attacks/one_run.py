@@ -1,0 +1,208 @@
+"""Lower bounds on epsilon from one training run with many canaries, each of which took part with probability 1/2.
+
+    members = dpx.audit.draw_members(key, 1000)           # who takes part
+    ... train on the data and canaries[members], and score every canary on the result ...
+    print(dpx.audit.one_run(scores, members, delta=1e-5))
+
+The canaries with the highest scores are guessed to be members, as many with the lowest scores not to be, and nothing is
+guessed about the rest. The number of right guesses bounds epsilon (`one_run_bounds` has the sources and the proofs).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dpx import keys
+from dpx.accounting import checks, gdp
+from dpx.audit.attacks.one_run_bounds import steinke_p_value, trade_off_rejected
+from dpx.audit.attacks.scores import lower_bound_from_scores, require_confidence
+from dpx.scalars import require_number, require_whole
+from dpx.trees import Tree, described
+
+SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)  # of the canaries that are guessed; the default of `guesses`
+_LEAST_CANARIES = 16
+_LARGEST_EPSILON, _LARGEST_MU = 50.0, 12.0
+_MUS, _REFINEMENTS = 24, 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneRun:
+    """Lower bounds on epsilon at one delta from one run, beside the bill.
+
+    epsilon: float, at least 0. A proof (Steinke et al. 2023), if the scores are computed from released values: for a
+        mechanism whose epsilon at `delta` is smaller, a bound this large has a probability of at most 1 - confidence.
+    trade_off_epsilon: float, at least 0. A hypothesis (Mahloujifar et al. 2024): the same, but only for mechanisms
+        whose trade-off function is that of two Gaussians.
+    gaussian_epsilon: float, at least 0. A stronger hypothesis: as if the scores of the canaries were independent, too.
+    guesses, right: int, how many guesses gave `epsilon`, and how many of them are right.
+    bill: float, the epsilon that the mechanism states at `delta`; None if it is not known.
+    """
+
+    epsilon: float
+    trade_off_epsilon: float
+    gaussian_epsilon: float
+    delta: float
+    confidence: float
+    canaries: int
+    guesses: int
+    right: int
+    bill: float | None = None
+
+    @property
+    def exceeds_bill(self) -> bool:
+        """Whether the bill is refuted, with the stated confidence."""
+        return self.bill is not None and self.epsilon > self.bill
+
+    def __str__(self) -> str:
+        lines = [
+            f"epsilon is at least {self.epsilon:.4g} at delta {self.delta:g}, with confidence {self.confidence:g} "
+            f"({self.right} of {self.guesses} guesses are right, {self.canaries} canaries)",
+            f"hypothesis: at least {self.trade_off_epsilon:.4g}, if the trade-off function is a Gaussian's",
+            f"hypothesis: at least {self.gaussian_epsilon:.4g}, if the canaries' scores are independent, too",
+        ]
+        if self.bill is not None:
+            lines.append(
+                f"the bill is {self.bill:.4g}: {'the bill is WRONG' if self.exceeds_bill else 'no contradiction'}"
+            )
+        return "\n".join(lines)
+
+
+def draw_members(key: jax.Array, canaries: int) -> np.ndarray:
+    """Which canaries take part, bool (canaries,): each with probability 1/2, independently of the others.
+
+    key: a PRNG key, (), which nothing else uses. canaries: int, at least 16. Raises ValueError for fewer, and no key.
+    """
+    canaries = require_whole("canaries", canaries, minimum=_LEAST_CANARIES)
+    return np.asarray(jax.random.bernoulli(keys.stream(key, "members"), shape=(canaries,)))
+
+
+def one_run(
+    scores: Any,
+    members: Any,
+    *,
+    delta: float,
+    confidence: float = 0.95,
+    guesses: Any = None,
+    bill: float | None = None,
+) -> OneRun:
+    """Lower bounds on the epsilon of a training run, from one score of each canary.
+
+    scores: float (canaries,), at least 16, any functions of what the run released; larger ones for members. Scores that
+        depend on the noise, or on anything else that is secret (such as a second run with the same key), prove nothing.
+    members: bool (canaries,), the coins of `draw_members`. The run must depend on them only through who takes part, and
+        the scores must not depend on them otherwise.
+    delta: in (0, 1), of the bill. confidence: in (0, 1), of each of the three bounds by itself. bill: at least 0.
+    guesses: int, or several, in [2, canaries]: how many canaries are guessed; default six shares of them from 1/32 to
+        1. They must be chosen before the scores are seen. Each of n numbers is tested at confidence
+        1 - (1 - confidence) / n, so that the largest of the n bounds holds with `confidence` (union bound).
+
+    `epsilon` is a proof for such scores and members, the other two are hypotheses (`OneRun`). Raises
+    ValueError for other numbers, shapes, dtypes, and for NaN.
+    """
+    delta = checks.require_delta(delta)
+    confidence = require_confidence(confidence)
+    bill = None if bill is None else checks.require_epsilon(bill)
+    scores, members = _require_scores(scores, members)
+    size = len(scores)
+    counts = _require_guesses(guesses, size)
+    order = np.argsort(scores, kind="stable")
+    right = np.array([members[order[size - k // 2 :]].sum() + (~members[order[: k // 2]]).sum() for k in counts])
+    miss = (1 - confidence) / len(counts)
+    proofs = [_largest_rejected(int(v), int(k), size, delta, miss) for v, k in zip(right, counts, strict=True)]
+    best = int(np.argmax(proofs))
+    return OneRun(
+        epsilon=proofs[best],
+        trade_off_epsilon=gdp.epsilon(_largest_mu(right, counts, size, miss), delta),
+        gaussian_epsilon=_as_independent(scores, members, delta, confidence),
+        delta=delta,
+        confidence=confidence,
+        canaries=size,
+        guesses=int(counts[best]),
+        right=int(right[best]),
+        bill=bill,
+    )
+
+
+def canary_loss(
+    loss: Callable[[Tree, Any], Any], leaf: Callable[[Tree], jax.Array], *, scale: float = 1e3
+) -> Callable[[Tree, Any], Any]:
+    """`loss`, for examples (example, coordinate) some of which are canaries, each with a gradient on one coordinate.
+
+    leaf: (params) -> the array whose coordinates the canaries use, each its own; so they never meet in one coordinate.
+    coordinate: int (), the canary's place in the flat array; -1 for an example, which is given to `loss`.
+    scale: above 0, the norm of a canary's gradient; large, so that it is clipped and has the full norm.
+
+    With SGD, a good score is how far the coordinate fell in training. Raises ValueError for another scale.
+    """
+    scale = require_number("scale", scale, minimum=0, exclusive=True)
+
+    def with_canaries(params, example):
+        inner, coordinate = example
+        place = scale * leaf(params).reshape(-1)[jnp.maximum(coordinate, 0)]
+        usual = loss(params, inner)
+        return jnp.where(coordinate < 0, usual, place.astype(jnp.result_type(usual)))
+
+    return with_canaries
+
+
+def _require_scores(scores: Any, members: Any) -> tuple[np.ndarray, np.ndarray]:
+    scores, members = np.asarray(scores), np.asarray(members)
+    if scores.ndim != 1 or len(scores) < _LEAST_CANARIES or scores.dtype.kind not in "biuf" or np.isnan(scores).any():
+        raise ValueError(
+            f"scores must hold one number, not NaN, for each of at least {_LEAST_CANARIES} canaries, (canaries,); "
+            f"got {scores.dtype}{scores.shape}"
+        )
+    if members.shape != scores.shape or members.dtype != np.bool_:
+        raise ValueError(f"members must be bool {scores.shape}, like the scores; got {members.dtype}{members.shape}")
+    return scores, members
+
+
+def _require_guesses(guesses: Any, canaries: int) -> np.ndarray:
+    """How many guesses to try, int64 (n,). Half of each are guessed to be members, so all are even."""
+    given = [share * canaries for share in SHARES] if guesses is None else np.atleast_1d(guesses).tolist()
+    counts = [int(number) // 2 * 2 for number in given] if guesses is None else given
+    counts = [require_whole("guesses", number, minimum=2, maximum=canaries) // 2 * 2 for number in counts if number]
+    if not counts:
+        raise ValueError(f"guesses must hold at least one number, got {described(guesses)}")
+    return np.unique(counts)
+
+
+def _largest_rejected(right: int, guesses: int, canaries: int, delta: float, miss: float) -> float:
+    """An epsilon within 1e-6 of the largest that `right` right guesses reject; 0 if they reject none."""
+    low, high = 0.0, _LARGEST_EPSILON
+    if steinke_p_value(right, guesses, canaries, low, delta) > miss:
+        return 0.0
+    while high - low > 1e-6:
+        middle = (low + high) / 2
+        rejected = steinke_p_value(right, guesses, canaries, middle, delta) <= miss
+        low, high = (middle, high) if rejected else (low, middle)
+    return low
+
+
+def _largest_mu(right: np.ndarray, guesses: np.ndarray, canaries: int, miss: float) -> float:
+    """The largest mu that one of the numbers of guesses rejects, rounded down; 0 if none does."""
+    low, high = 0.0, _LARGEST_MU
+    for _ in range(_REFINEMENTS):
+        mus = np.linspace(low, high, _MUS + 1)[1:]
+        tests = len(right) * _MUS
+        rejected = trade_off_rejected(
+            np.repeat(right, _MUS), np.repeat(guesses, _MUS), canaries, np.tile(mus, len(right)), np.full(tests, miss)
+        )
+        found = np.flatnonzero(rejected.reshape(-1, _MUS).any(axis=0))
+        width = (high - low) / _MUS
+        low = float(mus[found[-1]]) if len(found) else low
+        high = low + width
+    return low
+
+
+def _as_independent(scores: np.ndarray, members: np.ndarray, delta: float, confidence: float) -> float:
+    """The Gaussian bound of many runs, with canaries in the place of runs; 0 if too few are in one of the worlds."""
+    order = np.random.default_rng(0).permutation(len(scores))  # the place of a canary may say how well it is guessed
+    present, absent = scores[order][members[order]], scores[order][~members[order]]
+    if min(len(present), len(absent)) < _LEAST_CANARIES // 4:
+        return 0.0
+    return lower_bound_from_scores(present, absent, delta=delta, confidence=confidence).gaussian_epsilon

@@ -1,0 +1,231 @@
+"""Lower bounds on epsilon from the scores of many runs with, and many runs without, one example.
+
+Proof of the bound, for scores that are computed from released values, because then a test of them is post-processing.
+A test says "with" if a score is at least a threshold. Let a be the probability that it says so without the example, and
+b the probability that it says so with it. If the mechanism is (epsilon, delta)-private, then b <= e^epsilon a + delta,
+so epsilon >= ln((b - delta) / a). The threshold is chosen on the first half of the runs. The runs of the
+second half are independent of it, so their counts are binomial, and Clopper and Pearson's bounds hold for a (from
+above) and b (from below). Each fails with probability at most (1 - confidence) / 2, so both hold with probability at
+least `confidence`. The test that says "without" below a threshold gives the other direction. Which of the two is used
+is part of the choice on the first half.
+
+The Gaussian bound is a hypothesis. The same two error rates bound mu from below, if the best test between the two
+worlds is as good as between N(0, 1) and N(mu, 1); then delta is that of a Gaussian at every epsilon (Nasr et al. 2023,
+https://arxiv.org/abs/2302.07956). Nothing that is measured proves the hypothesis, because delta is about events that
+are too rare to be counted.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from scipy import special
+
+from dpx.accounting import checks, gdp
+from dpx.accounting.curves import TradeOff, plot_trade_off
+from dpx.scalars import require_number
+
+_THRESHOLDS = 400  # candidates, most of them in the tails, where the bound at a small delta is best
+_CHOICE_MISS = 0.01  # thresholds are chosen at this share of the allowed misses, so that luck in the tails counts less
+_LEAST_RUNS = 4  # in each world, two in each half
+_ROC_POINTS = 200
+
+
+class Roc(NamedTuple):
+    """The error rates of the attack in the second half of the runs, as counted, without confidence.
+
+    type_one: float64 (points,), how often the attack says "with" in runs without the example.
+    type_two: float64 (points,), how often it says "without" in runs with the example.
+    """
+
+    type_one: np.ndarray
+    type_two: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowerBound:
+    """A lower bound on epsilon at one delta, beside the bill.
+
+    epsilon: float, at least 0. A proof, if the scores are computed from released values: for a mechanism whose epsilon
+        at `delta` is smaller, a bound this large has a probability of at most 1 - confidence.
+    gaussian_epsilon: float, at least 0. A hypothesis: the same, but only for mechanisms whose trade-off function is
+        that of two Gaussians.
+    runs: (with, without) the example, the runs in the second half, on which both bounds are computed.
+    bill: float, the epsilon that the mechanism states at `delta`; None if it is not known.
+    """
+
+    epsilon: float
+    gaussian_epsilon: float
+    delta: float
+    confidence: float
+    runs: tuple[int, int]
+    bill: float | None = None
+    roc: Roc = field(repr=False)
+
+    @property
+    def exceeds_bill(self) -> bool:
+        """Whether the bill is refuted, with the stated confidence. The Gaussian bound refutes nothing."""
+        return self.bill is not None and self.epsilon > self.bill
+
+    def __str__(self) -> str:
+        lines = [
+            f"epsilon is at least {self.epsilon:.4g} at delta {self.delta:g}, with confidence {self.confidence:g} "
+            f"({self.runs[0]} runs with the canary, {self.runs[1]} without, not counting those of the choices)",
+            f"hypothesis: at least {self.gaussian_epsilon:.4g}, if the trade-off function is a Gaussian's",
+        ]
+        if self.bill is not None:
+            verdict = "the bill is WRONG" if self.exceeds_bill else "no contradiction"
+            lines.append(f"the bill is {self.bill:.4g}: {verdict}")
+        return "\n".join(lines)
+
+
+def lower_bound_from_scores(
+    with_canary: Any, without_canary: Any, *, delta: float, confidence: float = 0.95, bill: float | None = None
+) -> LowerBound:
+    """A lower bound on epsilon from the scores of an attack, one score of each independent run.
+
+    with_canary, without_canary: float (runs,), at least 4 each, in the order of the runs, which must carry no
+        information: the first half of each chooses the threshold, the second half gives the bound. A larger score says
+        "with". Any score is valid that depends on what its own run released, and on numbers that are independent of all
+        runs. A score that depends on the noise of its run, or on anything else that is secret, proves nothing.
+    delta: in (0, 1). confidence: in (0, 1), of each bound by itself. bill: at least 0, to stand beside the bound.
+
+    `epsilon` is a proof for such scores, `gaussian_epsilon` a hypothesis (`LowerBound`). Raises ValueError for
+    other numbers, for scores of another shape, and for NaN.
+    """
+    delta = checks.require_delta(delta)
+    confidence = require_confidence(confidence)
+    bill = None if bill is None else checks.require_epsilon(bill)
+    present = _halves(_require_scores("with_canary", with_canary))
+    absent = _halves(_require_scores("without_canary", without_canary))
+    miss, bounds = (1 - confidence) / 2, []
+    for bound_of in (functools.partial(raw_epsilon, delta=delta), gaussian_mu):
+        chosen_by = functools.partial(bound_of, miss=_CHOICE_MISS * miss)
+        threshold, finds_with = _best_test(present[0], absent[0], chosen_by)
+        counted = _count(present[1], absent[1], np.array([threshold]), finds_with)
+        bounds.append(float(bound_of(counted, miss=miss)[0]))
+    return LowerBound(
+        epsilon=max(0.0, bounds[0]),
+        gaussian_epsilon=gdp.epsilon(max(0.0, bounds[1]), delta),
+        delta=delta,
+        confidence=confidence,
+        runs=(len(present[1]), len(absent[1])),
+        bill=bill,
+        roc=_roc(present[1], absent[1]),
+    )
+
+
+class Rates(NamedTuple):
+    """How often a test finds a world, "with" or "without". All but the numbers of runs: int (thresholds,).
+
+    true: in how many of the `true_runs` runs of that world. false: in how many of the `false_runs` runs of the other.
+    """
+
+    true: np.ndarray
+    true_runs: int
+    false: np.ndarray
+    false_runs: int
+
+
+def clopper_pearson(count: Any, runs: int, miss: float) -> tuple[np.ndarray, np.ndarray]:
+    """A lower and an upper bound on a probability, each wrong with probability at most `miss`, float64 like `count`.
+
+    count: int, in 0 .. runs, how often the event was seen in `runs` independent runs. Source: Clopper and Pearson 1934,
+    https://doi.org/10.1093/biomet/26.4.404.
+    """
+    count = np.asarray(count, np.float64)
+    lower = np.where(count == 0, 0.0, special.betaincinv(np.maximum(count, 1), runs - count + 1, miss))
+    upper = np.where(count == runs, 1.0, special.betaincinv(count + 1, np.maximum(runs - count, 1), 1 - miss))
+    return lower, upper
+
+
+def raw_epsilon(rates: Rates, *, delta: float, miss: float) -> np.ndarray:
+    """ln((b - delta) / a) with b bounded from below and a from above, float64 (n,); -inf where b may be below delta."""
+    true, _ = clopper_pearson(rates.true, rates.true_runs, miss)
+    _, false = clopper_pearson(rates.false, rates.false_runs, miss)
+    with np.errstate(divide="ignore"):
+        return np.log(np.maximum(0.0, true - delta)) - np.log(false)
+
+
+def gaussian_mu(rates: Rates, *, miss: float) -> np.ndarray:
+    """The mu for which N(0, 1) and N(mu, 1) have the error rates, both bounded from above, float64 (n,)."""
+    _, false = clopper_pearson(rates.false, rates.false_runs, miss)
+    _, missed = clopper_pearson(rates.true_runs - rates.true, rates.true_runs, miss)
+    return np.where((false < 1) & (missed < 1), -special.ndtri(false) - special.ndtri(missed), -math.inf)
+
+
+def require_confidence(confidence: float) -> float:
+    """`confidence` as a float. Raises ValueError outside (0, 1)."""
+    number = require_number("confidence", confidence, minimum=0, exclusive=True)
+    if number >= 1:
+        raise ValueError(f"confidence must be in (0, 1), got {number}")
+    return number
+
+
+def _require_scores(name: str, scores: Any) -> np.ndarray:
+    scores = np.asarray(scores)
+    if scores.ndim != 1 or len(scores) < _LEAST_RUNS or scores.dtype.kind not in "biuf":
+        raise ValueError(
+            f"{name} must hold one score of each run, (runs,), of at least {_LEAST_RUNS} runs; "
+            f"got {scores.dtype}{scores.shape}"
+        )
+    if np.isnan(scores).any():
+        raise ValueError(f"{name} must hold no NaN, got {np.isnan(scores).sum()}; give a run without a score -inf")
+    return scores.astype(np.float64)
+
+
+def _halves(scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The sorted scores of the first half, which choose, and those of the second, which count."""
+    middle = len(scores) // 2
+    return np.sort(scores[:middle]), np.sort(scores[middle:])
+
+
+def _count(present: np.ndarray, absent: np.ndarray, thresholds: np.ndarray, finds_with: bool) -> Rates:
+    """The counts of the test for one world. present, absent: sorted scores of the runs with and without the example."""
+    below_with, below_without = (np.searchsorted(world, thresholds, "left") for world in (present, absent))
+    if finds_with:
+        return Rates(len(present) - below_with, len(present), len(absent) - below_without, len(absent))
+    return Rates(below_without, len(absent), below_with, len(present))
+
+
+def _best_test(present: np.ndarray, absent: np.ndarray, bound_of: Callable[[Rates], np.ndarray]) -> tuple[float, bool]:
+    """The threshold, and the world that is found, with the largest bound on these runs."""
+    thresholds, found = _candidates(present, absent), []
+    for finds_with in (True, False):
+        bounds = bound_of(_count(present, absent, thresholds, finds_with))
+        best = int(np.argmax(bounds))
+        found.append((bounds[best], float(thresholds[best]), finds_with))
+    return max(found)[1:]
+
+
+def _candidates(present: np.ndarray, absent: np.ndarray) -> np.ndarray:
+    """Scores of both worlds at ranks that are spaced evenly in the logarithm, from both ends."""
+    thresholds = []
+    for world in (present, absent):
+        ranks = np.unique(np.geomspace(1, len(world), _THRESHOLDS // 4).astype(int)) - 1
+        thresholds += [world[ranks], world[::-1][ranks]]
+    return np.unique(np.concatenate(thresholds))
+
+
+def _roc(present: np.ndarray, absent: np.ndarray) -> Roc:
+    thresholds = np.quantile(np.concatenate([present, absent]), np.linspace(0, 1, _ROC_POINTS), method="higher")
+    thresholds = np.append(np.unique(thresholds), np.inf)
+    type_two = np.searchsorted(present, thresholds, "left") / len(present)
+    return Roc(1 - np.searchsorted(absent, thresholds, "left") / len(absent), type_two)
+
+
+def plot_lower_bound(bound: LowerBound, bill: TradeOff | None = None, *, axes: Any = None) -> Any:
+    """Draws the attack's error rates, and the bill's trade-off function, on matplotlib `axes`; returns them.
+
+    bill: of `dpx.accounting.curves.trade_off`, which no attack on a correct mechanism can be below, but for chance.
+    axes: new ones by default.
+    """
+    label = f"attack: epsilon at least {bound.epsilon:.3g} at delta {bound.delta:g}"
+    axes = plot_trade_off(TradeOff(bound.roc.type_one, bound.roc.type_two), axes=axes, label=label)
+    if bill is not None:
+        plot_trade_off(bill, axes=axes, label="bill: no attack is below")
+    axes.legend()
+    return axes

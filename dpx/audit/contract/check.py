@@ -1,0 +1,122 @@
+"""The privacy contract of docs/design.md as one call, for any mechanism."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+
+from dpx.audit.contract import cost, lines, noise, secrecy
+from dpx.audit.contract.inputs import default_params
+from dpx.audit.contract.report import Broken, ContractReport, Line, NotChecked
+from dpx.audit.contract.trial import Trial
+from dpx.mechanism import Mechanism
+from dpx.scalars import require_whole
+from dpx.trees import Tree, batch_size, described
+
+LINES: dict[str, Callable[[Trial], str]] = {
+    "bounded": lines.bounded,
+    "float32": lines.float32,
+    "adjacent": lines.adjacent,
+    "padding": lines.padding,
+    "additive": lines.additive,
+    "divisor": lines.divisor,
+    "noise": noise.noise,
+    "resume": lines.resume,
+    "cost": cost.cost,
+    "sampling": cost.sampling,
+    "secrecy": secrecy.secrecy,
+    "branches": secrecy.branches,
+}
+# Of one call, by a union bound: ten tests of draws at 4e-6 each, two of signs and sizes, eleven of the coordinates,
+# three of repeats, one of larger parameters and four of batches at 1e-6 each. The sum is 6.1e-5.
+FALSE_ALARMS = 1e-4
+MOST_NUMBERS = 1000  # of the parameters, because every pair of coordinates is compared
+
+
+def check_contract(
+    mechanism: Mechanism,
+    loss: Callable | None = None,
+    params: Tree = None,
+    examples: Tree = None,
+    *,
+    lines: Sequence[str] | None = None,
+    rebuild: Callable[[jax.Array], Mechanism] | None = None,
+    draws: int = 4000,
+    seed: int = 0,
+) -> ContractReport:
+    """Checks the privacy contract for a mechanism, also one that you composed: `print(check_contract(mechanism))`.
+
+    bounded   hostile gradients (0 to 3e38, NaN, inf, those of float16 and bfloat16) contribute at most the clip norm
+    float32   nothing computes in less than float32
+    adjacent  leaving one example out moves the update by at most what is billed, in 6 rows and in 257
+    padding   rows that do not count change nothing
+    additive  `Mechanism.update`, microbatches, ghost norms and `private_grad` give the same step
+    divisor   the updates are divided by a constant
+    noise     the noise is the billed multiple of what one example moves, wherever that is; its draws, under other keys
+              and at eight steps, are independent standard normals; it is there, and does not repeat, for other values
+              and dtypes of the parameters, in larger ones, and at 1,270 steps up to 2^31
+    resume    the state alone decides the next step
+    cost      the event bills the noise multipliers of the mechanism, for up to 10^6 steps (of a schedule, 50,021), and
+              the state counts the releases
+    sampling  batches are drawn as the event says
+    secrecy   nothing but released values is public
+    branches  no program branches on raw data
+
+    mechanism: of `dpx.chain`, `dpx.in_coordinates`, or of your own.
+    loss: with it, the contract is also checked on the paths of `private_grad`; loss(params, example), of one example.
+    params: pytree of arrays, at most 1,000 numbers; small layers with the names of your model serve. By default, a
+        matrix, a vector, a number, and two arrays of 4 axes and one shape.
+    examples: pytree, with examples on axis 0; needed with a loss.
+    lines: the names of the lines to check, from the list above; None checks all.
+    rebuild: (key) -> the same mechanism with this key, for the draws. Without it, the keys in the program are replaced
+        by independent ones, which hides noise that shares its key with another use, such as random coordinates.
+    draws: int, at least 500, how often the noise of a step is drawn. seed: int, at least 0, of the draws and batches.
+
+    A line that cannot be decided is "not checked" and says why. A check is no proof: a data set or an input that was
+    not tried may still break the contract. A report fails for a sound mechanism with probability at most 1e-4.
+
+    Raises ValueError for another type of mechanism, params of more numbers, a loss without params and examples, and
+    names that are not in the list.
+    """
+    names = _require(mechanism, loss, params, examples, lines)
+    params = default_params() if params is None else params
+    draws, seed = require_whole("draws", draws, minimum=500), require_whole("seed", seed, minimum=0)
+    return report_of(Trial(mechanism, params, loss, examples, draws=draws, seed=seed, rebuild=rebuild), names)
+
+
+def report_of(trial: Trial, names: Sequence[str]) -> ContractReport:
+    """The report of the lines of these names."""
+    return ContractReport(tuple(_line(trial, name) for name in names), FALSE_ALARMS)
+
+
+def _line(trial: Trial, name: str) -> Line:
+    try:
+        return Line(name, "pass", LINES[name](trial))
+    except Broken as broken:
+        return Line(name, "fail", str(broken))
+    except NotChecked as reason:
+        return Line(name, "not checked", str(reason))
+
+
+def _require(mechanism: Any, loss: Any, params: Tree, examples: Tree, lines: Sequence[str] | None) -> Sequence[str]:
+    """The names of the lines. Raises ValueError as `check_contract` does."""
+    if not isinstance(mechanism, Mechanism):
+        raise ValueError(f"mechanism must be a dpx Mechanism (chain optimizers with dpx.chain), got {type(mechanism)}")
+    if (loss is None) != (examples is None) or (loss is not None and params is None):
+        raise ValueError("loss, params and examples must be given together, and examples with a loss only")
+    leaves = jax.tree.leaves(params)
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        raise ValueError("params must be known: call check_contract outside of jit")
+    numbers = sum(jnp.size(leaf) for leaf in leaves)
+    if params is not None and not 1 <= numbers <= MOST_NUMBERS:
+        raise ValueError(f"params must hold 1 to {MOST_NUMBERS} numbers: use smaller layers, got {numbers}")
+    if loss is not None and batch_size(examples) == 0:
+        raise ValueError("examples must hold at least one row, got 0")
+    names = list(LINES) if lines is None else list(lines)
+    unknown = [name for name in names if name not in LINES]
+    if unknown:
+        word = unknown[0] if isinstance(unknown[0], str) else lines
+        raise ValueError(f"lines must be some of {list(LINES)}, got {described(word)}")
+    return names

@@ -1,0 +1,201 @@
+"""The noise as it is drawn: many draws of one step, under other keys than the mechanism's own."""
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from scipy import special
+
+from dpx.audit.contract import inputs as inputs
+from dpx.audit.contract.keys import with_other_keys
+from dpx.audit.contract.release import SMALL, Release, Traced
+from dpx.audit.contract.report import Broken
+from dpx.states.public import public_state
+from dpx.trees import Tree
+
+if TYPE_CHECKING:
+    from dpx.audit.contract.subject import Subject
+
+RATE = 1e-6  # of false alarms, of the test of the noise against the coordinates
+TOGETHER = 500  # draws in memory at once
+FULLY = (0, 1, 4)  # steps whose noise is drawn `count` times; that of other steps, AT_LEAST times
+AT_LEAST = 500  # and at most TOGETHER
+MISSING = object()
+
+
+class Draws:
+    """Draws of what a step of an empty batch makes public, which is its noise.
+
+    count: int, of the draws of the steps FULLY; of others there are AT_LEAST. seed: of their keys.
+    rebuild: (key) -> the mechanism with this key, or None. has_keys: whether the step reads a key at all.
+    """
+
+    def __init__(self, subject: "Subject", count: int, seed: int, rebuild: Callable | None):
+        self.subject, self.count, self.rebuild = subject, count, rebuild
+        self.keys = jax.random.split(jax.random.key(seed), count)
+        self.words = np.asarray(jax.random.key_data(self.keys))
+        self._found: dict[tuple[int, bool], np.ndarray] = {}
+        self._maps: Any = MISSING
+        grads = inputs.gradients(subject.params, 0, rows=1)
+        assert len(subject.counters)  # known before anything is traced
+
+        def empty_step(mechanism, state, step, params):
+            state = subject.at_step(state, step)
+            updates, after = mechanism.update(grads, state, params, included=jnp.zeros(1, bool))
+            return inputs.public_floats((updates, public_state(after)))
+
+        arguments = subject.state(0), np.int32(0), subject.params
+        run, self.has_keys = with_other_keys(empty_step, subject.mechanism, rebuild, arguments)
+        program = jax.vmap(lambda words, *given: run(jax.random.wrap_key_data(words), given), (0, None, 0, None))
+        self.program = jax.jit(program)
+
+    def __call__(self, step: int, *, others: bool = False) -> np.ndarray:
+        """The public floats of empty steps from the state of this step, float64 (count, o).
+
+        others: with the other values of the parameters; then there are AT_LEAST draws.
+        """
+        if (step, others) not in self._found:
+            count = self.count if step in FULLY and not others else AT_LEAST
+            steps, params = np.full(count, step), self.subject.others if others else self.subject.params
+            self._found[step, others] = self.of(self.words[:count], self.subject.state(step), steps, params)
+        return self._found[step, others]
+
+    def of(self, words: np.ndarray, state: Tree, steps: np.ndarray, params: Tree = None) -> np.ndarray:
+        """The public floats of empty steps, float64 (count, o). words: of keys, uint32 (count, 2). steps: (count,)."""
+        count, found = len(steps), []
+        places = np.arange(-(-count // TOGETHER) * TOGETHER) % count  # the last part is filled up
+        for part in places.reshape(-1, TOGETHER):
+            steps_of_part = np.asarray(steps, np.int32)[part]
+            given = state, steps_of_part, self.subject.params if params is None else params
+            found.append(np.asarray(self.program(words[part], *given), np.float64))
+        return np.concatenate(found)[:count]
+
+    def noise_maps(self, traced: Traced) -> Callable | None:
+        """(keys, state) -> how the noise moves the public floats, (count, o, m), and these without it, (count, o).
+
+        For noise that is not of dpx: how the sums move them, (count, o, k). None if that is the same for every key, as
+        it is without random coordinates.
+        """
+        if self._maps is MISSING:
+            zeros = jnp.zeros(traced.numbers), jnp.zeros(traced.normals)
+            vector = zeros[1] if traced.normals else zeros[0]
+
+            def floats(mechanism, state, vector):
+                both = (zeros[0], vector) if traced.normals else (vector, zeros[1])
+                return traced.public(*both, state, self.subject.params, mechanism)[0]
+
+            def moved(mechanism, state):
+                return jax.jvp(lambda v: floats(mechanism, state, v), (vector,), (vector,))[1]
+
+            given = self.subject.mechanism, self.rebuild
+            _, depends = with_other_keys(moved, *given, (self.subject.state(0),))
+            run, _ = with_other_keys(floats, *given, (self.subject.state(0), vector))
+            self._maps = _maps_of(run, vector) if depends else None
+        return self._maps
+
+
+def _maps_of(run: Callable, vector: jax.Array) -> Callable:
+    def of_key(key, state):
+        def floats(vector):
+            found = run(key, (state, vector))
+            return found, found
+
+        return jax.jacfwd(floats, has_aux=True)(vector)
+
+    return jax.jit(lambda keys, state: jax.lax.map(lambda key: of_key(key, state), keys, batch_size=TOGETHER))
+
+
+def whitened(traced: Traced, draws: Draws, step: int, release: Release) -> np.ndarray:
+    """The draws of a step as standard normals, if the mechanism's noise is what its trace says; float64 (count, r)."""
+    rows = release.affine.copy()
+    if rows[: release.updates].all():
+        rows[release.updates :] = False
+    rows &= np.abs(release.noise).max(1, initial=0) > 0
+    if not rows.any():
+        return np.zeros((len(draws(step)), 0))
+    found = draws(step)[:, rows]
+    maps = draws.noise_maps(traced)
+    if maps is None:
+        left, sizes, _ = np.linalg.svd(release.noise[rows], full_matrices=False)
+        large = sizes > SMALL * sizes[0]
+        return (found - release.offset[rows]) @ (left[:, large] / sizes[large])
+    keys = draws.keys[: len(found)]
+    noise, offset = (np.asarray(a, np.float64) for a in maps(keys, draws.subject.state(step)))
+    return in_its_directions(found - offset[:, rows], noise[:, rows])
+
+
+def in_its_directions(change: np.ndarray, maps: np.ndarray) -> np.ndarray:
+    """Each change, (count, o), in the units of its own map, (count, o, m), in orthogonal directions: (count, r).
+
+    Raises Broken if a change is correlated with an entry of its map: the noise then comes from the key of the map.
+    """
+    left, sizes, _ = np.linalg.svd(maps, full_matrices=False)
+    rank = int((sizes > SMALL * sizes[:, :1]).sum(1).min())
+    standard = np.einsum("no,nor->nr", change, left[:, :, :rank]) / sizes[:, :rank]
+    normals = np.einsum("nom,no->nm", np.linalg.pinv(maps, rcond=SMALL).transpose(0, 2, 1), change)
+    entries = maps.reshape(len(maps), -1)
+    entries = entries[:, entries.std(0) > SMALL * np.abs(entries).max()]
+    scaled = [(a - a.mean(0)) / np.maximum(a.std(0), 1e-30) for a in (normals, entries)]
+    correlation = np.abs(scaled[0].T @ scaled[1]).max(initial=0) / math.sqrt(len(maps))
+    if correlation > 1 - special.ndtri(RATE / max(2 * normals.shape[1] * entries.shape[1], 1)):
+        raise Broken("the noise is correlated with the random coordinates, so it shares their key")
+    return standard
+
+
+def whitened_by_itself(traced: Traced, draws: Draws, step: int, release: Release) -> np.ndarray:
+    """The draws of noise that is not of dpx, in directions in which they have deviation 1; float64 (count, r)."""
+    found = draws(step)[:, : release.updates]
+    maps = draws.noise_maps(traced)
+    if maps is None:
+        return _by_its_covariance(found)
+    own = np.asarray(maps(draws.keys[: len(found)], draws.subject.state(step))[0], np.float64)
+    standard = in_its_directions(found - found.mean(0), own[:, : release.updates])
+    return standard / standard.std(0)
+
+
+def _by_its_covariance(draws: np.ndarray) -> np.ndarray:
+    """Draws, float64 (count, o), in uncorrelated directions of deviation 1; each close to a coordinate, if possible."""
+    draws = draws[:, draws.std(0) > 0] - draws.mean(0)[draws.std(0) > 0]
+    if not draws.shape[1]:
+        raise Broken("a step of an empty batch has no noise")
+    values, vectors = np.linalg.eigh(np.atleast_2d(np.cov(draws, rowvar=False)))
+    large = values > 1e-8 * values[-1]
+    uncorrelated = draws @ (vectors[:, large] / np.sqrt(values[large]))
+    return uncorrelated @ vectors.T if large.all() else uncorrelated
+
+
+def measured(release: Release, traced: Traced, draws: Draws, step: int, *, others: bool = False) -> Release:
+    """A release whose noise is known from draws of the updates alone, because it does not come from dpx.
+
+    The noise map is a root of the sample covariance. With coordinates that depend on the key, it is how the sums move
+    the updates, times the deviation of the draws in these units. The sizes that it tells have a relative error of about
+    sqrt(2 / count), so the tolerance is 6 times that, and a share for the number of updates.
+    """
+    found = draws(step, others=others)[:, : release.updates]
+    if not np.isfinite(found).all():
+        raise Broken(f"the noise is not finite at step {step}")
+    state, params = draws.subject.state(step), draws.subject.others if others else draws.subject.params
+    _, _, (by_sums, _) = traced.program(inputs.waves(traced.numbers, 1.0), np.zeros(0, np.float32), state, params)
+    data = np.asarray(by_sums, np.float64)[: release.updates]
+    maps = draws.noise_maps(traced)
+    if maps is None:
+        values, vectors = np.linalg.eigh(np.atleast_2d(np.cov(found, rowvar=False)))
+        large = values > 1e-8 * max(values[-1], 1e-30)
+        noise = vectors[:, large] * np.sqrt(values[large])
+    else:
+        own = np.asarray(maps(draws.keys[: len(found)], state)[0], np.float64)[:, : release.updates]
+        noise = data * in_its_directions(found - found.mean(0), own).std(0).min()
+    exchange, *_ = np.linalg.lstsq(noise, data, rcond=SMALL)
+    uncovered = np.abs(noise @ exchange - data).max(initial=0) / max(np.abs(data).max(initial=0), 1e-30)
+    padded = np.zeros((len(release.offset), noise.shape[1]))
+    padded[: release.updates] = noise
+    tolerance = 6 * math.sqrt(2 / len(found)) + 2 * release.updates / len(found)
+    return release._replace(noise=padded, exchange=exchange, uncovered=float(uncovered), tolerance=tolerance)
+
+
+def chi_square_over_freedom(probability: float, freedom: int) -> float:
+    """The quantile of a chi-square variable divided by its degrees of freedom."""
+    return 2 * float(special.gammaincinv(freedom / 2, probability)) / freedom

@@ -1,0 +1,198 @@
+"""The data that the contract is checked on: gradients, hostile ones too, and losses that have them as gradients."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dpx.trees import Tree
+
+ROWS = 6  # of a batch
+RANDOM = 8  # gradients far above any clip norm, whose contributions tell the clip norm
+SWEEP = np.geomspace(1e-3, 1e5, 33)  # so that no size is far from one that is tried
+BASIS = 64  # at most so many coordinates are tried alone
+SIZES = (0, 1e-30, 1e-6, 0.1, 1, 5e4, 3e38, math.nan, math.inf, -math.inf)
+LOW = (np.float16, jnp.bfloat16)
+VALUES = (0.5, -1.0, 0.0, 2.0, -0.125, 32.0, 1.0)  # of parameters; no rounding in 16 bits
+
+
+def default_params() -> Tree:
+    """Parameters, float32, of no numbers to 4 axes: two equal shapes, and values of several sizes and signs."""
+    shapes = {"kernel": (4, 3), "bias": (3,), "scale": (), "first": (2, 1, 3, 2), "second": (2, 1, 3, 2)}
+    return other_values({name: np.ones(shape, np.float32) for name, shape in shapes.items()})
+
+
+def other_values(params: Tree, first: int = 0) -> Tree:
+    """Parameters of sizes and signs from VALUES, in the shapes and dtypes of `params`, whose values are not read."""
+    leaves, structure = jax.tree.flatten(params)
+    numbers = [(np.arange(leaf.size) + place + first).reshape(leaf.shape) for place, leaf in enumerate(leaves)]
+    values = [np.array(VALUES)[n % len(VALUES)].astype(p.dtype) for n, p in zip(numbers, leaves, strict=True)]
+    return structure.unflatten(values)
+
+
+def gradients(params: Tree, seed: int, scale: float = 1.0, rows: int = ROWS) -> Tree:
+    """Per-example gradients of normal numbers, float32, like `params` with `rows` examples on axis 0."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda p: np.asarray(scale * rng.normal(size=(rows, *p.shape)), np.float32), params)
+
+
+def loud(params: Tree) -> Tree:
+    """Gradients, float32 (rows, ...): RANDOM far above any clip norm, larger ones, all sizes, single coordinates."""
+    ordinary = [gradients(params, 21, 1e6, rows=RANDOM), gradients(params, 22, 1e12, rows=RANDOM)]
+    ordinary = joined([*ordinary, *[gradients(params, 23, size, rows=1) for size in SWEEP]])
+    size = sum(p.size for p in jax.tree.leaves(params))
+    chosen = np.linspace(0, size - 1, min(size, BASIS)).astype(int)
+    basis = np.zeros((len(chosen), size), np.float32)
+    basis[np.arange(len(chosen)), chosen] = 1e6 * (-1.0) ** np.arange(len(chosen))
+    return joined([ordinary, split(basis, params)])
+
+
+def hostile(params: Tree) -> tuple[Tree, Tree, Tree]:
+    """Gradients of all sizes, float32 (rows, ...); and twice the same ones without leaves that are not finite.
+
+    Each size of SIZES fills the whole gradient, or one leaf among ordinary values. All of it comes three times: in
+    float32, and rounded to float16 and to bfloat16. A leaf that is not finite becomes 0 in the second tree, 1 in the
+    third.
+    """
+    leaves, structure = jax.tree.flatten(jax.tree.map(lambda g: g[0], gradients(params, 1, rows=1)))
+    rows = []
+    for size in SIZES:
+        extreme = [np.sign(leaf) * np.float32(size) for leaf in leaves]
+        rows += [extreme] + [[*leaves[:n], extreme[n], *leaves[n + 1 :]] for n in range(len(leaves))]
+    stacked = [np.stack(column) for column in zip(*rows, strict=True)]
+    with np.errstate(over="ignore"):  # 3e38 is infinite in float16
+        stacked = [np.concatenate([s, *[s.astype(dtype).astype(np.float32) for dtype in LOW]]) for s in stacked]
+
+    def filled(value):
+        finite = [np.isfinite(s).reshape(len(s), -1).all(1).reshape(-1, *[1] * (s.ndim - 1)) for s in stacked]
+        return [np.where(rows, s, np.float32(value)) for rows, s in zip(finite, stacked, strict=True)]
+
+    return tuple(structure.unflatten(leaves) for leaves in (stacked, filled(0), filled(1)))
+
+
+def hostile_examples(examples: Tree) -> Tree:
+    """Examples of a user, repeated with their floats scaled by sizes from 0 to infinity; whole numbers stay."""
+
+    def scaled(leaf, size):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return leaf
+        with np.errstate(all="ignore"):
+            return (np.asarray(leaf, np.float32) * np.float32(size)).astype(leaf.dtype)
+
+    return joined([jax.tree.map(lambda leaf, size=size: scaled(leaf, size), examples) for size in (1, *SIZES, 1e6)])
+
+
+def with_garbage(rows: Tree, position: int) -> Tree:
+    """`rows` with other values on axis 0 at `position`: NaN, 1e30 or -inf in floats; whole numbers stay."""
+    value = (math.nan, 1e30, -math.inf)[position % 3]
+
+    def change(leaf):
+        leaf = np.array(leaf)
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            leaf[position] = value
+        return leaf
+
+    return jax.tree.map(change, rows)
+
+
+def product_loss(params: Tree, example: Tree) -> jax.Array:
+    """A loss whose gradient is the gradient in the example, as products that ghost norms follow: A^T B with A = 1."""
+    ones, grad = example
+    parts = jax.tree.map(lambda p, a, g: jnp.sum((a @ as_matrix(p)) * as_matrix(g)), params, ones, grad)
+    return jnp.asarray(sum(jax.tree.leaves(parts)))
+
+
+def product_examples(params: Tree, grads: Tree) -> Tree:
+    """[B, ...] gradients as the examples of `product_loss`."""
+    rows = len(jax.tree.leaves(grads)[0])
+    ones = jax.tree.map(lambda p: jnp.eye(as_matrix(p).shape[0]), params)
+    return jax.tree.map(lambda a: jnp.broadcast_to(a, (rows, *a.shape)), ones), grads
+
+
+def linear_loss(params: Tree, example: Tree) -> jax.Array:
+    """A loss whose gradient is the example."""
+    return jnp.asarray(sum(jax.tree.leaves(jax.tree.map(lambda p, g: jnp.sum(p * g), params, example))))
+
+
+def as_matrix(leaf: Any) -> Any:
+    return leaf if leaf.ndim == 2 else leaf.reshape(1, -1)
+
+
+def waves(size: int, height: float, start: float = 0.0) -> np.ndarray:
+    """Numbers of about this height, other ones on every coordinate; float32 (size,)."""
+    return (height * np.cos(start + np.arange(size))).astype(np.float32)
+
+
+def zeros_like(tree: Tree) -> Tree:
+    """Arrays of 0 for arrays or their shapes."""
+    return jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), tree)
+
+
+def joined(trees: list[Tree]) -> Tree:
+    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *trees)
+
+
+def take(tree: Tree, rows: Any) -> Tree:
+    return jax.tree.map(lambda leaf: np.asarray(leaf)[rows], tree)
+
+
+def split(flat: Any, like: Tree) -> Tree:
+    """Vectors, (..., size), in the shapes of `like`; axes before the last stay in front."""
+    leaves, structure = jax.tree.flatten(like)
+    ends = np.cumsum([0, *[math.prod(leaf.shape) for leaf in leaves]])
+    parts = [flat[..., a:b] for a, b in zip(ends[:-1], ends[1:], strict=True)]
+    shaped = [part.reshape((*flat.shape[:-1], *leaf.shape)) for part, leaf in zip(parts, leaves, strict=True)]
+    return structure.unflatten(shaped)
+
+
+def flattened(tree: Tree, axes: int = 0) -> np.ndarray:
+    """All leaves as vectors on one last axis, float64; the first `axes` axes stay."""
+    leaves = [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(tree)]
+    return np.concatenate([leaf.reshape(*leaf.shape[:axes], -1) for leaf in leaves], axis=-1)
+
+
+def is_float(leaf: Any) -> bool:
+    """Whether a leaf holds floats of at least 32 bits, whose changes are not lost in rounding."""
+    return jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize >= 4
+
+
+def readable(tree: Tree) -> Tree:
+    """A tree with the bits of PRNG keys in place of the keys."""
+
+    def bits(leaf):
+        is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        return jax.random.key_data(leaf) if is_key else leaf
+
+    return jax.tree.map(bits, tree)
+
+
+def public_floats(tree: Tree) -> jax.Array:
+    """The floats of a tree of at least 32 bits, float32 (o,)."""
+    leaves = [leaf.astype(jnp.float32).reshape(-1) for leaf in jax.tree.leaves(tree) if is_float(leaf)]
+    return jnp.concatenate(leaves)
+
+
+def require_close(found: Tree, expected: Tree, tolerance: float = 1e-6) -> float:
+    """The largest difference, relative to the largest number. Whole numbers and bools must be equal.
+
+    Numbers of 16 bits may differ by their rounding.
+
+    Raises AssertionError for a difference above the tolerance, or another structure.
+    """
+    assert jax.tree.structure(found) == jax.tree.structure(expected), "another structure"
+    lefts, rights = jax.tree.map(np.asarray, readable((jax.tree.leaves(found), jax.tree.leaves(expected))))
+    largest = max([np.abs(leaf).max(initial=0) for leaf in rights if leaf.dtype.kind == "f"], default=0)
+    most = 0.0
+    for one, other in zip(lefts, rights, strict=True):
+        if other.dtype.kind in "biu":
+            assert np.array_equal(one, other), "another whole number"
+        elif one.size:
+            same = (one == other) | (np.isnan(one) & np.isnan(other))
+            one, other, rough = one.astype(np.float64), other.astype(np.float64), other.dtype.itemsize < 4
+            tolerance = max(tolerance, 2.0**-6) if rough else tolerance
+            difference = np.where(same, 0, np.abs(one - other)).max()
+            assert difference <= tolerance * largest + tolerance * np.abs(other).max(), f"{difference:.2g} apart"
+            most = max(most, float(difference / max(largest, 1e-30)))
+    return most

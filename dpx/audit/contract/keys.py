@@ -1,0 +1,67 @@
+"""The same mechanism with other keys: built again, or by replacing the keys in its program.
+
+The program of an update holds the mechanism's keys as constants. Each is replaced by a function of a new key, equal
+ones by equal ones. So keys that were derived from one another when the mechanism was built become independent, and
+only a mechanism that is built again shows that its noise shares a key with something else.
+"""
+
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from dpx.mechanism import Mechanism
+from dpx.optimizer import inputs_read
+
+WithKey = Callable[[jax.Array, tuple], jax.Array]  # (key, arguments) -> an array
+
+
+def with_other_keys(
+    function: Callable, mechanism: Mechanism, rebuild: Callable | None, arguments: tuple
+) -> tuple[WithKey, bool]:
+    """`function(mechanism, *arguments)`, an array, for the mechanism with another key; and whether it reads the key.
+
+    rebuild: (key) -> the mechanism with this key, or None. arguments: examples of them, pytrees.
+    """
+
+    def of_built(key, arguments):
+        assert rebuild is not None
+        return function(rebuild(key), *arguments)
+
+    run = of_built if rebuild is not None else _replacing(function, mechanism, arguments)
+    closed = jax.make_jaxpr(run)(jax.random.key(0), arguments)
+    return run, inputs_read(closed.jaxpr)[0]
+
+
+def _replacing(function: Callable, mechanism: Mechanism, arguments: tuple) -> WithKey:
+    closed = jax.make_jaxpr(lambda *given: function(mechanism, *given))(*arguments)
+    marks = [_mark(leaf) if is_key(leaf) else None for leaf in closed.consts]
+
+    def run(key, arguments):
+        constants = [_other(key, leaf, mark) for leaf, mark in zip(closed.consts, marks, strict=True)]
+        given = [_other(key, leaf) for leaf in jax.tree.leaves(arguments)]
+        return core.jaxpr_as_fun(core.ClosedJaxpr(closed.jaxpr, constants))(*given)[0]
+
+    return run
+
+
+def _mark(key: jax.Array) -> np.uint32:
+    return np.uint32(zlib.crc32(np.asarray(jax.random.key_data(key)).tobytes()))
+
+
+def _other(key: jax.Array, leaf: Any, mark: Any = None) -> Any:
+    """`leaf`, or in place of a key another one, made from `key`. mark: of the key, None for a key in the state."""
+    if not is_key(leaf):
+        return leaf
+    if mark is None:
+        mark = jax.random.bits(leaf, (), jnp.uint32)
+    seed = jax.random.bits(jax.random.fold_in(key, mark), (), jnp.uint32)
+    return jax.random.key(seed, impl=str(jax.random.key_impl(leaf)))
+
+
+def is_key(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

@@ -1,0 +1,139 @@
+"""One batch of many rows on larger parameters: each row counts alone, and no number of the noise is there twice."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from scipy import special
+
+from dpx.audit.contract import inputs as inputs
+from dpx.audit.contract.report import Broken
+from dpx.audit.contract.steps import alone
+from dpx.audit.contract.trial import Trial
+from dpx.contributions import sum_contributions
+from dpx.trees import Tree
+
+ROWS = 257
+DTYPES = (np.float32, jnp.bfloat16, np.float16)
+POSITIONS = (0, 15, 16, 31, 32, 64, 128, 200, 256)
+TURNED = 101  # every gradient is tried at a second position, so many rows further
+LARGE = {  # shapes and dtypes
+    "kernel": ((40, 30), np.float32), "again": ((40, 30), np.float32),
+    "deep": [((4, 3, 10, 10), jnp.bfloat16), ((), np.float16)],
+}  # fmt: skip
+MANY = 1000  # numbers of a leaf, of which the deviation is known up to SLACK
+SLACK = 0.17  # six standard deviations of an estimate from MANY numbers have 0.13
+REPEATED = 0.04  # of the numbers of a draw; of 2,400 float32 normals, about 1 has the size of another one
+RATE = 1e-6  # of false alarms, of the test of the distribution
+
+
+class Large:
+    """The mechanism on a batch of ROWS gradients.
+
+    Every second gradient is far above any clip norm, and some of them are 0 except for one leaf.
+    """
+
+    def __init__(self, trial: Trial):
+        self.trial = trial
+        try:
+            self._take(jax.tree.map(lambda leaf: np.empty(*leaf), LARGE, is_leaf=lambda node: isinstance(node, tuple)))
+        except Exception:  # what a mechanism raises for parameters that it was not made for
+            leaves, structure = jax.tree.flatten(trial.params)
+            self._take(structure.unflatten([np.empty(p.shape, DTYPES[n % 3]) for n, p in enumerate(leaves)]))
+
+    def _take(self, like: Tree) -> None:
+        mechanism, params = self.trial.mechanism, inputs.other_values(like)
+        self.params, self.state = params, jax.jit(mechanism.init)(params)
+        leaves, structure = jax.tree.flatten(inputs.gradients(params, 31, 5e3, rows=ROWS))
+        for place, leaf in enumerate(leaves):
+            leaf[1::2] *= 1e-7
+            for number, position in enumerate(POSITIONS[4:]):
+                if number % (len(leaves) + 1) not in (place, len(leaves)):
+                    leaf[position] = 0
+        self.grads = jax.tree.map(lambda g, p: g.astype(p.dtype), structure.unflatten(leaves), params)
+        # What two of 16 bits may differ by where a row adds little to much noise.
+        self.rounding = np.concatenate(
+            [np.full(p.size, float(jnp.finfo(p.dtype).eps)) for p in jax.tree.leaves(params)]
+        )
+
+        def step(grads, state, included):
+            if self.trial.release(0).linear:
+                return mechanism.update(grads, state, params, included=included)[0]
+            return self.trial.released(0, sum_contributions(mechanism, grads, state, included)[0])
+
+        self.program = jax.jit(step, compiler_options={"xla_backend_optimization_level": 0})  # compiles faster
+        self.silent = self.run(self.grads)
+        if not self.trial.release(0).linear:
+            self.rounding = np.float64(1e-6)
+
+    def run(self, grads: Tree, *rows: int) -> np.ndarray:
+        """The update, or the released sums, of these rows; float64 (o,)."""
+        included = np.zeros(ROWS, bool)
+        included[list(rows)] = True
+        return inputs.flattened(self.program(grads, self.state, included))
+
+    @functools.cached_property
+    def changes(self) -> np.ndarray:
+        """What each of POSITIONS adds to an empty batch, float64 (positions, o)."""
+        return np.stack([self.run(self.grads, position) - self.silent for position in POSITIONS])
+
+
+@functools.lru_cache(maxsize=1)
+def large(trial: Any) -> Large:
+    """The mechanism of a trial on a large batch, compiled once."""
+    return Large(trial)
+
+
+def require_rows_alone(trial: Trial) -> str:
+    """Raises Broken if what a row adds depends on its position, or on the other rows; words."""
+    found = large(trial)
+    everyone = found.run(found.grads, *range(ROWS))
+    turned = jax.tree.map(lambda g: np.roll(g, TURNED, axis=0), found.grads)
+    for position, change in zip(POSITIONS, found.changes, strict=True):
+        largest, size = np.abs(change).max(), np.abs(everyone) + np.abs(found.silent)
+        others = found.run(found.grads, *[row for row in range(ROWS) if row != position])
+        elsewhere = found.run(turned, (position + TURNED) % ROWS) - found.silent
+        for other, words in ((everyone - others, "beside other rows"), (elsewhere, "at another position")):
+            if not (np.abs(other - change) <= 1e-3 * largest + 4 * found.rounding * size).all():
+                raise Broken(f"row {position} of {ROWS} does not add the same alone and {words}")
+    return f"{len(POSITIONS)} of {ROWS} rows add the same alone, beside the others and at other positions"
+
+
+def require_enough_noise(trial: Trial) -> str:
+    """Raises Broken if the noise of larger parameters does not cover the rows, or repeats; words, "" if not tried."""
+    release = trial.release(0)
+    if not release.linear:
+        return ""
+    found = large(trial)
+    if ((np.abs(found.changes).max(0) > 0) & (found.silent == 0)).any():
+        raise Broken("data moves an update that has no noise, in larger parameters")
+    if not alone(release):
+        return ""
+    _require_size(trial, found)
+    exact = np.abs(found.silent[(found.rounding < 1e-6) & (found.silent != 0)])
+    if len(exact) - len(np.unique(exact)) > REPEATED * len(exact) and len(exact) >= MANY:
+        raise Broken(f"of {len(exact)} numbers of the noise, only {len(np.unique(exact))} have other sizes")
+    return f"{len(exact)} numbers of one draw have other sizes"
+
+
+def _require_size(trial: Trial, found: Large) -> None:
+    """Raises Broken if the noise is smaller than billed, or not normal, on the leaves of at least MANY numbers."""
+    noise, changes = (inputs.split(part, found.params) for part in (found.silent, found.changes))
+    sizes, standard = np.zeros(len(POSITIONS)), []
+    for drawn, moved in zip(*map(jax.tree.leaves, (noise, changes)), strict=True):
+        if drawn.size >= MANY and np.count_nonzero(drawn) == drawn.size:
+            deviation = np.sqrt(np.mean(drawn**2))
+            sizes += (moved.reshape(len(moved), -1) ** 2).sum(1) / deviation**2
+            standard.append(drawn.ravel() / deviation)
+    used = 1 / max(float(np.sqrt(sizes.max())), 1e-30)
+    if trial.billed_by_multiplier and not used >= trial.multiplier(0) * (1 - SLACK):
+        raise Broken(
+            f"the noise multiplier is {used:.3g} in larger parameters, and {trial.multiplier(0):.6g} is billed"
+        )
+    if standard:
+        ordered = np.sort(np.concatenate(standard))
+        distance = np.abs(special.ndtr(ordered) - (np.arange(len(ordered)) + 0.5) / len(ordered)).max()
+        if distance > np.sqrt(np.log(2 / RATE) / (2 * len(ordered))) + 0.5 / len(ordered):
+            raise Broken(f"the noise of larger parameters is not normal: its distribution is {distance:.2g} away")

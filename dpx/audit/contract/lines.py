@@ -1,0 +1,241 @@
+"""The lines of the contract about what one example, padding and microbatches do to a release.
+
+Each function returns words, raises Broken where the line does not hold, and NotChecked where it cannot tell.
+"""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from dpx.audit.contract import inputs as inputs
+from dpx.audit.contract.draws import FULLY
+from dpx.audit.contract.keys import is_key
+from dpx.audit.contract.large import require_rows_alone
+from dpx.audit.contract.marks import KEY, RAW, printed, spread
+from dpx.audit.contract.report import Broken, listed
+from dpx.audit.contract.subject import AT_STEPS, STEPS, Problem, all_but, everyone
+from dpx.audit.contract.trial import Trial
+
+GARBAGE = (0, 3, inputs.ROWS - 2)  # positions of the first of two rows of padding
+
+
+def bounded(trial: Trial, tolerance: float = 1e-5) -> str:
+    """No gradient, of any size and dtype, contributes more than a very large one; what is not finite contributes 0."""
+    rows, replacements = 0, [trial.with_loud(tree) for tree in trial.hostile[1:]]
+    for step in STEPS:
+        clip_norm, state = trial.clip_norm(step), trial.state(step)
+        for name, sums in trial.contributions(step).items():
+            norms = trial.norms(step, sums)
+            rows += len(norms)
+            _require_at_most(norms, clip_norm, tolerance, f"{name}, step {step}")
+        if step not in FULLY:
+            continue
+        replaced = [trial.alone(tree, state) for tree in replacements]
+        for name, sums in trial.contributions(step).items():
+            _require_zero(trial, sums, replaced, f"{name}, step {step}")
+        for problem in trial.problems[1:]:
+            for name, of_each in problem.sums.items():
+                norms = trial.norms(step, of_each(problem.hostile, state))
+                rows += len(norms)
+                _require_at_most(norms, clip_norm, tolerance, f"{name} of the loss, step {step}")
+    norms = listed([trial.clip_norm(step) for step in STEPS])
+    return f"{rows} examples {AT_STEPS}: none contributes more than norm {norms}; those that are not finite, zero"
+
+
+def _require_at_most(norms: np.ndarray, clip_norm: float, tolerance: float, where: str):
+    if not np.isfinite(norms).all():
+        raise Broken(f"an example contributes {norms[~np.isfinite(norms)][0]} ({where})")
+    if norms.max() > clip_norm * (1 + tolerance) + 1e-45:
+        raise Broken(f"an example contributes norm {norms.max():.7g}, other large ones {clip_norm:.7g} ({where})")
+
+
+def _require_zero(trial: Trial, sums, replaced, where: str):
+    """A row that is not finite contributes zero, or as much as it does with any other value in that place."""
+    broken = ~np.isfinite(inputs.flattened(trial.with_loud(trial.hostile[0]), 1)).all(1)
+    found, by_zero, by_one = (inputs.flattened(tree, 1) for tree in (sums, *replaced))
+    scale = np.abs(by_zero).max(1) * 1e-5
+    unread = (np.abs(by_zero - by_one).max(1) <= scale) & (np.abs(found - by_zero).max(1) <= scale)
+    if (np.abs(found).max(1) > 0)[broken & ~unread].any():
+        raise Broken(f"an example that is not finite contributes ({where})")
+
+
+def float32(trial: Trial) -> str:
+    """Neither the sums, from gradients of any dtype, nor the noise are computed in less than float32.
+
+    What depends on both comes after the noise, so an optimizer may keep its state in bfloat16.
+    """
+    for closed in (trial.traced_once, *map(trial.trace, inputs.LOW)):
+        found = set()
+
+        def visit(equation, mark, control, found=found):
+            del control
+            if mark in (RAW, KEY):
+                found |= _low_precision(equation)
+
+        raw = [RAW] * len(jax.tree.leaves(trial.params))
+        marks = raw + [0] * (len(closed.jaxpr.invars) - len(raw))
+        spread(closed, marks, visit, [KEY if is_key(leaf) else 0 for leaf in closed.consts])
+        if found:
+            raise Broken(f"computes in less than 32 bits: {', '.join(sorted(found))}")
+    return "sums and noise have no arithmetic in less than 32 bits, on gradients in float32, float16 and bfloat16"
+
+
+# What only moves numbers of low precision, such as gradients before they become float32.
+MOVES = {
+    "broadcast_in_dim", "concatenate", "convert_element_type", "copy", "dynamic_slice", "gather", "jit", "pad", "pjit",
+    "reshape", "rev", "scan", "select_n", "slice", "squeeze", "transpose", "while",
+}  # fmt: skip
+
+
+def _low_precision(equation: Any) -> set[str]:
+    """What an equation computes in float16 or bfloat16, in words."""
+    given = {_dtype(v) for v in equation.invars}
+    low = {_dtype(v) for v in equation.outvars} & {"float16", "bfloat16"}
+    if equation.primitive.name in MOVES:
+        low -= given
+    return {f"{equation.primitive.name} in {dtype}" for dtype in low}
+
+
+def _dtype(variable: Any) -> str:
+    return str(getattr(variable.aval, "dtype", ""))
+
+
+def adjacent(trial: Trial) -> str:
+    """Leaving one example out moves the update by at most what is billed, on every path, whoever else is there."""
+    trial.require_noise()
+    largest, tried = 0.0, 0
+    for step in STEPS:
+        if not trial.release(step).linear:
+            _require_adjacent_sums(trial, step)
+        release = trial.require_linear(step, f"on the sums of step {step} alone, not on updates")
+        most = trial.most(step) * (1 + 10 * release.tolerance)
+        for problem in trial.problems:
+            rows = _with_a_loud_row(trial, problem)
+            for name, path in list(problem.paths.items())[: None if step in FULLY else 1]:
+                everyones, _ = path(rows, trial.state(step), everyone())
+                for missing in range(inputs.ROWS):
+                    others, _ = path(rows, trial.state(step), all_but(missing))
+                    change = inputs.flattened(everyones) - inputs.flattened(others)
+                    size = release.size_of_update(change)
+                    if not size <= most:
+                        raise Broken(
+                            f"one example moves the update by {size:.6g} standard deviations of the noise, and "
+                            f"{trial.most(step):.6g} are billed ({name}, {problem.name}, step {step})"
+                        )
+                    largest, tried = max(largest, size / trial.most(step)), tried + 1
+    words = f"{tried} times one of {inputs.ROWS} examples left out: at most {largest:.6g} of what is billed"
+    return f"{words}; {require_rows_alone(trial)}"
+
+
+def _require_adjacent_sums(trial: Trial, step: int) -> None:
+    """Raises Broken if one example left out moves the released sums by more than the clip norm."""
+    state, rows = trial.state(step), _with_a_loud_row(trial, trial.problems[0])
+    everyones = trial.sums(rows, state, everyone())
+    for missing in range(inputs.ROWS):
+        others = trial.sums(rows, state, all_but(missing))
+        change = jax.tree.map(lambda a, b: np.asarray(a)[None] - np.asarray(b)[None], everyones, others)
+        (norm,) = trial.norms(step, change)
+        if not norm <= trial.clip_norm(step) * (1 + 1e-5):
+            raise Broken(f"one example moves the sum by {norm:.7g}, and the clip norm is {trial.clip_norm(step):.7g}")
+
+
+def _with_a_loud_row(trial: Trial, problem: Problem):
+    """The rows, of which one has a gradient 10^6 times as large, if the rows are gradients."""
+    if problem is not trial.problems[0]:
+        return problem.rows
+    scale = np.where(np.arange(inputs.ROWS) == 2, np.float32(1e6), np.float32(1))
+    return jax.tree.map(lambda g: g * scale.reshape(-1, *[1] * (g.ndim - 1)), problem.rows)
+
+
+def padding(trial: Trial) -> str:
+    """Rows that do not count change nothing, in any position. If none counts, the step is pure noise."""
+    nobody = np.zeros(inputs.ROWS, bool)
+    for problem in trial.problems:
+        state, stacked = trial.state(1), next(iter(problem.paths.values()))
+        noise = stacked(inputs.zeros_like(problem.rows), state, nobody)
+        for name, path in problem.paths.items():
+            for position in (0, 1, 2):
+                found = path(inputs.with_garbage(problem.rows, position), state, nobody)
+                _require_same(found, noise, f"rows move a step in which none of them counts ({name})")
+        real = inputs.take(problem.rows, np.arange(inputs.ROWS - 2))
+        state = trial.state(4)
+        expected = stacked(real, state, np.ones(inputs.ROWS - 2, bool))
+        for name, path in problem.paths.items():
+            for first in GARBAGE:
+                order = np.insert(np.arange(inputs.ROWS - 2), first, [inputs.ROWS - 2, inputs.ROWS - 1])
+                padded = inputs.take(problem.rows, order)
+                for position in (first, first + 1):
+                    padded = inputs.with_garbage(padded, position)
+                found = path(padded, state, order < inputs.ROWS - 2)
+                _require_same(found, expected, f"padding at row {first} changes the step ({name})", problem)
+    return f"NaN, 1e30 and -inf in rows that do not count, at {len(GARBAGE)} positions: the same step"
+
+
+def additive(trial: Trial) -> str:
+    """Every path gives the same step."""
+    names = []
+    for problem in trial.problems:
+        names += [f"{name} of {problem.name}" for name in problem.paths]
+        for step in STEPS:
+            first, *others = [path(problem.rows, trial.state(step), all_but(2)) for path in problem.paths.values()]
+            for name, found in zip(list(problem.paths)[1:], others, strict=True):
+                _require_same(found, first, f"{name} and update differ at step {step}", problem)
+    return f"the same step by {', '.join(names)}"
+
+
+def _require_same(found, expected, words: str, problem: Problem | None = None):
+    """Raises Broken with these words if two steps differ. A loss leaves more rounding in its gradients."""
+    loose = problem is not None and problem.name == "loss"
+    try:
+        inputs.require_close(found, expected, 1e-4 if loose else 2e-6)
+    except AssertionError as error:
+        raise Broken(f"{words}: {error}") from None
+
+
+def divisor(trial: Trial) -> str:
+    """Several copies of an example move the update that many times as far: it is divided by a constant."""
+    trial.require_linear(0, "not on updates")
+    state, tried = trial.state(0), []
+    one = jax.tree.map(lambda g: np.concatenate([0.01 * g[:1]] * inputs.ROWS), trial.problems[0].rows)
+    for name, path in trial.problems[0].paths.items():
+        silent = inputs.flattened(path(one, state, np.zeros(inputs.ROWS, bool))[0])
+        for rows, copies in ((inputs.ROWS, 3), (inputs.ROWS, inputs.ROWS), (inputs.ROWS - 2, inputs.ROWS - 2)):
+            if rows < inputs.ROWS and name != "update":
+                continue
+            updates, _ = path(inputs.take(one, np.arange(rows)), state, np.arange(rows) < copies)
+            tried.append((inputs.flattened(updates) - silent) / copies)
+            if not np.abs(tried[-1] - tried[0]).max() <= 1e-3 * np.abs(tried[0]).max():
+                raise Broken(
+                    f"{copies} copies of an example in {rows} rows do not move the update {copies} times ({name})"
+                )
+    return f"the signal of an example is the same in {len(tried)} batches of other sizes"
+
+
+def resume(trial: Trial) -> str:
+    """The step is a function of its arguments: a state that is stored and restored continues with the same noise."""
+    state = trial.state(4)
+    restored = jax.tree.map(lambda leaf: np.asarray(leaf) if _is_array(leaf) else leaf, state)
+    rows = trial.problems[0].rows
+    found, expected = (trial.update(rows, given, all_but()) for given in (restored, state))
+    _require_same(found, expected, "a state that was stored and restored makes another step")
+    require_same_program(trial.traced_once, trial.trace())
+    return "the same step from a restored state; the same program when it is traced again"
+
+
+def require_same_program(first: Any, second: Any) -> None:
+    """Raises Broken if two closed jaxprs of a step differ in an equation or in a constant."""
+    if printed(first) != printed(second) or not _same_constants(first, second):
+        raise Broken("the step is another program when it is traced again: something outside of the state enters it")
+
+
+def _is_array(leaf) -> bool:
+    return not jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _same_constants(first, second) -> bool:
+    def values(closed):
+        return [np.asarray(leaf if _is_array(leaf) else jax.random.key_data(leaf)) for leaf in closed.consts]
+
+    pairs = zip(values(first), values(second), strict=True)
+    return all(np.array_equal(one, other, equal_nan=True) for one, other in pairs)

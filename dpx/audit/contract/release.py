@@ -1,0 +1,172 @@
+"""How the data and the noise enter a release: the derivatives of all that it makes public.
+
+A release is a function F(s, n) of the sums s and of the standard normals n that it draws by `keys.normal_like`. If it
+is private in the way of a Gaussian mechanism, F(s, n) = G(s + D n) for some G, and a change z of the sums can be made
+up for by the change -X z of the noise, where X = D^-1. So |X z| is the size of z in units of the noise, whatever G is:
+a mask, a scale, a projection that is undone, or an optimizer. One release is then the Gaussian mechanism with the noise
+multiplier 1 / max |X z|, where z runs through what one example can add to the sums.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dpx import keys
+from dpx.audit.contract import inputs as inputs
+from dpx.audit.contract.report import NotChecked
+from dpx.audit.contract.subject import Subject
+from dpx.states.public import public_state
+from dpx.trees import Tree
+
+LOST = 1e-2  # a derivative below this share of its value is mostly rounding, as that of Adam's first step
+POINTS = 8  # at random, at which derivatives are taken; a coordinate without slope at all of them would be missed
+SMALL = 1e-5  # of singular values, relative to the largest, because the derivatives are float32
+
+
+class Release(NamedTuple):
+    """A release at one step. o public floats leave it, of which the updates are the first; k sums, m normals.
+
+    offset: float64 (o,), what leaves if sums and noise are zero. noise: float64 (o, m), how the noise moves it.
+    affine: bool (o,), where that is true for any sums and noise. updates: how many of the o are updates.
+    exchange: X, float64 (m, k). uncovered: the largest part, relative to 1, of a row that X does not explain.
+    flat: whether the derivatives are all 0, as behind a sign.
+    seen: bool, one for each factor, whether its sum moves anything that leaves.
+    tolerance: relative error of the sizes, because derivatives are float32, or because the noise was measured.
+    """
+
+    offset: np.ndarray
+    noise: np.ndarray
+    affine: np.ndarray
+    updates: int
+    exchange: np.ndarray
+    uncovered: float
+    flat: bool
+    seen: tuple[bool, ...]
+    tolerance: float = 1e-5
+
+    @property
+    def linear(self) -> bool:
+        """Whether all updates are linear functions of the noise."""
+        return bool(self.affine[: self.updates].all())
+
+    def size(self, sums: Tree) -> np.ndarray:
+        """The sizes of changes of the sums, with the rows on axis 0, in units of the noise; float64 (rows,)."""
+        return np.linalg.norm(inputs.flattened(sums, 1) @ self.exchange.T, axis=1)
+
+    def size_of_update(self, change: Tree) -> float:
+        """The size of a change of the updates in units of the noise; inf if the noise cannot make such a change."""
+        change, noise = inputs.flattened(change), self.noise[: self.updates]
+        needed, *_ = np.linalg.lstsq(noise, change, rcond=SMALL)
+        missing = np.abs(noise @ needed - change).max(initial=0)
+        return np.inf if missing > 1e-3 * np.abs(change).max(initial=0) else float(np.linalg.norm(needed))
+
+
+@contextlib.contextmanager
+def substituted(draw: Any) -> Iterator[None]:
+    """Inside, `keys.normal_like` is `draw(key, step, tree)`: for a trace, never for a run."""
+    original = keys.normal_like
+    keys.normal_like = draw
+    try:
+        yield
+    finally:
+        keys.normal_like = original
+
+
+class Traced:
+    """The release of a mechanism as a function of its sums and its noise."""
+
+    def __init__(self, subject: Subject):
+        self.subject, self.sums_like = subject, subject.sums_like
+        self.drawn: list[Tree] = []
+
+        def record(key, step, tree):
+            del key, step
+            self.drawn.append(jax.eval_shape(lambda t: jax.tree.map(lambda x: jnp.zeros(x.shape), t), tree))
+            return jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), jnp.float32), tree)
+
+        with substituted(record):
+            like = jax.eval_shape(self._run, self.sums_like, subject.state(0), subject.params)
+        self.updates = sum(np.prod(leaf.shape, dtype=int) for leaf in jax.tree.leaves(like[0]))
+        self.numbers = sum(np.prod(leaf.shape, dtype=int) for leaf in jax.tree.leaves(self.sums_like))
+        self.normals = sum(np.prod(leaf.shape, dtype=int) for leaf in jax.tree.leaves(self.drawn))
+        self.program = jax.jit(self._program)
+        self._found: dict[tuple[int, bool], Release] = {}
+
+    def _run(self, sums, state, params, mechanism=None):
+        updates, after = (mechanism or self.subject.mechanism).release(sums, state, params)
+        return updates, inputs.readable(public_state(after))
+
+    def public(
+        self, sums: jax.Array, normals: jax.Array, state: Tree, params: Tree, mechanism: Any = None
+    ) -> tuple[jax.Array, Tree]:
+        """All public floats that leave, float32 (o,), the updates first; and the other public leaves.
+
+        mechanism: the same one with another key; by default the one on trial.
+        """
+        noise, calls = inputs.split(normals, self.drawn), iter(range(len(self.drawn)))
+
+        def draw(key, step, tree):
+            del key, step
+            if (call := next(calls, None)) is None:
+                raise NotChecked("its coordinates draw with `keys.normal_like` too, now more often than before")
+            return jax.tree.map(lambda _, n: n, tree, noise[call])
+
+        with substituted(draw):
+            leaves = jax.tree.leaves(self._run(inputs.split(sums, self.sums_like), state, params, mechanism))
+        return inputs.public_floats(leaves), [leaf for leaf in leaves if not inputs.is_float(leaf)]
+
+    def _program(self, sums, normals, state, params):
+        """The public floats, the others, and the derivatives by sums and by noise, float32 (o, k) and (o, m)."""
+
+        def floats(sums, normals):
+            found, others = self.public(sums, normals, state, params)
+            return found, (found, others)
+
+        derivatives, (found, others) = jax.jacfwd(floats, (0, 1), has_aux=True)(sums, normals)
+        return found, others, derivatives
+
+    def __call__(self, step: int, *, others: bool = False) -> Release:
+        """The release after the state of this step. others: for the other values of the parameters."""
+        if (step, others) not in self._found:
+            params = self.subject.others if others else self.subject.params
+            self._found[step, others] = self._at(self.subject.state(step), params)
+        return self._found[step, others]
+
+    def _at(self, state: Tree, params: Tree) -> Release:
+        zeros = np.zeros(self.numbers, np.float32), np.zeros(self.normals, np.float32)
+        first, _, (first_sums, first_noise) = _as_float64(self.program(*zeros, state, params))
+        affine, data, noise = np.ones(len(first), bool), [], []
+        # A transform that cuts has no slope at some points, so the derivatives of several points are joined.
+        for sums, normals in (zeros, *self._somewhere()):
+            found, _, (by_sums, by_noise) = _as_float64(self.program(sums, normals, state, params))
+            predicted = first + first_noise @ normals + first_sums @ sums
+            scale = np.abs(by_noise).max(1, initial=0) + np.abs(by_sums).max(1, initial=0)  # NaN behind a root of 0
+            with np.errstate(invalid="ignore"):
+                affine &= np.abs(predicted - found) <= 1e-4 * (scale + np.abs(found))
+                affine &= np.abs(first_noise - by_noise).max(1, initial=0) <= 1e-4 * scale
+                usable = np.isfinite(scale) & (scale > LOST * np.abs(found))
+            data.append(by_sums[usable] / scale[usable, None])
+            noise.append(by_noise[usable] / scale[usable, None])
+        data, noise = np.concatenate(data), np.concatenate(noise)
+        exchange, uncovered, flat = np.zeros((self.normals, self.numbers)), 0.0, not len(data)
+        if not flat:
+            exchange, *_ = np.linalg.lstsq(noise, data, rcond=SMALL)
+            uncovered = float(np.abs(noise @ exchange - data).max(initial=0))
+        moved = inputs.split(np.abs(data).max(0, initial=0), self.sums_like)
+        seen = tuple(flat or any(np.any(leaf > 0) for leaf in jax.tree.leaves(tree)) for tree in moved)
+        return Release(first, first_noise, affine, self.updates, exchange, uncovered, flat, seen)
+
+    def _somewhere(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Sums and normals at which the derivatives are taken: waves, and some at random."""
+        random = np.random.default_rng(0)
+        waves = inputs.waves(self.numbers, 1.0), inputs.waves(self.normals, 0.7, 2.0)
+        draws = [random.normal(size=(2, max(self.numbers, self.normals))).astype(np.float32) for _ in range(POINTS)]
+        return [waves, *((sums[: self.numbers], normals[: self.normals]) for sums, normals in draws)]
+
+
+def _as_float64(tree: Tree) -> Any:
+    return jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), tree)

@@ -1,0 +1,146 @@
+"""What several lines of the contract ask of a mechanism, computed once."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from dp_accounting import DpEvent
+
+from dpx.accounting.releases import count_releases
+from dpx.audit.contract import inputs as inputs
+from dpx.audit.contract.draws import FULLY, Draws, measured
+from dpx.audit.contract.release import Release, Traced
+from dpx.audit.contract.report import NotChecked
+from dpx.audit.contract.subject import STEPS, Subject
+from dpx.mechanism import Mechanism
+from dpx.scalars import over
+from dpx.trees import Tree
+
+MULTIPLIERS = 2**20  # steps whose noise multipliers are read
+
+
+class Trial(Subject):
+    """A mechanism on trial.
+
+    draws: int, how often the noise of a step is drawn. seed: of the keys that it is drawn with. rebuild: (key) -> the
+    mechanism with this key, or None.
+    """
+
+    def __init__(
+        self,
+        mechanism: Mechanism,
+        params: Tree,
+        loss: Callable | None = None,
+        examples: Tree = None,
+        *,
+        draws: int,
+        seed: int,
+        rebuild: Callable | None = None,
+    ):
+        super().__init__(mechanism, params, loss, examples)
+        self.draws, self.seed, self.rebuild = draws, seed, rebuild
+        self._contributions: dict[int, dict[str, Tree]] = {}
+        self._releases: dict[tuple[int, bool], Release] = {}
+        self.event = functools.lru_cache(mechanism.event)  # of schedules it takes some time
+        self.clip_norm = functools.lru_cache(self._clip_norm)
+
+    @functools.cached_property
+    def traced(self) -> Traced:
+        return Traced(self)
+
+    @functools.cached_property
+    def noise(self) -> Draws:
+        return Draws(self, self.draws, self.seed, self.rebuild)
+
+    @property
+    def draws_by_dpx(self) -> bool:
+        """Whether the noise of the release comes from `keys.normal_like`, so that it can be exchanged for data."""
+        return self.traced.normals > 0
+
+    def release(self, step: int, *, others: bool = False) -> Release:
+        """How data and noise enter the release at this step: traced, or measured where the noise is the mechanism's.
+
+        others: for the other values of the parameters.
+        """
+        if (step, others) not in self._releases:
+            found = self.traced(step, others=others)
+            if not self.draws_by_dpx:
+                found = measured(found, self.traced, self.noise, step, others=others)
+            self._releases[step, others] = found
+        return self._releases[step, others]
+
+    def multiplier(self, step: int) -> float:
+        """The noise multiplier that the mechanism states for this step, which `cost` compares with its event."""
+        return float(self.multipliers[step])
+
+    @functools.cached_property
+    def multipliers(self) -> np.ndarray:
+        """The stated noise multipliers of the first MULTIPLIERS steps, float64."""
+        return over(self.mechanism.noise_multiplier, MULTIPLIERS)
+
+    def contributions(self, step: int) -> dict[str, Tree]:
+        """The sums of single gradients, float32, the rows on axis 0, by path: loud ones, then hostile ones.
+
+        At the steps FULLY on all paths, at others on that of `Mechanism.update`.
+        """
+        if step not in self._contributions:
+            rows, state, names = self.with_loud(self.hostile[0]), self.state(step), list(self.problems[0].sums)
+            names = names if step in FULLY else names[:1]
+            self._contributions[step] = {name: self.problems[0].sums[name](rows, state) for name in names}
+        return self._contributions[step]
+
+    @functools.cached_property
+    def hostile(self) -> tuple[Tree, Tree, Tree]:
+        return inputs.hostile(self.params)
+
+    def with_loud(self, rows: Tree) -> Tree:
+        """The loud gradients, then `rows`."""
+        return inputs.joined([inputs.loud(self.params), rows])
+
+    def released(self, step: int, sums: tuple[Tree, ...]) -> tuple[Tree, ...]:
+        """The sums that move anything that leaves; others are kept as unreleased state."""
+        seen = self.release(step).seen
+        return tuple(part for part, is_seen in zip(sums, seen, strict=True) if is_seen)
+
+    def norms(self, step: int, sums: tuple[Tree, ...]) -> np.ndarray:
+        """The norms of the contributions to the released sums, float64 (rows,)."""
+        return np.linalg.norm(inputs.flattened(self.released(step, sums), 1), axis=1)
+
+    def _clip_norm(self, step: int) -> float:
+        """The norm of the contribution of a very large gradient: the median of some."""
+        return float(np.median(self.norms(step, self.contributions(step)["update"])[: inputs.RANDOM]))
+
+    def most(self, step: int) -> float:
+        """The largest size of a contribution in units of the noise, at which a release is billed.
+
+        It is 1 / sigma; where the event is not that of a Gaussian release, the largest that the clip norm allows.
+        """
+        if self.billed_by_multiplier:
+            return 1 / self.multiplier(step)
+        return self.clip_norm(step) * float(np.linalg.norm(self.release(step).exchange, 2))
+
+    @functools.cached_property
+    def billed_by_multiplier(self) -> bool:
+        """Whether the event bills releases by their noise multipliers, relative to what one example moves."""
+        return not own_event(self.event(1), self.mechanism.sampling)
+
+    def require_noise(self) -> None:
+        """Raises NotChecked if a step has no noise, because nothing about its size is then billed."""
+        for step in STEPS:
+            if self.multiplier(step) == 0:
+                raise NotChecked(f"the noise multiplier is 0 at step {step}, so the bill is infinite")
+
+    def require_linear(self, step: int, what: str) -> Release:
+        """The release of the step. Raises NotChecked if the updates are no linear function of its noise."""
+        release = self.release(step)
+        if not release.linear:
+            raise NotChecked(f"{what}, because the updates are no linear function of the noisy sum")
+        return release
+
+
+def own_event(event: DpEvent, sampling: Any) -> str:
+    """The name of an event in which a Gaussian release does not move the sum by the clip norm alone; else ""."""
+    known = {type(release).__name__ for release in count_releases(sampling.event(np.ones(1))).counts}
+    names = sorted({type(release).__name__ for release in count_releases(event).counts} - known - {"NonPrivateDpEvent"})
+    return ", ".join(names)

@@ -1,0 +1,92 @@
+"""The clipped sum over per-example gradients that are in memory: the one place where raw data is summed.
+
+`dpx.gradients.ghost` computes the same sums without the gradients.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dpx.trees import Tree
+from dpx.xla.microbatches import sum_in_segments
+
+# The largest norm of a gradient that contributes; the squares of larger ones, or their sums, would overflow float32.
+LARGEST = 2.0**63
+LONG_VECTOR = 2**14  # numbers
+
+
+def sum_contributions(mechanism: Any, grads: Tree, state: Tree, included: jax.Array) -> tuple[tuple[Tree, ...], Tree]:
+    """sum_i f(|z_i|) z_i for each factor f, over gradients [B, ...]; and the norms |z_i|.
+
+    mechanism: a `dpx.Mechanism`. grads: like the parameters, any real dtype, with the B examples on axis 0 of every
+        leaf. state: of the mechanism. included: bool (B,).
+
+    Returns one sum for each factor, float32, like the encoded gradient of one example; and the norms, float32 (B,) in
+    each leaf, as computed, whatever is included. An example contributes zero if it is not included, or if its norm is
+    not finite or above LARGEST. Norms, factors and sums are float32, at full precision where the hardware would round
+    products, because a rounded product could exceed the bound.
+    """
+
+    def sum_encoded(rows):
+        grads, included = rows
+
+        def encode_and_weigh(grad: Tree):
+            encoded = mechanism.encode(jax.tree.map(lambda g: g.astype(jnp.float32), grad), state)
+            norms = mechanism.norm(encoded)
+            return encoded, norms, mechanism.weigh(norms, state)
+
+        encoded, norms, factors = jax.vmap(encode_and_weigh)(grads)
+        included &= in_range(norms)
+        encoded = jax.tree.map(lambda rows: zero_excluded(rows, included), encoded)
+
+        def sum_group(factor, rows):
+            factor = zero_excluded(factor, included)
+            return jax.tree.map(lambda z: weighted_sum(factor, z), rows)
+
+        return tuple(jax.tree.map(sum_group, factor, encoded) for factor in factors), norms
+
+    if mechanism.supports_ghost_norms or mechanism.encode_whole_batch:
+        return sum_encoded((grads, included))
+    return sum_in_segments(sum_encoded, (grads, included))
+
+
+def zero_excluded(rows: jax.Array, included: jax.Array) -> jax.Array:
+    """`rows`, (B, ...), but 0 where `included`, bool (B,), is False."""
+    return jax.lax.select(repeated(included, rows.shape), rows, jnp.zeros_like(rows))
+
+
+def repeated(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """`x`, repeated along the axes of `shape` after its own: one operation, where `x[:, None] * y` has four."""
+    return jax.lax.broadcast_in_dim(x, shape, tuple(range(x.ndim)))
+
+
+def weighted_sum(factors: jax.Array, rows: jax.Array) -> jax.Array:
+    """sum_i f_i z_i, float32 (...), of factors float32 (B,) and rows float32 (B, ...), which are 0 if excluded.
+
+    XLA compiles the product of a vector and a matrix for every leaf again, but a sum of vectors once for a shape. On a
+    CPU, such a sum is slower than the product for long vectors, and much slower for larger arrays. The vectors of a
+    bias are the cotangents of its layer, and the sum of the layer's weights needs them times the factors too.
+    """
+    if rows.ndim == 2 and rows.shape[1] <= LONG_VECTOR:
+        return jnp.sum(times(factors, rows), 0)
+    return jnp.tensordot(factors, rows, 1, precision=jax.lax.Precision.HIGHEST)
+
+
+def times(factors: jax.Array, rows: jax.Array) -> jax.Array:
+    """factors[i] * rows[i], float32 (B, ...), of factors float32 (B,) and finite rows (B, ...), and always finite.
+
+    In `dpx.gradients.ghost`, the rows are inputs or cotangents, and an input whose cotangent is 0 may have any size.
+    """
+    product = rows.astype(jnp.float32) * repeated(factors, rows.shape)
+    return jax.lax.clamp(np.finfo(np.float32).min, product, np.finfo(np.float32).max)
+
+
+def in_range(norms: Tree) -> jax.Array:
+    """Which examples may contribute, bool (B,): those whose norms, float32 (B,) in each leaf, are at most LARGEST.
+
+    A norm of NaN is not, so its example contributes zero.
+    """
+    return functools.reduce(jnp.logical_and, [norm <= LARGEST for norm in jax.tree.leaves(norms)])

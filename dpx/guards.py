@@ -1,0 +1,102 @@
+"""Checks that refuse the inputs for which a mechanism's bill would not be true."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from dpx.trees import Tree, batch_size
+
+
+def require_no_more(extra_args: dict[str, Any]):
+    """Raises ValueError for extra arguments of an update."""
+    if extra_args:
+        raise ValueError(
+            f"update takes no {sorted(extra_args)}, because transforms behind the mechanism would get them without "
+            "noise. Call a transform that needs public values by itself, with the released updates"
+        )
+
+
+def require_real(tree: Tree):
+    """Raises ValueError for complex numbers."""
+    for dtype in map(jnp.result_type, jax.tree.leaves(tree)):
+        if jnp.issubdtype(dtype, jnp.complexfloating):
+            raise ValueError(f"gradients must be real, got {dtype}: keep real and imaginary parts apart")
+
+
+@jax.custom_jvp
+def undifferentiated(sums: Tree) -> Tree:
+    """`sums` unchanged. Raises ValueError if it is differentiated, because the derivative would have no noise."""
+    return sums
+
+
+@undifferentiated.defjvp
+def _refuse(primals, tangents):
+    raise ValueError(
+        "a private gradient must not be differentiated, because its derivative comes from the raw gradients and has no "
+        "noise. Stop the gradient before the mechanism"
+    )
+
+
+def require_unmasked(tree: Tree):
+    """Raises ValueError for optax's masked nodes."""
+    leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, optax.MaskedNode))
+    if any(isinstance(leaf, optax.MaskedNode) for leaf in leaves):
+        raise ValueError(
+            "a mechanism must not stand inside optax.masked, multi_transform or partition, because raw gradients of "
+            "masked leaves would pass by it. Use dpx.in_coordinates(mechanism, dpx.coordinates.trainable(mask))"
+        )
+
+
+def require_params(params: Tree):
+    """Raises ValueError for masked nodes, complex numbers, Flax modules and batch statistics among the parameters."""
+    require_unmasked(params)
+    nodes = jax.tree_util.tree_leaves_with_path(
+        params, is_leaf=lambda node: _is_flax(node, "Module") or _is_flax(node, "BatchStat")
+    )
+    for path, node in nodes:
+        if _is_flax(node, "Module"):
+            raise ValueError(
+                f"params must be a pytree of arrays, got the module {type(node).__name__}. Split it: graphdef, params, "
+                "rest = nnx.split(model, nnx.Param, ...), and call nnx.merge(graphdef, params, rest) in the loss"
+            )
+        if _is_flax(node, "BatchStat") or "batch_stats" in [getattr(key, "key", None) for key in path]:
+            raise ValueError(
+                f"params must hold no batch statistics, got {jax.tree_util.keystr(path)}: BatchNorm mixes the examples "
+                "of a batch, so no gradient belongs to one example alone. Use GroupNorm or LayerNorm"
+            )
+    require_real(params)
+
+
+def _is_flax(node: Any, name: str) -> bool:
+    """Whether `node` is of the class `name` of Flax NNX, or of a class below it."""
+    return any(kind.__name__ == name and kind.__module__.startswith("flax.nnx") for kind in type(node).__mro__)
+
+
+def require_per_example(grads: Tree, params: Tree):
+    """Raises ValueError unless every leaf of `grads` has the shape (B, *shape of its parameter)."""
+    require_unmasked(grads)
+    require_real(grads)
+    if params is None:
+        raise ValueError("params must be given: update(grads, state, params); they tell the shape of one gradient")
+    size = batch_size(grads)
+    expected = [(size, *jnp.shape(leaf)) for leaf in jax.tree.leaves(params)]
+    found = [jnp.shape(leaf) for leaf in jax.tree.leaves(grads)]
+    if found != expected or jax.tree.structure(grads) != jax.tree.structure(params):
+        raise ValueError(
+            "grads must hold one gradient of each example: like params, with the examples on an axis in front of each "
+            f"leaf, of shapes {expected}; got shapes {found}"
+        )
+
+
+def require_fitting(changes: dict[str, Any], budget: Any):
+    """Raises ValueError if a mechanism of this budget would have fields that do not fit together after `changes`."""
+    for part, needs in (("key", "release"), ("noise_multiplier", "release"), ("sampling", "event")):
+        if part in changes and needs not in changes:
+            raise ValueError(f"another {part} needs another {needs}, which depends on it: build the mechanism anew")
+    if "event" in changes and budget is not None and "budget" not in changes:
+        raise ValueError(
+            f"the mechanism was calibrated to {budget} before its cost was changed; put dpx.calibrated on the "
+            "function that builds the outermost mechanism, and give the budget to that"
+        )

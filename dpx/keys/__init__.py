@@ -1,0 +1,14 @@
+"""The secret key, the named streams that are derived from it, and the noise that a stream draws.
+
+`streams.py` derives keys; `normals.py` makes standard normals of a key, in the shapes of all parameters.
+"""
+
+from dpx.keys.streams import SMALL as SMALL
+from dpx.keys.streams import fold_in as fold_in
+from dpx.keys.streams import is_small as is_small
+from dpx.keys.streams import mark as mark
+from dpx.keys.streams import normal_like as normal_like
+from dpx.keys.streams import require as require
+from dpx.keys.streams import secret as secret
+from dpx.keys.streams import secret_key as secret_key
+from dpx.keys.streams import stream as stream

@@ -1,0 +1,113 @@
+"""The optax transforms behind a mechanism, and which parameters they see.
+
+They do not see the frozen parameters, whose gradient the mechanism does not read. Otherwise weight decay would move
+them, and they would have optimizer state.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.extend import core
+
+from dpx.mechanism import Coordinates, Mechanism, require_mechanism
+from dpx.stages import FROZEN
+from dpx.trees import Tree
+
+
+class ChainState(NamedTuple):
+    """inner: state of the mechanism. transforms: state of the optax transforms behind it."""
+
+    inner: Tree
+    transforms: Tree
+
+
+def chain(mechanism: Mechanism, *transforms: optax.GradientTransformation) -> Mechanism:
+    """`optax.chain(mechanism, *transforms)`, but as a Mechanism, which `private_grad` needs.
+
+    The transforms see the released gradient only, so any optax optimizer, decay or momentum costs no privacy. They see
+    no parameter whose gradient the mechanism drops at every step (`coordinates.trainable`), so weight decay does not
+    move it. Masks that change (`random_freeze`) stop the gradients of a step, but neither decay nor momentum.
+    Raises ValueError if `mechanism` is not a Mechanism, if one of the transforms is one, and inside of coordinates.
+    """
+    require_mechanism(mechanism)
+    require_transforms(transforms)
+    after = on_trained(mechanism, optax.chain(*transforms))
+
+    def release(sums, state, params):
+        updates, inner = mechanism.release(sums, state.inner, params)
+        require_values(params)
+        updates, transformed = after.update(updates, state.transforms, params)
+        return updates, ChainState(inner, transformed)
+
+    return mechanism.replace(
+        init=lambda params: ChainState(mechanism.init(params), after.init(params)),
+        encode=lambda grad, state: mechanism.encode(grad, state.inner),
+        weigh=lambda norms, state: mechanism.weigh(norms, state.inner),
+        release=release,
+        stages=(*mechanism.stages, describe_transforms(mechanism.stages)),
+    )
+
+
+def require_transforms(transforms: tuple[Any, ...]):
+    """Raises ValueError where a mechanism or coordinates are among the transforms behind a mechanism."""
+    for transform in transforms:
+        if isinstance(transform, Mechanism):
+            raise ValueError("one mechanism, first in the chain, is billed; got a second one among the transforms")
+        if isinstance(transform, Coordinates):
+            raise ValueError(
+                f"transforms must be optax transforms, got the coordinates {transform.name!r}; write "
+                "dpx.in_coordinates(mechanism, coordinates)"
+            )
+
+
+def require_values(params: Tree):
+    """Raises ValueError if `params` are shapes alone, as inside of coordinates, where transforms cannot read them."""
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
+        raise ValueError(
+            "dpx.chain must stand outside of coordinates and of other mechanisms, because optax transforms read the "
+            "parameters; write dpx.chain(dpx.in_coordinates(mechanism, coordinates), *transforms)"
+        )
+
+
+def trained(mechanism: Any, params: Tree) -> Tree:
+    """Whether the encoded gradient depends on the gradient of a parameter: bools like `params`, arrays or shapes.
+
+    It is read from the equations of `mechanism.encode`, so it is the same at every step. A mask that changes from step
+    to step, such as a random freeze, reads every gradient.
+    """
+    grad = jax.tree.map(lambda p: jax.ShapeDtypeStruct(jnp.shape(p), jnp.float32), params)
+    closed = jax.make_jaxpr(mechanism.encode)(grad, jax.eval_shape(mechanism.init, params))
+    leaves, treedef = jax.tree.flatten(grad)
+    return treedef.unflatten(inputs_read(closed.jaxpr)[: len(leaves)])
+
+
+def inputs_read(jaxpr: Any) -> list[bool]:
+    """For every input of a jaxpr, whether an output may depend on it."""
+    needed = {var for var in jaxpr.outvars if not isinstance(var, core.Literal)}
+    for equation in reversed(jaxpr.eqns):
+        if not needed.isdisjoint(equation.outvars):
+            needed.update(var for var in equation.invars if not isinstance(var, core.Literal))
+    return [var in needed for var in jaxpr.invars]
+
+
+def on_trained(mechanism: Any, transform: optax.GradientTransformation) -> optax.GradientTransformation:
+    """`transform` on the parameters that `mechanism` trains; for the others, `update` returns what it is given.
+
+    The released gradient of a frozen parameter is zero, because no coordinate belongs to it.
+    """
+
+    def within(params):
+        flags = trained(mechanism, params)
+        return transform if all(jax.tree.leaves(flags)) else optax.masked(transform, lambda _: flags)
+
+    def update(updates, state, params=None):
+        return within(updates).update(updates, state, params)
+
+    return optax.GradientTransformation(lambda params: within(params).init(params), update)
+
+
+def describe_transforms(stages: tuple[str, ...]) -> str:
+    """The stage of the optax transforms behind the stages of a mechanism."""
+    return "optax transforms of the trainable layers" if FROZEN in stages else "optax transforms"

@@ -1,0 +1,154 @@
+"""Helpers that draw a batch on the host: checks of sizes, coins and permutations from a key, arrays of fixed shapes."""
+
+import functools
+import math
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+import scipy.special
+
+from dpx import keys
+from dpx.sampling.batch import Batch
+from dpx.scalars import require_whole
+from dpx.states.record import Drawn
+from dpx.trees import Tree, batch_size, described
+
+
+class Draw(NamedTuple):
+    """The rows of one batch.
+
+    indices: int32 (size,), the rows of the data, 0 for padding. included: bool (size,), False for padding.
+    """
+
+    indices: np.ndarray
+    included: np.ndarray
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Draws:
+    """The rows of many batches of one run, for a loop inside jit. `jax.lax.scan` over it gives one row after another.
+
+    indices: int32 (steps, size), the rows of the data, 0 for padding. included: bool (steps, size), False for padding.
+    drawn: `Batch.drawn` of each step, uint32 (steps,) each. examples: int, the size of the data set.
+    A row of it, the draw of one step, has the same fields without the axis of the steps.
+    """
+
+    indices: Any
+    included: Any
+    drawn: Any
+    examples: int = field(metadata={"static": True})
+
+    def batch(self, data: Tree) -> Batch:
+        """The batch of a row. data: a pytree of arrays with the `examples` examples on axis 0 of each.
+
+        Raises ValueError for data of another length, and for the draws of several steps.
+        """
+        # Inside of jit, an index beyond the end would silently be that of the last example.
+        if (length := batch_size(data)) != self.examples:
+            raise ValueError(f"data must hold the {self.examples} examples of the sampling, got {length}")
+        if jnp.ndim(self.indices) != 1:
+            raise ValueError(f"draws must be those of one step, (size,); got indices of {jnp.shape(self.indices)}")
+        examples = jax.tree.map(lambda leaf: jnp.asarray(leaf)[self.indices], data)
+        return Batch(examples, self.included, self.drawn)
+
+
+def record(key: jax.Array, step: int, included: np.ndarray, sampling: int, unit: int) -> Drawn:
+    """How the batch of one step was drawn. included: bool (size,). sampling, unit: their fingerprints."""
+    return Drawn(*map(np.uint32, (step, included.sum(), keys.mark(key), 0, sampling, unit)))
+
+
+def keep_sizes(sampling: Any, *, whole: bool = False):
+    """Stores both sizes as Python numbers, so that equal records print alike. Raises ValueError for wrong sizes."""
+    examples, size = require_whole("examples", sampling.examples), sampling.batch_size
+    number = int | np.integer if whole else int | float | np.integer | np.floating
+    if isinstance(size, bool) or not isinstance(size, number):
+        raise ValueError(f"batch_size must be a {'whole ' if whole else ''}number, got {described(size)}")
+    if not 0 < size <= examples:
+        raise ValueError(f"batch_size must be in (0, examples = {examples}], got {size}")
+    object.__setattr__(sampling, "examples", examples)
+    object.__setattr__(sampling, "batch_size", int(size) if size == int(size) else float(size))
+
+
+def require_known(key: jax.Array, *others: Any):
+    """Raises ValueError if jax traces one of them, or anything else at this moment."""
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves([keys.stream(key, "sampling"), *others])):
+        raise ValueError(
+            "batches are drawn outside of jit, because chance decides their number of rows; but the key, the step or "
+            "the state is traced, or the call stands inside a traced function. Draw ahead: rows = "
+            "sampling.draw_ahead(key, state, steps), then jax.lax.scan(body, carry, rows) with a body that takes "
+            "row.batch(data) (docs/loops.md)"
+        )
+
+
+def require_step(key: jax.Array, step: Any) -> int:
+    """`step` as an int. Raises ValueError unless it is a whole number of at least 0, and if it or `key` is traced."""
+    require_known(key, step)
+    whole = isinstance(step, jax.Array | np.ndarray) and jnp.shape(step) == () and step.dtype.kind in "iu"
+    whole |= isinstance(step, int | np.integer) and not isinstance(step, bool)
+    if not whole or step < 0:
+        raise ValueError(f"step must be a whole number of at least 0, got {described(step)}")
+    return int(step)
+
+
+def step_key(key: jax.Array, step: int) -> jax.Array:
+    return keys.stream(key, "sampling", step)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def coins(key: jax.Array, examples: int, probability: float) -> jax.Array:
+    """Which examples take part, bool (examples,): each with at most `probability`, which is rounded down to 32 bits."""
+    if probability == 1:
+        return jnp.ones(examples, bool)
+    return jax.random.bits(key, (examples,), jnp.uint32) < jnp.uint32(math.floor(probability * 2**32))
+
+
+def pad(drawn: np.ndarray, size: int) -> Draw:
+    """The drawn examples in arrays of `size` rows. Raises ValueError if they are more."""
+    if len(drawn) > size:
+        raise ValueError(
+            f"size must hold the whole batch of {len(drawn)} examples, got {size}; a cut batch is not the billed one"
+        )
+    indices = np.zeros(size, np.int32)
+    indices[: len(drawn)] = drawn
+    return Draw(indices, np.arange(size) < len(drawn))
+
+
+def widen(draw: Draw, size: int) -> Draw:
+    """`draw` with padding behind it, in arrays of `size` rows."""
+    more = size - len(draw.indices)
+    return Draw(np.pad(draw.indices, (0, more)), np.pad(draw.included, (0, more)))
+
+
+LARGE = 1e-9  # the probability that a batch has more rows than a drawn batch usually has
+
+
+@functools.lru_cache
+def usual_rows(examples: int, probability: float) -> int:
+    """Rows that a batch of coins exceeds with a probability below 1e-9: a multiple of 8, or all the examples."""
+    mean = examples * probability
+    sizes = np.arange(round_up(mean, 8), mean + 10 * math.sqrt(mean) + 80, 8)
+    exceeded = scipy.special.bdtrc(np.minimum(sizes, examples), examples, probability)
+    return min(examples, int(sizes[np.argmax(exceeded < LARGE)]))
+
+
+def round_up(number: float, multiple: int) -> int:
+    return math.ceil(number / multiple) * multiple
+
+
+def permutation(key: jax.Array, examples: int) -> np.ndarray:
+    """A uniformly random order of the examples, int32 (examples,).
+
+    The last two orders are kept in memory, because every step of an epoch needs the same one.
+    """
+    return _permutation(str(jax.random.key_impl(key)), np.asarray(jax.random.key_data(key)).tobytes(), examples)
+
+
+@functools.lru_cache(maxsize=2)
+def _permutation(implementation: str, data: bytes, examples: int) -> np.ndarray:
+    key = jax.random.wrap_key_data(jnp.asarray(np.frombuffer(data, np.uint32)), impl=implementation)
+    return np.asarray(jax.random.permutation(key, examples))

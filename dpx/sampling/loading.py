@@ -1,0 +1,208 @@
+"""Loads the batches of a run ahead of its steps: their chunks, their devices, and the thread that reads them.
+
+Every process of several draws the same batches from the key, and reads the rows of its own devices.
+"""
+
+import atexit
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from dpx import keys
+from dpx.sampling.batch import Batch
+from dpx.sampling.draws import Draw, pad, record, round_up, widen
+from dpx.scalars import require_whole
+from dpx.states.record import Drawn
+from dpx.trees import Tree, described
+
+Rows = Callable[[np.ndarray], Tree]  # from indices, int32 (B,), to the examples
+Piece = tuple[Draw, Drawn, bool]  # rows of a batch or chunk, how it was drawn, and whether its step ends with it
+SETTINGS = ("enable_x64", "threefry_partitionable", "default_device")  # of jax, which `with` sets for one thread alone
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How batches are loaded; the arguments of `Sampling.batches`. Raises ValueError for those that do not fit."""
+
+    chunk_size: int | None
+    sharding: jax.sharding.Sharding | None
+    prefetch: int
+    size: int | None
+
+    def __post_init__(self):
+        require_whole("prefetch", self.prefetch, minimum=0)
+        for name in ("chunk_size", "size"):
+            if getattr(self, name) is not None:
+                require_whole(name, getattr(self, name))
+        if self.chunk_size is not None and self.size is not None:
+            raise ValueError(
+                f"size must be None with chunk_size, which fixes the rows of a chunk; got {described(self.size)}"
+            )
+        sharding, kinds = self.sharding, jax.sharding.NamedSharding | jax.sharding.SingleDeviceSharding
+        if sharding is not None and (
+            not isinstance(sharding, kinds)
+            or (isinstance(sharding, jax.sharding.NamedSharding) and len(sharding.spec) > 1)
+        ):
+            raise ValueError(
+                "sharding must be of axis 0 alone, such as NamedSharding(mesh, PartitionSpec('data')), because every "
+                f"array of a batch has the examples there; got {described(sharding)}"
+            )
+        if sharding is not None and not sharding.addressable_devices:
+            raise ValueError(f"sharding must have devices of this process, got {described(sharding)}")
+
+    @property
+    def shards(self) -> int:
+        """The number of parts that the rows are cut into."""
+        if self.sharding is None:
+            return 1
+        return self.sharding.num_devices // self.sharding.shard_shape((self.sharding.num_devices,))[0]
+
+
+def batches(
+    draw: Callable[..., Draw], rows: Rows, key: jax.Array, steps: range, plan: Plan, terms: tuple[int, int]
+) -> Generator[Any]:
+    """The batches of `steps`; with a chunk size, an iterator of chunks for each. terms: of the sampling and the unit.
+
+    Raises ValueError if several processes load a batch together, but not with one key from one step on.
+    """
+    require_one_run(key, steps, plan.sharding)
+
+    def load():
+        for step in steps:
+            chosen = draw(key, step, size=plan.size)
+            for drawn_rows, drawn, last in pieces(chosen, record(key, step, chosen.included, *terms), plan):
+                yield place(rows, drawn_rows, drawn, plan.sharding), last
+
+    loaded = ahead(load(), plan.prefetch) if plan.prefetch else load()
+    return undivided(loaded) if plan.chunk_size is None else chunked(loaded, len(steps))
+
+
+def require_one_run(key: jax.Array, steps: range, sharding: jax.sharding.Sharding | None):
+    """Raises ValueError unless all processes have the same key and steps, if their devices share a batch."""
+    if sharding is None or len({device.process_index for device in sharding.device_set}) < max(2, jax.process_count()):
+        return
+    own = np.array([keys.mark(key), steps.start, steps.stop], np.uint32)
+    everyone = np.asarray(multihost_utils.process_allgather(own))
+    if (everyone != own).any():
+        raise ValueError(
+            "every process must have the same key (dpx.secret_key(seed) with one seed), state and steps; got marks of "
+            f"keys {everyone[:, 0].tolist()}, first steps {everyone[:, 1].tolist()}, ends {everyone[:, 2].tolist()}"
+        )
+
+
+def pieces(draw: Draw, drawn: Drawn, plan: Plan) -> Iterator[Piece]:
+    """What is loaded at once: the whole draw of a step, or its chunks, of equal sizes and at least one."""
+    if plan.chunk_size is None:
+        yield widen(draw, round_up(len(draw.indices), plan.shards)), drawn, True
+        return
+    size, chosen = round_up(plan.chunk_size, plan.shards), draw.indices[draw.included]
+    for start in range(0, max(1, len(chosen)), size):
+        own = drawn._replace(first_row=np.uint32(start))
+        yield pad(chosen[start : start + size], size), own, start + size >= len(chosen)
+
+
+def place(rows: Rows, draw: Draw, drawn: Drawn, sharding: jax.sharding.Sharding | None) -> Batch:
+    """The batch on its devices. Of a sharded one, the rows of the devices of this process are read."""
+    if sharding is None:
+        return jax.device_put(Batch(rows(draw.indices), draw.included, drawn))
+    size = len(draw.indices)
+    shards = sharding.addressable_devices_indices_map((size,)).values()
+    own = np.unique(np.concatenate([np.arange(size)[shard] for shard in shards if shard is not None]))
+
+    def spread(leaf):
+        def shard(index):
+            start, stop, _ = index[0].indices(size)
+            first = np.searchsorted(own, start)
+            return leaf[first : first + stop - start]
+
+        dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
+        return jax.make_array_from_callback((size, *leaf.shape[1:]), sharding, shard, dtype)
+
+    everywhere = sharding
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        everywhere = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
+    examples = jax.tree.map(np.asarray, rows(draw.indices[own]))
+    whole = [jax.make_array_from_callback((), everywhere, lambda _, number=number: number) for number in drawn]
+    return Batch(jax.tree.map(spread, examples), spread(draw.included[own]), Drawn(*whole))
+
+
+def undivided(loaded: Generator[tuple[Batch, bool]]) -> Generator[Batch]:
+    """The batches, which end together with what loads them."""
+    try:
+        for batch, _ in loaded:
+            yield batch
+    finally:
+        loaded.close()
+
+
+def chunked(loaded: Generator[tuple[Batch, bool]], steps: int) -> Generator[Iterator[Batch]]:
+    """The chunks of each step. Raises ValueError where some of a step were left out, because they are billed too."""
+
+    complete = False
+
+    def chunks():
+        nonlocal complete
+        for batch, complete in loaded:
+            yield batch
+            if complete:
+                return
+        raise ValueError("the chunks of a batch must be used before the iterator of the batches is closed")
+
+    try:
+        for _ in range(steps):
+            complete = False
+            yield chunks()
+            if not complete:
+                raise ValueError("every chunk of a batch must be used before the next batch, because all are billed")
+    finally:
+        loaded.close()
+
+
+def ahead(items: Iterator[Any], depth: int) -> Generator[Any]:
+    """`items`, of which a thread makes up to `depth` before they are asked for. It ends with this generator."""
+    ready, room, stopped = queue.SimpleQueue(), threading.Semaphore(depth), threading.Event()
+    end = object()
+    settings = {name: getattr(jax.config, f"jax_{name}") for name in SETTINGS}
+
+    def fill():
+        try:
+            with contextlib.ExitStack() as stack:
+                for name, value in settings.items():
+                    stack.enter_context(getattr(jax, name)(value))
+                while room.acquire() and not stopped.is_set():
+                    ready.put((item := next(items, end), None))
+                    if item is end:
+                        return
+        except BaseException as error:  # raised again where the item is asked for
+            ready.put((end, error))
+
+    thread = threading.Thread(target=fill, name="dpx batches", daemon=True)
+
+    def stop():
+        stopped.set()
+        room.release()
+        if thread is not threading.current_thread():  # as it is if the garbage collector runs there
+            thread.join(timeout=5)  # seconds, for an item that is being read
+
+    thread.start()
+    atexit.register(stop)
+    try:
+        while True:
+            item, error = ready.get()
+            room.release()
+            if error is not None:
+                raise error
+            if item is end:
+                return
+            yield item
+    finally:
+        if not stopped.is_set():  # as it is when Python exits, where modules are gone
+            atexit.unregister(stop)
+            stop()

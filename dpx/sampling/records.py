@@ -1,0 +1,192 @@
+"""Samplings: one frozen record draws the batches and states their cost, so a run is billed for the batches it draws.
+
+`draw(key, step)` runs on the host, and is a pure function of the key, the step and the record, so a resumed run draws
+the same batches. `take`, `batches` and `draw_ahead` (sampling.py) read the step from the optimizer state, and call it.
+The key must stay as secret as the noise key, because amplification by sampling holds only for batches that nobody
+knows.
+
+To add one: a frozen dataclass here with the fields of `Sampling`, and a line in `dpx/catalog.py`.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import dp_accounting
+import jax
+import numpy as np
+from dp_accounting import DpEvent, GaussianDpEvent
+
+from dpx.sampling.draws import Draw, coins, keep_sizes, pad, permutation, require_step, round_up, step_key, usual_rows
+from dpx.sampling.sampling import Sampling as Sampling
+from dpx.scalars import require_whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoissonSampling(Sampling):
+    """At every step, each example takes part with probability batch_size / examples, independently of the others.
+
+    examples:   size of the data set; a public number.
+    batch_size: the EXPECTED batch size, in (0, examples]; the divisor.
+    capacity:   rows of a drawn batch; by default the least multiple of 8 that a batch exceeds with a probability below
+                1e-9. A larger batch is never cut: its rows are the next multiple of 1/8 of the capacity.
+
+    Raises ValueError for other sizes. Its event is that of Abadi et al. 2016, https://arxiv.org/abs/1607.00133.
+    """
+
+    examples: int
+    batch_size: float
+    capacity: int | None = field(default=None, repr=False)  # no part of what is drawn
+    relation: ClassVar[str] = "add_or_remove"
+
+    def __post_init__(self):
+        keep_sizes(self)
+        if self.capacity is not None:
+            require_whole("capacity", self.capacity)
+
+    @property
+    def probability(self) -> float:
+        return self.batch_size / self.examples
+
+    @property
+    def divisor(self) -> float:
+        return self.batch_size
+
+    @property
+    def pads(self) -> bool:
+        return True
+
+    @property
+    def most_rows(self) -> float:
+        return math.inf
+
+    def draw(self, key: jax.Array, step: int, *, size: int | None = None) -> Draw:
+        drawn = np.flatnonzero(coins(step_key(key, require_step(key, step)), self.examples, self.probability))
+        if size is None:
+            size = self.capacity or usual_rows(self.examples, self.probability)
+            if len(drawn) > size:
+                size = round_up(len(drawn), max(1, size // 8))
+        return pad(drawn, size)
+
+    def event(self, multipliers: np.ndarray) -> DpEvent:
+        return _composed(
+            multipliers,
+            lambda sigma: dp_accounting.PoissonSampledDpEvent(self.probability, GaussianDpEvent(sigma)),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedSizeSampling(Sampling):
+    """At every step, a new subset of `batch_size` examples, drawn uniformly without replacement.
+
+    Replacing an example moves the sum by twice the clip norm, so the event has half the noise multiplier. A run costs
+    at least as much as one on Poisson samples with half the noise multiplier (`accounting/fixed_size.py`). Raises
+    ValueError unless both sizes are whole numbers with 1 <= batch_size <= examples.
+    """
+
+    examples: int
+    batch_size: int
+    relation: ClassVar[str] = "replace_one"
+
+    def __post_init__(self):
+        keep_sizes(self, whole=True)
+
+    @property
+    def divisor(self) -> float:
+        return self.batch_size
+
+    def draw(self, key: jax.Array, step: int, *, size: int | None = None) -> Draw:
+        own = step_key(key, require_step(key, step))
+        drawn = jax.random.choice(own, self.examples, (self.batch_size,), replace=False)
+        return pad(np.asarray(drawn), size or self.batch_size)
+
+    def event(self, multipliers: np.ndarray) -> DpEvent:
+        return _composed(
+            multipliers,
+            lambda sigma: dp_accounting.SampledWithoutReplacementDpEvent(
+                self.examples, self.batch_size, GaussianDpEvent(sigma / 2)
+            ),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShuffledEpochs(Sampling):
+    """A new permutation every epoch, cut into batches; the last batch of an epoch may be short.
+
+    An example takes part once an epoch, in a batch that an adversary may know, so no amplification is claimed. An epoch
+    is billed as one Gaussian release at its smallest noise multiplier (mu = sqrt(epochs) / sigma), even if it is not
+    complete. Raises ValueError for the same sizes as `FixedSizeSampling`.
+    """
+
+    examples: int
+    batch_size: int
+    relation: ClassVar[str] = "zero_out"
+    one_key: ClassVar[bool] = True
+
+    def __post_init__(self):
+        keep_sizes(self, whole=True)
+
+    @property
+    def divisor(self) -> float:
+        return self.batch_size
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return math.ceil(self.examples / self.batch_size)
+
+    @property
+    def pads(self) -> bool:
+        return self.examples % self.batch_size != 0
+
+    def draw(self, key: jax.Array, step: int, *, size: int | None = None) -> Draw:
+        epoch, position = divmod(require_step(key, step), self.steps_per_epoch)
+        order = permutation(step_key(key, epoch), self.examples)
+        start = position * self.batch_size
+        return pad(order[start : start + self.batch_size], size or self.batch_size)
+
+    def event(self, multipliers: np.ndarray) -> DpEvent:
+        epochs = [
+            multipliers[start : start + self.steps_per_epoch].min()
+            for start in range(0, len(multipliers), self.steps_per_epoch)
+        ]
+        return _composed(np.asarray(epochs), GaussianDpEvent)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FullBatch(Sampling):
+    """Every example at every step: the event is that of the Gaussian releases, because nothing is left to chance.
+
+    Raises ValueError unless `examples` is a whole number of at least 1.
+    """
+
+    examples: int
+    relation: ClassVar[str] = "zero_out"
+
+    def __post_init__(self):
+        object.__setattr__(self, "examples", require_whole("examples", self.examples))
+
+    @property
+    def divisor(self) -> float:
+        return self.examples
+
+    def draw(self, key: jax.Array, step: int, *, size: int | None = None) -> Draw:
+        require_step(key, step)
+        return pad(np.arange(self.examples), size or self.examples)
+
+    def event(self, multipliers: np.ndarray) -> DpEvent:
+        return _composed(multipliers, GaussianDpEvent)
+
+
+def _composed(multipliers: np.ndarray, event_of) -> DpEvent:
+    """The composition of releases, grouped by their noise multipliers, because their order does not change the bill.
+
+    multipliers: float64 (steps,). event_of: (noise multiplier) -> DpEvent.
+    """
+    values, counts = np.unique(multipliers, return_counts=True)
+    events: list[DpEvent] = [
+        dp_accounting.SelfComposedDpEvent(event_of(float(value)), int(count)) if count > 1 else event_of(float(value))
+        for value, count in zip(values, counts, strict=True)
+    ]
+    if not events:
+        return dp_accounting.NoOpDpEvent()
+    return events[0] if len(events) == 1 else dp_accounting.ComposedDpEvent(events)

@@ -1,0 +1,151 @@
+"""The noun behind the records of records.py: what a sampling states, and how it gives a run its batches."""
+
+from collections.abc import Iterator
+from typing import Any, ClassVar, Protocol
+
+import jax
+import numpy as np
+from dp_accounting import DpEvent
+
+from dpx import keys
+from dpx.sampling import loading
+from dpx.sampling.batch import Batch
+from dpx.sampling.draws import Draw, Draws, record, require_known, widen
+from dpx.sampling.rows import rows_of, unit_of
+from dpx.scalars import require_whole
+from dpx.states.reading import next_steps
+from dpx.states.record import sampling_terms, unit_mark
+from dpx.trees import Tree
+
+
+class Sampling(Protocol):
+    """The fields of a sampling record that mechanisms, accountants and training loops read.
+
+    examples: size of the data set; a public number.
+    relation: the neighboring relation under which `event` is true: "add_or_remove" (one example more or fewer),
+              "zero_out" (one example's contribution set to zero) or "replace_one" (one exchanged for another).
+    divisor:  the expected batch size; the private gradient is the noisy sum divided by it. A public constant.
+    pads:     whether a batch may hold padding; otherwise every batch has `divisor` rows.
+    most_rows: the largest number of rows of a batch that may count; inf where chance decides it.
+    one_key:  whether `event` is true only if all batches of a run are drawn with one key.
+    event:    (multipliers) -> DpEvent of len(multipliers) releases with these noise multipliers, float64 (steps,).
+    """
+
+    examples: int
+    relation: ClassVar[str]
+    one_key: ClassVar[bool] = False
+
+    @property
+    def divisor(self) -> float: ...
+    @property
+    def pads(self) -> bool:
+        return False
+
+    @property
+    def most_rows(self) -> float:
+        return self.divisor
+
+    def event(self, multipliers: np.ndarray) -> DpEvent: ...
+
+    def draw(self, key: jax.Array, step: int, *, size: int | None = None) -> Draw:
+        """The examples that take part in one step, as arrays of a fixed shape for a jitted step.
+
+        key: a PRNG key, (), secret. step: int, the number of steps before this one in the whole run. It never restarts,
+            because a step that is drawn twice has the same batch but is billed as two independent ones.
+        size: rows of the result, at least as many as take part; None takes the record's own size.
+        Raises ValueError if step is not a whole number of at least 0, and if size is too small.
+        """
+        ...
+
+    def take(
+        self, data: Any, key: jax.Array, state: Tree, *, size: int | None = None, beyond_budget: bool = False
+    ) -> Batch:
+        """The batch of the next step of a run, a `dpx.Batch` of arrays with `size` rows.
+
+        data: the `examples` examples. Either a pytree of arrays (jax, numpy or a memory map, of which only the drawn
+            rows are read) with the examples on axis 0 of each; or a source with `__len__` and `__getitem__(int)`, whose
+            items are pytrees of arrays and numbers, alike in structure, shapes and dtypes (`__getitems__(list of int)`
+            is called instead where it exists; its items must share no memory that is written again, while an item of
+            `__getitem__` is copied at once). grain's data sources and torch's map-style datasets are such sources.
+            Convert objects of pandas by `.to_numpy()`, and sparse matrices into dense arrays.
+        key: a PRNG key, (), secret, of one run. With `ShuffledEpochs` it must be the same at every step, because a run
+            whose batches come from several permutations has no bill.
+        state: of the optimizer. Its step count is read, so this call waits until the state is computed.
+        size: rows of the batch, the last of which are padding; None takes the record's own size.
+        beyond_budget: continue after the steps of the `dpx.Budget` that the mechanism was calibrated for.
+
+        Raises ValueError for data of another length or with unlike items, for objects of pandas and sparse matrices, if
+        the mechanism of the state bills another sampling, at the first step beyond the budget, and inside of jit, where
+        `draw_ahead` serves.
+        """
+        require_known(keys.secret(key), state)
+        (step,) = next_steps(state, self, 1, beyond_budget=beyond_budget)
+        rows = rows_of(data, self.examples)
+        indices, included = self.draw(key, step, size=size)
+        drawn = record(key, step, included, sampling_terms(self), unit_mark(unit_of(data)))
+        return Batch(rows(indices), included, drawn)
+
+    def batches(
+        self,
+        data: Any,
+        key: jax.Array,
+        state: Tree,
+        *,
+        steps: int | None = None,
+        chunk_size: int | None = None,
+        sharding: jax.sharding.Sharding | None = None,
+        prefetch: int = 2,
+        size: int | None = None,
+        beyond_budget: bool = False,
+    ) -> Iterator[Any]:
+        """An iterator of the batches of the next steps: those of `take`, loaded while the step before runs.
+
+        Use each batch once, in order, with the state after the step before, because a batch at another step makes the
+        state unbillable. The state is read here only: after an interruption, call this again with the last state.
+
+        data, key, size, beyond_budget: as in `take`. Their items are read in a thread, if `prefetch` is above 0.
+        state: of the optimizer, before the first of the steps.
+        steps: how many batches; None for all that the `dpx.Budget` of the state has left. If it is spent, they are
+            none, without an error, so that a finished run can be resumed.
+        chunk_size: rows of a chunk. Each item is then an iterator of `dpx.Batch`es of this size, which together hold
+            the batch, and of which the last ends with padding: for batches that exceed the memory (`dpx.accumulate`).
+        sharding: of axis 0 over devices, such as `NamedSharding(mesh, PartitionSpec("data"))`; padding makes the rows a
+            multiple of the devices. Each process of several loads the rows of its own devices alone.
+        prefetch: how many batches (or chunks) are loaded ahead, on their devices; 0 loads each when it is asked for.
+
+        Raises ValueError as `take` does, at once also for steps beyond the budget; without `steps`, if the state has no
+        budget; for `size` with `chunk_size`; for a sharding of more axes than one; and if several processes have not
+        the same key and steps.
+        """
+        require_known(keys.secret(key), state)
+        steps = None if steps is None else require_whole("steps", steps)
+        run = next_steps(state, self, steps, beyond_budget=beyond_budget)
+        plan = loading.Plan(chunk_size=chunk_size, sharding=sharding, prefetch=prefetch, size=size)
+        terms = sampling_terms(self), unit_mark(unit_of(data))
+        return loading.batches(self.draw, rows_of(data, self.examples), key, run, plan, terms)
+
+    def draw_ahead(
+        self,
+        key: jax.Array,
+        state: Tree,
+        steps: int,
+        *,
+        size: int | None = None,
+        unit: str = "example",
+        beyond_budget: bool = False,
+    ) -> Draws:
+        """The draws of the next `steps` steps, stacked, for a `jax.lax.scan` over them (docs/loops.md).
+
+        `row.batch(data)` is the batch of a row, inside of jit too, and raises ValueError for data of another length.
+        The arguments are those of `batches`; `size` is the number of rows of every draw, and None takes the largest.
+        unit: what a row of the data is, in one word; "user" if each row holds all examples of a user.
+        The arrays hold 5 bytes for each row of each step. Raises ValueError as `batches` does.
+        """
+        require_known(keys.secret(key), state)
+        run = next_steps(state, self, require_whole("steps", steps), beyond_budget=beyond_budget)
+        terms = sampling_terms(self), unit_mark(unit)
+        draws = [self.draw(key, step, size=size) for step in run]
+        largest = max(len(indices) for indices, _ in draws)
+        indices, included = (np.stack(arrays) for arrays in zip(*(widen(draw, largest) for draw in draws), strict=True))
+        drawn = [record(key, step, rows, *terms) for step, rows in zip(run, included, strict=True)]
+        return Draws(indices, included, jax.tree.map(lambda *numbers: np.stack(numbers), *drawn), self.examples)

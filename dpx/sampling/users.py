@@ -1,0 +1,106 @@
+"""Users in place of examples: groups the rows of each user, so that a sampling draws users and epsilon protects users.
+
+The bill holds if each person is in one item alone, and if an item depends on the rows of its own user alone. So the
+padding is zero, and the user's own number of rows decides which of them are kept.
+"""
+
+import warnings
+from typing import Any
+
+import jax
+import numpy as np
+
+from dpx.sampling.rows import read_rows
+from dpx.scalars import require_whole
+from dpx.trees import Tree, batch_size
+
+MISSING = {"", "nan", "NaN", "None", "NaT", "<NA>"}  # as numpy and pandas write a missing string
+FEW, SHARE = 10, 0.1  # owners that may differ; the share of all rows that nobody should have
+
+
+class UserData:
+    """A source of one item a user, for `sampling.take` and `sampling.batches`, from rows that say who owns them.
+
+    The item of a user is (examples, included): the arrays of `data` with the user's rows on axis 0, in the order of the
+    data, and zeros behind them up to `most` rows; and bool (most,), False for these zeros. `len(user_data)` is the
+    number of users, which is the `examples` of the sampling. Item i is that of the i-th of the sorted distinct `users`.
+    Rows are read when a batch is drawn, so no padded copy of the data is made.
+
+    data:  pytree of arrays (jax, numpy or a memory map) with the N examples on axis 0 of each.
+    users: integers or strings, (N,), the owner of each example: a person, a patient, a household, a device.
+    most:  int, the rows of an item. A user with more keeps `most` of them, evenly spaced in the order of the data. The
+           order of a user's rows must not depend on other users: shuffle each user alone, or not at all. None: the
+       XX
+    Raises ValueError unless there is one owner for each example, at least one, of integers or of strings (a missing
+    owner would make one unit of many people), for a `most` below 1, and for an empty `unit`. Warns if one of more than
+    10 owners has more than a tenth of all rows, because it may be a word for a missing owner.
+    """
+
+    def __init__(self, data: Tree, users: Any, *, most: int | None = None, unit: str = "user"):
+        owners, examples = _owners(users), batch_size(data)
+        if len(owners) != examples:
+            raise ValueError(f"users must hold one owner for each of the {examples} examples, got {len(owners)}")
+        if not isinstance(unit, str) or not unit:
+            raise ValueError(f"unit must be a word for what a user is, got {type(unit)}")
+        _, numbers, counts = np.unique(owners, return_inverse=True, return_counts=True)
+        self.privacy_unit = unit
+        if len(counts) > FEW and counts.max() > SHARE * examples:
+            warnings.warn(
+                "one owner has more than a tenth of all rows. If it stands for missing owners, such as 'unknown' or 0, "
+                "it is one user of many people, whom epsilon does not protect: give each person a number",
+                stacklevel=2,
+            )
+        self.most = int(counts.max()) if most is None else require_whole("most", most)
+        self._data = jax.tree.map(lambda leaf: np.asarray(leaf) if isinstance(leaf, jax.Array) else leaf, data)
+        self._order = np.argsort(numbers, kind="stable")  # the rows of user 0 first, and the order of the data in each
+        self._first, self._counts = np.cumsum(counts) - counts, counts
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def __getitem__(self, number: int) -> tuple[Tree, np.ndarray]:
+        return self.__getitems__([range(len(self))[number]])[0]  # a range raises IndexError beyond its end
+
+    def __getitems__(self, numbers: list[int]) -> list[tuple[Tree, np.ndarray]]:
+        """The items of some users, whose rows are read together."""
+        first, counts = self._first[numbers][:, None], self._counts[numbers][:, None]  # (users, 1)
+        kept, places = np.minimum(counts, self.most), np.arange(self.most)[None]
+        included = places < kept  # (users, most)
+        rows = self._order[(first + places * counts // kept)[included]]
+
+        def padded(leaf):
+            found = np.asarray(read_rows(leaf, rows))
+            items = np.zeros((*included.shape, *found.shape[1:]), found.dtype)
+            items[included] = found
+            return items
+
+        examples = jax.tree.map(padded, self._data)
+        return [(jax.tree.map(lambda leaf, i=i: leaf[i], examples), mask) for i, mask in enumerate(included)]
+
+
+def _owners(users: Any) -> np.ndarray:
+    """The owners as an array that can be sorted, (N,). Raises ValueError for other types, and for none."""
+    # A list as numpy reads it would turn a missing owner among strings into the string "nan".
+    owners = np.asarray(users, None if hasattr(users, "dtype") else object)
+    if owners.ndim != 1 or len(owners) == 0:
+        raise ValueError(
+            f"users must be the owner of each example, (N,) with N of at least 1; got shape {owners.shape}"
+        )
+    types = set(map(type, owners.tolist()))
+    if owners.dtype.kind in "OT" and any(all(issubclass(t, one) for t in types) for one in ((int, np.integer), str)):
+        if any("\0" in owner for owner in owners.tolist() if isinstance(owner, str)):
+            raise ValueError("users must be strings without NUL characters, which numpy drops at their ends")
+        owners = np.asarray(owners.tolist())
+    if (
+        np.ma.is_masked(users)
+        or (owners.dtype.kind == "i" and owners.min() < 0)
+        or not MISSING.isdisjoint(owners.tolist() if owners.dtype.kind in "US" else ())
+    ):
+        raise ValueError(
+            "users must hold the owner of every example, but some look missing: a mask, a number below 0, or one of "
+            f"{sorted(MISSING)}. All of them would be one user; give each person a number"
+        )
+    if owners.dtype.kind not in "iuUS":
+        found = sorted(t.__name__ for t in types)
+        raise ValueError(f"users must be all integers or all strings, and none of them missing; got {found}")
+    return owners

@@ -1,0 +1,146 @@
+"""Numbers and schedules: their values at one step or at many steps, and the checks of both."""
+
+import functools
+import math
+from collections.abc import Callable, Hashable
+from typing import Any, Literal
+
+import jax
+import jax.core
+import jax.extend.core
+import jax.numpy as jnp
+import numpy as np
+
+from dpx.trees import described
+
+Schedule = Callable[[jax.Array], jax.Array]
+ScalarOrSchedule = float | Schedule
+
+
+def at(value: ScalarOrSchedule, step: jax.Array) -> jax.Array:
+    """The value at one step, float32 (). It is compiled even outside of jit, so that it is rounded as in `over`."""
+    with jax.numpy_dtype_promotion("standard"):  # optax's schedules mix floats and ints
+        if callable(value):
+            value = jax.jit(value if isinstance(value, Hashable) else lambda step, value=value: value(step))(step)
+        return jnp.asarray(value).astype(jnp.float32)
+
+
+def over(value: ScalarOrSchedule, steps: int) -> np.ndarray:
+    """The values at steps 0 .. steps-1, float64 (steps,): exactly the float32 numbers of `at`, which the steps use.
+
+    Raises ValueError for a schedule whose values depend on more than the step.
+    """
+    if not callable(value):
+        return np.full(steps, np.float32(value), np.float64)
+    length = 2 ** max(4, (steps - 1).bit_length())  # one program for many numbers of steps
+    at_each = _at_each if isinstance(value, Hashable) else _at_each.__wrapped__
+    with jax.ensure_compile_time_eval():
+        numbers = at_each(value)(np.minimum(np.arange(length, dtype=np.int32), max(steps - 1, 0)))
+    if isinstance(numbers, jax.core.Tracer):
+        raise ValueError("a schedule must be a function of the step alone; this one depends on traced values (data?)")
+    return np.asarray(numbers, np.float64)[:steps]
+
+
+@functools.lru_cache(maxsize=64)
+def _at_each(schedule: Schedule) -> Callable[[np.ndarray], jax.Array]:
+    """The values of `at` at an array of steps, int32 (n,), compiled once for each n."""
+    return jax.jit(jax.vmap(lambda step: at(schedule, step)))
+
+
+def require_scalar_or_schedule(
+    name: str, value: ScalarOrSchedule, *, minimum: float, maximum: float = math.inf
+) -> ScalarOrSchedule:
+    """A schedule as a hashable function, so that jax traces it once, of constants that cannot change; a number as
+    `require_number` returns it.
+
+    Raises ValueError for a number as `require_number` does.
+    """
+    if callable(value):
+        return _unchanging(value if isinstance(value, Hashable) else lambda step: value(step))
+    return require_number(name, value, minimum=minimum, maximum=maximum)
+
+
+def _unchanging(schedule: Schedule) -> Schedule:
+    """`schedule` as it is now, with copies of the NumPy arrays that it reads: a function that no other schedule equals.
+
+    Clip, noise and bill are compiled at different times, and jax keeps what it compiled for a function. So an array, a
+    variable or a list that changes in between would make them disagree.
+    """
+    try:
+        with jax.numpy_dtype_promotion("standard"):
+            traced = jax.make_jaxpr(lambda step: schedule(step))(jnp.int32(0))
+    except Exception:
+        return schedule  # it raises the same where it is used
+    values = jax.extend.core.jaxpr_as_fun(_copy_constants(traced))
+    return lambda step: values(jnp.asarray(step, jnp.int32))[0]
+
+
+def _copy_constants(value: Any) -> Any:
+    """A parameter of an equation, with copies of the NumPy arrays in it."""
+    if isinstance(value, jax.extend.core.ClosedJaxpr):
+        constants = [_copy_constants(constant) for constant in value.consts]
+        return jax.extend.core.ClosedJaxpr(_copy_constants(value.jaxpr), constants)
+    if isinstance(value, jax.extend.core.Jaxpr):
+        params = [{name: _copy_constants(one) for name, one in each.params.items()} for each in value.eqns]
+        return value.replace(eqns=[each.replace(params=new) for each, new in zip(value.eqns, params, strict=True)])
+    if isinstance(value, tuple) and not hasattr(value, "_fields"):
+        return tuple(_copy_constants(one) for one in value)
+    return np.array(value) if isinstance(value, np.ndarray) else value
+
+
+def require_number(
+    name: str, value: float, *, minimum: float, maximum: float = math.inf, exclusive: bool = False
+) -> float:
+    """`value` as a float.
+
+    Raises ValueError if jax traces it, and unless it is finite, at least `minimum` (above it, if exclusive) and at most
+    `maximum`.
+    """
+    bound = between(minimum, maximum, exclusive=exclusive)
+    if isinstance(value, jax.core.Tracer):
+        raise ValueError(
+            f"{name} must be a number or a function of the step, not a traced value: it could not be billed"
+        )
+    number = real(value)
+    if number is None:
+        raise ValueError(f"{name} must be a finite number {bound}, got {described(value)}")
+    if not np.isfinite(number) or not minimum <= number <= maximum or (exclusive and number == minimum):
+        raise ValueError(f"{name} must be a finite number {bound}, got {number}")
+    return number
+
+
+def real(value: Any) -> float | None:
+    """A number of any real type (of Python, numpy or jax) as a float; None for a bool, a string and anything else."""
+    if isinstance(value, bool | str | bytes) or getattr(value, "dtype", None) == np.bool_:
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None
+
+
+def require_whole(name: str, value: Any, *, minimum: int = 1, maximum: float = math.inf) -> int:
+    """`value` as an int. Raises ValueError unless it is a whole number (of Python or numpy) in [minimum, maximum]."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not minimum <= value <= maximum:
+        bound = f"of at least {minimum}" if maximum == math.inf else f"in [{minimum}, {maximum}]"
+        raise ValueError(f"{name} must be a whole number {bound}, got {described(value)}")
+    return int(value)
+
+
+def between(minimum: float, maximum: float, *, exclusive: bool = False) -> str:
+    """The bounds in words."""
+    least = f"{'above' if exclusive else 'at least'} {minimum:g}"
+    return least if maximum == math.inf else f"{least} and at most {maximum:g}"
+
+
+def require_fraction(name: str, value: ScalarOrSchedule, interval: Literal["(0, 1]", "[0, 1)"], steps: int = 0):
+    """Raises ValueError if the number, or the schedule at one of the first `steps`, is not in the interval."""
+    if callable(value):
+        numbers = over(value, steps)
+    else:
+        numbers = np.asarray([require_number(name, value, minimum=0)])
+    inside = (numbers > 0) & (numbers <= 1) if interval == "(0, 1]" else (numbers >= 0) & (numbers < 1)
+    for step in np.flatnonzero(~inside)[:1]:
+        raise ValueError(
+            f"{name} must be in {interval}, got {numbers[step]:g}{f' at step {step}' if callable(value) else ''}"
+        )

@@ -1,0 +1,74 @@
+"""The public part of a state: everything but its `unreleased` and `unreleased_*` fields."""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from dpx.trees import Tree
+
+
+def public_state(state: Tree) -> Tree:
+    """`state` with None for its `unreleased` and `unreleased_*` fields, so that it may be shown or shared.
+
+    state: any pytree, or dataclasses and mappings of pytrees. The other fields depend on released values only.
+
+    A value becomes None if the name of its field, of its key or of its type contains "unreleased" in any case, also in
+    flattened states, whose keys are tuples or strings such as ".unreleased_error['w']". So does a `dpx.Unreleased`.
+    Functions and optimizers become None, because their closures may hold a key, and so do typed PRNG keys. Raises
+    ValueError for a container of an unknown type, a pytree that is registered without the names of its parts, and an
+    array of objects.
+    """
+    functions = functools.partial | optax.GradientTransformation
+    if any(_unreleased(kind.__name__) for kind in type(state).__mro__) or isinstance(state, functions):
+        return None
+    if hasattr(state, "_fields"):
+        names = state._fields
+        return type(state)(*[None if _unreleased(name) else public_state(getattr(state, name)) for name in names])
+    if is_dataclass(state) and not isinstance(state, type):
+        parts = {field.name: getattr(state, field.name) for field in fields(state)}
+        return replace(state, **_public_items(parts))
+    if isinstance(state, dict):
+        return _public_items(state)
+    if isinstance(state, list | tuple):
+        return type(state)(public_state(part) for part in state)
+    parts, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda part: part is not state)
+    if any(path for path, _ in parts):  # another container that jax knows
+        return treedef.unflatten([_public_child(path[0], part, type(state)) for path, part in parts])
+    if isinstance(state, Mapping):
+        return _public_items(state)
+    if callable(state):
+        return None
+    return _public_leaf(state)
+
+
+def _public_child(key: Any, part: Tree, kind: type) -> Tree:
+    """A part of a container that jax knows. Without a name, its key is a number that jax gives it."""
+    if isinstance(key, jax.tree_util.FlattenedIndexKey):
+        raise ValueError(f"state must name its parts: register {kind} with jax.tree_util.register_pytree_with_keys")
+    return None if _unreleased(key) else public_state(part)
+
+
+def _public_leaf(state: Any) -> Any:
+    """An array or a number; None for typed PRNG keys."""
+    if isinstance(state, jax.Array) and jnp.issubdtype(state.dtype, jax.dtypes.prng_key):
+        return None
+    if isinstance(state, np.ndarray | np.generic) and (state.dtype.hasobject or state.dtype.names):
+        raise ValueError(f"state must hold arrays of numbers, got one whose elements are {state.dtype.type}")
+    if state is None or isinstance(state, jax.Array | np.ndarray | np.generic | int | float | complex | str):
+        return state
+    raise ValueError(f"state must be NamedTuples, dataclasses, mappings, lists, tuples and arrays, got {type(state)}")
+
+
+def _public_items(items: Mapping) -> dict:
+    return {name: None if _unreleased(name) else public_state(part) for name, part in items.items()}
+
+
+def _unreleased(name: Any) -> bool:
+    """Whether a field, a key, or a flattened path in any notation names an unreleased value."""
+    return "unreleased" in str(name).lower()

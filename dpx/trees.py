@@ -1,0 +1,80 @@
+"""Pytrees: their batch axis, states inside of others, and words for a leaf or for a wrong argument.
+
+No message shows an element of an array or a key, because someone who calls a function with its arguments in a wrong
+order passes data, or the key, where a number belongs.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+import scipy.sparse
+
+Tree = Any  # a pytree of arrays
+State = TypeVar("State")
+
+LONGEST = 100  # characters of a string in a message
+
+
+def batch_size(examples: Tree) -> int:
+    """The length of axis 0. Raises ValueError unless it is the same in every leaf, which is an array."""
+    require_arrays(examples)
+    shapes: list[tuple[int, ...]] = [tuple(getattr(leaf, "shape", ())) for leaf in jax.tree.leaves(examples)]
+    if not shapes or any(len(shape) == 0 for shape in shapes) or len({shape[0] for shape in shapes}) != 1:
+        raise ValueError(f"every leaf must have the examples on axis 0, the same number; got shapes {shapes}")
+    return shapes[0][0]
+
+
+def require_arrays(data: Any):
+    """Raises ValueError for objects of pandas, whose rows are read by label, and for sparse matrices."""
+    for leaf in jax.tree.leaves(data):
+        if hasattr(leaf, "iloc"):
+            raise ValueError(
+                f"data must hold arrays, whose rows have places, not labels; got {type(leaf)}: .to_numpy()"
+            )
+        if scipy.sparse.issparse(leaf):
+            raise ValueError(
+                f"data must hold dense arrays, got {type(leaf)}: .toarray(), or a source that makes its rows dense"
+            )
+
+
+def find_state(tree: Tree, kind: type[State], called: str) -> State:
+    """The one node of type `kind` in `tree`. Raises ValueError, which names it as `called`, for none or several."""
+    nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kind))
+    states = [node for node in nodes if isinstance(node, kind)]
+    if len(states) != 1:
+        raise ValueError(f"state must hold exactly one {called}, found {len(states)}")
+    return states[0]
+
+
+def map_states(function: Callable[[State], Any], tree: Tree, kind: type[State]) -> Tree:
+    """`tree` with `function` applied to every node of type `kind`, and everything else unchanged."""
+
+    def apply(node):
+        return function(node) if isinstance(node, kind) else node
+
+    return jax.tree.map(apply, tree, is_leaf=lambda node: isinstance(node, kind))
+
+
+def path_of(path: tuple[Any, ...]) -> str:
+    """The path of a leaf in words, such as "dense/kernel"; "" for a tree that is one leaf."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def described(value: Any) -> str:
+    """`value` for a message that may go into a log: its type, its shape and dtype, and no content of any container."""
+    if value is None or isinstance(value, bool | int | float | complex | np.bool_ | np.number):
+        return repr(value)
+    if isinstance(value, str):
+        return repr(value[:LONGEST])
+    if isinstance(value, type):
+        return f"the type {value.__name__}"
+    kind = type(value).__name__
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"an array {value.dtype}{list(value.shape)}"
+    if isinstance(value, tuple | list | dict | set | frozenset | bytes | bytearray):
+        return f"a {kind} of length {len(value)}"
+    if callable(value) and hasattr(value, "__qualname__"):
+        return f"the function {value.__qualname__}"
+    return f"a {kind}"

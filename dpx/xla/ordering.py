@@ -1,0 +1,32 @@
+"""Order of computation: an array that is computed only after others, so that both need not be in memory at once.
+
+XLA orders a program by its data dependencies alone, and drops an optimization_barrier before it does. So
+`compute_after` adds a dependency: it selects between the array and zeros by a predicate that needs the other arrays.
+No value can change, because the predicate is `x > inf` for a float32 x. That is False for every number, for both
+infinities and for NaN, so the array itself is always selected.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from dpx.trees import Tree
+
+
+def compute_after(first: Tree, tree: Tree) -> Tree:
+    """`tree`, unchanged, but computed only after every array of `first`."""
+    never = opaque_false(first)
+    return jax.tree.map(lambda leaf: jnp.where(never, jnp.zeros_like(leaf), leaf), tree)
+
+
+def opaque_false(tree: Tree) -> jax.Array:
+    """False, bool (). If `tree` holds a number, XLA computes it from the arrays, and does not make it a constant."""
+    by_rank: dict[int, list[jax.Array]] = {}
+    for leaf in jax.tree.leaves(tree):
+        if leaf.size:
+            some = jax.lax.slice(leaf, (0,) * leaf.ndim, (1,) * leaf.ndim).astype(jnp.float32)
+            by_rank.setdefault(leaf.ndim, []).append(some)
+    # No reshapes before the maxima: XLA would move them over one after another, by a pass over the program for each.
+    largest = [functools.reduce(jnp.maximum, some).reshape(()) for some in by_rank.values()]
+    return functools.reduce(jnp.maximum, largest, jnp.float32(0)) > jnp.inf
