@@ -2,7 +2,7 @@
 
     python -m tests.mutants [--list] [--only NAME ...] [--jobs N] [--report FILE]
 
-A fault (tests/faults.py) replaces one piece of text. The tests that should notice run on the copy until one of them is
+A fault (tests/faults.txt) replaces one piece of text. The tests that should notice run on the copy until one of them is
 red. At the end the tests that were red run without any fault, where they must be green. The exit status is 1 if a
 harmful fault survives, or if a fault could not be judged.
 

@@ -32,7 +32,7 @@ To add one: a new event is a file here, like `projected.py`, which the file of i
   `error_feedback/event.py`.
 
 It needs these tests: bills in `tests/record_bills.py` (run it to record them), a `tests/test_accounting_*.py` that
-compares them with an independent computation, a case in `tests/mechanisms.py`, and a fault in `tests/faults.py` for
+compares them with an independent computation, a case in `tests/mechanisms.py`, and a fault in `tests/faults.txt` for
 each line that makes it a bound.
 """
 
