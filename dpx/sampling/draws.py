@@ -14,7 +14,7 @@ import scipy.special
 from dpx import keys
 from dpx.sampling.batch import Batch
 from dpx.scalars import require_whole
-from dpx.states.record import Drawn
+from dpx.states.record import Drawn, sampling_terms, unit_mark
 from dpx.trees import Tree, batch_size, described
 
 
@@ -57,9 +57,10 @@ class Draws:
         return Batch(examples, self.included, self.drawn)
 
 
-def record(key: jax.Array, step: int, included: np.ndarray, sampling: int, unit: int) -> Drawn:
-    """How the batch of one step was drawn. included: bool (size,). sampling, unit: their fingerprints."""
-    return Drawn(*map(np.uint32, (step, included.sum(), keys.mark(key), 0, sampling, unit)))
+def record(sampling: Any, key: jax.Array, step: int, included: np.ndarray, unit: str) -> Drawn:
+    """How the batch of one step was drawn. included: bool (size,). unit: the name of what a row holds."""
+    marks = keys.mark(key), 0, sampling_terms(sampling), unit_mark(unit)
+    return Drawn(*map(np.uint32, (step, included.sum(), *marks)))
 
 
 def keep_sizes(sampling: Any, *, whole: bool = False):

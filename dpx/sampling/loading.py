@@ -18,6 +18,7 @@ from jax.experimental import multihost_utils
 from dpx import keys
 from dpx.sampling.batch import Batch
 from dpx.sampling.draws import Draw, pad, record, round_up, widen
+from dpx.sampling.rows import rows_of, unit_of
 from dpx.scalars import require_whole
 from dpx.states.record import Drawn
 from dpx.trees import Tree, described
@@ -28,7 +29,7 @@ SETTINGS = ("enable_x64", "threefry_partitionable", "default_device")  # of jax,
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Loading:
     """How batches are loaded; the arguments of `Sampling.batches`. Raises ValueError for those that do not fit."""
 
     chunk_size: int | None
@@ -65,23 +66,23 @@ class Plan:
         return self.sharding.num_devices // self.sharding.shard_shape((self.sharding.num_devices,))[0]
 
 
-def batches(
-    draw: Callable[..., Draw], rows: Rows, key: jax.Array, steps: range, plan: Plan, terms: tuple[int, int]
-) -> Generator[Any]:
-    """The batches of `steps`; with a chunk size, an iterator of chunks for each. terms: of the sampling and the unit.
+def batches(sampling: Any, data: Any, key: jax.Array, steps: range, loading: Loading) -> Generator[Any]:
+    """The batches of `steps`, drawn by a sampling record; with a chunk size, an iterator of chunks for each.
 
-    Raises ValueError if several processes load a batch together, but not with one key from one step on.
+    Raises ValueError for data of another length than the sampling's, and if several processes load a batch together,
+    but not with one key from one step on.
     """
-    require_one_run(key, steps, plan.sharding)
+    rows, unit = rows_of(data, sampling.examples), unit_of(data)
+    require_one_run(key, steps, loading.sharding)
 
     def load():
         for step in steps:
-            chosen = draw(key, step, size=plan.size)
-            for drawn_rows, drawn, last in pieces(chosen, record(key, step, chosen.included, *terms), plan):
-                yield place(rows, drawn_rows, drawn, plan.sharding), last
+            draw = sampling.draw(key, step, size=loading.size)
+            for some, drawn, last in pieces(draw, record(sampling, key, step, draw.included, unit), loading):
+                yield place(rows, some, drawn, loading.sharding), last
 
-    loaded = ahead(load(), plan.prefetch) if plan.prefetch else load()
-    return undivided(loaded) if plan.chunk_size is None else chunked(loaded, len(steps))
+    loaded = ahead(load(), loading.prefetch) if loading.prefetch else load()
+    return undivided(loaded) if loading.chunk_size is None else chunked(loaded, len(steps))
 
 
 def require_one_run(key: jax.Array, steps: range, sharding: jax.sharding.Sharding | None):
@@ -97,12 +98,12 @@ def require_one_run(key: jax.Array, steps: range, sharding: jax.sharding.Shardin
         )
 
 
-def pieces(draw: Draw, drawn: Drawn, plan: Plan) -> Iterator[Piece]:
+def pieces(draw: Draw, drawn: Drawn, loading: Loading) -> Iterator[Piece]:
     """What is loaded at once: the whole draw of a step, or its chunks, of equal sizes and at least one."""
-    if plan.chunk_size is None:
-        yield widen(draw, round_up(len(draw.indices), plan.shards)), drawn, True
+    if loading.chunk_size is None:
+        yield widen(draw, round_up(len(draw.indices), loading.shards)), drawn, True
         return
-    size, chosen = round_up(plan.chunk_size, plan.shards), draw.indices[draw.included]
+    size, chosen = round_up(loading.chunk_size, loading.shards), draw.indices[draw.included]
     for start in range(0, max(1, len(chosen)), size):
         own = drawn._replace(first_row=np.uint32(start))
         yield pad(chosen[start : start + size], size), own, start + size >= len(chosen)

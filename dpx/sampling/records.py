@@ -34,7 +34,6 @@ class PoissonSampling(Sampling):
     Raises ValueError for other sizes. Its event is that of Abadi et al. 2016, https://arxiv.org/abs/1607.00133.
     """
 
-    examples: int
     batch_size: float
     capacity: int | None = field(default=None, repr=False)  # no part of what is drawn
     relation: ClassVar[str] = "add_or_remove"
@@ -84,7 +83,6 @@ class FixedSizeSampling(Sampling):
     ValueError unless both sizes are whole numbers with 1 <= batch_size <= examples.
     """
 
-    examples: int
     batch_size: int
     relation: ClassVar[str] = "replace_one"
 
@@ -118,7 +116,6 @@ class ShuffledEpochs(Sampling):
     complete. Raises ValueError for the same sizes as `FixedSizeSampling`.
     """
 
-    examples: int
     batch_size: int
     relation: ClassVar[str] = "zero_out"
     one_key: ClassVar[bool] = True
@@ -159,7 +156,6 @@ class FullBatch(Sampling):
     Raises ValueError unless `examples` is a whole number of at least 1.
     """
 
-    examples: int
     relation: ClassVar[str] = "zero_out"
 
     def __post_init__(self):

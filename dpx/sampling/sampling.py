@@ -1,7 +1,9 @@
 """The noun behind the records of records.py: what a sampling states, and how it gives a run its batches."""
 
+import abc
 from collections.abc import Iterator
-from typing import Any, ClassVar, Protocol
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -14,11 +16,11 @@ from dpx.sampling.draws import Draw, Draws, record, require_known, widen
 from dpx.sampling.rows import rows_of, unit_of
 from dpx.scalars import require_whole
 from dpx.states.reading import next_steps
-from dpx.states.record import sampling_terms, unit_mark
 from dpx.trees import Tree
 
 
-class Sampling(Protocol):
+@dataclass(frozen=True, kw_only=True)
+class Sampling(abc.ABC):
     """The fields of a sampling record that mechanisms, accountants and training loops read.
 
     examples: size of the data set; a public number.
@@ -36,7 +38,9 @@ class Sampling(Protocol):
     one_key: ClassVar[bool] = False
 
     @property
+    @abc.abstractmethod
     def divisor(self) -> float: ...
+
     @property
     def pads(self) -> bool:
         return False
@@ -45,8 +49,10 @@ class Sampling(Protocol):
     def most_rows(self) -> float:
         return self.divisor
 
+    @abc.abstractmethod
     def event(self, multipliers: np.ndarray) -> DpEvent: ...
 
+    @abc.abstractmethod
     def draw(self, key: jax.Array, step: int, *, size: int | None = None) -> Draw:
         """The examples that take part in one step, as arrays of a fixed shape for a jitted step.
 
@@ -55,7 +61,6 @@ class Sampling(Protocol):
         size: rows of the result, at least as many as take part; None takes the record's own size.
         Raises ValueError if step is not a whole number of at least 0, and if size is too small.
         """
-        ...
 
     def take(
         self, data: Any, key: jax.Array, state: Tree, *, size: int | None = None, beyond_budget: bool = False
@@ -82,8 +87,7 @@ class Sampling(Protocol):
         (step,) = next_steps(state, self, 1, beyond_budget=beyond_budget)
         rows = rows_of(data, self.examples)
         indices, included = self.draw(key, step, size=size)
-        drawn = record(key, step, included, sampling_terms(self), unit_mark(unit_of(data)))
-        return Batch(rows(indices), included, drawn)
+        return Batch(rows(indices), included, record(self, key, step, included, unit_of(data)))
 
     def batches(
         self,
@@ -120,9 +124,8 @@ class Sampling(Protocol):
         require_known(keys.secret(key), state)
         steps = None if steps is None else require_whole("steps", steps)
         run = next_steps(state, self, steps, beyond_budget=beyond_budget)
-        plan = loading.Plan(chunk_size=chunk_size, sharding=sharding, prefetch=prefetch, size=size)
-        terms = sampling_terms(self), unit_mark(unit_of(data))
-        return loading.batches(self.draw, rows_of(data, self.examples), key, run, plan, terms)
+        how = loading.Loading(chunk_size=chunk_size, sharding=sharding, prefetch=prefetch, size=size)
+        return loading.batches(self, data, key, run, how)
 
     def draw_ahead(
         self,
@@ -143,9 +146,8 @@ class Sampling(Protocol):
         """
         require_known(keys.secret(key), state)
         run = next_steps(state, self, require_whole("steps", steps), beyond_budget=beyond_budget)
-        terms = sampling_terms(self), unit_mark(unit)
         draws = [self.draw(key, step, size=size) for step in run]
         largest = max(len(indices) for indices, _ in draws)
         indices, included = (np.stack(arrays) for arrays in zip(*(widen(draw, largest) for draw in draws), strict=True))
-        drawn = [record(key, step, rows, *terms) for step, rows in zip(run, included, strict=True)]
+        drawn = [record(self, key, step, rows, unit) for step, rows in zip(run, included, strict=True)]
         return Draws(indices, included, jax.tree.map(lambda *numbers: np.stack(numbers), *drawn), self.examples)
