@@ -33,12 +33,7 @@ def sum_contributions(mechanism: Any, grads: Tree, state: Tree, included: jax.Ar
     def sum_encoded(rows):
         grads, included = rows
 
-        def encode_and_weigh(grad: Tree):
-            encoded = mechanism.encode(jax.tree.map(lambda g: g.astype(jnp.float32), grad), state)
-            norms = mechanism.norm(encoded)
-            return encoded, norms, mechanism.weigh(norms, state)
-
-        encoded, norms, factors = jax.vmap(encode_and_weigh)(grads)
+        encoded, norms, factors = jax.vmap(mechanism.contribute, (0, None))(grads, state)
         included &= in_range(norms)
         encoded = jax.tree.map(lambda rows: zero_excluded(rows, included), encoded)
 

@@ -117,6 +117,15 @@ class Mechanism(optax.GradientTransformationExtraArgs):
         names = {"init", *Mechanism.__annotations__} - {"noise_key"}
         return Mechanism(**({name: getattr(self, name) for name in names} | changes))
 
+    def contribute(self, grad: Tree, state: Tree) -> tuple[Tree, Tree, tuple[Tree, ...]]:
+        """What one example adds to the sums: (encoded, norms, factors). It adds factor * encoded for each factor.
+
+        grad: the gradient of one example, like the parameters, without a batch axis. state: of this mechanism.
+        """
+        encoded = self.encode(jax.tree.map(lambda g: g.astype(jnp.float32), grad), state)
+        norms = self.norm(encoded)
+        return encoded, norms, self.weigh(norms, state)
+
     @functools.cached_property
     def terms(self) -> np.ndarray:
         """The fingerprints that a state of this mechanism is signed with, uint32 (2,)."""

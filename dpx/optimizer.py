@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.extend import core
 
 from dpx.mechanism import Coordinates, Mechanism, require_mechanism
 from dpx.stages import FROZEN
 from dpx.trees import Tree
+from dpx.xla.jaxprs import inputs_read
 
 
 class ChainState(NamedTuple):
@@ -81,15 +81,6 @@ def trained(mechanism: Any, params: Tree) -> Tree:
     closed = jax.make_jaxpr(mechanism.encode)(grad, jax.eval_shape(mechanism.init, params))
     leaves, treedef = jax.tree.flatten(grad)
     return treedef.unflatten(inputs_read(closed.jaxpr)[: len(leaves)])
-
-
-def inputs_read(jaxpr: Any) -> list[bool]:
-    """For every input of a jaxpr, whether an output may depend on it."""
-    needed = {var for var in jaxpr.outvars if not isinstance(var, core.Literal)}
-    for equation in reversed(jaxpr.eqns):
-        if not needed.isdisjoint(equation.outvars):
-            needed.update(var for var in equation.invars if not isinstance(var, core.Literal))
-    return [var in needed for var in jaxpr.invars]
 
 
 def on_trained(mechanism: Any, transform: optax.GradientTransformation) -> optax.GradientTransformation:

@@ -1,17 +1,16 @@
 """What the loss can see beside its one example, and which parameters it uses; read from its equations."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.core
 import jax.numpy as jnp
-from jax.extend import core
 
 from dpx.checking.report import Finding
-from dpx.optimizer import inputs_read
 from dpx.trees import Tree, path_of
+from dpx.xla import jaxprs
 
 LARGE = 2**20  # bytes of an array that is worth a note
 SHOWN = 4  # paths in one line
@@ -44,7 +43,7 @@ def constants(closed: Any, example: Tree, rows: int, examples: int) -> Finding:
     rows: of the batch. examples: of the data set.
     """
     shapes = {jnp.shape(leaf) for leaf in jax.tree.leaves(example)}
-    found = [(jnp.shape(array), _bytes(array)) for array in _constants(closed)]
+    found = [(jnp.shape(array), _bytes(array)) for array in jaxprs.constants(closed)]
     suspects = [shape for shape, _ in found if _like_data(shape, shapes, rows, examples)]
     size = sum(size for _, size in found)
     numbers = {"arrays": len(found), "bytes": size, "suspects": len(suspects)}
@@ -59,7 +58,7 @@ def constants(closed: Any, example: Tree, rows: int, examples: int) -> Finding:
 
 def batching(closed: Any) -> Finding:
     """Equations that may see the rows of a whole batch under `jax.vmap`."""
-    names = sorted({name for name in map(_primitive, _equations(closed)) if _sees_batches(name)})
+    names = sorted({name for name in map(_primitive, jaxprs.equations(closed)) if _sees_batches(name)})
     if names:
         words = f"the loss contains {', '.join(names)}, which can see the whole batch; one row must not change another"
         return Finding("batching rules", "warning", words, {"kinds": len(names)})
@@ -69,7 +68,7 @@ def batching(closed: Any) -> Finding:
 def unused(closed: Any, params: Tree, flags: Tree) -> Finding:
     """Trained parameters that the loss does not depend on. flags: bools like the parameters, True where trained."""
     paths = [path_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-    read = inputs_read(closed.jaxpr)[: len(paths)]
+    read = jaxprs.inputs_read(closed.jaxpr)[: len(paths)]
     missing = [path for path, flag, used in zip(paths, jax.tree.leaves(flags), read, strict=True) if flag and not used]
     if missing:
         words = f"the loss does not use {some(missing)}; they get noise and no gradient"
@@ -96,33 +95,6 @@ def _sees_batches(name: str) -> bool:
 
 def _primitive(equation: Any) -> str:
     return equation.primitive.name
-
-
-def _jaxprs(value: Any) -> Iterator[Any]:
-    """The jaxprs, closed or not, in a parameter of an equation."""
-    if hasattr(value, "eqns"):
-        yield value
-    elif isinstance(value, tuple | list):
-        for part in value:
-            yield from _jaxprs(part)
-
-
-def _equations(jaxpr: Any) -> Iterator[Any]:
-    for equation in jaxpr.eqns:
-        yield equation
-        for value in equation.params.values():
-            for inner in _jaxprs(value):
-                yield from _equations(inner)
-
-
-def _constants(closed: Any) -> Iterator[Any]:
-    """The arrays, and the sizes of them, that a jaxpr closes over, also in the jaxprs inside."""
-    yield from closed.consts
-    for equation in _equations(closed):
-        yield from (v.val for v in equation.invars if isinstance(v, core.Literal) and jnp.ndim(v.val))
-        for value in equation.params.values():
-            for inner in _jaxprs(value):
-                yield from getattr(inner, "consts", ())
 
 
 def _bytes(array: Any) -> int:

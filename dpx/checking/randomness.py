@@ -8,6 +8,7 @@ from jax.extend import core
 
 from dpx.checking.report import Finding
 from dpx.trees import Tree
+from dpx.xla.jaxprs import bodies
 
 DRAWS = ("random_bits", "threefry2x32", "rng_bit_generator")  # the primitives that turn a key into random numbers
 KEYS = {"threefry2x32": 2}  # how many of the first operands are the key; 1 of the others
@@ -58,14 +59,12 @@ def _inside(equation: Any, operands: list[bool]) -> tuple[int, list[bool]]:
         return _repeated(params["body_jaxpr"].jaxpr, operands[start:], params["body_nconsts"], carried)
     given = operands[1:] if name == "cond" else operands
     found, outputs = 0, [any(operands)] * len(equation.outvars)
-    for body in jax.tree.leaves(list(params.values()), is_leaf=lambda node: hasattr(node, "eqns")):
-        if hasattr(body, "eqns"):
-            body = getattr(body, "jaxpr", body)
-            if len(body.invars) == len(given):
-                draws, seen = _constant_draws(body, given)
-                found += draws
-                if name in ("jit", "pjit"):
-                    outputs = seen
+    for body in bodies(equation):
+        if len(body.invars) == len(given):
+            draws, seen = _constant_draws(body, given)
+            found += draws
+            if name in ("jit", "pjit"):
+                outputs = seen
     return found, outputs
 
 

@@ -12,14 +12,11 @@ import logging
 import os
 import re
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.extend import core
 
 from dpx import keys
 from dpx.fitting import processes
@@ -29,13 +26,13 @@ from dpx.mechanism import Mechanism
 from dpx.states.reading import steps_taken
 from dpx.states.record import ReleaseState
 from dpx.trees import Tree
+from dpx.xla.jaxprs import constants
 
 SENSITIVE = """This folder is as sensitive as the training data. history.json holds losses of the training data. The
 checkpoints hold the whole optimizer state, whose `unreleased_*` fields are functions of the training data that were
 never released. No privacy guarantee covers them. Share the parameters, or dpx.public_state(state), instead.
 """
 RECORD = "record of the releases"  # the name of a fact: which fields the states of a run have
-BODIES = (core.Jaxpr, core.ClosedJaxpr)
 PACKAGES = ("dpx", "jax", "jaxlib", "optax")  # whose versions decide the numbers of a run
 
 
@@ -75,20 +72,7 @@ def _program(optimizer: Mechanism, carry: Carry) -> int:
         grads, shapes, included
     )
     text = re.sub("0x[0-9a-f]+", "", str(closed.jaxpr))  # without addresses
-    return _fingerprint(text + repr([_bytes(constant) for constant in _constants(closed)]))
-
-
-def _constants(body: Any) -> Iterator[Any]:
-    """The arrays that a jaxpr closes over, which its text does not show, also those of its inner ones; but no keys."""
-    for constant in getattr(body, "consts", ()):
-        if not jnp.issubdtype(jnp.asarray(constant).dtype, jax.dtypes.prng_key):
-            yield constant
-    for equation in body.eqns:
-        yield from (v.val for v in equation.invars if isinstance(v, core.Literal) and np.ndim(v.val))
-        inner = jax.tree.leaves(list(equation.params.values()), is_leaf=lambda node: isinstance(node, BODIES))
-        for node in inner:
-            if isinstance(node, BODIES):
-                yield from _constants(node)
+    return _fingerprint(text + repr([_bytes(constant) for constant in constants(closed) if not keys.is_key(constant)]))
 
 
 def _bytes(array: Any) -> bytes:

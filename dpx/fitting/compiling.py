@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from dpx import keys
+
 
 class Compiled:
     """A function of pytrees of arrays, compiled once for each set of shapes.
@@ -64,7 +66,7 @@ def on_mesh(array: jax.Array, sharding: Any) -> jax.Array:
     everywhere = NamedSharding(sharding.mesh, PartitionSpec())
     if sharding.is_fully_addressable or not array.is_fully_addressable:
         return jax.device_put(array, everywhere)
-    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+    if keys.is_key(array):
         return jax.random.wrap_key_data(on_mesh(jax.random.key_data(array), sharding), impl=jax.random.key_impl(array))
     numbers = np.asarray(array)  # not device_put, which would send them to all processes and print those that differ
     return jax.make_array_from_callback(numbers.shape, everywhere, lambda index: numbers[index])

@@ -6,7 +6,7 @@ release), accumulate.py (a batch in chunks), augmented.py (several views of an e
 
 To add one: a layer that ghost norms can follow is a rule in ghost/rules.py, and a way to compute norms is a record in
 ghost/ways.py. Both need a model in tests/test_ghost_zoo.py and a case in tests/test_ghost_hostile.py. Another value of
-`clipping` belongs in sums.py (`Clipping`, `check`, `make_plan`).
+`clipping` belongs in sums.py (`Clipping`, `RowSum.plan`).
 """
 
 from dpx.gradients.accumulate import accumulate as accumulate

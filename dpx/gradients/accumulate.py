@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from dpx.gradients.explicit_axes import along_examples, call_with_auto_axes
 from dpx.gradients.results import Unreleased
 from dpx.gradients.rows import rows_of
-from dpx.gradients.sums import Clipping, sum_gradients
+from dpx.gradients.sums import Clipping, RowSum, sum_gradients
 from dpx.guards import require_params
 from dpx.mechanism import Mechanism
 from dpx.sampling.batch import Batch, inclusion, require_batch
@@ -56,10 +56,10 @@ class AccumulatedSums(NamedTuple):
 class Accumulation:
     """The two functions of a step in chunks, which `accumulate` builds and describes.
 
-    sum_rows: as in `dpx.gradients.sums`. optimizer, with_key: of `accumulate`.
+    row_sum: the clipped sum of a chunk. optimizer, with_key: of `accumulate`.
     """
 
-    sum_rows: Callable
+    row_sum: RowSum
     optimizer: Mechanism
     with_key: bool
 
@@ -94,7 +94,7 @@ class Accumulation:
         included = inclusion(size, counts, self.optimizer.sampling)
         first = jnp.int32(0) if sums is None else sums.unreleased_rows
         rows = rows_of(self.optimizer, state, chunk.examples, with_key=self.with_key, first=first)
-        total, of_each = self.sum_rows(params, state, rows, included)
+        total, of_each = self.row_sum(params, state, rows, included)
         drawn = jax.tree.map(lambda number: jnp.asarray(number).astype(jnp.uint32), chunk.drawn)
         one = AccumulatedSums(
             unreleased_sums=total,
@@ -146,8 +146,8 @@ def accumulate(
     AccumulatedSums.
     """
     options: Any = {"microbatch_size": microbatch_size, "has_aux": has_aux, "platform": platform}
-    sum_rows = sum_gradients(loss, optimizer, clipping=clipping, **options)
-    return Accumulation(sum_rows, optimizer, with_key)
+    row_sum = sum_gradients(loss, optimizer, clipping=clipping, **options)
+    return Accumulation(row_sum, optimizer, with_key)
 
 
 def _step_of(state: Tree) -> jax.Array:
@@ -165,7 +165,7 @@ def _clipping(mechanism: Mechanism, params: Tree, state: Tree) -> jax.Array:
     They are read when the sums are made and again when they are released, because a schedule that is no function of the
     step alone can change between the two, and the sums would be larger than their noise is for.
     """
-    norms = jax.eval_shape(lambda grad, state: mechanism.norm(mechanism.encode(grad, state)), *_shapes(params, state))
+    _, norms, _ = jax.eval_shape(mechanism.contribute, *_shapes(params, state))
     factors = mechanism.weigh(jax.tree.map(lambda norm: jnp.full(norm.shape, _PROBE), norms), state)
     return jnp.stack(jax.tree.leaves(factors))
 
@@ -191,8 +191,7 @@ def _require_sums(sums):
 def _place_sums(mechanism: Mechanism, params: Tree, state: Tree, params_on: Tree, replicated: NamedSharding) -> Tree:
     """The shardings of the sums: those of the parameters if the encoded gradient is like them, else replicated."""
     like, state = _shapes(params, state)
-    encoded = jax.eval_shape(mechanism.encode, like, state)
-    factors = jax.eval_shape(lambda encoded, state: mechanism.weigh(mechanism.norm(encoded), state), encoded, state)
+    encoded, _, factors = jax.eval_shape(mechanism.contribute, like, state)
     shapes, expected = [jax.tree.map(lambda leaf: leaf.shape, tree) for tree in (encoded, like)]
     return (params_on,) * len(factors) if shapes == expected else replicated
 

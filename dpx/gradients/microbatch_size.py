@@ -13,6 +13,7 @@ from jax.extend import core
 from dpx.gradients import ghost
 from dpx.trees import Tree, described
 from dpx.xla.convolutions import CALLS
+from dpx.xla.jaxprs import bodies, convolves
 
 PLATFORMS = ("cpu", "gpu", "cuda", "rocm", "tpu")
 
@@ -43,7 +44,7 @@ class ForwardCost(NamedTuple):
 
 def forward_cost(jaxpr: core.Jaxpr) -> ForwardCost:
     """Counts in the jaxpr of the loss of one example."""
-    return ForwardCost(_numbers(jaxpr), _convolves(jaxpr), not hides_convolutions(jaxpr))
+    return ForwardCost(_numbers(jaxpr), convolves(jaxpr), not hides_convolutions(jaxpr))
 
 
 class Microbatches(NamedTuple):
@@ -114,23 +115,16 @@ def _numbers(jaxpr) -> int:
     """How many numbers the equations define; those in the body of a loop count once for every iteration."""
     total = 0
     for equation in jaxpr.eqns:
-        inner = sum(_numbers(body) for body in ghost.bodies(equation))
+        inner = sum(_numbers(body) for body in bodies(equation))
         total += equation.params.get("length", 1) * inner or sum(v.aval.size for v in equation.outvars)
     return total
-
-
-def _convolves(jaxpr) -> bool:
-    return any(
-        equation.primitive.name == "conv_general_dilated" or any(map(_convolves, ghost.bodies(equation)))
-        for equation in jaxpr.eqns
-    )
 
 
 def hides_convolutions(jaxpr: core.Jaxpr) -> bool:
     """Whether a convolution is where `reordered` leaves it alone: in a loop, a branch, or under `jax.checkpoint`."""
 
     def hides(equation):
-        inside = hides_convolutions if equation.primitive.name in CALLS else _convolves
-        return any(map(inside, ghost.bodies(equation)))
+        inside = hides_convolutions if equation.primitive.name in CALLS else convolves
+        return any(map(inside, bodies(equation)))
 
     return any(map(hides, jaxpr.eqns))

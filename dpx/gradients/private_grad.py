@@ -9,10 +9,10 @@ import jax.numpy as jnp
 
 from dpx.gradients import ghost
 from dpx.gradients.explicit_axes import along_examples, call_with_auto_axes
-from dpx.gradients.microbatch_size import choose_microbatch_size, forward_cost, require_platform
+from dpx.gradients.microbatch_size import choose_microbatch_size
 from dpx.gradients.results import PrivateGradient, Unreleased
-from dpx.gradients.rows import of_one_row, rows_of, shapes_of_one
-from dpx.gradients.sums import Clipping, check, make_plan, sum_gradients, sum_updates
+from dpx.gradients.rows import rows_of
+from dpx.gradients.sums import Clipping, RowSum, sum_gradients, sum_updates
 from dpx.guards import require_params
 from dpx.mechanism import Mechanism
 from dpx.sampling.batch import Batch, inclusion, require_batch
@@ -57,8 +57,8 @@ def private_grad(
     Ghost norms: https://arxiv.org/abs/1510.01799, https://arxiv.org/abs/2110.05679, https://arxiv.org/abs/2210.00038.
     """
     options: Any = {"microbatch_size": microbatch_size, "has_aux": has_aux, "platform": platform}
-    sum_rows = sum_gradients(loss, mechanism, clipping=clipping, **options)
-    return _private_step(sum_rows, mechanism, with_key=with_key)
+    row_sum = sum_gradients(loss, mechanism, clipping=clipping, **options)
+    return _private_step(row_sum, mechanism, with_key=with_key)
 
 
 def private_update(
@@ -86,10 +86,8 @@ def private_update(
     Raises ValueError as `private_grad` does, and `fn` also if the update of a unit has another structure or shape than
     the parameters.
     """
-    sum_rows = sum_updates(
-        update_of_one, mechanism, microbatch_size=microbatch_size, has_aux=has_aux, platform=platform
-    )
-    return _private_step(sum_rows, mechanism, with_key=with_key)
+    row_sum = sum_updates(update_of_one, mechanism, microbatch_size=microbatch_size, has_aux=has_aux, platform=platform)
+    return _private_step(row_sum, mechanism, with_key=with_key)
 
 
 def explain(
@@ -108,23 +106,24 @@ def explain(
     The arguments are those of `private_grad` and of the function that it builds. `params` and `batch` may hold
     `jax.ShapeDtypeStruct`s in place of arrays. Raises ValueError for the arguments that `private_grad` refuses.
     """
-    check(mechanism, clipping)
+    row_sum = sum_gradients(
+        loss, mechanism, microbatch_size=None, clipping=clipping, has_aux=has_aux, platform=platform
+    )
     state = jax.eval_shape(mechanism.init, params)
-    rows = functools.partial(rows_of, mechanism, with_key=with_key)
-    row = shapes_of_one(jax.eval_shape(rows, state, require_batch(batch).examples))
-    traced = ghost.trace_loss(of_one_row(loss, has_aux=has_aux), params, row)
-    plan = make_plan(traced, mechanism, params, state, clipping)
-    cost, size = forward_cost(traced.closed.jaxpr), batch_size(batch.examples)
-    at_once = choose_microbatch_size(cost, plan, params, size, require_platform(platform))
+    rows = jax.eval_shape(
+        functools.partial(rows_of, mechanism, with_key=with_key), state, require_batch(batch).examples
+    )
+    plan, cost = row_sum.plan(params, state, rows)
+    at_once = choose_microbatch_size(cost, plan, params, batch_size(batch.examples), row_sum.platform)
     return ghost.explain(plan, params, at_once.reason and f"microbatches of {at_once.size} examples: {at_once.reason}")
 
 
-def _private_step(sum_rows: Callable, mechanism: Mechanism, *, with_key: bool) -> Callable[..., PrivateGradient]:
+def _private_step(row_sum: RowSum, mechanism: Mechanism, *, with_key: bool) -> Callable[..., PrivateGradient]:
     def step(params, batch, state):
         examples, included, drawn = batch
         included = inclusion(batch_size(examples), included, mechanism.sampling)
         rows = rows_of(mechanism, state, examples, with_key=with_key)
-        sums, of_each = sum_rows(params, state, rows, included)
+        sums, of_each = row_sum(params, state, rows, included)
         count = jnp.sum(included)
         updates, state = mechanism.release_once(sums, state, params, count, drawn)
         return PrivateGradient(updates, state, Unreleased(*of_each))

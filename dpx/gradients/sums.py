@@ -1,10 +1,7 @@
-"""The clipped sum of the rows of a batch, with at most one microbatch of them in memory at a time.
-
-Every builder here returns `sum_rows(params, state, rows, included) -> (sums, (losses, norms, aux))`, with one sum for
-each factor of the mechanism, and the values of every row. rows: from `rows.rows_of`. included: bool (B,).
-"""
+"""The clipped sum of the rows of a batch, with at most one microbatch of them in memory at a time."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 import jax
@@ -12,10 +9,10 @@ from jax.extend import core
 
 from dpx.contributions import sum_contributions
 from dpx.gradients import ghost
-from dpx.gradients.microbatch_size import choose_microbatch_size, forward_cost, require_platform
+from dpx.gradients.microbatch_size import ForwardCost, choose_microbatch_size, forward_cost, require_platform
 from dpx.gradients.rows import of_one_row, shapes_of_one
 from dpx.guards import require_real
-from dpx.mechanism import Mechanism
+from dpx.mechanism import Mechanism, require_mechanism
 from dpx.scalars import require_whole
 from dpx.trees import Tree, described
 from dpx.xla.convolutions import reordered
@@ -24,88 +21,94 @@ from dpx.xla.microbatches import sum_over_microbatches
 Clipping = Literal["auto", "ghost", "vmap"]
 
 
+@dataclass(frozen=True, eq=False)
+class RowSum:
+    """`(params, state, rows, included) -> (sums, (losses, norms, aux))`, the clipped sum of the rows of a batch.
+
+    of_row: (params, row) -> (value, aux), the loss of one example or the update of one unit; see `rows.of_one_row`.
+    optimizer: the mechanism that bounds the rows; one sum for each of its factors.
+    clipping: as in `private_grad`; "update" if `of_row` returns an update and not a loss.
+    microbatch_size: int, how many rows are in memory at once; None for a choice by their cost.
+    platform: the one that the program is compiled for.
+    """
+
+    of_row: Callable
+    optimizer: Mechanism
+    clipping: Clipping | Literal["update"]
+    microbatch_size: int | None
+    platform: str
+
+    def __post_init__(self):
+        require_mechanism(self.optimizer)
+        if self.microbatch_size is not None:
+            require_whole("microbatch_size", self.microbatch_size)
+
+    def __call__(self, params: Tree, state: Tree, rows: tuple, included: jax.Array) -> tuple[tuple, tuple]:
+        """The sums, and the losses, norms and aux of every row. rows: of `rows.rows_of`. included: bool (B,)."""
+        plan, cost = self.plan(params, state, rows)
+        size = self.microbatch_size or choose_microbatch_size(cost, plan, params, included.shape[0], self.platform).size
+
+        def microbatch(ordered, rows):
+            return self.sum_microbatch(plan, ordered(params), state, *rows)
+
+        on_cpu = self.platform == "cpu"
+        in_loop = reordered if on_cpu and cost.convolves else core.jaxpr_as_fun
+        unroll = on_cpu and not cost.loops
+        return sum_over_microbatches(
+            microbatch, (rows, included), max(1, size), unroll=unroll, in_loop=in_loop, like=params
+        )
+
+    def plan(self, params: Tree, state: Tree, rows: tuple) -> tuple[ghost.Plan | str, ForwardCost]:
+        """How the norms are computed, or the reason why every parameter needs per-example gradients; and the cost of
+        a row. All arguments may be shapes.
+        """
+        traced = ghost.trace_loss(self.of_row, params, shapes_of_one(rows))
+        cost = forward_cost(traced.closed.jaxpr)
+        if self.clipping == "update":
+            _require_like(params, traced.shapes[0])
+            return "an update is not a gradient of a loss", cost
+        if self.clipping == "vmap":
+            return 'clipping="vmap" was asked for', cost
+        return ghost.make_plan(traced, self.optimizer, params, state, force=self.clipping == "ghost"), cost
+
+    def sum_microbatch(self, plan: ghost.Plan | str, params: Tree, state: Tree, rows: tuple, included: jax.Array):
+        """The sums of the contributions of one microbatch; the losses, norms and aux of its rows."""
+        if isinstance(plan, ghost.Plan) and plan.followed:
+            return ghost.sum_by_plan(plan, self.optimizer, params, rows, state, included)
+        (losses, aux), grads = jax.vmap(self.gradient, (None, 0))(params, rows)
+        sums, norms = sum_contributions(self.optimizer, grads, state, included)
+        return sums, (losses, norms, aux)
+
+    def gradient(self, params: Tree, row: tuple) -> tuple[tuple[Tree, Tree], Tree]:
+        """((loss, aux), gradient) of one row; ((None, aux), update) if it has an update of its own."""
+        if self.clipping == "update":
+            update, aux = self.of_row(params, row)
+            return (None, aux), update
+        return jax.value_and_grad(self.of_row, has_aux=True)(params, row)
+
+
 def sum_gradients(
     loss: Callable,
-    mechanism: Mechanism,
+    optimizer: Mechanism,
     *,
     microbatch_size: int | None,
     clipping: Clipping,
     has_aux: bool,
     platform: str | None = None,
-) -> Callable:
-    """`sum_rows` for the gradients of a loss of one example, as `private_grad` describes the arguments."""
-    check(mechanism, clipping)
+) -> RowSum:
+    """The clipped sum of the gradients of a loss of one example, as `private_grad` describes the arguments."""
+    if clipping not in ("auto", "ghost", "vmap"):
+        raise ValueError(f'clipping must be "auto", "ghost" or "vmap", got {described(clipping)}')
     of_row = of_one_row(loss, has_aux=has_aux)
-    gradient = jax.value_and_grad(of_row, has_aux=True)
-
-    def plan(traced, params, state):
-        return make_plan(traced, mechanism, params, state, clipping)
-
-    return _in_microbatches(mechanism, microbatch_size, of_row, plan, gradient, require_platform(platform))
+    return RowSum(of_row, optimizer, clipping, microbatch_size, require_platform(platform))
 
 
 def sum_updates(
-    update: Callable, mechanism: Mechanism, *, microbatch_size: int | None, has_aux: bool, platform: str | None = None
-) -> Callable:
-    """`sum_rows` for what `update` makes of one unit's data, as `private_update` describes the arguments."""
-    check(mechanism, "vmap")
+    update: Callable, optimizer: Mechanism, *, microbatch_size: int | None, has_aux: bool, platform: str | None = None
+) -> RowSum:
+    """The clipped sum of what `update` makes of one unit's data, as `private_update` describes the arguments."""
     of_row = of_one_row(update, has_aux=has_aux)
-
-    def plan(traced, params, state):
-        del state
-        _require_like(params, traced.shapes[0])
-        return "an update is no gradient of a loss"
-
-    def without_loss(params, row):
-        made, aux = of_row(params, row)
-        return (None, aux), made
-
-    return _in_microbatches(mechanism, microbatch_size, of_row, plan, without_loss, require_platform(platform))
-
-
-def check(mechanism: Mechanism, clipping: str):
-    """Raises ValueError for another type of mechanism, and for another `clipping`."""
-    if not isinstance(mechanism, Mechanism):
-        raise ValueError(f"mechanism must be a dpx Mechanism (chain optimizers with dpx.chain), got {type(mechanism)}")
-    if clipping not in ("auto", "ghost", "vmap"):
-        raise ValueError(f'clipping must be "auto", "ghost" or "vmap", got {described(clipping)}')
-
-
-def make_plan(traced, mechanism, params, state, clipping) -> ghost.Plan | str:
-    """The plan for ghost norms, or the reason why every parameter needs per-example gradients."""
-    if clipping == "vmap":
-        return 'clipping="vmap" was asked for'
-    return ghost.make_plan(traced, mechanism, params, state, force=clipping == "ghost")
-
-
-def _in_microbatches(mechanism: Mechanism, microbatch_size, of_row, make_plan, gradient, platform: str) -> Callable:
-    """`sum_rows`. of_row: traced for its cost. make_plan: (traced, params, state) -> plan. gradient: of one row."""
-    microbatch_size = None if microbatch_size is None else require_whole("microbatch_size", microbatch_size)
-
-    def sum_rows(params, state, rows, included):
-        traced = ghost.trace_loss(of_row, params, shapes_of_one(rows))
-        plan, cost = make_plan(traced, params, state), forward_cost(traced.closed.jaxpr)
-        at_once = microbatch_size or choose_microbatch_size(cost, plan, params, included.shape[0], platform).size
-
-        def microbatch(ordered, rows):
-            return _sum_microbatch(plan, gradient, mechanism, ordered(params), state, *rows)
-
-        unroll = platform == "cpu" and not cost.loops
-        in_loop = reordered if platform == "cpu" and cost.convolves else core.jaxpr_as_fun
-        return sum_over_microbatches(
-            microbatch, (rows, included), max(1, at_once), unroll=unroll, in_loop=in_loop, like=params
-        )
-
-    return sum_rows
-
-
-def _sum_microbatch(plan, gradient, mechanism, params, state, rows, included):
-    """The sums of the contributions of one microbatch, one for each factor; the losses, norms and aux of its rows."""
-    if isinstance(plan, ghost.Plan) and plan.followed:
-        return ghost.sum_contributions(plan, mechanism, params, rows, state, included)
-    (losses, aux), grads = jax.vmap(gradient, in_axes=(None, 0))(params, rows)
-    sums, norms = sum_contributions(mechanism, grads, state, included)
-    return sums, (losses, norms, aux)
+    return RowSum(of_row, optimizer, "update", microbatch_size, require_platform(platform))
 
 
 def _require_like(params: Tree, made: Tree):

@@ -5,6 +5,7 @@
 
 from dpx.keys.streams import SMALL as SMALL
 from dpx.keys.streams import fold_in as fold_in
+from dpx.keys.streams import is_key as is_key
 from dpx.keys.streams import is_small as is_small
 from dpx.keys.streams import mark as mark
 from dpx.keys.streams import normal_like as normal_like

@@ -44,7 +44,7 @@ def require(key: jax.Array) -> jax.Array:
     """`key` as a typed PRNG key, (). Raises ValueError unless it is one key, of an implementation that is safe here."""
     if not isinstance(key, jax.Array):
         raise ValueError(f"key must be a jax PRNG key (dpx.secret_key()), got a {type(key).__name__}")
-    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+    if not is_key(key):
         if key.dtype != jnp.uint32 or key.shape != jax.random.key_data(jax.random.key(0)).shape:
             raise ValueError(f"key must be a jax PRNG key, got an array {key.dtype}{key.shape}")
         key = jax.random.wrap_key_data(key)
@@ -55,6 +55,11 @@ def require(key: jax.Array) -> jax.Array:
             'key must not be of implementation "unsafe_rbg": its fold_in undoes itself, so that keys repeat'
         )
     return key
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether `leaf` is an array of typed PRNG keys, of any shape."""
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def is_small(key: jax.Array) -> bool:

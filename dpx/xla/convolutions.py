@@ -12,6 +12,8 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
+from dpx.xla.jaxprs import convolves
+
 CALLS = ("jit", "pjit")  # the equations whose bodies `reordered` changes too
 
 
@@ -38,16 +40,10 @@ def _results(equation: core.JaxprEqn, operands: list) -> list[jax.Array]:
     primitive, params = equation.primitive, equation.params
     if primitive.name == "conv_general_dilated":
         return [_convolve(*operands, **params)]
-    if primitive.name in CALLS and _convolves(params["jaxpr"].jaxpr):
+    if primitive.name in CALLS and convolves(params["jaxpr"].jaxpr):
         return jax.jit(reordered(params["jaxpr"]))(*operands)
     results = primitive.bind(*operands, **primitive.get_bind_params(params))
     return results if primitive.multiple_results else [results]
-
-
-def _convolves(jaxpr: core.Jaxpr) -> bool:
-    """Whether a function has convolutions that `reordered` changes."""
-    called = (equation.params["jaxpr"].jaxpr for equation in jaxpr.eqns if equation.primitive.name in CALLS)
-    return any(one.primitive.name == "conv_general_dilated" for one in jaxpr.eqns) or any(map(_convolves, called))
 
 
 def _convolve(data: jax.Array, kernel: jax.Array, *, dimension_numbers, **params) -> jax.Array:

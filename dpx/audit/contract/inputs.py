@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dpx.keys import is_key
 from dpx.trees import Tree
 
 ROWS = 6  # of a batch
@@ -162,8 +163,7 @@ def readable(tree: Tree) -> Tree:
     """A tree with the bits of PRNG keys in place of the keys."""
 
     def bits(leaf):
-        is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        return jax.random.key_data(leaf) if is_key else leaf
+        return jax.random.key_data(leaf) if is_key(leaf) else leaf
 
     return jax.tree.map(bits, tree)
 

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from dpx.keys import is_key
 from dpx.mechanism import Mechanism
-from dpx.optimizer import inputs_read
+from dpx.xla.jaxprs import inputs_read
 
 WithKey = Callable[[jax.Array, tuple], jax.Array]  # (key, arguments) -> an array
 
@@ -61,7 +62,3 @@ def _other(key: jax.Array, leaf: Any, mark: Any = None) -> Any:
         mark = jax.random.bits(leaf, (), jnp.uint32)
     seed = jax.random.bits(jax.random.fold_in(key, mark), (), jnp.uint32)
     return jax.random.key(seed, impl=str(jax.random.key_impl(leaf)))
-
-
-def is_key(leaf: Any) -> bool:
-    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

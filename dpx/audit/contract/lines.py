@@ -10,12 +10,12 @@ import numpy as np
 
 from dpx.audit.contract import inputs as inputs
 from dpx.audit.contract.draws import FULLY
-from dpx.audit.contract.keys import is_key
 from dpx.audit.contract.large import require_rows_alone
 from dpx.audit.contract.marks import KEY, RAW, printed, spread
 from dpx.audit.contract.report import Broken, listed
 from dpx.audit.contract.subject import AT_STEPS, STEPS, Problem, all_but, everyone
 from dpx.audit.contract.trial import Trial
+from dpx.keys import is_key
 
 GARBAGE = (0, 3, inputs.ROWS - 2)  # positions of the first of two rows of padding
 
@@ -230,7 +230,7 @@ def require_same_program(first: Any, second: Any) -> None:
 
 
 def _is_array(leaf) -> bool:
-    return not jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return not is_key(leaf)
 
 
 def _same_constants(first, second) -> bool:

@@ -34,7 +34,7 @@ class Records(NamedTuple):
         return [(self.inputs[equation], self.cotangents[equation]) for equation in equations]
 
 
-def sum_contributions(
+def sum_by_plan(
     plan: Plan, mechanism: Mechanism, params: Tree, examples: Tree, state: Tree, included: jax.Array
 ) -> tuple[tuple[Tree, ...], tuple[jax.Array, Tree, Tree]]:
     """sum_i f(|z_i|) z_i for each factor f, as in `dpx.contributions.sum_contributions`; losses, norms and aux.

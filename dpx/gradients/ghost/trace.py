@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from dpx.trees import Tree
+from dpx.xla.jaxprs import bodies
 
 # Equations of one operand that move elements, or drop some, but never copy one. So the norm of a cotangent is the same
 # on both sides of them.
@@ -174,15 +175,6 @@ def _is_custom(equation: core.JaxprEqn) -> bool:
     return "custom_" in equation.primitive.name or any(
         _is_custom(inner) for body in bodies(equation) for inner in body.eqns
     )
-
-
-def bodies(equation: core.JaxprEqn):
-    """The jaxprs that an equation calls: bodies of loops, branches and functions."""
-    for value in jax.tree.leaves(equation.params, is_leaf=lambda node: isinstance(node, core.Jaxpr | core.ClosedJaxpr)):
-        if isinstance(value, core.ClosedJaxpr):
-            yield value.jaxpr
-        elif isinstance(value, core.Jaxpr):
-            yield value
 
 
 def _derivative(equation: Equation) -> core.ClosedJaxpr:
