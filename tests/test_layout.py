@@ -152,7 +152,8 @@ def test_files_and_functions_are_short():
         text = path.read_text()
         assert len(text.splitlines()) <= 260, module
         for function in functions(ast.parse(text)):
-            assert (function.end_lineno or 0) - function.lineno < 60, f"{module}.{function.name}"
+            code = function.body[1:] if ast.get_docstring(function) else function.body
+            assert not code or (function.end_lineno or 0) - code[0].lineno < 55, f"{module}.{function.name}"
 
 
 def test_no_six_lines_stand_twice_in_methods():

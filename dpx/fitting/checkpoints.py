@@ -56,9 +56,7 @@ def facts_of(terms: Terms, carry: Carry, options: dict[str, Any]) -> dict[str, A
     facts |= {"delta": terms.delta, "accountant": terms.accountant}
     facts |= {"parameters": f"{numbers} numbers", "arrays (their fingerprint)": _fingerprint("\n".join(shapes))}
     facts |= {"mechanism and optimizer, with their schedules (their fingerprint)": _program(optimizer, carry)}
-    facts |= {
-        name: repr(value) for name, value in ({"clipping": "auto"} | options).items() if value not in (None, False)
-    }
+    facts |= {name: repr(value) for name, value in options.items() if value not in (None, False)}
     facts |= {"processes": jax.process_count()} if jax.process_count() > 1 else {}
     return facts | {"backend": jax.default_backend()} | {f"version of {name}": _version(name) for name in PACKAGES}
 

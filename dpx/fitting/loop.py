@@ -16,6 +16,7 @@ from dpx.fitting.records import FitResult, Progress
 from dpx.fitting.settings import Terms, require_inputs
 from dpx.fitting.steps import Carry, begin, compiled_step, compiled_step_in_chunks, stay
 from dpx.fitting.watching import Watcher
+from dpx.gradients.sums import Clipping
 from dpx.mechanism import Mechanism
 from dpx.sampling.rows import unit_of
 from dpx.scalars import require_whole
@@ -42,12 +43,18 @@ def fit(
     loss_at: Callable[[Tree, Tree], Tree] | None = None,
     chunk_size: int | None = None,
     sharding: jax.sharding.Sharding | None = None,
-    **options: Any,
+    microbatch_size: int | None = None,
+    clipping: Clipping = "auto",
+    with_key: bool = False,
+    has_aux: bool = False,
 ) -> FitResult:
     """Trains `params` on `data` with the steps of a budget. See `dpx.fitting` for how to continue a run.
 
-    loss, params, options (microbatch_size, clipping, with_key, has_aux): of `dpx.private_grad`. params are copied.
-    data, chunk_size, sharding: of `sampling.batches`. optimizer: most often of `dpx.chain`; one run for one key.
+    loss: (params, example) -> float (), of one example without a batch axis.
+    params: a pytree of float arrays, which are copied.
+    data: the examples of the sampling: arrays with the examples on axis 0, or a source with `__len__` and
+        `__getitem__(int)`.
+    optimizer: a mechanism, most often of `dpx.chain`; one run for one key.
     key: of the batches, (); None is the key of the optimizer, whose stream "sampling" draws them.
     steps: int, of the whole run; None is those of the budget. delta, accountant: None is the budget's.
     evaluate: (params) -> number or dict of numbers, from PUBLIC data only: nobody bills what it reads.
@@ -56,13 +63,21 @@ def fit(
         continues it. To end it by `unreleased` values, or by other private data, is not billed.
     checkpoints: a folder, as SENSITIVE as the data. With that of the same run, the run continues where it was.
     checkpoint_every: steps. The first and the last step leave a checkpoint too, and in one process a KeyboardInterrupt.
-    progress: whether to show a bar, if tqdm is installed. loss_at: (params, state) -> the parameters that `loss` and
-        `evaluate` see, such as `dpx.coordinates.masked_params`; a function of released values.
+    progress: whether to show a bar, if tqdm is installed.
+    loss_at: (params, state) -> the parameters that `loss` and `evaluate` see, such as `dpx.coordinates.masked_params`;
+        a function of released values.
+    chunk_size: int, examples that are loaded at once, for batches that do not fit in memory; None loads whole batches.
+    sharding: of axis 0 of a batch over devices, such as `NamedSharding(mesh, PartitionSpec("data"))`.
+    microbatch_size: int, how many examples are computed at once; None chooses.
+    clipping: how the norms are computed: "auto", "ghost" or "vmap", as in `dpx.private_grad`.
+    with_key: whether the loss takes a PRNG key of the example: loss(params, example, key).
+    has_aux: whether the loss returns (value, aux).
 
     Raises ValueError for arguments of another type or range, data of another length than the sampling's, steps beyond
     the budget, and the checkpoints of another run; ImportError for checkpoints without orbax-checkpoint.
     """
     loss_at = stay if loss_at is None else loss_at
+    options = {"microbatch_size": microbatch_size, "clipping": clipping, "with_key": with_key, "has_aux": has_aux}
     with together():
         require_spanned(sharding)
         require_inputs(loss, params, data, optimizer, loss_at)
