@@ -17,7 +17,7 @@ or, with a loop of your own (docs/loops.md):
         params = optax.apply_updates(params, updates)
     dpx.epsilon(optimizer, state, delta=1e-5)
 
-Mechanisms       Mechanism, gaussian_mechanism, dp_sgd; more in `dpx.methods` (one paper a file) and `dpx.mechanisms`
+Mechanisms       Mechanism, dp_sgd; more in `dpx.methods` (one paper a file) and `dpx.mechanisms`
 Coordinates      Coordinates, in_coordinates; all of them in `dpx.coordinates`
 Optimizers       chain
 Gradients        private_grad, accumulate, augmented, private_update, PrivateGradient, Unreleased, explain
@@ -42,8 +42,7 @@ from dpx.fitting import fit
 from dpx.gradients import PrivateGradient, Unreleased, accumulate, augmented, explain, private_grad, private_update
 from dpx.keys import secret_key
 from dpx.mechanism import Coordinates, Mechanism, in_coordinates
-from dpx.mechanisms import gaussian_mechanism
-from dpx.methods import dp_sgd
+from dpx.mechanisms import dp_sgd
 from dpx.optimizer import chain
 from dpx.sampling.batch import Batch
 from dpx.sampling.records import FixedSizeSampling, FullBatch, PoissonSampling, ShuffledEpochs
@@ -81,7 +80,6 @@ __all__ = [
     "explain",
     "fit",
     "fitting",
-    "gaussian_mechanism",
     "in_coordinates",
     "keys",
     "max_steps",

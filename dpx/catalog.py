@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from dpx import coordinates, mechanisms, methods, sampling
 
 GAUSSIAN, INNERMOST = "mechanisms/gaussian.py", "mechanism.py"
-FEEDBACK = "accounting/error_feedback/event.py"
+FEEDBACK, RECORDS = "accounting/error_feedback/event.py", "sampling/records.py"
 
 
 class Entry(NamedTuple):
@@ -82,18 +82,16 @@ COORDINATES = (
     Entry(coordinates.random_projection, SKETCH, INNERMOST),
 )
 
-MECHANISMS = (  # the Gaussian one, error feedback, and those that wrap another
-    Entry(mechanisms.gaussian_mechanism, CLIP),
-    Entry(mechanisms.error_feedback_mechanism, CLIP | {"feedback_norm": 1.0, "outer_clip_norm": 1.1}, FEEDBACK),
+MECHANISMS = (  # those that wrap another
     Entry(mechanisms.normalized, {}, "mechanisms/normalized.py"),
     Entry(mechanisms.clip_then_project, SKETCH, "mechanisms/clip_then_project.py"),
 )
 
 SAMPLINGS = {  # by the short names of the trainer
-    "poisson": Entry(sampling.PoissonSampling, {"batch_size": 256}, "sampling.py"),
-    "shuffled": Entry(sampling.ShuffledEpochs, {"batch_size": 256}, "sampling.py"),
+    "poisson": Entry(sampling.PoissonSampling, {"batch_size": 256}, RECORDS),
+    "shuffled": Entry(sampling.ShuffledEpochs, {"batch_size": 256}, RECORDS),
     "fixed": Entry(sampling.FixedSizeSampling, {"batch_size": 256}, "accounting/fixed_size.py"),
-    "full": Entry(sampling.FullBatch, {}, "sampling.py"),
+    "full": Entry(sampling.FullBatch, {}, RECORDS),
 }
 
 

@@ -36,7 +36,7 @@ def random_like(shapes):
 
 def mechanism(clip_norm: Any = 1e-3) -> dpx.Mechanism:
     """Noiseless: the updates are the sums. The default clip norm binds, so that every error of a norm shows."""
-    made = dpx.gaussian_mechanism(
+    made = dpx.dp_sgd(
         clip_norm=clip_norm,
         noise_multiplier=1.0,
         sampling=dpx.PoissonSampling(examples=100, batch_size=4),

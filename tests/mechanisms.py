@@ -337,7 +337,7 @@ COORDINATES_BY_HAND = {  # the cases above that they are in
     "gradient_embedding": "gep_sgd",
     "random_projection": "gaussian projection",
 }
-MECHANISMS_BY_HAND = {"gaussian_mechanism", "error_feedback_mechanism", "normalized", "clip_then_project"}
+MECHANISMS_BY_HAND = {"normalized", "clip_then_project"}
 SAMPLINGS_BY_HAND = {"PoissonSampling", "FullBatch", "FixedSizeSampling", "ShuffledEpochs"}
 
 

@@ -396,7 +396,7 @@ def run_pairs(patterns, target, others, *, clip_norm, outer, feedback_norm, batc
     target: (steps, SPACE), its gradients; others: (steps, rows, SPACE), everybody else's; patterns: (patterns, steps).
     """
     sampling = dpx.PoissonSampling(examples=100 * batch_size, batch_size=batch_size)
-    feedback = dpx.mechanisms.error_feedback_mechanism(
+    feedback = dpx.methods.dice_sgd(
         clip_norm=clip_norm,
         outer_clip_norm=outer,
         feedback_norm=feedback_norm,
@@ -499,7 +499,7 @@ def test_the_same_attack_breaks_the_published_claim():
     noise = sigma * batch_size / clip_norm
     assert linear_test(moves, noise, 2.0) >= 0.408
     # dpx bills that run truly, and with an error that is bounded the same attack gains nothing
-    made = dpx.mechanisms.error_feedback_mechanism(
+    made = dpx.methods.dice_sgd(
         clip_norm=clip_norm,
         feedback_norm=feedback_norm,
         outer_clip_norm=math.inf,

@@ -316,4 +316,4 @@ def test_bad_configuration(changes, match):
     with pytest.raises(ValueError, match=match):
         dice(**changes)
     with pytest.raises(TypeError):
-        dpx.mechanisms.error_feedback_mechanism(clip_norm=1.0)  # type: ignore
+        dpx.methods.dice_sgd(clip_norm=1.0)  # type: ignore

@@ -59,7 +59,7 @@ def problem(size=SIZE):
 
 def inner(**options):
     sampling = dpx.PoissonSampling(examples=100, batch_size=4)
-    return dpx.gaussian_mechanism(noise_multiplier=1.0, sampling=sampling, key=key(0), **options)
+    return dpx.dp_sgd(noise_multiplier=1.0, sampling=sampling, key=key(0), **options)
 
 
 def scaled(scale_of) -> dpx.Coordinates:

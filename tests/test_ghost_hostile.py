@@ -125,7 +125,7 @@ CASES = {
 
 def mechanism(clip_norm: Any = 0.7) -> dpx.Mechanism:
     sampling = dpx.PoissonSampling(examples=100, batch_size=4)
-    return noiseless(dpx.gaussian_mechanism(clip_norm=clip_norm, noise_multiplier=1.0, sampling=sampling, key=key(0)))
+    return noiseless(dpx.dp_sgd(clip_norm=clip_norm, noise_multiplier=1.0, sampling=sampling, key=key(0)))
 
 
 def masked(made: dpx.Mechanism) -> dpx.Mechanism:

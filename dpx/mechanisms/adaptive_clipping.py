@@ -20,7 +20,7 @@ import optax
 
 from dpx.accounting.budget import calibrated
 from dpx.mechanism import Mechanism, Tree
-from dpx.mechanisms.gaussian import SMALLEST_CLIP_NORM, gaussian_mechanism, tree_norm
+from dpx.mechanisms.gaussian import SMALLEST_CLIP_NORM, dp_sgd, tree_norm
 from dpx.sampling.records import Sampling
 from dpx.scalars import ScalarOrSchedule, at, over, require_number
 from dpx.stages import SUM, describe
@@ -60,12 +60,12 @@ def adaptive_clipping(
     quantile: in (0, 1), the share of norms that should be at most C. clip_learning_rate: at least 0, how fast C moves.
     indicator_noise: s > 0, the standard deviation of the noise on the sum of the indicators; the paper's is B / 20.
     noise_multiplier: z, or the `dpx.Budget` that it is calibrated to. Above 0 and below 2 s at every step, because
-        otherwise the indicator alone would cost more. The rest is as in `gaussian_mechanism`.
+        otherwise the indicator alone would cost more. The rest is as in `dp_sgd`.
     Raises ValueError for a number outside its domain; of a schedule, at step 0 and when later steps are billed.
     """
     initial_clip_norm = require_number("initial_clip_norm", initial_clip_norm, minimum=SMALLEST, maximum=LARGEST)
     _require_numbers(quantile, clip_learning_rate, indicator_noise)
-    inner = gaussian_mechanism(clip_norm=1.0, noise_multiplier=noise_multiplier, sampling=sampling, key=key)
+    inner = dp_sgd(clip_norm=1.0, noise_multiplier=noise_multiplier, sampling=sampling, key=key)
     _require_cheap_indicator(over(inner.noise_multiplier, 1), indicator_noise)
     shares = functools.partial(_shares, inner.noise_multiplier, indicator_noise)
 

@@ -49,7 +49,7 @@ def clip_then_project(
     Guarantee: the bill is the mechanism's, because the projected sum is divided by the projection's largest stretch;
     for a fresh "gaussian", which has none, every release is billed by the distribution of its stretch.
 
-    mechanism: `gaussian_mechanism` or `normalized`, without coordinates; put `in_coordinates` around the result.
+    mechanism: `dp_sgd` or `normalized`, without coordinates; put `in_coordinates` around the result.
     rank, reduction_rate, kind, every: of `random_projection`. "gaussian" needs every=1, Poisson, shuffled or full
         batches, and a `rank`, because the bill must be known before the parameters are.
     key: a secret PRNG key, (); its "projection of the sum" stream is used.

@@ -1,4 +1,4 @@
-"""The Gaussian mechanism on clipped per-example gradients, on which most methods are built.
+"""DP-SGD: the Gaussian mechanism on clipped per-example gradients, on which most methods are built.
 
 Proof of the bound. An example whose gradient has norm n enters with the factor C / max(n, C), so its contribution has
 norm n C / max(n, C), which is at most C. With groups of clip norms C_k, its norm is at most sqrt(sum_k C_k^2) = C,
@@ -28,24 +28,25 @@ SMALLEST_CLIP_NORM, LARGEST_CLIP_NORM = 2.0**-40, 1e15
 
 
 @calibrated
-def gaussian_mechanism(
+def dp_sgd(
     *,
     clip_norm: ScalarOrSchedule | Tree,
     noise_multiplier: ScalarOrSchedule,
     sampling: Sampling,
     key: jax.Array,
 ) -> Mechanism:
-    """The sum of clipped gradients plus Gaussian noise, divided by the expected batch size B.
+    """DP-SGD: clip each example's gradient, sum, add noise, divide (Abadi et al. 2016, arXiv:1607.00133).
 
-    private gradient = (sum_i min(1, C / |g_i|) g_i + N(0, (sigma C)^2 I)) / B
+    private gradient = (sum_i min(1, C / |g_i|) g_i + N(0, (sigma C)^2 I)) / B,  with the expected batch size B
 
-    Guarantee: one example moves the sum by at most C, so `steps` releases cost `sampling.event` of their noise
-    multipliers (Abadi et al. 2016, https://arxiv.org/abs/1607.00133).
+    The paper claims the epsilon of its moments accountant, which holds. dpx bills the composition of all steps by
+    privacy loss distributions, for the sampling that draws the batches, because one example moves the sum by at most C.
+    Use `dpx.chain` to put any optax optimizer behind it.
 
     clip_norm: C, in the units of the gradient; a number in [2^-40, 1e15] or an optax schedule of the step. A pytree
         prefix of the gradients clips each group (layer) to its own norm; C is then sqrt(sum of the groups' squares).
     noise_multiplier: sigma >= 0, the standard deviation of the noise on the sum, divided by C; a number, a schedule of
-        the step, or the `dpx.Budget` that it is calibrated to. 0 bills infinity.
+        the step, or a `dpx.Budget`, for which the least number is found. 0 bills infinity.
     sampling: draws the batches, states B and wraps the event.
     key: a secret jax PRNG key, (), of one run. Never reuse it: two runs with one key share their noise, and subtracting
         their results removes it. Its "noise" stream is used, another part of it at every step.

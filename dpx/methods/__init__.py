@@ -1,20 +1,19 @@
-"""The papers' methods, each a composition of a mechanism and coordinates; one paper a file.
+"""The papers' methods: two mechanisms, and compositions of a mechanism and coordinates; one paper a file.
 
-dp_sgd          DP-SGD (Abadi et al. 2016), which the other papers change
+dp_sgd          DP-SGD (Abadi et al. 2016), which the other papers change: mechanisms/gaussian.py
 dynamic_dp_sgd  noise and clip norm that shrink (Dynamic DP-SGD, Du et al. 2021)
 random_freeze   random and ranked freeze (Zhu and Blaschko 2021)
 gep_sgd         gradient embedding perturbation (Yu et al. 2021)
-dice_sgd        clipping with error feedback (DiceSGD, Zhang et al. 2023)
+dice_sgd        clipping with error feedback (DiceSGD, Zhang et al. 2023): mechanisms/error_feedback.py
 ada_dpigu       standardized, important coordinates (AdaDPIGU, Zhang and Xie 2025)
 d2p2_sgd        random projections and noise that falls (D2P2-SGD, Jiang et al. 2025), with d2p_sgd and dp2_sgd
 
 To add one: a file here, its import below, and a line in `METHODS` of `dpx/catalog.py` (CONTRIBUTING.md).
 """
 
+from dpx.mechanisms import dice_sgd, dp_sgd
 from dpx.methods.ada_dpigu import ada_dpigu
 from dpx.methods.d2p2_sgd import d2p2_sgd, d2p_sgd, dp2_sgd
-from dpx.methods.dice_sgd import dice_sgd
-from dpx.methods.dp_sgd import dp_sgd
 from dpx.methods.dynamic_dp_sgd import dynamic_dp_sgd
 from dpx.methods.gep_sgd import gep_sgd
 from dpx.methods.random_freeze import random_freeze_sgd, ranked_freeze_sgd

@@ -8,7 +8,7 @@ from dpx.coordinates.importance_mask import importance_mask
 from dpx.coordinates.standardized import standardized
 from dpx.coordinates.top_fraction import top_fraction
 from dpx.mechanism import Mechanism, in_coordinates
-from dpx.mechanisms.gaussian import gaussian_mechanism
+from dpx.mechanisms.gaussian import dp_sgd
 from dpx.sampling.records import Sampling
 from dpx.scalars import ScalarOrSchedule, at, over, require_fraction, require_whole
 
@@ -54,7 +54,7 @@ def ada_dpigu(
         """The standard deviation of the noise on a released coordinate, before standardization."""
         return at(noise_multiplier, step) * at(clip_norm, step) / sampling.divisor
 
-    mechanism = gaussian_mechanism(clip_norm=clip_norm, noise_multiplier=noise_multiplier, sampling=sampling, key=key)
+    mechanism = dp_sgd(clip_norm=clip_norm, noise_multiplier=noise_multiplier, sampling=sampling, key=key)
     standardization = standardized(
         mean_decay=mean_decay,
         variance_decay=variance_decay,

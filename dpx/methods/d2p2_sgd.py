@@ -13,7 +13,7 @@ from dpx.accounting.budget import calibrated
 from dpx.coordinates.projections import ProjectionKind, random_projection
 from dpx.mechanism import Mechanism, Tree, in_coordinates
 from dpx.mechanisms.clip_then_project import clip_then_project
-from dpx.mechanisms.gaussian import gaussian_mechanism
+from dpx.mechanisms.gaussian import dp_sgd
 from dpx.mechanisms.normalized import normalized
 from dpx.sampling.records import Sampling
 from dpx.scalars import ScalarOrSchedule, require_whole
@@ -112,7 +112,7 @@ def _falling(noise_multiplier: float, power: float, every: int) -> ScalarOrSched
 
 def _automatic(noise_multiplier: ScalarOrSchedule, stability: float, sampling: Sampling, key: jax.Array) -> Mechanism:
     """Automatic clipping, which bounds every example by 1, before Gaussian noise."""
-    gaussian = gaussian_mechanism(clip_norm=1.0, noise_multiplier=noise_multiplier, sampling=sampling, key=key)
+    gaussian = dp_sgd(clip_norm=1.0, noise_multiplier=noise_multiplier, sampling=sampling, key=key)
     return normalized(gaussian, stability=stability)
 
 

@@ -5,7 +5,7 @@ import jax
 from dpx import schedules
 from dpx.accounting.budget import calibrated
 from dpx.mechanism import Mechanism
-from dpx.mechanisms.gaussian import gaussian_mechanism
+from dpx.mechanisms.gaussian import dp_sgd
 from dpx.sampling.records import Sampling
 from dpx.scalars import require_number, require_whole
 
@@ -44,7 +44,7 @@ def dynamic_dp_sgd(
 
     every = require_whole("every", every)
     require_number("clip_norm", clip_norm, minimum=0, exclusive=True)
-    return gaussian_mechanism(
+    return dp_sgd(
         clip_norm=in_blocks(schedules.sensitivity_decay, clip_norm, rho_c=rho_c),
         noise_multiplier=in_blocks(schedules.growing_mu, noise_multiplier, rho_mu=rho_mu),
         sampling=sampling,

@@ -8,7 +8,7 @@ from dpx.accounting.budget import calibrated
 from dpx.coordinates.gradient_embedding import gradient_embedding
 from dpx.coordinates.random_freeze import random_freeze
 from dpx.mechanism import Mechanism, Tree, in_coordinates
-from dpx.mechanisms.gaussian import gaussian_mechanism
+from dpx.mechanisms.gaussian import dp_sgd
 from dpx.sampling.records import Sampling
 from dpx.scalars import ScalarOrSchedule, require_number
 from dpx.stages import SUM, describe
@@ -54,7 +54,7 @@ def gep_sgd(
     freezes = callable(freeze_rate) or freeze_rate != 0
     freeze = (random_freeze(freeze_rate, every=every, key=key),) if freezes else ()
     mechanism = in_coordinates(
-        gaussian_mechanism(clip_norm=clip_norm, noise_multiplier=noise_multiplier, sampling=sampling, key=key),
+        dp_sgd(clip_norm=clip_norm, noise_multiplier=noise_multiplier, sampling=sampling, key=key),
         *freeze,
         gradient_embedding(basis, embedding_scale=embedding_scale, residual_scale=residual_scale),
     )

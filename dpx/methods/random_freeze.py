@@ -6,7 +6,7 @@ from dpx.accounting.budget import calibrated
 from dpx.coordinates.random_freeze import random_freeze
 from dpx.coordinates.ranked_freeze import ranked_freeze
 from dpx.mechanism import Mechanism, Tree, in_coordinates
-from dpx.mechanisms.gaussian import gaussian_mechanism
+from dpx.mechanisms.gaussian import dp_sgd
 from dpx.sampling.records import Sampling
 from dpx.scalars import ScalarOrSchedule
 
@@ -36,7 +36,7 @@ def random_freeze_sgd(
     Momentum that is chained behind this mechanism still moves frozen coordinates, as in the paper.
     """
     return in_coordinates(
-        gaussian_mechanism(clip_norm=clip_norm, noise_multiplier=noise_multiplier, sampling=sampling, key=key),
+        dp_sgd(clip_norm=clip_norm, noise_multiplier=noise_multiplier, sampling=sampling, key=key),
         random_freeze(freeze_rate, every=every, posterior=posterior, key=key),
     )
 
@@ -60,6 +60,6 @@ def ranked_freeze_sgd(
     numbers outside their domains.
     """
     return in_coordinates(
-        gaussian_mechanism(clip_norm=clip_norm, noise_multiplier=noise_multiplier, sampling=sampling, key=key),
+        dp_sgd(clip_norm=clip_norm, noise_multiplier=noise_multiplier, sampling=sampling, key=key),
         ranked_freeze(freeze_rate, every=every),
     )
