@@ -88,7 +88,7 @@ def _number(word: str) -> float:
 
 
 def explained(entry: catalog.Entry, name: str) -> str:
-    """One line of help for an argument: its choices, or what the docstring says, here or in one it refers to."""
+    """One line of help for an argument: its choices, or what the docstring says."""
     choices = typing.get_args(entry.parameters[name].annotation)
     if typing.get_origin(entry.parameters[name].annotation) is Literal:
         return "one of " + ", ".join(map(str, choices))
@@ -101,10 +101,5 @@ def explained(entry: catalog.Entry, name: str) -> str:
         ends = [said.find(f"{other}:") for other in heads] + [said.find("\n\n"), len(said)]
         said = " ".join(said[: min(end for end in ends if end >= 0)].split())
         said = re.split(r" (?:The rest is as in|Raises ValueError) ", said)[0].rstrip(" .")
-        if not said.startswith("of `"):
-            return textwrap.shorten(said, 200)
-    known = {other.name: other for other in (*catalog.METHODS, *catalog.COORDINATES, *catalog.MECHANISMS)}
-    for other in re.findall(r"`(?:dpx\.)?(?:\w+\.)*(\w+)`", text):
-        if other in known and other != entry.name and name in known[other].parameters:
-            return explained(known[other], name)
+        return textwrap.shorten(said, 200)
     return ""

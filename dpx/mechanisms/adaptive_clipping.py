@@ -60,7 +60,8 @@ def adaptive_clipping(
     quantile: in (0, 1), the share of norms that should be at most C. clip_learning_rate: at least 0, how fast C moves.
     indicator_noise: s > 0, the standard deviation of the noise on the sum of the indicators; the paper's is B / 20.
     noise_multiplier: z, or the `dpx.Budget` that it is calibrated to. Above 0 and below 2 s at every step, because
-        otherwise the indicator alone would cost more. The rest is as in `dp_sgd`.
+        otherwise the indicator alone would cost more.
+    sampling: how the batches are drawn, such as `dpx.PoissonSampling`. key: a secret PRNG key, (), of this run alone.
     Raises ValueError for a number outside its domain; of a schedule, at step 0 and when later steps are billed.
     """
     initial_clip_norm = require_number("initial_clip_norm", initial_clip_norm, minimum=SMALLEST, maximum=LARGEST)

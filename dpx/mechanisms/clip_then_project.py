@@ -50,8 +50,11 @@ def clip_then_project(
     for a fresh "gaussian", which has none, every release is billed by the distribution of its stretch.
 
     mechanism: `dp_sgd` or `normalized`, without coordinates; put `in_coordinates` around the result.
-    rank, reduction_rate, kind, every: of `random_projection`. "gaussian" needs every=1, Poisson, shuffled or full
-        batches, and a `rank`, because the bill must be known before the parameters are.
+    rank: p, the number of random coordinates, in [1, d]; or one for each group of layers, a pytree prefix.
+    reduction_rate: in place of the rank, 1 - p/d in [0, 1).
+    kind: of the projection, as in `dpx.coordinates.random_projection`. "gaussian" needs every=1, Poisson, shuffled or
+        full batches, and a `rank`, because the bill must be known before the parameters are.
+    every: the number of steps that a draw is kept; None for one draw for the whole run.
     key: a secret PRNG key, (); its "projection of the sum" stream is used.
 
     Raises ValueError for another kind of mechanism, for a "gaussian" without bill, and as `random_projection` does.

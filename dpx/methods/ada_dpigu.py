@@ -41,11 +41,17 @@ def ada_dpigu(
     keep: in (0, 1], the share of the coordinates trained after the warm-up; a rising schedule unfreezes the rest.
     warmup: the number of steps of the first phase, at least 1, which are billed with the others.
     example_keep: in (0, 1], the share of all coordinates that each example keeps of its own, in the second phase.
-    mean_decay, variance_decay, stability, relative: of `dpx.coordinates.standardized`. The variance starts as
-        that of the noise.
-    clip_norm: in the second phase, of the standardized gradient.
-    The rest is as in `dpx.dp_sgd`. Raises ValueError for numbers outside their domains. For the paper's loss at masked
-    parameters, see `dpx.coordinates.masked_params`.
+    mean_decay, variance_decay: in [0, 1), of the averages of released values and of their squared deviations. The
+        variance starts as that of the noise.
+    stability: at least 1e-12, in the units of the gradient, which is added to the scale.
+    relative: divide the scale by its root mean square, so that the clip norm keeps the units of the gradient.
+    clip_norm: in the second phase, of the standardized gradient; a number or a schedule of the step.
+    noise_multiplier: the standard deviation of the noise on the sum, divided by the clip norm; a number, a schedule of
+        the step, or a `dpx.Budget`.
+    sampling: how the batches are drawn, such as `dpx.PoissonSampling`. key: a secret PRNG key, (), of this run alone.
+
+    Raises ValueError for numbers outside their domains. For the paper's loss at masked parameters, see
+    `dpx.coordinates.masked_params`.
     """
     warmup = require_whole("warmup", warmup)
     require_fraction("example_keep", example_keep, "(0, 1]")

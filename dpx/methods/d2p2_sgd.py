@@ -47,12 +47,16 @@ def d2p2_sgd(
 
     The lift is A z / sqrt(p), the paper's A z divided by sqrt(p), so that a learning rate does not depend on p.
 
-    rank, reduction_rate, kind: of `dpx.coordinates.random_projection`, with a fresh draw every step; the paper reduces
-        by 0.1 and 0.3 with "gaussian", which is too slow for large models.
-    order: which of the two comes first. power, stability: of `dpx.methods.d2p_sgd`.
-    every: at least 1, the steps of a block (an epoch), in which the noise does not change.
-    noise_multiplier: of the first block of steps, or a `dpx.Budget`.
-    The rest is as in `dpx.dp_sgd`. Raises ValueError for an unknown order, and where these do.
+    rank: p, the number of random coordinates, in [1, d]; or one for each group of layers, a pytree prefix.
+    reduction_rate: in place of the rank, 1 - p/d in [0, 1); the paper takes 0.1 and 0.3.
+    kind: of the projection, which is drawn anew at every step. "gaussian", the paper's, is slow for large models.
+    order: which of the two comes first.
+    power: at least 0, with which the noise falls. every: at least 1, the steps of a block (an epoch) of equal noise.
+    stability: at least 1e-6, in the units of the gradient; a gradient g becomes g / (|g| + stability).
+    noise_multiplier: of the first block of steps, above 0, or a `dpx.Budget`.
+    sampling: how the batches are drawn, such as `dpx.PoissonSampling`. key: a secret PRNG key, (), of this run alone.
+
+    Raises ValueError for an unknown order, and for numbers outside their domains.
     """
     falling = _falling(noise_multiplier, power, every)
     projection = {"rank": rank, "reduction_rate": reduction_rate, "kind": kind}
@@ -73,7 +77,15 @@ def dp2_sgd(
 ) -> Mechanism:
     """DP2-SGD, the projected half of D2P2-SGD: its noise does not fall.
 
-    The paper's claim, the bill, the arguments and the errors are as in `dpx.methods.d2p2_sgd`.
+    The paper's claim and the bill are those of `dpx.methods.d2p2_sgd`, without the falling noise.
+
+    rank: p, the number of random coordinates, in [1, d]; or one for each group of layers. reduction_rate: in its place,
+        1 - p/d in [0, 1).
+    kind: of the projection, which is drawn anew at every step. order: whether it comes before or after the clip.
+    stability: at least 1e-6, in the units of the gradient; a gradient g becomes g / (|g| + stability).
+    noise_multiplier: of the sum of normalized gradients; a number, a schedule of the step, or a `dpx.Budget`.
+    sampling: how the batches are drawn, such as `dpx.PoissonSampling`. key: a secret PRNG key, (), of this run alone.
+    Raises ValueError for an unknown order, and for numbers outside their domains.
     """
     projection = {"rank": rank, "reduction_rate": reduction_rate, "kind": kind}
     return _projected(_automatic(noise_multiplier, stability, sampling, key), order, projection, key)
@@ -96,11 +108,12 @@ def d2p_sgd(
     The paper claims a bound whose constants it leaves open. dpx bills the composition of the Gaussian releases of all
     steps, which holds.
 
-    stability: of `dpx.mechanisms.normalized`, after which one example moves the sum by at most 1.
+    stability: at least 1e-6, in the units of the gradient; a gradient g becomes g / (|g| + stability), of norm below 1.
     power: at least 0; 1/2 in the paper's theorems, 1/4 per epoch in its experiments.
     every: at least 1, the steps of a block (an epoch), in which the noise does not change.
     noise_multiplier: of the first block, above 0, or a `dpx.Budget`.
-    The rest is as in `dpx.dp_sgd`. Raises ValueError for numbers outside their domains.
+    sampling: how the batches are drawn, such as `dpx.PoissonSampling`. key: a secret PRNG key, (), of this run alone.
+    Raises ValueError for numbers outside their domains.
     """
     return _automatic(_falling(noise_multiplier, power, every), stability, sampling, key)
 

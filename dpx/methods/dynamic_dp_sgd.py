@@ -35,7 +35,8 @@ def dynamic_dp_sgd(
         1 the clip norm is constant.
     noise_multiplier: 1 / mu_0, or a `dpx.Budget`.
     every: at least 1, the steps of a block (an epoch) that keeps both schedules at its first step's value.
-    The rest is as in `dpx.dp_sgd`. Raises ValueError for numbers outside their domains.
+    sampling: how the batches are drawn, such as `dpx.PoissonSampling`. key: a secret PRNG key, (), of this run alone.
+    Raises ValueError for numbers outside their domains.
     """
 
     def in_blocks(schedule, value, **rho):

@@ -35,13 +35,18 @@ def gep_sgd(
     dpx bills both as one Gaussian of noise multiplier sigma, because an example's embedding and residual, divided by
     their noise and multiplied by sigma, have norms of at most sqrt(s) and sqrt(1 - s), together 1.
 
-    basis: of `dpx.coordinates.public_subspace`, from public gradients. The paper computes a new one at every step;
-        `optax.tree.set(state, basis=...)` puts it into the state.
+    basis: what `dpx.coordinates.public_subspace` computes from public gradients, (rank, *shape) for each array of the
+        parameters. The paper computes a new one at every step; `optax.tree.set(state, basis=...)` puts it into the
+        state.
     embedding_clip_norm, residual_clip_norm: C1 and C2, above 0, in the units of the gradient.
     embedding_share: s in (0, 1), the embedding's share of the precision; 1/2 is the paper's.
-    freeze_rate, every: of `dpx.coordinates.random_freeze`, which masks each gradient before it is split, and the
-        release (Zhu and Blaschko 2021, arXiv:2112.00845, Table 1). The bill stays, because the masks depend on no data.
-    The rest is as in `dpx.dp_sgd`. Raises ValueError for numbers outside their domains.
+    freeze_rate: in [0, 1), the share of coordinates that a random mask freezes, in each gradient before it is split
+        and in the release (Zhu and Blaschko 2021, arXiv:2112.00845, Table 1). The bill stays, because the masks depend
+        on no data. every: at least 1, the steps that a mask is kept.
+    noise_multiplier: sigma, of the two releases as one Gaussian; a number, a schedule of the step, or a `dpx.Budget`.
+    sampling: how the batches are drawn, such as `dpx.PoissonSampling`. key: a secret PRNG key, (), of this run alone.
+
+    Raises ValueError for numbers outside their domains.
     """
     share = require_number("embedding_share", embedding_share, minimum=0, exclusive=True)
     if share >= 1:

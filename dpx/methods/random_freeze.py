@@ -29,9 +29,16 @@ def random_freeze_sgd(
     The paper claims the epsilon of DP-SGD. That holds, because the masks depend on no data; but the paper's runs
     shuffle the data and bill Poisson sampling. dpx bills DP-SGD for the sampling that draws the batches.
 
-    freeze_rate, every, posterior: of `dpx.coordinates.random_freeze`; gradual cooling is
-        `optax.linear_schedule(0.0, freeze_rate, cooling_steps)`, and `every` the steps of an epoch.
-    The rest is as in `dpx.dp_sgd`. Raises ValueError for numbers outside their domains.
+    freeze_rate: in [0, 1), the share of frozen coordinates; gradual cooling is
+        `optax.linear_schedule(0.0, freeze_rate, cooling_steps)`.
+    every: at least 1, the number of steps that a mask is kept; those of an epoch in the paper.
+    posterior: clip first and mask only the release, so that frozen coordinates count in the norm.
+    clip_norm: of an example's masked gradient; a number, a schedule of the step, or one for each group of layers.
+    noise_multiplier: the standard deviation of the noise on the sum, divided by the clip norm; a number, a schedule of
+        the step, or a `dpx.Budget`.
+    sampling: how the batches are drawn, such as `dpx.PoissonSampling`. key: a secret PRNG key, (), of this run alone.
+
+    Raises ValueError for numbers outside their domains.
 
     Momentum that is chained behind this mechanism still moves frozen coordinates, as in the paper.
     """
@@ -56,8 +63,12 @@ def ranked_freeze_sgd(
     The paper claims the epsilon of DP-SGD. That holds if the ranking reads the same release as the update, because two
     draws of noise would be two releases. dpx bills one Gaussian release a step, which is used for both.
 
-    freeze_rate, every: of `dpx.coordinates.ranked_freeze`. The rest is as in `dpx.dp_sgd`. Raises ValueError for
-    numbers outside their domains.
+    freeze_rate: in [0, 1), the share of frozen coordinates; a number or a schedule of the step.
+    every: at least 1, the number of steps of a period, after which the coordinates are ranked again.
+    clip_norm: of an example's masked gradient; a number, a schedule of the step, or one for each group of layers.
+    noise_multiplier: the standard deviation of the noise on the sum, divided by the clip norm; or a `dpx.Budget`.
+    sampling: how the batches are drawn, such as `dpx.PoissonSampling`. key: a secret PRNG key, (), of this run alone.
+    Raises ValueError for numbers outside their domains.
     """
     return in_coordinates(
         dp_sgd(clip_norm=clip_norm, noise_multiplier=noise_multiplier, sampling=sampling, key=key),
