@@ -240,7 +240,8 @@ def require_mechanism(mechanism: Any):
     """Raises ValueError unless `mechanism` is a `dpx.Mechanism`."""
     if not isinstance(mechanism, Mechanism):
         raise ValueError(
-            "a dpx Mechanism must come first; chain optax transforms behind it with dpx.chain(mechanism, ...), got "
+            "the optimizer must be a dpx Mechanism, which must come first: put optax transforms behind it with "
+            "dpx.chain(mechanism, *transforms); got "
             f"{type(mechanism)}"
         )
 

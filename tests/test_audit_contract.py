@@ -42,7 +42,7 @@ MECHANISM = sound(jax.random.key(7), 100)
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"mechanism": optax.sgd(1.0)}, "mechanism must be a dpx Mechanism"),
+        ({"mechanism": optax.sgd(1.0)}, "must be a dpx Mechanism"),
         ({"loss": lambda params, example: 0.0}, "must be given together"),
         ({"params": PARAMS, "loss": lambda params, example: 0.0}, "must be given together"),
         ({"params": {"w": np.zeros((40, 40))}}, "1 to 1000 numbers: use smaller layers, got 1600"),

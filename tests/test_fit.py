@@ -419,8 +419,8 @@ def test_another_schedule_is_refused(tmp_path):
 
 BAD = {
     "loss must be a function, got 3": dict(loss=3),
-    "a dpx Mechanism must come first": dict(optimizer=optax.sgd(0.1)),
-    "a dpx Mechanism must come first; ": dict(optimizer=optax.chain(optax.clip(1.0), made())),
+    "must be a dpx Mechanism": dict(optimizer=optax.sgd(0.1)),
+    "a dpx Mechanism, which must come first": dict(optimizer=optax.chain(optax.clip(1.0), made())),
     "params must be a pytree of float arrays, got .*'act': 'PjitFunction'": dict(
         params={"w": np.zeros(2), "act": jnp.tanh}
     ),

@@ -14,15 +14,16 @@ from dpx.states.reading import release_state, steps_taken
 
 
 def epsilon(
-    mechanism: Any,
+    optimizer: Any,
     steps_or_state: Any,
     *,
     delta: float,
     accountant: Accountant = "tightest",
     relation: Relation | None = None,
 ) -> float:
-    """An upper bound of epsilon at `delta` for the first steps of a mechanism; inf if a step adds no noise.
+    """An upper bound of epsilon at `delta` for the first steps of a run; inf if a step adds no noise.
 
+    optimizer: a `dpx.Mechanism`, also with optax transforms behind it (`dpx.chain`).
     steps_or_state: a number of steps (int, at least 0), or an optimizer state, whose billed steps are read.
     delta: in (0, 1), best far below 1 divided by the number of examples. A larger one warns.
     accountant: "tightest" bills by "pld" (privacy loss distributions) where that is known for every release, else by
@@ -33,42 +34,47 @@ def epsilon(
     Raises ValueError for a state that another mechanism made, for a relation that the event is not true for, and for
     an event that the accountant cannot bill.
     """
-    event, relation = event_of(mechanism, steps_or_state, relation)
-    checks.warn_of_large_delta(delta, mechanism.sampling)
+    event, relation = event_of(optimizer, steps_or_state, relation)
+    checks.warn_of_large_delta(delta, optimizer.sampling)
     return event_epsilon(event, delta=delta, accountant=accountant, relation=relation)
 
 
 def delta(
-    mechanism: Any,
+    optimizer: Any,
     steps_or_state: Any,
     *,
     epsilon: float,
     accountant: Accountant = "tightest",
     relation: Relation | None = None,
 ) -> float:
-    """An upper bound of delta at `epsilon` (at least 0) for the first steps of a mechanism; 1 if a step adds no noise.
+    """An upper bound of delta at `epsilon` (at least 0) for the first steps of a run; 1 if a step adds no noise.
 
-    The other arguments, and what raises ValueError, are as for `epsilon`.
+    optimizer: a `dpx.Mechanism`, also with optax transforms behind it (`dpx.chain`).
+    steps_or_state: a number of steps (int, at least 0), or an optimizer state, whose billed steps are read.
+    accountant: "tightest", "pld" (privacy loss distributions) or "rdp" (Renyi divergences).
+    relation: how neighboring data sets differ; None is the relation that the sampling states.
+
+    Raises ValueError for an epsilon below 0, and as `epsilon` does.
     """
     epsilon = checks.require_epsilon(epsilon)
-    event, relation = event_of(mechanism, steps_or_state, relation)
+    event, relation = event_of(optimizer, steps_or_state, relation)
     return event_delta(event, epsilon=epsilon, accountant=accountant, relation=relation)
 
 
-def event_of(mechanism: Any, steps_or_state: Any, relation: Relation | None) -> tuple[dp_accounting.DpEvent, Relation]:
+def event_of(optimizer: Any, steps_or_state: Any, relation: Relation | None) -> tuple[dp_accounting.DpEvent, Relation]:
     """The event of the steps, and the relation that it is billed under.
 
     Raises ValueError for a state that another mechanism made, and for a relation that the event is not true for.
     """
-    require_billable(mechanism)
+    require_billable(optimizer)
     steps = billed_steps(steps_or_state)
     if _is_number(steps_or_state):
-        event = mechanism.event(steps) if steps else dp_accounting.NoOpDpEvent()
-    elif hasattr(mechanism, "event_matching"):
-        event = mechanism.event_matching(steps_or_state, steps)
+        event = optimizer.event(steps) if steps else dp_accounting.NoOpDpEvent()
+    elif hasattr(optimizer, "event_matching"):
+        event = optimizer.event_matching(steps_or_state, steps)
     else:
-        raise ValueError(f"a state is billed by the dpx Mechanism that made its releases, got {type(mechanism)}")
-    return event, _relation_of(event, mechanism.sampling, relation)
+        raise ValueError(f"a state is billed by the dpx Mechanism that made its releases, got {type(optimizer)}")
+    return event, _relation_of(event, optimizer.sampling, relation)
 
 
 def _relation_of(event: dp_accounting.DpEvent, sampling: Any, relation: Relation | None) -> Relation:
@@ -86,11 +92,11 @@ def _relation_of(event: dp_accounting.DpEvent, sampling: Any, relation: Relation
     return relation
 
 
-def require_billable(mechanism: Any) -> None:
-    if not (hasattr(mechanism, "event") and hasattr(mechanism, "sampling")):
+def require_billable(optimizer: Any) -> None:
+    if not (hasattr(optimizer, "event") and hasattr(optimizer, "sampling")):
         raise ValueError(
-            "mechanism must be a dpx Mechanism, which has an event and a sampling; of an optax.chain, give the one in "
-            f"it. Got {type(mechanism)}"
+            "optimizer must be a dpx Mechanism, which has an event and a sampling; of an optax.chain, give the one in "
+            f"it. Got {type(optimizer)}"
         )
 
 

@@ -35,7 +35,8 @@ def calibrate(
 
     make: noise multiplier -> mechanism; its noise, constant or a schedule, must grow with the number.
     steps: int, at least 1. epsilon: positive and finite. delta: in (0, 1).
-    accountant, relation: as for `dpx.epsilon`.
+    accountant: "tightest", "pld" (privacy loss distributions) or "rdp" (Renyi divergences).
+    relation: how neighboring data sets differ; None is the relation that the sampling states.
     tolerance: relative; the bill is in [epsilon (1 - tolerance), epsilon] if it is a continuous function of the noise.
 
     Guarantee: `dpx.epsilon` of the mechanism that is built with the returned number is at most epsilon.

@@ -11,7 +11,7 @@ _MOST_STEPS = 10_000_000  # more than any run takes: a bill within the budget he
 
 
 def max_steps(
-    mechanism: Any,
+    optimizer: Any,
     *,
     epsilon: float,
     delta: float,
@@ -20,23 +20,25 @@ def max_steps(
 ) -> int:
     """The largest number of steps whose bill is at most epsilon at delta, an int; 0 if one step costs more.
 
-    epsilon: positive and finite. delta: in (0, 1). accountant, relation: as for `dpx.epsilon`.
+    optimizer: a `dpx.Mechanism`. epsilon: positive and finite. delta: in (0, 1).
+    accountant: "tightest", "pld" (privacy loss distributions) or "rdp" (Renyi divergences).
+    relation: how neighboring data sets differ; None is the relation that the sampling states.
 
     A schedule may be defined for some steps only, and its event raises ValueError beyond them. The result is then at
     most that number of steps. The search doubles and then bisects, because a bill grows with the steps, so it computes
     about 2 log2(steps) bills.
 
-    Guarantee: `dpx.epsilon(mechanism, max_steps(...), delta=delta)` is at most epsilon.
+    Guarantee: `dpx.epsilon(optimizer, max_steps(...), delta=delta)` is at most epsilon.
 
     Raises ValueError for arguments outside these ranges, and if 10,000,000 steps still cost at most epsilon.
     """
     epsilon = checks.require_positive_epsilon(epsilon)
-    require_billable(mechanism)
-    checks.warn_of_large_delta(delta, mechanism.sampling)
+    require_billable(optimizer)
+    checks.warn_of_large_delta(delta, optimizer.sampling)
 
     def affordable(steps: int) -> bool:
         try:
-            event, stated = event_of(mechanism, steps, relation)
+            event, stated = event_of(optimizer, steps, relation)
         except ValueError:
             if steps == 1:
                 raise

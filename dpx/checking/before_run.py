@@ -11,7 +11,7 @@ import numpy as np
 from dpx.accounting.checks import require_delta
 from dpx.checking import measured, parameters, plan, program, randomness, step
 from dpx.checking.report import Finding, Report
-from dpx.mechanism import Mechanism
+from dpx.mechanism import Mechanism, require_mechanism
 from dpx.optimizer import trained
 from dpx.sampling.batch import Batch, require_batch
 from dpx.scalars import require_whole
@@ -40,8 +40,11 @@ def check(
     Nothing is released with the run's noise, because the step that is timed has no row that counts; a run that follows
     is the same as without the check.
 
-    loss, optimizer, with_key, has_aux: as for `private_grad`. params: a pytree of arrays. batch: a `dpx.Batch`.
-    steps, delta: of the run; by default those of the mechanism's budget. data: as `sampling.take` gets it, if known.
+    loss: (params, example) -> float (), of one example without a batch axis. optimizer: a `dpx.Mechanism`.
+    params: a pytree of arrays. batch: a `dpx.Batch` of the data.
+    steps, delta: of the run; by default those of the optimizer's budget.
+    data: all examples, as `sampling.take` gets them, if known.
+    with_key: the loss takes a PRNG key, loss(params, example, key). has_aux: it returns (value, aux).
 
     Raises ValueError if `optimizer` is not a `dpx.Mechanism`, `batch` not a `dpx.Batch`, `params` empty, the loss not
     one real number, or a number outside its range.
@@ -83,8 +86,7 @@ def _require(loss, optimizer, params, batch, steps, delta) -> tuple[Batch, int |
     """The batch, the steps and delta. Raises ValueError for arguments that no finding could describe."""
     if not callable(loss):
         raise ValueError(f"loss must be a function of (params, example), got {type(loss)}")
-    if not isinstance(optimizer, Mechanism):
-        raise ValueError(f"optimizer must be a dpx Mechanism (chain optimizers with dpx.chain), got {type(optimizer)}")
+    require_mechanism(optimizer)
     if not jax.tree.leaves(params):
         raise ValueError(f"params must hold at least one array, got {described(params)}")
     if batch_size(require_batch(batch).examples) == 0:

@@ -137,7 +137,11 @@ def accumulate(
     examples are the same, because they count the rows of the chunks before. Both functions can be jitted, `add` also
     with donated sums. `sums` is an `AccumulatedSums`, as sensitive as the data.
 
-    loss, optimizer, microbatch_size, clipping, with_key, has_aux, platform: as in `private_grad`.
+    loss: (params, example) -> float (), of one example without a batch axis. optimizer: a `dpx.Mechanism`.
+    microbatch_size: int, how many examples of a chunk are computed at once; None chooses.
+    clipping: how the norms are computed: "auto", "ghost" or "vmap", as for `private_grad`.
+    with_key: the loss takes a PRNG key, loss(params, example, key). has_aux: it returns (value, aux).
+    platform: the one that the program is compiled for; None is JAX's default backend.
     chunk: a `dpx.Batch`. With `drawn`, the chunks must be all those of one batch, of the step of the state, each once
         and in order. Otherwise the state has no bill, as after a batch that was used twice. Chunks of your own,
         without `drawn`, are taken as they are. All chunks of a batch are added, and released, with one state.

@@ -21,7 +21,7 @@ from dpx.trees import Tree, batch_size
 
 def private_grad(
     loss: Callable,
-    mechanism: Mechanism,
+    optimizer: Mechanism,
     *,
     microbatch_size: int | None = None,
     clipping: Clipping = "auto",
@@ -32,7 +32,7 @@ def private_grad(
     """Builds `fn(params, batch, state) -> PrivateGradient`, the private gradient of `loss(params, example)`.
 
     loss: returns one real number, (), for one example, which has no batch axis.
-    mechanism: a `dpx.Mechanism`. With one that `dpx.chain` builds, the updates are the optimizer's.
+    optimizer: a `dpx.Mechanism`. With one that `dpx.chain` builds, the updates are those of the optax transforms.
     microbatch_size: int, how many examples are in memory at once. None: all, but fewer if a batch would not fit in half
         of the device's memory, or if that is faster on a CPU. Microbatches run in a loop; if the loss has convolutions
         in a loop or under `jax.checkpoint`, up to 64 are unrolled on a CPU.
@@ -46,24 +46,24 @@ def private_grad(
         `jax.export` does. The number of microbatches and their loop depend on it, and the result does not.
 
     params: a pytree of real arrays. batch: a `dpx.Batch` with the B examples on axis 0, which may be sharded. state:
-    from `mechanism.init(params)`. The updates are those of `mechanism.update` on stacked per-example gradients, up to
+    from `optimizer.init(params)`. The updates are those of `optimizer.update` on stacked per-example gradients, up to
     float32 rounding. The result's `unreleased` values are NOT private. On mesh axes of type Explicit, the updates are
     sharded as the parameters, the state as before, and `unreleased` as the examples. Inside a `jax.shard_map` with
     check_vma=True, only "vmap" works.
 
-    Raises ValueError for another type of mechanism, another `clipping` or `platform`, or a `microbatch_size` below 1.
+    Raises ValueError for another type of optimizer, another `clipping` or `platform`, or a `microbatch_size` below 1.
     `fn` raises it if the batch is not a `dpx.Batch` or does not fit the sampling, and for complex parameters, Flax
     modules or batch statistics among the parameters.
     Ghost norms: https://arxiv.org/abs/1510.01799, https://arxiv.org/abs/2110.05679, https://arxiv.org/abs/2210.00038.
     """
     options: Any = {"microbatch_size": microbatch_size, "has_aux": has_aux, "platform": platform}
-    row_sum = sum_gradients(loss, mechanism, clipping=clipping, **options)
-    return _private_step(row_sum, mechanism, with_key=with_key)
+    row_sum = sum_gradients(loss, optimizer, clipping=clipping, **options)
+    return _private_step(row_sum, optimizer, with_key=with_key)
 
 
 def private_update(
     update_of_one: Callable,
-    mechanism: Mechanism,
+    optimizer: Mechanism,
     *,
     microbatch_size: int | None = None,
     with_key: bool = False,
@@ -78,21 +78,25 @@ def private_update(
 
     update_of_one: returns a pytree like `params`. The result goes to `optax.apply_updates`, and an optimizer of
         `dpx.chain` descends along it. So return the direction of a gradient, which is the old parameters minus the new.
+    optimizer: a `dpx.Mechanism`. With one that `dpx.chain` builds, the updates are those of the optax transforms.
+    microbatch_size: int, how many units are in memory at once. None: all, or fewer if they do not fit.
+    with_key: `update_of_one` is (params, unit, key), with a PRNG key for each unit, ().
+    has_aux: it returns (update, aux), aux any pytree of arrays; `unreleased.aux` has it for every unit.
+    platform: "cpu", "cuda", "rocm" or "tpu", if the program is compiled for another one than JAX's default backend.
+
     batch: a `dpx.Batch` with the units on axis 0. A unit is a pytree of arrays; if units have different numbers of
-        examples, pad them, and put a mask of your own into the unit.
-    microbatch_size: int, how many units are in memory at once. None: as for `private_grad`. The rest, `platform` too,
-        is as there, but `unreleased.losses` is None.
+    examples, pad them, and put a mask of your own into the unit. `unreleased.losses` is None.
 
     Raises ValueError as `private_grad` does, and `fn` also if the update of a unit has another structure or shape than
     the parameters.
     """
-    row_sum = sum_updates(update_of_one, mechanism, microbatch_size=microbatch_size, has_aux=has_aux, platform=platform)
-    return _private_step(row_sum, mechanism, with_key=with_key)
+    row_sum = sum_updates(update_of_one, optimizer, microbatch_size=microbatch_size, has_aux=has_aux, platform=platform)
+    return _private_step(row_sum, optimizer, with_key=with_key)
 
 
 def explain(
     loss: Callable,
-    mechanism: Mechanism,
+    optimizer: Mechanism,
     params: Tree,
     batch: Batch,
     *,
@@ -103,29 +107,34 @@ def explain(
 ) -> ghost.Explanation:
     """A printable table of how `private_grad` computes the norms of each parameter, and why; and of its microbatches.
 
-    The arguments are those of `private_grad` and of the function that it builds. `params` and `batch` may hold
-    `jax.ShapeDtypeStruct`s in place of arrays. Raises ValueError for the arguments that `private_grad` refuses.
+    loss: (params, example) -> float (), of one example without a batch axis. optimizer: a `dpx.Mechanism`.
+    params, batch: as for the step; both may hold `jax.ShapeDtypeStruct`s in place of arrays.
+    clipping: "auto", "ghost" or "vmap", as for `private_grad`.
+    with_key: the loss takes a PRNG key, loss(params, example, key). has_aux: it returns (value, aux).
+    platform: the one that the program is compiled for; None is JAX's default backend.
+
+    Raises ValueError for the arguments that `private_grad` refuses.
     """
     row_sum = sum_gradients(
-        loss, mechanism, microbatch_size=None, clipping=clipping, has_aux=has_aux, platform=platform
+        loss, optimizer, microbatch_size=None, clipping=clipping, has_aux=has_aux, platform=platform
     )
-    state = jax.eval_shape(mechanism.init, params)
+    state = jax.eval_shape(optimizer.init, params)
     rows = jax.eval_shape(
-        functools.partial(rows_of, mechanism, with_key=with_key), state, require_batch(batch).examples
+        functools.partial(rows_of, optimizer, with_key=with_key), state, require_batch(batch).examples
     )
     plan, cost = row_sum.plan(params, state, rows)
     at_once = choose_microbatch_size(cost, plan, params, batch_size(batch.examples), row_sum.platform)
     return ghost.explain(plan, params, at_once.reason and f"microbatches of {at_once.size} examples: {at_once.reason}")
 
 
-def _private_step(row_sum: RowSum, mechanism: Mechanism, *, with_key: bool) -> Callable[..., PrivateGradient]:
+def _private_step(row_sum: RowSum, optimizer: Mechanism, *, with_key: bool) -> Callable[..., PrivateGradient]:
     def step(params, batch, state):
         examples, included, drawn = batch
-        included = inclusion(batch_size(examples), included, mechanism.sampling)
-        rows = rows_of(mechanism, state, examples, with_key=with_key)
+        included = inclusion(batch_size(examples), included, optimizer.sampling)
+        rows = rows_of(optimizer, state, examples, with_key=with_key)
         sums, of_each = row_sum(params, state, rows, included)
         count = jnp.sum(included)
-        updates, state = mechanism.release_once(sums, state, params, count, drawn)
+        updates, state = optimizer.release_once(sums, state, params, count, drawn)
         return PrivateGradient(updates, state, Unreleased(*of_each))
 
     def place(params, batch, state):

@@ -11,7 +11,7 @@ from dpx.audit.contract import cost, lines, noise, secrecy
 from dpx.audit.contract.inputs import default_params
 from dpx.audit.contract.report import Broken, ContractReport, Line, NotChecked
 from dpx.audit.contract.trial import Trial
-from dpx.mechanism import Mechanism
+from dpx.mechanism import Mechanism, require_mechanism
 from dpx.scalars import require_whole
 from dpx.trees import Tree, batch_size, described
 
@@ -102,8 +102,7 @@ def _line(trial: Trial, name: str) -> Line:
 
 def _require(mechanism: Any, loss: Any, params: Tree, examples: Tree, lines: Sequence[str] | None) -> Sequence[str]:
     """The names of the lines. Raises ValueError as `check_contract` does."""
-    if not isinstance(mechanism, Mechanism):
-        raise ValueError(f"mechanism must be a dpx Mechanism (chain optimizers with dpx.chain), got {type(mechanism)}")
+    require_mechanism(mechanism)
     if (loss is None) != (examples is None) or (loss is not None and params is None):
         raise ValueError("loss, params and examples must be given together, and examples with a loss only")
     leaves = jax.tree.leaves(params)
