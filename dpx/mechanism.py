@@ -59,7 +59,7 @@ class Mechanism(optax.GradientTransformationExtraArgs):
     supports_ghost_norms: whether `encode` only scales coordinates or drops leaves, and `norm` is the 2-norm of each
               group of leaves, so that `dpx.gradients.ghost` can compute the norms without the gradients
     encode_whole_batch: whether each call of `encode` draws large arrays, so that one call for all examples is cheapest
-    budget:   the `dpx.Budget` that the noise was calibrated to, or None
+    budget:   the `dpx.Budget` that the noise was calibrated to, in steps, or None
     """
 
     encode: Callable[[Tree, Tree], Tree]
@@ -93,6 +93,8 @@ class Mechanism(optax.GradientTransformationExtraArgs):
         encode_whole_batch=False,
         budget=None,
     ) -> Self:
+        budget = None if budget is None else budget.for_sampling(sampling)
+
         def begin(params):
             guards.require_params(params)
             return stamped(init(params), self.terms, 0 if budget is None else budget.steps)

@@ -215,6 +215,7 @@ def test_no_step_beyond_the_budget(tmp_path):
     result = fit(optimizer, steps=2, delta=1e-6, accountant="rdp", checkpoints=tmp_path)
     assert result.epsilon == dpx.epsilon(optimizer, 2, delta=1e-6, accountant="rdp")
     rest = dict(delta=1e-6, accountant="rdp", checkpoints=tmp_path)
+    assert fit(optimizer, epochs=0.6, **rest).steps == 3
     assert fit(optimizer, steps=3, **rest).steps == 3  # without a budget, a run may grow
     with pytest.raises(ValueError, match="steps must be at least the 3 that the stored run has made, got 2"):
         fit(optimizer, steps=2, **rest)
@@ -429,7 +430,10 @@ BAD = {
     "data must hold the 60 examples of the sampling, got 50": dict(data=(DATA[0][:50], LABELS[:50])),
     "steps must be a whole number of at least 1, got -1": dict(steps=-1),
     "steps must be a whole number of at least 1, got 2.5": dict(steps=2.5),
-    "steps must be given, because the mechanism has no dpx.Budget": dict(optimizer=made(2.0), delta=1e-5),
+    "steps and epochs must not both be given, got 3 and 1": dict(steps=3, epochs=1),
+    "epochs must be a finite number above 0": dict(epochs=0),
+    "steps must be at most the 8 of the mechanism's budget, got 10": dict(epochs=2),
+    "steps or epochs must be given, because the mechanism has no dpx.Budget": dict(optimizer=made(2.0), delta=1e-5),
     "delta must be given, because the mechanism has no dpx.Budget": dict(optimizer=made(2.0), steps=3),
     "delta must be": dict(delta=2.0),
     "accountant": dict(accountant="guess"),

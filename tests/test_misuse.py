@@ -372,6 +372,17 @@ REFUSED = {
         lambda: dp_sgd(BUDGET).replace(event=lambda steps: None),
         "put dpx.calibrated on the function",
     ),
+    "a budget of no epochs": (lambda: dpx.Budget(epsilon=2.0, delta=1e-5, epochs=0), "epochs must be a finite number"),
+    "a budget of no length": (lambda: dpx.Budget(epsilon=2.0, delta=1e-5), "exactly one of steps and epochs"),
+    "a budget of two lengths": (
+        lambda: dpx.Budget(epsilon=2.0, delta=1e-5, steps=3, epochs=1),
+        "exactly one of steps and epochs must be given, got 3 and 1",
+    ),
+    "a schedule of a budget": (
+        lambda: dp_sgd(optax.linear_schedule(BUDGET, 1.0, 100)).event(1),
+        "a Budget is not a number: .* decorate a function of noise_multiplier with dpx.calibrated",
+    ),
+    "a multiple of a budget": (lambda: dp_sgd(2.0 * BUDGET), "a Budget is not a number"),
     "a budget of no steps": (lambda: dpx.Budget(epsilon=2.0, delta=1e-5, steps=0), "steps must be a whole number"),
     "calibrated on what takes no noise": (lambda: dpx.calibrated(lambda clip_norm: None), "noise_multiplier"),
     "noise from the data": (lambda: jax.jit(lambda x: dp_sgd(x).event(1))(jnp.ones(())), "traced"),

@@ -200,6 +200,34 @@ def test_take_refuses_the_state_of_another_sampling():
                 other.take(np.zeros(other.examples), KEY, mechanism(own).init(PARAMS))
 
 
+def test_epochs_are_steps_rounded_up():
+    """Worked out by hand: 60,000 / 1,024 = 58.6 steps an epoch, and 5 epochs of it are 292.97 steps."""
+    poisson = dpx.PoissonSampling(examples=60_000, batch_size=1024)
+    assert [poisson.steps(epochs=epochs) for epochs in (1e-9, 1, 5, 1024)] == [1, 59, 293, 60_000]
+    assert dpx.FixedSizeSampling(examples=100, batch_size=30).steps(epochs=3) == 10
+    assert dpx.ShuffledEpochs(examples=100, batch_size=30).steps(epochs=3) == 12  # 4 batches, the last of 10 examples
+    assert dpx.ShuffledEpochs(examples=100, batch_size=30).steps(epochs=2.1) == 9
+    assert dpx.FullBatch(examples=100).steps(epochs=3) == 3
+    assert dpx.PoissonSampling(examples=30, batch_size=1).steps(epochs=0.1) == 3  # 0.1 * 30 is above 3 in float64
+    for epochs in (0, -1.0, math.inf, math.nan, True, "5", None):
+        with pytest.raises(ValueError, match="epochs must be a finite number above 0"):
+            poisson.steps(epochs=epochs)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=repr)
+def test_a_budget_of_epochs_is_one_of_steps(sampling):
+    shared = dict(epsilon=2.0, delta=1e-5, accountant="rdp")
+    steps = sampling.steps(epochs=1.3)
+    by_epochs, by_steps = (
+        mechanism(sampling, dpx.Budget(**shared, **length)) for length in ({"epochs": 1.3}, {"steps": steps})
+    )
+    assert by_epochs.budget == by_steps.budget == dpx.Budget(**shared, steps=steps)
+    assert by_epochs.noise_multiplier == by_steps.noise_multiplier
+    assert by_epochs.init(PARAMS).planned_steps == steps
+    attached = mechanism(sampling).replace(budget=dpx.Budget(**shared, epochs=1.3))
+    assert attached.budget.steps == attached.init(PARAMS).planned_steps == steps
+
+
 def test_take_refuses_the_step_beyond_the_budget():
     sampling, data = SAMPLINGS[0], np.zeros(100)
     made = mechanism(sampling, dpx.Budget(epsilon=2.0, delta=1e-5, steps=3))

@@ -1,15 +1,16 @@
-"""Budgets: (epsilon, delta) for a number of steps, which is given in place of a noise multiplier."""
+"""Budgets: (epsilon, delta) for a number of steps or epochs, which is given in place of a noise multiplier."""
 
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn, TypeVar
 
 from dpx.accounting import checks
 from dpx.accounting.calibration import calibrate
 from dpx.accounting.checks import Accountant
-from dpx.scalars import require_whole
+from dpx.sampling.sampling import Sampling
+from dpx.scalars import require_number, require_whole
 from dpx.trees import described
 
 M = TypeVar("M", bound=Any)
@@ -17,26 +18,54 @@ M = TypeVar("M", bound=Any)
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """(epsilon, delta) for `steps` steps. Give it where a function that is `calibrated` takes a noise multiplier.
+    """(epsilon, delta) for a run. Give it where a function that is `calibrated` takes a noise multiplier.
+
+        dpx.Budget(epsilon=2.0, delta=1e-5, epochs=5)
 
     The mechanism remembers its budget: `sampling.take` and `sampling.batches` refuse the step after the last one.
 
     epsilon: float, positive and finite. delta: float in (0, 1), best far below 1 divided by the number of examples.
-    steps: int, at least 1. accountant: the one by which the bill is at most epsilon, as for `dpx.epsilon`.
+    steps: int, at least 1, of the whole run. epochs: float, positive, in place of steps. The budget of a mechanism has
+        steps, those of `sampling.steps(epochs=epochs)`, because the sampling says how long an epoch is.
+    accountant: the one by which the bill is at most epsilon, as for `dpx.epsilon`.
 
-    Raises ValueError for a field outside its range.
+    Raises ValueError for a field outside its range, unless exactly one of steps and epochs is given, and for arithmetic
+    with a budget.
     """
 
     epsilon: float
     delta: float
-    steps: int
+    steps: int = None  # pyrefly: ignore[bad-assignment]  # an int in every mechanism, because it takes `for_sampling`
+    epochs: float | None = None
     accountant: Accountant = "tightest"
 
     def __post_init__(self):
         checks.require_positive_epsilon(self.epsilon)
         checks.require_delta(self.delta)
         checks.require_accountant(self.accountant)
-        require_whole("steps", self.steps)
+        if (self.steps is None) == (self.epochs is None):
+            given = f"{described(self.steps)} and {described(self.epochs)}"
+            raise ValueError(f"exactly one of steps and epochs must be given, got {given}")
+        if self.epochs is None:
+            require_whole("steps", self.steps)
+        else:
+            require_number("epochs", self.epochs, minimum=0, exclusive=True)
+
+    def for_sampling(self, sampling: Sampling) -> "Budget":
+        """This budget with steps, those that its epochs are under `sampling`."""
+        if self.epochs is None:
+            return self
+        return replace(self, steps=sampling.steps(epochs=self.epochs), epochs=None)
+
+    def _no_number(self, *_: Any) -> NoReturn:
+        raise ValueError(
+            "a Budget is not a number: give it as the noise_multiplier itself, which is then constant. For a schedule "
+            "that meets a budget, decorate a function of noise_multiplier with dpx.calibrated, and multiply the "
+            "schedule by that number inside"
+        )
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _no_number
+    __pow__ = __rpow__ = __neg__ = __lt__ = __le__ = __gt__ = __ge__ = _no_number
 
 
 def calibrated(build: Callable[..., M]) -> Callable[..., M]:
@@ -70,6 +99,7 @@ def calibrated(build: Callable[..., M]) -> Callable[..., M]:
             arguments.arguments["noise_multiplier"] = noise_multiplier
             return build(*arguments.args, **arguments.kwargs)
 
+        budget = budget.for_sampling(make(1.0).sampling)
         noise_multiplier = calibrate(
             make, steps=budget.steps, epsilon=budget.epsilon, delta=budget.delta, accountant=budget.accountant
         )

@@ -32,6 +32,7 @@ def fit(
     *,
     key: jax.Array | None = None,
     steps: int | None = None,
+    epochs: float | None = None,
     delta: float | None = None,
     accountant: Accountant | None = None,
     evaluate: Callable[[Tree], Any] | None = None,
@@ -56,7 +57,8 @@ def fit(
         `__getitem__(int)`.
     optimizer: a mechanism, most often of `dpx.chain`; one run for one key.
     key: of the batches, (); None is the key of the optimizer, whose stream "sampling" draws them.
-    steps: int, of the whole run; None is those of the budget. delta, accountant: None is the budget's.
+    steps: int, of the whole run; None is those of the budget. epochs: float, in place of steps, which are then
+        `sampling.steps(epochs=epochs)`. delta, accountant: None is the budget's.
     evaluate: (params) -> number or dict of numbers, from PUBLIC data only: nobody bills what it reads.
     evaluate_every: steps; None is about an epoch, but at most 40 evaluations. The last step is always evaluated.
     callbacks: functions of a `dpx.fitting.Progress` after each evaluation. True ends the run; another call
@@ -81,7 +83,7 @@ def fit(
     with together():
         require_spanned(sharding)
         require_inputs(loss, params, data, optimizer, loss_at)
-        terms = Terms.of(optimizer, key=key, steps=steps, delta=delta, accountant=accountant)
+        terms = Terms.of(optimizer, key=key, steps=steps, epochs=epochs, delta=delta, accountant=accountant)
         watcher = Watcher.of(terms, evaluate, evaluate_every, callbacks, progress, loss_at)
         require_whole("checkpoint_every", checkpoint_every)
         carry = begin(params, optimizer, sharding)

@@ -29,14 +29,20 @@ class Terms:
     accountant: Accountant
 
     @classmethod
-    def of(cls, optimizer: Mechanism, *, key: Any, steps: Any, delta: Any, accountant: Any) -> "Terms":
+    def of(cls, optimizer: Mechanism, *, key: Any, steps: Any, epochs: Any, delta: Any, accountant: Any) -> "Terms":
         """The terms with the defaults filled in. Raises ValueError where there are none, and for steps beyond them."""
         budget = optimizer.budget
+        if epochs is not None:
+            if steps is not None:
+                raise ValueError(
+                    f"steps and epochs must not both be given, got {described(steps)} and {described(epochs)}"
+                )
+            steps = optimizer.sampling.steps(epochs=epochs)
         if budget is not None:
             steps = budget.steps if steps is None else steps
             delta = budget.delta if delta is None else delta
         elif steps is None or delta is None:
-            missing = "steps" if steps is None else "delta"
+            missing = "steps or epochs" if steps is None else "delta"
             raise ValueError(f"{missing} must be given, because the mechanism has no dpx.Budget")
         steps = require_whole("steps", steps)
         if budget is not None and steps > budget.steps:

@@ -1,6 +1,7 @@
 """The noun behind the records of records.py: what a sampling states, and how it gives a run its batches."""
 
 import abc
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -14,9 +15,11 @@ from dpx.sampling import loading
 from dpx.sampling.batch import Batch
 from dpx.sampling.draws import Draw, Draws, record, require_known, widen
 from dpx.sampling.rows import rows_of, unit_of
-from dpx.scalars import require_whole
+from dpx.scalars import require_number, require_whole
 from dpx.states.reading import next_steps
 from dpx.trees import Tree
+
+_ROUNDING = 1e-12  # relative, of a number of steps: 0.1 epochs of 30 steps are 3 steps, not 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +32,7 @@ class Sampling(abc.ABC):
     divisor:  the expected batch size; the private gradient is the noisy sum divided by it. A public constant.
     pads:     whether a batch may hold padding; otherwise every batch has `divisor` rows.
     most_rows: the largest number of rows of a batch that may count; inf where chance decides it.
+    steps_per_epoch: float, how many steps take as many examples as there are, on average.
     one_key:  whether `event` is true only if all batches of a run are drawn with one key.
     event:    (multipliers) -> DpEvent of len(multipliers) releases with these noise multipliers, float64 (steps,).
     """
@@ -48,6 +52,19 @@ class Sampling(abc.ABC):
     @property
     def most_rows(self) -> float:
         return self.divisor
+
+    @property
+    def steps_per_epoch(self) -> float:
+        return self.examples / self.divisor
+
+    def steps(self, *, epochs: float) -> int:
+        """How many steps `epochs` epochs are, an int: epochs * examples / divisor, rounded up.
+
+        With `ShuffledEpochs`, whose last batch of an epoch may be short, it is epochs * steps_per_epoch, rounded up.
+        epochs: float, positive and finite. Raises ValueError for other numbers.
+        """
+        steps = require_number("epochs", epochs, minimum=0, exclusive=True) * self.steps_per_epoch
+        return math.ceil(steps * (1 - _ROUNDING))
 
     @abc.abstractmethod
     def event(self, multipliers: np.ndarray) -> DpEvent: ...
