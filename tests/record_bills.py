@@ -192,7 +192,7 @@ def _mechanisms() -> Iterator[tuple[str, Bill]]:
     )
     yield (
         "a calibrated schedule",
-        lambda: accounting.calibrate_schedule(np.linspace(3, 1, 100), 0.01, epsilon=2, delta=1e-5).scale,
+        lambda: accounting.calibrate_schedule(np.linspace(3, 1, 100), 0.01, epsilon=2, delta=1e-5, buckets=64).scale,
     )
 
 

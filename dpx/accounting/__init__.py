@@ -10,6 +10,7 @@ Which function answers which question:
 * The cost of a search for hyper-parameters on private data: `best_of`, for `dpx.tuning.search`.
 * What the bill means for an attacker: `attack_bounds`, `plot_attack_bounds`.
 * Epsilon at each step, delta at each epsilon, and the trade-off function, as arrays and plots: `curves`.
+* The cost of a run of DP-SGD from its numbers, also of another library: `dp_sgd_epsilon`.
 * The same without a mechanism: `schedule_epsilon`, `schedule_delta` and `calibrate_schedule` for noise multipliers,
   `event_epsilon` and `event_delta` for a dp-accounting event, `gdp` for Gaussian differential privacy.
 * Numbers that papers claim, which may not be reported as spent: `comparisons`, and the second half of `gdp`.
@@ -43,6 +44,7 @@ from dpx.accounting.bill import delta, epsilon
 from dpx.accounting.budget import Budget, calibrated
 from dpx.accounting.calibration import CalibratedSchedule, calibrate, calibrate_schedule
 from dpx.accounting.compose import Composition, compose
+from dpx.accounting.dp_sgd import dp_sgd_epsilon
 from dpx.accounting.events import event_delta, event_epsilon, register
 from dpx.accounting.horizon import max_steps
 from dpx.accounting.plan import Plan, PlannedRun, plan
@@ -68,6 +70,7 @@ __all__ = [
     "compose",
     "curves",
     "delta",
+    "dp_sgd_epsilon",
     "epsilon",
     "event_delta",
     "event_epsilon",

@@ -12,7 +12,7 @@ from dpx.accounting.bill import event_of
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.events import event_epsilon
 from dpx.accounting.pld.buckets import Buckets
-from dpx.accounting.schedule import Interval, bucketed_gaussians, lower_profile, upper_profile
+from dpx.accounting.schedule import BUCKETS, Interval, bucketed_gaussians, lower_profile, upper_profile
 from dpx.scalars import require_whole
 
 _COARSE_BUCKETS = 24  # of a first, rough search, where the second one starts (benchmarks/accounting.py, calibration)
@@ -81,7 +81,7 @@ def calibrate_schedule(
     accountant: Accountant = "tightest",
     relation: Relation = "add_or_remove",
     tolerance: float = 1e-4,
-    buckets: int = 64,
+    buckets: int = BUCKETS,
 ) -> CalibratedSchedule:
     """The least scale for which the noise multipliers `scale * shape` cost at most epsilon at delta.
 

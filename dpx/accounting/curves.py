@@ -12,6 +12,7 @@ from dpx.accounting import checks
 from dpx.accounting.bill import event_of
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.events import event_epsilon, event_profile
+from dpx.accounting.schedule import BUCKETS
 from dpx.scalars import require_whole
 
 _BUCKETS = 64  # distinct releases in each point of a curve over steps: about a second a point at 10,000 releases
@@ -61,8 +62,9 @@ def epsilon_over_steps(
 ) -> EpsilonOverSteps:
     """The epsilon spent at `delta`, an upper bound after each of at most `points` numbers of steps in 1 .. steps.
 
-    steps: int, at least 1. points: int, at least 2; keep it small, because every point composes its own event, with at
-    most 64 distinct releases. The other arguments are those of `dpx.epsilon`.
+    steps: int, at least 1. points: int, at least 2; keep it small, because every point composes its own event. The last
+    point is what `dpx.epsilon` says. Those before it are computed with at most 64 distinct releases. The other
+    arguments are those of `dpx.epsilon`.
 
     Raises ValueError for steps or points below these, and as `dpx.epsilon` does.
     """
@@ -71,8 +73,9 @@ def epsilon_over_steps(
     spent = []
     for step in steps_shown.tolist():
         event, stated = event_of(mechanism, step, relation)
-        spent.append(event_epsilon(event, delta=delta, accountant=accountant, relation=stated, buckets=_BUCKETS))
-    return EpsilonOverSteps(steps_shown, np.array(spent))
+        buckets = BUCKETS if step == steps else _BUCKETS
+        spent.append(event_epsilon(event, delta=delta, accountant=accountant, relation=stated, buckets=buckets))
+    return EpsilonOverSteps(steps_shown, np.minimum.accumulate(spent[::-1])[::-1])  # fewer steps cost no more
 
 
 def delta_over_epsilon(

@@ -16,12 +16,9 @@ from dpx.accounting.pld.losses import SampledGaussian
 from dpx.accounting.profiles import UNBOUNDED, DelegatedProfile, Profile, profile
 from dpx.accounting.releases import WHOLE_RUN_READERS, count_releases
 from dpx.accounting.releases import register as register
-from dpx.accounting.schedule import round_to_few
+from dpx.accounting.schedule import BUCKETS, round_to_few
 from dpx.scalars import require_whole
 
-# Distinct steps in a composition by PLD. A schedule of 10,000 takes about a second, and its epsilon is at most 1.4 %
-# above the truth (benchmarks/accounting.py: mechanism_epsilon, against the lower end of interval).
-_BUCKETS = 512
 _GRID = 1e-4  # spacing of privacy losses in dp-accounting's PLD; at 1e-3 some long runs are billed 1.5 times too much
 
 
@@ -31,7 +28,7 @@ def event_epsilon(
     delta: float,
     accountant: Accountant = "tightest",
     relation: Relation = "add_or_remove",
-    buckets: int = _BUCKETS,
+    buckets: int = BUCKETS,
 ) -> float:
     """An upper bound of epsilon at `delta` for an event; inf if a release adds no noise.
 
@@ -59,7 +56,7 @@ def event_delta(
     epsilon: float,
     accountant: Accountant = "tightest",
     relation: Relation = "add_or_remove",
-    buckets: int = _BUCKETS,
+    buckets: int = BUCKETS,
 ) -> float:
     """An upper bound of delta at `epsilon` (at least 0) for an event; arguments and errors as for `event_epsilon`."""
     epsilon = checks.require_epsilon(epsilon)
@@ -71,7 +68,7 @@ def event_profile(
     *,
     accountant: Accountant = "tightest",
     relation: Relation = "add_or_remove",
-    buckets: int = _BUCKETS,
+    buckets: int = BUCKETS,
     curve: bool = False,
 ) -> Profile:
     """The profile of an event, which computes epsilon and delta; see `event_epsilon`.

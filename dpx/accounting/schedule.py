@@ -15,6 +15,11 @@ from dpx.accounting.pld.losses import Losses, SampledGaussian
 from dpx.accounting.profiles import UNBOUNDED, ComposedProfile, GaussianProfile, Profile, profile, unsampled
 from dpx.scalars import require_number, require_whole
 
+# Distinct steps in a composition by PLD, the same for every bill. A schedule of 10,000 takes about a second, and its
+# epsilon is at most 1.4 % above the truth (benchmarks/accounting.py: mechanism_epsilon, against the lower end of
+# interval).
+BUCKETS = 512
+
 
 @dataclass(frozen=True)
 class Interval:
@@ -35,7 +40,7 @@ def schedule_epsilon(
     counts: Any = None,
     accountant: Accountant = "tightest",
     relation: Relation = "add_or_remove",
-    buckets: int = 64,
+    buckets: int = BUCKETS,
     grid: float | None = None,
 ) -> Interval:
     """Epsilon at `delta` of T Gaussian releases on Poisson samples, whose noise changes from step to step.
@@ -47,7 +52,8 @@ def schedule_epsilon(
     accountant: "pld", which "tightest" means here, composes privacy loss distributions. "rdp" adds the Renyi
         divergences of every distinct step at dp-accounting's orders; the lower end of its interval is 0.
     buckets: the most distinct steps in the composition. The width of the interval is about proportional to 1 / buckets;
-        if no more steps are distinct, only the error of the grid is left.
+        if no more steps are distinct, only the error of the grid is left. With the default, the upper end is what
+        `dpx.epsilon` says of the same run. Fewer are faster, and their upper end is larger.
     grid: spacing of privacy losses; the default is fine enough for four digits. The upper end is an upper bound for any
         grid.
 
@@ -71,7 +77,7 @@ def schedule_delta(
     counts: Any = None,
     accountant: Accountant = "tightest",
     relation: Relation = "add_or_remove",
-    buckets: int = 64,
+    buckets: int = BUCKETS,
     grid: float | None = None,
 ) -> Interval:
     """delta at `epsilon` (at least 0) of such a schedule; arguments, guarantee and errors as for `schedule_epsilon`."""
