@@ -325,7 +325,62 @@ def test_the_budget_of_a_score_pays_for_no_steps():
     assert bill.covers(made.event(20)) and not bill.covers(made.event(21))
 
 
+def with_noise(configuration, key, *, noise_multiplier):
+    sampling = dpx.PoissonSampling(examples=1000, batch_size=configuration.get("batch_size", 50))
+    return mechanism({"noise": noise_multiplier}, key, sampling)
+
+
+TOTAL = dpx.Budget(epsilon=2.0, delta=1e-5, epochs=1)  # 20 steps of batches of 50
+WITHIN = {"optimizer": with_noise, "steps": None, "delta": None, "budget": TOTAL}
+
+
+@pytest.mark.parametrize("score_on", ["public", tuning.NoisySum(20.0)])
+def test_a_search_within_a_total_budget(score_on):
+    score = {} if score_on == "public" else {"score": lambda params: np.ones(5)}
+    search = Searcher(**WITHIN, score_on=score_on, **score)
+    found = search()
+    trial = search.trials[0].optimizer
+    assert 2.0 * (1 - 2e-4) <= found.epsilon <= 2.0 and found.delta == 1e-5
+    assert trial.budget.steps == 20 == trial.init({"w": jnp.zeros(2)}).planned_steps
+    noise = trial.noise_multiplier
+    event = GaussianDpEvent(20.0) if score_on != "public" else score_on
+
+    def cost(noise):
+        return best_of((mechanism({"noise": noise}, trial.key), 20), trials=6, score_on=event).epsilon(1e-5)
+
+    assert cost(noise) == found.epsilon == found.report.epsilon["rdp"]
+    assert cost(0.999 * noise) > 2.0  # the least
+    assert dpx.epsilon(trial, 20, delta=1e-5) < 2.0
+
+
+def test_configurations_whose_bills_cross_within_a_budget():
+    """Small batches for many steps and whole ones for few: the worst depends on the Renyi order."""
+    sizes = [{"rate": 1.0, "batch_size": 5}, {"rate": 2.0, "batch_size": 1000}, {"rate": 3.0, "batch_size": 50}]
+    search = Searcher(sizes, **WITHIN)
+    found = search(3, trials=20)
+    assert 2.0 * (1 - 2e-4) <= found.epsilon <= 2.0
+    noise = {t.configuration["batch_size"]: t.optimizer.noise_multiplier for t in search.trials}
+    steps = {t.configuration["batch_size"]: t.optimizer.budget.steps for t in search.trials}
+    assert steps == {5: 200, 50: 20, 1000: 1} and noise[5] < noise[50] < noise[1000]
+
+
 REFUSED = {
+    "a budget beside steps": (WITHIN | {"steps": 20}, "steps and delta must not be given beside a budget"),
+    "a budget beside a delta": (WITHIN | {"delta": 1e-5}, "steps and delta must not be given beside a budget"),
+    "a budget that is a number": (WITHIN | {"budget": 2.0}, "budget must be a dpx.Budget, got 2.0"),
+    "a budget, and an optimizer without noise": (WITHIN | {"optimizer": mechanism}, "must also take noise_multiplier"),
+    "a budget, and an optimizer of constant noise": (
+        WITHIN | {"optimizer": lambda c, key, noise_multiplier: mechanism({"noise": 0.5}, key)},
+        "the search cannot stay within epsilon=2 at delta=1e-05. Expect fewer trials",
+    ),
+    "a budget that the score exceeds": (
+        WITHIN | {"score_on": tuning.NoisySum(1.0)},
+        "add more noise to a private score: epsilon=2.0 cannot be met",
+    ),
+    "a budget by pld": (
+        WITHIN | {"budget": dpx.Budget(epsilon=2.0, delta=1e-5, steps=20, accountant="pld")},
+        "no privacy loss distribution",
+    ),
     "a score of unknown origin": ({"score_on": None}, "score_on must be"),
     "a private score without noise": ({"score_on": "private"}, "a score on private data without noise"),
     "a score whose event is no noise": ({"score_on": ComposedDpEvent([])}, "must have noise"),
@@ -387,9 +442,9 @@ def test_trials_beyond_the_bill_are_refused():
 
 def test_the_page(promoting, capsys):
     """docs/tuning.md, with keys whose searches are short."""
-    keys = iter(["key = dpx.secret_key(5)", '"key": dpx.secret_key(6)'])
+    keys = iter(["key = dpx.secret_key(5)", "key=dpx.secret_key(7)", '"key": dpx.secret_key(6)'])
     blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    code = re.sub(r'(key = |"key": )dpx.secret_key\(\)', lambda _: next(keys), "".join(blocks))
+    code = re.sub(r'(key = |key=|"key": )dpx.secret_key\(\)', lambda _: next(keys), "".join(blocks))
     with jax.numpy_rank_promotion("allow"):
         exec(code, {})
     first, second, *sentences = capsys.readouterr().out.splitlines()

@@ -53,11 +53,11 @@ def calibrate(
         return event_epsilon(event, delta=delta, accountant=by, relation=stated, **options)
 
     if accountant == "rdp":
-        return _least_within(lambda noise: bill(noise, "rdp"), epsilon, tolerance, 1.0)
-    start = _least_within(
+        return least_within(lambda noise: bill(noise, "rdp"), epsilon, tolerance, 1.0)
+    start = least_within(
         lambda noise: bill(noise, accountant, buckets=_COARSE_BUCKETS), epsilon, _COARSE_TOLERANCE, 1.0
     )
-    return _least_within(lambda noise: bill(noise, accountant), epsilon, tolerance, start)
+    return least_within(lambda noise: bill(noise, accountant), epsilon, tolerance, start)
 
 
 @dataclass(frozen=True)
@@ -104,20 +104,20 @@ def calibrate_schedule(
         return lambda scale: upper_profile(steps.scaled(scale), accountant=by, relation=relation).epsilon(delta)
 
     coarse = bucketed_gaussians(sigmas / median, rates, repeats, _COARSE_BUCKETS)
-    scale = _least_within(bill(coarse, accountant), epsilon, _COARSE_TOLERANCE, 1.0)
+    scale = least_within(bill(coarse, accountant), epsilon, _COARSE_TOLERANCE, 1.0)
     if accountant == "rdp":
         steps = Buckets(sigmas / median, sigmas / median, rates, rates, repeats)
-        scale = _least_within(bill(steps, "rdp"), epsilon, tolerance, scale)
+        scale = least_within(bill(steps, "rdp"), epsilon, tolerance, scale)
         return CalibratedSchedule(scale / median, Interval(0.0, bill(steps, "rdp")(scale)))
     near = sigmas * (scale / median)
     steps = bucketed_gaussians(near, rates, repeats, require_whole("buckets", buckets)).scaled(1 / scale)
-    scale = _least_within(bill(steps, accountant), epsilon, tolerance, scale)
+    scale = least_within(bill(steps, accountant), epsilon, tolerance, scale)
     upper = bill(steps, accountant)(scale)
     lower = lower_profile(steps.scaled(scale), relation=relation).epsilon(delta)
     return CalibratedSchedule(float(scale / median), Interval(min(upper, lower), upper))
 
 
-def _least_within(bill: Callable[[float], float], budget: float, tolerance: float, start: float) -> float:
+def least_within(bill: Callable[[float], float], budget: float, tolerance: float, start: float) -> float:
     """The least noise with bill(noise) <= budget, to the tolerance, for a bill that decreases.
 
     First the answer is bracketed. Then the bracket is narrowed by secants in log-log coordinates, or by bisection if a

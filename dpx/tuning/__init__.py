@@ -18,7 +18,10 @@ The bill holds for the winner alone. How many trials there were, all other resul
 search that was interrupted is continued by the same program with the same key: it has the same number of trials, with
 the same configurations and keys. A second search, with another key, is another bill (`dpx.compose`).
 
-`search.py` has the search, `plan.py` a trial and its score; `dpx/accounting/selection.py` has the bill and its proof.
+With `budget=`, the noise of the trials is calibrated so that the whole search costs at most a total epsilon.
+
+`search.py` has the search, `plan.py` a trial and its score, `budget.py` the noise within a budget;
+`dpx/accounting/selection.py` has the bill and its proof.
 """
 
 from dpx.tuning.plan import NoisySum as NoisySum

@@ -1,5 +1,6 @@
 """The plan of a search, which fixes its bill before the first trial; one trial of it, and its score."""
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -11,8 +12,9 @@ import numpy as np
 from dp_accounting import DpEvent, GaussianDpEvent
 
 from dpx import keys
-from dpx.accounting.best_of import Distribution, Selection, best_of
+from dpx.accounting.best_of import Selection, best_of
 from dpx.accounting.bill import event_of
+from dpx.accounting.budget import Budget
 from dpx.accounting.checks import require_delta
 from dpx.accounting.compose import same_key
 from dpx.fitting.settings import require_function
@@ -20,6 +22,7 @@ from dpx.mechanism import Mechanism, require_mechanism
 from dpx.scalars import require_number, require_whole
 from dpx.states.reading import release_state, steps_taken
 from dpx.trees import Tree
+from dpx.tuning.budget import noises_within, require_noise_multiplier
 
 
 class Trial(NamedTuple):
@@ -58,26 +61,46 @@ ScoreOn = Literal["public"] | NoisySum | DpEvent
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What every trial needs. mechanisms, steps: of each configuration, as billed."""
+    """What every trial needs, and the bill of all of them.
+
+    build: (configuration, key, noise multiplier) -> mechanism. noises: of each configuration, floats; None where the
+    search has no budget. mechanisms, steps: of each configuration, as billed.
+    """
 
     train: Callable[[Trial], Any]
     configurations: list[Any]
     score: Callable
-    optimizer: Callable[[Any, jax.Array], Mechanism]
+    build: Callable[[Any, jax.Array, float | None], Mechanism]
     key: jax.Array
-    score_on: ScoreOn
+    noises: list[float | None]
     mechanisms: list[Mechanism]
     steps: list[int]
     delta: float
+    score_on: ScoreOn
+    bill: Selection
 
     @classmethod
-    def of(cls, train, configurations, score, optimizer, key, score_on, steps, delta) -> "Plan":
+    def of(
+        cls, train, configurations, score, optimizer, key, *, trials, score_on, distribution, budget, steps, delta
+    ) -> "Plan":
         for name, function in (("train", train), ("score", score), ("optimizer", optimizer)):
             require_function(name, function)
         configurations, key = list(configurations), keys.secret(keys.require(key))
         if not configurations:
             raise ValueError("configurations must hold at least one, got none")
-        built = [_built(optimizer, each, _trial_key(key, 0)) for each in configurations]
+        own, build = _trial_key(key, 0), _builder(optimizer, budget)
+
+        def bill(mechanisms: list[Mechanism], steps: list[int]) -> Selection:
+            noise = GaussianDpEvent(score_on.noise_multiplier) if isinstance(score_on, NoisySum) else score_on
+            runs = zip(mechanisms, steps, strict=True)
+            return best_of(*runs, trials=trials, score_on=noise, distribution=distribution)
+
+        noises: list[float | None] = [None] * len(configurations)
+        if budget is not None:
+            if steps is not None or delta is not None:
+                raise ValueError("steps and delta must not be given beside a budget, which has them")
+            noises = [*noises_within(budget, [functools.partial(build, each, own) for each in configurations], bill)]
+        built = [build(each, own, noise) for each, noise in zip(configurations, noises, strict=True)]
         if steps is None and any(mechanism.budget is None for mechanism in built):
             raise ValueError("steps must be given, because a mechanism has no dpx.Budget")
         deltas = {mechanism.budget and mechanism.budget.delta for mechanism in built}
@@ -85,29 +108,25 @@ class Plan:
             raise ValueError(
                 f"delta must be given, because the budgets of the mechanisms do not agree on one: {deltas}"
             )
+        lengths = [m.budget.steps if steps is None and m.budget else require_whole("steps", steps) for m in built]
         return cls(
             train=train,
             configurations=configurations,
             score=score,
-            optimizer=optimizer,
+            build=build,
             key=key,
-            score_on=score_on,
+            noises=noises,
             mechanisms=built,
-            steps=[m.budget.steps if steps is None and m.budget else require_whole("steps", steps) for m in built],
+            steps=lengths,
             delta=require_delta(deltas.pop() if delta is None else delta),
+            score_on=score_on,
+            bill=replace(bill(built, lengths), keys=(key,)),
         )
-
-    def bill(self, trials: float, distribution: Distribution) -> Selection:
-        score_on = self.score_on
-        if isinstance(score_on, NoisySum):
-            score_on = GaussianDpEvent(score_on.noise_multiplier)
-        runs = zip(self.mechanisms, self.steps, strict=True)
-        return replace(best_of(*runs, trials=trials, score_on=score_on, distribution=distribution), keys=(self.key,))
 
     def run(self, number: int, folder: Path | None) -> tuple[Trial, Tree, Tree]:
         """The trial of a number, its parameters and its state. Raises ValueError if they are not those billed."""
         chosen = _below(len(self.configurations), keys.stream(self.key, "configuration", number))
-        mechanism = _built(self.optimizer, self.configurations[chosen], _trial_key(self.key, number))
+        mechanism = self.build(self.configurations[chosen], _trial_key(self.key, number), self.noises[chosen])
         most = self.steps[chosen]
         if mechanism.event(most) != self.mechanisms[chosen].event(most):
             raise ValueError(
@@ -155,12 +174,22 @@ def _trial_key(key: jax.Array, number: int) -> jax.Array:
     return keys.stream(key, "trial", number)
 
 
-def _built(optimizer: Callable, configuration: Any, key: jax.Array) -> Mechanism:
-    mechanism = optimizer(configuration, key)
-    require_mechanism(mechanism)
-    if not same_key(mechanism.key, key):
-        raise ValueError("optimizer must build its mechanism with the key that it is given: trials need fresh noise")
-    return mechanism
+def _builder(optimizer: Callable, budget: Budget | None) -> Callable[[Any, jax.Array, float | None], Mechanism]:
+    """(configuration, key, noise multiplier) -> mechanism, with the budget of the search, which has the steps."""
+    if budget is not None:
+        require_noise_multiplier(optimizer)
+
+    def build(configuration, key, noise):
+        given = {} if budget is None else {"noise_multiplier": noise}
+        mechanism = optimizer(configuration, key, **given)
+        require_mechanism(mechanism)
+        if not same_key(mechanism.key, key):
+            raise ValueError(
+                "optimizer must build its mechanism with the key that it is given: trials need fresh noise"
+            )
+        return mechanism if budget is None else mechanism.replace(budget=budget)
+
+    return build
 
 
 def _below(end: int, key: jax.Array) -> int:

@@ -11,12 +11,13 @@ import jax
 
 from dpx import keys
 from dpx.accounting.best_of import Distribution, Selection
+from dpx.accounting.budget import Budget
 from dpx.accounting.report import PrivacyReport, privacy_report
 from dpx.accounting.selection import SHAPES, draw_count
 from dpx.fitting.checkpoints import SENSITIVE, make_folder, write
 from dpx.mechanism import Mechanism
 from dpx.states.reading import steps_taken
-from dpx.trees import Tree
+from dpx.trees import Tree, described
 from dpx.tuning.plan import Plan, ScoreOn, Trial
 
 
@@ -44,11 +45,12 @@ def search(
     configurations: Sequence[Any],
     score: Callable,
     *,
-    optimizer: Callable[[Any, jax.Array], Mechanism],
+    optimizer: Callable[..., Mechanism],
     key: jax.Array,
     trials: float,
     score_on: ScoreOn,
     distribution: Distribution = "logarithmic",
+    budget: Budget | None = None,
     steps: int | None = None,
     delta: float | None = None,
     unit: str | None = None,
@@ -65,15 +67,22 @@ def search(
     score_on: "public" if `score` reads its argument and public data only. `NoisySum(noise_multiplier)` if it reads
         private data. The event of the noise if `score(params, key)` adds it itself. Every trial pays the last two.
     distribution: of the number: as for `dpx.accounting.best_of`.
+    budget: of the whole search, with the steps or epochs of one trial. The optimizer is then called as
+        optimizer(configuration, key, noise_multiplier=...), with the least noise multiplier for which the bill of the
+        search is within the budget; the cost of every step must fall as that number grows.
     steps: int, the most steps of a trial; delta: in (0, 1); None is that of the mechanisms' budgets. unit: as for
         `dpx.privacy_report`. checkpoints: a folder with a folder for each trial, as SENSITIVE as the data.
 
     Raises ValueError for other arguments, a mechanism with another key or of no bill, a trial that makes more steps,
-    a state of another mechanism, a score that is no number, and the checkpoints of another search.
+    a state of another mechanism, a score that is no number, the checkpoints of another search, and a budget that no
+    noise meets.
     Source: Papernot and Steinke 2022, https://arxiv.org/abs/2110.03620; `accounting/selection.py`.
     """
-    plan = Plan.of(train, configurations, score, optimizer, key, score_on, steps, delta)
-    bill = plan.bill(trials, distribution)
+    if budget is not None and not isinstance(budget, Budget):
+        raise ValueError(f"budget must be a dpx.Budget, got {described(budget)}")
+    billed = dict(trials=trials, score_on=score_on, distribution=distribution, budget=budget, steps=steps, delta=delta)
+    plan = Plan.of(train, configurations, score, optimizer, key, **billed)
+    bill = plan.bill
     folder = _open_folder(checkpoints, plan, bill)
     winner, best = None, -math.inf
     for number in range(draw_count(keys.stream(key, "number of trials"), bill.trials, SHAPES[distribution])):
