@@ -9,7 +9,7 @@ from scipy import stats
 
 import dpx
 from dpx.accounting import attack_bounds, best_of, gdp, plot_attack_bounds
-from dpx.accounting.attacks import bounds_of
+from dpx.accounting.attacks import bounds_of, upper
 from dpx.accounting.compose import Composition
 from dpx.accounting.events import event_profile
 from dpx.accounting.profiles import DeltaProfile
@@ -81,8 +81,8 @@ def test_a_mechanism_its_report_and_what_is_refused():
     found, report = attack_bounds(mechanism, 50, delta=DELTA), dpx.privacy_report(mechanism, 50, delta=DELTA)
     assert found == bounds(RUN) == report.attacks
     for words in (
-        f"finds at most {100 * found.true_positive_rates[0]:.4g} %",
-        f"mu = {found.mu:.4g}",
+        f"above {upper(100 * found.true_positive_rates[0], 4)} %",
+        f"mu = {upper(found.mu, 4)}",
         "(the advantage)",
     ):
         assert words in report.to_markdown()

@@ -1,7 +1,10 @@
 """Bills, calibration, reports and curves of mechanisms, by any object with an event and a sampling."""
 
+import dataclasses
+import html
 import json
 import math
+import re
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -10,11 +13,14 @@ import numpy as np
 import pytest
 from scipy import stats
 
+import dpx
 from dpx import accounting
 from dpx.accounting import curves
+from dpx.accounting.attacks import upper
 from dpx.accounting.checks import Accountant
 from dpx.accounting.pld.losses import SampledGaussian
 from dpx.accounting.releases import count_releases
+from dpx.accounting.statement import sections_of
 
 Gaussian = dp_accounting.GaussianDpEvent
 
@@ -360,7 +366,52 @@ def test_report_of_no_noise_is_valid_json():
     report = accounting.privacy_report(Mechanism(0.0), 5, delta=1e-6, unit="one patient")
     read = json.loads(report.to_json(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert read["epsilon"] == {"pld": "inf", "rdp": "inf"}
-    assert "**epsilon = inf**" in report.to_markdown() and "one patient" in report.to_markdown()
+    assert "NO guarantee for one patient" in report.to_markdown() and "kept" not in str(report)
+
+
+def test_all_forms_of_a_report_hold_the_same_facts():
+    """Plain words first, each with its unit; every sentence and number is in the text, the Markdown and the HTML."""
+    for sampling in (Poisson(0.01), Fixed(), Shuffled()):
+        report = accounting.privacy_report(Mechanism(3.0, sampling), 9, delta=1e-6, unit="patient", name="a|b *c* <i>")
+        sections = sections_of(report)
+        plain = [section for section in sections if section.title != "In the words of the code"]
+        assert sections.index(plain[-2]) == len(plain) - 2  # the code words stand below
+        assert all("patient" in sentence for section in plain for sentence in section.sentences)
+        forms = str(report), re.sub(r"\\(.)", r"\1", report.to_markdown()), html.unescape(report.to_html())
+        facts = [words for section in sections for words in (section.title, *section.sentences, *sum(section.rows, ()))]
+        for form in forms:
+            for words in (*facts, "a|b *c* <i>", report.date, report.mechanism):
+                assert " ".join(words.split()) in " ".join(form.split())
+        assert "<i>" not in report.to_html() and "| a\\|b \\*c\\* \\<i> |" in report.to_markdown()
+        assert max(map(len, str(report).split("Mechanism\n")[0].splitlines())) <= 100
+        assert report._repr_markdown_() == report.to_markdown() and len(repr(report)) < 120
+    with pytest.raises(ValueError, match="name must be"):
+        dataclasses.replace(report, name="two\nlines")
+
+
+@pytest.mark.parametrize(
+    ("target", "delta", "verdict"),
+    [
+        (9.0, 1e-6, "the run kept it"),
+        (9.0, 1e-7, "the run kept it"),
+        (0.01, 1e-6, "spent MORE"),
+        (9.0, 1e-5, "cannot be compared"),
+        (None, 1e-6, "No epsilon was set"),
+    ],
+)
+def test_a_report_holds_what_was_spent_against_the_target(target, delta, verdict):
+    """Epsilon is at most so much at the budget's delta, 1e-6; a larger delta of the report would say less."""
+    budget = target and dpx.Budget(epsilon=target, delta=1e-6, steps=9)
+    report = dataclasses.replace(accounting.privacy_report(Mechanism(3.0), 9, delta=delta), budget=budget)
+    assert verdict in " ".join(str(report).split())
+    assert json.loads(report.to_json())["budget"] == (budget and dataclasses.asdict(budget))
+
+
+def test_printed_bounds_hold():
+    for value in (0.0, 1.99998703, 7.39000001, 1e-5 / 3, 123456.1, 0.1):
+        for digits in (3, 6):
+            assert value <= float(upper(value, digits)) <= value * (1 + 2 * 10 ** (1 - digits))
+    assert upper(math.inf, 3) == "inf" and upper(2.0, 6) == "2"
 
 
 class Selected(Mechanism):

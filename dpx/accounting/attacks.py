@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from decimal import ROUND_CEILING, Context
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,19 +42,25 @@ class AttackBounds(NamedTuple):
     mu: float
     delta: float
 
-    def sentences(self) -> tuple[str, ...]:
-        """The bounds in words."""
+    def sentences(self, unit: str = "example") -> tuple[str, ...]:
+        """The bounds in words, rounded up. unit: what the sampling draws, in words."""
         rates = zip(self.false_positive_rates, self.true_positive_rates, strict=True)
         return (
             *(
-                f"Whoever wrongly accuses {100 * wrong:.4g} % of the absent finds at most {100 * right:.4g} % of those "
-                "present."
+                f"At a false positive rate of {100 * wrong:.4g} %, no attack that asks whether one {unit} took part "
+                f"has a true positive rate above {upper(100 * right, 4)} %."
                 for wrong, right in rates
             ),
-            f"True positive rate minus false positive rate (the advantage): at most {self.advantage:.4g}.",
-            f"mu = {self.mu:.4g}: at every false positive rate, the true positive rate is at most that of mu-Gaussian "
-            f"differential privacy plus {self.delta:g}.",
+            f"The true positive rate of an attack on one {unit} minus its false positive rate (the advantage) is at "
+            f"most {upper(self.advantage, 4)}.",
+            f"mu = {upper(self.mu, 4)}: at every false positive rate, the true positive rate of an attack on one "
+            f"{unit} is at most that of mu-Gaussian differential privacy plus {self.delta:g}.",
         )
+
+
+def upper(value: float, digits: int) -> str:
+    """A bound in words, rounded up to so many digits, so that what is printed holds, too."""
+    return f"{float(Context(prec=digits, rounding=ROUND_CEILING).create_decimal(value)):.{digits}g}"
 
 
 def attack_bounds(

@@ -4,7 +4,8 @@ import importlib.metadata
 import json
 import math
 import platform
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,38 +15,29 @@ from dpx.accounting import checks
 from dpx.accounting.attacks import FALSE_POSITIVE_RATES, AttackBounds, bounds_of
 from dpx.accounting.best_of import Selection
 from dpx.accounting.bill import batches_of, billed_steps, event_of, require_billable
+from dpx.accounting.budget import Budget
 from dpx.accounting.checks import Relation
 from dpx.accounting.events import event_epsilon, event_profile, explanation
+from dpx.accounting.pages import as_html, as_markdown, as_text
+from dpx.accounting.statement import caveats, sections_of, title_of, tuning_words
 from dpx.accounting.summary import summary
 from dpx.states.record import unit_mark
 from dpx.trees import described
 
-_CAVEATS = (
-    "Holds if batches were drawn as `sampling` says, and while the keys of the noise and of the sampling are secret.",
-    "Gaussian noise is drawn in float32: its tail ends near 5.4 standard deviations, so a delta below about 1e-7 is "
-    "not meaningful, and attacks on floating-point noise are not excluded.",
-    "Per-{unit} losses, gradients and clipping statistics of training data are not private unless noised and billed.",
-)
-_TUNING = {
-    None: "Not billed: if hyper-parameters were chosen by runs on the same data, that cost more than is stated here.",
-    "public": "Public data: hyper-parameters were chosen without any run on the private data.",
-}
-_RELATION_CAVEATS = {
-    "add_or_remove": "Neighbors differ by the presence of one {unit}. The size of the data set is treated as public.",
-    "zero_out": "Neighbors differ by nulling the contribution of one {unit}; who takes part is treated as public.",
-    "replace_one": "Neighbors differ by exchanging one {unit} for another; the size of the data set is public.",
-}
 
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class PrivacyReport:
-    """A privacy statement, with all its assumptions.
+    """A privacy statement, with all its assumptions; `str` is a page of it, first in plain words for a data owner.
 
     mechanism: the printed pipeline. steps: how many are billed. unit: one record of the data set, in words.
     relation: how neighboring data sets differ. sampling: the printed sampling record. delta: in (0, 1).
     epsilon: an upper bound by each accountant, so the smallest is the guarantee; None if an accountant does not apply.
+    budget: the `dpx.Budget` that the noise was calibrated to, the target; None without one, and for a search.
     attacks: what that means for an attacker. tuning: whether the choice of hyper-parameters is billed, in words.
-    events: the releases, one sentence each. versions: by package. caveats: one sentence each.
+    events: the releases, one sentence each. versions: by package. caveats: what lies outside of the guarantee.
+    date: of the report, in UTC, such as "2026-01-31". name: of the run, in one line, or None.
+
+    `dataclasses.replace(report, name="...")` names the run afterwards. Raises ValueError for a name of several lines.
     """
 
     mechanism: str
@@ -60,6 +52,22 @@ class PrivacyReport:
     events: tuple[str, ...]
     versions: dict[str, str]
     caveats: tuple[str, ...]
+    date: str
+    budget: Budget | None = None
+    name: str | None = None
+
+    def __post_init__(self):
+        if self.name is not None and not (isinstance(self.name, str) and self.name.strip() and self.name.isprintable()):
+            raise ValueError(f"name must be printable words in one line, got {described(self.name)}")
+
+    @property
+    def spent(self) -> float:
+        """The epsilon that counts: the least of the bounds."""
+        return min(value for value in self.epsilon.values() if value is not None)
+
+    def __repr__(self) -> str:
+        name = f"name={self.name!r}, " if self.name else ""
+        return f"PrivacyReport({name}unit={self.unit!r}, epsilon={self.spent}, delta={self.delta}, steps={self.steps})"
 
     def to_json(self) -> str:
         """The report as valid JSON; an infinite epsilon is the string "inf"."""
@@ -69,61 +77,22 @@ class PrivacyReport:
 
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
         fields["epsilon"] = {name: finite(value) for name, value in self.epsilon.items()}
+        fields["budget"] = self.budget and asdict(self.budget)
         fields["attacks"] = self.attacks._asdict() | {"mu": finite(self.attacks.mu)}
         return json.dumps(fields, indent=2, allow_nan=False)
 
+    def __str__(self) -> str:
+        return as_text(title_of(self), sections_of(self))
+
     def to_markdown(self) -> str:
-        """The report as a Markdown page."""
-        spent = [value for value in self.epsilon.values() if value is not None]
-        bills = "\n".join(
-            f"| {name} | {'does not apply' if value is None else f'{value:.6g}'} |"
-            for name, value in self.epsilon.items()
-        )
-        return f"""# Privacy report
+        """The report as a Markdown page; a notebook shows it."""
+        return as_markdown(title_of(self), sections_of(self))
 
-After {self.steps} steps the run is (epsilon, delta)-differentially private with **epsilon = {min(spent):.6g}** \
-at **delta = {self.delta:g}**.
+    def to_html(self) -> str:
+        """The report as a whole page of HTML, to hand to someone without tools."""
+        return as_html(title_of(self), sections_of(self))
 
-| | |
-|---|---|
-| unit of privacy | {self.unit} |
-| neighboring relation | {self.relation} |
-| sampling | `{self.sampling}` |
-| steps | {self.steps} |
-| delta | {self.delta:g} |
-
-| accountant | epsilon (upper bound) |
-|---|---|
-{bills}
-
-## What an attacker can learn
-
-About the presence of one record, from the release and all other records, at most this:
-
-{_lines(self.attacks.sentences())}
-
-## Tuning
-
-{self.tuning}
-
-## Releases
-
-{_lines(self.events)}
-
-## Mechanism
-
-```
-{self.mechanism}
-```
-
-## Limits
-
-{_lines(self.caveats)}
-
-## Versions
-
-{_lines(tuple(f"{name} {version}" for name, version in self.versions.items()))}
-"""
+    _repr_markdown_ = to_markdown
 
     def write(self, folder: str | Path, *, name: str = "privacy_report") -> tuple[Path, Path]:
         """Writes `name`.json and `name`.md into a folder, which is created if missing, and returns their paths."""
@@ -142,6 +111,7 @@ def privacy_report(
     delta: float,
     unit: str | None = None,
     tuning: Selection | Literal["public"] | None = None,
+    name: str | None = None,
 ) -> PrivacyReport:
     """The report of a mechanism after some steps: epsilon by "pld" and by "rdp", and all assumptions.
 
@@ -152,15 +122,17 @@ def privacy_report(
     tuning: how hyper-parameters were chosen. "public": without any run on the private data. A `Selection` (of
         `dpx.accounting.best_of` or `dpx.tuning.search`): this run is the winner, and the report states the cost of the
         search. None: the report says that the choice is not billed.
+    name: of the run, such as "cancer model, May", in one line. None: the report has none.
 
     Raises ValueError as `dpx.epsilon` does, for another unit than the state records, where neither accountant can bill
-    the event, for another tuning, and for a run that costs more than a trial of the search.
+    the event, for another tuning or name, and for a run that costs more than a trial of the search.
     """
     require_billable(mechanism)
     checks.warn_of_large_delta(delta, mechanism.sampling)
     steps = billed_steps(steps_or_state)
     event, relation = event_of(mechanism, steps_or_state, None)
-    event, words = _with_tuning(event, relation, tuning)
+    subject = _unit_of(batches_of(steps_or_state)[1], unit)
+    event, words = _with_tuning(event, relation, tuning, subject)
     bills: dict[str, float | None] = {"pld": None, "rdp": None}
     refusals = []
     for accountant in ("pld", "rdp"):
@@ -170,14 +142,6 @@ def privacy_report(
             refusals.append(error)
     if len(refusals) == len(bills):
         raise refusals[0]
-    subject = _unit_of(batches_of(steps_or_state)[1], unit)
-    caveats = tuple(caveat.format(unit=subject) for caveat in (_RELATION_CAVEATS[relation], *_CAVEATS))
-    caveats += explanation(event, delta=delta, relation=relation)
-    if subject != "example":
-        caveats += (
-            f"The sampling and the clipping must have treated one {subject} as one record: where the pipeline and the "
-            f"sampling say example, they mean {subject}, and the size of the data set counts each {subject} once.",
-        )
     return PrivacyReport(
         mechanism=str(mechanism),
         steps=steps,
@@ -190,7 +154,10 @@ def privacy_report(
         tuning=words,
         events=summary(event),
         versions=_versions(),
-        caveats=caveats,
+        caveats=(*caveats(subject, relation), *explanation(event, delta=delta, relation=relation)),
+        date=datetime.now(UTC).date().isoformat(),
+        budget=None if isinstance(tuning, Selection) else getattr(mechanism, "budget", None),
+        name=name,
     )
 
 
@@ -207,15 +174,15 @@ def _unit_of(recorded: int, unit: str | None) -> str:
     return subject
 
 
-def _with_tuning(event: DpEvent, relation: Relation, tuning: Any) -> tuple[DpEvent, str]:
+def _with_tuning(event: DpEvent, relation: Relation, tuning: Any, unit: str) -> tuple[DpEvent, str]:
     """The event that is billed, and how the choice of hyper-parameters is, in words."""
     if isinstance(tuning, Selection):
         if tuning.relation != relation or not tuning.covers(event):
             raise ValueError(f"the run must be one that the search billed, got {event}; {tuning}")
         return tuning.event, str(tuning)
-    if not (tuning is None or isinstance(tuning, str)) or tuning not in _TUNING:
+    if not (tuning is None or isinstance(tuning, str)) or tuning not in (None, "public"):
         raise ValueError(f'tuning must be "public", a dpx.accounting.Selection or None, got {described(tuning)}')
-    return event, _TUNING[tuning]
+    return event, tuning_words(unit, tuning)
 
 
 def _versions() -> dict[str, str]:
@@ -226,7 +193,3 @@ def _versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             versions[package] = "not installed as a package"
     return versions
-
-
-def _lines(items: tuple[str, ...]) -> str:
-    return "\n".join(f"* {item}" for item in items) if items else "* none"

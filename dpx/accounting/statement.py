@@ -1,0 +1,145 @@
+"""The words of a privacy report: first those for a data owner, who reads no code, and then those of the code."""
+
+import math
+from typing import Any
+
+from dpx.accounting.attacks import upper
+from dpx.accounting.pages import Section
+
+_QUESTION = {
+    "add_or_remove": "whether or not one {unit} is in the data",
+    "zero_out": "whether or not one {unit} contributes to the run",
+    "replace_one": "whether one {unit} is in the data, or another {unit} in its place",
+}
+_ALTERNATIVE = {
+    "add_or_remove": "without it",
+    "zero_out": "without its contribution",
+    "replace_one": "with another {unit} in its place",
+}
+_NEIGHBORS = {
+    "add_or_remove": "Neighboring data sets differ by the presence of one {unit}, and the size of the data set, "
+    "counted by {unit}, is treated as public.",
+    "zero_out": "Neighboring data sets differ by nulling the contribution of one {unit}, and which {unit} takes part "
+    "is treated as public.",
+    "replace_one": "Neighboring data sets differ by exchanging one {unit} for another, and the size of the data set, "
+    "counted by {unit}, is treated as public.",
+}
+_OUTSIDE = (
+    "Losses, gradients and clipping statistics that are computed from the data of one {unit} are not private unless "
+    "they are noised and billed; checkpoints and logs of the run may hold them.",
+    "The guarantee for one {unit} holds only while the keys of the noise and of the sampling are secret, and only if "
+    "the batches were drawn as the sampling below says.",
+    "What the data of every other {unit} show may be true of one {unit}, too, and is not hidden.",
+    "Two of a kind, such as one {unit} and a second {unit} of the same person, are protected with twice this epsilon, "
+    "and with 1 + e^epsilon times this delta.",
+    "Any other release from the same data, such as another run or a statistic, adds to what is spent for one {unit}: "
+    "dpx.compose bills them together.",
+    "The noise that protects one {unit} is drawn in float32: its tail ends near 5.4 standard deviations, so a delta "
+    "below about 1e-7 is not meaningful.",
+    "Attacks on one {unit} that use the rounding of floating-point noise, or the time that a step takes, are not "
+    "excluded.",
+)
+_TUNING = {
+    None: "Not billed: if hyper-parameters were chosen by runs on the same data, that cost one {unit} more than is "
+    "stated here.",
+    "public": "Public data: hyper-parameters were chosen without any run on the private data of one {unit}.",
+}
+
+
+def caveats(unit: str, relation: str) -> tuple[str, ...]:
+    """What lies outside of the guarantee, one sentence each, and how neighboring data sets differ."""
+    several = (
+        f"The sampling and the clipping must have treated one {unit} as one record: where the pipeline and the "
+        f"sampling say example, they mean {unit}, and the size of the data set counts each {unit} once.",
+    )
+    sentences = (_NEIGHBORS[relation], *_OUTSIDE)
+    return (*(words.format(unit=unit) for words in sentences), *(several if unit != "example" else ()))
+
+
+def tuning_words(unit: str, tuning: str | None) -> str:
+    """How hyper-parameters were chosen. tuning: "public" or None, see `dpx.privacy_report`."""
+    return _TUNING[tuning].format(unit=unit)
+
+
+def title_of(report: Any) -> str:
+    return f"Privacy report of {report.name}" if report.name else "Privacy report"
+
+
+def sections_of(report: Any) -> tuple[Section, ...]:
+    """All facts of a `PrivacyReport`, in the order in which they are read. Printed bounds are rounded up."""
+    unit = report.unit.removeprefix("one ")
+    whole = "one record of the data set" if unit == "example" else "with all of its records together"
+    question = _QUESTION[report.relation].format(unit=unit)
+    return (
+        Section(
+            "What is protected",
+            (
+                f"The guarantee is for one {unit}: {whole}.",
+                f"From all that the run released, nobody can tell well {question}. Epsilon and delta say how well.",
+            ),
+        ),
+        Section(
+            "Against whom",
+            (
+                f"The guarantee for one {unit} holds against everyone who sees the parameters after every step and the "
+                f"public state, whatever they know about every other {unit}, and however long they compute.",
+            ),
+        ),
+        Section("How much is spent", _spent(report, unit), _numbers(report, unit)),
+        Section("What an attacker can learn", report.attacks.sentences(unit)),
+        Section("The choice of hyper-parameters", (report.tuning,)),
+        Section("Outside of the guarantee", report.caveats),
+        Section("In the words of the code", rows=_code_words(report)),
+        Section("Mechanism", code=report.mechanism),
+    )
+
+
+def _spent(report: Any, unit: str) -> tuple[str, ...]:
+    spent = report.spent
+    if math.isinf(spent):
+        return (f"There is NO guarantee for one {unit}, because epsilon = inf: a release has no noise.",)
+    factor = upper(math.exp(spent), 3) if spent < 700 else "e^epsilon"
+    other = _ALTERNATIVE[report.relation].format(unit=unit)
+    return (
+        f"The epsilon that counts for one {unit} is {upper(spent, 6)} at delta {report.delta:g}, after {report.steps} "
+        "steps. It is an upper bound, the least of those below.",
+        _target(report, unit),
+        f"Any result of the run is at most {factor} times as likely with one {unit} as {other}, and the other way "
+        f"round, but for a probability of {report.delta:g}.",
+    )
+
+
+def _target(report: Any, unit: str) -> str:
+    budget, spent = report.budget, report.spent
+    if budget is None:
+        return f"No epsilon was set as the target for one {unit}."
+    words = f"The target for one {unit} was epsilon {budget.epsilon:g} at delta {budget.delta:g}"
+    if spent <= budget.epsilon and report.delta <= budget.delta:
+        return f"{words}, and the run kept it."
+    if spent > budget.epsilon and report.delta >= budget.delta:
+        return f"{words}, and the run spent MORE."
+    return f"{words}, which epsilons at delta {report.delta:g} cannot be compared with."
+
+
+def _numbers(report: Any, unit: str) -> tuple[tuple[str, str], ...]:
+    target = "none" if report.budget is None else f"{report.budget.epsilon:g}"
+    return (
+        *((("run", report.name),) if report.name else ()),
+        ("date", report.date),
+        ("unit of privacy", f"one {unit}"),
+        (f"epsilon of one {unit}, spent", upper(report.spent, 6)),
+        (f"epsilon of one {unit}, target", target),
+        (f"delta of one {unit}", f"{report.delta:g}"),
+        ("steps", str(report.steps)),
+    )
+
+
+def _code_words(report: Any) -> tuple[tuple[str, str], ...]:
+    bills = report.epsilon.items()
+    return (
+        ("relation", report.relation),
+        ("sampling", report.sampling),
+        *((f"epsilon by {name}", "does not apply" if bill is None else upper(bill, 6)) for name, bill in bills),
+        *(("release", event) for event in report.events),
+        ("versions", ", ".join(f"{name} {version}" for name, version in report.versions.items())),
+    )
