@@ -1,10 +1,12 @@
-"""Pytrees: their batch axis, states inside of others, and words for a leaf or for a wrong argument.
+"""Pytrees: their batch axis, states inside of others, and words for a leaf, a record or a wrong argument.
 
 No message shows an element of an array or a key, because someone who calls a function with its arguments in a wrong
 order passes data, or the key, where a number belongs.
 """
 
+import math
 from collections.abc import Callable
+from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
 import jax
@@ -78,3 +80,23 @@ def described(value: Any) -> str:
     if callable(value) and hasattr(value, "__qualname__"):
         return f"the function {value.__qualname__}"
     return f"a {kind}"
+
+
+def outlined(record: Any) -> str:
+    """The `repr` of a NamedTuple or a dataclass of arrays: their counts and shapes, and no element of an array.
+
+    Of a field `unreleased` or `unreleased_*` it says only that it is not private, because a `repr` goes into logs.
+    """
+    names = [field.name for field in fields(record)] if is_dataclass(record) else record._fields
+    return f"{type(record).__name__}({', '.join(f'{name}={_outline(name, getattr(record, name))}' for name in names)})"
+
+
+def _outline(name: str, value: Any) -> str:
+    if value is not None and name.startswith("unreleased"):
+        return "not private, not shown"
+    if isinstance(value, dict) and all(type(number) in (bool, int, float) for number in value.values()):
+        return repr(value)  # such as the metrics of an evaluation
+    arrays = [leaf for leaf in jax.tree.leaves(value) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
+    if not arrays or arrays[0] is value:
+        return described(value)
+    return f"{len(arrays)} arrays of {sum(math.prod(array.shape) for array in arrays)} numbers"

@@ -206,3 +206,32 @@ def test_other_values_are_described_by_their_types():
     assert said["tree"] == "a dict of length 2" and described(loss) == "the function loss"
     assert described(int) == "the type int" and described(object()) == "a object"
     assert described("x" * 999) == repr("x" * 100)
+
+
+def printed():
+    """Results whose fields hold arrays, with NUMBER in each array that is as secret as the data."""
+    data, params = np.full((40, 3), NUMBER, np.float32), {"w": np.full(3, NUMBER, np.float32)}
+    key = MISPLACED["typed key"]
+    unreleased = dpx.Unreleased(data[:, 0], data[:, 0], {"aux": data})
+    report = dpx.privacy_report(MECHANISM, 3, delta=1e-5)
+    bill = dpx.accounting.best_of((MECHANISM, 3), trials=2, score_on="public")
+    yield dpx.fitting.Progress(3, 0.5, params, STATE, {"accuracy": 0.75}, NUMBER, unreleased, data[:, 0] > 0)
+    yield dpx.fitting.FitResult(params, STATE, 3, 0.5, 1e-5, report, [{"step": 3, "unreleased_loss": NUMBER}])
+    yield dpx.PrivateGradient(params, STATE, unreleased)
+    yield dpx.Batch(data, np.ones(40, bool))
+    yield dpx.tuning.SearchResult({"lr": 0.25}, params, 0.5, 3, 0.5, 1e-5, bill, report)
+    yield dpx.tuning.Trial({"lr": 0.25}, MECHANISM, key, None)
+    yield SAMPLING.draw(key, 0)
+    yield SAMPLING.draw_ahead(key, STATE, steps=3)
+    yield report
+
+
+def test_results_are_printed_in_a_line_without_elements_of_arrays():
+    for result in printed():
+        text = repr(result)
+        assert type(result).__name__ in text and "\n" not in text and len(text) < 400, text
+        assert not leaks(text) and "[[" not in text, text
+    progress, run, *_ = map(repr, printed())
+    assert "epsilon=0.5" in progress and "'accuracy': 0.75" in progress and "not private" in progress
+    assert "steps=3" in run and "float32" in repr(dpx.Batch(np.zeros((4, 3), np.float32), None))
+    assert f"{len(jax.tree.leaves(STATE))} arrays of " in run

@@ -23,7 +23,7 @@ class Finding:
     numbers: Mapping[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
     """The result of `dpx.check`; `str` is a table, the worst first.
 
@@ -43,6 +43,10 @@ class Report:
     def __getitem__(self, name: str) -> Finding:
         """The finding of this name. Raises KeyError if there is none."""
         return {finding.name: finding for finding in self.findings}[name]
+
+    def __repr__(self) -> str:
+        found = [finding.severity for finding in self.findings]
+        return f"Report({', '.join(f'{severity}: {found.count(severity)}' for severity in ORDER)})"
 
     def __str__(self) -> str:
         unreleased = {finding.name for finding in self.unreleased_findings or ()}

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 from dpx.accounting.report import PrivacyReport
 from dpx.gradients import Unreleased
-from dpx.trees import Tree
+from dpx.trees import Tree, outlined
 
 
 class Progress(NamedTuple):
@@ -27,6 +27,8 @@ class Progress(NamedTuple):
     unreleased: Unreleased | None
     unreleased_included: Any
 
+    __repr__ = outlined
+
 
 class FitResult(NamedTuple):
     """A finished run.
@@ -44,3 +46,5 @@ class FitResult(NamedTuple):
     delta: float
     report: PrivacyReport
     history: list[dict[str, Any]]
+
+    __repr__ = outlined

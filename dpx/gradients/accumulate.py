@@ -21,7 +21,7 @@ from dpx.guards import require_params
 from dpx.mechanism import Mechanism
 from dpx.sampling.batch import Batch, inclusion, require_batch
 from dpx.states.record import Drawn, ReleaseState
-from dpx.trees import Tree, batch_size, find_state
+from dpx.trees import Tree, batch_size, find_state, outlined
 
 _PROBE = 2.0**40  # a norm that every clip norm clips
 _ROUNDING = 1e-6  # relative, of a schedule that is compiled in two programs
@@ -50,6 +50,8 @@ class AccumulatedSums(NamedTuple):
     owner: jax.Array
     clipping: jax.Array
     ordered: jax.Array
+
+    __repr__ = outlined
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from dpx.trees import Tree
+from dpx.trees import Tree, outlined
 
 
 class Unreleased(NamedTuple):
@@ -22,6 +22,8 @@ class Unreleased(NamedTuple):
     norms: Tree
     aux: Tree
 
+    __repr__ = outlined
+
 
 class PrivateGradient(NamedTuple):
     """The result of one private step.
@@ -34,3 +36,5 @@ class PrivateGradient(NamedTuple):
     updates: Tree
     state: Tree
     unreleased: Unreleased
+
+    __repr__ = outlined

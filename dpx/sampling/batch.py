@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpx.states.record import Drawn
-from dpx.trees import Tree
+from dpx.trees import Tree, outlined
 
 
 class Batch(NamedTuple):
@@ -25,6 +25,8 @@ class Batch(NamedTuple):
     examples: Tree
     included: jax.Array | np.ndarray | None
     drawn: Drawn | None = None
+
+    __repr__ = outlined
 
 
 def require_batch(batch: Any) -> Batch:

@@ -15,7 +15,7 @@ from dpx import keys
 from dpx.sampling.batch import Batch
 from dpx.scalars import require_whole
 from dpx.states.record import Drawn, sampling_terms, unit_mark
-from dpx.trees import Tree, batch_size, described
+from dpx.trees import Tree, batch_size, described, outlined
 
 
 class Draw(NamedTuple):
@@ -27,9 +27,11 @@ class Draw(NamedTuple):
     indices: np.ndarray
     included: np.ndarray
 
+    __repr__ = outlined
+
 
 @jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Draws:
     """The rows of many batches of one run, for a loop inside jit. `jax.lax.scan` over it gives one row after another.
 
@@ -42,6 +44,8 @@ class Draws:
     included: Any
     drawn: Any
     examples: int = field(metadata={"static": True})
+
+    __repr__ = outlined
 
     def batch(self, data: Tree) -> Batch:
         """The batch of a row. data: a pytree of arrays with the `examples` examples on axis 0 of each.

@@ -21,7 +21,7 @@ from dpx.fitting.settings import require_function
 from dpx.mechanism import Mechanism, require_mechanism
 from dpx.scalars import require_number, require_whole
 from dpx.states.reading import release_state, steps_taken
-from dpx.trees import Tree
+from dpx.trees import Tree, outlined
 from dpx.tuning.budget import noises_within, require_noise_multiplier
 
 
@@ -37,6 +37,8 @@ class Trial(NamedTuple):
     optimizer: Mechanism
     key: jax.Array
     folder: Path | None
+
+    __repr__ = outlined
 
 
 @dataclass(frozen=True)

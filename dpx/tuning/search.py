@@ -17,7 +17,7 @@ from dpx.accounting.selection import SHAPES, draw_count
 from dpx.fitting.checkpoints import SENSITIVE, make_folder, write
 from dpx.mechanism import Mechanism
 from dpx.states.reading import steps_taken
-from dpx.trees import Tree, described
+from dpx.trees import Tree, described, outlined
 from dpx.tuning.plan import Plan, ScoreOn, Trial
 
 
@@ -38,6 +38,8 @@ class SearchResult(NamedTuple):
     delta: float
     bill: Selection
     report: PrivacyReport | None
+
+    __repr__ = outlined
 
 
 def search(

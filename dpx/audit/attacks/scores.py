@@ -27,6 +27,7 @@ from scipy import special
 from dpx.accounting import checks, gdp
 from dpx.accounting.curves import TradeOff, plot_trade_off
 from dpx.scalars import require_number
+from dpx.trees import outlined
 
 _THRESHOLDS = 400  # candidates, most of them in the tails, where the bound at a small delta is best
 _CHOICE_MISS = 0.01  # thresholds are chosen at this share of the allowed misses, so that luck in the tails counts less
@@ -43,6 +44,8 @@ class Roc(NamedTuple):
 
     type_one: np.ndarray
     type_two: np.ndarray
+
+    __repr__ = outlined
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """The lines of the privacy contract, and what was found about each."""
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 Outcome = Literal["pass", "fail", "not checked"]
 
@@ -62,6 +62,10 @@ class ContractReport(NamedTuple):
         if not self.passed:
             raise AssertionError(f"the mechanism breaks the privacy contract:\n{self}")
         return self
+
+    def __repr__(self) -> str:
+        found = [line.outcome for line in self.lines]
+        return f"ContractReport({', '.join(f'{words}: {found.count(words)}' for words in get_args(Outcome))})"
 
     def __str__(self) -> str:
         width = max((len(line.name) for line in self.lines), default=0)
