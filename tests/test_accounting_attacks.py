@@ -99,4 +99,5 @@ def test_the_plot():
 
     axes = plot_attack_bounds(bounds(RUN, np.geomspace(1e-4, 1, 9)), label="DP-SGD")
     assert plot_attack_bounds(bounds(RUN, [0.1, 1.0]), axes=axes) is axes and axes.get_xscale() == "log"
+    assert sorted(line.get_label() for line in axes.lines if line.get_label()[0] != "_") == ["DP-SGD", "guessing"]
     pyplot.close("all")

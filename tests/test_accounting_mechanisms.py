@@ -531,10 +531,32 @@ def test_plots_draw_the_curves():
     over = curves.epsilon_over_steps(mechanism, 5, delta=1e-5)
     axes = curves.plot_epsilon_over_steps(over, label="true")
     np.testing.assert_array_equal(axes.lines[0].get_ydata(), over.epsilon)
-    assert curves.plot_epsilon_over_steps(over, axes=axes) is axes and len(axes.lines) == 2
+    more = curves.epsilon_over_steps(Mechanism(0.5, Shuffled()), 5, delta=1e-5)
+    assert curves.plot_epsilon_over_steps(more, axes=axes) is axes and len(axes.lines) == 2
+    assert axes.get_ylim()[1] > more.epsilon.max() and "1e-05" in axes.get_ylabel()  # a second curve is seen
     curves.plot_delta_over_epsilon(curves.delta_over_epsilon(mechanism, 5, epsilons=[0.0, 1.0]))
-    curves.plot_trade_off(curves.trade_off(mechanism, 5))
+    axes = curves.plot_trade_off(curves.trade_off(mechanism, 5))
+    assert len(curves.plot_trade_off(curves.trade_off(mechanism, 9), axes=axes).lines) == 3  # guessing is drawn once
     pyplot.close("all")
+
+
+@pytest.mark.parametrize(("points", "stairs"), [(40, 7), (4, 3), (2, 2)])
+def test_an_epoch_that_is_billed_at_once_is_a_stair(points, stairs):
+    """The curve that is drawn is the bill after every single step; with few points it is above the bill."""
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    sampling = dpx.ShuffledEpochs(examples=40, batch_size=10)
+    mechanism = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=2.0, sampling=sampling, key=dpx.secret_key())
+    curve = curves.epsilon_over_steps(mechanism, 26, delta=1e-5, points=points)
+    assert len(curve.steps) <= points and curve.steps[0] == 1 and curve.steps[-1] == 26
+    (line,) = curves.plot_epsilon_over_steps(curve, axes=figure.add_subplot()).lines
+    assert line.get_drawstyle() == "steps-pre"  # so the height at a step is that of the next point
+    drawn = curve.epsilon[np.searchsorted(curve.steps, np.arange(1, 27))]
+    billed = np.array([accounting.epsilon(mechanism, step, delta=1e-5) for step in range(1, 27)])
+    if points == 40:
+        np.testing.assert_allclose(drawn, billed)
+    assert np.all(drawn >= billed - 1e-9) and len(set(drawn.tolist())) == stairs
+    smooth = curves.epsilon_over_steps(Mechanism(2.0), 5, delta=1e-5)
+    assert not smooth.by_epoch and curve.by_epoch
 
 
 def test_importing_the_accountants_does_not_import_matplotlib():

@@ -1,5 +1,6 @@
 """`dpx.plan`: the noise of each row is the calibrated noise, and its other columns follow from it."""
 
+import itertools
 import math
 from fractions import Fraction
 
@@ -48,6 +49,20 @@ def test_the_plot_has_a_line_for_each_number_of_epochs(planned):
     figure = pytest.importorskip("matplotlib.figure").Figure()
     axes = planned.plot(axes=figure.add_subplot())
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["4 epochs", "8 epochs"]
+    drawn = [tuple(point) for line in axes.lines for point in line.get_xydata()]
+    assert drawn == [(run.batch_size, run.run_noise) for run in planned.runs]
+
+
+def test_no_label_of_the_plot_overlaps_or_is_cut():
+    figure = pytest.importorskip("matplotlib.figure").Figure(layout="constrained")
+    axes = dpx.plan(60_000, epsilon=2.0, delta=1e-5, epochs=10).plot(axes=figure.add_subplot())
+    figure.draw_without_rendering()
+    boxes = [
+        label.get_window_extent() for label in sorted(axes.get_xticklabels(), key=lambda label: label.get_position())
+    ]
+    assert len(boxes) > 5 and all(left.x1 < right.x0 for left, right in itertools.pairwise(boxes))
+    for part in (*boxes, axes.yaxis.label.get_window_extent(), axes.title.get_window_extent()):
+        assert 0 <= part.x0 and part.x1 <= figure.bbox.x1 and 0 <= part.y0 and part.y1 <= figure.bbox.y1
 
 
 def test_the_default_batch_sizes():

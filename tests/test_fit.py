@@ -1,5 +1,6 @@
 """`dpx.fit`: the loop by hand, within its budget, and continued bit for bit."""
 
+import dataclasses
 import gc
 import json
 import multiprocessing
@@ -468,3 +469,24 @@ def test_models_are_no_parameters():
 def test_evaluations_are_numbers(found):
     with pytest.raises(ValueError, match="evaluate must return a number|the names of evaluate must be strings"):
         fit(evaluate=lambda params: found, evaluate_every=1)
+
+
+# ------------------------------------------------------------------ The plot
+
+
+def test_the_plot_shows_what_may_be_shared():
+    """The loss of the batches is drawn only if it is asked for, and its panel says that it is not private."""
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    rows = [{"step": step, "epsilon": 0.1 * step, "accuracy": 0.5, "unreleased_loss": 7.25} for step in (3, 6)]
+    report = dpx.privacy_report(made(2.0), 6, delta=1e-5)
+    result = dpx.fitting.FitResult({}, (), 6, 0.6, 1e-5, report, rows)
+    panels = result.plot(figure=figure()).axes
+    assert [axes.get_ylabel().split()[0] for axes in panels] == ["accuracy", "epsilon"]
+    assert panels[1].lines[0].get_xydata().tolist() == [[3, 0.1 * 3], [6, 0.1 * 6]]
+    assert panels[1].lines[0].get_drawstyle() == "steps-pre"  # between two evaluations never below the bill
+    assert not any(7.25 in line.get_ydata() for axes in panels for line in axes.lines)
+    shown = result.plot(unreleased=True, figure=figure()).axes
+    assert len(shown) == 3 and 7.25 in shown[2].lines[0].get_ydata() and "NOT private" in shown[2].get_title()
+    budget = dpx.Budget(epsilon=0.75, delta=1e-5, steps=6)
+    aimed = result._replace(report=dataclasses.replace(report, budget=budget), history=[])
+    assert aimed.plot(figure=figure()).axes[0].lines[1].get_ydata()[0] == 0.75

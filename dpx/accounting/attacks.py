@@ -9,6 +9,7 @@ import numpy as np
 from scipy import special
 
 from dpx.accounting import checks
+from dpx.accounting.axes import draw_guessing, labeled
 from dpx.accounting.bill import event_of
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.compose import Composition
@@ -120,13 +121,9 @@ def plot_attack_bounds(bounds: AttackBounds, *, axes: Any = None, label: str | N
     bounds: with many rates, such as `numpy.geomspace(1e-4, 1, 50)`. Draws on matplotlib `axes`, new ones by default,
     and returns them.
     """
-    if axes is None:
-        from matplotlib import pyplot
-
-        _, axes = pyplot.subplots()
-    axes.set(xlabel="false positive rate", ylabel="largest true positive rate")
+    axes = labeled(axes, "false positive rate", "true positive rate of any attack (upper bound)")
     axes.loglog(bounds.false_positive_rates, bounds.true_positive_rates, label=label)
-    axes.loglog(bounds.false_positive_rates, bounds.false_positive_rates, "k:", label="guessing")
+    draw_guessing(axes, bounds.false_positive_rates, bounds.false_positive_rates)
     return axes
 
 

@@ -4,16 +4,19 @@
 `plot_delta_over_epsilon` and `plot_trade_off` draw them with matplotlib, which is imported when they are called.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from dpx.accounting import checks
+from dpx.accounting.axes import draw_guessing, labeled
 from dpx.accounting.bill import event_of
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.events import event_epsilon, event_profile
 from dpx.accounting.schedule import BUCKETS
 from dpx.scalars import require_whole
+from dpx.trees import outlined
 
 _BUCKETS = 64  # distinct releases in each point of a curve over steps: about a second a point at 10,000 releases
 _NEGLIGIBLE_DELTA = 1e-10  # a smaller delta cannot be seen in a trade-off curve
@@ -24,10 +27,16 @@ class EpsilonOverSteps(NamedTuple):
     """Epsilon after each of some numbers of steps.
 
     steps: int64 (points,), increasing. epsilon: float64 (points,), an upper bound of the epsilon that they spend.
+    delta: float, at which. by_epoch: bool, whether an epoch is billed at once, by its first step; then the steps are
+        the first one and the ends of epochs, and between two of them the run spends the epsilon of the later one.
     """
 
     steps: np.ndarray
     epsilon: np.ndarray
+    delta: float
+    by_epoch: bool
+
+    __repr__ = outlined
 
 
 class DeltaOverEpsilon(NamedTuple):
@@ -39,6 +48,8 @@ class DeltaOverEpsilon(NamedTuple):
     epsilon: np.ndarray
     delta: np.ndarray
 
+    __repr__ = outlined
+
 
 class TradeOff(NamedTuple):
     """The error rates of the best test for whether one example took part.
@@ -49,6 +60,8 @@ class TradeOff(NamedTuple):
 
     type_one: np.ndarray
     type_two: np.ndarray
+
+    __repr__ = outlined
 
 
 def epsilon_over_steps(
@@ -62,20 +75,26 @@ def epsilon_over_steps(
 ) -> EpsilonOverSteps:
     """The epsilon spent at `delta`, an upper bound after each of at most `points` numbers of steps in 1 .. steps.
 
-    steps: int, at least 1. points: int, at least 2; keep it small, because every point composes its own event. The last
-    point is what `dpx.epsilon` says. Those before it are computed with at most 64 distinct releases. The other
-    arguments are those of `dpx.epsilon`.
+    Of a sampling that bills whole epochs, such as `dpx.ShuffledEpochs`, the steps are ends of epochs.
+
+    optimizer: a `dpx.Mechanism`. steps: int, at least 1. delta: in (0, 1).
+    points: int, at least 2; keep it small, because every point composes its own event. The last point is what
+        `dpx.epsilon` says. Those before it are computed with at most 64 distinct releases.
+    accountant: "tightest", "pld" or "rdp". relation: None is the one that the sampling states.
 
     Raises ValueError for steps or points below these, and as `dpx.epsilon` does.
     """
     steps, points = require_whole("steps", steps), require_whole("points", points, minimum=2)
-    steps_shown = np.unique(np.linspace(1, steps, points).round().astype(np.int64))
+    epoch = getattr(mechanism.sampling, "steps_per_epoch", 1)
+    ends = np.linspace(1, steps, points) if epoch == 1 else np.linspace(math.ceil(steps / epoch), 1, points - 1)
+    steps_shown = np.unique(np.append(1, np.minimum(ends.round().astype(np.int64) * epoch, steps)))
     spent = []
     for step in steps_shown.tolist():
         event, stated = event_of(mechanism, step, relation)
         buckets = BUCKETS if step == steps else _BUCKETS
         spent.append(event_epsilon(event, delta=delta, accountant=accountant, relation=stated, buckets=buckets))
-    return EpsilonOverSteps(steps_shown, np.minimum.accumulate(spent[::-1])[::-1])  # fewer steps cost no more
+    spent = np.minimum.accumulate(spent[::-1])[::-1]  # fewer steps cost no more
+    return EpsilonOverSteps(steps_shown, spent, checks.require_delta(delta), epoch > 1)
 
 
 def delta_over_epsilon(
@@ -131,30 +150,27 @@ def trade_off(
 
 
 def plot_epsilon_over_steps(curve: EpsilonOverSteps, *, axes: Any = None, label: str | None = None) -> Any:
-    """Draws the curve on matplotlib `axes`, new ones by default, and returns them."""
-    axes = _labeled(axes, "step", "epsilon spent")
-    axes.plot(curve.steps, curve.epsilon, label=label)
+    """Draws the curve on matplotlib `axes`, new ones by default, and returns them.
+
+    An epoch that is billed at once is a stair.
+    """
+    axes = labeled(axes, "steps of the run", f"epsilon spent at delta {curve.delta:g}")
+    axes.plot(curve.steps, curve.epsilon, label=label, drawstyle="steps-pre" if curve.by_epoch else "default")
+    axes.update_datalim([(0, 0)])
+    axes.autoscale_view()
     return axes
 
 
 def plot_delta_over_epsilon(curve: DeltaOverEpsilon, *, axes: Any = None, label: str | None = None) -> Any:
     """Draws the curve, delta on a logarithmic axis, on matplotlib `axes`, new ones by default, and returns them."""
-    axes = _labeled(axes, "epsilon", "delta")
+    axes = labeled(axes, "epsilon", "delta (upper bound)")
     axes.semilogy(curve.epsilon, np.maximum(curve.delta, 1e-300), label=label)
     return axes
 
 
 def plot_trade_off(curve: TradeOff, *, axes: Any = None, label: str | None = None) -> Any:
-    """Draws the curve on matplotlib `axes`, new ones by default, and returns them."""
-    axes = _labeled(axes, "type I error", "type II error")
+    """Draws the curve and guessing, 1 - type I error, on matplotlib `axes`, new ones by default, and returns them."""
+    axes = labeled(axes, "type I error (false positive rate)", "type II error (false negative rate)")
     axes.plot(curve.type_one, curve.type_two, label=label)
-    return axes
-
-
-def _labeled(axes: Any, x: str, y: str) -> Any:
-    if axes is None:
-        from matplotlib import pyplot
-
-        _, axes = pyplot.subplots()
-    axes.set(xlabel=x, ylabel=y)
+    draw_guessing(axes, [0, 1], [1, 0])
     return axes

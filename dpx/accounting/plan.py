@@ -2,18 +2,20 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import ceil, sqrt
+from math import ceil, log, sqrt
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from dpx.accounting import checks
+from dpx.accounting.axes import labeled
 from dpx.accounting.calibration import calibrate_schedule
 from dpx.accounting.checks import Accountant
 from dpx.scalars import require_number, require_whole
 from dpx.trees import described
 
 _SMALLEST_BATCH = 256  # of the default batch sizes, which are powers of two up to half of the examples, and all of them
+_MOST_LABELS = 8  # batch sizes below a plot; more would overlap
 
 
 class PlannedRun(NamedTuple):
@@ -59,23 +61,29 @@ class Plan:
         return "\n".join([f"{head} of the mean gradient is divided by the clip norm", titles, *rows])
 
     def plot(self, *, axes: Any = None) -> Any:
-        """Draws the noise of the run over that of a step, a line for each number of epochs, on matplotlib `axes`.
+        """Draws the noise of the run over the batch size, a line for each number of epochs, on matplotlib `axes`.
 
-        New axes by default; returns them.
+        New axes by default; returns them. Batch sizes whose labels would overlap have none.
         """
-        if axes is None:
-            from matplotlib import pyplot
-
-            _, axes = pyplot.subplots()
+        axes = labeled(axes, "expected batch size", "noise of the run, in clip norms")
         groups: dict[int, list[PlannedRun]] = {}
         for run in self.runs:
             groups.setdefault(round(run.epochs), []).append(run)
         for epochs, runs in groups.items():
-            steps = [run.step_noise for run in runs], [run.run_noise for run in runs]
-            axes.loglog(*steps, ".-", label=f"{epochs} epochs")
-            for run in runs:
-                axes.annotate(str(run.batch_size), (run.step_noise, run.run_noise), fontsize="small")
-        axes.set(xlabel="noise of a step", ylabel="noise of the run", title=f"epsilon {self.epsilon:g}, by batch size")
+            axes.semilogx(
+                [run.batch_size for run in runs], [run.run_noise for run in runs], ".-", label=f"{epochs} epochs"
+            )
+        sizes = sorted({run.batch_size for run in self.runs}, reverse=True)
+        ticks = sizes[:1]
+        for size in sizes:
+            if log(ticks[-1] / size) > log(sizes[0] / sizes[-1]) / _MOST_LABELS:
+                ticks.append(size)
+        axes.set_xticks(ticks, [f"{size:,}" for size in ticks])
+        axes.minorticks_off()
+        axes.ticklabel_format(axis="y", scilimits=(-2, 3), useMathText=True)
+        axes.update_datalim([(sizes[0], 0)])
+        axes.autoscale_view()
+        axes.set_title(f"epsilon {self.epsilon:g} at delta {self.delta:g}, {self.examples:,} examples")
         axes.legend()
         return axes
 

@@ -6,6 +6,8 @@ from dpx.accounting.report import PrivacyReport
 from dpx.gradients import Unreleased
 from dpx.trees import Tree, outlined
 
+RESERVED = ("step", "epsilon", "unreleased_loss")  # in the history, beside the metrics
+
 
 class Progress(NamedTuple):
     """A run after some of its steps. All but the `unreleased` fields is covered by epsilon.
@@ -48,3 +50,35 @@ class FitResult(NamedTuple):
     history: list[dict[str, Any]]
 
     __repr__ = outlined
+
+    def plot(self, *, unreleased: bool = False, figure: Any = None) -> Any:
+        """Draws the metrics and epsilon over the steps, a panel for each, on a matplotlib figure, and returns it.
+
+        Both may be shared: metrics are functions of the private parameters and of public data. Between two evaluations,
+        epsilon is drawn as at the later one, which is an upper bound.
+
+        unreleased: whether to draw the training loss of the batches, too. It is NOT private, and its panel says so.
+        figure: a new one by default.
+        """
+        metrics = dict.fromkeys(name for row in self.history for name in row if name not in RESERVED)
+        names = [*metrics, "epsilon", *(["unreleased_loss"] if unreleased else [])]
+        if figure is None:
+            from matplotlib import pyplot
+
+            figure = pyplot.figure(figsize=(6.4, 2.4 * len(names)), layout="constrained")
+        panels = figure.subplots(len(names), sharex=True, squeeze=False)[:, 0]
+        for axes, name in zip(panels, names, strict=True):
+            rows = [row for row in self.history if name in row]
+            axes.plot([row["step"] for row in rows], [row[name] for row in rows], ".-")
+            axes.set_ylabel(name)
+        spent, budget = panels[len(metrics)], self.report.budget
+        spent.lines[0].set(drawstyle="steps-pre")
+        spent.set_ylabel(f"epsilon at delta {self.delta:g}")
+        if budget is not None and budget.delta == self.delta:
+            spent.axhline(budget.epsilon, color="k", linestyle="--", linewidth=1, label="target")
+            spent.legend()
+        if unreleased:
+            panels[-1].set_ylabel("training loss")
+            panels[-1].set_title("NOT private", color="red")
+        panels[-1].set_xlabel("steps")
+        return figure

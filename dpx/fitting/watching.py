@@ -11,14 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpx.fitting import processes
-from dpx.fitting.records import Progress
+from dpx.fitting.records import RESERVED, Progress
 from dpx.fitting.settings import Terms, require_function
 from dpx.fitting.steps import Carry, OfBatch, copied
 from dpx.scalars import require_whole
 from dpx.trees import Tree, described
 
 MOST_EVALUATIONS = 40  # by default, because each waits for the step and computes a bill
-RESERVED = {"step", "epsilon", "unreleased_loss"}  # in the history, beside the metrics
 
 
 @dataclass(kw_only=True)

@@ -230,5 +230,4 @@ def plot_lower_bound(bound: LowerBound, bill: TradeOff | None = None, *, axes: A
     axes = plot_trade_off(TradeOff(bound.roc.type_one, bound.roc.type_two), axes=axes, label=label)
     if bill is not None:
         plot_trade_off(bill, axes=axes, label="bill: no attack is below")
-    axes.legend()
     return axes
