@@ -83,7 +83,7 @@ def test_a_mechanism_its_report_and_what_is_refused():
     for words in (
         f"above {upper(100 * found.true_positive_rates[0], 4)} %",
         f"mu = {upper(found.mu, 4)}",
-        "(the advantage)",
+        "The advantage of an attack",
     ):
         assert words in report.to_markdown()
     for rates in ((1.5,), (math.nan,)):

@@ -48,13 +48,13 @@ class AttackBounds(NamedTuple):
         rates = zip(self.false_positive_rates, self.true_positive_rates, strict=True)
         return (
             *(
-                f"At a false positive rate of {100 * wrong:.4g} %, no attack that asks whether one {unit} took part "
-                f"has a true positive rate above {upper(100 * right, 4)} %."
+                f"At a false-positive rate of {100 * wrong:.4g} %, no membership-inference attack on one {unit} has a "
+                f"true-positive rate above {upper(100 * right, 4)} %."
                 for wrong, right in rates
             ),
-            f"The true positive rate of an attack on one {unit} minus its false positive rate (the advantage) is at "
-            f"most {upper(self.advantage, 4)}.",
-            f"mu = {upper(self.mu, 4)}: at every false positive rate, the true positive rate of an attack on one "
+            f"The advantage of an attack on one {unit}, which is its true-positive rate minus its false-positive rate, "
+            f"is at most {upper(self.advantage, 4)}.",
+            f"mu = {upper(self.mu, 4)}: at every false-positive rate, the true-positive rate of an attack on one "
             f"{unit} is at most that of mu-Gaussian differential privacy plus {self.delta:g}.",
         )
 

@@ -130,7 +130,9 @@ Directions = list[SummedLoss]  # one composition: its summed loss in each direct
 
 
 class ComposedProfile:
-    """Step losses that are composed for each question, at the tilt that it needs; at most the RDP bill of these steps.
+    """Composes the step losses anew for each query, with the exponential tilt that is most precise there.
+
+    Its epsilon is at most the RDP bill of these steps.
 
     The first composition is planned around the RDP bill. If too much of the answer was bounded instead of computed, or
     if epsilon is much smaller than planned, more compositions are planned around the answer. Compositions are kept for

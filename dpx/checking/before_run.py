@@ -36,9 +36,9 @@ def check(
     noise against signal, numbers that are not finite), and at the plan (key, delta, data, privacy, time, memory). It
     compiles three times.
 
-    Lines with a star depend on raw data or secret noise: NOT private, so choosing a clip norm by them is not, either.
-    Nothing is released with the run's noise, because the step that is timed has no row that counts; a run that follows
-    is the same as without the check.
+    Starred lines are computed from raw data or secret noise and are not private. A clip norm chosen from them leaks
+    too. Nothing is released with the run's noise, because the step that is timed has no row that counts; a run that
+    follows is the same as without the check.
 
     loss: (params, example) -> float (), of one example without a batch axis. optimizer: a `dpx.Mechanism`.
     params: a pytree of arrays. batch: a `dpx.Batch` of the data.

@@ -144,7 +144,8 @@ def mixing(measured: Measured, params: Tree, alone: Callable, rows: np.ndarray) 
     numbers = {"compared": len(rows), "different": differ}
     if differ:
         words = (
-            f"{differ} of {len(rows)} rows have another loss or gradient in the batch than alone: rows mix, unbilled"
+            f"{differ} of {len(rows)} rows have a loss or gradient that differs between the batch and the single "
+            "example: the loss mixes examples, which epsilon does not cover"
         )
         return Finding("mixing", "error", words, numbers)
     return Finding("mixing", "ok", f"{len(rows)} rows have the same loss and gradient in the batch and alone", numbers)

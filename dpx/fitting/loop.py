@@ -109,25 +109,25 @@ def _train(
     if first == terms.steps:
         return carry
     loaded, before, last = batches(carry.state, steps=terms.steps - first), (), ()
-    whole = True  # whether nothing of the last step is missing: its result, its evaluation, its callbacks
+    consistent = True  # False while a step runs; an interrupt then must not save a checkpoint
     with contextlib.closing(loaded), contextlib.closing(watcher.bar):
         watcher.bar.update(first)
         try:
             for done, batch in enumerate(loaded, first + 1):
                 jax.block_until_ready(before)  # else more and more batches would wait on the device
-                whole = False
+                consistent = False
                 carry, unreleased = step(carry, batch)
                 before, last = last, unreleased.mean
                 due = done == terms.steps or done % watcher.every == 0
                 ended = due and watcher.look(done, carry, unreleased)
-                whole = True
+                consistent = True
                 watcher.bar.update()
                 if ended or done == terms.steps or done % checkpoint_every == 0:
                     folder.save(carry, watcher.history)
                 if ended:
                     break
         except KeyboardInterrupt:
-            if whole and jax.process_count() == 1:  # several may be at different steps; their last checkpoint stays
+            if consistent and jax.process_count() == 1:  # several may differ in their steps; the last one stays
                 with contextlib.suppress(Exception):  # an interrupted save cannot be repeated; the last one stays
                     folder.save(carry, watcher.history)
             raise

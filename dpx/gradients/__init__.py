@@ -1,8 +1,8 @@
 """Private gradients of a loss: the clipped sum of a batch, by ghost norms or by per-example gradients.
 
-The way of a batch: rows.py (an example and its key), sums.py (the clipped sum, in microbatches), private_grad.py (the
-release), accumulate.py (a batch in chunks), augmented.py (several views of an example), explicit_axes.py
-(on several devices), results.py.
+How a batch becomes an update: rows.py (an example and its key), sums.py (the clipped sum, in microbatches),
+private_grad.py (the release), accumulate.py (a batch in chunks), augmented.py (several views of an example),
+explicit_axes.py (on several devices), results.py.
 
 To add one: a layer that ghost norms can follow is a rule in ghost/rules.py, and a way to compute norms is a record in
 ghost/ways.py. Both need a model in tests/test_ghost_zoo.py and a case in tests/test_ghost_hostile.py. Another value of

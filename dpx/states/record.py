@@ -125,7 +125,8 @@ def stamped(state: Tree, terms: np.ndarray, planned_steps: int) -> Tree:
 
 
 def checked(state: Tree, mechanism: Any, rows: jax.Array, drawn: Drawn | None, *, ordered: Any = True) -> Tree:
-    """Checks a batch against what the mechanism bills. If it does not fit, marks the state, which then has no bill.
+    """Checks a batch against what the mechanism bills. If it does not fit, marks the state, and
+    `dpx.epsilon` refuses it from then on.
 
     rows: int (), how many rows of the batch count. ordered: bool (), whether the sums are of the chunks of one batch,
     each once and in order, under this state.

@@ -25,7 +25,7 @@ class SearchResult(NamedTuple):
     """The winner of a search, and what the search cost.
 
     configuration, params: the winner's; None if a Poisson number of trials was 0, which is billed as well.
-    score: float, the winner's; minus infinity if it was no number. steps: int, of the winner.
+    score: float, the winner's; minus infinity if it was NaN. steps: int, of the winner.
     epsilon: float, an upper bound for the whole search at `delta`. bill: for `dpx.compose` and `dpx.privacy_report`.
     report: the privacy report of the winner, with the cost of the search; None without a winner.
     """
@@ -62,7 +62,7 @@ def search(
 
     train: (Trial) -> the result of `dpx.fit`, or (params, optimizer state), of `trial.optimizer`.
     configurations: each trial draws one of them, uniformly and with replacement. Every one is billed, drawn or not.
-    score: (params) -> float, larger is better; no number loses against any. Of equal scores the first wins.
+    score: (params) -> float, larger is better; NaN loses against every score. Of equal scores the first wins.
     optimizer: (configuration, key) -> the mechanism, with that key; the same one whenever it is called with the same.
     key: of the search, (), secret and used for nothing else.
     trials: float, at least 1, the expected number. The number itself is secret: do not publish it.
