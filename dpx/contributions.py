@@ -61,9 +61,10 @@ def repeated(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 def weighted_sum(factors: jax.Array, rows: jax.Array) -> jax.Array:
     """sum_i f_i z_i, float32 (...), of factors float32 (B,) and rows float32 (B, ...), which are 0 if excluded.
 
-    XLA compiles the product of a vector and a matrix for every leaf again, but a sum of vectors once for a shape. On a
-    CPU, such a sum is slower than the product for long vectors, and much slower for larger arrays. The vectors of a
-    bias are the cotangents of its layer, and the sum of the layer's weights needs them times the factors too.
+    XLA compiles each product of a vector and a matrix into a kernel of its own, but equal sums of vectors once. Such a
+    sum is a fused reduction, which is slower on a CPU than the product for long vectors, and much slower for larger
+    arrays. The vectors of a bias are the cotangents of its layer. The sum of the layer's weights also begins with their
+    product with the factors, in the same form, because XLA compiles equal kernels twice if they differ in form alone.
     """
     if rows.ndim == 2 and rows.shape[1] <= LONG_VECTOR:
         return jnp.sum(times(factors, rows), 0)

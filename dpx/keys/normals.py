@@ -6,7 +6,8 @@ on how the arrays are computed or sharded. Compiling one random number generator
 compiling a step. In a tree of 2^31 numbers or more, every leaf has a key, and so a stream, of its own.
 
 The key enciphers a counter, (step + 1, number of a pair), into two numbers of the stream. No two steps share a counter,
-and none has one of `jax.random.fold_in`, which begin with 0.
+and none has one of `jax.random.fold_in`, which begin with 0. The step is in the counter, because a key for each step
+would need the cipher once more, and the cipher takes long to compile.
 """
 
 import itertools
@@ -73,7 +74,8 @@ def _leaves(words, step, never, shapes: tuple[tuple[int, ...], ...], sharded: bo
         flat = _chunks(words, step, never, math.ceil(starts[-1] / (2 * half)), half).reshape(-1)
         if len(shapes) - len(set(shapes)) < REPEATED:
             return split(flat)
-        # As constants, the starts would make one program for each leaf; as values, one for each shape.
+        # XLA compiles equal kernels once. With starts that are constants, each leaf has a kernel of its own. With
+        # starts that are values, all leaves of one shape share one.
         at = jax.lax.cond(opaque_false(step), lambda: [0] * len(shapes), lambda: starts[:-1])
         return [
             jax.lax.dynamic_slice(flat, (start,), (math.prod(shape),), allow_negative_indices=False).reshape(shape)
@@ -95,14 +97,17 @@ def _chunks(words: jax.Array, step: jax.Array, never: jax.Array, count: int, hal
     def draw(number, chunks):
         place = number.astype(jnp.uint32) * np.uint32(half) + jax.lax.iota(jnp.uint32, half)
         row = jax.lax.broadcasted_iota(jnp.int32, (2, half), 0)
-        # Without the barrier, XLA moves what is the same in every turn out of the loop, into kernels of their own.
+        # Without the barrier, XLA moves what is the same in every turn out of the loop, into kernels of their own, and
+        # each takes time to compile.
         here, place, row = jax.lax.optimization_barrier((step, place, row))
         bits = _at_once(_threefry(words, jnp.full(half, here.astype(jnp.uint32) + np.uint32(1)), place))
         first, second = (jax.lax.broadcast(word, (2,)) for word in bits)
         normals = _normal(jax.lax.select(jax.lax.eq(row, jax.lax.full_like(row, 0)), first, second))
         return jax.lax.dynamic_update_slice(chunks, normals, (2 * number, 0), allow_negative_indices=False)
 
-    zero = never.astype(jnp.float32)  # with a constant, the memory would be taken when the program starts
+    # A buffer that is filled with a constant is taken when the program starts. Filled with a value that depends on the
+    # sums, it makes a step of GPT-2 small take 524 MiB of temporary memory instead of 997 (benchmarks/transformers.py).
+    zero = never.astype(jnp.float32)
     return jax.lax.fori_loop(0, count, draw, jnp.full((2 * count, half), zero))
 
 

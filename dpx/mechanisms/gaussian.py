@@ -94,7 +94,8 @@ def dp_sgd(
 def tree_norm(tree: Tree) -> jax.Array:
     """The root of the sum of all squares of float32 arrays, float32 ()."""
     squares = [jnp.sum(leaf * leaf) for leaf in jax.tree.leaves(tree)]
-    # Without the barrier, XLA makes one kernel that computes the norms of all leaves, and compiles it slowly.
+    # Without the barrier, XLA makes one kernel of the norms of all leaves and of what they are computed from, and such
+    # a large kernel takes long to compile (benchmarks/results/compile.md).
     return jnp.sqrt(jnp.sum(jax.lax.optimization_barrier(jnp.stack(squares)))) if squares else jnp.float32(0)
 
 

@@ -2,7 +2,10 @@
 
 XLA has a fast convolution on CPUs for one order of axes: (batch, *spatial, features) for the data and the result, and
 (*spatial, inputs, outputs) for the kernel. It transposes other convolutions, such as gradients, into that order, but
-not in the body of a loop: there they run many times slower (jaxlib 0.10.2). So `reordered` transposes them itself.
+not in the body of a loop. There the gradients of convolutions run up to fifty times slower. So `reordered` transposes
+the operands itself. With it, microbatches of a CNN are faster than its whole batch, and a loop over them compiles
+faster than microbatches without a loop. It does not reach convolutions under `jax.checkpoint` or in a loop of the
+model, so microbatches of such models are unrolled.
 """
 
 from collections.abc import Callable

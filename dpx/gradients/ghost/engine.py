@@ -90,11 +90,13 @@ def _for_all_readers(records: Records) -> Records:
     bfloat16 for one of two readers."""
 
     def narrow(x):
-        # XLA would copy many of the arrays with axes of length 1.
+        # XLA copies an array with axes of length 1, such as a batch of one image, before a loop, and where another
+        # operation needs it without these axes.
         return x.reshape([size for axis, size in enumerate(x.shape) if size != 1 or axis in (0, x.ndim - 1)])
 
     leaves, structure = jax.tree.flatten(records)
-    distinct = list({id(x): x for x in leaves}.values())  # a layer's weights and bias have the same cotangents
+    # A layer's weights and bias have the same cotangents. If they passed twice, XLA would compile their kernels twice.
+    distinct = list({id(x): x for x in leaves}.values())
     behind = jax.lax.optimization_barrier([narrow(x) for x in distinct])
     found = {id(x): same.reshape(x.shape) for x, same in zip(distinct, behind, strict=True)}
     return structure.unflatten(found[id(x)] for x in leaves)
