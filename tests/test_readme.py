@@ -1,14 +1,16 @@
-"""The code of the README and of docs/loops.md runs as it stands; the README's is short."""
+"""The code of the README, docs/loops.md and docs/ship_it.md runs as it stands; the README's is short."""
 
 import pathlib
 import re
 
 import jax
+import numpy as np
 import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 LOOPS = (ROOT / "docs" / "loops.md").read_text()
+SHIP_IT = (ROOT / "docs" / "ship_it.md").read_text()
 
 
 def test_readme(promoting, capsys):
@@ -28,3 +30,22 @@ def test_loops(promoting):
         for block in re.findall(r"```python\n(.*?)```", LOOPS, re.DOTALL):
             exec(block, names)
     assert sum(line.startswith("assert ") for line in LOOPS.splitlines()) >= 7
+
+
+def test_ship_it(promoting):
+    """The folder holds the parameters, the report and a state without unreleased values and keys."""
+    names = {}
+    with jax.numpy_rank_promotion("allow"):
+        exec("".join(re.findall(r"```python\n(.*?)```", SHIP_IT, re.DOTALL)), names)
+    folder, result = names["folder"], names["result"]
+    assert {path.name for path in folder.iterdir()} == {
+        "params.npz",
+        "state.npz",
+        "privacy_report.json",
+        "privacy_report.md",
+    }
+    stored = np.load(folder / "params.npz")
+    assert all(np.array_equal(stored[name], leaf) for name, leaf in result.params.items())
+    assert f"epsilon = {result.epsilon:.6g}" in (folder / "privacy_report.md").read_text()
+    state = np.load(folder / "state.npz", allow_pickle=False)
+    assert state.files and not any("unreleased" in name for name in state.files)
