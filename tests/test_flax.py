@@ -2,6 +2,8 @@
 
 import pathlib
 import re
+import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,8 @@ import dpx
 from tests.ghost import assert_agrees, integers, key, mechanism, random_like
 
 PAGE = (pathlib.Path(__file__).parent.parent / "docs" / "flax.md").read_text()
-NNX, LINEN, BATCH_NORM, HUGGING_FACE = PAGE.split("\n## ")[1:]
+NNX, LINEN, BATCH_NORM, HUGGING_FACE, _ = PAGE.split("\n## ")[1:]
+FINE_TUNING = (pathlib.Path(__file__).parent.parent / "docs" / "fine_tuning.md").read_text()
 
 
 def blocks(section, language="python"):
@@ -182,3 +185,30 @@ def test_gpt2():
     assert kernels == {"norm from Gram matrices", "norm from Gram matrices of all uses", "norm from the rows looked up"}
     others = {way for name, way in found.items() if not ("kernel" in name or "embedding" in name)}
     assert others == {"per-example gradients used in add", "per-example gradients used in mul"} and len(found) == 16
+
+
+class TransformersModel:
+    """As `transformers.FlaxGPT2LMHeadModel`: a model that has parameters, and takes others in a call."""
+
+    def __init__(self, sizes, seed, input_shape):
+        self.params = GPT2().init(key(seed), jnp.zeros(input_shape, int), True)["params"]
+
+    def __call__(self, tokens, params, dropout_rng, train):
+        logits = GPT2().apply({"params": params}, tokens, not train, rngs={"dropout": dropout_rng})
+        return types.SimpleNamespace(logits=logits)
+
+
+def test_the_programs_for_hugging_face(monkeypatch, capsys):
+    """That of the page, and LoRA for the same model in docs/fine_tuning.md."""
+    library = types.SimpleNamespace(FlaxGPT2LMHeadModel=TransformersModel, GPT2Config=dict)
+    monkeypatch.setitem(sys.modules, "transformers", library)
+    names = {}
+    run("".join(blocks(HUGGING_FACE, "py")), names)
+    assert names["result"].steps == 20 and len(capsys.readouterr().out.splitlines()) == 1
+    run(*blocks(FINE_TUNING, "py"), names)
+    table, result, begun = lines(capsys.readouterr().out), names["result"], names["params"]
+    assert {("['base']" in line, "not trained" in line) for line in table} == {(True, True), (False, False)}
+    assert all(jax.tree.leaves(jax.tree.map(np.array_equal, result.params["base"], begun["base"])))
+    ((name, lora),) = result.params["lora"].items()
+    assert name == "transformer/h/0/attn/c_attn" and np.abs(lora["lora_b"]).min() > 0
+    assert (lora["lora_a"] != begun["lora"][name]["lora_a"]).all() and result.epsilon <= 3
