@@ -1,22 +1,18 @@
 """Time and interval width of the accountants on long schedules, and a comparison with dp-accounting for each event.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.accounting [--output benchmarks/results]
+    OMP_NUM_THREADS=1 python -m benchmarks.accounting
 
-Prints JSON and Markdown, and writes both to `<output>/accounting.{json,md}`. Every row runs in a process of its own.
+Writes benchmarks/results/accounting.md. Every row runs in a process of its own.
 """
 
 import argparse
-import datetime
-import importlib.metadata
-import json
 import multiprocessing
 import os
-import platform
 import resource
-import sys
 import time
-from pathlib import Path
 from typing import Any
+
+from benchmarks import report
 
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
@@ -133,9 +129,7 @@ def measure(task, steps: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
-    arguments = parser.parse_args()
+    argparse.ArgumentParser(description=__doc__).parse_args()
     rows: list[dict[str, Any]] = [
         {"task": task.__name__, "steps": steps, "wanted": wanted, **measure(task, steps)}
         for task, steps, wanted in ROWS
@@ -146,43 +140,28 @@ def main() -> None:
         f"RDP, {SHORT} steps": seconds["dp_accounting_rdp", SHORT] / seconds["rdp", SHORT],
         f"calibration, {SHORT} steps": seconds["dp_accounting_calibration", SHORT] / seconds["calibration", SHORT],
     }
-    results = {
-        "command": "python -m benchmarks.accounting " + " ".join(sys.argv[1:]),
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "versions": {"python": platform.python_version()}
-        | {name: importlib.metadata.version(name) for name in ("dp-accounting", "numpy", "scipy")},
-        "threads": os.environ["OMP_NUM_THREADS"],
-        "schedule": f"linspace(3, 1, steps), sampling rate {RATE}, delta 1e-6; calibration to (2, 1e-5)",
-        "rows": rows,
-        "dp_accounting_cpu_time_over_ours": ratios,
-    }
-    text = json.dumps(results, indent=2)
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    (arguments.output / "accounting.json").write_text(text + "\n")
-    (arguments.output / "accounting.md").write_text(markdown(results))
-    print(text, markdown(results), sep="\n\n")
-
-
-def markdown(results: dict[str, Any]) -> str:
-    lines = [
+    page = report.write(
+        "accounting",
         "# Accounting of long schedules",
-        "",
-        f"`{results['command'].strip()}`, {results['date']}, "
-        + ", ".join(f"{name} {version}" for name, version in results["versions"].items())
-        + f", {results['threads']} thread. Schedule: {results['schedule']}.",
-        "",
-        "| task | steps | seconds | CPU seconds | peak GiB | lower | upper | wanted |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for row in results["rows"]:
-        lower = f"{row['lower']:.4f}" if "lower" in row else ""
-        lines.append(
-            f"| {row['task']} | {row['steps']} | {row['seconds']:.2f} | {row['cpu_seconds']:.2f} | {row['peak_gib']:.2f} | {lower} "  # noqa: E501
-            f"| {row['upper']:.4f} | {row['wanted']} |"
+        report.heading(
+            "benchmarks.accounting", ("dp-accounting", "numpy", "scipy"), threads=os.environ["OMP_NUM_THREADS"]
         )
-    lines += ["", "| against dp-accounting, event by event | times less CPU time |", "|---|---|"]
-    lines += [f"| {name} | {ratio:.0f} |" for name, ratio in results["dp_accounting_cpu_time_over_ours"].items()]
-    return "\n".join(lines) + "\n"
+        + f" Schedule: linspace(3, 1, steps), sampling rate {RATE}, delta 1e-6; calibration to (2, 1e-5).",
+        report.grid(
+            ("task", "steps", "seconds", "CPU seconds", "peak GiB", "lower", "upper", "wanted"), map(cells, rows)
+        ),
+        report.grid(
+            ("against dp-accounting, event by event", "times less CPU time"),
+            [(name, f"{ratio:.0f}") for name, ratio in ratios.items()],
+        ),
+    )
+    print(page)
+
+
+def cells(row: dict[str, Any]) -> tuple[Any, ...]:
+    sizes = (f"{row[name]:.2f}" for name in ("seconds", "cpu_seconds", "peak_gib"))
+    lower = f"{row['lower']:.4f}" if "lower" in row else ""
+    return row["task"], row["steps"], *sizes, lower, f"{row['upper']:.4f}", row["wanted"]
 
 
 if __name__ == "__main__":

@@ -7,10 +7,7 @@ batches as the chunks of one. Runs some steps of it, and prints by how much the 
 """
 
 import argparse
-import datetime
-import importlib.metadata
 import resource
-import shlex
 import sys
 import time
 from typing import Any
@@ -19,8 +16,8 @@ import jax
 import optax
 
 import dpx
+from benchmarks import report
 from benchmarks.models import PROBLEMS
-from benchmarks.report import RESULTS, processor
 
 CHUNKS = 10
 
@@ -105,26 +102,22 @@ def main():
         sys.exit(f"a batch of {options.grain} does not fit into {options.limit} MiB")
     found = in_chunks(problem, size, options.steps)
     whole = temporary(whole_step(problem, CHUNKS * size))
-    command = shlex.join(["python", "-m", "benchmarks.accumulate", *sys.argv[1:]])
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib", "optax"))
-    lines = [
-        f"`{command}`, {datetime.date.today()}, {processor()}; {versions}.",
-        "",
+    rows = {
+        f"temporary memory of one step over the whole batch of {CHUNKS * size}": f"{whole:.0f}",
+        f"temporary memory of one `add` of {size}": f"{found['add']:.0f}",
+        "temporary memory of `release`": f"{found['release']:.0f}",
+        "the sums between the chunks": f"{found['sums']:.1f}",
+        f"growth of the process over {options.steps} steps in chunks, at its peak": f"{found['growth']:.0f}",
+    }
+    page = report.write(
+        "accumulate",
+        report.heading("benchmarks.accumulate", ("jax", "jaxlib", "optax")),
         f"{options.model}: the largest batch whose step needs at most {options.limit:g} MiB has {size} examples. "
         f"{options.steps} steps over a batch of {CHUNKS * size}, in {CHUNKS} chunks, are billed as {options.steps}; "
         f"each took {found['seconds']:.1f} s.",
-        "",
-        "| | MiB |",
-        "|---|---|",
-        f"| temporary memory of one step over the whole batch of {CHUNKS * size} | {whole:.0f} |",
-        f"| temporary memory of one `add` of {size} | {found['add']:.0f} |",
-        f"| temporary memory of `release` | {found['release']:.0f} |",
-        f"| the sums between the chunks | {found['sums']:.1f} |",
-        f"| growth of the process over {options.steps} steps in chunks, at its peak | {found['growth']:.0f} |",
-    ]
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "accumulate.md").write_text("\n".join(lines) + "\n")
-    print("\n".join(lines))
+        report.grid(("", "MiB"), rows.items()),
+    )
+    print(page)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@
 
 import argparse
 import functools
-import importlib.metadata
 import math
 import time
 from collections.abc import Callable
@@ -212,7 +211,7 @@ def scores_of(plan: Plan, audit: Audit, runs: int, **options: Any):
     return scores, [dpx.epsilon(make(key), plan.steps, delta=delta) for delta in DELTAS]
 
 
-def rows_of_methods(scale: float) -> tuple[list[str], list[str]]:
+def rows_of_methods(scale: float) -> tuple[list[list[str]], list[list[str]]]:
     """The rows of the table of all methods, and of the table of broken mechanisms."""
     from dpx.audit import lower_bound_from_scores
 
@@ -227,21 +226,20 @@ def rows_of_methods(scale: float) -> tuple[list[str], list[str]]:
                 bound = lower_bound_from_scores(*scores, delta=delta, bill=bill)
                 raw, gaussian = bound.epsilon / bill, bound.gaussian_epsilon / bill
                 reason = "" if raw >= LEAST_SHARE else audit.reason or "few runs"
-                rows.append(
-                    f"| {audit.name} | {plan.name} | {delta:g} | {bound.runs[0]:,} | {bill:.3f} | {bound.epsilon:.3f} "
-                    f"({raw:.0%}) | {bound.gaussian_epsilon:.3f} ({gaussian:.0%}) | {reason} |"
-                )
-                print(rows[-1], f"{time.process_time() - start:.1f} s", flush=True)
+                row = [audit.name, plan.name, f"{delta:g}", f"{bound.runs[0]:,}", f"{bill:.3f}"]
+                row += [f"{bound.epsilon:.3f} ({raw:.0%})", f"{bound.gaussian_epsilon:.3f} ({gaussian:.0%})", reason]
+                rows.append(row)
+                print(*row, f"{time.process_time() - start:.1f} s", sep=" | ", flush=True)
     for name, plan, audit, options in broken():
         scores, bills = scores_of(plan, audit, int(scale * 400_000), **options)
         bounds = [lower_bound_from_scores(*scores, delta=d, bill=b) for d, b in zip(DELTAS, bills, strict=True)]
-        found = " | ".join(f"{b.bill:.3f} | {b.epsilon:.3f}{' **wrong**' if b.exceeds_bill else ''}" for b in bounds)
-        wrong.append(f"| {name} | {plan.name} | {found} |")
-        print(wrong[-1], flush=True)
+        found = [(f"{b.bill:.3f}", f"{b.epsilon:.3f}{' **wrong**' if b.exceeds_bill else ''}") for b in bounds]
+        wrong.append([name, plan.name, *found[0], *found[1]])
+        print(*wrong[-1], sep=" | ", flush=True)
     return rows, wrong
 
 
-def rows_of_one_run(scale: float) -> list[str]:
+def rows_of_one_run(scale: float) -> list[list[str]]:
     import numpy as np
 
     from dpx.accounting import gdp
@@ -258,12 +256,12 @@ def rows_of_one_run(scale: float) -> list[str]:
                 bound = one_run(scores, members, delta=delta, guesses=guesses)
                 found.append((bound.epsilon, bound.trade_off_epsilon, bound.gaussian_epsilon))
             middle = np.median(np.array(found), axis=0)
-            rows.append(f"| {epsilon:g} | {name} | " + " | ".join(f"{value:.2f}" for value in middle) + " |")
-            print(rows[-1], flush=True)
+            rows.append([f"{epsilon:g}", name, *(f"{value:.2f}" for value in middle)])
+            print(*rows[-1], sep=" | ", flush=True)
     return rows
 
 
-def rows_of_coverage(scale: float) -> list[str]:
+def rows_of_coverage(scale: float) -> list[list[Any]]:
     """How often each bound exceeds the truth, in simulations whose epsilon is known exactly."""
     import numpy as np
 
@@ -293,13 +291,9 @@ def rows_of_coverage(scale: float) -> list[str]:
         shares = [f"{count / repetitions:.1%}" for count in counts]
         if name == names[1]:
             shares = [share if place in (0, 2) else "" for place, share in enumerate(shares)]
-        rows.append(f"| {name} | {repetitions} | {' | '.join(shares)} | {allowed} |")
-        print(rows[-1], flush=True)
+        rows.append([name, repetitions, *shares, allowed])
+        print(*rows[-1], sep=" | ", flush=True)
     return rows
-
-
-def _table(columns: str, rows: list[str]) -> str:
-    return "\n".join([f"| {columns} |", "|---" * (columns.count("|") + 1) + "|", *rows])
 
 
 def main() -> None:
@@ -311,26 +305,24 @@ def main() -> None:
     start = time.process_time()
     coverage, one = rows_of_coverage(options.runs), rows_of_one_run(options.runs)
     methods, wrong = rows_of_methods(options.runs)
-    versions = {library: importlib.metadata.version(library) for library in ("jax", "jaxlib", "optax", "scipy")}
-    facts = report.facts("benchmarks.audit", {"jax": {"versions": versions, "device": "cpu"}}, options)
-    facts |= {"seed": SEED, "CPU minutes": round((time.process_time() - start) / 60, 1)}
+    facts = {"seed": SEED, "CPU_minutes": round((time.process_time() - start) / 60, 1)}
+    heading = report.heading(
+        "benchmarks.audit", ("jax", "jaxlib", "optax", "scipy"), **report.load(options.core), **facts
+    )
     shares = "bounds at confidence 0.95; in brackets their share of the bill; runs are those counted in each world"
-    kinds = "many runs, raw | many runs, Gaussian | one run, raw | one run, trade-off | one run, Gaussian"
+    method_columns = ["method", "batches", "delta", "runs", "bill", "raw (proof)", "Gaussian (hypothesis)"]
+    method_columns += [f"why the raw bound is below {LEAST_SHARE:.0%}"]
+    wrong_columns = ["fault", "batches", "bill at 1e-3", "raw bound", "bill at 1e-5", "raw bound"]
+    one_columns = ["true epsilon", "guesses", "raw (proof)", "trade-off (hypothesis)", "Gaussian (hypothesis)"]
+    kinds = ["many runs, raw", "many runs, Gaussian", "one run, raw", "one run, trade-off", "one run, Gaussian"]
+    coverage_columns = ["scores", "repetitions", *kinds, "5 % and two standard deviations"]
     tables = {
-        f"All methods ({shares})": _table(
-            "method | batches | delta | runs | bill | raw (proof) | Gaussian (hypothesis) | why the raw bound is below "
-            f"{LEAST_SHARE:.0%}",
-            methods,
+        f"All methods ({shares})": report.grid(method_columns, methods),
+        "Wrong bills, with DP-SGD's clip norm of 1": report.grid(wrong_columns, wrong),
+        "One run with 10,000 canaries of independent Gaussian scores, delta 1e-5, medians of 9 seeds": report.grid(
+            one_columns, one
         ),
-        "Wrong bills, with DP-SGD's clip norm of 1": _table(
-            "fault | batches | bill at 1e-3 | raw bound | bill at 1e-5 | raw bound", wrong
-        ),
-        "One run with 10,000 canaries of independent Gaussian scores, delta 1e-5, medians of 9 seeds": _table(
-            "true epsilon | guesses | raw (proof) | trade-off (hypothesis) | Gaussian (hypothesis)", one
-        ),
-        "How often a bound at confidence 0.95 is above the truth": _table(
-            f"scores | repetitions | {kinds} | 5 % and two standard deviations", coverage
-        ),
+        "How often a bound at confidence 0.95 is above the truth": report.grid(coverage_columns, coverage),
     }
     notes = [
         "Raw bounds are proofs: if the bill is right, a raw bound exceeds it with a probability of at most 5 %. The "
@@ -340,7 +332,7 @@ def main() -> None:
         "without sampling, the Gaussian bound, which does not need such events, is near it.",
     ]
     name = "audit" if options.runs >= 1 else "audit_trial"
-    report.write(name, facts, {"tables": tables}, notes, tables)
+    report.write(name, heading, tables, notes=notes)
 
 
 if __name__ == "__main__":

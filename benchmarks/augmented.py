@@ -6,7 +6,6 @@ as well. Two columns say where the time goes: a plain step on four times the exa
 """
 
 import argparse
-import importlib.metadata
 import statistics
 import time
 
@@ -72,14 +71,14 @@ def main() -> None:
             row: (1e3 * seconds, seconds / medians[PLAIN]) for row, seconds in medians.items()
         }
 
-    said = {"versions": {lib: importlib.metadata.version(lib) for lib in ("jax", "jaxlib", "optax")}, "device": "cpu"}
+    heading = report.heading("benchmarks.augmented", ("jax", "jaxlib", "optax"), **report.load(options.core))
     columns = [
         (row, lambda found, row=row: f"{found[row][0]:.1f} ms, {found[row][1]:.2f}")
         for row in next(iter(results.values()))
     ]
     notes = ["In every cell: CPU time of a step, and that time divided by that of a plain step."]
     tables = {"Views of an example": report.table(results, columns)}
-    report.write("augmented", report.facts("benchmarks.augmented", {"dpx": said}, options), results, notes, tables)
+    report.write("augmented", heading, tables, notes=notes)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@
 
 import argparse
 import functools
-import importlib.metadata
 import math
 from typing import Any
 
@@ -207,21 +206,17 @@ def listed(numbers) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--core", type=int, default=-1)
-    options = parser.parse_args()
+    argparse.ArgumentParser(description=__doc__).parse_args()
     found = dynamic() | d2p2() | ada_dpigu() | dpsur() | dice() | freeze()
-    versions = {name: importlib.metadata.version(name) for name in ("numpy", "scipy", "jax", "jaxlib", "dp-accounting")}
-    facts = report.facts("benchmarks.claims", {"dpx": {"versions": versions, "device": "cpu"}}, options)
-    lines = ["| setting | claimed | true |", "|---|---|---|"]
-    lines += [f"| {name} | {claimed} | {true} |" for name, (claimed, true) in found.items()]
+    heading = report.heading("benchmarks.claims", ("numpy", "scipy", "jax", "jaxlib", "dp-accounting"))
+    table = report.grid(("setting", "claimed", "true"), [(name, *pair) for name, pair in found.items()])
     notes = [
         "Epsilons, unless the row says otherwise. delta is 1e-5, but 1 / 600,000 for Dynamic DP-SGD, 1e-6 for EMNIST "
         "and 8e-6 for E2E. True epsilons of Poisson batches are by PLD. Those of shuffled epochs are by Gaussian "
         "differential privacy, without amplification; no attack that we know reaches them. The lower bound for "
         "scattering is that of 6 batches, which are 48,000 of the 50,000 examples."
     ]
-    report.write("claims", facts, found, notes, {"Claims": "\n".join(lines)})
+    report.write("claims", heading, {"Claims": table}, notes=notes)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
 The models are those of benchmarks/transformers.py, and of benchmarks/step.py. By hand is `vmap`, clipping and a sum.
 The noise is compiled alone too, because by hand there is none: the sum of both is what a private step takes by hand.
 Each is the least CPU time of some runs on one core, after the caches of JAX are emptied. Python's garbage collector
-sees only what a run makes. Writes JSON and Markdown to benchmarks/results/.
+sees only what a run makes. Writes benchmarks/results/compile.md.
 """
 
 import argparse
@@ -65,16 +65,16 @@ def main() -> None:
     parser.add_argument("--core", type=int, default=0, help="the CPU core to pin to; -1 for none")
     options = parser.parse_args()
     timing.pin(options.core)
-    facts = report.facts("benchmarks.compile", transformers.said(), options)
-    notes, results = [] if transformers.installed() else [transformers.OURS], {}
+    heading = transformers.heading("benchmarks.compile", options.core)
+    notes, results, page = [] if transformers.installed() else [transformers.OURS], {}, ""
     for name in options.models:
         size = transformers.BATCH.get(name, options.batch)
         steps = transformers.steps(problem_of(name, size), size)
         times = [{row: seconds_to_compile(*steps[row]) for row in ROWS} for _ in range(options.runs)]
         results[f"{name}, {size}"] = {row: min(run[row] for run in times) for row in ROWS}
         print(name, results[f"{name}, {size}"], file=sys.stderr, flush=True)
-        report.write("compile", facts, results, notes, tables(results))
-    print((report.RESULTS / "compile.md").read_text())
+        page = report.write("compile", heading, tables(results), notes=notes)
+    print(page)
 
 
 if __name__ == "__main__":

@@ -2,16 +2,12 @@
 
     python -m benchmarks.coordinates --model end_to_end_cnn --batch 256
 
-All rows are timed in one process on one CPU core, in interleaved rounds, and the medians are compared. Writes JSON and
-Markdown to benchmarks/results/.
+All rows are timed in one process on one CPU core, in interleaved rounds, and the medians are compared. Writes
+benchmarks/results/coordinates.md.
 """
 
 import argparse
-import datetime
 import functools
-import importlib.metadata
-import json
-import shlex
 import statistics
 import sys
 from collections.abc import Callable
@@ -20,8 +16,8 @@ from typing import Any, NamedTuple
 import jax
 
 import dpx
+from benchmarks import report
 from benchmarks.problems import ON_A_CPU
-from benchmarks.report import RESULTS, processor
 from benchmarks.timing import CLOCKS, Timer, interleaved, pin
 from dpx import catalog
 
@@ -128,28 +124,16 @@ def step_of(row: Row, problem, size: int):
     return run, memory
 
 
-def table(results, parameters: int) -> str:
-    model = parameters * 4 / 2**20
-    lines = [
-        f"One copy of the model: {model:.2f} MiB.\n",
-        "| method | path | ms | over dp_sgd | state, copies of the model | temporary over dp_sgd, copies |",
-        "|---|---|---|---|---|---|",
-    ]
+def table(results, model: float) -> str:
+    """model: MiB of one copy of its parameters."""
+    lines = []
     for row in results:
         base = next(other for other in results if other["name"] == "dp_sgd" and other["path"] == row["path"])
         grown = (row["temporary"] - base["temporary"]) / model
-        lines.append(
-            f"| {row['name']} | {row['path']} | {row['seconds'] * 1e3:.1f} | {row['seconds'] / base['seconds']:.3f} "
-            f"| {row['state'] / model:.2f} | {grown:+.2f} |"
-        )
-    return "\n".join(lines)
-
-
-def heading() -> str:
-    """The command, the date, the processor and the versions."""
-    command = shlex.join(["python", "-m", "benchmarks.coordinates", *sys.argv[1:]])
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib", "optax", "flax"))
-    return f"`{command}`, {datetime.date.today()}, {processor()}; {versions}."
+        times = f"{row['seconds'] * 1e3:.1f}", f"{row['seconds'] / base['seconds']:.3f}"
+        lines.append((row["name"], row["path"], *times, f"{row['state'] / model:.2f}", f"{grown:+.2f}"))
+    columns = "method", "path", "ms", "over dp_sgd", "state, copies of the model", "temporary over dp_sgd, copies"
+    return report.grid(columns, lines)
 
 
 def main():
@@ -171,12 +155,10 @@ def main():
         {"name": name[0], "path": name[1], "seconds": statistics.median(times), **made[name][1]}
         for name, times in interleaved(timers, options.rounds).items()
     ]
-    found = table(results, ON_A_CPU[options.model].parameters)
-    text = f"{heading()}\n\n{options.model}, batch {options.batch}, {options.clock} clock. {found}\n"
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{options.name}.json").write_text(json.dumps(results, indent=1))
-    (RESULTS / f"{options.name}.md").write_text(text)
-    print(text)
+    model = ON_A_CPU[options.model].parameters * 4 / 2**20
+    heading = report.heading("benchmarks.coordinates", ("jax", "jaxlib", "optax", "flax"))
+    setting = f"{options.model}, batch {options.batch}, {options.clock} clock. One copy of the model: {model:.2f} MiB."
+    print(report.write(options.name, heading, setting, table(results, model)))
 
 
 if __name__ == "__main__":

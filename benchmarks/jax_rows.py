@@ -18,19 +18,20 @@ PARTS = (8, 32)  # of the batch, one after another: without privacy, it may be f
 MICROBATCH = 16
 # The rows that hold a gradient for every example of the batch.
 STACKED = ("JAX, by hand", "dpx vmap", "optax.contrib", "jax_privacy")
+CLIP_NORM = NOISE_MULTIPLIER = 1.0
 
 
 def device() -> str:
     return jax.devices()[0].device_kind
 
 
-def rows(model: str, size: int, *, noise_multiplier: float = 1.0, clip_norm: float = 1.0) -> dict[str, Callable]:
+def rows(model: str, size: int) -> dict[str, Callable]:
     """name -> (() -> run): the first compiles, `run()` makes one step and waits for it."""
     problem, key = PROBLEMS[model](), jax.random.key(2)
     batch = problem.batch(size)
     mechanism = dpx.dp_sgd(
-        clip_norm=clip_norm,
-        noise_multiplier=noise_multiplier,
+        clip_norm=CLIP_NORM,
+        noise_multiplier=NOISE_MULTIPLIER,
         sampling=dpx.PoissonSampling(examples=50_000, batch_size=size),
         key=key,
     )
@@ -56,62 +57,53 @@ def rows(model: str, size: int, *, noise_multiplier: float = 1.0, clip_norm: flo
 
     def by_hand(params, batch, key):
         grads = jax.vmap(jax.grad(problem.loss), (None, 0))(params, batch)
-        weights = jnp.minimum(1, clip_norm / jax.vmap(optax.tree.norm)(grads))
+        weights = jnp.minimum(1, CLIP_NORM / jax.vmap(optax.tree.norm)(grads))
         sums = jax.tree.map(lambda g: jnp.tensordot(weights, g, 1), grads)
-        scale = noise_multiplier * clip_norm
-        return jax.tree.map(lambda s, n: (s + scale * n) / size, sums, noise(sums, key))
+        return jax.tree.map(lambda s, n: (s + NOISE_MULTIPLIER * CLIP_NORM * n) / size, sums, noise(sums, key))
 
     def with_dpx(mechanism, clipping):
         step = dpx.private_grad(problem.loss, mechanism, clipping=clipping)
         everyone = dpx.Batch(batch, None)
         return compiled(lambda params, batch, state: step(params, batch, state)[:2], problem.params, everyone, state)
 
-    aggregate = optax.contrib.differentially_private_aggregate(clip_norm, noise_multiplier, key)
+    aggregate = optax.contrib.differentially_private_aggregate(CLIP_NORM, NOISE_MULTIPLIER, key)
 
     def with_optax(params, batch, state):
         grads = jax.vmap(jax.grad(problem.loss), (None, 0))(params, batch)
         return aggregate.update(grads, state, params)
 
-    found = (
-        {
-            FLOOR: compiled(non_private, problem.params, batch),
-        }
-        | {
-            f"{FLOOR}, {parts} parts": compiled(functools.partial(in_parts, parts), problem.params, batch)
-            for parts in PARTS
-            if size % parts == 0
-        }
-        | {
-            "noise alone": compiled(noise, problem.params, key),
-            "JAX, by hand": compiled(by_hand, problem.params, batch, key),
-            "dpx auto, without noise": with_dpx(silent, "auto"),
-            "dpx auto": with_dpx(mechanism, "auto"),
-            "dpx ghost": with_dpx(mechanism, "ghost"),
-            "dpx vmap": with_dpx(mechanism, "vmap"),
-            "optax.contrib": compiled(with_optax, problem.params, batch, aggregate.init(problem.params)),
-        }
-    )
+    found = {FLOOR: compiled(non_private, problem.params, batch)}
+    for parts in PARTS:
+        if size % parts == 0:
+            found[f"{FLOOR}, {parts} parts"] = compiled(functools.partial(in_parts, parts), problem.params, batch)
+    found |= {
+        "noise alone": compiled(noise, problem.params, key),
+        "JAX, by hand": compiled(by_hand, problem.params, batch, key),
+        "dpx auto, without noise": with_dpx(silent, "auto"),
+        "dpx auto": with_dpx(mechanism, "auto"),
+        "dpx ghost": with_dpx(mechanism, "ghost"),
+        "dpx vmap": with_dpx(mechanism, "vmap"),
+        "optax.contrib": compiled(with_optax, problem.params, batch, aggregate.init(problem.params)),
+    }
     if importlib.util.find_spec("jax_privacy"):
         at_once = min(MICROBATCH, size)
-        found["jax_privacy"] = with_jax_privacy(problem, batch, key, clip_norm, noise_multiplier, None)
-        found[f"jax_privacy, {at_once} at once"] = with_jax_privacy(
-            problem, batch, key, clip_norm, noise_multiplier, at_once
-        )
+        found["jax_privacy"] = with_jax_privacy(problem, batch, key, None)
+        found[f"jax_privacy, {at_once} at once"] = with_jax_privacy(problem, batch, key, at_once)
     return found
 
 
-def with_jax_privacy(problem: Problem, batch, key, clip_norm, noise_multiplier, microbatch_size) -> Callable:
+def with_jax_privacy(problem: Problem, batch, key, microbatch_size) -> Callable:
     import jax_privacy
 
     clipped_grad = jax_privacy.clipped_grad(
         problem.loss,
-        l2_clip_norm=clip_norm,
+        l2_clip_norm=CLIP_NORM,
         normalize_by=len(jax.tree.leaves(batch)[0]),
         keep_batch_dim=False,
         microbatch_size=microbatch_size,
     )
     privatizer = jax_privacy.noise_addition.gaussian_privatizer(
-        stddev=noise_multiplier * clipped_grad.sensitivity(), prng_key=key
+        stddev=NOISE_MULTIPLIER * clipped_grad.sensitivity(), prng_key=key
     )
 
     def step(params, batch, state):

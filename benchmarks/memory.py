@@ -3,7 +3,7 @@
     python -m benchmarks.memory --models mlp --batches 1024
 
 Every row runs in a process of its own, on the CPU. The step is compiled and its inputs are in memory before the
-measurement. The rows are those of `benchmarks.step`. Writes JSON and Markdown to benchmarks/results/.
+measurement. The rows are those of `benchmarks.step`. Writes benchmarks/results/memory.md.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import sys
 
 from benchmarks import report
 from benchmarks.problems import ON_A_CPU
-from benchmarks.step import started, wanted
+from benchmarks.step import heading_of, started, wanted
 from benchmarks.timing import pin
 from benchmarks.worker import Worker
 
@@ -26,7 +26,7 @@ def arguments():
     parser.add_argument("--rows", nargs="+", help="parts of their names; default: all")
     parser.add_argument("--core", type=int, default=0, help="the CPU core to pin to; -1 for none")
     parser.add_argument("--budget", type=float, default=16.0, help="GiB; rows expected to need more are skipped")
-    parser.add_argument("--name", default="memory", help="of the files written")
+    parser.add_argument("--name", default="memory", help="of the page")
     return parser.parse_args()
 
 
@@ -44,8 +44,8 @@ def main():
     os.environ |= {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     pin(options.core)
     workers, notes = started()
-    facts = report.facts("benchmarks.memory", {name: worker("facts") for name, worker in workers.items()}, options)
-    results = {}
+    said = {framework: worker("facts") for framework, worker in workers.items()}
+    heading, results, page = heading_of("benchmarks.memory", said, options.core), {}, ""
     for model in options.models:
         for size in options.batches:
             rows = results[f"{model}, {size}"] = {}
@@ -62,10 +62,10 @@ def main():
             names = dict.fromkeys(name for found in results.values() for name in found)
             columns = [(n, lambda rows, n=n: f"{rows[n]:.0f}" if n in rows else None) for n in names]
             tables = {"Growth of the resident size at its peak, MiB": report.table(results, columns)}
-            report.write(options.name, facts, results, notes, tables)
+            page = report.write(options.name, heading, tables, notes=notes)
     for worker in workers.values():
         worker.close()
-    print((report.RESULTS / f"{options.name}.md").read_text())
+    print(page)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@
 
 import argparse
 import functools
-import importlib.metadata
 import statistics
 import time
 from unittest import mock
@@ -61,20 +60,14 @@ def main() -> None:
         memory = {row: program.memory_analysis().temp_size_in_bytes / 2**20 for row, program in programs.items()}
         results[name] = {row: (compile_seconds[row], milliseconds[row], memory[row]) for row in programs}
 
-    said = {"versions": {lib: importlib.metadata.version(lib) for lib in ("jax", "jaxlib", "optax")}, "device": "cpu"}
+    heading = report.heading("benchmarks.noise", ("jax", "jaxlib", "optax"), **report.load(options.core))
     columns = [
         (row, lambda rows, row=row: "{:.2f} s, {:.1f} ms, {:.0f} MiB".format(*rows[row]))
         for row in next(iter(results.values()))
     ]
     notes = ["The columns with a number are `dpx.keys.normals` with chunks of so many numbers."]
-    facts = report.facts("benchmarks.noise", {"jax": said}, options)
-    report.write(
-        "noise",
-        facts,
-        results,
-        notes,
-        {"Compile time, time and temporary memory of sum + noise": report.table(results, columns)},
-    )
+    tables = {"Compile time, time and temporary memory of sum + noise": report.table(results, columns)}
+    report.write("noise", heading, tables, notes=notes)
 
 
 if __name__ == "__main__":

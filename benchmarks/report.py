@@ -1,12 +1,12 @@
-"""The files that the benchmarks write: facts about the run, then tables, as JSON and as Markdown."""
+"""The pages that the benchmarks write to benchmarks/results/, in Markdown: facts about the run, tables, notes."""
 
 import datetime
-import json
+import importlib.metadata
 import os
 import platform
 import shlex
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +22,26 @@ NOTES = {
 }
 
 
-def facts(module: str, workers: dict[str, dict[str, Any]], options) -> dict[str, Any]:
-    """module: of the command; workers: framework -> what its worker says of itself."""
-    versions = {library: found for said in workers.values() for library, found in said["versions"].items() if found}
-    devices = sorted({said["device"] for said in workers.values()})
-    return {
-        "command": shlex.join(["python", "-m", module, *sys.argv[1:]]),
-        "date": datetime.date.today().isoformat(),
-        "device": ", ".join(processor() if device == "cpu" else device for device in devices),
-        "pinned to one core": options.core >= 0,
-        "load of the machine at the start": round(os.getloadavg()[0], 1),
-        "versions": {"python": platform.python_version(), **versions},
-    }
+def installed(library: str) -> bool:
+    return next(iter(importlib.metadata.distributions(name=library)), None) is not None
+
+
+def heading(module: str, libraries: Iterable[str], *, devices: Iterable[str] = ("cpu",), **facts: Any) -> str:
+    """The first paragraph of a page. module: of the command; facts: what else to say, by name, with `_` for a space.
+
+    A library that is not installed is left out.
+    """
+    command = shlex.join(["python", "-m", module, *sys.argv[1:]])
+    names = ", ".join(processor() if device == "cpu" else device for device in sorted(set(devices)))
+    found = [f"{name} {importlib.metadata.version(name)}" for name in libraries if installed(name)]
+    versions = ", ".join([f"python {platform.python_version()}", *found])
+    said = [f"`{command}`, {datetime.date.today()}, {names}.", f"{versions}."]
+    return " ".join(said + [f"{name.replace('_', ' ')}: {value}." for name, value in facts.items()])
+
+
+def load(core: int) -> dict[str, Any]:
+    """Facts for the heading of a page of times. core: that the process is pinned to; -1 for none."""
+    return {"pinned_to_one_core": core >= 0, "load_of_the_machine_at_the_start": round(os.getloadavg()[0], 1)}
 
 
 def processor() -> str:
@@ -42,26 +50,33 @@ def processor() -> str:
     return f"CPU, {names[0] if names else platform.processor()} ({platform.machine()})"
 
 
-def table(results: dict[str, Any], columns: Iterable[tuple[str, Callable[[Any], str | None]]]) -> str:
+def grid(columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
+    """A table: the names of the columns, and the cells of each row."""
+    columns = list(columns)
+    head, *lines = ("| " + " | ".join(map(str, cells)) + " |" for cells in (columns, *rows))
+    return "\n".join([head, "|---" * len(columns) + "|", *lines])
+
+
+def table(results: Mapping[str, Any], columns: Iterable[tuple[str, Callable[[Any], str | None]]]) -> str:
     """A line for each problem, a column for each (name, text of the problem's result); "-" for None, "" if all are."""
     columns = [column for column in columns if any(column[1](rows) for rows in results.values())]
     if not columns:
         return ""
-    lines = ["| model, batch | " + " | ".join(name for name, _ in columns) + " |", "|---" * (len(columns) + 1) + "|"]
-    for case, rows in results.items():
-        lines.append(f"| {case} | " + " | ".join(text(rows) or "-" for _, text in columns) + " |")
-    return "\n".join(lines)
+    cells = [[case, *(text(rows) or "-" for _, text in columns)] for case, rows in results.items()]
+    return grid(["model, batch", *(name for name, _ in columns)], cells)
 
 
-def write(name: str, facts: dict[str, Any], results: dict[str, Any], notes: list[str], tables: dict[str, str]):
+def write(name: str, *parts: str | Mapping[str, str], notes: Iterable[str] = ()) -> str:
+    """Writes NAME.md and returns its text. parts: paragraphs, or tables by title; an empty table is left out."""
+    text: list[str] = []
+    for part in parts:
+        if isinstance(part, str):
+            text.append(part)
+        else:
+            text += [f"{title}:\n\n{body}" for title, body in part.items() if body]
+    if notes := "\n".join(f"* {note}" for note in notes):
+        text.append(notes)
     RESULTS.mkdir(exist_ok=True)
-    found = {"facts": facts, "notes": notes, "results": results}
-    (RESULTS / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
-    head = [f"`{facts['command']}`, {facts['date']}, {facts['device']}."]
-    head += [", ".join(f"{library} {version}" for library, version in facts["versions"].items()) + "."]
-    rest = [
-        f"{fact}: {value}." for fact, value in facts.items() if fact not in ("command", "date", "device", "versions")
-    ]
-    text = "\n\n".join([" ".join([*head, *rest]), *(f"{title}:\n\n{body}" for title, body in tables.items() if body)])
-    text += "".join(f"\n\n* {note}" for note in notes[:1]) + "".join(f"\n* {note}" for note in notes[1:])
-    (RESULTS / f"{name}.md").write_text(text + "\n")
+    page = "\n\n".join(text) + "\n"
+    (RESULTS / f"{name}.md").write_text(page)
+    return page

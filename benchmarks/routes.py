@@ -9,7 +9,6 @@ for Poisson samples of 60,000 images. One row is `dpx.fit` itself.
 
 import argparse
 import functools
-import importlib.metadata
 import statistics
 from pathlib import Path
 from typing import NamedTuple
@@ -246,26 +245,24 @@ def trained(rows: np.ndarray, labels: np.ndarray, seed: int) -> float:
 
 def table(found: dict[str, list[float]]) -> str:
     """A line for each route: its accuracies, and the mean and standard error of the paired differences."""
-    lines = ["| route | mean | each | minus the recipe |", "|---|---|---|---|"]
+    lines = []
     for name, numbers in found.items():
         gains = [number - other for number, other in zip(numbers, found["the recipe"], strict=False)]
         error = statistics.stdev(gains) / len(gains) ** 0.5 if len(gains) > 1 else float("nan")
         each = ", ".join(f"{number:.2f}" for number in numbers)
         gain = "" if name == "the recipe" else f"{statistics.mean(gains):+.2f} ± {error:.2f}"
-        lines.append(f"| {name} | {statistics.mean(numbers):.2f} | {each} | {gain} |")
-    return "\n".join(lines)
+        lines.append((name, f"{statistics.mean(numbers):.2f}", each, gain))
+    return report.grid(("route", "mean", "each", "minus the recipe"), lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--cache-dir", type=Path, default=loop.CACHE)
-    parser.add_argument("--core", type=int, default=-1)
     options = parser.parse_args()
     labels, found = data.load("fashion_mnist", options.data_dir).train_labels, {}
-    versions = {name: importlib.metadata.version(name) for name in ("numpy", "jax", "jaxlib", "optax")}
-    facts = report.facts("benchmarks.routes", {"dpx": {"versions": versions, "device": "cpu"}}, options)
-    facts |= {"seeds": list(SEEDS), "epsilon": EPSILON, "delta": DELTA}
+    facts = {"seeds": list(SEEDS), "epsilon": EPSILON, "delta": DELTA}
+    heading = report.heading("benchmarks.routes", ("numpy", "jax", "jaxlib", "optax"), **facts)
 
     def write() -> None:
         notes = [
@@ -273,7 +270,7 @@ def main() -> None:
             "10,000 held-out training images. The last column: mean and standard error of the differences from the "
             "recipe's run of the same seed, which has the same batches and noise if steps and features are as many."
         ]
-        report.write("routes", facts, found, notes, {"Routes": table(found)})
+        report.write("routes", heading, {"Routes": table(found)}, notes=notes)
 
     for group in GROUPS:
         rows = rows_of(group.features, options.data_dir, options.cache_dir)

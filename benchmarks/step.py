@@ -4,15 +4,15 @@
     python -m benchmarks.step --core -1 --models vit_small gpt2_small --batches 16 --name step_gpu    # on a GPU
 
 All rows of a problem take turns: JAX's in one process, torch's in another, both on one CPU core, one step at a time.
-A library that is not installed is named in the notes and skipped. Writes JSON and Markdown to benchmarks/results/.
+A library that is not installed is named in the notes and skipped. Writes benchmarks/results/step.md.
 """
 
 import argparse
 import functools
-import importlib.util
 import os
 import statistics
 import sys
+from typing import Any
 
 from benchmarks import report, summary
 from benchmarks.problems import ON_A_CPU, PROBLEMS
@@ -30,16 +30,23 @@ def arguments():
     parser.add_argument("--core", type=int, default=0, help="the CPU core to pin to; -1 for none (as on a GPU)")
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu is fairer on a busy machine")
     parser.add_argument("--budget", type=float, default=16.0, help="GiB; rows expected to need more are skipped")
-    parser.add_argument("--name", default="step", help="of the files written")
+    parser.add_argument("--name", default="step", help="of the page")
     return parser.parse_args()
 
 
 def started() -> tuple[dict[str, Worker], list[str]]:
     """The workers of the frameworks that are installed, and a note on every library that is not."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # a GPU is shared by the frameworks
-    missing = [name for name in ("jax_privacy", "torch", "opacus") if importlib.util.find_spec(name) is None]
+    missing = [name for name in ("jax-privacy", "torch", "opacus") if not report.installed(name)]
     workers = {framework: Worker(framework) for framework in FRAMEWORKS if framework not in missing}
     return workers, [f"{name} is not installed: no rows for it." for name in missing]
+
+
+def heading_of(module: str, said: dict[str, dict[str, Any]], core: int, **facts: Any) -> str:
+    """said: framework -> what its worker says of itself."""
+    libraries = [library for one in said.values() for library in one["libraries"]]
+    devices = [one["device"] for one in said.values()]
+    return report.heading(module, libraries, devices=devices, **report.load(core), **facts)
 
 
 def wanted(name: str, options) -> bool:
@@ -72,18 +79,18 @@ def main():
     pin(options.core)
     workers, notes = started()
     said = {framework: worker("facts") for framework, worker in workers.items()}
-    notes += [text for library, text in report.NOTES.items() if any(s["versions"].get(library) for s in said.values())]
-    facts = report.facts("benchmarks.step", said, options) | {"clock": options.clock}
-    results = {}
+    notes += [text for library, text in report.NOTES.items() if report.installed(library)]
+    heading = heading_of("benchmarks.step", said, options.core, clock=options.clock)
+    results, page = {}, ""
     problems = options.problems or [f"{model}:{size}" for model in options.models for size in options.batches]
     for model, size in (problem.split(":") for problem in problems):
         print(f"{model}, {size}", file=sys.stderr, flush=True)
         results[f"{model}, {size}"] = problem_times(workers, model, int(size), options, notes)
         floors = {framework: s["floor"] for framework, s in said.items()}
-        report.write(options.name, facts, results, notes, summary.tables(results, floors))
+        page = report.write(options.name, heading, summary.tables(results, floors), notes=notes)
     for worker in workers.values():
         worker.close()
-    print((report.RESULTS / f"{options.name}.md").read_text())
+    print(page)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,8 @@
 import copy
 import importlib.util
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -24,18 +23,9 @@ def device() -> str:
     return torch.cuda.get_device_name() if DEVICE.type == "cuda" else "cpu"
 
 
-def rows(
-    model: str,
-    size: int,
-    *,
-    noise_multiplier: float = 1.0,
-    clip_norm: float = 1.0,
-    weights: Sequence[np.ndarray] | None = None,
-) -> dict[str, Callable]:
-    """name -> (() -> run): `run()` makes one step and gives the gradients. weights: of all parameters, in order."""
+def rows(model: str, size: int) -> dict[str, Callable]:
+    """name -> (() -> run): `run()` makes one step."""
     module = torch_models.build(model).to(DEVICE)
-    for parameter, weight in zip(module.parameters(), weights or [], strict=weights is not None):
-        parameter.data.copy_(torch.from_numpy(weight))
     x, labels = (torch.from_numpy(array).to(DEVICE) for array in problems.draw(model, size))
     # Opacus 1.6.0 computes wrong gradients of unpadded convolutions on channels-last data, as one channel counts unless
     # its strides say otherwise
@@ -48,11 +38,11 @@ def rows(
     found: dict[str, Callable] = {FLOOR: not_private}
     if importlib.util.find_spec("opacus"):
         for mode in ("hooks", "functorch", "ghost"):
-            found[f"Opacus {mode}"] = with_opacus(module, batch, clip_norm, noise_multiplier, mode)
+            found[f"Opacus {mode}"] = with_opacus(module, batch, mode)
     return found
 
 
-def with_opacus(module, batch, clip_norm, noise_multiplier, mode) -> Callable:
+def with_opacus(module, batch, mode) -> Callable:
     import opacus
     from opacus.grad_sample.utils import register_grad_sampler, register_norm_sampler
 
@@ -72,8 +62,8 @@ def with_opacus(module, batch, clip_norm, noise_multiplier, mode) -> Callable:
             optimizer=torch.optim.SGD(private.parameters()),
             criterion=torch_models.Loss(),
             data_loader=DataLoader(TensorDataset(*batch), batch_size=len(batch[0])),
-            noise_multiplier=noise_multiplier,
-            max_grad_norm=clip_norm,
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
             poisson_sampling=False,
             grad_sample_mode=mode,
         )

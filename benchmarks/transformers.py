@@ -7,13 +7,12 @@ widths (GPT-2 then without tied weights). All rows of a model take turns in one 
 is JAX's fastest step without privacy: of the whole batch, or of 2, 4 or 8 parts of it, one after another. The private
 floor adds one normal for each parameter, and the matrix products of the norms, each measured alone. Noise alone writes
 more memory than in a step, so it is no strict bound. torch and Opacus, if they are installed, have models of the same
-widths, in benchmarks/torch_models.py, GPT-2 without tied weights. Writes JSON and Markdown to benchmarks/results/.
+widths, in benchmarks/torch_models.py, GPT-2 without tied weights. Writes benchmarks/results/transformers.md.
 """
 
 import argparse
 import functools
 import importlib
-import importlib.metadata
 import importlib.util
 import statistics
 import sys
@@ -238,7 +237,7 @@ def torch_steps(name: str) -> dict[str, Callable]:
     labels = inputs.roll(-1, 1) if name.startswith("gpt2") else torch.arange(size) % 2
     return {
         PLAIN_TORCH: lambda: torch_rows.running(module, torch_models.Loss(), (inputs, labels)),
-        OPACUS: torch_rows.with_opacus(module, (inputs, labels), 1.0, 1.0, "ghost"),
+        OPACUS: torch_rows.with_opacus(module, (inputs, labels), "ghost"),
     }
 
 
@@ -305,17 +304,11 @@ def tables(results) -> dict[str, str]:
     }
 
 
-def said() -> dict[str, dict[str, Any]]:
-    """The versions and the device, as `report.facts` takes them."""
+def heading(module: str, core: int, **facts: Any) -> str:
     import jax
 
-    versions: dict[str, str | None] = {}
-    for library in ("jax", "jaxlib", "flax", "optax", "transformers", "jax-privacy", "torch", "opacus"):
-        try:
-            versions[library] = importlib.metadata.version(library)
-        except importlib.metadata.PackageNotFoundError:
-            versions[library] = None
-    return {"jax": {"versions": versions, "device": jax.devices()[0].device_kind}}
+    libraries = ("jax", "jaxlib", "flax", "optax", "transformers", "jax-privacy", "torch", "opacus")
+    return report.heading(module, libraries, devices=[jax.devices()[0].device_kind], **report.load(core), **facts)
 
 
 def main() -> None:
@@ -325,21 +318,21 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="0 to compile and not to run")
     parser.add_argument("--core", type=int, default=0, help="the CPU core to pin to; -1 for none (as on a GPU)")
     parser.add_argument("--clock", choices=timing.CLOCKS, default="wall", help="cpu is fairer on a busy machine")
-    parser.add_argument("--name", default="transformers", help="of the files written")
+    parser.add_argument("--name", default="transformers", help="of the page")
     options = parser.parse_args()
     timing.pin(options.core)
-    facts = report.facts("benchmarks.transformers", said(), options) | {"clock": options.clock}
+    head = heading("benchmarks.transformers", options.core, clock=options.clock)
     notes = [] if installed() else [OURS]
     notes.append(
         f"Rows that would hold more than {LARGEST_STACK / 2**30:.0f} GiB of gradients are compiled, and not run."
     )
-    results = {}
+    results, page = {}, ""
     for name in options.models:
         print(name, file=sys.stderr, flush=True)
         clock = timing.CLOCKS[options.clock]
         results[f"{name}, {BATCH[name]}"] = measured(name, build(name), BATCH[name], options, clock)
-        report.write(options.name, facts, results, notes, tables(results))
-    print((report.RESULTS / f"{options.name}.md").read_text())
+        page = report.write(options.name, head, tables(results), notes=notes)
+    print(page)
 
 
 if __name__ == "__main__":

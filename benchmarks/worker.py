@@ -3,7 +3,6 @@
 import ctypes
 import gc
 import importlib
-import importlib.metadata
 import multiprocessing
 from pathlib import Path
 from typing import Any
@@ -22,13 +21,7 @@ class Session:
         self.makers, self.timers, self.runs = {}, {}, {}
 
     def facts(self) -> dict[str, Any]:
-        found: dict[str, str | None] = {}
-        for library in self.module.LIBRARIES:
-            try:
-                found[library] = importlib.metadata.version(library)
-            except importlib.metadata.PackageNotFoundError:
-                found[library] = None
-        return {"versions": found, "device": self.module.device(), "floor": self.module.FLOOR}
+        return {"libraries": self.module.LIBRARIES, "device": self.module.device(), "floor": self.module.FLOOR}
 
     def names(self, model: str, size: int, budget: float) -> list[str]:
         """The rows of a problem, without those whose gradients for every example, held twice, exceed `budget` GiB."""
