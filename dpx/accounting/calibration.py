@@ -11,8 +11,8 @@ from dpx.accounting import checks
 from dpx.accounting.bill import event_of
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.events import event_epsilon
-from dpx.accounting.pld.buckets import Buckets
-from dpx.accounting.schedule import BUCKETS, Interval, bucketed_gaussians, lower_profile, upper_profile
+from dpx.accounting.pld.buckets import BUCKETS, Buckets, bucketed_gaussians
+from dpx.accounting.schedule import Interval, lower_profile, upper_profile
 from dpx.scalars import require_whole
 
 _COARSE_BUCKETS = 24  # of a first, rough search, where the second one starts (benchmarks/accounting.py, calibration)

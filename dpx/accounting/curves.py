@@ -14,7 +14,7 @@ from dpx.accounting.axes import draw_guessing, labeled
 from dpx.accounting.bill import event_of
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.events import event_epsilon, event_profile
-from dpx.accounting.schedule import BUCKETS
+from dpx.accounting.pld.buckets import BUCKETS
 from dpx.scalars import require_whole
 from dpx.trees import outlined
 

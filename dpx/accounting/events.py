@@ -4,22 +4,18 @@ dpx bills Gaussian events, Poisson-sampled and fixed-size-sampled Gaussian event
 mechanisms register (`releases`). dp-accounting's own accountants bill all other events.
 """
 
-import dp_accounting
 from dp_accounting import DpEvent
-from dp_accounting.pld import PLDAccountant
-from dp_accounting.rdp import RdpAccountant
 
 from dpx.accounting import checks
 from dpx.accounting.checks import Accountant, Relation
+from dpx.accounting.delegated import delegated
 from dpx.accounting.fixed_size import FixedSizeGaussian
+from dpx.accounting.pld.buckets import BUCKETS, round_to_few
 from dpx.accounting.pld.losses import SampledGaussian
-from dpx.accounting.profiles import UNBOUNDED, DelegatedProfile, Profile, profile
+from dpx.accounting.profiles import UNBOUNDED, Profile, profile
 from dpx.accounting.releases import WHOLE_RUN_READERS, count_releases
 from dpx.accounting.releases import register as register
-from dpx.accounting.schedule import BUCKETS, round_to_few
 from dpx.scalars import require_whole
-
-_GRID = 1e-4  # spacing of privacy losses in dp-accounting's PLD; at 1e-3 some long runs are billed 1.5 times too much
 
 
 def event_epsilon(
@@ -82,9 +78,9 @@ def event_profile(
     if not releases.private:
         return UNBOUNDED
     if (run := releases.whole_run) is not None:
-        return WHOLE_RUN_READERS[type(run)].profile(run, accountant, relation)
+        return WHOLE_RUN_READERS[type(run)].read(run, accountant, relation)
     if not releases.readable:
-        return _profile_by_dp_accounting(event, accountant, relation)
+        return delegated(event, accountant, relation)
     losses = releases.losses(relation)
     if any(getattr(loss, "unbounded", False) for loss in losses):
         return UNBOUNDED
@@ -98,26 +94,3 @@ def explanation(event: DpEvent, *, delta: float, relation: Relation) -> tuple[st
     """How the bill of an event of a whole run is computed, in one sentence; () for other events."""
     run = count_releases(event).whole_run
     return () if run is None else (WHOLE_RUN_READERS[type(run)].explain(run, delta, relation),)
-
-
-def _profile_by_dp_accounting(event: DpEvent, accountant: Accountant, relation: Relation) -> Profile:
-    """The profile by dp-accounting; "tightest" is its PLD, or its RDP where its PLD refuses the event."""
-    neighbors = {
-        "add_or_remove": dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE,
-        "zero_out": dp_accounting.NeighboringRelation.REPLACE_SPECIAL,
-        "replace_one": dp_accounting.NeighboringRelation.REPLACE_ONE,
-    }[relation]
-    refusals = []
-    for name in ("pld", "rdp") if accountant == "tightest" else (accountant,):
-        if name == "pld":
-            delegate = PLDAccountant(neighboring_relation=neighbors, value_discretization_interval=_GRID)
-        elif relation == "replace_one":
-            refusals.append("its Renyi divergences would be those of adding or removing one example")
-            continue
-        else:
-            delegate = RdpAccountant(neighboring_relation=neighbors)
-        try:
-            return DelegatedProfile(delegate.compose(event))
-        except dp_accounting.UnsupportedEventError as error:
-            refusals.append(str(error))
-    raise ValueError(f'accountant "{accountant}" cannot bill {event} under relation "{relation}": {refusals}')

@@ -8,7 +8,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -98,19 +98,6 @@ class DeltaProfile:
 
     def delta(self, epsilon: float) -> float:
         return self.deltas(epsilon)
-
-
-@dataclass(frozen=True)
-class DelegatedProfile:
-    """The answers of one of dp-accounting's accountants, which has composed the event."""
-
-    accountant: Any
-
-    def epsilon(self, delta: float) -> float:
-        return float(self.accountant.get_epsilon(delta))
-
-    def delta(self, epsilon: float) -> float:
-        return float(self.accountant.get_delta(epsilon))
 
 
 class Least:

@@ -26,11 +26,11 @@ ReadStep = Callable[[Any, Relation], StepLoss]
 class WholeRunReader(NamedTuple):
     """How an event of a whole run is billed.
 
-    profile: (event, accountant, relation) -> Profile.
+    read: (event, accountant, relation) -> Profile.
     explain: (event, delta, relation) -> str, one sentence for the privacy report.
     """
 
-    profile: Callable[[Any, Accountant, Relation], Profile]
+    read: Callable[[Any, Accountant, Relation], Profile]
     explain: Callable[[Any, float, Relation], str]
 
 

@@ -1,24 +1,18 @@
 """Epsilon and delta of a schedule of noise multipliers, as intervals that contain the truth."""
 
-import math
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from dpx.accounting import checks
 from dpx.accounting.checks import Accountant, Relation
-from dpx.accounting.pld.buckets import Buckets, bucketed
+from dpx.accounting.pld.buckets import BUCKETS, Buckets, bucketed_gaussians
 from dpx.accounting.pld.losses import Losses, SampledGaussian
 from dpx.accounting.profiles import UNBOUNDED, ComposedProfile, GaussianProfile, Profile, profile, unsampled
 from dpx.scalars import require_number, require_whole
-
-# Distinct steps in a composition by PLD, the same for every bill. A schedule of 10,000 takes about a second, and its
-# epsilon is at most 1.4 % above the truth (benchmarks/accounting.py: mechanism_epsilon, against the lower end of
-# interval).
-BUCKETS = 512
 
 
 @dataclass(frozen=True)
@@ -107,43 +101,13 @@ def _interval(upper: Profile, lower: Profile | None, ask: Callable[[Profile], fl
     return Interval(0.0 if lower is None else min(most, float(ask(lower))), most)
 
 
-def bucketed_gaussians(sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray, buckets: int) -> Buckets:
-    """Buckets of sampled Gaussians. All unsampled Gaussians become one of precision sum 1 / sigma^2, which is exact."""
-    used = counts > 0
-    sigmas, rates, counts = sigmas[used], rates[used], counts[used]
-    plain = (rates == 1) & (sigmas > 0)
-    if plain.sum() > 1 or np.any(counts[plain] > 1):
-        smallest = sigmas[plain].min()
-        merged = smallest / math.sqrt(np.sum(counts[plain] * (smallest / sigmas[plain]) ** 2))
-        sigmas, rates = np.append(sigmas[~plain], merged), np.append(rates[~plain], 1.0)
-        counts = np.append(counts[~plain], 1)
-    return bucketed(sigmas, rates, counts, buckets)
-
-
-def _as_lists(*columns: np.ndarray):
-    return zip(*(column.tolist() for column in columns), strict=True)
-
-
 def gaussian_losses(sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray, relation: Relation) -> Losses:
     """The steps of a schedule, arrays (T,), as step losses; steps of count 0 are left out."""
     losses: dict[SampledGaussian, int] = defaultdict(int)
-    for sigma, rate, count in _as_lists(sigmas, rates, counts):
+    for sigma, rate, count in zip(sigmas.tolist(), rates.tolist(), counts.tolist(), strict=True):
         if count:
             losses[SampledGaussian(sigma, rate, relation)] += count
     return losses
-
-
-def round_to_few(losses: Losses, gaussian: type, buckets: int) -> Losses:
-    """`losses`, but those of one Gaussian type are rounded up in cost to at most `buckets` distinct ones."""
-    chosen = [loss for loss in losses if isinstance(loss, gaussian)]
-    if not chosen:
-        return losses
-    sigmas, rates = np.array([(loss.noise_multiplier, loss.rate) for loss in chosen]).T
-    steps = bucketed_gaussians(sigmas, rates, np.array([losses[loss] for loss in chosen]), buckets)
-    rounded = defaultdict(int, {loss: count for loss, count in losses.items() if not isinstance(loss, gaussian)})
-    for sigma, rate, count in _as_lists(steps.smallest_noise, steps.largest_rate, steps.counts):
-        rounded[replace(chosen[0], noise_multiplier=sigma, rate=rate)] += count
-    return rounded
 
 
 def upper_profile(

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -19,6 +20,35 @@ from dpx.sampling.batch import Batch, inclusion, require_batch
 from dpx.trees import Tree, batch_size
 
 
+@dataclass(frozen=True, eq=False)
+class PrivateStep:
+    """`(params, batch, state) -> PrivateGradient`, which `private_grad` and `private_update` build and describe.
+
+    row_sum: the clipped sum of the rows of a batch. optimizer, with_key: of `private_grad`.
+    """
+
+    row_sum: RowSum
+    optimizer: Mechanism
+    with_key: bool
+
+    def __call__(self, params: Tree, batch: Batch, state: Tree) -> PrivateGradient:
+        """The private updates and the next state. batch: a `dpx.Batch`. state: of the optimizer."""
+        batch_size(require_batch(batch).examples)
+        require_params(params)
+        return call_with_auto_axes(self._release, (params, batch, state), self._place)
+
+    def _release(self, params, batch, state):
+        examples, included, drawn = batch
+        included = inclusion(batch_size(examples), included, self.optimizer.sampling)
+        rows = rows_of(self.optimizer, state, examples, with_key=self.with_key)
+        sums, of_each = self.row_sum(params, state, rows, included)
+        updates, state = self.optimizer.release_once(sums, state, params, jnp.sum(included), drawn)
+        return PrivateGradient(updates, state, Unreleased(*of_each))
+
+    def _place(self, params, batch, state):
+        return PrivateGradient(params, state, along_examples(batch.examples))
+
+
 def private_grad(
     loss: Callable,
     optimizer: Mechanism,
@@ -28,7 +58,7 @@ def private_grad(
     with_key: bool = False,
     has_aux: bool = False,
     platform: str | None = None,
-) -> Callable[..., PrivateGradient]:
+) -> PrivateStep:
     """Builds `fn(params, batch, state) -> PrivateGradient`, the private gradient of `loss(params, example)`.
 
     loss: returns one real number, (), for one example, which has no batch axis.
@@ -58,7 +88,7 @@ def private_grad(
     """
     options: Any = {"microbatch_size": microbatch_size, "has_aux": has_aux, "platform": platform}
     row_sum = sum_gradients(loss, optimizer, clipping=clipping, **options)
-    return _private_step(row_sum, optimizer, with_key=with_key)
+    return PrivateStep(row_sum, optimizer, with_key)
 
 
 def private_update(
@@ -69,7 +99,7 @@ def private_update(
     with_key: bool = False,
     has_aux: bool = False,
     platform: str | None = None,
-) -> Callable[..., PrivateGradient]:
+) -> PrivateStep:
     """Builds `fn(params, batch, state) -> PrivateGradient` from `update_of_one(params, unit)`, the update of one unit.
 
     A unit is what the sampling draws and epsilon protects: all examples of one user, for example. Its update is
@@ -91,7 +121,7 @@ def private_update(
     the parameters.
     """
     row_sum = sum_updates(update_of_one, optimizer, microbatch_size=microbatch_size, has_aux=has_aux, platform=platform)
-    return _private_step(row_sum, optimizer, with_key=with_key)
+    return PrivateStep(row_sum, optimizer, with_key)
 
 
 def explain(
@@ -125,24 +155,3 @@ def explain(
     plan, cost = row_sum.plan(params, state, rows)
     at_once = choose_microbatch_size(cost, plan, params, batch_size(batch.examples), row_sum.platform)
     return ghost.explain(plan, params, at_once.reason and f"microbatches of {at_once.size} examples: {at_once.reason}")
-
-
-def _private_step(row_sum: RowSum, optimizer: Mechanism, *, with_key: bool) -> Callable[..., PrivateGradient]:
-    def step(params, batch, state):
-        examples, included, drawn = batch
-        included = inclusion(batch_size(examples), included, optimizer.sampling)
-        rows = rows_of(optimizer, state, examples, with_key=with_key)
-        sums, of_each = row_sum(params, state, rows, included)
-        count = jnp.sum(included)
-        updates, state = optimizer.release_once(sums, state, params, count, drawn)
-        return PrivateGradient(updates, state, Unreleased(*of_each))
-
-    def place(params, batch, state):
-        return PrivateGradient(params, state, along_examples(batch.examples))
-
-    def private_gradient(params, batch, state):
-        batch_size(require_batch(batch).examples)
-        require_params(params)
-        return call_with_auto_axes(step, (params, batch, state), place)
-
-    return private_gradient

@@ -7,9 +7,18 @@ the truth if they are rounded in the other direction.
 """
 
 import math
+from collections import defaultdict
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
+
+from dpx.accounting.pld.losses import Losses
+
+# Distinct steps in a composition by PLD, the same for every bill. A schedule of 10,000 takes about a second, and its
+# epsilon is at most 1.4 % above the truth (benchmarks/accounting.py: mechanism_epsilon, against the lower end of
+# interval).
+BUCKETS = 512
 
 _LARGEST_PRECISION = 1e6  # of sigma^-2 in the cost of a step, so that noise near 0 does not take all buckets
 _SMALLEST_GAP = 1e-12  # between neighboring values of ln sigma, so that every step has a positive cost
@@ -27,6 +36,33 @@ class Buckets(NamedTuple):
     def scaled(self, factor: float) -> "Buckets":
         """The buckets of the schedule whose noise multipliers are `factor` times as large."""
         return self._replace(smallest_noise=self.smallest_noise * factor, largest_noise=self.largest_noise * factor)
+
+
+def round_to_few(losses: Losses, gaussian: type, buckets: int) -> Losses:
+    """`losses`, but those of one Gaussian type are rounded up in cost to at most `buckets` distinct ones."""
+    chosen = [loss for loss in losses if isinstance(loss, gaussian)]
+    if not chosen:
+        return losses
+    sigmas, rates = np.array([(loss.noise_multiplier, loss.rate) for loss in chosen]).T
+    steps = bucketed_gaussians(sigmas, rates, np.array([losses[loss] for loss in chosen]), buckets)
+    rounded = defaultdict(int, {loss: count for loss, count in losses.items() if not isinstance(loss, gaussian)})
+    rows = zip(steps.smallest_noise.tolist(), steps.largest_rate.tolist(), steps.counts.tolist(), strict=True)
+    for sigma, rate, count in rows:
+        rounded[replace(chosen[0], noise_multiplier=sigma, rate=rate)] += count
+    return rounded
+
+
+def bucketed_gaussians(sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray, buckets: int) -> Buckets:
+    """Buckets of sampled Gaussians. All unsampled Gaussians become one of precision sum 1 / sigma^2, which is exact."""
+    used = counts > 0
+    sigmas, rates, counts = sigmas[used], rates[used], counts[used]
+    plain = (rates == 1) & (sigmas > 0)
+    if plain.sum() > 1 or np.any(counts[plain] > 1):
+        smallest = sigmas[plain].min()
+        merged = smallest / math.sqrt(np.sum(counts[plain] * (smallest / sigmas[plain]) ** 2))
+        sigmas, rates = np.append(sigmas[~plain], merged), np.append(rates[~plain], 1.0)
+        counts = np.append(counts[~plain], 1)
+    return bucketed(sigmas, rates, counts, buckets)
 
 
 def bucketed(sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray, buckets: int) -> Buckets:
