@@ -76,7 +76,7 @@ def search(
         `dpx.privacy_report`. checkpoints: a folder with a folder for each trial, as SENSITIVE as the data.
 
     Raises ValueError for other arguments, a mechanism with another key or of no bill, a trial that makes more steps,
-    a state of another mechanism, a score that is no number, the checkpoints of another search, and a budget that no
+    a state of another mechanism, a score that is not a number, the checkpoints of another search, and a budget that no
     noise meets.
     Source: Papernot and Steinke 2022, https://arxiv.org/abs/2110.03620; `accounting/selection.py`.
     """
