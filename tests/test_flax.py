@@ -74,7 +74,7 @@ def test_linen(page, capsys):
     assert len(lines(training)) <= 40
     run(model + training, page)
     *table, last = lines(capsys.readouterr().out)
-    assert set(lines(shown)) <= set(table) and len(table) == len(jax.tree.leaves(page["result"].params))
+    assert set(lines(shown)) <= set(table) and len(table) < len(jax.tree.leaves(page["result"].params))
     accuracy, epsilon = numbers(last)
     assert accuracy > 0.7 and epsilon == pytest.approx(3, abs=0.02) and page["result"].epsilon <= 3
 
@@ -176,8 +176,8 @@ def test_gpt2():
 
     params, batch = random_like(shapes), (tokens, jnp.arange(5))
     assert_agrees(loss, params, batch, clipping=("ghost",))
-    table = lines(str(dpx.explain(loss, mechanism(), params, dpx.Batch(batch, None))))
-    found = {row[0]: " ".join(row[1:]) for row in map(str.split, table)}
+    rows = dpx.explain(loss, mechanism(), params, dpx.Batch(batch, None)).rows
+    found = {path: f"{way} {why}".strip() for path, way, why in rows}
     for line in lines(*blocks(HUGGING_FACE, "text")):
         name, way = line.split(" ", 1)
         assert found[name] == way

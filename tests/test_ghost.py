@@ -546,6 +546,22 @@ def test_explain_needs_shapes_only_and_prints_a_table():
     assert "asked for" in str(dpx.explain(network, mechanism(), params, dpx.Batch(batch, None), clipping="vmap"))
 
 
+def test_explain_folds_parameters_that_differ_in_numbers_only():
+    """One line for those that agree in way and reason; every parameter is counted once, and the rows stay."""
+
+    def loss(params, x):
+        for layer in params["layers"]:
+            x = jnp.tanh(x @ layer["w1"]) * layer["scale"]
+        return jnp.sum(jnp.sin(params["layers"][3]["w1"])) + jnp.sum(x @ params["w2"])
+
+    params = {"layers": [{"w1": normal(1, 3, 3), "scale": normal(2, 3)} for _ in range(12)], "w2": normal(3, 3, 2)}
+    found = dpx.explain(loss, mechanism(), params, dpx.Batch(normal(4, 5, 3), None))
+    assert len(found.rows) == 25
+    lines = {line.split("  ")[0]: line for line in str(found).splitlines()}
+    folded = "['layers'][*]['w1'] (11)", "['layers'][3]['w1']", "['layers'][*]['scale'] (12)", "['w2']"
+    assert set(lines) == set(folded)
+
+
 def test_what_cannot_be_is_refused():
     params, batch = problem()
     with pytest.raises(ValueError, match="clipping must be"):

@@ -1,5 +1,6 @@
 """Chooses, from shapes at trace time, how each parameter's norms and clipped sum are computed."""
 
+import re
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +11,8 @@ from dpx.gradients.ghost import rules, shared, trace, ways
 from dpx.gradients.ghost.ways import Uses, Way
 from dpx.mechanism import Mechanism
 from dpx.trees import Tree
+
+_NUMBER = re.compile(r"\d+")
 
 
 class EncodedLeaf(NamedTuple):
@@ -160,6 +163,9 @@ def _written(equation: core.JaxprEqn) -> str:
 class Explanation(NamedTuple):
     """How `private_grad` computes the norms of every parameter; `str` is a table of it.
 
+    In the table, parameters are one line if they agree in way and reason, and their paths in all but numbers: a `*`
+    stands for the numbers that differ, and the line says how many parameters it is.
+
     rows: (parameter, way, reason) for every parameter leaf; the reason is "" where there is nothing to add
     microbatches: how many examples are in memory at once, and why; "" if all are
     """
@@ -168,9 +174,23 @@ class Explanation(NamedTuple):
     microbatches: str = ""
 
     def __str__(self) -> str:
-        widths = [max(len(row[i]) for row in self.rows) for i in range(2)]
-        lines = [f"{name:{widths[0]}}  {way:{widths[1]}}  {why}".rstrip() for name, way, why in self.rows]
+        alike: dict[tuple[str, ...], list[str]] = {}
+        for path, way, why in self.rows:
+            alike.setdefault((_NUMBER.sub("*", path), way, why), []).append(path)
+        rows = [(_pattern(paths), way, why) for (_, way, why), paths in alike.items()]
+        widths = [max(len(row[i]) for row in rows) for i in range(2)]
+        lines = [f"{name:{widths[0]}}  {way:{widths[1]}}  {why}".rstrip() for name, way, why in rows]
         return "\n".join([*lines, self.microbatches] if self.microbatches else lines)
+
+
+def _pattern(paths: list[str]) -> str:
+    """The path that paths have in common, with a `*` for the numbers that differ, and how many they are."""
+    if len(paths) == 1:
+        return paths[0]
+    numbers = iter(
+        ["*" if len(set(found)) > 1 else found[0] for found in zip(*map(_NUMBER.findall, paths), strict=True)]
+    )
+    return f"{_NUMBER.sub(lambda _: next(numbers), paths[0])} ({len(paths)})"
 
 
 def explain(plan: Plan | str, params: Tree, microbatches: str) -> Explanation:
