@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import dpx
-from dpx.checking import plan, program, step
+from dpx.checking import measured, plan, program, step
 
 KEY, STEPS, ROWS = dpx.secret_key(2**40 + 5), 20, 8
 SAMPLING = dpx.PoissonSampling(examples=40, batch_size=6)
@@ -116,7 +116,7 @@ def broken():
 def test_a_program_without_a_fault():
     report = good()
     assert {finding.severity for finding in report.findings} == {"ok"}, str(report)
-    assert len(report.findings) == 20
+    assert len(report.findings) == 20 and repr(report) == "Report(error: 0, warning: 0, note: 0, ok: 20)"
     assert report["privacy"].numbers["epsilon"] == pytest.approx(4.0, abs=0.01)
     assert report["time"].numbers["run_seconds"] > STEPS * report["time"].numbers["seconds"] > 0
     assert report["memory"].numbers["argument_bytes"] >= ROWS * 5 * 4
@@ -150,6 +150,18 @@ FAULTS = [
 def test_a_fault_is_found(report, name, severity, words):
     finding = report()[name]
     assert finding.severity == severity and words in finding.words, finding
+
+
+@pytest.mark.parametrize(
+    ("signal", "steps", "severity", "said"),
+    [(1, 100, "ok", "2.4 times"), (1, None, "ok", "square root"), (48, 100, "ok", ""), (0.2, 100, "warning", "")],
+)
+def test_a_noise_above_the_signal_says_why_it_is_ok(signal, steps, severity, said):
+    """The noise of a mean over 576 coordinates is 24 times a signal of 1, and falls by 10 over 100 steps."""
+    batch = measured.Measured(*[jnp.zeros(1)] * 5, signal=jnp.float32(signal), bound=jnp.float32(1), size=576)
+    finding = measured.noise(batch, dp_sgd(), steps)
+    assert finding.severity == severity
+    assert ("24 times" in finding.words and said in finding.words) == bool(said), finding.words
 
 
 def test_the_numbers_are_those_of_the_gradients():

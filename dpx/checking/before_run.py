@@ -76,7 +76,7 @@ def check(
         measured.without_gradient(found, params, flags, alone, some_rows),
         measured.finite(found, included),
         measured.clipping(found),
-        measured.noise(found, optimizer),
+        measured.noise(found, optimizer, steps),
         step.precision(once, params, flags, found.losses),
     )
     return Report((*public, step.duration(once, steps), step.memory(once)), unreleased)

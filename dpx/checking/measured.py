@@ -205,8 +205,8 @@ def clipping(measured: Measured) -> Finding:
     return Finding("clipping", "ok", words, numbers)
 
 
-def noise(measured: Measured, mechanism: Mechanism) -> Finding:
-    """The norm of the noise of step 0 against that of the mean of the contributions."""
+def noise(measured: Measured, mechanism: Mechanism, steps: int | None) -> Finding:
+    """The norm of the noise of step 0 against that of the mean of the contributions. steps: of the run, if known."""
     multiplier, divisor = float(over(mechanism.noise_multiplier, 1)[0]), float(mechanism.sampling.divisor)
     loudness = multiplier * float(measured.bound) * math.sqrt(measured.size) / divisor
     signal = float(measured.signal) / divisor
@@ -215,4 +215,10 @@ def noise(measured: Measured, mechanism: Mechanism) -> Finding:
     if loudness > LOUD * signal:
         words += ": larger batches, fewer trained parameters or more steps with less noise each help"
         return Finding("noise", "warning", words, numbers)
+    if loudness > signal:
+        ratio, least = loudness / signal, "by the square root of their number"
+        if steps is not None:
+            least = f"to about {ratio / math.sqrt(steps):.2g} times a steady signal over {steps} steps"
+        words += f": it is {ratio:.2g} times the signal, which is usual below {LOUD:g} times, because the noise of "
+        words += f"different steps is independent and averages out, {least}"
     return Finding("noise", "ok", words, numbers)
