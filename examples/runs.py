@@ -1,18 +1,16 @@
 """Training runs that run only once: each has a folder of its own, and continues there after an interruption."""
 
-import argparse
 import json
 import math
-import statistics
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from examples.config import Config
-from examples.loop import CACHE, run
+from examples.loop import run
 
 ONLY_AT_THE_END = 10**6
-SEEDS, TUNING_SEED = (0, 1, 2), 100
 
 
 class NotRun(Exception):
@@ -57,7 +55,7 @@ class Runs:
             )
         return json.loads((folder / "result.json").read_text())["result"] | {"output_dir": str(folder)}
 
-    def heading(self, module: str, seeds=SEEDS) -> str:
+    def heading(self, module: str, seeds: Iterable[int]) -> str:
         """The command, the date, the seeds and the versions."""
         found = next(self.folder.rglob("result.json"), None)
         versions = json.loads(found.read_text())["versions"] if found else {"no run": "yet"}
@@ -73,23 +71,6 @@ def finished(folder: Path, config: Config) -> dict[str, Any] | None:
     if Config(**found["config"], seed=config.seed) != config:
         raise ValueError(f"{folder} must hold a run of these settings, got another run; take another folder of runs")
     return found
-
-
-def from_arguments(module: str, description: str | None, arguments: list[str] | None = None) -> Runs:
-    """The runs where the command line says."""
-    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=description)
-    parser.add_argument("--runs", type=Path, default=Path("runs") / module.split(".")[-1])
-    parser.add_argument("--data-dir", type=Path)
-    parser.add_argument("--cache-dir", type=Path, default=CACHE)
-    given = parser.parse_args(arguments)
-    return Runs(given.runs, data_dir=given.data_dir, cache_dir=given.cache_dir)
-
-
-def summary(results: list[dict[str, Any]]) -> str:
-    """Cells of a table: mean accuracy, each accuracy, in percent; the largest epsilon."""
-    each = [100 * result["accuracy"] for result in results]
-    listed = ", ".join(f"{accuracy:.2f}" for accuracy in each)
-    return f"**{statistics.mean(each):.2f}** | {listed} | {max(result['epsilon'] for result in results):.4f}"
 
 
 def described(choice: dict[str, Any]) -> str:

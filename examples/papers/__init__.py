@@ -19,6 +19,7 @@ PAPERS: tuple[str, ...] = (
     "dice_text",
     "random_freeze",
     "baselines",
+    "fashion_mnist",
 )
 
 
