@@ -147,6 +147,47 @@ def test_other_implementations_of_keys_have_noise_too():
     assert abs(np.std(noise[0]) - 1) < 0.05 and not np.array_equal(np.ravel(noise[0])[:7], noise[4])
 
 
+def test_runs_of_different_keys_have_different_noise_under_vmap():
+    """jax draws the numbers of all keys "rbg" from the first one alone: the noise of the second would be the same."""
+
+    def noise(words):
+        stream = keys.stream(jax.random.wrap_key_data(words, impl="rbg"), "noise")
+        return keys.normal_like(stream, 0, jnp.zeros(100))
+
+    words = jax.random.bits(jax.random.key(3), (3, 4))
+    one, other = (jax.vmap(noise)(words[np.array(rows)])[1] for rows in ([0, 1], [0, 2]))
+    assert not np.isin(one, other).any()
+    np.testing.assert_array_equal(one, noise(words[1]))
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_every_word_of_another_implementation_counts(place):
+    words = jnp.arange(4, dtype=jnp.uint32)
+    one, other = (jax.random.wrap_key_data(w, impl="rbg") for w in (words, words.at[place].add(2**31)))
+    assert keys.stream(one, "noise") != keys.stream(other, "noise") and keys.mark(one) != keys.mark(other)
+
+
+SETTINGS = {
+    "threefry_partitionable": False,
+    "enable_x64": True,
+    "disable_jit": True,
+    "numpy_dtype_promotion": "strict",
+}
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_the_mark_of_a_key_is_the_same_under_other_settings(setting, impl):
+    """A run that is resumed, or billed, in another program has the same key."""
+    key = jax.random.key(3, impl=impl)
+    marks = [keys.mark(key)]
+    with getattr(jax, setting)(SETTINGS[setting]):
+        assert getattr(jax.config, f"jax_{setting}") == SETTINGS[setting]
+        jax.clear_caches()
+        marks += [keys.mark(key), jax.jit(lambda: keys.mark(key))(), jax.jit(keys.mark)(key)]
+    assert len({int(mark) for mark in marks}) == 1
+
+
 def test_noise_without_any_number():
     assert keys.normal_like(jax.random.key(3), 0, jnp.zeros((0, 2))).shape == (0, 2)
 

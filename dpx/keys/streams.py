@@ -3,6 +3,7 @@
 Every random use in dpx names its own stream, because two uses of one stream could be subtracted from each other.
 """
 
+import functools
 import secrets
 import warnings
 import zlib
@@ -12,7 +13,6 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from dpx.keys import normals
 
@@ -80,10 +80,22 @@ def secret(key: jax.Array) -> jax.Array:
 def stream(key: jax.Array, name: str, step: jax.Array | int | None = None) -> jax.Array:
     """The key, (), for the use called `name`; with a step, int (), the key for that step alone.
 
-    Raises ValueError as `require` does.
+    It is a threefry2x32 key, whatever the implementation of `key` is. Raises ValueError as `require` does.
     """
-    named = fold_in(require(key), zlib.crc32(name.encode()))
+    named = fold_in(_threefry(require(key)), zlib.crc32(name.encode()))
     return named if step is None else fold_in(named, step)
+
+
+def _threefry(key: jax.Array) -> jax.Array:
+    """A threefry2x32 key, (), made from all words of `key`, (), if it is of another implementation.
+
+    Under `jax.vmap`, a key "rbg" draws from the first of all keys alone, so that runs of different keys share noise.
+    """
+    if str(jax.random.key_impl(key)) == "threefry2x32":
+        return key
+    words = jax.random.key_data(key)
+    mixed = jax.random.wrap_key_data(words[:2], impl="threefry2x32")
+    return functools.reduce(fold_in, words[2:], mixed)
 
 
 def fold_in(key: jax.Array, number: jax.Array | int) -> jax.Array:
@@ -99,7 +111,7 @@ def mark(key: jax.Array) -> jax.Array:
     """A number in [2^31, 2^32), uint32 (), which differs for two keys with probability 1 - 2^-31, and reveals no more.
 
     If the key is known, so is the mark, also inside of jit. It is made from the words of the "mark" stream, which draws
-    nothing, because `jax.random.bits` depends on jax's settings, and for some implementations on the platform.
+    nothing, because `jax.random.bits` depends on jax's settings.
     """
     with jax.ensure_compile_time_eval():
         words = jax.random.key_data(stream(key, "mark"))
@@ -111,6 +123,4 @@ def normal_like(key: jax.Array, step: jax.Array | int, tree):
 
     key: of the mechanism's "noise" stream, (). step: int (), below 2^31. Two steps of one key have independent normals.
     """
-    if str(jax.random.key_impl(key)) == "threefry2x32":
-        return normals.standard_normals(key, step, tree)
-    return optax.tree.random_like(jax.random.fold_in(key, step), tree, jax.random.normal, jnp.float32)
+    return normals.standard_normals(_threefry(key), step, tree)

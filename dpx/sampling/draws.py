@@ -150,10 +150,10 @@ def permutation(key: jax.Array, examples: int) -> np.ndarray:
 
     The last two orders are kept in memory, because every step of an epoch needs the same one.
     """
-    return _permutation(str(jax.random.key_impl(key)), np.asarray(jax.random.key_data(key)).tobytes(), examples)
+    return _permutation(np.asarray(jax.random.key_data(key)).tobytes(), examples)
 
 
 @functools.lru_cache(maxsize=2)
-def _permutation(implementation: str, data: bytes, examples: int) -> np.ndarray:
-    key = jax.random.wrap_key_data(jnp.asarray(np.frombuffer(data, np.uint32)), impl=implementation)
+def _permutation(data: bytes, examples: int) -> np.ndarray:
+    key = jax.random.wrap_key_data(jnp.asarray(np.frombuffer(data, np.uint32)), impl="threefry2x32")
     return np.asarray(jax.random.permutation(key, examples))
