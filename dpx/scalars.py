@@ -53,39 +53,60 @@ def require_scalar_or_schedule(
     """A schedule as a hashable function, so that jax traces it once, of constants that cannot change; a number as
     `require_number` returns it.
 
-    Raises ValueError for a number as `require_number` does.
+    Raises ValueError for a number as `require_number` does, and for a function that is not one of the step alone.
     """
     if callable(value):
-        return _unchanging(value if isinstance(value, Hashable) else lambda step: value(step))
+        return _unchanging(name, value)
     return require_number(name, value, minimum=minimum, maximum=maximum)
 
 
-def _unchanging(schedule: Schedule) -> Schedule:
+def _unchanging(name: str, schedule: Schedule) -> Schedule:
     """`schedule` as it is now, with copies of the NumPy arrays that it reads: a function that no other schedule equals.
 
     Clip, noise and bill are compiled at different times, and jax keeps what it compiled for a function. So an array, a
-    variable or a list that changes in between would make them disagree.
+    variable or a list that changes in between would make them disagree. Raises ValueError where the value is no real
+    number, (), and for what still can change: a callback into Python, or a reference that is read.
     """
+    needed = f"{name} must be a number, or a function of the step, int32 (), that jax traces to a real number, ()"
     try:
         with jax.numpy_dtype_promotion("standard"):
             traced = jax.make_jaxpr(lambda step: schedule(step))(jnp.int32(0))
-    except Exception:
-        return schedule  # it raises the same where it is used
-    values = jax.extend.core.jaxpr_as_fun(_copy_constants(traced))
-    return lambda step: values(jnp.asarray(step, jnp.int32))[0]
+    except Exception as error:
+        raise ValueError(f"{needed}; got one that raises {type(error).__name__}") from error
+    values, numbers = traced.out_avals, (jnp.integer, jnp.floating)
+    if len(values) != 1 or values[0].shape or not any(jnp.issubdtype(values[0].dtype, kind) for kind in numbers):
+        raise ValueError(f"{needed}; got one with the values {[str(value) for value in values]}")
+    if traced.effects or not _CHANGING.isdisjoint(_primitives(traced.jaxpr)):
+        raise ValueError(f"{needed}; got one that calls Python or reads a reference, whose value may change")
+    numbers_at = jax.extend.core.jaxpr_as_fun(_copy_constants(traced))
+    # Float32 at once, because XLA rounds a bfloat16 that is the result of a program, but none inside of a larger one.
+    return lambda step: jnp.asarray(numbers_at(jnp.asarray(step, jnp.int32))[0]).astype(jnp.float32)
+
+
+_CHANGING = {"pure_callback", "rng_uniform"}  # primitives without effects, but with other values at every call
+
+
+def _primitives(jaxpr: Any) -> set[str]:
+    """The names of all primitives in a jaxpr."""
+    inside = (_primitives(inner) for inner in jax.extend.core.subjaxprs(jaxpr))
+    return {equation.primitive.name for equation in jaxpr.eqns}.union(*inside)
 
 
 def _copy_constants(value: Any) -> Any:
-    """A parameter of an equation, with copies of the NumPy arrays in it."""
+    """A parameter or an operand of an equation, with copies of the NumPy arrays in it."""
     if isinstance(value, jax.extend.core.ClosedJaxpr):
         constants = [_copy_constants(constant) for constant in value.consts]
         return jax.extend.core.ClosedJaxpr(_copy_constants(value.jaxpr), constants)
     if isinstance(value, jax.extend.core.Jaxpr):
-        params = [{name: _copy_constants(one) for name, one in each.params.items()} for each in value.eqns]
-        return value.replace(eqns=[each.replace(params=new) for each, new in zip(value.eqns, params, strict=True)])
-    if isinstance(value, tuple) and not hasattr(value, "_fields"):
-        return tuple(_copy_constants(one) for one in value)
-    return np.array(value) if isinstance(value, np.ndarray) else value
+        return value.replace(eqns=_copy_constants(value.eqns), outvars=_copy_constants(value.outvars))
+    if isinstance(value, jax.extend.core.JaxprEqn):
+        params = {name: _copy_constants(one) for name, one in value.params.items()}
+        return value.replace(invars=_copy_constants(value.invars), params=params)
+    if isinstance(value, jax.extend.core.Literal):
+        return jax.extend.core.Literal(_copy_constants(value.val), value.aval)
+    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+        return type(value)(_copy_constants(one) for one in value)
+    return value.copy() if isinstance(value, np.ndarray) else value  # in jax's own subclass, which keeps the dtype
 
 
 def require_number(

@@ -106,6 +106,60 @@ def test_an_array_that_a_schedule_reads_is_changed_in_place(wrap):
     assert jnp.linalg.norm(updates["w"]) == pytest.approx(1.0, rel=1e-4)
 
 
+@pytest.mark.parametrize("read", [jnp.asarray, lambda n: jnp.minimum(n, 9), jax.jit(lambda n: n + 0), lambda n: n])
+@pytest.mark.parametrize("wrap", [lambda schedule: schedule, jax.jit])
+def test_a_number_that_a_schedule_reads_is_changed_in_place(read, wrap):
+    """A NumPy array without an axis is an operand of an equation, and not a constant of the program."""
+    number = np.array(5.0, np.float32)
+    noise = dpx.dp_sgd(
+        clip_norm=1.0, noise_multiplier=wrap(lambda step: read(number)), sampling=SAMPLING, key=KEY
+    ).noise_multiplier
+    number[...] = 0.01
+    assert over(noise, 3).tolist() == [float(at(noise, jnp.int32(t))) for t in range(3)] == [5.0] * 3
+
+
+def test_an_eager_step_reads_the_billed_number_of_a_schedule_in_bfloat16():
+    noise = dpx.dp_sgd(
+        clip_norm=1.0, noise_multiplier=lambda t: jnp.bfloat16(3.3) / (t + jnp.bfloat16(1)), sampling=SAMPLING, key=KEY
+    ).noise_multiplier
+    assert over(noise, 20).tolist() == [float(at(noise, jnp.int32(t))) for t in range(20)]
+
+
+def by_callback(step):
+    return jax.pure_callback(
+        lambda _: np.float32(1), jax.ShapeDtypeStruct((), jnp.float32), step, vmap_method="sequential"
+    )
+
+
+REFERENCE = jax.new_ref(jnp.float32(1))
+REFUSED = {
+    "several values": (lambda step: jnp.ones(2), r"with the values \['float32\[2\]'\]"),
+    "a pair": (lambda step: (1.0, 2.0), "with the values"),
+    "nothing": (lambda step: None, r"with the values \[\]"),
+    "a complex number": (lambda step: 1j, "with the values"),
+    "a truth value": (lambda step: step < 3, "with the values"),
+    "a failing function": (lambda step: {}["noise"], "that raises KeyError"),
+    "a branch in Python": (lambda step: 1.0 if step < 3 else 2.0, "that raises TracerBoolConversionError"),
+    "a callback": (by_callback, "calls Python"),
+    "a callback in a branch": (
+        lambda step: jax.lax.cond(step > 3, by_callback, lambda _: jnp.float32(1), step),
+        "calls",
+    ),
+    "a callback in jit": (jax.jit(by_callback), "calls Python"),
+    "a reference": (lambda step: REFERENCE[...], "reads a reference"),
+}
+
+
+@pytest.mark.parametrize("name", ["noise_multiplier", "clip_norm"])
+@pytest.mark.parametrize("schedule", REFUSED)
+def test_refused_schedules(schedule, name):
+    """A callback that reads another number for the clip than for the noise, or for the bill, makes epsilon wrong."""
+    function, message = REFUSED[schedule]
+    numbers = {"clip_norm": 1.0, "noise_multiplier": 1.0} | {name: function}
+    with pytest.raises(ValueError, match=f"{name} must be a number, or a function of the step.*{message}"):
+        dpx.dp_sgd(**numbers, sampling=SAMPLING, key=KEY)
+
+
 def test_a_schedule_may_be_an_object_that_cannot_be_hashed():
     @dataclasses.dataclass
     class Falling:
