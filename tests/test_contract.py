@@ -259,15 +259,16 @@ FACTS = {
     "secrecy": facts_of_secrecy,
 }
 
-# what a mechanism compiles is used by all of its lines, in one process
-CASES = [
-    pytest.param(case, id=case.name + " from_catalog" * case.from_catalog, marks=pytest.mark.xdist_group(case.name))
+# A mechanism at a time, because all of its lines use what it compiles.
+LINES_OF_CASES = [
+    pytest.param(line, case, id=f"{line}-{case.name}" + " from_catalog" * case.from_catalog, marks=mark)
     for case in MECHANISMS
+    for mark in [pytest.mark.xdist_group(case.name)]
+    for line in LINES
 ]
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize(("line", "case"), LINES_OF_CASES)
 def test_contract(line, case):
     check(line, case)
 

@@ -132,10 +132,11 @@ def in_its_directions(change: np.ndarray, maps: np.ndarray) -> np.ndarray:
 
     Raises Broken if a change is correlated with an entry of its map: the noise then comes from the key of the map.
     """
-    left, sizes, _ = np.linalg.svd(maps, full_matrices=False)
-    rank = int((sizes > SMALL * sizes[:, :1]).sum(1).min())
-    standard = np.einsum("no,nor->nr", change, left[:, :, :rank]) / sizes[:, :rank]
-    normals = np.einsum("nom,no->nm", np.linalg.pinv(maps, rcond=SMALL).transpose(0, 2, 1), change)
+    left, sizes, right = np.linalg.svd(maps, full_matrices=False)
+    large = sizes > SMALL * sizes[:, :1]
+    standard = np.einsum("no,nor->nr", change, left) / np.where(large, sizes, np.inf)
+    normals = np.einsum("nr,nrm->nm", standard, right)
+    standard = standard[:, : int(large.sum(1).min())]
     entries = maps.reshape(len(maps), -1)
     entries = entries[:, entries.std(0) > SMALL * np.abs(entries).max()]
     scaled = [(a - a.mean(0)) / np.maximum(a.std(0), 1e-30) for a in (normals, entries)]
