@@ -142,11 +142,8 @@ class ShuffledEpochs(Sampling):
         return pad(order[start : start + self.batch_size], size or self.batch_size)
 
     def event(self, multipliers: np.ndarray) -> DpEvent:
-        epochs = [
-            multipliers[start : start + self.steps_per_epoch].min()
-            for start in range(0, len(multipliers), self.steps_per_epoch)
-        ]
-        return _composed(np.asarray(epochs), GaussianDpEvent)
+        starts = np.arange(0, len(multipliers), self.steps_per_epoch)
+        return _composed(np.minimum.reduceat(multipliers, starts), GaussianDpEvent)
 
 
 @dataclass(frozen=True, kw_only=True)
