@@ -29,20 +29,22 @@ def schedule(steps: int):
 def interval(steps: int) -> dict[str, Any]:
     from dpx import accounting
 
-    found = accounting.schedule_epsilon(schedule(steps), RATE, delta=1e-6)
+    found = accounting.schedule_epsilon(schedule(steps), sampling_rate=RATE, delta=1e-6)
     return {"lower": found.lower, "upper": found.upper, "width": found.upper / found.lower - 1}
 
 
 def rdp(steps: int) -> dict[str, Any]:
     from dpx import accounting
 
-    return {"upper": accounting.schedule_epsilon(schedule(steps), RATE, delta=1e-6, accountant="rdp").upper}
+    return {
+        "upper": accounting.schedule_epsilon(schedule(steps), sampling_rate=RATE, delta=1e-6, accountant="rdp").upper
+    }
 
 
 def calibration(steps: int) -> dict[str, Any]:
     from dpx import accounting
 
-    found = accounting.calibrate_schedule(schedule(steps), RATE, epsilon=2, delta=1e-5)
+    found = accounting.calibrate_schedule(schedule(steps), sampling_rate=RATE, epsilon=2, delta=1e-5)
     return {"scale": found.scale, "lower": found.interval.lower, "upper": found.interval.upper}
 
 

@@ -48,10 +48,10 @@ def optimizer_of(size: int) -> dpx.Mechanism:
 
 
 def whole_step(problem, size: int):
-    """`private_grad` of a batch of this size, compiled."""
+    """`private_updates` of a batch of this size, compiled."""
     optimizer = optimizer_of(size)
     shapes = jax.eval_shape(lambda: (problem.params, dpx.Batch(problem.batch(size), None)))
-    step: Any = dpx.private_grad(problem.loss, optimizer)
+    step: Any = dpx.private_updates(problem.loss, optimizer)
     return jax.jit(lambda *inputs: step(*inputs)[:2]).lower(*shapes, optimizer.init(problem.params)).compile()
 
 
@@ -70,7 +70,7 @@ def largest_batch(problem, limit: float, grain: int) -> int:
 def in_chunks(problem, size: int, steps: int) -> dict[str, float]:
     """Steps of CHUNKS chunks of this size: temporary MiB of each program, MiB of growth, seconds a step."""
     optimizer, chunk = optimizer_of(CHUNKS * size), dpx.Batch(problem.batch(size), None)
-    accumulated = dpx.accumulate(problem.loss, optimizer)
+    accumulated = dpx.private_updates_in_chunks(problem.loss, optimizer)
     params, state = problem.params, optimizer.init(problem.params)
     first = jax.jit(accumulated.add).lower(params, chunk, state).compile()
     sums = jax.eval_shape(accumulated.add, params, chunk, state)
@@ -84,7 +84,7 @@ def in_chunks(problem, size: int, steps: int) -> dict[str, float]:
         updates, state = release(params, sums, state)
         params = jax.block_until_ready(optax.apply_updates(params, updates))
     seconds = (time.perf_counter() - start) / steps
-    assert dpx.steps_taken(state) == steps and dpx.epsilon(optimizer, state, delta=1e-5) > 0
+    assert dpx.accounting.steps_taken(state) == steps and dpx.epsilon(optimizer, state, delta=1e-5) > 0
     return {
         "add": temporary(add),
         "release": temporary(release),

@@ -252,7 +252,7 @@ def rows_of_one_run(scale: float) -> list[list[str]]:
             for seed in range(max(1, int(9 * min(1.0, scale)))):
                 rng = np.random.default_rng([SEED, seed])
                 members = rng.random(canaries) < 0.5
-                scores = members + rng.normal(size=canaries) / gdp.mu(epsilon, delta)
+                scores = members + rng.normal(size=canaries) / gdp.mu(epsilon=epsilon, delta=delta)
                 bound = one_run(scores, members, delta=delta, guesses=guesses)
                 found.append((bound.epsilon, bound.trade_off_epsilon, bound.gaussian_epsilon))
             middle = np.median(np.array(found), axis=0)
@@ -269,7 +269,7 @@ def rows_of_coverage(scale: float) -> list[list[Any]]:
     from dpx.audit import lower_bound_from_scores, one_run
 
     repetitions, runs, canaries, delta, mu = max(10, int(REPETITIONS * min(1.0, scale))), 4000, 2000, 1e-3, 1.0
-    gaussian = gdp.epsilon(mu, delta)
+    gaussian = gdp.epsilon(mu, delta=delta)
     response, right = 1.0, 1 / (1 + math.exp(-1.0))  # randomized response: (1, 0)-private, and no bound has slack
     above = np.zeros((2, 5), int)
     for seed in range(repetitions):

@@ -48,9 +48,9 @@ def main() -> None:
             mechanism = dpx.dp_sgd(clip_norm=0.1, noise_multiplier=1.0, sampling=sampling, key=jax.random.key(1))
             examples = jax.random.uniform(jax.random.key(2), (size, 28, 28, 1)), jnp.arange(size) % 10
             arguments = params, dpx.Batch(examples, jnp.ones(size, bool)), mechanism.init(params)
-            mean_loss = dpx.augmented(loss, shifted, copies) if copies else loss
+            mean_loss = dpx.augmented(loss, shifted, copies=copies) if copies else loss
             options = {"with_key": copies > 0, "microbatch_size": microbatch_size}
-            run = jax.jit(dpx.private_grad(mean_loss, mechanism, **options))
+            run = jax.jit(dpx.private_updates(mean_loss, mechanism, **options))
             return lambda: jax.block_until_ready(run(*arguments).updates)
 
         examples = jax.random.uniform(jax.random.key(2), (size, 28, 28, 1)), jnp.arange(size) % 10

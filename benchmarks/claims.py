@@ -29,13 +29,15 @@ def dp_sgd(noise_multiplier: float, *, examples: int, batch_size: float) -> dpx.
 def poisson(noise: Any, steps: int, *, examples: int, batch_size: float, delta: float = DELTA) -> float:
     """The epsilon of `steps` Poisson batches. noise: a noise multiplier, or those of the steps."""
     if np.ndim(noise):
-        return dpx.accounting.schedule_epsilon(np.asarray(noise), batch_size / examples, delta=delta).upper
+        return dpx.accounting.schedule_epsilon(
+            np.asarray(noise), sampling_rate=batch_size / examples, delta=delta
+        ).upper
     return dpx.epsilon(dp_sgd(noise, examples=examples, batch_size=batch_size), steps, delta=delta)
 
 
 def noise_for(epsilon: float, steps: int, *, examples: int, batch_size: float, delta: float = DELTA) -> float:
     make = functools.partial(dp_sgd, examples=examples, batch_size=batch_size)
-    return dpx.calibrate(make, steps=steps, epsilon=epsilon, delta=delta)
+    return dpx.accounting.calibrate(make, steps=steps, epsilon=epsilon, delta=delta)
 
 
 def dynamic() -> dict[str, tuple[str, str]]:
@@ -95,7 +97,7 @@ def dpsur() -> dict[str, tuple[str, str]]:
             sampling=dpx.PoissonSampling(examples=50_000, batch_size=128),
             key=dpx.secret_key(1),
         )
-        return dpx.compose((gradient, attempts), (test, attempts), shared_batches=False).epsilon(DELTA)
+        return dpx.compose_runs((gradient, attempts), (test, attempts), shared_batches=False).epsilon(delta=DELTA)
 
     shares = {"all": 1.0, "50 %, if every step helped": 0.5, "30 %": 0.3, "18 %, if none did": 511 / 2813}
     return {
@@ -128,7 +130,7 @@ def dice() -> dict[str, tuple[str, str]]:
             )
 
         setting = {"examples": examples, "batch_size": batch, "delta": delta}
-        bounded = dpx.calibrate(
+        bounded = dpx.accounting.calibrate(
             lambda noise, made=made, reset=reset: made(noise, 1.1, reset), steps=steps, epsilon=epsilon, delta=delta
         )
         unbounded = dpx.epsilon(made(noise, math.inf), steps, delta=delta)
@@ -156,7 +158,7 @@ def freeze() -> dict[str, tuple[str, str]]:
         ("linear layer", 2.30, 50, 1000, 2),
     ):
         true = poisson(noise, epochs * 50_000 // batch, examples=50_000, batch_size=batch)
-        shuffled = gdp.epsilon(epochs**0.5 / noise, DELTA)
+        shuffled = gdp.epsilon(epochs**0.5 / noise, delta=DELTA)
         least = shuffled_at_least(noise, epochs, 50_000 // batch)
         rows[
             f"random freeze, {part}: noise multiplier {noise}, {epochs} epochs; Poisson, shuffled, shuffled at least"

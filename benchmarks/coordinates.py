@@ -97,7 +97,7 @@ def step_of(row: Row, problem, size: int):
     mechanism = row.make(clip_norm=1.0, noise_multiplier=1.0, sampling=sampling, key=jax.random.key(2))
     if row.clipping == "auto" and not mechanism.supports_ghost_norms:
         return None
-    gradient: Any = dpx.private_grad(problem.loss, mechanism, clipping=row.clipping)
+    gradient: Any = dpx.private_updates(problem.loss, mechanism, norms=row.clipping)
     state = mechanism.init(problem.params)
     for _ in range(row.steps):
         zeros = jax.tree.map(jax.numpy.zeros_like, problem.params)

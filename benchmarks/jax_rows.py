@@ -62,7 +62,7 @@ def rows(model: str, size: int) -> dict[str, Callable]:
         return jax.tree.map(lambda s, n: (s + NOISE_MULTIPLIER * CLIP_NORM * n) / size, sums, noise(sums, key))
 
     def with_dpx(mechanism, clipping):
-        step = dpx.private_grad(problem.loss, mechanism, clipping=clipping)
+        step = dpx.private_updates(problem.loss, mechanism, norms=clipping)
         everyone = dpx.Batch(batch, None)
         return compiled(lambda params, batch, state: step(params, batch, state)[:2], problem.params, everyone, state)
 

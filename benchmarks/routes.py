@@ -110,7 +110,7 @@ GROUPS = (
 @functools.cache
 def noise_multiplier(steps: int, rate: float) -> float:
     sampling = dpx.PoissonSampling(examples=EXAMPLES, batch_size=round(rate * EXAMPLES))
-    return dpx.calibrate(
+    return dpx.accounting.calibrate(
         lambda noise: dpx.dp_sgd(clip_norm=1.0, noise_multiplier=noise, sampling=sampling, key=jax.random.key(0)),
         steps=steps,
         epsilon=EPSILON,
@@ -230,9 +230,9 @@ def trained(rows: np.ndarray, labels: np.ndarray, seed: int) -> float:
     )
     fitted = dpx.fit(
         images.loss_function(model),
+        dpx.chain(mechanism, optax.sgd(LEARNING_RATE, MOMENTUM)),
         model.init(key),
         (rows[:TRAINED], labels[:TRAINED].astype(np.int32)),
-        dpx.chain(mechanism, optax.sgd(LEARNING_RATE, MOMENTUM)),
         key=dpx.keys.stream(key, "batches"),
         steps=steps,
         delta=DELTA,

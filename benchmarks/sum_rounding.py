@@ -22,7 +22,7 @@ def move(power: int, microbatch_size: int | None) -> float:
     )
     params = {"b": jnp.zeros(4)}
     gradient = jax.jit(
-        dpx.private_grad(lambda params, x: params["b"][0] * x, mechanism, microbatch_size=microbatch_size)
+        dpx.private_updates(lambda params, x: params["b"][0] * x, mechanism, microbatch_size=microbatch_size)
     )
     sums = []
     for one in (1.0, 0.0):

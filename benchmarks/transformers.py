@@ -142,7 +142,7 @@ def steps(problem: Problem, size: int) -> dict[str, tuple[Callable, tuple]]:
         return jax.tree.map(lambda g: jnp.tensordot(factors, g, 1) / size, grads)
 
     def with_dpx(clipping):
-        step = dpx.private_grad(loss, mechanism, clipping=clipping)
+        step = dpx.private_updates(loss, mechanism, norms=clipping)
         return lambda params, batch, state: step(params, dpx.Batch(batch, None), state)[:2]
 
     def noise(params):

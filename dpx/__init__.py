@@ -6,93 +6,102 @@ A training run needs six of the names below:
     sampling = dpx.PoissonSampling(examples=60_000, batch_size=1024)
     mechanism = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=budget, sampling=sampling, key=key)
     optimizer = dpx.chain(mechanism, optax.adam(1e-3))
-    result = dpx.fit(loss, params, data, optimizer)                # loss(params, example), of one example
+    result = dpx.fit(loss, optimizer, params, data)                # loss(params, example), of one example
     result.params, result.epsilon, result.report
 
 or, with a loop of your own (docs/loops.md):
 
-    gradient, state = jax.jit(dpx.private_grad(loss, optimizer)), optimizer.init(params)
+    step, state = jax.jit(dpx.private_updates(loss, optimizer)), optimizer.init(params)
     for batch in sampling.batches(data, key, state):
-        updates, state, _ = gradient(params, batch, state)
+        updates, state, _ = step(params, batch, state)
         params = optax.apply_updates(params, updates)
     dpx.epsilon(optimizer, state, delta=1e-5)
 
-Mechanisms       Mechanism, dp_sgd; more in `dpx.methods` (one paper a file) and `dpx.mechanisms`
-Coordinates      Coordinates, in_coordinates; all of them in `dpx.coordinates`
-Optimizers       chain
-Gradients        private_grad, accumulate, augmented, private_update, PrivateGradient, Unreleased, explain
-Before a run     plan, check
+Mechanisms       Mechanism, dp_sgd, in_coordinates; more in `dpx.methods` (one paper a file) and `dpx.mechanisms`
+Coordinates      `dpx.coordinates`: ways to write a gradient, such as masks and projections
+Optimizers       chain: a mechanism, with optax transforms behind it
+Steps            private_updates, private_updates_in_chunks, private_updates_from; explain_norms, augmented;
+                 their results are in `dpx.gradients`
+Before a run     plan_noise, check_setup
 The whole run    fit; more in `dpx.fitting`
 Tuning           `dpx.tuning`, a search for hyper-parameters with a bill
-Samplings        PoissonSampling, ShuffledEpochs, FixedSizeSampling, FullBatch, Batch
+Samplings        PoissonSampling, ShuffledEpochs, FixedSizeSampling, FullBatch; Batch
 Units            UserData, which makes users what is sampled, in place of examples
-Budgets          Budget, calibrated, calibrate, max_steps
-Privacy costs    epsilon, delta, compose, privacy_report, steps_taken; more in `dpx.accounting`
-Secrets          secret_key, public_state; `dpx.keys`
+Privacy costs    Budget, epsilon, compose_runs, privacy_report; more in `dpx.accounting`
+Secrets          secret_key, publishable_state; `dpx.keys`
 Schedules        `dpx.schedules`, and any optax schedule
-Audits           audit.check_contract: the privacy contract for any mechanism, also one of your own
+Audits           `dpx.audit.check_contract`: the privacy contract for any mechanism, also one of your own
 
 `import dpx.catalog` lists every method, coordinates, mechanism and sampling; docs/methods.md is its table.
 """
 
-from dpx import accounting, audit, coordinates, fitting, keys, mechanisms, methods, schedules, tuning
-from dpx.accounting import Budget, calibrate, calibrated, compose, delta, epsilon, max_steps, plan, privacy_report
-from dpx.checking import check
+from dpx import (
+    accounting,
+    audit,
+    coordinates,
+    fitting,
+    gradients,
+    keys,
+    mechanisms,
+    methods,
+    sampling,
+    schedules,
+    tuning,
+)
+from dpx.accounting import Budget, compose_runs, epsilon, plan_noise, privacy_report
+from dpx.checking import check_setup
 from dpx.fitting import fit
-from dpx.gradients import PrivateGradient, Unreleased, accumulate, augmented, explain, private_grad, private_update
+from dpx.gradients import (
+    augmented,
+    explain_norms,
+    private_updates,
+    private_updates_from,
+    private_updates_in_chunks,
+)
 from dpx.keys import secret_key
-from dpx.mechanism import Coordinates, Mechanism, in_coordinates
+from dpx.mechanism import Mechanism, in_coordinates
 from dpx.mechanisms import dp_sgd
 from dpx.optimizer import chain
-from dpx.sampling.batch import Batch
-from dpx.sampling.records import FixedSizeSampling, FullBatch, PoissonSampling, ShuffledEpochs
-from dpx.sampling.users import UserData
-from dpx.states.public import public_state
-from dpx.states.reading import steps_taken
+from dpx.sampling import Batch, FixedSizeSampling, FullBatch, PoissonSampling, ShuffledEpochs, UserData
+from dpx.states.public import publishable_state
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Batch",
     "Budget",
-    "Coordinates",
     "FixedSizeSampling",
     "FullBatch",
     "Mechanism",
     "PoissonSampling",
-    "PrivateGradient",
     "ShuffledEpochs",
-    "Unreleased",
     "UserData",
     "accounting",
-    "accumulate",
     "audit",
     "augmented",
-    "calibrate",
-    "calibrated",
     "chain",
-    "check",
-    "compose",
+    "check_setup",
+    "compose_runs",
     "coordinates",
-    "delta",
     "dp_sgd",
     "epsilon",
-    "explain",
+    "explain_norms",
     "fit",
     "fitting",
+    "gradients",
     "in_coordinates",
     "keys",
-    "max_steps",
     "mechanisms",
     "methods",
-    "plan",
+    "plan_noise",
     "privacy_report",
-    "private_grad",
-    "private_update",
-    "public_state",
+    "private_updates",
+    "private_updates_from",
+    "private_updates_in_chunks",
+    "publishable_state",
+    "sampling",
     "schedules",
     "secret_key",
-    "steps_taken",
     "tuning",
 ]
 

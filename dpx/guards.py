@@ -97,6 +97,6 @@ def require_fitting(changes: dict[str, Any], budget: Any):
             raise ValueError(f"another {part} needs another {needs}, which depends on it: build the mechanism anew")
     if "event" in changes and budget is not None and "budget" not in changes:
         raise ValueError(
-            f"the mechanism was calibrated to {budget} before its cost was changed; put dpx.calibrated on the "
-            "function that builds the outermost mechanism, and give the budget to that"
+            f"the mechanism was calibrated to {budget} before its cost was changed; put dpx.accounting.accepts_budget "
+            "on the function that builds the outermost mechanism, and give the budget to that"
         )

@@ -9,7 +9,7 @@
 * One pair of schedules (clip norm, noise multiplier) feeds the clip, the noise and the bill, and the billed step count
   is read from the state. So a reported epsilon cannot drift from the run.
 
-Then read `mechanisms/gaussian.py`, on which most mechanisms are built, and `gradients/private_grad.py`.
+Then read `mechanisms/gaussian.py`, on which most mechanisms are built, and `gradients/private_updates.py`.
 """
 
 import functools
@@ -43,7 +43,7 @@ class Mechanism(optax.GradientTransformationExtraArgs):
     drawn:    `batch.drawn` of a batch of `sampling.take`, which shows if a batch is used twice; or None
     updates:  like `params`, in their dtypes; the private gradient
 
-    `private_grad` uses these fields directly:
+    `private_updates` uses these fields directly:
 
     init:     (params) -> state, which holds one ReleaseState
     encode:   (grad, state) -> encoded; one example, float32, without a batch axis
@@ -54,7 +54,7 @@ class Mechanism(optax.GradientTransformationExtraArgs):
     event:    (steps) -> DpEvent; the cost of the first `steps` releases, sampling included
     sampling: how the batches must be drawn for `event` to be true
     noise_multiplier: a number or a schedule; `release` adds this noise, and records it in the ReleaseState
-    key:      the secret PRNG key of the noise, (); `dpx.compose` refuses two runs with one key. Records have its mark
+    key:      the secret PRNG key of the noise, (); `dpx.compose_runs` refuses two runs with one key
     stages:   the pipeline in words, printed by `str(mechanism)`
     supports_ghost_norms: whether `encode` only scales coordinates or drops leaves, and `norm` is the 2-norm of each
               group of leaves, so that `dpx.gradients.ghost` can compute the norms without the gradients
@@ -249,10 +249,10 @@ def require_mechanism(mechanism: Any):
 
 
 def require_coordinates(coordinates: tuple[Any, ...]):
-    """Raises ValueError unless all are `dpx.Coordinates`."""
+    """Raises ValueError unless all are `dpx.coordinates.Coordinates`."""
     for given in coordinates:
         if not isinstance(given, Coordinates):
             raise ValueError(
-                f"coordinates must be dpx.Coordinates, got {type(given)}; optax transforms belong behind the "
-                "mechanism, in dpx.chain(mechanism, ...)"
+                f"coordinates must be dpx.coordinates.Coordinates, got {type(given)}; optax transforms belong behind "
+                "the mechanism, in dpx.chain(mechanism, ...)"
             )

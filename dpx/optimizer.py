@@ -24,7 +24,7 @@ class ChainState(NamedTuple):
 
 
 def chain(mechanism: Mechanism, *transforms: optax.GradientTransformation) -> Mechanism:
-    """`optax.chain(mechanism, *transforms)`, but as a Mechanism, which `private_grad` needs.
+    """`optax.chain(mechanism, *transforms)`, but as a Mechanism, which `private_updates` needs.
 
     The transforms see the released gradient only, so any optax optimizer, decay or momentum costs no privacy. They see
     no parameter whose gradient the mechanism drops at every step (`coordinates.trainable`), so weight decay does not

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from dpx.scalars import Schedule, require_number, require_whole
 
 
-def inverse_power(init_value: float, *, power: float) -> Schedule:
+def inverse_power(*, init_value: float, power: float) -> Schedule:
     """A falling number, init_value / k^power at the k-th step, k = 1, 2, ...: the noise multiplier of D2P2-SGD.
 
     init_value: above 0. power: at least 0; 1/2 in the paper's theorems, 1/4 in its experiments, where k counts epochs
@@ -23,7 +23,7 @@ def inverse_power(init_value: float, *, power: float) -> Schedule:
     return lambda step: init_value * (step.astype(jnp.float32) + 1) ** -power
 
 
-def every(steps: int, schedule: Schedule) -> Schedule:
+def every(schedule: Schedule, *, steps: int) -> Schedule:
     """`schedule` with one value for each block of `steps` steps, such as an epoch: at step t, its value at t // steps.
 
     steps: int, at least 1. Raises ValueError for other numbers.
@@ -32,7 +32,7 @@ def every(steps: int, schedule: Schedule) -> Schedule:
     return lambda step: schedule(step // steps)
 
 
-def growing_mu(noise_multiplier: float, *, rho_mu: float, steps: int) -> Schedule:
+def growing_mu(*, noise_multiplier: float, rho_mu: float, steps: int) -> Schedule:
     """A noise multiplier that falls over the run: 1/mu_t for mu_t = rho_mu^(t/T) mu_0, t = 1..T.
 
     noise_multiplier: 1/mu_0, at least 0. steps: T, int, at least 1.
@@ -44,7 +44,7 @@ def growing_mu(noise_multiplier: float, *, rho_mu: float, steps: int) -> Schedul
     return _geometric("noise_multiplier", noise_multiplier, "rho_mu", rho_mu, steps)
 
 
-def sensitivity_decay(clip_norm: float, *, rho_c: float, steps: int) -> Schedule:
+def sensitivity_decay(*, clip_norm: float, rho_c: float, steps: int) -> Schedule:
     """A clip norm that falls over the run: C_t = rho_c^(-t/T) C_0, t = 1..T.
 
     clip_norm: C_0, at least 0, in the units of the gradient. steps: T, int, at least 1. rho_c: at least 1.

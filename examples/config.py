@@ -34,7 +34,7 @@ class Config:
         multiplier alone, the steps are run and billed; with both, the run stops before epsilon would be overspent.
     epochs: planned, as a multiple of the data set's size.
     batch_size: expected; None is 256, or the whole data set with sampling "full".
-    microbatch_size: how many examples are worked on at once; None leaves it to `dpx.private_grad`.
+    microbatch_size: how many examples are worked on at once; None leaves it to `dpx.private_updates`.
     momentum: of "sgd" only.
     method_options: of the method's builder, by name; values as in `examples.methods.read`.
     task: what is trained (`examples.tasks`). task_options: of the task, by name; those not given have its defaults.
@@ -161,7 +161,7 @@ class Config:
                 **of_the_run,
             )
             if trained is not None:
-                mechanism = dpx.in_coordinates(mechanism, dpx.coordinates.trainable(trained))
+                mechanism = dpx.in_coordinates(mechanism, dpx.coordinates.trainable(mask=trained))
             return dpx.chain(mechanism, optimizer)
 
         return make

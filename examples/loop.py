@@ -86,9 +86,9 @@ def run(
 
     fitted = dpx.fit(
         task.loss,
+        optimizer,
         params,
         task.train,
-        optimizer,
         key=dpx.keys.stream(key, "batches"),
         steps=plan["steps"],
         delta=config.delta,
@@ -124,7 +124,7 @@ def plan_of(config: Config, make, sampling, examples: int) -> dict[str, Any]:
     steps = config.steps_of(sampling, examples)
     if config.noise_multiplier is None:
         assert config.epsilon is not None
-        noise_multiplier = dpx.calibrate(
+        noise_multiplier = dpx.accounting.calibrate(
             make,
             steps=steps,
             epsilon=config.epsilon,

@@ -43,7 +43,7 @@ HELP = {
     "epochs": "planned passes over the data",
     "sampling": "how batches are drawn; the bill follows",
     "batch_size": "expected batch size (default 256)",
-    "microbatch_size": "examples worked on at once (default: as dpx.private_grad chooses)",
+    "microbatch_size": "examples worked on at once (default: as dpx.private_updates chooses)",
     "per_layer": "of dp_sgd: every layer has a clip norm of its own, --clip-norm divided by the root of their number",
     "masked_loss": "of ada_dpigu: take the loss at the masked parameters",
     "public": "of gep_sgd: the data set whose gradients, public, span the subspace (with random labels)",

@@ -47,7 +47,7 @@ def sound(key: jax.Array, steps: int = 1, *, sampling: Any = SAMPLING, **changes
 
 
 def with_own_update(mechanism: dpx.Mechanism, update: Callable) -> dpx.Mechanism:
-    """`mechanism` with another `update`; `private_grad` uses its other fields, as before."""
+    """`mechanism` with another `update`; `private_updates` uses its other fields, as before."""
 
     class Updated(dpx.Mechanism):
         pass
@@ -459,7 +459,7 @@ def mask_of_raw_gradients(key, steps):
 
 def importance_of_raw_gradients(key, steps):
     """Importance scores of gradients before the noise choose the mask of later steps (AdaDPIGU as published)."""
-    mechanism = dpx.in_coordinates(sound(key), dpx.coordinates.importance_mask(0.5, warmup=3))
+    mechanism = dpx.in_coordinates(sound(key), dpx.coordinates.importance_mask(keep=0.5, warmup=3))
 
     def release(sums, state, params):
         updates, after = mechanism.release(sums, state, params)
@@ -741,7 +741,7 @@ def signs_share_the_key_of_the_noise(key, steps):
         signs = jax.tree.map(jnp.sign, keys.normal_like(stream, step, tree))
         return jax.tree.map(jnp.multiply, tree, signs)
 
-    coordinates = dpx.Coordinates(
+    coordinates = dpx.coordinates.Coordinates(
         init=lambda params: jnp.zeros((), jnp.int32),
         encode=flip,
         decode=lambda released, step, like: (flip(released, step), step + 1),

@@ -51,7 +51,7 @@ def noiseless(made: dpx.Mechanism) -> dpx.Mechanism:
 
 def clipped_sums(loss, params, batch, clipping, *, made=None, included=None, microbatch_size=None):
     made = made or mechanism()
-    step = dpx.private_grad(loss, made, clipping=clipping, microbatch_size=microbatch_size)
+    step = dpx.private_updates(loss, made, norms=clipping, microbatch_size=microbatch_size)
     return jax.jit(step, compiler_options=QUICK)(params, dpx.Batch(batch, included), made.init(params))
 
 
@@ -76,11 +76,11 @@ def assert_agrees(loss, params, batch, *, clipping=("ghost", "auto"), tolerance=
     return expected.updates
 
 
-def ways(loss, params, batch, *, made=None, clipping: Any = "ghost") -> dict[str, str]:
+def ways(loss, params, batch, *, made=None, norms: Any = "ghost") -> dict[str, str]:
     """The way that every parameter takes."""
     return {
         name: way
-        for name, way, _ in dpx.explain(
-            loss, made or mechanism(), params, dpx.Batch(batch, None), clipping=clipping
+        for name, way, _ in dpx.explain_norms(
+            loss, made or mechanism(), params, dpx.Batch(batch, None), norms=norms
         ).rows
     }

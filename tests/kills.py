@@ -58,9 +58,9 @@ def run(folder: str | None, steps: int, sender: Connection):
 
     result = dpx.fit(
         loss,
+        optimizer,
         {"w": jnp.zeros((3, 2))},
         data,
-        optimizer,
         steps=steps,
         delta=1e-5,
         accountant="rdp",

@@ -119,7 +119,7 @@ def _dice(name, sampling, *, outer, reset_every=None, stability=None) -> Case:
 
 
 PER_LAYER = {"kernel": 0.5, "bias": 0.2, "scale": 0.1}
-TRAINABLE = dpx.coordinates.trainable({"kernel": True, "bias": False, "scale": True})
+TRAINABLE = dpx.coordinates.trainable(mask={"kernel": True, "bias": False, "scale": True})
 
 COOLING = optax.linear_schedule(0.0, 0.7, 4)
 
@@ -237,7 +237,7 @@ MECHANISMS = [
     Case(
         "posterior freeze, a mask a step",
         lambda key: dpx.in_coordinates(
-            _scheduled(key), dpx.coordinates.random_freeze(COOLING, every=1, posterior=True, key=key)
+            _scheduled(key), dpx.coordinates.random_freeze(freeze_rate=COOLING, every=1, posterior=True, key=key)
         ),
         lambda t: 1 - 0.05 * min(t, 10),
         lambda t: 2 * 0.9**t,
@@ -312,7 +312,7 @@ MECHANISMS = [
     Case(
         "gep_sgd",
         lambda key: dpx.methods.gep_sgd(
-            ALIGNED,
+            basis=ALIGNED,
             embedding_clip_norm=2.0,
             residual_clip_norm=0.5,
             embedding_share=0.6,

@@ -61,7 +61,7 @@ class Source:
 
 def step_function(shardings=None):
     """A jitted step. shardings: of the parameters and the state."""
-    gradient = dpx.private_grad(loss, optimizer()[1])
+    gradient = dpx.private_updates(loss, optimizer()[1])
 
     def step(params, batch, state):
         updates, state, _ = gradient(params, batch, state)
@@ -72,10 +72,10 @@ def step_function(shardings=None):
 
 def train(step, params, state, *, sharding=None, after_step=lambda steps, params, state: None):
     """The rest of the five steps from `state`."""
-    left = STEPS - dpx.steps_taken(state)
+    left = STEPS - dpx.accounting.steps_taken(state)
     for batch in SAMPLING.batches(DATA, optimizer()[0], state, steps=left, sharding=sharding):
         params, state = step(params, batch, state)
-        after_step(dpx.steps_taken(state), params, state)
+        after_step(dpx.accounting.steps_taken(state), params, state)
     return params, state
 
 
@@ -83,7 +83,7 @@ def fit(params=PARAMS, data=DATA, made=None, **options):
     """The same five steps by `dpx.fit`."""
     evaluate = {"evaluate": lambda params: jnp.mean(jnp.tanh(DATA["x"] @ params["w1"])), "evaluate_every": 2}
     terms = {"steps": STEPS, "delta": 1e-5, "accountant": "rdp"} | evaluate
-    return dpx.fit(loss, params, data, made or optimizer()[1], **terms | options)
+    return dpx.fit(loss, made or optimizer()[1], params, data, **terms | options)
 
 
 def run(rank: int, port: int, folder: Path, how: str):
@@ -146,7 +146,7 @@ def train_in_two(rank: int, port: int, folder: Path, resume: bool):
             train(step, params, state, sharding=rows, after_step=interrupted)
         assert manager.latest_step() == 2
         params, state = manager.restore(2, args=ocp.args.StandardRestore((params, state)))
-        assert dpx.steps_taken(state) == 2
+        assert dpx.accounting.steps_taken(state) == 2
         write(folder / "resumed", rank, made, *train(step, params, state, sharding=rows))
     check_refusals(rank, rows, folder)
     interrupted_fit(rank, rows, folder)
@@ -230,7 +230,7 @@ def check_refusals(rank, sharding, folder):
 
     released = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=1.0, sampling=SAMPLING, key=key)
     other = dpx.chain(released, optax.sgd(0.25))
-    frozen = dpx.in_coordinates(released, dpx.coordinates.random_freeze(0.5, every=1, key=key))
+    frozen = dpx.in_coordinates(released, dpx.coordinates.random_freeze(freeze_rate=0.5, every=1, key=key))
     projected = dpx.in_coordinates(frozen, dpx.coordinates.random_projection(rank=20, kind="countsketch", key=key))
     explicit = {
         "made": dpx.chain(projected, optax.sgd(0.5)),
@@ -281,4 +281,4 @@ def tell(path: Path, rank: int, result: dpx.fitting.FitResult):
 def write(path: Path, rank: int, made: dpx.Mechanism, params, state):
     if rank == 0:
         arrays = {name: np.asarray(leaf) for name, leaf in params.items()}
-        np.savez(path, **arrays, epsilon=dpx.epsilon(made, state, delta=1e-5), steps=dpx.steps_taken(state))
+        np.savez(path, **arrays, epsilon=dpx.epsilon(made, state, delta=1e-5), steps=dpx.accounting.steps_taken(state))

@@ -92,15 +92,19 @@ def _schedules() -> Iterator[tuple[str, Bill]]:
     for label, (sigmas, rate) in shapes.items():
         for relation in ("add_or_remove", "replace_one"):
             options: dict = dict(relation=relation, buckets=64)
-            epsilon = functools.cache(lambda s=sigmas, q=rate, o=options: schedule_epsilon(s, q, delta=1e-6, **o))
-            delta = functools.cache(lambda s=sigmas, q=rate, o=options: schedule_delta(s, q, epsilon=1.0, **o))
+            epsilon = functools.cache(
+                lambda s=sigmas, q=rate, o=options: schedule_epsilon(s, sampling_rate=q, delta=1e-6, **o)
+            )
+            delta = functools.cache(
+                lambda s=sigmas, q=rate, o=options: schedule_delta(s, sampling_rate=q, epsilon=1.0, **o)
+            )
             for (name, interval), end in itertools.product(
                 {"epsilon": epsilon, "delta": delta}.items(), ("lower", "upper")
             ):
                 yield f"schedule {label}, {relation}, {end} {name}", lambda i=interval, e=end: getattr(i(), e)
         yield (
             f"schedule {label}, rdp",
-            lambda s=sigmas, q=rate: schedule_epsilon(s, q, delta=1e-6, accountant="rdp").upper,
+            lambda s=sigmas, q=rate: schedule_epsilon(s, sampling_rate=q, delta=1e-6, accountant="rdp").upper,
         )
     event = scheduled(np.linspace(3, 1, 1500), 0.01)
     for name, bill in asked(event, deltas=(1e-6,), epsilons=(1.0,), accountants=("pld", "rdp")):
@@ -179,10 +183,10 @@ def _mechanisms() -> Iterator[tuple[str, Bill]]:
     sampling = dpx.PoissonSampling(examples=60_000, batch_size=600)
     mechanism = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=1.1, sampling=sampling, key=key)
     yield "dp_sgd: epsilon", lambda: dpx.epsilon(mechanism, 1000, delta=1e-6, accountant="pld")
-    yield "dp_sgd: delta", lambda: dpx.delta(mechanism, 1000, epsilon=1.0, accountant="pld")
+    yield "dp_sgd: delta", lambda: dpx.accounting.delta(mechanism, 1000, epsilon=1.0, accountant="pld")
     yield (
         "dp_sgd: calibrated",
-        lambda: dpx.calibrate(
+        lambda: dpx.accounting.calibrate(
             lambda noise: dpx.dp_sgd(clip_norm=1.0, noise_multiplier=noise, sampling=sampling, key=key),
             steps=500,
             epsilon=2.0,
@@ -192,7 +196,11 @@ def _mechanisms() -> Iterator[tuple[str, Bill]]:
     )
     yield (
         "a calibrated schedule",
-        lambda: accounting.calibrate_schedule(np.linspace(3, 1, 100), 0.01, epsilon=2, delta=1e-5, buckets=64).scale,
+        lambda: (
+            accounting.calibrate_schedule(
+                np.linspace(3, 1, 100), sampling_rate=0.01, epsilon=2, delta=1e-5, buckets=64
+            ).scale
+        ),
     )
 
 

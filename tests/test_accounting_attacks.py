@@ -47,7 +47,9 @@ def test_one_sampled_gaussian_against_its_best_test():
 
 def mu_holds(mu, profile):
     epsilons = np.linspace(0, 10, 41).tolist()
-    return all(profile.delta(epsilon) <= (gdp.delta(mu, epsilon) + DELTA) * (1 + 1e-6) for epsilon in epsilons)
+    return all(
+        profile.delta(epsilon=epsilon) <= (gdp.delta(mu, epsilon=epsilon) + DELTA) * (1 + 1e-6) for epsilon in epsilons
+    )
 
 
 def test_mu_is_the_least_that_holds():

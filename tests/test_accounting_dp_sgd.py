@@ -33,9 +33,9 @@ def test_epochs_are_steps_and_shuffling_is_one_release_an_epoch():
     assert accounting.dp_sgd_epsilon(**RUN, noise_multiplier=1.25, steps=0) == 0
     assert accounting.dp_sgd_epsilon(**RUN, noise_multiplier=0.0, steps=1) == np.inf
     shuffled = accounting.dp_sgd_epsilon(**RUN, noise_multiplier=1.25, epochs=2.5, sampling="shuffled")
-    assert shuffled == pytest.approx(accounting.gdp.epsilon(3**0.5 / 1.25, 1e-5), rel=1e-9)
+    assert shuffled == pytest.approx(accounting.gdp.epsilon(3**0.5 / 1.25, delta=1e-5), rel=1e-9)
     own = accounting.dp_sgd_epsilon(**RUN, noise_multiplier=[1.0, 2.0], sampling="shuffled")
-    assert own == pytest.approx(accounting.gdp.epsilon(1.25**0.5, 1e-5), rel=1e-9)
+    assert own == pytest.approx(accounting.gdp.epsilon(1.25**0.5, delta=1e-5), rel=1e-9)
 
 
 @pytest.mark.parametrize("sampling", ["poisson", "fixed"])
@@ -51,12 +51,12 @@ def test_one_number_for_one_run():
     noise = optax.linear_schedule(3.0, 1.0, 80)
     mechanism = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=noise, sampling=record, key=jax.random.key(0))
     spent = dpx.epsilon(mechanism, 80, delta=1e-6)
-    interval = accounting.schedule_epsilon(over(noise, 80), 0.1, delta=1e-6)
+    interval = accounting.schedule_epsilon(over(noise, 80), sampling_rate=0.1, delta=1e-6)
     by_numbers = accounting.dp_sgd_epsilon(examples=1000, batch_size=100, noise_multiplier=noise, steps=80, delta=1e-6)
     assert interval.upper == by_numbers == spent >= interval.lower
     curve = accounting.curves.epsilon_over_steps(mechanism, 80, delta=1e-6, points=3)
     assert curve.epsilon[-1] == spent and (np.diff(curve.epsilon) >= 0).all()
-    few = accounting.schedule_epsilon(over(noise, 80), 0.1, delta=1e-6, buckets=64)
+    few = accounting.schedule_epsilon(over(noise, 80), sampling_rate=0.1, delta=1e-6, buckets=64)
     assert few.lower < interval.lower < spent < few.upper
 
 

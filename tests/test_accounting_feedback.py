@@ -50,9 +50,9 @@ def mechanism(sampling=POISSON, noise=4.0, outer=2.0, **options) -> dpx.Mechanis
 
 def test_public_vectors():
     # the loose closed form of the energy, and the exact worst case, which is below it
-    assert gdp.epsilon((math.sqrt(3) + 3) / 4, 1e-5) == pytest.approx(5.32371, abs=2e-4)
+    assert gdp.epsilon((math.sqrt(3) + 3) / 4, delta=1e-5) == pytest.approx(5.32371, abs=2e-4)
     worst = math.sqrt(1 + (1 + math.sqrt(1 + (1 + math.sqrt(2)) ** 2)) ** 2)
-    assert epsilon(sampling=EPOCHS) == pytest.approx(gdp.epsilon(worst / 4, 1e-5), rel=1e-9)
+    assert epsilon(sampling=EPOCHS) == pytest.approx(gdp.epsilon(worst / 4, delta=1e-5), rel=1e-9)
     assert epsilon(sampling=EPOCHS) < 5.32371
     assert epsilon(sampling=EPOCHS, reset=50) == pytest.approx(2.50174, abs=2e-4)
 
@@ -80,18 +80,18 @@ def test_noise_for_epsilon_2(error_shift, amplified, reset_50, reset_10, known, 
             made = event(error_shift, factor * noise, **options)
             found = bounds(made, "pld", made.sampling.relation)
             bound = found[name] if name else next(iter(found.values()))
-            assert (bound.epsilon(1e-5) <= 2) == meets
+            assert (bound.epsilon(delta=1e-5) <= 2) == meets
 
 
 def test_the_bill_is_the_least_bound():
     made = event()
-    found = {name: bound.epsilon(1e-5) for name, bound in bounds(made, "pld", "add_or_remove").items()}
+    found = {name: bound.epsilon(delta=1e-5) for name, bound in bounds(made, "pld", "add_or_remove").items()}
     assert found[AMPLIFIED] < found[KNOWN]
     assert epsilon() == found[AMPLIFIED]
     assert accounting.event_epsilon(made, delta=1e-5, accountant="rdp") == found[AMPLIFIED]
     # at a sampling rate of 1 nothing is amplified: the participations are known
     everyone = dpx.PoissonSampling(examples=100, batch_size=100)
-    known = gdp.epsilon(math.sqrt(feedback_energy.accumulated_energies(3, 1.0)[-1]) / 4, 1e-5)
+    known = gdp.epsilon(math.sqrt(feedback_energy.accumulated_energies(3, 1.0)[-1]) / 4, delta=1e-5)
     assert epsilon(sampling=everyone, steps=3) == pytest.approx(known, rel=1e-6)
     assert epsilon(sampling=dpx.FullBatch(examples=100), steps=3) == pytest.approx(known, rel=1e-9)
 
@@ -106,7 +106,7 @@ def test_no_error_is_dp_sgd():
         assert rdp - 1e-4 <= ours <= 1.01 * rdp
     shuffled = event(3.0, 1.5, reset=1, sampling=EPOCHS)
     assert accounting.event_epsilon(shuffled, delta=1e-5, relation="zero_out") == pytest.approx(
-        gdp.epsilon(math.sqrt(3) / 1.5, 1e-5)
+        gdp.epsilon(math.sqrt(3) / 1.5, delta=1e-5)
     )
 
 
@@ -238,7 +238,7 @@ def test_participations_that_are_left_out_are_paid_for(monkeypatch):
     tails = []
     monkeypatch.setattr(feedback_renyi, "log_moment", lambda order, *, tail, **rest: tails.append(tail) or 0.0)
     made = dict(rate=0.1, error_shift=1.0, noise_multiplier=4.0, steps=20, reset_every=6)
-    found = feedback_renyi.AmplifiedProfile(**made).delta(0.5)
+    found = feedback_renyi.AmplifiedProfile(**made).delta(epsilon=0.5)
     assert found >= 4 * min(tails) * (1 - 1e-9) > 0  # steps 0-5, 6-11, 12-17 and 18, 19
     most = feedback_energy.most_participations(20, 0.3, 0.01)
     monkeypatch.setattr(feedback_energy, "TAIL", 0.01)
@@ -252,7 +252,9 @@ def test_every_stretch_is_billed(monkeypatch):
     """Where a step costs the same anywhere, resets change nothing."""
     monkeypatch.setattr(feedback_renyi, "log_moment", lambda order, *, steps, **rest: 0.01 * steps * order)
     made = dict(rate=0.1, error_shift=1.0, noise_multiplier=4.0, steps=20)
-    whole, *parts = (feedback_renyi.AmplifiedProfile(**made, reset_every=r).epsilon(1e-5) for r in (20, 6, 5, 19, 1))
+    whole, *parts = (
+        feedback_renyi.AmplifiedProfile(**made, reset_every=r).epsilon(delta=1e-5) for r in (20, 6, 5, 19, 1)
+    )
     assert parts == pytest.approx([whole] * 4) and whole > 0
 
 
@@ -303,10 +305,10 @@ def test_the_published_method_has_the_trivial_bill():
     """Cmax = inf: the shift is 2 C2 at every step but the first, and never amplified."""
     made = event(math.inf, 50.0, feedback_shift=3.0, steps=10, sampling=dpx.FullBatch(examples=10))
     mu = math.sqrt(1 + 9 * 4**2) / 50
-    assert accounting.event_epsilon(made, delta=1e-5, relation="zero_out") == pytest.approx(gdp.epsilon(mu, 1e-5))
+    assert accounting.event_epsilon(made, delta=1e-5, relation="zero_out") == pytest.approx(gdp.epsilon(mu, delta=1e-5))
     poisson = event(math.inf, 50.0, feedback_shift=3.0, steps=10)
     assert list(bounds(poisson, "pld", "add_or_remove")) == [KNOWN]
-    deltas = [gdp.delta(math.sqrt(k + 6 * min(k, 9) + 81) / 50, 1.0) for k in range(1, 11)]
+    deltas = [gdp.delta(math.sqrt(k + 6 * min(k, 9) + 81) / 50, epsilon=1.0) for k in range(1, 11)]
     exact = stats.binom.pmf(np.arange(1, 11), 10, 0.02) @ deltas
     assert accounting.event_delta(poisson, epsilon=1.0) == pytest.approx(exact, rel=1e-6, abs=1e-13)
     with pytest.raises(ValueError, match="finite outer_clip_norm"):
@@ -344,7 +346,7 @@ def test_relations():
     assert epsilon(relation="zero_out") == epsilon()
     replaced = epsilon(relation="replace_one", noise=20.0)
     assert replaced == epsilon(sampling=fixed, noise=20.0) > epsilon(noise=20.0)
-    assert replaced == pytest.approx(bounds(event(noise=10.0), "pld", "add_or_remove")[KNOWN].epsilon(1e-5))
+    assert replaced == pytest.approx(bounds(event(noise=10.0), "pld", "add_or_remove")[KNOWN].epsilon(delta=1e-5))
     for sampling, relation in ((fixed, "add_or_remove"), (fixed, "zero_out"), (EPOCHS, "add_or_remove")):
         with pytest.raises(ValueError, match="does not fit"):
             epsilon(sampling=sampling, relation=relation)
@@ -507,7 +509,7 @@ def test_the_same_attack_breaks_the_published_claim():
         sampling=POISSON,
         key=jax.random.key(0),
     )
-    assert dpx.delta(made, steps, epsilon=2.0) >= 0.408
+    assert dpx.accounting.delta(made, steps, epsilon=2.0) >= 0.408
     bounded = run_pairs(jnp.asarray(patterns), target, others, outer=2 * clip_norm, **sizes).reshape(len(patterns), -1)
     assert linear_test(bounded, noise, 2.0) < 1e-5
 

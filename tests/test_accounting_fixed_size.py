@@ -163,7 +163,7 @@ def test_half_the_noise_of_poisson_samples_is_a_lower_bound():
     gaussian = dp_accounting.GaussianDpEvent(0.7)
     poisson = dp_accounting.SelfComposedDpEvent(dp_accounting.PoissonSampledDpEvent(0.01, gaussian), 100)
     assert accounting.event_epsilon(poisson, delta=1e-5) == pytest.approx(2.367, abs=1e-3)
-    half = accounting.schedule_epsilon([0.7 / 2], 0.01, counts=[100], delta=1e-5)
+    half = accounting.schedule_epsilon([0.7 / 2], sampling_rate=0.01, counts=[100], delta=1e-5)
     bill = accounting.event_epsilon(fixed(0.01, 0.7, 100), delta=1e-5, relation="replace_one")
     assert 17.67 < half.lower < bill == pytest.approx(18.081, abs=2e-3)
     by_rdp = accounting.event_epsilon(fixed(0.01, 0.7, 100), delta=1e-5, relation="replace_one", accountant="rdp")
@@ -175,10 +175,10 @@ def test_all_examples_are_no_sample():
     mu = 2 * math.sqrt(2 / 4 + 1 / 9)
     for accountant, much in (("tightest", 1e-9), ("pld", 1e-9), ("rdp", 0.3)):
         bill = accounting.event_epsilon(event, delta=1e-5, relation="replace_one", accountant=accountant)
-        assert bill == pytest.approx(accounting.gdp.epsilon(mu, 1e-5), rel=much)
+        assert bill == pytest.approx(accounting.gdp.epsilon(mu, delta=1e-5), rel=much)
     near = FixedSizeGaussian(1.5, 1 - 1e-12)
-    delta = accounting.gdp.delta(1 / 1.5, 1.0)
-    assert accounting.profiles.profile({near: 1}).delta(1.0) == pytest.approx(delta, rel=1e-3)
+    delta = accounting.gdp.delta(1 / 1.5, epsilon=1.0)
+    assert accounting.profiles.profile({near: 1}).delta(epsilon=1.0) == pytest.approx(delta, rel=1e-3)
 
 
 def test_schedules_are_rounded_up_to_few_steps():
@@ -206,8 +206,9 @@ def test_curves_calibration_and_shared_batches():
     attacks = accounting.attack_bounds(met, 300, delta=1e-5)
     assert 0 < attacks.advantage < 0.6 and attacks.mu < 1.2
     together, apart = (
-        dpx.compose((mechanism(6.0), 300), (mechanism(6.0, 1), 300), shared_batches=shared) for shared in (True, False)
+        dpx.compose_runs((mechanism(6.0), 300), (mechanism(6.0, 1), 300), shared_batches=shared)
+        for shared in (True, False)
     )
     one = mechanism(6.0 / math.sqrt(2))
-    assert together.epsilon(1e-5) == pytest.approx(dpx.epsilon(one, 300, delta=1e-5), rel=1e-6)
-    assert apart.epsilon(1e-5) < together.epsilon(1e-5)
+    assert together.epsilon(delta=1e-5) == pytest.approx(dpx.epsilon(one, 300, delta=1e-5), rel=1e-6)
+    assert apart.epsilon(delta=1e-5) < together.epsilon(delta=1e-5)

@@ -20,39 +20,39 @@ def test_delta_is_the_hockey_stick_divergence(mu):
             return stats.norm.pdf(x - mu) - grow * stats.norm.pdf(x)
 
         expected, _ = integrate.quad(excess, cut, cut + 40, epsabs=1e-14)
-        assert gdp.delta(mu, epsilon) == pytest.approx(expected, rel=1e-6, abs=1e-12)
+        assert gdp.delta(mu, epsilon=epsilon) == pytest.approx(expected, rel=1e-6, abs=1e-12)
 
 
 @pytest.mark.parametrize("delta", [1e-2, 1e-6, 1e-30])
 @pytest.mark.parametrize("mu", [0.1, 1.0, 100.0])
 def test_conversions_invert_and_err_safely(mu, delta):
-    epsilon = gdp.epsilon(mu, delta)
-    assert gdp.delta(mu, epsilon) <= delta * (1 + 1e-12)
-    assert gdp.delta(mu, epsilon) == pytest.approx(delta, rel=1e-9) or epsilon == 0
+    epsilon = gdp.epsilon(mu, delta=delta)
+    assert gdp.delta(mu, epsilon=epsilon) <= delta * (1 + 1e-12)
+    assert gdp.delta(mu, epsilon=epsilon) == pytest.approx(delta, rel=1e-9) or epsilon == 0
     if epsilon > 0:
-        assert gdp.mu(epsilon, delta) == pytest.approx(mu, rel=1e-9)
-        assert gdp.delta(gdp.mu(epsilon, delta), epsilon) <= delta * (1 + 1e-12)
+        assert gdp.mu(epsilon=epsilon, delta=delta) == pytest.approx(mu, rel=1e-9)
+        assert gdp.delta(gdp.mu(epsilon=epsilon, delta=delta), epsilon=epsilon) <= delta * (1 + 1e-12)
 
 
 def test_limits():
-    assert gdp.epsilon(0.0, 1e-5) == 0 and gdp.epsilon(math.inf, 1e-5) == math.inf
-    assert gdp.epsilon(1e-9, 1e-5) == 0
-    assert gdp.delta(0.0, 1.0) == 0 and gdp.delta(math.inf, 1.0) == 1
-    assert gdp.mu_total([1.0, 0.0], 0.1) == math.inf
+    assert gdp.epsilon(0.0, delta=1e-5) == 0 and gdp.epsilon(math.inf, delta=1e-5) == math.inf
+    assert gdp.epsilon(1e-9, delta=1e-5) == 0
+    assert gdp.delta(0.0, epsilon=1.0) == 0 and gdp.delta(math.inf, epsilon=1.0) == 1
+    assert gdp.mu_total([1.0, 0.0], sampling_rate=0.1) == math.inf
 
 
 def test_central_limit_theorem_of_a_schedule():
     sigmas, rates = np.array([1.0, 2.0, 0.7]), np.array([0.01, 0.02, 0.03])
     expected = math.sqrt(sum(q * q * (math.exp(1 / s**2) - 1) for s, q in zip(sigmas, rates, strict=True)))
-    assert gdp.mu_total(sigmas, rates) == pytest.approx(expected, rel=1e-12)
-    assert gdp.mu_total([1.0], 0.01, counts=[500]) == pytest.approx(0.01 * math.sqrt(500 * math.expm1(1)))
+    assert gdp.mu_total(sigmas, sampling_rate=rates) == pytest.approx(expected, rel=1e-12)
+    assert gdp.mu_total([1.0], sampling_rate=0.01, counts=[500]) == pytest.approx(0.01 * math.sqrt(500 * math.expm1(1)))
 
 
 @pytest.mark.parametrize("growth", [1.0, 1 / 0.7, 1 / 0.1])
 def test_mu_0_spends_the_budget_by_the_limit_theorem(growth):
     first = gdp.mu_0(epsilon=1.2, delta=1e-5, sampling_rate=0.02, steps=300, growth=growth)
     sigmas = growth ** (-np.arange(1, 301) / 300) / first
-    assert gdp.epsilon(gdp.mu_total(sigmas, 0.02), 1e-5) == pytest.approx(1.2, rel=1e-8)
+    assert gdp.epsilon(gdp.mu_total(sigmas, sampling_rate=0.02), delta=1e-5) == pytest.approx(1.2, rel=1e-8)
 
 
 @pytest.mark.parametrize(("promised", "rate", "growth", "spent"), [(2, 0.01, 1 / 0.3, 4.7), (0.4, 0.001, 10, 4.4)])
@@ -60,7 +60,7 @@ def test_the_limit_theorem_under_reports(promised, rate, growth, spent):
     """Why `gdp` is no guarantee: it promises one epsilon and at least the other is spent."""
     first = gdp.mu_0(epsilon=promised, delta=1 / 600_000, sampling_rate=rate, steps=500, growth=growth)
     sigmas = growth ** (-np.arange(1, 501) / 500) / first
-    assert accounting.schedule_epsilon(sigmas, rate, delta=1 / 600_000, buckets=100).lower > spent
+    assert accounting.schedule_epsilon(sigmas, sampling_rate=rate, delta=1 / 600_000, buckets=100).lower > spent
 
 
 def test_zcdp_of_noise_decay():
@@ -69,7 +69,7 @@ def test_zcdp_of_noise_decay():
     assert rho == pytest.approx(np.sum(0.5 * sigmas**-2.0))
     assert cdp.zcdp_epsilon(rho, 1e-5) == pytest.approx(rho + 2 * math.sqrt(rho * math.log(1e5)))
     # A guarantee: above the exact epsilon of the same unsampled releases.
-    assert cdp.zcdp_epsilon(rho, 1e-5) > accounting.schedule_epsilon(sigmas, 1.0, delta=1e-5).upper
+    assert cdp.zcdp_epsilon(rho, 1e-5) > accounting.schedule_epsilon(sigmas, sampling_rate=1.0, delta=1e-5).upper
     assert cdp.zcdp_rho([1.0, 0.0]) == math.inf
     assert cdp.zcdp_rho([2.0], counts=[8]) == pytest.approx(1.0)
 
@@ -101,15 +101,15 @@ def test_tcdp_epsilon_is_the_best_order_below_omega():
 @pytest.mark.parametrize(
     "call",
     [
-        lambda: gdp.epsilon(-1.0, 1e-5),
-        lambda: gdp.epsilon(1.0, 1.0),
-        lambda: gdp.delta(1.0, -0.1),
-        lambda: gdp.mu(1.0, 0.0),
+        lambda: gdp.epsilon(-1.0, delta=1e-5),
+        lambda: gdp.epsilon(1.0, delta=1.0),
+        lambda: gdp.delta(1.0, epsilon=-0.1),
+        lambda: gdp.mu(epsilon=1.0, delta=0.0),
         lambda: gdp.mu_0(epsilon=0, delta=1e-5, sampling_rate=0.1, steps=10),
         lambda: gdp.mu_0(epsilon=1, delta=1e-5, sampling_rate=1.5, steps=10),
         lambda: gdp.mu_0(epsilon=1, delta=1e-5, sampling_rate=0.1, steps=0),
         lambda: gdp.mu_0(epsilon=1, delta=1e-5, sampling_rate=0.1, steps=10, growth=0.5),
-        lambda: gdp.mu_total([-1.0], 0.1),
+        lambda: gdp.mu_total([-1.0], sampling_rate=0.1),
         lambda: cdp.zcdp_epsilon(-1.0, 1e-5),
         lambda: cdp.zcdp_epsilon(1.0, 2.0),
         lambda: cdp.tcdp([1.0], 2.0),

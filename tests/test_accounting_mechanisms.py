@@ -89,7 +89,7 @@ def test_epsilon_and_delta_of_a_mechanism():
 
 def test_many_distinct_steps_take_the_fast_path():
     mechanism = Mechanism(3.0, decay=0.9999)
-    exact = accounting.schedule_epsilon(3.0 * 0.9999 ** np.arange(3000), 0.01, delta=1e-6, buckets=128)
+    exact = accounting.schedule_epsilon(3.0 * 0.9999 ** np.arange(3000), sampling_rate=0.01, delta=1e-6, buckets=128)
     epsilon = accounting.epsilon(mechanism, 3000, delta=1e-6)
     assert exact.lower <= epsilon <= exact.upper
 
@@ -112,7 +112,7 @@ def test_releases_of_nested_trees_are_counted():
             one,
         ]
     )
-    expected = accounting.schedule_epsilon([1.5, 20.0], [0.01, 1.0], counts=[15, 7], delta=1e-5)
+    expected = accounting.schedule_epsilon([1.5, 20.0], sampling_rate=[0.01, 1.0], counts=[15, 7], delta=1e-5)
     assert accounting.event_epsilon(tree, delta=1e-5) == pytest.approx(expected.upper, rel=1e-9)
     assert accounting.event_epsilon(dp_accounting.NonPrivateDpEvent(), delta=1e-5) == math.inf
 
@@ -191,7 +191,7 @@ def test_relations():
         with pytest.raises(ValueError, match="would change"):
             accounting.epsilon(shuffled, 2, delta=1e-5, relation="add_or_remove", accountant=accountant)
     doubled = accounting.epsilon(shuffled, 2, delta=1e-5, relation="replace_one")
-    assert doubled == pytest.approx(accounting.gdp.epsilon(2 * math.sqrt(2) / 3, 1e-5))
+    assert doubled == pytest.approx(accounting.gdp.epsilon(2 * math.sqrt(2) / 3, delta=1e-5))
     for accountant in ("tightest", "rdp"):
         with pytest.raises(ValueError, match="replace_one"):
             accounting.epsilon(fixed, 10, delta=1e-5, relation="add_or_remove", accountant=accountant)
@@ -285,10 +285,14 @@ def test_calibrating_a_mechanism_under_another_relation():
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
 def test_calibrated_schedule(accountant):
     shape = np.linspace(3, 1, 40)
-    found = accounting.calibrate_schedule(shape, 0.02, epsilon=1.5, delta=1e-5, accountant=accountant)
+    found = accounting.calibrate_schedule(shape, sampling_rate=0.02, epsilon=1.5, delta=1e-5, accountant=accountant)
     assert found.interval.upper <= 1.5 and found.interval.upper >= 1.5 * (1 - 2e-4)
     again = accounting.schedule_epsilon(
-        found.scale * shape, 0.02, delta=1e-5, accountant=accountant, buckets=40 if accountant == "pld" else 64
+        found.scale * shape,
+        sampling_rate=0.02,
+        delta=1e-5,
+        accountant=accountant,
+        buckets=40 if accountant == "pld" else 64,
     )
     assert again.lower <= 1.5 and again.upper <= 1.5 * (1 + 1e-6)
     assert found.interval.lower <= again.upper
@@ -297,13 +301,13 @@ def test_calibrated_schedule(accountant):
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
 def test_steps_that_are_never_taken_do_not_matter(accountant):
     options = {"epsilon": 1.0, "delta": 1e-5, "accountant": accountant}
-    used = accounting.calibrate_schedule([1.0], 0.01, counts=[100], **options)
-    assert accounting.calibrate_schedule([0.0, 0.0, 1.0], 0.01, counts=[0, 0, 100], **options) == used
+    used = accounting.calibrate_schedule([1.0], sampling_rate=0.01, counts=[100], **options)
+    assert accounting.calibrate_schedule([0.0, 0.0, 1.0], sampling_rate=0.01, counts=[0, 0, 100], **options) == used
 
 
 def test_the_scale_of_a_schedule_does_not_depend_on_its_units():
-    small = accounting.calibrate_schedule([3e-4, 1e-4], 0.1, counts=[50, 50], epsilon=1, delta=1e-5)
-    large = accounting.calibrate_schedule([3e4, 1e4], 0.1, counts=[50, 50], epsilon=1, delta=1e-5)
+    small = accounting.calibrate_schedule([3e-4, 1e-4], sampling_rate=0.1, counts=[50, 50], epsilon=1, delta=1e-5)
+    large = accounting.calibrate_schedule([3e4, 1e4], sampling_rate=0.1, counts=[50, 50], epsilon=1, delta=1e-5)
     assert small.scale == pytest.approx(large.scale * 1e8, rel=1e-3)
 
 
@@ -326,7 +330,7 @@ def test_bad_budgets_are_refused(change):
         accounting.calibrate(**(dict(make=Mechanism, steps=10, epsilon=1.0, delta=1e-5) | change))
     if "steps" not in change:
         with pytest.raises(ValueError, match="must be"):
-            accounting.calibrate_schedule([1.0], 0.1, **(dict(epsilon=1.0, delta=1e-5) | change))
+            accounting.calibrate_schedule([1.0], sampling_rate=0.1, **(dict(epsilon=1.0, delta=1e-5) | change))
 
 
 def test_unreachable_budgets_are_refused():
@@ -335,7 +339,7 @@ def test_unreachable_budgets_are_refused():
     with pytest.raises(ValueError, match="cannot be met"):
         accounting.calibrate(lambda x: Mechanism(1.0), steps=1000, epsilon=0.1, delta=1e-5)
     with pytest.raises(ValueError, match="shape must be positive"):
-        accounting.calibrate_schedule([1.0, 0.0], 0.1, epsilon=1.0, delta=1e-5)
+        accounting.calibrate_schedule([1.0, 0.0], sampling_rate=0.1, epsilon=1.0, delta=1e-5)
 
 
 def test_report(tmp_path):

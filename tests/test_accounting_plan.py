@@ -1,4 +1,4 @@
-"""`dpx.plan`: the noise of each row is the calibrated noise, and its other columns follow from it."""
+"""`dpx.plan_noise`: the noise of each row is the calibrated noise, and its other columns follow from it."""
 
 import itertools
 import math
@@ -15,7 +15,7 @@ ONE = dpx.FullBatch(examples=10)
 
 @pytest.fixture(scope="module")
 def planned():
-    return dpx.plan(1000, epsilon=2.0, delta=1e-5, epochs=[4, 8.04], batch_sizes=[100, 1000])
+    return dpx.plan_noise(examples=1000, epsilon=2.0, delta=1e-5, epochs=[4, 8.04], batch_sizes=[100, 1000])
 
 
 def test_the_noise_is_what_calibrate_finds(planned):
@@ -27,7 +27,7 @@ def test_the_noise_is_what_calibrate_finds(planned):
             return dpx.dp_sgd(clip_norm=1.0, noise_multiplier=noise, sampling=sampling, key=jax.random.key(0))
 
         np.testing.assert_allclose(
-            dpx.calibrate(make, steps=run.steps, epsilon=2.0, delta=1e-5), run.noise_multiplier, rtol=2e-4
+            dpx.accounting.calibrate(make, steps=run.steps, epsilon=2.0, delta=1e-5), run.noise_multiplier, rtol=2e-4
         )
         assert dpx.epsilon(make(run.noise_multiplier), run.steps, delta=1e-5) <= 2.0 * (1 + 1e-4)
 
@@ -55,7 +55,7 @@ def test_the_plot_has_a_line_for_each_number_of_epochs(planned):
 
 def test_no_label_of_the_plot_overlaps_or_is_cut():
     figure = pytest.importorskip("matplotlib.figure").Figure(layout="constrained")
-    axes = dpx.plan(60_000, epsilon=2.0, delta=1e-5, epochs=10).plot(axes=figure.add_subplot())
+    axes = dpx.plan_noise(examples=60_000, epsilon=2.0, delta=1e-5, epochs=10).plot(axes=figure.add_subplot())
     figure.draw_without_rendering()
     boxes = [
         label.get_window_extent() for label in sorted(axes.get_xticklabels(), key=lambda label: label.get_position())
@@ -66,14 +66,17 @@ def test_no_label_of_the_plot_overlaps_or_is_cut():
 
 
 def test_the_default_batch_sizes():
-    assert dpx.accounting.plan.__module__ == "dpx.accounting.plan"
-    runs = dpx.plan(1100, epsilon=8.0, delta=1e-5, epochs=1).runs
+    runs = dpx.plan_noise(examples=1100, epsilon=8.0, delta=1e-5, epochs=1).runs
     assert [run.batch_size for run in runs] == [256, 512, 1100]
 
 
 def test_numbers_of_any_real_type(planned):
-    (run,) = dpx.plan(
-        1000, epsilon=np.float32(2.0), delta=Fraction(1, 10**5), epochs=np.float32(4), batch_sizes=[np.int64(1000)]
+    (run,) = dpx.plan_noise(
+        examples=1000,
+        epsilon=np.float32(2.0),
+        delta=Fraction(1, 10**5),
+        epochs=np.float32(4),
+        batch_sizes=[np.int64(1000)],
     ).runs
     assert run == planned.runs[1]
 
@@ -83,7 +86,7 @@ def test_a_bool_is_no_number(refused):
     for make in (
         lambda: dpx.Budget(epsilon=refused, delta=1e-5, steps=10),
         lambda: dpx.Budget(epsilon=1.0, delta=refused, steps=10),
-        lambda: dpx.accounting.gdp.delta(1.0, refused),
+        lambda: dpx.accounting.gdp.delta(1.0, epsilon=refused),
         lambda: dpx.dp_sgd(clip_norm=refused, noise_multiplier=1.0, sampling=ONE, key=jax.random.key(0)),
     ):
         with pytest.raises(ValueError, match="must be"):
@@ -114,4 +117,4 @@ def test_a_bool_is_no_number(refused):
 )
 def test_bad_arguments_are_refused(changes):
     with pytest.raises(ValueError, match="must be"):
-        dpx.plan(**({"examples": 100, "epsilon": 1.0, "delta": 1e-5} | changes))
+        dpx.plan_noise(**({"examples": 100, "epsilon": 1.0, "delta": 1e-5} | changes))

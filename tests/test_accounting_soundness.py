@@ -41,7 +41,7 @@ def one_step_delta(sigma, rate, epsilon, direction):
 def test_one_step_is_exact_in_both_directions(sigma, rate):
     for epsilon in (0.0, 0.005, 0.1, 1.0):
         truth = max(one_step_delta(sigma, rate, epsilon, direction) for direction in ("remove", "add"))
-        interval = accounting.schedule_delta([sigma], rate, epsilon=epsilon)
+        interval = accounting.schedule_delta([sigma], sampling_rate=rate, epsilon=epsilon)
         assert interval.lower <= truth * (1 + 1e-6) + 1e-12
         assert interval.upper >= truth * (1 - 1e-6) - 1e-12
         assert interval.upper <= truth * 1.01 + 1e-12
@@ -51,9 +51,9 @@ def test_one_step_is_exact_in_both_directions(sigma, rate):
 def test_the_smallest_costs_are_not_rounded_to_nothing(sigma, rate):
     truth = rate * (2 * stats.norm.cdf(0.5 / sigma) - 1)  # delta at epsilon 0 of one step
     for accountant in ("pld", "rdp"):
-        assert accounting.schedule_delta([sigma], rate, epsilon=0.0, accountant=accountant).upper >= truth
+        assert accounting.schedule_delta([sigma], sampling_rate=rate, epsilon=0.0, accountant=accountant).upper >= truth
     assert renyi.sampled_gaussian(np.array([sigma]), np.array([rate])).min() > 0
-    epsilon = accounting.schedule_epsilon([sigma], rate, delta=truth / 2, accountant="rdp").upper
+    epsilon = accounting.schedule_epsilon([sigma], sampling_rate=rate, delta=truth / 2, accountant="rdp").upper
     assert epsilon > 0
 
 
@@ -62,7 +62,7 @@ def test_deltas_below_the_smallest_number_are_bounded():
     low, high = 0.5, 60.0
     while not 0 < renyi.delta(rdp, (low + high) / 2) < 1e-320:
         low, high = ((low + high) / 2, high) if renyi.delta(rdp, (low + high) / 2) else (low, (low + high) / 2)
-    assert accounting.schedule_delta([2.0], 0.01, counts=[100], epsilon=(low + high) / 2).upper <= 1e-320
+    assert accounting.schedule_delta([2.0], sampling_rate=0.01, counts=[100], epsilon=(low + high) / 2).upper <= 1e-320
 
 
 def test_both_directions_dominate():
@@ -99,9 +99,9 @@ def test_upper_end_never_below_dp_accounting(schedule, delta):
     """Non-monotone, wide, repeated, one step or several, a rate per step; exact buckets and too few of them."""
     sigmas, rates, counts = (np.array(column) for column in zip(*schedule, strict=True))
     truth = reference(sigmas, rates, counts, delta)
-    exact = accounting.schedule_epsilon(sigmas, rates, counts=counts, delta=delta)
-    few = accounting.schedule_epsilon(sigmas, rates, counts=counts, delta=delta, buckets=2)
-    coarse = accounting.schedule_epsilon(sigmas, rates, counts=counts, delta=delta, grid=0.01)
+    exact = accounting.schedule_epsilon(sigmas, sampling_rate=rates, counts=counts, delta=delta)
+    few = accounting.schedule_epsilon(sigmas, sampling_rate=rates, counts=counts, delta=delta, buckets=2)
+    coarse = accounting.schedule_epsilon(sigmas, sampling_rate=rates, counts=counts, delta=delta, grid=0.01)
     for interval in (exact, few, coarse):
         assert interval.lower <= truth + SLACK
         assert interval.upper >= truth - SLACK
@@ -128,9 +128,9 @@ def test_intervals_nest(name):
     """Many buckets lie within few: both hold the truth, so they must overlap, and widths must shrink."""
     sigmas, rate = WIDE[name]
     widths = []
-    narrow = accounting.schedule_epsilon(sigmas, rate, delta=1e-6, buckets=128)
+    narrow = accounting.schedule_epsilon(sigmas, sampling_rate=rate, delta=1e-6, buckets=128)
     for buckets in (4, 32):
-        interval = accounting.schedule_epsilon(sigmas, rate, delta=1e-6, buckets=buckets)
+        interval = accounting.schedule_epsilon(sigmas, sampling_rate=rate, delta=1e-6, buckets=buckets)
         assert interval.lower <= narrow.upper and narrow.lower <= interval.upper
         assert interval.upper >= narrow.lower - 1e-9
         widths.append(interval.upper - interval.lower)
@@ -149,7 +149,7 @@ def test_one_tiny_or_huge_step_by_root_finding(sigma, rate):
         return one + np.log(-np.expm1(zero - one)) if zero < one else -np.inf
 
     delta = 1e-6 if sigma < 100 else 1e-6 * 0.5
-    interval = accounting.schedule_epsilon([sigma], rate, delta=delta)
+    interval = accounting.schedule_epsilon([sigma], sampling_rate=rate, delta=delta)
     if log_delta(1e-12) <= math.log(delta):
         assert interval.lower <= 1e-9
         return
@@ -192,14 +192,16 @@ def test_buckets_round_to_the_stated_side(sigmas, buckets, seed):
 
 def test_delta_and_epsilon_are_inverse():
     sigmas = growing(4, 1, 50)
-    interval = accounting.schedule_epsilon(sigmas, 0.02, delta=1e-7)
-    assert accounting.schedule_delta(sigmas, 0.02, epsilon=interval.upper).upper == pytest.approx(1e-7, rel=1e-2)
+    interval = accounting.schedule_epsilon(sigmas, sampling_rate=0.02, delta=1e-7)
+    assert accounting.schedule_delta(sigmas, sampling_rate=0.02, epsilon=interval.upper).upper == pytest.approx(
+        1e-7, rel=1e-2
+    )
 
 
 def test_far_tails_keep_their_digits():
     """delta = 1e-40 of an almost unsampled Gaussian, against the closed form."""
-    interval = accounting.schedule_epsilon([4.0], 1 - 1e-9, counts=[10], delta=1e-40)
-    truth = accounting.gdp.epsilon(math.sqrt(10) / 4, 1e-40)
+    interval = accounting.schedule_epsilon([4.0], sampling_rate=1 - 1e-9, counts=[10], delta=1e-40)
+    truth = accounting.gdp.epsilon(math.sqrt(10) / 4, delta=1e-40)
     assert interval.lower <= truth <= interval.upper + SLACK
     assert interval.upper == pytest.approx(truth, rel=1e-3)
 
@@ -216,8 +218,8 @@ def poor_plan(**changes):
 def bounds(plan, epsilon):
     """(from below, the truth, from above)."""
     above, below = (composition.compose({STEP: COUNT}, plan, side=side) for side in ("above", "below"))
-    truth = accounting.gdp.delta(math.sqrt(COUNT) / 4, epsilon)
-    return below[0].delta(epsilon), truth, above[0].delta(epsilon)
+    truth = accounting.gdp.delta(math.sqrt(COUNT) / 4, epsilon=epsilon)
+    return below[0].delta(epsilon=epsilon), truth, above[0].delta(epsilon=epsilon)
 
 
 @pytest.mark.parametrize("epsilon", np.linspace(7, 10, 5))
@@ -296,18 +298,20 @@ class Stub:
 
 def test_infinite_losses_and_the_worse_direction_are_billed():
     infinite, worse = (profiles.profile({stub: 2}, grid=0.01) for stub in (Stub(infinity=1e-3), Stub(worse=0.2)))
-    assert infinite.delta(1.0) == pytest.approx(1 - (1 - 1e-3) ** 2, rel=1e-6)
-    assert infinite.epsilon(1.9e-3) >= 3.0
+    assert infinite.delta(epsilon=1.0) == pytest.approx(1 - (1 - 1e-3) ** 2, rel=1e-6)
+    assert infinite.epsilon(delta=1.9e-3) >= 3.0
     one, both = 2 * 0.2 * 0.8 * -math.expm1(1 - 3.0), 0.04 * -math.expm1(1 - 6.0)
-    assert worse.delta(1.0) == pytest.approx(one + both, rel=1e-6)
-    assert 2.5 < worse.epsilon(0.05) < 6
+    assert worse.delta(epsilon=1.0) == pytest.approx(one + both, rel=1e-6)
+    assert 2.5 < worse.epsilon(delta=0.05) < 6
 
 
 def test_a_symmetric_step_counts_in_the_second_direction():
     """Also if it comes before the first step that has one."""
     symmetric, other = losses.SampledGaussian(1.0, 0.5, "replace_one"), Stub(worse=0.2)
     first, last = ({one: 2, two: 2} for one, two in ((symmetric, other), (other, symmetric)))
-    deltas = [profiles.profile(steps, grid=0.01).delta(1.0) for steps in (first, last, {other: 2}, {symmetric: 2})]
+    deltas = [
+        profiles.profile(steps, grid=0.01).delta(epsilon=1.0) for steps in (first, last, {other: 2}, {symmetric: 2})
+    ]
     assert deltas[0] == pytest.approx(deltas[1], rel=1e-9) and deltas[0] > 1.1 * max(deltas[2:])
 
 
@@ -356,14 +360,14 @@ def test_epsilon_has_no_floor_at_tiny_deltas():
 
 def test_zero_noise_bills_infinity_and_no_steps_nothing():
     for sigmas, expected in (([1.0, 0.0], math.inf), ([1e-9, 2.0], math.inf)):
-        assert accounting.schedule_epsilon(sigmas, 0.1, delta=1e-5).upper == expected
-        assert accounting.schedule_epsilon(sigmas, 0.1, delta=1e-5, accountant="rdp").upper == expected
-        assert accounting.schedule_delta(sigmas, 0.1, epsilon=3.0).upper == 1.0
-    assert accounting.schedule_epsilon([1.0, 0.0], 0.1, delta=1e-5).lower == math.inf
-    unused = accounting.schedule_epsilon([1.0, 0.0], 0.1, delta=1e-5, counts=[1, 0])
+        assert accounting.schedule_epsilon(sigmas, sampling_rate=0.1, delta=1e-5).upper == expected
+        assert accounting.schedule_epsilon(sigmas, sampling_rate=0.1, delta=1e-5, accountant="rdp").upper == expected
+        assert accounting.schedule_delta(sigmas, sampling_rate=0.1, epsilon=3.0).upper == 1.0
+    assert accounting.schedule_epsilon([1.0, 0.0], sampling_rate=0.1, delta=1e-5).lower == math.inf
+    unused = accounting.schedule_epsilon([1.0, 0.0], sampling_rate=0.1, delta=1e-5, counts=[1, 0])
     assert 0 < unused.upper < 10
     for accountant in ("pld", "rdp"):
-        nothing = accounting.schedule_epsilon([1.0], 0.1, delta=1e-5, counts=[0], accountant=accountant)
+        nothing = accounting.schedule_epsilon([1.0], sampling_rate=0.1, delta=1e-5, counts=[0], accountant=accountant)
         assert (nothing.lower, nothing.upper) == (0.0, 0.0)
 
 
@@ -402,13 +406,13 @@ def test_traced_schedules_are_refused():
     import jax.numpy as jnp
 
     def traced(x):
-        accounting.schedule_epsilon(x, 0.1, delta=1e-5)
+        accounting.schedule_epsilon(x, sampling_rate=0.1, delta=1e-5)
         return x
 
     with pytest.raises(ValueError, match="known before the run"):
         jax.jit(traced)(jnp.ones(3))
     with pytest.raises(ValueError, match="known before the run"):
         jax.jit(lambda x: traced([x, 1.0])[0])(jnp.ones(()))
-    known = accounting.schedule_epsilon(jnp.ones(3), 0.1, delta=1e-5)
-    assert known == accounting.schedule_epsilon(np.ones(3), 0.1, delta=1e-5)
+    known = accounting.schedule_epsilon(jnp.ones(3), sampling_rate=0.1, delta=1e-5)
+    assert known == accounting.schedule_epsilon(np.ones(3), sampling_rate=0.1, delta=1e-5)
     assert float(known) == known.upper

@@ -38,10 +38,10 @@ VECTORS = {
 @pytest.mark.parametrize("name", VECTORS)
 def test_public_vectors(name):
     sigmas, rate, counts, delta, pld, rdp, tolerance = VECTORS[name]
-    interval = accounting.schedule_epsilon(sigmas, rate, counts=counts, delta=delta, buckets=512)
+    interval = accounting.schedule_epsilon(sigmas, sampling_rate=rate, counts=counts, delta=delta, buckets=512)
     assert interval.upper == pytest.approx(pld, abs=tolerance)
     assert interval.lower <= pld + tolerance
-    by_rdp = accounting.schedule_epsilon(sigmas, rate, counts=counts, delta=delta, accountant="rdp")
+    by_rdp = accounting.schedule_epsilon(sigmas, sampling_rate=rate, counts=counts, delta=delta, accountant="rdp")
     assert by_rdp.upper == pytest.approx(rdp, abs=max(tolerance, 5e-4 if name == "dynamic" else 0))
 
 
@@ -53,8 +53,8 @@ def test_old_rdp_conversion_of_ada_dpigu():
 
 def test_dynamic_dp_sgd_by_the_central_limit_theorem():
     sigmas = dynamic()
-    assert gdp.mu(2, 1 / 600_000) == pytest.approx(0.45878426, abs=1e-6)
-    assert gdp.mu_total(sigmas, 0.01) == pytest.approx(0.45878426, abs=1e-6)
+    assert gdp.mu(epsilon=2, delta=1 / 600_000) == pytest.approx(0.45878426, abs=1e-6)
+    assert gdp.mu_total(sigmas, sampling_rate=0.01) == pytest.approx(0.45878426, abs=1e-6)
     assert 1 / sigmas[0] / (1 / 0.3) ** (1 / 500) == pytest.approx(0.54503058, abs=1e-6)
     assert (sigmas[0], sigmas[-1]) == pytest.approx((1.830347, 0.550428), abs=1e-6)
 
@@ -73,7 +73,7 @@ def test_rdp_of_a_schedule_is_that_of_dp_accounting():
     accountant = RdpAccountant()
     for sigma, rate in zip(sigmas, rates, strict=True):
         accountant.compose(gaussian(rate, sigma), 7)
-    ours = accounting.schedule_epsilon(sigmas, rates, counts=np.full(12, 7), delta=1e-5, accountant="rdp")
+    ours = accounting.schedule_epsilon(sigmas, sampling_rate=rates, counts=np.full(12, 7), delta=1e-5, accountant="rdp")
     assert ours.upper == pytest.approx(accountant.get_epsilon(1e-5), rel=1e-9)
 
 
@@ -84,11 +84,11 @@ def test_pld_is_that_of_dp_accounting(relation):
     for sigma, rate, count in ((1.2, 0.02, 300), (2.0, 0.1, 50), (4.0, 1.0, 2)):
         accountant.compose(gaussian(rate, sigma), count)
     interval = accounting.schedule_epsilon(
-        [1.2, 2.0, 4.0], [0.02, 0.1, 1.0], counts=[300, 50, 2], delta=1e-5, relation=relation, grid=1e-4
+        [1.2, 2.0, 4.0], sampling_rate=[0.02, 0.1, 1.0], counts=[300, 50, 2], delta=1e-5, relation=relation, grid=1e-4
     )
     assert interval.upper == pytest.approx(accountant.get_epsilon(1e-5), abs=1e-5)
     deltas = accounting.schedule_delta(
-        [1.2, 2.0, 4.0], [0.02, 0.1, 1.0], counts=[300, 50, 2], epsilon=2.0, relation=relation, grid=1e-4
+        [1.2, 2.0, 4.0], sampling_rate=[0.02, 0.1, 1.0], counts=[300, 50, 2], epsilon=2.0, relation=relation, grid=1e-4
     )
     assert deltas.upper == pytest.approx(accountant.get_delta(2.0), rel=1e-4)
 
@@ -96,14 +96,14 @@ def test_pld_is_that_of_dp_accounting(relation):
 def test_unsampled_schedule_has_a_closed_form():
     sigmas, counts = np.array([5.0, 20.0, 3.0, 8.0]), np.array([3, 100, 1, 7])
     mu = np.sqrt(np.sum(counts / sigmas**2))
-    interval = accounting.schedule_epsilon(sigmas, 1.0, counts=counts, delta=1e-6)
+    interval = accounting.schedule_epsilon(sigmas, sampling_rate=1.0, counts=counts, delta=1e-6)
     delta = stats.norm.cdf(mu / 2 - interval.upper / mu) - np.exp(interval.upper) * stats.norm.cdf(
         -mu / 2 - interval.upper / mu
     )
     assert delta == pytest.approx(1e-6, rel=1e-9)
     assert interval.upper - interval.lower < 1e-4
     # Through the composition too: a rate just below 1 must agree.
-    near = accounting.schedule_epsilon(sigmas, 1 - 1e-12, counts=counts, delta=1e-6)
+    near = accounting.schedule_epsilon(sigmas, sampling_rate=1 - 1e-12, counts=counts, delta=1e-6)
     assert near.lower - 1e-4 <= interval.upper <= near.upper + 1e-4
     assert near.upper == pytest.approx(interval.upper, abs=1e-3)
 
@@ -124,7 +124,7 @@ def test_simulated_privacy_loss(epsilon):
             loss += np.log(ratio) if direction == "remove" else -np.log(ratio)
         value = np.maximum(0, -np.expm1(epsilon - loss))
         estimates.append((value.mean(), value.std() / np.sqrt(draws)))
-    interval = accounting.schedule_delta(noise, rate, epsilon=epsilon, buckets=200)
+    interval = accounting.schedule_delta(noise, sampling_rate=rate, epsilon=epsilon, buckets=200)
     mean, error = max(estimates)
     assert interval.lower - 4 * error <= mean <= interval.upper + 4 * error  # false alarms: 1e-4 per epsilon
     assert error < 0.06 * mean

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import dpx
-from dpx.gradients.accumulate import _alike, _clipping
+from dpx.gradients.chunks import _alike, _clipping
 from dpx.states.record import Drawn, ReleaseState, sampling_terms, unit_mark
 from dpx.trees import map_states
 from tests.mechanisms import MECHANISMS, PARAMS
@@ -52,23 +52,23 @@ def mechanisms():
 def test_the_chunks_of_a_batch_are_one_step(name, clipping):
     """One noise and one release, the keys of the examples, the record and the bill: as of the whole batch."""
     optimizer, (params, _) = mechanisms()[name], model()
-    options: Any = {"clipping": clipping, "with_key": True, "has_aux": True}
-    step, state, sums = dpx.accumulate(loss, optimizer, **options), optimizer.init(params), None
+    options: Any = {"norms": clipping, "with_key": True, "has_aux": True}
+    step, state, sums = dpx.private_updates_in_chunks(loss, optimizer, **options), optimizer.init(params), None
     add = jax.jit(step.add, donate_argnums=3)
     for chunk in chunks():
         sums = add(params, chunk, state, sums)
     assert sums is not None
     found = jax.jit(step.release)(params, sums, state)
     (whole,) = chunks(size=18)
-    expected = jax.jit(dpx.private_grad(loss, optimizer, **options))(params, whole, state)
+    expected = jax.jit(dpx.private_updates(loss, optimizer, **options))(params, whole, state)
     chex.assert_trees_all_close(found, expected[:2], rtol=1e-5, atol=1e-6)
     last = jax.tree.map(lambda values: values[12:], expected.unreleased)
     chex.assert_trees_all_close(sums.unreleased, last, rtol=1e-5)  # of the chunk that came last
-    assert dpx.steps_taken(found[1]) == 1
+    assert dpx.accounting.steps_taken(found[1]) == 1
     assert dpx.epsilon(optimizer, found[1], delta=1e-5) == dpx.epsilon(optimizer, expected.state, delta=1e-5)
 
 
-STEP = dpx.accumulate(loss_without_key, dp_sgd(noise_multiplier=1.0))
+STEP = dpx.private_updates_in_chunks(loss_without_key, dp_sgd(noise_multiplier=1.0))
 ADD, RELEASE = jax.jit(STEP.add), jax.jit(STEP.release)
 
 
@@ -142,14 +142,14 @@ def test_one_example_moves_the_sums_by_the_clip_norm():
 
 def test_the_sums_are_not_public():
     sums = ADD(model()[0], ONE, at_step(0))
-    shown = dpx.public_state(sums)
+    shown = dpx.publishable_state(sums)
     assert [name for name, value in shown._asdict().items() if value is not None] == [
         "step",
         "owner",
         "clipping",
         "ordered",
     ]
-    other = dpx.public_state(ADD(model()[0], ONE._replace(included=~ONE.included), at_step(0)))
+    other = dpx.publishable_state(ADD(model()[0], ONE._replace(included=~ONE.included), at_step(0)))
     chex.assert_trees_all_equal(other, shown)
 
 
@@ -159,8 +159,8 @@ def test_the_sums_of_another_mechanism_have_no_bill():
     sums = None
     for chunk in (ONE, TWO, THREE):
         sums = ADD(params, chunk, state, sums)
-    for other in (dp_sgd(clip_norm=0.01), dpx.in_coordinates(dp_sgd(), dpx.coordinates.top_fraction(0.5))):
-        _, after = dpx.accumulate(loss, other).release(params, sums, other.init(params))
+    for other in (dp_sgd(clip_norm=0.01), dpx.in_coordinates(dp_sgd(), dpx.coordinates.top_fraction(fraction=0.5))):
+        _, after = dpx.private_updates_in_chunks(loss, other).release(params, sums, other.init(params))
         with pytest.raises(ValueError, match="with the mechanism, the clip norm and the state"):
             dpx.epsilon(other, after, delta=1e-3)
 
@@ -174,8 +174,8 @@ def test_refused():
         "or none of them": lambda: STEP.add(params, TWO._replace(drawn=None), state, sums),
         "must be a dpx.Batch": lambda: STEP.add(params, batch, state),
         "included must be bool": lambda: STEP.add(params, ONE._replace(included=np.ones(SIZE)), state),
-        "dpx.chain": lambda: dpx.accumulate(loss, optax.sgd(0.1)),
-        "microbatch_size": lambda: dpx.accumulate(loss, dp_sgd(), microbatch_size=0),
+        "dpx.chain": lambda: dpx.private_updates_in_chunks(loss, optax.sgd(0.1)),
+        "microbatch_size": lambda: dpx.private_updates_in_chunks(loss, dp_sgd(), microbatch_size=0),
     }
     for message, call in refused.items():
         with pytest.raises(ValueError, match=message):
@@ -187,7 +187,7 @@ def test_sums_that_were_clipped_to_another_norm_have_no_bill():
     (params, _), state = model(), at_step(1)
     billed, later = (dp_sgd(clip_norm=lambda t, c=c: jnp.where(t == 0, 1.0, c)) for c in (1.0, 400.0))
     one, two = without_record([ONE, TWO])
-    step, other = (dpx.accumulate(loss, made, with_key=True, has_aux=True) for made in (billed, later))
+    step, other = (dpx.private_updates_in_chunks(loss, made, with_key=True, has_aux=True) for made in (billed, later))
     add, more, release = jax.jit(step.add), jax.jit(other.add), jax.jit(step.release)
     for wrong in (more(params, one, state), more(params, two, state, add(params, one, state))):
         _, after = release(params, wrong, state)
@@ -196,14 +196,14 @@ def test_sums_that_were_clipped_to_another_norm_have_no_bill():
 
     norms = [400.0]
     changing = dp_sgd(clip_norm=lambda t: jnp.float32(norms[0]) + 0 * t)
-    step = dpx.accumulate(loss, changing, with_key=True, has_aux=True)
+    step = dpx.private_updates_in_chunks(loss, changing, with_key=True, has_aux=True)
     state = changing.init(params)
     sums = jax.jit(step.add)(params, one, state)
     norms[0] = 1.0
     with jax.default_matmul_precision("highest"):  # other settings, with which jax traces the schedule again
         updates, after = jax.jit(step.release)(params, sums, state)
     assert dpx.epsilon(changing, after, delta=1e-5) == dpx.epsilon(changing, 1, delta=1e-5)
-    constant = dpx.accumulate(loss, dp_sgd(clip_norm=400.0), with_key=True, has_aux=True)
+    constant = dpx.private_updates_in_chunks(loss, dp_sgd(clip_norm=400.0), with_key=True, has_aux=True)
     expected, _ = constant.release(params, constant.add(params, one, state), state)
     chex.assert_trees_all_close(updates, expected, rtol=1e-6)
 

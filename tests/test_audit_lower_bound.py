@@ -61,7 +61,7 @@ def test_the_bound_is_that_of_the_counts(delta):
     false = stats.binomtest(5, 100).proportion_ci(0.95, method="exact")
     assert found.epsilon == pytest.approx(math.log((true.low - delta) / false.high), rel=1e-9)
     mu = -stats.norm.ppf(false.high) - stats.norm.ppf(1 - true.low)
-    assert found.gaussian_epsilon == pytest.approx(gdp.epsilon(mu, delta), rel=1e-6)
+    assert found.gaussian_epsilon == pytest.approx(gdp.epsilon(mu, delta=delta), rel=1e-6)
     assert found.runs == (100, 100) and found.exceeds_bill and "WRONG" in str(found)
     mirrored = audit.lower_bound_from_scores(-answers(5, 100), -answers(90, 100), delta=delta)
     assert mirrored.epsilon == pytest.approx(found.epsilon) and mirrored.bill is None and not mirrored.exceeds_bill
@@ -82,7 +82,7 @@ def test_the_runs_that_choose_do_not_count():
 
 def test_coverage():
     """Randomized response at epsilon 1, for which the raw bounds have no slack but for chance, and Gaussian scores."""
-    right, truth, bounds = 1 / (1 + math.exp(-1)), np.array([1.0, 1.0, gdp.epsilon(1, 1e-5)]), []
+    right, truth, bounds = 1 / (1 + math.exp(-1)), np.array([1.0, 1.0, gdp.epsilon(1, delta=1e-5)]), []
     for seed in range(100):
         rng = np.random.default_rng(seed)
         many = audit.lower_bound_from_scores(rng.random(400) < right, rng.random(400) < 1 - right, delta=1e-9)
@@ -108,7 +108,7 @@ def of_dp_sgd():
 def test_dp_sgd_is_below_its_bill_and_near_it():
     """With 12 other keys, the bounds were 0.70 to 0.88 of the bill, and 0.88 to 0.96 by the fit of a Gaussian."""
     found = of_dp_sgd()
-    assert found.bill == pytest.approx(gdp.epsilon(math.sqrt(STEPS) / 2, 1e-2), rel=1e-3)
+    assert found.bill == pytest.approx(gdp.epsilon(math.sqrt(STEPS) / 2, delta=1e-2), rel=1e-3)
     assert 0.65 * found.bill < found.epsilon <= found.bill
     assert 0.85 * found.bill < found.gaussian_epsilon <= found.bill
     assert found.roc.type_one.shape == found.roc.type_two.shape
@@ -292,7 +292,7 @@ def test_replacing_an_example():
     everyone = dpx.FixedSizeSampling(examples=10, batch_size=10)
     with pytest.warns(UserWarning, match="at least 1 / examples"):
         found = lower_bound(functools.partial(dp_sgd, sampling=everyone, noise_multiplier=4.0), delta=0.2)
-    exact = gdp.epsilon(2 * math.sqrt(STEPS) / 4, 0.2)
+    exact = gdp.epsilon(2 * math.sqrt(STEPS) / 4, delta=0.2)
     assert 0.8 * exact < found.epsilon <= exact
 
 
@@ -334,7 +334,7 @@ def test_shuffled_epochs_are_scored_by_epochs():
 def gaussian_canaries(epsilon, canaries=10_000, delta=1e-5):
     rng = np.random.default_rng(4)
     members = rng.random(canaries) < 0.5
-    return members + rng.normal(size=canaries) / gdp.mu(epsilon, delta), members
+    return members + rng.normal(size=canaries) / gdp.mu(epsilon=epsilon, delta=delta), members
 
 
 @pytest.mark.parametrize(("epsilon", "raw", "trade_off", "gaussian"), [(8.0, 1.8, 3.9, 7.4), (2.0, 0.5, 1.0, 1.6)])
@@ -386,7 +386,7 @@ def test_a_training_run_with_canaries():
         return jnp.sum((params["w"][:2] - example) ** 2)
 
     with_canaries = audit.canary_loss(loss, lambda params: params["w"][2:], scale=1e3)
-    members = audit.draw_members(KEY, canaries)
+    members = audit.draw_members(KEY, canaries=canaries)
     places = np.concatenate([np.full(examples, -1), np.flatnonzero(members)]).astype(np.int32)
     data = (np.ones((len(places), 2), np.float32), places)
     params = {"w": jnp.zeros(2 + canaries)}
@@ -396,7 +396,7 @@ def test_a_training_run_with_canaries():
 
     mechanism = dp_sgd(KEY, dpx.FullBatch(examples=len(places)), noise_multiplier=0.05)
     batch, state = dpx.Batch(data, None), mechanism.init(params)
-    updates, state, _ = jax.jit(dpx.private_grad(with_canaries, mechanism))(params, batch, state)
+    updates, state, _ = jax.jit(dpx.private_updates(with_canaries, mechanism))(params, batch, state)
     bill = dpx.epsilon(mechanism, state, delta=1e-5)
     found = audit.one_run(updates["w"][2:], members, delta=1e-5, guesses=40, bill=bill)
     assert found.right == 40 and 2 < found.epsilon < found.trade_off_epsilon < bill
@@ -419,7 +419,7 @@ def test_one_run_behind_transforms_raises_no_alarm(promoting):
         return {name: one["w"] for name, one in fallen.items()}
 
     keys = jax.random.split(KEY, seeds)
-    members = np.stack([audit.draw_members(key, canaries) for key in keys])
+    members = np.stack([audit.draw_members(key, canaries=canaries) for key in keys])
     scores = jax.jit(jax.vmap(run))(keys, members)
     bill = dpx.epsilon(dp_sgd(KEY, dpx.FullBatch(examples=canaries), 0.4), 2, delta=1e-5)
     for name, of_name in scores.items():
@@ -432,9 +432,9 @@ def test_one_run_behind_transforms_raises_no_alarm(promoting):
 
 
 def test_members_are_coins():
-    members = audit.draw_members(KEY, 10_000)
+    members = audit.draw_members(KEY, canaries=10_000)
     assert members.dtype == bool and abs(members.mean() - 0.5) < 0.02
-    assert (members != audit.draw_members(jax.random.key(12), 10_000)).any()
+    assert (members != audit.draw_members(jax.random.key(12), canaries=10_000)).any()
 
 
 # ------------------------------------------------------------------ Plots and wrong inputs
@@ -470,7 +470,7 @@ REFUSED = {
         lambda: lower_bound(dp_sgd, runs=100, observe=lambda u, b, a, c: jnp.stack([u["w"].sum() / 0])),
         "must be finite",
     ),
-    "canaries": (lambda: audit.draw_members(KEY, 8), "canaries must be"),
+    "canaries": (lambda: audit.draw_members(KEY, canaries=8), "canaries must be"),
     "one score": (lambda: audit.one_run(SCORES[:3], COINS[:3], delta=0.1), "at least 16 canaries"),
     "members": (lambda: audit.one_run(SCORES, COINS.astype(int), delta=0.1), "members must be bool"),
     "guesses": (lambda: audit.one_run(SCORES, COINS, delta=0.1, guesses=41), "guesses must be"),

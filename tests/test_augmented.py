@@ -34,7 +34,7 @@ def loss_and_score(params, example):
 
 def test_views_are_averaged_and_then_clipped():
     state = MECHANISM.init(PARAMS)
-    mean_loss = dpx.augmented(loss_and_score, turned, COPIES)
+    mean_loss = dpx.augmented(loss_and_score, turned, copies=COPIES)
     examples, keys = rows_of(MECHANISM, state, BATCH.examples, with_key=True)
 
     @jax.jit
@@ -49,7 +49,7 @@ def test_views_are_averaged_and_then_clipped():
     assert norms.min() > CLIP_NORM
     factors = CLIP_NORM / norms * np.asarray(BATCH.included) / ROWS
     expected, scores = jax.tree.map(lambda leaf: np.tensordot(factors, leaf, 1), means), sums.mean(1)
-    gradient = dpx.private_grad(mean_loss, MECHANISM, with_key=True, has_aux=True, clipping="ghost")
+    gradient = dpx.private_updates(mean_loss, MECHANISM, with_key=True, has_aux=True, norms="ghost")
     updates, _, unreleased = jax.jit(gradient)(PARAMS, BATCH, state)
     jax.tree.map(lambda leaf, other: np.testing.assert_allclose(leaf, other, atol=1e-6), updates, expected)
     np.testing.assert_allclose(unreleased.aux["score"], scores, atol=1e-5)
@@ -57,8 +57,8 @@ def test_views_are_averaged_and_then_clipped():
 
 
 def test_ghost_norms_see_views_as_positions():
-    mean_loss = dpx.augmented(loss, turned, COPIES)
-    explanation = dpx.explain(mean_loss, MECHANISM, PARAMS, BATCH, with_key=True, clipping="ghost")
+    mean_loss = dpx.augmented(loss, turned, copies=COPIES)
+    explanation = dpx.explain_norms(mean_loss, MECHANISM, PARAMS, BATCH, with_key=True, norms="ghost")
     assert "Gram matrices" in str(explanation), explanation
 
 

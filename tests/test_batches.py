@@ -298,7 +298,7 @@ def test_refused_data(name):
 
 def test_a_jitted_step_is_compiled_once():
     made = mechanism()
-    gradient = jax.jit(dpx.private_grad(loss, made))
+    gradient = jax.jit(dpx.private_updates(loss, made))
     params, state = PARAMS, made.init(PARAMS)
     for batch in POISSON.batches(DATA, KEY, state, steps=50):
         updates, state, _ = gradient(params, batch, state)
@@ -361,7 +361,7 @@ def test_refused_options(options, message):
 
 def test_a_batch_of_another_step_has_no_bill():
     made = mechanism()
-    gradient = jax.jit(dpx.private_grad(loss, made))
+    gradient = jax.jit(dpx.private_updates(loss, made))
     state = made.init(PARAMS)
     first, second = POISSON.batches(DATA, KEY, state, steps=2)
     for order in ((second,), (first, first)):
@@ -480,7 +480,7 @@ def test_an_empty_draw_is_one_chunk_of_padding():
 def test_a_chunk_alone_is_no_batch():
     full = SAMPLINGS["full"]
     made = mechanism(full)
-    gradient = jax.jit(dpx.private_grad(loss, made))
+    gradient = jax.jit(dpx.private_updates(loss, made))
     for chunks in full.batches(DATA, KEY, made.init(PARAMS), steps=1, chunk_size=30):
         for chunk in chunks:
             state = gradient(PARAMS, chunk, made.init(PARAMS)).state
@@ -491,7 +491,7 @@ def test_a_chunk_alone_is_no_batch():
 def test_chunks_that_are_left_out_or_added_twice_are_not_billed():
     full = SAMPLINGS["full"]
     made = mechanism(full)
-    step = dpx.accumulate(loss, made)
+    step = dpx.private_updates_in_chunks(loss, made)
     add, state = jax.jit(step.add), made.init(PARAMS)
     (chunks,) = [list(chunks) for chunks in full.batches(DATA, KEY, state, steps=1, chunk_size=25)]
     for order in ((0, 1, 2), (1, 2), (0, 2), (0, 1), (0, 1, 1, 2), (1, 0, 2)):
@@ -577,7 +577,7 @@ def test_draws_ahead_are_those_of_every_step(name):
 def test_a_scan_over_draws_ahead_is_the_loop():
     budget = dpx.Budget(epsilon=2.0, delta=1e-5, steps=5)
     made = mechanism(noise_multiplier=budget)
-    gradient = dpx.private_grad(loss, made)
+    gradient = dpx.private_updates(loss, made)
     data = jax.tree.map(jnp.asarray, DATA)
 
     def body(carry, row):

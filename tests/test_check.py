@@ -1,4 +1,4 @@
-"""Every finding of `dpx.check`: a program that has the fault, and one that has not."""
+"""Every finding of `dpx.check_setup`: a program that has the fault, and one that has not."""
 
 import dataclasses
 import functools
@@ -48,7 +48,7 @@ def good(seed=0):
         return loss(params, x) + 0 * jax.random.uniform(key), x
 
     batch = drawn(optimizer, data(seed))
-    return dpx.check(with_more, optimizer, params(), batch, data=data(seed), with_key=True, has_aux=True)
+    return dpx.check_setup(with_more, optimizer, params(), batch, data=data(seed), with_key=True, has_aux=True)
 
 
 @jax.custom_batching.custom_vmap
@@ -73,7 +73,7 @@ def faulty():
     tree = params() | {"unused": jnp.ones(2), "stopped": jnp.ones(())}
     optimizer = dp_sgd(clip_norm=1.0, noise_multiplier=100.0)
     batch = dpx.Batch(data()[:4], np.ones(4, bool))
-    return dpx.check(mixes, optimizer, tree, batch, delta=0.1, steps=3)
+    return dpx.check_setup(mixes, optimizer, tree, batch, delta=0.1, steps=3)
 
 
 @functools.cache
@@ -84,7 +84,7 @@ def adapted():
         return loss({"w": params["w"], "b": x @ params["a"] @ params["c"]}, x)
 
     tree = {"w": jnp.ones(5), "a": jnp.ones((5, 2)), "c": jnp.zeros(2)}
-    return dpx.check(adapts, dp_sgd(), tree, dpx.Batch(data()[:4], np.ones(4, bool)))
+    return dpx.check_setup(adapts, dp_sgd(), tree, dpx.Batch(data()[:4], np.ones(4, bool)))
 
 
 @functools.cache
@@ -99,9 +99,9 @@ def low():
     rows = data()[:6].copy()
     rows[:3] = np.inf
     rows[3:4] = 3e19
-    frozen = dpx.in_coordinates(dp_sgd(noise_multiplier=0.0), dpx.coordinates.trainable({"w": True, "b": False}))
+    frozen = dpx.in_coordinates(dp_sgd(noise_multiplier=0.0), dpx.coordinates.trainable(mask={"w": True, "b": False}))
     optimizer = dpx.chain(frozen, optax.add_decayed_weights(1e-4))
-    return dpx.check(overflows, optimizer, tree, dpx.Batch(rows, np.arange(6) != 5), delta=1e-3, steps=3)
+    return dpx.check_setup(overflows, optimizer, tree, dpx.Batch(rows, np.arange(6) != 5), delta=1e-3, steps=3)
 
 
 @functools.cache
@@ -110,7 +110,7 @@ def broken():
     optimizer = dp_sgd(sampling=dpx.FixedSizeSampling(examples=40, batch_size=6), noise_multiplier=0.0)
     tree = params() | {"count": jnp.zeros((), jnp.int32)}
     batch = dpx.Batch(data()[:8], np.ones(8, bool))
-    return dpx.check(loss, optimizer, tree, batch, data=data()[:39], steps=10, delta=1e-3)
+    return dpx.check_setup(loss, optimizer, tree, batch, data=data()[:39], steps=10, delta=1e-3)
 
 
 def test_a_program_without_a_fault():
@@ -167,7 +167,7 @@ def test_a_noise_above_the_signal_says_why_it_is_ok(signal, steps, severity, sai
 def test_the_numbers_are_those_of_the_gradients():
     optimizer = dp_sgd(clip_norm=8.0)
     batch = drawn(optimizer)
-    found = dpx.check(loss, optimizer, params(), batch, delta=1e-3)
+    found = dpx.check_setup(loss, optimizer, params(), batch, delta=1e-3)
     grads = jax.vmap(jax.grad(loss), (None, 0))(params(), batch.examples)
     grads = np.concatenate([grads["w"], grads["b"][:, None]], 1)[batch.included]
     norms = np.linalg.norm(grads, axis=1)
@@ -181,7 +181,9 @@ def test_the_numbers_are_those_of_the_gradients():
 
 
 def checked(loss, *, key=KEY, with_key=False):
-    report = dpx.check(loss, dp_sgd(key=key), params(), dpx.Batch(data()[:4], np.ones(4, bool)), with_key=with_key)
+    report = dpx.check_setup(
+        loss, dp_sgd(key=key), params(), dpx.Batch(data()[:4], np.ones(4, bool)), with_key=with_key
+    )
     return {name: report[name].severity for name in ("randomness", "key")}
 
 
@@ -227,7 +229,7 @@ def checkpointed(params, x, key):
 
 
 def constant_keys(loss, *, with_key=False):
-    """The finding alone: the next test has it from `dpx.check`."""
+    """The finding alone: the next test has it from `dpx.check_setup`."""
     return randomness.constant_keys(loss, params(), EXAMPLE, with_key=with_key).severity
 
 
@@ -275,7 +277,7 @@ def test_the_table_marks_what_is_not_private():
     lines = str(faulty()).splitlines()
     assert lines[0].startswith("error    mixing *") and lines[-1].startswith("* computed from raw data")
     assert not any(line.startswith("error") for line in lines[1:])
-    public = dpx.public_state(good())
+    public = dpx.publishable_state(good())
     assert public.unreleased_findings is None and "*" not in str(public)
     other = {finding.name: finding for finding in good(1).public_findings}
     for finding in good().public_findings:
@@ -347,7 +349,7 @@ def test_bad_input():
         ((lambda params, x: x, optimizer, params(), batch), "loss must return one real number"),
     ]:
         with pytest.raises(ValueError, match=words):
-            dpx.check(*arguments)
+            dpx.check_setup(*arguments)
     for options, words in [({"steps": 0}, "steps must be"), ({"delta": 1.0}, "delta must be in")]:
         with pytest.raises(ValueError, match=words):
-            dpx.check(loss, optimizer, params(), batch, **options)
+            dpx.check_setup(loss, optimizer, params(), batch, **options)

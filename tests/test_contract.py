@@ -66,7 +66,7 @@ def more_paths(case: Case) -> dict:
             return mechanism.update(grads, state, PARAMS, included=included)
 
     def in_chunks(grads, state, included):
-        step, sums = dpx.accumulate(inputs.linear_loss, mechanism), None
+        step, sums = dpx.private_updates_in_chunks(inputs.linear_loss, mechanism), None
         for rows in (slice(0, 1), slice(1, 4), slice(4, None)):
             chunk = dpx.Batch(jax.tree.map(lambda g, rows=rows: g[rows], grads), included[rows])
             sums = step.add(PARAMS, chunk, state, sums)
@@ -234,7 +234,7 @@ def facts_of_secrecy(case: Case):
     """Unreleased state may enter later releases: only an event of its own can bill that. Line 7."""
     state = trial(case).state(2)
     if case.event is None:
-        assert jax.tree.structure(dpx.public_state(state)) == jax.tree.structure(state)
+        assert jax.tree.structure(dpx.publishable_state(state)) == jax.tree.structure(state)
 
 
 def facts_of_padding(case: Case):

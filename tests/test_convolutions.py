@@ -8,9 +8,9 @@ from jax import lax
 from jax.extend import core
 
 import dpx
-from dpx.gradients import ghost
 from dpx.gradients.microbatch_size import hides_convolutions
 from dpx.xla.convolutions import reordered
+from dpx.xla.jaxprs import bodies
 from tests.test_dp_sgd import dp_sgd
 
 FAST = ((0, 3, 1, 2), (3, 2, 0, 1), (0, 3, 1, 2))
@@ -41,7 +41,7 @@ def test_any_order_of_axes_has_the_same_result_and_gradients(options):
 def orders(jaxpr):
     """The orders of axes of all convolutions."""
     own = [tuple(e.params["dimension_numbers"]) for e in jaxpr.eqns if e.primitive.name == "conv_general_dilated"]
-    return sum((orders(body) for equation in jaxpr.eqns for body in ghost.bodies(equation)), own)
+    return sum((orders(body) for equation in jaxpr.eqns for body in bodies(equation)), own)
 
 
 def small_loss(params, x):
@@ -52,7 +52,7 @@ def small_loss(params, x):
 def test_all_convolutions_of_a_loop_have_the_fast_order():
     params = {"first": normal(2, 3, 3, 2), "second": normal(3, 3, 2, 4)}
     mechanism, batch = dp_sgd(), dpx.Batch(normal(16, 2, 6, 5), None)
-    step = dpx.private_grad(small_loss, mechanism, microbatch_size=8)
+    step = dpx.private_updates(small_loss, mechanism, microbatch_size=8)
     found = orders(jax.make_jaxpr(step)(params, batch, mechanism.init(params)).jaxpr)
     assert found and set(found) == {FAST}
 

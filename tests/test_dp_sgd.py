@@ -68,7 +68,7 @@ def test_equals_the_pseudo_code(clip_norm, microbatch_size):
         20,
     )
     optimizer = dpx.chain(dp_sgd(clip_norm=clip_norm), optax.sgd(0.1))
-    gradient = jax.jit(dpx.private_grad(loss, optimizer, microbatch_size=microbatch_size))
+    gradient = jax.jit(dpx.private_updates(loss, optimizer, microbatch_size=microbatch_size))
     state = optimizer.init(params)
     for _ in range(4):
         updates, state, unreleased = gradient(params, dpx.Batch(batch, jnp.asarray(included)), state)
@@ -128,13 +128,13 @@ def test_any_optax_optimizer_either_way(promoting):
         grads = jax.vmap(jax.grad(loss), (None, 0))(params, batch)
         by_optax, by_dpx = optax.chain(mechanism, transform), dpx.chain(mechanism, transform)
         expected = by_optax.update(grads, by_optax.init(params), params, included=jnp.ones(16, bool))
-        gradient = dpx.private_grad(loss, by_dpx, microbatch_size=8)
+        gradient = dpx.private_updates(loss, by_dpx, microbatch_size=8)
         return expected, gradient(params, dpx.Batch(batch, None), by_dpx.init(params))[:2]
 
     transforms = optax.adam(0.1), optax.adamw(0.1), optax.sgd(0.1, momentum=0.9), optax.lion(0.1)
     run = jax.jit(lambda params, batch: [either_way(params, batch, transform) for transform in transforms])
     for (expected, by_optax), (updates, by_dpx) in run(params, batch):
-        assert dpx.steps_taken(by_optax) == dpx.steps_taken(by_dpx) == 1
+        assert dpx.accounting.steps_taken(by_optax) == dpx.accounting.steps_taken(by_dpx) == 1
         for name in params:
             np.testing.assert_allclose(updates[name], expected[name], rtol=1e-5, atol=1e-6)
 
@@ -160,7 +160,9 @@ def test_calibrated_by_what_may_be_spent():
 
 
 def test_prints_its_pipeline():
-    text = str(dpx.in_coordinates(dp_sgd(noise_multiplier=1.25), dpx.coordinates.trainable({"w": True, "b": False})))
+    text = str(
+        dpx.in_coordinates(dp_sgd(noise_multiplier=1.25), dpx.coordinates.trainable(mask={"w": True, "b": False}))
+    )
     for part in (
         "train",
         "clip to norm 1.5",

@@ -219,16 +219,16 @@ def test_the_error_is_in_the_unreleased_field_only():
     made = dpx.chain(dice(), optax.sgd(0.1, momentum=0.9))
     _, state = run(made, gradients(4))
     assert np.any(state.inner.unreleased_error)
-    shown = dpx.public_state(state)
+    shown = dpx.publishable_state(state)
     assert shown.inner.unreleased_error is None
-    assert dpx.steps_taken(shown) == STEPS
+    assert dpx.accounting.steps_taken(shown) == STEPS
     # other errors with the same releases: nothing else tells them apart
     other = state._replace(inner=state.inner._replace(unreleased_error=jnp.ones(8)))
-    jax.tree.map(np.testing.assert_array_equal, dpx.public_state(other), shown)
-    inside = dpx.public_state(types.MappingProxyType({"optimizer": [state], "epoch": 3}))
+    jax.tree.map(np.testing.assert_array_equal, dpx.publishable_state(other), shown)
+    inside = dpx.publishable_state(types.MappingProxyType({"optimizer": [state], "epoch": 3}))
     assert inside["epoch"] == 3 and inside["optimizer"][0].inner.unreleased_error is None
     with pytest.raises(ValueError, match="state must be NamedTuples"):
-        dpx.public_state({"optimizer": types.SimpleNamespace(state=state)})
+        dpx.publishable_state({"optimizer": types.SimpleNamespace(state=state)})
 
 
 def test_equal_bounds_are_equal_after_rounding():
@@ -267,7 +267,7 @@ def test_ghost_norms_and_stacked_gradients_agree():
     made = dice(noise_multiplier=1.0, outer_clip_norm=1.5)
     found = []
     for clipping, microbatch_size in (("vmap", None), ("ghost", 4)):
-        gradient = jax.jit(dpx.private_grad(loss, made, clipping=clipping, microbatch_size=microbatch_size))
+        gradient = jax.jit(dpx.private_updates(loss, made, norms=clipping, microbatch_size=microbatch_size))
         state = made.init(PARAMS)
         for _ in range(3):
             updates, state, _ = gradient(PARAMS, dpx.Batch(batch, included), state)

@@ -80,7 +80,7 @@ def test_the_mechanism_bounds_the_whole_update_of_a_user():
     """One user of ten times the data and local steps moves the sum by no more than the clip norm."""
     sampling = dpx.FullBatch(examples=1)
     mechanism = dpx.dp_sgd(clip_norm=0.01, noise_multiplier=0.0, sampling=sampling, key=jax.random.key(0))
-    step = dpx.private_grad(users.federated_loss(MODEL, steps=9, learning_rate=5.0), mechanism)
+    step = dpx.private_updates(users.federated_loss(MODEL, steps=9, learning_rate=5.0), mechanism)
     params = jnp.zeros((4, 5))
     one = jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], user(5))
     updates, _, _ = jax.jit(step)(params, dpx.Batch(one, None), mechanism.init(params))

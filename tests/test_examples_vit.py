@@ -110,6 +110,6 @@ def test_every_parameter_is_trained_on_images_of_another_size():
     sampling = dpx.FullBatch(examples=2)
     optimizer = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=1.0, sampling=sampling, key=jax.random.key(0))
     batch = dpx.Batch(jax.tree.map(lambda x: jax.ShapeDtypeStruct((2, *x.shape), x.dtype), (image, label)), None)
-    step = dpx.private_grad(models.loss_of(model), optimizer, clipping="ghost")
+    step = dpx.private_updates(models.loss_of(model), optimizer, norms="ghost")
     updates, _, _ = jax.eval_shape(step, params, batch, jax.eval_shape(optimizer.init, params))
     assert {name: leaf.shape for name, leaf in updates.items()} == vit.shapes_of(TINY, 4)

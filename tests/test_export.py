@@ -42,7 +42,7 @@ def exported(mechanism, platform: str, *, loss=loss, dtype=jnp.float32) -> str:
     """The program of a step for another platform, as text."""
     params = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, dtype), PARAMS)
     batch = dpx.Batch(jax.ShapeDtypeStruct((8, 6, 6, 1), dtype), jax.ShapeDtypeStruct((8,), bool))
-    step = jax.jit(dpx.private_grad(loss, mechanism, platform=platform, clipping="ghost"))
+    step = jax.jit(dpx.private_updates(loss, mechanism, platform=platform, norms="ghost"))
     # As a CPU would take a loop over microbatches that fit in its cache.
     with mock.patch.multiple(microbatch_size, WHOLE_BATCH=0, CACHE_BYTES=1, EXAMPLE_BYTES_PER_SUM_BYTE=0):
         shapes = params, batch, jax.eval_shape(mechanism.init, params)
@@ -89,7 +89,7 @@ def test_norms_and_sums_are_exact_on_accelerators(name, platform):
 
     made, batch = mechanism(), dpx.Batch(examples, None)
     for clipping in ("ghost", "vmap"):
-        step = jax.jit(dpx.private_grad(marked, made, clipping=clipping, platform=platform))
+        step = jax.jit(dpx.private_updates(marked, made, norms=clipping, platform=platform))
         program = step.trace(params, batch, made.init(params)).lower(lowering_platforms=(platform,)).as_text()
         assert precisions(program) == {"HIGH", "HIGHEST"}
 
@@ -118,16 +118,16 @@ def test_only_a_cpu_takes_microbatches_for_its_cache():
 
 def test_an_unknown_platform_is_refused():
     with pytest.raises(ValueError, match="platform must be one of cpu, gpu, cuda, rocm, tpu, or None, got 'metal'"):
-        dpx.private_grad(loss, case_of_method(ENTRIES["dp_sgd"]).mechanism, platform="metal")
+        dpx.private_updates(loss, case_of_method(ENTRIES["dp_sgd"]).mechanism, platform="metal")
 
 
 def test_microbatches_fit_in_the_memory():
     """A batch that would not fit in half of the device's memory is split, and `explain` says so."""
     mechanism = case_of_method(ENTRIES["dp_sgd"]).mechanism
     batch = dpx.Batch(np.ones((8, 6, 6, 1), np.float32), None)
-    assert "microbatches" not in str(dpx.explain(loss, mechanism, PARAMS, batch))
+    assert "microbatches" not in str(dpx.explain_norms(loss, mechanism, PARAMS, batch))
     with mock.patch.object(microbatch_size, "device_memory", lambda platform: 1000):
-        said = str(dpx.explain(loss, mechanism, PARAMS, batch)).splitlines()[-1]
+        said = str(dpx.explain_norms(loss, mechanism, PARAMS, batch)).splitlines()[-1]
     assert said == "microbatches of 2 examples: all 8 would not fit in half of the device's memory"
     stats = mock.Mock(memory_stats=lambda: {"bytes_limit": 2**30})
     with mock.patch("jax.local_devices", lambda: [stats]):

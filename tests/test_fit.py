@@ -52,12 +52,12 @@ def accuracy(params):
 
 
 def fit(optimizer=None, **options):
-    return dpx.fit(loss, PARAMS, DATA, optimizer or made(), **({"evaluate": accuracy, "evaluate_every": 3} | options))
+    return dpx.fit(loss, optimizer or made(), PARAMS, DATA, **({"evaluate": accuracy, "evaluate_every": 3} | options))
 
 
 def by_hand(optimizer, key, steps):
     """The loop of docs/loops.md, with one `take` a step."""
-    gradient = jax.jit(dpx.private_grad(loss, optimizer))
+    gradient = jax.jit(dpx.private_updates(loss, optimizer))
     params, state = PARAMS, optimizer.init(PARAMS)
     for _ in range(steps):
         updates, state, _ = gradient(params, SAMPLING.take(DATA, key, state), state)
@@ -121,9 +121,9 @@ def test_the_arrays_of_the_caller_stay_and_a_step_is_compiled_once(monkeypatch):
         seen = []
         dpx.fit(
             loss,
+            made(transform=average),
             params,
             DATA,
-            made(transform=average),
             steps=4,
             sharding=sharding,
             evaluate_every=1,
@@ -167,7 +167,7 @@ def test_callbacks_see_the_run_and_can_end_it(tmp_path):
     losses = last.unreleased.losses[np.asarray(last.unreleased_included)]
     assert last.unreleased_loss == pytest.approx(float(losses.mean()))
     assert last.metrics == {"accuracy": result.history[-1]["accuracy"]}
-    public = dpx.public_state(last)
+    public = dpx.publishable_state(last)
     assert public.unreleased_loss is public.unreleased is public.unreleased_included is None
     assert fit(optimizer, evaluate_every=2, checkpoints=tmp_path).steps == 8  # the run continues
     with pytest.raises(ValueError, match="a callback must return None, or a bool .*; got 'no end'"):
@@ -181,7 +181,7 @@ def test_options_reach_the_gradient():
     seen = []
     optimizer = made()
     result = dpx.fit(
-        noisy, PARAMS, DATA, optimizer, steps=2, with_key=True, has_aux=True, clipping="vmap", callbacks=[seen.append],
+        noisy, optimizer, PARAMS, DATA, steps=2, with_key=True, has_aux=True, norms="vmap", callbacks=[seen.append],
         loss_at=lambda params, state: jax.tree.map(lambda leaf: leaf + state.inner.step.astype(leaf.dtype), params),
         evaluate=lambda params: float(params["b"].sum()),
     )  # fmt: skip
@@ -244,7 +244,7 @@ def test_an_interrupted_run_continues_bit_for_bit(whole, tmp_path, monkeypatch):
     spied = lambda self, key, step, **options: drawn.append(step) or draw(self, key, step, **options)  # noqa: E731
     monkeypatch.setattr(dpx.PoissonSampling, "draw", spied)
     others = {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}  # not those that the run began with
-    result = dpx.fit(loss, others, DATA, made(), evaluate=accuracy, evaluate_every=3, checkpoints=tmp_path / "run")
+    result = dpx.fit(loss, made(), others, DATA, evaluate=accuracy, evaluate_every=3, checkpoints=tmp_path / "run")
     assert drawn == [5, 6, 7]
     same((result.params, result.state), (whole.params, whole.state))
     assert result.history == whole.history
@@ -319,7 +319,7 @@ def test_a_run_begins_once(tmp_path, monkeypatch):
         patched.setattr(dpx.PoissonSampling, "draw", cut)
         fit(checkpoints=tmp_path)
     others = {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}
-    result = dpx.fit(loss, others, DATA, made(), steps=1, checkpoints=tmp_path)
+    result = dpx.fit(loss, made(), others, DATA, steps=1, checkpoints=tmp_path)
     same(result.params, by_hand(made(), made().key, 1)[0])
 
 
@@ -376,10 +376,10 @@ def test_other_folders_are_refused(stored, tmp_path, monkeypatch):
     run = dict(optimizer=made(2.0), steps=2, delta=1e-5, accountant="rdp")
     with pytest.raises(ValueError, match="key of the batches .its mark. was"):
         fit(**run, key=dpx.secret_key(9), checkpoints=stored)
-    with pytest.raises(ValueError, match="clipping was 'auto', now 'vmap'; chunk_size was None, now 8"):
-        fit(**run, clipping="vmap", chunk_size=8, checkpoints=stored)
+    with pytest.raises(ValueError, match="norms was 'auto', now 'vmap'; chunk_size was None, now 8"):
+        fit(**run, norms="vmap", chunk_size=8, checkpoints=stored)
     with pytest.raises(ValueError, match="parameters was 8 numbers, now 4 numbers"):
-        dpx.fit(lambda params, example: params.sum(), np.zeros(4), DATA, **run, checkpoints=stored)
+        dpx.fit(lambda params, example: params.sum(), params=np.zeros(4), data=DATA, **run, checkpoints=stored)
     shutil.copytree(stored, tmp_path / "renamed")
     (tmp_path / "renamed" / "1").rename(tmp_path / "renamed" / "2")
     with pytest.raises(ValueError, match="checkpoint 2 in .* holds a state after 1 steps"):
@@ -445,7 +445,7 @@ BAD = {
     "each of the callbacks must be a function, got None": dict(callbacks=[None]),
     "checkpoint_every must be a whole number of at least 1, got 0": dict(checkpoint_every=0),
     "loss_at must be a function": dict(loss_at=3),
-    "clipping must be": dict(clipping="none"),
+    "norms must be": dict(norms="none"),
 }
 
 
@@ -462,7 +462,7 @@ def test_models_are_no_parameters():
 
     for model in (linen.Dense(2), nnx.Linear(3, 2, rngs=nnx.Rngs(0))):
         with pytest.raises(ValueError, match="params must be a pytree of"):
-            dpx.fit(loss, model, DATA, made())
+            dpx.fit(loss, made(), model, DATA)
 
 
 @pytest.mark.parametrize("found", [np.zeros(2), {"accuracy": "high"}, {"epsilon": 1.0}, {3: 1.0}, None])

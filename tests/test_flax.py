@@ -176,7 +176,7 @@ def test_gpt2():
 
     params, batch = random_like(shapes), (tokens, jnp.arange(5))
     assert_agrees(loss, params, batch, clipping=("ghost",))
-    rows = dpx.explain(loss, mechanism(), params, dpx.Batch(batch, None)).rows
+    rows = dpx.explain_norms(loss, mechanism(), params, dpx.Batch(batch, None)).rows
     found = {path: f"{way} {why}".strip() for path, way, why in rows}
     for line in lines(*blocks(HUGGING_FACE, "text")):
         name, way = line.split(" ", 1)

@@ -62,14 +62,14 @@ def inner(**options):
     return dpx.dp_sgd(noise_multiplier=1.0, sampling=sampling, key=key(0), **options)
 
 
-def scaled(scale_of) -> dpx.Coordinates:
+def scaled(scale_of) -> dpx.coordinates.Coordinates:
     """Every coordinate times a fixed number."""
 
     def init(params):
         leaves, treedef = jax.tree.flatten(params)
         return jax.tree.unflatten(treedef, [scale_of(i, leaf.shape) for i, leaf in enumerate(leaves)])
 
-    return dpx.Coordinates(
+    return dpx.coordinates.Coordinates(
         init=init,
         encode=lambda grad, state: jax.tree.map(jnp.multiply, grad, state),
         decode=lambda released, state, like: (released, state),
@@ -101,13 +101,13 @@ MECHANISMS = {
     "frozen": lambda: noiseless(
         dpx.in_coordinates(
             inner(clip_norm=1e-3),
-            dpx.coordinates.trainable({name: name in ("kernel", "vector") for name in problem()[0]}),
+            dpx.coordinates.trainable(mask={name: name in ("kernel", "vector") for name in problem()[0]}),
         )
     ),
     "frozen and masked": lambda: noiseless(
         dpx.in_coordinates(
             inner(clip_norm=1e-3),
-            dpx.coordinates.trainable({name: name != "table" for name in problem()[0]}),
+            dpx.coordinates.trainable(mask={name: name != "table" for name in problem()[0]}),
             scaled(mask),
         )
     ),
@@ -140,7 +140,7 @@ def test_the_ways_of_the_network():
 def test_frozen_parameters_cost_nothing():
     params, batch = problem()
     made = MECHANISMS["frozen"]()
-    step = dpx.private_grad(network, made, clipping="ghost")
+    step = dpx.private_updates(network, made, norms="ghost")
     text = str(jax.make_jaxpr(step)(params, dpx.Batch(batch, None), made.init(params)))
     assert "scatter" not in text  # the table's gradient
 
@@ -210,7 +210,7 @@ def test_the_convolution_of_few_features_gets_more(features, images, wanted):
     def loss(kernel, x):
         return score(lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")))
 
-    step = dpx.private_grad(loss, made, clipping="ghost", microbatch_size=2)
+    step = dpx.private_updates(loss, made, norms="ghost", microbatch_size=2)
     program = str(jax.make_jaxpr(step)(kernel, dpx.Batch(x, None), made.init(kernel)))
     assert f":f32[2,3,3,{wanted}] = conv_general_dilated" in program
 
@@ -225,7 +225,7 @@ def test_a_depthwise_convolution_takes_no_gradients_of_the_backward_pass():
             )
         )
 
-    found = ways(loss, normal(1, 3, 3, 1, 8), normal(2, 4, 16, 16, 8), clipping="auto")
+    found = ways(loss, normal(1, 3, 3, 1, 8), normal(2, 4, 16, 16, 8), norms="auto")
     assert set(found.values()) == {WAYS["product"]}
 
 
@@ -240,7 +240,7 @@ def test_a_deep_convolutional_network_takes_no_more_memory_than_its_gradients():
 
     def held(clipping):
         made = mechanism()
-        gradient = jax.jit(dpx.private_grad(loss, made, clipping=clipping, microbatch_size=128))
+        gradient = jax.jit(dpx.private_updates(loss, made, norms=clipping, microbatch_size=128))
         memory: Any = gradient.lower(params, dpx.Batch(batch, None), made.init(params)).compile().memory_analysis()
         return memory.temp_size_in_bytes
 
@@ -269,9 +269,9 @@ def test_the_bound_holds_where_the_gram_matrices_cancel():
     def loss(w, x):
         return jnp.sum(x @ w)
 
-    assert ways(loss, normal(3, 50, 40), x, clipping="ghost") == {"": WAYS["gram"]}
+    assert ways(loss, normal(3, 50, 40), x, norms="ghost") == {"": WAYS["gram"]}
     made = mechanism(clip_norm)
-    step = dpx.private_grad(loss, made, clipping="ghost")
+    step = dpx.private_updates(loss, made, norms="ghost")
     w = normal(3, 50, 40)
     (totals,) = jax.jit(jax.vmap(lambda one: step(w, dpx.Batch(one[None], None), made.init(w)).updates))(x)
     for total in totals:
@@ -314,7 +314,7 @@ def test_the_bound_holds_where_positions_differ_in_size(name):
     """Each position has its own size: what is huge and without a gradient must not hide the others."""
     loss, w, example, way = SIZES[name]
     w = 0.1 * w
-    assert ways(loss, w, example, clipping="ghost") == {"": WAYS[way]}
+    assert ways(loss, w, example, norms="ghost") == {"": WAYS[way]}
     sums = [clipped_sums(loss, w, example, clipping, made=mechanism(1e-3)).updates for clipping in ("ghost", "vmap")]
     assert np.linalg.norm(sums[0][0]) == pytest.approx(1e-3, rel=1e-5)
     assert_same(*sums)
@@ -325,7 +325,7 @@ def test_the_bound_holds_where_positions_differ_in_size(name):
 def test_the_bound_holds_where_what_is_huge_is_frozen(huge, value):
     """It neither hides what is trained nor, where the sum over the batch overflows, reaches it."""
     mask = jnp.ones((64, 3)).at[(0, slice(None)) if huge == "input" else (slice(None), 0)].set(0.0)
-    freeze = dpx.Coordinates(
+    freeze = dpx.coordinates.Coordinates(
         init=lambda params: mask,
         encode=lambda grad, state: grad * state,
         decode=lambda released, state, like: (released, state),
@@ -354,12 +354,12 @@ def test_the_bound_holds_where_long_sums_cancel(fan_in):
     def loss(w, x):
         return jnp.sum(x @ w)
 
-    step = jax.jit(dpx.private_grad(loss, made, clipping="ghost"))
+    step = jax.jit(dpx.private_updates(loss, made, norms="ghost"))
     half = (jnp.arange(fan_in) < fan_in // 2).astype(jnp.float32)
     for base in (jnp.full(fan_in, 0.6).at[0].set(1.0), normal(1, fan_in)):
         for delta in np.geomspace(1e-4, 3e-2, 40):
             x = jnp.stack([base, -base * (1 + delta * half)])[None]
-            assert ways(loss, w, x, clipping="ghost") == {"": WAYS["gram"]}
+            assert ways(loss, w, x, norms="ghost") == {"": WAYS["gram"]}
             assert jnp.linalg.norm(step(w, dpx.Batch(x, None), made.init(w)).updates[0]) <= 1e-3 * (1 + 1e-5)
 
 
@@ -372,7 +372,7 @@ def test_the_bound_holds_where_small_terms_are_rounded_away(fan_in):
     def loss(w, x):
         return jnp.sum(x @ w)
 
-    assert ways(loss, w, x, clipping="ghost") == {"": WAYS["gram"]}
+    assert ways(loss, w, x, norms="ghost") == {"": WAYS["gram"]}
     (total,) = clipped_sums(loss, w, x, "ghost", made=made).updates
     assert np.linalg.norm(np.asarray(total, np.float64)) <= 1e-3 * (1 + 1e-6)
 
@@ -382,7 +382,7 @@ def test_what_a_loss_closes_over_changes(clipping):
     """As in JAX, a step that is traced again reads the new value."""
     teacher, w, x = {"value": 1.0}, jnp.ones((3, 2)), normal(1, SIZE, 4, 3)
     made = mechanism(1e3)
-    step = dpx.private_grad(lambda w, x: teacher["value"] * jnp.sum(x @ w), made, clipping=clipping)
+    step = dpx.private_updates(lambda w, x: teacher["value"] * jnp.sum(x @ w), made, norms=clipping)
 
     def updates():
         return jax.jit(lambda batch: step(w, batch, made.init(w)).updates[0])(dpx.Batch(x, None))
@@ -405,7 +405,7 @@ def test_the_bound_holds_where_the_gradients_of_a_row_cancel(positions):
         tokens, c = example
         return jnp.sum(c[:, None] * table[tokens])
 
-    step = dpx.private_grad(loss, made, clipping="ghost")
+    step = dpx.private_updates(loss, made, norms="ghost")
     one = jax.vmap(
         lambda *one: step(table, dpx.Batch(jax.tree.map(lambda x: x[None], one), None), made.init(table)).updates[0]
     )
@@ -511,7 +511,7 @@ def test_norms_are_never_underestimated_by_gram_matrices():
 
 
 def test_coordinates_that_mix_fall_back():
-    turn = dpx.Coordinates(
+    turn = dpx.coordinates.Coordinates(
         init=lambda params: (),
         encode=lambda grad, state: jax.tree.map(lambda g: g[::-1], grad),
         decode=lambda released, state, like: (jax.tree.map(lambda r: r[::-1], released), state),
@@ -524,7 +524,7 @@ def test_coordinates_that_mix_fall_back():
 
 
 def test_a_wrong_claim_to_support_ghost_norms_falls_back():
-    swap = dpx.Coordinates(
+    swap = dpx.coordinates.Coordinates(
         init=lambda params: (),
         encode=lambda grad, state: (grad[0] + grad[1], grad[1]),
         decode=lambda released, state, like: (released, state),
@@ -534,16 +534,16 @@ def test_a_wrong_claim_to_support_ghost_norms_falls_back():
     made = noiseless(dpx.in_coordinates(inner(clip_norm=1e-3), swap))
     params = normal(1, 3, 4), normal(2, 3, 4)
     batch = dpx.Batch(normal(3, 2, 3), None)
-    found = dpx.explain(lambda p, x: score((x @ p[0]) @ p[1].T), made, params, batch, clipping="ghost")
+    found = dpx.explain_norms(lambda p, x: score((x @ p[0]) @ p[1].T), made, params, batch, norms="ghost")
     assert {why for *_, why in found.rows} == {"a coordinate of the mechanism does not depend on exactly one parameter"}
 
 
 def test_explain_needs_shapes_only_and_prints_a_table():
     params, batch = problem()
     shapes = jax.eval_shape(lambda: (params, dpx.Batch(batch, None)))
-    text = str(dpx.explain(network, mechanism(), *shapes))
+    text = str(dpx.explain_norms(network, mechanism(), *shapes))
     assert len(text.splitlines()) == len(params) and "used in mul" in text
-    assert "asked for" in str(dpx.explain(network, mechanism(), params, dpx.Batch(batch, None), clipping="vmap"))
+    assert "asked for" in str(dpx.explain_norms(network, mechanism(), params, dpx.Batch(batch, None), norms="vmap"))
 
 
 def test_explain_folds_parameters_that_differ_in_numbers_only():
@@ -555,7 +555,7 @@ def test_explain_folds_parameters_that_differ_in_numbers_only():
         return jnp.sum(jnp.sin(params["layers"][3]["w1"])) + jnp.sum(x @ params["w2"])
 
     params = {"layers": [{"w1": normal(1, 3, 3), "scale": normal(2, 3)} for _ in range(12)], "w2": normal(3, 3, 2)}
-    found = dpx.explain(loss, mechanism(), params, dpx.Batch(normal(4, 5, 3), None))
+    found = dpx.explain_norms(loss, mechanism(), params, dpx.Batch(normal(4, 5, 3), None))
     assert len(found.rows) == 25
     lines = {line.split("  ")[0]: line for line in str(found).splitlines()}
     folded = "['layers'][*]['w1'] (11)", "['layers'][3]['w1']", "['layers'][*]['scale'] (12)", "['w2']"
@@ -565,9 +565,9 @@ def test_explain_folds_parameters_that_differ_in_numbers_only():
 def test_what_cannot_be_is_refused():
     params, batch = problem()
     with pytest.raises(ValueError, match="clipping must be"):
-        dpx.private_grad(network, mechanism(), clipping="fast")
+        dpx.private_updates(network, mechanism(), norms="fast")
     with pytest.raises(ValueError, match="loss must return one real number"):
-        dpx.explain(lambda params, example: example[0], mechanism(), params, dpx.Batch(batch, None))
+        dpx.explain_norms(lambda params, example: example[0], mechanism(), params, dpx.Batch(batch, None))
 
 
 def axes(draw, count):
@@ -691,7 +691,7 @@ def test_uses_that_cancel_keep_the_bound():
 
     x, made = normal(1, 20, 8, 50), mechanism(clip_norm)
     assert set(ways(loss, w, x).values()) == {WAYS["shared"]}
-    step = dpx.private_grad(loss, made, clipping="ghost")
+    step = dpx.private_updates(loss, made, norms="ghost")
     (totals,) = jax.jit(jax.vmap(lambda one: step(w, dpx.Batch(one[None], None), made.init(w)).updates))(x)
     for total in totals:
         assert jnp.linalg.norm(total) <= clip_norm * (1 + 1e-6)

@@ -30,7 +30,7 @@ RANDOM = 4096  # rows
 class Case(NamedTuple):
     """loss: (params, example) -> scalar. params, example: shapes; floats become hostile, integers random.
 
-    ways: those that clipping="ghost" must take for the parameters.
+    ways: those that norms="ghost" must take for the parameters.
     """
 
     loss: Callable[[Any, Any], jax.Array]
@@ -129,42 +129,42 @@ def mechanism(clip_norm: Any = 0.7) -> dpx.Mechanism:
 
 
 def masked(made: dpx.Mechanism) -> dpx.Mechanism:
-    return noiseless(dpx.in_coordinates(made, dpx.coordinates.random_freeze(0.4, every=1, key=key(3))))
+    return noiseless(dpx.in_coordinates(made, dpx.coordinates.random_freeze(freeze_rate=0.4, every=1, key=key(3))))
 
 
 def gradient(loss, made, params, examples, included, clipping, state):
     """The one call of the library in this file."""
     batch = dpx.Batch(examples, jnp.asarray(included).astype(bool))
-    return dpx.private_grad(loss, made, clipping=clipping)(params, batch, state)
+    return dpx.private_updates(loss, made, norms=clipping)(params, batch, state)
 
 
-def norms(contributions) -> np.ndarray:
+def norms_of(contributions) -> np.ndarray:
     """The norm of every row."""
     leaves = [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(contributions)]
     return np.sqrt(sum(np.sum(leaf.reshape(len(leaf), -1) ** 2, axis=1) for leaf in leaves) + np.zeros(1))
 
 
-def alone(loss, made, params, examples, clipping: Any = "ghost") -> np.ndarray:
+def alone(loss, made, params, examples, norms: Any = "ghost") -> np.ndarray:
     """The norm of the contribution of every example, beside parameters of its own."""
     state = jax.jit(made.init)(jax.tree.map(lambda p: jnp.zeros(p.shape[1:]), params))
 
     def one(params, example):
         batch = jax.tree.map(lambda leaf: leaf[None], example)
-        return gradient(loss, made, params, batch, jnp.ones(1), clipping, state).updates[0]
+        return gradient(loss, made, params, batch, jnp.ones(1), norms, state).updates[0]
 
-    return norms(jax.jit(jax.vmap(one), compiler_options=FULL)(params, examples))
+    return norms_of(jax.jit(jax.vmap(one), compiler_options=FULL)(params, examples))
 
 
-def in_a_batch(loss, made, params, examples, clipping: Any = "ghost") -> np.ndarray:
+def in_a_batch(loss, made, params, examples, norms: Any = "ghost") -> np.ndarray:
     """The same, of a batch with the same parameters for all."""
 
     def every(params, examples):  # as arguments, because XLA would evaluate constants in another arithmetic
         def total(included):
-            return gradient(loss, made, params, examples, included, clipping, made.init(params)).updates[0]
+            return gradient(loss, made, params, examples, included, norms, made.init(params)).updates[0]
 
         return lax.map(total, jnp.eye(len(jax.tree.leaves(examples)[0])))
 
-    return norms(jax.jit(every, compiler_options=FULL)(params, examples))
+    return norms_of(jax.jit(every, compiler_options=FULL)(params, examples))
 
 
 def random_rows(like, count: int = RANDOM):
@@ -237,7 +237,7 @@ def test_no_row_exceeds_the_bound(name, variant):
         batch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape), leaf.dtype), case.example)
         found = {
             way
-            for _, way, _ in dpx.explain(case.loss, made, case.params, dpx.Batch(batch, None), clipping="ghost").rows
+            for _, way, _ in dpx.explain_norms(case.loss, made, case.params, dpx.Batch(batch, None), norms="ghost").rows
         }
         assert found == {WAYS[way] for way in case.ways}
     assert_bounded(alone(case.loss, made, *rows_of(name)), 0.7)
@@ -246,11 +246,11 @@ def test_no_row_exceeds_the_bound(name, variant):
 @pytest.mark.parametrize("name", ["perceptron", "gram", "tied", "bfloat16", "float16"])
 def test_no_row_exceeds_the_bound_on_stacked_gradients(name):
     case = CASES[name]
-    assert_bounded(alone(case.loss, mechanism(), *rows_of(name), clipping="vmap"), 0.7)
+    assert_bounded(alone(case.loss, mechanism(), *rows_of(name), norms="vmap"), 0.7)
 
 
 def test_no_row_exceeds_the_bound_where_leaves_are_dropped():
-    made = dpx.in_coordinates(mechanism(), dpx.coordinates.trainable({"in": False, "b": True, "out": True}))
+    made = dpx.in_coordinates(mechanism(), dpx.coordinates.trainable(mask={"in": False, "b": True, "out": True}))
     loss, rows = CASES["perceptron"].loss, rows_of("perceptron")
     assert_bounded(alone(loss, noiseless(made), *rows), 0.7)
 

@@ -16,7 +16,7 @@ ZOO, BF16 = {}, 4e-2
 
 
 def animal(*expected, tolerance=TOLERANCE):
-    """Adds a function giving (loss, params, batch). expected: the ways that `clipping="ghost"` must use."""
+    """Adds a function giving (loss, params, batch). expected: the ways that `norms="ghost"` must use."""
 
     def register(make):
         ZOO[make.__name__] = make, {WAYS[name] for name in expected}, tolerance
@@ -524,7 +524,7 @@ def test_equals_per_example_gradients(name):
     loss, params, batch = make()
     found = ways(loss, params, batch)
     assert set(found.values()) == expected
-    same_program = ways(loss, params, batch, clipping="auto") == found
+    same_program = ways(loss, params, batch, norms="auto") == found
     clipping = ("ghost",) if same_program else ("ghost", "auto")
     sums = assert_agrees(loss, params, batch, clipping=clipping, tolerance=tolerance)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(sums))

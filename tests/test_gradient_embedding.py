@@ -37,7 +37,9 @@ def subspace(**changes):
 def gep(**changes):
     given = {"embedding_clip_norm": 2.0, "residual_clip_norm": 0.5, "noise_multiplier": 1.3}
     basis = changes.pop("basis", None)
-    return dpx.methods.gep_sgd(subspace() if basis is None else basis, sampling=POISSON, key=KEY, **(given | changes))
+    return dpx.methods.gep_sgd(
+        basis=subspace() if basis is None else basis, sampling=POISSON, key=KEY, **(given | changes)
+    )
 
 
 def test_power_iteration_finds_the_largest_directions():
@@ -49,7 +51,7 @@ def test_power_iteration_finds_the_largest_directions():
 
 
 def test_gradients_of_the_subspace_have_no_residual_and_all_come_back():
-    coordinates = dpx.coordinates.gradient_embedding(subspace(), embedding_scale=3.0, residual_scale=0.2)
+    coordinates = dpx.coordinates.gradient_embedding(basis=subspace(), embedding_scale=3.0, residual_scale=0.2)
     state = coordinates.init(PARAMS)
     inside = jax.tree.map(lambda g: g[0], public_gradients())
     encoded = coordinates.encode(inside, state)
@@ -100,7 +102,7 @@ def test_the_noise_is_billed(share):
 
     def draw(key):
         mechanism = dpx.methods.gep_sgd(
-            basis,
+            basis=basis,
             embedding_clip_norm=2.0,
             residual_clip_norm=0.5,
             embedding_share=share,
@@ -126,11 +128,11 @@ def test_the_noise_is_billed(share):
 
 
 def test_the_anchor_can_be_exchanged_and_the_rest_frozen():
-    freeze = dpx.coordinates.random_freeze(0.5, every=1, key=KEY)
+    freeze = dpx.coordinates.random_freeze(freeze_rate=0.5, every=1, key=KEY)
     mechanism = dpx.in_coordinates(
         dpx.dp_sgd(clip_norm={"embedding": 1.0, "residual": 1.0}, noise_multiplier=1.3, sampling=POISSON, key=KEY),
         freeze,
-        dpx.coordinates.gradient_embedding(subspace(), residual_scale=0.5),
+        dpx.coordinates.gradient_embedding(basis=subspace(), residual_scale=0.5),
     )
     state = mechanism.init(PARAMS)
     update, everyone = jax.jit(mechanism.update), jnp.ones(len(public_gradients()["scale"]), bool)
@@ -142,12 +144,12 @@ def test_the_anchor_can_be_exchanged_and_the_rest_frozen():
 
 
 def test_frozen_layers():
-    frozen = dpx.coordinates.trainable({"kernel": True, "bias": False, "scale": True})
+    frozen = dpx.coordinates.trainable(mask={"kernel": True, "bias": False, "scale": True})
     basis = subspace() | {"bias": None}
     mechanism = dpx.in_coordinates(
         dpx.dp_sgd(clip_norm={"embedding": 1.0, "residual": 1.0}, noise_multiplier=1.3, sampling=POISSON, key=KEY),
         frozen,
-        dpx.coordinates.gradient_embedding(basis),
+        dpx.coordinates.gradient_embedding(basis=basis),
     )
     updates, _ = mechanism.update(public_gradients(), mechanism.init(PARAMS), PARAMS, included=None)
     assert not updates["bias"].any() and updates["kernel"].all()
@@ -160,9 +162,15 @@ def test_frozen_layers():
         (lambda: subspace(rank=13), "rank must be a whole number in"),
         (lambda: subspace(iterations=0), "iterations must be"),
         (lambda: subspace(key=None), "key must be"),
-        (lambda: dpx.coordinates.gradient_embedding(subspace(), embedding_scale=0.0), "embedding_scale must be"),
-        (lambda: dpx.coordinates.gradient_embedding(subspace(), residual_scale=math.inf), "residual_scale must be"),
-        (lambda: dpx.coordinates.gradient_embedding(subspace()).init({"w": jnp.zeros(3)}), "basis must have shapes"),
+        (lambda: dpx.coordinates.gradient_embedding(basis=subspace(), embedding_scale=0.0), "embedding_scale must be"),
+        (
+            lambda: dpx.coordinates.gradient_embedding(basis=subspace(), residual_scale=math.inf),
+            "residual_scale must be",
+        ),
+        (
+            lambda: dpx.coordinates.gradient_embedding(basis=subspace()).init({"w": jnp.zeros(3)}),
+            "basis must have shapes",
+        ),
         (lambda: gep(embedding_share=1.0), r"embedding_share must be in \(0, 1\), got 1.0"),
         (lambda: gep(embedding_clip_norm=-1.0), "embedding_clip_norm must be"),
         (lambda: gep(residual_clip_norm=0.0), "residual_clip_norm must be"),

@@ -1,4 +1,4 @@
-"""private_grad and private_update: under jit, scan, donation and sharding; in half precision; on bad shapes."""
+"""private_updates and private_updates_from: jit, scan, donation and sharding; half precision; bad shapes."""
 
 import functools
 import os
@@ -41,7 +41,7 @@ def whole_without_the_fifth(loss):
     params, batch = model()
     mechanism = dp_sgd(noise_multiplier=1.0)
     without = jax.tree.map(lambda rows: np.delete(rows, 5, axis=0), batch)
-    gradient = jax.jit(dpx.private_grad(loss, mechanism, clipping="vmap"))
+    gradient = jax.jit(dpx.private_updates(loss, mechanism, norms="vmap"))
     return gradient(params, dpx.Batch(without, None), mechanism.init(params))
 
 
@@ -53,7 +53,7 @@ def test_microbatches_equal_the_whole(microbatch_size, loss, clipping):
     mechanism = dp_sgd(noise_multiplier=1.0)
     included = jnp.ones(16, bool).at[5].set(False)
     expected = whole_without_the_fifth(loss)
-    gradient = jax.jit(dpx.private_grad(loss, mechanism, microbatch_size=microbatch_size, clipping=clipping))
+    gradient = jax.jit(dpx.private_updates(loss, mechanism, microbatch_size=microbatch_size, norms=clipping))
     actual = gradient(params, dpx.Batch(batch, included), mechanism.init(params))
     chex.assert_trees_all_close((actual.updates, actual.state), expected[:2], rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose(np.delete(actual.unreleased.losses, 5), expected.unreleased.losses, rtol=1e-6)
@@ -86,10 +86,12 @@ def test_keys_and_aux_of_the_examples(clipping):
     """Every row has its own key at every step, whatever the microbatch; and its own norm and aux."""
     params, batch = model()
     mechanism = dp_sgd(clip_norm=1.5)
-    state, options = mechanism.init(params), {"clipping": clipping, "with_key": True, "has_aux": True}
+    state, options = mechanism.init(params), {"norms": clipping, "with_key": True, "has_aux": True}
     included = jnp.ones(16, bool).at[5].set(False)
     batches = dpx.Batch(batch, included)
-    steps = [jax.jit(dpx.private_grad(with_dropout, mechanism, microbatch_size=size, **options)) for size in (None, 3)]
+    steps = [
+        jax.jit(dpx.private_updates(with_dropout, mechanism, microbatch_size=size, **options)) for size in (None, 3)
+    ]
     whole, after, in_parts = [
         step(params, batches, start)
         for step, start in ((steps[0], state), (steps[0], state._replace(step=state.step + 1)), (steps[1], state))
@@ -123,7 +125,7 @@ def test_keys_of_the_examples_are_a_stream_of_their_own():
         ("rbg", jax.random.key(3, impl="rbg")),
     ):
         mechanism = dp_sgd(key=key)
-        gradient = dpx.private_grad(
+        gradient = dpx.private_updates(
             lambda p, e, key: (loss(p, e), jax.random.key_data(key)), mechanism, with_key=True, has_aux=True
         )
         run = jax.jit(gradient)(params, dpx.Batch(batch, None), mechanism.init(params)).unreleased.aux
@@ -142,9 +144,9 @@ def test_dropout_and_aux_leave_the_ghosts_alone():
         value, kept = with_dropout(params, example, key)
         return value, (kept, optax.tree.norm(params), params["w"])
 
-    plain = dpx.explain(loss, dp_sgd(), params, dpx.Batch(batch, None), clipping="ghost")
-    options: Any = {"clipping": "ghost", "with_key": True, "has_aux": True}
-    assert dpx.explain(aux, dp_sgd(), params, dpx.Batch(batch, None), **options).rows == plain.rows
+    plain = dpx.explain_norms(loss, dp_sgd(), params, dpx.Batch(batch, None), norms="ghost")
+    options: Any = {"norms": "ghost", "with_key": True, "has_aux": True}
+    assert dpx.explain_norms(aux, dp_sgd(), params, dpx.Batch(batch, None), **options).rows == plain.rows
     assert dict(row[:2] for row in plain.rows)["['w']"] == "norm from |input| |cotangent|"
 
 
@@ -152,11 +154,11 @@ def dense(params, x):
     return jnp.sum(jnp.tanh(x @ params["in"]) @ params["out"])
 
 
-def gradients_held(loss, microbatch_size=None, size=64, mechanism=None, clipping="vmap"):
+def gradients_held(loss, microbatch_size=None, size=64, mechanism=None, norms="vmap"):
     """Temporary memory of a step, in gradients of one example."""
     params = {"in": jnp.zeros((64, 256)), "out": jnp.zeros((256, 64))}
     mechanism = mechanism or dp_sgd(noise_multiplier=1.0)
-    gradient = dpx.private_grad(loss, mechanism, microbatch_size=microbatch_size, clipping=clipping)
+    gradient = dpx.private_updates(loss, mechanism, microbatch_size=microbatch_size, norms=norms)
     batch = dpx.Batch(jnp.zeros((size, 64)), None)
     program = jax.jit(gradient).lower(params, batch, mechanism.init(params)).compile()
     return program.memory_analysis().temp_size_in_bytes / (4 * 2 * 64 * 256)
@@ -217,13 +219,13 @@ def test_what_is_encoded_is_held_in_segments(mechanism, monkeypatch):
 )
 def test_noise_and_gradients_are_not_there_together(mechanism, largest):
     """Of 512 examples by ghost norms, where the activations of a layer are 4 gradients, and the noise 2."""
-    assert gradients_held(dense, 512, size=512, mechanism=mechanism, clipping="ghost") < largest
+    assert gradients_held(dense, 512, size=512, mechanism=mechanism, norms="ghost") < largest
 
 
 def test_scan_and_donation():
     params, batch = model()
     optimizer = dpx.chain(dp_sgd(noise_multiplier=1.0), optax.sgd(0.1, momentum=0.9))
-    gradient = dpx.private_grad(loss, optimizer, microbatch_size=8)
+    gradient = dpx.private_updates(loss, optimizer, microbatch_size=8)
 
     def step(carry, _):
         params, state = carry
@@ -237,7 +239,7 @@ def test_scan_and_donation():
     for _ in range(5):
         carry = jitted(carry)
     chex.assert_trees_all_close(carry, scanned, rtol=1e-5, atol=1e-6)
-    assert dpx.steps_taken(carry[1]) == 5
+    assert dpx.accounting.steps_taken(carry[1]) == 5
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -253,7 +255,7 @@ def test_half_precision_parameters(dtype):
         return jnp.sum(params["w"] * example)
 
     batch = jnp.ones((1000, 2), dtype)
-    gradient = dpx.private_grad(linear, optimizer, microbatch_size=300)
+    gradient = dpx.private_updates(linear, optimizer, microbatch_size=300)
     state = optimizer.init(params)
     updates, after, _ = jax.jit(gradient)(params, dpx.Batch(batch, None), state)
     assert updates["w"].dtype == dtype
@@ -265,9 +267,11 @@ def test_batch_of_one_bad_example_leaves_the_others():
     params, batch = model()
     mechanism = dp_sgd()
     others = jax.tree.map(lambda leaf: np.delete(leaf, 3, axis=0), batch)
-    good = jax.jit(dpx.private_grad(loss, mechanism))(params, dpx.Batch(others, None), mechanism.init(params)).updates
+    good = jax.jit(dpx.private_updates(loss, mechanism))(
+        params, dpx.Batch(others, None), mechanism.init(params)
+    ).updates
     bad = jax.tree.map(lambda leaf: np.insert(leaf, 3, np.nan, axis=0), others)
-    gradient = jax.jit(dpx.private_grad(loss, mechanism, microbatch_size=8))
+    gradient = jax.jit(dpx.private_updates(loss, mechanism, microbatch_size=8))
     found = gradient(params, dpx.Batch(bad, None), mechanism.init(params)).updates
     chex.assert_trees_all_close(found, good, rtol=1e-6)
 
@@ -288,31 +292,31 @@ def test_bad_shapes(batch, included, message):
     params, _ = model()
     mechanism = dp_sgd()
     with pytest.raises(ValueError, match=message):
-        dpx.private_grad(loss, mechanism)(params, dpx.Batch(batch, included), mechanism.init(params))
+        dpx.private_updates(loss, mechanism)(params, dpx.Batch(batch, included), mechanism.init(params))
 
 
 def test_bad_arguments():
     params, batch = model()
     with pytest.raises(ValueError, match=r"has_aux=True.*must return \(value, aux\)"):
-        dpx.private_grad(loss, dp_sgd(), has_aux=True)(params, dpx.Batch(batch, None), dp_sgd().init(params))
+        dpx.private_updates(loss, dp_sgd(), has_aux=True)(params, dpx.Batch(batch, None), dp_sgd().init(params))
     for size in (0, -1, 2.5):
         with pytest.raises(ValueError, match="microbatch_size"):
-            dpx.private_grad(loss, dp_sgd(), microbatch_size=size)  # type: ignore
+            dpx.private_updates(loss, dp_sgd(), microbatch_size=size)  # type: ignore
     with pytest.raises(ValueError, match="dpx.chain"):
-        dpx.private_grad(loss, optax.chain(dp_sgd(), optax.sgd(0.1)))  # type: ignore
+        dpx.private_updates(loss, optax.chain(dp_sgd(), optax.sgd(0.1)))  # type: ignore
     with pytest.raises(ValueError, match="second one"):
         dpx.chain(dp_sgd(), dp_sgd())
     with pytest.raises(ValueError, match="exactly one"):
-        dpx.steps_taken(optax.sgd(0.1).init(params))
+        dpx.accounting.steps_taken(optax.sgd(0.1).init(params))
     mechanism = dp_sgd(clip_norm={"w": 1.0, "c": 1.0})
     with pytest.raises(ValueError):
-        dpx.private_grad(loss, mechanism)(params, dpx.Batch(batch, None), mechanism.init(params))
+        dpx.private_updates(loss, mechanism)(params, dpx.Batch(batch, None), mechanism.init(params))
     for plain in (batch, (batch, None), jnp.ones((4, 5))):
         with pytest.raises(ValueError, match=r"dpx.Batch\(examples, included=None\) if every row counts"):
-            dpx.private_grad(loss, dp_sgd())(params, plain, dp_sgd().init(params))
+            dpx.private_updates(loss, dp_sgd())(params, plain, dp_sgd().init(params))
     for mask in ({"w": False, "b": False}, {"w": 1}, {}):
         with pytest.raises(ValueError, match="mask"):
-            dpx.coordinates.trainable(mask)
+            dpx.coordinates.trainable(mask=mask)
 
 
 def local_steps(params, user, key):
@@ -336,7 +340,7 @@ def test_an_update_of_each_user():
     }
     mechanism = dp_sgd(noise_multiplier=1.0, clip_norm=0.5)
     state, included = mechanism.init(params), jnp.array([True, True, False, True])
-    step = dpx.private_update(local_steps, mechanism, microbatch_size=3, with_key=True, has_aux=True)
+    step = dpx.private_updates_from(local_steps, mechanism, microbatch_size=3, with_key=True, has_aux=True)
     found = jax.jit(step)(params, dpx.Batch(users, included), state)
 
     @jax.jit
@@ -364,7 +368,7 @@ def test_an_update_of_each_user():
 )
 def test_an_update_that_is_not_like_the_parameters(change, message):
     params, batch = model()
-    step = dpx.private_update(lambda params, unit: change(params), dp_sgd())
+    step = dpx.private_updates_from(lambda params, unit: change(params), dp_sgd())
     with pytest.raises(ValueError, match=message):
         step(params, dpx.Batch(batch, None), dp_sgd().init(params))
 
@@ -386,9 +390,9 @@ def test_flax_modules_and_batch_statistics_are_refused(nest):
         with pytest.raises(ValueError, match=message):
             dp_sgd().init(nest(params))
         with pytest.raises(ValueError, match=message):
-            dpx.private_grad(lambda params, x: x[0], dp_sgd())(nest(params), batch, state)
+            dpx.private_updates(lambda params, x: x[0], dp_sgd())(nest(params), batch, state)
     for params in (nnx.split(module, nnx.Param, ...)[1], {"params": collections["params"]}):
-        assert dpx.steps_taken(dp_sgd().init(nest(params))) == 0
+        assert dpx.accounting.steps_taken(dp_sgd().init(nest(params))) == 0
 
 
 SHARDED = """
@@ -403,7 +407,7 @@ params = {"w": jnp.asarray(np.random.default_rng(1).normal(size=(8, 16)), jnp.fl
 batch = {"x": jnp.asarray(np.random.default_rng(2).normal(size=(24, 8)), jnp.float32), "y": jnp.ones(24)}
 included = np.arange(24) % 5 != 0
 optimizer = dpx.chain(dp_sgd(noise_multiplier=1.0), optax.trace(0.9))
-step = dpx.private_grad(loss, optimizer, with_key=True)
+step = dpx.private_updates(loss, optimizer, with_key=True)
 def run(params, batch):
     return jax.jit(step)(params, dpx.Batch(batch, included), optimizer.init(params))
 def share(array):
@@ -422,7 +426,7 @@ for kind, name in ((AxisType.Auto, "sharded"), (AxisType.Explicit, "replicated")
     if kind == AxisType.Explicit:
         assert jax.tree.map(jax.typeof, eight.updates) == jax.tree.map(jax.typeof, placed)
         assert share(eight.unreleased.losses) == share(eight.unreleased.norms) == 1 / 8
-steps, state = dpx.accumulate(loss, optimizer, with_key=True), optimizer.init(placed)
+steps, state = dpx.private_updates_in_chunks(loss, optimizer, with_key=True), optimizer.init(placed)
 sums = jax.jit(steps.add)(placed, dpx.Batch(rows, included), state)
 assert {share(leaf) for leaf in jax.tree.leaves(sums.unreleased_sums)} == {share(sums.unreleased.norms)} == {1 / 8}
 eight = jax.jit(steps.release)(placed, sums, state)

@@ -62,7 +62,7 @@ def test_ada_dpigu_equals_the_pseudo_code(relative, own, masked_loss):
     optimizer = dpx.chain(mechanism, optax.sgd(lr))
     params, batch = problem()
     state = jax.jit(optimizer.init)(params)
-    gradient = dpx.private_grad(loss, optimizer)
+    gradient = dpx.private_updates(loss, optimizer)
 
     @jax.jit
     def step(params, state):
@@ -120,18 +120,18 @@ def test_scores_of_pure_noise_are_zero():
     """Mean of |N(0, s^2)| less its known value, within 5 standard errors: false alarm below 1e-5 in all."""
     steps = 4000
     states, _ = decoded(
-        dpx.coordinates.importance_mask(0.5, warmup=steps, noise_floor=0.3), releases(steps + 1, scale=0.3)
+        dpx.coordinates.importance_mask(keep=0.5, warmup=steps, noise_floor=0.3), releases(steps + 1, scale=0.3)
     )
     error = 0.3 * math.sqrt((1 - 2 / math.pi) / steps)
     np.testing.assert_array_less(np.abs(rows(states.score)[-1]), 5 * error)
-    states, _ = decoded(dpx.coordinates.importance_mask(0.5, warmup=steps), releases(steps + 1, scale=0.3))
+    states, _ = decoded(dpx.coordinates.importance_mask(keep=0.5, warmup=steps), releases(steps + 1, scale=0.3))
     assert (rows(states.score)[-1] > 50 * error).all()
 
 
 def test_unfreezing_goes_down_the_ranking():
     keep = optax.linear_schedule(0.3, 1.0, 7, transition_begin=4)
     given = releases(14)
-    states, updates = decoded(dpx.coordinates.importance_mask(keep, warmup=4), given)
+    states, updates = decoded(dpx.coordinates.importance_mask(keep=keep, warmup=4), given)
     masks, order = rows(states.mask), np.argsort(-np.abs(rows(given)[:4]).mean(0), kind="stable")
     assert masks[:4].all() and not masks[4].all()
     for step in range(4, 14):
@@ -142,13 +142,13 @@ def test_unfreezing_goes_down_the_ranking():
 
 
 def test_what_is_frozen_stays_so_whatever_the_inner_coordinates_do():
-    moved = dpx.Coordinates(
+    moved = dpx.coordinates.Coordinates(
         init=lambda params: (),
         encode=lambda grad, state: jax.tree.map(lambda g: g + 1, grad),
         decode=lambda released, state, like: (jax.tree.map(lambda r: r - 1, released), state),
         name="move",
     )
-    coordinates = dpx.coordinates.importance_mask(0.5, warmup=1, inner=moved)
+    coordinates = dpx.coordinates.importance_mask(keep=0.5, warmup=1, inner=moved)
     given = jax.tree.map(lambda x: x[0], releases(1))
     _, state = coordinates.decode(given, coordinates.init(LIKE), LIKE)
     mask = flat(state.mask)
@@ -225,7 +225,9 @@ def test_the_published_scale_shrinks_to_the_stability():
 
 
 def test_top_fraction_keeps_the_largest_of_each_example():
-    made = noiseless(dpx.in_coordinates(dpx.dp_sgd(**BASE | {"clip_norm": 1e6}), dpx.coordinates.top_fraction(0.35)))
+    made = noiseless(
+        dpx.in_coordinates(dpx.dp_sgd(**BASE | {"clip_norm": 1e6}), dpx.coordinates.top_fraction(fraction=0.35))
+    )
     grads = jax.tree.map(lambda x: x.astype(jnp.float32), releases(4))
     state = made.init(LIKE)
     update = jax.jit(made.update)
@@ -250,17 +252,20 @@ def test_top_fraction_keeps_the_largest_of_each_example():
 @pytest.mark.parametrize(
     ("message", "make"),
     [
-        (r"keep must be in \(0, 1\], got 0", lambda: dpx.coordinates.importance_mask(0.0, warmup=1)),
-        (r"keep must be in \(0, 1\], got 1.01", lambda: dpx.coordinates.importance_mask(1.01, warmup=1)),
+        (r"keep must be in \(0, 1\], got 0", lambda: dpx.coordinates.importance_mask(keep=0.0, warmup=1)),
+        (r"keep must be in \(0, 1\], got 1.01", lambda: dpx.coordinates.importance_mask(keep=1.01, warmup=1)),
         (
             "keep must be a finite number at least 0, got nan",
-            lambda: dpx.coordinates.importance_mask(math.nan, warmup=1),
+            lambda: dpx.coordinates.importance_mask(keep=math.nan, warmup=1),
         ),
-        ("warmup must be a whole number of at least 1, got 0", lambda: dpx.coordinates.importance_mask(0.5, warmup=0)),
+        (
+            "warmup must be a whole number of at least 1, got 0",
+            lambda: dpx.coordinates.importance_mask(keep=0.5, warmup=0),
+        ),
         ("warmup must be .* got 2.0", lambda: dpx.methods.ada_dpigu(warmup=2.0, **BASE)),  # type: ignore
-        ("noise_floor must be .* got -1", lambda: dpx.coordinates.importance_mask(0.5, warmup=1, noise_floor=-1)),
+        ("noise_floor must be .* got -1", lambda: dpx.coordinates.importance_mask(keep=0.5, warmup=1, noise_floor=-1)),
         (r"example_keep must be in \(0, 1\], got 0", lambda: dpx.methods.ada_dpigu(warmup=1, example_keep=0.0, **BASE)),
-        (r"fraction must be in \(0, 1\], got 2", lambda: dpx.coordinates.top_fraction(2)),
+        (r"fraction must be in \(0, 1\], got 2", lambda: dpx.coordinates.top_fraction(fraction=2)),
         (r"mean_decay must be in \[0, 1\), got 1", lambda: dpx.coordinates.standardized(mean_decay=1)),
         (r"variance_decay must be in \[0, 1\), got -0.1", lambda: dpx.coordinates.standardized(variance_decay=-0.1)),
         ("stability must be .* got 0", lambda: dpx.coordinates.standardized(stability=0)),
@@ -284,7 +289,7 @@ def test_schedules_of_keep_are_refused_with_the_bill():
     in_the_warmup = dpx.methods.ada_dpigu(warmup=7, keep=optax.linear_schedule(1.0, 0.6, 2, transition_begin=4), **BASE)
     in_the_warmup.event(9)
     with pytest.raises(ValueError, match=r"fraction must be in \(0, 1\], got -0.5 at step 1"):
-        own = dpx.coordinates.top_fraction(optax.linear_schedule(1.0, -0.5, 1))
+        own = dpx.coordinates.top_fraction(fraction=optax.linear_schedule(1.0, -0.5, 1))
         dpx.in_coordinates(dpx.dp_sgd(**BASE), own).event(2)
 
 

@@ -168,7 +168,7 @@ def test_no_six_lines_stand_twice_in_methods():
 
 
 def test_the_public_names_are_few_and_documented():
-    assert dir(dpx) == sorted(dpx.__all__) and len(dpx.__all__) <= 42
+    assert dir(dpx) == sorted(dpx.__all__) and len(dpx.__all__) <= 35
     for name in dpx.__all__:
         assert inspect.getdoc(getattr(dpx, name)), name
         assert name in (dpx.__doc__ or ""), name

@@ -96,7 +96,7 @@ def masks_of(coordinates, like, steps):
 
 def test_gradual_cooling_keeps_exactly_the_floor_of_the_whole_tree():
     every, cooling = 3, optax.linear_schedule(0.0, 0.7, 12)
-    coordinates = dpx.coordinates.random_freeze(cooling, every=every, key=KEY)
+    coordinates = dpx.coordinates.random_freeze(freeze_rate=cooling, every=every, key=KEY)
     masks, states = masks_of(coordinates, LIKE, 21)
     rates = [0.7 * min(e * every / 12, 1) for e in range(7)]
     kept = np.repeat([math.floor((1 - r) * SIZE + 1e-6) for r in rates], every)
@@ -104,11 +104,13 @@ def test_gradual_cooling_keeps_exactly_the_floor_of_the_whole_tree():
     for start in range(0, 21, every):
         assert (masks[start : start + every] == masks[start]).all()
     assert (masks[15] != masks[18]).any()  # drawn anew though the rate stands still
-    again, _ = masks_of(dpx.coordinates.random_freeze(cooling, every=every, key=KEY), LIKE, 7)
+    again, _ = masks_of(dpx.coordinates.random_freeze(freeze_rate=cooling, every=every, key=KEY), LIKE, 7)
     assert (again == masks[:7]).all()
-    other, _ = masks_of(dpx.coordinates.random_freeze(cooling, every=every, key=jax.random.key(4)), LIKE, 21)
+    other, _ = masks_of(
+        dpx.coordinates.random_freeze(freeze_rate=cooling, every=every, key=jax.random.key(4)), LIKE, 21
+    )
     assert (other != masks).any()
-    every, _ = masks_of(dpx.coordinates.random_freeze(0.5, every=1, key=KEY), LIKE, 20)
+    every, _ = masks_of(dpx.coordinates.random_freeze(freeze_rate=0.5, every=1, key=KEY), LIKE, 20)
     assert (every.sum(1) == 5).all() and len({tuple(mask) for mask in every}) > 15
 
 
@@ -180,7 +182,7 @@ def test_freeze_equals_the_pseudo_code(kind):
         mechanism = dpx.methods.random_freeze_sgd(freeze_rate=schedule, posterior=kind == "posterior", **options)
     optimizer = dpx.chain(mechanism, optax.sgd(lr, momentum=momentum))
     (params, batch), masks = problem(), []
-    state, gradient = jax.jit(optimizer.init)(params), jax.jit(dpx.private_grad(loss, optimizer))
+    state, gradient = jax.jit(optimizer.init)(params), jax.jit(dpx.private_updates(loss, optimizer))
     for _ in range(epochs * steps):
         masks.append(flat(state.inner.coordinates[0].mask))
         updates, state, _ = gradient(params, dpx.Batch(batch, None), state)
@@ -214,7 +216,7 @@ def test_ghost_norms_follow_a_mask():
 
     params = {"first": normal(0, 4, 3), "second": normal(1, 3, 2)}
     base = dpx.dp_sgd(clip_norm=1e-3, noise_multiplier=1.0, sampling=SAMPLING, key=KEY)
-    made = noiseless(dpx.in_coordinates(base, dpx.coordinates.random_freeze(0.4, every=2, key=KEY)))
+    made = noiseless(dpx.in_coordinates(base, dpx.coordinates.random_freeze(freeze_rate=0.4, every=2, key=KEY)))
     assert made.supports_ghost_norms
     (sums,) = assert_agrees(network, params, normal(2, 5, 6, 4), made=made, clipping=("ghost",))
     np.testing.assert_array_equal(flat(sums) != 0, flat(made.init(params).coordinates[0].mask) != 0)
@@ -240,7 +242,7 @@ def test_the_bill_is_that_of_dp_sgd():
 
 
 def test_packed_updates_come_back_exactly():
-    coordinates = dpx.coordinates.random_freeze(optax.linear_schedule(0.3, 0.7, 4), every=2, key=KEY)
+    coordinates = dpx.coordinates.random_freeze(freeze_rate=optax.linear_schedule(0.3, 0.7, 4), every=2, key=KEY)
     mechanism = dpx.in_coordinates(
         dpx.dp_sgd(clip_norm=1.0, noise_multiplier=1.0, sampling=SAMPLING, key=KEY), coordinates
     )
@@ -299,8 +301,8 @@ def test_the_trainer_knows_the_methods(method):
 @pytest.mark.parametrize("rate", [-0.1, 1.0, 1.5, math.nan, "half"])
 def test_freeze_rates_outside_0_1_are_refused(rate):
     for make in (
-        lambda: dpx.coordinates.random_freeze(rate, every=1, key=KEY),
-        lambda: dpx.coordinates.ranked_freeze(rate, every=1),
+        lambda: dpx.coordinates.random_freeze(freeze_rate=rate, every=1, key=KEY),
+        lambda: dpx.coordinates.ranked_freeze(freeze_rate=rate, every=1),
     ):
         with pytest.raises(ValueError, match="freeze_rate must be"):
             make()
@@ -309,9 +311,9 @@ def test_freeze_rates_outside_0_1_are_refused(rate):
 @pytest.mark.parametrize("every", [0, -1, 1.5, True])
 def test_periods_below_1_are_refused(every):
     with pytest.raises(ValueError, match="every must be a whole number of at least 1, got"):
-        dpx.coordinates.random_freeze(0.5, every=every, key=KEY)
+        dpx.coordinates.random_freeze(freeze_rate=0.5, every=every, key=KEY)
     with pytest.raises(ValueError, match="every must be a whole number of at least 1, got"):
-        dpx.coordinates.ranked_freeze(0.5, every=every)
+        dpx.coordinates.ranked_freeze(freeze_rate=0.5, every=every)
 
 
 def test_schedules_that_leave_0_1_are_refused_with_the_bill():
@@ -326,6 +328,6 @@ def test_schedules_that_leave_0_1_are_refused_with_the_bill():
 
 def test_random_freeze_needs_a_key():
     with pytest.raises(TypeError, match="key"):
-        dpx.coordinates.random_freeze(0.5, every=1)  # type: ignore
+        dpx.coordinates.random_freeze(freeze_rate=0.5, every=1)  # type: ignore
     with pytest.raises(ValueError, match="key"):
-        dpx.coordinates.random_freeze(0.5, every=1, key=None)  # type: ignore
+        dpx.coordinates.random_freeze(freeze_rate=0.5, every=1, key=None)  # type: ignore

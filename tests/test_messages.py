@@ -89,7 +89,7 @@ GIVEN = {
     "train": lambda trial: None,
     "trials": 2,
     "tree": PARAMS,
-    "update_of_one": lambda params, x: params,
+    "update_of_unit": lambda params, x: params,
     "updates": jax.tree.map(lambda p: np.ones((4, *p.shape), np.float32), PARAMS),
     "users": list(range(40)),
     "value": 1.0,
@@ -114,8 +114,8 @@ def public_functions():
     yield "Mechanism.init", MECHANISM.init
     yield "Mechanism.update", MECHANISM.update
     yield "Mechanism.replace", MECHANISM.replace
-    yield "step", dpx.private_grad(loss, MECHANISM)
-    yield "compiled step", jax.jit(dpx.private_grad(loss, MECHANISM))
+    yield "step", dpx.private_updates(loss, MECHANISM)
+    yield "compiled step", jax.jit(dpx.private_updates(loss, MECHANISM))
 
 
 # Functions that would run for long if the misplaced argument is none that they read.
@@ -212,12 +212,12 @@ def printed():
     """Results whose fields hold arrays, with NUMBER in each array that is as secret as the data."""
     data, params = np.full((40, 3), NUMBER, np.float32), {"w": np.full(3, NUMBER, np.float32)}
     key = MISPLACED["typed key"]
-    unreleased = dpx.Unreleased(data[:, 0], data[:, 0], {"aux": data})
+    unreleased = dpx.gradients.Unreleased(data[:, 0], data[:, 0], {"aux": data})
     report = dpx.privacy_report(MECHANISM, 3, delta=1e-5)
     bill = dpx.accounting.best_of((MECHANISM, 3), trials=2, score_on="public")
     yield dpx.fitting.Progress(3, 0.5, params, STATE, {"accuracy": 0.75}, NUMBER, unreleased, data[:, 0] > 0)
     yield dpx.fitting.FitResult(params, STATE, 3, 0.5, 1e-5, report, [{"step": 3, "unreleased_loss": NUMBER}])
-    yield dpx.PrivateGradient(params, STATE, unreleased)
+    yield dpx.gradients.PrivateUpdates(params, STATE, unreleased)
     yield dpx.Batch(data, np.ones(40, bool))
     yield dpx.tuning.SearchResult({"lr": 0.25}, params, 0.5, 3, 0.5, 1e-5, bill, report)
     yield dpx.tuning.Trial({"lr": 0.25}, MECHANISM, key, None)

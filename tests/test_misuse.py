@@ -55,7 +55,7 @@ def resumed(before, after, steps=3):
 
 def gradient_of(mechanism):
     """Jitted, because every operation outside of jit is a program of its own."""
-    return jax.jit(dpx.private_grad(loss, mechanism))
+    return jax.jit(dpx.private_updates(loss, mechanism))
 
 
 def step_of(mechanism, batch):
@@ -64,7 +64,7 @@ def step_of(mechanism, batch):
 
 def frozen(mask):
     """A state under layers that the mask freezes."""
-    return dpx.in_coordinates(dp_sgd(), dpx.coordinates.trainable(mask)).init(PARAMS)
+    return dpx.in_coordinates(dp_sgd(), dpx.coordinates.trainable(mask=mask)).init(PARAMS)
 
 
 def tiny(batch_size=ROWS):
@@ -96,7 +96,7 @@ def beyond_the_plan():
     return SAMPLING.take(DATA, KEY, released(mechanism, 3))
 
 
-@dpx.calibrated
+@dpx.accounting.accepts_budget
 def projected(*, noise_multiplier):
     return dpx.mechanisms.clip_then_project(dp_sgd(noise_multiplier), rank=12, kind="gaussian", key=KEY)
 
@@ -200,7 +200,7 @@ REFUSED = {
     "a chain inside of coordinates": (
         lambda: released(
             dpx.in_coordinates(
-                dpx.chain(dp_sgd(), optax.adamw(0.1)), dpx.coordinates.trainable({"w": True, "b": False})
+                dpx.chain(dp_sgd(), optax.adamw(0.1)), dpx.coordinates.trainable(mask={"w": True, "b": False})
             ),
             1,
         ),
@@ -253,14 +253,14 @@ REFUSED = {
         "must be a dpx Mechanism",
     ),
     "the steps of an optax chain": (
-        lambda: dpx.max_steps(optax.chain(dp_sgd(), optax.sgd(0.1)), epsilon=1.0, delta=1e-5),
+        lambda: dpx.accounting.max_steps(optax.chain(dp_sgd(), optax.sgd(0.1)), epsilon=1.0, delta=1e-5),
         "must be a dpx Mechanism",
     ),
     "a search by a score on private data": (
         lambda: dpx.tuning.search(
             lambda trial: None,
-            [0.1, 1.0],
-            lambda params: 0.0,
+            configurations=[0.1, 1.0],
+            score=lambda params: 0.0,
             optimizer=lambda rate, key: dp_sgd(key=key),
             key=KEY,
             trials=10,
@@ -341,11 +341,11 @@ REFUSED = {
     # a chain in the wrong order
     "optax first in dpx.chain": (lambda: dpx.chain(optax.clip(1.0), dp_sgd()), "must come first"),
     "an optax chain in coordinates": (
-        lambda: dpx.in_coordinates(optax.chain(dp_sgd()), dpx.coordinates.trainable({"w": True, "b": False})),
+        lambda: dpx.in_coordinates(optax.chain(dp_sgd()), dpx.coordinates.trainable(mask={"w": True, "b": False})),
         "must come first",
     ),
     "coordinates in dpx.chain": (
-        lambda: dpx.chain(dp_sgd(), dpx.coordinates.trainable({"w": True, "b": False})),  # type: ignore
+        lambda: dpx.chain(dp_sgd(), dpx.coordinates.trainable(mask={"w": True, "b": False})),  # type: ignore
         r"write dpx.in_coordinates\(mechanism, coordinates\)",
     ),
     "an optax transform among coordinates": (
@@ -358,19 +358,19 @@ REFUSED = {
     "a mask of arrays": (lambda: frozen({"w": jnp.ones((5, 2), bool), "b": True}), "mask must give Python bools"),
     "a path that gives no bool": (lambda: frozen(lambda path: path.find("w")), "mask must give Python bools"),
     # several runs
-    "two runs with one key": (lambda: dpx.compose(*SAME_KEY, shared_batches=False), "a key of its own"),
+    "two runs with one key": (lambda: dpx.compose_runs(*SAME_KEY, shared_batches=False), "a key of its own"),
     "two runs with one key on shared batches": (
-        lambda: dpx.compose(*SAME_KEY, shared_batches=True),
+        lambda: dpx.compose_runs(*SAME_KEY, shared_batches=True),
         "a key of its own",
     ),
     # budgets
     "a budget inside a wrapper that costs more": (
         lambda: dpx.mechanisms.clip_then_project(dp_sgd(BUDGET), rank=12, kind="gaussian", key=KEY),
-        "put dpx.calibrated on the function",
+        "put dpx.accounting.accepts_budget on the function",
     ),
     "another event for a calibrated mechanism": (
         lambda: dp_sgd(BUDGET).replace(event=lambda steps: None),
-        "put dpx.calibrated on the function",
+        "put dpx.accounting.accepts_budget on the function",
     ),
     "a budget of no epochs": (lambda: dpx.Budget(epsilon=2.0, delta=1e-5, epochs=0), "epochs must be a finite number"),
     "a budget of no length": (lambda: dpx.Budget(epsilon=2.0, delta=1e-5), "exactly one of steps and epochs"),
@@ -380,11 +380,14 @@ REFUSED = {
     ),
     "a schedule of a budget": (
         lambda: dp_sgd(optax.linear_schedule(BUDGET, 1.0, 100)).event(1),
-        "a Budget is not a number: .* decorate a function of noise_multiplier with dpx.calibrated",
+        "a Budget is not a number: .* decorate a function of noise_multiplier with dpx.accounting.accepts_budget",
     ),
     "a multiple of a budget": (lambda: dp_sgd(2.0 * BUDGET), "a Budget is not a number"),
     "a budget of no steps": (lambda: dpx.Budget(epsilon=2.0, delta=1e-5, steps=0), "steps must be a whole number"),
-    "calibrated on what takes no noise": (lambda: dpx.calibrated(lambda clip_norm: None), "noise_multiplier"),
+    "calibrated on what takes no noise": (
+        lambda: dpx.accounting.accepts_budget(lambda clip_norm: None),
+        "noise_multiplier",
+    ),
     "noise from the data": (lambda: jax.jit(lambda x: dp_sgd(x).event(1))(jnp.ones(())), "traced"),
 }
 
@@ -476,7 +479,7 @@ def test_batches_of_another_sampling_are_not_billed():
             assert dpx.epsilon(mechanism, after, delta=1e-5) > 0
     with pytest.raises(ValueError, match="drawn by another sampling than the one that is billed"):
         dpx.epsilon(mechanism, after, delta=1e-5)
-    assert dpx.check(loss, mechanism, PARAMS, batch).findings[0].name == "drawn"
+    assert dpx.check_setup(loss, mechanism, PARAMS, batch).findings[0].name == "drawn"
 
 
 def test_a_step_that_was_compiled_with_another_key_is_not_billed():
@@ -488,7 +491,7 @@ def test_a_step_that_was_compiled_with_another_key_is_not_billed():
     for question in (
         lambda: dpx.epsilon(mine, wrong, delta=1e-5),
         lambda: dpx.privacy_report(mine, wrong, delta=1e-5),
-        lambda: dpx.compose((mine, wrong), (others, 1), shared_batches=False),
+        lambda: dpx.compose_runs((mine, wrong), (others, 1), shared_batches=False),
     ):
         with pytest.raises(ValueError, match="drawn with another key than the mechanism's"):
             question()
@@ -514,7 +517,7 @@ def test_runs_on_different_units_are_not_added():
     for number, (name, data) in enumerate(units.items()):
         sampling = dpx.PoissonSampling(examples=1000 if name == "example" else 100, batch_size=5)
         mechanism = dp_sgd(sampling=sampling, key=jax.random.key(number))
-        gradient = jax.jit(dpx.private_grad(loss if name == "example" else user_loss, mechanism))
+        gradient = jax.jit(dpx.private_updates(loss if name == "example" else user_loss, mechanism))
         state = mechanism.init(PARAMS)
         batch = mechanism.sampling.take(data, mechanism.key, state)
         makers[name], runs[name] = mechanism, (mechanism, gradient(PARAMS, batch, state).state)
@@ -522,17 +525,17 @@ def test_runs_on_different_units_are_not_added():
         assert int(chunk.drawn.unit) == int(runs[name][1].unit) == unit_mark({"household": "home"}.get(name, name))
     for one, other in (("example", "user"), ("user", "household")):
         with pytest.raises(ValueError, match="protect the same unit"):
-            dpx.compose(runs[one], runs[other], shared_batches=False)
-        earlier = dpx.compose(runs[one], shared_batches=False)
+            dpx.compose_runs(runs[one], runs[other], shared_batches=False)
+        earlier = dpx.compose_runs(runs[one], shared_batches=False)
         with pytest.raises(ValueError, match="protect the same unit"):
-            dpx.compose(earlier, runs[other], shared_batches=False)
+            dpx.compose_runs(earlier, runs[other], shared_batches=False)
         trials = {"trials": 2, "score_on": "public"}
         with pytest.raises(ValueError, match="protect the same unit"):
             dpx.accounting.best_of(runs[one], runs[other], **trials)
         with pytest.raises(ValueError, match="protect the same unit"):
-            dpx.compose(dpx.accounting.best_of(runs[one], **trials), runs[other], shared_batches=False)
+            dpx.compose_runs(dpx.accounting.best_of(runs[one], **trials), runs[other], shared_batches=False)
     with pytest.warns(UserWarning, match=r"sample from \[100, 1000\] units"):
-        dpx.compose(runs["example"], (makers["user"], 1), shared_batches=False)
+        dpx.compose_runs(runs["example"], (makers["user"], 1), shared_batches=False)
     mechanism, state = runs["user"]
     mixed = SAMPLING.take(DATA, mechanism.key, dp_sgd().init(PARAMS))
     drawn = mixed.drawn._replace(step=1, sampling=state.terms[0])
@@ -559,7 +562,7 @@ def test_a_private_gradient_is_not_differentiated():
     batch = dpx.Batch(tiny(), jnp.ones(ROWS, bool))
 
     def released_bias(params):
-        return dpx.private_grad(loss, mechanism)(params, batch, mechanism.init(params)).updates["b"][0]
+        return dpx.private_updates(loss, mechanism)(params, batch, mechanism.init(params)).updates["b"][0]
 
     with pytest.raises(ValueError, match="must not be differentiated"):
         jax.eval_shape(jax.grad(released_bias), PARAMS)
@@ -621,24 +624,24 @@ def test_an_unhashable_schedule_is_one_number_for_clip_and_noise():
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
 def test_runs_on_shared_batches_cost_more_than_apart(accountant):
     one, other = dp_sgd(1.0), dp_sgd(2.0, key=jax.random.key(4))
-    shared = dpx.compose((one, 40), (other, 30), shared_batches=True)
-    apart = dpx.compose((one, 40), (other, 30), shared_batches=False)
+    shared = dpx.compose_runs((one, 40), (other, 30), shared_batches=True)
+    apart = dpx.compose_runs((one, 40), (other, 30), shared_batches=False)
     together = 1.25**-0.5
     by_hand = event_epsilon(
         SAMPLING.event(np.r_[np.full(30, together), np.ones(10)]), delta=1e-5, accountant=accountant
     )
-    assert shared.epsilon(1e-5, accountant=accountant) == pytest.approx(by_hand)
-    assert shared.epsilon(1e-5, accountant=accountant) > apart.epsilon(1e-5, accountant=accountant)
-    assert apart.epsilon(1e-5, accountant=accountant) > dpx.epsilon(one, 40, delta=1e-5, accountant=accountant)
-    assert shared.delta(1.0) > apart.delta(1.0)
+    assert shared.epsilon(delta=1e-5, accountant=accountant) == pytest.approx(by_hand)
+    assert shared.epsilon(delta=1e-5, accountant=accountant) > apart.epsilon(delta=1e-5, accountant=accountant)
+    assert apart.epsilon(delta=1e-5, accountant=accountant) > dpx.epsilon(one, 40, delta=1e-5, accountant=accountant)
+    assert shared.delta(epsilon=1.0) > apart.delta(epsilon=1.0)
 
 
 def test_shared_batches_cost_what_is_known():
     """Figures worked out by another accountant: Poisson rate .01, noise multipliers 1, 1000 steps."""
     sampling = dpx.PoissonSampling(examples=1000, batch_size=10)
     runs = [(dp_sgd(sampling=sampling, key=jax.random.key(seed)), 1000) for seed in range(2)]
-    assert dpx.compose(*runs, shared_batches=True).epsilon(1e-5) == pytest.approx(4.47, rel=5e-3)
-    assert dpx.compose(*runs, shared_batches=False).epsilon(1e-5) == pytest.approx(2.58, rel=5e-3)
+    assert dpx.compose_runs(*runs, shared_batches=True).epsilon(delta=1e-5) == pytest.approx(4.47, rel=5e-3)
+    assert dpx.compose_runs(*runs, shared_batches=False).epsilon(delta=1e-5) == pytest.approx(2.58, rel=5e-3)
 
 
 def test_runs_that_drew_with_one_key_are_composed_as_sharing_their_batches():
@@ -651,17 +654,20 @@ def test_runs_that_drew_with_one_key_are_composed_as_sharing_their_batches():
             state = mechanism.init(PARAMS)
             runs[name].append((mechanism, gradient(PARAMS, SAMPLING.take(DATA, key, state), state).state))
     with pytest.raises(ValueError, match="drew their batches with one key"):
-        dpx.compose(*runs["one"], shared_batches=False)
+        dpx.compose_runs(*runs["one"], shared_batches=False)
     with pytest.raises(ValueError, match="drew their batches with several keys"):
-        dpx.compose(*runs["two"], shared_batches=True)
+        dpx.compose_runs(*runs["two"], shared_batches=True)
     (mechanism, gradient), state = gradients[0], runs["one"][0][1]
     for key in (jax.random.key(4), KEY):  # another key for one step, and the first again
         state = gradient(PARAMS, SAMPLING.take(DATA, key, state), state).state
     for shared_batches in (False, True):
         with pytest.raises(ValueError, match="one of these runs drew its batches with several keys"):
-            dpx.compose((mechanism, state), runs["one"][1], shared_batches=shared_batches)
-    shared, apart = dpx.compose(*runs["one"], shared_batches=True), dpx.compose(*runs["two"], shared_batches=False)
-    assert shared.epsilon(1e-5) > apart.epsilon(1e-5) > 0
+            dpx.compose_runs((mechanism, state), runs["one"][1], shared_batches=shared_batches)
+    shared, apart = (
+        dpx.compose_runs(*runs["one"], shared_batches=True),
+        dpx.compose_runs(*runs["two"], shared_batches=False),
+    )
+    assert shared.epsilon(delta=1e-5) > apart.epsilon(delta=1e-5) > 0
 
 
 def test_what_compose_refuses():
@@ -679,10 +685,10 @@ def test_what_compose_refuses():
         (((one, released(dp_sgd(2.0))), (other, 3)), False, "other noise"),
     ]:
         if message is None:
-            assert dpx.compose(*runs, shared_batches=shared).epsilon(1e-5) > 0
+            assert dpx.compose_runs(*runs, shared_batches=shared).epsilon(delta=1e-5) > 0
             continue
         with pytest.raises(ValueError, match=message):
-            dpx.compose(*runs, shared_batches=shared)
+            dpx.compose_runs(*runs, shared_batches=shared)
 
 
 def test_a_budget_is_that_of_the_outermost_composition():

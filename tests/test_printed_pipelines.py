@@ -47,7 +47,7 @@ def release_of_unit_noise(case: Case, monkeypatch: pytest.MonkeyPatch):
     return release(jax.tree.map(jnp.zeros_like, PARAMS))
 
 
-def constant(coordinates: dpx.Coordinates, state) -> dict:
+def constant(coordinates: dpx.coordinates.Coordinates, state) -> dict:
     """The update that 1 in every encoded coordinate is decoded to."""
     encoded = coordinates.encode(PARAMS, state)
     return coordinates.decode(jax.tree.map(lambda x: jnp.ones(x.shape), encoded), state, PARAMS)[0]

@@ -223,7 +223,7 @@ def test_ghost_norms_follow_what_only_scales_or_comes_after_the_clip(order):
     }[order](reduction_rate=0.3, kind="subset", key=KEY)
     state = projected.init(params)
     by_vmap, by_ghost = (
-        jax.jit(dpx.private_grad(loss, projected, clipping=clipping))(params, dpx.Batch(batch, None), state).updates
+        jax.jit(dpx.private_updates(loss, projected, norms=clipping))(params, dpx.Batch(batch, None), state).updates
         for clipping in ("vmap", "ghost")
     )
     for name in params:
@@ -231,7 +231,7 @@ def test_ghost_norms_follow_what_only_scales_or_comes_after_the_clip(order):
 
 
 def test_frozen_layers_are_not_projected():
-    frozen = dpx.coordinates.trainable({"kernel": True, "bias": False, "scale": True})
+    frozen = dpx.coordinates.trainable(mask={"kernel": True, "bias": False, "scale": True})
     mechanism = dpx.in_coordinates(
         base(), frozen, dpx.coordinates.random_projection(rank=9, kind="orthonormal", key=KEY)
     )
@@ -310,7 +310,7 @@ def test_equals_the_pseudo_code(name):
         project_first="order" not in options and "kind" in options,
     )
     state = mechanism.init(params)
-    gradient = jax.jit(dpx.private_grad(loss, mechanism, clipping="vmap"))
+    gradient = jax.jit(dpx.private_updates(loss, mechanism, norms="vmap"))
     for _ in range(steps):
         updates, state, _ = gradient(params, dpx.Batch(batch, None), state)
         params = jax.tree.map(lambda p, u: p - learning_rate * u, params, updates)

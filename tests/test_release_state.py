@@ -90,7 +90,7 @@ ACCEPTED = {
     "dpx.chain": lambda: moved(dpx.chain(dp_sgd(), optax.adam(0.1))),
     "dpx.chain in optax.chain": lambda: moved(optax.chain(dpx.chain(dp_sgd(), optax.adam(0.1)), optax.scale(2.0))),
     "coordinates": lambda: moved(
-        dpx.in_coordinates(dp_sgd(), dpx.coordinates.random_freeze(0.5, every=3, key=jax.random.key(1)))
+        dpx.in_coordinates(dp_sgd(), dpx.coordinates.random_freeze(freeze_rate=0.5, every=3, key=jax.random.key(1)))
     ),
     "TrainState": train_state,
     "nnx.Optimizer": nnx_optimizer,
@@ -105,7 +105,7 @@ ACCEPTED = {
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_accepted(name, promoting):
     state = ACCEPTED[name]()
-    assert dpx.steps_taken(state) == 2
+    assert dpx.accounting.steps_taken(state) == 2
     mechanism = dp_sgd(sampling=dpx.FullBatch(examples=ROWS)) if name == "Lookahead" else dp_sgd()
     assert dpx.epsilon(mechanism, state, delta=1e-5) == dpx.epsilon(mechanism, 2, delta=1e-5) > 0
 
@@ -183,11 +183,11 @@ class Flax:
 
 def test_what_may_be_shown_has_nothing_unreleased():
     secret, shown = jnp.ones(3), jnp.zeros(2)
-    assert dpx.public_state(Flax(3, secret)) == Flax(3, None)
+    assert dpx.publishable_state(Flax(3, secret)) == Flax(3, None)
     module = nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
-    shown_module = dpx.public_state(module)  # its containers can be called, and are no functions for that
+    shown_module = dpx.publishable_state(module)  # its containers can be called, and are no functions for that
     jax.tree.map(np.testing.assert_array_equal, shown_module, module)
-    nested = dpx.public_state({"state": (Flax(3, secret), [shown])})
+    nested = dpx.publishable_state({"state": (Flax(3, secret), [shown])})
     assert nested["state"][0] == Flax(3, None) and nested["state"][1][0] is shown
     flat = {
         ("unreleased_error", "b"): secret,
@@ -195,13 +195,13 @@ def test_what_may_be_shown_has_nothing_unreleased():
         '.unreleased_error["w"]': secret,
         "inner/unreleased_error/w": secret,
         "opt.0.unreleased_error": secret,
-        "metrics": dpx.Unreleased(secret, secret, secret),
+        "metrics": dpx.gradients.Unreleased(secret, secret, secret),
         "unreleased": secret,
         jax.tree_util.GetAttrKey("unreleased_error"): secret,
         ("release", "step"): shown,
         "mean": shown,
     }
-    public = dpx.public_state(flat)
+    public = dpx.publishable_state(flat)
     assert [name for name, part in public.items() if part is not None] == [("release", "step"), "mean"]
     assert all(public[name] is shown for name in (("release", "step"), "mean"))
 
@@ -241,7 +241,7 @@ def test_the_same_noise_in_another_order_is_other_noise(made, billed, sampling):
     for question in (
         lambda: dpx.epsilon(billing, state, delta=1e-5),
         lambda: dpx.privacy_report(billing, state, delta=1e-5),
-        lambda: dpx.compose((billing, state), shared_batches=False),
+        lambda: dpx.compose_runs((billing, state), shared_batches=False),
     ):
         with pytest.raises(ValueError, match="in another order"):
             question()
@@ -307,7 +307,7 @@ class _UnreleasedSums(Registered):
     pass
 
 
-class Sums(dpx.Unreleased):
+class Sums(dpx.gradients.Unreleased):
     pass
 
 
@@ -343,17 +343,19 @@ def test_what_cannot_be_read_by_name_is_refused():
     for refused in (WithoutNames(data), objects, table, table[0], Registered(data), {1, 2}):
         for state in (refused, {"inner": [refused]}, Capitals(0, refused), Fields(0, refused)):
             with pytest.raises(ValueError, match="^state must ") as failed:
-                dpx.public_state(state)
+                dpx.publishable_state(state)
             assert str(SECRET) not in str(failed.value)
 
 
 def test_other_spellings_and_types_of_what_is_unreleased():
     data, step = np.full(3, SECRET), 3
-    assert dpx.public_state(Capitals(data, step)) == Capitals(None, step)
-    assert dpx.public_state(Fields(data, Fields(data, None))) == Fields(None, Fields(None, None))
-    assert dpx.public_state(WithNames(data)).unreleased_error is None
+    assert dpx.publishable_state(Capitals(data, step)) == Capitals(None, step)
+    assert dpx.publishable_state(Fields(data, Fields(data, None))) == Fields(None, Fields(None, None))
+    assert dpx.publishable_state(WithNames(data)).unreleased_error is None
     nested = {"a": {"b": {"UNRELEASED": data, "c": step}}, ("x", "Unreleased_y"): data, b"unreleased": data}
-    assert dpx.public_state(nested) == {"a": {"b": {"UNRELEASED": None, "c": step}}} | dict.fromkeys(list(nested)[1:])
+    assert dpx.publishable_state(nested) == {"a": {"b": {"UNRELEASED": None, "c": step}}} | dict.fromkeys(
+        list(nested)[1:]
+    )
     secrets = [
         _UnreleasedSums(data),
         Sums(data, data, data),
@@ -364,4 +366,4 @@ def test_other_spellings_and_types_of_what_is_unreleased():
         dpx.secret_key(),
         None,
     ]
-    assert dpx.public_state(secrets) == [None] * len(secrets)
+    assert dpx.publishable_state(secrets) == [None] * len(secrets)

@@ -98,7 +98,7 @@ def test_an_array_that_a_schedule_reads_is_changed_in_place(wrap):
         sampling=dpx.FullBatch(examples=2),
         key=KEY,
     )
-    step = dpx.private_grad(lambda p, x: 100 * jnp.sum(x * p["w"]), mechanism, microbatch_size=1)
+    step = dpx.private_updates(lambda p, x: 100 * jnp.sum(x * p["w"]), mechanism, microbatch_size=1)
     batch, state = dpx.Batch(jnp.ones((2, 5)), None), mechanism.init(params)
     _, state, _ = step(params, batch, state)
     table[:] = 10
@@ -191,10 +191,13 @@ def test_the_noise_of_every_step_is_the_billed_one(name):
 def test_formulas():
     steps = np.arange(STEPS)
     for schedule, expected in [
-        (schedules.inverse_power(3.05, power=0.25), 3.05 * (steps + 1) ** -0.25),
-        (schedules.every(5, schedules.inverse_power(3.05, power=0.5)), 3.05 * (steps // 5 + 1) ** -0.5),
-        (schedules.growing_mu(2.0, rho_mu=5.0, steps=STEPS), 2 * 5 ** (-(steps + 1) / STEPS)),
-        (schedules.sensitivity_decay(0.1, rho_c=5.0, steps=STEPS), 0.1 * 5 ** (-(steps + 1) / STEPS)),
+        (schedules.inverse_power(init_value=3.05, power=0.25), 3.05 * (steps + 1) ** -0.25),
+        (
+            schedules.every(schedules.inverse_power(init_value=3.05, power=0.5), steps=5),
+            3.05 * (steps // 5 + 1) ** -0.5,
+        ),
+        (schedules.growing_mu(noise_multiplier=2.0, rho_mu=5.0, steps=STEPS), 2 * 5 ** (-(steps + 1) / STEPS)),
+        (schedules.sensitivity_decay(clip_norm=0.1, rho_c=5.0, steps=STEPS), 0.1 * 5 ** (-(steps + 1) / STEPS)),
     ]:
         np.testing.assert_allclose(over(schedule, STEPS), expected, rtol=1e-6)
         np.testing.assert_array_equal(  # the bill reads what a jitted step runs with
@@ -218,12 +221,12 @@ def test_what_the_paper_s_calibration_truly_costs():
     mu = gdp.mu_0(epsilon=2.0, delta=1 / 600000, sampling_rate=0.01, steps=500, growth=1 / 0.3)
     mechanism = dynamic(noise_multiplier=1 / mu, rho_mu=1 / 0.3, steps=500)
     assert mu == pytest.approx(0.54503058, abs=1e-7)
-    multipliers = over(schedules.growing_mu(1 / 0.54503058, rho_mu=1 / 0.3, steps=500), 500)
+    multipliers = over(schedules.growing_mu(noise_multiplier=1 / 0.54503058, rho_mu=1 / 0.3, steps=500), 500)
     assert multipliers[0] == pytest.approx(1.830347, abs=1e-6) and multipliers[-1] == pytest.approx(0.550428, abs=1e-6)
     assert dpx.epsilon(mechanism, 500, delta=1 / 600000) == pytest.approx(4.7762, abs=5e-4)
     assert dpx.epsilon(mechanism, 500, delta=1 / 600000, accountant="rdp") == pytest.approx(5.864, abs=5e-4)
-    assert gdp.mu_total(multipliers, 0.01) == pytest.approx(0.45878426, abs=1e-6)
-    assert schedule_epsilon(multipliers, 0.01, delta=1 / 600000).lower <= 4.7762 + 5e-4
+    assert gdp.mu_total(multipliers, sampling_rate=0.01) == pytest.approx(0.45878426, abs=1e-6)
+    assert schedule_epsilon(multipliers, sampling_rate=0.01, delta=1 / 600000).lower <= 4.7762 + 5e-4
 
 
 def test_sensitivity_decay_costs_what_static_noise_costs():

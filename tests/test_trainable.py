@@ -51,20 +51,20 @@ def adamw():
     return optax.trace(0.9), optax.ema(0.9), masked, optax.adamw(0.1, weight_decay=0.5)
 
 
-FREEZE = random_freeze(0.5, every=2, key=KEY)
+FREEZE = random_freeze(freeze_rate=0.5, every=2, key=KEY)
 COMPOSED = {
-    "mask": lambda: dpx.in_coordinates(dp_sgd(), trainable(LORA)),
-    "path, replaced": lambda: dpx.in_coordinates(dp_sgd(), trainable(in_path)).replace(stages=("mine",)),
-    "random freeze around": lambda: dpx.in_coordinates(dp_sgd(), FREEZE, trainable(in_path)),
-    "random freeze within": lambda: dpx.in_coordinates(dpx.in_coordinates(dp_sgd(), FREEZE), trainable(in_path)),
-    "standardized around": lambda: dpx.in_coordinates(dp_sgd(), standardized(), trainable(LORA)),
+    "mask": lambda: dpx.in_coordinates(dp_sgd(), trainable(mask=LORA)),
+    "path, replaced": lambda: dpx.in_coordinates(dp_sgd(), trainable(mask=in_path)).replace(stages=("mine",)),
+    "random freeze around": lambda: dpx.in_coordinates(dp_sgd(), FREEZE, trainable(mask=in_path)),
+    "random freeze within": lambda: dpx.in_coordinates(dpx.in_coordinates(dp_sgd(), FREEZE), trainable(mask=in_path)),
+    "standardized around": lambda: dpx.in_coordinates(dp_sgd(), standardized(), trainable(mask=LORA)),
     "calibrated": lambda: frozen_and_calibrated(noise_multiplier=dpx.Budget(epsilon=8.0, delta=1e-3, steps=3)),
 }
 
 
-@dpx.calibrated
+@dpx.accounting.accepts_budget
 def frozen_and_calibrated(*, noise_multiplier: Any):
-    return dpx.in_coordinates(dp_sgd(noise_multiplier=noise_multiplier), trainable(in_path))
+    return dpx.in_coordinates(dp_sgd(noise_multiplier=noise_multiplier), trainable(mask=in_path))
 
 
 @pytest.mark.parametrize("name", COMPOSED)
@@ -83,7 +83,7 @@ def test_what_is_frozen_stays_bit_for_bit_whatever_stands_behind(name, promoting
 
 def test_the_transforms_do_to_the_trained_what_they_do_alone(promoting):
     """The same run, on the trainable layers alone: the same parameters and states."""
-    whole, state = run(dpx.chain(dpx.in_coordinates(dp_sgd(), trainable(LORA)), *adamw()), params())
+    whole, state = run(dpx.chain(dpx.in_coordinates(dp_sgd(), trainable(mask=LORA)), *adamw()), params())
     alone, alone_state = run(dpx.chain(dp_sgd(), *adamw()), {"lora_a": params()["layer"]["lora_a"]})
     np.testing.assert_allclose(whole["layer"]["lora_a"], alone["lora_a"], rtol=1e-6)
     for found, expected in zip(jax.tree.leaves(state), jax.tree.leaves(alone_state), strict=True):
@@ -126,7 +126,7 @@ CONTAINERS = {
 def test_every_container(container, promoting):
     tree = CONTAINERS[container](jnp.ones(2), jnp.ones(3))
     for mask in (CONTAINERS[container](False, True), in_path):
-        mechanism = dpx.in_coordinates(dp_sgd(), trainable(mask))
+        mechanism = dpx.in_coordinates(dp_sgd(), trainable(mask=mask))
         assert jax.tree.leaves(trained(mechanism, tree)) == [False, True]
     optimizer = dpx.chain(mechanism, optax.add_decayed_weights(0.5))
     kernel, lora = jax.tree.leaves(run(optimizer, tree, steps=1)[0])
@@ -135,16 +135,16 @@ def test_every_container(container, promoting):
 
 def test_the_paths_are_readable():
     seen = []
-    mechanism = dpx.in_coordinates(dp_sgd(), trainable(lambda path: seen.append(path) is None))
+    mechanism = dpx.in_coordinates(dp_sgd(), trainable(mask=lambda path: seen.append(path) is None))
     mechanism.init({"encoder": [Pair(jnp.ones(2), Record(jnp.ones(1), jnp.ones(1)))]})
     assert set(seen) == {"encoder/0/kernel", "encoder/0/lora/kernel", "encoder/0/lora/lora"}
 
 
 def test_the_pipeline_says_what_is_frozen_only_where_something_is():
-    assert trainable(in_path).name.endswith("trainable layers: those whose path the given function accepts")
+    assert trainable(mask=in_path).name.endswith("trainable layers: those whose path the given function accepts")
     many = {str(number): number != 3 for number in range(10)}
-    assert trainable(many).name.endswith("0, 1, 2, 4, 5, 6 and 3 more")
-    assert trainable({"a": True}).undo == ""
+    assert trainable(mask=many).name.endswith("0, 1, 2, 4, 5, 6 and 3 more")
+    assert trainable(mask={"a": True}).undo == ""
     frozen = dpx.chain(COMPOSED["mask"](), optax.identity())
     assert frozen.stages[-2:] == ("zeros for the other layers", "optax transforms of the trainable layers")
     assert dpx.chain(dp_sgd(), optax.identity()).stages[-1] == "optax transforms"

@@ -46,16 +46,16 @@ def slope_of(distribution, mean):
 @pytest.mark.parametrize(("distribution", "known"), [("logarithmic", 3.66), ("geometric", 4.32), ("poisson", 4.90)])
 def test_ten_trials_at_epsilon_two(distribution, known):
     bill = best_of(MNIST, **PUBLIC, distribution=distribution)
-    assert bill.epsilon(1e-5) == pytest.approx(known, abs=5e-3)
+    assert bill.epsilon(delta=1e-5) == pytest.approx(known, abs=5e-3)
     reference = RdpAccountant().compose(RepeatAndSelectDpEvent(MNIST, 10, SHAPES[distribution]))
-    assert bill.epsilon(1e-5) == pytest.approx(reference.get_epsilon(1e-5), rel=1e-8)
-    assert bill.delta(3.0) == pytest.approx(reference.get_delta(3.0), rel=1e-6)
-    assert bill.epsilon(1e-5) == event_epsilon(bill.event, delta=1e-5, accountant="rdp", relation="zero_out")
-    assert bill.epsilon(1e-5) < event_epsilon(bill.event, delta=1e-5, relation="replace_one")
+    assert bill.epsilon(delta=1e-5) == pytest.approx(reference.get_epsilon(1e-5), rel=1e-8)
+    assert bill.delta(epsilon=3.0) == pytest.approx(reference.get_delta(3.0), rel=1e-6)
+    assert bill.epsilon(delta=1e-5) == event_epsilon(bill.event, delta=1e-5, accountant="rdp", relation="zero_out")
+    assert bill.epsilon(delta=1e-5) < event_epsilon(bill.event, delta=1e-5, relation="replace_one")
     assert event_epsilon(MNIST, delta=1e-5) == pytest.approx(2, abs=1e-3)
     assert event_epsilon(SelfComposedDpEvent(MNIST, 10), delta=1e-5) == pytest.approx(7.42, abs=5e-3)
     with pytest.raises(ValueError, match="no privacy loss distribution"):
-        bill.epsilon(1e-5, accountant="pld")
+        bill.epsilon(delta=1e-5, accountant="pld")
 
 
 @pytest.mark.parametrize("distribution", SHAPES)
@@ -75,7 +75,7 @@ def test_the_bill_is_true_for_the_largest_of_gaussians(distribution):
     bill = best_of(GaussianDpEvent(noise), trials=mean, score_on="public", distribution=distribution)
     for epsilon in (0.1, 0.5, 1.0, 2.0):
         exact = max(np.maximum(one - math.exp(epsilon) * other, 0).sum() for one, other in pairs)
-        assert 0 < exact <= bill.delta(epsilon)
+        assert 0 < exact <= bill.delta(epsilon=epsilon)
     orders = renyi.ORDERS[renyi.ORDERS <= 8]
     divergences = BestOf(SampledGaussian(noise, 1.0), mean, SHAPES[distribution]).renyi(renyi.ORDERS)
     for one, other in pairs:
@@ -111,10 +111,10 @@ def test_a_trial_costs_as_much_as_the_worst_configuration():
     events = [ComposedDpEvent([PoissonSampledDpEvent(0.1, GaussianDpEvent(noise))] * 5) for noise in (2.0, 1.0, 3.0)]
     worst = best_of(events[1], **PUBLIC)
     together = best_of(*events, **PUBLIC)
-    assert together.epsilon(1e-5) == worst.epsilon(1e-5) and together.configurations == 3
+    assert together.epsilon(delta=1e-5) == worst.epsilon(delta=1e-5) and together.configurations == 3
     crossing = best_of(GaussianDpEvent(4.0), MNIST, **PUBLIC)  # the worst depends on the order
-    assert crossing.epsilon(1e-5) >= max(
-        best_of(each, **PUBLIC).epsilon(1e-5) for each in (GaussianDpEvent(4.0), MNIST)
+    assert crossing.epsilon(delta=1e-5) >= max(
+        best_of(each, **PUBLIC).epsilon(delta=1e-5) for each in (GaussianDpEvent(4.0), MNIST)
     )
     assert together.covers(events[1]) and not best_of(events[0], **PUBLIC).covers(events[1])
 
@@ -123,8 +123,8 @@ def test_a_trial_costs_as_much_as_the_worst_configuration():
 def test_a_private_score_is_billed_in_every_trial(noise):
     bill = best_of(MNIST, trials=10, score_on=noise)
     reference = RdpAccountant().compose(RepeatAndSelectDpEvent(ComposedDpEvent([MNIST, noise]), 10, 0))
-    assert bill.epsilon(1e-5) == pytest.approx(reference.get_epsilon(1e-5), rel=1e-8)
-    assert bill.epsilon(1e-5) > best_of(MNIST, **PUBLIC).epsilon(1e-5) + 0.01
+    assert bill.epsilon(delta=1e-5) == pytest.approx(reference.get_epsilon(1e-5), rel=1e-8)
+    assert bill.epsilon(delta=1e-5) > best_of(MNIST, **PUBLIC).epsilon(delta=1e-5) + 0.01
 
 
 def test_what_has_no_bill_is_refused():
@@ -152,19 +152,22 @@ def test_what_has_no_bill_is_refused():
         with pytest.raises(ValueError, match="mean must be finite"):
             event_epsilon(RepeatAndSelectDpEvent(MNIST, mean, shape), delta=1e-5)
     loud = best_of(GaussianDpEvent(1.0), ComposedDpEvent([GaussianDpEvent(0.0)]), **PUBLIC)
-    assert loud.epsilon(1e-5) == best_of(NonPrivateDpEvent(), **PUBLIC).epsilon(1e-5) == math.inf
+    assert loud.epsilon(delta=1e-5) == best_of(NonPrivateDpEvent(), **PUBLIC).epsilon(delta=1e-5) == math.inf
 
 
 def test_a_search_composes():
     made, other = mechanism({}, jax.random.key(1)), mechanism({}, jax.random.key(2))
     search = best_of((made, 20), **PUBLIC)
-    both = dpx.compose(search, (other, 20), shared_batches=False)
+    both = dpx.compose_runs(search, (other, 20), shared_batches=False)
     reference = RdpAccountant().compose(search.event).compose(other.event(20)).get_epsilon(1e-5)
-    assert both.epsilon(1e-5) == pytest.approx(reference, rel=1e-8)
-    assert dpx.compose(both, (mechanism({}, jax.random.key(3)), 20), shared_batches=False).epsilon(1e-5) > reference
+    assert both.epsilon(delta=1e-5) == pytest.approx(reference, rel=1e-8)
+    assert (
+        dpx.compose_runs(both, (mechanism({}, jax.random.key(3)), 20), shared_batches=False).epsilon(delta=1e-5)
+        > reference
+    )
     for shared, message in ((False, "a key of its own"), (True, "did not share")):
         with pytest.raises(ValueError, match=message):
-            dpx.compose(search if shared else both, (other, 20), shared_batches=shared)
+            dpx.compose_runs(search if shared else both, (other, 20), shared_batches=shared)
 
 
 # ------------------------------------------------------------------ The driver
@@ -218,7 +221,9 @@ def test_the_number_of_trials_and_the_configurations_come_from_the_key():
         noise = {bits(trial.optimizer.key) for trial in search.trials} | {bits(jax.random.key(seed))}
         assert len(noise | {bits(trial.key) for trial in search.trials}) == 2 * counts[-1] + 1
     assert len(set(counts)) > 3 and set(drawn) == {1, 2, 3, 4}
-    assert found.epsilon == best_of((mechanism({}, jax.random.key(9)), 20), trials=6, score_on="public").epsilon(1e-5)
+    assert found.epsilon == best_of((mechanism({}, jax.random.key(9)), 20), trials=6, score_on="public").epsilon(
+        delta=1e-5
+    )
 
 
 def test_nothing_of_the_other_trials_is_in_the_result():
@@ -235,7 +240,7 @@ def test_every_configuration_is_billed_drawn_or_not():
     search = Searcher(loud, trials=1)
     found = {search(seed).epsilon for seed in range(4)}
     event = mechanism(loud[1], jax.random.key(0)).event(20)
-    assert found == {best_of(event, trials=1, score_on="public").epsilon(1e-5)}
+    assert found == {best_of(event, trials=1, score_on="public").epsilon(delta=1e-5)}
 
 
 def test_an_interrupted_search_has_the_same_trials_again(tmp_path):
@@ -272,12 +277,12 @@ def test_ties_and_scores_that_are_no_numbers():
 
 def test_a_score_on_private_data_has_noise_that_is_billed():
     right = np.array([1.0, 0.0, 500.0, -3.0, np.nan])  # counts 2
-    search = Searcher([{"rate": 1.0}], lambda params: right, score_on=tuning.NoisySum(3.0), trials=1)
+    search = Searcher([{"rate": 1.0}], lambda params: right, score_on=tuning.NoisySum(noise_multiplier=3.0), trials=1)
     scores = np.array([search(seed).score for seed in range(12)])
     assert len(set(scores.tolist())) == 12 and search(7).score == scores[7]
     assert abs(scores.mean() - 2) < 4 * 3 / math.sqrt(12) and 1.2 < scores.std() < 5
     event = mechanism({}, jax.random.key(0)).event(20)
-    expected = best_of(event, trials=1, score_on=GaussianDpEvent(3.0)).epsilon(1e-5)
+    expected = best_of(event, trials=1, score_on=GaussianDpEvent(3.0)).epsilon(delta=1e-5)
     assert search(7).epsilon == expected and "from private data" in search(7).report.tuning
     own = Searcher(score=lambda params, key: float(jax.random.laplace(key)), score_on=LaplaceDpEvent(1.0))
     assert own(7).score != own(8).score and own(7).epsilon > Searcher()(7).epsilon + 0.1
@@ -299,7 +304,7 @@ def test_the_report_of_a_search():
     assert "Public data" in dpx.privacy_report(made, 20, delta=1e-5, tuning="public").tuning
     assert "Not billed" in dpx.privacy_report(made, 20, delta=1e-5).to_markdown()
     with pytest.raises(ValueError, match="a key of its own"):
-        dpx.compose(found.bill, found.bill, shared_batches=False)
+        dpx.compose_runs(found.bill, found.bill, shared_batches=False)
     with pytest.raises(ValueError, match="tuning must be"):
         dpx.privacy_report(made, 20, delta=1e-5, tuning="yes")  # type: ignore
     with pytest.raises(ValueError, match="one that the search billed"):
@@ -334,7 +339,7 @@ TOTAL = dpx.Budget(epsilon=2.0, delta=1e-5, epochs=1)  # 20 steps of batches of 
 WITHIN = {"optimizer": with_noise, "steps": None, "delta": None, "budget": TOTAL}
 
 
-@pytest.mark.parametrize("score_on", ["public", tuning.NoisySum(20.0)])
+@pytest.mark.parametrize("score_on", ["public", tuning.NoisySum(noise_multiplier=20.0)])
 def test_a_search_within_a_total_budget(score_on):
     score = {} if score_on == "public" else {"score": lambda params: np.ones(5)}
     search = Searcher(**WITHIN, score_on=score_on, **score)
@@ -346,7 +351,7 @@ def test_a_search_within_a_total_budget(score_on):
     event = GaussianDpEvent(20.0) if score_on != "public" else score_on
 
     def cost(noise):
-        return best_of((mechanism({"noise": noise}, trial.key), 20), trials=6, score_on=event).epsilon(1e-5)
+        return best_of((mechanism({"noise": noise}, trial.key), 20), trials=6, score_on=event).epsilon(delta=1e-5)
 
     assert cost(noise) == found.epsilon == found.report.epsilon["rdp"]
     assert cost(0.999 * noise) > 2.0  # the least
@@ -374,7 +379,7 @@ REFUSED = {
         "the search cannot stay within epsilon=2 at delta=1e-05. Expect fewer trials",
     ),
     "a budget that the score exceeds": (
-        WITHIN | {"score_on": tuning.NoisySum(1.0)},
+        WITHIN | {"score_on": tuning.NoisySum(noise_multiplier=1.0)},
         "add more noise to a private score: epsilon=2.0 cannot be met",
     ),
     "a budget by pld": (
@@ -395,10 +400,10 @@ REFUSED = {
     "no steps": ({"steps": None}, "steps must be given"),
     "no delta": ({"delta": None}, "delta must be given"),
     "a score of several values for one example": (
-        {"score_on": tuning.NoisySum(1.0), "score": lambda params: np.ones(1001)},
+        {"score_on": tuning.NoisySum(noise_multiplier=1.0), "score": lambda params: np.ones(1001)},
         "at most one value for each of 1000 examples, got 1001",
     ),
-    "a score of many numbers": ({"score_on": tuning.NoisySum(1.0)}, r"of shape \(n,\)"),
+    "a score of many numbers": ({"score_on": tuning.NoisySum(noise_multiplier=1.0)}, r"of shape \(n,\)"),
 }
 
 
@@ -461,7 +466,7 @@ def test_the_prices_on_the_page():
         for distribution, cell in zip(SHAPES, cells.split(" | "), strict=True):
             bill = best_of(MNIST, trials=float(mean), score_on="public", distribution=distribution)
             price, most = cell.split(", ")
-            assert bill.epsilon(1e-5) == pytest.approx(float(price), abs=5.1e-3)
+            assert bill.epsilon(delta=1e-5) == pytest.approx(float(price), abs=5.1e-3)
             gamma = math.exp(-log_inverse_gamma(float(mean), min(SHAPES[distribution], 1)))
             laws = {"logarithmic": stats.logser(1 - gamma), "geometric": stats.geom(gamma)}
             assert laws.get(distribution, stats.poisson(float(mean))).ppf(0.99) == float(most)

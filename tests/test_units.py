@@ -52,11 +52,11 @@ def test_an_item_is_the_rows_of_a_user(kind, most, tmp_path):
 def test_a_batch_holds_users_and_the_bill_counts_them():
     sampling = dpx.PoissonSampling(examples=3, batch_size=2)
     mechanism = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=1.0, sampling=sampling, key=KEY)
-    step = dpx.private_update(lambda params, user: params, mechanism)
+    step = dpx.private_updates_from(lambda params, user: params, mechanism)
     params = jnp.zeros(2)
     state = mechanism.init(params)
     for batch in sampling.batches(dpx.UserData(DATA, OWNERS), KEY, state, steps=2):
-        expected = sampling.draw(KEY, dpx.steps_taken(state))
+        expected = sampling.draw(KEY, dpx.accounting.steps_taken(state))
         (examples, included), counted, _ = batch
         for row, user in enumerate(expected.indices):
             item = jax.tree.map(lambda leaf, row=row: leaf[row], (examples, included))
@@ -157,7 +157,7 @@ def step_of(users, most):
     """(mechanism, jitted step) without noise, whose update is the sum of what the users contribute."""
     sampling = dpx.PoissonSampling(examples=users, batch_size=1)
     mechanism = dpx.dp_sgd(clip_norm=CLIP, noise_multiplier=0.0, sampling=sampling, key=KEY)
-    return mechanism, jax.jit(dpx.private_update(local_steps, mechanism))
+    return mechanism, jax.jit(dpx.private_updates_from(local_steps, mechanism))
 
 
 def sum_of(data, owners, *, most, rows=4):

@@ -3,10 +3,10 @@
 Which function answers which question:
 
 * The cost of a run, from its mechanism and its state or number of steps: `epsilon`, `delta`. The cost of several runs
-  on the same data: `compose`. A report to publish beside a model: `privacy_report`.
-* The noise that a budget needs: `calibrate`, or a `Budget` in place of a noise multiplier; `calibrated` lets a function
-  of your own accept one. The same for many batch sizes and epochs, as a table and a plot: `plan`. The number of steps
-  for which a budget is enough: `max_steps`.
+  on the same data: `compose_runs`. A report to publish beside a model: `privacy_report`.
+* The noise that a budget needs: `calibrate`, or a `Budget` in place of a noise multiplier; `accepts_budget` lets a
+  function of your own accept one. The same for many batch sizes and epochs, as a table and a plot: `plan_noise`. The
+  number of steps for which a budget is enough: `max_steps`.
 * The cost of a search for hyper-parameters on private data: `best_of`, for `dpx.tuning.search`.
 * What the bill means for an attacker: `attack_bounds`, `plot_attack_bounds`.
 * Epsilon at each step, delta at each epsilon, and the trade-off function, as arrays and plots: `curves`.
@@ -41,15 +41,16 @@ from dpx.accounting import comparisons, curves, gdp
 from dpx.accounting.attacks import AttackBounds, attack_bounds, plot_attack_bounds
 from dpx.accounting.best_of import Selection, best_of
 from dpx.accounting.bill import delta, epsilon
-from dpx.accounting.budget import Budget, calibrated
+from dpx.accounting.budget import Budget, accepts_budget
 from dpx.accounting.calibration import CalibratedSchedule, calibrate, calibrate_schedule
-from dpx.accounting.compose import Composition, compose
+from dpx.accounting.compose import Composition, compose_runs
 from dpx.accounting.dp_sgd import dp_sgd_epsilon
 from dpx.accounting.events import event_delta, event_epsilon, register
 from dpx.accounting.horizon import max_steps
-from dpx.accounting.plan import Plan, PlannedRun, plan
+from dpx.accounting.plan import NoisePlan, PlannedRun, plan_noise
 from dpx.accounting.report import PrivacyReport, privacy_report
 from dpx.accounting.schedule import Interval, schedule_delta, schedule_epsilon
+from dpx.states.reading import steps_taken
 
 __all__ = [
     "AttackBounds",
@@ -57,7 +58,7 @@ __all__ = [
     "CalibratedSchedule",
     "Composition",
     "Interval",
-    "Plan",
+    "NoisePlan",
     "PlannedRun",
     "PrivacyReport",
     "Selection",
@@ -65,9 +66,9 @@ __all__ = [
     "best_of",
     "calibrate",
     "calibrate_schedule",
-    "calibrated",
+    "accepts_budget",
     "comparisons",
-    "compose",
+    "compose_runs",
     "curves",
     "delta",
     "dp_sgd_epsilon",
@@ -76,10 +77,11 @@ __all__ = [
     "event_epsilon",
     "gdp",
     "max_steps",
-    "plan",
+    "plan_noise",
     "plot_attack_bounds",
     "privacy_report",
     "register",
     "schedule_delta",
     "schedule_epsilon",
+    "steps_taken",
 ]

@@ -57,10 +57,10 @@ def best_of(
 
         dpx.accounting.best_of((mechanism, 300), trials=10, score_on="public").epsilon(delta=1e-5)
 
-    candidates: each a (mechanism, steps or state), or an event, as `dpx.compose` takes them; what a trial may run. A
-        trial costs as much as the worst of them, even if it is never drawn.
+    candidates: each a (mechanism, steps or state), or an event, as `dpx.compose_runs` takes them; what a trial may
+        run. A trial costs as much as the worst of them, even if it is never drawn.
     trials: float, at least 1, the expected number. The number itself must be drawn from the distribution and stay
-        secret, as `dpx.tuning.search` does; the best of a fixed number of runs is billed by `dpx.compose`.
+        secret, as `dpx.tuning.search` does; the best of a fixed number of runs is billed by `dpx.compose_runs`.
     score_on: "public" if the score sees a trial's release and public data only; else the event of the noise in the
         score, which every trial pays too.
     distribution: "logarithmic", "geometric" or "poisson"; in this order, many trials cost more and are spread less.

@@ -60,21 +60,21 @@ class Budget:
     def _no_number(self, *_: Any) -> NoReturn:
         raise ValueError(
             "a Budget is not a number: give it as the noise_multiplier itself, which is then constant. For a schedule "
-            "that meets a budget, decorate a function of noise_multiplier with dpx.calibrated, and multiply the "
-            "schedule by that number inside"
+            "that meets a budget, decorate a function of noise_multiplier with dpx.accounting.accepts_budget, and "
+            "multiply the schedule by that number inside"
         )
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _no_number
     __pow__ = __rpow__ = __neg__ = __lt__ = __le__ = __gt__ = __ge__ = _no_number
 
 
-def calibrated(build: Callable[..., M]) -> Callable[..., M]:
+def accepts_budget(build: Callable[..., M]) -> Callable[..., M]:
     """`build`, a function that builds a mechanism, but its `noise_multiplier` may also be a `Budget`.
 
     For a Budget, it takes the least noise multiplier with which the mechanism spends at most the budget. Decorate the
     function that builds the OUTERMOST mechanism, because a wrapper around a mechanism may raise its cost:
 
-        @dpx.calibrated
+        @dpx.accounting.accepts_budget
         def mine(*, noise_multiplier, **rest):
             return dpx.mechanisms.clip_then_project(dpx.dp_sgd(noise_multiplier=noise_multiplier, **rest), rank=12, ...)
 

@@ -73,8 +73,8 @@ class CalibratedSchedule:
 
 def calibrate_schedule(
     shape: Any,
-    sampling_rate: Any,
     *,
+    sampling_rate: Any,
     epsilon: float,
     delta: float,
     counts: Any = None,

@@ -19,7 +19,8 @@ from dpx.states.record import SEVERAL_KEYS
 
 @dataclass(frozen=True)
 class Composition:
-    """The cost of several runs together. `epsilon` and `delta` are upper bounds, like `dpx.epsilon` and `dpx.delta`.
+    """The cost of several runs together. `epsilon` and `delta` are upper bounds, like `dpx.epsilon` and
+    `dpx.accounting.delta`.
 
     event: the event of all runs. relation: how neighboring data sets differ, the same for all runs.
     keys: of the runs' noise, each (). batch_keys: the marks of the keys that drew their batches, ints, where known.
@@ -33,21 +34,21 @@ class Composition:
     units: tuple[int, ...] = field(default=(), kw_only=True, repr=False, compare=False)
     examples: tuple[int, ...] = field(default=(), kw_only=True, repr=False, compare=False)
 
-    def epsilon(self, delta: float, *, accountant: Accountant = "tightest") -> float:
+    def epsilon(self, *, delta: float, accountant: Accountant = "tightest") -> float:
         """An upper bound of epsilon at `delta`, which is in (0, 1); see `event_epsilon`."""
         return event_epsilon(self.event, delta=delta, accountant=accountant, relation=self.relation)
 
-    def delta(self, epsilon: float, *, accountant: Accountant = "tightest") -> float:
+    def delta(self, *, epsilon: float, accountant: Accountant = "tightest") -> float:
         """An upper bound of delta at `epsilon`, which is at least 0; see `event_delta`."""
         return event_delta(self.event, epsilon=epsilon, accountant=accountant, relation=self.relation)
 
 
-def compose(*runs: Any, shared_batches: bool) -> Composition:
+def compose_runs(*runs: Any, shared_batches: bool) -> Composition:
     """The cost of `runs` together, each a (mechanism, optimizer state) or a (mechanism, number of steps).
 
     With batches of their own, a run may also be a `Composition`: of an earlier call, or of `dpx.accounting.best_of`.
 
-        dpx.compose((a, state_a), (b, state_b), shared_batches=False).epsilon(delta=1e-5)
+        dpx.compose_runs((a, state_a), (b, state_b), shared_batches=False).epsilon(delta=1e-5)
 
     shared_batches: False if every run drew its own batches, with a key of its own. Then all their events compose.
         True if step t of every run used the same batch. Sampling amplifies the releases of one batch only together: a
@@ -65,7 +66,7 @@ def compose(*runs: Any, shared_batches: bool) -> Composition:
     one Gaussian release a step. Warns of samplings of different sizes, where a unit is not known.
     """
     if not runs:
-        raise ValueError("compose needs at least one (mechanism, steps or state), got none")
+        raise ValueError("compose_runs needs at least one (mechanism, steps or state), got none")
     composed = [_composition(run) for run in runs]
     noise_keys = [key for run in composed for key in run.keys]
     for first, second in itertools.combinations(noise_keys, 2):

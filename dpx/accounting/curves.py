@@ -105,12 +105,12 @@ def delta_over_epsilon(
     accountant: Accountant = "tightest",
     relation: Relation | None = None,
 ) -> DeltaOverEpsilon:
-    """delta at each of `epsilons`, upper bounds within 0.1 % of `dpx.delta`.
+    """delta at each of `epsilons`, upper bounds within 0.1 % of `dpx.accounting.delta`.
 
     epsilons: float (points,), at least 0. A curve takes few compositions, because one composition answers for many
-    neighboring epsilons. The other arguments are those of `dpx.delta`.
+    neighboring epsilons. The other arguments are those of `dpx.accounting.delta`.
 
-    Raises ValueError for a negative epsilon, and as `dpx.delta` does.
+    Raises ValueError for a negative epsilon, and as `dpx.accounting.delta` does.
     """
     values = np.array([checks.require_epsilon(value) for value in np.atleast_1d(np.asarray(epsilons, np.float64))])
     event, stated = event_of(mechanism, steps_or_state, relation)
@@ -132,8 +132,8 @@ def trade_off(
     f(a) = max over epsilon of (1 - delta(epsilon) - e^epsilon a, e^-epsilon (1 - delta(epsilon) - a)), with delta an
     upper bound (Dong, Roth and Su 2022, https://arxiv.org/abs/1905.02383). Perfect privacy is f(a) = 1 - a.
 
-    points: int, at least 2. The other arguments are those of `dpx.delta`.
-    Raises ValueError for fewer points, and as `dpx.delta` does.
+    points: int, at least 2. The other arguments are those of `dpx.accounting.delta`.
+    Raises ValueError for fewer points, and as `dpx.accounting.delta` does.
     """
     type_one = np.linspace(0, 1, require_whole("points", points, minimum=2))
     event, stated = event_of(mechanism, steps_or_state, relation)

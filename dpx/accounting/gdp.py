@@ -26,7 +26,7 @@ from dpx.scalars import require_number, require_whole
 # ------------------------------------------------------------------ Exact: from mu to epsilon and delta, and back
 
 
-def delta(mu: float, epsilon: float) -> float:
+def delta(mu: float, *, epsilon: float) -> float:
     """The least delta for which mu-GDP implies (epsilon, delta), exact.
 
     delta = Phi(-epsilon/mu + mu/2) - e^epsilon Phi(-epsilon/mu - mu/2)
@@ -39,17 +39,17 @@ def delta(mu: float, epsilon: float) -> float:
         return 1.0
     if mu == 0 or epsilon == math.inf:
         return 0.0
-    return math.exp(min(0.0, log_delta(mu, epsilon)))
+    return math.exp(min(0.0, log_delta(mu, epsilon=epsilon)))
 
 
-def log_delta(mu: float, epsilon: float) -> float:
-    """ln of `delta(mu, epsilon)`, exact even if delta underflows. mu: positive and finite."""
+def log_delta(mu: float, *, epsilon: float) -> float:
+    """ln of `delta(mu, epsilon=epsilon)`, exact even if delta underflows. mu: positive and finite."""
     upper = float(special.log_ndtr(mu / 2 - epsilon / mu))
     lower = epsilon + float(special.log_ndtr(-mu / 2 - epsilon / mu))
     return upper + math.log(-math.expm1(lower - upper)) if lower < upper else -math.inf
 
 
-def epsilon(mu: float, delta: float) -> float:
+def epsilon(mu: float, *, delta: float) -> float:
     """The least epsilon >= 0 for which mu-GDP implies (epsilon, delta); exact, rounded up.
 
     mu: at least 0, may be inf. delta: in (0, 1). Raises ValueError for numbers outside these domains.
@@ -60,10 +60,10 @@ def epsilon(mu: float, delta: float) -> float:
     if mu == 0 or 2 * special.ndtr(mu / 2) - 1 <= delta:
         return 0.0
     top = mu * mu / 2 + mu * math.sqrt(-2 * math.log(delta)) + 1e-9  # the Gaussian tail bound
-    return _root_from_above(lambda value: log_delta(mu, value) - math.log(delta), 0.0, top)
+    return _root_from_above(lambda value: log_delta(mu, epsilon=value) - math.log(delta), 0.0, top)
 
 
-def mu(epsilon: float, delta: float) -> float:
+def mu(*, epsilon: float, delta: float) -> float:
     """The largest mu for which mu-GDP implies (epsilon, delta); exact, rounded down.
 
     epsilon: at least 0, may be inf. delta: in (0, 1). Raises ValueError for numbers outside these domains.
@@ -72,15 +72,17 @@ def mu(epsilon: float, delta: float) -> float:
     if epsilon == math.inf:
         return math.inf
     top, log_target = 1.0, math.log(delta)
-    while log_delta(top, epsilon) < log_target:
+    while log_delta(top, epsilon=epsilon) < log_target:
         top *= 2
-    return -_root_from_above(lambda value: log_delta(max(-value, 1e-300), epsilon) - log_target, -top, -1e-12 * top)
+    return -_root_from_above(
+        lambda value: log_delta(max(-value, 1e-300), epsilon=epsilon) - log_target, -top, -1e-12 * top
+    )
 
 
 # ------------------------------------------------------------------ Approximate: the CLT, never a bill
 
 
-def mu_total(noise_multipliers: Any, sampling_rate: Any, *, counts: Any = None) -> float:
+def mu_total(noise_multipliers: Any, *, sampling_rate: Any, counts: Any = None) -> float:
     """The CLT's mu of a schedule: an approximation that may be below the truth, and is never a bill.
 
     mu = sqrt(sum_t q_t^2 (exp(1 / sigma_t^2) - 1)); inf if a noise multiplier is 0. At rate 1 it is above the exact
@@ -107,12 +109,16 @@ def mu_0(*, epsilon: float, delta: float, sampling_rate: float, steps: int, grow
     epsilon = checks.require_positive_epsilon(epsilon)
     growth = require_number("growth", growth, minimum=1)
     _, (rate,), _ = checks.require_schedule([1.0], sampling_rate, None)
-    log_target = math.log(mu(epsilon, delta))
+    log_target = math.log(mu(epsilon=epsilon, delta=delta))
     powers = growth ** (np.arange(1, steps + 1) / steps)
     largest = math.sqrt(math.log1p(math.exp(2 * log_target) / (rate**2 * steps)))
     if growth == 1:
         return largest
-    return _root(lambda first: math.log(mu_total(1 / (first * powers), rate)) - log_target, largest / growth, largest)
+    return _root(
+        lambda first: math.log(mu_total(1 / (first * powers), sampling_rate=rate)) - log_target,
+        largest / growth,
+        largest,
+    )
 
 
 # ------------------------------------------------------------------ Roots

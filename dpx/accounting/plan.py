@@ -36,7 +36,7 @@ class PlannedRun(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class NoisePlan:
     """The noise that a budget needs, for several batch sizes and epochs; `str` is a table.
 
     runs: by epochs, then by batch size. examples: int. epsilon, delta: floats, the budget of each single run.
@@ -88,20 +88,24 @@ class Plan:
         return axes
 
 
-def plan(
+def plan_noise(
+    *,
     examples: int,
     epsilon: float,
     delta: float,
-    *,
     epochs: float | Sequence[float] = (10, 40),
     batch_sizes: Sequence[int] | None = None,
     accountant: Accountant = "tightest",
-) -> Plan:
-    """The least noise for each batch size and number of epochs: `print(dpx.plan(60_000, epsilon=2.0, delta=1e-5))`.
+) -> NoisePlan:
+    """The least noise for each batch size and number of epochs.
 
-    examples: int, of the data set. epsilon, delta: the budget. epochs: one number or several, positive. batch_sizes:
-    ints in [1, examples]; by default the powers of two from 256 on, and the whole data set. accountant: as for
-    `dpx.epsilon`. Every step is a Poisson-sampled Gaussian release, and with all examples a Gaussian one.
+        print(dpx.plan_noise(examples=60_000, epsilon=2.0, delta=1e-5))
+
+    examples: int, of the data set. epsilon, delta: the budget. epochs: one number or several, positive.
+    batch_sizes: ints in [1, examples]; by default the powers of two from 256 on, and the whole data set.
+    accountant: "tightest", "pld" (privacy loss distributions) or "rdp" (Renyi divergences).
+
+    Every step is a Poisson-sampled Gaussian release, and with all examples a Gaussian one.
 
     The noise of the run falls as batches grow, and the number of steps falls too. A good choice is the least batch size
     after which the noise of the run hardly falls. The table reads no data, so it costs no privacy.
@@ -122,7 +126,12 @@ def plan(
     def run(epochs: float, size: int) -> PlannedRun:
         steps = max(1, round(epochs * examples / size))
         noise = calibrate_schedule(
-            np.ones(1), size / examples, epsilon=epsilon, delta=delta, counts=np.array([steps]), accountant=accountant
+            np.ones(1),
+            sampling_rate=size / examples,
+            epsilon=epsilon,
+            delta=delta,
+            counts=np.array([steps]),
+            accountant=accountant,
         ).scale
         step_noise = noise / size
         in_epoch = sqrt(examples / size)
@@ -130,7 +139,7 @@ def plan(
             size, steps * size / examples, steps, noise, step_noise, step_noise / in_epoch, step_noise / sqrt(steps)
         )
 
-    return Plan(
+    return NoisePlan(
         examples=examples,
         epsilon=epsilon,
         delta=delta,

@@ -48,10 +48,10 @@ class GaussianProfile:
     mu: float
 
     def epsilon(self, delta: float) -> float:
-        return gdp.epsilon(self.mu, delta)
+        return gdp.epsilon(self.mu, delta=delta)
 
     def delta(self, epsilon: float) -> float:
-        return gdp.delta(self.mu, epsilon)
+        return gdp.delta(self.mu, epsilon=epsilon)
 
 
 UNBOUNDED = GaussianProfile(math.inf)

@@ -28,8 +28,8 @@ class Interval:
 
 def schedule_epsilon(
     noise_multipliers: Any,
-    sampling_rate: Any,
     *,
+    sampling_rate: Any,
     delta: float,
     counts: Any = None,
     accountant: Accountant = "tightest",
@@ -65,8 +65,8 @@ def schedule_epsilon(
 
 def schedule_delta(
     noise_multipliers: Any,
-    sampling_rate: Any,
     *,
+    sampling_rate: Any,
     epsilon: float,
     counts: Any = None,
     accountant: Accountant = "tightest",

@@ -33,7 +33,7 @@ _OUTSIDE = (
     "Two of a kind, such as one {unit} and a second {unit} of the same person, are protected with twice this epsilon, "
     "and with 1 + e^epsilon times this delta.",
     "Any other release from the same data, such as another run or a statistic, adds to what is spent for one {unit}: "
-    "dpx.compose bills them together.",
+    "dpx.compose_runs bills them together.",
     "The noise that protects one {unit} is drawn in float32: its tail ends near 5.4 standard deviations, so a delta "
     "below about 1e-7 is not meaningful.",
     "Attacks on one {unit} that use the rounding of floating-point noise, or the time that a step takes, are not "

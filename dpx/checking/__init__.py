@@ -1,4 +1,4 @@
-"""What a careful colleague would notice before a long run: `dpx.check`.
+"""What a careful colleague would notice before a long run: `dpx.check_setup`.
 
 report      findings, and the table of them
 program     what the loss can see beside its one example, and which parameters it uses
@@ -10,7 +10,7 @@ step        time and memory of a step, and updates that low precision loses
 before_run  all of it in one call
 """
 
-from dpx.checking.before_run import check
+from dpx.checking.before_run import check_setup
 from dpx.checking.report import Finding, Report
 
-__all__ = ["Finding", "Report", "check"]
+__all__ = ["Finding", "Report", "check_setup"]

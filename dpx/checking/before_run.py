@@ -18,7 +18,7 @@ from dpx.scalars import require_whole
 from dpx.trees import Tree, batch_size, described
 
 
-def check(
+def check_setup(
     loss: Callable,
     optimizer: Mechanism,
     params: Tree,
@@ -30,7 +30,8 @@ def check(
     with_key: bool = False,
     has_aux: bool = False,
 ) -> Report:
-    """What a careful colleague would notice before a long run: `print(dpx.check(loss, optimizer, params, batch))`.
+    """What a careful colleague would notice before a long run:
+    `print(dpx.check_setup(loss, optimizer, params, batch))`.
 
     It looks at the loss (closures, randomness, mixing of rows, parameters without gradient), at the batch (clipping,
     noise against signal, numbers that are not finite), and at the plan (key, delta, data, privacy, time, memory). It
@@ -95,7 +96,7 @@ def _require(loss, optimizer, params, batch, steps, delta) -> tuple[Batch, int |
     steps = steps if steps is not None or budget is None else budget.steps
     delta = delta if delta is not None or budget is None else budget.delta
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((params, batch))):
-        raise ValueError("params and batch must be known: call check outside of jit")
+        raise ValueError("params and batch must be known: call check_setup outside of jit")
     return (
         batch._replace(included=None if batch.included is None else np.asarray(batch.included)),
         None if steps is None else require_whole("steps", steps),

@@ -17,7 +17,7 @@ KEYS = {"threefry2x32": 2}  # how many of the first operands are the key; 1 of t
 def constant_keys(loss: Callable, params: Tree, example: Tree, *, with_key: bool) -> Finding:
     """Whether the loss draws random numbers from a key that depends on neither the example nor the example's key.
 
-    loss: as for `private_grad`, a function that can be traced.
+    loss: as for `private_updates`, a function that can be traced.
     """
     varying = (example, jax.eval_shape(lambda: jax.random.key(0))) if with_key else (example,)
     closed = jax.make_jaxpr(loss)(params, *varying)

@@ -11,7 +11,7 @@ FOOTNOTE = "* computed from raw data or secret noise: NOT private, for your eyes
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that `dpx.check` looked at.
+    """One thing that `dpx.check_setup` looked at.
 
     name: what. severity: "error" (the run fails, or has no true bill), "warning" (probably a mistake), "note" or "ok".
     words: one line. numbers: by name, those in `words` and more.
@@ -25,10 +25,11 @@ class Finding:
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """The result of `dpx.check`; `str` is a table, the worst first.
+    """The result of `dpx.check_setup`; `str` is a table, the worst first.
 
     public_findings: those that depend on public values only.
-    unreleased_findings: those that depend on raw data or secret noise. NOT private; None in `dpx.public_state(report)`.
+    unreleased_findings: those that depend on raw data or secret noise. NOT private; None in
+        `dpx.publishable_state(report)`.
     """
 
     public_findings: tuple[Finding, ...]

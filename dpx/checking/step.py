@@ -15,7 +15,7 @@ import optax
 from dpx.checking.parameters import is_low_precision
 from dpx.checking.program import some
 from dpx.checking.report import Finding
-from dpx.gradients import private_grad
+from dpx.gradients import private_updates
 from dpx.mechanism import Mechanism
 from dpx.sampling.batch import Batch
 from dpx.trees import Tree, batch_size, path_of
@@ -39,7 +39,7 @@ class Step(NamedTuple):
 
 def run(loss: Callable, optimizer: Mechanism, params: Tree, batch: Batch) -> Step:
     """Compiles and runs the private step on a batch of which no row counts."""
-    gradient, state = private_grad(loss, optimizer), jax.jit(optimizer.init)(params)
+    gradient, state = private_updates(loss, optimizer), jax.jit(optimizer.init)(params)
     empty = Batch(batch.examples, np.zeros(batch_size(batch.examples), bool))
     start = time.perf_counter()
     compiled = jax.jit(lambda *arguments: gradient(*arguments)[:2]).lower(params, empty, state).compile()

@@ -21,8 +21,10 @@ from dpx.coordinates.sparse_updates import SparseUpdates, sparse_density, sparse
 from dpx.coordinates.standardized import standardized
 from dpx.coordinates.top_fraction import top_fraction
 from dpx.coordinates.trainable import trainable
+from dpx.mechanism import Coordinates
 
 __all__ = [
+    "Coordinates",
     "SparseUpdates",
     "gradient_embedding",
     "importance_mask",

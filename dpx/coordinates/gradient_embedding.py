@@ -23,7 +23,7 @@ class EmbeddingState(NamedTuple):
     basis: Tree
 
 
-def gradient_embedding(basis: Tree, *, embedding_scale: float = 1.0, residual_scale: float = 1.0) -> Coordinates:
+def gradient_embedding(*, basis: Tree, embedding_scale: float = 1.0, residual_scale: float = 1.0) -> Coordinates:
     """The coordinates of the gradient in a public subspace, and the residual outside of it, each scaled.
 
     g -> {"embedding": w / embedding_scale, "residual": (g - V^T w) / residual_scale} for w = V g, and back.

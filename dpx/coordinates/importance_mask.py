@@ -32,7 +32,7 @@ class ImportanceState(NamedTuple):
 
 
 def importance_mask(
-    keep: ScalarOrSchedule, *, warmup: int, inner: Coordinates | None = None, noise_floor: ScalarOrSchedule = 0.0
+    *, keep: ScalarOrSchedule, warmup: int, inner: Coordinates | None = None, noise_floor: ScalarOrSchedule = 0.0
 ) -> Coordinates:
     """The whole gradient for `warmup` steps; then only its coordinates of highest score, after `inner`.
 
@@ -132,7 +132,7 @@ def _words(keep: ScalarOrSchedule, warmup: int, inner: Coordinates | None) -> tu
 def masked_params(params: Tree, state: Tree) -> Tree:
     """`params` with 0 in the coordinates that `importance_mask` has frozen. AdaDPIGU computes its loss at these.
 
-    state: of the mechanism or of a `dpx.chain` of it. Give the result to `private_grad`'s function in place of the
+    state: of the mechanism or of a `dpx.chain` of it. Give the result to `private_updates`'s function in place of the
         parameters, and add the updates to the parameters themselves.
 
     Raises ValueError for a state without exactly one importance mask.

@@ -28,7 +28,7 @@ class RandomFreezeState(NamedTuple):
     mask: Tree
 
 
-def random_freeze(freeze_rate: ScalarOrSchedule, *, every: int, posterior: bool = False, key: jax.Array) -> Coordinates:
+def random_freeze(*, freeze_rate: ScalarOrSchedule, every: int, posterior: bool = False, key: jax.Array) -> Coordinates:
     """A random subset of the coordinates, drawn again every `every` steps; the other coordinates are frozen.
 
     g -> m g for a mask m with exactly floor((1 - freeze_rate) d) ones, but at least 1. It depends on the key and the

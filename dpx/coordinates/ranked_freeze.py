@@ -26,7 +26,7 @@ class RankedFreezeState(NamedTuple):
     mask: Tree
 
 
-def ranked_freeze(freeze_rate: ScalarOrSchedule, *, every: int) -> Coordinates:
+def ranked_freeze(*, freeze_rate: ScalarOrSchedule, every: int) -> Coordinates:
     """The coordinates that moved most in the last `every` steps; the other coordinates are frozen.
 
     g -> m g, where m has ones at the floor((1 - freeze_rate) d) coordinates of largest |sum of released values|, at

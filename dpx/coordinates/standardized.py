@@ -38,7 +38,7 @@ def standardized(
     variance <- variance_decay variance + (1 - variance_decay) (released - mean)^2,  with the mean before its change
 
     Both averages see released gradients only. A coordinate released as exactly 0 is frozen and keeps its averages. The
-    mean is subtracted from every example, so `private_grad` computes per-example gradients instead of ghost norms.
+    mean is subtracted from every example, so `private_updates` computes per-example gradients instead of ghost norms.
 
     mean_decay, variance_decay: in [0, 1). initial_variance: at least 0, in the squared units of the gradient.
     stability: at least 1e-12, in the units of the gradient.

@@ -18,12 +18,12 @@ class TopFractionState(NamedTuple):
     step: jax.Array
 
 
-def top_fraction(fraction: ScalarOrSchedule) -> Coordinates:
+def top_fraction(*, fraction: ScalarOrSchedule) -> Coordinates:
     """The largest coordinates of each example; the other coordinates of the example become 0.
 
     Keeps the floor(fraction d) coordinates of largest absolute value, at least 1, and all that equal the least of them.
     The selection depends on the raw example, so the noise covers every coordinate. `encode` reads each example's
-    gradient about 30 times, and `private_grad` computes per-example gradients instead of ghost norms.
+    gradient about 30 times, and `private_updates` computes per-example gradients instead of ghost norms.
 
     fraction: in (0, 1]; a number or a schedule of the step.
     Raises ValueError for a number outside (0, 1]; for a schedule, when the step is billed.

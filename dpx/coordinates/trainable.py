@@ -13,7 +13,7 @@ from dpx.trees import described, path_of
 PRINTED = 6  # paths in the printed pipeline, and in a message
 
 
-def trainable(mask: Tree | Callable[[str], bool]) -> Coordinates:
+def trainable(*, mask: Tree | Callable[[str], bool]) -> Coordinates:
     """Only the layers where `mask` is True: the others give no gradient, get no noise and are not updated.
 
     The optax transforms behind it, in `dpx.chain`, see the trainable layers only. So weight decay and momentum do not

@@ -5,11 +5,11 @@ To continue a run later, keep its seed and its checkpoints, both as secret as th
     seed = secrets.randbits(64)                    # once; then written down: seed = 0x...
     key = dpx.secret_key(seed)
     optimizer = dpx.chain(dpx.dp_sgd(..., key=key), optax.adam(1e-3))
-    result = dpx.fit(loss, params, data, optimizer, checkpoints="runs/1")
+    result = dpx.fit(loss, optimizer, params, data, checkpoints="runs/1")
 
 It continues after the last checkpoint, with the same batches and the same noise, so the result has the same bits as
 without the interruption. `fit` refuses the checkpoints of another mechanism, schedule, optimizer, sampling, key, delta
-or shape of the parameters, and another `chunk_size`, clipping, backend or version of jax, because they round
+or shape of the parameters, and another `chunk_size`, `norms`, backend or version of jax, because they round
 differently. It cannot see whether the loss and the values in the data are the same. They must be, because the
 difference of two runs with the same noise has no noise. For another run take another key.
 

@@ -30,7 +30,7 @@ from dpx.xla.jaxprs import constants
 
 SENSITIVE = """This folder is as sensitive as the training data. history.json holds losses of the training data. The
 checkpoints hold the whole optimizer state, whose `unreleased_*` fields are functions of the training data that were
-never released. No privacy guarantee covers them. Share the parameters, or dpx.public_state(state), instead.
+never released. No privacy guarantee covers them. Share the parameters, or dpx.publishable_state(state), instead.
 """
 RECORD = "record of the releases"  # the name of a fact: which fields the states of a run have
 PACKAGES = ("dpx", "jax", "jaxlib", "optax")  # whose versions decide the numbers of a run

@@ -16,7 +16,7 @@ from dpx.fitting.records import FitResult, Progress
 from dpx.fitting.settings import Terms, require_inputs
 from dpx.fitting.steps import Carry, begin, compiled_step, compiled_step_in_chunks, stay
 from dpx.fitting.watching import Watcher
-from dpx.gradients.sums import Clipping
+from dpx.gradients.sums import Norms
 from dpx.mechanism import Mechanism
 from dpx.sampling.rows import unit_of
 from dpx.scalars import require_whole
@@ -26,9 +26,9 @@ from dpx.trees import Tree
 
 def fit(
     loss: Callable,
+    optimizer: Mechanism,
     params: Tree,
     data: Any,
-    optimizer: Mechanism,
     *,
     key: jax.Array | None = None,
     steps: int | None = None,
@@ -45,17 +45,17 @@ def fit(
     chunk_size: int | None = None,
     sharding: jax.sharding.Sharding | None = None,
     microbatch_size: int | None = None,
-    clipping: Clipping = "auto",
+    norms: Norms = "auto",
     with_key: bool = False,
     has_aux: bool = False,
 ) -> FitResult:
     """Trains `params` on `data` with the steps of a budget. See `dpx.fitting` for how to continue a run.
 
     loss: (params, example) -> float (), of one example without a batch axis.
+    optimizer: a mechanism, most often of `dpx.chain`; one run for one key.
     params: a pytree of float arrays, which are copied.
     data: the examples of the sampling: arrays with the examples on axis 0, or a source with `__len__` and
         `__getitem__(int)`.
-    optimizer: a mechanism, most often of `dpx.chain`; one run for one key.
     key: of the batches, (); None is the key of the optimizer, whose stream "sampling" draws them.
     steps: int, of the whole run; None is those of the budget. epochs: float, in place of steps, which are then
         `sampling.steps(epochs=epochs)`. delta, accountant: None is the budget's.
@@ -71,7 +71,7 @@ def fit(
     chunk_size: int, examples that are loaded at once, for batches that do not fit in memory; None loads whole batches.
     sharding: of axis 0 of a batch over devices, such as `NamedSharding(mesh, PartitionSpec("data"))`.
     microbatch_size: int, how many examples are computed at once; None chooses.
-    clipping: how the norms are computed: "auto", "ghost" or "vmap", as in `dpx.private_grad`.
+    norms: how the norms are computed: "auto", "ghost" or "vmap", as in `dpx.private_updates`.
     with_key: whether the loss takes a PRNG key of the example: loss(params, example, key).
     has_aux: whether the loss returns (value, aux).
 
@@ -79,10 +79,10 @@ def fit(
     the budget, and the checkpoints of another run; ImportError for checkpoints without orbax-checkpoint.
     """
     loss_at = stay if loss_at is None else loss_at
-    options = {"microbatch_size": microbatch_size, "clipping": clipping, "with_key": with_key, "has_aux": has_aux}
+    options = {"microbatch_size": microbatch_size, "norms": norms, "with_key": with_key, "has_aux": has_aux}
     with together():
         require_spanned(sharding)
-        require_inputs(loss, params, data, optimizer, loss_at)
+        require_inputs(loss, optimizer, params, data, loss_at)
         terms = Terms.of(optimizer, key=key, steps=steps, epochs=epochs, delta=delta, accountant=accountant)
         watcher = Watcher.of(terms, evaluate, evaluate_every, callbacks, progress, loss_at)
         require_whole("checkpoint_every", checkpoint_every)

@@ -35,7 +35,8 @@ class Progress(NamedTuple):
 class FitResult(NamedTuple):
     """A finished run.
 
-    params: like the parameters, private at (epsilon, delta). state: of the optimizer; share `dpx.public_state(state)`.
+    params: like the parameters, private at (epsilon, delta). state: of the optimizer; share
+        `dpx.publishable_state(state)`.
     steps: int, how many the state has made. epsilon: float, an upper bound for these steps at `delta`.
     report: the `dpx.privacy_report` of the state. history: one dict for each evaluation, with "step", "epsilon", the
         metrics by their names, and "unreleased_loss", which is NOT private.

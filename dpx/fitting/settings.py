@@ -61,7 +61,7 @@ class Terms:
         return epsilon(self.optimizer, steps_or_state, delta=self.delta, accountant=self.accountant)
 
 
-def require_inputs(loss: Any, params: Tree, data: Any, optimizer: Any, loss_at: Any):
+def require_inputs(loss: Any, optimizer: Any, params: Tree, data: Any, loss_at: Any):
     """Raises ValueError for the first of them that is of another type or length."""
     require_mechanism(optimizer)
     require_function("loss", loss)

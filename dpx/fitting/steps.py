@@ -9,7 +9,7 @@ import optax
 from jax.sharding import NamedSharding
 
 from dpx.fitting.compiling import Compiled, on_mesh
-from dpx.gradients import Unreleased, accumulate, private_grad
+from dpx.gradients import Unreleased, private_updates, private_updates_in_chunks
 from dpx.mechanism import Mechanism
 from dpx.sampling.batch import Batch
 from dpx.trees import Tree
@@ -66,7 +66,7 @@ def compiled_step(
 
     carry: before the first step; on a mesh, every next one has its shardings. whole: whether all is wanted of a batch.
     """
-    gradient = private_grad(loss, optimizer, **options)
+    gradient = private_updates(loss, optimizer, **options)
 
     def step(carry, batch):
         found = gradient(loss_at(carry.params, carry.state), batch, carry.state)
@@ -82,7 +82,7 @@ def compiled_step_in_chunks(
     loss: Callable, optimizer: Mechanism, loss_at: Callable, carry: Carry, sharding: Any, options: dict
 ) -> Callable[[Carry, Iterator[Batch]], tuple[Carry, OfBatch]]:
     """`compiled_step` for a batch that comes in chunks: one function for a chunk, and one for the release."""
-    in_chunks = accumulate(loss, optimizer, **options)
+    in_chunks = private_updates_in_chunks(loss, optimizer, **options)
 
     def add(carry, chunk, sums, total):
         sums = in_chunks.add(loss_at(carry.params, carry.state), chunk, carry.state, sums)

@@ -9,11 +9,11 @@ from dpx.trees import Tree, described
 
 
 def augmented(
-    loss: Callable[..., Tree], augment: Callable[[Tree, jax.Array], Tree], copies: int
+    loss: Callable[..., Tree], augment: Callable[[Tree, jax.Array], Tree], *, copies: int
 ) -> Callable[[Tree, Tree, jax.Array], Tree]:
     """Builds `mean_loss(params, example, key)`, the mean of `loss` over `copies` random views of one example.
 
-    Give it to `private_grad`, `fit`, `check` or `explain` with `with_key=True`. The views of an example are averaged
+    Give it to `private_updates`, `fit`, `check` or `explain` with `with_key=True`. The views of an example are averaged
     BEFORE its gradient is clipped. So the example still enters once, and the sensitivity, the noise and the bill are
     those of `loss`. Ghost norms see `copies` positions in place of one, and need no gradient of a view.
 

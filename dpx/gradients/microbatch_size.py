@@ -62,7 +62,7 @@ def require_platform(platform: str | None) -> str:
 
 
 def choose_microbatch_size(
-    cost: ForwardCost, plan: ghost.Plan | str, params: Tree, size: int, platform: str
+    cost: ForwardCost, plan: ghost.GhostPlan | str, params: Tree, size: int, platform: str
 ) -> Microbatches:
     """How many of the `size` examples of a batch one microbatch holds: all, unless they do not fit in half of the
     device's memory, or fewer are known to be faster.
@@ -107,7 +107,7 @@ def _without_rest(largest: int, size: int) -> int:
     return max(without_rest, default=math.ceil(size / math.ceil(size / largest)))
 
 
-def _keeps_gradients(plan: ghost.Plan | str, leaf: int) -> bool:
+def _keeps_gradients(plan: ghost.GhostPlan | str, leaf: int) -> bool:
     return isinstance(plan, str) or plan.choices[leaf].way.keeps_gradients
 
 

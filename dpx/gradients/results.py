@@ -11,7 +11,7 @@ class Unreleased(NamedTuple):
     They are as sensitive as the data. Rows that are not included have values too. If no value is used, a jitted program
     does not compute it.
 
-    losses: (B,), in the loss's dtype. None for `private_update`, which knows no loss.
+    losses: (B,), in the loss's dtype. None for `private_updates_from`, which knows no loss.
     norms:  float32 (B,), the norms of the encoded gradients before the clip; for a mechanism with one norm for each
             group, a tree of them. The share of clipped examples, by which a clip norm is tuned, is
             `(unreleased.norms > clip_norm)[batch.included].mean()`.
@@ -25,7 +25,7 @@ class Unreleased(NamedTuple):
     __repr__ = outlined
 
 
-class PrivateGradient(NamedTuple):
+class PrivateUpdates(NamedTuple):
     """The result of one private step.
 
     updates: like the parameters, in their dtypes; private.

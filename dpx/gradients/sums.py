@@ -18,7 +18,7 @@ from dpx.trees import Tree, described
 from dpx.xla.convolutions import reordered
 from dpx.xla.microbatches import sum_over_microbatches
 
-Clipping = Literal["auto", "ghost", "vmap"]
+Norms = Literal["auto", "ghost", "vmap"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,14 +27,14 @@ class RowSum:
 
     of_row: (params, row) -> (value, aux), the loss of one example or the update of one unit; see `rows.of_one_row`.
     optimizer: the mechanism that bounds the rows; one sum for each of its factors.
-    clipping: as in `private_grad`; "update" if `of_row` returns an update and not a loss.
+    norms: as in `private_updates`; "update" if `of_row` returns an update and not a loss.
     microbatch_size: int, how many rows are in memory at once; None for a choice by their cost.
     platform: the one that the program is compiled for.
     """
 
     of_row: Callable
     optimizer: Mechanism
-    clipping: Clipping | Literal["update"]
+    norms: Norms | Literal["update"]
     microbatch_size: int | None
     platform: str
 
@@ -58,22 +58,22 @@ class RowSum:
             microbatch, (rows, included), max(1, size), unroll=unroll, in_loop=in_loop, like=params
         )
 
-    def plan(self, params: Tree, state: Tree, rows: tuple) -> tuple[ghost.Plan | str, ForwardCost]:
+    def plan(self, params: Tree, state: Tree, rows: tuple) -> tuple[ghost.GhostPlan | str, ForwardCost]:
         """How the norms are computed, or the reason why every parameter needs per-example gradients; and the cost of
         a row. All arguments may be shapes.
         """
         traced = ghost.trace_loss(self.of_row, params, shapes_of_one(rows))
         cost = forward_cost(traced.closed.jaxpr)
-        if self.clipping == "update":
+        if self.norms == "update":
             _require_like(params, traced.shapes[0])
             return "an update is not a gradient of a loss", cost
-        if self.clipping == "vmap":
-            return 'clipping="vmap" was asked for', cost
-        return ghost.make_plan(traced, self.optimizer, params, state, force=self.clipping == "ghost"), cost
+        if self.norms == "vmap":
+            return 'norms="vmap" was asked for', cost
+        return ghost.make_plan(traced, self.optimizer, params, state, force=self.norms == "ghost"), cost
 
-    def sum_microbatch(self, plan: ghost.Plan | str, params: Tree, state: Tree, rows: tuple, included: jax.Array):
+    def sum_microbatch(self, plan: ghost.GhostPlan | str, params: Tree, state: Tree, rows: tuple, included: jax.Array):
         """The sums of the contributions of one microbatch; the losses, norms and aux of its rows."""
-        if isinstance(plan, ghost.Plan) and plan.followed:
+        if isinstance(plan, ghost.GhostPlan) and plan.followed:
             return ghost.sum_by_plan(plan, self.optimizer, params, rows, state, included)
         (losses, aux), grads = jax.vmap(self.gradient, (None, 0))(params, rows)
         sums, norms = sum_contributions(self.optimizer, grads, state, included)
@@ -81,7 +81,7 @@ class RowSum:
 
     def gradient(self, params: Tree, row: tuple) -> tuple[tuple[Tree, Tree], Tree]:
         """((loss, aux), gradient) of one row; ((None, aux), update) if it has an update of its own."""
-        if self.clipping == "update":
+        if self.norms == "update":
             update, aux = self.of_row(params, row)
             return (None, aux), update
         return jax.value_and_grad(self.of_row, has_aux=True)(params, row)
@@ -92,21 +92,21 @@ def sum_gradients(
     optimizer: Mechanism,
     *,
     microbatch_size: int | None,
-    clipping: Clipping,
+    norms: Norms,
     has_aux: bool,
     platform: str | None = None,
 ) -> RowSum:
-    """The clipped sum of the gradients of a loss of one example, as `private_grad` describes the arguments."""
-    if clipping not in ("auto", "ghost", "vmap"):
-        raise ValueError(f'clipping must be "auto", "ghost" or "vmap", got {described(clipping)}')
+    """The clipped sum of the gradients of a loss of one example, as `private_updates` describes the arguments."""
+    if norms not in ("auto", "ghost", "vmap"):
+        raise ValueError(f'norms must be "auto", "ghost" or "vmap", got {described(norms)}')
     of_row = of_one_row(loss, has_aux=has_aux)
-    return RowSum(of_row, optimizer, clipping, microbatch_size, require_platform(platform))
+    return RowSum(of_row, optimizer, norms, microbatch_size, require_platform(platform))
 
 
 def sum_updates(
     update: Callable, optimizer: Mechanism, *, microbatch_size: int | None, has_aux: bool, platform: str | None = None
 ) -> RowSum:
-    """The clipped sum of what `update` makes of one unit's data, as `private_update` describes the arguments."""
+    """The clipped sum of what `update` makes of one unit's data, as `private_updates_from` describes the arguments."""
     of_row = of_one_row(update, has_aux=has_aux)
     return RowSum(of_row, optimizer, "update", microbatch_size, require_platform(platform))
 

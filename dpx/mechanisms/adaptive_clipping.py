@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dpx.accounting.budget import calibrated
+from dpx.accounting.budget import accepts_budget
 from dpx.mechanism import Mechanism, Tree
 from dpx.mechanisms.gaussian import SMALLEST_CLIP_NORM, dp_sgd, tree_norm
 from dpx.sampling.records import Sampling
@@ -39,7 +39,7 @@ class AdaptiveClippingState(NamedTuple):
     clip_norm: jax.Array
 
 
-@calibrated
+@accepts_budget
 def adaptive_clipping(
     *,
     initial_clip_norm: float,

@@ -16,7 +16,7 @@ import optax
 from dp_accounting import DpEvent, NoOpDpEvent
 
 from dpx import keys
-from dpx.accounting.budget import calibrated
+from dpx.accounting.budget import accepts_budget
 from dpx.accounting.error_feedback.event import SAMPLINGS, ErrorFeedbackDpEvent
 from dpx.mechanism import Mechanism, Tree
 from dpx.mechanisms.gaussian import LARGEST_CLIP_NORM, SMALLEST_CLIP_NORM, tree_norm
@@ -71,7 +71,7 @@ class Configuration(NamedTuple):
     bounds: NormBounds
 
 
-@calibrated
+@accepts_budget
 def dice_sgd(
     *,
     clip_norm: float,

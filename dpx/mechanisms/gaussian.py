@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 from dpx import keys
-from dpx.accounting.budget import calibrated
+from dpx.accounting.budget import accepts_budget
 from dpx.mechanism import Mechanism, Tree
 from dpx.sampling.records import Sampling
 from dpx.scalars import ScalarOrSchedule, at, between, over, require_scalar_or_schedule
@@ -27,7 +27,7 @@ from dpx.trees import described
 SMALLEST_CLIP_NORM, LARGEST_CLIP_NORM = 2.0**-40, 1e15
 
 
-@calibrated
+@accepts_budget
 def dp_sgd(
     *,
     clip_norm: ScalarOrSchedule | Tree,

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from dpx.accounting.budget import calibrated
+from dpx.accounting.budget import accepts_budget
 from dpx.coordinates.importance_mask import importance_mask
 from dpx.coordinates.standardized import standardized
 from dpx.coordinates.top_fraction import top_fraction
@@ -13,7 +13,7 @@ from dpx.sampling.records import Sampling
 from dpx.scalars import ScalarOrSchedule, at, over, require_fraction, require_whole
 
 
-@calibrated
+@accepts_budget
 def ada_dpigu(
     *,
     keep: ScalarOrSchedule = 0.6,
@@ -68,8 +68,8 @@ def ada_dpigu(
         stability=stability,
         relative=relative,
     )
-    important = importance_mask(keep, warmup=warmup, inner=standardization, noise_floor=noise_deviation)
+    important = importance_mask(keep=keep, warmup=warmup, inner=standardization, noise_floor=noise_deviation)
     if example_keep == 1:
         return in_coordinates(mechanism, important)
-    largest_of_each_example = top_fraction(lambda step: jnp.where(step < warmup, 1.0, example_keep))
+    largest_of_each_example = top_fraction(fraction=lambda step: jnp.where(step < warmup, 1.0, example_keep))
     return in_coordinates(mechanism, important, largest_of_each_example)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import jax
 
 from dpx import schedules
-from dpx.accounting.budget import calibrated
+from dpx.accounting.budget import accepts_budget
 from dpx.coordinates.projections import ProjectionKind, random_projection
 from dpx.mechanism import Mechanism, Tree, in_coordinates
 from dpx.mechanisms.clip_then_project import clip_then_project
@@ -22,7 +22,7 @@ from dpx.trees import described
 Order = Literal["project_then_clip", "clip_then_project"]
 
 
-@calibrated
+@accepts_budget
 def d2p2_sgd(
     *,
     rank: int | Tree | None = None,
@@ -63,7 +63,7 @@ def d2p2_sgd(
     return _projected(_automatic(falling, stability, sampling, key), order, projection, key)
 
 
-@calibrated
+@accepts_budget
 def dp2_sgd(
     *,
     rank: int | Tree | None = None,
@@ -91,7 +91,7 @@ def dp2_sgd(
     return _projected(_automatic(noise_multiplier, stability, sampling, key), order, projection, key)
 
 
-@calibrated
+@accepts_budget
 def d2p_sgd(
     *,
     stability: float = 0.01,
@@ -120,7 +120,9 @@ def d2p_sgd(
 
 def _falling(noise_multiplier: float, power: float, every: int) -> ScalarOrSchedule:
     """The noise multiplier of D2P-SGD, a schedule of the step."""
-    return schedules.every(require_whole("every", every), schedules.inverse_power(noise_multiplier, power=power))
+    return schedules.every(
+        schedules.inverse_power(init_value=noise_multiplier, power=power), steps=require_whole("every", every)
+    )
 
 
 def _automatic(noise_multiplier: ScalarOrSchedule, stability: float, sampling: Sampling, key: jax.Array) -> Mechanism:

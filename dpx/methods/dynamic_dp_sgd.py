@@ -3,14 +3,14 @@
 import jax
 
 from dpx import schedules
-from dpx.accounting.budget import calibrated
+from dpx.accounting.budget import accepts_budget
 from dpx.mechanism import Mechanism
 from dpx.mechanisms.gaussian import dp_sgd
 from dpx.sampling.records import Sampling
 from dpx.scalars import require_number, require_whole
 
 
-@calibrated
+@accepts_budget
 def dynamic_dp_sgd(
     *,
     clip_norm: float,
@@ -39,15 +39,15 @@ def dynamic_dp_sgd(
     Raises ValueError for numbers outside their domains.
     """
 
-    def in_blocks(schedule, value, **rho):
-        step_by_step = schedule(value, steps=steps, **rho)
-        return schedules.every(every, lambda block: step_by_step(block * every))
+    def in_blocks(schedule, **numbers):
+        step_by_step = schedule(**numbers, steps=steps)
+        return schedules.every(lambda block: step_by_step(block * every), steps=every)
 
     every = require_whole("every", every)
     require_number("clip_norm", clip_norm, minimum=0, exclusive=True)
     return dp_sgd(
-        clip_norm=in_blocks(schedules.sensitivity_decay, clip_norm, rho_c=rho_c),
-        noise_multiplier=in_blocks(schedules.growing_mu, noise_multiplier, rho_mu=rho_mu),
+        clip_norm=in_blocks(schedules.sensitivity_decay, clip_norm=clip_norm, rho_c=rho_c),
+        noise_multiplier=in_blocks(schedules.growing_mu, noise_multiplier=noise_multiplier, rho_mu=rho_mu),
         sampling=sampling,
         key=key,
     )

@@ -4,7 +4,7 @@ import math
 
 import jax
 
-from dpx.accounting.budget import calibrated
+from dpx.accounting.budget import accepts_budget
 from dpx.coordinates.gradient_embedding import gradient_embedding
 from dpx.coordinates.random_freeze import random_freeze
 from dpx.mechanism import Mechanism, Tree, in_coordinates
@@ -14,10 +14,10 @@ from dpx.scalars import ScalarOrSchedule, require_number
 from dpx.stages import SUM, describe
 
 
-@calibrated
+@accepts_budget
 def gep_sgd(
-    basis: Tree,
     *,
+    basis: Tree,
     embedding_clip_norm: float,
     residual_clip_norm: float,
     embedding_share: float = 0.5,
@@ -57,11 +57,11 @@ def gep_sgd(
     embedding_scale = embedding_clip_norm / clip_norm["embedding"]
     residual_scale = residual_clip_norm / clip_norm["residual"]
     freezes = callable(freeze_rate) or freeze_rate != 0
-    freeze = (random_freeze(freeze_rate, every=every, key=key),) if freezes else ()
+    freeze = (random_freeze(freeze_rate=freeze_rate, every=every, key=key),) if freezes else ()
     mechanism = in_coordinates(
         dp_sgd(clip_norm=clip_norm, noise_multiplier=noise_multiplier, sampling=sampling, key=key),
         *freeze,
-        gradient_embedding(basis, embedding_scale=embedding_scale, residual_scale=residual_scale),
+        gradient_embedding(basis=basis, embedding_scale=embedding_scale, residual_scale=residual_scale),
     )
     multiplier = describe(mechanism.noise_multiplier)
     stages = (

@@ -2,7 +2,7 @@
 
 import jax
 
-from dpx.accounting.budget import calibrated
+from dpx.accounting.budget import accepts_budget
 from dpx.coordinates.random_freeze import random_freeze
 from dpx.coordinates.ranked_freeze import ranked_freeze
 from dpx.mechanism import Mechanism, Tree, in_coordinates
@@ -11,7 +11,7 @@ from dpx.sampling.records import Sampling
 from dpx.scalars import ScalarOrSchedule
 
 
-@calibrated
+@accepts_budget
 def random_freeze_sgd(
     *,
     freeze_rate: ScalarOrSchedule,
@@ -44,11 +44,11 @@ def random_freeze_sgd(
     """
     return in_coordinates(
         dp_sgd(clip_norm=clip_norm, noise_multiplier=noise_multiplier, sampling=sampling, key=key),
-        random_freeze(freeze_rate, every=every, posterior=posterior, key=key),
+        random_freeze(freeze_rate=freeze_rate, every=every, posterior=posterior, key=key),
     )
 
 
-@calibrated
+@accepts_budget
 def ranked_freeze_sgd(
     *,
     freeze_rate: ScalarOrSchedule,
@@ -72,5 +72,5 @@ def ranked_freeze_sgd(
     """
     return in_coordinates(
         dp_sgd(clip_norm=clip_norm, noise_multiplier=noise_multiplier, sampling=sampling, key=key),
-        ranked_freeze(freeze_rate, every=every),
+        ranked_freeze(freeze_rate=freeze_rate, every=every),
     )

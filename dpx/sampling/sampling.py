@@ -129,7 +129,8 @@ class Sampling(abc.ABC):
         steps: how many batches; None for all that the `dpx.Budget` of the state has left. If it is spent, they are
             none, without an error, so that a finished run can be resumed.
         chunk_size: rows of a chunk. Each item is then an iterator of `dpx.Batch`es of this size, which together hold
-            the batch, and of which the last ends with padding: for batches that exceed the memory (`dpx.accumulate`).
+            the batch, and of which the last ends with padding: for batches that exceed the memory
+            (`dpx.private_updates_in_chunks`).
         sharding: of axis 0 over devices, such as `NamedSharding(mesh, PartitionSpec("data"))`; padding makes the rows a
             multiple of the devices. Each process of several loads the rows of its own devices alone.
         prefetch: how many batches (or chunks) are loaded ahead, on their devices; 0 loads each when it is asked for.

@@ -13,13 +13,14 @@ import optax
 from dpx.trees import Tree
 
 
-def public_state(state: Tree) -> Tree:
+def publishable_state(state: Tree) -> Tree:
     """`state` with None for its `unreleased` and `unreleased_*` fields, so that it may be shown or shared.
 
     state: any pytree, or dataclasses and mappings of pytrees. The other fields depend on released values only.
 
     A value becomes None if the name of its field, of its key or of its type contains "unreleased" in any case, also in
-    flattened states, whose keys are tuples or strings such as ".unreleased_error['w']". So does a `dpx.Unreleased`.
+    flattened states, whose keys are tuples or strings such as ".unreleased_error['w']". So does a
+    `dpx.gradients.Unreleased`.
     Functions and optimizers become None, because their closures may hold a key, and so do typed PRNG keys. Raises
     ValueError for a container of an unknown type, a pytree that is registered without the names of its parts, and an
     array of objects.
@@ -29,14 +30,14 @@ def public_state(state: Tree) -> Tree:
         return None
     if hasattr(state, "_fields"):
         names = state._fields
-        return type(state)(*[None if _unreleased(name) else public_state(getattr(state, name)) for name in names])
+        return type(state)(*[None if _unreleased(name) else publishable_state(getattr(state, name)) for name in names])
     if is_dataclass(state) and not isinstance(state, type):
         parts = {field.name: getattr(state, field.name) for field in fields(state)}
         return replace(state, **_public_items(parts))
     if isinstance(state, dict):
         return _public_items(state)
     if isinstance(state, list | tuple):
-        return type(state)(public_state(part) for part in state)
+        return type(state)(publishable_state(part) for part in state)
     parts, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda part: part is not state)
     if any(path for path, _ in parts):  # another container that jax knows
         return treedef.unflatten([_public_child(path[0], part, type(state)) for path, part in parts])
@@ -51,7 +52,7 @@ def _public_child(key: Any, part: Tree, kind: type) -> Tree:
     """A part of a container that jax knows. Without a name, its key is a number that jax gives it."""
     if isinstance(key, jax.tree_util.FlattenedIndexKey):
         raise ValueError(f"state must name its parts: register {kind} with jax.tree_util.register_pytree_with_keys")
-    return None if _unreleased(key) else public_state(part)
+    return None if _unreleased(key) else publishable_state(part)
 
 
 def _public_leaf(state: Any) -> Any:
@@ -66,7 +67,7 @@ def _public_leaf(state: Any) -> Any:
 
 
 def _public_items(items: Mapping) -> dict:
-    return {name: None if _unreleased(name) else public_state(part) for name, part in items.items()}
+    return {name: None if _unreleased(name) else publishable_state(part) for name, part in items.items()}
 
 
 def _unreleased(name: Any) -> bool:

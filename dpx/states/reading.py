@@ -37,7 +37,7 @@ def release_state(state: Tree) -> ReleaseState:
     if jnp.shape(release.step) != ():
         raise ValueError(
             f"state must be of one run, got {jnp.shape(release.step)} runs. Runs of one key share their noise: give "
-            "each a key of its own, and bill them together by dpx.compose"
+            "each a key of its own, and bill them together by dpx.compose_runs"
         )
     return release
 

@@ -5,18 +5,18 @@
         return dpx.chain(mechanism, optax.adam(configuration["learning_rate"]))
 
     def train(trial):
-        return dpx.fit(loss, params, data, trial.optimizer)
+        return dpx.fit(loss, trial.optimizer, params, data)
 
     configurations = [{"learning_rate": rate} for rate in (1e-3, 1e-2, 1e-1)]
     found = dpx.tuning.search(
-        train, configurations, accuracy, optimizer=optimizer, key=key, trials=10, score_on="public"
+        train, configurations=configurations, score=accuracy, optimizer=optimizer, key=key, trials=10, score_on="public"
     )
     found.params, found.configuration, found.epsilon, found.report
 
 The bill holds for the winner alone. How many trials there were, all other results, and what can be inferred from them
 (logs, files, the time that the search took), are as secret as the data. Everything random comes from the key. So a
 search that was interrupted is continued by the same program with the same key: it has the same number of trials, with
-the same configurations and keys. A second search, with another key, is another bill (`dpx.compose`).
+the same configurations and keys. A second search, with another key, is another bill (`dpx.compose_runs`).
 
 With `budget=`, the noise of the trials is calibrated so that the whole search costs at most a total epsilon.
 

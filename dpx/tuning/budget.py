@@ -32,7 +32,7 @@ def noises_within(
 
     def cost(mechanisms: list[Mechanism]) -> float:
         steps = [mechanism.budget.steps for mechanism in mechanisms if mechanism.budget is not None]
-        return bill(mechanisms, steps).epsilon(budget.delta, accountant=budget.accountant)
+        return bill(mechanisms, steps).epsilon(delta=budget.delta, accountant=budget.accountant)
 
     def least(make: Callable[[float], list[Mechanism]]) -> float:
         try:

@@ -41,7 +41,7 @@ class Trial(NamedTuple):
     __repr__ = outlined
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class NoisySum:
     """A score on private data: the sum of one value in [0, 1] for each example, with Gaussian noise that is billed.
 
@@ -62,7 +62,7 @@ ScoreOn = Literal["public"] | NoisySum | DpEvent
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class SearchPlan:
     """What every trial needs, and the bill of all of them.
 
     build: (configuration, key, noise multiplier) -> mechanism. noises: of each configuration, floats; None where the
@@ -84,7 +84,7 @@ class Plan:
     @classmethod
     def of(
         cls, train, configurations, score, optimizer, key, *, trials, score_on, distribution, budget, steps, delta
-    ) -> "Plan":
+    ) -> "SearchPlan":
         for name, function in (("train", train), ("score", score), ("optimizer", optimizer)):
             require_function(name, function)
         configurations, key = list(configurations), keys.secret(keys.require(key))

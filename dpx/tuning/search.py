@@ -18,7 +18,7 @@ from dpx.fitting.checkpoints import SENSITIVE, make_folder, write
 from dpx.mechanism import Mechanism
 from dpx.states.reading import steps_taken
 from dpx.trees import Tree, described, outlined
-from dpx.tuning.plan import Plan, ScoreOn, Trial
+from dpx.tuning.plan import ScoreOn, SearchPlan, Trial
 
 
 class SearchResult(NamedTuple):
@@ -26,7 +26,8 @@ class SearchResult(NamedTuple):
 
     configuration, params: the winner's; None if a Poisson number of trials was 0, which is billed as well.
     score: float, the winner's; minus infinity if it was NaN. steps: int, of the winner.
-    epsilon: float, an upper bound for the whole search at `delta`. bill: for `dpx.compose` and `dpx.privacy_report`.
+    epsilon: float, an upper bound for the whole search at `delta`. bill: for `dpx.compose_runs` and
+        `dpx.privacy_report`.
     report: the privacy report of the winner, with the cost of the search; None without a winner.
     """
 
@@ -44,9 +45,9 @@ class SearchResult(NamedTuple):
 
 def search(
     train: Callable[[Trial], Any],
+    *,
     configurations: Sequence[Any],
     score: Callable,
-    *,
     optimizer: Callable[..., Mechanism],
     key: jax.Array,
     trials: float,
@@ -83,7 +84,7 @@ def search(
     if budget is not None and not isinstance(budget, Budget):
         raise ValueError(f"budget must be a dpx.Budget, got {described(budget)}")
     billed = dict(trials=trials, score_on=score_on, distribution=distribution, budget=budget, steps=steps, delta=delta)
-    plan = Plan.of(train, configurations, score, optimizer, key, **billed)
+    plan = SearchPlan.of(train, configurations, score, optimizer, key, **billed)
     bill = plan.bill
     folder = _open_folder(checkpoints, plan, bill)
     winner, best = None, -math.inf
@@ -92,7 +93,7 @@ def search(
         value = plan.scored(params, number)
         if winner is None or value > best:
             winner, best = (trial, params, state), value
-    epsilon = bill.epsilon(plan.delta)
+    epsilon = bill.epsilon(delta=plan.delta)
     if winner is None:
         return SearchResult(None, None, -math.inf, 0, epsilon, plan.delta, bill, None)
     trial, params, state = winner
@@ -100,7 +101,7 @@ def search(
     return SearchResult(trial.configuration, params, best, steps_taken(state), epsilon, plan.delta, bill, report)
 
 
-def _open_folder(folder: str | Path | None, plan: Plan, bill: Selection) -> Path | None:
+def _open_folder(folder: str | Path | None, plan: SearchPlan, bill: Selection) -> Path | None:
     """The folder of one search. Raises ValueError for that of another."""
     if folder is None:
         return None

@@ -33,7 +33,7 @@ def _of_d2p_sgd(epsilon: float, delta: float, rate: float, steps: int) -> float:
         given = {"noise_multiplier": noise_multiplier, "sampling": sampling, "key": key}
         return dpx.methods.d2p_sgd(power=FALLING["power"], every=every, **given)
 
-    return dpx.calibrate(make, steps=steps, epsilon=epsilon, delta=delta)
+    return dpx.accounting.calibrate(make, steps=steps, epsilon=epsilon, delta=delta)
 
 
 def methods(reduction: float) -> dict[str, dict[str, Any]]:

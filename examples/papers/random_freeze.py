@@ -19,7 +19,7 @@ def noise_by_rdp(config: Config, rate: float, steps: int) -> float:
         return dpx.dp_sgd(clip_norm=1.0, noise_multiplier=noise_multiplier, sampling=sampling, key=config.key)
 
     assert config.epsilon is not None
-    return dpx.calibrate(dp_sgd, steps=steps, epsilon=config.epsilon, delta=config.delta, accountant="rdp")
+    return dpx.accounting.calibrate(dp_sgd, steps=steps, epsilon=config.epsilon, delta=config.delta, accountant="rdp")
 
 
 def density(freeze_rate: float, epochs: int, cooling: int) -> float:

@@ -35,7 +35,7 @@ _POINTS_PER_EPSILON = 250  # grid points per epsilon, times sqrt(T)
 
 
 @dataclass(frozen=True)
-class Plan:
+class Grid:
     """The grid and the tilt of a composition.
 
     grid: spacing of privacy losses. size: grid points of the window, a quarter of them below 0.
@@ -77,7 +77,7 @@ def plan(
     orders: np.ndarray = renyi.ORDERS,
     expected_epsilon: float | None = None,
     deviations: float = 0.5,
-) -> Plan | None:
+) -> Grid | None:
     """A plan from the RDP bill of `steps` steps; None if epsilon is too large (thousands) for any grid.
 
     rdp, orders: float64 (orders,). epsilon, delta: a pair that holds. expected_epsilon: one closer to the truth at that
@@ -117,7 +117,7 @@ def plan(
         return None
     size = int(fft.next_fast_len(math.ceil(span / grid) + 8, real=True) or 0)
     wrap_tilt, wrap_renyi = float(tilts[larger]), float(renyis[larger])
-    return Plan(grid, size, float(tilts[best]), tail, wrap_tilt, wrap_log_moment=wrap_tilt * wrap_renyi)
+    return Grid(grid, size, float(tilts[best]), tail, wrap_tilt, wrap_log_moment=wrap_tilt * wrap_renyi)
 
 
 def _between(tilts: np.ndarray, renyis: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -134,7 +134,7 @@ class SummedLoss:
     was dropped or may have been rounded to 0; for a lower bound, minus the most that rounding and wrapping added.
     """
 
-    def __init__(self, total: "_Spectrum", plan: Plan, *, side: Side):
+    def __init__(self, total: "_Spectrum", plan: Grid, *, side: Side):
         spectrum = total.values()
         tilted = np.asarray(fft.irfft(spectrum, plan.size))
         self._losses = plan.grid * np.arange(plan.first + plan.size)
@@ -183,7 +183,7 @@ class SummedLoss:
         return float(self._losses[k] + min(max(beyond_point, 0.0), self._losses[1]))
 
 
-def compose(losses: Losses, plan: Plan, *, side: Side = "above") -> list[SummedLoss]:
+def compose(losses: Losses, plan: Grid, *, side: Side = "above") -> list[SummedLoss]:
     """The composition in each direction of the relation; one is enough if every step is symmetric.
 
     The side "below" needs `SampledGaussian`s only.
@@ -215,7 +215,7 @@ class _Spectrum:
     log_finite: float = 0.0
     steps: int = 0
 
-    def add(self, pmf: Pmf, count: int, plan: Plan) -> None:
+    def add(self, pmf: Pmf, count: int, plan: Grid) -> None:
         spectrum, log_moment = _tilted_spectrum(pmf, plan)
         with np.errstate(divide="ignore"):
             self.log_modulus += count * np.log(np.abs(spectrum))
@@ -229,7 +229,7 @@ class _Spectrum:
         return modulus * np.cos(self.angle) + 1j * (modulus * np.sin(self.angle))
 
 
-def _tilted_spectrum(pmf: Pmf, plan: Plan) -> tuple[np.ndarray, float]:
+def _tilted_spectrum(pmf: Pmf, plan: Grid) -> tuple[np.ndarray, float]:
     """The transform of the normalized pmf e^(tilt loss) p(loss), wrapped into the window, and the ln of its sum."""
     losses = plan.grid * np.arange(pmf.first, pmf.first + len(pmf.probabilities))
     exponent = plan.tilt * losses

@@ -103,7 +103,7 @@ def canary_scores(
     steps: int, at least 1. key: a PRNG key, (). runs: int, at least 100, in each world.
     params: pytree of a few coordinates, because time grows with them and a worst case needs few; default two.
     canary: its gradient, like `params`, or a function (step, state, params) of it; default a large constant one. The
-        state is the public part (`dpx.public_state`) of that before the release.
+        state is the public part (`dpx.publishable_state`) of that before the release.
     instead: the same for the example that has its place in the other world. Default None: nobody; and where the
         relation of the mechanism's sampling is "replace_one", the opposite gradient.
     others: gradients of other examples, with the rows on axis 0, which take part in every batch of both worlds.

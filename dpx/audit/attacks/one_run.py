@@ -71,7 +71,7 @@ class OneRun:
         return "\n".join(lines)
 
 
-def draw_members(key: jax.Array, canaries: int) -> np.ndarray:
+def draw_members(key: jax.Array, *, canaries: int) -> np.ndarray:
     """Which canaries take part, bool (canaries,): each with probability 1/2, independently of the others.
 
     key: a PRNG key, (), which nothing else uses. canaries: int, at least 16. Raises ValueError for fewer, and no key.
@@ -116,7 +116,7 @@ def one_run(
     best = int(np.argmax(proofs))
     return OneRun(
         epsilon=proofs[best],
-        trade_off_epsilon=gdp.epsilon(_largest_mu(right, counts, size, miss), delta),
+        trade_off_epsilon=gdp.epsilon(_largest_mu(right, counts, size, miss), delta=delta),
         gaussian_epsilon=_as_independent(scores, members, delta, confidence),
         delta=delta,
         confidence=confidence,

@@ -112,7 +112,7 @@ def lower_bound_from_scores(
         bounds.append(float(bound_of(counted, miss=miss)[0]))
     return LowerBound(
         epsilon=max(0.0, bounds[0]),
-        gaussian_epsilon=gdp.epsilon(max(0.0, bounds[1]), delta),
+        gaussian_epsilon=gdp.epsilon(max(0.0, bounds[1]), delta=delta),
         delta=delta,
         confidence=confidence,
         runs=(len(present[1]), len(absent[1])),

@@ -11,7 +11,7 @@ import numpy as np
 from dpx import keys
 from dpx.sampling.draws import coins
 from dpx.sampling.records import FixedSizeSampling, FullBatch, PoissonSampling, ShuffledEpochs
-from dpx.states.public import public_state
+from dpx.states.public import publishable_state
 from dpx.trees import Tree, described
 
 
@@ -27,7 +27,7 @@ class Attack(NamedTuple):
     takes_part: (key, steps) -> bool (steps,), when the canary takes part.
     observe: (updates, state before, state after, canary) -> float32 (features,), what is read of a release.
 
-    The states that the functions are given have None in place of what is not public (`dpx.public_state`).
+    The states that the functions are given have None in place of what is not public (`dpx.publishable_state`).
     """
 
     make: Callable[[jax.Array], Any]
@@ -114,14 +114,14 @@ def observed_run(
 
     def step(state, inputs):
         number, taken = inputs
-        before = public_state(state)
+        before = publishable_state(state)
         canary = attack.canary(number, before, attack.params)
         other = canary if attack.instead is None else attack.instead(number, before, attack.params)
 
         def observe(mechanism, state, gradient, included):
             rows, counts = _batch(gradient, included, attack.others)
             updates, after = mechanism.update(rows, state, attack.params, included=counts)
-            return attack.observe(updates, before, public_state(after), canary), after
+            return attack.observe(updates, before, publishable_state(after), canary), after
 
         def move(key):
             again = attack.make(key)

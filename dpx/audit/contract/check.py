@@ -52,7 +52,7 @@ def check_contract(
     float32   nothing computes in less than float32
     adjacent  leaving one example out moves the update by at most what is billed, in 6 rows and in 257
     padding   rows that do not count change nothing
-    additive  `Mechanism.update`, microbatches, ghost norms and `private_grad` give the same step
+    additive  `Mechanism.update`, microbatches, ghost norms and `private_updates` give the same step
     divisor   the updates are divided by a constant
     noise     the noise is the billed multiple of what one example moves, wherever that is; its draws, under other keys
               and at eight steps, are independent standard normals; it is there, and does not repeat, for other values
@@ -65,7 +65,7 @@ def check_contract(
     branches  no program branches on raw data
 
     mechanism: of `dpx.chain`, `dpx.in_coordinates`, or of your own.
-    loss: with it, the contract is also checked on the paths of `private_grad`; loss(params, example), of one example.
+    loss: with it, the contract is also checked on the paths of `private_updates`; loss(params, example).
     params: pytree of arrays, at most 1,000 numbers; small layers with the names of your model serve. By default, a
         matrix, a vector, a number, and two arrays of 4 axes and one shape.
     examples: pytree, with examples on axis 0; needed with a loss.

@@ -13,7 +13,7 @@ from dpx.audit.contract import inputs as inputs
 from dpx.audit.contract.keys import with_other_keys
 from dpx.audit.contract.release import SMALL, Release, Traced
 from dpx.audit.contract.report import Broken
-from dpx.states.public import public_state
+from dpx.states.public import publishable_state
 from dpx.trees import Tree
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Draws:
         def empty_step(mechanism, state, step, params):
             state = subject.at_step(state, step)
             updates, after = mechanism.update(grads, state, params, included=jnp.zeros(1, bool))
-            return inputs.public_floats((updates, public_state(after)))
+            return inputs.public_floats((updates, publishable_state(after)))
 
         arguments = subject.state(0), np.int32(0), subject.params
         run, self.has_keys = with_other_keys(empty_step, subject.mechanism, rebuild, arguments)

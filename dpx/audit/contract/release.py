@@ -19,7 +19,7 @@ from dpx import keys
 from dpx.audit.contract import inputs as inputs
 from dpx.audit.contract.report import NotChecked
 from dpx.audit.contract.subject import Subject
-from dpx.states.public import public_state
+from dpx.states.public import publishable_state
 from dpx.trees import Tree
 
 LOST = 1e-2  # a derivative below this share of its value is mostly rounding, as that of Adam's first step
@@ -98,7 +98,7 @@ class Traced:
 
     def _run(self, sums, state, params, mechanism=None):
         updates, after = (mechanism or self.subject.mechanism).release(sums, state, params)
-        return updates, inputs.readable(public_state(after))
+        return updates, inputs.readable(publishable_state(after))
 
     def public(
         self, sums: jax.Array, normals: jax.Array, state: Tree, params: Tree, mechanism: Any = None

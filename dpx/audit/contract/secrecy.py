@@ -10,7 +10,7 @@ from dpx.audit.contract.marks import RAW, spread
 from dpx.audit.contract.report import Broken, NotChecked
 from dpx.audit.contract.subject import STEPS, all_but, everyone
 from dpx.audit.contract.trial import Trial
-from dpx.states.public import public_state
+from dpx.states.public import publishable_state
 from dpx.trees import Tree
 
 SHIFT = 16.0  # standard deviations of the noise, by which the data is moved
@@ -82,9 +82,9 @@ def _same_without_exchange(trial: Trial) -> str:
 def _require_own_event_for_unreleased(trial: Trial):
     """Raises Broken if unreleased state moves a release that is billed as if each release stood alone."""
     state = trial.state(4)
-    if jax.tree.structure(public_state(state)) == jax.tree.structure(state) or not trial.billed_by_multiplier:
+    if jax.tree.structure(publishable_state(state)) == jax.tree.structure(state) or not trial.billed_by_multiplier:
         return
-    shown = {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(public_state(state))}
+    shown = {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(publishable_state(state))}
 
     def moved(path, leaf):
         hidden = jax.tree_util.keystr(path) not in shown and jnp.issubdtype(leaf.dtype, jnp.floating)
@@ -104,7 +104,7 @@ def _require_own_event_for_unreleased(trial: Trial):
 
 def public_of(result: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
     updates, state = result
-    return updates, public_state(state)
+    return updates, publishable_state(state)
 
 
 def branches(trial: Trial) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 
 from dpx.audit.contract import inputs as inputs
 from dpx.contributions import sum_contributions
-from dpx.gradients import private_grad
+from dpx.gradients import private_updates
 from dpx.gradients.sums import sum_gradients
 from dpx.mechanism import Mechanism
 from dpx.sampling.batch import Batch
@@ -131,7 +131,7 @@ def all_but(*missing: int) -> np.ndarray:
 
 
 def of_gradients(mechanism: Mechanism, params: Tree, compiled: Callable) -> Problem:
-    """Gradients as the data: `Mechanism.update`, and `private_grad` of a loss that has them as gradients."""
+    """Gradients as the data: `Mechanism.update`, and `private_updates` of a loss that has them as gradients."""
 
     def stacked(grads, state, included):
         return mechanism.update(grads, state, params, included=included)
@@ -141,16 +141,16 @@ def of_gradients(mechanism: Mechanism, params: Tree, compiled: Callable) -> Prob
         return sum_contributions(mechanism, grads, state, jnp.ones(1, bool))[0]
 
     def in_microbatches(grads, state, included):
-        step = private_grad(inputs.linear_loss, mechanism, microbatch_size=4)
+        step = private_updates(inputs.linear_loss, mechanism, microbatch_size=4)
         return step(params, Batch(grads, included), state)[:2]
 
     def by_ghost_norms(grads, state, included):
-        step = private_grad(inputs.product_loss, mechanism, clipping="ghost", microbatch_size=4)
+        step = private_updates(inputs.product_loss, mechanism, norms="ghost", microbatch_size=4)
         return step(params, Batch(inputs.product_examples(params, grads), included), state)[:2]
 
     paths, sums = {"update": stacked}, {"update": compiled(alone)}
     if mechanism.supports_ghost_norms:
-        of_row = sum_gradients(inputs.product_loss, mechanism, microbatch_size=1, clipping="ghost", has_aux=False)
+        of_row = sum_gradients(inputs.product_loss, mechanism, microbatch_size=1, norms="ghost", has_aux=False)
 
         def ghost_alone(grad, state):
             row = inputs.product_examples(params, jax.tree.map(lambda g: g[None], grad))
@@ -164,14 +164,14 @@ def of_gradients(mechanism: Mechanism, params: Tree, compiled: Callable) -> Prob
 
 
 def of_loss(mechanism: Mechanism, params: Tree, loss: Callable, examples: Tree, compiled: Callable) -> Problem:
-    """The examples of a loss: its stacked gradients, and what `private_grad` makes of it."""
+    """The examples of a loss: its stacked gradients, and what `private_updates` makes of it."""
 
     def stacked(rows, state, included):
         grads = jax.vmap(jax.grad(loss), (None, 0))(params, rows)
         return mechanism.update(grads, state, params, included=included)
 
     def of_private_grad(**options):
-        step = private_grad(loss, mechanism, **options)
+        step = private_updates(loss, mechanism, **options)
         return lambda rows, state, included: step(params, Batch(rows, included), state)[:2]
 
     def alone(**options):
@@ -182,10 +182,14 @@ def of_loss(mechanism: Mechanism, params: Tree, loss: Callable, examples: Tree, 
 
         return compiled(of_one)
 
-    paths = {"update": stacked, "private_grad": of_private_grad(), "microbatches": of_private_grad(microbatch_size=4)}
-    sums = {"private_grad": alone(clipping="auto")}
+    paths = {
+        "update": stacked,
+        "private_updates": of_private_grad(),
+        "microbatches": of_private_grad(microbatch_size=4),
+    }
+    sums = {"private_updates": alone(norms="auto")}
     if mechanism.supports_ghost_norms:
-        paths["ghost norms"], sums["ghost norms"] = of_private_grad(clipping="ghost"), alone(clipping="ghost")
+        paths["ghost norms"], sums["ghost norms"] = of_private_grad(norms="ghost"), alone(norms="ghost")
     size = len(jax.tree.leaves(examples)[0])
     rows = inputs.take(examples, np.arange(inputs.ROWS) % size)
     programs: dict[str, Callable] = {name: jax.jit(path) for name, path in paths.items()}

@@ -20,7 +20,7 @@ tests/test_ghost_zoo.py and a case in tests/test_ghost_hostile.py.
 
 from dpx.gradients.ghost.engine import sum_by_plan as sum_by_plan
 from dpx.gradients.ghost.plan import Explanation as Explanation
-from dpx.gradients.ghost.plan import Plan as Plan
+from dpx.gradients.ghost.plan import GhostPlan as GhostPlan
 from dpx.gradients.ghost.plan import explain as explain
 from dpx.gradients.ghost.plan import make_plan as make_plan
 from dpx.gradients.ghost.trace import trace_loss as trace_loss

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from dpx.contributions import in_range, zero_excluded
 from dpx.gradients.ghost import trace
-from dpx.gradients.ghost.plan import Choice, Plan
+from dpx.gradients.ghost.plan import Choice, GhostPlan
 from dpx.mechanism import Mechanism
 from dpx.trees import Tree
 from dpx.xla.ordering import compute_after
@@ -35,7 +35,7 @@ class Records(NamedTuple):
 
 
 def sum_by_plan(
-    plan: Plan, mechanism: Mechanism, params: Tree, examples: Tree, state: Tree, included: jax.Array
+    plan: GhostPlan, mechanism: Mechanism, params: Tree, examples: Tree, state: Tree, included: jax.Array
 ) -> tuple[tuple[Tree, ...], tuple[jax.Array, Tree, Tree]]:
     """sum_i f(|z_i|) z_i for each factor f, as in `dpx.contributions.sum_contributions`; losses, norms and aux.
 
@@ -55,7 +55,7 @@ def sum_by_plan(
     return sums, (losses, norms, aux)
 
 
-def _backward_pass(plan: Plan, leaves: list[jax.Array], examples: Tree) -> tuple[jax.Array, Tree, Records]:
+def _backward_pass(plan: GhostPlan, leaves: list[jax.Array], examples: Tree) -> tuple[jax.Array, Tree, Records]:
     """The losses, (B,), their aux and the records of the examples, by one forward and one backward pass."""
     differentiated = {leaf: leaves[leaf] for leaf in plan.differentiated}
     sites = [site for leaf in plan.followed for site in plan.choices[leaf].uses.sites]
@@ -102,7 +102,7 @@ def _for_all_readers(records: Records) -> Records:
     return structure.unflatten(found[id(x)] for x in leaves)
 
 
-def _norms(plan: Plan, leaves: list[jax.Array], records: Records, scales: dict[int, jax.Array]):
+def _norms(plan: GhostPlan, leaves: list[jax.Array], records: Records, scales: dict[int, jax.Array]):
     """The norms of the parameters' per-example gradients, float32 (B,), by leaf; and the records with the gradients
     that were computed for them and are kept."""
     norms, gradients, programs = {}, {}, {}
@@ -122,12 +122,12 @@ def _norms(plan: Plan, leaves: list[jax.Array], records: Records, scales: dict[i
 def _shared(programs: dict, function: Callable, kind: tuple | None) -> Callable:
     """`function` as a program that parameters of one kind share, so that it is traced once for all of them.
 
-    programs: by kind, those of the parameters before. kind: `Plan.kind`, None if the parameter shares nothing.
+    programs: by kind, those of the parameters before. kind: `GhostPlan.kind`, None if the parameter shares nothing.
     """
     return function if kind is None else programs.setdefault(kind, jax.jit(function))
 
 
-def _norms_and_factors(plan: Plan, mechanism: Mechanism, norms: dict[int, jax.Array], state: Tree, size: int):
+def _norms_and_factors(plan: GhostPlan, mechanism: Mechanism, norms: dict[int, jax.Array], state: Tree, size: int):
     """The mechanism's norms and its factors, each a tree of float32 (B,), from the norms of the leaves."""
 
     def of_one_example(norms):
@@ -138,7 +138,7 @@ def _norms_and_factors(plan: Plan, mechanism: Mechanism, norms: dict[int, jax.Ar
     return jax.vmap(of_one_example, axis_size=size)(norms)
 
 
-def _weighted_sums(plan: Plan, leaves, records: Records, factor: Tree, included: jax.Array, scales) -> Tree:
+def _weighted_sums(plan: GhostPlan, leaves, records: Records, factor: Tree, included: jax.Array, scales) -> Tree:
     """sum_i f_i z_i, float32, for one factor f, which has a float32 (B,) for each group of leaves."""
     groups = jax.tree.unflatten(plan.structure, list(range(len(plan.encoded))))
     factor = _zero_excluded(factor, included)
@@ -170,7 +170,7 @@ def _scaled(total: jax.Array, scale: jax.Array | None) -> jax.Array:
     return total if scale is None else jnp.where(scale == 0, 0, total * scale)
 
 
-def _scales(plan: Plan, mechanism: Mechanism, params: Tree, state: Tree) -> dict[int, jax.Array]:
+def _scales(plan: GhostPlan, mechanism: Mechanism, params: Tree, state: Tree) -> dict[int, jax.Array]:
     """The scale of every coordinate, float32, for each leaf that the mechanism scales."""
     if not any(encoded.scaled for encoded in plan.encoded):
         return {}

@@ -38,7 +38,7 @@ class Choice(NamedTuple):
     uses: Uses = Uses()
 
 
-class Plan(NamedTuple):
+class GhostPlan(NamedTuple):
     """How the clipped sum of a batch is computed.
 
     program: the loss of one example. choices: one for each parameter leaf.
@@ -72,7 +72,7 @@ class Plan(NamedTuple):
         return [leaf for leaf in kept if leaf not in self.followed]
 
 
-def make_plan(traced: trace.Traced, mechanism: Mechanism, params: Tree, state: Tree, *, force: bool) -> Plan | str:
+def make_plan(traced: trace.Traced, mechanism: Mechanism, params: Tree, state: Tree, *, force: bool) -> GhostPlan | str:
     """The plan for a loss, or the reason why the mechanism needs whole per-example gradients.
 
     traced: the loss. params, state: arrays or their shapes. force: bool, True to follow every parameter that can be
@@ -101,7 +101,7 @@ def make_plan(traced: trace.Traced, mechanism: Mechanism, params: Tree, state: T
     choices = tuple(choose(leaf, uses) for leaf, uses in enumerate(program.uses))
     if not trace.differentiates(program):
         return "a custom derivative closes over values of the loss"
-    return Plan(program, choices, encoded, structure)
+    return GhostPlan(program, choices, encoded, structure)
 
 
 def _follow(uses: tuple[trace.Use, ...], program: trace.Program, shape: tuple[int, ...], *, scaled: bool) -> Uses | str:
@@ -161,7 +161,7 @@ def _written(equation: core.JaxprEqn) -> str:
 
 
 class Explanation(NamedTuple):
-    """How `private_grad` computes the norms of every parameter; `str` is a table of it.
+    """How `private_updates` computes the norms of every parameter; `str` is a table of it.
 
     In the table, parameters are one line if they agree in way and reason, and their paths in all but numbers: a `*`
     stands for the numbers that differ, and the line says how many parameters it is.
@@ -193,7 +193,7 @@ def _pattern(paths: list[str]) -> str:
     return f"{_NUMBER.sub(lambda _: next(numbers), paths[0])} ({len(paths)})"
 
 
-def explain(plan: Plan | str, params: Tree, microbatches: str) -> Explanation:
+def explain(plan: GhostPlan | str, params: Tree, microbatches: str) -> Explanation:
     """The plan in words, and how many examples are in memory at once.
 
     If `plan` is a reason, every parameter has per-example gradients for that reason.

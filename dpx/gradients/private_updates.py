@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from dpx.gradients import ghost
 from dpx.gradients.explicit_axes import along_examples, call_with_auto_axes
 from dpx.gradients.microbatch_size import choose_microbatch_size
-from dpx.gradients.results import PrivateGradient, Unreleased
+from dpx.gradients.results import PrivateUpdates, Unreleased
 from dpx.gradients.rows import rows_of
-from dpx.gradients.sums import Clipping, RowSum, sum_gradients, sum_updates
+from dpx.gradients.sums import Norms, RowSum, sum_gradients, sum_updates
 from dpx.guards import require_params
 from dpx.mechanism import Mechanism
 from dpx.sampling.batch import Batch, inclusion, require_batch
@@ -22,16 +22,16 @@ from dpx.trees import Tree, batch_size
 
 @dataclass(frozen=True, eq=False)
 class PrivateStep:
-    """`(params, batch, state) -> PrivateGradient`, which `private_grad` and `private_update` build and describe.
+    """`(params, batch, state) -> PrivateUpdates`, which `private_updates` and `private_updates_from` build.
 
-    row_sum: the clipped sum of the rows of a batch. optimizer, with_key: of `private_grad`.
+    row_sum: the clipped sum of the rows of a batch. optimizer, with_key: of `private_updates`.
     """
 
     row_sum: RowSum
     optimizer: Mechanism
     with_key: bool
 
-    def __call__(self, params: Tree, batch: Batch, state: Tree) -> PrivateGradient:
+    def __call__(self, params: Tree, batch: Batch, state: Tree) -> PrivateUpdates:
         """The private updates and the next state. batch: a `dpx.Batch`. state: of the optimizer."""
         batch_size(require_batch(batch).examples)
         require_params(params)
@@ -43,32 +43,32 @@ class PrivateStep:
         rows = rows_of(self.optimizer, state, examples, with_key=self.with_key)
         sums, of_each = self.row_sum(params, state, rows, included)
         updates, state = self.optimizer.release_once(sums, state, params, jnp.sum(included), drawn)
-        return PrivateGradient(updates, state, Unreleased(*of_each))
+        return PrivateUpdates(updates, state, Unreleased(*of_each))
 
     def _place(self, params, batch, state):
-        return PrivateGradient(params, state, along_examples(batch.examples))
+        return PrivateUpdates(params, state, along_examples(batch.examples))
 
 
-def private_grad(
+def private_updates(
     loss: Callable,
     optimizer: Mechanism,
     *,
     microbatch_size: int | None = None,
-    clipping: Clipping = "auto",
+    norms: Norms = "auto",
     with_key: bool = False,
     has_aux: bool = False,
     platform: str | None = None,
 ) -> PrivateStep:
-    """Builds `fn(params, batch, state) -> PrivateGradient`, the private gradient of `loss(params, example)`.
+    """Builds `fn(params, batch, state) -> PrivateUpdates`, the private gradient of `loss(params, example)`.
 
     loss: returns one real number, (), for one example, which has no batch axis.
     optimizer: a `dpx.Mechanism`. With one that `dpx.chain` builds, the updates are those of the optax transforms.
     microbatch_size: int, how many examples are in memory at once. None: all, but fewer if a batch would not fit in half
         of the device's memory, or if that is faster on a CPU. Microbatches run in a loop; if the loss has convolutions
         in a loop or under `jax.checkpoint`, up to 64 are unrolled on a CPU.
-    clipping: how the per-example norms are computed. "vmap": from the gradient of every example. "ghost": without it,
+    norms: how the per-example norms are computed. "vmap": from the gradient of every example. "ghost": without it,
         for every parameter where that is possible. "auto": the cheaper of the two for each parameter, by an estimate
-        from shapes. `dpx.explain` prints the choice.
+        from shapes. `dpx.explain_norms` prints the choice.
     with_key: the loss is `loss(params, example, key)`. Every row of a batch has a PRNG key of its own, (), from the
         "example" stream of the mechanism's key, the step and its position; no microbatch or device changes it.
     has_aux: the loss returns (value, aux), aux any pytree of arrays; `unreleased.aux` has it for every example.
@@ -81,18 +81,18 @@ def private_grad(
     sharded as the parameters, the state as before, and `unreleased` as the examples. Inside a `jax.shard_map` with
     check_vma=True, only "vmap" works.
 
-    Raises ValueError for another type of optimizer, another `clipping` or `platform`, or a `microbatch_size` below 1.
+    Raises ValueError for another type of optimizer, another `norms` or `platform`, or a `microbatch_size` below 1.
     `fn` raises it if the batch is not a `dpx.Batch` or does not fit the sampling, and for complex parameters, Flax
     modules or batch statistics among the parameters.
     Ghost norms: https://arxiv.org/abs/1510.01799, https://arxiv.org/abs/2110.05679, https://arxiv.org/abs/2210.00038.
     """
     options: Any = {"microbatch_size": microbatch_size, "has_aux": has_aux, "platform": platform}
-    row_sum = sum_gradients(loss, optimizer, clipping=clipping, **options)
+    row_sum = sum_gradients(loss, optimizer, norms=norms, **options)
     return PrivateStep(row_sum, optimizer, with_key)
 
 
-def private_update(
-    update_of_one: Callable,
+def private_updates_from(
+    update_of_unit: Callable,
     optimizer: Mechanism,
     *,
     microbatch_size: int | None = None,
@@ -100,54 +100,54 @@ def private_update(
     has_aux: bool = False,
     platform: str | None = None,
 ) -> PrivateStep:
-    """Builds `fn(params, batch, state) -> PrivateGradient` from `update_of_one(params, unit)`, the update of one unit.
+    """Builds `fn(params, batch, state) -> PrivateUpdates` from `update_of_unit(params, unit)`, the update of one unit.
 
     A unit is what the sampling draws and epsilon protects: all examples of one user, for example. Its update is
     bounded as a gradient is, whatever it was computed by: some local steps, or the mean gradient of the user's data.
-    `private_grad` is the special case of a gradient.
+    `private_updates` is the special case of a gradient.
 
-    update_of_one: returns a pytree like `params`. The result goes to `optax.apply_updates`, and an optimizer of
+    update_of_unit: returns a pytree like `params`. The result goes to `optax.apply_updates`, and an optimizer of
         `dpx.chain` descends along it. So return the direction of a gradient, which is the old parameters minus the new.
     optimizer: a `dpx.Mechanism`. With one that `dpx.chain` builds, the updates are those of the optax transforms.
     microbatch_size: int, how many units are in memory at once. None: all, or fewer if they do not fit.
-    with_key: `update_of_one` is (params, unit, key), with a PRNG key for each unit, ().
+    with_key: `update_of_unit` is (params, unit, key), with a PRNG key for each unit, ().
     has_aux: it returns (update, aux), aux any pytree of arrays; `unreleased.aux` has it for every unit.
     platform: "cpu", "cuda", "rocm" or "tpu", if the program is compiled for another one than JAX's default backend.
 
     batch: a `dpx.Batch` with the units on axis 0. A unit is a pytree of arrays; if units have different numbers of
     examples, pad them, and put a mask of your own into the unit. `unreleased.losses` is None.
 
-    Raises ValueError as `private_grad` does, and `fn` also if the update of a unit has another structure or shape than
-    the parameters.
+    Raises ValueError as `private_updates` does, and `fn` also if the update of a unit has another structure or shape
+    than the parameters.
     """
-    row_sum = sum_updates(update_of_one, optimizer, microbatch_size=microbatch_size, has_aux=has_aux, platform=platform)
+    row_sum = sum_updates(
+        update_of_unit, optimizer, microbatch_size=microbatch_size, has_aux=has_aux, platform=platform
+    )
     return PrivateStep(row_sum, optimizer, with_key)
 
 
-def explain(
+def explain_norms(
     loss: Callable,
     optimizer: Mechanism,
     params: Tree,
     batch: Batch,
     *,
-    clipping: Clipping = "auto",
+    norms: Norms = "auto",
     with_key: bool = False,
     has_aux: bool = False,
     platform: str | None = None,
 ) -> ghost.Explanation:
-    """A printable table of how `private_grad` computes the norms of each parameter, and why; and of its microbatches.
+    """A printable table of how `private_updates` computes the norms of each parameter, and why.
 
     loss: (params, example) -> float (), of one example without a batch axis. optimizer: a `dpx.Mechanism`.
     params, batch: as for the step; both may hold `jax.ShapeDtypeStruct`s in place of arrays.
-    clipping: "auto", "ghost" or "vmap", as for `private_grad`.
+    norms: "auto", "ghost" or "vmap", as for `private_updates`.
     with_key: the loss takes a PRNG key, loss(params, example, key). has_aux: it returns (value, aux).
     platform: the one that the program is compiled for; None is JAX's default backend.
 
-    Raises ValueError for the arguments that `private_grad` refuses.
+    Raises ValueError for the arguments that `private_updates` refuses.
     """
-    row_sum = sum_gradients(
-        loss, optimizer, microbatch_size=None, clipping=clipping, has_aux=has_aux, platform=platform
-    )
+    row_sum = sum_gradients(loss, optimizer, microbatch_size=None, norms=norms, has_aux=has_aux, platform=platform)
     state = jax.eval_shape(optimizer.init, params)
     rows = jax.eval_shape(
         functools.partial(rows_of, optimizer, with_key=with_key), state, require_batch(batch).examples

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from dpx.gradients.explicit_axes import along_examples, call_with_auto_axes
 from dpx.gradients.results import Unreleased
 from dpx.gradients.rows import rows_of
-from dpx.gradients.sums import Clipping, RowSum, sum_gradients
+from dpx.gradients.sums import Norms, RowSum, sum_gradients
 from dpx.guards import require_params
 from dpx.mechanism import Mechanism
 from dpx.sampling.batch import Batch, inclusion, require_batch
@@ -55,10 +55,10 @@ class AccumulatedSums(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Accumulation:
-    """The two functions of a step in chunks, which `accumulate` builds and describes.
+class PrivateChunks:
+    """The two functions of a step in chunks, which `private_updates_in_chunks` builds and describes.
 
-    row_sum: the clipped sum of a chunk. optimizer, with_key: of `accumulate`.
+    row_sum: the clipped sum of a chunk. optimizer, with_key: of `private_updates_in_chunks`.
     """
 
     row_sum: RowSum
@@ -118,42 +118,42 @@ class Accumulation:
         return self.optimizer.release_once(total, state, params, count, drawn, ordered=ordered)
 
 
-def accumulate(
+def private_updates_in_chunks(
     loss: Callable,
     optimizer: Mechanism,
     *,
     microbatch_size: int | None = None,
-    clipping: Clipping = "auto",
+    norms: Norms = "auto",
     with_key: bool = False,
     has_aux: bool = False,
     platform: str | None = None,
-) -> Accumulation:
-    """Builds `private_grad` in two functions, for a batch that does not fit into memory and comes in chunks.
+) -> PrivateChunks:
+    """Builds `private_updates` in two functions, for a batch that does not fit into memory and comes in chunks.
 
-        step, sums = dpx.accumulate(loss, optimizer), None
+        step, sums = dpx.private_updates_in_chunks(loss, optimizer), None
         for chunk in chunks:                                    # of ONE batch
             sums = step.add(params, chunk, state, sums)
         updates, state = step.release(params, sums, state)      # one noise, one step of the bill
 
-    The updates are those of one call of `private_grad` with the whole batch, up to float32 rounding; the keys of the
+    The updates are those of one call of `private_updates` with the whole batch, up to float32 rounding; the keys of the
     examples are the same, because they count the rows of the chunks before. Both functions can be jitted, `add` also
     with donated sums. `sums` is an `AccumulatedSums`, as sensitive as the data.
 
     loss: (params, example) -> float (), of one example without a batch axis. optimizer: a `dpx.Mechanism`.
     microbatch_size: int, how many examples of a chunk are computed at once; None chooses.
-    clipping: how the norms are computed: "auto", "ghost" or "vmap", as for `private_grad`.
+    norms: how the norms are computed: "auto", "ghost" or "vmap", as for `private_updates`.
     with_key: the loss takes a PRNG key, loss(params, example, key). has_aux: it returns (value, aux).
     platform: the one that the program is compiled for; None is JAX's default backend.
     chunk: a `dpx.Batch`. With `drawn`, the chunks must be all those of one batch, of the step of the state, each once
         and in order. Otherwise the state has no bill, as after a batch that was used twice. Chunks of your own,
         without `drawn`, are taken as they are. All chunks of a batch are added, and released, with one state.
 
-    Raises ValueError as `private_grad` does; `add` also if only some chunks have `drawn`, and both if `sums` is no
+    Raises ValueError as `private_updates` does; `add` also if only some chunks have `drawn`, and both if `sums` is no
     AccumulatedSums.
     """
     options: Any = {"microbatch_size": microbatch_size, "has_aux": has_aux, "platform": platform}
-    row_sum = sum_gradients(loss, optimizer, clipping=clipping, **options)
-    return Accumulation(row_sum, optimizer, with_key)
+    row_sum = sum_gradients(loss, optimizer, norms=norms, **options)
+    return PrivateChunks(row_sum, optimizer, with_key)
 
 
 def _step_of(state: Tree) -> jax.Array:
