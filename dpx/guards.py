@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from dpx.trees import Tree, batch_size
+from dpx.trees import Tree, batch_size, require_arrays
 
 
 def require_no_more(extra_args: dict[str, Any]):
@@ -19,8 +19,12 @@ def require_no_more(extra_args: dict[str, Any]):
 
 
 def require_real(tree: Tree):
-    """Raises ValueError for complex numbers."""
-    for dtype in map(jnp.result_type, jax.tree.leaves(tree)):
+    """Raises ValueError for complex numbers, and for arrays of anything else than numbers."""
+    require_arrays(tree)
+    leaves = jax.tree.leaves(tree)
+    if any(isinstance(leaf, str | bytes) for leaf in leaves):
+        raise ValueError("every array must hold numbers, got <class 'str'>")
+    for dtype in map(jnp.result_type, leaves):
         if jnp.issubdtype(dtype, jnp.complexfloating):
             raise ValueError(f"gradients must be real, got {dtype}: keep real and imaginary parts apart")
 
@@ -52,6 +56,12 @@ def require_unmasked(tree: Tree):
 def require_params(params: Tree):
     """Raises ValueError for masked nodes, complex numbers, Flax modules and batch statistics among the parameters."""
     require_unmasked(params)
+    require_no_modules(params)
+    require_real(params)
+
+
+def require_no_modules(params: Tree):
+    """Raises ValueError for Flax modules and batch statistics among the parameters."""
     nodes = jax.tree_util.tree_leaves_with_path(
         params, is_leaf=lambda node: _is_flax(node, "Module") or _is_flax(node, "BatchStat")
     )
@@ -66,7 +76,6 @@ def require_params(params: Tree):
                 f"params must hold no batch statistics, got {jax.tree_util.keystr(path)}: BatchNorm mixes the examples "
                 "of a batch, so no gradient belongs to one example alone. Use GroupNorm or LayerNorm"
             )
-    require_real(params)
 
 
 def _is_flax(node: Any, name: str) -> bool:
@@ -77,10 +86,10 @@ def _is_flax(node: Any, name: str) -> bool:
 def require_per_example(grads: Tree, params: Tree):
     """Raises ValueError unless every leaf of `grads` has the shape (B, *shape of its parameter)."""
     require_unmasked(grads)
-    require_real(grads)
     if params is None:
         raise ValueError("params must be given: update(grads, state, params); they tell the shape of one gradient")
     size = batch_size(grads)
+    require_real(grads)
     expected = [(size, *jnp.shape(leaf)) for leaf in jax.tree.leaves(params)]
     found = [jnp.shape(leaf) for leaf in jax.tree.leaves(grads)]
     if found != expected or jax.tree.structure(grads) != jax.tree.structure(params):

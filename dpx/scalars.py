@@ -140,6 +140,14 @@ def real(value: Any) -> float | None:
         return None
 
 
+def require_floats(name: str, value: Any) -> np.ndarray:
+    """`value` as an array of float64. Raises ValueError, which shows no element of it, for other types."""
+    try:
+        return np.asarray(value, np.float64)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} must hold numbers, got {described(value)}") from None
+
+
 def require_whole(name: str, value: Any, *, minimum: int = 1, maximum: float = math.inf) -> int:
     """`value` as an int. Raises ValueError unless it is a whole number (of Python or numpy) in [minimum, maximum]."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or not minimum <= value <= maximum:

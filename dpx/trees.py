@@ -17,6 +17,7 @@ Tree = Any  # a pytree of arrays
 State = TypeVar("State")
 
 LONGEST = 100  # characters of a string in a message
+NO_NUMBERS = frozenset("OSUTMm")  # the kinds of numpy's dtypes of objects, words and dates
 
 
 def batch_size(examples: Tree) -> int:
@@ -29,15 +30,22 @@ def batch_size(examples: Tree) -> int:
 
 
 def require_arrays(data: Any):
-    """Raises ValueError for objects of pandas, whose rows are read by label, and for sparse matrices."""
+    """Raises ValueError for objects of pandas, whose rows are read by label, for sparse matrices, and for words."""
     for leaf in jax.tree.leaves(data):
-        if hasattr(leaf, "iloc"):
+        if hasattr(leaf, "iloc") or type(leaf).__module__.split(".")[0] == "pandas":
             raise ValueError(
-                f"data must hold arrays, whose rows have places, not labels; got {type(leaf)}: .to_numpy()"
+                f"data must hold arrays, whose rows have places, not labels; got {type(leaf)}. Give the columns of "
+                "numbers, such as frame[columns].to_numpy(numpy.float32), with a number in place of each word"
             )
         if scipy.sparse.issparse(leaf):
             raise ValueError(
                 f"data must hold dense arrays, got {type(leaf)}: .toarray(), or a source that makes its rows dense"
+            )
+        dtype = getattr(leaf, "dtype", None)
+        if getattr(dtype, "kind", "") in NO_NUMBERS or getattr(dtype, "names", None):
+            raise ValueError(
+                f"every array must hold numbers, got {described(leaf)}: give the columns of numbers, with a number "
+                "in place of each word or date"
             )
 
 
@@ -68,6 +76,8 @@ def described(value: Any) -> str:
     """`value` for a message that may go into a log: its type, its shape and dtype, and no content of any container."""
     if value is None or isinstance(value, bool | int | float | complex | np.bool_ | np.number):
         return repr(value)
+    if isinstance(value, np.generic):
+        return f"an element of an array of {value.dtype}"
     if isinstance(value, str):
         return repr(value[:LONGEST])
     if isinstance(value, type):

@@ -301,8 +301,9 @@ def dataset_of(name: str, classes: int, arrays: list[np.ndarray]) -> Dataset:
 def unknown(name: str) -> str:
     names = ", ".join([*BUNDLED, *IDX])
     return (
-        f"unknown data set {name!r}; known: {names}, "
-        "and image classification sets of tensorflow-datasets such as cifar10, svhn_cropped"
+        f"unknown data set {name!r}; known: {names}, features:NAME for features in NAME.npz"
+        f"{f' (here features:{name[:-4]})' if name.endswith('.npz') else ''}, and image classification sets of "
+        "tensorflow-datasets such as cifar10, svhn_cropped"
     )
 
 

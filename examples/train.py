@@ -36,7 +36,8 @@ CHOICES = {
 OPTIONS = ("method_options", "task_options")  # fields of `Config` whose entries are options of their own
 HELP = {
     "task": "what is trained; the other options of a task are listed below",
-    "dataset": f"{', '.join([*BUNDLED, *IDX])}, or a name tensorflow-datasets knows, such as cifar10",
+    "dataset": f"{', '.join([*BUNDLED, *IDX])}, features:NAME for features in NAME.npz, "
+    "or a name tensorflow-datasets knows, such as cifar10",
     "seed": "decides parameters, batches and noise: a secret; drawn by the system if not given",
     "epsilon": "the budget; the least noise that meets it is found, unless --noise-multiplier is given too",
     "noise_multiplier": "noise standard deviation over the clip norm",

@@ -239,8 +239,32 @@ def test_rows_that_are_read_by_label_are_refused(data):
             lambda given: dpx.UserData(given, np.arange(60)),
             POISSON.draw_ahead(KEY, state, 1).batch,
         ):
-            with pytest.raises(ValueError, match=r"places, not labels; got .*: \.to_numpy\(\)"):
+            with pytest.raises(ValueError, match=r"places, not labels; got .*\. Give the columns of numbers"):
                 use(given)
+
+
+@pytest.mark.parametrize("column", [["Zanzibar", 1.5], ["Zanzibar"], np.array(["1999-12-31"], "M8[D]")], ids=str)
+def test_columns_without_numbers_are_refused_without_showing_them(column):
+    """As frame.to_numpy() of pandas makes them: `jax` would show the rows in its message."""
+    column = np.array(column, column.dtype if hasattr(column, "dtype") else object)
+    made, gradient = mechanism(), dpx.private_grad(loss, mechanism())
+    state, data = made.init(PARAMS), np.broadcast_to(column, (60, len(column)))
+    for use in (
+        lambda: dpx.UserData(data, np.arange(60)),
+        lambda: POISSON.take(data, KEY, state),
+        lambda: next(POISSON.batches(data, KEY, state, steps=1)),
+        lambda: dpx.fit(loss, PARAMS, data, made, steps=1, delta=1e-5),
+        lambda: gradient(PARAMS, dpx.Batch(data[:4], np.ones(4, bool)), state),
+        lambda: made.update(data[:4], state, PARAMS, included=np.ones(4, bool)),
+        lambda: made.init(data),
+        lambda: made.init(["Zanzibar"]),
+    ):
+        with pytest.raises(
+            ValueError, match=r"every array must hold numbers, got (an array \S*\[|<class 'str'>)"
+        ) as raised:
+            use()
+        said = "".join(traceback.format_exception(raised.value))
+        assert "Zanzibar" not in said.replace('["Zanzibar"]', "") and "1999" not in said  # but in the line above
 
 
 class Broken(Source):

@@ -283,6 +283,7 @@ BAD = [
     ("--epsilon 2 --momentum 0.9 --optimizer adam", "momentum is an option of sgd, got it with adam"),
     ("--epsilon 2 --sampling full --batch-size 5", "batch_size must not be given with sampling full, got 5"),
     ("--epsilon 0.001 --noise-multiplier 1", "does not pay for one step at noise_multiplier 1.0"),
+    ("--epsilon 2 --dataset mine.npz", "in NAME.npz (here features:mine), and"),
     ("--epsilon 2 --dataset nosuch", "unknown data set 'nosuch'; known: digits"),
     ("--epsilon 2 --model adadpigu_cnn", "too small for the model 'adadpigu_cnn'"),
     ("--epsilon 2 --seed -1", "seed must be in [0, 2^64), got -1"),

@@ -423,11 +423,11 @@ BAD = {
     "loss must be a function, got 3": dict(loss=3),
     "must be a dpx Mechanism": dict(optimizer=optax.sgd(0.1)),
     "a dpx Mechanism, which must come first": dict(optimizer=optax.chain(optax.clip(1.0), made())),
-    "params must be a pytree of float arrays, got .*'act': 'PjitFunction'": dict(
+    "params must be a pytree of float arrays, got act PjitFunction. Of Flax Linen": dict(
         params={"w": np.zeros(2), "act": jnp.tanh}
     ),
     "params must be a pytree of float arrays, got int32": dict(params=jnp.arange(3)),
-    "params must be a pytree of float arrays, got .}": dict(params={}),
+    "params must be a pytree of float arrays, got no array": dict(params={}),
     "data must hold the 60 examples of the sampling, got 50": dict(data=(DATA[0][:50], LABELS[:50])),
     "steps must be a whole number of at least 1, got -1": dict(steps=-1),
     "steps must be a whole number of at least 1, got 2.5": dict(steps=2.5),
@@ -460,9 +460,16 @@ def test_bad_input(said, tmp_path):
 def test_models_are_no_parameters():
     from flax import linen, nnx
 
-    for model in (linen.Dense(2), nnx.Linear(3, 2, rngs=nnx.Rngs(0))):
-        with pytest.raises(ValueError, match="params must be a pytree of"):
+    with_keys = nnx.Dropout(0.5, rngs=nnx.Rngs(0))  # which stores its stream of keys
+    for model, message in (
+        (linen.Dense(2), "float arrays, got Dense. Of Flax Linen"),
+        (nnx.Linear(3, 2, rngs=nnx.Rngs(0)), "arrays, got the module Linear. Split it: .* nnx.split"),
+        (with_keys, "arrays, got the module Dropout. Split it: .* nnx.split"),
+        (nnx.state(with_keys), "float arrays, got rngs/count/value uint32, rngs/key/value key<fry>. .* nnx.split"),
+    ):
+        with pytest.raises(ValueError, match="params must be a pytree of " + message) as raised:
             dpx.fit(loss, made(), model, DATA)
+        assert len(str(raised.value).splitlines()) == 1
 
 
 @pytest.mark.parametrize("found", [np.zeros(2), {"accuracy": "high"}, {"epsilon": 1.0}, {3: 1.0}, None])

@@ -18,7 +18,16 @@ from dpx.trees import described
 
 WORDS = np.array([2654435769, 2135587861], np.uint32)
 NUMBER = 123456.789
-SHOWN = ["2654435769", "2135587861", "9e3779b9", "7f4a7c15", "123456.7", "47f12065"]  # also in hexadecimal
+WORD = "Zanzibar"
+SHOWN = [
+    WORD.lower(),
+    "2654435769",
+    "2135587861",
+    "9e3779b9",
+    "7f4a7c15",
+    "123456.7",
+    "47f12065",
+]  # also in hexadecimal
 MISPLACED = {
     "typed key": jax.random.wrap_key_data(WORDS, impl="threefry2x32"),
     "keys": jax.random.wrap_key_data(np.stack([WORDS, WORDS]), impl="threefry2x32"),
@@ -26,6 +35,9 @@ MISPLACED = {
     "NumPy key": WORDS,
     "data": np.full((3, 2), NUMBER, np.float32),
     "JAX data": jnp.full(3, NUMBER, jnp.float32),
+    "table": np.array([[NUMBER, WORD]] * 3, object),  # as frame.to_numpy() of pandas makes it
+    "words": np.array([WORD] * 3),
+    "records": np.array([(NUMBER, WORD)] * 3, [("x", "f8"), ("y", "U8")]),
     "tree": {"x": np.full(4, NUMBER), "key": WORDS},
 }
 KEY = jax.random.key(3)
@@ -205,6 +217,7 @@ def test_other_values_are_described_by_their_types():
     assert said["typed key"] == "an array key<fry>[]" and said["data"] == "an array float32[3, 2]"
     assert said["tree"] == "a dict of length 2" and described(loss) == "the function loss"
     assert described(int) == "the type int" and described(object()) == "a object"
+    assert said["words"] == "an array <U8[3]" and described(MISPLACED["words"][0]) == "an element of an array of <U8"
     assert described("x" * 999) == repr("x" * 100)
 
 

@@ -15,6 +15,7 @@ from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.compose import Composition
 from dpx.accounting.events import event_profile
 from dpx.accounting.profiles import Profile
+from dpx.scalars import require_floats
 from dpx.trees import described
 
 # Any set of epsilons gives bounds. With these, rates and mu are within 1 % of the exact ones of a Gaussian.
@@ -88,7 +89,7 @@ def attack_bounds(
     Raises ValueError as `dpx.epsilon` does, and for rates outside [0, 1].
     Source: Dong, Roth and Su 2022, https://arxiv.org/abs/1905.02383.
     """
-    rates = np.asarray(false_positive_rates, np.float64)
+    rates = require_floats("false_positive_rates", false_positive_rates)
     if rates.ndim != 1 or not np.all((rates >= 0) & (rates <= 1)):
         raise ValueError(f"false_positive_rates must be numbers in [0, 1], got {described(false_positive_rates)}")
     delta = checks.require_delta(delta)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import jax.core
 import numpy as np
 
-from dpx.scalars import real
+from dpx.scalars import real, require_floats
 from dpx.trees import described
 
 Accountant = Literal["tightest", "pld", "rdp"]
@@ -108,10 +108,10 @@ def require_schedule(
             )
         for value in values if isinstance(values, list | tuple) else (values,):
             require_concrete(name, value)
-    sigmas = np.atleast_1d(np.asarray(noise_multipliers, np.float64))
+    sigmas = np.atleast_1d(require_floats("noise_multipliers", noise_multipliers))
     if sigmas.ndim != 1:
         raise ValueError(f"noise_multipliers must have shape (T,), got {sigmas.shape}")
-    rates = _broadcast("sampling_rate", np.asarray(sampling_rate, np.float64), sigmas)
+    rates = _broadcast("sampling_rate", require_floats("sampling_rate", sampling_rate), sigmas)
     repeats = _broadcast("counts", np.asarray(1 if counts is None else counts), sigmas)
     for sigma in sigmas[~(np.isfinite(sigmas) & (sigmas >= 0))][:1]:
         raise ValueError(f"noise_multipliers must be finite and at least 0, got {sigma}")

@@ -15,7 +15,7 @@ from dpx.accounting.bill import event_of
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.events import event_epsilon, event_profile
 from dpx.accounting.pld.buckets import BUCKETS
-from dpx.scalars import require_whole
+from dpx.scalars import require_floats, require_whole
 from dpx.trees import outlined
 
 _BUCKETS = 64  # distinct releases in each point of a curve over steps: about a second a point at 10,000 releases
@@ -112,7 +112,8 @@ def delta_over_epsilon(
 
     Raises ValueError for a negative epsilon, and as `dpx.accounting.delta` does.
     """
-    values = np.array([checks.require_epsilon(value) for value in np.atleast_1d(np.asarray(epsilons, np.float64))])
+    given = np.atleast_1d(require_floats("epsilons", epsilons))
+    values = np.array([checks.require_epsilon(value) for value in given])
     event, stated = event_of(mechanism, steps_or_state, relation)
     profile = event_profile(event, accountant=accountant, relation=stated, curve=True)
     deltas = {value: profile.delta(value) for value in sorted(values.tolist())}

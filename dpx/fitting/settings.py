@@ -11,11 +11,13 @@ import numpy as np
 from dpx import keys
 from dpx.accounting.bill import epsilon
 from dpx.accounting.checks import Accountant
-from dpx.guards import require_params
+from dpx.guards import require_no_modules, require_params
 from dpx.mechanism import Mechanism, require_mechanism
 from dpx.sampling.rows import rows_of
 from dpx.scalars import require_whole
-from dpx.trees import Tree, described
+from dpx.trees import Tree, described, path_of
+
+FEW = 3  # parameters that a message names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,12 +68,14 @@ def require_inputs(loss: Any, optimizer: Any, params: Tree, data: Any, loss_at: 
     require_mechanism(optimizer)
     require_function("loss", loss)
     require_function("loss_at", loss_at)
-    leaves = jax.tree.leaves(params)
-    kinds = jax.Array | np.ndarray | np.generic | float
-    if not leaves or not all(isinstance(leaf, kinds) and _is_float(leaf) for leaf in leaves):
+    require_no_modules(params)
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    others = [f"{path_of(path)} {_kind(leaf)}".strip() for path, leaf in leaves if not _is_float(leaf)]
+    if others or not leaves:
+        found = ", ".join([*others[:FEW], *(["..."] if len(others) > FEW else [])]) or "no array"
         raise ValueError(
-            f"params must be a pytree of float arrays, got {jax.tree.map(_describe, params)}. (Of a Flax Linen model, "
-            'take model.init(...)["params"].)'
+            f'params must be a pytree of float arrays, got {found}. Of Flax Linen, take model.init(...)["params"]; of '
+            "Flax NNX, split the model: graphdef, params, rest = nnx.split(model, nnx.Param, ...)"
         )
     require_params(params)
     rows_of(data, optimizer.sampling.examples)
@@ -85,8 +89,9 @@ def require_function(name: str, value: Any) -> Callable:
 
 
 def _is_float(leaf: Any) -> bool:
-    return jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
+    is_array = isinstance(leaf, jax.Array | np.ndarray | np.generic)
+    return isinstance(leaf, float) or (is_array and jnp.issubdtype(leaf.dtype, jnp.floating))
 
 
-def _describe(leaf: Any) -> str:
+def _kind(leaf: Any) -> str:
     return str(getattr(leaf, "dtype", None) or type(leaf).__name__)

@@ -89,7 +89,8 @@ class Sampling(abc.ABC):
             items are pytrees of arrays and numbers, alike in structure, shapes and dtypes (`__getitems__(list of int)`
             is called instead where it exists; its items must share no memory that is written again, while an item of
             `__getitem__` is copied at once). grain's data sources and torch's map-style datasets are such sources.
-            Convert objects of pandas by `.to_numpy()`, and sparse matrices into dense arrays.
+            Of a table of pandas, give its columns of numbers, `frame[columns].to_numpy(numpy.float32)`, and of sparse
+            matrices dense arrays.
         key: a PRNG key, (), secret, of one run. With `ShuffledEpochs` it must be the same at every step, because a run
             whose batches come from several permutations has no bill.
         state: of the optimizer. Its step count is read, so this call waits until the state is computed.

@@ -30,7 +30,9 @@ class UserData:
     users: integers or strings, (N,), the owner of each example: a person, a patient, a household, a device.
     most:  int, the rows of an item. A user with more keeps `most` of them, evenly spaced in the order of the data. The
            order of a user's rows must not depend on other users: shuffle each user alone, or not at all. None: the
-       XX
+           largest count of a user. It becomes public with every shape that is made from it; your own number does not.
+    unit:  a word for what a user is, such as "patient", for the report.
+
     Raises ValueError unless there is one owner for each example, at least one, of integers or of strings (a missing
     owner would make one unit of many people), for a `most` below 1, and for an empty `unit`. Warns if one of more than
     10 owners has more than a tenth of all rows, because it may be a word for a missing owner.

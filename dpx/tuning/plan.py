@@ -19,7 +19,7 @@ from dpx.accounting.checks import require_delta
 from dpx.accounting.compose import same_key
 from dpx.fitting.settings import require_function
 from dpx.mechanism import Mechanism, require_mechanism
-from dpx.scalars import require_number, require_whole
+from dpx.scalars import require_floats, require_number, require_whole
 from dpx.states.reading import release_state, steps_taken
 from dpx.trees import Tree, outlined
 from dpx.tuning.budget import noises_within, require_noise_multiplier
@@ -157,7 +157,7 @@ class SearchPlan:
         """The score, -inf for no number."""
         key = keys.stream(self.key, "score", number)
         if isinstance(self.score_on, NoisySum):
-            values = np.asarray(self.score(params), np.float64)
+            values = require_floats("the values of score", self.score(params))
             if values.ndim != 1:
                 raise ValueError(f"score must return the values of the examples, of shape (n,), got {values.shape}")
             if values.size > (examples := self.mechanisms[0].sampling.examples):

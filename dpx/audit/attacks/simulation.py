@@ -12,7 +12,7 @@ from dpx import keys
 from dpx.sampling.draws import coins
 from dpx.sampling.records import FixedSizeSampling, FullBatch, PoissonSampling, ShuffledEpochs
 from dpx.states.public import publishable_state
-from dpx.trees import Tree, described
+from dpx.trees import Tree, described, require_arrays
 
 
 class Attack(NamedTuple):
@@ -78,6 +78,7 @@ def takes_part(sampling: Any) -> Callable[..., Any]:
 def observe_canary(updates: Tree, before: Tree, after: Tree, canary: Tree) -> jax.Array:
     """The inner product of the released update and the canary's gradient, float32 (1,)."""
     del before, after
+    require_arrays((updates, canary))
     products = jax.tree.map(lambda u, c: jnp.vdot(u.astype(jnp.float32), c), updates, canary)
     return jnp.stack([sum(jax.tree.leaves(products))])
 
