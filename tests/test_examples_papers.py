@@ -1,6 +1,5 @@
 """Every experiment of the papers is a command that works; its page has the paper's figures beside ours."""
 
-import dataclasses
 import json
 import types
 from typing import Any
@@ -64,7 +63,7 @@ TINY = Experiment(
     truth="",
     smoke={},
     tune_at=2.0,
-    figure="epsilon",
+    over_epochs=True,
 )
 ACCURACIES = {0: (0.6, 0.5), 1: (0.6, 0.7), 2: (0.6, 0.6), 100: (0.6, 0.5)}  # of DP-SGD and ours, by seed
 
@@ -81,6 +80,8 @@ def runs(monkeypatch, tmp_path):
         result |= {"noise_multiplier": config.noise_multiplier or 0.9}
         stored = {"result": result, "config": own, "versions": {}}
         (output_dir / "result.json").write_text(json.dumps(stored))
+        lines = [{"epoch": epoch, "test_accuracy": epoch * accuracy / 2} for epoch in (1.0, 2.0)]
+        (output_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         return types.SimpleNamespace(**result, seconds=0.0)
 
     monkeypatch.setattr("examples.runs.run", run)
@@ -96,11 +97,13 @@ def test_the_table_has_the_papers_figures_beside_ours(runs, tmp_path):
     cells = [cell.strip() for cell in second.split("|")[1:-1]]
     assert cells[:4] == ["ours", "2", "85.50", ""] and cells[7] == "**70.00** (60.00, 80.00, 70.00)"
     assert cells[8] == "+0.00 ± 5.77"  # -10, 10, 0: standard deviation 10, divided by sqrt(3)
-    cells = [dataclasses.replace(one, row=dataclasses.replace(one.row, label="C = 1, rate 2")) for one in outcomes]
-    for axis, shown in (("epsilon", outcomes), ("rows", outcomes), ("grid", outcomes), ("grid", cells), ("grid", [])):
-        file = tmp_path / f"{axis}.svg"
-        page.draw(dataclasses.replace(TINY, figure=axis), shown, file)
-        assert file.read_text().startswith("<?xml")
+    for found, expected in zip(
+        page.by_epoch(outcomes[1].at_epsilon), ([1, 2], [35, 70], [30, 60], [40, 80]), strict=True
+    ):
+        assert found == pytest.approx(expected)
+    for shown, lines in ((outcomes, 2), ([], 0)):
+        page.draw(TINY, shown, tmp_path / "plot.svg")
+        assert (tmp_path / "plot.svg").read_text().count("epsilon 2</text>") == lines
 
 
 def test_runs_that_are_missing_are_said_to_be(runs):

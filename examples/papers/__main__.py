@@ -47,7 +47,7 @@ def make(experiment: Experiment, given: argparse.Namespace) -> Path:
     if given.real and experiment.real:
         owner = owner if owner.real == experiment.real else experiment
         experiment, owner = experiment.on_real_data, owner.on_real_data
-    every = None if owner.figure == "epochs" else ONLY_AT_THE_END
+    every = None if owner.over_epochs else ONLY_AT_THE_END
     places = {"data_dir": given.data_dir, "cache_dir": given.cache_dir}
     runs = Runs((given.runs or RUNS) / owner.name, evaluate_every=every, minutes=given.minutes, **places)
     outcomes = rows.run(experiment, runs, range(given.seeds))
@@ -70,7 +70,7 @@ def smoke(experiment: Experiment, given: argparse.Namespace) -> Path:
 
 
 def write(experiment: Experiment, outcomes: list[rows.Outcome], runs: Runs, seeds: int, folder: Path) -> Path:
-    plot = f"{experiment.name}.svg" if experiment.figure else None
+    plot = f"{experiment.name}.svg" if experiment.over_epochs else None
     if plot:
         page.draw(experiment, outcomes, folder / plot)
     name, real = experiment.name.removesuffix("-real"), " --real" if experiment.name.endswith("-real") else ""

@@ -100,9 +100,7 @@ def table_3(name: str, title: str, common, truth: str, rates=LEARNING_RATES, **m
     published = dict.fromkeys((2.0, 4.0, 6.0, 8.0, 10.0, 12.0))
     rows = of("DP-SGD", {}, published, noise_by_moments, rates=rates)
     rows += of("AdaDPIGU", ada(), published, noise_by_moments, rates=rates)
-    return Experiment(
-        name=name, title=title, common=common, rows=tuple(rows), truth=truth, tune_at=2.0, figure="epsilon", **more
-    )
+    return Experiment(name=name, title=title, common=common, rows=tuple(rows), truth=truth, tune_at=2.0, **more)
 
 
 def table_4(
@@ -210,7 +208,7 @@ TABLE_4_CIFAR10 = table_4(
 )
 
 
-def figure(number: int, title: str, rows: list[Row], axis: Any, **more: Any) -> Experiment:
+def figure(number: int, title: str, rows: list[Row], **more: Any) -> Experiment:
     """On MNIST at epsilon 4; its learning rate is that of the tables."""
     return Experiment(
         name=f"ada-dpigu-figure-{number}",
@@ -221,7 +219,6 @@ def figure(number: int, title: str, rows: list[Row], axis: Any, **more: Any) -> 
         stand_in=STAND_IN,
         real=MNIST,
         smoke=SMOKE,
-        figure=axis,
         **more,
     )
 
@@ -234,7 +231,12 @@ def pruned(*rates: float) -> list[Row]:
     return rows
 
 
-FIGURE_5 = figure(5, "pruning rates over the epochs", pruned(0.1, 0.2, 0.3, 0.5, 0.8, 0.9, 0.4), "epochs")
+FIGURE_5 = figure(
+    5,
+    "pruning rates, also over the epochs (Figures 5 and 7)",
+    pruned(0.1, 0.2, 0.3, 0.5, 0.8, 0.9, 0.4),
+    over_epochs=True,
+)
 FIGURE_6 = figure(
     6,
     "accuracy and epsilon over the epochs",
@@ -242,10 +244,7 @@ FIGURE_6 = figure(
         *of("DP-SGD", {}, {4.0: None}, noise_by_moments),
         *of("AdaDPIGU", ada(), {4.0: 98.99}, noise_by_moments),
     ],
-    "epochs",
-)
-FIGURE_7 = figure(
-    7, "pruning rates", pruned(0.1, 0.2, 0.3, 0.5, 0.8, 0.9, 0.4), "rows", same_runs_as="ada-dpigu-figure-5"
+    over_epochs=True,
 )
 FIGURE_8 = figure(
     8,
@@ -264,9 +263,8 @@ FIGURE_8 = figure(
             )
         ),
     ],
-    "rows",
 )
 EXPERIMENTS = (
     *(TABLE_3, TABLE_3_CIFAR10, TABLE_4, TABLE_4_MNIST, TABLE_4_CIFAR10),
-    *(FIGURE_5, FIGURE_6, FIGURE_7, FIGURE_8),
+    *(FIGURE_5, FIGURE_6, FIGURE_8),
 )

@@ -100,7 +100,6 @@ def of_figure(number: int, title: str, rows: tuple[Row, ...], **more: Any) -> Ex
         stand_in=STAND_IN.format(classes="10/100", epochs=10, paper=2) + " The paper prints its figures as heat maps.",
         real=real("cifar10", 2.0),
         smoke=SMOKE | dict(dataset="random:8x8x1x10", model="linear"),
-        figure="grid",
         **more,
     )
 

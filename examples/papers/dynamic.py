@@ -117,7 +117,6 @@ TABLE_1 = Experiment(
     truth=TRUTH,
     tune_at=2.0,
     smoke=SMOKE,
-    figure="epsilon",
 )
 TABLE_1_MNIST = Experiment(
     name="dynamic-table-1-mnist",
@@ -141,6 +140,5 @@ TABLE_1_MNIST = Experiment(
     real=dict(dataset="mnist", delta=1 / 600_000, batch_size=2048, epochs=12.0, microbatch_size=128),
     tune_at=0.6,
     smoke=SMOKE,
-    figure="epsilon",
 )
 EXPERIMENTS = (TABLE_1, TABLE_1_MNIST)

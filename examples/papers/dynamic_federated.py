@@ -86,7 +86,6 @@ def table_4(thousands: int) -> Experiment:
             epochs=0.5,
             delta=1e-5,
         ),
-        figure="epsilon",
     )
 
 

@@ -69,7 +69,6 @@ TABLE_2 = Experiment(
     real=dict(dataset="imdb_reviews", delta=1 / 250_000, task_options={"bins": 8192}),
     smoke=dict(dataset="random:2", task_options={"bins": 32, "hidden": 4}, batch_size=16, epochs=0.5),
     tune_at=3.0,
-    figure="epsilon",
 )
 TABLE_3 = Experiment(
     name="dynamic-table-3",
@@ -112,6 +111,5 @@ TABLE_3 = Experiment(
         epochs=0.5,
     ),
     tune_at=2.0,
-    figure="epsilon",
 )
 EXPERIMENTS = (TABLE_2, TABLE_3)

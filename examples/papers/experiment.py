@@ -44,7 +44,7 @@ class Experiment:
     tune_at: every label is tuned at this claimed epsilon; None: each row at its own.
     also: further metrics of the runs, in a table of their own.
     baseline: the label that the others are compared with, seed by seed.
-    figure: the x axis of its plot; "rows" has a place for each label, and "grid" a cell for each label "row, column".
+    over_epochs: whether the page has a plot of the headline metric over the epochs. All else is in the table.
     same_runs_as: the name of the experiment that has these rows too, or "".
     """
 
@@ -59,7 +59,7 @@ class Experiment:
     tune_at: float | None = None
     also: tuple[str, ...] = ()
     baseline: str = "DP-SGD"
-    figure: Literal["epsilon", "epochs", "rows", "grid"] | None = None
+    over_epochs: bool = False
     same_runs_as: str = ""
 
     def __post_init__(self):

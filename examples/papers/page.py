@@ -1,4 +1,4 @@
-"""The page of an experiment: the table with the paper's figures beside ours, and the plot where the paper has one."""
+"""The page of an experiment: the table with the paper's figures beside ours, and a plot where the epochs count."""
 
 import json
 import math
@@ -105,95 +105,35 @@ def page(experiment: Experiment, outcomes: Sequence[Outcome], *, heading: str, p
 
 
 def draw(experiment: Experiment, outcomes: Sequence[Outcome], file: Path) -> None:
-    """The headline metric against epsilon, against epochs with the paper's noise, or with a place for each label.
-
-    Bands and bars: from the least to the most of the seeds. Dotted: the paper's figures at the epsilon that it claims.
-    """
+    """The headline metric over the epochs at the claimed epsilon, a line for each row. Bands: from least to most."""
     import matplotlib
     from matplotlib.figure import Figure
 
-    finished = [one.at_epsilon or one.at_noise for one in outcomes if one.at_epsilon or one.at_noise]
-    headline = finished[0][0]["headline"] if finished else "not run"
     figure = Figure(figsize=(5, 3.4), layout="constrained")
-    axes, run = figure.add_subplot(), [one for one in outcomes if one.at_epsilon]
-    metric = headline.replace("_", " ") + (" (%)" if "accuracy" in headline else "")
-    if experiment.figure == "rows":
-        draw_rows(axes, run)
-        axes.set_xlabel(metric)
-    elif experiment.figure == "grid":
-        draw_grid(axes, run, metric)
-    else:
-        draw_lines(axes, outcomes, headline, over_epsilon=experiment.figure == "epsilon")
-        axes.set_ylabel(metric)
-    if experiment.figure != "grid":
-        axes.grid(alpha=0.3)
-    with matplotlib.rc_context({"svg.hashsalt": experiment.name}):  # so that the same figures make the same file
+    axes = figure.add_subplot()
+    for one in outcomes:
+        if one.at_epsilon:
+            x, middle, low, high = by_epoch(one.at_epsilon)
+            (line,) = axes.plot(x, middle, linewidth=1.3, label=f"{one.row.label}, epsilon {one.row.claimed:g}")
+            axes.fill_between(x, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
+            headline = one.at_epsilon[0]["headline"]
+            axes.set_ylabel(headline.replace("_", " ") + (" (%)" if "accuracy" in headline else ""))
+    axes.set_xlabel("epoch")
+    axes.grid(alpha=0.3)
+    if axes.lines:
+        axes.legend(fontsize=7, frameon=False)
+    # The hash makes the file a function of the numbers; text as text makes it short.
+    with matplotlib.rc_context({"svg.hashsalt": experiment.name, "svg.fonttype": "none"}):
         figure.savefig(file, metadata={"Date": None})
 
 
-def draw_rows(axes, outcomes: Sequence[Outcome]) -> None:
-    several = len({one.row.claimed for one in outcomes}) > 1
-    names = [one.row.label + (f", epsilon {one.row.claimed:g}" if several else "") for one in outcomes]
-    values = [scores(one.at_epsilon) for one in outcomes]
-    means = [statistics.mean(each) for each in values]
-    low = [mean - min(each) for mean, each in zip(means, values, strict=True)]
-    high = [max(each) - mean for mean, each in zip(means, values, strict=True)]
-    axes.errorbar(means, names, xerr=(low, high), fmt="o", markersize=4, linewidth=1.3, capsize=2)
-    axes.tick_params(axis="y", labelsize=7)
-    axes.invert_yaxis()
-
-
-def draw_grid(axes, outcomes: Sequence[Outcome], metric: str) -> None:
-    """A heat map; methods without a column are in its title."""
-    means = {tuple(one.row.label.split(", ")): statistics.mean(scores(one.at_epsilon)) for one in outcomes}
-    cells = {place: mean for place, mean in means.items() if len(place) == 2}
-    rows, columns = list(dict.fromkeys(row for row, _ in cells)), list(dict.fromkeys(column for _, column in cells))
-    for (row, column), mean in cells.items():
-        axes.text(columns.index(column), rows.index(row), f"{mean:.1f}", ha="center", va="center", fontsize=7)
-    if cells:
-        shown = [[cells.get((row, column), math.nan) for column in columns] for row in rows]
-        axes.imshow(shown, aspect="auto", alpha=0.6)
-    axes.set_xticks(range(len(columns)), columns, rotation=30, ha="right", fontsize=7)
-    axes.set_yticks(range(len(rows)), rows, fontsize=7)
-    beside = [f"{', '.join(place)}: {mean:.1f}" for place, mean in means.items() if len(place) == 1]
-    axes.set_title("; ".join([metric, *beside]), fontsize=8)
-
-
-def draw_lines(axes, outcomes: Sequence[Outcome], headline: str, *, over_epsilon: bool) -> None:
-    """Accuracy over epsilon, a line for each method; or over the epochs, one for each method and epsilon."""
-    for number, label in enumerate(dict.fromkeys(line_of(one, over_epsilon) for one in outcomes)):
-        mine, color = [one for one in outcomes if line_of(one, over_epsilon) == label], f"C{number % 10}"
-        x, middle, low, high = by_epsilon(mine) if over_epsilon else by_epoch(mine[0], headline)
-        if x:
-            marker = "o" if over_epsilon else ""
-            axes.plot(x, middle, color=color, marker=marker, markersize=3, linewidth=1.3, label=label)
-            axes.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
-        published = sorted((one.row.claimed, one.row.published) for one in mine if one.row.published is not None)
-        if over_epsilon and published:
-            axes.plot(*zip(*published, strict=True), color=color, linestyle=":", linewidth=1)
-    axes.set_xlabel("epsilon" if over_epsilon else "epoch")
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=7, frameon=False)
-
-
-def line_of(one: Outcome, over_epsilon: bool) -> str:
-    return one.row.label if over_epsilon else f"{one.row.label}, epsilon {one.row.claimed:g}"
-
-
-def by_epsilon(outcomes: Sequence[Outcome]):
-    """Epsilons with the mean, the least and the most of the seeds."""
-    points = sorted((one.row.claimed, scores(one.at_epsilon)) for one in outcomes if one.at_epsilon)
-    x, values = [one for one, _ in points], [all_of for _, all_of in points]
-    return x, [statistics.mean(v) for v in values], [min(v) for v in values], [max(v) for v in values]
-
-
-def by_epoch(outcome: Outcome, headline: str):
-    """Epochs with the mean, the least and the most of the seeds, from the runs at the claimed epsilon."""
-    scale = 100 if "accuracy" in headline else 1
+def by_epoch(results: Sequence[dict[str, Any]]):
+    """Epochs with the mean, the least and the most of the headline metric over the seeds; accuracies in percent."""
     runs: dict[float, list[float]] = {}
-    for result in outcome.at_epsilon:
+    for result in results:
+        headline = result["headline"]
         for line in (Path(result["output_dir"]) / "metrics.jsonl").read_text().splitlines():
             row = json.loads(line)
-            runs.setdefault(row["epoch"], []).append(scale * row[headline])
+            runs.setdefault(row["epoch"], []).append((100 if "accuracy" in headline else 1) * row[headline])
     x = sorted(runs)
-    return x, [statistics.mean(runs[e]) for e in x], [min(runs[e]) for e in x], [max(runs[e]) for e in x]
+    return x, *([measure(runs[epoch]) for epoch in x] for measure in (statistics.mean, min, max))
