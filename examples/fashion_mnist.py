@@ -5,7 +5,6 @@ rewrites the table. The seeds are public here, because the data are public.
 """
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -13,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from examples.config import Config
-from examples.loop import CACHE, run
-from examples.runs import finished as finished_run
+from examples.loop import CACHE
+from examples.runs import Runs
 from examples.train import command
 
 SEEDS = (0, 1, 2)
@@ -47,17 +46,7 @@ def config_of(setting: str, seed: int) -> Config:
     return Config(seed=seed, **(COMMON | SETTINGS[setting]))
 
 
-def folder_of(runs: Path, setting: str, seed: int) -> Path:
-    return runs / f"{setting.replace(' + ', '-').lower()}-seed{seed}"
-
-
-def finished(runs: Path, setting: str) -> list[dict]:
-    """The contents of result.json of each finished run."""
-    files = [folder_of(runs, setting, seed) / "result.json" for seed in SEEDS]
-    return [json.loads(file.read_text()) for file in files if file.is_file()]
-
-
-def table(runs: Path) -> str:
+def table(runs: Runs) -> str:
     """The finished runs in Markdown."""
     lines = [
         "| setting | runs | test accuracy, mean (each) | epsilon | noise multiplier | steps | seconds a run |",
@@ -65,7 +54,7 @@ def table(runs: Path) -> str:
     ]
     versions = {}
     for setting in SETTINGS:
-        documents = finished(runs, setting)
+        documents = runs.documents(f"{setting}-seed{seed}" for seed in SEEDS)
         if not documents:
             continue
         results, versions = [document["result"] for document in documents], documents[-1]["versions"]
@@ -100,17 +89,11 @@ def main() -> int:
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--cache-dir", type=Path, default=CACHE)
     given = parser.parse_args()
+    runs = Runs(given.runs, evaluate_every=None, data_dir=given.data_dir, cache_dir=given.cache_dir)
     for setting in given.setting or SETTINGS:
         for seed in SEEDS:
-            folder = folder_of(given.runs, setting, seed)
-            if finished_run(folder, config_of(setting, seed)):
-                continue
-            resume = (folder / "config.json").is_file()
-            places = dict(data_dir=given.data_dir, cache_dir=given.cache_dir)
-            result = run(config_of(setting, seed), output_dir=folder, resume=resume, **places)
-            print(f"{setting}, seed {seed}: {result.accuracy:.2%} at epsilon {result.epsilon:.4f}", flush=True)
-            update(README, table(given.runs))
-    update(README, table(given.runs))
+            runs.result(f"{setting}-seed{seed}", config_of(setting, seed))
+            update(README, table(runs))
     return 0
 
 

@@ -6,7 +6,6 @@ are public here, because the data are public.
 """
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -16,9 +15,9 @@ from typing import Any, NamedTuple
 from examples import data
 from examples.config import Config
 from examples.fashion_mnist import update
-from examples.loop import CACHE, run
+from examples.loop import CACHE
 from examples.recipes import best
-from examples.runs import finished as finished_run
+from examples.runs import Runs
 from examples.train import command
 from examples.whitening import PUBLIC, RANDOM
 
@@ -60,17 +59,11 @@ def config_of(row: Row, seed: int, examples: int) -> Config:
     return Config(dataset=row.dataset, seed=seed, epsilon=row.epsilon, **chosen)
 
 
-def folder_of(runs: Path, row: Row, seed: int) -> Path:
-    return runs / f"{row.dataset}-{row.whitening}-epsilon{row.epsilon:g}-seed{seed}"
+def name_of(row: Row, seed: int) -> str:
+    return f"{row.dataset}-{row.whitening}-epsilon{row.epsilon:g}-seed{seed}"
 
 
-def finished(runs: Path, row: Row) -> list[dict]:
-    """The contents of result.json of each finished run."""
-    files = [folder_of(runs, row, seed) / "result.json" for seed in SEEDS]
-    return [json.loads(file.read_text()) for file in files if file.is_file()]
-
-
-def table(runs: Path, rows: list[Row]) -> str:
+def table(runs: Runs, rows: list[Row]) -> str:
     """The finished runs in Markdown."""
     lines = [
         "| data | used besides the private data | test accuracy, mean (each seed) | epsilon | noise multiplier | steps "
@@ -79,10 +72,10 @@ def table(runs: Path, rows: list[Row]) -> str:
     ]
     documents: list[dict] = []
     for row in rows:
-        documents = finished(runs, row) or documents
-        results = [document["result"] for document in finished(runs, row)]
-        if not results:
+        found = runs.documents(name_of(row, seed) for seed in SEEDS)
+        if not found:
             continue
+        documents, results = found, [document["result"] for document in found]
         accuracies = [result["accuracy"] for result in results]
         each = ", ".join(f"{100 * accuracy:.2f}" for accuracy in accuracies)
         used = "images of random processes" + (" and 4,000 real digits" if "+" in row.whitening else "")
@@ -125,24 +118,13 @@ def main() -> int:
     parser.add_argument("--cache-dir", type=Path, default=CACHE)
     given = parser.parse_args()
     rows = rows_of(["mnist5k", "digits", *given.dataset])
+    runs = Runs(given.runs, data_dir=given.data_dir, cache_dir=given.cache_dir)
     for seed in given.seeds:
         for row in (row for row in rows if row.epsilon in given.epsilon):
-            folder = folder_of(given.runs, row, seed)
             config = config_of(row, seed, len(data.load(row.dataset, given.data_dir).train_images))
-            if finished_run(folder, config):
-                continue
-            result = run(
-                config,
-                output_dir=folder,
-                resume=(folder / "config.json").is_file(),
-                data_dir=given.data_dir,
-                cache_dir=given.cache_dir,
-                evaluate_every=sys.maxsize,  # at the end only
-                progress=False,
-            )
-            print(f"{row}, seed {seed}: {result.accuracy:.2%}, {result.seconds:.0f} s", flush=True)
-            update(README, table(given.runs, rows), BEGIN, END)
-    update(README, table(given.runs, rows), BEGIN, END)
+            runs.result(name_of(row, seed), config)
+            update(README, table(runs, rows), BEGIN, END)
+    update(README, table(runs, rows), BEGIN, END)
     return 0
 
 

@@ -35,12 +35,19 @@ class Runs:
         self.folder, self.evaluate_every, self.places = folder, evaluate_every, places
         self.end = time.monotonic() + 60 * minutes
 
+    def folder_of(self, name: str) -> Path:
+        return self.folder / name.replace(" + ", "-").replace(" ", "-").replace(",", "").lower()
+
+    def documents(self, names: Iterable[str]) -> list[dict[str, Any]]:
+        """The contents of result.json of those runs that are finished."""
+        files = [self.folder_of(name) / "result.json" for name in names]
+        return [json.loads(file.read_text()) for file in files if file.is_file()]
+
     def result(self, name: str, config: Config) -> dict[str, Any]:
-        name = name.replace(" + ", "-").replace(" ", "-").replace(",", "").lower()
-        folder = self.folder / name
+        folder = self.folder_of(name)
         if finished(folder, config) is None:
             if time.monotonic() >= self.end:
-                raise NotRun(name)
+                raise NotRun(folder.name)
             result = run(
                 config,
                 output_dir=folder,
@@ -51,7 +58,8 @@ class Runs:
             )
             value = result.metrics[result.headline]
             print(
-                f"{name}: {result.headline} {value:.4f} at epsilon {result.epsilon:.4f}, {result.seconds} s", flush=True
+                f"{folder.name}: {result.headline} {value:.4f} at epsilon {result.epsilon:.4f}, {result.seconds} s",
+                flush=True,
             )
         return json.loads((folder / "result.json").read_text())["result"] | {"output_dir": str(folder)}
 

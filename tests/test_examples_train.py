@@ -14,7 +14,7 @@ import pytest
 
 import dpx
 from dpx import catalog, keys
-from examples import data, fashion_mnist, loop, methods, records, train
+from examples import data, fashion_mnist, loop, methods, records, runs, train
 from examples.config import Config
 from examples.methods import METHODS
 from examples.papers import experiments
@@ -415,14 +415,14 @@ def test_the_fashion_mnist_commands_and_table(tmp_path):
         assert words[:3] == ["python", "-m", "examples.train"]
         assert train.configure(vars(train.parser().parse_args(words[3:]))) == config
     for seed, accuracy in ((0, 0.85), (1, 0.87)):
-        folder = fashion_mnist.folder_of(tmp_path, "CNN", seed)
-        folder.mkdir(parents=True)
+        folder = tmp_path / f"cnn-seed{seed}"
+        folder.mkdir()
         result = dict(accuracy=accuracy, epsilon=1.9999, noise_multiplier=1.5, steps=732, seconds=100.0)
         (folder / "result.json").write_text(json.dumps({"result": result, "versions": {"jax": "0.10.2"}}))
     readme = tmp_path / "README.md"
     readme.write_text(f"before\n{fashion_mnist.BEGIN}\nold\n{fashion_mnist.END}\nafter\n")
     for _ in range(2):
-        fashion_mnist.update(readme, fashion_mnist.table(tmp_path))
+        fashion_mnist.update(readme, fashion_mnist.table(runs.Runs(tmp_path)))
     text = readme.read_text()
     assert "| CNN | 2 | **86.00%** (85.00%, 87.00%) | 1.9999 | 1.5000 | 732 | 100 |" in text
     assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text

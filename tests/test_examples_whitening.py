@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from examples import data, frontier, patches, train, whitening
+from examples import data, frontier, patches, runs, train, whitening
 from examples.random_images import random_images
 
 
@@ -113,12 +113,13 @@ def test_the_recipe_can_be_changed(few, tmp_path, capsys, undrawn):
 
 def test_the_table_of_the_frontier(tmp_path):
     rows = frontier.rows_of(["digits"])
-    assert frontier.table(tmp_path, rows) == ""
+    made = runs.Runs(tmp_path)
+    assert frontier.table(made, rows) == ""
     for seed, accuracy in enumerate((0.5, 0.6)):
-        folder = frontier.folder_of(tmp_path, rows[2], seed)
+        folder = made.folder_of(frontier.name_of(rows[2], seed))
         folder.mkdir()
         result = {"accuracy": accuracy, "epsilon": 1.9999, "noise_multiplier": 3.0, "steps": 9, "seconds": 2.0}
         (folder / "result.json").write_text(json.dumps({"result": result, "versions": {"dpx": "0"}}))
-    text = frontier.table(tmp_path, rows)
+    text = frontier.table(made, rows)
     assert "| **55.00** (50.00, 60.00) | 1.9999 | 3.0000 | 9 | 2 | 89.34 DPSUR (b)" in text
     assert "--learning-rate 20.89 " in text and "--features whitened" in text
