@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from typing import Any, NamedTuple
 
+import chex
 import flax.serialization
 import flax.struct
 import jax
@@ -334,6 +335,31 @@ jax.tree_util.register_pytree_with_keys(
 )
 jax.tree_util.register_dataclass(Fields, data_fields=["_unreleased", "inner"], meta_fields=[])
 SECRET = 123456.789
+
+
+class WithKeys(TrainState):
+    dropout_rng: Any = None
+    KEY: Any = None
+    rngs: Any = None
+
+
+def test_the_public_part_of_a_train_state():
+    """Its parameters, step and optimizer state stay; its functions, its keys and the error of error feedback go."""
+    raw, typed = jax.random.key_data(jax.random.key(3)), jax.random.key(3)
+    dice = dict(clip_norm=1.0, feedback_norm=0.1, outer_clip_norm=2.0, noise_multiplier=1.0, sampling=SAMPLING)
+    optimizer = dpx.chain(dpx.methods.dice_sgd(**dice, key=typed), optax.adam(0.1))
+    keys = dict(dropout_rng=raw, KEY=np.asarray(raw), rngs={"dropout": raw, "params": [typed]})
+    whole = WithKeys.create(apply_fn=lambda p, x: x, params=PARAMS, tx=optimizer, **keys)
+    whole = whole.replace(step=7)
+    public = dpx.public_state(whole)
+    assert isinstance(public, WithKeys) and public.step == 7 and public.apply_fn is public.tx is None
+    assert public.dropout_rng is public.KEY is None and public.rngs == {"dropout": None, "params": [None]}
+    inner = whole.opt_state.inner
+    assert jax.tree.leaves(inner.unreleased_error) and public.opt_state.inner.unreleased_error is None
+    expected = whole.opt_state._replace(inner=inner._replace(unreleased_error=None))
+    chex.assert_trees_all_equal((public.params, public.opt_state), (whole.params, expected))
+    with pytest.raises(ValueError, match="^state must "):
+        dpx.public_state(whole.replace(rngs={1, 2}))
 
 
 def test_what_cannot_be_read_by_name_is_refused():

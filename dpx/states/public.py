@@ -19,18 +19,17 @@ def publishable_state(state: Tree) -> Tree:
     state: any pytree, or dataclasses and mappings of pytrees. The other fields depend on released values only.
 
     A value becomes None if the name of its field, of its key or of its type contains "unreleased" in any case, also in
-    flattened states, whose keys are tuples or strings such as ".unreleased_error['w']". So does a
-    `dpx.gradients.Unreleased`.
-    Functions and optimizers become None, because their closures may hold a key, and so do typed PRNG keys. Raises
-    ValueError for a container of an unknown type, a pytree that is registered without the names of its parts, and an
-    array of objects.
+    flattened states, whose keys are tuples or strings such as ".unreleased_error['w']". So does an `Unreleased`.
+    Functions and optimizers become None, because their closures may hold a key, and so do PRNG keys: typed ones, and
+    raw ones, uint32 (..., 2) or (..., 4), where a name contains "key" or "rng" in any case. Raises ValueError for a
+    container of an unknown type, a pytree that is registered without the names of its parts, and an array of objects.
     """
     functions = functools.partial | optax.GradientTransformation
     if any(_unreleased(kind.__name__) for kind in type(state).__mro__) or isinstance(state, functions):
         return None
     if hasattr(state, "_fields"):
         names = state._fields
-        return type(state)(*[None if _unreleased(name) else publishable_state(getattr(state, name)) for name in names])
+        return type(state)(*[_public_part(name, getattr(state, name)) for name in names])
     if is_dataclass(state) and not isinstance(state, type):
         parts = {field.name: getattr(state, field.name) for field in fields(state)}
         return replace(state, **_public_items(parts))
@@ -52,7 +51,21 @@ def _public_child(key: Any, part: Tree, kind: type) -> Tree:
     """A part of a container that jax knows. Without a name, its key is a number that jax gives it."""
     if isinstance(key, jax.tree_util.FlattenedIndexKey):
         raise ValueError(f"state must name its parts: register {kind} with jax.tree_util.register_pytree_with_keys")
-    return None if _unreleased(key) else publishable_state(part)
+    return _public_part(key, part)
+
+
+def _public_part(name: Any, part: Tree) -> Tree:
+    """The public part of what has a name."""
+    if _unreleased(name):
+        return None
+    if any(word in str(name).lower() for word in ("key", "rng")):
+        part = jax.tree.map(lambda leaf: None if _like_raw_keys(leaf) else leaf, part)
+    return publishable_state(part)
+
+
+def _like_raw_keys(leaf: Any) -> bool:
+    """Whether a leaf has the dtype and the shape of the words of PRNG keys."""
+    return getattr(leaf, "dtype", None) == np.uint32 and jnp.shape(leaf)[-1:] in ((2,), (4,))
 
 
 def _public_leaf(state: Any) -> Any:
@@ -67,7 +80,7 @@ def _public_leaf(state: Any) -> Any:
 
 
 def _public_items(items: Mapping) -> dict:
-    return {name: None if _unreleased(name) else publishable_state(part) for name, part in items.items()}
+    return {name: _public_part(name, part) for name, part in items.items()}
 
 
 def _unreleased(name: Any) -> bool:
