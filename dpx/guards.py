@@ -19,12 +19,14 @@ def require_no_more(extra_args: dict[str, Any]):
 
 
 def require_real(tree: Tree):
-    """Raises ValueError for complex numbers, and for arrays of anything else than numbers."""
+    """Raises ValueError for complex numbers, PRNG keys, and arrays of anything else than numbers."""
     require_arrays(tree)
     leaves = jax.tree.leaves(tree)
     if any(isinstance(leaf, str | bytes) for leaf in leaves):
         raise ValueError("every array must hold numbers, got <class 'str'>")
     for dtype in map(jnp.result_type, leaves):
+        if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+            raise ValueError(f"parameters and gradients must be numbers, got PRNG keys of dtype {dtype}")
         if jnp.issubdtype(dtype, jnp.complexfloating):
             raise ValueError(f"gradients must be real, got {dtype}: keep real and imaginary parts apart")
 

@@ -12,7 +12,7 @@ import optax
 
 from dpx.mechanism import Coordinates, Mechanism, require_mechanism
 from dpx.stages import FROZEN
-from dpx.trees import Tree
+from dpx.trees import Tree, described
 from dpx.xla.jaxprs import inputs_read
 
 
@@ -51,7 +51,7 @@ def chain(mechanism: Mechanism, *transforms: optax.GradientTransformation) -> Me
 
 
 def require_transforms(transforms: tuple[Any, ...]):
-    """Raises ValueError where a mechanism or coordinates are among the transforms behind a mechanism."""
+    """Raises ValueError where the transforms behind a mechanism hold a mechanism, coordinates, or no transform."""
     for transform in transforms:
         if isinstance(transform, Mechanism):
             raise ValueError("one mechanism, first in the chain, is billed; got a second one among the transforms")
@@ -59,6 +59,10 @@ def require_transforms(transforms: tuple[Any, ...]):
             raise ValueError(
                 f"transforms must be optax transforms, got the coordinates {transform.name!r}; write "
                 "dpx.in_coordinates(mechanism, coordinates)"
+            )
+        if not (hasattr(transform, "init") and hasattr(transform, "update")):
+            raise ValueError(
+                f"transforms must be optax transforms, such as optax.sgd(learning_rate), got {described(transform)}"
             )
 
 

@@ -247,7 +247,7 @@ def test_rows_that_are_read_by_label_are_refused(data):
 def test_columns_without_numbers_are_refused_without_showing_them(column):
     """As frame.to_numpy() of pandas makes them: `jax` would show the rows in its message."""
     column = np.array(column, column.dtype if hasattr(column, "dtype") else object)
-    made, gradient = mechanism(), dpx.private_grad(loss, mechanism())
+    made, gradient = mechanism(), dpx.private_updates(loss, mechanism())
     state, data = made.init(PARAMS), np.broadcast_to(column, (60, len(column)))
     for use in (
         lambda: dpx.UserData(data, np.arange(60)),

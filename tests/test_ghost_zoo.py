@@ -526,7 +526,7 @@ def test_equals_per_example_gradients(name):
     assert set(found.values()) == expected
     same_program = ways(loss, params, batch, norms="auto") == found
     clipping = ("ghost",) if same_program else ("ghost", "auto")
-    sums = assert_agrees(loss, params, batch, clipping=clipping, tolerance=tolerance)
+    sums = assert_agrees(loss, params, batch, norms=clipping, tolerance=tolerance)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(sums))
 
 
@@ -539,7 +539,7 @@ def test_with_64_bits(name, dtype):
         loss, *arrays = ZOO[name][0]()
         real = jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, arrays)
         clipping = ("ghost",) if dtype == np.float32 else ("ghost", "auto")
-        assert_agrees(loss, *real, clipping=clipping, microbatch_size=2 if dtype == np.float64 else None)
+        assert_agrees(loss, *real, norms=clipping, microbatch_size=2 if dtype == np.float64 else None)
 
 
 def test_enough_animals():

@@ -192,6 +192,11 @@ def test_a_wrong_seed_or_key_is_not_shown(seed):
     assert str(2654435769 << 40) not in text and not leaks(text)
 
 
+def test_keys_are_no_parameters():
+    with pytest.raises(ValueError, match="parameters and gradients must be numbers, got PRNG keys"):
+        MECHANISM.init({"w": MISPLACED["typed key"]})
+
+
 def test_misplaced_arguments_in_a_swapped_order():
     data, wrong = np.full((40, 3), NUMBER, np.float32), MISPLACED["typed key"]
     swapped = [
@@ -205,6 +210,42 @@ def test_misplaced_arguments_in_a_swapped_order():
         raised(optax.apply_updates, PARAMS, MECHANISM.update) and raised(dpx.epsilon, MECHANISM, wrong, delta=1e-5),
     ]
     assert all(swapped) and not leaks("".join(swapped))
+
+
+PLACES = {
+    "compose": lambda wrong: dpx.compose_runs(wrong, shared_batches=False),
+    "compose a pair": lambda wrong: dpx.compose_runs((wrong, 3), shared_batches=False),
+    "compose a state": lambda wrong: dpx.compose_runs((MECHANISM, wrong), shared_batches=False),
+    "compose three": lambda wrong: dpx.compose_runs((MECHANISM, 3, wrong), shared_batches=False),
+    "compose shared_batches": lambda wrong: dpx.compose_runs((MECHANISM, 3), shared_batches=wrong),
+    "chain": dpx.chain,
+    "chain behind": lambda wrong: dpx.chain(MECHANISM, wrong),
+    "in_coordinates": lambda wrong: dpx.in_coordinates(MECHANISM, wrong),
+    "private_updates": lambda wrong: dpx.private_updates(wrong, MECHANISM),
+    "private_updates_from": lambda wrong: dpx.private_updates_from(wrong, MECHANISM),
+    "accumulate": lambda wrong: dpx.private_updates_in_chunks(wrong, MECHANISM),
+    "explain": lambda wrong: dpx.explain_norms(wrong, MECHANISM, PARAMS, BATCH),
+    "the state of a step": lambda wrong: dpx.private_updates(loss, MECHANISM)(PARAMS, BATCH, wrong),
+    "the state of a chunk": lambda wrong: dpx.private_updates_in_chunks(loss, MECHANISM).add(PARAMS, BATCH, wrong),
+    "the unit of draws": lambda wrong: SAMPLING.draw_ahead(KEY, STATE, 1, unit=wrong),
+    "the unit of users": lambda wrong: dpx.UserData(np.ones((40, 3)), list(range(40)), unit=wrong),
+    "the unit of a report": lambda wrong: dpx.privacy_report(MECHANISM, 3, delta=1e-5, unit=wrong),
+}
+
+
+@pytest.mark.parametrize("kind", MISPLACED)
+@pytest.mark.parametrize("place", PLACES)
+def test_misplaced_arguments_are_refused_in_words(place, kind):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(ValueError, match="must"):
+            PLACES[place](MISPLACED[kind])
+
+
+@pytest.mark.parametrize("unit", ["", 3, None])
+def test_a_unit_must_have_a_name(unit):
+    with pytest.raises(ValueError, match="unit must be the name of what epsilon protects"):
+        SAMPLING.draw_ahead(KEY, STATE, 1, unit=unit)
 
 
 @pytest.mark.parametrize("value", [3, 2.5, -np.inf, None, True, np.float32(2), "pld"])

@@ -351,7 +351,7 @@ def test_the_public_part_of_a_train_state():
     keys = dict(dropout_rng=raw, KEY=np.asarray(raw), rngs={"dropout": raw, "params": [typed]})
     whole = WithKeys.create(apply_fn=lambda p, x: x, params=PARAMS, tx=optimizer, **keys)
     whole = whole.replace(step=7)
-    public = dpx.public_state(whole)
+    public = dpx.publishable_state(whole)
     assert isinstance(public, WithKeys) and public.step == 7 and public.apply_fn is public.tx is None
     assert public.dropout_rng is public.KEY is None and public.rngs == {"dropout": None, "params": [None]}
     inner = whole.opt_state.inner
@@ -359,7 +359,7 @@ def test_the_public_part_of_a_train_state():
     expected = whole.opt_state._replace(inner=inner._replace(unreleased_error=None))
     chex.assert_trees_all_equal((public.params, public.opt_state), (whole.params, expected))
     with pytest.raises(ValueError, match="^state must "):
-        dpx.public_state(whole.replace(rngs={1, 2}))
+        dpx.publishable_state(whole.replace(rngs={1, 2}))
 
 
 def test_what_cannot_be_read_by_name_is_refused():

@@ -15,6 +15,7 @@ from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.events import event_delta, event_epsilon
 from dpx.scalars import over
 from dpx.states.record import SEVERAL_KEYS
+from dpx.trees import described
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,8 @@ def compose_runs(*runs: Any, shared_batches: bool) -> Composition:
     neighboring relations; and, with shared batches, for different samplings and for mechanisms that are not billed as
     one Gaussian release a step. Warns of samplings of different sizes, where a unit is not known.
     """
+    if not isinstance(shared_batches, bool):
+        raise ValueError(f"shared_batches must be True or False, got {described(shared_batches)}")
     if not runs:
         raise ValueError("compose_runs needs at least one (mechanism, steps or state), got none")
     composed = [_composition(run) for run in runs]
@@ -99,6 +102,8 @@ def compose_runs(*runs: Any, shared_batches: bool) -> Composition:
 def _composition(run: Any) -> Composition:
     if isinstance(run, Composition):
         return run
+    if not isinstance(run, tuple | list) or len(run) != 2:
+        raise ValueError(f"a run must be a pair (mechanism, steps or state) or a Composition, got {described(run)}")
     mechanism, spent = run
     event, relation = event_of(mechanism, spent, None)
     batch_key, unit = batches_of(spent)

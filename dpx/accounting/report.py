@@ -164,6 +164,8 @@ def privacy_report(
 def _unit_of(recorded: int, unit: str | None) -> str:
     """The unit in words. recorded: its mark, or 0 if it is not known. Raises ValueError if they do not agree."""
     known = {0: "example"} | {unit_mark(name): name for name in ("example", "user")}
+    if unit is not None:
+        unit_mark(unit)  # raises ValueError unless it is a name
     subject = known.get(recorded, "") if unit is None else unit.removeprefix("one ")
     if not subject or recorded not in (0, unit_mark(subject)):
         raise ValueError(

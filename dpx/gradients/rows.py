@@ -19,12 +19,11 @@ def rows_of(mechanism: Mechanism, state: Tree, examples: Tree, *, with_key: bool
     """(examples,), or (examples, keys) with one PRNG key for each of the B examples, (B,).
 
     first: int (), the position of the first row in the whole batch, of which the examples may be a chunk.
+    Raises ValueError for the state of no mechanism.
     """
-    size = batch_size(examples)
+    size, step = batch_size(examples), find_state(state, ReleaseState, "mechanism's state").step
     if not with_key:
         return (examples,)
-    step = find_state(state, ReleaseState, "mechanism's state").step
-    # Under `jax.vmap`, keys of other implementations draw other numbers, which depend on the microbatch.
     bits = jax.random.bits(keys.stream(mechanism.key, "example", step), (2,), jnp.uint32)
     key = jax.random.wrap_key_data(bits, impl="threefry2x32")
     positions = jnp.arange(size, dtype=jnp.uint32) + jnp.asarray(first).astype(jnp.uint32)
@@ -40,8 +39,10 @@ def shapes_of_one(rows: tuple) -> tuple:
 def of_one_row(function: Callable, *, has_aux: bool) -> Callable[..., tuple[Tree, Tree]]:
     """`function(params, example)`, or of (params, example, key), as (params, row) -> (result, aux), aux None without.
 
-    Raises ValueError, when it is traced, if `has_aux` and the result is not a pair.
+    Raises ValueError if it is not a function; and when it is traced, if `has_aux` and the result is not a pair.
     """
+    if not callable(function):
+        raise ValueError(f"the loss or the update must be a function of (params, example), got {described(function)}")
 
     def of_row(params, row):
         result = function(params, *row)

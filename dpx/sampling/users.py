@@ -12,6 +12,7 @@ import numpy as np
 
 from dpx.sampling.rows import read_rows
 from dpx.scalars import require_whole
+from dpx.states.record import unit_mark
 from dpx.trees import Tree, batch_size
 
 MISSING = {"", "nan", "NaN", "None", "NaT", "<NA>"}  # as numpy and pandas write a missing string
@@ -42,8 +43,7 @@ class UserData:
         owners, examples = _owners(users), batch_size(data)
         if len(owners) != examples:
             raise ValueError(f"users must hold one owner for each of the {examples} examples, got {len(owners)}")
-        if not isinstance(unit, str) or not unit:
-            raise ValueError(f"unit must be a word for what a user is, got {type(unit)}")
+        unit_mark(unit)  # raises ValueError unless it is a name
         _, numbers, counts = np.unique(owners, return_inverse=True, return_counts=True)
         self.privacy_unit = unit
         if len(counts) > FEW and counts.max() > SHARE * examples:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from dp_accounting import DpEvent
 
-from dpx.trees import Tree, map_states
+from dpx.trees import Tree, described, map_states
 
 LARGEST_PRECISION = 1e30  # of one release, noise_multiplier^-2; a multiplier below 1e-15 counts as 1e-15
 SEVERAL_KEYS = np.uint32(1)  # in place of the mark of a key, which is larger
@@ -172,7 +172,12 @@ def _differs(known: jax.Array, mark: Any) -> jax.Array:
 
 
 def unit_mark(unit: str) -> int:
-    """A fingerprint of the name of what a batch holds, such as "example" or "user", in [2^31, 2^32)."""
+    """A fingerprint of the name of what a batch holds, such as "example" or "user", in [2^31, 2^32).
+
+    Raises ValueError unless it is a string that is not empty: a fingerprint of anything else, such as a key, is public.
+    """
+    if not isinstance(unit, str) or not unit:
+        raise ValueError(f'unit must be the name of what epsilon protects, such as "user", got {described(unit)}')
     return _fingerprint(unit)
 
 
