@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpx.audit.contract import inputs as inputs
-from dpx.audit.contract.draws import FULLY
 from dpx.audit.contract.marks import RAW, spread
 from dpx.audit.contract.report import Broken, NotChecked
 from dpx.audit.contract.subject import STEPS, all_but, everyone
@@ -22,7 +21,7 @@ def secrecy(trial: Trial) -> str:
     _require_own_event_for_unreleased(trial)
     if not trial.draws_by_dpx:
         return _same_without_exchange(trial)
-    for step in FULLY:
+    for step in STEPS:
         sums = inputs.flattened(_sums(trial, step)).astype(np.float32)
         change = inputs.waves(trial.traced.numbers, 1.0, 0.3)
         exchange = _exchange(trial, step)
@@ -41,7 +40,7 @@ def secrecy(trial: Trial) -> str:
                 f"two data sets with the same noisy sums differ in public values, at step {step} ({error})"
             ) from None
     return (
-        f"data moved by {SHIFT:g} standard deviations and the noise back: the same public values at {len(FULLY)} steps"
+        f"data moved by {SHIFT:g} standard deviations and the noise back: the same public values at {len(STEPS)} steps"
     )
 
 
