@@ -129,6 +129,13 @@ def test_every_mechanism_bills_its_own_state(case):
     assert float(release.precision[0]) == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.parametrize("case", MECHANISMS, ids=lambda case: case.name)
+def test_a_step_may_be_given_its_state_from_the_first_one_on(case):
+    """jax refuses to donate one buffer twice, so that the first step of a run would fail."""
+    leaves = [leaf for leaf in jax.tree.leaves(case.mechanism.init(PARAMS)) if isinstance(leaf, jax.Array)]
+    assert len({leaf.unsafe_buffer_pointer() for leaf in leaves if leaf.size}) == len([x for x in leaves if x.size])
+
+
 def test_precision_of_long_runs():
     """A plain float32 sum of 100,000 terms would be off by 1e-3; noise that is 2e-5 less is another mechanism's."""
     run = jax.jit(lambda state, noise: jax.lax.scan(lambda s, _: (s.after(noise), None), state, length=100_000)[0])

@@ -81,10 +81,13 @@ class ReleaseState(NamedTuple):
 
     @classmethod
     def empty(cls) -> "ReleaseState":
-        """The record before the first release. `Mechanism.init` sets the terms and the planned steps."""
-        count, mark = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.uint32)
-        precision, terms = jnp.zeros(2, jnp.float32), jnp.zeros(2, jnp.uint32)
-        return cls(count, precision, mark, terms, count, mark, mark, mark, mark)
+        """The record before the first release. `Mechanism.init` sets the terms and the planned steps.
+
+        Every array has a buffer of its own, because a jitted step that donates the state cannot donate one twice.
+        """
+        step, planned = (jnp.zeros((), jnp.int32) for _ in range(2))
+        order, *marks = (jnp.zeros((), jnp.uint32) for _ in range(5))
+        return cls(step, jnp.zeros(2, jnp.float32), order, jnp.zeros(2, jnp.uint32), planned, *marks)
 
     def after(self, noise_multiplier: jax.Array | float) -> "ReleaseState":
         """The record after one more release with this noise multiplier, float32 ()."""
