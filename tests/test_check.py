@@ -252,6 +252,18 @@ def test_random_numbers_of_a_constant_key_are_noticed(draws, raw):
         assert constant_keys(of_the_example) == "ok"
 
 
+def test_random_features_that_are_drawn_before_the_loss_are_fixed_on_purpose():
+    key, example = jax.random.key(3), data()[0]
+
+    def features(x):
+        return jnp.cos(jax.random.normal(key, (*x.shape, *x.shape)) @ x)
+
+    report = dpx.check(lambda p, x: loss(p, features(x)), dp_sgd(), params(), dpx.Batch(data()[:4], np.ones(4, bool)))
+    assert report["randomness"].severity == "warning" and "draw them before the loss" in report["randomness"].words
+    drawn = jax.random.normal(key, (*example.shape, *example.shape))
+    assert checked(lambda p, x: loss(p, jnp.cos(drawn @ x)))["randomness"] == "ok"
+
+
 def test_a_dropout_of_flax_that_is_not_reseeded_is_noticed():
     model = nnx.Sequential(nnx.Dropout(0.5, rngs=nnx.Rngs(0)))
     graph, state = nnx.split(model)

@@ -26,7 +26,8 @@ def constant_keys(loss: Callable, params: Tree, example: Tree, *, with_key: bool
     if draws:
         words = (
             "the loss draws random numbers from a constant key: all examples and steps have the same ones, such as one "
-            "dropout mask. Take the key of the example: with_key=True and loss(params, example, key)"
+            "dropout mask. Take the key of the example: with_key=True and loss(params, example, key). Numbers that are "
+            "meant to be fixed, such as random features, are right: draw them before the loss, and this row is silent"
         )
         return Finding("randomness", "warning", words, {"constant": draws})
     return Finding("randomness", "ok", "the loss draws no random numbers from a constant key", {"constant": 0})
