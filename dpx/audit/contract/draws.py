@@ -90,10 +90,9 @@ class Draws:
             def moved(mechanism, state):
                 return jax.jvp(lambda v: floats(mechanism, state, v), (vector,), (vector,))[1]
 
-            given = self.subject.mechanism, self.rebuild
-            _, depends = with_other_keys(moved, *given, (self.subject.state(0),))
-            run, _ = with_other_keys(floats, *given, (self.subject.state(0), vector))
-            self._maps = _maps_of(run, vector) if depends else None
+            given, state, self._maps = (self.subject.mechanism, self.rebuild), self.subject.state(0), None
+            if with_other_keys(moved, *given, (state,))[1]:
+                self._maps = _maps_of(with_other_keys(floats, *given, (state, vector))[0], vector)
         return self._maps
 
 

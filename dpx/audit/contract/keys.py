@@ -35,7 +35,11 @@ def with_other_keys(
 
     run = of_built if rebuild is not None else _replacing(function, mechanism, arguments)
     closed = jax.make_jaxpr(run)(jax.random.key(0), arguments)
-    return run, inputs_read(closed.jaxpr)[0]
+
+    def replay(key, arguments):
+        return core.jaxpr_as_fun(closed)(key, *jax.tree.leaves(arguments))[0]
+
+    return replay, inputs_read(closed.jaxpr)[0]
 
 
 def _replacing(function: Callable, mechanism: Mechanism, arguments: tuple) -> WithKey:
