@@ -89,7 +89,7 @@ steps = st.lists(
         st.integers(1, 12),
     ),
     min_size=1,
-    max_size=6,
+    max_size=4,
 )
 
 
