@@ -258,7 +258,9 @@ def test_random_features_that_are_drawn_before_the_loss_are_fixed_on_purpose():
     def features(x):
         return jnp.cos(jax.random.normal(key, (*x.shape, *x.shape)) @ x)
 
-    report = dpx.check(lambda p, x: loss(p, features(x)), dp_sgd(), params(), dpx.Batch(data()[:4], np.ones(4, bool)))
+    report = dpx.check_setup(
+        lambda p, x: loss(p, features(x)), dp_sgd(), params(), dpx.Batch(data()[:4], np.ones(4, bool))
+    )
     assert report["randomness"].severity == "warning" and "draw them before the loss" in report["randomness"].words
     drawn = jax.random.normal(key, (*example.shape, *example.shape))
     assert checked(lambda p, x: loss(p, jnp.cos(drawn @ x)))["randomness"] == "ok"
