@@ -66,9 +66,9 @@ def assert_same(found, expected, tolerance=TOLERANCE):
         assert distance <= tolerance * size, f"{jax.tree_util.keystr(path)}: {distance / size:.2e} off"
 
 
-def assert_agrees(loss, params, batch, *, clipping=("ghost", "auto"), tolerance=TOLERANCE, **options):
+def assert_agrees(loss, params, batch, *, norms=("ghost", "auto"), tolerance=TOLERANCE, **options):
     expected = clipped_sums(loss, params, batch, "vmap", **options)
-    for way in clipping:
+    for way in norms:
         found = clipped_sums(loss, params, batch, way, **options)
         assert_same(found.updates, expected.updates, tolerance)
         np.testing.assert_allclose(found.unreleased.losses, expected.unreleased.losses, rtol=max(tolerance, 1e-4))

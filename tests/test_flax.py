@@ -175,7 +175,7 @@ def test_gpt2():
         return optax.softmax_cross_entropy_with_integer_labels(logits[:-1], sequence[1:]).mean()
 
     params, batch = random_like(shapes), (tokens, jnp.arange(5))
-    assert_agrees(loss, params, batch, clipping=("ghost",))
+    assert_agrees(loss, params, batch, norms=("ghost",))
     rows = dpx.explain_norms(loss, mechanism(), params, dpx.Batch(batch, None)).rows
     found = {path: f"{way} {why}".strip() for path, way, why in rows}
     for line in lines(*blocks(HUGGING_FACE, "text")):

@@ -117,7 +117,7 @@ MECHANISMS = {
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_every_mechanism_gives_the_same_sums(name):
     params, batch = problem()
-    sums = assert_agrees(network, params, batch, made=MECHANISMS[name](), clipping=("ghost",))
+    sums = assert_agrees(network, params, batch, made=MECHANISMS[name](), norms=("ghost",))
     assert len(sums) == (2 if name == "two factors" else 1)
 
 
@@ -175,7 +175,7 @@ def test_small_batches(size):
     found = clipped_sums(network, params, batch, "ghost")
     assert found.unreleased.losses.shape == (size,)
     if size:
-        assert_agrees(network, params, batch, clipping=("ghost",))
+        assert_agrees(network, params, batch, norms=("ghost",))
     else:
         assert all((leaf == 0).all() for leaf in jax.tree.leaves(found.updates))
 
@@ -199,7 +199,7 @@ def test_a_strided_dilated_grouped_and_padded_convolution(devices, monkeypatch):
             lax.conv_general_dilated(images, kernel, (2, 1), dimension_numbers=("NHWC", "HWIO", "NHWC"), **options)
         )
 
-    assert_agrees(loss, normal(1, 3, 2, 2, 6), normal(2, SIZE, 2, 9, 8, 4), clipping=("ghost",))
+    assert_agrees(loss, normal(1, 3, 2, 2, 6), normal(2, SIZE, 2, 9, 8, 4), norms=("ghost",))
 
 
 @pytest.mark.parametrize(("features", "images", "wanted"), [(16, 16, 32), (17, 1, 17), (4, 17, 4)])
@@ -343,7 +343,7 @@ def test_the_bound_holds_where_what_is_huge_is_frozen(huge, value):
     assert ways(loss, w, x, made=tight) == {"": WAYS["outer"]}
     (total,) = clipped_sums(loss, w, x, "ghost", made=tight).updates
     assert np.linalg.norm(total) == pytest.approx(4e-3, rel=1e-4)
-    assert_agrees(loss, w, x, made=loose, clipping=("ghost",))
+    assert_agrees(loss, w, x, made=loose, norms=("ghost",))
 
 
 @pytest.mark.parametrize("fan_in", [256, 4096, 65536])
@@ -426,7 +426,7 @@ def test_rows_are_found_in_the_dtype_of_the_indices(mode, dtype):
         tokens, c = example
         return jnp.sum(c[:, None] * jnp.take(table, tokens, axis=0, mode=mode, fill_value=0))
 
-    assert_agrees(loss, table, example, clipping=("ghost",))
+    assert_agrees(loss, table, example, norms=("ghost",))
 
 
 def test_custom_derivatives_that_close_over_the_loss_fall_back():
@@ -520,7 +520,7 @@ def test_coordinates_that_mix_fall_back():
     made = noiseless(dpx.in_coordinates(inner(clip_norm=1e-3), turn))
     params, batch = problem()
     assert set(ways(network, params, batch, made=made).values()) == {WAYS["gradient"]}
-    assert_agrees(network, params, batch, made=made, clipping=("ghost",))
+    assert_agrees(network, params, batch, made=made, norms=("ghost",))
 
 
 def test_a_wrong_claim_to_support_ghost_norms_falls_back():
@@ -596,7 +596,7 @@ def test_any_dot_general(data):
 
     w, x = normal(1, *w_shape).transpose(w_axes), normal(2, SIZE, *x_shape).transpose(0, *(a + 1 for a in x_axes))
     assert set(ways(loss, w, x).values()) != {WAYS["gradient"]}
-    assert_agrees(loss, w, x, clipping=("ghost",))
+    assert_agrees(loss, w, x, norms=("ghost",))
 
 
 @given(data=st.data())
@@ -640,7 +640,7 @@ def test_any_convolution(data):
         )
         with mock.patch.object(jax, "device_count", lambda: devices):
             assert set(ways(loss, w, x).values()) != {WAYS["gradient"]}
-            assert_agrees(loss, w, x, clipping=("ghost",), made=made)
+            assert_agrees(loss, w, x, norms=("ghost",), made=made)
 
 
 @given(count=st.integers(1, 5), width=st.integers(1, 3), shape=st.lists(st.integers(1, 4), max_size=2))
@@ -654,7 +654,7 @@ def test_any_embedding(count, width, shape):
     made = noiseless(dpx.in_coordinates(inner(clip_norm=1e-3), scaled(lambda i, shape: normal(i, *shape))))
     assert ways(loss, table, tokens) == {"": WAYS["rows"]}
     for chosen in (mechanism(), made):
-        assert_agrees(loss, table, tokens, clipping=("ghost",), made=chosen)
+        assert_agrees(loss, table, tokens, norms=("ghost",), made=chosen)
 
 
 @pytest.mark.parametrize(
@@ -668,7 +668,7 @@ def test_products_with_axes_of_length_one(scale, data):
     def loss(params, x):
         return score(jnp.tanh(jnp.sin(x) * params["scale"]) @ params["kernel"])
 
-    assert_agrees(loss, params, normal(3, SIZE, *data), clipping=("ghost",))
+    assert_agrees(loss, params, normal(3, SIZE, *data), norms=("ghost",))
 
 
 def test_tied_weights_under_a_mask_fall_back():
@@ -679,7 +679,7 @@ def test_tied_weights_under_a_mask_fall_back():
         return score(jnp.tanh(x @ w) @ w.T)
 
     assert set(ways(loss, w, x, made=made).values()) == {WAYS["gradient"]}
-    assert_agrees(loss, w, x, clipping=("ghost",), made=made)
+    assert_agrees(loss, w, x, norms=("ghost",), made=made)
 
 
 def test_uses_that_cancel_keep_the_bound():

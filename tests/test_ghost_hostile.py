@@ -373,7 +373,7 @@ def test_a_place_counted_from_the_end_is_counted_once():
     examples = places, normal(2, 19, 2, 3)
     loss = CASES["slice"].loss
     for clip_norm in (1e-3, 1e6):
-        assert_agrees(loss, w, examples, clipping=("ghost",), made=mechanism(clip_norm))
+        assert_agrees(loss, w, examples, norms=("ghost",), made=mechanism(clip_norm))
     step = jax.jit(lambda one: gradient(loss, mechanism(1e6), w, one, jnp.ones(1), "ghost", mechanism(1e6).init(w)))
     for place, c in zip(*examples, strict=True):
         found = step((place[None], c[None])).updates[0]

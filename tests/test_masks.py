@@ -218,7 +218,7 @@ def test_ghost_norms_follow_a_mask():
     base = dpx.dp_sgd(clip_norm=1e-3, noise_multiplier=1.0, sampling=SAMPLING, key=KEY)
     made = noiseless(dpx.in_coordinates(base, dpx.coordinates.random_freeze(freeze_rate=0.4, every=2, key=KEY)))
     assert made.supports_ghost_norms
-    (sums,) = assert_agrees(network, params, normal(2, 5, 6, 4), made=made, clipping=("ghost",))
+    (sums,) = assert_agrees(network, params, normal(2, 5, 6, 4), made=made, norms=("ghost",))
     np.testing.assert_array_equal(flat(sums) != 0, flat(made.init(params).coordinates[0].mask) != 0)
 
 
