@@ -23,7 +23,7 @@ def secrecy(trial: Trial) -> str:
         return _same_without_exchange(trial)
     for step in STEPS:
         sums = inputs.flattened(_sums(trial, step)).astype(np.float32)
-        change = inputs.waves(trial.traced.numbers, 1.0, 0.3)
+        change = np.where(sums == 0, 0, inputs.waves(trial.traced.numbers, 1.0, 0.3))  # no data where a mask has zeros
         exchange = _exchange(trial, step)
         if exchange is None:
             raise NotChecked("the update has no derivative, and its noise has another shape than the sums")
