@@ -1,4 +1,4 @@
-"""Numbers and schedules: their values at one step or at many steps, and the checks of both."""
+"""Numbers and schedules: their values at one step or at many steps, and the checks of schedules."""
 
 import functools
 import math
@@ -11,7 +11,7 @@ import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 
-from dpx.trees import described
+from dpx.validation import require_number
 
 Schedule = Callable[[jax.Array], jax.Array]
 ScalarOrSchedule = float | Schedule
@@ -107,59 +107,6 @@ def _copy_constants(value: Any) -> Any:
     if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
         return type(value)(_copy_constants(one) for one in value)
     return value.copy() if isinstance(value, np.ndarray) else value  # in jax's own subclass, which keeps the dtype
-
-
-def require_number(
-    name: str, value: float, *, minimum: float, maximum: float = math.inf, exclusive: bool = False
-) -> float:
-    """`value` as a float.
-
-    Raises ValueError if jax traces it, and unless it is finite, at least `minimum` (above it, if exclusive) and at most
-    `maximum`.
-    """
-    bound = between(minimum, maximum, exclusive=exclusive)
-    if isinstance(value, jax.core.Tracer):
-        raise ValueError(
-            f"{name} must be a number or a function of the step, not a traced value: it could not be billed"
-        )
-    number = real(value)
-    if number is None:
-        raise ValueError(f"{name} must be a finite number {bound}, got {described(value)}")
-    if not np.isfinite(number) or not minimum <= number <= maximum or (exclusive and number == minimum):
-        raise ValueError(f"{name} must be a finite number {bound}, got {number}")
-    return number
-
-
-def real(value: Any) -> float | None:
-    """A number of any real type (of Python, numpy or jax) as a float; None for a bool, a string and anything else."""
-    if isinstance(value, bool | str | bytes) or getattr(value, "dtype", None) == np.bool_:
-        return None
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        return None
-
-
-def require_floats(name: str, value: Any) -> np.ndarray:
-    """`value` as an array of float64. Raises ValueError, which shows no element of it, for other types."""
-    try:
-        return np.asarray(value, np.float64)
-    except (TypeError, ValueError):
-        raise ValueError(f"{name} must hold numbers, got {described(value)}") from None
-
-
-def require_whole(name: str, value: Any, *, minimum: int = 1, maximum: float = math.inf) -> int:
-    """`value` as an int. Raises ValueError unless it is a whole number (of Python or numpy) in [minimum, maximum]."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not minimum <= value <= maximum:
-        bound = f"of at least {minimum}" if maximum == math.inf else f"in [{minimum}, {maximum}]"
-        raise ValueError(f"{name} must be a whole number {bound}, got {described(value)}")
-    return int(value)
-
-
-def between(minimum: float, maximum: float, *, exclusive: bool = False) -> str:
-    """The bounds in words."""
-    least = f"{'above' if exclusive else 'at least'} {minimum:g}"
-    return least if maximum == math.inf else f"{least} and at most {maximum:g}"
 
 
 def require_fraction(name: str, value: ScalarOrSchedule, interval: Literal["(0, 1]", "[0, 1)"], steps: int = 0):

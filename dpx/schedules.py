@@ -6,7 +6,8 @@ function, so that the billed noise is the added noise.
 
 import jax.numpy as jnp
 
-from dpx.scalars import Schedule, require_number, require_whole
+from dpx.scalars import Schedule
+from dpx.validation import require_number, require_whole
 
 
 def inverse_power(*, init_value: float, power: float) -> Schedule:

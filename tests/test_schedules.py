@@ -11,7 +11,8 @@ import pytest
 import dpx
 from dpx import schedules
 from dpx.accounting import gdp, schedule_epsilon
-from dpx.scalars import at, over, require_whole
+from dpx.scalars import at, over
+from dpx.validation import require_whole
 
 SAMPLING = dpx.PoissonSampling(examples=1000, batch_size=10)
 KEY = jax.random.key(0)

@@ -15,8 +15,8 @@ from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.compose import Composition
 from dpx.accounting.events import event_profile
 from dpx.accounting.profiles import Profile
-from dpx.scalars import require_floats
 from dpx.trees import described
+from dpx.validation import require_floats
 
 # Any set of epsilons gives bounds. With these, rates and mu are within 1 % of the exact ones of a Gaussian.
 _EPSILONS = 96

@@ -13,8 +13,8 @@ from dpx.accounting.checks import Relation, require_relation
 from dpx.accounting.compose import Composition, require_one_unit
 from dpx.accounting.releases import count_releases, hashable
 from dpx.accounting.selection import SHAPES, OneOfDpEvent, trial_loss
-from dpx.scalars import require_number
 from dpx.trees import described
+from dpx.validation import require_number
 
 Distribution = Literal["logarithmic", "geometric", "poisson"]
 

@@ -9,8 +9,8 @@ from dpx.accounting import checks
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.events import event_delta, event_epsilon
 from dpx.accounting.releases import count_releases
-from dpx.scalars import require_whole
 from dpx.states.reading import release_state, steps_taken
+from dpx.validation import require_whole
 
 
 def epsilon(

@@ -10,8 +10,8 @@ from dpx.accounting import checks
 from dpx.accounting.calibration import calibrate
 from dpx.accounting.checks import Accountant
 from dpx.sampling.sampling import Sampling
-from dpx.scalars import require_number, require_whole
 from dpx.trees import described
+from dpx.validation import require_number, require_whole
 
 M = TypeVar("M", bound=Any)
 

@@ -13,7 +13,7 @@ from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.events import event_epsilon
 from dpx.accounting.pld.buckets import BUCKETS, Buckets, bucketed_gaussians
 from dpx.accounting.schedule import Interval, lower_profile, upper_profile
-from dpx.scalars import require_whole
+from dpx.validation import require_whole
 
 _COARSE_BUCKETS = 24  # of a first, rough search, where the second one starts (benchmarks/accounting.py, calibration)
 _COARSE_TOLERANCE = 0.02  # of the first search, relative

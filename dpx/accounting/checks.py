@@ -7,8 +7,8 @@ from typing import Any, Literal
 import jax.core
 import numpy as np
 
-from dpx.scalars import real, require_floats
 from dpx.trees import described
+from dpx.validation import real, require_floats, require_open_fraction
 
 Accountant = Literal["tightest", "pld", "rdp"]
 Relation = Literal["add_or_remove", "zero_out", "replace_one"]
@@ -50,10 +50,7 @@ def require_positive_epsilon(value: Any) -> float:
 
 
 def require_delta(value: Any) -> float:
-    number = real(require_concrete("delta", value))
-    if number is None or not 0 < number < 1:
-        raise ValueError(f"delta must be in (0, 1), got {described(value)}")
-    return number
+    return require_open_fraction("delta", require_concrete("delta", value))
 
 
 def warn_of_large_delta(value: Any, sampling: Any) -> None:

@@ -15,8 +15,8 @@ from dpx.accounting.bill import event_of
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.events import event_epsilon, event_profile
 from dpx.accounting.pld.buckets import BUCKETS
-from dpx.scalars import require_floats, require_whole
 from dpx.trees import outlined
+from dpx.validation import require_floats, require_whole
 
 _BUCKETS = 64  # distinct releases in each point of a curve over steps: about a second a point at 10,000 releases
 _NEGLIGIBLE_DELTA = 1e-10  # a smaller delta cannot be seen in a trade-off curve

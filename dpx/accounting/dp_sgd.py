@@ -8,8 +8,9 @@ from dpx.accounting import checks
 from dpx.accounting.checks import Accountant
 from dpx.accounting.events import event_epsilon
 from dpx.sampling.records import FixedSizeSampling, FullBatch, PoissonSampling, Sampling, ShuffledEpochs
-from dpx.scalars import over, require_number, require_whole
+from dpx.scalars import over
 from dpx.trees import described
+from dpx.validation import require_number, require_whole
 
 SamplingName = Literal["poisson", "fixed", "shuffled"]
 _RECORDS: dict[str, Any] = {"poisson": PoissonSampling, "fixed": FixedSizeSampling, "shuffled": ShuffledEpochs}

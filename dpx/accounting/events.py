@@ -15,7 +15,7 @@ from dpx.accounting.pld.losses import SampledGaussian
 from dpx.accounting.profiles import UNBOUNDED, Profile, profile
 from dpx.accounting.releases import WHOLE_RUN_READERS, count_releases
 from dpx.accounting.releases import register as register
-from dpx.scalars import require_whole
+from dpx.validation import require_whole
 
 
 def event_epsilon(

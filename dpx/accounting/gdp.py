@@ -21,7 +21,7 @@ import numpy as np
 from scipy import optimize, special
 
 from dpx.accounting import checks
-from dpx.scalars import require_number, require_whole
+from dpx.validation import require_number, require_whole
 
 # ------------------------------------------------------------------ Exact: from mu to epsilon and delta, and back
 

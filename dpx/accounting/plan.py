@@ -11,8 +11,8 @@ from dpx.accounting import checks
 from dpx.accounting.axes import labeled
 from dpx.accounting.calibration import calibrate_schedule
 from dpx.accounting.checks import Accountant
-from dpx.scalars import require_number, require_whole
 from dpx.trees import described
+from dpx.validation import require_number, require_whole
 
 _SMALLEST_BATCH = 256  # of the default batch sizes, which are powers of two up to half of the examples, and all of them
 _MOST_LABELS = 8  # batch sizes below a plot; more would overlap

@@ -12,7 +12,7 @@ from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.pld.buckets import BUCKETS, Buckets, bucketed_gaussians
 from dpx.accounting.pld.losses import Losses, SampledGaussian
 from dpx.accounting.profiles import UNBOUNDED, ComposedProfile, GaussianProfile, Profile, profile, unsampled
-from dpx.scalars import require_number, require_whole
+from dpx.validation import require_number, require_whole
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from dpx.checking.report import Finding, Report
 from dpx.mechanism import Mechanism, require_mechanism
 from dpx.optimizer import trained
 from dpx.sampling.batch import Batch, require_batch
-from dpx.scalars import require_whole
 from dpx.trees import Tree, batch_size, described
+from dpx.validation import require_whole
 
 
 def check_setup(

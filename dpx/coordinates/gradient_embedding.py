@@ -8,8 +8,8 @@ import jax.numpy as jnp
 
 from dpx import keys
 from dpx.mechanism import Coordinates
-from dpx.scalars import require_number, require_whole
 from dpx.trees import Tree, batch_size
+from dpx.validation import require_number, require_whole
 
 EXACT = jax.lax.Precision.HIGHEST  # float32 products on every machine, because matrix units round to fewer bits
 

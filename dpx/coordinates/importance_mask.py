@@ -11,9 +11,10 @@ from jax import lax
 from dpx.coordinates._masks import count, masked
 from dpx.coordinates._selection import largest
 from dpx.mechanism import Coordinates, Tree
-from dpx.scalars import ScalarOrSchedule, at, over, require_fraction, require_scalar_or_schedule, require_whole
+from dpx.scalars import ScalarOrSchedule, at, over, require_fraction, require_scalar_or_schedule
 from dpx.stages import describe_share
 from dpx.trees import find_state
+from dpx.validation import require_whole
 
 
 class ImportanceState(NamedTuple):

@@ -9,8 +9,9 @@ from jax import lax
 from dpx import keys
 from dpx.coordinates._masks import complement, count, masked, random_mask
 from dpx.mechanism import Coordinates, Tree
-from dpx.scalars import ScalarOrSchedule, require_fraction, require_whole
+from dpx.scalars import ScalarOrSchedule, require_fraction
 from dpx.stages import describe_period, describe_share
+from dpx.validation import require_whole
 
 
 class RandomFreezeState(NamedTuple):

@@ -9,8 +9,9 @@ from jax import lax
 from dpx.coordinates._masks import complement, count, masked
 from dpx.coordinates._selection import largest
 from dpx.mechanism import Coordinates, Tree
-from dpx.scalars import ScalarOrSchedule, require_fraction, require_whole
+from dpx.scalars import ScalarOrSchedule, require_fraction
 from dpx.stages import describe_period, describe_share
+from dpx.validation import require_whole
 
 
 class RankedFreezeState(NamedTuple):

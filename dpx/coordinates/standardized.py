@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from dpx.mechanism import Coordinates, Tree
-from dpx.scalars import require_number
+from dpx.validation import require_number
 
 
 class StandardizedState(NamedTuple):

@@ -19,9 +19,9 @@ from dpx.fitting.watching import Watcher
 from dpx.gradients.sums import Norms
 from dpx.mechanism import Mechanism
 from dpx.sampling.rows import unit_of
-from dpx.scalars import require_whole
 from dpx.states.reading import steps_taken
 from dpx.trees import Tree
+from dpx.validation import require_whole
 
 
 def fit(

@@ -1,6 +1,5 @@
 """The arguments of `fit`, checked before anything is computed or written."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +13,8 @@ from dpx.accounting.checks import Accountant
 from dpx.guards import require_no_modules, require_params
 from dpx.mechanism import Mechanism, require_mechanism
 from dpx.sampling.rows import rows_of
-from dpx.scalars import require_whole
 from dpx.trees import Tree, described, path_of
+from dpx.validation import require_function, require_whole
 
 FEW = 3  # parameters that a message names
 
@@ -79,13 +78,6 @@ def require_inputs(loss: Any, optimizer: Any, params: Tree, data: Any, loss_at: 
         )
     require_params(params)
     rows_of(data, optimizer.sampling.examples)
-
-
-def require_function(name: str, value: Any) -> Callable:
-    """`value` unchanged. Raises ValueError unless it can be called."""
-    if not callable(value):
-        raise ValueError(f"{name} must be a function, got {described(value)}")
-    return value
 
 
 def _is_float(leaf: Any) -> bool:

@@ -12,10 +12,10 @@ import numpy as np
 
 from dpx.fitting import processes
 from dpx.fitting.records import RESERVED, Progress
-from dpx.fitting.settings import Terms, require_function
+from dpx.fitting.settings import Terms
 from dpx.fitting.steps import Carry, OfBatch, copied
-from dpx.scalars import require_whole
 from dpx.trees import Tree, described
+from dpx.validation import require_function, require_whole
 
 MOST_EVALUATIONS = 40  # by default, because each waits for the step and computes a bill
 

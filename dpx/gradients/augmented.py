@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import jax
 
-from dpx.scalars import require_whole
 from dpx.trees import Tree, described
+from dpx.validation import require_whole
 
 
 def augmented(

@@ -13,8 +13,8 @@ from dpx.gradients.microbatch_size import ForwardCost, choose_microbatch_size, f
 from dpx.gradients.rows import of_one_row, shapes_of_one
 from dpx.guards import require_real
 from dpx.mechanism import Mechanism, require_mechanism
-from dpx.scalars import require_whole
 from dpx.trees import Tree, described
+from dpx.validation import require_whole
 from dpx.xla.convolutions import reordered
 from dpx.xla.microbatches import sum_over_microbatches
 

@@ -22,8 +22,9 @@ from dpx.accounting.budget import accepts_budget
 from dpx.mechanism import Mechanism, Tree
 from dpx.mechanisms.gaussian import SMALLEST_CLIP_NORM, dp_sgd, tree_norm
 from dpx.sampling.records import Sampling
-from dpx.scalars import ScalarOrSchedule, at, over, require_number
+from dpx.scalars import ScalarOrSchedule, at, over
 from dpx.stages import SUM, describe
+from dpx.validation import require_number, require_open_fraction
 
 SMALLEST, LARGEST = SMALLEST_CLIP_NORM, 1 / SMALLEST_CLIP_NORM  # of the moving clip norm, in units of the gradient
 
@@ -110,8 +111,7 @@ def _shares(noise_multiplier: ScalarOrSchedule, indicator_noise: float, step: ja
 def _require_numbers(quantile: float, clip_learning_rate: float, indicator_noise: float):
     require_number("clip_learning_rate", clip_learning_rate, minimum=0)
     require_number("indicator_noise", indicator_noise, minimum=0, exclusive=True)
-    if not 0 < quantile < 1:
-        raise ValueError(f"quantile must be in (0, 1), got {quantile}")
+    require_open_fraction("quantile", quantile)
 
 
 def _require_cheap_indicator(multipliers: np.ndarray, indicator_noise: float):

@@ -21,10 +21,10 @@ from dpx.accounting.error_feedback.event import SAMPLINGS, ErrorFeedbackDpEvent
 from dpx.mechanism import Mechanism, Tree
 from dpx.mechanisms.gaussian import LARGEST_CLIP_NORM, SMALLEST_CLIP_NORM, tree_norm
 from dpx.sampling.records import Sampling
-from dpx.scalars import require_number, require_whole
 from dpx.stages import SUM, describe_period
 from dpx.states.record import ReleaseState
 from dpx.trees import described
+from dpx.validation import require_number, require_whole
 from dpx.xla.ordering import compute_after
 
 SMALLEST_DIVISOR = 1e-30  # in the units of the gradient; a norm of 0 is divided by this, in float32's normal range

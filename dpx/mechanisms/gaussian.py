@@ -18,10 +18,11 @@ from dpx import keys
 from dpx.accounting.budget import accepts_budget
 from dpx.mechanism import Mechanism, Tree
 from dpx.sampling.records import Sampling
-from dpx.scalars import ScalarOrSchedule, at, between, over, require_scalar_or_schedule
+from dpx.scalars import ScalarOrSchedule, at, over, require_scalar_or_schedule
 from dpx.stages import SUM, describe, describe_groups
 from dpx.states.record import ReleaseState
 from dpx.trees import described
+from dpx.validation import between
 
 # In the units of the gradient. The squares of smaller or larger norms, or sums of such squares, leave float32's range.
 SMALLEST_CLIP_NORM, LARGEST_CLIP_NORM = 2.0**-40, 1e15

@@ -3,8 +3,8 @@
 import jax
 
 from dpx.mechanism import Mechanism
-from dpx.scalars import require_number
 from dpx.stages import around_sum
+from dpx.validation import require_number
 
 
 def normalized(mechanism: Mechanism, *, stability: float = 0.01) -> Mechanism:

@@ -10,7 +10,8 @@ from dpx.coordinates.top_fraction import top_fraction
 from dpx.mechanism import Mechanism, in_coordinates
 from dpx.mechanisms.gaussian import dp_sgd
 from dpx.sampling.records import Sampling
-from dpx.scalars import ScalarOrSchedule, at, over, require_fraction, require_whole
+from dpx.scalars import ScalarOrSchedule, at, over, require_fraction
+from dpx.validation import require_whole
 
 
 @accepts_budget

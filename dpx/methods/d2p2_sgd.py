@@ -16,8 +16,9 @@ from dpx.mechanisms.clip_then_project import clip_then_project
 from dpx.mechanisms.gaussian import dp_sgd
 from dpx.mechanisms.normalized import normalized
 from dpx.sampling.records import Sampling
-from dpx.scalars import ScalarOrSchedule, require_whole
+from dpx.scalars import ScalarOrSchedule
 from dpx.trees import described
+from dpx.validation import require_whole
 
 Order = Literal["project_then_clip", "clip_then_project"]
 

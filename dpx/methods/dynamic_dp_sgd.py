@@ -7,7 +7,7 @@ from dpx.accounting.budget import accepts_budget
 from dpx.mechanism import Mechanism
 from dpx.mechanisms.gaussian import dp_sgd
 from dpx.sampling.records import Sampling
-from dpx.scalars import require_number, require_whole
+from dpx.validation import require_number, require_whole
 
 
 @accepts_budget

@@ -10,8 +10,9 @@ from dpx.coordinates.random_freeze import random_freeze
 from dpx.mechanism import Mechanism, Tree, in_coordinates
 from dpx.mechanisms.gaussian import dp_sgd
 from dpx.sampling.records import Sampling
-from dpx.scalars import ScalarOrSchedule, require_number
+from dpx.scalars import ScalarOrSchedule
 from dpx.stages import SUM, describe
+from dpx.validation import require_number, require_open_fraction
 
 
 @accepts_budget
@@ -48,9 +49,7 @@ def gep_sgd(
 
     Raises ValueError for numbers outside their domains.
     """
-    share = require_number("embedding_share", embedding_share, minimum=0, exclusive=True)
-    if share >= 1:
-        raise ValueError(f"embedding_share must be in (0, 1), got {share}")
+    share = require_open_fraction("embedding_share", embedding_share)
     for name, norm in (("embedding_clip_norm", embedding_clip_norm), ("residual_clip_norm", residual_clip_norm)):
         require_number(name, norm, minimum=0, exclusive=True)
     clip_norm = {"embedding": math.sqrt(share), "residual": math.sqrt(1 - share)}

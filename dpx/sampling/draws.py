@@ -13,9 +13,9 @@ import scipy.special
 
 from dpx import keys
 from dpx.sampling.batch import Batch
-from dpx.scalars import require_whole
 from dpx.states.record import Drawn, sampling_terms, unit_mark
 from dpx.trees import Tree, batch_size, described, outlined
+from dpx.validation import require_whole
 
 
 class Draw(NamedTuple):

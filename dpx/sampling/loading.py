@@ -19,9 +19,9 @@ from dpx import keys
 from dpx.sampling.batch import Batch
 from dpx.sampling.draws import Draw, pad, record, round_up, widen
 from dpx.sampling.rows import rows_of, unit_of
-from dpx.scalars import require_whole
 from dpx.states.record import Drawn
 from dpx.trees import Tree, described
+from dpx.validation import require_whole
 
 Rows = Callable[[np.ndarray], Tree]  # from indices, int32 (B,), to the examples
 Piece = tuple[Draw, Drawn, bool]  # rows of a batch or chunk, how it was drawn, and whether its step ends with it

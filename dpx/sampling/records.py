@@ -19,7 +19,7 @@ from dp_accounting import DpEvent, GaussianDpEvent
 
 from dpx.sampling.draws import Draw, coins, keep_sizes, pad, permutation, require_step, round_up, step_key, usual_rows
 from dpx.sampling.sampling import Sampling as Sampling
-from dpx.scalars import require_whole
+from dpx.validation import require_whole
 
 
 @dataclass(frozen=True, kw_only=True)

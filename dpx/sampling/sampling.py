@@ -15,9 +15,9 @@ from dpx.sampling import loading
 from dpx.sampling.batch import Batch
 from dpx.sampling.draws import Draw, Draws, record, require_known, widen
 from dpx.sampling.rows import rows_of, unit_of
-from dpx.scalars import require_number, require_whole
 from dpx.states.reading import next_steps
 from dpx.trees import Tree
+from dpx.validation import require_number, require_whole
 
 _ROUNDING = 1e-12  # relative, of a number of steps: 0.1 epochs of 30 steps are 3 steps, not 4
 

@@ -11,9 +11,9 @@ import jax
 import numpy as np
 
 from dpx.sampling.rows import read_rows
-from dpx.scalars import require_whole
 from dpx.states.record import unit_mark
 from dpx.trees import Tree, batch_size
+from dpx.validation import require_whole
 
 MISSING = {"", "nan", "NaN", "None", "NaT", "<NA>"}  # as numpy and pandas write a missing string
 FEW, SHARE = 10, 0.1  # owners that may differ; the share of all rows that nobody should have

@@ -17,12 +17,11 @@ from dpx.accounting.bill import event_of
 from dpx.accounting.budget import Budget
 from dpx.accounting.checks import require_delta
 from dpx.accounting.compose import same_key
-from dpx.fitting.settings import require_function
 from dpx.mechanism import Mechanism, require_mechanism
-from dpx.scalars import require_floats, require_number, require_whole
 from dpx.states.reading import release_state, steps_taken
 from dpx.trees import Tree, outlined
 from dpx.tuning.budget import noises_within, require_noise_multiplier
+from dpx.validation import require_floats, require_function, require_number, require_whole
 
 
 class Trial(NamedTuple):

@@ -12,12 +12,12 @@ import numpy as np
 from dpx import keys
 from dpx.accounting import checks
 from dpx.accounting.bill import epsilon as bill_of
-from dpx.audit.attacks.scores import LowerBound, lower_bound_from_scores, require_confidence
+from dpx.audit.attacks.scores import LowerBound, lower_bound_from_scores
 from dpx.audit.attacks.simulation import Attack, Observed, observe_canary, simulator, takes_part
 from dpx.audit.attacks.statistic import fit, moves_of
 from dpx.sampling.records import ShuffledEpochs
-from dpx.scalars import require_whole
 from dpx.trees import Tree
+from dpx.validation import require_open_fraction, require_whole
 
 _LARGE_NORM = 1e6  # of the default canary, so that every usual clip norm is reached
 _PILOT_SHARE, _LEAST_PILOT_RUNS, _MOST_PILOT_RUNS = 4, 1000, 40_000
@@ -54,7 +54,7 @@ def lower_bound(
     for replacing an example.
     """
     delta = checks.require_delta(delta)
-    require_confidence(confidence)
+    require_open_fraction("confidence", confidence)
     mechanism = make(keys.stream(key, "billed mechanism"))
     stated = hasattr(mechanism, "event") and hasattr(mechanism, "sampling")
     if stated and instead is not None and mechanism.sampling.relation != "replace_one":

@@ -19,9 +19,9 @@ import numpy as np
 from dpx import keys
 from dpx.accounting import checks, gdp
 from dpx.audit.attacks.one_run_bounds import steinke_p_value, trade_off_rejected
-from dpx.audit.attacks.scores import lower_bound_from_scores, require_confidence
-from dpx.scalars import require_number, require_whole
+from dpx.audit.attacks.scores import lower_bound_from_scores
 from dpx.trees import Tree, described
+from dpx.validation import require_number, require_open_fraction, require_whole
 
 SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)  # of the canaries that are guessed; the default of `guesses`
 _LEAST_CANARIES = 16
@@ -104,7 +104,7 @@ def one_run(
     ValueError for other numbers, shapes, dtypes, and for NaN.
     """
     delta = checks.require_delta(delta)
-    confidence = require_confidence(confidence)
+    confidence = require_open_fraction("confidence", confidence)
     bill = None if bill is None else checks.require_epsilon(bill)
     scores, members = _require_scores(scores, members)
     size = len(scores)

@@ -26,8 +26,8 @@ from scipy import special
 
 from dpx.accounting import checks, gdp
 from dpx.accounting.curves import TradeOff, plot_trade_off
-from dpx.scalars import require_number
 from dpx.trees import outlined
+from dpx.validation import require_open_fraction
 
 _THRESHOLDS = 400  # candidates, most of them in the tails, where the bound at a small delta is best
 _CHOICE_MISS = 0.01  # thresholds are chosen at this share of the allowed misses, so that luck in the tails counts less
@@ -100,7 +100,7 @@ def lower_bound_from_scores(
     other numbers, for scores of another shape, and for NaN.
     """
     delta = checks.require_delta(delta)
-    confidence = require_confidence(confidence)
+    confidence = require_open_fraction("confidence", confidence)
     bill = None if bill is None else checks.require_epsilon(bill)
     present = _halves(_require_scores("with_canary", with_canary))
     absent = _halves(_require_scores("without_canary", without_canary))
@@ -158,14 +158,6 @@ def gaussian_mu(rates: Rates, *, miss: float) -> np.ndarray:
     _, false = clopper_pearson(rates.false, rates.false_runs, miss)
     _, missed = clopper_pearson(rates.true_runs - rates.true, rates.true_runs, miss)
     return np.where((false < 1) & (missed < 1), -special.ndtri(false) - special.ndtri(missed), -math.inf)
-
-
-def require_confidence(confidence: float) -> float:
-    """`confidence` as a float. Raises ValueError outside (0, 1)."""
-    number = require_number("confidence", confidence, minimum=0, exclusive=True)
-    if number >= 1:
-        raise ValueError(f"confidence must be in (0, 1), got {number}")
-    return number
 
 
 def _require_scores(name: str, scores: Any) -> np.ndarray:

@@ -12,8 +12,8 @@ from dpx.audit.contract.inputs import default_params
 from dpx.audit.contract.report import Broken, ContractReport, Line, NotChecked
 from dpx.audit.contract.trial import Trial
 from dpx.mechanism import Mechanism, require_mechanism
-from dpx.scalars import require_whole
 from dpx.trees import Tree, batch_size, described
+from dpx.validation import require_whole
 
 LINES: dict[str, Callable[[Trial], str]] = {
     "bounded": lines.bounded,

@@ -15,9 +15,9 @@ from dpx.coordinates.projections.orthonormal import ORTHONORMAL
 from dpx.coordinates.projections.sketch import Segments, Sketch
 from dpx.coordinates.projections.subset import SUBSET
 from dpx.mechanism import Coordinates, Tree
-from dpx.scalars import require_whole
 from dpx.stages import describe_groups
 from dpx.trees import described
+from dpx.validation import require_whole
 
 ProjectionKind = Literal["gaussian", "orthonormal", "subset", "countsketch", "hadamard"]
 
