@@ -29,7 +29,7 @@ from dpx.sampling.batch import MISSING, inclusion
 from dpx.sampling.records import Sampling
 from dpx.scalars import ScalarOrSchedule, over
 from dpx.states.reading import require_matching
-from dpx.states.record import checked, stamped, terms_of
+from dpx.states.record import checked, fingerprints_of, stamped
 from dpx.trees import Tree, batch_size
 
 
@@ -97,7 +97,7 @@ class Mechanism(optax.GradientTransformationExtraArgs):
 
         def begin(params):
             guards.require_params(params)
-            return stamped(init(params), self.terms, 0 if budget is None else budget.steps)
+            return stamped(init(params), self.fingerprints, 0 if budget is None else budget.steps)
 
         def update(grads, state, params=None, *, included=MISSING, drawn=None, **extra_args):
             guards.require_no_more(extra_args)
@@ -129,9 +129,9 @@ class Mechanism(optax.GradientTransformationExtraArgs):
         return encoded, norms, self.weigh(norms, state)
 
     @functools.cached_property
-    def terms(self) -> np.ndarray:
+    def fingerprints(self) -> np.ndarray:
         """The fingerprints that a state of this mechanism is signed with, uint32 (2,)."""
-        return terms_of(self.event(1), self.sampling)
+        return fingerprints_of(self.event(1), self.sampling)
 
     def release_once(self, sums, state, params, rows, drawn=None, *, ordered=True) -> tuple[Tree, Tree]:
         """`release` for the sums of one batch. rows: int (), how many rows count. The rest is as in `checked`.

@@ -143,7 +143,9 @@ def test_precision_of_long_runs():
         release = run(ReleaseState.empty(), jnp.float32(noise))
         assert float(release.precision[0]) == pytest.approx(1e5 * float(np.float32(noise)) ** -2, rel=1e-6)
     mechanism = dp_sgd(noise_multiplier=5.1)
-    state = release._replace(terms=mechanism.init(PARAMS).terms, noise_key=jnp.uint32(dpx.keys.mark(mechanism.key)))
+    state = release._replace(
+        fingerprints=mechanism.init(PARAMS).fingerprints, noise_key=jnp.uint32(dpx.keys.mark(mechanism.key))
+    )
     assert dpx.epsilon(mechanism, state, delta=1e-5) > 0
     with pytest.raises(ValueError, match="other noise"):
         dpx.epsilon(dp_sgd(noise_multiplier=5.1 * (1 + 2e-5)), state, delta=1e-5)
@@ -157,7 +159,7 @@ def test_no_noise_is_billed_as_infinity_and_counts_as_finite():
 
 def test_terms_are_those_of_the_sampling_and_the_event():
     def terms(**changes):
-        return tuple(dp_sgd(**changes).terms.tolist())
+        return tuple(dp_sgd(**changes).fingerprints.tolist())
 
     same = [
         {"noise_multiplier": 2.0},
@@ -176,11 +178,11 @@ def test_terms_are_those_of_the_sampling_and_the_event():
     assert len({terms()} | {terms(sampling=sampling) for sampling in other}) == 6
     dice = dict(clip_norm=1.0, feedback_norm=0.1, noise_multiplier=1.0, sampling=SAMPLING, key=jax.random.key(0))
     kinds = [{"outer_clip_norm": 2.0, "reset_every": r} for r in (None, 1, 5, 50)] + [{"outer_clip_norm": 3.0}]
-    assert len({tuple(dpx.methods.dice_sgd(**dice, **kind).terms.tolist()) for kind in kinds}) == 5
+    assert len({tuple(dpx.methods.dice_sgd(**dice, **kind).fingerprints.tolist()) for kind in kinds}) == 5
     ranks = [
         dpx.mechanisms.clip_then_project(dp_sgd(), rank=r, kind="gaussian", key=jax.random.key(0)) for r in (4, 12)
     ]
-    assert len({terms()} | {tuple(made.terms.tolist()) for made in ranks}) == 3
+    assert len({terms()} | {tuple(made.fingerprints.tolist()) for made in ranks}) == 3
 
 
 @flax.struct.dataclass
@@ -220,7 +222,7 @@ def state_after(multipliers, mechanism):
     def run(multipliers):
         zeros = jax.tree.map(jnp.zeros_like, PARAMS)
         record = mechanism.release_once((zeros,), mechanism.init(PARAMS), PARAMS, jnp.int32(0))[1]
-        empty = ReleaseState.empty()._replace(terms=record.terms, noise_key=record.noise_key)
+        empty = ReleaseState.empty()._replace(fingerprints=record.fingerprints, noise_key=record.noise_key)
         return jax.lax.scan(lambda state, sigma: (state.after(sigma), None), empty, multipliers)[0]
 
     return jax.jit(run)(jnp.asarray(multipliers, jnp.float32))

@@ -13,7 +13,7 @@ from dpx.checking.report import Finding
 from dpx.mechanism import Mechanism
 from dpx.sampling.batch import Batch, inclusion
 from dpx.sampling.rows import length_of
-from dpx.states.record import sampling_terms
+from dpx.states.record import sampling_fingerprint
 from dpx.trees import Tree, batch_size
 
 FAR = 6.0  # standard deviations of a Poisson batch size; a drawn batch is further away with probability 1e-8 or so
@@ -47,7 +47,7 @@ def drawn(batch: Batch, sampling: Any) -> Finding:
     if batch.drawn is None:
         words = "the batch is not of `sampling.take`: nothing shows that the sampling, which is billed, drew it"
         return Finding("drawn", "note", words)
-    if int(batch.drawn.sampling) != sampling_terms(sampling):
+    if int(batch.drawn.sampling) != sampling_fingerprint(sampling):
         return Finding("drawn", "error", f"the batch was drawn by another sampling than {sampling}, which is billed")
     return Finding("drawn", "ok", "the sampling drew the batch")
 

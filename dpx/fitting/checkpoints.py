@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import re
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from dpx.fitting.settings import Terms
 from dpx.fitting.steps import Carry
 from dpx.mechanism import Mechanism
 from dpx.states.reading import steps_taken
-from dpx.states.record import ReleaseState
+from dpx.states.record import ReleaseState, fingerprint
 from dpx.trees import Tree
 from dpx.xla.jaxprs import constants
 
@@ -54,7 +53,7 @@ def facts_of(terms: Terms, carry: Carry, options: dict[str, Any]) -> dict[str, A
         "key of the batches (its mark)": int(keys.mark(terms.key)),
     }
     facts |= {"delta": terms.delta, "accountant": terms.accountant}
-    facts |= {"parameters": f"{numbers} numbers", "arrays (their fingerprint)": _fingerprint("\n".join(shapes))}
+    facts |= {"parameters": f"{numbers} numbers", "arrays (their fingerprint)": fingerprint("\n".join(shapes))}
     facts |= {"mechanism and optimizer, with their schedules (their fingerprint)": _program(optimizer, carry)}
     facts |= {name: repr(value) for name, value in options.items() if value not in (None, False)}
     facts |= {"processes": jax.process_count()} if jax.process_count() > 1 else {}
@@ -70,15 +69,11 @@ def _program(optimizer: Mechanism, carry: Carry) -> int:
         grads, shapes, included
     )
     text = re.sub("0x[0-9a-f]+", "", str(closed.jaxpr))  # without addresses
-    return _fingerprint(text + repr([_bytes(constant) for constant in constants(closed) if not keys.is_key(constant)]))
+    return fingerprint(text + repr([_bytes(constant) for constant in constants(closed) if not keys.is_key(constant)]))
 
 
 def _bytes(array: Any) -> bytes:
     return np.asarray(processes.readable(array)).tobytes()
-
-
-def _fingerprint(text: str) -> int:
-    return zlib.crc32(text.encode())
 
 
 def _version(package: str) -> str:
@@ -223,7 +218,7 @@ def open_folder(
     if jax.process_count() > 1:
         copies = [_bytes(leaf) for leaf in jax.tree.leaves(carry.params) if leaf.is_fully_replicated]
         path = None if folder is None else str(Path(folder).expanduser().absolute())
-        run = {"params (their fingerprint)": _fingerprint(repr(copies)), "steps": terms.steps, "checkpoints": path}
+        run = {"params (their fingerprint)": fingerprint(repr(copies)), "steps": terms.steps, "checkpoints": path}
         processes.require_same(facts | run | rhythm)
     return _Nowhere() if folder is None else Checkpoints(folder, facts)
 

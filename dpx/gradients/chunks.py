@@ -4,7 +4,6 @@ A clipped sum is a sum over examples, so the sums of the chunks add up to the su
 at most C, the noise is added once, and the step is billed once.
 """
 
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ from dpx.gradients.sums import Norms, RowSum, sum_gradients
 from dpx.guards import require_params
 from dpx.mechanism import Mechanism
 from dpx.sampling.batch import Batch, inclusion, require_batch
-from dpx.states.record import Drawn, ReleaseState
+from dpx.states.record import Drawn, ReleaseState, fingerprint
 from dpx.trees import Tree, batch_size, find_state, outlined
 
 _PROBE = 2.0**40  # a norm that every clip norm clips
@@ -36,7 +35,7 @@ class AccumulatedSums(NamedTuple):
     unreleased:       losses, norms and aux of the examples of the chunk that was added last. NOT private.
     unreleased_rows:  int32 (), how many rows the chunks have, padding included.
     step:             int32 (), the step of the state that the chunks were added with.
-    owner:            uint32 (), a fingerprint of the mechanism that they were added with.
+    mechanism:        uint32 (), a fingerprint of the mechanism that they were added with.
     clipping:         float32 (n,), the factors of an example whose norms are 2^40, which show the clip norms.
     ordered:          bool (), whether they are chunks of one batch, each added once and in order, at that step.
     """
@@ -47,7 +46,7 @@ class AccumulatedSums(NamedTuple):
     unreleased: Unreleased | None
     unreleased_rows: jax.Array
     step: jax.Array
-    owner: jax.Array
+    mechanism: jax.Array
     clipping: jax.Array
     ordered: jax.Array
 
@@ -105,14 +104,14 @@ class PrivateChunks:
             unreleased=Unreleased(*of_each),
             unreleased_rows=jnp.int32(size),
             step=_step_of(state),
-            owner=_owner(self.optimizer),
+            mechanism=_fingerprint(self.optimizer),
             clipping=_clipping(self.optimizer, params, state),
             ordered=jnp.bool_(True) if drawn is None else drawn.first_row == first.astype(jnp.uint32),
         )
         return one if sums is None else _joined(sums, one)
 
     def _release(self, params, sums, state):
-        ordered = sums.ordered & (sums.step == _step_of(state)) & (sums.owner == _owner(self.optimizer))
+        ordered = sums.ordered & (sums.step == _step_of(state)) & (sums.mechanism == _fingerprint(self.optimizer))
         ordered &= _alike(sums.clipping, _clipping(self.optimizer, params, state))
         total, count, drawn = sums.unreleased_sums, sums.unreleased_count, sums.unreleased_drawn
         return self.optimizer.release_once(total, state, params, count, drawn, ordered=ordered)
@@ -160,9 +159,9 @@ def _step_of(state: Tree) -> jax.Array:
     return find_state(state, ReleaseState, "mechanism's state").step
 
 
-def _owner(mechanism: Mechanism) -> jax.Array:
+def _fingerprint(mechanism: Mechanism) -> jax.Array:
     """A fingerprint of what a mechanism does and bills, uint32 (): two that clip to other norms have different ones."""
-    return jnp.uint32(zlib.crc32(repr((mechanism.stages, mechanism.terms.tolist())).encode()))
+    return jnp.uint32(fingerprint((mechanism.stages, mechanism.fingerprints.tolist())))
 
 
 def _clipping(mechanism: Mechanism, params: Tree, state: Tree) -> jax.Array:
@@ -204,7 +203,7 @@ def _place_sums(mechanism: Mechanism, params: Tree, state: Tree, params_on: Tree
 
 def _joined(sums: AccumulatedSums, one: AccumulatedSums) -> AccumulatedSums:
     """The sums with one more chunk, whose `ordered` says whether it begins where they end."""
-    ordered = sums.ordered & one.ordered & (sums.step == one.step) & (sums.owner == one.owner)
+    ordered = sums.ordered & one.ordered & (sums.step == one.step) & (sums.mechanism == one.mechanism)
     ordered &= _alike(sums.clipping, one.clipping)
     if sums.unreleased_drawn is not None and one.unreleased_drawn is not None:
         of_one_batch = one.unreleased_drawn._replace(first_row=sums.unreleased_drawn.first_row)
@@ -216,7 +215,7 @@ def _joined(sums: AccumulatedSums, one: AccumulatedSums) -> AccumulatedSums:
         unreleased=one.unreleased,
         unreleased_rows=sums.unreleased_rows + one.unreleased_rows,
         step=sums.step,
-        owner=sums.owner,
+        mechanism=sums.mechanism,
         clipping=sums.clipping,
         ordered=ordered,
     )

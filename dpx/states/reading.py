@@ -9,7 +9,14 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from dpx.states.record import LARGEST_PRECISION, LARGEST_WEIGHT, REASONS, ReleaseState, noise_order, sampling_terms
+from dpx.states.record import (
+    LARGEST_PRECISION,
+    LARGEST_WEIGHT,
+    REASONS,
+    ReleaseState,
+    noise_order,
+    sampling_fingerprint,
+)
 from dpx.trees import Tree
 
 TOLERANCE = 1e-5  # relative, between the precision of a state and that of a mechanism, because float32 rounds
@@ -103,7 +110,7 @@ def next_steps(state: Tree, sampling: Any, steps: int | None, *, beyond_budget: 
     Raises ValueError if one of them is beyond the budget, and for the state of another sampling.
     """
     release = release_state(state)
-    if int(release.terms[0]) != sampling_terms(sampling):
+    if int(release.fingerprints[0]) != sampling_fingerprint(sampling):
         raise ValueError(f"the state is of a mechanism that bills the sampling of another record than {sampling}")
     first, planned = int(release.step), int(release.planned_steps)
     if steps is None:
@@ -129,7 +136,9 @@ def require_matching(state: Tree, mechanism: Any, multipliers: np.ndarray) -> No
     advice = "bill a state by the mechanism that made its releases, rebuilt with the same numbers"
     if problem := int(release.problem):
         raise ValueError(f"the state has no bill: {list(REASONS.values())[problem - 1]}")
-    for found, asked, differs in zip(release.terms, mechanism.terms, ("sampling", "kind of event"), strict=True):
+    for found, asked, differs in zip(
+        release.fingerprints, mechanism.fingerprints, ("sampling", "kind of event"), strict=True
+    ):
         if int(found) != int(asked):
             raise ValueError(f"the state's releases were made by a mechanism with another {differs}: {advice}")
     if int(release.noise_key) not in (0, int(mechanism.noise_key)):
@@ -152,8 +161,8 @@ def _require_noise(release: ReleaseState, multipliers: np.ndarray, advice: str) 
             "they are the same, its schedule is no function of the step alone"
         )
     steps = len(multipliers)
-    terms = noise_order(multipliers.astype(np.float32).view(np.uint32), np.arange(steps, dtype=np.int32))
-    apart = (int(release.order) - int(terms.sum(dtype=np.uint64)) + 2**31) % 2**32 - 2**31
+    weighted = noise_order(multipliers.astype(np.float32).view(np.uint32), np.arange(steps, dtype=np.int32))
+    apart = (int(release.order) - int(weighted.sum(dtype=np.uint64)) + 2**31) % 2**32 - 2**31
     if abs(apart) > LARGEST_WEIGHT * min(steps, 6 * math.sqrt(steps)):
         raise ValueError(
             "the state's releases were made with other noise multipliers than the mechanism's, or in another order, "

@@ -60,7 +60,7 @@ class ReleaseState(NamedTuple):
     precision:     float32 (2,), the sum of noise_multiplier^-2 over them, and the amount by which rounding made that
                    sum too large (Kahan's compensation).
     order:         uint32 (), the sum of `noise_order` over them, which another order of the multipliers changes.
-    terms:         uint32 (2,), fingerprints of the sampling record, and of the event without its noise multipliers.
+    fingerprints:  uint32 (2,), of the sampling record, and of the event without its noise multipliers.
     planned_steps: int32 (), the steps of the budget that the noise was calibrated for; 0 without a budget.
     noise_key:     uint32 (), the mark of the key of the noise (`keys.mark`); 0 before the first release.
     batch_key:     uint32 (), the mark of the key that draws the batches; 0 while it is not known, 1 after batches of
@@ -72,7 +72,7 @@ class ReleaseState(NamedTuple):
     step: jax.Array
     precision: jax.Array
     order: jax.Array
-    terms: jax.Array
+    fingerprints: jax.Array
     planned_steps: jax.Array
     noise_key: jax.Array
     batch_key: jax.Array
@@ -81,7 +81,7 @@ class ReleaseState(NamedTuple):
 
     @classmethod
     def empty(cls) -> "ReleaseState":
-        """The record before the first release. `Mechanism.init` sets the terms and the planned steps.
+        """The record before the first release. `Mechanism.init` sets the fingerprints and the planned steps.
 
         Every array has a buffer of its own, because a jitted step that donates the state cannot donate one twice.
         """
@@ -121,10 +121,12 @@ def noise_order(bits: Any, step: Any) -> Any:
     return (term ^ negative) - negative
 
 
-def stamped(state: Tree, terms: np.ndarray, planned_steps: int) -> Tree:
-    """A new `state`, with the terms under which its releases will be billed. terms: uint32 (2,), see `terms_of`."""
+def stamped(state: Tree, fingerprints: np.ndarray, planned_steps: int) -> Tree:
+    """A new `state`, with the fingerprints by which its releases will be billed, uint32 (2,): `fingerprints_of`."""
     planned = jnp.full((), planned_steps, jnp.int32)
-    return map_states(lambda node: node._replace(terms=jnp.asarray(terms), planned_steps=planned), state, ReleaseState)
+    return map_states(
+        lambda node: node._replace(fingerprints=jnp.asarray(fingerprints), planned_steps=planned), state, ReleaseState
+    )
 
 
 def checked(state: Tree, mechanism: Any, rows: jax.Array, drawn: Drawn | None, *, ordered: Any = True) -> Tree:
@@ -134,13 +136,13 @@ def checked(state: Tree, mechanism: Any, rows: jax.Array, drawn: Drawn | None, *
     rows: int (), how many rows of the batch count. ordered: bool (), whether the sums are of the chunks of one batch,
     each once and in order, under this state.
     """
-    sampling, terms, noise_key = mechanism.sampling, mechanism.terms, mechanism.noise_key
+    sampling, own, noise_key = mechanism.sampling, mechanism.fingerprints, mechanism.noise_key
     most = int(min(getattr(sampling, "most_rows", math.inf), 2**31 - 1))
 
     def check(node):
         # `jnp.any` would take longer to compile.
         wrong = {
-            "mechanism": jnp.logical_or(*(node.terms != terms)),
+            "mechanism": jnp.logical_or(*(node.fingerprints != own)),
             "most rows": rows > most,
             "noise key": _differs(node.noise_key, noise_key),
         }
@@ -155,7 +157,7 @@ def checked(state: Tree, mechanism: Any, rows: jax.Array, drawn: Drawn | None, *
             wrong |= {
                 "rows": (rows.astype(jnp.uint32) != of_batch.rows) | (of_batch.first_row != 0),
                 "step": of_batch.step != node.step.astype(jnp.uint32),
-                "sampling": of_batch.sampling != terms[0],
+                "sampling": of_batch.sampling != own[0],
                 "unit": _differs(node.unit, of_batch.unit),
             }
             batch_key = jax.lax.select(several, jnp.uint32(SEVERAL_KEYS), of_batch.key)
@@ -181,24 +183,27 @@ def unit_mark(unit: str) -> int:
     """
     if not isinstance(unit, str) or not unit:
         raise ValueError(f'unit must be the name of what epsilon protects, such as "user", got {described(unit)}')
-    return _fingerprint(unit)
+    return fingerprint(unit)
 
 
-def terms_of(event: DpEvent, sampling: Any) -> np.ndarray:
+def fingerprints_of(event: DpEvent, sampling: Any) -> np.ndarray:
     """Fingerprints of a sampling record and of the event of one step without its noise multipliers, uint32 (2,)."""
-    return np.array([sampling_terms(sampling), _fingerprint(_terms(event))], np.uint32)
+    return np.array([sampling_fingerprint(sampling), fingerprint(_without_noise(event))], np.uint32)
 
 
-def sampling_terms(sampling: Any) -> int:
-    return _fingerprint(sampling)
+def sampling_fingerprint(sampling: Any) -> int:
+    return fingerprint(sampling)
 
 
-def _fingerprint(value: Any) -> int:
+def fingerprint(value: Any) -> int:
+    """A number in [2^31, 2^32) that differs for values that print differently, except by chance, 2^-31."""
     return zlib.crc32(repr(value).encode()) | 2**31  # neither 0, which is unknown, nor 1
 
 
-def _terms(value: Any) -> Any:
+def _without_noise(value: Any) -> Any:
     if isinstance(value, DpEvent):
         named = [(field.name, getattr(value, field.name)) for field in attrs.fields(type(value))]
-        return type(value).__name__, [(name, _terms(part)) for name, part in named if name != "noise_multiplier"]
-    return [_terms(part) for part in value] if isinstance(value, list | tuple) else value
+        return type(value).__name__, [
+            (name, _without_noise(part)) for name, part in named if name != "noise_multiplier"
+        ]
+    return [_without_noise(part) for part in value] if isinstance(value, list | tuple) else value

@@ -2,7 +2,6 @@
 
 import json
 import math
-import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ from dpx.accounting.selection import SHAPES, draw_count
 from dpx.fitting.checkpoints import SENSITIVE, make_folder, write
 from dpx.mechanism import Mechanism
 from dpx.states.reading import steps_taken
+from dpx.states.record import fingerprint
 from dpx.trees import Tree, described, outlined
 from dpx.tuning.plan import ScoreOn, SearchPlan, Trial
 
@@ -109,7 +109,7 @@ def _open_folder(folder: str | Path | None, plan: SearchPlan, bill: Selection) -
     described = {
         "key of the search (its mark)": int(keys.mark(plan.key)),
         "configurations": len(plan.configurations),
-        "bill (its fingerprint)": zlib.crc32(repr(bill.event).encode()),
+        "bill (its fingerprint)": fingerprint(bill.event),
     }
     file = path / "search.json"
     if file.is_file() and (stored := json.loads(file.read_text(encoding="utf-8"))) != described:

@@ -61,7 +61,9 @@ def gram(a: jax.Array, b: jax.Array) -> jax.Array:
     products = inner(a, a) * inner(b, b)
     largest = jnp.sum(jnp.sum(jnp.sqrt(diagonal(products)), -1) ** 2)
     squared = jnp.sum(jnp.sum(products, -1))
-    return size * uncancelled(squared, largest, terms=terms(a.shape[2]) + terms(b.shape[2]) + 2 * a.shape[1])
+    return size * uncancelled(
+        squared, largest, roundings=roundings(a.shape[2]) + roundings(b.shape[2]) + 2 * a.shape[1]
+    )
 
 
 def inner(left: jax.Array, right: jax.Array) -> jax.Array:
@@ -84,7 +86,7 @@ def diagonal(matrices: jax.Array) -> jax.Array:
     return jnp.sum(lax.select(row == column, matrices, jnp.zeros_like(matrices)), -1)
 
 
-def terms(size: int) -> int:
+def roundings(size: int) -> int:
     """How many times `inner` rounds a term at most, int, if the rows have `size` elements."""
     return math.ceil(size / _segments(size)) + _segments(size)
 
@@ -93,13 +95,13 @@ def _segments(size: int) -> int:
     return min(MOST_SEGMENTS, max(1, math.ceil(size / LONGEST_SUM)))
 
 
-def uncancelled(squared: jax.Array, largest: jax.Array, *, terms: int) -> jax.Array:
+def uncancelled(squared: jax.Array, largest: jax.Array, *, roundings: int) -> jax.Array:
     """The root of a sum, plus a bound on its rounding error; both float32 ().
 
-    squared: the sum. largest: at least the sum of the absolute values of its terms. terms: how often a term is rounded.
-    The error is at most `terms` eps / 2 times `largest`.
+    squared: the sum. largest: at least the sum of the absolute values of its terms. roundings: how often a term is
+    rounded. The error is at most `roundings` eps / 2 times `largest`.
     """
-    return jnp.sqrt(jnp.maximum(squared, 0) + terms * EPS / 2 * largest)
+    return jnp.sqrt(jnp.maximum(squared, 0) + roundings * EPS / 2 * largest)
 
 
 def product(a: jax.Array, b: jax.Array) -> jax.Array:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpx.contributions import repeated
-from dpx.gradients.ghost.norms import TINY, diagonal, in_range, inner, terms, uncancelled, unit
+from dpx.gradients.ghost.norms import TINY, diagonal, in_range, inner, roundings, uncancelled, unit
 from dpx.gradients.ghost.rules import Site
 
 
@@ -127,9 +127,11 @@ def norm(sharing: Sharing, matrices: list[tuple[jax.Array, jax.Array]]) -> jax.A
             squared += (1 if i == j else 2) * jnp.sum(jnp.sum(grams, -1))
             if i == j:
                 diagonals += jnp.sum(jnp.sqrt(diagonal(grams)))
-    longest = max(terms(a.shape[-1]) + terms(b.shape[-1]) if a.ndim > 1 else terms(b.shape[-1]) for a, b in sides)
+    longest = max(
+        roundings(a.shape[-1]) + roundings(b.shape[-1]) if a.ndim > 1 else roundings(b.shape[-1]) for a, b in sides
+    )
     positions = sum(group.sizes[1] for group in sharing.use_groups)
-    return size * uncancelled(squared, diagonals**2, terms=longest + 2 * positions)
+    return size * uncancelled(squared, diagonals**2, roundings=longest + 2 * positions)
 
 
 def _balanced_sides(sharing: Sharing, matrices: list[tuple[jax.Array, jax.Array]]):
