@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from dpx import coordinates, mechanisms, methods, sampling
 
-GAUSSIAN, INNERMOST = "mechanisms/gaussian.py", "mechanism.py"
-FEEDBACK, RECORDS = "accounting/error_feedback/event.py", "sampling/records.py"
+GAUSSIAN, INNERMOST = "mechanisms/dp_sgd.py", "mechanism.py"
+FEEDBACK, RECORDS = "accounting/error_feedback/event.py", "sampling/schemes.py"
 
 
 class Entry(NamedTuple):

@@ -9,7 +9,7 @@
 * One pair of schedules (clip norm, noise multiplier) feeds the clip, the noise and the bill, and the billed step count
   is read from the state. So a reported epsilon cannot drift from the run.
 
-Then read `mechanisms/gaussian.py`, on which most mechanisms are built, and `gradients/private_updates.py`.
+Then read `mechanisms/dp_sgd.py`, on which most mechanisms are built, and `gradients/private_updates.py`.
 """
 
 import functools
@@ -26,7 +26,7 @@ from dpx import guards, keys
 from dpx.accounting.budget import Budget
 from dpx.contributions import sum_contributions
 from dpx.sampling.batch import MISSING, inclusion
-from dpx.sampling.records import Sampling
+from dpx.sampling.schemes import Sampling
 from dpx.scalars import ScalarOrSchedule, over
 from dpx.states.reading import require_matching
 from dpx.states.record import checked, fingerprints_of, stamped

@@ -11,7 +11,7 @@ import optax
 import dpx
 from dpx import catalog
 from dpx.accounting.checks import Accountant
-from dpx.sampling.records import Sampling
+from dpx.sampling.schemes import Sampling
 from examples.methods import METHODS, build, options_of
 from examples.models import ACTIVATIONS
 from examples.tasks import TASKS

@@ -9,7 +9,7 @@ from typing import Any, NoReturn, TypeVar
 from dpx.accounting import checks
 from dpx.accounting.calibration import calibrate
 from dpx.accounting.checks import Accountant
-from dpx.sampling.sampling import Sampling
+from dpx.sampling.base import Sampling
 from dpx.trees import described
 from dpx.validation import require_number, require_whole
 

@@ -7,7 +7,7 @@ import numpy as np
 from dpx.accounting import checks
 from dpx.accounting.checks import Accountant
 from dpx.accounting.events import event_epsilon
-from dpx.sampling.records import FixedSizeSampling, FullBatch, PoissonSampling, Sampling, ShuffledEpochs
+from dpx.sampling.schemes import FixedSizeSampling, FullBatch, PoissonSampling, Sampling, ShuffledEpochs
 from dpx.scalars import over
 from dpx.trees import described
 from dpx.validation import require_number, require_whole

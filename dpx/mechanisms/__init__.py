@@ -1,18 +1,18 @@
 """Mechanisms: each bounds every example, adds noise and bills it. All but error feedback are or wrap the Gaussian one.
 
-gaussian           dp_sgd: the sum of clipped gradients plus Gaussian noise (DP-SGD, Abadi et al. 2016)
+dp_sgd             the sum of clipped gradients plus Gaussian noise (DP-SGD, Abadi et al. 2016)
 normalized         automatic clipping: normalize instead of choosing a clip norm (Bu et al. 2023)
 adaptive_clipping  a clip norm that follows a quantile of the norms (Andrew et al. 2021)
 clip_then_project  project the clipped sum, once a step, instead of every example
-error_feedback     dice_sgd: add the error that clipping left to later releases (DiceSGD, Zhang et al. 2023)
+dice_sgd           add the error that clipping left to later releases (DiceSGD, Zhang et al. 2023)
 
 To add one: a file here, its import below, and a line in `MECHANISMS` of `dpx/catalog.py` (CONTRIBUTING.md).
 """
 
 from dpx.mechanisms.adaptive_clipping import adaptive_clipping
 from dpx.mechanisms.clip_then_project import clip_then_project
-from dpx.mechanisms.error_feedback import dice_sgd
-from dpx.mechanisms.gaussian import dp_sgd
+from dpx.mechanisms.dice_sgd import dice_sgd
+from dpx.mechanisms.dp_sgd import dp_sgd
 from dpx.mechanisms.normalized import normalized
 
 __all__ = [

@@ -20,8 +20,8 @@ import optax
 
 from dpx.accounting.budget import accepts_budget
 from dpx.mechanism import Mechanism, Tree
-from dpx.mechanisms.gaussian import SMALLEST_CLIP_NORM, dp_sgd, tree_norm
-from dpx.sampling.records import Sampling
+from dpx.mechanisms.dp_sgd import SMALLEST_CLIP_NORM, dp_sgd, tree_norm
+from dpx.sampling.schemes import Sampling
 from dpx.scalars import ScalarOrSchedule, at, over
 from dpx.stages import SUM, describe
 from dpx.validation import require_number, require_open_fraction

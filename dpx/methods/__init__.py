@@ -1,10 +1,10 @@
 """The papers' methods: two mechanisms, and compositions of a mechanism and coordinates; one paper a file.
 
-dp_sgd          DP-SGD (Abadi et al. 2016), which the other papers change: mechanisms/gaussian.py
+dp_sgd          DP-SGD (Abadi et al. 2016), which the other papers change: mechanisms/dp_sgd.py
 dynamic_dp_sgd  noise and clip norm that shrink (Dynamic DP-SGD, Du et al. 2021)
 random_freeze   random and ranked freeze (Zhu and Blaschko 2021)
 gep_sgd         gradient embedding perturbation (Yu et al. 2021)
-dice_sgd        clipping with error feedback (DiceSGD, Zhang et al. 2023): mechanisms/error_feedback.py
+dice_sgd        clipping with error feedback (DiceSGD, Zhang et al. 2023): mechanisms/dice_sgd.py
 ada_dpigu       standardized, important coordinates (AdaDPIGU, Zhang and Xie 2025)
 d2p2_sgd        random projections and noise that falls (D2P2-SGD, Jiang et al. 2025), with d2p_sgd and dp2_sgd
 

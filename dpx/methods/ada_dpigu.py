@@ -8,8 +8,8 @@ from dpx.coordinates.importance_mask import importance_mask
 from dpx.coordinates.standardized import standardized
 from dpx.coordinates.top_fraction import top_fraction
 from dpx.mechanism import Mechanism, in_coordinates
-from dpx.mechanisms.gaussian import dp_sgd
-from dpx.sampling.records import Sampling
+from dpx.mechanisms.dp_sgd import dp_sgd
+from dpx.sampling.schemes import Sampling
 from dpx.scalars import ScalarOrSchedule, at, over, require_fraction
 from dpx.validation import require_whole
 

@@ -5,8 +5,8 @@ import jax
 from dpx import schedules
 from dpx.accounting.budget import accepts_budget
 from dpx.mechanism import Mechanism
-from dpx.mechanisms.gaussian import dp_sgd
-from dpx.sampling.records import Sampling
+from dpx.mechanisms.dp_sgd import dp_sgd
+from dpx.sampling.schemes import Sampling
 from dpx.validation import require_number, require_whole
 
 

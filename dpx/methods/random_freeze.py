@@ -6,8 +6,8 @@ from dpx.accounting.budget import accepts_budget
 from dpx.coordinates.random_freeze import random_freeze
 from dpx.coordinates.ranked_freeze import ranked_freeze
 from dpx.mechanism import Mechanism, Tree, in_coordinates
-from dpx.mechanisms.gaussian import dp_sgd
-from dpx.sampling.records import Sampling
+from dpx.mechanisms.dp_sgd import dp_sgd
+from dpx.sampling.schemes import Sampling
 from dpx.scalars import ScalarOrSchedule
 
 

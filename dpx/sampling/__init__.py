@@ -1,16 +1,16 @@
 """Which examples take part in a step: records that draw the batches and state their cost; batches; users.
 
-A batch comes about in this order: records.py (which examples, and the event), sampling.py (`take`, `batches`,
+A batch comes about in this order: schemes.py (which examples, and the event), base.py (`take`, `batches`,
 `draw_ahead`, which read the step from the optimizer state), draws.py (coins and permutations on the host), rows.py (the
 user's data as rows), loading.py (batches loaded ahead), batch.py (`Batch`). users.py makes a user the unit.
 
-To add one: a frozen dataclass in records.py with the fields of `Sampling`, and a line in `dpx/catalog.py`.
+To add one: a frozen dataclass in schemes.py with the fields of `Sampling`, and a line in `dpx/catalog.py`.
 """
 
+from dpx.sampling.base import Sampling as Sampling
 from dpx.sampling.batch import Batch as Batch
-from dpx.sampling.records import FixedSizeSampling as FixedSizeSampling
-from dpx.sampling.records import FullBatch as FullBatch
-from dpx.sampling.records import PoissonSampling as PoissonSampling
-from dpx.sampling.records import ShuffledEpochs as ShuffledEpochs
-from dpx.sampling.sampling import Sampling as Sampling
+from dpx.sampling.schemes import FixedSizeSampling as FixedSizeSampling
+from dpx.sampling.schemes import FullBatch as FullBatch
+from dpx.sampling.schemes import PoissonSampling as PoissonSampling
+from dpx.sampling.schemes import ShuffledEpochs as ShuffledEpochs
 from dpx.sampling.users import UserData as UserData

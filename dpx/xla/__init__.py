@@ -1,6 +1,6 @@
 """What XLA needs to be told: the order of computation, sums over microbatches, and fast convolutions in loops.
 
 A remark on what XLA does stands where the code avoids it: here, and in contributions.py, keys/normals.py,
-mechanisms/gaussian.py, gradients/microbatch_size.py, and patches.py, norms.py and engine.py of gradients/ghost. Unless
+mechanisms/dp_sgd.py, gradients/microbatch_size.py, and patches.py, norms.py and engine.py of gradients/ghost. Unless
 a remark says otherwise, it is about the CPU backend of jaxlib 0.10.2.
 """

@@ -19,7 +19,7 @@ from dpx.accounting.error_feedback import energy as feedback_energy
 from dpx.accounting.error_feedback.renyi import AmplifiedProfile
 from dpx.accounting.profiles import UNBOUNDED, DeltaProfile, GaussianProfile, Least, Profile, RenyiProfile
 from dpx.accounting.releases import WholeRunReader, register_whole_run
-from dpx.sampling.records import FixedSizeSampling, FullBatch, PoissonSampling, Sampling, ShuffledEpochs
+from dpx.sampling.schemes import FixedSizeSampling, FullBatch, PoissonSampling, Sampling, ShuffledEpochs
 
 SAMPLINGS = (PoissonSampling, FixedSizeSampling, ShuffledEpochs, FullBatch)
 

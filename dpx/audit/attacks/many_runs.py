@@ -15,7 +15,7 @@ from dpx.accounting.bill import epsilon as bill_of
 from dpx.audit.attacks.scores import LowerBound, lower_bound_from_scores
 from dpx.audit.attacks.simulation import Attack, Observed, observe_canary, simulator, takes_part
 from dpx.audit.attacks.statistic import fit, moves_of
-from dpx.sampling.records import ShuffledEpochs
+from dpx.sampling.schemes import ShuffledEpochs
 from dpx.trees import Tree
 from dpx.validation import require_open_fraction, require_whole
 

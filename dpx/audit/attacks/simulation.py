@@ -10,7 +10,7 @@ import numpy as np
 
 from dpx import keys
 from dpx.sampling.draws import coins
-from dpx.sampling.records import FixedSizeSampling, FullBatch, PoissonSampling, ShuffledEpochs
+from dpx.sampling.schemes import FixedSizeSampling, FullBatch, PoissonSampling, ShuffledEpochs
 from dpx.states.public import publishable_state
 from dpx.trees import Tree, described, require_arrays
 

@@ -1,7 +1,7 @@
 """Samplings: one frozen record draws the batches and states their cost, so a run is billed for the batches it draws.
 
 `draw(key, step)` runs on the host, and is a pure function of the key, the step and the record, so a resumed run draws
-the same batches. `take`, `batches` and `draw_ahead` (sampling.py) read the step from the optimizer state, and call it.
+the same batches. `take`, `batches` and `draw_ahead` (base.py) read the step from the optimizer state, and call it.
 The key must stay as secret as the noise key, because amplification by sampling holds only for batches that nobody
 knows.
 
@@ -17,8 +17,8 @@ import jax
 import numpy as np
 from dp_accounting import DpEvent, GaussianDpEvent
 
+from dpx.sampling.base import Sampling as Sampling
 from dpx.sampling.draws import Draw, coins, keep_sizes, pad, permutation, require_step, round_up, step_key, usual_rows
-from dpx.sampling.sampling import Sampling as Sampling
 from dpx.validation import require_whole
 
 

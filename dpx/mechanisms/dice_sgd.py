@@ -19,8 +19,8 @@ from dpx import keys
 from dpx.accounting.budget import accepts_budget
 from dpx.accounting.error_feedback.event import SAMPLINGS, ErrorFeedbackDpEvent
 from dpx.mechanism import Mechanism, Tree
-from dpx.mechanisms.gaussian import LARGEST_CLIP_NORM, SMALLEST_CLIP_NORM, tree_norm
-from dpx.sampling.records import Sampling
+from dpx.mechanisms.dp_sgd import LARGEST_CLIP_NORM, SMALLEST_CLIP_NORM, tree_norm
+from dpx.sampling.schemes import Sampling
 from dpx.stages import SUM, describe_period
 from dpx.states.record import ReleaseState
 from dpx.trees import described

@@ -17,7 +17,7 @@ import optax
 from dpx import keys
 from dpx.accounting.budget import accepts_budget
 from dpx.mechanism import Mechanism, Tree
-from dpx.sampling.records import Sampling
+from dpx.sampling.schemes import Sampling
 from dpx.scalars import ScalarOrSchedule, at, over, require_scalar_or_schedule
 from dpx.stages import SUM, describe, describe_groups
 from dpx.states.record import ReleaseState

@@ -1,4 +1,4 @@
-"""The noun behind the records of records.py: what a sampling states, and how it gives a run its batches."""
+"""The noun behind the records of schemes.py: what a sampling states, and how it gives a run its batches."""
 
 import abc
 import math
