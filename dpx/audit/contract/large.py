@@ -1,6 +1,7 @@
 """One batch of many rows on larger parameters: each row counts alone, and no number of the noise is there twice."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from dpx.trees import Tree
 ROWS = 257
 DTYPES = (np.float32, jnp.bfloat16, np.float16)
 POSITIONS = (0, 15, 16, 31, 32, 64, 128, 200, 256)
+SETS = 1 + len(POSITIONS)  # of rows, whose updates are computed at once
 TURNED = 101  # every gradient is tried at a second position, so many rows further
 LARGE = {  # shapes and dtypes
     "kernel": ((40, 30), np.float32), "again": ((40, 30), np.float32),
@@ -33,6 +35,8 @@ class Large:
     """The mechanism on a batch of ROWS gradients.
 
     Every second gradient is far above any clip norm, and some of them are 0 except for one leaf.
+    silent: the update, or the released sums, of an empty batch, float64 (o,). changes: what each of POSITIONS adds to
+    it, float64 (positions, o).
     """
 
     def __init__(self, trial: Trial):
@@ -63,21 +67,19 @@ class Large:
                 return mechanism.update(grads, state, params, included=included)[0]
             return self.trial.released(0, sum_contributions(mechanism, grads, state, included)[0])
 
-        self.program = jax.jit(step, compiler_options={"xla_backend_optimization_level": 0})  # compiles faster
-        self.silent = self.run(self.grads)
+        of_sets = jax.vmap(step, (None, None, 0))  # which writes every row in its coordinates once
+        self.program = jax.jit(of_sets, compiler_options={"xla_backend_optimization_level": 0})  # compiles faster
+        self.silent, *alone = self.run(self.grads, [], *([position] for position in POSITIONS))
+        self.changes = np.stack(alone) - self.silent
         if not self.trial.release(0).linear:
             self.rounding = np.float64(1e-6)
 
-    def run(self, grads: Tree, *rows: int) -> np.ndarray:
-        """The update, or the released sums, of these rows; float64 (o,)."""
-        included = np.zeros(ROWS, bool)
-        included[list(rows)] = True
-        return inputs.flattened(self.program(grads, self.state, included))
-
-    @functools.cached_property
-    def changes(self) -> np.ndarray:
-        """What each of POSITIONS adds to an empty batch, float64 (positions, o)."""
-        return np.stack([self.run(self.grads, position) - self.silent for position in POSITIONS])
+    def run(self, grads: Tree, *sets: Sequence[int]) -> np.ndarray:
+        """The updates, or the released sums, of up to SETS sets of rows; float64 (sets, o)."""
+        included = np.zeros((SETS, ROWS), bool)
+        for number, rows in enumerate(sets):
+            included[number, list(rows)] = True
+        return inputs.flattened(self.program(grads, self.state, included), 1)[: len(sets)]
 
 
 @functools.lru_cache(maxsize=1)
@@ -89,13 +91,14 @@ def large(trial: Any) -> Large:
 def require_rows_alone(trial: Trial) -> str:
     """Raises Broken if what a row adds depends on its position, or on the other rows; words."""
     found = large(trial)
-    everyone = found.run(found.grads, *range(ROWS))
+    rows = range(ROWS)
+    everyone, *others = found.run(found.grads, rows, *([row for row in rows if row != one] for one in POSITIONS))
     turned = jax.tree.map(lambda g: np.roll(g, TURNED, axis=0), found.grads)
-    for position, change in zip(POSITIONS, found.changes, strict=True):
-        largest, size = np.abs(change).max(), np.abs(everyone) + np.abs(found.silent)
-        others = found.run(found.grads, *[row for row in range(ROWS) if row != position])
-        elsewhere = found.run(turned, (position + TURNED) % ROWS) - found.silent
-        for other, words in ((everyone - others, "beside other rows"), (elsewhere, "at another position")):
+    elsewhere = found.run(turned, *([(position + TURNED) % ROWS] for position in POSITIONS)) - found.silent
+    beside, size = everyone - np.stack(others), np.abs(everyone) + np.abs(found.silent)
+    for position, change, *found_there in zip(POSITIONS, found.changes, beside, elsewhere, strict=True):
+        largest = np.abs(change).max()
+        for other, words in zip(found_there, ("beside other rows", "at another position"), strict=True):
             if not (np.abs(other - change) <= 1e-3 * largest + 4 * found.rounding * size).all():
                 raise Broken(f"row {position} of {ROWS} does not add the same alone and {words}")
     return f"{len(POSITIONS)} of {ROWS} rows add the same alone, beside the others and at other positions"
