@@ -123,6 +123,7 @@ CASES = {
 }
 
 
+@functools.cache
 def mechanism(clip_norm: Any = 0.7) -> dpx.Mechanism:
     sampling = dpx.PoissonSampling(examples=100, batch_size=4)
     return noiseless(dpx.dp_sgd(clip_norm=clip_norm, noise_multiplier=1.0, sampling=sampling, key=key(0)))
@@ -147,12 +148,16 @@ def norms_of(contributions) -> np.ndarray:
 def alone(loss, made, params, examples, norms: Any = "ghost") -> np.ndarray:
     """The norm of the contribution of every example, beside parameters of its own."""
     state = jax.jit(made.init)(jax.tree.map(lambda p: jnp.zeros(p.shape[1:]), params))
+    return norms_of(of_each(loss, made, norms)(params, examples, state))
 
-    def one(params, example):
+
+@functools.cache
+def of_each(loss, made, norms):
+    def one(params, example, state):
         batch = jax.tree.map(lambda leaf: leaf[None], example)
         return gradient(loss, made, params, batch, jnp.ones(1), norms, state).updates[0]
 
-    return norms_of(jax.jit(jax.vmap(one), compiler_options=FULL)(params, examples))
+    return jax.jit(jax.vmap(one, (0, 0, None)), compiler_options=FULL)
 
 
 def in_a_batch(loss, made, params, examples, norms: Any = "ghost") -> np.ndarray:
