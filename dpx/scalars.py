@@ -71,6 +71,8 @@ def _unchanging(name: str, schedule: Schedule) -> Schedule:
     try:
         with jax.numpy_dtype_promotion("standard"):
             traced = jax.make_jaxpr(lambda step: schedule(step))(jnp.int32(0))
+    except ValueError:
+        raise  # it says why, such as that a Budget is not a number
     except Exception as error:
         raise ValueError(f"{needed}; got one that raises {type(error).__name__}") from error
     values, numbers = traced.out_avals, (jnp.integer, jnp.floating)

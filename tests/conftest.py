@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 from pathlib import Path
 
 import jax
@@ -29,7 +30,9 @@ def pytest_collection_finish():
 
 
 def pytest_runtest_teardown(item, nextitem):
-    """After a file, forget the compiled programs if they hold many mappings of memory."""
+    """After a file, close its figures, and forget the compiled programs if they hold many mappings of memory."""
+    if nextitem is not None and nextitem.path != item.path and "matplotlib.pyplot" in sys.modules:
+        sys.modules["matplotlib.pyplot"].close("all")
     if nextitem is None or nextitem.path == item.path or not MAPPINGS.exists():
         return
     if MAPPINGS.read_bytes().count(b"\n") > MOST_MAPPINGS:

@@ -147,7 +147,7 @@ def test_the_sums_are_not_public():
     shown = dpx.publishable_state(sums)
     assert [name for name, value in shown._asdict().items() if value is not None] == [
         "step",
-        "owner",
+        "mechanism",
         "clipping",
         "ordered",
     ]

@@ -253,7 +253,7 @@ def test_columns_without_numbers_are_refused_without_showing_them(column):
         lambda: dpx.UserData(data, np.arange(60)),
         lambda: POISSON.take(data, KEY, state),
         lambda: next(POISSON.batches(data, KEY, state, steps=1)),
-        lambda: dpx.fit(loss, PARAMS, data, made, steps=1, delta=1e-5),
+        lambda: dpx.fit(loss, made, PARAMS, data, steps=1, delta=1e-5),
         lambda: gradient(PARAMS, dpx.Batch(data[:4], np.ones(4, bool)), state),
         lambda: made.update(data[:4], state, PARAMS, included=np.ones(4, bool)),
         lambda: made.init(data),

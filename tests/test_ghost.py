@@ -564,7 +564,7 @@ def test_explain_folds_parameters_that_differ_in_numbers_only():
 
 def test_what_cannot_be_is_refused():
     params, batch = problem()
-    with pytest.raises(ValueError, match="clipping must be"):
+    with pytest.raises(ValueError, match="norms must be"):
         dpx.private_updates(network, mechanism(), norms="fast")
     with pytest.raises(ValueError, match="loss must return one real number"):
         dpx.explain_norms(lambda params, example: example[0], mechanism(), params, dpx.Batch(batch, None))

@@ -15,6 +15,7 @@ from dpx.accounting.bill import event_of
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.events import event_epsilon, event_profile
 from dpx.accounting.pld.buckets import BUCKETS
+from dpx.sampling.schemes import ShuffledEpochs
 from dpx.trees import outlined
 from dpx.validation import require_floats, require_whole
 
@@ -85,7 +86,8 @@ def epsilon_over_steps(
     Raises ValueError for steps or points below these, and as `dpx.epsilon` does.
     """
     steps, points = require_whole("steps", steps), require_whole("points", points, minimum=2)
-    epoch = getattr(mechanism.sampling, "steps_per_epoch", 1)
+    sampling = mechanism.sampling
+    epoch = sampling.steps_per_epoch if isinstance(sampling, ShuffledEpochs) else 1
     ends = np.linspace(1, steps, points) if epoch == 1 else np.linspace(math.ceil(steps / epoch), 1, points - 1)
     steps_shown = np.unique(np.append(1, np.minimum(ends.round().astype(np.int64) * epoch, steps)))
     spent = []

@@ -33,11 +33,15 @@ def as_text(title: str, sections: Sequence[Section]) -> str:
     for section in sections:
         lines += ["", section.title, "-" * len(section.title)]
         for sentence in section.sentences:
-            lines += textwrap.wrap(sentence, WIDTH, initial_indent="* ", subsequent_indent="  ")
+            lines += textwrap.wrap(sentence, WIDTH, initial_indent="* ", subsequent_indent="  ", break_on_hyphens=False)
         width = max((len(name) for name, _ in section.rows), default=0)
         for name, value in section.rows:
             lines += textwrap.wrap(
-                value, WIDTH, initial_indent=f"{name:{width}}  ", subsequent_indent=" " * (width + 2)
+                value,
+                WIDTH,
+                initial_indent=f"{name:{width}}  ",
+                subsequent_indent=" " * (width + 2),
+                break_on_hyphens=False,
             )
         lines += section.code.splitlines()
     return "\n".join(lines)

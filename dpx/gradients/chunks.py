@@ -68,6 +68,7 @@ class PrivateChunks:
         """`sums` with one more chunk of the batch; None begins."""
         batch_size(require_batch(chunk).examples)
         require_params(params)
+        _step_of(state)
         if sums is not None:
             _require_sums(sums)
             if (sums.unreleased_drawn is None) != (chunk.drawn is None):

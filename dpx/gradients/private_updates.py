@@ -17,7 +17,8 @@ from dpx.gradients.sums import Norms, RowSum, sum_gradients, sum_updates
 from dpx.guards import require_params
 from dpx.mechanism import Mechanism
 from dpx.sampling.batch import Batch, inclusion, require_batch
-from dpx.trees import Tree, batch_size
+from dpx.states.record import ReleaseState
+from dpx.trees import Tree, batch_size, find_state
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +36,7 @@ class PrivateStep:
         """The private updates and the next state. batch: a `dpx.Batch`. state: of the optimizer."""
         batch_size(require_batch(batch).examples)
         require_params(params)
+        find_state(state, ReleaseState, "mechanism's state")
         return call_with_auto_axes(self._release, (params, batch, state), self._place)
 
     def _release(self, params, batch, state):
