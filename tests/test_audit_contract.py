@@ -130,6 +130,14 @@ def test_noise_with_a_heavy_tail():
         require_standard(rng.laplace(scale=0.5**0.5, size=shape))
 
 
+def test_noise_with_a_correlation():
+    rng = np.random.default_rng(0)
+    draws = rng.normal(size=(1000, 20))
+    draws[:, 7] = 0.3 * draws[:, 3] + 0.91**0.5 * draws[:, 7]
+    with pytest.raises(Broken, match="has the correlation"):
+        require_standard(draws)
+
+
 def test_noise_with_a_pattern():
     """Two columns of one size and with signs of their own have no correlation; nor have three of which two are free."""
     rng = np.random.default_rng(0)
