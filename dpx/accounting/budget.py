@@ -18,7 +18,7 @@ M = TypeVar("M", bound=Any)
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """(epsilon, delta) for a run. Give it where a function that is `calibrated` takes a noise multiplier.
+    """(epsilon, delta) for a run. Give it where a function that accepts a budget takes a noise multiplier.
 
         dpx.Budget(epsilon=2.0, delta=1e-5, epochs=5)
 

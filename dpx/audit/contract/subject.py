@@ -170,7 +170,7 @@ def of_loss(mechanism: Mechanism, params: Tree, loss: Callable, examples: Tree, 
         grads = jax.vmap(jax.grad(loss), (None, 0))(params, rows)
         return mechanism.update(grads, state, params, included=included)
 
-    def of_private_grad(**options):
+    def of_private_updates(**options):
         step = private_updates(loss, mechanism, **options)
         return lambda rows, state, included: step(params, Batch(rows, included), state)[:2]
 
@@ -184,12 +184,12 @@ def of_loss(mechanism: Mechanism, params: Tree, loss: Callable, examples: Tree, 
 
     paths = {
         "update": stacked,
-        "private_updates": of_private_grad(),
-        "microbatches": of_private_grad(microbatch_size=4),
+        "private_updates": of_private_updates(),
+        "microbatches": of_private_updates(microbatch_size=4),
     }
     sums = {"private_updates": alone(norms="auto")}
     if mechanism.supports_ghost_norms:
-        paths["ghost norms"], sums["ghost norms"] = of_private_grad(norms="ghost"), alone(norms="ghost")
+        paths["ghost norms"], sums["ghost norms"] = of_private_updates(norms="ghost"), alone(norms="ghost")
     size = len(jax.tree.leaves(examples)[0])
     rows = inputs.take(examples, np.arange(inputs.ROWS) % size)
     programs: dict[str, Callable] = {name: jax.jit(path) for name, path in paths.items()}
