@@ -64,7 +64,7 @@ def _unchanging(name: str, schedule: Schedule) -> Schedule:
     """`schedule` as it is now, with copies of the NumPy arrays that it reads: a function that no other schedule equals.
 
     Clip, noise and bill are compiled at different times, and jax keeps what it compiled for a function. So an array, a
-    variable or a list that changes in between would make them disagree. Raises ValueError where the value is no real
+    variable or a list that changes in between would make them disagree. Raises ValueError where the value is not a real
     number, (), and for what still can change: a callback into Python, or a reference that is read.
     """
     needed = f"{name} must be a number, or a function of the step, int32 (), that jax traces to a real number, ()"

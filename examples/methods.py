@@ -15,7 +15,7 @@ import dpx
 from dpx import catalog
 
 METHODS = {entry.name: entry for entry in catalog.METHODS}
-OF_THE_RUN = ("clip_norm", "noise_multiplier", "sampling", "steps", "key", "basis")  # arguments that are no options
+OF_THE_RUN = ("clip_norm", "noise_multiplier", "sampling", "steps", "key", "basis")  # arguments that are not options
 
 
 class Option(NamedTuple):

@@ -37,7 +37,7 @@ RESTS = {  # lines that cannot be checked without facts: the words that the repo
     "clip, then project": {"noise": "the event bills more", "cost": "ProjectedGaussianDpEvent"},
     "signs": {
         "adjacent": "on the sums",
-        "divisor": "no linear function",
+        "divisor": "not a linear function",
         "noise": "`secrecy` alone sees its size",
     },
 }

@@ -21,7 +21,7 @@ from dpx.validation import require_floats
 # Any set of epsilons gives bounds. With these, rates and mu are within 1 % of the exact ones of a Gaussian.
 _EPSILONS = 96
 _SMALLEST_SHARE = 0.01  # the smallest positive epsilon, as a share of the largest
-_LARGEST_EPSILON = 500.0  # beyond it nothing is promised, and e^epsilon is no float
+_LARGEST_EPSILON = 500.0  # beyond it nothing is promised, and e^epsilon is not a float
 _ROUNDING = 1e-9  # by which mu is rounded up, relative to 1 + mu
 
 FALSE_POSITIVE_RATES = (0.01, 0.001)  # at which a report states the true positive rate

@@ -18,7 +18,7 @@ from dpx.validation import require_whole
 _COARSE_BUCKETS = 24  # of a first, rough search, where the second one starts (benchmarks/accounting.py, calibration)
 _COARSE_TOLERANCE = 0.02  # of the first search, relative
 _LARGEST_MULTIPLIER = 1e6  # if this much noise does not meet a budget, the budget counts as impossible
-_SMALLEST_MULTIPLIER = 1e-3  # the search stops here, because so large a budget is no constraint
+_SMALLEST_MULTIPLIER = 1e-3  # the search stops here, because so large a budget is not a constraint
 
 
 def calibrate(

@@ -1,4 +1,4 @@
-"""Gaussian differential privacy: an exact half, and an approximate half that is no guarantee.
+"""Gaussian differential privacy: an exact half, and an approximate half that is not a guarantee.
 
 mu-GDP means that to tell two neighboring data sets apart is at least as hard as to tell N(0, 1) from N(mu, 1).
 

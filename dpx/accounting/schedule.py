@@ -41,7 +41,7 @@ def schedule_epsilon(
 
     noise_multipliers: float (T,), the standard deviation of the noise on the sum, divided by the clip norm; a 0 bills
         infinity.
-    sampling_rate: in (0, 1], one float or (T,); 1 is no amplification.
+    sampling_rate: in (0, 1], one float or (T,); 1 is without amplification.
     counts: int (T,), how often each step is repeated; default once.
     accountant: "pld", which "tightest" means here, composes privacy loss distributions. "rdp" adds the Renyi
         divergences of every distinct step at dp-accounting's orders; the lower end of its interval is 0.

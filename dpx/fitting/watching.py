@@ -36,7 +36,7 @@ class Watcher:
     def of(
         cls, terms: Terms, evaluate: Any, every: Any, callbacks: Any, progress: bool, loss_at: Callable
     ) -> "Watcher":
-        """With the defaults filled in. Raises ValueError for what is no function, and for other periods."""
+        """With the defaults filled in. Raises ValueError for what is not a function, and for other periods."""
         if evaluate is not None:
             require_function("evaluate", evaluate)
         if not isinstance(callbacks, list | tuple):

@@ -148,8 +148,8 @@ def private_updates_in_chunks(
         and in order. Otherwise the state has no bill, as after a batch that was used twice. Chunks of your own,
         without `drawn`, are taken as they are. All chunks of a batch are added, and released, with one state.
 
-    Raises ValueError as `private_updates` does; `add` also if only some chunks have `drawn`, and both if `sums` is no
-    AccumulatedSums.
+    Raises ValueError as `private_updates` does; `add` also if only some chunks have `drawn`, and both if `sums` is not
+    an AccumulatedSums.
     """
     options: Any = {"microbatch_size": microbatch_size, "has_aux": has_aux, "platform": platform}
     row_sum = sum_gradients(loss, optimizer, norms=norms, **options)
@@ -168,8 +168,8 @@ def _fingerprint(mechanism: Mechanism) -> jax.Array:
 def _clipping(mechanism: Mechanism, params: Tree, state: Tree) -> jax.Array:
     """The factors of an example whose norms are all 2^40, float32 (n,): the clip norms of this step, divided by 2^40.
 
-    They are read when the sums are made and again when they are released, because a schedule that is no function of the
-    step alone can change between the two, and the sums would be larger than their noise is for.
+    They are read when the sums are made and again when they are released, because a schedule that is not a function of
+    the step alone can change between the two, and the sums would be larger than their noise is for.
     """
     _, norms, _ = jax.eval_shape(mechanism.contribute, *_shapes(params, state))
     factors = mechanism.weigh(jax.tree.map(lambda norm: jnp.full(norm.shape, _PROBE), norms), state)

@@ -158,7 +158,7 @@ def _require_noise(release: ReleaseState, multipliers: np.ndarray, advice: str) 
         raise ValueError(
             f"the state's releases were made with other noise: their noise multipliers have a sum of sigma^-2 of "
             f"{precision:.6g}, the mechanism's first {len(multipliers)} have {expected:.6g}. Either {advice}; or, if "
-            "they are the same, its schedule is no function of the step alone"
+            "they are the same, its schedule is not a function of the step alone"
         )
     steps = len(multipliers)
     weighted = noise_order(multipliers.astype(np.float32).view(np.uint32), np.arange(steps, dtype=np.int32))
@@ -166,6 +166,6 @@ def _require_noise(release: ReleaseState, multipliers: np.ndarray, advice: str) 
     if abs(apart) > LARGEST_WEIGHT * min(steps, 6 * math.sqrt(steps)):
         raise ValueError(
             "the state's releases were made with other noise multipliers than the mechanism's, or in another order, "
-            f"although the sum of sigma^-2 is the same. Either {advice}; or, if they are the same, its schedule is no "
-            "function of the step alone"
+            f"although the sum of sigma^-2 is the same. Either {advice}; or, if they are the same, its schedule is not "
+            "a function of the step alone"
         )

@@ -45,7 +45,7 @@ class NoisySum:
     """A score on private data: the sum of one value in [0, 1] for each example, with Gaussian noise that is billed.
 
     `score(params)` then returns the values, float (n,), such as whether each prediction is right; dpx clips them to
-    [0, 1], and a value that is no number counts 0. One value must depend on one example (or user) alone, and each of
+    [0, 1], and NaN counts 0. One value must depend on one example (or user) alone, and each of
     them may have one value, so n is at most the number of examples of the sampling.
 
     noise_multiplier: float, positive, the standard deviation of the noise on the sum.

@@ -74,7 +74,7 @@ def check_contract(
         by independent ones, which hides noise that shares its key with another use, such as random coordinates.
     draws: int, at least 500, how often the noise of a step is drawn. seed: int, at least 0, of the draws and batches.
 
-    A line that cannot be decided is "not checked" and says why. A check is no proof: a data set or an input that was
+    A line that cannot be decided is "not checked" and says why. A check is not a proof: a data set or an input that was
     not tried may still break the contract. A report fails for a sound mechanism with probability at most 1e-4.
 
     Raises ValueError for another type of mechanism, params of more numbers, a loss without params and examples, and

@@ -39,7 +39,7 @@ def cost(trial: Trial) -> str:
         )
     name = own_event(trial.event(1), mechanism.sampling)
     if name:
-        raise NotChecked(f"{name} is no event of the sampling, so its own proof and tests must say that it is true")
+        raise NotChecked(f"{name} is not an event of the sampling, so its own proof and tests must say that it is true")
     more, last = False, 0
     all_steps = BILLED if callable(mechanism.noise_multiplier) else (*BILLED, BILLED_WITHOUT_SCHEDULE)
     for steps in all_steps:

@@ -68,7 +68,7 @@ def _used(trial: Trial, step: int, *, others: bool = False) -> float | None:
 def _draws(trial: Trial) -> str:
     """Tests of the draws; "" if there is nothing to test. Each fails for a sound mechanism with probability RATE."""
     if not trial.noise.has_keys:
-        raise Broken("the step holds no PRNG key, so that its noise is no secret, or there is none")
+        raise Broken("the step holds no PRNG key, so its noise is not secret, or it adds none")
     columns: dict[int, np.ndarray] = {}
     steps = STEPS if trial.noise.noise_maps(trial.traced) is None else FULLY  # random coordinates take long
     for step in steps:

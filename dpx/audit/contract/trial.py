@@ -132,10 +132,10 @@ class Trial(Subject):
                 raise NotChecked(f"the noise multiplier is 0 at step {step}, so the bill is infinite")
 
     def require_linear(self, step: int, what: str) -> Release:
-        """The release of the step. Raises NotChecked if the updates are no linear function of its noise."""
+        """The release of the step. Raises NotChecked unless the updates are a linear function of its noise."""
         release = self.release(step)
         if not release.linear:
-            raise NotChecked(f"{what}, because the updates are no linear function of the noisy sum")
+            raise NotChecked(f"{what}, because the updates are not a linear function of the noisy sum")
         return release
 
 
