@@ -17,6 +17,7 @@ from dpx.audit import ContractReport, Line, check_contract
 from dpx.audit.contract.draws import in_its_directions
 from dpx.audit.contract.report import Broken
 from dpx.audit.contract.standard import require_no_pattern, require_no_repeats, require_standard
+from dpx.audit.contract.trial import Trial
 from tests.broken import ZOO, sound, sums_in_the_state, two_thirds_of_the_noise, with_noise
 from tests.mechanisms import PARAMS
 
@@ -82,6 +83,20 @@ def test_the_noise_behind_an_optimizer(make, mu_dtype, failures, unchecked, prom
     report = check_contract(mechanism, lines=["float32", "noise", "secrecy"], draws=500)
     assert [line.name for line in report.failures] == failures, report
     assert [line.name for line in report.unchecked] == unchecked, report
+
+
+@pytest.mark.parametrize(("batch_size", "examples", "clip_norm"), [(8, 1000, 0.7), (100, 1500, 1.0)])
+def test_rounding_in_small_derivatives_is_no_fault(batch_size, examples, clip_norm, promoting):
+    """The first step of Adam is almost a sign, so its derivative is the small difference of large numbers."""
+    sampling = dpx.PoissonSampling(examples=examples, batch_size=batch_size)
+    for noise_multiplier in (0.6, 1.17883):
+        options = {"clip_norm": clip_norm, "noise_multiplier": noise_multiplier, "sampling": sampling}
+        mechanism = dpx.chain(dpx.dp_sgd(**options, key=jax.random.key(7)), optax.adam(1e-2))
+        release = Trial(mechanism, PARAMS, draws=500, seed=0).release(0)
+        assert not release.flat and release.uncovered < 1e-5
+        np.testing.assert_allclose(
+            release.exchange, np.eye(len(release.exchange)) / (noise_multiplier * clip_norm), atol=0, rtol=5e-6
+        )
 
 
 @pytest.mark.parametrize(

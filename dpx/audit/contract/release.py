@@ -23,6 +23,8 @@ from dpx.states.public import publishable_state
 from dpx.trees import Tree
 
 LOST = 1e-2  # a derivative below this share of its value is mostly rounding, as that of Adam's first step
+NEARBY, NEAR = 4, 2.0**-20  # points beside each, whose numbers differ by at most this share
+ROUGH = 2e-6  # a derivative whose direction changes more than this from there is rounding too: a difference of others
 POINTS = 8  # at random, at which derivatives are taken; a coordinate without slope at all of them would be missed
 SMALL = 1e-5  # of singular values, relative to the largest, because the derivatives are float32
 
@@ -138,19 +140,26 @@ class Traced:
 
     def _at(self, state: Tree, params: Tree) -> Release:
         zeros = np.zeros(self.numbers, np.float32), np.zeros(self.normals, np.float32)
-        first, _, (first_sums, first_noise) = _as_float64(self.program(*zeros, state, params))
+        first, first_sums, first_noise = self._slopes(*zeros, state, params)
         affine, data, noise = np.ones(len(first), bool), [], []
         # A transform that cuts has no slope at some points, so the derivatives of several points are joined.
         for sums, normals in (zeros, *self._somewhere()):
-            found, _, (by_sums, by_noise) = _as_float64(self.program(sums, normals, state, params))
+            found, by_sums, by_noise = self._slopes(sums, normals, state, params)
             predicted = first + first_noise @ normals + first_sums @ sums
             scale = np.abs(by_noise).max(1, initial=0) + np.abs(by_sums).max(1, initial=0)  # NaN behind a root of 0
             with np.errstate(invalid="ignore"):
                 affine &= np.abs(predicted - found) <= 1e-4 * (scale + np.abs(found))
                 affine &= np.abs(first_noise - by_noise).max(1, initial=0) <= 1e-4 * scale
                 usable = np.isfinite(scale) & (scale > LOST * np.abs(found))
-            data.append(by_sums[usable] / scale[usable, None])
-            noise.append(by_noise[usable] / scale[usable, None])
+                own = by_sums / scale[:, None], by_noise / scale[:, None]
+                for point in _nearby(sums, normals):
+                    _, *slopes = self._slopes(*point, state, params)
+                    size = sum(np.abs(part).max(1, initial=0) for part in slopes)
+                    for part, of_own in zip(slopes, own, strict=True):
+                        change = np.abs(part / size[:, None] - of_own).max(1, initial=0)
+                        usable &= change <= ROUGH * np.abs(of_own).max(1, initial=0)
+            data.append(own[0][usable])
+            noise.append(own[1][usable])
         data, noise = np.concatenate(data), np.concatenate(noise)
         exchange, uncovered, flat = np.zeros((self.normals, self.numbers)), 0.0, not len(data)
         if not flat:
@@ -160,12 +169,23 @@ class Traced:
         seen = tuple(flat or any(np.any(leaf > 0) for leaf in jax.tree.leaves(tree)) for tree in moved)
         return Release(first, first_noise, affine, self.updates, exchange, uncovered, flat, seen)
 
+    def _slopes(self, *arguments: Tree) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The public floats, and their derivatives by sums and by noise; float64 (o,), (o, k) and (o, m)."""
+        found, _, (by_sums, by_noise) = _as_float64(self.program(*arguments))
+        return found, by_sums, by_noise
+
     def _somewhere(self) -> list[tuple[np.ndarray, np.ndarray]]:
         """Sums and normals at which the derivatives are taken: waves, and some at random."""
         random = np.random.default_rng(0)
         waves = inputs.waves(self.numbers, 1.0), inputs.waves(self.normals, 0.7, 2.0)
         draws = [random.normal(size=(2, max(self.numbers, self.normals))).astype(np.float32) for _ in range(POINTS)]
         return [waves, *((sums[: self.numbers], normals[: self.normals]) for sums, normals in draws)]
+
+
+def _nearby(*point: np.ndarray) -> list[list[np.ndarray]]:
+    """Points so near that only rounding differs. Every number changes apart, because rounding shows in differences."""
+    random = np.random.default_rng(1)
+    return [[x * (1 + random.uniform(-NEAR, NEAR, x.shape)).astype(np.float32) for x in point] for _ in range(NEARBY)]
 
 
 def _as_float64(tree: Tree) -> Any:
