@@ -17,6 +17,7 @@ Tree = Any  # a pytree of arrays
 State = TypeVar("State")
 
 LONGEST = 100  # characters of a string in a message
+MOST_SHAPES = 8  # in a message
 NO_NUMBERS = frozenset("OSUTMm")  # the kinds of numpy's dtypes of objects, words and dates
 
 
@@ -25,13 +26,23 @@ def batch_size(examples: Tree) -> int:
     require_arrays(examples)
     shapes: list[tuple[int, ...]] = [tuple(getattr(leaf, "shape", ())) for leaf in jax.tree.leaves(examples)]
     if not shapes or any(len(shape) == 0 for shape in shapes) or len({shape[0] for shape in shapes}) != 1:
-        raise ValueError(f"every leaf must have the examples on axis 0, the same number; got shapes {shapes}")
+        found = f"shapes {shapes[:MOST_SHAPES]}{' and more' * (len(shapes) > MOST_SHAPES)}"
+        lists = not all(hasattr(leaf, "shape") for leaf in jax.tree.leaves(examples))
+        advice = ": convert lists of numbers to arrays, with numpy.asarray" * lists
+        raise ValueError(f"every leaf must have the examples on axis 0, the same number; got {found}{advice}")
     return shapes[0][0]
 
 
 def require_arrays(data: Any):
     """Raises ValueError for objects of pandas, whose rows are read by label, for sparse matrices, and for words."""
-    for leaf in jax.tree.leaves(data):
+    try:
+        leaves = jax.tree.leaves(data)
+    except ValueError:
+        raise ValueError(
+            "the keys of a dict must be of one type, such as all strings, because JAX sorts them: rename the keys, or "
+            "convert the data to NumPy arrays"
+        ) from None
+    for leaf in leaves:
         if hasattr(leaf, "iloc") or type(leaf).__module__.split(".")[0] == "pandas":
             raise ValueError(
                 f"data must hold arrays, whose rows have places, not labels; got {type(leaf)}. Give the columns of "

@@ -344,6 +344,7 @@ OTHERS = {
         2.0, sampling=dpx.PoissonSampling(examples=60, batch_size=6)
     ),
     "arrays .their fingerprint. was": lambda: made(2.0, transform=optax.sgd(0.5)),
+    "for example another learning rate, or another version of dpx": lambda: made(2.0, transform=optax.sgd(0.5)),
 }
 
 

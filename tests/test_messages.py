@@ -289,3 +289,56 @@ def test_results_are_printed_in_a_line_without_elements_of_arrays():
     assert "epsilon=0.5" in progress and "'accuracy': 0.75" in progress and "not private" in progress
     assert "steps=3" in run and "float32" in repr(dpx.Batch(np.zeros((4, 3), np.float32), None))
     assert f"{len(jax.tree.leaves(STATE))} arrays of " in run
+
+
+def test_a_wrong_keyword_of_a_method_names_the_nearest():
+    with pytest.raises(TypeError, match=r"dp_sgd\(\) got an unexpected argument 'clip_nrom', did you mean 'clip_norm'"):
+        dpx.dp_sgd(clip_nrom=1.0, noise_multiplier=1.0, sampling=SAMPLING, key=KEY)
+    with pytest.raises(TypeError, match=r"d2p2_sgd\(\) missing a required argument: 'kind'; its arguments are rank"):
+        dpx.methods.d2p2_sgd(noise_multiplier=1.0, sampling=SAMPLING, key=KEY)
+
+
+def test_an_error_of_the_loss_tells_the_shapes_of_an_example():
+    data = np.full((4, 3), NUMBER, np.float32)
+    batch, users = dpx.Batch({"x": data}, None), dpx.Batch((data[:, None], np.ones((4, 1), bool)), None)
+    sampling = dpx.FullBatch(examples=4)
+    mechanism = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=1.0, sampling=sampling, key=KEY)
+    for build, called in ((dpx.private_updates, "loss"), (dpx.private_updates_from, "update")):
+        with pytest.raises(TypeError) as caught:
+            build(lambda params, example: params["w"] @ np.ones((7, 2)), mechanism)(
+                PARAMS, batch, mechanism.init(PARAMS)
+            )
+        assert f"dpx: the {called} was called with one example: x float32[3]" in caught.value.__notes__
+    with pytest.raises(jax.errors.TracerArrayConversionError) as caught:
+        step = dpx.private_updates(lambda params, user: np.asarray(user[0]).sum(), mechanism)
+        step(PARAMS, users, mechanism.init(PARAMS))
+    (note,) = [note for note in caught.value.__notes__ if note.startswith("dpx:")]
+    assert "0 float32[1, 3], 1 bool[1]" in note and "docs/loops.md#users-instead-of-examples" in note
+    assert not leaks(note)
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ([[NUMBER] * 3] * 40, "convert lists of numbers to arrays"),
+        ({"x": np.full((40, 3), NUMBER), 1: np.ones(40)}, "keys of a dict must be of one type"),
+    ],
+)
+def test_data_that_are_no_arrays(data, words):
+    state = MECHANISM.init(PARAMS)
+    said = [
+        raised(SAMPLING.take, data, KEY, state),
+        raised(dpx.fit, loss, MECHANISM, PARAMS, data, steps=1, delta=1e-5),
+    ]
+    said += [raised(dpx.private_updates(loss, MECHANISM), PARAMS, dpx.Batch(data, None), state)]
+    for text in said:
+        assert words in text and not leaks(text.splitlines()[-1]) and len(text.splitlines()[-1]) < 400, text
+
+
+def test_user_data_are_printed_without_data():
+    users = dpx.UserData(np.full((6, 2), NUMBER), [WORD, WORD, "b", "b", "b", "c"], unit="patient")
+    assert repr(users) == "UserData(3 of unit 'patient', at most 3 rows each)"
+    with pytest.raises(ValueError, match=r"Draw from dpx.UserData\(..., unit='patient'\)"):
+        dpx.privacy_report(
+            MECHANISM, MECHANISM.init(PARAMS)._replace(unit=np.uint32(2**31)), delta=1e-5, unit="patient"
+        )

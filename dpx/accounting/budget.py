@@ -1,5 +1,6 @@
 """Budgets: (epsilon, delta) for a number of steps or epochs, which is given in place of a noise multiplier."""
 
+import difflib
 import functools
 import inspect
 from collections.abc import Callable
@@ -90,7 +91,7 @@ def accepts_budget(build: Callable[..., M]) -> Callable[..., M]:
 
     @functools.wraps(build)
     def builder(*args, **kwargs):
-        arguments = signature.bind(*args, **kwargs)
+        arguments = _bound(build.__name__, signature, args, kwargs)
         budget = arguments.arguments.get("noise_multiplier")
         if not isinstance(budget, Budget):
             return build(*args, **kwargs)
@@ -108,6 +109,18 @@ def accepts_budget(build: Callable[..., M]) -> Callable[..., M]:
     parameters = [p if p.name != "noise_multiplier" else _accepting_budget(p) for p in signature.parameters.values()]
     vars(builder)["__signature__"] = signature.replace(parameters=parameters)
     return builder
+
+
+def _bound(name: str, signature: inspect.Signature, args: tuple, kwargs: dict[str, Any]) -> inspect.BoundArguments:
+    """The arguments by their names. Raises TypeError, which names the function, and the nearest of its arguments."""
+    try:
+        return signature.bind(*args, **kwargs)
+    except TypeError as error:
+        words, unknown = str(error), [given for given in kwargs if given not in signature.parameters]
+    if unknown and all(p.kind is not p.VAR_KEYWORD for p in signature.parameters.values()):
+        near = difflib.get_close_matches(unknown[0], signature.parameters, n=1)
+        words = f"got an unexpected argument {unknown[0]!r}{f', did you mean {near[0]!r}?' if near else ''}"
+    raise TypeError(f"{name}() {words}; its arguments are {', '.join(signature.parameters)}")
 
 
 def _accepting_budget(parameter: inspect.Parameter) -> inspect.Parameter:

@@ -170,8 +170,8 @@ def _unit_of(recorded: int, unit: str | None) -> str:
     if not subject or recorded not in (0, unit_mark(subject)):
         raise ValueError(
             f"unit must be that of the batches, {known.get(recorded, 'the `unit` that dpx.UserData was given')!r}, got "
-            f"{unit!r}: epsilon protects what the sampling draws. Draw from dpx.UserData, or from data with the name "
-            "in `privacy_unit`"
+            f"{unit!r}: epsilon protects what the sampling draws. Draw from dpx.UserData(..., "
+            f"unit={subject or 'user'!r}), or from data with the name in `privacy_unit`"
         )
     return subject
 

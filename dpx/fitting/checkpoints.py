@@ -32,6 +32,7 @@ checkpoints hold the whole optimizer state, whose `unreleased_*` fields are func
 never released. No privacy guarantee covers them. Share the parameters, or dpx.publishable_state(state), instead.
 """
 RECORD = "record of the releases"  # the name of a fact: which fields the states of a run have
+PROGRAM = "mechanism and optimizer, with their schedules (their fingerprint)"
 PACKAGES = ("dpx", "jax", "jaxlib", "optax")  # whose versions decide the numbers of a run
 
 
@@ -54,7 +55,7 @@ def facts_of(terms: Terms, carry: Carry, options: dict[str, Any]) -> dict[str, A
     }
     facts |= {"delta": terms.delta, "accountant": terms.accountant}
     facts |= {"parameters": f"{numbers} numbers", "arrays (their fingerprint)": fingerprint("\n".join(shapes))}
-    facts |= {"mechanism and optimizer, with their schedules (their fingerprint)": _program(optimizer, carry)}
+    facts |= {PROGRAM: _program(optimizer, carry)}
     facts |= {name: repr(value) for name, value in options.items() if value not in (None, False)}
     facts |= {"processes": jax.process_count()} if jax.process_count() > 1 else {}
     return facts | {"backend": jax.default_backend()} | {f"version of {name}": _version(name) for name in PACKAGES}
@@ -142,6 +143,8 @@ class Checkpoints:
         names = [name for name in stored | facts if stored.get(name) != facts.get(name)]
         if names:
             listing = "; ".join(f"{name} was {stored.get(name)}, now {facts.get(name)}" for name in names)
+            if PROGRAM in names:
+                listing += " (for example another learning rate, or another version of dpx)"
             if any(name.startswith("key") for name in names):
                 listing += ". (A key of dpx.secret_key() without a seed cannot be made again: keep the seed)"
             raise ValueError(

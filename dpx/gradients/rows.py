@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from dpx import keys
 from dpx.mechanism import Mechanism
 from dpx.states.record import ReleaseState
-from dpx.trees import Tree, batch_size, described, find_state
+from dpx.trees import MOST_SHAPES, Tree, batch_size, described, find_state, path_of
 
 
 def rows_of(mechanism: Mechanism, state: Tree, examples: Tree, *, with_key: bool, first: jax.Array | int = 0) -> tuple:
@@ -34,6 +34,18 @@ def shapes_of_one(rows: tuple) -> tuple:
     """The shapes and dtypes of one row."""
     shapes = jax.eval_shape(lambda rows: rows, rows)
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, weak_type=leaf.weak_type), shapes)
+
+
+def called_with(example: Tree) -> str:
+    """The shapes and dtypes of one example in words, for a note on an error of the user's function."""
+    leaves = jax.tree_util.tree_leaves_with_path(example)
+    shapes = [f"{path_of(path)} {leaf.dtype}{list(leaf.shape)}".strip() for path, leaf in leaves]
+    words = f"was called with one example: {', '.join(shapes[:MOST_SHAPES])}{', ...' * (len(shapes) > MOST_SHAPES)}"
+    mask = example[1] if isinstance(example, tuple) and len(example) == 2 else None
+    if getattr(getattr(mask, "dtype", None), "kind", "") == "b":
+        words += ". An item of dpx.UserData is (examples, included), with all rows of one user on axis 0: see "
+        words += "docs/loops.md#users-instead-of-examples"
+    return words
 
 
 def of_one_row(function: Callable, *, has_aux: bool) -> Callable[..., tuple[Tree, Tree]]:

@@ -10,7 +10,7 @@ from jax.extend import core
 from dpx.contributions import sum_contributions
 from dpx.gradients import ghost
 from dpx.gradients.microbatch_size import ForwardCost, choose_microbatch_size, forward_cost, require_platform
-from dpx.gradients.rows import of_one_row, shapes_of_one
+from dpx.gradients.rows import called_with, of_one_row, shapes_of_one
 from dpx.guards import require_real
 from dpx.mechanism import Mechanism, require_mechanism
 from dpx.trees import Tree, described
@@ -62,7 +62,12 @@ class RowSum:
         """How the norms are computed, or the reason why every parameter needs per-example gradients; and the cost of
         a row. All arguments may be shapes.
         """
-        traced = ghost.trace_loss(self.of_row, params, shapes_of_one(rows))
+        row = shapes_of_one(rows)
+        try:
+            traced = ghost.trace_loss(self.of_row, params, row)
+        except Exception as error:  # of the user's function
+            error.add_note(f"dpx: the {'update' if self.norms == 'update' else 'loss'} {called_with(row[0])}")
+            raise
         cost = forward_cost(traced.closed.jaxpr)
         if self.norms == "update":
             _require_like(params, traced.shapes[0])

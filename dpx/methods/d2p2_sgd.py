@@ -50,7 +50,8 @@ def d2p2_sgd(
 
     rank: p, the number of random coordinates, in [1, d]; or one for each group of layers, a pytree prefix.
     reduction_rate: in place of the rank, 1 - p/d in [0, 1); the paper takes 0.1 and 0.3.
-    kind: of the projection, which is drawn anew at every step. "gaussian", the paper's, is slow for large models.
+    kind: of the projection, which is drawn anew at every step: "gaussian" (the paper's, slow for large models),
+        "orthonormal", "subset", "countsketch" or "hadamard"; see `dpx.coordinates.random_projection`.
     order: which of the two comes first.
     power: at least 0, with which the noise falls. every: at least 1, the steps of a block (an epoch) of equal noise.
     stability: at least 1e-6, in the units of the gradient; a gradient g becomes g / (|g| + stability).
@@ -82,7 +83,8 @@ def dp2_sgd(
 
     rank: p, the number of random coordinates, in [1, d]; or one for each group of layers. reduction_rate: in its place,
         1 - p/d in [0, 1).
-    kind: of the projection, which is drawn anew at every step. order: whether it comes before or after the clip.
+    kind: of the projection, which is drawn anew at every step: "gaussian", "orthonormal", "subset", "countsketch" or
+        "hadamard". order: whether it comes before or after the clip.
     stability: at least 1e-6, in the units of the gradient; a gradient g becomes g / (|g| + stability).
     noise_multiplier: of the sum of normalized gradients; a number, a schedule of the step, or a `dpx.Budget`.
     sampling: how the batches are drawn, such as `dpx.PoissonSampling`. key: a secret PRNG key, (), of this run alone.

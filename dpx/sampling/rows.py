@@ -47,7 +47,7 @@ def _is_source(data: Any) -> bool:
         return True
     raise ValueError(
         "data must be a pytree of arrays with the examples on axis 0 of each, or a source with __len__ and "
-        f"__getitem__(int); got {type(data)}"
+        f"__getitem__(int); got {type(data)}: convert lists of numbers to arrays, with numpy.asarray"
     )
 
 

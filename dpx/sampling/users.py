@@ -60,6 +60,9 @@ class UserData:
     def __len__(self) -> int:
         return len(self._counts)
 
+    def __repr__(self) -> str:
+        return f"UserData({len(self)} of unit {self.privacy_unit!r}, at most {self.most} rows each)"
+
     def __getitem__(self, number: int) -> tuple[Tree, np.ndarray]:
         return self.__getitems__([range(len(self))[number]])[0]  # a range raises IndexError beyond its end
 

@@ -120,8 +120,9 @@ def next_steps(state: Tree, sampling: Any, steps: int | None, *, beyond_budget: 
     if planned and first + steps > planned and not beyond_budget:
         raise ValueError(
             f"the budget is spent{'' if first >= planned else f' before {steps} more steps'}: its noise was calibrated "
-            f"for {planned} steps, and {first} were made. Pass beyond_budget=True to continue with the same mechanism "
-            "(another budget does not change a run). dpx.epsilon tells the cost"
+            f"for {planned} steps, and {first} were made. Pass beyond_budget=True to `take`, `batches` or "
+            "`draw_ahead` of the sampling to continue with the same mechanism (another budget does not change a run). "
+            "dpx.epsilon tells the cost"
         )
     return range(first, first + steps)
 
