@@ -1,4 +1,4 @@
-"""The code of the README, docs/loops.md and docs/ship_it.md runs as it stands; the README's is short."""
+"""The code of README.md, docs/loops.md, docs/papers.md and docs/ship_it.md runs as it stands; the README's is short."""
 
 import json
 import pathlib
@@ -8,9 +8,12 @@ import jax
 import numpy as np
 import pytest
 
+import dpx
+
 ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 LOOPS = (ROOT / "docs" / "loops.md").read_text()
+PAPERS = (ROOT / "docs" / "papers.md").read_text()
 SHIP_IT = (ROOT / "docs" / "ship_it.md").read_text()
 
 
@@ -33,6 +36,14 @@ def test_loops(promoting):
     assert sum(line.startswith("assert ") for line in LOOPS.splitlines()) >= 7
 
 
+def test_papers(promoting):
+    """Every method of the page meets the budget that it was given."""
+    names = {}
+    exec("".join(re.findall(r"```python\n(.*?)```", PAPERS, re.DOTALL)), names)
+    bills = [dpx.epsilon(mechanism, mechanism.budget.steps, delta=1e-5) for mechanism in names["methods"]]
+    assert len(bills) == 8 and 1.9 < min(bills) and max(bills) <= 2.0
+
+
 def test_ship_it(promoting):
     """The folder holds the parameters, the report and a state without unreleased values and keys."""
     names = {}
@@ -44,6 +55,7 @@ def test_ship_it(promoting):
         "state.npz",
         "privacy_report.json",
         "privacy_report.md",
+        "privacy_report.html",
     }
     stored = np.load(folder / "params.npz")
     assert all(np.array_equal(stored[name], leaf) for name, leaf in result.params.items())
