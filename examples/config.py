@@ -109,8 +109,8 @@ class Config:
             raise ValueError(f"per_layer is an option of dp_sgd, got it with {self.method}")
         if self.sampling == "full" and self.batch_size is not None:
             raise ValueError(f"batch_size must not be given with sampling full, got {self.batch_size}")
-        if not 0 <= self.seed < 2**64:
-            raise ValueError(f"seed must be in [0, 2^64), got {self.seed}")
+        if not 0 <= self.seed < 2**128:
+            raise ValueError(f"seed must be in [0, 2^128), got {self.seed}")
         object.__setattr__(self, "method_options", options_of(self.method, self.method_options))
         known = TASKS[self.task].options
         if unknown := sorted(set(self.task_options) - set(known)):

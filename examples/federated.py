@@ -79,7 +79,7 @@ def config_of(given: argparse.Namespace, epsilon: float, seed: int) -> Config:
 def seed_of(number: int, seed: int | None) -> int:
     """The seed of the run with this number: secret, or a function of a seed that was given."""
     if seed is None:
-        return secrets.randbits(64)
+        return secrets.randbits(128)
     return int(np.random.SeedSequence([seed, number]).generate_state(1, np.uint64)[0])
 
 

@@ -141,7 +141,7 @@ def configure(given: dict[str, Any]) -> Config:
             raise ValueError(f"--recipe must be given with --task images, got {task}")
         examples = len(data.load(fields["dataset"], given["data_dir"]).train_images)
         fields = RECIPES[given["recipe"]](fields["epsilon"], examples) | fields
-    fields.setdefault("seed", secrets.randbelow(2**64))
+    fields.setdefault("seed", secrets.randbits(128))
     return Config(**fields)
 
 

@@ -286,7 +286,7 @@ BAD = [
     ("--epsilon 2 --dataset mine.npz", "in NAME.npz (here features:mine), and"),
     ("--epsilon 2 --dataset nosuch", "unknown data set 'nosuch'; known: digits"),
     ("--epsilon 2 --model adadpigu_cnn", "too small for the model 'adadpigu_cnn'"),
-    ("--epsilon 2 --seed -1", "seed must be in [0, 2^64), got -1"),
+    ("--epsilon 2 --seed -1", "seed must be in [0, 2^128), got -1"),
     ("--epsilon 2 --checkpoint-every 0", "checkpoint_every must be at least 1, got 0"),
     ("--epsilon 2 --data-dir /nonexistent", "data_dir must be a directory, got '/nonexistent'"),
     ("--resume", "nothing to resume"),

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.special
-from jax.extend.random import threefry2x32_p
 
 import dpx
 from dpx import keys
 from dpx.keys import normals
+from dpx.keys.cipher import threefry4x32
 
 
 def words(key):
@@ -22,9 +22,10 @@ def words(key):
 
 
 def test_every_bit_of_the_seed_counts():
-    seeds = [0, *(2**bit for bit in range(64)), 2**64 - 1]
+    seeds = [0, *(2**bit for bit in range(128)), 2**64 + 1, 2**128 - 1]
     assert len({words(dpx.secret_key(seed)) for seed in seeds}) == len(seeds)
-    assert dpx.secret_key(5) == dpx.secret_key(np.uint64(5)) == jax.random.key(5, impl="threefry2x32")
+    assert words(dpx.secret_key(2**96 + 2**64 * 2 + 2**32 * 3 + 4)) == (1, 2, 3, 4)
+    assert dpx.secret_key(5) == dpx.secret_key(np.uint64(5)) == dpx.secret_key(bytes(15) + b"\5")
 
 
 def test_a_fresh_key_is_nobody_elses():
@@ -34,17 +35,18 @@ def test_a_fresh_key_is_nobody_elses():
         assert np.bitwise_or.reduce(word) == np.bitwise_or.reduce(~word) == 2**32 - 1  # every bit takes both values
 
 
-@pytest.mark.parametrize("seed", [-1, 2**64, 1.0, True, "5"])
+@pytest.mark.parametrize("seed", [-1, np.int8(-1), 2**128, 1.0, True, "5", bytes(15), bytes(17), bytearray(16)])
 def test_bad_seeds(seed):
-    with pytest.raises(ValueError, match=r"seed must be a whole number in \[0, 2\^64\), got"):
+    with pytest.raises(ValueError, match=r"seed must be a whole number in \[0, 2\^128\) or 16 bytes, got an?"):
         dpx.secret_key(seed)
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
-def test_fold_in_is_that_of_jax(impl):
+def test_fold_in_enciphers_the_number(impl):
     key = jax.random.key(7, impl=impl)
     for number in (0, 1, np.int32(5), jnp.int32(5), 2**31, 2**32 - 1):
-        assert keys.fold_in(key, number) == jax.random.fold_in(key, number)
+        block = [jnp.uint32(word) for word in (int(number), 1, 0, 1)]
+        assert words(keys.fold_in(key, number)) == tuple(map(int, threefry4x32([*keys.words(key)], block)))
     for number in (-1, 2**32):
         with pytest.raises(OverflowError):
             keys.fold_in(key, number)
@@ -103,8 +105,8 @@ def test_a_number_of_the_noise_is_the_cipher_of_its_step_and_its_place():
     for place in (0, 8191, 8192, 16383, 16384, 39_999):
         chunk, within = divmod(place, 2**14)
         word, number = divmod(within, 2**13)
-        counter = [np.array([n], np.uint32) for n in (8, chunk * 2**13 + number)]
-        bits = threefry2x32_p.bind(*jax.random.key_data(key), *counter)[word]
+        counter = [np.array([n], np.uint32) for n in (8, chunk * 2**13 + number, 0, 0)]
+        bits = threefry4x32([*keys.words(key)], counter)[word]
         np.testing.assert_allclose(noise[place], normals._normal(bits)[0], rtol=1e-6)
 
 
@@ -125,7 +127,7 @@ def test_each_leaf_of_a_huge_tree_has_a_stream_of_its_own(devices, monkeypatch):
     noise = keys.normal_like(jax.random.key(3), 7, small)
     numbers = np.concatenate([np.ravel(leaf) for leaf in noise])
     assert len(numbers) - len(np.unique(numbers)) < 30 and abs(numbers.std() - 1) < 0.05
-    own = jax.random.fold_in(jax.random.key(3), 1)
+    own = jax.random.fold_in(jax.random.wrap_key_data(keys.words(jax.random.key(3)), impl="threefry4x32"), 1)
     np.testing.assert_allclose(noise[1], keys.normal_like(own, 7, small[1]), rtol=1e-6)
 
 
@@ -197,21 +199,24 @@ def test_a_leaf_too_large_for_the_noise():
         keys.normal_like(jax.random.key(3), 0, jax.ShapeDtypeStruct((2**16, 2**16), jnp.float32))
 
 
-@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "secret_key"])
 def test_a_key_that_can_be_guessed_warns_once_where_it_is_used(impl):
     sampling = dpx.PoissonSampling(examples=100, batch_size=10)
 
     def made(key):
         return dpx.dp_sgd(clip_norm=1.0, noise_multiplier=1.0, sampling=sampling, key=key)
 
-    for key in (jax.random.key(0, impl=impl), jax.random.key(2**32 - 1, impl=impl)):
+    def of(seed):
+        return dpx.secret_key(seed) if impl == "secret_key" else jax.random.key(seed, impl=impl)
+
+    for key in (of(0), of(2**32 - 1)):
         with pytest.warns(UserWarning, match=r"key must be secret.*dpx\.secret_key") as warned:
             made(key)
         assert len(warned) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         made(dpx.secret_key())
-        made(keys.stream(jax.random.key(0, impl=impl), "mechanism"))
+        made(keys.stream(of(0), "mechanism"))
         made(dpx.secret_key(2**32))
         jax.jit(lambda key: made(key).init(jnp.zeros(2)))(jax.random.key(0))
         jax.jit(lambda: made(jax.random.key(0)).init(jnp.zeros(2)))()

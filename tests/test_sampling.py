@@ -1,6 +1,10 @@
 """What is drawn is what is billed: distribution, divisor, shapes, determinism, relation."""
 
 import math
+import os
+import subprocess
+import sys
+from fractions import Fraction
 
 import dp_accounting
 import jax
@@ -8,14 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import scipy.stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dpx
 from dpx import keys
 from dpx.sampling import draws
+from tests.compiling import FLAGS
 
 KEY = jax.random.key(5)
+KEY_OF_128_BITS = 0x243F6A8885A308D313198A2E03707344
 SAMPLINGS = [
     dpx.PoissonSampling(examples=100, batch_size=10),
     dpx.FixedSizeSampling(examples=100, batch_size=10),
@@ -64,24 +71,75 @@ def test_a_sampling_has_a_stream_of_its_own(sampling, monkeypatch):
         assert list(drawn(sampling, step)) != by_own_stream[step]
 
 
-@pytest.mark.parametrize("probability", [0.1, 1 / 3, 0.5, 3 * 2.0**-32, 1 - 2.0**-32])
+@pytest.mark.parametrize("probability", [0.1, 1 / 3, 0.5, 3 * 2.0**-64, 1e-12, 1.6e-19, 2.0**-65, 1 - 2.0**-53])
 def test_a_coin_falls_for_exactly_the_words_below_the_threshold(probability, monkeypatch):
-    """Of the 2^32 words the floor(q 2^32) lowest are heads: chosen words at that edge, and far from it by some bits."""
-    heads = math.floor(probability * 2**32)
-    words = {0, 1, heads // 2, heads - 1, heads, (heads + 1) % 2**32, 2**32 - 1}
-    words |= {(heads + nudge) % 2**32 for nudge in (-(2**24), -(2**16), -(2**8), 2**8, 2**16, 2**24)}
-    words = np.array(sorted(words), np.uint32)
+    """Of the 2^64 numbers the floor(q 2^64) lowest are heads: chosen ones at that edge, and far from it by some bits.
+
+    So the rate of the coin is at most the billed one, and above 0 where that is at least 2^-64.
+    """
+    heads = math.floor(Fraction(probability) * 2**64)
+    assert heads <= Fraction(probability) * 2**64 < heads + 1 and (heads > 0) == (probability >= 2.0**-64)
+    numbers = {0, 1, heads // 2, heads - 1, heads, heads + 1, 2**32 - 1, 2**32, 2**63, 2**64 - 1}
+    numbers |= {heads + sign * 2**bits for sign in (-1, 1) for bits in range(0, 64, 4)}
+    numbers = sorted({number % 2**64 for number in numbers})
+    high, low = (jnp.array(words, jnp.uint32) for words in zip(*(divmod(n, 2**32) for n in numbers), strict=True))
     asked = []
 
-    def bits(key, shape, dtype):
-        asked.append((shape, dtype))
-        return jnp.asarray(words)
+    def drawn(words, count):
+        asked.append((words.tolist(), count))
+        return [high, low, low, high]
 
-    monkeypatch.setattr(jax.random, "bits", bits)
-    coins = draws.coins.__wrapped__(KEY, len(words), probability)
-    assert asked == [((len(words),), jnp.uint32)]
+    monkeypatch.setattr(draws.cipher, "drawn", drawn)
+    coins = draws.coins.__wrapped__(KEY, len(numbers), probability)
+    assert asked == [(keys.words(KEY).tolist(), len(numbers))]
     assert coins.dtype == np.bool_
-    assert coins.tolist() == [int(word) < heads for word in words]
+    assert coins.tolist() == [number < heads for number in numbers]
+
+
+@pytest.mark.parametrize("word", range(4))
+def test_an_order_is_that_of_128_bits_of_each_example(word, monkeypatch):
+    """Examples that differ in one of the four words alone are in its order, also at the end of a part of the order."""
+    words = np.zeros((4, 100), np.uint32)
+    words[word] = np.random.default_rng(0).permutation(100) + 2**31
+    monkeypatch.setattr(draws, "_drawn", lambda key_words, count: list(words))
+    for count in (1, 10, 99, 100):
+        found = draws.order(KEY, 100, count)
+        assert found.dtype == np.int32 and found.tolist() == np.argsort(words[word])[:count].tolist()
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_every_order_is_as_likely(count):
+    """2,400 orders of 4 examples, by a test of chi squared of false alarm 1e-6."""
+    found = [tuple(draws.order(keys.fold_in(KEY, number), 4, count).tolist()) for number in range(2400)]
+    _, times = np.unique(found, axis=0, return_counts=True)
+    assert len(times) == math.perm(4, count)
+    assert scipy.stats.chisquare(times).pvalue > 1e-6
+
+
+def test_batches_depend_on_every_bit_of_the_key_and_on_no_setting():
+    """The 128 keys that differ from one in a bit, and programs with other settings of jax, on one device and on 8."""
+    near = [KEY_OF_128_BITS, *(KEY_OF_128_BITS ^ 1 << bit for bit in range(128))]
+    for sampling in SAMPLINGS[:3]:
+        batches = {tuple(drawn(sampling, 3, dpx.secret_key(seed)).tolist()) for seed in near}
+        assert len(batches) == len(near)
+    expected = batches_as_text()
+    with jax.enable_x64(True), jax.threefry_partitionable(False), jax.numpy_dtype_promotion("standard"):
+        jax.clear_caches()
+        draws._permutation.cache_clear()
+        assert batches_as_text() == expected
+    flags = f"{FLAGS} --xla_force_host_platform_device_count=8"
+    elsewhere = subprocess.run(
+        [sys.executable, "-c", "import jax; from tests import test_sampling as t; print(t.batches_as_text())"],
+        env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert elsewhere.stdout.strip().splitlines()[-1] == expected
+
+
+def batches_as_text():
+    return repr([drawn(sampling, 3, dpx.secret_key(KEY_OF_128_BITS)).tolist() for sampling in SAMPLINGS])
 
 
 def test_poisson_coins_are_independent_and_have_the_billed_probability():

@@ -178,5 +178,5 @@ def _on_shared_batches(runs, events) -> dp_accounting.DpEvent:
 
 def same_key(first: jax.Array, second: jax.Array) -> bool:
     """Whether two PRNG keys, (), are one."""
-    first_words, second_words = (np.asarray(jax.random.key_data(keys.require(key))) for key in (first, second))
+    first_words, second_words = (np.asarray(keys.words(keys.require(key))) for key in (first, second))
     return np.array_equal(first_words, second_words)

@@ -10,8 +10,13 @@ from dpx.checking.report import Finding
 from dpx.trees import Tree
 from dpx.xla.jaxprs import bodies
 
-DRAWS = ("random_bits", "threefry2x32", "rng_bit_generator")  # the primitives that turn a key into random numbers
-KEYS = {"threefry2x32": 2}  # how many of the first operands are the key; 1 of the others
+DRAWS = (
+    "random_bits",
+    "threefry2x32",
+    "threefry4x32",
+    "rng_bit_generator",
+)  # the primitives that turn a key into random numbers
+KEYS = {"threefry2x32": 2, "threefry4x32": 4}  # how many of the first operands are the key; 1 of the others
 
 
 def constant_keys(loss: Callable, params: Tree, example: Tree, *, with_key: bool) -> Finding:

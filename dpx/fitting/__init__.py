@@ -2,7 +2,7 @@
 
 To continue a run later, keep its seed and its checkpoints, both as secret as the data, and run the same program again:
 
-    seed = secrets.randbits(64)                    # once; then written down: seed = 0x...
+    seed = secrets.randbits(128)                   # once; then written down: seed = 0x...
     key = dpx.secret_key(seed)
     optimizer = dpx.chain(dpx.dp_sgd(..., key=key), optax.adam(1e-3))
     result = dpx.fit(loss, optimizer, params, data, checkpoints="runs/1")

@@ -1,6 +1,7 @@
 """The secret key, the named streams that are derived from it, and the noise that a stream draws.
 
-`streams.py` derives keys; `normals.py` makes standard normals of a key, in the shapes of all parameters.
+`streams.py` derives keys by the cipher of `cipher.py`; `normals.py` makes standard normals of a key, in the shapes of
+all parameters.
 """
 
 from dpx.keys.streams import SMALL as SMALL
@@ -13,3 +14,4 @@ from dpx.keys.streams import require as require
 from dpx.keys.streams import secret as secret
 from dpx.keys.streams import secret_key as secret_key
 from dpx.keys.streams import stream as stream
+from dpx.keys.streams import words as words

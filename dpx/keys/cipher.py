@@ -1,10 +1,22 @@
 """The cipher Threefry-4x32 of 20 rounds (Salmon et al. 2011, https://doi.org/10.1145/2063384.2063405), on JAX arrays.
 
-It is a permutation of the 2^128 blocks for each of 2^128 keys. All random numbers of dpx come from it. The cipher of
-`jax.random.key`, Threefry-2x32, has keys and blocks of 64 bits: 2^64 trials find a key, and at the 10^10 numbers of a
-long run, even an ideal permutation of 64-bit blocks differs from a random function, because no block comes twice.
+It is a permutation of the 2^128 blocks for each of 2^128 keys. The cipher of `jax.random.key`, Threefry-2x32, has keys
+and blocks of 64 bits: 2^64 trials find a key, and at the 10^10 numbers of a long run, even an ideal permutation of
+64-bit blocks differs from a random function, because no block comes twice.
+
+No two uses of one key encipher the same block, because they differ in the second or the last word:
+
+    the noise                   (step + 1, place, 0, 0)
+    a key of a key, `derived`   (number, 1, 0, DERIVED)
+    other numbers, `drawn`      (place, 1, 0, DRAWN)
+    jax's split and fold_in     (0, 0, high, low)
+    jax's bits                  (high, low, 0, 0)
+
+jax's own uses of one key share a block: `jax.random.bits` and `jax.random.fold_in` both encipher that of zeros. So
+dpx gives jax.random only keys from which nothing else is drawn.
 """
 
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -15,6 +27,8 @@ import numpy as np
 TURNS = (10, 26), (11, 21), (13, 27), (23, 5), (6, 20), (17, 11), (25, 10), (18, 20)
 ROUNDS = 20
 PARITY = np.uint32(0x1BD11BDA)
+
+DERIVED, DRAWN = 1, 2  # the last word of a block
 
 
 def threefry4x32(key: Sequence[jax.Array], block: Sequence[jax.Array]) -> list[jax.Array]:
@@ -48,3 +62,25 @@ def threefry4x32(key: Sequence[jax.Array], block: Sequence[jax.Array]) -> list[j
             a, b, c = (lax.add(word, added[(group + place) % 5]) for place, word in enumerate((a, b, c)))
             d = lax.add(d, every(scalars[(group + 3) % 5] + np.uint32(group)))
     return [a, b, c, d]
+
+
+@jax.jit
+def derived(words: jax.Array, number: jax.Array) -> jax.Array:
+    """The words of a new key, uint32 (4,), from those of a key, uint32 (4,), and a number, uint32 ()."""
+    lax, place = jax.lax, jax.lax.iota(jnp.uint32, 4)
+    every = functools.partial(lax.full_like, place)
+    found = threefry4x32([*words], [lax.broadcast(number, (4,)), every(1), every(0), every(DERIVED)])
+    # One array of four equal columns, of which the selects take one word each, is one program for XLA. Computed as
+    # numbers (), the four words are four programs, and take three times as long to compile.
+    low = lax.select(lax.lt(place, every(1)), found[0], found[1])
+    high = lax.select(lax.lt(place, every(3)), found[2], found[3])
+    return lax.select(lax.lt(place, every(2)), low, high)
+
+
+def drawn(words: jax.Array, count: int) -> list[jax.Array]:
+    """128 random bits for each of `count` places: four uint32 arrays (count,). words: of the key, uint32 (4,).
+
+    They depend on no setting of jax, unlike those of `jax.random.bits`.
+    """
+    every = functools.partial(jax.lax.full, (count,), dtype=jnp.uint32)
+    return threefry4x32([*words], [jax.lax.iota(jnp.uint32, count), every(1), every(0), every(DRAWN)])

@@ -16,8 +16,8 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.random import threefry2x32_p
 
+from dpx.keys.cipher import threefry4x32
 from dpx.trees import Tree
 from dpx.xla.ordering import opaque_false
 
@@ -28,8 +28,6 @@ LARGEST_LEAF = 2**32 - CHUNK_NUMBERS  # numbers, because places in a leaf are ui
 ONE_STREAM = 2**31  # numbers, because an index of an array is an int32
 REPEATED = 4  # leaves with the shape of an earlier one; for fewer, sharing programs takes longer to compile
 
-TURNS = (13, 15, 26, 6), (17, 29, 16, 24)  # of the cipher, in bits
-
 # sqrt(2) erf_inv(u) / u is this ratio of polynomials in w = -log(1 - u^2), highest power first, up to 3e-8, relatively,
 # for 0 <= w <= 15.3. They were fitted by least squares at Chebyshev nodes, weighted until the largest error was least.
 NUMERATOR = (3.5119945e-05, 0.0009081522, 0.010938076, 0.083928935, 0.43215206, 1.2533141)
@@ -37,7 +35,7 @@ DENOMINATOR = (1.3300248e-06, 0.000181579, 0.0018522635, 0.032200865, 0.08300832
 
 
 def standard_normals(key: jax.Array, step: jax.Array | int, tree: Tree) -> Tree:
-    """Independent standard normals, float32, in the shapes of `tree`. key: a threefry2x32 key, (). step: int32 ().
+    """Independent standard normals, float32, in the shapes of `tree`. key: a threefry4x32 key, (). step: int32 ().
 
     On a CPU, a loop draws one chunk after another, which stays in the cache. It runs after the large arrays of `tree`
     are computed, because its memory may then be that of what they were computed from (benchmarks/transformers.py). On
@@ -61,7 +59,7 @@ def standard_normals(key: jax.Array, step: jax.Array | int, tree: Tree) -> Tree:
 
 @jax.jit(static_argnums=(3, 4))
 def _leaves(words, step, never, shapes: tuple[tuple[int, ...], ...], sharded: bool) -> list[jax.Array]:
-    """The leaves of these shapes, float32. words: of the key, uint32 (2,). step: int (). never: False, bool (), which a
+    """The leaves of these shapes, float32. words: of the key, uint32 (4,). step: int (). never: False, bool (), which a
     loop on a CPU waits for. sharded: bool, whether to compute each leaf by itself."""
     starts = list(itertools.accumulate(map(math.prod, shapes), initial=0))
     half = max(1, min(CHUNK_NUMBERS, starts[-1] + 1) // 2)
@@ -111,28 +109,9 @@ def _chunks(words: jax.Array, step: jax.Array, never: jax.Array, count: int, hal
     return jax.lax.fori_loop(0, count, draw, jnp.full((2 * count, half), zero))
 
 
-def _threefry(words: jax.Array, first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The cipher Threefry-2x32 of 20 rounds (Salmon et al. 2011, https://doi.org/10.1145/2063384.2063405): uint32.
-
-    The values of `threefry2x32_p`, which is a loop of five groups of rounds on a CPU, and computes each group twice.
-    """
-    lax = jax.lax  # `jnp` takes longer to trace
-
-    def every(value) -> jax.Array:
-        return lax.full(second.shape, value, jnp.uint32)
-
-    one, two = words
-    keys = one, two, one ^ two ^ np.uint32(0x1BD11BDA)
-    shifts = {bits: every(bits) for turn in itertools.chain(*TURNS) for bits in (turn, 32 - turn)}
-    first, second = lax.add(first, every(one)), lax.add(second, every(two))
-    for group in range(5):
-        for turn in TURNS[group % 2]:
-            first = lax.add(first, second)
-            high, low = lax.shift_left(second, shifts[turn]), lax.shift_right_logical(second, shifts[32 - turn])
-            second = lax.bitwise_xor(first, lax.bitwise_or(high, low))
-        first = lax.add(first, every(keys[(group + 1) % 3]))
-        second = lax.add(second, every(keys[(group + 2) % 3] + np.uint32(group + 1)))
-    return first, second
+def _threefry(words: jax.Array, first: jax.Array, second: jax.Array) -> tuple[jax.Array, ...]:
+    """Two of the four words of the blocks (first, second, 0, 0), enciphered: uint32 arrays."""
+    return tuple(threefry4x32([*words], [first, second, zeros := jnp.zeros_like(first), zeros])[:2])
 
 
 def _at_once(arrays: tuple[jax.Array, ...]) -> list[jax.Array]:
@@ -159,7 +138,7 @@ def _part(words: jax.Array, step: jax.Array, start: jax.Array, shape: tuple[int,
     chunk, place = lax.div(place, every(2 * half)), lax.rem(place, every(2 * half))
     in_first = lax.lt(place, every(half))
     pair = lax.add(lax.mul(chunk, every(half)), lax.rem(place, every(half)))
-    first, second = threefry2x32_p.bind(*words, every(step.astype(jnp.uint32) + np.uint32(1)), pair)
+    first, second = _threefry(words, every(step.astype(jnp.uint32) + np.uint32(1)), pair)
     return _normal(lax.select(in_first, first, second))
 
 

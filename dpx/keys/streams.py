@@ -14,7 +14,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from dpx.keys import normals
+from dpx.keys import cipher, normals
 
 SMALL = (
     "the key must be secret, but it looks like one of a seed below 2^32, such as jax.random.key(0). Anyone can try all "
@@ -22,22 +22,25 @@ SMALL = (
 )
 
 
-def secret_key(seed: int | None = None) -> jax.Array:
-    """A typed PRNG key, (), from all 64 bits of `seed`. The key and the seed are as secret as the data.
+def secret_key(seed: int | bytes | None = None) -> jax.Array:
+    """A typed PRNG key, (), from all 128 bits of `seed`. The key and the seed are as secret as the data.
 
-    seed: an int in [0, 2^64); None takes 64 fresh bits from the operating system. To continue the run later, take a
-        seed yourself (`secrets.randbits(64)`) and keep it.
+    seed: an int in [0, 2^128), or 16 bytes, the highest first; None takes 128 fresh bits from the operating system. To
+        continue the run later, take a seed yourself (`secrets.randbits(128)`) and keep it.
 
-    `jax.random.key` keeps only the lowest 32 bits of a seed, and anyone can try them all. Below 2^32 both give the same
-    key. Raises ValueError for any other seed.
+    Everything random in dpx is drawn by a cipher with a key of 128 bits (dpx/keys/cipher.py), which is this one. Other
+    keys of JAX are accepted, but hold less: `jax.random.key` keeps only the lowest 32 bits of a seed, and anyone can
+    try them all; a key "threefry2x32" has at most 64 secret bits. Raises ValueError for any other seed.
     """
     if seed is None:
-        seed = secrets.randbits(64)
-    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 2**64:
+        seed = secrets.token_bytes(16)
+    if isinstance(seed, int | np.integer) and not isinstance(seed, bool) and 0 <= seed < 2**128:
+        seed = int(seed).to_bytes(16)
+    if not isinstance(seed, bytes) or len(seed) != 16:
         kind = type(seed).__name__  # a seed is a secret, also a wrong one
-        raise ValueError(f"seed must be a whole number in [0, 2^64), got {kind if kind != 'int' else 'another int'}")
-    words = np.array(divmod(int(seed), 2**32), np.uint32)
-    return jax.random.wrap_key_data(jnp.asarray(words), impl="threefry2x32")
+        got = f"another {kind}" if isinstance(seed, int | np.integer | bytes) else f"a {kind}"
+        raise ValueError(f"seed must be a whole number in [0, 2^128) or 16 bytes, got {got}")
+    return _typed(jnp.asarray(np.frombuffer(seed, ">u4").astype(np.uint32)))
 
 
 def require(key: jax.Array) -> jax.Array:
@@ -63,11 +66,17 @@ def is_key(leaf: Any) -> bool:
 
 
 def is_small(key: jax.Array) -> bool:
-    """Whether a key, (), is known and looks like one of a seed below 2^32; others do with probability 2^-32."""
+    """Whether a key, (), is known and looks like one of a seed below 2^32; others do with probability 2^-32 or less.
+
+    A key "threefry4x32" or "philox" of `jax.random.key` hides its seed, and looks like any other.
+    """
     if isinstance(key, jax.core.Tracer):
         return False
     data = jax.random.key_data(require(key))
-    return not isinstance(data, jax.core.Tracer) and int(np.asarray(data)[0]) == 0
+    if isinstance(data, jax.core.Tracer):
+        return False
+    first, second, third, last = [0] * (4 - data.size) + np.ravel(data).tolist()[:4]
+    return first == third == 0 and second in (0, last)  # a key "rbg" holds its seed twice
 
 
 def secret(key: jax.Array) -> jax.Array:
@@ -80,42 +89,48 @@ def secret(key: jax.Array) -> jax.Array:
 def stream(key: jax.Array, name: str, step: jax.Array | int | None = None) -> jax.Array:
     """The key, (), for the use called `name`; with a step, int (), the key for that step alone.
 
-    It is a threefry2x32 key, whatever the implementation of `key` is. Raises ValueError as `require` does.
+    It is a key "threefry4x32" of 128 bits, whatever the implementation of `key` is. Raises ValueError as `require`
+    does.
     """
-    named = fold_in(_threefry(require(key)), zlib.crc32(name.encode()))
+    named = fold_in(require(key), zlib.crc32(name.encode()))
     return named if step is None else fold_in(named, step)
 
 
-def _threefry(key: jax.Array) -> jax.Array:
-    """A threefry2x32 key, (), made from all words of `key`, (), if it is of another implementation.
-
-    Under `jax.vmap`, a key "rbg" draws from the first of all keys alone, so that runs of different keys share noise.
-    """
-    if str(jax.random.key_impl(key)) == "threefry2x32":
-        return key
-    words = jax.random.key_data(key)
-    mixed = jax.random.wrap_key_data(words[:2], impl="threefry2x32")
-    return functools.reduce(fold_in, words[2:], mixed)
-
-
 def fold_in(key: jax.Array, number: jax.Array | int) -> jax.Array:
-    """The key, (), that `jax.random.fold_in` derives from a key, (), and a number in [0, 2^32), int ().
+    """The key "threefry4x32", (), that is derived from a key, (), and a number in [0, 2^32), int ().
 
-    Raises OverflowError for a known number out of this range.
+    It differs from that of `jax.random.fold_in`, which shares a block of the cipher with `jax.random.bits`. Raises
+    OverflowError for a known number out of this range.
     """
-    word: Any = number if isinstance(number, jax.Array) else np.uint32(int(number))
-    return jax.random.fold_in(key, word)
+    word = number.astype(jnp.uint32) if isinstance(number, jax.Array) else np.uint32(int(number))
+    return _typed(cipher.derived(words(key), word))
+
+
+def words(key: jax.Array) -> jax.Array:
+    """The 128 bits of a key, (), that enter the cipher: uint32 (4,), the highest first.
+
+    A shorter key is padded with zeros, so it is the key of the same number. No fresh `secret_key` is that of a key of
+    64 bits, but with probability 2^-64. The words beyond four are folded in. Under `jax.vmap`, a key "rbg" draws from
+    the first of all keys alone, so that runs of different keys share noise; here only its words matter.
+    """
+    data = jax.random.key_data(key).reshape(-1)
+    if data.size < 4:
+        data = jnp.concatenate([jnp.zeros(4 - data.size, jnp.uint32), data])
+    return functools.reduce(cipher.derived, data[4:], data[:4])
+
+
+def _typed(data: jax.Array) -> jax.Array:
+    return jax.random.wrap_key_data(data, impl="threefry4x32")
 
 
 def mark(key: jax.Array) -> jax.Array:
     """A number in [2^31, 2^32), uint32 (), which differs for two keys with probability 1 - 2^-31, and reveals no more.
 
-    If the key is known, so is the mark, also inside of jit. It is made from the words of the "mark" stream, which draws
-    nothing, because `jax.random.bits` depends on jax's settings.
+    If the key is known, so is the mark, also inside of jit. It is a word of the key of the "mark" stream, which draws
+    nothing.
     """
     with jax.ensure_compile_time_eval():
-        words = jax.random.key_data(stream(key, "mark"))
-        return (words[0] + 3 * words[-1]) | jnp.uint32(2**31)
+        return words(stream(key, "mark"))[0] | jnp.uint32(2**31)
 
 
 def normal_like(key: jax.Array, step: jax.Array | int, tree):
@@ -123,4 +138,4 @@ def normal_like(key: jax.Array, step: jax.Array | int, tree):
 
     key: of the mechanism's "noise" stream, (). step: int (), below 2^31. Two steps of one key have independent normals.
     """
-    return normals.standard_normals(_threefry(key), step, tree)
+    return normals.standard_normals(_typed(words(key)), step, tree)

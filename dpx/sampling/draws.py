@@ -12,6 +12,7 @@ import numpy as np
 import scipy.special
 
 from dpx import keys
+from dpx.keys import cipher
 from dpx.sampling.batch import Batch
 from dpx.states.record import Drawn, sampling_fingerprint, unit_mark
 from dpx.trees import Tree, batch_size, described, outlined
@@ -106,10 +107,16 @@ def step_key(key: jax.Array, step: int) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def coins(key: jax.Array, examples: int, probability: float) -> jax.Array:
-    """Which examples take part, bool (examples,): each with at most `probability`, which is rounded down to 32 bits."""
+    """Which examples take part, bool (examples,): each with `probability`, rounded down to a multiple of 2^-64.
+
+    So the billed rate, `probability`, is at least that of the coin. The divisor stays the public one.
+    """
     if probability == 1:
         return jnp.ones(examples, bool)
-    return jax.random.bits(key, (examples,), jnp.uint32) < jnp.uint32(math.floor(probability * 2**32))
+    high, low, _, _ = cipher.drawn(keys.words(key), examples)
+    # Exact, because the product with a power of 2 is.
+    heads_high, heads_low = map(np.uint32, divmod(math.floor(probability * 2**64), 2**32))
+    return (high < heads_high) | (high == heads_high) & (low < heads_low)
 
 
 def pad(drawn: np.ndarray, size: int) -> Draw:
@@ -145,15 +152,30 @@ def round_up(number: float, multiple: int) -> int:
     return math.ceil(number / multiple) * multiple
 
 
+_drawn = jax.jit(cipher.drawn, static_argnums=1)
+
+
+def order(key: jax.Array, examples: int, count: int) -> np.ndarray:
+    """The first `count` of a uniformly random order of the examples, int32 (count,).
+
+    The order is that of 128 random bits for each example. It is uniform unless two examples have the same bits, with a
+    probability below N^2 / 2^129: 2^-67 for the 2^31 examples that an index counts.
+    """
+    words = list(map(np.asarray, _drawn(keys.words(key), examples)))
+    high = words[0].astype(np.uint64) << np.uint64(32) | words[1]
+    candidates = np.flatnonzero(high <= np.partition(high, count - 1)[count - 1])  # sorting all takes longer
+    sorted_by = words[3][candidates], words[2][candidates], high[candidates]  # the last one first
+    return candidates[np.lexsort(sorted_by)][:count].astype(np.int32)
+
+
 def permutation(key: jax.Array, examples: int) -> np.ndarray:
     """A uniformly random order of the examples, int32 (examples,).
 
     The last two orders are kept in memory, because every step of an epoch needs the same one.
     """
-    return _permutation(np.asarray(jax.random.key_data(key)).tobytes(), examples)
+    return _permutation(np.asarray(keys.words(key)).tobytes(), examples)
 
 
 @functools.lru_cache(maxsize=2)
-def _permutation(data: bytes, examples: int) -> np.ndarray:
-    key = jax.random.wrap_key_data(jnp.asarray(np.frombuffer(data, np.uint32)), impl="threefry2x32")
-    return np.asarray(jax.random.permutation(key, examples))
+def _permutation(words: bytes, examples: int) -> np.ndarray:
+    return order(jax.random.wrap_key_data(np.frombuffer(words, np.uint32), impl="threefry4x32"), examples, examples)

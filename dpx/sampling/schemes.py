@@ -18,7 +18,18 @@ import numpy as np
 from dp_accounting import DpEvent, GaussianDpEvent
 
 from dpx.sampling.base import Sampling as Sampling
-from dpx.sampling.draws import Draw, coins, keep_sizes, pad, permutation, require_step, round_up, step_key, usual_rows
+from dpx.sampling.draws import (
+    Draw,
+    coins,
+    keep_sizes,
+    order,
+    pad,
+    permutation,
+    require_step,
+    round_up,
+    step_key,
+    usual_rows,
+)
 from dpx.validation import require_whole
 
 
@@ -96,8 +107,7 @@ class FixedSizeSampling(Sampling):
 
     def draw(self, key: jax.Array, step: int, *, size: int | None = None) -> Draw:
         own = step_key(key, require_step(key, step))
-        drawn = jax.random.choice(own, self.examples, (self.batch_size,), replace=False)
-        return pad(np.asarray(drawn), size or self.batch_size)
+        return pad(order(own, self.examples, self.batch_size), size or self.batch_size)
 
     def event(self, multipliers: np.ndarray) -> DpEvent:
         return _composed(

@@ -47,9 +47,7 @@ def takes_part(sampling: Any) -> Callable[..., Any]:
     """
 
     def poisson(key, steps):
-        return jax.vmap(lambda step: coins(jax.random.fold_in(key, step), 1, sampling.probability)[0])(
-            jnp.arange(steps)
-        )
+        return jax.vmap(lambda step: coins(keys.fold_in(key, step), 1, sampling.probability)[0])(jnp.arange(steps))
 
     def fixed_size(key, steps):
         return jax.random.randint(key, (steps,), 0, sampling.examples) < sampling.batch_size
