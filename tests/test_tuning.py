@@ -246,13 +246,13 @@ def test_every_configuration_is_billed_drawn_or_not():
 def test_an_interrupted_search_has_the_same_trials_again(tmp_path):
     tmp_path.chmod(0o755)
     search = Searcher(checkpoints=tmp_path, trials=20)
-    whole, trials = search(3), search.trials
+    whole, trials = search(5), search.trials
     assert len(trials) > 2 and [trial.folder.name for trial in trials] == [str(n) for n in range(len(trials))]
     search.fails_at = 2
     with pytest.raises(KeyboardInterrupt):
-        search(3)
+        search(5)
     search.fails_at = None
-    again = search(3)
+    again = search(5)
     assert [bits(t.optimizer.key) for t in search.trials] == [bits(t.optimizer.key) for t in trials]
     assert search.drawn() == [t.configuration["rate"] for t in trials] and again.score == whole.score
     assert (tmp_path / "SENSITIVE").exists()
@@ -362,7 +362,7 @@ def test_configurations_whose_bills_cross_within_a_budget():
     """Small batches for many steps and whole ones for few: the worst depends on the Renyi order."""
     sizes = [{"rate": 1.0, "batch_size": 5}, {"rate": 2.0, "batch_size": 1000}, {"rate": 3.0, "batch_size": 50}]
     search = Searcher(sizes, **WITHIN)
-    found = search(3, trials=20)
+    found = search(7, trials=20)
     assert 2.0 * (1 - 2e-4) <= found.epsilon <= 2.0
     noise = {t.configuration["batch_size"]: t.optimizer.noise_multiplier for t in search.trials}
     steps = {t.configuration["batch_size"]: t.optimizer.budget.steps for t in search.trials}

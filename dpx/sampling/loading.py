@@ -25,7 +25,7 @@ from dpx.validation import require_whole
 
 Rows = Callable[[np.ndarray], Tree]  # from indices, int32 (B,), to the examples
 Piece = tuple[Draw, Drawn, bool]  # rows of a batch or chunk, how it was drawn, and whether its step ends with it
-SETTINGS = ("enable_x64", "threefry_partitionable", "default_device")  # of jax, which `with` sets for one thread alone
+SETTINGS = ("enable_x64", "default_device")  # of jax, which `with` sets for one thread alone
 
 
 @dataclass(frozen=True, kw_only=True)
