@@ -368,8 +368,8 @@ def noise_from_the_projection(key, steps):
     """The noise has the key of the random projection, so whoever knows the projection subtracts it."""
 
     def release(sums, state, params):
-        step_key = keys.fold_in(keys.stream(key, "projection"), state.step)
-        matrix_key = keys.fold_in(keys.fold_in(step_key, 0), 0)  # of the first group's first block
+        step_key = keys.public(keys.fold_in(keys.stream(key, "projection"), state.step))
+        matrix_key = jax.random.fold_in(jax.random.fold_in(step_key, 0), 0)  # of the first group's first block
         noise = jax.random.normal(matrix_key, sums[0][0].shape)
         return [(sums[0][0] + DEVIATION * noise) / SAMPLING.divisor], state.after(NOISE_MULTIPLIER)
 

@@ -103,6 +103,13 @@ def test_a_key_of_more_words_counts_with_all():
     assert len(marks) == 7
 
 
+def test_a_public_key_is_half_of_a_derived_one():
+    key = keys.stream(dpx.secret_key(SEED), "example", 3)
+    public = keys.public(key)
+    assert str(jax.random.key_impl(public)) == "threefry2x32" and jax.random.bernoulli(public).shape == ()
+    assert jax.random.key_data(public).tolist() == keys.words(key)[:2].tolist()
+
+
 def test_a_shorter_key_is_that_of_its_number():
     words = jnp.array([3, 4], jnp.uint32)
     assert keys.words(jax.random.wrap_key_data(words, impl="threefry2x32")).tolist() == [0, 0, 3, 4]

@@ -130,8 +130,7 @@ def test_keys_of_the_examples_are_a_stream_of_their_own():
         )
         run = jax.jit(gradient)(params, dpx.Batch(batch, None), mechanism.init(params)).unreleased.aux
         found |= {f"{name} {row}": tuple(data) for row, data in enumerate(np.asarray(run).tolist())}
-        words = dpx.keys.words(dpx.keys.stream(key, "example", 0))
-        expected = jax.random.fold_in(jax.random.wrap_key_data(words[:2], impl="threefry2x32"), 15)
+        expected = jax.random.fold_in(dpx.keys.public(dpx.keys.stream(key, "example", 0)), 15)
         np.testing.assert_array_equal(run[15], jax.random.key_data(expected))
     assert len(set(found.values())) == len(found) == 3 * 16
 

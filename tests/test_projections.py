@@ -292,7 +292,7 @@ def test_equals_the_pseudo_code(name):
             draws.append((None, np.asarray(normals, np.float64)))
             continue
         stream = keys.stream(KEY, "projection of the sum" if "order" in options else "projection")
-        draw = keys.fold_in(keys.fold_in(stream, step), 0)
+        draw = jax.random.fold_in(keys.public(keys.fold_in(stream, step)), 0)
         p = np.asarray(matrices("gaussian", (18,), rank)(draw[None]), np.float64)[0]
         normals = keys.normal_like(noise_key, step, [jnp.zeros(rank)])[0]
         draws.append((math.sqrt(rank) * p.T, np.asarray(normals, np.float64)))

@@ -50,7 +50,7 @@ def random_freeze(*, freeze_rate: ScalarOrSchedule, every: int, posterior: bool 
     stream = keys.stream(key, "random_freeze")
 
     def begin(step, like) -> RandomFreezeState:
-        seed = keys.words(keys.fold_in(stream, step // every))[:2]  # half of the words of a key with no other use
+        seed = jax.random.key_data(keys.public(keys.fold_in(stream, step // every)))
         kept = count(share, step, like)
         return RandomFreezeState(step, seed, kept, random_mask(seed, kept, like))
 

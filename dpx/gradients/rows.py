@@ -24,10 +24,8 @@ def rows_of(mechanism: Mechanism, state: Tree, examples: Tree, *, with_key: bool
     size, step = batch_size(examples), find_state(state, ReleaseState, "mechanism's state").step
     if not with_key:
         return (examples,)
-    # Half of the stream's own words, because the loss may draw much from a key, and Threefry-2x32 takes half the time.
-    # It holds no secret, because an example's contribution is bounded for any numbers that its loss draws.
-    words = keys.words(keys.stream(mechanism.key, "example", step))
-    key = jax.random.wrap_key_data(words[:2], impl="threefry2x32")
+    # Anyone may know what the loss draws, because an example's contribution is bounded for any such numbers.
+    key = keys.public(keys.stream(mechanism.key, "example", step))
     positions = jnp.arange(size, dtype=jnp.uint32) + jnp.asarray(first).astype(jnp.uint32)
     return examples, jax.vmap(jax.random.fold_in, (None, 0))(key, positions)
 

@@ -10,6 +10,7 @@ from dpx.keys.streams import is_key as is_key
 from dpx.keys.streams import is_small as is_small
 from dpx.keys.streams import mark as mark
 from dpx.keys.streams import normal_like as normal_like
+from dpx.keys.streams import public as public
 from dpx.keys.streams import require as require
 from dpx.keys.streams import secret as secret
 from dpx.keys.streams import secret_key as secret_key

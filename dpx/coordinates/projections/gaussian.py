@@ -6,7 +6,6 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from dpx import keys
 from dpx.coordinates.projections.sketch import DRAWN_AT_ONCE, EXACT, Segments, Sketch, join, split
 
 
@@ -44,7 +43,7 @@ def _blocks(size: int, rank: int) -> int:
 
 def _rows(key: jax.Array, block: jax.Array, size: int, rank: int) -> jax.Array:
     """One block of rows of A^T, float32 (height, size)."""
-    return jax.random.normal(keys.fold_in(key, block), (_height(size, rank), size))
+    return jax.random.normal(jax.random.fold_in(key, block), (_height(size, rank), size))
 
 
 GAUSSIAN = Sketch(project, lift, stretch=None, encode_whole_batch=True)

@@ -83,10 +83,10 @@ def projection(rank, reduction_rate, kind: str, every: int | None, stream: jax.A
     stretch = sketch.stretch if bounded else None
 
     def each_group(function: Callable, state: ProjectionState, *trees: Tree) -> Tree:
-        draw = keys.fold_in(stream, 0 if every is None else state.step // every)
+        draw = keys.public(keys.fold_in(stream, 0 if every is None else state.step // every))
         numbers = jax.tree.unflatten(jax.tree.structure(ranks), range(len(jax.tree.leaves(ranks))))
         return jax.tree.map(
-            lambda number, rank, *groups: function(keys.fold_in(draw, number), rank, *groups),
+            lambda number, rank, *groups: function(jax.random.fold_in(draw, number), rank, *groups),
             numbers,
             ranks,
             *trees,
