@@ -1,6 +1,6 @@
-"""The time to compile and to draw the noise of a step, against one `jax.random.normal` for each parameter.
+"""The time to compile and to make a noisy release, against float32 noise of one `jax.random.normal` for each parameter.
 
-`python -m benchmarks.noise` writes results/noise.md: `dpx.keys.normals` with several sizes of a chunk.
+`python -m benchmarks.noise` writes results/noise.md: `dpx.keys.release` with several sizes of a chunk.
 """
 
 import argparse
@@ -17,7 +17,7 @@ SHAPES = {
     "transformer of 4 layers, 50 arrays": [(5000, 256), (256,)]
     + 4 * [shape for matrix in LAYER.values() for shape in (matrix, (256,), (256,), matrix[1:])],
 }
-CHUNKS = (2**12, 2**14, 2**16, 2**18)
+CHUNKS = (2**11, 2**13, 2**15, 2**17)
 
 
 def main() -> None:
@@ -29,21 +29,22 @@ def main() -> None:
     import jax.numpy as jnp
     import optax
 
-    from dpx.keys import normals
+    from dpx.keys import noise
 
-    def step(draw, key, number, sums):
-        return jax.tree.map(lambda total, noise: (total + 0.3 * noise) / 64, sums, draw(key, number, sums))
+    def step(release, key, number, sums):
+        return jax.tree.map(lambda released: released / 64, release(key, number, sums, 0.3))
 
-    def by_leaves(key, number, sums):
-        return optax.tree.random_like(jax.random.fold_in(key, number), sums, jax.random.normal, jnp.float32)
+    def by_leaves(key, number, sums, deviation):
+        drawn = optax.tree.random_like(jax.random.fold_in(key, number), sums, jax.random.normal, jnp.float32)
+        return jax.tree.map(lambda total, normals: total + deviation * normals, sums, drawn)
 
     results = {}
     for name, shapes in SHAPES.items():
         sums, compile_seconds, programs = [jnp.ones(shape) for shape in shapes], {}, {}
-        draws = {"a generator for each array": by_leaves} | dict.fromkeys(map(str, CHUNKS), normals.standard_normals)
+        draws = {"a generator for each array": by_leaves} | dict.fromkeys(map(str, CHUNKS), noise.release)
         for row, draw in draws.items():
             jax.clear_caches()
-            with mock.patch.object(normals, "CHUNK_NUMBERS", int(row) if row.isdigit() else 0):
+            with mock.patch.object(noise, "CHUNK_NUMBERS", int(row) if row.isdigit() else 0):
                 start = time.perf_counter()
                 programs[row] = (
                     jax.jit(functools.partial(step, draw)).lower(jax.random.key(0), jnp.int32(0), sums).compile()
@@ -65,7 +66,7 @@ def main() -> None:
         (row, lambda rows, row=row: "{:.2f} s, {:.1f} ms, {:.0f} MiB".format(*rows[row]))
         for row in next(iter(results.values()))
     ]
-    notes = ["The columns with a number are `dpx.keys.normals` with chunks of so many numbers."]
+    notes = ["The columns with a number are `dpx.keys.release` with chunks of so many numbers."]
     tables = {"Compile time, time and temporary memory of sum + noise": report.table(results, columns)}
     report.write("noise", heading, tables, notes=notes)
 

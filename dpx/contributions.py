@@ -4,7 +4,7 @@
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,18 @@ from dpx.xla.microbatches import sum_in_segments
 # The largest norm of a gradient that contributes; the squares of larger ones, or their sums, would overflow float32.
 LARGEST = 2.0**63
 LONG_VECTOR = 2**14  # numbers
+
+
+class Total(NamedTuple):
+    """A sum over examples: high + low, float32 trees of one structure. low: None where one float32 number suffices."""
+
+    high: Tree
+    low: Tree | None = None
+
+
+def as_total(total: Any) -> Total:
+    """`total`, or a tree of float32 arrays as one."""
+    return total if isinstance(total, Total) else Total(total)
 
 
 def sum_contributions(mechanism: Any, grads: Tree, state: Tree, included: jax.Array) -> tuple[tuple[Tree, ...], Tree]:

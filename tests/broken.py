@@ -815,6 +815,51 @@ def bill_loses_a_schedule(key, steps):
     return mechanism.replace(event=held.event)
 
 
+# The bits.
+
+
+def noise_in_floating_point(key, steps):
+    """A float sum plus a float of noise, whose bits show the sum (Mironov 2012; every library until 2026)."""
+    return with_noise(sound(key), standard(key))
+
+
+def noise_of_24_bits_on_a_grid(key, steps):
+    """Rounded to a public grid, but the noise has 2^23 values, so a sum makes some cells impossible."""
+    mechanism, gamma = sound(key), 2.0**-20
+
+    def release(sums, state, params):
+        noise = normals(keys.stream(key, "noise"), state.step, sums[0])
+        updates = jax.tree.map(lambda s, n: jnp.round((s + DEVIATION * n) / gamma) * gamma / 8, sums[0], noise)
+        return optax.tree.cast_like(updates, params), state.after(NOISE_MULTIPLIER)
+
+    return mechanism.replace(release=release)
+
+
+def grid_of_the_data(key, steps):
+    """The deviation, and so the grid, depends a little on the sum (a scale that is found in the batch)."""
+    mechanism = sound(key)
+
+    def release(sums, state, params):
+        largest = jnp.max(jnp.stack([jnp.max(jnp.abs(leaf)) for leaf in jax.tree.leaves(sums[0])]))
+        deviation = DEVIATION * (1 + 1e-6 * jnp.tanh(largest))
+        released = keys.release(keys.stream(key, "noise"), state.step, sums[0], deviation)
+        updates = jax.tree.map(lambda r: r / mechanism.sampling.divisor, released)
+        return optax.tree.cast_like(updates, params), state.after(NOISE_MULTIPLIER)
+
+    return mechanism.replace(release=release)
+
+
+def raw_bits_beside_the_release(key, steps):
+    """What is released is on the grid, and then a raw sum is added that is too small to matter (error feedback)."""
+    mechanism = sound(key)
+
+    def release(sums, state, params):
+        updates, after = mechanism.release(sums, state, params)
+        return jax.tree.map(lambda u, s: u + (1e-9 * s).astype(u.dtype), updates, sums[0]), after
+
+    return mechanism.replace(release=release)
+
+
 ZOO = [
     Zoo(no_clip, "bounded"),
     Zoo(clip_after_the_sum, "bounded"),
@@ -881,4 +926,8 @@ ZOO = [
     Zoo(last_rows_not_clipped, "adjacent"),
     Zoo(bill_is_capped, "cost"),
     Zoo(bill_loses_a_schedule, "cost"),
+    Zoo(noise_in_floating_point, "bits"),
+    Zoo(noise_of_24_bits_on_a_grid, "bits"),
+    Zoo(grid_of_the_data, "bits"),
+    Zoo(raw_bits_beside_the_release, "bits"),
 ]

@@ -8,6 +8,8 @@ from pathlib import Path
 import jax
 import pytest
 
+from dpx import keys
+from dpx.audit.stand_ins import drawing
 from tests.compiling import FLAGS, share_contexts
 
 os.environ.setdefault("XLA_FLAGS", FLAGS)  # which the first computation reads
@@ -49,6 +51,13 @@ def pytest_sessionfinish():
 @pytest.fixture
 def promoting():
     with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture
+def ungridded():
+    """Releases are sums plus noise in floating point, without the grid: to compare with formulas of real numbers."""
+    with drawing(keys.normal_like):
         yield
 
 

@@ -68,7 +68,7 @@ def test_noise_of_the_gradient_and_of_the_indicator():
             require_standard(draws * wrong)
 
 
-def test_equals_the_pseudo_code():
+def test_equals_the_pseudo_code(ungridded):
     """Algorithm 1 of Andrew et al. 2021, a step at a time, in NumPy with the same noise."""
     mechanism, quantile, rate = adaptive(quantile=0.3, clip_learning_rate=0.4), 0.3, 0.4
     state, update, clip = mechanism.init(PARAMS), jax.jit(mechanism.update), 0.5

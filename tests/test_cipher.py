@@ -9,7 +9,7 @@ import pytest
 
 import dpx
 from dpx import keys
-from dpx.keys import cipher, normals
+from dpx.keys import cipher, noise
 
 SEED = 0x243F6A8885A308D313198A2E03707344
 # key, block and result, of the known answers of the authors' code (Random123, kat_vectors); word 0 first
@@ -55,7 +55,7 @@ def test_every_use_of_a_key_has_blocks_of_its_own(monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(cipher, "threefry4x32", record)
-        patch.setattr(normals, "threefry4x32", record)
+        patch.setattr(noise, "threefry4x32", record)
         jax.clear_caches()
         for name, use in uses.items():
             jax.block_until_ready(use())

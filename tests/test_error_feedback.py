@@ -72,7 +72,7 @@ def noise_of(deviation):
 
 
 @pytest.mark.parametrize("options", [{}, {"outer": 1.5}, {"outer": 1.5, "reset_every": 5}], ids=str)
-def test_algorithm_2(options):
+def test_algorithm_2(options, ungridded):
     made = dice(
         noise_multiplier=2.0,
         outer_clip_norm=options.get("outer", math.inf),
@@ -84,7 +84,7 @@ def test_algorithm_2(options):
     np.testing.assert_allclose(state.unreleased_error, error, rtol=2e-5, atol=2e-5)
 
 
-def test_algorithm_3(promoting):
+def test_algorithm_3(promoting, ungridded):
     """Adam: both moments of the noisy query; the error of the query before noise and moments."""
     made = dice(noise_multiplier=1.0, outer_clip_norm=2.0)
     queries, _ = algorithm_2(gradients(1), noise_of(0.7 / 8), outer=2.0)

@@ -127,7 +127,7 @@ def by_hand(config: Config, steps: int):
     return params
 
 
-def test_the_trainer_is_dp_sgd(tmp_path):
+def test_the_trainer_is_dp_sgd(tmp_path, ungridded):
     """Three steps against a loop by hand, whose clipping, inclusion and divisor are its own."""
     assert run(tmp_path, epochs=0.2).steps == 3
     config = Config(**SMALL, epochs=0.2, momentum=0.9)

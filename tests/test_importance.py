@@ -56,7 +56,7 @@ def pseudo_code(steps, lr, gamma_1, gamma_2, mu, *, relative, own, masked_loss):
 @pytest.mark.parametrize(
     ("relative", "own", "masked_loss"), [(True, 1.0, False), (False, 1.0, True), (True, OWN, False), (False, OWN, True)]
 )
-def test_ada_dpigu_equals_the_pseudo_code(relative, own, masked_loss):
+def test_ada_dpigu_equals_the_pseudo_code(relative, own, masked_loss, ungridded):
     steps, lr, averages = 8, 0.05, dict(mean_decay=0.7, variance_decay=0.6, stability=0.1, relative=relative)
     mechanism = dpx.methods.ada_dpigu(keep=KEEP, warmup=WARMUP, example_keep=own, **averages, **BASE)
     optimizer = dpx.chain(mechanism, optax.sgd(lr))
@@ -293,7 +293,7 @@ def test_schedules_of_keep_are_refused_with_the_bill():
         dpx.in_coordinates(dpx.dp_sgd(**BASE), own).event(2)
 
 
-def test_the_noise_is_the_mechanisms_own():
+def test_the_noise_is_the_mechanisms_own(ungridded):
     """The oracles take their noise from the "noise" stream with the step folded in, and from no other draw."""
     mechanism = dpx.methods.ada_dpigu(warmup=1, **BASE)
     params, _ = problem()

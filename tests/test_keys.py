@@ -4,16 +4,14 @@ import itertools
 import math
 import warnings
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import scipy.special
 
 import dpx
 from dpx import keys
-from dpx.keys import normals
+from dpx.keys import noise as noise_of
 from dpx.keys.cipher import threefry4x32
 
 
@@ -59,35 +57,7 @@ def test_the_noise_is_normal():
         assert abs((noise > size).mean() - share) < 5 * math.sqrt(share / noise.size)
 
 
-def test_every_normal_is_exact():
-    """Of the 2^23 uniform numbers, every 61st, and the 4,000 next to either end."""
-    places = np.r_[0:4000, 4000 : 2**23 - 4000 : 61, 2**23 - 4000 : 2**23]
-    found = np.asarray(normals._normal(jnp.asarray(places.astype(np.uint32) << 9)))
-    lowest = np.nextafter(np.float32(-1), np.float32(0))
-    uniform = np.maximum(lowest, (places * 2.0**-23).astype(np.float32) * (1 - lowest) + lowest)
-    np.testing.assert_allclose(found, math.sqrt(2) * scipy.special.erfinv(uniform.astype(float)), rtol=4e-7)
-
-
 SHAPES = [jnp.zeros((100, 300)), jnp.zeros(()), jnp.zeros((129, 3, 5)), jnp.zeros((0, 2)), jnp.zeros(7)]
-
-
-ELSEWHERE = {
-    "several devices": ("device_count", lambda: 8),
-    "another device": ("lax.platform_dependent", lambda *args, default, **_: default(*args)),
-}
-
-
-@pytest.mark.parametrize("where", ELSEWHERE)
-@pytest.mark.parametrize("leaves", [slice(0, 5), slice(1, 2), slice(1, 5)], ids=["chunks", "one number", "one chunk"])
-def test_the_noise_is_the_same_on_other_devices(leaves, where, monkeypatch):
-    noise = keys.normal_like(jax.random.key(3), 7, SHAPES[leaves])
-    name, value = ELSEWHERE[where]
-    jax.clear_caches()
-    with monkeypatch.context() as patch:
-        patch.setattr(f"jax.{name}", value)
-        same = keys.normal_like(jax.random.key(3), 7, SHAPES[leaves])
-    jax.clear_caches()
-    chex.assert_trees_all_close(noise, same, rtol=1e-6)
 
 
 @pytest.mark.parametrize("copies", [4, 5])
@@ -97,17 +67,6 @@ def test_leaves_of_one_shape_have_the_noise_of_their_places(copies):
     whole = draw(jax.random.key(3), 7, jnp.zeros(copies * 30_000))
     leaves = draw(jax.random.key(3), 7, [jnp.zeros((300, 100))] * copies)
     np.testing.assert_array_equal(np.ravel(leaves), whole)
-
-
-def test_a_number_of_the_noise_is_the_cipher_of_its_step_and_its_place():
-    key, step = jax.random.key(3), jnp.int32(7)
-    noise = jax.jit(keys.normal_like)(key, step, jnp.zeros(40_000))
-    for place in (0, 8191, 8192, 16383, 16384, 39_999):
-        chunk, within = divmod(place, 2**14)
-        word, number = divmod(within, 2**13)
-        counter = [np.array([n], np.uint32) for n in (8, chunk * 2**13 + number, 0, 0)]
-        bits = threefry4x32([*keys.words(key)], counter)[word]
-        np.testing.assert_allclose(noise[place], normals._normal(bits)[0], rtol=1e-6)
 
 
 def test_no_number_of_the_noise_repeats_in_another_step():
@@ -121,18 +80,18 @@ def test_no_number_of_the_noise_repeats_in_another_step():
 @pytest.mark.parametrize("devices", [1, 8])
 def test_each_leaf_of_a_huge_tree_has_a_stream_of_its_own(devices, monkeypatch):
     small = [jnp.zeros((100, 30)), jnp.zeros(3000), jnp.zeros((7, 100))]
-    monkeypatch.setattr(normals, "ONE_STREAM", 5000)
+    monkeypatch.setattr(noise_of, "ONE_STREAM", 5000)
     monkeypatch.setattr(jax, "device_count", lambda: devices)
     jax.clear_caches()
     noise = keys.normal_like(jax.random.key(3), 7, small)
     numbers = np.concatenate([np.ravel(leaf) for leaf in noise])
     assert len(numbers) - len(np.unique(numbers)) < 30 and abs(numbers.std() - 1) < 0.05
-    own = jax.random.fold_in(jax.random.wrap_key_data(keys.words(jax.random.key(3)), impl="threefry4x32"), 1)
-    np.testing.assert_allclose(noise[1], keys.normal_like(own, 7, small[1]), rtol=1e-6)
+    first, second = (np.ravel(keys.normal_like(jax.random.key(3), 7, small[place])) for place in (0, 1))
+    assert np.array_equal(np.ravel(noise[0]), first) and not np.isin(noise[1], second).any()
 
 
 def test_shapes_of_a_tree_of_more_numbers_than_an_index_counts():
-    leaves = [jax.ShapeDtypeStruct((2**16, 2**15), jnp.float32)] * 3
+    leaves = [jax.ShapeDtypeStruct((2**16, 2**size), jnp.float32) for size in (15, 14)]
     made = jax.eval_shape(keys.normal_like, jax.random.key(3), 7, leaves)
     assert [leaf.shape for leaf in made] == [leaf.shape for leaf in leaves]
 
@@ -194,8 +153,14 @@ def test_noise_without_any_number():
     assert keys.normal_like(jax.random.key(3), 0, jnp.zeros((0, 2))).shape == (0, 2)
 
 
+def test_more_numbers_than_are_billed():
+    half = jax.ShapeDtypeStruct((2**16, 2**15), jnp.float32)
+    with pytest.raises(ValueError, match="a release must have at most 4294967296 numbers, got 6442450944"):
+        keys.normal_like(jax.random.key(3), 0, [half] * 3)
+
+
 def test_a_leaf_too_large_for_the_noise():
-    with pytest.raises(ValueError, match="a leaf must have at most 4294950912 numbers, got 4294967296"):
+    with pytest.raises(ValueError, match="a leaf must have at most 4294959104 numbers, got 4294967296"):
         keys.normal_like(jax.random.key(3), 0, jax.ShapeDtypeStruct((2**16, 2**16), jnp.float32))
 
 

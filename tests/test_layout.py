@@ -16,7 +16,7 @@ MAY_IMPORT = {
     "validation": {"trees"},
     "xla": {"trees"},
     "contributions": {"trees", "xla"},
-    "keys": {"trees", "xla"},
+    "keys": {"trees", "xla", "contributions"},
     "scalars": {"validation"},
     "sampling": {"trees", "states", "validation", "keys"},
     "schedules": {"validation", "scalars"},

@@ -172,7 +172,7 @@ def pseudo_code(epochs, steps, rate, cooling, clip, sigma, momentum, lr, *, mask
 
 
 @pytest.mark.parametrize("kind", ["random", "posterior", "ranked"])
-def test_freeze_equals_the_pseudo_code(kind):
+def test_freeze_equals_the_pseudo_code(kind, ungridded):
     epochs, steps, rate, cooling, clip, sigma, momentum, lr = 4, 3, 0.7, 2, 1.2, 0.8, 0.9, 0.05
     options = dict(every=steps, clip_norm=clip, noise_multiplier=sigma, sampling=SAMPLING, key=KEY)
     schedule = optax.linear_schedule(0.0, rate, cooling * steps)

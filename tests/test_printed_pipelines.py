@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import dpx
+from dpx.audit.stand_ins import drawing
 from dpx.coordinates.projections.projection import projection
 from tests.mechanisms import ALIGNED, MECHANISMS, PARAMS, Case
 
@@ -29,12 +30,9 @@ def case_of(name: str) -> Case:
     return MECHANISMS[NAMES.index(name)]
 
 
-def release_of_unit_noise(case: Case, monkeypatch: pytest.MonkeyPatch):
+def release_of_unit_noise(case: Case):
     """(updates, state) of the release of sums of 0 at step 0, where every noise that is drawn is 1."""
     mechanism = case.mechanism
-    monkeypatch.setattr(
-        dpx.keys, "normal_like", lambda key, step, tree: jax.tree.map(lambda x: jnp.ones(x.shape), tree)
-    )
 
     @jax.jit
     def release(grad):
@@ -44,7 +42,8 @@ def release_of_unit_noise(case: Case, monkeypatch: pytest.MonkeyPatch):
         sums = tuple(jax.tree.map(jnp.zeros_like, encoded) for _ in factors)
         return mechanism.release(sums, state, PARAMS)[0], state
 
-    return release(jax.tree.map(jnp.zeros_like, PARAMS))
+    with drawing(lambda key, step, tree: jax.tree.map(lambda x: jnp.ones(x.shape), tree)):
+        return release(jax.tree.map(jnp.zeros_like, PARAMS))
 
 
 def constant(coordinates: dpx.coordinates.Coordinates, state) -> dict:
@@ -85,9 +84,9 @@ def units(case: Case, state):
 
 
 @pytest.mark.parametrize("name", [name for name in BY_HAND if name != "gep_sgd"])
-def test_the_printed_multiplier_is_that_of_the_noise(name, monkeypatch):
+def test_the_printed_multiplier_is_that_of_the_noise(name):
     case = case_of(name)
-    updates, state = release_of_unit_noise(case, monkeypatch)
+    updates, state = release_of_unit_noise(case)
     (line,) = [line for line in printed(name) if "add noise" in line]
     (multiplier,) = map(float, MULTIPLIER.findall(line))
     deviation = multiplier * case.clip(0) / case.mechanism.sampling.divisor
@@ -95,8 +94,8 @@ def test_the_printed_multiplier_is_that_of_the_noise(name, monkeypatch):
         np.testing.assert_allclose(found, deviation * np.asarray(unit), rtol=1e-4, atol=1e-6)
 
 
-def test_the_printed_noise_of_an_embedding_is_that_of_each_part(monkeypatch):
-    updates, _ = release_of_unit_noise(case_of("gep_sgd"), monkeypatch)
+def test_the_printed_noise_of_an_embedding_is_that_of_each_part():
+    updates, _ = release_of_unit_noise(case_of("gep_sgd"))
     (found,) = EMBEDDED.findall("\n".join(printed("gep_sgd")))
     numbers = [float(number) for number in found]
     embedding, residual = numbers[0] * numbers[1], numbers[2] * numbers[3]

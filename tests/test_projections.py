@@ -276,7 +276,7 @@ METHODS = {
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_equals_the_pseudo_code(name):
+def test_equals_the_pseudo_code(name, ungridded):
     """With the very noise that the mechanism draws."""
     method, options = METHODS[name]
     rank, steps, stability, learning_rate, noise_multiplier = 11, 3, 0.05, 0.3, 0.8

@@ -178,7 +178,7 @@ def assert_billed_is_realized(realized, billed, clips):
 
 
 @pytest.mark.parametrize("name", RUNNING)
-def test_the_noise_of_every_step_is_the_billed_one(name):
+def test_the_noise_of_every_step_is_the_billed_one(name, ungridded):
     mechanism, clip = RUNNING[name]
     clips = np.array([clip(t) for t in range(STEPS)])
     realized, billed = realized_scale(mechanism, STEPS), billed_multipliers(mechanism, STEPS)

@@ -1,15 +1,16 @@
 """The secret key, the named streams that are derived from it, and the noise that a stream draws.
 
-`streams.py` derives keys by the cipher of `cipher.py`; `normals.py` makes standard normals of a key, in the shapes of
-all parameters.
+`streams.py` derives keys by the cipher of `cipher.py`; `noise.py` is the noisy release of every mechanism, and
+`normals.py` makes its normals of blocks of the cipher.
 """
 
+from dpx.keys.noise import normal_like as normal_like
+from dpx.keys.noise import release as release
 from dpx.keys.streams import SMALL as SMALL
 from dpx.keys.streams import fold_in as fold_in
 from dpx.keys.streams import is_key as is_key
 from dpx.keys.streams import is_small as is_small
 from dpx.keys.streams import mark as mark
-from dpx.keys.streams import normal_like as normal_like
 from dpx.keys.streams import public as public
 from dpx.keys.streams import require as require
 from dpx.keys.streams import secret as secret

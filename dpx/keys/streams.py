@@ -14,7 +14,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from dpx.keys import cipher, normals
+from dpx.keys import cipher
 
 SMALL = (
     "the key must be secret, but it looks like one of a seed below 2^32, such as jax.random.key(0). Anyone can try all "
@@ -140,11 +140,3 @@ def mark(key: jax.Array) -> jax.Array:
     """
     with jax.ensure_compile_time_eval():
         return words(stream(key, "mark"))[0] | jnp.uint32(2**31)
-
-
-def normal_like(key: jax.Array, step: jax.Array | int, tree):
-    """Independent standard normals, float32, in the shapes of `tree`: the noise of every mechanism at one step.
-
-    key: of the mechanism's "noise" stream, (). step: int (), below 2^31. Two steps of one key have independent normals.
-    """
-    return normals.standard_normals(_typed(words(key)), step, tree)

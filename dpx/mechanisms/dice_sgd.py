@@ -19,7 +19,7 @@ from dpx import keys
 from dpx.accounting.budget import accepts_budget
 from dpx.accounting.error_feedback.event import SAMPLINGS, ErrorFeedbackDpEvent
 from dpx.mechanism import Mechanism, Tree
-from dpx.mechanisms.dp_sgd import LARGEST_CLIP_NORM, SMALLEST_CLIP_NORM, tree_norm
+from dpx.mechanisms.dp_sgd import LARGEST_CLIP_NORM, SMALLEST_CLIP_NORM, require_noise, tree_norm
 from dpx.sampling.schemes import Sampling
 from dpx.stages import SUM, describe_period
 from dpx.states.record import ReleaseState
@@ -160,15 +160,13 @@ def _release(
     remembered = jnp.minimum(norm, LARGEST_CLIP_NORM)
     fed_back = config.bounds.fed_back(remembered)
     scale = 1 / norm if config.reset_every is None else jnp.where(step % config.reset_every == 0, 0, 1 / norm)
-    noise = keys.normal_like(noise_key, step, sums[0])
-
-    def private(released, error, noise):
-        return (released + config.noise_multiplier * config.clip_norm * noise) / divisor + (scale * fed_back) * error
+    whole = jax.tree.map(lambda total, e: total + (divisor * scale * fed_back) * e, sums[0], error)
+    released = keys.release(noise_key, step, whole, config.noise_multiplier * config.clip_norm)
 
     def remainder(withheld, error):
         return withheld / divisor + (scale * (remembered - fed_back)) * error
 
-    updates = jax.tree.map(private, sums[0], error, noise)
+    updates = jax.tree.map(lambda r: r / divisor, released)
     error = jax.tree.map(remainder, sums[1], compute_after(updates, error))  # in the memory of the old error
     return optax.tree.cast_like(updates, params), ErrorFeedbackState(
         state.release.after(config.noise_multiplier), error
@@ -232,7 +230,9 @@ def _require_numbers(
     if not (isinstance(outer_clip_norm, float) and outer_clip_norm == math.inf):
         outer_clip_norm = _rounded("outer_clip_norm", outer_clip_norm, clip_norm)
     feedback_norm = _rounded("feedback_norm", feedback_norm, SMALLEST_CLIP_NORM)
-    return clip_norm, feedback_norm, outer_clip_norm, _rounded("noise_multiplier", noise_multiplier, 0)
+    noise_multiplier = _rounded("noise_multiplier", noise_multiplier, 0)
+    require_noise(np.array([noise_multiplier]))
+    return clip_norm, feedback_norm, outer_clip_norm, noise_multiplier
 
 
 def _rounded(name: str, value: float, minimum: float) -> float:

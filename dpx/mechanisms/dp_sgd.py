@@ -26,6 +26,7 @@ from dpx.validation import between
 
 # In the units of the gradient. The squares of smaller or larger norms, or sums of such squares, leave float32's range.
 SMALLEST_CLIP_NORM, LARGEST_CLIP_NORM = 2.0**-40, 1e15
+SMALLEST_NOISE, LARGEST_NOISE = 2.0**-55, 2.0**45  # multipliers above 0: clip norm times noise is a normal float32
 
 
 @accepts_budget
@@ -46,8 +47,8 @@ def dp_sgd(
 
     clip_norm: C, in the units of the gradient; a number in [2^-40, 1e15] or an optax schedule of the step. A pytree
         prefix of the gradients clips each group (layer) to its own norm; C is then sqrt(sum of the groups' squares).
-    noise_multiplier: sigma >= 0, the standard deviation of the noise on the sum, divided by C; a number, a schedule of
-        the step, or a `dpx.Budget`, for which the least number is found. 0 bills infinity.
+    noise_multiplier: sigma, 0 or in [2^-55, 2^45], the standard deviation of the noise on the sum, divided by C; a
+        number, a schedule of the step, or a `dpx.Budget`, for which the least number is found. 0 bills infinity.
     sampling: draws the batches, states B and wraps the event.
     key: a secret jax PRNG key, (), of one run. Never reuse it: two runs with one key share their noise, and subtracting
         their results removes it. Its "noise" stream is used, another part of it at every step.
@@ -56,6 +57,8 @@ def dp_sgd(
     """
     clip_norm = _require_clip_norms(clip_norm)
     noise_multiplier = require_scalar_or_schedule("noise_multiplier", noise_multiplier, minimum=0)
+    if not callable(noise_multiplier):
+        require_noise(np.array([noise_multiplier]))
     _require_sampling(sampling)
     noise_key = keys.stream(keys.secret(key), "noise")
 
@@ -66,15 +69,15 @@ def dp_sgd(
         (total,), step = sums, state.step
         multiplier = at(noise_multiplier, step)
         deviation = multiplier * optax.tree.norm(_norms_at(clip_norm, step))
-        noise = keys.normal_like(noise_key, step, total)
-        updates = jax.tree.map(lambda s, n: (s + deviation * n) / sampling.divisor, total, noise)
+        released = keys.release(noise_key, step, total, deviation)
+        updates = jax.tree.map(lambda r: r / sampling.divisor, released)
         return optax.tree.cast_like(updates, params), state.after(multiplier)
 
     def event(steps):
         for value in jax.tree.leaves(clip_norm):
             _require_all("clip_norm", over(value, steps), SMALLEST_CLIP_NORM, LARGEST_CLIP_NORM)
         multipliers = over(noise_multiplier, steps)
-        _require_all("noise_multiplier", multipliers, 0, math.inf)
+        require_noise(multipliers)
         return sampling.event(multipliers)
 
     return Mechanism(
@@ -125,6 +128,14 @@ def _require_all(name: str, values: np.ndarray, minimum: float, maximum: float):
     if len(wrong):
         bound = between(minimum, maximum)
         raise ValueError(f"{name} must be finite and {bound} at every step, got {values[wrong[0]]} at step {wrong[0]}")
+
+
+def require_noise(multipliers: np.ndarray):
+    """Raises ValueError unless every noise multiplier is 0, or in [2^-55, 2^45]."""
+    _require_all("noise_multiplier", multipliers, 0, math.inf)
+    outside = (multipliers > 0) & ~((multipliers >= SMALLEST_NOISE) & (multipliers <= LARGEST_NOISE))
+    for step in np.flatnonzero(outside)[:1]:
+        raise ValueError(f"noise_multiplier must be 0 or in [2^-55, 2^45], got {multipliers[step]:g} at step {step}")
 
 
 def _stages(clip_norm: Tree, noise_multiplier: ScalarOrSchedule, sampling: Sampling) -> tuple[str, ...]:

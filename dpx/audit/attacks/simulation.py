@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpx import keys
+from dpx.audit.stand_ins import without_grid
 from dpx.sampling.draws import coins
 from dpx.sampling.schemes import FixedSizeSampling, FullBatch, PoissonSampling, ShuffledEpochs
 from dpx.states.public import publishable_state
@@ -122,6 +123,7 @@ def observed_run(
             updates, after = mechanism.update(rows, state, attack.params, included=counts)
             return attack.observe(updates, before, publishable_state(after), canary), after
 
+        @without_grid
         def move(key):
             again = attack.make(key)
             known = _completed(before, again.init(attack.params))

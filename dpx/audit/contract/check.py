@@ -7,7 +7,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 
-from dpx.audit.contract import cost, lines, noise, secrecy
+from dpx.audit.contract import bits, cost, lines, noise, secrecy
 from dpx.audit.contract.inputs import default_params
 from dpx.audit.contract.report import Broken, ContractReport, Line, NotChecked
 from dpx.audit.contract.trial import Trial
@@ -23,6 +23,7 @@ LINES: dict[str, Callable[[Trial], str]] = {
     "additive": lines.additive,
     "divisor": lines.divisor,
     "noise": noise.noise,
+    "bits": bits.bits,
     "resume": lines.resume,
     "cost": cost.cost,
     "sampling": cost.sampling,
@@ -57,6 +58,8 @@ def check_contract(
     noise     the noise is the billed multiple of what one example moves, wherever that is; its draws, under other keys
               and at eight steps, are independent standard normals; it is there, and does not repeat, for other values
               and dtypes of the parameters, in larger ones, and at 1,270 steps up to 2^31
+    bits      what leaves was rounded to a public grid, after the noise, by `keys.release`: its bits show no more than
+              the real numbers that are billed
     resume    the state alone decides the next step
     cost      the event bills the noise multipliers of the mechanism, for up to 10^6 steps (of a schedule, 50,021), and
               the state counts the releases

@@ -13,6 +13,7 @@ from dpx.audit.contract import inputs as inputs
 from dpx.audit.contract.keys import with_other_keys
 from dpx.audit.contract.release import SMALL, Release, Traced
 from dpx.audit.contract.report import Broken
+from dpx.audit.stand_ins import without_grid
 from dpx.states.public import publishable_state
 from dpx.trees import Tree
 
@@ -48,7 +49,8 @@ class Draws:
             return inputs.public_floats((updates, publishable_state(after)))
 
         arguments = subject.state(0), np.int32(0), subject.params
-        run, self.has_keys = with_other_keys(empty_step, subject.mechanism, rebuild, arguments)
+        # Without the grid, on which numbers repeat by chance.
+        run, self.has_keys = with_other_keys(without_grid(empty_step), subject.mechanism, rebuild, arguments)
         program = jax.vmap(lambda words, *given: run(jax.random.wrap_key_data(words), given), (0, None, 0, None))
         self.program = jax.jit(program)
 

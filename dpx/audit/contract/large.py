@@ -13,6 +13,7 @@ from dpx.audit.contract import inputs as inputs
 from dpx.audit.contract.report import Broken
 from dpx.audit.contract.steps import alone
 from dpx.audit.contract.trial import Trial
+from dpx.audit.stand_ins import without_grid
 from dpx.contributions import sum_contributions
 from dpx.trees import Tree
 
@@ -62,6 +63,7 @@ class Large:
             [np.full(p.size, float(jnp.finfo(p.dtype).eps)) for p in jax.tree.leaves(params)]
         )
 
+        @without_grid
         def step(grads, state, included):
             if self.trial.release(0).linear:
                 return mechanism.update(grads, state, params, included=included)[0]

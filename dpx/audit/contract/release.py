@@ -1,24 +1,22 @@
 """How the data and the noise enter a release: the derivatives of all that it makes public.
 
-A release is a function F(s, n) of the sums s and of the standard normals n that it draws by `keys.normal_like`. If it
-is private in the way of a Gaussian mechanism, F(s, n) = G(s + D n) for some G, and a change z of the sums can be made
-up for by the change -X z of the noise, where X = D^-1. So |X z| is the size of z in units of the noise, whatever G is:
-a mask, a scale, a projection that is undone, or an optimizer. One release is then the Gaussian mechanism with the noise
-multiplier 1 / max |X z|, where z runs through what one example can add to the sums.
+A release is a function F(s, n) of the sums s and of the standard normals n of `keys.release`, here without its grid. If
+it is private in the way of a Gaussian mechanism, F(s, n) = G(s + D n) for some G, and a change z of the sums can be
+made up for by the change -X z of the noise, where X = D^-1. So |X z| is the size of z in units of the noise, whatever G
+is: a mask, a scale, a projection that is undone, or an optimizer. One release is then the Gaussian mechanism with the
+noise multiplier 1 / max |X z|, where z runs through what one example can add to the sums.
 """
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpx import keys
 from dpx.audit.contract import inputs as inputs
 from dpx.audit.contract.report import NotChecked
 from dpx.audit.contract.subject import Subject
+from dpx.audit.stand_ins import drawing
 from dpx.states.public import publishable_state
 from dpx.trees import Tree
 
@@ -67,17 +65,6 @@ class Release(NamedTuple):
         return np.inf if missing > 1e-3 * np.abs(change).max(initial=0) else float(np.linalg.norm(needed))
 
 
-@contextlib.contextmanager
-def substituted(draw: Any) -> Iterator[None]:
-    """Inside, `keys.normal_like` is `draw(key, step, tree)`: for a trace, never for a run."""
-    original = keys.normal_like
-    keys.normal_like = draw
-    try:
-        yield
-    finally:
-        keys.normal_like = original
-
-
 class Traced:
     """The release of a mechanism as a function of its sums and its noise."""
 
@@ -90,7 +77,7 @@ class Traced:
             self.drawn.append(jax.eval_shape(lambda t: jax.tree.map(lambda x: jnp.zeros(x.shape), t), tree))
             return jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), jnp.float32), tree)
 
-        with substituted(record):
+        with drawing(record):
             like = jax.eval_shape(self._run, self.sums_like, subject.state(0), subject.params)
         self.updates = sum(np.prod(leaf.shape, dtype=int) for leaf in jax.tree.leaves(like[0]))
         self.numbers = sum(np.prod(leaf.shape, dtype=int) for leaf in jax.tree.leaves(self.sums_like))
@@ -117,7 +104,7 @@ class Traced:
                 raise NotChecked("its coordinates draw with `keys.normal_like` too, now more often than before")
             return jax.tree.map(lambda _, n: n, tree, noise[call])
 
-        with substituted(draw):
+        with drawing(draw):
             leaves = jax.tree.leaves(self._run(inputs.split(sums, self.sums_like), state, params, mechanism))
         return inputs.public_floats(leaves), [leaf for leaf in leaves if not inputs.is_float(leaf)]
 

@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpx.audit.contract import inputs as inputs
-from dpx.audit.contract.release import Release, substituted
+from dpx.audit.contract.release import Release
 from dpx.audit.contract.report import Broken
 from dpx.audit.contract.standard import require_no_repeats
 from dpx.audit.contract.subject import STEPS
 from dpx.audit.contract.trial import Trial
+from dpx.audit.stand_ins import drawing
 from dpx.scalars import at
 
 IN_A_ROW = 1030  # steps from 0 on, for periods up to about 1,000
@@ -71,7 +72,7 @@ def _require_other_keys(trial: Trial) -> bool:
             drawn.append(jnp.append(jax.random.key_data(key), jnp.asarray(step).astype(jnp.uint32)))
             return jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), jnp.float32), tree)
 
-        with substituted(record):
+        with drawing(record):
             trial.mechanism.release(zeros, trial.at_step(state, step), trial.params)
         return drawn
 

@@ -1,0 +1,214 @@
+"""The noisy release of every mechanism: a sum plus normal noise, rounded to a public grid.
+
+For a sum S, with R = deviation / gamma, where gamma is a power of two and R is in [16, 32), and standard normals g,
+
+    y = S / gamma;   k = floor(y) + floor(y - floor(y) + R g + 1/2);   released: gamma k, as float32
+
+For real g, k is round(S / gamma + R g), because the floor of a sum of an integer and a number is the sum of the integer
+and the floor. So it is a function of S + deviation * g, which is the Gaussian mechanism: rounding is post-processing
+that costs nothing, and adds at most gamma^2 / 12 = 3.3e-4 deviation^2 of variance. The computed g differs from a real
+one by what `normals.py` bounds, and `dpx.accounting.arithmetic` bills that. Without the grid, the released floats would
+show which sums are possible at all (Mironov 2012, https://doi.org/10.1145/2382196.2382264; docs/exact.md).
+
+gamma comes from the bits of the deviation, because a logarithm may be wrong at powers of two. y and y - floor(y) are
+exact, because S has at most 53 bits and gamma is a power of two. k may be rounded where it has more than 53 bits: that
+is a function of k. It is never -0., whose sign could show that of S, because the second floor is an int32.
+
+Number n of the tree, leaf after leaf, has the noise of number n of one stream, which is a function of the key, of the
+step and of n, and of how many numbers the tree has, if these are fewer than CHUNK_NUMBERS. So it does not depend on how
+the arrays are computed or sharded. The cipher takes the block (step + 1, number of a pair, number of a stream, 0). No
+two releases of a key share a block, and none is one from which keys are derived, because these end in another word
+(`streams.py`).
+"""
+
+import functools
+import itertools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dpx.contributions import Total, as_total
+from dpx.keys.cipher import threefry4x32
+from dpx.keys.normals import normal, radius_and_angle
+from dpx.keys.streams import words as secret_words
+from dpx.trees import Tree
+from dpx.xla.ordering import opaque_false
+
+# 32 KiB; on a CPU, smaller and larger chunks are slower (benchmarks/results/noise.md).
+CHUNK_NUMBERS = 2**13
+LARGEST_RELEASE = 2**32  # numbers, for which the bill is made
+LARGEST_LEAF = 2**32 - CHUNK_NUMBERS  # numbers, because places in a leaf are uint32
+ONE_STREAM = 2**31  # numbers, because an index of an array is an int32
+REPEATED = 4  # leaves with the shape of an earlier one; for fewer, sharing programs takes longer to compile
+GRID = 4  # the deviation is 2^4 to 2^5 times gamma
+
+
+class Place(NamedTuple):
+    """Where the numbers of a leaf are: `start` is the place of its first one in stream number `stream`, whose chunks
+    have 2 * half numbers."""
+
+    stream: int
+    start: int
+    half: int
+
+
+def release(key: jax.Array, step: jax.Array | int, total: Total | Tree, deviation: jax.Array | float) -> Tree:
+    """`total` plus normal noise of this standard deviation, on a public grid: float32, in the shapes of `total`.
+
+    key: of the mechanism's "noise" stream, (). step: int (), below 2^31; two steps have independent noise.
+    total: float32 arrays, or a `Total`. deviation: float32 (), public; 0 adds no noise.
+
+    On a CPU, a loop makes one chunk after another, which stays in the cache. On another device, all numbers are made at
+    once. On several devices, every leaf is made from the places of its numbers, because XLA can shard that like the
+    leaf. Raises ValueError for more than LARGEST_RELEASE numbers, or a leaf of more than LARGEST_LEAF.
+    """
+    high, low = as_total(total)
+    leaves, structure = jax.tree.flatten(high)
+    lows = None if low is None else structure.flatten_up_to(low)
+    places = _places([leaf.shape for leaf in leaves])
+    words, deviation = secret_words(key), jnp.asarray(deviation, jnp.float32)
+    return structure.unflatten(_release(words, jnp.asarray(step), deviation, leaves, lows, places, jax.device_count()))
+
+
+def normal_like(key: jax.Array, step: jax.Array | int, tree: Tree) -> Tree:
+    """The standard normals that `release` draws for this key and step, float32, in the shapes of `tree`: to look at.
+
+    A sum plus these numbers is not private, because its bits show the sum: use `release`.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    shapes = [jnp.shape(leaf) for leaf in leaves]
+    words, step = secret_words(key), jnp.asarray(step)
+    return structure.unflatten(_float32_normals(words, step, *one) for one in zip(_places(shapes), shapes, strict=True))
+
+
+def _places(shapes: list[tuple[int, ...]]) -> tuple[Place, ...]:
+    """The places of leaves of these shapes: in one stream, or each in a stream of its own if they are too large."""
+    sizes = [math.prod(shape) for shape in shapes]
+    if (largest := max(sizes, default=0)) > LARGEST_LEAF:
+        raise ValueError(f"a leaf must have at most {LARGEST_LEAF} numbers, got {largest}")
+    if (size := sum(sizes)) > LARGEST_RELEASE:
+        raise ValueError(f"a release must have at most {LARGEST_RELEASE} numbers, got {size}")
+    if len(shapes) > 1 and size >= ONE_STREAM:
+        return tuple(Place(number, 0, _half(size)) for number, size in enumerate(sizes))
+    return tuple(Place(0, start, _half(size)) for start in itertools.accumulate(sizes[:-1], initial=0))[: len(shapes)]
+
+
+def _half(size: int) -> int:
+    return max(1, min(CHUNK_NUMBERS, size + 1) // 2)
+
+
+@functools.partial(jax.jit, static_argnums=(5, 6))
+def _release(words, step, deviation, highs, lows, places: tuple[Place, ...], devices: int) -> list[jax.Array]:
+    """The released leaves. words: of the key, uint32 (4,). highs, lows: of the `Total`; lows may be None."""
+    highs, shapes = [high.astype(jnp.float32) for high in highs], [high.shape for high in highs]
+    size = sum(map(math.prod, shapes))
+    if devices > 1 or not 0 < size < ONE_STREAM:
+        each = zip(places, highs, lows or [None] * len(highs), strict=True)
+        return [_rounded(high, low, _normals(words, step, at, high.shape), deviation) for at, high, low in each]
+
+    def flat(leaves: list[jax.Array] | None, padding: int = 0) -> jax.Array | None:
+        zeros = [jnp.zeros(padding, jnp.float32)] if padding else []
+        return None if leaves is None else jnp.concatenate([*(leaf.reshape(-1) for leaf in leaves), *zeros])
+
+    def split(made: jax.Array) -> list[jax.Array]:
+        starts = [at.start for at in places]
+        if len(shapes) - len(set(shapes)) >= REPEATED:
+            # XLA compiles equal kernels once. With starts that are constants, each leaf has a kernel of its own. With
+            # starts that are values, all leaves of one shape share one.
+            starts = jax.lax.cond(opaque_false(step), lambda: [0] * len(shapes), lambda: [at.start for at in places])
+        parts = zip(starts, shapes, strict=True)
+        return [jax.lax.dynamic_slice(made, (start,), (math.prod(shape),)).reshape(shape) for start, shape in parts]
+
+    def by_chunks(highs, lows) -> list[jax.Array]:
+        half = places[0].half
+        count = math.ceil(size / (2 * half))
+        rows = (flat(leaves, 2 * half * count - size) for leaves in (highs, lows))
+        high, low = (None if x is None else x.reshape(2 * count, half) for x in rows)
+        return split(_chunks(words, step, deviation, high, low).reshape(-1))
+
+    def at_once(highs, lows) -> list[jax.Array]:
+        return split(_rounded(flat(highs), flat(lows), _normals(words, step, places[0], (size,)), deviation))
+
+    return jax.lax.platform_dependent(highs, lows, cpu=by_chunks, default=at_once)
+
+
+def _chunks(words, step, deviation, high: jax.Array, low: jax.Array | None) -> jax.Array:
+    """`high + low` with noise on the grid, float32 like both, (2 * chunks, half), made in the memory of `high`."""
+    half = high.shape[1]
+
+    def make(number, made):
+        pair = number.astype(jnp.uint32) * np.uint32(half) + jax.lax.iota(jnp.uint32, half)
+        row = jax.lax.broadcasted_iota(jnp.uint32, (2, half), 0)
+        # Without the barrier, XLA moves what is the same in every turn out of the loop, into kernels of their own, and
+        # each takes time to compile.
+        here, pair, row = jax.lax.optimization_barrier((step, pair, row))
+        block = _at_once(threefry4x32(words, _block(here, pair, 0)))
+        with jax.enable_x64(True):
+            polar = jax.lax.optimization_barrier(radius_and_angle(block))  # once for both numbers of a pair
+            normals = normal(*(jax.lax.broadcast(x, (2,)) for x in polar), row)
+        both = (None if x is None else jax.lax.dynamic_slice(x, (2 * number, 0), (2, half)) for x in (made, low))
+        return jax.lax.dynamic_update_slice(made, _rounded(*both, normals, deviation), (2 * number, 0))
+
+    return jax.lax.fori_loop(0, len(high) // 2, make, high)
+
+
+def _normals(words: jax.Array, step: jax.Array, at: Place, shape: tuple[int, ...]) -> jax.Array:
+    """The normals of a leaf of this shape, float64, each computed from its place."""
+    lax = jax.lax
+
+    def every(value) -> jax.Array:
+        return lax.full(shape, value, jnp.uint32)
+
+    place = every(np.uint32(at.start))
+    for axis in range(len(shape)):
+        stride = math.prod(shape[axis + 1 :])
+        place = lax.add(place, lax.mul(every(stride), lax.broadcasted_iota(jnp.uint32, shape, axis)))
+    chunk, place = lax.div(place, every(2 * at.half)), lax.rem(place, every(2 * at.half))
+    second = lax.convert_element_type(lax.ge(place, every(at.half)), jnp.uint32)
+    pair = lax.add(lax.mul(chunk, every(at.half)), lax.rem(place, every(at.half)))
+    # The barriers keep XLA from computing the cipher again for each word, and for each use of the radius.
+    block = lax.optimization_barrier(threefry4x32(words, _block(step, pair, at.stream)))
+    with jax.enable_x64(True):
+        return normal(*lax.optimization_barrier(radius_and_angle(block)), second)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _float32_normals(words: jax.Array, step: jax.Array, at: Place, shape: tuple[int, ...]) -> jax.Array:
+    return _normals(words, step, at, shape).astype(jnp.float32)
+
+
+def _block(step: jax.Array, pair: jax.Array, stream: int) -> list[jax.Array]:
+    """The block of every pair, uint32 like `pair`."""
+    first = jax.lax.broadcast(step.astype(jnp.uint32) + np.uint32(1), pair.shape)
+    return [first, pair, jnp.full_like(pair, stream), jnp.zeros_like(pair)]
+
+
+def _rounded(high: jax.Array, low: jax.Array | None, normals: jax.Array, deviation: jax.Array) -> jax.Array:
+    """gamma k of the module's docstring, float32 in the shape of `high`. normals: g, float64. deviation: float32 ()."""
+    bits = jax.lax.bitcast_convert_type(deviation, jnp.int32)
+    exponent = jax.lax.shift_right_logical(bits, np.int32(23)) - np.int32(127 + GRID)
+    with jax.enable_x64(True):
+        gamma, grid = (_power_of_two(sign * exponent) for sign in (1, -1))
+        total = high.astype(jnp.float64)
+        total = total if low is None else total + low.astype(jnp.float64)
+        y = total * grid
+        whole = jnp.floor(y)
+        noise = jnp.floor((y - whole) + (deviation.astype(jnp.float64) * grid) * normals + 0.5).astype(jnp.int32)
+        return ((whole + noise.astype(jnp.float64)) * gamma).astype(jnp.float32)
+
+
+def _power_of_two(exponent: jax.Array) -> jax.Array:
+    """2^exponent, float64 (), exactly. exponent: int32 (), of at least -1022."""
+    return jax.lax.bitcast_convert_type((exponent.astype(jnp.int64) + 1023) << 52, jnp.float64)
+
+
+def _at_once(arrays: list[jax.Array]) -> list[jax.Array]:
+    """The uint32 (n,) arrays, computed in one program on a CPU: the results of one reduction, of every number with
+    itself. Else what they have in common is computed for each, which was a quarter of the time.
+    """
+    doubled = [jax.lax.broadcast_in_dim(x, (len(x), 2), (0,)) for x in arrays]
+    zeros = [np.uint32(0)] * len(doubled)
+    return jax.lax.reduce(doubled, zeros, lambda a, b: jax.tree.map(jax.lax.bitwise_or, a, b), (1,))
