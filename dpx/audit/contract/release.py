@@ -133,7 +133,7 @@ class Traced:
         for sums, normals in (zeros, *self._somewhere()):
             found, by_sums, by_noise = self._slopes(sums, normals, state, params)
             predicted = first + first_noise @ normals + first_sums @ sums
-            scale = np.abs(by_noise).max(1, initial=0) + np.abs(by_sums).max(1, initial=0)  # NaN behind a root of 0
+            scale = _sizes(by_sums, by_noise)  # NaN behind a root of 0
             with np.errstate(invalid="ignore"):
                 affine &= np.abs(predicted - found) <= 1e-4 * (scale + np.abs(found))
                 affine &= np.abs(first_noise - by_noise).max(1, initial=0) <= 1e-4 * scale
@@ -141,9 +141,8 @@ class Traced:
                 own = by_sums / scale[:, None], by_noise / scale[:, None]
                 for point in _nearby(sums, normals):
                     _, *slopes = self._slopes(*point, state, params)
-                    size = sum(np.abs(part).max(1, initial=0) for part in slopes)
                     for part, of_own in zip(slopes, own, strict=True):
-                        change = np.abs(part / size[:, None] - of_own).max(1, initial=0)
+                        change = np.abs(part / _sizes(*slopes)[:, None] - of_own).max(1, initial=0)
                         usable &= change <= ROUGH * np.abs(of_own).max(1, initial=0)
             data.append(own[0][usable])
             noise.append(own[1][usable])
@@ -167,6 +166,11 @@ class Traced:
         waves = inputs.waves(self.numbers, 1.0), inputs.waves(self.normals, 0.7, 2.0)
         draws = [random.normal(size=(2, max(self.numbers, self.normals))).astype(np.float32) for _ in range(POINTS)]
         return [waves, *((sums[: self.numbers], normals[: self.normals]) for sums, normals in draws)]
+
+
+def _sizes(by_sums: np.ndarray, by_noise: np.ndarray) -> np.ndarray:
+    """The sizes of the derivatives of each public float, float64 (o,)."""
+    return np.abs(by_sums).max(1, initial=0) + np.abs(by_noise).max(1, initial=0)
 
 
 def _nearby(*point: np.ndarray) -> list[list[np.ndarray]]:
