@@ -28,9 +28,8 @@ def main() -> None:
     behind = {"SGD": optax.sgd(1.0), "Adam": optax.adam(1e-2), "AdamW": optax.adamw(1e-2)}
     multipliers = np.random.default_rng(20261124).uniform(np.log(0.5), np.log(8), options.runs)
     failures, start = [], time.perf_counter()
-    counts: dict[str, list[Any]] = {
-        name: [0, 0, set()] for name in behind
-    }  # runs, runs that fail, the lines that were not checked
+    # Runs, runs that fail, and the lines that were not checked.
+    counts: dict[str, list[Any]] = {name: [0, 0, set()] for name in behind}
     for run, noise_multiplier in enumerate(np.exp(multipliers)):
         name, (batch_size, examples, clip_norm) = list(behind)[run % 3], SETTINGS[run // 3 % 3]
         sampling = dpx.PoissonSampling(examples=examples, batch_size=batch_size)
