@@ -186,7 +186,9 @@ def _function(name: str, gradient: Any, params: Tree) -> Callable[[jax.Array, Tr
 
 def _rates(attack: Attack, key: jax.Array, runs: int) -> np.ndarray:
     """How often the canary takes part at each step, float64 (steps,)."""
-    taken = jax.jit(jax.vmap(lambda key: attack.takes_part(key, attack.steps)))(jax.random.split(key, runs))
+    taken = jax.jit(jax.vmap(lambda key: attack.takes_part(key, attack.steps)))(
+        jax.random.split(keys.public(key), runs)
+    )
     return np.asarray(taken, np.float64).mean(axis=0)
 
 

@@ -51,11 +51,12 @@ def takes_part(sampling: Any) -> Callable[..., Any]:
         return jax.vmap(lambda step: coins(keys.fold_in(key, step), 1, sampling.probability)[0])(jnp.arange(steps))
 
     def fixed_size(key, steps):
-        return jax.random.randint(key, (steps,), 0, sampling.examples) < sampling.batch_size
+        return jax.random.randint(keys.public(key), (steps,), 0, sampling.examples) < sampling.batch_size
 
     def shuffled(key, steps):
         period = sampling.steps_per_epoch
-        places = jax.random.randint(key, (-(-steps // period), 1), 0, sampling.examples) // sampling.batch_size
+        places = jax.random.randint(keys.public(key), (-(-steps // period), 1), 0, sampling.examples)
+        places //= sampling.batch_size
         return (jnp.arange(period)[None] == places).reshape(-1)[:steps]
 
     known = {
@@ -107,7 +108,7 @@ def observed_run(
     mechanism, and that makes a bound on it a proof.
     """
     mechanism = attack.make(keys.stream(key, "audited mechanism"))
-    others = jax.random.split(keys.stream(key, "noises of the adversary"), noises)
+    others = jax.random.split(keys.public(keys.stream(key, "noises of the adversary")), noises)
     taken = attack.takes_part(keys.stream(key, "audited batches"), attack.steps).astype(bool) | always
 
     replaced = attack.instead is not None
@@ -164,7 +165,7 @@ def simulator(attack: Attack, chunk: int) -> Callable[..., Iterator[Observed]]:
 
     def simulate(key: jax.Array, runs: int, *, present: bool, always: bool, noises: int) -> Iterator[Observed]:
         for number in range(-(-runs // chunk)):
-            run_keys = jax.random.split(jax.random.fold_in(key, number), chunk)
+            run_keys = jax.random.split(keys.public(keys.fold_in(key, number)), chunk)
             yield Observed(*map(np.asarray, many(run_keys, jnp.bool_(present), jnp.bool_(always), noises)))
 
     return simulate
