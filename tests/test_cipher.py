@@ -1,11 +1,13 @@
 """The cipher, its blocks, and jax's random numbers from keys of 128 bits."""
 
 import pickle
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.random import define_prng_impl
 
 import dpx
 from dpx import keys
@@ -94,9 +96,8 @@ def test_a_stream_has_128_bits():
 
 def test_a_key_of_more_words_counts_with_all():
     """A user's own implementation of keys may have more than 128 bits."""
-    impl = jax.extend.random.define_prng_impl(
-        key_shape=(3, 2), seed=None, split=None, random_bits=None, fold_in=None, name="six words"
-    )
+    unused: Any = {name: None for name in ("seed", "split", "random_bits", "fold_in")}
+    impl = define_prng_impl(key_shape=(3, 2), name="six words", **unused)
     data = np.arange(6, dtype=np.uint32)
     near = [data, *(data ^ (np.arange(6) == place).astype(np.uint32) for place in range(6))]
     marks = {int(keys.mark(jax.random.wrap_key_data(jnp.asarray(d.reshape(3, 2)), impl=impl))) for d in near}

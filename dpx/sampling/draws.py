@@ -178,4 +178,5 @@ def permutation(key: jax.Array, examples: int) -> np.ndarray:
 
 @functools.lru_cache(maxsize=2)
 def _permutation(words: bytes, examples: int) -> np.ndarray:
-    return order(jax.random.wrap_key_data(np.frombuffer(words, np.uint32), impl="threefry4x32"), examples, examples)
+    key = jax.random.wrap_key_data(jnp.asarray(np.frombuffer(words, np.uint32)), impl="threefry4x32")
+    return order(key, examples, examples)
