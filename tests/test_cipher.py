@@ -108,7 +108,8 @@ def test_a_public_key_is_half_of_a_derived_one():
     key = keys.stream(dpx.secret_key(SEED), "example", 3)
     public = keys.public(key)
     assert str(jax.random.key_impl(public)) == "threefry2x32" and jax.random.bernoulli(public).shape == ()
-    assert jax.random.key_data(public).tolist() == keys.words(key)[:2].tolist()
+    assert jax.random.key_data(public).tolist() == keys.words(key)[2:].tolist()
+    assert keys.public(jax.random.key(5)) == jax.random.key(5)
 
 
 def test_a_shorter_key_is_that_of_its_number():

@@ -42,7 +42,7 @@ def test_bad_seeds(seed):
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
 def test_fold_in_enciphers_the_number(impl):
     key = jax.random.key(7, impl=impl)
-    for number in (0, 1, np.int32(5), jnp.int32(5), 2**31, 2**32 - 1):
+    for number in (0, 1, jnp.int32(5), 2**31, 2**32 - 1):
         block = [jnp.uint32(word) for word in (int(number), 1, 0, 1)]
         assert words(keys.fold_in(key, number)) == tuple(map(int, threefry4x32([*keys.words(key)], block)))
     for number in (-1, 2**32):

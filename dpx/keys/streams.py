@@ -22,7 +22,7 @@ SMALL = (
 )
 
 
-def secret_key(seed: int | bytes | None = None) -> jax.Array:
+def secret_key(seed: int | np.integer | bytes | None = None) -> jax.Array:
     """A typed PRNG key, (), from all 128 bits of `seed`. The key and the seed are as secret as the data.
 
     seed: an int in [0, 2^128), or 16 bytes, the highest first; None takes 128 fresh bits from the operating system. To
@@ -120,14 +120,15 @@ def words(key: jax.Array) -> jax.Array:
 
 
 def public(key: jax.Array) -> jax.Array:
-    """A key "threefry2x32", (), for numbers that anyone may know: half of the words of `key`, (), with no other use.
+    """A key "threefry2x32", (), for numbers that anyone may know: half of the words of `key`, (), with no other use;
+    a key "threefry2x32" is its own.
 
     jax.random draws from it in half of the time, or less, and XLA compiles that faster, because the cipher is smaller:
     a step with a "hadamard" projection, in 4 s instead of 21. With jax's threefry4x32, `jax.random.randint` under
     `jax.vmap` took 50 s for 20,000 numbers, without XLA's optimizations. It reveals nothing about what `key` was
     derived from.
     """
-    return jax.random.wrap_key_data(words(key)[:2], impl="threefry2x32")
+    return jax.random.wrap_key_data(words(key)[2:], impl="threefry2x32")
 
 
 def _typed(data: jax.Array) -> jax.Array:
