@@ -117,8 +117,9 @@ def test_dp_sgd_is_below_its_bill_and_near_it():
 
 
 def test_poisson_is_below_its_bill_and_near_it():
+    """With 16 other keys, the bounds were 0.72 of the bill, and their standard deviation was 0.07."""
     found = lower_bound(functools.partial(dp_sgd, sampling=POISSON, noise_multiplier=0.8))
-    assert 0.6 * found.bill < found.epsilon <= found.bill
+    assert 0.5 * found.bill < found.epsilon <= found.bill
 
 
 def test_error_feedback_is_seen_in_later_releases():

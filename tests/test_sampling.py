@@ -90,7 +90,7 @@ def test_a_coin_falls_for_exactly_the_words_below_the_threshold(probability, mon
         return [high, low, low, high]
 
     monkeypatch.setattr(draws.cipher, "drawn", drawn)
-    coins = draws.coins.__wrapped__(KEY, len(numbers), probability)
+    coins = draws._coins.__wrapped__(KEY, len(numbers), probability)[0]
     assert asked == [(keys.words(KEY).tolist(), len(numbers))]
     assert coins.dtype == np.bool_
     assert coins.tolist() == [number < heads for number in numbers]

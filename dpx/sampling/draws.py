@@ -105,18 +105,35 @@ def step_key(key: jax.Array, step: int) -> jax.Array:
     return keys.stream(key, "sampling", step)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
 def coins(key: jax.Array, examples: int, probability: float) -> jax.Array:
     """Which examples take part, bool (examples,): each with `probability`, rounded down to a multiple of 2^-64.
 
     So the billed rate, `probability`, is at least that of the coin. The divisor stays the public one.
     """
+    return _coins(key, examples, probability)[0]
+
+
+def poisson(key: jax.Array, examples: int, probability: float) -> np.ndarray:
+    """The examples whose coins are heads, in a uniformly random order, int (rows,).
+
+    The order keeps the rounding of sums private. If a coin leaves an example out, the rest is as likely as the same
+    batch with its last row in the place of that example. So one or two blocks of rows differ, and not all behind it
+    (`dpx.xla.totals`). Two rows have the same 64 bits with a probability below rows^2 / 2^65.
+    """
+    heads, *bits = map(np.asarray, _coins(key, examples, probability))
+    drawn = np.flatnonzero(heads)
+    return drawn[np.lexsort([word[drawn] for word in bits])]
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _coins(key: jax.Array, examples: int, probability: float) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The coins, bool (examples,), and 64 more bits for each, two uint32 (examples,)."""
+    high, low, *more = cipher.drawn(keys.words(key), examples)
     if probability == 1:
-        return jnp.ones(examples, bool)
-    high, low, _, _ = cipher.drawn(keys.words(key), examples)
+        return jnp.ones(examples, bool), *more
     # Exact, because the product with a power of 2 is.
     heads_high, heads_low = map(np.uint32, divmod(math.floor(probability * 2**64), 2**32))
-    return (high < heads_high) | (high == heads_high) & (low < heads_low)
+    return (high < heads_high) | (high == heads_high) & (low < heads_low), *more
 
 
 def pad(drawn: np.ndarray, size: int) -> Draw:

@@ -20,11 +20,11 @@ from dp_accounting import DpEvent, GaussianDpEvent
 from dpx.sampling.base import Sampling as Sampling
 from dpx.sampling.draws import (
     Draw,
-    coins,
     keep_sizes,
     order,
     pad,
     permutation,
+    poisson,
     require_step,
     round_up,
     step_key,
@@ -71,7 +71,7 @@ class PoissonSampling(Sampling):
         return math.inf
 
     def draw(self, key: jax.Array, step: int, *, size: int | None = None) -> Draw:
-        drawn = np.flatnonzero(coins(step_key(key, require_step(key, step)), self.examples, self.probability))
+        drawn = poisson(step_key(key, require_step(key, step)), self.examples, self.probability)
         if size is None:
             size = self.capacity or usual_rows(self.examples, self.probability)
             if len(drawn) > size:
