@@ -16,6 +16,8 @@ from dpx.xla.microbatches import sum_in_segments
 # The largest norm of a gradient that contributes; the squares of larger ones, or their sums, would overflow float32.
 LARGEST = 2.0**63
 LONG_VECTOR = 2**14  # numbers
+# Rounding lengthens what an example adds by at most this share of the clip norm, and the noise is larger by this share.
+ETA = 2.0**-10
 
 
 class Total(NamedTuple):

@@ -24,7 +24,8 @@ from dp_accounting import DpEvent
 
 from dpx import guards, keys
 from dpx.accounting.budget import Budget
-from dpx.contributions import sum_contributions
+from dpx.accounting.events import least_addition
+from dpx.contributions import ETA, sum_contributions
 from dpx.sampling.batch import MISSING, inclusion
 from dpx.sampling.schemes import Sampling
 from dpx.scalars import ScalarOrSchedule, over
@@ -147,8 +148,11 @@ class Mechanism(optax.GradientTransformationExtraArgs):
         return self.event(steps)
 
     def __repr__(self) -> str:
-        pipeline = "\n  -> ".join(self.stages)
-        return f"Mechanism(\n     {pipeline}\n  drawn by {self.sampling}\n  cost of the first step: {self.event(1)}\n)"
+        pipeline, cost = "\n  -> ".join(self.stages), self.event(1)
+        rounded = f"rounding: {ETA:.3g} of the clip norm, and {least_addition(cost):.2g} of epsilon in that step"
+        return (
+            f"Mechanism(\n     {pipeline}\n  drawn by {self.sampling}\n  cost of the first step: {cost}\n  {rounded}\n)"
+        )
 
 
 class Coordinates(NamedTuple):

@@ -13,7 +13,7 @@ from dpx.accounting.axes import draw_guessing, labeled
 from dpx.accounting.bill import event_of
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.compose import Composition
-from dpx.accounting.events import event_profile
+from dpx.accounting.events import billed
 from dpx.accounting.profiles import Profile
 from dpx.trees import described
 from dpx.validation import require_floats
@@ -94,12 +94,13 @@ def attack_bounds(
         raise ValueError(f"false_positive_rates must be numbers in [0, 1], got {described(false_positive_rates)}")
     delta = checks.require_delta(delta)
     if isinstance(run, Composition):
-        event, stated = run.event, run.relation
-        if steps_or_state is not None or relation not in (None, stated):
-            raise ValueError(f"a Composition has its steps and its relation, {stated!r}; pass neither beside it")
+        if steps_or_state is not None or relation not in (None, run.relation):
+            raise ValueError(f"a Composition has its steps and its relation, {run.relation!r}; pass neither beside it")
+        profile = run.profile(accountant, curve=True)
     else:
         event, stated = event_of(run, steps_or_state, relation)
-    return bounds_of(event_profile(event, accountant=accountant, relation=stated, curve=True), delta, rates.tolist())
+        profile = billed(event, accountant=accountant, relation=stated, curve=True)
+    return bounds_of(profile, delta, rates.tolist())
 
 
 def bounds_of(profile: Profile, delta: float, false_positive_rates: Sequence[float]) -> AttackBounds:

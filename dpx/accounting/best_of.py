@@ -64,7 +64,7 @@ def best_of(
     score_on: "public" if the score sees a trial's release and public data only; else the event of the noise in the
         score, which every trial pays too.
     distribution: "logarithmic", "geometric" or "poisson"; in this order, many trials cost more and are spread less.
-    relation: of events, "add_or_remove" by default; None for mechanisms, whose samplings state it.
+    relation: of events, "zero_out" by default; None for mechanisms, whose samplings state it.
 
     The bill is by Renyi divergences ("rdp"), because no tighter one is known to dp-accounting.
 
@@ -104,7 +104,7 @@ def best_of(
 
 def _event(candidate: Any, relation: Relation | None) -> tuple[DpEvent, Relation]:
     if isinstance(candidate, DpEvent):
-        return candidate, require_relation(relation or "add_or_remove")
+        return candidate, require_relation(relation or "zero_out")
     if isinstance(candidate, tuple) and len(candidate) == 2:
         return event_of(*candidate, relation)
     raise ValueError(f"a candidate must be a (mechanism, steps or state) or an event, got {described(candidate)}")

@@ -7,7 +7,7 @@ import numpy as np
 
 from dpx.accounting import checks
 from dpx.accounting.checks import Accountant, Relation
-from dpx.accounting.events import event_delta, event_epsilon
+from dpx.accounting.events import billed
 from dpx.accounting.releases import count_releases
 from dpx.states.reading import release_state, steps_taken
 from dpx.validation import require_whole
@@ -28,15 +28,18 @@ def epsilon(
     delta: in (0, 1), best far below 1 divided by the number of examples. A larger one warns.
     accountant: "tightest" bills by "pld" (privacy loss distributions) where that is known for every release, else by
         "rdp" (Renyi divergences).
-    relation: how neighboring data sets differ; None is the relation that the mechanism's sampling states. A Poisson
-        sampling also holds for nulling an example ("zero_out") and for replacing one ("replace_one").
+    relation: how neighboring data sets differ; None is the relation that the mechanism's sampling states. The event of
+        a Poisson sampling is also true for replacing an example ("replace_one"), and for adding or removing one
+        ("add_or_remove"). The latter has the number of "zero_out", but is about real numbers: in a program, a deleted
+        row moves all later ones, and the order of the rows is in the last bits of their float sum. So the released bits
+        are private for neighbors of "zero_out", where a null keeps the row.
 
     Raises ValueError for a state that another mechanism made, for a relation that the event is not true for, and for
     an event that the accountant cannot bill.
     """
     event, relation = event_of(optimizer, steps_or_state, relation)
     checks.warn_of_large_delta(delta, optimizer.sampling)
-    return event_epsilon(event, delta=delta, accountant=accountant, relation=relation)
+    return billed(event, accountant=accountant, relation=relation).epsilon(delta)
 
 
 def delta(
@@ -58,7 +61,7 @@ def delta(
     """
     epsilon = checks.require_epsilon(epsilon)
     event, relation = event_of(optimizer, steps_or_state, relation)
-    return event_delta(event, epsilon=epsilon, accountant=accountant, relation=relation)
+    return billed(event, accountant=accountant, relation=relation).delta(epsilon)
 
 
 def event_of(optimizer: Any, steps_or_state: Any, relation: Relation | None) -> tuple[dp_accounting.DpEvent, Relation]:
@@ -84,7 +87,8 @@ def _relation_of(event: dp_accounting.DpEvent, sampling: Any, relation: Relation
         return stated
     if stated == "replace_one":
         raise ValueError(f'relation {relation!r} does not fit {sampling}, whose event is true for "replace_one" only')
-    if relation == "add_or_remove" and not count_releases(event).poisson_sampled:
+    releases = count_releases(event)
+    if relation == "add_or_remove" and not (releases.poisson_sampled or releases.whole_runs):
         raise ValueError(
             f'relation "add_or_remove" does not fit {sampling}: one example more or fewer would change '
             'the other batches; its event is true for "zero_out"'

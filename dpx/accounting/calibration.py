@@ -10,9 +10,9 @@ import numpy as np
 from dpx.accounting import checks
 from dpx.accounting.bill import event_of
 from dpx.accounting.checks import Accountant, Relation
-from dpx.accounting.events import event_epsilon
+from dpx.accounting.events import billed
 from dpx.accounting.pld.buckets import BUCKETS, Buckets, bucketed_gaussians
-from dpx.accounting.schedule import Interval, lower_profile, upper_profile
+from dpx.accounting.schedule import Interval, implemented, lower_profile, upper_profile
 from dpx.validation import require_whole
 
 _COARSE_BUCKETS = 24  # of a first, rough search, where the second one starts (benchmarks/accounting.py, calibration)
@@ -50,7 +50,7 @@ def calibrate(
 
     def bill(noise_multiplier: float, by: Accountant, **options: int) -> float:
         event, stated = event_of(make(noise_multiplier), steps, relation)
-        return event_epsilon(event, delta=delta, accountant=by, relation=stated, **options)
+        return billed(event, accountant=by, relation=stated, **options).epsilon(delta)
 
     if accountant == "rdp":
         return least_within(lambda noise: bill(noise, "rdp"), epsilon, tolerance, 1.0)
@@ -79,7 +79,7 @@ def calibrate_schedule(
     delta: float,
     counts: Any = None,
     accountant: Accountant = "tightest",
-    relation: Relation = "add_or_remove",
+    relation: Relation = "zero_out",
     tolerance: float = 1e-4,
     buckets: int = BUCKETS,
 ) -> CalibratedSchedule:
@@ -101,7 +101,11 @@ def calibrate_schedule(
     median = float(np.median(sigmas[repeats > 0]))
 
     def bill(steps: Buckets, by: Accountant) -> Callable[[float], float]:
-        return lambda scale: upper_profile(steps.scaled(scale), accountant=by, relation=relation).epsilon(delta)
+        def epsilon_at(scale: float) -> float:
+            exact = upper_profile(steps.scaled(scale), accountant=by, relation=relation)
+            return implemented(exact, sigmas * (scale / median), repeats, relation).epsilon(delta)
+
+        return epsilon_at
 
     coarse = bucketed_gaussians(sigmas / median, rates, repeats, _COARSE_BUCKETS)
     scale = least_within(bill(coarse, accountant), epsilon, _COARSE_TOLERANCE, 1.0)

@@ -10,9 +10,11 @@ import jax
 import numpy as np
 
 from dpx import keys
+from dpx.accounting import checks
 from dpx.accounting.bill import batches_of, billed_steps, event_of
 from dpx.accounting.checks import Accountant, Relation
-from dpx.accounting.events import event_delta, event_epsilon
+from dpx.accounting.events import billed
+from dpx.accounting.profiles import Profile
 from dpx.scalars import over
 from dpx.states.record import SEVERAL_KEYS
 from dpx.trees import described
@@ -24,24 +26,30 @@ class Composition:
     `dpx.accounting.delta`.
 
     event: the event of all runs. relation: how neighboring data sets differ, the same for all runs.
+    together: int, how many releases of noisy numbers each release of the event stands for.
     keys: of the runs' noise, each (). batch_keys: the marks of the keys that drew their batches, ints, where known.
     units: the mark of what the batches of each run hold, int, 0 where not known. examples: of each run's sampling.
     """
 
     event: dp_accounting.DpEvent
     relation: Relation
+    together: int = field(default=1, kw_only=True)
     keys: tuple[jax.Array, ...] = field(default=(), kw_only=True, repr=False, compare=False)
     batch_keys: tuple[int, ...] = field(default=(), kw_only=True, repr=False, compare=False)
     units: tuple[int, ...] = field(default=(), kw_only=True, repr=False, compare=False)
     examples: tuple[int, ...] = field(default=(), kw_only=True, repr=False, compare=False)
 
     def epsilon(self, *, delta: float, accountant: Accountant = "tightest") -> float:
-        """An upper bound of epsilon at `delta`, which is in (0, 1); see `event_epsilon`."""
-        return event_epsilon(self.event, delta=delta, accountant=accountant, relation=self.relation)
+        """An upper bound of epsilon at `delta`, which is in (0, 1); see `dpx.epsilon`."""
+        return self.profile(accountant).epsilon(checks.require_delta(delta))
 
     def delta(self, *, epsilon: float, accountant: Accountant = "tightest") -> float:
-        """An upper bound of delta at `epsilon`, which is at least 0; see `event_delta`."""
-        return event_delta(self.event, epsilon=epsilon, accountant=accountant, relation=self.relation)
+        """An upper bound of delta at `epsilon`, which is at least 0; see `dpx.accounting.delta`."""
+        return self.profile(accountant).delta(checks.require_epsilon(epsilon))
+
+    def profile(self, accountant: Accountant = "tightest", *, curve: bool = False) -> Profile:
+        """What `epsilon` and `delta` ask; curve: as for `event_profile`."""
+        return billed(self.event, accountant=accountant, relation=self.relation, curve=curve, runs=self.together)
 
 
 def compose_runs(*runs: Any, shared_batches: bool) -> Composition:
@@ -92,6 +100,7 @@ def compose_runs(*runs: Any, shared_batches: bool) -> Composition:
     return Composition(
         event,
         composed[0].relation,
+        together=len(runs) if shared_batches else max(run.together for run in composed),
         keys=tuple(noise_keys),
         batch_keys=tuple(set(batch_keys)),
         units=units,

@@ -13,7 +13,7 @@ from dpx.accounting import checks
 from dpx.accounting.axes import draw_guessing, labeled
 from dpx.accounting.bill import event_of
 from dpx.accounting.checks import Accountant, Relation
-from dpx.accounting.events import event_epsilon, event_profile
+from dpx.accounting.events import billed
 from dpx.accounting.pld.buckets import BUCKETS
 from dpx.sampling.schemes import ShuffledEpochs
 from dpx.trees import outlined
@@ -94,7 +94,7 @@ def epsilon_over_steps(
     for step in steps_shown.tolist():
         event, stated = event_of(mechanism, step, relation)
         buckets = BUCKETS if step == steps else _BUCKETS
-        spent.append(event_epsilon(event, delta=delta, accountant=accountant, relation=stated, buckets=buckets))
+        spent.append(billed(event, accountant=accountant, relation=stated, buckets=buckets).epsilon(delta))
     spent = np.minimum.accumulate(spent[::-1])[::-1]  # fewer steps cost no more
     return EpsilonOverSteps(steps_shown, spent, checks.require_delta(delta), epoch > 1)
 
@@ -117,7 +117,7 @@ def delta_over_epsilon(
     given = np.atleast_1d(require_floats("epsilons", epsilons))
     values = np.array([checks.require_epsilon(value) for value in given])
     event, stated = event_of(mechanism, steps_or_state, relation)
-    profile = event_profile(event, accountant=accountant, relation=stated, curve=True)
+    profile = billed(event, accountant=accountant, relation=stated, curve=True)
     deltas = {value: profile.delta(value) for value in sorted(values.tolist())}
     return DeltaOverEpsilon(values, np.array([deltas[value] for value in values.tolist()]))
 
@@ -140,7 +140,7 @@ def trade_off(
     """
     type_one = np.linspace(0, 1, require_whole("points", points, minimum=2))
     event, stated = event_of(mechanism, steps_or_state, relation)
-    profile = event_profile(event, accountant=accountant, relation=stated, curve=True)
+    profile = billed(event, accountant=accountant, relation=stated, curve=True)
     epsilons, deltas = [], []
     for epsilon in _TRADE_OFF_EPSILONS:
         epsilons.append(epsilon)

@@ -6,7 +6,7 @@ import numpy as np
 
 from dpx.accounting import checks
 from dpx.accounting.checks import Accountant
-from dpx.accounting.events import event_epsilon
+from dpx.accounting.events import billed
 from dpx.sampling.schemes import FixedSizeSampling, FullBatch, PoissonSampling, Sampling, ShuffledEpochs
 from dpx.scalars import over
 from dpx.trees import described
@@ -40,7 +40,7 @@ def dp_sgd_epsilon(
     steps: int, at least 0: give it if you know it. epochs: float, positive, in place of steps, which are then
         epochs * examples / batch_size, rounded up.
     sampling: how the batches were REALLY drawn, and what epsilon then protects against.
-        "poisson": each example takes part in a step by a coin of its own; adding or removing one example.
+        "poisson": each example takes part in a step by a coin of its own; nulling one example.
         "fixed": a new random subset of `batch_size` examples at every step; replacing one example.
         "shuffled": the usual data loader, where each example takes part at most once an epoch, in any order. Then no
         amplification is proved; setting one example's contribution to zero. Needs epochs, because loaders differ in
@@ -63,7 +63,7 @@ def dp_sgd_epsilon(
     multipliers = _multipliers(noise_multiplier, record, steps, epochs)
     checks.warn_of_large_delta(delta, record)
     relation = checks.require_relation(record.relation)
-    return event_epsilon(record.event(multipliers), delta=delta, accountant=accountant, relation=relation)
+    return billed(record.event(multipliers), accountant=accountant, relation=relation).epsilon(delta)
 
 
 def _multipliers(noise: Any, record: Sampling, steps: Any, epochs: Any) -> np.ndarray:

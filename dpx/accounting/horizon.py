@@ -5,7 +5,7 @@ from typing import Any
 from dpx.accounting import checks
 from dpx.accounting.bill import event_of, require_billable
 from dpx.accounting.checks import Accountant, Relation
-from dpx.accounting.events import event_epsilon
+from dpx.accounting.events import billed
 
 _MOST_STEPS = 10_000_000  # more than any run takes: a bill within the budget here does not bound the steps
 
@@ -43,7 +43,7 @@ def max_steps(
             if steps == 1:
                 raise
             return False  # beyond the schedule
-        return event_epsilon(event, delta=delta, accountant=accountant, relation=stated) <= epsilon
+        return billed(event, accountant=accountant, relation=stated).epsilon(delta) <= epsilon
 
     low, high = 0, 1
     while affordable(high):

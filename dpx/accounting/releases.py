@@ -6,7 +6,7 @@ other events (`register_whole_run`).
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -28,27 +28,34 @@ class WholeRunReader(NamedTuple):
 
     read: (event, accountant, relation) -> Profile.
     explain: (event, delta, relation) -> str, one sentence for the privacy report.
+    released: (event) -> int, how many releases of noisy numbers the run makes.
     """
 
     read: Callable[[Any, Accountant, Relation], Profile]
     explain: Callable[[Any, float, Relation], str]
+    released: Callable[[Any], int]
 
 
 _STEP_READERS: dict[type, ReadStep] = {}
+_RELEASED: dict[type, Callable[[Any], int]] = {}
 WHOLE_RUN_READERS: dict[type, WholeRunReader] = {}
 
 
-def register(event_type: type, read: ReadStep) -> None:
+def register(event_type: type, read: ReadStep, *, released: Callable[[Any], int] | None = None) -> None:
     """From now on, dpx bills events of `event_type`, as steps that compose with all others.
 
     read: (event, relation) -> StepLoss. It must raise ValueError for a relation that the event is not true for.
+    released: (event) -> int, how many releases of noisy numbers it stands for; None is one.
     """
     _STEP_READERS[event_type] = read
+    if released is not None:
+        _RELEASED[event_type] = released
 
 
 def register_whole_run(event_type: type, reader: WholeRunReader) -> None:
     """From now on, dpx bills events of `event_type`, as whole runs. Such an event beside another one is refused."""
     WHOLE_RUN_READERS[event_type] = reader
+    _RELEASED[event_type] = reader.released
 
 
 @dataclass
@@ -131,6 +138,39 @@ def count_releases(event: DpEvent) -> Releases:
     releases = Releases()
     releases.add(event, 1)
     return releases
+
+
+def released(event: DpEvent) -> int:
+    """How many releases of noisy numbers an event tree has."""
+    return sum(count * _RELEASED.get(type(release), lambda _: 1)(release) for release, count in _leaves(event, 1))
+
+
+def largest_shift(event: DpEvent, relation: Relation) -> float:
+    """The most that one example moves a release, in standard deviations of its noise.
+
+    It is inf if one release is not a Gaussian on all data or on a Poisson sample, or has no noise.
+    """
+    effect = 2 if relation == "replace_one" else 1
+    largest = 0.0
+    for release, _ in _leaves(event, 1):
+        noise = release.noise_multiplier if isinstance(release, GaussianDpEvent) else 0.0
+        largest = max(largest, effect / noise if noise > 0 else math.inf)
+    return largest
+
+
+def _leaves(event: Any, count: int) -> Iterator[tuple[Any, int]]:
+    """The releases of an event tree, without compositions and Poisson sampling, and how often each was made."""
+    if count == 0 or isinstance(event, dp_accounting.NoOpDpEvent):
+        return
+    if isinstance(event, dp_accounting.SelfComposedDpEvent):
+        yield from _leaves(event.event, count * event.count)
+    elif isinstance(event, dp_accounting.ComposedDpEvent):
+        for inner in event.events:
+            yield from _leaves(inner, count)
+    elif isinstance(event, PoissonSampledDpEvent):
+        yield from _leaves(event.event, count)
+    else:
+        yield event, count
 
 
 def read_step(event: DpEvent, relation: Relation) -> StepLoss:

@@ -17,7 +17,7 @@ from dpx.accounting.best_of import Selection
 from dpx.accounting.bill import batches_of, billed_steps, event_of, require_billable
 from dpx.accounting.budget import Budget
 from dpx.accounting.checks import Relation
-from dpx.accounting.events import event_epsilon, event_profile, explanation
+from dpx.accounting.events import billed, explanation
 from dpx.accounting.pages import as_html, as_markdown, as_text
 from dpx.accounting.statement import caveats, sections_of, title_of, tuning_words
 from dpx.accounting.summary import summary
@@ -32,6 +32,8 @@ class PrivacyReport:
     mechanism: the printed pipeline. steps: how many are billed. unit: one record of the data set, in words.
     relation: how neighboring data sets differ. sampling: the printed sampling record. delta: in (0, 1).
     epsilon: an upper bound by each accountant, so the smallest is the guarantee; None if an accountant does not apply.
+    arithmetic: the parts of the least epsilon and of delta that are for the arithmetic of the noise, whose numbers are
+        finitely many; floats, by "epsilon" and "delta".
     budget: the `dpx.Budget` that the noise was calibrated to, the target; None without one, and for a search.
     attacks: what that means for an attacker. tuning: whether the choice of hyper-parameters is billed, in words.
     events: the releases, one sentence each. versions: by package. caveats: what lies outside of the guarantee.
@@ -47,6 +49,7 @@ class PrivacyReport:
     sampling: str
     delta: float
     epsilon: dict[str, float | None]
+    arithmetic: dict[str, float]
     attacks: AttackBounds
     tuning: str
     events: tuple[str, ...]
@@ -77,6 +80,7 @@ class PrivacyReport:
 
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
         fields["epsilon"] = {name: finite(value) for name, value in self.epsilon.items()}
+        fields["arithmetic"] = {name: finite(value) for name, value in self.arithmetic.items()}
         fields["budget"] = self.budget and asdict(self.budget)
         fields["attacks"] = self.attacks._asdict() | {"mu": finite(self.attacks.mu)}
         return json.dumps(fields, indent=2, allow_nan=False)
@@ -137,11 +141,13 @@ def privacy_report(
     refusals = []
     for accountant in ("pld", "rdp"):
         try:
-            bills[accountant] = event_epsilon(event, delta=delta, accountant=accountant, relation=relation)
+            bills[accountant] = billed(event, accountant=accountant, relation=relation).epsilon(delta)
         except ValueError as error:
             refusals.append(error)
     if len(refusals) == len(bills):
         raise refusals[0]
+    least = min(bill for bill in bills.values() if bill is not None)
+    profile = billed(event, relation=relation, curve=True)
     return PrivacyReport(
         mechanism=str(mechanism),
         steps=steps,
@@ -150,7 +156,8 @@ def privacy_report(
         sampling=str(mechanism.sampling),
         delta=delta,
         epsilon=bills,
-        attacks=bounds_of(event_profile(event, relation=relation, curve=True), delta, FALSE_POSITIVE_RATES),
+        arithmetic=dict(zip(("epsilon", "delta"), profile.added(least, delta), strict=True)),
+        attacks=bounds_of(profile, delta, FALSE_POSITIVE_RATES),
         tuning=words,
         events=summary(event),
         versions=_versions(),

@@ -1,5 +1,6 @@
 """Epsilon and delta of a schedule of noise multipliers, as intervals that contain the truth."""
 
+import math
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from dpx.accounting import checks
+from dpx.accounting.arithmetic import Implemented
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.pld.buckets import BUCKETS, Buckets, bucketed_gaussians
 from dpx.accounting.pld.losses import Losses, SampledGaussian
@@ -33,7 +35,7 @@ def schedule_epsilon(
     delta: float,
     counts: Any = None,
     accountant: Accountant = "tightest",
-    relation: Relation = "add_or_remove",
+    relation: Relation = "zero_out",
     buckets: int = BUCKETS,
     grid: float | None = None,
 ) -> Interval:
@@ -51,7 +53,8 @@ def schedule_epsilon(
     grid: spacing of privacy losses; the default is fine enough for four digits. The upper end is an upper bound for any
         grid.
 
-    Guarantee: the ends are a lower and an upper bound, up to floating-point errors (relative 1e-6).
+    Guarantee: the upper end is an upper bound for a run of dpx, whose noise is not exact; the lower end is a lower
+    bound for exact noise. Both are up to floating-point errors of the accountant (relative 1e-6).
 
     Raises ValueError for arguments outside these ranges and for functions or traced values in a schedule.
 
@@ -70,7 +73,7 @@ def schedule_delta(
     epsilon: float,
     counts: Any = None,
     accountant: Accountant = "tightest",
-    relation: Relation = "add_or_remove",
+    relation: Relation = "zero_out",
     buckets: int = BUCKETS,
     grid: float | None = None,
 ) -> Interval:
@@ -90,10 +93,11 @@ def _profiles(
         grid = require_number("grid", grid, minimum=0, exclusive=True)
     if checks.require_accountant(accountant) == "rdp":
         steps = Buckets(sigmas, sigmas, rates, rates, repeats)
-        return upper_profile(steps, accountant="rdp", relation=relation), None
+        return implemented(upper_profile(steps, accountant="rdp", relation=relation), sigmas, repeats, relation), None
     steps = bucketed_gaussians(sigmas, rates, repeats, buckets)
     options: Any = dict(relation=relation, grid=grid)
-    return upper_profile(steps, accountant=accountant, **options), lower_profile(steps, **options)
+    upper = implemented(upper_profile(steps, accountant=accountant, **options), sigmas, repeats, relation)
+    return upper, lower_profile(steps, **options)
 
 
 def _interval(upper: Profile, lower: Profile | None, ask: Callable[[Profile], float]) -> Interval:
@@ -114,15 +118,21 @@ def upper_profile(
     steps: Buckets,
     *,
     accountant: Accountant = "tightest",
-    relation: Relation = "add_or_remove",
+    relation: Relation = "zero_out",
     grid: float | None = None,
 ) -> Profile:
-    """An upper bound: noise is rounded down, and rates are rounded up."""
+    """An upper bound for exact arithmetic: noise is rounded down, and rates are rounded up."""
     losses = gaussian_losses(steps.smallest_noise, steps.largest_rate, steps.counts, relation)
     return profile(losses, accountant, grid=grid)
 
 
-def lower_profile(steps: Buckets, *, relation: Relation = "add_or_remove", grid: float | None = None) -> Profile:
+def implemented(exact: Profile, sigmas: np.ndarray, counts: np.ndarray, relation: Relation) -> Profile:
+    """The profile of a run of dpx with these steps, as `events.billed` has it; exact: that of exact arithmetic."""
+    least, effect = float(sigmas[counts > 0].min(initial=math.inf)), 2 if relation == "replace_one" else 1
+    return Implemented(exact, int(counts.sum()), effect / least if least > 0 else math.inf)
+
+
+def lower_profile(steps: Buckets, *, relation: Relation = "zero_out", grid: float | None = None) -> Profile:
     """A lower bound, which is never a bill: noise is rounded up, and rates are rounded down.
 
     The bound is 0 if a noise multiplier is below 1e-6, but not 0.

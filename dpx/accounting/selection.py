@@ -31,10 +31,11 @@ from scipy import optimize, special
 from dpx.accounting import renyi
 from dpx.accounting.checks import Relation
 from dpx.accounting.pld.losses import SampledGaussian, StepLoss, total_renyi
-from dpx.accounting.releases import count_releases, is_readable, read_step, register
+from dpx.accounting.releases import count_releases, is_readable, read_step, register, released
 
 SHAPES: dict[str, float] = {"logarithmic": 0.0, "geometric": 1.0, "poisson": math.inf}  # eta of the paper
 _SMALLEST_EXPONENT, _LARGEST_EXPONENT = 1e-9, 700.0  # of 1 / gamma; e^700 is a float
+_MORE_TRIALS = 1e-18  # probability of more trials than are billed for the arithmetic of their noise (`arithmetic`)
 
 
 @attrs.frozen
@@ -138,6 +139,29 @@ def log_inverse_gamma(mean: float, shape: float) -> float:
     return float(root) * (1 + 1e-12) + 1e-12
 
 
+def most_trials(mean: float, shape: float) -> int:
+    """A count that K exceeds with a probability of at most `_MORE_TRIALS`; mean, shape: as for `draw_count`.
+
+    For a shape of at most 1, P(K = k + 1) <= (1 - gamma) P(K = k), so P(K > k) <= (1 - gamma)^k.
+    """
+    if mean == 1 and shape < math.inf:
+        return 1
+    if shape <= 1:
+        return math.ceil(math.log(_MORE_TRIALS) / math.log(-math.expm1(-log_inverse_gamma(mean, shape))))
+    gamma = 0.0 if shape == math.inf else math.exp(-log_inverse_gamma(mean, shape))
+    count = math.ceil(mean)
+    while _probability_more(count, mean, shape, gamma) > _MORE_TRIALS:
+        count += math.ceil(mean)
+    return count
+
+
+def _probability_more(count: int, mean: float, shape: float, gamma: float) -> float:
+    """P(K > count)."""
+    if shape == math.inf:
+        return float(special.pdtrc(count, mean))
+    return float(special.betainc(count + 1, shape, 1 - gamma)) / -math.expm1(shape * math.log(gamma))
+
+
 def draw_count(key: jax.Array, mean: float, shape: float) -> int:
     """K, from 53 bits of a secret key, (); shape: 0 (logarithmic), 1 (geometric) or inf (Poisson). mean: at least 1."""
     high, low = np.asarray(jax.random.bits(key, (2,), np.uint32)).tolist()
@@ -187,5 +211,9 @@ def _read_one_of(event: OneOfDpEvent, relation: Relation) -> OneOf:
     return OneOf(tuple(trial_loss(inner, relation) for inner in event.events))
 
 
-register(RepeatAndSelectDpEvent, _read_best_of)
-register(OneOfDpEvent, _read_one_of)
+register(
+    RepeatAndSelectDpEvent,
+    _read_best_of,
+    released=lambda event: most_trials(float(event.mean), float(event.shape)) * released(event.event),
+)
+register(OneOfDpEvent, _read_one_of, released=lambda event: max(released(inner) for inner in event.events))

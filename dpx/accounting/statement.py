@@ -19,8 +19,9 @@ _ALTERNATIVE = {
 _NEIGHBORS = {
     "add_or_remove": "Neighboring data sets differ by the presence of one {unit}, and the size of the data set, "
     "counted by {unit}, is treated as public.",
-    "zero_out": "Neighboring data sets differ by nulling the contribution of one {unit}, and which {unit} takes part "
-    "is treated as public.",
+    "zero_out": "Neighboring data sets differ by nulling one {unit}: a null keeps its place among the rows and counts "
+    "nowhere, because a deleted row would move all later rows, and with them the rounding of their sums. The size of "
+    "the data set, counted by {unit}, is treated as public.",
     "replace_one": "Neighboring data sets differ by exchanging one {unit} for another, and the size of the data set, "
     "counted by {unit}, is treated as public.",
 }
@@ -34,10 +35,11 @@ _OUTSIDE = (
     "and with 1 + e^epsilon times this delta.",
     "Any other release from the same data, such as another run or a statistic, adds to what is spent for one {unit}: "
     "dpx.compose_runs bills them together.",
-    "The noise that protects one {unit} is drawn in float32: its tail ends near 5.4 standard deviations, so a delta "
-    "below about 1e-7 is not meaningful.",
-    "Attacks on one {unit} that use the rounding of floating-point noise, or the time that a step takes, are not "
-    "excluded.",
+    "The time that a step takes and the sizes of the batches are not released: who sees them may learn in which steps "
+    "one {unit} takes part, and that is not billed.",
+    "The machine that trains on the data of one {unit} is trusted: who reads its memory reads the data.",
+    "The noise that protects one {unit} is made by a cipher from the secret key, and counts as random: who can break "
+    "the cipher can subtract the noise.",
 )
 _TUNING = {
     None: "Not billed: if hyper-parameters were chosen by runs on the same data, that cost one {unit} more than is "
@@ -97,12 +99,14 @@ def sections_of(report: Any) -> tuple[Section, ...]:
 def _spent(report: Any, unit: str) -> tuple[str, ...]:
     spent = report.spent
     if math.isinf(spent):
-        return (f"There is NO guarantee for one {unit}, because epsilon = inf: a release has no noise.",)
+        return (f"There is NO guarantee for one {unit}, because epsilon = inf: a release has no noise, or too little.",)
     factor = upper(math.exp(spent), 3) if spent < 700 else "e^epsilon"
     other = _ALTERNATIVE[report.relation].format(unit=unit)
     return (
         f"The epsilon that counts for one {unit} is {upper(spent, 6)} at delta {report.delta:g}, after {report.steps} "
         "steps. It is an upper bound, the least of those below.",
+        f"Of which {upper(report.arithmetic['epsilon'], 2)} of epsilon and {upper(report.arithmetic['delta'], 2)} of "
+        f"delta are for the arithmetic of the noise that protects one {unit}, which has finitely many values.",
         _target(report, unit),
         f"Any result of the run is at most {factor} times as likely with one {unit} as {other}, and the other way "
         f"round, but for a probability of {report.delta:g}.",

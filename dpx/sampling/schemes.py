@@ -42,12 +42,16 @@ class PoissonSampling(Sampling):
     capacity:   rows of a drawn batch; by default the least multiple of 8 that a batch exceeds with a probability below
                 1e-9. A larger batch is never cut: its rows are the next multiple of 1/8 of the capacity.
 
+    Neighbors differ by a null in place of one example, which keeps its place and counts nowhere. The bill is that of
+    adding or removing an example. But a deleted row would move all later ones, and so the rounding of their sum. The
+    size of a batch is outside of the bill: who sees it, for example in the time of a step, knows more of the coins.
+
     Raises ValueError for other sizes. Its event is that of Abadi et al. 2016, https://arxiv.org/abs/1607.00133.
     """
 
     batch_size: float
     capacity: int | None = field(default=None, repr=False)  # no part of what is drawn
-    relation: ClassVar[str] = "add_or_remove"
+    relation: ClassVar[str] = "zero_out"
 
     def __post_init__(self):
         keep_sizes(self)

@@ -69,7 +69,8 @@ def explain(event: ErrorFeedbackDpEvent, delta: float, relation: Relation) -> st
 def bounds(event: ErrorFeedbackDpEvent, accountant: Accountant, relation: Relation) -> dict[str, Profile]:
     """The bounds that hold for the sampling and the relation, by name. Raises ValueError if there is none."""
     sampling, stated = event.sampling, event.sampling.relation
-    if relation != stated and (stated == "replace_one" or (stated, relation) == ("zero_out", "add_or_remove")):
+    moves_rows = relation == "add_or_remove" and not isinstance(sampling, PoissonSampling)
+    if relation != stated and (stated == "replace_one" or moves_rows):
         raise ValueError(f'relation {relation!r} does not fit {sampling}, whose event is true for "{stated}"')
     noise = event.noise_multiplier / (2 if relation == "replace_one" else 1)
     reset_every = min(event.steps, event.reset_every or event.steps)
@@ -101,4 +102,4 @@ def bounds(event: ErrorFeedbackDpEvent, accountant: Accountant, relation: Relati
     return profiles
 
 
-register_whole_run(ErrorFeedbackDpEvent, WholeRunReader(profile, explain))
+register_whole_run(ErrorFeedbackDpEvent, WholeRunReader(profile, explain, released=lambda event: event.steps))

@@ -1,0 +1,207 @@
+"""What the arithmetic of the noise adds to a bill: a program's normals have finitely many values, and are rounded.
+
+A bill is proved for normals G of real numbers. A program has g~ instead, and releases the integers
+k = floor(y + R g~ + 1/2) on a public grid, where R in [16, 32) is one standard deviation. A pair of normals is
+G = r (cos u, sin u) with r = sqrt(-2 ln p), p and u uniform. The sampler's proof (`dpx/keys`) gives
+
+(1) coins of which |g~ - G| <= error(p) (`Normals`) in both coordinates, the rounding of R g~ + 1/2 included;
+(2) no g~ with an r below 11 where p is so small that error(p) exceeds 1e-3.
+
+Notation: m pairs in the run. P and P~ are the laws of a pair of integers in exact and in the program's arithmetic,
+given all coins and all earlier numbers. phi(v) = e^v - 1 - v. A cell is what rounds to one pair of integers: a square
+of side w = 1/R. It is bad if p < p0 on all of it, and good otherwise.
+
+**Lemma 1.** |P~/P - 1| <= h(p) := 136 error(p/3) at any point of a good cell with p >= p0, while h < 1/3.
+Proof: let e be the largest error(p) within e of the cell. Then P~ is at most P of the cell with a frame of width e, and
+at least P of the cell without one. For an interval of width w at z, both strips have at most the share
+(e/w) v coth(v/2) e^(z e + w^2/2) with v = z w; that grows with R, and is at most 2.03 * 32 e at R = 32, z <= 11.1. Two
+coordinates give 4.06 * 32 e, up to squares: 136 e. In a cell and its frame r varies by 1.5 w, so p varies by less than
+a factor of 3. Near p = 1, where the lattice moves r by 2^-65 / r, this is below evaluation / 512 on average over a
+border, which is what a strip needs. A bad cell has P <= p0, and P~ <= 1.01 p0.
+
+**Lemma 2.** Let s(x) = x h / (1 - h) and psi = E phi(s(x)) over the good cells, for a number x > 1. But for bad cells,
+and for a probability d, the product of P~/P over the run is below e^a under the program, and that of P/P~ is below
+e^a under exact arithmetic, with a = (m (psi + 1.01 x p0) + ln(1/d)) / (x - 1).
+Proof: let c = P~/P - 1. By Markov's inequality, and one pair after the other, the first is E_P (1 + c)^x over good
+cells, and (1 + c)^x <= e^(x c) <= 1 + x c + phi(x h). The second is E_P (1 + c)^(1-x), and the binomial series gives
+at most 1 + (1-x) c + phi(s(x)). The mean of c over the good cells is at most 1.01 p0 in size.
+
+**Theorem.** Let t = 1.02 m p0, and let the exact run be (epsilon, delta)-private. Then the program's run is
+(epsilon + a1 + a2, t + d1 + e^a1 (delta + far + e^epsilon d2))-private, if exact arithmetic makes a pair that is bad
+for the OTHER data set with a probability of at most far. Proof: let S be a set of outputs, and A those that are good
+for the other data set, whose laws have a dash. Then P~(S) <= t + d1 + e^a1 P(S), P(S) <= far + delta +
+e^epsilon P'(S and A), and P'(S and A) <= d2 + e^a2 P~'(S). The coins are in the outputs of the first and the last step,
+where no privacy is claimed, so this covers sampling, adaptive runs and searches. Here d1 = d and d2 = d e^-epsilon with
+d = t / 8.
+
+**far.** far = e^epsilon t always: drop A, and charge t in the last step. Better, for releases of Gaussians, sampled by
+Poisson's coins or not: let all coins but those of the one example be public, and A those outputs that are good for both
+values of its coin, which is the factor of 2 in the code. The example moves the m1 pairs of a release by v_i, in
+deviations, with sum |v_i|^2 <= shift^2, and P(|G + v| > r0) <= exp(-(r0 - |v|)^2 / 2), where r0 belongs to p0 (Marcum's
+Q). Where |v| r0 <= 2.1, this is at most p0 (1 + 3.5 |v| r0), so all together have p0 (m1 + 3.5 r0 shift sqrt(m1)). For
+larger |v| it grows faster than |v|^2, so all together have at most exp(-(r0 - shift)^2 / 2).
+
+Only the releases of the event count. At all other steps, such as those of an epoch of `ShuffledEpochs` in which the
+example has no part, the two sums are equal, and so are the two laws of the PROGRAM.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from dpx.accounting.profiles import Profile
+
+LARGEST_RELEASE = 2**32  # numbers of one release at most; `dpx/keys` refuses more. Public, and the same for every run
+
+_SHARE_OF_FRAME, _VARIATION_OF_P, _LARGEST_CHANGE = 136.0, 3.0, 1 / 3  # of Lemma 1
+_MEAN_OF_CHANGES, _BAD_PAIRS = 1.01, 1.02  # of Lemma 2 and of t; with 1.02, t has 1e-18 for the largest searches, too
+_SMALLEST_SHARE = 8  # t / d
+_USUAL_DELTA = 1e-6  # p0 is the best for it where the delta is what is asked for
+_MOST_BITS = 88  # of p0
+_FARTHEST = 0.25  # the largest shift is at most r0 minus this
+_LARGEST_EPSILON, _USUAL_EPSILON = 1e9, 4.0  # the second is tried first where `far` depends on epsilon
+
+
+@dataclass(frozen=True)
+class Normals:
+    """A sampler of pairs of normals, in standard deviations.
+
+    evaluation: the most that the evaluation of a pair moves it, float. bits: of p and of the angle. finer: pairs
+    (l, b), l rising: where p < 2^-l, p has b bits more and the angle b less. pairs: the most pairs of one release.
+    """
+
+    evaluation: float = 2.0**-45
+    bits: int = 64
+    finer: tuple[tuple[int, int], ...] = ((32, 28),)
+    pairs: int = LARGEST_RELEASE // 2
+
+    def error(self, p: np.ndarray) -> np.ndarray:
+        """The most that a normal is from the exact one, for p < e^(-1/2), where it falls with p; float64, as p."""
+        r = np.sqrt(-2 * np.log(p))
+        bits = np.full(p.shape, self.bits + 1.0)
+        for level, finer in self.finer:
+            bits[p < 2.0**-level] = self.bits + 1.0 + finer
+        lattice = 2.0**-bits / (p * r) + 2 * np.pi * r * 2.0 ** (bits - 2 * (self.bits + 1))
+        return self.evaluation * (1 + 1 / 512) + lattice
+
+    def changes(self) -> np.ndarray:
+        """h for p in (2^-(j+1), 2^-j], float64 (_MOST_BITS,)."""
+        return _SHARE_OF_FRAME * self.error(2.0 ** -np.arange(1.0, _MOST_BITS + 1) / _VARIATION_OF_P)
+
+
+NORMALS = Normals()
+
+
+class Addition(NamedTuple):
+    """What the arithmetic of some releases adds, floats.
+
+    tail: t of the theorem. loss: a1, and a2 at epsilon 0; slope: of a2 in epsilon. radius: r0. releases, pairs: as
+    given, and of one of them.
+    """
+
+    tail: float
+    loss: float
+    slope: float
+    radius: float
+    releases: int
+    pairs: int
+
+    def epsilon(self, exact: float) -> float:
+        """a1 + a2, where exact arithmetic has the epsilon `exact`."""
+        return 2 * self.loss + self.slope * exact
+
+    def delta(self, exact: float, delta: float, shift: float) -> float:
+        """The delta of the theorem, where exact arithmetic has `delta` at the epsilon `exact`.
+
+        shift: that of `Implemented`.
+        """
+        own = self.tail / _SMALLEST_SHARE
+        far = self.tail * math.exp(min(exact, 700.0))
+        if shift <= self.radius - _FARTHEST:
+            moved = self.releases * math.exp(-((self.radius - shift) ** 2) / 2)
+            share = 1 + 3.5 * self.radius * shift / math.sqrt(self.pairs)
+            far = min(far, 2 * (self.tail * share + moved))
+        return min(1.0, self.tail + own + math.exp(self.loss) * (delta + far + own))
+
+
+def addition(releases: int, delta: float = _USUAL_DELTA, normals: Normals = NORMALS) -> Addition:
+    """What the arithmetic of so many releases adds. It holds at any delta, and is the least near the given one."""
+    return _best(releases, round(-math.log2(delta)), normals)
+
+
+@functools.lru_cache(4096)
+def _best(releases: int, bits: int, normals: Normals) -> Addition:
+    """The best p0 and the best x of Lemma 2, if a delta of t is worth an epsilon of t 2^bits."""
+    if not releases:
+        return Addition(0.0, 0.0, 0.0, 0.0, 0, normals.pairs)
+    pairs = float(releases) * normals.pairs
+    change = normals.changes()
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        exponents = np.geomspace(2.0, 2.0**32, 256)[:, None]
+        scaled = exponents * np.where(change < _LARGEST_CHANGE, change / (1 - change), np.inf)  # (256, _MOST_BITS)
+        small = scaled < 1e-3
+        grown = np.where(small, scaled**2 / 2 * (1 + scaled), np.expm1(scaled) - scaled)  # at least phi
+        grown = np.where(np.isfinite(grown), grown, np.inf)
+        least = 2.0 ** -np.arange(1.0, _MOST_BITS + 1)  # p0; the points below it in good cells have the last h
+        psi = np.cumsum(least * grown, axis=1) + least * grown
+        tail = _BAD_PAIRS * pairs * least
+        loss = (pairs * (psi + _MEAN_OF_CHANGES * exponents * least) + np.log(_SMALLEST_SHARE / tail)) / (exponents - 1)
+    worth = np.where(tail < 1, loss + 2.0**bits * tail, np.inf)
+    row, column = np.unravel_index(np.argmin(worth), worth.shape)
+    radius = math.sqrt(2 * math.log(2) * (int(column) + 1))
+    slope = 1 / (float(exponents[row, 0]) - 1)
+    if not math.isfinite(worth[row, column]):
+        return Addition(1.0, math.inf, slope, radius, releases, normals.pairs)
+    return Addition(float(tail[column]), float(loss[row, column]), slope, radius, releases, normals.pairs)
+
+
+@dataclass(frozen=True)
+class Implemented:
+    """The profile of a run as the program makes it, from the profile of exact arithmetic.
+
+    exact: the profile. releases: how many, int, at least 0. shift: the most that one example moves a release, in
+    standard deviations of its noise, where every release is a Gaussian that is sampled by Poisson's coins or not
+    sampled; inf for others.
+    """
+
+    exact: Profile
+    releases: int
+    shift: float = math.inf
+    normals: Normals = NORMALS
+
+    def epsilon(self, delta: float) -> float:
+        added = addition(self.releases, delta, self.normals)
+        exact = self._exact(added, delta)
+        if exact == 0 and self.delta(0.0) <= delta:
+            return 0.0
+        return exact + added.epsilon(exact)
+
+    def _exact(self, added: Addition, delta: float) -> float:
+        """An epsilon of exact arithmetic, at a delta that leaves enough of `delta` for the program's; inf if none."""
+
+        def at_most(bound: float) -> float:
+            spare = delta - added.delta(bound, 0.0, self.shift)
+            return self.exact.epsilon(spare * math.exp(-added.loss)) if spare > 0 else math.inf
+
+        for bound in (_LARGEST_EPSILON, _USUAL_EPSILON):
+            if (exact := at_most(bound)) <= bound:
+                return exact
+        bound = self.exact.epsilon(delta / 2)
+        return exact if (exact := at_most(bound)) <= bound else math.inf
+
+    def delta(self, epsilon: float) -> float:
+        added = addition(self.releases, normals=self.normals)
+        exact = (epsilon - 2 * added.loss) / (1 + added.slope)
+        if exact >= 0:
+            return added.delta(exact, self.exact.delta(exact), self.shift)
+        beyond = math.exp(2 * added.loss) - math.exp(epsilon)  # an epsilon is exchanged for a delta
+        return min(1.0, added.delta(0.0, self.exact.delta(0.0), self.shift) + beyond)
+
+    def added(self, epsilon: float, delta: float) -> tuple[float, float]:
+        """What the arithmetic adds to the answer `epsilon` at `delta`, and to this delta but for its factor e^a1."""
+        added = addition(self.releases, delta, self.normals)
+        exact = max(0.0, (epsilon - 2 * added.loss) / (1 + added.slope))
+        return added.epsilon(exact), added.delta(exact, 0.0, self.shift)
