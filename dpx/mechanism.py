@@ -6,10 +6,8 @@
 
 * The bound is innermost: whatever `encode` does, one example moves the sum by at most C.
 * `decode`, and every state that it writes, sees released values only. So it is post-processing, which costs nothing.
-* One pair of schedules (clip norm, noise multiplier) feeds the clip, the noise and the bill, and the billed step count
-  is read from the state. So a reported epsilon cannot drift from the run.
-
-Then read `mechanisms/dp_sgd.py`, on which most mechanisms are built, and `gradients/private_updates.py`.
+* One pair of schedules (clip norm, noise multiplier) feeds the clip, the noise and the bill. The billed step count is
+  read from the state. So a reported epsilon cannot drift. Then read `mechanisms/dp_sgd.py`, which most build on.
 """
 
 import functools
@@ -148,11 +146,10 @@ class Mechanism(optax.GradientTransformationExtraArgs):
         return self.event(steps)
 
     def __repr__(self) -> str:
-        pipeline, cost = "\n  -> ".join(self.stages), self.event(1)
-        rounded = f"rounding: {ETA:.3g} of the clip norm, and {least_addition(cost):.2g} of epsilon in that step"
-        return (
-            f"Mechanism(\n     {pipeline}\n  drawn by {self.sampling}\n  cost of the first step: {cost}\n  {rounded}\n)"
-        )
+        pipeline, first = "\n  -> ".join(self.stages), self.event(1)
+        rounded = f"rounding: {ETA:.3g} of the clip norm, and {least_addition(first):.2g} of epsilon in the first step"
+        cost = f"cost of the first step: {first}\n  {rounded}"
+        return f"Mechanism(\n     {pipeline}\n  drawn by {self.sampling}\n  {cost}\n)"
 
 
 class Coordinates(NamedTuple):

@@ -26,13 +26,13 @@ Proof: let c = P~/P - 1. By Markov's inequality, and one pair after the other, t
 cells, and (1 + c)^x <= e^(x c) <= 1 + x c + phi(x h). The second is E_P (1 + c)^(1-x), and the binomial series gives
 at most 1 + (1-x) c + phi(s(x)). The mean of c over the good cells is at most 1.01 p0 in size.
 
-**Theorem.** Let t = 1.02 m p0, and let the exact run be (epsilon, delta)-private. Then the program's run is
-(epsilon + a1 + a2, t + d1 + e^a1 (delta + far + e^epsilon d2))-private, if exact arithmetic makes a pair that is bad
-for the OTHER data set with a probability of at most far. Proof: let S be a set of outputs, and A those that are good
-for the other data set, whose laws have a dash. Then P~(S) <= t + d1 + e^a1 P(S), P(S) <= far + delta +
-e^epsilon P'(S and A), and P'(S and A) <= d2 + e^a2 P~'(S). The coins are in the outputs of the first and the last step,
-where no privacy is claimed, so this covers sampling, adaptive runs and searches. Here d1 = d and d2 = d e^-epsilon with
-d = t / 8.
+**Theorem.** Let t = 1.02 p0 times the expected m, and let the exact run be (epsilon, delta)-private. Then the
+program's run is (epsilon + a1 + a2, t + d1 + e^a1 (delta + far + e^epsilon d2))-private, if exact arithmetic makes a
+pair that is bad for the OTHER data set with a probability of at most far. Proof: let S be a set of outputs, and A those
+that are good for the other data set, whose laws have a dash. Then P~(S) <= t + d1 + e^a1 P(S),
+P(S) <= far + delta + e^epsilon P'(S and A), and P'(S and A) <= d2 + e^a2 P~'(S). The coins are in the outputs of the
+first and the last step, where no privacy is claimed, so this covers sampling, adaptive runs and searches. Here d1 = d
+and d2 = d e^-epsilon with d = t / 8.
 
 **far.** far = e^epsilon t always: drop A, and charge t in the last step. Better, for releases of Gaussians, sampled by
 Poisson's coins or not: let all coins but those of the one example be public, and A those outputs that are good for both
@@ -57,7 +57,7 @@ from dpx.accounting.profiles import Profile
 LARGEST_RELEASE = 2**32  # numbers of one release at most; `dpx/keys` refuses more. Public, and the same for every run
 
 _SHARE_OF_FRAME, _VARIATION_OF_P, _LARGEST_CHANGE = 136.0, 3.0, 1 / 3  # of Lemma 1
-_MEAN_OF_CHANGES, _BAD_PAIRS = 1.01, 1.02  # of Lemma 2 and of t; with 1.02, t has 1e-18 for the largest searches, too
+_MEAN_OF_CHANGES, _BAD_PAIRS = 1.01, 1.02  # of Lemma 2 and of t, which has the 1e-20 of a search with more trials, too
 _SMALLEST_SHARE = 8  # t / d
 _USUAL_DELTA = 1e-6  # p0 is the best for it where the delta is what is asked for
 _MOST_BITS = 88  # of p0
@@ -98,15 +98,15 @@ NORMALS = Normals()
 class Addition(NamedTuple):
     """What the arithmetic of some releases adds, floats.
 
-    tail: t of the theorem. loss: a1, and a2 at epsilon 0; slope: of a2 in epsilon. radius: r0. releases, pairs: as
-    given, and of one of them.
+    tail: t of the theorem. loss: a1, and a2 at epsilon 0; slope: of a2 in epsilon. radius: r0. releases: their expected
+    number. pairs: the most of one of them.
     """
 
     tail: float
     loss: float
     slope: float
     radius: float
-    releases: int
+    releases: float
     pairs: int
 
     def epsilon(self, exact: float) -> float:
@@ -127,16 +127,19 @@ class Addition(NamedTuple):
         return min(1.0, self.tail + own + math.exp(self.loss) * (delta + far + own))
 
 
-def addition(releases: int, delta: float = _USUAL_DELTA, normals: Normals = NORMALS) -> Addition:
-    """What the arithmetic of so many releases adds. It holds at any delta, and is the least near the given one."""
-    return _best(releases, round(-math.log2(delta)), normals)
+def addition(releases: int, mean: float, delta: float = _USUAL_DELTA, normals: Normals = NORMALS) -> Addition:
+    """What the arithmetic of so many releases adds. It holds at any delta, and is the least near the given one.
+
+    releases, mean: how many are made at most, and their expected number.
+    """
+    return _best(releases, mean, round(-math.log2(delta)), normals)
 
 
 @functools.lru_cache(4096)
-def _best(releases: int, bits: int, normals: Normals) -> Addition:
+def _best(releases: int, mean: float, bits: int, normals: Normals) -> Addition:
     """The best p0 and the best x of Lemma 2, if a delta of t is worth an epsilon of t 2^bits."""
     if not releases:
-        return Addition(0.0, 0.0, 0.0, 0.0, 0, normals.pairs)
+        return Addition(0.0, 0.0, 0.0, 0.0, 0.0, normals.pairs)
     pairs = float(releases) * normals.pairs
     change = normals.changes()
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
@@ -147,33 +150,34 @@ def _best(releases: int, bits: int, normals: Normals) -> Addition:
         grown = np.where(np.isfinite(grown), grown, np.inf)
         least = 2.0 ** -np.arange(1.0, _MOST_BITS + 1)  # p0; the points below it in good cells have the last h
         psi = np.cumsum(least * grown, axis=1) + least * grown
-        tail = _BAD_PAIRS * pairs * least
+        tail = _BAD_PAIRS * mean * normals.pairs * least
         loss = (pairs * (psi + _MEAN_OF_CHANGES * exponents * least) + np.log(_SMALLEST_SHARE / tail)) / (exponents - 1)
     worth = np.where(tail < 1, loss + 2.0**bits * tail, np.inf)
     row, column = np.unravel_index(np.argmin(worth), worth.shape)
     radius = math.sqrt(2 * math.log(2) * (int(column) + 1))
     slope = 1 / (float(exponents[row, 0]) - 1)
     if not math.isfinite(worth[row, column]):
-        return Addition(1.0, math.inf, slope, radius, releases, normals.pairs)
-    return Addition(float(tail[column]), float(loss[row, column]), slope, radius, releases, normals.pairs)
+        return Addition(1.0, math.inf, slope, radius, mean, normals.pairs)
+    return Addition(float(tail[column]), float(loss[row, column]), slope, radius, mean, normals.pairs)
 
 
 @dataclass(frozen=True)
 class Implemented:
     """The profile of a run as the program makes it, from the profile of exact arithmetic.
 
-    exact: the profile. releases: how many, int, at least 0. shift: the most that one example moves a release, in
-    standard deviations of its noise, where every release is a Gaussian that is sampled by Poisson's coins or not
-    sampled; inf for others.
+    exact: the profile. releases, mean: how many at most, int, and their expected number. shift: the most that one
+    example moves a release, in standard deviations of its noise, where every release is a Gaussian that is sampled by
+    Poisson's coins or not sampled; inf for others.
     """
 
     exact: Profile
     releases: int
+    mean: float
     shift: float = math.inf
     normals: Normals = NORMALS
 
     def epsilon(self, delta: float) -> float:
-        added = addition(self.releases, delta, self.normals)
+        added = addition(self.releases, self.mean, delta, self.normals)
         exact = self._exact(added, delta)
         if exact == 0 and self.delta(0.0) <= delta:
             return 0.0
@@ -193,7 +197,7 @@ class Implemented:
         return exact if (exact := at_most(bound)) <= bound else math.inf
 
     def delta(self, epsilon: float) -> float:
-        added = addition(self.releases, normals=self.normals)
+        added = addition(self.releases, self.mean, normals=self.normals)
         exact = (epsilon - 2 * added.loss) / (1 + added.slope)
         if exact >= 0:
             return added.delta(exact, self.exact.delta(exact), self.shift)
@@ -202,6 +206,6 @@ class Implemented:
 
     def added(self, epsilon: float, delta: float) -> tuple[float, float]:
         """What the arithmetic adds to the answer `epsilon` at `delta`, and to this delta but for its factor e^a1."""
-        added = addition(self.releases, delta, self.normals)
+        added = addition(self.releases, self.mean, delta, self.normals)
         exact = max(0.0, (epsilon - 2 * added.loss) / (1 + added.slope))
         return added.epsilon(exact), added.delta(exact, 0.0, self.shift)

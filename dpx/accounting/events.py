@@ -111,12 +111,13 @@ def billed(
     Every bill of a run is one of this profile. runs: how many runs each release of the event stands for.
     """
     exact = event_profile(event, accountant=accountant, relation=relation, buckets=buckets, curve=curve)
-    return Implemented(exact, runs * released(event), largest_shift(event, relation))
+    most, mean = released(event)
+    return Implemented(exact, runs * most, runs * mean, largest_shift(event, relation))
 
 
 def least_addition(event: DpEvent) -> float:
     """What the arithmetic of the noise adds to the epsilon of an event at the usual deltas, at least."""
-    return addition(released(event)).epsilon(0.0)
+    return addition(*released(event)).epsilon(0.0)
 
 
 def explanation(event: DpEvent, *, delta: float, relation: Relation) -> tuple[str, ...]:

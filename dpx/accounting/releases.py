@@ -28,24 +28,31 @@ class WholeRunReader(NamedTuple):
 
     read: (event, accountant, relation) -> Profile.
     explain: (event, delta, relation) -> str, one sentence for the privacy report.
-    released: (event) -> int, how many releases of noisy numbers the run makes.
+    released: (event) -> Released.
     """
 
     read: Callable[[Any, Accountant, Relation], Profile]
     explain: Callable[[Any, float, Relation], str]
-    released: Callable[[Any], int]
+    released: Callable[[Any], "Released"]
+
+
+class Released(NamedTuple):
+    """How many releases of noisy numbers an event stands for: at most (int), and on average (float)."""
+
+    most: int
+    mean: float
 
 
 _STEP_READERS: dict[type, ReadStep] = {}
-_RELEASED: dict[type, Callable[[Any], int]] = {}
+_RELEASED: dict[type, Callable[[Any], Released]] = {}
 WHOLE_RUN_READERS: dict[type, WholeRunReader] = {}
 
 
-def register(event_type: type, read: ReadStep, *, released: Callable[[Any], int] | None = None) -> None:
+def register(event_type: type, read: ReadStep, *, released: Callable[[Any], Released] | None = None) -> None:
     """From now on, dpx bills events of `event_type`, as steps that compose with all others.
 
     read: (event, relation) -> StepLoss. It must raise ValueError for a relation that the event is not true for.
-    released: (event) -> int, how many releases of noisy numbers it stands for; None is one.
+    released: (event) -> Released; None is one release.
     """
     _STEP_READERS[event_type] = read
     if released is not None:
@@ -140,9 +147,13 @@ def count_releases(event: DpEvent) -> Releases:
     return releases
 
 
-def released(event: DpEvent) -> int:
+def released(event: DpEvent) -> Released:
     """How many releases of noisy numbers an event tree has."""
-    return sum(count * _RELEASED.get(type(release), lambda _: 1)(release) for release, count in _leaves(event, 1))
+    most, mean = 0, 0.0
+    for release, count in _leaves(event, 1):
+        each = _RELEASED[type(release)](release) if type(release) in _RELEASED else Released(1, 1.0)
+        most, mean = most + count * each.most, mean + count * each.mean
+    return Released(most, mean)
 
 
 def largest_shift(event: DpEvent, relation: Relation) -> float:

@@ -129,7 +129,7 @@ def upper_profile(
 def implemented(exact: Profile, sigmas: np.ndarray, counts: np.ndarray, relation: Relation) -> Profile:
     """The profile of a run of dpx with these steps, as `events.billed` has it; exact: that of exact arithmetic."""
     least, effect = float(sigmas[counts > 0].min(initial=math.inf)), 2 if relation == "replace_one" else 1
-    return Implemented(exact, int(counts.sum()), effect / least if least > 0 else math.inf)
+    return Implemented(exact, int(counts.sum()), float(counts.sum()), effect / least if least > 0 else math.inf)
 
 
 def lower_profile(steps: Buckets, *, relation: Relation = "zero_out", grid: float | None = None) -> Profile:

@@ -31,11 +31,11 @@ from scipy import optimize, special
 from dpx.accounting import renyi
 from dpx.accounting.checks import Relation
 from dpx.accounting.pld.losses import SampledGaussian, StepLoss, total_renyi
-from dpx.accounting.releases import count_releases, is_readable, read_step, register, released
+from dpx.accounting.releases import Released, count_releases, is_readable, read_step, register, released
 
 SHAPES: dict[str, float] = {"logarithmic": 0.0, "geometric": 1.0, "poisson": math.inf}  # eta of the paper
 _SMALLEST_EXPONENT, _LARGEST_EXPONENT = 1e-9, 700.0  # of 1 / gamma; e^700 is a float
-_MORE_TRIALS = 1e-18  # probability of more trials than are billed for the arithmetic of their noise (`arithmetic`)
+_MORE_TRIALS = 1e-20  # probability of more trials than are billed for the arithmetic of their noise (`arithmetic`)
 
 
 @attrs.frozen
@@ -211,9 +211,14 @@ def _read_one_of(event: OneOfDpEvent, relation: Relation) -> OneOf:
     return OneOf(tuple(trial_loss(inner, relation) for inner in event.events))
 
 
-register(
-    RepeatAndSelectDpEvent,
-    _read_best_of,
-    released=lambda event: most_trials(float(event.mean), float(event.shape)) * released(event.event),
-)
-register(OneOfDpEvent, _read_one_of, released=lambda event: max(released(inner) for inner in event.events))
+def _released_by_best_of(event: Any) -> Released:
+    most, mean = released(event.event)
+    return Released(most * most_trials(float(event.mean), float(event.shape)), mean * float(event.mean))
+
+
+def _released_by_one_of(event: OneOfDpEvent) -> Released:
+    return Released(*map(max, zip(*map(released, event.events), strict=True)))
+
+
+register(RepeatAndSelectDpEvent, _read_best_of, released=_released_by_best_of)
+register(OneOfDpEvent, _read_one_of, released=_released_by_one_of)

@@ -18,7 +18,7 @@ from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.error_feedback import energy as feedback_energy
 from dpx.accounting.error_feedback.renyi import AmplifiedProfile
 from dpx.accounting.profiles import UNBOUNDED, DeltaProfile, GaussianProfile, Least, Profile, RenyiProfile
-from dpx.accounting.releases import WholeRunReader, register_whole_run
+from dpx.accounting.releases import Released, WholeRunReader, register_whole_run
 from dpx.sampling.schemes import FixedSizeSampling, FullBatch, PoissonSampling, Sampling, ShuffledEpochs
 
 SAMPLINGS = (PoissonSampling, FixedSizeSampling, ShuffledEpochs, FullBatch)
@@ -102,4 +102,8 @@ def bounds(event: ErrorFeedbackDpEvent, accountant: Accountant, relation: Relati
     return profiles
 
 
-register_whole_run(ErrorFeedbackDpEvent, WholeRunReader(profile, explain, released=lambda event: event.steps))
+def _released(event: ErrorFeedbackDpEvent) -> Released:
+    return Released(event.steps, event.steps)
+
+
+register_whole_run(ErrorFeedbackDpEvent, WholeRunReader(profile, explain, _released))
