@@ -202,7 +202,7 @@ class ShuffledBilledAsPoisson:
 
     examples: int
     batch_size: int
-    relation: ClassVar[str] = "add_or_remove"
+    relation: ClassVar[str] = "zero_out"
     pads: ClassVar[bool] = True
     most_rows: ClassVar[float] = float("inf")
 

@@ -22,6 +22,7 @@ def bounds(event, rates=(0.01, 0.001), **options):
     return attack_bounds(Composition(event, "add_or_remove"), delta=DELTA, false_positive_rates=rates, **options)
 
 
+@pytest.mark.usefixtures("exact_noise")
 @pytest.mark.parametrize("mu", [0.02, 0.5, 3.0])
 def test_gaussians_are_bounded_from_above_and_closely(mu):
     found, rates = bounds(GaussianDpEvent(1 / mu), (0.3, 0.01, 0.001)), np.array([0.3, 0.01, 0.001])

@@ -27,6 +27,7 @@ def test_the_numbers_of_a_run_say_what_its_mechanism_says(sampling, noise):
     assert found == epsilon_of(sampling, noise, 2.5) > 0.1
 
 
+@pytest.mark.usefixtures("exact_noise")
 def test_epochs_are_steps_and_shuffling_is_one_release_an_epoch():
     poisson = accounting.dp_sgd_epsilon(**RUN, noise_multiplier=1.25, epochs=2.5)
     assert poisson == accounting.dp_sgd_epsilon(**RUN, noise_multiplier=1.25, steps=84)  # 83.3

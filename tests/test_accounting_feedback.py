@@ -341,6 +341,7 @@ def test_a_run_composes_with_nothing():
     assert epsilon(noise=0.0) == math.inf
 
 
+@pytest.mark.usefixtures("exact_noise")
 def test_relations():
     fixed = dpx.FixedSizeSampling(examples=50_000, batch_size=1000)
     assert epsilon(relation="zero_out") == epsilon()

@@ -210,5 +210,6 @@ def test_curves_calibration_and_shared_batches():
         for shared in (True, False)
     )
     one = mechanism(6.0 / math.sqrt(2))
-    assert together.epsilon(delta=1e-5) == pytest.approx(dpx.epsilon(one, 300, delta=1e-5), rel=1e-6)
+    spent = dpx.epsilon(one, 300, delta=1e-5)
+    assert spent < together.epsilon(delta=1e-5) < 1.001 * spent  # of twice as many noisy numbers
     assert apart.epsilon(delta=1e-5) < together.epsilon(delta=1e-5)

@@ -19,6 +19,8 @@ from dpx.accounting.pld.buckets import bucketed
 
 SLACK = 1e-4
 
+pytestmark = pytest.mark.usefixtures("exact_noise")
+
 
 def reference(sigmas, rates, counts, delta, grid=2e-4):
     """dp-accounting event by event: an upper bound within about 1e-4 of the truth at this grid and few steps."""

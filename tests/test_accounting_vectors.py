@@ -10,6 +10,10 @@ from scipy import stats
 from dpx import accounting
 from dpx.accounting import gdp, renyi
 
+pytestmark = pytest.mark.usefixtures("exact_noise")
+
+ADD_OR_REMOVE = dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
+NULLED = dp_accounting.NeighboringRelation.REPLACE_SPECIAL
 REPLACE_ONE = dp_accounting.NeighboringRelation.REPLACE_ONE
 
 
@@ -78,7 +82,7 @@ def test_rdp_of_a_schedule_is_that_of_dp_accounting():
 
 @pytest.mark.parametrize("relation", ["add_or_remove", "zero_out", "replace_one"])
 def test_pld_is_that_of_dp_accounting(relation):
-    neighbors = {"replace_one": REPLACE_ONE}.get(relation, dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE)
+    neighbors = {"replace_one": REPLACE_ONE, "zero_out": NULLED}.get(relation, ADD_OR_REMOVE)
     accountant = PLDAccountant(neighbors, 1e-4)
     for sigma, rate, count in ((1.2, 0.02, 300), (2.0, 0.1, 50), (4.0, 1.0, 2)):
         accountant.compose(gaussian(rate, sigma), count)
@@ -90,6 +94,22 @@ def test_pld_is_that_of_dp_accounting(relation):
         [1.2, 2.0, 4.0], sampling_rate=[0.02, 0.1, 1.0], counts=[300, 50, 2], epsilon=2.0, relation=relation, grid=1e-4
     )
     assert deltas.upper == pytest.approx(accountant.get_delta(2.0), rel=1e-4)
+
+
+@pytest.mark.parametrize(("rate", "sigma", "count"), [(0.01, 1.0, 1000), (0.3, 5.0, 50), (1.0, 4.0, 3), (1e-3, 0.6, 9)])
+def test_nulling_an_example_costs_what_adding_or_removing_one_costs(rate, sigma, count):
+    """To the last digit, by dp-accounting and by dpx: the pair of a Gaussian and its mixture is the same."""
+    event = dp_accounting.SelfComposedDpEvent(gaussian(rate, sigma), count)
+    for make in (lambda relation: PLDAccountant(relation, 1e-3), lambda relation: RdpAccountant(None, relation)):
+        nulled, removed = (make(relation).compose(event) for relation in (NULLED, ADD_OR_REMOVE))
+        assert nulled.get_epsilon(1e-5) == removed.get_epsilon(1e-5) > 0
+        assert nulled.get_delta(0.1) == removed.get_delta(0.1) > 0
+    for accountant in ("pld", "rdp"):
+        nulled, removed = (
+            accounting.event_epsilon(event, delta=1e-5, accountant=accountant, relation=relation)
+            for relation in ("zero_out", "add_or_remove")
+        )
+        assert nulled == removed > 0
 
 
 def test_unsampled_schedule_has_a_closed_form():

@@ -43,6 +43,7 @@ def slope_of(distribution, mean):
     return lambda z: (gamma - 1) / math.log(gamma) / (1 - (1 - gamma) * z), (gamma - 1) / math.log(gamma)
 
 
+@pytest.mark.usefixtures("exact_noise")
 @pytest.mark.parametrize(("distribution", "known"), [("logarithmic", 3.66), ("geometric", 4.32), ("poisson", 4.90)])
 def test_ten_trials_at_epsilon_two(distribution, known):
     bill = best_of(MNIST, **PUBLIC, distribution=distribution)
@@ -119,6 +120,7 @@ def test_a_trial_costs_as_much_as_the_worst_configuration():
     assert together.covers(events[1]) and not best_of(events[0], **PUBLIC).covers(events[1])
 
 
+@pytest.mark.usefixtures("exact_noise")
 @pytest.mark.parametrize("noise", [GaussianDpEvent(5.0), LaplaceDpEvent(5.0)])
 def test_a_private_score_is_billed_in_every_trial(noise):
     bill = best_of(MNIST, trials=10, score_on=noise)
@@ -155,6 +157,7 @@ def test_what_has_no_bill_is_refused():
     assert loud.epsilon(delta=1e-5) == best_of(NonPrivateDpEvent(), **PUBLIC).epsilon(delta=1e-5) == math.inf
 
 
+@pytest.mark.usefixtures("exact_noise")
 def test_a_search_composes():
     made, other = mechanism({}, jax.random.key(1)), mechanism({}, jax.random.key(2))
     search = best_of((made, 20), **PUBLIC)

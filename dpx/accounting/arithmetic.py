@@ -47,6 +47,7 @@ example has no part, the two sums are equal, and so are the two laws of the PROG
 
 import functools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -62,7 +63,8 @@ _SMALLEST_SHARE = 8  # t / d
 _USUAL_DELTA = 1e-6  # p0 is the best for it where the delta is what is asked for
 _MOST_BITS = 88  # of p0
 _FARTHEST = 0.25  # the largest shift is at most r0 minus this
-_LARGEST_EPSILON, _USUAL_EPSILON = 1e9, 4.0  # the second is tried first where `far` depends on epsilon
+# Bounds of epsilon: the first serves where `far` does not depend on it, the second is tried first where it does.
+_LARGEST_EPSILON, _USUAL_EPSILON, _LARGEST_UNKNOWN = 1e9, 4.0, 600.0
 
 
 @dataclass(frozen=True)
@@ -161,6 +163,14 @@ def _best(releases: int, mean: float, bits: int, normals: Normals) -> Addition:
     return Addition(float(tail[column]), float(loss[row, column]), slope, radius, mean, normals.pairs)
 
 
+class Answer(NamedTuple):
+    """An epsilon at some delta, and what the arithmetic has added to the epsilon and to the delta: floats."""
+
+    epsilon: float
+    of_epsilon: float
+    of_delta: float
+
+
 @dataclass(frozen=True)
 class Implemented:
     """The profile of a run as the program makes it, from the profile of exact arithmetic.
@@ -177,24 +187,25 @@ class Implemented:
     normals: Normals = NORMALS
 
     def epsilon(self, delta: float) -> float:
-        added = addition(self.releases, self.mean, delta, self.normals)
-        exact = self._exact(added, delta)
-        if exact == 0 and self.delta(0.0) <= delta:
-            return 0.0
-        return exact + added.epsilon(exact)
+        return self.answer(delta).epsilon
 
-    def _exact(self, added: Addition, delta: float) -> float:
-        """An epsilon of exact arithmetic, at a delta that leaves enough of `delta` for the program's; inf if none."""
-
-        def at_most(bound: float) -> float:
+    def answer(self, delta: float) -> Answer:
+        """Epsilon at `delta`, and its parts. Where `far` depends on epsilon, bounds of it are tried."""
+        for bound in self._bounds(delta):
+            worth = delta * math.exp(-bound) if bound < _LARGEST_EPSILON else delta
+            added = addition(self.releases, self.mean, worth, self.normals)
             spare = delta - added.delta(bound, 0.0, self.shift)
-            return self.exact.epsilon(spare * math.exp(-added.loss)) if spare > 0 else math.inf
+            exact = self.exact.epsilon(spare * math.exp(-added.loss)) if spare > 0 else math.inf
+            if exact == 0 and self.delta(0.0) <= delta:
+                return Answer(0.0, 0.0, 0.0)
+            if exact <= bound:
+                more = added.epsilon(exact)
+                return Answer(exact + more, more, added.delta(exact, 0.0, self.shift))
+        return Answer(math.inf, math.inf, 1.0)
 
-        for bound in (_LARGEST_EPSILON, _USUAL_EPSILON):
-            if (exact := at_most(bound)) <= bound:
-                return exact
-        bound = self.exact.epsilon(delta / 2)
-        return exact if (exact := at_most(bound)) <= bound else math.inf
+    def _bounds(self, delta: float) -> Iterator[float]:
+        yield from (_LARGEST_EPSILON, _USUAL_EPSILON)
+        yield min(self.exact.epsilon(delta / 2), _LARGEST_UNKNOWN)
 
     def delta(self, epsilon: float) -> float:
         added = addition(self.releases, self.mean, normals=self.normals)
@@ -203,9 +214,3 @@ class Implemented:
             return added.delta(exact, self.exact.delta(exact), self.shift)
         beyond = math.exp(2 * added.loss) - math.exp(epsilon)  # an epsilon is exchanged for a delta
         return min(1.0, added.delta(0.0, self.exact.delta(0.0), self.shift) + beyond)
-
-    def added(self, epsilon: float, delta: float) -> tuple[float, float]:
-        """What the arithmetic adds to the answer `epsilon` at `delta`, and to this delta but for its factor e^a1."""
-        added = addition(self.releases, self.mean, delta, self.normals)
-        exact = max(0.0, (epsilon - 2 * added.loss) / (1 + added.slope))
-        return added.epsilon(exact), added.delta(exact, 0.0, self.shift)

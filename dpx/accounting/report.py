@@ -12,6 +12,7 @@ from typing import Any, Literal
 from dp_accounting import DpEvent
 
 from dpx.accounting import checks
+from dpx.accounting.arithmetic import Answer
 from dpx.accounting.attacks import FALSE_POSITIVE_RATES, AttackBounds, bounds_of
 from dpx.accounting.best_of import Selection
 from dpx.accounting.bill import batches_of, billed_steps, event_of, require_billable
@@ -137,17 +138,16 @@ def privacy_report(
     event, relation = event_of(mechanism, steps_or_state, None)
     subject = _unit_of(batches_of(steps_or_state)[1], unit)
     event, words = _with_tuning(event, relation, tuning, subject)
-    bills: dict[str, float | None] = {"pld": None, "rdp": None}
+    answers: dict[str, Answer] = {}
     refusals = []
     for accountant in ("pld", "rdp"):
         try:
-            bills[accountant] = billed(event, accountant=accountant, relation=relation).epsilon(delta)
+            answers[accountant] = billed(event, accountant=accountant, relation=relation).answer(delta)
         except ValueError as error:
             refusals.append(error)
-    if len(refusals) == len(bills):
+    if not answers:
         raise refusals[0]
-    least = min(bill for bill in bills.values() if bill is not None)
-    profile = billed(event, relation=relation, curve=True)
+    least = min(answers.values())
     return PrivacyReport(
         mechanism=str(mechanism),
         steps=steps,
@@ -155,9 +155,9 @@ def privacy_report(
         relation=relation,
         sampling=str(mechanism.sampling),
         delta=delta,
-        epsilon=bills,
-        arithmetic=dict(zip(("epsilon", "delta"), profile.added(least, delta), strict=True)),
-        attacks=bounds_of(profile, delta, FALSE_POSITIVE_RATES),
+        epsilon={name: answers[name].epsilon if name in answers else None for name in ("pld", "rdp")},
+        arithmetic={"epsilon": least.of_epsilon, "delta": least.of_delta},
+        attacks=bounds_of(billed(event, relation=relation, curve=True), delta, FALSE_POSITIVE_RATES),
         tuning=words,
         events=summary(event),
         versions=_versions(),
