@@ -208,7 +208,8 @@ class Implemented:
         yield min(self.exact.epsilon(delta / 2), _LARGEST_UNKNOWN)
 
     def delta(self, epsilon: float) -> float:
-        added = addition(self.releases, self.mean, normals=self.normals)
+        grown = min(epsilon, _LARGEST_UNKNOWN) if math.isinf(self.shift) else 0.0
+        added = addition(self.releases, self.mean, _USUAL_DELTA * math.exp(-grown), self.normals)
         exact = (epsilon - 2 * added.loss) / (1 + added.slope)
         if exact >= 0:
             return added.delta(exact, self.exact.delta(exact), self.shift)

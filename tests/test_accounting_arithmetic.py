@@ -1,0 +1,281 @@
+"""What the arithmetic of the noise adds to a bill: its lemmas and its theorem, against laws that are enumerated."""
+
+import math
+import re
+import time
+
+import dp_accounting
+import jax
+import numpy as np
+import pytest
+from scipy import special, stats
+
+import dpx
+from dpx import accounting
+from dpx.accounting import arithmetic
+from dpx.accounting.arithmetic import Implemented, Normals, addition
+from dpx.accounting.error_feedback.event import ErrorFeedbackDpEvent
+from dpx.accounting.events import billed
+from dpx.accounting.profiles import GaussianProfile
+from dpx.accounting.releases import largest_shift, released
+from dpx.accounting.selection import most_trials
+
+COARSE = Normals(evaluation=0.0, bits=17, finer=(), pairs=1)  # 2^17 radii times 2^17 angles
+WIDTH = 106  # the largest integer that the coarse sampler reaches, in size
+SHIFT = 1.5  # of the first number of a pair, in deviations
+R = 16
+SAMPLING = dpx.PoissonSampling(examples=60_000, batch_size=600)
+
+
+def law_of_coarse_pairs(shift: float) -> np.ndarray:
+    """P~ of k = floor(R (shift + r cos u) + 1/2) and the same with sin, float64 (2 WIDTH + 1, 2 WIDTH + 1).
+
+    Along a ray, every integer is left at a known r, so that the radii between two such r are counted.
+    """
+    angles, radii = 2**COARSE.bits, 2.0**COARSE.bits
+    total = np.zeros((2 * WIDTH + 1) ** 2)
+    borders = np.arange(-WIDTH, WIDTH + 1)[:, None] - 0.5
+    for first in range(0, angles // 2, 2**13):  # the other half is the mirror image
+        u = 2 * np.pi * (np.arange(first, first + 2**13) + 0.5) / angles
+        left = np.concatenate([(borders / R - shift) / np.cos(u), borders / R / np.sin(u)])
+        left = np.sort(np.where((left > 0) & (left < 6), left, 0.0), axis=0)  # (4 WIDTH + 2, rays), rising
+        larger = np.exp(-(left**2) / 2)
+        counts = np.diff(np.ceil(radii * larger[::-1] - 0.5), axis=0)[::-1]  # of (i + 1/2) / radii within
+        middle = (left[:-1] + left[1:]) / 2
+        numbers = [np.floor(R * z + 0.5).astype(np.int64) for z in (shift + middle * np.cos(u), middle * np.sin(u))]
+        inside = counts > 0
+        cells = ((numbers[0] + WIDTH) * (2 * WIDTH + 1) + numbers[1] + WIDTH)[inside]
+        total += np.bincount(cells, counts[inside], len(total))
+    half = total.reshape(2 * WIDTH + 1, -1)
+    return (half + half[:, ::-1]) / (angles * radii)
+
+
+def law_of_exact_pairs(shift: float) -> np.ndarray:
+    ends = (np.arange(-WIDTH, WIDTH + 2) - 0.5) / R
+    first, second = (np.diff(special.ndtr(ends - moved)) for moved in (shift, 0.0))
+    return first[:, None] * second
+
+
+@pytest.fixture(scope="module")
+def coarse():
+    laws = {shift: law_of_coarse_pairs(shift) for shift in (0.0, SHIFT)}
+    assert all(abs(law.sum() - 1) < 1e-12 for law in laws.values())
+    return laws
+
+
+@pytest.mark.parametrize("shift", [0.0, SHIFT])
+def test_a_cell_of_a_lattice_has_nearly_its_probability(coarse, shift):
+    """Lemma 1, where the only error is the lattice."""
+    numbers = np.arange(-WIDTH, WIDTH + 1) / R
+    nearest = [np.maximum(np.abs(numbers - moved) - 0.5 / R, 0) for moved in (shift, 0.0)]
+    largest_p = np.exp(-(nearest[0][:, None] ** 2 + nearest[1] ** 2) / 2)
+    allowed = 136 * COARSE.error(largest_p / 3)
+    good = allowed < 1 / 3
+    exact = law_of_exact_pairs(shift)
+    change = np.abs(coarse[shift] / exact - 1)
+    assert good.sum() > 5000 and exact[good].sum() > 0.99
+    assert (change[good] <= allowed[good]).all() and change[good].max() > 1e-3
+    assert (change[~good] > 0.5).any()  # farther out, the lattice is seen
+
+
+@pytest.mark.parametrize("deviation", [16.0, 24.0, 31.999])
+def test_the_worst_errors_attain_lemma_1(deviation):
+    """Every point near a cell falls into it, or every point near its borders falls out."""
+    error, starts = 1e-6, np.arange(0, 11.02, 1 / 64)
+    ends = starts + 1 / deviation
+    share = special.ndtr(-starts) - special.ndtr(-ends)
+    larger = special.ndtr(error - starts) - special.ndtr(-error - ends)
+    smaller = special.ndtr(-starts - error) - special.ndtr(error - ends)
+    at_most = 136 * error
+    for changed in (larger, smaller):
+        change = np.abs(np.multiply.outer(changed / share, changed / share) - 1)
+        assert change.max() <= at_most
+    assert (deviation < 31) or np.abs((larger / share) ** 2 - 1).max() > 0.93 * at_most
+
+
+class OneChange(Normals):
+    """Every pair is off by one share, in either direction."""
+
+    def changes(self):
+        return np.full(88, self.evaluation)
+
+
+@pytest.mark.parametrize(("change", "pairs"), [(1e-3, 1000), (1e-2, 50), (1e-4, 10**6), (0.2, 5)])
+def test_the_loss_of_many_pairs_is_bounded_closely(change, pairs):
+    """Lemma 2, of pairs whose law is (1 + c) / 2 and (1 - c) / 2 where 1 / 2 each is exact: a binomial loss."""
+    added = addition(1, 1.0, 1e-9, OneChange(evaluation=change, pairs=pairs))
+    own = added.tail / 8
+    assert 0 < own < 1e-9
+    up, down = math.log1p(change), math.log1p(-change)
+
+    def probability_of_loss(above: float, sign: int) -> float:
+        """Of sign (k up + (pairs - k) down) above a number; for 1 under the program's law, for -1 under the exact."""
+        least = (above - sign * pairs * down) / (sign * (up - down))
+        if sign > 0:
+            return float(stats.binom.sf(math.floor(least), pairs, (1 + change) / 2))
+        return float(stats.binom.cdf(math.ceil(least) - 1, pairs, 0.5))
+
+    for sign in (1, -1):
+        assert probability_of_loss(added.loss, sign) <= own
+    if pairs * change**2 < 0.1 and pairs > 500:
+        assert probability_of_loss(added.loss / 1.3, 1) > own
+
+
+def test_the_program_of_a_coarse_sampler_is_as_private_as_the_theorem_says(coarse):
+    """Its delta is far above that of exact noise, because its noise ends at 4.9 deviations."""
+    run = Implemented(GaussianProfile(SHIFT), 1, 1.0, SHIFT, COARSE)
+    for first, second in ((0.0, SHIFT), (SHIFT, 0.0)):
+        for epsilon in (0.0, 0.5, 2.0, 4.0, 7.0, 9.0):
+            found = np.maximum(coarse[first] - math.exp(epsilon) * coarse[second], 0).sum()
+            assert found <= run.delta(epsilon) <= (0.56 if epsilon >= 2 else 1)
+    assert run.delta(4.0) < 0.15 and found > 100 * GaussianProfile(SHIFT).delta(9.0)
+    finer = Implemented(GaussianProfile(SHIFT), 1, 1.0, SHIFT, Normals(evaluation=0.0, bits=32, finer=(), pairs=1))
+    assert finer.delta(2.0) == pytest.approx(GaussianProfile(SHIFT).delta(2.0), rel=0.02)
+
+
+def test_a_shifted_tail_is_bounded():
+    """`far`: of one pair that is moved, and of many that share the shift."""
+    added = addition(1, 1.0)
+    for shift in (0.3, 1.0, 3.0):
+        far = (added.delta(600.0, 0.0, shift) - added.delta(0.0, 0.0, math.inf)) / math.exp(added.loss) + added.tail
+        alone = stats.ncx2.sf(added.radius**2, 2, shift**2)
+        for sharing in (1, 10**4, added.pairs):
+            each = stats.ncx2.sf(added.radius**2, 2, shift**2 / sharing) if sharing < added.pairs else alone * 0
+            rest = (added.pairs - sharing) * math.exp(-(added.radius**2) / 2)
+            assert sharing * each + rest <= far
+    assert added.delta(600.0, 0.0, 12.0) == 1.0  # beyond the support of the noise
+
+
+STATED = {  # numbers of one release, releases, delta: what is added to epsilon 2 and to delta at noise multiplier 1
+    (2**32, 100, 1e-5): (3.3e-5, 3.1e-10),
+    (2**32, 10_000, 1e-5): (4.3e-4, 1.9e-9),
+    (2**32, 10_000, 1e-6): (7.7e-4, 9.5e-10),
+    (10**8, 10_000, 1e-5): (5.7e-5, 3.6e-10),
+}
+
+
+@pytest.mark.parametrize("case", STATED)
+def test_the_stated_additions(case):
+    numbers, releases, delta = case
+    added = addition(releases, float(releases), delta, Normals(pairs=numbers // 2))
+    found = added.epsilon(2.0), added.delta(2.0, 0.0, 1.0)
+    assert found == pytest.approx(STATED[case], rel=0.05)
+    assert found[0] < 1e-3 and found[1] < 2e-9
+
+
+def test_additions_grow_with_the_releases_and_take_no_time():
+    counts = np.unique(np.geomspace(1, 1e8, 60).astype(np.int64)).tolist()
+    for delta in (1e-3, 1e-5, 1e-9):
+        profiles = [Implemented(GaussianProfile(1.0), count, float(count), 1.0) for count in counts]
+        spent = np.array([profile.epsilon(delta) for profile in profiles])
+        assert (spent[1:] >= spent[:-1]).all() and spent[30] < 10
+        assert profiles[0].epsilon(delta) > GaussianProfile(1.0).epsilon(delta)
+    for epsilon in (0.0, 1e-6, 1.0, 3.0):
+        deltas = [profile.delta(epsilon) for profile in profiles]
+        assert (np.diff(deltas) >= -1e-12).all() and deltas[0] > GaussianProfile(1.0).delta(epsilon)
+    profile = Implemented(GaussianProfile(1.0), 777, 777.0, 1.0)
+    profile.epsilon(1e-5)
+    start = time.perf_counter()
+    for _ in range(100):
+        profile.answer(1e-5)
+    exact = time.perf_counter()
+    for _ in range(100):
+        GaussianProfile(1.0).epsilon(1e-5)
+    assert (exact - start) / 100 < 1e-3 + 5 * (time.perf_counter() - exact) / 100
+
+
+def test_epsilon_and_delta_answer_one_another():
+    for shift in (1.0, math.inf):
+        for exact in (GaussianProfile(0.1), GaussianProfile(1.0), GaussianProfile(4.0)):
+            run = Implemented(exact, 1000, 1000.0, shift)
+            for delta in (1e-2, 1e-5):
+                answer = run.answer(delta)
+                assert run.delta(answer.epsilon) == pytest.approx(delta, rel=0.2) and answer.of_epsilon > 0
+                assert answer.of_delta < 0.1 * delta
+    none = Implemented(GaussianProfile(1.0), 0, 0.0)
+    assert none.epsilon(1e-5) == GaussianProfile(1.0).epsilon(1e-5) and none.delta(1.0) == GaussianProfile(1.0).delta(1)
+    assert Implemented(GaussianProfile(1.0), 10, 10.0, 1.0).epsilon(1e-25) == math.inf  # below what 128 bits allow
+    assert Implemented(GaussianProfile(0.0), 10, 10.0, 1.0).epsilon(1e-5) == pytest.approx(1e-5, rel=0.5)
+    assert Implemented(GaussianProfile(0.0), 10, 10.0, 1.0).epsilon(0.1) == 0.0
+
+
+def test_releases_are_counted_in_every_event():
+    gaussian, poisson = dp_accounting.GaussianDpEvent, dp_accounting.PoissonSampledDpEvent
+    two = poisson(0.1, dp_accounting.ComposedDpEvent([gaussian(2.0), gaussian(5.0)]))
+    event = dp_accounting.ComposedDpEvent([dp_accounting.SelfComposedDpEvent(two, 7), gaussian(0.5)])
+    assert released(event) == (15, 15.0) and largest_shift(event, "zero_out") == 2.0
+    assert largest_shift(event, "replace_one") == 4.0 and largest_shift(gaussian(0.0), "zero_out") == math.inf
+    assert released(dp_accounting.NoOpDpEvent()) == (0, 0.0)
+    feedback = ErrorFeedbackDpEvent(4.0, 1.0, 2e3, 60, 60, SAMPLING)
+    assert released(feedback) == (60, 60.0) and largest_shift(feedback, "zero_out") == math.inf
+    fixed = dp_accounting.SampledWithoutReplacementDpEvent(10, 2, gaussian(3.0))
+    assert released(fixed) == (1, 1.0) and largest_shift(fixed, "replace_one") == math.inf
+    search = accounting.best_of(event, gaussian(3.0), trials=10, score_on="public", distribution="geometric").event
+    assert released(search) == (15 * most_trials(10, 1.0), 150.0)
+
+
+@pytest.mark.parametrize("shape", [0.0, 0.5, 1.0, 3.0, math.inf])
+def test_most_trials(shape):
+    mean = 6.0
+    most = most_trials(mean, shape)
+    laws = {math.inf: stats.poisson(mean), 1.0: stats.geom(1 / mean)}
+    if shape in laws:
+        assert laws[shape].sf(most) <= 1e-20 < laws[shape].sf(most // 2)
+    assert 6 < most < 1500 and most_trials(1.0, 1.0) == 1
+
+
+def mechanism(noise=1.1, seed=1, sampling=SAMPLING):
+    return dpx.dp_sgd(clip_norm=1.0, noise_multiplier=noise, sampling=sampling, key=jax.random.key(seed))
+
+
+def test_every_bill_of_a_run_has_the_addition():
+    """One number for one run, above that of its event."""
+    made = mechanism()
+    spent = dpx.epsilon(made, 200, delta=1e-5)
+    exact = accounting.event_epsilon(made.event(200), delta=1e-5)
+    added = addition(200, 200.0, 1e-5).epsilon(exact)
+    assert spent == pytest.approx(exact + added, abs=2e-5) and spent >= exact + added > exact + 3e-5
+    numbers: dict = dict(examples=60_000, batch_size=600, noise_multiplier=np.float32(1.1).item())
+    assert accounting.dp_sgd_epsilon(**numbers, steps=200, delta=1e-5) == spent
+    assert dpx.compose_runs((made, 200), shared_batches=False).epsilon(delta=1e-5) == spent
+    report = dpx.privacy_report(made, 200, delta=1e-5)
+    assert report.spent == spent and report.arithmetic["epsilon"] == pytest.approx(added, rel=1e-3)
+    assert accounting.curves.epsilon_over_steps(made, 200, delta=1e-5, points=2).epsilon[-1] == spent
+    delta = accounting.delta(made, 200, epsilon=1.0)
+    assert delta == accounting.curves.delta_over_epsilon(made, 200, epsilons=[1.0]).delta[0]
+    assert delta > accounting.event_delta(made.event(200), epsilon=1.0) + 1e-11
+    assert dpx.compose_runs((made, 200), shared_batches=False).delta(epsilon=1.0) == delta
+    advantage = accounting.attack_bounds(made, 200, delta=1e-5).advantage
+    assert advantage == pytest.approx(accounting.delta(made, 200, epsilon=0.0), rel=1e-3)
+    assert accounting.max_steps(made, epsilon=exact + added / 2, delta=1e-5) == 199
+    shared = dpx.compose_runs((made, 200), (mechanism(seed=2), 200), shared_batches=True)
+    assert shared.together == 2
+    assert shared.epsilon(delta=1e-5) == billed(shared.event, relation="zero_out", runs=2).epsilon(1e-5)
+    assert dpx.compose_runs(shared, (mechanism(seed=3), 9), shared_batches=False).together == 2
+
+
+def test_calibration_keeps_the_budget_with_the_addition():
+    for steps, epsilon in ((50, 2.0), (5000, 0.5)):
+        budget = dpx.Budget(epsilon=epsilon, delta=1e-5, steps=steps)
+        assert 0.999 * epsilon < dpx.epsilon(mechanism(budget), steps, delta=1e-5) <= epsilon
+    found = accounting.calibrate_schedule(np.ones(30), sampling_rate=0.01, epsilon=1.0, delta=1e-5)
+    assert found.interval.upper <= 1.0
+    again = accounting.schedule_epsilon(np.full(30, found.scale), sampling_rate=0.01, delta=1e-5)
+    assert again.upper == pytest.approx(found.interval.upper, rel=1e-9)
+    (planned,) = accounting.plan_noise(examples=1000, epsilon=1.0, delta=1e-5, epochs=3, batch_sizes=[100]).runs
+    numbers: dict = dict(examples=1000, batch_size=100, noise_multiplier=planned.noise_multiplier)
+    assert accounting.dp_sgd_epsilon(**numbers, steps=planned.steps, delta=1e-5) <= 1.0
+
+
+def test_it_is_printed():
+    made = mechanism()
+    text = " ".join(str(dpx.privacy_report(made, 100, delta=1e-5)).split())
+    words = re.search(r"Of which (\S+) of epsilon and (\S+) of delta are for the arithmetic of the noise", text)
+    assert words is not None
+    answer = billed(made.event(100), relation="zero_out").answer(1e-5)
+    assert answer.of_epsilon <= float(words[1]) < 1.1 * answer.of_epsilon
+    assert answer.of_delta <= float(words[2]) < 1.1 * answer.of_delta
+    line = re.search(r"rounding: (\S+) of the clip norm, and (\S+) of epsilon in the first step\n\)", str(made))
+    assert line is not None and float(line[1]) == pytest.approx(2**-10, rel=1e-3)
+    assert float(line[2]) == pytest.approx(addition(1, 1.0).epsilon(0.0), rel=0.05)
+    assert arithmetic.LARGEST_RELEASE == 2**32
