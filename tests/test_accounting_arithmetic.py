@@ -69,7 +69,7 @@ def test_a_cell_of_a_lattice_has_nearly_its_probability(coarse, shift):
     numbers = np.arange(-WIDTH, WIDTH + 1) / R
     nearest = [np.maximum(np.abs(numbers - moved) - 0.5 / R, 0) for moved in (shift, 0.0)]
     largest_p = np.exp(-(nearest[0][:, None] ** 2 + nearest[1] ** 2) / 2)
-    allowed = 136 * COARSE.error(largest_p / 3)
+    allowed = COARSE.changes()[np.minimum(-np.log2(largest_p), 87).astype(int)]
     good = allowed < 1 / 3
     exact = law_of_exact_pairs(shift)
     change = np.abs(coarse[shift] / exact - 1)
@@ -86,7 +86,7 @@ def test_the_worst_errors_attain_lemma_1(deviation):
     share = special.ndtr(-starts) - special.ndtr(-ends)
     larger = special.ndtr(error - starts) - special.ndtr(-error - ends)
     smaller = special.ndtr(-starts - error) - special.ndtr(error - ends)
-    at_most = 136 * error
+    at_most = Normals(evaluation=error).changes()[0]
     for changed in (larger, smaller):
         change = np.abs(np.multiply.outer(changed / share, changed / share) - 1)
         assert change.max() <= at_most
@@ -100,7 +100,7 @@ class OneChange(Normals):
         return np.full(88, self.evaluation)
 
 
-@pytest.mark.parametrize(("change", "pairs"), [(1e-3, 1000), (1e-2, 50), (1e-4, 10**6), (0.2, 5)])
+@pytest.mark.parametrize(("change", "pairs"), [(1e-3, 1000), (1e-2, 50), (1e-6, 10**10), (0.2, 5)])
 def test_the_loss_of_many_pairs_is_bounded_closely(change, pairs):
     """Lemma 2, of pairs whose law is (1 + c) / 2 and (1 - c) / 2 where 1 / 2 each is exact: a binomial loss."""
     added = addition(1, 1.0, 1e-9, OneChange(evaluation=change, pairs=pairs))
@@ -150,6 +150,7 @@ STATED = {  # numbers of one release, releases, delta: what is added to epsilon 
     (2**32, 100, 1e-5): (3.3e-5, 3.1e-10),
     (2**32, 10_000, 1e-5): (4.3e-4, 1.9e-9),
     (2**32, 10_000, 1e-6): (7.7e-4, 9.5e-10),
+    (2**32, 100, 1e-9): (2.8e-3, 2.4e-12),
     (10**8, 10_000, 1e-5): (5.7e-5, 3.6e-10),
 }
 
@@ -160,7 +161,7 @@ def test_the_stated_additions(case):
     added = addition(releases, float(releases), delta, Normals(pairs=numbers // 2))
     found = added.epsilon(2.0), added.delta(2.0, 0.0, 1.0)
     assert found == pytest.approx(STATED[case], rel=0.05)
-    assert found[0] < 1e-3 and found[1] < 2e-9
+    assert found[1] < 2e-9 and (found[0] < 1e-3 or delta < 1e-6)
 
 
 def test_additions_grow_with_the_releases_and_take_no_time():
@@ -173,6 +174,10 @@ def test_additions_grow_with_the_releases_and_take_no_time():
     for epsilon in (0.0, 1e-6, 1.0, 3.0):
         deltas = [profile.delta(epsilon) for profile in profiles]
         assert (np.diff(deltas) >= -1e-12).all() and deltas[0] > GaussianProfile(1.0).delta(epsilon)
+        for count, delta in zip(counts[20:40], deltas[20:40], strict=True):
+            both = 2 * addition(count, float(count)).loss
+            beyond = max(0.0, math.exp(both) - math.exp(epsilon))  # where exact arithmetic has no epsilon left
+            assert delta >= GaussianProfile(1.0).delta(max(epsilon - both, 0.0)) + beyond
     profile = Implemented(GaussianProfile(1.0), 777, 777.0, 1.0)
     profile.epsilon(1e-5)
     start = time.perf_counter()
@@ -250,7 +255,7 @@ def test_every_bill_of_a_run_has_the_addition():
     assert accounting.max_steps(made, epsilon=exact + added / 2, delta=1e-5) == 199
     shared = dpx.compose_runs((made, 200), (mechanism(seed=2), 200), shared_batches=True)
     assert shared.together == 2
-    assert shared.epsilon(delta=1e-5) == billed(shared.event, relation="zero_out", runs=2).epsilon(1e-5)
+    assert shared.epsilon(delta=1e-5) > billed(shared.event, relation="zero_out").epsilon(1e-5) + 1e-6
     assert dpx.compose_runs(shared, (mechanism(seed=3), 9), shared_batches=False).together == 2
 
 
