@@ -70,7 +70,7 @@ def table(runs: Runs) -> str:
     commands = "\n".join(command(config_of(setting, 0)) for setting in SETTINGS)
     return (
         "\n".join(lines)
-        + f"\n\nDelta 1e-5, add-or-remove-one neighbors, PLD. Seeds {', '.join(map(str, SEEDS))}; "
+        + f"\n\nDelta 1e-5, neighbors by nulling one example, PLD. Seeds {', '.join(map(str, SEEDS))}; "
         + f"{time.strftime('%Y-%m-%d')}; {said}. With `--seed 0` the runs are\n\n```\n{commands}\n```\n"
     )
 

@@ -96,7 +96,7 @@ def table(runs: Runs, rows: list[Row]) -> str:
         "\n".join(lines)
         + f"""
 
-Percent. Delta 1e-5, add-or-remove-one neighbors, PLD; seeds {SEEDS[0]} to {SEEDS[-1]}, {date}; {said}. Seconds are
+Percent. Delta 1e-5, neighbors by nulling one example, PLD; seeds {SEEDS[0]} to {SEEDS[-1]}, {date}; {said}. Seconds are
 those of a run on a shared machine with two cores, without the features, which are computed once. {NOTES}
 
 With `--recipe best --epsilon 2 --seed 0` the run is
