@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import dpx
-from dpx.accounting import event_epsilon
+from dpx.accounting.events import billed
 from dpx.states.record import unit_mark
 
 ROWS = 12
@@ -410,7 +410,7 @@ def test_a_schedule_that_counts_its_calls_is_billed_as_run_or_refused():
 
 
 def truth(noise_multiplier, steps, sampling=SAMPLING):
-    return event_epsilon(sampling.event(np.full(steps, noise_multiplier)), delta=1e-5)
+    return billed(sampling.event(np.full(steps, noise_multiplier)), relation=sampling.relation).epsilon(1e-5)
 
 
 def test_a_rebuilt_mechanism_with_the_same_numbers_goes_on():
@@ -627,9 +627,8 @@ def test_runs_on_shared_batches_cost_more_than_apart(accountant):
     shared = dpx.compose_runs((one, 40), (other, 30), shared_batches=True)
     apart = dpx.compose_runs((one, 40), (other, 30), shared_batches=False)
     together = 1.25**-0.5
-    by_hand = event_epsilon(
-        SAMPLING.event(np.r_[np.full(30, together), np.ones(10)]), delta=1e-5, accountant=accountant
-    )
+    event = SAMPLING.event(np.r_[np.full(30, together), np.ones(10)])
+    by_hand = billed(event, relation="zero_out", accountant=accountant, runs=2).epsilon(1e-5)
     assert shared.epsilon(delta=1e-5, accountant=accountant) == pytest.approx(by_hand)
     assert shared.epsilon(delta=1e-5, accountant=accountant) > apart.epsilon(delta=1e-5, accountant=accountant)
     assert apart.epsilon(delta=1e-5, accountant=accountant) > dpx.epsilon(one, 40, delta=1e-5, accountant=accountant)
@@ -673,11 +672,11 @@ def test_runs_that_drew_with_one_key_are_composed_as_sharing_their_batches():
 def test_what_compose_refuses():
     one, other = dp_sgd(), dp_sgd(key=jax.random.key(4))
     elsewhere = dp_sgd(key=jax.random.key(4), sampling=OTHER)
-    shuffled = dp_sgd(key=jax.random.key(4), sampling=dpx.ShuffledEpochs(examples=1000, batch_size=50))
+    replaced = dp_sgd(key=jax.random.key(4), sampling=dpx.FixedSizeSampling(examples=1000, batch_size=50))
     harder = projected(noise_multiplier=1.0)
     for runs, shared, message in [
         ((), False, "at least one"),
-        (((one, 3), (shuffled, 3)), False, "one neighboring relation"),
+        (((one, 3), (replaced, 3)), False, "one neighboring relation"),
         (((one, 3), (elsewhere, 3)), True, "must have one sampling"),
         (((other, 3), (harder, 3)), True, "one Gaussian a step"),
         (((one, released(one)), (elsewhere, 3)), False, None),

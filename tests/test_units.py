@@ -216,7 +216,7 @@ def test_the_report_says_user():
     report = dpx.privacy_report(mechanism, 1, delta=1e-3, unit="user")
     assert report.unit == "one user" and "| unit of privacy | one user |" in report.to_markdown()
     limits = "\n".join(report.caveats)
-    for words in ("presence of one user", "of one user are not private", "they mean user"):
+    for words in ("nulling one user", "of one user are not private", "they mean user"):
         assert words in limits
     assert "user" not in str(dpx.privacy_report(mechanism, 1, delta=1e-3))
 
