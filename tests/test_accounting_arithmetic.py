@@ -70,7 +70,7 @@ def test_a_cell_of_a_lattice_has_nearly_its_probability(coarse, shift):
     nearest = [np.maximum(np.abs(numbers - moved) - 0.5 / R, 0) for moved in (shift, 0.0)]
     largest_p = np.exp(-(nearest[0][:, None] ** 2 + nearest[1] ** 2) / 2)
     allowed = COARSE.changes()[np.minimum(-np.log2(largest_p), 87).astype(int)]
-    good = allowed < 1 / 3
+    good = allowed <= 0.15
     exact = law_of_exact_pairs(shift)
     change = np.abs(coarse[shift] / exact - 1)
     assert good.sum() > 5000 and exact[good].sum() > 0.99
@@ -100,7 +100,7 @@ class OneChange(Normals):
         return np.full(88, self.evaluation)
 
 
-@pytest.mark.parametrize(("change", "pairs"), [(1e-3, 1000), (1e-2, 50), (1e-6, 10**10), (0.2, 5)])
+@pytest.mark.parametrize(("change", "pairs"), [(1e-3, 1000), (1e-2, 50), (1e-6, 10**10), (0.1, 5)])
 def test_the_loss_of_many_pairs_is_bounded_closely(change, pairs):
     """Lemma 2, of pairs whose law is (1 + c) / 2 and (1 - c) / 2 where 1 / 2 each is exact: a binomial loss."""
     added = addition(1, 1.0, 1e-9, OneChange(evaluation=change, pairs=pairs))
@@ -127,8 +127,8 @@ def test_the_program_of_a_coarse_sampler_is_as_private_as_the_theorem_says(coars
     for first, second in ((0.0, SHIFT), (SHIFT, 0.0)):
         for epsilon in (0.0, 0.5, 2.0, 4.0, 7.0, 9.0):
             found = np.maximum(coarse[first] - math.exp(epsilon) * coarse[second], 0).sum()
-            assert found <= run.delta(epsilon) <= (0.56 if epsilon >= 2 else 1)
-    assert run.delta(4.0) < 0.15 and found > 100 * GaussianProfile(SHIFT).delta(9.0)
+            assert found <= run.delta(epsilon) <= (0.8 if epsilon >= 2 else 1)
+    assert run.delta(4.0) < 0.25 and found > 100 * GaussianProfile(SHIFT).delta(9.0)
     finer = Implemented(GaussianProfile(SHIFT), 1, 1.0, SHIFT, Normals(pairs=1))
     assert finer.delta(2.0) == pytest.approx(GaussianProfile(SHIFT).delta(2.0), rel=1e-5)
 

@@ -23,14 +23,16 @@ are in these files:
 * Samples of a fixed size: `fixed_size.py`. Runs on shared batches: `compose.py`. Fresh projections: `projected.py`.
 * The best of a random number of trials: `selection.py`. True positive rates and mu: `attacks.py`.
 * Error feedback: `error_feedback/energy.py` and `error_feedback/renyi.py`.
+* What the arithmetic of the noise adds to each of these: `arithmetic.py`. Every bill of a run has it (`events.billed`);
+  those of events alone (`event_epsilon`, `event_delta`) and the lower end of an interval are for exact noise.
 
 To add one: a new event is a file here, like `projected.py`, which the file of its mechanism imports. It holds
 
 * an `attrs.frozen` subclass of `DpEvent`, whose noise is a field called `noise_multiplier`, because
   `dpx/states/record.py` leaves the field of that name out of a state's fingerprint;
 * a step loss, with `renyi` and, if a privacy loss distribution is known, `pmfs` (`pld/losses.py`);
-* `register(event_type, read)`, or `register_whole_run` (`releases.py`) for an event of a whole run, like
-  `error_feedback/event.py`.
+* `register(event_type, read)`, with `released` if it stands for more than one release of noisy numbers, or
+  `register_whole_run` (`releases.py`) for an event of a whole run, like `error_feedback/event.py`.
 
 It needs these tests: bills in `tests/record_bills.py` (run it to record them), a `tests/test_accounting_*.py` that
 compares them with an independent computation, a case in `tests/mechanisms.py`, and a fault in `tests/faults.txt` for

@@ -5,19 +5,19 @@ k = floor(y + R g~ + 1/2) on a public grid, where R in [16, 32) is one standard 
 G = r (cos u, sin u) with r = sqrt(-2 ln p), p and u uniform. The sampler's proof (`dpx/keys`) gives
 
 (1) coins of which |g~ - G| <= error(p) (`Normals`) in both coordinates, the rounding of R g~ + 1/2 included;
-(2) no g~ with an r below 11 where p is so small that error(p) exceeds 1e-3.
+(2) no g~ with an r below 10.94 where p is so small that error(p) exceeds 1e-3.
 
 Notation: m pairs in the run. P and P~ are the laws of a pair of integers in exact and in the program's arithmetic,
 given all coins and all earlier numbers. phi(v) = e^v - 1 - v. A cell is what rounds to one pair of integers: a square
 of side w = 1/R. It is bad if p < p0 on all of it, and good otherwise.
 
-**Lemma 1.** |P~/P - 1| <= h(p) := 136 error(p/3) at any point of a good cell with p >= p0, while h < 1/3.
+**Lemma 1.** |P~/P - 1| <= h(p) := 136 error(p/3) at any point of a good cell with p >= p0, while h <= 0.15.
 Proof: let e be the largest error(p) within e of the cell. Then P~ is at most P of the cell with a frame of width e, and
 at least P of the cell without one. For an interval of width w at z, both strips have at most the share
 (e/w) v coth(v/2) e^(z e + w^2/2) with v = z w; that grows with R, and is at most 2.03 * 32 e at R = 32, z <= 11.1. Two
 coordinates give 4.06 * 32 e, up to squares: 136 e. In a cell and its frame r varies by 1.5 w, so p varies by less than
-a factor of 3. Near p = 1, where the lattice moves r by 2^-65 / r, this is below evaluation / 512 on average over a
-border, which is what a strip needs. A bad cell has P <= p0, and P~ <= 1.01 p0.
+a factor of 3. Near p = 1, where the lattice moves r by 2^-65 / r, this is below 2^-54 = evaluation / 512 on average
+over a border, which is what a strip needs. A bad cell has P <= p0, and P~ <= 1.01 p0.
 
 **Lemma 2.** Let s(x) = x h / (1 - h) and psi = E phi(s(x)) over the good cells, for a number x > 1. But for bad cells,
 and for a probability d, the product of P~/P over the run is below e^a under the program, and that of P/P~ is below
@@ -38,8 +38,8 @@ and d2 = d e^-epsilon with d = t / 8.
 Poisson's coins or not: let all coins but those of the one example be public, and A those outputs that are good for both
 values of its coin, which is the factor of 2 in the code. The example moves the m1 pairs of a release by v_i, in
 deviations, with sum |v_i|^2 <= shift^2, and P(|G + v| > r0) <= exp(-(r0 - |v|)^2 / 2), where r0 belongs to p0 (Marcum's
-Q). Where |v| r0 <= 2.1, this is at most p0 (1 + 3.5 |v| r0), so all together have p0 (m1 + 3.5 r0 shift sqrt(m1)). For
-larger |v| it grows faster than |v|^2, so all together have at most exp(-(r0 - shift)^2 / 2).
+Q). Where |v| r0 <= 2.6, this is at most p0 (1 + 4.8 |v| r0), so all together have p0 (m1 + 4.8 r0 shift sqrt(m1)). For
+larger |v|, up to r0 - 0.75, it grows faster than |v|^2, so all together have at most exp(-(r0 - shift)^2 / 2).
 
 Only the releases of the event count. At all other steps, such as those of an epoch of `ShuffledEpochs` in which the
 example has no part, the two sums are equal, and so are the two laws of the PROGRAM.
@@ -57,12 +57,12 @@ from dpx.accounting.profiles import Profile
 
 LARGEST_RELEASE = 2**32  # numbers of one release at most; `dpx/keys` refuses more. Public, and the same for every run
 
-_SHARE_OF_FRAME, _VARIATION_OF_P, _LARGEST_CHANGE = 136.0, 3.0, 1 / 3  # of Lemma 1
+_SHARE_OF_FRAME, _VARIATION_OF_P, _LARGEST_CHANGE = 136.0, 3.0, 0.15  # of Lemma 1
 _MEAN_OF_CHANGES, _BAD_PAIRS = 1.01, 1.02  # of Lemma 2 and of t, which has the 1e-20 of a search with more trials, too
 _SMALLEST_SHARE = 8  # t / d
 _USUAL_DELTA = 1e-6  # p0 is the best for it where the delta is what is asked for
 _MOST_BITS = 88  # of p0
-_FARTHEST = 0.25  # the largest shift is at most r0 minus this
+_FARTHEST = 0.75  # the largest shift is at most r0 minus this
 # Bounds of epsilon: the first serves where `far` does not depend on it, the second is tried first where it does.
 _LARGEST_EPSILON, _USUAL_EPSILON, _LARGEST_UNKNOWN = 1e9, 4.0, 600.0
 
@@ -71,8 +71,9 @@ _LARGEST_EPSILON, _USUAL_EPSILON, _LARGEST_UNKNOWN = 1e9, 4.0, 600.0
 class Normals:
     """A sampler of pairs of normals, in standard deviations.
 
-    evaluation: the most that the evaluation of a pair moves it, float. bits: of p and of the angle. finer: pairs
-    (l, b), l rising: where p < 2^-l, p has b bits more and the angle b less. pairs: the most pairs of one release.
+    evaluation: the most that the evaluation of a pair moves it, float; with 64 bits at least 2^-45 (Lemma 1). bits: of
+    p and of the angle. finer: pairs (l, b), l rising: where p < 2^-l, p has b bits more and the angle b less. pairs:
+    the most pairs of one release.
     """
 
     evaluation: float = 2.0**-45
@@ -124,7 +125,7 @@ class Addition(NamedTuple):
         far = self.tail * math.exp(min(exact, 700.0))
         if shift <= self.radius - _FARTHEST:
             moved = self.releases * math.exp(-((self.radius - shift) ** 2) / 2)
-            share = 1 + 3.5 * self.radius * shift / math.sqrt(self.pairs)
+            share = 1 + 4.8 * self.radius * shift / math.sqrt(self.pairs)
             far = min(far, 2 * (self.tail * share + moved))
         return min(1.0, self.tail + own + math.exp(self.loss) * (delta + far + own))
 
@@ -146,7 +147,7 @@ def _best(releases: int, mean: float, bits: int, normals: Normals) -> Addition:
     change = normals.changes()
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
         exponents = np.geomspace(2.0, 2.0**32, 256)[:, None]
-        scaled = exponents * np.where(change < _LARGEST_CHANGE, change / (1 - change), np.inf)  # (256, _MOST_BITS)
+        scaled = exponents * np.where(change <= _LARGEST_CHANGE, change / (1 - change), np.inf)  # (256, _MOST_BITS)
         small = scaled < 1e-3
         grown = np.where(small, scaled**2 / 2 * (1 + scaled), np.expm1(scaled) - scaled)  # at least phi
         grown = np.where(np.isfinite(grown), grown, np.inf)

@@ -48,7 +48,7 @@ def calibrate(
     require_whole("steps", steps)
     checks.warn_of_large_delta(delta, make(1.0).sampling)
 
-    def bill(noise_multiplier: float, by: Accountant, **options: int) -> float:
+    def bill(noise_multiplier: float, by: Accountant, **options: Any) -> float:
         event, stated = event_of(make(noise_multiplier), steps, relation)
         return billed(event, accountant=by, relation=stated, **options).epsilon(delta)
 
