@@ -35,7 +35,9 @@ def rows(model: str, size: int) -> dict[str, Callable]:
         sampling=dpx.PoissonSampling(examples=50_000, batch_size=size),
         key=key,
     )
-    silent = mechanism.replace(release=lambda sums, state, params: (jax.tree.map(lambda s: s / size, sums[0]), state))
+    silent = mechanism.replace(
+        release=lambda sums, state, params: (jax.tree.map(lambda s: s / size, sums[0].high), state)
+    )
     state = mechanism.init(problem.params)
 
     def non_private(params, batch):

@@ -4,7 +4,7 @@
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,34 +12,22 @@ import numpy as np
 
 from dpx.trees import Tree
 from dpx.xla.microbatches import sum_in_segments
+from dpx.xla.totals import Total, block_count, collected, devices_for, sum_in_blocks, total_of_rows
 
 # The largest norm of a gradient that contributes; the squares of larger ones, or their sums, would overflow float32.
 LARGEST = 2.0**63
 LONG_VECTOR = 2**14  # numbers
-# Rounding lengthens what an example adds by at most this share of the clip norm, and the noise is larger by this share.
-ETA = 2.0**-10
+EXACT = jax.lax.Precision.HIGHEST  # float32 products, also where the hardware would round them
 
 
-class Total(NamedTuple):
-    """A sum over examples: high + low, float32 trees of one structure. low: None where one float32 number suffices."""
-
-    high: Tree
-    low: Tree | None = None
-
-
-def as_total(total: Any) -> Total:
-    """`total`, or a tree of float32 arrays as one."""
-    return total if isinstance(total, Total) else Total(total)
-
-
-def sum_contributions(mechanism: Any, grads: Tree, state: Tree, included: jax.Array) -> tuple[tuple[Tree, ...], Tree]:
+def sum_contributions(mechanism: Any, grads: Tree, state: Tree, included: jax.Array) -> tuple[tuple[Total, ...], Tree]:
     """sum_i f(|z_i|) z_i for each factor f, over gradients [B, ...]; and the norms |z_i|.
 
     mechanism: a `dpx.Mechanism`. grads: like the parameters, any real dtype, with the B examples on axis 0 of every
         leaf. state: of the mechanism. included: bool (B,).
 
-    Returns one sum for each factor, float32, like the encoded gradient of one example; and the norms, float32 (B,) in
-    each leaf, as computed, whatever is included. An example contributes zero if it is not included, or if its norm is
+    Returns one `Total` for each factor, like the encoded gradient of one example; and the norms, float32 (B,) in each
+    leaf, as computed, whatever is included. An example contributes zero if it is not included, or if its norm is
     not finite or above LARGEST. Norms, factors and sums are float32, at full precision where the hardware would round
     products, because a rounded product could exceed the bound.
     """
@@ -53,9 +41,9 @@ def sum_contributions(mechanism: Any, grads: Tree, state: Tree, included: jax.Ar
 
         def sum_group(factor, rows):
             factor = zero_excluded(factor, included)
-            return jax.tree.map(lambda z: weighted_sum(factor, z), rows)
+            return jax.tree.map(lambda z: total_of_rows(lambda some: weighted_sum(*some), (factor, z)), rows)
 
-        return tuple(jax.tree.map(sum_group, factor, encoded) for factor in factors), norms
+        return tuple(collected(jax.tree.map(sum_group, factor, encoded)) for factor in factors), norms
 
     if mechanism.supports_ghost_norms or mechanism.encode_whole_batch:
         return sum_encoded((grads, included))
@@ -75,14 +63,25 @@ def repeated(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 def weighted_sum(factors: jax.Array, rows: jax.Array) -> jax.Array:
     """sum_i f_i z_i, float32 (...), of factors float32 (B,) and rows float32 (B, ...), which are 0 if excluded.
 
+    B is at most `few_rows`; they are added in blocks, as `dpx.xla.totals` has it.
+
     XLA compiles each product of a vector and a matrix into a kernel of its own, but equal sums of vectors once. Such a
     sum is a fused reduction, which is slower on a CPU than the product for long vectors, and much slower for larger
     arrays. The vectors of a bias are the cotangents of its layer. The sum of the layer's weights also begins with their
     product with the factors, in the same form, because XLA compiles equal kernels twice if they differ in form alone.
     """
     if rows.ndim == 2 and rows.shape[1] <= LONG_VECTOR:
-        return jnp.sum(times(factors, rows), 0)
-    return jnp.tensordot(factors, rows, 1, precision=jax.lax.Precision.HIGHEST)
+        return sum_in_blocks(lambda some: jnp.sum(times(*some), 0), (factors, rows))
+    size, devices = len(rows), devices_for(len(rows))
+    blocks = block_count(size, devices)
+    if blocks == 1 or devices > 1:
+        return sum_in_blocks(lambda some: jnp.tensordot(some[0], some[1], 1, precision=EXACT), (factors, rows))
+    # One product with a matrix that has the factors of each block in a row, because XLA would copy slices. For so few
+    # blocks it is about as fast as the product with a vector, because both read all rows once.
+    block_of = jnp.arange(size) * blocks // size
+    in_block = block_of[None, :] == jnp.arange(blocks)[:, None]
+    parts = jnp.tensordot(jnp.where(in_block, factors[None], 0), rows, 1, precision=EXACT)
+    return jnp.sum(jax.lax.optimization_barrier(parts), 0)
 
 
 def times(factors: jax.Array, rows: jax.Array) -> jax.Array:

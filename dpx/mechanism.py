@@ -23,13 +23,14 @@ from dp_accounting import DpEvent
 from dpx import guards, keys
 from dpx.accounting.budget import Budget
 from dpx.accounting.events import least_addition
-from dpx.contributions import ETA, sum_contributions
+from dpx.contributions import sum_contributions
 from dpx.sampling.batch import MISSING, inclusion
 from dpx.sampling.schemes import Sampling
 from dpx.scalars import ScalarOrSchedule, over
 from dpx.states.reading import require_matching
 from dpx.states.record import checked, fingerprints_of, stamped
 from dpx.trees import Tree, batch_size
+from dpx.xla.totals import ETA
 
 
 class Mechanism(optax.GradientTransformationExtraArgs):
@@ -48,8 +49,8 @@ class Mechanism(optax.GradientTransformationExtraArgs):
     encode:   (grad, state) -> encoded; one example, float32, without a batch axis
     norm:     (encoded) -> norms; float32 (), or one for each group (a pytree prefix of `encoded`)
     weigh:    (norms, state) -> tuple of factors, each with the structure of the norms
-    release:  (sums, state, params) -> (updates, state); one sum for each factor, float32. Adds the noise and decodes.
-              `params` are arrays, or ShapeDtypeStructs where no arrays are known
+    release:  (sums, state, params) -> (updates, state); one `dpx.xla.totals.Total` or float32 tree for each factor.
+              Adds noise by `keys.release`, (1 + ETA) times the billed deviation. `params`: arrays or their shapes
     event:    (steps) -> DpEvent; the cost of the first `steps` releases, sampling included
     sampling: how the batches must be drawn for `event` to be true
     noise_multiplier: a number or a schedule; `release` adds this noise, and records it in the ReleaseState
@@ -124,6 +125,7 @@ class Mechanism(optax.GradientTransformationExtraArgs):
         grad: the gradient of one example, like the parameters, without a batch axis. state: of this mechanism.
         """
         encoded = self.encode(jax.tree.map(lambda g: g.astype(jnp.float32), grad), state)
+        encoded = jax.lax.optimization_barrier(encoded)  # norm and sum must read the same numbers
         norms = self.norm(encoded)
         return encoded, norms, self.weigh(norms, state)
 
@@ -253,7 +255,5 @@ def require_coordinates(coordinates: tuple[Any, ...]):
     """Raises ValueError unless all are `dpx.coordinates.Coordinates`."""
     for given in coordinates:
         if not isinstance(given, Coordinates):
-            raise ValueError(
-                f"coordinates must be dpx.coordinates.Coordinates, got {type(given)}; optax transforms belong behind "
-                "the mechanism, in dpx.chain(mechanism, ...)"
-            )
+            words = "coordinates must be dpx.coordinates.Coordinates; optax transforms belong behind the mechanism"
+            raise ValueError(f"{words}, in dpx.chain(mechanism, ...); got {type(given)}")

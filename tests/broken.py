@@ -19,6 +19,7 @@ import optax
 import dpx
 from dpx import keys
 from dpx.coordinates import _masks as masks
+from dpx.xla.totals import as_total
 
 SAMPLING = dpx.PoissonSampling(examples=1000, batch_size=8)
 CLIP_NORM, NOISE_MULTIPLIER = 0.7, 1.3
@@ -57,6 +58,11 @@ def with_own_update(mechanism: dpx.Mechanism, update: Callable) -> dpx.Mechanism
     return broken
 
 
+def high(total: Any) -> Any:
+    """The sum as one float32 number for each coordinate."""
+    return as_total(total).high
+
+
 def with_update(mechanism: dpx.Mechanism, change: Callable) -> dpx.Mechanism:
     """`mechanism`, but its update sees change(grads, included) as gradients and included."""
 
@@ -71,8 +77,8 @@ def with_noise(mechanism: dpx.Mechanism, draw: Callable, deviation: Any = DEVIAT
     """`mechanism`, but its noise on the sum is `deviation` times draw(sum, step)."""
 
     def release(sums, state, params):
-        noise = draw(sums[0], state.step)
-        updates = jax.tree.map(lambda s, n: (s + deviation * n) / mechanism.sampling.divisor, sums[0], noise)
+        noise = draw(high(sums[0]), state.step)
+        updates = jax.tree.map(lambda s, n: (s + deviation * n) / mechanism.sampling.divisor, high(sums[0]), noise)
         return optax.tree.cast_like(updates, params), state.after(NOISE_MULTIPLIER)
 
     return mechanism.replace(release=release)
@@ -96,8 +102,8 @@ def clip_after_the_sum(key, steps):
     mechanism = no_clip(key, steps)
 
     def release(sums, state, params):
-        scale = CLIP_NORM / jnp.maximum(optax.tree.norm(sums[0]), CLIP_NORM)
-        return sound(key).release((jax.tree.map(lambda s: s * scale, sums[0]),), state, params)
+        scale = CLIP_NORM / jnp.maximum(optax.tree.norm(high(sums[0])), CLIP_NORM)
+        return sound(key).release((jax.tree.map(lambda s: s * scale, high(sums[0])),), state, params)
 
     return mechanism.replace(release=release)
 
@@ -370,8 +376,8 @@ def noise_from_the_projection(key, steps):
     def release(sums, state, params):
         step_key = keys.public(keys.fold_in(keys.stream(key, "projection"), state.step))
         matrix_key = jax.random.fold_in(jax.random.fold_in(step_key, 0), 0)  # of the first group's first block
-        noise = jax.random.normal(matrix_key, sums[0][0].shape)
-        return [(sums[0][0] + DEVIATION * noise) / SAMPLING.divisor], state.after(NOISE_MULTIPLIER)
+        noise = jax.random.normal(matrix_key, high(sums[0])[0].shape)
+        return [(high(sums[0])[0] + DEVIATION * noise) / SAMPLING.divisor], state.after(NOISE_MULTIPLIER)
 
     projection = dpx.coordinates.random_projection(rank=12, kind="gaussian", key=key)
     return dpx.in_coordinates(sound(key).replace(release=release), projection)
@@ -462,7 +468,7 @@ def mask_of_raw_gradients(key, steps):
 
     def release(sums, state, params):
         updates, after = mechanism.release(sums, state, params)
-        large = jax.tree.map(lambda s: jnp.abs(s) > 0.1, sums[0])
+        large = jax.tree.map(lambda s: jnp.abs(s) > 0.1, high(sums[0]))
         return jax.tree.map(lambda u, keep: jnp.where(keep, u, 0), updates, large), after
 
     return mechanism.replace(release=release)
@@ -474,7 +480,7 @@ def importance_of_raw_gradients(key, steps):
 
     def release(sums, state, params):
         updates, after = mechanism.release(sums, state, params)
-        score = jax.tree.map(lambda s, g: s + jnp.abs(g), state.coordinates[0].score, sums[0])
+        score = jax.tree.map(lambda s, g: s + jnp.abs(g), state.coordinates[0].score, high(sums[0]))
         return updates, after._replace(coordinates=(after.coordinates[0]._replace(score=score),))
 
     return mechanism.replace(release=release)
@@ -486,7 +492,7 @@ def selective_release(key, steps):
 
     def release(sums, state, params):
         updates, after = mechanism.release(sums, state, params)
-        agree = sum(jax.tree.leaves(jax.tree.map(lambda s, u: jnp.sum(s * u), sums[0], updates)))
+        agree = sum(jax.tree.leaves(jax.tree.map(lambda s, u: jnp.sum(s * u), high(sums[0]), updates)))
         return jax.tree.map(lambda u: jnp.where(agree > 0, u, 0), updates), after
 
     return mechanism.replace(release=release)
@@ -499,7 +505,7 @@ def clip_norm_of_raw_norms(key, steps):
 
     def release(sums, state, params):
         updates, after = mechanism.release(sums, state, params)
-        moved = state.clip_norm * jnp.exp(-0.2 * sums[0]["indicator"] / SAMPLING.divisor)
+        moved = state.clip_norm * jnp.exp(-0.2 * high(sums[0])["indicator"] / SAMPLING.divisor)
         return updates, after._replace(clip_norm=moved)
 
     return mechanism.replace(release=release)
@@ -520,7 +526,7 @@ def branches_on_raw_gradients(key, steps):
 
     def release(sums, state, params):
         updates, after = mechanism.release(sums, state, params)
-        total = sum(jnp.sum(leaf) for leaf in jax.tree.leaves(sums[0]))
+        total = sum(jnp.sum(leaf) for leaf in jax.tree.leaves(high(sums[0])))
         return jax.lax.cond(total > 0, lambda u: u, lambda u: jax.tree.map(jnp.zeros_like, u), updates), after
 
     return mechanism.replace(release=release)
@@ -539,8 +545,8 @@ def with_noise_of_params(mechanism: dpx.Mechanism, draw: Callable) -> dpx.Mechan
     """`mechanism`, but its noise on the sum is DEVIATION times draw(sum, step, params)."""
 
     def release(sums, state, params):
-        noise = draw(sums[0], state.step, params)
-        updates = jax.tree.map(lambda s, n: (s + DEVIATION * n) / mechanism.sampling.divisor, sums[0], noise)
+        noise = draw(high(sums[0]), state.step, params)
+        updates = jax.tree.map(lambda s, n: (s + DEVIATION * n) / mechanism.sampling.divisor, high(sums[0]), noise)
         return optax.tree.cast_like(updates, params), state.after(NOISE_MULTIPLIER)
 
     return mechanism.replace(release=release)
@@ -828,8 +834,8 @@ def noise_of_24_bits_on_a_grid(key, steps):
     mechanism, gamma = sound(key), 2.0**-20
 
     def release(sums, state, params):
-        noise = normals(keys.stream(key, "noise"), state.step, sums[0])
-        updates = jax.tree.map(lambda s, n: jnp.round((s + DEVIATION * n) / gamma) * gamma / 8, sums[0], noise)
+        noise = normals(keys.stream(key, "noise"), state.step, high(sums[0]))
+        updates = jax.tree.map(lambda s, n: jnp.round((s + DEVIATION * n) / gamma) * gamma / 8, high(sums[0]), noise)
         return optax.tree.cast_like(updates, params), state.after(NOISE_MULTIPLIER)
 
     return mechanism.replace(release=release)
@@ -840,7 +846,7 @@ def grid_of_the_data(key, steps):
     mechanism = sound(key)
 
     def release(sums, state, params):
-        largest = jnp.max(jnp.stack([jnp.max(jnp.abs(leaf)) for leaf in jax.tree.leaves(sums[0])]))
+        largest = jnp.max(jnp.stack([jnp.max(jnp.abs(leaf)) for leaf in jax.tree.leaves(high(sums[0]))]))
         deviation = DEVIATION * (1 + 1e-6 * jnp.tanh(largest))
         released = keys.release(keys.stream(key, "noise"), state.step, sums[0], deviation)
         updates = jax.tree.map(lambda r: r / mechanism.sampling.divisor, released)
@@ -855,7 +861,7 @@ def raw_bits_beside_the_release(key, steps):
 
     def release(sums, state, params):
         updates, after = mechanism.release(sums, state, params)
-        return jax.tree.map(lambda u, s: u + (1e-9 * s).astype(u.dtype), updates, sums[0]), after
+        return jax.tree.map(lambda u, s: u + (1e-9 * s).astype(u.dtype), updates, high(sums[0])), after
 
     return mechanism.replace(release=release)
 

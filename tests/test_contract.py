@@ -27,6 +27,7 @@ from dpx.audit.contract.subject import STEPS
 from dpx.audit.contract.trial import Trial
 from dpx.audit.stand_ins import without_grid
 from dpx.coordinates import _masks as masks
+from dpx.xla.totals import ETA, as_total
 from tests import broken
 from tests.compiling import EMITTERS
 from tests.mechanisms import MECHANISMS, PARAMS, POISSON, Case, case_of_method
@@ -93,7 +94,7 @@ def norms(tree) -> np.ndarray:
 
 def deviation(case: Case, step: int) -> float:
     """The standard deviation of the noise on the sum."""
-    return case.multiplier(step) * case.clip(step)
+    return case.multiplier(step) * case.clip(step) * (1 + ETA)
 
 
 # The facts of a case.
@@ -160,7 +161,7 @@ def exchange_by_hand(case: Case, step: int) -> np.ndarray:
 
 def sums_of(case: Case, step: int):
     """The sums of some gradients that are clipped."""
-    of_each = trial(case).contributions(step)["update"]
+    of_each = tuple(as_total(total).high for total in trial(case).contributions(step)["update"])
     return jax.tree.map(lambda leaf: np.asarray(leaf)[: inputs.RANDOM].sum(0), of_each)
 
 
@@ -356,7 +357,7 @@ def test_facts_see_other_noise(factor):
 
         def release(sums, state, params):
             noisy, after = mechanism.release(sums, state, params)
-            exact = jax.tree.map(lambda s: s / mechanism.sampling.divisor, sums[0])
+            exact = jax.tree.map(lambda s: s / mechanism.sampling.divisor, as_total(sums[0]).high)
             return jax.tree.map(lambda n, e: e + factor * (n - e), noisy, exact), after
 
         return mechanism.replace(release=release)

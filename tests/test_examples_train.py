@@ -14,6 +14,7 @@ import pytest
 
 import dpx
 from dpx import catalog, keys
+from dpx.xla.totals import ETA
 from examples import data, fashion_mnist, loop, methods, records, runs, train
 from examples.config import Config
 from examples.methods import METHODS
@@ -121,7 +122,7 @@ def by_hand(config: Config, steps: int):
             size = np.sqrt(sum(np.sum(np.square(leaf)) for leaf in jax.tree.leaves(grad)))
             total = jax.tree.map(lambda t, g, size=size: t + g * min(1, 0.5 / size), total, grad)
         noise = keys.normal_like(keys.stream(keys.stream(key, "mechanism"), "noise"), step, params)
-        released = jax.tree.map(lambda t, n: (t + 2.0 * 0.5 * n) / 100, total, noise)
+        released = jax.tree.map(lambda t, n: (t + 2.0 * 0.5 * (1 + ETA) * n) / 100, total, noise)
         velocity = jax.tree.map(lambda v, r: 0.9 * v + r, velocity, released)
         params = jax.tree.map(lambda p, v: p - 1.0 * v, params, velocity)
     return params

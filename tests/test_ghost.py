@@ -86,7 +86,7 @@ def two_factors(made: dpx.Mechanism) -> dpx.Mechanism:
     """The sums of DiceSGD: the same examples under two bounds."""
     return made.replace(
         weigh=lambda n, state: (1e-3 / jnp.maximum(n, 1e-3), 3.0 / jnp.maximum(n, 3.0)),
-        release=lambda sums, state, params: (sums, state),
+        release=noiseless(made).release,
     )
 
 
@@ -316,7 +316,7 @@ def test_the_bound_holds_where_positions_differ_in_size(name):
     w = 0.1 * w
     assert ways(loss, w, example, norms="ghost") == {"": WAYS[way]}
     sums = [clipped_sums(loss, w, example, clipping, made=mechanism(1e-3)).updates for clipping in ("ghost", "vmap")]
-    assert np.linalg.norm(sums[0][0]) == pytest.approx(1e-3, rel=1e-5)
+    assert np.linalg.norm(sums[0][0]) == pytest.approx(1e-3, rel=5e-5)
     assert_same(*sums)
 
 

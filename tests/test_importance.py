@@ -10,6 +10,7 @@ import pytest
 
 import dpx
 from dpx import keys
+from dpx.xla.totals import ETA
 from tests.ghost import noiseless
 from tests.test_masks import KEY, LIKE, SAMPLING, SIZE, example_gradients, flat, loss, noise_at, problem
 
@@ -300,5 +301,5 @@ def test_the_noise_is_the_mechanisms_own(ungridded):
     zeros = (jax.tree.map(jnp.zeros_like, params),)
     updates, _ = mechanism.release(zeros, mechanism.init(params), params)
     expected = keys.normal_like(keys.stream(KEY, "noise"), 0, params)
-    np.testing.assert_allclose(flat(updates), SIGMA * CLIP * flat(expected) / 5, rtol=1e-5)
+    np.testing.assert_allclose(flat(updates), (1 + ETA) * SIGMA * CLIP * flat(expected) / 5, rtol=1e-5)
     assert SIZE == 10

@@ -13,6 +13,7 @@ import dpx
 from dpx import keys
 from dpx.coordinates._masks import count, random_mask
 from dpx.coordinates._selection import largest
+from dpx.xla.totals import ETA
 from examples.config import Config
 from tests.ghost import assert_agrees, noiseless, normal
 
@@ -138,7 +139,7 @@ def example_gradients(theta: np.ndarray, batch) -> np.ndarray:
 
 
 def noise_at(step: int) -> np.ndarray:
-    return flat(keys.normal_like(keys.stream(KEY, "noise"), step, problem()[0]))
+    return (1 + ETA) * flat(keys.normal_like(keys.stream(KEY, "noise"), step, problem()[0]))
 
 
 def pseudo_code(epochs, steps, rate, cooling, clip, sigma, momentum, lr, *, masks=None, posterior=False):

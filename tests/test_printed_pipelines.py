@@ -10,6 +10,7 @@ import pytest
 import dpx
 from dpx.audit.stand_ins import drawing
 from dpx.coordinates.projections.projection import projection
+from dpx.xla.totals import ETA
 from tests.mechanisms import ALIGNED, MECHANISMS, PARAMS, Case
 
 KEY = jax.random.key(7)  # of every case's mechanism
@@ -40,7 +41,7 @@ def release_of_unit_noise(case: Case):
         encoded = mechanism.encode(grad, state)
         factors = mechanism.weigh(mechanism.norm(encoded), state)
         sums = tuple(jax.tree.map(jnp.zeros_like, encoded) for _ in factors)
-        return mechanism.release(sums, state, PARAMS)[0], state
+        return jax.tree.map(lambda x: x / (1 + ETA), mechanism.release(sums, state, PARAMS)[0]), state
 
     with drawing(lambda key, step, tree: jax.tree.map(lambda x: jnp.ones(x.shape), tree)):
         return release(jax.tree.map(jnp.zeros_like, PARAMS))

@@ -16,6 +16,7 @@ from dpx import keys
 from dpx.accounting.projected import projected
 from dpx.coordinates.projections import countsketch, hadamard
 from dpx.coordinates.projections.projection import SKETCHES, projection
+from dpx.xla.totals import ETA
 from tests.mechanisms import PARAMS, POISSON
 from tests.test_dp_sgd import loss, model
 
@@ -289,13 +290,13 @@ def test_equals_the_pseudo_code(name, ungridded):
         noise_key = keys.stream(KEY, "noise")
         if "kind" not in options:
             normals = ravel_pytree(keys.normal_like(noise_key, step, params))[0]
-            draws.append((None, np.asarray(normals, np.float64)))
+            draws.append((None, (1 + ETA) * np.asarray(normals, np.float64)))
             continue
         stream = keys.stream(KEY, "projection of the sum" if "order" in options else "projection")
         draw = jax.random.fold_in(keys.public(keys.fold_in(stream, step)), 0)
         p = np.asarray(matrices("gaussian", (18,), rank)(draw[None]), np.float64)[0]
         normals = keys.normal_like(noise_key, step, [jnp.zeros(rank)])[0]
-        draws.append((math.sqrt(rank) * p.T, np.asarray(normals, np.float64)))
+        draws.append((math.sqrt(rank) * p.T, (1 + ETA) * np.asarray(normals, np.float64)))
     falling = "power" in options
     scale = math.sqrt(rank) if "kind" in options else 1.0
     expected = numpy_d2p2_sgd(

@@ -96,6 +96,18 @@ def test_a_coin_falls_for_exactly_the_words_below_the_threshold(probability, mon
     assert coins.tolist() == [number < heads for number in numbers]
 
 
+def test_the_rows_of_a_poisson_batch_are_in_a_random_order():
+    """Each of 12 examples is equally often in each place, whoever else takes part: chi-square, false alarm 1e-6."""
+    sampling, places = dpx.PoissonSampling(examples=12, batch_size=6), np.zeros((12, 12))
+    for step in range(3000):
+        draw = sampling.draw(KEY, step)
+        rows = draw.indices[draw.included]
+        places[rows, np.arange(len(rows))] += 1
+    counts = places[:, :4]  # of batches that have so many rows
+    expected = np.broadcast_to(counts.sum(0) / 12, counts.shape)
+    assert scipy.stats.chisquare(counts.ravel(), expected.ravel(), ddof=3 + 4).pvalue > 1e-6
+
+
 @pytest.mark.parametrize("word", range(4))
 def test_an_order_is_that_of_128_bits_of_each_example(word, monkeypatch):
     """Examples that differ in one of the four words alone are in its order, also at the end of a part of the order."""

@@ -54,8 +54,8 @@ from typing import NamedTuple
 import numpy as np
 
 from dpx.accounting.profiles import Profile
-
-LARGEST_RELEASE = 2**32  # numbers of one release at most; `dpx/keys` refuses more. Public, and the same for every run
+from dpx.keys.noise import LARGEST_RELEASE
+from dpx.keys.normals import EVALUATION
 
 _SHARE_OF_FRAME, _VARIATION_OF_P, _LARGEST_CHANGE = 136.0, 3.0, 0.15  # of Lemma 1
 _MEAN_OF_CHANGES, _BAD_PAIRS = 1.01, 1.02  # of Lemma 2 and of t, which has the 1e-20 of a search with more trials, too
@@ -76,7 +76,7 @@ class Normals:
     the most pairs of one release.
     """
 
-    evaluation: float = 2.0**-45
+    evaluation: float = EVALUATION
     bits: int = 64
     finer: tuple[tuple[int, int], ...] = ((32, 28),)
     pairs: int = LARGEST_RELEASE // 2

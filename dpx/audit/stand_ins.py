@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from dpx import keys
-from dpx.contributions import as_total
+from dpx.xla.totals import as_total
 
 
 @contextlib.contextmanager

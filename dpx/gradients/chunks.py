@@ -21,6 +21,7 @@ from dpx.mechanism import Mechanism
 from dpx.sampling.batch import Batch, inclusion, require_batch
 from dpx.states.record import Drawn, ReleaseState, fingerprint
 from dpx.trees import Tree, batch_size, find_state, outlined
+from dpx.xla.totals import Total, doubled, plus
 
 _PROBE = 2.0**40  # a norm that every clip norm clips
 _ROUNDING = 1e-6  # relative, of a schedule that is compiled in two programs
@@ -29,7 +30,8 @@ _ROUNDING = 1e-6  # relative, of a schedule that is compiled in two programs
 class AccumulatedSums(NamedTuple):
     """The sums of the chunks of one batch so far. They have no noise: never share them.
 
-    unreleased_sums:  one sum for each factor of the mechanism, float32, like the encoded gradient of one example.
+    unreleased_sums:  one `Total` for each factor of the mechanism: two float32 sums like the encoded gradient of one
+                      example, so that neither the order nor the number of chunks matters.
     unreleased_count: int32 (), how many rows of the chunks count.
     unreleased_drawn: `Batch.drawn` of the first chunk; None for chunks without it.
     unreleased:       losses, norms and aux of the examples of the chunk that was added last. NOT private.
@@ -40,7 +42,7 @@ class AccumulatedSums(NamedTuple):
     ordered:          bool (), whether they are chunks of one batch, each added once and in order, at that step.
     """
 
-    unreleased_sums: tuple[Tree, ...]
+    unreleased_sums: tuple[Total, ...]
     unreleased_count: jax.Array
     unreleased_drawn: Drawn | None
     unreleased: Unreleased | None
@@ -99,7 +101,7 @@ class PrivateChunks:
         total, of_each = self.row_sum(params, state, rows, included)
         drawn = jax.tree.map(lambda number: jnp.asarray(number).astype(jnp.uint32), chunk.drawn)
         one = AccumulatedSums(
-            unreleased_sums=total,
+            unreleased_sums=tuple(map(doubled, total)),
             unreleased_count=jnp.sum(included, dtype=jnp.int32),
             unreleased_drawn=drawn,
             unreleased=Unreleased(*of_each),
@@ -199,7 +201,7 @@ def _place_sums(mechanism: Mechanism, params: Tree, state: Tree, params_on: Tree
     like, state = _shapes(params, state)
     encoded, _, factors = jax.eval_shape(mechanism.contribute, like, state)
     shapes, expected = [jax.tree.map(lambda leaf: leaf.shape, tree) for tree in (encoded, like)]
-    return (params_on,) * len(factors) if shapes == expected else replicated
+    return (Total(params_on, params_on),) * len(factors) if shapes == expected else replicated
 
 
 def _joined(sums: AccumulatedSums, one: AccumulatedSums) -> AccumulatedSums:
@@ -210,7 +212,7 @@ def _joined(sums: AccumulatedSums, one: AccumulatedSums) -> AccumulatedSums:
         of_one_batch = one.unreleased_drawn._replace(first_row=sums.unreleased_drawn.first_row)
         ordered &= jnp.all(jnp.stack(sums.unreleased_drawn) == jnp.stack(of_one_batch))
     return AccumulatedSums(
-        unreleased_sums=jax.tree.map(jnp.add, sums.unreleased_sums, one.unreleased_sums),
+        unreleased_sums=tuple(map(plus, sums.unreleased_sums, one.unreleased_sums)),
         unreleased_count=sums.unreleased_count + one.unreleased_count,
         unreleased_drawn=sums.unreleased_drawn,
         unreleased=one.unreleased,

@@ -31,7 +31,7 @@ PARITY = np.uint32(0x1BD11BDA)
 DERIVED, DRAWN = 1, 2  # the last word of a block
 
 
-def threefry4x32(key: Sequence[jax.Array], block: Sequence[jax.Array]) -> list[jax.Array]:
+def threefry4x32(key: Sequence[jax.Array] | jax.Array, block: Sequence[jax.Array]) -> list[jax.Array]:
     """The enciphered blocks, four uint32 arrays. key: four words, uint32 () each. block: four uint32 arrays, one shape.
 
     As in the code of the authors (Random123), word 0 is the lowest.

@@ -26,6 +26,7 @@ from dpx.states.record import ReleaseState
 from dpx.trees import described
 from dpx.validation import require_number, require_whole
 from dpx.xla.ordering import compute_after
+from dpx.xla.totals import ETA, as_total, plus
 
 SMALLEST_DIVISOR = 1e-30  # in the units of the gradient; a norm of 0 is divided by this, in float32's normal range
 
@@ -93,7 +94,7 @@ def dice_sgd(
     move the release at every step, whether the example is sampled or not. dpx bills the whole run as one event
     (`dpx.accounting.error_feedback`): given the released values, a participation of one example moves v by at most
     C1 / B and e by (Cmax - C1) / B, and a moved e moves later v. The float32 rounding of e, 2^-24 of its norm a step
-    while that exceeds C2 and none otherwise, is not billed.
+    while that exceeds C2, and of the part of e that is added to v, 2^-22 of C2, is not billed.
 
     clip_norm: C1, in [2^-40, 1e15], on an example's gradient. outer_clip_norm: Cmax, in [C1, 1e15]; inf is DiceSGD as
         published, which has only the trivial bill: 2 C2 at every step, never amplified.
@@ -160,14 +161,13 @@ def _release(
     remembered = jnp.minimum(norm, LARGEST_CLIP_NORM)
     fed_back = config.bounds.fed_back(remembered)
     scale = 1 / norm if config.reset_every is None else jnp.where(step % config.reset_every == 0, 0, 1 / norm)
-    whole = jax.tree.map(lambda total, e: total + (divisor * scale * fed_back) * e, sums[0], error)
-    released = keys.release(noise_key, step, whole, config.noise_multiplier * config.clip_norm)
-
-    def remainder(withheld, error):
-        return withheld / divisor + (scale * (remembered - fed_back)) * error
-
-    updates = jax.tree.map(lambda r: r / divisor, released)
-    error = jax.tree.map(remainder, sums[1], compute_after(updates, error))  # in the memory of the old error
+    total, withheld = map(as_total, sums)
+    # The error is added before the noise, because the release rounds all that it adds the noise to.
+    total = plus(total, jax.tree.map(lambda e: (scale * fed_back * divisor) * e, error))
+    deviation = config.noise_multiplier * config.clip_norm * (1 + ETA)
+    updates = jax.tree.map(lambda r: r / divisor, keys.release(noise_key, step, total, deviation))
+    kept = jax.tree.map(lambda e: (scale * (remembered - fed_back)) * e, compute_after(updates, error))  # in its memory
+    error = jax.tree.map(lambda e, *parts: sum(parts) / divisor + e, kept, *(p for p in withheld if p is not None))
     return optax.tree.cast_like(updates, params), ErrorFeedbackState(
         state.release.after(config.noise_multiplier), error
     )

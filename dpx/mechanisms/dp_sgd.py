@@ -3,8 +3,9 @@
 Proof of the bound. An example whose gradient has norm n enters with the factor C / max(n, C), so its contribution has
 norm n C / max(n, C), which is at most C. With groups of clip norms C_k, its norm is at most sqrt(sum_k C_k^2) = C,
 because the groups share no coordinate. Leaving the example out changes the sum by its contribution alone, so by at most
-C. The noise on every coordinate has standard deviation sigma C, where sigma and C are functions of the step, so one
-release is the Gaussian mechanism of noise multiplier sigma. The division by B is post-processing.
+C, and the computed sum by at most C (1 + ETA), whatever the data (`dpx.xla.totals`). The noise on every coordinate has
+standard deviation sigma C (1 + ETA), where sigma and C are functions of the step, so one release is the Gaussian
+mechanism of noise multiplier sigma. The division by B is post-processing.
 """
 
 import math
@@ -23,6 +24,8 @@ from dpx.stages import SUM, describe, describe_groups
 from dpx.states.record import ReleaseState
 from dpx.trees import described
 from dpx.validation import between
+from dpx.xla import norms
+from dpx.xla.totals import ETA
 
 # In the units of the gradient. The squares of smaller or larger norms, or sums of such squares, leave float32's range.
 SMALLEST_CLIP_NORM, LARGEST_CLIP_NORM = 2.0**-40, 1e15
@@ -62,13 +65,13 @@ def dp_sgd(
     _require_sampling(sampling)
     noise_key = keys.stream(keys.secret(key), "noise")
 
-    def weigh(norms, state):
-        return (jax.tree.map(lambda n, c: c / jnp.maximum(n, c), norms, _norms_at(clip_norm, state.step)),)
+    def weigh(found, state):
+        return (jax.tree.map(lambda n, c: c / jnp.maximum(n, c), found, _norms_at(clip_norm, state.step)),)
 
     def release(sums, state, params):
         (total,), step = sums, state.step
         multiplier = at(noise_multiplier, step)
-        deviation = multiplier * optax.tree.norm(_norms_at(clip_norm, step))
+        deviation = multiplier * optax.tree.norm(_norms_at(clip_norm, step)) * (1 + ETA)
         released = keys.release(noise_key, step, total, deviation)
         updates = jax.tree.map(lambda r: r / sampling.divisor, released)
         return optax.tree.cast_like(updates, params), state.after(multiplier)
@@ -96,11 +99,8 @@ def dp_sgd(
 
 
 def tree_norm(tree: Tree) -> jax.Array:
-    """The root of the sum of all squares of float32 arrays, float32 ()."""
-    squares = [jnp.sum(leaf * leaf) for leaf in jax.tree.leaves(tree)]
-    # Without the barrier, XLA makes one kernel of the norms of all leaves and of what they are computed from, and such
-    # a large kernel takes long to compile (benchmarks/results/compile.md).
-    return jnp.sqrt(jnp.sum(jax.lax.optimization_barrier(jnp.stack(squares)))) if squares else jnp.float32(0)
+    """The root of the sum of all squares of float32 arrays, float32 (), and never below it: see `dpx.xla.norms`."""
+    return norms.norm(jax.tree.leaves(tree))
 
 
 def _norms_at(clip_norm: Tree, step: jax.Array) -> Tree:

@@ -128,12 +128,12 @@ def poisson(key: jax.Array, examples: int, probability: float) -> np.ndarray:
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _coins(key: jax.Array, examples: int, probability: float) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The coins, bool (examples,), and 64 more bits for each, two uint32 (examples,)."""
-    high, low, *more = cipher.drawn(keys.words(key), examples)
+    high, low, third, fourth = cipher.drawn(keys.words(key), examples)
     if probability == 1:
-        return jnp.ones(examples, bool), *more
+        return jnp.ones(examples, bool), third, fourth
     # Exact, because the product with a power of 2 is.
     heads_high, heads_low = map(np.uint32, divmod(math.floor(probability * 2**64), 2**32))
-    return (high < heads_high) | (high == heads_high) & (low < heads_low), *more
+    return (high < heads_high) | (high == heads_high) & (low < heads_low), third, fourth
 
 
 def pad(drawn: np.ndarray, size: int) -> Draw:

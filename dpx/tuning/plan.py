@@ -17,12 +17,12 @@ from dpx.accounting.bill import event_of
 from dpx.accounting.budget import Budget
 from dpx.accounting.checks import require_delta
 from dpx.accounting.compose import same_key
-from dpx.contributions import Total
 from dpx.mechanism import Mechanism, require_mechanism
 from dpx.states.reading import release_state, steps_taken
 from dpx.trees import Tree, outlined
 from dpx.tuning.budget import noises_within, require_noise_multiplier
 from dpx.validation import require_floats, require_function, require_number, require_whole
+from dpx.xla.totals import ETA, Total
 
 
 class Trial(NamedTuple):
@@ -165,8 +165,9 @@ class SearchPlan:
                     f"score must return at most one value for each of {examples} examples, got {values.size}"
                 )
             exact = math.fsum(np.nan_to_num(values, nan=0.0).clip(0, 1).tolist())
-            total = Total(np.float32([exact]), np.float32([exact - np.float32(exact)]))
-            return float(keys.release(key, 0, total, self.score_on.noise_multiplier)[0])
+            high = np.asarray([exact], np.float32)
+            total = Total(high, np.asarray(exact - high, np.float32))
+            return float(keys.release(key, 0, total, self.score_on.noise_multiplier * (1 + ETA))[0])
         found = self.score(params, key) if isinstance(self.score_on, DpEvent) else self.score(params)
         if np.shape(found) != ():
             raise ValueError(f"score must return one number, got shape {np.shape(found)}")

@@ -1,6 +1,7 @@
-"""What XLA needs to be told: the order of computation, sums over microbatches, and fast convolutions in loops.
+"""What XLA needs to be told: the order of computation, sums over microbatches, and fast convolutions in loops; and how
+sums and norms are computed so that their rounding is proved small (totals.py, norms.py).
 
 A remark on what XLA does stands where the code avoids it: here, and in contributions.py, keys/normals.py,
-mechanisms/dp_sgd.py, gradients/microbatch_size.py, and patches.py, norms.py and engine.py of gradients/ghost. Unless
+gradients/microbatch_size.py, and patches.py, norms.py and engine.py of gradients/ghost. Unless
 a remark says otherwise, it is about the CPU backend of jaxlib 0.10.2.
 """

@@ -12,6 +12,7 @@ from jax.extend import core
 
 from dpx.trees import Tree
 from dpx.xla.ordering import compute_after
+from dpx.xla.totals import Total, doubled, group_size, plus
 
 UNROLLED_MICROBATCHES = 64  # at most; compiling more takes longer than unrolling saves (benchmarks/step.py)
 SEGMENT_NUMBERS = 2**24  # float32 numbers of gradients in one segment, 64 MiB (benchmarks/coordinates.py)
@@ -29,6 +30,9 @@ def sum_over_microbatches(
 ) -> tuple[Tree, Tree]:
     """Calls `function(ordered, rows) -> (sums, outputs)` for every microbatch; adds the sums, concatenates the outputs.
 
+    Sums that are `Total`s are added in float32 in groups of microbatches, and these as two float32 numbers: see
+    `dpx.xla.totals`.
+
     rows: a pytree of arrays with the examples on axis 0; `function` gets at most `microbatch_size` of them.
     ordered: returns its argument unchanged, but makes this microbatch start after the previous one.
     unroll: compile every microbatch separately, up to 64 of them, instead of a loop, because on a CPU XLA copies the
@@ -43,36 +47,85 @@ def sum_over_microbatches(
     whole, rest = divmod(size, microbatch_size)
     full = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((microbatch_size, *leaf.shape[1:]), leaf.dtype), rows)
     traced, shapes = jax.make_jaxpr(lambda rows: function(lambda tree: tree, rows), return_shape=True)(full)
-    sums = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes[0])
     outputs = [jax.tree.map(lambda leaf: jnp.zeros((0, *leaf.shape[1:]), leaf.dtype), shapes[1])]
+    group = group_size(microbatch_size)
 
-    def add_microbatch(sums, start, stop):
-        some = jax.tree.map(lambda leaf: leaf[start:stop], rows)
-        more, output = function(lambda tree: compute_after(sums, tree), some)
+    def add_microbatch(groups, start):
+        """`groups` of sums, with that of one more microbatch in the last of them, or in another."""
+        some = jax.tree.map(lambda leaf: leaf[start : start + microbatch_size], rows)
+        sums, output = function(lambda tree: compute_after([group[1] for group in groups], tree), some)
         outputs.append(output)
-        return jax.tree.map(jnp.add, sums, more)
+        if groups and groups[-1][0] < group:
+            count, before = groups[-1]
+            return [*groups[:-1], (count + 1, jax.tree.map(jnp.add, before, sums))]
+        return [*_folded(groups), (1, sums)]
 
-    if whole <= 1 or (unroll and whole <= UNROLLED_MICROBATCHES):
-        for number in range(whole):
-            sums = add_microbatch(sums, number * microbatch_size, (number + 1) * microbatch_size)
-    else:
+    def add_in_loop(sums, rows):
+        results = in_loop(traced)(*jax.tree.leaves(rows))  # traced once, for the shapes and for the loop
+        more, output = jax.tree.unflatten(jax.tree.structure(shapes), results)
+        return jax.tree.map(jnp.add, sums, more), output
 
-        def body(carry, rows):
-            begun, sums = carry
-            results = in_loop(traced)(*jax.tree.leaves(rows))  # traced once, for the shapes and for the loop
-            more, output = jax.tree.unflatten(jax.tree.structure(shapes), results)
-            sums = jax.tree.map(lambda total, more: jnp.where(begun, total, 0) + more, sums, more)
-            return (jnp.bool_(True), sums), output
+    def add_group(sums, rows):
+        more, output = _loop(add_in_loop, shapes[0], rows, like)
+        return _plus(sums, more), output
 
-        stop, shape = whole * microbatch_size, (whole, microbatch_size)
+    # (how many sums, their sum): the last group, and those before it, which are one
+    groups: list[tuple[float, Tree]] = []
+    looped = whole > 1 and not (unroll and whole <= UNROLLED_MICROBATCHES)
+    stop = whole * microbatch_size if looped else 0
+    if looped:
+        # In each group as many as the proof allows, but as many in all groups, because the groups are a loop too.
+        each = whole if whole <= group else next(n for n in range(group, 0, -1) if whole % n == 0)
+        shape = (each, microbatch_size) if each == whole else (whole // each, each, microbatch_size)
         head = jax.tree.map(lambda leaf: leaf[:stop].reshape(*shape, *leaf.shape[1:]), rows)
-        alike = {(leaf.shape, leaf.dtype): leaf for leaf in jax.tree.leaves(like)}
-        sums = jax.tree.map(lambda zeros: alike.get((zeros.shape, zeros.dtype), zeros), sums)
-        (_, sums), stacked = jax.lax.scan(body, (jnp.bool_(False), sums), head)
-        outputs.append(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), stacked))
-    if rest:
-        sums = add_microbatch(sums, size - rest, size)
+        if each == whole:
+            sums, stacked = _loop(add_in_loop, shapes[0], head, like)
+        else:
+            sums, stacked = _loop(add_group, _doubled(shapes[0]), head, like)
+        groups = [(whole if each == whole else math.inf, sums)]
+        outputs.append(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[len(shape) :]), stacked))
+    for start in range(stop, size, microbatch_size):
+        groups = add_microbatch(groups, start)
+    none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes[0])
+    sums = _folded(groups)[0][1] if groups else none
     return sums, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *outputs)
+
+
+def _loop(add: Callable[[Tree, Tree], tuple[Tree, Tree]], shapes: Tree, rows: Tree, like: Tree) -> tuple[Tree, Tree]:
+    """The sums, of these shapes, and stacked outputs of `add(sums, rows) -> (sums, output)` in a loop, from 0 on."""
+    alike = {(leaf.shape, leaf.dtype): leaf for leaf in jax.tree.leaves(like)}
+    begin = jax.tree.map(lambda x: alike.get((x.shape, x.dtype), jnp.zeros(x.shape, x.dtype)), shapes)
+
+    def body(carry, rows):
+        begun, sums = carry
+        sums, output = add(jax.tree.map(lambda total: jnp.where(begun, total, 0), sums), rows)
+        return (jnp.bool_(True), sums), output
+
+    (_, sums), outputs = jax.lax.scan(body, (jnp.bool_(False), begin), rows)
+    return sums, outputs
+
+
+def _folded(groups: list) -> list:
+    """The sum of all groups, as one to which no microbatch is added."""
+    return groups if len(groups) < 2 else [(math.inf, _plus(groups[0][1], groups[1][1]))]
+
+
+def _plus(sums: Tree, more: Tree) -> Tree:
+    """The sum of two: of each `Total` as two float32 numbers, and of other arrays as they are."""
+
+    def add(one, other):
+        return plus(doubled(one), other) if _is_total(one) else one + other
+
+    return jax.tree.map(add, sums, more, is_leaf=_is_total)
+
+
+def _doubled(sums: Tree) -> Tree:
+    """The sums, with every `Total` as two numbers for each coordinate."""
+    return jax.tree.map(lambda one: Total(one.high, one.high) if _is_total(one) else one, sums, is_leaf=_is_total)
+
+
+def _is_total(x) -> bool:
+    return isinstance(x, Total)
 
 
 def sum_in_segments(function: Callable[[Tree], tuple[Tree, Tree]], rows: Tree) -> tuple[Tree, Tree]:

@@ -16,8 +16,8 @@ from dpx.audit.contract.report import Broken
 from dpx.audit.contract.subject import STEPS, everyone
 from dpx.audit.contract.trial import Trial
 from dpx.audit.stand_ins import releasing
-from dpx.contributions import as_total
 from dpx.states.public import publishable_state
+from dpx.xla.totals import as_total
 
 
 def bits(trial: Trial) -> str:

@@ -101,7 +101,7 @@ def require_rows_alone(trial: Trial) -> str:
     for position, change, *found_there in zip(POSITIONS, found.changes, beside, elsewhere, strict=True):
         largest = np.abs(change).max()
         for other, words in zip(found_there, ("beside other rows", "at another position"), strict=True):
-            if not (np.abs(other - change) <= 1e-3 * largest + 4 * found.rounding * size).all():
+            if not (np.abs(other - change) <= 1e-3 * largest + 8 * found.rounding * size).all():
                 raise Broken(f"row {position} of {ROWS} does not add the same alone and {words}")
     return f"{len(POSITIONS)} of {ROWS} rows add the same alone, beside the others and at other positions"
 

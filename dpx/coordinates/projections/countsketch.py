@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import jax
 import jax.numpy as jnp
 
-from dpx.coordinates.projections.sketch import Segments, Sketch, join, random_signs, sizes_of, transposed
+from dpx.coordinates.projections.sketch import DRAWS, Segments, Sketch, join, random_signs, sizes_of, transposed
 
 # benchmarks/coordinates.py times the projection with these.
 UNROLLED = 16  # runs with code of their own, at most; more runs are added in a loop, because compiling takes longer
@@ -24,7 +24,8 @@ def project(key: jax.Array, segments: Segments, rank: int) -> Segments:
     runs = math.ceil(size / rank)
     sign_key, offset_key = jax.random.split(key)
     signs = random_signs(sign_key, size)
-    offsets = jax.random.randint(offset_key, (runs,), 0, rank)
+    with DRAWS:
+        offsets = jax.random.randint(offset_key, (runs,), 0, rank)
     if runs > UNROLLED:
         return [_looped(join(segments) * signs, offsets, rank)]
     # Pieces are added in place, because a batch of gradients is large. The end of a piece that reaches beyond bucket

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from dpx.coordinates.projections.sketch import DRAWN_AT_ONCE, EXACT, Segments, Sketch, join, split
+from dpx.coordinates.projections.sketch import DRAWN_AT_ONCE, DRAWS, EXACT, Segments, Sketch, join, split
 
 
 def project(key: jax.Array, segments: Segments, rank: int) -> Segments:
@@ -43,7 +43,8 @@ def _blocks(size: int, rank: int) -> int:
 
 def _rows(key: jax.Array, block: jax.Array, size: int, rank: int) -> jax.Array:
     """One block of rows of A^T, float32 (height, size)."""
-    return jax.random.normal(jax.random.fold_in(key, block), (_height(size, rank), size))
+    with DRAWS:
+        return jax.random.normal(jax.random.fold_in(key, block), (_height(size, rank), size))
 
 
 GAUSSIAN = Sketch(project, lift, stretch=None, encode_whole_batch=True)

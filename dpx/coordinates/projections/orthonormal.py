@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dpx.coordinates.projections.sketch import DRAWN_AT_ONCE, EXACT, Segments, Sketch, join, split
+from dpx.coordinates.projections.sketch import DRAWN_AT_ONCE, DRAWS, EXACT, Segments, Sketch, join, split
 
 BLOCK = 64  # coordinates of a block, at least; d / p if that is more, so that every block has a column
 
@@ -72,7 +72,8 @@ def _each_chunk(product: str, key: jax.Array, blocks: Blocks, chunks: jax.Array)
 def _matrices(key: jax.Array, blocks: Blocks, chunk: jax.Array) -> jax.Array:
     """Q sqrt(size / columns) for each block of a chunk, float32 (together, size, columns); a missing column is 0."""
     shape = blocks.together, blocks.size, blocks.columns
-    q, _ = jnp.linalg.qr(jax.random.normal(jax.random.fold_in(key, chunk), shape))
+    with DRAWS:
+        q, _ = jnp.linalg.qr(jax.random.normal(jax.random.fold_in(key, chunk), shape))
     fewer = blocks.columns - 1
     wide = jnp.full(blocks.columns, math.sqrt(blocks.size / blocks.columns))
     narrow = jnp.where(jnp.arange(blocks.columns) < fewer, math.sqrt(blocks.size / max(fewer, 1)), 0)

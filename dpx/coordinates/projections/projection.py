@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dpx import keys
 from dpx.coordinates.projections.countsketch import COUNTSKETCH
@@ -104,7 +105,7 @@ def projection(rank, reduction_rate, kind: str, every: int | None, stream: jax.A
             if not leaves:
                 return group
             _, rank, divisor = dimensions(configured, leaves)
-            coordinates = sketch.project(key, [leaf.reshape(-1).astype(jnp.float32) for leaf in leaves], rank)
+            coordinates = sketch.project(key, [_at_least_float32(leaf).reshape(-1) for leaf in leaves], rank)
             coordinates = [segment / divisor for segment in coordinates]
             return _like(coordinates, leaves, structure) if sketch.supports_ghost_norms else coordinates
 
@@ -158,6 +159,11 @@ def _ranks(rank, reduction_rate) -> tuple[Tree, Callable[[Any, int], int], str]:
         return values, rank_of, f"{describe_groups(values, lambda rate: f'{1 - rate:.3g}')} of the coordinates"
     label = "rank" if jax.tree_util.all_leaves([values]) else "ranks"
     return values, rank_of, f"{label} {describe_groups(values, str)}"
+
+
+def _at_least_float32(leaf: jax.Array) -> jax.Array:
+    """`leaf` in float32; in float64 as it is (`mechanisms.clip_then_project`)."""
+    return leaf if leaf.dtype == np.float64 else leaf.astype(jnp.float32)
 
 
 def _like(segments: Segments, leaves: list, structure: Any) -> Tree:

@@ -11,6 +11,9 @@ EXACT = jax.lax.Precision.HIGHEST  # float32 products on every machine, because 
 # Numbers of a dense random matrix that are in memory at once, 16 MiB of float32; larger matrices are never stored.
 DRAWN_AT_ONCE = 2**22
 
+# Inside, draws are the same where the vectors are float64 (`mechanisms.clip_then_project`).
+DRAWS = jax.enable_x64(False)
+
 # One vector of d coordinates in pieces, float32 (size,) each: the flattened layers of a gradient.
 Segments = Sequence[jax.Array]
 
@@ -58,4 +61,5 @@ def sizes_of(segments: Segments) -> list[int]:
 
 def random_signs(key: jax.Array, size: int) -> jax.Array:
     """1 or -1 with equal probability, float32 (size,)."""
-    return jax.random.rademacher(key, (size,), jnp.float32)
+    with DRAWS:
+        return jax.random.rademacher(key, (size,), jnp.float32)

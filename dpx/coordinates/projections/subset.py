@@ -7,13 +7,14 @@ import jax
 import jax.numpy as jnp
 
 from dpx.coordinates._selection import largest
-from dpx.coordinates.projections.sketch import Segments, Sketch, sizes_of, split
+from dpx.coordinates.projections.sketch import DRAWS, Segments, Sketch, sizes_of, split
 
 
 def chosen(key: jax.Array, sizes: Sequence[int], count: int) -> Segments:
     """A uniformly random subset of exactly `count` coordinates: bool (size,) for each segment."""
-    bits = split(jax.random.bits(key, (sum(sizes),), jnp.uint32), sizes)
-    return largest(bits, jnp.int32(count))
+    with DRAWS:
+        bits = split(jax.random.bits(key, (sum(sizes),), jnp.uint32), sizes)
+        return largest(bits, jnp.int32(count))
 
 
 def project(key: jax.Array, segments: Segments, rank: int) -> Segments:

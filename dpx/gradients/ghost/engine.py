@@ -1,7 +1,7 @@
 """The clipped sum of a batch by a plan: a backward pass, norms, clip factors, weighted sums."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,17 +12,18 @@ from dpx.gradients.ghost.plan import Choice, GhostPlan
 from dpx.mechanism import Mechanism
 from dpx.trees import Tree
 from dpx.xla.ordering import compute_after
+from dpx.xla.totals import Total, collected, total_of_rows
 
 
 class Records(NamedTuple):
     """The arrays from which the norms and the contributions are computed, with the B examples on axis 0.
 
-    gradients: by number of the parameter leaf, float32 (B, *shape), the per-example gradients that are kept
+    gradients: by number of the parameter leaf, the per-example gradients that are kept, as `ways.Way` says
     inputs: by number of the equation of a site, all operands of the equation, in their dtypes; None for a parameter
     cotangents: by number of the equation of a site, the gradients of the losses with respect to the equation's output
     """
 
-    gradients: dict[int, jax.Array]
+    gradients: dict[int, Any]
     inputs: dict[int, tuple[jax.Array, ...]]
     cotangents: dict[int, jax.Array]
 
@@ -36,11 +37,11 @@ class Records(NamedTuple):
 
 def sum_by_plan(
     plan: GhostPlan, mechanism: Mechanism, params: Tree, examples: Tree, state: Tree, included: jax.Array
-) -> tuple[tuple[Tree, ...], tuple[jax.Array, Tree, Tree]]:
+) -> tuple[tuple[Total, ...], tuple[jax.Array, Tree, Tree]]:
     """sum_i f(|z_i|) z_i for each factor f, as in `dpx.contributions.sum_contributions`; losses, norms and aux.
 
     params: arrays. examples: arrays with the B examples on axis 0. state: of the mechanism. included: bool (B,).
-    Returns one sum for each factor, float32, like the encoded gradient of one example; and, for each example, the
+    Returns one `Total` for each factor, like the encoded gradient of one example; and, for each example, the
     losses, (B,), the norms, float32 (B,) in each leaf, and what the loss returns beside its value.
     """
     leaves, scales = jax.tree.leaves(params), _scales(plan, mechanism, params, state)
@@ -138,22 +139,24 @@ def _norms_and_factors(plan: GhostPlan, mechanism: Mechanism, norms: dict[int, j
     return jax.vmap(of_one_example, axis_size=size)(norms)
 
 
-def _weighted_sums(plan: GhostPlan, leaves, records: Records, factor: Tree, included: jax.Array, scales) -> Tree:
-    """sum_i f_i z_i, float32, for one factor f, which has a float32 (B,) for each group of leaves."""
+def _weighted_sums(plan: GhostPlan, leaves, records: Records, factor: Tree, included: jax.Array, scales) -> Total:
+    """sum_i f_i z_i for one factor f, which has a float32 (B,) for each group of leaves."""
     groups = jax.tree.unflatten(plan.structure, list(range(len(plan.encoded))))
     factor = _zero_excluded(factor, included)
     spread = jax.tree.map(lambda f, group: jax.tree.map(lambda _: f, group), factor, groups)
     sums, programs = [], {}
     for encoded, f in zip(plan.encoded, jax.tree.leaves(spread), strict=True):
-        leaf, choice = encoded.leaf, plan.choices[encoded.leaf]
+        leaf, choice, scale = encoded.leaf, plan.choices[encoded.leaf], scales.get(encoded.leaf)
 
-        def of_batch(records, factors, choice=choice, shape=leaves[leaf].shape):
-            return choice.way.weighted_sum(choice.uses, shape, records, factors)
+        def of_few(rows, choice=choice, shape=leaves[leaf].shape, scale=scale):
+            return _scaled(choice.way.weighted_sum(choice.uses, shape, *rows), scale)
 
-        kind = plan.kind(leaf, leaves[leaf].shape)
-        total = _shared(programs, of_batch, kind)(records.of(leaf, choice), f)
-        sums.append(_scaled(total, scales.get(leaf)))
-    return jax.tree.unflatten(plan.structure, sums)
+        def of_batch(records, factors, of_few=of_few):
+            return total_of_rows(of_few, (records, factors))
+
+        kind = plan.kind(leaf, leaves[leaf].shape) if scale is None else None
+        sums.append(_shared(programs, of_batch, kind)(records.of(leaf, choice), f))
+    return collected(jax.tree.unflatten(plan.structure, sums))
 
 
 def _zero_excluded(tree: Tree, included: jax.Array) -> Tree:

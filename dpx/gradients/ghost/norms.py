@@ -22,9 +22,12 @@ import numpy as np
 from jax import lax  # `jnp` takes longer to trace
 
 from dpx.contributions import LARGEST, repeated
+from dpx.xla.norms import norm, raised
+from dpx.xla.totals import PRODUCTS, UNIT
 
 EXACT = lax.Precision.HIGHEST  # float32 products, also where the hardware would round them
-EPS, TINY = float(jnp.finfo(jnp.float32).eps), float(jnp.finfo(jnp.float32).tiny)
+TINY = float(jnp.finfo(jnp.float32).tiny)
+ROUNDING = UNIT * (1 + 2**-8)  # with the products of roundings
 LONGEST_SUM = 1024  # terms; a longer sum is computed in segments, because its rounding error grows with its length
 MOST_SEGMENTS = 8  # more would compile for too long
 
@@ -37,16 +40,18 @@ def outer(a: jax.Array, b: jax.Array, scale: jax.Array | None = None) -> jax.Arr
         a, b = lax.squeeze(a, alone), lax.squeeze(b, alone)
         if a.ndim == 1:  # there is nothing to balance
             (a, size_a), (b, size_b) = unit(a), unit(b)
-            return in_range(size_a, size_b) * jnp.sqrt(jnp.sum(a * a) * jnp.sum(b * b))
+            return in_range(size_a, size_b) * (frobenius(a) * frobenius(b))
         a, b, size = balanced(a, b)
-        return size * jnp.sqrt(jnp.sum(jnp.sum(a * a, -1) * jnp.sum(b * b, -1)))
+        of_groups = [jax.vmap(frobenius)(x.reshape(-1, x.shape[-1])) for x in (a, b)]
+        return size * frobenius(of_groups[0] * of_groups[1])
     # Elements that only frozen coordinates read may be huge. They become 0, because the rescaling would otherwise round
     # the other elements to 0. Squares that would underflow become TINY, which is larger.
     a, size_a = unit(_trained(a[:, 0], scale, axis=2))
     b, size_b = unit(_trained(b[:, 0], scale, axis=1))
     squares_scale = jnp.where(scale == 0, 0, jnp.maximum(scale * scale, TINY))
     squares = jnp.einsum("kio,ko->ki", squares_scale, b * b + TINY, precision=EXACT)  # of the rows of the scaled B
-    rows, size = unit((a * (jnp.sqrt(squares) * in_range(size_a, size_b)[:, None])).reshape(-1))
+    squares = raised(jnp.sqrt(squares), b.shape[-1])
+    rows, size = unit((a * (squares * in_range(size_a, size_b)[:, None])).reshape(-1))
     return in_range(frobenius(rows), size)
 
 
@@ -56,14 +61,25 @@ def _trained(x: jax.Array, scale: jax.Array, *, axis: int) -> jax.Array:
 
 
 def gram(a: jax.Array, b: jax.Array) -> jax.Array:
-    """|G|, float32 (), by |G|^2 = sum_st (a_s . a_t)(b_s . b_t)."""
+    """|G|, float32 (), by |G|^2 = sum_st (a_s . a_t)(b_s . b_t), plus the rounding of G in the weighted sum."""
     a, b, size = balanced(a, b)
+    groups, positions, _ = a.shape
     products = inner(a, a) * inner(b, b)
-    largest = jnp.sum(jnp.sum(jnp.sqrt(diagonal(products)), -1) ** 2)
-    squared = jnp.sum(jnp.sum(products, -1))
-    return size * uncancelled(
-        squared, largest, roundings=roundings(a.shape[2]) + roundings(b.shape[2]) + 2 * a.shape[1]
+    lengths = total(jnp.sqrt(diagonal(products)), 1)
+    found = uncancelled(
+        total(products, 3),
+        jnp.sum(lengths**2),
+        roundings=roundings(a.shape[2]) + roundings(b.shape[2]) + 2 * positions + groups,
+        positions=positions,
     )
+    return size * found
+
+
+def total(x: jax.Array, axes: int) -> jax.Array:
+    """The sum of float32 `x` along its last axes, one after another: XLA would make one long sum of several."""
+    for _ in range(axes):
+        x = jnp.sum(lax.optimization_barrier(x), -1)
+    return x
 
 
 def inner(left: jax.Array, right: jax.Array) -> jax.Array:
@@ -95,13 +111,17 @@ def _segments(size: int) -> int:
     return min(MOST_SEGMENTS, max(1, math.ceil(size / LONGEST_SUM)))
 
 
-def uncancelled(squared: jax.Array, largest: jax.Array, *, roundings: int) -> jax.Array:
-    """The root of a sum, plus a bound on its rounding error; both float32 ().
+def uncancelled(squared: jax.Array, largest: jax.Array, *, roundings: int, positions: int) -> jax.Array:
+    """The norm of a gradient from its square, plus bounds on the rounding of both; all float32 ().
 
-    squared: the sum. largest: at least the sum of the absolute values of its terms. roundings: how often a term is
-    rounded. The error is at most `roundings` eps / 2 times `largest`.
+    squared: a sum. largest: at least the sum of the absolute values of its terms, which is the square of the sum of the
+    lengths of the `positions` products a_t b_t. roundings: how often a term of `squared` is rounded, so that its error
+    is at most `roundings` eps / 2 times `largest`. The gradient that is computed for the weighted sum adds the products
+    of all positions, and each is rounded at most positions + PRODUCTS times. So its norm is larger by at most that
+    number times eps / 2 times the sum of the lengths, although the products may cancel.
     """
-    return jnp.sqrt(jnp.maximum(squared, 0) + roundings * EPS / 2 * largest)
+    norm = jnp.sqrt(jnp.maximum(squared, 0) + (roundings + 4) * ROUNDING * largest)
+    return raised(norm + (positions + PRODUCTS) * ROUNDING * jnp.sqrt(largest), 0)
 
 
 def product(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -109,27 +129,24 @@ def product(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.einsum("bkti,bkto->bkio", a, b, precision=EXACT)
 
 
-def rows(indices: jax.Array, b: jax.Array) -> jax.Array:
-    """|G|, float32 (), where row `indices[t]` of G is the sum of the b_t with that index, as in an embedding.
+def rows(indices: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The rows of G that are not 0, float32 (T, O), where row `indices[t]` of G is the sum of the b_t with that index,
+    as in an embedding; and whether all b_t that are added are in range, bool ().
 
-    indices: int (T,); a negative one adds nothing. b: float32 (T, O).
-    |G|^2 = sum_t |sum of the b_s in the row of t|^2 / (number of positions in that row).
+    indices: int (T,); a negative one adds nothing. b: float32 (T, O). The result has the sum where an index is first,
+    and 0 where it is repeated. So the weighted sum adds at most one number of an example to an element.
     """
     same = (indices[:, None] == indices[None, :]) & (indices >= 0)[:, None]
-    same = same.astype(jnp.float32)
+    place = lax.broadcasted_iota(jnp.int32, same.shape, 1)
+    repeated_before = jnp.any(same & (place < lax.broadcasted_iota(jnp.int32, same.shape, 0)), -1)
     b = jnp.where((indices >= 0)[:, None], b, 0)
-    count = jnp.maximum(jnp.sum(same, -1), 1)
-    size = frobenius(jnp.matmul(same, b, precision=EXACT) / jnp.sqrt(count)[:, None])
-    unit_b, sizes = unit(b)
-    lengths = jnp.matmul(same, jnp.sqrt(jnp.sum(unit_b * unit_b, -1)) * sizes, precision=EXACT)
-    # The rounding in this sum and in the weighted sum; infinite for a cotangent above LARGEST, whose square overflows.
-    rounding = frobenius((count + 1) * lengths / jnp.sqrt(count)) * EPS
-    return size + rounding
+    sums = jnp.where(repeated_before[:, None], 0, jnp.matmul(same.astype(jnp.float32), b, precision=EXACT))
+    return sums, jnp.all(jnp.abs(b) <= LARGEST)
 
 
 def frobenius(x: jax.Array) -> jax.Array:
     """The root of the sum of all squares, float32 ()."""
-    return jnp.sqrt(jnp.sum(x * x))
+    return norm([x])
 
 
 def unit(x: jax.Array) -> tuple[jax.Array, jax.Array]:

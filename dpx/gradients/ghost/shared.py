@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpx.contributions import repeated
-from dpx.gradients.ghost.norms import TINY, diagonal, in_range, inner, roundings, uncancelled, unit
+from dpx.gradients.ghost.norms import TINY, diagonal, in_range, inner, roundings, total, uncancelled, unit
 from dpx.gradients.ghost.rules import Site
 
 
@@ -124,14 +124,18 @@ def norm(sharing: Sharing, matrices: list[tuple[jax.Array, jax.Array]]) -> jax.A
                 continue
             left, right = sides[j] if relation is Relation.SAME else sides[j][::-1]
             grams = _gram(a, left) * _gram(b, right)
-            squared += (1 if i == j else 2) * jnp.sum(jnp.sum(grams, -1))
+            squared += (1 if i == j else 2) * total(grams, 3)
             if i == j:
-                diagonals += jnp.sum(jnp.sqrt(diagonal(grams)))
+                diagonals += total(jnp.sqrt(diagonal(grams)), 2)
     longest = max(
         roundings(a.shape[-1]) + roundings(b.shape[-1]) if a.ndim > 1 else roundings(b.shape[-1]) for a, b in sides
     )
     positions = sum(group.sizes[1] for group in sharing.use_groups)
-    return size * uncancelled(squared, diagonals**2, roundings=longest + 2 * positions)
+    kernels, pairs = max(group.sizes[0] for group in sharing.use_groups), len(sides) ** 2
+    found = uncancelled(
+        squared, diagonals**2, roundings=longest + 2 * positions + kernels + pairs, positions=positions + len(matrices)
+    )
+    return size * found
 
 
 def _balanced_sides(sharing: Sharing, matrices: list[tuple[jax.Array, jax.Array]]):

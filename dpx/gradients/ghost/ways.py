@@ -4,7 +4,6 @@ To add one: a record here and its name in `GHOST`, a model that takes it in test
 tests/test_ghost_hostile.py.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -46,15 +45,17 @@ class Way(NamedTuple):
     cost: (uses, scaled) -> operations for one example, norm and sum; None where the way would be wrong. scaled: bool,
         whether the mechanism scales the coordinates of the parameter
     norm: (uses, scale, records) -> (gradients, norms) of B examples. scale: float32, of the parameter's shape, or None.
-        gradients: float32, kept for the sum, without `scale`, or None. norms: float32 (B,), with `scale`
+        gradients: kept for the sum, without `scale`, or None. norms: float32 (B,), with `scale`, and never below the
+        norm of what the sum computes for an example with factor 1
     weighted_sum: (uses, shape, records, factors) -> float32, of the parameter's shape, without `scale`. records: the
-        gradients that `norm` kept, else the records. factors: float32 (B,)
+        gradients that `norm` kept, else the records. factors: float32 (B,). B is at most `xla.totals.few_rows`. It
+        adds whole contributions of examples, in blocks: see the proof in `dpx.xla.totals`
     keeps_gradients: bool, True if the gradients of all examples of a microbatch are in memory
     """
 
     words: str
     cost: Callable[[Uses, bool], float | None]
-    norm: Callable[[Uses, jax.Array | None, Records], tuple[jax.Array | None, jax.Array]]
+    norm: Callable[[Uses, jax.Array | None, Records], tuple[Any, jax.Array]]
     weighted_sum: Callable[[Uses, tuple[int, ...], Records, jax.Array], jax.Array]
     keeps_gradients: bool = False
 
@@ -100,7 +101,7 @@ def _product_cost(uses: Uses, scaled: bool) -> float | None:
 
 def _product_norm(uses: Uses, scale: jax.Array | None, records: Records):
     (site,), (record,) = uses.sites, records
-    grads = site.products(*record)
+    grads = jax.lax.optimization_barrier(site.products(*record))  # norm and sum must read the same numbers
     # Because of the barrier, the elements are moved once, instead of once for every example.
     return grads, _sizes(grads, None if scale is None else jax.lax.optimization_barrier(site.arrange(scale)))
 
@@ -125,9 +126,14 @@ def _rows_norm(uses: Uses, scale: jax.Array | None, records: Records):
 
     def of_one_example(inputs, dy):
         indices, b = site.matrices(inputs, dy)
-        return norms.rows(indices, b if scale is None else b * site.apply(inputs, scale).reshape(b.shape))
+        rows, inside = norms.rows(indices, b)
+        return rows.reshape(dy.shape), inside
 
-    return None, jax.vmap(of_one_example)(*record)
+    inputs, dy = record
+    rows, inside = jax.vmap(of_one_example)(inputs, dy)
+    rows = jax.lax.optimization_barrier(rows)
+    scaled = rows if scale is None else rows * jax.vmap(lambda x: site.apply(x, scale).reshape(dy.shape[1:]))(inputs)
+    return [(inputs, rows)], jnp.where(inside, _sizes(scaled, None), jnp.inf)
 
 
 def _shared_cost(uses: Uses, scaled: bool) -> float | None:
@@ -147,9 +153,13 @@ def _shared_norm(uses: Uses, scale: jax.Array | None, records: Records):
     return None, jax.vmap(of_one_example)(records)
 
 
-def _cotangent_sum(uses: Uses, shape: tuple[int, ...], records: list, factors: jax.Array) -> jax.Array:
-    sums = [weighted.at_site(site, shape, record, factors) for site, record in zip(uses.sites, records, strict=True)]
-    return functools.reduce(jnp.add, sums)
+def _site_sum(uses: Uses, shape: tuple[int, ...], records: list, factors: jax.Array) -> jax.Array:
+    (site,), (record,) = uses.sites, records
+    return weighted.at_site(site, shape, record, factors)
+
+
+def _sum_of_examples(uses: Uses, shape: tuple[int, ...], records: list, factors: jax.Array) -> jax.Array:
+    return weighted.one_by_one(uses.sites, shape, records, factors)
 
 
 def _gradient_cost(uses: Uses, scaled: bool) -> float:
@@ -216,13 +226,13 @@ def _no_sum(uses: Uses, shape: tuple[int, ...], records: Records, factors: jax.A
     return jnp.zeros(shape, jnp.float32)
 
 
-OUTER = Way("norm from |input| |cotangent|", _outer_cost, _outer_norm, _cotangent_sum)
-GRAM = Way("norm from Gram matrices", _gram_cost, _gram_norm, _cotangent_sum)
+OUTER = Way("norm from |input| |cotangent|", _outer_cost, _outer_norm, _site_sum)
+GRAM = Way("norm from Gram matrices", _gram_cost, _gram_norm, _sum_of_examples)
 PRODUCT = Way(
     "per-example gradients from inputs and cotangents", _product_cost, _product_norm, _product_sum, keeps_gradients=True
 )
-ROWS = Way("norm from the rows looked up", _rows_cost, _rows_norm, _cotangent_sum)
-SHARED = Way("norm from Gram matrices of all uses", _shared_cost, _shared_norm, _cotangent_sum)
+ROWS = Way("norm from the rows looked up", _rows_cost, _rows_norm, _site_sum)
+SHARED = Way("norm from Gram matrices of all uses", _shared_cost, _shared_norm, _sum_of_examples)
 GRADIENT = Way("per-example gradients", _gradient_cost, _gradient_norm, _gradient_sum, keeps_gradients=True)
 UNUSED = Way("no gradient", _no_cost, _no_norm, _no_sum)
 NOT_TRAINED = UNUSED._replace(words="not trained")

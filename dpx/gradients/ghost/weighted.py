@@ -1,5 +1,12 @@
-"""The sum of the gradients times their factors at one site, sum_i f_i A_i^T B_i, without the gradients."""
+"""The sum of the gradients times their factors at one site, sum_i f_i A_i^T B_i.
 
+A partial sum over the positions of an example may be much longer than its gradient, because positions cancel, and its
+rounding would be too. So where a site has several positions, whole gradients are added, of one example after another:
+the norm then contains the rounding of that example's gradient (`norms.uncancelled`), and the rounding of the sum over
+examples is that of `dpx.xla.totals`. At most one gradient of a microbatch is in memory.
+"""
+
+import functools
 from collections.abc import Callable
 
 import jax
@@ -8,32 +15,57 @@ import jax.numpy as jnp
 from dpx.contributions import times
 from dpx.gradients.ghost import norms
 from dpx.gradients.ghost.rules import Site
+from dpx.xla.totals import sum_in_blocks
 
 
 def at_site(site: Site, shape: tuple[int, ...], record, factors: jax.Array) -> jax.Array:
-    """The sum, float32, of the parameter's shape. record: the inputs and cotangents of B examples.
+    """The sum, float32, of the parameter's shape, where an example adds at most one product to an element.
 
-    factors: float32 (B,).
+    record: the inputs and cotangents of B examples. factors: float32 (B,).
     """
-    inputs, cotangents = record
-    if site.sizes[1] > 1 and not (site.lookup or site.expands):
-        a, b = jax.vmap(site.matrices)(inputs, cotangents)
-        return _of_matrices(site, shape, a, b, factors)
-    cotangents = times(factors, cotangents)
-    return transpose(lambda w: jax.vmap(site.apply, (0, None))(inputs, w), shape, cotangents)
+
+    def sum_block(rows):
+        (inputs, cotangents), factors = rows
+        cotangents = times(factors, cotangents)
+        return transpose(lambda w: jax.vmap(site.apply, (0, None))(inputs, w), shape, cotangents)
+
+    return sum_in_blocks(sum_block, (record, factors))
 
 
-def _of_matrices(site: Site, shape: tuple[int, ...], a: jax.Array, b: jax.Array, factors: jax.Array) -> jax.Array:
-    """The same from A and B, (B, K, T, I) and (B, K, T, O).
-
-    The smaller of them is multiplied by the factors. The product has the order of the parameter's elements, because XLA
-    would otherwise transpose it.
+def one_by_one(sites: tuple[Site, ...], shape: tuple[int, ...], records: list, factors: jax.Array) -> jax.Array:
+    """The sum over all sites, float32, of the parameter's shape. records: the inputs and cotangents of B examples at
+    each site. factors: float32 (B,).
     """
-    a, b = (times(factors, a), b) if a.size < b.size else (a, times(factors, b))
+
+    def of_example(rows):
+        records, factor = rows
+        grads = [_of_example(site, shape, *record, factor=factor) for site, record in zip(sites, records, strict=True)]
+        # Because of the barrier, no product of matrices begins with the sum of the examples before.
+        return jax.lax.optimization_barrier(functools.reduce(jnp.add, grads))
+
+    def sum_block(rows):
+        def add(number, total):
+            return total + of_example(jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, number, 0, False), rows))
+
+        return jax.lax.fori_loop(0, len(rows[1]), add, jnp.zeros(shape, jnp.float32))
+
+    return sum_in_blocks(sum_block, (records, factors))
+
+
+def _of_example(site: Site, shape: tuple[int, ...], inputs, dy: jax.Array, *, factor: jax.Array) -> jax.Array:
+    """factor times the gradient of one example at one site.
+
+    The smaller of A and B is multiplied by the factor. The product has the order of the parameter's elements, because
+    XLA would otherwise transpose it.
+    """
+    if site.lookup:
+        return transpose(lambda w: site.apply(inputs, w), shape, times(factor, dy))
+    a, b = site.matrices(inputs, dy)
+    a, b = (times(factor, a), b) if a.size < b.size else (a, times(factor, b))
     if _reorders(site.arrange, shape):
-        total = jnp.einsum("bkto,bkti->koi", b, a, precision=norms.EXACT).swapaxes(1, 2)
+        total = jnp.einsum("kto,kti->koi", b, a, precision=norms.EXACT).swapaxes(1, 2)
     else:
-        total = jnp.einsum("bkti,bkto->kio", a, b, precision=norms.EXACT)
+        total = jnp.einsum("kti,kto->kio", a, b, precision=norms.EXACT)
     return transpose(site.arrange, shape, total)
 
 

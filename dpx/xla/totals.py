@@ -1,0 +1,217 @@
+"""A sum as two float32 numbers for each coordinate, and sums of rows in blocks, whose rounding is proved small.
+
+A rounded sum depends on what it is added to. So the rounding of a sum of clipped gradients is part of what one example
+can change, and an attacker who chooses the data can make it large (Casacuberta et al. 2022, arXiv:2207.10635). `ETA` is
+the most that it adds, relative to the clip norm C:
+
+    if one row is replaced by zeros in its place, or by the last row, whose place is then empty, the computed sum moves
+    by at most C (1 + ETA) in 2-norm.
+
+The second is what a coin of Poisson sampling does, which leaves a row out of a batch in random order
+(`dpx.sampling.draws.poisson`): amplification by sampling needs both.
+
+PROOF, for rows z_1 ... z_r whose computed contributions have norms of at most C, and u = 2^-24.
+
+One block. Its sum is a binary tree of float32 additions, in any order, which may be another one for each coordinate,
+with or without fused multiply-adds. A rounding multiplies by 1 + e, |e| <= u. If the term of row i is rounded D_ik
+times in coordinate k, the sum is off there by at most u sum_i D_ik |z_ik| (and a factor 1 + r u). By Cauchy-Schwarz
+this is at most u sqrt(sum_i D_ik^2) sqrt(sum_i z_ik^2). So the 2-norm of the error is at most u C sqrt(r max_k sum_i
+D_ik^2). A tree of r leaves has the largest sum of squared depths if it is a chain, of depths r - 1, r - 1, r - 2, ...,
+1: by induction, because the sum is convex in how many leaves are on each side of the root. The products with the clip
+factor and with the input of a layer are `PRODUCTS` = 2 more:
+
+    chain(r, more) = sqrt(r ((r - 1 + more)^2 + sum_{j = 1 .. r - 1} (j + more)^2)),   error <= u C chain(r, PRODUCTS).
+
+Blocks. The sums of g blocks have norms of at most b C, b the rows of a block, and are rounded to float32 before they
+are added (the barrier). So their sum, in any order, adds at most u b C chain(g, 0), and the product of this sum with
+the scale of a mask at most u g b C. Only the `CHANGED` = 2 blocks of the row and of the last row differ between the two
+runs, because the other blocks have equal inputs in one program, in which a row's gradient does not depend on its place.
+So the sum moves by at most
+
+    C + CHANGED 2 u C (chain(b, PRODUCTS) + b chain(g, 0) + g b),
+
+`moved(b, g)` more than C. Zeros are added exactly, also in the other blocks and on other devices. `MOST_ROWS` is the
+largest b of a block, and `few_rows` how many rows are added in float32, such that this is at most ETA - RESERVE.
+
+Microbatches of up to MOST_ROWS rows are such blocks, `group_size` of them. More rows are two float32 numbers (`Total`),
+high + low, as are the sums over groups of microbatches and over chunks. An addition of a float32 sum to such a pair is
+two_sum and a renormalization, which round once, by 2^-47 of the sum so far; of two pairs, by 2^-46. For m additions of
+b rows each that is 2 * 2^-46 (m^2 / 2) b C. Where m b = 65,536 and m is at most 65,536, it is at most 2^-14 C, which is
+RESERVE, and 2^-21 C for the up to 512 blocks that the library chooses itself.
+
+A contribution's norm is at most C because its computed norm is never below the true one (`dpx.xla.norms`), with a
+margin for the rounding of the clip factor.
+
+NOT covered: a TPU, whose float32 products at the highest precision are sums of bfloat16 products.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from dpx.trees import Tree
+from dpx.xla.ordering import compute_after
+
+ETA = 2.0**-10
+RESERVE = 2.0**-14
+UNIT = 2.0**-24  # the largest relative error of a float32 rounding
+PRODUCTS = 2  # roundings of a term before it is added
+CHANGED = 2  # blocks that may differ
+MOST_ROWS = 72  # of a block
+
+
+class Total(NamedTuple):
+    """A sum as two float32 numbers for each coordinate, whose value is high + low, with |low| <= 2^-24 |high|.
+
+    high, low: pytrees of float32 arrays of the same shapes; `low` is None where one number is all there is.
+    """
+
+    high: Tree
+    low: Tree | None = None
+
+
+def as_total(sums: Any) -> Total:
+    """A `Total` as it is, and any other tree of float32 arrays as the high numbers of one."""
+    return sums if isinstance(sums, Total) else Total(sums)
+
+
+def collected(totals: Tree) -> Total:
+    """One `Total` of a tree of `Total`s, one for each array."""
+
+    def is_total(x):
+        return isinstance(x, Total)
+
+    high = jax.tree.map(lambda total: total.high, totals, is_leaf=is_total)
+    found = jax.tree.leaves(totals, is_leaf=is_total)
+    if all(total.low is None for total in found):
+        return Total(high)
+    low = jax.tree.map(lambda t: jnp.zeros_like(t.high) if t.low is None else t.low, totals, is_leaf=is_total)
+    return Total(high, low)
+
+
+def plus(total: Total, more: Total | Tree) -> Total:
+    """The sum of two, as two float32 numbers that do not overlap."""
+    total, more = as_total(total), as_total(more)
+    # The barrier: with a product in `more`, the additions could be fused multiply-adds, of another number each.
+    high, low = jax.lax.optimization_barrier((more.high, more.low))
+    parts = [total.high, high, *(part for part in (total.low, low) if part is not None)]
+    pairs = [_plus(*leaves) for leaves in zip(*map(jax.tree.leaves, parts), strict=True)]
+    structure = jax.tree.structure(total.high)
+    return Total(*(structure.unflatten(pair[number] for pair in pairs) for number in range(2)))
+
+
+def doubled(total: Total) -> Total:
+    """`total` with two numbers for each coordinate, so that its structure is that of a longer sum."""
+    return total if total.low is not None else Total(total.high, jax.tree.map(jnp.zeros_like, total.high))
+
+
+def _plus(high: jax.Array, more: jax.Array, *lows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    whole = high + more
+    of_more = whole - high
+    low = (high - (whole - of_more)) + (more - of_more)
+    for part in lows:
+        low = low + part
+    total = whole + low
+    return total, low - (total - whole)
+
+
+def chain(terms: int, more: int) -> float:
+    """sqrt(n sum of D^2) for a chain of n = `terms`, each rounded `more` times before: see the proof."""
+    squares = (terms - 1 + more) ** 2 + sum((depth + more) ** 2 for depth in range(1, terms))
+    return math.sqrt(terms * squares)
+
+
+def moved(rows: int, blocks: int) -> float:
+    """What rounding adds to the move of a float32 sum of `blocks` blocks of `rows` rows, relative to C."""
+    of_blocks = chain(blocks, 0) if blocks > 1 else 0.0
+    return CHANGED * 2 * UNIT * (chain(rows, PRODUCTS) + rows * of_blocks + rows * blocks) * (1 + 2**-14)
+
+
+@functools.cache
+def few_rows(devices: int) -> int:
+    """How many rows at most are added in float32 alone, in blocks, a multiple of `devices` of them on several devices;
+    0 if these are too many."""
+    fitting = [
+        rows * blocks
+        for blocks in range(devices, 6 * devices + 1, devices)
+        for rows in range(1, MOST_ROWS + 1)
+        if moved(rows, blocks) <= ETA - RESERVE
+    ]
+    return max(fitting, default=0)
+
+
+def block_count(rows: int, devices: int) -> int:
+    """The number of blocks for up to `few_rows` rows: the fewest, and a multiple of `devices`."""
+    return next(
+        blocks
+        for blocks in range(devices, max(1, rows) + devices, devices)
+        if (each := math.ceil(rows / blocks)) <= MOST_ROWS and moved(max(1, each), blocks) <= ETA - RESERVE
+    )
+
+
+@functools.cache
+def group_size(rows: int) -> int:
+    """How many float32 sums of so many rows each are added in float32, like blocks: at least 1."""
+    fitting = [count for count in range(1, 513) if rows <= MOST_ROWS and moved(rows, count) <= ETA - RESERVE]
+    return max(fitting, default=1)
+
+
+def devices_for(rows: int) -> int:
+    """Over how many devices the rows may be sharded evenly; 1 if they are not, or the devices are too many."""
+    devices = jax.device_count()
+    return devices if devices > 1 and rows % devices == 0 and few_rows(devices) >= devices else 1
+
+
+def total_of_rows(sum_few: Callable[[Tree], Tree], rows: Tree) -> Total:
+    """The sum of all rows. rows: a tree of arrays, (r, ...). sum_few: the float32 sum of up to `few_rows` of them.
+
+    More rows are added one part after another. A part has as many rows of every device, so that they need not move.
+    """
+    size = jax.tree.leaves(rows)[0].shape[0]
+    devices = devices_for(size)
+    most = few_rows(devices)
+    if size <= most:
+        return Total(sum_few(rows))
+    each = size // devices
+    parts = math.ceil(each / (most // devices))
+    width = math.ceil(each / parts)
+    by_device = jax.tree.map(lambda x: x.reshape(devices, each, *x.shape[1:]), rows)
+
+    def part(start, width):
+        def of(x):
+            some = jax.lax.dynamic_slice_in_dim(x, start, width, 1)
+            return some.reshape(devices * width, *x.shape[2:])
+
+        return sum_few(jax.tree.map(of, by_device))
+
+    whole = each // width
+    total = doubled(Total(part(0, width)))
+    total = jax.lax.fori_loop(1, whole, lambda number, total: plus(total, part(number * width, width)), total)
+    return plus(total, part(whole * width, each - whole * width)) if each > whole * width else total
+
+
+def sum_in_blocks(sum_block: Callable[[Tree], jax.Array], rows: Tree) -> jax.Array:
+    """The sum of up to `few_rows` rows, float32. sum_block: the float32 sum of up to `MOST_ROWS` rows, in any order."""
+    size = jax.tree.leaves(rows)[0].shape[0]
+    devices = devices_for(size)
+    blocks = block_count(size, devices)
+    if blocks == 1:
+        return sum_block(rows)
+    if devices > 1 and size % blocks == 0:
+        parts = jax.vmap(sum_block)(jax.tree.map(lambda x: x.reshape(blocks, -1, *x.shape[1:]), rows))
+        return jnp.sum(jax.lax.optimization_barrier(parts), 0)
+    ends = [size * number // blocks for number in range(blocks + 1)]
+    total = None
+    for start, end in itertools.pairwise(ends):
+        some = jax.tree.map(lambda x, start=start, end=end: x[start:end], rows)
+        if total is not None and blocks > 3:
+            some = compute_after(total, some)  # one block's sum in memory at a time
+        part = jax.lax.optimization_barrier(sum_block(some))
+        total = part if total is None else total + part
+    assert total is not None
+    return total

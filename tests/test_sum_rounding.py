@@ -1,0 +1,246 @@
+"""What one example can move the computed sum, on data against its rounding: at most C (1 + ETA), on every path."""
+
+import itertools
+import math
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dpx
+from benchmarks import sum_rounding
+from dpx.contributions import sum_contributions
+from dpx.mechanisms.dp_sgd import tree_norm
+from dpx.xla import totals
+from dpx.xla.microbatches import sum_over_microbatches
+from dpx.xla.totals import ETA, MOST_ROWS, RESERVE, Total
+
+RNG = np.random.default_rng(0)
+
+
+def exact(total: Total) -> np.ndarray:
+    return sum_rounding.as_number(total)
+
+
+@pytest.mark.parametrize("path", sum_rounding.PATHS)
+@pytest.mark.parametrize("size", [2, 64, 256])
+def test_hostile_rows_move_the_sum_by_no_more_than_is_proved(path, size):
+    found, *_ = sum_rounding.worst(sum_rounding.PATHS[path](size), size, searches=0)
+    assert found < 1
+
+
+@pytest.mark.parametrize("size", [1024, 65536])
+@pytest.mark.parametrize("path", ["stacked gradients", "ghost norms"])
+def test_large_batches_move_no_more(path, size):
+    """One float32 sum moves by 0.4 clip norms at 65,536 rows, which is 400 ETA."""
+    sums = sum_rounding.PATHS[path](size)
+    for rows in (sum_rounding.hostile(size, size), sum_rounding.hostile(size, MOST_ROWS)):
+        assert sum_rounding.excess(sums, rows, 1) < 1
+
+
+def test_the_budget_is_kept():
+    """The proof's bound, evaluated for every number of rows that is added in float32 alone."""
+    for devices in (1, 2, 8, 64):
+        most = totals.few_rows(devices)
+        assert most % devices == 0 and most >= 64
+        for rows in range(1, most + 1):
+            blocks = totals.block_count(rows, devices)
+            each = math.ceil(rows / blocks)
+            assert each <= MOST_ROWS and totals.moved(each, blocks) <= ETA - RESERVE
+    assert totals.moved(2, 1) == pytest.approx(2 * 2 * 2.0**-24 * (math.sqrt(2 * (3**2 + 3**2)) + 2), rel=1e-3)
+    assert totals.moved(1, 2) == pytest.approx(2 * 2 * 2.0**-24 * (2 + 2 + 2), rel=1e-3)
+    assert [totals.block_count(rows, 1) for rows in (1, 64, 72, 128, 256)] == [1, 1, 1, 2, 4]
+
+
+def depths(tree) -> list[int]:
+    """Of the leaves of a nested pair."""
+    return [0] if tree == () else [1 + depth for part in tree for depth in depths(part)]
+
+
+def trees(leaves: int):
+    """All binary trees of so many leaves, as nested pairs."""
+    if leaves == 1:
+        return [()]
+    splits = range(1, leaves // 2 + 1)
+    return [pair for left in splits for pair in itertools.product(trees(left), trees(leaves - left))]
+
+
+@pytest.mark.parametrize("rows", range(1, 9))
+def test_a_chain_rounds_most(rows):
+    for more in (0, 2):
+        worst = max(sum((depth + more) ** 2 for depth in depths(tree)) for tree in trees(rows))
+        assert totals.chain(rows, more) == pytest.approx(math.sqrt(rows * worst))
+
+
+def test_two_numbers_hold_a_long_sum():
+    """Numbers of all sizes, added in two orders: both are the exact sum within 2^-40 of it."""
+    numbers = (RNG.standard_normal(4096) * 2.0 ** RNG.integers(-20, 20, 4096)).astype(np.float32)
+    add = jax.jit(lambda total, x: totals.plus(total, x * jnp.float32(1)))
+    for order in (numbers, numbers[::-1]):
+        total = totals.doubled(Total(jnp.zeros(())))
+        for number in order:
+            total = add(total, number)
+        found = Fraction(float(total.high)) + Fraction(float(total.low))
+        assert abs(found - sum(map(Fraction, numbers.tolist()))) <= abs(found) * Fraction(2) ** -36
+        assert abs(total.low) <= 2.0**-24 * abs(total.high)
+
+
+def losses():
+    params = {"w": jnp.asarray(np.random.default_rng(1).standard_normal((5, 3)), jnp.float32), "b": jnp.zeros(3)}
+    return params, lambda p, x: jnp.sum(jnp.tanh(x @ p["w"] + p["b"]))
+
+
+def test_the_order_of_chunks_does_not_matter():
+    """Chunks of 8 examples, whose gradients have all sizes, forward and backward: equal within 2^-40 of the sum."""
+    params, loss = losses()
+    x = (RNG.standard_normal((12, 8, 5)) * 10.0 ** RNG.integers(-6, 3, (12, 8, 1))).astype(np.float32)
+    made = sum_rounding.mechanism(8)
+    step, state = dpx.private_updates_in_chunks(loss, made), made.init(params)
+    add = jax.jit(step.add)
+
+    def added(chunks):
+        sums = None
+        for chunk in chunks:
+            sums = add(params, dpx.Batch(chunk, np.ones(8, bool)), state, sums)
+        return exact(step.release(params, sums, state)[0])
+
+    first, second = added(x), added(x[::-1])
+    np.testing.assert_allclose(second, first, rtol=0, atol=2.0**-40 * np.abs(first).max())
+
+
+@pytest.mark.parametrize("size, numbers", [(16, 1), (1, 2)])
+@pytest.mark.parametrize("unroll", [True, False])
+def test_microbatches_are_added_in_groups_that_round_little(size, numbers, unroll):
+    """224 rows: in 14 microbatches of 16, one group; in 224 of 1, more groups than one, as two float32 numbers."""
+    rows = np.where(np.arange(224) < 70, 1.0, 2.0**-19).astype(np.float32)
+
+    def function(ordered, rows):
+        del ordered
+        return (Total({"w": jnp.sum(rows)}),), rows
+
+    (total,), outputs = jax.jit(
+        lambda rows: sum_over_microbatches(function, rows, size, unroll=unroll, like=jnp.float32(3))
+    )(rows)
+    assert len(jax.tree.leaves(total)) == numbers
+    assert abs(exact(total)[0] - rows.astype(np.float64).sum()) <= ETA / 2
+    np.testing.assert_array_equal(outputs, rows)
+
+
+def test_a_null_leaves_the_other_blocks_as_they_are():
+    """Every bit of a block that the null is not in: the sum of the others is the same with and without the row."""
+    params, _ = losses()
+    grads = jax.tree.map(lambda p: RNG.standard_normal((144, *p.shape)).astype(np.float32), params)
+    made = sum_rounding.mechanism(144)
+
+    @jax.jit
+    def sums(grads, included):
+        (total,), _ = sum_contributions(made, grads, made.init(params), included)
+        return total.high
+
+    assert totals.block_count(144, 1) == 2
+    first = np.arange(144) < 72
+    without = first.copy()
+    without[5] = False
+    # With the first block empty, the sum is that of the second block, whatever is in the first.
+    second = sums(grads, ~first)
+    changed = jax.tree.map(lambda g: np.where(without.reshape(-1, *[1] * (g.ndim - 1)), 0, g), grads)
+    jax.tree.map(np.testing.assert_array_equal, sums(changed, ~first), second)
+    whole, less = (sums(grads, included | ~first) for included in (first, without))
+    parts = sums(grads, first), sums(grads, without)
+    for total, part in zip((whole, less), parts, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, total, jax.tree.map(jnp.add, part, second))
+
+
+@pytest.mark.parametrize("size", [1, 127, 129, 4099, 2**17, 784 * 1000])
+def test_a_norm_is_never_below_the_true_one(size):
+    """One square of 1, and all others just below half a unit of it; also all the same."""
+    for x in (np.full(size, 2.0**-12.6, np.float32), np.full(size, 0.1, np.float32), RNG.standard_normal(size)):
+        x = x.astype(np.float32)
+        x[0] = 1
+        found, true = jax.jit(tree_norm)([x, x[:3]]), np.linalg.norm(np.concatenate([x, x[:3]]).astype(np.float64))
+        assert true <= found <= true * (1 + 2.0**-12)
+
+
+def test_a_bfloat16_gradient_has_one_value_for_norm_and_sum():
+    """A gradient that is rounded to bfloat16: the norm is of the rounded numbers."""
+    made, params = sum_rounding.mechanism(4), jnp.zeros(1000, jnp.bfloat16)
+    grads = jnp.asarray(RNG.standard_normal((4, 1000)), jnp.float32)
+
+    @jax.jit
+    def sums(grads):
+        return sum_contributions(made, (grads * 1.001).astype(jnp.bfloat16), made.init(params), jnp.arange(4) < 1)[0][0]
+
+    assert 1 - 1e-5 < np.linalg.norm(np.asarray(sums(grads).high, np.float64)) <= 1 + 1e-7
+
+
+@pytest.mark.parametrize("path", ["stacked gradients", "ghost norms", "ghost norms of positions", "an embedding"])
+@pytest.mark.parametrize("size", [300, 553, 1201])
+def test_all_rows_are_in_the_sum_once(path, size):
+    """Where a batch has several blocks, or parts of different sizes."""
+    rows = RNG.uniform(-0.3, 0.3, (size, sum_rounding.WIDTH)).astype(np.float32)
+    found = sum_rounding.PATHS[path](size)(rows, np.ones(size, bool))
+    found = found.reshape(-1, sum_rounding.WIDTH)[-1]
+    np.testing.assert_allclose(found, rows.astype(np.float64).sum(0), rtol=0, atol=1e-4)
+
+
+def test_several_blocks_have_full_precision():
+    """Also on hardware that would round the numbers of a product."""
+    made, params = sum_rounding.mechanism(256), jnp.zeros((64, 64))
+
+    def sums(grads, included):
+        return sum_contributions(made, grads, made.init(params), included)[0]
+
+    shapes = jax.ShapeDtypeStruct((256, 64, 64), jnp.float32), jax.ShapeDtypeStruct((256,), jnp.bool_)
+    text = jax.jit(sums).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    products = [line for line in text.splitlines() if "dot_general" in line]
+    assert products and all("HIGHEST" in line for line in products)
+
+
+def test_positions_that_cancel_add_no_more_than_the_clip_norm():
+    """Products 100 times longer than the gradient: what the sum computes of each example is at most C."""
+    count, far = 64, RNG.uniform(1, 2, (64, 1, 64))
+    rows = RNG.standard_normal((count, 64))
+    rows /= np.linalg.norm(rows, axis=1, keepdims=True)
+    scale = RNG.uniform(1, 4, (count, 1, 1))
+    inputs = np.concatenate([far * scale, (rows[:, None] - far * scale), 0 * far], 1).astype(np.float32)
+    made = sum_rounding.mechanism(1)
+
+    @jax.jit
+    @jax.vmap
+    def alone(inputs):
+        batch = dpx.Batch((1.5 * inputs[None], jnp.ones((1, 3, 1))), None)
+        params = jnp.zeros((64, 1))
+        step = dpx.private_updates(sum_rounding.of_positions, made, norms="ghost")
+        return step(params, batch._replace(included=jnp.ones(1, bool)), made.init(params)).updates.high
+
+    found = np.linalg.norm(np.asarray(alone(inputs), np.float64).reshape(count, -1), axis=1)
+    assert 0.5 < found.max() <= 1 + 1e-7
+
+
+def convolution(params, image):
+    made = jax.lax.conv_general_dilated(
+        image[None], params["w"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+    return jnp.sum(jnp.tanh(made + jnp.broadcast_to(params["b"], made.shape)))
+
+
+@pytest.mark.parametrize("kind", ["dense", "convolution"])
+def test_the_gradient_of_a_row_does_not_depend_on_its_place(kind):
+    """Bit for bit, at every shift of 64 rows: the proof moves the last row into the place of another one."""
+    if kind == "dense":
+        (params, loss), rows = losses(), RNG.standard_normal((64, 5)).astype(np.float32)
+    else:
+        params, loss = (
+            {"w": RNG.standard_normal((3, 3, 2, 4)).astype(np.float32), "b": np.zeros(4, np.float32)},
+            convolution,
+        )
+        rows = RNG.standard_normal((64, 6, 6, 2)).astype(np.float32)
+    gradients = jax.jit(jax.vmap(jax.grad(loss), (None, 0)))
+    found = gradients(params, rows)
+    for shift in (1, 7, 31, 63):
+        shifted = gradients(params, np.roll(rows, shift, axis=0))
+        jax.tree.map(
+            lambda a, b, shift=shift: np.testing.assert_array_equal(np.roll(a, shift, axis=0), b), found, shifted
+        )
