@@ -12,7 +12,8 @@ show which sums are possible at all (Mironov 2012, https://doi.org/10.1145/23821
 
 gamma comes from the bits of the deviation, because a logarithm may be wrong at powers of two. y and y - floor(y) are
 exact, because S has at most 53 bits and gamma is a power of two. k may be rounded where it has more than 53 bits: that
-is a function of k. It is never -0., whose sign could show that of S, because the second floor is an int32.
+is a function of k. It is never -0., whose sign could show that of S, because a sum is -0. only if both of its terms
+are, and neither y - floor(y) nor 1/2 is.
 
 Number n of the tree, leaf after leaf, has the noise of number n of one stream, which is a function of the key, of the
 step and of n, and of how many numbers the tree has, if these are fewer than CHUNK_NUMBERS. So it does not depend on how
@@ -24,22 +25,24 @@ two releases of a key share a block, and none is one from which keys are derived
 import functools
 import itertools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpx.contributions import Total, as_total
 from dpx.keys.cipher import threefry4x32
 from dpx.keys.normals import normal, radius_and_angle
 from dpx.keys.streams import words as secret_words
 from dpx.trees import Tree
+from dpx.validation import require_number
 from dpx.xla.ordering import opaque_false
+from dpx.xla.totals import Total, as_total
 
-# 32 KiB; on a CPU, smaller and larger chunks are slower (benchmarks/results/noise.md).
+# 32 KiB; from 2^11 to 2^17 numbers, a CPU is about equally fast (benchmarks/results/noise.md).
 CHUNK_NUMBERS = 2**13
-LARGEST_RELEASE = 2**32  # numbers, for which the bill is made
+LARGEST_RELEASE = 2**32  # numbers, for which the bill is made (dpx/accounting/arithmetic.py)
 LARGEST_LEAF = 2**32 - CHUNK_NUMBERS  # numbers, because places in a leaf are uint32
 ONE_STREAM = 2**31  # numbers, because an index of an array is an int32
 REPEATED = 4  # leaves with the shape of an earlier one; for fewer, sharing programs takes longer to compile
@@ -69,6 +72,8 @@ def release(key: jax.Array, step: jax.Array | int, total: Total | Tree, deviatio
     leaves, structure = jax.tree.flatten(high)
     lows = None if low is None else structure.flatten_up_to(low)
     places = _places([leaf.shape for leaf in leaves])
+    if not isinstance(deviation, jax.Array):
+        deviation = require_number("deviation", deviation, minimum=0)
     words, deviation = secret_words(key), jnp.asarray(deviation, jnp.float32)
     return structure.unflatten(_release(words, jnp.asarray(step), deviation, leaves, lows, places, jax.device_count()))
 
@@ -79,12 +84,11 @@ def normal_like(key: jax.Array, step: jax.Array | int, tree: Tree) -> Tree:
     A sum plus these numbers is not private, because its bits show the sum: use `release`.
     """
     leaves, structure = jax.tree.flatten(tree)
-    shapes = [jnp.shape(leaf) for leaf in leaves]
-    words, step = secret_words(key), jnp.asarray(step)
-    return structure.unflatten(_float32_normals(words, step, *one) for one in zip(_places(shapes), shapes, strict=True))
+    shapes = tuple(jnp.shape(leaf) for leaf in leaves)
+    return structure.unflatten(_float32_normals(secret_words(key), jnp.asarray(step), _places(shapes), shapes))
 
 
-def _places(shapes: list[tuple[int, ...]]) -> tuple[Place, ...]:
+def _places(shapes: Sequence[tuple[int, ...]]) -> tuple[Place, ...]:
     """The places of leaves of these shapes: in one stream, or each in a stream of its own if they are too large."""
     sizes = [math.prod(shape) for shape in shapes]
     if (largest := max(sizes, default=0)) > LARGEST_LEAF:
@@ -109,9 +113,9 @@ def _release(words, step, deviation, highs, lows, places: tuple[Place, ...], dev
         each = zip(places, highs, lows or [None] * len(highs), strict=True)
         return [_rounded(high, low, _normals(words, step, at, high.shape), deviation) for at, high, low in each]
 
-    def flat(leaves: list[jax.Array] | None, padding: int = 0) -> jax.Array | None:
+    def flat(leaves: list[jax.Array], padding: int = 0) -> jax.Array:
         zeros = [jnp.zeros(padding, jnp.float32)] if padding else []
-        return None if leaves is None else jnp.concatenate([*(leaf.reshape(-1) for leaf in leaves), *zeros])
+        return jnp.concatenate([*(leaf.reshape(-1) for leaf in leaves), *zeros])
 
     def split(made: jax.Array) -> list[jax.Array]:
         starts = [at.start for at in places]
@@ -125,12 +129,16 @@ def _release(words, step, deviation, highs, lows, places: tuple[Place, ...], dev
     def by_chunks(highs, lows) -> list[jax.Array]:
         half = places[0].half
         count = math.ceil(size / (2 * half))
-        rows = (flat(leaves, 2 * half * count - size) for leaves in (highs, lows))
-        high, low = (None if x is None else x.reshape(2 * count, half) for x in rows)
-        return split(_chunks(words, step, deviation, high, low).reshape(-1))
+
+        def rows(leaves):
+            return flat(leaves, 2 * half * count - size).reshape(2 * count, half)
+
+        low = None if lows is None else rows(lows)
+        return split(_chunks(words, step, deviation, rows(highs), low).reshape(-1))
 
     def at_once(highs, lows) -> list[jax.Array]:
-        return split(_rounded(flat(highs), flat(lows), _normals(words, step, places[0], (size,)), deviation))
+        low = None if lows is None else flat(lows)
+        return split(_rounded(flat(highs), low, _normals(words, step, places[0], (size,)), deviation))
 
     return jax.lax.platform_dependent(highs, lows, cpu=by_chunks, default=at_once)
 
@@ -148,9 +156,14 @@ def _chunks(words, step, deviation, high: jax.Array, low: jax.Array | None) -> j
         block = _at_once(threefry4x32(words, _block(here, pair, 0)))
         with jax.enable_x64(True):
             polar = jax.lax.optimization_barrier(radius_and_angle(block))  # once for both numbers of a pair
-            normals = normal(*(jax.lax.broadcast(x, (2,)) for x in polar), row)
-        both = (None if x is None else jax.lax.dynamic_slice(x, (2 * number, 0), (2, half)) for x in (made, low))
-        return jax.lax.dynamic_update_slice(made, _rounded(*both, normals, deviation), (2 * number, 0))
+            radius, theta = (jax.lax.broadcast(x, (2,)) for x in polar)
+            normals = normal(radius, theta, row > 0)
+        high, *more = (jax.lax.dynamic_slice(x, (2 * number, 0), (2, half)) for x in parts(made))
+        rounded = _rounded(high, more[0] if more else None, normals, deviation)
+        return jax.lax.dynamic_update_slice(made, rounded, (2 * number, 0))
+
+    def parts(made):
+        return (made,) if low is None else (made, low)
 
     return jax.lax.fori_loop(0, len(high) // 2, make, high)
 
@@ -167,17 +180,23 @@ def _normals(words: jax.Array, step: jax.Array, at: Place, shape: tuple[int, ...
         stride = math.prod(shape[axis + 1 :])
         place = lax.add(place, lax.mul(every(stride), lax.broadcasted_iota(jnp.uint32, shape, axis)))
     chunk, place = lax.div(place, every(2 * at.half)), lax.rem(place, every(2 * at.half))
-    second = lax.convert_element_type(lax.ge(place, every(at.half)), jnp.uint32)
+    second = lax.ge(place, every(at.half))
     pair = lax.add(lax.mul(chunk, every(at.half)), lax.rem(place, every(at.half)))
     # The barriers keep XLA from computing the cipher again for each word, and for each use of the radius.
     block = lax.optimization_barrier(threefry4x32(words, _block(step, pair, at.stream)))
     with jax.enable_x64(True):
-        return normal(*lax.optimization_barrier(radius_and_angle(block)), second)
+        radius, theta = lax.optimization_barrier(radius_and_angle(block))
+        return normal(radius, theta, second)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
-def _float32_normals(words: jax.Array, step: jax.Array, at: Place, shape: tuple[int, ...]) -> jax.Array:
-    return _normals(words, step, at, shape).astype(jnp.float32)
+def _float32_normals(words, step, places: tuple[Place, ...], shapes: tuple[tuple[int, ...], ...]) -> list[jax.Array]:
+    size = sum(map(math.prod, shapes))
+    if size >= ONE_STREAM or not size:
+        each = zip(places, shapes, strict=True)
+        return [_normals(words, step, at, shape).astype(jnp.float32) for at, shape in each]
+    flat, ends = _normals(words, step, places[0], (size,)).astype(jnp.float32), [at.start for at in places[1:]] + [size]
+    return [flat[at.start : end].reshape(shape) for at, end, shape in zip(places, ends, shapes, strict=True)]
 
 
 def _block(step: jax.Array, pair: jax.Array, stream: int) -> list[jax.Array]:
@@ -196,8 +215,8 @@ def _rounded(high: jax.Array, low: jax.Array | None, normals: jax.Array, deviati
         total = total if low is None else total + low.astype(jnp.float64)
         y = total * grid
         whole = jnp.floor(y)
-        noise = jnp.floor((y - whole) + (deviation.astype(jnp.float64) * grid) * normals + 0.5).astype(jnp.int32)
-        return ((whole + noise.astype(jnp.float64)) * gamma).astype(jnp.float32)
+        noise = jnp.floor((y - whole) + (deviation.astype(jnp.float64) * grid) * normals + 0.5)  # +0. and never -0.
+        return ((whole + noise) * gamma).astype(jnp.float32)
 
 
 def _power_of_two(exponent: jax.Array) -> jax.Array:

@@ -14,13 +14,18 @@ Their normals g are exact, and the computed ones g~ differ from them by at most,
     |g~ - g| <= EVALUATION + 2^-65 / (p r) for p >= 2^-32,  else EVALUATION + 2^-93 / (p r) + 2 pi r 2^-37
 
 because U is within half a digit of p, dr/dp = -1 / (p r), and Theta is within half a digit of theta. (Where a > 0, half
-a digit of theta moves g by at most 2^-58, which EVALUATION contains.) Computing in float64 adds: p - 1 and p have a
-relative error of 2^-53; the polynomials are within 2^-52 of their functions, relatively; no sum cancels, because the
-two terms of log p have one sign, or the second is at most half as large as the first; theta has an absolute error of
-2^-54. Each of 30 roundings or fewer changes r or the sine by 2^-53 of it, so the sum is below 30 r 2^-53 + 2 pi r 2^-54
-< 400 2^-53 < EVALUATION for r <= 11.36, whether products and sums are fused or not, and the sum with a fraction in
-`noise.py` adds 2^-48. tests/test_noise.py compares 100,000 blocks with extended precision: the largest error is 2^-47.
-There is no branch on a value and no rejection, because their time would show the noise (Jin et al. 2021,
+a digit of theta moves g by at most 2^-58, which EVALUATION contains.) EVALUATION, 2^-45, is for float64, in units of
+2^-53, whether products and sums are fused or not:
+
+    log p      its two terms have relative errors of 2 and 7.2, and the second is at most half of the first, or alone;
+               p has one of 1, but where the exponent is 0, p - 1 has it, and not p
+    r          so 8 r, and 3 r for r > 2, the root included
+    sine       8: the polynomial 5.3, its product 1, and theta 1.6, because theta has an absolute error of 2^-55
+    r sine     r (8 + 3 + 1) for r > 2, at most 137; and 2 (8 + 8 + 1) = 34 for r <= 2
+    `noise.py` 24: R g + 1/2 has at most 3 roundings of 2^-45 cells, of which a deviation has 16 or more
+
+The sum is 161, below 256. tests/test_noise.py compares 100,000 blocks with extended precision, and finds 2^-47. There
+is no branch on a value and no rejection, because their time would show the noise (Jin et al. 2021,
 https://arxiv.org/abs/2112.05307).
 """
 
@@ -32,7 +37,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax  # `jnp` takes longer to trace
 
-EVALUATION = 2.0**-44  # deviations
+EVALUATION = 2.0**-45  # deviations
 # -4 atanh(s) / s for s^2 in [0, 0.02944], and sin(2 pi u) / u for u^2 in [0, 1/16], as polynomials of the square,
 # highest power first: the least largest relative errors, 1.7e-16 and 1.4e-16, found by exchange (Remez).
 LOGARITHM = (
@@ -46,10 +51,10 @@ SINE = (
 ROOT_HALF = np.float64(math.sqrt(0.5)).view(np.int64)  # its bits
 
 
-def radius_and_angle(words: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """r, float64, and theta as (high, low), uint32 each, of the four words of a block, uint32 of one shape.
+def radius_and_angle(words: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """r and theta, or theta - 1 if that is nearer to 0, float64, of the four words of a block, uint32 of one shape.
 
-    theta is (high 2^32 + low + 1/2) 2^-64. To be called inside `jax.enable_x64`.
+    To be called inside `jax.enable_x64`.
     """
     a, b, c, d = words
     small = lax.eq(a, _every(a, 0, jnp.uint32))
@@ -70,21 +75,20 @@ def radius_and_angle(words: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array, 
     less_one = lax.select(exponent == 0, (high - 1.0) + low, m - 1.0)  # near 1, p has lost digits that p - 1 has not
     s = lax.div(less_one, m + 1.0)
     squared = s * _polynomial(LOGARITHM, s * s) - exponent.astype(jnp.int32).astype(jnp.float64) * (2 * math.log(2))
-    rest = lax.shift_left(d, _every(d, 28, jnp.uint32)) + np.uint32(2**27)
-    return lax.sqrt(lax.max(squared, _every(squared, 0, jnp.float64))), c, either(rest, d)
+    rest = either(lax.shift_left(d, _every(d, 28, jnp.uint32)) + np.uint32(2**27), d)
+    theta = _float64(lax.bitcast_convert_type(c, jnp.int32)) * 2.0**-32 + (_float64(rest) + 0.5) * 2.0**-64
+    return lax.sqrt(lax.max(squared, _every(squared, 0, jnp.float64))), theta
 
 
-def normal(radius: jax.Array, high: jax.Array, low: jax.Array, second: jax.Array) -> jax.Array:
-    """r sin(2 pi (theta + second / 4)), float64: of the results of `radius_and_angle`, and second, uint32 0 or 1.
+def normal(radius: jax.Array, theta: jax.Array, second: jax.Array) -> jax.Array:
+    """r sin(2 pi theta), or r cos(2 pi theta) where `second`, bool, is True: float64, of `radius_and_angle`.
 
     All of one shape. To be called inside `jax.enable_x64`.
     """
-    turned = high + lax.shift_left(second, _every(second, 30, jnp.uint32))
-    signed = lax.bitcast_convert_type(turned, jnp.int32)
-    turns = lax.abs(_float64(signed) * 2.0**-32 + (_float64(low) + 0.5) * 2.0**-64)  # in [0, 1/2]
-    turns = lax.min(turns, 0.5 - turns)  # sin(pi - x) = sin x
-    sine = turns * _polynomial(SINE, turns * turns)
-    return radius * lax.select(signed < 0, -sine, sine)
+    turns = lax.abs(theta)  # in [0, 1/2]
+    folded = lax.min(turns, 0.5 - turns)  # sin(pi - x) = sin x
+    turns = lax.select(second, 0.25 - turns, lax.select(theta < 0, -folded, folded))  # cos x = sin(pi / 2 - x)
+    return radius * (turns * _polynomial(SINE, turns * turns))
 
 
 def _polynomial(coefficients: tuple[float, ...], x: jax.Array) -> jax.Array:
