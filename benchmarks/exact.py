@@ -1,7 +1,8 @@
 """What the bits of a release show: the law of the released integers, and the attack on noise in floating point.
 
 `python -m benchmarks.exact` writes results/exact.md and exact.svg: chi-square of 10^7 released integers at each of
-eight fractions of a cell, and the support attack (Mironov 2012) on float32 noise and on `dpx.keys.release`.
+eight fractions of a cell, the support attack (Mironov 2012) on float32 noise and on `dpx.keys.release`, and what the
+arithmetic adds to a bill.
 """
 
 import argparse
@@ -13,8 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from scipy import special, stats
 
+import dpx
 from benchmarks import report
 from dpx import keys
+from dpx.accounting.events import billed
 from dpx.keys import noise
 
 FRACTIONS = (0.0, 1e-4, 0.2, 0.25, 0.4999, 0.5, 0.75, 0.9999)  # of a cell of the grid
@@ -59,10 +62,10 @@ def float32_normals() -> np.ndarray:
 
 def possible(released: np.ndarray, total: np.ndarray, deviation: float, numbers: np.ndarray) -> float:
     """The share of the released float32 numbers that are total + deviation * z for a z of the sorted `numbers`."""
-    deviation = np.float32(deviation)
-    wanted = np.searchsorted(numbers, (released - total) / deviation)
+    scale = np.float32(deviation)
+    wanted = np.searchsorted(numbers, (released - total) / scale)
     near = np.clip(wanted[:, None] + np.arange(-2, 3), 0, len(numbers) - 1)
-    return float((total[:, None] + deviation * numbers[near] == released[:, None]).any(1).mean())
+    return float((total[:, None] + scale * numbers[near] == released[:, None]).any(1).mean())
 
 
 def shares(multiplier: float, batch: int, size: int, numbers: np.ndarray, key: jax.Array) -> tuple[list, list]:
@@ -73,7 +76,20 @@ def shares(multiplier: float, batch: int, size: int, numbers: np.ndarray, key: j
     total = others + (random.normal(size=size) / math.sqrt(size)).astype(np.float32)
     before = total + np.float32(multiplier) * numbers[random.integers(0, 2**23, size)]
     after = np.asarray(keys.release(key, 0, jnp.asarray(total), multiplier))
-    return tuple([possible(made, given, multiplier, numbers) for given in (total, others)] for made in (before, after))
+    of_before, of_after = (
+        [possible(made, given, multiplier, numbers) for given in (total, others)] for made in (before, after)
+    )
+    return of_before, of_after
+
+
+def additions() -> list[tuple]:
+    """What the bill of Poisson batches at rate .001 and noise multiplier 1 contains, for 2^32 numbers a release."""
+    sampling, rows = dpx.PoissonSampling(examples=10**6, batch_size=1000), []
+    for steps, delta in itertools.product((100, 1000, 10_000), (1e-5, 1e-6)):
+        answer = billed(sampling.event(np.ones(steps)), relation="zero_out").answer(delta)
+        parts = f"{answer.epsilon:.6g}", f"{answer.of_epsilon:.2g}", f"{answer.of_delta:.2g}"
+        rows.append((steps, f"{delta:g}", *parts))
+    return rows
 
 
 def plot(found: dict, path) -> None:
@@ -119,6 +135,9 @@ def main() -> None:
             ("noise multiplier", "batch", "numbers", "float32, with", "without", "dpx, with", "without"), attacks
         ),
     }
+    tables["What the arithmetic adds: noise multiplier 1, rate .001, 2^32 numbers a step"] = report.grid(
+        ("steps", "delta", "epsilon", "of which the arithmetic", "of delta"), additions()
+    )
     notes = [
         "The example took part. Where one column is 1 and the other is below, the attacker knows that, with certainty.",
         "![The support attack](exact.svg)",
