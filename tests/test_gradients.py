@@ -217,8 +217,8 @@ def test_what_is_encoded_is_held_in_segments(mechanism, monkeypatch):
     ids=["one factor", "two factors"],
 )
 def test_noise_and_gradients_are_not_there_together(mechanism, largest):
-    """Of 320 examples by ghost norms, where the activations of a layer are 4 gradients, and the noise 2."""
-    assert gradients_held(dense, 320, size=320, mechanism=mechanism, norms="ghost") < largest
+    """Of 512 examples by ghost norms, where the activations of a layer are 4 gradients, and the noise 2."""
+    assert gradients_held(dense, 512, size=512, mechanism=mechanism, norms="ghost") < largest
 
 
 def test_scan_and_donation():

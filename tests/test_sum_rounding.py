@@ -44,14 +44,14 @@ def test_the_budget_is_kept():
     """The proof's bound, evaluated for every number of rows that is added in float32 alone."""
     for devices in (1, 2, 8, 64):
         most = totals.few_rows(devices)
-        assert most % devices == 0 and most >= 64
+        assert most % devices == 0 and most >= 192
         for rows in range(1, most + 1):
             blocks = totals.block_count(rows, devices)
             each = math.ceil(rows / blocks)
             assert each <= MOST_ROWS and totals.moved(each, blocks) <= ETA - RESERVE
-    assert totals.moved(2, 1) == pytest.approx(2 * 2 * 2.0**-24 * (math.sqrt(2 * (3**2 + 3**2)) + 2), rel=1e-3)
-    assert totals.moved(1, 2) == pytest.approx(2 * 2 * 2.0**-24 * (2 + 2 + 2), rel=1e-3)
-    assert [totals.block_count(rows, 1) for rows in (1, 64, 72, 128, 256)] == [1, 1, 1, 2, 4]
+    assert totals.moved(2, 1) == pytest.approx(2 * 2.0**-24 * (math.sqrt(2 * (3**2 + 3**2)) + 2), rel=1e-3)
+    assert totals.moved(1, 2) == pytest.approx(2 * 2.0**-24 * (2 + 2 + 2), rel=1e-3)
+    assert [totals.block_count(rows, 1) for rows in (1, 64, 96, 128, 256, 512)] == [1, 1, 1, 2, 3, 6]
 
 
 def depths(tree) -> list[int]:
@@ -110,10 +110,10 @@ def test_the_order_of_chunks_does_not_matter():
     np.testing.assert_allclose(second, first, rtol=0, atol=2.0**-40 * np.abs(first).max())
 
 
-@pytest.mark.parametrize("size, numbers", [(16, 1), (1, 2)])
+@pytest.mark.parametrize("size, numbers", [(4, 1), (1, 2)])
 @pytest.mark.parametrize("unroll", [True, False])
 def test_microbatches_are_added_in_groups_that_round_little(size, numbers, unroll):
-    """224 rows: in 14 microbatches of 16, one group; in 224 of 1, more groups than one, as two float32 numbers."""
+    """224 rows: in 56 microbatches of 4, one group; in 224 of 1, more groups than one, as two float32 numbers."""
     rows = np.where(np.arange(224) < 70, 1.0, 2.0**-19).astype(np.float32)
 
     def function(ordered, rows):
@@ -131,16 +131,16 @@ def test_microbatches_are_added_in_groups_that_round_little(size, numbers, unrol
 def test_a_null_leaves_the_other_blocks_as_they_are():
     """Every bit of a block that the null is not in: the sum of the others is the same with and without the row."""
     params, _ = losses()
-    grads = jax.tree.map(lambda p: RNG.standard_normal((144, *p.shape)).astype(np.float32), params)
-    made = sum_rounding.mechanism(144)
+    grads = jax.tree.map(lambda p: RNG.standard_normal((192, *p.shape)).astype(np.float32), params)
+    made = sum_rounding.mechanism(192)
 
     @jax.jit
     def sums(grads, included):
         (total,), _ = sum_contributions(made, grads, made.init(params), included)
         return total.high
 
-    assert totals.block_count(144, 1) == 2
-    first = np.arange(144) < 72
+    assert totals.block_count(192, 1) == 2
+    first = np.arange(192) < 96
     without = first.copy()
     without[5] = False
     # With the first block empty, the sum is that of the second block, whatever is in the first.
@@ -217,30 +217,3 @@ def test_positions_that_cancel_add_no_more_than_the_clip_norm():
 
     found = np.linalg.norm(np.asarray(alone(inputs), np.float64).reshape(count, -1), axis=1)
     assert 0.5 < found.max() <= 1 + 1e-7
-
-
-def convolution(params, image):
-    made = jax.lax.conv_general_dilated(
-        image[None], params["w"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
-    )
-    return jnp.sum(jnp.tanh(made + jnp.broadcast_to(params["b"], made.shape)))
-
-
-@pytest.mark.parametrize("kind", ["dense", "convolution"])
-def test_the_gradient_of_a_row_does_not_depend_on_its_place(kind):
-    """Bit for bit, at every shift of 64 rows: the proof moves the last row into the place of another one."""
-    if kind == "dense":
-        (params, loss), rows = losses(), RNG.standard_normal((64, 5)).astype(np.float32)
-    else:
-        params, loss = (
-            {"w": RNG.standard_normal((3, 3, 2, 4)).astype(np.float32), "b": np.zeros(4, np.float32)},
-            convolution,
-        )
-        rows = RNG.standard_normal((64, 6, 6, 2)).astype(np.float32)
-    gradients = jax.jit(jax.vmap(jax.grad(loss), (None, 0)))
-    found = gradients(params, rows)
-    for shift in (1, 7, 31, 63):
-        shifted = gradients(params, np.roll(rows, shift, axis=0))
-        jax.tree.map(
-            lambda a, b, shift=shift: np.testing.assert_array_equal(np.roll(a, shift, axis=0), b), found, shifted
-        )

@@ -62,7 +62,8 @@ def release(key: jax.Array, step: jax.Array | int, total: Total | Tree, deviatio
     """`total` plus normal noise of this standard deviation, on a public grid: float32, in the shapes of `total`.
 
     key: of the mechanism's "noise" stream, (). step: int (), below 2^31; two steps have independent noise.
-    total: float32 arrays, or a `Total`. deviation: float32 (), public; 0 adds no noise.
+    total: float32 arrays, or a `Total`. deviation: float32 (), public, at least 2^-126; 0 adds no noise, and neither do
+        smaller numbers.
 
     On a CPU, a loop makes one chunk after another, which stays in the cache. On another device, all numbers are made at
     once. On several devices, every leaf is made from the places of its numbers, because XLA can shard that like the

@@ -105,46 +105,47 @@ def step_key(key: jax.Array, step: int) -> jax.Array:
     return keys.stream(key, "sampling", step)
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2))
 def coins(key: jax.Array, examples: int, probability: float) -> jax.Array:
     """Which examples take part, bool (examples,): each with `probability`, rounded down to a multiple of 2^-64.
 
     So the billed rate, `probability`, is at least that of the coin. The divisor stays the public one.
     """
-    return _coins(key, examples, probability)[0]
-
-
-def poisson(key: jax.Array, examples: int, probability: float) -> np.ndarray:
-    """The examples whose coins are heads, in a uniformly random order, int (rows,).
-
-    The order keeps the rounding of sums private. If a coin leaves an example out, the rest is as likely as the same
-    batch with its last row in the place of that example. So one or two blocks of rows differ, and not all behind it
-    (`dpx.xla.totals`). Two rows have the same 64 bits with a probability below rows^2 / 2^65.
-    """
-    heads, *bits = map(np.asarray, _coins(key, examples, probability))
-    drawn = np.flatnonzero(heads)
-    return drawn[np.lexsort([word[drawn] for word in bits])]
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _coins(key: jax.Array, examples: int, probability: float) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The coins, bool (examples,), and 64 more bits for each, two uint32 (examples,)."""
-    high, low, third, fourth = cipher.drawn(keys.words(key), examples)
     if probability == 1:
-        return jnp.ones(examples, bool), third, fourth
+        return jnp.ones(examples, bool)
+    high, low, _, _ = cipher.drawn(keys.words(key), examples)
     # Exact, because the product with a power of 2 is.
     heads_high, heads_low = map(np.uint32, divmod(math.floor(probability * 2**64), 2**32))
-    return (high < heads_high) | (high == heads_high) & (low < heads_low), third, fourth
+    return (high < heads_high) | (high == heads_high) & (low < heads_low)
 
 
-def pad(drawn: np.ndarray, size: int) -> Draw:
-    """The drawn examples in arrays of `size` rows. Raises ValueError if they are more."""
+def require_rows(drawn: np.ndarray, size: int):
+    """Raises ValueError unless `size` rows hold the drawn examples."""
     if len(drawn) > size:
         raise ValueError(
             f"size must hold the whole batch of {len(drawn)} examples, got {size}; a cut batch is not the billed one"
         )
+
+
+def pad(drawn: np.ndarray, size: int) -> Draw:
+    """The drawn examples in arrays of `size` rows. Raises ValueError if they are more."""
+    require_rows(drawn, size)
     indices = np.zeros(size, np.int32)
     indices[: len(drawn)] = drawn
     return Draw(indices, np.arange(size) < len(drawn))
+
+
+def scatter(drawn: np.ndarray, size: int, key: jax.Array) -> Draw:
+    """The drawn examples in uniformly random rows of arrays of `size` rows, which are at least as many.
+
+    That keeps the rounding of sums private. If a coin leaves an example out, the others are in the same rows with the
+    same probability, and its row is padding. So nothing but this row differs (`dpx.xla.totals`). In the first rows, all
+    later examples would move by one row, and with them the last bits of their gradients and of every sum.
+    """
+    rows = order(key, size, len(drawn)) if len(drawn) else np.zeros(0, np.int32)
+    indices, included = np.zeros(size, np.int32), np.zeros(size, bool)
+    indices[rows], included[rows] = drawn, True
+    return Draw(indices, included)
 
 
 def widen(draw: Draw, size: int) -> Draw:

@@ -17,7 +17,7 @@ from jax.experimental import multihost_utils
 
 from dpx import keys
 from dpx.sampling.batch import Batch
-from dpx.sampling.draws import Draw, pad, record, round_up, widen
+from dpx.sampling.draws import Draw, record, round_up, widen
 from dpx.sampling.rows import rows_of, unit_of
 from dpx.states.record import Drawn
 from dpx.trees import Tree, described
@@ -103,10 +103,11 @@ def pieces(draw: Draw, drawn: Drawn, loading: Loading) -> Iterator[Piece]:
     if loading.chunk_size is None:
         yield widen(draw, round_up(len(draw.indices), loading.shards)), drawn, True
         return
-    size, chosen = round_up(loading.chunk_size, loading.shards), draw.indices[draw.included]
-    for start in range(0, max(1, len(chosen)), size):
-        own = drawn._replace(first_row=np.uint32(start))
-        yield pad(chosen[start : start + size], size), own, start + size >= len(chosen)
+    size = round_up(loading.chunk_size, loading.shards)
+    whole = widen(draw, round_up(len(draw.indices), size))
+    for start in range(0, len(whole.indices), size):
+        own, rows = drawn._replace(first_row=np.uint32(start)), slice(start, start + size)
+        yield Draw(whole.indices[rows], whole.included[rows]), own, start + size >= len(whole.indices)
 
 
 def place(rows: Rows, draw: Draw, drawn: Drawn, sharding: jax.sharding.Sharding | None) -> Batch:

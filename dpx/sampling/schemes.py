@@ -17,16 +17,19 @@ import jax
 import numpy as np
 from dp_accounting import DpEvent, GaussianDpEvent
 
+from dpx import keys
 from dpx.sampling.base import Sampling as Sampling
 from dpx.sampling.draws import (
     Draw,
+    coins,
     keep_sizes,
     order,
     pad,
     permutation,
-    poisson,
+    require_rows,
     require_step,
     round_up,
+    scatter,
     step_key,
     usual_rows,
 )
@@ -40,7 +43,8 @@ class PoissonSampling(Sampling):
     examples:   size of the data set; a public number.
     batch_size: the EXPECTED batch size, in (0, examples]; the divisor.
     capacity:   rows of a drawn batch; by default the least multiple of 8 that a batch exceeds with a probability below
-                1e-9. A larger batch is never cut: its rows are the next multiple of 1/8 of the capacity.
+                1e-9. A larger batch is never cut: its rows are the next multiple of 1/8 of the capacity. A capacity
+                that is often exceeded lets the shape, and so the last bits of a sum, depend on a coin (docs/exact.md).
 
     Neighbors differ by a null in place of one example, which keeps its place and counts nowhere. The bill is that of
     adding or removing an example. But a deleted row would move all later ones, and so the rounding of their sum. The
@@ -75,12 +79,14 @@ class PoissonSampling(Sampling):
         return math.inf
 
     def draw(self, key: jax.Array, step: int, *, size: int | None = None) -> Draw:
-        drawn = poisson(step_key(key, require_step(key, step)), self.examples, self.probability)
+        own = step_key(key, require_step(key, step))
+        drawn = np.flatnonzero(coins(own, self.examples, self.probability))
         if size is None:
             size = self.capacity or usual_rows(self.examples, self.probability)
             if len(drawn) > size:
                 size = round_up(len(drawn), max(1, size // 8))
-        return pad(drawn, size)
+        require_rows(drawn, size)
+        return scatter(drawn, size, keys.fold_in(own, 1))
 
     def event(self, multipliers: np.ndarray) -> DpEvent:
         return _composed(

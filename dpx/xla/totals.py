@@ -4,11 +4,10 @@ A rounded sum depends on what it is added to. So the rounding of a sum of clippe
 can change, and an attacker who chooses the data can make it large (Casacuberta et al. 2022, arXiv:2207.10635). `ETA` is
 the most that it adds, relative to the clip norm C:
 
-    if one row is replaced by zeros in its place, or by the last row, whose place is then empty, the computed sum moves
-    by at most C (1 + ETA) in 2-norm.
+    if one row is replaced by zeros in its place, the computed sum moves by at most C (1 + ETA) in 2-norm.
 
-The second is what a coin of Poisson sampling does, which leaves a row out of a batch in random order
-(`dpx.sampling.draws.poisson`): amplification by sampling needs both.
+That is also what a coin of Poisson sampling does, which leaves an example out, because the others stay in their rows
+(`dpx.sampling.draws.scatter`): amplification by sampling needs both.
 
 PROOF, for rows z_1 ... z_r whose computed contributions have norms of at most C, and u = 2^-24.
 
@@ -24,11 +23,10 @@ factor and with the input of a layer are `PRODUCTS` = 2 more:
 
 Blocks. The sums of g blocks have norms of at most b C, b the rows of a block, and are rounded to float32 before they
 are added (the barrier). So their sum, in any order, adds at most u b C chain(g, 0), and the product of this sum with
-the scale of a mask at most u g b C. Only the `CHANGED` = 2 blocks of the row and of the last row differ between the two
-runs, because the other blocks have equal inputs in one program, in which a row's gradient does not depend on its place.
-So the sum moves by at most
+the scale of a mask at most u g b C. Only the block of the row differs between the two runs, because the other blocks
+have equal inputs in one program. So the sum moves by at most
 
-    C + CHANGED 2 u C (chain(b, PRODUCTS) + b chain(g, 0) + g b),
+    C + 2 u C (chain(b, PRODUCTS) + b chain(g, 0) + g b),
 
 `moved(b, g)` more than C. Zeros are added exactly, also in the other blocks and on other devices. `MOST_ROWS` is the
 largest b of a block, and `few_rows` how many rows are added in float32, such that this is at most ETA - RESERVE.
@@ -61,8 +59,7 @@ ETA = 2.0**-10
 RESERVE = 2.0**-14
 UNIT = 2.0**-24  # the largest relative error of a float32 rounding
 PRODUCTS = 2  # roundings of a term before it is added
-CHANGED = 2  # blocks that may differ
-MOST_ROWS = 72  # of a block
+MOST_ROWS = 96  # of a block
 
 
 class Total(NamedTuple):
@@ -129,7 +126,7 @@ def chain(terms: int, more: int) -> float:
 def moved(rows: int, blocks: int) -> float:
     """What rounding adds to the move of a float32 sum of `blocks` blocks of `rows` rows, relative to C."""
     of_blocks = chain(blocks, 0) if blocks > 1 else 0.0
-    return CHANGED * 2 * UNIT * (chain(rows, PRODUCTS) + rows * of_blocks + rows * blocks) * (1 + 2**-14)
+    return 2 * UNIT * (chain(rows, PRODUCTS) + rows * of_blocks + rows * blocks) * (1 + 2**-14)
 
 
 @functools.cache
