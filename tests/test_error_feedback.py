@@ -251,7 +251,11 @@ def test_checkpoints_say_that_they_are_sensitive(tmp_path, undrawn):
         again = loop.run(config, output_dir=folder, resume=True, progress=False)  # the mark does not disturb orbax
         assert again.steps == result.steps and again.accuracy == result.accuracy
     report = (tmp_path / "dice_sgd" / "privacy_report.md").read_text()
-    assert "Error feedback is billed as one event" in report and "reset_every=5" in report
+    assert (
+        "Error feedback is billed as one event" in report
+        and "rounding is not billed" in report
+        and "reset_every=5" in report
+    )
 
 
 def test_ghost_norms_and_stacked_gradients_agree():

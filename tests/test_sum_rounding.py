@@ -217,3 +217,18 @@ def test_positions_that_cancel_add_no_more_than_the_clip_norm():
 
     found = np.linalg.norm(np.asarray(alone(inputs), np.float64).reshape(count, -1), axis=1)
     assert 0.5 < found.max() <= 1 + 1e-7
+
+
+@pytest.mark.parametrize("size", [11, 64])
+@pytest.mark.parametrize("features", [3, None], ids=["matrix", "vector"])
+def test_padding_in_a_row_changes_no_bit_of_another_gradient(features, size):
+    """What the proof assumes of the program: the others stay in their rows, and what is in the row does not matter."""
+    weights = RNG.standard_normal((5, features) if features else 5).astype(np.float32)
+    gradients = jax.jit(jax.vmap(jax.grad(lambda w, x: jnp.sum(jnp.tanh(x @ w))), (None, 0)))
+    rows = (RNG.standard_normal((size, 5)) * 10.0 ** RNG.integers(-3, 4, (size, 1))).astype(np.float32)
+    found = gradients(weights, rows)
+    for row in (0, 5, size - 1):
+        others = np.arange(size) != row
+        for instead in (rows[0], np.zeros(5), np.full(5, 1e9)):
+            padded = np.where(others[:, None], rows, instead).astype(np.float32)
+            np.testing.assert_array_equal(found[others], gradients(weights, padded)[others])

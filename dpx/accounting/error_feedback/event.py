@@ -62,7 +62,8 @@ def explain(event: ErrorFeedbackDpEvent, delta: float, relation: Relation) -> st
     listed = ", ".join(f"{name}: {value:.6g}" for name, value in epsilons.items())
     return (
         "Error feedback is billed as one event of all its steps, by dpx's own bounds. No privacy loss distribution is "
-        f'known, so "pld" gives the least of them. Used: {least}. All: {listed}.'
+        f'known, so "pld" gives the least of them. Used: {least}. All: {listed}. The error is float32, and its '
+        "rounding is not billed, so this epsilon is for real numbers (docs/exact.md)."
     )
 
 
