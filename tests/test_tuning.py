@@ -22,7 +22,7 @@ from dp_accounting.rdp import RdpAccountant
 from scipy import stats
 
 import dpx
-from dpx import tuning
+from dpx import keys, tuning
 from dpx.accounting import best_of, event_epsilon, renyi
 from dpx.accounting.pld.losses import SampledGaussian
 from dpx.accounting.selection import SHAPES, BestOf, draw_count, log_inverse_gamma
@@ -289,6 +289,17 @@ def test_a_score_on_private_data_has_noise_that_is_billed():
     assert search(7).epsilon == expected and "from private data" in search(7).report.tuning
     own = Searcher(score=lambda params, key: float(jax.random.laplace(key)), score_on=LaplaceDpEvent(1.0))
     assert own(7).score != own(8).score and own(7).epsilon > Searcher()(7).epsilon + 0.1
+
+
+def test_a_score_on_private_data_is_released_as_two_numbers(monkeypatch):
+    """In one float32, an example would move a sum above 2^24 by 2, and one above 2^25 by 4, where 1 is billed."""
+    totals, release = [], keys.release
+    monkeypatch.setattr(keys, "release", lambda *given: totals.append(given[2]) or release(*given))
+    values = np.random.default_rng(0).random(1000)
+    Searcher([{"rate": 1.0}], lambda params: values, score_on=tuning.NoisySum(noise_multiplier=3.0), trials=1)(7)
+    for total in totals:
+        assert abs(float(total.high[0]) + float(total.low[0]) - math.fsum(values)) < 2**-46 * values.sum()
+    assert totals
 
 
 def test_a_poisson_number_may_be_zero():

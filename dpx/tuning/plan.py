@@ -166,7 +166,8 @@ class SearchPlan:
                 )
             exact = math.fsum(np.nan_to_num(values, nan=0.0).clip(0, 1).tolist())
             high = np.asarray([exact], np.float32)
-            total = Total(high, np.asarray(exact - high, np.float32))
+            # A Python number minus a float32 array would be float32, and so 0 (NEP 50).
+            total = Total(high, np.asarray(exact - high.astype(np.float64), np.float32))
             return float(keys.release(key, 0, total, self.score_on.noise_multiplier * (1 + ETA))[0])
         found = self.score(params, key) if isinstance(self.score_on, DpEvent) else self.score(params)
         if np.shape(found) != ():
