@@ -18,6 +18,7 @@ from dpx.audit.contract.draws import in_its_directions
 from dpx.audit.contract.report import Broken
 from dpx.audit.contract.standard import require_no_pattern, require_no_repeats, require_standard
 from dpx.audit.contract.trial import Trial
+from dpx.audit.stand_ins import releasing, without_grid
 from dpx.xla.totals import ETA
 from tests.broken import ZOO, sound, sums_in_the_state, two_thirds_of_the_noise, with_noise
 from tests.mechanisms import PARAMS
@@ -193,3 +194,17 @@ def test_noise_that_is_correlated_with_its_coordinates():
     np.testing.assert_allclose(np.cov(draws, rowvar=False), np.eye(3), atol=0.2)
     with pytest.raises(Broken, match="shares their key"):
         in_its_directions(np.einsum("nom,nm->no", maps, np.abs(normals) * np.sign(maps[:, 0])), maps)
+
+
+def test_no_trace_of_an_audit_stays_in_a_jitted_release():
+    """jax keeps the traces of a jitted function. Else the steps after an audit would have no noise, or no grid."""
+    whole = sound(jax.random.key(7), 100)
+    jitted = whole.replace(release=jax.jit(whole.release))
+    sums, state = (jax.tree.map(jnp.ones_like, PARAMS),), whole.init(PARAMS)
+    expected = whole.release(sums, state, PARAMS)[0]
+    with releasing(lambda key, step, total, deviation: total):
+        assert all((leaf == 1 / 8).all() for leaf in jax.tree.leaves(jitted.release(sums, state, PARAMS)[0]))
+    jax.tree.map(np.testing.assert_array_equal, jitted.release(sums, state, PARAMS)[0], expected)
+    jitted = whole.replace(release=jax.jit(lambda *given: whole.release(*given)))
+    without_grid(jitted.release)(sums, state, PARAMS)
+    jax.tree.map(np.testing.assert_array_equal, jitted.release(sums, state, PARAMS)[0], expected)

@@ -1,4 +1,8 @@
-"""Other functions in the place of `keys.release` and `keys.normal_like` while an audit traces a mechanism."""
+"""Other functions in the place of `keys.release` and `keys.normal_like` while an audit traces a mechanism.
+
+jax keeps what it traced for a jitted function. So if a mechanism calls one of its own, such as a jitted release, a run
+after the audit would have the stand-in in place of the noise. `_AUDITED` keeps the traces of audits apart.
+"""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -9,6 +13,8 @@ import jax.numpy as jnp
 from dpx import keys
 from dpx.xla.totals import as_total
 
+_AUDITED = jax.make_user_context(default_value=False)
+
 
 @contextlib.contextmanager
 def releasing(release: Callable) -> Iterator[None]:
@@ -16,7 +22,8 @@ def releasing(release: Callable) -> Iterator[None]:
     original = keys.release
     keys.release = release
     try:
-        yield
+        with _AUDITED(True):
+            yield
     finally:
         keys.release = original
 
