@@ -22,9 +22,10 @@ a digit of theta moves g by at most 2^-58, which EVALUATION contains.) EVALUATIO
     r          so 8 r, and 3 r for r > 2, the root included
     sine       8: the polynomial 5.3, its product 1, and theta 1.6, because theta has an absolute error of 2^-55
     r sine     r (8 + 3 + 1) for r > 2, at most 137; and 2 (8 + 8 + 1) = 34 for r <= 2
-    `noise.py` 24: R g + 1/2 has at most 3 roundings of 2^-45 cells, of which a deviation has 16 or more
+    `noise.py` 35: R g + 1/2 has at most 3 roundings, of 2^-45 cells where it is above 256, so that a deviation has
+               22.5 cells or more; else of 2^-46 cells, of which a deviation has 16 or more
 
-The sum is 161, below 256. tests/test_noise.py compares 100,000 blocks with extended precision, and finds less than
+The sum is 172, below 256. tests/test_noise.py compares 100,000 blocks with extended precision, and finds less than
 2^-46. There is no branch on a value and no rejection, because their time would show the noise (Jin et al. 2021,
 https://arxiv.org/abs/2112.05307).
 """
