@@ -4,6 +4,7 @@ That it passes on every mechanism of dpx is tests/test_contract.py, which is bui
 """
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -208,3 +209,12 @@ def test_no_trace_of_an_audit_stays_in_a_jitted_release():
     jitted = whole.replace(release=jax.jit(lambda *given: whole.release(*given)))
     without_grid(jitted.release)(sums, state, PARAMS)
     jax.tree.map(np.testing.assert_array_equal, jitted.release(sums, state, PARAMS)[0], expected)
+
+
+def test_another_thread_keeps_its_noise_during_an_audit():
+    """Of two audits at once, the one that ended last would also have left the stand-in of the other."""
+    made, sums = sound(jax.random.key(7), 100), (jax.tree.map(jnp.ones_like, PARAMS),)
+    expected = made.release(sums, made.init(PARAMS), PARAMS)[0]
+    with ThreadPoolExecutor(1) as other, releasing(lambda key, step, total, deviation: total):
+        found = other.submit(made.release, sums, made.init(PARAMS), PARAMS).result()[0]
+    jax.tree.map(np.testing.assert_array_equal, found, expected)

@@ -1,10 +1,12 @@
 """Other functions in the place of `keys.release` and `keys.normal_like` while an audit traces a mechanism.
 
 jax keeps what it traced for a jitted function. So if a mechanism calls one of its own, such as a jitted release, a run
-after the audit would have the stand-in in place of the noise. `_AUDITED` keeps the traces of audits apart.
+after the audit would have the stand-in in place of the noise. `_AUDITED` keeps the traces of audits apart. And only
+the thread of the audit sees the stand-in, because another one may trace a step meanwhile.
 """
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 
 import jax
@@ -14,18 +16,29 @@ from dpx import keys
 from dpx.xla.totals import as_total
 
 _AUDITED = jax.make_user_context(default_value=False)
+_ONE_AUDIT = threading.RLock()
 
 
 @contextlib.contextmanager
-def releasing(release: Callable) -> Iterator[None]:
+def _replaced(name: str, function: Callable) -> Iterator[None]:
+    """Inside, `keys.<name>` is `function` in this thread, and as before in all others."""
+    with _ONE_AUDIT:
+        original, here = getattr(keys, name), threading.get_ident()
+
+        def either(*given, **named):
+            return (function if threading.get_ident() == here else original)(*given, **named)
+
+        setattr(keys, name, either)
+        try:
+            with _AUDITED(True):
+                yield
+        finally:
+            setattr(keys, name, original)
+
+
+def releasing(release: Callable) -> contextlib.AbstractContextManager[None]:
     """Inside, `keys.release` is `release(key, step, total, deviation)`: for a trace, never for a run."""
-    original = keys.release
-    keys.release = release
-    try:
-        with _AUDITED(True):
-            yield
-    finally:
-        keys.release = original
+    return _replaced("release", release)
 
 
 @contextlib.contextmanager
@@ -39,13 +52,8 @@ def drawing(draw: Callable) -> Iterator[None]:
         whole = high if low is None else jax.tree.map(jnp.add, high, low)
         return jax.tree.map(lambda s, n: s + deviation * n, whole, draw(key, step, whole))
 
-    original = keys.normal_like
-    keys.normal_like = draw
-    try:
-        with releasing(release):
-            yield
-    finally:
-        keys.normal_like = original
+    with _replaced("normal_like", draw), releasing(release):
+        yield
 
 
 def without_grid(function: Callable) -> Callable:
