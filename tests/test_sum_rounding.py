@@ -50,6 +50,9 @@ def test_the_budget_is_kept():
             each = math.ceil(rows / blocks)
             assert each <= MOST_ROWS and totals.moved(each, blocks) <= ETA - RESERVE
     assert totals.moved(2, 1) == pytest.approx(2 * 2.0**-24 * (math.sqrt(2 * (3**2 + 3**2)) + 2), rel=1e-3)
+    assert totals.moved(2, 3, 2) == pytest.approx(
+        totals.moved(2, 3) + 2 * 2.0**-24 * (6 * math.sqrt(2 * 2) + 6), rel=1e-3
+    )
     assert totals.moved(1, 2) == pytest.approx(2 * 2.0**-24 * (2 + 2 + 2), rel=1e-3)
     assert [totals.block_count(rows, 1) for rows in (1, 64, 96, 128, 256, 512)] == [1, 1, 1, 2, 3, 6]
 
@@ -110,11 +113,21 @@ def test_the_order_of_chunks_does_not_matter():
     np.testing.assert_allclose(second, first, rtol=0, atol=2.0**-40 * np.abs(first).max())
 
 
-@pytest.mark.parametrize("size, numbers", [(4, 1), (1, 2)])
-@pytest.mark.parametrize("unroll", [True, False])
-def test_microbatches_are_added_in_groups_that_round_little(size, numbers, unroll):
-    """224 rows: in 56 microbatches of 4, one group; in 224 of 1, more groups than one, as two float32 numbers."""
-    rows = np.where(np.arange(224) < 70, 1.0, 2.0**-19).astype(np.float32)
+@pytest.mark.parametrize(
+    "count, size, unroll, numbers",
+    [
+        (224, 4, True, 1),
+        (224, 4, False, 1),
+        (256, 4, False, 1),
+        (224, 1, True, 2),
+        (224, 1, False, 2),
+        (1600, 4, False, 2),
+    ],
+)
+def test_microbatches_are_added_in_groups_that_round_little(count, size, unroll, numbers):
+    """56 microbatches of 4 rows are one group, and 64 two groups, all in float32. 224 of 1 and 400 of 4 are more groups
+    than the proof allows in float32, so they are two float32 numbers."""
+    rows = np.where(np.arange(count) < 70, 1.0, 2.0**-19).astype(np.float32)
 
     def function(ordered, rows):
         del ordered

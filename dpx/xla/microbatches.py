@@ -3,6 +3,7 @@
 Both the mechanism and `dpx.gradients` import this file, because both sum over examples.
 """
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -12,7 +13,7 @@ from jax.extend import core
 
 from dpx.trees import Tree
 from dpx.xla.ordering import compute_after
-from dpx.xla.totals import Total, doubled, group_size, plus
+from dpx.xla.totals import Total, doubled, group_size, in_float32, plus
 
 UNROLLED_MICROBATCHES = 64  # at most; compiling more takes longer than unrolling saves (benchmarks/step.py)
 SEGMENT_NUMBERS = 2**24  # float32 numbers of gradients in one segment, 64 MiB (benchmarks/coordinates.py)
@@ -30,8 +31,8 @@ def sum_over_microbatches(
 ) -> tuple[Tree, Tree]:
     """Calls `function(ordered, rows) -> (sums, outputs)` for every microbatch; adds the sums, concatenates the outputs.
 
-    Sums that are `Total`s are added in float32 in groups of microbatches, and these as two float32 numbers: see
-    `dpx.xla.totals`.
+    Sums that are `Total`s are added in float32 in groups of microbatches. The sums of the groups are added as two
+    float32 numbers each, or in float32 too if that is exact enough: see `dpx.xla.totals`.
 
     rows: a pytree of arrays with the examples on axis 0; `function` gets at most `microbatch_size` of them.
     ordered: returns its argument unchanged, but makes this microbatch start after the previous one.
@@ -57,17 +58,17 @@ def sum_over_microbatches(
         outputs.append(output)
         if groups and groups[-1][0] < group:
             count, before = groups[-1]
-            return [*groups[:-1], (count + 1, jax.tree.map(jnp.add, before, sums))]
+            return [*groups[:-1], (count + 1, _add(before, sums))]
         return [*_folded(groups), (1, sums)]
 
     def add_in_loop(sums, rows):
         results = in_loop(traced)(*jax.tree.leaves(rows))  # traced once, for the shapes and for the loop
         more, output = jax.tree.unflatten(jax.tree.structure(shapes), results)
-        return jax.tree.map(jnp.add, sums, more), output
+        return _add(sums, more), output
 
-    def add_group(sums, rows):
+    def add_group(add, sums, rows):
         more, output = _loop(add_in_loop, shapes[0], rows, like)
-        return _plus(sums, more), output
+        return add(sums, more), output
 
     # (how many sums, their sum): the last group, and those before it, which are one
     groups: list[tuple[float, Tree]] = []
@@ -80,8 +81,10 @@ def sum_over_microbatches(
         head = jax.tree.map(lambda leaf: leaf[:stop].reshape(*shape, *leaf.shape[1:]), rows)
         if each == whole:
             sums, stacked = _loop(add_in_loop, shapes[0], head, like)
+        elif in_float32(microbatch_size, each, whole // each):
+            sums, stacked = _loop(functools.partial(add_group, _add), shapes[0], head, like)
         else:
-            sums, stacked = _loop(add_group, _doubled(shapes[0]), head, like)
+            sums, stacked = _loop(functools.partial(add_group, _plus), _doubled(shapes[0]), head, like)
         groups = [(whole if each == whole else math.inf, sums)]
         outputs.append(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[len(shape) :]), stacked))
     for start in range(stop, size, microbatch_size):
@@ -108,6 +111,10 @@ def _loop(add: Callable[[Tree, Tree], tuple[Tree, Tree]], shapes: Tree, rows: Tr
 def _folded(groups: list) -> list:
     """The sum of all groups, as one to which no microbatch is added."""
     return groups if len(groups) < 2 else [(math.inf, _plus(groups[0][1], groups[1][1]))]
+
+
+def _add(sums: Tree, more: Tree) -> Tree:
+    return jax.tree.map(jnp.add, sums, more)
 
 
 def _plus(sums: Tree, more: Tree) -> Tree:

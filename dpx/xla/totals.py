@@ -31,11 +31,15 @@ have equal inputs in one program. So the sum moves by at most
 `moved(b, g)` more than C. Zeros are added exactly, also in the other blocks and on other devices. `MOST_ROWS` is the
 largest b of a block, and `few_rows` how many rows are added in float32, such that this is at most ETA - RESERVE.
 
-Microbatches of up to MOST_ROWS rows are such blocks, `group_size` of them. More rows are two float32 numbers (`Total`),
-high + low, as are the sums over groups of microbatches and over chunks. An addition of a float32 sum to such a pair is
-two_sum and a renormalization, which round once, by 2^-47 of the sum so far; of two pairs, by 2^-46. For m additions of
-b rows each that is 2 * 2^-46 (m^2 / 2) b C. Where m b = 65,536 and m is at most 65,536, it is at most 2^-14 C, which is
-RESERVE, and 2^-21 C for the up to 512 blocks that the library chooses itself.
+Microbatches of up to MOST_ROWS rows are such blocks, `group_size` of them. The sums of h such groups may be added like
+blocks too: only the group of the row differs, and each has a norm of at most g b C. So this adds u g b C chain(h, 0),
+and the scale multiplies h g b C.
+
+More rows are two float32 numbers (`Total`), high + low, as are the sums over more groups of microbatches and over
+chunks. An addition of a float32 sum to such a pair is two_sum and a renormalization, which round once, by 2^-47 of the
+sum so far; of two pairs, by 2^-46. For m additions of b rows each that is 2 * 2^-46 (m^2 / 2) b C. Where m b = 65,536
+and m is at most 65,536, it is at most 2^-14 C, which is RESERVE, and 2^-21 C for the up to 512 blocks that the library
+chooses itself.
 
 A contribution's norm is at most C because its computed norm is never below the true one (`dpx.xla.norms`), with a
 margin for the rounding of the clip factor.
@@ -44,7 +48,6 @@ NOT covered: a TPU, whose float32 products at the highest precision are sums of 
 """
 
 import functools
-import itertools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -53,7 +56,6 @@ import jax
 import jax.numpy as jnp
 
 from dpx.trees import Tree
-from dpx.xla.ordering import compute_after
 
 ETA = 2.0**-10
 RESERVE = 2.0**-14
@@ -123,10 +125,14 @@ def chain(terms: int, more: int) -> float:
     return math.sqrt(terms * squares)
 
 
-def moved(rows: int, blocks: int) -> float:
-    """What rounding adds to the move of a float32 sum of `blocks` blocks of `rows` rows, relative to C."""
-    of_blocks = chain(blocks, 0) if blocks > 1 else 0.0
-    return 2 * UNIT * (chain(rows, PRODUCTS) + rows * of_blocks + rows * blocks) * (1 + 2**-14)
+def moved(rows: int, *counts: int) -> float:
+    """What rounding adds to the move of a float32 sum of blocks of `rows` rows, relative to C: as many blocks as the
+    first of `counts`, or as many groups of these as the second."""
+    roundings = chain(rows, PRODUCTS)
+    for count in counts:
+        roundings += rows * chain(count, 0) if count > 1 else 0.0
+        rows *= count
+    return 2 * UNIT * (roundings + rows) * (1 + 2**-14)
 
 
 @functools.cache
@@ -137,7 +143,7 @@ def few_rows(devices: int) -> int:
         rows * blocks
         for blocks in range(devices, 6 * devices + 1, devices)
         for rows in range(1, MOST_ROWS + 1)
-        if moved(rows, blocks) <= ETA - RESERVE
+        if in_float32(rows, blocks)
     ]
     return max(fitting, default=0)
 
@@ -147,15 +153,20 @@ def block_count(rows: int, devices: int) -> int:
     return next(
         blocks
         for blocks in range(devices, max(1, rows) + devices, devices)
-        if (each := math.ceil(rows / blocks)) <= MOST_ROWS and moved(max(1, each), blocks) <= ETA - RESERVE
+        if in_float32(max(1, math.ceil(rows / blocks)), blocks)
     )
 
 
 @functools.cache
 def group_size(rows: int) -> int:
     """How many float32 sums of so many rows each are added in float32, like blocks: at least 1."""
-    fitting = [count for count in range(1, 513) if rows <= MOST_ROWS and moved(rows, count) <= ETA - RESERVE]
+    fitting = [count for count in range(1, 513) if in_float32(rows, count)]
     return max(fitting, default=1)
+
+
+def in_float32(rows: int, *counts: int) -> bool:
+    """Whether a float32 sum of such blocks is as exact as `ETA` says: see `moved`."""
+    return rows <= MOST_ROWS and moved(rows, *counts) <= ETA - RESERVE
 
 
 def devices_for(rows: int) -> int:
@@ -202,13 +213,14 @@ def sum_in_blocks(sum_block: Callable[[Tree], jax.Array], rows: Tree) -> jax.Arr
     if devices > 1 and size % blocks == 0:
         parts = jax.vmap(sum_block)(jax.tree.map(lambda x: x.reshape(blocks, -1, *x.shape[1:]), rows))
         return jnp.sum(jax.lax.optimization_barrier(parts), 0)
-    ends = [size * number // blocks for number in range(blocks + 1)]
-    total = None
-    for start, end in itertools.pairwise(ends):
-        some = jax.tree.map(lambda x, start=start, end=end: x[start:end], rows)
-        if total is not None and blocks > 3:
-            some = compute_after(total, some)  # one block's sum in memory at a time
-        part = jax.lax.optimization_barrier(sum_block(some))
-        total = part if total is None else total + part
-    assert total is not None
-    return total
+    # A loop, because one sum of a block is then in memory at a time. Without it, a step that adds three blocks writes
+    # twice the parameters more, and fresh memory takes longer than the additions (benchmarks/step.py).
+    width = size // blocks
+    first = size - width * (blocks - 1)
+
+    def add(number, total):
+        start = first + (number - 1) * width
+        some = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, width), rows)
+        return total + jax.lax.optimization_barrier(sum_block(some))
+
+    return jax.lax.fori_loop(1, blocks, add, sum_block(jax.tree.map(lambda x: x[:first], rows)))
