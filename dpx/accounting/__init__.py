@@ -44,11 +44,10 @@ from dpx.accounting.attacks import AttackBounds, attack_bounds, plot_attack_boun
 from dpx.accounting.best_of import Selection, best_of
 from dpx.accounting.bill import delta, epsilon
 from dpx.accounting.budget import Budget, accepts_budget
-from dpx.accounting.calibration import CalibratedSchedule, calibrate, calibrate_schedule
+from dpx.accounting.calibration import CalibratedSchedule, calibrate, calibrate_schedule, max_steps
 from dpx.accounting.compose import Composition, compose_runs
 from dpx.accounting.dp_sgd import dp_sgd_epsilon
 from dpx.accounting.events import event_delta, event_epsilon, register
-from dpx.accounting.horizon import max_steps
 from dpx.accounting.plan import NoisePlan, PlannedRun, plan_noise
 from dpx.accounting.report import PrivacyReport, privacy_report
 from dpx.accounting.schedule import Interval, schedule_delta, schedule_epsilon

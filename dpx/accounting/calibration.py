@@ -1,4 +1,4 @@
-"""Calibration: the least noise that meets a budget. It is rounded up, so that the budget is never exceeded."""
+"""Calibration: the least noise, rounded up, or the most steps for which the bill is within a budget."""
 
 import math
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from dpx.accounting import checks
-from dpx.accounting.bill import event_of
+from dpx.accounting.bill import event_of, require_billable
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.events import billed
 from dpx.accounting.pld.buckets import BUCKETS, Buckets, bucketed_gaussians
@@ -18,6 +18,7 @@ from dpx.validation import require_whole
 _COARSE_BUCKETS = 24  # of a first, rough search, where the second one starts (benchmarks/accounting.py, calibration)
 _COARSE_TOLERANCE = 0.02  # of the first search, relative
 _LARGEST_MULTIPLIER = 1e6  # if this much noise does not meet a budget, the budget counts as impossible
+_MOST_STEPS = 10_000_000  # more than any run takes: a bill within the budget here does not bound the steps
 _SMALLEST_MULTIPLIER = 1e-3  # the search stops here, because so large a budget is not a constraint
 
 
@@ -48,16 +49,14 @@ def calibrate(
     require_whole("steps", steps)
     checks.warn_of_large_delta(delta, make(1.0).sampling)
 
-    def bill(noise_multiplier: float, by: Accountant, **options: Any) -> float:
+    def bill(noise_multiplier: float, **options: Any) -> float:
         event, stated = event_of(make(noise_multiplier), steps, relation)
-        return billed(event, accountant=by, relation=stated, **options).epsilon(delta)
+        return billed(event, accountant=accountant, relation=stated, **options).epsilon(delta)
 
-    if accountant == "rdp":
-        return least_within(lambda noise: bill(noise, "rdp"), epsilon, tolerance, 1.0)
-    start = least_within(
-        lambda noise: bill(noise, accountant, buckets=_COARSE_BUCKETS), epsilon, _COARSE_TOLERANCE, 1.0
-    )
-    return least_within(lambda noise: bill(noise, accountant), epsilon, tolerance, start)
+    start = 1.0
+    if accountant != "rdp":
+        start = least_within(lambda noise: bill(noise, buckets=_COARSE_BUCKETS), epsilon, _COARSE_TOLERANCE, start)
+    return least_within(bill, epsilon, tolerance, start)
 
 
 @dataclass(frozen=True)
@@ -100,23 +99,21 @@ def calibrate_schedule(
         raise ValueError(f"shape must be positive, got {sigmas[repeats > 0].min()}: no scale of it meets a budget")
     median = float(np.median(sigmas[repeats > 0]))
 
-    def bill(steps: Buckets, by: Accountant) -> Callable[[float], float]:
-        def epsilon_at(scale: float) -> float:
-            exact = upper_profile(steps.scaled(scale), accountant=by, relation=relation)
-            return implemented(exact, sigmas * (scale / median), repeats, relation).epsilon(delta)
-
-        return epsilon_at
+    def bill(scale: float, steps: Buckets) -> float:
+        exact = upper_profile(steps.scaled(scale), accountant=accountant, relation=relation)
+        return implemented(exact, sigmas * (scale / median), repeats, relation).epsilon(delta)
 
     coarse = bucketed_gaussians(sigmas / median, rates, repeats, _COARSE_BUCKETS)
-    scale = least_within(bill(coarse, accountant), epsilon, _COARSE_TOLERANCE, 1.0)
+    scale = least_within(lambda scale: bill(scale, coarse), epsilon, _COARSE_TOLERANCE, 1.0)
     if accountant == "rdp":
         steps = Buckets(sigmas / median, sigmas / median, rates, rates, repeats)
-        scale = least_within(bill(steps, "rdp"), epsilon, tolerance, scale)
-        return CalibratedSchedule(scale / median, Interval(0.0, bill(steps, "rdp")(scale)))
-    near = sigmas * (scale / median)
-    steps = bucketed_gaussians(near, rates, repeats, require_whole("buckets", buckets)).scaled(1 / scale)
-    scale = least_within(bill(steps, accountant), epsilon, tolerance, scale)
-    upper = bill(steps, accountant)(scale)
+    else:
+        near = sigmas * (scale / median)
+        steps = bucketed_gaussians(near, rates, repeats, require_whole("buckets", buckets)).scaled(1 / scale)
+    scale = least_within(lambda scale: bill(scale, steps), epsilon, tolerance, scale)
+    upper = bill(scale, steps)
+    if accountant == "rdp":
+        return CalibratedSchedule(scale / median, Interval(0.0, upper))
     lower = lower_profile(steps.scaled(scale), relation=relation).epsilon(delta)
     return CalibratedSchedule(float(scale / median), Interval(min(upper, lower), upper))
 
@@ -166,3 +163,51 @@ def _secant(points: list[tuple[float, float]], log_target: float) -> float | Non
         return None
     log_cost, log_last = math.log(cost), math.log(last_cost)
     return last_noise * math.exp((log_target - log_last) / (log_cost - log_last) * math.log(noise / last_noise))
+
+
+def max_steps(
+    optimizer: Any,
+    *,
+    epsilon: float,
+    delta: float,
+    accountant: Accountant = "tightest",
+    relation: Relation | None = None,
+) -> int:
+    """The largest number of steps whose bill is at most epsilon at delta, an int; 0 if one step costs more.
+
+    optimizer: a `dpx.Mechanism`. epsilon: positive and finite. delta: in (0, 1).
+    accountant: "tightest", "pld" (privacy loss distributions) or "rdp" (Renyi divergences).
+    relation: how neighboring data sets differ; None is the relation that the sampling states.
+
+    A schedule may be defined for some steps only, and its event raises ValueError beyond them. The result is then at
+    most that number of steps. The search doubles and then bisects, because a bill grows with the steps, so it computes
+    about 2 log2(steps) bills.
+
+    Guarantee: `dpx.epsilon(optimizer, max_steps(...), delta=delta)` is at most epsilon.
+
+    Raises ValueError for arguments outside these ranges, and if 10,000,000 steps still cost at most epsilon.
+    """
+    epsilon = checks.require_positive_epsilon(epsilon)
+    require_billable(optimizer)
+    checks.warn_of_large_delta(delta, optimizer.sampling)
+
+    def affordable(steps: int) -> bool:
+        try:
+            event, stated = event_of(optimizer, steps, relation)
+        except ValueError:
+            if steps == 1:
+                raise
+            return False  # beyond the schedule
+        return billed(event, accountant=accountant, relation=stated).epsilon(delta) <= epsilon
+
+    low, high = 0, 1
+    while affordable(high):
+        if high == _MOST_STEPS:
+            raise ValueError(
+                f"epsilon={epsilon} at delta={delta} must bound the steps, but {_MOST_STEPS} steps cost no more"
+            )
+        low, high = high, min(2 * high, _MOST_STEPS)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if affordable(middle) else (low, middle)
+    return low

@@ -60,19 +60,13 @@ def warn_of_large_delta(value: Any, sampling: Any) -> None:
     """
     delta, examples = require_delta(value), getattr(sampling, "examples", None)
     if examples is not None and delta >= 1 / examples:
-        warnings.warn(
-            f"delta = {delta:g} is at least 1 / examples = 1 / {examples}: to release a random example whole would "
-            "count as private; choose a delta far below it",
-            UserWarning,
-            stacklevel=3,
-        )
+        words = f"at least 1 / examples = 1 / {examples}: to release a random example whole would count as private"
     elif delta > _LARGEST_USUAL_DELTA:
-        warnings.warn(
-            f"delta = {delta:g} is above {_LARGEST_USUAL_DELTA}: with that probability nothing is promised; choose one "
-            "far below 1 divided by the number of examples",
-            UserWarning,
-            stacklevel=3,
-        )
+        words = f"above {_LARGEST_USUAL_DELTA}: with that probability nothing is promised"
+    else:
+        return
+    advice = "choose one far below 1 divided by the number of examples"
+    warnings.warn(f"delta = {delta:g} is {words}; {advice}", stacklevel=3)
 
 
 def require_accountant(value: Any) -> Accountant:
@@ -94,15 +88,10 @@ def require_schedule(
 
     Raises ValueError for other shapes, for functions or traced values, and for numbers outside their domains.
     """
-    for name, values in (
-        ("noise_multipliers", noise_multipliers),
-        ("sampling_rate", sampling_rate),
-        ("counts", counts),
-    ):
+    given = {"noise_multipliers": noise_multipliers, "sampling_rate": sampling_rate, "counts": counts}
+    for name, values in given.items():
         if callable(values):
-            raise ValueError(
-                f"{name} must be an array of numbers, got {described(values)}; evaluate it at its steps first"
-            )
+            raise ValueError(f"{name} must hold numbers, got {described(values)}; evaluate it at its steps first")
         for value in values if isinstance(values, list | tuple) else (values,):
             require_concrete(name, value)
     sigmas = np.atleast_1d(require_floats("noise_multipliers", noise_multipliers))

@@ -135,13 +135,9 @@ def _require_batch_keys(batch_keys: list[int], *, several_runs: bool, shared_bat
             "key"
         )
     if not shared_batches and len(set(batch_keys)) < len(batch_keys):
-        raise ValueError(
-            "two of these runs drew their batches with one key, so they saw the same ones: pass shared_batches=True"
-        )
+        raise ValueError("two runs drew their batches with one key, so they saw the same: pass shared_batches=True")
     if shared_batches and len(set(batch_keys)) > 1:
-        raise ValueError(
-            "these runs drew their batches with several keys, so they saw different ones: pass shared_batches=False"
-        )
+        raise ValueError("the runs drew their batches with several keys, so these differ: pass shared_batches=False")
 
 
 def require_one_unit(units: tuple[int, ...], examples: tuple[int, ...]) -> None:

@@ -48,9 +48,8 @@ class NoisePlan:
     runs: tuple[PlannedRun, ...]
 
     def __str__(self) -> str:
-        head = (
-            f"epsilon {self.epsilon:g} at delta {self.delta:g}, {self.examples} examples, Poisson sampling; the noise"
-        )
+        head = f"epsilon {self.epsilon:g} at delta {self.delta:g}, {self.examples} examples, Poisson sampling; "
+        head += "the noise of the mean gradient is divided by the clip norm"
         rows = [
             f"{run.batch_size:10} {run.epochs:8.4g} {run.steps:7} {ceil(1e4 * run.noise_multiplier) / 1e4:16.4f} "
             f"{run.step_noise:11.3e} {run.epoch_noise:11.3e} {run.run_noise:11.3e}"
@@ -58,7 +57,7 @@ class NoisePlan:
         ]
         titles = f"{'batch size':>10} {'epochs':>8} {'steps':>7} {'noise multiplier':>16} "
         titles += f"{'of a step':>11} {'of an epoch':>11} {'of the run':>11}"
-        return "\n".join([f"{head} of the mean gradient is divided by the clip norm", titles, *rows])
+        return "\n".join([head, titles, *rows])
 
     def plot(self, *, axes: Any = None) -> Any:
         """Draws the noise of the run over the batch size, a line for each number of epochs, on matplotlib `axes`.
@@ -70,9 +69,8 @@ class NoisePlan:
         for run in self.runs:
             groups.setdefault(round(run.epochs), []).append(run)
         for epochs, runs in groups.items():
-            axes.semilogx(
-                [run.batch_size for run in runs], [run.run_noise for run in runs], ".-", label=f"{epochs} epochs"
-            )
+            points = [run.batch_size for run in runs], [run.run_noise for run in runs]
+            axes.semilogx(*points, ".-", label=f"{epochs} epochs")
         sizes = sorted({run.batch_size for run in self.runs}, reverse=True)
         ticks = sizes[:1]
         for size in sizes:
@@ -134,17 +132,11 @@ def plan_noise(
             accountant=accountant,
         ).scale
         step_noise = noise / size
-        in_epoch = sqrt(examples / size)
-        return PlannedRun(
-            size, steps * size / examples, steps, noise, step_noise, step_noise / in_epoch, step_noise / sqrt(steps)
-        )
+        epoch_noise, run_noise = step_noise / sqrt(examples / size), step_noise / sqrt(steps)
+        return PlannedRun(size, steps * size / examples, steps, noise, step_noise, epoch_noise, run_noise)
 
-    return NoisePlan(
-        examples=examples,
-        epsilon=epsilon,
-        delta=delta,
-        runs=tuple(run(number, size) for number in many for size in sizes),
-    )
+    runs = tuple(run(number, size) for number in many for size in sizes)
+    return NoisePlan(examples=examples, epsilon=epsilon, delta=delta, runs=runs)
 
 
 def _usual_sizes(examples: int) -> tuple[int, ...]:

@@ -56,9 +56,7 @@ def projected(event: dp_accounting.DpEvent, *, rank: int, blocks: int = 1) -> dp
     if not releases.private:
         return dp_accounting.NonPrivateDpEvent()
     if not releases.gaussian:
-        raise ValueError(
-            f"a fresh projection is billed before Gaussian and Poisson-sampled Gaussian events, got {event}"
-        )
+        raise ValueError(f"a fresh projection is billed before (Poisson-sampled) Gaussian events only, got {event}")
     losses = releases.losses("add_or_remove")
     if not losses:
         return dp_accounting.NoOpDpEvent()
@@ -95,14 +93,12 @@ class ProjectedGaussian:
         if self.noise_multiplier < renyi.SMALLEST_NOISE:
             return np.full(len(orders), np.inf)
         stretches, shares, _ = self._stretches(_RENYI_TAIL)
-        divergences = renyi.sampled_gaussian(
-            self.noise_multiplier / stretches, np.full(len(stretches), self.rate), orders
-        )  # (stretches, orders)
+        rates = np.full(len(stretches), self.rate)
+        divergences = renyi.sampled_gaussian(self.noise_multiplier / stretches, rates, orders)  # (stretches, orders)
         growth = orders * (orders - 1) / (2 * self.noise_multiplier**2)  # (a - 1) D_a = growth S^2 at most
         square = stretches[-1] ** 2
-        log_beyond = np.where(
-            growth < self.rank / 2 * (1 - 1 / square), growth * square + self._log_chernoff(stretches[-1]), np.inf
-        )
+        exists = growth < self.rank / 2 * (1 - 1 / square)
+        log_beyond = np.where(exists, growth * square + self._log_chernoff(stretches[-1]), np.inf)
         with np.errstate(divide="ignore", over="ignore"):  # scipy before 1.16 says "overflow" beside an inf
             logs = np.vstack([np.log(shares)[:, None] + (orders - 1) * divergences, log_beyond])
             return special.logsumexp(logs, axis=0) / (orders - 1)

@@ -1,5 +1,6 @@
 """The privacy report to publish beside a private model: the bill, all its assumptions, and its limits."""
 
+import contextlib
 import importlib.metadata
 import json
 import math
@@ -20,10 +21,11 @@ from dpx.accounting.budget import Budget
 from dpx.accounting.checks import Relation
 from dpx.accounting.events import billed, explanation
 from dpx.accounting.pages import as_html, as_markdown, as_text
-from dpx.accounting.statement import caveats, sections_of, title_of, tuning_words
-from dpx.accounting.summary import summary
+from dpx.accounting.statement import caveats, sections_of, summary, title_of, tuning_words
 from dpx.states.record import unit_mark
 from dpx.trees import described
+
+_PACKAGES = ("dpx", "jax", "optax", "dp-accounting", "numpy", "scipy")  # whose versions a report states
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -160,7 +162,7 @@ def privacy_report(
         attacks=bounds_of(billed(event, relation=relation, curve=True), delta, FALSE_POSITIVE_RATES),
         tuning=words,
         events=summary(event),
-        versions=_versions(),
+        versions={"python": platform.python_version()} | {name: version_of(name) for name in _PACKAGES},
         caveats=(*caveats(subject, relation), *explanation(event, delta=delta, relation=relation)),
         date=datetime.now(UTC).date().isoformat(),
         budget=None if isinstance(tuning, Selection) else getattr(mechanism, "budget", None),
@@ -194,11 +196,8 @@ def _with_tuning(event: DpEvent, relation: Relation, tuning: Any, unit: str) -> 
     return event, tuning_words(unit, tuning)
 
 
-def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
-    for package in ("dpx", "jax", "optax", "dp-accounting", "numpy", "scipy"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = "not installed as a package"
-    return versions
+def version_of(package: str) -> str:
+    """The version of an installed package, in words."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
+    return "not installed as a package"

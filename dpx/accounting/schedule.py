@@ -83,11 +83,9 @@ def schedule_delta(
     return _interval(upper, lower, lambda profile: profile.delta(epsilon))
 
 
-def _profiles(
-    noise_multipliers, sampling_rate, counts, accountant, relation, buckets, grid
-) -> tuple[Profile, Profile | None]:
+def _profiles(noise, sampling_rate, counts, accountant, relation, buckets, grid) -> tuple[Profile, Profile | None]:
     """The upper profile, and the lower one, or None if the accountant has no lower one."""
-    sigmas, rates, repeats = checks.require_schedule(noise_multipliers, sampling_rate, counts)
+    sigmas, rates, repeats = checks.require_schedule(noise, sampling_rate, counts)
     relation, buckets = checks.require_relation(relation), require_whole("buckets", buckets)
     if grid is not None:
         grid = require_number("grid", grid, minimum=0, exclusive=True)
@@ -114,13 +112,7 @@ def gaussian_losses(sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray, r
     return losses
 
 
-def upper_profile(
-    steps: Buckets,
-    *,
-    accountant: Accountant = "tightest",
-    relation: Relation = "zero_out",
-    grid: float | None = None,
-) -> Profile:
+def upper_profile(steps: Buckets, *, accountant: Accountant, relation: Relation, grid: float | None = None) -> Profile:
     """An upper bound for exact arithmetic: noise is rounded down, and rates are rounded up."""
     losses = gaussian_losses(steps.smallest_noise, steps.largest_rate, steps.counts, relation)
     return profile(losses, accountant, grid=grid)
@@ -132,7 +124,7 @@ def implemented(exact: Profile, sigmas: np.ndarray, counts: np.ndarray, relation
     return Implemented(exact, int(counts.sum()), float(counts.sum()), effect / least if least > 0 else math.inf)
 
 
-def lower_profile(steps: Buckets, *, relation: Relation = "zero_out", grid: float | None = None) -> Profile:
+def lower_profile(steps: Buckets, *, relation: Relation, grid: float | None = None) -> Profile:
     """A lower bound, which is never a bill: noise is rounded up, and rates are rounded down.
 
     The bound is 0 if a noise multiplier is below 1e-6, but not 0.

@@ -30,6 +30,7 @@ from scipy import optimize, special
 
 from dpx.accounting import renyi
 from dpx.accounting.checks import Relation
+from dpx.accounting.delegated import NEIGHBORS
 from dpx.accounting.pld.losses import SampledGaussian, StepLoss, total_renyi
 from dpx.accounting.releases import Released, count_releases, is_readable, read_step, register, released
 
@@ -81,10 +82,8 @@ class Delegated:
     relation: Relation
 
     def renyi(self, orders: np.ndarray) -> np.ndarray:
-        neighbors = dp_accounting.NeighboringRelation
-        relation = neighbors.REPLACE_SPECIAL if self.relation == "zero_out" else neighbors.ADD_OR_REMOVE_ONE
         try:
-            return np.asarray(RdpAccountant(orders.tolist(), relation).compose(self.event).rdp)
+            return np.asarray(RdpAccountant(orders.tolist(), NEIGHBORS[self.relation]).compose(self.event).rdp)
         except dp_accounting.UnsupportedEventError as error:
             raise ValueError(f'{self.event} has no known Renyi divergence under relation "{self.relation}"') from error
 
@@ -207,18 +206,14 @@ def _read_best_of(event: Any, relation: Relation) -> BestOf:
     return BestOf(trial_loss(event.event, relation), mean, shape)
 
 
-def _read_one_of(event: OneOfDpEvent, relation: Relation) -> OneOf:
-    return OneOf(tuple(trial_loss(inner, relation) for inner in event.events))
-
-
 def _released_by_best_of(event: Any) -> Released:
     most, mean = released(event.event)
     return Released(most * most_trials(float(event.mean), float(event.shape)), mean * float(event.mean))
 
 
-def _released_by_one_of(event: OneOfDpEvent) -> Released:
-    return Released(*map(max, zip(*map(released, event.events), strict=True)))
-
-
 register(RepeatAndSelectDpEvent, _read_best_of, released=_released_by_best_of)
-register(OneOfDpEvent, _read_one_of, released=_released_by_one_of)
+register(
+    OneOfDpEvent,
+    lambda event, relation: OneOf(tuple(trial_loss(inner, relation) for inner in event.events)),
+    released=lambda event: Released(*map(max, zip(*map(released, event.events), strict=True))),
+)

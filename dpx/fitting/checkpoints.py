@@ -5,8 +5,6 @@ Only their owner can read them: orbax gives its files the modes that the umask a
 closed to others.
 """
 
-import contextlib
-import importlib.metadata
 import json
 import logging
 import os
@@ -18,6 +16,7 @@ import jax
 import numpy as np
 
 from dpx import keys
+from dpx.accounting.report import version_of
 from dpx.fitting import processes
 from dpx.fitting.settings import Terms
 from dpx.fitting.steps import Carry
@@ -58,7 +57,7 @@ def facts_of(terms: Terms, carry: Carry, options: dict[str, Any]) -> dict[str, A
     facts |= {PROGRAM: _program(optimizer, carry)}
     facts |= {name: repr(value) for name, value in options.items() if value not in (None, False)}
     facts |= {"processes": jax.process_count()} if jax.process_count() > 1 else {}
-    return facts | {"backend": jax.default_backend()} | {f"version of {name}": _version(name) for name in PACKAGES}
+    return facts | {"backend": jax.default_backend()} | {f"version of {name}": version_of(name) for name in PACKAGES}
 
 
 def _program(optimizer: Mechanism, carry: Carry) -> int:
@@ -75,12 +74,6 @@ def _program(optimizer: Mechanism, carry: Carry) -> int:
 
 def _bytes(array: Any) -> bytes:
     return np.asarray(processes.readable(array)).tobytes()
-
-
-def _version(package: str) -> str:
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version(package)
-    return "not installed as a package"
 
 
 def make_folder(path: Path):

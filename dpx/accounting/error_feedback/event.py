@@ -103,8 +103,6 @@ def bounds(event: ErrorFeedbackDpEvent, accountant: Accountant, relation: Relati
     return profiles
 
 
-def _released(event: ErrorFeedbackDpEvent) -> Released:
-    return Released(event.steps, event.steps)
-
-
-register_whole_run(ErrorFeedbackDpEvent, WholeRunReader(profile, explain, _released))
+register_whole_run(
+    ErrorFeedbackDpEvent, WholeRunReader(profile, explain, lambda event: Released(event.steps, event.steps))
+)
