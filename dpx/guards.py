@@ -64,9 +64,7 @@ def require_params(params: Tree):
 
 def require_no_modules(params: Tree):
     """Raises ValueError for Flax modules and batch statistics among the parameters."""
-    nodes = jax.tree_util.tree_leaves_with_path(
-        params, is_leaf=lambda node: _is_flax(node, "Module") or _is_flax(node, "BatchStat")
-    )
+    nodes = jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda node: _is_flax(node, "Module", "BatchStat"))
     for path, node in nodes:
         if _is_flax(node, "Module"):
             raise ValueError(
@@ -80,9 +78,9 @@ def require_no_modules(params: Tree):
             )
 
 
-def _is_flax(node: Any, name: str) -> bool:
-    """Whether `node` is of the class `name` of Flax NNX, or of a class below it."""
-    return any(kind.__name__ == name and kind.__module__.startswith("flax.nnx") for kind in type(node).__mro__)
+def _is_flax(node: Any, *names: str) -> bool:
+    """Whether `node` is of one of these classes of Flax NNX, or of a class below it."""
+    return any(kind.__name__ in names and kind.__module__.startswith("flax.nnx") for kind in type(node).__mro__)
 
 
 def require_per_example(grads: Tree, params: Tree):

@@ -18,6 +18,7 @@ State = TypeVar("State")
 
 LONGEST = 100  # characters of a string in a message
 MOST_SHAPES = 8  # in a message
+MOST_PATHS = 4  # in a message
 NO_NUMBERS = frozenset("OSUTMm")  # the kinds of numpy's dtypes of objects, words and dates
 
 
@@ -49,9 +50,7 @@ def require_arrays(data: Any):
                 "numbers, such as frame[columns].to_numpy(numpy.float32), with a number in place of each word"
             )
         if scipy.sparse.issparse(leaf):
-            raise ValueError(
-                f"data must hold dense arrays, got {type(leaf)}: .toarray(), or a source that makes its rows dense"
-            )
+            raise ValueError(f"data must hold dense arrays, got {type(leaf)}: .toarray(), or a source of dense rows")
         dtype = getattr(leaf, "dtype", None)
         if getattr(dtype, "kind", "") in NO_NUMBERS or getattr(dtype, "names", None):
             raise ValueError(
@@ -78,9 +77,24 @@ def map_states(function: Callable[[State], Any], tree: Tree, kind: type[State]) 
     return jax.tree.map(apply, tree, is_leaf=lambda node: isinstance(node, kind))
 
 
+def split(flat: Any, like: Tree) -> Tree:
+    """Vectors, (..., size), in the shapes of `like`; axes before the last stay in front."""
+    leaves, structure = jax.tree.flatten(like)
+    ends = np.cumsum([0, *[math.prod(leaf.shape) for leaf in leaves]])
+    parts = [flat[..., a:b] for a, b in zip(ends[:-1], ends[1:], strict=True)]
+    shaped = [part.reshape((*flat.shape[:-1], *leaf.shape)) for part, leaf in zip(parts, leaves, strict=True)]
+    return structure.unflatten(shaped)
+
+
 def path_of(path: tuple[Any, ...]) -> str:
     """The path of a leaf in words, such as "dense/kernel"; "" for a tree that is one leaf."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def some(words: list[str], most: int = MOST_PATHS) -> str:
+    """The first of some words, such as paths, and how many follow."""
+    rest = len(words) - most
+    return ", ".join(words[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def described(value: Any) -> str:

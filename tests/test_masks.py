@@ -11,8 +11,7 @@ from jax.flatten_util import ravel_pytree
 
 import dpx
 from dpx import keys
-from dpx.coordinates._masks import count, random_mask
-from dpx.coordinates._selection import largest
+from dpx.coordinates._masks import count, largest, random_mask
 from dpx.xla.totals import ETA
 from examples.config import Config
 from tests.ghost import assert_agrees, noiseless, normal

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpx.accounting.checks import require_delta
-from dpx.checking import measured, parameters, plan, program, randomness, step
+from dpx.checking import measured, plan, program, randomness, step
 from dpx.checking.report import Finding, Report
 from dpx.mechanism import Mechanism, require_mechanism
 from dpx.optimizer import trained
 from dpx.sampling.batch import Batch, require_batch
 from dpx.trees import Tree, batch_size, described
-from dpx.validation import require_whole
+from dpx.validation import require_function, require_whole
 
 
 def check_setup(
@@ -58,7 +58,7 @@ def check_setup(
     included, rows = plan.rows_that_count(batch, sampling)
     public = [plan.drawn(batch, sampling), plan.delta_size(delta, sampling), plan.privacy(optimizer, steps, delta)]
     public += [] if data is None else [plan.data_length(data, sampling)]
-    public += [plan.secret(optimizer.key), real := parameters.dtypes(params)]
+    public += [plan.secret(optimizer.key), real := program.dtypes(params)]
     closed = program.trace(value, params, example)
     if isinstance(closed, Finding):
         return Report((*public, closed), (rows,))
@@ -85,8 +85,7 @@ def check_setup(
 
 def _require(loss, optimizer, params, batch, steps, delta) -> tuple[Batch, int | None, float | None]:
     """The batch, the steps and delta. Raises ValueError for arguments that no finding could describe."""
-    if not callable(loss):
-        raise ValueError(f"loss must be a function of (params, example), got {type(loss)}")
+    require_function("loss", loss)
     require_mechanism(optimizer)
     if not jax.tree.leaves(params):
         raise ValueError(f"params must hold at least one array, got {described(params)}")

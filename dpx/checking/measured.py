@@ -10,13 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dpx.checking.parameters import is_low_precision
-from dpx.checking.program import some
+from dpx.checking.program import is_low_precision
 from dpx.checking.report import Finding
 from dpx.contributions import LARGEST, in_range
 from dpx.mechanism import Mechanism
 from dpx.scalars import over
-from dpx.trees import Tree, path_of
+from dpx.trees import Tree, path_of, some
 from dpx.xla.microbatches import sum_over_microbatches
 
 MICROBATCH_NUMBERS = 2**26  # numbers of gradients in memory at once: 256 MiB in float32
@@ -95,9 +94,7 @@ def _bounds(contribute: Callable, params: Tree) -> tuple[jax.Array, jax.Array]:
 
 def _contribute(mechanism: Mechanism, state: Tree, grad: Tree):
     """((encoded gradient, factors), norms, contributions) of one example; contributions: float32 (G,), of G groups."""
-    encoded = mechanism.encode(jax.tree.map(lambda g: g.astype(jnp.float32), grad), state)
-    norms = mechanism.norm(encoded)
-    factors = mechanism.weigh(norms, state)[0]
+    encoded, norms, (factors, *_) = mechanism.contribute(grad, state)
     sizes = [jnp.abs(n * f) for n, f in zip(jax.tree.leaves(norms), jax.tree.leaves(factors), strict=True)]
     return (encoded, factors), norms, jnp.stack(sizes)
 
@@ -105,9 +102,7 @@ def _contribute(mechanism: Mechanism, state: Tree, grad: Tree):
 def _sizes(grad: Tree, flags: Tree) -> jax.Array:
     """The largest absolute value in each leaf, float32 (L,); 0 where it is not trained."""
     leaves = zip(jax.tree.leaves(grad), jax.tree.leaves(flags), strict=True)
-    return jnp.stack(
-        [jnp.max(jnp.abs(g), initial=0).astype(jnp.float32) if flag else jnp.float32(0) for g, flag in leaves]
-    )
+    return jnp.stack([jnp.float32(jnp.max(jnp.abs(g), initial=0) if flag else 0) for g, flag in leaves])
 
 
 def _count(params: Tree, flags: Tree) -> int:
@@ -167,10 +162,10 @@ def without_gradient(measured: Measured, params: Tree, flags: Tree, alone: Calla
     paths = [path_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     words = "have no gradient in any row, but get noise"
     numbers = {"parameters": int(dead.sum()), "also_near": int(dead_near.sum())}
+    shown = dead_near if dead_near.any() else dead
+    named = some([path for path, is_dead in zip(paths, shown, strict=True) if is_dead])
     if dead_near.any():
-        named = some([path for path, is_dead in zip(paths, dead_near, strict=True) if is_dead])
         return Finding("zero gradients", "warning", f"{named} {words}: freeze them with coordinates.trainable", numbers)
-    named = some([path for path, is_dead in zip(paths, dead, strict=True) if is_dead])
     return Finding("zero gradients", "note", f"{named} {words}; at other parameters they have one", numbers)
 
 

@@ -1,5 +1,6 @@
 """The batch, the data and delta against the sampling, and the privacy cost of the whole run."""
 
+import itertools
 import math
 import warnings
 from typing import Any
@@ -32,9 +33,8 @@ def rows_that_count(batch: Batch, sampling: Any) -> tuple[np.ndarray, Finding]:
     words = f"{count} of {size} rows count, and {expected:g} are expected of {sampling}"
     deviation = math.sqrt(expected * max(0.0, 1 - expected / sampling.examples))
     if count > most:
-        return included, Finding(
-            "batch", "error", f"{words}: more than it draws, so the run would have no bill", numbers
-        )
+        words += ": more than it draws, so the run would have no bill"
+        return included, Finding("batch", "error", words, numbers)
     if batch.drawn is not None and int(batch.drawn.rows) != count:
         words = f"{count} rows count, and `take` drew {int(batch.drawn.rows)}: the run would have no bill"
         return included, Finding("batch", "error", words, numbers)
@@ -66,9 +66,7 @@ def delta_size(delta: float | None, sampling: Any) -> Finding:
         return Finding("delta", "note", "no delta is given, and the mechanism has no budget: epsilon is not known")
     numbers = {"delta": delta, "examples": sampling.examples}
     if delta >= 1 / sampling.examples:
-        words = (
-            f"delta {delta:g} is at least 1 / {sampling.examples}: to release one example whole would count as private"
-        )
+        words = f"delta {delta:g} is at least 1 / {sampling.examples}: one example released whole would be private"
         return Finding("delta", "warning", words, numbers)
     return Finding("delta", "ok", f"delta {delta:g} is below 1 / {sampling.examples}", numbers)
 
@@ -93,10 +91,8 @@ def privacy(optimizer: Mechanism, steps: int | None, delta: float | None) -> Fin
 
 def frozen(flags: Tree, params: Tree) -> Finding:
     """How many parameters the mechanism trains. flags: bools like the parameters."""
-    sizes = [
-        (flag, math.prod(np.shape(p))) for flag, p in zip(jax.tree.leaves(flags), jax.tree.leaves(params), strict=True)
-    ]
-    trained, total = sum(size for flag, size in sizes if flag), sum(size for _, size in sizes)
+    sizes = [math.prod(np.shape(leaf)) for leaf in jax.tree.leaves(params)]
+    trained, total = sum(itertools.compress(sizes, jax.tree.leaves(flags))), sum(sizes)
     words = f"{trained} of {total} parameters are trained" if trained < total else f"all {total} parameters are trained"
     return Finding("trained", "ok", words, {"trained": trained, "parameters": total})
 

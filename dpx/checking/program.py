@@ -1,4 +1,4 @@
-"""What the loss can see beside its one example, and which parameters it uses; read from its equations."""
+"""What the loss can see beside its one example, and which parameters it uses, by its equations; and their dtypes."""
 
 import math
 from collections.abc import Callable
@@ -9,11 +9,10 @@ import jax.core
 import jax.numpy as jnp
 
 from dpx.checking.report import Finding
-from dpx.trees import Tree, path_of
+from dpx.trees import Tree, path_of, some
 from dpx.xla import jaxprs
 
 LARGE = 2**20  # bytes of an array that is worth a note
-SHOWN = 4  # paths in one line
 
 
 def of_one_example(loss: Callable, *, with_key: bool, has_aux: bool) -> Callable[[Tree, Tree], jax.Array]:
@@ -58,7 +57,8 @@ def constants(closed: Any, example: Tree, rows: int, examples: int) -> Finding:
 
 def batching(closed: Any) -> Finding:
     """Equations that may see the rows of a whole batch under `jax.vmap`."""
-    names = sorted({name for name in map(_primitive, jaxprs.equations(closed)) if _sees_batches(name)})
+    all_names = {equation.primitive.name for equation in jaxprs.equations(closed)}
+    names = sorted(name for name in all_names if "callback" in name or name in ("debug_print", "custom_vmap_call"))
     if names:
         words = f"the loss contains {', '.join(names)}, which can see the whole batch; one row must not change another"
         return Finding("batching rules", "warning", words, {"kinds": len(names)})
@@ -76,10 +76,19 @@ def unused(closed: Any, params: Tree, flags: Tree) -> Finding:
     return Finding("unused parameters", "ok", "the loss uses every trained parameter", {"parameters": 0})
 
 
-def some(paths: list[str]) -> str:
-    """The first paths, and how many follow."""
-    rest = len(paths) - SHOWN
-    return ", ".join(paths[:SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+def dtypes(params: Tree) -> Finding:
+    """Parameters without a real gradient."""
+    found = [(path_of(path), jnp.result_type(leaf)) for path, leaf in jax.tree_util.tree_leaves_with_path(params)]
+    wrong = [f"{path} ({dtype})" for path, dtype in found if not jnp.issubdtype(dtype, jnp.floating)]
+    if wrong:
+        words = f"{some(wrong)} have no real gradient: keep them out of the parameters (complex: two real arrays)"
+        return Finding("parameter dtypes", "error", words, {"parameters": len(wrong)})
+    return Finding("parameter dtypes", "ok", "all parameters are real floats", {"parameters": 0})
+
+
+def is_low_precision(leaf: jax.Array) -> bool:
+    """Whether a leaf has fewer than 32 bits."""
+    return jnp.result_type(leaf).itemsize < 4
 
 
 def _like_data(shape: tuple[int, ...], example_shapes: set, rows: int, examples: int) -> bool:
@@ -87,14 +96,6 @@ def _like_data(shape: tuple[int, ...], example_shapes: set, rows: int, examples:
     if len(shape) == 0 or shape[0] < 2:
         return False
     return shape[0] == examples or (shape[1:] in example_shapes and (len(shape) > 1 or shape[0] == rows))
-
-
-def _sees_batches(name: str) -> bool:
-    return "callback" in name or name in ("debug_print", "custom_vmap_call")
-
-
-def _primitive(equation: Any) -> str:
-    return equation.primitive.name
 
 
 def _bytes(array: Any) -> int:

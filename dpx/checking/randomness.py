@@ -10,12 +10,8 @@ from dpx.checking.report import Finding
 from dpx.trees import Tree
 from dpx.xla.jaxprs import bodies
 
-DRAWS = (
-    "random_bits",
-    "threefry2x32",
-    "threefry4x32",
-    "rng_bit_generator",
-)  # the primitives that turn a key into random numbers
+# The primitives that turn a key into random numbers.
+DRAWS = ("random_bits", "threefry2x32", "threefry4x32", "rng_bit_generator")
 KEYS = {"threefry2x32": 2, "threefry4x32": 4}  # how many of the first operands are the key; 1 of the others
 
 
@@ -78,9 +74,8 @@ def _repeated(body: Any, operands: list[bool], constants: int, carried: int) -> 
     """The same for the body of a loop: the draws of its first turn, and what differs after its last."""
     draws, outputs = _constant_draws(body, operands)
     before = operands[constants : constants + carried]
-    carry = [first or later for first, later in zip(before, outputs[:carried], strict=True)]
+    carry = [first or after for first, after in zip(before, outputs[:carried], strict=True)]
     if carry != before:
-        _, outputs = _repeated(
-            body, [*operands[:constants], *carry, *operands[constants + carried :]], constants, carried
-        )
+        later = [*operands[:constants], *carry, *operands[constants + carried :]]
+        _, outputs = _repeated(body, later, constants, carried)
     return draws, [*carry, *outputs[carried:]]

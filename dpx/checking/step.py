@@ -12,13 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dpx.checking.parameters import is_low_precision
-from dpx.checking.program import some
+from dpx.checking.program import is_low_precision
 from dpx.checking.report import Finding
 from dpx.gradients import private_updates
 from dpx.mechanism import Mechanism
 from dpx.sampling.batch import Batch
-from dpx.trees import Tree, batch_size, path_of
+from dpx.trees import Tree, batch_size, path_of, some
 
 REPETITIONS = 3
 
@@ -81,17 +80,14 @@ def precision(step: Step, params: Tree, flags: Tree, losses: jax.Array) -> Findi
     low = [n for n, flag in enumerate(jax.tree.leaves(flags)) if flag and is_low_precision(leaves[n])]
     if not low:
         if is_low_precision(losses):
-            return Finding(
-                "precision", "note", f"losses are {losses.dtype}: sum and average them in float32 in the loss"
-            )
+            words = f"losses are {losses.dtype}: sum and average them in float32 in the loss"
+            return Finding("precision", "note", words)
         return Finding("precision", "ok", "trained parameters and losses have at least 32 bits", {"parameters": 0})
     moved = [optax.apply_updates(jnp.asarray(leaves[n]), updates[n]) != leaves[n] for n in low]
     meant = sum(int(jnp.sum(updates[n] != 0)) for n in low)
     lost = 1 - sum(int(jnp.sum(m)) for m in moved) / meant if meant else 0.0
-    words = (
-        f"{some([f'{paths[n]} ({leaves[n].dtype})' for n in low])}: {lost:.0%} of the updates of a first step of pure "
-    )
-    words += "noise are below the spacing of the parameter, and lost"
+    words = some([f"{paths[n]} ({leaves[n].dtype})" for n in low])
+    words += f": {lost:.0%} of the updates of a first step of pure noise are below the parameter's spacing, and lost"
     if lost > 0.1:
         return Finding("precision", "warning", f"{words}: keep float32 parameters, cast in the loss", {"lost": lost})
     return Finding("precision", "note", words, {"lost": lost})

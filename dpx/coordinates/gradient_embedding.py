@@ -1,6 +1,5 @@
 """Gradient embedding: a gradient is written as its coordinates in a public subspace, and the residual."""
 
-import math
 from typing import NamedTuple
 
 import jax
@@ -8,7 +7,7 @@ import jax.numpy as jnp
 
 from dpx import keys
 from dpx.mechanism import Coordinates
-from dpx.trees import Tree, batch_size
+from dpx.trees import Tree, batch_size, split
 from dpx.validation import require_number, require_whole
 
 EXACT = jax.lax.Precision.HIGHEST  # float32 products on every machine, because matrix units round to fewer bits
@@ -60,7 +59,6 @@ def gradient_embedding(*, basis: Tree, embedding_scale: float = 1.0, residual_sc
         }
 
     def decode(released, state, like):
-        del like
         inside = _combined(released["embedding"] * embedding_scale, state.basis)
         return jax.tree.map(lambda v, r: v + r * residual_scale, inside, released["residual"]), state
 
@@ -87,7 +85,7 @@ def public_subspace(public_grads: Tree, *, rank: int, iterations: int, key: jax.
     Returns float32 (rank, *shape) for each array of the parameters. Raises ValueError for other ranks or iterations.
     Source: Yu et al. 2021, https://arxiv.org/abs/2102.12677.
     """
-    leaves, structure = jax.tree.flatten(public_grads)
+    leaves = jax.tree.leaves(public_grads)
     examples = batch_size(public_grads)
     flat = jnp.concatenate([leaf.reshape(examples, -1).astype(jnp.float32) for leaf in leaves], axis=1)
     rank = require_whole("rank", rank, maximum=min(flat.shape))  # public gradients, coordinates
@@ -96,12 +94,7 @@ def public_subspace(public_grads: Tree, *, rank: int, iterations: int, key: jax.
     for _ in range(iterations):
         products = jnp.dot(basis, flat.T, precision=EXACT)
         basis = jnp.linalg.qr(jnp.dot(products, flat, precision=EXACT).T)[0].T
-    ends = [0]
-    for leaf in leaves:
-        ends.append(ends[-1] + math.prod(leaf.shape[1:]))
-    segments = [basis[:, start:end] for start, end in zip(ends, ends[1:], strict=False)]
-    shaped = [segment.reshape(rank, *leaf.shape[1:]) for segment, leaf in zip(segments, leaves, strict=True)]
-    return jax.tree.unflatten(structure, shaped)
+    return split(basis, jax.tree.map(lambda leaf: leaf[0], public_grads))
 
 
 def _combined(embedding: jax.Array, basis: Tree) -> Tree:

@@ -6,11 +6,12 @@ from typing import NamedTuple
 import jax
 import jax.core
 import jax.numpy as jnp
+import optax
 
 from dpx.coordinates._masks import random_mask
 from dpx.coordinates.random_freeze import RandomFreezeState
 from dpx.mechanism import Tree
-from dpx.trees import find_state
+from dpx.trees import find_state, split
 
 
 class SparseUpdates(NamedTuple):
@@ -46,10 +47,7 @@ def sparse_unpack(packed: SparseUpdates, like: Tree) -> Tree:
     mask = _flat(random_mask(packed.seed, packed.kept, like))
     (places,) = jnp.nonzero(mask, size=packed.values.size, fill_value=mask.size)
     flat = jnp.zeros(mask.size, jnp.float32).at[places].set(packed.values, mode="drop")
-    leaves, treedef = jax.tree.flatten(like)
-    segments = jnp.split(flat, [sum(leaf.size for leaf in leaves[: i + 1]) for i in range(len(leaves) - 1)])
-    shaped = [s.reshape(leaf.shape).astype(leaf.dtype) for s, leaf in zip(segments, leaves, strict=True)]
-    return treedef.unflatten(shaped)
+    return optax.tree.cast_like(split(flat, like), like)
 
 
 def sparse_density(state: Tree) -> jax.Array:

@@ -65,7 +65,6 @@ def standardized(
         return jax.tree.map(lambda g, m, s: (g - m) / s, grad, state.mean, scales(state.variance))
 
     def decode(released, state, like):
-        del like
         mean, variance = state
         restored = jax.tree.map(lambda r, m, s: r * s + m, released, mean, scales(variance))
 

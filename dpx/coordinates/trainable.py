@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from dpx.mechanism import Coordinates, Tree
 from dpx.stages import FROZEN
-from dpx.trees import described, path_of
+from dpx.trees import described, path_of, some
 
 PRINTED = 6  # paths in the printed pipeline, and in a message
 
@@ -43,7 +43,6 @@ def trainable(*, mask: Tree | Callable[[str], bool]) -> Coordinates:
         return ()
 
     def encode(grad, state):
-        del state
         return jax.tree.map(lambda keep, leaf: leaf if keep else None, flags_of(grad), grad)
 
     def decode(released, state, like):
@@ -69,7 +68,7 @@ def _require_some(flags: Tree):
         if not isinstance(flag, bool):
             raise ValueError(f"mask must give Python bools (public constants), got {described(flag)} for {path!r}")
     if not any(flag for _, flag in found):
-        paths = _some([path for path, _ in found])
+        paths = some([path for path, _ in found], PRINTED)
         raise ValueError(f"mask must leave at least one layer trainable, got False for all of: {paths}")
 
 
@@ -84,9 +83,5 @@ def _spread(mask: Tree, tree: Tree) -> Tree:
 def _words(mask: Any, by_path: bool) -> str:
     if by_path:
         return "those whose path the given function accepts"
-    return _some([path_of(path) for path, keep in jax.tree_util.tree_leaves_with_path(mask) if keep]) or "all layers"
-
-
-def _some(paths: list[str]) -> str:
-    rest = len(paths) - PRINTED
-    return ", ".join(paths[:PRINTED]) + (f" and {rest} more" if rest > 0 else "")
+    kept = [path_of(path) for path, keep in jax.tree_util.tree_leaves_with_path(mask) if keep]
+    return some(kept, PRINTED) or "all layers"

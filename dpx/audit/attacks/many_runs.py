@@ -143,7 +143,9 @@ def _scores(attack: Attack, key: jax.Array, runs: int, period: int) -> tuple[np.
     _warn_if_noisy(moves.noisy)
     noises = int(moves.known.any())
     with_ = pilot("pilot with", True, noises)
-    rates = _rates(attack, keys.stream(key, "pilot batches"), pilots)
+    batch_keys = jax.random.split(keys.public(keys.stream(key, "pilot batches")), pilots)
+    taken = jax.jit(jax.vmap(lambda key: attack.takes_part(key, attack.steps)))(batch_keys)
+    rates = np.asarray(taken, np.float64).mean(axis=0)  # how often the canary takes part at each step
     statistic = fit(moves.counts(without), moves.counts(with_), rates, period)
 
     def scores(world: str, present: bool) -> np.ndarray:
@@ -182,14 +184,6 @@ def _function(name: str, gradient: Any, params: Tree) -> Callable[[jax.Array, Tr
     if jax.tree.structure(gradient) != jax.tree.structure(params) or found != expected:
         raise ValueError(f"{name} must be a gradient like params, of shapes {expected}, or a function of it")
     return lambda step, state, params: gradient
-
-
-def _rates(attack: Attack, key: jax.Array, runs: int) -> np.ndarray:
-    """How often the canary takes part at each step, float64 (steps,)."""
-    taken = jax.jit(jax.vmap(lambda key: attack.takes_part(key, attack.steps)))(
-        jax.random.split(keys.public(key), runs)
-    )
-    return np.asarray(taken, np.float64).mean(axis=0)
 
 
 def _finite(found: Observed) -> Observed:

@@ -19,7 +19,7 @@ import numpy as np
 from dpx import keys
 from dpx.accounting import checks, gdp
 from dpx.audit.attacks.one_run_bounds import steinke_p_value, trade_off_rejected
-from dpx.audit.attacks.scores import lower_bound_from_scores
+from dpx.audit.attacks.scores import lower_bound_from_scores, verdict
 from dpx.trees import Tree, described
 from dpx.validation import require_number, require_open_fraction, require_whole
 
@@ -64,11 +64,7 @@ class OneRun:
             f"hypothesis: at least {self.trade_off_epsilon:.4g}, if the trade-off function is a Gaussian's",
             f"hypothesis: at least {self.gaussian_epsilon:.4g}, if the canaries' scores are independent, too",
         ]
-        if self.bill is not None:
-            lines.append(
-                f"the bill is {self.bill:.4g}: {'the bill is WRONG' if self.exceeds_bill else 'no contradiction'}"
-            )
-        return "\n".join(lines)
+        return "\n".join([*lines, *verdict(self)])
 
 
 def draw_members(key: jax.Array, *, canaries: int) -> np.ndarray:
@@ -188,10 +184,8 @@ def _largest_mu(right: np.ndarray, guesses: np.ndarray, canaries: int, miss: flo
     low, high = 0.0, _LARGEST_MU
     for _ in range(_REFINEMENTS):
         mus = np.linspace(low, high, _MUS + 1)[1:]
-        tests = len(right) * _MUS
-        rejected = trade_off_rejected(
-            np.repeat(right, _MUS), np.repeat(guesses, _MUS), canaries, np.tile(mus, len(right)), np.full(tests, miss)
-        )
+        tests = np.repeat(right, _MUS), np.repeat(guesses, _MUS), canaries, np.tile(mus, len(right))
+        rejected = trade_off_rejected(*tests, np.full(len(right) * _MUS, miss))
         found = np.flatnonzero(rejected.reshape(-1, _MUS).any(axis=0))
         width = (high - low) / _MUS
         low = float(mus[found[-1]]) if len(found) else low

@@ -79,10 +79,13 @@ class LowerBound:
             f"({self.runs[0]} runs with the canary, {self.runs[1]} without, not counting those of the choices)",
             f"hypothesis: at least {self.gaussian_epsilon:.4g}, if the trade-off function is a Gaussian's",
         ]
-        if self.bill is not None:
-            verdict = "the bill is WRONG" if self.exceeds_bill else "no contradiction"
-            lines.append(f"the bill is {self.bill:.4g}: {verdict}")
-        return "\n".join(lines)
+        return "\n".join([*lines, *verdict(self)])
+
+
+def verdict(bound: Any) -> list[str]:
+    """The line about the bill beside a bound; none without a bill."""
+    words = "the bill is WRONG" if bound.exceeds_bill else "no contradiction"
+    return [] if bound.bill is None else [f"the bill is {bound.bill:.4g}: {words}"]
 
 
 def lower_bound_from_scores(

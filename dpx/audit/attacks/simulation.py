@@ -77,7 +77,6 @@ def takes_part(sampling: Any) -> Callable[..., Any]:
 
 def observe_canary(updates: Tree, before: Tree, after: Tree, canary: Tree) -> jax.Array:
     """The inner product of the released update and the canary's gradient, float32 (1,)."""
-    del before, after
     require_arrays((updates, canary))
     products = jax.tree.map(lambda u, c: jnp.vdot(u.astype(jnp.float32), c), updates, canary)
     return jnp.stack([sum(jax.tree.leaves(products))])
@@ -127,7 +126,9 @@ def observed_run(
         @without_grid
         def move(key):
             again = attack.make(key)
-            known = _completed(before, again.init(attack.params))
+            # What is not public is that of a state before the first step.
+            parts = before, again.init(attack.params)
+            known = jax.tree.map(lambda a, b: b if a is None else a, *parts, is_leaf=lambda part: part is None)
             return observe(again, known, canary, True)[0] - observe(again, known, other, replaced)[0]
 
         chosen = jax.tree.map(lambda a, b: jnp.where(present, a, b), canary, other)
@@ -136,11 +137,6 @@ def observed_run(
 
     _, (observed, moves) = jax.lax.scan(step, mechanism.init(attack.params), (jnp.arange(attack.steps), taken))
     return observed, jnp.moveaxis(moves, 1, 0)
-
-
-def _completed(public: Tree, fresh: Tree) -> Tree:
-    """A state whose public part is known; the rest is that of a state before the first step."""
-    return jax.tree.map(lambda known, new: new if known is None else known, public, fresh, is_leaf=lambda p: p is None)
 
 
 def _batch(gradient: Tree, included: Any, others: Tree | None) -> tuple[Tree, jax.Array]:

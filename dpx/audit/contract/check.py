@@ -86,11 +86,7 @@ def check_contract(
     names = _require(mechanism, loss, params, examples, lines)
     params = default_params() if params is None else params
     draws, seed = require_whole("draws", draws, minimum=500), require_whole("seed", seed, minimum=0)
-    return report_of(Trial(mechanism, params, loss, examples, draws=draws, seed=seed, rebuild=rebuild), names)
-
-
-def report_of(trial: Trial, names: Sequence[str]) -> ContractReport:
-    """The report of the lines of these names."""
+    trial = Trial(mechanism, params, loss, examples, draws=draws, seed=seed, rebuild=rebuild)
     return ContractReport(tuple(_line(trial, name) for name in names), FALSE_ALARMS)
 
 

@@ -34,9 +34,7 @@ def cost(trial: Trial) -> str:
     used = trial.multipliers[:TAKEN]
     precision = float(release.precision[0]) - float(release.precision[1])
     if (used > 0).all() and not math.isclose(precision, float(np.sum(used**-2.0)), rel_tol=1e-5):
-        raise Broken(
-            f"the state records other noise multipliers than {used.tolist()}, by which the mechanism is billed"
-        )
+        raise Broken(f"the state records other noise multipliers than {used.tolist()}, which are billed")
     name = own_event(trial.event(1), mechanism.sampling)
     if name:
         raise NotChecked(f"{name} is not an event of the sampling, so its own proof and tests must say that it is true")
@@ -155,9 +153,7 @@ def _require_poisson(batches: list[np.ndarray], examples: int, rate: float):
     for words, counts, probability in (("examples", sizes, rate), ("examples shared with the next", shared, rate**2)):
         total, trials = counts.sum(), examples * len(counts)
         if min(special.bdtr(total, trials, probability), special.bdtrc(total - 1, trials, probability)) < RATE / 2:
-            raise Broken(
-                f"{total} {words} in {len(counts)} batches, where rate {rate:.4g} says {trials * probability:.1f}"
-            )
+            raise Broken(f"{total} {words} in {len(counts)} batches; rate {rate:.4g} says {trials * probability:.1f}")
     _require_spread(sizes, examples * rate * (1 - rate), "sizes of batches")
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpx.keys import is_key
-from dpx.trees import Tree
+from dpx.trees import Tree, split
 
 ROWS = 6  # of a batch
 RANDOM = 8  # gradients far above any clip norm, whose contributions tell the clip norm
@@ -139,15 +139,6 @@ def take(tree: Tree, rows: Any) -> Tree:
     return jax.tree.map(lambda leaf: np.asarray(leaf)[rows], tree)
 
 
-def split(flat: Any, like: Tree) -> Tree:
-    """Vectors, (..., size), in the shapes of `like`; axes before the last stay in front."""
-    leaves, structure = jax.tree.flatten(like)
-    ends = np.cumsum([0, *[math.prod(leaf.shape) for leaf in leaves]])
-    parts = [flat[..., a:b] for a, b in zip(ends[:-1], ends[1:], strict=True)]
-    shaped = [part.reshape((*flat.shape[:-1], *leaf.shape)) for part, leaf in zip(parts, leaves, strict=True)]
-    return structure.unflatten(shaped)
-
-
 def flattened(tree: Tree, axes: int = 0) -> np.ndarray:
     """All leaves as vectors on one last axis, float64; the first `axes` axes stay."""
     leaves = [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(tree)]
@@ -161,11 +152,7 @@ def is_float(leaf: Any) -> bool:
 
 def readable(tree: Tree) -> Tree:
     """A tree with the bits of PRNG keys in place of the keys."""
-
-    def bits(leaf):
-        return jax.random.key_data(leaf) if is_key(leaf) else leaf
-
-    return jax.tree.map(bits, tree)
+    return jax.tree.map(lambda leaf: jax.random.key_data(leaf) if is_key(leaf) else leaf, tree)
 
 
 def public_floats(tree: Tree) -> jax.Array:

@@ -45,7 +45,8 @@ def with_other_keys(
 
 def _replacing(function: Callable, mechanism: Mechanism, arguments: tuple) -> WithKey:
     closed = jax.make_jaxpr(lambda *given: function(mechanism, *given))(*arguments)
-    marks = [_mark(leaf) if is_key(leaf) else None for leaf in closed.consts]
+    words = [np.asarray(jax.random.key_data(leaf)).tobytes() if is_key(leaf) else b"" for leaf in closed.consts]
+    marks = [np.uint32(zlib.crc32(of_key)) for of_key in words]
 
     def run(key, arguments):
         constants = [_other(key, leaf, mark) for leaf, mark in zip(closed.consts, marks, strict=True)]
@@ -53,10 +54,6 @@ def _replacing(function: Callable, mechanism: Mechanism, arguments: tuple) -> Wi
         return core.jaxpr_as_fun(core.ClosedJaxpr(closed.jaxpr, constants))(*given)[0]
 
     return run
-
-
-def _mark(key: jax.Array) -> np.uint32:
-    return np.uint32(zlib.crc32(np.asarray(jax.random.key_data(key)).tobytes()))
 
 
 def _other(key: jax.Array, leaf: Any, mark: Any = None) -> Any:

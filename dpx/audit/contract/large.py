@@ -15,7 +15,7 @@ from dpx.audit.contract.steps import alone
 from dpx.audit.contract.trial import Trial
 from dpx.audit.stand_ins import without_grid
 from dpx.contributions import sum_contributions
-from dpx.trees import Tree
+from dpx.trees import Tree, split
 
 ROWS = 257
 DTYPES = (np.float32, jnp.bfloat16, np.float16)
@@ -59,9 +59,8 @@ class Large:
                     leaf[position] = 0
         self.grads = jax.tree.map(lambda g, p: g.astype(p.dtype), structure.unflatten(leaves), params)
         # What two of 16 bits may differ by where a row adds little to much noise.
-        self.rounding = np.concatenate(
-            [np.full(p.size, float(jnp.finfo(p.dtype).eps)) for p in jax.tree.leaves(params)]
-        )
+        spacings = [np.full(p.size, float(jnp.finfo(p.dtype).eps)) for p in jax.tree.leaves(params)]
+        self.rounding = np.concatenate(spacings)
 
         @without_grid
         def step(grads, state, included):
@@ -125,7 +124,7 @@ def require_enough_noise(trial: Trial) -> str:
 
 def _require_size(trial: Trial, found: Large) -> None:
     """Raises Broken if the noise is smaller than billed, or not normal, on the leaves of at least MANY numbers."""
-    noise, changes = (inputs.split(part, found.params) for part in (found.silent, found.changes))
+    noise, changes = (split(part, found.params) for part in (found.silent, found.changes))
     sizes, standard = np.zeros(len(POSITIONS)), []
     for drawn, moved in zip(*map(jax.tree.leaves, (noise, changes)), strict=True):
         if drawn.size >= MANY and np.count_nonzero(drawn) == drawn.size:
@@ -134,9 +133,7 @@ def _require_size(trial: Trial, found: Large) -> None:
             standard.append(drawn.ravel() / deviation)
     used = 1 / max(float(np.sqrt(sizes.max())), 1e-30)
     if trial.billed_by_multiplier and not used >= trial.multiplier(0) * (1 - SLACK):
-        raise Broken(
-            f"the noise multiplier is {used:.3g} in larger parameters, and {trial.multiplier(0):.6g} is billed"
-        )
+        raise Broken(f"the noise multiplier is {used:.3g} in larger parameters; {trial.multiplier(0):.6g} is billed")
     if standard:
         ordered = np.sort(np.concatenate(standard))
         distance = np.abs(special.ndtr(ordered) - (np.arange(len(ordered)) + 0.5) / len(ordered)).max()

@@ -69,7 +69,6 @@ def float32(trial: Trial) -> str:
         found = set()
 
         def visit(equation, mark, control, found=found):
-            del control
             if mark in (RAW, KEY):
                 found |= _low_precision(equation)
 
@@ -206,16 +205,14 @@ def divisor(trial: Trial) -> str:
             updates, _ = path(inputs.take(one, np.arange(rows)), state, np.arange(rows) < copies)
             tried.append((inputs.flattened(updates) - silent) / copies)
             if not np.abs(tried[-1] - tried[0]).max() <= 1e-3 * np.abs(tried[0]).max():
-                raise Broken(
-                    f"{copies} copies of an example in {rows} rows do not move the update {copies} times ({name})"
-                )
+                raise Broken(f"{copies} copies of an example in {rows} rows do not move the update so often ({name})")
     return f"the signal of an example is the same in {len(tried)} batches of other sizes"
 
 
 def resume(trial: Trial) -> str:
     """The step is a function of its arguments: a state that is stored and restored continues with the same noise."""
     state = trial.state(4)
-    restored = jax.tree.map(lambda leaf: np.asarray(leaf) if _is_array(leaf) else leaf, state)
+    restored = jax.tree.map(lambda leaf: leaf if is_key(leaf) else np.asarray(leaf), state)
     rows = trial.problems[0].rows
     found, expected = (trial.update(rows, given, all_but()) for given in (restored, state))
     _require_same(found, expected, "a state that was stored and restored makes another step")
@@ -229,13 +226,6 @@ def require_same_program(first: Any, second: Any) -> None:
         raise Broken("the step is another program when it is traced again: something outside of the state enters it")
 
 
-def _is_array(leaf) -> bool:
-    return not is_key(leaf)
-
-
 def _same_constants(first, second) -> bool:
-    def values(closed):
-        return [np.asarray(leaf if _is_array(leaf) else jax.random.key_data(leaf)) for leaf in closed.consts]
-
-    pairs = zip(values(first), values(second), strict=True)
+    pairs = zip(*(map(np.asarray, inputs.readable(closed.consts)) for closed in (first, second)), strict=True)
     return all(np.array_equal(one, other, equal_nan=True) for one, other in pairs)

@@ -18,7 +18,7 @@ from dpx.audit.contract.report import NotChecked
 from dpx.audit.contract.subject import Subject
 from dpx.audit.stand_ins import drawing
 from dpx.states.public import publishable_state
-from dpx.trees import Tree
+from dpx.trees import Tree, split
 
 LOST = 1e-2  # a derivative below this share of its value is mostly rounding, as that of Adam's first step
 NEARBY, NEAR = 4, 2.0**-20  # points beside each, whose numbers differ by at most this share
@@ -73,7 +73,6 @@ class Traced:
         self.drawn: list[Tree] = []
 
         def record(key, step, tree):
-            del key, step
             self.drawn.append(jax.eval_shape(lambda t: jax.tree.map(lambda x: jnp.zeros(x.shape), t), tree))
             return jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), jnp.float32), tree)
 
@@ -96,16 +95,15 @@ class Traced:
 
         mechanism: the same one with another key; by default the one on trial.
         """
-        noise, calls = inputs.split(normals, self.drawn), iter(range(len(self.drawn)))
+        noise, calls = split(normals, self.drawn), iter(range(len(self.drawn)))
 
         def draw(key, step, tree):
-            del key, step
             if (call := next(calls, None)) is None:
                 raise NotChecked("its coordinates draw with `keys.normal_like` too, now more often than before")
             return jax.tree.map(lambda _, n: n, tree, noise[call])
 
         with drawing(draw):
-            leaves = jax.tree.leaves(self._run(inputs.split(sums, self.sums_like), state, params, mechanism))
+            leaves = jax.tree.leaves(self._run(split(sums, self.sums_like), state, params, mechanism))
         return inputs.public_floats(leaves), [leaf for leaf in leaves if not inputs.is_float(leaf)]
 
     def _program(self, sums, normals, state, params):
@@ -151,14 +149,15 @@ class Traced:
         if not flat:
             exchange, *_ = np.linalg.lstsq(noise, data, rcond=SMALL)
             uncovered = float(np.abs(noise @ exchange - data).max(initial=0))
-        moved = inputs.split(np.abs(data).max(0, initial=0), self.sums_like)
+        moved = split(np.abs(data).max(0, initial=0), self.sums_like)
         seen = tuple(flat or any(np.any(leaf > 0) for leaf in jax.tree.leaves(tree)) for tree in moved)
         return Release(first, first_noise, affine, self.updates, exchange, uncovered, flat, seen)
 
     def _slopes(self, *arguments: Tree) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The public floats, and their derivatives by sums and by noise; float64 (o,), (o, k) and (o, m)."""
-        found, _, (by_sums, by_noise) = _as_float64(self.program(*arguments))
-        return found, by_sums, by_noise
+        found, _, (by_sums, by_noise) = self.program(*arguments)
+        by_sums, by_noise = np.asarray(by_sums, np.float64), np.asarray(by_noise, np.float64)
+        return np.asarray(found, np.float64), by_sums, by_noise
 
     def _somewhere(self) -> list[tuple[np.ndarray, np.ndarray]]:
         """Sums and normals at which the derivatives are taken: waves, and some at random."""
@@ -177,7 +176,3 @@ def _nearby(*point: np.ndarray) -> list[list[np.ndarray]]:
     """Points so near that only rounding differs. Every number changes apart, because rounding shows in differences."""
     random = np.random.default_rng(1)
     return [[x * (1 + random.uniform(-NEAR, NEAR, x.shape)).astype(np.float32) for x in point] for _ in range(NEARBY)]
-
-
-def _as_float64(tree: Tree) -> Any:
-    return jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), tree)

@@ -22,7 +22,8 @@ def secrecy(trial: Trial) -> str:
     if not trial.draws_by_dpx:
         return _same_without_exchange(trial)
     for step in STEPS:
-        sums = inputs.flattened(_sums(trial, step)).astype(np.float32)
+        sums = inputs.take(trial.contributions(step)["update"], slice(inputs.RANDOM))  # of some loud gradients
+        sums = inputs.flattened(jax.tree.map(lambda rows: rows.sum(0), sums)).astype(np.float32)
         change = np.where(sums == 0, 0, inputs.waves(trial.traced.numbers, 1.0, 0.3))  # no data where a mask has zeros
         exchange = _exchange(trial, step)
         if exchange is None:
@@ -36,18 +37,9 @@ def secrecy(trial: Trial) -> str:
         try:
             inputs.require_close(found, expected, 3e-5)
         except AssertionError as error:
-            raise Broken(
-                f"two data sets with the same noisy sums differ in public values, at step {step} ({error})"
-            ) from None
-    return (
-        f"data moved by {SHIFT:g} standard deviations and the noise back: the same public values at {len(STEPS)} steps"
-    )
-
-
-def _sums(trial: Trial, step: int) -> tuple[Tree, ...]:
-    """The sums of some of the loud gradients."""
-    of_each = trial.contributions(step)["update"]
-    return jax.tree.map(lambda leaf: np.asarray(leaf)[: inputs.RANDOM].sum(0), of_each)
+            words = f"two data sets with the same noisy sums differ in public values, at step {step}"
+            raise Broken(f"{words} ({error})") from None
+    return f"data moved by {SHIFT:g} deviations and the noise back: the same public values at {len(STEPS)} steps"
 
 
 def _exchange(trial: Trial, step: int) -> np.ndarray | None:
@@ -73,9 +65,7 @@ def _same_without_exchange(trial: Trial) -> str:
                 f"the public state moves with the data at step {step}, and the noise does not come from "
                 "dpx.keys.normal_like, so it cannot be exchanged for data"
             ) from None
-    return (
-        "the public state does not depend on the data; the updates were not exchanged, because the noise is not dpx's"
-    )
+    return "the public state does not depend on the data; no update was exchanged, because the noise is not dpx's"
 
 
 def _require_own_event_for_unreleased(trial: Trial):
@@ -96,9 +86,7 @@ def _require_own_event_for_unreleased(trial: Trial):
     try:
         inputs.require_close(found, expected)
     except AssertionError:
-        raise Broken(
-            "unreleased state enters a release, and the event bills every release as if it stood alone"
-        ) from None
+        raise Broken("unreleased state enters a release, and the event bills each as if it stood alone") from None
 
 
 def public_of(result: tuple[Tree, Tree]) -> tuple[Tree, Tree]:

@@ -49,9 +49,9 @@ def _require_no_repeats(trial: Trial, release: Release) -> None:
     found = draws.of(np.repeat(draws.words[:1], len(NUMBERS), axis=0), state, NUMBERS)[:, : release.updates]
     found = found - release.offset[: release.updates]
     schedule = trial.mechanism.noise_multiplier
-    multipliers = (
-        jax.jit(jax.vmap(lambda step: at(schedule, step)))(NUMBERS) if callable(schedule) else np.ones(len(found))
-    )
+    multipliers = np.ones(len(found))
+    if callable(schedule):
+        multipliers = jax.jit(jax.vmap(lambda step: at(schedule, step)))(NUMBERS)
     with np.errstate(divide="ignore", invalid="ignore"):
         standard = found / np.asarray(multipliers, np.float64)[:, None]
         ratios = found[:, :-1] / found[:, 1:]

@@ -48,15 +48,11 @@ class Subject:
         self.mechanism = mechanism
         self.params = jax.tree.map(lambda p: jnp.asarray(p, jnp.float32), params)
         self.others = inputs.other_values(self.params, first=2)
-        self.problems = [of_gradients(mechanism, self.params, self.compiled)]
+        self.problems = [of_gradients(mechanism, self.params)]
         if loss is not None:
-            self.problems.append(of_loss(mechanism, self.params, loss, examples, self.compiled))
+            self.problems.append(of_loss(mechanism, self.params, loss, examples))
         self.sums = jax.jit(lambda *rows: sum_contributions(mechanism, *rows)[0])
         self._states: dict[int, Tree] = {}
-
-    def compiled(self, of_one: Callable) -> Callable:
-        """`of_one(row, state)` for the rows on axis 0, compiled."""
-        return jax.jit(jax.vmap(of_one, (0, None)))
 
     def update(self, grads: Tree, state: Tree, included: Any) -> tuple[Tree, Tree]:
         """`Mechanism.update`, compiled."""
@@ -98,12 +94,7 @@ class Subject:
     @functools.cached_property
     def sums_like(self) -> tuple[Tree, ...]:
         """The shapes and dtypes of the sums, one for each factor."""
-        one = inputs.gradients(self.params, 0, rows=1)
-        return jax.eval_shape(
-            lambda grads, state: sum_contributions(self.mechanism, grads, state, jnp.ones(1, bool))[0],
-            one,
-            self.state(0),
-        )
+        return jax.eval_shape(self.sums, inputs.gradients(self.params, 0, rows=1), self.state(0), jnp.ones(1, bool))
 
     @functools.cached_property
     def traced_once(self) -> Any:
@@ -131,7 +122,12 @@ def all_but(*missing: int) -> np.ndarray:
     return np.array([row not in missing for row in range(inputs.ROWS)])
 
 
-def of_gradients(mechanism: Mechanism, params: Tree, compiled: Callable) -> Problem:
+def of_each_row(of_one: Callable) -> Callable:
+    """`of_one(row, state)` for the rows on axis 0, compiled."""
+    return jax.jit(jax.vmap(of_one, (0, None)))
+
+
+def of_gradients(mechanism: Mechanism, params: Tree) -> Problem:
     """Gradients as the data: `Mechanism.update`, and `private_updates` of a loss that has them as gradients."""
 
     def stacked(grads, state, included):
@@ -149,7 +145,7 @@ def of_gradients(mechanism: Mechanism, params: Tree, compiled: Callable) -> Prob
         step = private_updates(inputs.product_loss, mechanism, norms="ghost", microbatch_size=4)
         return step(params, Batch(inputs.product_examples(params, grads), included), state)[:2]
 
-    paths, sums = {"update": stacked}, {"update": compiled(alone)}
+    paths, sums = {"update": stacked}, {"update": of_each_row(alone)}
     if mechanism.supports_ghost_norms:
         of_row = sum_gradients(inputs.product_loss, mechanism, microbatch_size=1, norms="ghost", has_aux=False)
 
@@ -157,16 +153,15 @@ def of_gradients(mechanism: Mechanism, params: Tree, compiled: Callable) -> Prob
             row = inputs.product_examples(params, jax.tree.map(lambda g: g[None], grad))
             return of_row(params, state, (row,), jnp.ones(1, bool))[0]
 
-        paths["ghost norms"], sums["ghost norms"] = by_ghost_norms, compiled(ghost_alone)
+        paths["ghost norms"], sums["ghost norms"] = by_ghost_norms, of_each_row(ghost_alone)
     else:
         paths["microbatches"] = in_microbatches
     rows, (extreme, _, _) = inputs.gradients(params, 2, 3.0), inputs.hostile(params)
-    return Problem(
-        "gradients", rows, extreme, {name: jax.jit(without_grid(path)) for name, path in paths.items()}, sums
-    )
+    programs: dict[str, Callable] = {name: jax.jit(without_grid(path)) for name, path in paths.items()}
+    return Problem("gradients", rows, extreme, programs, sums)
 
 
-def of_loss(mechanism: Mechanism, params: Tree, loss: Callable, examples: Tree, compiled: Callable) -> Problem:
+def of_loss(mechanism: Mechanism, params: Tree, loss: Callable, examples: Tree) -> Problem:
     """The examples of a loss: its stacked gradients, and what `private_updates` makes of it."""
 
     def stacked(rows, state, included):
@@ -183,7 +178,7 @@ def of_loss(mechanism: Mechanism, params: Tree, loss: Callable, examples: Tree, 
         def of_one(row, state):
             return of_row(params, state, (jax.tree.map(lambda x: x[None], row),), jnp.ones(1, bool))[0]
 
-        return compiled(of_one)
+        return of_each_row(of_one)
 
     paths = {
         "update": stacked,

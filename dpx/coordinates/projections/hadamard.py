@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from scipy.linalg import hadamard
 
 from dpx.coordinates.projections.sketch import EXACT, Segments, Sketch, random_signs, sizes_of, split, transposed
 from dpx.coordinates.projections.subset import chosen
@@ -20,7 +20,7 @@ def transform(blocks: jax.Array) -> jax.Array:
     """
     rows, size = blocks.shape
     order = size.bit_length() - 1
-    left, right = (jnp.asarray(_hadamard(half), blocks.dtype) for half in (order // 2, order - order // 2))
+    left, right = (jnp.asarray(hadamard(2**half), blocks.dtype) for half in (order // 2, order - order // 2))
     grid = blocks.reshape(rows, len(left), len(right))
     grid = jnp.einsum("nac,cd->nad", grid, right, precision=EXACT)
     return jnp.einsum("nad,ab->nbd", grid, left, precision=EXACT).reshape(rows, size)
@@ -56,14 +56,6 @@ def _block(size: int) -> int:
 
 def _padded(size: int) -> int:
     return _block(size) * math.ceil(size / _block(size))
-
-
-def _hadamard(order: int) -> np.ndarray:
-    """The Hadamard matrix of 2^order rows, float64, of 1 and -1."""
-    matrix = np.ones((1, 1))
-    for _ in range(order):
-        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-    return matrix
 
 
 HADAMARD = Sketch(project, transposed(project), stretch)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from dpx.coordinates._selection import largest
+from dpx.coordinates._masks import largest
 from dpx.coordinates.projections.sketch import DRAWS, Segments, Sketch, sizes_of, split
 
 
