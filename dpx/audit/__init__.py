@@ -11,26 +11,17 @@ A lower bound above the bill proves, up to its confidence, that the bill is wron
 released values; those of `canary_scores` are. A lower bound below the bill proves nothing about the bill.
 """
 
-from dpx.audit.attacks.many_runs import canary_scores, lower_bound
-from dpx.audit.attacks.one_run import OneRun, canary_loss, draw_members, one_run
-from dpx.audit.attacks.scores import LowerBound, Roc, lower_bound_from_scores, plot_lower_bound
-from dpx.audit.attacks.simulation import observe_canary
-from dpx.audit.contract.check import check_contract
-from dpx.audit.contract.report import ContractReport, Line
-
-__all__ = [
-    "ContractReport",
-    "Line",
-    "LowerBound",
-    "OneRun",
-    "Roc",
-    "canary_loss",
-    "canary_scores",
-    "check_contract",
-    "draw_members",
-    "lower_bound",
-    "lower_bound_from_scores",
-    "observe_canary",
-    "one_run",
-    "plot_lower_bound",
-]
+from dpx.audit.attacks.many_runs import canary_scores as canary_scores
+from dpx.audit.attacks.many_runs import lower_bound as lower_bound
+from dpx.audit.attacks.one_run import OneRun as OneRun
+from dpx.audit.attacks.one_run import canary_loss as canary_loss
+from dpx.audit.attacks.one_run import draw_members as draw_members
+from dpx.audit.attacks.one_run import one_run as one_run
+from dpx.audit.attacks.scores import LowerBound as LowerBound
+from dpx.audit.attacks.scores import Roc as Roc
+from dpx.audit.attacks.scores import lower_bound_from_scores as lower_bound_from_scores
+from dpx.audit.attacks.scores import plot_lower_bound as plot_lower_bound
+from dpx.audit.attacks.simulation import observe_canary as observe_canary
+from dpx.audit.contract.check import check_contract as check_contract
+from dpx.audit.contract.report import ContractReport as ContractReport
+from dpx.audit.contract.report import Line as Line

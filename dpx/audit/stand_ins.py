@@ -20,29 +20,26 @@ _ONE_AUDIT = threading.RLock()
 
 
 @contextlib.contextmanager
-def _replaced(name: str, function: Callable) -> Iterator[None]:
-    """Inside, `keys.<name>` is `function` in this thread, and as before in all others."""
+def replacing(**functions: Callable) -> Iterator[None]:
+    """Inside, `dpx.keys` has these functions in this thread, by name, such as `release`: for a trace, never for a run."""
     with _ONE_AUDIT:
-        original, here = getattr(keys, name), threading.get_ident()
+        originals, here = {name: getattr(keys, name) for name in functions}, threading.get_ident()
 
-        def either(*given, **named):
-            return (function if threading.get_ident() == here else original)(*given, **named)
+        def in_this_thread(name: str) -> Callable:
+            def either(*given, **named):
+                return (functions if threading.get_ident() == here else originals)[name](*given, **named)
 
-        setattr(keys, name, either)
+            return either
+
+        vars(keys).update({name: in_this_thread(name) for name in functions})
         try:
             with _AUDITED(True):
                 yield
         finally:
-            setattr(keys, name, original)
+            vars(keys).update(originals)
 
 
-def releasing(release: Callable) -> contextlib.AbstractContextManager[None]:
-    """Inside, `keys.release` is `release(key, step, total, deviation)`: for a trace, never for a run."""
-    return _replaced("release", release)
-
-
-@contextlib.contextmanager
-def drawing(draw: Callable) -> Iterator[None]:
+def drawing(draw: Callable) -> contextlib.AbstractContextManager[None]:
     """Inside, `keys.normal_like` is `draw(key, step, tree)`, and `keys.release` adds it to its sum in floating point,
     without the grid: for a trace, never for a run.
     """
@@ -52,8 +49,7 @@ def drawing(draw: Callable) -> Iterator[None]:
         whole = high if low is None else jax.tree.map(jnp.add, high, low)
         return jax.tree.map(lambda s, n: s + deviation * n, whole, draw(key, step, whole))
 
-    with _replaced("normal_like", draw), releasing(release):
-        yield
+    return replacing(normal_like=draw, release=release)
 
 
 def without_grid(function: Callable) -> Callable:

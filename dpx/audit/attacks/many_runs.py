@@ -116,8 +116,7 @@ def canary_scores(
     it depends on the noise or on other secrets of the key, the mean of pilot runs has its place. The bound is as valid
     then, but the attack is weaker, and a UserWarning says so.
 
-    Raises ValueError for numbers outside of these domains, for an unknown sampling, and for moves or observations that
-    are not finite.
+    Raises ValueError for numbers outside of these domains, an unknown sampling, and moves or observations not finite.
     """
     steps, runs = require_whole("steps", steps), require_whole("runs", runs, minimum=_LEAST_RUNS)
     keys.require(key)
@@ -140,7 +139,13 @@ def _scores(attack: Attack, key: jax.Array, runs: int, period: int) -> tuple[np.
 
     without = pilot("pilot without", False, 2)
     moves = moves_of(without)
-    _warn_if_noisy(moves.noisy)
+    if moves.noisy.any():
+        warnings.warn(
+            f"with another key, the canary moves {moves.noisy.sum()} of {moves.noisy.size} observed numbers by other "
+            "amounts. The bound is valid, but the attack may be weak, because it takes the mean amount. If optax "
+            "transforms are behind the mechanism, audit it without them, because they change no epsilon",
+            stacklevel=3,
+        )
     noises = int(moves.known.any())
     with_ = pilot("pilot with", True, noises)
     batch_keys = jax.random.split(keys.public(keys.stream(key, "pilot batches")), pilots)
@@ -153,17 +158,6 @@ def _scores(attack: Attack, key: jax.Array, runs: int, period: int) -> tuple[np.
         return np.concatenate([statistic.scores(moves.counts(_finite(chunk))) for chunk in found])[:runs]
 
     return scores("runs with", True), scores("runs without", False)
-
-
-def _warn_if_noisy(noisy: np.ndarray) -> None:
-    """Warns if the noise changes how far the canary moves what is observed. noisy: bool (steps, features)."""
-    if noisy.any():
-        warnings.warn(
-            f"with another key, the canary moves {noisy.sum()} of {noisy.size} observed numbers by other amounts. The "
-            "bound is valid, but the attack may be weak, because it takes the mean amount. If optax transforms are "
-            "behind the mechanism, audit it without them, because they change no epsilon",
-            stacklevel=4,
-        )
 
 
 def _gradients(canary: Any, instead: Any, params: Tree, sampling: Any) -> tuple[Any, Any]:

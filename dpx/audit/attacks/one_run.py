@@ -77,13 +77,7 @@ def draw_members(key: jax.Array, *, canaries: int) -> np.ndarray:
 
 
 def one_run(
-    scores: Any,
-    members: Any,
-    *,
-    delta: float,
-    confidence: float = 0.95,
-    guesses: Any = None,
-    bill: float | None = None,
+    scores: Any, members: Any, *, delta: float, confidence: float = 0.95, guesses: Any = None, bill: float | None = None
 ) -> OneRun:
     """Lower bounds on the epsilon of a training run, from one score of each canary.
 

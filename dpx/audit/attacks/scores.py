@@ -166,10 +166,8 @@ def gaussian_mu(rates: Rates, *, miss: float) -> np.ndarray:
 def _require_scores(name: str, scores: Any) -> np.ndarray:
     scores = np.asarray(scores)
     if scores.ndim != 1 or len(scores) < _LEAST_RUNS or scores.dtype.kind not in "biuf":
-        raise ValueError(
-            f"{name} must hold one score of each run, (runs,), of at least {_LEAST_RUNS} runs; "
-            f"got {scores.dtype}{scores.shape}"
-        )
+        found = f"{scores.dtype}{scores.shape}"
+        raise ValueError(f"{name} must hold one score of each of at least {_LEAST_RUNS} runs, (runs,); got {found}")
     if np.isnan(scores).any():
         raise ValueError(f"{name} must hold no NaN, got {np.isnan(scores).sum()}; give a run without a score -inf")
     return scores.astype(np.float64)

@@ -15,7 +15,7 @@ from dpx.audit.contract.marks import RAW, spread
 from dpx.audit.contract.report import Broken
 from dpx.audit.contract.subject import STEPS, everyone
 from dpx.audit.contract.trial import Trial
-from dpx.audit.stand_ins import releasing
+from dpx.audit.stand_ins import replacing
 from dpx.states.public import publishable_state
 from dpx.xla.totals import as_total
 
@@ -48,7 +48,7 @@ def _without_releases(trial: Trial) -> tuple[Any, list[str]]:
         return {"updates": updates, "state": publishable_state(after)}
 
     grads = jax.tree.map(lambda p: jax.ShapeDtypeStruct((len(everyone()), *p.shape), p.dtype), trial.params)
-    with releasing(constant):
+    with replacing(release=constant):
         closed, shapes = jax.make_jaxpr(public, return_shape=True)(grads, trial.state(STEPS[0]), everyone())
     return closed, [jax.tree_util.keystr(path) for path, _ in _paths(shapes)]
 

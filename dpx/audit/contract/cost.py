@@ -138,10 +138,8 @@ def _require_relation(event: Any, record: Any):
     inner = getattr(event, "event", event)
     most = 0.5 if record.relation == "replace_one" else 1.0
     if getattr(inner, "noise_multiplier", 0.0) > most:
-        raise Broken(
-            f"the event of noise multiplier 1 has {inner.noise_multiplier:g}, and at most {most:g} is true under the "
-            f"relation {record.relation!r}"
-        )
+        words = f"at most {most:g} is true under the relation {record.relation!r}"
+        raise Broken(f"the event of noise multiplier 1 has {inner.noise_multiplier:g}, and {words}")
 
 
 def _require_poisson(batches: list[np.ndarray], examples: int, rate: float):

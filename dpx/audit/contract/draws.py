@@ -1,8 +1,8 @@
 """The noise as it is drawn: many draws of one step, under other keys than the mechanism's own."""
 
+import functools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -17,29 +17,25 @@ from dpx.audit.stand_ins import without_grid
 from dpx.states.public import publishable_state
 from dpx.trees import Tree
 
-if TYPE_CHECKING:
-    from dpx.audit.contract.subject import Subject
-
 RATE = 1e-6  # of false alarms, of the test of the noise against the coordinates
 TOGETHER = 500  # draws in memory at once
 FULLY = (0, 1, 4)  # steps whose noise is drawn `count` times; that of other steps, AT_LEAST times
 AT_LEAST = 500  # and at most TOGETHER
-MISSING = object()
 
 
 class Draws:
     """Draws of what a step of an empty batch makes public, which is its noise.
 
-    count: int, of the draws of the steps FULLY; of others there are AT_LEAST. seed: of their keys.
+    traced: the release. count: int, of the draws of the steps FULLY; of others there are AT_LEAST. seed: of their keys.
     rebuild: (key) -> the mechanism with this key, or None. has_keys: whether the step reads a key at all.
     """
 
-    def __init__(self, subject: "Subject", count: int, seed: int, rebuild: Callable | None):
-        self.subject, self.count, self.rebuild = subject, count, rebuild
+    def __init__(self, traced: Traced, count: int, seed: int, rebuild: Callable | None):
+        subject = traced.subject
+        self.traced, self.subject, self.count, self.rebuild = traced, subject, count, rebuild
         self.keys = jax.random.split(jax.random.key(seed), count)
         self.words = np.asarray(jax.random.key_data(self.keys))
         self._found: dict[tuple[int, bool], np.ndarray] = {}
-        self._maps: Any = MISSING
         grads = inputs.gradients(subject.params, 0, rows=1)
         assert len(subject.counters)  # known before anything is traced
 
@@ -75,27 +71,28 @@ class Draws:
             found.append(np.asarray(self.program(words[part], *given), np.float64))
         return np.concatenate(found)[:count]
 
-    def noise_maps(self, traced: Traced) -> Callable | None:
+    @functools.cached_property
+    def noise_maps(self) -> Callable | None:
         """(keys, state) -> how the noise moves the public floats, (count, o, m), and these without it, (count, o).
 
         For noise that is not of dpx: how the sums move them, (count, o, k). None if that is the same for every key, as
         it is without random coordinates.
         """
-        if self._maps is MISSING:
-            zeros = jnp.zeros(traced.numbers), jnp.zeros(traced.normals)
-            vector = zeros[1] if traced.normals else zeros[0]
+        traced, state = self.traced, self.subject.state(0)
+        zeros = jnp.zeros(traced.numbers), jnp.zeros(traced.normals)
+        vector = zeros[1] if traced.normals else zeros[0]
 
-            def floats(mechanism, state, vector):
-                both = (zeros[0], vector) if traced.normals else (vector, zeros[1])
-                return traced.public(*both, state, self.subject.params, mechanism)[0]
+        def floats(mechanism, state, vector):
+            both = (zeros[0], vector) if traced.normals else (vector, zeros[1])
+            return traced.public(*both, state, self.subject.params, mechanism)[0]
 
-            def moved(mechanism, state):
-                return jax.jvp(lambda v: floats(mechanism, state, v), (vector,), (vector,))[1]
+        def moved(mechanism, state):
+            return jax.jvp(lambda v: floats(mechanism, state, v), (vector,), (vector,))[1]
 
-            given, state, self._maps = (self.subject.mechanism, self.rebuild), self.subject.state(0), None
-            if with_other_keys(moved, *given, (state,))[1]:
-                self._maps = _maps_of(with_other_keys(floats, *given, (state, vector))[0], vector)
-        return self._maps
+        given = self.subject.mechanism, self.rebuild
+        if not with_other_keys(moved, *given, (state,))[1]:
+            return None
+        return _maps_of(with_other_keys(floats, *given, (state, vector))[0], vector)
 
 
 def _maps_of(run: Callable, vector: jax.Array) -> Callable:
@@ -109,7 +106,7 @@ def _maps_of(run: Callable, vector: jax.Array) -> Callable:
     return jax.jit(lambda keys, state: jax.lax.map(lambda key: of_key(key, state), keys, batch_size=TOGETHER))
 
 
-def whitened(traced: Traced, draws: Draws, step: int, release: Release) -> np.ndarray:
+def whitened(draws: Draws, step: int, release: Release) -> np.ndarray:
     """The draws of a step as standard normals, if the mechanism's noise is what its trace says; float64 (count, r)."""
     rows = release.affine.copy()
     if rows[: release.updates].all():
@@ -118,7 +115,7 @@ def whitened(traced: Traced, draws: Draws, step: int, release: Release) -> np.nd
     if not rows.any():
         return np.zeros((len(draws(step)), 0))
     found = draws(step)[:, rows]
-    maps = draws.noise_maps(traced)
+    maps = draws.noise_maps
     if maps is None:
         left, sizes, _ = np.linalg.svd(release.noise[rows], full_matrices=False)
         large = sizes > SMALL * sizes[0]
@@ -147,10 +144,10 @@ def in_its_directions(change: np.ndarray, maps: np.ndarray) -> np.ndarray:
     return standard
 
 
-def whitened_by_itself(traced: Traced, draws: Draws, step: int, release: Release) -> np.ndarray:
+def whitened_by_itself(draws: Draws, step: int, release: Release) -> np.ndarray:
     """The draws of noise that is not of dpx, in directions in which they have deviation 1; float64 (count, r)."""
     found = draws(step)[:, : release.updates]
-    maps = draws.noise_maps(traced)
+    maps = draws.noise_maps
     if maps is None:
         return _by_its_covariance(found)
     own = np.asarray(maps(draws.keys[: len(found)], draws.subject.state(step))[0], np.float64)
@@ -169,7 +166,7 @@ def _by_its_covariance(draws: np.ndarray) -> np.ndarray:
     return uncorrelated @ vectors.T if large.all() else uncorrelated
 
 
-def measured(release: Release, traced: Traced, draws: Draws, step: int, *, others: bool = False) -> Release:
+def measured(release: Release, draws: Draws, step: int, *, others: bool = False) -> Release:
     """A release whose noise is known from draws of the updates alone, because it does not come from dpx.
 
     The noise map is a root of the sample covariance. With coordinates that depend on the key, it is how the sums move
@@ -180,9 +177,10 @@ def measured(release: Release, traced: Traced, draws: Draws, step: int, *, other
     if not np.isfinite(found).all():
         raise Broken(f"the noise is not finite at step {step}")
     state, params = draws.subject.state(step), draws.subject.others if others else draws.subject.params
+    traced = draws.traced
     _, _, (by_sums, _) = traced.program(inputs.waves(traced.numbers, 1.0), np.zeros(0, np.float32), state, params)
     data = np.asarray(by_sums, np.float64)[: release.updates]
-    maps = draws.noise_maps(traced)
+    maps = draws.noise_maps
     if maps is None:
         values, vectors = np.linalg.eigh(np.atleast_2d(np.cov(found, rowvar=False)))
         large = values > 1e-8 * max(values[-1], 1e-30)

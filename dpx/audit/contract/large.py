@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -83,10 +82,7 @@ class Large:
         return inputs.flattened(self.program(grads, self.state, included), 1)[: len(sets)]
 
 
-@functools.lru_cache(maxsize=1)
-def large(trial: Any) -> Large:
-    """The mechanism of a trial on a large batch, compiled once."""
-    return Large(trial)
+large = functools.lru_cache(maxsize=1)(Large)  # of a trial, compiled once
 
 
 def require_rows_alone(trial: Trial) -> str:

@@ -89,15 +89,11 @@ MOVES = {
 
 def _low_precision(equation: Any) -> set[str]:
     """What an equation computes in float16 or bfloat16, in words."""
-    given = {_dtype(v) for v in equation.invars}
-    low = {_dtype(v) for v in equation.outvars} & {"float16", "bfloat16"}
+    given = {str(getattr(v.aval, "dtype", "")) for v in equation.invars}
+    low = {str(getattr(v.aval, "dtype", "")) for v in equation.outvars} & {"float16", "bfloat16"}
     if equation.primitive.name in MOVES:
         low -= given
     return {f"{equation.primitive.name} in {dtype}" for dtype in low}
-
-
-def _dtype(variable: Any) -> str:
-    return str(getattr(variable.aval, "dtype", ""))
 
 
 def adjacent(trial: Trial) -> str:

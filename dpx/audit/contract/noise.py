@@ -70,13 +70,10 @@ def _draws(trial: Trial) -> str:
     if not trial.noise.has_keys:
         raise Broken("the step holds no PRNG key, so its noise is not secret, or it adds none")
     columns: dict[int, np.ndarray] = {}
-    steps = STEPS if trial.noise.noise_maps(trial.traced) is None else FULLY  # random coordinates take long
+    steps = STEPS if trial.noise.noise_maps is None else FULLY  # random coordinates take long
     for step in steps:
-        release = trial.release(step)
-        if trial.draws_by_dpx:
-            columns[step] = whitened(trial.traced, trial.noise, step, release)
-        else:
-            columns[step] = whitened_by_itself(trial.traced, trial.noise, step, release)
+        standard = whitened if trial.draws_by_dpx else whitened_by_itself
+        columns[step] = standard(trial.noise, step, trial.release(step))
     directions = max(found.shape[1] for found in columns.values())
     if not directions:
         return ""

@@ -82,7 +82,6 @@ class Traced:
         self.numbers = sum(np.prod(leaf.shape, dtype=int) for leaf in jax.tree.leaves(self.sums_like))
         self.normals = sum(np.prod(leaf.shape, dtype=int) for leaf in jax.tree.leaves(self.drawn))
         self.program = jax.jit(self._program)
-        self._found: dict[tuple[int, bool], Release] = {}
 
     def _run(self, sums, state, params, mechanism=None):
         updates, after = (mechanism or self.subject.mechanism).release(sums, state, params)
@@ -116,14 +115,8 @@ class Traced:
         derivatives, (found, others) = jax.jacfwd(floats, (0, 1), has_aux=True)(sums, normals)
         return found, others, derivatives
 
-    def __call__(self, step: int, *, others: bool = False) -> Release:
-        """The release after the state of this step. others: for the other values of the parameters."""
-        if (step, others) not in self._found:
-            params = self.subject.others if others else self.subject.params
-            self._found[step, others] = self._at(self.subject.state(step), params)
-        return self._found[step, others]
-
-    def _at(self, state: Tree, params: Tree) -> Release:
+    def at(self, state: Tree, params: Tree) -> Release:
+        """The release after this state."""
         zeros = np.zeros(self.numbers, np.float32), np.zeros(self.normals, np.float32)
         first, first_sums, first_noise = self._slopes(*zeros, state, params)
         affine, data, noise = np.ones(len(first), bool), [], []

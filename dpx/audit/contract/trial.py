@@ -13,7 +13,6 @@ from dpx.audit.contract.draws import FULLY, Draws, measured
 from dpx.audit.contract.release import Release, Traced
 from dpx.audit.contract.report import NotChecked
 from dpx.audit.contract.subject import STEPS, Subject
-from dpx.mechanism import Mechanism
 from dpx.scalars import over
 from dpx.trees import Tree
 
@@ -23,26 +22,16 @@ MULTIPLIERS = 2**20  # steps whose noise multipliers are read
 class Trial(Subject):
     """A mechanism on trial.
 
-    draws: int, how often the noise of a step is drawn. seed: of the keys that it is drawn with. rebuild: (key) -> the
-    mechanism with this key, or None.
+    subject: the arguments of `Subject`. draws: int, how often the noise of a step is drawn. seed: of the keys that it
+    is drawn with. rebuild: (key) -> the mechanism with this key, or None.
     """
 
-    def __init__(
-        self,
-        mechanism: Mechanism,
-        params: Tree,
-        loss: Callable | None = None,
-        examples: Tree = None,
-        *,
-        draws: int,
-        seed: int,
-        rebuild: Callable | None = None,
-    ):
-        super().__init__(mechanism, params, loss, examples)
+    def __init__(self, *subject: Any, draws: int, seed: int, rebuild: Callable | None = None):
+        super().__init__(*subject)
         self.draws, self.seed, self.rebuild = draws, seed, rebuild
         self._contributions: dict[int, dict[str, Tree]] = {}
         self._releases: dict[tuple[int, bool], Release] = {}
-        self.event = functools.lru_cache(mechanism.event)  # of schedules it takes some time
+        self.event = functools.lru_cache(self.mechanism.event)  # of schedules it takes some time
         self.clip_norm = functools.lru_cache(self._clip_norm)
 
     @functools.cached_property
@@ -51,7 +40,7 @@ class Trial(Subject):
 
     @functools.cached_property
     def noise(self) -> Draws:
-        return Draws(self, self.draws, self.seed, self.rebuild)
+        return Draws(self.traced, self.draws, self.seed, self.rebuild)
 
     @property
     def draws_by_dpx(self) -> bool:
@@ -64,9 +53,9 @@ class Trial(Subject):
         others: for the other values of the parameters.
         """
         if (step, others) not in self._releases:
-            found = self.traced(step, others=others)
+            found = self.traced.at(self.state(step), self.others if others else self.params)
             if not self.draws_by_dpx:
-                found = measured(found, self.traced, self.noise, step, others=others)
+                found = measured(found, self.noise, step, others=others)
             self._releases[step, others] = found
         return self._releases[step, others]
 
