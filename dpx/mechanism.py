@@ -193,7 +193,10 @@ def in_coordinates(mechanism: Mechanism, *coordinates: Coordinates) -> Mechanism
     allow. `decode` reads the release alone. Raises ValueError for arguments of other types.
     """
     require_mechanism(mechanism)
-    require_coordinates(coordinates)
+    for given in coordinates:
+        if not isinstance(given, Coordinates):
+            words = "coordinates must be dpx.coordinates.Coordinates; optax transforms belong behind the mechanism"
+            raise ValueError(f"{words}, in dpx.chain(mechanism, ...); got {type(given)}")
 
     def init(params):
         like, states = _float32_like(params), []
@@ -246,14 +249,5 @@ def require_mechanism(mechanism: Any):
     if not isinstance(mechanism, Mechanism):
         raise ValueError(
             "the optimizer must be a dpx Mechanism, which must come first: put optax transforms behind it with "
-            "dpx.chain(mechanism, *transforms); got "
-            f"{type(mechanism)}"
+            f"dpx.chain(mechanism, *transforms); got {type(mechanism)}"
         )
-
-
-def require_coordinates(coordinates: tuple[Any, ...]):
-    """Raises ValueError unless all are `dpx.coordinates.Coordinates`."""
-    for given in coordinates:
-        if not isinstance(given, Coordinates):
-            words = "coordinates must be dpx.coordinates.Coordinates; optax transforms belong behind the mechanism"
-            raise ValueError(f"{words}, in dpx.chain(mechanism, ...); got {type(given)}")

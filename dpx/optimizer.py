@@ -33,20 +33,30 @@ def chain(mechanism: Mechanism, *transforms: optax.GradientTransformation) -> Me
     """
     require_mechanism(mechanism)
     require_transforms(transforms)
-    after = on_trained(mechanism, optax.chain(*transforms))
+    after = optax.chain(*transforms)
+    words = "optax transforms of the trainable layers" if FROZEN in mechanism.stages else "optax transforms"
+
+    def on_trained(params):
+        """The transforms on the trained parameters. For others they return the released gradient, which is zero."""
+        flags = trained(mechanism, params)
+        return after if all(jax.tree.leaves(flags)) else optax.masked(after, lambda _: flags)
 
     def release(sums, state, params):
         updates, inner = mechanism.release(sums, state.inner, params)
-        require_values(params)
-        updates, transformed = after.update(updates, state.transforms, params)
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
+            raise ValueError(
+                "dpx.chain must stand outside of coordinates and of other mechanisms, because optax transforms read "
+                "the parameters; write dpx.chain(dpx.in_coordinates(mechanism, coordinates), *transforms)"
+            )
+        updates, transformed = on_trained(updates).update(updates, state.transforms, params)
         return updates, ChainState(inner, transformed)
 
     return mechanism.replace(
-        init=lambda params: ChainState(mechanism.init(params), after.init(params)),
+        init=lambda params: ChainState(mechanism.init(params), on_trained(params).init(params)),
         encode=lambda grad, state: mechanism.encode(grad, state.inner),
         weigh=lambda norms, state: mechanism.weigh(norms, state.inner),
         release=release,
-        stages=(*mechanism.stages, describe_transforms(mechanism.stages)),
+        stages=(*mechanism.stages, words),
     )
 
 
@@ -56,23 +66,10 @@ def require_transforms(transforms: tuple[Any, ...]):
         if isinstance(transform, Mechanism):
             raise ValueError("one mechanism, first in the chain, is billed; got a second one among the transforms")
         if isinstance(transform, Coordinates):
-            raise ValueError(
-                f"transforms must be optax transforms, got the coordinates {transform.name!r}; write "
-                "dpx.in_coordinates(mechanism, coordinates)"
-            )
+            words = f"the coordinates {transform.name!r}; write dpx.in_coordinates(mechanism, coordinates)"
+            raise ValueError(f"transforms must be optax transforms, got {words}")
         if not (hasattr(transform, "init") and hasattr(transform, "update")):
-            raise ValueError(
-                f"transforms must be optax transforms, such as optax.sgd(learning_rate), got {described(transform)}"
-            )
-
-
-def require_values(params: Tree):
-    """Raises ValueError if `params` are shapes alone, as inside of coordinates, where transforms cannot read them."""
-    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
-        raise ValueError(
-            "dpx.chain must stand outside of coordinates and of other mechanisms, because optax transforms read the "
-            "parameters; write dpx.chain(dpx.in_coordinates(mechanism, coordinates), *transforms)"
-        )
+            raise ValueError(f"transforms must be those of optax, such as optax.sgd(0.1), got {described(transform)}")
 
 
 def trained(mechanism: Any, params: Tree) -> Tree:
@@ -85,24 +82,3 @@ def trained(mechanism: Any, params: Tree) -> Tree:
     closed = jax.make_jaxpr(mechanism.encode)(grad, jax.eval_shape(mechanism.init, params))
     leaves, treedef = jax.tree.flatten(grad)
     return treedef.unflatten(inputs_read(closed.jaxpr)[: len(leaves)])
-
-
-def on_trained(mechanism: Any, transform: optax.GradientTransformation) -> optax.GradientTransformation:
-    """`transform` on the parameters that `mechanism` trains; for the others, `update` returns what it is given.
-
-    The released gradient of a frozen parameter is zero, because no coordinate belongs to it.
-    """
-
-    def within(params):
-        flags = trained(mechanism, params)
-        return transform if all(jax.tree.leaves(flags)) else optax.masked(transform, lambda _: flags)
-
-    def update(updates, state, params=None):
-        return within(updates).update(updates, state, params)
-
-    return optax.GradientTransformation(lambda params: within(params).init(params), update)
-
-
-def describe_transforms(stages: tuple[str, ...]) -> str:
-    """The stage of the optax transforms behind the stages of a mechanism."""
-    return "optax transforms of the trainable layers" if FROZEN in stages else "optax transforms"

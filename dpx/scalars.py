@@ -119,6 +119,5 @@ def require_fraction(name: str, value: ScalarOrSchedule, interval: Literal["(0, 
         numbers = np.asarray([require_number(name, value, minimum=0)])
     inside = (numbers > 0) & (numbers <= 1) if interval == "(0, 1]" else (numbers >= 0) & (numbers < 1)
     for step in np.flatnonzero(~inside)[:1]:
-        raise ValueError(
-            f"{name} must be in {interval}, got {numbers[step]:g}{f' at step {step}' if callable(value) else ''}"
-        )
+        where = f" at step {step}" if callable(value) else ""
+        raise ValueError(f"{name} must be in {interval}, got {numbers[step]:g}{where}")

@@ -33,8 +33,7 @@ def random_mask(seed: jax.Array, kept: jax.Array, like: Tree) -> Tree:
 def masked(tree: Tree, mask: Tree) -> Tree:
     """`tree` times `mask`, in the dtypes of `tree`. mask: bool, like `tree`.
 
-    inf and NaN become NaN where the mask is False, so that the norm of their example is not finite and the example
-    contributes zero.
+    inf and NaN become NaN where the mask is False, so that the norm is not finite and the example contributes zero.
     """
     return jax.tree.map(lambda x, m: x * m.astype(x.dtype), tree, mask)
 

@@ -53,10 +53,8 @@ def gradient_embedding(*, basis: Tree, embedding_scale: float = 1.0, residual_sc
         products = jax.tree.map(lambda v, g: jnp.tensordot(v, g, g.ndim, precision=EXACT), state.basis, grad)
         embedding = sum(jax.tree.leaves(products), jnp.zeros(rank))
         residual = jax.tree.map(jnp.subtract, grad, _combined(embedding, state.basis))
-        return {
-            "embedding": embedding / embedding_scale,
-            "residual": jax.tree.map(lambda r: r / residual_scale, residual),
-        }
+        scaled = jax.tree.map(lambda r: r / residual_scale, residual)
+        return {"embedding": embedding / embedding_scale, "residual": scaled}
 
     def decode(released, state, like):
         inside = _combined(released["embedding"] * embedding_scale, state.basis)

@@ -58,6 +58,11 @@ def importance_mask(
     warmup = require_whole("warmup", warmup)
     require_scalar_or_schedule("noise_floor", noise_floor, minimum=0)
 
+    def init(params):
+        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+        ones = jax.tree.map(lambda p: jnp.ones(p.shape, bool), params)
+        return ImportanceState(jnp.zeros((), jnp.int32), zeros, ones, inner.init(params) if inner is not None else ())
+
     def after_warmup(state, before, after):
         return jax.tree.map(lambda b, a: jnp.where(state.step < warmup, b, a), before, after)
 
@@ -77,12 +82,14 @@ def importance_mask(
         scored = jax.tree.map(lambda s, r: s + (jnp.abs(r) - floor) / warmup, state.score, released)
         score = after_warmup(state, scored, state.score)
         step = state.step + 1
-        mask = _next_mask(state, step, score, keep, warmup, like)
+        kept = count(keep, step, like)
+        changes = (step == warmup) | ((step > warmup) & (kept != count(keep, state.step, like)))
+        mask = lax.cond(changes, lambda: largest(score, kept), lambda: state.mask)
         return updates, ImportanceState(step, score, mask, inner_state)
 
     name, undo = _words(keep, warmup, inner)
     return Coordinates(
-        init=lambda params: _initial(params, inner),
+        init=init,
         encode=encode,
         decode=decode,
         name=name,
@@ -92,30 +99,13 @@ def importance_mask(
     )
 
 
-def _initial(params: Tree, inner: Coordinates | None) -> ImportanceState:
-    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
-    ones = jax.tree.map(lambda p: jnp.ones(p.shape, bool), params)
-    return ImportanceState(jnp.zeros((), jnp.int32), zeros, ones, inner.init(params) if inner is not None else ())
-
-
-def _next_mask(
-    state: ImportanceState, step: jax.Array, score: Tree, keep: ScalarOrSchedule, warmup: int, like: Tree
-) -> Tree:
-    """The mask of `step`, the one after `state`: ranked anew after the warm-up and where `keep` changes."""
-    kept = count(keep, step, like)
-    changes = (step == warmup) | ((step > warmup) & (kept != count(keep, state.step, like)))
-    return lax.cond(changes, lambda: largest(score, kept), lambda: state.mask)
-
-
 def _check(keep: ScalarOrSchedule, warmup: int, inner: Coordinates | None, steps: int):
     """Raises ValueError if `keep` leaves (0, 1] or falls after the warm-up in the first `steps`, or as `inner` does."""
     require_fraction("keep", keep, "(0, 1]", steps)
     kept = over(keep, steps)[warmup:]
     for fallen in np.flatnonzero(np.diff(kept) < 0)[:1]:
-        raise ValueError(
-            f"keep must not fall after the warm-up, got {kept[fallen + 1]:g} after {kept[fallen]:g} "
-            f"at step {warmup + fallen + 1}"
-        )
+        found = f"{kept[fallen + 1]:g} after {kept[fallen]:g} at step {warmup + fallen + 1}"
+        raise ValueError(f"keep must not fall after the warm-up, got {found}")
     if inner is not None:
         inner.check(steps)
 

@@ -7,6 +7,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import optax
+from jax.flatten_util import ravel_pytree
 
 from dpx.coordinates._masks import random_mask
 from dpx.coordinates.random_freeze import RandomFreezeState
@@ -37,14 +38,14 @@ def sparse_pack(updates: Tree, state: Tree, *, size: int) -> SparseUpdates:
     freeze = find_state(state, RandomFreezeState, "random freeze")
     if not isinstance(freeze.kept, jax.core.Tracer) and size < int(freeze.kept):
         raise ValueError(f"size must be at least the {int(freeze.kept)} coordinates kept, got {size}")
-    (places,) = jnp.nonzero(_flat(freeze.mask), size=size, fill_value=-1)
-    values = jnp.where(places < 0, 0, _flat(jax.tree.map(lambda u: u.astype(jnp.float32), updates))[places])
-    return SparseUpdates(values, freeze.seed, freeze.kept)
+    (places,) = jnp.nonzero(ravel_pytree(freeze.mask)[0], size=size, fill_value=-1)
+    flat, _ = ravel_pytree(optax.tree.cast(updates, jnp.float32))
+    return SparseUpdates(jnp.where(places < 0, 0, flat[places]), freeze.seed, freeze.kept)
 
 
 def sparse_unpack(packed: SparseUpdates, like: Tree) -> Tree:
     """The updates that `sparse_pack` packed, in the shapes and dtypes of `like` (the parameters)."""
-    mask = _flat(random_mask(packed.seed, packed.kept, like))
+    mask, _ = ravel_pytree(random_mask(packed.seed, packed.kept, like))
     (places,) = jnp.nonzero(mask, size=packed.values.size, fill_value=mask.size)
     flat = jnp.zeros(mask.size, jnp.float32).at[places].set(packed.values, mode="drop")
     return optax.tree.cast_like(split(flat, like), like)
@@ -57,7 +58,3 @@ def sparse_density(state: Tree) -> jax.Array:
     """
     freeze = find_state(state, RandomFreezeState, "random freeze")
     return freeze.kept / sum(math.prod(m.shape) for m in jax.tree.leaves(freeze.mask))
-
-
-def _flat(tree: Tree) -> jax.Array:
-    return jnp.concatenate([leaf.ravel() for leaf in jax.tree.leaves(tree)])

@@ -23,8 +23,7 @@ def trainable(*, mask: Tree | Callable[[str], bool]) -> Coordinates:
         such as `lambda path: "lora" in path` for the path "encoder/layer_0/lora_a/kernel". Use this instead of
         optax.masked, which would let raw per-example gradients of the masked layers through.
 
-    Raises ValueError for values that are not Python bools, if none is True, and (by `init`) if the mask is not a prefix
-    of the parameters.
+    Raises ValueError for values that are not Python bools, if none is True, and (by `init`) if it is not a prefix.
     """
     by_path = callable(mask) and jax.tree_util.all_leaves([mask])
     if not by_path:

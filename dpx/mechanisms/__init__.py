@@ -15,10 +15,4 @@ from dpx.mechanisms.dice_sgd import dice_sgd
 from dpx.mechanisms.dp_sgd import dp_sgd
 from dpx.mechanisms.normalized import normalized
 
-__all__ = [
-    "adaptive_clipping",
-    "clip_then_project",
-    "dice_sgd",
-    "dp_sgd",
-    "normalized",
-]
+__all__ = ["adaptive_clipping", "clip_then_project", "dice_sgd", "dp_sgd", "normalized"]

@@ -67,7 +67,9 @@ def adaptive_clipping(
     Raises ValueError for a number outside its domain; of a schedule, at step 0 and when later steps are billed.
     """
     initial_clip_norm = require_number("initial_clip_norm", initial_clip_norm, minimum=SMALLEST, maximum=LARGEST)
-    _require_numbers(quantile, clip_learning_rate, indicator_noise)
+    require_number("clip_learning_rate", clip_learning_rate, minimum=0)
+    require_number("indicator_noise", indicator_noise, minimum=0, exclusive=True)
+    require_open_fraction("quantile", quantile)
     inner = dp_sgd(clip_norm=1.0, noise_multiplier=noise_multiplier, sampling=sampling, key=key)
     _require_cheap_indicator(over(inner.noise_multiplier, 1), indicator_noise)
     shares = functools.partial(_shares, inner.noise_multiplier, indicator_noise)
@@ -109,20 +111,12 @@ def _shares(noise_multiplier: ScalarOrSchedule, indicator_noise: float, step: ja
     return jnp.sqrt(1 - indicator**2), indicator
 
 
-def _require_numbers(quantile: float, clip_learning_rate: float, indicator_noise: float):
-    require_number("clip_learning_rate", clip_learning_rate, minimum=0)
-    require_number("indicator_noise", indicator_noise, minimum=0, exclusive=True)
-    require_open_fraction("quantile", quantile)
-
-
 def _require_cheap_indicator(multipliers: np.ndarray, indicator_noise: float):
     """Raises ValueError unless, at every noise multiplier, the gradient's share of the norm is not 0 in float32."""
     wrong = np.flatnonzero(~((multipliers > 0) & (multipliers < 2 * indicator_noise * (1 - 2**-20))))
     for step in wrong[:1]:
-        raise ValueError(
-            f"noise_multiplier must be above 0 and below 2 indicator_noise = {2 * indicator_noise:g}, "
-            f"got {multipliers[step]:g} at step {step}"
-        )
+        domain = f"above 0 and below 2 indicator_noise = {2 * indicator_noise:g}"
+        raise ValueError(f"noise_multiplier must be {domain}, got {multipliers[step]:g} at step {step}")
 
 
 def _stages(clip_norm: float, quantile: float, inner: Mechanism, indicator_noise: float) -> tuple[str, ...]:

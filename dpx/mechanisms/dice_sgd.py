@@ -127,9 +127,16 @@ def dice_sgd(
     if not isinstance(sampling, SAMPLINGS):
         raise ValueError(f"sampling must be one of {[s.__name__ for s in SAMPLINGS]}, got {described(sampling)}")
     noise_key = keys.stream(keys.secret(key), "noise")
-    numbers = _require_numbers(clip_norm, feedback_norm, outer_clip_norm, noise_multiplier)
+    clip_norm = _rounded("clip_norm", clip_norm, SMALLEST_CLIP_NORM)
+    if not (isinstance(outer_clip_norm, float) and outer_clip_norm == math.inf):
+        outer_clip_norm = _rounded("outer_clip_norm", outer_clip_norm, clip_norm)
+    feedback_norm = _rounded("feedback_norm", feedback_norm, SMALLEST_CLIP_NORM)
+    noise_multiplier = _rounded("noise_multiplier", noise_multiplier, 0)
+    require_noise(np.array([noise_multiplier]))
     reset_every = None if reset_every is None else require_whole("reset_every", reset_every)
-    config = Configuration(*numbers, sampling, reset_every, _norm_bounds(*numbers[:3], stability))
+    bounds = _norm_bounds(clip_norm, feedback_norm, outer_clip_norm, stability)
+    numbers = clip_norm, feedback_norm, outer_clip_norm, noise_multiplier
+    config = Configuration(*numbers, sampling, reset_every, bounds)
     return Mechanism(
         init=lambda params: ErrorFeedbackState(ReleaseState.empty(), optax.tree.zeros_like(params, dtype=jnp.float32)),
         encode=lambda grad, state: grad,
@@ -153,9 +160,7 @@ def _factors(config: Configuration, norm: jax.Array) -> tuple[jax.Array, jax.Arr
     return released / norm, (jnp.minimum(norm, outer) - released) / norm
 
 
-def _release(
-    config: Configuration, noise_key: jax.Array, sums: tuple[Tree, ...], state: ErrorFeedbackState, params: Tree
-):
+def _release(config: Configuration, key: jax.Array, sums: tuple[Tree, ...], state: ErrorFeedbackState, params: Tree):
     step, error, divisor = state.release.step, state.unreleased_error, config.sampling.divisor
     norm = jnp.maximum(tree_norm(error), SMALLEST_DIVISOR)
     remembered = jnp.minimum(norm, LARGEST_CLIP_NORM)
@@ -165,12 +170,11 @@ def _release(
     # The error is added before the noise, because the release rounds all that it adds the noise to.
     total = plus(total, jax.tree.map(lambda e: (scale * fed_back * divisor) * e, error))
     deviation = config.noise_multiplier * config.clip_norm * (1 + ETA)
-    updates = jax.tree.map(lambda r: r / divisor, keys.release(noise_key, step, total, deviation))
+    updates = jax.tree.map(lambda r: r / divisor, keys.release(key, step, total, deviation))
     kept = jax.tree.map(lambda e: (scale * (remembered - fed_back)) * e, compute_after(updates, error))  # in its memory
     error = jax.tree.map(lambda e, *parts: sum(parts) / divisor + e, kept, *(p for p in withheld if p is not None))
-    return optax.tree.cast_like(updates, params), ErrorFeedbackState(
-        state.release.after(config.noise_multiplier), error
-    )
+    state = ErrorFeedbackState(state.release.after(config.noise_multiplier), error)
+    return optax.tree.cast_like(updates, params), state
 
 
 def _event(config: Configuration, steps: int) -> DpEvent:
@@ -220,19 +224,6 @@ def _norm_bounds(clip_norm: float, feedback_norm: float, outer_clip_norm: float,
             f"normalized to {feedback_norm:.6g} e / (|e| + {feedback_norm:.6g})",
         ),
     )
-
-
-def _require_numbers(
-    clip_norm: float, feedback_norm: float, outer_clip_norm: float, noise_multiplier: float
-) -> tuple[float, float, float, float]:
-    """The four numbers, rounded as the mechanism uses them. Raises ValueError outside their domains."""
-    clip_norm = _rounded("clip_norm", clip_norm, SMALLEST_CLIP_NORM)
-    if not (isinstance(outer_clip_norm, float) and outer_clip_norm == math.inf):
-        outer_clip_norm = _rounded("outer_clip_norm", outer_clip_norm, clip_norm)
-    feedback_norm = _rounded("feedback_norm", feedback_norm, SMALLEST_CLIP_NORM)
-    noise_multiplier = _rounded("noise_multiplier", noise_multiplier, 0)
-    require_noise(np.array([noise_multiplier]))
-    return clip_norm, feedback_norm, outer_clip_norm, noise_multiplier
 
 
 def _rounded(name: str, value: float, minimum: float) -> float:

@@ -58,11 +58,15 @@ def dp_sgd(
 
     Raises ValueError for a number outside its domain (of a schedule, when it is billed), a traced value, or no key.
     """
-    clip_norm = _require_clip_norms(clip_norm)
+    domain = {"minimum": SMALLEST_CLIP_NORM, "maximum": LARGEST_CLIP_NORM}
+    clip_norm = jax.tree.map(lambda c: require_scalar_or_schedule("clip_norm", c, **domain), clip_norm)
+    if not jax.tree.leaves(clip_norm):
+        raise ValueError(f"clip_norm must hold at least one number or schedule, got {described(clip_norm)}")
     noise_multiplier = require_scalar_or_schedule("noise_multiplier", noise_multiplier, minimum=0)
     if not callable(noise_multiplier):
         require_noise(np.array([noise_multiplier]))
-    _require_sampling(sampling)
+    if not (hasattr(sampling, "event") and hasattr(sampling, "divisor")):
+        raise ValueError(f"sampling must be a dpx sampling record such as PoissonSampling, got {described(sampling)}")
     noise_key = keys.stream(keys.secret(key), "noise")
 
     def weigh(found, state):
@@ -106,21 +110,6 @@ def tree_norm(tree: Tree) -> jax.Array:
 def _norms_at(clip_norm: Tree, step: jax.Array) -> Tree:
     """The clip norm of every group at one step, float32 () each."""
     return jax.tree.map(lambda c: at(c, step), clip_norm)
-
-
-def _require_clip_norms(clip_norm: Tree) -> Tree:
-    checked = jax.tree.map(
-        lambda c: require_scalar_or_schedule("clip_norm", c, minimum=SMALLEST_CLIP_NORM, maximum=LARGEST_CLIP_NORM),
-        clip_norm,
-    )
-    if not jax.tree.leaves(checked):
-        raise ValueError(f"clip_norm must hold at least one number or schedule, got {described(clip_norm)}")
-    return checked
-
-
-def _require_sampling(sampling: Sampling):
-    if not (hasattr(sampling, "event") and hasattr(sampling, "divisor")):
-        raise ValueError(f"sampling must be a dpx sampling record such as PoissonSampling, got {described(sampling)}")
 
 
 def _require_all(name: str, values: np.ndarray, minimum: float, maximum: float):

@@ -108,8 +108,7 @@ def d2p_sgd(
 
     noise multiplier_k = noise_multiplier / k^power,  k = 1, 2, ... counting blocks of `every` steps (an epoch)
 
-    The paper claims a bound whose constants it leaves open. dpx bills the composition of the Gaussian releases of all
-    steps, which holds.
+    The paper claims a bound with open constants. dpx bills the composition of all Gaussian releases, which holds.
 
     stability: at least 1e-6, in the units of the gradient; a gradient g becomes g / (|g| + stability), of norm below 1.
     power: at least 0; 1/2 in the paper's theorems, 1/4 per epoch in its experiments.
@@ -123,9 +122,8 @@ def d2p_sgd(
 
 def _falling(noise_multiplier: float, power: float, every: int) -> ScalarOrSchedule:
     """The noise multiplier of D2P-SGD, a schedule of the step."""
-    return schedules.every(
-        schedules.inverse_power(init_value=noise_multiplier, power=power), steps=require_whole("every", every)
-    )
+    falling = schedules.inverse_power(init_value=noise_multiplier, power=power)
+    return schedules.every(falling, steps=require_whole("every", every))
 
 
 def _automatic(noise_multiplier: ScalarOrSchedule, stability: float, sampling: Sampling, key: jax.Array) -> Mechanism:

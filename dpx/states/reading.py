@@ -9,14 +9,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from dpx.states.record import (
-    LARGEST_PRECISION,
-    LARGEST_WEIGHT,
-    REASONS,
-    ReleaseState,
-    noise_order,
-    sampling_fingerprint,
-)
+from dpx.states.record import LARGEST_PRECISION, LARGEST_WEIGHT, REASONS, ReleaseState, fingerprint, noise_order
 from dpx.trees import Tree
 
 TOLERANCE = 1e-5  # relative, between the precision of a state and that of a mechanism, because float32 rounds
@@ -32,10 +25,8 @@ def release_state(state: Tree) -> ReleaseState:
     """
     releases = _search(state, ())
     if len(releases) != 1:
-        raise ValueError(
-            f"state must hold exactly one mechanism's state, found {len(releases)}. (Restore a stored state into the "
-            "structure of optimizer.init(params).)"
-        )
+        advice = "Restore a stored state into the structure of optimizer.init(params)."
+        raise ValueError(f"state must hold exactly one mechanism's state, found {len(releases)}. ({advice})")
     release, holders = releases[0]
     for holder, key in holders:
         _require_plain(holder, key)
@@ -110,7 +101,7 @@ def next_steps(state: Tree, sampling: Any, steps: int | None, *, beyond_budget: 
     Raises ValueError if one of them is beyond the budget, and for the state of another sampling.
     """
     release = release_state(state)
-    if int(release.fingerprints[0]) != sampling_fingerprint(sampling):
+    if int(release.fingerprints[0]) != fingerprint(sampling):
         raise ValueError(f"the state is of a mechanism that bills the sampling of another record than {sampling}")
     first, planned = int(release.step), int(release.planned_steps)
     if steps is None:
@@ -137,9 +128,8 @@ def require_matching(state: Tree, mechanism: Any, multipliers: np.ndarray) -> No
     advice = "bill a state by the mechanism that made its releases, rebuilt with the same numbers"
     if problem := int(release.problem):
         raise ValueError(f"the state has no bill: {list(REASONS.values())[problem - 1]}")
-    for found, asked, differs in zip(
-        release.fingerprints, mechanism.fingerprints, ("sampling", "kind of event"), strict=True
-    ):
+    kinds = ("sampling", "kind of event")
+    for found, asked, differs in zip(release.fingerprints, mechanism.fingerprints, kinds, strict=True):
         if int(found) != int(asked):
             raise ValueError(f"the state's releases were made by a mechanism with another {differs}: {advice}")
     if int(release.noise_key) not in (0, int(mechanism.noise_key)):

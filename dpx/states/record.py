@@ -123,10 +123,8 @@ def noise_order(bits: Any, step: Any) -> Any:
 
 def stamped(state: Tree, fingerprints: np.ndarray, planned_steps: int) -> Tree:
     """A new `state`, with the fingerprints by which its releases will be billed, uint32 (2,): `fingerprints_of`."""
-    planned = jnp.full((), planned_steps, jnp.int32)
-    return map_states(
-        lambda node: node._replace(fingerprints=jnp.asarray(fingerprints), planned_steps=planned), state, ReleaseState
-    )
+    stamp = {"fingerprints": jnp.asarray(fingerprints), "planned_steps": jnp.full((), planned_steps, jnp.int32)}
+    return map_states(lambda node: node._replace(**stamp), state, ReleaseState)
 
 
 def checked(state: Tree, mechanism: Any, rows: jax.Array, drawn: Drawn | None, *, ordered: Any = True) -> Tree:
@@ -202,8 +200,6 @@ def fingerprint(value: Any) -> int:
 
 def _without_noise(value: Any) -> Any:
     if isinstance(value, DpEvent):
-        named = [(field.name, getattr(value, field.name)) for field in attrs.fields(type(value))]
-        return type(value).__name__, [
-            (name, _without_noise(part)) for name, part in named if name != "noise_multiplier"
-        ]
+        names = [field.name for field in attrs.fields(type(value)) if field.name != "noise_multiplier"]
+        return type(value).__name__, [(name, _without_noise(getattr(value, name))) for name in names]
     return [_without_noise(part) for part in value] if isinstance(value, list | tuple) else value

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import jax
 import jax.numpy as jnp
 
-from dpx.coordinates.projections.sketch import DRAWS, Segments, Sketch, join, random_signs, sizes_of, transposed
+from dpx.coordinates.projections.sketch import DRAWS, Segments, Sketch, random_signs, transposed
 
 # benchmarks/coordinates.py times the projection with these.
 UNROLLED = 16  # runs with code of their own, at most; more runs are added in a loop, because compiling takes longer
@@ -20,14 +20,14 @@ UNCUT = 1024  # coordinates of the longest run that is one piece, because small 
 
 
 def project(key: jax.Array, segments: Segments, rank: int) -> Segments:
-    size = sum(sizes_of(segments))
+    size = sum(segment.size for segment in segments)
     runs = math.ceil(size / rank)
     sign_key, offset_key = jax.random.split(key)
     signs = random_signs(sign_key, size)
     with DRAWS:
         offsets = jax.random.randint(offset_key, (runs,), 0, rank)
     if runs > UNROLLED:
-        return [_looped(join(segments) * signs, offsets, rank)]
+        return [_looped(jnp.concatenate(segments) * signs, offsets, rank)]
     # Pieces are added in place, because a batch of gradients is large. The end of a piece that reaches beyond bucket
     # p - 1 is added to the first buckets.
     longest = min(rank, max(UNCUT, math.ceil(rank / PIECES)))

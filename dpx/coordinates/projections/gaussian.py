@@ -6,11 +6,11 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from dpx.coordinates.projections.sketch import DRAWN_AT_ONCE, DRAWS, EXACT, Segments, Sketch, join, split
+from dpx.coordinates.projections.sketch import DRAWN_AT_ONCE, DRAWS, EXACT, Segments, Sketch, split
 
 
 def project(key: jax.Array, segments: Segments, rank: int) -> Segments:
-    vector = join(segments)
+    vector = jnp.concatenate(segments)
 
     def block(_, number):
         return None, jnp.dot(_rows(key, number, vector.size, rank), vector, precision=EXACT)

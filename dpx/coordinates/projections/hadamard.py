@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from scipy.linalg import hadamard
 
-from dpx.coordinates.projections.sketch import EXACT, Segments, Sketch, random_signs, sizes_of, split, transposed
+from dpx.coordinates.projections.sketch import EXACT, Segments, Sketch, random_signs, split, transposed
 from dpx.coordinates.projections.subset import chosen
 
 BLOCK = 2**12  # coordinates of a block at most, a power of 2, so that the transform's two factors are 64 x 64
@@ -27,7 +27,7 @@ def transform(blocks: jax.Array) -> jax.Array:
 
 
 def project(key: jax.Array, segments: Segments, rank: int) -> Segments:
-    sizes = sizes_of(segments)
+    sizes = [segment.size for segment in segments]
     padded = [_padded(size) for size in sizes]
     sign_key, row_key = jax.random.split(key)
     signs = split(random_signs(sign_key, sum(sizes)), sizes)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dpx.coordinates.projections.sketch import DRAWN_AT_ONCE, DRAWS, EXACT, Segments, Sketch, join, split
+from dpx.coordinates.projections.sketch import DRAWN_AT_ONCE, DRAWS, EXACT, Segments, Sketch, split
 
 BLOCK = 64  # coordinates of a block, at least; d / p if that is more, so that every block has a column
 
@@ -37,7 +37,7 @@ def blocks_of(size: int, rank: int) -> Blocks:
 
 
 def project(key: jax.Array, segments: Segments, rank: int) -> Segments:
-    vector = join(segments)
+    vector = jnp.concatenate(segments)
     blocks = blocks_of(vector.size, rank)
     padding = blocks.chunks * blocks.together * blocks.size - vector.size
     chunks = jnp.pad(vector, (0, padding)).reshape(blocks.chunks, blocks.together, blocks.size)

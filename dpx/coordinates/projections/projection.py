@@ -86,12 +86,11 @@ def projection(rank, reduction_rate, kind: str, every: int | None, stream: jax.A
     def each_group(function: Callable, state: ProjectionState, *trees: Tree) -> Tree:
         draw = keys.public(keys.fold_in(stream, 0 if every is None else state.step // every))
         numbers = jax.tree.unflatten(jax.tree.structure(ranks), range(len(jax.tree.leaves(ranks))))
-        return jax.tree.map(
-            lambda number, rank, *groups: function(jax.random.fold_in(draw, number), rank, *groups),
-            numbers,
-            ranks,
-            *trees,
-        )
+
+        def of_group(number, rank, *groups):
+            return function(jax.random.fold_in(draw, number), rank, *groups)
+
+        return jax.tree.map(of_group, numbers, ranks, *trees)
 
     def dimensions(configured, leaves) -> tuple[list[int], int, float]:
         """The sizes of a group's layers, its rank, and the divisor of its coordinates."""
@@ -136,9 +135,8 @@ def projection(rank, reduction_rate, kind: str, every: int | None, stream: jax.A
 def _ranks(rank, reduction_rate) -> tuple[Tree, Callable[[Any, int], int], str]:
     """The configured numbers; a function (number, d) -> rank; and the ranks in words."""
     if (rank is None) == (reduction_rate is None):
-        raise ValueError(
-            f"say either rank or reduction_rate; got rank={described(rank)}, reduction_rate={described(reduction_rate)}"
-        )
+        given = f"rank={described(rank)}, reduction_rate={described(reduction_rate)}"
+        raise ValueError(f"say either rank or reduction_rate; got {given}")
     values = reduction_rate if rank is None else rank
     if not jax.tree.leaves(values):
         raise ValueError(f"rank or reduction_rate must hold at least one number, got {described(values)}")

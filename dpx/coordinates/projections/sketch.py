@@ -47,16 +47,8 @@ def transposed(project: Callable[[jax.Array, Segments, int], Segments]):
     return lift
 
 
-def join(segments: Segments) -> jax.Array:
-    return jnp.concatenate(segments)
-
-
 def split(vector: jax.Array, sizes: Sequence[int]) -> Segments:
     return [vector[end - size : end] for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
-
-
-def sizes_of(segments: Segments) -> list[int]:
-    return [segment.size for segment in segments]
 
 
 def random_signs(key: jax.Array, size: int) -> jax.Array:

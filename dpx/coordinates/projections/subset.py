@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from dpx.coordinates._masks import largest
-from dpx.coordinates.projections.sketch import DRAWS, Segments, Sketch, sizes_of, split
+from dpx.coordinates.projections.sketch import DRAWS, Segments, Sketch, split
 
 
 def chosen(key: jax.Array, sizes: Sequence[int], count: int) -> Segments:
@@ -18,18 +18,15 @@ def chosen(key: jax.Array, sizes: Sequence[int], count: int) -> Segments:
 
 
 def project(key: jax.Array, segments: Segments, rank: int) -> Segments:
-    sizes = sizes_of(segments)
+    sizes = [segment.size for segment in segments]
     scale = stretch(sizes, rank)
     kept = chosen(key, sizes, rank)
     return [segment * jnp.where(mask, scale, 0) for segment, mask in zip(segments, kept, strict=True)]
-
-
-def lift(key: jax.Array, coordinates: Segments, sizes: Sequence[int], rank: int) -> Segments:
-    return project(key, coordinates, rank)
 
 
 def stretch(sizes: Sequence[int], rank: int) -> float:
     return math.sqrt(sum(sizes) / rank)
 
 
-SUBSET = Sketch(project, lift, stretch, supports_ghost_norms=True)
+# The projection is its own transpose.
+SUBSET = Sketch(project, lambda key, kept, sizes, rank: project(key, kept, rank), stretch, supports_ghost_norms=True)
