@@ -48,10 +48,8 @@ def facts_of(terms: Terms, carry: Carry, options: dict[str, Any]) -> dict[str, A
     facts = {f"stage {number} of the mechanism": stage for number, stage in enumerate(optimizer.stages, start=1)}
     facts |= {RECORD: ", ".join(ReleaseState._fields)}
     facts |= {"event of a step": repr(optimizer.event(1)), "sampling": repr(optimizer.sampling)}
-    facts |= {
-        "key of the noise (its mark)": int(keys.mark(optimizer.key)),
-        "key of the batches (its mark)": int(keys.mark(terms.key)),
-    }
+    secrets = {"noise": optimizer.key, "batches": terms.key}
+    facts |= {f"key of the {name} (its mark)": int(keys.mark(key)) for name, key in secrets.items()}
     facts |= {"delta": terms.delta, "accountant": terms.accountant}
     facts |= {"parameters": f"{numbers} numbers", "arrays (their fingerprint)": fingerprint("\n".join(shapes))}
     facts |= {PROGRAM: _program(optimizer, carry)}

@@ -48,11 +48,9 @@ class Compiled:
         donated = tuple(1 + number for number in self.donate_argnums)
         compiled = jax.jit(program, donate_argnums=donated, out_shardings=self.out_shardings)
         closed_over = [jnp.asarray(array) for array in traced.consts]
+        # Explicit axes are in the types of arrays, which must stay those that were traced.
         if isinstance(self.sharding, NamedSharding) and self.sharding.mesh.explicit_axes:
-            return (
-                compiled,
-                closed_over,
-            )  # explicit axes are in the types of arrays, which must stay those that were traced
+            return compiled, closed_over
         return compiled, [on_mesh(array, self.sharding) for array in closed_over]
 
 

@@ -14,7 +14,7 @@ from dpx.fitting.checkpoints import open_folder
 from dpx.fitting.processes import require_spanned, together
 from dpx.fitting.records import FitResult, Progress
 from dpx.fitting.settings import Terms, require_inputs
-from dpx.fitting.steps import Carry, begin, compiled_step, compiled_step_in_chunks, stay
+from dpx.fitting.steps import Carry, begin, compiled_step, compiled_step_in_chunks
 from dpx.fitting.watching import Watcher
 from dpx.gradients.sums import Norms
 from dpx.mechanism import Mechanism
@@ -78,7 +78,7 @@ def fit(
     Raises ValueError for arguments of another type or range, data of another length than the sampling's, steps beyond
     the budget, and the checkpoints of another run; ImportError for checkpoints without orbax-checkpoint.
     """
-    loss_at = stay if loss_at is None else loss_at
+    loss_at = (lambda params, state: params) if loss_at is None else loss_at
     options = {"microbatch_size": microbatch_size, "norms": norms, "with_key": with_key, "has_aux": has_aux}
     with together():
         require_spanned(sharding)
@@ -95,7 +95,15 @@ def fit(
     rhythm = watcher.rhythm() | {"checkpoint_every": checkpoint_every}
     with contextlib.closing(open_folder(checkpoints, terms, carry, rounding, rhythm)) as folder:
         carry = _train(carry, step, batches, terms, watcher, folder, checkpoint_every)
-    return _result(carry, terms, watcher, unit_of(data))
+    return FitResult(
+        params=carry.params,
+        state=carry.state,
+        steps=steps_taken(carry.state),
+        epsilon=terms.epsilon(carry.state),
+        delta=terms.delta,
+        report=privacy_report(optimizer, carry.state, delta=terms.delta, unit=unit_of(data)),
+        history=watcher.history,
+    )
 
 
 def _train(
@@ -132,15 +140,3 @@ def _train(
                     folder.save(carry, watcher.history)
             raise
     return carry
-
-
-def _result(carry: Carry, terms: Terms, watcher: Watcher, unit: str) -> FitResult:
-    return FitResult(
-        params=carry.params,
-        state=carry.state,
-        steps=steps_taken(carry.state),
-        epsilon=terms.epsilon(carry.state),
-        delta=terms.delta,
-        report=privacy_report(terms.optimizer, carry.state, delta=terms.delta, unit=unit),
-        history=watcher.history,
-    )

@@ -35,9 +35,8 @@ class Terms:
         budget = optimizer.budget
         if epochs is not None:
             if steps is not None:
-                raise ValueError(
-                    f"steps and epochs must not both be given, got {described(steps)} and {described(epochs)}"
-                )
+                given = f"{described(steps)} and {described(epochs)}"
+                raise ValueError(f"steps and epochs must not both be given, got {given}")
             steps = optimizer.sampling.steps(epochs=epochs)
         if budget is not None:
             steps = budget.steps if steps is None else steps

@@ -33,11 +33,6 @@ class OfBatch(NamedTuple):
     included: jax.Array | None
 
 
-def stay(params: Tree, state: Tree) -> Tree:
-    """`params` unchanged."""
-    return params
-
-
 def begin(params: Tree, optimizer: Mechanism, sharding: Any) -> Carry:
     """The carry before the first step, in arrays of its own.
 

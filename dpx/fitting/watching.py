@@ -4,7 +4,7 @@ import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -33,9 +33,7 @@ class Watcher:
     history: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
-    def of(
-        cls, terms: Terms, evaluate: Any, every: Any, callbacks: Any, progress: bool, loss_at: Callable
-    ) -> "Watcher":
+    def of(cls, terms: Terms, evaluate: Any, every: Any, callbacks: Any, progress: bool, loss_at: Callable) -> Self:
         """With the defaults filled in. Raises ValueError for what is not a function, and for other periods."""
         if evaluate is not None:
             require_function("evaluate", evaluate)
@@ -54,7 +52,11 @@ class Watcher:
         shown = self.evaluate is not None or self.callbacks
         params, loss = copied(carry.params) if shown else carry.params, float(batch.mean)
         epsilon = self.terms.epsilon(carry.state)
-        metrics = {} if self.evaluate is None else self._measured(self.evaluate, self.loss_at(params, carry.state))
+        metrics = {}
+        if self.evaluate is not None:
+            with processes.together():
+                metrics = metrics_of(self.evaluate(self.loss_at(params, carry.state)))
+            metrics = processes.everyone(metrics)[0]  # of process 0, if each measured on data of its own
         self.history.append({"step": step, "epsilon": epsilon, **metrics, "unreleased_loss": loss})
         words = [f"{name} {value:.4g}" for name, value in ({"epsilon": epsilon} | metrics).items()]
         self.bar.set_postfix_str(", ".join([*words, f"loss {loss:.4g} (not private)"]))
@@ -65,12 +67,6 @@ class Watcher:
         with processes.together():
             asked = [_asks_to_stop(callback(progress)) for callback in self.callbacks]  # a list, because all are called
         return any(processes.everyone(any(asked)))
-
-    def _measured(self, evaluate: Callable[[Tree], Any], seen: Tree) -> dict[str, float]:
-        """The metrics. Those of process 0 count, if each measured on data of its own."""
-        with processes.together():
-            metrics = metrics_of(evaluate(seen))
-        return processes.everyone(metrics)[0]
 
     def rhythm(self) -> dict[str, Any]:
         """What all processes must do at the same steps."""
@@ -83,13 +79,10 @@ def metrics_of(found: Any) -> dict[str, float]:
     named = found if isinstance(found, Mapping) else {"metric": found}
     for name, value in named.items():
         if not isinstance(name, str) or name in RESERVED:
-            raise ValueError(
-                f"the names of evaluate must be strings other than {sorted(RESERVED)}, got {described(name)}"
-            )
+            raise ValueError(f"names of evaluate must be strings other than {sorted(RESERVED)}, got {described(name)}")
         if not isinstance(value, int | float | np.generic | np.ndarray | jax.Array) or jnp.shape(value) != ():
-            raise ValueError(
-                f"evaluate must return a number, or a dict of numbers, got {described(value)} for {described(name)}"
-            )
+            words = f"{described(value)} for {described(name)}"
+            raise ValueError(f"evaluate must return a number, or a dict of numbers, got {words}")
     return {name: float(value) for name, value in named.items()}
 
 
@@ -99,9 +92,7 @@ def _asks_to_stop(answer: Any) -> bool:
         return bool(answer)
     if isinstance(answer, np.generic | np.ndarray | jax.Array) and answer.shape == () and answer.dtype == np.bool_:
         return bool(answer)
-    raise ValueError(
-        f"a callback must return None, or a bool that says whether to end the run; got {described(answer)}"
-    )
+    raise ValueError(f"a callback must return None, or a bool (True ends the run); got {described(answer)}")
 
 
 class _NoBar:

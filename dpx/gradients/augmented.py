@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import jax
 
-from dpx.trees import Tree, described
-from dpx.validation import require_whole
+from dpx.trees import Tree
+from dpx.validation import require_function, require_whole
 
 
 def augmented(
@@ -27,16 +27,12 @@ def augmented(
     Raises ValueError for other `copies` and if `loss` or `augment` is not callable.
     De et al. 2022, https://arxiv.org/abs/2204.13650, section 3.2; Hoffer et al. 2020, https://arxiv.org/abs/1901.09335.
     """
-    for name, function in (("loss", loss), ("augment", augment)):
-        if not callable(function):
-            raise ValueError(f"{name} must be a function, got {described(function)}")
+    require_function("loss", loss)
+    require_function("augment", augment)
     require_whole("copies", copies)
 
     def mean_loss(params, example, key):
-        def of_view(key):
-            return loss(params, augment(example, key))
-
-        values = jax.vmap(of_view)(jax.random.split(key, copies))
+        values = jax.vmap(lambda key: loss(params, augment(example, key)))(jax.random.split(key, copies))
         return jax.tree.map(lambda leaf: leaf.mean(0), values)
 
     return mean_loss

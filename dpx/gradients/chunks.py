@@ -78,9 +78,13 @@ class PrivateChunks:
             sums = sums._replace(unreleased=None)  # of the chunk before
 
         def place(params_on, chunk_on, state_on, sums_on):
+            """The sums are sharded as the parameters if the encoded gradient is like them, else replicated."""
             rows = along_examples(chunk_on.examples)
             one: Any = NamedSharding(rows.mesh, PartitionSpec())
-            sums = _place_sums(self.optimizer, params, state, params_on, one)
+            like, of_state = _shapes(params, state)
+            encoded, _, factors = jax.eval_shape(self.optimizer.contribute, like, of_state)
+            shapes, expected = [jax.tree.map(lambda leaf: leaf.shape, tree) for tree in (encoded, like)]
+            sums = (Total(params_on, params_on),) * len(factors) if shapes == expected else one
             return AccumulatedSums(sums, one, one, rows, one, one, one, one, one)
 
         return call_with_auto_axes(self._add, (params, chunk, state, sums), place)
@@ -150,8 +154,7 @@ def private_updates_in_chunks(
         and in order. Otherwise the state has no bill, as after a batch that was used twice. Chunks of your own,
         without `drawn`, are taken as they are. All chunks of a batch are added, and released, with one state.
 
-    Raises ValueError as `private_updates` does; `add` also if only some chunks have `drawn`, and both if `sums` is not
-    an AccumulatedSums.
+    Raises ValueError as `private_updates` does, if only some chunks have `drawn`, and for `sums` not made by `add`.
     """
     options: Any = {"microbatch_size": microbatch_size, "has_aux": has_aux, "platform": platform}
     row_sum = sum_gradients(loss, optimizer, norms=norms, **options)
@@ -196,14 +199,6 @@ def _require_sums(sums):
         raise ValueError(f"sums must be the AccumulatedSums that `add` returned, got {type(sums)}")
 
 
-def _place_sums(mechanism: Mechanism, params: Tree, state: Tree, params_on: Tree, replicated: NamedSharding) -> Tree:
-    """The shardings of the sums: those of the parameters if the encoded gradient is like them, else replicated."""
-    like, state = _shapes(params, state)
-    encoded, _, factors = jax.eval_shape(mechanism.contribute, like, state)
-    shapes, expected = [jax.tree.map(lambda leaf: leaf.shape, tree) for tree in (encoded, like)]
-    return (Total(params_on, params_on),) * len(factors) if shapes == expected else replicated
-
-
 def _joined(sums: AccumulatedSums, one: AccumulatedSums) -> AccumulatedSums:
     """The sums with one more chunk, whose `ordered` says whether it begins where they end."""
     ordered = sums.ordered & one.ordered & (sums.step == one.step) & (sums.mechanism == one.mechanism)
@@ -211,14 +206,10 @@ def _joined(sums: AccumulatedSums, one: AccumulatedSums) -> AccumulatedSums:
     if sums.unreleased_drawn is not None and one.unreleased_drawn is not None:
         of_one_batch = one.unreleased_drawn._replace(first_row=sums.unreleased_drawn.first_row)
         ordered &= jnp.all(jnp.stack(sums.unreleased_drawn) == jnp.stack(of_one_batch))
-    return AccumulatedSums(
+    return sums._replace(
         unreleased_sums=tuple(map(plus, sums.unreleased_sums, one.unreleased_sums)),
         unreleased_count=sums.unreleased_count + one.unreleased_count,
-        unreleased_drawn=sums.unreleased_drawn,
         unreleased=one.unreleased,
         unreleased_rows=sums.unreleased_rows + one.unreleased_rows,
-        step=sums.step,
-        mechanism=sums.mechanism,
-        clipping=sums.clipping,
         ordered=ordered,
     )

@@ -67,11 +67,11 @@ def choose_microbatch_size(
     """How many of the `size` examples of a batch one microbatch holds: all, unless they do not fit in half of the
     device's memory, or fewer are known to be faster.
 
-    More is faster on an accelerator and on several devices. It is also faster for a loss whose convolutions would be
-    slow in a loop on a CPU.
+    More is faster on an accelerator, on several devices, and for a loss whose convolutions are slow in a loop on a CPU.
     """
     leaves = jax.tree.leaves(params)
-    kept = sum(leaf.size for number, leaf in enumerate(leaves) if _keeps_gradients(plan, number))
+    keeps = [isinstance(plan, str) or plan.choices[number].way.keeps_gradients for number in range(len(leaves))]
+    kept = sum(leaf.size for leaf, keep in zip(leaves, keeps, strict=True) if keep)
     example_bytes = max(1, 4 * (cost.numbers // EQUATION_NUMBERS_PER_WRITE + kept))
     memory = device_memory(platform) if jax.device_count() == 1 else None  # else the examples may be sharded
     if memory and example_bytes * size > memory / 2:
@@ -105,10 +105,6 @@ def _without_rest(largest: int, size: int) -> int:
     """At most `largest` of `size` examples, and no rest if possible, because a rest is compiled separately."""
     without_rest = [n for n in range(math.ceil(largest / 2), largest + 1) if size % n == 0]
     return max(without_rest, default=math.ceil(size / math.ceil(size / largest)))
-
-
-def _keeps_gradients(plan: ghost.GhostPlan | str, leaf: int) -> bool:
-    return isinstance(plan, str) or plan.choices[leaf].way.keeps_gradients
 
 
 def _numbers(jaxpr) -> int:

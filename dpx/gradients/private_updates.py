@@ -10,10 +10,10 @@ import jax.numpy as jnp
 
 from dpx.gradients import ghost
 from dpx.gradients.explicit_axes import along_examples, call_with_auto_axes
-from dpx.gradients.microbatch_size import choose_microbatch_size
+from dpx.gradients.microbatch_size import choose_microbatch_size, require_platform
 from dpx.gradients.results import PrivateUpdates, Unreleased
-from dpx.gradients.rows import rows_of
-from dpx.gradients.sums import Norms, RowSum, sum_gradients, sum_updates
+from dpx.gradients.rows import of_one_row, rows_of
+from dpx.gradients.sums import Norms, RowSum, sum_gradients
 from dpx.guards import require_params
 from dpx.mechanism import Mechanism
 from dpx.sampling.batch import Batch, inclusion, require_batch
@@ -119,12 +119,10 @@ def private_updates_from(
     batch: a `dpx.Batch` with the units on axis 0. A unit is a pytree of arrays; if units have different numbers of
     examples, pad them, and put a mask of your own into the unit. `unreleased.losses` is None.
 
-    Raises ValueError as `private_updates` does, and `fn` also if the update of a unit has another structure or shape
-    than the parameters.
+    Raises ValueError as `private_updates` does, and `fn` also if an update has another structure or shape than params.
     """
-    row_sum = sum_updates(
-        update_of_unit, optimizer, microbatch_size=microbatch_size, has_aux=has_aux, platform=platform
-    )
+    of_row = of_one_row(update_of_unit, has_aux=has_aux)
+    row_sum = RowSum(of_row, optimizer, "update", microbatch_size, require_platform(platform))
     return PrivateStep(row_sum, optimizer, with_key)
 
 
@@ -151,9 +149,8 @@ def explain_norms(
     """
     row_sum = sum_gradients(loss, optimizer, microbatch_size=None, norms=norms, has_aux=has_aux, platform=platform)
     state = jax.eval_shape(optimizer.init, params)
-    rows = jax.eval_shape(
-        functools.partial(rows_of, optimizer, with_key=with_key), state, require_batch(batch).examples
-    )
+    examples = require_batch(batch).examples
+    rows = jax.eval_shape(functools.partial(rows_of, optimizer, with_key=with_key), state, examples)
     plan, cost = row_sum.plan(params, state, rows)
-    at_once = choose_microbatch_size(cost, plan, params, batch_size(batch.examples), row_sum.platform)
+    at_once = choose_microbatch_size(cost, plan, params, batch_size(examples), row_sum.platform)
     return ghost.explain(plan, params, at_once.reason and f"microbatches of {at_once.size} examples: {at_once.reason}")

@@ -8,8 +8,7 @@ from dpx.trees import Tree, outlined
 class Unreleased(NamedTuple):
     """Values of each example, with the B examples on axis 0. NOT private: they are for debugging and tuning only.
 
-    They are as sensitive as the data. Rows that are not included have values too. If no value is used, a jitted program
-    does not compute it.
+    They are as sensitive as the data. Rows that are not included have values too. A jitted program skips unused ones.
 
     losses: (B,), in the loss's dtype. None for `private_updates_from`, which knows no loss.
     norms:  float32 (B,), the norms of the encoded gradients before the clip; for a mechanism with one norm for each

@@ -108,14 +108,6 @@ def sum_gradients(
     return RowSum(of_row, optimizer, norms, microbatch_size, require_platform(platform))
 
 
-def sum_updates(
-    update: Callable, optimizer: Mechanism, *, microbatch_size: int | None, has_aux: bool, platform: str | None = None
-) -> RowSum:
-    """The clipped sum of what `update` makes of one unit's data, as `private_updates_from` describes the arguments."""
-    of_row = of_one_row(update, has_aux=has_aux)
-    return RowSum(of_row, optimizer, "update", microbatch_size, require_platform(platform))
-
-
 def _require_like(params: Tree, made: Tree):
     """Raises ValueError unless the update of one unit is real, with the structure and the shapes of the parameters."""
     require_real(made)

@@ -15,9 +15,7 @@ _TOLERANCE = 1e-4  # relative, of epsilon
 
 
 def noises_within(
-    budget: Budget,
-    builds: list[Callable[[float], Mechanism]],
-    bill: Callable[[list[Mechanism], list[int]], Selection],
+    budget: Budget, builds: list[Callable[[float], Mechanism]], bill: Callable[[list[Mechanism], list[int]], Selection]
 ) -> list[float]:
     """The noise multiplier of each configuration, with which a search costs at most the budget, floats.
 

@@ -107,9 +107,7 @@ class SearchPlan:
             raise ValueError("steps must be given, because a mechanism has no dpx.Budget")
         deltas = {mechanism.budget and mechanism.budget.delta for mechanism in built}
         if delta is None and (None in deltas or len(deltas) > 1):
-            raise ValueError(
-                f"delta must be given, because the budgets of the mechanisms do not agree on one: {deltas}"
-            )
+            raise ValueError(f"delta must be given, because the mechanisms' budgets do not agree on one: {deltas}")
         lengths = [m.budget.steps if steps is None and m.budget else require_whole("steps", steps) for m in built]
         return cls(
             train=train,
@@ -131,9 +129,7 @@ class SearchPlan:
         mechanism = self.build(self.configurations[chosen], _trial_key(self.key, number), self.noises[chosen])
         most = self.steps[chosen]
         if mechanism.event(most) != self.mechanisms[chosen].event(most):
-            raise ValueError(
-                "optimizer must return the mechanism that is billed whenever it is called, got another one"
-            )
+            raise ValueError("optimizer must return the mechanism that is billed at every call, got another one")
         trial = Trial(
             configuration=self.configurations[chosen],
             optimizer=mechanism,
@@ -160,10 +156,8 @@ class SearchPlan:
             values = require_floats("the values of score", self.score(params))
             if values.ndim != 1:
                 raise ValueError(f"score must return the values of the examples, of shape (n,), got {values.shape}")
-            if values.size > (examples := self.mechanisms[0].sampling.examples):
-                raise ValueError(
-                    f"score must return at most one value for each of {examples} examples, got {values.size}"
-                )
+            if values.size > (most := self.mechanisms[0].sampling.examples):
+                raise ValueError(f"score must return at most one value for each of {most} examples, got {values.size}")
             exact = math.fsum(np.nan_to_num(values, nan=0.0).clip(0, 1).tolist())
             high = np.asarray([exact], np.float32)
             # A Python number minus a float32 array would be float32, and so 0 (NEP 50).
@@ -189,9 +183,7 @@ def _builder(optimizer: Callable, budget: Budget | None) -> Callable[[Any, jax.A
         mechanism = optimizer(configuration, key, **given)
         require_mechanism(mechanism)
         if not same_key(mechanism.key, key):
-            raise ValueError(
-                "optimizer must build its mechanism with the key that it is given: trials need fresh noise"
-            )
+            raise ValueError("optimizer must build its mechanism with the key it is given: trials need fresh noise")
         return mechanism if budget is None else mechanism.replace(budget=budget)
 
     return build

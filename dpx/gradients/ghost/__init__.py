@@ -13,9 +13,6 @@ parameter, and engine.py runs the plan. A parameter that cannot be followed keep
 As with per-example gradients, an example whose gradient has a norm above 2^63 contributes zero. Here it also does if a
 cotangent of a layer is above 2^63, or if an input of a layer is above 2^63 and its cotangent is not 0, even where their
 product is small.
-
-To add one: a layer is a rule in rules.py (`RULES`), and a way is a record in ways.py (`GHOST`). Both need a model in
-tests/test_ghost_zoo.py and a case in tests/test_ghost_hostile.py.
 """
 
 from dpx.gradients.ghost.engine import sum_by_plan as sum_by_plan

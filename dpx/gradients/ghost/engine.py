@@ -1,5 +1,6 @@
 """The clipped sum of a batch by a plan: a backward pass, norms, clip factors, weighted sums."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -109,10 +110,7 @@ def _norms(plan: GhostPlan, leaves: list[jax.Array], records: Records, scales: d
     norms, gradients, programs = {}, {}, {}
     for leaf in (*plan.followed, *plan.differentiated):
         choice, scale = plan.choices[leaf], scales.get(leaf)
-
-        def of_batch(records, choice=choice, scale=scale):
-            return choice.way.norm(choice.uses, scale, records)
-
+        of_batch = functools.partial(choice.way.norm, choice.uses, scale)
         kind = plan.kind(leaf, leaves[leaf].shape) if scale is None else None
         kept, norms[leaf] = _shared(programs, of_batch, kind)(records.of(leaf, choice))
         if kept is not None:

@@ -178,7 +178,6 @@ def in_range(size_a: jax.Array, size_b: jax.Array) -> jax.Array:
     """
     sizes, largest = lax.mul(size_a, size_b), lax.full_like(size_a, LARGEST)
     without_cotangent = lax.eq(sizes, lax.full_like(sizes, 0))
-    inside = lax.bitwise_and(
-        lax.le(lax.max(size_b, sizes), largest), lax.bitwise_or(lax.le(size_a, largest), without_cotangent)
-    )
+    any_size = lax.bitwise_or(lax.le(size_a, largest), without_cotangent)
+    inside = lax.bitwise_and(lax.le(lax.max(size_b, sizes), largest), any_size)
     return lax.select(inside, sizes, lax.full_like(sizes, np.inf))

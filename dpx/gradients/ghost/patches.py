@@ -16,8 +16,7 @@ from jax import lax
 from dpx.gradients.ghost.norms import EXACT, product
 from dpx.xla.ordering import opaque_false
 
-# XLA has a fast convolution on a CPU if the data or the result have more than 16 features. So cotangents that have
-# fewer are padded to 32.
+# XLA has a fast convolution on a CPU if the data or the result have more than 16 features. Fewer are padded to 32.
 FEW_FEATURES, ENOUGH_FEATURES = 16, 32
 
 
@@ -73,10 +72,8 @@ class Patches(NamedTuple):
                 start = (example * images, *[first] * (x.ndim - 2), group * np.int32(columns))
                 return lax.dynamic_slice(x, start, (images, *x.shape[1:-1], columns), allow_negative_indices=False)
 
-            some = one._convolved(part(rows[0], features), part(rows[1], features_out))
-            return lax.dynamic_update_slice(
-                products, some, (example, group, first, first), allow_negative_indices=False
-            )
+            some, start = one._convolved(*map(part, rows, (features, features_out))), (example, group, first, first)
+            return lax.dynamic_update_slice(products, some, start, allow_negative_indices=False)
 
         shape = len(data), self.groups, math.prod(self.taps) * features, features_out
         zero = opaque_false(dy).astype(jnp.float32)  # not a constant, for the reason in `keys.normals._chunks`

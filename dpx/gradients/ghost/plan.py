@@ -187,9 +187,8 @@ def _pattern(paths: list[str]) -> str:
     """The path that paths have in common, with a `*` for the numbers that differ, and how many they are."""
     if len(paths) == 1:
         return paths[0]
-    numbers = iter(
-        ["*" if len(set(found)) > 1 else found[0] for found in zip(*map(_NUMBER.findall, paths), strict=True)]
-    )
+    found = zip(*map(_NUMBER.findall, paths), strict=True)
+    numbers = iter(["*" if len(set(each)) > 1 else each[0] for each in found])
     return f"{_NUMBER.sub(lambda _: next(numbers), paths[0])} ({len(paths)})"
 
 
@@ -200,7 +199,5 @@ def explain(plan: GhostPlan | str, params: Tree, microbatches: str) -> Explanati
     """
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     choices = [Choice(ways.GRADIENT, plan)] * len(paths) if isinstance(plan, str) else plan.choices
-    return Explanation(
-        tuple((path, choice.way.words, choice.reason) for path, choice in zip(paths, choices, strict=True)),
-        microbatches,
-    )
+    rows = ((path, choice.way.words, choice.reason) for path, choice in zip(paths, choices, strict=True))
+    return Explanation(tuple(rows), microbatches)

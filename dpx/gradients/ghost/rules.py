@@ -7,7 +7,7 @@ tests/test_ghost_hostile.py.
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -52,17 +52,14 @@ def recognize(use: Use, equations: tuple[Equation, ...]) -> Site | str:
     name = equation.jaxpr.primitive.name
     if name not in RULES:
         return f"used in {name}"
-    seen = [operand.aval for operand in equation.jaxpr.invars]
-    if not (all(_real(aval) for aval in seen) or name in ("gather", "dynamic_slice")):
+    seen: list[Any] = [operand.aval for operand in equation.jaxpr.invars]
+    real = all(jnp.issubdtype(aval.dtype, jnp.floating) or jnp.issubdtype(aval.dtype, jnp.integer) for aval in seen)
+    if not real and name not in ("gather", "dynamic_slice"):
         return f"used in {name} with operands that are not real numbers"
     site = RULES[name](use, equation.jaxpr)
     if isinstance(site, Site) and 0 in site.sizes:
         return f"used in {name} on an array without elements"
     return site
-
-
-def _real(aval) -> bool:
-    return jnp.issubdtype(aval.dtype, jnp.floating) or jnp.issubdtype(aval.dtype, jnp.integer)
 
 
 def _float32(x: jax.Array) -> jax.Array:
@@ -200,7 +197,6 @@ def _slice_at(use: Use, equation) -> Site | str:
         return lax.dynamic_slice(w, inputs[1:], sizes, allow_negative_indices=False)
 
     def matrices(inputs, dy):
-        del inputs
         return jnp.zeros(1, jnp.int32), _float32(dy).reshape(1, block)
 
     def arrange(w):
@@ -220,9 +216,4 @@ def _site(use, sizes, apply, matrices, arrange) -> Site:
     )
 
 
-RULES = {
-    "dot_general": _dense,
-    "conv_general_dilated": _convolution,
-    "gather": _gather,
-    "dynamic_slice": _slice_at,
-}
+RULES = {"dot_general": _dense, "conv_general_dilated": _convolution, "gather": _gather, "dynamic_slice": _slice_at}

@@ -127,15 +127,11 @@ def norm(sharing: Sharing, matrices: list[tuple[jax.Array, jax.Array]]) -> jax.A
             squared += (1 if i == j else 2) * total(grams, 3)
             if i == j:
                 diagonals += total(jnp.sqrt(diagonal(grams)), 2)
-    longest = max(
-        roundings(a.shape[-1]) + roundings(b.shape[-1]) if a.ndim > 1 else roundings(b.shape[-1]) for a, b in sides
-    )
+    longest = max(roundings(b.shape[-1]) + (roundings(a.shape[-1]) if a.ndim > 1 else 0) for a, b in sides)
     positions = sum(group.sizes[1] for group in sharing.use_groups)
     kernels, pairs = max(group.sizes[0] for group in sharing.use_groups), len(sides) ** 2
-    found = uncancelled(
-        squared, diagonals**2, roundings=longest + 2 * positions + kernels + pairs, positions=positions + len(matrices)
-    )
-    return size * found
+    rounded, added = longest + 2 * positions + kernels + pairs, positions + len(matrices)
+    return size * uncancelled(squared, diagonals**2, roundings=rounded, positions=added)
 
 
 def _balanced_sides(sharing: Sharing, matrices: list[tuple[jax.Array, jax.Array]]):

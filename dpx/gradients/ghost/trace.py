@@ -15,12 +15,9 @@ from jax.extend import core
 from dpx.trees import Tree
 from dpx.xla.jaxprs import bodies
 
-# Equations of one operand that move elements, or drop some, but never copy one. So the norm of a cotangent is the same
-# on both sides of them.
-VIEWS = {"reshape", "transpose", "squeeze", "expand_dims", "convert_element_type", "copy", "rev", "slice"} | {
-    "broadcast_in_dim",
-    "sharding_constraint",
-}
+# Equations of one operand that move elements, or drop some, but copy none: a cotangent has one norm on both sides.
+VIEWS = {"reshape", "transpose", "squeeze", "expand_dims", "convert_element_type", "copy", "rev", "slice"}
+VIEWS |= {"broadcast_in_dim", "sharding_constraint"}
 CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 
 
@@ -172,9 +169,8 @@ def differentiates(program: Program) -> bool:
 
 def _is_custom(equation: core.JaxprEqn) -> bool:
     """Whether an equation, or one in a function that it calls, has a custom derivative."""
-    return "custom_" in equation.primitive.name or any(
-        _is_custom(inner) for body in bodies(equation) for inner in body.eqns
-    )
+    inside = (inner for body in bodies(equation) for inner in body.eqns)
+    return "custom_" in equation.primitive.name or any(map(_is_custom, inside))
 
 
 def _derivative(equation: Equation) -> core.ClosedJaxpr:

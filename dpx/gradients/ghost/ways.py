@@ -86,13 +86,11 @@ def _gram_cost(uses: Uses, scaled: bool) -> float | None:
 
 
 def _gram_norm(uses: Uses, scale: jax.Array | None, records: Records):
-    del scale  # see the cost
-    (site,), (record,) = uses.sites, records
+    (site,), (record,) = uses.sites, records  # without a scale, see the cost
     return None, jax.vmap(lambda inputs, dy: norms.gram(*site.matrices(inputs, dy)))(*record)
 
 
 def _product_cost(uses: Uses, scaled: bool) -> float | None:
-    del scaled
     site = _only_site(uses, lookup=False)
     if site is None or not (site.expands or site.sizes[1] > 1):
         return None
@@ -112,7 +110,6 @@ def _product_sum(uses: Uses, shape: tuple[int, ...], records: jax.Array, factors
 
 
 def _rows_cost(uses: Uses, scaled: bool) -> float | None:
-    del scaled
     site = _only_site(uses, lookup=True)
     if site is None:
         return None
@@ -144,10 +141,8 @@ def _shared_cost(uses: Uses, scaled: bool) -> float | None:
 
 
 def _shared_norm(uses: Uses, scale: jax.Array | None, records: Records):
-    del scale  # see the cost
-
     def of_one_example(record):
-        assert uses.sharing is not None
+        assert uses.sharing is not None  # and there is no scale, see the cost
         return shared.norm(uses.sharing, [site.matrices(*row) for site, row in zip(uses.sites, record, strict=True)])
 
     return None, jax.vmap(of_one_example)(records)
@@ -163,8 +158,6 @@ def _sum_of_examples(uses: Uses, shape: tuple[int, ...], records: list, factors:
 
 
 def _gradient_cost(uses: Uses, scaled: bool) -> float:
-    del scaled
-
     def at(site):
         if site.lookup:
             return _gradient_memory_cost(site)
@@ -172,16 +165,6 @@ def _gradient_cost(uses: Uses, scaled: bool) -> float:
         return slowdown * _sum_cost(site) + _gradient_memory_cost(site)
 
     return sum(map(at, uses.sites))
-
-
-def _gradient_norm(uses: Uses, scale: jax.Array | None, grads: jax.Array):
-    del uses
-    return grads, _sizes(grads, scale)
-
-
-def _gradient_sum(uses: Uses, shape: tuple[int, ...], records: jax.Array, factors: jax.Array) -> jax.Array:
-    del uses, shape
-    return weighted_sum(factors, records)
 
 
 def _only_site(uses: Uses, *, lookup: bool) -> Site | None:
@@ -211,21 +194,6 @@ def _sizes(grads: jax.Array, scale: jax.Array | None) -> jax.Array:
     return jax.vmap(lambda grad: norms.frobenius(grad if scale is None else grad * scale))(grads)
 
 
-def _no_cost(uses: Uses, scaled: bool) -> float:
-    del uses, scaled
-    return 0.0
-
-
-def _no_norm(uses: Uses, scale: jax.Array | None, records: Records):
-    del uses, scale
-    return None, jnp.zeros(len(jax.tree.leaves(records)[0]), jnp.float32)
-
-
-def _no_sum(uses: Uses, shape: tuple[int, ...], records: Records, factors: jax.Array) -> jax.Array:
-    del uses, records, factors
-    return jnp.zeros(shape, jnp.float32)
-
-
 OUTER = Way("norm from |input| |cotangent|", _outer_cost, _outer_norm, _site_sum)
 GRAM = Way("norm from Gram matrices", _gram_cost, _gram_norm, _sum_of_examples)
 PRODUCT = Way(
@@ -233,8 +201,19 @@ PRODUCT = Way(
 )
 ROWS = Way("norm from the rows looked up", _rows_cost, _rows_norm, _site_sum)
 SHARED = Way("norm from Gram matrices of all uses", _shared_cost, _shared_norm, _sum_of_examples)
-GRADIENT = Way("per-example gradients", _gradient_cost, _gradient_norm, _gradient_sum, keeps_gradients=True)
-UNUSED = Way("no gradient", _no_cost, _no_norm, _no_sum)
+GRADIENT = Way(
+    "per-example gradients",
+    _gradient_cost,
+    norm=lambda uses, scale, grads: (grads, _sizes(grads, scale)),
+    weighted_sum=lambda uses, shape, grads, factors: weighted_sum(factors, grads),
+    keeps_gradients=True,
+)
+UNUSED = Way(
+    "no gradient",
+    cost=lambda uses, scaled: 0.0,
+    norm=lambda uses, scale, records: (None, jnp.zeros(len(jax.tree.leaves(records)[0]), jnp.float32)),
+    weighted_sum=lambda uses, shape, records, factors: jnp.zeros(shape, jnp.float32),
+)
 NOT_TRAINED = UNUSED._replace(words="not trained")
 
 GHOST = (OUTER, GRAM, PRODUCT, ROWS, SHARED)  # those that need no gradient from the backward pass
