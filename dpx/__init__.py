@@ -51,13 +51,7 @@ from dpx import (
 from dpx.accounting import Budget, compose_runs, epsilon, plan_noise, privacy_report
 from dpx.checking import check_setup
 from dpx.fitting import fit
-from dpx.gradients import (
-    augmented,
-    explain_norms,
-    private_updates,
-    private_updates_from,
-    private_updates_in_chunks,
-)
+from dpx.gradients import augmented, explain_norms, private_updates, private_updates_from, private_updates_in_chunks
 from dpx.keys import secret_key
 from dpx.mechanism import Mechanism, in_coordinates
 from dpx.mechanisms import dp_sgd

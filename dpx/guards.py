@@ -39,10 +39,8 @@ def undifferentiated(sums: Tree) -> Tree:
 
 @undifferentiated.defjvp
 def _refuse(primals, tangents):
-    raise ValueError(
-        "a private gradient must not be differentiated, because its derivative comes from the raw gradients and has no "
-        "noise. Stop the gradient before the mechanism"
-    )
+    words = "its derivative comes from the raw gradients and has no noise. Stop the gradient before the mechanism"
+    raise ValueError(f"a private gradient must not be differentiated, because {words}")
 
 
 def require_unmasked(tree: Tree):
@@ -93,9 +91,9 @@ def require_per_example(grads: Tree, params: Tree):
     expected = [(size, *jnp.shape(leaf)) for leaf in jax.tree.leaves(params)]
     found = [jnp.shape(leaf) for leaf in jax.tree.leaves(grads)]
     if found != expected or jax.tree.structure(grads) != jax.tree.structure(params):
+        words = "like params, with examples on an axis before each leaf"
         raise ValueError(
-            "grads must hold one gradient of each example: like params, with the examples on an axis in front of each "
-            f"leaf, of shapes {expected}; got shapes {found}"
+            f"grads must hold one gradient of each example, {words}, of shapes {expected}; got shapes {found}"
         )
 
 

@@ -53,10 +53,8 @@ def require_arrays(data: Any):
             raise ValueError(f"data must hold dense arrays, got {type(leaf)}: .toarray(), or a source of dense rows")
         dtype = getattr(leaf, "dtype", None)
         if getattr(dtype, "kind", "") in NO_NUMBERS or getattr(dtype, "names", None):
-            raise ValueError(
-                f"every array must hold numbers, got {described(leaf)}: give the columns of numbers, with a number "
-                "in place of each word or date"
-            )
+            advice = "give the columns of numbers, with a number in place of each word or date"
+            raise ValueError(f"every array must hold numbers, got {described(leaf)}: {advice}")
 
 
 def find_state(tree: Tree, kind: type[State], called: str) -> State:

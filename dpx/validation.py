@@ -19,14 +19,11 @@ def require_number(
 ) -> float:
     """`value` as a float.
 
-    Raises ValueError if jax traces it, and unless it is finite, at least `minimum` (above it, if exclusive) and at most
-    `maximum`.
+    Raises ValueError if jax traces it, and unless it is finite and in [minimum, maximum] (above minimum, if exclusive).
     """
     bound = between(minimum, maximum, exclusive=exclusive)
     if isinstance(value, jax.core.Tracer):
-        raise ValueError(
-            f"{name} must be a number or a function of the step, not a traced value: it could not be billed"
-        )
+        raise ValueError(f"{name} must be a number or a function of the step, not a traced value: it has no bill")
     number = real(value)
     if number is None:
         raise ValueError(f"{name} must be a finite number {bound}, got {described(value)}")

@@ -15,8 +15,7 @@ Which function answers which question:
   `event_epsilon` and `event_delta` for a dp-accounting event, `gdp` for Gaussian differential privacy.
 * Numbers that papers claim, which may not be reported as spent: `comparisons`, and the second half of `gdp`.
 
-Every epsilon and delta is an upper bound, except those of the last line; an interval adds a lower bound. The proofs
-are in these files:
+Every epsilon and delta is an upper bound, except those of the last line; an interval adds a lower bound. The proofs:
 
 * Poisson-sampled Gaussians: `pld/losses.py` (one step), `pld/composition.py` (many), `pld/buckets.py` (long schedules),
   `renyi.py` ("rdp"). Several releases of one batch: `releases.py`. Unsampled Gaussians: `gdp.py`, first half.

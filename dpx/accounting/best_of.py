@@ -115,10 +115,8 @@ def _score_event(score_on: Any) -> DpEvent | None:
     if isinstance(score_on, str) and score_on == "public":
         return None
     if not isinstance(score_on, DpEvent):
-        raise ValueError(
-            'score_on must be "public", or the event of the noise in the score: a score on private data without noise '
-            f"has no bill. Got {described(score_on)}"
-        )
+        words = f"a score on private data without noise has no bill. Got {described(score_on)}"
+        raise ValueError(f'score_on must be "public", or the event of the noise in the score: {words}')
     releases = count_releases(score_on)
     if not releases.counts or not releases.private:
         raise ValueError(f"a score on private data must have noise, got the event {score_on}")

@@ -89,10 +89,8 @@ def _relation_of(event: dp_accounting.DpEvent, sampling: Any, relation: Relation
         raise ValueError(f'relation {relation!r} does not fit {sampling}, whose event is true for "replace_one" only')
     releases = count_releases(event)
     if relation == "add_or_remove" and not (releases.poisson_sampled or releases.whole_runs):
-        raise ValueError(
-            f'relation "add_or_remove" does not fit {sampling}: one example more or fewer would change '
-            'the other batches; its event is true for "zero_out"'
-        )
+        words = 'one example more or fewer would change the other batches; its event is true for "zero_out"'
+        raise ValueError(f'relation "add_or_remove" does not fit {sampling}: {words}')
     return relation
 
 

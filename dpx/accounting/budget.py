@@ -30,8 +30,7 @@ class Budget:
         steps, those of `sampling.steps(epochs=epochs)`, because the sampling says how long an epoch is.
     accountant: the one by which the bill is at most epsilon, as for `dpx.epsilon`.
 
-    Raises ValueError for a field outside its range, unless exactly one of steps and epochs is given, and for arithmetic
-    with a budget.
+    Raises ValueError for a field outside its range, unless exactly one of steps and epochs is given, and in arithmetic.
     """
 
     epsilon: float

@@ -180,8 +180,7 @@ def max_steps(
     relation: how neighboring data sets differ; None is the relation that the sampling states.
 
     A schedule may be defined for some steps only, and its event raises ValueError beyond them. The result is then at
-    most that number of steps. The search doubles and then bisects, because a bill grows with the steps, so it computes
-    about 2 log2(steps) bills.
+    most that number of steps. A bill grows with the steps, so the search doubles, then bisects: 2 log2(steps) bills.
 
     Guarantee: `dpx.epsilon(optimizer, max_steps(...), delta=delta)` is at most epsilon.
 

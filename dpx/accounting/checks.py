@@ -81,20 +81,18 @@ def require_relation(value: Any) -> Relation:
     return value
 
 
-def require_schedule(
-    noise_multipliers: Any, sampling_rate: Any, counts: Any
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def require_schedule(multipliers: Any, sampling_rate: Any, counts: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(noise multipliers, sampling rates, counts) as arrays (T,): float64, float64, int64.
 
     Raises ValueError for other shapes, for functions or traced values, and for numbers outside their domains.
     """
-    given = {"noise_multipliers": noise_multipliers, "sampling_rate": sampling_rate, "counts": counts}
+    given = {"noise_multipliers": multipliers, "sampling_rate": sampling_rate, "counts": counts}
     for name, values in given.items():
         if callable(values):
             raise ValueError(f"{name} must hold numbers, got {described(values)}; evaluate it at its steps first")
         for value in values if isinstance(values, list | tuple) else (values,):
             require_concrete(name, value)
-    sigmas = np.atleast_1d(require_floats("noise_multipliers", noise_multipliers))
+    sigmas = np.atleast_1d(require_floats("noise_multipliers", multipliers))
     if sigmas.ndim != 1:
         raise ValueError(f"noise_multipliers must have shape (T,), got {sigmas.shape}")
     rates = _broadcast("sampling_rate", require_floats("sampling_rate", sampling_rate), sigmas)

@@ -22,8 +22,7 @@ from dpx.trees import described
 
 @dataclass(frozen=True)
 class Composition:
-    """The cost of several runs together. `epsilon` and `delta` are upper bounds, like `dpx.epsilon` and
-    `dpx.accounting.delta`.
+    """The cost of several runs together, as upper bounds, like `dpx.epsilon` and `dpx.accounting.delta`.
 
     event: the event of all runs. relation: how neighboring data sets differ, the same for all runs.
     together: int, how many releases of noisy numbers each release of the event stands for.
@@ -65,8 +64,7 @@ def compose_runs(*runs: Any, shared_batches: bool) -> Composition:
         is more than the cost of independent batches (two runs at Poisson rate 0.01, noise multipliers 1, 1,000 steps,
         delta 1e-5: epsilon 4.48 instead of 2.58).
 
-    Pass states rather than numbers of steps, because a state records which key its batches were drawn with, and what
-    they hold.
+    Pass states rather than numbers of steps, because a state records the key of its batches, and what they hold.
 
     Raises ValueError for no runs; for two runs with one key, because they share their noise; for states whose keys
     contradict `shared_batches`, or that are of several keys; for states of different units, such as examples and users

@@ -71,10 +71,8 @@ def _multipliers(noise: Any, record: Sampling, steps: Any, epochs: Any) -> np.nd
     checks.require_concrete("noise_multiplier", noise)
     each = not callable(noise) and np.ndim(noise) > 0
     if (steps is not None) + (epochs is not None) + each != 1:
-        raise ValueError(
-            "exactly one of steps, epochs and an array of noise multipliers must be given, got steps "
-            f"{described(steps)}, epochs {described(epochs)} and {described(noise)}"
-        )
+        given = f"steps {described(steps)}, epochs {described(epochs)} and {described(noise)}"
+        raise ValueError(f"exactly one of steps, epochs and an array of noise multipliers must be given, got {given}")
     if each:
         return checks.require_schedule(noise, 1.0, None)[0]
     length = require_whole("steps", steps, minimum=0) if epochs is None else record.steps(epochs=epochs)

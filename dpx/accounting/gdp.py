@@ -9,8 +9,7 @@ Approximate: `mu_total` and `mu_0` rest on a central limit theorem (CLT) for man
 al. 2020, https://arxiv.org/abs/1911.11607, extended to changing noise by Dynamic DP-SGD, Du et al. 2021,
 https://arxiv.org/abs/2111.00173). They under-report. The true epsilon, by privacy loss distributions, is 1.0 to 1.05
 times the promised one at sampling rate 0.01 and 5,000 steps with all noise multipliers above 1, 1.5 to 3 times at 500
-steps with a final multiplier near 0.5, and up to 11 times at rate 0.001. No bill uses them: compare with them, never
-report them.
+steps with a final multiplier near 0.5, and up to 11 times at rate 0.001. No bill uses them, and no report should.
 """
 
 import math
@@ -119,9 +118,6 @@ def mu_0(*, epsilon: float, delta: float, sampling_rate: float, steps: int, grow
         largest / growth,
         largest,
     )
-
-
-# ------------------------------------------------------------------ Roots
 
 
 def _root(function: Callable[[float], float], low: float, high: float) -> float:

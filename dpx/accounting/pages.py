@@ -36,13 +36,8 @@ def as_text(title: str, sections: Sequence[Section]) -> str:
             lines += textwrap.wrap(sentence, WIDTH, initial_indent="* ", subsequent_indent="  ", break_on_hyphens=False)
         width = max((len(name) for name, _ in section.rows), default=0)
         for name, value in section.rows:
-            lines += textwrap.wrap(
-                value,
-                WIDTH,
-                initial_indent=f"{name:{width}}  ",
-                subsequent_indent=" " * (width + 2),
-                break_on_hyphens=False,
-            )
+            first, later = f"{name:{width}}  ", " " * (width + 2)
+            lines += textwrap.wrap(value, WIDTH, initial_indent=first, subsequent_indent=later, break_on_hyphens=False)
         lines += section.code.splitlines()
     return "\n".join(lines)
 

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from math import ceil, log, sqrt
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from dpx.accounting import checks
 from dpx.accounting.axes import labeled
 from dpx.accounting.calibration import calibrate_schedule
@@ -115,7 +113,9 @@ def plan_noise(
     checks.require_accountant(accountant)
     each = epochs if isinstance(epochs, Iterable) else (epochs,)
     many = tuple(require_number("epochs", number, minimum=0, exclusive=True) for number in each)
-    sizes = _usual_sizes(examples) if batch_sizes is None else tuple(batch_sizes)
+    powers = [2**power for power in range(_SMALLEST_BATCH.bit_length() - 1, examples.bit_length())]
+    usual = (*(size for size in powers if 2 * size <= examples), examples)
+    sizes = usual if batch_sizes is None else tuple(batch_sizes)
     if not many:
         raise ValueError(f"epochs must be at least one number, got {described(epochs)}")
     if not sizes or not all(require_whole("batch_size", size) <= examples for size in sizes):
@@ -123,22 +123,11 @@ def plan_noise(
 
     def run(epochs: float, size: int) -> PlannedRun:
         steps = max(1, round(epochs * examples / size))
-        noise = calibrate_schedule(
-            np.ones(1),
-            sampling_rate=size / examples,
-            epsilon=epsilon,
-            delta=delta,
-            counts=np.array([steps]),
-            accountant=accountant,
-        ).scale
+        budget: Any = {"epsilon": epsilon, "delta": delta, "accountant": accountant}
+        noise = calibrate_schedule([1.0], sampling_rate=size / examples, counts=[steps], **budget).scale
         step_noise = noise / size
         epoch_noise, run_noise = step_noise / sqrt(examples / size), step_noise / sqrt(steps)
         return PlannedRun(size, steps * size / examples, steps, noise, step_noise, epoch_noise, run_noise)
 
     runs = tuple(run(number, size) for number in many for size in sizes)
     return NoisePlan(examples=examples, epsilon=epsilon, delta=delta, runs=runs)
-
-
-def _usual_sizes(examples: int) -> tuple[int, ...]:
-    powers = [2**power for power in range(_SMALLEST_BATCH.bit_length() - 1, examples.bit_length())]
-    return (*(size for size in powers if 2 * size <= examples), examples)

@@ -9,8 +9,7 @@ of the winner by those of one trial. What their theorems need, and where it hold
   trial is then at most the largest among all configurations (`OneOf`), drawn or not.
 * A trial's result is what its bill covers: the score is computed from it and from public data, or is billed with it.
 * The results are totally ordered. Of equal scores the first wins: because the trials are independent and alike, this
-  winner has the distribution of one that is drawn at random among them, which is an order by score, then by a random
-  number.
+  winner has the distribution of one that is drawn at random among them: an order by score, then by a random number.
 * If K = 0, which only the Poisson distribution allows, the output does not depend on the data.
 """
 
@@ -121,8 +120,7 @@ class BestOf:
 def log_inverse_gamma(mean: float, shape: float) -> float:
     """ln(1 / gamma) of the truncated negative binomial distribution with this mean, rounded up; Definition 1.
 
-    mean: at least 1. shape: eta, at least 0 and finite. E K = eta (1 / gamma - 1) / (1 - gamma^eta), or its limit for
-    eta = 0.
+    mean: at least 1. shape: eta, at least 0, finite. E K = eta (1 / gamma - 1) / (1 - gamma^eta), or its limit at 0.
     """
 
     def log_mean(t: float) -> float:

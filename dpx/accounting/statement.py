@@ -78,21 +78,13 @@ def sections_of(report: Any) -> tuple[Section, ...]:
     unit = report.unit.removeprefix("one ")
     whole = "one record of the data set" if unit == "example" else "with all of its records together"
     question = _QUESTION[report.relation].format(unit=unit)
+    protected = f"The guarantee is for one {unit}: {whole}."
+    meaning = f"From all that the run released, nobody can tell well {question}. Epsilon and delta say how well."
+    everyone = f"The guarantee for one {unit} holds against everyone who sees the parameters after every step and the "
+    everyone += f"public state, whatever they know about every other {unit}, and however long they compute."
     return (
-        Section(
-            "What is protected",
-            (
-                f"The guarantee is for one {unit}: {whole}.",
-                f"From all that the run released, nobody can tell well {question}. Epsilon and delta say how well.",
-            ),
-        ),
-        Section(
-            "Against whom",
-            (
-                f"The guarantee for one {unit} holds against everyone who sees the parameters after every step and the "
-                f"public state, whatever they know about every other {unit}, and however long they compute.",
-            ),
-        ),
+        Section("What is protected", (protected, meaning)),
+        Section("Against whom", (everyone,)),
         Section("How much is spent", _spent(report, unit), _numbers(report, unit)),
         Section("What an attacker can learn", report.attacks.sentences(unit)),
         Section("The choice of hyper-parameters", (report.tuning,)),

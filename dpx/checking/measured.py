@@ -55,7 +55,8 @@ def measure(
     loss: (params, example) -> number. flags: bools like the parameters, True where trained. examples: arrays with the B
     examples on axis 0. included: bool (B,).
     """
-    at_once = max(2, MICROBATCH_NUMBERS // max(1, _count(params, flags)))  # 2, because rows of their own cannot mix
+    trained = sum(p.size for p, flag in zip(jax.tree.leaves(params), jax.tree.leaves(flags), strict=True) if flag)
+    at_once = max(2, MICROBATCH_NUMBERS // max(1, trained))  # 2, because rows of their own cannot mix
 
     @jax.jit
     def run(params, state, rows):
@@ -103,11 +104,6 @@ def _sizes(grad: Tree, flags: Tree) -> jax.Array:
     """The largest absolute value in each leaf, float32 (L,); 0 where it is not trained."""
     leaves = zip(jax.tree.leaves(grad), jax.tree.leaves(flags), strict=True)
     return jnp.stack([jnp.float32(jnp.max(jnp.abs(g), initial=0) if flag else 0) for g, flag in leaves])
-
-
-def _count(params: Tree, flags: Tree) -> int:
-    """How many numbers are trained."""
-    return sum(p.size for p, flag in zip(jax.tree.leaves(params), jax.tree.leaves(flags), strict=True) if flag)
 
 
 def one_row(loss: Callable, flags: Tree, examples: Tree) -> Callable[[Tree, int], tuple[np.ndarray, np.ndarray]]:

@@ -84,10 +84,17 @@ class AmplifiedProfile:
         between whole orders bound the orders between them.
         """
         stretches, rest = divmod(self.steps, self.reset_every)
+        log_moment_of = functools.partial(
+            log_moment,
+            rate=self.rate,
+            error_shift=self.error_shift,
+            noise_multiplier=self.noise_multiplier,
+            tail=tail / -(-self.steps // self.reset_every),
+        )
         orders, log_moments, idle = [1], [0.0], 0
         for order in _ORDERS:
             orders.append(order)
-            whole, last = (self._log_moment(order, steps, tail) for steps in (self.reset_every, rest))
+            whole, last = (log_moment_of(order, steps=steps) for steps in (self.reset_every, rest))
             log_moments.append(stretches * whole + last)
             divergences = np.interp(renyi.ORDERS, orders, log_moments, right=math.inf) / (renyi.ORDERS - 1)
             answer = min(best, ask(RenyiProfile(divergences, tail)))
@@ -96,16 +103,6 @@ class AmplifiedProfile:
             if idle == _MOST_IDLE_ORDERS or math.isinf(log_moments[-1]):
                 break
         return best
-
-    def _log_moment(self, order: int, steps: int, tail: float) -> float:
-        return log_moment(
-            order,
-            steps=steps,
-            rate=self.rate,
-            error_shift=self.error_shift,
-            noise_multiplier=self.noise_multiplier,
-            tail=tail / -(-self.steps // self.reset_every),
-        )
 
 
 @functools.lru_cache(maxsize=4096)
