@@ -1,7 +1,6 @@
 """Trainable layers: only the layers that the user chooses are trained."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,16 +25,22 @@ def trainable(*, mask: Tree | Callable[[str], bool]) -> Coordinates:
     Raises ValueError for values that are not Python bools, if none is True, and (by `init`) if it is not a prefix.
     """
     by_path = callable(mask) and jax.tree_util.all_leaves([mask])
+    words = "those whose path the given function accepts"
     if not by_path:
         _require_some(mask)
+        kept = [path_of(path) for path, keep in jax.tree_util.tree_leaves_with_path(mask) if keep]
+        words = some(kept, PRINTED) or "all layers"
 
     def flags_of(tree: Tree) -> Tree:
         """True where a leaf is trainable, like `tree`."""
-        if not by_path:
-            return _spread(mask, tree)
-        flags = jax.tree_util.tree_map_with_path(lambda path, _: mask(path_of(path)), tree)
-        _require_some(flags)
-        return flags
+        if by_path:
+            flags = jax.tree_util.tree_map_with_path(lambda path, _: mask(path_of(path)), tree)
+            _require_some(flags)
+            return flags
+        try:
+            return jax.tree.map(lambda keep, part: jax.tree.map(lambda _: keep, part), mask, tree)
+        except ValueError as error:
+            raise ValueError(f"mask must be a pytree prefix of the parameters: {error}") from error
 
     def init(params):
         flags_of(params)
@@ -54,7 +59,7 @@ def trainable(*, mask: Tree | Callable[[str], bool]) -> Coordinates:
         init=init,
         encode=encode,
         decode=decode,
-        name=f"keep the gradients of the trainable layers: {_words(mask, by_path)}",
+        name=f"keep the gradients of the trainable layers: {words}",
         undo=FROZEN if by_path or not all(jax.tree.leaves(mask)) else "",
         supports_ghost_norms=True,
     )
@@ -69,18 +74,3 @@ def _require_some(flags: Tree):
     if not any(flag for _, flag in found):
         paths = some([path for path, _ in found], PRINTED)
         raise ValueError(f"mask must leave at least one layer trainable, got False for all of: {paths}")
-
-
-def _spread(mask: Tree, tree: Tree) -> Tree:
-    """`mask`, a prefix of `tree`, like `tree`. Raises ValueError if it is none."""
-    try:
-        return jax.tree.map(lambda keep, part: jax.tree.map(lambda _: keep, part), mask, tree)
-    except ValueError as error:
-        raise ValueError(f"mask must be a pytree prefix of the parameters: {error}") from error
-
-
-def _words(mask: Any, by_path: bool) -> str:
-    if by_path:
-        return "those whose path the given function accepts"
-    kept = [path_of(path) for path, keep in jax.tree_util.tree_leaves_with_path(mask) if keep]
-    return some(kept, PRINTED) or "all layers"

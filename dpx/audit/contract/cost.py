@@ -88,17 +88,6 @@ def _in_order(counts: dict[DpEvent, int]) -> list[tuple[DpEvent, int]]:
     return sorted(((event, count) for event, count in counts.items() if count > 0), key=lambda item: order(item[0]))
 
 
-def singles(event: DpEvent) -> list[DpEvent]:
-    """The releases of an event one by one, whatever it groups them into."""
-    if isinstance(event, dp_accounting.NoOpDpEvent):
-        return []
-    if isinstance(event, dp_accounting.ComposedDpEvent):
-        return [one for part in event.events for one in singles(part)]
-    if isinstance(event, dp_accounting.SelfComposedDpEvent):
-        return singles(event.event) * event.count
-    return [event]
-
-
 def same_event(one: Any, other: Any) -> bool:
     """Whether two events, or parts of them, are equal up to 1e-6 in their numbers."""
     if isinstance(one, DpEvent):
@@ -114,14 +103,14 @@ def same_event(one: Any, other: Any) -> bool:
 def sampling(trial: Trial) -> str:
     """The batches that the sampling draws have the distribution of the event that bills them."""
     record = trial.mechanism.sampling
-    releases = singles(record.event(np.ones(1)))
-    if len(releases) != 1 or record.examples > EXAMPLES:
-        raise NotChecked(f"no batches are drawn of {record.examples} examples with {len(releases)} events a step")
+    releases = count_releases(record.event(np.ones(1))).counts
+    if (count := sum(releases.values())) != 1 or record.examples > EXAMPLES:
+        raise NotChecked(f"no batches are drawn of {record.examples} examples with {count} events a step")
     draws = [record.draw(jax.random.key(trial.seed + 1), step) for step in range(DRAWN)]
     batches = [np.asarray(indices)[np.asarray(included)] for indices, included in draws]
     if any(len(np.unique(batch)) < len(batch) for batch in batches):
         raise Broken("a batch holds an example twice")
-    event = releases[0]
+    (event,) = releases
     _require_relation(event, record)
     if isinstance(event, dp_accounting.PoissonSampledDpEvent):
         _require_poisson(batches, record.examples, float(event.sampling_probability))
@@ -152,15 +141,11 @@ def _require_poisson(batches: list[np.ndarray], examples: int, rate: float):
         total, trials = counts.sum(), examples * len(counts)
         if min(special.bdtr(total, trials, probability), special.bdtrc(total - 1, trials, probability)) < RATE / 2:
             raise Broken(f"{total} {words} in {len(counts)} batches; rate {rate:.4g} says {trials * probability:.1f}")
-    _require_spread(sizes, examples * rate * (1 - rate), "sizes of batches")
-
-
-def _require_spread(counts: np.ndarray, variance: float, words: str):
-    """Raises Broken unless the counts vary as the binomial does; a normal approximation, with slack for its tails."""
-    ratio = counts.var(ddof=1) / variance
-    low, high = (chi_square_over_freedom(p, len(counts) - 1) for p in (RATE / 10, 1 - RATE / 10))
+    variance = examples * rate * (1 - rate)
+    ratio = sizes.var(ddof=1) / variance  # as the binomial's, by a normal approximation with slack for its tails
+    low, high = (chi_square_over_freedom(p, len(sizes) - 1) for p in (RATE / 10, 1 - RATE / 10))
     if not low * 0.9 <= ratio <= high * (1.1 + 3 / variance):
-        raise Broken(f"the variance of the {words} is {ratio:.3g} times that of Poisson sampling, which is billed")
+        raise Broken(f"the variance of the sizes of batches is {ratio:.3g} times that of Poisson sampling, as billed")
 
 
 def _require_subsets(batches: list[np.ndarray], examples: int, event: Any):
@@ -177,6 +162,6 @@ def _require_subsets(batches: list[np.ndarray], examples: int, event: Any):
 def _require_counted(batches: list[np.ndarray], record: Any):
     """Every example takes part in at most as many steps as there are Gaussian releases in the event of all steps."""
     taken = np.bincount(np.concatenate(batches), minlength=record.examples).max()
-    billed = len(singles(record.event(np.ones(len(batches)))))
+    billed = sum(count_releases(record.event(np.ones(len(batches)))).counts.values())
     if taken > billed:
         raise Broken(f"an example takes part in {taken} of {len(batches)} steps, and {billed} are billed")
