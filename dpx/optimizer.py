@@ -1,7 +1,6 @@
 """The optax transforms behind a mechanism, and which parameters they see.
 
-They do not see the frozen parameters, whose gradient the mechanism does not read. Otherwise weight decay would move
-them, and they would have optimizer state.
+They do not see frozen parameters, whose gradient the mechanism does not read: weight decay would move them.
 """
 
 from typing import Any, NamedTuple

@@ -50,8 +50,7 @@ def _at_each(schedule: Schedule) -> Callable[[np.ndarray], jax.Array]:
 def require_scalar_or_schedule(
     name: str, value: ScalarOrSchedule, *, minimum: float, maximum: float = math.inf
 ) -> ScalarOrSchedule:
-    """A schedule as a hashable function, so that jax traces it once, of constants that cannot change; a number as
-    `require_number` returns it.
+    """A schedule as a hashable function, so that jax traces it once, of constants that cannot change; or a number.
 
     Raises ValueError for a number as `require_number` does, and for a function that is not one of the step alone.
     """

@@ -13,8 +13,7 @@ from dpx.validation import require_number, require_whole
 def inverse_power(*, init_value: float, power: float) -> Schedule:
     """A falling number, init_value / k^power at the k-th step, k = 1, 2, ...: the noise multiplier of D2P2-SGD.
 
-    init_value: above 0. power: at least 0; 1/2 in the paper's theorems, 1/4 in its experiments, where k counts epochs
-        (see `every`).
+    init_value: above 0. power: at least 0; 1/2 in the paper's theorems, 1/4 per epoch (see `every`) in its experiments.
 
     Raises ValueError for numbers outside these domains.
     Source: Jiang et al. 2025, https://arxiv.org/abs/2509.09485.

@@ -68,8 +68,7 @@ def best_of(
 
     The bill is by Renyi divergences ("rdp"), because no tighter one is known to dp-accounting.
 
-    Raises ValueError for no candidates, for other arguments, for candidates of several relations, and for events whose
-    Renyi divergences are not known.
+    Raises ValueError for no candidates, several relations, other arguments, and events of unknown Renyi divergences.
     Source: Papernot and Steinke 2022, https://arxiv.org/abs/2110.03620; `accounting/selection.py`.
     """
     trials = require_number("trials", trials, minimum=1)

@@ -41,8 +41,7 @@ def schedule_epsilon(
 ) -> Interval:
     """Epsilon at `delta` of T Gaussian releases on Poisson samples, whose noise changes from step to step.
 
-    noise_multipliers: float (T,), the standard deviation of the noise on the sum, divided by the clip norm; a 0 bills
-        infinity.
+    noise_multipliers: float (T,), standard deviations of the noise on the sum, in clip norms; a 0 bills infinity.
     sampling_rate: in (0, 1], one float or (T,); 1 is without amplification.
     counts: int (T,), how often each step is repeated; default once.
     accountant: "pld", which "tightest" means here, composes privacy loss distributions. "rdp" adds the Renyi
@@ -50,8 +49,7 @@ def schedule_epsilon(
     buckets: the most distinct steps in the composition. The width of the interval is about proportional to 1 / buckets;
         if no more steps are distinct, only the error of the grid is left. With the default, the upper end is what
         `dpx.epsilon` says of the same run. Fewer are faster, and their upper end is larger.
-    grid: spacing of privacy losses; the default is fine enough for four digits. The upper end is an upper bound for any
-        grid.
+    grid: spacing of privacy losses; the default is fine enough for four digits. The upper end is a bound for any grid.
 
     Guarantee: the upper end is an upper bound for a run of dpx, whose noise is not exact; the lower end is a lower
     bound for exact noise. Both are up to floating-point errors of the accountant (relative 1e-6).

@@ -38,8 +38,7 @@ def check_setup(
     compiles three times.
 
     Starred lines are computed from raw data or secret noise and are not private. A clip norm chosen from them leaks
-    too. Nothing is released with the run's noise, because the step that is timed has no row that counts; a run that
-    follows is the same as without the check.
+    too. The step that is timed has no row that counts, so nothing is released, and a run that follows stays the same.
 
     loss: (params, example) -> float (), of one example without a batch axis. optimizer: a `dpx.Mechanism`.
     params: a pytree of arrays. batch: a `dpx.Batch` of the data.

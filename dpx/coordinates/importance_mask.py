@@ -47,12 +47,10 @@ def importance_mask(
         of the ranking, so it must not fall after the warm-up.
     warmup: int, at least 1, the number of steps before the ranking.
     inner: coordinates of the same shapes as the gradient, such as `standardized`; they start after the warm-up.
-    noise_floor: at least 0, the standard deviation of the noise on a released coordinate. It shifts all scores alike,
-        so it does not change their order.
+    noise_floor: at least 0, the standard deviation of the noise on a coordinate. It shifts all scores alike.
 
     Raises ValueError for numbers outside their domains; for a schedule, when the step is billed.
-    Source: AdaDPIGU, Zhang and Xie 2025, https://arxiv.org/abs/2507.06525, which scores gradients before the noise: a
-    release of data that it does not bill.
+    Source: AdaDPIGU, Zhang and Xie 2025, https://arxiv.org/abs/2507.06525, which scores gradients without noise.
     """
     require_fraction("keep", keep, "(0, 1]")
     warmup = require_whole("warmup", warmup)

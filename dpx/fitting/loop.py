@@ -54,8 +54,7 @@ def fit(
     loss: (params, example) -> float (), of one example without a batch axis.
     optimizer: a mechanism, most often of `dpx.chain`; one run for one key.
     params: a pytree of float arrays, which are copied.
-    data: the examples of the sampling: arrays with the examples on axis 0, or a source with `__len__` and
-        `__getitem__(int)`.
+    data: the examples: arrays with the examples on axis 0, or a source with `__len__` and `__getitem__(int)`.
     key: of the batches, (); None is the key of the optimizer, whose stream "sampling" draws them.
     steps: int, of the whole run; None is those of the budget. epochs: float, in place of steps, which are then
         `sampling.steps(epochs=epochs)`. delta, accountant: None is the budget's.

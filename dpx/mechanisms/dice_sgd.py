@@ -98,8 +98,7 @@ def dice_sgd(
 
     clip_norm: C1, in [2^-40, 1e15], on an example's gradient. outer_clip_norm: Cmax, in [C1, 1e15]; inf is DiceSGD as
         published, which has only the trivial bill: 2 C2 at every step, never amplified.
-    feedback_norm: C2, in [2^-40, 1e15], on the MEAN gradient: C2 >= C1 removes the clipping bias, and C1 / B is the
-        most that one example moves the mean.
+    feedback_norm: C2, in [2^-40, 1e15], on the MEAN gradient, which an example moves by C1 / B; C2 >= C1 removes bias.
     noise_multiplier: nu >= 0, the standard deviation of the noise on the sum, divided by C1; a number, or the
         `dpx.Budget` that it is calibrated to. 0 bills infinity.
     reset_every: set e to 0 every so many steps, which lowers the bill; None never does.

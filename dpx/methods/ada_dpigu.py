@@ -47,12 +47,10 @@ def ada_dpigu(
     stability: at least 1e-12, in the units of the gradient, which is added to the scale.
     relative: divide the scale by its root mean square, so that the clip norm keeps the units of the gradient.
     clip_norm: in the second phase, of the standardized gradient; a number or a schedule of the step.
-    noise_multiplier: the standard deviation of the noise on the sum, divided by the clip norm; a number, a schedule of
-        the step, or a `dpx.Budget`.
+    noise_multiplier: the noise's standard deviation on the sum, in clip norms; a number, a schedule, or a `dpx.Budget`.
     sampling: how the batches are drawn, such as `dpx.PoissonSampling`. key: a secret PRNG key, (), of this run alone.
 
-    Raises ValueError for numbers outside their domains. For the paper's loss at masked parameters, see
-    `dpx.coordinates.masked_params`.
+    Raises ValueError for numbers outside their domains. `dpx.coordinates.masked_params` is for the paper's masked loss.
     """
     warmup = require_whole("warmup", warmup)
     require_fraction("example_keep", example_keep, "(0, 1]")

@@ -31,8 +31,7 @@ def dynamic_dp_sgd(
     `1 / dpx.accounting.gdp.mu_0(...)`. It is too small, and `dpx.epsilon` computes what it costs.)
 
     clip_norm: C_0, in [2^-40, 1e15], in the units of the gradient. steps: T, at least 1.
-    rho_mu: growing-mu, at least 1; with 1 the noise multiplier is constant. rho_c: sensitivity decay, at least 1; with
-        1 the clip norm is constant.
+    rho_mu: growing-mu. rho_c: sensitivity decay. Both at least 1; with 1, the noise or the clip norm is constant.
     noise_multiplier: 1 / mu_0, or a `dpx.Budget`.
     every: at least 1, the steps of a block (an epoch) that keeps both schedules at its first step's value.
     sampling: how the batches are drawn, such as `dpx.PoissonSampling`. key: a secret PRNG key, (), of this run alone.

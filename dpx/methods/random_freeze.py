@@ -34,8 +34,7 @@ def random_freeze_sgd(
     every: at least 1, the number of steps that a mask is kept; those of an epoch in the paper.
     posterior: clip first and mask only the release, so that frozen coordinates count in the norm.
     clip_norm: of an example's masked gradient; a number, a schedule of the step, or one for each group of layers.
-    noise_multiplier: the standard deviation of the noise on the sum, divided by the clip norm; a number, a schedule of
-        the step, or a `dpx.Budget`.
+    noise_multiplier: the noise's standard deviation on the sum, in clip norms; a number, a schedule, or a `dpx.Budget`.
     sampling: how the batches are drawn, such as `dpx.PoissonSampling`. key: a secret PRNG key, (), of this run alone.
 
     Raises ValueError for numbers outside their domains.

@@ -63,8 +63,7 @@ class ReleaseState(NamedTuple):
     fingerprints:  uint32 (2,), of the sampling record, and of the event without its noise multipliers.
     planned_steps: int32 (), the steps of the budget that the noise was calibrated for; 0 without a budget.
     noise_key:     uint32 (), the mark of the key of the noise (`keys.mark`); 0 before the first release.
-    batch_key:     uint32 (), the mark of the key that draws the batches; 0 while it is not known, 1 after batches of
-                   several keys.
+    batch_key:     uint32 (), the mark of the key that draws the batches; 0 while not known, 1 after several keys.
     unit:          uint32 (), the mark of what a batch holds (`unit_mark`); 0 while it is not known.
     problem:       uint32 (), 0; after a release that cannot be billed, the place of the reason in REASONS, from 1.
     """
@@ -128,8 +127,7 @@ def stamped(state: Tree, fingerprints: np.ndarray, planned_steps: int) -> Tree:
 
 
 def checked(state: Tree, mechanism: Any, rows: jax.Array, drawn: Drawn | None, *, ordered: Any = True) -> Tree:
-    """Checks a batch against what the mechanism bills. If it does not fit, marks the state, and
-    `dpx.epsilon` refuses it from then on.
+    """Checks a batch against what the mechanism bills. If it does not fit, marks the state, which then has no bill.
 
     rows: int (), how many rows of the batch count. ordered: bool (), whether the sums are of the chunks of one batch,
     each once and in order, under this state.

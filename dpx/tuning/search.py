@@ -26,8 +26,7 @@ class SearchResult(NamedTuple):
 
     configuration, params: the winner's; None if a Poisson number of trials was 0, which is billed as well.
     score: float, the winner's; minus infinity if it was NaN. steps: int, of the winner.
-    epsilon: float, an upper bound for the whole search at `delta`. bill: for `dpx.compose_runs` and
-        `dpx.privacy_report`.
+    epsilon: float, an upper bound for the search at `delta`. bill: for `dpx.compose_runs` and `dpx.privacy_report`.
     report: the privacy report of the winner, with the cost of the search; None without a winner.
     """
 

@@ -51,8 +51,7 @@ def energy_of_epochs(
 ) -> float:
     """The energy of one participation in every epoch, also an incomplete one, at the worst step of each.
 
-    The participations of epochs i .. j can be in one stretch between resets if the last step of epoch i is not before
-    the stretch in which epoch j begins.
+    Epochs i .. j can take part in one stretch between resets if epoch i does not end before that in which j begins.
     """
     epochs = -(-steps // steps_per_epoch)
     trivial = float(trivial_energies(np.array(epochs), steps, reset_every, feedback_shift))

@@ -50,8 +50,7 @@ def lower_bound(
     values only. A bound above the bill proves that the bill is wrong, if `make` takes all of its randomness from its
     key, and the batches are drawn as `sampling_truth` says. One below proves nothing, because another attack may be
     better. `gaussian_epsilon` is a hypothesis. `bill` is `dpx.epsilon` of the mechanism, or None if it has no event.
-    Raises ValueError as `canary_scores` does, for a wrong delta or confidence, and for `instead` where the bill is not
-    for replacing an example.
+    Raises ValueError as `canary_scores` does, for a wrong delta or confidence, and `instead` under another relation.
     """
     delta = checks.require_delta(delta)
     require_open_fraction("confidence", confidence)

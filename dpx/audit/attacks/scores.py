@@ -11,8 +11,7 @@ is part of the choice on the first half.
 
 The Gaussian bound is a hypothesis. The same two error rates bound mu from below, if the best test between the two
 worlds is as good as between N(0, 1) and N(mu, 1); then delta is that of a Gaussian at every epsilon (Nasr et al. 2023,
-https://arxiv.org/abs/2302.07956). Nothing that is measured proves the hypothesis, because delta is about events that
-are too rare to be counted.
+https://arxiv.org/abs/2302.07956). No measurement proves it, because delta is about events that are too rare to count.
 """
 
 import functools

@@ -58,8 +58,7 @@ def check_contract(
     noise     the noise is the billed multiple of what one example moves, wherever that is; its draws, under other keys
               and at eight steps, are independent standard normals; it is there, and does not repeat, for other values
               and dtypes of the parameters, in larger ones, and at 1,270 steps up to 2^31
-    bits      what leaves was rounded to a public grid, after the noise, by `keys.release`: its bits show no more than
-              the real numbers that are billed
+    bits      what leaves was rounded to a public grid, after the noise, by `keys.release`: its bits show what is billed
     resume    the state alone decides the next step
     cost      the event bills the noise multipliers of the mechanism, for up to 10^6 steps (of a schedule, 50,021), and
               the state counts the releases
@@ -80,8 +79,7 @@ def check_contract(
     A line that cannot be decided is "not checked" and says why. A check is not a proof: a data set or an input that was
     not tried may still break the contract. A report fails for a sound mechanism with probability at most 1e-4.
 
-    Raises ValueError for another type of mechanism, params of more numbers, a loss without params and examples, and
-    names that are not in the list.
+    Raises ValueError for another type of mechanism, larger params, a loss without params and examples, and other names.
     """
     names = _require(mechanism, loss, params, examples, lines)
     params = default_params() if params is None else params

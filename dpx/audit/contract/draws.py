@@ -75,8 +75,7 @@ class Draws:
     def noise_maps(self) -> Callable | None:
         """(keys, state) -> how the noise moves the public floats, (count, o, m), and these without it, (count, o).
 
-        For noise that is not of dpx: how the sums move them, (count, o, k). None if that is the same for every key, as
-        it is without random coordinates.
+        For noise that is not of dpx: how the sums move them, (count, o, k). None without random coordinates.
         """
         traced, state = self.traced, self.subject.state(0)
         zeros = jnp.zeros(traced.numbers), jnp.zeros(traced.normals)

@@ -28,8 +28,7 @@ def project(key: jax.Array, segments: Segments, rank: int) -> Segments:
         offsets = jax.random.randint(offset_key, (runs,), 0, rank)
     if runs > UNROLLED:
         return [_looped(jnp.concatenate(segments) * signs, offsets, rank)]
-    # Pieces are added in place, because a batch of gradients is large. The end of a piece that reaches beyond bucket
-    # p - 1 is added to the first buckets.
+    # Pieces are added in place, because a batch is large. What reaches beyond bucket p - 1 is added to the first ones.
     longest = min(rank, max(UNCUT, math.ceil(rank / PIECES)))
     # This 0 depends on the example. From a constant 0, XLA would allocate the buckets of all examples too early.
     zero = 0 * next(segment for segment in segments if segment.size)[0]

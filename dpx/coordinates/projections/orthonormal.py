@@ -17,8 +17,7 @@ class Blocks(NamedTuple):
 
     count: the number of blocks. size: the number of coordinates in each.
     columns: the number of columns of the first `wide` blocks; the other blocks have one column fewer.
-    together: the number of blocks in a chunk, which are drawn at once. chunks: the number of chunks, the last of which
-        is filled with blocks that are not used.
+    together: the number of blocks in a chunk, which are drawn at once. chunks: their number; the last is filled up.
     """
 
     count: int

@@ -11,8 +11,7 @@ times, and weighted.py the sum. ways.py has a record for each way to compute nor
 parameter, and engine.py runs the plan. A parameter that cannot be followed keeps its per-example gradients.
 
 As with per-example gradients, an example whose gradient has a norm above 2^63 contributes zero. Here it also does if a
-cotangent of a layer is above 2^63, or if an input of a layer is above 2^63 and its cotangent is not 0, even where their
-product is small.
+cotangent of a layer is above 2^63, or an input whose cotangent is not 0, even where their product is small.
 """
 
 from dpx.gradients.ghost.engine import sum_by_plan as sum_by_plan

@@ -88,12 +88,10 @@ def _backward_pass(plan: GhostPlan, leaves: list[jax.Array], examples: Tree) -> 
 
 
 def _for_all_readers(records: Records) -> Records:
-    """`records`, behind a barrier: norms and sums must read the same numbers, but XLA may leave out a rounding to
-    bfloat16 for one of two readers."""
+    """`records`, behind a barrier: norms and sums must read the same numbers, but XLA may round for one alone."""
 
     def narrow(x):
-        # XLA copies an array with axes of length 1, such as a batch of one image, before a loop, and where another
-        # operation needs it without these axes.
+        # XLA copies an array with axes of length 1, such as a batch of one image, before a loop or another operation.
         return x.reshape([size for axis, size in enumerate(x.shape) if size != 1 or axis in (0, x.ndim - 1)])
 
     leaves, structure = jax.tree.flatten(records)

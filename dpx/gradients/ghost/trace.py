@@ -115,8 +115,7 @@ def _live(equations: list[Equation], result: int | Constant) -> set[int]:
 def evaluate(program: Program, inputs: list, added: dict[int, jax.Array]) -> tuple[jax.Array, Tree, dict[int, tuple]]:
     """The loss, what it returns beside its value, and the operands of the equations in `added`.
 
-    added: by number of an equation, an array to add to its output. The gradient of the loss with respect to that array
-        is the cotangent of the output
+    added: by number of an equation, an array to add to its output; the gradient by that array is the cotangent
     """
     values = dict(enumerate(inputs))
     seen = {}

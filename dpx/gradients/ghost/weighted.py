@@ -55,8 +55,7 @@ def one_by_one(sites: tuple[Site, ...], shape: tuple[int, ...], records: list, f
 def _of_example(site: Site, shape: tuple[int, ...], inputs, dy: jax.Array, *, factor: jax.Array) -> jax.Array:
     """factor times the gradient of one example at one site.
 
-    The smaller of A and B is multiplied by the factor. The product has the order of the parameter's elements, because
-    XLA would otherwise transpose it.
+    The factor multiplies the smaller of A and B. The product has the order of the parameter, else XLA transposes it.
     """
     if site.lookup:
         return transpose(lambda w: site.apply(inputs, w), shape, times(factor, dy))
