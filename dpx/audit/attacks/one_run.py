@@ -19,7 +19,7 @@ import numpy as np
 from dpx import keys
 from dpx.accounting import checks, gdp
 from dpx.audit.attacks.one_run_bounds import steinke_p_value, trade_off_rejected
-from dpx.audit.attacks.scores import lower_bound_from_scores, verdict
+from dpx.audit.attacks.scores import lower_bound_from_scores, require_scores, verdict
 from dpx.trees import Tree, described
 from dpx.validation import require_number, require_open_fraction, require_whole
 
@@ -96,7 +96,9 @@ def one_run(
     delta = checks.require_delta(delta)
     confidence = require_open_fraction("confidence", confidence)
     bill = None if bill is None else checks.require_epsilon(bill)
-    scores, members = _require_scores(scores, members)
+    scores, members = require_scores("scores", scores, _LEAST_CANARIES, "canaries"), np.asarray(members)
+    if members.shape != scores.shape or members.dtype != np.bool_:
+        raise ValueError(f"members must be bool {scores.shape}, like the scores; got {members.dtype}{members.shape}")
     size = len(scores)
     counts = _require_guesses(guesses, size)
     order = np.argsort(scores, kind="stable")
@@ -137,18 +139,6 @@ def canary_loss(
         return jnp.where(coordinate < 0, usual, place.astype(jnp.result_type(usual)))
 
     return with_canaries
-
-
-def _require_scores(scores: Any, members: Any) -> tuple[np.ndarray, np.ndarray]:
-    scores, members = np.asarray(scores), np.asarray(members)
-    if scores.ndim != 1 or len(scores) < _LEAST_CANARIES or scores.dtype.kind not in "biuf" or np.isnan(scores).any():
-        raise ValueError(
-            f"scores must hold one number, not NaN, for each of at least {_LEAST_CANARIES} canaries, (canaries,); "
-            f"got {scores.dtype}{scores.shape}"
-        )
-    if members.shape != scores.shape or members.dtype != np.bool_:
-        raise ValueError(f"members must be bool {scores.shape}, like the scores; got {members.dtype}{members.shape}")
-    return scores, members
 
 
 def _require_guesses(guesses: Any, canaries: int) -> np.ndarray:

@@ -104,8 +104,8 @@ def lower_bound_from_scores(
     delta = checks.require_delta(delta)
     confidence = require_open_fraction("confidence", confidence)
     bill = None if bill is None else checks.require_epsilon(bill)
-    present = _halves(_require_scores("with_canary", with_canary))
-    absent = _halves(_require_scores("without_canary", without_canary))
+    present = _halves(require_scores("with_canary", with_canary, _LEAST_RUNS, "runs"))
+    absent = _halves(require_scores("without_canary", without_canary, _LEAST_RUNS, "runs"))
     miss, bounds = (1 - confidence) / 2, []
     for bound_of in (functools.partial(raw_epsilon, delta=delta), gaussian_mu):
         chosen_by = functools.partial(bound_of, miss=_CHOICE_MISS * miss)
@@ -162,13 +162,14 @@ def gaussian_mu(rates: Rates, *, miss: float) -> np.ndarray:
     return np.where((false < 1) & (missed < 1), -special.ndtri(false) - special.ndtri(missed), -math.inf)
 
 
-def _require_scores(name: str, scores: Any) -> np.ndarray:
+def require_scores(name: str, scores: Any, least: int, of: str) -> np.ndarray:
+    """The scores, float64 (n,). Raises ValueError unless they are at least so many numbers. of: whose, in words."""
     scores = np.asarray(scores)
-    if scores.ndim != 1 or len(scores) < _LEAST_RUNS or scores.dtype.kind not in "biuf":
+    if scores.ndim != 1 or len(scores) < least or scores.dtype.kind not in "biuf":
         found = f"{scores.dtype}{scores.shape}"
-        raise ValueError(f"{name} must hold one score of each of at least {_LEAST_RUNS} runs, (runs,); got {found}")
+        raise ValueError(f"{name} must hold one score of each of at least {least} {of}, ({of},); got {found}")
     if np.isnan(scores).any():
-        raise ValueError(f"{name} must hold no NaN, got {np.isnan(scores).sum()}; give a run without a score -inf")
+        raise ValueError(f"{name} must hold no NaN, got {np.isnan(scores).sum()}; give -inf in place of no score")
     return scores.astype(np.float64)
 
 
