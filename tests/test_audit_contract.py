@@ -19,7 +19,7 @@ from dpx.audit.contract.draws import in_its_directions
 from dpx.audit.contract.report import Broken
 from dpx.audit.contract.standard import require_no_pattern, require_no_repeats, require_standard
 from dpx.audit.contract.trial import Trial
-from dpx.audit.stand_ins import releasing, without_grid
+from dpx.audit.stand_ins import replacing, without_grid
 from dpx.xla.totals import ETA
 from tests.broken import ZOO, sound, sums_in_the_state, two_thirds_of_the_noise, with_noise
 from tests.mechanisms import PARAMS
@@ -203,7 +203,7 @@ def test_no_trace_of_an_audit_stays_in_a_jitted_release():
     jitted = whole.replace(release=jax.jit(whole.release))
     sums, state = (jax.tree.map(jnp.ones_like, PARAMS),), whole.init(PARAMS)
     expected = whole.release(sums, state, PARAMS)[0]
-    with releasing(lambda key, step, total, deviation: total):
+    with replacing(release=lambda key, step, total, deviation: total):
         assert all((leaf == 1 / 8).all() for leaf in jax.tree.leaves(jitted.release(sums, state, PARAMS)[0]))
     jax.tree.map(np.testing.assert_array_equal, jitted.release(sums, state, PARAMS)[0], expected)
     jitted = whole.replace(release=jax.jit(lambda *given: whole.release(*given)))
@@ -215,6 +215,6 @@ def test_another_thread_keeps_its_noise_during_an_audit():
     """Of two audits at once, the one that ended last would also have left the stand-in of the other."""
     made, sums = sound(jax.random.key(7), 100), (jax.tree.map(jnp.ones_like, PARAMS),)
     expected = made.release(sums, made.init(PARAMS), PARAMS)[0]
-    with ThreadPoolExecutor(1) as other, releasing(lambda key, step, total, deviation: total):
+    with ThreadPoolExecutor(1) as other, replacing(release=lambda key, step, total, deviation: total):
         found = other.submit(made.release, sums, made.init(PARAMS), PARAMS).result()[0]
     jax.tree.map(np.testing.assert_array_equal, found, expected)

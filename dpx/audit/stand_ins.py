@@ -21,7 +21,7 @@ _ONE_AUDIT = threading.RLock()
 
 @contextlib.contextmanager
 def replacing(**functions: Callable) -> Iterator[None]:
-    """Inside, `dpx.keys` has these functions in this thread, by name, such as `release`: for a trace, never for a run."""
+    """Inside, `dpx.keys` has these functions in this thread, such as `release`: for a trace, never for a run."""
     with _ONE_AUDIT:
         originals, here = {name: getattr(keys, name) for name in functions}, threading.get_ident()
 
