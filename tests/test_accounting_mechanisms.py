@@ -125,7 +125,7 @@ def test_several_releases_of_one_poisson_sample_are_one():
     event = dp_accounting.SelfComposedDpEvent(dp_accounting.PoissonSampledDpEvent(0.05, inner), 30)
     by_rdp = dp_accounting.rdp.RdpAccountant().compose(event).get_epsilon(1e-5)
     assert accounting.event_epsilon(event, delta=1e-5, accountant="rdp") == pytest.approx(by_rdp, rel=1e-9)
-    assert count_releases(event).poisson_sampled
+    assert count_releases(event).independent
     independent = dp_accounting.ComposedDpEvent([Poisson(0.05).event(s) for s in (2.0, 3.0, 3.0)] * 30)
     for relation in ("add_or_remove", "zero_out", "replace_one"):
         bill, less = (accounting.event_epsilon(one, delta=1e-5, relation=relation) for one in (event, independent))
@@ -165,7 +165,7 @@ def test_poisson_samples_without_noise_and_without_releases():
     never = dp_accounting.PoissonSampledDpEvent(0.0, dp_accounting.ComposedDpEvent([Gaussian(0.0), Gaussian(1.0)]))
     assert accounting.event_epsilon(never, delta=1e-5) == 0
     other = dp_accounting.PoissonSampledDpEvent(0.05, dp_accounting.LaplaceDpEvent(1.0))
-    assert not count_releases(other).poisson_sampled
+    assert not count_releases(other).independent
     assert 0 < accounting.event_epsilon(other, delta=1e-5) < 1
 
 

@@ -19,6 +19,7 @@ Every epsilon and delta is an upper bound, except those of the last line; an int
 
 * Poisson-sampled Gaussians: `pld/losses.py` (one step), `pld/composition.py` (many), `pld/buckets.py` (long schedules),
   `renyi.py` ("rdp"). Several releases of one batch: `releases.py`. Unsampled Gaussians: `gdp.py`, first half.
+* Random allocation: `pld/allocation.py`, `pld/sums.py`, and `pld/moments.py` ("rdp").
 * Samples of a fixed size: `fixed_size.py`. Runs on shared batches: `compose.py`. Fresh projections: `projected.py`.
 * The best of a random number of trials: `selection.py`. True positive rates and mu: `attacks.py`.
 * Error feedback: `error_feedback/energy.py` and `error_feedback/renyi.py`.

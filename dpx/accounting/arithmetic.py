@@ -34,10 +34,11 @@ P(S) <= far + delta + e^epsilon P'(S and A), and P'(S and A) <= d2 + e^a2 P~'(S)
 first and the last step, where no privacy is claimed, so this covers sampling, adaptive runs and searches. Here d1 = d
 and d2 = d e^-epsilon with d = t / 8.
 
-**far.** far = e^epsilon t always: drop A, and charge t in the last step. Better, for releases of Gaussians, sampled by
-Poisson's coins or not: let all coins but those of the one example be public, and A those outputs that are good for both
-values of its coin, which is the factor of 2 in the code. The example moves the m1 pairs of a release by v_i, in
-deviations, with sum |v_i|^2 <= shift^2, and P(|G + v| > r0) <= exp(-(r0 - |v|)^2 / 2), where r0 belongs to p0 (Marcum's
+**far.** far = e^epsilon t always: drop A, and charge t in the last step. Better, for releases of Gaussians in which
+chance decides about each example alone (Poisson's coins, random allocation) or about none: let all coins but those of
+the one example be public, and A those outputs that are good both with and without it at every step, which is the factor
+of 2 in the code. Given its coins, it moves the m1 pairs of a release by 0 or by v_i, in deviations, with
+sum |v_i|^2 <= shift^2, and P(|G + v| > r0) <= exp(-(r0 - |v|)^2 / 2), where r0 belongs to p0 (Marcum's
 Q). Where |v| r0 <= 2.6, this is at most p0 (1 + 4.8 |v| r0), so all together have p0 (m1 + 4.8 r0 shift sqrt(m1)). For
 larger |v|, up to r0 - 0.75, it grows faster than |v|^2, so all together have at most exp(-(r0 - shift)^2 / 2).
 
@@ -177,8 +178,8 @@ class Implemented:
     """The profile of a run as the program makes it, from the profile of exact arithmetic.
 
     exact: the profile. releases, mean: how many at most, int, and their expected number. shift: the most that one
-    example moves a release, in standard deviations of its noise, where every release is a Gaussian that is sampled by
-    Poisson's coins or not sampled; inf for others.
+    example moves a release, in standard deviations of its noise, where every release is a Gaussian on all data or on a
+    batch in which chance decides about each example alone; inf for others.
     """
 
     exact: Profile

@@ -88,7 +88,7 @@ def _relation_of(event: dp_accounting.DpEvent, sampling: Any, relation: Relation
     if stated == "replace_one":
         raise ValueError(f'relation {relation!r} does not fit {sampling}, whose event is true for "replace_one" only')
     releases = count_releases(event)
-    if relation == "add_or_remove" and not (releases.poisson_sampled or releases.whole_runs):
+    if relation == "add_or_remove" and not (releases.independent or releases.whole_runs):
         words = 'one example more or fewer would change the other batches; its event is true for "zero_out"'
         raise ValueError(f'relation "add_or_remove" does not fit {sampling}: {words}')
     return relation

@@ -14,6 +14,7 @@ from dpx.accounting.arithmetic import Implemented, addition
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.delegated import delegated
 from dpx.accounting.fixed_size import FixedSizeGaussian
+from dpx.accounting.pld.allocation import round_to_few_epochs
 from dpx.accounting.pld.buckets import BUCKETS, round_to_few
 from dpx.accounting.pld.losses import SampledGaussian
 from dpx.accounting.profiles import UNBOUNDED, Profile, profile
@@ -91,6 +92,7 @@ def event_profile(
     losses = releases.losses(relation)
     if any(getattr(loss, "unbounded", False) for loss in losses):
         return UNBOUNDED
+    losses = round_to_few_epochs(losses)
     if accountant != "rdp":
         for gaussian in (SampledGaussian, FixedSizeGaussian):
             losses = round_to_few(losses, gaussian, buckets)

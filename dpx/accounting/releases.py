@@ -19,6 +19,7 @@ from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.fixed_size import FixedSizeGaussian
 from dpx.accounting.pld.losses import Losses, SampledGaussian, StepLoss
 from dpx.accounting.profiles import Profile
+from dpx.sampling.allocation import RandomAllocationDpEvent
 
 ReadStep = Callable[[Any, Relation], StepLoss]
 
@@ -102,10 +103,10 @@ class Releases:
         return all(is_readable(event) for event in self.counts)
 
     @property
-    def poisson_sampled(self) -> bool:
-        """Whether every release was made on a Poisson sample."""
+    def independent(self) -> bool:
+        """Whether every release was made on a batch in which chance decides about each example alone."""
         return all(
-            isinstance(event, PoissonSampledDpEvent) and is_readable(event)
+            isinstance(event, PoissonSampledDpEvent | RandomAllocationDpEvent) and is_readable(event)
             for event in self.counts
             if not isinstance(event, dp_accounting.NonPrivateDpEvent)
         )
@@ -159,12 +160,15 @@ def released(event: DpEvent) -> Released:
 def largest_shift(event: DpEvent, relation: Relation) -> float:
     """The most that one example moves a release, in standard deviations of its noise.
 
-    It is inf if one release is not a Gaussian on all data or on a Poisson sample, or has no noise.
+    It is inf if one release has no noise, or is not a Gaussian on all data or on a batch in which chance decides about
+    each example alone.
     """
     effect = 2 if relation == "replace_one" else 1
     largest = 0.0
     for release, _ in _leaves(event, 1):
         noise = release.noise_multiplier if isinstance(release, GaussianDpEvent) else 0.0
+        if isinstance(release, RandomAllocationDpEvent):
+            noise = min(sigma for sigma, _ in release.noise_multiplier)
         largest = max(largest, effect / noise if noise > 0 else math.inf)
     return largest
 

@@ -11,6 +11,7 @@ from dpx.accounting.attacks import upper
 from dpx.accounting.pages import Section
 from dpx.accounting.releases import count_releases
 from dpx.accounting.selection import OneOfDpEvent
+from dpx.sampling.allocation import RandomAllocationDpEvent
 
 _QUESTION = {
     "add_or_remove": "whether or not one {unit} is in the data",
@@ -161,6 +162,8 @@ def summary(event: dp_accounting.DpEvent) -> tuple[str, ...]:
         elif isinstance(release, OneOfDpEvent):
             distinct = dict.fromkeys(_joined(alternative) for alternative in release.events)
             others.append(f"{count} x one of ({' | '.join(distinct)})")
+        elif isinstance(release, RandomAllocationDpEvent):
+            others.append(f"{count} x {_epoch(release)}")
         elif isinstance(inner, dp_accounting.GaussianDpEvent):
             gaussians[_name(release)][inner.noise_multiplier] += count
         elif not isinstance(release, dp_accounting.NonPrivateDpEvent):
@@ -175,6 +178,18 @@ def summary(event: dp_accounting.DpEvent) -> tuple[str, ...]:
                 f"from {min(sigmas):.6g} to {max(sigmas):.6g}"
             )
     return (*lines, *others) if releases.private else (*lines, *others, "a release without noise")
+
+
+def _epoch(event: RandomAllocationDpEvent) -> str:
+    """The releases of an epoch of random allocation."""
+    sigmas = [sigma for sigma, _ in event.noise_multiplier]
+    noise = f"{min(sigmas):.6g}" + (f" to {max(sigmas):.6g}" if len(sigmas) > 1 else "")
+    released = sum(count for _, count in event.noise_multiplier)
+    part = "" if released == event.steps_per_epoch else f"the first {released} steps of "
+    return (
+        f"{part}an epoch of {event.steps_per_epoch} Gaussians, of which a random one has the example, "
+        f"noise multiplier {noise}"
+    )
 
 
 def _joined(event: dp_accounting.DpEvent) -> str:
