@@ -25,7 +25,7 @@ Steps            private_updates, private_updates_in_chunks, private_updates_fro
 Before a run     plan_noise, check_setup
 The whole run    fit; more in `dpx.fitting`
 Tuning           `dpx.tuning`, a search for hyper-parameters with a bill
-Samplings        PoissonSampling, ShuffledEpochs, FixedSizeSampling, FullBatch; Batch
+Samplings        PoissonSampling, ShuffledEpochs, FixedSizeSampling, FullBatch; Batch; more in `dpx.sampling`
 Units            UserData, which makes users what is sampled, in place of examples
 Privacy costs    Budget, epsilon, compose_runs, privacy_report; more in `dpx.accounting`
 Secrets          secret_key, publishable_state; `dpx.keys`

@@ -13,10 +13,10 @@ from dpx import accounting
 from dpx.accounting.arithmetic import Implemented
 from dpx.accounting.events import billed, event_profile
 from dpx.accounting.pld import allocation, moments, sums
-from dpx.accounting.pld.allocation import AllocatedGaussians, grouped
+from dpx.accounting.pld.allocation import AllocatedGaussians
 from dpx.accounting.pld.losses import SampledGaussian, total_renyi
 from dpx.accounting.releases import count_releases, largest_shift, released
-from dpx.sampling.allocation import RandomAllocationDpEvent
+from dpx.sampling.events import RandomAllocationDpEvent, grouped
 
 
 def epoch(sigmas, steps=None, epochs=1):

@@ -312,6 +312,7 @@ def test_other_examples_change_nothing():
         (POISSON, 0.25),
         (dpx.FixedSizeSampling(examples=40, batch_size=10), 0.25),
         (dpx.ShuffledEpochs(examples=40, batch_size=10), 0.25),
+        (dpx.sampling.RandomAllocation(examples=40, steps_per_epoch=4), 0.25),
         (FULL, 1.0),
     ],
 )
@@ -319,7 +320,7 @@ def test_the_canary_takes_part_as_the_sampling_says(sampling, rate):
     taken = jax.vmap(lambda key: takes_part(sampling)(key, 8))(jax.random.split(KEY, 4000))
     assert taken.shape == (4000, 8)
     np.testing.assert_allclose(taken.mean(axis=0), rate, atol=0.03)
-    if isinstance(sampling, dpx.ShuffledEpochs):
+    if isinstance(sampling, dpx.ShuffledEpochs | dpx.sampling.RandomAllocation):
         assert (taken[:, :4].sum(axis=1) == 1).all() and (taken[:, 4:].sum(axis=1) == 1).all()
 
 

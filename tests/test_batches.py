@@ -22,6 +22,7 @@ SAMPLINGS = {
     "fixed size": dpx.FixedSizeSampling(examples=60, batch_size=7),
     "shuffled": dpx.ShuffledEpochs(examples=60, batch_size=8),
     "full": dpx.FullBatch(examples=60),
+    "allocated": dpx.sampling.RandomAllocation(examples=60, steps_per_epoch=10),
 }
 POISSON = SAMPLINGS["poisson"]
 DATA = {"x": np.random.default_rng(0).normal(size=(60, 3)).astype(np.float32), "y": np.arange(60) % 2}

@@ -27,6 +27,7 @@ from dpx.audit.contract.subject import STEPS
 from dpx.audit.contract.trial import Trial
 from dpx.audit.stand_ins import without_grid
 from dpx.coordinates import _masks as masks
+from dpx.sampling.events import RandomAllocationDpEvent
 from dpx.xla.totals import ETA, as_total
 from tests import broken
 from tests.compiling import EMITTERS
@@ -200,6 +201,9 @@ def event_by_hand(sampling, multipliers: list[float]) -> list[dp_accounting.DpEv
         examples=20, batch_size=8
     ):  # three steps an epoch, in one of which one takes part
         return [gaussian(min(multipliers[start : start + 3])) for start in range(0, len(multipliers), 3)]
+    if sampling == dpx.sampling.RandomAllocation(examples=20, steps_per_epoch=3):
+        epochs = [sorted(multipliers[start : start + 3]) for start in range(0, len(multipliers), 3)]
+        return [RandomAllocationDpEvent(tuple((sigma, 1) for sigma in epoch), 3) for epoch in epochs]
     assert sampling == dpx.FullBatch(examples=8)
     return [gaussian(sigma) for sigma in multipliers]
 

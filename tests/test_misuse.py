@@ -545,9 +545,16 @@ def test_runs_on_different_units_are_not_added():
         dpx.epsilon(mechanism, state, delta=1e-5)
 
 
-def test_several_keys_for_shuffled_epochs_are_not_billed():
-    """Batches of two permutations may hold an example twice an epoch."""
-    sampling = dpx.ShuffledEpochs(examples=1000, batch_size=50)
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        dpx.ShuffledEpochs(examples=1000, batch_size=50),
+        dpx.sampling.RandomAllocation(examples=1000, steps_per_epoch=20),
+    ],
+    ids=lambda sampling: type(sampling).__name__,
+)
+def test_several_keys_for_one_epoch_are_not_billed(sampling):
+    """Batches of two orders may hold an example twice an epoch."""
     mechanism = dp_sgd(sampling=sampling)
     gradient = gradient_of(mechanism)
     first = gradient(PARAMS, sampling.take(DATA, KEY, mechanism.init(PARAMS)), mechanism.init(PARAMS)).state

@@ -174,8 +174,10 @@ def test_terms_are_those_of_the_sampling_and_the_event():
         dpx.FixedSizeSampling(examples=1000, batch_size=8),
         dpx.ShuffledEpochs(examples=1000, batch_size=8),
         dpx.FullBatch(examples=1000),
+        dpx.sampling.RandomAllocation(examples=1000, steps_per_epoch=125),
+        dpx.sampling.RandomAllocation(examples=1000, steps_per_epoch=124),
     ]
-    assert len({terms()} | {terms(sampling=sampling) for sampling in other}) == 6
+    assert len({terms()} | {terms(sampling=sampling) for sampling in other}) == 8
     dice = dict(clip_norm=1.0, feedback_norm=0.1, noise_multiplier=1.0, sampling=SAMPLING, key=jax.random.key(0))
     kinds = [{"outer_clip_norm": 2.0, "reset_every": r} for r in (None, 1, 5, 50)] + [{"outer_clip_norm": 3.0}]
     assert len({tuple(dpx.methods.dice_sgd(**dice, **kind).fingerprints.tolist()) for kind in kinds}) == 5
@@ -229,6 +231,7 @@ def state_after(multipliers, mechanism):
 
 
 EPOCHS = dpx.ShuffledEpochs(examples=100, batch_size=10)
+ALLOCATED = dpx.sampling.RandomAllocation(examples=100, steps_per_epoch=10)
 LOW_STEP = np.where(np.arange(100) % 10 == 0, 0.5, 5.0)
 RISING = 0.5 + np.arange(10)
 
@@ -238,10 +241,11 @@ RISING = 0.5 + np.arange(10)
     [
         (lambda t: jnp.asarray(RISING)[t % 10], lambda t: jnp.asarray(RISING)[t // 10], EPOCHS),
         (lambda t: jnp.asarray(LOW_STEP)[t], lambda t: jnp.asarray(np.sort(LOW_STEP))[t], EPOCHS),
+        (lambda t: jnp.asarray(RISING)[t % 10], lambda t: jnp.asarray(RISING)[t // 10], ALLOCATED),
         (lambda t: jnp.where(t == 7, 0.1, 1e4), lambda t: 1 / jnp.sqrt((100 + 99e-8) / 100) + 0 * t, SAMPLING),
         (lambda t: jnp.where(t == 40, 2.0, 1.0), lambda t: jnp.where(t == 41, 2.0, 1.0), SAMPLING),
     ],
-    ids=["ten values", "one low step an epoch", "one low step of all", "two steps exchanged"],
+    ids=["ten values", "one low step an epoch", "ten values, allocated", "one low step of all", "two steps exchanged"],
 )
 def test_the_same_noise_in_another_order_is_other_noise(made, billed, sampling):
     """Their sums of sigma^-2 agree, and their bills do not."""

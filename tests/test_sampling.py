@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 import dpx
 from dpx import keys
-from dpx.sampling import draws
+from dpx.sampling import RandomAllocation, allocation, draws
+from dpx.sampling.events import RandomAllocationDpEvent
 from tests.compiling import FLAGS
 
 KEY = jax.random.key(5)
@@ -28,6 +29,7 @@ SAMPLINGS = [
     dpx.FixedSizeSampling(examples=100, batch_size=10),
     dpx.ShuffledEpochs(examples=95, batch_size=10),
     dpx.FullBatch(examples=100),
+    RandomAllocation(examples=95, steps_per_epoch=9),
 ]
 
 
@@ -58,13 +60,14 @@ def test_a_step_is_a_whole_number_that_is_known(sampling):
             sampling.draw(KEY, wrong)
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS[:3], ids=lambda s: type(s).__name__)
+@pytest.mark.parametrize("sampling", [*SAMPLINGS[:3], SAMPLINGS[4]], ids=lambda s: type(s).__name__)
 def test_a_sampling_has_a_stream_of_its_own(sampling, monkeypatch):
     """Who knows the noise does not know the batches: no key of a draw comes from the stream that the noise has."""
     by_own_stream = [list(drawn(sampling, step)) for step in range(3)]
     names, stream = set(), keys.stream
     monkeypatch.setattr(keys, "stream", lambda key, name, step=None: names.add(name) or stream(key, name, step))
     draws._permutation.cache_clear()
+    allocation._epoch.cache_clear()
     assert [list(drawn(sampling, step)) for step in range(3)] == by_own_stream and names == {"sampling"}
     monkeypatch.setattr(keys, "stream", lambda key, name, step=None: stream(key, "noise", step))
     for step in range(3):
@@ -129,13 +132,14 @@ def test_every_order_is_as_likely(count):
 def test_batches_depend_on_every_bit_of_the_key_and_on_no_setting():
     """The 128 keys that differ from one in a bit, and programs with other settings of jax, on one device and on 8."""
     near = [KEY_OF_128_BITS, *(KEY_OF_128_BITS ^ 1 << bit for bit in range(128))]
-    for sampling in SAMPLINGS[:3]:
+    for sampling in [*SAMPLINGS[:3], SAMPLINGS[4]]:
         batches = {tuple(drawn(sampling, 3, dpx.secret_key(seed)).tolist()) for seed in near}
         assert len(batches) == len(near)
     expected = batches_as_text()
     with jax.enable_x64(True), jax.threefry_partitionable(False), jax.numpy_dtype_promotion("standard"):
         jax.clear_caches()
         draws._permutation.cache_clear()
+        allocation._epoch.cache_clear()
         assert batches_as_text() == expected
     flags = f"{FLAGS} --xla_force_host_platform_device_count=8"
     elsewhere = subprocess.run(
@@ -197,7 +201,7 @@ def test_probability_one_takes_everyone():
 
 
 def test_events():
-    poisson, fixed, shuffled, full = SAMPLINGS
+    poisson, fixed, shuffled, full, _ = SAMPLINGS
     gaussian = dp_accounting.GaussianDpEvent
     assert poisson.event(np.ones(1)) == dp_accounting.PoissonSampledDpEvent(0.1, gaussian(1.0))
     assert poisson.event(np.ones(3)) == dp_accounting.SelfComposedDpEvent(poisson.event(np.ones(1)), 3)
@@ -207,8 +211,104 @@ def test_events():
     # three begun epochs of ten steps, each billed at its smallest multiplier
     multipliers = np.concatenate([np.full(10, 3.0), np.linspace(2, 1, 10), np.full(1, 5.0)])
     assert shuffled.event(multipliers) == dp_accounting.ComposedDpEvent([gaussian(1.0), gaussian(3.0), gaussian(5.0)])
-    assert [s.relation for s in SAMPLINGS] == ["zero_out", "replace_one", "zero_out", "zero_out"]
-    assert [s.divisor for s in SAMPLINGS] == [10, 10, 10, 100]
+    assert [s.relation for s in SAMPLINGS] == ["zero_out", "replace_one", "zero_out", "zero_out", "zero_out"]
+    assert [s.divisor for s in SAMPLINGS] == [10, 10, 10, 100, 95 / 9]
+
+
+def test_the_events_of_random_allocation():
+    """By epochs, each with the noise multipliers of its own steps; the last one may have fewer."""
+    sampling = RandomAllocation(examples=20, steps_per_epoch=3)
+    multipliers = np.array([2.0, 1.0, 2.0, 1.0, 2.0, 2.0, 4.0, 4.0, 4.0, 1.0, 2.0])
+
+    def epoch(*noise):
+        return RandomAllocationDpEvent(noise, 3)
+
+    composed, twice = dp_accounting.ComposedDpEvent, dp_accounting.SelfComposedDpEvent
+    expected = [twice(epoch((1.0, 1), (2.0, 2)), 2), epoch((4.0, 3)), epoch((1.0, 1), (2.0, 1))]
+    assert sampling.event(multipliers) == composed(expected)
+    assert sampling.event(multipliers[:2]) == epoch((1.0, 1), (2.0, 1))
+    assert sampling.event(multipliers[:3]) == expected[0].event
+    assert sampling.event(multipliers[:0]) == dp_accounting.NoOpDpEvent()
+    moved = multipliers[[0, 1, 3, 2, 4, 5, 6, 7, 8, 9, 10]]  # a step of another epoch is another event
+    assert sampling.event(moved) != sampling.event(multipliers)
+
+
+@pytest.mark.parametrize(("examples", "steps", "together"), [(95, 9, 2**20), (95, 9, 10), (7, 7, 2**20), (5, 1, 2)])
+def test_an_epoch_of_random_allocation_has_every_example_once(examples, steps, together, monkeypatch):
+    monkeypatch.setattr(allocation, "_TOGETHER", together)
+    allocation._epoch.cache_clear()
+    sampling = RandomAllocation(examples=examples, steps_per_epoch=steps)
+    epochs = [[drawn(sampling, epoch * steps + place) for place in range(steps)] for epoch in range(3)]
+    allocation._epoch.cache_clear()
+    for batches in epochs:
+        assert sorted(np.concatenate(batches)) == list(range(examples))
+    if steps > 1:
+        assert sorted(epochs[0][0]) != sorted(epochs[1][0])
+
+
+def test_the_step_of_an_example_is_uniform_and_independent():
+    """Of all examples, of each with the next one, and of each in the next epoch: chi-square, false alarms of 1e-6."""
+    sampling, steps = RandomAllocation(examples=30_000, steps_per_epoch=5), np.zeros((2, 30_000), int)
+    for number in range(10):
+        steps[number // 5, drawn(sampling, number)] = number % 5
+    for pairs in (steps[0], steps[1], 5 * steps[0, :-1] + steps[0, 1:], 5 * steps[0] + steps[1]):
+        assert scipy.stats.chisquare(np.bincount(pairs)).pvalue > 1e-6
+
+
+def test_the_step_of_an_example_is_64_bits_of_its_own(monkeypatch):
+    """Both words count, and the examples of a part are those of the key of the part."""
+    asked = []
+
+    def drawn_words(words, count):
+        asked.append(words.tolist())
+        number = np.arange(count, dtype=np.uint32)
+        return [number + 1, number * 5, number, number]
+
+    monkeypatch.setattr(allocation, "_TOGETHER", 4)
+    monkeypatch.setattr(allocation, "_drawn", drawn_words)
+    words = np.asarray(keys.words(draws.step_key(KEY, 2))).tobytes()
+    parts = list(allocation._steps(words, 10, 7))
+    assert [first for first, _ in parts] == [0, 4, 8] and [len(own) for _, own in parts] == [4, 4, 2]
+    for _, own in parts:
+        assert own.tolist() == [((place + 1) * 2**32 + 5 * place) % 7 for place in range(len(own))]
+    assert len(set(map(tuple, asked))) == 3
+
+
+def test_the_examples_of_an_allocated_batch_are_in_random_rows():
+    """Each of 12 examples is equally often in each of 16 rows: chi-square, with a false alarm of 1e-6."""
+    sampling, places = RandomAllocation(examples=12, steps_per_epoch=2), np.zeros((12, 16))
+    for step in range(800):
+        draw = sampling.draw(KEY, step, size=16)
+        rows = np.flatnonzero(draw.included)
+        places[draw.indices[rows], rows] += 1
+    assert scipy.stats.chisquare(places.ravel()).pvalue > 1e-6
+    rows = [np.flatnonzero(sampling.draw(KEY, step, size=16).included).tolist() for step in range(2)]
+    assert rows[0] != rows[1]
+
+
+def test_allocated_batches_have_one_shape_that_holds_them():
+    sampling = RandomAllocation(examples=5000, steps_per_epoch=50)
+    assert len({len(sampling.draw(KEY, step).indices) for step in range(100)}) == 1
+    tight = RandomAllocation(examples=5000, steps_per_epoch=50, capacity=80)
+    assert {len(tight.draw(KEY, step).indices) for step in range(100)} <= {80, 90, 100, 110, 120, 130, 140, 150}
+    assert list(drawn(tight, 3)) and sorted(drawn(tight, 3)) == sorted(drawn(sampling, 3))
+    with pytest.raises(ValueError, match="size must hold the whole batch"):
+        sampling.draw(KEY, 0, size=50)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        (dict(examples=10, steps_per_epoch=11), r"steps_per_epoch must be in \[1, examples = 10\], got 11"),
+        (dict(examples=10, steps_per_epoch=0), "steps_per_epoch must be a whole number of at least 1, got 0"),
+        (dict(examples=10, steps_per_epoch=2.5), "steps_per_epoch must be a whole number"),
+        (dict(examples=0, steps_per_epoch=1), "examples must be a whole number"),
+        (dict(examples=10, steps_per_epoch=2, capacity=0), "capacity must be a whole number"),
+    ],
+)
+def test_bad_sizes_of_random_allocation(sizes, words):
+    with pytest.raises(ValueError, match=words):
+        RandomAllocation(**sizes)
 
 
 # take
@@ -276,6 +376,7 @@ def test_epochs_are_steps_rounded_up():
     assert dpx.ShuffledEpochs(examples=100, batch_size=30).steps(epochs=3) == 12  # 4 batches, the last of 10 examples
     assert dpx.ShuffledEpochs(examples=100, batch_size=30).steps(epochs=2.1) == 9
     assert dpx.FullBatch(examples=100).steps(epochs=3) == 3
+    assert RandomAllocation(examples=100, steps_per_epoch=7).steps(epochs=2.1) == 15
     assert dpx.PoissonSampling(examples=30, batch_size=1).steps(epochs=0.1) == 3  # 0.1 * 30 is above 3 in float64
     for epochs in (0, -1.0, math.inf, math.nan, True, "5", None):
         with pytest.raises(ValueError, match="epochs must be a finite number above 0"):

@@ -19,7 +19,7 @@ from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.fixed_size import FixedSizeGaussian
 from dpx.accounting.pld.losses import Losses, SampledGaussian, StepLoss
 from dpx.accounting.profiles import Profile
-from dpx.sampling.allocation import RandomAllocationDpEvent
+from dpx.sampling.events import RandomAllocationDpEvent
 
 ReadStep = Callable[[Any, Relation], StepLoss]
 

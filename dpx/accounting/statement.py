@@ -11,7 +11,7 @@ from dpx.accounting.attacks import upper
 from dpx.accounting.pages import Section
 from dpx.accounting.releases import count_releases
 from dpx.accounting.selection import OneOfDpEvent
-from dpx.sampling.allocation import RandomAllocationDpEvent
+from dpx.sampling.events import RandomAllocationDpEvent
 
 _QUESTION = {
     "add_or_remove": "whether or not one {unit} is in the data",

@@ -1,21 +1,128 @@
 """Random allocation: every example exactly once an epoch, in a uniformly random step of it."""
 
-import attrs
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 from dp_accounting import DpEvent
 
+from dpx import keys
+from dpx.keys import cipher
+from dpx.sampling.base import Sampling
+from dpx.sampling.draws import Draw, fitting_rows, require_rows, require_step, scatter, step_key, usual_rows
+from dpx.sampling.events import RandomAllocationDpEvent, composition, grouped
+from dpx.validation import require_whole
 
-@attrs.frozen
-class RandomAllocationDpEvent(DpEvent):
-    """The Gaussian releases of the first steps of one epoch, of which one random step has the example.
+_TOGETHER = 2**20  # examples whose steps are drawn at once: 16 MiB. The steps depend on this number.
+_PARTS = 2**32 - 1  # the number of the key of the parts; those below 2^31 are of the rows of each step
 
-    noise_multiplier: pairs (noise multiplier, number of steps), rising; of the released steps of the epoch.
-    steps_per_epoch: t, int, the number of steps among which the step of an example is drawn. If fewer are released,
-        the epoch ended early, after a number of steps that was fixed in advance.
 
-    It is true for one example more or fewer, and for a null in its place, with independent steps of all examples.
-    Epochs compose, if each draws new steps. The order inside of an epoch does not matter. dp-accounting's accountants
-    refuse this event; the bill is in `dpx/accounting/pld/allocation.py`.
+@dataclass(frozen=True, kw_only=True)
+class RandomAllocation(Sampling):
+    """Every example exactly once an epoch, in a uniformly random step of it, independently of all others.
+
+    examples:        size of the data set; a public number.
+    steps_per_epoch: t, in [1, examples]. The divisor is examples / t, the expected batch size.
+    capacity:        rows of a drawn batch, as for `PoissonSampling`; the sizes of batches vary as much.
+
+    The step of an example is 64 bits of a cipher of (key, epoch, example), modulo t. No step has a probability above
+    1/t by more than the factor 1 + t 2^-64, which adds less than t 2^-64 to the epsilon of an epoch; this is not
+    billed. An epoch is made once, as a list of the examples of each step. It takes 4 bytes of the host for each example
+    (4 GB for 10^9), and is made from parts of 2^20 examples.
+
+    Neighbors differ by a null in place of one example, as for `PoissonSampling`. Replacing an example has no bill. All
+    batches of a run must be drawn with one key, because others would come from several allocations. An epoch that ends
+    early costs less, if its last step was fixed in advance; a stop that looks at releases costs the planned number of
+    steps. The size of a batch is outside of the bill. Its event is `RandomAllocationDpEvent`, and the proof is in
+    `dpx/accounting/pld/allocation.py`. Raises ValueError for other sizes.
     """
 
-    noise_multiplier: tuple[tuple[float, int], ...]
-    steps_per_epoch: int
+    steps_per_epoch: int = field()  # pyrefly: ignore[bad-override]
+    capacity: int | None = field(default=None, repr=False)  # no part of what is drawn
+    relation: ClassVar[str] = "zero_out"
+    one_key: ClassVar[bool] = True
+
+    def __post_init__(self):
+        examples = require_whole("examples", self.examples)
+        steps = require_whole("steps_per_epoch", self.steps_per_epoch)
+        if steps > examples:
+            raise ValueError(f"steps_per_epoch must be in [1, examples = {examples}], got {steps}")
+        if self.capacity is not None:
+            require_whole("capacity", self.capacity)
+        object.__setattr__(self, "examples", examples)
+        object.__setattr__(self, "steps_per_epoch", steps)
+
+    @property
+    def divisor(self) -> float:
+        return self.examples / self.steps_per_epoch
+
+    @property
+    def pads(self) -> bool:
+        return True
+
+    @property
+    def most_rows(self) -> float:
+        return math.inf
+
+    def draw(self, key: jax.Array, step: int, *, size: int | None = None) -> Draw:
+        epoch, place = divmod(require_step(key, step), self.steps_per_epoch)
+        own = step_key(key, epoch)
+        lists, starts = _epoch(np.asarray(keys.words(own)).tobytes(), self.examples, self.steps_per_epoch)
+        drawn = lists[starts[place] : starts[place + 1]]
+        if size is None:
+            usual = self.capacity or usual_rows(self.examples, 1 / self.steps_per_epoch)
+            size = fitting_rows(len(drawn), usual)
+        require_rows(drawn, size)
+        return scatter(drawn, size, keys.fold_in(own, place))
+
+    def event(self, multipliers: np.ndarray) -> DpEvent:
+        steps = self.steps_per_epoch
+        whole = len(multipliers) // steps * steps
+        epochs = np.sort(multipliers[:whole].reshape(-1, steps), axis=1)
+        distinct, counts = np.unique(epochs, axis=0, return_counts=True) if whole else (epochs, np.zeros(0, int))
+        parts = [(*pair,) for pair in zip(map(grouped, distinct), counts.tolist(), strict=True)]
+        if len(multipliers) > whole:
+            parts.append((grouped(multipliers[whole:]), 1))
+        return composition((RandomAllocationDpEvent(noise, steps), count) for noise, count in parts)
+
+
+@functools.lru_cache(maxsize=1)
+def _epoch(words: bytes, examples: int, steps: int) -> tuple[np.ndarray, np.ndarray]:
+    """The examples in the order of their steps, int32 (examples,), and where each step begins, int64 (steps + 1,).
+
+    It is kept in memory, because every step of an epoch needs the same one.
+    """
+    counts = np.zeros(steps, np.int64)
+    for _, own in _steps(words, examples, steps):
+        counts += np.bincount(own, minlength=steps)
+    starts = np.concatenate([[0], np.cumsum(counts)])
+    lists, filled = np.empty(examples, np.int32), starts[:-1].copy()
+    for first, own in _steps(words, examples, steps):
+        order = np.argsort(own, kind="stable")
+        sorted_steps, counts = own[order], np.bincount(own, minlength=steps)
+        within = np.arange(len(own)) - (np.cumsum(counts) - counts)[sorted_steps]
+        lists[filled[sorted_steps] + within] = first + order
+        filled += counts
+    return lists, starts
+
+
+def _steps(words: bytes, examples: int, steps: int) -> Iterator[tuple[int, np.ndarray]]:
+    """The first example of each part of 2^20, int, and the steps of the examples in it, int64 (examples of the part,).
+
+    Each part has a key of its own, that of its number.
+    """
+    key = jax.random.wrap_key_data(jnp.asarray(np.frombuffer(words, np.uint32)), impl="threefry4x32")
+    parts, together = keys.fold_in(key, _PARTS), min(examples, _TOGETHER)
+    for number in range(-(-examples // together)):
+        high, low, _, _ = map(np.asarray, _drawn(keys.words(keys.fold_in(parts, number)), together))
+        bits = high.astype(np.uint64) << np.uint64(32) | low
+        first = number * together
+        yield first, (bits % np.uint64(steps)).astype(np.int64)[: examples - first]
+
+
+_drawn = jax.jit(cipher.drawn, static_argnums=1)

@@ -1,6 +1,7 @@
 """The noun behind the records of schemes.py: what a sampling states, and how it gives a run its batches."""
 
 import abc
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -54,7 +55,7 @@ class Sampling(abc.ABC):
     def most_rows(self) -> float:
         return self.divisor
 
-    @property
+    @functools.cached_property  # not a property, because that of `RandomAllocation` is a field
     def steps_per_epoch(self) -> float:
         return self.examples / self.divisor
 
@@ -92,8 +93,8 @@ class Sampling(abc.ABC):
             `__getitem__` is copied at once). grain's data sources and torch's map-style datasets are such sources.
             Of a table of pandas, give its columns of numbers, `frame[columns].to_numpy(numpy.float32)`, and of sparse
             matrices dense arrays.
-        key: a PRNG key, (), secret, of one run. With `ShuffledEpochs` it must be the same at every step, because a run
-            whose batches come from several permutations has no bill.
+        key: a PRNG key, (), secret, of one run. With `ShuffledEpochs` and `RandomAllocation` it must be the same at
+            every step, because a run whose batches come from several orders has no bill.
         state: of the optimizer. Its step count is read, so this call waits until the state is computed.
         size: rows of the batch, the last of which are padding; None takes the record's own size.
         beyond_budget: continue after the steps of the `dpx.Budget` that the mechanism was calibrated for.

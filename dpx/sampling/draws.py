@@ -127,6 +127,11 @@ def require_rows(drawn: np.ndarray, size: int):
         )
 
 
+def fitting_rows(drawn: int, usual: int) -> int:
+    """The usual rows of a batch of varying size, or, if it is larger, the next multiple of 1/8 of them."""
+    return usual if drawn <= usual else round_up(drawn, max(1, usual // 8))
+
+
 def pad(drawn: np.ndarray, size: int) -> Draw:
     """The drawn examples in arrays of `size` rows. Raises ValueError if they are more."""
     require_rows(drawn, size)

@@ -5,7 +5,8 @@ the same batches. `take`, `batches` and `draw_ahead` (base.py) read the step fro
 The key must stay as secret as the noise key, because amplification by sampling holds only for batches that nobody
 knows.
 
-To add one: a frozen dataclass here with the fields of `Sampling`, and a line in `dpx/catalog.py`.
+To add one: a frozen dataclass here, or in a file beside this one (allocation.py), with the fields of `Sampling`, and a
+line in `dpx/catalog.py`.
 """
 
 import math
@@ -22,17 +23,18 @@ from dpx.sampling.base import Sampling as Sampling
 from dpx.sampling.draws import (
     Draw,
     coins,
+    fitting_rows,
     keep_sizes,
     order,
     pad,
     permutation,
     require_rows,
     require_step,
-    round_up,
     scatter,
     step_key,
     usual_rows,
 )
+from dpx.sampling.events import composition, grouped
 from dpx.validation import require_whole
 
 
@@ -82,9 +84,7 @@ class PoissonSampling(Sampling):
         own = step_key(key, require_step(key, step))
         drawn = np.flatnonzero(coins(own, self.examples, self.probability))
         if size is None:
-            size = self.capacity or usual_rows(self.examples, self.probability)
-            if len(drawn) > size:
-                size = round_up(len(drawn), max(1, size // 8))
+            size = fitting_rows(len(drawn), self.capacity or usual_rows(self.examples, self.probability))
         require_rows(drawn, size)
         return scatter(drawn, size, keys.fold_in(own, 1))
 
@@ -196,11 +196,4 @@ def _composed(multipliers: np.ndarray, event_of) -> DpEvent:
 
     multipliers: float64 (steps,). event_of: (noise multiplier) -> DpEvent.
     """
-    values, counts = np.unique(multipliers, return_counts=True)
-    events: list[DpEvent] = [
-        dp_accounting.SelfComposedDpEvent(event_of(float(value)), int(count)) if count > 1 else event_of(float(value))
-        for value, count in zip(values, counts, strict=True)
-    ]
-    if not events:
-        return dp_accounting.NoOpDpEvent()
-    return events[0] if len(events) == 1 else dp_accounting.ComposedDpEvent(events)
+    return composition((event_of(value), count) for value, count in grouped(multipliers))

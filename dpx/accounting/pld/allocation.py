@@ -40,7 +40,7 @@ from dpx.accounting.pld import moments, sums
 from dpx.accounting.pld.losses import Losses, Pmf, SampledGaussian, StepLoss, dominating_pmf
 from dpx.accounting.pld.moments import Noise
 from dpx.accounting.releases import Released, register
-from dpx.sampling.allocation import RandomAllocationDpEvent
+from dpx.sampling.events import RandomAllocationDpEvent, grouped
 
 _KNOWN_BELOW = 0.05  # noise multiplier
 _MOST_DISTINCT, _LEAST_RATIO = 4, 1.002  # noise multipliers of one epoch, and the ratio of those that count as one
@@ -111,12 +111,6 @@ def _ratios(noise: Noise, steps_per_epoch: int, decades: int) -> Ratios:
     if others:
         values, masses, zero = np.append(others / steps_per_epoch, values), np.append(zero, masses), 0.0
     return Ratios(values, masses, zero, law.lost / steps_per_epoch)
-
-
-def grouped(noise_multipliers: np.ndarray) -> Noise:
-    """Noise multipliers, float64 (j,), as pairs with their counts."""
-    values, counts = np.unique(noise_multipliers, return_counts=True)
-    return tuple(zip(values.tolist(), counts.tolist(), strict=True))
 
 
 def rounded(noise: Noise) -> Noise:

@@ -15,6 +15,7 @@ from dpx.accounting.bill import epsilon as bill_of
 from dpx.audit.attacks.scores import LowerBound, lower_bound_from_scores
 from dpx.audit.attacks.simulation import Attack, Observed, observe_canary, simulator, takes_part
 from dpx.audit.attacks.statistic import fit, moves_of
+from dpx.sampling.allocation import RandomAllocation
 from dpx.sampling.schemes import ShuffledEpochs
 from dpx.trees import Tree
 from dpx.validation import require_open_fraction, require_whole
@@ -124,7 +125,8 @@ def canary_scores(
     truth = billed if sampling_truth is None else sampling_truth
     canary, instead = _gradients(canary, instead, params, truth if billed is None else billed)
     attack = Attack(make, params, steps, canary, instead, others, takes_part(truth), observe)
-    return _scores(attack, key, runs, truth.steps_per_epoch if isinstance(truth, ShuffledEpochs) else 0)
+    once_an_epoch = isinstance(truth, ShuffledEpochs | RandomAllocation)
+    return _scores(attack, key, runs, truth.steps_per_epoch if once_an_epoch else 0)
 
 
 def _scores(attack: Attack, key: jax.Array, runs: int, period: int) -> tuple[np.ndarray, np.ndarray]:

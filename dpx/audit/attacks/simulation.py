@@ -10,6 +10,7 @@ import numpy as np
 
 from dpx import keys
 from dpx.audit.stand_ins import without_grid
+from dpx.sampling.allocation import RandomAllocation
 from dpx.sampling.draws import coins
 from dpx.sampling.schemes import FixedSizeSampling, FullBatch, PoissonSampling, ShuffledEpochs
 from dpx.states.public import publishable_state
@@ -59,10 +60,16 @@ def takes_part(sampling: Any) -> Callable[..., Any]:
         places //= sampling.batch_size
         return (jnp.arange(period)[None] == places).reshape(-1)[:steps]
 
+    def allocated(key, steps):
+        period = sampling.steps_per_epoch
+        places = jax.random.randint(keys.public(key), (-(-steps // period), 1), 0, period)
+        return (jnp.arange(period)[None] == places).reshape(-1)[:steps]
+
     known = {
         PoissonSampling: poisson,
         FixedSizeSampling: fixed_size,
         ShuffledEpochs: shuffled,
+        RandomAllocation: allocated,
         FullBatch: lambda key, steps: jnp.ones(steps, bool),
     }
     if type(sampling) in known:

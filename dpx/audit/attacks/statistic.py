@@ -9,8 +9,8 @@ the ratio of likelihoods is
 
     sum_t ln(1 - q_t + q_t exp(a_t)),  a_t = mu_t z_t - mu_t^2 / 2,
 
-where q_t is the probability that the canary takes part. In batches of a permutation it takes part once an epoch, and
-the sum is over epochs: ln mean_t exp(a_t).
+where q_t is the probability that the canary takes part. Where it takes part once an epoch, as in batches of a
+permutation and with random allocation, the sum is over epochs: ln mean_t exp(a_t).
 
 Where a release is not linear, the move depends on the noise, which the adversary does not know. There the mean move of
 the pilot runs has its place: the attack is weaker, and as valid.

@@ -1,6 +1,7 @@
 """The lines of the contract about the bill: what the releases cost, and that the batches are drawn as it says."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -14,6 +15,7 @@ from dpx.accounting.releases import count_releases
 from dpx.audit.contract.draws import chi_square_over_freedom
 from dpx.audit.contract.report import Broken, NotChecked
 from dpx.audit.contract.trial import Trial, own_event
+from dpx.sampling.events import RandomAllocationDpEvent
 from dpx.states.reading import release_state
 
 BILLED = (0, 1, 2, 5, 12, 100, 1_001, 10_007, 50_021)  # numbers of steps
@@ -83,7 +85,7 @@ def _in_order(counts: dict[DpEvent, int]) -> list[tuple[DpEvent, int]]:
     def order(event):
         parts = [getattr(event, field.name) for field in attrs.fields(type(event))]
         inner = [order(part) for part in parts if isinstance(part, DpEvent)]
-        return type(event).__name__, [part for part in parts if isinstance(part, int | float)], inner
+        return type(event).__name__, [part for part in parts if isinstance(part, int | float | tuple)], inner
 
     return sorted(((event, count) for event, count in counts.items() if count > 0), key=lambda item: order(item[0]))
 
@@ -106,8 +108,8 @@ def sampling(trial: Trial) -> str:
     releases = count_releases(record.event(np.ones(1))).counts
     if (count := sum(releases.values())) != 1 or record.examples > EXAMPLES:
         raise NotChecked(f"no batches are drawn of {record.examples} examples with {count} events a step")
-    draws = [record.draw(jax.random.key(trial.seed + 1), step) for step in range(DRAWN)]
-    batches = [np.asarray(indices)[np.asarray(included)] for indices, included in draws]
+    key = jax.random.key(trial.seed + 1)
+    batches = [_examples(record.draw(key, step)) for step in range(DRAWN)]
     if any(len(np.unique(batch)) < len(batch) for batch in batches):
         raise Broken("a batch holds an example twice")
     (event,) = releases
@@ -118,17 +120,29 @@ def sampling(trial: Trial) -> str:
     if isinstance(event, dp_accounting.SampledWithoutReplacementDpEvent):
         _require_subsets(batches, record.examples, event)
         return f"{DRAWN} batches are subsets of {event.sample_size} examples, as the event says"
+    if isinstance(event, RandomAllocationDpEvent):
+        _require_allocated(lambda step: record.draw(key, step), record.examples, event.steps_per_epoch)
+        return f"in {DRAWN} batches of each of two epochs, the examples take part once an epoch, as the event says"
     _require_counted(batches, record)
     return f"in {DRAWN} batches, no example takes part more often than the event bills"
+
+
+def _examples(draw: Any) -> np.ndarray:
+    """The examples that take part, int (count,)."""
+    indices, included = draw
+    return np.asarray(indices)[np.asarray(included)]
 
 
 def _require_relation(event: Any, record: Any):
     """Raises Broken if the event of noise multiplier 1 has more than 1, or 1/2 where an example is exchanged."""
     inner = getattr(event, "event", event)
     most = 0.5 if record.relation == "replace_one" else 1.0
-    if getattr(inner, "noise_multiplier", 0.0) > most:
+    billed = getattr(inner, "noise_multiplier", 0.0)
+    if isinstance(inner, RandomAllocationDpEvent):
+        billed = max(sigma for sigma, _ in inner.noise_multiplier)
+    if billed > most:
         words = f"at most {most:g} is true under the relation {record.relation!r}"
-        raise Broken(f"the event of noise multiplier 1 has {inner.noise_multiplier:g}, and {words}")
+        raise Broken(f"the event of noise multiplier 1 has {billed:g}, and {words}")
 
 
 def _require_poisson(batches: list[np.ndarray], examples: int, rate: float):
@@ -139,13 +153,20 @@ def _require_poisson(batches: list[np.ndarray], examples: int, rate: float):
     shared = np.array([len(np.intersect1d(a, b)) for a, b in zip(batches[:-1:2], batches[1::2], strict=True)])
     for words, counts, probability in (("examples", sizes, rate), ("examples shared with the next", shared, rate**2)):
         total, trials = counts.sum(), examples * len(counts)
-        if min(special.bdtr(total, trials, probability), special.bdtrc(total - 1, trials, probability)) < RATE / 2:
-            raise Broken(f"{total} {words} in {len(counts)} batches; rate {rate:.4g} says {trials * probability:.1f}")
-    variance = examples * rate * (1 - rate)
+        _require_binomial(total, trials, probability, f"{words} in {len(counts)} batches; rate {rate:.4g}")
+    _require_spread(sizes, examples * rate * (1 - rate))
+
+
+def _require_binomial(count: int, trials: int, probability: float, words: str):
+    if min(special.bdtr(count, trials, probability), special.bdtrc(count - 1, trials, probability)) < RATE / 2:
+        raise Broken(f"{count} {words} says {trials * probability:.1f}")
+
+
+def _require_spread(sizes: np.ndarray, variance: float):
     ratio = sizes.var(ddof=1) / variance  # as the binomial's, by a normal approximation with slack for its tails
     low, high = (chi_square_over_freedom(p, len(sizes) - 1) for p in (RATE / 10, 1 - RATE / 10))
     if not low * 0.9 <= ratio <= high * (1.1 + 3 / variance):
-        raise Broken(f"the variance of the sizes of batches is {ratio:.3g} times that of Poisson sampling, as billed")
+        raise Broken(f"the variance of the sizes of batches is {ratio:.3g} times that of independent examples")
 
 
 def _require_subsets(batches: list[np.ndarray], examples: int, event: Any):
@@ -157,6 +178,24 @@ def _require_subsets(batches: list[np.ndarray], examples: int, event: Any):
     trials = len(batches) // 2 * event.sample_size  # of variance at most that of a binomial (Hoeffding)
     if abs(shared - mean) > math.sqrt(trials * math.log(2 / RATE) / 2):
         raise Broken(f"batches share {shared} examples with the next, where independent subsets share {mean:.1f}")
+
+
+def _require_allocated(draw: Callable[[int], Any], examples: int, steps: int):
+    """Once an epoch, in batches whose sizes vary as those of independent examples, and other ones in the next epoch."""
+    number = min(steps, DRAWN)
+    epochs = [[_examples(draw(epoch * steps + place)) for place in range(number)] for epoch in (0, 1)]
+    for taken in (np.bincount(np.concatenate(batches), minlength=examples) for batches in epochs):
+        if taken.max() > 1 or (number == steps and taken.min() < 1):
+            raise Broken(f"an example is in {taken.max()} of {number} steps of an epoch, another one in {taken.min()}")
+    sizes = np.array([len(batch) for batches in epochs for batch in batches])
+    again = sum(len(np.intersect1d(*pair)) for pair in zip(*epochs, strict=True))
+    for words, count, trials, rate in (
+        ("examples", int(sizes.sum()), 2 * examples, number / steps),
+        ("examples in the step of the epoch before", again, examples, number / steps**2),
+    ):
+        _require_binomial(count, trials, rate, f"{words}; random allocation")
+    if steps > 1:
+        _require_spread(sizes, examples / steps * (1 - 1 / steps))
 
 
 def _require_counted(batches: list[np.ndarray], record: Any):
