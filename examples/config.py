@@ -129,7 +129,10 @@ class Config:
         batch_size = 256 if self.batch_size is None else self.batch_size
         if batch_size > examples:
             raise ValueError(f"batch_size must be at most the {examples} training examples, got {batch_size}")
-        return catalog.SAMPLINGS[self.sampling].build(examples=examples, batch_size=batch_size)
+        sampling = catalog.SAMPLINGS[self.sampling]
+        if "steps_per_epoch" in sampling.parameters:
+            return sampling.build(examples=examples, steps_per_epoch=round(examples / batch_size))
+        return sampling.build(examples=examples, batch_size=batch_size)
 
     def steps_of(self, sampling: Sampling, examples: int) -> int:
         """How many steps the epochs are."""

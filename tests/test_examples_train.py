@@ -249,7 +249,7 @@ def test_epsilon_alone_finds_the_noise(tmp_path):
 
 @pytest.mark.parametrize(
     ("sampling", "batch_size", "steps"),
-    [("shuffled", 500, 6), ("fixed", 500, 6), ("full", None, 2)],
+    [("shuffled", 500, 6), ("fixed", 500, 6), ("full", None, 2), ("allocated", 480, 6)],
 )
 def test_other_samplings(tmp_path, sampling, batch_size, steps):
     result = run(tmp_path, sampling=sampling, batch_size=batch_size)

@@ -29,10 +29,10 @@ def epsilon(
     accountant: "tightest" bills by "pld" (privacy loss distributions) where that is known for every release, else by
         "rdp" (Renyi divergences).
     relation: how neighboring data sets differ; None is the relation that the mechanism's sampling states. The event of
-        a Poisson sampling is also true for replacing an example ("replace_one"), and for adding or removing one
-        ("add_or_remove"). The latter has the number of "zero_out", but is about real numbers: in a program, a deleted
-        row moves all later ones, and the order of the rows is in the last bits of their float sum. So the released bits
-        are private for neighbors of "zero_out", where a null keeps the row.
+        a Poisson sampling is also true for replacing an example ("replace_one"), and, like that of random allocation,
+        for adding or removing one ("add_or_remove"). The latter has the number of "zero_out", but is about real
+        numbers: in a program, a deleted row moves all later ones, and the order of the rows is in the last bits of
+        their float sum. So the released bits are private for neighbors of "zero_out", where a null keeps the row.
 
     Raises ValueError for a state that another mechanism made, for a relation that the event is not true for, and for
     an event that the accountant cannot bill.
