@@ -21,6 +21,7 @@ from dpx import accounting
 from dpx.accounting import schedule_delta, schedule_epsilon
 from dpx.accounting.error_feedback.event import ErrorFeedbackDpEvent
 from dpx.accounting.projected import ProjectedGaussianDpEvent, projected
+from dpx.sampling import RandomAllocation
 
 PATH = Path(__file__).parent / "data" / "bills.json"
 
@@ -137,6 +138,19 @@ def _fixed() -> Iterator[tuple[str, Bill]]:
             yield f"{label}: {name}", bill
 
 
+def _allocated() -> Iterator[tuple[str, Bill]]:
+    epochs, falling = RandomAllocation(examples=1000, steps_per_epoch=20), np.geomspace(2.0, 1.0, 50)
+    events = {
+        "100 epochs of 1,000 steps": RandomAllocation(examples=1000, steps_per_epoch=1000).event(np.ones(100_000)),
+        "an epoch that ends early": epochs.event(np.full(50, 1.5)),
+        "falling noise": epochs.event(falling),
+        "beside a Gaussian": ComposedDpEvent([epochs.event(np.full(20, 0.7)), GaussianDpEvent(3.0)]),
+    }
+    for label, event in events.items():
+        for name, bill in asked(event, deltas=(1e-5,), epsilons=(1.0,), accountants=("pld", "rdp")):
+            yield f"random allocation, {label}: {name}", bill
+
+
 def _projected() -> Iterator[tuple[str, Bill]]:
     events = {
         "gaussian": projected(GaussianDpEvent(2.0), rank=10),
@@ -217,7 +231,7 @@ def _searches() -> Iterator[tuple[str, Bill]]:
             yield f"search, {label}, {distribution}: {name}", value
 
 
-FAMILIES = (_gaussians, _poisson, _schedules, _mixes, _fixed, _projected, _feedback, _mechanisms, _searches)
+FAMILIES = (_gaussians, _poisson, _schedules, _mixes, _fixed, _allocated, _projected, _feedback, _mechanisms, _searches)
 
 
 def bills() -> dict[str, Bill]:
