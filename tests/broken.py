@@ -253,6 +253,61 @@ def every_batch_twice(key, steps):
     return sound(key, sampling=EveryBatchTwice(examples=96, batch_size=8))
 
 
+@dataclass(frozen=True, kw_only=True)
+class AllocatedOnce:
+    """Random allocation with the same allocation in every epoch, billed as new ones."""
+
+    examples: int
+    steps_per_epoch: int
+    relation: ClassVar[str] = "zero_out"
+    pads: ClassVar[bool] = True
+    most_rows: ClassVar[float] = float("inf")
+
+    @property
+    def billed(self):
+        return dpx.sampling.RandomAllocation(examples=self.examples, steps_per_epoch=self.steps_per_epoch)
+
+    @property
+    def divisor(self) -> float:
+        return self.billed.divisor
+
+    def draw(self, key, step, *, size=None):
+        return self.billed.draw(key, step % self.steps_per_epoch, size=size)
+
+    def event(self, multipliers):
+        return self.billed.event(multipliers)
+
+
+def allocated_once(key, steps):
+    """Fixed batches that are walked through every epoch, billed as random allocation of each epoch."""
+    return sound(key, sampling=AllocatedOnce(examples=96, steps_per_epoch=12))
+
+
+class PermutedBilledAsAllocated(AllocatedOnce):
+    """Batches of a permutation, of one size, billed as random allocation: the steps of examples are not independent."""
+
+    def draw(self, key, step, *, size=None):
+        size_of_batch = self.examples // self.steps_per_epoch
+        return dpx.ShuffledEpochs(examples=self.examples, batch_size=size_of_batch).draw(key, step, size=size)
+
+
+def permuted_billed_as_allocated(key, steps):
+    """Shuffled batches, billed as random allocation."""
+    return sound(key, sampling=PermutedBilledAsAllocated(examples=96, steps_per_epoch=12))
+
+
+class PoissonBilledAsAllocated(AllocatedOnce):
+    """Poisson batches, which may hold an example twice an epoch, billed as random allocation."""
+
+    def draw(self, key, step, *, size=None):
+        return dpx.PoissonSampling(examples=self.examples, batch_size=self.divisor).draw(key, step, size=size)
+
+
+def poisson_billed_as_allocated(key, steps):
+    """Poisson batches, billed as random allocation, which is cheaper at a small delta."""
+    return sound(key, sampling=PoissonBilledAsAllocated(examples=96, steps_per_epoch=12))
+
+
 class ReplacedBilledAsRemoved(FixedSizeBilledAsPoisson):
     """Batches of a fixed size under replace-one neighbors, with the noise of one clip norm in place of two."""
 
@@ -881,6 +936,9 @@ ZOO = [
     Zoo(shuffled_billed_as_poisson, "sampling", "lower_bound"),
     Zoo(fixed_size_billed_as_poisson, "sampling", "lower_bound"),
     Zoo(every_batch_twice, "sampling", "lower_bound"),
+    Zoo(allocated_once, "sampling"),
+    Zoo(permuted_billed_as_allocated, "sampling"),
+    Zoo(poisson_billed_as_allocated, "sampling"),
     Zoo(replaced_billed_as_removed, "sampling", "lower_bound"),
     Zoo(two_thirds_of_the_noise, "noise", "lower_bound"),
     Zoo(noise_divided_twice, "noise", "lower_bound"),

@@ -189,11 +189,14 @@ def test_a_law_keeps_its_mean_and_the_tails_that_it_cuts():
     assert law.infinity < 1e-20 < allocation._ratios(((1.0, 2),), 2, 1).infinity
 
 
-def test_any_grid_and_window_is_above_the_truth():
+def test_any_grid_and_window_is_above_the_truth(monkeypatch):
     loss, epsilons = AllocatedGaussians(((1.0, 2),), 2), np.array([-1.0, 0.0, 0.1, 1.0])
     truth = exact((1.0, 1.0), epsilons)
     for grid, tail, largest in ((0.3, 1e-15, 60.0), (0.01, 0.05, 60.0), (0.01, 1e-15, 0.4)):
         assert np.all(of_pmfs(loss, epsilons, grid, tail, largest) >= truth - 1e-12)
+    monkeypatch.setattr(allocation, "_TAIL_DECADES", 1)  # so that the law itself has tails of 10 %
+    coarse = of_pmfs(loss, epsilons, tail=0.1)
+    assert np.all(coarse >= truth) and [pmf.infinity for pmf in loss.pmfs(1e-3, tail=0.1, largest=60.0)] > [1e-4] * 2
 
 
 def test_sums_of_two_laws_and_of_one_repeated_are_alike():

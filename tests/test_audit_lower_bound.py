@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from scipy import stats
+from scipy import special, stats
 
 import dpx
 from benchmarks.audit import audits
@@ -330,6 +330,16 @@ def test_shuffled_epochs_are_scored_by_epochs():
     assert 0.2 * found.bill < found.epsilon <= found.bill  # nobody knows the batch, but the bill is for a known one
 
 
+def test_random_allocation_is_scored_by_epochs_and_below_its_bill():
+    """Above the bill of a tenth of the noise lost, of a wrong event, it would be red: 3 epochs of one step of 3."""
+    allocated = dpx.sampling.RandomAllocation(examples=6, steps_per_epoch=3)
+    make = functools.partial(dp_sgd, sampling=allocated, noise_multiplier=0.5)
+    found = audit.lower_bound(make, steps=9, delta=1e-2, key=KEY, runs=20_000)
+    assert 0.4 * found.bill < found.epsilon <= found.bill
+    early = audit.lower_bound(make, steps=2, delta=1e-2, key=KEY, runs=20_000)
+    assert 0.3 * early.bill < early.epsilon <= early.bill < found.bill
+
+
 # ------------------------------------------------------------------ One run
 
 
@@ -402,6 +412,25 @@ def test_a_training_run_with_canaries():
     bill = dpx.epsilon(mechanism, state, delta=1e-5)
     found = audit.one_run(updates["w"][2:], members, delta=1e-5, guesses=40, bill=bill)
     assert found.right == 40 and 2 < found.epsilon < found.trade_off_epsilon < bill
+
+
+def test_one_run_of_random_allocation_is_below_its_bill():
+    """The score of a canary is its likelihood ratio over three epochs of four steps."""
+    canaries, sigma, steps = 2000, 0.2, 4
+    members = audit.draw_members(KEY, canaries=canaries)
+    places = np.flatnonzero(members).astype(np.int32)
+    with_canaries = audit.canary_loss(lambda params, example: 0.0 * example, lambda params: params["w"], scale=1e3)
+    allocated = dpx.sampling.RandomAllocation(examples=len(places), steps_per_epoch=steps)
+    mechanism, params = dp_sgd(KEY, allocated, noise_multiplier=sigma), {"w": jnp.zeros(canaries)}
+    step, state, moved = jax.jit(dpx.private_updates(with_canaries, mechanism)), mechanism.init(params), []
+    for batch in allocated.batches((np.zeros(len(places)), places), KEY, state, steps=3 * steps):
+        updates, state, _ = step(params, batch, state)
+        moved.append(np.asarray(updates["w"]) * allocated.divisor)
+    logs = (np.stack(moved).reshape(3, steps, canaries) - 0.5) / sigma**2
+    scores = special.logsumexp(logs, axis=1).sum(axis=0)
+    bill = dpx.epsilon(mechanism, state, delta=1e-4)
+    found = audit.one_run(scores, members, delta=1e-4, guesses=500, bill=bill)
+    assert 1 < found.epsilon < found.trade_off_epsilon < bill
 
 
 def test_one_run_behind_transforms_raises_no_alarm(promoting):
