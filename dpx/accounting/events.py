@@ -45,7 +45,8 @@ def event_epsilon(
         and is billed so. The noise of an event of sampling without replacement is relative to the effect of replacing
         one, and no other relation is true for it.
     buckets: at most so many distinct releases on Poisson samples, and so many on samples of a fixed size, are composed
-        by PLD; more are rounded up in cost to this many.
+        by PLD; more are rounded up in cost to this many. Of epochs of random allocation, at most a quarter of it, and
+        at most 24.
 
     Raises ValueError for an event that is not true for the relation or that the accountant cannot bill, and for a
     delta, accountant, relation or number of buckets outside its range.
@@ -92,7 +93,7 @@ def event_profile(
     losses = releases.losses(relation)
     if any(getattr(loss, "unbounded", False) for loss in losses):
         return UNBOUNDED
-    losses = round_to_few_epochs(losses)
+    losses = round_to_few_epochs(losses, buckets)
     if accountant != "rdp":
         for gaussian in (SampledGaussian, FixedSizeGaussian):
             losses = round_to_few(losses, gaussian, buckets)

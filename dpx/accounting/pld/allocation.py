@@ -43,8 +43,8 @@ from dpx.accounting.releases import Released, register
 from dpx.sampling.events import RandomAllocationDpEvent, grouped
 
 _KNOWN_BELOW = 0.05  # noise multiplier
-_MOST_DISTINCT, _LEAST_RATIO = 4, 1.002  # noise multipliers of one epoch, and the ratio of those that count as one
-_MOST_EPOCHS = 24  # distinct epochs of a run
+_MOST_DISTINCT, _LEAST_RATIO = 4, 1.004  # noise multipliers of one epoch, and the ratio of those that count as one
+_MOST_EPOCHS, _BUCKETS_EACH = 24, 4  # distinct epochs of a run, and of how many buckets one takes the place
 _TAIL_DECADES = 20  # a law is computed for a tail of 1e-20, 1e-40, ..., and kept
 
 
@@ -122,18 +122,22 @@ def rounded(noise: Noise) -> Noise:
     return tuple(zip(values[starts].tolist(), np.add.reduceat(counts, starts).tolist(), strict=True))
 
 
-def round_to_few_epochs(losses: Losses) -> Losses:
-    """`losses`, but of epochs with the same numbers of steps at most 24 are distinct: the others have less noise."""
+def round_to_few_epochs(losses: Losses, buckets: int) -> Losses:
+    """`losses`, but of epochs with the same numbers of steps few are distinct: the others are billed with less noise.
+
+    They are at most 24, and at most a quarter of `buckets`, because each takes the time of many sampled Gaussians.
+    """
+    most = min(_MOST_EPOCHS, -(-buckets // _BUCKETS_EACH))
     kinds = defaultdict(list)
     for loss in losses:
         if isinstance(loss, AllocatedGaussians):
             kinds[loss.steps_per_epoch, loss.released].append(loss)
     few: dict[StepLoss, int] = defaultdict(int, losses)
     for epochs in kinds.values():
-        if len(epochs) <= _MOST_EPOCHS:
+        if len(epochs) <= most:
             continue
         costs = np.log([sum(count / s**2 for s, count in loss.noise) for loss in epochs])
-        bins = np.floor((costs - costs.min()) / (np.ptp(costs) + 1e-300) * (_MOST_EPOCHS - 1e-9))
+        bins = np.floor((costs - costs.min()) / (np.ptp(costs) + 1e-300) * (most - 1e-9))
         for number in np.unique(bins):
             group = [epochs[place] for place in np.flatnonzero(bins == number)]
             count = sum(few.pop(loss) for loss in group)
