@@ -54,6 +54,16 @@ def mechanism_epsilon(steps: int) -> dict[str, Any]:
     return {"upper": accounting.event_epsilon(_event(steps), delta=1e-6)}
 
 
+def random_allocation(steps: int) -> dict[str, Any]:
+    """Epochs of 1,000 steps at noise multiplier 1."""
+    import numpy as np
+
+    from dpx import accounting, sampling
+
+    event = sampling.RandomAllocation(examples=10**6, steps_per_epoch=1000).event(np.ones(steps))
+    return {"upper": accounting.event_epsilon(event, delta=1e-6)}
+
+
 def dp_accounting_calibration(steps: int) -> dict[str, Any]:
     """By its own search, from a bracket around the answer and to the tolerance that ours has."""
     import dp_accounting
@@ -98,6 +108,7 @@ ROWS = [
     (calibration, LONG, "at most 10 s"),
     (rdp, LONG, "at most 3 s"),
     (mechanism_epsilon, LONG, "seconds"),
+    (random_allocation, 100 * 1000, "at most 2 s"),
     (interval, SHORT, ""),
     (rdp, SHORT, ""),
     (calibration, SHORT, ""),
