@@ -303,6 +303,7 @@ def test_allocated_batches_have_one_shape_that_holds_them():
         (dict(examples=10, steps_per_epoch=0), "steps_per_epoch must be a whole number of at least 1, got 0"),
         (dict(examples=10, steps_per_epoch=2.5), "steps_per_epoch must be a whole number"),
         (dict(examples=0, steps_per_epoch=1), "examples must be a whole number"),
+        (dict(examples=2**31, steps_per_epoch=10), r"examples must be below 2\^31"),
         (dict(examples=10, steps_per_epoch=2, capacity=0), "capacity must be a whole number"),
     ],
 )

@@ -26,7 +26,7 @@ _PARTS = 2**32 - 1  # the number of the key of the parts; those below 2^31 are o
 class RandomAllocation(Sampling):
     """Every example exactly once an epoch, in a uniformly random step of it, independently of all others.
 
-    examples:        size of the data set; a public number.
+    examples:        size of the data set, below 2^31; a public number.
     steps_per_epoch: t, in [1, examples]. The divisor is examples / t, the expected batch size.
     capacity:        rows of a drawn batch, as for `PoissonSampling`; the sizes of batches vary as much.
 
@@ -50,6 +50,8 @@ class RandomAllocation(Sampling):
     def __post_init__(self):
         examples = require_whole("examples", self.examples)
         steps = require_whole("steps_per_epoch", self.steps_per_epoch)
+        if examples >= 2**31:
+            raise ValueError(f"examples must be below 2^31, because an index is an int32; got {examples}")
         if steps > examples:
             raise ValueError(f"steps_per_epoch must be in [1, examples = {examples}], got {steps}")
         if self.capacity is not None:
