@@ -37,7 +37,6 @@ def sum_contributions(mechanism: Any, grads: Tree, state: Tree, included: jax.Ar
 
         encoded, norms, factors = jax.vmap(mechanism.contribute, (0, None))(grads, state)
         included &= in_range(norms)
-        encoded = jax.tree.map(lambda rows: zero_excluded(rows, included), encoded)
 
         def sum_group(factor, rows):
             factor = zero_excluded(factor, included)
@@ -55,13 +54,25 @@ def zero_excluded(rows: jax.Array, included: jax.Array) -> jax.Array:
     return jax.lax.select(repeated(included, rows.shape), rows, jnp.zeros_like(rows))
 
 
+def weighted_rows(factors: jax.Array, rows: Tree) -> Tree:
+    """`rows`, (B, ...), but 0 where the factor, of float32 (B,), is 0, because an excluded example may hold NaN.
+
+    Of the rows of one block at a time, because a loop over blocks would keep such a copy of all rows.
+    """
+
+    def select(rows):
+        return zero_excluded(rows, factors != 0) if jnp.issubdtype(rows.dtype, jnp.floating) else rows
+
+    return jax.tree.map(select, rows)
+
+
 def repeated(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """`x`, repeated along the axes of `shape` after its own: one operation, where `x[:, None] * y` has four."""
     return jax.lax.broadcast_in_dim(x, shape, tuple(range(x.ndim)))
 
 
 def weighted_sum(factors: jax.Array, rows: jax.Array) -> jax.Array:
-    """sum_i f_i z_i, float32 (...), of factors float32 (B,) and rows float32 (B, ...), which are 0 if excluded.
+    """sum_i f_i z_i, float32 (...), of factors float32 (B,), 0 if excluded, and rows float32 (B, ...).
 
     B is at most `few_rows`; they are added in blocks, as `dpx.xla.totals` has it.
 
@@ -71,7 +82,8 @@ def weighted_sum(factors: jax.Array, rows: jax.Array) -> jax.Array:
     product with the factors, in the same form, because XLA compiles equal kernels twice if they differ in form alone.
     """
     if rows.ndim == 2 and rows.shape[1] <= LONG_VECTOR:
-        return sum_in_blocks(lambda some: jnp.sum(times(*some), 0), (factors, rows))
+        return sum_in_blocks(lambda some: jnp.sum(times(some[0], weighted_rows(*some)), 0), (factors, rows))
+    rows = weighted_rows(factors, rows)
     size, devices = len(rows), devices_for(len(rows))
     blocks = block_count(size, devices)
     if blocks == 1 or devices > 1:

@@ -157,6 +157,19 @@ def test_broken_and_padded_examples_add_nothing(broken):
     assert_same(found.updates, good.updates)
 
 
+def test_broken_and_padded_examples_add_nothing_where_examples_are_added_one_by_one():
+    params, x = {"w": normal(1, 64, 48)}, normal(2, 5, 2, 64)
+
+    def loss(params, x):
+        return score(jnp.tanh(x @ params["w"]))
+
+    assert ways(loss, params, x) == {"['w']": WAYS["gram"]}
+    good = clipped_sums(loss, params, x[:3], "ghost")
+    included = jnp.array([True, True, True, True, False])
+    found = clipped_sums(loss, params, x.at[3].set(jnp.inf).at[4].set(jnp.nan), "ghost", included=included)
+    assert_same(found.updates, good.updates)
+
+
 def test_an_activation_that_overflows_where_its_gradient_vanishes():
     """0 * inf must not reach the sums, and the example counts as nothing."""
 

@@ -50,7 +50,7 @@ def sum_by_plan(
     leaf_norms, records = _norms(plan, leaves, records, scales)
     norms, factors = _norms_and_factors(plan, mechanism, leaf_norms, state, included.shape[0])
     included &= in_range(norms)
-    records, sums = _zero_excluded(records, included), ()
+    sums = ()
     for factor in factors:
         factor = compute_after(sums, factor)  # one set of weighted cotangents in memory at a time
         sums += (_weighted_sums(plan, leaves, records, factor, included, scales),)
@@ -138,7 +138,7 @@ def _norms_and_factors(plan: GhostPlan, mechanism: Mechanism, norms: dict[int, j
 def _weighted_sums(plan: GhostPlan, leaves, records: Records, factor: Tree, included: jax.Array, scales) -> Total:
     """sum_i f_i z_i for one factor f, which has a float32 (B,) for each group of leaves."""
     groups = jax.tree.unflatten(plan.structure, list(range(len(plan.encoded))))
-    factor = _zero_excluded(factor, included)
+    factor = jax.tree.map(lambda f: zero_excluded(f, included), factor)
     spread = jax.tree.map(lambda f, group: jax.tree.map(lambda _: f, group), factor, groups)
     sums, programs = [], {}
     for encoded, f in zip(plan.encoded, jax.tree.leaves(spread), strict=True):
@@ -153,15 +153,6 @@ def _weighted_sums(plan: GhostPlan, leaves, records: Records, factor: Tree, incl
         kind = plan.kind(leaf, leaves[leaf].shape) if scale is None else None
         sums.append(_shared(programs, of_batch, kind)(records.of(leaf, choice), f))
     return collected(jax.tree.unflatten(plan.structure, sums))
-
-
-def _zero_excluded(tree: Tree, included: jax.Array) -> Tree:
-    """`tree`, with the examples on axis 0, but 0 for those that do not contribute; whole numbers stay."""
-
-    def select(rows):
-        return zero_excluded(rows, included) if jnp.issubdtype(rows.dtype, jnp.floating) else rows
-
-    return jax.tree.map(select, tree)
 
 
 def _scaled(total: jax.Array, scale: jax.Array | None) -> jax.Array:

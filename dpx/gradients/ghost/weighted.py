@@ -12,7 +12,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from dpx.contributions import times
+from dpx.contributions import times, weighted_rows
 from dpx.gradients.ghost import norms
 from dpx.gradients.ghost.rules import Site
 from dpx.xla.totals import sum_in_blocks
@@ -25,7 +25,8 @@ def at_site(site: Site, shape: tuple[int, ...], record, factors: jax.Array) -> j
     """
 
     def sum_block(rows):
-        (inputs, cotangents), factors = rows
+        record, factors = rows
+        inputs, cotangents = weighted_rows(factors, record)
         cotangents = times(factors, cotangents)
         return transpose(lambda w: jax.vmap(site.apply, (0, None))(inputs, w), shape, cotangents)
 
@@ -39,6 +40,7 @@ def one_by_one(sites: tuple[Site, ...], shape: tuple[int, ...], records: list, f
 
     def of_example(rows):
         records, factor = rows
+        records = weighted_rows(factor, records)
         grads = [_of_example(site, shape, *record, factor=factor) for site, record in zip(sites, records, strict=True)]
         # Because of the barrier, no product of matrices begins with the sum of the examples before.
         return jax.lax.optimization_barrier(functools.reduce(jnp.add, grads))
