@@ -99,7 +99,8 @@ def _dice(name, sampling, *, outer, reset_every=None, stability=None) -> Case:
         )
 
     def fed_back(state):
-        error, step = state.unreleased_error, int(state.release.step)
+        error = jax.tree.map(jnp.add, *state.unreleased_error)
+        step = int(state.release.step)
         size = float(optax.tree.norm(error))
         factor = 0.02 / max(size, 0.02) if stability is None else 0.02 / (size + 0.02)
         return jax.tree.map(lambda e: e * (0 if reset_every and step % reset_every == 0 else factor), error)

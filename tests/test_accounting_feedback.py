@@ -362,7 +362,9 @@ def test_report_names_the_bound():
     report = dpx.privacy_report(mechanism(), 150, delta=1e-5)
     assert report.epsilon["pld"] == report.epsilon["rdp"] == dpx.epsilon(mechanism(), 150, delta=1e-5)
     (caveat,) = [caveat for caveat in report.caveats if "Error feedback" in caveat]
-    assert f"Used: {AMPLIFIED}" in caveat and KNOWN in caveat
+    assert f"Used: {AMPLIFIED}" in caveat and KNOWN in caveat and "also covers the rounding" in caveat
+    (caveat,) = [c for c in dpx.privacy_report(mechanism(EPOCHS), 3000, delta=1e-5).caveats if "Error feedback" in c]
+    assert "does not cover the rounding" in caveat
     assert "ErrorFeedbackDpEvent" in report.events[0]
     assert json.loads(report.to_json())["steps"] == 150
     unbounded = dpx.privacy_report(mechanism(outer=math.inf), 150, delta=1e-5)

@@ -25,8 +25,9 @@ from dpx.stages import SUM, describe_period
 from dpx.states.record import ReleaseState
 from dpx.trees import described
 from dpx.validation import require_number, require_whole
+from dpx.xla import doubles
 from dpx.xla.ordering import compute_after
-from dpx.xla.totals import ETA, as_total, plus
+from dpx.xla.totals import ETA, Total, as_total
 
 SMALLEST_DIVISOR = 1e-30  # in the units of the gradient; a norm of 0 is divided by this, in float32's normal range
 
@@ -35,11 +36,12 @@ class ErrorFeedbackState(NamedTuple):
     """The error, which depends on raw data, and the record of the releases.
 
     release: ReleaseState, public.
-    unreleased_error: e, float32, like the encoded gradients. It is a function of raw data: never share it.
+    unreleased_error: e, two float32 numbers for each of the encoded gradients. It is a function of raw data: never
+        share it.
     """
 
     release: ReleaseState
-    unreleased_error: Tree
+    unreleased_error: Total
 
 
 class NormBounds(NamedTuple):
@@ -93,8 +95,9 @@ def dice_sgd(
     (`dpx.accounting.comparisons.dice_theorem_noise`), because the error depends on all earlier raw batches, and may
     move the release at every step, whether the example is sampled or not. dpx bills the whole run as one event
     (`dpx.accounting.error_feedback`): given the released values, a participation of one example moves v by at most
-    C1 / B and e by (Cmax - C1) / B, and a moved e moves later v. The float32 rounding of e, 2^-24 of its norm a step
-    while that exceeds C2, and of the part of e that is added to v, 2^-22 of C2, is not billed.
+    C1 / B and e by (Cmax - C1) / B, and a moved e moves later v. e is two float32 numbers, whose rounding the noise
+    covers for about 2^27 / B steps between resets if C2 is at least 2 or 3 times Cmax - C1, and for 2^14 / sqrt(B)
+    otherwise: the report says whether it does, and `dpx.accounting.error_feedback.rounding` why.
 
     clip_norm: C1, in [2^-40, 1e15], on an example's gradient. outer_clip_norm: Cmax, in [C1, 1e15]; inf is DiceSGD as
         published, which has only the trivial bill: 2 C2 at every step, never amplified.
@@ -137,7 +140,7 @@ def dice_sgd(
     numbers = clip_norm, feedback_norm, outer_clip_norm, noise_multiplier
     config = Configuration(*numbers, sampling, reset_every, bounds)
     return Mechanism(
-        init=lambda params: ErrorFeedbackState(ReleaseState.empty(), optax.tree.zeros_like(params, dtype=jnp.float32)),
+        init=_init,
         encode=lambda grad, state: grad,
         norm=tree_norm,
         weigh=lambda norm, state: _factors(config, norm),
@@ -151,6 +154,11 @@ def dice_sgd(
     )
 
 
+def _init(params: Tree) -> ErrorFeedbackState:
+    high, low = (optax.tree.zeros_like(params, dtype=jnp.float32) for _ in range(2))
+    return ErrorFeedbackState(ReleaseState.empty(), Total(high, low))
+
+
 def _factors(config: Configuration, norm: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The factors of an example of this norm, in the release and in what is kept from it; float32 () each."""
     norm = jnp.maximum(norm, SMALLEST_DIVISOR)
@@ -160,20 +168,33 @@ def _factors(config: Configuration, norm: jax.Array) -> tuple[jax.Array, jax.Arr
 
 
 def _release(config: Configuration, key: jax.Array, sums: tuple[Tree, ...], state: ErrorFeedbackState, params: Tree):
-    step, error, divisor = state.release.step, state.unreleased_error, config.sampling.divisor
-    norm = jnp.maximum(tree_norm(error), SMALLEST_DIVISOR)
-    remembered = jnp.minimum(norm, LARGEST_CLIP_NORM)
-    fed_back = config.bounds.fed_back(remembered)
-    scale = 1 / norm if config.reset_every is None else jnp.where(step % config.reset_every == 0, 0, 1 / norm)
+    step, divisor = state.release.step, config.sampling.divisor
     total, withheld = map(as_total, sums)
-    # The error is added before the noise, because the release rounds all that it adds the noise to.
-    total = plus(total, jax.tree.map(lambda e: (scale * fed_back * divisor) * e, error))
+    remembered, fed_back = _scales(config, step, state.unreleased_error)
+    with jax.enable_x64(True):
+        exact = doubles.values(state.unreleased_error)
+        # The error is added before the noise, because the release rounds all that it adds the noise to.
+        total = doubles.halved(jax.tree.map(lambda t, e: t + (fed_back * e) * divisor, doubles.values(total), exact))
     deviation = config.noise_multiplier * config.clip_norm * (1 + ETA)
     updates = jax.tree.map(lambda r: r / divisor, keys.release(key, step, total, deviation))
-    kept = jax.tree.map(lambda e: (scale * (remembered - fed_back)) * e, compute_after(updates, error))  # in its memory
-    error = jax.tree.map(lambda e, *parts: sum(parts) / divisor + e, kept, *(p for p in withheld if p is not None))
+    error = compute_after(updates, state.unreleased_error)  # in its memory
+    with jax.enable_x64(True):
+        kept = jax.tree.map(lambda e: (remembered - fed_back) * e, doubles.values(error))
+        error = doubles.halved(jax.tree.map(lambda e, w: e + w / divisor, kept, doubles.values(withheld)))
     state = ErrorFeedbackState(state.release.after(config.noise_multiplier), error)
     return optax.tree.cast_like(updates, params), state
+
+
+def _scales(config: Configuration, step: jax.Array, error: Total) -> tuple[jax.Array, jax.Array]:
+    """The factors of the error, float64 (): of what is remembered, which is 1 up to LARGEST_CLIP_NORM and 0 after a
+    reset, and of its part that is fed back."""
+    forgotten = jnp.zeros((), bool) if config.reset_every is None else step % config.reset_every == 0
+    with jax.enable_x64(True):
+        norm = jnp.maximum(doubles.norm(error), SMALLEST_DIVISOR)
+        remembered = jnp.minimum(norm, LARGEST_CLIP_NORM)
+        both = remembered / norm, config.bounds.fed_back(remembered) / norm
+        # The barrier: the numbers are computed once, and not with every number of the error.
+        return jax.lax.optimization_barrier(tuple(jnp.where(forgotten, 0.0, scale) for scale in both))
 
 
 def _event(config: Configuration, steps: int) -> DpEvent:

@@ -16,6 +16,7 @@ from dp_accounting import DpEvent
 from dpx.accounting import renyi
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.error_feedback import energy as feedback_energy
+from dpx.accounting.error_feedback import rounding
 from dpx.accounting.error_feedback.renyi import AmplifiedProfile
 from dpx.accounting.profiles import UNBOUNDED, DeltaProfile, GaussianProfile, Least, Profile, RenyiProfile
 from dpx.accounting.releases import Released, WholeRunReader, register_whole_run
@@ -62,8 +63,24 @@ def explain(event: ErrorFeedbackDpEvent, delta: float, relation: Relation) -> st
     listed = ", ".join(f"{name}: {value:.6g}" for name, value in epsilons.items())
     return (
         "Error feedback is billed as one event of all its steps, by dpx's own bounds. No privacy loss distribution is "
-        f'known, so "pld" gives the least of them. Used: {least}. All: {listed}. The error is float32, and its '
-        "rounding is not billed, so this epsilon is for real numbers (docs/exact.md)."
+        f'known, so "pld" gives the least of them. Used: {least}. All: {listed}. {_rounding(event)}'
+    )
+
+
+def _rounding(event: ErrorFeedbackDpEvent) -> str:
+    covered = rounding.covers(
+        steps=event.steps,
+        reset_every=event.reset_every,
+        error_shift=event.error_shift,
+        feedback_shift=event.feedback_shift,
+        batch_size=event.sampling.divisor,
+        examples=event.sampling.examples,
+    )
+    if covered:
+        return "The noise also covers the rounding of the error."
+    return (
+        "The noise does not cover the rounding of the error in so many steps between resets, so this epsilon is for "
+        "real numbers (docs/exact.md)."
     )
 
 
