@@ -18,6 +18,7 @@ import optax
 
 import dpx
 from dpx import keys
+from dpx.contributions import sum_contributions
 from dpx.coordinates import _masks as masks
 from dpx.xla.totals import as_total
 
@@ -921,6 +922,69 @@ def raw_bits_beside_the_release(key, steps):
     return mechanism.replace(release=release)
 
 
+def sum_of_one_number(key, steps):
+    """The two float32 numbers of a sum become one before the noise (a helper that flattens, or a cast to float32)."""
+    mechanism = sound(key)
+
+    def release(sums, state, params):
+        total = as_total(sums[0])
+        one = total.high if total.low is None else jax.tree.map(jnp.add, total.high, total.low)
+        return mechanism.release((one,), state, params)
+
+    return mechanism.replace(release=release)
+
+
+def sum_of_one_number_in_a_layer(key, steps):
+    """The same for the numbers of one layer only."""
+    mechanism = sound(key)
+
+    def release(sums, state, params):
+        total = as_total(sums[0])
+        if total.low is not None:
+            total = total._replace(low=total.low | {"bias": jnp.zeros_like(total.low["bias"])})
+        return mechanism.release((total,), state, params)
+
+    return mechanism.replace(release=release)
+
+
+def order_dependent_sum(key, steps):
+    """One product adds all rows, in a chain whose rounding depends on each (the clipped sum of every library)."""
+    return added_in_a_chain(sound(key))
+
+
+def added_in_a_chain(mechanism: dpx.Mechanism) -> dpx.Mechanism:
+    def update(grads, state, params=None, *, included=None):
+        encoded, norms, factors = jax.vmap(mechanism.contribute, (0, None))(grads, state)
+        counts = included & (norms < 1e18)
+
+        def add(z):
+            counted = jnp.where(counts.reshape(-1, *[1] * (z.ndim - 1)), z, 0)
+            return jnp.tensordot(jnp.where(counts, factors[0], 0), counted, 1)
+
+        return mechanism.release_once((jax.tree.map(add, encoded),), state, params, jnp.sum(included))
+
+    return with_own_update(mechanism, update)
+
+
+def order_dependent_microbatches(key, steps):
+    """The sums of microbatches are added to one float32 number (gradient accumulation, in every library)."""
+    mechanism = sound(key)
+
+    def update(grads, state, params=None, *, included=None):
+        def parts(x):
+            filled = jnp.pad(x, [(0, -len(x) % 16)] + [(0, 0)] * (x.ndim - 1))
+            return filled.reshape(-1, 16, *x.shape[1:])
+
+        def add(total, rows):
+            return jax.tree.map(jnp.add, total, sum_contributions(mechanism, rows[0], state, rows[1])[0][0].high), None
+
+        zeros = jax.tree.map(lambda g: jnp.zeros(g.shape[1:]), grads)
+        total, _ = jax.lax.scan(add, zeros, (jax.tree.map(parts, grads), parts(included)))
+        return mechanism.release_once((total,), state, params, jnp.sum(included))
+
+    return with_own_update(mechanism, update)
+
+
 ZOO = [
     Zoo(no_clip, "bounded"),
     Zoo(clip_after_the_sum, "bounded"),
@@ -994,4 +1058,8 @@ ZOO = [
     Zoo(noise_of_24_bits_on_a_grid, "bits"),
     Zoo(grid_of_the_data, "bits"),
     Zoo(raw_bits_beside_the_release, "bits"),
+    Zoo(sum_of_one_number, "bits"),
+    Zoo(sum_of_one_number_in_a_layer, "bits"),
+    Zoo(order_dependent_sum, "bits"),
+    Zoo(order_dependent_microbatches, "bits"),
 ]

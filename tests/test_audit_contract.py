@@ -21,7 +21,15 @@ from dpx.audit.contract.standard import require_no_pattern, require_no_repeats, 
 from dpx.audit.contract.trial import Trial
 from dpx.audit.stand_ins import replacing, without_grid
 from dpx.xla.totals import ETA
-from tests.broken import ZOO, sound, sums_in_the_state, two_thirds_of_the_noise, with_noise
+from tests.broken import (
+    ZOO,
+    added_in_a_chain,
+    sound,
+    sum_of_one_number,
+    sums_in_the_state,
+    two_thirds_of_the_noise,
+    with_noise,
+)
 from tests.mechanisms import PARAMS
 
 
@@ -209,6 +217,18 @@ def test_no_trace_of_an_audit_stays_in_a_jitted_release():
     jitted = whole.replace(release=jax.jit(lambda *given: whole.release(*given)))
     without_grid(jitted.release)(sums, state, PARAMS)
     jax.tree.map(np.testing.assert_array_equal, jitted.release(sums, state, PARAMS)[0], expected)
+
+
+def test_what_a_jitted_release_is_given_is_read():
+    """jax keeps its trace from one part of the line to the next, and with it the stand-in that was traced."""
+    for make, outcome in ((sound, "pass"), (sum_of_one_number, "fail")):
+        whole = make(jax.random.key(7), 100)
+        report = check_contract(whole.replace(release=jax.jit(whole.release)), params=PARAMS, lines=["bits"])
+        assert report.line("bits").outcome == outcome, report
+    assert "the high numbers of a sum, and not the low ones" in report.line("bits").words
+    mechanism = sound(jax.random.key(7), 100)
+    summed = added_in_a_chain(mechanism.replace(release=jax.jit(mechanism.release)))
+    assert check_contract(summed, params=PARAMS, lines=["bits"]).line("bits").outcome != "pass"
 
 
 def test_another_thread_keeps_its_noise_during_an_audit():

@@ -3,7 +3,8 @@
 A Gaussian mechanism on real numbers need not be private in floating point, because the bits of a noisy float can show
 the sum under it. `keys.release` is private for the bits. So its results are replaced by constants in a trace of the
 step, and then no public number may depend on raw data. Since the replacement still depends on the key, the step and the
-deviation, a grid or a noise that depends on the data is found too.
+deviation, a grid or a noise that depends on the data is found too. And what `keys.release` is given must be the sum,
+with no more rounding than the noise is larger for (`sums.py`).
 """
 
 from typing import Any
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 from dpx.audit.contract.marks import RAW, spread
 from dpx.audit.contract.report import Broken
 from dpx.audit.contract.subject import STEPS, everyone
+from dpx.audit.contract.sums import require_low_numbers, require_small_rounding
 from dpx.audit.contract.trial import Trial
 from dpx.audit.stand_ins import replacing
 from dpx.states.public import publishable_state
@@ -21,7 +23,7 @@ from dpx.xla.totals import as_total
 
 
 def bits(trial: Trial) -> str:
-    """All public numbers are functions of what `keys.release` returned, and of public numbers."""
+    """All public numbers are functions of what `keys.release` returned for exact sums, and of public numbers."""
     closed, names = _without_releases(trial)
     grads = len(jax.tree.leaves(trial.params))
     shown = {jax.tree_util.keystr(path) for path, _ in _paths(publishable_state(trial.state(STEPS[0])))}
@@ -33,7 +35,9 @@ def bits(trial: Trial) -> str:
             f"{raw[0]} depends on raw data by another way than `dpx.keys.release`, so its bits may show the data, "
             "whatever epsilon is for real numbers"
         )
-    return f"{len(names)} public arrays are functions of what `keys.release` put on its grid"
+    require_low_numbers(trial)
+    words = f"{len(names)} public arrays are functions of what `keys.release` put on its grid"
+    return "; ".join(filter(None, [words, require_small_rounding(trial)]))
 
 
 def _without_releases(trial: Trial) -> tuple[Any, list[str]]:

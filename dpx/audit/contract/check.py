@@ -58,7 +58,8 @@ def check_contract(
     noise     the noise is the billed multiple of what one example moves, wherever that is; its draws, under other keys
               and at eight steps, are independent standard normals; it is there, and does not repeat, for other values
               and dtypes of the parameters, in larger ones, and at 1,270 steps up to 2^31
-    bits      what leaves was rounded to a public grid, after the noise, by `keys.release`: its bits show what is billed
+    bits      what leaves was rounded to a public grid, after the noise, by `keys.release`, so its bits show what is
+              billed; one of 8,192 rows moves the sum by at most ETA of the clip norm more than it moves an empty one
     resume    the state alone decides the next step
     cost      the event bills the noise multipliers of the mechanism, for up to 10^6 steps (of a schedule, 50,021), and
               the state counts the releases
