@@ -1,18 +1,25 @@
 """How far one example can move a float32 sum of clipped gradients, on data that are chosen against its rounding.
 
     python -m benchmarks.sum_rounding --batches 2 64 256 4096 65536 --searches 200
+    python -m benchmarks.sum_rounding --keep tests/data/worst_sum.npz --batches 64 96 97 256 640 1024 --sweeps 2
+
+The second command writes no page, but the worst rows, on which tests/test_sum_rounding.py tries every path.
 
 One row is replaced by a null that keeps its place. The page has how much farther the computed sum moves than where all
 other rows are null, in units of ETA, by the way to sum the batch: below 1 is what dpx proves. Some rows add up to a bit
 more than a power of two. The others are smaller than half a unit in the last place of that sum, so they are rounded
 away; without one of the large rows, every small one counts (Casacuberta et al. 2022,
-https://arxiv.org/abs/2207.10635). Then hill climbing looks for worse rows. Writes benchmarks/results/sum_rounding.md.
+https://arxiv.org/abs/2207.10635). A greedy search then tries other values for one row after another, and hill climbing
+changes many at once. Writes benchmarks/results/sum_rounding.md.
 """
 
 import argparse
 import functools
+import itertools
+import time
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -52,11 +59,10 @@ def stacked(size: int) -> Sums:
 def by_step(loss: Callable, params, examples_of: Callable, size: int, **options) -> Sums:
     """examples_of: from the gradients (B, WIDTH) to examples that have them."""
     made = mechanism(size)
-    step = jax.jit(dpx.private_updates(loss, made, **options))
+    step, state = jax.jit(dpx.private_updates(loss, made, **options)), made.init(params)
 
     def sums(rows, included):
-        batch = dpx.Batch(examples_of(rows), included)
-        return as_number(step(params, batch, made.init(params)).updates)
+        return as_number(step(params, dpx.Batch(examples_of(rows), included), state).updates)
 
     return sums
 
@@ -64,10 +70,10 @@ def by_step(loss: Callable, params, examples_of: Callable, size: int, **options)
 def chunked(size: int) -> Sums:
     made, params = mechanism(size), jnp.zeros((WIDTH, 1))
     step = dpx.private_updates_in_chunks(dense, made)
-    add = jax.jit(step.add)
+    add, state = jax.jit(step.add), made.init(params)
 
     def sums(rows, included):
-        found, state = None, made.init(params)
+        found = None
         for start in range(0, size, max(1, size // 5)):
             some = slice(start, start + max(1, size // 5))
             found = add(params, dpx.Batch(rows[some], included[some]), state, found)
@@ -147,10 +153,12 @@ PATHS: dict[str, Callable[[int], Sums]] = {
     ),
     "an embedding": lambda size: by_step(looked_up, jnp.zeros((2, WIDTH)), lookups, size, norms="ghost"),
     "a tied embedding": lambda size: by_step(tied, jnp.zeros((2, WIDTH)), both, size, norms="ghost"),
-    "microbatches of 16": lambda size: by_step(
-        dense, jnp.zeros((WIDTH, 1)), lambda rows: rows, size, microbatch_size=16
-    ),
-    "microbatches of 1": lambda size: by_step(dense, jnp.zeros((WIDTH, 1)), lambda rows: rows, size, microbatch_size=1),
+    **{
+        f"microbatches of {each}": lambda size, each=each: by_step(
+            dense, jnp.zeros((WIDTH, 1)), lambda rows: rows, size, microbatch_size=each
+        )
+        for each in (16, 4, 1)
+    },
     "chunks": chunked,
     "clip, then project by countsketch": functools.partial(projected, "countsketch"),
     "clip, then project by hadamard": functools.partial(projected, "hadamard"),
@@ -187,9 +195,14 @@ def move(sums: Sums, rows: np.ndarray, removed: int) -> float:
 
 def excess(sums: Sums, rows: np.ndarray, removed: int) -> float:
     """How much farther it moves than where all other rows are null, in units of ETA."""
+    return (move(sums, rows, removed) - _alone(sums, rows, removed)) / ETA
+
+
+def _alone(sums: Sums, rows: np.ndarray, removed: int) -> float:
+    """How far the sum moves where all other rows are null."""
     alone = np.zeros_like(rows)
     alone[removed] = rows[removed]
-    return (move(sums, rows, removed) - move(sums, alone, removed)) / ETA
+    return move(sums, alone, removed)
 
 
 def families(size: int) -> list[np.ndarray]:
@@ -197,23 +210,58 @@ def families(size: int) -> list[np.ndarray]:
     kinds = [
         (*kind, last) for kind in ((0.77, True), (0.999, True), (0.51, True), (0.999, False)) for last in (False, True)
     ]
-    return [
+    dense = [
         hostile(size, block, share=share, negative=bool(negative), last=last)
         for block in blocks
         for share, negative, last in kinds
     ]
+    # Of the small rows, one in so many: each is then rounded away alone, also where the sum of a few rows is added.
+    sparse = [
+        np.where((np.abs(rows) > 0.01) | (np.arange(size)[:, None] % apart == 0), rows, 0)
+        for rows in dense
+        for apart in (4, 16)
+        if size > apart
+    ]
+    # The same rows in every lane of a sum that has so many.
+    in_lanes = [
+        np.resize(np.repeat(hostile(size // lanes, size // lanes, share=share, last=last), lanes, 0), (size, WIDTH))
+        for lanes in (2, 4, 8, 16, 32)
+        for share, last in itertools.product((0.77, 0.999), (False, True))
+        if size >= 4 * lanes
+    ]
+    return dense + sparse + in_lanes
 
 
-def worst(sums: Sums, size: int, searches: int, seed: int = 0) -> tuple[float, np.ndarray, int]:
+def swept(sums: Sums, best: float, rows: np.ndarray, removed: int) -> tuple[float, np.ndarray]:
+    """The greedy search: for one row after another, the best of some values."""
+    small = np.spacing(np.float32(2.0 ** np.arange(0, np.log2(max(2, len(rows))) + 1))) / 2
+    values = np.array([0, LARGE, -LARGE, *(0.999 * small[-3:]), *(-0.999 * small[-3:])], np.float32)
+    alone = _alone(sums, rows, removed)
+    for row in range(len(rows)):
+        for value in values if row != removed else ():
+            if rows[row, 0] == value:
+                continue
+            trial = rows.copy()
+            trial[row, 0] = value
+            if (moved := (move(sums, trial, removed) - alone) / ETA) > best:
+                best, rows = moved, trial
+    return best, rows
+
+
+def worst(sums: Sums, size: int, searches: int, seed: int = 0, sweeps: int = 0) -> tuple[float, np.ndarray, int]:
     """The largest excess that was found, of which rows, and which of them was removed.
 
-    searches: how many changes of rows to try after the families; those that make the move larger are kept.
+    sweeps: how many greedy searches to make after the families. searches: how many changes of rows to try after that;
+    those that make the move larger are kept.
     """
     rng = np.random.default_rng(seed)
     removed = min(1, size - 2)
     kinds = families(size)
     moves = [excess(sums, rows, removed) for rows in kinds]
     best, rows = max(moves), kinds[int(np.argmax(moves))]
+    for _ in range(sweeps):
+        best, rows = swept(sums, best, rows, removed)
+    alone = _alone(sums, rows, removed)
     for _ in range(searches):
         trial, at = rows.copy(), rng.integers(0, size, rng.integers(1, max(2, size // 8)))
         kind = rng.integers(5)
@@ -228,21 +276,63 @@ def worst(sums: Sums, size: int, searches: int, seed: int = 0) -> tuple[float, n
         else:
             trial[at] = rows[rng.permutation(at)]
         trial[removed] = rows[removed]
-        if (moved := excess(sums, trial, removed)) > best:
+        if (moved := (move(sums, trial, removed) - alone) / ETA) > best:
             best, rows = moved, trial
     return best, rows, removed
+
+
+class Kept(NamedTuple):
+    """The worst rows that were found for a path and a batch, of which row 1 is removed.
+
+    column: the first numbers of the rows, float32 (B,); the others are 0. found: the excess, in units of ETA.
+    """
+
+    path: str
+    column: np.ndarray
+    found: float
+
+    @property
+    def rows(self) -> np.ndarray:
+        return np.pad(self.column[:, None], ((0, 0), (0, WIDTH - 1)))
+
+
+def keep(file: str, batches: list[int], searches: int, sweeps: int) -> None:
+    """Writes the worst rows for every path and batch to a file."""
+    kept = []
+    for name, size in itertools.product(PATHS, batches):
+        found, rows, removed = worst(PATHS[name](size), size, searches, sweeps=sweeps)
+        assert removed == 1 and not rows[:, 1:].any()
+        kept.append(Kept(name, rows[:, 0], found))
+        print(name, size, f"{found:.4f}", f"{time.process_time():.0f} s", flush=True)
+    store(file, kept)
+
+
+def store(file: str, kept: list[Kept]) -> None:
+    paths, columns, found = zip(*kept, strict=True)
+    sizes, numbers = np.array([len(column) for column in columns]), np.concatenate(columns).astype(np.float32)
+    np.savez_compressed(file, paths=np.array(paths), sizes=sizes, found=np.array(found, np.float32), numbers=numbers)
+
+
+def load(file: str | Path) -> list[Kept]:
+    with np.load(file) as stored:
+        columns = np.split(stored["numbers"], np.cumsum(stored["sizes"])[:-1])
+        return [Kept(*one) for one in zip(map(str, stored["paths"]), columns, stored["found"].tolist(), strict=True)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", nargs="+", type=int, default=[2, 64, 256, 552, 4096, 65536])
     parser.add_argument("--searches", type=int, default=200, help="changes of rows to try at each batch")
+    parser.add_argument("--sweeps", type=int, default=0, help="greedy searches at each batch")
+    parser.add_argument("--keep", help="a file for the worst rows, in place of the page")
     options = parser.parse_args()
+    if options.keep:
+        return keep(options.keep, options.batches, options.searches, options.sweeps)
     rows = []
     for name, path in PATHS.items():
         cells = []
         for size in options.batches:
-            found, *_ = worst(path(size), size, options.searches)
+            found, *_ = worst(path(size), size, options.searches, sweeps=options.sweeps)
             cells.append(f"{found:.3f}")
             print(name, size, cells[-1], flush=True)
         rows.append([name, *cells])
