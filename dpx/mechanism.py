@@ -149,7 +149,8 @@ class Mechanism(optax.GradientTransformationExtraArgs):
 
     def __repr__(self) -> str:
         pipeline, first = "\n  -> ".join(self.stages), self.event(1)
-        rounded = f"rounding: {ETA:.3g} of the clip norm, and {least_addition(first):.2g} of epsilon in the first step"
+        rounded = f"rounding: eta = {ETA:.3g} of the clip norm, by which the noise is larger, and "
+        rounded += f"{least_addition(first):.2g} of epsilon in the first step"
         cost = f"cost of the first step: {first}\n  {rounded}"
         return f"Mechanism(\n     {pipeline}\n  drawn by {self.sampling}\n  {cost}\n)"
 

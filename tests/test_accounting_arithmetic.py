@@ -280,7 +280,7 @@ def test_it_is_printed():
     answer = billed(made.event(100), relation="zero_out").answer(1e-5)
     assert answer.of_epsilon <= float(words[1]) < 1.1 * answer.of_epsilon
     assert answer.of_delta <= float(words[2]) < 1.1 * answer.of_delta
-    line = re.search(r"rounding: (\S+) of the clip norm, and (\S+) of epsilon in the first step\n\)", str(made))
+    line = re.search(r"rounding: eta = (\S+) of the clip norm, .* (\S+) of epsilon in the first step\n\)", str(made))
     assert line is not None and float(line[1]) == pytest.approx(2**-10, rel=1e-3)
     assert float(line[2]) == pytest.approx(addition(1, 1.0).epsilon(0.0), rel=0.05)
     assert arithmetic.LARGEST_RELEASE == 2**32

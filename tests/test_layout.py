@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "sampling": {"trees", "states", "validation", "keys"},
     "schedules": {"validation", "scalars"},
     "stages": {"trees", "scalars"},
-    "accounting": {"trees", "states", "validation", "keys", "scalars", "sampling"},
+    "accounting": {"trees", "states", "validation", "xla", "keys", "scalars", "sampling"},
     "mechanism": {"trees", "guards", "states", "xla", "contributions", "keys", "scalars", "sampling", "accounting"},
     "coordinates": {"trees", "validation", "keys", "scalars", "stages", "mechanism"},
     "gradients": {"trees", "guards", "states", "validation", "xla", "contributions", "keys", "sampling", "mechanism"},

@@ -1,6 +1,7 @@
 """What one example can move the computed sum, on data against its rounding: at most C (1 + ETA), on every path."""
 
 import itertools
+import json
 import math
 from fractions import Fraction
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 import dpx
 from benchmarks import sum_rounding
+from dpx.checking import plan
 from dpx.contributions import sum_contributions
 from dpx.mechanisms.dp_sgd import tree_norm
 from dpx.xla import totals
@@ -278,3 +280,22 @@ def test_padding_in_a_row_changes_no_bit_of_another_gradient(features, size):
         for instead in (rows[0], np.zeros(5), np.full(5, 1e9)):
             padded = np.where(others[:, None], rows, instead).astype(np.float32)
             np.testing.assert_array_equal(found[others], gradients(weights, padded)[others])
+
+
+def test_eta_is_printed():
+    """The share of the clip norm that is for the rounding of sums, once in every report, in words."""
+    sampling = dpx.PoissonSampling(examples=1000, batch_size=10)
+    made = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=1.0, sampling=sampling, key=dpx.secret_key(2**40))
+    report, words = dpx.privacy_report(made, 100, delta=1e-5), "Rounding can lengthen what one example adds to a sum"
+    for page in (str(report), report.to_markdown(), report.to_html()):
+        page = " ".join(page.split())
+        assert page.count(words) == 1 and f"{words}, by at most 0.000977 of the clip norm (eta)" in page
+    assert json.loads(report.to_json())["arithmetic"]["eta"] == ETA
+    params, batch = jnp.ones(3), dpx.Batch(jnp.ones((4, 3)), jnp.ones(4, bool))
+
+    def loss(params, x):
+        return jnp.sum(params * x)
+
+    assert "by eta = 0.000977 of the clip norm" in str(dpx.explain_norms(loss, made, params, batch))
+    checked = plan.privacy(made, 100, 1e-5)
+    assert "rounding by eta = 0.000977 included" in checked.words and checked.numbers["eta"] == ETA

@@ -24,6 +24,7 @@ from dpx.accounting.pages import as_html, as_markdown, as_text
 from dpx.accounting.statement import caveats, sections_of, summary, title_of, tuning_words
 from dpx.states.record import unit_mark
 from dpx.trees import described
+from dpx.xla.totals import ETA
 
 _PACKAGES = ("dpx", "jax", "optax", "dp-accounting", "numpy", "scipy")  # whose versions a report states
 
@@ -36,7 +37,8 @@ class PrivacyReport:
     relation: how neighboring data sets differ. sampling: the printed sampling record. delta: in (0, 1).
     epsilon: an upper bound by each accountant, so the smallest is the guarantee; None if an accountant does not apply.
     arithmetic: the parts of the least epsilon and of delta that are for the arithmetic of the noise, whose numbers are
-        finitely many; floats, by "epsilon" and "delta".
+        finitely many; and the share of the clip norm that is for the rounding of sums; floats, by "epsilon", "delta"
+        and "eta".
     budget: the `dpx.Budget` that the noise was calibrated to, the target; None without one, and for a search.
     attacks: what that means for an attacker. tuning: whether the choice of hyper-parameters is billed, in words.
     events: the releases, one sentence each. versions: by package. caveats: what lies outside of the guarantee.
@@ -158,7 +160,7 @@ def privacy_report(
         sampling=str(mechanism.sampling),
         delta=delta,
         epsilon={name: answers[name].epsilon if name in answers else None for name in ("pld", "rdp")},
-        arithmetic={"epsilon": least.of_epsilon, "delta": least.of_delta},
+        arithmetic={"epsilon": least.of_epsilon, "delta": least.of_delta, "eta": ETA},
         attacks=bounds_of(billed(event, relation=relation, curve=True), delta, FALSE_POSITIVE_RATES),
         tuning=words,
         events=summary(event),

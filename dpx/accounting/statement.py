@@ -12,6 +12,7 @@ from dpx.accounting.pages import Section
 from dpx.accounting.releases import count_releases
 from dpx.accounting.selection import OneOfDpEvent
 from dpx.sampling.events import RandomAllocationDpEvent
+from dpx.xla.totals import ETA
 
 _QUESTION = {
     "add_or_remove": "whether or not one {unit} is in the data",
@@ -106,6 +107,8 @@ def _spent(report: Any, unit: str) -> tuple[str, ...]:
         "steps. It is an upper bound, the least of those below.",
         f"Of which {upper(report.arithmetic['epsilon'], 2)} of epsilon and {upper(report.arithmetic['delta'], 2)} of "
         f"delta are for the arithmetic of the noise that protects one {unit}, which has finitely many values.",
+        f"Rounding can lengthen what one {unit} adds to a sum, by at most {upper(ETA, 3)} of the clip norm (eta). The "
+        f"noise is larger by this share, so the epsilon for one {unit} contains it.",
         _target(report, unit),
         f"Any result of the run is at most {factor} times as likely with one {unit} as {other}, and the other way "
         f"round, but for a probability of {report.delta:g}.",

@@ -16,6 +16,7 @@ from dpx.sampling.batch import Batch, inclusion
 from dpx.sampling.rows import length_of
 from dpx.states.record import sampling_fingerprint
 from dpx.trees import Tree, batch_size
+from dpx.xla.totals import ETA
 
 FAR = 6.0  # standard deviations of a Poisson batch size; a drawn batch is further away with probability 1e-8 or so
 WEAK = 10.0  # an epsilon above which little is promised
@@ -79,7 +80,8 @@ def privacy(optimizer: Mechanism, steps: int | None, delta: float | None) -> Fin
         warnings.simplefilter("ignore", UserWarning)  # of a large delta, which has a finding of its own
         spent = epsilon(optimizer, steps, delta=delta)
     numbers, budget = {"epsilon": spent, "delta": delta, "steps": steps}, optimizer.budget
-    words = f"{steps} steps cost epsilon {spent:.4g} at delta {delta:g}"
+    numbers["eta"] = ETA
+    words = f"{steps} steps cost epsilon {spent:.4g} at delta {delta:g}, rounding by eta = {ETA:.3g} included"
     if math.isinf(spent):
         return Finding("privacy", "error", f"{words}: a step adds no noise", numbers)
     if budget is not None and steps > budget.steps:

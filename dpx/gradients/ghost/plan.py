@@ -11,8 +11,10 @@ from dpx.gradients.ghost import rules, shared, trace, ways
 from dpx.gradients.ghost.ways import Uses, Way
 from dpx.mechanism import Mechanism
 from dpx.trees import Tree
+from dpx.xla.totals import ETA
 
 _NUMBER = re.compile(r"\d+")
+_ROUNDING = f"rounding can lengthen what an example adds to a sum by eta = {ETA:.3g} of the clip norm; it is billed"
 
 
 class EncodedLeaf(NamedTuple):
@@ -164,7 +166,7 @@ class Explanation(NamedTuple):
     """How `private_updates` computes the norms of every parameter; `str` is a table of it.
 
     In the table, parameters are one line if they agree in way and reason, and their paths in all but numbers: a `*`
-    stands for the numbers that differ, and the line says how many parameters it is.
+    stands for the numbers that differ, and the line says how many parameters it is. A line about rounding follows.
 
     rows: (parameter, way, reason) for every parameter leaf; the reason is "" where there is nothing to add
     microbatches: how many examples are in memory at once, and why; "" if all are
@@ -180,7 +182,7 @@ class Explanation(NamedTuple):
         rows = [(_pattern(paths), way, why) for (_, way, why), paths in alike.items()]
         widths = [max(len(row[i]) for row in rows) for i in range(2)]
         lines = [f"{name:{widths[0]}}  {way:{widths[1]}}  {why}".rstrip() for name, way, why in rows]
-        return "\n".join([*lines, self.microbatches] if self.microbatches else lines)
+        return "\n".join([*lines, _ROUNDING, *filter(None, [self.microbatches])])
 
 
 def _pattern(paths: list[str]) -> str:
