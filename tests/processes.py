@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import signal
+import warnings
 from pathlib import Path
 from unittest import mock
 
@@ -17,7 +18,9 @@ import dpx
 from tests.compiling import FLAGS
 
 STEPS = 5
-SAMPLING = dpx.PoissonSampling(examples=64, batch_size=16, capacity=24)
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", UserWarning)  # batches that exceed the capacity are tested too
+    SAMPLING = dpx.PoissonSampling(examples=64, batch_size=16, capacity=24)
 RANDOM = np.random.default_rng(0)
 DATA = {"x": RANDOM.normal(size=(64, 4)).astype(np.float32), "y": RANDOM.normal(size=64).astype(np.float32)}
 PARAMS = {

@@ -1,5 +1,6 @@
 """The noisy release: its law against extended precision, the grid, and the attacks on floating-point noise."""
 
+import contextlib
 import itertools
 import math
 from unittest import mock
@@ -14,6 +15,7 @@ from benchmarks import exact
 from dpx import keys
 from dpx.keys import noise, normals
 from dpx.keys.cipher import threefry4x32
+from dpx.xla import flags
 
 KEY, LONG = jax.random.key(3), np.longdouble
 TOP = 2**32 - 1
@@ -221,3 +223,25 @@ def test_the_precision_tells_nothing(multiplier, size=200_000):
     for released in made:
         assert lowest_bits(released).min() == math.log2(gamma)
     np.testing.assert_array_equal(made[1] - np.float32(large), made[0])
+
+
+@pytest.mark.parametrize(
+    ("flags_of_xla", "on"),
+    [
+        ("", False),
+        ("--xla_cpu_enable_fast_math=true", True),
+        ("--xla_cpu_enable_fast_math", True),
+        ("--xla_dump_to=/tmp/x --xla_cpu_enable_fast_math=1", True),
+        ("--xla_cpu_enable_fast_math=true --xla_cpu_enable_fast_math=false", False),
+        ("--xla_cpu_enable_fast_math=False", False),
+        ("--xla_cpu_enable_fast_min_max=true", False),
+    ],
+)
+def test_a_release_under_fast_math_warns_once(monkeypatch, flags_of_xla, on):
+    assert flags.fast_math(flags_of_xla) is on
+    monkeypatch.setenv("XLA_FLAGS", flags_of_xla)
+    flags.warn_of_fast_math.cache_clear()
+    for expected in (on, False):  # a warning is an error in these tests
+        with pytest.warns(UserWarning, match="xla_cpu_enable_fast_math") if expected else contextlib.nullcontext():
+            keys.release(KEY, 0, jnp.ones(3), 1.0)
+    flags.warn_of_fast_math.cache_clear()

@@ -185,7 +185,8 @@ def test_an_epoch_takes_every_example_once():
 
 
 def test_a_large_poisson_batch_is_never_cut():
-    small = dpx.PoissonSampling(examples=1000, batch_size=100, capacity=64)
+    with pytest.warns(UserWarning, match="capacity is 64, and should be at least 168"):
+        small = dpx.PoissonSampling(examples=1000, batch_size=100, capacity=64)
     free = dpx.PoissonSampling(examples=1000, batch_size=100)
     for step in range(20):
         np.testing.assert_array_equal(np.sort(drawn(small, step)), np.sort(drawn(free, step)))
@@ -440,6 +441,16 @@ def test_bad_sizes(examples, batch_size):
         else:
             with pytest.raises(ValueError, match="examples|batch_size"):
                 make(examples=examples, batch_size=batch_size)
+
+
+def test_a_small_capacity_warns():
+    """One that a batch exceeds more often than in 1 of 10^9 steps. A warning is an error in these tests."""
+    usual = len(dpx.PoissonSampling(examples=60_000, batch_size=256).draw(KEY, 0)[0])
+    for capacity in (None, usual, 10 * usual):
+        dpx.PoissonSampling(examples=60_000, batch_size=256, capacity=capacity)
+    with pytest.warns(UserWarning, match=f"capacity is {usual - 1}, and should be at least {usual}: ") as warned:
+        dpx.PoissonSampling(examples=60_000, batch_size=256, capacity=usual - 1)
+    assert warned[0].filename == __file__
 
 
 def test_bad_capacity():

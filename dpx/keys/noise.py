@@ -37,6 +37,7 @@ from dpx.keys.normals import normal, radius_and_angle
 from dpx.keys.streams import words as secret_words
 from dpx.trees import Tree
 from dpx.validation import require_number
+from dpx.xla.flags import warn_of_fast_math
 from dpx.xla.ordering import opaque_false
 from dpx.xla.totals import Total, as_total
 
@@ -67,8 +68,10 @@ def release(key: jax.Array, step: jax.Array | int, total: Total | Tree, deviatio
 
     On a CPU, a loop makes one chunk after another, which stays in the cache. On another device, all numbers are made at
     once. On several devices, every leaf is made from the places of its numbers, because XLA can shard that like the
-    leaf. Raises ValueError for more than LARGEST_RELEASE numbers, or a leaf of more than LARGEST_LEAF.
+    leaf. Warns once if XLA_FLAGS has fast math, under which no bound of a sum holds. Raises ValueError for more than
+    LARGEST_RELEASE numbers, or a leaf of more than LARGEST_LEAF.
     """
+    warn_of_fast_math()
     high, low = as_total(total)
     leaves, structure = jax.tree.flatten(high)
     lows = None if low is None else structure.flatten_up_to(low)

@@ -33,6 +33,7 @@ from dpx.sampling.draws import (
     scatter,
     step_key,
     usual_rows,
+    warn_of_small,
 )
 from dpx.sampling.events import composition, grouped
 from dpx.validation import require_whole
@@ -46,7 +47,8 @@ class PoissonSampling(Sampling):
     batch_size: the EXPECTED batch size, in (0, examples]; the divisor.
     capacity:   rows of a drawn batch; by default the least multiple of 8 that a batch exceeds with a probability below
                 1e-9. A larger batch is never cut: its rows are the next multiple of 1/8 of the capacity. A capacity
-                that is often exceeded lets the shape, and so the last bits of a sum, depend on a coin (docs/exact.md).
+                that is often exceeded lets the shape, and so the last bits of a sum, depend on a coin (docs/exact.md):
+                one below the default warns.
 
     Neighbors differ by a null in place of one example, which keeps its place and counts nowhere. The bill is that of
     adding or removing an example. But a deleted row would move all later ones, and so the rounding of their sum. The
@@ -63,6 +65,7 @@ class PoissonSampling(Sampling):
         keep_sizes(self)
         if self.capacity is not None:
             require_whole("capacity", self.capacity)
+            warn_of_small(self.capacity, usual_rows(self.examples, self.probability))
 
     @property
     def probability(self) -> float:

@@ -1,5 +1,6 @@
 """What XLA needs to be told: the order of computation, sums over microbatches, and fast convolutions in loops; and how
-sums and norms are computed so that their rounding is proved small (totals.py, norms.py, doubles.py).
+sums and norms are computed so that their rounding is proved small (totals.py, norms.py, doubles.py; flags.py warns of
+fast math).
 
 A remark on what XLA does stands where the code avoids it: here, and in contributions.py, keys/normals.py,
 gradients/microbatch_size.py, and patches.py, norms.py and engine.py of gradients/ghost. Unless
