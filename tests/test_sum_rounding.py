@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import re
 from fractions import Fraction
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import dpx
 from benchmarks import sum_rounding
 from dpx.checking import plan
 from dpx.contributions import sum_contributions
+from dpx.mechanisms.clip_then_project import _projected
 from dpx.mechanisms.dp_sgd import tree_norm
 from dpx.xla import totals
 from dpx.xla.microbatches import sum_over_microbatches
@@ -244,6 +246,25 @@ def test_several_blocks_have_full_precision():
     text = jax.jit(sums).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
     products = [line for line in text.splitlines() if "dot_general" in line]
     assert products and all("HIGHEST" in line for line in products)
+
+
+def test_a_projected_sum_keeps_its_low_numbers():
+    """A compiler may remove a conversion to float32 and back (xla_allow_excess_precision), so there is none."""
+    made = jax.jit(lambda total: _projected(lambda tree, state: jax.tree.map(lambda x: 3 * x, tree), total, ()))
+    total = Total(jnp.asarray(RNG.standard_normal(100), jnp.float32))
+    found = made(Total(total.high, total.high * 2.0**-26))
+    expected = 3 * (1 + 2.0**-26) * np.asarray(total.high, np.float64)
+    np.testing.assert_allclose(exact(found), expected, rtol=2.0**-46)
+    assert np.count_nonzero(found.low) > 90
+    text = made.trace(total).lower(lowering_platforms=("cuda",)).as_text()
+    rounded, back = (
+        set(re.findall(rf"{group} : \(tensor<100x{one}>\) -> tensor<100x{other}>", text))
+        for group, one, other in (
+            (r"(%\S+) = stablehlo.convert %\S+", "f64", "f32"),
+            (r"stablehlo.convert (%\S+)", "f32", "f64"),
+        )
+    )
+    assert len(rounded) == 2 and back and not rounded & back and "reduce_precision" in text
 
 
 def test_positions_that_cancel_add_no_more_than_the_clip_norm():

@@ -112,8 +112,11 @@ def _projected(encode: Callable[[Tree, Tree], Tree], total: Total, state: Projec
         parts = [part for part in total if part is not None]
         exact = jax.tree.map(lambda *leaf: sum(x.astype(jnp.float64) for x in leaf), *parts)
         exact = encode(exact, state)
-        high = jax.tree.map(lambda x: x.astype(jnp.float32), exact)
-        return Total(high, jax.tree.map(lambda x, high: (x - high).astype(jnp.float32), exact, high))
+        # XLA may remove a conversion to float32 and back, to keep precision, and then the low number would be x - x. It
+        # never removes `reduce_precision`.
+        high = jax.tree.map(lambda x: jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=23), exact)
+        pair = Total(high, jax.tree.map(jnp.subtract, exact, high))
+        return jax.tree.map(lambda x: x.astype(jnp.float32), pair)
 
 
 @_projected.defjvp
