@@ -26,6 +26,7 @@ from dpx.coordinates.projections.projection import ProjectionKind, ProjectionSta
 from dpx.mechanism import Mechanism, Tree
 from dpx.stages import around_sum
 from dpx.trees import described
+from dpx.xla import doubles
 from dpx.xla.totals import Total, as_total
 
 
@@ -109,14 +110,7 @@ def _projected(encode: Callable[[Tree, Tree], Tree], total: Total, state: Projec
     batch of 65,536. In float64, it is below 2^-52 n B clip norms, if a coordinate is a sum of n numbers.
     """
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        parts = [part for part in total if part is not None]
-        exact = jax.tree.map(lambda *leaf: sum(x.astype(jnp.float64) for x in leaf), *parts)
-        exact = encode(exact, state)
-        # XLA may remove a conversion to float32 and back, to keep precision, and then the low number would be x - x. It
-        # never removes `reduce_precision`.
-        high = jax.tree.map(lambda x: jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=23), exact)
-        pair = Total(high, jax.tree.map(jnp.subtract, exact, high))
-        return jax.tree.map(lambda x: x.astype(jnp.float32), pair)
+        return doubles.halved(encode(doubles.values(total), state))
 
 
 @_projected.defjvp
