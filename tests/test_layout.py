@@ -14,6 +14,7 @@ MAY_IMPORT = {
     "guards": {"trees"},
     "states": {"trees"},
     "validation": {"trees"},
+    "strategies": {"trees", "validation"},
     "xla": {"trees"},
     "contributions": {"trees", "xla"},
     "keys": {"trees", "validation", "xla"},

@@ -1,0 +1,84 @@
+"""By how much one example moves C G, for one clip norm: the sensitivity of a strategy.
+
+An example that takes part at the steps S moves row s of G by a vector g_s with |g_s| <= 1, if s is in S, and by 0
+otherwise. So C G moves by at most the root of
+
+    sum_(s, t in S) <c_s, c_t> <g_s, g_t>  <=  sum_(s, t in S) |<c_s, c_t>|,                                        (1)
+
+where c_s is column s of C. In a fixed order, two steps of S are at least `separation` apart, and S has at most k steps.
+The number of steps is at most K = min(k, ceil(steps / separation)).
+
+* Bound by the envelope. Let e_j = max over i >= j of |c_i|, and E its matrix. |<c_s, c_t>| <= <e_s, e_t>, because the
+  inner product sums |c_i c_j| <= e_i e_j. E is >= 0 and non-increasing, and for such a matrix the largest S is
+  0, b, 2 b, ..., (K - 1) b with b = separation: moving all steps of S after some place earlier makes every inner
+  product of two columns larger or keeps it, because it sums over more rows, and over a smaller distance (Kalinin and
+  Lampert 2024, arXiv:2405.13763, theorem 2). Where c = e, (1) is an equality with equal g_s: the bound is exact.
+* Bound by the distances, for a banded C. Let w_l = max over s of |<c_s, c_(s + l)>|. Two steps of S that are i steps of
+  S apart are at least i b apart, and there are at most K - i such pairs. So (1) is at most
+  K w_0 + 2 sum_(0 < i < K) (K - i) max over l >= i b of w_l.  With at most b bands it is K times the squared norm of a
+  column, because such columns are orthogonal.
+
+`sensitivity` is the smaller of the two. A banded inverse has a full C, so its bound is that of the envelope.
+"""
+
+import math
+
+import numpy as np
+
+from dpx.strategies.strategy import Strategy
+from dpx.validation import require_whole
+
+
+def sensitivity(strategy: Strategy, *, steps: int, participations: int = 1, separation: int = 1) -> float:
+    """By how much one example moves C G, at most, in units of the clip norm.
+
+    steps: of the run, int. participations: at most how often an example takes part, int.
+    separation: two steps with the same example are at least so far apart, int; 1 allows neighboring steps.
+
+    It is exact if `sensitivity_is_exact`, and an upper bound otherwise. float64 sums, relative error below 1e-10.
+    Raises ValueError for other numbers, and if a coefficient of C overflows.
+    """
+    steps, separation = require_whole("steps", steps), require_whole("separation", separation)
+    most = min(require_whole("participations", participations), -(-steps // separation))
+    column = strategy.column(steps)
+    bounds = [_decreasing(_envelope(column), most, separation)]
+    if strategy.bands is not None:
+        bounds.append(_by_distance(column[: strategy.bands], most, separation))
+    return math.sqrt(min(bounds))
+
+
+def sensitivity_is_exact(strategy: Strategy, *, steps: int) -> bool:
+    """Whether the coefficients of C are non-increasing and not negative in all `steps`, so `sensitivity` is exact."""
+    column = strategy.column(steps)
+    return bool(np.all(column >= 0) and np.all(np.diff(column) <= 0))
+
+
+def column_norm(strategy: Strategy, *, steps: int) -> float:
+    """The largest norm of a column of C, which is that of the first: the sensitivity to one participation.
+
+    It is the sensitivity of one release of cyclic Poisson sampling with a banded C (`cyclic_poisson_event`).
+    """
+    return float(np.linalg.norm(strategy.column(steps)))
+
+
+def _envelope(column: np.ndarray) -> np.ndarray:
+    """The largest absolute value at or after each place, float64 (steps,)."""
+    return np.maximum.accumulate(np.abs(column)[::-1])[::-1]
+
+
+def _decreasing(column: np.ndarray, most: int, separation: int) -> float:
+    """sum_t (sum_(i < most) c_(t - i separation))^2, for c >= 0 and non-increasing, in O(steps)."""
+    rows = -(-len(column) // separation)
+    moved = np.concatenate([column, np.zeros(rows * separation - len(column))]).reshape(rows, separation)
+    moved = np.cumsum(moved, axis=0)  # of all participations
+    moved[most:] -= moved[: rows - most].copy()  # of the last `most`
+    return float(np.sum(np.square(moved.reshape(-1)[: len(column)])))
+
+
+def _by_distance(column: np.ndarray, most: int, separation: int) -> float:
+    """The bound by the distances. column: the coefficients that may differ from 0."""
+    bands = len(column)
+    distances = [np.abs(np.cumsum(column[: bands - lag] * column[lag:])).max() for lag in range(bands)]
+    largest = np.maximum.accumulate(distances[::-1])[::-1]
+    pairs = sum((most - i) * largest[i * separation] for i in range(1, most) if i * separation < bands)
+    return float(most * distances[0] + 2 * pairs)

@@ -1,0 +1,105 @@
+"""The record of a strategy: a lower triangular Toeplitz matrix C with ones on its diagonal.
+
+Such matrices multiply like power series, so C is the series c(x) = sum_j c_j x^j, and C^-1 is 1 / c(x). Coefficients of
+a quotient of polynomials of degree below b come from a recurrence, in O(b) a coefficient (`scipy.signal.lfilter`).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from scipy import linalg, signal
+
+from dpx.trees import described
+from dpx.validation import require_whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """A lower triangular Toeplitz matrix C, whose inverse correlates the noise of the steps of a run.
+
+    coefficients: the first coefficients of C, floats with c_0 = 1; all later ones are 0: a banded C.
+    inverse_coefficients: the first coefficients of C^-1, floats with d_0 = 1; all later ones are 0: a banded inverse,
+        whose C is full.
+
+    Give one of the two; the other stays (1,). Without either, C = I, the independent noise of DP-SGD.
+
+    Raises ValueError for coefficients that are not finite, do not begin with 1, or end with 0, and if both are given.
+    """
+
+    coefficients: tuple[float, ...] = (1.0,)
+    inverse_coefficients: tuple[float, ...] = (1.0,)
+
+    def __post_init__(self):
+        for name in ("coefficients", "inverse_coefficients"):
+            object.__setattr__(self, name, _require_coefficients(name, getattr(self, name)))
+        if len(self.coefficients) > 1 and len(self.inverse_coefficients) > 1:
+            words = "a strategy must have coefficients or inverse_coefficients, not both"
+            raise ValueError(f"{words}, got {len(self.coefficients)} and {len(self.inverse_coefficients)} of them")
+
+    @property
+    def bands(self) -> int | None:
+        """The number of coefficients of C that may differ from 0; None if C is full, as for a banded inverse."""
+        return len(self.coefficients) if len(self.inverse_coefficients) == 1 else None
+
+    @property
+    def noise_weights(self) -> np.ndarray | None:
+        """d, float64 (p,): the noise of step t is sum_j d_j z_(t-j), for standard normals z of the steps.
+
+        None if C is banded with more than one band: its inverse is full, and `recurrence` serves.
+        """
+        return np.array(self.inverse_coefficients) if len(self.coefficients) == 1 else None
+
+    @property
+    def recurrence(self) -> np.ndarray | None:
+        """c_1, ..., c_(b-1), float64 (b - 1,): the noise of step t is x_t = z_t - sum_j c_j x_(t-j).
+
+        x_(t-j) are the noises of the b - 1 steps before, and 0 before the first. None for a banded inverse of more
+        than one coefficient, where `noise_weights` serves.
+        """
+        return np.array(self.coefficients[1:]) if len(self.inverse_coefficients) == 1 else None
+
+    def column(self, steps: int) -> np.ndarray:
+        """The first column of C for this many steps, float64 (steps,). Raises ValueError if it overflows."""
+        return self.series(self.coefficients, self.inverse_coefficients, steps)
+
+    def inverse_column(self, steps: int) -> np.ndarray:
+        """The first column of C^-1 for this many steps, float64 (steps,). Raises ValueError if it overflows."""
+        return self.series(self.inverse_coefficients, self.coefficients, steps)
+
+    def covariance(self, steps: int) -> np.ndarray:
+        """C^-1 C^-T, float64 (steps, steps): the covariance of the noises of the steps, for z of variance 1.
+
+        It takes O(steps^3) operations: for tests, and to look at.
+        """
+        inverse = np.asarray(linalg.toeplitz(self.inverse_column(steps), np.zeros(steps)))
+        return inverse @ inverse.T
+
+    @staticmethod
+    def series(numerator: Any, denominator: Any, steps: int) -> np.ndarray:
+        """The first coefficients of a quotient of two polynomials, given by theirs, float64 (steps,).
+
+        Raises ValueError if one of them is not a finite float64.
+        """
+        impulse = np.zeros(require_whole("steps", steps))
+        impulse[0] = 1
+        with np.errstate(all="ignore"):
+            made = np.asarray(signal.lfilter(np.array(numerator), np.array(denominator), impulse))
+        if not np.all(np.isfinite(made)):
+            first = int(np.flatnonzero(~np.isfinite(made))[0])
+            words = f"the coefficients of C and of its inverse must be finite for {steps} steps"
+            raise ValueError(f"{words}, but number {first} overflows: roots of the given series are too small")
+        return made
+
+
+def _require_coefficients(name: str, value: Any) -> tuple[float, ...]:
+    """`value` as floats. Raises ValueError unless the first is 1, all are finite, and the last of several is not 0."""
+    try:
+        numbers = np.asarray(value, np.float64)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} must be numbers, got {described(value)}") from None
+    if numbers.ndim != 1 or not len(numbers) or numbers[0] != 1 or not np.all(np.isfinite(numbers)):
+        raise ValueError(f"{name} must be finite numbers that begin with 1, got {described(value)}")
+    if len(numbers) > 1 and numbers[-1] == 0:
+        raise ValueError(f"{name} must not end with 0, got {len(numbers)} numbers with 0 at the end")
+    return tuple(numbers.tolist())
