@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from scipy import linalg, optimize
 
+from benchmarks import correlated_noise
 from dpx import strategies
 from dpx.strategies import Strategy, Workload
 from dpx.strategies.losses import squared_errors
@@ -273,6 +274,11 @@ def test_events_are_those_of_the_papers():
     assert event.count == 294 and event.event.sampling_probability == pytest.approx(8 * 256 / 60_000)
     assert event.event.event.noise_multiplier == 0.7
     assert strategies.fixed_order_event(noise_multiplier=2.0).noise_multiplier == 2
+
+
+@pytest.mark.parametrize("case", [(256, 8.0, 8), (256, 8.0, 48), (2048, 8.0, 8), (256, 1.0, 0), (256, 8.0, 0)], ids=str)
+def test_the_benchmark_reproduces_stated_ratios(case):
+    assert correlated_noise.again(*case) == pytest.approx(correlated_noise.STATED[case], rel=0.02)
 
 
 @pytest.mark.parametrize(
