@@ -107,3 +107,10 @@ def require_fitting(changes: dict[str, Any], budget: Any):
             f"the mechanism was calibrated to {budget} before its cost was changed; put dpx.accounting.accepts_budget "
             "on the function that builds the outermost mechanism, and give the budget to that"
         )
+
+
+def require_fixed(mechanism: Any, coordinates: Any):
+    """Raises ValueError for coordinates that change between steps, around a mechanism of correlated noise."""
+    if mechanism.correlated and not coordinates.fixed:
+        words = "because what cancels later must be in the same places"
+        raise ValueError(f"coordinates must be fixed with correlated noise, {words}; got those that {coordinates.name}")

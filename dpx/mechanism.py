@@ -59,6 +59,7 @@ class Mechanism(optax.GradientTransformationExtraArgs):
     supports_ghost_norms: whether `encode` only scales coordinates or drops leaves, and `norm` is the 2-norm of each
               group of leaves, so that `dpx.gradients.ghost` can compute the norms without the gradients
     encode_whole_batch: whether each call of `encode` draws large arrays, so that one call for all examples is cheapest
+    correlated: whether noise is correlated over steps, so that coordinates must be `Coordinates.fixed`
     budget:   the `dpx.Budget` that the noise was calibrated to, in steps, or None
     """
 
@@ -73,6 +74,7 @@ class Mechanism(optax.GradientTransformationExtraArgs):
     stages: tuple[str, ...]
     supports_ghost_norms: bool
     encode_whole_batch: bool
+    correlated: bool
     budget: Budget | None
     noise_key: jax.Array
 
@@ -91,6 +93,7 @@ class Mechanism(optax.GradientTransformationExtraArgs):
         stages,
         supports_ghost_norms,
         encode_whole_batch=False,
+        correlated=False,
         budget=None,
     ) -> Self:
         budget = None if budget is None else budget.for_sampling(sampling)
@@ -109,7 +112,8 @@ class Mechanism(optax.GradientTransformationExtraArgs):
         self = super().__new__(cls, begin, update)  # pyrefly: ignore[bad-argument-type]
         self.encode, self.norm, self.weigh, self.release = encode, norm, weigh, release
         self.event, self.sampling, self.noise_multiplier, self.key = event, sampling, noise_multiplier, key
-        self.stages, self.budget, self.noise_key = stages, budget, keys.mark(key)  # not in each trace of a step
+        self.stages, self.budget, self.correlated = stages, budget, correlated
+        self.noise_key = keys.mark(key)  # not in each trace of a step
         self.supports_ghost_norms, self.encode_whole_batch = supports_ghost_norms, encode_whole_batch
         return self
 
@@ -166,6 +170,7 @@ class Coordinates(NamedTuple):
     supports_ghost_norms: whether `encode` only scales coordinates (a mask) or drops leaves
     encode_whole_batch: whether each call of `encode` draws large arrays, so that one call for all examples is cheapest
     check:  (steps) -> None; raises ValueError if a schedule leaves its domain in the first `steps`
+    fixed:  whether `encode` is the same function at every step
     """
 
     init: Callable[[Tree], Tree]
@@ -176,6 +181,7 @@ class Coordinates(NamedTuple):
     supports_ghost_norms: bool = False
     encode_whole_batch: bool = False
     check: Callable[[int], None] = lambda steps: None
+    fixed: bool = False
 
 
 class InCoordinatesState(NamedTuple):
@@ -198,6 +204,7 @@ def in_coordinates(mechanism: Mechanism, *coordinates: Coordinates) -> Mechanism
         if not isinstance(given, Coordinates):
             words = "coordinates must be dpx.coordinates.Coordinates; optax transforms belong behind the mechanism"
             raise ValueError(f"{words}, in dpx.chain(mechanism, ...); got {type(given)}")
+        guards.require_fixed(mechanism, given)
 
     def init(params):
         like, states = _float32_like(params), []

@@ -70,6 +70,7 @@ MAY_IMPORT = {
         "trees",
         "states",
         "validation",
+        "strategies",
         "xla",
         "keys",
         "scalars",

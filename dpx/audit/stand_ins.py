@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from dpx import keys
+from dpx.keys.noise import normal_like
 from dpx.xla.totals import as_total
 
 _AUDITED = jax.make_user_context(default_value=False)
@@ -44,10 +45,14 @@ def drawing(draw: Callable) -> contextlib.AbstractContextManager[None]:
     without the grid: for a trace, never for a run.
     """
 
-    def release(key, step, total, deviation):
+    def release(key, step, total, deviation, *, weights=(1.0,)):
         high, low = as_total(total)
         whole = high if low is None else jax.tree.map(jnp.add, high, low)
-        return jax.tree.map(lambda s, n: s + deviation * n, whole, draw(key, step, whole))
+        noise = draw(key, step, whole)
+        for back, weight in enumerate(weights[1:], start=1):  # past noise is what it was
+            kept = jnp.where(step >= back, weight, 0.0)
+            noise = jax.tree.map(lambda n, p: n + kept * p, noise, normal_like(key, step - back, whole))  # noqa: B023
+        return jax.tree.map(lambda s, n: s + deviation * n, whole, noise)
 
     return replacing(normal_like=draw, release=release)
 

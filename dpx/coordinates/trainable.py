@@ -62,6 +62,7 @@ def trainable(*, mask: Tree | Callable[[str], bool]) -> Coordinates:
         name=f"keep the gradients of the trainable layers: {words}",
         undo=FROZEN if by_path or not all(jax.tree.leaves(mask)) else "",
         supports_ghost_norms=True,
+        fixed=True,
     )
 
 

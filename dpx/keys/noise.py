@@ -33,6 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpx.keys.cipher import threefry4x32
+from dpx.keys.correlation import weighted
 from dpx.keys.normals import normal, radius_and_angle
 from dpx.keys.streams import words as secret_words
 from dpx.trees import Tree
@@ -59,12 +60,21 @@ class Place(NamedTuple):
     half: int
 
 
-def release(key: jax.Array, step: jax.Array | int, total: Total | Tree, deviation: jax.Array | float) -> Tree:
+def release(
+    key: jax.Array,
+    step: jax.Array | int,
+    total: Total | Tree,
+    deviation: jax.Array | float,
+    *,
+    weights: tuple[float, ...] = (1.0,),
+) -> Tree:
     """`total` plus normal noise of this standard deviation, on a public grid: float32, in the shapes of `total`.
 
     key: of the mechanism's "noise" stream, (). step: int (), below 2^31; two steps have independent noise.
     total: float32 arrays, or a `Total`. deviation: float32 (), public, at least 2^-126; 0 adds no noise, and neither do
         smaller numbers.
+    weights: floats d_j with d_0 = 1: the noise is sum_j d_j z_(step - j), where z are the normals of the steps, drawn
+        again, and 0 before step 0. More than one correlates the steps: no longer private by each alone.
 
     On a CPU, a loop makes one chunk after another, which stays in the cache. On another device, all numbers are made at
     once. On several devices, every leaf is made from the places of its numbers, because XLA can shard that like the
@@ -79,7 +89,8 @@ def release(key: jax.Array, step: jax.Array | int, total: Total | Tree, deviatio
     if not isinstance(deviation, jax.Array):
         deviation = require_number("deviation", deviation, minimum=0)
     words, deviation = secret_words(key), jnp.asarray(deviation, jnp.float32)
-    return structure.unflatten(_release(words, jnp.asarray(step), deviation, leaves, lows, places, jax.device_count()))
+    how = places, jax.device_count(), tuple(weights)
+    return structure.unflatten(_release(words, jnp.asarray(step), deviation, leaves, lows, *how))
 
 
 def normal_like(key: jax.Array, step: jax.Array | int, tree: Tree) -> Tree:
@@ -108,14 +119,20 @@ def _half(size: int) -> int:
     return max(1, min(CHUNK_NUMBERS, size + 1) // 2)
 
 
-@functools.partial(jax.jit, static_argnums=(5, 6))
-def _release(words, step, deviation, highs, lows, places: tuple[Place, ...], devices: int) -> list[jax.Array]:
+@functools.partial(jax.jit, static_argnums=(5, 6, 7))
+def _release(
+    words, step, deviation, highs, lows, places: tuple[Place, ...], devices: int, weights: tuple[float, ...]
+) -> list[jax.Array]:
     """The released leaves. words: of the key, uint32 (4,). highs, lows: of the `Total`; lows may be None."""
     highs, shapes = [high.astype(jnp.float32) for high in highs], [high.shape for high in highs]
     size = sum(map(math.prod, shapes))
+
+    def normals(at: Place, shape: tuple[int, ...]) -> jax.Array:
+        return weighted(lambda step: _normals(words, step, at, shape), step, weights)
+
     if devices > 1 or not 0 < size < ONE_STREAM:
         each = zip(places, highs, lows or [None] * len(highs), strict=True)
-        return [_rounded(high, low, _normals(words, step, at, high.shape), deviation) for at, high, low in each]
+        return [_rounded(high, low, normals(at, high.shape), deviation) for at, high, low in each]
 
     def flat(leaves: list[jax.Array], padding: int = 0) -> jax.Array:
         zeros = [jnp.zeros(padding, jnp.float32)] if padding else []
@@ -138,16 +155,16 @@ def _release(words, step, deviation, highs, lows, places: tuple[Place, ...], dev
             return flat(leaves, 2 * half * count - size).reshape(2 * count, half)
 
         low = None if lows is None else rows(lows)
-        return split(_chunks(words, step, deviation, rows(highs), low).reshape(-1))
+        return split(_chunks(words, step, deviation, rows(highs), low, weights).reshape(-1))
 
     def at_once(highs, lows) -> list[jax.Array]:
         low = None if lows is None else flat(lows)
-        return split(_rounded(flat(highs), low, _normals(words, step, places[0], (size,)), deviation))
+        return split(_rounded(flat(highs), low, normals(places[0], (size,)), deviation))
 
     return jax.lax.platform_dependent(highs, lows, cpu=by_chunks, default=at_once)
 
 
-def _chunks(words, step, deviation, high: jax.Array, low: jax.Array | None) -> jax.Array:
+def _chunks(words, step, deviation, high: jax.Array, low: jax.Array | None, weights: tuple[float, ...]) -> jax.Array:
     """`high + low` with noise on the grid, float32 like both, (2 * chunks, half), made in the memory of `high`."""
     half = high.shape[1]
 
@@ -157,11 +174,15 @@ def _chunks(words, step, deviation, high: jax.Array, low: jax.Array | None) -> j
         # Without the barrier, XLA moves what is the same in every turn out of the loop, into kernels of their own, and
         # each takes time to compile.
         here, pair, row = jax.lax.optimization_barrier((step, pair, row))
-        block = _at_once(threefry4x32(words, _block(here, pair, 0)))
-        with jax.enable_x64(True):
-            polar = jax.lax.optimization_barrier(radius_and_angle(block))  # once for both numbers of a pair
-            radius, theta = (jax.lax.broadcast(x, (2,)) for x in polar)
-            normals = normal(radius, theta, row > 0)
+
+        def draw(step):
+            block = _at_once(threefry4x32(words, _block(step, pair, 0)))
+            with jax.enable_x64(True):
+                polar = jax.lax.optimization_barrier(radius_and_angle(block))  # once for both numbers of a pair
+                radius, theta = (jax.lax.broadcast(x, (2,)) for x in polar)
+                return normal(radius, theta, row > 0)
+
+        normals = weighted(draw, here, weights)
         high, *more = (jax.lax.dynamic_slice(x, (2 * number, 0), (2, half)) for x in parts(made))
         rounded = _rounded(high, more[0] if more else None, normals, deviation)
         return jax.lax.dynamic_update_slice(made, rounded, (2 * number, 0))

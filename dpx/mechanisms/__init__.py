@@ -3,6 +3,7 @@
 dp_sgd             the sum of clipped gradients plus Gaussian noise (DP-SGD, Abadi et al. 2016)
 normalized         automatic clipping: normalize instead of choosing a clip norm (Bu et al. 2023)
 adaptive_clipping  a clip norm that follows a quantile of the norms (Andrew et al. 2021)
+correlated_noise   noise that cancels a part of earlier noise (lambda-CGD, BISR): no proof for the bits of releases
 clip_then_project  project the clipped sum, once a step, instead of every example
 dice_sgd           add the error that clipping left to later releases (DiceSGD, Zhang et al. 2023)
 
@@ -11,8 +12,9 @@ To add one: a file here, its import below, and a line in `MECHANISMS` of `dpx/ca
 
 from dpx.mechanisms.adaptive_clipping import adaptive_clipping
 from dpx.mechanisms.clip_then_project import clip_then_project
+from dpx.mechanisms.correlated_noise import correlated_noise
 from dpx.mechanisms.dice_sgd import dice_sgd
 from dpx.mechanisms.dp_sgd import dp_sgd
 from dpx.mechanisms.normalized import normalized
 
-__all__ = ["adaptive_clipping", "clip_then_project", "dice_sgd", "dp_sgd", "normalized"]
+__all__ = ["adaptive_clipping", "clip_then_project", "correlated_noise", "dice_sgd", "dp_sgd", "normalized"]

@@ -24,13 +24,16 @@ def noise(trial: Trial) -> str:
     for step in FAR:
         if _is_billed(trial, step):
             _used(trial, step)
-    found, drawn, missing = [value for value in used if value is not None], _draws(trial), []
+    correlated = trial.mechanism.correlated
+    found, drawn, missing = [value for value in used if value is not None], "" if correlated else _draws(trial), []
     more_words.append(require_enough_noise(trial))
     if len(found) < len(used):
         missing.append("`secrecy` alone sees its size, because no derivative passes the update")
     elif not trial.billed_by_multiplier:
         missing.append("its size is not compared, because the event bills more than a multiplier")
-    if not drawn:
+    if correlated:
+        missing.append("its draws are not tested, because they are correlated over steps")
+    elif not drawn:
         missing.append("its draws are not tested, because no public value is linear in it; their keys differ by step")
     more_words = [words for words in (drawn, *more_words) if words]
     if missing:

@@ -1,0 +1,120 @@
+"""Correlated noise: later noise cancels a part of earlier noise, so that prefix sums of the updates have less of it.
+
+Proof of the bill: `dpx/accounting/correlated.py`, for noise of real numbers. An example enters each sum as in
+`dp_sgd.py`, so it moves a sum by at most C (1 + ETA), and it takes part in the steps that the sampling states.
+`normalized`, `dpx.coordinates.trainable` and transforms behind the mechanism change neither.
+
+The bits. `keys.release` rounds sum + noise to a public grid after the noise, and what is correlated are the normals
+before it. For real normals that is post-processing. But the theorem for the program's normals
+(`dpx/accounting/arithmetic.py`) needs fresh normals at every step, and past normals are used here again. So correlated
+noise has NO proof for the bits of its releases, unlike all other mechanisms of dpx, and the printed pipeline says so.
+"""
+
+import math
+from typing import Any
+
+import jax
+import optax
+
+from dpx import keys
+from dpx.accounting.budget import accepts_budget
+from dpx.accounting.correlated import CorrelatedGaussianDpEvent
+from dpx.mechanism import Mechanism
+from dpx.mechanisms.dp_sgd import LARGEST_CLIP_NORM, SMALLEST_CLIP_NORM, dp_sgd
+from dpx.sampling.schemes import FullBatch, Sampling, ShuffledEpochs
+from dpx.strategies.sensitivities import sensitivity
+from dpx.strategies.strategy import Strategy
+from dpx.trees import described
+from dpx.validation import require_number, require_whole
+from dpx.xla.totals import ETA
+
+NO_BITS = "the bits of a release: no proof, because past noise is used again; the cost is for noise of real numbers"
+
+
+@accepts_budget
+def correlated_noise(
+    *,
+    strategy: Strategy,
+    clip_norm: float,
+    noise_multiplier: float,
+    sampling: Sampling,
+    key: jax.Array,
+) -> Mechanism:
+    """DP-SGD whose noise at step t is sum_j d_j z_(t-j): lambda-CGD, BISR (arXiv:2601.22334, 2505.12128).
+
+    private gradient = (sum_i min(1, C / |g_i|) g_i + noise_multiplier C sum_j d_j z_(t-j)) / B,  z_t ~ N(0, I)
+
+    The papers claim the cost of one Gaussian release of noise multiplier noise_multiplier / sensitivity for the whole
+    run, which holds for noise of real numbers, and which dpx bills. It has NO proof for the bits of the releases. Past
+    noise is drawn again from the key, so the state has nothing more than that of `dp_sgd`. With C = I it is `dp_sgd`.
+
+    strategy: C, with a banded inverse, such as `dpx.strategies.lambda_cgd(correlation=0.9)`.
+    clip_norm: C, the norm to which each example's gradient is clipped; a number in the units of the gradient.
+    noise_multiplier: the standard deviation of z over the clip norm, a number above 0; or the `dpx.Budget` that it is
+        calibrated to. The longer the run and the more often an example takes part, the more noise a budget needs.
+    sampling: `dpx.ShuffledEpochs`, `dpx.FullBatch`, or a record with a method `participation(steps)`, such as that of a
+        fixed order, which returns at most how often an example takes part, and at least how many steps apart. Samples
+        that are drawn by chance are refused, because no amplification is known for a full C.
+    key: a secret PRNG key, (), of this run alone.
+
+    Refused with it, because the proof does not cover them: schedules of the noise and of the clip norm, adaptive clip
+    norms, error feedback, coordinates that change during the run, and a projection after the clip.
+
+    Raises ValueError for a strategy without a banded inverse, another sampling, and numbers outside their domain.
+    """
+    if not isinstance(strategy, Strategy) or strategy.noise_weights is None:
+        words = "a dpx.strategies.Strategy with a banded inverse, such as lambda_cgd or inverse_square_root"
+        raise ValueError(f"strategy must be {words}, got {described(strategy)}")
+    common = {"clip_norm": clip_norm, "noise_multiplier": noise_multiplier, "sampling": sampling, "key": key}
+    if strategy == Strategy():
+        return dp_sgd(**common)
+    for name, value in (("clip_norm", clip_norm), ("noise_multiplier", noise_multiplier)):
+        if callable(value):
+            raise ValueError(f"{name} must be a number with correlated noise, got a schedule: its bill is not known")
+    clip_norm = require_number("clip_norm", clip_norm, minimum=SMALLEST_CLIP_NORM, maximum=LARGEST_CLIP_NORM)
+    noise_multiplier = require_number("noise_multiplier", noise_multiplier, minimum=0, exclusive=True)
+    participation(sampling, 1)
+    inner = dp_sgd(**common)
+    noise_key, weights = keys.stream(keys.secret(key), "noise"), strategy.inverse_coefficients
+
+    def release(sums, state, params):
+        deviation = noise_multiplier * clip_norm * (1 + ETA)
+        released = keys.release(noise_key, state.step, sums[0], deviation, weights=weights)
+        updates = jax.tree.map(lambda r: r / sampling.divisor, released)
+        return optax.tree.cast_like(updates, params), state.after(noise_multiplier)
+
+    def event(steps):
+        most, separation = participation(sampling, steps)
+        moved = sensitivity(strategy, steps=steps, participations=most, separation=separation)
+        return CorrelatedGaussianDpEvent(noise_multiplier, moved, steps, weights)
+
+    return inner.replace(release=release, event=event, correlated=True, stages=_stages(inner.stages, weights))
+
+
+def participation(sampling: Any, steps: int) -> tuple[int, int]:
+    """(at most how often an example takes part in the first steps, at least how many steps apart), ints.
+
+    In `ShuffledEpochs` it may be in the last batch of one epoch and in the first of the next, so 1 apart. Raises
+    ValueError for a sampling of which that is not known.
+    """
+    if isinstance(sampling, FullBatch):
+        return steps, 1
+    if isinstance(sampling, ShuffledEpochs):
+        return math.ceil(steps / sampling.steps_per_epoch), 1
+    stated = getattr(sampling, "participation", None)
+    if not callable(stated) or getattr(sampling, "relation", None) != "zero_out":
+        words = "ShuffledEpochs, FullBatch, or a record of a fixed order with a method participation(steps)"
+        raise ValueError(f'sampling must be {words}, and the relation "zero_out", got {described(sampling)}')
+    most, separation = stated(steps)
+    return require_whole("participations", most), require_whole("separation", separation)
+
+
+def _stages(stages: tuple[str, ...], weights: tuple[float, ...]) -> tuple[str, ...]:
+    shown = ", ".join(f"{weight:.6g}" for weight in weights[:6]) + (", ..." if len(weights) > 6 else "")
+    *before, noise, divide = stages
+    return (
+        *before,
+        f"{noise}, correlated over steps by the weights ({shown}) of the last {len(weights)}",
+        divide,
+        NO_BITS,
+    )
