@@ -136,6 +136,24 @@ def test_the_bill_is_that_of_one_gaussian_times_the_sensitivity(strategy):
     assert dpx.epsilon(made(strategy, sampling=EPOCHS), 12, delta=1e-5) > dpx.epsilon(made(strategy), 12, delta=1e-5)
 
 
+@pytest.mark.parametrize("strategy", [LAMBDA, BISR], ids=["lambda", "bisr"])
+def test_the_best_attack_on_a_run_reaches_the_bill_and_not_more(strategy):
+    """An example of one direction in every epoch moves the run by the billed number of deviations, in all."""
+    steps, mechanism, moved = 10, made(strategy, noise_multiplier=1e-3), []
+    for present in (0.0, 1.0):
+        update, state, found = jax.jit(mechanism.update), mechanism.init(PARAMS), []
+        for step in range(steps):
+            size = present * 3.0 if step % 4 == 0 else 0.0
+            grads = jax.tree.map(lambda p, size=size: jnp.zeros((5, *p.shape)).at[0].set(size), PARAMS)
+            updates, state = update(grads, state, PARAMS)
+            found.append(float(updates["kernel"][0, 0]))
+        moved.append(np.array(found))
+    shift = (moved[1] - moved[0]) * 5 * np.sqrt(optax.tree.size(PARAMS))  # in the direction of the example
+    distance = np.sqrt(shift @ np.linalg.solve(strategy.covariance(steps), shift)) / (1e-3 * 0.5)
+    event = mechanism.event(steps)
+    assert distance == pytest.approx(event.sensitivity / event.noise_multiplier, rel=5e-3)
+
+
 def test_the_steps_of_shuffled_epochs_and_full_batches_may_be_neighbors():
     full = dpx.sampling.FullBatch(examples=5)
     for sampling, most in ((EPOCHS, 3), (full, 12)):
