@@ -156,9 +156,11 @@ def test_the_best_attack_on_a_run_reaches_the_bill_and_not_more(strategy):
 
 def test_the_steps_of_shuffled_epochs_and_full_batches_may_be_neighbors():
     full = dpx.sampling.FullBatch(examples=5)
-    for sampling, most in ((EPOCHS, 3), (full, 12)):
-        moved = strategies.sensitivity(LAMBDA, steps=12, participations=most, separation=1)
-        assert made(sampling=sampling).event(12).sensitivity == pytest.approx(moved)
+    moved = strategies.sensitivity(LAMBDA, steps=12, participations=12, separation=1)
+    assert made(sampling=full).event(12).sensitivity == pytest.approx(moved)
+    moved = strategies.shuffled_sensitivity(LAMBDA, steps=12, steps_per_epoch=4)
+    assert made(sampling=EPOCHS).event(12).sensitivity == pytest.approx(moved)
+    assert made(sampling=EPOCHS).event(12).sensitivity > 1.1 * made().event(12).sensitivity
 
 
 def test_no_other_relation_is_billed():
@@ -201,6 +203,10 @@ def test_the_printed_pipeline_and_the_report_say_that_bits_have_no_proof():
     assert "the bits of a release: no proof" in str(made()) and "(1, -0.9)" in str(made())
     report = dpx.privacy_report(made(), 4, delta=1e-5)
     assert "the bits of a release: no proof" in str(report)
+    assert sum("no proof for the bits" in caveat for caveat in report.caveats) == 1
+    assert not any(
+        "bits" in caveat for caveat in dpx.privacy_report(made(strategies.identity()), 4, delta=1e-5).caveats
+    )
 
 
 def test_the_contract_holds_but_for_the_bits():

@@ -84,6 +84,19 @@ def test_random_strategies_are_never_below_brute_force():
         assert found >= by_brute_force(strategy, steps, most, separation)[1] * (1 - 1e-12)
 
 
+@pytest.mark.parametrize("name", FAMILIES | HOSTILE)
+def test_shuffled_epochs_are_never_below_brute_force(name):
+    strategy = (FAMILIES | HOSTILE)[name]
+    for steps, length in itertools.product(range(1, 10), range(1, 5)):
+        gram = matrix(strategy.column(steps)).T @ matrix(strategy.column(steps))
+        epochs = [range(first, min(first + length, steps)) for first in range(0, steps, length)]
+        largest = max(np.abs(gram[np.ix_(chosen, chosen)]).sum() for chosen in itertools.product(*epochs))
+        found = strategies.shuffled_sensitivity(strategy, steps=steps, steps_per_epoch=length)
+        assert found >= math.sqrt(largest) * (1 - 1e-12)
+        if length == 1 and strategies.sensitivity_is_exact(strategy, steps=steps):
+            assert found == pytest.approx(math.sqrt(largest))
+
+
 def test_sensitivities_of_the_literature():
     def found(c, **options):
         return strategies.sensitivity(Strategy(coefficients=c), **options)

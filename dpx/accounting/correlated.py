@@ -41,3 +41,13 @@ def _read(event: CorrelatedGaussianDpEvent, relation: Relation) -> SampledGaussi
 
 
 register(CorrelatedGaussianDpEvent, _read, released=lambda event: Released(event.steps, float(event.steps)))
+
+
+def of_bits(event: DpEvent) -> tuple[str, ...]:
+    """What a report says of an event that holds correlated noise anywhere, one sentence; () for others."""
+    if CorrelatedGaussianDpEvent.__name__ not in repr(event):
+        return ()
+    return (
+        "The guarantee is for noise of real numbers only: the noise is correlated over the steps, and there is "
+        "no proof for the bits of the released numbers.",
+    )

@@ -19,6 +19,7 @@ from dpx.accounting.best_of import Selection
 from dpx.accounting.bill import batches_of, billed_steps, event_of, require_billable
 from dpx.accounting.budget import Budget
 from dpx.accounting.checks import Relation
+from dpx.accounting.correlated import of_bits
 from dpx.accounting.events import billed, explanation
 from dpx.accounting.pages import as_html, as_markdown, as_text
 from dpx.accounting.statement import caveats, sections_of, summary, title_of, tuning_words
@@ -165,7 +166,7 @@ def privacy_report(
         tuning=words,
         events=summary(event),
         versions={"python": platform.python_version()} | {name: version_of(name) for name in _PACKAGES},
-        caveats=(*caveats(subject, relation), *explanation(event, delta=delta, relation=relation)),
+        caveats=(*caveats(subject, relation), *of_bits(event), *explanation(event, delta=delta, relation=relation)),
         date=datetime.now(UTC).date().isoformat(),
         budget=None if isinstance(tuning, Selection) else getattr(mechanism, "budget", None),
         name=name,

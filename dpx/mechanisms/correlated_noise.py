@@ -10,7 +10,6 @@ before it. For real normals that is post-processing. But the theorem for the pro
 noise has NO proof for the bits of its releases, unlike all other mechanisms of dpx, and the printed pipeline says so.
 """
 
-import math
 from typing import Any
 
 import jax
@@ -22,10 +21,10 @@ from dpx.accounting.correlated import CorrelatedGaussianDpEvent
 from dpx.mechanism import Mechanism
 from dpx.mechanisms.dp_sgd import LARGEST_CLIP_NORM, SMALLEST_CLIP_NORM, dp_sgd
 from dpx.sampling.schemes import FullBatch, Sampling, ShuffledEpochs
-from dpx.strategies.sensitivities import sensitivity
+from dpx.strategies.sensitivities import sensitivity, shuffled_sensitivity
 from dpx.strategies.strategy import Strategy
 from dpx.trees import described
-from dpx.validation import require_number, require_whole
+from dpx.validation import require_number
 from dpx.xla.totals import ETA
 
 NO_BITS = "the bits of a release: no proof, because past noise is used again; the cost is for noise of real numbers"
@@ -73,7 +72,7 @@ def correlated_noise(
             raise ValueError(f"{name} must be a number with correlated noise, got a schedule: its bill is not known")
     clip_norm = require_number("clip_norm", clip_norm, minimum=SMALLEST_CLIP_NORM, maximum=LARGEST_CLIP_NORM)
     noise_multiplier = require_number("noise_multiplier", noise_multiplier, minimum=0, exclusive=True)
-    participation(sampling, 1)
+    moved(strategy, sampling, 1)
     inner = dp_sgd(**common)
     noise_key, weights = keys.stream(keys.secret(key), "noise"), strategy.inverse_coefficients
 
@@ -84,29 +83,26 @@ def correlated_noise(
         return optax.tree.cast_like(updates, params), state.after(noise_multiplier)
 
     def event(steps):
-        most, separation = participation(sampling, steps)
-        moved = sensitivity(strategy, steps=steps, participations=most, separation=separation)
-        return CorrelatedGaussianDpEvent(noise_multiplier, moved, steps, weights)
+        return CorrelatedGaussianDpEvent(noise_multiplier, moved(strategy, sampling, steps), steps, weights)
 
     return inner.replace(release=release, event=event, correlated=True, stages=_stages(inner.stages, weights))
 
 
-def participation(sampling: Any, steps: int) -> tuple[int, int]:
-    """(at most how often an example takes part in the first steps, at least how many steps apart), ints.
+def moved(strategy: Strategy, sampling: Any, steps: int) -> float:
+    """By how much one example moves C G in the first steps, in units of the clip norm: see `dpx.strategies`.
 
-    In `ShuffledEpochs` it may be in the last batch of one epoch and in the first of the next, so 1 apart. Raises
-    ValueError for a sampling of which that is not known.
+    Raises ValueError for a sampling of which it is not known how often and how many steps apart an example takes part.
     """
-    if isinstance(sampling, FullBatch):
-        return steps, 1
     if isinstance(sampling, ShuffledEpochs):
-        return math.ceil(steps / sampling.steps_per_epoch), 1
+        return shuffled_sensitivity(strategy, steps=steps, steps_per_epoch=sampling.steps_per_epoch)
+    if isinstance(sampling, FullBatch):
+        return sensitivity(strategy, steps=steps, participations=steps, separation=1)
     stated = getattr(sampling, "participation", None)
     if not callable(stated) or getattr(sampling, "relation", None) != "zero_out":
         words = "ShuffledEpochs, FullBatch, or a record of a fixed order with a method participation(steps)"
         raise ValueError(f'sampling must be {words}, and the relation "zero_out", got {described(sampling)}')
     most, separation = stated(steps)
-    return require_whole("participations", most), require_whole("separation", separation)
+    return sensitivity(strategy, steps=steps, participations=most, separation=separation)
 
 
 def _stages(stages: tuple[str, ...], weights: tuple[float, ...]) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ from dpx.strategies.families import (
 )
 from dpx.strategies.losses import Loss, Workload, least_mean_loss, loss
 from dpx.strategies.optimization import optimized
-from dpx.strategies.sensitivities import column_norm, sensitivity, sensitivity_is_exact
+from dpx.strategies.sensitivities import column_norm, sensitivity, sensitivity_is_exact, shuffled_sensitivity
 from dpx.strategies.strategy import Strategy
 
 __all__ = [
@@ -47,4 +47,5 @@ __all__ = [
     "optimized",
     "sensitivity",
     "sensitivity_is_exact",
+    "shuffled_sensitivity",
 ]

@@ -19,6 +19,11 @@ The number of steps is at most K = min(k, ceil(steps / separation)).
   column, because such columns are orthogonal.
 
 `sensitivity` is the smaller of the two. A banded inverse has a full C, so its bound is that of the envelope.
+
+* Shuffled epochs: an example is in one step of every epoch of b steps, so it may be in the last step of one epoch and
+  in the first of the next. Two of its steps that are i epochs apart are at least (i - 1) b + 1 steps apart, and K - i
+  pairs of K epochs are. |<c_s, c_(s + l)>| <= r_l = sum_j e_j e_(j + l), which falls with l. So (1) is at most
+  K r_0 + 2 sum_(0 < i < K) (K - i) r_((i - 1) b + 1).  The bound by the envelope for a separation of 1 holds too.
 """
 
 import math
@@ -45,6 +50,20 @@ def sensitivity(strategy: Strategy, *, steps: int, participations: int = 1, sepa
     if strategy.bands is not None:
         bounds.append(_by_distance(column[: strategy.bands], most, separation))
     return math.sqrt(min(bounds))
+
+
+def shuffled_sensitivity(strategy: Strategy, *, steps: int, steps_per_epoch: int) -> float:
+    """By how much one example moves C G, at most, if it takes part in one step of every epoch, which may be any.
+
+    steps: of the run, int; the last epoch may be incomplete. steps_per_epoch: int. An upper bound, in units of the clip
+    norm, in O(steps * epochs). Raises ValueError for other numbers, and if a coefficient of C overflows.
+    """
+    steps, length = require_whole("steps", steps), require_whole("steps_per_epoch", steps_per_epoch)
+    bound, epochs = _envelope(strategy.column(steps)), -(-steps // length)
+    distances = ((i - 1) * length + 1 for i in range(1, epochs))
+    pairs = sum((epochs - i) * (bound[: steps - d] @ bound[d:]) for i, d in enumerate(distances, start=1))
+    neighbors = sensitivity(strategy, steps=steps, participations=epochs, separation=1)
+    return min(math.sqrt(epochs * (bound @ bound) + 2 * pairs), neighbors)
 
 
 def sensitivity_is_exact(strategy: Strategy, *, steps: int) -> bool:
