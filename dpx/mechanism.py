@@ -153,9 +153,9 @@ class Mechanism(optax.GradientTransformationExtraArgs):
 
     def __repr__(self) -> str:
         pipeline, first = "\n  -> ".join(self.stages), self.event(1)
-        rounded = f"rounding: eta = {ETA:.3g} of the clip norm, by which the noise is larger, and "
-        rounded += f"{least_addition(first):.2g} of epsilon in the first step"
-        cost = f"cost of the first step: {first}\n  {rounded}"
+        rounding = f"eta = {ETA:.3g} of the clip norm, by which the noise is larger, and "
+        rounding += f"{least_addition(first):.2g} of epsilon in the first step"
+        cost = f"cost of the first step: {first}\n  rounding: {rounding}"
         return f"Mechanism(\n     {pipeline}\n  drawn by {self.sampling}\n  {cost}\n)"
 
 
@@ -255,7 +255,5 @@ def _float32_like(params: Tree) -> Tree:
 def require_mechanism(mechanism: Any):
     """Raises ValueError unless `mechanism` is a `dpx.Mechanism`."""
     if not isinstance(mechanism, Mechanism):
-        raise ValueError(
-            "the optimizer must be a dpx Mechanism, which must come first: put optax transforms behind it with "
-            f"dpx.chain(mechanism, *transforms); got {type(mechanism)}"
-        )
+        words = "the optimizer must be a dpx Mechanism, which must come first: put optax transforms behind it with"
+        raise ValueError(f"{words} dpx.chain(mechanism, *transforms); got {type(mechanism)}")
