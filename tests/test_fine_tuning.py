@@ -20,7 +20,7 @@ def test_fine_tuning(promoting, capsys):
         exec(model + rest[0], names)
         before = jax.tree.map(np.copy, names["params"])
         exec("".join(rest[1:]), names)
-    *table, last = capsys.readouterr().out.splitlines()
+    *table, rounding, last = capsys.readouterr().out.splitlines()
     (shown,) = re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL)
     first = [" ".join(line.split()) for line in table if "['blocks'][0]" in line or "head" in line]
     assert first == [" ".join(line.split()) for line in shown.splitlines()]
@@ -28,6 +28,7 @@ def test_fine_tuning(promoting, capsys):
     def is_trained(path, _):
         return names["is_trained"](jax.tree_util.keystr(path, simple=True, separator="/"))
 
+    assert "rounding" in rounding
     flags = jax.tree.leaves(jax.tree_util.tree_map_with_path(is_trained, before))
     ways = [re.sub(r"^\S+\s+", "", line) for line in table]
     assert [way == "not trained" for way in ways] == [not flag for flag in flags] and len(table) == len(flags)
