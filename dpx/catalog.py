@@ -88,7 +88,7 @@ MECHANISMS = (  # those that wrap another
 )
 
 SAMPLINGS = {  # by the short names of the trainer
-    "poisson": Entry(sampling.PoissonSampling, {"batch_size": 256}, RECORDS),
+    "poisson": Entry(sampling.PoissonSampling, {"batch_size": 256}, "accounting/truncated.py"),
     "shuffled": Entry(sampling.ShuffledEpochs, {"batch_size": 256}, RECORDS),
     "allocated": Entry(sampling.RandomAllocation, {"steps_per_epoch": 100}, "accounting/pld/allocation.py"),
     "fixed": Entry(sampling.FixedSizeSampling, {"batch_size": 256}, "accounting/fixed_size.py"),

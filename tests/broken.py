@@ -20,6 +20,7 @@ import dpx
 from dpx import keys
 from dpx.contributions import sum_contributions
 from dpx.coordinates import _masks as masks
+from dpx.sampling.draws import Draw
 from dpx.xla.totals import as_total
 
 SAMPLING = dpx.PoissonSampling(examples=1000, batch_size=8)
@@ -239,6 +240,38 @@ class FixedSizeBilledAsPoisson(ShuffledBilledAsPoisson):
 def fixed_size_billed_as_poisson(key, steps):
     """Subsets of a fixed size, billed as Poisson sampling of add-or-remove neighbors (many papers' code)."""
     return sound(key, sampling=FixedSizeBilledAsPoisson(examples=96, batch_size=8))
+
+
+class TruncatedBilledAsPoisson(ShuffledBilledAsPoisson):
+    """Poisson batches that are cut to eight rows at random, with the event of Poisson sampling."""
+
+    def draw(self, key, step, *, size=None):
+        cut = dpx.PoissonSampling(examples=self.examples, batch_size=8, most_rows=8)
+        return cut.draw(key, step, size=size)
+
+
+def truncated_billed_as_poisson(key, steps):
+    """Batches that are cut to the expected size, billed as Poisson sampling (maximum batch sizes of several loops)."""
+    return sound(key, sampling=TruncatedBilledAsPoisson(examples=96, batch_size=8))
+
+
+class FirstRowsKept(ShuffledBilledAsPoisson):
+    """Poisson batches of which the first rows are kept, with the event of a random subset."""
+
+    most_rows: ClassVar[float] = 8
+
+    def draw(self, key, step, *, size=None):
+        indices, included = dpx.PoissonSampling(examples=self.examples, batch_size=8).draw(key, step)
+        kept = np.sort(indices[included])[:8]
+        return Draw(np.pad(kept, (0, 8 - len(kept))), np.arange(8) < len(kept))
+
+    def event(self, multipliers):
+        return dpx.PoissonSampling(examples=self.examples, batch_size=8, most_rows=8).event(multipliers)
+
+
+def first_rows_kept(key, steps):
+    """Truncated batches in which the examples of the lowest numbers are kept, billed as random subsets."""
+    return sound(key, sampling=FirstRowsKept(examples=96, batch_size=8))
 
 
 class EveryBatchTwice(ShuffledBilledAsPoisson):
@@ -999,6 +1032,8 @@ ZOO = [
     Zoo(mask_of_the_microbatch, "additive"),
     Zoo(shuffled_billed_as_poisson, "sampling", "lower_bound"),
     Zoo(fixed_size_billed_as_poisson, "sampling", "lower_bound"),
+    Zoo(truncated_billed_as_poisson, "sampling"),
+    Zoo(first_rows_kept, "sampling"),
     Zoo(every_batch_twice, "sampling", "lower_bound"),
     Zoo(allocated_once, "sampling"),
     Zoo(permuted_billed_as_allocated, "sampling"),

@@ -313,6 +313,7 @@ def test_other_examples_change_nothing():
         (dpx.FixedSizeSampling(examples=40, batch_size=10), 0.25),
         (dpx.ShuffledEpochs(examples=40, batch_size=10), 0.25),
         (dpx.sampling.RandomAllocation(examples=40, steps_per_epoch=4), 0.25),
+        (dpx.PoissonSampling(examples=40, batch_size=11, most_rows=11), 0.2463),
         (FULL, 1.0),
     ],
 )

@@ -22,6 +22,7 @@ SAMPLINGS = {
     "fixed size": dpx.FixedSizeSampling(examples=60, batch_size=7),
     "shuffled": dpx.ShuffledEpochs(examples=60, batch_size=8),
     "full": dpx.FullBatch(examples=60),
+    "truncated": dpx.PoissonSampling(examples=60, batch_size=6, most_rows=7),
     "allocated": dpx.sampling.RandomAllocation(examples=60, steps_per_epoch=10),
 }
 POISSON = SAMPLINGS["poisson"]

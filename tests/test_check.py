@@ -152,6 +152,19 @@ def test_a_fault_is_found(report, name, severity, words):
     assert finding.severity == severity and words in finding.words, finding
 
 
+def test_what_cut_batches_cost():
+    for most, severity in ((6, "warning"), (40, "ok")):
+        mechanism = dp_sgd(sampling=dpx.PoissonSampling(examples=40, batch_size=6, most_rows=most))
+        (finding,) = plan.truncation(mechanism, 20, 1e-3)
+        whole, cut = finding.numbers["epsilon of batches that are not cut"], finding.numbers["epsilon"]
+        assert finding.severity == severity and (cut > 1.01 * whole) == (severity == "warning")
+        assert f"most_rows = {most} costs {cut / whole - 1:.2%}" in finding.words
+    assert not plan.truncation(mechanism, None, 1e-3) and not plan.truncation(dp_sgd(), 20, 1e-3)
+    rows = dpx.Batch(np.zeros((6, 2)), np.arange(6) < 3)
+    assert plan.rows_that_count(rows, dpx.PoissonSampling(examples=40, batch_size=6, most_rows=6))[1].severity == "ok"
+    assert plan.rows_that_count(rows, dpx.FixedSizeSampling(examples=40, batch_size=6))[1].severity == "warning"
+
+
 @pytest.mark.parametrize(
     ("signal", "steps", "severity", "said"),
     [(1, 100, "ok", "2.4 times"), (1, None, "ok", "square root"), (48, 100, "ok", ""), (0.2, 100, "warning", "")],

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from dp_accounting.dp_event import TruncatedSubsampledGaussianDpEvent
 
 import dpx
 from dpx import catalog, keys
@@ -204,6 +205,8 @@ def event_by_hand(sampling, multipliers: list[float]) -> list[dp_accounting.DpEv
     if sampling == dpx.sampling.RandomAllocation(examples=20, steps_per_epoch=3):
         epochs = [sorted(multipliers[start : start + 3]) for start in range(0, len(multipliers), 3)]
         return [RandomAllocationDpEvent(tuple((sigma, 1) for sigma in epoch), 3) for epoch in epochs]
+    if sampling == dpx.PoissonSampling(examples=1000, batch_size=8, most_rows=10):
+        return [TruncatedSubsampledGaussianDpEvent(1000, 0.008, 10, sigma) for sigma in multipliers]
     assert sampling == dpx.FullBatch(examples=8)
     return [gaussian(sigma) for sigma in multipliers]
 

@@ -13,12 +13,13 @@ import numpy as np
 import optax
 import pytest
 import scipy.stats
+from dp_accounting.dp_event import TruncatedSubsampledGaussianDpEvent
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dpx
 from dpx import keys
-from dpx.sampling import RandomAllocation, allocation, draws
+from dpx.sampling import RandomAllocation, allocation, draws, poisson
 from dpx.sampling.events import RandomAllocationDpEvent
 from tests.compiling import FLAGS
 
@@ -30,6 +31,7 @@ SAMPLINGS = [
     dpx.ShuffledEpochs(examples=95, batch_size=10),
     dpx.FullBatch(examples=100),
     RandomAllocation(examples=95, steps_per_epoch=9),
+    dpx.PoissonSampling(examples=100, batch_size=10, most_rows=11),
 ]
 
 
@@ -60,7 +62,7 @@ def test_a_step_is_a_whole_number_that_is_known(sampling):
             sampling.draw(KEY, wrong)
 
 
-@pytest.mark.parametrize("sampling", [*SAMPLINGS[:3], SAMPLINGS[4]], ids=lambda s: type(s).__name__)
+@pytest.mark.parametrize("sampling", [*SAMPLINGS[:3], *SAMPLINGS[4:]], ids=lambda s: type(s).__name__)
 def test_a_sampling_has_a_stream_of_its_own(sampling, monkeypatch):
     """Who knows the noise does not know the batches: no key of a draw comes from the stream that the noise has."""
     by_own_stream = [list(drawn(sampling, step)) for step in range(3)]
@@ -132,7 +134,7 @@ def test_every_order_is_as_likely(count):
 def test_batches_depend_on_every_bit_of_the_key_and_on_no_setting():
     """The 128 keys that differ from one in a bit, and programs with other settings of jax, on one device and on 8."""
     near = [KEY_OF_128_BITS, *(KEY_OF_128_BITS ^ 1 << bit for bit in range(128))]
-    for sampling in [*SAMPLINGS[:3], SAMPLINGS[4]]:
+    for sampling in [*SAMPLINGS[:3], *SAMPLINGS[4:]]:
         batches = {tuple(drawn(sampling, 3, dpx.secret_key(seed)).tolist()) for seed in near}
         assert len(batches) == len(near)
     expected = batches_as_text()
@@ -202,18 +204,21 @@ def test_probability_one_takes_everyone():
 
 
 def test_events():
-    poisson, fixed, shuffled, full, _ = SAMPLINGS
+    sampled, fixed, shuffled, full, _, truncated = SAMPLINGS
     gaussian = dp_accounting.GaussianDpEvent
-    assert poisson.event(np.ones(1)) == dp_accounting.PoissonSampledDpEvent(0.1, gaussian(1.0))
-    assert poisson.event(np.ones(3)) == dp_accounting.SelfComposedDpEvent(poisson.event(np.ones(1)), 3)
-    assert poisson.event(np.zeros(0)) == dp_accounting.NoOpDpEvent()
+    assert sampled.event(np.ones(1)) == dp_accounting.PoissonSampledDpEvent(0.1, gaussian(1.0))
+    assert sampled.event(np.ones(3)) == dp_accounting.SelfComposedDpEvent(sampled.event(np.ones(1)), 3)
+    assert sampled.event(np.zeros(0)) == dp_accounting.NoOpDpEvent()
     assert fixed.event(np.full(1, 3.0)) == dp_accounting.SampledWithoutReplacementDpEvent(100, 10, gaussian(1.5))
     assert full.event(np.array([2.0, 1.0])) == dp_accounting.ComposedDpEvent([gaussian(1.0), gaussian(2.0)])
     # three begun epochs of ten steps, each billed at its smallest multiplier
     multipliers = np.concatenate([np.full(10, 3.0), np.linspace(2, 1, 10), np.full(1, 5.0)])
     assert shuffled.event(multipliers) == dp_accounting.ComposedDpEvent([gaussian(1.0), gaussian(3.0), gaussian(5.0)])
-    assert [s.relation for s in SAMPLINGS] == ["zero_out", "replace_one", "zero_out", "zero_out", "zero_out"]
-    assert [s.divisor for s in SAMPLINGS] == [10, 10, 10, 100, 95 / 9]
+    cut = TruncatedSubsampledGaussianDpEvent
+    expected = [cut(100, 0.1, 11, 1.0), dp_accounting.SelfComposedDpEvent(cut(100, 0.1, 11, 2.0), 2)]
+    assert truncated.event(np.array([2.0, 1.0, 2.0])) == dp_accounting.ComposedDpEvent(expected)
+    assert [s.relation == "zero_out" for s in SAMPLINGS] == [True, False, True, True, True, True]
+    assert [s.divisor for s in SAMPLINGS] == [10, 10, 10, 100, 95 / 9, 10]
 
 
 def test_the_events_of_random_allocation():
@@ -232,6 +237,77 @@ def test_the_events_of_random_allocation():
     assert sampling.event(multipliers[:0]) == dp_accounting.NoOpDpEvent()
     moved = multipliers[[0, 1, 3, 2, 4, 5, 6, 7, 8, 9, 10]]  # a step of another epoch is another event
     assert sampling.event(moved) != sampling.event(multipliers)
+
+
+def test_a_truncated_batch_is_a_random_subset_of_the_coins():
+    """Of 12 examples, coins of 1/2, at most 6 rows: each example and each pair is equally often there; chi-square."""
+    free = dpx.PoissonSampling(examples=12, batch_size=6)
+    cut = dpx.PoissonSampling(examples=12, batch_size=6, most_rows=6)
+    kept, pairs, places, sizes = np.zeros(12), np.zeros((12, 12)), np.zeros(6), []
+    for step in range(700):
+        heads, draw = drawn(free, step), cut.draw(KEY, step)
+        batch = draw.indices[draw.included]
+        assert len(draw.indices) == 6 and len(batch) == min(6, len(heads)) and set(batch) <= set(heads)
+        sizes.append(len(batch))
+        places[draw.included] += 1
+        if len(heads) > 6:
+            kept[batch] += 1
+            pairs[np.ix_(batch, batch)] += 1
+    assert scipy.stats.chisquare(kept).pvalue > 1e-6
+    assert scipy.stats.chisquare(pairs[np.triu_indices(12, 1)]).pvalue > 1e-6
+    assert scipy.stats.chisquare(places).pvalue > 1e-6
+    expected = scipy.stats.binom.pmf(np.arange(7), 12, 0.5)
+    expected[6] = scipy.stats.binom.sf(5, 12, 0.5)
+    found, fitting = np.bincount(sizes, minlength=7)[1:], expected[1:] / expected[1:].sum()
+    assert scipy.stats.chisquare(found, found.sum() * fitting).pvalue > 1e-6
+    assert cut.participation == pytest.approx(expected @ np.arange(7) / 12)
+    assert free.participation == 0.5
+
+
+def test_the_kept_examples_do_not_depend_on_their_rows():
+    """The subset and the rows have keys of their own: kept in the same order, no row is likelier for any place."""
+    cut, table = dpx.PoissonSampling(examples=5, batch_size=3, most_rows=3), np.zeros((3, 3))
+    for step in range(700):
+        draw = cut.draw(KEY, step)
+        if draw.included.all():
+            table[np.argsort(np.argsort(draw.indices)), np.arange(3)] += 1
+    assert scipy.stats.chisquare(table.ravel()).pvalue > 1e-6
+
+
+def test_the_subset_has_a_key_of_its_own(monkeypatch):
+    """Not that of the coins, which would keep examples by their coins, and not that of the rows."""
+    asked, order = [], draws.order
+
+    def recorded(key, *rest):
+        asked.append(np.asarray(keys.words(key)).tobytes())
+        return order(key, *rest)
+
+    for module in (draws, poisson):
+        monkeypatch.setattr(module, "order", recorded)
+    cut = dpx.PoissonSampling(examples=100, batch_size=10, most_rows=10)
+    sizes = [len(drawn(cut, step)) for step in range(9)]
+    assert max(sizes) == 10 and len(set(asked)) == len(asked) > 9
+
+
+def test_all_truncated_batches_have_one_shape():
+    cut = dpx.PoissonSampling(examples=1000, batch_size=100, most_rows=110)
+    assert {len(cut.draw(KEY, step).indices) for step in range(50)} == {110}
+    assert {len(drawn(cut, step)) for step in range(50)} > {110}
+    assert len(cut.draw(KEY, 0, size=128).indices) == 128
+    with pytest.raises(ValueError, match="size must hold the whole batch"):
+        cut.draw(KEY, 0, size=50)
+    assert repr(cut) == "PoissonSampling(examples=1000, batch_size=100, most_rows=110)"
+    assert cut.most_rows == 110 and cut.truncates and cut.pads
+    free = dpx.PoissonSampling(examples=1000, batch_size=100, capacity=8)
+    assert repr(free) == "PoissonSampling(examples=1000, batch_size=100)" and free.most_rows == math.inf
+
+
+@pytest.mark.parametrize("most_rows", [99, 1001, 0, -1, 110.0, 110.5, math.nan, True, "110", None])
+def test_bad_most_rows(most_rows):
+    with pytest.raises(ValueError, match="most_rows must be"):
+        dpx.PoissonSampling(examples=1000, batch_size=100, most_rows=most_rows)
+    with pytest.raises(ValueError, match="capacity must be left out with most_rows"):
+        dpx.PoissonSampling(examples=1000, batch_size=100, most_rows=110, capacity=128)
 
 
 @pytest.mark.parametrize(("examples", "steps", "together"), [(95, 9, 2**20), (95, 9, 10), (7, 7, 2**20), (5, 1, 2)])
@@ -358,7 +434,7 @@ def test_take_refuses_data_of_another_length(length):
 def test_take_refuses_the_state_of_another_sampling():
     for own in SAMPLINGS:
         others = [other for other in SAMPLINGS if other != own]
-        if isinstance(own, dpx.PoissonSampling):
+        if own == SAMPLINGS[0]:
             others += [
                 dpx.PoissonSampling(examples=100, batch_size=10.5),
                 dpx.PoissonSampling(examples=101, batch_size=10),

@@ -7,7 +7,8 @@ import numpy as np
 from dpx.accounting import checks
 from dpx.accounting.checks import Accountant
 from dpx.accounting.events import billed
-from dpx.sampling.schemes import FixedSizeSampling, FullBatch, PoissonSampling, Sampling, ShuffledEpochs
+from dpx.sampling.poisson import PoissonSampling
+from dpx.sampling.schemes import FixedSizeSampling, FullBatch, Sampling, ShuffledEpochs
 from dpx.scalars import over
 from dpx.trees import described
 from dpx.validation import require_number, require_whole

@@ -3,8 +3,8 @@
 An event is billed as if its noise were made of real numbers, so that the numbers can be compared with those of other
 libraries. `billed` adds what the arithmetic of dpx adds (`arithmetic`), and all bills of runs come from it.
 
-dpx bills Gaussian events, Poisson-sampled and fixed-size-sampled Gaussian events, and the events that its own
-mechanisms register (`releases`). dp-accounting's own accountants bill all other events.
+dpx bills Gaussian events, Poisson-sampled (also truncated) and fixed-size-sampled Gaussian events, and the events that
+its own mechanisms register (`releases`). dp-accounting's own accountants bill all other events.
 """
 
 from dp_accounting import DpEvent
@@ -20,6 +20,7 @@ from dpx.accounting.pld.losses import SampledGaussian
 from dpx.accounting.profiles import UNBOUNDED, Profile, profile
 from dpx.accounting.releases import WHOLE_RUN_READERS, count_releases, largest_shift, released
 from dpx.accounting.releases import register as register
+from dpx.accounting.truncated import round_to_few_truncated
 from dpx.validation import require_whole
 
 
@@ -44,9 +45,9 @@ def event_epsilon(
         removing one example, which is also the effect of nulling one ("zero_out"). Replacing one has twice that effect,
         and is billed so. The noise of an event of sampling without replacement is relative to the effect of replacing
         one, and no other relation is true for it.
-    buckets: at most so many distinct releases on Poisson samples, and so many on samples of a fixed size, are composed
-        by PLD; more are rounded up in cost to this many. Of epochs of random allocation, at most a quarter of it, and
-        at most 24.
+    buckets: at most so many distinct releases on Poisson samples, so many on samples of a fixed size, and so many on
+        truncated samples, are composed by PLD; more are rounded up in cost to this many. Of epochs of random
+        allocation, at most a quarter of it, and at most 24.
 
     Raises ValueError for an event that is not true for the relation or that the accountant cannot bill, and for a
     delta, accountant, relation or number of buckets outside its range.
@@ -97,6 +98,7 @@ def event_profile(
     if accountant != "rdp":
         for gaussian in (SampledGaussian, FixedSizeGaussian):
             losses = round_to_few(losses, gaussian, buckets)
+        losses = round_to_few_truncated(losses, buckets)
     return profile(losses, accountant, curve=curve)
 
 

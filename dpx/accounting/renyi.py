@@ -10,6 +10,7 @@ float64 (T, orders) or (orders,).
 """
 
 import functools
+from typing import NamedTuple
 
 import numpy as np
 from dp_accounting.rdp import rdp_privacy_accountant
@@ -82,9 +83,48 @@ def fixed_size_rdp(
     if np.any(sigmas[counts > 0] < SMALLEST_NOISE):
         return np.full(len(orders), np.inf)
     repeats, steps = _distinct(sigmas, rates, counts)
+    return repeats @ _fixed_size(steps, orders)
+
+
+def _fixed_size(steps: np.ndarray, orders: np.ndarray) -> np.ndarray:
+    """The bounds of `fixed_size_rdp` for each step, float64 (n, orders). steps: float64 (2, n), as of `_distinct`."""
     log_moments = (orders - 1) * _divergences(steps.tobytes(), orders.tobytes())
     sampled = (log_moments + np.log1p(-np.expm1(-log_moments))) / (orders - 1)
-    return repeats @ np.minimum(sampled, orders / (2 * steps[0][:, None] ** 2))
+    return np.minimum(sampled, orders / (2 * steps[0][:, None] ** 2))
+
+
+class Full(NamedTuple):
+    """A truncated sample that is full without the example: its probability, and the rate of the example given that."""
+
+    probability: float
+    rate: float
+
+
+def truncated_rdp(
+    sigmas: np.ndarray,
+    rates: np.ndarray,
+    counts: np.ndarray,
+    full: Full,
+    relation: Relation,
+    orders: np.ndarray = ORDERS,
+) -> np.ndarray:
+    """Upper bounds of the RDP of steps on truncated Poisson samples, float64 (orders,); inf without noise.
+
+    From the joint convexity of exp((a - 1) D_a), of Poisson sampling and of a sample of fixed size at half the noise
+    multiplier: see `dpx/accounting/truncated.py`.
+    """
+    if np.any(sigmas[counts > 0] < 2 * SMALLEST_NOISE):
+        return np.full(len(orders), np.inf)
+    repeats, steps = _distinct(sigmas, rates, counts)
+    exchanged = _fixed_size(np.stack([steps[0] / 2, np.full(len(repeats), full.rate)]), orders)
+    if relation == "replace_one":
+        removed, added = (_divergences(steps.tobytes(), a.tobytes()) for a in (2 * orders, 2 * orders - 1))
+        share = (orders - 0.5) / (orders - 1)  # as in `schedule_rdp`
+        sampled = np.minimum(share * removed + added, 2 * orders / steps[0][:, None] ** 2)
+    else:
+        sampled = _divergences(steps.tobytes(), orders.tobytes())
+    cases = np.log1p(-full.probability) + (orders - 1) * sampled, np.log(full.probability) + (orders - 1) * exchanged
+    return repeats @ (np.logaddexp(*cases) / (orders - 1))
 
 
 def _distinct(sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from typing import Any
 
 import dp_accounting
-from dp_accounting.dp_event import RepeatAndSelectDpEvent
+from dp_accounting.dp_event import RepeatAndSelectDpEvent, TruncatedSubsampledGaussianDpEvent
 
 from dpx.accounting.attacks import upper
 from dpx.accounting.pages import Section
@@ -167,7 +167,7 @@ def summary(event: dp_accounting.DpEvent) -> tuple[str, ...]:
             others.append(f"{count} x one of ({' | '.join(distinct)})")
         elif isinstance(release, RandomAllocationDpEvent):
             others.append(f"{count} x {_epoch(release)}")
-        elif isinstance(inner, dp_accounting.GaussianDpEvent):
+        elif isinstance(inner, dp_accounting.GaussianDpEvent | TruncatedSubsampledGaussianDpEvent):
             gaussians[_name(release)][inner.noise_multiplier] += count
         elif not isinstance(release, dp_accounting.NonPrivateDpEvent):
             others.append(f"{count} x {release}")
@@ -204,6 +204,9 @@ def _name(gaussian: Any) -> str:
     if isinstance(gaussian, dp_accounting.SampledWithoutReplacementDpEvent):
         rate = gaussian.sample_size / gaussian.source_dataset_size
         return f"Gaussian on a sample without replacement of rate {rate:.6g}"
+    if isinstance(gaussian, TruncatedSubsampledGaussianDpEvent):
+        rate, most = gaussian.sampling_probability, gaussian.truncated_batch_size
+        return f"Gaussian on a Poisson sample of rate {rate:.6g}, cut at random to {most} rows"
     if isinstance(gaussian, dp_accounting.PoissonSampledDpEvent) and gaussian.sampling_probability < 1:
         return f"Gaussian on a Poisson sample of rate {gaussian.sampling_probability:.6g}"
     return "Gaussian"

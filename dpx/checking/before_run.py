@@ -56,6 +56,7 @@ def check_setup(
     sampling = optimizer.sampling
     included, rows = plan.rows_that_count(batch, sampling)
     public = [plan.drawn(batch, sampling), plan.delta_size(delta, sampling), plan.privacy(optimizer, steps, delta)]
+    public += plan.truncation(optimizer, steps, delta)
     public += [] if data is None else [plan.data_length(data, sampling)]
     public += [plan.secret(optimizer.key), real := program.dtypes(params)]
     closed = program.trace(value, params, example)

@@ -10,6 +10,9 @@ import numpy as np
 
 from dpx import keys
 from dpx.accounting import epsilon
+from dpx.accounting.checks import require_relation
+from dpx.accounting.events import billed
+from dpx.accounting.truncated import without_truncation
 from dpx.checking.report import Finding
 from dpx.mechanism import Mechanism
 from dpx.sampling.batch import Batch, inclusion
@@ -19,6 +22,7 @@ from dpx.trees import Tree, batch_size
 from dpx.xla.totals import ETA
 
 FAR = 6.0  # standard deviations of a Poisson batch size; a drawn batch is further away with probability 1e-8 or so
+COSTLY = 0.01  # the share of epsilon that cut batches may cost
 WEAK = 10.0  # an epsilon above which little is promised
 
 
@@ -39,7 +43,8 @@ def rows_that_count(batch: Batch, sampling: Any) -> tuple[np.ndarray, Finding]:
     if batch.drawn is not None and int(batch.drawn.rows) != count:
         words = f"{count} rows count, and `take` drew {int(batch.drawn.rows)}: the run would have no bill"
         return included, Finding("batch", "error", words, numbers)
-    if (most == math.inf and abs(count - expected) > FAR * deviation + 1) or (most < math.inf and count < expected):
+    by_chance = most == math.inf or getattr(sampling, "truncates", False)
+    if (by_chance and abs(count - expected) > FAR * deviation + 1) or (not by_chance and count < expected):
         return included, Finding("batch", "warning", words, numbers)
     return included, Finding("batch", "ok", words, numbers)
 
@@ -89,6 +94,20 @@ def privacy(optimizer: Mechanism, steps: int | None, delta: float | None) -> Fin
     if spent > WEAK:
         return Finding("privacy", "note", f"{words}, which promises little", numbers)
     return Finding("privacy", "ok", words, numbers)
+
+
+def truncation(optimizer: Mechanism, steps: int | None, delta: float | None) -> list[Finding]:
+    """What it costs that the sampling cuts batches (`most_rows`); nothing for other samplings."""
+    if steps is None or delta is None or not getattr(optimizer.sampling, "truncates", False):
+        return []
+    event, relation = optimizer.event(steps), require_relation(optimizer.sampling.relation)
+    spent, without = (billed(e, relation=relation).epsilon(delta) for e in (event, without_truncation(event)))
+    more = spent / without - 1 if 0 < without < math.inf else 0.0
+    words = f"to cut batches to most_rows = {optimizer.sampling.most_rows} costs {more:.2%} of epsilon"
+    numbers = {"epsilon": spent, "epsilon of batches that are not cut": without}
+    if more > COSTLY:
+        return [Finding("truncation", "warning", f"{words}: take more rows", numbers)]
+    return [Finding("truncation", "ok", words, numbers)]
 
 
 def frozen(flags: Tree, params: Tree) -> Finding:

@@ -1,6 +1,6 @@
 """The events of samplings that dp-accounting has not, and compositions of events."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import attrs
 import dp_accounting
@@ -37,3 +37,11 @@ def composition(parts: Iterable[tuple[DpEvent, int]]) -> DpEvent:
     if not events:
         return dp_accounting.NoOpDpEvent()
     return events[0] if len(events) == 1 else dp_accounting.ComposedDpEvent(events)
+
+
+def composed(multipliers: np.ndarray, event_of: Callable[[float], DpEvent]) -> DpEvent:
+    """The composition of releases, grouped by their noise multipliers, because their order does not change the bill.
+
+    multipliers: float64 (steps,). event_of: (noise multiplier) -> DpEvent.
+    """
+    return composition((event_of(value), count) for value, count in grouped(multipliers))

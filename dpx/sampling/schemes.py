@@ -5,12 +5,12 @@ the same batches. `take`, `batches` and `draw_ahead` (base.py) read the step fro
 The key must stay as secret as the noise key, because amplification by sampling holds only for batches that nobody
 knows.
 
-To add one: a frozen dataclass here, or in a file beside this one (allocation.py), with the fields of `Sampling`, and a
-line in `dpx/catalog.py`.
+To add one: a frozen dataclass here, or in a file beside this one (poisson.py, allocation.py), with the fields of
+`Sampling`, and a line in `dpx/catalog.py`.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import dp_accounting
@@ -18,84 +18,10 @@ import jax
 import numpy as np
 from dp_accounting import DpEvent, GaussianDpEvent
 
-from dpx import keys
 from dpx.sampling.base import Sampling as Sampling
-from dpx.sampling.draws import (
-    Draw,
-    coins,
-    fitting_rows,
-    keep_sizes,
-    order,
-    pad,
-    permutation,
-    require_rows,
-    require_step,
-    scatter,
-    step_key,
-    usual_rows,
-    warn_of_small,
-)
-from dpx.sampling.events import composition, grouped
+from dpx.sampling.draws import Draw, keep_sizes, order, pad, permutation, require_step, step_key
+from dpx.sampling.events import composed
 from dpx.validation import require_whole
-
-
-@dataclass(frozen=True, kw_only=True)
-class PoissonSampling(Sampling):
-    """At every step, each example takes part with probability batch_size / examples, independently of the others.
-
-    examples:   size of the data set; a public number.
-    batch_size: the EXPECTED batch size, in (0, examples]; the divisor.
-    capacity:   rows of a drawn batch; by default the least multiple of 8 that a batch exceeds with a probability below
-                1e-9. A larger batch is never cut: its rows are the next multiple of 1/8 of the capacity. A capacity
-                that is often exceeded lets the shape, and so the last bits of a sum, depend on a coin (docs/exact.md):
-                one below the default warns.
-
-    Neighbors differ by a null in place of one example, which keeps its place and counts nowhere. The bill is that of
-    adding or removing an example. But a deleted row would move all later ones, and so the rounding of their sum. The
-    size of a batch is outside of the bill: who sees it, for example in the time of a step, knows more of the coins.
-
-    Raises ValueError for other sizes. Its event is that of Abadi et al. 2016, https://arxiv.org/abs/1607.00133.
-    """
-
-    batch_size: float
-    capacity: int | None = field(default=None, repr=False)  # no part of what is drawn
-    relation: ClassVar[str] = "zero_out"
-
-    def __post_init__(self):
-        keep_sizes(self)
-        if self.capacity is not None:
-            require_whole("capacity", self.capacity)
-            warn_of_small(self.capacity, usual_rows(self.examples, self.probability))
-
-    @property
-    def probability(self) -> float:
-        return self.batch_size / self.examples
-
-    @property
-    def divisor(self) -> float:
-        return self.batch_size
-
-    @property
-    def pads(self) -> bool:
-        return True
-
-    @property
-    def most_rows(self) -> float:
-        return math.inf
-
-    def draw(self, key: jax.Array, step: int, *, size: int | None = None) -> Draw:
-        own = step_key(key, require_step(key, step))
-        drawn = np.flatnonzero(coins(own, self.examples, self.probability))
-        if size is None:
-            size = fitting_rows(len(drawn), self.capacity or usual_rows(self.examples, self.probability))
-        require_rows(drawn, size)
-        return scatter(drawn, size, keys.fold_in(own, 1))
-
-    def event(self, multipliers: np.ndarray) -> DpEvent:
-        return _composed(
-            multipliers,
-            lambda sigma: dp_accounting.PoissonSampledDpEvent(self.probability, GaussianDpEvent(sigma)),
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +49,7 @@ class FixedSizeSampling(Sampling):
         return pad(order(own, self.examples, self.batch_size), size or self.batch_size)
 
     def event(self, multipliers: np.ndarray) -> DpEvent:
-        return _composed(
+        return composed(
             multipliers,
             lambda sigma: dp_accounting.SampledWithoutReplacementDpEvent(
                 self.examples, self.batch_size, GaussianDpEvent(sigma / 2)
@@ -167,7 +93,7 @@ class ShuffledEpochs(Sampling):
 
     def event(self, multipliers: np.ndarray) -> DpEvent:
         starts = np.arange(0, len(multipliers), self.steps_per_epoch)
-        return _composed(np.minimum.reduceat(multipliers, starts), GaussianDpEvent)
+        return composed(np.minimum.reduceat(multipliers, starts), GaussianDpEvent)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,12 +117,4 @@ class FullBatch(Sampling):
         return pad(np.arange(self.examples), size or self.examples)
 
     def event(self, multipliers: np.ndarray) -> DpEvent:
-        return _composed(multipliers, GaussianDpEvent)
-
-
-def _composed(multipliers: np.ndarray, event_of) -> DpEvent:
-    """The composition of releases, grouped by their noise multipliers, because their order does not change the bill.
-
-    multipliers: float64 (steps,). event_of: (noise multiplier) -> DpEvent.
-    """
-    return composition((event_of(value), count) for value, count in grouped(multipliers))
+        return composed(multipliers, GaussianDpEvent)

@@ -20,7 +20,8 @@ from dpx.accounting.error_feedback import rounding
 from dpx.accounting.error_feedback.renyi import AmplifiedProfile
 from dpx.accounting.profiles import UNBOUNDED, DeltaProfile, GaussianProfile, Least, Profile, RenyiProfile
 from dpx.accounting.releases import Released, WholeRunReader, register_whole_run
-from dpx.sampling.schemes import FixedSizeSampling, FullBatch, PoissonSampling, Sampling, ShuffledEpochs
+from dpx.sampling.poisson import PoissonSampling
+from dpx.sampling.schemes import FixedSizeSampling, FullBatch, Sampling, ShuffledEpochs
 
 SAMPLINGS = (PoissonSampling, FixedSizeSampling, ShuffledEpochs, FullBatch)
 
@@ -87,6 +88,9 @@ def _rounding(event: ErrorFeedbackDpEvent) -> str:
 def bounds(event: ErrorFeedbackDpEvent, accountant: Accountant, relation: Relation) -> dict[str, Profile]:
     """The bounds that hold for the sampling and the relation, by name. Raises ValueError if there is none."""
     sampling, stated = event.sampling, event.sampling.relation
+    if isinstance(sampling, PoissonSampling) and sampling.truncates:
+        words = "in a full batch one example displaces another, for which its bounds are not proved"
+        raise ValueError(f"error feedback is not billed for Poisson sampling with most_rows, because {words}")
     moves_rows = relation == "add_or_remove" and not isinstance(sampling, PoissonSampling)
     if relation != stated and (stated == "replace_one" or moves_rows):
         raise ValueError(f'relation {relation!r} does not fit {sampling}, whose event is true for "{stated}"')

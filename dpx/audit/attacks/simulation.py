@@ -12,7 +12,8 @@ from dpx import keys
 from dpx.audit.stand_ins import without_grid
 from dpx.sampling.allocation import RandomAllocation
 from dpx.sampling.draws import coins
-from dpx.sampling.schemes import FixedSizeSampling, FullBatch, PoissonSampling, ShuffledEpochs
+from dpx.sampling.poisson import PoissonSampling
+from dpx.sampling.schemes import FixedSizeSampling, FullBatch, ShuffledEpochs
 from dpx.states.public import publishable_state
 from dpx.trees import Tree, described, require_arrays
 
@@ -49,7 +50,7 @@ def takes_part(sampling: Any) -> Callable[..., Any]:
     """
 
     def poisson(key, steps):
-        return jax.vmap(lambda step: coins(keys.fold_in(key, step), 1, sampling.probability)[0])(jnp.arange(steps))
+        return jax.vmap(lambda step: coins(keys.fold_in(key, step), 1, sampling.participation)[0])(jnp.arange(steps))
 
     def fixed_size(key, steps):
         return jax.random.randint(keys.public(key), (steps,), 0, sampling.examples) < sampling.batch_size

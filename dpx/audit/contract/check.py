@@ -7,7 +7,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 
-from dpx.audit.contract import bits, cost, lines, noise, secrecy
+from dpx.audit.contract import batches, bits, cost, lines, noise, secrecy
 from dpx.audit.contract.inputs import default_params
 from dpx.audit.contract.report import Broken, ContractReport, Line, NotChecked
 from dpx.audit.contract.trial import Trial
@@ -26,7 +26,7 @@ LINES: dict[str, Callable[[Trial], str]] = {
     "bits": bits.bits,
     "resume": lines.resume,
     "cost": cost.cost,
-    "sampling": cost.sampling,
+    "sampling": batches.sampling,
     "secrecy": secrecy.secrecy,
     "branches": secrecy.branches,
 }

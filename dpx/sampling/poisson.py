@@ -1,0 +1,138 @@
+"""Poisson sampling: a coin for each example at every step; with a limit of the rows of a batch, on request."""
+
+import math
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import jax
+import numpy as np
+import scipy.special
+from dp_accounting import DpEvent, GaussianDpEvent, PoissonSampledDpEvent
+from dp_accounting.dp_event import TruncatedSubsampledGaussianDpEvent
+
+from dpx import keys
+from dpx.sampling.base import Sampling
+from dpx.sampling.draws import (
+    Draw,
+    coins,
+    fitting_rows,
+    keep_sizes,
+    order,
+    require_rows,
+    require_step,
+    scatter,
+    step_key,
+    usual_rows,
+    warn_of_small,
+)
+from dpx.sampling.events import composed
+from dpx.trees import described
+from dpx.validation import require_whole
+
+_ROWS, _KEPT = 1, 2  # the numbers of the keys of a step: of the rows of its examples, and of those that are kept
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class PoissonSampling(Sampling):
+    """At every step, each example takes part with probability batch_size / examples, independently of the others.
+
+    examples:   size of the data set; a public number.
+    batch_size: the EXPECTED batch size, in (0, examples]; the divisor.
+    most_rows:  int in [batch_size, examples]: where the coins choose more examples, a uniformly random subset of this
+                many takes part. All batches are then arrays of exactly `most_rows` rows: one shape, one compilation.
+                One example may displace another, so a run costs more, and much more for `most_rows` near batch_size;
+                from about batch_size + 5 sqrt(batch_size) on, it costs the same (`dpx.check_setup` says how much). The
+                divisor stays batch_size. By default, inf: a batch is never cut.
+    capacity:   without `most_rows`, rows of a drawn batch; by default the least multiple of 8 that a batch exceeds with
+                a probability below 1e-9. A larger batch is not cut: its rows are the next multiple of 1/8 of the
+                capacity. A capacity that is often exceeded lets the shape, and so the last bits of a sum, depend on a
+                coin (docs/exact.md): one below the default warns.
+
+    Neighbors differ by a null in place of one example, which keeps its place and counts nowhere. The bill is that of
+    adding or removing an example. But a deleted row would move all later ones, and so the rounding of their sum. The
+    size of a batch is outside of the bill: who sees it, for example in the time of a step, knows more of the coins.
+
+    Raises ValueError for other sizes. Its event is that of Abadi et al. 2016, https://arxiv.org/abs/1607.00133; with
+    `most_rows`, dp-accounting's `TruncatedSubsampledGaussianDpEvent`, and the proof is in
+    `dpx/accounting/truncated.py`.
+    """
+
+    batch_size: float
+    most_rows: float = math.inf  # pyrefly: ignore[bad-override]
+    capacity: int | None = field(default=None)
+    relation: ClassVar[str] = "zero_out"
+
+    def __post_init__(self):
+        keep_sizes(self)
+        if self.capacity is not None:
+            require_whole("capacity", self.capacity)
+            warn_of_small(self.capacity, usual_rows(self.examples, self.probability))
+        if self.most_rows == math.inf:
+            return
+        most = require_whole("most_rows", self.most_rows)
+        if not self.batch_size <= most <= self.examples:
+            limits = f"[batch_size = {self.batch_size}, examples = {self.examples}]"
+            raise ValueError(f"most_rows must be in {limits}, got {described(self.most_rows)}")
+        if self.capacity is not None:
+            raise ValueError(f"capacity must be left out with most_rows, which is the rows of all batches; got {self}")
+        object.__setattr__(self, "most_rows", most)
+
+    def __repr__(self) -> str:
+        """What decides which examples are drawn: the run's fingerprint, and so without `capacity`."""
+        limit = f", most_rows={self.most_rows}" if self.truncates else ""
+        return f"PoissonSampling(examples={self.examples}, batch_size={self.batch_size}{limit})"
+
+    @property
+    def probability(self) -> float:
+        return self.batch_size / self.examples
+
+    @property
+    def truncates(self) -> bool:
+        """Whether batches have a limit of rows. The event is then not that of Poisson sampling."""
+        return self.most_rows != math.inf
+
+    @property
+    def participation(self) -> float:
+        """The probability that an example takes part in a step: less than that of its coin, where batches are cut."""
+        if not self.truncates:
+            return self.probability
+        sizes = np.arange(self.most_rows)
+        short = scipy.special.bdtr(sizes, self.examples, self.probability).sum()  # of the mean of min(size, most_rows)
+        return float(self.most_rows - short) / self.examples
+
+    @property
+    def divisor(self) -> float:
+        return self.batch_size
+
+    @property
+    def pads(self) -> bool:
+        return True
+
+    def draw(self, key: jax.Array, step: int, *, size: int | None = None) -> Draw:
+        own = step_key(key, require_step(key, step))
+        drawn = np.flatnonzero(coins(own, self.examples, self.probability))
+        fitting = fitting_rows(len(drawn), self.capacity or usual_rows(self.examples, self.probability))
+        if self.truncates:
+            if len(drawn) > self.most_rows:
+                drawn = _subset(drawn, int(self.most_rows), keys.fold_in(own, _KEPT), fitting)
+            fitting = int(self.most_rows)
+        size = fitting if size is None else size
+        require_rows(drawn, size)
+        return scatter(drawn, size, keys.fold_in(own, _ROWS))
+
+    def event(self, multipliers: np.ndarray) -> DpEvent:
+        if self.truncates:
+            event = TruncatedSubsampledGaussianDpEvent
+            sizes = self.examples, self.probability, int(self.most_rows)
+            return composed(multipliers, lambda sigma: event(*sizes, sigma))
+        return composed(multipliers, lambda sigma: PoissonSampledDpEvent(self.probability, GaussianDpEvent(sigma)))
+
+
+def _subset(drawn: np.ndarray, count: int, key: jax.Array, fitting: int) -> np.ndarray:
+    """A uniformly random subset of the drawn examples, int (count,), rising.
+
+    The first of the drawn would be those of the lowest numbers, for which no bill is known.
+    fitting: at least as many as are drawn; of few values, because a program is compiled for each.
+    """
+    places = order(key, fitting, fitting)  # a random order of more places is one of the first of them
+    return np.sort(drawn[places[places < len(drawn)][:count]])
