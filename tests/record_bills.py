@@ -21,7 +21,7 @@ from dpx import accounting
 from dpx.accounting import schedule_delta, schedule_epsilon
 from dpx.accounting.error_feedback.event import ErrorFeedbackDpEvent
 from dpx.accounting.projected import ProjectedGaussianDpEvent, projected
-from dpx.sampling import RandomAllocation
+from dpx.sampling import PoissonSampling, RandomAllocation
 
 PATH = Path(__file__).parent / "data" / "bills.json"
 
@@ -151,6 +151,19 @@ def _allocated() -> Iterator[tuple[str, Bill]]:
             yield f"random allocation, {label}: {name}", bill
 
 
+def _truncated() -> Iterator[tuple[str, Bill]]:
+    cut = PoissonSampling(examples=60_000, batch_size=256, most_rows=304)
+    events = {
+        "2,344 steps": cut.event(np.full(2344, 0.8)),
+        "falling noise": cut.event(np.geomspace(2.0, 1.0, 50)),
+        "beside a Gaussian": ComposedDpEvent([cut.event(np.full(20, 0.7)), GaussianDpEvent(3.0)]),
+    }
+    options: dict = dict(accountants=("pld", "rdp"), relations=("zero_out", "replace_one"))
+    for label, event in events.items():
+        for name, bill in asked(event, deltas=(1e-5,), epsilons=(1.0,), **options):
+            yield f"truncated, {label}: {name}", bill
+
+
 def _projected() -> Iterator[tuple[str, Bill]]:
     events = {
         "gaussian": projected(GaussianDpEvent(2.0), rank=10),
@@ -231,7 +244,10 @@ def _searches() -> Iterator[tuple[str, Bill]]:
             yield f"search, {label}, {distribution}: {name}", value
 
 
-FAMILIES = (_gaussians, _poisson, _schedules, _mixes, _fixed, _allocated, _projected, _feedback, _mechanisms, _searches)
+FAMILIES = (
+    *(_gaussians, _poisson, _schedules, _mixes, _fixed, _allocated, _truncated),
+    *(_projected, _feedback, _mechanisms, _searches),
+)
 
 
 def bills() -> dict[str, Bill]:
