@@ -274,6 +274,48 @@ def first_rows_kept(key, steps):
     return sound(key, sampling=FirstRowsKept(examples=96, batch_size=8))
 
 
+class WeightedBilledByTheMean(ShuffledBilledAsPoisson):
+    """Poisson batches at rates that are proportional to weights, with the event of the mean rate."""
+
+    def draw(self, key, step, *, size=None):
+        return self.weighted.draw(key, step, size=size)
+
+    @property
+    def weighted(self):
+        return dpx.PoissonSampling(examples=96, batch_size=8, weights=1.0 + 4 * (np.arange(96) % 8 == 0))
+
+
+def weighted_billed_by_the_mean(key, steps):
+    """Batches that a weighted sampler draws, billed at batch size / examples (Opacus, issue 813)."""
+    return sound(key, sampling=WeightedBilledByTheMean(examples=96, batch_size=8))
+
+
+class OtherWeights(ShuffledBilledAsPoisson):
+    """Poisson batches at rates of other weights than those that are stated and billed."""
+
+    weights: ClassVar[Any] = 1.0 + np.arange(96) % 3
+
+    @property
+    def stated(self):
+        return dpx.PoissonSampling(examples=96, batch_size=8, weights=self.weights)
+
+    @property
+    def rates(self):
+        return self.stated.rates
+
+    def draw(self, key, step, *, size=None):
+        other = dpx.PoissonSampling(examples=96, batch_size=8, weights=1.0 + 4 * (np.arange(96) % 3 == 0))
+        return other.draw(key, step, size=size)
+
+    def event(self, multipliers):
+        return self.stated.event(multipliers)
+
+
+def other_weights(key, steps):
+    """A sampler whose weights are renormalized after the bill (weights that are learned during the run)."""
+    return sound(key, sampling=OtherWeights(examples=96, batch_size=8))
+
+
 class EveryBatchTwice(ShuffledBilledAsPoisson):
     """Poisson batches, each of which is used at two steps, billed as two batches."""
 
@@ -1034,6 +1076,8 @@ ZOO = [
     Zoo(fixed_size_billed_as_poisson, "sampling", "lower_bound"),
     Zoo(truncated_billed_as_poisson, "sampling"),
     Zoo(first_rows_kept, "sampling"),
+    Zoo(weighted_billed_by_the_mean, "sampling"),
+    Zoo(other_weights, "sampling"),
     Zoo(every_batch_twice, "sampling", "lower_bound"),
     Zoo(allocated_once, "sampling"),
     Zoo(permuted_billed_as_allocated, "sampling"),

@@ -25,6 +25,7 @@ PARAMS = {"kernel": jnp.ones((4, 3)), "bias": jnp.zeros(3), "scale": jnp.ones(()
 POISSON = dpx.PoissonSampling(examples=1000, batch_size=8)
 EPOCHS = dpx.ShuffledEpochs(examples=20, batch_size=8)
 TRUNCATED = dpx.PoissonSampling(examples=1000, batch_size=8, most_rows=10)
+WEIGHTED = dpx.PoissonSampling(examples=1000, batch_size=8, weights=1.0 + np.arange(1000) % 3)
 ALLOCATED = dpx.sampling.RandomAllocation(examples=20, steps_per_epoch=3)
 
 
@@ -194,6 +195,7 @@ MECHANISMS = [
     Case("fixed size", lambda key: _dp_sgd(key, dpx.FixedSizeSampling(examples=100, batch_size=8))),
     Case("shuffled", lambda key: _scheduled(key, EPOCHS), lambda t: 1 - 0.05 * min(t, 10), lambda t: 2 * 0.9**t),
     Case("truncated", lambda key: _scheduled(key, TRUNCATED), lambda t: 1 - 0.05 * min(t, 10), lambda t: 2 * 0.9**t),
+    Case("weighted", lambda key: _scheduled(key, WEIGHTED), lambda t: 1 - 0.05 * min(t, 10), lambda t: 2 * 0.9**t),
     Case("allocated", lambda key: _scheduled(key, ALLOCATED), lambda t: 1 - 0.05 * min(t, 10), lambda t: 2 * 0.9**t),
     Case("per layer", lambda key: _dp_sgd(key, clip_norm=PER_LAYER), lambda t: math.sqrt(0.25 + 0.04 + 0.01)),
     Case("normalized", lambda key: dpx.mechanisms.normalized(_dp_sgd(key, clip_norm=1.0)), lambda t: 1.0),

@@ -198,12 +198,12 @@ def test_a_run_of_truncated_batches_is_billed_and_calibrated():
 def test_error_feedback_and_projections_have_no_bill_for_truncated_batches():
     sampling = dpx.PoissonSampling(examples=1000, batch_size=50, most_rows=64)
     numbers = dict(clip_norm=1.0, feedback_norm=1.0, outer_clip_norm=1.1, noise_multiplier=1.0)
-    with pytest.raises(ValueError, match="sampling must have no most_rows"):
+    with pytest.raises(ValueError, match="sampling must have no most_rows and no weights"):
         dpx.methods.dice_sgd(**numbers, sampling=sampling, key=KEY)
     plain = dpx.PoissonSampling(examples=1000, batch_size=50)
     run = dpx.methods.dice_sgd(**numbers, sampling=plain, key=KEY).event(5)
     run = type(run)(run.noise_multiplier, run.error_shift, run.feedback_shift, 5, None, sampling)
-    with pytest.raises(ValueError, match="error feedback is not billed for Poisson sampling with most_rows"):
+    with pytest.raises(ValueError, match="error feedback is not billed for Poisson sampling with most_rows or weights"):
         accounting.event_epsilon(run, delta=1e-5, relation="zero_out")
     with pytest.raises(ValueError, match="a fresh projection is billed before"):
         projected(sampling.event(np.ones(3)), rank=3)

@@ -314,6 +314,7 @@ def test_other_examples_change_nothing():
         (dpx.ShuffledEpochs(examples=40, batch_size=10), 0.25),
         (dpx.sampling.RandomAllocation(examples=40, steps_per_epoch=4), 0.25),
         (dpx.PoissonSampling(examples=40, batch_size=11, most_rows=11), 0.2463),
+        (dpx.PoissonSampling(examples=4, batch_size=0.5, weights=[1, 1, 2, 4]), 0.25),
         (FULL, 1.0),
     ],
 )

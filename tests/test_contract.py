@@ -207,6 +207,8 @@ def event_by_hand(sampling, multipliers: list[float]) -> list[dp_accounting.DpEv
         return [RandomAllocationDpEvent(tuple((sigma, 1) for sigma in epoch), 3) for epoch in epochs]
     if sampling == dpx.PoissonSampling(examples=1000, batch_size=8, most_rows=10):
         return [TruncatedSubsampledGaussianDpEvent(1000, 0.008, 10, sigma) for sigma in multipliers]
+    if sampling == dpx.PoissonSampling(examples=1000, batch_size=8, weights=1.0 + np.arange(1000) % 3):
+        return [dp_accounting.PoissonSampledDpEvent(24 / 1999, gaussian(sigma)) for sigma in multipliers]
     assert sampling == dpx.FullBatch(examples=8)
     return [gaussian(sigma) for sigma in multipliers]
 

@@ -171,6 +171,8 @@ def test_terms_are_those_of_the_sampling_and_the_event():
     other = [
         dpx.PoissonSampling(examples=2000, batch_size=16),  # the same rate
         dpx.PoissonSampling(examples=1000, batch_size=8.5),
+        dpx.PoissonSampling(examples=1000, batch_size=8, weights=np.arange(1000)),
+        dpx.PoissonSampling(examples=1000, batch_size=8, weights=np.arange(1000)[::-1]),
         dpx.PoissonSampling(examples=1000, batch_size=8, most_rows=16),
         dpx.PoissonSampling(examples=1000, batch_size=8, most_rows=17),
         dpx.FixedSizeSampling(examples=1000, batch_size=8),
@@ -179,7 +181,7 @@ def test_terms_are_those_of_the_sampling_and_the_event():
         dpx.sampling.RandomAllocation(examples=1000, steps_per_epoch=125),
         dpx.sampling.RandomAllocation(examples=1000, steps_per_epoch=124),
     ]
-    assert len({terms()} | {terms(sampling=sampling) for sampling in other}) == 10
+    assert len({terms()} | {terms(sampling=sampling) for sampling in other}) == 12
     dice = dict(clip_norm=1.0, feedback_norm=0.1, noise_multiplier=1.0, sampling=SAMPLING, key=jax.random.key(0))
     kinds = [{"outer_clip_norm": 2.0, "reset_every": r} for r in (None, 1, 5, 50)] + [{"outer_clip_norm": 3.0}]
     assert len({tuple(dpx.methods.dice_sgd(**dice, **kind).fingerprints.tolist()) for kind in kinds}) == 5

@@ -2,13 +2,16 @@
 
 from typing import Any
 
+import attrs
 import dp_accounting
 import numpy as np
 
 from dpx.accounting import checks
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.events import billed
+from dpx.accounting.projected import ProjectedGaussianDpEvent
 from dpx.accounting.releases import count_releases
+from dpx.sampling.poisson import PoissonSampling
 from dpx.states.reading import release_state, steps_taken
 from dpx.validation import require_whole
 
@@ -20,6 +23,7 @@ def epsilon(
     delta: float,
     accountant: Accountant = "tightest",
     relation: Relation | None = None,
+    weight: float | None = None,
 ) -> float:
     """An upper bound of epsilon at `delta` for the first steps of a run; inf if a step adds no noise.
 
@@ -33,11 +37,13 @@ def epsilon(
         for adding or removing one ("add_or_remove"). The latter has the number of "zero_out", but is about real
         numbers: in a program, a deleted row moves all later ones, and the order of the rows is in the last bits of
         their float sum. So the released bits are private for neighbors of "zero_out", where a null keeps the row.
+    weight: of `PoissonSampling(..., weights=...)`: the bill of the examples of at most this weight; None is for all.
 
-    Raises ValueError for a state that another mechanism made, for a relation that the event is not true for, and for
-    an event that the accountant cannot bill.
+    Raises ValueError for a state that another mechanism made, for a relation that the event is not true for, for an
+    event that the accountant cannot bill, and for a weight above all weights.
     """
     event, relation = event_of(optimizer, steps_or_state, relation)
+    event = event if weight is None else _of_weight(event, optimizer.sampling, weight)
     checks.warn_of_large_delta(delta, optimizer.sampling)
     return billed(event, accountant=accountant, relation=relation).epsilon(delta)
 
@@ -49,6 +55,7 @@ def delta(
     epsilon: float,
     accountant: Accountant = "tightest",
     relation: Relation | None = None,
+    weight: float | None = None,
 ) -> float:
     """An upper bound of delta at `epsilon` (at least 0) for the first steps of a run; 1 if a step adds no noise.
 
@@ -56,11 +63,13 @@ def delta(
     steps_or_state: a number of steps (int, at least 0), or an optimizer state, whose billed steps are read.
     accountant: "tightest", "pld" (privacy loss distributions) or "rdp" (Renyi divergences).
     relation: how neighboring data sets differ; None is the relation that the sampling states.
+    weight: the bill of the examples of at most this weight, as for `epsilon`.
 
     Raises ValueError for an epsilon below 0, and as `epsilon` does.
     """
     epsilon = checks.require_epsilon(epsilon)
     event, relation = event_of(optimizer, steps_or_state, relation)
+    event = event if weight is None else _of_weight(event, optimizer.sampling, weight)
     return billed(event, accountant=accountant, relation=relation).delta(epsilon)
 
 
@@ -87,11 +96,35 @@ def _relation_of(event: dp_accounting.DpEvent, sampling: Any, relation: Relation
         return stated
     if stated == "replace_one":
         raise ValueError(f'relation {relation!r} does not fit {sampling}, whose event is true for "replace_one" only')
+    if getattr(sampling, "weights", None) is not None:
+        words = 'the weight of another example would change all rates; its event is true for "zero_out" only'
+        raise ValueError(f"relation {relation!r} does not fit {sampling}: {words}")
     releases = count_releases(event)
     if relation == "add_or_remove" and not (releases.independent or releases.whole_runs):
         words = 'one example more or fewer would change the other batches; its event is true for "zero_out"'
         raise ValueError(f'relation "add_or_remove" does not fit {sampling}: {words}')
     return relation
+
+
+def _of_weight(event: Any, sampling: Any, weight: float) -> dp_accounting.DpEvent:
+    """The event of the same releases for an example of this weight, whose coins have a lower rate."""
+    if not isinstance(sampling, PoissonSampling):
+        raise ValueError(f"weight must be left out, because the examples of {sampling} have no weights; got {weight}")
+    rate, largest = sampling.rate_of(weight), sampling.probability
+
+    def lowered(event: Any) -> dp_accounting.DpEvent:
+        if isinstance(event, dp_accounting.ComposedDpEvent):
+            return attrs.evolve(event, events=[lowered(inner) for inner in event.events])
+        if isinstance(event, dp_accounting.SelfComposedDpEvent):
+            return attrs.evolve(event, event=lowered(event.event))
+        if isinstance(event, dp_accounting.NoOpDpEvent | dp_accounting.NonPrivateDpEvent):
+            return event
+        known = isinstance(event, dp_accounting.PoissonSampledDpEvent | ProjectedGaussianDpEvent)
+        if not known or event.sampling_probability != largest:
+            raise ValueError(f"the bill of one weight is known for releases on Poisson samples only, got {event}")
+        return attrs.evolve(event, sampling_probability=rate) if rate else dp_accounting.NoOpDpEvent()
+
+    return lowered(event)
 
 
 def require_billable(optimizer: Any) -> None:

@@ -128,8 +128,9 @@ def dice_sgd(
     """
     if not isinstance(sampling, SAMPLINGS):
         raise ValueError(f"sampling must be one of {[s.__name__ for s in SAMPLINGS]}, got {described(sampling)}")
-    if getattr(sampling, "truncates", False):
-        raise ValueError(f"sampling must have no most_rows, because error feedback has no bill for it; got {sampling}")
+    if not getattr(sampling, "plain", True):
+        words = "because error feedback has no bill for them"
+        raise ValueError(f"sampling must have no most_rows and no weights, {words}; got {sampling}")
     noise_key = keys.stream(keys.secret(key), "noise")
     clip_norm = _rounded("clip_norm", clip_norm, SMALLEST_CLIP_NORM)
     if not (isinstance(outer_clip_norm, float) and outer_clip_norm == math.inf):

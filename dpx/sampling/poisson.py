@@ -1,8 +1,10 @@
-"""Poisson sampling: a coin for each example at every step; with a limit of the rows of a batch, on request."""
+"""Poisson sampling: a coin for each example at every step; on request with public weights, or a limit of the rows."""
 
+import functools
 import math
+import warnings
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -11,6 +13,7 @@ from dp_accounting import DpEvent, GaussianDpEvent, PoissonSampledDpEvent
 from dp_accounting.dp_event import TruncatedSubsampledGaussianDpEvent
 
 from dpx import keys
+from dpx.sampling import weights as weighted
 from dpx.sampling.base import Sampling
 from dpx.sampling.draws import (
     Draw,
@@ -26,8 +29,9 @@ from dpx.sampling.draws import (
     warn_of_small,
 )
 from dpx.sampling.events import composed
+from dpx.sampling.weights import PublicWeights
 from dpx.trees import described
-from dpx.validation import require_whole
+from dpx.validation import require_number, require_whole
 
 _ROWS, _KEPT = 1, 2  # the numbers of the keys of a step: of the rows of its examples, and of those that are kept
 
@@ -43,6 +47,12 @@ class PoissonSampling(Sampling):
                 One example may displace another, so a run costs more, and much more for `most_rows` near batch_size;
                 from about batch_size + 5 sqrt(batch_size) on, it costs the same (`dpx.check_setup` says how much). The
                 divisor stays batch_size. By default, inf: a batch is never cut.
+    weights:    PUBLIC numbers of at least 0, (examples,). Example i then takes part with probability
+                q_i = min(1, batch_size w_i / sum w), and the divisor is sum q_i, which is below batch_size where rates
+                are capped at 1. The bill is at the largest rate, for every example; `dpx.epsilon(..., weight=w)` is
+                that of the examples of weight w and less. Weights that were computed from labels or other private data
+                are private: no bill covers them. To divide a clipped gradient by q_i lets an example move the sum by
+                C / q_i, which is not billed either.
     capacity:   without `most_rows`, rows of a drawn batch; by default the least multiple of 8 that a batch exceeds with
                 a probability below 1e-9. A larger batch is not cut: its rows are the next multiple of 1/8 of the
                 capacity. A capacity that is often exceeded lets the shape, and so the last bits of a sum, depend on a
@@ -59,20 +69,28 @@ class PoissonSampling(Sampling):
 
     batch_size: float
     most_rows: float = math.inf  # pyrefly: ignore[bad-override]
+    weights: Any = None
     capacity: int | None = field(default=None)
     relation: ClassVar[str] = "zero_out"
 
     def __post_init__(self):
         keep_sizes(self)
+        if self.weights is not None:
+            object.__setattr__(self, "weights", PublicWeights(self.weights, self.examples))
+            if (count := int((self.rates == 1).sum())) and self.batch_size < self.examples:
+                words = "an example takes part in every step, which is billed without amplification for all examples"
+                warnings.warn(f"{count} weights give a rate of 1: such {words}. Cap the weights", stacklevel=3)
         if self.capacity is not None:
             require_whole("capacity", self.capacity)
-            warn_of_small(self.capacity, usual_rows(self.examples, self.probability))
+            warn_of_small(self.capacity, usual_rows(self.examples, self.divisor / self.examples))
         if self.most_rows == math.inf:
             return
         most = require_whole("most_rows", self.most_rows)
         if not self.batch_size <= most <= self.examples:
             limits = f"[batch_size = {self.batch_size}, examples = {self.examples}]"
             raise ValueError(f"most_rows must be in {limits}, got {described(self.most_rows)}")
+        if self.weights is not None:
+            raise ValueError(f"weights must be left out with most_rows, because no bill is known for both; got {self}")
         if self.capacity is not None:
             raise ValueError(f"capacity must be left out with most_rows, which is the rows of all batches; got {self}")
         object.__setattr__(self, "most_rows", most)
@@ -80,11 +98,38 @@ class PoissonSampling(Sampling):
     def __repr__(self) -> str:
         """What decides which examples are drawn: the run's fingerprint, and so without `capacity`."""
         limit = f", most_rows={self.most_rows}" if self.truncates else ""
-        return f"PoissonSampling(examples={self.examples}, batch_size={self.batch_size}{limit})"
+        weights = "" if self.weights is None else f", weights={self.weights}"
+        return f"PoissonSampling(examples={self.examples}, batch_size={self.batch_size}{limit}{weights})"
 
     @property
     def probability(self) -> float:
-        return self.batch_size / self.examples
+        """The largest rate of an example."""
+        return self.batch_size / self.examples if self.weights is None else float(self.rates.max())
+
+    @functools.cached_property
+    def rates(self) -> np.ndarray:
+        """The rate of each example, float64 (examples,)."""
+        if self.weights is None:
+            return np.full(self.examples, self.probability)
+        return self.weights.rate(self.weights.values, self.batch_size)
+
+    def rate_of(self, weight: float) -> float:
+        """The rate of an example of this weight. Raises ValueError without weights, and for one above all of them."""
+        if self.weights is None:
+            raise ValueError(f"weight must be left out, because the examples of {self} have no weights; got {weight}")
+        most = float(self.weights.values.max())
+        if require_number("weight", weight, minimum=0) > most:
+            raise ValueError(f"weight must be at most the largest one, {most}, got {weight}")
+        return float(self.weights.rate(weight, self.batch_size))
+
+    @property
+    def plain(self) -> bool:
+        """Whether the coins, of one rate, decide alone."""
+        return self.weights is None and not self.truncates
+
+    @functools.cached_property
+    def _heads(self) -> weighted.Heads:
+        return weighted.heads_of(self.rates)
 
     @property
     def truncates(self) -> bool:
@@ -93,16 +138,16 @@ class PoissonSampling(Sampling):
 
     @property
     def participation(self) -> float:
-        """The probability that an example takes part in a step: less than that of its coin, where batches are cut."""
+        """The largest probability of an example to take part: less than that of its coin, where batches are cut."""
         if not self.truncates:
             return self.probability
         sizes = np.arange(self.most_rows)
         short = scipy.special.bdtr(sizes, self.examples, self.probability).sum()  # of the mean of min(size, most_rows)
         return float(self.most_rows - short) / self.examples
 
-    @property
+    @functools.cached_property
     def divisor(self) -> float:
-        return self.batch_size
+        return self.batch_size if self.weights is None else float(self.rates.sum())
 
     @property
     def pads(self) -> bool:
@@ -110,8 +155,13 @@ class PoissonSampling(Sampling):
 
     def draw(self, key: jax.Array, step: int, *, size: int | None = None) -> Draw:
         own = step_key(key, require_step(key, step))
-        drawn = np.flatnonzero(coins(own, self.examples, self.probability))
-        fitting = fitting_rows(len(drawn), self.capacity or usual_rows(self.examples, self.probability))
+        if self.weights is None:
+            drawn = np.flatnonzero(coins(own, self.examples, self.probability))
+        else:
+            drawn = np.flatnonzero(weighted.coins(own, self._heads))
+        # With several rates, a batch is not larger than of one rate with the same mean (Hoeffding 1956).
+        usual = self.capacity or usual_rows(self.examples, self.divisor / self.examples)
+        fitting = fitting_rows(len(drawn), usual)
         if self.truncates:
             if len(drawn) > self.most_rows:
                 drawn = _subset(drawn, int(self.most_rows), keys.fold_in(own, _KEPT), fitting)

@@ -88,9 +88,9 @@ def _rounding(event: ErrorFeedbackDpEvent) -> str:
 def bounds(event: ErrorFeedbackDpEvent, accountant: Accountant, relation: Relation) -> dict[str, Profile]:
     """The bounds that hold for the sampling and the relation, by name. Raises ValueError if there is none."""
     sampling, stated = event.sampling, event.sampling.relation
-    if isinstance(sampling, PoissonSampling) and sampling.truncates:
-        words = "in a full batch one example displaces another, for which its bounds are not proved"
-        raise ValueError(f"error feedback is not billed for Poisson sampling with most_rows, because {words}")
+    if isinstance(sampling, PoissonSampling) and not sampling.plain:
+        words = "its bounds are proved for coins of one rate"
+        raise ValueError(f"error feedback is not billed for Poisson sampling with most_rows or weights: {words}")
     moves_rows = relation == "add_or_remove" and not isinstance(sampling, PoissonSampling)
     if relation != stated and (stated == "replace_one" or moves_rows):
         raise ValueError(f'relation {relation!r} does not fit {sampling}, whose event is true for "{stated}"')

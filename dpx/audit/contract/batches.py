@@ -19,6 +19,7 @@ from dpx.sampling.events import RandomAllocationDpEvent
 DRAWN = 64  # batches that are drawn to see the sampling
 DRAWN_CUT = 1024  # where they are cut: few are, and which rows are left is seen in these alone
 EXAMPLES = 200_000  # a larger data set is not drawn from
+FAR = 10.0  # standard deviations of a sum of squares, whose tails are longer than the normal
 RATE = 1e-6  # of false alarms, of each test of the batches
 
 
@@ -35,6 +36,9 @@ def sampling(trial: Trial) -> str:
     (event,) = releases
     _require_relation(event, record)
     if isinstance(event, dp_accounting.PoissonSampledDpEvent):
+        if (rates := getattr(record, "rates", None)) is not None and rates.min() < rates.max():
+            _require_weighted(batches, rates, float(event.sampling_probability))
+            return f"{DRAWN} batches are drawn as the weights say, at rates of at most that of the event"
         _require_poisson(batches, record.examples, float(event.sampling_probability))
         return f"{DRAWN} batches are drawn as the event says: each example at rate {event.sampling_probability:.4g}"
     if isinstance(event, dp_accounting.SampledWithoutReplacementDpEvent):
@@ -78,7 +82,36 @@ def _require_poisson(batches: list[np.ndarray], examples: int, rate: float):
     for words, counts, probability in (("examples", sizes, rate), ("examples shared with the next", shared, rate**2)):
         total, trials = counts.sum(), examples * len(counts)
         _require_binomial(total, trials, probability, f"{words} in {len(counts)} batches; rate {rate:.4g}")
+    taken, variance = np.bincount(np.concatenate(batches), minlength=examples), len(batches) * rate * (1 - rate)
+    scatter = float(((taken - len(batches) * rate) ** 2).sum()) / variance
+    if scatter > examples + FAR * math.sqrt(examples * (2 + 1 / variance)):
+        raise Broken(f"some examples take part more often than others: {scatter / examples:.3g} times the variance")
     _require_spread(sizes, examples * rate * (1 - rate))
+
+
+def _require_weighted(batches: list[np.ndarray], rates: np.ndarray, billed: float):
+    """Examples of low and of high rates, and those shared with the next batch, as of independent coins."""
+    if rates.max() > billed * (1 + 1e-12):
+        raise Broken(f"an example takes part at rate {rates.max():.6g}, and {billed:.6g} is billed")
+    taken = np.bincount(np.concatenate(batches), minlength=len(rates))
+    pairs = list(zip(batches[:-1:2], batches[1::2], strict=True))
+    for number, group in enumerate(np.array_split(np.argsort(rates, kind="stable"), 4), start=1):
+        q, words = rates[group], f"of quarter {number} of the rates"
+        _require_coins(int(taken[group].sum()), np.tile(q, len(batches)), f"examples {words}")
+        inside = np.isin(np.arange(len(rates)), group)
+        shared = sum(int(inside[np.intersect1d(a, b)].sum()) for a, b in pairs)
+        _require_coins(shared, np.tile(q**2, len(pairs)), f"examples {words} shared with the next")
+    sizes = np.array([len(batch) for batch in batches])
+    variance = float((rates * (1 - rates)).sum())
+    if variance > 0:
+        _require_spread(sizes, variance)
+
+
+def _require_coins(count: int, rates: np.ndarray, words: str):
+    """Bernstein's inequality for independent coins."""
+    mean, variance, log = rates.sum(), float((rates * (1 - rates)).sum()), math.log(2 / RATE)
+    if abs(count - mean) > log / 3 + math.sqrt(log**2 / 9 + 2 * log * variance) + 1e-9 * mean:
+        raise Broken(f"batches hold {count} {words}, where coins of the stated rates hold {mean:.1f}")
 
 
 def _require_binomial(count: int, trials: int, probability: float, words: str):
