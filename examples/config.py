@@ -132,6 +132,8 @@ class Config:
         sampling = catalog.SAMPLINGS[self.sampling]
         if "steps_per_epoch" in sampling.parameters:
             return sampling.build(examples=examples, steps_per_epoch=round(examples / batch_size))
+        if "bands" in sampling.parameters:  # with plain noise, more bands only cost more
+            return sampling.build(examples=examples, batch_size=batch_size, bands=1)
         return sampling.build(examples=examples, batch_size=batch_size)
 
     def steps_of(self, sampling: Sampling, examples: int) -> int:

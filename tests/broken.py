@@ -316,6 +316,65 @@ def other_weights(key, steps):
     return sound(key, sampling=OtherWeights(examples=96, batch_size=8))
 
 
+@dataclass(frozen=True, kw_only=True)
+class GroupsOfEveryTurn:
+    """Cyclic Poisson sampling with new groups in every turn, in which an example may take part twice in a row."""
+
+    examples: int
+    batch_size: int
+    bands: int
+    relation: ClassVar[str] = "zero_out"
+    pads: ClassVar[bool] = True
+    most_rows: ClassVar[float] = float("inf")
+
+    @property
+    def billed(self):
+        sizes = {"examples": self.examples, "batch_size": self.batch_size, "bands": self.bands}
+        return dpx.sampling.CyclicPoissonSampling(**sizes)
+
+    @property
+    def divisor(self) -> float:
+        return self.batch_size
+
+    def draw(self, key, step, *, size=None):
+        return self.billed.draw(jax.random.fold_in(key, step // self.bands), step, size=size)
+
+    def event(self, multipliers):
+        return self.billed.event(multipliers)
+
+
+def groups_of_every_turn(key, steps):
+    """Groups that are drawn anew in every turn, billed as ones that are fixed for the run."""
+    return sound(key, sampling=GroupsOfEveryTurn(examples=96, batch_size=8, bands=3))
+
+
+class PoissonBilledAsCyclic(GroupsOfEveryTurn):
+    """Poisson batches, billed by one release of each turn."""
+
+    def draw(self, key, step, *, size=None):
+        return dpx.PoissonSampling(examples=self.examples, batch_size=self.batch_size).draw(key, step, size=size)
+
+
+def poisson_billed_as_cyclic(key, steps):
+    """Poisson batches, billed as cyclic ones, of which an example has one in three."""
+    return sound(key, sampling=PoissonBilledAsCyclic(examples=96, batch_size=8, bands=3))
+
+
+class OrderBilledOnce(ShuffledBilledAsPoisson):
+    """Batches in the order of the data, of which all epochs are billed as one."""
+
+    def draw(self, key, step, *, size=None):
+        return dpx.sampling.FixedOrder(examples=self.examples, batch_size=self.batch_size).draw(key, step, size=size)
+
+    def event(self, multipliers):
+        return dp_accounting.GaussianDpEvent(min(multipliers)) if len(multipliers) else dp_accounting.NoOpDpEvent()
+
+
+def order_billed_once(key, steps):
+    """Several epochs in one order, billed as the parallel composition of one epoch."""
+    return sound(key, sampling=OrderBilledOnce(examples=96, batch_size=8))
+
+
 class EveryBatchTwice(ShuffledBilledAsPoisson):
     """Poisson batches, each of which is used at two steps, billed as two batches."""
 
@@ -1078,6 +1137,9 @@ ZOO = [
     Zoo(first_rows_kept, "sampling"),
     Zoo(weighted_billed_by_the_mean, "sampling"),
     Zoo(other_weights, "sampling"),
+    Zoo(groups_of_every_turn, "sampling"),
+    Zoo(poisson_billed_as_cyclic, "sampling"),
+    Zoo(order_billed_once, "sampling"),
     Zoo(every_batch_twice, "sampling", "lower_bound"),
     Zoo(allocated_once, "sampling"),
     Zoo(permuted_billed_as_allocated, "sampling"),

@@ -26,6 +26,8 @@ POISSON = dpx.PoissonSampling(examples=1000, batch_size=8)
 EPOCHS = dpx.ShuffledEpochs(examples=20, batch_size=8)
 TRUNCATED = dpx.PoissonSampling(examples=1000, batch_size=8, most_rows=10)
 WEIGHTED = dpx.PoissonSampling(examples=1000, batch_size=8, weights=1.0 + np.arange(1000) % 3)
+CYCLIC = dpx.sampling.CyclicPoissonSampling(examples=1000, batch_size=8, bands=3)
+ORDERED = dpx.sampling.FixedOrder(examples=20, batch_size=8)
 ALLOCATED = dpx.sampling.RandomAllocation(examples=20, steps_per_epoch=3)
 
 
@@ -196,6 +198,8 @@ MECHANISMS = [
     Case("shuffled", lambda key: _scheduled(key, EPOCHS), lambda t: 1 - 0.05 * min(t, 10), lambda t: 2 * 0.9**t),
     Case("truncated", lambda key: _scheduled(key, TRUNCATED), lambda t: 1 - 0.05 * min(t, 10), lambda t: 2 * 0.9**t),
     Case("weighted", lambda key: _scheduled(key, WEIGHTED), lambda t: 1 - 0.05 * min(t, 10), lambda t: 2 * 0.9**t),
+    Case("cyclic", lambda key: _scheduled(key, CYCLIC), lambda t: 1 - 0.05 * min(t, 10), lambda t: 2 * 0.9**t),
+    Case("ordered", lambda key: _scheduled(key, ORDERED), lambda t: 1 - 0.05 * min(t, 10), lambda t: 2 * 0.9**t),
     Case("allocated", lambda key: _scheduled(key, ALLOCATED), lambda t: 1 - 0.05 * min(t, 10), lambda t: 2 * 0.9**t),
     Case("per layer", lambda key: _dp_sgd(key, clip_norm=PER_LAYER), lambda t: math.sqrt(0.25 + 0.04 + 0.01)),
     Case("normalized", lambda key: dpx.mechanisms.normalized(_dp_sgd(key, clip_norm=1.0)), lambda t: 1.0),
@@ -345,7 +349,10 @@ COORDINATES_BY_HAND = {  # the cases above that they are in
     "random_projection": "gaussian projection",
 }
 MECHANISMS_BY_HAND = {"normalized", "clip_then_project"}
-SAMPLINGS_BY_HAND = {"PoissonSampling", "FullBatch", "FixedSizeSampling", "ShuffledEpochs", "RandomAllocation"}
+SAMPLINGS_BY_HAND = {
+    *("PoissonSampling", "FullBatch", "FixedSizeSampling", "ShuffledEpochs", "RandomAllocation"),
+    *("CyclicPoissonSampling", "FixedOrder"),
+}
 
 
 def case_of_method(entry: catalog.Entry, sampling: Any = POISSON) -> Case:

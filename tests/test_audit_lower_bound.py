@@ -315,6 +315,7 @@ def test_other_examples_change_nothing():
         (dpx.sampling.RandomAllocation(examples=40, steps_per_epoch=4), 0.25),
         (dpx.PoissonSampling(examples=40, batch_size=11, most_rows=11), 0.2463),
         (dpx.PoissonSampling(examples=4, batch_size=0.5, weights=[1, 1, 2, 4]), 0.25),
+        (dpx.sampling.CyclicPoissonSampling(examples=40, batch_size=10, bands=3), 0.25),
         (FULL, 1.0),
     ],
 )
@@ -340,6 +341,27 @@ def test_random_allocation_is_scored_by_epochs_and_below_its_bill():
     assert 0.4 * found.bill < found.epsilon <= found.bill
     early = audit.lower_bound(make, steps=2, delta=1e-2, key=KEY, runs=20_000)
     assert 0.3 * early.bill < early.epsilon <= early.bill < found.bill
+
+
+@pytest.mark.parametrize(
+    ("sampling", "noise", "share"),
+    [
+        (dpx.PoissonSampling(examples=6, batch_size=2, most_rows=2), 0.7, 0.1),
+        (dpx.PoissonSampling(examples=4, batch_size=1, weights=[1, 1, 2, 4]), 0.7, 0.45),
+        (dpx.sampling.CyclicPoissonSampling(examples=6, batch_size=1, bands=3), 0.7, 0.3),
+        (dpx.sampling.FixedOrder(examples=6, batch_size=2), 1.0, 0.6),
+    ],
+    ids=["truncated", "weighted", "cyclic", "ordered"],
+)
+def test_other_samplings_are_below_their_bills(sampling, noise, share):
+    found = audit.lower_bound(
+        functools.partial(dp_sgd, sampling=sampling, noise_multiplier=noise),
+        steps=6,
+        delta=1e-2,
+        key=KEY,
+        runs=20_000,
+    )
+    assert share * found.bill < found.epsilon <= found.bill
 
 
 # ------------------------------------------------------------------ One run

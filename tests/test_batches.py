@@ -24,6 +24,8 @@ SAMPLINGS = {
     "full": dpx.FullBatch(examples=60),
     "truncated": dpx.PoissonSampling(examples=60, batch_size=6, most_rows=7),
     "weighted": dpx.PoissonSampling(examples=60, batch_size=6, weights=1.0 + np.arange(60) % 4),
+    "cyclic": dpx.sampling.CyclicPoissonSampling(examples=60, batch_size=6, bands=3),
+    "ordered": dpx.sampling.FixedOrder(examples=60, batch_size=8),
     "allocated": dpx.sampling.RandomAllocation(examples=60, steps_per_epoch=10),
 }
 POISSON = SAMPLINGS["poisson"]

@@ -198,9 +198,8 @@ def event_by_hand(sampling, multipliers: list[float]) -> list[dp_accounting.DpEv
         return [dp_accounting.PoissonSampledDpEvent(0.008, gaussian(sigma)) for sigma in multipliers]
     if sampling == dpx.FixedSizeSampling(examples=100, batch_size=8):  # neighbors differ by two clip norms
         return [dp_accounting.SampledWithoutReplacementDpEvent(100, 8, gaussian(sigma / 2)) for sigma in multipliers]
-    if sampling == dpx.ShuffledEpochs(
-        examples=20, batch_size=8
-    ):  # three steps an epoch, in one of which one takes part
+    ordered = dpx.sampling.FixedOrder(examples=20, batch_size=8)
+    if sampling in (dpx.ShuffledEpochs(examples=20, batch_size=8), ordered):  # one takes part in one of three steps
         return [gaussian(min(multipliers[start : start + 3])) for start in range(0, len(multipliers), 3)]
     if sampling == dpx.sampling.RandomAllocation(examples=20, steps_per_epoch=3):
         epochs = [sorted(multipliers[start : start + 3]) for start in range(0, len(multipliers), 3)]
@@ -209,6 +208,9 @@ def event_by_hand(sampling, multipliers: list[float]) -> list[dp_accounting.DpEv
         return [TruncatedSubsampledGaussianDpEvent(1000, 0.008, 10, sigma) for sigma in multipliers]
     if sampling == dpx.PoissonSampling(examples=1000, batch_size=8, weights=1.0 + np.arange(1000) % 3):
         return [dp_accounting.PoissonSampledDpEvent(24 / 1999, gaussian(sigma)) for sigma in multipliers]
+    if sampling == dpx.sampling.CyclicPoissonSampling(examples=1000, batch_size=8, bands=3):
+        least = [min(multipliers[start : start + 3]) for start in range(0, len(multipliers), 3)]
+        return [dp_accounting.PoissonSampledDpEvent(0.024, gaussian(sigma)) for sigma in least]
     assert sampling == dpx.FullBatch(examples=8)
     return [gaussian(sigma) for sigma in multipliers]
 

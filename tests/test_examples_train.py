@@ -249,7 +249,14 @@ def test_epsilon_alone_finds_the_noise(tmp_path):
 
 @pytest.mark.parametrize(
     ("sampling", "batch_size", "steps"),
-    [("shuffled", 500, 6), ("fixed", 500, 6), ("full", None, 2), ("allocated", 480, 6)],
+    [
+        ("shuffled", 500, 6),
+        ("fixed", 500, 6),
+        ("full", None, 2),
+        ("allocated", 480, 6),
+        ("cyclic", 500, 6),
+        ("ordered", 500, 6),
+    ],
 )
 def test_other_samplings(tmp_path, sampling, batch_size, steps):
     result = run(tmp_path, sampling=sampling, batch_size=batch_size)

@@ -550,6 +550,7 @@ def test_runs_on_different_units_are_not_added():
     [
         dpx.ShuffledEpochs(examples=1000, batch_size=50),
         dpx.sampling.RandomAllocation(examples=1000, steps_per_epoch=20),
+        dpx.sampling.CyclicPoissonSampling(examples=1000, batch_size=50, bands=4),
     ],
     ids=lambda sampling: type(sampling).__name__,
 )

@@ -180,8 +180,11 @@ def test_terms_are_those_of_the_sampling_and_the_event():
         dpx.FullBatch(examples=1000),
         dpx.sampling.RandomAllocation(examples=1000, steps_per_epoch=125),
         dpx.sampling.RandomAllocation(examples=1000, steps_per_epoch=124),
+        dpx.sampling.CyclicPoissonSampling(examples=1000, batch_size=8, bands=1),
+        dpx.sampling.CyclicPoissonSampling(examples=1000, batch_size=8, bands=2),
+        dpx.sampling.FixedOrder(examples=1000, batch_size=8),
     ]
-    assert len({terms()} | {terms(sampling=sampling) for sampling in other}) == 12
+    assert len({terms()} | {terms(sampling=sampling) for sampling in other}) == 15
     dice = dict(clip_norm=1.0, feedback_norm=0.1, noise_multiplier=1.0, sampling=SAMPLING, key=jax.random.key(0))
     kinds = [{"outer_clip_norm": 2.0, "reset_every": r} for r in (None, 1, 5, 50)] + [{"outer_clip_norm": 3.0}]
     assert len({tuple(dpx.methods.dice_sgd(**dice, **kind).fingerprints.tolist()) for kind in kinds}) == 5

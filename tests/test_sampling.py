@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import dpx
 from dpx import keys
-from dpx.sampling import RandomAllocation, allocation, draws, poisson
+from dpx.sampling import CyclicPoissonSampling, RandomAllocation, allocation, draws, poisson
 from dpx.sampling.events import RandomAllocationDpEvent
 from tests.compiling import FLAGS
 
@@ -32,6 +32,7 @@ SAMPLINGS = [
     dpx.FullBatch(examples=100),
     RandomAllocation(examples=95, steps_per_epoch=9),
     dpx.PoissonSampling(examples=100, batch_size=10, most_rows=11),
+    CyclicPoissonSampling(examples=100, batch_size=10, bands=3),
 ]
 
 
@@ -69,7 +70,7 @@ def test_a_sampling_has_a_stream_of_its_own(sampling, monkeypatch):
     names, stream = set(), keys.stream
     monkeypatch.setattr(keys, "stream", lambda key, name, step=None: names.add(name) or stream(key, name, step))
     draws._permutation.cache_clear()
-    allocation._epoch.cache_clear()
+    allocation.allocated.cache_clear()
     assert [list(drawn(sampling, step)) for step in range(3)] == by_own_stream and names == {"sampling"}
     monkeypatch.setattr(keys, "stream", lambda key, name, step=None: stream(key, "noise", step))
     for step in range(3):
@@ -141,7 +142,7 @@ def test_batches_depend_on_every_bit_of_the_key_and_on_no_setting():
     with jax.enable_x64(True), jax.threefry_partitionable(False), jax.numpy_dtype_promotion("standard"):
         jax.clear_caches()
         draws._permutation.cache_clear()
-        allocation._epoch.cache_clear()
+        allocation.allocated.cache_clear()
         assert batches_as_text() == expected
     flags = f"{FLAGS} --xla_force_host_platform_device_count=8"
     elsewhere = subprocess.run(
@@ -204,7 +205,7 @@ def test_probability_one_takes_everyone():
 
 
 def test_events():
-    sampled, fixed, shuffled, full, _, truncated = SAMPLINGS
+    sampled, fixed, shuffled, full, _, truncated, _ = SAMPLINGS
     gaussian = dp_accounting.GaussianDpEvent
     assert sampled.event(np.ones(1)) == dp_accounting.PoissonSampledDpEvent(0.1, gaussian(1.0))
     assert sampled.event(np.ones(3)) == dp_accounting.SelfComposedDpEvent(sampled.event(np.ones(1)), 3)
@@ -217,8 +218,8 @@ def test_events():
     cut = TruncatedSubsampledGaussianDpEvent
     expected = [cut(100, 0.1, 11, 1.0), dp_accounting.SelfComposedDpEvent(cut(100, 0.1, 11, 2.0), 2)]
     assert truncated.event(np.array([2.0, 1.0, 2.0])) == dp_accounting.ComposedDpEvent(expected)
-    assert [s.relation == "zero_out" for s in SAMPLINGS] == [True, False, True, True, True, True]
-    assert [s.divisor for s in SAMPLINGS] == [10, 10, 10, 100, 95 / 9, 10]
+    assert [s.relation == "zero_out" for s in SAMPLINGS] == [True, False, True, True, True, True, True]
+    assert [s.divisor for s in SAMPLINGS] == [10, 10, 10, 100, 95 / 9, 10, 10]
 
 
 def test_the_events_of_random_allocation():
@@ -313,10 +314,10 @@ def test_bad_most_rows(most_rows):
 @pytest.mark.parametrize(("examples", "steps", "together"), [(95, 9, 2**20), (95, 9, 10), (7, 7, 2**20), (5, 1, 2)])
 def test_an_epoch_of_random_allocation_has_every_example_once(examples, steps, together, monkeypatch):
     monkeypatch.setattr(allocation, "_TOGETHER", together)
-    allocation._epoch.cache_clear()
+    allocation.allocated.cache_clear()
     sampling = RandomAllocation(examples=examples, steps_per_epoch=steps)
     epochs = [[drawn(sampling, epoch * steps + place) for place in range(steps)] for epoch in range(3)]
-    allocation._epoch.cache_clear()
+    allocation.allocated.cache_clear()
     for batches in epochs:
         assert sorted(np.concatenate(batches)) == list(range(examples))
     if steps > 1:

@@ -5,14 +5,16 @@ A batch comes about in this order: schemes.py (which examples, and the event), b
 user's data as rows), loading.py (batches loaded ahead), batch.py (`Batch`). users.py makes a user the unit.
 
 To add one: a frozen dataclass in schemes.py with the fields of `Sampling`, and a line in `dpx/catalog.py`.
-`PoissonSampling` and `RandomAllocation` have files of their own, poisson.py and allocation.py. Events that
+`PoissonSampling`, `CyclicPoissonSampling` and `RandomAllocation` have files of their own. Events that
 dp-accounting has not are in events.py.
 """
 
 from dpx.sampling.allocation import RandomAllocation as RandomAllocation
 from dpx.sampling.base import Sampling as Sampling
 from dpx.sampling.batch import Batch as Batch
+from dpx.sampling.cyclic import CyclicPoissonSampling as CyclicPoissonSampling
 from dpx.sampling.poisson import PoissonSampling as PoissonSampling
+from dpx.sampling.schemes import FixedOrder as FixedOrder
 from dpx.sampling.schemes import FixedSizeSampling as FixedSizeSampling
 from dpx.sampling.schemes import FullBatch as FullBatch
 from dpx.sampling.schemes import ShuffledEpochs as ShuffledEpochs

@@ -74,7 +74,7 @@ class RandomAllocation(Sampling):
     def draw(self, key: jax.Array, step: int, *, size: int | None = None) -> Draw:
         epoch, place = divmod(require_step(key, step), self.steps_per_epoch)
         own = step_key(key, epoch)
-        lists, starts = _epoch(np.asarray(keys.words(own)).tobytes(), self.examples, self.steps_per_epoch)
+        lists, starts = allocated(np.asarray(keys.words(own)).tobytes(), self.examples, self.steps_per_epoch)
         drawn = lists[starts[place] : starts[place + 1]]
         if size is None:
             usual = self.capacity or usual_rows(self.examples, 1 / self.steps_per_epoch)
@@ -94,7 +94,7 @@ class RandomAllocation(Sampling):
 
 
 @functools.lru_cache(maxsize=1)
-def _epoch(words: bytes, examples: int, steps: int) -> tuple[np.ndarray, np.ndarray]:
+def allocated(words: bytes, examples: int, steps: int) -> tuple[np.ndarray, np.ndarray]:
     """The examples in the order of their steps, int32 (examples,), and where each step begins, int64 (steps + 1,).
 
     It is kept in memory, because every step of an epoch needs the same one.

@@ -97,6 +97,46 @@ class ShuffledEpochs(Sampling):
 
 
 @dataclass(frozen=True, kw_only=True)
+class FixedOrder(Sampling):
+    """The examples in the order of the data, in every epoch the same; the last batch of an epoch may be short.
+
+    An example takes part in every epoch once, `steps_per_epoch` steps apart, which noise that is correlated over the
+    whole run needs. Nothing is left to chance, and the order is public: so is the place of an example, and no
+    amplification is claimed. k begun epochs are billed as k Gaussian releases, each at the smallest noise multiplier of
+    its epoch (mu = sqrt(k) / sigma). Neighbors differ by a null, which keeps the place. The order must not depend on
+    private data: shuffle the data once, without looking at them. Raises ValueError for the same sizes as
+    `FixedSizeSampling`.
+    """
+
+    batch_size: int
+    relation: ClassVar[str] = "zero_out"
+
+    def __post_init__(self):
+        keep_sizes(self, whole=True)
+
+    @property
+    def divisor(self) -> float:
+        return self.batch_size
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return math.ceil(self.examples / self.batch_size)
+
+    @property
+    def pads(self) -> bool:
+        return self.examples % self.batch_size != 0
+
+    def draw(self, key: jax.Array, step: int, *, size: int | None = None) -> Draw:
+        start = require_step(key, step) % self.steps_per_epoch * self.batch_size
+        return pad(np.arange(start, min(start + self.batch_size, self.examples)), size or self.batch_size)
+
+    def event(self, multipliers: np.ndarray) -> DpEvent:
+        steps = len(multipliers)
+        epochs = np.arange(0, steps, self.steps_per_epoch)
+        return composed(np.minimum.reduceat(multipliers, epochs), GaussianDpEvent)
+
+
+@dataclass(frozen=True, kw_only=True)
 class FullBatch(Sampling):
     """Every example at every step: the event is that of the Gaussian releases, because nothing is left to chance.
 

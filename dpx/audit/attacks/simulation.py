@@ -11,9 +11,10 @@ import numpy as np
 from dpx import keys
 from dpx.audit.stand_ins import without_grid
 from dpx.sampling.allocation import RandomAllocation
+from dpx.sampling.cyclic import CyclicPoissonSampling
 from dpx.sampling.draws import coins
 from dpx.sampling.poisson import PoissonSampling
-from dpx.sampling.schemes import FixedSizeSampling, FullBatch, ShuffledEpochs
+from dpx.sampling.schemes import FixedOrder, FixedSizeSampling, FullBatch, ShuffledEpochs
 from dpx.states.public import publishable_state
 from dpx.trees import Tree, described, require_arrays
 
@@ -49,8 +50,11 @@ def takes_part(sampling: Any) -> Callable[..., Any]:
     Raises ValueError for a sampling that is unknown here, and no function.
     """
 
+    def poisson_of_rate(key, steps, rate):
+        return jax.vmap(lambda step: coins(keys.fold_in(key, step), 1, rate)[0])(jnp.arange(steps))
+
     def poisson(key, steps):
-        return jax.vmap(lambda step: coins(keys.fold_in(key, step), 1, sampling.participation)[0])(jnp.arange(steps))
+        return poisson_of_rate(key, steps, sampling.participation)
 
     def fixed_size(key, steps):
         return jax.random.randint(keys.public(key), (steps,), 0, sampling.examples) < sampling.batch_size
@@ -66,11 +70,17 @@ def takes_part(sampling: Any) -> Callable[..., Any]:
         places = jax.random.randint(keys.public(key), (-(-steps // period), 1), 0, period)
         return (jnp.arange(period)[None] == places).reshape(-1)[:steps]
 
+    def cyclic(key, steps):
+        group = jax.random.randint(keys.public(key), (), 0, sampling.bands)
+        return poisson_of_rate(key, steps, sampling.probability) & (jnp.arange(steps) % sampling.bands == group)
+
     known = {
         PoissonSampling: poisson,
         FixedSizeSampling: fixed_size,
         ShuffledEpochs: shuffled,
         RandomAllocation: allocated,
+        CyclicPoissonSampling: cyclic,
+        FixedOrder: lambda key, steps: jnp.arange(steps) % sampling.steps_per_epoch == 0,
         FullBatch: lambda key, steps: jnp.ones(steps, bool),
     }
     if type(sampling) in known:

@@ -36,11 +36,15 @@ def sampling(trial: Trial) -> str:
     (event,) = releases
     _require_relation(event, record)
     if isinstance(event, dp_accounting.PoissonSampledDpEvent):
+        rate, bands = float(event.sampling_probability), getattr(record, "bands", 1)
+        if bands > 1:
+            count = _require_cyclic(lambda step: record.draw(key, step), record.examples, bands, rate)
+            return f"{count} batches are drawn as the event says: each example in the steps of one of {bands} groups"
         if (rates := getattr(record, "rates", None)) is not None and rates.min() < rates.max():
-            _require_weighted(batches, rates, float(event.sampling_probability))
+            _require_weighted(batches, rates, rate)
             return f"{DRAWN} batches are drawn as the weights say, at rates of at most that of the event"
-        _require_poisson(batches, record.examples, float(event.sampling_probability))
-        return f"{DRAWN} batches are drawn as the event says: each example at rate {event.sampling_probability:.4g}"
+        _require_poisson(batches, record.examples, rate)
+        return f"{DRAWN} batches are drawn as the event says: each example at rate {rate:.4g}"
     if isinstance(event, dp_accounting.SampledWithoutReplacementDpEvent):
         _require_subsets(batches, record.examples, event)
         return f"{DRAWN} batches are subsets of {event.sample_size} examples, as the event says"
@@ -82,11 +86,34 @@ def _require_poisson(batches: list[np.ndarray], examples: int, rate: float):
     for words, counts, probability in (("examples", sizes, rate), ("examples shared with the next", shared, rate**2)):
         total, trials = counts.sum(), examples * len(counts)
         _require_binomial(total, trials, probability, f"{words} in {len(counts)} batches; rate {rate:.4g}")
-    taken, variance = np.bincount(np.concatenate(batches), minlength=examples), len(batches) * rate * (1 - rate)
-    scatter = float(((taken - len(batches) * rate) ** 2).sum()) / variance
-    if scatter > examples + FAR * math.sqrt(examples * (2 + 1 / variance)):
-        raise Broken(f"some examples take part more often than others: {scatter / examples:.3g} times the variance")
+    _require_alike(np.bincount(np.concatenate(batches), minlength=examples), len(batches), rate)
     _require_spread(sizes, examples * rate * (1 - rate))
+
+
+def _require_cyclic(draw: Callable[[int], Any], examples: int, bands: int, rate: float) -> int:
+    """Every example in the steps of one group, there by independent coins of this rate; how many batches were drawn."""
+    turns = max(2, DRAWN // bands // 2 * 2)
+    batches = [_examples(draw(step)) for step in range(turns * bands)]
+    taken = np.array([np.bincount(np.concatenate(batches[g::bands]), minlength=examples) for g in range(bands)])
+    if ((taken > 0).sum(axis=0) > 1).any():
+        raise Broken("an example takes part in the steps of two groups, and those of one are billed")
+    if rate == 1:
+        return len(batches)
+    pairs = [(first + g, first + g + bands) for first in range(0, len(batches), 2 * bands) for g in range(bands)]
+    shared = sum(len(np.intersect1d(batches[one], batches[other])) for one, other in pairs)
+    counts, words = taken.sum(axis=0), f"in {turns} turns of {bands} groups; rate {rate:.4g}"
+    _require_binomial(int(counts.sum()), examples * turns, rate, f"examples {words}")
+    _require_binomial(shared, examples * turns // 2, rate**2, f"examples shared with the next turn {words}")
+    _require_alike(counts, turns, rate)
+    return len(batches)
+
+
+def _require_alike(taken: np.ndarray, trials: int, rate: float):
+    """Whether all examples take part about equally often, int (examples,), in so many independent trials."""
+    variance = trials * rate * (1 - rate)
+    scatter = float(((taken - trials * rate) ** 2).sum()) / variance
+    if scatter > len(taken) + FAR * math.sqrt(len(taken) * (2 + 1 / variance)):
+        raise Broken(f"some examples take part more often than others: {scatter / len(taken):.3g} times the variance")
 
 
 def _require_weighted(batches: list[np.ndarray], rates: np.ndarray, billed: float):
