@@ -317,8 +317,8 @@ def other_weights(key, steps):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupsOfEveryTurn:
-    """Cyclic Poisson sampling with new groups in every turn, in which an example may take part twice in a row."""
+class GroupsThatChange:
+    """Cyclic Poisson sampling with new groups in every second turn: an example may take part twice in a row."""
 
     examples: int
     batch_size: int
@@ -337,18 +337,18 @@ class GroupsOfEveryTurn:
         return self.batch_size
 
     def draw(self, key, step, *, size=None):
-        return self.billed.draw(jax.random.fold_in(key, step // self.bands), step, size=size)
+        return self.billed.draw(jax.random.fold_in(key, step // (2 * self.bands)), step, size=size)
 
     def event(self, multipliers):
         return self.billed.event(multipliers)
 
 
-def groups_of_every_turn(key, steps):
-    """Groups that are drawn anew in every turn, billed as ones that are fixed for the run."""
-    return sound(key, sampling=GroupsOfEveryTurn(examples=96, batch_size=8, bands=3))
+def groups_that_change(key, steps):
+    """Groups that are drawn anew from time to time, billed as ones that are fixed for the run."""
+    return sound(key, sampling=GroupsThatChange(examples=96, batch_size=8, bands=3))
 
 
-class PoissonBilledAsCyclic(GroupsOfEveryTurn):
+class PoissonBilledAsCyclic(GroupsThatChange):
     """Poisson batches, billed by one release of each turn."""
 
     def draw(self, key, step, *, size=None):
@@ -1137,7 +1137,7 @@ ZOO = [
     Zoo(first_rows_kept, "sampling"),
     Zoo(weighted_billed_by_the_mean, "sampling"),
     Zoo(other_weights, "sampling"),
-    Zoo(groups_of_every_turn, "sampling"),
+    Zoo(groups_that_change, "sampling"),
     Zoo(poisson_billed_as_cyclic, "sampling"),
     Zoo(order_billed_once, "sampling"),
     Zoo(every_batch_twice, "sampling", "lower_bound"),

@@ -133,7 +133,7 @@ def test_records_of_equal_weights_are_equal():
     [
         ([1, 2], r"one number for each of the 3 examples, got \(2,\)"),
         (2.0, "one number for each"),
-        ([1, -1, 2], "finite and at least 0, got -1"),
+        ([1, -1, 2], "finite and at least 0, got 1 others"),
         ([1, math.nan, 2], "finite and at least 0"),
         ([1, math.inf, 2], "finite and at least 0"),
         ([0, 0, 0], "positive sum"),

@@ -13,6 +13,7 @@ from dpx.accounting.projected import ProjectedGaussianDpEvent
 from dpx.accounting.releases import count_releases
 from dpx.sampling.poisson import PoissonSampling
 from dpx.states.reading import release_state, steps_taken
+from dpx.trees import described
 from dpx.validation import require_whole
 
 
@@ -109,7 +110,8 @@ def _relation_of(event: dp_accounting.DpEvent, sampling: Any, relation: Relation
 def _of_weight(event: Any, sampling: Any, weight: float) -> dp_accounting.DpEvent:
     """The event of the same releases for an example of this weight, whose coins have a lower rate."""
     if not isinstance(sampling, PoissonSampling):
-        raise ValueError(f"weight must be left out, because the examples of {sampling} have no weights; got {weight}")
+        words = f"because the examples of {sampling} have no weights"
+        raise ValueError(f"weight must be left out, {words}; got {described(weight)}")
     rate, largest = sampling.rate_of(weight), sampling.probability
 
     def lowered(event: Any) -> dp_accounting.DpEvent:

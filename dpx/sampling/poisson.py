@@ -116,7 +116,8 @@ class PoissonSampling(Sampling):
     def rate_of(self, weight: float) -> float:
         """The rate of an example of this weight. Raises ValueError without weights, and for one above all of them."""
         if self.weights is None:
-            raise ValueError(f"weight must be left out, because the examples of {self} have no weights; got {weight}")
+            words = f"because the examples of {self} have no weights"
+            raise ValueError(f"weight must be left out, {words}; got {described(weight)}")
         most = float(self.weights.values.max())
         if require_number("weight", weight, minimum=0) > most:
             raise ValueError(f"weight must be at most the largest one, {most}, got {weight}")

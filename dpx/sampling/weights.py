@@ -24,8 +24,8 @@ class PublicWeights:
         weights = np.array(require_floats("weights", values), np.float64)
         if weights.shape != (examples,):
             raise ValueError(f"weights must be one number for each of the {examples} examples, got {weights.shape}")
-        for wrong in weights[~(np.isfinite(weights) & (weights >= 0))][:1]:
-            raise ValueError(f"weights must be finite and at least 0, got {wrong}")
+        if wrong := int((~(np.isfinite(weights) & (weights >= 0))).sum()):
+            raise ValueError(f"weights must be finite and at least 0, got {wrong} others")  # and shows none of them
         if not 0 < weights.sum() < np.inf:
             raise ValueError(f"weights must have a positive sum, got {weights.sum()}")
         weights.flags.writeable = False
