@@ -40,7 +40,8 @@ the one example be public, and A those outputs that are good both with and witho
 of 2 in the code. Given its coins, it moves the m1 pairs of a release by 0 or by v_i, in deviations, with
 sum |v_i|^2 <= shift^2, and P(|G + v| > r0) <= exp(-(r0 - |v|)^2 / 2), where r0 belongs to p0 (Marcum's
 Q). Where |v| r0 <= 2.6, this is at most p0 (1 + 4.8 |v| r0), so all together have p0 (m1 + 4.8 r0 shift sqrt(m1)). For
-larger |v|, up to r0 - 0.75, it grows faster than |v|^2, so all together have at most exp(-(r0 - shift)^2 / 2).
+larger |v|, up to r0 - 0.75, it grows faster than |v|^2, so all together have at most exp(-(r0 - shift)^2 / 2). A
+truncated sample has the law of such coins too, and the example displaces another one: `truncated` has its shift.
 
 Only the releases of the event count. At all other steps, such as those of an epoch of `ShuffledEpochs` in which the
 example has no part, the two sums are equal, and so are the two laws of the PROGRAM.
@@ -178,8 +179,7 @@ class Implemented:
     """The profile of a run as the program makes it, from the profile of exact arithmetic.
 
     exact: the profile. releases, mean: how many at most, int, and their expected number. shift: the most that one
-    example moves a release, in standard deviations of its noise, where every release is a Gaussian on all data or on a
-    batch in which chance decides about each example alone; inf for others.
+    example moves a release, in standard deviations of its noise, as `releases.largest_shift` has it.
     """
 
     exact: Profile

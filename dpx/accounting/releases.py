@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import attrs
 import dp_accounting
 from dp_accounting import DpEvent, GaussianDpEvent, PoissonSampledDpEvent, SampledWithoutReplacementDpEvent
-from dp_accounting.dp_event import RepeatAndSelectDpEvent
+from dp_accounting.dp_event import RepeatAndSelectDpEvent, TruncatedSubsampledGaussianDpEvent
 
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.fixed_size import FixedSizeGaussian
@@ -160,15 +160,18 @@ def released(event: DpEvent) -> Released:
 def largest_shift(event: DpEvent, relation: Relation) -> float:
     """The most that one example moves a release, in standard deviations of its noise.
 
-    It is inf if one release has no noise, or is not a Gaussian on all data or on a batch in which chance decides about
-    each example alone.
+    It is inf if one release has no noise, or is not a Gaussian on all data, on a batch in which chance decides about
+    each example alone, or on a truncated Poisson sample, where the example may displace another one.
     """
-    effect = 2 if relation == "replace_one" else 1
     largest = 0.0
     for release, _ in _leaves(event, 1):
-        noise = release.noise_multiplier if isinstance(release, GaussianDpEvent) else 0.0
-        if isinstance(release, RandomAllocationDpEvent):
+        effect, noise = 2 if relation == "replace_one" else 1, 0.0
+        if isinstance(release, GaussianDpEvent):
+            noise = release.noise_multiplier
+        elif isinstance(release, RandomAllocationDpEvent):
             noise = min(sigma for sigma, _ in release.noise_multiplier)
+        elif isinstance(release, TruncatedSubsampledGaussianDpEvent):
+            effect, noise = 2, release.noise_multiplier
         largest = max(largest, effect / noise if noise > 0 else math.inf)
     return largest
 

@@ -26,8 +26,12 @@ in place of f, which costs a little more.)
 
 Poisson's bill would be below the truth: where all others contribute -1 and the example +1, a full batch moves by 2.
 
-Given "full", the bill is about the mean over K, so it does not hold if the coins of the others are public. That is why
-`arithmetic` counts these releases as ones of which nothing is known but their bill.
+**Public coins.** `arithmetic` needs a bill that holds if all coins but those of the example are public. The coins of
+the others here are not such ones, because K decides about p. But a full batch has the law of these coins: a uniform
+n-subset U of the others, in random rows; a uniform j in U; and a coin of rate p, independent of both, by which the
+example takes the row of j. Given U and j, A is the sum over U; in B the example has the place of j, and in B' the null.
+Two of them differ by at most 2 (and the rounding of one exchanged row), so the proof above holds, and the shift of a
+release is 2 / s. Both sums of the OTHER data set are among A and B, or A and B'.
 """
 
 import math
