@@ -161,17 +161,15 @@ def largest_shift(event: DpEvent, relation: Relation) -> float:
     """The most that one example moves a release, in standard deviations of its noise.
 
     It is inf if one release has no noise, or is not a Gaussian on all data, on a batch in which chance decides about
-    each example alone, or on a truncated Poisson sample, where the example may displace another one.
+    each example alone, or on a truncated Poisson sample, where it may displace another one.
     """
     largest = 0.0
     for release, _ in _leaves(event, 1):
-        effect, noise = 2 if relation == "replace_one" else 1, 0.0
-        if isinstance(release, GaussianDpEvent):
-            noise = release.noise_multiplier
-        elif isinstance(release, RandomAllocationDpEvent):
+        truncated = isinstance(release, TruncatedSubsampledGaussianDpEvent)
+        effect = 2 if truncated or relation == "replace_one" else 1
+        noise = release.noise_multiplier if truncated or isinstance(release, GaussianDpEvent) else 0.0
+        if isinstance(release, RandomAllocationDpEvent):
             noise = min(sigma for sigma, _ in release.noise_multiplier)
-        elif isinstance(release, TruncatedSubsampledGaussianDpEvent):
-            effect, noise = 2, release.noise_multiplier
         largest = max(largest, effect / noise if noise > 0 else math.inf)
     return largest
 
@@ -179,8 +177,8 @@ def largest_shift(event: DpEvent, relation: Relation) -> float:
 def _leaves(event: Any, count: int) -> Iterator[tuple[Any, int]]:
     """The releases of an event tree, without compositions and Poisson sampling, and how often each was made."""
     if count == 0 or isinstance(event, dp_accounting.NoOpDpEvent):
-        return
-    if isinstance(event, dp_accounting.SelfComposedDpEvent):
+        pass
+    elif isinstance(event, dp_accounting.SelfComposedDpEvent):
         yield from _leaves(event.event, count * event.count)
     elif isinstance(event, dp_accounting.ComposedDpEvent):
         for inner in event.events:

@@ -106,7 +106,8 @@ def truncation(optimizer: Mechanism, steps: int | None, delta: float | None) -> 
     words = f"to cut batches to most_rows = {optimizer.sampling.most_rows} costs {more:.2%} of epsilon"
     numbers = {"epsilon": spent, "epsilon of batches that are not cut": without}
     if more > COSTLY:
-        return [Finding("truncation", "warning", f"{words}: take more rows", numbers)]
+        enough = math.ceil((optimizer.sampling.divisor + 5 * math.sqrt(optimizer.sampling.divisor)) / 8) * 8
+        return [Finding("truncation", "warning", f"{words}: take more rows, such as {enough}", numbers)]
     return [Finding("truncation", "ok", words, numbers)]
 
 
