@@ -141,6 +141,27 @@ def test_the_cases_of_a_step():
             accounting.event_epsilon(event(*wrong), delta=1e-5)
 
 
+@pytest.mark.parametrize(("others", "rate", "most"), [(3, 0.5, 2), (4, 0.3, 2), (4, 0.7, 3), (5, 0.2, 1)])
+def test_a_full_batch_has_the_law_of_public_coins(others, rate, most):
+    """A subset U of the others, j of U, and the example's coin, by which it takes the place of j; by enumeration."""
+    drawn, imitated, me = {}, {}, others
+    for coins in itertools.product((0, 1), repeat=others + 1):
+        heads = [place for place in range(others + 1) if coins[place]]
+        if sum(coins[:others]) >= most:
+            subsets = list(itertools.combinations(heads, most))
+            probability = rate ** len(heads) * (1 - rate) ** (others + 1 - len(heads)) / len(subsets)
+            for subset in subsets:
+                drawn[subset] = drawn.get(subset, 0.0) + probability
+    loss = read_step(event(others + 1, rate, most, 1.0), "zero_out")
+    subsets = list(itertools.combinations(range(others), most))
+    for subset, displaced in itertools.product(subsets, range(most)):
+        probability = loss.full / len(subsets) / most
+        exchanged = (*(other for place, other in enumerate(subset) if place != displaced), me)
+        for batch, share in ((subset, 1 - loss.rate_if_full), (exchanged, loss.rate_if_full)):
+            imitated[batch] = imitated.get(batch, 0.0) + probability * share
+    assert drawn == pytest.approx(imitated, rel=1e-8) and len(drawn) == math.comb(others + 1, most)
+
+
 @pytest.mark.parametrize("relation", ["zero_out", "replace_one"])
 def test_the_divergences_are_those_of_the_privacy_losses_at_least(relation):
     orders = np.array([4.25, 2.0, 3.0, 4.0, 8.0, 16.0])
