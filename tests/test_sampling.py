@@ -299,7 +299,7 @@ def test_all_truncated_batches_have_one_shape():
         cut.draw(KEY, 0, size=50)
     assert repr(cut) == "PoissonSampling(examples=1000, batch_size=100, most_rows=110)"
     assert cut.most_rows == 110 and cut.truncates and cut.pads
-    free = dpx.PoissonSampling(examples=1000, batch_size=100, capacity=8)
+    free = dpx.PoissonSampling(examples=1000, batch_size=100, capacity=200)
     assert repr(free) == "PoissonSampling(examples=1000, batch_size=100)" and free.most_rows == math.inf
 
 
@@ -308,7 +308,7 @@ def test_bad_most_rows(most_rows):
     with pytest.raises(ValueError, match="most_rows must be"):
         dpx.PoissonSampling(examples=1000, batch_size=100, most_rows=most_rows)
     with pytest.raises(ValueError, match="capacity must be left out with most_rows"):
-        dpx.PoissonSampling(examples=1000, batch_size=100, most_rows=110, capacity=128)
+        dpx.PoissonSampling(examples=1000, batch_size=100, most_rows=110, capacity=200)
 
 
 @pytest.mark.parametrize(("examples", "steps", "together"), [(95, 9, 2**20), (95, 9, 10), (7, 7, 2**20), (5, 1, 2)])
