@@ -1,9 +1,5 @@
 """Correlated noise as a mechanism: its covariance over steps, its bill, and what is refused with it."""
 
-from dataclasses import dataclass
-from typing import ClassVar
-
-import dp_accounting
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,8 +13,6 @@ from dpx.accounting.correlated import CorrelatedGaussianDpEvent
 from dpx.accounting.gdp import epsilon as gaussian_epsilon
 from dpx.keys import noise
 from dpx.keys.noise import GRID
-from dpx.sampling.base import Sampling
-from dpx.sampling.draws import pad, require_step
 from dpx.xla.totals import ETA
 
 KEY = keys.secret_key(2**100 + 1)
@@ -27,30 +21,7 @@ PARAMS = {"kernel": jnp.zeros((40, 50)), "bias": jnp.zeros(3)}
 LAMBDA, BISR = strategies.lambda_cgd(correlation=0.9), strategies.inverse_square_root(coefficients=4)
 
 
-@dataclass(frozen=True, kw_only=True)
-class FixedOrder(Sampling):
-    """The same order in every epoch, with the facts that a mechanism of correlated noise reads."""
-
-    batch_size: int
-    relation: ClassVar[str] = "zero_out"
-
-    @property
-    def divisor(self):
-        return self.batch_size
-
-    def draw(self, key, step, *, size=None):
-        start = require_step(key, step) % (self.examples // self.batch_size) * self.batch_size
-        return pad(np.arange(start, start + self.batch_size), size or self.batch_size)
-
-    def event(self, multipliers):
-        return dp_accounting.GaussianDpEvent(float(np.min(multipliers)))
-
-    def participation(self, steps):
-        apart = self.examples // self.batch_size
-        return -(-steps // apart), apart
-
-
-ORDER = FixedOrder(examples=20, batch_size=5)
+ORDER = dpx.sampling.FixedOrder(examples=20, batch_size=5)
 
 
 def made(strategy=LAMBDA, *, clip_norm=0.5, noise_multiplier=2.0, sampling=ORDER, key=KEY):
@@ -228,9 +199,9 @@ def test_the_contract_holds_but_for_the_bits():
         (lambda: made(clip_norm=lambda step: 1.0), "got a schedule"),
         (lambda: made(clip_norm={"kernel": 1.0, "bias": 1.0}), "clip_norm must be a finite number"),
         (lambda: made(noise_multiplier=0.0), "above 0"),
-        (lambda: made(sampling=dpx.PoissonSampling(examples=20, batch_size=5)), "fixed order"),
-        (lambda: made(sampling=dpx.sampling.RandomAllocation(examples=20, steps_per_epoch=4)), "fixed order"),
-        (lambda: made(sampling=dpx.sampling.FixedSizeSampling(examples=20, batch_size=5)), "fixed order"),
+        (lambda: made(sampling=dpx.PoissonSampling(examples=20, batch_size=5)), "FixedOrder"),
+        (lambda: made(sampling=dpx.sampling.RandomAllocation(examples=20, steps_per_epoch=4)), "FixedOrder"),
+        (lambda: made(sampling=dpx.sampling.FixedSizeSampling(examples=20, batch_size=5)), "FixedOrder"),
         (lambda: dpx.in_coordinates(made(), coordinates.random_freeze(freeze_rate=0.5, every=2, key=KEY)), "fixed"),
         (
             lambda: dpx.in_coordinates(

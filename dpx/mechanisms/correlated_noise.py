@@ -10,6 +10,7 @@ before it. For real normals that is post-processing. But the theorem for the pro
 noise has NO proof for the bits of its releases, unlike all other mechanisms of dpx, and the printed pipeline says so.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ from dpx.accounting.budget import accepts_budget
 from dpx.accounting.correlated import CorrelatedGaussianDpEvent
 from dpx.mechanism import Mechanism
 from dpx.mechanisms.dp_sgd import LARGEST_CLIP_NORM, SMALLEST_CLIP_NORM, dp_sgd
-from dpx.sampling.schemes import FullBatch, Sampling, ShuffledEpochs
+from dpx.sampling.schemes import FixedOrder, FullBatch, Sampling, ShuffledEpochs
 from dpx.strategies.sensitivities import sensitivity, shuffled_sensitivity
 from dpx.strategies.strategy import Strategy
 from dpx.trees import described
@@ -51,9 +52,8 @@ def correlated_noise(
     clip_norm: C, the norm to which each example's gradient is clipped; a number in the units of the gradient.
     noise_multiplier: the standard deviation of z over the clip norm, a number above 0; or the `dpx.Budget` that it is
         calibrated to. The longer the run and the more often an example takes part, the more noise a budget needs.
-    sampling: `dpx.ShuffledEpochs`, `dpx.FullBatch`, or a record with a method `participation(steps)`, such as that of a
-        fixed order, which returns at most how often an example takes part, and at least how many steps apart. Samples
-        that are drawn by chance are refused, because no amplification is known for a full C.
+    sampling: `dpx.sampling.FixedOrder`, `dpx.ShuffledEpochs` or `dpx.FullBatch`. Samples that are drawn by chance are
+        refused, because no amplification is known for a full C.
     key: a secret PRNG key, (), of this run alone.
 
     Refused with it, because the proof does not cover them: schedules of the noise and of the clip norm, adaptive clip
@@ -95,14 +95,10 @@ def moved(strategy: Strategy, sampling: Any, steps: int) -> float:
     """
     if isinstance(sampling, ShuffledEpochs):
         return shuffled_sensitivity(strategy, steps=steps, steps_per_epoch=sampling.steps_per_epoch)
-    if isinstance(sampling, FullBatch):
-        return sensitivity(strategy, steps=steps, participations=steps, separation=1)
-    stated = getattr(sampling, "participation", None)
-    if not callable(stated) or getattr(sampling, "relation", None) != "zero_out":
-        words = "ShuffledEpochs, FullBatch, or a record of a fixed order with a method participation(steps)"
-        raise ValueError(f'sampling must be {words}, and the relation "zero_out", got {described(sampling)}')
-    most, separation = stated(steps)
-    return sensitivity(strategy, steps=steps, participations=most, separation=separation)
+    if not isinstance(sampling, FixedOrder | FullBatch):
+        raise ValueError(f"sampling must be FixedOrder, ShuffledEpochs or FullBatch, got {described(sampling)}")
+    apart = sampling.steps_per_epoch if isinstance(sampling, FixedOrder) else 1
+    return sensitivity(strategy, steps=steps, participations=math.ceil(steps / apart), separation=apart)
 
 
 def _stages(stages: tuple[str, ...], weights: tuple[float, ...]) -> tuple[str, ...]:
