@@ -22,11 +22,12 @@ lint: install
 	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
 
 # A process on every core, so one thread each; what one has compiled, the others need not. Each file runs in one process,
-# because its tests share small programs and bills. Most of the time is compiling: without optimizations, and without the
-# emitters that take a third of it (tests/compiling.py).
+# because its tests share small programs and bills. In the order of their names, because those with the fewest tests take
+# long, and one process would wait for the other at the end. Most of the time is compiling: without optimizations, and
+# without the emitters that take a third of it (tests/compiling.py).
 PYTEST := OMP_NUM_THREADS=1 JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.venv/compiled JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 \
 	JAX_DISABLE_MOST_OPTIMIZATIONS=1 \
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 test: lint
 	rm -rf .venv/compiled
