@@ -144,7 +144,7 @@ def observed_run(
         @without_grid
         def move(key):
             again = attack.make(key)
-            # What is not public is that of a state before the first step.
+            # The public state is known. Its private parts have None there, and take the values of a new run.
             parts = before, again.init(attack.params)
             known = jax.tree.map(lambda a, b: b if a is None else a, *parts, is_leaf=lambda part: part is None)
             return observe(again, known, canary, True)[0] - observe(again, known, other, replaced)[0]
