@@ -337,7 +337,7 @@ def main() -> None:
             print(name, size, cells[-1], flush=True)
         rows.append([name, *cells])
     heading = report.heading("benchmarks.sum_rounding", ("jax", "jaxlib"))
-    title = "How much farther the sum moves because of rounding, in units of ETA = 2^-10"
+    title = "How much farther the sum moves because of rounding, in units of ETA = 9.995e-4"
     print(report.write("sum_rounding", heading, {title: report.grid(["path, batch", *options.batches], rows)}))
 
 

@@ -82,12 +82,17 @@ def weighted_sum(factors: jax.Array, rows: jax.Array) -> jax.Array:
     product with the factors, in the same form, because XLA compiles equal kernels twice if they differ in form alone.
     """
     if rows.ndim == 2 and rows.shape[1] <= LONG_VECTOR:
-        return sum_in_blocks(lambda some: jnp.sum(times(some[0], weighted_rows(*some)), 0), (factors, rows))
+
+        def sum_block(some):
+            return jnp.sum(times(some[0], weighted_rows(*some)), 0)
+
+        return sum_in_blocks(sum_block, (factors, rows), rows[0].size)
     rows = weighted_rows(factors, rows)
     size, devices = len(rows), devices_for(len(rows))
     blocks = block_count(size, devices)
     if blocks == 1 or devices > 1:
-        return sum_in_blocks(lambda some: jnp.tensordot(some[0], some[1], 1, precision=EXACT), (factors, rows))
+        product = functools.partial(jnp.tensordot, axes=1, precision=EXACT)
+        return sum_in_blocks(lambda some: product(*some), (factors, rows), rows[0].size)
     # One product with a matrix that has the factors of each block in a row, because XLA would copy slices. For so few
     # blocks it is about as fast as the product with a vector, because both read all rows once.
     block_of = jnp.arange(size) * blocks // size

@@ -11,6 +11,7 @@ import pytest
 
 import dpx
 from dpx import keys
+from dpx.accounting.error_feedback.rounding import ERROR
 from dpx.states.record import ReleaseState
 from dpx.xla.totals import ETA, Total
 from examples import loop
@@ -79,7 +80,7 @@ def algorithm_2(grads, noise, *, outer=math.inf, reset_every=None, bound=clip, b
 def noise_of(deviation):
     """The noise a run with this key draws, (STEPS, 8)."""
     stream = keys.stream(jax.random.key(3), "noise")
-    return np.array([deviation * (1 + ETA) * keys.normal_like(stream, t, jnp.zeros(8)) for t in range(STEPS)])
+    return np.array([deviation * (1 + ETA + ERROR) * keys.normal_like(stream, t, jnp.zeros(8)) for t in range(STEPS)])
 
 
 @pytest.mark.parametrize("options", [{}, {"outer": 1.5}, {"outer": 1.5, "reset_every": 5}], ids=str)

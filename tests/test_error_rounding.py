@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import dpx
-from dpx.accounting.error_feedback.rounding import covers
+from dpx.accounting.error_feedback.rounding import ERROR, covers
 from dpx.states.record import ReleaseState
 from dpx.xla import doubles
-from dpx.xla.totals import RESERVE, Total
+from dpx.xla.totals import Total
 
 UNIT = 2.0**-53  # v of the proof
 SIZE = 1000
@@ -145,13 +145,13 @@ def test_halves_are_the_number():
 @pytest.mark.parametrize("shift", [1e-3, 0.1, 1.0, 30.0])
 @pytest.mark.parametrize("steps", [2, 10, 300, 3000])
 def test_what_the_conditions_leave(steps, shift):
-    """The recursion of the proof, for as many rows as the conditions allow: 3/4 of half of RESERVE."""
+    """The recursion of the proof, for as many rows as the conditions allow: 3/4 of ERROR."""
     rows = min(2.0**29 / steps**2, 2.0**29 * min(1, shift) / math.sqrt(steps))
     largest = steps * rows * shift
     moves, grows, x = 144 * UNIT * largest + 68 * UNIT * rows, 214 * UNIT * largest, 0.0
     for _ in range(steps):
         x = math.hypot(moves, grows + x)
-    assert x <= 0.75 * shift * RESERVE / 2
+    assert x <= 0.75 * shift * ERROR
 
 
 def test_which_runs_are_covered():

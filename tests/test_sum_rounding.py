@@ -19,6 +19,7 @@ from dpx.contributions import sum_contributions
 from dpx.mechanisms.clip_then_project import _projected
 from dpx.mechanisms.dp_sgd import tree_norm
 from dpx.xla import totals
+from dpx.xla.jaxprs import bodies
 from dpx.xla.microbatches import sum_over_microbatches
 from dpx.xla.totals import ETA, MOST_ROWS, RESERVE, Total
 
@@ -58,7 +59,7 @@ def test_the_worst_rows_that_a_search_found_move_no_path_by_more(path, size):
         if len(kept.column) == size:
             found = sum_rounding.excess(sums, kept.rows, 1)
             assert found < 1
-            assert kept.path != path or kept.found < 0.01 or found > kept.found / 2
+            assert kept.path != path or kept.found < 0.02 or found > kept.found / 2
 
 
 def test_the_kept_rows_are_hostile():
@@ -87,11 +88,9 @@ def test_the_budget_is_kept():
             each = math.ceil(rows / blocks)
             assert each <= MOST_ROWS and totals.moved(each, blocks) <= ETA - RESERVE
     assert totals.moved(2, 1) == pytest.approx(2 * 2.0**-24 * (math.sqrt(2 * (3**2 + 3**2)) + 2), rel=1e-3)
-    assert totals.moved(2, 3, 2) == pytest.approx(
-        totals.moved(2, 3) + 2 * 2.0**-24 * (6 * math.sqrt(2 * 2) + 6), rel=1e-3
-    )
+    assert totals.moved(2, 3, (2, 4)) == pytest.approx(totals.moved(2, 3) + 2 * 2.0**-24 * (6 * 2 + 12 * 9), rel=1e-3)
     assert totals.moved(1, 2) == pytest.approx(2 * 2.0**-24 * (2 + 2 + 2), rel=1e-3)
-    assert [totals.block_count(rows, 1) for rows in (1, 64, 96, 128, 256, 512)] == [1, 1, 1, 2, 3, 6]
+    assert [totals.block_count(rows, 1) for rows in (1, 64, 96, 128, 256, 257, 500, 512)] == [1, 1, 1, 2, 4, 3, 6, 8]
 
 
 def depths(tree) -> list[int]:
@@ -156,14 +155,15 @@ def test_the_order_of_chunks_does_not_matter():
         (224, 4, True, 1),
         (224, 4, False, 1),
         (256, 4, False, 1),
-        (224, 1, True, 2),
-        (224, 1, False, 2),
+        (224, 1, False, 1),
+        (1024, 1, True, 2),
+        (1024, 1, False, 2),
         (1600, 4, False, 2),
     ],
 )
 def test_microbatches_are_added_in_groups_that_round_little(count, size, unroll, numbers):
-    """56 microbatches of 4 rows are one group, and 64 two groups, all in float32. 224 of 1 and 400 of 4 are more groups
-    than the proof allows in float32, so they are two float32 numbers."""
+    """64 microbatches of 4 rows are one group, 224 of 1 two groups, all in float32. 1,024 of 1 and 400 of 4 are more
+    groups than the proof allows in float32, so they are two float32 numbers."""
     rows = np.where(np.arange(count) < 70, 1.0, 2.0**-19).astype(np.float32)
 
     def function(ordered, rows):
@@ -176,6 +176,25 @@ def test_microbatches_are_added_in_groups_that_round_little(count, size, unroll,
     assert len(jax.tree.leaves(total)) == numbers
     assert abs(exact(total)[0] - rows.astype(np.float64).sum()) <= ETA / 2
     np.testing.assert_array_equal(outputs, rows)
+
+
+@pytest.mark.parametrize("unroll", [True, False])
+def test_no_product_begins_with_the_sum_of_the_microbatches_before(unroll):
+    """Every addition to the sum of microbatches reads a barrier, so each microbatch is rounded before it is added."""
+
+    def function(ordered, rows):
+        return (Total({"w": ordered(rows).T @ rows}),), ()
+
+    jaxpr = jax.make_jaxpr(lambda rows: sum_over_microbatches(function, rows, 2, unroll=unroll))(np.ones((6, 3)))
+
+    def read_barriers(jaxpr):
+        made = {v: equation.primitive.name for equation in jaxpr.eqns for v in equation.outvars}
+        added = [e for e in jaxpr.eqns if e.primitive.name == "add" and e.outvars[0].aval.shape == (3, 3)]
+        found = ["optimization_barrier" in map(made.get, equation.invars) for equation in added]
+        return found + [x for equation in jaxpr.eqns for body in bodies(equation) for x in read_barriers(body)]
+
+    found = read_barriers(jaxpr.jaxpr)
+    assert found and all(found)
 
 
 def test_a_null_leaves_the_other_blocks_as_they_are():
@@ -222,7 +241,7 @@ def test_a_bfloat16_gradient_has_one_value_for_norm_and_sum():
     def sums(grads):
         return sum_contributions(made, (grads * 1.001).astype(jnp.bfloat16), made.init(params), jnp.arange(4) < 1)[0][0]
 
-    assert 1 - 1e-5 < np.linalg.norm(np.asarray(sums(grads).high, np.float64)) <= 1 + 1e-7
+    assert 1 - 4e-5 < np.linalg.norm(np.asarray(sums(grads).high, np.float64)) <= 1 + 1e-7
 
 
 @pytest.mark.parametrize("path", ["stacked gradients", "ghost norms", "ghost norms of positions", "an embedding"])
@@ -310,13 +329,13 @@ def test_eta_is_printed():
     report, words = dpx.privacy_report(made, 100, delta=1e-5), "Rounding can lengthen what one example adds to a sum"
     for page in (str(report), report.to_markdown(), report.to_html()):
         page = " ".join(page.split())
-        assert page.count(words) == 1 and f"{words}, by at most 0.000977 of the clip norm (eta)" in page
+        assert page.count(words) == 1 and f"{words}, by at most 0.001 of the clip norm (eta)" in page
     assert json.loads(report.to_json())["arithmetic"]["eta"] == ETA
     params, batch = jnp.ones(3), dpx.Batch(jnp.ones((4, 3)), jnp.ones(4, bool))
 
     def loss(params, x):
         return jnp.sum(params * x)
 
-    assert "by eta = 0.000977 of the clip norm" in str(dpx.explain_norms(loss, made, params, batch))
+    assert "by eta = 0.000999 of the clip norm" in str(dpx.explain_norms(loss, made, params, batch))
     checked = plan.privacy(made, 100, 1e-5)
-    assert "rounding by eta = 0.000977 included" in checked.words and checked.numbers["eta"] == ETA
+    assert "rounding by eta = 0.000999 included" in checked.words and checked.numbers["eta"] == ETA

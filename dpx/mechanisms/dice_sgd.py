@@ -18,6 +18,7 @@ from dp_accounting import DpEvent, NoOpDpEvent
 from dpx import keys
 from dpx.accounting.budget import accepts_budget
 from dpx.accounting.error_feedback.event import SAMPLINGS, ErrorFeedbackDpEvent
+from dpx.accounting.error_feedback.rounding import ERROR
 from dpx.mechanism import Mechanism, Tree
 from dpx.mechanisms.dp_sgd import LARGEST_CLIP_NORM, SMALLEST_CLIP_NORM, require_noise, tree_norm
 from dpx.sampling.schemes import Sampling
@@ -178,7 +179,7 @@ def _release(config: Configuration, key: jax.Array, sums: tuple[Tree, ...], stat
         exact = doubles.values(state.unreleased_error)
         # The error is added before the noise, because the release rounds all that it adds the noise to.
         total = doubles.halved(jax.tree.map(lambda t, e: t + (fed_back * e) * divisor, doubles.values(total), exact))
-    deviation = config.noise_multiplier * config.clip_norm * (1 + ETA)
+    deviation = config.noise_multiplier * config.clip_norm * (1 + ETA + ERROR)
     updates = jax.tree.map(lambda r: r / divisor, keys.release(key, step, total, deviation))
     error = compute_after(updates, state.unreleased_error)  # in its memory
     with jax.enable_x64(True):

@@ -81,7 +81,7 @@ def sum_over_microbatches(
         head = jax.tree.map(lambda leaf: leaf[:stop].reshape(*shape, *leaf.shape[1:]), rows)
         if each == whole:
             sums, stacked = _loop(add_in_loop, shapes[0], head, like)
-        elif in_float32(microbatch_size, each, whole // each):
+        elif in_float32(microbatch_size, loops=(each, whole // each)):
             sums, stacked = _loop(functools.partial(add_group, _add), shapes[0], head, like)
         else:
             sums, stacked = _loop(functools.partial(add_group, _plus), _doubled(shapes[0]), head, like)
@@ -114,7 +114,8 @@ def _folded(groups: list) -> list:
 
 
 def _add(sums: Tree, more: Tree) -> Tree:
-    return jax.tree.map(jnp.add, sums, more)
+    """The sum of two. Because of the barrier, no product of matrices begins with the sum so far."""
+    return jax.tree.map(jnp.add, sums, jax.lax.optimization_barrier(more))
 
 
 def _plus(sums: Tree, more: Tree) -> Tree:

@@ -1,20 +1,24 @@
 """2-norms that are never below the true ones, of arrays of any size.
 
 A float32 sum of n squares, in an order that XLA chooses, may be below the true sum by n 2^-24 of it: squares below half
-a unit in the last place of the sum so far are lost. So squares are added in short sums of `WIDTH` or a few more, these
-sums in short sums, and so on. Because of the barriers, XLA cannot make one long sum of them. The root is multiplied by
-1 + (roundings / 2 + MARGIN) 2^-24, where no square is rounded more often than `roundings`: 8e-6 for 10^4 numbers, 2e-5
-for 10^7. MARGIN is for the root, for the factor that is computed from a norm, and for the rescaling of ghost norms.
+a unit in the last place of the sum so far are lost. So more squares than `SINGLE` are added in short sums of `WIDTH` or
+a few more, these sums in short sums, and so on. Because of the barriers, XLA cannot make one long sum of them. The root
+is multiplied by 1 + (roundings / 2 + MARGIN) 2^-24, where no square is rounded more often than `roundings`: 3e-5 for
+10^3 numbers, 8e-6 for 10^4, 2e-5 for 10^7. MARGIN is for the root, for the factor that is computed from a norm, and for
+the rescaling of ghost norms.
 """
 
 import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax  # `jnp` takes longer to trace
 
 from dpx.xla.totals import UNIT
 
 WIDTH = 128  # of a sum
+SINGLE = 1024  # numbers that are added in one sum, because more sums take longer to compile
 WIDEST = 512  # of a sum along rows that divide an array, because other arrays must be padded
 MARGIN = 16  # units
 
@@ -26,31 +30,31 @@ def norm(arrays: list[jax.Array], scales: list[jax.Array] | None = None) -> jax.
         if x.size:
             width = _width(x.size)
             # Without the barrier, XLA squares before it reshapes, and the sum is ten times slower on a CPU.
-            rows = jax.lax.optimization_barrier(_in_rows(x, width))
+            rows = lax.optimization_barrier(_in_rows(x, width))
             if scales is not None:
                 rows = rows * _in_rows(scales[number], width)
-            parts.append(jnp.sum(jax.lax.square(rows), -1))
+            parts.append(lax.reduce_sum(lax.square(rows), (1,)))
             roundings = max(roundings, width)
     if not parts:
         return jnp.float32(0)
-    sums = jnp.concatenate(parts) if len(parts) > 1 else parts[0]
+    sums = lax.concatenate(parts, 0) if len(parts) > 1 else parts[0]
     while sums.size > WIDTH:
-        sums = jnp.sum(_in_rows(jax.lax.optimization_barrier(sums), WIDTH), -1)
+        sums = lax.reduce_sum(_in_rows(lax.optimization_barrier(sums), WIDTH), (1,))
         roundings += WIDTH
     roundings += sums.size
     # The barrier also keeps XLA from making one kernel of the norms of all arrays and of what they are computed from,
     # and such a large kernel takes long to compile (benchmarks/results/compile.md).
-    return raised(jnp.sqrt(jnp.sum(jax.lax.optimization_barrier(sums))), roundings)
+    return raised(lax.sqrt(lax.reduce_sum(lax.optimization_barrier(sums), (0,))), roundings)
 
 
 def raised(norm: jax.Array, roundings: int) -> jax.Array:
     """`norm`, float32, or more than it, for a sum of squares each of which was rounded so often."""
-    return norm * (1 + (roundings / 2 + MARGIN) * UNIT)
+    return lax.mul(norm, lax.full_like(norm, 1 + (roundings / 2 + MARGIN) * UNIT))
 
 
 def _width(size: int) -> int:
     """How many numbers are added in a row: all of few, else a number that divides the size, if there is one."""
-    if size <= WIDTH:
+    if size <= SINGLE:
         return size
     return next((width for width in range(min(WIDEST, math.isqrt(size) + WIDTH), 31, -1) if size % width == 0), WIDTH)
 
@@ -58,5 +62,6 @@ def _width(size: int) -> int:
 def _in_rows(x: jax.Array, width: int) -> jax.Array:
     """`x` in rows, (n, width), with zeros at the end."""
     missing = -x.size % width
-    flat = x.reshape(-1)
-    return (jnp.pad(flat, (0, missing)) if missing else flat).reshape(-1, width)
+    flat = lax.reshape(x, (x.size,))
+    flat = lax.pad(flat, np.float32(0), [(0, missing, 0)]) if missing else flat
+    return lax.reshape(flat, (flat.size // width, width))

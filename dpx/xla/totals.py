@@ -31,20 +31,24 @@ have equal inputs in one program. So the sum moves by at most
 `moved(b, g)` more than C. Zeros are added exactly, also in the other blocks and on other devices. `MOST_ROWS` is the
 largest b of a block, and `few_rows` how many rows are added in float32, such that this is at most ETA - RESERVE.
 
-Microbatches of up to MOST_ROWS rows are such blocks, `group_size` of them. The sums of h such groups may be added like
-blocks too: only the group of the row differs, and each has a norm of at most g b C. So this adds u g b C chain(h, 0),
-and the scale multiplies h g b C.
+Microbatches. A loop adds the sums of g microbatches of n rows, of norms of at most n C, one after another, so the order
+is the same for all coordinates, and the first j of them are j n C or less. Their additions are off by at most
+
+    u n C (2 + 3 + ... + g) = u n C ordered(g),   ordered(g) = g (g + 1) / 2 - 1,
+
+and a mask has scaled each sum before. A loop over h such loops adds u g n C ordered(h). `group_size` is the largest g.
 
 More rows are two float32 numbers (`Total`), high + low, as are the sums over more groups of microbatches and over
 chunks. An addition of a float32 sum to such a pair is two_sum and a renormalization, which round once, by 2^-47 of the
-sum so far; of two pairs, by 2^-46. For m additions of b rows each that is 2 * 2^-46 (m^2 / 2) b C. Where m b = 65,536
-and m is at most 65,536, it is at most 2^-14 C, which is RESERVE, and 2^-21 C for the up to 512 blocks that the library
-chooses itself.
+sum so far; of two pairs, by 2^-46. For m additions of N rows in all that is up to 2^-46 m N C. For N = 65,536 and m =
+4,096 it is RESERVE, 2^-18 C. With more additions, of b rows each, it is 2^-14 C / b, and `moved` is below ETA by more
+than that for b <= 16.
 
 A contribution's norm is at most C because its computed norm is never below the true one (`dpx.xla.norms`), with a
 margin for the rounding of the clip factor.
 
-NOT covered: a TPU, whose float32 products at the highest precision are sums of bfloat16 products.
+NOT covered: a TPU, whose float32 products at the highest precision are sums of bfloat16 products; more than 4,096
+chunks in one step, if some have more rows than 16.
 """
 
 import functools
@@ -57,11 +61,12 @@ import jax.numpy as jnp
 
 from dpx.trees import Tree
 
-ETA = 2.0**-10
-RESERVE = 2.0**-14
+ETA = 131 * 2.0**-17  # 9.995e-4
+RESERVE = 2.0**-18
 UNIT = 2.0**-24  # the largest relative error of a float32 rounding
 PRODUCTS = 2  # roundings of a term before it is added
 MOST_ROWS = 96  # of a block
+SMALL_SUMS = 2**17  # numbers: so many sums of blocks are made at once, because a loop takes longer to compile
 
 
 class Total(NamedTuple):
@@ -125,14 +130,17 @@ def chain(terms: int, more: int) -> float:
     return math.sqrt(terms * squares)
 
 
-def moved(rows: int, *counts: int) -> float:
-    """What rounding adds to the move of a float32 sum of blocks of `rows` rows, relative to C: as many blocks as the
-    first of `counts`, or as many groups of these as the second."""
-    roundings = chain(rows, PRODUCTS)
-    for count in counts:
-        roundings += rows * chain(count, 0) if count > 1 else 0.0
-        rows *= count
-    return 2 * UNIT * (roundings + rows) * (1 + 2**-14)
+def moved(rows: int, blocks: int = 1, loops: tuple[int, ...] = ()) -> float:
+    """What rounding adds to the move of a float32 sum of blocks of `rows` rows, relative to C. loops: how often the
+    loops over these sums turn, the innermost first."""
+    roundings = chain(rows, PRODUCTS) + rows * blocks
+    if blocks > 1:
+        roundings += rows * chain(blocks, 0)
+    rows *= blocks
+    for turns in loops:
+        roundings += rows * (turns * (turns + 1) / 2 - 1)
+        rows *= turns
+    return 2 * UNIT * roundings * (1 + 2**-14)
 
 
 @functools.cache
@@ -149,24 +157,23 @@ def few_rows(devices: int) -> int:
 
 
 def block_count(rows: int, devices: int) -> int:
-    """The number of blocks for up to `few_rows` rows: the fewest, and a multiple of `devices`."""
-    return next(
-        blocks
-        for blocks in range(devices, max(1, rows) + devices, devices)
-        if in_float32(max(1, math.ceil(rows / blocks)), blocks)
-    )
+    """The number of blocks for up to `few_rows` rows, a multiple of `devices`: the fewest, or up to half more if all
+    blocks then have as many rows."""
+    counts = range(devices, max(1, rows) + devices, devices)
+    fitting = [blocks for blocks in counts if in_float32(max(1, math.ceil(rows / blocks)), blocks)]
+    return next((blocks for blocks in fitting if 2 * blocks <= 3 * fitting[0] and rows % blocks == 0), fitting[0])
 
 
 @functools.cache
 def group_size(rows: int) -> int:
-    """How many float32 sums of so many rows each are added in float32, like blocks: at least 1."""
-    fitting = [count for count in range(1, 513) if in_float32(rows, count)]
+    """How many float32 sums of so many rows each a loop adds in float32: at least 1."""
+    fitting = [turns for turns in range(1, 513) if in_float32(rows, loops=(turns,))]
     return max(fitting, default=1)
 
 
-def in_float32(rows: int, *counts: int) -> bool:
+def in_float32(rows: int, blocks: int = 1, loops: tuple[int, ...] = ()) -> bool:
     """Whether a float32 sum of such blocks is as exact as `ETA` says: see `moved`."""
-    return rows <= MOST_ROWS and moved(rows, *counts) <= ETA - RESERVE
+    return rows <= MOST_ROWS and moved(rows, blocks, loops) <= ETA - RESERVE
 
 
 def devices_for(rows: int) -> int:
@@ -203,14 +210,15 @@ def total_of_rows(sum_few: Callable[[Tree], Tree], rows: Tree) -> Total:
     return plus(total, part(whole * width, each - whole * width)) if each > whole * width else total
 
 
-def sum_in_blocks(sum_block: Callable[[Tree], jax.Array], rows: Tree) -> jax.Array:
-    """The sum of up to `few_rows` rows, float32. sum_block: the float32 sum of up to `MOST_ROWS` rows, in any order."""
+def sum_in_blocks(sum_block: Callable[[Tree], jax.Array], rows: Tree, numbers: int) -> jax.Array:
+    """The sum of up to `few_rows` rows, float32, with so many numbers. sum_block: the float32 sum of up to `MOST_ROWS`
+    rows, in any order."""
     size = jax.tree.leaves(rows)[0].shape[0]
     devices = devices_for(size)
     blocks = block_count(size, devices)
     if blocks == 1:
         return sum_block(rows)
-    if devices > 1 and size % blocks == 0:
+    if size % blocks == 0 and (devices > 1 or blocks * numbers <= SMALL_SUMS):
         parts = jax.vmap(sum_block)(jax.tree.map(lambda x: x.reshape(blocks, -1, *x.shape[1:]), rows))
         return jnp.sum(jax.lax.optimization_barrier(parts), 0)
     # A loop, because one sum of a block is then in memory at a time. Without it, a step that adds three blocks writes

@@ -1,9 +1,9 @@
 """Why the bills of error feedback hold for the computed releases, and for which runs.
 
 The unit is C1 / B, so what is fed back counts B / C1 times. The computed sums and withheld parts move by at most
-1 + ETA - RESERVE / 2 times 1 and rho, if they have up to 2^15 additions (`dpx.xla.totals`), and the noise is 1 + ETA
-times the billed one. The bounds scale: nu, shifts and error moves, all times 1 + ETA, have the same bills. So the
-rounding of the error may move a run by RESERVE / 2 of the shift, and of rho, of its first participation.
+1 + ETA times 1 and rho (`dpx.xla.totals`), and the noise is 1 + ETA + ERROR times the billed one. The bounds scale: nu,
+shifts and error moves, all times 1 + ETA + ERROR, have the same bills. So the rounding of the error may move a run by
+ERROR of the shift, and of rho, of its first participation.
 
 A STEP, with v = 2^-53, from an error e with |e| <= M, which is two float32 numbers and exact in float64. The computed
 norm is off by 32 v (`dpx.xla.doubles`), the scale of the part that is fed back by 36 v, that part by 37 v M, what is
@@ -19,12 +19,12 @@ plus their participation. Runs of the same bits stay so, up to the first partici
 A RUN of R steps between resets. Let x_T = 0 and x_t = sqrt(a^2 + (b + x_(t+1))^2), so x_1 <= R b + sqrt(R) a. For s^2 +
 F^2 <= D^2, (s + a, F + b + x_(t+1)) has length D + x_t or less. So whatever bound V_t(D) follows from the maximum over
 that disc and grows with s and F, as those of `energy` and `renyi` do, the computed run has V_t(D + x_t), by induction
-backwards. The first participation makes D, and with it x, from 0, and is billed for rho RESERVE / 2 more than it moves
-D. So x_1 <= rho RESERVE / 2 is enough.
+backwards. The first participation makes D, and with it x, from 0, and is billed for rho ERROR more than it moves
+D. So x_1 <= rho ERROR is enough.
 
 |e| <= M = m W with W = n rho / B: each step adds at most W to what is not fed back. m = R in general. m = 2 if C2 >=
 2 W, because an error of at most 2 W then leaves at most W. So x_1 <= 316 v R m n rho + 68 v sqrt(R) n, and this is at
-most 3/4 of rho RESERVE / 2 if
+most 3/4 of rho ERROR if
 
     R m n <= 2^29   and   sqrt(R) n <= 2^29 min(1, rho).
 
@@ -38,6 +38,7 @@ stretch, which is at least 1, grows by sqrt(R) 68 v n: it needs the second condi
 
 import math
 
+ERROR = 2.0**-15
 LARGEST = 2.0**29
 
 

@@ -7,6 +7,7 @@ examples is that of `dpx.xla.totals`. At most one gradient of a microbatch is in
 """
 
 import functools
+import math
 from collections.abc import Callable
 
 import jax
@@ -30,7 +31,7 @@ def at_site(site: Site, shape: tuple[int, ...], record, factors: jax.Array) -> j
         cotangents = times(factors, cotangents)
         return transpose(lambda w: jax.vmap(site.apply, (0, None))(inputs, w), shape, cotangents)
 
-    return sum_in_blocks(sum_block, (record, factors))
+    return sum_in_blocks(sum_block, (record, factors), math.prod(shape))
 
 
 def one_by_one(sites: tuple[Site, ...], shape: tuple[int, ...], records: list, factors: jax.Array) -> jax.Array:
@@ -51,7 +52,7 @@ def one_by_one(sites: tuple[Site, ...], shape: tuple[int, ...], records: list, f
 
         return jax.lax.fori_loop(0, len(rows[1]), add, jnp.zeros(shape, jnp.float32))
 
-    return sum_in_blocks(sum_block, (records, factors))
+    return sum_in_blocks(sum_block, (records, factors), math.prod(shape))
 
 
 def _of_example(site: Site, shape: tuple[int, ...], inputs, dy: jax.Array, *, factor: jax.Array) -> jax.Array:
