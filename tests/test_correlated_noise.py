@@ -1,5 +1,7 @@
 """Correlated noise as a mechanism: its covariance over steps, its bill, and what is refused with it."""
 
+import importlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,24 +11,41 @@ from scipy import stats
 
 import dpx
 from dpx import accounting, coordinates, keys, mechanisms, strategies
-from dpx.accounting.correlated import CorrelatedGaussianDpEvent
+from dpx.accounting.correlated import CorrelatedGaussianDpEvent, CyclicBandedDpEvent, rounding
 from dpx.accounting.gdp import epsilon as gaussian_epsilon
+from dpx.accounting.releases import released
 from dpx.keys import noise
 from dpx.keys.noise import GRID
+from dpx.mechanisms import past_noise
+from dpx.xla import doubles
 from dpx.xla.totals import ETA
+
+module = importlib.import_module("dpx.mechanisms.correlated_noise")  # the package hides it behind the function
 
 KEY = keys.secret_key(2**100 + 1)
 EPOCHS = dpx.ShuffledEpochs(examples=20, batch_size=5)
 PARAMS = {"kernel": jnp.zeros((40, 50)), "bias": jnp.zeros(3)}
 LAMBDA, BISR = strategies.lambda_cgd(correlation=0.9), strategies.inverse_square_root(coefficients=4)
-
-
+BANDS = strategies.Strategy(coefficients=(1.0, 0.6, 0.3, -0.2))
 ORDER = dpx.sampling.FixedOrder(examples=20, batch_size=5)
+CYCLIC = dpx.sampling.CyclicPoissonSampling(examples=20, batch_size=5, bands=4)
+AGAIN = "drawn again"
+BOTH = pytest.mark.parametrize("strategy", [LAMBDA, BISR], ids=["lambda", "bisr"])
+ALL = pytest.mark.parametrize(
+    "strategy, past_noise",
+    [(LAMBDA, "kept"), (BISR, "kept"), (BANDS, "kept"), (LAMBDA, AGAIN), (BISR, AGAIN)],
+    ids=["lambda", "bisr", "bands", "lambda again", "bisr again"],
+)
 
 
-def made(strategy=LAMBDA, *, clip_norm=0.5, noise_multiplier=2.0, sampling=ORDER, key=KEY):
+def made(strategy=LAMBDA, *, clip_norm=0.5, noise_multiplier=2.0, sampling=ORDER, key=KEY, past_noise="kept"):
     return mechanisms.correlated_noise(
-        strategy=strategy, clip_norm=clip_norm, noise_multiplier=noise_multiplier, sampling=sampling, key=key
+        strategy=strategy,
+        clip_norm=clip_norm,
+        noise_multiplier=noise_multiplier,
+        sampling=sampling,
+        key=key,
+        past_noise=past_noise,
     )
 
 
@@ -35,32 +54,37 @@ def run(mechanism, steps, params=PARAMS, grads=None):
     size = mechanism.sampling.divisor
     grads = jax.tree.map(lambda p: jnp.zeros((size, *p.shape)), params) if grads is None else grads
     update, state, found = jax.jit(mechanism.update), mechanism.init(params), []
+    everyone = jnp.ones(size, bool)
     for _ in range(steps):
-        updates, state = update(grads, state, params)
+        updates, state = update(grads, state, params, included=everyone)
         found.append(updates)
     return found, state
 
 
-@pytest.mark.parametrize("strategy", [LAMBDA, BISR], ids=["lambda", "bisr"])
-def test_the_noise_is_the_weighted_sum_of_the_normals_of_the_steps(strategy):
+@ALL
+def test_the_noise_is_the_weighted_sum_of_the_normals_of_the_steps(strategy, past_noise):
+    """Where it is kept, the rounding of every step is a part of the noise that is correlated."""
     deviation = 2.0 * 0.5 * (1 + ETA)
     grid = 2.0 ** (np.floor(np.log2(deviation)) - GRID)
-    found, _ = run(made(strategy), 7)
-    normals = [keys.normal_like(keys.stream(KEY, "noise"), step, PARAMS) for step in range(7)]
-    inverse = strategy.inverse_column(7)
-    for step in range(7):
+    found, _ = run(made(strategy, past_noise=past_noise), 9)
+    normals = [keys.normal_like(stream_of(strategy), step, PARAMS) for step in range(9)]
+    inverse = strategy.inverse_column(9)
+    for step in range(9):
+        off = grid / 2 * (np.abs(inverse[: step + 1]).sum() if past_noise == "kept" else 1)
         for name in PARAMS:
             expected = sum(inverse[j] * np.asarray(normals[step - j][name], np.float64) for j in range(step + 1))
             released = np.asarray(found[step][name], np.float64) * 5
-            assert np.abs(released - deviation * expected).max() <= grid / 2 + 1e-5
+            assert np.abs(released - deviation * expected).max() <= off + 1e-5
             assert np.allclose(released / grid, np.round(released / grid), atol=1e-3)
 
 
-def test_the_covariance_over_steps_is_that_of_the_strategy():
-    steps, params = 5, {"w": jnp.zeros(40_000)}
-    found, _ = run(made(BISR), steps, params)
+@ALL
+def test_the_covariance_over_steps_is_that_of_the_strategy(strategy, past_noise):
+    """C^-1 C^-T for a long time after the memory is full."""
+    steps, params = 11, {"w": jnp.zeros(40_000)}
+    found, _ = run(made(strategy, past_noise=past_noise), steps, params)
     rows = np.stack([np.asarray(update["w"], np.float64) for update in found]) * 5 / (2.0 * 0.5 * (1 + ETA))
-    expected = BISR.covariance(steps)
+    expected = strategy.covariance(steps)
     assert np.abs(rows @ rows.T / 40_000 - expected).max() < 5 * np.sqrt(2) * expected.max() / 200
     fresh = np.linalg.solve(np.linalg.cholesky(expected), rows)
     assert np.abs(fresh @ fresh.T / 40_000 - np.eye(steps)).max() < 5 * np.sqrt(2) / 200
@@ -78,11 +102,76 @@ def test_the_identity_is_dp_sgd_bit_for_bit():
     mechanisms.correlated_noise(strategy=strategies.identity(), **both | {"sampling": poisson})
 
 
-def test_the_sum_is_clipped_and_released_with_the_noise():
+@ALL
+def test_the_sum_is_clipped_and_released_with_the_noise(strategy, past_noise):
+    """Data of one step are in the release of that step alone: what is fed back is noise."""
     grads = jax.tree.map(lambda p: jnp.full((5, *p.shape), 3.0), PARAMS)
-    (with_data, _), (without, _) = run(made(noise_multiplier=1e-3), 2, grads=grads), run(made(noise_multiplier=1e-3), 2)
+    mechanism = made(strategy, noise_multiplier=1e-3, past_noise=past_noise)
+    (with_data, _), (without, _) = run(mechanism, 6, grads=grads), run(mechanism, 6)
     for one, other in zip(with_data, without, strict=True):
-        assert optax.tree.norm(optax.tree.sub(one, other)) == pytest.approx(0.5, rel=1e-3)
+        assert optax.tree.norm(optax.tree.sub(one, other)) == pytest.approx(0.5, rel=1e-2)
+
+
+def stream_of(strategy, key=KEY):
+    return module._stream(key, strategy)
+
+
+@pytest.mark.parametrize("strategy", [LAMBDA, BISR, BANDS], ids=["lambda", "bisr", "bands"])
+def test_a_step_releases_the_sum_in_the_basis_of_c_with_fresh_noise(strategy, monkeypatch):
+    """The proof for the bits: `keys.release` gets (C S)_t minus a function of earlier releases, but for rounding."""
+    given, released, fresh = [], [], keys.release
+
+    def release(key, step, total, deviation):
+        given.append(sum(np.asarray(part["w"], np.float64) for part in total))
+        result = fresh(key, step, total, deviation)
+        released.append(np.asarray(result["w"], np.float64))
+        return result
+
+    monkeypatch.setattr(keys, "release", release)
+    mechanism, params, rng, sums = made(strategy), {"w": jnp.zeros(50)}, np.random.default_rng(0), []
+    state = mechanism.init(params)
+    for _ in range(9):
+        total = {"w": jnp.asarray(rng.normal(size=50) * 3, jnp.float32)}
+        state = mechanism.release((total,), state, params)[1]
+        sums.append(np.asarray(total["w"], np.float64))
+    column = strategy.column(9)
+    for step in range(9):
+        basis = sum(column[j] * sums[step - j] for j in range(step + 1))
+        public = sum(column[j] * released[step - j] for j in range(1, step + 1))
+        assert np.abs(given[step] - (basis - public)).max() < 2e-12
+
+
+@pytest.mark.parametrize("strategy", [LAMBDA, BISR, BANDS], ids=["lambda", "bisr", "bands"])
+@pytest.mark.parametrize("scale", [1.0, 1e6])
+def test_the_rounding_of_the_memory_moves_less_than_is_billed(strategy, scale):
+    """Two neighbors with equal releases: what they hand to `keys.release` differs by C (S - S'), but for rounding."""
+    weights, banded = module._weights(strategy), strategy.bands is not None
+    rng, numbers, steps = np.random.default_rng(1), 2000, 12
+    sums = rng.normal(size=(steps, numbers)).astype(np.float32) * np.float32(scale / 40)
+    other = sums.copy()
+    other[2] += rng.normal(size=numbers).astype(np.float32) / np.float32(50)  # about one clip norm of 1
+    releases, given = [], ([], [])
+    states = [past_noise.empty({"w": jnp.zeros(numbers)}, len(weights)) for _ in range(2)]
+    for step in range(steps):
+        handed = []
+        with jax.enable_x64(True):
+            for world, rows in enumerate((sums, other)):
+                exact = {"w": jnp.asarray(rows[step], jnp.float64)}
+                back = past_noise.added(states[world], weights)
+                handed.append((exact, doubles.values(doubles.halved(jax.tree.map(jnp.add, exact, back)))))
+                given[world].append(np.asarray(handed[-1][1]["w"]))
+            releases.append(np.float32(given[0][-1] + rng.normal(size=numbers)))
+            for world, (exact, total) in enumerate(handed):
+                noise = jnp.asarray(releases[-1], jnp.float64) - (exact if banded else total)["w"]
+                record = states[world].release._replace(step=jnp.int32(step + 1))
+                states[world] = past_noise.after(states[world], {"w": noise}, record)
+    column, inverse = strategy.column(steps), strategy.inverse_column(steps)
+    moved = [
+        sum(column[j] * (other[t - j].astype(np.float64) - sums[t - j]) for j in range(t + 1)) for t in range(steps)
+    ]
+    found = np.linalg.norm(np.array(given[1]) - np.array(given[0]) - np.array(moved))
+    billed = rounding(column, inverse, banded=banded, terms=len(weights), steps=steps, noise_multiplier=1.0)
+    assert 0 < found <= billed
 
 
 def test_the_noise_is_the_same_by_chunks_and_by_places():
@@ -95,19 +184,21 @@ def test_the_noise_is_the_same_by_chunks_and_by_places():
     assert not np.allclose(by_chunks[1], alone[1])
 
 
-@pytest.mark.parametrize("strategy", [LAMBDA, BISR], ids=["lambda", "bisr"])
+@BOTH
 def test_the_bill_is_that_of_one_gaussian_times_the_sensitivity(strategy):
     for steps in (1, 4, 5, 12):
         moved = strategies.sensitivity(strategy, steps=steps, participations=-(-steps // 4), separation=4)
-        event = made(strategy).event(steps)
-        assert event == CorrelatedGaussianDpEvent(2.0, moved, steps, strategy.inverse_coefficients)
+        event = made(strategy, past_noise=AGAIN).event(steps)
+        assert event == CorrelatedGaussianDpEvent(2.0, moved, steps, (1.0,), strategy.inverse_coefficients, AGAIN)
+        kept = made(strategy).event(steps)
+        assert kept.sensitivity == moved and 2.0 * (1 - 2e-6) < kept.noise_multiplier < 2.0
         exact = gaussian_epsilon(moved / 2.0, delta=1e-5)
         assert accounting.event_epsilon(event, delta=1e-5, relation="zero_out") == pytest.approx(exact, rel=1e-4)
         assert exact <= dpx.epsilon(made(strategy), steps, delta=1e-5) <= exact * 1.001
     assert dpx.epsilon(made(strategy, sampling=EPOCHS), 12, delta=1e-5) > dpx.epsilon(made(strategy), 12, delta=1e-5)
 
 
-@pytest.mark.parametrize("strategy", [LAMBDA, BISR], ids=["lambda", "bisr"])
+@pytest.mark.parametrize("strategy", [LAMBDA, BISR, BANDS], ids=["lambda", "bisr", "bands"])
 def test_the_best_attack_on_a_run_reaches_the_bill_and_not_more(strategy):
     """An example of one direction in every epoch moves the run by the billed number of deviations, in all."""
     steps, mechanism, moved = 10, made(strategy, noise_multiplier=1e-3), []
@@ -116,7 +207,7 @@ def test_the_best_attack_on_a_run_reaches_the_bill_and_not_more(strategy):
         for step in range(steps):
             size = present * 3.0 if step % 4 == 0 else 0.0
             grads = jax.tree.map(lambda p, size=size: jnp.zeros((5, *p.shape)).at[0].set(size), PARAMS)
-            updates, state = update(grads, state, PARAMS)
+            updates, state = update(grads, state, PARAMS, included=jnp.ones(5, bool))
             found.append(float(updates["kernel"][0, 0]))
         moved.append(np.array(found))
     shift = (moved[1] - moved[0]) * 5 * np.sqrt(optax.tree.size(PARAMS))  # in the direction of the example
@@ -149,39 +240,120 @@ def test_a_budget_is_met():
     assert mechanism.budget == budget
 
 
-def test_a_resumed_run_has_the_same_noise_and_bill():
-    found, state = run(made(BISR), 6)
-    again, third = made(BISR), run(made(BISR), 3)[1]
+@ALL
+def test_a_resumed_run_has_the_same_noise_and_bill(strategy, past_noise):
+    mechanism = made(strategy, past_noise=past_noise)
+    (found, state), (_, third) = run(mechanism, 6), run(mechanism, 3)
+    stored = jax.tree.map(np.asarray, third)
+    again, everyone = made(strategy, past_noise=past_noise), jnp.ones(5, bool)
     grads = jax.tree.map(lambda p: jnp.zeros((5, *p.shape)), PARAMS)
-    updates, _ = again.update(grads, third, PARAMS)
-    jax.tree.map(np.testing.assert_array_equal, updates, found[3])
+    for expected in found[3:]:
+        updates, stored = jax.jit(again.update)(grads, stored, PARAMS, included=everyone)
+        jax.tree.map(np.testing.assert_array_equal, updates, expected)
     assert dpx.epsilon(again, state, delta=1e-5) == dpx.epsilon(again, 6, delta=1e-5)
-    with pytest.raises(ValueError, match="another kind of event"):
-        dpx.epsilon(made(LAMBDA), state, delta=1e-5)
-    with pytest.raises(ValueError, match="another kind of event"):
-        dpx.epsilon(dpx.dp_sgd(clip_norm=0.5, noise_multiplier=2.0, sampling=ORDER, key=KEY), state, delta=1e-5)
+    others = [
+        made(strategies.lambda_cgd(correlation=0.5)),
+        made(strategies.Strategy(coefficients=(1.0, 0.6, 0.3, 0.1))),
+    ]
+    for other in [*others, dpx.dp_sgd(clip_norm=0.5, noise_multiplier=2.0, sampling=ORDER, key=KEY)]:
+        with pytest.raises(ValueError, match="another kind of event"):
+            dpx.epsilon(other, state, delta=1e-5)
 
 
-def test_what_is_fixed_is_allowed():
+def test_the_past_noise_is_not_public():
+    state = run(made(BANDS), 3)[1]
+    assert all(np.any(leaf) for leaf in jax.tree.leaves(state.unreleased_noise.high))
+    assert dpx.publishable_state(state).unreleased_noise is None
+    assert dpx.publishable_state(state).release.step == 3
+
+
+def test_runs_of_one_key_with_other_strategies_have_independent_noise():
+    """Else the difference of their releases would have less noise than either: at step 0, none."""
+    params, kinds = {"w": jnp.zeros(20_000)}, (BANDS, LAMBDA, BISR, strategies.identity())
+    first = [np.asarray(run(made(strategy), 1, params)[0][0]["w"]) for strategy in kinds]
+    assert np.abs(np.corrcoef(first) - np.eye(4)).max() < 5 / np.sqrt(20_000)
+    again = np.asarray(run(made(LAMBDA, past_noise=AGAIN), 1, params)[0][0]["w"])
+    np.testing.assert_array_equal(again, first[1])  # one strategy, one key: one run
+    with pytest.raises(ValueError, match="key"):
+        dpx.compose_runs((made(LAMBDA), 4), (made(BISR), 4), shared_batches=False)
+
+
+def test_leaves_of_one_shape_have_independent_noise():
+    params = {name: jnp.zeros((100, 100)) for name in "abcdef"}
+    found, _ = run(made(BANDS), 5, params)
+    rows = np.stack([np.ravel(found[4][name]) for name in params])
+    assert np.abs(np.corrcoef(rows) - np.eye(6)).max() < 5 / 100
+
+
+@pytest.mark.parametrize("strategy", [LAMBDA, BANDS], ids=["lambda", "bands"])
+def test_what_is_fixed_is_allowed(strategy):
+    """Layers that are frozen, one projection for the whole run, normalized gradients, and transforms behind."""
     grads = jax.tree.map(lambda p: jnp.ones((5, *p.shape)), PARAMS)
-    layers = dpx.in_coordinates(made(), coordinates.trainable(mask={"kernel": True, "bias": False}))
-    assert not np.any(run(layers, 2, grads=grads)[0][1]["bias"])
-    whole = dpx.chain(mechanisms.normalized(made()), optax.sgd(0.1, momentum=0.9))
-    assert dpx.epsilon(whole, 3, delta=1e-5) == dpx.epsilon(made(), 3, delta=1e-5)
+    mechanism = made(strategy)
+    layers = dpx.in_coordinates(mechanism, coordinates.trainable(mask={"kernel": True, "bias": False}))
+    found = run(layers, 6, grads=grads)[0]
+    assert not np.any(found[1]["bias"]) and np.any(found[1]["kernel"])
+    whole = dpx.chain(mechanisms.normalized(mechanism), optax.sgd(0.1, momentum=0.9))
+    once = coordinates.random_projection(kind="countsketch", reduction_rate=0.5, every=None, key=KEY)
+    for allowed in (layers, whole, dpx.in_coordinates(mechanism, once)):
+        assert dpx.epsilon(allowed, 3, delta=1e-5) == dpx.epsilon(mechanism, 3, delta=1e-5)
 
 
-def test_the_printed_pipeline_and_the_report_say_that_bits_have_no_proof():
-    assert "the bits of a release: no proof" in str(made()) and "(1, -0.9)" in str(made())
-    report = dpx.privacy_report(made(), 4, delta=1e-5)
+def test_noise_cancels_in_layers_and_in_one_projection():
+    """Prefix sums of what is released have the covariance of C^-1 there too: far less noise than without."""
+    params, steps = {"kernel": jnp.zeros((40, 50)), "bias": jnp.zeros(3)}, 12
+    for inner in (
+        coordinates.trainable(mask={"kernel": True, "bias": False}),
+        coordinates.random_projection(kind="subset", reduction_rate=0.5, every=None, key=KEY),
+    ):
+        found = [
+            sum(np.asarray(u["kernel"]) for u in run(dpx.in_coordinates(made(strategy), inner), steps, params)[0])
+            for strategy in (LAMBDA, strategies.identity())
+        ]
+        ratio = np.std(found[0]) / np.std(found[1])
+        exact = np.linalg.norm(np.cumsum(LAMBDA.inverse_column(steps))) / np.sqrt(steps)
+        assert ratio == pytest.approx(exact, rel=0.1) and ratio < 0.5
+
+
+def test_the_printed_pipeline_and_the_report_say_where_bits_have_no_proof():
+    again, kept = made(past_noise=AGAIN), made()
+    assert "the bits of a release: no proof" in str(again) and "(1, -0.9)" in str(again)
+    report = dpx.privacy_report(again, 4, delta=1e-5)
     assert "the bits of a release: no proof" in str(report)
     assert sum("no proof for the bits" in caveat for caveat in report.caveats) == 1
-    assert not any(
-        "bits" in caveat for caveat in dpx.privacy_report(made(strategies.identity()), 4, delta=1e-5).caveats
-    )
+    for proved in (kept, made(BANDS), made(BANDS, sampling=CYCLIC), made(strategies.identity(), past_noise=AGAIN)):
+        assert "no proof" not in str(proved)
+        assert not any("bits" in caveat for caveat in dpx.privacy_report(proved, 4, delta=1e-5).caveats)
+    assert "the inverse of the bands (1, 0.6, 0.3, -0.2)" in str(made(BANDS))
 
 
-def test_the_contract_holds_but_for_the_bits():
-    report = dpx.audit.check_contract(made(sampling=EPOCHS))
+CUT = strategies.optimized(bands=3, steps=30)
+
+
+@pytest.mark.parametrize(
+    "strategy, groups", [(BANDS, 4), (CUT, 3), (CUT, 5)], ids=["bands", "optimized", "more groups"]
+)
+def test_the_bill_of_cyclic_sampling(strategy, groups):
+    """One Poisson-sampled Gaussian for each turn of the groups, by the norm of c; for bits, all releases count."""
+    sampling = dpx.sampling.CyclicPoissonSampling(examples=200, batch_size=5, bands=groups)
+    mechanism, norm = made(strategy, sampling=sampling), np.linalg.norm(strategy.coefficients)
+    for steps in (1, groups, groups + 1, 40):
+        event, turns = mechanism.event(steps), -(-steps // groups)
+        turn = event.event if turns > 1 else event
+        assert isinstance(turn, CyclicBandedDpEvent) and (turns == 1 or event.count == turns)
+        assert turn.sampling_probability == pytest.approx(groups * 5 / 200)
+        assert 2.0 / norm * (1 - 4e-6) < turn.noise_multiplier < 2.0 / norm
+        assert released(event).most == turns * groups >= steps
+        exact = strategies.cyclic_poisson_event(
+            strategy, examples=200, batch_size=5, groups=groups, steps=steps, noise_multiplier=2.0 / norm
+        )
+        expected = accounting.event_epsilon(exact, delta=1e-5, relation="zero_out")
+        assert expected <= accounting.event_epsilon(event, delta=1e-5, relation="zero_out") <= expected * (1 + 1e-5)
+        assert expected <= dpx.epsilon(mechanism, steps, delta=1e-5) <= expected * 1.002
+
+
+def test_the_contract_of_noise_that_is_drawn_again_holds_but_for_the_bits():
+    report = dpx.audit.check_contract(made(sampling=EPOCHS, past_noise=AGAIN))
     found = {line.name: line for line in report.lines}
     assert report.passed and found["bits"].outcome == "not checked", str(report)
     assert "correlated over steps" in found["noise"].words
@@ -193,8 +365,11 @@ def test_the_contract_holds_but_for_the_bits():
 @pytest.mark.parametrize(
     "make, words",
     [
-        (lambda: made(strategies.banded_half(bands=3)), "banded inverse"),
-        (lambda: made((1, -0.5)), "banded inverse"),
+        (lambda: made(strategies.banded_half(bands=3), past_noise=AGAIN), "the inverse of a banded C is full"),
+        (lambda: made(past_noise="redrawn"), '"kept" or "drawn again"'),
+        (lambda: made((1, -0.5)), "dpx.strategies.Strategy"),
+        (lambda: made(LAMBDA, sampling=CYCLIC), "at most 4 bands"),
+        (lambda: made(strategies.banded_half(bands=5), sampling=CYCLIC), "at most 4 bands"),
         (lambda: made(noise_multiplier=lambda step: 1.0 + step), "got a schedule"),
         (lambda: made(clip_norm=lambda step: 1.0), "got a schedule"),
         (lambda: made(clip_norm={"kernel": 1.0, "bias": 1.0}), "clip_norm must be a finite number"),

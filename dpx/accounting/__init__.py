@@ -22,7 +22,7 @@ Every epsilon and delta is an upper bound, except those of the last line; an int
 * Random allocation: `pld/allocation.py`, `pld/sums.py`, and `pld/moments.py` ("rdp").
 * Samples of a fixed size: `fixed_size.py`. Runs on shared batches: `compose.py`. Fresh projections: `projected.py`.
 * The best of a random number of trials: `selection.py`. True positive rates and mu: `attacks.py`.
-* Correlated noise: `correlated.py`, for noise of real numbers, and `dpx/strategies/sensitivities.py`.
+* Correlated noise: `correlated.py`, and `dpx/strategies/sensitivities.py`.
 * Error feedback: `error_feedback/energy.py` and `error_feedback/renyi.py`.
 * What the arithmetic of the noise adds to each of these: `arithmetic.py`. Every bill of a run has it (`events.billed`);
   those of events alone (`event_epsilon`, `event_delta`) and the lower end of an interval are for exact noise.

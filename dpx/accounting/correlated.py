@@ -1,51 +1,135 @@
-"""A run of Gaussian releases whose noise is correlated over the steps: one Gaussian release of the whole run.
+"""A run of Gaussian releases whose noise is correlated over the steps: what it costs, in real numbers and for its bits.
 
-Step t releases S_t + s C_clip sum_j d_j z_(t-j), where S_t is the sum of clipped gradients and C^-1 is the Toeplitz
-matrix of d. All releases together are C^-1 (C S + s C_clip z): a function of C S plus independent noise of the standard
-deviation s C_clip. One example moves C S by at most `sensitivity` times C_clip (`dpx/strategies/sensitivities.py`), so
-the run is the Gaussian mechanism of noise multiplier s / sensitivity. That S_t depends on the earlier releases changes
-nothing (Denisov et al. 2022, arXiv:2202.08312, theorem 2.1), because C is lower triangular: row t of C S is a function
-of S_0, ..., S_t, and the law of z is the same in all directions. So are the first steps of a longer run.
+Let C be lower triangular and Toeplitz, c_0 = 1, and let S_t be the sum of clipped gradients of step t. A step draws
+fresh normals g_t, and releases r_t, the value y_t + tau g_t rounded to the public grid (`dpx.keys.release`), where
 
-This is for noise of real numbers. For the bits of the releases, the theorem of `arithmetic.py` needs fresh normals in
-every release, and here they are used again. So what it adds to the bill is a sum, not a proof.
+    banded C:           n_t = r_t - S_t,   y_t = S_t - sum_(j > 0) c_j n_(t-j)                                   (1)
+    banded inverse d:   m_t = r_t - y_t,   y_t = S_t + sum_(j > 0) d_j m_(t-j)                                   (2)
+
+**Both are y_t = (C S)_t - sum_(j > 0) c_j r_(t-j).** For (1), put n = r - S in. For (2), r - S = C^-1 m, so
+m = C r - C S, and y = r - m. The last sum is of earlier releases. So the step is a plain Gaussian release of (C S)_t
+with fresh noise, moved by a public number, and the noise of the run is r - S = C^-1 (tau g + the rounding of the grid).
+
+**The memory is no noise that is used again.** n and m are functions of the data and of earlier releases. Given these,
+the normals of a step are fresh, which is what the theorem of `arithmetic.py` needs at every release. So the bill holds
+for the bits. (Not so if past normals are drawn again from the key, and enter as sum_j d_j g_(t-j): given the releases,
+those have another law than fresh ones. Then the theorem is for real numbers alone.)
+
+**The shift.** One example moves the vector C S by at most `sensitivity` clip norms
+(`dpx/strategies/sensitivities.py`), for any gradients, also those that depend on the releases, because it is a bound
+for every path. A sequence of Gaussians whose means are chosen one after the other, and which differ by v_t with
+sum |v_t|^2 <= mu^2, is a function of N(0, 1) or N(mu, 1), and of noise that does not depend on the example (Denisov et
+al. 2022, arXiv:2202.08312, theorem 2.1). So a run in a fixed order costs ONE Gaussian release.
+
+**Cyclic Poisson sampling** (arXiv:2306.08153, theorem 4), C with at most b bands, b groups. Let the groups be public.
+The example has a coin in every b-th step, and by (1) its gradient g of step s moves y_s, ..., y_(s + b - 1) by c_0 g,
+..., c_(b-1) g, and no later one, because c ends. So each b steps from s have one coin, of rate q b. If it falls, they
+have a shift of at most |c| clip norms, else none, and g was fixed at step s. That is one Poisson-sampled Gaussian, and
+the next b steps are the next one. The steps before the first s do not depend on the example. Where C is full, the coin
+of s moves all later steps, and nothing is proved.
+
+**Rounding.** S_t is exact in float64, because it is what the program has. What is stored is rounded to two float32
+numbers, and so is y_t: relative errors of at most v = 2^-48 + (p + 3) 2^-52 for p weights. They are functions of data
+and releases, so they are a part of the shift: they move y_t by e_t. In steps where the example moves nothing that is
+stored, all bits are the same.
+
+    (1)  |e_t| <= v (|S_t| + 2 L |n|),                    L = sum_(j > 0) |c_j|,    |n| <= |d|_1 (N tau + C)
+    (2)  e = C (eta - epsilon) + epsilon, |eta_t| <= v (|S_t| + L |m|), |epsilon_t| <= v |m|,  L = sum_(j > 0) |d_j|
+
+where N = 11.5 sqrt(numbers), because the normals end at 11.35 deviations and a cell is at most 1/16 of one; the added
+clip norm is for r_t, a float32 number, and for m of the neighboring data, which is moved by C S. A batch has at most
+2^24 examples that count. `rounding` sums up over the steps, twice, because both data sets have it.
 """
 
+import math
+
 import attrs
+import numpy as np
 from dp_accounting import DpEvent
 
 from dpx.accounting.checks import Relation
 from dpx.accounting.pld.losses import SampledGaussian
 from dpx.accounting.releases import Released, register
+from dpx.keys.noise import LARGEST_RELEASE
+
+_FARTHEST = 11.5 * math.sqrt(LARGEST_RELEASE)  # N
+_MOST_ROWS = 2.0**24
 
 
 @attrs.frozen
 class CorrelatedGaussianDpEvent(DpEvent):
-    """The first steps of a run of correlated noise.
+    """The first steps of a run of correlated noise in a fixed order, or of full batches.
 
-    noise_multiplier: of one step, s: the standard deviation of z over the clip norm. sensitivity: of C for these steps.
-    steps: int. noise_weights: d, floats. dp-accounting's accountants refuse this event.
+    noise_multiplier: of one step, s: the standard deviation of z over the clip norm, less what rounding costs.
+    sensitivity: of C for these steps. steps: int. coefficients, inverse_coefficients: of C, floats. past_noise: "kept",
+    or "drawn again", which has no proof for the bits. dp-accounting's accountants refuse this event.
     """
 
     noise_multiplier: float
     sensitivity: float
     steps: int
-    noise_weights: tuple[float, ...]
+    coefficients: tuple[float, ...]
+    inverse_coefficients: tuple[float, ...]
+    past_noise: str
 
 
-def _read(event: CorrelatedGaussianDpEvent, relation: Relation) -> SampledGaussian:
+@attrs.frozen
+class CyclicBandedDpEvent(DpEvent):
+    """One turn of cyclic Poisson sampling with a banded C: as many releases as there are groups, with one coin.
+
+    noise_multiplier: the deviation of z over the clip norm and the norm of c, less what rounding costs.
+    sampling_probability: of the coin. releases: int, of a turn. coefficients: c, floats. dp-accounting's accountants
+    refuse this event.
+    """
+
+    noise_multiplier: float
+    sampling_probability: float
+    releases: int
+    coefficients: tuple[float, ...]
+
+
+def _require_zero_out(relation: Relation) -> None:
     if relation != "zero_out":
         words = "one example replaced by a null in all its steps"
         raise ValueError(f'correlated noise is billed under relation "zero_out" only, {words}; got {relation!r}')
+
+
+def _read(event: CorrelatedGaussianDpEvent, relation: Relation) -> SampledGaussian:
+    _require_zero_out(relation)
     return SampledGaussian(event.noise_multiplier / event.sensitivity, 1.0, relation)
 
 
+def _read_turn(event: CyclicBandedDpEvent, relation: Relation) -> SampledGaussian:
+    _require_zero_out(relation)
+    return SampledGaussian(event.noise_multiplier, event.sampling_probability, relation)
+
+
 register(CorrelatedGaussianDpEvent, _read, released=lambda event: Released(event.steps, float(event.steps)))
+register(CyclicBandedDpEvent, _read_turn, released=lambda event: Released(event.releases, float(event.releases)))
+
+
+def rounding(
+    column: np.ndarray, inverse: np.ndarray, *, banded: bool, terms: int, steps: int, noise_multiplier: float
+) -> float:
+    """How far rounding moves the releases of two neighboring data sets apart, in deviations of z: see the docstring.
+
+    column, inverse: the first columns of C and of C^-1, float64 (of the run,). banded: whether C is, as in (1). terms:
+    of the sum that is fed back. steps: in which the two differ, int. noise_multiplier: s.
+    """
+    unit, twice = 2.0**-48 + (terms + 3) * 2.0**-52, 2 * math.sqrt(steps)
+    of_c, of_inverse = float(np.abs(column).sum()), float(np.abs(inverse).sum())
+    if banded:
+        by_noise = 2 * (of_c - 1) * of_inverse
+        by_sum = _MOST_ROWS + 2 * by_noise
+        return twice * unit * (by_sum / noise_multiplier + by_noise * _FARTHEST)
+    largest = 1 + math.sqrt(steps) * of_c  # of m in clip norms, but for noise: `of_c` bounds what one gradient moves
+    by_noise = of_c * of_inverse + 1
+    return twice * unit * ((of_c * _MOST_ROWS + by_noise * largest) / noise_multiplier + by_noise * _FARTHEST)
 
 
 def of_bits(event: DpEvent) -> tuple[str, ...]:
-    """What a report says of an event that holds correlated noise anywhere, one sentence; () for others."""
-    if CorrelatedGaussianDpEvent.__name__ not in repr(event):
+    """What a report says of an event whose past noise is drawn again, anywhere in it, one sentence; () for others."""
+    if "past_noise='drawn again'" not in repr(event):
         return ()
     return (
         "The guarantee is for noise of real numbers only: the noise is correlated over the steps, and there is "

@@ -3,7 +3,7 @@
 dp_sgd             the sum of clipped gradients plus Gaussian noise (DP-SGD, Abadi et al. 2016)
 normalized         automatic clipping: normalize instead of choosing a clip norm (Bu et al. 2023)
 adaptive_clipping  a clip norm that follows a quantile of the norms (Andrew et al. 2021)
-correlated_noise   noise that cancels a part of earlier noise (lambda-CGD, BISR): no proof for the bits of releases
+correlated_noise   noise that cancels a part of earlier noise (BandMF, lambda-CGD, BISR); its state: past_noise.py
 clip_then_project  project the clipped sum, once a step, instead of every example
 dice_sgd           add the error that clipping left to later releases (DiceSGD, Zhang et al. 2023)
 

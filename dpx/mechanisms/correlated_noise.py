@@ -1,34 +1,38 @@
 """Correlated noise: later noise cancels a part of earlier noise, so that prefix sums of the updates have less of it.
 
-Proof of the bill: `dpx/accounting/correlated.py`, for noise of real numbers. An example enters each sum as in
-`dp_sgd.py`, so it moves a sum by at most C (1 + ETA), and it takes part in the steps that the sampling states.
-`normalized`, `dpx.coordinates.trainable` and transforms behind the mechanism change neither.
-
-The bits. `keys.release` rounds sum + noise to a public grid after the noise, and what is correlated are the normals
-before it. For real normals that is post-processing. But the theorem for the program's normals
-(`dpx/accounting/arithmetic.py`) needs fresh normals at every step, and past normals are used here again. So correlated
-noise has NO proof for the bits of its releases, unlike all other mechanisms of dpx, and the printed pipeline says so.
+Proof of the bill, also for the bits: `dpx/accounting/correlated.py`. An example enters each sum as in `dp_sgd.py`, so
+it moves a sum by at most C (1 + ETA), and it takes part in the steps that the sampling states. `normalized`,
+coordinates that are fixed, and transforms behind the mechanism change neither.
 """
 
+import hashlib
 import math
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
+from dp_accounting import DpEvent, NoOpDpEvent, SelfComposedDpEvent
 
 from dpx import keys
 from dpx.accounting.budget import accepts_budget
-from dpx.accounting.correlated import CorrelatedGaussianDpEvent
+from dpx.accounting.correlated import CorrelatedGaussianDpEvent, CyclicBandedDpEvent, rounding
 from dpx.mechanism import Mechanism
+from dpx.mechanisms import past_noise as memory
 from dpx.mechanisms.dp_sgd import LARGEST_CLIP_NORM, SMALLEST_CLIP_NORM, dp_sgd
+from dpx.sampling.cyclic import CyclicPoissonSampling
 from dpx.sampling.schemes import FixedOrder, FullBatch, Sampling, ShuffledEpochs
 from dpx.strategies.sensitivities import sensitivity, shuffled_sensitivity
 from dpx.strategies.strategy import Strategy
 from dpx.trees import described
 from dpx.validation import require_number
-from dpx.xla.totals import ETA
+from dpx.xla import doubles
+from dpx.xla.totals import ETA, as_total
 
 NO_BITS = "the bits of a release: no proof, because past noise is used again; the cost is for noise of real numbers"
+
+PastNoise = Literal["kept", "drawn again"]
 
 
 @accepts_budget
@@ -39,32 +43,38 @@ def correlated_noise(
     noise_multiplier: float,
     sampling: Sampling,
     key: jax.Array,
+    past_noise: PastNoise = "kept",
 ) -> Mechanism:
-    """DP-SGD whose noise at step t is sum_j d_j z_(t-j): lambda-CGD, BISR (arXiv:2601.22334, 2505.12128).
+    """DP-SGD whose noise is C^-1 z over the steps: BandMF, lambda-CGD, BISR (arXiv:2306.08153, 2601.22334, 2505.12128).
 
-    private gradient = (sum_i min(1, C / |g_i|) g_i + noise_multiplier C sum_j d_j z_(t-j)) / B,  z_t ~ N(0, I)
+    private gradient = (sum_i min(1, C / |g_i|) g_i + x_t) / B,  x = C^-1 z,  z_t ~ N(0, (noise_multiplier C)^2 I)
 
-    The papers claim the cost of one Gaussian release of noise multiplier noise_multiplier / sensitivity for the whole
-    run, which holds for noise of real numbers, and which dpx bills. It has NO proof for the bits of the releases. Past
-    noise is drawn again from the key, so the state has nothing more than that of `dp_sgd`. With C = I it is `dp_sgd`.
+    The papers claim the cost of one Gaussian release of noise multiplier noise_multiplier / sensitivity for a run in a
+    fixed order, and for cyclic Poisson sampling that of one Poisson-sampled Gaussian for each turn of the groups. Both
+    hold, and dpx bills them, also for the bits of the releases, because each step adds fresh noise to a sum that
+    depends on earlier data and releases alone. With C = I it is `dp_sgd`.
 
-    strategy: C, with a banded inverse, such as `dpx.strategies.lambda_cgd(correlation=0.9)`.
+    strategy: C, such as `dpx.strategies.optimized(bands=8, steps=1000)` or `lambda_cgd(correlation=0.9)`.
     clip_norm: C, the norm to which each example's gradient is clipped; a number in the units of the gradient.
     noise_multiplier: the standard deviation of z over the clip norm, a number above 0; or the `dpx.Budget` that it is
         calibrated to. The longer the run and the more often an example takes part, the more noise a budget needs.
-    sampling: `dpx.sampling.FixedOrder`, `dpx.ShuffledEpochs` or `dpx.FullBatch`. Samples that are drawn by chance are
-        refused, because no amplification is known for a full C.
-    key: a secret PRNG key, (), of this run alone.
+    sampling: `dpx.sampling.CyclicPoissonSampling` for a C with at most as many bands as it has groups; or `FixedOrder`,
+        `dpx.ShuffledEpochs` or `dpx.FullBatch`. Other samples that are drawn by chance are refused.
+    key: a secret PRNG key, (), of this run alone. Runs of other strategies have independent noise.
+    past_noise: "kept" in the state, 8 bytes for each parameter and each of the last bands - 1 steps. "drawn again" from
+        the key, for a banded inverse: without memory, and WITHOUT a proof for the bits of the releases.
 
-    Refused with it, because the proof does not cover them: schedules of the noise and of the clip norm, adaptive clip
-    norms, error feedback, coordinates that change during the run, and a projection after the clip.
+    Refused with it, because the proof does not cover them, or because noise would not cancel: schedules of the noise
+    and of the clip norm, adaptive clip norms, error feedback, coordinates that change during the run, and a projection
+    after the clip.
 
-    Raises ValueError for a strategy without a banded inverse, another sampling, and numbers outside their domain.
+    Raises ValueError for another sampling, numbers outside their domain, and noise that cannot be drawn again.
     """
-    if not isinstance(strategy, Strategy) or strategy.noise_weights is None:
-        words = "a dpx.strategies.Strategy with a banded inverse, such as lambda_cgd or inverse_square_root"
-        raise ValueError(f"strategy must be {words}, got {described(strategy)}")
+    if not isinstance(strategy, Strategy):
+        words = "strategy must be a dpx.strategies.Strategy, such as lambda_cgd or optimized"
+        raise ValueError(f"{words}, got {described(strategy)}")
     common = {"clip_norm": clip_norm, "noise_multiplier": noise_multiplier, "sampling": sampling, "key": key}
+    _require_past_noise(past_noise, strategy)
     if strategy == Strategy():
         return dp_sgd(**common)
     for name, value in (("clip_norm", clip_norm), ("noise_multiplier", noise_multiplier)):
@@ -72,41 +82,137 @@ def correlated_noise(
             raise ValueError(f"{name} must be a number with correlated noise, got a schedule: its bill is not known")
     clip_norm = require_number("clip_norm", clip_norm, minimum=SMALLEST_CLIP_NORM, maximum=LARGEST_CLIP_NORM)
     noise_multiplier = require_number("noise_multiplier", noise_multiplier, minimum=0, exclusive=True)
-    moved(strategy, sampling, 1)
-    inner = dp_sgd(**common)
-    noise_key, weights = keys.stream(keys.secret(key), "noise"), strategy.inverse_coefficients
-
-    def release(sums, state, params):
-        deviation = noise_multiplier * clip_norm * (1 + ETA)
-        released = keys.release(noise_key, state.step, sums[0], deviation, weights=weights)
-        updates = jax.tree.map(lambda r: r / sampling.divisor, released)
-        return optax.tree.cast_like(updates, params), state.after(noise_multiplier)
+    _require_sampling(sampling, strategy)
+    inner, noise_key = dp_sgd(**common), _stream(keys.secret(key), strategy)
 
     def event(steps):
-        return CorrelatedGaussianDpEvent(noise_multiplier, moved(strategy, sampling, steps), steps, weights)
+        return _event(strategy, noise_multiplier, sampling, steps, past_noise)
 
-    return inner.replace(release=release, event=event, correlated=True, stages=_stages(inner.stages, weights))
+    make = _with_memory if past_noise == "kept" else _without_memory
+    changes = make(inner, strategy, noise_key, noise_multiplier * clip_norm * (1 + ETA))
+    stages = _stages(inner.stages, strategy, past_noise)
+    return inner.replace(event=event, correlated=True, stages=stages, **changes)
 
 
 def moved(strategy: Strategy, sampling: Any, steps: int) -> float:
     """By how much one example moves C G in the first steps, in units of the clip norm: see `dpx.strategies`.
 
-    Raises ValueError for a sampling of which it is not known how often and how many steps apart an example takes part.
+    For cyclic sampling, by one coin. Raises ValueError for a sampling of which it is not known how often and how many
+    steps apart an example takes part.
     """
+    if isinstance(sampling, CyclicPoissonSampling):
+        return float(np.linalg.norm(strategy.coefficients))
     if isinstance(sampling, ShuffledEpochs):
         return shuffled_sensitivity(strategy, steps=steps, steps_per_epoch=sampling.steps_per_epoch)
-    if not isinstance(sampling, FixedOrder | FullBatch):
-        raise ValueError(f"sampling must be FixedOrder, ShuffledEpochs or FullBatch, got {described(sampling)}")
     apart = sampling.steps_per_epoch if isinstance(sampling, FixedOrder) else 1
     return sensitivity(strategy, steps=steps, participations=math.ceil(steps / apart), separation=apart)
 
 
-def _stages(stages: tuple[str, ...], weights: tuple[float, ...]) -> tuple[str, ...]:
-    shown = ", ".join(f"{weight:.6g}" for weight in weights[:6]) + (", ..." if len(weights) > 6 else "")
-    *before, noise, divide = stages
-    return (
-        *before,
-        f"{noise}, correlated over steps by the weights ({shown}) of the last {len(weights)}",
-        divide,
-        NO_BITS,
+def _event(strategy: Strategy, noise_multiplier: float, sampling: Any, steps: int, past_noise: PastNoise) -> DpEvent:
+    if steps == 0:
+        return NoOpDpEvent()
+    cyclic, shift = isinstance(sampling, CyclicPoissonSampling), moved(strategy, sampling, steps)
+    more = rounding(
+        strategy.column(steps),
+        strategy.inverse_column(steps),
+        banded=strategy.bands is not None,
+        terms=len(_weights(strategy)),
+        steps=len(strategy.coefficients) if cyclic else steps,
+        noise_multiplier=noise_multiplier,
     )
+    if cyclic:
+        noise = 1 / (shift / noise_multiplier + more)
+        turn = CyclicBandedDpEvent(noise, sampling.probability, sampling.bands, strategy.coefficients)
+        turns = math.ceil(steps / sampling.bands)
+        return SelfComposedDpEvent(turn, turns) if turns > 1 else turn
+    noise = shift / (shift / noise_multiplier + (more if past_noise == "kept" else 0.0))
+    coefficients = strategy.coefficients, strategy.inverse_coefficients
+    return CorrelatedGaussianDpEvent(noise, shift, steps, *coefficients, past_noise)
+
+
+def _with_memory(inner: Mechanism, strategy: Strategy, noise_key: jax.Array, deviation: float) -> dict[str, Any]:
+    """The fields of the mechanism that keeps past noise. inner: dp_sgd. deviation: of the fresh noise."""
+    weights, banded = _weights(strategy), strategy.bands is not None
+
+    def release(sums, state, params):
+        with jax.enable_x64(True):
+            exact = doubles.values(as_total(sums[0]))
+            total = doubles.halved(jax.tree.map(jnp.add, exact, memory.added(state, weights)))
+        released = keys.release(noise_key, state.release.step, total, deviation)
+        with jax.enable_x64(True):
+            before = exact if banded else doubles.values(total)
+            noise = jax.tree.map(lambda r, s: r.astype(jnp.float64) - s, released, before)
+            state = memory.after(state, noise, state.release.after(inner.noise_multiplier))
+        updates = jax.tree.map(lambda r: r / inner.sampling.divisor, released)
+        return optax.tree.cast_like(updates, params), state
+
+    return {
+        "init": lambda params: memory.empty(params, len(weights)),
+        "encode": lambda grad, state: inner.encode(grad, state.release),
+        "weigh": lambda norms, state: inner.weigh(norms, state.release),
+        "release": release,
+    }
+
+
+def _without_memory(inner: Mechanism, strategy: Strategy, noise_key: jax.Array, deviation: float) -> dict[str, Any]:
+    """The fields of the mechanism that draws past noise again; as `_with_memory`."""
+    weights = strategy.inverse_coefficients
+
+    def release(sums, state, params):
+        released = keys.release(noise_key, state.step, sums[0], deviation, weights=weights)
+        updates = jax.tree.map(lambda r: r / inner.sampling.divisor, released)
+        return optax.tree.cast_like(updates, params), state.after(inner.noise_multiplier)
+
+    return {"release": release}
+
+
+def _weights(strategy: Strategy) -> np.ndarray:
+    """What the last noises are multiplied by: -c_1, -c_2, ... of a banded C, or d_1, d_2, ... of a banded inverse."""
+    if strategy.bands is None:
+        return np.array(strategy.inverse_coefficients[1:])
+    return -np.array(strategy.coefficients[1:])
+
+
+def _stream(key: jax.Array, strategy: Strategy) -> jax.Array:
+    """The key of the noise, (). It depends on C: else the releases of one batch with two C have a difference of less
+    noise than is billed, or of none at step 0, where both have z_0."""
+    stream = keys.stream(key, "noise")
+    digest = hashlib.sha256(repr((strategy.coefficients, strategy.inverse_coefficients)).encode()).digest()
+    for word in np.frombuffer(digest, "<u4"):
+        stream = keys.fold_in(stream, word)
+    return stream
+
+
+def _require_past_noise(past_noise: Any, strategy: Strategy) -> None:
+    if past_noise not in get_args(PastNoise):
+        raise ValueError(f'past_noise must be "kept" or "drawn again", got {described(past_noise)}')
+    if past_noise == "drawn again" and strategy.noise_weights is None:
+        words = "because the inverse of a banded C is full: a step needs the noise of all steps before"
+        raise ValueError(f'past_noise must be "kept" with this strategy, {words}')
+
+
+def _require_sampling(sampling: Any, strategy: Strategy) -> None:
+    if isinstance(sampling, CyclicPoissonSampling):
+        if strategy.bands is None or strategy.bands > sampling.bands:
+            found = "a full C, of a banded inverse" if strategy.bands is None else f"{strategy.bands} bands"
+            words = "because the steps of a group must not share noise"
+            raise ValueError(
+                f"C must have at most {sampling.bands} bands, the groups of {sampling}, {words}; got {found}"
+            )
+    elif not isinstance(sampling, FixedOrder | ShuffledEpochs | FullBatch):
+        words = "CyclicPoissonSampling (with a banded C), FixedOrder, ShuffledEpochs or FullBatch"
+        raise ValueError(f"sampling must be {words}, got {described(sampling)}")
+
+
+def _stages(stages: tuple[str, ...], strategy: Strategy, past_noise: PastNoise) -> tuple[str, ...]:
+    *before, noise, divide = stages
+    if strategy.bands is None:
+        weights = strategy.inverse_coefficients
+        words = f"correlated over steps by the weights ({_shown(weights)}) of the last {len(weights)}"
+    else:
+        words = f"correlated over steps by the inverse of the bands ({_shown(strategy.coefficients)})"
+    return (*before, f"{noise}, {words}", divide, *[NO_BITS] * (past_noise != "kept"))
+
+
+def _shown(weights: tuple[float, ...]) -> str:
+    return ", ".join(f"{weight:.6g}" for weight in weights[:6]) + (", ..." if len(weights) > 6 else "")

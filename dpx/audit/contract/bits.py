@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from dpx.accounting.correlated import of_bits
 from dpx.audit.contract.marks import RAW, spread
 from dpx.audit.contract.report import Broken, NotChecked
 from dpx.audit.contract.subject import STEPS, everyone
@@ -24,7 +25,7 @@ from dpx.xla.totals import as_total
 
 def bits(trial: Trial) -> str:
     """All public numbers are functions of what `keys.release` returned for exact sums, and of public numbers."""
-    if trial.mechanism.correlated:
+    if of_bits(trial.event(1)):
         raise NotChecked("correlated noise uses past normals again, so the proof for the bits does not hold for it")
     closed, names = _without_releases(trial)
     grads = len(jax.tree.leaves(trial.params))

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from dpx.accounting.correlated import of_bits
 from dpx.audit.contract.draws import AT_LEAST, FULLY, whitened, whitened_by_itself
 from dpx.audit.contract.large import require_enough_noise
 from dpx.audit.contract.report import Broken, NotChecked, listed
@@ -24,7 +25,7 @@ def noise(trial: Trial) -> str:
     for step in FAR:
         if _is_billed(trial, step):
             _used(trial, step)
-    correlated = trial.mechanism.correlated
+    correlated = bool(of_bits(trial.event(1)))  # else the noise of a step is fresh, given its state
     found, drawn, missing = [value for value in used if value is not None], "" if correlated else _draws(trial), []
     more_words.append(require_enough_noise(trial))
     if len(found) < len(used):

@@ -129,6 +129,7 @@ def projection(rank, reduction_rate, kind: str, every: int | None, stream: jax.A
         undo="lift by the transpose of the projection" + (", times its largest stretch" if stretch else ""),
         supports_ghost_norms=sketch.supports_ghost_norms,
         encode_whole_batch=sketch.encode_whole_batch,
+        fixed=every is None,
     )
 
 
