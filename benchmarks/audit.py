@@ -65,7 +65,8 @@ def plans() -> list[Plan]:
 def audits() -> list[Audit]:
     import jax.numpy as jnp
 
-    from dpx import mechanisms, methods
+    import dpx
+    from dpx import mechanisms, methods, strategies
 
     def method(build, **arguments):
         def make(noise, steps, sampling, key):
@@ -76,6 +77,25 @@ def audits() -> list[Audit]:
     def dynamic(noise, steps, sampling, key):
         numbers = {"clip_norm": 1.0, "rho_mu": 2.0, "rho_c": 2.0, "steps": steps}
         return methods.dynamic_dp_sgd(**numbers, noise_multiplier=noise, sampling=sampling, key=key)
+
+    def correlated(build, chance, **arguments):
+        """chance: what takes the place of Poisson sampling."""
+
+        def make(noise, steps, sampling, key):
+            sampling = sampling if isinstance(sampling, dpx.FullBatch) else chance
+            numbers = arguments | ({"steps": steps} if "bands" in arguments else {})
+            return build(**numbers, clip_norm=1.0, noise_multiplier=noise, sampling=sampling, key=key)
+
+        return make
+
+    def moved(strategy_of):
+        """The noise for all data, over that of DP-SGD: one example moves C G by the sensitivity, and G by the root."""
+
+        def noise(steps):
+            found = strategies.sensitivity(strategy_of(steps), steps=steps, participations=steps)
+            return found / math.sqrt(steps)
+
+        return noise
 
     def both_parts(updates, before, after, canary):
         return jnp.stack([updates["w"][0], updates["w"][1:].sum()])
@@ -92,6 +112,8 @@ def audits() -> list[Audit]:
     adaptive = {"initial_clip_norm": 1.0, "indicator_noise": 13.0}
     gep = functools.partial(methods.gep_sgd, {"w": jnp.eye(1, 4)}, embedding_clip_norm=1.0, residual_clip_norm=0.5)
     last = {"order": "clip_then_project"}
+    cyclic = dpx.sampling.CyclicPoissonSampling(examples=100, batch_size=20, bands=3)
+    ordered = dpx.sampling.FixedOrder(examples=100, batch_size=20)
     return [
         Audit("dp_sgd", method(methods.dp_sgd, clip_norm=1.0), runs=5),
         Audit("dynamic_dp_sgd", dynamic, lambda steps: 1.6),
@@ -119,6 +141,16 @@ def audits() -> list[Audit]:
         Audit("dice_sgd", method(methods.dice_sgd, **dice), reason=FEEDBACK),
         Audit("gep_sgd", method(gep), size=4, options={"observe": both_parts}, reason=EMBEDDED),
         Audit("adaptive_clipping", method(mechanisms.adaptive_clipping, **adaptive), options={"observe": with_count}),
+        Audit(
+            "band_mf_sgd",
+            correlated(methods.band_mf_sgd, cyclic, bands=3),
+            moved(lambda steps: strategies.optimized(bands=3, steps=steps)),
+        ),
+        Audit(
+            "lambda_cgd",
+            correlated(methods.lambda_cgd, ordered, correlation=0.5),
+            moved(lambda steps: strategies.lambda_cgd(correlation=0.5)),
+        ),
     ]
 
 

@@ -36,6 +36,10 @@ class Row(NamedTuple):
 def of_method(entry: catalog.Entry, **changed: Any) -> Callable[..., Any]:
     def make(**base):
         base |= {"steps": 1000}
+        if entry.samplings:
+            record, usual = base["sampling"], catalog.SAMPLINGS[entry.samplings[0]]
+            sizes = {"examples": record.examples, "batch_size": record.batch_size}
+            base["sampling"] = usual.build(**usual.arguments | sizes)
         chosen = entry.arguments | {name: base[name] for name in base if name in entry.parameters}
         return entry.build(**chosen | changed)
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from dpx import coordinates, mechanisms, methods, sampling
 
 GAUSSIAN, INNERMOST = "mechanisms/dp_sgd.py", "mechanism.py"
+CORRELATED, IN_ORDER = "accounting/correlated.py", ("ordered", "shuffled", "full")
 FEEDBACK, RECORDS = "accounting/error_feedback/event.py", "sampling/schemes.py"
 
 
@@ -23,11 +24,13 @@ class Entry(NamedTuple):
     build:     the public function or class; its docstring and signature describe it.
     arguments: values to start with, for arguments that have no default, or in place of the default.
     proof:     the file, in dpx/, whose docstrings prove that one example moves the sum by no more than is billed.
+    samplings: of a method, the short names of those that it takes, the usual one first; () for all.
     """
 
     build: Callable[..., Any]
     arguments: dict[str, Any] = {}
     proof: str = GAUSSIAN
+    samplings: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -69,6 +72,8 @@ METHODS = (
         {"initial_clip_norm": 1.0, "indicator_noise": 13.0},
         "mechanisms/adaptive_clipping.py",
     ),
+    Entry(methods.band_mf_sgd, CLIP | {"bands": 8}, CORRELATED, ("cyclic", *IN_ORDER)),
+    Entry(methods.lambda_cgd, CLIP | {"correlation": 0.9}, CORRELATED, IN_ORDER),
 )
 
 COORDINATES = (

@@ -107,6 +107,10 @@ class Config:
             raise ValueError(f"momentum is an option of sgd, got it with {self.optimizer}")
         if self.per_layer and self.method != "dp_sgd":
             raise ValueError(f"per_layer is an option of dp_sgd, got it with {self.method}")
+        samplings = METHODS[self.method].samplings
+        if samplings and self.sampling not in samplings:
+            words = f"sampling must be one of {', '.join(samplings)} with method {self.method}"
+            raise ValueError(f"{words}, got {self.sampling!r}")
         if self.sampling == "full" and self.batch_size is not None:
             raise ValueError(f"batch_size must not be given with sampling full, got {self.batch_size}")
         if not 0 <= self.seed < 2**128:
@@ -133,7 +137,8 @@ class Config:
         if "steps_per_epoch" in sampling.parameters:
             return sampling.build(examples=examples, steps_per_epoch=round(examples / batch_size))
         if "bands" in sampling.parameters:  # with plain noise, more bands only cost more
-            return sampling.build(examples=examples, batch_size=batch_size, bands=1)
+            bands = int(self.method_options.get("bands", 1))
+            return sampling.build(examples=examples, batch_size=batch_size, bands=bands)
         return sampling.build(examples=examples, batch_size=batch_size)
 
     def steps_of(self, sampling: Sampling, examples: int) -> int:
@@ -151,7 +156,7 @@ class Config:
 
         trained: (path) -> whether a parameter is trained, or None, as in `examples.tasks.Task`.
         """
-        of_the_run = {"clip_norm": self.clip_norm} | found
+        of_the_run = {"clip_norm": self.clip_norm, "momentum": self.momentum, "learning_rates": ()} | found
         optimizer = OPTIMIZERS[self.optimizer](self.learning_rate, self.momentum)
 
         def make(noise_multiplier):

@@ -15,7 +15,9 @@ import dpx
 from dpx import catalog
 
 METHODS = {entry.name: entry for entry in catalog.METHODS}
-OF_THE_RUN = ("clip_norm", "noise_multiplier", "sampling", "steps", "key", "basis")  # arguments that are not options
+OF_THE_RUN = (  # arguments that are not options
+    *("clip_norm", "noise_multiplier", "sampling", "steps", "key", "basis", "momentum", "learning_rates"),
+)
 
 
 class Option(NamedTuple):

@@ -16,7 +16,8 @@ import numpy as np
 import optax
 
 import dpx
-from dpx import catalog
+from dpx import catalog, strategies
+from dpx.accounting.correlated import CorrelatedGaussianDpEvent, CyclicBandedDpEvent
 from dpx.accounting.error_feedback.event import ErrorFeedbackDpEvent
 from dpx.accounting.projected import ProjectedGaussianDpEvent
 from dpx.coordinates.projections.projection import projection
@@ -177,6 +178,44 @@ def _projected_sum(total, state):
     return projection(12, None, "gaussian", 1, stream, bounded=True).encode(total, state.projection)
 
 
+BANDED = strategies.optimized(bands=3, steps=12)
+
+
+def _band_mf(key) -> dpx.Mechanism:
+    return dpx.methods.band_mf_sgd(bands=3, steps=12, clip_norm=0.7, noise_multiplier=1.3, sampling=CYCLIC, key=key)
+
+
+def _remembered(*weights):
+    """What the noise of the last steps adds to an update, the nearest first, of batches of 8."""
+
+    def fed_back(state):
+        ring, step = state.unreleased_noise, int(state.release.step)
+        rows = [(step - 1 - j) % len(weights) for j in range(len(weights))]
+        return jax.tree.map(
+            lambda high, low: sum(w * (high[r] + low[r]) for w, r in zip(weights, rows, strict=True)) / 8, *ring
+        )
+
+    return fed_back
+
+
+def _turns(steps):
+    """A coin of a group moves three releases by c, so the norm of c times the clip norm."""
+    if steps == 0:
+        return dp_accounting.NoOpDpEvent()
+    norm = math.sqrt(sum(c * c for c in BANDED.coefficients))
+    one = CyclicBandedDpEvent(1.3 / norm, 0.024, 3, BANDED.coefficients)
+    return dp_accounting.SelfComposedDpEvent(one, -(-steps // 3)) if steps > 3 else one
+
+
+def _in_order(steps):
+    """An example takes part in every third step, so it moves row t of C G by the sum of 0.6^(t - 3 i)."""
+    if steps == 0:
+        return dp_accounting.NoOpDpEvent()
+    rows = [sum(0.6 ** (t - 3 * i) for i in range(t // 3 + 1)) for t in range(steps)]
+    moved = math.sqrt(sum(row * row for row in rows))
+    return CorrelatedGaussianDpEvent(1.3, moved, steps, (1.0,), (1.0, -0.6), "kept")
+
+
 ALIGNED = {  # two of the coordinates
     "kernel": jnp.zeros((2, 4, 3)).at[0, 1, 2].set(1.0),
     "bias": jnp.zeros((2, 3)).at[1, 0].set(1.0),
@@ -335,6 +374,15 @@ MECHANISMS = [
         scale=_gep_scale,
         lift=1.1,
     ),
+    Case("band_mf_sgd", _band_mf, fed_back=_remembered(*(-c for c in BANDED.coefficients[1:])), event=_turns),
+    Case(
+        "lambda_cgd",
+        lambda key: dpx.methods.lambda_cgd(
+            correlation=0.6, clip_norm=0.7, noise_multiplier=1.3, sampling=ORDERED, key=key
+        ),
+        fed_back=_remembered(-0.6),
+        event=_in_order,
+    ),
     Case("chained", lambda key: dpx.chain(_dp_sgd(key), optax.identity())),
 ]
 
@@ -361,6 +409,8 @@ def case_of_method(entry: catalog.Entry, sampling: Any = POISSON) -> Case:
     Without a `clip_norm`, its bound must be 1. What has another bound, or schedules of its own, needs a case by hand.
     """
     of_the_contract = {"noise_multiplier": 1.3, "sampling": sampling, "steps": 8, "basis": ALIGNED}
+    if entry.samplings:
+        of_the_contract["sampling"] = {"cyclic": CYCLIC, "ordered": ORDERED}[entry.samplings[0]]
     arguments = entry.arguments | {name: of_the_contract[name] for name in of_the_contract if name in entry.parameters}
     clip_norm = arguments.get("clip_norm", 1.0)
 

@@ -10,7 +10,7 @@ import pytest
 from scipy import stats
 
 import dpx
-from dpx import accounting, coordinates, keys, mechanisms, strategies
+from dpx import accounting, coordinates, keys, mechanisms, methods, strategies
 from dpx.accounting.correlated import CorrelatedGaussianDpEvent, CyclicBandedDpEvent, rounding
 from dpx.accounting.gdp import epsilon as gaussian_epsilon
 from dpx.accounting.releases import released
@@ -350,6 +350,50 @@ def test_the_bill_of_cyclic_sampling(strategy, groups):
         expected = accounting.event_epsilon(exact, delta=1e-5, relation="zero_out")
         assert expected <= accounting.event_epsilon(event, delta=1e-5, relation="zero_out") <= expected * (1 + 1e-5)
         assert expected <= dpx.epsilon(mechanism, steps, delta=1e-5) <= expected * 1.002
+
+
+def test_the_methods_are_the_mechanism_with_their_strategies():
+    given = dict(clip_norm=0.5, noise_multiplier=2.0, key=KEY)
+    rates = tuple(np.linspace(1, 0.1, 12))
+    workload = strategies.Workload(momentum=0.9, learning_rates=rates)
+    for options, strategy in (
+        ({}, strategies.optimized(bands=3, steps=12)),
+        (
+            {"momentum": 0.9, "learning_rates": rates},
+            strategies.optimized(bands=3, steps=12, workload=workload),
+        ),
+    ):
+        method = methods.band_mf_sgd(bands=3, steps=12, sampling=CYCLIC, **given, **options)
+        expected = made(strategy, sampling=CYCLIC)
+        assert method.event(12) == expected.event(12) and str(method) == str(expected)
+        for one, other in zip(run(method, 4)[0], run(expected, 4)[0], strict=True):
+            jax.tree.map(np.testing.assert_array_equal, one, other)
+    assert methods.lambda_cgd(correlation=0.9, sampling=ORDER, **given).event(9) == made(LAMBDA).event(9)
+    short = methods.band_mf_sgd(bands=3, steps=2, sampling=CYCLIC, **given)  # more bands than steps serve nothing
+    assert short.event(1).coefficients == strategies.optimized(bands=2, steps=2).coefficients
+
+
+def test_one_band_is_dp_sgd_bit_for_bit():
+    """On the same batches: one group is Poisson sampling."""
+    one = dpx.sampling.CyclicPoissonSampling(examples=20, batch_size=5, bands=1)
+    given = dict(clip_norm=0.5, noise_multiplier=2.0, key=KEY)
+    grads = jax.tree.map(lambda p: jax.random.normal(jax.random.key(0), (5, *p.shape)), PARAMS)
+    mine = methods.band_mf_sgd(bands=1, steps=9, sampling=one, **given)
+    theirs = dpx.dp_sgd(sampling=one, **given)
+    for ours, other in zip(run(mine, 3, grads=grads)[0], run(theirs, 3, grads=grads)[0], strict=True):
+        jax.tree.map(np.testing.assert_array_equal, ours, other)
+    poisson = dpx.dp_sgd(sampling=dpx.PoissonSampling(examples=20, batch_size=5), **given)
+    assert dpx.epsilon(mine, 9, delta=1e-5) == dpx.epsilon(poisson, 9, delta=1e-5)
+
+
+def test_a_budget_of_band_mf_is_met():
+    sampling = dpx.sampling.CyclicPoissonSampling(examples=2000, batch_size=20, bands=4)
+    budget = dpx.Budget(epsilon=3.0, delta=1e-5, epochs=2)
+    mechanism = methods.band_mf_sgd(
+        bands=4, steps=200, clip_norm=1.0, noise_multiplier=budget, sampling=sampling, key=KEY
+    )
+    assert 2.98 < dpx.epsilon(mechanism, 200, delta=1e-5) <= 3.0 < dpx.epsilon(mechanism, 210, delta=1e-5)
+    assert "CyclicBandedDpEvent" in str(dpx.privacy_report(mechanism, 200, delta=1e-5))
 
 
 def test_the_contract_of_noise_that_is_drawn_again_holds_but_for_the_bits():

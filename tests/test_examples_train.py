@@ -356,7 +356,8 @@ SMOKED = {  # these train in tests/test_examples_papers.py
 
 @pytest.mark.parametrize("method", sorted(set(METHODS) - SMOKED))
 def test_every_method_trains(tmp_path, method):
-    result = run(tmp_path, method=method, epochs=0.5)
+    samplings = METHODS[method].samplings
+    result = run(tmp_path, method=method, epochs=0.5, **({"sampling": samplings[0]} if samplings else {}))
     assert result.steps == 7 and 0 < result.epsilon < 100
 
 

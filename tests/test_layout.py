@@ -83,6 +83,7 @@ MAY_IMPORT = {
     "methods": {
         "trees",
         "validation",
+        "strategies",
         "scalars",
         "sampling",
         "schedules",

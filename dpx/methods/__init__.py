@@ -7,12 +7,15 @@ gep_sgd         gradient embedding perturbation (Yu et al. 2021)
 dice_sgd        clipping with error feedback (DiceSGD, Zhang et al. 2023): mechanisms/dice_sgd.py
 ada_dpigu       standardized, important coordinates (AdaDPIGU, Zhang and Xie 2025)
 d2p2_sgd        random projections and noise that falls (D2P2-SGD, Jiang et al. 2025), with d2p_sgd and dp2_sgd
+band_mf_sgd     banded noise on cyclic Poisson samples (BandMF, Choquette-Choo et al. 2023), and lambda_cgd, which
+                is for a fixed order (lambda-CGD, 2026): correlated_noise.py
 
 To add one: a file here, its import below, and a line in `METHODS` of `dpx/catalog.py` (CONTRIBUTING.md).
 """
 
 from dpx.mechanisms import dice_sgd, dp_sgd
 from dpx.methods.ada_dpigu import ada_dpigu
+from dpx.methods.correlated_noise import band_mf_sgd, lambda_cgd
 from dpx.methods.d2p2_sgd import d2p2_sgd, d2p_sgd, dp2_sgd
 from dpx.methods.dynamic_dp_sgd import dynamic_dp_sgd
 from dpx.methods.gep_sgd import gep_sgd
@@ -20,6 +23,7 @@ from dpx.methods.random_freeze import random_freeze_sgd, ranked_freeze_sgd
 
 __all__ = [
     "ada_dpigu",
+    "band_mf_sgd",
     "d2p2_sgd",
     "d2p_sgd",
     "dice_sgd",
@@ -27,6 +31,7 @@ __all__ = [
     "dp_sgd",
     "dynamic_dp_sgd",
     "gep_sgd",
+    "lambda_cgd",
     "random_freeze_sgd",
     "ranked_freeze_sgd",
 ]
