@@ -89,6 +89,13 @@ def fit(params=PARAMS, data=DATA, made=None, **options):
     return dpx.fit(loss, made or optimizer()[1], params, data, **terms | options)
 
 
+def banded() -> dpx.Mechanism:
+    """With a memory of the last two noises."""
+    groups = dpx.sampling.CyclicPoissonSampling(examples=64, batch_size=8, bands=3)
+    given = {"clip_norm": 1.0, "noise_multiplier": 1.0, "sampling": groups, "key": dpx.secret_key(7)}
+    return dpx.chain(dpx.methods.band_mf_sgd(bands=3, steps=STEPS, **given), optax.sgd(0.5))
+
+
 def run(rank: int, port: int, folder: Path, how: str):
     """In a new process, in which jax has not computed anything yet. Its output goes to a file."""
     with (folder / f"{how}-{rank}").open("w") as output:
@@ -151,6 +158,7 @@ def train_in_two(rank: int, port: int, folder: Path, resume: bool):
         params, state = manager.restore(2, args=ocp.args.StandardRestore((params, state)))
         assert dpx.accounting.steps_taken(state) == 2
         write(folder / "resumed", rank, made, *train(step, params, state, sharding=rows))
+    tell(folder / "banded", rank, fit(made=banded(), key=dpx.secret_key(7), sharding=rows))
     check_refusals(rank, rows, folder)
     interrupted_fit(rank, rows, folder)
 

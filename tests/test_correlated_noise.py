@@ -1,6 +1,9 @@
 """Correlated noise as a mechanism: its covariance over steps, its bill, and what is refused with it."""
 
 import importlib
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +22,7 @@ from dpx.keys.noise import GRID
 from dpx.mechanisms import past_noise
 from dpx.xla import doubles
 from dpx.xla.totals import ETA
+from tests.compiling import FLAGS
 
 module = importlib.import_module("dpx.mechanisms.correlated_noise")  # the package hides it behind the function
 
@@ -260,6 +264,27 @@ def test_a_resumed_run_has_the_same_noise_and_bill(strategy, past_noise):
             dpx.epsilon(other, state, delta=1e-5)
 
 
+@pytest.mark.parametrize("strategy, past_noise", [(BANDS, "kept"), (LAMBDA, AGAIN)], ids=["bands", "lambda again"])
+def test_fit_is_the_loop_by_hand(strategy, past_noise, tmp_path):
+    """A run that was ended and resumed: the memory is in the checkpoint."""
+    mechanism, data = made(strategy, past_noise=past_noise), np.ones((20, 3), np.float32)
+    params = {"w": jnp.zeros(3)}
+
+    def loss(params, example):
+        return jnp.sum(params["w"] * example)
+
+    optimizer = dpx.chain(mechanism, optax.sgd(0.1))
+    given = dict(key=KEY, checkpoints=tmp_path, delta=1e-5, steps=6, evaluate_every=1)
+    dpx.fit(loss, optimizer, params, data, callbacks=[lambda seen: seen.step == 3], **given)
+    found = dpx.fit(loss, optimizer, params, data, **given)
+    step, state = jax.jit(dpx.private_updates(loss, optimizer)), optimizer.init(params)
+    for batch in mechanism.sampling.batches(data, KEY, state, steps=6):
+        updates, state, _ = step(params, batch, state)
+        params = optax.apply_updates(params, updates)
+    np.testing.assert_array_equal(found.params["w"], params["w"])
+    assert found.steps == 6
+
+
 def test_the_past_noise_is_not_public():
     state = run(made(BANDS), 3)[1]
     assert all(np.any(leaf) for leaf in jax.tree.leaves(state.unreleased_noise.high))
@@ -444,3 +469,54 @@ def test_the_contract_of_noise_that_is_drawn_again_holds_but_for_the_bits():
 def test_what_has_no_proof_is_refused(make, words):
     with pytest.raises(ValueError, match=words):
         make()
+
+
+SHARDED = """
+import jax, jax.numpy as jnp, numpy as np, optax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+import dpx
+from tests.test_correlated_noise import BANDS, BISR, made
+def loss(params, example):
+    return jnp.sum(jnp.tanh(example["x"] @ params["w"] + params["b"]) - example["y"])
+params = {"w": jnp.asarray(np.random.default_rng(1).normal(size=(8, 16)), jnp.float32), "b": jnp.ones(16)}
+batch = {"x": jnp.asarray(np.random.default_rng(2).normal(size=(24, 8)), jnp.float32), "y": jnp.ones(24)}
+included = np.arange(24) % 5 != 0
+def run(mechanism, params, batch):
+    optimizer = dpx.chain(mechanism, optax.sgd(0.1))
+    step, state = jax.jit(dpx.private_updates(loss, optimizer), donate_argnums=2), optimizer.init(params)
+    for _ in range(5):
+        updates, state, _ = step(params, dpx.Batch(batch, included), state)
+        params = jax.tree.map(jnp.add, params, updates)
+    return params, state
+def share(array):
+    return array.addressable_shards[0].data.size / array.size
+assert len(jax.devices()) == 8
+splits = {"replicated": {"w": P(), "b": P()}, "sharded": {"w": P(None, "data"), "b": P("data")}}
+for strategy, kinds in ((BANDS, [(AxisType.Explicit, "sharded"), (AxisType.Auto, "sharded")]),):
+    mechanism = made(strategy)
+    one = run(mechanism, params, batch)
+    for kind, name in kinds:
+        mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
+        rows = jax.device_put(batch, NamedSharding(mesh, P("data")))
+        placed = jax.tree.map(lambda p, s: jax.device_put(p, NamedSharding(mesh, s)), params, splits[name])
+        begun = mechanism.init(placed).unreleased_noise
+        after, state = run(mechanism, placed, rows)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), after, one[0])
+        kept = state.inner.unreleased_noise
+        for memory in (begun, kept):
+            shares = {share(leaf) for leaf in jax.tree.leaves(memory)}
+            assert shares == ({1 / 8} if name == "sharded" else {1.0}), (kind, name, shares)
+print("the same on 8 devices")
+"""
+
+
+def test_the_same_noise_on_eight_devices(pytestconfig):
+    """And the memory is sharded like the parameters, from the first step on."""
+    result = subprocess.run(
+        [sys.executable, "-c", SHARDED],
+        env=os.environ | {"XLA_FLAGS": f"{FLAGS} --xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"},
+        cwd=pytestconfig.rootpath,
+        capture_output=True,
+        text=True,
+    )
+    assert "the same on 8 devices" in result.stdout, result.stderr

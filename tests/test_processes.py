@@ -62,6 +62,14 @@ def test_two_processes_train_as_one_device(runs):
         assert runs[run]["epsilon"] == dpx.epsilon(made, state, delta=1e-5) and runs[run]["steps"] == 5
 
 
+def test_correlated_noise_in_two_processes_is_that_of_one_device(runs, folder):
+    one, two = (json.loads((folder / f"banded-{rank}").read_text()) for rank in range(2))
+    alone = processes.fit(made=processes.banded(), key=dpx.secret_key(7))
+    assert one == two and one["steps"] == alone.steps == 5 and one["epsilon"] == alone.epsilon
+    for name, leaf in alone.params.items():
+        np.testing.assert_allclose(np.load(folder / "banded.npz")[name], leaf, atol=1e-6)
+
+
 def test_a_run_by_hand_resumes(runs):
     for name, array in runs["whole"].items():
         np.testing.assert_array_equal(runs["resumed"][name], array)

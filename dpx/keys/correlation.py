@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+
+from dpx.xla.doubles import constants
 
 
 def weighted(draw: Callable[[jax.Array], jax.Array], step: jax.Array, weights: tuple[float, ...]) -> jax.Array:
@@ -18,7 +19,7 @@ def weighted(draw: Callable[[jax.Array], jax.Array], step: jax.Array, weights: t
         return draw(step)
 
     with jax.enable_x64(True):
-        table = jnp.asarray(np.array(weights))
+        table = constants(weights)
 
         def add(j, total):
             weight = jax.lax.select(j <= step, table[j], jnp.float64(0))

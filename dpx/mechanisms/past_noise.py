@@ -43,7 +43,7 @@ def added(state: CorrelatedNoiseState, weights: np.ndarray) -> Tree:
     """sum_j weights_j noise_(t-1-j), float64 like the gradients. weights: float64 (w,). Inside `jax.enable_x64`."""
     count = len(weights)
     ages = (state.release.step - 1 - jnp.arange(count, dtype=jnp.int32)) % count
-    of_rows = jnp.asarray(weights)[ages]
+    of_rows = doubles.constants(weights)[ages]
 
     def add(high: jax.Array, low: jax.Array) -> jax.Array:
         rows = high.astype(jnp.float64) + low.astype(jnp.float64)

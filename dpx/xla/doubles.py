@@ -11,6 +11,8 @@
 All of it must be called inside `jax.enable_x64(True)`, also in a program that is otherwise 32-bit.
 """
 
+from collections.abc import Iterable
+
 import jax
 import jax.numpy as jnp
 
@@ -18,6 +20,12 @@ from dpx.trees import Tree
 from dpx.xla.totals import Total
 
 FIRST, SECOND, NEXT = 16, 8, 4  # numbers in a sum
+
+
+def constants(numbers: Iterable[float]) -> jax.Array:
+    """Some numbers as float64 (n,), written into the program: an array that it closes over becomes float32 where the
+    program is called outside of `jax.enable_x64`, as `dpx.fit` does."""
+    return jax.lax.concatenate([jax.lax.full((1,), float(number), jnp.float64) for number in numbers], 0)
 
 
 def values(total: Total) -> Tree:
