@@ -111,6 +111,6 @@ def require_fitting(changes: dict[str, Any], budget: Any):
 
 def require_fixed(mechanism: Any, coordinates: Any):
     """Raises ValueError for coordinates that change between steps, around a mechanism of correlated noise."""
-    if mechanism.correlated and not coordinates.fixed:
+    if mechanism.correlated is not None and not coordinates.fixed:
         words = "because what cancels later must be in the same places"
         raise ValueError(f"coordinates must be fixed with correlated noise, {words}; got those that {coordinates.name}")

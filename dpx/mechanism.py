@@ -59,7 +59,8 @@ class Mechanism(optax.GradientTransformationExtraArgs):
     supports_ghost_norms: whether `encode` only scales coordinates or drops leaves, and `norm` is the 2-norm of each
               group of leaves, so that `dpx.gradients.ghost` can compute the norms without the gradients
     encode_whole_batch: whether each call of `encode` draws large arrays, so that one call for all examples is cheapest
-    correlated: whether noise is correlated over steps, so that coordinates must be `Coordinates.fixed`
+    correlated: None; or the `dpx.strategies.Strategy` that correlates the noise over steps, so that coordinates must be
+              `Coordinates.fixed`
     budget:   the `dpx.Budget` that the noise was calibrated to, in steps, or None
     """
 
@@ -74,7 +75,7 @@ class Mechanism(optax.GradientTransformationExtraArgs):
     stages: tuple[str, ...]
     supports_ghost_norms: bool
     encode_whole_batch: bool
-    correlated: bool
+    correlated: Any
     budget: Budget | None
     noise_key: jax.Array
 
@@ -93,7 +94,7 @@ class Mechanism(optax.GradientTransformationExtraArgs):
         stages,
         supports_ghost_norms,
         encode_whole_batch=False,
-        correlated=False,
+        correlated=None,
         budget=None,
     ) -> Self:
         budget = None if budget is None else budget.for_sampling(sampling)

@@ -38,8 +38,6 @@ DRAWS = 4000
 RESTS = {  # lines that cannot be checked without facts: the words that the report gives as the reason
     "dice_sgd": {"noise": "the event bills more", "cost": "ErrorFeedbackDpEvent"},
     "dice_sgd automatic, shuffled": {"noise": "the event bills more", "cost": "ErrorFeedbackDpEvent"},
-    "band_mf_sgd": {"noise": "the event bills more", "cost": "CyclicBandedDpEvent"},
-    "lambda_cgd": {"noise": "the event bills more", "cost": "CorrelatedGaussianDpEvent"},
     "clip, then project": {"noise": "the event bills more", "cost": "ProjectedGaussianDpEvent"},
     "signs": {
         "adjacent": "on the sums",

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 
+import attrs
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +18,9 @@ from dpx import accounting, coordinates, keys, mechanisms, methods, strategies
 from dpx.accounting.correlated import CorrelatedGaussianDpEvent, CyclicBandedDpEvent, rounding
 from dpx.accounting.gdp import epsilon as gaussian_epsilon
 from dpx.accounting.releases import released
+from dpx.audit.contract import correlation
+from dpx.audit.contract.report import Broken
+from dpx.audit.contract.trial import Trial
 from dpx.keys import noise
 from dpx.keys.noise import GRID
 from dpx.mechanisms import past_noise
@@ -429,6 +433,53 @@ def test_the_contract_of_noise_that_is_drawn_again_holds_but_for_the_bits():
     assert {"bounded", "adjacent", "resume", "secrecy"} <= {
         line.name for line in report.lines if line.outcome == "pass"
     }
+
+
+TINY = {"w": jnp.zeros(3)}
+
+
+def on_trial(mechanism):
+    return Trial(mechanism, TINY, draws=500, seed=3)
+
+
+@ALL
+def test_the_contract_sees_the_covariance_over_steps(strategy, past_noise):
+    mechanism = made(strategy, past_noise=past_noise)
+    assert "covariance C^-1 C^-T" in correlation.require_covariance(on_trial(mechanism))
+    other = strategies.Strategy(coefficients=(1.0, 0.6, 0.3, -0.1))
+    with pytest.raises(Broken, match="is not C\\^-1 z for the stated C"):
+        correlation.require_covariance(on_trial(mechanism.replace(correlated=other)))
+
+
+@pytest.mark.parametrize("strategy", [LAMBDA, BISR, BANDS, strategies.banded_half(bands=2)])
+@pytest.mark.parametrize("sampling", [ORDER, EPOCHS, CYCLIC, dpx.sampling.FullBatch(examples=5)])
+def test_the_contract_tries_all_patterns_of_steps(strategy, sampling):
+    """Brute force over the patterns and signs of up to 10 steps; a bill below them is Broken."""
+    if strategy.bands is None and sampling is CYCLIC:
+        return
+    mechanism = made(strategy, sampling=sampling)
+    assert "patterns and signs" in correlation.require_sensitivity(on_trial(mechanism))
+
+    def less(steps):
+        event = mechanism.event(steps)
+        change = {"noise_multiplier": 1.01 * max(1.0, float(ratio)) * mechanism.event(1).noise_multiplier}
+        if hasattr(event, "count"):
+            return attrs.evolve(event, event=attrs.evolve(event.event, **change))
+        return attrs.evolve(event, **change)
+
+    ratio = found_share(mechanism)
+    with pytest.raises(Broken, match="are billed"):
+        correlation.require_sensitivity(on_trial(mechanism.replace(event=less)))
+    if sampling is CYCLIC:
+        one_turn = mechanism.replace(event=lambda steps: mechanism.event(1))
+        with pytest.raises(Broken, match="turns"):
+            correlation.require_sensitivity(on_trial(one_turn))
+
+
+def found_share(mechanism):
+    """What is billed over what brute force finds: 1 where the bound is exact."""
+    words = correlation.require_sensitivity(on_trial(mechanism)).split()
+    return 1 / float(words[words.index("most") + 1])
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def clip_then_project(
     ranks = jax.tree.leaves(rank)
     if count_releases(mechanism.event(1)).whole_runs:
         raise ValueError(f"clip_then_project takes a mechanism of one clipped sum, got {described(mechanism)}")
-    if mechanism.correlated:
+    if mechanism.correlated is not None:
         raise ValueError("clip_then_project must not be around correlated noise, because its projections change")
     if kind == "gaussian":
         _require_fresh_and_ranked(rank, reduction_rate, every)

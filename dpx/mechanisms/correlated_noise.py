@@ -91,7 +91,7 @@ def correlated_noise(
     make = _with_memory if past_noise == "kept" else _without_memory
     changes = make(inner, strategy, noise_key, noise_multiplier * clip_norm * (1 + ETA))
     stages = _stages(inner.stages, strategy, past_noise)
-    return inner.replace(event=event, correlated=True, stages=stages, **changes)
+    return inner.replace(event=event, correlated=strategy, stages=stages, **changes)
 
 
 def moved(strategy: Strategy, sampling: Any, steps: int) -> float:

@@ -8,6 +8,7 @@ import numpy as np
 from dp_accounting import DpEvent
 
 from dpx.accounting.releases import count_releases
+from dpx.audit.contract.correlation import require_sensitivity
 from dpx.audit.contract.report import Broken, NotChecked
 from dpx.audit.contract.trial import Trial, own_event
 from dpx.states.reading import release_state
@@ -29,6 +30,8 @@ def cost(trial: Trial) -> str:
     if (used > 0).all() and not math.isclose(precision, float(np.sum(used**-2.0)), rel_tol=1e-5):
         raise Broken(f"the state records other noise multipliers than {used.tolist()}, which are billed")
     name = own_event(trial.event(1), mechanism.sampling)
+    if name and mechanism.correlated is not None:
+        return require_sensitivity(trial)
     if name:
         raise NotChecked(f"{name} is not an event of the sampling, so its own proof and tests must say that it is true")
     more, last = False, 0

@@ -3,6 +3,7 @@
 import numpy as np
 
 from dpx.accounting.correlated import of_bits
+from dpx.audit.contract.correlation import require_covariance
 from dpx.audit.contract.draws import AT_LEAST, FULLY, whitened, whitened_by_itself
 from dpx.audit.contract.large import require_enough_noise
 from dpx.audit.contract.report import Broken, NotChecked, listed
@@ -25,14 +26,16 @@ def noise(trial: Trial) -> str:
     for step in FAR:
         if _is_billed(trial, step):
             _used(trial, step)
-    correlated = bool(of_bits(trial.event(1)))  # else the noise of a step is fresh, given its state
-    found, drawn, missing = [value for value in used if value is not None], "" if correlated else _draws(trial), []
+    again = bool(of_bits(trial.event(1)))  # else the noise of a step is fresh, given its state
+    found, drawn, missing = [value for value in used if value is not None], "" if again else _draws(trial), []
     more_words.append(require_enough_noise(trial))
+    if trial.mechanism.correlated is not None:
+        more_words.append(require_covariance(trial))
     if len(found) < len(used):
         missing.append("`secrecy` alone sees its size, because no derivative passes the update")
-    elif not trial.billed_by_multiplier:
+    elif not trial.moves_by_multiplier:
         missing.append("its size is not compared, because the event bills more than a multiplier")
-    if correlated:
+    if again:
         missing.append("its draws are not tested, because they are correlated over steps")
     elif not drawn:
         missing.append("its draws are not tested, because no public value is linear in it; their keys differ by step")
@@ -64,7 +67,7 @@ def _used(trial: Trial, step: int, *, others: bool = False) -> float | None:
         raise Broken(f"data moves a public value that no noise moves so, at {where}")
     largest = max(float(release.size(sums).max()) for sums in trial.contributions(step).values())
     used = 1 / max(largest, 1e-30)
-    if trial.billed_by_multiplier and not used >= billed * (1 - release.tolerance):
+    if trial.moves_by_multiplier and not used >= billed * (1 - release.tolerance):
         raise Broken(f"the noise multiplier is {used:.6g} at {where}, and {billed:.6g} is billed")
     return used
 

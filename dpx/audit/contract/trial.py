@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from dp_accounting import DpEvent
 
+from dpx.accounting.correlated import of_bits
 from dpx.accounting.releases import count_releases
 from dpx.audit.contract import inputs as inputs
 from dpx.audit.contract.draws import FULLY, Draws, measured
@@ -113,6 +114,12 @@ class Trial(Subject):
     def billed_by_multiplier(self) -> bool:
         """Whether the event bills releases by their noise multipliers, relative to what one example moves."""
         return not own_event(self.event(1), self.mechanism.sampling)
+
+    @property
+    def moves_by_multiplier(self) -> bool:
+        """Whether one example moves its own step by at most 1 / the stated multiplier, in deviations of fresh noise."""
+        fresh = self.mechanism.correlated is not None and not of_bits(self.event(1))
+        return self.billed_by_multiplier or fresh
 
     def require_noise(self) -> None:
         """Raises NotChecked if a step has no noise, because nothing about its size is then billed."""
