@@ -205,24 +205,38 @@ def mask_of_the_microbatch(key, steps):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShuffledBilledAsPoisson:
-    """Batches of shuffled epochs, with the event of Poisson sampling."""
+class BilledAs:
+    """Batches of another sampling than the one that states the divisor and the bill, `billed`."""
 
     examples: int
-    batch_size: int
     relation: ClassVar[str] = "zero_out"
     pads: ClassVar[bool] = True
     most_rows: ClassVar[float] = float("inf")
 
     @property
+    def billed(self) -> Any:
+        raise NotImplementedError
+
+    @property
     def divisor(self) -> float:
-        return self.batch_size
+        return self.billed.divisor
+
+    def event(self, multipliers):
+        return self.billed.event(multipliers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShuffledBilledAsPoisson(BilledAs):
+    """Batches of shuffled epochs, with the event of Poisson sampling."""
+
+    batch_size: int
+
+    @property
+    def billed(self):
+        return dpx.PoissonSampling(examples=self.examples, batch_size=self.batch_size)
 
     def draw(self, key, step, *, size=None):
         return dpx.ShuffledEpochs(examples=self.examples, batch_size=self.batch_size).draw(key, step, size=size)
-
-    def event(self, multipliers):
-        return dpx.PoissonSampling(examples=self.examples, batch_size=self.batch_size).event(multipliers)
 
 
 def shuffled_billed_as_poisson(key, steps):
@@ -317,30 +331,19 @@ def other_weights(key, steps):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupsThatChange:
+class GroupsThatChange(BilledAs):
     """Cyclic Poisson sampling with new groups in every second turn: an example may take part twice in a row."""
 
-    examples: int
     batch_size: int
     bands: int
-    relation: ClassVar[str] = "zero_out"
-    pads: ClassVar[bool] = True
-    most_rows: ClassVar[float] = float("inf")
 
     @property
     def billed(self):
         sizes = {"examples": self.examples, "batch_size": self.batch_size, "bands": self.bands}
         return dpx.sampling.CyclicPoissonSampling(**sizes)
 
-    @property
-    def divisor(self) -> float:
-        return self.batch_size
-
     def draw(self, key, step, *, size=None):
         return self.billed.draw(jax.random.fold_in(key, step // (2 * self.bands)), step, size=size)
-
-    def event(self, multipliers):
-        return self.billed.event(multipliers)
 
 
 def groups_that_change(key, steps):
@@ -389,28 +392,17 @@ def every_batch_twice(key, steps):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AllocatedOnce:
+class AllocatedOnce(BilledAs):
     """Random allocation with the same allocation in every epoch, billed as new ones."""
 
-    examples: int
     steps_per_epoch: int
-    relation: ClassVar[str] = "zero_out"
-    pads: ClassVar[bool] = True
-    most_rows: ClassVar[float] = float("inf")
 
     @property
     def billed(self):
         return dpx.sampling.RandomAllocation(examples=self.examples, steps_per_epoch=self.steps_per_epoch)
 
-    @property
-    def divisor(self) -> float:
-        return self.billed.divisor
-
     def draw(self, key, step, *, size=None):
         return self.billed.draw(key, step % self.steps_per_epoch, size=size)
-
-    def event(self, multipliers):
-        return self.billed.event(multipliers)
 
 
 def allocated_once(key, steps):

@@ -5,8 +5,8 @@ A batch comes about in this order: schemes.py (which examples, and the event), b
 user's data as rows), loading.py (batches loaded ahead), batch.py (`Batch`). users.py makes a user the unit.
 
 To add one: a frozen dataclass in schemes.py with the fields of `Sampling`, and a line in `dpx/catalog.py`.
-`PoissonSampling`, `CyclicPoissonSampling` and `RandomAllocation` have files of their own. Events that
-dp-accounting has not are in events.py.
+`PoissonSampling`, `CyclicPoissonSampling` and `RandomAllocation` have files of their own; they are `VaryingSize`,
+because chance decides the size of their batches. Events that dp-accounting has not are in events.py.
 """
 
 from dpx.sampling.allocation import RandomAllocation as RandomAllocation

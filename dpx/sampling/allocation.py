@@ -1,7 +1,6 @@
 """Random allocation: every example exactly once an epoch, in a uniformly random step of it."""
 
 import functools
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -13,8 +12,8 @@ from dp_accounting import DpEvent
 
 from dpx import keys
 from dpx.keys import cipher
-from dpx.sampling.base import Sampling
-from dpx.sampling.draws import Draw, fitting_rows, require_rows, require_step, scatter, step_key, usual_rows
+from dpx.sampling.base import VaryingSize
+from dpx.sampling.draws import Draw, require_step, step_key
 from dpx.sampling.events import RandomAllocationDpEvent, composition, grouped
 from dpx.validation import require_whole
 
@@ -23,12 +22,12 @@ _PARTS = 2**32 - 1  # the number of the key of the parts; those below 2^31 are o
 
 
 @dataclass(frozen=True, kw_only=True)
-class RandomAllocation(Sampling):
+class RandomAllocation(VaryingSize):
     """Every example exactly once an epoch, in a uniformly random step of it, independently of all others.
 
     examples:        size of the data set, below 2^31; a public number.
-    steps_per_epoch: t, in [1, examples]. The divisor is examples / t, the expected batch size.
-    capacity:        rows of a drawn batch, as for `PoissonSampling`; the sizes of batches vary as much.
+    steps_per_epoch: t, in [1, examples]. The divisor is examples / t, the expected batch size. The sizes of batches
+                     vary as much as those of `PoissonSampling`.
 
     The step of an example is 64 bits of a cipher of (key, epoch, example), modulo t. No step has a probability above
     1/t by more than the factor 1 + t 2^-64, which adds less than t 2^-64 to the epsilon of an epoch; this is not
@@ -43,7 +42,6 @@ class RandomAllocation(Sampling):
     """
 
     steps_per_epoch: int = field()  # pyrefly: ignore[bad-override]
-    capacity: int | None = field(default=None, repr=False)  # no part of what is drawn
     relation: ClassVar[str] = "zero_out"
     one_key: ClassVar[bool] = True
 
@@ -54,8 +52,6 @@ class RandomAllocation(Sampling):
             raise ValueError(f"examples must be below 2^31, because an index is an int32; got {examples}")
         if steps > examples:
             raise ValueError(f"steps_per_epoch must be in [1, examples = {examples}], got {steps}")
-        if self.capacity is not None:
-            require_whole("capacity", self.capacity)
         object.__setattr__(self, "examples", examples)
         object.__setattr__(self, "steps_per_epoch", steps)
 
@@ -63,24 +59,12 @@ class RandomAllocation(Sampling):
     def divisor(self) -> float:
         return self.examples / self.steps_per_epoch
 
-    @property
-    def pads(self) -> bool:
-        return True
-
-    @property
-    def most_rows(self) -> float:
-        return math.inf
-
     def draw(self, key: jax.Array, step: int, *, size: int | None = None) -> Draw:
         epoch, place = divmod(require_step(key, step), self.steps_per_epoch)
         own = step_key(key, epoch)
         lists, starts = allocated(np.asarray(keys.words(own)).tobytes(), self.examples, self.steps_per_epoch)
         drawn = lists[starts[place] : starts[place + 1]]
-        if size is None:
-            usual = self.capacity or usual_rows(self.examples, 1 / self.steps_per_epoch)
-            size = fitting_rows(len(drawn), usual)
-        require_rows(drawn, size)
-        return scatter(drawn, size, keys.fold_in(own, place))
+        return self.scattered(drawn, size, keys.fold_in(own, place))
 
     def event(self, multipliers: np.ndarray) -> DpEvent:
         steps = self.steps_per_epoch

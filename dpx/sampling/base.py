@@ -14,7 +14,17 @@ from dp_accounting import DpEvent
 from dpx import keys
 from dpx.sampling import loading
 from dpx.sampling.batch import Batch
-from dpx.sampling.draws import Draw, Draws, record, require_known, widen
+from dpx.sampling.draws import (
+    Draw,
+    Draws,
+    fitting_rows,
+    record,
+    require_known,
+    require_rows,
+    scatter,
+    usual_rows,
+    widen,
+)
 from dpx.sampling.rows import rows_of, unit_of
 from dpx.states.reading import next_steps
 from dpx.trees import Tree
@@ -172,3 +182,26 @@ class Sampling(abc.ABC):
         indices, included = (np.stack(arrays) for arrays in zip(*(widen(draw, largest) for draw in draws), strict=True))
         drawn = [record(self, key, step, rows, unit) for step, rows in zip(run, included, strict=True)]
         return Draws(indices, included, jax.tree.map(lambda *numbers: np.stack(numbers), *drawn), self.examples)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VaryingSize(Sampling):
+    """A sampling that leaves the size of a batch to chance: no batch is cut, and its examples are in random rows."""
+
+    @property
+    def pads(self) -> bool:
+        return True
+
+    @property
+    def most_rows(self) -> float:
+        return math.inf
+
+    def scattered(self, drawn: np.ndarray, size: int | None, key: jax.Array, usual: int | None = None) -> Draw:
+        """The drawn examples in arrays of `size` rows; None takes the usual ones, or more where they do not suffice.
+
+        key: of the rows, (). usual: by default, the least multiple of 8 that few batches exceed (`usual_rows`).
+        """
+        if size is None:
+            size = fitting_rows(len(drawn), usual or usual_rows(self.examples, self.divisor / self.examples))
+        require_rows(drawn, size)
+        return scatter(drawn, size, key)

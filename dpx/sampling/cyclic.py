@@ -1,6 +1,5 @@
 """Cyclic Poisson sampling: the examples are in groups, which take turns; the order of plain steps that BandMF needs."""
 
-import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -10,18 +9,8 @@ from dp_accounting import DpEvent, GaussianDpEvent, PoissonSampledDpEvent
 
 from dpx import keys
 from dpx.sampling.allocation import allocated
-from dpx.sampling.base import Sampling
-from dpx.sampling.draws import (
-    Draw,
-    coins,
-    fitting_rows,
-    keep_sizes,
-    require_rows,
-    require_step,
-    scatter,
-    step_key,
-    usual_rows,
-)
+from dpx.sampling.base import VaryingSize
+from dpx.sampling.draws import Draw, coins, keep_sizes, require_step, step_key
 from dpx.sampling.events import composed
 from dpx.validation import require_whole
 
@@ -29,7 +18,7 @@ _ROWS = 1  # the number of the key of the rows of a step
 
 
 @dataclass(frozen=True, kw_only=True)
-class CyclicPoissonSampling(Sampling):
+class CyclicPoissonSampling(VaryingSize):
     """Each example is in one of `bands` groups, which take turns; in its group's steps, a coin decides about it.
 
     examples:   size of the data set, below 2^31; a public number.
@@ -74,14 +63,6 @@ class CyclicPoissonSampling(Sampling):
     def divisor(self) -> float:
         return self.batch_size
 
-    @property
-    def pads(self) -> bool:
-        return True
-
-    @property
-    def most_rows(self) -> float:
-        return math.inf
-
     def group(self, key: jax.Array, number: int) -> np.ndarray:
         """The examples of one group, int32 (of the group,), rising. key: of the run, (). number: int, below `bands`."""
         words = np.asarray(keys.words(step_key(key, 0))).tobytes()
@@ -92,10 +73,7 @@ class CyclicPoissonSampling(Sampling):
         step = require_step(key, step)
         own, members = step_key(key, step), self.group(key, step % self.bands)
         drawn = members[np.asarray(coins(own, self.examples, self.probability))[members]]
-        if size is None:
-            size = fitting_rows(len(drawn), usual_rows(self.examples, self.batch_size / self.examples))
-        require_rows(drawn, size)
-        return scatter(drawn, size, keys.fold_in(own, _ROWS))
+        return self.scattered(drawn, size, keys.fold_in(own, _ROWS))
 
     def event(self, multipliers: np.ndarray) -> DpEvent:
         least = np.minimum.reduceat(multipliers, np.arange(0, len(multipliers), self.bands))

@@ -14,16 +14,14 @@ from dp_accounting.dp_event import TruncatedSubsampledGaussianDpEvent
 
 from dpx import keys
 from dpx.sampling import weights as weighted
-from dpx.sampling.base import Sampling
+from dpx.sampling.base import VaryingSize
 from dpx.sampling.draws import (
     Draw,
     coins,
     fitting_rows,
     keep_sizes,
     order,
-    require_rows,
     require_step,
-    scatter,
     step_key,
     usual_rows,
     warn_of_small,
@@ -37,7 +35,7 @@ _ROWS, _KEPT = 1, 2  # the numbers of the keys of a step: of the rows of its exa
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class PoissonSampling(Sampling):
+class PoissonSampling(VaryingSize):
     """At every step, each example takes part with probability batch_size / examples, independently of the others.
 
     examples:   size of the data set; a public number.
@@ -150,10 +148,6 @@ class PoissonSampling(Sampling):
     def divisor(self) -> float:
         return self.batch_size if self.weights is None else float(self.rates.sum())
 
-    @property
-    def pads(self) -> bool:
-        return True
-
     def draw(self, key: jax.Array, step: int, *, size: int | None = None) -> Draw:
         own = step_key(key, require_step(key, step))
         if self.weights is None:
@@ -162,14 +156,12 @@ class PoissonSampling(Sampling):
             drawn = np.flatnonzero(weighted.coins(own, self._heads))
         # With several rates, a batch is not larger than of one rate with the same mean (Hoeffding 1956).
         usual = self.capacity or usual_rows(self.examples, self.divisor / self.examples)
-        fitting = fitting_rows(len(drawn), usual)
         if self.truncates:
             if len(drawn) > self.most_rows:
+                fitting = fitting_rows(len(drawn), usual)
                 drawn = _subset(drawn, int(self.most_rows), keys.fold_in(own, _KEPT), fitting)
-            fitting = int(self.most_rows)
-        size = fitting if size is None else size
-        require_rows(drawn, size)
-        return scatter(drawn, size, keys.fold_in(own, _ROWS))
+            usual = int(self.most_rows)
+        return self.scattered(drawn, size, keys.fold_in(own, _ROWS), usual)
 
     def event(self, multipliers: np.ndarray) -> DpEvent:
         if self.truncates:

@@ -9,6 +9,7 @@ To add one: a frozen dataclass here, or in a file beside this one (poisson.py, a
 `Sampling`, and a line in `dpx/catalog.py`.
 """
 
+import abc
 import math
 from dataclasses import dataclass
 from typing import ClassVar
@@ -58,17 +59,15 @@ class FixedSizeSampling(Sampling):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShuffledEpochs(Sampling):
-    """A new permutation every epoch, cut into batches; the last batch of an epoch may be short.
+class _Epochs(Sampling):
+    """Epochs that hold every example once, cut into batches of one size; the last batch of an epoch may be short.
 
-    An example takes part once an epoch, in a batch that an adversary may know, so no amplification is claimed. An epoch
-    is billed as one Gaussian release at its smallest noise multiplier (mu = sqrt(epochs) / sigma), even if it is not
-    complete. Raises ValueError for the same sizes as `FixedSizeSampling`.
+    k begun epochs are billed as k Gaussian releases, each at the smallest noise multiplier of its epoch. Proof: let the
+    orders be public. An example is in one batch of an epoch, so its releases differ in that batch alone.
     """
 
     batch_size: int
     relation: ClassVar[str] = "zero_out"
-    one_key: ClassVar[bool] = True
 
     def __post_init__(self):
         keep_sizes(self, whole=True)
@@ -85,11 +84,15 @@ class ShuffledEpochs(Sampling):
     def pads(self) -> bool:
         return self.examples % self.batch_size != 0
 
+    @abc.abstractmethod
+    def part(self, key: jax.Array, epoch: int, start: int, stop: int) -> np.ndarray:
+        """The examples of an epoch from place `start` to `stop`, int (stop - start,). key: of the run, ()."""
+
     def draw(self, key: jax.Array, step: int, *, size: int | None = None) -> Draw:
         epoch, position = divmod(require_step(key, step), self.steps_per_epoch)
-        order = permutation(step_key(key, epoch), self.examples)
         start = position * self.batch_size
-        return pad(order[start : start + self.batch_size], size or self.batch_size)
+        stop = min(start + self.batch_size, self.examples)
+        return pad(self.part(key, epoch, start, stop), size or self.batch_size)
 
     def event(self, multipliers: np.ndarray) -> DpEvent:
         starts = np.arange(0, len(multipliers), self.steps_per_epoch)
@@ -97,7 +100,22 @@ class ShuffledEpochs(Sampling):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FixedOrder(Sampling):
+class ShuffledEpochs(_Epochs):
+    """A new permutation every epoch, cut into batches; the last batch of an epoch may be short.
+
+    An example takes part once an epoch, in a batch that an adversary may know, so no amplification is claimed. An epoch
+    is billed as one Gaussian release at its smallest noise multiplier (mu = sqrt(epochs) / sigma), even if it is not
+    complete. Raises ValueError for the same sizes as `FixedSizeSampling`.
+    """
+
+    one_key: ClassVar[bool] = True
+
+    def part(self, key: jax.Array, epoch: int, start: int, stop: int) -> np.ndarray:
+        return permutation(step_key(key, epoch), self.examples)[start:stop]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedOrder(_Epochs):
     """The examples in the order of the data, in every epoch the same; the last batch of an epoch may be short.
 
     An example takes part in every epoch once, `steps_per_epoch` steps apart, which noise that is correlated over the
@@ -108,32 +126,8 @@ class FixedOrder(Sampling):
     `FixedSizeSampling`.
     """
 
-    batch_size: int
-    relation: ClassVar[str] = "zero_out"
-
-    def __post_init__(self):
-        keep_sizes(self, whole=True)
-
-    @property
-    def divisor(self) -> float:
-        return self.batch_size
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return math.ceil(self.examples / self.batch_size)
-
-    @property
-    def pads(self) -> bool:
-        return self.examples % self.batch_size != 0
-
-    def draw(self, key: jax.Array, step: int, *, size: int | None = None) -> Draw:
-        start = require_step(key, step) % self.steps_per_epoch * self.batch_size
-        return pad(np.arange(start, min(start + self.batch_size, self.examples)), size or self.batch_size)
-
-    def event(self, multipliers: np.ndarray) -> DpEvent:
-        steps = len(multipliers)
-        epochs = np.arange(0, steps, self.steps_per_epoch)
-        return composed(np.minimum.reduceat(multipliers, epochs), GaussianDpEvent)
+    def part(self, key: jax.Array, epoch: int, start: int, stop: int) -> np.ndarray:
+        return np.arange(start, stop)
 
 
 @dataclass(frozen=True, kw_only=True)
