@@ -5,8 +5,8 @@ Which function answers which question:
 * The cost of a run, from its mechanism and its state or number of steps: `epsilon`, `delta`. The cost of several runs
   on the same data: `compose_runs`. A report to publish beside a model: `privacy_report`.
 * The noise that a budget needs: `calibrate`, or a `Budget` in place of a noise multiplier; `accepts_budget` lets a
-  function of your own accept one. The same for many batch sizes and epochs, as a table and a plot: `plan_noise`. The
-  number of steps for which a budget is enough: `max_steps`.
+  function of your own accept one. The same for many batch sizes and epochs, as a table and a plot: `plan_noise`; for
+  each sampling: `plan_samplings`. The number of steps for which a budget is enough: `max_steps`.
 * The cost of a search for hyper-parameters on private data: `best_of`, for `dpx.tuning.search`.
 * What the bill means for an attacker: `attack_bounds`, `plot_attack_bounds`.
 * Epsilon at each step, delta at each epsilon, and the trade-off function, as arrays and plots: `curves`.
@@ -50,6 +50,7 @@ from dpx.accounting.compose import Composition, compose_runs
 from dpx.accounting.dp_sgd import dp_sgd_epsilon
 from dpx.accounting.events import event_delta, event_epsilon, register
 from dpx.accounting.plan import NoisePlan, PlannedRun, plan_noise
+from dpx.accounting.plan_samplings import PlannedSampling, SamplingPlan, plan_samplings
 from dpx.accounting.report import PrivacyReport, privacy_report
 from dpx.accounting.schedule import Interval, schedule_delta, schedule_epsilon
 from dpx.states.reading import steps_taken
@@ -62,7 +63,9 @@ __all__ = [
     "Interval",
     "NoisePlan",
     "PlannedRun",
+    "PlannedSampling",
     "PrivacyReport",
+    "SamplingPlan",
     "Selection",
     "attack_bounds",
     "best_of",
@@ -80,6 +83,7 @@ __all__ = [
     "gdp",
     "max_steps",
     "plan_noise",
+    "plan_samplings",
     "plot_attack_bounds",
     "privacy_report",
     "register",

@@ -1,5 +1,6 @@
-"""A table to choose the batch size and the number of epochs from, before any run."""
+"""A table to choose the batch size and the number of epochs from, before any run; and the samplings for one of them."""
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil, log, sqrt
@@ -9,10 +10,12 @@ from dpx.accounting import checks
 from dpx.accounting.axes import labeled
 from dpx.accounting.calibration import calibrate_schedule
 from dpx.accounting.checks import Accountant
+from dpx.accounting.plan_samplings import SamplingPlan, plan_samplings
 from dpx.trees import described
 from dpx.validation import require_number, require_whole
 
 _SMALLEST_BATCH = 256  # of the default batch sizes, which are powers of two up to half of the examples, and all of them
+_HARDLY = 1.25  # a noise of the run that is at most this many times the least one is good enough
 _MOST_LABELS = 8  # batch sizes below a plot; more would overlap
 
 
@@ -35,15 +38,35 @@ class PlannedRun(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class NoisePlan:
-    """The noise that a budget needs, for several batch sizes and epochs; `str` is a table.
+    """The noise that a budget needs, for several batch sizes and epochs; `str` is a table, and that of the samplings.
 
     runs: by epochs, then by batch size. examples: int. epsilon, delta: floats, the budget of each single run.
+    accountant: the one of the bills.
     """
 
     examples: int
     epsilon: float
     delta: float
     runs: tuple[PlannedRun, ...]
+    accountant: Accountant = "tightest"
+
+    @property
+    def suggested(self) -> PlannedRun:
+        """The least batch size, of the first epochs, whose noise of the run is at most 1.25 times the least one.
+
+        The whole data set is not suggested, unless no other size was asked for.
+        """
+        first = [run for run in self.runs if round(run.epochs) == round(self.runs[0].epochs)]
+        runs = [run for run in first if run.batch_size < self.examples] or first
+        least = min(run.run_noise for run in runs)
+        return min((run for run in runs if run.run_noise <= _HARDLY * least), key=lambda run: run.batch_size)
+
+    @functools.cached_property
+    def samplings(self) -> SamplingPlan:
+        """Which sampling, at the suggested batch size: it takes a second or two."""
+        batch_size, epochs = self.suggested[:2]
+        budget: Any = {"epsilon": self.epsilon, "delta": self.delta, "accountant": self.accountant}
+        return plan_samplings(examples=self.examples, batch_size=batch_size, epochs=epochs, **budget)
 
     def __str__(self) -> str:
         head = f"epsilon {self.epsilon:g} at delta {self.delta:g}, {self.examples} examples, Poisson sampling; "
@@ -55,7 +78,7 @@ class NoisePlan:
         ]
         titles = f"{'batch size':>10} {'epochs':>8} {'steps':>7} {'noise multiplier':>16} "
         titles += f"{'of a step':>11} {'of an epoch':>11} {'of the run':>11}"
-        return "\n".join([head, titles, *rows])
+        return "\n".join([head, titles, *rows, "", str(self.samplings)])
 
     def plot(self, *, axes: Any = None) -> Any:
         """Draws the noise of the run over the batch size, a line for each number of epochs, on matplotlib `axes`.
@@ -104,7 +127,9 @@ def plan_noise(
     Every step is a Poisson-sampled Gaussian release, and with all examples a Gaussian one.
 
     The noise of the run falls as batches grow, and the number of steps falls too. A good choice is the least batch size
-    after which the noise of the run hardly falls. The table reads no data, so it costs no privacy.
+    after which the noise of the run hardly falls. For such a batch size, the printed plan also says what each sampling
+    needs, and recommends one; `dpx.accounting.plan_samplings` does that for any. No data are read, so it costs no
+    privacy.
 
     Raises ValueError for arguments outside these ranges.
     """
@@ -130,4 +155,4 @@ def plan_noise(
         return PlannedRun(size, steps * size / examples, steps, noise, step_noise, epoch_noise, run_noise)
 
     runs = tuple(run(number, size) for number in many for size in sizes)
-    return NoisePlan(examples=examples, epsilon=epsilon, delta=delta, runs=runs)
+    return NoisePlan(examples=examples, epsilon=epsilon, delta=delta, runs=runs, accountant=accountant)

@@ -44,6 +44,7 @@ class Sampling(abc.ABC):
     divisor:  the expected batch size; the private gradient is the noisy sum divided by it. A public constant.
     pads:     whether a batch may hold padding; otherwise every batch has `divisor` rows.
     most_rows: the largest number of rows of a batch that may count; inf where chance decides it.
+    usual_rows: int, the rows of a drawn batch, padding included. Where chance makes a batch larger, it has more.
     steps_per_epoch: float, how many steps take as many examples as there are, on average.
     one_key:  whether `event` is true only if all batches of a run are drawn with one key.
     event:    (multipliers) -> DpEvent of len(multipliers) releases with these noise multipliers, float64 (steps,).
@@ -64,6 +65,10 @@ class Sampling(abc.ABC):
     @property
     def most_rows(self) -> float:
         return self.divisor
+
+    @property
+    def usual_rows(self) -> int:
+        return math.ceil(self.divisor)
 
     @functools.cached_property  # not a property, because that of `RandomAllocation` is a field
     def steps_per_epoch(self) -> float:
@@ -196,12 +201,16 @@ class VaryingSize(Sampling):
     def most_rows(self) -> float:
         return math.inf
 
-    def scattered(self, drawn: np.ndarray, size: int | None, key: jax.Array, usual: int | None = None) -> Draw:
+    @property
+    def usual_rows(self) -> int:
+        return usual_rows(self.examples, self.divisor / self.examples)
+
+    def scattered(self, drawn: np.ndarray, size: int | None, key: jax.Array) -> Draw:
         """The drawn examples in arrays of `size` rows; None takes the usual ones, or more where they do not suffice.
 
-        key: of the rows, (). usual: by default, the least multiple of 8 that few batches exceed (`usual_rows`).
+        key: of the rows, ().
         """
         if size is None:
-            size = fitting_rows(len(drawn), usual or usual_rows(self.examples, self.divisor / self.examples))
+            size = fitting_rows(len(drawn), self.usual_rows)
         require_rows(drawn, size)
         return scatter(drawn, size, key)

@@ -148,20 +148,23 @@ class PoissonSampling(VaryingSize):
     def divisor(self) -> float:
         return self.batch_size if self.weights is None else float(self.rates.sum())
 
+    @property
+    def usual_rows(self) -> int:
+        if self.truncates:
+            return int(self.most_rows)
+        # With several rates, a batch is not larger than of one rate with the same mean (Hoeffding 1956).
+        return self.capacity or usual_rows(self.examples, self.divisor / self.examples)
+
     def draw(self, key: jax.Array, step: int, *, size: int | None = None) -> Draw:
         own = step_key(key, require_step(key, step))
         if self.weights is None:
             drawn = np.flatnonzero(coins(own, self.examples, self.probability))
         else:
             drawn = np.flatnonzero(weighted.coins(own, self._heads))
-        # With several rates, a batch is not larger than of one rate with the same mean (Hoeffding 1956).
-        usual = self.capacity or usual_rows(self.examples, self.divisor / self.examples)
-        if self.truncates:
-            if len(drawn) > self.most_rows:
-                fitting = fitting_rows(len(drawn), usual)
-                drawn = _subset(drawn, int(self.most_rows), keys.fold_in(own, _KEPT), fitting)
-            usual = int(self.most_rows)
-        return self.scattered(drawn, size, keys.fold_in(own, _ROWS), usual)
+        if len(drawn) > self.most_rows:
+            fitting = fitting_rows(len(drawn), usual_rows(self.examples, self.probability))
+            drawn = _subset(drawn, int(self.most_rows), keys.fold_in(own, _KEPT), fitting)
+        return self.scattered(drawn, size, keys.fold_in(own, _ROWS))
 
     def event(self, multipliers: np.ndarray) -> DpEvent:
         if self.truncates:
