@@ -21,6 +21,7 @@ STEPS = 5
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", UserWarning)  # batches that exceed the capacity are tested too
     SAMPLING = dpx.PoissonSampling(examples=64, batch_size=16, capacity=24)
+CUT = dpx.PoissonSampling(examples=64, batch_size=16, most_rows=16)
 RANDOM = np.random.default_rng(0)
 DATA = {"x": RANDOM.normal(size=(64, 4)).astype(np.float32), "y": RANDOM.normal(size=64).astype(np.float32)}
 PARAMS = {
@@ -80,6 +81,22 @@ def train(step, params, state, *, sharding=None, after_step=lambda steps, params
         params, state = step(params, batch, state)
         after_step(dpx.accounting.steps_taken(state), params, state)
     return params, state
+
+
+def train_on_cut_batches(params=None, **options):
+    """Three steps in chunks of 8 rows, on gradients whose sums are exact: the parameters, float32 (4,)."""
+    key, data = optimizer()[0], np.rint(4 * DATA["x"]) / 64
+    made = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=1.0, sampling=CUT, key=key)
+    step, state = dpx.private_updates_in_chunks(lambda params, row: row @ params, made), made.init(np.zeros(4, "f4"))
+    add, release = jax.jit(step.add), jax.jit(step.release)
+    params = np.zeros(4, np.float32) if params is None else params
+    for chunks in CUT.batches(data, key, state, steps=3, chunk_size=8, **options):
+        sums = None
+        for chunk in chunks:
+            sums = add(params, chunk, state, sums)
+        updates, state = release(params, sums, state)
+        params = optax.apply_updates(params, updates)
+    return np.asarray(params)
 
 
 def fit(params=PARAMS, data=DATA, made=None, **options):
@@ -151,6 +168,8 @@ def train_in_two(rank: int, port: int, folder: Path, resume: bool):
         trained, wide_state = train(step_function(wide_layouts), wide, wide_state, sharding=rows)
         assert trained["w1"].addressable_shards[0].data.shape == (4, 1)
         trained = jax.jit(lambda tree: tree, out_shardings=everywhere)(trained)
+        zeros = jax.jit(lambda: jnp.zeros(4), out_shardings=everywhere)()
+        np.save(folder / f"cut-{rank}", train_on_cut_batches(zeros, sharding=rows))
         write(folder / "wide", rank, made, trained, wide_state)
         with contextlib.suppress(KeyboardInterrupt):
             train(step, params, state, sharding=rows, after_step=interrupted)

@@ -70,6 +70,15 @@ def test_correlated_noise_in_two_processes_is_that_of_one_device(runs, folder):
         np.testing.assert_allclose(np.load(folder / "banded.npz")[name], leaf, atol=1e-6)
 
 
+def test_cut_batches_in_chunks_have_the_bits_of_one_device(runs, folder):
+    """`most_rows` cuts batches by a second stream of the key, which all processes must draw alike."""
+    free = dpx.PoissonSampling(examples=64, batch_size=16)
+    assert max(free.draw(processes.optimizer()[0], step).included.sum() for step in range(3)) > 16
+    expected = processes.train_on_cut_batches()
+    for rank in range(2):
+        np.testing.assert_array_equal(np.load(folder / f"cut-{rank}.npy"), expected)
+
+
 def test_a_run_by_hand_resumes(runs):
     for name, array in runs["whole"].items():
         np.testing.assert_array_equal(runs["resumed"][name], array)

@@ -1,0 +1,155 @@
+"""Every sampling on every path: whole, in chunks, inside a scan, by `fit`, on one device and on eight: the same bits.
+
+The gradients are multiples of 1/64 that no clip changes, so every order of a sum has the same result. Then the releases
+must be the same integers on the grid.
+"""
+
+import functools
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import dpx
+from tests.compiling import FLAGS
+
+STEPS = 6
+SAMPLINGS = {
+    "poisson": dpx.PoissonSampling(examples=60, batch_size=6),
+    "truncated": dpx.PoissonSampling(examples=60, batch_size=6, most_rows=6),
+    "weighted": dpx.PoissonSampling(examples=60, batch_size=6, weights=1.0 + np.arange(60) % 4),
+    "allocated": dpx.sampling.RandomAllocation(examples=60, steps_per_epoch=4),
+    "cyclic": dpx.sampling.CyclicPoissonSampling(examples=60, batch_size=6, bands=3),
+    "ordered": dpx.sampling.FixedOrder(examples=60, batch_size=16),
+}
+ON_EIGHT = ("truncated", "allocated")  # devices; all samplings load their batches in one way
+DATA = np.random.default_rng(0).integers(-9, 10, size=(60, 5)).astype(np.float32) / 64
+PARAMS = {"w": np.zeros(5, np.float32)}
+
+
+def key():
+    return dpx.secret_key(2**100 + 3)
+
+
+def loss(params, example):
+    return example @ params["w"]
+
+
+def optimizer(sampling):
+    mechanism = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=1.0, sampling=sampling, key=key())
+    return dpx.chain(mechanism, optax.sgd(1.0))
+
+
+def told(made, params, state):
+    """What a run has at its end: its parameters, and its bill."""
+    return [*np.asarray(params["w"]).tolist(), dpx.epsilon(made, state, delta=1e-5)]
+
+
+def whole(sampling, **options):
+    made = optimizer(sampling)
+    step, params, state = jax.jit(dpx.private_updates(loss, made)), PARAMS, made.init(PARAMS)
+    for batch in sampling.batches(DATA, key(), state, steps=STEPS, **options):
+        updates, state, _ = step(params, batch, state)
+        params = optax.apply_updates(params, updates)
+    return told(made, params, state)
+
+
+def chunked(sampling, **options):
+    made = optimizer(sampling)
+    step, params, state = dpx.private_updates_in_chunks(loss, made), PARAMS, made.init(PARAMS)
+    add, release = jax.jit(step.add), jax.jit(step.release)
+    for chunks in sampling.batches(DATA, key(), state, steps=STEPS, chunk_size=4, **options):
+        sums = None
+        for chunk in chunks:
+            sums = add(params, chunk, state, sums)
+        updates, state = release(params, sums, state)
+        params = optax.apply_updates(params, updates)
+    return told(made, params, state)
+
+
+def scanned(sampling):
+    made = optimizer(sampling)
+    gradient, data = dpx.private_updates(loss, made), jnp.asarray(DATA)
+
+    def body(carry, row):
+        params, state = carry
+        updates, state, _ = gradient(params, row.batch(data), state)
+        return (optax.apply_updates(params, updates), state), None
+
+    begin = jax.tree.map(jnp.asarray, PARAMS), made.init(PARAMS)
+    rows = sampling.draw_ahead(key(), begin[1], STEPS)
+    (params, state), _ = jax.jit(functools.partial(jax.lax.scan, body))(begin, rows)
+    return told(made, params, state)
+
+
+def fitted(sampling):
+    made = optimizer(sampling)
+    found = dpx.fit(loss, made, PARAMS, DATA, key=key(), steps=STEPS, delta=1e-5, progress=False)
+    assert found.epsilon == dpx.epsilon(made, found.state, delta=1e-5)
+    return told(made, found.params, found.state)
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_every_path_has_the_same_bits(name):
+    expected = whole(SAMPLINGS[name])
+    assert expected[-1] == dpx.epsilon(optimizer(SAMPLINGS[name]), STEPS, delta=1e-5)
+    for path in (chunked, scanned, fitted):
+        assert path(SAMPLINGS[name]) == expected, path
+
+
+def test_batches_are_cut_and_exceed_a_chunk_here():
+    """So the tests of this file are of batches that are cut, in several chunks."""
+    free = [SAMPLINGS["poisson"].draw(key(), step).included.sum() for step in range(STEPS)]
+    cut = [SAMPLINGS["truncated"].draw(key(), step).included.sum() for step in range(STEPS)]
+    assert cut == [min(6, count) for count in free] and sum(count > 6 for count in free) >= 2
+
+
+def on_eight_devices():
+    assert len(jax.devices()) == 8
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    sharding = NamedSharding(mesh, PartitionSpec("data"))
+    for name in ON_EIGHT:
+        sampling = SAMPLINGS[name]
+        print(name, *whole(sampling), *whole(sampling, sharding=sharding), *chunked(sampling, sharding=sharding))
+
+
+def test_eight_devices_have_the_bits_of_one(pytestconfig):
+    result = subprocess.run(
+        [sys.executable, "-c", "from tests import test_sampling_paths as t; t.on_eight_devices()"],
+        env=os.environ | {"XLA_FLAGS": f"{FLAGS} --xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"},
+        cwd=pytestconfig.rootpath,
+        capture_output=True,
+        text=True,
+    )
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert [name for name, *_ in lines] == list(ON_EIGHT), result.stderr[-4000:]
+    for name, *numbers in lines:
+        expected = list(map(repr, whole(SAMPLINGS[name])))
+        assert numbers == 3 * expected, name
+
+
+def test_runs_of_other_weights_on_one_key_have_one_noise_and_no_bill_together():
+    """The noise is a function of the key and the step, so the difference of two releases has none."""
+    other = dpx.PoissonSampling(examples=60, batch_size=6, weights=1.0 + np.arange(60) % 3)
+    mechanisms = [
+        dpx.dp_sgd(clip_norm=1.0, noise_multiplier=1.0, sampling=sampling, key=key())
+        for sampling in (SAMPLINGS["weighted"], other)
+    ]
+    sums = ({"w": jnp.zeros(5)},)
+    first, second = (
+        np.asarray(made.release(sums, made.init(PARAMS), PARAMS)[0]["w"]) * made.sampling.divisor for made in mechanisms
+    )
+    np.testing.assert_allclose(first, second, rtol=1e-6)
+    with pytest.raises(ValueError, match="every run must have a key of its own"):
+        dpx.compose_runs(*((made, 3) for made in mechanisms), shared_batches=False)
+    state = mechanisms[0].init(PARAMS)
+    with pytest.raises(ValueError, match="the sampling of another record"):
+        other.take(DATA, key(), state)
+    with pytest.raises(ValueError):
+        dpx.epsilon(mechanisms[1], state, delta=1e-5)
