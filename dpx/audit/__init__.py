@@ -6,13 +6,19 @@
   `lower_bound_from_scores` takes the scores of any attack (`canary_scores` are those of `lower_bound`), and `one_run`
   the scores of the canaries of one training run, whose coins `draw_members` throws; `canary_loss` adds canaries with
   gradients of their own. `plot_lower_bound` draws the attack's errors under the bill's.
+* What a trained model leaks: `exposure` of random secrets in canaries, and `membership`, the true-positive rates of an
+  attack at low false-positive rates, both beside the bill.
 
 A lower bound above the bill proves, up to its confidence, that the bill is wrong, if the scores are computed from
 released values; those of `canary_scores` are. A lower bound below the bill proves nothing about the bill.
 """
 
+from dpx.audit.attacks.exposure import Exposure as Exposure
+from dpx.audit.attacks.exposure import exposure as exposure
 from dpx.audit.attacks.many_runs import canary_scores as canary_scores
 from dpx.audit.attacks.many_runs import lower_bound as lower_bound
+from dpx.audit.attacks.membership import Membership as Membership
+from dpx.audit.attacks.membership import membership as membership
 from dpx.audit.attacks.one_run import OneRun as OneRun
 from dpx.audit.attacks.one_run import canary_loss as canary_loss
 from dpx.audit.attacks.one_run import draw_members as draw_members
