@@ -4,11 +4,10 @@ import json
 import math
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import dpx
 from dpx.fitting.checkpoints import make_folder, write
-from examples.config import Config
 
 NOT_PRIVATE = "unreleased_training_loss"  # the one number in the metrics that the privacy bill does not cover
 
@@ -16,6 +15,12 @@ NOT_PRIVATE = "unreleased_training_loss"  # the one number in the metrics that t
 def versions() -> dict[str, str]:
     """The versions of the packages that decide the numbers of a run."""
     return {"dpx": dpx.__version__} | {name: metadata.version(name) for name in ("jax", "jaxlib", "optax", "flax")}
+
+
+class Described(Protocol):
+    """The settings of a run: `examples.config.Config`, or another record."""
+
+    def as_dict(self) -> dict[str, Any]: ...
 
 
 class RunFolder:
@@ -44,7 +49,7 @@ class RunFolder:
             listing = ", ".join(f"{name} was {before.get(name)!r}, now {now.get(name)!r}" for name in names)
             raise ValueError(f"cannot resume {self.path} with another {what}: {listing}")
 
-    def create(self, config: Config, data: dict[str, Any], plan: dict[str, Any]) -> None:
+    def create(self, config: Described, data: dict[str, Any], plan: dict[str, Any]) -> None:
         make_folder(self.path)
         if self.stored is None:
             self.stored = {
