@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 TEST_SHARE = 0.1
-LEAST, LARGEST = 200, 2000  # characters of a module's documentation: with fewer it is left out, the others are cut
+LEAST = 200  # characters that the documentation of a module must have
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,22 +121,23 @@ def saved(path: Path) -> Any:
 @functools.cache  # because thousands of files are parsed
 def installed() -> Corpus:
     """The docstrings of every module of the installed packages: the module is the unit. Tests are left out."""
-    return _modules("docs", Path(sysconfig.get_paths()["purelib"]))
+    return _modules("docs", Path(sysconfig.get_paths()["purelib"]), 2000)
 
 
 @functools.cache
 def standard_library() -> Corpus:
     """The docstrings of Python's own modules: the public texts, on which a small base model is trained."""
-    return _modules("the standard library", Path(sysconfig.get_paths()["stdlib"]))
+    return _modules("the standard library", Path(sysconfig.get_paths()["stdlib"]), 4000)
 
 
-def _modules(name: str, root: Path) -> Corpus:
+def _modules(name: str, root: Path, largest: int) -> Corpus:
+    """A text of at most `largest` characters for each module."""
     found = []
     for file in sorted(root.rglob("*.py")):
         parts = file.relative_to(root).parts
         if any("test" in part for part in parts) or "site-packages" in parts:
             continue
-        words = "\n\n".join(docstrings(file))[:LARGEST]
+        words = "\n\n".join(docstrings(file))[:largest]
         if len(words) >= LEAST:
             found.append(("/".join(parts), words))
     return _sorted(name, found, "module")

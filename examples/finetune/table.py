@@ -6,10 +6,12 @@ here, because the data are public.
 """
 
 import argparse
+import functools
 import json
 import math
 import sys
 import tempfile
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ import numpy as np
 
 from examples import records
 from examples.finetune.base import small_base
+from examples.finetune.leakage import REFERENCES
 from examples.finetune.training import Settings, run
 from examples.loop import CACHE
 
@@ -25,9 +28,9 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 SEEDS, EPSILONS = (0, 1, 2), (1.0, 3.0, 8.0, math.inf)  # DP-SGD has no run without noise
 RATES = {  # learning rates by optimizer and LoRA rank
     ("adam", 4): 1e-2,
-    ("adam", 0): 2e-3,
-    ("sgd", 4): 2.0,
-    ("sgd", 0): 0.5,
+    ("adam", 0): 1e-3,
+    ("sgd", 4): 0.3,
+    ("sgd", 0): 0.1,
 }
 SHARED: dict[str, Any] = dict(length=64, most=2, batch_size=128, steps=25, clip_norm=0.5, canaries=40, delta=1e-5)
 
@@ -93,7 +96,7 @@ def train(given: argparse.Namespace) -> None:
 
 HEAD = """# Fine-tuning a language model
 
-`python -m examples.finetune.table`, {date}, seeds {seeds}; {versions}. {count} runs of {total}.
+`python -m examples.finetune.table`, {date}, seeds {seeds}; {versions}. {count} of {total} runs.
 
 A decoder of {parameters} parameters reads bytes. It was trained without privacy on the docstrings of Python's standard
 library, which are public. Then it is fine-tuned on the docstrings of the installed packages: {units} modules, one of
@@ -103,15 +106,17 @@ of six digits again and again. Each run has {steps} steps with {batch} units on 
 {delta:g}.
 
 The numbers are means over the seeds (the smallest and the largest). Loss is in nats a byte on the test modules, and
-{before:.3f} before fine-tuning. Epsilon "inf" has the same clip norm and no noise. Learning rates (the same for every
-epsilon) were chosen by a few trials with another seed on the same test modules, which the bill does not cover.
-
+{before:.4f} before fine-tuning. Epsilon "inf" has the same clip norm and no noise. Learning rates (the same for every
+epsilon) were chosen by a few trials with another seed on the same test modules, which the bill does not cover. Noise is
+the noise multiplier.
+"""
+TABLE = """
 | | trained | epsilon | noise | test loss | exposure, mean | membership: found at 1 % false | at 0.1 % | area |
 |---|---|---|---|---|---|---|---|---|
 """
 TAIL = """
-Noise is the noise multiplier. Exposure is how many bits of a canary's number the model gives away, by its rank among
-{references} other numbers, of at most {largest:.0f}; a model that knows nothing has {blind:.2f} on average
+Exposure is how many bits of a canary's number the model gives away, by its rank among {references} other numbers, of at
+most {largest:.0f}; a model that knows nothing has {blind:.2f} on average
 ([docs/auditing.md](../../docs/auditing.md#what-a-trained-model-leaks)). Membership: the attack ranks modules by how far
 fine-tuning moved their loss, {members} that took part and {others} that did not. Guessing finds 1 %, 0.1 %, and has an
 area of 0.5 under the curve.
@@ -120,25 +125,34 @@ area of 0.5 under the curve.
 """
 
 
+def filled(text: str) -> str:
+    """Every paragraph in lines of at most 120 characters."""
+    fill = functools.partial(textwrap.fill, width=120, break_long_words=False, break_on_hyphens=False)
+    return "\n\n".join(fill(paragraph) for paragraph in text.strip().split("\n\n")) + "\n"
+
+
 def page(rows: list[dict[str, Any]]) -> str:
     """The table, from the rows that are there."""
     if not rows:
         raise ValueError("no run is finished")
     first, versions = rows[0], ", ".join(f"{name} {number}" for name, number in rows[0]["versions"].items())
-    from examples.finetune.leakage import REFERENCES
-
-    text = HEAD.format(
-        date=max(row["date"] for row in rows),
-        seeds=", ".join(map(str, sorted({row["seed"] for row in rows}))),
-        versions=versions,
-        count=len(rows),
-        total=len(SEEDS) * (len(RATES) * len(EPSILONS) - 2),
-        parameters=f"{max(row['trained'] for row in rows):,}",
-        units=f"{first['units'] - SHARED['canaries']:,}",
-        before=first["base_test_loss"],
-        batch=SHARED["batch_size"],
-        clip=SHARED["clip_norm"],
-        **{name: SHARED[name] for name in ("most", "length", "canaries", "steps", "delta")},
+    text = (
+        filled(
+            HEAD.format(
+                date=max(row["date"] for row in rows),
+                seeds=", ".join(map(str, sorted({row["seed"] for row in rows}))),
+                versions=versions,
+                count=len(rows),
+                total=len(SEEDS) * (len(RATES) * len(EPSILONS) - 2),
+                parameters=f"{min(row['parameters'] for row in rows):,}",
+                units=f"{first['units'] - SHARED['canaries']:,}",
+                before=first["base_test_loss"],
+                batch=SHARED["batch_size"],
+                clip=SHARED["clip_norm"],
+                **{name: SHARED[name] for name in ("most", "length", "canaries", "steps", "delta")},
+            )
+        )
+        + TABLE
     )
     for optimizer, rank in RATES:
         for epsilon in EPSILONS:
@@ -147,13 +161,14 @@ def page(rows: list[dict[str, Any]]) -> str:
             ]
             if of:
                 text += line(optimizer, rank, epsilon, of)
-    return text + TAIL.format(
+    tail = TAIL.format(
         largest=math.log2(REFERENCES + 1),
         references=REFERENCES,
         blind=np.mean(math.log2(REFERENCES + 1) - np.log2(np.arange(1, REFERENCES + 2))),
         members=first["members"],
         others=first["others"],
     )
+    return text + "\n" + filled(tail)
 
 
 def line(optimizer: str, rank: int, epsilon: float, rows: list[dict[str, Any]]) -> str:

@@ -25,7 +25,7 @@ OPTIMIZERS: dict[str, Callable[[float], optax.GradientTransformation]] = {
     "sgd": lambda rate: optax.sgd(rate, momentum=0.9),
     "adam": lambda rate: optax.adam(rate),
 }
-TEST_ROWS, AT_ONCE = 512, 64
+TEST_ROWS, AT_ONCE = 1024, 64  # at most; rows that are read together
 SAMPLES = 8  # texts at the end of every run
 
 
@@ -188,7 +188,8 @@ def run(
     optimizer = optimizer_of(settings, len(job.users))
     folder.create(settings, facts, {"noise_multiplier": optimizer.noise_multiplier, "steps": settings.steps})
     losses = row_losses(job.graphdef)
-    tested = Rows(*(leaf[:TEST_ROWS] for leaf in job.test))
+    spread = slice(None, None, -(-len(job.test.tokens) // TEST_ROWS))  # over all units
+    tested = Rows(*(leaf[spread] for leaf in job.test))
 
     def evaluate(params) -> dict[str, float]:
         totals, counts = losses(params, tested)
@@ -216,6 +217,7 @@ def run(
         "steps": fitted.steps,
         "noise_multiplier": optimizer.noise_multiplier,
         "units": len(job.users),
+        "parameters": sum(leaf.size for leaf in jax.tree.leaves(job.params)),
         "trained": sum(leaf.size for leaf in jax.tree.leaves(_trained(job.params, settings))),
     }
     if settings.canaries:
