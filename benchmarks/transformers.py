@@ -180,7 +180,7 @@ def norm_products(problem: Problem, mechanism, state, size: int) -> tuple[Callab
     traced = ghost.trace_loss(lambda params, example: (problem.loss(params, example), ()), problem.params, one)
     plan: Any = ghost.make_plan(traced, mechanism, problem.params, state, force=False)
     matrices = []
-    for choice in plan.choices:
+    for choice in (choice for choices in plan.choices for choice in choices):
         for site in choice.uses.sites if choice.way is not ways.PRODUCT else ():
             groups, positions, *widths = site.sizes
             for width in widths[site.lookup :] if positions > 1 else ():

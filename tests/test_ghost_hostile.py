@@ -92,6 +92,19 @@ def convolved(stride: int):
     return loss
 
 
+def stack(w, example):
+    """The input and the cotangent of each layer are in the example."""
+    return lax.scan(lambda total, row: (total + dense(row[0], row[1]), None), jnp.float32(0), (w, example))[0]
+
+
+def slices(w, example):
+    return sum(dense(w[i], (example[0][i], example[1][i])) for i in range(len(w)))
+
+
+def repeated(w, example):
+    return lax.scan(lambda total, row: (total + dense(w, row), None), jnp.float32(0), example)[0]
+
+
 TWO_LAYERS = {"in": f32(6, 5), "b": f32(5), "out": f32(5, 4)}
 LOW = {"in": f32(30, 40), "out": f32(40, 6)}, (f32(2, 30), f32(2, 6))
 CASES = {
@@ -118,6 +131,11 @@ CASES = {
     "tied": Case(tied, f32(5, 8), (i32(2), f32(2, 8), f32(2, 5)), {"shared"}),
     "convolution": Case(convolved(1), f32(3, 3, 2, 3), (f32(5, 5, 2), f32(5, 5, 3)), {"product"}),
     "convolution, few positions": Case(convolved(2), f32(3, 3, 6, 24), (f32(3, 3, 6), f32(2, 2, 24)), {"gram"}),
+    "stack": Case(stack, f32(3, 7, 5), (f32(3, 7), f32(3, 5)), {"outer"}),
+    "stack of few positions": Case(stack, f32(2, 30, 40), (f32(2, 2, 30), f32(2, 2, 40)), {"gram"}),
+    "stack of many positions": Case(stack, f32(2, 3, 4), (f32(2, 16, 3), f32(2, 16, 4)), {"product"}),
+    "slices": Case(slices, f32(3, 7, 5), (f32(3, 7), f32(3, 5)), {"outer"}),
+    "repeated": Case(repeated, f32(30, 40), (f32(2, 30), f32(2, 40)), {"gram"}),
     "bfloat16": Case(low(jnp.bfloat16), *LOW, {"gram"}),
     "float16": Case(low(jnp.float16), *LOW, {"gram"}),
 }
@@ -227,7 +245,7 @@ VARIANTS: dict[str, Callable[[], dpx.Mechanism]] = {
 
 
 ONCE = ("outer", "gram", "product", "rows", "used twice", "tied", "convolution")  # one case of each way
-MASKED = (*ONCE, "logistic", "perceptron", "slice")
+MASKED = (*ONCE, "logistic", "perceptron", "slice", "stack", "slices")
 
 
 @pytest.mark.parametrize(

@@ -405,7 +405,7 @@ def convolution_of_two_images():
     return layer(apply, normal(1, 3, 2, 3, 2), 2, 2, 4, 5)
 
 
-@animal("shared")
+@animal("outer")
 def weight_used_in_slices():
     return layer(lambda w, x: jnp.tanh(x @ w[:, :4]) * (x @ w[:, 4:]), normal(1, 3, 8), 3)
 
@@ -438,7 +438,7 @@ def weight_used_where_the_data_says_and_whole():
 # what must keep its per-example gradient
 
 
-@animal("gradient")
+@animal("product")
 def used_in_a_scan():
     def apply(w, x):
         return lax.scan(lambda h, row: (jnp.tanh(row @ w + h), None), jnp.zeros(4, x.dtype), x)[0]
@@ -446,7 +446,7 @@ def used_in_a_scan():
     return layer(apply, normal(1, 3, 4), 5, 3)
 
 
-@animal("gradient")
+@animal("outer")
 def stacked_layers_in_a_scan():
     return layer(lambda w, x: lax.scan(lambda h, v: (jnp.tanh(h @ v), None), x, w)[0], normal(1, 3, 4, 4), 4)
 
@@ -456,7 +456,7 @@ def used_in_a_branch():
     return layer(lambda w, x: lax.cond(x[0] > 0, lambda: x @ w, lambda: -2.0 * (x @ w)), normal(1, 3, 4), 3)
 
 
-@animal("gradient", "outer")
+@animal("outer")
 def used_under_remat():
     return layer(
         lambda p, x: jax.checkpoint(lambda w, x: jnp.tanh(x @ w))(p[0], x) @ p[1], (normal(1, 3, 4), normal(2, 4, 2)), 3

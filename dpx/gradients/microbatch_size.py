@@ -70,7 +70,7 @@ def choose_microbatch_size(
     More is faster on an accelerator, on several devices, and for a loss whose convolutions are slow in a loop on a CPU.
     """
     leaves = jax.tree.leaves(params)
-    keeps = [isinstance(plan, str) or plan.choices[number].way.keeps_gradients for number in range(len(leaves))]
+    keeps = [isinstance(plan, str) or plan.keeps_gradients(number) for number in range(len(leaves))]
     kept = sum(leaf.size for leaf, keep in zip(leaves, keeps, strict=True) if keep)
     example_bytes = max(1, 4 * (cost.numbers // EQUATION_NUMBERS_PER_WRITE + kept))
     memory = device_memory(platform) if jax.device_count() == 1 else None  # else the examples may be sharded

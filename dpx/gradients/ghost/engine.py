@@ -2,38 +2,48 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 
 from dpx.contributions import in_range, zero_excluded
-from dpx.gradients.ghost import trace
+from dpx.gradients.ghost import evaluation, parts, views
 from dpx.gradients.ghost.plan import Choice, GhostPlan
 from dpx.mechanism import Mechanism
 from dpx.trees import Tree
 from dpx.xla.ordering import compute_after
-from dpx.xla.totals import Total, collected, total_of_rows
+from dpx.xla.totals import Total, collected
 
 
 class Records(NamedTuple):
     """The arrays from which the norms and the contributions are computed, with the B examples on axis 0.
 
-    gradients: by number of the parameter leaf, the per-example gradients that are kept, as `ways.Way` says
+    gradients: by number of the parameter leaf and of its part, the per-example gradients that are kept, as `ways.Way`
+        says
     inputs: by number of the equation of a site, all operands of the equation, in their dtypes; None for a parameter
     cotangents: by number of the equation of a site, the gradients of the losses with respect to the equation's output
+
+    An equation in a scan has an axis for its iterations before that of the examples, because the scan stacks them so.
+    A part in slices has an axis for them, too.
     """
 
-    gradients: dict[int, Any]
+    gradients: dict[tuple[int, int], Any]
     inputs: dict[int, tuple[jax.Array, ...]]
     cotangents: dict[int, jax.Array]
 
-    def of(self, leaf: int, choice: Choice):
-        """The records of one parameter leaf, as `ways.Way` reads them."""
-        if leaf in self.gradients:
-            return self.gradients[leaf]
-        equations = [site.use.equation for site in choice.uses.sites]
-        return [(self.inputs[equation], self.cotangents[equation]) for equation in equations]
+    def of(self, leaf: int, part: int, choice: Choice):
+        """The records of one part of a parameter leaf, as `parts` reads them."""
+        if (leaf, part) in self.gradients:
+            return self.gradients[leaf, part]
+
+        def examples_after_slices(site):
+            repeats = len(views.counts(site.use.view, views.Repeats))
+            axis = len(views.counts(choice.view, views.Slices))
+            record = self.inputs[site.use.equation], self.cotangents[site.use.equation]
+            return jax.tree.map(lambda x: jnp.moveaxis(x, axis + repeats, axis), record) if repeats else record
+
+        return [examples_after_slices(site) for site in choice.uses.sites]
 
 
 def sum_by_plan(
@@ -60,30 +70,28 @@ def sum_by_plan(
 def _backward_pass(plan: GhostPlan, leaves: list[jax.Array], examples: Tree) -> tuple[jax.Array, Tree, Records]:
     """The losses, (B,), their aux and the records of the examples, by one forward and one backward pass."""
     differentiated = {leaf: leaves[leaf] for leaf in plan.differentiated}
-    sites = [site for leaf in plan.followed for site in plan.choices[leaf].uses.sites]
+    sites = [site for leaf in plan.followed for choice in plan.choices[leaf] for site in choice.uses.sites]
     outputs = {site.use.equation: plan.program.output(site.use.equation) for site in sites}
     followed: dict[int, set[int]] = {}
     for site in sites:
         followed.setdefault(site.use.equation, set()).add(site.use.operand)
-
-    def data(equation: int, operands: tuple) -> tuple:
-        """The operands but the parameter, which no site reads. If both are parameters, each is the other's data."""
-        parameter = followed[equation] if len(followed[equation]) == 1 else ()
-        return tuple(None if number in parameter else operand for number, operand in enumerate(operands))
+    # No site reads its parameter. If both operands are parameters, each is the other's data.
+    unread = {equation: operands if len(operands) == 1 else set() for equation, operands in followed.items()}
 
     def of_one_example(example):
         def loss(differentiated, added):
             inputs = [differentiated.get(number, leaf) for number, leaf in enumerate(leaves)]
-            value, aux, seen = trace.evaluate(plan.program, inputs + jax.tree.leaves(example), added)
-            return value, (aux, {equation: data(equation, operands) for equation, operands in seen.items()})
+            value, aux, seen = evaluation.evaluate(plan.program, inputs + jax.tree.leaves(example), added, unread)
+            return value, (aux, seen)
 
         zeros = {equation: jnp.zeros(output.shape, output.dtype) for equation, output in outputs.items()}
         value, pullback, (aux, inputs) = jax.vjp(loss, differentiated, zeros, has_aux=True)
         grads, cotangents = pullback(jnp.ones_like(value))
-        grads = {leaf: grad.astype(jnp.float32) for leaf, grad in grads.items()}
+        grads = {(leaf, 0): grad.astype(jnp.float32) for leaf, grad in grads.items()}
         return value, aux, Records(grads, inputs, cotangents)
 
-    losses, aux, records = jax.vmap(of_one_example)(examples)
+    axis: Any = {equation: len(plan.program.equations[equation].counts) for equation in outputs}
+    losses, aux, records = jax.vmap(of_one_example, out_axes=(0, 0, Records(cast(Any, 0), axis, axis)))(examples)
     return losses, aux, _for_all_readers(records)
 
 
@@ -107,12 +115,16 @@ def _norms(plan: GhostPlan, leaves: list[jax.Array], records: Records, scales: d
     that were computed for them and are kept."""
     norms, gradients, programs = {}, {}, {}
     for leaf in (*plan.followed, *plan.differentiated):
-        choice, scale = plan.choices[leaf], scales.get(leaf)
-        of_batch = functools.partial(choice.way.norm, choice.uses, scale)
-        kind = plan.kind(leaf, leaves[leaf].shape) if scale is None else None
-        kept, norms[leaf] = _shared(programs, of_batch, kind)(records.of(leaf, choice))
-        if kept is not None:
-            gradients[leaf] = kept
+        of_parts = []
+        for number, choice in enumerate(plan.choices[leaf]):
+            scale = views.through(choice.view, scales[leaf]) if leaf in scales else None
+            of_batch = functools.partial(parts.norm, choice, scale)
+            kind = plan.kind(choice, views.part_shape(choice.view, leaves[leaf].shape)) if scale is None else None
+            kept, norm = _shared(programs, of_batch, kind)(records.of(leaf, number, choice))
+            of_parts.append(norm)
+            if kept is not None:
+                gradients[leaf, number] = kept
+        norms[leaf] = parts.norm_of_all(jnp.stack(of_parts)) if len(of_parts) > 1 else of_parts[0]
     return norms, records._replace(gradients=gradients)
 
 
@@ -142,22 +154,15 @@ def _weighted_sums(plan: GhostPlan, leaves, records: Records, factor: Tree, incl
     spread = jax.tree.map(lambda f, group: jax.tree.map(lambda _: f, group), factor, groups)
     sums, programs = [], {}
     for encoded, f in zip(plan.encoded, jax.tree.leaves(spread), strict=True):
-        leaf, choice, scale = encoded.leaf, plan.choices[encoded.leaf], scales.get(encoded.leaf)
-
-        def of_few(rows, choice=choice, shape=leaves[leaf].shape, scale=scale):
-            return _scaled(choice.way.weighted_sum(choice.uses, shape, *rows), scale)
-
-        def of_batch(records, factors, of_few=of_few):
-            return total_of_rows(of_few, (records, factors))
-
-        kind = plan.kind(leaf, leaves[leaf].shape) if scale is None else None
-        sums.append(_shared(programs, of_batch, kind)(records.of(leaf, choice), f))
+        leaf, choices, of_parts = encoded.leaf, plan.choices[encoded.leaf], []
+        for number, choice in enumerate(choices):
+            scale = views.through(choice.view, scales[leaf]) if leaf in scales else None
+            shape = views.part_shape(choice.view, leaves[leaf].shape)
+            of_batch = functools.partial(parts.weighted_sum, choice, shape, scale)
+            kind = plan.kind(choice, shape) if scale is None else None
+            of_parts.append(_shared(programs, of_batch, kind)(records.of(leaf, number, choice), f))
+        sums.append(parts.joined([choice.view for choice in choices], of_parts, leaves[leaf].shape))
     return collected(jax.tree.unflatten(plan.structure, sums))
-
-
-def _scaled(total: jax.Array, scale: jax.Array | None) -> jax.Array:
-    """`total` times `scale`. A coordinate of scale 0 may have overflowed, because no norm counts it: it becomes 0."""
-    return total if scale is None else jnp.where(scale == 0, 0, total * scale)
 
 
 def _scales(plan: GhostPlan, mechanism: Mechanism, params: Tree, state: Tree) -> dict[int, jax.Array]:

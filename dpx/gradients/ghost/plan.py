@@ -1,5 +1,6 @@
 """Chooses, from shapes at trace time, how each parameter's norms and clipped sum are computed."""
 
+import math
 import re
 from typing import Any, NamedTuple
 
@@ -7,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from dpx.gradients.ghost import rules, shared, trace, ways
+from dpx.gradients.ghost import rules, shared, trace, views, ways
+from dpx.gradients.ghost.derivatives import differentiates
 from dpx.gradients.ghost.ways import Uses, Way
 from dpx.mechanism import Mechanism
 from dpx.trees import Tree
@@ -29,49 +31,55 @@ class EncodedLeaf(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """How the norms and the clipped sum of one parameter are computed, and why.
+    """How the norms and the clipped sum of one parameter, or of one part of it, are computed, and why.
 
     way: the computation. reason: in words, or "" if there is nothing to add
-    uses: where the loss uses the parameter, if `way` needs the inputs and cotangents there
+    uses: where the loss uses the part, if `way` needs the inputs and cotangents there
+    view: of the part; `way` computes each of its `views.Slices` alone
     """
 
     way: Way
     reason: str = ""
     uses: Uses = Uses()
+    view: views.View = ()
 
 
 class GhostPlan(NamedTuple):
     """How the clipped sum of a batch is computed.
 
-    program: the loss of one example. choices: one for each parameter leaf.
+    program: the loss of one example. choices: for each parameter leaf, one for each of its parts, which are disjoint.
     encoded: the leaves of the mechanism's encoded gradient. structure: its treedef.
     """
 
     program: trace.Program
-    choices: tuple[Choice, ...]
+    choices: tuple[tuple[Choice, ...], ...]
     encoded: tuple[EncodedLeaf, ...]
     structure: Any
 
     @property
     def followed(self) -> list[int]:
         """The leaves whose norms are computed from inputs and cotangents."""
-        return [leaf for leaf, choice in enumerate(self.choices) if choice.uses.sites]
-
-    def kind(self, leaf: int, shape: tuple[int, ...]) -> tuple | None:
-        """All that the computation of the norm and sum of a parameter of this shape depends on; None if unknown."""
-        way, _, uses = self.choices[leaf]
-        if uses.sharing is not None:
-            return None
-        used = [(self.program.equations[site.use.equation].jaxpr, site.use) for site in uses.sites]
-        equations = [equation for at, use in used for equation in (at, *use.view)]
-        operands = [use.operand for _, use in used]
-        return way.words, shape, *operands, *map(_written, equations)
+        return [leaf for leaf, choices in enumerate(self.choices) if any(choice.uses.sites for choice in choices)]
 
     @property
     def differentiated(self) -> list[int]:
         """The leaves whose per-example gradients the backward pass computes."""
-        kept = [leaf for leaf, choice in enumerate(self.choices) if choice.way.keeps_gradients]
-        return [leaf for leaf in kept if leaf not in self.followed]
+        return [leaf for leaf in range(len(self.choices)) if self.keeps_gradients(leaf) and leaf not in self.followed]
+
+    def keeps_gradients(self, leaf: int) -> bool:
+        """Whether the gradients of a leaf of all examples of a microbatch are in memory."""
+        return any(choice.way.keeps_gradients for choice in self.choices[leaf])
+
+    def kind(self, choice: Choice, shape: tuple[int, ...]) -> tuple | None:
+        """All that the computation of the norm and sum of a part of this shape depends on; None if unknown."""
+        if choice.uses.sharing is not None:
+            return None
+        sites = choice.uses.sites
+        equations = [self.program.equations[site.use.equation].jaxpr for site in sites]
+        operands = [site.use.operand for site in sites]
+        counts = views.counts(choice.view, views.Slices)
+        rest = [views.written(site.use.view) for site in sites]
+        return choice.way.words, shape, counts, *operands, views.written(tuple(equations)), *rest
 
 
 def make_plan(traced: trace.Traced, mechanism: Mechanism, params: Tree, state: Tree, *, force: bool) -> GhostPlan | str:
@@ -90,45 +98,67 @@ def make_plan(traced: trace.Traced, mechanism: Mechanism, params: Tree, state: T
     program = trace.follow(traced, len(leaves))
     scaled = {encoded_leaf.leaf: encoded_leaf.scaled for encoded_leaf in encoded}
 
-    def choose(leaf: int, uses: tuple[trace.Use, ...]) -> Choice:
+    def choose(leaf: int, uses: tuple[trace.Use, ...]) -> tuple[Choice, ...]:
         if leaf not in scaled:
-            return Choice(ways.NOT_TRAINED)
+            return (Choice(ways.NOT_TRAINED),)
         if not uses:
-            return Choice(ways.UNUSED, "the loss does not use it")
-        sites = _follow(uses, program, leaves[leaf].shape, scaled=scaled[leaf])
-        if isinstance(sites, str):
-            return Choice(ways.GRADIENT, sites)
-        return _cheapest(sites, scaled=scaled[leaf], force=force)
+            return (Choice(ways.UNUSED, "the loss does not use it"),)
+        found = _follow(uses, program, leaves[leaf].shape, scaled=scaled[leaf])
+        if isinstance(found, str):
+            return (Choice(ways.GRADIENT, found),)
+        return _cheapest(found, scaled=scaled[leaf], force=force)
 
     choices = tuple(choose(leaf, uses) for leaf, uses in enumerate(program.uses))
-    if not trace.differentiates(program):
+    if not differentiates(program):
         return "a custom derivative closes over values of the loss"
     return GhostPlan(program, choices, encoded, structure)
 
 
-def _follow(uses: tuple[trace.Use, ...], program: trace.Program, shape: tuple[int, ...], *, scaled: bool) -> Uses | str:
-    """The sites of a parameter of this shape, or the reason why it cannot be followed."""
-    sites = []
-    for use in uses:
-        site = rules.recognize(use, program.equations)
-        if isinstance(site, str):
-            return site
-        sites.append(site)
-    if len(sites) == 1:
-        return Uses(tuple(sites))
-    if scaled:
-        return f"used {len(sites)} times, and the mechanism masks or scales it"
-    sharing = shared.find_sharing(tuple(sites), shape)
-    return sharing if isinstance(sharing, str) else Uses(tuple(sites), sharing)
+Followed = list[tuple[views.View, Uses]]
 
 
-def _cheapest(uses: Uses, *, scaled: bool, force: bool) -> Choice:
-    candidates = ways.GHOST if force else (ways.GRADIENT, *ways.GHOST)
-    costs = {way: cost for way in candidates if (cost := way.cost(uses, scaled)) is not None}
-    way = min(costs, key=lambda way: costs[way])
-    if way is ways.GRADIENT:
-        return Choice(way, "cheaper than ghost norms")
-    return Choice(way, uses=uses)
+def _follow(
+    uses: tuple[trace.Use, ...], program: trace.Program, shape: tuple[int, ...], *, scaled: bool
+) -> Followed | str:
+    """The view and the sites of each part of a parameter of this shape, or the reason why it cannot be followed."""
+    parts = views.parts([use.view for use in uses], shape)
+    if isinstance(parts, str):
+        return parts
+    followed = []
+    for part in parts:
+        sites, counts = [], views.counts(part.view, views.Slices)
+        slices = math.prod(counts)
+        for number, rest in zip(part.uses, part.rests, strict=True):
+            site = rules.recognize(uses[number]._replace(view=rest), program.equations)
+            if isinstance(site, str):
+                return site
+            sites.append(site)
+        if len(sites) == 1:
+            followed.append((part.view, Uses(tuple(sites), slices=slices)))
+            continue
+        if scaled:
+            return f"used {len(sites)} times, and the mechanism masks or scales it"
+        inside = views.part_shape(part.view, shape)[len(counts) :]
+        sharing = shared.find_sharing(tuple(sites), inside)
+        if isinstance(sharing, str):
+            return sharing
+        followed.append((part.view, Uses(tuple(sites), sharing, slices)))
+    return followed
+
+
+def _cheapest(followed: Followed, *, scaled: bool, force: bool) -> tuple[Choice, ...]:
+    """The cheapest ways for the parts of a parameter: by ghost norms for all of them, or for none."""
+    choices, ghost, gradient = [], 0.0, 0.0
+    for view, uses in followed:
+        costs = {way: cost for way in ways.GHOST if (cost := way.cost(uses, scaled)) is not None}
+        way = min(costs, key=lambda way: costs[way])
+        ghost += uses.slices * costs[way]
+        gradient += uses.slices * ways.gradient_cost(uses)
+        slices = uses.slices if views.counts(view, views.Slices) else len(followed)
+        choices.append(Choice(way, f"of each of {slices} slices" if view else "", uses, view))
+    if not force and gradient <= ghost:
+        return (Choice(ways.GRADIENT, "cheaper than ghost norms"),)
+    return tuple(choices)
 
 
 def _encoding(mechanism: Mechanism, params: Tree, state: Tree) -> tuple[tuple[EncodedLeaf, ...], Any] | str:
@@ -154,12 +184,6 @@ def _encoding(mechanism: Mechanism, params: Tree, state: Tree) -> tuple[tuple[En
     if len({encoded_leaf.leaf for encoded_leaf in encoded}) != len(encoded):
         return "a parameter has several coordinates in the mechanism"
     return tuple(encoded), jax.tree.structure(out)
-
-
-def _written(equation: core.JaxprEqn) -> str:
-    """An equation without the names of its variables."""
-    types = [str(v.aval) for v in (*equation.invars, *equation.outvars)]
-    return f"{equation.primitive} {types} {equation.params}"
 
 
 class Explanation(NamedTuple):
@@ -200,6 +224,13 @@ def explain(plan: GhostPlan | str, params: Tree, microbatches: str) -> Explanati
     If `plan` is a reason, every parameter has per-example gradients for that reason.
     """
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-    choices = [Choice(ways.GRADIENT, plan)] * len(paths) if isinstance(plan, str) else plan.choices
-    rows = ((path, choice.way.words, choice.reason) for path, choice in zip(paths, choices, strict=True))
+    choices = [(Choice(ways.GRADIENT, plan),)] * len(paths) if isinstance(plan, str) else plan.choices
+
+    def both(words):
+        return "; ".join(dict.fromkeys(filter(None, words)))
+
+    rows = (
+        (path, both(choice.way.words for choice in of_leaf), both(choice.reason for choice in of_leaf))
+        for path, of_leaf in zip(paths, choices, strict=True)
+    )
     return Explanation(tuple(rows), microbatches)

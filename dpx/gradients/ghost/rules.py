@@ -15,7 +15,8 @@ from jax import lax
 
 from dpx.gradients.ghost.norms import EXACT, product
 from dpx.gradients.ghost.patches import Patches
-from dpx.gradients.ghost.trace import Equation, Use, through
+from dpx.gradients.ghost.trace import Equation, Use
+from dpx.gradients.ghost.views import Repeats, counts, through
 
 LONGEST_KERNEL = 128  # sum of the lengths of a kernel's axes, because each tap is a slice, and many compile slowly
 
@@ -45,12 +46,12 @@ class Site(NamedTuple):
 
 
 def recognize(use: Use, equations: tuple[Equation, ...]) -> Site | str:
-    """The site of a use, or the reason why the parameter cannot be followed there."""
+    """The site of a use, whose view begins at a part of the parameter, or the reason why it is not followed there."""
     if use.equation < 0:
         return "the loss is the parameter itself"
     equation = equations[use.equation]
-    name = equation.jaxpr.primitive.name
-    if name not in RULES:
+    name = equation.name
+    if equation.jaxpr is None or name not in RULES:
         return f"used in {name}"
     seen: list[Any] = [operand.aval for operand in equation.jaxpr.invars]
     real = all(jnp.issubdtype(aval.dtype, jnp.floating) or jnp.issubdtype(aval.dtype, jnp.integer) for aval in seen)
@@ -59,7 +60,39 @@ def recognize(use: Use, equations: tuple[Equation, ...]) -> Site | str:
     site = RULES[name](use, equation.jaxpr)
     if isinstance(site, Site) and 0 in site.sizes:
         return f"used in {name} on an array without elements"
-    return site
+    repeats = counts(use.view, Repeats)
+    if isinstance(site, str) or not repeats:
+        return site
+    if name not in ("dot_general", "gather"):  # two dynamic_slices may overlap in part
+        return f"used in {name} in each iteration of a scan"
+    return _repeated(site, repeats)
+
+
+def _repeated(site: Site, repeats: tuple[int, ...]) -> Site:
+    """A site in a scan all of whose iterations use the same W, as one use with more positions. repeats: how many
+    iterations each of the scans has. Inputs, cotangents and y begin with an axis for each of them.
+    """
+    kernels, positions, fan_in, fan_out = site.sizes
+
+    def apply(inputs, w):
+        one = site.apply
+        for _ in repeats:
+            one = jax.vmap(one, (0, None))
+        return one(inputs, w)
+
+    def matrices(inputs, dy):
+        flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[len(repeats) :]), (inputs, dy))
+        a, b = jax.vmap(site.matrices)(*flat)
+        if site.lookup:
+            return a.reshape(-1), b.reshape(-1, fan_out)
+        return a.swapaxes(0, 1).reshape(kernels, -1, fan_in), b.swapaxes(0, 1).reshape(kernels, -1, fan_out)
+
+    return site._replace(
+        sizes=(kernels, math.prod(repeats) * positions, fan_in, fan_out),
+        apply=apply,
+        matrices=matrices,
+        products=lambda inputs, dy: product(*jax.vmap(matrices)(inputs, dy)),
+    )
 
 
 def _float32(x: jax.Array) -> jax.Array:

@@ -1,7 +1,9 @@
-"""The loss of one example as a flat list of equations, and the equations that use each parameter.
+"""The loss of one example as a list of equations, and the equations that use each parameter.
 
 A view is an equation that only moves the elements of a parameter. Any other equation of a parameter is a use of it. A
-parameter is followed through its views to its uses.
+parameter is followed through its views to its uses, also into functions that the loss calls, into the parts that it
+computes again in the backward pass (`jax.checkpoint`), and into the bodies of its scans. There, a parameter that the
+scan takes slice by slice, such as the stacked weights of equal layers, is followed in the slices.
 """
 
 from collections.abc import Callable
@@ -12,30 +14,51 @@ import jax.core
 import jax.numpy as jnp
 from jax.extend import core
 
+from dpx.gradients.ghost.views import Repeats, Slices, View, is_view
 from dpx.trees import Tree
-from dpx.xla.jaxprs import bodies
 
-# Equations of one operand that move elements, or drop some, but copy none: a cotangent has one norm on both sides.
-VIEWS = {"reshape", "transpose", "squeeze", "expand_dims", "convert_element_type", "copy", "rev", "slice"}
-VIEWS |= {"broadcast_in_dim", "sharding_constraint"}
 CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
+REMAT = ("checkpoint", "remat", "remat2")  # the names of `jax.checkpoint` in jaxprs
 
 
 class Constant(NamedTuple):
     value: Any
 
 
+class Block(NamedTuple):
+    """Equations that run one after another: those of the loss, of the body of a scan, or of a checkpoint.
+
+    inputs: numbers of the values that it is given. equations: their numbers. outputs: numbers of values, or constants
+    stop: the equations inside, also those in bodies of bodies, have smaller numbers
+    """
+
+    inputs: tuple[int, ...]
+    equations: tuple[int, ...]
+    outputs: tuple[int | Constant, ...]
+    stop: int
+
+
 class Equation(NamedTuple):
     """One equation of the jaxpr, in a program whose values are numbered.
 
-    inputs: numbers of the operands, or constants. outputs: numbers of the results
+    jaxpr: None if the body of a scan, or of a checkpoint, hands on its input. inputs: numbers of the operands, or
+    constants. outputs: numbers of the results. body: of a scan or checkpoint that a parameter enters
+    counts: how many iterations each of the scans around it has, the outermost first
     """
 
-    jaxpr: core.JaxprEqn
+    jaxpr: core.JaxprEqn | None
     inputs: tuple[int | Constant, ...]
     outputs: tuple[int, ...]
+    body: Block | None = None
+    counts: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return "the result of a loop or checkpoint" if self.jaxpr is None else self.jaxpr.primitive.name
 
     def bind(self, *values):
+        if self.jaxpr is None:
+            return list(values)
         with self.jaxpr.ctx.manager:
             outputs = self.jaxpr.primitive.bind(*values, **self.jaxpr.primitive.get_bind_params(self.jaxpr.params))
         return outputs if self.jaxpr.primitive.multiple_results else [outputs]
@@ -44,12 +67,12 @@ class Equation(NamedTuple):
 class Use(NamedTuple):
     """Parameter leaf number `leaf` is operand number `operand` of equation number `equation`.
 
-    view: the equations that move its elements before this use, in order
+    view: what moves its elements before this use, in order
     equation: -1 if the parameter is the loss itself
     """
 
     leaf: int
-    view: tuple[core.JaxprEqn, ...]
+    view: View
     equation: int
     operand: int
 
@@ -57,18 +80,21 @@ class Use(NamedTuple):
 class Program(NamedTuple):
     """The loss of one example. Values 0, 1, ... are the leaves of the parameters, then those of the example.
 
-    equations: in the order in which they run. loss: number of the loss's value. aux: the numbers of what the loss
-    returns beside it, and their treedef. uses: those that the loss's value depends on, for each parameter leaf
+    equations: all of them. block: those outside of all bodies; its outputs are the loss's value, and what the loss
+    returns beside it, a tree of structure `aux`. uses: those that the loss's value depends on, for each parameter leaf
     """
 
     equations: tuple[Equation, ...]
-    loss: int | Constant
-    aux: tuple[tuple[int | Constant, ...], Any]
+    block: Block
+    aux: Any
     uses: tuple[tuple[Use, ...], ...]
 
-    def output(self, equation: int) -> Any:
-        """The shape and the dtype of the first output of an equation."""
-        return self.equations[equation].jaxpr.outvars[0].aval
+    def output(self, equation: int) -> jax.ShapeDtypeStruct:
+        """The shape and the dtype of the first output of an equation, with an axis for each scan around it."""
+        found = self.equations[equation]
+        assert found.jaxpr is not None
+        aval: Any = found.jaxpr.outvars[0].aval
+        return jax.ShapeDtypeStruct((*found.counts, *aval.shape), aval.dtype)
 
 
 class Traced(NamedTuple):
@@ -93,112 +119,54 @@ def follow(traced: Traced, leaves: int) -> Program:
     if not (hasattr(out, "shape") and out.shape == () and jnp.issubdtype(out.dtype, jnp.floating)):
         raise ValueError(f"loss must return one real number for one example, got {out}")
     tracer = _Tracer(leaves=leaves, inputs=len(closed.jaxpr.invars))
-    result, *beside = tracer.walk(closed.jaxpr, [Constant(value) for value in closed.consts], range(tracer.inputs))
+    inputs = tuple(range(len(closed.jaxpr.invars)))
+    result, *beside = tracer.walk(closed.jaxpr, [Constant(value) for value in closed.consts], inputs)
     if isinstance(result, int) and result in tracer.views:
         leaf, view = tracer.views[result]
         tracer.uses[leaf].append(Use(leaf, view, -1, 0))
-    live = _live(tracer.equations, result)
+    block = Block(inputs, tuple(tracer.block), (result, *beside), len(tracer.equations))
+    live = {-1} | _live(tracer.equations, block, _numbers([result]))[0]
     uses = tuple(tuple(use for use in uses if use.equation in live) for uses in tracer.uses)
-    return Program(tuple(tracer.equations), result, (tuple(beside), jax.tree.structure(aux)), uses)
+    return Program(tuple(tracer.equations), block, jax.tree.structure(aux), uses)
 
 
-def _live(equations: list[Equation], result: int | Constant) -> set[int]:
-    """The numbers of the equations that the value `result` depends on, and -1, which is the value itself."""
-    needed, live = {result} if isinstance(result, int) else set(), {-1}
-    for number in reversed(range(len(equations))):
-        if not needed.isdisjoint(equations[number].outputs):
+def carried(equation: Equation) -> tuple[int, int]:
+    """How many operands of a scan are the same in all iterations, and how many are handed from one to the next; of a
+    checkpoint, all and none."""
+    assert equation.jaxpr is not None
+    params = equation.jaxpr.params
+    return params.get("num_consts", len(equation.inputs)), params.get("num_carry", 0)
+
+
+def _numbers(values) -> set[int]:
+    return {value for value in values if isinstance(value, int)}
+
+
+def _live(equations: list[Equation], block: Block, wanted: set[int]) -> tuple[set[int], set[int]]:
+    """The numbers of the equations of a block that the values `wanted` depend on, and of all these values."""
+    needed, live = set(wanted), set()
+    for number in reversed(block.equations):
+        equation = equations[number]
+        if not needed.isdisjoint(equation.outputs):
             live.add(number)
-            needed.update(value for value in equations[number].inputs if isinstance(value, int))
-    return live
+            if equation.body is not None:
+                live |= _live_inside(equations, equation, equation.body, needed)
+            needed |= _numbers(equation.inputs)
+    return live, needed
 
 
-def evaluate(program: Program, inputs: list, added: dict[int, jax.Array]) -> tuple[jax.Array, Tree, dict[int, tuple]]:
-    """The loss, what it returns beside its value, and the operands of the equations in `added`.
-
-    added: by number of an equation, an array to add to its output; the gradient by that array is the cotangent
-    """
-    values = dict(enumerate(inputs))
-    seen = {}
-    for number, equation in enumerate(program.equations):
-        operands = [i.value if isinstance(i, Constant) else values[i] for i in equation.inputs]
-        outputs = _broadcast_product(equation, operands) or equation.bind(*operands)
-        if number in added:
-            seen[number] = tuple(operands)
-            outputs = [outputs[0] + added[number]]
-        values.update(zip(equation.outputs, outputs, strict=True))
-    results = program.loss, *program.aux[0]
-    read = [number.value if isinstance(number, Constant) else values[number] for number in results]
-    return read[0], jax.tree.unflatten(program.aux[1], read[1:]), seen
-
-
-def _broadcast_product(equation: Equation, operands: list) -> list[jax.Array] | None:
-    """The output of a product of arrays of two shapes, computed without the axes of length 1 that both have; else None.
-
-    Its derivative is a product that is summed over the other axes. On a CPU, XLA sums it much faster over axis 1 of
-    (B, T, D) than over axis 2 of (B, 1, T, D).
-    """
-    shapes = [jnp.shape(operand) for operand in operands]
-    if equation.jaxpr.primitive.name != "mul" or len(set(shapes)) == 1 or len(set(map(len, shapes))) > 1:
-        return None
-    if not (unit := [axis for axis, lengths in enumerate(zip(*shapes, strict=True)) if set(lengths) == {1}]):
-        return None
-    (output,) = equation.bind(*(jax.lax.squeeze(operand, unit) for operand in operands))
-    return [jax.lax.expand_dims(output, unit)]
-
-
-def differentiates(program: Program) -> bool:
-    """Whether every custom derivative of the program can be used.
-
-    It cannot if it was defined inside the loss and closes over a value of the loss, because JAX traces the derivative
-    later, when that value is a tracer of a trace that has ended.
-    """
-    known = {id(i.value) for equation in program.equations for i in equation.inputs if isinstance(i, Constant)}
-    for equation in program.equations:
-        if _is_custom(equation.jaxpr):
-            try:
-                constants = _derivative(equation).consts
-            except jax.errors.UnexpectedTracerError:
-                return False
-            except Exception:
-                continue  # it has no derivative: no parameter needs it, or the step itself raises the same error
-            if any(isinstance(value, jax.core.Tracer) and id(value) not in known for value in constants):
-                return False
-    return True
-
-
-def _is_custom(equation: core.JaxprEqn) -> bool:
-    """Whether an equation, or one in a function that it calls, has a custom derivative."""
-    inside = (inner for body in bodies(equation) for inner in body.eqns)
-    return "custom_" in equation.primitive.name or any(map(_is_custom, inside))
-
-
-def _derivative(equation: Equation) -> core.ClosedJaxpr:
-    """The jaxpr of the derivatives of an equation's real results with respect to its real operands."""
-    operands = [i.value if isinstance(i, Constant) else None for i in equation.inputs]
-    free = [n for n, i in enumerate(equation.inputs) if not isinstance(i, Constant)]
-    types: list[Any] = [operand.aval for operand in equation.jaxpr.invars]
-    shapes = {n: jax.ShapeDtypeStruct(types[n].shape, types[n].dtype) for n in free}
-
-    def derivative(values):
-        def results(real):
-            given = [real.get(n, values.get(n, operand)) for n, operand in enumerate(operands)]
-            return [y for y in equation.bind(*given) if jnp.issubdtype(y.dtype, jnp.floating)]
-
-        real = {n: x for n, x in values.items() if jnp.issubdtype(x.dtype, jnp.floating)}
-        outputs, pullback = jax.vjp(results, real)
-        return pullback(outputs)
-
-    return jax.make_jaxpr(derivative)(shapes)
-
-
-def through(view: tuple[core.JaxprEqn, ...], leaf: jax.Array) -> jax.Array:
-    """`leaf` as its use sees it, in its own dtype."""
-    for equation in view:
-        if equation.primitive.name == "transpose":  # of a NumPy array, the same memory in another order
-            leaf = leaf.transpose(equation.params["permutation"])
-        elif equation.primitive.name != "convert_element_type":
-            leaf = equation.primitive.bind(leaf, **equation.params)
-    return leaf
+def _live_inside(equations: list[Equation], equation: Equation, body: Block, needed: set[int]) -> set[int]:
+    """The same of the body of an equation, for its results in `needed`, and for what an iteration hands to the next."""
+    results = zip(equation.outputs, body.outputs, strict=True)
+    wanted = _numbers(inner for outer, inner in results if outer in needed)
+    first, count = carried(equation)
+    handed = list(zip(body.inputs[first : first + count], body.outputs[:count], strict=True))
+    while True:
+        live, inside = _live(equations, body, wanted)
+        more = wanted | _numbers(after for before, after in handed if before in inside)
+        if more == wanted:
+            return live
+        wanted = more
 
 
 class _Tracer:
@@ -206,9 +174,11 @@ class _Tracer:
 
     def __init__(self, *, leaves: int, inputs: int):
         self.equations: list[Equation] = []
-        self.views: dict[Any, tuple[int, tuple]] = {leaf: (leaf, ()) for leaf in range(leaves)}
+        self.views: dict[Any, tuple[int, View]] = {leaf: (leaf, ()) for leaf in range(leaves)}
         self.uses: list[list[Use]] = [[] for _ in range(leaves)]
-        self.inputs, self.count = inputs, inputs
+        self.count = inputs
+        self.block: list[int] = []  # the equations of the block that is being walked
+        self.counts: tuple[int, ...] = ()  # and the iterations of the scans around it
 
     def walk(self, jaxpr, constants, arguments):
         env = dict(zip(jaxpr.constvars, constants, strict=True)) | dict(zip(jaxpr.invars, arguments, strict=True))
@@ -223,25 +193,65 @@ class _Tracer:
     def add(self, equation, inputs):
         """Appends one equation, or those of its body if it calls a function of a parameter; returns its outputs."""
         followed = [i for i, value in enumerate(inputs) if isinstance(value, int) and value in self.views]
-        body = equation.params.get(CALLS.get(equation.primitive.name, ""))
+        name = equation.primitive.name
+        body = equation.params.get(CALLS.get(name, ""))
         if followed and isinstance(body, core.ClosedJaxpr):
             return self.walk(body.jaxpr, [Constant(value) for value in body.consts], inputs)
-        outputs = tuple(range(self.count, self.count + len(equation.outvars)))
-        self.count += len(outputs)
-        if followed and _is_view(equation):
+        outputs = self.numbered(len(equation.outvars))
+        number = self.append(Equation(equation, tuple(inputs), outputs, counts=self.counts))
+        if followed and is_view(equation):
             leaf, view = self.views[inputs[0]]
             self.views[outputs[0]] = leaf, (*view, equation)
+        elif followed and (name == "scan" or name in REMAT):
+            self.enter(number)
         else:
             for i in followed:
-                leaf, view = self.views[inputs[i]]
-                self.uses[leaf].append(Use(leaf, view, len(self.equations), i))
-        self.equations.append(Equation(equation, tuple(inputs), outputs))
+                self.used(inputs[i], number, i)
         return outputs
 
+    def enter(self, number):
+        """Walks through the body of a scan, or of a checkpoint, that a parameter enters."""
+        equation = self.equations[number]
+        params = equation.jaxpr.params
+        outside, self.block = (self.block, self.counts), []
+        body, (first, count), length = params["jaxpr"], carried(equation), params.get("length")
+        if length is not None:
+            self.counts = (*self.counts, length)
+        arguments = self.numbered(len(equation.inputs))
+        for i, value in enumerate(equation.inputs):
+            if isinstance(value, int) and value in self.views:
+                leaf, view = self.views[value]
+                if first <= i < first + count:
+                    self.used(value, number, i)
+                elif length is None:
+                    self.views[arguments[i]] = leaf, view
+                else:
+                    self.views[arguments[i]] = leaf, (*view, Repeats(length) if i < first else Slices(length))
+        constants = [Constant(value) for value in getattr(body, "consts", ())]
+        results = self.walk(getattr(body, "jaxpr", body), constants, arguments)
+        outputs = tuple(map(self.handed_on, results))
+        block = Block(arguments, tuple(self.block), outputs, len(self.equations))
+        self.block, self.counts = outside
+        self.equations[number] = equation._replace(body=block)
 
-def _is_view(equation) -> bool:
-    if equation.primitive.name not in VIEWS or len(equation.invars) != 1:
-        return False
-    before, after = equation.invars[0].aval, equation.outvars[0].aval
-    real = jnp.issubdtype(before.dtype, jnp.floating) and jnp.issubdtype(after.dtype, jnp.floating)
-    return real and after.size <= before.size
+    def handed_on(self, value):
+        """A result of a body. If it is a parameter, it is not followed any further, but that is a use."""
+        if isinstance(value, Constant) or value not in self.views:
+            return value
+        outputs = self.numbered(1)
+        self.used(value, self.append(Equation(None, (value,), outputs, counts=self.counts)), 0)
+        return outputs[0]
+
+    def used(self, value, number, operand):
+        leaf, view = self.views[value]
+        self.uses[leaf].append(Use(leaf, view, number, operand))
+
+    def append(self, equation: Equation) -> int:
+        self.equations.append(equation)
+        self.block.append(len(self.equations) - 1)
+        return len(self.equations) - 1
+
+    def numbered(self, count) -> tuple[int, ...]:
+        """Numbers of new values."""
+        self.count += count
+        return tuple(range(self.count - count, self.count))

@@ -28,10 +28,12 @@ class Uses(NamedTuple):
 
     sites: one for each use; none where the parameter is not followed
     sharing: how several sites see the elements of the parameter; None for one site
+    slices: int, how many parameters alike are computed one after another
     """
 
     sites: tuple[Site, ...] = ()
     sharing: shared.Sharing | None = None
+    slices: int = 1
 
 
 # [(inputs, cotangents) at each site], or the gradients, float32, if there are no sites; with the B examples on axis 0.
@@ -94,7 +96,7 @@ def _product_cost(uses: Uses, scaled: bool) -> float | None:
     site = _only_site(uses, lookup=False)
     if site is None or not (site.expands or site.sizes[1] > 1):
         return None
-    return _sum_cost(site) + _gradient_memory_cost(site)
+    return _sum_cost(site) + _gradient_memory_cost(site, uses.slices)
 
 
 def _product_norm(uses: Uses, scale: jax.Array | None, records: Records):
@@ -157,12 +159,14 @@ def _sum_of_examples(uses: Uses, shape: tuple[int, ...], records: list, factors:
     return weighted.one_by_one(uses.sites, shape, records, factors)
 
 
-def _gradient_cost(uses: Uses, scaled: bool) -> float:
+def gradient_cost(uses: Uses) -> float:
+    """The cost of the way `GRADIENT`."""
+
     def at(site):
         if site.lookup:
-            return _gradient_memory_cost(site)
+            return _gradient_memory_cost(site, uses.slices)
         slowdown = CONVOLUTION_GRADIENT_SLOWDOWN if site.expands else DENSE_GRADIENT_SLOWDOWN
-        return slowdown * _sum_cost(site) + _gradient_memory_cost(site)
+        return slowdown * _sum_cost(site) + _gradient_memory_cost(site, uses.slices)
 
     return sum(map(at, uses.sites))
 
@@ -183,10 +187,11 @@ def _sum_cost(site: Site) -> float:
     return 2.0 * site.sizes[1] * _parameter_size(site)
 
 
-def _gradient_memory_cost(site: Site) -> float:
-    """The cost of writing a per-example gradient, reading it for the norm, and reading it for the sum."""
+def _gradient_memory_cost(site: Site, slices: int) -> float:
+    """The cost of writing a per-example gradient, reading it for the norm, and reading it for the sum; of one slice,
+    between whose norm and sum come those of the others."""
     size = 4 * _parameter_size(site)
-    return (3 if size <= CACHED_BYTES else 5) * OPERATIONS_PER_BYTE * size
+    return (3 if slices * size <= CACHED_BYTES else 5) * OPERATIONS_PER_BYTE * size
 
 
 def _sizes(grads: jax.Array, scale: jax.Array | None) -> jax.Array:
@@ -203,7 +208,7 @@ ROWS = Way("norm from the rows looked up", _rows_cost, _rows_norm, _site_sum)
 SHARED = Way("norm from Gram matrices of all uses", _shared_cost, _shared_norm, _sum_of_examples)
 GRADIENT = Way(
     "per-example gradients",
-    _gradient_cost,
+    lambda uses, scaled: gradient_cost(uses),
     norm=lambda uses, scale, grads: (grads, _sizes(grads, scale)),
     weighted_sum=lambda uses, shape, grads, factors: weighted_sum(factors, grads),
     keeps_gradients=True,

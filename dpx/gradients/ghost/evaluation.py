@@ -1,0 +1,131 @@
+"""Runs the program of a loss, adds arrays to the outputs of some equations, and hands out what these are given.
+
+The gradient by such an array is the cotangent of the output. The arrays of equations in the body of a scan have an axis
+for its iterations. A scan slices them and stacks what the equations are given, so it stays a scan, and a part of the
+loss under `jax.checkpoint` is still computed again in the backward pass.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dpx.gradients.ghost.trace import Block, Constant, Equation, Program, carried
+from dpx.trees import Tree
+
+Seen = dict[int, tuple]  # by number of an equation, its operands; None for those that nobody reads
+
+
+def evaluate(
+    program: Program, inputs: list, added: dict[int, jax.Array], unread: Mapping[int, set[int]]
+) -> tuple[jax.Array, Tree, Seen]:
+    """The loss, what it returns beside its value, and the operands of the equations in `added`.
+
+    added: by number of an equation, an array to add to its output; the gradient by that array is the cotangent
+    unread: by number of these equations, operands that are not wanted
+    """
+    results, seen = _run(program, unread, program.block, inputs, added)
+    return results[0], jax.tree.unflatten(program.aux, results[1:]), seen
+
+
+def _run(program: Program, unread: Mapping, block: Block, inputs, added: dict) -> tuple[list, Seen]:
+    """The outputs of a block, and the operands of the equations in `added`."""
+    values: dict[int, Any] = dict(zip(block.inputs, inputs, strict=True))
+    seen: Seen = {}
+
+    def read(number):
+        return number.value if isinstance(number, Constant) else values[number]
+
+    for number in block.equations:
+        equation = program.equations[number]
+        operands = [read(i) for i in equation.inputs]
+        body = equation.body
+        inside = {n: array for n, array in added.items() if body is not None and number < n < body.stop}
+        if body is not None and inside:
+            run_body = functools.partial(_run, program, unread, body)
+            run = _run_scan if equation.name == "scan" else _run_checkpoint
+            outputs, more = run(run_body, equation, operands, inside)
+            seen.update(more)
+        else:
+            outputs = _broadcast_product(equation, operands) or equation.bind(*operands)
+        if number in added:
+            seen[number] = tuple(None if i in unread[number] else operand for i, operand in enumerate(operands))
+            outputs = [_plus(outputs[0], added[number])]
+        values.update(zip(equation.outputs, outputs, strict=True))
+    return [read(number) for number in block.outputs], seen
+
+
+@jax.custom_jvp
+def _plus(output: jax.Array, added: jax.Array) -> jax.Array:
+    """`output`, whose derivative by `added` is 1. Nobody reads `added`, which is 0, so a scan need not slice it."""
+    return output
+
+
+@_plus.defjvp
+def _derivative(values, derivatives):
+    return values[0], derivatives[0] + derivatives[1]
+
+
+def _run_scan(run: Callable, equation: Equation, operands: list, added: dict) -> tuple[list, Seen]:
+    """The results of a scan, and the stacked operands of the equations in its body."""
+    assert equation.jaxpr is not None
+    params, (first, count), packed = equation.jaxpr.params, carried(equation), _Packed()
+    types: list[Any] = [v.aval for v in equation.jaxpr.invars]
+    values = [x if isinstance(x, jax.Array) else jnp.asarray(x, t.dtype) for x, t in zip(operands, types, strict=True)]
+    constants, begin, rows = values[:first], values[first : first + count], values[first + count :]
+
+    def body(carry, row):
+        slices, added = row
+        outputs, seen = run([*constants, *carry, *slices], added)
+        return outputs[:count], (outputs[count:], packed.pack(seen))
+
+    options = {name: params[name] for name in ("length", "reverse", "unroll", "_split_transpose") if name in params}
+    with equation.jaxpr.ctx.manager:
+        carry, (stacked, seen) = jax.lax.scan(body, begin, (rows, added), **options)
+    return [*carry, *stacked], packed.unpack(seen)
+
+
+def _run_checkpoint(run: Callable, equation: Equation, operands: list, added: dict) -> tuple[list, Seen]:
+    """The results of a checkpoint, and the operands of the equations in its body, which are kept."""
+    assert equation.jaxpr is not None
+    params, packed = equation.jaxpr.params, _Packed()
+
+    def body(operands, added):
+        outputs, seen = run(operands, added)
+        return outputs, packed.pack(seen)
+
+    with equation.jaxpr.ctx.manager:
+        again = jax.checkpoint(body, prevent_cse=params["prevent_cse"], policy=params["policy"])
+        outputs, seen = again(operands, added)
+    return outputs, packed.unpack(seen)
+
+
+class _Packed:
+    """Hands arrays out of a body once each, because a scan would stack each of several that are the same."""
+
+    def pack(self, seen: Seen) -> list:
+        leaves, self.structure = jax.tree.flatten(seen)
+        distinct = {id(x): x for x in leaves}
+        numbers = {key: number for number, key in enumerate(distinct)}
+        self.places = [numbers[id(x)] for x in leaves]
+        return list(distinct.values())
+
+    def unpack(self, packed: list) -> Seen:
+        return self.structure.unflatten(packed[place] for place in self.places)
+
+
+def _broadcast_product(equation: Equation, operands: list) -> list[jax.Array] | None:
+    """The output of a product of arrays of two shapes, computed without the axes of length 1 that both have; else None.
+
+    Its derivative is a product that is summed over the other axes. On a CPU, XLA sums it much faster over axis 1 of
+    (B, T, D) than over axis 2 of (B, 1, T, D).
+    """
+    shapes = [jnp.shape(operand) for operand in operands]
+    if equation.name != "mul" or len(set(shapes)) == 1 or len(set(map(len, shapes))) > 1:
+        return None
+    if not (unit := [axis for axis, lengths in enumerate(zip(*shapes, strict=True)) if set(lengths) == {1}]):
+        return None
+    (output,) = equation.bind(*(jax.lax.squeeze(operand, unit) for operand in operands))
+    return [jax.lax.expand_dims(output, unit)]

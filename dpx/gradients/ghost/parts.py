@@ -1,0 +1,81 @@
+"""The norms and the clipped sum of a part of a parameter, which may be in slices, and those of all parts.
+
+Slices are computed one after another, as if each were a parameter of its own: the way of the plan sees one slice. So
+nothing of a slice is in memory beside another's, and a stack of layers compiles like one layer.
+
+Parts and their slices share no element. So the square of the norm of a gradient is the sum of the squares of the norms
+of its parts, none of which is below the true one (`dpx.xla.norms` adds the squares). Every coordinate of a sum is a
+coordinate of the sum of one slice, so the proof in `dpx.xla.totals` holds: it allows another order of the additions for
+each coordinate.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dpx.gradients.ghost import norms, views
+from dpx.gradients.ghost.plan import Choice
+from dpx.xla.totals import Total, doubled, total_of_rows
+
+
+def norm(choice: Choice, scale: jax.Array | None, records: Any) -> tuple[Any, jax.Array]:
+    """The gradients of a part that are kept, or None, and the norms of the part's per-example gradients, float32 (B,).
+
+    records: as `ways.Way` has them, but with an axis for each of the part's `views.Slices` before that of the B
+    examples; the gradients that are kept have these, too. scale: float32, of the part's shape, or None.
+    """
+
+    def of_slice(rows):
+        scale, records = rows
+        return choice.way.norm(choice.uses, scale, records)
+
+    kept, found = _of_slices(of_slice, choice)((scale, records))
+    return kept, norm_of_all(found.reshape(-1, found.shape[-1]))
+
+
+def norm_of_all(of_parts: jax.Array) -> jax.Array:
+    """The norms, float32 (B,), of gradients whose p parts have these norms, float32 (p, B)."""
+    return of_parts[0] if len(of_parts) == 1 else jax.vmap(norms.frobenius, 1)(of_parts)
+
+
+def weighted_sum(
+    choice: Choice, shape: tuple[int, ...], scale: jax.Array | None, records: Any, factors: jax.Array
+) -> Total:
+    """sum_i f_i z_i of a part of this shape. records: as in `norm`. factors: float32 (B,)."""
+    inside = shape[len(views.counts(choice.view, views.Slices)) :]
+
+    def of_slice(rows):
+        scale, records = rows
+
+        def of_few(rows):
+            return _scaled(choice.way.weighted_sum(choice.uses, inside, *rows), scale)
+
+        return total_of_rows(of_few, (records, factors))
+
+    return _of_slices(of_slice, choice)((scale, records))
+
+
+def joined(of_views: list[views.View], totals: list[Total], shape: tuple[int, ...]) -> Total:
+    """The sum of a parameter of this shape from those of its parts."""
+    if any(total.low is not None for total in totals):
+        totals = [doubled(total) for total in totals]
+    low = [total.low for total in totals if total.low is not None]
+    high = views.joined(of_views, [total.high for total in totals], shape)
+    return Total(high, views.joined(of_views, low, shape) if low else None)
+
+
+def _of_slices(function: Callable, choice: Choice) -> Callable:
+    """`function` of arrays without the axes of a part's slices, as a loop over them."""
+    for _ in views.counts(choice.view, views.Slices):
+
+        def function(rows, inner=function):
+            return jax.lax.map(inner, rows)
+
+    return function
+
+
+def _scaled(total: jax.Array, scale: jax.Array | None) -> jax.Array:
+    """`total` times `scale`. A coordinate of scale 0 may have overflowed, because no norm counts it: it becomes 0."""
+    return total if scale is None else jnp.where(scale == 0, 0, total * scale)

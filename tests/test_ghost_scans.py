@@ -1,0 +1,625 @@
+"""Ghost norms through scans, checkpoints and slices: the numbers of per-example gradients, in the expected ways."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+from jax import lax
+
+import dpx
+from dpx.xla.jaxprs import equations
+from tests.ghost import (
+    TOLERANCE,
+    WAYS,
+    assert_agrees,
+    clipped_sums,
+    integers,
+    key,
+    mechanism,
+    noiseless,
+    normal,
+    random_like,
+    ways,
+)
+
+SIZE, BF16 = 4, 4e-2
+ZOO = {}
+
+
+def animal(*expected, tolerance=TOLERANCE):
+    """Adds a function giving (loss, params, batch). expected: the ways that `norms="ghost"` must use."""
+
+    def register(make):
+        ZOO[make.__name__] = make, {WAYS[name] for name in expected}, tolerance
+        return make
+
+    return register
+
+
+def score(y):
+    """A loss that no layer's gradient is trivial under."""
+    y = y.astype(jnp.float32).reshape(-1)
+    return jnp.sum(jnp.sin(y) * jnp.cos(jnp.arange(y.size, dtype=jnp.float32))) + 0.1 * jnp.sum(y**2)
+
+
+def layer(apply, params, *shape):
+    return lambda params, x: score(apply(params, x)), params, normal(99, SIZE, *shape)
+
+
+def module(made, *shape):
+    params = random_like(jax.eval_shape(made.init, key(1), jnp.zeros(shape, jnp.float32))["params"])
+    return layer(lambda params, x: made.apply({"params": params}, x), params, *shape)
+
+
+def tanh_layer(h, w):
+    return jnp.tanh(h @ w), None
+
+
+# stacked layers
+
+
+@animal("outer")
+def stack():
+    return layer(lambda w, x: lax.scan(tanh_layer, x, w)[0], normal(1, 3, 4, 4), 4)
+
+
+@animal("gram")
+def stack_of_few_positions():
+    return layer(lambda w, x: lax.scan(tanh_layer, x, w)[0], 0.2 * normal(1, 3, 40, 40), 3, 40)
+
+
+@animal("product")
+def stack_of_many_positions():
+    return layer(lambda w, x: lax.scan(tanh_layer, x, w)[0], normal(1, 3, 4, 4), 30, 4)
+
+
+@animal("outer")
+def stack_in_reverse():
+    return layer(lambda w, x: lax.scan(tanh_layer, x, w, reverse=True)[0], normal(1, 3, 4, 4), 4)
+
+
+@animal("outer")
+def stack_unrolled():
+    return layer(lambda w, x: lax.scan(tanh_layer, x, w, unroll=2)[0], normal(1, 5, 4, 4), 4)
+
+
+@animal("outer")
+def stack_of_one():
+    return layer(lambda w, x: lax.scan(tanh_layer, x, w)[0], normal(1, 1, 4, 4), 4)
+
+
+@animal("outer")
+def stack_along_another_axis_flipped():
+    def apply(w, x):
+        return lax.scan(tanh_layer, x, jnp.flip(jnp.moveaxis(w, 1, 0), 0))[0]
+
+    return layer(apply, normal(1, 4, 3, 4), 4)
+
+
+@animal("outer")
+def stack_in_part():
+    return layer(lambda w, x: lax.scan(tanh_layer, x, w[1:4])[0], normal(1, 6, 4, 4), 4)
+
+
+@animal("outer")
+def stack_in_two_halves():
+    def apply(w, x):
+        return lax.scan(tanh_layer, lax.scan(tanh_layer, x, w[:2])[0], w[2:], reverse=True)[0]
+
+    return layer(apply, normal(1, 5, 4, 4), 4)
+
+
+@animal("outer")
+def stack_in_a_scan_and_by_index():
+    return layer(lambda w, x: jnp.tanh(lax.scan(tanh_layer, x, w[:2])[0] @ w[3]) @ w[2], normal(1, 5, 4, 4), 4)
+
+
+@animal("outer", "gradient")
+def stacks_with_biases_and_data():
+    """Each layer has data of its own, and a bias that all share."""
+
+    def apply(p, x):
+        def body(h, row):
+            w, b, more = row
+            h = jnp.tanh(h @ w["w"] + b + p["all"]) + more
+            return h, h[:2]
+
+        h, rows = lax.scan(body, x[0], (p["layers"], p["biases"], x))
+        return jnp.concatenate([h, rows.reshape(-1)])
+
+    params = {"layers": {"w": normal(1, 3, 4, 4)}, "biases": normal(2, 3, 4), "all": normal(3, 4)}
+    return layer(apply, params, 3, 4)
+
+
+@animal("gram")
+def stack_of_heads():
+    def body(h, w):
+        return jnp.tanh(jnp.einsum("thk,dhk->td", jnp.einsum("td,dhk->thk", h, w[0]), w[1])), None
+
+    params = normal(1, 3, 20, 2, 10), normal(2, 3, 20, 2, 10)
+    return layer(lambda w, x: lax.scan(body, x, w)[0], params, 3, 20)
+
+
+@animal("product")
+def stack_of_convolutions():
+    def body(h, w):
+        return jnp.tanh(lax.conv(h, w, (1, 1), "SAME")), None
+
+    return layer(lambda w, x: lax.scan(body, x, w)[0], normal(1, 2, 3, 3, 3, 2), 1, 3, 5, 4)
+
+
+@animal("rows")
+def stack_of_tables():
+    def loss(tables, t):
+        return score(lax.scan(lambda h, row: (jnp.sin(h) + row[0][row[1]], None), jnp.zeros(3), (tables, t))[0])
+
+    return loss, normal(1, 2, 5, 3), integers(2, 5, SIZE, 2)
+
+
+@animal("shared")
+def slice_used_twice():
+    return layer(lambda w, x: lax.scan(lambda h, v: (jnp.tanh(h @ v) @ v.T, None), x, w)[0], normal(1, 3, 4, 5), 2, 4)
+
+
+@animal("shared")
+def two_scans_of_one_stack():
+    def apply(w, x):
+        return lax.scan(tanh_layer, lax.scan(tanh_layer, x, w)[0], w, reverse=True)[0]
+
+    return layer(apply, normal(1, 3, 4, 4), 2, 4)
+
+
+@animal("outer")
+def scan_in_a_scan():
+    def outer(h, w):
+        return lax.scan(tanh_layer, h, w)[0], None
+
+    return layer(lambda w, x: lax.scan(outer, x, w)[0], normal(1, 2, 3, 4, 4), 4)
+
+
+@animal("shared", "gram", "gradient")
+def time_in_a_stack():
+    """A stack of recurrent layers: in the scan over the layers is a scan over time."""
+
+    def recurrent(x, p):
+        def step(h, row):
+            h = jnp.tanh(row @ p["in"] + h @ p["over"] + p["b"])
+            return h, h
+
+        return lax.scan(step, jnp.zeros(4), x)[1] + jnp.tanh(x @ p["in"]), None
+
+    params = {"in": normal(1, 2, 4, 4), "over": normal(2, 2, 4, 4), "b": normal(3, 2, 4)}
+    return layer(lambda p, x: lax.scan(recurrent, x, p)[0], params, 3, 4)
+
+
+@animal("outer")
+def stack_that_comes_back_to_nobody():
+    """As `nnx.scan` returns the state of its modules."""
+
+    def body(carry, w):
+        h, total = carry
+        return (jnp.tanh(h @ w), total + jnp.sum(w)), w
+
+    return layer(lambda w, x: lax.scan(body, (x, jnp.float32(0)), w)[0][0], normal(1, 3, 4, 4), 4)
+
+
+@animal("outer")
+def stack_that_the_next_iteration_needs():
+    def body(carry, w):
+        h, last = carry
+        return (h + last, jnp.tanh(h @ w)), None
+
+    return layer(lambda w, x: lax.scan(body, (x, x), w)[0][0], normal(1, 3, 4, 4), 4)
+
+
+# parameters that all iterations share
+
+
+@animal("product")
+def shared_by_iterations():
+    return layer(
+        lambda w, x: lax.scan(lambda h, row: (jnp.tanh(row @ w + h), None), jnp.zeros(4), x)[0], normal(1, 3, 4), 9, 3
+    )
+
+
+@animal("gram")
+def shared_by_few_iterations():
+    def apply(w, x):
+        return lax.scan(lambda h, row: (jnp.tanh(h @ w.T + row), None), x[0], x)[0]
+
+    return layer(apply, 0.2 * normal(1, 40, 40), 2, 2, 40)
+
+
+@animal("shared")
+def shared_by_iterations_and_used_after():
+    def apply(w, x):
+        return lax.scan(lambda h, row: (jnp.tanh(h @ w + row), None), x[0], x)[0] @ w.T
+
+    return layer(apply, normal(1, 4, 4), 3, 4)
+
+
+@animal("shared")
+def shared_by_iterations_of_two_scans():
+    def apply(w, x):
+        h = lax.scan(lambda h, row: (jnp.tanh(h @ w + row), None), x[0], x)[0]
+        return lax.scan(lambda h, row: (jnp.tanh(w @ h) * row, None), h, x[:2])[0]
+
+    return layer(apply, normal(1, 4, 4), 3, 4)
+
+
+@animal("rows")
+def table_in_a_scan():
+    def loss(table, t):
+        return score(lax.scan(lambda h, i: (jnp.sin(h) + table[i].sum(0), None), jnp.zeros(3), t)[0])
+
+    return loss, normal(1, 5, 3), integers(2, 5, SIZE, 4, 2)
+
+
+@animal("product")
+def shared_by_iterations_in_iterations():
+    def apply(w, x):
+        def outer(h, rows):
+            return lax.scan(lambda h, row: (jnp.tanh(h @ w + row), None), h, rows)[0], None
+
+        return lax.scan(outer, x[0, 0], x)[0]
+
+    return layer(apply, normal(1, 4, 4), 2, 5, 4)
+
+
+# rematerialisation
+
+
+@animal("outer")
+def remat_in_a_scan():
+    def apply(w, x):
+        return lax.scan(jax.checkpoint(tanh_layer, prevent_cse=False), x, w)[0]
+
+    return layer(apply, normal(1, 3, 4, 4), 4)
+
+
+@animal("outer")
+def remat_with_a_policy_around_a_scan():
+    policy = jax.checkpoint_policies.dots_saveable
+    apply = jax.checkpoint(lambda w, x: lax.scan(tanh_layer, x, w)[0], policy=policy)
+    return layer(apply, normal(1, 3, 4, 4), 4)
+
+
+@animal("shared")
+def remat_of_a_tied_weight():
+    return layer(jax.checkpoint(lambda w, x: jnp.tanh(x @ w) @ w.T), normal(1, 3, 4), 2, 3)
+
+
+# frameworks and models
+
+
+class Block(linen.Module):
+    dtype: object = None
+
+    @linen.compact
+    def __call__(self, x, _):
+        y = linen.LayerNorm()(x).astype(self.dtype or x.dtype)
+        y = linen.Dense(12, dtype=self.dtype, param_dtype=self.dtype or x.dtype)(y)
+        y = linen.Dense(6, dtype=self.dtype, param_dtype=self.dtype or x.dtype)(jax.nn.gelu(y))
+        return x + y.astype(x.dtype), None
+
+
+class Stacked(linen.Module):
+    block: object = Block
+    axis: int = 0
+    dtype: object = None
+
+    @linen.compact
+    def __call__(self, x):
+        over = linen.scan(self.block, variable_axes={"params": self.axis}, split_rngs={"params": True}, length=3)
+        return linen.Dense(2)(over(dtype=self.dtype)(x, None)[0])
+
+
+@animal("product", "gradient")
+def linen_scan():
+    return module(Stacked(), 9, 6)
+
+
+@animal("outer", "gradient")
+def linen_scan_along_axis_1_with_remat():
+    return module(Stacked(linen.remat(Block, prevent_cse=False), axis=1), 6)
+
+
+@animal("product", "gradient", tolerance=BF16)
+def linen_scan_in_bfloat16():
+    return module(Stacked(dtype=jnp.bfloat16), 9, 6)
+
+
+@animal("gram", "gradient", tolerance=BF16)
+def stack_of_bfloat16_parameters():
+    def loss(p, x):
+        def body(h, row):
+            return h + jnp.tanh(h @ row["w"] + row["b"][None]), None
+
+        return score(lax.scan(jax.checkpoint(body), x, p)[0])
+
+    params = {"w": 0.1 * normal(1, 3, 40, 40), "b": normal(2, 3, 40)}
+    return loss, *jax.tree.map(lambda x: x.astype(jnp.bfloat16), (params, normal(3, SIZE, 3, 40)))
+
+
+@animal("outer", "gradient")
+def linen_remat_scan():
+    class Layer(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            return x + linen.Dense(6)(jnp.tanh(x))
+
+    return module(linen.remat_scan(Layer, lengths=(2, 2))(), 6)
+
+
+class NnxBlock(nnx.Module):
+    def __init__(self, rngs):
+        self.norm, self.out = nnx.RMSNorm(6, rngs=rngs), nnx.Linear(6, 6, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.out(jnp.tanh(self.norm(x)))
+
+
+def nnx_stack(forward):
+    @nnx.split_rngs(splits=3)
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def make(rngs):
+        return NnxBlock(rngs)
+
+    graph, state = nnx.split(make(nnx.Rngs(0)))
+    return layer(lambda state, x: forward(nnx.merge(graph, state), x), random_like(state), 6)
+
+
+@animal("outer", "gradient")
+def nnx_scan():
+    scan = nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+    return nnx_stack(lambda model, x: scan(lambda block, x: block(x))(model, x))
+
+
+@animal("outer", "gradient")
+def nnx_scan_with_remat():
+    scan = nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+    return nnx_stack(lambda model, x: scan(nnx.remat(lambda block, x: block(x)))(model, x))
+
+
+@animal("product", "gram", "gradient")
+def mixture_of_experts():
+    """Two of four experts for each position, with the weights of a router."""
+
+    def body(x, p):
+        weights, chosen = lax.top_k(jax.nn.softmax(x @ p["router"]), 2)
+        gates = jnp.sum(jax.nn.one_hot(chosen, 4) * weights[..., None], -2)
+        hidden = jax.nn.silu(jnp.einsum("td,edh->teh", x, p["up"]))
+        return x + jnp.einsum("teh,ehd,te->td", hidden, p["down"], gates) + p["b"][None], None
+
+    params = {"router": normal(1, 2, 4, 4), "up": normal(2, 2, 4, 4, 5), "down": normal(3, 2, 4, 5, 4)}
+    params["b"] = normal(4, 2, 4)
+    return layer(lambda p, x: lax.scan(body, x, p)[0], params, 7, 4)
+
+
+@animal("rows")
+def experts_that_the_data_picks():
+    return lambda w, e: score(e[0] @ w[e[1]]), normal(1, 3, 4, 5), (normal(2, SIZE, 6, 4), integers(3, 3, SIZE))
+
+
+@animal("product", "gram")
+def grouped_query_attention():
+    """Four heads for queries, two for keys and values."""
+
+    def body(x, p):
+        q = jnp.einsum("td,dghk->tghk", x, p["q"])
+        k, v = (jnp.einsum("td,dgk->tgk", x, p[name]) for name in "kv")
+        shares = jax.nn.softmax(jnp.einsum("tghk,sgk->ghts", q, k))
+        return x + jnp.einsum("ghts,sgk,ghkd->td", shares, v, p["out"]), None
+
+    params = {"q": normal(1, 2, 4, 2, 2, 3), "k": normal(2, 2, 4, 2, 3), "v": normal(3, 2, 4, 2, 3)}
+    params["out"] = normal(4, 2, 2, 2, 3, 4)
+    return layer(lambda p, x: lax.scan(body, x, p)[0], params, 6, 4)
+
+
+# slices by a loop in Python
+
+
+@animal("outer")
+def loop_over_slices():
+    def apply(w, x):
+        for each in w:
+            x = jnp.tanh(x @ each)
+        return x
+
+    return layer(apply, normal(1, 3, 4, 4), 4)
+
+
+@animal("gram")
+def loop_over_slices_along_another_axis():
+    def apply(w, x):
+        for number in (2, 0):
+            x = jnp.tanh(x @ w.astype(jnp.float32)[:, number].T)
+        return x
+
+    return layer(apply, 0.2 * normal(1, 40, 4, 40), 3, 40)
+
+
+@animal("outer", "gradient")
+def loop_over_layers():
+    def apply(p, x):
+        for number in range(3):
+            one = jax.tree.map(lambda leaf, number=number: leaf[number], p)
+            x = jnp.tanh(x @ one["w"] + one["b"])
+        return x
+
+    return layer(apply, {"w": normal(1, 3, 4, 4), "b": normal(2, 3, 4)}, 4)
+
+
+@animal("shared")
+def loop_with_a_slice_used_twice():
+    return layer(lambda w, x: jnp.tanh(x @ w[0]) @ w[0].T * jnp.tanh(x @ w[1]) @ w[1].T, normal(1, 2, 4, 4), 9, 4)
+
+
+# what must keep its per-example gradient
+
+
+@animal("gradient")
+def slice_in_the_carry():
+    def body(carry, w):
+        h, last = carry
+        return (jnp.tanh(h @ w + h @ last), w), None
+
+    return layer(lambda w, x: lax.scan(body, (x, jnp.zeros((4, 4))), w)[0][0], normal(1, 3, 4, 4), 4)
+
+
+@animal("gradient")
+def slice_that_comes_back():
+    def apply(w, x):
+        h, same = lax.scan(lambda h, v: (jnp.tanh(h @ v), v.T), x, w)
+        return h + jnp.sum(same**2)
+
+    return layer(apply, normal(1, 3, 4, 4), 4)
+
+
+@animal("gradient")
+def stack_as_the_carry():
+    return layer(lambda w, x: lax.scan(lambda v, row: (v * 0.9, row @ v), w, x)[1], normal(1, 4, 4), 3, 4)
+
+
+@animal("gradient")
+def stack_used_in_a_scan_and_whole():
+    def apply(w, x):
+        return lax.scan(tanh_layer, x, w)[0] @ w.reshape(4, 12)
+
+    return layer(apply, normal(1, 3, 4, 4), 4)
+
+
+@animal("gradient")
+def two_scans_in_other_orders():
+    def apply(w, x):
+        return lax.scan(tanh_layer, lax.scan(tanh_layer, x, w)[0], jnp.flip(w, 0))[0]
+
+    return layer(apply, normal(1, 3, 4, 4), 4)
+
+
+@animal("gradient")
+def two_scans_that_overlap():
+    def apply(w, x):
+        return lax.scan(tanh_layer, lax.scan(tanh_layer, x, w[:3])[0], w[2:])[0]
+
+    return layer(apply, normal(1, 5, 4, 4), 4)
+
+
+@animal("gradient")
+def stack_with_steps():
+    return layer(lambda w, x: lax.scan(tanh_layer, x, w[::2])[0], normal(1, 5, 4, 4), 4)
+
+
+@animal("gradient")
+def stack_in_a_scan_that_repeats():
+    def apply(w, x):
+        return lax.scan(lambda h, row: (lax.scan(tanh_layer, h + row, w)[0], None), x[0], x)[0]
+
+    return layer(apply, normal(1, 2, 4, 4), 3, 4)
+
+
+@animal("gradient")
+def slice_in_a_branch():
+    def body(h, w):
+        return lax.cond(h[0] > 0, lambda: jnp.tanh(h @ w), lambda: h), None
+
+    return layer(lambda w, x: lax.scan(body, x, w)[0], normal(1, 3, 4, 4), 4)
+
+
+@animal("gradient")
+def slice_at_the_place_of_the_iteration():
+    def apply(w, x):
+        def body(h, i):
+            return jnp.tanh(h @ lax.dynamic_index_in_dim(w, i, keepdims=False)), None
+
+        return lax.scan(body, x, jnp.arange(3))[0]
+
+    return layer(apply, normal(1, 3, 4, 4), 4)
+
+
+@animal("gradient")
+def kernel_shared_by_iterations():
+    def apply(w, x):
+        return lax.scan(lambda h, _: (jnp.tanh(lax.conv(h, w, (1, 1), "SAME")), None), x, length=2)[0]
+
+    return layer(apply, normal(1, 2, 2, 3, 2), 1, 2, 4, 4)
+
+
+@animal("gradient")
+def loop_over_slices_that_overlap():
+    return layer(lambda w, x: jnp.tanh(x @ w[0:2].reshape(8, 4).T) @ w[1:3].reshape(8, 4), normal(1, 3, 4, 4), 4)
+
+
+@animal("gradient")
+def scan_without_iterations():
+    return layer(lambda w, x: lax.scan(tanh_layer, x, w[:0])[0], normal(1, 3, 4, 4), 4)
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_equals_per_example_gradients(name):
+    make, expected, tolerance = ZOO[name]
+    loss, params, batch = make()
+    found = ways(loss, params, batch)
+    assert set(found.values()) == expected
+    assert_agrees(loss, params, batch, norms=("ghost",), tolerance=tolerance)
+
+
+SLICED = ("stack", "stack_in_reverse", "stack_in_two_halves", "stack_along_another_axis_flipped", "loop_over_slices")
+
+
+@pytest.mark.parametrize("name", SLICED)
+def test_a_mask_reaches_every_slice(name):
+    loss, params, batch = ZOO[name][0]()
+    masked = dpx.coordinates.random_freeze(freeze_rate=0.4, every=1, key=key(3))
+    made = noiseless(dpx.in_coordinates(mechanism(), masked))
+    assert set(ways(loss, params, batch, made=made).values()) == {WAYS["outer"]}
+    assert_agrees(loss, params, batch, norms=("ghost",), made=made)
+
+
+@pytest.mark.parametrize("name", ["stack", "stack_of_few_positions", "stack_of_many_positions", "slice_used_twice"])
+def test_norms_are_never_below_the_true_ones_and_hardly_above(name):
+    loss, params, batch = ZOO[name][0]()
+    found = clipped_sums(loss, params, batch, "ghost").unreleased.norms
+    with jax.enable_x64(True):
+        exact = jax.tree.map(lambda x: np.asarray(x, np.float64), (params, batch))
+        grads = jax.vmap(jax.grad(loss), (None, 0))(*exact)
+        true = np.linalg.norm(np.asarray(grads).reshape(SIZE, -1), axis=1)
+    assert np.all(np.asarray(found) >= true * (1 - 1e-6)) and np.all(np.asarray(found) <= true * (1 + 1e-3))
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_no_array_is_as_large_as_the_gradients_of_all_examples(remat):
+    params, batch = normal(1, 6, 64, 64), normal(2, 32, 2, 64)
+    one = jax.checkpoint(tanh_layer) if remat else tanh_layer
+    step = dpx.private_updates(lambda w, x: score(lax.scan(one, x, w)[0]), mechanism(), norms="ghost")
+    traced = jax.make_jaxpr(lambda w, x: step(w, dpx.Batch(x, None), mechanism().init(w)).updates)(params, batch)
+    largest = max(v.aval.size for equation in equations(traced.jaxpr) for v in equation.outvars)
+    assert largest <= max(params.size, 6 * batch.size) < len(batch) * params.size / 10
+
+
+def test_a_part_under_checkpoint_is_computed_again():
+    """What a checkpoint drops, such as the hidden numbers here, is not kept for the backward pass."""
+
+    def loss(p, x, block):
+        return score(lax.scan(lambda h, w: (block(h, w), None), x, p)[0])
+
+    def block(h, w):
+        return h + jnp.tanh(jnp.sin(jnp.tanh(jnp.sin(jnp.tanh(h @ w)))))
+
+    def stacked(block):
+        def of(w, x):
+            made = mechanism()
+            step = dpx.private_updates(lambda w, x: loss(w, x, block), made, norms="ghost")
+            return step(w, dpx.Batch(x, None), made.init(w)).updates
+
+        traced = jax.make_jaxpr(of)(normal(1, 6, 8, 8), normal(2, 4, 8))
+        return sum(v.aval.shape == (6, 4, 8) for equation in equations(traced.jaxpr) for v in equation.outvars)
+
+    assert stacked(jax.checkpoint(block)) <= stacked(block) - 3
+
+
+def test_explain_says_which_slices():
+    loss, params, batch = ZOO["stack"][0]()
+    explained = dpx.explain_norms(loss, mechanism(), params, dpx.Batch(batch, None), norms="ghost")
+    assert explained.rows[0][1:] == (WAYS["outer"], "of each of 3 slices")
