@@ -69,14 +69,25 @@ def sum_by_plan(
 
 def _backward_pass(plan: GhostPlan, leaves: list[jax.Array], examples: Tree) -> tuple[jax.Array, Tree, Records]:
     """The losses, (B,), their aux and the records of the examples, by one forward and one backward pass."""
-    differentiated = {leaf: leaves[leaf] for leaf in plan.differentiated}
+    pieces = {leaf: plan.choices[leaf][0].pieces for leaf in plan.differentiated}
+    differentiated = {leaf: leaves[leaf] for leaf in plan.differentiated if not pieces[leaf]}
+    sliced = [equation for of_leaf in pieces.values() for _, equations in of_leaf for equation in equations]
     sites = [site for leaf in plan.followed for choice in plan.choices[leaf] for site in choice.uses.sites]
-    outputs = {site.use.equation: plan.program.output(site.use.equation) for site in sites}
+    equations = [*(site.use.equation for site in sites), *sliced]
+    outputs = {equation: plan.program.output(equation) for equation in equations}
     followed: dict[int, set[int]] = {}
     for site in sites:
         followed.setdefault(site.use.equation, set()).add(site.use.operand)
     # No site reads its parameter. If both operands are parameters, each is the other's data.
     unread = {equation: operands if len(operands) == 1 else set() for equation, operands in followed.items()}
+    unread |= {equation: {0} for equation in sliced}
+
+    def gradient_of(leaf, cotangents):
+        """The gradient of a parameter from those of its slices; else each would be padded to its size, and added."""
+        found = [
+            functools.reduce(jnp.add, [cotangents[n].astype(jnp.float32) for n in each]) for _, each in pieces[leaf]
+        ]
+        return views.joined([view for view, _ in pieces[leaf]], found, leaves[leaf].shape)
 
     def of_one_example(example):
         def loss(differentiated, added):
@@ -87,10 +98,12 @@ def _backward_pass(plan: GhostPlan, leaves: list[jax.Array], examples: Tree) -> 
         zeros = {equation: jnp.zeros(output.shape, output.dtype) for equation, output in outputs.items()}
         value, pullback, (aux, inputs) = jax.vjp(loss, differentiated, zeros, has_aux=True)
         grads, cotangents = pullback(jnp.ones_like(value))
-        grads = {(leaf, 0): grad.astype(jnp.float32) for leaf, grad in grads.items()}
-        return value, aux, Records(grads, inputs, cotangents)
+        kept = {(leaf, 0): grad.astype(jnp.float32) for leaf, grad in grads.items()}
+        kept |= {(leaf, 0): gradient_of(leaf, cotangents) for leaf in pieces if pieces[leaf]}
+        inputs, cotangents = ({n: array[n] for n in axis} for array in (inputs, cotangents))
+        return value, aux, Records(kept, inputs, cotangents)
 
-    axis: Any = {equation: len(plan.program.equations[equation].counts) for equation in outputs}
+    axis: Any = {site.use.equation: len(plan.program.equations[site.use.equation].counts) for site in sites}
     losses, aux, records = jax.vmap(of_one_example, out_axes=(0, 0, Records(cast(Any, 0), axis, axis)))(examples)
     return losses, aux, _for_all_readers(records)
 

@@ -36,12 +36,15 @@ class Choice(NamedTuple):
     way: the computation. reason: in words, or "" if there is nothing to add
     uses: where the loss uses the part, if `way` needs the inputs and cotangents there
     view: of the part; `way` computes each of its `views.Slices` alone
+    pieces: the view of each part that the loss uses, and the equations that slice it, where `way` takes the gradients
+        of the backward pass; () if this differentiates with respect to the whole parameter
     """
 
     way: Way
     reason: str = ""
     uses: Uses = Uses()
     view: views.View = ()
+    pieces: tuple[tuple[views.View, tuple[int, ...]], ...] = ()
 
 
 class GhostPlan(NamedTuple):
@@ -75,11 +78,11 @@ class GhostPlan(NamedTuple):
         if choice.uses.sharing is not None:
             return None
         sites = choice.uses.sites
-        equations = [self.program.equations[site.use.equation].jaxpr for site in sites]
+        equations: Any = [self.program.equations[site.use.equation].jaxpr for site in sites]
         operands = [site.use.operand for site in sites]
         counts = views.counts(choice.view, views.Slices)
         rest = [views.written(site.use.view) for site in sites]
-        return choice.way.words, shape, counts, *operands, views.written(tuple(equations)), *rest
+        return choice.way.words, shape, counts, *operands, *map(views.equation_written, equations), *rest
 
 
 def make_plan(traced: trace.Traced, mechanism: Mechanism, params: Tree, state: Tree, *, force: bool) -> GhostPlan | str:
@@ -103,10 +106,15 @@ def make_plan(traced: trace.Traced, mechanism: Mechanism, params: Tree, state: T
             return (Choice(ways.NOT_TRAINED),)
         if not uses:
             return (Choice(ways.UNUSED, "the loss does not use it"),)
-        found = _follow(uses, program, leaves[leaf].shape, scaled=scaled[leaf])
-        if isinstance(found, str):
-            return (Choice(ways.GRADIENT, found),)
-        return _cheapest(found, scaled=scaled[leaf], force=force)
+        parts = views.parts([use.view for use in uses], leaves[leaf].shape)
+        if isinstance(parts, str):
+            return (Choice(ways.GRADIENT, parts),)
+        found = _follow(uses, parts, program, leaves[leaf].shape, scaled=scaled[leaf])
+        choices = found if isinstance(found, str) else _cheapest(found, scaled=scaled[leaf], force=force)
+        if not isinstance(choices, str):
+            return choices
+        pieces = tuple((part.view, part.ends) for part in parts)
+        return (Choice(ways.GRADIENT, choices, pieces=pieces if all(ends for _, ends in pieces) else ()),)
 
     choices = tuple(choose(leaf, uses) for leaf, uses in enumerate(program.uses))
     if not differentiates(program):
@@ -118,12 +126,14 @@ Followed = list[tuple[views.View, Uses]]
 
 
 def _follow(
-    uses: tuple[trace.Use, ...], program: trace.Program, shape: tuple[int, ...], *, scaled: bool
+    uses: tuple[trace.Use, ...],
+    parts: list[views.Part],
+    program: trace.Program,
+    shape: tuple[int, ...],
+    *,
+    scaled: bool,
 ) -> Followed | str:
     """The view and the sites of each part of a parameter of this shape, or the reason why it cannot be followed."""
-    parts = views.parts([use.view for use in uses], shape)
-    if isinstance(parts, str):
-        return parts
     followed = []
     for part in parts:
         sites, counts = [], views.counts(part.view, views.Slices)
@@ -146,8 +156,8 @@ def _follow(
     return followed
 
 
-def _cheapest(followed: Followed, *, scaled: bool, force: bool) -> tuple[Choice, ...]:
-    """The cheapest ways for the parts of a parameter: by ghost norms for all of them, or for none."""
+def _cheapest(followed: Followed, *, scaled: bool, force: bool) -> tuple[Choice, ...] | str:
+    """The cheapest ways for the parts of a parameter: by ghost norms for all of them, or the reason for none."""
     choices, ghost, gradient = [], 0.0, 0.0
     for view, uses in followed:
         costs = {way: cost for way in ways.GHOST if (cost := way.cost(uses, scaled)) is not None}
@@ -157,7 +167,7 @@ def _cheapest(followed: Followed, *, scaled: bool, force: bool) -> tuple[Choice,
         slices = uses.slices if views.counts(view, views.Slices) else len(followed)
         choices.append(Choice(way, f"of each of {slices} slices" if view else "", uses, view))
     if not force and gradient <= ghost:
-        return (Choice(ways.GRADIENT, "cheaper than ghost norms"),)
+        return "cheaper than ghost norms"
     return tuple(choices)
 
 

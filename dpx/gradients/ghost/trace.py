@@ -14,7 +14,7 @@ import jax.core
 import jax.numpy as jnp
 from jax.extend import core
 
-from dpx.gradients.ghost.views import Repeats, Slices, View, is_view
+from dpx.gradients.ghost.views import Moved, Repeats, Slices, View, is_view
 from dpx.trees import Tree
 
 CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
@@ -201,7 +201,7 @@ class _Tracer:
         number = self.append(Equation(equation, tuple(inputs), outputs, counts=self.counts))
         if followed and is_view(equation):
             leaf, view = self.views[inputs[0]]
-            self.views[outputs[0]] = leaf, (*view, equation)
+            self.views[outputs[0]] = leaf, (*view, Moved(equation, number))
         elif followed and (name == "scan" or name in REMAT):
             self.enter(number)
         else:

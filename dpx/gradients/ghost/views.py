@@ -18,6 +18,17 @@ VIEWS |= {"broadcast_in_dim", "sharding_constraint"}
 STILL = ("convert_element_type", "copy")  # those that move nothing
 
 
+class Moved(NamedTuple):
+    """A step of a view: equation number `number` moves the elements."""
+
+    equation: core.JaxprEqn
+    number: int
+
+    @property
+    def name(self) -> str:
+        return self.equation.primitive.name
+
+
 class Slices(NamedTuple):
     """From here on, a view is of one slice along axis 0 in each of `count` iterations of a scan."""
 
@@ -30,7 +41,7 @@ class Repeats(NamedTuple):
     count: int
 
 
-View = tuple[Any, ...]  # of core.JaxprEqn, Slices and Repeats, in order
+View = tuple[Moved | Slices | Repeats, ...]  # in order
 Box = list[range]  # the elements of a part that begins with slices, by axis
 
 
@@ -48,12 +59,12 @@ def through(view: View, leaf: Any) -> Any:
     for number, step in enumerate(view):
         if isinstance(step, Slices):
             return jax.vmap(lambda each, rest=view[number + 1 :]: through(rest, each))(leaf)
-        if isinstance(step, Repeats) or step.primitive.name == "convert_element_type":
+        if isinstance(step, Repeats) or step.name == "convert_element_type":
             continue
-        if step.primitive.name == "transpose":  # of a NumPy array, the same memory in another order
-            leaf = leaf.transpose(step.params["permutation"])
+        if step.name == "transpose":  # of a NumPy array, the same memory in another order
+            leaf = leaf.transpose(step.equation.params["permutation"])
         else:
-            leaf = step.primitive.bind(leaf, **step.params)
+            leaf = step.equation.primitive.bind(leaf, **step.equation.params)
     return leaf
 
 
@@ -64,25 +75,26 @@ def counts(view: View, kind: type) -> tuple[int, ...]:
 
 def written(view: View) -> tuple[str, ...]:
     """A view without the names of its variables; equal for views that move elements in the same way."""
+    return tuple(equation_written(step.equation) if isinstance(step, Moved) else str(step) for step in view)
 
-    def write(step):
-        if isinstance(step, Slices | Repeats):
-            return str(step)
-        return f"{step.primitive} {[str(v.aval) for v in (*step.invars, *step.outvars)]} {step.params}"
 
-    return tuple(map(write, view))
+def equation_written(equation: core.JaxprEqn) -> str:
+    """An equation without the names of its variables."""
+    types = [str(v.aval) for v in (*equation.invars, *equation.outvars)]
+    return f"{equation.primitive} {types} {equation.params}"
 
 
 class Part(NamedTuple):
     """A part of a parameter, which no other part overlaps.
 
     view: from the parameter to the part; it ends with the last `Slices`. uses: the numbers of those that are in the
-    part. rests: from the part to each of them
+    part. rests: from the part to each of them. ends: the equations that end the view, if it is of slices by equations
     """
 
     view: View
     uses: tuple[int, ...]
     rests: tuple[View, ...]
+    ends: tuple[int, ...] = ()
 
 
 def parts(seen: list[View], shape: tuple[int, ...]) -> list[Part] | str:
@@ -101,7 +113,9 @@ def parts(seen: list[View], shape: tuple[int, ...]) -> list[Part] | str:
         end = slices[-1] + 1 if slices else _leading(view)
         key = written(tuple(step for step in view[:end] if not _is_still(step)))
         before = found.get(key, Part(view[:end], (), ()))
-        found[key] = Part(before.view, (*before.uses, number), (*before.rests, view[end:]))
+        ends = {step.number for step in view[max(end - 1, 0) : end] if isinstance(step, Moved)}
+        ends = tuple(sorted(ends.union(before.ends)))
+        found[key] = Part(before.view, (*before.uses, number), (*before.rests, view[end:]), ends)
     sliced = any(counts(part.view, Slices) for part in found.values())
     if len(found) > 1 or sliced:
         if disjoint([box(part.view, shape) for part in found.values()]):
@@ -112,16 +126,16 @@ def parts(seen: list[View], shape: tuple[int, ...]) -> list[Part] | str:
 
 
 def _is_still(step) -> bool:
-    return not isinstance(step, Slices | Repeats) and step.primitive.name in STILL
+    return isinstance(step, Moved) and step.name in STILL
 
 
 def _leading(view: View) -> int:
     """How many steps are slices at the start of a view, also between those that move nothing."""
     end = 0
     for number, step in enumerate(view):
-        if isinstance(step, Repeats | Slices) or not (_is_still(step) or step.primitive.name == "slice"):
+        if not isinstance(step, Moved) or step.name not in (*STILL, "slice"):
             break
-        if step.primitive.name == "slice":
+        if step.name == "slice":
             end = number + 1
     return end
 
@@ -130,9 +144,10 @@ def box(view: View, shape: tuple[int, ...]) -> Box:
     """The elements of a parameter of this shape that a view begins with."""
     found = [range(size) for size in shape]
     for step in view[: _leading(view)]:
-        if step.primitive.name == "slice":
-            starts, limits = step.params["start_indices"], step.params["limit_indices"]
-            strides = step.params["strides"] or (1,) * len(starts)
+        if isinstance(step, Moved) and step.name == "slice":
+            params = step.equation.params
+            starts, limits = params["start_indices"], params["limit_indices"]
+            strides = params["strides"] or (1,) * len(starts)
             of_axes = zip(found, starts, limits, strides, strict=True)
             found = [elements[start:limit:stride] for elements, start, limit, stride in of_axes]
     return found
@@ -156,16 +171,27 @@ def part_shape(view: View, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def joined(views: list[View], parts: list[jax.Array], shape: tuple[int, ...]) -> jax.Array:
     """The array, float32, of this shape, of parts that share no element; 0 elsewhere."""
-    whole = None
-    for view, part in zip(views, parts, strict=True):
-        elements, rest = box(view, shape), view[_leading(view) :]
-        inside = jax.ShapeDtypeStruct(tuple(map(len, elements)), jnp.float32)
-        if not all(isinstance(step, Slices) or _is_still(step) for step in rest):
-            (part,) = jax.linear_transpose(lambda x, rest=rest: through(rest, x), inside)(part)
-        if inside.shape == shape:
-            return part
-        whole = jnp.zeros(shape, jnp.float32) if whole is None else whole
-        # In place, where a sum of padded parts would read all of them for every element.
-        whole = lax.dynamic_update_slice(whole, part, [each.start for each in elements])
-    assert whole is not None
+    boxes = [box(view, shape) for view in views]
+    parts = [_in_box(*each) for each in zip(views, parts, boxes, strict=True)]
+    axes = [axis for axis in range(len(shape)) if any(len(each[axis]) != shape[axis] for each in boxes)]
+    if not axes:
+        return parts[0]
+    if len(axes) == 1:  # a sum of padded parts would compile for long, and read all of them for every element
+        (axis,) = axes
+        order = sorted(range(len(boxes)), key=lambda number: boxes[number][axis].start)
+        if [place for number in order for place in boxes[number][axis]] == list(range(shape[axis])):
+            return jnp.concatenate([parts[number] for number in order], axis)
+    whole = jnp.zeros(shape, jnp.float32)
+    for each, part in zip(boxes, parts, strict=True):
+        whole = lax.dynamic_update_slice(whole, part, [elements.start for elements in each])
     return whole
+
+
+def _in_box(view: View, part: jax.Array, elements: Box) -> jax.Array:
+    """A part in the order of the parameter."""
+    rest = view[_leading(view) :]
+    if all(isinstance(step, Slices) or _is_still(step) for step in rest):
+        return part
+    inside = jax.ShapeDtypeStruct(tuple(map(len, elements)), jnp.float32)
+    (part,) = jax.linear_transpose(lambda x: through(rest, x), inside)(part)
+    return part
