@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install demo quick check test lint mutants clean
+.PHONY: install demo quick check test lint mutants wheel clean
 
 install: .venv/installed
 
@@ -50,5 +50,13 @@ check: lint quick
 mutants: install
 	$(BIN)/python -m tests.mutants
 
+# The sdist, the wheel that is built from it, and the README's program on that wheel in an empty environment: two minutes.
+wheel: install
+	$(BIN)/python -m pip install --quiet --editable '.[release]'
+	rm -rf dist
+	$(BIN)/python -m build --quiet
+	$(BIN)/python -m twine check --strict dist/*
+	$(BIN)/python -m tests.wheel
+
 clean:
-	rm -rf .venv runs
+	rm -rf .venv runs dist

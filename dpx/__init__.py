@@ -59,7 +59,7 @@ from dpx.optimizer import chain
 from dpx.sampling import Batch, FixedSizeSampling, FullBatch, PoissonSampling, ShuffledEpochs, UserData
 from dpx.states.public import publishable_state
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Batch",
