@@ -21,6 +21,7 @@ CHECK = """
 from importlib import metadata
 assert metadata.version("dpx-jax") == dpx.__version__, dpx.__version__
 assert "site-packages" in dpx.__file__, dpx.__file__
+assert f"dpx {dpx.__version__}" in str(run.report), run.report
 assert float(run.epsilon) <= 2.0 and accuracy(run.params) > 0.9
 print(*(f"{name} {metadata.version(name)}" for name in ("jax", "optax", "dp-accounting", "numpy", "scipy")), sep=", ")
 """

@@ -27,7 +27,7 @@ from dpx.states.record import unit_mark
 from dpx.trees import described
 from dpx.xla.totals import ETA
 
-_PACKAGES = ("dpx", "jax", "optax", "dp-accounting", "numpy", "scipy")  # whose versions a report states
+_PACKAGES = ("dpx-jax", "jax", "optax", "dp-accounting", "numpy", "scipy")  # whose versions a report states
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -165,7 +165,8 @@ def privacy_report(
         attacks=bounds_of(billed(event, relation=relation, curve=True), delta, FALSE_POSITIVE_RATES),
         tuning=words,
         events=summary(event),
-        versions={"python": platform.python_version()} | {name: version_of(name) for name in _PACKAGES},
+        versions={"python": platform.python_version()}
+        | {name.removesuffix("-jax"): version_of(name) for name in _PACKAGES},
         caveats=(*caveats(subject, relation), *of_bits(event), *explanation(event, delta=delta, relation=relation)),
         date=datetime.now(UTC).date().isoformat(),
         budget=None if isinstance(tuning, Selection) else getattr(mechanism, "budget", None),
