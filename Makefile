@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install demo quick check test lint mutants wheel clean
+.PHONY: install demo quick check test lint mutants wheel docs clean
 
 install: .venv/installed
 
@@ -57,6 +57,12 @@ wheel: install
 	$(BIN)/python -m build --quiet
 	$(BIN)/python -m twine check --strict dist/*
 	$(BIN)/python -m tests.wheel
+
+# The site in runs/site, with its notebooks executed, and warnings as errors. DPX_DOCS_INTERSPHINX=1 adds links to the pages of
+# JAX, optax, Flax and NumPy, for which it needs the internet.
+docs: install
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
+	$(BIN)/python -m sphinx -c docs -d runs/doctrees --fail-on-warning --keep-going --quiet . runs/site
 
 clean:
 	rm -rf .venv runs dist

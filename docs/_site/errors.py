@@ -1,0 +1,74 @@
+"""`python -m docs._site.errors > docs/errors.md`: each message of a ValueError of dpx, with an anchor and a way out."""
+
+import re
+import sys
+import textwrap
+from pathlib import Path
+from typing import NamedTuple
+
+from docs._site.messages import anchor_of, messages
+
+INTRODUCTION = """# Error messages
+
+dpx refuses a run that its epsilon would not describe. Each message says what must be, and what was given. Here are all
+of them, with a way out; "..." stands for what is filled in. To find yours, search this page for its first words.
+"""
+
+
+class WayOut(NamedTuple):
+    group: str
+    heading: str
+    text: str
+    patterns: list[str]
+
+
+def ways_out() -> list[WayOut]:
+    found, group = [], ""
+    for line in Path(__file__).with_name("ways_out.txt").read_text().splitlines():
+        sign, _, rest = line.partition(" ")
+        if sign == "==":
+            group = rest
+        elif sign == "=":
+            found.append(WayOut(group, rest, "", []))
+        elif sign == "?":
+            found[-1].patterns.append(rest)
+        elif line and sign != "#":
+            found[-1] = found[-1]._replace(text=f"{found[-1].text} {line}".strip())
+    return found
+
+
+def placed() -> list[tuple[WayOut, list[str]]]:
+    """Each way out with its messages. Raises LookupError for a message that no pattern fits."""
+    found: list[tuple[WayOut, list[str]]] = [(way, []) for way in ways_out()]
+    seen = set()
+    for file, message in messages():
+        fits = (own for way, own in found if any(re.search(p, f"{file}: {message}") for p in way.patterns))
+        own = next(fits, None)
+        if own is None:
+            raise LookupError(f"docs/_site/ways_out.txt has no way out for {message!r} of {file}")
+        if message not in seen:
+            own.append(message)
+        seen.add(message)
+    return found
+
+
+def page() -> str:
+    lines, anchors, group = [INTRODUCTION], set[str](), None
+    for way, own in placed():
+        if way.group != group:
+            group = way.group
+            lines += [f"## {group}", ""]
+        lines += [f"### {way.heading}", "", *textwrap.wrap(way.text, 120, break_on_hyphens=False), ""]
+        for message in own:
+            anchor = anchor_of(message)
+            while anchor in anchors:
+                anchor += "-again"
+            anchors.add(anchor)
+            ticks = "``" if "`" in message else "`"
+            lines.append(f'* <a id="{anchor}"></a>{ticks}{message}{ticks}')
+        lines.append("")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())

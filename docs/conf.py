@@ -1,0 +1,60 @@
+"""The site: the repository's Markdown as it is, notebooks that are executed, and a reference made of docstrings.
+
+The source folder is the root of the repository, because the pages link to results and to code:
+`sphinx-build -c docs . runs/site` (`make docs`).
+"""
+
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
+
+import dpx  # noqa: E402
+
+project, author, copyright = "dpx", "The dpx authors", "The dpx authors"
+version = release = dpx.__version__
+root_doc = "docs/index"
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.intersphinx", "sphinx_copybutton"]
+extensions += ["_site.code", "_site.docstrings"]
+include_patterns = ["docs/**", "benchmarks/results/**", "examples/README.md", "examples/notebooks/*", "*.md"]
+exclude_patterns = ["README.md", ".venv", ".git", "runs", "dist", "tests", "dpx", "docs/_site", "**.ipynb_checkpoints"]
+
+# The same forms as on GitHub, whose anchors the pages use.
+myst_enable_extensions = ["dollarmath", "attrs_block"]
+myst_heading_anchors = 4
+myst_dmath_double_inline = False
+default_role = "code"
+add_module_names = False
+autodoc_typehints = "none"  # the docstrings have the meaning, the shape and the unit of each argument
+autodoc_member_order = "bysource"
+python_maximum_signature_line_length = 80
+nitpicky = False  # names in docstrings are links where the reference has them
+
+nb_execution_mode = "cache"
+nb_execution_cache_path = str(ROOT / "runs" / "notebooks")
+nb_execution_timeout = 120
+nb_execution_raise_on_error = True
+nb_merge_streams = True
+
+# Without the internet, names of other libraries are not links. It is a line of the log, and not a warning.
+intersphinx_timeout = 5
+intersphinx_mapping = {
+    "jax": ("https://docs.jax.dev/en/latest/", None),
+    "optax": ("https://optax.readthedocs.io/en/latest/", None),
+    "flax": ("https://flax.readthedocs.io/en/latest/", None),
+    "numpy": ("https://numpy.org/doc/stable/", None),
+}
+if not os.environ.get("DPX_DOCS_INTERSPHINX"):
+    intersphinx_mapping = {}  # `make docs` works without the internet; the workflow of the site sets the variable
+
+html_theme = "sphinx_book_theme"
+html_title = "dpx"
+html_static_path = ["_static"]
+html_css_files = ["dpx.css"]
+html_extra_path = ["_site/root"]  # index.html, which leads to the home page
+html_show_sourcelink = False
+html_theme_options = {"home_page_in_toc": True, "show_toc_level": 2, "use_download_button": False}
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True

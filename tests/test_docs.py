@@ -1,0 +1,144 @@
+"""The site is complete: each public name is in its reference, each page is in its menu, and each link leads somewhere.
+
+Sphinx is not needed for these tests; `make docs` builds the site.
+"""
+
+import importlib
+import inspect
+import re
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import dpx
+from docs._site import errors
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted([*DOCS.glob("*.md"), *DOCS.glob("api/*.md"), *ROOT.glob("*.md")])
+PACKAGES = [
+    "dpx",
+    *(f"dpx.{name}" for name in ("accounting", "audit", "checking", "coordinates", "fitting", "gradients", "keys")),
+    *(f"dpx.{name}" for name in ("mechanisms", "methods", "sampling", "schedules", "strategies", "tuning")),
+    *(f"dpx.accounting.{name}" for name in ("curves", "gdp", "comparisons", "comparisons.cdp")),
+]
+
+
+def public_names(package: str) -> dict[str, object]:
+    """Of a package, its `__all__`, and otherwise the functions and classes that were written in it."""
+    module = importlib.import_module(package)
+    written = [
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and getattr(value, "__module__", "").startswith(package)
+    ]
+    names = getattr(module, "__all__", written)
+    return {f"{package}.{name}": getattr(module, name) for name in names if not inspect.ismodule(getattr(module, name))}
+
+
+def listed_names() -> list[str]:
+    pages = "".join(path.read_text() for path in DOCS.glob("api/*.md"))
+    return re.findall(r"^\.\. auto(?:function|class):: (\S+)$", pages, re.MULTILINE)
+
+
+def found(path: str) -> object:
+    value: object = dpx
+    for name in path.split(".")[1:]:
+        value = getattr(value, name, None) or importlib.import_module(f"{value.__name__}.{name}")  # type: ignore
+    return value
+
+
+def test_every_public_name_is_in_the_reference():
+    listed = listed_names()
+    assert len(listed) == len(set(listed)) > 100
+    objects = [found(path) for path in listed]
+    assert len({id(value) for value in objects}) == len(objects), "one object is listed under two names"
+    for package in PACKAGES:
+        for path, value in public_names(package).items():
+            assert any(value is other for other in objects), f"add {path} to a page of docs/api/"
+    for path, value in zip(listed, objects, strict=True):
+        assert inspect.getdoc(value), path
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors of headings, as GitHub and MyST make them."""
+    text = re.sub(r"^ *```.*?^ *```", "", text, flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    plain = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).strip().lower() for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in plain} | set(
+        re.findall(r"^\(([\w-]+)\)=$", text, re.MULTILINE)
+    )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page):
+    text = page.read_text()
+    for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", re.sub(r"^ *```.*?^ *```", "", text, flags=re.S | re.M)):
+        path, _, anchor = target.partition("#")
+        other = (page.parent / path).resolve() if path else page
+        assert other.exists(), target
+        if anchor and other.suffix == ".md":
+            assert anchor in anchors(other.read_text()), target
+
+
+def blocks(page: str) -> str:
+    return "".join(re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL))
+
+
+def test_choose(promoting, capsys):
+    """The page prints what it says that it prints."""
+    exec(blocks("choose.md"), {})
+    printed = capsys.readouterr().out
+    for block in re.findall(r"```text\n(.*?)```", (DOCS / "choose.md").read_text(), re.DOTALL):
+        assert all(line in printed for line in block.splitlines()), block
+
+
+def test_coming_from(promoting):
+    with jax.numpy_rank_promotion("allow"):
+        names: dict = {}
+        exec(blocks("coming_from.md"), names)
+    assert names["run"].epsilon <= 3.0 and jax.tree.structure(names["private"]) == jax.tree.structure(names["noisy"])
+
+
+def test_index(promoting):
+    """The program of the home page, with what it leaves out."""
+    names = {"dpx": dpx, "optax": optax, "key": dpx.secret_key(), "data": np.ones((100, 3), np.float32)}
+    names |= {"sampling": dpx.PoissonSampling(examples=100, batch_size=50), "params": np.zeros(3, np.float32)}
+    exec(blocks("index.md"), names | {"loss": lambda params, x: ((params - x) ** 2).sum()})
+
+
+def test_every_page_is_in_the_menu():
+    entries = set()
+    for path in DOCS.rglob("*.md"):
+        for block in re.findall(r"```{toctree}\n(.*?)```", path.read_text(), re.DOTALL):
+            names = [line for line in block.splitlines() if line and not line.startswith(":") and "*" not in line]
+            entries |= {(path.parent / name).resolve() for name in names}
+    missing = [
+        path for path in entries if not path.with_suffix(".md").exists() and not path.with_suffix(".ipynb").exists()
+    ]
+    assert not missing
+    assert {path.with_suffix("") for path in [*DOCS.glob("*.md"), *DOCS.glob("api/*.md")]} - entries == {DOCS / "index"}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples" / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
+def test_notebooks_are_sound(path):
+    """They are executed by `make docs`. Here: they are valid, each cell can be compiled, and none shows an error."""
+    nbformat = pytest.importorskip("nbformat")
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    assert notebook.cells[0].source.startswith("# ") and notebook.metadata.kernelspec.name == "python3"
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            lines = ["" if line.startswith("%") else line for line in cell.source.splitlines()]
+            compile("\n".join(lines), path.name, "exec")
+            assert not any(output.output_type == "error" for output in cell.outputs)
+
+
+def test_every_message_has_a_way_out():
+    """If this fails: python -m docs._site.errors > docs/errors.md"""
+    assert (DOCS / "errors.md").read_text() == errors.page()
+    assert all(own for _, own in errors.placed()), "a way out without a message"
+    assert all(way.text and way.patterns for way in errors.ways_out())
