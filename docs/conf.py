@@ -26,10 +26,8 @@ myst_enable_extensions = ["dollarmath", "attrs_block"]
 myst_heading_anchors = 4
 myst_dmath_double_inline = False
 default_role = "code"
-add_module_names = False
 autodoc_typehints = "none"  # the docstrings have the meaning, the shape and the unit of each argument
 autodoc_member_order = "bysource"
-python_maximum_signature_line_length = 80
 nitpicky = False  # names in docstrings are links where the reference has them
 
 nb_execution_mode = "cache"

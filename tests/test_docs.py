@@ -110,6 +110,33 @@ def test_index(promoting):
     exec(blocks("index.md"), names | {"loss": lambda params, x: ((params - x) ** 2).sum()})
 
 
+# What a newcomer types into the search box, and the page that must hold all of these words.
+TASKS = {
+    "nnx dropout": "docs/flax.md",
+    "linen tied embeddings": "docs/flax.md",
+    "lora fine-tuning": "docs/fine_tuning.md",
+    "several devices sharding mesh": "docs/loops.md",
+    "several processes distributed": "docs/loops.md",
+    "federated averaging users": "docs/loops.md",
+    "user column table": "examples/notebooks/table_of_users.ipynb",
+    "epsilon of your old run": "examples/notebooks/accounting.ipynb",
+    "compose_runs": "docs/api/accounting.md",
+    "resume checkpoint": "docs/loops.md",
+    "add a method": "CONTRIBUTING.md",
+    "audit lower bounds": "docs/auditing.md",
+}
+
+
+@pytest.mark.parametrize("words", TASKS)
+def test_tasks_are_found(words):
+    """By their words, and in two clicks: the home page links to the start, and that to the page."""
+    path = ROOT / TASKS[words]
+    text = path.read_text().lower()
+    assert all(word in text for word in words.split())
+    linked = re.findall(r"\]\(([^)#]+)", (DOCS / "start.md").read_text())
+    assert path in [(DOCS / target).resolve() for target in linked]
+
+
 def test_every_page_is_in_the_menu():
     entries = set()
     for path in DOCS.rglob("*.md"):
