@@ -54,5 +54,6 @@ html_css_files = ["dpx.css"]
 html_extra_path = ["_site/root"]  # index.html, which leads to the home page
 html_show_sourcelink = False
 html_theme_options = {"home_page_in_toc": True, "show_toc_level": 2, "use_download_button": False}
+html_theme_options["navbar_persistent"] = []  # the search box of the menu is enough
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
