@@ -63,6 +63,18 @@ def test_every_public_name_is_in_the_reference():
         assert inspect.getdoc(value), path
 
 
+def test_every_argument_is_explained():
+    """By its name, or by "arguments ... as for" another function."""
+    for path in listed_names():
+        text, function = inspect.getdoc(found(path)) or "", found(path)
+        if path.rsplit(".", 1)[1][0].isupper() and "Sampling" not in path and not path.endswith(("Epochs", "Order")):
+            continue  # the fields of a result have a meaning of their own
+        if re.search(r"arguments(, \w+)*( and errors)? (are|as|these)", text):
+            continue
+        missing = [name for name in inspect.signature(function).parameters if not re.search(rf"\b{name}\b", text)]
+        assert not missing, path
+
+
 def anchors(text: str) -> set[str]:
     """The anchors of headings, as GitHub and MyST make them."""
     text = re.sub(r"^ *```.*?^ *```", "", text, flags=re.DOTALL | re.MULTILINE)

@@ -4,9 +4,11 @@ A line such as "name: meaning", with its continuation indented, is an entry of a
 paragraph is code. All other lines are prose, with code in backticks.
 """
 
+import inspect
 import re
 
 ARGUMENT = re.compile(r"([a-z_][a-z_0-9]*(?:, [a-z_][a-z_0-9]*)*): +(?=\S)")
+FOLLOWING = re.compile(r"(?<=[.;]) ([a-z_]+(?:, [a-z_]+)*)(?=: )")
 SPAN = re.compile(r"`+[^`]+`+|https?://[^\s)>,;]+")
 PUBLIC = re.compile(r"dpx(\.\w+)+")
 
@@ -55,9 +57,28 @@ def prose(lines: list[str]) -> str:
     return escaped(" ".join(line.strip() for line in lines))
 
 
-def converted(lines: list[str]) -> list[str]:
+def names_of(obj: object) -> set[str]:
+    """The arguments of a function, or the fields of a class."""
+    try:
+        return set(inspect.signature(obj).parameters)  # type: ignore
+    except (TypeError, ValueError):
+        return set()
+
+
+def one_a_line(lines: list[str], names: set[str]) -> list[str]:
+    """An argument that follows another one in the same line begins a line of its own."""
+    found = []
+    for line in lines:
+        inside = line.startswith(" ") and not line.startswith("        ")
+        if ARGUMENT.match(line) or inside:
+            line = FOLLOWING.sub(lambda m: f"\n{m[1]}" if set(m[1].split(", ")) <= names else m[0], line)
+        found += line.split("\n")
+    return found
+
+
+def converted(lines: list[str], names: set[str] = frozenset()) -> list[str]:  # type: ignore
     result: list[str] = []
-    for paragraph in paragraphs(lines):
+    for paragraph in paragraphs(one_a_line(lines, names)):
         if all(line.startswith("    ") for line in paragraph):
             result += ["::", "", *paragraph, ""]
             continue
@@ -74,7 +95,7 @@ def converted(lines: list[str]) -> list[str]:
 
 
 def process(app, what, name, obj, options, lines) -> None:
-    lines[:] = converted(lines)
+    lines[:] = converted(lines, names_of(obj))
 
 
 def setup(app):

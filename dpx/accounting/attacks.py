@@ -121,6 +121,7 @@ def plot_attack_bounds(bounds: AttackBounds, *, axes: Any = None, label: str | N
     """Draws the largest true positive rate at each false positive rate, and guessing, both axes logarithmic.
 
     bounds: with many rates, such as `numpy.geomspace(1e-4, 1, 50)`. axes: of matplotlib, new ones by default; returned.
+    label: of the curve, in a legend.
     """
     axes = labeled(axes, "false positive rate", "true positive rate of any attack (upper bound)")
     axes.loglog(bounds.false_positive_rates, bounds.true_positive_rates, label=label)

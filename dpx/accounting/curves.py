@@ -78,7 +78,7 @@ def epsilon_over_steps(
 
     Of a sampling that bills whole epochs, such as `dpx.ShuffledEpochs`, the steps are ends of epochs.
 
-    optimizer: a `dpx.Mechanism`. steps: int, at least 1. delta: in (0, 1).
+    mechanism: a `dpx.Mechanism`. steps: int, at least 1. delta: in (0, 1).
     points: int, at least 2; keep it small, because every point composes its own event. The last point is what
         `dpx.epsilon` says. Those before it are computed with at most 64 distinct releases.
     accountant: "tightest", "pld" or "rdp". relation: None is the one that the sampling states.
@@ -155,7 +155,7 @@ def trade_off(
 def plot_epsilon_over_steps(curve: EpsilonOverSteps, *, axes: Any = None, label: str | None = None) -> Any:
     """Draws the curve on matplotlib `axes`, new ones by default, and returns them.
 
-    An epoch that is billed at once is a stair.
+    An epoch that is billed at once is a stair. label: of the curve, in a legend.
     """
     axes = labeled(axes, "steps of the run", f"epsilon spent at delta {curve.delta:g}")
     axes.plot(curve.steps, curve.epsilon, label=label, drawstyle="steps-pre" if curve.by_epoch else "default")
@@ -165,14 +165,20 @@ def plot_epsilon_over_steps(curve: EpsilonOverSteps, *, axes: Any = None, label:
 
 
 def plot_delta_over_epsilon(curve: DeltaOverEpsilon, *, axes: Any = None, label: str | None = None) -> Any:
-    """Draws the curve, delta on a logarithmic axis, on matplotlib `axes`, new ones by default, and returns them."""
+    """Draws the curve, delta on a logarithmic axis, on matplotlib `axes`, new ones by default, and returns them.
+
+    label: of the curve, in a legend.
+    """
     axes = labeled(axes, "epsilon", "delta (upper bound)")
     axes.semilogy(curve.epsilon, np.maximum(curve.delta, 1e-300), label=label)
     return axes
 
 
 def plot_trade_off(curve: TradeOff, *, axes: Any = None, label: str | None = None) -> Any:
-    """Draws the curve and guessing, 1 - type I error, on matplotlib `axes`, new ones by default, and returns them."""
+    """Draws the curve and guessing, 1 - type I error, on matplotlib `axes`, new ones by default, and returns them.
+
+    label: of the curve, in a legend.
+    """
     axes = labeled(axes, "type I error (false positive rate)", "type II error (false negative rate)")
     axes.plot(curve.type_one, curve.type_two, label=label)
     draw_guessing(axes, [0, 1], [1, 0])

@@ -43,7 +43,7 @@ def schedule_epsilon(
 
     noise_multipliers: float (T,), standard deviations of the noise on the sum, in clip norms; a 0 bills infinity.
     sampling_rate: in (0, 1], one float or (T,); 1 is without amplification.
-    counts: int (T,), how often each step is repeated; default once.
+    counts: int (T,), how often each step is repeated; default once. relation: as for `event_epsilon`.
     accountant: "pld", which "tightest" means here, composes privacy loss distributions. "rdp" adds the Renyi
         divergences of every distinct step at dp-accounting's orders; the lower end of its interval is 0.
     buckets: the most distinct steps in the composition. The width of the interval is about proportional to 1 / buckets;

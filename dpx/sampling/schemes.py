@@ -29,6 +29,8 @@ from dpx.validation import require_whole
 class FixedSizeSampling(Sampling):
     """At every step, a new subset of `batch_size` examples, drawn uniformly without replacement.
 
+    examples: int, size of the data set, a public number. batch_size: int, the rows of every batch, and the divisor.
+
     Replacing an example moves the sum by twice the clip norm, so the event has half the noise multiplier: a printed
     mechanism shows 1.8 as the standard deviation divided by the clip norm, and 0.9 in its event. A run costs
     at least as much as one on Poisson samples with half the noise multiplier (`accounting/fixed_size.py`). Raises
@@ -103,6 +105,8 @@ class _Epochs(Sampling):
 class ShuffledEpochs(_Epochs):
     """A new permutation every epoch, cut into batches; the last batch of an epoch may be short.
 
+    examples: int, size of the data set, a public number. batch_size: int, the most rows of a batch, and the divisor.
+
     An example takes part once an epoch, in a batch that an adversary may know, so no amplification is claimed. An epoch
     is billed as one Gaussian release at its smallest noise multiplier (mu = sqrt(epochs) / sigma), even if it is not
     complete. Raises ValueError for the same sizes as `FixedSizeSampling`.
@@ -117,6 +121,8 @@ class ShuffledEpochs(_Epochs):
 @dataclass(frozen=True, kw_only=True)
 class FixedOrder(_Epochs):
     """The examples in the order of the data, in every epoch the same; the last batch of an epoch may be short.
+
+    examples: int, size of the data set, a public number. batch_size: int, the most rows of a batch, and the divisor.
 
     An example takes part in every epoch once, `steps_per_epoch` steps apart, which noise that is correlated over the
     whole run needs. Nothing is left to chance, and the order is public: so is the place of an example, and no

@@ -74,8 +74,10 @@ def loss(
 ) -> Loss:
     """The error of `workload` after `steps` steps, for noise in proportion to the sensitivity of C.
 
-    steps, participations, separation: as in `sensitivity`. Time: O(steps * coefficients), and for learning rates
-    O(steps * coefficients^2). Raises ValueError for other numbers and if a coefficient overflows.
+    strategy: the matrix C. steps, participations, separation: as in `sensitivity`.
+
+    Time: O(steps * coefficients), and for learning rates O(steps * coefficients^2).
+    Raises ValueError for other numbers and if a coefficient overflows.
     """
     found = sensitivity(strategy, steps=steps, participations=participations, separation=separation)
     squares = squared_errors(strategy, workload, steps)

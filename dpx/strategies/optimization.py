@@ -37,6 +37,7 @@ def optimized(
     """The strategy of `bands` bands with the least mean or largest loss, for examples at least `bands` steps apart.
 
     bands: int, at least 1; 1 is the identity. steps: of the run, at least `bands`.
+    workload: the momentum and the learning rates whose error is made small.
     error: "mean" (the root of the mean squared error over the steps) or "largest" (over the steps; for constant
         learning rates only).
 

@@ -37,7 +37,7 @@ from dpx.validation import require_whole
 def sensitivity(strategy: Strategy, *, steps: int, participations: int = 1, separation: int = 1) -> float:
     """By how much one example moves C G, at most, in units of the clip norm.
 
-    steps: of the run, int. participations: at most how often an example takes part, int.
+    strategy: the matrix C. steps: of the run, int. participations: at most how often an example takes part, int.
     separation: two steps with the same example are at least so far apart, int; 1 allows neighboring steps.
 
     It is exact if `sensitivity_is_exact`, and an upper bound otherwise. float64 sums, relative error below 1e-10.
@@ -55,8 +55,10 @@ def sensitivity(strategy: Strategy, *, steps: int, participations: int = 1, sepa
 def shuffled_sensitivity(strategy: Strategy, *, steps: int, steps_per_epoch: int) -> float:
     """By how much one example moves C G, at most, if it takes part in one step of every epoch, which may be any.
 
-    steps: of the run, int; the last epoch may be incomplete. steps_per_epoch: int. An upper bound, in units of the clip
-    norm, in O(steps * epochs). Raises ValueError for other numbers, and if a coefficient of C overflows.
+    strategy: the matrix C. steps: of the run, int; the last epoch may be incomplete. steps_per_epoch: int.
+
+    An upper bound, in units of the clip norm, in O(steps * epochs).
+    Raises ValueError for other numbers, and if a coefficient of C overflows.
     """
     steps, length = require_whole("steps", steps), require_whole("steps_per_epoch", steps_per_epoch)
     bound, epochs = _envelope(strategy.column(steps)), -(-steps // length)
@@ -67,13 +69,18 @@ def shuffled_sensitivity(strategy: Strategy, *, steps: int, steps_per_epoch: int
 
 
 def sensitivity_is_exact(strategy: Strategy, *, steps: int) -> bool:
-    """Whether the coefficients of C are non-increasing and not negative in all `steps`, so `sensitivity` is exact."""
+    """Whether the coefficients of C are non-increasing and not negative in all `steps`, so `sensitivity` is exact.
+
+    strategy: the matrix C.
+    """
     column = strategy.column(steps)
     return bool(np.all(column >= 0) and np.all(np.diff(column) <= 0))
 
 
 def column_norm(strategy: Strategy, *, steps: int) -> float:
     """The largest norm of a column of C, which is that of the first: the sensitivity to one participation.
+
+    strategy: the matrix C. steps: of the run, int.
 
     It is the sensitivity of one release of cyclic Poisson sampling with a banded C (`cyclic_poisson_event`).
     """

@@ -216,6 +216,7 @@ def _roc(present: np.ndarray, absent: np.ndarray) -> Roc:
 def plot_lower_bound(bound: LowerBound, bill: TradeOff | None = None, *, axes: Any = None) -> Any:
     """Draws the attack's error rates, and the bill's trade-off function, on matplotlib `axes`; returns them.
 
+    bound: of `lower_bound` or `lower_bound_from_scores`.
     bill: of `dpx.accounting.curves.trade_off`, which no attack on a correct mechanism can be below, but for chance.
     axes: new ones by default.
     """

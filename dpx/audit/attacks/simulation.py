@@ -94,7 +94,10 @@ def takes_part(sampling: Any) -> Callable[..., Any]:
 
 
 def observe_canary(updates: Tree, before: Tree, after: Tree, canary: Tree) -> jax.Array:
-    """The inner product of the released update and the canary's gradient, float32 (1,)."""
+    """The inner product of the released update and the canary's gradient, float32 (1,).
+
+    updates: the release of a step. before, after: the public states around it. canary: its gradient, like `updates`.
+    """
     require_arrays((updates, canary))
     products = jax.tree.map(lambda u, c: jnp.vdot(u.astype(jnp.float32), c), updates, canary)
     return jnp.stack([sum(jax.tree.leaves(products))])
