@@ -19,7 +19,7 @@ from dpx.audit.contract.draws import in_its_directions
 from dpx.audit.contract.report import Broken
 from dpx.audit.contract.standard import require_no_pattern, require_no_repeats, require_standard
 from dpx.audit.contract.trial import Trial
-from dpx.audit.stand_ins import replacing, without_grid
+from dpx.audit.stand_ins import quick, replacing, without_grid
 from dpx.xla.totals import ETA
 from tests.broken import (
     ZOO,
@@ -203,6 +203,13 @@ def test_noise_that_is_correlated_with_its_coordinates():
     np.testing.assert_allclose(np.cov(draws, rowvar=False), np.eye(3), atol=0.2)
     with pytest.raises(Broken, match="shares their key"):
         in_its_directions(np.einsum("nom,nm->no", maps, np.abs(normals) * np.sign(maps[:, 0])), maps)
+
+
+def test_quick_noise_tells_keys_steps_and_places_apart():
+    """Else lines that compare steps would not see noise of another step, or noise that is there twice."""
+    found = [quick(dpx.keys.stream(jax.random.key(7), name), step, PARAMS) for name in "ab" for step in range(20)]
+    numbers = np.concatenate([np.abs(np.ravel(leaf)) for tree in found for leaf in jax.tree.leaves(tree)])
+    assert len(np.unique(numbers)) == len(numbers) and 0.9 < numbers.std() * 2 < 1.1
 
 
 def test_no_trace_of_an_audit_stays_in_a_jitted_release():

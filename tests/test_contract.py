@@ -26,7 +26,7 @@ from dpx.audit.contract.lines import require_same_program
 from dpx.audit.contract.report import Broken, NotChecked
 from dpx.audit.contract.subject import STEPS
 from dpx.audit.contract.trial import Trial
-from dpx.audit.stand_ins import without_grid
+from dpx.audit.stand_ins import with_quick_noise
 from dpx.coordinates import _masks as masks
 from dpx.sampling.events import RandomAllocationDpEvent
 from dpx.xla.totals import ETA, as_total
@@ -58,7 +58,7 @@ class TrialForUsers(Trial):
 def trial(case: Case) -> Trial:
     """The mechanism of a case on trial, also on the paths that only dpx's own tests know."""
     found = TrialForUsers(case.mechanism, PARAMS, draws=DRAWS, seed=11, rebuild=case.make)
-    found.problems[0].paths.update({name: jax.jit(without_grid(path)) for name, path in more_paths(case).items()})
+    found.problems[0].paths.update({name: jax.jit(with_quick_noise(path)) for name, path in more_paths(case).items()})
     return found
 
 
@@ -258,7 +258,7 @@ def facts_of_padding(case: Case):
     state, none = found.state(1), np.zeros(0, bool)
     rows = inputs.gradients(PARAMS, 3, rows=0)
     zeros = inputs.zeros_like(found.sums_like)
-    noise = jax.jit(without_grid(case.mechanism.release))(zeros, state, PARAMS)
+    noise = jax.jit(with_quick_noise(case.mechanism.release))(zeros, state, PARAMS)
     for path in found.problems[0].paths.values():
         inputs.require_close(path(rows, state, none), noise)
 

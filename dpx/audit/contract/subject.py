@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpx.audit.contract import inputs as inputs
-from dpx.audit.stand_ins import without_grid
+from dpx.audit.stand_ins import with_quick_noise
 from dpx.contributions import sum_contributions
 from dpx.gradients import private_updates
 from dpx.gradients.sums import sum_gradients
@@ -157,7 +157,7 @@ def of_gradients(mechanism: Mechanism, params: Tree) -> Problem:
     else:
         paths["microbatches"] = in_microbatches
     rows, (extreme, _, _) = inputs.gradients(params, 2, 3.0), inputs.hostile(params)
-    programs: dict[str, Callable] = {name: jax.jit(without_grid(path)) for name, path in paths.items()}
+    programs: dict[str, Callable] = {name: jax.jit(with_quick_noise(path)) for name, path in paths.items()}
     return Problem("gradients", rows, extreme, programs, sums)
 
 
@@ -190,5 +190,5 @@ def of_loss(mechanism: Mechanism, params: Tree, loss: Callable, examples: Tree) 
         paths["ghost norms"], sums["ghost norms"] = of_private_updates(norms="ghost"), alone(norms="ghost")
     size = len(jax.tree.leaves(examples)[0])
     rows = inputs.take(examples, np.arange(inputs.ROWS) % size)
-    programs: dict[str, Callable] = {name: jax.jit(without_grid(path)) for name, path in paths.items()}
+    programs: dict[str, Callable] = {name: jax.jit(with_quick_noise(path)) for name, path in paths.items()}
     return Problem("loss", rows, inputs.hostile_examples(rows), programs, sums)
