@@ -177,8 +177,8 @@ def measured(release: Release, draws: Draws, step: int, *, others: bool = False)
         raise Broken(f"the noise is not finite at step {step}")
     state, params = draws.subject.state(step), draws.subject.others if others else draws.subject.params
     traced = draws.traced
-    _, _, (by_sums, _) = traced.program(inputs.waves(traced.numbers, 1.0), np.zeros(0, np.float32), state, params)
-    data = np.asarray(by_sums, np.float64)[: release.updates]
+    _, _, (by_sums, _) = traced.program([(inputs.waves(traced.numbers, 1.0), np.zeros(0, np.float32))], state, params)
+    data = by_sums[0].astype(np.float64)[: release.updates]
     maps = draws.noise_maps
     if maps is None:
         values, vectors = np.linalg.eigh(np.atleast_2d(np.cov(found, rowvar=False)))

@@ -7,6 +7,8 @@ is: a mask, a scale, a projection that is undone, or an optimizer. One release i
 noise multiplier 1 / max |X z|, where z runs through what one example can add to the sums.
 """
 
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +26,7 @@ LOST = 1e-2  # a derivative below this share of its value is mostly rounding, as
 NEARBY, NEAR = 4, 2.0**-20  # points beside each, whose numbers differ by at most this share
 ROUGH = 2e-6  # a derivative whose direction changes more than this from there is rounding too: a difference of others
 POINTS = 8  # at random, at which derivatives are taken; a coordinate without slope at all of them would be missed
+MOST = 2**22  # numbers of the derivatives that are made in one call
 SMALL = 1e-5  # of singular values, relative to the largest, because the derivatives are float32
 
 
@@ -81,7 +84,11 @@ class Traced:
         self.updates = sum(np.prod(leaf.shape, dtype=int) for leaf in jax.tree.leaves(like[0]))
         self.numbers = sum(np.prod(leaf.shape, dtype=int) for leaf in jax.tree.leaves(self.sums_like))
         self.normals = sum(np.prod(leaf.shape, dtype=int) for leaf in jax.tree.leaves(self.drawn))
-        self.program = jax.jit(self._program)
+        # Many points in one call, because a call takes longer than a point.
+        floats = sum(np.prod(leaf.shape, dtype=int) for leaf in jax.tree.leaves(like))
+        size = floats * (self.numbers + self.normals)
+        self.together = int(max(2, min((2 + POINTS) * (1 + NEARBY), MOST // max(size, 1))))
+        self._together = jax.jit(lambda points, *given: jax.lax.map(lambda one: self._program(*one, *given), points))
 
     def _run(self, sums, state, params, mechanism=None):
         updates, after = (mechanism or self.subject.mechanism).release(sums, state, params)
@@ -115,14 +122,29 @@ class Traced:
         derivatives, (found, others) = jax.jacfwd(floats, (0, 1), has_aux=True)(sums, normals)
         return found, others, derivatives
 
+    def program(self, points: Sequence[tuple[np.ndarray, np.ndarray]], state: Tree, params: Tree) -> tuple:
+        """`_program` at up to `together` points, sums and normals each; the points are on axis 0 of the results."""
+        filled = [*points, *[points[0]] * (self.together - len(points))]
+        found = self._together(tuple(map(np.stack, zip(*filled, strict=True))), state, params)
+        return jax.tree.map(lambda leaf: np.asarray(leaf)[: len(points)], found)
+
+    def _slopes(self, points: Sequence[tuple[np.ndarray, np.ndarray]], *given: Tree) -> Iterator[tuple]:
+        """At each point the public floats, and their derivatives by sums and noise: float64 (o,), (o, k) and (o, m)."""
+        for start in range(0, len(points), self.together):
+            found, _, slopes = self.program(points[start : start + self.together], *given)
+            yield from zip(*(part.astype(np.float64) for part in (found, *slopes)), strict=True)
+
     def at(self, state: Tree, params: Tree) -> Release:
         """The release after this state."""
-        zeros = np.zeros(self.numbers, np.float32), np.zeros(self.normals, np.float32)
-        first, first_sums, first_noise = self._slopes(*zeros, state, params)
-        affine, data, noise = np.ones(len(first), bool), [], []
+        points = [(np.zeros(self.numbers, np.float32), np.zeros(self.normals, np.float32)), *self._somewhere()]
+        every = self._slopes([near for one in points for near in (one, *_nearby(*one))], state, params)
+        data, noise = [], []
         # A transform that cuts has no slope at some points, so the derivatives of several points are joined.
-        for sums, normals in (zeros, *self._somewhere()):
-            found, by_sums, by_noise = self._slopes(sums, normals, state, params)
+        for number, (sums, normals) in enumerate(points):
+            found, by_sums, by_noise = next(every)
+            if not number:
+                first, first_sums, first_noise = found, by_sums, by_noise
+                affine = np.ones(len(first), bool)
             predicted = first + first_noise @ normals + first_sums @ sums
             scale = _sizes(by_sums, by_noise)  # NaN behind a root of 0
             with np.errstate(invalid="ignore"):
@@ -130,8 +152,7 @@ class Traced:
                 affine &= np.abs(first_noise - by_noise).max(1, initial=0) <= 1e-4 * scale
                 usable = np.isfinite(scale) & (scale > LOST * np.abs(found))
                 own = by_sums / scale[:, None], by_noise / scale[:, None]
-                for point in _nearby(sums, normals):
-                    _, *slopes = self._slopes(*point, state, params)
+                for _, *slopes in itertools.islice(every, NEARBY):
                     for part, of_own in zip(slopes, own, strict=True):
                         change = np.abs(part / _sizes(*slopes)[:, None] - of_own).max(1, initial=0)
                         usable &= change <= ROUGH * np.abs(of_own).max(1, initial=0)
@@ -145,12 +166,6 @@ class Traced:
         moved = split(np.abs(data).max(0, initial=0), self.sums_like)
         seen = tuple(flat or any(np.any(leaf > 0) for leaf in jax.tree.leaves(tree)) for tree in moved)
         return Release(first, first_noise, affine, self.updates, exchange, uncovered, flat, seen)
-
-    def _slopes(self, *arguments: Tree) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The public floats, and their derivatives by sums and by noise; float64 (o,), (o, k) and (o, m)."""
-        found, _, (by_sums, by_noise) = self.program(*arguments)
-        by_sums, by_noise = np.asarray(by_sums, np.float64), np.asarray(by_noise, np.float64)
-        return np.asarray(found, np.float64), by_sums, by_noise
 
     def _somewhere(self) -> list[tuple[np.ndarray, np.ndarray]]:
         """Sums and normals at which the derivatives are taken: waves, and some at random."""
