@@ -10,10 +10,11 @@ import pytest
 
 from dpx import keys
 from dpx.audit.stand_ins import drawing
-from tests.compiling import FLAGS, share_contexts
+from tests.compiling import FLAGS, KEPT, keep_programs, share_contexts
 
 os.environ.setdefault("XLA_FLAGS", FLAGS)  # which the first computation reads
 share_contexts()
+keep_programs()
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_traceback_in_locations_limit", 0)  # no equation says where it was written, which takes time
@@ -38,6 +39,7 @@ def pytest_runtest_teardown(item, nextitem):
     if nextitem is None or nextitem.path == item.path or not MAPPINGS.exists():
         return
     if MAPPINGS.read_bytes().count(b"\n") > MOST_MAPPINGS:
+        KEPT.clear()
         jax.clear_caches()
         gc.collect()
 
