@@ -21,6 +21,7 @@ from dpx import keys
 from dpx.contributions import sum_contributions
 from dpx.coordinates import _masks as masks
 from dpx.sampling.draws import Draw
+from dpx.trees import split
 from dpx.xla.totals import as_total
 
 SAMPLING = dpx.PoissonSampling(examples=1000, batch_size=8)
@@ -716,7 +717,12 @@ def branches_on_raw_gradients(key, steps):
 
 def normals(key: jax.Array, step: Any, tree: Any) -> Any:
     """Standard normals like `tree` that do not come from `keys.normal_like`."""
-    return optax.tree.random_like(keys.stream(key, "own noise", step), tree, jax.random.normal, jnp.float32)
+    return split(jax.random.normal(quick(key, "own noise", step), (sum(map(jnp.size, jax.tree.leaves(tree))),)), tree)
+
+
+def quick(key: jax.Array, name: str, step: Any) -> jax.Array:
+    """A key of the stream with this name, from which jax.random makes small programs: XLA compiles them quickly."""
+    return keys.public(keys.stream(key, name, step))
 
 
 def sound_noise_of_its_own(key, steps=1):
@@ -759,7 +765,7 @@ def noise_by_shape(key, steps):
     def draw(total, step):
         def of(leaf):
             return jax.random.normal(
-                jax.random.fold_in(keys.stream(key, "noise", step), hash(leaf.shape) % 2**31), leaf.shape
+                jax.random.fold_in(quick(key, "noise", step), hash(leaf.shape) % 2**31), leaf.shape
             )
 
         return jax.tree.map(of, total)
@@ -827,8 +833,8 @@ def one_noise_with_other_signs(key, steps):
 
     def draw(total, step):
         def of(number, leaf):
-            size = jnp.abs(jax.random.normal(keys.stream(key, "noise", step), leaf.shape))
-            own = jax.random.fold_in(keys.stream(key, "signs", step), number)
+            size = jnp.abs(jax.random.normal(quick(key, "noise", step), leaf.shape))
+            own = jax.random.fold_in(quick(key, "signs", step), number)
             return size * jax.random.rademacher(own, leaf.shape, jnp.float32)
 
         leaves, structure = jax.tree.flatten(total)
@@ -842,7 +848,7 @@ def other_signs_at_every_step(key, steps):
 
     def draw(total, step):
         size = jax.tree.map(jnp.abs, normals(key, 0, total))
-        sign = optax.tree.random_like(keys.stream(key, "signs", step), total, jax.random.rademacher, jnp.float32)
+        sign = optax.tree.random_like(quick(key, "signs", step), total, jax.random.rademacher, jnp.float32)
         return jax.tree.map(lambda n, s: n * s, size, sign)
 
     return with_noise(sound(key), draw)
@@ -923,7 +929,7 @@ def key_of_eight_bits(key, steps):
     """The noise has one of 256 seeds (`seed % 256`)."""
 
     def draw(total, step):
-        seed = jax.random.bits(keys.stream(key, "noise"), (), jnp.uint32) % 256
+        seed = keys.words(keys.stream(key, "noise"))[0] % 256
         return normals(jax.random.fold_in(jax.random.key(0), seed), step, total)
 
     return with_noise(sound(key), draw)

@@ -25,10 +25,10 @@ from tests.broken import (
     ZOO,
     added_in_a_chain,
     sound,
+    sound_noise_of_its_own,
     sum_of_one_number,
     sums_in_the_state,
     two_thirds_of_the_noise,
-    with_noise,
 )
 from tests.mechanisms import PARAMS
 
@@ -91,7 +91,7 @@ def test_a_report_is_for_asserts():
 def test_the_noise_behind_an_optimizer(make, mu_dtype, failures, unchecked, promoting):
     """Adam's updates are not linear in the noise, but its average of them is, if it is float32."""
     mechanism = dpx.chain(make(jax.random.key(7), 100), optax.adam(1e-2, mu_dtype=mu_dtype))
-    report = check_contract(mechanism, lines=["float32", "noise", "secrecy"], draws=500)
+    report = check_contract(mechanism, params=PARAMS, lines=["float32", "noise", "secrecy"], draws=500)
     assert [line.name for line in report.failures] == failures, report
     assert [line.name for line in report.unchecked] == unchecked, report
 
@@ -119,7 +119,7 @@ def test_rounding_in_small_derivatives_is_no_fault(batch_size, examples, clip_no
 def test_transforms_that_cut_are_no_fault(make, failures):
     """At most points the clipped updates have no slope, so the derivatives of several points are joined."""
     mechanism = dpx.chain(make(jax.random.key(7), 100), optax.clip(0.1), optax.sgd(1.0))
-    report = check_contract(mechanism, lines=["noise", "secrecy"], draws=500)
+    report = check_contract(mechanism, params=PARAMS, lines=["noise", "secrecy"], draws=500)
     assert [line.name for line in report.failures] == failures, report
     assert [line.name for line in report.unchecked] == ([] if failures else ["noise"]), report
 
@@ -142,12 +142,10 @@ def test_a_run_that_may_not_be_so_long_is_not_billed():
 def test_noise_of_a_mechanisms_own():
     """Sound noise that does not come from `keys.normal_like` passes, also with coordinates of the key."""
     key = jax.random.key(7)
-    plain = with_noise(
-        sound(key), lambda total, step: optax.tree.random_like(dpx.keys.stream(key, "mine", step), total)
-    )
+    plain = sound_noise_of_its_own(key)
     projected = dpx.in_coordinates(plain, dpx.coordinates.random_projection(rank=12, kind="gaussian", key=key))
     for mechanism in (plain, projected):
-        report = check_contract(mechanism, lines=["noise", "secrecy"], draws=500)
+        report = check_contract(mechanism, params=PARAMS, lines=["noise", "secrecy"], draws=500)
         assert not report.failures and not report.unchecked, report
 
 
