@@ -193,8 +193,8 @@ def _chunks(words, step, deviation, high: jax.Array, low: jax.Array | None, weig
     return jax.lax.fori_loop(0, len(high) // 2, make, high)
 
 
-def _normals(words: jax.Array, step: jax.Array, at: Place, shape: tuple[int, ...]) -> jax.Array:
-    """The normals of a leaf of this shape, float64, each computed from its place."""
+def _normals(words, step, at: Place, shape: tuple[int, ...], compact: bool = False) -> jax.Array:
+    """The normals of a leaf of this shape, float64, each made from its place. compact: of one axis."""
     lax = jax.lax
 
     def every(value) -> jax.Array:
@@ -208,7 +208,8 @@ def _normals(words: jax.Array, step: jax.Array, at: Place, shape: tuple[int, ...
     second = lax.ge(place, every(at.half))
     pair = lax.add(lax.mul(chunk, every(at.half)), lax.rem(place, every(at.half)))
     # The barriers keep XLA from computing the cipher again for each word, and for each use of the radius.
-    block = lax.optimization_barrier(threefry4x32(words, _block(step, pair, at.stream)))
+    block = threefry4x32(words, _block(step, pair, at.stream))
+    block = lax.optimization_barrier(_at_once(block) if compact else block)
     with jax.enable_x64(True):
         radius, theta = lax.optimization_barrier(radius_and_angle(block))
         return normal(radius, theta, second)
@@ -220,7 +221,8 @@ def _float32_normals(words, step, places: tuple[Place, ...], shapes: tuple[tuple
     if size >= ONE_STREAM or not size:
         each = zip(places, shapes, strict=True)
         return [_normals(words, step, at, shape).astype(jnp.float32) for at, shape in each]
-    flat, ends = _normals(words, step, places[0], (size,)).astype(jnp.float32), [at.start for at in places[1:]] + [size]
+    flat = _normals(words, step, places[0], (size,), True).astype(jnp.float32)  # compiles in half of the time
+    ends = [at.start for at in places[1:]] + [size]
     return [flat[at.start : end].reshape(shape) for at, end, shape in zip(places, ends, shapes, strict=True)]
 
 
