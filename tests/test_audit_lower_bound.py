@@ -438,22 +438,57 @@ def test_a_training_run_with_canaries():
     assert found.right == 40 and 2 < found.epsilon < found.trade_off_epsilon < bill
 
 
-def test_one_run_of_random_allocation_is_below_its_bill():
-    """The score of a canary is its likelihood ratio over three epochs of four steps."""
-    canaries, sigma, steps = 2000, 0.2, 4
-    members = audit.draw_members(KEY, canaries=canaries)
-    places = np.flatnonzero(members).astype(np.int32)
+CANARIES = 1000
+
+
+def scores_by_epochs(logs, sampling):
+    """The log-likelihood ratio of each canary, if it takes part in one unknown step of each epoch of four."""
+    return special.logsumexp(logs.reshape(3, 4, -1), axis=1).sum(axis=0)
+
+
+def scores_by_coins(logs, sampling):
+    """The same, if a coin decides at every step; for batches that are cut, it is near that."""
+    rates = sampling.rates[:, None].T
+    return np.logaddexp(np.log1p(-rates), np.log(rates) + logs).sum(axis=0)
+
+
+def scores_by_groups(logs, sampling):
+    """The same, if a coin decides at every step of an unknown group."""
+    coin = sampling.probability
+    steps = np.logaddexp(np.log1p(-coin), np.log(coin) + logs).reshape(-1, sampling.bands, CANARIES)
+    return special.logsumexp(steps.sum(axis=0), axis=0)
+
+
+def scores_by_order(logs, sampling):
+    """The same for a known step of each epoch of four."""
+    return logs.reshape(3, 4, -1).sum(axis=0)[np.arange(CANARIES) // sampling.batch_size, np.arange(CANARIES)]
+
+
+WEIGHTS = 1.0 + np.arange(CANARIES) % 2
+ONE_RUN = {
+    "allocated": (dpx.sampling.RandomAllocation(examples=CANARIES, steps_per_epoch=4), scores_by_epochs),
+    "truncated": (dpx.PoissonSampling(examples=CANARIES, batch_size=250, most_rows=260), scores_by_coins),
+    "weighted": (dpx.PoissonSampling(examples=CANARIES, batch_size=250, weights=WEIGHTS), scores_by_coins),
+    "cyclic": (dpx.sampling.CyclicPoissonSampling(examples=CANARIES, batch_size=250, bands=3), scores_by_groups),
+    "ordered": (dpx.sampling.FixedOrder(examples=CANARIES, batch_size=250), scores_by_order),
+}
+
+
+@pytest.mark.parametrize("name", ONE_RUN)
+def test_one_run_of_a_sampling_is_below_its_bill(name):
+    """Twelve steps. Canaries that are no members are nulls, which keep their places."""
+    sampling, score = ONE_RUN[name]
+    sigma, members = 0.6, audit.draw_members(KEY, canaries=CANARIES)
+    places = np.where(members, np.arange(CANARIES), -1).astype(np.int32)
     with_canaries = audit.canary_loss(lambda params, example: 0.0 * example, lambda params: params["w"], scale=1e3)
-    allocated = dpx.sampling.RandomAllocation(examples=len(places), steps_per_epoch=steps)
-    mechanism, params = dp_sgd(KEY, allocated, noise_multiplier=sigma), {"w": jnp.zeros(canaries)}
+    mechanism, params = dp_sgd(KEY, sampling, noise_multiplier=sigma), {"w": jnp.zeros(CANARIES)}
     step, state, moved = jax.jit(dpx.private_updates(with_canaries, mechanism)), mechanism.init(params), []
-    for batch in allocated.batches((np.zeros(len(places)), places), KEY, state, steps=3 * steps):
+    for batch in sampling.batches((np.zeros(CANARIES), places), KEY, state, steps=12):
         updates, state, _ = step(params, batch, state)
-        moved.append(np.asarray(updates["w"]) * allocated.divisor)
-    logs = (np.stack(moved).reshape(3, steps, canaries) - 0.5) / sigma**2
-    scores = special.logsumexp(logs, axis=1).sum(axis=0)
+        moved.append(np.asarray(updates["w"]) * sampling.divisor)
+    scores = score((np.stack(moved) - 0.5) / sigma**2, sampling)
     bill = dpx.epsilon(mechanism, state, delta=1e-4)
-    found = audit.one_run(scores, members, delta=1e-4, guesses=500, bill=bill)
+    found = audit.one_run(scores, members, delta=1e-4, guesses=300, bill=bill)
     assert 1 < found.epsilon < found.trade_off_epsilon < bill
 
 
