@@ -107,6 +107,11 @@ def architecture(config: Mapping[str, Any], *, lora_rank: int = 0) -> Architectu
     for name in ("rope_scaling", "attention_bias", "mlp_bias", "scale_attn_by_inverse_layer_idx"):
         if config.get(name):
             raise ValueError(f"{name} must not be set, because this decoder does not compute it; got {config[name]!r}")
+    positions = config.get("rope_parameters") or {}  # where newer versions of transformers write rope_theta
+    if positions.get("rope_type", "default") != "default" or config.get("partial_rotary_factor", 1) != 1:
+        raise ValueError(f"positions must turn all of a head, by the default rule; got {positions}")
+    if not config.get("scale_attn_weights", True):
+        raise ValueError("scale_attn_weights must be true, because this decoder scales them; got false")
     if family == "gpt2":
         width, heads = config["n_embd"], config["n_head"]
         return Architecture(
@@ -133,7 +138,7 @@ def architecture(config: Mapping[str, Any], *, lora_rank: int = 0) -> Architectu
         head_width=config.get("head_dim") or width // heads,
         hidden=config["intermediate_size"],
         positions=config.get("max_position_embeddings", 2048),
-        theta=config.get("rope_theta", 10_000.0),
+        theta=config.get("rope_theta") or positions.get("rope_theta", 10_000.0),
         epsilon=config.get("rms_norm_eps", 1e-6),
         tied=config.get("tie_word_embeddings", family == "gemma"),
         lora_rank=lora_rank,
