@@ -17,10 +17,9 @@ RESULT = dict(
     parameters=1000,
     trained=100,
     exposure=1.5,
-    membership_area=0.5,
     members=400,
     others=300,
-) | {"tpr_at_0.01": 0.02, "tpr_at_0.001": 0.001}
+) | {"unreleased_membership_" + name: 0.5 for name in ("tpr_at_0.01", "tpr_at_0.001", "area")}
 
 
 @pytest.fixture

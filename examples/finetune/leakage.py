@@ -24,7 +24,7 @@ SENTENCE, DIGITS = "The secret number of {name} is {number}. ", 6
 REFERENCES = 127  # other numbers, for each canary
 MEMBERS = 400  # units that took part and that did not, whose losses are compared
 RATES = dpx.accounting.attacks.FALSE_POSITIVE_RATES
-CANARY = "canary/"
+CANARY, UNRELEASED = "canary/", "unreleased_membership_"
 
 
 def canaries(count: int, seed: int = 0) -> list[tuple[str, str]]:
@@ -43,7 +43,9 @@ def candidate_rows(sentences: list[str], tokenizer: Any, length: int) -> Rows:
 
 
 def with_canaries(rows: Rows, chosen: list[tuple[str, str]], tokenizer: Any, most: int) -> Rows:
-    """The rows, and a unit with `most` rows for each canary."""
+    """The rows, and a unit with `most` rows for each canary. Raises ValueError for a unit that has a canary's name."""
+    if taken := [owner for owner in rows.owners.tolist() if owner.startswith(CANARY)]:
+        raise ValueError(f"with canaries, no unit may have a name that begins with {CANARY!r}, got {taken[0]!r}")
     length = rows.tokens.shape[1] - 1
     added = candidate_rows([SENTENCE.format(name=name, number=number) for name, number in chosen], tokenizer, length)
     owners = np.array([CANARY + name for name, _ in chosen])
@@ -54,18 +56,22 @@ def with_canaries(rows: Rows, chosen: list[tuple[str, str]], tokenizer: Any, mos
 def attack(job: Job, params: Any, losses: Callable, settings: Settings, bill: float) -> dict[str, Any]:
     """The exposure of the canaries, and how well the losses of units say who took part, by name.
 
+    The canaries are nobody's, so their losses may be shared. The losses of real units come from private texts, and no
+    bill covers what is computed from them: such numbers are called unreleased_*.
     losses: (params, rows) -> the summed losses of rows, and their counts. bill: the epsilon of one unit.
     """
     shown = exposure_of(job, params, losses, settings, bill)
     members = unit_scores(job, params, losses, sample(job.private, MEMBERS, settings.most))
     found = dpx.audit.membership(members, unit_scores(job, params, losses, sample(job.test, MEMBERS, settings.most)))
-    rates = {f"tpr_at_{rate:g}": value for rate, value in zip(RATES, found.true_positive_rates, strict=True)}
+    rates = {
+        f"{UNRELEASED}tpr_at_{rate:g}": value for rate, value in zip(RATES, found.true_positive_rates, strict=True)
+    }
     return {
         "exposure": float(shown.exposures.mean()),
         "largest_exposure": float(shown.exposures.max()),
         "exposure_epsilon": shown.epsilon,
-        "membership_area": found.area,
-        "membership_advantage": found.advantage,
+        UNRELEASED + "area": found.area,
+        UNRELEASED + "advantage": found.advantage,
         "members": found.members,
         "others": found.others,
     } | rates

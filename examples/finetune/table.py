@@ -20,7 +20,7 @@ import numpy as np
 
 from examples import records
 from examples.finetune.base import small_base
-from examples.finetune.leakage import REFERENCES
+from examples.finetune.leakage import REFERENCES, UNRELEASED
 from examples.finetune.training import Settings, run
 from examples.loop import CACHE
 
@@ -184,9 +184,9 @@ def line(optimizer: str, rank: int, epsilon: float, rows: list[dict[str, Any]]) 
         f"{rows[0]['noise_multiplier']:.3f}",
         spread("test_loss", ".4f"),
         spread("exposure", ".2f"),
-        spread("tpr_at_0.01", ".1f", 100) + " %",
-        spread("tpr_at_0.001", ".2f", 100) + " %",
-        spread("membership_area", ".3f"),
+        spread(UNRELEASED + "tpr_at_0.01", ".1f", 100) + " %",
+        spread(UNRELEASED + "tpr_at_0.001", ".2f", 100) + " %",
+        spread(UNRELEASED + "area", ".3f"),
     ]
     return "| " + " | ".join(cells) + " |\n"
 
@@ -199,9 +199,9 @@ def figure(rows: list[dict[str, Any]], file: Path) -> None:
     names = {
         "test_loss": "test loss (nats a byte)",
         "exposure": "exposure (bits)",
-        "membership_area": "membership, area",
+        UNRELEASED + "area": "membership, area",
     }
-    blind = {"test_loss": rows[0]["base_test_loss"], "exposure": 1.44, "membership_area": 0.5}
+    blind = {"test_loss": rows[0]["base_test_loss"], "exposure": 1.44, UNRELEASED + "area": 0.5}
     for number, (name, label) in enumerate(names.items(), 1):
         axes = drawn.add_subplot(1, 3, number, xlabel="epsilon", ylabel=label)
         for color, (optimizer, rank) in enumerate(RATES):

@@ -242,9 +242,12 @@ def _trained(params: Any, settings: Settings) -> Any:
 
 
 def conclude(folder, job: Job, settings: Settings, fitted, result: dict, write: Callable, synthesize: int) -> None:
-    """The files to read after a run; all but config.json, the checkpoints and metrics.jsonl may be shared."""
+    """The files after a run. Do not share config.json, the checkpoints, metrics.jsonl and unreleased.json."""
     for row in fitted.history:
         folder.add_metrics({("unreleased_training_loss" if k == "unreleased_loss" else k): v for k, v in row.items()})
+    if settings.canaries:
+        leaks = {name: value for name, value in result.items() if name.startswith(leakage.UNRELEASED)}
+        records.write(folder.path / "unreleased.json", json.dumps(leaks, indent=2) + "\n")
     records.write(folder.path / "privacy_report.json", fitted.report.to_json() + "\n")
     records.write(folder.path / "privacy_report.md", fitted.report.to_markdown() + "\n")
     checkpoints.save(folder.path / "model", job.graphdef, fitted.params)
@@ -254,5 +257,6 @@ def conclude(folder, job: Job, settings: Settings, fitted, result: dict, write: 
         lines = [json.dumps({"text": text}) for text in write(synthesize, "synthesize")]
         records.write(folder.path / "synthetic.jsonl", "\n".join(lines) + "\n")
     shared = {name: value for name, value in settings.as_dict().items() if name != "seed"}
-    stored = {"result": result, "config": shared, "versions": records.versions()}
+    public = {name: value for name, value in result.items() if not name.startswith(leakage.UNRELEASED)}
+    stored = {"result": public, "config": shared, "versions": records.versions()}
     records.write(folder.path / "result.json", json.dumps(stored, indent=2) + "\n")
