@@ -205,4 +205,4 @@ def is_lora(path: str) -> bool:
 
 def fresh(sizes: Architecture, key: jax.Array) -> tuple[nnx.GraphDef, nnx.State]:
     """The module without its parameters, and random parameters. `nnx.merge(graphdef, params)` is the module."""
-    return nnx.split(Decoder(sizes, nnx.Rngs(key)))
+    return jax.jit(lambda key: nnx.split(Decoder(sizes, nnx.Rngs(key))))(key)  # one program, not one for each shape

@@ -1,6 +1,7 @@
 """The loss of a unit, and the run: what `dpx.fit` trains, with which noise, and the files that it leaves."""
 
 import dataclasses
+import functools
 import json
 import math
 import time
@@ -46,7 +47,7 @@ class Settings:
     batch_size: int = 256
     clip_norm: float = 0.5
     optimizer: str = "adam"
-    learning_rate: float = 2e-3
+    learning_rate: float = 1e-2
     lora_rank: int = 4
     canaries: int = 0
     seed: int = dataclasses.field(repr=False)
@@ -142,13 +143,15 @@ def private(settings: Settings) -> bool:
     return settings.epsilon < math.inf
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def _summed(graphdef, params, tokens: jax.Array, sizes: jax.Array) -> jax.Array:
+    """The summed loss of each row, float32 (rows,)."""
+    losses = token_losses(nnx.merge(graphdef, params), tokens)
+    return jnp.sum(losses, axis=1, where=counted(tokens, sizes))
+
+
 def row_losses(graphdef: nnx.GraphDef) -> Callable[[Any, Rows], tuple[np.ndarray, np.ndarray]]:
     """(params, rows) -> the summed loss of each row, float64 (rows,), and how many of its tokens count, int (rows,)."""
-
-    @jax.jit
-    def some(params, tokens, sizes):
-        losses = token_losses(nnx.merge(graphdef, params), tokens)
-        return jnp.sum(losses, axis=1, where=counted(tokens, sizes))
 
     def of(params, rows):
         found = []
@@ -157,7 +160,7 @@ def row_losses(graphdef: nnx.GraphDef) -> Callable[[Any, Rows], tuple[np.ndarray
             tokens, sizes = rows.tokens[part], rows.sizes[part]
             more = AT_ONCE - len(tokens)
             padded = np.pad(tokens, ((0, more), (0, 0))), np.pad(sizes, (0, more))
-            found.append(np.asarray(some(params, *padded), np.float64)[: len(tokens)])
+            found.append(np.asarray(_summed(graphdef, params, *padded), np.float64)[: len(tokens)])
         return np.concatenate(found), np.maximum(rows.sizes - 1, 0)
 
     return of

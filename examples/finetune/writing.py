@@ -1,5 +1,6 @@
 """Texts from a model: every token is drawn from what the model says, at a temperature."""
 
+import functools
 from typing import Any
 
 import jax
@@ -36,21 +37,24 @@ def write_texts(
             f"count must be at least 1, temperature above 0, the prompt shorter than the length; got {said}"
         )
 
-    @jax.jit
-    def batch_of(params, key):
-        model = nnx.merge(graphdef, params)
-        tokens = jnp.zeros((AT_ONCE, length + 1), jnp.int32).at[:, : len(begin)].set(jnp.asarray(begin)[None])
-
-        def add(tokens, place):
-            logits = jax.vmap(model)(tokens[:, :-1])[:, place - 1] / temperature
-            drawn = jax.random.categorical(jax.random.fold_in(key, place), logits)
-            return tokens.at[:, place].set(drawn.astype(jnp.int32)), None
-
-        return jax.lax.scan(add, tokens, jnp.arange(len(begin), length + 1))[0]
-
     texts: list[str] = []
-    for number in range(-(-count // AT_ONCE)):
-        for row in np.asarray(batch_of(params, jax.random.fold_in(key, number)))[:, 1:]:
+    keys = jax.random.split(key, -(-count // AT_ONCE))
+    for number in range(len(keys)):
+        for row in np.asarray(_batch_of(graphdef, tuple(begin), length, temperature, params, keys[number]))[:, 1:]:
             ends = np.flatnonzero(row == tokenizer.start)
             texts.append(tokenizer.decode(row[: ends[0]] if len(ends) else row))
     return texts[:count]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _batch_of(graphdef, begin: tuple[int, ...], length: int, temperature: float, params, key) -> jax.Array:
+    """Tokens int32 (AT_ONCE, length + 1), which begin with `begin`."""
+    model = nnx.merge(graphdef, params)
+    tokens = jnp.zeros((AT_ONCE, length + 1), jnp.int32).at[:, : len(begin)].set(jnp.asarray(begin)[None])
+
+    def add(tokens, place):
+        logits = jax.vmap(model)(tokens[:, :-1])[:, place - 1] / temperature
+        drawn = jax.random.categorical(jax.random.fold_in(key, place), logits)
+        return tokens.at[:, place].set(drawn.astype(jnp.int32)), None
+
+    return jax.lax.scan(add, tokens, jnp.arange(len(begin), length + 1))[0]
