@@ -143,6 +143,13 @@ def private(settings: Settings) -> bool:
     return settings.epsilon < math.inf
 
 
+def over_devices() -> jax.sharding.NamedSharding:
+    """The units of a batch over all devices, one of which is enough. The parameters are on each."""
+    axes = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=axes)
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def _summed(graphdef, params, tokens: jax.Array, sizes: jax.Array) -> jax.Array:
     """The summed loss of each row, float32 (rows,)."""
@@ -209,6 +216,7 @@ def run(
         delta=settings.delta,
         evaluate=evaluate,
         checkpoints=folder.path / "checkpoints",
+        sharding=over_devices(),
         checkpoint_every=checkpoint_every,
         progress=progress,
     )
