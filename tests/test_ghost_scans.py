@@ -290,6 +290,20 @@ def remat_of_a_tied_weight():
     return layer(jax.checkpoint(lambda w, x: jnp.tanh(x @ w) @ w.T), normal(1, 3, 4), 2, 3)
 
 
+@animal("outer")
+def dropout_in_a_scan_with_remat():
+    def loss(w, example):
+        x, dropout_key = example
+
+        def body(h, row):
+            w, layer_key = row
+            return jnp.tanh(jnp.where(jax.random.bernoulli(layer_key, 0.7, h.shape), h, 0) @ w), None
+
+        return score(lax.scan(jax.checkpoint(body), x, (w, jax.random.split(dropout_key, 3)))[0])
+
+    return loss, normal(1, 3, 8, 8), (normal(2, SIZE, 8), jax.random.split(key(3), SIZE))
+
+
 # frameworks and models
 
 
