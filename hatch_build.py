@@ -17,7 +17,8 @@ class Metadata(MetadataHookInterface):
         repository = os.environ.get("GITHUB_REPOSITORY")
         if repository:
             address = f"{os.environ.get('GITHUB_SERVER_URL', 'https://github.com')}/{repository}"
-            readme = re.sub(r"\]\((?!https?:|#)([^)]+)\)", rf"]({address}/blob/main/\1)", readme)
+            files = f"{address}/blob/{os.environ.get('GITHUB_REF_NAME', 'main')}"
+            readme = re.sub(r"\]\((?!https?:|#)([^)]+)\)", rf"]({files}/\1)", readme)
             metadata["urls"] = {
                 "Repository": address,
                 "Issues": f"{address}/issues",
