@@ -495,7 +495,7 @@ def truncated_noise(key, steps):
     """A truncated normal, as initializers draw it: a release beyond the cut tells that an example is there."""
 
     def draw(total, step):
-        bits = keys.stream(key, "noise", step)
+        bits = quick(key, "noise", step)
         return optax.tree.random_like(
             bits, total, lambda k, shape, dtype: jax.random.truncated_normal(k, -3, 3, shape, dtype), jnp.float32
         )

@@ -191,7 +191,8 @@ class TransformersModel:
     """As `transformers.FlaxGPT2LMHeadModel`: a model that has parameters, and takes others in a call."""
 
     def __init__(self, sizes, seed, input_shape):
-        self.params = GPT2().init(key(seed), jnp.zeros(input_shape, int), True)["params"]
+        init = jax.jit(lambda key: GPT2().init(key, jnp.zeros(input_shape, int), True)["params"])
+        self.params = init(key(seed))
 
     def __call__(self, tokens, params, dropout_rng, train):
         logits = GPT2().apply({"params": params}, tokens, not train, rngs={"dropout": dropout_rng})
