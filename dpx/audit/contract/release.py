@@ -122,13 +122,13 @@ class Traced:
         derivatives, (found, others) = jax.jacfwd(floats, (0, 1), has_aux=True)(sums, normals)
         return found, others, derivatives
 
-    def program(self, points: Sequence[tuple[np.ndarray, np.ndarray]], state: Tree, params: Tree) -> tuple:
+    def program(self, points: Sequence[Sequence[np.ndarray]], state: Tree, params: Tree) -> tuple:
         """`_program` at up to `together` points, sums and normals each; the points are on axis 0 of the results."""
         filled = [*points, *[points[0]] * (self.together - len(points))]
         found = self._together(tuple(map(np.stack, zip(*filled, strict=True))), state, params)
         return jax.tree.map(lambda leaf: np.asarray(leaf)[: len(points)], found)
 
-    def _slopes(self, points: Sequence[tuple[np.ndarray, np.ndarray]], *given: Tree) -> Iterator[tuple]:
+    def _slopes(self, points: Sequence[Sequence[np.ndarray]], *given: Tree) -> Iterator[tuple]:
         """At each point the public floats, and their derivatives by sums and noise: float64 (o,), (o, k) and (o, m)."""
         for start in range(0, len(points), self.together):
             found, _, slopes = self.program(points[start : start + self.together], *given)
@@ -138,13 +138,12 @@ class Traced:
         """The release after this state."""
         points = [(np.zeros(self.numbers, np.float32), np.zeros(self.normals, np.float32)), *self._somewhere()]
         every = self._slopes([near for one in points for near in (one, *_nearby(*one))], state, params)
-        data, noise = [], []
+        first, first_sums, first_noise = origin = next(every)
+        affine, data, noise = np.ones(len(first), bool), [], []
         # A transform that cuts has no slope at some points, so the derivatives of several points are joined.
-        for number, (sums, normals) in enumerate(points):
+        every = itertools.chain([origin], every)
+        for sums, normals in points:
             found, by_sums, by_noise = next(every)
-            if not number:
-                first, first_sums, first_noise = found, by_sums, by_noise
-                affine = np.ones(len(first), bool)
             predicted = first + first_noise @ normals + first_sums @ sums
             scale = _sizes(by_sums, by_noise)  # NaN behind a root of 0
             with np.errstate(invalid="ignore"):
