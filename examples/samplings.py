@@ -156,7 +156,7 @@ def band_mf(sizes: Sizes, epsilon: float, **rest) -> tuple[dpx.Mechanism, str]:
     most = min(sizes.examples // sizes.batch_size, sizes.steps(cyclic(1)))
     bands = min((bands for bands in BANDS if bands <= most), key=error)
     sampling = cyclic(bands)
-    mechanism = dpx.methods.band_mf_sgd(  # pyrefly: ignore[missing-attribute]  # it is not there before BandMF is
+    mechanism = dpx.methods.band_mf_sgd(
         bands=bands,
         steps=sizes.steps(sampling),
         momentum=sizes.momentum,
@@ -359,9 +359,8 @@ def page(trainer: Trainer, seeds: Iterable[int]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     made = argparse.ArgumentParser(prog="python -m examples.samplings", description=__doc__)
-    here = [method for method in METHODS if method != "band-mf" or hasattr(dpx.methods, "band_mf_sgd")]
     made.add_argument("--models", nargs="+", choices=list(MODELS), default=["linear", "cnn"])
-    made.add_argument("--methods", nargs="+", choices=here, default=here)
+    made.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
     made.add_argument("--batch-sizes", type=int, nargs="+", choices=BATCHES, default=list(BATCHES))
     made.add_argument("--epsilons", type=float, nargs="+", choices=EPSILONS, default=list(EPSILONS))
     made.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
