@@ -61,7 +61,7 @@ def steps(sampling: Any, key: Any) -> Any:
 
     mechanism = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=1.0, sampling=sampling, key=key)
     step = jax.jit(dpx.private_updates(loss, mechanism))
-    run = {"params": params, "state": mechanism.init(params)}
+    run: dict[str, Any] = {"params": params, "state": mechanism.init(params)}
 
     def more():
         for batch in sampling.batches(data, key, run["state"], steps=STEPS, prefetch=0):
