@@ -2,6 +2,7 @@
 
 import functools
 import math
+import warnings
 
 import dp_accounting
 import numpy as np
@@ -166,6 +167,18 @@ def test_published_numbers():
     assert 1.532 <= accounting.event_epsilon(epoch((2.0,) * 5, epochs=4), delta=1e-5) <= 2.320
     assert moments.removal(((1.0, 2),), 2, 2) == pytest.approx(0.62011451, abs=5e-9)
     assert moments.addition(((1.0, 2),), 2, 2) == pytest.approx(0.56904260, abs=5e-9)
+
+
+def test_a_moment_that_is_zero_on_the_circle_or_no_number():
+    """At order 150, f is 0 in float64 at a point of the circle, whose complex logarithm times 7 is no number."""
+    noise = ((30.26742382574109, 7),)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = [moments.removal(noise, 7, order) for order in (149, 150, 151)]
+    assert 0 < found[0] < found[1] < found[2]
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert moments.removal(((math.nan, 7),), 7, 2) == math.inf
 
 
 def test_poisson_sampling_is_no_bill():

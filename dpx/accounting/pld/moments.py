@@ -30,6 +30,7 @@ _STEP, _FIRST, _LAST = 0.03, -60.0, 30.0  # of v in the integral
 _FARTHEST, _LEAST_LOG = 37.0, -600.0  # of x / s in L; and of ln L, so that it is far above the tail beyond
 _SMALL = 35.0  # ln of the share of the largest value at which the integrand ends
 _RADIUS = 0.1  # divided by the order, how near ln of the radius is to the best one
+_ZERO = 1e-300  # in place of 0; far below _ROUNDING
 _ROUNDING = 1e-13  # of ln of a moment, relative to its parts
 
 
@@ -67,13 +68,16 @@ def removal(noise: Noise, steps_per_epoch: int, order: int) -> float:
     shares, largest = terms(high)
     angles = 2j * math.pi * np.arange(points) / points
     on_circle = np.fft.ifft(shares, points, axis=1) * points
-    with np.errstate(divide="ignore"):
-        log_f = others * math.exp(high) * np.expm1(angles) - order * angles
-        log_f += np.sum(counts * np.log(on_circle / shares.sum(axis=1, keepdims=True)), axis=0)
+    means = on_circle / shares.sum(axis=1, keepdims=True)
+    means = np.where(means == 0, _ZERO, means)  # a number times the complex ln 0 would not be a number
+    log_f = others * math.exp(high) * np.expm1(angles) - order * angles
+    log_f += np.sum(counts * np.log(means), axis=0)
     log_largest = others * math.exp(high) + float(np.sum(counts * (largest + np.log(shares.sum(axis=1)[:, None]))))
     mean = float(np.mean(np.real(np.exp(log_f)))) + _ROUNDING
     parts = special.gammaln(order + 1), -order * math.log(steps_per_epoch), -order * high, log_largest
     log_moment = sum(parts) + math.log(mean)
+    if math.isnan(log_moment):  # max(0.0, nan) is 0.0
+        return math.inf
     return (max(0.0, log_moment) + _ROUNDING * (1 + sum(map(abs, parts)))) / (order - 1)
 
 
