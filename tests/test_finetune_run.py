@@ -145,6 +145,8 @@ def test_a_unit_goes_to_one_part_by_its_name_alone(tmp_path):
     assert not set(private.units) & set(test.units) and 20 < len(test.units) < 70
     fewer = documents.Corpus(name="made up", texts=("x",) * 100, units=units[300:]).split()[1]
     assert set(fewer.units) == set(test.units) & set(units[300:])
+    some = private.some(7)
+    assert len(set(some.units)) == 7 and len(some.units) == 14 and set(private.some(6).units) < set(some.units)
     (tmp_path / "m.py").write_text('"""Module."""\nclass A:\n    """A."""\n    def f(self):\n        """F."""\n')
     assert sorted(documents.docstrings(tmp_path / "m.py")) == ["A.", "F.", "Module."]
     (tmp_path / "old.py").write_text('print "no"')
@@ -209,6 +211,7 @@ def test_the_command_trains_reports_and_writes_texts_and_resumes_bit_for_bit(fil
     [
         ({"optimizer": "lion"}, "optimizer must be one of"),
         ({"canaries": -1}, "canaries must be at least 0, got -1"),
+        ({"units": -1}, "units must be at least 0, got -1"),
     ],
 )
 def test_misuse_is_refused(files, change, said):

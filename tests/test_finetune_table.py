@@ -44,12 +44,12 @@ def test_an_interrupted_table_continues_where_it_was(made, tmp_path, undrawn):
         table.main(["--rows", str(file)])
     assert len(table.rows_in(file)) == 4
     assert table.main(["--rows", str(file)]) == 0
-    assert len(table.rows_in(file)) == 42 and len(made) == 5 + 38
-    assert table.main(["--rows", str(file)]) == 0 and len(made) == 5 + 38
+    assert len(table.rows_in(file)) == 54 and len(made) == 5 + 50
+    assert table.main(["--rows", str(file)]) == 0 and len(made) == 5 + 50
     finished = made[:4] + made[5:]
-    assert len({settings.seed for settings in finished}) == 42  # two runs with one key would share their noise
+    assert len({settings.seed for settings in finished}) == 54  # two runs with one key would share their noise
     page = (tmp_path / "rows.md").read_text()
-    assert page.count("\n| DP-") == 14 and "42 of 42 runs" in page and "100 modules" in page
+    assert page.count("\n| DP-") == 18 and "54 of 54 runs" in page and "100 modules" in page
     assert "| DP-Adam, LoRA 4 | 100 | 1.000 | 0.900 | 1.8000 (1.8000 to 1.8000) |" in page
     assert max(map(len, page[: page.index("| |")].splitlines())) <= 120
 
@@ -64,3 +64,6 @@ def test_no_run_is_started_after_the_time_is_over(made, tmp_path, undrawn):
     assert table.main(["--rows", str(file), "--page"]) == 0 and not made
     assert "DP-SGD, full | 100 | 8.000 |" in (tmp_path / "rows.md").read_text()
     assert table.EPSILONS[-1] == math.inf
+    with pytest.raises(KeyboardInterrupt):
+        table.main(["--rows", str(file), "--only", "300 units"])
+    assert {(settings.units, settings.lora_rank) for settings in made} == {(300, 0)}

@@ -47,6 +47,7 @@ def parser() -> argparse.ArgumentParser:
     add("learning-rate", "of the optimizer", type=float)
     add("lora-rank", "0 trains all parameters", type=int)
     add("canaries", "units with a random number, to measure what the model leaks", type=int)
+    add("units", "so many private units, chosen by a hash of their names; 0 is all", type=int)
     add("seed", "secret; drawn by the system if not given", type=int)
     made.add_argument("--synthesize", type=int, default=0, metavar="N", help="texts to write to synthetic.jsonl")
     made.add_argument("--temperature", type=float, default=1.0, help="of the texts")

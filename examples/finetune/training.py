@@ -50,13 +50,15 @@ class Settings:
     learning_rate: float = 1e-2
     lora_rank: int = 4
     canaries: int = 0
+    units: int = 0
     seed: int = dataclasses.field(repr=False)
 
     def __post_init__(self):
         if self.optimizer not in OPTIMIZERS:
             raise ValueError(f"optimizer must be one of {sorted(OPTIMIZERS)}, got {self.optimizer!r}")
-        if self.canaries < 0:
-            raise ValueError(f"canaries must be at least 0, got {self.canaries}")
+        for name in ("canaries", "units"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
 
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -88,6 +90,7 @@ def prepare(settings: Settings) -> Job:
         raise ValueError(f"the tokenizer has {tokenizer.vocabulary} tokens, and the model only {sizes.vocabulary}")
     corpus = documents.load(settings.data, text=settings.text, user=settings.user)
     private, test = corpus.split()
+    private = private.some(settings.units) if settings.units else private
     rows, tests = (rows_of(part, tokenizer, length=settings.length, layout=settings.layout) for part in (private, test))
     if settings.canaries:
         rows = leakage.with_canaries(rows, leakage.canaries(settings.canaries), tokenizer, settings.most)
