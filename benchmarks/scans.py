@@ -6,7 +6,7 @@ The same GPT-2 with its layers' parameters in three forms: arrays of their own f
 `jax.lax.scan` slices, or that a loop in Python indexes. The embedding is tied. Each form has a row without privacy (the
 gradient of the mean loss of the batch) and one with dpx; they take turns in one process, on one CPU core. A step by
 hand (`vmap`, clipping and a sum, without noise) is only compiled. Memory is what the compiled program says of its
-temporary buffers. Writes benchmarks/results/scans.md.
+temporary buffers. Writes benchmarks/results/scans_MODEL.md.
 """
 
 import argparse
@@ -178,11 +178,9 @@ def main() -> None:
     options = parser.parse_args()
     timing.pin(options.core)
     heading = report.heading("benchmarks.scans", ("jax", "jaxlib"), clock=options.clock, **report.load(options.core))
-    results, page = {}, ""
     for name in options.models:
-        results[name] = measured(SHAPES[name], options.forms, options.rounds, options.clock)
-        page = report.write("scans", heading, tables(results))
-    print(page)
+        results = {name: measured(SHAPES[name], options.forms, options.rounds, options.clock)}
+        print(report.write(f"scans_{name}", heading, tables(results)))
 
 
 if __name__ == "__main__":
