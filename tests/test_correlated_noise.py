@@ -6,11 +6,13 @@ import subprocess
 import sys
 
 import attrs
+import dp_accounting
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from dp_accounting import pld
 from scipy import stats
 
 import dpx
@@ -423,6 +425,68 @@ def test_a_budget_of_band_mf_is_met():
     )
     assert 2.98 < dpx.epsilon(mechanism, 200, delta=1e-5) <= 3.0 < dpx.epsilon(mechanism, 210, delta=1e-5)
     assert "CyclicBandedDpEvent" in str(dpx.privacy_report(mechanism, 200, delta=1e-5))
+
+
+FULL = dpx.sampling.FullBatch(examples=10)
+THREE = dpx.sampling.CyclicPoissonSampling(examples=100, batch_size=20, bands=3)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "noise", "steps", "share"),
+    [(FULL, 9.0, 6, 0.9), (ORDER, 2.5, 9, 0.85), (THREE, 1.4, 9, 0.6)],
+    ids=["full", "order", "cyclic"],
+)
+def test_the_best_attacks_come_near_the_bill(sampling, noise, steps, share):
+    """`gaussian_epsilon` is near the bill where the run is one Gaussian; with independent noise, cyclic has 0.56."""
+    strategy = strategies.Strategy(coefficients=(1.0, 0.8, 0.5))
+
+    def make(key):
+        return made(strategy, noise_multiplier=noise, sampling=sampling, key=key)
+
+    bound = dpx.audit.lower_bound(make, steps=steps, delta=1e-3, key=keys.secret_key(5**40), runs=20_000)
+    assert share * bound.bill < bound.gaussian_epsilon < 1.05 * bound.bill and not bound.exceeds_bill
+    assert bound.epsilon > 0.4 * bound.bill
+
+
+def test_an_attack_refutes_the_bill_of_one_step():
+    """As if one example moved C G by one clip norm: the attack whitens the noise of all steps."""
+
+    def make(key):
+        mechanism = made(BANDS, noise_multiplier=2.5, sampling=FULL, key=key)
+        return mechanism.replace(event=lambda steps: dp_accounting.GaussianDpEvent(2.5))
+
+    bound = dpx.audit.lower_bound(make, steps=6, delta=1e-3, key=keys.secret_key(5**40), runs=10_000)
+    assert bound.exceeds_bill
+
+
+# Settings in jax_privacy's docstrings and tests (execution_plan.py, 2026): bands or coefficients, steps, rate of a
+# group's coins, epsilon, delta. It calibrates by dp-accounting's PLDs, for ceil(steps / bands) Poisson-sampled
+# Gaussians, and the deviation of z is noise multiplier * clip norm * norm of a column.
+PEER = {
+    "docstring, one band": (1, 1000, 0.1, 1.0, 1e-5),
+    "docstring, coefficients": ((1.0, 0.5, 0.2), 1000, 0.4, 1.0, 1e-5),
+    "test of the calibration": (10, 20, 1.0, 1.0, 1e-6),
+}
+
+
+@pytest.mark.parametrize("name", PEER)
+def test_calibrations_are_those_of_a_peer(name):
+    """Up to its discretization, whose losses are rounded up in steps of 1e-4, and what the bits cost here."""
+    bands, steps, rate, epsilon, delta = PEER[name]
+    strategy = strategies.optimized(bands=bands, steps=steps) if isinstance(bands, int) else None
+    strategy = strategy or strategies.Strategy(coefficients=bands)
+    groups, turns = strategy.bands, -(-steps // strategy.bands)
+
+    def event(noise):
+        sampled = dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(noise))
+        return dp_accounting.SelfComposedDpEvent(sampled, turns)
+
+    sampling = dpx.sampling.CyclicPoissonSampling(examples=1000 * groups, batch_size=1000 * rate, bands=groups)
+    budget = dpx.Budget(epsilon=epsilon, delta=delta, steps=steps)
+    mine = made(strategy, noise_multiplier=budget, sampling=sampling).noise_multiplier
+    accountant = pld.PLDAccountant(dp_accounting.NeighboringRelation.REPLACE_SPECIAL)
+    theirs = accountant.compose(event(mine / np.linalg.norm(strategy.coefficients))).get_epsilon(delta)
+    assert theirs == pytest.approx(epsilon, rel=2e-3)
 
 
 def test_the_contract_of_noise_that_is_drawn_again_holds_but_for_the_bits():

@@ -137,7 +137,12 @@ def _with_memory(inner: Mechanism, strategy: Strategy, noise_key: jax.Array, dev
     def release(sums, state, params):
         with jax.enable_x64(True):
             exact = doubles.values(as_total(sums[0]))
-            total = doubles.halved(jax.tree.map(jnp.add, exact, memory.added(state, weights)))
+            back = memory.added(state, weights)
+            if not banded and len(weights) > 1:
+                # The step is at least 0. But else XLA computes the sum again after the release, and copies the memory
+                # to have it until then: for 7 steps, that took five times as long (benchmarks/correlated_steps.py).
+                back = jax.lax.cond(state.release.step >= 0, lambda x: x, optax.tree.zeros_like, back)
+            total = doubles.halved(jax.tree.map(jnp.add, exact, back))
         released = keys.release(noise_key, state.release.step, total, deviation)
         with jax.enable_x64(True):
             before = exact if banded else doubles.values(total)

@@ -16,6 +16,7 @@ from dpx.audit.attacks.scores import LowerBound, lower_bound_from_scores
 from dpx.audit.attacks.simulation import Attack, Observed, observe_canary, simulator, takes_part
 from dpx.audit.attacks.statistic import fit, moves_of
 from dpx.sampling.allocation import RandomAllocation
+from dpx.sampling.cyclic import CyclicPoissonSampling
 from dpx.sampling.schemes import ShuffledEpochs
 from dpx.trees import Tree
 from dpx.validation import require_open_fraction, require_whole
@@ -126,11 +127,13 @@ def canary_scores(
     canary, instead = _gradients(canary, instead, params, truth if billed is None else billed)
     attack = Attack(make, params, steps, canary, instead, others, takes_part(truth), observe)
     once_an_epoch = isinstance(truth, ShuffledEpochs | RandomAllocation)
-    return _scores(attack, key, runs, truth.steps_per_epoch if once_an_epoch else 0)
+    groups = truth.bands if isinstance(truth, CyclicPoissonSampling) else 1
+    return _scores(attack, key, runs, truth.steps_per_epoch if once_an_epoch else 0, groups)
 
 
-def _scores(attack: Attack, key: jax.Array, runs: int, period: int) -> tuple[np.ndarray, np.ndarray]:
-    """The scores with and without the canary, float64 (runs,) each. period: int, steps of an epoch, or 0."""
+def _scores(attack: Attack, key: jax.Array, runs: int, period: int, groups: int) -> tuple[np.ndarray, np.ndarray]:
+    """The scores with and without the canary, float64 (runs,) each. period: int, steps of an epoch, or 0. groups: int,
+    of cyclic sampling, or 1."""
     pilots = min(max(_LEAST_PILOT_RUNS, runs // _PILOT_SHARE), _MOST_PILOT_RUNS)
     simulate = simulator(attack, min(pilots, max(1, _MOST_NUMBERS_AT_ONCE // attack.steps)))
 
@@ -152,7 +155,7 @@ def _scores(attack: Attack, key: jax.Array, runs: int, period: int) -> tuple[np.
     batch_keys = jax.random.split(keys.public(keys.stream(key, "pilot batches")), pilots)
     taken = jax.jit(jax.vmap(lambda key: attack.takes_part(key, attack.steps)))(batch_keys)
     rates = np.asarray(taken, np.float64).mean(axis=0)  # how often the canary takes part at each step
-    statistic = fit(moves.counts(without), moves.counts(with_), rates, period)
+    statistic = fit(moves.counts(without), moves.counts(with_), rates, period, groups)
 
     def scores(world: str, present: bool) -> np.ndarray:
         found = simulate(keys.stream(key, world), runs, present=present, always=False, noises=noises)

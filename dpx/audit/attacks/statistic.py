@@ -12,6 +12,11 @@ the ratio of likelihoods is
 where q_t is the probability that the canary takes part. Where it takes part once an epoch, as in batches of a
 permutation and with random allocation, the sum is over epochs: ln mean_t exp(a_t).
 
+Where the noise of a step is correlated with that of earlier ones, a canary in step t moves z in the later steps too, by
+column t of the whitening. In a fixed order, one knows all its steps, and the score is that of the sum of these columns.
+With cyclic sampling, the coins of one group move steps that do not overlap. So a_t is that of column t, the sum is over
+the steps of a group, and the score is ln mean exp of these sums over the groups.
+
 Where a release is not linear, the move depends on the noise, which the adversary does not know. There the mean move of
 the pilot runs has its place: the attack is weaker, and as valid.
 """
@@ -76,6 +81,8 @@ class Statistic(NamedTuple):
     signal: float64 (steps, features), mu_t.
     moves: float64 (steps, features), the mean move. gain: float, the precision of a count grows as move^(2 gain).
     rates: float64 (steps,), q_t. period: int, steps of an epoch; 0 where the steps are independent.
+    groups: int, of cyclic sampling; 1 for others. columns: float64 (steps, steps, features), how a canary in one step
+    moves the whitened counts; None without groups.
     """
 
     center: np.ndarray
@@ -85,11 +92,15 @@ class Statistic(NamedTuple):
     gain: float
     rates: np.ndarray
     period: int
+    groups: int = 1
+    columns: np.ndarray | None = None
 
     def scores(self, found: Counts) -> np.ndarray:
         """The score of each run, float64 (runs,)."""
         weights = _weights(found.moves, self.moves, self.gain)
         residuals = ((_flat(found.counts) - self.center) * _flat(weights)) @ self.whitening.T
+        if self.columns is not None:
+            return self._of_groups(residuals.reshape(found.counts.shape), self.columns)
         signal = self.signal * weights
         exponents = (residuals.reshape(signal.shape) * signal - signal**2 / 2).sum(axis=2)
         if self.period:
@@ -100,11 +111,19 @@ class Statistic(NamedTuple):
         with np.errstate(divide="ignore"):
             return np.logaddexp(np.log1p(-self.rates), np.log(self.rates) + exponents).sum(axis=1)
 
+    def _of_groups(self, residuals: np.ndarray, columns: np.ndarray) -> np.ndarray:
+        exponents = np.einsum("nsf,tsf->nt", residuals, columns) - np.square(columns).sum(axis=(1, 2)) / 2
+        coins = np.minimum(self.rates * self.groups, 1.0)
+        with np.errstate(divide="ignore"):
+            ratios = np.logaddexp(np.log1p(-coins), np.log(coins) + exponents)
+        of_group = np.arange(len(coins)) % self.groups == np.arange(self.groups)[:, None]
+        return special.logsumexp(ratios @ of_group.T, axis=1) - np.log(self.groups)
 
-def fit(without: Counts, with_: Counts, rates: np.ndarray, period: int) -> Statistic:
+
+def fit(without: Counts, with_: Counts, rates: np.ndarray, period: int, groups: int = 1) -> Statistic:
     """The statistic for pilot runs without the canary, and with the canary in every batch.
 
-    rates: float64 (steps,). period: int, as in `Statistic`.
+    rates: float64 (steps,). period, groups: int, as in `Statistic`.
     """
     moves = without.moves.astype(np.float64).mean(axis=0)
     center = _flat(without.counts).mean(axis=0)
@@ -114,13 +133,20 @@ def fit(without: Counts, with_: Counts, rates: np.ndarray, period: int) -> Stati
     covariance = residuals.T @ residuals / len(residuals)
     scale = np.maximum(np.diag(covariance), 1e-30)
     whitening = np.linalg.inv(np.linalg.cholesky(covariance + _REGULAR * np.diag(scale)))
-    if (rates < 1).any():  # each batch is a guess of its own, and the canary adds 1 to the counts of its batch alone
-        own = whitening.reshape(*moves.shape, *moves.shape)
-        signal = np.einsum("tftg,tg->tf", own, (moves > 0).astype(np.float64))
+    own, one = whitening.reshape(*moves.shape, *moves.shape), (moves > 0).astype(np.float64)
+    columns = None
+    if groups > 1:
+        later = np.subtract.outer(np.arange(len(rates)), np.arange(len(rates)))
+        columns = np.einsum("sftg,tg->tsf", own, one) * ((later >= 0) & (later < groups)).T[..., None]
+        signal = one
+    elif not ((rates > 0) & (rates < 1)).any() and (rates < 1).any():  # it is known when the canary takes part
+        signal, rates = np.einsum("sftg,tg,t->sf", own, one, rates), np.ones(len(rates))
+    elif (rates < 1).any():  # each batch is a guess of its own, and the canary adds 1 to the counts of its batch alone
+        signal = np.einsum("tftg,tg->tf", own, one)
     else:
         shifts = (_flat(with_.counts) - center) * _flat(_weights(with_.moves, moves, gain))
         signal = (whitening @ shifts.mean(axis=0)).reshape(moves.shape)
-    return Statistic(center, whitening, signal, moves, gain, rates, period)
+    return Statistic(center, whitening, signal, moves, gain, rates, period, groups, columns)
 
 
 def _flat(counts: np.ndarray) -> np.ndarray:
