@@ -433,7 +433,7 @@ THREE = dpx.sampling.CyclicPoissonSampling(examples=100, batch_size=20, bands=3)
 
 @pytest.mark.parametrize(
     ("sampling", "noise", "steps", "share"),
-    [(FULL, 9.0, 6, 0.9), (ORDER, 2.5, 9, 0.85), (THREE, 1.4, 9, 0.6)],
+    [(FULL, 9.0, 6, 0.85), (ORDER, 2.5, 9, 0.85), (THREE, 1.4, 9, 0.6)],
     ids=["full", "order", "cyclic"],
 )
 def test_the_best_attacks_come_near_the_bill(sampling, noise, steps, share):
