@@ -131,8 +131,8 @@ def main() -> None:
         ),
     }
     notes = [
-        "The inverse of a banded C is full, so past noise of a banded C is kept: drawn again, step t would take t + 1 "
-        "times the normals of a step. An inverse of 8 weights, drawn again, shows what 8 steps cost.",
+        "The inverse of a banded C is full, so past noise of a banded C is kept: drawn again, step t would need the "
+        "normals of t + 1 steps. An inverse of 8 weights, drawn again, shows what 8 steps cost.",
     ]
     heading = report.heading("benchmarks.correlated_steps", ("jax", "numpy"), clock=CLOCK)
     report.write("correlated_steps", heading, tables, notes=notes)
