@@ -64,7 +64,8 @@ class NoisePlan:
     @functools.cached_property
     def samplings(self) -> SamplingPlan:
         """Which sampling, at the suggested batch size: it takes a second or two."""
-        batch_size, epochs = self.suggested[:2]
+        batch_size, whole_steps = self.suggested[:2]
+        epochs = float(f"{whole_steps:.3g}")  # 20.002 of 1,172 whole steps would begin one more epoch
         budget: Any = {"epsilon": self.epsilon, "delta": self.delta, "accountant": self.accountant}
         return plan_samplings(examples=self.examples, batch_size=batch_size, epochs=epochs, **budget)
 
