@@ -4,6 +4,7 @@
 """
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -86,13 +87,13 @@ def weighted_sum(factors: jax.Array, rows: jax.Array) -> jax.Array:
         def sum_block(some):
             return jnp.sum(times(some[0], weighted_rows(*some)), 0)
 
-        return sum_in_blocks(sum_block, (factors, rows), rows[0].size)
+        return sum_in_blocks(sum_block, (factors, rows), math.prod(rows.shape[1:]))
     rows = weighted_rows(factors, rows)
     size, devices = len(rows), devices_for(len(rows))
     blocks = block_count(size, devices)
     if blocks == 1 or devices > 1:
         product = functools.partial(jnp.tensordot, axes=1, precision=EXACT)
-        return sum_in_blocks(lambda some: product(*some), (factors, rows), rows[0].size)
+        return sum_in_blocks(lambda some: product(*some), (factors, rows), math.prod(rows.shape[1:]))
     # One product with a matrix that has the factors of each block in a row, because XLA would copy slices. For so few
     # blocks it is about as fast as the product with a vector, because both read all rows once.
     block_of = jnp.arange(size) * blocks // size

@@ -95,11 +95,14 @@ def _primitives(jaxpr: Any) -> set[str]:
 
 def _copy_constants(value: Any) -> Any:
     """A parameter or an operand of an equation, with copies of the NumPy arrays in it."""
-    if isinstance(value, jax.extend.core.ClosedJaxpr):
+    if isinstance(value, jax.extend.core.ClosedJaxpr) and value.jaxpr is not value:
         constants = [_copy_constants(constant) for constant in value.consts]
         return jax.extend.core.ClosedJaxpr(_copy_constants(value.jaxpr), constants)
     if isinstance(value, jax.extend.core.Jaxpr):
-        return value.replace(eqns=_copy_constants(value.eqns), outvars=_copy_constants(value.outvars))
+        changed = {"eqns": _copy_constants(value.eqns), "outvars": _copy_constants(value.outvars)}
+        if value is getattr(value, "jaxpr", None):  # from jax 0.11 on, a jaxpr has its constants
+            changed["consts"] = _copy_constants(value.consts)
+        return value.replace(**changed)
     if isinstance(value, jax.extend.core.JaxprEqn):
         params = {name: _copy_constants(one) for name, one in value.params.items()}
         return value.replace(invars=_copy_constants(value.invars), params=params)

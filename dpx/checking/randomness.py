@@ -8,7 +8,7 @@ from jax.extend import core
 
 from dpx.checking.report import Finding
 from dpx.trees import Tree
-from dpx.xla.jaxprs import bodies
+from dpx.xla.jaxprs import bodies, parts_of_scan
 
 # The primitives that turn a key into random numbers.
 DRAWS = ("random_bits", "threefry2x32", "threefry4x32", "rng_bit_generator")
@@ -54,7 +54,7 @@ def _inside(equation: Any, operands: list[bool]) -> tuple[int, list[bool]]:
     """The draws in the functions that an equation calls, and which of its outputs differ between examples."""
     params, name = equation.params, equation.primitive.name
     if name == "scan":
-        return _repeated(params["jaxpr"].jaxpr, operands, params["num_consts"], params["num_carry"])
+        return _repeated(params["jaxpr"].jaxpr, operands, *parts_of_scan(params))
     if name == "while":
         start = params["cond_nconsts"]
         carried = len(operands) - start - params["body_nconsts"]

@@ -51,5 +51,13 @@ def inputs_read(jaxpr: Any) -> list[bool]:
     return [var in needed for var in jaxpr.invars]
 
 
+def parts_of_scan(params: dict[str, Any]) -> tuple[int, int]:
+    """How many operands of a scan are the same in all iterations, and how many are handed from one to the next."""
+    if "num_consts" in params:  # up to jax 0.10
+        return params["num_consts"], params["num_carry"]
+    constants, carried, _ = (len(list(part)) for part in params["ft_in"].unpack())
+    return constants, carried
+
+
 def _is_jaxpr(value: Any) -> bool:
     return isinstance(value, core.Jaxpr | core.ClosedJaxpr)

@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from dpx.xla.jaxprs import parts_of_scan
+
 RAW, KEY = 1, 2  # marks, which are joined by |
 
 Visit = Callable[[Any, int, int], None]
@@ -47,7 +49,8 @@ def _through(equation: Any, inputs: list[int], visit: Visit) -> tuple[list[int],
         outputs = _loop(params["body_jaxpr"], inputs[ahead:constants], inputs[constants:], (), visit)
         return outputs, joined(spread(params["cond_jaxpr"], [*inputs[:ahead], *outputs], visit))
     if name == "scan":
-        constants, carried = params["num_consts"], params["num_consts"] + params["num_carry"]
+        constants, count = parts_of_scan(params)
+        carried = constants + count
         return _loop(params["jaxpr"], inputs[:constants], inputs[constants:carried], inputs[carried:], visit), 0
     inner = params.get("jaxpr", params.get("call_jaxpr"))
     if inner is None:

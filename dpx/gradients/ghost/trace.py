@@ -16,6 +16,7 @@ from jax.extend import core
 
 from dpx.gradients.ghost.views import Moved, Repeats, Slices, View, is_view
 from dpx.trees import Tree
+from dpx.xla.jaxprs import parts_of_scan
 
 CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 REMAT = ("checkpoint", "remat", "remat2")  # the names of `jax.checkpoint` in jaxprs
@@ -134,8 +135,7 @@ def carried(equation: Equation) -> tuple[int, int]:
     """How many operands of a scan are the same in all iterations, and how many are handed from one to the next; of a
     checkpoint, all and none."""
     assert equation.jaxpr is not None
-    params = equation.jaxpr.params
-    return params.get("num_consts", len(equation.inputs)), params.get("num_carry", 0)
+    return parts_of_scan(equation.jaxpr.params) if equation.name == "scan" else (len(equation.inputs), 0)
 
 
 def _numbers(values) -> set[int]:
