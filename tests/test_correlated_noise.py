@@ -433,11 +433,11 @@ THREE = dpx.sampling.CyclicPoissonSampling(examples=100, batch_size=20, bands=3)
 
 @pytest.mark.parametrize(
     ("sampling", "noise", "steps", "share"),
-    [(FULL, 9.0, 6, 0.85), (ORDER, 2.5, 9, 0.85), (THREE, 1.4, 9, 0.6)],
+    [(FULL, 9.0, 6, 0.85), (ORDER, 2.5, 9, 0.85), (THREE, 1.4, 9, 0.64)],
     ids=["full", "order", "cyclic"],
 )
 def test_the_best_attacks_come_near_the_bill(sampling, noise, steps, share):
-    """`gaussian_epsilon` is near the bill where the run is one Gaussian; with independent noise, cyclic has 0.56."""
+    """`gaussian_epsilon` is near the bill where the run is one Gaussian; groups taken for one have 0.62."""
     strategy = strategies.Strategy(coefficients=(1.0, 0.8, 0.5))
 
     def make(key):
