@@ -123,7 +123,8 @@ of six digits again and again. Each run has {steps} steps with {batch} units on 
 {delta:g}. The runs with 300 units take these few modules, {few_batch} of them on average in each of {few_steps} steps,
 so that the model sees a module {few_times:.0f} times, and not once.
 
-The numbers are means over the seeds (the smallest and the largest). Loss is in nats a byte on the test modules, and
+The numbers are means over the seeds that are there (the smallest and the largest). Loss is in nats a byte on the test
+modules, and
 {before:.4f} before fine-tuning. Epsilon "inf" has the same clip norm and no noise. Learning rates (the same for every
 epsilon) were chosen by a few trials with another seed on the same test modules, which the bill does not cover. Noise is
 the noise multiplier.
@@ -137,7 +138,7 @@ Exposure is how many bits of a canary's number the model gives away, by its rank
 most {largest:.0f}; a model that knows nothing has {blind:.2f} on average
 ([docs/auditing.md](../../docs/auditing.md#what-a-trained-model-leaks)). Membership: the attack ranks modules by how far
 fine-tuning moved their loss, {members} that took part and {others} that did not. Guessing finds 1 %, 0.1 %, and has an
-area of 0.5 under the curve.
+area of 0.5 under the curve. With so few, the rate at 0.1 % is that above the largest score of the others.
 
 ![loss, exposure and membership against epsilon](finetune.svg)
 """
@@ -195,7 +196,8 @@ def page(rows: list[dict[str, Any]]) -> str:
 def line(kind: tuple[str, int, int], epsilon: float, rows: list[dict[str, Any]]) -> str:
     def spread(name: str, form: str, scale: float = 1.0) -> str:
         values = [scale * row[name] for row in rows]
-        return f"{np.mean(values):{form}} ({min(values):{form}} to {max(values):{form}})"
+        mean = f"{np.mean(values):{form}}"
+        return mean if len(values) == 1 else f"{mean} ({min(values):{form}} to {max(values):{form}})"
 
     billed = f"{records.rounded_up(max(row['epsilon'] for row in rows))}" if epsilon < math.inf else "inf"
     cells = [
