@@ -4,9 +4,9 @@
 
 The same GPT-2 with its layers' parameters in three forms: arrays of their own for each layer, and stacked arrays that
 `jax.lax.scan` slices, or that a loop in Python indexes. The embedding is tied. Each form has a row without privacy (the
-gradient of the mean loss of the batch) and one with dpx; they take turns in one process, on one CPU core. A step by
-hand (`vmap`, clipping and a sum, without noise) is only compiled. Memory is what the compiled program says of its
-temporary buffers. Writes benchmarks/results/scans_MODEL.md.
+gradient of the mean loss of the batch) and two with dpx, which takes the batch at once or in two microbatches; all take
+turns in one process, on one CPU core. A step by hand (`vmap`, clipping and a sum, without noise) is only compiled.
+Memory is what the compiled program says of its temporary buffers. Writes benchmarks/results/scans_MODEL.md.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import report, timing
 
-PLAIN, PRIVATE, BY_HAND = "not private", "dpx", "by hand"
+PLAIN, PRIVATE, IN_PARTS, BY_HAND = "not private", "dpx", "dpx in two microbatches", "by hand"
 FORMS = ("own arrays", "scan", "scan with remat", "slices")
 
 
@@ -113,14 +113,16 @@ def steps(shape: Shape, form: str) -> dict[str, tuple[Callable, tuple]]:
         factors = jnp.minimum(1, 1 / jax.vmap(optax.tree.norm)(grads))
         return jax.tree.map(lambda g: jnp.tensordot(factors, g, 1), grads)
 
-    def private(params, batch, state):
-        return dpx.private_updates(loss, mechanism)(params, dpx.Batch(batch, None), state)[:2]
+    def private(size):
+        step = dpx.private_updates(loss, mechanism, microbatch_size=size)
+        return lambda params, batch, state: step(params, dpx.Batch(batch, None), state)[:2]
 
     state = mechanism.init(params)
     return {
         BY_HAND: (by_hand, (params, batch)),
         PLAIN: (not_private, (params, batch)),
-        PRIVATE: (private, (params, batch, state)),
+        PRIVATE: (private(None), (params, batch, state)),
+        IN_PARTS: (private(shape.batch // 2), (params, batch, state)),
     }
 
 
@@ -152,18 +154,17 @@ def measured(shape: Shape, forms: list[str], rounds: int, clock: str) -> dict[st
             print(form, row, found[form, row], file=sys.stderr, flush=True)
     for key, times in timing.interleaved(timers, rounds).items():
         found[key].append(statistics.median(times))
-    return {form: {row: found[form, row] for row in (BY_HAND, PLAIN, PRIVATE)} for form in forms}
+    return {form: {row: found[form, row] for row in (BY_HAND, PLAIN, PRIVATE, IN_PARTS)} for form in forms}
 
 
 def tables(results: dict[str, dict[str, Any]]) -> dict[str, str]:
-    def of(number, text="{:.2f}", other=PLAIN):
-        def ratio(rows):
-            return f"{text.format(rows[PRIVATE][number])} ({rows[PRIVATE][number] / rows[other][number]:.2f})"
-
-        return ratio
+    def of(number, text="{:.2f}", row=PRIVATE):
+        return lambda rows: f"{text.format(rows[row][number])} ({rows[row][number] / rows[PLAIN][number]:.2f})"
 
     columns = [("seconds of a step", of(2, "{:.3f}")), ("MiB", of(1, "{:.0f}")), ("seconds to compile", of(0))]
     columns.append(("and divided by a step by hand", lambda rows: f"{rows[PRIVATE][0] / rows[BY_HAND][0]:.2f}"))
+    columns.append(("seconds in two microbatches", of(2, "{:.3f}", IN_PARTS)))
+    columns.append(("MiB in two microbatches", of(1, "{:.0f}", IN_PARTS)))
     rows = {f"{name}, {form}": rows for name, forms in results.items() for form, rows in forms.items()}
     return {"A step with dpx, and divided by the same without privacy": report.table(rows, columns)}
 

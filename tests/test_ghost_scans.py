@@ -465,6 +465,18 @@ def loop_over_layers():
     return layer(apply, {"w": normal(1, 3, 4, 4), "b": normal(2, 3, 4)}, 4)
 
 
+@animal("outer", "gradient")
+def loop_over_layers_in_another_order():
+    """Each bias is taken from its stack twice."""
+
+    def apply(p, x):
+        for number in (2, 0, 1):
+            x = jnp.tanh(x @ p["w"][number] + p["b"][number]) * (1 + p["b"][number])
+        return x
+
+    return layer(apply, {"w": normal(1, 3, 4, 4), "b": normal(2, 3, 4)}, 4)
+
+
 @animal("shared")
 def loop_with_a_slice_used_twice():
     return layer(lambda w, x: jnp.tanh(x @ w[0]) @ w[0].T * jnp.tanh(x @ w[1]) @ w[1].T, normal(1, 2, 4, 4), 9, 4)
