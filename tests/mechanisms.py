@@ -408,7 +408,7 @@ def case_of_method(entry: catalog.Entry, sampling: Any = POISSON) -> Case:
 
     Without a `clip_norm`, its bound must be 1. What has another bound, or schedules of its own, needs a case by hand.
     """
-    of_the_contract = {"noise_multiplier": 1.3, "sampling": sampling, "steps": 8, "basis": ALIGNED}
+    of_the_contract = {"noise_multiplier": 1.3, "sampling": sampling, "steps": 8, "basis": ALIGNED, "bands": 3}
     if entry.samplings:
         of_the_contract["sampling"] = {"cyclic": CYCLIC, "ordered": ORDERED}[entry.samplings[0]]
     arguments = entry.arguments | {name: of_the_contract[name] for name in of_the_contract if name in entry.parameters}

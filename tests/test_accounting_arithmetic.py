@@ -19,6 +19,7 @@ from dpx.accounting.events import billed
 from dpx.accounting.profiles import GaussianProfile
 from dpx.accounting.releases import largest_shift, released
 from dpx.accounting.selection import most_trials
+from dpx.xla.totals import ETA
 
 COARSE = Normals(evaluation=0.0, bits=17, finer=(), pairs=1)  # 2^17 radii times 2^17 angles
 WIDTH = 106  # the largest integer that the coarse sampler reaches, in size
@@ -281,6 +282,6 @@ def test_it_is_printed():
     assert answer.of_epsilon <= float(words[1]) < 1.1 * answer.of_epsilon
     assert answer.of_delta <= float(words[2]) < 1.1 * answer.of_delta
     line = re.search(r"rounding: eta = (\S+) of the clip norm, .* (\S+) of epsilon in the first step\n\)", str(made))
-    assert line is not None and float(line[1]) == pytest.approx(2**-10, rel=1e-3)
+    assert line is not None and float(line[1]) == pytest.approx(ETA, rel=1e-3)
     assert float(line[2]) == pytest.approx(addition(1, 1.0).epsilon(0.0), rel=0.05)
     assert arithmetic.LARGEST_RELEASE == 2**32

@@ -20,6 +20,7 @@ from dp_accounting.dp_event import TruncatedSubsampledGaussianDpEvent
 
 import dpx
 from dpx import catalog, keys
+from dpx.accounting.error_feedback.rounding import ERROR
 from dpx.audit.contract import inputs
 from dpx.audit.contract.check import LINES
 from dpx.audit.contract.lines import require_same_program
@@ -96,7 +97,8 @@ def norms(tree) -> np.ndarray:
 
 def deviation(case: Case, step: int) -> float:
     """The standard deviation of the noise on the sum."""
-    return case.multiplier(step) * case.clip(step) * (1 + ETA)
+    of_error = ERROR if case.withheld is not None else 0.0  # for the rounding of the error that is fed back
+    return case.multiplier(step) * case.clip(step) * (1 + ETA + of_error)
 
 
 # The facts of a case.

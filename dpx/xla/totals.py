@@ -66,7 +66,7 @@ RESERVE = 2.0**-18
 UNIT = 2.0**-24  # the largest relative error of a float32 rounding
 PRODUCTS = 2  # roundings of a term before it is added
 MOST_ROWS = 96  # of a block
-SMALL_SUMS = 2**17  # numbers: so many sums of blocks are made at once, because a loop takes longer to compile
+SMALL_SUMS = 2**16  # numbers: so many sums of blocks are made at once, because a loop takes longer to compile
 
 
 class Total(NamedTuple):
