@@ -255,6 +255,21 @@ def test_renyi_divergences_are_above_the_integrals(sigmas, steps):
     assert bound[1:4] == pytest.approx(truth[1:4], rel=1e-3) and bound[4] < 1.15 * truth[4]
 
 
+@pytest.mark.parametrize("steps", [10**5, 10**7, 10**9])
+@pytest.mark.parametrize("sigma", [1.0, 4.0, 8.0])
+def test_the_rounding_of_many_steps_is_billed(sigma, steps):
+    """The exact second moment of S is 1 + (e^(1 / s^2) - 1) / t."""
+    exact = math.log1p(math.expm1(sigma**-2) / steps)
+    assert moments.removal(((sigma, steps),), steps, 2) >= exact * (1 - 1e-12)
+
+
+def test_a_loss_that_overflows_is_not_private():
+    """At this noise, a grid point is beyond the largest number; what is not a number is no bill of 0."""
+    event = RandomAllocationDpEvent(((0.05, 2),), 2)
+    with np.errstate(all="ignore"):
+        assert accounting.event_epsilon(event, delta=1e-140) > accounting.event_epsilon(event, delta=1e-100) > 500
+
+
 def test_renyi_divergences_at_large_orders_and_many_steps():
     """Those of the law are a little larger; no order has more than one Gaussian release."""
     law = allocation._ratios(((2.0, 1000),), 1000, 40)

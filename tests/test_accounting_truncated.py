@@ -10,7 +10,7 @@ import pytest
 from dp_accounting import ComposedDpEvent, GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
 from dp_accounting.dp_event import TruncatedSubsampledGaussianDpEvent
 from dp_accounting.pld import PLDAccountant
-from scipy import special
+from scipy import special, stats
 
 import dpx
 from dpx import accounting
@@ -90,6 +90,14 @@ def test_poisson_sampling_is_no_bill():
     bills = [accounting.event_delta(e, epsilon=1.0) for e in (event(3, 0.5, 1, 1.0), poisson(0.5, 1.0))]
     assert bills[0] >= removed > truth and removed > 1.05 * accounting.event_delta(poisson(1 / 3, 1.0), epsilon=1.0)
     assert bills[0] > bills[1]
+
+
+@pytest.mark.parametrize("examples, batch, more", [(93_400_000, 62e6, 9), (40_000_000, 20e6, 10), (10**9, 1e7, 100)])
+def test_the_tail_of_a_large_batch(examples, batch, more):
+    """The probability of a full batch, by another function: `scipy.special.bdtrc` has .39 of .499 in the first case."""
+    event = TruncatedSubsampledGaussianDpEvent(examples, batch / examples, int(batch) + more, 2.0)
+    loss, others = read_step(event, "zero_out"), stats.binom(examples - 1, batch / examples)
+    assert others.sf(int(batch) + more - 1) <= loss.full <= others.sf(int(batch) + more - 1) * (1 + 1e-6)
 
 
 def test_two_steps_are_billed_above_two_steps_of_the_worst_data():

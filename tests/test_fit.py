@@ -165,7 +165,9 @@ def test_callbacks_see_the_run_and_can_end_it(tmp_path):
     assert result.steps == 4 and [progress.step for progress in seen] == [2, 4]
     last = seen[-1]
     same((last.params, last.state), (result.params, result.state))
-    assert last.epsilon == result.epsilon == dpx.epsilon(optimizer, 4, delta=1e-5, accountant="rdp")
+    assert last.epsilon == dpx.epsilon(optimizer, 4, delta=1e-5, accountant="rdp") < result.epsilon
+    assert result.epsilon == dpx.epsilon(optimizer, 8, delta=1e-5, accountant="rdp")  # a stop may depend on releases
+    assert result.report.steps == 8
     losses = last.unreleased.losses[np.asarray(last.unreleased_included)]
     assert last.unreleased_loss == pytest.approx(float(losses.mean()))
     assert last.metrics == {"accuracy": result.history[-1]["accuracy"]}

@@ -137,12 +137,15 @@ def _read(event: TruncatedSubsampledGaussianDpEvent, relation: Relation) -> Step
         raise ValueError(
             "noise must be finite and at least 0, at a rate in (0, 1], on 1 to dataset_size rows; got " + str(event)
         )
-    full, cut = special.bdtrc([most - 1, most], [examples - 1, examples], rate) * (1 + _ROUNDING)
+    # P(Bin(n, q) >= k) by the incomplete beta function: bdtrc is wrong by up to a third where n and n q are above 10^7.
+    k, n = np.array([most, most + 1.0]), np.array([examples - 1.0, examples])
+    full, cut = np.where(k > n, 0.0, special.betainc(k, np.maximum(n - k + 1, 1), rate)) * (1 + _ROUNDING)
     if full <= 0:  # the probability of a batch that is cut is below 1e-300
         return SampledGaussian(sigma, rate, relation)
     if rate == 1:  # a sample of fixed size
         return FixedSizeGaussian(sigma / 2, most / examples)
-    return TruncatedGaussian(sigma, rate, min(1.0, full), min(rate, cut / full * most / examples), relation)
+    if_full = min(rate, cut / full * most / examples * (1 + 3 * _ROUNDING))
+    return TruncatedGaussian(sigma, rate, min(1.0, full), if_full, relation)
 
 
 register(TruncatedSubsampledGaussianDpEvent, _read)

@@ -60,8 +60,9 @@ def fit(
         `sampling.steps(epochs=epochs)`. delta, accountant: None is the budget's.
     evaluate: (params) -> number or dict of numbers, from PUBLIC data only: nobody bills what it reads.
     evaluate_every: steps; None is about an epoch, but at most 40 evaluations. The last step is always evaluated.
-    callbacks: functions of a `dpx.fitting.Progress` after each evaluation. True ends the run; another call
-        continues it. To end it by `unreleased` values, or by other private data, is not billed.
+    callbacks: functions of a `dpx.fitting.Progress` after each evaluation. True ends the run, which then is billed for
+        all planned steps, because the stop may depend on releases; another call continues it. To end it by
+        `unreleased` values, or by other private data, is not billed.
     checkpoints: a folder, as SENSITIVE as the data. With that of the same run, the run continues where it was.
     checkpoint_every: steps. The first and the last step leave a checkpoint too, and in one process a KeyboardInterrupt.
     progress: whether to show a bar, if tqdm is installed.
@@ -94,13 +95,16 @@ def fit(
     rhythm = watcher.rhythm() | {"checkpoint_every": checkpoint_every}
     with contextlib.closing(open_folder(checkpoints, terms, carry, rounding, rhythm)) as folder:
         carry = _train(carry, step, batches, terms, watcher, folder, checkpoint_every)
+    steps = steps_taken(carry.state)
+    # A stop that a callback chose may depend on the releases, and then costs what the plan costs.
+    billed = carry.state if steps == terms.steps else terms.steps
     return FitResult(
         params=carry.params,
         state=carry.state,
-        steps=steps_taken(carry.state),
-        epsilon=terms.epsilon(carry.state),
+        steps=steps,
+        epsilon=terms.epsilon(billed),
         delta=terms.delta,
-        report=privacy_report(optimizer, carry.state, delta=terms.delta, unit=unit_of(data)),
+        report=privacy_report(optimizer, billed, delta=terms.delta, unit=unit_of(data)),
         history=watcher.history,
     )
 

@@ -37,9 +37,10 @@ class FitResult(NamedTuple):
 
     params: like the parameters, private at (epsilon, delta). state: of the optimizer; share
         `dpx.publishable_state(state)`.
-    steps: int, how many the state has made. epsilon: float, an upper bound for these steps at `delta`.
-    report: the `dpx.privacy_report` of the state. history: one dict for each evaluation, with "step", "epsilon", the
-        metrics by their names, and "unreleased_loss", which is NOT private.
+    steps: int, how many the state has made. epsilon: float, an upper bound for these steps at `delta`;
+        for all planned ones if a callback ended the run.
+    report: the `dpx.privacy_report` of the same steps. history: one dict for each evaluation, with "step", "epsilon",
+        the metrics by their names, and "unreleased_loss", which is NOT private.
     """
 
     params: Tree

@@ -156,7 +156,8 @@ class SummedLoss:
             self._bounded = -(rounding + plan.wrapped(self._losses))
 
     def _deltas(self) -> np.ndarray:
-        return np.clip(np.maximum(self._upper - self._lower, 0) + self._bounded, 0, 1)
+        deltas = np.clip(np.maximum(self._upper - self._lower, 0) + self._bounded, 0, 1)
+        return np.where(np.isnan(deltas), 1.0, deltas)  # what cannot be computed is not private
 
     def bounded_share(self, epsilon: float) -> float:
         """The share of delta at epsilon that was not computed but bounded, because it was dropped or rounded."""
@@ -169,7 +170,8 @@ class SummedLoss:
     def delta(self, epsilon: float) -> float:
         k = self._index(epsilon)
         lower = math.exp(epsilon - self._losses[k]) * self._lower[k] if self._lower[k] > 0 else 0.0
-        return float(np.clip(max(0.0, self._upper[k] - lower) + self._bounded[k], 0, 1))
+        found = float(np.clip(np.maximum(0.0, self._upper[k] - lower) + self._bounded[k], 0, 1))
+        return 1.0 if math.isnan(found) else found
 
     def epsilon(self, delta: float) -> float:
         above = np.flatnonzero(self._deltas() > delta)

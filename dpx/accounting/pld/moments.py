@@ -32,6 +32,7 @@ _SMALL = 35.0  # ln of the share of the largest value at which the integrand end
 _RADIUS = 0.1  # divided by the order, how near ln of the radius is to the best one
 _ZERO = 1e-300  # in place of 0; far below _ROUNDING
 _ROUNDING = 1e-13  # of ln of a moment, relative to its parts
+_OF_A_LOG = 2.0**-50  # of the logarithm of a number near 1, which counts as often as its step
 
 
 def divergences(noise: Noise, steps_per_epoch: int, orders: np.ndarray) -> np.ndarray:
@@ -73,12 +74,15 @@ def removal(noise: Noise, steps_per_epoch: int, order: int) -> float:
     log_f = others * math.exp(high) * np.expm1(angles) - order * angles
     log_f += np.sum(counts * np.log(means), axis=0)
     log_largest = others * math.exp(high) + float(np.sum(counts * (largest + np.log(shares.sum(axis=1)[:, None]))))
-    mean = float(np.mean(np.real(np.exp(log_f)))) + _ROUNDING
+    rounding = _ROUNDING + _OF_A_LOG * (steps_per_epoch + float(counts.sum()))
+    mean = float(np.mean(np.real(np.exp(log_f)))) + rounding
+    if not mean > 0:
+        return math.inf
     parts = special.gammaln(order + 1), -order * math.log(steps_per_epoch), -order * high, log_largest
     log_moment = sum(parts) + math.log(mean)
     if math.isnan(log_moment):  # max(0.0, nan) is 0.0
         return math.inf
-    return (max(0.0, log_moment) + _ROUNDING * (1 + sum(map(abs, parts)))) / (order - 1)
+    return (max(0.0, log_moment) + rounding + _ROUNDING * sum(map(abs, parts))) / (order - 1)
 
 
 def addition(noise: Noise, steps_per_epoch: int, order: float) -> float:
