@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install demo quick check test lint mutants wheel docs clean
+.PHONY: install demo quick check test long lint mutants wheel docs clean
 
 install: .venv/installed
 
@@ -31,7 +31,11 @@ PYTEST := OMP_NUM_THREADS=1 JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.venv/compiled J
 
 test: lint
 	rm -rf .venv/compiled
-	$(PYTEST)
+	$(PYTEST) -m 'not long'
+
+# Larger cases of these (tests/long.txt): every night, and before a release.
+long: install
+	$(PYTEST) -m long
 
 # While editing: every line of the contract for dp_sgd and for what is new in the catalog, the layers that ghost norms know
 # best, the bills of Gaussians and of mixed events, the table of imports, the keys, and whether every deliberate fault still

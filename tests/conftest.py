@@ -27,6 +27,17 @@ MAPPINGS = Path("/proc/self/maps")
 MOST_MAPPINGS = 25_000  # of memory; Linux allows a process 65,530, and a compiled program holds some
 
 
+LONG = tuple(line for line in Path(__file__).with_name("long.txt").read_text().splitlines() if line[:1] != "#")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Marks the tests of long.txt."""
+    for item in items:
+        if item.nodeid.startswith(LONG):
+            item.add_marker("long")
+
+
 def pytest_collection_finish():
     """The modules and the tests stay until the end: no search looks at them again."""
     gc.freeze()

@@ -168,9 +168,8 @@ def usual_rows(examples: int, probability: float) -> int:
     """Rows that a batch of coins exceeds with a probability below 1e-9: a multiple of 8, or all the examples."""
     mean = examples * probability
     sizes = np.arange(round_up(mean, 8), mean + 10 * math.sqrt(mean) + 80, 8)
-    exceeded = scipy.special.betainc(
-        np.minimum(sizes, examples - 1) + 1, examples - np.minimum(sizes, examples - 1), probability
-    )
+    tails = scipy.special.betainc(sizes + 1, np.maximum(examples - sizes, 1), probability)
+    exceeded = np.where(sizes < examples, tails, 0.0)
     return min(examples, int(sizes[np.argmax(exceeded < LARGE)]))
 
 

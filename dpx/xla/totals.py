@@ -124,6 +124,7 @@ def _plus(high: jax.Array, more: jax.Array, *lows: jax.Array) -> tuple[jax.Array
     return total, low - (total - whole)
 
 
+@functools.cache
 def chain(terms: int, more: int) -> float:
     """sqrt(n sum of D^2) for a chain of n = `terms`, each rounded `more` times before: see the proof."""
     squares = (terms - 1 + more) ** 2 + sum((depth + more) ** 2 for depth in range(1, terms))
