@@ -85,3 +85,33 @@ def ways(loss, params, batch, *, made=None, norms: Any = "ghost") -> dict[str, s
             loss, made or mechanism(), params, dpx.Batch(batch, None), norms=norms
         ).rows
     }
+
+
+def score(y):
+    """A loss that no layer's gradient is trivial under."""
+    y = y.astype(jnp.float32).reshape(-1)
+    return jnp.sum(jnp.sin(y) * jnp.cos(jnp.arange(y.size, dtype=jnp.float32))) + 0.1 * jnp.sum(y**2)
+
+
+def zoo(size):
+    """An empty dict of animals, and three functions that make some, on batches of `size` normal examples."""
+    animals = {}
+
+    def animal(*expected, tolerance=TOLERANCE):
+        """Adds a function giving (loss, params, batch). expected: the ways that `norms="ghost"` must use."""
+
+        def register(make):
+            animals[make.__name__] = make, {WAYS[name] for name in expected}, tolerance
+            return make
+
+        return register
+
+    def layer(apply, params, *shape):
+        """score(apply(params, x)) on examples of a shape."""
+        return lambda params, x: score(apply(params, x)), params, normal(99, size, *shape)
+
+    def module(made, *shape):
+        params = random_like(jax.eval_shape(made.init, key(1), jnp.zeros(shape, jnp.float32))["params"])
+        return layer(lambda params, x: made.apply({"params": params}, x), params, *shape)
+
+    return animals, animal, layer, module

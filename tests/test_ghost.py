@@ -24,9 +24,9 @@ from tests.ghost import (
     mechanism,
     noiseless,
     normal,
+    score,
     ways,
 )
-from tests.test_ghost_zoo import score
 
 SIZE = 6
 FEW = settings(max_examples=6, deadline=None, derandomize=True, database=None)

@@ -9,36 +9,10 @@ import pytest
 from flax import linen, nnx
 from jax import lax
 
-from tests.ghost import TOLERANCE, WAYS, assert_agrees, integers, key, normal, random_like, ways
+from tests.ghost import WAYS, assert_agrees, integers, key, normal, random_like, score, ways, zoo
 
-SIZE = 5
-ZOO, BF16 = {}, 4e-2
-
-
-def animal(*expected, tolerance=TOLERANCE):
-    """Adds a function giving (loss, params, batch). expected: the ways that `norms="ghost"` must use."""
-
-    def register(make):
-        ZOO[make.__name__] = make, {WAYS[name] for name in expected}, tolerance
-        return make
-
-    return register
-
-
-def score(y):
-    """A loss that no layer's gradient is trivial under."""
-    y = y.astype(jnp.float32).reshape(-1)
-    return jnp.sum(jnp.sin(y) * jnp.cos(jnp.arange(y.size, dtype=jnp.float32))) + 0.1 * jnp.sum(y**2)
-
-
-def layer(apply, params, *shape):
-    """score(apply(params, x)) on normal examples of a shape."""
-    return lambda params, x: score(apply(params, x)), params, normal(99, SIZE, *shape)
-
-
-def module(made, *shape):
-    params = random_like(jax.eval_shape(made.init, key(1), jnp.zeros(shape, jnp.float32))["params"])
-    return layer(lambda params, x: made.apply({"params": params}, x), params, *shape)
+SIZE, BF16 = 5, 4e-2
+ZOO, animal, layer, module = zoo(SIZE)
 
 
 def tokens(count, *shape):
