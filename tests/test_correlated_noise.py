@@ -1,9 +1,6 @@
 """Correlated noise as a mechanism: its covariance over steps, its bill, and what is refused with it."""
 
 import importlib
-import os
-import subprocess
-import sys
 
 import attrs
 import dp_accounting
@@ -28,7 +25,7 @@ from dpx.keys.noise import GRID
 from dpx.mechanisms import past_noise
 from dpx.xla import doubles
 from dpx.xla.totals import ETA
-from tests.compiling import FLAGS
+from tests.compiling import on_eight_devices
 
 module = importlib.import_module("dpx.mechanisms.correlated_noise")  # the package hides it behind the function
 
@@ -625,13 +622,6 @@ print("the same on 8 devices")
 """
 
 
-def test_the_same_noise_on_eight_devices(pytestconfig):
+def test_the_same_noise_on_eight_devices():
     """And the memory is sharded like the parameters, from the first step on."""
-    result = subprocess.run(
-        [sys.executable, "-c", SHARDED],
-        env=os.environ | {"XLA_FLAGS": f"{FLAGS} --xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"},
-        cwd=pytestconfig.rootpath,
-        capture_output=True,
-        text=True,
-    )
-    assert "the same on 8 devices" in result.stdout, result.stderr
+    assert "the same on 8 devices" in on_eight_devices(SHARDED)

@@ -1,9 +1,6 @@
 """private_updates and private_updates_from: jit, scan, donation and sharding; half precision; bad shapes."""
 
 import functools
-import os
-import subprocess
-import sys
 from typing import Any
 
 import chex
@@ -16,7 +13,7 @@ from flax import nnx
 
 import dpx
 from dpx.xla.microbatches import sum_over_microbatches
-from tests.compiling import FLAGS
+from tests.compiling import on_eight_devices
 from tests.test_dp_sgd import dp_sgd, loss, model
 
 
@@ -435,12 +432,5 @@ print("the same on 8 devices")
 """
 
 
-def test_the_same_noise_on_eight_devices(pytestconfig):
-    result = subprocess.run(
-        [sys.executable, "-c", SHARDED],
-        env=os.environ | {"XLA_FLAGS": f"{FLAGS} --xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"},
-        cwd=pytestconfig.rootpath,
-        capture_output=True,
-        text=True,
-    )
-    assert "the same on 8 devices" in result.stdout, result.stderr
+def test_the_same_noise_on_eight_devices():
+    assert "the same on 8 devices" in on_eight_devices(SHARDED)

@@ -1,9 +1,6 @@
 """What is drawn is what is billed: distribution, divisor, shapes, determinism, relation."""
 
 import math
-import os
-import subprocess
-import sys
 from fractions import Fraction
 
 import dp_accounting
@@ -21,7 +18,7 @@ import dpx
 from dpx import keys
 from dpx.sampling import CyclicPoissonSampling, RandomAllocation, allocation, draws, poisson
 from dpx.sampling.events import RandomAllocationDpEvent
-from tests.compiling import FLAGS
+from tests.compiling import on_eight_devices
 
 KEY = jax.random.key(5)
 KEY_OF_128_BITS = 0x243F6A8885A308D313198A2E03707344
@@ -144,15 +141,8 @@ def test_batches_depend_on_every_bit_of_the_key_and_on_no_setting():
         draws._permutation.cache_clear()
         allocation.allocated.cache_clear()
         assert batches_as_text() == expected
-    flags = f"{FLAGS} --xla_force_host_platform_device_count=8"
-    elsewhere = subprocess.run(
-        [sys.executable, "-c", "import jax; from tests import test_sampling as t; print(t.batches_as_text())"],
-        env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert elsewhere.stdout.strip().splitlines()[-1] == expected
+    printed = on_eight_devices("import jax; from tests import test_sampling as t; print(t.batches_as_text())")
+    assert printed.strip().splitlines()[-1] == expected
 
 
 def batches_as_text():

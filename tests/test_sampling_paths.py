@@ -5,9 +5,6 @@ must be the same integers on the grid.
 """
 
 import functools
-import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +14,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import dpx
-from tests.compiling import FLAGS
+from tests.compiling import on_eight_devices
 
 STEPS = 6
 SAMPLINGS = {
@@ -110,7 +107,7 @@ def test_batches_are_cut_and_exceed_a_chunk_here():
     assert cut == [min(6, count) for count in free] and sum(count > 6 for count in free) >= 2
 
 
-def on_eight_devices():
+def print_on_eight_devices():
     assert len(jax.devices()) == 8
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     sharding = NamedSharding(mesh, PartitionSpec("data"))
@@ -119,16 +116,10 @@ def on_eight_devices():
         print(name, *whole(sampling), *whole(sampling, sharding=sharding), *chunked(sampling, sharding=sharding))
 
 
-def test_eight_devices_have_the_bits_of_one(pytestconfig):
-    result = subprocess.run(
-        [sys.executable, "-c", "from tests import test_sampling_paths as t; t.on_eight_devices()"],
-        env=os.environ | {"XLA_FLAGS": f"{FLAGS} --xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"},
-        cwd=pytestconfig.rootpath,
-        capture_output=True,
-        text=True,
-    )
-    lines = [line.split() for line in result.stdout.splitlines()]
-    assert [name for name, *_ in lines] == list(ON_EIGHT), result.stderr[-4000:]
+def test_eight_devices_have_the_bits_of_one():
+    printed = on_eight_devices("from tests import test_sampling_paths as t; t.print_on_eight_devices()")
+    lines = [line.split() for line in printed.splitlines()]
+    assert [name for name, *_ in lines] == list(ON_EIGHT)
     for name, *numbers in lines:
         expected = list(map(repr, whole(SAMPLINGS[name])))
         assert numbers == 3 * expected, name

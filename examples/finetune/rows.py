@@ -69,8 +69,8 @@ class Rows(NamedTuple):
 def rows_of(corpus: Corpus, tokenizer: Any, *, length: int, layout: Layout = "packed") -> Rows:
     """The rows of all units, each unit's own together, in the order of its texts.
 
-    length: int, at least 2, tokens that a row predicts. A long text goes on in the next row, which begins with the last
-        token of the row before, so that every token but the first is predicted once.
+    length: int, at least 2, how many tokens a row predicts. A longer text fills several rows. Each begins with the last
+        token of the row before it, so that every token but the first is predicted once.
     layout: "packed" writes the texts of a unit one behind the other; "padded" begins a row for each text. No row holds
         texts of two units, in either layout, because the gradient of such a row would belong to two units.
     Raises ValueError for another length or layout.
