@@ -1,10 +1,13 @@
 """`kill -9` at random moments of a run of `dpx.fit`: does the continued run have the numbers of an uninterrupted one?
 
-    python -m tests.kills [--kills N] [--seed N] [--report FILE]
+    python -m tests.kills [--kills N] [--seed N] [--hosts N] [--report FILE]
 
 One run is killed again and again, each time within a few steps after it continued, until N processes were killed. Then
 it may finish. The exit status is 1 if its parameters, its state or its history differ from those of a run that nobody
 interrupted, in any bit.
+
+With `--hosts 2`, the run is one of two processes, each with a device and half of the rows. One of them is killed, by
+chance, and a moment later the other, which goes on or waits.
 
 Every process is forked from a server that has imported jax, because that takes as long as the rest of its life.
 """
@@ -17,6 +20,7 @@ import multiprocessing
 import os
 import random
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -31,14 +35,24 @@ LONGEST = 120.0  # seconds until a process must have said something
 
 
 class Kill(NamedTuple):
-    """first: the step that the process continued at. last: the last step that it reported."""
+    """first: the step that the run continued at. last: the last step that it reported. victim: the process that was
+    killed."""
 
     first: int
     last: int
+    victim: int
 
 
-def run(folder: str | None, steps: int, sender: Connection):
-    """A run that reports each of its steps, and at its end every number that it has."""
+class Place(NamedTuple):
+    """Of a process in a run of several: its number, how many there are, and a port for them."""
+
+    rank: int
+    hosts: int
+    port: int
+
+
+def run(folder: str | None, steps: int, sender: Connection | None, place: Place | None = None):
+    """A run that reports each of its steps, and at its end every number that it has; without `sender`, nothing."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -46,11 +60,16 @@ def run(folder: str | None, steps: int, sender: Connection):
 
     import dpx
 
+    sharding = None if place is None else joined(place)
     random_numbers = np.random.default_rng(0)
     data = random_numbers.normal(size=(40, 3)).astype(np.float32), np.arange(40) % 2
     sampling = dpx.PoissonSampling(examples=40, batch_size=8)
     mechanism = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=2.0, sampling=sampling, key=dpx.secret_key(11))
     optimizer = dpx.chain(mechanism, optax.sgd(0.5, momentum=0.9))
+
+    def say(what):
+        if sender is not None:
+            sender.send(what)
 
     def loss(params, example):
         x, label = example
@@ -66,12 +85,26 @@ def run(folder: str | None, steps: int, sender: Connection):
         accountant="rdp",
         evaluate=lambda params: {"norm": jnp.linalg.norm(params["w"])},
         evaluate_every=1,
-        callbacks=[lambda progress: sender.send(progress.step)],
+        callbacks=[lambda progress: say(progress.step)],
         checkpoints=folder,
         checkpoint_every=EVERY,
+        sharding=sharding,
     )
     leaves = jax.tree.leaves((result.params, result.state))
-    sender.send([np.asarray(leaf).tobytes() for leaf in leaves] + [repr(result.history), repr(result.epsilon)])
+    say([np.asarray(leaf).tobytes() for leaf in leaves] + [repr(result.history), repr(result.epsilon)])
+    if place is not None:
+        jax.distributed.shutdown()  # waits for the others
+
+
+def joined(place: Place) -> Any:
+    """The sharding of rows over the devices of all processes, which this one joins."""
+    import jax
+
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    where = f"localhost:{place.port}"
+    jax.distributed.initialize(where, place.hosts, place.rank, initialization_timeout=60)
+    mesh = jax.make_mesh((place.hosts,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
 
 
 def server() -> Any:
@@ -81,39 +114,53 @@ def server() -> Any:
     return context
 
 
-def started(folder: Path | None, steps: int) -> tuple[Any, Connection]:
+def started(folder: Path | None, steps: int, hosts: int = 1) -> tuple[list[Any], Connection]:
+    """The processes of a run, and what the first one says."""
     context = server()
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=run, args=(None if folder is None else str(folder), steps, sender), daemon=True)
-    process.start()
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    where, processes = None if folder is None else str(folder), []
+    for rank in range(hosts):
+        place = Place(rank, hosts, port) if hosts > 1 else None
+        arguments = where, steps, None if rank else sender, place
+        processes.append(context.Process(target=run, args=arguments, daemon=True))
+        processes[-1].start()
     sender.close()
-    return process, receiver
+    return processes, receiver
 
 
-def finished(folder: Path | None, steps: int) -> tuple[list[int], list[Any]]:
-    """The steps that a process made, and every number at its end."""
-    process, receiver = started(folder, steps)
+def finished(folder: Path | None, steps: int, hosts: int = 1) -> tuple[list[int], list[Any]]:
+    """The steps that a run made, and every number at its end."""
+    processes, receiver = started(folder, steps, hosts)
     said = [heard(receiver)]
     while isinstance(said[-1], int):
         said.append(heard(receiver))
-    process.join()
+    for process in processes:
+        process.join()
     return said[:-1], said[-1]
 
 
-def killed(folder: Path, steps: int, chance: random.Random) -> Kill:
-    """A process that is killed at a random moment after a random step."""
-    process, receiver = started(folder, steps)
+def killed(folder: Path, steps: int, chance: random.Random, hosts: int = 1) -> Kill:
+    """A run of which one process is killed at a random moment after a random step."""
+    processes, receiver = started(folder, steps, hosts)
     first = last = heard(receiver)
     target = min(first + chance.randrange(REACH), steps - 1)
     while last < target:
         last = heard(receiver)
     time.sleep(chance.random() * 0.02)  # seconds: a step takes a few milliseconds, a checkpoint a hundred
-    os.kill(process.pid, signal.SIGKILL)
-    process.join()
+    victim = chance.randrange(hosts) if hosts > 1 else 0
+    os.kill(processes[victim].pid, signal.SIGKILL)
+    if hosts > 1:
+        time.sleep(chance.random() * 0.2)  # the others may go on, or wait
+    for process in processes:
+        process.kill()
+        process.join()
     with contextlib.suppress(EOFError, OSError):  # the kill can cut the last message
         while isinstance(said := receiver.recv(), int):
             last = said
-    return Kill(first - 1, last)
+    return Kill(first - 1, last, victim)
 
 
 def heard(receiver: Connection) -> Any:
@@ -126,13 +173,14 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.kills", description="Does a killed run replay?")
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--hosts", type=int, default=1, help="how many processes make the run")
     parser.add_argument("--report", type=Path, help="write a table here")
     given = parser.parse_args(arguments)
     steps, chance = 4 * given.kills, random.Random(given.seed)
-    _, expected = finished(None, steps)
+    _, expected = finished(None, steps, given.hosts)
     with tempfile.TemporaryDirectory() as folder:
-        kills = [killed(Path(folder) / "run", steps, chance) for _ in range(given.kills)]
-        made, found = finished(Path(folder) / "run", steps)
+        kills = [killed(Path(folder) / "run", steps, chance, given.hosts) for _ in range(given.kills)]
+        made, found = finished(Path(folder) / "run", steps, given.hosts)
     same = found == expected
     if given.report:
         given.report.write_text(report(given, steps, kills, made[0] - 1, same))
@@ -143,22 +191,28 @@ def main(arguments: list[str]) -> int:
 def report(given: argparse.Namespace, steps: int, kills: list[Kill], last_first: int, same: bool) -> str:
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "optax", "orbax-checkpoint"))
     continued = [kill.first for kill in kills[1:]] + [last_first]
+    columns = ["kill", "the run continued at step", "the last step that it reported", "the next one continued at step"]
     rows = [
-        f"| {number} | {kill.first} | {kill.last} | {then} |"
-        for number, (kill, then) in enumerate(zip(kills, continued, strict=True), start=1)
+        [number, kill.first, kill.last, then]
+        for number, (kill, then) in enumerate(zip(kills, continued, strict=True), 1)
     ]
+    command, where = f"--kills {given.kills} --seed {given.seed}", ""
+    if given.hosts > 1:
+        command, where = f"{command} --hosts {given.hosts}", f" in {given.hosts} processes"
+        columns.append("the process that was killed")
+        rows = [[*row, kill.victim] for row, kill in zip(rows, kills, strict=True)]
     verdict = "are those of a run without interruption, bit for bit" if same else "DIFFER from an uninterrupted run"
+    head, *lines = ("| " + " | ".join(map(str, row)) + " |\n" for row in [columns, *rows])
+    table = "".join([head, f"|{'---|' * len(columns)}\n", *lines])
     return f"""# Killed runs
 
-`python -m tests.kills --kills {given.kills} --seed {given.seed} --report FILE`, {datetime.date.today()}, {versions}.
+`python -m tests.kills {command} --report FILE`, {datetime.date.today()}, {versions}.
 
-One run of `dpx.fit` of {steps} steps, with a checkpoint every {EVERY} steps, was killed by SIGKILL {len(kills)} times
-at random moments. Its parameters, optimizer state, history and epsilon at the end
+One run of `dpx.fit` of {steps} steps{where}, with a checkpoint every {EVERY} steps, was killed by
+SIGKILL {len(kills)} times at random moments. Its parameters, optimizer state, history and epsilon at the end
 {verdict}.
 
-| kill | the process continued at step | the last step that it reported | the next one continued at step |
-|---|---|---|---|
-""" + "".join(f"{row}\n" for row in rows)
+{table}"""
 
 
 if __name__ == "__main__":
