@@ -420,6 +420,25 @@ def loop_over_slices():
     return layer(apply, normal(1, 3, 4, 4), 4)
 
 
+@animal("outer")
+def unstacked():
+    def apply(w, x):
+        for each in jnp.unstack(w, axis=1):
+            x = jnp.tanh(x @ each)
+        return x
+
+    return layer(apply, normal(1, 4, 3, 4), 4)
+
+
+@animal("outer")
+def keys_and_values_of_one_array():
+    def apply(w, x):
+        keys, values = jnp.split(w, [4], axis=-1)
+        return jnp.tanh(x @ keys) @ values
+
+    return layer(apply, normal(1, 4, 10), 4)
+
+
 @animal("gram")
 def loop_over_slices_along_another_axis():
     def apply(w, x):
@@ -567,7 +586,14 @@ def test_equals_per_example_gradients(name):
     assert_agrees(loss, params, batch, norms=("ghost",), tolerance=tolerance)
 
 
-SLICED = ("stack", "stack_in_reverse", "stack_in_two_halves", "stack_along_another_axis_flipped", "loop_over_slices")
+SLICED = (
+    "stack",
+    "stack_in_reverse",
+    "stack_in_two_halves",
+    "stack_along_another_axis_flipped",
+    "loop_over_slices",
+    "unstacked",
+)
 
 
 @pytest.mark.parametrize("name", SLICED)

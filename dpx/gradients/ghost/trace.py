@@ -14,7 +14,7 @@ import jax.core
 import jax.numpy as jnp
 from jax.extend import core
 
-from dpx.gradients.ghost.views import Moved, Repeats, Slices, View, is_view
+from dpx.gradients.ghost.views import Moved, Repeats, Slices, View, is_view, spelled_out
 from dpx.trees import Tree
 from dpx.xla.jaxprs import parts_of_scan
 
@@ -197,6 +197,8 @@ class _Tracer:
         body = equation.params.get(CALLS.get(name, ""))
         if followed and isinstance(body, core.ClosedJaxpr):
             return self.walk(body.jaxpr, [Constant(value) for value in body.consts], inputs)
+        if followed and (parts := spelled_out(equation)):
+            return self.walk(parts.jaxpr, [], inputs)
         outputs = self.numbered(len(equation.outvars))
         number = self.append(Equation(equation, tuple(inputs), outputs, counts=self.counts))
         if followed and is_view(equation):

@@ -5,6 +5,7 @@ indexes. Each slice counts as a parameter of its own: the square of the paramete
 the norms of its parts, and a coordinate of its sum is a coordinate of one part's.
 """
 
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -52,6 +53,22 @@ def is_view(equation: core.JaxprEqn) -> bool:
     after: Any = equation.outvars[0].aval
     real = jnp.issubdtype(before.dtype, jnp.floating) and jnp.issubdtype(after.dtype, jnp.floating)
     return real and after.size <= before.size
+
+
+def spelled_out(equation: core.JaxprEqn) -> core.ClosedJaxpr | None:
+    """An equation that cuts its operand into parts, as one view for each part; None for any other equation."""
+    if equation.primitive.name not in ("split", "unstack"):
+        return None
+    aval: Any = equation.invars[0].aval
+    axis, sizes = equation.params["axis"], map(int, equation.params.get("sizes", ()))
+    ends = list(itertools.accumulate(sizes, initial=0))
+
+    def parts(x):
+        if equation.primitive.name == "split":
+            return [lax.slice_in_dim(x, start, end, axis=axis) for start, end in itertools.pairwise(ends)]
+        return [lax.index_in_dim(x, place, axis, keepdims=False) for place in range(x.shape[axis])]
+
+    return jax.make_jaxpr(parts)(jax.ShapeDtypeStruct(aval.shape, aval.dtype))
 
 
 def through(view: View, leaf: Any) -> Any:
