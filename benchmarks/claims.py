@@ -1,4 +1,4 @@
-"""What the five papers claim of their own settings, and what holds: the figures of docs/papers.md.
+"""What the five papers claim of their own settings, and what holds: the figures of docs/papers.md and docs/papers/.
 
 `python -m benchmarks.claims` writes results/claims.md. Nothing is trained.
 """

@@ -18,7 +18,8 @@ from docs._site import errors
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = sorted([*DOCS.glob("*.md"), *DOCS.glob("api/*.md"), *ROOT.glob("*.md")])
+SITE = [*DOCS.glob("*.md"), *DOCS.glob("api/*.md"), *DOCS.glob("papers/*.md")]
+PAGES = sorted([*SITE, *ROOT.glob("*.md")])
 PACKAGES = [
     "dpx",
     *(f"dpx.{name}" for name in ("accounting", "audit", "checking", "coordinates", "fitting", "gradients", "keys")),
@@ -159,7 +160,7 @@ def test_every_page_is_in_the_menu():
         path for path in entries if not path.with_suffix(".md").exists() and not path.with_suffix(".ipynb").exists()
     ]
     assert not missing
-    assert {path.with_suffix("") for path in [*DOCS.glob("*.md"), *DOCS.glob("api/*.md")]} - entries == {DOCS / "index"}
+    assert {path.with_suffix("") for path in SITE} - entries == {DOCS / "index"}
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples" / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)

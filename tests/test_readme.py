@@ -1,4 +1,4 @@
-"""The code of README.md, docs/loops.md, docs/papers.md and docs/ship_it.md runs as it stands; the README's is short."""
+"""The code of README.md, docs/loops.md, docs/papers and docs/ship_it.md runs as it stands; the README's is short."""
 
 import json
 import pathlib
@@ -13,7 +13,7 @@ import dpx
 ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 LOOPS = (ROOT / "docs" / "loops.md").read_text()
-PAPERS = (ROOT / "docs" / "papers.md").read_text()
+PAPERS = sorted((ROOT / "docs" / "papers").glob("*.md"))
 SHIP_IT = (ROOT / "docs" / "ship_it.md").read_text()
 
 
@@ -37,11 +37,23 @@ def test_loops(promoting):
 
 
 def test_papers(promoting):
-    """Every method of the page meets the budget that it was given."""
-    names = {}
-    exec("".join(re.findall(r"```python\n(.*?)```", PAPERS, re.DOTALL)), names)
-    bills = [dpx.epsilon(mechanism, mechanism.budget.steps, delta=1e-5) for mechanism in names["methods"]]
+    """Every method of the pages meets the budget that it was given, and has a key of its own."""
+    mechanisms = []
+    for page in PAPERS:
+        names = {}
+        exec("".join(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)), names)
+        mechanisms += [value for value in names.values() if isinstance(value, dpx.Mechanism)]
+    bills = [dpx.epsilon(mechanism, mechanism.budget.steps, delta=1e-5) for mechanism in mechanisms]
     assert len(bills) == 8 and 1.9 < min(bills) and max(bills) <= 2.0
+    assert len({jax.random.key_data(mechanism.key).tobytes() for mechanism in mechanisms}) == 8
+
+
+@pytest.mark.parametrize("page", PAPERS, ids=lambda path: path.stem)
+def test_pages_of_papers_have_the_same_parts(page):
+    text = page.read_text()
+    parts = ["Claim", "What holds", "The bill", "Our evidence", "When to use it"]
+    assert [name for name in re.findall(r"^\*\*([A-Z][^.*]*)\.?\*\*", text, re.MULTILINE) if name in parts][:5] == parts
+    assert "../../benchmarks/results/" in text and page.name in (ROOT / "docs" / "papers.md").read_text()
 
 
 def test_ship_it(promoting):
