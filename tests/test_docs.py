@@ -97,6 +97,16 @@ def test_links_lead_somewhere(page):
             assert anchor in anchors(other.read_text()), target
 
 
+def test_every_sharp_edge_says_how_bad_it_is():
+    """With a word that the first paragraphs explain, and the worst of a group first."""
+    first, *groups = re.split(r"^## ", (DOCS / "sharp_edges.md").read_text(), flags=re.MULTILINE)
+    words = re.findall(r"^\* \*([\w ]+)\*: ", first, re.MULTILINE)
+    assert words[0] == "False epsilon" and len(groups) == 4
+    for group in groups:
+        said = re.findall(r"^\* (?:\*([\w ]+)\.\* \*\*)?", group, re.MULTILINE)
+        assert said and set(said) <= set(words) and said == sorted(said, key=words.index), group[:60]
+
+
 def blocks(page: str) -> str:
     return "".join(re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL))
 
