@@ -22,7 +22,7 @@ from dp_accounting import DpEvent
 
 from dpx import guards, keys
 from dpx.accounting.budget import Budget
-from dpx.accounting.events import least_addition
+from dpx.accounting.events import words_of_first_step
 from dpx.contributions import sum_contributions
 from dpx.sampling.batch import MISSING, inclusion
 from dpx.sampling.schemes import Sampling
@@ -30,21 +30,18 @@ from dpx.scalars import ScalarOrSchedule, over
 from dpx.states.reading import require_matching
 from dpx.states.record import checked, fingerprints_of, stamped
 from dpx.trees import Tree, batch_size
-from dpx.xla.totals import ETA
 
 
 class Mechanism(optax.GradientTransformationExtraArgs):
     """An optax transformation from per-example gradients to one private gradient, which knows its cost.
 
     `update(grads, state, params, *, included=..., drawn=None) -> (updates, state)`:
-
     grads:    like `params`, with the B examples on axis 0 of every leaf; any real dtype
     included: bool (B,), False for padding; it may be left out where the sampling never pads
     drawn:    `batch.drawn` of a batch of `sampling.take`, which shows if a batch is used twice; or None
     updates:  like `params`, in their dtypes; the private gradient
 
     `private_updates` uses these fields directly:
-
     init:     (params) -> state, which holds one ReleaseState
     encode:   (grad, state) -> encoded; one example, float32, without a batch axis
     norm:     (encoded) -> norms; float32 (), or one for each group (a pytree prefix of `encoded`)
@@ -62,6 +59,9 @@ class Mechanism(optax.GradientTransformationExtraArgs):
     correlated: None; or the `dpx.strategies.Strategy` that correlates the noise over steps, so that coordinates must be
               `Coordinates.fixed`
     budget:   the `dpx.Budget` that the noise was calibrated to, in steps, or None
+
+        >>> mechanism.sampling, mechanism.noise_multiplier, mechanism.budget
+        (PoissonSampling(examples=1000, batch_size=50), 1.0, None)
     """
 
     encode: Callable[[Tree, Tree], Tree]
@@ -153,10 +153,7 @@ class Mechanism(optax.GradientTransformationExtraArgs):
         return self.event(steps)
 
     def __repr__(self) -> str:
-        pipeline, first = "\n  -> ".join(self.stages), self.event(1)
-        rounding = f"eta = {ETA:.3g} of the clip norm, by which the noise is larger, and "
-        rounding += f"{least_addition(first):.2g} of epsilon in the first step"
-        cost = f"cost of the first step: {first}\n  rounding: {rounding}"
+        pipeline, cost = "\n  -> ".join(self.stages), words_of_first_step(self.event(1))
         return f"Mechanism(\n     {pipeline}\n  drawn by {self.sampling}\n  {cost}\n)"
 
 
@@ -199,6 +196,9 @@ def in_coordinates(mechanism: Mechanism, *coordinates: Coordinates) -> Mechanism
     earlier releases. Given those, `encode` maps each example's gradient by itself, and the inner mechanism bounds the
     result: each step is the inner mechanism on a function that was chosen adaptively, which the composition theorems
     allow. `decode` reads the release alone. Raises ValueError for arguments of other types.
+
+        >>> dpx.in_coordinates(mechanism, dpx.coordinates.trainable(mask={"w": True, "b": False})).stages[0]
+        'keep the gradients of the trainable layers: w'
     """
     require_mechanism(mechanism)
     for given in coordinates:

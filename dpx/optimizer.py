@@ -29,6 +29,10 @@ def chain(mechanism: Mechanism, *transforms: optax.GradientTransformation) -> Me
     no parameter whose gradient the mechanism drops at every step (`coordinates.trainable`), so weight decay does not
     move it. Masks that change (`random_freeze`) stop the gradients of a step, but neither decay nor momentum.
     Raises ValueError if `mechanism` is not a Mechanism, if one of the transforms is one, and inside of coordinates.
+
+        >>> optimizer = dpx.chain(mechanism, optax.sgd(0.1, momentum=0.9))
+        >>> optimizer.stages[-1]
+        'optax transforms'
     """
     require_mechanism(mechanism)
     require_transforms(transforms)

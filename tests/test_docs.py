@@ -3,6 +3,7 @@
 Sphinx is not needed for these tests; `make docs` builds the site.
 """
 
+import doctest
 import importlib
 import inspect
 import re
@@ -74,6 +75,33 @@ def test_every_argument_is_explained():
             continue
         missing = [name for name in inspect.signature(function).parameters if not re.search(rf"\b{name}\b", text)]
         assert not missing, path
+
+
+@pytest.fixture(scope="module")
+def beginning():
+    """The names that the examples of the docstrings begin with, as the first page of the reference makes them."""
+    names: dict = {}
+    exec(blocks("api/index.md"), names)
+    return names
+
+
+WITH_EXAMPLES = {path: value for path in listed_names() if ">>> " in (inspect.getdoc(value := found(path)) or "")}
+
+
+@pytest.mark.parametrize("path", WITH_EXAMPLES)
+def test_examples_of_docstrings_are_true(path, beginning, promoting):
+    text = inspect.getdoc(WITH_EXAMPLES[path]) or ""
+    example = doctest.DocTestParser().get_doctest(text, dict(beginning), path, None, 0)
+    output: list[str] = []
+    doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(example, out=output.append)
+    assert not output, "".join(output)
+
+
+def test_the_names_of_the_first_page_have_examples():
+    accounting = "delta dp_sgd_epsilon event_epsilon calibrate max_steps attack_bounds best_of schedule_epsilon".split()
+    names = {value for value in public_names("dpx").values()} | {getattr(dpx.accounting, name) for name in accounting}
+    without = [value for value in names if not any(value is other for other in WITH_EXAMPLES.values())]
+    assert len(names) == 32 and not without
 
 
 def anchors(text: str) -> set[str]:

@@ -88,6 +88,10 @@ def attack_bounds(
 
     Raises ValueError as `dpx.epsilon` does, and for rates outside [0, 1].
     Source: Dong, Roth and Su 2022, https://arxiv.org/abs/1905.02383.
+
+        >>> bounds = dpx.accounting.attack_bounds(mechanism, 200, delta=1e-5)
+        >>> bounds.false_positive_rates, bounds.true_positive_rates
+        ((0.01, 0.001), (0.0830..., 0.0173...))
     """
     rates = require_floats("false_positive_rates", false_positive_rates)
     if rates.ndim != 1 or not np.all((rates >= 0) & (rates <= 1)):

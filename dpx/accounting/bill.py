@@ -42,6 +42,11 @@ def epsilon(
 
     Raises ValueError for a state that another mechanism made, for a relation that the event is not true for, for an
     event that the accountant cannot bill, and for a weight above all weights.
+
+        >>> sampling = dpx.PoissonSampling(examples=1_000, batch_size=50)
+        >>> mechanism = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=1.0, sampling=sampling, key=dpx.secret_key())
+        >>> dpx.epsilon(mechanism, 200, delta=1e-5)
+        4.766...
     """
     event, relation = event_of(optimizer, steps_or_state, relation)
     event = event if weight is None else _of_weight(event, optimizer.sampling, weight)
@@ -67,6 +72,9 @@ def delta(
     weight: the bill of the examples of at most this weight, as for `epsilon`.
 
     Raises ValueError for an epsilon below 0, and as `epsilon` does.
+
+        >>> dpx.accounting.delta(mechanism, 200, epsilon=4.0)  # and epsilon is 4.77 at delta 1e-5
+        9.98...e-05
     """
     epsilon = checks.require_epsilon(epsilon)
     event, relation = event_of(optimizer, steps_or_state, relation)

@@ -21,7 +21,9 @@ M = TypeVar("M", bound=Any)
 class Budget:
     """(epsilon, delta) for a run. Give it where a function that accepts a budget takes a noise multiplier.
 
-        dpx.Budget(epsilon=2.0, delta=1e-5, epochs=5)
+        >>> budget = dpx.Budget(epsilon=2.0, delta=1e-5, epochs=5)
+        >>> dpx.dp_sgd(clip_norm=1.0, noise_multiplier=budget, sampling=sampling, key=key).noise_multiplier
+        1.344...
 
     The mechanism remembers its budget: `sampling.take` and `sampling.batches` refuse the step after the last one.
 

@@ -43,6 +43,11 @@ def calibrate(
     Guarantee: `dpx.epsilon` of the mechanism that is built with the returned number is at most epsilon.
 
     Raises ValueError for arguments outside these ranges, and for a budget that no noise multiplier up to 1e6 meets.
+
+        >>> def make(noise_multiplier):
+        ...     return dpx.dp_sgd(clip_norm=1.0, noise_multiplier=noise_multiplier, sampling=sampling, key=key)
+        >>> dpx.accounting.calibrate(make, steps=100, epsilon=2.0, delta=1e-5)
+        1.344...
     """
     epsilon, delta = checks.require_positive_epsilon(epsilon), checks.require_delta(delta)
     checks.require_accountant(accountant)
@@ -88,6 +93,10 @@ def calibrate_schedule(
     The other arguments are those of `schedule_epsilon`; the buckets are chosen once, near the answer.
 
     Raises ValueError for arguments outside these ranges, and for a budget that no scale meets.
+
+        >>> noise = {"counts": [9, 9, 9], "sampling_rate": 0.01}
+        >>> dpx.accounting.calibrate_schedule([1.2, 1.0, 0.8], epsilon=1.0, delta=1e-5, **noise)
+        CalibratedSchedule(scale=0.970..., interval=Interval(lower=0.9998..., upper=0.9999...))
     """
     epsilon, delta = checks.require_positive_epsilon(epsilon), checks.require_delta(delta)
     checks.require_accountant(accountant)
@@ -185,6 +194,9 @@ def max_steps(
     Guarantee: `dpx.epsilon(optimizer, max_steps(...), delta=delta)` is at most epsilon.
 
     Raises ValueError for arguments outside these ranges, and if 10,000,000 steps still cost at most epsilon.
+
+        >>> dpx.accounting.max_steps(mechanism, epsilon=2.0, delta=1e-5)
+        20
     """
     epsilon = checks.require_positive_epsilon(epsilon)
     require_billable(optimizer)

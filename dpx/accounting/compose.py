@@ -56,7 +56,9 @@ def compose_runs(*runs: Any, shared_batches: bool) -> Composition:
 
     With batches of their own, a run may also be a `Composition`: of an earlier call, or of `dpx.accounting.best_of`.
 
-        dpx.compose_runs((a, state_a), (b, state_b), shared_batches=False).epsilon(delta=1e-5)
+        >>> again = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=1.0, sampling=sampling, key=dpx.secret_key())
+        >>> dpx.compose_runs((mechanism, 200), (again, 200), shared_batches=False).epsilon(delta=1e-5)
+        6.700...
 
     shared_batches: False if every run drew its own batches, with a key of its own. Then all their events compose.
         True if step t of every run used the same batch. Sampling amplifies the releases of one batch only together: a

@@ -30,7 +30,11 @@ def dp_sgd_epsilon(
 ) -> float:
     """An upper bound of epsilon at `delta` for a run of DP-SGD, also one that is over or of another library.
 
-        dpx.accounting.dp_sgd_epsilon(examples=60_000, batch_size=256, noise_multiplier=1.1, epochs=15, delta=1e-5)
+        >>> run = {"examples": 60_000, "batch_size": 256, "noise_multiplier": 1.1, "epochs": 15}
+        >>> dpx.accounting.dp_sgd_epsilon(**run, delta=1e-5)
+        1.134...
+        >>> dpx.accounting.dp_sgd_epsilon(**run, delta=1e-5, sampling="shuffled")
+        20.562...
 
     examples: int, of the data set. batch_size: the expected one, in (0, examples]; whole unless sampling is "poisson".
     noise_multiplier: the standard deviation of the noise on the SUM of the clipped gradients of a batch, divided by the

@@ -22,6 +22,7 @@ from dpx.accounting.releases import WHOLE_RUN_READERS, count_releases, largest_s
 from dpx.accounting.releases import register as register
 from dpx.accounting.truncated import round_to_few_truncated
 from dpx.validation import require_whole
+from dpx.xla.totals import ETA
 
 
 def event_epsilon(
@@ -51,6 +52,10 @@ def event_epsilon(
 
     Raises ValueError for an event that is not true for the relation or that the accountant cannot bill, and for a
     delta, accountant, relation or number of buckets outside its range.
+
+        >>> from dp_accounting import GaussianDpEvent, SelfComposedDpEvent
+        >>> dpx.accounting.event_epsilon(SelfComposedDpEvent(GaussianDpEvent(10.0), 50), delta=1e-5)
+        2.943...
     """
     delta = checks.require_delta(delta)
     return event_profile(event, accountant=accountant, relation=relation, buckets=buckets).epsilon(delta)
@@ -120,9 +125,11 @@ def billed(
     return Implemented(exact, runs * most, runs * mean, largest_shift(event, relation))
 
 
-def least_addition(event: DpEvent) -> float:
-    """What the arithmetic of the noise adds to the epsilon of an event at the usual deltas, at least."""
-    return addition(*released(event)).epsilon(0.0)
+def words_of_first_step(event: DpEvent) -> str:
+    """The event of a first step, and the least that the arithmetic of its noise adds at the usual deltas, in words."""
+    rounding = f"eta = {ETA:.3g} of the clip norm, by which the noise is larger, and "
+    rounding += f"{addition(*released(event)).epsilon(0.0):.2g} of epsilon in the first step"
+    return f"cost of the first step: {event}\n  rounding: {rounding}"
 
 
 def explanation(event: DpEvent, *, delta: float, relation: Relation) -> tuple[str, ...]:

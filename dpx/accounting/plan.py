@@ -119,7 +119,9 @@ def plan_noise(
 ) -> NoisePlan:
     """The least noise for each batch size and number of epochs.
 
-        print(dpx.plan_noise(examples=60_000, epsilon=2.0, delta=1e-5))
+        >>> plan = dpx.plan_noise(examples=60_000, epsilon=2.0, delta=1e-5, epochs=10, batch_sizes=[256, 1024, 4096])
+        >>> plan.suggested.batch_size  # and print(plan) shows a table of all of them
+        1024
 
     examples: int, of the data set. epsilon, delta: the budget. epochs: one number or several, positive.
     batch_sizes: ints in [1, examples]; by default the powers of two from 256 on, and the whole data set.

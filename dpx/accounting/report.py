@@ -136,6 +136,9 @@ def privacy_report(
 
     Raises ValueError as `dpx.epsilon` does, for another unit than the state records, where neither accountant can bill
     the event, for another tuning or name, and for a run that costs more than a trial of the search.
+
+        >>> dpx.privacy_report(mechanism, 200, delta=1e-5, name="a trial")
+        PrivacyReport(name='a trial', unit='one example', epsilon=4.766..., delta=1e-05, steps=200)
     """
     require_billable(mechanism)
     checks.warn_of_large_delta(delta, mechanism.sampling)

@@ -58,6 +58,9 @@ def schedule_epsilon(
 
     Source: connect-the-dots (Doroshenko et al. 2022, https://arxiv.org/abs/2207.04380) and one Fourier transform
     (Koskela, Jalko and Honkela 2020, https://arxiv.org/abs/1906.03049); the proofs are in `pld`.
+
+        >>> dpx.accounting.schedule_epsilon([1.2, 1.0, 0.8], counts=[100, 100, 100], sampling_rate=0.01, delta=1e-5)
+        Interval(lower=1.599..., upper=1.600...)
     """
     delta = checks.require_delta(delta)
     upper, lower = _profiles(noise_multipliers, sampling_rate, counts, accountant, relation, buckets, grid)
@@ -75,7 +78,13 @@ def schedule_delta(
     buckets: int = BUCKETS,
     grid: float | None = None,
 ) -> Interval:
-    """delta at `epsilon` (at least 0) of such a schedule; arguments, guarantee and errors as for `schedule_epsilon`."""
+    """delta at `epsilon` (at least 0) of such a schedule.
+
+    The arguments, guarantee and errors are as for `schedule_epsilon`.
+
+        >>> dpx.accounting.schedule_delta([1.2, 1.0, 0.8], counts=[100, 100, 100], sampling_rate=0.01, epsilon=2.0)
+        Interval(lower=1.55...e-06, upper=1.55...e-06)
+    """
     epsilon = checks.require_epsilon(epsilon)
     upper, lower = _profiles(noise_multipliers, sampling_rate, counts, accountant, relation, buckets, grid)
     return _interval(upper, lower, lambda profile: profile.delta(epsilon))

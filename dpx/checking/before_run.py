@@ -48,6 +48,10 @@ def check_setup(
 
     Raises ValueError if `optimizer` is not a `dpx.Mechanism`, `batch` not a `dpx.Batch`, `params` empty, the loss not
     one real number, or a number outside its range.
+
+        >>> print(dpx.check_setup(loss, optimizer, params, batch, steps=100, delta=1e-5))
+        ok ...
+        * computed from raw data or secret noise: NOT private, for your eyes only
     """
     batch, steps, delta = _require(loss, optimizer, params, batch, steps, delta)
     value = program.of_one_example(loss, with_key=with_key, has_aux=has_aux)

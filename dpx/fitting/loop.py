@@ -77,6 +77,12 @@ def fit(
 
     Raises ValueError for arguments of another type or range, data of another length than the sampling's, steps beyond
     the budget, and the checkpoints of another run; ImportError for checkpoints without orbax-checkpoint.
+
+        >>> budget = dpx.Budget(epsilon=2.0, delta=1e-5, steps=20)
+        >>> private = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=budget, sampling=sampling, key=dpx.secret_key())
+        >>> run = dpx.fit(loss, dpx.chain(private, optax.sgd(0.1)), params, data)
+        >>> run.epsilon, run.steps
+        (1.99..., 20)
     """
     loss_at = (lambda params, state: params) if loss_at is None else loss_at
     options = {"microbatch_size": microbatch_size, "norms": norms, "with_key": with_key, "has_aux": has_aux}

@@ -26,6 +26,11 @@ def augmented(
 
     Raises ValueError for other `copies` and if `loss` or `augment` is not callable.
     De et al. 2022, https://arxiv.org/abs/2204.13650, section 3.2; Hoffer et al. 2020, https://arxiv.org/abs/1901.09335.
+
+        >>> def mirrored(example, key):
+        ...     x, y = example
+        ...     return jnp.where(jax.random.bernoulli(key), x, x[::-1]), y
+        >>> step = dpx.private_updates(dpx.augmented(loss, mirrored, copies=4), optimizer, with_key=True)
     """
     require_function("loss", loss)
     require_function("augment", augment)

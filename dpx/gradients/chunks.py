@@ -136,10 +136,13 @@ def private_updates_in_chunks(
 ) -> PrivateChunks:
     """Builds `private_updates` in two functions, for a batch that does not fit into memory and comes in chunks.
 
-        step, sums = dpx.private_updates_in_chunks(loss, optimizer), None
-        for chunk in chunks:                                    # of ONE batch
-            sums = step.add(params, chunk, state, sums)
-        updates, state = step.release(params, sums, state)      # one noise, one step of the bill
+        >>> step = dpx.private_updates_in_chunks(loss, optimizer)
+        >>> add, release = jax.jit(step.add), jax.jit(step.release)
+        >>> for chunks in sampling.batches(data, key, state, steps=1, chunk_size=32):  # of ONE batch
+        ...     sums = None
+        ...     for chunk in chunks:
+        ...         sums = add(params, chunk, state, sums)
+        ...     updates, state = release(params, sums, state)  # one noise, one step of the bill
 
     The updates are those of one call of `private_updates` with the whole batch, up to float32 rounding; the keys of the
     examples are the same, because they count the rows of the chunks before. Both functions can be jitted, `add` also

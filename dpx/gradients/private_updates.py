@@ -87,6 +87,12 @@ def private_updates(
     `fn` raises it if the batch is not a `dpx.Batch` or does not fit the sampling, and for complex parameters, Flax
     modules or batch statistics among the parameters.
     Ghost norms: https://arxiv.org/abs/1510.01799, https://arxiv.org/abs/2110.05679, https://arxiv.org/abs/2210.00038.
+
+        >>> step = jax.jit(dpx.private_updates(loss, optimizer))
+        >>> updates, state, unreleased = step(params, batch, state)
+        >>> params = optax.apply_updates(params, updates)
+        >>> dpx.epsilon(optimizer, state, delta=1e-5)  # of one step
+        1.03...
     """
     options: Any = {"microbatch_size": microbatch_size, "has_aux": has_aux, "platform": platform}
     row_sum = sum_gradients(loss, optimizer, norms=norms, **options)
@@ -120,6 +126,10 @@ def private_updates_from(
     examples, pad them, and put a mask of your own into the unit. `unreleased.losses` is None.
 
     Raises ValueError as `private_updates` does, and `fn` also if an update has another structure or shape than params.
+
+        >>> def update_of_unit(params, unit):  # a step of SGD on the data of one user
+        ...     return jax.tree.map(lambda gradient: 0.1 * gradient, jax.grad(loss)(params, unit))
+        >>> step = dpx.private_updates_from(update_of_unit, optimizer)
     """
     of_row = of_one_row(update_of_unit, has_aux=has_aux)
     row_sum = RowSum(of_row, optimizer, "update", microbatch_size, require_platform(platform))
@@ -146,6 +156,11 @@ def explain_norms(
     platform: the one that the program is compiled for; None is JAX's default backend.
 
     Raises ValueError for the arguments that `private_updates` refuses.
+
+        >>> print(dpx.explain_norms(loss, optimizer, params, batch))
+        ['b']  per-example gradients          used in add
+        ['w']  norm from |input| |cotangent|
+        ...
     """
     row_sum = sum_gradients(loss, optimizer, microbatch_size=None, norms=norms, has_aux=has_aux, platform=platform)
     state = jax.eval_shape(optimizer.init, params)

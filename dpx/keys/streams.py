@@ -31,6 +31,11 @@ def secret_key(seed: int | np.integer | bytes | None = None) -> jax.Array:
     Everything random in dpx is drawn by a cipher with a key of 128 bits (dpx/keys/cipher.py), which is this one. Other
     keys of JAX are accepted, but hold less: `jax.random.key` keeps only the lowest 32 bits of a seed, and anyone can
     try them all; a key "threefry2x32" has at most 64 secret bits. Raises ValueError for any other seed.
+
+        >>> import secrets
+        >>> seed = secrets.randbits(128)  # keep it as secret as the data, to continue the run later
+        >>> dpx.secret_key(seed).shape
+        ()
     """
     if seed is None:
         seed = secrets.token_bytes(16)

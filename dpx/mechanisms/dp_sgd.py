@@ -57,6 +57,16 @@ def dp_sgd(
         their results removes it. Its "noise" stream is used, another part of it at every step.
 
     Raises ValueError for a number outside its domain (of a schedule, when it is billed), a traced value, or no key.
+
+        >>> sampling = dpx.PoissonSampling(examples=1_000, batch_size=50)
+        >>> print(dpx.dp_sgd(clip_norm=1.0, noise_multiplier=1.0, sampling=sampling, key=dpx.secret_key()))
+        Mechanism(
+             clip to norm 1
+          -> sum over the batch
+          -> add noise of standard deviation 1 x clip norm
+          -> divide by the expected batch size 50
+          drawn by PoissonSampling(examples=1000, batch_size=50)
+        ...
     """
     domain = {"minimum": SMALLEST_CLIP_NORM, "maximum": LARGEST_CLIP_NORM}
     clip_norm = jax.tree.map(lambda c: require_scalar_or_schedule("clip_norm", c, **domain), clip_norm)

@@ -20,6 +20,10 @@ class Batch(NamedTuple):
               another number of rows that count, or with a mechanism of another sampling. To change the examples, use
               `batch._replace(examples=...)`, which keeps this field. Each new row must depend on its own old row alone:
               no mixup, no statistics of the batch. Nothing can check that.
+
+        >>> padded = dpx.Batch(np.ones((4, 3)), included=np.array([True, True, True, False]))
+        >>> padded._replace(examples=2 * padded.examples).examples.shape
+        (4, 3)
     """
 
     examples: Tree

@@ -63,6 +63,11 @@ class PoissonSampling(VaryingSize):
     Raises ValueError for other sizes. Its event is that of Abadi et al. 2016, https://arxiv.org/abs/1607.00133; with
     `most_rows`, dp-accounting's `TruncatedSubsampledGaussianDpEvent`, and the proof is in
     `dpx/accounting/truncated.py`.
+
+        >>> sampling = dpx.PoissonSampling(examples=1_000, batch_size=50)
+        >>> batch = sampling.take(data, key, state)  # 50 rows are expected to count, of 96
+        >>> batch.included.shape, sampling.steps(epochs=5)
+        ((96,), 100)
     """
 
     batch_size: float

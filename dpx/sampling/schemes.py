@@ -35,6 +35,10 @@ class FixedSizeSampling(Sampling):
     mechanism shows 1.8 as the standard deviation divided by the clip norm, and 0.9 in its event. A run costs
     at least as much as one on Poisson samples with half the noise multiplier (`accounting/fixed_size.py`). Raises
     ValueError unless both sizes are whole numbers with 1 <= batch_size <= examples.
+
+        >>> rows, included = dpx.FixedSizeSampling(examples=1_000, batch_size=50).draw(key, 0)
+        >>> rows.shape, bool(included.all())
+        ((50,), True)
     """
 
     batch_size: int
@@ -110,6 +114,9 @@ class ShuffledEpochs(_Epochs):
     An example takes part once an epoch, in a batch that an adversary may know, so no amplification is claimed. An epoch
     is billed as one Gaussian release at its smallest noise multiplier (mu = sqrt(epochs) / sigma), even if it is not
     complete. Raises ValueError for the same sizes as `FixedSizeSampling`.
+
+        >>> dpx.ShuffledEpochs(examples=1_000, batch_size=64).steps(epochs=5)
+        80
     """
 
     one_key: ClassVar[bool] = True
@@ -141,6 +148,9 @@ class FullBatch(Sampling):
     """Every example at every step: the event is that of the Gaussian releases, because nothing is left to chance.
 
     Raises ValueError unless `examples` is a whole number of at least 1.
+
+        >>> dpx.FullBatch(examples=1_000).steps(epochs=5)
+        5
     """
 
     relation: ClassVar[str] = "zero_out"

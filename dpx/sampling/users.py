@@ -37,6 +37,12 @@ class UserData:
     Raises ValueError unless there is one owner for each example, at least one, of integers or of strings (a missing
     owner would make one unit of many people), for a `most` below 1, and for an empty `unit`. Warns if one of more than
     10 owners has more than a tenth of all rows, because it may be a word for a missing owner.
+
+        >>> users = dpx.UserData(np.arange(5.0), ["ann", "bob", "ann", "eve", "ann"], most=2)
+        >>> len(users)
+        3
+        >>> users[1]
+        (array([1., 0.]), array([ True, False]))
     """
 
     def __init__(self, data: Tree, users: Any, *, most: int | None = None, unit: str = "user"):

@@ -23,6 +23,11 @@ def publishable_state(state: Tree) -> Tree:
     Functions and optimizers become None, because their closures may hold a key, and so do PRNG keys: typed ones, and
     raw ones, uint32 (..., 2) or (..., 4), where a name contains "key" or "rng" in any case. Raises ValueError for a
     container of an unknown type, a pytree that is registered without the names of its parts, and an array of objects.
+
+        >>> norms = {"clip_norm": 1.0, "feedback_norm": 1.0, "outer_clip_norm": 1.1}
+        >>> feedback = dpx.methods.dice_sgd(noise_multiplier=1.0, sampling=sampling, key=dpx.secret_key(), **norms)
+        >>> dpx.publishable_state(feedback.init(params)).unreleased_error is None
+        True
     """
     functions = functools.partial | optax.GradientTransformation
     if any(_unreleased(kind.__name__) for kind in type(state).__mro__) or isinstance(state, functions):

@@ -91,6 +91,9 @@ def steps_taken(state: Tree) -> int:
     """How many releases an optimizer state has made, an int.
 
     Raises ValueError where the state does not hold exactly one mechanism's, or something wraps the mechanism.
+
+        >>> dpx.accounting.steps_taken(state)  # of optimizer.init(params)
+        0
     """
     return int(release_state(state).step)
 
