@@ -1,6 +1,8 @@
 """Bounds on attacks: above the exact rates of the best attack, and near them."""
 
+import json
 import math
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -94,6 +96,30 @@ def test_a_mechanism_its_report_and_what_is_refused():
             attack_bounds(mechanism, 50, delta=DELTA, false_positive_rates=rates)
     with pytest.raises(ValueError, match="pass neither beside it"):
         attack_bounds(Composition(RUN, "add_or_remove"), 50, delta=DELTA)
+
+
+def test_the_report_draws_the_curve(tmp_path):
+    """In one call, as one page that needs nothing else; no point is below the bound."""
+    sampling = dpx.PoissonSampling(examples=1000, batch_size=100)
+    mechanism = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=1.5, sampling=sampling, key=dpx.secret_key(1))
+    report = dpx.privacy_report(mechanism, 50, delta=DELTA, unit="<b>patient")
+    wrong, most = zip(*report.attack_curve, strict=True)
+    assert most == attack_bounds(mechanism, 50, delta=DELTA, false_positive_rates=wrong).true_positive_rates
+    page = report.save(tmp_path / "new" / "report.html").read_text()
+    assert page == report.to_html() and page.count("http") == 1 and "<b>" not in page  # the name of SVG's elements
+    picture = ElementTree.fromstring(page[page.index("<svg") : page.index("</svg>") + 6])
+    (line,) = picture.iter("{http://www.w3.org/2000/svg}polyline")
+    points = np.array([point.split(",") for point in line.attrib["points"].split()], float)
+    corner, end = points[-1], np.array([80, 390])  # of the rates 1 and 1, and 1e-4 and 1e-4
+    drawn = 10.0 ** (4 * (points - corner) / np.abs(end - corner) * [1, -1])
+    np.testing.assert_allclose(drawn[:, 0], wrong, rtol=2e-3)
+    assert len(points) == 41 and (drawn[:, 1] >= most).all() and (drawn[:, 1] < np.array(most) * 1.01).all()
+    rows = report.save(tmp_path / "report.md").read_text()
+    assert f"| false-positive rate 10 % | true-positive rate of at most {upper(100 * most[30], 4)} % |" in rows
+    assert json.loads(report.save(str(tmp_path / "report.json")).read_text())["attack_curve"][30] == [0.1, most[30]]
+    for name in ("report.pdf", "report", "html"):
+        with pytest.raises(ValueError, match=f"path must end in .*{name}'"):
+            report.save(name)
 
 
 def test_the_plot():

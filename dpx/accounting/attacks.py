@@ -25,6 +25,7 @@ _LARGEST_EPSILON = 500.0  # beyond it nothing is promised, and e^epsilon is not 
 _ROUNDING = 1e-9  # by which mu is rounded up, relative to 1 + mu
 
 FALSE_POSITIVE_RATES = (0.01, 0.001)  # at which a report states the true positive rate
+CURVE_RATES = tuple(10.0 ** (tenth / 10) for tenth in range(-40, 1))  # at which it draws it
 
 
 class AttackBounds(NamedTuple):
@@ -119,6 +120,14 @@ def bounds_of(profile: Profile, delta: float, false_positive_rates: Sequence[flo
         mu=_mu(growth, deltas, delta),
         delta=delta,
     )
+
+
+def bounds_and_curve(profile: Profile, delta: float) -> tuple[AttackBounds, tuple[tuple[float, float], ...]]:
+    """What a report states, and its curve: pairs (false positive rate, bound of the true positive rate)."""
+    bounds, stated = bounds_of(profile, delta, (*FALSE_POSITIVE_RATES, *CURVE_RATES)), len(FALSE_POSITIVE_RATES)
+    wrong, right = bounds.false_positive_rates, bounds.true_positive_rates
+    shown = bounds._replace(false_positive_rates=wrong[:stated], true_positive_rates=right[:stated])
+    return shown, tuple(zip(wrong[stated:], right[stated:], strict=True))
 
 
 def plot_attack_bounds(bounds: AttackBounds, *, axes: Any = None, label: str | None = None) -> Any:

@@ -12,6 +12,7 @@ _STYLE = (
     "body{font:16px/1.5 sans-serif;max-width:48em;margin:2em auto;padding:0 1em}"
     "th,td{text-align:left;vertical-align:top;padding:.2em 1em .2em 0;border-bottom:1px solid #ccc}"
     "table{border-collapse:collapse}th{font-weight:normal;white-space:nowrap}pre{background:#f4f4f4;padding:.6em;overflow:auto}"
+    "figure{max-width:36em;margin:1em 0}"
 )
 
 
@@ -19,12 +20,14 @@ class Section(NamedTuple):
     """One section of a page.
 
     title: of the section. sentences: one paragraph each. rows: (name, value) pairs, a table. code: lines as they are.
+    picture: an SVG, which the page of HTML shows.
     """
 
     title: str
     sentences: tuple[str, ...] = ()
     rows: tuple[tuple[str, str], ...] = ()
     code: str = ""
+    picture: str = ""
 
 
 def as_text(title: str, sections: Sequence[Section]) -> str:
@@ -60,6 +63,7 @@ def as_html(title: str, sections: Sequence[Section]) -> str:
     for section in sections:
         parts.append(f"<h2>{html.escape(section.title)}</h2>")
         parts += [f"<p>{html.escape(sentence)}</p>" for sentence in section.sentences]
+        parts += [f"<figure>{section.picture}</figure>"] if section.picture else []
         rows = [f"<tr><th>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>" for name, value in section.rows]
         parts += ["<table>", *rows, "</table>"] if rows else []
         parts += [f"<pre>{html.escape(section.code)}</pre>"] if section.code else []

@@ -14,7 +14,7 @@ from dp_accounting import DpEvent
 
 from dpx.accounting import checks
 from dpx.accounting.arithmetic import Answer
-from dpx.accounting.attacks import FALSE_POSITIVE_RATES, AttackBounds, bounds_of
+from dpx.accounting.attacks import AttackBounds, bounds_and_curve
 from dpx.accounting.best_of import Selection
 from dpx.accounting.bill import batches_of, billed_steps, event_of, require_billable
 from dpx.accounting.budget import Budget
@@ -41,7 +41,9 @@ class PrivacyReport:
         finitely many; and the share of the clip norm that is for the rounding of sums; floats, by "epsilon", "delta"
         and "eta".
     budget: the `dpx.Budget` that the noise was calibrated to, the target; None without one, and for a search.
-    attacks: what that means for an attacker. tuning: whether the choice of hyper-parameters is billed, in words.
+    attacks: what that means for an attacker. attack_curve: pairs of floats, the largest true positive rate of any
+        attack at each of 41 false positive rates: (false, true). tuning: whether the choice of hyper-parameters is
+        billed, in words.
     events: the releases, one sentence each. versions: by package. caveats: what lies outside of the guarantee.
     date: of the report, in UTC, such as "2026-01-31". name: of the run, in one line, or None.
 
@@ -57,6 +59,7 @@ class PrivacyReport:
     epsilon: dict[str, float | None]
     arithmetic: dict[str, float]
     attacks: AttackBounds
+    attack_curve: tuple[tuple[float, float], ...]
     tuning: str
     events: tuple[str, ...]
     versions: dict[str, str]
@@ -99,19 +102,28 @@ class PrivacyReport:
         return as_markdown(title_of(self), sections_of(self))
 
     def to_html(self) -> str:
-        """The report as a whole page of HTML, to hand to someone without tools."""
+        """The report as a whole page of HTML with the attack curve, to hand to someone without tools."""
         return as_html(title_of(self), sections_of(self))
 
     _repr_markdown_ = to_markdown
 
+    def save(self, path: str | Path) -> Path:
+        """Writes the report as one page, and returns the path; its folder is created if missing.
+
+        path: one that ends in ".html", with the attack curve as a picture, which needs no other library; in ".md", with
+            the curve as a table; or in ".json". Raises ValueError for another ending.
+        """
+        path = Path(path)
+        forms = {".html": self.to_html, ".md": self.to_markdown, ".json": lambda: self.to_json() + "\n"}
+        if path.suffix not in forms:
+            raise ValueError(f"path must end in one of {list(forms)}, got {str(path)!r}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(forms[path.suffix](), encoding="utf-8")
+        return path
+
     def write(self, folder: str | Path, *, name: str = "privacy_report") -> tuple[Path, Path]:
         """Writes `name`.json and `name`.md into a folder, which is created if missing, and returns their paths."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        paths = folder / f"{name}.json", folder / f"{name}.md"
-        paths[0].write_text(self.to_json() + "\n", encoding="utf-8")
-        paths[1].write_text(self.to_markdown(), encoding="utf-8")
-        return paths
+        return self.save(Path(folder) / f"{name}.json"), self.save(Path(folder) / f"{name}.md")
 
 
 def privacy_report(
@@ -156,6 +168,7 @@ def privacy_report(
     if not answers:
         raise refusals[0]
     least = min(answers.values())
+    attacks, curve = bounds_and_curve(billed(event, relation=relation, curve=True), delta)
     return PrivacyReport(
         mechanism=str(mechanism),
         steps=steps,
@@ -165,7 +178,8 @@ def privacy_report(
         delta=delta,
         epsilon={name: answers[name].epsilon if name in answers else None for name in ("pld", "rdp")},
         arithmetic={"epsilon": least.of_epsilon, "delta": least.of_delta, "eta": ETA},
-        attacks=bounds_of(billed(event, relation=relation, curve=True), delta, FALSE_POSITIVE_RATES),
+        attacks=attacks,
+        attack_curve=curve,
         tuning=words,
         events=summary(event),
         versions={"python": platform.python_version()}

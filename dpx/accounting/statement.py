@@ -9,6 +9,7 @@ from dp_accounting.dp_event import RepeatAndSelectDpEvent, TruncatedSubsampledGa
 
 from dpx.accounting.attacks import upper
 from dpx.accounting.pages import Section
+from dpx.accounting.picture import attack_curve
 from dpx.accounting.releases import count_releases
 from dpx.accounting.selection import OneOfDpEvent
 from dpx.sampling.events import RandomAllocationDpEvent
@@ -88,12 +89,24 @@ def sections_of(report: Any) -> tuple[Section, ...]:
         Section("What is protected", (protected, meaning)),
         Section("Against whom", (everyone,)),
         Section("How much is spent", _spent(report, unit), _numbers(report, unit)),
-        Section("What an attacker can learn", report.attacks.sentences(unit)),
+        _learnt(report, unit),
         Section("The choice of hyper-parameters", (report.tuning,)),
         Section("Outside of the guarantee", report.caveats),
         Section("In the words of the code", rows=_code_words(report)),
         Section("Mechanism", code=report.mechanism),
     )
+
+
+def _learnt(report: Any, unit: str) -> Section:
+    curve = report.attack_curve
+    rows = tuple(
+        (f"false-positive rate {100 * wrong:.4g} %", f"true-positive rate of at most {upper(100 * right, 4)} %")
+        for wrong, right in curve[:-1:10]
+    )
+    meaning = f"A false-positive rate is how often an attack says that one {unit} took part where it did not, and a "
+    meaning += f"true-positive rate is how often it says so where it did. Guessing about one {unit} makes both equal."
+    sentences = (meaning, *report.attacks.sentences(unit))
+    return Section("What an attacker can learn", sentences, rows, picture=attack_curve(curve, unit))
 
 
 def _spent(report: Any, unit: str) -> tuple[str, ...]:
