@@ -61,7 +61,7 @@ def compiled_step(
 
     carry: before the first step; on a mesh, every next one has its shardings. whole: whether all is wanted of a batch.
     """
-    gradient = private_updates(loss, optimizer, **options)
+    gradient = private_updates(loss, optimizer, sharding=sharding, **options)
 
     def step(carry, batch):
         found = gradient(loss_at(carry.params, carry.state), batch, carry.state)
@@ -77,7 +77,7 @@ def compiled_step_in_chunks(
     loss: Callable, optimizer: Mechanism, loss_at: Callable, carry: Carry, sharding: Any, options: dict
 ) -> Callable[[Carry, Iterator[Batch]], tuple[Carry, OfBatch]]:
     """`compiled_step` for a batch that comes in chunks: one function for a chunk, and one for the release."""
-    in_chunks = private_updates_in_chunks(loss, optimizer, **options)
+    in_chunks = private_updates_in_chunks(loss, optimizer, sharding=sharding, **options)
 
     def add(carry, chunk, sums, total):
         sums = in_chunks.add(loss_at(carry.params, carry.state), chunk, carry.state, sums)

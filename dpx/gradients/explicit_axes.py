@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dpx.trees import Tree
+from dpx.trees import Tree, described
 
 
 def call_with_auto_axes(function: Callable[..., Tree], arguments: tuple, place: Callable[..., Tree]) -> Tree:
@@ -32,3 +32,13 @@ def along_examples(shardings: Tree) -> Any:
     """The sharding of arrays with one row for each example. shardings: of the examples, see `place`."""
     first = jax.tree.leaves(shardings)[0]
     return NamedSharding(first.mesh, PartitionSpec(*first.spec[:1]))
+
+
+def devices_of_rows(sharding: Any) -> int | None:
+    """Over how many devices a sharding spreads axis 0; None for None. Raises ValueError for another type."""
+    if sharding is None:
+        return None
+    if not isinstance(sharding, jax.sharding.Sharding):
+        such = "such as NamedSharding(mesh, PartitionSpec('data'))"
+        raise ValueError(f"sharding must be a sharding of the batches, {such}, or None; got {described(sharding)}")
+    return sharding.num_devices // sharding.shard_shape((sharding.num_devices,))[0]

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from dpx.gradients import ghost
-from dpx.gradients.explicit_axes import along_examples, call_with_auto_axes
+from dpx.gradients.explicit_axes import along_examples, call_with_auto_axes, devices_of_rows
 from dpx.gradients.microbatch_size import choose_microbatch_size, require_platform
 from dpx.gradients.results import PrivateUpdates, Unreleased
 from dpx.gradients.rows import of_one_row, rows_of
@@ -60,6 +60,7 @@ def private_updates(
     with_key: bool = False,
     has_aux: bool = False,
     platform: str | None = None,
+    sharding: jax.sharding.Sharding | None = None,
 ) -> PrivateStep:
     """Builds `fn(params, batch, state) -> PrivateUpdates`, the private gradient of `loss(params, example)`.
 
@@ -76,6 +77,9 @@ def private_updates(
     has_aux: the loss returns (value, aux), aux any pytree of arrays; `unreleased.aux` has it for every example.
     platform: "cpu", "cuda", "rocm" or "tpu", if the program is compiled for another one than JAX's default backend, as
         `jax.export` does. The number of microbatches and their loop depend on it, and the result does not.
+    sharding: that of the batches, as for `sampling.batches`. Say it if a mesh has more axes than that of the examples
+        (tensor parallel): without it, all devices are taken to share the examples, and a step takes more memory. The
+        result is the same up to float32 rounding.
 
     params: a pytree of real arrays. batch: a `dpx.Batch` with the B examples on axis 0, which may be sharded. state:
     from `optimizer.init(params)`. The updates are those of `optimizer.update` on stacked per-example gradients, up to
@@ -94,7 +98,7 @@ def private_updates(
         >>> dpx.epsilon(optimizer, state, delta=1e-5)  # of one step
         1.03...
     """
-    options: Any = {"microbatch_size": microbatch_size, "has_aux": has_aux, "platform": platform}
+    options: Any = {"microbatch_size": microbatch_size, "has_aux": has_aux, "platform": platform, "sharding": sharding}
     row_sum = sum_gradients(loss, optimizer, norms=norms, **options)
     return PrivateStep(row_sum, optimizer, with_key)
 
@@ -107,6 +111,7 @@ def private_updates_from(
     with_key: bool = False,
     has_aux: bool = False,
     platform: str | None = None,
+    sharding: jax.sharding.Sharding | None = None,
 ) -> PrivateStep:
     """Builds `fn(params, batch, state) -> PrivateUpdates` from `update_of_unit(params, unit)`, the update of one unit.
 
@@ -121,6 +126,7 @@ def private_updates_from(
     with_key: `update_of_unit` is (params, unit, key), with a PRNG key for each unit, ().
     has_aux: it returns (update, aux), aux any pytree of arrays; `unreleased.aux` has it for every unit.
     platform: "cpu", "cuda", "rocm" or "tpu", if the program is compiled for another one than JAX's default backend.
+    sharding: that of the batches, as for `private_updates`.
 
     batch: a `dpx.Batch` with the units on axis 0. A unit is a pytree of arrays; if units have different numbers of
     examples, pad them, and put a mask of your own into the unit. `unreleased.losses` is None.
@@ -132,7 +138,8 @@ def private_updates_from(
         >>> step = dpx.private_updates_from(update_of_unit, optimizer)
     """
     of_row = of_one_row(update_of_unit, has_aux=has_aux)
-    row_sum = RowSum(of_row, optimizer, "update", microbatch_size, require_platform(platform))
+    where = require_platform(platform), devices_of_rows(sharding)
+    row_sum = RowSum(of_row, optimizer, "update", microbatch_size, *where)
     return PrivateStep(row_sum, optimizer, with_key)
 
 

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 from jax.extend import core
 
 from dpx.contributions import sum_contributions
 from dpx.gradients import ghost
+from dpx.gradients.explicit_axes import devices_of_rows
 from dpx.gradients.microbatch_size import ForwardCost, choose_microbatch_size, forward_cost, require_platform
 from dpx.gradients.rows import called_with, of_one_row, shapes_of_one
 from dpx.guards import require_real
@@ -17,6 +18,7 @@ from dpx.trees import Tree, described
 from dpx.validation import require_whole
 from dpx.xla.convolutions import reordered
 from dpx.xla.microbatches import sum_over_microbatches
+from dpx.xla.totals import rows_over
 
 Norms = Literal["auto", "ghost", "vmap"]
 
@@ -30,6 +32,7 @@ class RowSum:
     norms: as in `private_updates`; "update" if `of_row` returns an update and not a loss.
     microbatch_size: int, how many rows are in memory at once; None for a choice by their cost.
     platform: the one that the program is compiled for.
+    devices: over how many devices the rows are spread; None if it is not known.
     """
 
     of_row: Callable
@@ -37,6 +40,7 @@ class RowSum:
     norms: Norms | Literal["update"]
     microbatch_size: int | None
     platform: str
+    devices: int | None = None
 
     def __post_init__(self):
         require_mechanism(self.optimizer)
@@ -54,9 +58,10 @@ class RowSum:
         on_cpu = self.platform == "cpu"
         in_loop = reordered if on_cpu and cost.convolves else core.jaxpr_as_fun
         unroll = on_cpu and not cost.loops
-        return sum_over_microbatches(
-            microbatch, (rows, included), max(1, size), unroll=unroll, in_loop=in_loop, like=params
-        )
+        with rows_over(self.devices):
+            return sum_over_microbatches(
+                microbatch, (rows, included), max(1, size), unroll=unroll, in_loop=in_loop, like=params
+            )
 
     def plan(self, params: Tree, state: Tree, rows: tuple) -> tuple[ghost.GhostPlan | str, ForwardCost]:
         """How the norms are computed, or the reason why every parameter needs per-example gradients; and the cost of
@@ -100,12 +105,14 @@ def sum_gradients(
     norms: Norms,
     has_aux: bool,
     platform: str | None = None,
+    sharding: Any = None,
 ) -> RowSum:
     """The clipped sum of the gradients of a loss of one example, as `private_updates` describes the arguments."""
     if norms not in ("auto", "ghost", "vmap"):
         raise ValueError(f'norms must be "auto", "ghost" or "vmap", got {described(norms)}')
     of_row = of_one_row(loss, has_aux=has_aux)
-    return RowSum(of_row, optimizer, norms, microbatch_size, require_platform(platform))
+    devices = devices_of_rows(sharding)
+    return RowSum(of_row, optimizer, norms, microbatch_size, require_platform(platform), devices)
 
 
 def _require_like(params: Tree, made: Tree):

@@ -25,9 +25,13 @@ MARGIN = 16  # units
 
 def norm(arrays: list[jax.Array], scales: list[jax.Array] | None = None) -> jax.Array:
     """The root of the sum of all squares of float32 arrays, float32 (). scales: they multiply the arrays; or None."""
-    parts, roundings = [], 0
+    parts, roundings, devices = [], 0, jax.device_count()
     for number, x in enumerate(arrays):
-        if x.size:
+        if x.size and devices > 1:
+            squares, rounded = _along_axes(x, None if scales is None else scales[number], devices)
+            parts.append(squares)
+            roundings = max(roundings, rounded)
+        elif x.size:
             width = _width(x.size)
             # Without the barrier, XLA squares before it reshapes, and the sum is ten times slower on a CPU.
             rows = lax.optimization_barrier(_in_rows(x, width))
@@ -50,6 +54,27 @@ def norm(arrays: list[jax.Array], scales: list[jax.Array] | None = None) -> jax.
 def raised(norm: jax.Array, roundings: int) -> jax.Array:
     """`norm`, float32, or more than it, for a sum of squares each of which was rounded so often."""
     return lax.mul(norm, lax.full_like(norm, 1 + (roundings / 2 + MARGIN) * UNIT))
+
+
+def _along_axes(x: jax.Array, scale: jax.Array | None, devices: int) -> tuple[jax.Array, int]:
+    """The sum of the squares, float32 (1,), one axis after another; and how often a square is rounded at most.
+
+    No axes become one, because XLA would gather an array that is sharded along the second of them. A long axis is cut
+    into a multiple of `devices` parts, because each device then adds its own.
+    """
+    x = lax.optimization_barrier(x)
+    squares, roundings = lax.square(x if scale is None else x * scale), 0
+    while squares.ndim:
+        last, size = squares.ndim - 1, squares.shape[-1]
+        if size > SINGLE:
+            count = devices * math.ceil(size / (devices * SINGLE))
+            missing = -size % count
+            squares = lax.pad(squares, np.float32(0), [*[(0, 0, 0)] * last, (0, missing, 0)]) if missing else squares
+            squares = lax.reshape(squares, (*squares.shape[:-1], count, squares.shape[-1] // count))
+            last += 1
+        roundings += squares.shape[-1]
+        squares = lax.optimization_barrier(lax.reduce_sum(squares, (last,)))
+    return lax.reshape(squares, (1,)), roundings
 
 
 def _width(size: int) -> int:

@@ -51,9 +51,11 @@ NOT covered: a TPU, whose float32 products at the highest precision are sums of 
 chunks in one step, if some have more rows than 16.
 """
 
+import contextlib
+import contextvars
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -67,6 +69,8 @@ UNIT = 2.0**-24  # the largest relative error of a float32 rounding
 PRODUCTS = 2  # roundings of a term before it is added
 MOST_ROWS = 96  # of a block
 SMALL_SUMS = 2**16  # numbers: so many sums of blocks are made at once, because a loop takes longer to compile
+
+_SPREAD: contextvars.ContextVar[int | None] = contextvars.ContextVar("over how many devices the rows are", default=None)
 
 
 class Total(NamedTuple):
@@ -177,9 +181,19 @@ def in_float32(rows: int, blocks: int = 1, loops: tuple[int, ...] = ()) -> bool:
     return rows <= MOST_ROWS and moved(rows, blocks, loops) <= ETA - RESERVE
 
 
+@contextlib.contextmanager
+def rows_over(devices: int | None) -> Iterator[None]:
+    """While it is open, programs are traced whose rows are spread over so many devices; None: over all, if even."""
+    token = _SPREAD.set(devices)
+    try:
+        yield
+    finally:
+        _SPREAD.reset(token)
+
+
 def devices_for(rows: int) -> int:
     """Over how many devices the rows may be sharded evenly; 1 if they are not, or the devices are too many."""
-    devices = jax.device_count()
+    devices = _SPREAD.get() or jax.device_count()
     return devices if devices > 1 and rows % devices == 0 and few_rows(devices) >= devices else 1
 
 

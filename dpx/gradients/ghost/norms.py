@@ -86,6 +86,12 @@ def inner(left: jax.Array, right: jax.Array) -> jax.Array:
     """The inner products, float32 (K, S, T), of the rows of float32 (K, S, n) and (K, T, n)."""
     size, count = left.shape[-1], _segments(left.shape[-1])
     width = math.ceil(size / count)
+    if count > 1 and jax.device_count() > 1:  # a slice of an axis that is sharded would be sent to all devices
+        parts = [jnp.pad(x, ((0, 0), (0, 0), (0, count * width - size))) for x in (left, right)]
+        left, right = (x.reshape(*x.shape[:2], count, width) for x in parts)
+        products = jnp.einsum("ksci,ktci->kcst", left, right, precision=EXACT)
+        # Because of the barrier, XLA does not make one long sum of the sums of the segments.
+        return jnp.sum(jax.lax.optimization_barrier(products), 1)
     parts = [slice(start, start + width) for start in range(0, size, width)]
 
     def of_group(left, right):

@@ -19,7 +19,9 @@ OPERATIONS_PER_BYTE = 12.0  # the cost to move one byte of fresh memory
 CACHED_BYTES = 2**20  # a larger per-example gradient leaves the cache before it is read (benchmarks/transformers.py)
 GRAM_SLOWDOWN = 2.5  # the cost of an operation of a Gram matrix, because these are small (benchmarks/transformers.py)
 PATCH_GRAM_SLOWDOWN = 4.0  # the same for the patches of a convolution
+TOO_LARGE = 1e6  # the cost of a byte of such a gradient: another way is chosen, if there is one
 DENSE_GRADIENT_SLOWDOWN = 1.1  # the cost of an operation of a dense layer's per-example gradient
+KEPT_ON_DEVICES = 2.0  # on several devices, numbers of a gradient for each of its records, from which it costs too much
 CONVOLUTION_GRADIENT_SLOWDOWN = 4.0  # the same for a convolution, because `jax.vmap` turns it into a grouped one
 
 
@@ -189,8 +191,15 @@ def _sum_cost(site: Site) -> float:
 
 def _gradient_memory_cost(site: Site, slices: int) -> float:
     """The cost of writing a per-example gradient, reading it for the norm, and reading it for the sum; of one slice,
-    between whose norm and sum come those of the others."""
+    between whose norm and sum come those of the others.
+
+    A model that needs several devices has no memory for gradients that are larger than what they are computed from: a
+    decoder of 16 layers had 4.5 times the memory of a step that is not private (benchmarks/results/sharded.md).
+    """
     size = 4 * _parameter_size(site)
+    groups, positions, fan_in, fan_out = site.sizes
+    if jax.device_count() > 1 and fan_in * fan_out >= KEPT_ON_DEVICES * positions * (fan_in + fan_out):
+        return TOO_LARGE * size
     return (3 if slices * size <= CACHED_BYTES else 5) * OPERATIONS_PER_BYTE * size
 
 

@@ -1,0 +1,106 @@
+"""Norms and sums of sharded arrays, and what the compiled step of a sharded model sends between devices."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import dpx
+from benchmarks import programs
+from dpx.gradients.ghost import norms
+from dpx.xla import norms as any_size
+from tests.compiling import on_eight_devices
+
+VOCABULARY, WIDTH, HIDDEN, LENGTH, BATCH = 2048, 64, 512, 128, 8
+RANDOM = np.random.default_rng(0)
+
+
+@pytest.fixture
+def eight_devices(monkeypatch):
+    """The forms of eight devices, on one."""
+    monkeypatch.setattr(jax, "device_count", lambda: 8)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1500,), (3, 2100), (2100, 3), (2, 1030, 5), (20_011,)])
+def test_norm_of_a_sharded_array_is_not_below_the_true_one(eight_devices, shape):
+    x, scale = (jnp.asarray(RANDOM.normal(size=(4, *shape)), jnp.float32) for _ in range(2))
+    for found, product in (
+        (jax.vmap(lambda x: any_size.norm([x, x]))(x), x),
+        (jax.vmap(lambda x, scale: any_size.norm([x, x], [scale, scale]))(x, scale), x * scale),
+    ):
+        true = np.sqrt(2 * (np.asarray(product, np.float64).reshape(4, -1) ** 2).sum(1))
+        assert np.all(found >= true) and np.all(found <= true * (1 + 2e-4))
+
+
+def test_squares_are_not_lost_in_a_long_sum(eight_devices):
+    """Many small squares beside a large one, which one float32 sum of all would drop."""
+    x = jnp.full(2**20, 2.0**-13).at[0].set(1.0)
+    assert any_size.norm([x]) >= np.sqrt(1 + (2**20 - 1) * 2.0**-26)
+
+
+def test_inner_products_of_long_sharded_rows(monkeypatch):
+    left, right = (jnp.asarray(RANDOM.normal(size=(2, 3, 2500)), jnp.float32) for _ in range(2))
+    alone = norms.inner(left, right)
+    monkeypatch.setattr(jax, "device_count", lambda: 8)
+    np.testing.assert_allclose(norms.inner(left, right), alone, rtol=1e-5, atol=1e-4)
+
+
+def params():
+    kernels = {"up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH), "embedding": (VOCABULARY, WIDTH)}
+    rng = np.random.default_rng(1)
+    return {name: rng.normal(0, 0.1, size).astype(np.float32) for name, size in kernels.items()}
+
+
+SPECS = {"up": (None, "model"), "down": ("model",), "embedding": ("model",)}
+
+
+def loss(params, tokens):
+    x = params["embedding"][tokens[:-1]]
+    x = x + jax.nn.relu(x @ params["up"]) @ params["down"]
+    logits = jax.nn.log_softmax(x @ params["embedding"].T)
+    return -jnp.take_along_axis(logits, tokens[1:, None], 1).mean()
+
+
+def step(**options):
+    sampling = dpx.PoissonSampling(examples=80, batch_size=BATCH)
+    mechanism = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=1.0, sampling=sampling, key=dpx.secret_key(2**70))
+    optimizer = dpx.chain(mechanism, optax.sgd(1.0))
+    gradient = dpx.private_updates(loss, optimizer, norms="ghost", **options)
+    return lambda params, tokens: gradient(params, dpx.Batch(tokens, np.ones(BATCH, bool)), optimizer.init(params))[0]
+
+
+def tokens():
+    return np.random.default_rng(2).integers(0, VOCABULARY, (BATCH, LENGTH + 1)).astype(np.int32)
+
+
+def print_on_eight_devices():
+    """By the number of devices of the examples: the largest array, the collectives, and the updates."""
+    told = {}
+    for examples in (2,):
+        axes = (AxisType.Auto, AxisType.Auto)
+        mesh = jax.make_mesh((examples, 8 // examples), ("data", "model"), axis_types=axes)
+        rows = NamedSharding(mesh, PartitionSpec("data"))
+        places = {name: NamedSharding(mesh, PartitionSpec(*spec)) for name, spec in SPECS.items()}
+        arguments = jax.device_put(params(), places), jax.device_put(tokens(), rows)
+        program = jax.jit(step(sharding=rows), out_shardings=places).lower(*arguments).compile()
+        found = programs.instructions(program.as_text())
+        sums = {name: float(np.abs(leaf).sum()) for name, leaf in program(*arguments).items()}
+        told[examples] = programs.largest(found).largest, programs.collectives(found), sums
+    print(json.dumps(told))
+
+
+def test_tensor_parallel_keeps_and_sends_no_whole_gradient():
+    """No gradient and no noise is gathered, and no array of all examples' gradients exists beside the logits."""
+    printed = on_eight_devices("from tests import test_sharded_programs as t; t.print_on_eight_devices()")
+    alone = jax.jit(step())(params(), tokens())
+    logits = 4 * BATCH * LENGTH * VOCABULARY // 8
+    for largest, sent, sums in json.loads(printed).values():
+        assert largest <= logits
+        gathered = sum(sent[name][1] for name in ("all-gather", "all-to-all", "collective-permute"))
+        assert gathered <= 4 * BATCH * LENGTH * 4  # the tokens and numbers of each example
+        for name, leaf in alone.items():
+            np.testing.assert_allclose(sums[name], np.abs(leaf).sum(), rtol=1e-4)
