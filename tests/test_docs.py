@@ -170,10 +170,14 @@ TASKS = {
     "several processes distributed host": "docs/loops.md",
     "federated averaging users": "docs/loops.md",
     "user column table": "examples/notebooks/table_of_users.ipynb",
+    "user-level privacy": "examples/notebooks/table_of_users.ipynb",
+    "fedavg": "examples/README.md",
     "epsilon of your old run": "examples/notebooks/accounting.ipynb",
+    "compute epsilon existing run": "examples/notebooks/accounting.ipynb",
     "compose_runs": "docs/api/accounting.md",
     "resume checkpoint": "docs/loops.md",
     "add a method": "CONTRIBUTING.md",
+    "custom mechanism": "CONTRIBUTING.md",
     "audit lower bounds": "docs/auditing.md",
 }
 
