@@ -1,0 +1,1 @@
+"""Optimizers that know the noise, compared behind one mechanism: `python -m examples.optimizers`."""
