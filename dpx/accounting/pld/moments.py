@@ -76,11 +76,9 @@ def removal(noise: Noise, steps_per_epoch: int, order: int) -> float:
     log_largest = others * math.exp(high) + float(np.sum(counts * (largest + np.log(shares.sum(axis=1)[:, None]))))
     rounding = _ROUNDING + _OF_A_LOG * (steps_per_epoch + float(counts.sum()))
     mean = float(np.mean(np.real(np.exp(log_f)))) + rounding
-    if not mean > 0:
-        return math.inf
     parts = special.gammaln(order + 1), -order * math.log(steps_per_epoch), -order * high, log_largest
-    log_moment = sum(parts) + math.log(mean)
-    if math.isnan(log_moment):  # max(0.0, nan) is 0.0
+    log_moment = sum(parts) + (math.log(mean) if mean > 0 else math.inf)
+    if not log_moment < math.inf:  # also what is no number, because max(0.0, nan) is 0.0
         return math.inf
     return (max(0.0, log_moment) + rounding + _ROUNDING * sum(map(abs, parts))) / (order - 1)
 
