@@ -21,7 +21,7 @@ from dpx.audit.contract import correlation
 from dpx.audit.contract.report import Broken
 from dpx.audit.contract.trial import Trial
 from dpx.keys import noise
-from dpx.keys.noise import GRID
+from dpx.keys.grid import GRID
 from dpx.mechanisms import past_noise
 from dpx.xla import doubles
 from dpx.xla.totals import ETA
@@ -134,7 +134,13 @@ def test_a_step_releases_the_sum_in_the_basis_of_c_with_fresh_noise(strategy, mo
         released.append(np.asarray(result["w"], np.float64))
         return result
 
+    def release_and_rest(key, step, total, parts, deviation):
+        result = release(key, step, total(parts), deviation)
+        with jax.enable_x64(True):
+            return result, doubles.less(result, total(parts))
+
     monkeypatch.setattr(keys, "release", release)
+    monkeypatch.setattr(keys, "release_and_rest", release_and_rest)
     mechanism, params, rng, sums = made(strategy), {"w": jnp.zeros(50)}, np.random.default_rng(0), []
     state = mechanism.init(params)
     for _ in range(9):
@@ -169,9 +175,10 @@ def test_the_rounding_of_the_memory_moves_less_than_is_billed(strategy, scale):
                 given[world].append(np.asarray(handed[-1][1]["w"]))
             releases.append(np.float32(given[0][-1] + rng.normal(size=numbers)))
             for world, (exact, total) in enumerate(handed):
-                noise = jnp.asarray(releases[-1], jnp.float64) - (exact if banded else total)["w"]
+                before = doubles.halved(exact if banded else total)
+                noise = doubles.less({"w": jnp.asarray(releases[-1])}, before)
                 record = states[world].release._replace(step=jnp.int32(step + 1))
-                states[world] = past_noise.after(states[world], {"w": noise}, record)
+                states[world] = past_noise.after(states[world], noise, record)
     column, inverse = strategy.column(steps), strategy.inverse_column(steps)
     moved = [
         sum(column[j] * (other[t - j].astype(np.float64) - sums[t - j]) for j in range(t + 1)) for t in range(steps)
@@ -183,11 +190,11 @@ def test_the_rounding_of_the_memory_moves_less_than_is_billed(strategy, scale):
 
 def test_the_noise_is_the_same_by_chunks_and_by_places():
     leaves = [jnp.ones((3, 5)), jnp.zeros(20_000)]
-    shapes = noise._places([leaf.shape for leaf in leaves])
+    shapes = noise.places_of([leaf.shape for leaf in leaves])
     given = keys.words(KEY), jnp.int32(9), jnp.float32(1.3), leaves, None, shapes
-    by_chunks, by_places = (noise._release(*given, devices, (1.0, -0.5, 0.2)) for devices in (1, 2))
+    by_chunks, by_places = (noise.release_leaves(*given, devices, (1.0, -0.5, 0.2)) for devices in (1, 2))
     jax.tree.map(np.testing.assert_array_equal, by_chunks, by_places)
-    alone = noise._release(*given, 1, (1.0,))
+    alone = noise.release_leaves(*given, 1, (1.0,))
     assert not np.allclose(by_chunks[1], alone[1])
 
 

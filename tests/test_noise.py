@@ -179,6 +179,31 @@ def test_the_same_integers_on_several_devices_and_elsewhere():
     jax.clear_caches()
 
 
+def test_a_release_and_its_rest_are_those_of_a_release():
+    """Bit for bit by chunks, on several devices and elsewhere; the rest is the noise with its rounding."""
+    tree = [jax.random.normal(KEY, shape) for shape in ((100, 300), (), (0, 2), (7,))]
+
+    def total(parts):
+        return noise.Total(parts, jax.tree.map(lambda x: x * np.float32(2.0**-30), parts))
+
+    made = keys.release(KEY, 7, total(tree), 0.3)
+    ways = [
+        ("device_count", jax.device_count),
+        ("device_count", lambda: 8),
+        ("lax.platform_dependent", lambda *args, default, **_: default(*args)),
+    ]
+    for name, value in ways:
+        jax.clear_caches()
+        with mock.patch(f"jax.{name}", value):
+            released, rest = keys.release_and_rest(KEY, 7, total, tree, 0.3)
+        for same, one, *numbers, high, low in zip(released, made, *total(tree), *rest, strict=True):
+            np.testing.assert_array_equal(same, one)
+            exact = np.float64(one) - (np.float64(numbers[0]) + np.float64(numbers[1]))
+            np.testing.assert_array_equal(high, np.float32(exact))
+            np.testing.assert_array_equal(low, np.float32(exact - np.float32(exact)))
+    jax.clear_caches()
+
+
 @pytest.mark.parametrize("setting", [True, False])
 def test_the_same_integers_under_jit_and_with_64_bit_numbers(setting):
     total = jax.random.normal(KEY, (5000,))

@@ -17,6 +17,7 @@ import numpy as np
 from dpx import keys
 from dpx.keys.noise import normal_like
 from dpx.trees import Tree, split
+from dpx.xla import doubles
 from dpx.xla.totals import as_total
 
 _AUDITED = jax.make_user_context(default_value=False)
@@ -25,7 +26,12 @@ _ONE_AUDIT = threading.RLock()
 
 @contextlib.contextmanager
 def replacing(**functions: Callable) -> Iterator[None]:
-    """Inside, `dpx.keys` has these functions in this thread, such as `release`: for a trace, never for a run."""
+    """Inside, `dpx.keys` has these functions in this thread, such as `release`: for a trace, never for a run.
+
+    `release_and_rest` is then made of the given `release`.
+    """
+    if "release" in functions:
+        functions["release_and_rest"] = functools.partial(_with_rest, functions["release"])
     with _ONE_AUDIT:
         originals, here = {name: getattr(keys, name) for name in functions}, threading.get_ident()
 
@@ -59,6 +65,13 @@ def _release(draw, past, key, step, total, deviation, *, weights=(1.0,)):
         kept = jnp.where(step >= back, weight, 0.0)
         noise = jax.tree.map(lambda n, p: n + kept * p, noise, past(key, step - back, whole))  # noqa: B023
     return jax.tree.map(lambda s, n: s + deviation * n, whole, noise)
+
+
+def _with_rest(release, key, step, total, parts, deviation):
+    given = total(parts)
+    released = release(key, step, given, deviation)
+    with jax.enable_x64(True):
+        return released, doubles.less(released, given)
 
 
 def without_grid(function: Callable) -> Callable:

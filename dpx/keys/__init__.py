@@ -1,11 +1,12 @@
 """The secret key, the named streams that are derived from it, and the noise that a stream draws.
 
-`streams.py` derives keys by the cipher of `cipher.py`; `noise.py` is the noisy release of every mechanism, and
-`normals.py` makes its normals of blocks of the cipher.
+`streams.py` derives keys by the cipher of `cipher.py`; `noise.py` is the noisy release of every mechanism,
+`normals.py` makes its normals of blocks of the cipher, and `grid.py` rounds it.
 """
 
 from dpx.keys.noise import normal_like as normal_like
 from dpx.keys.noise import release as release
+from dpx.keys.rest import release_and_rest as release_and_rest
 from dpx.keys.streams import SMALL as SMALL
 from dpx.keys.streams import fold_in as fold_in
 from dpx.keys.streams import is_key as is_key

@@ -10,11 +10,6 @@ that costs nothing, and adds at most gamma^2 / 12 = 3.3e-4 deviation^2 of varian
 one by what `normals.py` bounds, and `dpx.accounting.arithmetic` bills that. Without the grid, the released floats would
 show which sums are possible at all (Mironov 2012, https://doi.org/10.1145/2382196.2382264; docs/exact.md).
 
-gamma comes from the bits of the deviation, because a logarithm may be wrong at powers of two. y and y - floor(y) are
-exact, because S has at most 53 bits and gamma is a power of two. k may be rounded where it has more than 53 bits: that
-is a function of k. It is never -0., whose sign could show that of S, because a sum is -0. only if both of its terms
-are, and neither y - floor(y) nor 1/2 is.
-
 Number n of the tree, leaf after leaf, has the noise of number n of one stream, which is a function of the key, of the
 step and of n, and of how many numbers the tree has, if these are fewer than CHUNK_NUMBERS. So it does not depend on how
 the arrays are computed or sharded. The cipher takes the block (step + 1, number of a pair, number of a stream, 0). No
@@ -34,6 +29,7 @@ import numpy as np
 
 from dpx.keys.cipher import threefry4x32
 from dpx.keys.correlation import weighted
+from dpx.keys.grid import rounded
 from dpx.keys.normals import normal, radius_and_angle
 from dpx.keys.streams import words as secret_words
 from dpx.trees import Tree
@@ -48,7 +44,6 @@ LARGEST_RELEASE = 2**32  # numbers, for which the bill is made (dpx/accounting/a
 LARGEST_LEAF = 2**32 - CHUNK_NUMBERS  # numbers, because places in a leaf are uint32
 ONE_STREAM = 2**31  # numbers, because an index of an array is an int32
 REPEATED = 4  # leaves with the shape of an earlier one; for fewer, sharing programs takes longer to compile
-GRID = 4  # the deviation is 2^4 to 2^5 times gamma
 
 
 class Place(NamedTuple):
@@ -85,12 +80,16 @@ def release(
     high, low = as_total(total)
     leaves, structure = jax.tree.flatten(high)
     lows = None if low is None else structure.flatten_up_to(low)
-    places = _places([leaf.shape for leaf in leaves])
+    places = places_of([leaf.shape for leaf in leaves])
+    words, deviation = secret_words(key), as_deviation(deviation)
+    how = places, jax.device_count(), tuple(weights)
+    return structure.unflatten(release_leaves(words, jnp.asarray(step), deviation, leaves, lows, *how))
+
+
+def as_deviation(deviation: jax.Array | float) -> jax.Array:
     if not isinstance(deviation, jax.Array):
         deviation = require_number("deviation", deviation, minimum=0)
-    words, deviation = secret_words(key), jnp.asarray(deviation, jnp.float32)
-    how = places, jax.device_count(), tuple(weights)
-    return structure.unflatten(_release(words, jnp.asarray(step), deviation, leaves, lows, *how))
+    return jnp.asarray(deviation, jnp.float32)
 
 
 def normal_like(key: jax.Array, step: jax.Array | int, tree: Tree) -> Tree:
@@ -100,10 +99,10 @@ def normal_like(key: jax.Array, step: jax.Array | int, tree: Tree) -> Tree:
     """
     leaves, structure = jax.tree.flatten(tree)
     shapes = tuple(jnp.shape(leaf) for leaf in leaves)
-    return structure.unflatten(_float32_normals(secret_words(key), jnp.asarray(step), _places(shapes), shapes))
+    return structure.unflatten(_float32_normals(secret_words(key), jnp.asarray(step), places_of(shapes), shapes))
 
 
-def _places(shapes: Sequence[tuple[int, ...]]) -> tuple[Place, ...]:
+def places_of(shapes: Sequence[tuple[int, ...]]) -> tuple[Place, ...]:
     """The places of leaves of these shapes: in one stream, or each in a stream of its own if they are too large."""
     sizes = [math.prod(shape) for shape in shapes]
     if (largest := max(sizes, default=0)) > LARGEST_LEAF:
@@ -120,7 +119,7 @@ def _half(size: int) -> int:
 
 
 @functools.partial(jax.jit, static_argnums=(5, 6, 7))
-def _release(
+def release_leaves(
     words, step, deviation, highs, lows, places: tuple[Place, ...], devices: int, weights: tuple[float, ...]
 ) -> list[jax.Array]:
     """The released leaves. words: of the key, uint32 (4,). highs, lows: of the `Total`; lows may be None."""
@@ -132,39 +131,46 @@ def _release(
 
     if devices > 1 or not 0 < size < ONE_STREAM:
         each = zip(places, highs, lows or [None] * len(highs), strict=True)
-        return [_rounded(high, low, normals(at, high.shape), deviation) for at, high, low in each]
-
-    def flat(leaves: list[jax.Array], padding: int = 0) -> jax.Array:
-        zeros = [jnp.zeros(padding, jnp.float32)] if padding else []
-        return jnp.concatenate([*(leaf.reshape(-1) for leaf in leaves), *zeros])
-
-    def split(made: jax.Array) -> list[jax.Array]:
-        starts = [at.start for at in places]
-        if len(shapes) - len(set(shapes)) >= REPEATED:
-            # XLA compiles equal kernels once. With starts that are constants, each leaf has a kernel of its own. With
-            # starts that are values, all leaves of one shape share one.
-            starts = jax.lax.cond(opaque_false(step), lambda: [0] * len(shapes), lambda: [at.start for at in places])
-        parts = zip(starts, shapes, strict=True)
-        return [jax.lax.dynamic_slice(made, (start,), (math.prod(shape),)).reshape(shape) for start, shape in parts]
+        return [rounded(high, low, normals(at, high.shape), deviation) for at, high, low in each]
 
     def by_chunks(highs, lows) -> list[jax.Array]:
-        half = places[0].half
-        count = math.ceil(size / (2 * half))
-
-        def rows(leaves):
-            return flat(leaves, 2 * half * count - size).reshape(2 * count, half)
-
-        low = None if lows is None else rows(lows)
-        return split(_chunks(words, step, deviation, rows(highs), low, weights).reshape(-1))
+        low = None if lows is None else in_rows(lows, places)
+        made = made_in_chunks(words, step, deviation, in_rows(highs, places), low, weights)
+        return in_leaves(made, step, places, shapes)
 
     def at_once(highs, lows) -> list[jax.Array]:
-        low = None if lows is None else flat(lows)
-        return split(_rounded(flat(highs), low, normals(places[0], (size,)), deviation))
+        low = None if lows is None else _flat(lows)
+        made = rounded(_flat(highs), low, normals(places[0], (size,)), deviation)
+        return in_leaves(made, step, places, shapes)
 
     return jax.lax.platform_dependent(highs, lows, cpu=by_chunks, default=at_once)
 
 
-def _chunks(words, step, deviation, high: jax.Array, low: jax.Array | None, weights: tuple[float, ...]) -> jax.Array:
+def _flat(leaves: list[jax.Array], padding: int = 0) -> jax.Array:
+    zeros = [jnp.zeros(padding, jnp.float32)] if padding else []
+    return jnp.concatenate([*(leaf.reshape(-1) for leaf in leaves), *zeros])
+
+
+def in_rows(leaves: list[jax.Array], places: tuple[Place, ...]) -> jax.Array:
+    """The leaves one after another, and zeros up to a whole chunk, float32 (2 * chunks, half)."""
+    size, half = sum(leaf.size for leaf in leaves), places[0].half
+    return _flat(leaves, -size % (2 * half)).reshape(-1, half)
+
+
+def in_leaves(made: jax.Array, step, places: tuple[Place, ...], shapes: list[tuple[int, ...]]) -> list[jax.Array]:
+    """The leaves of what `_flat` or `in_rows` has made."""
+    made, starts = made.reshape(-1), [at.start for at in places]
+    if len(shapes) - len(set(shapes)) >= REPEATED:
+        # XLA compiles equal kernels once. With starts that are constants, each leaf has a kernel of its own. With
+        # starts that are values, all leaves of one shape share one.
+        starts = jax.lax.cond(opaque_false(step), lambda: [0] * len(shapes), lambda: [at.start for at in places])
+    parts = zip(starts, shapes, strict=True)
+    return [jax.lax.dynamic_slice(made, (start,), (math.prod(shape),)).reshape(shape) for start, shape in parts]
+
+
+def made_in_chunks(
+    words, step, deviation, high: jax.Array, low: jax.Array | None, weights: tuple[float, ...]
+) -> jax.Array:
     """`high + low` with noise on the grid, float32 like both, (2 * chunks, half), made in the memory of `high`."""
     half = high.shape[1]
 
@@ -184,8 +190,8 @@ def _chunks(words, step, deviation, high: jax.Array, low: jax.Array | None, weig
 
         normals = weighted(draw, here, weights)
         high, *more = (jax.lax.dynamic_slice(x, (2 * number, 0), (2, half)) for x in parts(made))
-        rounded = _rounded(high, more[0] if more else None, normals, deviation)
-        return jax.lax.dynamic_update_slice(made, rounded, (2 * number, 0))
+        of_chunk = rounded(high, more[0] if more else None, normals, deviation)
+        return jax.lax.dynamic_update_slice(made, of_chunk, (2 * number, 0))
 
     def parts(made):
         return (made,) if low is None else (made, low)
@@ -230,25 +236,6 @@ def _block(step: jax.Array, pair: jax.Array, stream: int) -> list[jax.Array]:
     """The block of every pair, uint32 like `pair`."""
     first = jax.lax.broadcast(step.astype(jnp.uint32) + np.uint32(1), pair.shape)
     return [first, pair, jnp.full_like(pair, stream), jnp.zeros_like(pair)]
-
-
-def _rounded(high: jax.Array, low: jax.Array | None, normals: jax.Array, deviation: jax.Array) -> jax.Array:
-    """gamma k of the module's docstring, float32 in the shape of `high`. normals: g, float64. deviation: float32 ()."""
-    bits = jax.lax.bitcast_convert_type(deviation, jnp.int32)
-    exponent = jax.lax.shift_right_logical(bits, np.int32(23)) - np.int32(127 + GRID)
-    with jax.enable_x64(True):
-        gamma, grid = (_power_of_two(sign * exponent) for sign in (1, -1))
-        total = high.astype(jnp.float64)
-        total = total if low is None else total + low.astype(jnp.float64)
-        y = total * grid
-        whole = jnp.floor(y)
-        noise = jnp.floor((y - whole) + (deviation.astype(jnp.float64) * grid) * normals + 0.5)  # +0. and never -0.
-        return ((whole + noise) * gamma).astype(jnp.float32)
-
-
-def _power_of_two(exponent: jax.Array) -> jax.Array:
-    """2^exponent, float64 (), exactly. exponent: int32 (), of at least -1022."""
-    return jax.lax.bitcast_convert_type((exponent.astype(jnp.int64) + 1023) << 52, jnp.float64)
 
 
 def _at_once(arrays: list[jax.Array]) -> list[jax.Array]:

@@ -28,7 +28,7 @@ from dpx.strategies.strategy import Strategy
 from dpx.trees import described
 from dpx.validation import require_number
 from dpx.xla import doubles
-from dpx.xla.totals import ETA, as_total
+from dpx.xla.totals import ETA, Total, as_total
 
 NO_BITS = "the bits of a release: no proof, because past noise is used again; the cost is for noise of real numbers"
 
@@ -134,20 +134,21 @@ def _with_memory(inner: Mechanism, strategy: Strategy, noise_key: jax.Array, dev
     """The fields of the mechanism that keeps past noise. inner: dp_sgd. deviation: of the fresh noise."""
     weights, banded = _weights(strategy), strategy.bands is not None
 
+    def with_past(parts) -> Total:
+        sums, state = parts
+        with jax.enable_x64(True):
+            exact, past = doubles.values(as_total(sums)), memory.added(state, weights)
+            return doubles.halved(jax.tree.map(jnp.add, exact, past))
+
     def release(sums, state, params):
-        with jax.enable_x64(True):
-            exact = doubles.values(as_total(sums[0]))
-            back = memory.added(state, weights)
-            if not banded and len(weights) > 1:
-                # The step is at least 0. But else XLA computes the sum again after the release, and copies the memory
-                # to have it until then: for 7 steps, that took five times as long (benchmarks/correlated_steps.py).
-                back = jax.lax.cond(state.release.step >= 0, lambda x: x, optax.tree.zeros_like, back)
-            total = doubles.halved(jax.tree.map(jnp.add, exact, back))
-        released = keys.release(noise_key, state.release.step, total, deviation)
-        with jax.enable_x64(True):
-            before = exact if banded else doubles.values(total)
-            noise = jax.tree.map(lambda r, s: r.astype(jnp.float64) - s, released, before)
-            state = memory.after(state, noise, state.release.after(inner.noise_multiplier))
+        given = sums[0], state
+        if banded:
+            released = keys.release(noise_key, state.release.step, with_past(given), deviation)
+            with jax.enable_x64(True):
+                noise = doubles.less(released, as_total(sums[0]))
+        else:
+            released, noise = keys.release_and_rest(noise_key, state.release.step, with_past, given, deviation)
+        state = memory.after(state, noise, state.release.after(inner.noise_multiplier))
         updates = jax.tree.map(lambda r: r / inner.sampling.divisor, released)
         return optax.tree.cast_like(updates, params), state
 

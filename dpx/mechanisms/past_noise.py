@@ -53,12 +53,13 @@ def added(state: CorrelatedNoiseState, weights: np.ndarray) -> Tree:
     return jax.tree.map(add, *state.unreleased_noise)
 
 
-def after(state: CorrelatedNoiseState, noise: Tree, release: ReleaseState) -> CorrelatedNoiseState:
-    """The next state. noise: of this step, float64 like the gradients. Inside `jax.enable_x64`."""
+def after(state: CorrelatedNoiseState, noise: Total, release: ReleaseState) -> CorrelatedNoiseState:
+    """The next state. noise: of this step, like the gradients. release: the next record."""
     rows = state.unreleased_noise
 
     def write(row: jax.Array, rows: jax.Array) -> jax.Array:
         return jax.lax.dynamic_update_index_in_dim(rows, row, state.release.step % len(rows), 0)
 
-    written = (jax.tree.map(write, *parts) for parts in zip(doubles.halved(noise), rows, strict=True))
-    return CorrelatedNoiseState(release, Total(*written))
+    return CorrelatedNoiseState(
+        release, Total(*(jax.tree.map(write, *parts) for parts in zip(noise, rows, strict=True)))
+    )

@@ -42,6 +42,11 @@ def halved(exact: Tree) -> Total:
     return Total(jax.tree.map(lambda high: high.astype(jnp.float32), rounded), low)
 
 
+def less(released: Tree, total: Total) -> Total:
+    """A tree of float32 arrays less a total, rounded once and then as by `halved`."""
+    return halved(jax.tree.map(lambda r, before: r.astype(jnp.float64) - before, released, values(total)))
+
+
 def norm(total: Total) -> jax.Array:
     """The root of the sum of all squares of a total of two numbers, float64 ()."""
     parts = [jnp.zeros(1, jnp.float64)]
