@@ -7,7 +7,8 @@ noise on one coordinate.
   divided by its root mean square, so that the clip norm keeps its units, and the stability is `own` times s.
 * DP-AdamBC (arXiv:2312.14334): Adam with m / sqrt(max(v - s^2, floor)). The floor is `own` times s^2.
 * DOPPLER (arXiv:2408.13460): m_t = .9 m_{t-1} + .05 (g_t + g_{t-1}), divided by what it makes of ones; then SGD without
-  momentum, or Adam. It is a filter of first order, which removes the highest frequency.
+  momentum, or Adam with a first decay of 0, because two averages in a row made Adam diverge. It is a filter of first
+  order, which removes the highest frequency.
 * DiSK (arXiv:2410.03883): the gradient of an example is c f'(x + gamma d) + (1 - c) f'(x), with d the last step,
   c = (1 - kappa) / (kappa gamma), kappa 0.7 and gamma 0.5; m_t = (1 - kappa) m_{t-1} + kappa g_t; then SGD or Adam. The
   parameters are both points, the loss is c f(ahead) + (1 - c) f(at), and the coordinates add both gradients. So the
@@ -160,7 +161,7 @@ OPTIMIZERS = {
         "DOPPLER, SGD", lambda rate, noise, own: optax.chain(low_pass(), optax.sgd(10 * rate)), False
     ),
     "doppler-adam": Optimizer(
-        "DOPPLER, Adam", lambda rate, noise, own: optax.chain(low_pass(), optax.adam(rate)), True
+        "DOPPLER, Adam", lambda rate, noise, own: optax.chain(low_pass(), optax.adam(rate, b1=0)), True
     ),
     "disk-sgd": Optimizer("DiSK, SGD", lambda rate, noise, own: disk(sgd(rate)), False, points=True),
     "disk-adam": Optimizer("DiSK, Adam", lambda rate, noise, own: disk(optax.adam(rate)), True, points=True),
