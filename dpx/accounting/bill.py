@@ -9,9 +9,11 @@ import numpy as np
 from dpx.accounting import checks
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.events import billed
+from dpx.accounting.groups import of_unit
 from dpx.accounting.projected import ProjectedGaussianDpEvent
 from dpx.accounting.releases import count_releases
 from dpx.sampling.poisson import PoissonSampling
+from dpx.sampling.schemes import FullBatch
 from dpx.states.reading import release_state, steps_taken
 from dpx.trees import described
 from dpx.validation import require_whole
@@ -25,6 +27,7 @@ def epsilon(
     accountant: Accountant = "tightest",
     relation: Relation | None = None,
     weight: float | None = None,
+    records: int = 1,
 ) -> float:
     """An upper bound of epsilon at `delta` for the first steps of a run; inf if a step adds no noise.
 
@@ -39,9 +42,11 @@ def epsilon(
         numbers: in a program, a deleted row moves all later ones, and the order of the rows is in the last bits of
         their float sum. So the released bits are private for neighbors of "zero_out", where a null keeps the row.
     weight: of `PoissonSampling(..., weights=...)`: the bill of the examples of at most this weight; None is for all.
+    records: int, at least 1, how many of the examples one unit owns at most. Above 1, the bill is that of nulling all
+        of them together (`dpx/accounting/groups.py`), for `PoissonSampling` without `most_rows` and for `FullBatch`.
 
     Raises ValueError for a state that another mechanism made, for a relation that the event is not true for, for an
-    event that the accountant cannot bill, and for a weight above all weights.
+    event that the accountant cannot bill, for a weight above all weights, and for records of another sampling.
 
         >>> sampling = dpx.PoissonSampling(examples=1_000, batch_size=50)
         >>> mechanism = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=1.0, sampling=sampling, key=dpx.secret_key())
@@ -50,6 +55,7 @@ def epsilon(
     """
     event, relation = event_of(optimizer, steps_or_state, relation)
     event = event if weight is None else _of_weight(event, optimizer.sampling, weight)
+    event = _of_records(event, optimizer.sampling, relation, records)
     checks.warn_of_large_delta(delta, optimizer.sampling)
     return billed(event, accountant=accountant, relation=relation).epsilon(delta)
 
@@ -62,6 +68,7 @@ def delta(
     accountant: Accountant = "tightest",
     relation: Relation | None = None,
     weight: float | None = None,
+    records: int = 1,
 ) -> float:
     """An upper bound of delta at `epsilon` (at least 0) for the first steps of a run; 1 if a step adds no noise.
 
@@ -69,7 +76,7 @@ def delta(
     steps_or_state: a number of steps (int, at least 0), or an optimizer state, whose billed steps are read.
     accountant: "tightest", "pld" (privacy loss distributions) or "rdp" (Renyi divergences).
     relation: how neighboring data sets differ; None is the relation that the sampling states.
-    weight: the bill of the examples of at most this weight, as for `epsilon`.
+    weight, records: the bill of the examples of at most this weight, and of a unit of so many, as for `epsilon`.
 
     Raises ValueError for an epsilon below 0, and as `epsilon` does.
 
@@ -79,6 +86,7 @@ def delta(
     epsilon = checks.require_epsilon(epsilon)
     event, relation = event_of(optimizer, steps_or_state, relation)
     event = event if weight is None else _of_weight(event, optimizer.sampling, weight)
+    event = _of_records(event, optimizer.sampling, relation, records)
     return billed(event, accountant=accountant, relation=relation).delta(epsilon)
 
 
@@ -135,6 +143,19 @@ def _of_weight(event: Any, sampling: Any, weight: float) -> dp_accounting.DpEven
         return attrs.evolve(event, sampling_probability=rate) if rate else dp_accounting.NoOpDpEvent()
 
     return lowered(event)
+
+
+def _of_records(event: Any, sampling: Any, relation: Relation, records: int) -> dp_accounting.DpEvent:
+    """The event of the same releases for a unit that owns so many examples."""
+    if require_whole("records", records) == 1:
+        return event
+    independent = isinstance(sampling, PoissonSampling) and not sampling.truncates
+    if not independent and not isinstance(sampling, FullBatch):
+        words = "the bill of several is known for PoissonSampling without most_rows and for FullBatch"
+        raise ValueError(f"records must be 1, because {words}; got {records} with {sampling}")
+    if relation == "replace_one":
+        raise ValueError(f'records must be 1 for relation "replace_one", got {records}: they are nulled, not replaced')
+    return of_unit(event, records=records)
 
 
 def require_billable(optimizer: Any) -> None:

@@ -1,7 +1,6 @@
 """Counts the releases in a tree of dp-accounting's events, and has the list of the reader of each event type.
 
-Every release is either read as one step of a composition (`register`), or as a whole run, which does not compose with
-other events (`register_whole_run`).
+Each is read as one step of a composition (`register`), or as a whole run, which stands alone (`register_whole_run`).
 """
 
 import math
@@ -19,7 +18,7 @@ from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.fixed_size import FixedSizeGaussian
 from dpx.accounting.pld.losses import Losses, SampledGaussian, StepLoss
 from dpx.accounting.profiles import Profile
-from dpx.sampling.events import RandomAllocationDpEvent
+from dpx.sampling.events import GroupGaussianDpEvent, RandomAllocationDpEvent
 
 ReadStep = Callable[[Any, Relation], StepLoss]
 
@@ -158,7 +157,7 @@ def released(event: DpEvent) -> Released:
 
 
 def largest_shift(event: DpEvent, relation: Relation) -> float:
-    """The most that one example moves a release, in standard deviations of its noise.
+    """The most that one example, or all records of a unit, move a release, in standard deviations of its noise.
 
     It is inf if one release has no noise, or is not a Gaussian on all data, on a batch in which chance decides about
     each example alone, or on a truncated Poisson sample, where it may displace another one.
@@ -167,7 +166,9 @@ def largest_shift(event: DpEvent, relation: Relation) -> float:
     for release, _ in _leaves(event, 1):
         truncated = isinstance(release, TruncatedSubsampledGaussianDpEvent)
         effect = 2 if truncated or relation == "replace_one" else 1
-        noise = release.noise_multiplier if truncated or isinstance(release, GaussianDpEvent) else 0.0
+        effect *= release.records if isinstance(release, GroupGaussianDpEvent) else 1
+        gaussian = truncated or isinstance(release, GaussianDpEvent | GroupGaussianDpEvent)
+        noise = release.noise_multiplier if gaussian else 0.0
         if isinstance(release, RandomAllocationDpEvent):
             noise = min(sigma for sigma, _ in release.noise_multiplier)
         largest = max(largest, effect / noise if noise > 0 else math.inf)

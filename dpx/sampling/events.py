@@ -25,6 +25,22 @@ class RandomAllocationDpEvent(DpEvent):
     steps_per_epoch: int
 
 
+@attrs.frozen
+class GroupGaussianDpEvent(DpEvent):
+    """A Gaussian release on a Poisson sample of records, for a unit that owns some of them.
+
+    noise_multiplier: relative to the effect of one record. sampling_probability: in (0, 1), the largest rate of one of
+    its records. records: int, how many it owns at most.
+
+    It is true for nulls in place of all records of the unit. dp-accounting's accountants refuse this event; the bill is
+    in `dpx/accounting/groups.py`.
+    """
+
+    noise_multiplier: float
+    sampling_probability: float
+    records: int
+
+
 def grouped(noise_multipliers: np.ndarray) -> tuple[tuple[float, int], ...]:
     """Noise multipliers, float64 (steps,), as rising pairs (noise multiplier, number of steps)."""
     values, counts = np.unique(noise_multipliers, return_counts=True)

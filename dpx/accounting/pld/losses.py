@@ -85,10 +85,10 @@ class SampledGaussian:
     def masses(self, losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The mass of both distributions below, between and above n increasing losses; float64 (n + 1,) each."""
         x, s, q = self._outputs(losses), self.noise_multiplier, self.rate
-        without, taken = _normal_masses(x / s), _normal_masses((x - 1) / s)
+        without, taken = normal_masses(x / s), normal_masses((x - 1) / s)
         upper = (1 - q) * without + q * taken
         if self.relation == "replace_one":
-            return upper, (1 - q) * without + q * _normal_masses((x + 1) / s)
+            return upper, (1 - q) * without + q * normal_masses((x + 1) / s)
         return upper, without
 
     def grid_points(self, grid: float, tail: float, largest: float) -> tuple[int, np.ndarray]:
@@ -201,7 +201,7 @@ def _exponentials(first: int, count: int, grid: float) -> np.ndarray:
     return np.exp(np.minimum(grid * np.arange(first, first + count), 700))
 
 
-def _normal_masses(z: np.ndarray) -> np.ndarray:
+def normal_masses(z: np.ndarray) -> np.ndarray:
     """The mass of N(0, 1) below, between and above n increasing points, float64 (n + 1,), to a small relative error."""
     tails = special.ndtr(-np.abs(z))
     left, right = z[:-1] <= 0, z[1:] <= 0

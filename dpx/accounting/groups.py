@@ -1,0 +1,200 @@
+"""The bill of a unit that owns several records, where the sampling draws records and not units.
+
+A unit owns at most k records. All of them are nulled in their places ("zero_out"). At one step, each record has a coin
+of its own, of a rate of at most q, and moves the sum by at most 1 in units of the clip norm; the noise has the standard
+deviation s. The pair that dominates the step, in both directions, is
+
+    sum_j P(Bin(k, q) = j) N(j, s^2)   against   N(0, s^2)
+
+(Charles et al. 2024, https://arxiv.org/abs/2407.07737; corollary 4.7 of https://arxiv.org/abs/2310.15526).
+
+Proof. Let the coins of all other records be public, as joint convexity allows. The coins of the unit choose the subset
+S with probability p_S, and the sum moves by c_S, |c_S| <= |S|, because records are nulled one after the other. With x
+from Q = N(0, s^2 I), the density of the step relative to Q is L(x) = sum_S p_S G_S(x),
+G_S(x) = exp(<c_S, x> / s^2 - |c_S|^2 / (2 s^2)). The divergence at e^epsilon = a is E max(L - a, 0), convex in L.
+1. The law of G_S depends on |c_S| alone, and a sum of given laws is largest in convex order where its terms are
+   comonotone. So all c_S may be |c_S| times one direction.
+2. G grows in convex order with |c_S|, because it is lognormal with mean 1. So do comonotone sums with each of their
+   terms. So |c_S| may be |S|, and a unit with fewer records costs less. A record of a lower rate costs less too: it
+   takes part in fewer S, because one uniform number can decide the coins of both rates.
+The other direction is the same pair exchanged. Steps compose, because each has this pair whatever was released before.
+
+Given its coins, a unit moves a release by at most k, which is the shift that `arithmetic` needs. Where Bin(k, q)
+exceeds j with a probability below 1e-40, numbers above j are rounded up, in steps of a quarter. More than 32 distinct
+noise multipliers are rounded down to 32.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+
+import dp_accounting
+import numpy as np
+from dp_accounting import DpEvent, GaussianDpEvent
+from scipy import special, stats
+
+from dpx.accounting import renyi
+from dpx.accounting.checks import Relation
+from dpx.accounting.pld.buckets import bucketed
+from dpx.accounting.pld.losses import Pmf, dominating_pmf, normal_masses
+from dpx.accounting.releases import count_releases, register
+from dpx.sampling.events import GroupGaussianDpEvent, composition
+
+_TAIL, _STAIR = 1e-40, 1.25
+_ROUNDING = 1e-9  # relative, of binomial probabilities and of moments: they are rounded up by it
+_DISTINCT_NOISE_MULTIPLIERS = 32
+_CELLS = 4096  # of the line, for the Renyi divergences
+_FARTHEST = 12.0  # deviations: the first cell begins there, and the last one ends so far above the largest shift
+_CHUNK = 2**15  # outputs at once
+
+
+def of_unit(event: DpEvent, *, records: int) -> DpEvent:
+    """The event of the same releases for a unit that owns up to `records` records, each with coins of its own.
+
+    event: of Gaussians, on all data or on Poisson samples. records: k, int, at least 1.
+
+    Raises ValueError for an event with other releases.
+    """
+    if records == 1:
+        return event
+    releases = count_releases(event)
+    if not releases.private:
+        return dp_accounting.NonPrivateDpEvent()
+    if not releases.gaussian:
+        words = "must have releases of Gaussians on all data or on Poisson samples only, for more than one record"
+        raise ValueError(f"the event {words}; got {event}")
+    losses = releases.losses("add_or_remove")
+    sigmas, rates = np.array([(loss.noise_multiplier, loss.rate) for loss in losses]).reshape(-1, 2).T
+    counts = np.array(list(losses.values()), np.int64)
+    steps = bucketed(sigmas, rates, counts, _DISTINCT_NOISE_MULTIPLIERS)
+    columns = zip(steps.smallest_noise.tolist(), steps.largest_rate.tolist(), steps.counts.tolist(), strict=True)
+
+    def step(sigma: float, rate: float) -> DpEvent:
+        return GaussianDpEvent(sigma / records) if rate == 1 else GroupGaussianDpEvent(sigma, rate, records)
+
+    return composition((step(sigma, rate), count) for sigma, rate, count in columns)
+
+
+@dataclass(frozen=True)
+class GroupGaussian:
+    """The privacy loss of one such step. noise_multiplier: s. rate: q, below 1. records: k."""
+
+    noise_multiplier: float
+    rate: float
+    records: int
+
+    @property
+    def unbounded(self) -> bool:
+        return self.noise_multiplier / self.records < renyi.SMALLEST_NOISE
+
+    @functools.cached_property
+    def shifts(self) -> tuple[np.ndarray, np.ndarray]:
+        """The numbers j that are billed, rising from 0, and their probabilities, float64 (numbers,) each."""
+        numbers, k, q = [0], self.records, self.rate
+        while numbers[-1] < k:
+            last = numbers[-1]
+            rare = stats.binom.sf(last, k, q) <= _TAIL  # P(K > last)
+            numbers.append(min(k, max(last + 1, math.ceil(_STAIR * last) if rare else 0)))
+        below, numbers = np.array(numbers[:-1]), np.array(numbers[1:], np.float64)
+        one = numbers == below + 1
+        beyond = stats.binom.sf(below, k, q)
+        probabilities = np.maximum(np.where(one, stats.binom.pmf(numbers, k, q), beyond), 1e-300)
+        probabilities = probabilities * (1 + _ROUNDING)
+        spare = max(1 - math.fsum(probabilities), 0.0)
+        return np.append(0.0, numbers), np.append(spare, probabilities)
+
+    def renyi(self, orders: np.ndarray) -> np.ndarray:
+        """By bounds of the log density l(x), which is convex: chords above it and tangents below it, in many cells."""
+        s, k = self.noise_multiplier, self.records
+        top = k + _FARTHEST * s + s**2 * (math.log(k / self.rate) + 5)
+        x = np.linspace(-_FARTHEST * s, top, _CELLS + 1)
+        values, slopes = self._log_density(x)
+        chords = np.concatenate([[0.0], np.diff(values) / np.diff(x), [k / s**2]])  # the slope is in [0, k / s^2]
+        starts = np.concatenate([x[:1], x])
+        above = np.concatenate([values[:1], values])  # l <= above + chords (x - starts) in every cell
+        ends = np.concatenate([[-np.inf], x, [np.inf]])
+        below, falls = np.append(values, values[-1]), np.append(slopes, slopes[-1])  # tangents at an end of the cell
+        points = np.append(x, x[-1])
+        worst = np.full(len(orders), -np.inf)
+        for at, order in enumerate(orders):
+            remove = _log_moment(order * above, order * chords, starts, ends, s)
+            add = _log_moment((1 - order) * below, (1 - order) * falls, points, ends, s)
+            worst[at] = (max(remove, add) + _ROUNDING) / (order - 1)
+        return np.where(np.isfinite(worst), np.maximum(worst, 0), np.inf)
+
+    def pmfs(self, grid: float, *, tail: float, largest: float) -> tuple[Pmf, ...]:
+        s, (numbers, probabilities) = self.noise_multiplier, self.shifts
+        farthest = -float(special.ndtri(tail / 8)) * s
+        beyond = np.append(np.cumsum(probabilities[:0:-1])[::-1], 0.0)  # P(more than the number)
+        most = float(numbers[beyond <= tail / 4][0])
+        ends, _ = self._log_density(np.array([-farthest, most + farthest]))
+        first, last = np.clip(ends, -largest, largest) / grid
+        first, last = math.floor(first), math.ceil(last)
+        x = self._outputs(np.arange(first, last + 1) * grid)
+        lower = normal_masses(x / s)
+        upper = np.zeros(len(lower))
+        for number, probability in zip(numbers, probabilities, strict=True):
+            upper += probability * normal_masses((x - number) / s)
+        remove = dominating_pmf(upper, lower, first, grid)
+        return remove, dominating_pmf(lower[::-1], upper[::-1], -last, grid)
+
+    def _log_density(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The privacy loss at outputs x, and its slope, float64 (n,) each: both rise."""
+        numbers, probabilities = self.shifts
+        return _log_sum(x, numbers, probabilities, self.noise_multiplier)
+
+    def _outputs(self, losses: np.ndarray) -> np.ndarray:
+        """The outputs x, float64 (n,), rising, at which the privacy loss has these values; -inf below its infimum.
+
+        Newton's method from the right, which does not overshoot, because the part of all j > 0 is convex in x.
+        """
+        s2, (numbers, probabilities) = self.noise_multiplier**2, self.shifts
+        none, numbers, probabilities = probabilities[0], numbers[1:], probabilities[1:]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            small = np.log(np.maximum(np.expm1(np.minimum(losses, 30)) + (1 - none), 0))
+            wanted = np.where(losses > 30, losses + np.log1p(-none * np.exp(-np.maximum(losses, 30))), small)
+        starts = (wanted[:, None] - np.log(probabilities)) * s2 / numbers + numbers / 2
+        x = starts.min(axis=1)
+        for begin in range(0, len(x), _CHUNK):
+            part = slice(begin, begin + _CHUNK)
+            found = np.isfinite(x[part])
+            for _ in range(100):
+                values, slopes = _log_sum(x[part][found], numbers, probabilities, self.noise_multiplier)
+                steps = np.maximum(values - wanted[part][found], 0) / slopes
+                x[begin + np.flatnonzero(found)] -= steps
+                if not len(steps) or np.all(steps <= 1e-13 * (self.noise_multiplier + np.abs(x[part][found]))):
+                    break
+        return np.maximum.accumulate(x)
+
+
+def _log_sum(x: np.ndarray, numbers: np.ndarray, probabilities: np.ndarray, sigma: float):
+    """ln sum_j p_j exp((j x - j^2 / 2) / s^2), and its derivative, float64 (n,) each."""
+    with np.errstate(divide="ignore"):
+        terms = np.log(probabilities) + (np.outer(x, numbers) - numbers**2 / 2) / sigma**2
+    largest = terms.max(axis=1, keepdims=True)
+    weights = np.exp(terms - largest)
+    total = weights.sum(axis=1)
+    return largest[:, 0] + np.log(total), weights @ numbers / total / sigma**2
+
+
+def _log_moment(values: np.ndarray, slopes: np.ndarray, points: np.ndarray, ends: np.ndarray, sigma: float) -> float:
+    """ln of the integral of exp(values + slopes (x - points)) under N(0, s^2), cell by cell between the ends."""
+    low, high = (ends[:-1] / sigma - slopes * sigma), (ends[1:] / sigma - slopes * sigma)
+    flipped = low > 0
+    low, high = np.where(flipped, -high, low), np.where(flipped, -low, high)
+    small, large = special.log_ndtr(low), special.log_ndtr(high)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        masses = large + np.log(-np.expm1(np.minimum(small - large, 0)))
+    return float(special.logsumexp(values - slopes * points + (slopes * sigma) ** 2 / 2 + masses))
+
+
+def _read(event: GroupGaussianDpEvent, relation: Relation) -> GroupGaussian:
+    sigma, rate = float(event.noise_multiplier), float(event.sampling_probability)
+    if relation == "replace_one":
+        raise ValueError('relation "replace_one" does not fit several records, which are nulled or not there')
+    if not (0 <= sigma < math.inf and 0 < rate < 1 and event.records >= 1):
+        raise ValueError(f"noise must be finite and at least 0, at a rate in (0, 1), for a record; got {event}")
+    return GroupGaussian(sigma, rate, event.records)
+
+
+register(GroupGaussianDpEvent, _read)
