@@ -173,6 +173,8 @@ def test_callbacks_see_the_run_and_can_end_it(tmp_path):
     assert last.metrics == {"accuracy": result.history[-1]["accuracy"]}
     public = dpx.publishable_state(last)
     assert public.unreleased_loss is public.unreleased is public.unreleased_included is None
+    again = fit(optimizer, steps=4, checkpoints=tmp_path)  # a shorter plan, made after the stop
+    assert again.steps == 4 and again.epsilon == result.epsilon and again.report.steps == 8
     assert fit(optimizer, evaluate_every=2, checkpoints=tmp_path).steps == 8  # the run continues
     with pytest.raises(ValueError, match="a callback must return None, or a bool .*; got 'no end'"):
         fit(optimizer, steps=1, callbacks=[lambda progress: "no end"])
@@ -243,7 +245,7 @@ def test_an_interrupted_run_continues_bit_for_bit(whole, tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         fit(checkpoints=tmp_path / "run", checkpoint_every=4)
     kept = {path.name for path in (tmp_path / "run").iterdir()}
-    assert kept == {"SENSITIVE", "run.json", "history.json", "4", "5"}
+    assert kept == {"SENSITIVE", "run.json", "plan.json", "history.json", "4", "5"}
     drawn = []
     spied = lambda self, key, step, **options: drawn.append(step) or draw(self, key, step, **options)  # noqa: E731
     monkeypatch.setattr(dpx.PoissonSampling, "draw", spied)
@@ -284,8 +286,8 @@ def test_only_the_owner_can_read_the_files(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "chmod", lambda *arguments: pytest.fail("open until now"))
     fit(checkpoints=tmp_path / "runs" / "one", steps=2)
     assert set(replaced) == {0o600} and not open_to_others(tmp_path / "runs" / "one")
-    files = [tmp_path / "runs" / "one" / name for name in ("SENSITIVE", "run.json", "history.json")]
-    assert [path.stat().st_mode & 0o777 for path in files] == [0o600] * 3
+    files = [tmp_path / "runs" / "one" / name for name in ("SENSITIVE", "run.json", "plan.json", "history.json")]
+    assert [path.stat().st_mode & 0o777 for path in files] == [0o600] * 4
     monkeypatch.undo()
     mkdir(tmp_path / "two", 0o755)
     (tmp_path / "two" / "run.json.part").touch(0o666)  # of a process that was killed

@@ -91,7 +91,8 @@ def write(path: Path, text: str):
 
 
 class Checkpoints:
-    """The folder of one run. run.json: its facts. history.json: its evaluations. The last two checkpoints.
+    """The folder of one run. run.json: its facts. plan.json: the most steps that were planned. history.json: its
+    evaluations. The last two checkpoints.
 
     Raises ValueError for the folder of another run, naming the facts that differ, and ImportError without orbax.
     """
@@ -142,6 +143,17 @@ class Checkpoints:
                 f"checkpoints must be a new folder or one of the same run, but {self.path} holds another one: {listing}"
             )
 
+    def planned(self, steps: int) -> int:
+        """The most steps that a call of `fit` has planned for this run, this one's `steps` included."""
+
+        def kept() -> int:
+            file = self.path / "plan.json"
+            most = max(steps, json.loads(file.read_text(encoding="utf-8"))["steps"] if file.is_file() else 0)
+            write(file, json.dumps({"steps": most}) + "\n")
+            return most
+
+        return processes.of_first(kept)
+
     def restore(self, like: Carry) -> tuple[Carry, list[dict[str, Any]]]:
         """The last checkpoint, and the history before it; `like`, which is saved as step 0, if there is none.
 
@@ -187,6 +199,9 @@ class Checkpoints:
 
 class _Nowhere:
     """In place of `Checkpoints` for a run that keeps none."""
+
+    def planned(self, steps: int) -> int:
+        return steps
 
     def restore(self, like: Carry) -> tuple[Carry, list[dict[str, Any]]]:
         return like, []

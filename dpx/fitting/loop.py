@@ -56,8 +56,9 @@ def fit(
     params: a pytree of float arrays, which are copied.
     data: the examples: arrays with the examples on axis 0, or a source with `__len__` and `__getitem__(int)`.
     key: of the batches, (); None is the key of the optimizer, whose stream "sampling" draws them.
-    steps: int, of the whole run; None is those of the budget. epochs: float, in place of steps, which are then
-        `sampling.steps(epochs=epochs)`. delta, accountant: None is the budget's.
+    steps: int, of the whole run; None is those of the budget. A run that is continued with fewer steps than before is
+        billed for the most. epochs: float, in place of steps, which are then `sampling.steps(epochs=epochs)`.
+    delta, accountant: None is the budget's.
     evaluate: (params) -> number or dict of numbers, from PUBLIC data only: nobody bills what it reads.
     evaluate_every: steps; None is about an epoch, but at most 40 evaluations. The last step is always evaluated.
     callbacks: functions of a `dpx.fitting.Progress` after each evaluation. True ends the run, which then is billed for
@@ -100,10 +101,12 @@ def fit(
     rounding = {"chunk_size": chunk_size, "devices": getattr(sharding, "num_devices", None), **options}
     rhythm = watcher.rhythm() | {"checkpoint_every": checkpoint_every}
     with contextlib.closing(open_folder(checkpoints, terms, carry, rounding, rhythm)) as folder:
+        planned = folder.planned(terms.steps)
         carry = _train(carry, step, batches, terms, watcher, folder, checkpoint_every)
     steps = steps_taken(carry.state)
-    # A stop that a callback chose may depend on the releases, and then costs what the plan costs.
-    billed = carry.state if steps == terms.steps else terms.steps
+    # A stop may depend on the releases, if a callback chose it, or a plan that is shorter than an earlier one of this
+    # run. It then costs what the longest plan costs.
+    billed = carry.state if steps == planned else planned
     return FitResult(
         params=carry.params,
         state=carry.state,

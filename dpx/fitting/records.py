@@ -38,7 +38,7 @@ class FitResult(NamedTuple):
     params: like the parameters, private at (epsilon, delta). state: of the optimizer; share
         `dpx.publishable_state(state)`.
     steps: int, how many the state has made. epsilon: float, an upper bound for these steps at `delta`;
-        for all planned ones if a callback ended the run.
+        for all planned ones if a callback ended the run, or an earlier call with these checkpoints planned more.
     report: the `dpx.privacy_report` of the same steps. history: one dict for each evaluation, with "step", "epsilon",
         the metrics by their names, and "unreleased_loss", which is NOT private.
     """
