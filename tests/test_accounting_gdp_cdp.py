@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from dp_accounting import GaussianDpEvent
 from scipy import integrate, stats
 
 from dpx import accounting
@@ -119,3 +120,15 @@ def test_tcdp_epsilon_is_the_best_order_below_omega():
 def test_bad_input_is_refused(call):
     with pytest.raises(ValueError, match="must be"):
         call()
+
+
+@pytest.mark.parametrize(
+    ("mu", "delta", "least"),  # the exact epsilon, rounded down, by 80 digits of mpmath
+    [(1e-12, 1e-300, 3.6195176e-11), (1e-13, 1e-100, 1.9669273e-12), (1e-16, 1e-20, 3.3630153e-16)],
+)
+def test_a_tiny_mu_has_an_epsilon(mu, delta, least):
+    """There, delta is a difference of two numbers that are nearly equal, and its rounding must not make it less."""
+    assert least <= gdp.epsilon(mu, delta=delta) <= 1.05 * least + 1e-14
+    assert delta <= gdp.delta(mu, epsilon=least)
+    exact = accounting.event_epsilon(GaussianDpEvent(1 / mu), delta=delta)
+    assert exact >= least * (1 - 1e-6)

@@ -22,6 +22,8 @@ from scipy import optimize, special
 from dpx.accounting import checks
 from dpx.validation import require_number, require_whole
 
+_ROUNDING = 2.0**-50  # of a logarithm and of epsilon, relative
+
 # ------------------------------------------------------------------ Exact: from mu to epsilon and delta, and back
 
 
@@ -42,10 +44,13 @@ def delta(mu: float, *, epsilon: float) -> float:
 
 
 def log_delta(mu: float, *, epsilon: float) -> float:
-    """ln of `delta(mu, epsilon=epsilon)`, exact even if delta underflows. mu: positive and finite."""
+    """ln of `delta(mu, epsilon=epsilon)`, rounded up, also if delta underflows. mu: positive and finite."""
     upper = float(special.log_ndtr(mu / 2 - epsilon / mu))
+    if upper == -math.inf:
+        return upper
     lower = epsilon + float(special.log_ndtr(-mu / 2 - epsilon / mu))
-    return upper + math.log(-math.expm1(lower - upper)) if lower < upper else -math.inf
+    # At a small mu both are nearly equal. Then their rounding counts, which could make a delta 0 that is not.
+    return upper + math.log(-math.expm1(min(lower - upper, 0.0) - _ROUNDING * (1 - upper + epsilon)))
 
 
 def epsilon(mu: float, *, delta: float) -> float:
@@ -56,7 +61,7 @@ def epsilon(mu: float, *, delta: float) -> float:
     mu, delta = checks.require_nonnegative("mu", mu), checks.require_delta(delta)
     if mu == math.inf:
         return math.inf
-    if mu == 0 or 2 * special.ndtr(mu / 2) - 1 <= delta:
+    if mu == 0 or special.erf(mu / math.sqrt(8)) <= delta:
         return 0.0
     top = mu * mu / 2 + mu * math.sqrt(-2 * math.log(delta)) + 1e-9  # the Gaussian tail bound
     return _root_from_above(lambda value: log_delta(mu, epsilon=value) - math.log(delta), 0.0, top)
