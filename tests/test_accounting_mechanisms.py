@@ -420,7 +420,13 @@ def test_printed_bounds_hold():
     for value in (0.0, 1.99998703, 7.39000001, 1e-5 / 3, 123456.1, 0.1):
         for digits in (3, 6):
             assert value <= float(upper(value, digits)) <= value * (1 + 2 * 10 ** (1 - digits))
-    assert upper(math.inf, 3) == "inf" and upper(2.0, 6) == "2"
+    assert upper(math.inf, 3) == "inf" and upper(2.0, 6) == "2" and upper(1e-5, 6) == "1e-05" and upper(0.1, 6) == "0.1"
+
+
+def test_a_printed_delta_is_not_below_the_one_that_is_billed():
+    report = accounting.privacy_report(Mechanism(3.0), 9, delta=1.0000049e-5)
+    assert "at delta 1.00001e-05" in " ".join(str(report).split())
+    assert "delta 1e-05" not in str(report) + " ".join(report.attacks.sentences())
 
 
 class Selected(Mechanism):

@@ -46,6 +46,13 @@ def test_all_are_billed_at_the_noise_of_poisson_sampling(planned):
     assert by_rows == sorted(by_rows, reverse=True) and by_rows[0] > 2 * by_rows[-1] > 2 * planned.runs[0].epsilon
 
 
+def test_printed_epsilons_are_not_below_the_bills(planned):
+    lines = str(planned).splitlines()[2:]
+    for run, line in zip(planned.runs, lines, strict=False):
+        assert line.startswith(type(run.sampling).__name__)
+        assert run.epsilon <= float(line.split()[2]) <= 1.002 * run.epsilon, line
+
+
 def test_rows_are_those_of_the_batches(planned):
     for run in planned.runs:
         assert run.rows == len(run.sampling.draw(KEY, 0).indices), run

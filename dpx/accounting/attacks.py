@@ -57,12 +57,15 @@ class AttackBounds(NamedTuple):
             f"The advantage of an attack on one {unit}, which is its true-positive rate minus its false-positive rate, "
             f"is at most {upper(self.advantage, 4)}.",
             f"mu = {upper(self.mu, 4)}: at every false-positive rate, the true-positive rate of an attack on one "
-            f"{unit} is at most that of mu-Gaussian differential privacy plus {self.delta:g}.",
+            f"{unit} is at most that of mu-Gaussian differential privacy plus {upper(self.delta, 6)}.",
         )
 
 
 def upper(value: float, digits: int) -> str:
     """A bound in words, rounded up to so many digits, so that what is printed holds, too."""
+    nearest = f"{value:.{digits}g}"
+    if float(nearest) >= value:
+        return nearest
     return f"{float(Context(prec=digits, rounding=ROUND_CEILING).create_decimal(value)):.{digits}g}"
 
 

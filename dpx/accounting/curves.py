@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dpx.accounting import checks
+from dpx.accounting.attacks import upper
 from dpx.accounting.axes import draw_guessing, labeled
 from dpx.accounting.bill import event_of
 from dpx.accounting.checks import Accountant, Relation
@@ -157,7 +158,7 @@ def plot_epsilon_over_steps(curve: EpsilonOverSteps, *, axes: Any = None, label:
 
     An epoch that is billed at once is a stair. label: of the curve, in a legend.
     """
-    axes = labeled(axes, "steps of the run", f"epsilon spent at delta {curve.delta:g}")
+    axes = labeled(axes, "steps of the run", f"epsilon spent at delta {upper(curve.delta, 6)}")
     axes.plot(curve.steps, curve.epsilon, label=label, drawstyle="steps-pre" if curve.by_epoch else "default")
     axes.update_datalim([(0, 0)])
     axes.autoscale_view()

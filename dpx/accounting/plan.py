@@ -7,6 +7,7 @@ from math import ceil, log, sqrt
 from typing import Any, NamedTuple
 
 from dpx.accounting import checks
+from dpx.accounting.attacks import upper
 from dpx.accounting.axes import labeled
 from dpx.accounting.calibration import calibrate_schedule
 from dpx.accounting.checks import Accountant
@@ -70,7 +71,7 @@ class NoisePlan:
         return plan_samplings(examples=self.examples, batch_size=batch_size, epochs=epochs, **budget)
 
     def __str__(self) -> str:
-        head = f"epsilon {self.epsilon:g} at delta {self.delta:g}, {self.examples} examples, Poisson sampling; "
+        head = f"epsilon {self.epsilon:g} at delta {upper(self.delta, 6)}, {self.examples} examples, Poisson sampling; "
         head += "the noise of the mean gradient is divided by the clip norm"
         rows = [
             f"{run.batch_size:10} {run.epochs:8.4g} {run.steps:7} {ceil(1e4 * run.noise_multiplier) / 1e4:16.4f} "
@@ -103,7 +104,7 @@ class NoisePlan:
         axes.ticklabel_format(axis="y", scilimits=(-2, 3), useMathText=True)
         axes.update_datalim([(sizes[0], 0)])
         axes.autoscale_view()
-        axes.set_title(f"epsilon {self.epsilon:g} at delta {self.delta:g}, {self.examples:,} examples")
+        axes.set_title(f"epsilon {self.epsilon:g} at delta {upper(self.delta, 6)}, {self.examples:,} examples")
         axes.legend()
         return axes
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dpx.accounting import checks
+from dpx.accounting.attacks import upper
 from dpx.accounting.calibration import least_within
 from dpx.accounting.checks import Accountant
 from dpx.accounting.events import billed
@@ -80,7 +81,7 @@ class SamplingPlan:
     def __str__(self) -> str:
         sampling = self.runs[0].sampling
         head = f"Samplings at batch size {sampling.divisor:g} of {sampling.examples} for {self.epochs:g} epochs, "
-        head += f"epsilon {self.epsilon:g} at delta {self.delta:g}:"
+        head += f"epsilon {self.epsilon:g} at delta {upper(self.delta, 6)}:"
         noise = f"epsilon at {_up(self.runs[0].noise_multiplier):.4f}"
         titles = f"{'sampling':36} {'noise multiplier':>16} {noise:>17} {'rows':>6}"
         return "\n".join([head, titles, *map(_line, self.runs), "", *self.sentences()])
@@ -121,7 +122,7 @@ def _name(run: PlannedSampling) -> str:
 
 def _line(run: PlannedSampling) -> str:
     words = "" if getattr(run.sampling, "truncates", False) else WORDS[type(run.sampling)]
-    numbers = f"{_up(run.noise_multiplier):16.4f} {run.epsilon:17.4g} {run.rows:6}"
+    numbers = f"{_up(run.noise_multiplier):16.4f} {upper(run.epsilon, 4):>17} {run.rows:6}"
     return f"{_name(run):36} {numbers}  {words}".rstrip()
 
 

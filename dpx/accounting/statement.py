@@ -116,15 +116,15 @@ def _spent(report: Any, unit: str) -> tuple[str, ...]:
     factor = upper(math.exp(spent), 3) if spent < 700 else "e^epsilon"
     other = _ALTERNATIVE[report.relation].format(unit=unit)
     return (
-        f"The epsilon that counts for one {unit} is {upper(spent, 6)} at delta {report.delta:g}, after {report.steps} "
-        "steps. It is an upper bound, the least of those below.",
+        f"The epsilon that counts for one {unit} is {upper(spent, 6)} at delta {upper(report.delta, 6)}, after "
+        f"{report.steps} steps. It is an upper bound, the least of those below.",
         f"Of which {upper(report.arithmetic['epsilon'], 2)} of epsilon and {upper(report.arithmetic['delta'], 2)} of "
         f"delta are for the arithmetic of the noise that protects one {unit}, which has finitely many values.",
         f"Rounding can lengthen what one {unit} adds to a sum, by at most {upper(ETA, 3)} of the clip norm (eta). The "
         f"noise is larger by this share, so the epsilon for one {unit} contains it.",
         _target(report, unit),
         f"Any result of the run is at most {factor} times as likely with one {unit} as {other}, and the other way "
-        f"round, but for a probability of {report.delta:g}.",
+        f"round, but for a probability of {upper(report.delta, 6)}.",
     )
 
 
@@ -132,23 +132,23 @@ def _target(report: Any, unit: str) -> str:
     budget, spent = report.budget, report.spent
     if budget is None:
         return f"No epsilon was set as the target for one {unit}."
-    words = f"The target for one {unit} was epsilon {budget.epsilon:g} at delta {budget.delta:g}"
+    words = f"The target for one {unit} was epsilon {upper(budget.epsilon, 6)} at delta {upper(budget.delta, 6)}"
     if spent <= budget.epsilon and report.delta <= budget.delta:
         return f"{words}, and the run kept it."
     if spent > budget.epsilon and report.delta >= budget.delta:
         return f"{words}, and the run spent MORE."
-    return f"{words}, which epsilons at delta {report.delta:g} cannot be compared with."
+    return f"{words}, which epsilons at delta {upper(report.delta, 6)} cannot be compared with."
 
 
 def _numbers(report: Any, unit: str) -> tuple[tuple[str, str], ...]:
-    target = "none" if report.budget is None else f"{report.budget.epsilon:g}"
+    target = "none" if report.budget is None else upper(report.budget.epsilon, 6)
     return (
         *((("run", report.name),) if report.name else ()),
         ("date", report.date),
         ("unit of privacy", f"one {unit}"),
         (f"epsilon of one {unit}, spent", upper(report.spent, 6)),
         (f"epsilon of one {unit}, target", target),
-        (f"delta of one {unit}", f"{report.delta:g}"),
+        (f"delta of one {unit}", upper(report.delta, 6)),
         ("steps", str(report.steps)),
     )
 

@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+from dpx.accounting.attacks import upper
 from dpx.accounting.report import PrivacyReport
 from dpx.gradients import Unreleased
 from dpx.trees import Tree, outlined
@@ -75,7 +76,7 @@ class FitResult(NamedTuple):
             axes.set_ylabel(name)
         spent, budget = panels[len(metrics)], self.report.budget
         spent.lines[0].set(drawstyle="steps-pre")
-        spent.set_ylabel(f"epsilon at delta {self.delta:g}")
+        spent.set_ylabel(f"epsilon at delta {upper(self.delta, 6)}")
         if budget is not None and budget.delta == self.delta:
             spent.axhline(budget.epsilon, color="k", linestyle="--", linewidth=1, label="target")
             spent.legend()
