@@ -14,6 +14,7 @@ import attrs
 from dp_accounting import DpEvent
 
 from dpx.accounting import renyi
+from dpx.accounting.attacks import upper
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.error_feedback import energy as feedback_energy
 from dpx.accounting.error_feedback import rounding
@@ -61,7 +62,7 @@ def explain(event: ErrorFeedbackDpEvent, delta: float, relation: Relation) -> st
         return "Error feedback without noise has no finite epsilon."
     epsilons = {name: bound.epsilon(delta) for name, bound in bounds(event, "tightest", relation).items()}
     least = min(epsilons, key=lambda name: epsilons[name])
-    listed = ", ".join(f"{name}: {value:.6g}" for name, value in epsilons.items())
+    listed = ", ".join(f"{name}: {upper(value, 6)}" for name, value in epsilons.items())
     return (
         "Error feedback is billed as one event of all its steps, by dpx's own bounds. No privacy loss distribution is "
         f'known, so "pld" gives the least of them. Used: {least}. All: {listed}. {_rounding(event)}'
