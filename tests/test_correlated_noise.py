@@ -10,13 +10,13 @@ import numpy as np
 import optax
 import pytest
 from dp_accounting import pld
-from scipy import stats
+from scipy import linalg, stats
 
 import dpx
 from dpx import accounting, coordinates, keys, mechanisms, methods, strategies
 from dpx.accounting.correlated import CorrelatedGaussianDpEvent, CyclicBandedDpEvent, rounding
 from dpx.accounting.gdp import epsilon as gaussian_epsilon
-from dpx.accounting.releases import released
+from dpx.accounting.releases import largest_shift, released
 from dpx.audit.contract import correlation
 from dpx.audit.contract.report import Broken
 from dpx.audit.contract.trial import Trial
@@ -385,6 +385,31 @@ def test_the_bill_of_cyclic_sampling(strategy, groups):
         expected = accounting.event_epsilon(exact, delta=1e-5, relation="zero_out")
         assert expected <= accounting.event_epsilon(event, delta=1e-5, relation="zero_out") <= expected * (1 + 1e-5)
         assert expected <= dpx.epsilon(mechanism, steps, delta=1e-5) <= expected * 1.002
+
+
+SPARSE = dpx.sampling.CyclicPoissonSampling(examples=60_000, batch_size=256, bands=4)
+
+
+@pytest.mark.parametrize("sampling", [ORDER, EPOCHS, dpx.sampling.FullBatch(examples=5), SPARSE])
+def test_the_largest_shift_of_a_release_is_that_of_an_example(sampling):
+    """Given the earlier releases, an example moves a sum by a row of C G: never by more than is billed for the bits."""
+    event = made(BANDS, noise_multiplier=0.5, sampling=sampling).event(12)
+    columns = linalg.toeplitz(BANDS.column(12), np.zeros(12))
+    apart = {id(ORDER): 4, id(SPARSE): 4}.get(id(sampling), 1)
+    patterns = [np.arange(first, 12, apart) for first in range(apart)]
+    moved = max(np.abs(columns[:, steps]).sum(1).max() for steps in patterns) / 0.5
+    run = np.linalg.norm(BANDS.coefficients) / 0.5 if sampling is SPARSE else event.sensitivity / 0.5
+    assert run * (1 + 1e-5) > largest_shift(event, "zero_out") > run >= moved
+
+
+def test_a_large_epsilon_has_a_bill_for_the_bits_where_past_noise_is_kept():
+    """The probability that a pair of normals is bad for the other data set needs no factor of e^epsilon."""
+    cyclic = made(BANDS, noise_multiplier=0.46, sampling=SPARSE)
+    for mechanism, steps in ((cyclic, 1000), (made(noise_multiplier=0.9), 8)):
+        exact = accounting.event_epsilon(mechanism.event(steps), delta=1e-5, relation="zero_out")
+        assert 20 < exact < dpx.epsilon(mechanism, steps, delta=1e-5) < 1.001 * exact
+    again = made(noise_multiplier=0.9, past_noise=AGAIN)  # without a proof for the bits
+    assert largest_shift(again.event(8), "zero_out") == np.inf == dpx.epsilon(again, 8, delta=1e-5)
 
 
 def test_the_methods_are_the_mechanism_with_their_strategies():

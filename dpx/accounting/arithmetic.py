@@ -42,6 +42,7 @@ sum |v_i|^2 <= shift^2, and P(|G + v| > r0) <= exp(-(r0 - |v|)^2 / 2), where r0 
 Q). Where |v| r0 <= 2.6, this is at most p0 (1 + 4.8 |v| r0), so all together have p0 (m1 + 4.8 r0 shift sqrt(m1)). For
 larger |v|, up to r0 - 0.75, it grows faster than |v|^2, so all together have at most exp(-(r0 - shift)^2 / 2). A
 truncated sample has the law of such coins too, and the example displaces another one: `truncated` has its shift.
+So have correlated releases whose past noise is kept: `correlated` has the proof, and their shift.
 
 Only the releases of the event count. At all other steps, such as those of an epoch of `ShuffledEpochs` in which the
 example has no part, the two sums are equal, and so are the two laws of the PROGRAM.

@@ -28,6 +28,12 @@ have a shift of at most |c| clip norms, else none, and g was fixed at step s. Th
 the next b steps are the next one. The steps before the first s do not depend on the example. Where C is full, the coin
 of s moves all later steps, and nothing is proved.
 
+**Pairs of normals that are bad for the other data set** (`far` in `arithmetic.py`). Given the earlier releases, the
+memory is fixed for each data set, so the example moves y_t by a fixed v_t, and |v_t| is at most the shift of the whole
+run, rounding included: `largest_shift`. For cyclic sampling, let all coins but the example's be public. Then y_t has
+two values, because no row of the memory but that of s, n_s, holds the example: it has no part in the other b - 1 steps
+that y_t reads, and their releases are given. So the outputs that are good for both values are those of the theorem.
+
 **Rounding.** S_t is exact in float64, because it is what the program has. What is stored is rounded to two float32
 numbers, and so is y_t: relative errors of at most v = 2^-48 + (p + 3) 2^-52 for p weights. They are functions of data
 and releases, so they are a part of the shift: they move y_t by e_t. In steps where the example moves nothing that is
@@ -72,6 +78,11 @@ class CorrelatedGaussianDpEvent(DpEvent):
     inverse_coefficients: tuple[float, ...]
     past_noise: str
 
+    @property
+    def largest_shift(self) -> float:
+        """The most that one example moves a release, given the earlier ones, in deviations of its fresh noise."""
+        return self.sensitivity / self.noise_multiplier if self.past_noise == "kept" else math.inf
+
 
 @attrs.frozen
 class CyclicBandedDpEvent(DpEvent):
@@ -86,6 +97,11 @@ class CyclicBandedDpEvent(DpEvent):
     sampling_probability: float
     releases: int
     coefficients: tuple[float, ...]
+
+    @property
+    def largest_shift(self) -> float:
+        """As for `CorrelatedGaussianDpEvent`."""
+        return 1 / self.noise_multiplier
 
 
 def _require_zero_out(relation: Relation) -> None:

@@ -160,7 +160,7 @@ def largest_shift(event: DpEvent, relation: Relation) -> float:
     """The most that one example, or all records of a unit, move a release, in standard deviations of its noise.
 
     It is inf if one release has no noise, or is not a Gaussian on all data, on a batch in which chance decides about
-    each example alone, or on a truncated Poisson sample, where it may displace another one.
+    each example alone, or on a truncated Poisson sample, where it may displace another one; or has a `largest_shift`.
     """
     largest = 0.0
     for release, _ in _leaves(event, 1):
@@ -171,7 +171,7 @@ def largest_shift(event: DpEvent, relation: Relation) -> float:
         noise = release.noise_multiplier if gaussian else 0.0
         if isinstance(release, RandomAllocationDpEvent):
             noise = min(sigma for sigma, _ in release.noise_multiplier)
-        largest = max(largest, effect / noise if noise > 0 else math.inf)
+        largest = max(largest, effect / noise if noise > 0 else effect * getattr(release, "largest_shift", math.inf))
     return largest
 
 
