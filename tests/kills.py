@@ -51,8 +51,11 @@ class Place(NamedTuple):
     port: int
 
 
-def run(folder: str | None, steps: int, sender: Connection | None, place: Place | None = None):
-    """A run that reports each of its steps, and at its end every number that it has; without `sender`, nothing."""
+def run(folder: str | None, steps: int, sender: Connection | None, place: Place | None = None, correlated=False):
+    """A run that reports each of its steps, and at its end every number that it has; without `sender`, nothing.
+
+    correlated: whether it has noise of 4 bands, whose past is in the state.
+    """
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -63,8 +66,12 @@ def run(folder: str | None, steps: int, sender: Connection | None, place: Place 
     sharding = None if place is None else joined(place)
     random_numbers = np.random.default_rng(0)
     data = random_numbers.normal(size=(40, 3)).astype(np.float32), np.arange(40) % 2
-    sampling = dpx.PoissonSampling(examples=40, batch_size=8)
-    mechanism = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=2.0, sampling=sampling, key=dpx.secret_key(11))
+    given: Any = {"clip_norm": 1.0, "noise_multiplier": 2.0, "key": dpx.secret_key(11)}
+    if correlated:
+        groups = dpx.sampling.CyclicPoissonSampling(examples=40, batch_size=8, bands=4)
+        mechanism = dpx.methods.band_mf_sgd(bands=4, steps=steps, sampling=groups, **given)
+    else:
+        mechanism = dpx.dp_sgd(sampling=dpx.PoissonSampling(examples=40, batch_size=8), **given)
     optimizer = dpx.chain(mechanism, optax.sgd(0.5, momentum=0.9))
 
     def say(what):
@@ -114,7 +121,7 @@ def server() -> Any:
     return context
 
 
-def started(folder: Path | None, steps: int, hosts: int = 1) -> tuple[list[Any], Connection]:
+def started(folder: Path | None, steps: int, hosts: int = 1, correlated: bool = False) -> tuple[list[Any], Connection]:
     """The processes of a run, and what the first one says."""
     context = server()
     receiver, sender = context.Pipe(duplex=False)
@@ -124,16 +131,16 @@ def started(folder: Path | None, steps: int, hosts: int = 1) -> tuple[list[Any],
     where, processes = None if folder is None else str(folder), []
     for rank in range(hosts):
         place = Place(rank, hosts, port) if hosts > 1 else None
-        arguments = where, steps, None if rank else sender, place
+        arguments = where, steps, None if rank else sender, place, correlated
         processes.append(context.Process(target=run, args=arguments, daemon=True))
         processes[-1].start()
     sender.close()
     return processes, receiver
 
 
-def finished(folder: Path | None, steps: int, hosts: int = 1) -> tuple[list[int], list[Any]]:
+def finished(folder: Path | None, steps: int, hosts: int = 1, correlated: bool = False) -> tuple[list[int], list[Any]]:
     """The steps that a run made, and every number at its end."""
-    processes, receiver = started(folder, steps, hosts)
+    processes, receiver = started(folder, steps, hosts, correlated)
     said = [heard(receiver)]
     while isinstance(said[-1], int):
         said.append(heard(receiver))
@@ -142,9 +149,9 @@ def finished(folder: Path | None, steps: int, hosts: int = 1) -> tuple[list[int]
     return said[:-1], said[-1]
 
 
-def killed(folder: Path, steps: int, chance: random.Random, hosts: int = 1) -> Kill:
+def killed(folder: Path, steps: int, chance: random.Random, hosts: int = 1, correlated: bool = False) -> Kill:
     """A run of which one process is killed at a random moment after a random step."""
-    processes, receiver = started(folder, steps, hosts)
+    processes, receiver = started(folder, steps, hosts, correlated)
     first = last = heard(receiver)
     target = min(first + chance.randrange(REACH), steps - 1)
     while last < target:

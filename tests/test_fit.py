@@ -342,6 +342,17 @@ def test_a_killed_run_continues_bit_for_bit(tmp_path):
     assert found == expected and remaining[-1] == steps and remaining[0] > 1
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no fork")
+def test_a_killed_run_of_correlated_noise_continues_bit_for_bit(tmp_path):
+    """Killed before step 8, at the earliest at step 4: later noise cancels that of steps before the checkpoint."""
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    kills.run(None, 8, sender, correlated=True)
+    expected = [receiver.recv() for _ in range(9)][-1]
+    assert 4 <= kills.killed(tmp_path / "run", 8, random.Random(3), correlated=True).last < 8
+    remaining, found = kills.finished(tmp_path / "run", 8, correlated=True)
+    assert found == expected and remaining[-1] == 8 and remaining[0] > 1
+
+
 OTHERS = {
     "stage 1 of the mechanism was clip to norm 1, now clip to norm 0.5": lambda: made(clip_norm=0.5),
     "key of the noise .its mark. was": lambda: made(seed=6),
