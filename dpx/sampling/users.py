@@ -46,7 +46,7 @@ class UserData:
     """
 
     def __init__(self, data: Tree, users: Any, *, most: int | None = None, unit: str = "user"):
-        owners, examples = _owners(users), batch_size(data)
+        owners, examples = owner_array(users), batch_size(data)
         if len(owners) != examples:
             raise ValueError(f"users must hold one owner for each of the {examples} examples, got {len(owners)}")
         unit_mark(unit)  # raises ValueError unless it is a name
@@ -89,7 +89,7 @@ class UserData:
         return [(jax.tree.map(lambda leaf, i=i: leaf[i], examples), mask) for i, mask in enumerate(included)]
 
 
-def _owners(users: Any) -> np.ndarray:
+def owner_array(users: Any) -> np.ndarray:
     """The owners as an array that can be sorted, (N,). Raises ValueError for other types, and for none."""
     # A list as numpy reads it would turn a missing owner among strings into the string "nan".
     owners = np.asarray(users, None if hasattr(users, "dtype") else object)
