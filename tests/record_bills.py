@@ -20,6 +20,7 @@ import dpx
 from dpx import accounting
 from dpx.accounting import schedule_delta, schedule_epsilon
 from dpx.accounting.error_feedback.event import ErrorFeedbackDpEvent
+from dpx.accounting.groups import of_unit
 from dpx.accounting.projected import ProjectedGaussianDpEvent, projected
 from dpx.sampling import PoissonSampling, RandomAllocation
 
@@ -177,6 +178,17 @@ def _projected() -> Iterator[tuple[str, Bill]]:
             yield f"projected, {label}: {name}", bill
 
 
+def _groups() -> Iterator[tuple[str, Bill]]:
+    events = {
+        "four of 1,000 steps": of_unit(poisson(0.01, 3.0, 1000), records=4),
+        "falling noise": of_unit(scheduled(np.geomspace(8.0, 4.0, 100), 0.05), records=3),
+        "rare numbers": of_unit(poisson(0.001, 30.0, 100), records=1000),
+    }
+    for label, event in events.items():
+        for name, bill in asked(event, deltas=(1e-5,), epsilons=(1.0,), accountants=("pld", "rdp")):
+            yield f"several records, {label}: {name}", bill
+
+
 def _feedback() -> Iterator[tuple[str, Bill]]:
     random = dpx.PoissonSampling(examples=50_000, batch_size=1000)
     epochs = dpx.ShuffledEpochs(examples=50_000, batch_size=1000)
@@ -246,7 +258,7 @@ def _searches() -> Iterator[tuple[str, Bill]]:
 
 FAMILIES = (
     *(_gaussians, _poisson, _schedules, _mixes, _fixed, _allocated, _truncated),
-    *(_projected, _feedback, _mechanisms, _searches),
+    *(_projected, _groups, _feedback, _mechanisms, _searches),
 )
 
 
