@@ -9,6 +9,7 @@ import jax.core
 import jax.numpy as jnp
 
 from dpx.checking.report import Finding
+from dpx.gradients.rows import INSTEAD, LARGE_CONSTANTS
 from dpx.trees import Tree, path_of, some
 from dpx.xla import jaxprs
 
@@ -51,6 +52,8 @@ def constants(closed: Any, example: Tree, rows: int, examples: int) -> Finding:
         return Finding("closures", "warning", words, numbers)
     if size >= LARGE:
         words = f"the loss closes over {size / 2**20:.0f} MiB of arrays: they must not be computed from the data"
+        if size >= LARGE_CONSTANTS:
+            words += f". A program of your own holds them as constants and compiles longer; `fit` does not. {INSTEAD}"
         return Finding("closures", "note", words, numbers)
     return Finding("closures", "ok", "the loss closes over no large array", numbers)
 

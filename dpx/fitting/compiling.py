@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dpx import keys
+from dpx.gradients.rows import constants_hoisted
 
 
 class Compiled:
@@ -38,7 +39,8 @@ class Compiled:
         return program(closed_over, *arguments)
 
     def compiled(self, arguments: Any) -> tuple[Callable, list]:
-        traced, results = jax.make_jaxpr(self.function, return_shape=True)(*arguments)
+        with constants_hoisted():
+            traced, results = jax.make_jaxpr(self.function, return_shape=True)(*arguments)
 
         def program(closed_over, *arguments):
             leaves = jax.core.eval_jaxpr(traced.jaxpr, closed_over, *jax.tree.leaves(arguments))

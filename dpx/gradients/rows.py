@@ -4,7 +4,11 @@ The keys come from the "example" stream of the mechanism's key, with the step an
 folded in. So microbatches, chunks of a batch and devices do not change them.
 """
 
-from collections.abc import Callable
+import contextlib
+import contextvars
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +17,12 @@ from dpx import keys
 from dpx.mechanism import Mechanism
 from dpx.states.record import ReleaseState
 from dpx.trees import MOST_SHAPES, Tree, batch_size, described, find_state, path_of
+from dpx.xla import jaxprs
+
+LARGE_CONSTANTS = 2**24  # bytes
+INSTEAD = "pass them as parameters that dpx.coordinates.trainable freezes: docs/fine_tuning.md#a-large-base"
+
+_HOISTED: contextvars.ContextVar[bool] = contextvars.ContextVar("whether constants become arguments", default=False)
 
 
 def rows_of(mechanism: Mechanism, state: Tree, examples: Tree, *, with_key: bool, first: jax.Array | int = 0) -> tuple:
@@ -65,3 +75,25 @@ def of_one_row(function: Callable, *, has_aux: bool) -> Callable[..., tuple[Tree
         return result
 
     return of_row
+
+
+@contextlib.contextmanager
+def constants_hoisted() -> Iterator[None]:
+    """While it is open, programs are traced whose constants become arguments, so none is too large."""
+    token = _HOISTED.set(True)
+    try:
+        yield
+    finally:
+        _HOISTED.reset(token)
+
+
+def warn_of_constants(closed: Any) -> None:
+    """Warns if the loss closes over large arrays, because the program of a step would hold them as constants.
+
+    closed: the closed jaxpr of the loss. Arrays that are arguments of an outer `jax.jit` are no constants.
+    """
+    found = [array for array in jaxprs.constants(closed) if not isinstance(array, jax.core.Tracer)]
+    size = sum(getattr(array, "nbytes", 0) for array in found)
+    if size >= LARGE_CONSTANTS and not _HOISTED.get():
+        words = f"the loss closes over {size / 2**20:.0f} MiB of arrays, which become constants of every program of it"
+        warnings.warn(f"{words}: it compiles longer and is as large as they are. Instead, {INSTEAD}", stacklevel=2)

@@ -11,7 +11,7 @@ from dpx.contributions import sum_contributions
 from dpx.gradients import ghost
 from dpx.gradients.explicit_axes import devices_of_rows
 from dpx.gradients.microbatch_size import ForwardCost, choose_microbatch_size, forward_cost, require_platform
-from dpx.gradients.rows import called_with, of_one_row, shapes_of_one
+from dpx.gradients.rows import called_with, of_one_row, shapes_of_one, warn_of_constants
 from dpx.guards import require_real
 from dpx.mechanism import Mechanism, require_mechanism
 from dpx.trees import Tree, described
@@ -73,6 +73,7 @@ class RowSum:
         except Exception as error:  # of the user's function
             error.add_note(f"dpx: the {'update' if self.norms == 'update' else 'loss'} {called_with(row[0])}")
             raise
+        warn_of_constants(traced.closed)
         cost = forward_cost(traced.closed.jaxpr)
         if self.norms == "update":
             _require_like(params, traced.shapes[0])
