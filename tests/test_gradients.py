@@ -422,6 +422,8 @@ for kind, name in ((AxisType.Auto, "sharded"), (AxisType.Explicit, "replicated")
     if kind == AxisType.Explicit:
         assert jax.tree.map(jax.typeof, eight.updates) == jax.tree.map(jax.typeof, placed)
         assert share(eight.unreleased.losses) == share(eight.unreleased.norms) == 1 / 8
+inside = jax.jit(lambda p, r: step(p, dpx.Batch(r, included), optimizer.init(p)))(placed, rows)
+jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), inside, one)
 steps, state = dpx.private_updates_in_chunks(loss, optimizer, with_key=True), optimizer.init(placed)
 sums = jax.jit(steps.add)(placed, dpx.Batch(rows, included), state)
 assert {share(leaf) for leaf in jax.tree.leaves(sums.unreleased_sums)} == {share(sums.unreleased.norms)} == {1 / 8}
