@@ -39,8 +39,12 @@ def release_and_rest(
 ) -> tuple[Tree, Total]:
     """`release` of the `Total` `total(parts)`, of two numbers, and its rest: what was released less that total.
 
-    The released bits are those of `release`. total: a function of `parts` alone, the same object at every call, because
-    jax keeps its trace. parts: arrays. The rest is in two float32 numbers, and SECRET, because it is noise.
+    The released bits are those of `release`. The rest is in two float32 numbers, and SECRET, because it is noise.
+
+    key: of the mechanism's "noise" stream, (). step: int (), below 2^31; two steps have independent noise.
+    total: a function of `parts` alone, the same object at every call, because jax keeps its trace. parts: a tree of
+        arrays.
+    deviation: float32 (), public, at least 2^-126; 0 adds no noise, and neither do smaller numbers.
 
     On a CPU, the total is written where the chunks are made, and the rest is computed from there. `release` of a total
     that is needed afterwards is slower: XLA computes it again, and copies its parts to have them until then. For one
