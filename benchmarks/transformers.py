@@ -148,6 +148,9 @@ def steps(problem: Problem, size: int) -> dict[str, tuple[Callable, tuple]]:
     def noise(params):
         return optax.tree.random_like(jax.random.key(0), params, jax.random.normal)
 
+    def noise_of_dpx(params):
+        return keys.release(jax.random.key(0), jnp.int32(0), jax.tree.map(jnp.zeros_like, params), 1.0)
+
     # A row of seconds is not repeated before it is timed, so it pays for the memory that the row before gave back. The
     # rows with all gradients in memory come last, and a short row first.
     found: dict[str, tuple[Callable, tuple]] = {
@@ -156,7 +159,7 @@ def steps(problem: Problem, size: int) -> dict[str, tuple[Callable, tuple]]:
     }
     for parts in PARTS:
         found[f"{PLAIN}, {parts} parts"] = functools.partial(in_parts, parts), (params, batch)
-    found[NOISE] = keys.normal_like, (jax.random.key(0), jnp.int32(0), params)
+    found[NOISE] = noise_of_dpx, (params,)
     found[PRODUCTS] = norm_products(problem, mechanism, state, size)
     found |= {f"dpx {clipping}": (with_dpx(clipping), (params, batch, state)) for clipping in ("auto", "ghost")}
     if importlib.util.find_spec("jax_privacy"):

@@ -49,23 +49,24 @@ def check_contract(
 ) -> ContractReport:
     """Checks the privacy contract for a mechanism, also one that you composed: `print(check_contract(mechanism))`.
 
-    bounded   hostile gradients (0 to 3e38, NaN, inf, those of float16 and bfloat16) contribute at most the clip norm
-    float32   nothing computes in less than float32
-    adjacent  leaving one example out moves the update by at most what is billed, in 6 rows and in 257
-    padding   rows that do not count change nothing
-    additive  `Mechanism.update`, microbatches, ghost norms and `private_updates` give the same step
-    divisor   the updates are divided by a constant
-    noise     the noise is the billed multiple of what one example moves, wherever that is; its draws, under other keys
-              and at eight steps, are independent standard normals; it is there, and does not repeat, for other values
-              and dtypes of the parameters, in larger ones, and at 1,270 steps up to 2^31
-    bits      what leaves was rounded to a public grid, after the noise, by `keys.release`, so its bits show what is
-              billed; one of 8,192 rows moves the sum by at most ETA of the clip norm more than it moves an empty one
-    resume    the state alone decides the next step
-    cost      the event bills the noise multipliers of the mechanism, for up to 10^6 steps (of a schedule, 50,021), and
-              the state counts the releases
-    sampling  batches are drawn as the event says
-    secrecy   nothing but released values is public
-    branches  no program branches on raw data
+    * bounded: hostile gradients (0 to 3e38, NaN, inf, those of float16 and bfloat16) contribute at most the clip
+      norm
+    * float32: nothing computes in less than float32
+    * adjacent: leaving one example out moves the update by at most what is billed, in 6 rows and in 257
+    * padding: rows that do not count change nothing
+    * additive: `Mechanism.update`, microbatches, ghost norms and `private_updates` give the same step
+    * divisor: the updates are divided by a constant
+    * noise: the noise is the billed multiple of what one example moves, wherever that is; its draws, under other
+      keys and at eight steps, are independent standard normals; it is there, and does not repeat, for other values
+      and dtypes of the parameters, in larger ones, and at 1,270 steps up to 2^31
+    * bits: what leaves was rounded to a public grid, after the noise, by `keys.release`, so its bits show what is
+      billed; one of 8,192 rows moves the sum by at most ETA of the clip norm more than it moves an empty one
+    * resume: the state alone decides the next step
+    * cost: the event bills the noise multipliers of the mechanism, for up to 10^6 steps (of a schedule, 50,021),
+      and the state counts the releases
+    * sampling: batches are drawn as the event says
+    * secrecy: nothing but released values is public
+    * branches: no program branches on raw data
 
     mechanism: of `dpx.chain`, `dpx.in_coordinates`, or of your own.
     loss: with it, the contract is also checked on the paths of `private_updates`; loss(params, example).
