@@ -125,6 +125,16 @@ def test_links_lead_somewhere(page):
             assert anchor in anchors(other.read_text()), target
 
 
+def test_the_site_hides_no_line():
+    """A line that begins with a percent sign is a comment for MyST."""
+    hidden = [
+        page
+        for page in PAGES
+        if re.search(r"^%", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M), re.M)
+    ]
+    assert not hidden
+
+
 def test_every_sharp_edge_says_how_bad_it_is():
     """With a word that the first paragraphs explain, and the worst of a group first."""
     first, *groups = re.split(r"^## ", (DOCS / "sharp_edges.md").read_text(), flags=re.MULTILINE)
