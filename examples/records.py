@@ -17,6 +17,15 @@ def versions() -> dict[str, str]:
     return {"dpx": dpx.__version__} | {name: metadata.version(name) for name in ("jax", "jaxlib", "optax", "flax")}
 
 
+def whole_lines(file: Path) -> list[dict[str, Any]]:
+    """The rows of a file with a JSON object in each line, or []. A last line that was cut off is removed."""
+    text = file.read_text() if file.is_file() else ""
+    whole = text[: text.rfind("\n") + 1]
+    if whole != text:
+        file.write_text(whole)
+    return [json.loads(line) for line in whole.splitlines()]
+
+
 class Described(Protocol):
     """The settings of a run: `examples.config.Config`, or another record."""
 

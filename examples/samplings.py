@@ -205,11 +205,7 @@ class Trainer:
 
     def __init__(self, file: Path, *, dataset: str = "fashion_mnist", data_dir: Path | None, cache_dir: Path):
         self.file, self.dataset, self.data_dir, self.cache_dir = file, dataset, data_dir, cache_dir
-        text = file.read_text() if file.is_file() else ""
-        whole = text[: text.rfind("\n") + 1]  # without a line that was cut off
-        if whole != text:
-            file.write_text(whole)
-        self.rows = [json.loads(line) for line in whole.splitlines()]
+        self.rows = records.whole_lines(file)
 
     @functools.cache  # noqa: B019  # there is one trainer
     def problem(self, model: str, tuning: bool) -> tuple[Any, Any, Any, Any]:

@@ -6,8 +6,8 @@ One run is killed again and again, each time within a few steps after it continu
 it may finish. The exit status is 1 if its parameters, its state or its history differ from those of a run that nobody
 interrupted, in any bit.
 
-With `--hosts 2`, the run is one of two processes, each with a device and half of the rows. One of them is killed, by
-chance, and a moment later the other, which goes on or waits.
+With `--hosts 2`, two processes make the run, each on a device of its own with half of the rows. One of them, drawn at
+random, is killed. The other is killed a moment later.
 
 Every process is forked from a server that has imported jax, because that takes as long as the rest of its life.
 """

@@ -64,12 +64,7 @@ class Trainer:
     """Makes runs, and keeps each as a line of a file of JSON; asking for one that is there makes none."""
 
     def __init__(self, file: Path):
-        self.file = file
-        text = file.read_text() if file.is_file() else ""
-        whole = text[: text.rfind("\n") + 1]  # without a line that was cut off
-        if whole != text:
-            file.write_text(whole)
-        self.rows = [json.loads(line) for line in whole.splitlines()]
+        self.file, self.rows = file, records.whole_lines(file)
 
     @functools.cache  # noqa: B019  # there is one trainer
     def problem(self, task: str, trial: bool) -> Problem:
