@@ -67,3 +67,15 @@ def test_no_run_is_started_after_the_time_is_over(made, tmp_path, undrawn):
     with pytest.raises(KeyboardInterrupt):
         table.main(["--rows", str(file), "--only", "300 units"])
     assert {(settings.units, settings.lora_rank) for settings in made} == {(300, 0)}
+
+
+def test_runs_of_two_corpora_are_no_table(tmp_path, undrawn):
+    row = RESULT | dict(optimizer="sgd", rank=0, asked="8.0", epsilon=7.9999, date="2026-11-24", versions={"dpx": "1"})
+    other = {"units": 150}, {"base_test_loss": 1.8}, {"few": 300, "units": 340}
+    pages = [[row | {"name": "one", "seed": 0}, row | change | {"name": "two", "seed": 1}] for change in other]
+    for rows, fine in zip(pages, (False, False, True), strict=True):
+        if fine:
+            assert table.page(rows)
+            continue
+        with pytest.raises(ValueError, match="one base model and one corpus, got 2"):
+            table.page(rows)

@@ -154,6 +154,13 @@ def page(rows: list[dict[str, Any]]) -> str:
     """The table, from the rows that are there."""
     if not rows:
         raise ValueError("no run is finished")
+    for few in {row.get("few", 0) for row in rows}:
+        corpora = {(row["base_test_loss"], row["units"]) for row in rows if row.get("few", 0) == few}
+        if len(corpora) > 1:
+            raise ValueError(
+                f"all rows must be of one base model and one corpus, got {len(corpora)}: other packages were installed "
+                "between the runs. Remove the older rows, and run the command again"
+            )
     first, versions = (
         next((row for row in rows if not row.get("few")), rows[0]),
         ", ".join(f"{name} {number}" for name, number in rows[0]["versions"].items()),
