@@ -94,7 +94,7 @@ def test_a_mechanism_its_report_and_what_is_refused():
     for rates in ((1.5,), (math.nan,)):
         with pytest.raises(ValueError, match="false_positive_rates must be"):
             attack_bounds(mechanism, 50, delta=DELTA, false_positive_rates=rates)
-    with pytest.raises(ValueError, match="pass neither beside it"):
+    with pytest.raises(ValueError, match="pass none beside it"):
         attack_bounds(Composition(RUN, "add_or_remove"), 50, delta=DELTA)
 
 

@@ -10,7 +10,7 @@ from scipy import special
 
 from dpx.accounting import checks
 from dpx.accounting.axes import draw_guessing, labeled
-from dpx.accounting.bill import event_of
+from dpx.accounting.bill import event_of, records_of
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.compose import Composition
 from dpx.accounting.events import billed
@@ -31,12 +31,14 @@ CURVE_RATES = tuple(10.0 ** (tenth / 10) for tenth in range(-40, 1))  # at which
 class AttackBounds(NamedTuple):
     """How well any attacker can tell whether one example took part, who knows the release and all other examples.
 
+    With several `records`, read all records of one person in place of one example.
+
     advantage: float, the largest true positive rate minus the false positive rate; 0 is guessing, 1 is certainty.
     false_positive_rates: n floats, how often the attacker claims an example that did not take part.
     true_positive_rates: n floats, an upper bound at each of them of how often one that did is claimed.
     mu: float. At every false positive rate a, the true positive rate is at most that of mu-Gaussian differential
         privacy, Phi(mu - Phi^-1(1 - a)), plus delta.
-    delta: float, of mu.
+    delta: float, of mu. records: int, how many records the person owns at most; 1 is for what the sampling draws.
     """
 
     advantage: float
@@ -44,9 +46,11 @@ class AttackBounds(NamedTuple):
     true_positive_rates: tuple[float, ...]
     mu: float
     delta: float
+    records: int = 1
 
-    def sentences(self, unit: str = "example") -> tuple[str, ...]:
-        """The bounds in words, rounded up. unit: what the sampling draws, in words."""
+    def sentences(self, unit: str | None = None) -> tuple[str, ...]:
+        """The bounds in words, rounded up. unit: whom they are for, in words; None is an example, or a person."""
+        unit = owner_of(self.records) if unit is None else unit
         rates = zip(self.false_positive_rates, self.true_positive_rates, strict=True)
         return (
             *(
@@ -69,6 +73,18 @@ def upper(value: float, digits: int) -> str:
     return f"{float(Context(prec=digits, rounding=ROUND_CEILING).create_decimal(value)):.{digits}g}"
 
 
+def owner_of(records: int, drawn: str = "example") -> str:
+    """The unit in words, without an article: what the sampling draws, or a person with several of them."""
+    if records == 1:
+        return drawn
+    return f"person with up to {records} records" + (f" (each one {drawn})" if drawn != "example" else "")
+
+
+def whose(records: int) -> str:
+    """Whom an epsilon is for, in words to print behind it; nothing where it is for what the sampling draws."""
+    return "" if records == 1 else f" for a {owner_of(records)}"
+
+
 def attack_bounds(
     run: Any,
     steps_or_state: Any = None,
@@ -77,13 +93,15 @@ def attack_bounds(
     false_positive_rates: Sequence[float] = FALSE_POSITIVE_RATES,
     accountant: Accountant = "tightest",
     relation: Relation | None = None,
+    records: int | None = None,
 ) -> AttackBounds:
     """Bounds on every attack that asks whether one example took part, from the privacy profile of a run.
 
     run: a mechanism, with `steps_or_state` as for `dpx.epsilon`, or a `Composition`, without it.
     delta: in (0, 1), the slack of `mu`. Without slack, the least mu of Poisson-sampled Gaussians is that of the same
         Gaussians without sampling, because sampling does not thin the farthest tail.
-    false_positive_rates: floats in [0, 1]. accountant, relation: as for `dpx.epsilon`.
+    false_positive_rates: floats in [0, 1]. accountant, relation, records: as for `dpx.epsilon`. Above 1 record, the
+        attack is on a person who owns so many.
 
     Guarantee: with delta(e) the run's delta at epsilon e, the true positive rate at a false positive rate a is at most
     delta(e) + exp(e) a, and at most 1 - exp(-e) (1 - delta(e) - a), for every e >= 0; the advantage is at most
@@ -102,13 +120,17 @@ def attack_bounds(
         raise ValueError(f"false_positive_rates must be numbers in [0, 1], got {described(false_positive_rates)}")
     delta = checks.require_delta(delta)
     if isinstance(run, Composition):
-        if steps_or_state is not None or relation not in (None, run.relation):
-            raise ValueError(f"a Composition has its steps and its relation, {run.relation!r}; pass neither beside it")
-        profile = run.profile(accountant, curve=True)
+        if steps_or_state is not None or relation not in (None, run.relation) or records not in (None, run.records):
+            raise ValueError(
+                f"a Composition has its steps, its relation and its records, {run.relation!r} and {run.records}; pass "
+                "none beside it"
+            )
+        profile, records = run.profile(accountant, curve=True), run.records
     else:
-        event, stated = event_of(run, steps_or_state, relation)
+        records = records_of(run, records)
+        event, stated = event_of(run, steps_or_state, relation, records=records)
         profile = billed(event, accountant=accountant, relation=stated, curve=True)
-    return bounds_of(profile, delta, rates.tolist())
+    return bounds_of(profile, delta, rates.tolist())._replace(records=records)
 
 
 def bounds_of(profile: Profile, delta: float, false_positive_rates: Sequence[float]) -> AttackBounds:
@@ -139,7 +161,9 @@ def plot_attack_bounds(bounds: AttackBounds, *, axes: Any = None, label: str | N
     bounds: with many rates, such as `numpy.geomspace(1e-4, 1, 50)`. axes: of matplotlib, new ones by default; returned.
     label: of the curve, in a legend.
     """
-    axes = labeled(axes, "false positive rate", "true positive rate of any attack (upper bound)")
+    axes = labeled(
+        axes, "false positive rate", f"true positive rate of any attack (upper bound){whose(bounds.records)}"
+    )
     axes.loglog(bounds.false_positive_rates, bounds.true_positive_rates, label=label)
     draw_guessing(axes, bounds.false_positive_rates, bounds.false_positive_rates)
     return axes

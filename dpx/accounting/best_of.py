@@ -10,7 +10,8 @@ from dp_accounting.dp_event import RepeatAndSelectDpEvent
 from dpx.accounting import renyi
 from dpx.accounting.bill import batches_of, event_of
 from dpx.accounting.checks import Relation, require_relation
-from dpx.accounting.compose import Composition, require_one_unit
+from dpx.accounting.compose import Composition, common_records, require_one_unit
+from dpx.accounting.groups import of_unit
 from dpx.accounting.releases import count_releases, hashable
 from dpx.accounting.selection import SHAPES, OneOfDpEvent, trial_loss
 from dpx.trees import described
@@ -52,6 +53,7 @@ def best_of(
     score_on: Any,
     distribution: Distribution = "logarithmic",
     relation: Relation | None = None,
+    records: int | None = None,
 ) -> Selection:
     """The cost of a search that releases the best of a random number of trials, and nothing else.
 
@@ -66,6 +68,8 @@ def best_of(
         score, which every trial pays too.
     distribution: "logarithmic", "geometric" or "poisson"; in this order, many trials cost more and are spread less.
     relation: of events, "zero_out" by default; None for mechanisms, whose samplings state it.
+    records: int, how many of the examples one person owns at most, as for `dpx.compose_runs`; the score is billed for
+        as many.
 
     The bill is by Renyi divergences ("rdp"), because no tighter one is known to dp-accounting.
 
@@ -75,10 +79,11 @@ def best_of(
     trials = require_number("trials", trials, minimum=1)
     if distribution not in SHAPES:
         raise ValueError(f"distribution must be one of {tuple(SHAPES)}, got {described(distribution)}")
-    score = _score_event(score_on)
+    records = common_records(candidates, records)
+    score = _score_event(score_on, records)
     if not candidates:
         raise ValueError("best_of needs at least one (mechanism, steps or state) or event, got none")
-    runs = [_event(candidate, relation) for candidate in candidates]
+    runs = [_event(candidate, relation, records) for candidate in candidates]
     units = tuple(batches_of(candidate[1])[1] if isinstance(candidate, tuple) else 0 for candidate in candidates)
     examples = tuple(candidate[0].sampling.examples for candidate in candidates if isinstance(candidate, tuple))
     require_one_unit(units, examples)
@@ -94,6 +99,7 @@ def best_of(
         relation=stated,
         units=units,
         examples=examples,
+        records=records,
         trial=trial,
         trials=trials,
         distribution=distribution,
@@ -102,15 +108,15 @@ def best_of(
     )
 
 
-def _event(candidate: Any, relation: Relation | None) -> tuple[DpEvent, Relation]:
+def _event(candidate: Any, relation: Relation | None, records: int) -> tuple[DpEvent, Relation]:
     if isinstance(candidate, DpEvent):
-        return candidate, require_relation(relation or "zero_out")
+        return of_unit(candidate, records=records), require_relation(relation or "zero_out")
     if isinstance(candidate, tuple) and len(candidate) == 2:
-        return event_of(*candidate, relation)
+        return event_of(*candidate, relation, records=records)
     raise ValueError(f"a candidate must be a (mechanism, steps or state) or an event, got {described(candidate)}")
 
 
-def _score_event(score_on: Any) -> DpEvent | None:
+def _score_event(score_on: Any, records: int) -> DpEvent | None:
     """The event of a private score, None for a public one."""
     if isinstance(score_on, str) and score_on == "public":
         return None
@@ -120,4 +126,4 @@ def _score_event(score_on: Any) -> DpEvent | None:
     releases = count_releases(score_on)
     if not releases.counts or not releases.private:
         raise ValueError(f"a score on private data must have noise, got the event {score_on}")
-    return score_on
+    return of_unit(score_on, records=records)

@@ -27,7 +27,7 @@ def epsilon(
     accountant: Accountant = "tightest",
     relation: Relation | None = None,
     weight: float | None = None,
-    records: int = 1,
+    records: int | None = None,
 ) -> float:
     """An upper bound of epsilon at `delta` for the first steps of a run; inf if a step adds no noise.
 
@@ -42,8 +42,9 @@ def epsilon(
         numbers: in a program, a deleted row moves all later ones, and the order of the rows is in the last bits of
         their float sum. So the released bits are private for neighbors of "zero_out", where a null keeps the row.
     weight: of `PoissonSampling(..., weights=...)`: the bill of the examples of at most this weight; None is for all.
-    records: int, at least 1, how many of the examples one unit owns at most. Above 1, the bill is that of nulling all
-        of them together (`dpx/accounting/groups.py`), for `PoissonSampling` without `most_rows` and for `FullBatch`.
+    records: int, at least 1, how many of the examples one person owns at most; None is that of the mechanism's
+        `dpx.Budget`, and 1 without one. Above 1, the bill is that of nulling all of them together
+        (`dpx/accounting/groups.py`), for `PoissonSampling` without `most_rows` and for `FullBatch`.
 
     Raises ValueError for a state that another mechanism made, for a relation that the event is not true for, for an
     event that the accountant cannot bill, for a weight above all weights, and for records of another sampling.
@@ -53,9 +54,7 @@ def epsilon(
         >>> dpx.epsilon(mechanism, 200, delta=1e-5)
         4.766...
     """
-    event, relation = event_of(optimizer, steps_or_state, relation)
-    event = event if weight is None else _of_weight(event, optimizer.sampling, weight)
-    event = _of_records(event, optimizer.sampling, relation, records)
+    event, relation = event_of(optimizer, steps_or_state, relation, records=records, weight=weight)
     checks.warn_of_large_delta(delta, optimizer.sampling)
     return billed(event, accountant=accountant, relation=relation).epsilon(delta)
 
@@ -68,7 +67,7 @@ def delta(
     accountant: Accountant = "tightest",
     relation: Relation | None = None,
     weight: float | None = None,
-    records: int = 1,
+    records: int | None = None,
 ) -> float:
     """An upper bound of delta at `epsilon` (at least 0) for the first steps of a run; 1 if a step adds no noise.
 
@@ -76,7 +75,7 @@ def delta(
     steps_or_state: a number of steps (int, at least 0), or an optimizer state, whose billed steps are read.
     accountant: "tightest", "pld" (privacy loss distributions) or "rdp" (Renyi divergences).
     relation: how neighboring data sets differ; None is the relation that the sampling states.
-    weight, records: the bill of the examples of at most this weight, and of a unit of so many, as for `epsilon`.
+    weight, records: the bill of the examples of at most this weight, and of a person with so many, as for `epsilon`.
 
     Raises ValueError for an epsilon below 0, and as `epsilon` does.
 
@@ -84,16 +83,22 @@ def delta(
         9.98...e-05
     """
     epsilon = checks.require_epsilon(epsilon)
-    event, relation = event_of(optimizer, steps_or_state, relation)
-    event = event if weight is None else _of_weight(event, optimizer.sampling, weight)
-    event = _of_records(event, optimizer.sampling, relation, records)
+    event, relation = event_of(optimizer, steps_or_state, relation, records=records, weight=weight)
     return billed(event, accountant=accountant, relation=relation).delta(epsilon)
 
 
-def event_of(optimizer: Any, steps_or_state: Any, relation: Relation | None) -> tuple[dp_accounting.DpEvent, Relation]:
-    """The event of the steps, and the relation that it is billed under.
+def event_of(
+    optimizer: Any,
+    steps_or_state: Any,
+    relation: Relation | None,
+    *,
+    records: int | None = None,
+    weight: float | None = None,
+) -> tuple[dp_accounting.DpEvent, Relation]:
+    """The event of the steps, for the unit that is billed, and the relation that it is billed under.
 
-    Raises ValueError for a state that another mechanism made, and for a relation that the event is not true for.
+    Raises ValueError for a state that another mechanism made, for a relation that the event is not true for, and for
+    records and a weight that it has no bill for.
     """
     require_billable(optimizer)
     steps = billed_steps(steps_or_state)
@@ -103,7 +108,17 @@ def event_of(optimizer: Any, steps_or_state: Any, relation: Relation | None) -> 
         event = optimizer.event_matching(steps_or_state, steps)
     else:
         raise ValueError(f"a state is billed by the dpx Mechanism that made its releases, got {type(optimizer)}")
-    return event, _relation_of(event, optimizer.sampling, relation)
+    relation = _relation_of(event, optimizer.sampling, relation)
+    event = event if weight is None else _of_weight(event, optimizer.sampling, weight)
+    return of_records(event, optimizer.sampling, relation, records_of(optimizer, records)), relation
+
+
+def records_of(optimizer: Any, records: int | None) -> int:
+    """How many records the unit owns at most that is billed: `records`, or those of the mechanism's budget, or 1."""
+    budget = getattr(optimizer, "budget", None)
+    if records is None:
+        return 1 if budget is None else budget.records
+    return require_whole("records", records)
 
 
 def _relation_of(event: dp_accounting.DpEvent, sampling: Any, relation: Relation | None) -> Relation:
@@ -145,9 +160,9 @@ def _of_weight(event: Any, sampling: Any, weight: float) -> dp_accounting.DpEven
     return lowered(event)
 
 
-def _of_records(event: Any, sampling: Any, relation: Relation, records: int) -> dp_accounting.DpEvent:
-    """The event of the same releases for a unit that owns so many examples."""
-    if require_whole("records", records) == 1:
+def of_records(event: Any, sampling: Any, relation: Relation, records: int) -> dp_accounting.DpEvent:
+    """The event of the same releases for a unit that owns so many examples. Raises ValueError where it is not known."""
+    if records == 1:
         return event
     independent = isinstance(sampling, PoissonSampling) and not sampling.truncates
     if not independent and not isinstance(sampling, FullBatch):

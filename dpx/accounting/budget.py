@@ -31,6 +31,9 @@ class Budget:
     steps: int, at least 1, of the whole run. epochs: float, positive, in place of steps. The budget of a mechanism has
         steps, those of `sampling.steps(epochs=epochs)`, because the sampling says how long an epoch is.
     accountant: the one by which the bill is at most epsilon, as for `dpx.epsilon`.
+    records: int, at least 1. Above 1, epsilon is for a person who owns up to so many examples, for Poisson samples and
+        full batches, and so is every later bill of the mechanism: its report says so. That nobody has more is yours to
+        see to, such as with `dpx.sampling.records_to_keep`. With `dpx.UserData`, the sampling draws persons: leave 1.
 
     Raises ValueError for a field outside its range, unless exactly one of steps and epochs is given, and in arithmetic.
     """
@@ -40,11 +43,13 @@ class Budget:
     steps: int = None  # pyrefly: ignore[bad-assignment]  # an int in every mechanism, because it takes `for_sampling`
     epochs: float | None = None
     accountant: Accountant = "tightest"
+    records: int = 1
 
     def __post_init__(self):
         checks.require_positive_epsilon(self.epsilon)
         checks.require_delta(self.delta)
         checks.require_accountant(self.accountant)
+        require_whole("records", self.records)
         if (self.steps is None) == (self.epochs is None):
             given = f"{described(self.steps)} and {described(self.epochs)}"
             raise ValueError(f"exactly one of steps and epochs must be given, got {given}")
@@ -102,9 +107,8 @@ def accepts_budget(build: Callable[..., M]) -> Callable[..., M]:
             return build(*arguments.args, **arguments.kwargs)
 
         budget = budget.for_sampling(make(1.0).sampling)
-        noise_multiplier = calibrate(
-            make, steps=budget.steps, epsilon=budget.epsilon, delta=budget.delta, accountant=budget.accountant
-        )
+        bill = {"accountant": budget.accountant, "records": budget.records}
+        noise_multiplier = calibrate(make, steps=budget.steps, epsilon=budget.epsilon, delta=budget.delta, **bill)
         return make(noise_multiplier).replace(budget=budget)
 
     parameters = [p if p.name != "noise_multiplier" else _accepting_budget(p) for p in signature.parameters.values()]

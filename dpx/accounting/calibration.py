@@ -30,6 +30,7 @@ def calibrate(
     delta: float,
     accountant: Accountant = "tightest",
     relation: Relation | None = None,
+    records: int | None = None,
     tolerance: float = 1e-4,
 ) -> float:
     """The least noise multiplier for which `steps` steps of `make(noise_multiplier)` cost at most epsilon at delta.
@@ -38,11 +39,13 @@ def calibrate(
     steps: int, at least 1. epsilon: positive and finite. delta: in (0, 1).
     accountant: "tightest", "pld" (privacy loss distributions) or "rdp" (Renyi divergences).
     relation: how neighboring data sets differ; None is the relation that the sampling states.
+    records: int, how many of the examples the person owns at most whom epsilon is for, as for `dpx.epsilon`.
     tolerance: relative; the bill is in [epsilon (1 - tolerance), epsilon] if it is a continuous function of the noise.
 
     Guarantee: `dpx.epsilon` of the mechanism that is built with the returned number is at most epsilon.
 
-    Raises ValueError for arguments outside these ranges, and for a budget that no noise multiplier up to 1e6 meets.
+    Raises ValueError for arguments outside these ranges, for a budget that no noise multiplier up to 1e6 meets, and
+    where `dpx.epsilon` does.
 
         >>> def make(noise_multiplier):
         ...     return dpx.dp_sgd(clip_norm=1.0, noise_multiplier=noise_multiplier, sampling=sampling, key=key)
@@ -55,7 +58,7 @@ def calibrate(
     checks.warn_of_large_delta(delta, make(1.0).sampling)
 
     def bill(noise_multiplier: float, **options: Any) -> float:
-        event, stated = event_of(make(noise_multiplier), steps, relation)
+        event, stated = event_of(make(noise_multiplier), steps, relation, records=records)
         return billed(event, accountant=accountant, relation=stated, **options).epsilon(delta)
 
     start = 1.0
@@ -181,12 +184,14 @@ def max_steps(
     delta: float,
     accountant: Accountant = "tightest",
     relation: Relation | None = None,
+    records: int | None = None,
 ) -> int:
     """The largest number of steps whose bill is at most epsilon at delta, an int; 0 if one step costs more.
 
     optimizer: a `dpx.Mechanism`. epsilon: positive and finite. delta: in (0, 1).
     accountant: "tightest", "pld" (privacy loss distributions) or "rdp" (Renyi divergences).
     relation: how neighboring data sets differ; None is the relation that the sampling states.
+    records: int, how many of the examples the person owns at most whom epsilon is for, as for `dpx.epsilon`.
 
     A schedule may be defined for some steps only, and its event raises ValueError beyond them. The result is then at
     most that number of steps. A bill grows with the steps, so the search doubles, then bisects: 2 log2(steps) bills.
@@ -204,7 +209,7 @@ def max_steps(
 
     def affordable(steps: int) -> bool:
         try:
-            event, stated = event_of(optimizer, steps, relation)
+            event, stated = event_of(optimizer, steps, relation, records=records)
         except ValueError:
             if steps == 1:
                 raise

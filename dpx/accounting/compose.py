@@ -2,6 +2,7 @@
 
 import itertools
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,13 +12,14 @@ import numpy as np
 
 from dpx import keys
 from dpx.accounting import checks
-from dpx.accounting.bill import batches_of, billed_steps, event_of
+from dpx.accounting.bill import batches_of, billed_steps, event_of, of_records, records_of
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.events import billed
 from dpx.accounting.profiles import Profile
 from dpx.scalars import over
 from dpx.states.record import SEVERAL_KEYS
 from dpx.trees import described
+from dpx.validation import require_whole
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class Composition:
     together: int, how many releases of noisy numbers each release of the event stands for.
     keys: of the runs' noise, each (). batch_keys: the marks of the keys that drew their batches, ints, where known.
     units: the mark of what the batches of each run hold, int, 0 where not known. examples: of each run's sampling.
+    records: int, how many records the person owns at most whom the cost is for; 1 is for what the sampling draws.
     """
 
     event: dp_accounting.DpEvent
@@ -37,6 +40,7 @@ class Composition:
     batch_keys: tuple[int, ...] = field(default=(), kw_only=True, repr=False, compare=False)
     units: tuple[int, ...] = field(default=(), kw_only=True, repr=False, compare=False)
     examples: tuple[int, ...] = field(default=(), kw_only=True, repr=False, compare=False)
+    records: int = field(default=1, kw_only=True)
 
     def epsilon(self, *, delta: float, accountant: Accountant = "tightest") -> float:
         """An upper bound of epsilon at `delta`, which is in (0, 1); see `dpx.epsilon`."""
@@ -51,7 +55,7 @@ class Composition:
         return billed(self.event, accountant=accountant, relation=self.relation, curve=curve, runs=self.together)
 
 
-def compose_runs(*runs: Any, shared_batches: bool) -> Composition:
+def compose_runs(*runs: Any, shared_batches: bool, records: int | None = None) -> Composition:
     """The cost of `runs` together, each a (mechanism, optimizer state) or a (mechanism, number of steps).
 
     With batches of their own, a run may also be a `Composition`: of an earlier call, or of `dpx.accounting.best_of`.
@@ -65,20 +69,24 @@ def compose_runs(*runs: Any, shared_batches: bool) -> Composition:
         step costs one Gaussian of noise multiplier (sum_i sigma_i^-2)^(-1/2) on the sampled batch. At small deltas that
         is more than the cost of independent batches (two runs at Poisson rate 0.01, noise multipliers 1, 1,000 steps,
         delta 1e-5: epsilon 4.48 instead of 2.58).
+    records: int, how many of the examples one person owns at most, as for `dpx.epsilon`. None is that of the runs'
+        budgets, which must then agree.
 
     Pass states rather than numbers of steps, because a state records the key of its batches, and what they hold.
 
     Raises ValueError for no runs; for two runs with one key, because they share their noise; for states whose keys
     contradict `shared_batches`, or that are of several keys; for states of different units, such as examples and users
     (`dpx.UserData`), because a run that protects examples costs a user with many of them more; for different
-    neighboring relations; and, with shared batches, for different samplings and for mechanisms that are not billed as
-    one Gaussian release a step. Warns of samplings of different sizes, where a unit is not known.
+    neighboring relations; for a `Composition` of other records, and budgets of several without `records`; and, with
+    shared batches, for different samplings and for mechanisms that are not billed as one Gaussian release a step. Warns
+    of samplings of different sizes, where a unit is not known.
     """
     if not isinstance(shared_batches, bool):
         raise ValueError(f"shared_batches must be True or False, got {described(shared_batches)}")
     if not runs:
         raise ValueError("compose_runs needs at least one (mechanism, steps or state), got none")
-    composed = [_composition(run) for run in runs]
+    records = common_records(runs, records)
+    composed = [_composition(run, 1 if shared_batches else records) for run in runs]
     noise_keys = [key for run in composed for key in run.keys]
     for first, second in itertools.combinations(noise_keys, 2):
         if same_key(first, second):
@@ -94,7 +102,7 @@ def compose_runs(*runs: Any, shared_batches: bool) -> Composition:
     if len(relations) > 1:
         raise ValueError(f"runs must have one neighboring relation, got {sorted(relations)}")
     if shared_batches:
-        event = _on_shared_batches(runs, [run.event for run in composed])
+        event = _on_shared_batches(runs, [run.event for run in composed], records)
     else:
         event = dp_accounting.ComposedDpEvent([run.event for run in composed])
     return Composition(
@@ -105,16 +113,34 @@ def compose_runs(*runs: Any, shared_batches: bool) -> Composition:
         batch_keys=tuple(set(batch_keys)),
         units=units,
         examples=examples,
+        records=records,
     )
 
 
-def _composition(run: Any) -> Composition:
+def common_records(runs: Iterable[Any], records: int | None) -> int:
+    """How many records the unit owns that is billed: `records`, or those of the runs' budgets.
+
+    Raises ValueError for a `Composition` of another number, and for several numbers.
+    """
+    found = {run.records for run in runs if isinstance(run, Composition)}
+    found |= {records_of(run[0], records) for run in runs if isinstance(run, tuple | list) and len(run) == 2}
+    if records is not None:
+        found.add(require_whole("records", records))
+    if len(found) > 1:
+        raise ValueError(
+            f"every run must be billed for one number of records, got {sorted(found)}, because the bill of fewer does "
+            "not hold for more: give `records`, and compose runs rather than Compositions"
+        )
+    return found.pop() if found else 1
+
+
+def _composition(run: Any, records: int) -> Composition:
     if isinstance(run, Composition):
         return run
     if not isinstance(run, tuple | list) or len(run) != 2:
         raise ValueError(f"a run must be a pair (mechanism, steps or state) or a Composition, got {described(run)}")
     mechanism, spent = run
-    event, relation = event_of(mechanism, spent, None)
+    event, relation = event_of(mechanism, spent, None, records=records)
     batch_key, unit = batches_of(spent)
     return Composition(
         event,
@@ -156,13 +182,16 @@ def require_one_unit(units: tuple[int, ...], examples: tuple[int, ...]) -> None:
         )
 
 
-def _on_shared_batches(runs, events) -> dp_accounting.DpEvent:
+def _on_shared_batches(runs, events, records: int) -> dp_accounting.DpEvent:
     """The event of releases that share the batch of every step.
 
     Proof: given the batch, the releases of a step are Gaussians, and each may depend on the earlier ones. One Gaussian
     with the sum of their precisions sigma^-2 dominates them together, because Gaussian differential privacy composes
     like this (Dong, Roth and Su 2022, https://arxiv.org/abs/1905.02383). This Gaussian also dominates their mixture
     over whether the example is in the batch.
+
+    For a unit of several records: given which of them are in the batch, the releases cost together at most this one
+    Gaussian, moved by their number. The proof in `groups` asks no more of a release.
     """
     if any(isinstance(run, Composition) for run in runs):
         raise ValueError("a Composition did not share its batches with another run: pass shared_batches=False")
@@ -178,7 +207,8 @@ def _on_shared_batches(runs, events) -> dp_accounting.DpEvent:
         with np.errstate(divide="ignore"):
             precision[:steps] += multipliers**-2.0
     with np.errstate(divide="ignore"):
-        return sampling.event(precision**-0.5)
+        event = sampling.event(precision**-0.5)
+    return of_records(event, sampling, sampling.relation, records)
 
 
 def same_key(first: jax.Array, second: jax.Array) -> bool:

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dpx.accounting import checks
-from dpx.accounting.attacks import upper
+from dpx.accounting.attacks import upper, whose
 from dpx.accounting.axes import draw_guessing, labeled
-from dpx.accounting.bill import event_of
+from dpx.accounting.bill import event_of, records_of
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.events import billed
 from dpx.accounting.pld.buckets import BUCKETS
@@ -31,12 +31,14 @@ class EpsilonOverSteps(NamedTuple):
     steps: int64 (points,), increasing. epsilon: float64 (points,), an upper bound of the epsilon that they spend.
     delta: float, at which. by_epoch: bool, whether an epoch is billed at once, by its first step; then the steps are
         the first one and the ends of epochs, and between two of them the run spends the epsilon of the later one.
+    records: int, how many records the person owns at most whom epsilon is for; 1 is for what the sampling draws.
     """
 
     steps: np.ndarray
     epsilon: np.ndarray
     delta: float
     by_epoch: bool
+    records: int = 1
 
     __repr__ = outlined
 
@@ -45,23 +47,27 @@ class DeltaOverEpsilon(NamedTuple):
     """Delta at each of some epsilons.
 
     epsilon: float64 (points,), as given. delta: float64 (points,), an upper bound at each epsilon.
+    records: int, how many records the person owns at most whom they are for; 1 is for what the sampling draws.
     """
 
     epsilon: np.ndarray
     delta: np.ndarray
+    records: int = 1
 
     __repr__ = outlined
 
 
 class TradeOff(NamedTuple):
-    """The error rates of the best test for whether one example took part.
+    """The error rates of the best test for whether one example, or all records of one person, took part.
 
     type_one: float64 (points,), how often the test says yes although the example did not take part.
     type_two: float64 (points,), a lower bound of how often it says no although the example did.
+    records: int, how many records the person owns at most; 1 is for what the sampling draws.
     """
 
     type_one: np.ndarray
     type_two: np.ndarray
+    records: int = 1
 
     __repr__ = outlined
 
@@ -73,6 +79,7 @@ def epsilon_over_steps(
     delta: float,
     accountant: Accountant = "tightest",
     relation: Relation | None = None,
+    records: int | None = None,
     points: int = 40,
 ) -> EpsilonOverSteps:
     """The epsilon spent at `delta`, an upper bound after each of at most `points` numbers of steps in 1 .. steps.
@@ -82,7 +89,8 @@ def epsilon_over_steps(
     mechanism: a `dpx.Mechanism`. steps: int, at least 1. delta: in (0, 1).
     points: int, at least 2; keep it small, because every point composes its own event. The last point is what
         `dpx.epsilon` says. Those before it are computed with at most 64 distinct releases.
-    accountant: "tightest", "pld" or "rdp". relation: None is the one that the sampling states.
+    accountant: "tightest", "pld" or "rdp". relation: None is the one that the sampling states. records: how many of
+        the examples one person owns at most, as for `dpx.epsilon`.
 
     Raises ValueError for steps or points below these, and as `dpx.epsilon` does.
     """
@@ -93,11 +101,11 @@ def epsilon_over_steps(
     steps_shown = np.unique(np.append(1, np.minimum(ends.round().astype(np.int64) * epoch, steps)))
     spent = []
     for step in steps_shown.tolist():
-        event, stated = event_of(mechanism, step, relation)
+        event, stated = event_of(mechanism, step, relation, records=records)
         buckets = BUCKETS if step == steps else _BUCKETS
         spent.append(billed(event, accountant=accountant, relation=stated, buckets=buckets).epsilon(delta))
     spent = np.minimum.accumulate(spent[::-1])[::-1]  # fewer steps cost no more
-    return EpsilonOverSteps(steps_shown, spent, checks.require_delta(delta), epoch > 1)
+    return EpsilonOverSteps(steps_shown, spent, checks.require_delta(delta), epoch > 1, records_of(mechanism, records))
 
 
 def delta_over_epsilon(
@@ -107,6 +115,7 @@ def delta_over_epsilon(
     epsilons: Any,
     accountant: Accountant = "tightest",
     relation: Relation | None = None,
+    records: int | None = None,
 ) -> DeltaOverEpsilon:
     """delta at each of `epsilons`, upper bounds within 0.1 % of `dpx.accounting.delta`.
 
@@ -117,10 +126,11 @@ def delta_over_epsilon(
     """
     given = np.atleast_1d(require_floats("epsilons", epsilons))
     values = np.array([checks.require_epsilon(value) for value in given])
-    event, stated = event_of(mechanism, steps_or_state, relation)
+    event, stated = event_of(mechanism, steps_or_state, relation, records=records)
     profile = billed(event, accountant=accountant, relation=stated, curve=True)
     deltas = {value: profile.delta(value) for value in sorted(values.tolist())}
-    return DeltaOverEpsilon(values, np.array([deltas[value] for value in values.tolist()]))
+    of_values = np.array([deltas[value] for value in values.tolist()])
+    return DeltaOverEpsilon(values, of_values, records_of(mechanism, records))
 
 
 def trade_off(
@@ -129,6 +139,7 @@ def trade_off(
     *,
     accountant: Accountant = "tightest",
     relation: Relation | None = None,
+    records: int | None = None,
     points: int = 101,
 ) -> TradeOff:
     """A lower bound of the type II error of every test, at type I errors from 0 to 1: no test has smaller errors.
@@ -140,7 +151,7 @@ def trade_off(
     Raises ValueError for fewer points, and as `dpx.accounting.delta` does.
     """
     type_one = np.linspace(0, 1, require_whole("points", points, minimum=2))
-    event, stated = event_of(mechanism, steps_or_state, relation)
+    event, stated = event_of(mechanism, steps_or_state, relation, records=records)
     profile = billed(event, accountant=accountant, relation=stated, curve=True)
     epsilons, deltas = [], []
     for epsilon in _TRADE_OFF_EPSILONS:
@@ -150,7 +161,7 @@ def trade_off(
             break
     delta, growth = np.array(deltas), np.exp(epsilons)
     lines = [1 - delta - growth * type_one[:, None], (1 - delta - type_one[:, None]) / growth]
-    return TradeOff(type_one, np.maximum(0, np.maximum(*lines).max(axis=1)))
+    return TradeOff(type_one, np.maximum(0, np.maximum(*lines).max(axis=1)), records_of(mechanism, records))
 
 
 def plot_epsilon_over_steps(curve: EpsilonOverSteps, *, axes: Any = None, label: str | None = None) -> Any:
@@ -158,7 +169,7 @@ def plot_epsilon_over_steps(curve: EpsilonOverSteps, *, axes: Any = None, label:
 
     An epoch that is billed at once is a stair. label: of the curve, in a legend.
     """
-    axes = labeled(axes, "steps of the run", f"epsilon spent at delta {upper(curve.delta, 6)}")
+    axes = labeled(axes, "steps of the run", f"epsilon spent at delta {upper(curve.delta, 6)}{whose(curve.records)}")
     axes.plot(curve.steps, curve.epsilon, label=label, drawstyle="steps-pre" if curve.by_epoch else "default")
     axes.update_datalim([(0, 0)])
     axes.autoscale_view()
@@ -170,7 +181,7 @@ def plot_delta_over_epsilon(curve: DeltaOverEpsilon, *, axes: Any = None, label:
 
     label: of the curve, in a legend.
     """
-    axes = labeled(axes, "epsilon", "delta (upper bound)")
+    axes = labeled(axes, f"epsilon{whose(curve.records)}", "delta (upper bound)")
     axes.semilogy(curve.epsilon, np.maximum(curve.delta, 1e-300), label=label)
     return axes
 
@@ -180,7 +191,9 @@ def plot_trade_off(curve: TradeOff, *, axes: Any = None, label: str | None = Non
 
     label: of the curve, in a legend.
     """
-    axes = labeled(axes, "type I error (false positive rate)", "type II error (false negative rate)")
+    axes = labeled(
+        axes, f"type I error (false positive rate){whose(curve.records)}", "type II error (false negative rate)"
+    )
     axes.plot(curve.type_one, curve.type_two, label=label)
     draw_guessing(axes, [0, 1], [1, 0])
     return axes

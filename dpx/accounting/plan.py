@@ -6,17 +6,23 @@ from dataclasses import dataclass
 from math import ceil, log, sqrt
 from typing import Any, NamedTuple
 
+from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
+
 from dpx.accounting import checks
-from dpx.accounting.attacks import upper
+from dpx.accounting.attacks import upper, whose
 from dpx.accounting.axes import labeled
-from dpx.accounting.calibration import calibrate_schedule
+from dpx.accounting.calibration import calibrate_schedule, least_within
 from dpx.accounting.checks import Accountant
+from dpx.accounting.events import billed
+from dpx.accounting.groups import of_unit
 from dpx.accounting.plan_samplings import SamplingPlan, plan_samplings
 from dpx.trees import described
 from dpx.validation import require_number, require_whole
 
 _SMALLEST_BATCH = 256  # of the default batch sizes, which are powers of two up to half of the examples, and all of them
 _HARDLY = 1.25  # a noise of the run that is at most this many times the least one is good enough
+_TOLERANCE = 1e-4  # of epsilon, relative, for several records
+_KNOWN = "the bill of several records of a person is known for PoissonSampling without most_rows and for FullBatch"
 _MOST_LABELS = 8  # batch sizes below a plot; more would overlap
 
 
@@ -42,7 +48,8 @@ class NoisePlan:
     """The noise that a budget needs, for several batch sizes and epochs; `str` is a table, and that of the samplings.
 
     runs: by epochs, then by batch size. examples: int. epsilon, delta: floats, the budget of each single run.
-    accountant: the one of the bills.
+    accountant: the one of the bills. records: int, how many of the examples the person owns at most whom the budget is
+        for.
     """
 
     examples: int
@@ -50,6 +57,7 @@ class NoisePlan:
     delta: float
     runs: tuple[PlannedRun, ...]
     accountant: Accountant = "tightest"
+    records: int = 1
 
     @property
     def suggested(self) -> PlannedRun:
@@ -64,14 +72,20 @@ class NoisePlan:
 
     @functools.cached_property
     def samplings(self) -> SamplingPlan:
-        """Which sampling, at the suggested batch size: it takes a second or two."""
+        """Which sampling, at the suggested batch size: it takes a second or two. Raises ValueError above 1 record."""
+        if self.records > 1:
+            raise ValueError(f"records must be 1 to compare samplings, because {_KNOWN}; got {self.records}")
         batch_size, whole_steps = self.suggested[:2]
         epochs = float(f"{whole_steps:.3g}")  # 20.002 of 1,172 whole steps would begin one more epoch
         budget: Any = {"epsilon": self.epsilon, "delta": self.delta, "accountant": self.accountant}
         return plan_samplings(examples=self.examples, batch_size=batch_size, epochs=epochs, **budget)
 
+    @property
+    def _budget(self) -> str:
+        return f"epsilon {self.epsilon:g} at delta {upper(self.delta, 6)}{whose(self.records)}"
+
     def __str__(self) -> str:
-        head = f"epsilon {self.epsilon:g} at delta {upper(self.delta, 6)}, {self.examples} examples, Poisson sampling; "
+        head = f"{self._budget}, {self.examples} examples, Poisson sampling; "
         head += "the noise of the mean gradient is divided by the clip norm"
         rows = [
             f"{run.batch_size:10} {run.epochs:8.4g} {run.steps:7} {ceil(1e4 * run.noise_multiplier) / 1e4:16.4f} "
@@ -80,7 +94,8 @@ class NoisePlan:
         ]
         titles = f"{'batch size':>10} {'epochs':>8} {'steps':>7} {'noise multiplier':>16} "
         titles += f"{'of a step':>11} {'of an epoch':>11} {'of the run':>11}"
-        return "\n".join([head, titles, *rows, "", str(self.samplings)])
+        samplings = str(self.samplings) if self.records == 1 else f"The other samplings are left out: {_KNOWN}."
+        return "\n".join([head, titles, *rows, "", samplings])
 
     def plot(self, *, axes: Any = None) -> Any:
         """Draws the noise of the run over the batch size, a line for each number of epochs, on matplotlib `axes`.
@@ -104,7 +119,7 @@ class NoisePlan:
         axes.ticklabel_format(axis="y", scilimits=(-2, 3), useMathText=True)
         axes.update_datalim([(sizes[0], 0)])
         axes.autoscale_view()
-        axes.set_title(f"epsilon {self.epsilon:g} at delta {upper(self.delta, 6)}, {self.examples:,} examples")
+        axes.set_title(f"{self._budget}, {self.examples:,} examples")
         axes.legend()
         return axes
 
@@ -117,6 +132,7 @@ def plan_noise(
     epochs: float | Sequence[float] = (10, 40),
     batch_sizes: Sequence[int] | None = None,
     accountant: Accountant = "tightest",
+    records: int = 1,
 ) -> NoisePlan:
     """The least noise for each batch size and number of epochs.
 
@@ -127,6 +143,7 @@ def plan_noise(
     examples: int, of the data set. epsilon, delta: the budget. epochs: one number or several, positive.
     batch_sizes: ints in [1, examples]; by default the powers of two from 256 on, and the whole data set.
     accountant: "tightest", "pld" (privacy loss distributions) or "rdp" (Renyi divergences).
+    records: int, how many of the examples one person owns at most, as for `dpx.Budget`.
 
     Every step is a Poisson-sampled Gaussian release, and with all examples a Gaussian one.
 
@@ -140,6 +157,7 @@ def plan_noise(
     require_whole("examples", examples)
     epsilon, delta = checks.require_positive_epsilon(epsilon), checks.require_delta(delta)
     checks.require_accountant(accountant)
+    require_whole("records", records)
     each = epochs if isinstance(epochs, Iterable) else (epochs,)
     many = tuple(require_number("epochs", number, minimum=0, exclusive=True) for number in each)
     powers = [2**power for power in range(_SMALLEST_BATCH.bit_length() - 1, examples.bit_length())]
@@ -152,11 +170,25 @@ def plan_noise(
 
     def run(epochs: float, size: int) -> PlannedRun:
         steps = max(1, round(epochs * examples / size))
-        budget: Any = {"epsilon": epsilon, "delta": delta, "accountant": accountant}
-        noise = calibrate_schedule([1.0], sampling_rate=size / examples, counts=[steps], **budget).scale
+        noise = _least_noise(size / examples, steps, epsilon, delta, accountant, records)
         step_noise = noise / size
         epoch_noise, run_noise = step_noise / sqrt(examples / size), step_noise / sqrt(steps)
         return PlannedRun(size, steps * size / examples, steps, noise, step_noise, epoch_noise, run_noise)
 
     runs = tuple(run(number, size) for number in many for size in sizes)
-    return NoisePlan(examples=examples, epsilon=epsilon, delta=delta, runs=runs, accountant=accountant)
+    return NoisePlan(examples=examples, epsilon=epsilon, delta=delta, runs=runs, accountant=accountant, records=records)
+
+
+def _least_noise(rate: float, steps: int, epsilon: float, delta: float, accountant: Accountant, records: int) -> float:
+    """The least noise multiplier of so many Gaussians on Poisson samples, for a person with up to so many records."""
+    if records == 1:
+        budget: Any = {"epsilon": epsilon, "delta": delta, "accountant": accountant}
+        return calibrate_schedule([1.0], sampling_rate=rate, counts=[steps], **budget).scale
+
+    def bill(noise: float) -> float:
+        gaussian = GaussianDpEvent(noise)
+        release = gaussian if rate == 1 else PoissonSampledDpEvent(rate, gaussian)
+        event = of_unit(SelfComposedDpEvent(release, steps), records=records)
+        return billed(event, relation="zero_out", accountant=accountant).epsilon(delta)
+
+    return least_within(bill, epsilon, _TOLERANCE, 1.0)

@@ -14,9 +14,9 @@ from dp_accounting import DpEvent
 
 from dpx.accounting import checks
 from dpx.accounting.arithmetic import Answer
-from dpx.accounting.attacks import AttackBounds, bounds_and_curve
+from dpx.accounting.attacks import AttackBounds, bounds_and_curve, owner_of
 from dpx.accounting.best_of import Selection
-from dpx.accounting.bill import batches_of, billed_steps, event_of, require_billable
+from dpx.accounting.bill import batches_of, billed_steps, event_of, records_of, require_billable
 from dpx.accounting.budget import Budget
 from dpx.accounting.checks import Relation
 from dpx.accounting.correlated import of_bits
@@ -34,7 +34,8 @@ _PACKAGES = ("dpx-jax", "jax", "optax", "dp-accounting", "numpy", "scipy")  # wh
 class PrivacyReport:
     """A privacy statement, with all its assumptions; `str` is a page of it, first in plain words for a data owner.
 
-    mechanism: the printed pipeline. steps: how many are billed. unit: one record of the data set, in words.
+    mechanism: the printed pipeline. steps: how many are billed. unit: what epsilon protects, in words: one record of
+        the data set, or a person with up to `records` of them.
     relation: how neighboring data sets differ. sampling: the printed sampling record. delta: in (0, 1).
     epsilon: an upper bound by each accountant, so the smallest is the guarantee; None if an accountant does not apply.
     arithmetic: the parts of the least epsilon and of delta that are for the arithmetic of the noise, whose numbers are
@@ -65,6 +66,7 @@ class PrivacyReport:
     versions: dict[str, str]
     caveats: tuple[str, ...]
     date: str
+    records: int = 1
     budget: Budget | None = None
     name: str | None = None
 
@@ -132,6 +134,7 @@ def privacy_report(
     *,
     delta: float,
     unit: str | None = None,
+    records: int | None = None,
     tuning: Selection | Literal["public"] | None = None,
     name: str | None = None,
 ) -> PrivacyReport:
@@ -141,6 +144,8 @@ def privacy_report(
     delta: in (0, 1), best far below 1 divided by the number of examples. A larger one warns.
     unit: what the sampling draws and epsilon protects, in words: "user" if it draws users. None: as the state records
         it, which knows "example" and "user" (`dpx.UserData`); "example" for a number of steps.
+    records: int, at least 1, how many of them one person owns at most; None is that of the mechanism's `dpx.Budget`,
+        and 1 without one. Above 1, the report is about a person with up to so many, as `dpx.epsilon` bills.
     tuning: how hyper-parameters were chosen. "public": without any run on the private data. A `Selection` (of
         `dpx.accounting.best_of` or `dpx.tuning.search`): this run is the winner, and the report states the cost of the
         search. None: the report says that the choice is not billed.
@@ -155,9 +160,10 @@ def privacy_report(
     require_billable(mechanism)
     checks.warn_of_large_delta(delta, mechanism.sampling)
     steps = billed_steps(steps_or_state)
-    event, relation = event_of(mechanism, steps_or_state, None)
-    subject = _unit_of(batches_of(steps_or_state)[1], unit)
-    event, words = _with_tuning(event, relation, tuning, subject)
+    records = records_of(mechanism, records)
+    event, relation = event_of(mechanism, steps_or_state, None, records=records)
+    drawn = _unit_of(batches_of(steps_or_state)[1], unit)
+    event, words = _with_tuning(event, relation, records, tuning, subject := owner_of(records, drawn))
     answers: dict[str, Answer] = {}
     refusals = []
     for accountant in ("pld", "rdp"):
@@ -178,14 +184,19 @@ def privacy_report(
         delta=delta,
         epsilon={name: answers[name].epsilon if name in answers else None for name in ("pld", "rdp")},
         arithmetic={"epsilon": least.of_epsilon, "delta": least.of_delta, "eta": ETA},
-        attacks=attacks,
+        attacks=attacks._replace(records=records),
         attack_curve=curve,
         tuning=words,
         events=summary(event),
         versions={"python": platform.python_version()}
         | {name.removesuffix("-jax"): version_of(name) for name in _PACKAGES},
-        caveats=(*caveats(subject, relation), *of_bits(event), *explanation(event, delta=delta, relation=relation)),
+        caveats=(
+            *caveats(drawn, relation, records),
+            *of_bits(event),
+            *explanation(event, delta=delta, relation=relation),
+        ),
         date=datetime.now(UTC).date().isoformat(),
+        records=records,
         budget=None if isinstance(tuning, Selection) else getattr(mechanism, "budget", None),
         name=name,
     )
@@ -206,10 +217,10 @@ def _unit_of(recorded: int, unit: str | None) -> str:
     return subject
 
 
-def _with_tuning(event: DpEvent, relation: Relation, tuning: Any, unit: str) -> tuple[DpEvent, str]:
+def _with_tuning(event: DpEvent, relation: Relation, records: int, tuning: Any, unit: str) -> tuple[DpEvent, str]:
     """The event that is billed, and how the choice of hyper-parameters is, in words."""
     if isinstance(tuning, Selection):
-        if tuning.relation != relation or not tuning.covers(event):
+        if (tuning.relation, tuning.records) != (relation, records) or not tuning.covers(event):
             raise ValueError(f"the run must be one that the search billed, got {event}; {tuning}")
         return tuning.event, str(tuning)
     if not (tuning is None or isinstance(tuning, str)) or tuning not in (None, "public"):

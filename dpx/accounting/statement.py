@@ -5,14 +5,15 @@ from collections import Counter, defaultdict
 from typing import Any
 
 import dp_accounting
+from dp_accounting import GaussianDpEvent
 from dp_accounting.dp_event import RepeatAndSelectDpEvent, TruncatedSubsampledGaussianDpEvent
 
-from dpx.accounting.attacks import upper
+from dpx.accounting.attacks import owner_of, upper, whose
 from dpx.accounting.pages import Section
 from dpx.accounting.picture import attack_curve
 from dpx.accounting.releases import count_releases
 from dpx.accounting.selection import OneOfDpEvent
-from dpx.sampling.events import RandomAllocationDpEvent
+from dpx.sampling.events import GroupGaussianDpEvent, RandomAllocationDpEvent
 from dpx.xla.totals import ETA
 
 _QUESTION = {
@@ -22,7 +23,7 @@ _QUESTION = {
 }
 _ALTERNATIVE = {
     "add_or_remove": "without it",
-    "zero_out": "without its contribution",
+    "zero_out": "without this contribution",
     "replace_one": "with another {unit} in its place",
 }
 _NEIGHBORS = {
@@ -34,14 +35,24 @@ _NEIGHBORS = {
     "replace_one": "Neighboring data sets differ by exchanging one {unit} for another, and the size of the data set, "
     "counted by {unit}, is treated as public.",
 }
+_TWO = (
+    "Two of a kind, such as one {unit} and a second {unit} of the same person, are protected with twice this epsilon, "
+    "and with 1 + e^epsilon times this delta."
+)
+_OF_PERSONS = (
+    "Neighboring data sets differ by nulling all records of one {unit}: nulls keep their places among the rows and "
+    "count nowhere. The size of the data set, counted by record, is treated as public.",
+    "The run did not check that the records of one {unit} are all that this person owns. If records were left out so "
+    "that nobody owns more, who owns which record counts as public.",
+    "Whoever owns more records than one {unit} is protected less: with up to twice as many, with twice this epsilon, "
+    "and with 1 + e^epsilon times this delta.",
+)
 _OUTSIDE = (
     "Losses, gradients and clipping statistics that are computed from the data of one {unit} are not private unless "
     "they are noised and billed; checkpoints and logs of the run may hold them.",
     "The guarantee for one {unit} holds only while the keys of the noise and of the sampling are secret, and only if "
     "the batches were drawn as the sampling below says.",
     "What the data of every other {unit} show may be true of one {unit}, too, and is not hidden.",
-    "Two of a kind, such as one {unit} and a second {unit} of the same person, are protected with twice this epsilon, "
-    "and with 1 + e^epsilon times this delta.",
     "Any other release from the same data, such as another run or a statistic, adds to what is spent for one {unit}: "
     "dpx.compose_runs bills them together.",
     "The time that a step takes and the sizes of the batches are not released: who sees them may learn in which steps "
@@ -57,14 +68,18 @@ _TUNING = {
 }
 
 
-def caveats(unit: str, relation: str) -> tuple[str, ...]:
-    """What lies outside of the guarantee, one sentence each, and how neighboring data sets differ."""
+def caveats(drawn: str, relation: str, records: int) -> tuple[str, ...]:
+    """What lies outside of the guarantee, one sentence each, and how neighboring data sets differ.
+
+    drawn: what the sampling draws, in words. records: how many of them the unit owns at most.
+    """
+    unit = owner_of(records, drawn)
     several = (
-        f"The sampling and the clipping must have treated one {unit} as one record: where the pipeline and the "
-        f"sampling say example, they mean {unit}, and the size of the data set counts each {unit} once.",
+        f"The sampling and the clipping must have treated one {drawn} as one record: where the pipeline and the "
+        f"sampling say example, they mean {drawn}, and the size of the data set counts each {drawn} once.",
     )
-    sentences = (_NEIGHBORS[relation], *_OUTSIDE)
-    return (*(words.format(unit=unit) for words in sentences), *(several if unit != "example" else ()))
+    sentences = (*((_NEIGHBORS[relation], _TWO) if records == 1 else _OF_PERSONS), *_OUTSIDE)
+    return (*(words.format(unit=unit) for words in sentences), *(several if drawn != "example" else ()))
 
 
 def tuning_words(unit: str, tuning: str | None) -> str:
@@ -80,11 +95,13 @@ def sections_of(report: Any) -> tuple[Section, ...]:
     """All facts of a `PrivacyReport`, in the order in which they are read. Printed bounds are rounded up."""
     unit = report.unit.removeprefix("one ")
     whole = "one record of the data set" if unit == "example" else "with all of its records together"
+    whole = whole if report.records == 1 else "all of these records together, whichever they are"
     question = _QUESTION[report.relation].format(unit=unit)
     protected = f"The guarantee is for one {unit}: {whole}."
     meaning = f"From all that the run released, nobody can tell well {question}. Epsilon and delta say how well."
+    others = f"every other {unit}" if report.records == 1 else "all other records"
     everyone = f"The guarantee for one {unit} holds against everyone who sees the parameters after every step and the "
-    everyone += f"public state, whatever they know about every other {unit}, and however long they compute."
+    everyone += f"public state, whatever they know about {others}, and however long they compute."
     return (
         Section("What is protected", (protected, meaning)),
         Section("Against whom", (everyone,)),
@@ -120,8 +137,9 @@ def _spent(report: Any, unit: str) -> tuple[str, ...]:
         f"{report.steps} steps. It is an upper bound, the least of those below.",
         f"Of which {upper(report.arithmetic['epsilon'], 2)} of epsilon and {upper(report.arithmetic['delta'], 2)} of "
         f"delta are for the arithmetic of the noise that protects one {unit}, which has finitely many values.",
-        f"Rounding can lengthen what one {unit} adds to a sum, by at most {upper(ETA, 3)} of the clip norm (eta). The "
-        f"noise is larger by this share, so the epsilon for one {unit} contains it.",
+        f"Rounding can lengthen what one {unit} adds to a sum, by at most {upper(ETA, 3)} of the clip norm (eta)"
+        f"{'' if report.records == 1 else ' for each record'}. The noise is larger by this share, so the epsilon for "
+        f"one {unit} contains it.",
         _target(report, unit),
         f"Any result of the run is at most {factor} times as likely with one {unit} as {other}, and the other way "
         f"round, but for a probability of {upper(report.delta, 6)}.",
@@ -132,7 +150,11 @@ def _target(report: Any, unit: str) -> str:
     budget, spent = report.budget, report.spent
     if budget is None:
         return f"No epsilon was set as the target for one {unit}."
-    words = f"The target for one {unit} was epsilon {upper(budget.epsilon, 6)} at delta {upper(budget.delta, 6)}"
+    numbers = f"epsilon {upper(budget.epsilon, 6)} at delta {upper(budget.delta, 6)}"
+    if budget.records != report.records:
+        other = "one record" if budget.records == 1 else f"a {owner_of(budget.records)}"
+        return f"The target was {numbers} for {other}, not for one {unit}."
+    words = f"The target for one {unit} was {numbers}"
     if spent <= budget.epsilon and report.delta <= budget.delta:
         return f"{words}, and the run kept it."
     if spent > budget.epsilon and report.delta >= budget.delta:
@@ -141,7 +163,8 @@ def _target(report: Any, unit: str) -> str:
 
 
 def _numbers(report: Any, unit: str) -> tuple[tuple[str, str], ...]:
-    target = "none" if report.budget is None else upper(report.budget.epsilon, 6)
+    of_unit = report.budget is not None and report.budget.records == report.records
+    target = upper(report.budget.epsilon, 6) if of_unit else "none"
     return (
         *((("run", report.name),) if report.name else ()),
         ("date", report.date),
@@ -154,12 +177,12 @@ def _numbers(report: Any, unit: str) -> tuple[tuple[str, str], ...]:
 
 
 def _code_words(report: Any) -> tuple[tuple[str, str], ...]:
-    bills = report.epsilon.items()
+    bills, whom = report.epsilon.items(), whose(report.records)
     return (
         ("relation", report.relation),
         ("sampling", report.sampling),
-        *((f"epsilon by {name}", "does not apply" if bill is None else upper(bill, 6)) for name, bill in bills),
-        *(("release", event) for event in report.events),
+        *((f"epsilon by {name}{whom}", "does not apply" if bill is None else upper(bill, 6)) for name, bill in bills),
+        *((f"release{whom}", event) for event in report.events),
         ("versions", ", ".join(f"{name} {version}" for name, version in report.versions.items())),
     )
 
@@ -180,7 +203,7 @@ def summary(event: dp_accounting.DpEvent) -> tuple[str, ...]:
             others.append(f"{count} x one of ({' | '.join(distinct)})")
         elif isinstance(release, RandomAllocationDpEvent):
             others.append(f"{count} x {_epoch(release)}")
-        elif isinstance(inner, dp_accounting.GaussianDpEvent | TruncatedSubsampledGaussianDpEvent):
+        elif isinstance(inner, GaussianDpEvent | TruncatedSubsampledGaussianDpEvent | GroupGaussianDpEvent):
             gaussians[_name(release)][inner.noise_multiplier] += count
         elif not isinstance(release, dp_accounting.NonPrivateDpEvent):
             others.append(f"{count} x {release}")
@@ -217,6 +240,8 @@ def _name(gaussian: Any) -> str:
     if isinstance(gaussian, dp_accounting.SampledWithoutReplacementDpEvent):
         rate = gaussian.sample_size / gaussian.source_dataset_size
         return f"Gaussian on a sample without replacement of rate {rate:.6g}"
+    if isinstance(gaussian, GroupGaussianDpEvent):
+        return f"Gaussian on a Poisson sample of rate {gaussian.sampling_probability:.6g} of each record"
     if isinstance(gaussian, TruncatedSubsampledGaussianDpEvent):
         rate, most = gaussian.sampling_probability, gaussian.truncated_batch_size
         return f"Gaussian on a Poisson sample of rate {rate:.6g}, cut at random to {most} rows"

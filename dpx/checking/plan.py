@@ -10,7 +10,7 @@ import numpy as np
 
 from dpx import keys
 from dpx.accounting import epsilon
-from dpx.accounting.attacks import upper
+from dpx.accounting.attacks import upper, whose
 from dpx.accounting.checks import require_relation
 from dpx.accounting.events import billed
 from dpx.accounting.truncated import without_truncation
@@ -87,7 +87,7 @@ def privacy(optimizer: Mechanism, steps: int | None, delta: float | None) -> Fin
         spent = epsilon(optimizer, steps, delta=delta)
     numbers, budget = {"epsilon": spent, "delta": delta, "steps": steps}, optimizer.budget
     numbers["eta"] = ETA
-    cost = f"epsilon {upper(spent, 4)} at delta {upper(delta, 6)}"
+    cost = f"epsilon {upper(spent, 4)} at delta {upper(delta, 6)}{whose(1 if budget is None else budget.records)}"
     words = f"{steps} steps cost {cost}, rounding by eta = {ETA:.3g} included"
     if math.isinf(spent):
         return Finding("privacy", "error", f"{words}: a step adds no noise", numbers)

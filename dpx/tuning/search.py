@@ -96,7 +96,7 @@ def search(
     if winner is None:
         return SearchResult(None, None, -math.inf, 0, epsilon, plan.delta, bill, None)
     trial, params, state = winner
-    report = privacy_report(trial.optimizer, state, delta=plan.delta, unit=unit, tuning=bill)
+    report = privacy_report(trial.optimizer, state, delta=plan.delta, unit=unit, records=bill.records, tuning=bill)
     return SearchResult(trial.configuration, params, best, steps_taken(state), epsilon, plan.delta, bill, report)
 
 

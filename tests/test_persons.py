@@ -1,0 +1,237 @@
+"""A person with several records as the unit: one number of records in the budget, in every bill, and in every word."""
+
+import json
+import math
+
+import jax.numpy as jnp
+import optax
+import pytest
+from dp_accounting import GaussianDpEvent, LaplaceDpEvent
+
+import dpx
+from dpx import accounting
+from dpx.accounting import curves
+from dpx.accounting.statement import sections_of
+from dpx.checking import plan
+
+DELTA, STEPS, RECORDS = 1e-4, 6, 3
+SAMPLING = dpx.PoissonSampling(examples=60, batch_size=6)
+FULL = dpx.FullBatch(examples=60)
+BUDGET = dpx.Budget(epsilon=2.0, delta=DELTA, steps=STEPS, records=RECORDS)
+UNIT = "person with up to 3 records"
+
+
+def made(noise, *, sampling=SAMPLING, seed=3):
+    return dpx.dp_sgd(clip_norm=1.0, noise_multiplier=noise, sampling=sampling, key=dpx.secret_key(2**100 + seed))
+
+
+MECHANISM = made(BUDGET)
+PLAIN = made(MECHANISM.noise_multiplier)  # of the same noise, without a budget
+
+
+def test_the_noise_is_the_least_for_all_records():
+    bill = dpx.epsilon(PLAIN, STEPS, delta=DELTA, records=RECORDS)
+    assert 2.0 * (1 - 1e-4) <= bill <= 2.0
+    assert dpx.epsilon(made(0.999 * MECHANISM.noise_multiplier), STEPS, delta=DELTA, records=RECORDS) > 2.0
+    one, several = (
+        made(dpx.Budget(epsilon=2.0, delta=DELTA, steps=STEPS, records=records), sampling=FULL).noise_multiplier
+        for records in (1, RECORDS)
+    )
+    assert several == pytest.approx(RECORDS * one, rel=1e-3)  # every record takes part in every step
+    assert made(dpx.Budget(epsilon=2.0, delta=DELTA, epochs=1, records=RECORDS)).budget.records == RECORDS
+
+
+BILLS = {
+    "epsilon": lambda m, **of: dpx.epsilon(m, STEPS, delta=DELTA, **of),
+    "delta": lambda m, **of: accounting.delta(m, STEPS, epsilon=1.0, **of),
+    "steps": lambda m, **of: -accounting.max_steps(m, epsilon=1.0, delta=DELTA, **of),
+    "attack": lambda m, **of: accounting.attack_bounds(m, STEPS, delta=DELTA, **of).advantage,
+    "over steps": lambda m, **of: curves.epsilon_over_steps(m, STEPS, delta=DELTA, points=2, **of).epsilon[-1],
+    "over epsilon": lambda m, **of: curves.delta_over_epsilon(m, STEPS, epsilons=[1.0], **of).delta[0],
+    "trade-off": lambda m, **of: -curves.trade_off(m, STEPS, points=3, **of).type_two[1],
+    "runs": lambda m, **of: dpx.compose_runs((m, STEPS), shared_batches=False, **of).epsilon(delta=DELTA),
+    "search": lambda m, **of: accounting.best_of((m, STEPS), trials=4, score_on="public", **of).epsilon(delta=DELTA),
+    "report": lambda m, **of: dpx.privacy_report(m, STEPS, delta=DELTA, **of).spent,
+}
+
+
+@pytest.mark.parametrize("bill", BILLS.values(), ids=BILLS)
+def test_every_bill_is_of_the_unit_of_the_budget(bill):
+    one, several = bill(PLAIN), bill(PLAIN, records=RECORDS)
+    assert bill(MECHANISM) == bill(dpx.chain(MECHANISM, optax.sgd(0.1))) == several > one
+    assert bill(MECHANISM, records=1) == one
+
+
+def test_the_report_is_about_the_person():
+    report = dpx.privacy_report(MECHANISM, STEPS, delta=DELTA)
+    assert report.unit == f"one {UNIT}" and report.records == RECORDS
+    plain = [
+        section for section in sections_of(report) if section.title not in ("In the words of the code", "Mechanism")
+    ]
+    assert all(UNIT in sentence for section in plain for sentence in section.sentences)
+    assert "example" not in " ".join(sentence for section in plain for sentence in section.sentences)
+    rows = dict(row for section in sections_of(report) for row in section.rows)
+    assert rows["unit of privacy"] == f"one {UNIT}" and rows[f"epsilon of one {UNIT}, target"] == "2"
+    assert float(rows[f"epsilon of one {UNIT}, spent"]) == pytest.approx(2.0, rel=1e-4)
+    sigma = f"{MECHANISM.noise_multiplier:.6g}"
+    assert (
+        rows[f"release for a {UNIT}"]
+        == f"6 x Gaussian on a Poisson sample of rate 0.1 of each record, noise multiplier {sigma}"
+    )
+    assert f"epsilon by pld for a {UNIT}" in rows and "epsilon by pld" not in rows
+    assert "by at most 0.001 of the clip norm (eta) for each record." in report.to_markdown()
+    assert "and the run kept it." in report.to_markdown()
+    read = json.loads(report.to_json())
+    assert (read["unit"], read["records"], read["budget"]["records"]) == (f"one {UNIT}", RECORDS, RECORDS)
+
+
+def test_a_target_for_others_is_no_target():
+    one = str(dpx.privacy_report(MECHANISM, STEPS, delta=DELTA, records=1))
+    assert "unit of privacy                 one example" in one and "target  none" in one
+    assert f"The target was epsilon 2 at delta 0.0001 for a {UNIT}, not for one example." in " ".join(one.split())
+    person = str(
+        dpx.privacy_report(made(dpx.Budget(epsilon=2.0, delta=DELTA, steps=2)), 2, delta=DELTA, records=RECORDS)
+    )
+    assert f"for one record, not for one {UNIT}." in " ".join(person.split()) and "the run kept it" not in person
+    named = dpx.privacy_report(PLAIN, STEPS, delta=DELTA, unit="document", records=RECORDS)
+    assert named.unit == f"one {UNIT} (each one document)"
+
+
+REFUSED = "records must be 1, because the bill of several is known for|the event must have releases of Gaussians"
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda noise, key: dpx.dp_sgd(clip_norm=1.0, noise_multiplier=noise, sampling=SHUFFLED, key=key),
+        lambda noise, key: dpx.dp_sgd(clip_norm=1.0, noise_multiplier=noise, sampling=CUT, key=key),
+        lambda noise, key: dpx.methods.lambda_cgd(
+            clip_norm=1.0, correlation=0.9, noise_multiplier=noise, sampling=FULL, key=key
+        ),
+        lambda noise, key: dpx.methods.dice_sgd(
+            clip_norm=1.0, feedback_norm=1.0, outer_clip_norm=1.1, noise_multiplier=noise, sampling=SAMPLING, key=key
+        ),
+    ],
+    ids=["shuffled", "cut", "correlated noise", "error feedback"],
+)
+def test_what_has_no_bill_is_refused_before_the_run(build):
+    with pytest.raises(ValueError, match=REFUSED):
+        build(BUDGET, dpx.secret_key())
+
+
+SHUFFLED = dpx.ShuffledEpochs(examples=60, batch_size=6)
+CUT = dpx.PoissonSampling(examples=60, batch_size=6, most_rows=12)
+
+
+def test_other_arguments_are_refused():
+    for records in (0, 1.5, True):
+        with pytest.raises(ValueError, match="records must be a whole number of at least 1"):
+            dpx.Budget(epsilon=2.0, delta=DELTA, steps=2, records=records)
+    with pytest.raises(ValueError, match="cannot be met"):
+        made(dpx.Budget(epsilon=1e-3, delta=DELTA, steps=2, records=10**9), sampling=FULL)
+    with pytest.raises(ValueError, match='records must be 1 for relation "replace_one"'):
+        dpx.epsilon(MECHANISM, STEPS, delta=DELTA, relation="replace_one")
+    assert dpx.epsilon(MECHANISM, STEPS, delta=DELTA, relation="replace_one", records=1) < 2.0
+
+
+def test_runs_are_composed_for_one_number_of_records():
+    again = made(PLAIN.noise_multiplier, seed=4)
+    both = dpx.compose_runs((MECHANISM, STEPS), (again, STEPS), shared_batches=False, records=RECORDS)
+    assert both.records == RECORDS and f"records={RECORDS}" in repr(both)
+    assert both.epsilon(delta=DELTA) == dpx.epsilon(PLAIN, 2 * STEPS, delta=DELTA, records=RECORDS)
+    alone = dpx.compose_runs((MECHANISM, STEPS), shared_batches=False)
+    for runs in ([(MECHANISM, STEPS), (again, STEPS)], [alone, (again, STEPS)]):
+        with pytest.raises(ValueError, match=r"one number of records, got \[1, 3\]"):
+            dpx.compose_runs(*runs, shared_batches=False)
+    with pytest.raises(ValueError, match=r"got \[2, 3\]"):
+        dpx.compose_runs(alone, shared_batches=False, records=2)
+    with pytest.raises(ValueError, match="its records, 'zero_out' and 3; pass none beside it"):
+        accounting.attack_bounds(alone, delta=DELTA, records=1)
+
+
+def test_several_records_on_shared_batches():
+    """Two releases of one batch are one of more precision, and the coins of the records are the same in both."""
+    runs = [(made(4.0, seed=seed), STEPS) for seed in (1, 2)]
+    shared = dpx.compose_runs(*runs, shared_batches=True, records=RECORDS).epsilon(delta=DELTA)
+    single = dpx.epsilon(made(4.0 / math.sqrt(2)), STEPS, delta=DELTA, records=RECORDS)
+    assert shared == pytest.approx(single, rel=1e-3)
+    with pytest.raises(ValueError, match="records must be 1, because"):
+        dpx.compose_runs(*[(made(4.0, sampling=CUT, seed=s), 2) for s in (1, 2)], shared_batches=True, records=2)
+
+
+def test_a_search_is_billed_for_all_records():
+    bill = accounting.best_of((MECHANISM, STEPS), trials=3, score_on=GaussianDpEvent(12.0))
+    by_hand = accounting.best_of((PLAIN, STEPS), trials=3, score_on=GaussianDpEvent(4.0), records=RECORDS)
+    assert bill.records == RECORDS and bill.epsilon(delta=DELTA) < by_hand.epsilon(delta=DELTA)
+    assert GaussianDpEvent(4.0) in bill.event.event.events  # the score of three records moves three times as far
+    with pytest.raises(ValueError, match="must have releases of Gaussians"):
+        accounting.best_of((MECHANISM, STEPS), trials=3, score_on=LaplaceDpEvent(1.0))
+    report = dpx.privacy_report(MECHANISM, STEPS, delta=DELTA, tuning=bill)
+    assert report.spent == bill.epsilon(delta=DELTA) and report.unit == f"one {UNIT}"
+    with pytest.raises(ValueError, match="the run must be one that the search billed"):
+        dpx.privacy_report(MECHANISM, STEPS, delta=DELTA, tuning=bill, records=1)
+
+
+def test_a_budget_of_a_search_is_for_the_person():
+    found = dpx.tuning.search(
+        lambda trial: ({}, trial.optimizer.init({"w": jnp.zeros(2)})),
+        configurations=[1.0],
+        score=lambda params: 0.0,
+        optimizer=lambda clip, key, *, noise_multiplier: dpx.dp_sgd(
+            clip_norm=clip, noise_multiplier=noise_multiplier, sampling=SAMPLING, key=key
+        ),
+        key=dpx.secret_key(2**100),
+        trials=3,
+        distribution="geometric",
+        score_on="public",
+        budget=BUDGET,
+    )
+    assert found.bill.records == RECORDS and 1.999 <= found.epsilon <= 2.0
+    assert found.report.unit == f"one {UNIT}" and found.report.spent == found.epsilon
+
+
+def test_a_plan_is_for_the_person():
+    given = {"examples": 60, "epsilon": 2.0, "delta": DELTA, "epochs": 0.6, "batch_sizes": [6, 60]}
+    planned = dpx.plan_noise(**given, records=RECORDS)
+    assert planned.runs[0].noise_multiplier == pytest.approx(MECHANISM.noise_multiplier, rel=2e-4)
+    whole = dpx.plan_noise(**given).runs[1].noise_multiplier
+    assert planned.runs[1].noise_multiplier == pytest.approx(RECORDS * whole, rel=1e-3)
+    lines = str(planned).splitlines()
+    assert f"epsilon 2 at delta 0.0001 for a {UNIT}, 60 examples" in lines[0]
+    assert lines[-1].startswith("The other samplings are left out: the bill of several records")
+    with pytest.raises(ValueError, match="records must be 1 to compare samplings"):
+        _ = planned.samplings
+    with pytest.raises(ValueError, match="records must be a whole number"):
+        dpx.plan_noise(**given, records=0)
+
+
+def test_a_check_says_whom_epsilon_is_for():
+    assert f"for a {UNIT}, rounding" in plan.privacy(MECHANISM, STEPS, DELTA).words
+    assert UNIT not in plan.privacy(PLAIN, STEPS, DELTA).words
+
+
+def test_bounds_of_attacks_are_on_the_person():
+    found = accounting.attack_bounds(MECHANISM, STEPS, delta=DELTA)
+    assert all(f"one {UNIT}" in sentence for sentence in found.sentences())
+    runs = dpx.compose_runs((MECHANISM, STEPS), shared_batches=False)
+    assert accounting.attack_bounds(runs, delta=DELTA) == found
+    report = dpx.privacy_report(MECHANISM, STEPS, delta=DELTA)
+    assert report.attacks == found and json.loads(report.to_json())["attacks"]["records"] == RECORDS
+    one = accounting.attack_bounds(MECHANISM, STEPS, delta=DELTA, records=1)
+    assert one == accounting.attack_bounds(PLAIN, STEPS, delta=DELTA) and "one example" in one.sentences()[0]
+
+
+def test_the_axes_of_curves_say_whom_they_are_for():
+    axes = pytest.importorskip("matplotlib.figure").Figure().subplots(4)
+    for one, (curve, plot) in zip(
+        axes,
+        (
+            (curves.epsilon_over_steps(MECHANISM, 2, delta=DELTA, points=2), curves.plot_epsilon_over_steps),
+            (curves.delta_over_epsilon(MECHANISM, 2, epsilons=[1.0]), curves.plot_delta_over_epsilon),
+            (curves.trade_off(MECHANISM, 2, points=3), curves.plot_trade_off),
+            (accounting.attack_bounds(MECHANISM, 2, delta=DELTA), accounting.plot_attack_bounds),
+        ),
+        strict=True,
+    ):
+        plot(curve, axes=one)
+        assert curve.records == RECORDS and UNIT in one.get_xlabel() + one.get_ylabel()
