@@ -4,6 +4,7 @@ import json
 import math
 
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from dp_accounting import GaussianDpEvent, LaplaceDpEvent
@@ -19,6 +20,7 @@ SAMPLING = dpx.PoissonSampling(examples=60, batch_size=6)
 FULL = dpx.FullBatch(examples=60)
 BUDGET = dpx.Budget(epsilon=2.0, delta=DELTA, steps=STEPS, records=RECORDS)
 UNIT = "person with up to 3 records"
+DATA = np.random.default_rng(0).normal(size=(60, 2)).astype(np.float32)
 
 
 def made(noise, *, sampling=SAMPLING, seed=3):
@@ -27,6 +29,14 @@ def made(noise, *, sampling=SAMPLING, seed=3):
 
 MECHANISM = made(BUDGET)
 PLAIN = made(MECHANISM.noise_multiplier)  # of the same noise, without a budget
+
+
+def loss(params, example):
+    return jnp.sum((params["w"] - example) ** 2)
+
+
+def fit(optimizer=MECHANISM, **options):
+    return dpx.fit(loss, dpx.chain(optimizer, optax.sgd(0.1)), {"w": jnp.zeros(2)}, DATA, **options)
 
 
 def test_the_noise_is_the_least_for_all_records():
@@ -188,6 +198,32 @@ def test_a_budget_of_a_search_is_for_the_person():
     )
     assert found.bill.records == RECORDS and 1.999 <= found.epsilon <= 2.0
     assert found.report.unit == f"one {UNIT}" and found.report.spent == found.epsilon
+
+
+def test_fit_bills_the_person(tmp_path):
+    said = []
+    found = fit(checkpoints=tmp_path / "run", callbacks=[lambda seen: said.append(seen.epsilon)], evaluate_every=3)
+    bills = [dpx.epsilon(PLAIN, steps, delta=DELTA, records=RECORDS) for steps in (3, STEPS)]
+    assert said == bills == [row["epsilon"] for row in found.history]
+    assert found.epsilon == found.report.spent == bills[1] and found.report.unit == f"one {UNIT}"
+    with pytest.raises(ValueError, match="records of a person"):
+        fit(checkpoints=tmp_path / "run", evaluate_every=3, records=1)
+    given = fit(PLAIN, steps=2, delta=DELTA, records=2)
+    assert given.epsilon == dpx.epsilon(PLAIN, 2, delta=DELTA, records=2)
+    assert given.report.unit == "one person with up to 2 records"
+    with pytest.raises(ValueError, match="records must be 1, because"):
+        fit(made(1.0, sampling=SHUFFLED), steps=2, delta=DELTA, records=2)
+
+
+def test_the_drawn_target_is_for_the_same_unit(capsys):
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    for records, legends in ((None, 1), (1, 0)):
+        found = fit(records=records, progress=True)
+        spent = found.plot(figure=figure()).axes[-1]
+        assert (spent.get_legend() is not None) == bool(legends)
+        assert (UNIT in spent.get_ylabel()) == (records is None)
+        bar = capsys.readouterr().err
+        assert not bar or (f"for a {UNIT}" in bar) == (records is None)
 
 
 def test_a_plan_is_for_the_person():

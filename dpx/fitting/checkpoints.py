@@ -51,6 +51,7 @@ def facts_of(terms: Terms, carry: Carry, options: dict[str, Any]) -> dict[str, A
     secrets = {"noise": optimizer.key, "batches": terms.key}
     facts |= {f"key of the {name} (its mark)": int(keys.mark(key)) for name, key in secrets.items()}
     facts |= {"delta": terms.delta, "accountant": terms.accountant}
+    facts |= {"records of a person": terms.records} if terms.records > 1 else {}
     facts |= {"parameters": f"{numbers} numbers", "arrays (their fingerprint)": fingerprint("\n".join(shapes))}
     facts |= {PROGRAM: _program(optimizer, carry)}
     facts |= {name: repr(value) for name, value in options.items() if value not in (None, False)}

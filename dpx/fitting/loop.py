@@ -35,6 +35,7 @@ def fit(
     epochs: float | None = None,
     delta: float | None = None,
     accountant: Accountant | None = None,
+    records: int | None = None,
     evaluate: Callable[[Tree], Any] | None = None,
     evaluate_every: int | None = None,
     callbacks: Sequence[Callable[[Progress], Any]] = (),
@@ -58,7 +59,8 @@ def fit(
     key: of the batches, (); None is the key of the optimizer, whose stream "sampling" draws them.
     steps: int, of the whole run; None is those of the budget. A run that is continued with fewer steps than before is
         billed for the most. epochs: float, in place of steps, which are then `sampling.steps(epochs=epochs)`.
-    delta, accountant: None is the budget's.
+    delta, accountant: None is the budget's. records: how many of the examples one person owns at most, as for
+        `dpx.epsilon`, for every bill of the run and its report; None is the budget's, and 1 without one.
     evaluate: (params) -> number or dict of numbers, from PUBLIC data only: nobody bills what it reads.
     evaluate_every: steps; None is about an epoch, but at most 40 evaluations. The last step is always evaluated.
     callbacks: functions of a `dpx.fitting.Progress` after each evaluation. True ends the run, which then is billed for
@@ -90,7 +92,9 @@ def fit(
     with together():
         require_spanned(sharding)
         require_inputs(loss, optimizer, params, data, loss_at)
-        terms = Terms.of(optimizer, key=key, steps=steps, epochs=epochs, delta=delta, accountant=accountant)
+        terms = Terms.of(
+            optimizer, key=key, steps=steps, epochs=epochs, delta=delta, accountant=accountant, records=records
+        )
         watcher = Watcher.of(terms, evaluate, evaluate_every, callbacks, progress, loss_at)
         require_whole("checkpoint_every", checkpoint_every)
         carry = begin(params, optimizer, sharding)
@@ -113,7 +117,7 @@ def fit(
         steps=steps,
         epsilon=terms.epsilon(billed),
         delta=terms.delta,
-        report=privacy_report(optimizer, billed, delta=terms.delta, unit=unit_of(data)),
+        report=privacy_report(optimizer, billed, delta=terms.delta, unit=unit_of(data), records=terms.records),
         history=watcher.history,
     )
 

@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from dpx.accounting.attacks import upper
+from dpx.accounting.attacks import upper, whose
 from dpx.accounting.report import PrivacyReport
 from dpx.gradients import Unreleased
 from dpx.trees import Tree, outlined
@@ -13,7 +13,7 @@ RESERVED = ("step", "epsilon", "unreleased_loss")  # in the history, beside the 
 class Progress(NamedTuple):
     """A run after some of its steps. All but the `unreleased` fields is covered by epsilon.
 
-    step: int, how many steps were made. epsilon: float, spent by them.
+    step: int, how many steps were made. epsilon: float, spent by them, for the unit of the run's report.
     params: like the parameters, copies which a callback may keep. state: of the optimizer, copied too.
     metrics: what `evaluate` returned, floats by name; {} without `evaluate`.
     unreleased_loss: float, the mean loss of the last batch. NOT private.
@@ -40,8 +40,9 @@ class FitResult(NamedTuple):
         `dpx.publishable_state(state)`.
     steps: int, how many the state has made. epsilon: float, an upper bound for these steps at `delta`;
         for all planned ones if a callback ended the run, or an earlier call with these checkpoints planned more.
-    report: the `dpx.privacy_report` of the same steps. history: one dict for each evaluation, with "step", "epsilon",
-        the metrics by their names, and "unreleased_loss", which is NOT private.
+    report: the `dpx.privacy_report` of the same steps, which says whom epsilon is for.
+    history: one dict for each evaluation, with "step", "epsilon", the metrics by their names, and "unreleased_loss",
+        which is NOT private.
     """
 
     params: Tree
@@ -76,8 +77,8 @@ class FitResult(NamedTuple):
             axes.set_ylabel(name)
         spent, budget = panels[len(metrics)], self.report.budget
         spent.lines[0].set(drawstyle="steps-pre")
-        spent.set_ylabel(f"epsilon at delta {upper(self.delta, 6)}")
-        if budget is not None and budget.delta == self.delta:
+        spent.set_ylabel(f"epsilon at delta {upper(self.delta, 6)}{whose(self.report.records)}")
+        if budget is not None and (budget.delta, budget.records) == (self.delta, self.report.records):
             spent.axhline(budget.epsilon, color="k", linestyle="--", linewidth=1, label="target")
             spent.legend()
         if unreleased:

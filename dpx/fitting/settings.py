@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpx import keys
-from dpx.accounting.bill import epsilon
+from dpx.accounting.bill import epsilon, records_of
 from dpx.accounting.checks import Accountant
 from dpx.guards import require_no_modules, require_params
 from dpx.mechanism import Mechanism, require_mechanism
@@ -21,16 +21,22 @@ FEW = 3  # parameters that a message names
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """What a run may spend. key: of the batches. steps: int, all of the run. delta, accountant: of every bill."""
+    """What a run may spend.
+
+    key: of the batches. steps: int, all of the run. delta, accountant, records: of every bill.
+    """
 
     optimizer: Mechanism
     key: jax.Array
     steps: int
     delta: float
     accountant: Accountant
+    records: int
 
     @classmethod
-    def of(cls, optimizer: Mechanism, *, key: Any, steps: Any, epochs: Any, delta: Any, accountant: Any) -> "Terms":
+    def of(
+        cls, optimizer: Mechanism, *, key: Any, steps: Any, epochs: Any, delta: Any, accountant: Any, records: Any
+    ) -> "Terms":
         """The terms with the defaults filled in. Raises ValueError where there are none, and for steps beyond them."""
         budget = optimizer.budget
         if epochs is not None:
@@ -53,12 +59,14 @@ class Terms:
             steps=steps,
             delta=delta,
             accountant=accountant or ("tightest" if budget is None else budget.accountant),
+            records=records_of(optimizer, records),
         )
         terms.epsilon(steps)  # a bill that cannot be computed is refused before the first step
         return terms
 
     def epsilon(self, steps_or_state: Any) -> float:
-        return epsilon(self.optimizer, steps_or_state, delta=self.delta, accountant=self.accountant)
+        terms = {"delta": self.delta, "accountant": self.accountant, "records": self.records}
+        return epsilon(self.optimizer, steps_or_state, **terms)
 
 
 def require_inputs(loss: Any, optimizer: Any, params: Tree, data: Any, loss_at: Any):

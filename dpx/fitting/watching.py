@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpx.accounting.attacks import upper
+from dpx.accounting.attacks import upper, whose
 from dpx.fitting import processes
 from dpx.fitting.records import RESERVED, Progress
 from dpx.fitting.settings import Terms
@@ -59,7 +59,8 @@ class Watcher:
                 metrics = metrics_of(self.evaluate(self.loss_at(params, carry.state)))
             metrics = processes.everyone(metrics)[0]  # of process 0, if each measured on data of its own
         self.history.append({"step": step, "epsilon": epsilon, **metrics, "unreleased_loss": loss})
-        words = [f"epsilon {upper(epsilon, 4)}", *(f"{name} {value:.4g}" for name, value in metrics.items())]
+        spent = f"epsilon {upper(epsilon, 4)}{whose(self.terms.records)}"
+        words = [spent, *(f"{name} {value:.4g}" for name, value in metrics.items())]
         self.bar.set_postfix_str(", ".join([*words, f"loss {loss:.4g} (not private)"]))
         if not self.callbacks:
             return False
