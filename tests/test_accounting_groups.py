@@ -7,13 +7,14 @@ import dp_accounting
 import jax
 import numpy as np
 import pytest
-from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
+from dp_accounting import ComposedDpEvent, GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
 from dp_accounting.dp_event import MixtureOfGaussiansDpEvent
 from dp_accounting.pld import PLDAccountant
 from scipy import special, stats
 
 import dpx
 from dpx.accounting import event_delta, event_epsilon, gdp
+from dpx.accounting.events import billed
 from dpx.accounting.groups import GroupGaussian, of_unit
 from dpx.accounting.releases import largest_shift, released
 from dpx.sampling.events import GroupGaussianDpEvent
@@ -108,6 +109,20 @@ def test_a_full_batch_costs_as_one_record_with_less_noise():
     assert largest_shift(of_unit(mechanism.event(5), records=4), "zero_out") == pytest.approx(0.4)
     assert released(of_unit(mechanism.event(5), records=4)) == released(mechanism.event(5))
     assert largest_shift(GroupGaussianDpEvent(10.0, 0.5, 4), "zero_out") == 0.4
+
+
+@pytest.mark.parametrize("rate", [0.01, 1.0])
+def test_several_releases_of_one_sample_all_have_their_arithmetic_billed(rate):
+    """They are one Gaussian in real numbers, and eight draws of the program's normals."""
+    several = SelfComposedDpEvent(PoissonSampledDpEvent(rate, ComposedDpEvent([GaussianDpEvent(4.0)] * 8)), 50)
+    group, as_one = of_unit(several, records=2), unit(rate, 4.0 / math.sqrt(8), 2, 50)
+    assert released(group).most == released(several).most == 8 * released(as_one).most == 400
+    assert released(group).mean == 400
+    exact = [event_epsilon(event, delta=1e-9, relation="zero_out") for event in (group, as_one)]
+    bills = [billed(event, relation="zero_out").epsilon(1e-9) for event in (group, as_one)]
+    assert exact[0] == pytest.approx(exact[1], rel=1e-9) and exact[0] < bills[1] < bills[0]
+    mixed = ComposedDpEvent([several, SelfComposedDpEvent(GaussianDpEvent(4.0), 3)])
+    assert released(of_unit(mixed, records=2)).most >= released(mixed).most
 
 
 def test_an_attack_on_all_records_beats_the_bill_of_one():

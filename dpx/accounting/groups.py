@@ -30,14 +30,14 @@ from dataclasses import dataclass
 
 import dp_accounting
 import numpy as np
-from dp_accounting import DpEvent, GaussianDpEvent
+from dp_accounting import DpEvent, GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
 from scipy import special, stats
 
 from dpx.accounting import renyi
 from dpx.accounting.checks import Relation
 from dpx.accounting.pld.buckets import bucketed
 from dpx.accounting.pld.losses import Pmf, dominating_pmf, normal_masses
-from dpx.accounting.releases import count_releases, register
+from dpx.accounting.releases import Released, count_releases, register, released
 from dpx.sampling.events import GroupGaussianDpEvent, composition
 
 _TAIL, _STAIR = 1e-40, 1.25
@@ -64,13 +64,18 @@ def of_unit(event: DpEvent, *, records: int) -> DpEvent:
         words = "must have releases of Gaussians on all data or on Poisson samples only, for more than one record"
         raise ValueError(f"the event {words}; got {event}")
     losses = releases.losses("add_or_remove")
+    # Several releases on one sample are one loss here. But each has noise whose arithmetic is billed.
+    together = math.ceil(released(event).most / max(sum(losses.values()), 1))
     sigmas, rates = np.array([(loss.noise_multiplier, loss.rate) for loss in losses]).reshape(-1, 2).T
     counts = np.array(list(losses.values()), np.int64)
     steps = bucketed(sigmas, rates, counts, _DISTINCT_NOISE_MULTIPLIERS)
     columns = zip(steps.smallest_noise.tolist(), steps.largest_rate.tolist(), steps.counts.tolist(), strict=True)
 
     def step(sigma: float, rate: float) -> DpEvent:
-        return GaussianDpEvent(sigma / records) if rate == 1 else GroupGaussianDpEvent(sigma, rate, records)
+        if rate < 1:
+            return GroupGaussianDpEvent(sigma, rate, records, together)
+        one = GaussianDpEvent(sigma * math.sqrt(together) / records)
+        return one if together == 1 else PoissonSampledDpEvent(1.0, SelfComposedDpEvent(one, together))
 
     return composition((step(sigma, rate), count) for sigma, rate, count in columns)
 
@@ -192,9 +197,9 @@ def _read(event: GroupGaussianDpEvent, relation: Relation) -> GroupGaussian:
     sigma, rate = float(event.noise_multiplier), float(event.sampling_probability)
     if relation == "replace_one":
         raise ValueError('relation "replace_one" does not fit several records, which are nulled or not there')
-    if not (0 <= sigma < math.inf and 0 < rate < 1 and event.records >= 1):
+    if not (0 <= sigma < math.inf and 0 < rate < 1 and event.records >= 1 and event.releases >= 1):
         raise ValueError(f"noise must be finite and at least 0, at a rate in (0, 1), for a record; got {event}")
     return GroupGaussian(sigma, rate, event.records)
 
 
-register(GroupGaussianDpEvent, _read)
+register(GroupGaussianDpEvent, _read, released=lambda event: Released(event.releases, float(event.releases)))

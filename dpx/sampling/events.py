@@ -30,7 +30,7 @@ class GroupGaussianDpEvent(DpEvent):
     """A Gaussian release on a Poisson sample of records, for a unit that owns some of them.
 
     noise_multiplier: relative to the effect of one record. sampling_probability: in (0, 1), the largest rate of one of
-    its records. records: int, how many it owns at most.
+    its records. records: int, how many it owns at most. releases: int, of noisy numbers on this sample, as one.
 
     It is true for nulls in place of all records of the unit. dp-accounting's accountants refuse this event; the bill is
     in `dpx/accounting/groups.py`.
@@ -39,6 +39,7 @@ class GroupGaussianDpEvent(DpEvent):
     noise_multiplier: float
     sampling_probability: float
     records: int
+    releases: int = 1
 
 
 def grouped(noise_multipliers: np.ndarray) -> tuple[tuple[float, int], ...]:
