@@ -98,6 +98,7 @@ def test_the_bill_of_the_kept_records():
         ([("al", 1)], "must be all integers or all strings"),
         ([(1, -1)], "some look missing"),
         ([("al", "")], "some look missing"),
+        ((np.ma.masked_array([1, 2], mask=[False, True]), np.array([0, 1, 2])), "some look missing: a mask"),
         ((np.array([1, 2]), np.array([0, 1])), "rise from 0 to the number of owners, 2"),
         ((np.array([1, 2]), np.array([0, 2, 1, 2])), "rise from 0 to the number of owners, 2"),
         ((np.array([1, 2]), np.array([0, 0, 2])), "at least one owner for each record"),

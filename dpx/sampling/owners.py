@@ -57,7 +57,7 @@ def records_to_keep(owners: Any, *, most_records: int, first: First = "order") -
 def _rows(owners: Any) -> tuple[Any, np.ndarray]:
     """All owners in one sequence, and where those of each record begin, int64 (N + 1,)."""
     if isinstance(owners, tuple) and len(owners) == 2 and all(hasattr(part, "dtype") for part in owners):
-        flat, starts = np.asarray(owners[0]), np.asarray(owners[1])
+        flat, starts = owners[0], np.asarray(owners[1])  # not as a plain array, which would lose a mask
         rising = (
             starts.dtype.kind in "iu" and starts.ndim == 1 and len(starts) > 1 and np.all(starts[1:] >= starts[:-1])
         )
