@@ -92,6 +92,27 @@ def test_rare_numbers_are_rounded_up(records, rate):
     assert law @ numbers == pytest.approx(records * rate, rel=1e-8)
 
 
+@pytest.mark.parametrize(("records", "rate"), [(200, 0.01), (1000, 0.001), (2000, 0.7)])
+def test_probabilities_below_float64_are_bounded_by_their_logarithms(records, rate):
+    loss = GroupGaussian(1.0, rate, records)
+    numbers, logs = loss.shifts[0].astype(int), loss.log_probabilities
+    assert logs.min() < -650
+    every = stats.binom.logpmf(np.arange(records + 1), records, rate)
+    for last, number, log in zip(numbers, numbers[1:], logs[1:], strict=False):
+        truth = special.logsumexp(every[last + 1 : number + 1 if number == last + 1 else None])
+        assert truth - 1e-9 <= log <= truth + 6
+
+
+def test_a_unit_of_a_thousand_records_has_a_tight_bill():
+    """Hundreds of records at once are so rare that only the Renyi divergences see them, and not delta."""
+    numbers = np.arange(60)
+    law = stats.binom.pmf(numbers, 1000, 0.001)
+    mixture = MixtureOfGaussiansDpEvent(5.0, tuple(numbers.tolist()), tuple(law / law.sum()))
+    relation = dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
+    oracle = PLDAccountant(relation, value_discretization_interval=1e-3).compose(mixture, 10)
+    assert event_epsilon(unit(0.001, 5.0, 1000, 10), delta=1e-5) == pytest.approx(oracle.get_epsilon(1e-5), rel=1e-3)
+
+
 def test_fewer_records_and_lower_rates_cost_less():
     bills = [event_epsilon(unit(rate, 3.0, k, 50), delta=1e-5) for k, rate in ((1, 0.1), (2, 0.1), (2, 0.2), (4, 0.2))]
     assert bills == sorted(bills)

@@ -41,6 +41,7 @@ from dpx.accounting.releases import Released, count_releases, register, released
 from dpx.sampling.events import GroupGaussianDpEvent, composition
 
 _TAIL, _STAIR = 1e-40, 1.25
+_SMALLEST, _UNSURE = 1e-280, 1e-270  # scipy's tails are 0 from 1e-286 on; smaller probabilities have a logarithm
 _ROUNDING = 1e-9  # relative, of binomial probabilities and of moments: they are rounded up by it
 _DISTINCT_NOISE_MULTIPLIERS = 32
 _CELLS = 4096  # of the line, for the Renyi divergences
@@ -103,10 +104,26 @@ class GroupGaussian:
         below, numbers = np.array(numbers[:-1]), np.array(numbers[1:], np.float64)
         one = numbers == below + 1
         beyond = stats.binom.sf(below, k, q)
-        probabilities = np.maximum(np.where(one, stats.binom.pmf(numbers, k, q), beyond), 1e-300)
+        probabilities = np.maximum(np.where(one, stats.binom.pmf(numbers, k, q), beyond), _SMALLEST)
         probabilities = probabilities * (1 + _ROUNDING)
         spare = max(1 - math.fsum(probabilities), 0.0)
         return np.append(0.0, numbers), np.append(spare, probabilities)
+
+    @functools.cached_property
+    def log_probabilities(self) -> np.ndarray:
+        """The logarithms of the probabilities, float64 (numbers,), where they are below float64 too.
+
+        There, the Renyi divergences still need them: a moment weighs a large shift by a large factor. A tail is
+        P(K >= m) <= exp(-k KL(m/k, q)) (Chernoff), and the logarithm of one number has an error below 1e-3.
+        """
+        (numbers, probabilities), k, q = self.shifts, self.records, self.rate
+        with np.errstate(divide="ignore"):
+            logs = np.log(probabilities)
+        tiny = np.flatnonzero((probabilities < _UNSURE) & (numbers > 0))
+        least = numbers[tiny - 1] + 1  # each stands for the numbers from here on
+        tails = -k * (special.rel_entr(least / k, q) + special.rel_entr(1 - least / k, 1 - q))
+        logs[tiny] = np.where(least == numbers[tiny], stats.binom.logpmf(least, k, q) + 1e-3, tails)
+        return logs
 
     def renyi(self, orders: np.ndarray) -> np.ndarray:
         """By bounds of the log density l(x), which is convex: chords above it and tangents below it, in many cells."""
@@ -145,8 +162,7 @@ class GroupGaussian:
 
     def _log_density(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The privacy loss at outputs x, and its slope, float64 (n,) each: both rise."""
-        numbers, probabilities = self.shifts
-        return _log_sum(x, numbers, probabilities, self.noise_multiplier)
+        return _log_sum(x, self.shifts[0], self.log_probabilities, self.noise_multiplier)
 
     def _outputs(self, losses: np.ndarray) -> np.ndarray:
         """The outputs x, float64 (n,), rising, at which the privacy loss has these values; -inf below its infimum.
@@ -154,17 +170,17 @@ class GroupGaussian:
         Newton's method from the right, which does not overshoot, because the part of all j > 0 is convex in x.
         """
         s2, (numbers, probabilities) = self.noise_multiplier**2, self.shifts
-        none, numbers, probabilities = probabilities[0], numbers[1:], probabilities[1:]
+        none, numbers, logs = probabilities[0], numbers[1:], self.log_probabilities[1:]
         with np.errstate(divide="ignore", invalid="ignore"):
             small = np.log(np.maximum(np.expm1(np.minimum(losses, 30)) + (1 - none), 0))
             wanted = np.where(losses > 30, losses + np.log1p(-none * np.exp(-np.maximum(losses, 30))), small)
-        starts = (wanted[:, None] - np.log(probabilities)) * s2 / numbers + numbers / 2
+        starts = (wanted[:, None] - logs) * s2 / numbers + numbers / 2
         x = starts.min(axis=1)
         for begin in range(0, len(x), _CHUNK):
             part = slice(begin, begin + _CHUNK)
             found = np.isfinite(x[part])
             for _ in range(100):
-                values, slopes = _log_sum(x[part][found], numbers, probabilities, self.noise_multiplier)
+                values, slopes = _log_sum(x[part][found], numbers, logs, self.noise_multiplier)
                 steps = np.maximum(values - wanted[part][found], 0) / slopes
                 x[begin + np.flatnonzero(found)] -= steps
                 if not len(steps) or np.all(steps <= 1e-13 * (self.noise_multiplier + np.abs(x[part][found]))):
@@ -172,10 +188,9 @@ class GroupGaussian:
         return np.maximum.accumulate(x)
 
 
-def _log_sum(x: np.ndarray, numbers: np.ndarray, probabilities: np.ndarray, sigma: float):
-    """ln sum_j p_j exp((j x - j^2 / 2) / s^2), and its derivative, float64 (n,) each."""
-    with np.errstate(divide="ignore"):
-        terms = np.log(probabilities) + (np.outer(x, numbers) - numbers**2 / 2) / sigma**2
+def _log_sum(x: np.ndarray, numbers: np.ndarray, logs: np.ndarray, sigma: float):
+    """ln sum_j p_j exp((j x - j^2 / 2) / s^2), and its derivative, float64 (n,) each. logs: ln p_j."""
+    terms = logs + (np.outer(x, numbers) - numbers**2 / 2) / sigma**2
     largest = terms.max(axis=1, keepdims=True)
     weights = np.exp(terms - largest)
     total = weights.sum(axis=1)
