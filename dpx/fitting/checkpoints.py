@@ -1,4 +1,4 @@
-"""The files of a run: its facts, its checkpoints and its history. Each file is complete, or it does not exist.
+"""The folder of a run: its facts, its checkpoints and its history.
 
 Several processes share one folder. Process 0 reads and writes its small files; a checkpoint is the work of all.
 Only their owner can read them: orbax gives its files the modes that the umask asks for, but the folder around them is
@@ -8,87 +8,19 @@ closed to others.
 import json
 import logging
 import os
-import re
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
-from dpx import keys
-from dpx.accounting.report import version_of
 from dpx.fitting import processes
+from dpx.fitting.facts import PROGRAM, RECORD, bytes_of, facts_of
+from dpx.fitting.files import SENSITIVE, make_folder, write
 from dpx.fitting.settings import Terms
 from dpx.fitting.steps import Carry
-from dpx.mechanism import Mechanism
 from dpx.states.reading import steps_taken
-from dpx.states.record import ReleaseState, fingerprint
+from dpx.states.record import fingerprint
 from dpx.trees import Tree
-from dpx.xla.jaxprs import constants
-
-SENSITIVE = """This folder is as sensitive as the training data. history.json holds losses of the training data. The
-checkpoints hold the whole optimizer state, whose `unreleased_*` fields are functions of the training data that were
-never released. No privacy guarantee covers them. Share the parameters, or dpx.publishable_state(state), instead.
-"""
-RECORD = "record of the releases"  # the name of a fact: which fields the states of a run have
-PROGRAM = "mechanism and optimizer, with their schedules (their fingerprint)"
-PACKAGES = ("dpx", "jax", "jaxlib", "optax")  # whose versions decide the numbers of a run
-
-
-def facts_of(terms: Terms, carry: Carry, options: dict[str, Any]) -> dict[str, Any]:
-    """By which a run is known again. A mark tells two keys apart, and reveals neither.
-
-    options: of the gradient. They, the backend and the versions decide how its sums are rounded, and a step that is
-    made again must be the same in every bit, because it has the same noise.
-    """
-    optimizer = terms.optimizer
-    described = jax.tree_util.tree_leaves_with_path(carry)
-    shapes = [f"{jax.tree_util.keystr(path)} {leaf.dtype}{leaf.shape}" for path, leaf in described]
-    numbers = sum(leaf.size for leaf in jax.tree.leaves(carry.params))
-    facts = {f"stage {number} of the mechanism": stage for number, stage in enumerate(optimizer.stages, start=1)}
-    facts |= {RECORD: ", ".join(ReleaseState._fields)}
-    facts |= {"event of a step": repr(optimizer.event(1)), "sampling": repr(optimizer.sampling)}
-    secrets = {"noise": optimizer.key, "batches": terms.key}
-    facts |= {f"key of the {name} (its mark)": int(keys.mark(key)) for name, key in secrets.items()}
-    facts |= {"delta": terms.delta, "accountant": terms.accountant}
-    facts |= {"records of a person": terms.records} if terms.records > 1 else {}
-    facts |= {"parameters": f"{numbers} numbers", "arrays (their fingerprint)": fingerprint("\n".join(shapes))}
-    facts |= {PROGRAM: _program(optimizer, carry)}
-    facts |= {name: repr(value) for name, value in options.items() if value not in (None, False)}
-    facts |= {"processes": jax.process_count()} if jax.process_count() > 1 else {}
-    return facts | {"backend": jax.default_backend()} | {f"version of {name}": version_of(name) for name in PACKAGES}
-
-
-def _program(optimizer: Mechanism, carry: Carry) -> int:
-    """A fingerprint of the equations of `optimizer.update`, which hold every number of every schedule."""
-    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), carry)  # on no mesh
-    grads = jax.tree.map(lambda p: jax.ShapeDtypeStruct((1, *p.shape), np.float32), shapes.params)
-    included = jax.ShapeDtypeStruct((1,), np.bool_)
-    closed = jax.make_jaxpr(lambda grads, carry, included: optimizer.update(grads, *carry[::-1], included=included))(
-        grads, shapes, included
-    )
-    text = re.sub("0x[0-9a-f]+", "", str(closed.jaxpr))  # without addresses
-    return fingerprint(text + repr([_bytes(constant) for constant in constants(closed) if not keys.is_key(constant)]))
-
-
-def _bytes(array: Any) -> bytes:
-    return np.asarray(processes.readable(array)).tobytes()
-
-
-def make_folder(path: Path):
-    """Makes a folder that only its owner can read or enter; takes the rights of others from one that exists."""
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if path.stat().st_mode & 0o077:
-        path.chmod(0o700)
-
-
-def write(path: Path, text: str):
-    """Replaces the file at once, by one that only its owner can read."""
-    part = path.with_name(path.name + ".part")
-    part.unlink(missing_ok=True)  # of a process that was killed; its mode may be another
-    with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-        file.write(text)
-    os.replace(part, path)
 
 
 class Checkpoints:
@@ -226,7 +158,7 @@ def open_folder(
         return _Nowhere()
     facts = facts_of(terms, carry, options)
     if jax.process_count() > 1:
-        copies = [_bytes(leaf) for leaf in jax.tree.leaves(carry.params) if leaf.is_fully_replicated]
+        copies = [bytes_of(leaf) for leaf in jax.tree.leaves(carry.params) if leaf.is_fully_replicated]
         path = None if folder is None else str(Path(folder).expanduser().absolute())
         run = {"params (their fingerprint)": fingerprint(repr(copies)), "steps": terms.steps, "checkpoints": path}
         processes.require_same(facts | run | rhythm)

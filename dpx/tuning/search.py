@@ -13,7 +13,7 @@ from dpx.accounting.best_of import Distribution, Selection
 from dpx.accounting.budget import Budget
 from dpx.accounting.report import PrivacyReport, privacy_report
 from dpx.accounting.selection import SHAPES, draw_count
-from dpx.fitting.checkpoints import SENSITIVE, make_folder, write
+from dpx.fitting.files import SENSITIVE, make_folder, write
 from dpx.mechanism import Mechanism
 from dpx.states.reading import steps_taken
 from dpx.states.record import fingerprint

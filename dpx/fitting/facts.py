@@ -1,0 +1,60 @@
+"""The facts by which a run is known again, so that no other run goes on with its noise."""
+
+import re
+from typing import Any
+
+import jax
+import numpy as np
+
+from dpx import keys
+from dpx.accounting.report import version_of
+from dpx.fitting import processes
+from dpx.fitting.settings import Terms
+from dpx.fitting.steps import Carry
+from dpx.mechanism import Mechanism
+from dpx.states.record import ReleaseState, fingerprint
+from dpx.xla.jaxprs import constants
+
+RECORD = "record of the releases"  # the name of a fact: which fields the states of a run have
+PROGRAM = "mechanism and optimizer, with their schedules (their fingerprint)"
+PACKAGES = ("dpx", "jax", "jaxlib", "optax")  # whose versions decide the numbers of a run
+
+
+def facts_of(terms: Terms, carry: Carry, options: dict[str, Any]) -> dict[str, Any]:
+    """By which a run is known again. A mark tells two keys apart, and reveals neither.
+
+    options: of the gradient. They, the backend and the versions decide how its sums are rounded, and a step that is
+    made again must be the same in every bit, because it has the same noise.
+    """
+    optimizer = terms.optimizer
+    described = jax.tree_util.tree_leaves_with_path(carry)
+    shapes = [f"{jax.tree_util.keystr(path)} {leaf.dtype}{leaf.shape}" for path, leaf in described]
+    numbers = sum(leaf.size for leaf in jax.tree.leaves(carry.params))
+    facts = {f"stage {number} of the mechanism": stage for number, stage in enumerate(optimizer.stages, start=1)}
+    facts |= {RECORD: ", ".join(ReleaseState._fields)}
+    facts |= {"event of a step": repr(optimizer.event(1)), "sampling": repr(optimizer.sampling)}
+    secrets = {"noise": optimizer.key, "batches": terms.key}
+    facts |= {f"key of the {name} (its mark)": int(keys.mark(key)) for name, key in secrets.items()}
+    facts |= {"delta": terms.delta, "accountant": terms.accountant}
+    facts |= {"records of a person": terms.records} if terms.records > 1 else {}
+    facts |= {"parameters": f"{numbers} numbers", "arrays (their fingerprint)": fingerprint("\n".join(shapes))}
+    facts |= {PROGRAM: _program(optimizer, carry)}
+    facts |= {name: repr(value) for name, value in options.items() if value not in (None, False)}
+    facts |= {"processes": jax.process_count()} if jax.process_count() > 1 else {}
+    return facts | {"backend": jax.default_backend()} | {f"version of {name}": version_of(name) for name in PACKAGES}
+
+
+def _program(optimizer: Mechanism, carry: Carry) -> int:
+    """A fingerprint of the equations of `optimizer.update`, which hold every number of every schedule."""
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), carry)  # on no mesh
+    grads = jax.tree.map(lambda p: jax.ShapeDtypeStruct((1, *p.shape), np.float32), shapes.params)
+    included = jax.ShapeDtypeStruct((1,), np.bool_)
+    closed = jax.make_jaxpr(lambda grads, carry, included: optimizer.update(grads, *carry[::-1], included=included))(
+        grads, shapes, included
+    )
+    text = re.sub("0x[0-9a-f]+", "", str(closed.jaxpr))  # without addresses
+    return fingerprint(text + repr([bytes_of(constant) for constant in constants(closed) if not keys.is_key(constant)]))
+
+
+def bytes_of(array: Any) -> bytes:
+    return np.asarray(processes.readable(array)).tobytes()
