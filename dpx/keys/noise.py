@@ -34,6 +34,7 @@ from dpx.keys.normals import normal, radius_and_angle
 from dpx.keys.streams import words as secret_words
 from dpx.trees import Tree
 from dpx.validation import require_number
+from dpx.xla.devices import device_count
 from dpx.xla.flags import warn_of_fast_math
 from dpx.xla.ordering import opaque_false
 from dpx.xla.totals import Total, as_total
@@ -82,7 +83,7 @@ def release(
     lows = None if low is None else structure.flatten_up_to(low)
     places = places_of([leaf.shape for leaf in leaves])
     words, deviation = secret_words(key), as_deviation(deviation)
-    how = places, jax.device_count(), tuple(weights)
+    how = places, device_count(), tuple(weights)
     return structure.unflatten(release_leaves(words, jnp.asarray(step), deviation, leaves, lows, *how))
 
 

@@ -26,6 +26,7 @@ from dpx.keys.noise import (
 from dpx.keys.streams import words as secret_words
 from dpx.trees import Tree
 from dpx.xla import doubles
+from dpx.xla.devices import device_count
 from dpx.xla.flags import warn_of_fast_math
 from dpx.xla.totals import Total
 
@@ -52,7 +53,7 @@ def release_and_rest(
     """
     warn_of_fast_math()
     leaves, structure = jax.tree.flatten(jax.eval_shape(total, parts).high)
-    how = total, places_of([leaf.shape for leaf in leaves]), jax.device_count()
+    how = total, places_of([leaf.shape for leaf in leaves]), device_count()
     made = _release_and_rest(secret_words(key), jnp.asarray(step), as_deviation(deviation), parts, *how)
     released, high, low = map(structure.unflatten, made)
     return released, Total(high, low)

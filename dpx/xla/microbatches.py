@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from dpx.trees import Tree
+from dpx.xla.devices import device_count
 from dpx.xla.ordering import compute_after
 from dpx.xla.totals import Total, doubled, group_size, in_float32, plus
 
@@ -143,7 +144,7 @@ def sum_in_segments(function: Callable[[Tree], tuple[Tree, Tree]], rows: Tree) -
     time. On several devices there are no segments, because the examples may be sharded over the devices.
     """
     segments = min(LARGEST_SEGMENTS, sum(leaf.size for leaf in jax.tree.leaves(rows)) // SEGMENT_NUMBERS)
-    if segments < 2 or jax.device_count() > 1:
+    if segments < 2 or device_count() > 1:
         return function(rows)
     size = math.ceil(jax.tree.leaves(rows)[0].shape[0] / segments)
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax  # `jnp` takes longer to trace
 
+from dpx.xla.devices import device_count
 from dpx.xla.totals import UNIT
 
 WIDTH = 128  # of a sum
@@ -25,7 +26,7 @@ MARGIN = 16  # units
 
 def norm(arrays: list[jax.Array], scales: list[jax.Array] | None = None) -> jax.Array:
     """The root of the sum of all squares of float32 arrays, float32 (). scales: they multiply the arrays; or None."""
-    parts, roundings, devices = [], 0, jax.device_count()
+    parts, roundings, devices = [], 0, device_count()
     for number, x in enumerate(arrays):
         if x.size and devices > 1:
             squares, rounded = _along_axes(x, None if scales is None else scales[number], devices)

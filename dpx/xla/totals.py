@@ -62,6 +62,7 @@ import jax
 import jax.numpy as jnp
 
 from dpx.trees import Tree
+from dpx.xla.devices import device_count
 
 ETA = 131 * 2.0**-17  # 9.995e-4
 RESERVE = 2.0**-18
@@ -193,7 +194,7 @@ def rows_over(devices: int | None) -> Iterator[None]:
 
 def devices_for(rows: int) -> int:
     """Over how many devices the rows may be sharded evenly; 1 if they are not, or the devices are too many."""
-    devices = _SPREAD.get() or jax.device_count()
+    devices = _SPREAD.get() or device_count()
     return devices if devices > 1 and rows % devices == 0 and few_rows(devices) >= devices else 1
 
 
