@@ -14,4 +14,5 @@ def run():
 
 def test_devices():
     printed = on_eight_devices("from tests import test_devices_page; test_devices_page.run()")
-    assert "devices was 8, now 4" in printed and "bytes of temporary memory on each device" in printed
+    assert "devices was 8, now 4" in printed and "one: layout of the arrays (its fingerprint) was" in printed
+    assert "bytes of temporary memory on each device" in printed

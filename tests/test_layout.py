@@ -61,6 +61,7 @@ MAY_IMPORT = {
         "validation",
         "xla",
         "keys",
+        "scalars",
         "sampling",
         "accounting",
         "mechanism",

@@ -10,14 +10,16 @@ To continue a run later, keep its seed and its checkpoints, both as secret as th
 It continues after the last checkpoint, with the same batches and the same noise, so the result has the same bits as
 without the interruption. `fit` refuses the checkpoints of another mechanism, schedule, optimizer, sampling, key, delta
 or shape of the parameters, and another `chunk_size`, `norms`, backend or version of jax, because they round
-differently. It cannot see whether the loss and the values in the data are the same. They must be, because the
-difference of two runs with the same noise has no noise. For another run take another key.
+differently. With `on_other_devices=True` it accepts what only rounds differently, and skips the steps that may have
+been made since the last checkpoint. It cannot see whether the loss and the values in the data are the same. They must
+be, because the difference of two runs with the same noise has no noise. For another run take another key.
 
 Several processes of `jax.distributed` make one run, if each calls `fit` with a `sharding` that has devices of all.
 `checkpoints` is then a folder on a disk that they share. Where the processes differ, all of them refuse the run.
 
 `loop.py` has the loop; `steps.py` the compiled step; `settings.py` and `watching.py` the checks and the evaluations;
-`checkpoints.py` the files of a run; `processes.py` what several processes know of each other.
+`checkpoints.py`, `facts.py` and `files.py` the files of a run; `moves.py` a run that goes on with other devices, and
+the proof of its bill; `processes.py` what several processes know of each other.
 """
 
 from dpx.fitting.loop import fit as fit

@@ -13,10 +13,12 @@ from dpx.fitting.settings import Terms
 from dpx.fitting.steps import Carry
 from dpx.mechanism import Mechanism
 from dpx.states.record import ReleaseState, fingerprint
+from dpx.xla.devices import traced_for
 from dpx.xla.jaxprs import constants
 
 RECORD = "record of the releases"  # the name of a fact: which fields the states of a run have
 PROGRAM = "mechanism and optimizer, with their schedules (their fingerprint)"
+LAYOUT = "layout of the arrays (its fingerprint)"
 PACKAGES = ("dpx", "jax", "jaxlib", "optax")  # whose versions decide the numbers of a run
 
 
@@ -45,16 +47,30 @@ def facts_of(terms: Terms, carry: Carry, options: dict[str, Any]) -> dict[str, A
 
 
 def _program(optimizer: Mechanism, carry: Carry) -> int:
-    """A fingerprint of the equations of `optimizer.update`, which hold every number of every schedule."""
+    """A fingerprint of the equations of `optimizer.update`, which hold every number of every schedule.
+
+    They are those for one device, so that the fingerprint is the same on others.
+    """
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), carry)  # on no mesh
     grads = jax.tree.map(lambda p: jax.ShapeDtypeStruct((1, *p.shape), np.float32), shapes.params)
     included = jax.ShapeDtypeStruct((1,), np.bool_)
-    closed = jax.make_jaxpr(lambda grads, carry, included: optimizer.update(grads, *carry[::-1], included=included))(
-        grads, shapes, included
-    )
+    with traced_for(devices=1):
+        closed = jax.make_jaxpr(
+            lambda grads, carry, included: optimizer.update(grads, *carry[::-1], included=included)
+        )(grads, shapes, included)
     text = re.sub("0x[0-9a-f]+", "", str(closed.jaxpr))  # without addresses
     return fingerprint(text + repr([bytes_of(constant) for constant in constants(closed) if not keys.is_key(constant)]))
 
 
 def bytes_of(array: Any) -> bytes:
     return np.asarray(processes.readable(array)).tobytes()
+
+
+def layout_of(carry: Carry, sharding: Any) -> int:
+    """A fingerprint of how rows, parameters and state lie on the devices, which decides how sums are rounded."""
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        return fingerprint(jax.device_count())
+    shards = [leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(carry)]
+    return fingerprint(
+        (jax.device_count(), tuple(sharding.mesh.shape.values()), sharding.num_devices, sharding.spec, shards)
+    )

@@ -22,4 +22,10 @@ def write(path: Path, text: str):
     part.unlink(missing_ok=True)  # of a process that was killed; its mode may be another
     with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
         file.write(text)
+        file.flush()
+        os.fsync(file.fileno())  # a loss of power must not bring back an older file
     os.replace(part, path)
+    if hasattr(os, "O_DIRECTORY"):
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        os.fsync(folder)
+        os.close(folder)

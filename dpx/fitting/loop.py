@@ -1,6 +1,7 @@
 """`fit`: private steps within a budget, with evaluations, checkpoints and a privacy report."""
 
 import contextlib
+import dataclasses
 import functools
 import os
 from collections.abc import Callable, Sequence
@@ -11,6 +12,8 @@ import jax
 from dpx.accounting.checks import Accountant
 from dpx.accounting.report import privacy_report
 from dpx.fitting.checkpoints import open_folder
+from dpx.fitting.facts import LAYOUT, layout_of
+from dpx.fitting.moves import in_report
 from dpx.fitting.processes import require_spanned, together
 from dpx.fitting.records import FitResult, Progress
 from dpx.fitting.settings import Terms, require_inputs
@@ -20,7 +23,7 @@ from dpx.gradients.sums import Norms
 from dpx.mechanism import Mechanism
 from dpx.sampling.rows import unit_of
 from dpx.states.reading import steps_taken
-from dpx.trees import Tree
+from dpx.trees import Tree, described
 from dpx.validation import require_whole
 
 
@@ -41,6 +44,7 @@ def fit(
     callbacks: Sequence[Callable[[Progress], Any]] = (),
     checkpoints: str | os.PathLike | None = None,
     checkpoint_every: int = 100,
+    on_other_devices: bool = False,
     progress: bool = False,
     loss_at: Callable[[Tree, Tree], Tree] | None = None,
     chunk_size: int | None = None,
@@ -68,6 +72,9 @@ def fit(
         `unreleased` values, or by other private data, is not billed.
     checkpoints: a folder, as SENSITIVE as the data. With that of the same run, the run continues where it was.
     checkpoint_every: steps. The first and the last step leave a checkpoint too, and in one process a KeyboardInterrupt.
+    on_other_devices: whether the stored run may go on with another number of devices or processes, on another backend,
+        or with another `chunk_size`, `microbatch_size` or `norms`. Steps that may have been made since the last
+        checkpoint then count as made, and train nothing: the same noise must not be used twice.
     progress: whether to show a bar, if tqdm is installed.
     loss_at: (params, state) -> the parameters that `loss` and `evaluate` see, such as `dpx.coordinates.masked_params`;
         a function of released values.
@@ -97,29 +104,34 @@ def fit(
         )
         watcher = Watcher.of(terms, evaluate, evaluate_every, callbacks, progress, loss_at)
         require_whole("checkpoint_every", checkpoint_every)
+        if not isinstance(on_other_devices, bool):
+            raise ValueError(f"on_other_devices must be True or False, got {described(on_other_devices)}")
         carry = begin(params, optimizer, sharding)
         at_once = functools.partial(compiled_step, whole=bool(callbacks))
         build = at_once if chunk_size is None else compiled_step_in_chunks
         step = build(loss, optimizer, loss_at, carry, sharding, options)
+        layout = {"devices": getattr(sharding, "num_devices", None), LAYOUT: layout_of(carry, sharding)}
+        rhythm = watcher.rhythm() | {"checkpoint_every": checkpoint_every}
     batches = functools.partial(optimizer.sampling.batches, data, terms.key, chunk_size=chunk_size, sharding=sharding)
-    rounding = {"chunk_size": chunk_size, "devices": getattr(sharding, "num_devices", None), **options}
-    rhythm = watcher.rhythm() | {"checkpoint_every": checkpoint_every}
-    with contextlib.closing(open_folder(checkpoints, terms, carry, rounding, rhythm)) as folder:
+    rounding = {"chunk_size": chunk_size, **layout, **options}
+    with contextlib.closing(open_folder(checkpoints, terms, carry, rounding, rhythm, on_other_devices)) as folder:
         planned = folder.planned(terms.steps)
         carry = _train(carry, step, batches, terms, watcher, folder, checkpoint_every)
     steps = steps_taken(carry.state)
     # A stop may depend on the releases, if a callback chose it, or a plan that is shorter than an earlier one of this
     # run. It then costs what the longest plan costs.
     billed = carry.state if steps == planned else planned
-    return FitResult(
+    report = privacy_report(optimizer, billed, delta=terms.delta, unit=unit_of(data), records=terms.records)
+    result = FitResult(
         params=carry.params,
         state=carry.state,
         steps=steps,
         epsilon=terms.epsilon(billed),
         delta=terms.delta,
-        report=privacy_report(optimizer, billed, delta=terms.delta, unit=unit_of(data), records=terms.records),
+        report=report,
         history=watcher.history,
     )
+    return result._replace(report=dataclasses.replace(report, caveats=in_report(report, result.skipped)))
 
 
 def _train(
@@ -132,6 +144,7 @@ def _train(
         raise ValueError(f"steps must be at least the {first} that the stored run has made, got {terms.steps}")
     if first == terms.steps:
         return carry
+    folder.reserve(_next_checkpoint(first, checkpoint_every, terms))
     loaded, before, last = batches(carry.state, steps=terms.steps - first), (), ()
     consistent = True  # False while a step runs; an interrupt then must not save a checkpoint
     with contextlib.closing(loaded), contextlib.closing(watcher.bar):
@@ -146,13 +159,21 @@ def _train(
                 ended = due and watcher.look(done, carry, unreleased)
                 consistent = True
                 watcher.bar.update()
-                if ended or done == terms.steps or done % checkpoint_every == 0:
+                finished = ended or done == terms.steps
+                if finished or done % checkpoint_every == 0:
                     folder.save(carry, watcher.history)
+                    folder.reserve(done if finished else _next_checkpoint(done, checkpoint_every, terms))
                 if ended:
                     break
         except KeyboardInterrupt:
             if consistent and jax.process_count() == 1:  # several may differ in their steps; the last one stays
                 with contextlib.suppress(Exception):  # an interrupted save cannot be repeated; the last one stays
-                    folder.save(carry, watcher.history)
+                    if folder.save(carry, watcher.history):
+                        folder.reserve(steps_taken(carry.state))
             raise
     return carry
+
+
+def _next_checkpoint(done: int, every: int, terms: Terms) -> int:
+    """The step after which the next checkpoint is written. Later ones cannot have been made without it."""
+    return min(terms.steps, (done // every + 1) * every)

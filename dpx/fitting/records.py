@@ -7,7 +7,7 @@ from dpx.accounting.report import PrivacyReport
 from dpx.gradients import Unreleased
 from dpx.trees import Tree, outlined
 
-RESERVED = ("step", "epsilon", "unreleased_loss")  # in the history, beside the metrics
+RESERVED = ("step", "epsilon", "unreleased_loss", "skipped")  # in the history, beside the metrics
 
 
 class Progress(NamedTuple):
@@ -42,7 +42,8 @@ class FitResult(NamedTuple):
         for all planned ones if a callback ended the run, or an earlier call with these checkpoints planned more.
     report: the `dpx.privacy_report` of the same steps, which says whom epsilon is for.
     history: one dict for each evaluation, with "step", "epsilon", the metrics by their names, and "unreleased_loss",
-        which is NOT private.
+        which is NOT private. Where the run went on with other devices, a row has "step", "epsilon" and "skipped", how
+        many steps were counted without any training.
     """
 
     params: Tree
@@ -54,6 +55,11 @@ class FitResult(NamedTuple):
     history: list[dict[str, Any]]
 
     __repr__ = outlined
+
+    @property
+    def skipped(self) -> int:
+        """How many of the steps were counted and not made, because the run went on with other devices."""
+        return sum(row.get("skipped", 0) for row in self.history)
 
     def plot(self, *, unreleased: bool = False, figure: Any = None) -> Any:
         """Draws the metrics and epsilon over the steps, a panel for each, on a matplotlib figure, and returns it.

@@ -1,0 +1,157 @@
+"""A run that goes on with other devices: which of its steps count as made, although no parameters have them.
+
+Steps that were made since the last checkpoint cannot be made again there. Other devices round sums in another order,
+and both releases of a step have the same noise, so their difference shows bits of the data. Therefore all steps that
+may have been made since then are counted and skipped: their batches and their noise are never used again.
+
+Proof that the bill of the whole run covers it. Let the checkpoint be of step s. Steps up to some q were made after it,
+and q <= r, where r was written to the folder before they were made. The run goes on with step r + 1 on the parameters
+of step s. Each step was made at most once, with the batch and the noise of its own number. Its parameters are a
+function of earlier releases: of 1 .. t - 1 for t <= q, and of 1 .. s for the first t > r. So this is one run whose
+functions are chosen adaptively, which composition allows, and of which the releases q + 1 .. r are not shown.
+
+It needs a state that is a function of releases, and noise that is independent of that of other steps. So error feedback
+and correlated noise are refused, and projections whose draw is billed, because they are numbered by the steps that
+trained and would be drawn twice.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+from dp_accounting import GaussianDpEvent, NonPrivateDpEvent
+from dp_accounting.dp_event import TruncatedSubsampledGaussianDpEvent
+
+from dpx.accounting.releases import count_releases
+from dpx.fitting import processes
+from dpx.fitting.facts import LAYOUT
+from dpx.fitting.files import write
+from dpx.fitting.settings import Terms
+from dpx.fitting.steps import Carry
+from dpx.sampling.events import GroupGaussianDpEvent, RandomAllocationDpEvent
+from dpx.scalars import over
+from dpx.states.reading import steps_taken
+from dpx.states.record import ReleaseState
+from dpx.trees import Tree, map_states, path_of
+
+ROUNDING = ("processes", "devices", LAYOUT, "backend", "chunk_size", "microbatch_size", "norms")  # facts of a run
+# Events of steps whose noise is independent, all or (in an `event.event`) on a sample. Batches may share a draw.
+INDEPENDENT = (
+    GaussianDpEvent,
+    GroupGaussianDpEvent,
+    NonPrivateDpEvent,
+    RandomAllocationDpEvent,
+    TruncatedSubsampledGaussianDpEvent,
+)
+
+
+class Reach:
+    """reach.json: the last step that any process may have made, and how often the run went on with other devices.
+
+    Process 0 writes it before the steps are made. A folder without it may have made all steps of its plan.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder, self.file = folder, folder / "reach.json"
+        kept = processes.of_first(self._kept)
+        self.steps, self._moves = kept["steps"], kept["moves"]
+
+    @staticmethod
+    def begin(folder: Path):
+        """Of a new run, before it has a run.json. By process 0."""
+        write(folder / "reach.json", json.dumps({"steps": 0, "moves": 0}) + "\n")
+
+    def _kept(self) -> dict[str, int]:
+        if self.file.is_file():
+            return json.loads(self.file.read_text(encoding="utf-8"))
+        plan = self.folder / "plan.json"
+        return {"steps": json.loads(plan.read_text(encoding="utf-8"))["steps"] if plan.is_file() else 0, "moves": 0}
+
+    def require_own(self):
+        """Raises ValueError if another program has gone on with the run, on other devices. In process 0."""
+        if self._kept()["moves"] != self._moves:
+            raise ValueError(
+                f"{self.folder} must belong to one program at a time, but another one has gone on with the run on "
+                "other devices: end this one"
+            )
+
+    def reserve(self, step: int):
+        """Allows steps up to `step`, beside those that were allowed when this program began."""
+
+        def keep():
+            self.require_own()
+            write(self.file, json.dumps({"steps": max(self.steps, step), "moves": self._moves}) + "\n")
+
+        processes.of_first(keep)
+
+    def take_over(self) -> int:
+        """The last step that may have been made. A program that still runs elsewhere can make no later ones."""
+
+        def keep() -> dict[str, int]:
+            kept = self._kept()
+            kept = kept | {"moves": kept["moves"] + 1}
+            write(self.file, json.dumps(kept) + "\n")
+            return kept
+
+        kept = processes.of_first(keep)
+        self.steps, self._moves = kept["steps"], kept["moves"]
+        return self.steps
+
+
+def require_skippable(terms: Terms, state: Tree, reach: int):
+    """Raises ValueError unless the steps after `state` may be skipped up to `reach`, and one is left to train."""
+    first = steps_taken(state)
+    if first >= reach:
+        return
+    events = count_releases(terms.optimizer.event(1)).counts
+    unproved = [repr(event) for event in events if not isinstance(getattr(event, "event", event), INDEPENDENT)]
+    private = [path_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(state) if "unreleased" in path_of(path)]
+    if terms.optimizer.correlated is not None:
+        problem = "the mechanism's noise is correlated: later noise has parts of that of skipped steps"
+    elif private:
+        problem = f"the state is not a function of releases alone: it has {private[0]}"
+    elif unproved:
+        problem = f"the mechanism is billed as {unproved[0]}, for which skipped steps have no proof"
+    elif reach >= terms.steps:
+        problem = f"no step is left to train, because all {terms.steps} may have been made"
+    else:
+        return
+    raise ValueError(
+        f"on_other_devices must be False for this run, whose checkpoint is of step {first}, and which may have made "
+        f"steps up to {reach}: {problem}. Continue it with the devices that it had; or begin a new run at the stored "
+        "parameters, with a new key, and bill both by dpx.compose_runs"
+    )
+
+
+def skipped(carry: Carry, terms: Terms, reach: int) -> Carry:
+    """`carry`, whose state counts the steps up to `reach` with their noise, and nothing else of it changes."""
+    multipliers = over(terms.optimizer.noise_multiplier, reach)[steps_taken(carry.state) :]
+
+    def count(record: ReleaseState) -> ReleaseState:
+        layout = jax.tree.map(lambda leaf: leaf.sharding, record)
+        steps = multipliers.astype("float32")
+        counted = jax.jit(
+            lambda record: jax.lax.scan(lambda kept, sigma: (kept.after(sigma), None), record, steps)[0],
+            out_shardings=layout,
+        )
+        return counted(record)
+
+    return carry._replace(state=map_states(count, carry.state, ReleaseState))
+
+
+def in_words(names: list[str], first: int, reach: int) -> str:
+    """Of a warning. names: of the facts that changed."""
+    return (
+        f"the run goes on with another value of {', '.join(names)}. Its steps {first + 1} to {reach} may have been "
+        "made before, so they count as made and change no parameters"
+    )
+
+
+def in_report(report: Any, skipped_steps: int) -> tuple[str, ...]:
+    """The caveats of a privacy report, of a run that skipped so many steps."""
+    words = (
+        f"{skipped_steps} of the steps are billed, but the parameters do not have them: the run was interrupted and "
+        "went on with other devices, and these steps may have been made before."
+    )
+    return (*report.caveats, words) if skipped_steps else report.caveats
