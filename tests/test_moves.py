@@ -1,6 +1,6 @@
 """A run that goes on with other devices: no noise is used twice, and the bill stays that of the plan.
 
-Here "other devices" are another `norms`, which rounds sums otherwise too. tests/test_processes.py has other processes.
+Here "other devices" are another `norms`, which rounds sums otherwise too. tests/test_hosts.py has other processes.
 """
 
 import json

@@ -12,7 +12,7 @@ import jax
 from dpx.accounting.checks import Accountant
 from dpx.accounting.report import privacy_report
 from dpx.fitting.checkpoints import open_folder
-from dpx.fitting.facts import LAYOUT, layout_of
+from dpx.fitting.facts import FIRST_EXAMPLE, LAYOUT, first_example, layout_of
 from dpx.fitting.moves import in_report
 from dpx.fitting.processes import require_spanned, together
 from dpx.fitting.records import FitResult, Progress
@@ -112,6 +112,8 @@ def fit(
         step = build(loss, optimizer, loss_at, carry, sharding, options)
         layout = {"devices": getattr(sharding, "num_devices", None), LAYOUT: layout_of(carry, sharding)}
         rhythm = watcher.rhythm() | {"checkpoint_every": checkpoint_every}
+        if jax.process_count() > 1:
+            rhythm |= {FIRST_EXAMPLE: first_example(data, terms)}
     batches = functools.partial(optimizer.sampling.batches, data, terms.key, chunk_size=chunk_size, sharding=sharding)
     rounding = {"chunk_size": chunk_size, **layout, **options}
     with contextlib.closing(open_folder(checkpoints, terms, carry, rounding, rhythm, on_other_devices)) as folder:
