@@ -19,9 +19,14 @@ G_S(x) = exp(<c_S, x> / s^2 - |c_S|^2 / (2 s^2)). The divergence at e^epsilon = 
    takes part in fewer S, because one uniform number can decide the coins of both rates.
 The other direction is the same pair exchanged. Steps compose, because each has this pair whatever was released before.
 
-Given its coins, a unit moves a release by at most k, which is the shift that `arithmetic` needs. Where Bin(k, q)
-exceeds j with a probability below 1e-40, numbers above j are rounded up, in steps of a quarter. More than 32 distinct
-noise multipliers are rounded down to 32.
+The shift that `arithmetic` needs is k / s. Given all coins but those of the unit, a sum has up to 2^k values, and A has
+the outputs that are good for all of them. Record i moves a pair of numbers by v_i deviations, so two values of the pair
+differ by at most D = sum_i |v_i|. For normals G around one value, the pair is bad for any of them only if |G| > r0 - D,
+and the root of the sum of D^2 over the pairs is at most k / s (Minkowski). So `far` has the bound of one example of
+that shift.
+
+Where Bin(k, q) exceeds j with a probability below 1e-40, numbers above j are rounded up, in steps of a quarter. More
+than 32 distinct noise multipliers are rounded down to 32.
 """
 
 import functools
