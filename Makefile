@@ -24,9 +24,11 @@ lint: install
 # A process on every core, so one thread each; what one has compiled, the others need not. Each file runs in one process,
 # because its tests share small programs and bills. In the order of their names, because those with the fewest tests take
 # long, and one process would wait for the other at the end. Most of the time is compiling: without optimizations, and
-# without the emitters that take a third of it (tests/compiling.py).
+# without the emitters that take a third of it (tests/compiling.py). Memory that is free stays with the process, because
+# taking it again is half of the time of the system.
 PYTEST := OMP_NUM_THREADS=1 JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.venv/compiled JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 \
 	JAX_DISABLE_MOST_OPTIMIZATIONS=1 \
+	MALLOC_MMAP_THRESHOLD_=536870912 MALLOC_TRIM_THRESHOLD_=1073741824 MALLOC_TOP_PAD_=67108864 \
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 test: lint
