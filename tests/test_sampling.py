@@ -102,7 +102,7 @@ def test_a_coin_falls_for_exactly_the_words_below_the_threshold(probability, mon
 def test_the_examples_of_a_poisson_batch_are_in_random_rows():
     """Each of 12 examples is equally often in each of 16 rows: chi-square, with a false alarm of 1e-6."""
     sampling, places = dpx.PoissonSampling(examples=12, batch_size=6), np.zeros((12, 16))
-    for step in range(3000):
+    for step in range(1000):
         draw = sampling.draw(KEY, step, size=16)
         rows = np.flatnonzero(draw.included)
         places[draw.indices[rows], rows] += 1
@@ -122,8 +122,8 @@ def test_an_order_is_that_of_128_bits_of_each_example(word, monkeypatch):
 
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_every_order_is_as_likely(count):
-    """2,400 orders of 4 examples, by a test of chi squared of false alarm 1e-6."""
-    found = [tuple(draws.order(keys.fold_in(KEY, number), 4, count).tolist()) for number in range(2400)]
+    """1,200 orders of 4 examples, by a test of chi squared of false alarm 1e-6."""
+    found = [tuple(draws.order(keys.fold_in(KEY, number), 4, count).tolist()) for number in range(1200)]
     _, times = np.unique(found, axis=0, return_counts=True)
     assert len(times) == math.perm(4, count)
     assert scipy.stats.chisquare(times).pvalue > 1e-6
@@ -150,8 +150,8 @@ def batches_as_text():
 
 
 def test_poisson_coins_are_independent_and_have_the_billed_probability():
-    """3000 steps: rate of every example, variance of the size, correlation of pairs; false alarm below 1e-4 in all."""
-    sampling, steps = SAMPLINGS[0], 3000
+    """1500 steps: rate of every example, variance of the size, correlation of pairs; false alarm below 1e-4 in all."""
+    sampling, steps = SAMPLINGS[0], 1500
     taken = np.zeros((steps, 100))
     for step in range(steps):
         taken[step, drawn(sampling, step)] = 1
@@ -164,8 +164,8 @@ def test_poisson_coins_are_independent_and_have_the_billed_probability():
 
 
 def test_fixed_size_takes_every_example_equally():
-    taken = np.bincount(np.concatenate([drawn(SAMPLINGS[1], step) for step in range(2000)]), minlength=100) / 2000
-    assert np.abs(taken - 0.1).max() < 5 * np.sqrt(0.09 / 2000)
+    taken = np.bincount(np.concatenate([drawn(SAMPLINGS[1], step) for step in range(1000)]), minlength=100) / 1000
+    assert np.abs(taken - 0.1).max() < 5 * np.sqrt(0.09 / 1000)
 
 
 def test_an_epoch_takes_every_example_once():
