@@ -120,7 +120,7 @@ def require_skippable(terms: Terms, state: Tree, reach: int):
     raise ValueError(
         f"on_other_devices must be False for this run, whose checkpoint is of step {first}, and which may have made "
         f"steps up to {reach}: {problem}. Continue it with the devices that it had; or begin a new run at the stored "
-        "parameters, with a new key, and bill both by dpx.compose_runs"
+        "parameters, with a new key, and bill both by dpx.compose_runs, this one for all steps that it may have made"
     )
 
 
