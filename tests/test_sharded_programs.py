@@ -13,7 +13,7 @@ import dpx
 from benchmarks import programs
 from dpx.gradients.ghost import norms
 from dpx.xla import norms as any_size
-from tests.compiling import on_eight_devices
+from tests.compiling import SWITCH, on_eight_devices
 
 VOCABULARY, WIDTH, HIDDEN, LENGTH, BATCH = 2048, 64, 512, 128, 8
 RANDOM = np.random.default_rng(0)
@@ -65,7 +65,7 @@ def loss(params, tokens):
     return -jnp.take_along_axis(logits, tokens[1:, None], 1).mean()
 
 
-def step(**options):
+def step(loss=loss, **options):
     sampling = dpx.PoissonSampling(examples=80, batch_size=BATCH)
     mechanism = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=1.0, sampling=sampling, key=dpx.secret_key(2**70))
     optimizer = dpx.chain(mechanism, optax.sgd(1.0))
@@ -104,3 +104,47 @@ def test_tensor_parallel_keeps_and_sends_no_whole_gradient():
         assert gathered <= 4 * BATCH * LENGTH * 4  # the tokens and numbers of each example
         for name, leaf in alone.items():
             np.testing.assert_allclose(sums[name], np.abs(leaf).sum(), rtol=1e-4)
+
+
+LAYERS = 6
+# The order of a program as on other platforms; see benchmarks/sharded.py.
+IN_LITTLE_MEMORY = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"} if SWITCH else {}
+LAYER = {"up": PartitionSpec(None, None, "model"), "down": PartitionSpec(None, "model")}
+
+
+def loss_of_layers(params, tokens):
+    def layer(x, p):
+        return x + jax.nn.relu(x @ p["up"]) @ p["down"], None
+
+    x = jnp.sin(jnp.outer(tokens[:-1].astype(jnp.float32), jnp.arange(1.0, WIDTH + 1)))
+    return jnp.mean(jnp.square(jax.lax.scan(jax.checkpoint(layer, prevent_cse=False), x, params)[0]))
+
+
+def print_memory_of_passes():
+    """The bytes of temporary memory of a step without privacy, and of private ones with one and two backward passes;
+    the bytes that two passes gather; and the distance of the updates of one and two."""
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto, AxisType.Auto))
+    rows = NamedSharding(mesh, PartitionSpec("data"))
+    places = {name: NamedSharding(mesh, spec) for name, spec in LAYER.items()}
+    layers = {name: np.stack([params()[name]] * LAYERS) / 2 for name in LAYER}
+    some = tokens()[:, : LENGTH // 2 + 1]  # with more, the gradients of an example are smaller than the records
+    arguments = jax.device_put(layers, places), jax.device_put(some, rows)
+
+    def plain(params, tokens):
+        return jax.grad(lambda p: jnp.mean(jax.vmap(loss_of_layers, (None, 0))(p, tokens)))(params)
+
+    memory, updates, gathered = [], [], 0
+    for each in (plain, *(step(loss_of_layers, sharding=rows, backward_passes=passes) for passes in (1, 2))):
+        program = jax.jit(each, out_shardings=places).lower(*arguments).compile(compiler_options=IN_LITTLE_MEMORY)
+        memory.append(program.memory_analysis().temp_size_in_bytes)
+        updates.append(jax.tree.leaves(program(*arguments)))
+        gathered = programs.collectives(programs.instructions(program.as_text()))["all-gather"][1]
+    apart = [float(np.abs(one - two).max()) for one, two in zip(*updates[1:], strict=True)]
+    print(json.dumps([memory, gathered, apart]))
+
+
+def test_two_passes_need_as_much_memory_as_a_step_without_privacy():
+    printed = on_eight_devices("from tests import test_sharded_programs as t; t.print_memory_of_passes()")
+    (plain, one, two), gathered, apart = json.loads(printed)
+    assert one > 2 * plain and two <= (1.15 if IN_LITTLE_MEMORY else 1.5) * plain
+    assert gathered == 0 and max(apart) <= 1e-6

@@ -53,6 +53,7 @@ def fit(
     norms: Norms = "auto",
     with_key: bool = False,
     has_aux: bool = False,
+    backward_passes: int = 1,
 ) -> FitResult:
     """Trains `params` on `data` with the steps of a budget. See `dpx.fitting` for how to continue a run.
 
@@ -84,6 +85,7 @@ def fit(
     norms: how the norms are computed: "auto", "ghost" or "vmap", as in `dpx.private_updates`.
     with_key: whether the loss takes a PRNG key of the example: loss(params, example, key).
     has_aux: whether the loss returns (value, aux).
+    backward_passes: int, 2 for less memory, as in `dpx.private_updates`.
 
     Raises ValueError for arguments of another type or range, data of another length than the sampling's, steps beyond
     the budget, and the checkpoints of another run; ImportError for checkpoints without orbax-checkpoint.
@@ -96,6 +98,7 @@ def fit(
     """
     loss_at = (lambda params, state: params) if loss_at is None else loss_at
     options = {"microbatch_size": microbatch_size, "norms": norms, "with_key": with_key, "has_aux": has_aux}
+    options |= {} if backward_passes == 1 else {"backward_passes": backward_passes}  # stored runs have no such line
     with together():
         require_spanned(sharding)
         require_inputs(loss, optimizer, params, data, loss_at)

@@ -134,6 +134,7 @@ def private_updates_in_chunks(
     has_aux: bool = False,
     platform: str | None = None,
     sharding: jax.sharding.Sharding | None = None,
+    backward_passes: int = 1,
 ) -> PrivateChunks:
     """Builds `private_updates` in two functions, for a batch that does not fit into memory and comes in chunks.
 
@@ -154,7 +155,7 @@ def private_updates_in_chunks(
     norms: how the norms are computed: "auto", "ghost" or "vmap", as for `private_updates`.
     with_key: the loss takes a PRNG key, loss(params, example, key). has_aux: it returns (value, aux).
     platform: the one that the program is compiled for; None is JAX's default backend.
-    sharding: that of the chunks, as for `private_updates`.
+    sharding: that of the chunks, as for `private_updates`. backward_passes: int, as there.
     chunk: a `dpx.Batch`. With `drawn`, the chunks must be all those of one batch, of the step of the state, each once
         and in order. Otherwise the state has no bill, as after a batch that was used twice. Chunks of your own,
         without `drawn`, are taken as they are. All chunks of a batch are added, and released, with one state.
@@ -162,7 +163,7 @@ def private_updates_in_chunks(
     Raises ValueError as `private_updates` does, if only some chunks have `drawn`, and for `sums` not made by `add`.
     """
     options: Any = {"microbatch_size": microbatch_size, "has_aux": has_aux, "platform": platform, "sharding": sharding}
-    row_sum = sum_gradients(loss, optimizer, norms=norms, **options)
+    row_sum = sum_gradients(loss, optimizer, norms=norms, backward_passes=backward_passes, **options)
     return PrivateChunks(row_sum, optimizer, with_key)
 
 

@@ -61,6 +61,7 @@ def private_updates(
     has_aux: bool = False,
     platform: str | None = None,
     sharding: jax.sharding.Sharding | None = None,
+    backward_passes: int = 1,
 ) -> PrivateStep:
     """Builds `fn(params, batch, state) -> PrivateUpdates`, the private gradient of `loss(params, example)`.
 
@@ -81,13 +82,18 @@ def private_updates(
         (tensor parallel): without it, all devices are taken to share the examples, and a step takes more memory. The
         result is the same up to float32 rounding.
 
+    backward_passes: int, 1 or 2. One keeps the inputs and the cotangents of all layers until the norms are known. With
+        two, the second computes those of layers in scans, or under `jax.checkpoint`, again, so that they are never all
+        in memory, as in a step that is not private. It takes about 1.5 times as long (docs/devices.md).
+
     params: a pytree of real arrays. batch: a `dpx.Batch` with the B examples on axis 0, which may be sharded. state:
     from `optimizer.init(params)`. The updates are those of `optimizer.update` on stacked per-example gradients, up to
     float32 rounding. The result's `unreleased` values are NOT private. On mesh axes of type Explicit, the updates are
     sharded as the parameters, the state as before, and `unreleased` as the examples. Inside a `jax.shard_map` with
     check_vma=True, only "vmap" works.
 
-    Raises ValueError for another type of optimizer, another `norms` or `platform`, or a `microbatch_size` below 1.
+    Raises ValueError for another type of optimizer, another `norms` or `platform`, a `microbatch_size` below 1, or two
+    backward passes with norms="vmap".
     `fn` raises it if the batch is not a `dpx.Batch` or does not fit the sampling, and for complex parameters, Flax
     modules or batch statistics among the parameters.
     Ghost norms: https://arxiv.org/abs/1510.01799, https://arxiv.org/abs/2110.05679, https://arxiv.org/abs/2210.00038.
@@ -99,6 +105,7 @@ def private_updates(
         1.03...
     """
     options: Any = {"microbatch_size": microbatch_size, "has_aux": has_aux, "platform": platform, "sharding": sharding}
+    options["backward_passes"] = backward_passes
     row_sum = sum_gradients(loss, optimizer, norms=norms, **options)
     return PrivateStep(row_sum, optimizer, with_key)
 

@@ -33,6 +33,7 @@ class RowSum:
     microbatch_size: int, how many rows are in memory at once; None for a choice by their cost.
     platform: the one that the program is compiled for.
     devices: over how many devices the rows are spread; None if it is not known.
+    backward_passes: as in `private_updates`.
     """
 
     of_row: Callable
@@ -41,6 +42,7 @@ class RowSum:
     microbatch_size: int | None
     platform: str
     devices: int | None = None
+    backward_passes: int = 1
 
     def __post_init__(self):
         require_mechanism(self.optimizer)
@@ -85,7 +87,8 @@ class RowSum:
     def sum_microbatch(self, plan: ghost.GhostPlan | str, params: Tree, state: Tree, rows: tuple, included: jax.Array):
         """The sums of the contributions of one microbatch; the losses, norms and aux of its rows."""
         if isinstance(plan, ghost.GhostPlan) and plan.followed:
-            return ghost.sum_by_plan(plan, self.optimizer, params, rows, state, included)
+            again = {"backward_passes": self.backward_passes}
+            return ghost.sum_by_plan(plan, self.optimizer, params, rows, state, included, **again)
         (losses, aux), grads = jax.vmap(self.gradient, (None, 0))(params, rows)
         sums, norms = sum_contributions(self.optimizer, grads, state, included)
         return sums, (losses, norms, aux)
@@ -107,13 +110,16 @@ def sum_gradients(
     has_aux: bool,
     platform: str | None = None,
     sharding: Any = None,
+    backward_passes: int = 1,
 ) -> RowSum:
     """The clipped sum of the gradients of a loss of one example, as `private_updates` describes the arguments."""
     if norms not in ("auto", "ghost", "vmap"):
         raise ValueError(f'norms must be "auto", "ghost" or "vmap", got {described(norms)}')
+    if backward_passes not in (1, 2) or (backward_passes == 2 and norms == "vmap"):
+        raise ValueError(f'backward_passes must be 1 or 2, and 1 with norms="vmap", got {described(backward_passes)}')
     of_row = of_one_row(loss, has_aux=has_aux)
-    devices = devices_of_rows(sharding)
-    return RowSum(of_row, optimizer, norms, microbatch_size, require_platform(platform), devices)
+    where = require_platform(platform), devices_of_rows(sharding)
+    return RowSum(of_row, optimizer, norms, microbatch_size, *where, backward_passes)
 
 
 def _require_like(params: Tree, made: Tree):

@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 
 from dpx.contributions import in_range, zero_excluded
-from dpx.gradients.ghost import evaluation, parts, views
+from dpx.gradients.ghost import again, evaluation, parts, views
+from dpx.gradients.ghost.again import Part, Tap
 from dpx.gradients.ghost.plan import Choice, GhostPlan
 from dpx.mechanism import Mechanism
 from dpx.trees import Tree
-from dpx.xla.ordering import compute_after
+from dpx.xla.ordering import compute_after, opaque_false
 from dpx.xla.totals import Total, collected
 
 
@@ -47,40 +48,79 @@ class Records(NamedTuple):
 
 
 def sum_by_plan(
-    plan: GhostPlan, mechanism: Mechanism, params: Tree, examples: Tree, state: Tree, included: jax.Array
+    plan: GhostPlan,
+    mechanism: Mechanism,
+    params: Tree,
+    examples: Tree,
+    state: Tree,
+    included: jax.Array,
+    *,
+    backward_passes: int = 1,
 ) -> tuple[tuple[Total, ...], tuple[jax.Array, Tree, Tree]]:
     """sum_i f(|z_i|) z_i for each factor f, as in `dpx.contributions.sum_contributions`; losses, norms and aux.
 
     params: arrays. examples: arrays with the B examples on axis 0. state: of the mechanism. included: bool (B,).
+    backward_passes: int, 2 if the layers in scans and checkpoints have no records, see `again`.
     Returns one `Total` for each factor, like the encoded gradient of one example; and, for each example, the
     losses, (B,), the norms, float32 (B,) in each leaf, and what the loss returns beside its value.
     """
     leaves, scales = jax.tree.leaves(params), _scales(plan, mechanism, params, state)
-    losses, aux, records = _backward_pass(plan, leaves, examples)
-    leaf_norms, records = _norms(plan, leaves, records, scales)
+    once, twice = again.tapped(plan, scales, backward_passes)
+    taps = again.norm_taps(plan, once, included.shape[0], keep=True)
+    taps |= again.norm_taps(plan, twice, included.shape[0], keep=False)
+    losses, aux, records, found = _backward_pass(plan, leaves, examples, taps)
+    leaf_norms, records = _norms(plan, leaves, records, scales, found)
     norms, factors = _norms_and_factors(plan, mechanism, leaf_norms, state, included.shape[0])
     included &= in_range(norms)
-    sums = ()
-    for factor in factors:
+    of_leaves = [_factors_of_leaves(plan, factor, included) for factor in factors]
+    sums: tuple[dict[Part, Total], ...] = ()
+    without = frozenset(part for choices in twice.values() for part in choices)
+    for factor in of_leaves:
         factor = compute_after(sums, factor)  # one set of weighted cotangents in memory at a time
-        sums += (_weighted_sums(plan, leaves, records, factor, included, scales),)
-    return sums, (losses, norms, aux)
+        sums += (_weighted_sums(plan, leaves, records, factor, scales, without),)
+    if twice:
+        by_leaf = {encoded.leaf: [f[encoded.leaf] for f in of_leaves] for encoded in plan.encoded}
+        of_first = {part: norms for part, (_, norms) in found.items()}
+        sum_taps = functools.partial(again.sum_taps, plan, twice, leaves, of_first, by_leaf)
+        made = [total for of_factor in sums for total in of_factor.values()]
+        for part, totals in _second_pass(plan, leaves, examples, sum_taps, included, made).items():
+            for of_factor, total in zip(sums, totals, strict=True):
+                of_factor[part] = total
+    return tuple(_joined(plan, leaves, of_factor) for of_factor in sums), (losses, norms, aux)
 
 
-def _backward_pass(plan: GhostPlan, leaves: list[jax.Array], examples: Tree) -> tuple[jax.Array, Tree, Records]:
-    """The losses, (B,), their aux and the records of the examples, by one forward and one backward pass."""
-    pieces = {leaf: plan.choices[leaf][0].pieces for leaf in plan.differentiated}
-    differentiated = {leaf: leaves[leaf] for leaf in plan.differentiated if not pieces[leaf]}
+def _second_pass(
+    plan: GhostPlan, leaves, examples: Tree, sum_taps: Callable, included: jax.Array, made: list[Total]
+) -> dict[Part, Any]:
+    """The sums that the taps find in a backward pass after `included`, which needs all norms, and after sums `made`.
+
+    It is a branch of its own, the other of which is never taken, whatever the data. Else XLA would keep what both
+    passes have in common, such as the zeros that a scan begins with, from the first to the second.
+    """
+    first = included.astype(jnp.float32)
+    for total in made:  # one after another, because XLA would shard arrays alike that are read together
+        first = compute_after(total, first)
+
+    def find():
+        return _backward_pass(plan, leaves, examples, sum_taps(), only_taps=True)[-1]
+
+    return jax.lax.cond(opaque_false(first), lambda: again.slots(sum_taps()), find)
+
+
+def _backward_pass(
+    plan: GhostPlan, leaves: list[jax.Array], examples: Tree, taps: dict[int, Tap], *, only_taps: bool = False
+) -> tuple[jax.Array, Tree, Records, dict[Part, Any]]:
+    """The losses, (B,), their aux, the records of the examples, and what the taps find, by one forward and one backward
+    pass. only_taps: there are no records."""
+    pieces = {leaf: plan.choices[leaf][0].pieces for leaf in plan.differentiated if not only_taps}
+    differentiated = {leaf: leaves[leaf] for leaf in pieces if not pieces[leaf]}
     sliced = [equation for of_leaf in pieces.values() for _, equations in of_leaf for equation in equations]
     sites = [site for leaf in plan.followed for choice in plan.choices[leaf] for site in choice.uses.sites]
-    equations = [*(site.use.equation for site in sites), *sliced]
-    outputs = {equation: plan.program.output(equation) for equation in equations}
-    followed: dict[int, set[int]] = {}
-    for site in sites:
-        followed.setdefault(site.use.equation, set()).add(site.use.operand)
-    # No site reads its parameter. If both operands are parameters, each is the other's data.
-    unread = {equation: operands if len(operands) == 1 else set() for equation, operands in followed.items()}
-    unread |= {equation: {0} for equation in sliced}
+    kept = [] if only_taps else [site.use.equation for site in sites if site.use.equation not in taps]
+    outputs = {equation: plan.program.output(equation) for equation in [*kept, *sliced]}
+    readers = evaluation.Readers(
+        plan.unread | {equation: {0} for equation in sliced}, {equation: tap.at for equation, tap in taps.items()}
+    )
 
     def gradient_of(leaf, cotangents):
         """The gradient of a parameter from those of its slices; else each would be padded to its size, and added."""
@@ -92,20 +132,24 @@ def _backward_pass(plan: GhostPlan, leaves: list[jax.Array], examples: Tree) -> 
     def of_one_example(example):
         def loss(differentiated, added):
             inputs = [differentiated.get(number, leaf) for number, leaf in enumerate(leaves)]
-            value, aux, seen = evaluation.evaluate(plan.program, inputs + jax.tree.leaves(example), added, unread)
+            value, aux, seen = evaluation.evaluate(plan.program, inputs + jax.tree.leaves(example), added, readers)
             return value, (aux, seen)
 
-        zeros = {equation: jnp.zeros(output.shape, output.dtype) for equation, output in outputs.items()}
-        value, pullback, (aux, inputs) = jax.vjp(loss, differentiated, zeros, has_aux=True)
+        added: dict[int, Any] = {equation: tap.added for equation, tap in taps.items()}
+        added |= {equation: jnp.zeros(output.shape, output.dtype) for equation, output in outputs.items()}
+        value, pullback, (aux, inputs) = jax.vjp(loss, differentiated, added, has_aux=True)
         grads, cotangents = pullback(jnp.ones_like(value))
-        kept = {(leaf, 0): grad.astype(jnp.float32) for leaf, grad in grads.items()}
-        kept |= {(leaf, 0): gradient_of(leaf, cotangents) for leaf in pieces if pieces[leaf]}
+        gradients = {(leaf, 0): grad.astype(jnp.float32) for leaf, grad in grads.items()}
+        gradients |= {(leaf, 0): gradient_of(leaf, cotangents) for leaf in pieces if pieces[leaf]}
+        found = {part: sums for equation in taps for part, sums in cotangents[equation][0].items()}
         inputs, cotangents = ({n: array[n] for n in axis} for array in (inputs, cotangents))
-        return value, aux, Records(kept, inputs, cotangents)
+        return value, aux, Records(gradients, inputs, cotangents), found
 
-    axis: Any = {site.use.equation: len(plan.program.equations[site.use.equation].counts) for site in sites}
-    losses, aux, records = jax.vmap(of_one_example, out_axes=(0, 0, Records(cast(Any, 0), axis, axis)))(examples)
-    return losses, aux, _for_all_readers(records)
+    axis: Any = {equation: len(plan.program.equations[equation].counts) for equation in kept}
+    axes = (0, 0, Records(cast(Any, 0), axis, axis), None)
+    of_all = jax.vmap(of_one_example, out_axes=axes, axis_name=again.EXAMPLES)
+    losses, aux, records, found = of_all(examples)
+    return losses, aux, _for_all_readers(records), found
 
 
 def _for_all_readers(records: Records) -> Records:
@@ -123,17 +167,21 @@ def _for_all_readers(records: Records) -> Records:
     return structure.unflatten(found[id(x)] for x in leaves)
 
 
-def _norms(plan: GhostPlan, leaves: list[jax.Array], records: Records, scales: dict[int, jax.Array]):
+def _norms(plan: GhostPlan, leaves: list[jax.Array], records: Records, scales: dict[int, jax.Array], found: dict):
     """The norms of the parameters' per-example gradients, float32 (B,), by leaf; and the records with the gradients
-    that were computed for them and are kept."""
+    that were computed for them and are kept. found: both, (..., B, ...) and (..., B), of the parts with taps."""
     norms, gradients, programs = {}, {}, {}
     for leaf in (*plan.followed, *plan.differentiated):
         of_parts = []
         for number, choice in enumerate(plan.choices[leaf]):
-            scale = views.through(choice.view, scales[leaf]) if leaf in scales else None
-            of_batch = functools.partial(parts.norm, choice, scale)
-            kind = plan.kind(choice, views.part_shape(choice.view, leaves[leaf].shape)) if scale is None else None
-            kept, norm = _shared(programs, of_batch, kind)(records.of(leaf, number, choice))
+            if (leaf, number) in found:
+                kept, of_slices = found[leaf, number]
+                norm = parts.norm_of_all(of_slices.reshape(-1, of_slices.shape[-1]))
+            else:
+                scale = views.through(choice.view, scales[leaf]) if leaf in scales else None
+                of_batch = functools.partial(parts.norm, choice, scale)
+                kind = plan.kind(choice, views.part_shape(choice.view, leaves[leaf].shape)) if scale is None else None
+                kept, norm = _shared(programs, of_batch, kind)(records.of(leaf, number, choice))
             of_parts.append(norm)
             if kept is not None:
                 gradients[leaf, number] = kept
@@ -160,22 +208,40 @@ def _norms_and_factors(plan: GhostPlan, mechanism: Mechanism, norms: dict[int, j
     return jax.vmap(of_one_example, axis_size=size)(norms)
 
 
-def _weighted_sums(plan: GhostPlan, leaves, records: Records, factor: Tree, included: jax.Array, scales) -> Total:
-    """sum_i f_i z_i for one factor f, which has a float32 (B,) for each group of leaves."""
-    groups = jax.tree.unflatten(plan.structure, list(range(len(plan.encoded))))
+def _factors_of_leaves(plan: GhostPlan, factor: Tree, included: jax.Array) -> dict[int, jax.Array]:
+    """By leaf, its float32 (B,), of one factor, which has one for each group of leaves; 0 where not included."""
+    groups = jax.tree.unflatten(plan.structure, [encoded.leaf for encoded in plan.encoded])
     factor = jax.tree.map(lambda f: zero_excluded(f, included), factor)
     spread = jax.tree.map(lambda f, group: jax.tree.map(lambda _: f, group), factor, groups)
-    sums, programs = [], {}
-    for encoded, f in zip(plan.encoded, jax.tree.leaves(spread), strict=True):
-        leaf, choices, of_parts = encoded.leaf, plan.choices[encoded.leaf], []
-        for number, choice in enumerate(choices):
-            scale = views.through(choice.view, scales[leaf]) if leaf in scales else None
-            shape = views.part_shape(choice.view, leaves[leaf].shape)
-            of_batch = functools.partial(parts.weighted_sum, choice, shape, scale)
-            kind = plan.kind(choice, shape) if scale is None else None
-            of_parts.append(_shared(programs, of_batch, kind)(records.of(leaf, number, choice), f))
-        sums.append(parts.joined([choice.view for choice in choices], of_parts, leaves[leaf].shape))
-    return collected(jax.tree.unflatten(plan.structure, sums))
+    return dict(zip(jax.tree.leaves(groups), jax.tree.leaves(spread), strict=True))
+
+
+def _weighted_sums(
+    plan: GhostPlan, leaves, records: Records, factor: dict[int, jax.Array], scales, without: frozenset[Part]
+) -> dict[Part, Total]:
+    """sum_i f_i z_i for one factor f, by part of a parameter, from the records. without: parts that have none."""
+
+    sums, programs = {}, {}
+    wanted = [(one.leaf, number) for one in plan.encoded for number in range(len(plan.choices[one.leaf]))]
+    for leaf, number in [part for part in wanted if part not in without]:
+        choice = plan.choices[leaf][number]
+        scale = views.through(choice.view, scales[leaf]) if leaf in scales else None
+        shape = views.part_shape(choice.view, leaves[leaf].shape)
+        of_batch = functools.partial(parts.weighted_sum, choice, shape, scale)
+        kind = plan.kind(choice, shape) if scale is None else None
+        sums[leaf, number] = _shared(programs, of_batch, kind)(records.of(leaf, number, choice), factor[leaf])
+    return sums
+
+
+def _joined(plan: GhostPlan, leaves: list[jax.Array], sums: dict[Part, Total]) -> Total:
+    """The sum of all parameters from those of their parts."""
+
+    def of_leaf(leaf):
+        choices = plan.choices[leaf]
+        totals = [sums[leaf, number] for number in range(len(choices))]
+        return parts.joined([choice.view for choice in choices], totals, leaves[leaf].shape)
+
+    return collected(jax.tree.unflatten(plan.structure, [of_leaf(encoded.leaf) for encoded in plan.encoded]))
 
 
 def _scales(plan: GhostPlan, mechanism: Mechanism, params: Tree, state: Tree) -> dict[int, jax.Array]:

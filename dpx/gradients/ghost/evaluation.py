@@ -7,7 +7,7 @@ loss under `jax.checkpoint` is still computed again in the backward pass.
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,20 +18,26 @@ from dpx.trees import Tree
 Seen = dict[int, tuple]  # by number of an equation, its operands; None for those that nobody reads
 
 
-def evaluate(
-    program: Program, inputs: list, added: dict[int, jax.Array], unread: Mapping[int, set[int]]
-) -> tuple[jax.Array, Tree, Seen]:
-    """The loss, what it returns beside its value, and the operands of the equations in `added`.
+class Readers(NamedTuple):
+    """unread: by number of an equation, operands that are not wanted. taps: by number of an equation, the function of
+    its output, its operands and what is added, in place of the sum of the first and the last; see `again.Tap`."""
 
-    added: by number of an equation, an array to add to its output; the gradient by that array is the cotangent
-    unread: by number of these equations, operands that are not wanted
+    unread: Mapping[int, set[int]]
+    taps: Mapping[int, Callable] = {}
+
+
+def evaluate(program: Program, inputs: list, added: dict[int, Tree], readers: Readers) -> tuple[jax.Array, Tree, Seen]:
+    """The loss, what it returns beside its value, and the operands of the equations in `added` without a tap.
+
+    added: by number of an equation, an array to add to its output; the gradient by that array is the cotangent. With a
+        tap, any arrays
     """
-    results, seen = _run(program, unread, program.block, inputs, added)
+    results, seen = _run(program, readers, program.block, inputs, added)
     return results[0], jax.tree.unflatten(program.aux, results[1:]), seen
 
 
-def _run(program: Program, unread: Mapping, block: Block, inputs, added: dict) -> tuple[list, Seen]:
-    """The outputs of a block, and the operands of the equations in `added`."""
+def _run(program: Program, readers: Readers, block: Block, inputs, added: dict) -> tuple[list, Seen]:
+    """The outputs of a block, and the operands of the equations in `added` without a tap."""
     values: dict[int, Any] = dict(zip(block.inputs, inputs, strict=True))
     seen: Seen = {}
 
@@ -44,15 +50,18 @@ def _run(program: Program, unread: Mapping, block: Block, inputs, added: dict) -
         body = equation.body
         inside = {n: array for n, array in added.items() if body is not None and number < n < body.stop}
         if body is not None and inside:
-            run_body = functools.partial(_run, program, unread, body)
+            run_body = functools.partial(_run, program, readers, body)
             run = _run_scan if equation.name == "scan" else _run_checkpoint
             outputs, more = run(run_body, equation, operands, inside)
             seen.update(more)
         else:
             outputs = _broadcast_product(equation, operands) or equation.bind(*operands)
         if number in added:
-            seen[number] = tuple(None if i in unread[number] else operand for i, operand in enumerate(operands))
-            outputs = [_plus(outputs[0], added[number])]
+            wanted = tuple(None if i in readers.unread[number] else operand for i, operand in enumerate(operands))
+            if number in readers.taps:
+                outputs = [readers.taps[number](outputs[0], wanted, added[number])]
+            else:
+                seen[number], outputs = wanted, [_plus(outputs[0], added[number])]
         values.update(zip(equation.outputs, outputs, strict=True))
     return [read(number) for number in block.outputs], seen
 

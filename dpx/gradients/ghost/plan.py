@@ -69,6 +69,18 @@ class GhostPlan(NamedTuple):
         """The leaves whose per-example gradients the backward pass computes."""
         return [leaf for leaf in range(len(self.choices)) if self.keeps_gradients(leaf) and leaf not in self.followed]
 
+    @property
+    def unread(self) -> dict[int, set[int]]:
+        """By number of an equation where a parameter is followed, the operands that nobody reads.
+
+        No site reads its parameter. If both operands are parameters, each is the other's data.
+        """
+        followed: dict[int, set[int]] = {}
+        for leaf in self.followed:
+            for site in [site for choice in self.choices[leaf] for site in choice.uses.sites]:
+                followed.setdefault(site.use.equation, set()).add(site.use.operand)
+        return {equation: operands if len(operands) == 1 else set() for equation, operands in followed.items()}
+
     def keeps_gradients(self, leaf: int) -> bool:
         """Whether the gradients of a leaf of all examples of a microbatch are in memory."""
         return any(choice.way.keeps_gradients for choice in self.choices[leaf])

@@ -1,0 +1,179 @@
+"""Norms and sums that are computed inside of a backward pass, of layers in scans or under `jax.checkpoint`.
+
+With one backward pass, the inputs and cotangents of all layers are in memory until the last norm is known. With two,
+those of a layer in a scan exist while the pass is at that layer: the first pass takes its norms, and the second one
+its weighted sum. What takes them is a function of a layer's output that returns it unchanged, but has a derivative of
+its own: the gradient by its `slot` is not a gradient, but the norms or the sums. One pass is enough where the gradients
+of all examples are small: then it takes these, too.
+
+The second pass may round its cotangents in another way than the first. So it computes the norm of every contribution
+again, and makes those smaller that are longer than in the first pass. Therefore no example adds more to a part of a
+parameter than its clip factor times the norm from which this factor was computed, whatever the second pass computes.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from dpx.contributions import in_range
+from dpx.gradients.ghost import parts, views
+from dpx.gradients.ghost.plan import Choice, GhostPlan
+from dpx.trees import Tree
+from dpx.xla.totals import Total
+
+EXAMPLES = "the examples of dpx"  # the name of the axis of the examples in a backward pass
+SLACK = 1 - 2.0**-21  # for the roundings of a quotient of two norms and of its product with a factor
+
+Part = tuple[int, int]  # the numbers of a parameter leaf and of its part
+
+
+class Tap(NamedTuple):
+    """What is computed at one equation.
+
+    compute: (records, given) -> found. records: the inputs and cotangents of all B examples, (B, ...)
+    slot: zeros like `found`. given: arrays. Both have an axis for each scan around the equation before their own.
+    """
+
+    compute: Callable[[Any, Tree], Tree]
+    slot: Tree
+    given: Tree
+
+    @property
+    def added(self) -> tuple[Tree, Tree]:
+        return self.slot, self.given
+
+    def at(self, output: jax.Array, operands: tuple, added: tuple[Tree, Tree]) -> jax.Array:
+        """`output`; the gradient by the slot in `added` is what `compute` finds."""
+
+        @jax.custom_vjp
+        def tap(output, operands, added):
+            return output
+
+        def forward(output, operands, added):
+            return output, (operands, added[1])
+
+        def backward(residuals, cotangent):
+            operands, given = residuals
+            records = jax.tree.map(lambda x: jax.lax.all_gather(x, EXAMPLES), (operands, cotangent))
+            # Norm and sum must read the same numbers.
+            return cotangent, None, (self.compute(jax.lax.optimization_barrier(records), given), None)
+
+        tap.defvjp(forward, backward)
+        return tap(output, operands, added)
+
+
+def slots(taps: dict[int, Tap]) -> dict[Part, Tree]:
+    """The slots of all parts."""
+    return {part: slot for tap in taps.values() for part, slot in tap.slot.items()}
+
+
+Tapped = dict[int, dict[Part, Choice]]  # by number of an equation, the parts of parameters that it uses
+
+
+def tapped(plan: GhostPlan, scales: dict[int, jax.Array], backward_passes: int) -> tuple[Tapped, Tapped]:
+    """The equations in bodies whose parameters are all used once, in slices by all scans around, and not scaled: those
+    that need one pass, and those that need two.
+
+    One pass is enough if per-example gradients are kept that are much smaller than the records, such as those of
+    low-rank adapters. If it is all there is, these are taken on several devices, where memory counts most.
+    """
+    found: Tapped = {}
+    for leaf in plan.followed:
+        for number, choice in enumerate(plan.choices[leaf]):
+            for site in choice.uses.sites:
+                found.setdefault(site.use.equation, {})[leaf, number] = choice
+    outside = set(plan.program.block.equations)
+
+    def fits(part: Part, choice: Choice) -> bool:
+        (site, *others) = choice.uses.sites
+        return not others and not views.counts(site.use.view, views.Repeats) and part[0] not in scales
+
+    def small(choice: Choice) -> bool:
+        _, positions, fan_in, fan_out = choice.uses.sites[0].sizes
+        return choice.way.keeps_gradients and 2 * min(fan_in, fan_out) <= positions
+
+    once, twice = {}, {}
+    for equation, choices in found.items():
+        if equation not in outside and all(fits(*each) for each in choices.items()):
+            (once if all(map(small, choices.values())) else twice)[equation] = choices
+    if backward_passes == 2:
+        return once, twice
+    return once if jax.device_count() > 1 else {}, {}
+
+
+def norm_taps(plan: GhostPlan, equations: Tapped, size: int, *, keep: bool) -> dict[int, Tap]:
+    """Taps that find, for each part, the gradients of `size` examples, or None, and their norms, float32 (B,).
+
+    keep: whether gradients are kept, as by `parts.norm`
+    """
+
+    def tap(equation: int, choices: dict[Part, Choice]) -> Tap:
+        def compute(records, given):
+            found = {part: parts.norm(_of_slice(choice), None, [records]) for part, choice in choices.items()}
+            return {part: (kept if keep else None, norms) for part, (kept, norms) in found.items()}
+
+        return _tap(plan, equation, compute, (), size)
+
+    return {equation: tap(equation, choices) for equation, choices in equations.items()}
+
+
+def sum_taps(
+    plan: GhostPlan,
+    equations: Tapped,
+    leaves: list[jax.Array],
+    norms: dict[Part, jax.Array],
+    factors: dict[int, list[jax.Array]],
+) -> dict[int, Tap]:
+    """Taps that find, for each part, its sum of contributions for each factor.
+
+    norms: by part, those that `norm_taps` found. factors: by leaf, float32 (B,) for each factor.
+    """
+
+    def tap(equation: int, choices: dict[Part, Choice]) -> Tap:
+        counts = plan.program.equations[equation].counts
+        shapes = {
+            part: views.part_shape(choice.view, leaves[part[0]].shape)[len(views.counts(choice.view, views.Slices)) :]
+            for part, choice in choices.items()
+        }
+
+        def compute(records, given):
+            return {part: _sums(choice, shapes[part], [records], *given[part]) for part, choice in choices.items()}
+
+        def repeated(x):
+            return jnp.broadcast_to(x, (*counts, *x.shape))
+
+        given = {part: (norms[part], [repeated(f) for f in factors[part[0]]]) for part in choices}
+        (size,) = {norms[part].shape[-1] for part in choices}
+        return _tap(plan, equation, compute, given, size)
+
+    return {equation: tap(equation, choices) for equation, choices in equations.items()}
+
+
+def _sums(choice: Choice, shape: tuple[int, ...], records: Any, norms: jax.Array, factors: list) -> list[Total]:
+    """The sums of a part's contributions, none of which is longer than its factor times its norm, float32 (B,)."""
+    choice = _of_slice(choice)
+    kept, found = parts.norm(choice, None, records)
+    shorter = jnp.where(found > norms, norms / found * SLACK, 1)
+    shorter = jnp.where(in_range(found), shorter, 0)
+    return [parts.weighted_sum(choice, shape, None, records if kept is None else kept, f * shorter) for f in factors]
+
+
+def _of_slice(choice: Choice) -> Choice:
+    """The choice for one slice of its part, as the body of a scan sees it."""
+    return choice._replace(view=())
+
+
+def _tap(plan: GhostPlan, equation: int, compute: Callable, given: Tree, size: int) -> Tap:
+    """The tap at an equation that finds what `compute` does, of `size` examples."""
+    found: Any = plan.program.equations[equation]
+    counts, unread = found.counts, plan.unread[equation]
+
+    def shape(variable):
+        return jax.ShapeDtypeStruct((size, *variable.aval.shape), variable.aval.dtype)
+
+    operands = tuple(None if i in unread else shape(v) for i, v in enumerate(found.jaxpr.invars))
+    of_one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[len(counts) :], x.dtype), given)
+    slot = jax.eval_shape(compute, (operands, shape(found.jaxpr.outvars[0])), of_one)
+    return Tap(compute, jax.tree.map(lambda x: jnp.zeros((*counts, *x.shape), x.dtype), slot), given)
