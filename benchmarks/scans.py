@@ -4,8 +4,9 @@
 
 The same GPT-2 with its layers' parameters in three forms: arrays of their own for each layer, and stacked arrays that
 `jax.lax.scan` slices, or that a loop in Python indexes. The embedding is tied. Each form has a row without privacy (the
-gradient of the mean loss of the batch) and two with dpx, which takes the batch at once or in two microbatches; all take
-turns in one process, on one CPU core. A step by hand (`vmap`, clipping, a sum, and the noise of dpx) is only compiled.
+gradient of the mean loss of the batch) and three with dpx, which takes the batch at once, in two microbatches, or with
+two backward passes; all take turns in one process, on one CPU core. A step by hand (`vmap`, clipping, a sum, and the
+noise of dpx) is only compiled.
 Memory is what the compiled program says of its temporary buffers. Writes benchmarks/results/scans_MODEL.md.
 """
 
@@ -20,7 +21,8 @@ from typing import Any, NamedTuple
 
 from benchmarks import report, timing
 
-PLAIN, PRIVATE, IN_PARTS, BY_HAND = "not private", "dpx", "dpx in two microbatches", "by hand"
+PLAIN, PRIVATE, IN_PARTS, TWICE = "not private", "dpx", "dpx in two microbatches", "dpx with two backward passes"
+BY_HAND = "by hand"
 FORMS = ("own arrays", "scan", "scan with remat", "slices")
 
 
@@ -115,16 +117,17 @@ def steps(shape: Shape, form: str) -> dict[str, tuple[Callable, tuple]]:
         sums = jax.tree.map(lambda g: jnp.tensordot(factors, g, 1), grads)
         return keys.release(jax.random.key(2), jnp.int32(0), sums, 1.0)
 
-    def private(size):
-        step = dpx.private_updates(loss, mechanism, microbatch_size=size)
+    def private(size=None, passes=1):
+        step = dpx.private_updates(loss, mechanism, microbatch_size=size, backward_passes=passes)
         return lambda params, batch, state: step(params, dpx.Batch(batch, None), state)[:2]
 
     state = mechanism.init(params)
     return {
         BY_HAND: (by_hand, (params, batch)),
         PLAIN: (not_private, (params, batch)),
-        PRIVATE: (private(None), (params, batch, state)),
+        PRIVATE: (private(), (params, batch, state)),
         IN_PARTS: (private(shape.batch // 2), (params, batch, state)),
+        TWICE: (private(passes=2), (params, batch, state)),
     }
 
 
@@ -156,7 +159,7 @@ def measured(shape: Shape, forms: list[str], rounds: int, clock: str) -> dict[st
             print(form, row, found[form, row], file=sys.stderr, flush=True)
     for key, times in timing.interleaved(timers, rounds).items():
         found[key].append(statistics.median(times))
-    return {form: {row: found[form, row] for row in (BY_HAND, PLAIN, PRIVATE, IN_PARTS)} for form in forms}
+    return {form: {row: found[form, row] for row in (BY_HAND, PLAIN, PRIVATE, IN_PARTS, TWICE)} for form in forms}
 
 
 def tables(results: dict[str, dict[str, Any]]) -> dict[str, str]:
@@ -167,6 +170,8 @@ def tables(results: dict[str, dict[str, Any]]) -> dict[str, str]:
     columns.append(("and divided by a step by hand", lambda rows: f"{rows[PRIVATE][0] / rows[BY_HAND][0]:.2f}"))
     columns.append(("seconds in two microbatches", of(2, "{:.3f}", IN_PARTS)))
     columns.append(("MiB in two microbatches", of(1, "{:.0f}", IN_PARTS)))
+    columns.append(("seconds with two passes", of(2, "{:.3f}", TWICE)))
+    columns.append(("MiB with two passes", of(1, "{:.0f}", TWICE)))
     rows = {f"{name}, {form}": rows for name, forms in results.items() for form, rows in forms.items()}
     return {"A step with dpx, and divided by the same without privacy": report.table(rows, columns)}
 
