@@ -65,6 +65,9 @@ PARAMS = {"w": 0.3 * normal(1, LAYERS, WIDTH, WIDTH), "b": 0.1 * normal(2, LAYER
 ROWS = normal(3, BATCH, POSITIONS, WIDTH)
 
 
+KEPT = 3 if jax.__version_info__ < (0, 11) else 2  # later, a layer's input is the carry that is kept anyway
+
+
 def stacked(passes, loss=layers, params=PARAMS):
     """How many arrays of the program have the numbers of all layers, examples and positions."""
     made = jax.make_jaxpr(step(loss, params, backward_passes=passes))(params, ROWS)
@@ -76,7 +79,7 @@ def stacked(passes, loss=layers, params=PARAMS):
 
 def test_keeps_the_carries_alone():
     """What `jax.checkpoint` keeps of each layer, in each pass; with one pass also the layer's input and cotangent."""
-    assert stacked(1) == 3 and stacked(2) == 2
+    assert stacked(1) == KEPT and stacked(2) == 2
 
 
 def test_small_gradients_are_taken_in_one_pass(monkeypatch):
@@ -90,7 +93,7 @@ def test_small_gradients_are_taken_in_one_pass(monkeypatch):
 
     params = {"a": 0.3 * normal(1, LAYERS, WIDTH, 2), "b": 0.3 * normal(2, LAYERS, 2, WIDTH)}
     expected = step(loss, params)(params, ROWS)
-    assert stacked(1, loss, params) == 3 and stacked(2, loss, params) == 1
+    assert stacked(1, loss, params) == KEPT and stacked(2, loss, params) == 1
     monkeypatch.setattr(jax, "device_count", lambda: 8)
     assert stacked(1, loss, params) == 1
     assert_same(step(loss, params)(params, ROWS).updates, expected.updates)
