@@ -8,6 +8,7 @@ from flax import linen, nnx
 from jax import lax
 
 import dpx
+from dpx.xla.devices import traced_for
 from dpx.xla.jaxprs import equations
 from tests.ghost import (
     WAYS,
@@ -477,6 +478,16 @@ def loop_with_a_slice_used_twice():
     return layer(lambda w, x: jnp.tanh(x @ w[0]) @ w[0].T * jnp.tanh(x @ w[1]) @ w[1].T, normal(1, 2, 4, 4), 9, 4)
 
 
+@animal("gram")
+def loop_over_many_layers():
+    def apply(w, x):
+        for number in range(8):
+            x = x + jnp.tanh(x @ w[number])
+        return x
+
+    return layer(apply, normal(1, 8, 4, 4), 3, 4)
+
+
 # what must keep its per-example gradient
 
 
@@ -651,3 +662,22 @@ def test_explain_says_which_slices():
     loss, params, batch = ZOO["stack"][0]()
     explained = dpx.explain_norms(loss, mechanism(), params, dpx.Batch(batch, None), norms="ghost")
     assert explained.rows[0][1:] == (WAYS["outer"], "of each of 3 slices")
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_layers_that_a_loop_indexes_share_their_kernels(devices):
+    """With starts that are values; on several devices with constants, because XLA would gather what is sharded."""
+    loss, params, batch = ZOO["loop_over_many_layers"][0]()
+    step = dpx.private_updates(loss, mechanism(), norms="ghost")
+
+    def private(params, batch):
+        return step(params, dpx.Batch(batch, None), mechanism().init(params)).updates
+
+    def slices_of(primitive, jaxpr):
+        found = [equation for equation in equations(jaxpr) if equation.primitive.name == primitive]
+        return sum(equation.invars[0].aval.shape == (8, 4, 4) for equation in found)
+
+    with traced_for(devices):
+        traced = jax.make_jaxpr(private)(params, batch).jaxpr
+    by_values, by_constants = (slices_of(primitive, traced) for primitive in ("dynamic_slice", "slice"))
+    assert (by_values, by_constants > 1) == ((8, False) if devices == 1 else (0, True))

@@ -118,8 +118,11 @@ def _backward_pass(
     sites = [site for leaf in plan.followed for choice in plan.choices[leaf] for site in choice.uses.sites]
     kept = [] if only_taps else [site.use.equation for site in sites if site.use.equation not in taps]
     outputs = {equation: plan.program.output(equation) for equation in [*kept, *sliced]}
+    fixed = {number: leaf for number, leaf in enumerate(leaves) if number not in differentiated}
     readers = evaluation.Readers(
-        plan.unread | {equation: {0} for equation in sliced}, {equation: tap.at for equation, tap in taps.items()}
+        plan.unread | {equation: {0} for equation in sliced},
+        {equation: tap.at for equation, tap in taps.items()},
+        evaluation.starts_of_slices(plan.program, fixed),
     )
 
     def gradient_of(leaf, cotangents):

@@ -11,19 +11,62 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dpx.gradients.ghost.trace import Block, Constant, Equation, Program, carried
 from dpx.trees import Tree
+from dpx.xla.devices import device_count
+from dpx.xla.ordering import opaque_false
+
+MANY_SLICES = 8  # of parameters; for fewer, sharing kernels takes longer to compile
 
 Seen = dict[int, tuple]  # by number of an equation, its operands; None for those that nobody reads
 
 
 class Readers(NamedTuple):
     """unread: by number of an equation, operands that are not wanted. taps: by number of an equation, the function of
-    its output, its operands and what is added, in place of the sum of the first and the last; see `again.Tap`."""
+    its output, its operands and what is added, in place of the sum of the first and the last; see `again.Tap`.
+    starts: by number of an equation that slices a parameter, where the slice begins; see `starts_of_slices`."""
 
     unread: Mapping[int, set[int]]
     taps: Mapping[int, Callable] = {}
+    starts: Mapping[int, list[jax.Array]] = {}
+
+
+def starts_of_slices(program: Program, leaves: dict[int, jax.Array]) -> dict[int, list[jax.Array]]:
+    """Where slices of parameters begin, int32 () for each axis, by number of the equation. leaves: by number, those
+    through whose slices no gradient is taken.
+
+    They are values that XLA does not know. With constants, each layer of a stack that a loop in Python indexes has
+    kernels of its own, and the step takes a third longer to compile. On several devices there are none, because XLA
+    would gather a parameter that is sharded.
+    """
+    real = {number: leaf for number, leaf in leaves.items() if jnp.issubdtype(leaf.dtype, jnp.floating)}
+    slices: dict[int, tuple[int, ...]] = {}
+    for number in program.block.equations:
+        operand = program.equations[number].inputs[:1]
+        if program.equations[number].name == "slice" and isinstance(operand[0], int) and operand[0] in real:
+            params = _params(program.equations[number])
+            slices |= {} if params["strides"] else {number: params["start_indices"]}
+    if len(slices) < MANY_SLICES or device_count() > 1:
+        return {}
+    distinct = sorted({start for starts in slices.values() for start in starts} - {0})
+    known = [np.int32(start) for start in distinct]
+    values = jax.lax.cond(opaque_false(list(real.values())[:1]), lambda: [np.int32(0)] * len(known), lambda: known)
+    found = dict(zip(distinct, values, strict=True)) | {0: np.int32(0)}
+    return {number: [found[start] for start in starts] for number, starts in slices.items()}
+
+
+def _params(equation: Equation) -> dict[str, Any]:
+    assert equation.jaxpr is not None
+    return equation.jaxpr.params
+
+
+def _slice_at(equation: Equation, operand: jax.Array, starts: list[jax.Array]) -> list[jax.Array]:
+    params = _params(equation)
+    ends = zip(params["start_indices"], params["limit_indices"], strict=True)
+    sizes = [end - start for start, end in ends]
+    return [jax.lax.dynamic_slice(operand, starts, sizes, allow_negative_indices=False)]
 
 
 def evaluate(program: Program, inputs: list, added: dict[int, Tree], readers: Readers) -> tuple[jax.Array, Tree, Seen]:
@@ -55,7 +98,10 @@ def _run(program: Program, readers: Readers, block: Block, inputs, added: dict) 
             outputs, more = run(run_body, equation, operands, inside)
             seen.update(more)
         else:
-            outputs = _broadcast_product(equation, operands) or equation.bind(*operands)
+            if number in readers.starts:
+                outputs = _slice_at(equation, operands[0], readers.starts[number])
+            else:
+                outputs = _broadcast_product(equation, operands) or equation.bind(*operands)
         if number in added:
             wanted = tuple(None if i in readers.unread[number] else operand for i, operand in enumerate(operands))
             if number in readers.taps:
