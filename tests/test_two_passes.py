@@ -172,3 +172,22 @@ def test_what_leaves_the_range_in_the_second_pass_adds_nothing(broken):
 def test_refuses_what_has_one_pass(norms):
     with pytest.raises(ValueError, match="backward_passes must be 1 or 2"):
         dpx.private_updates(layers, mechanism(), norms=norms, backward_passes=2 if norms == "vmap" else 3)
+
+
+@pytest.mark.parametrize("positions", [1, 3])
+def test_half_precision_is_the_same_in_norms_and_sums(positions):
+    """XLA may leave out a rounding to half precision where one consumer wants float32 again, also inside of a scan."""
+
+    def loss(params, x):
+        def layer(x, w):
+            y = x @ w.astype(x.dtype)
+            return x + jnp.tanh((y * jax.nn.sigmoid(y)).astype(jnp.float32)).astype(x.dtype), None
+
+        result, _ = jax.lax.scan(jax.checkpoint(layer, prevent_cse=False), x, params["w"])
+        return jnp.sum(jnp.sin(result.astype(jnp.float32)))
+
+    params, rows = {"w": PARAMS["w"]}, normal(3, 16, positions, WIDTH).astype(jnp.bfloat16)
+    made = jax.jit(step(loss, params, backward_passes=2))
+    for row in range(len(rows)):
+        (total,) = jax.tree.leaves(made(params, rows, np.arange(len(rows)) == row).updates)
+        assert 0.999e-3 <= np.linalg.norm(np.asarray(total, np.float64)) <= 1e-3
