@@ -4,6 +4,7 @@ Here "other devices" are another `norms`, which rounds sums otherwise too. tests
 """
 
 import json
+import os
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import optax
 import pytest
 
 import dpx
+from dpx.fitting import facts
 from dpx.fitting.checkpoints import Checkpoints
 from dpx.fitting.moves import require_skippable
 from dpx.fitting.settings import Terms
@@ -191,6 +193,44 @@ def test_a_program_that_still_runs_makes_no_more_steps(whole, tmp_path):
         )
     assert sorted(seen) == [1, 2, 3, 4, 5] and read(tmp_path) == others
     assert list(run(tmp_path, **MOVED)[1]) == [5, 6, 7, 8, 9, 10]
+
+
+CHANGES = {
+    "kind of machine was [^;]*, now 1 CPUs": lambda patched: patched.setattr(
+        os, "sched_getaffinity", lambda process: {0}, raising=False
+    ),
+    "settings of XLA and jax was .*, now .*xla_cpu_max_isa=AVX": lambda patched: patched.setenv(
+        "XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_max_isa=AVX"
+    ),
+}
+
+
+@pytest.mark.parametrize("said", CHANGES)
+def test_another_machine_rounds_otherwise(whole, tmp_path, monkeypatch, said):
+    """Such as another number of CPUs: XLA splits a sum over them."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1}, raising=False)
+    lost = run(tmp_path, dies=3)[1]
+    CHANGES[said](monkeypatch)
+    with pytest.raises(ValueError, match=f"holds another one: {said}.*on_other_devices=True goes on"):
+        run(tmp_path)
+    with pytest.warns(UserWarning, match="steps 1 to 4 may have been made before"):
+        rest = run(tmp_path, on_other_devices=True)[1]
+    require_fresh(whole, lost, rest)
+
+
+def test_what_changes_no_number_is_no_setting(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=folder --xla_force_host_platform_device_count=8")
+    monkeypatch.delenv("LIBTPU_INIT_ARGS", raising=False)
+    assert facts.settings_of() == ""
+
+
+def test_kinds_of_devices(monkeypatch):
+    class Device:
+        device_kind = "NVIDIA H100"
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [Device(), Device()])
+    assert facts.machine() == "NVIDIA H100"
 
 
 def test_a_folder_without_reach_may_have_made_its_plan(tmp_path):

@@ -9,10 +9,11 @@ To continue a run later, keep its seed and its checkpoints, both as secret as th
 
 It continues after the last checkpoint, with the same batches and the same noise, so the result has the same bits as
 without the interruption. `fit` refuses the checkpoints of another mechanism, schedule, optimizer, sampling, key, delta
-or shape of the parameters, and another `chunk_size`, `norms`, backend or version of jax, because they round
-differently. With `on_other_devices=True` it accepts what only rounds differently, and skips the steps that may have
-been made since the last checkpoint. It cannot see whether the loss and the values in the data are the same. They must
-be, because the difference of two runs with the same noise has no noise. For another run take another key.
+or shape of the parameters, and another `chunk_size`, `norms`, backend, kind of machine, flag of XLA or version of jax,
+because they round differently. With `on_other_devices=True` it accepts what only rounds differently, and skips the
+steps that may have been made since the last checkpoint. It cannot see whether the loss and the values in the data are
+the same. They must be, because the difference of two runs with the same noise has no noise. For another run take
+another key.
 
 Several processes of `jax.distributed` make one run, if each calls `fit` with a `sharding` that has devices of all.
 `checkpoints` is then a folder on a disk that they share. Where the processes differ, all of them refuse the run.

@@ -1,7 +1,10 @@
 """The facts by which a run is known again, so that no other run goes on with its noise."""
 
 import hashlib
+import os
+import platform
 import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,6 +24,10 @@ from dpx.xla.jaxprs import constants
 RECORD = "record of the releases"  # the name of a fact: which fields the states of a run have
 PROGRAM = "mechanism and optimizer, with their schedules (their fingerprint)"
 LAYOUT = "layout of the arrays (its fingerprint)"
+MACHINE = "kind of machine"
+SETTINGS = "settings of XLA and jax"
+SILENT = ("--xla_dump", "--xla_force_host_platform_device_count")  # flags of XLA that change no number
+INSTRUCTIONS = ("avx", "fma", "sse", "amx", "asimd", "sve")  # of a CPU, whose numbers a kernel may add in another order
 FIRST_EXAMPLE = "first example of the data (its mark)"
 READINGS = 16  # after which a source of random flips has shown both, but with probability 2^-15
 PACKAGES = ("dpx", "jax", "jaxlib", "optax")  # whose versions decide the numbers of a run
@@ -29,8 +36,8 @@ PACKAGES = ("dpx", "jax", "jaxlib", "optax")  # whose versions decide the number
 def facts_of(terms: Terms, carry: Carry, options: dict[str, Any]) -> dict[str, Any]:
     """By which a run is known again. A mark tells two keys apart, and reveals neither.
 
-    options: of the gradient. They, the backend and the versions decide how its sums are rounded, and a step that is
-    made again must be the same in every bit, because it has the same noise.
+    options: of the gradient. They, the backend, the machine, the settings and the versions decide how its sums are
+    rounded, and a step that is made again must be the same in every bit, because it has the same noise.
     """
     optimizer = terms.optimizer
     described = jax.tree_util.tree_leaves_with_path(carry)
@@ -47,7 +54,9 @@ def facts_of(terms: Terms, carry: Carry, options: dict[str, Any]) -> dict[str, A
     facts |= {PROGRAM: _program(optimizer, carry)}
     facts |= {name: repr(value) for name, value in options.items() if value not in (None, False)}
     facts |= {"processes": jax.process_count()} if jax.process_count() > 1 else {}
-    return facts | {"backend": jax.default_backend()} | {f"version of {name}": version_of(name) for name in PACKAGES}
+    facts |= {SETTINGS: settings} if (settings := settings_of()) else {}
+    facts |= {"backend": jax.default_backend(), MACHINE: machine()}
+    return facts | {f"version of {name}": version_of(name) for name in PACKAGES}
 
 
 def _program(optimizer: Mechanism, carry: Carry) -> int:
@@ -64,6 +73,34 @@ def _program(optimizer: Mechanism, carry: Carry) -> int:
         )(grads, shapes, included)
     text = re.sub("0x[0-9a-f]+", "", str(closed.jaxpr))  # without addresses
     return fingerprint(text + repr([bytes_of(constant) for constant in constants(closed) if not keys.is_key(constant)]))
+
+
+def machine() -> str:
+    """The kinds of the devices of all processes; of CPUs, also how many compute, because XLA splits sums over them."""
+    if jax.default_backend() != "cpu":
+        return ", ".join(sorted({device.device_kind for device in jax.devices()}))
+    return "; ".join(dict.fromkeys(processes.everyone(_cpus())))
+
+
+def _cpus() -> str:
+    """How many CPUs this process may use, their name and their instructions (a fingerprint)."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text(errors="replace").split("\n\n")[0].splitlines() if file.is_file() else []
+    found = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    words = found.get("flags", found.get("features", "")).split()
+    known = sorted(word for word in words if word.startswith(INSTRUCTIONS))
+    name = found.get("model name", found.get("cpu part", platform.processor() or platform.machine()))
+    return f"{os.environ.get('NPROC', count)} CPUs, {name}, instructions {fingerprint(known)}"
+
+
+def settings_of() -> str:
+    """The flags of XLA and the precision of products that this process has chosen; "" for the defaults."""
+    flags = [flag for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS") for flag in os.environ.get(name, "").split()]
+    config: Any = jax.config
+    precision = config.jax_default_matmul_precision
+    products = [] if precision is None else [f"products in {precision}"]
+    return " ".join([*(flag for flag in flags if not flag.startswith(SILENT)), *products])
 
 
 def bytes_of(array: Any) -> bytes:

@@ -25,7 +25,7 @@ from dp_accounting.dp_event import TruncatedSubsampledGaussianDpEvent
 
 from dpx.accounting.releases import count_releases
 from dpx.fitting import processes
-from dpx.fitting.facts import LAYOUT
+from dpx.fitting.facts import LAYOUT, MACHINE, SETTINGS
 from dpx.fitting.files import write
 from dpx.fitting.settings import Terms
 from dpx.fitting.steps import Carry
@@ -35,7 +35,8 @@ from dpx.states.reading import steps_taken
 from dpx.states.record import ReleaseState
 from dpx.trees import Tree, map_states, path_of
 
-ROUNDING = ("processes", "devices", LAYOUT, "backend", "chunk_size", "microbatch_size", "norms")  # facts of a run
+OF_DEVICES = ("processes", "devices", LAYOUT, "backend", MACHINE, SETTINGS)
+ROUNDING = (*OF_DEVICES, "chunk_size", "microbatch_size", "norms")  # facts of a run
 # Events of steps whose noise is independent, all or (in an `event.event`) on a sample. Batches may share a draw.
 INDEPENDENT = (
     GaussianDpEvent,
