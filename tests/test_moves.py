@@ -13,9 +13,9 @@ import optax
 import pytest
 
 import dpx
-from dpx.fitting import facts
+from dpx.fitting import facts, moves
 from dpx.fitting.checkpoints import Checkpoints
-from dpx.fitting.moves import require_skippable
+from dpx.fitting.moves import Reach, require_skippable
 from dpx.fitting.settings import Terms
 
 STEPS, KEY = 10, dpx.secret_key(2**70 + 3)
@@ -231,6 +231,51 @@ def test_kinds_of_devices(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "devices", lambda: [Device(), Device()])
     assert facts.machine() == "NVIDIA H100"
+
+
+def reached(folder):
+    """The reach of a run that three programs continue: two on the same devices, of which the first is at step 4."""
+    Reach.begin(folder)
+    first = Reach(folder)
+    first.reserve(4)
+    return first, Reach(folder)
+
+
+def test_two_programs_on_the_same_devices_forget_no_step(tmp_path):
+    first, second = reached(tmp_path)
+    first.reserve(8)
+    second.reserve(3)
+    assert Reach(tmp_path).steps == 8
+
+
+def test_a_program_that_is_taken_over_while_it_writes_must_end(tmp_path, monkeypatch):
+    """It has seen no move before it wrote, and the other one may have read what was there before."""
+    first, second = reached(tmp_path)
+    write, taken = moves.write, []
+
+    def slowly(path, text):
+        if path == first.file and not taken:
+            taken.append(second.take_over())
+        write(path, text)
+
+    monkeypatch.setattr(moves, "write", slowly)
+    with pytest.raises(ValueError, match="must belong to one program at a time"):
+        first.reserve(8)
+    assert taken == [4]
+    second.reserve(12)
+
+
+def test_steps_that_are_made_during_the_move_have_a_proof_too(tmp_path, monkeypatch):
+    run(tmp_path, ends=4, made=correlated)
+    take_over = Reach.take_over
+
+    def late(reach):
+        Reach(tmp_path).reserve(8)
+        return take_over(reach)
+
+    monkeypatch.setattr(Reach, "take_over", late)
+    with pytest.raises(ValueError, match="checkpoint is of step 4, .* steps up to 8: .*noise is correlated"):
+        run(tmp_path, made=correlated, **MOVED)
 
 
 def test_a_folder_without_reach_may_have_made_its_plan(tmp_path):

@@ -26,7 +26,8 @@ from dpx.trees import Tree
 
 class Checkpoints:
     """The folder of one run. run.json: its facts. plan.json: the most steps that were planned. reach.json: the last
-    step that may have been made. history.json: its evaluations. The last two checkpoints.
+    step that may have been made. moves.json: how often it went on with other devices. history.json: its evaluations.
+    The last two checkpoints.
 
     on_other_devices: whether it may go on where sums are rounded otherwise.
     Raises ValueError for the folder of another run, naming the facts that differ, and ImportError without orbax.
@@ -134,6 +135,7 @@ class Checkpoints:
             return carry, rows
         moves.require_skippable(self._terms, carry.state, self._reach.steps)
         step, reach = steps_taken(carry.state), self._reach.take_over()
+        moves.require_skippable(self._terms, carry.state, reach)  # more, if the other program still ran
         if reach > step:
             warnings.warn(moves.in_words(self._moved, step, reach), stacklevel=2)
             carry = moves.skipped(carry, self._terms, reach)

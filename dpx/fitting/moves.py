@@ -48,56 +48,67 @@ INDEPENDENT = (
 
 
 class Reach:
-    """reach.json: the last step that any process may have made, and how often the run went on with other devices.
+    """reach.json: the last step that any process may have made. moves.json: how often the run went on with other
+    devices.
 
-    Process 0 writes it before the steps are made. A folder without it may have made all steps of its plan.
+    Process 0 writes the first before the steps are made. A folder without it may have made all steps of its plan.
+    A program writes reach.json and then reads moves.json. One that takes over writes moves.json and then reads
+    reach.json. So either the first one sees that it must end, or the second one sees which steps the first may make.
     """
 
     def __init__(self, folder: Path):
-        self.folder, self.file = folder, folder / "reach.json"
-        kept = processes.of_first(self._kept)
-        self.steps, self._moves = kept["steps"], kept["moves"]
+        self.folder, self.file, self.moves = folder, folder / "reach.json", folder / "moves.json"
+        self._moves, self.steps = processes.of_first(lambda: [self._moved(), self._reached()])
+        self._written, self._least = self.steps, self.steps
 
     @staticmethod
     def begin(folder: Path):
         """Of a new run, before it has a run.json. By process 0."""
-        write(folder / "reach.json", json.dumps({"steps": 0, "moves": 0}) + "\n")
+        write(folder / "reach.json", json.dumps({"steps": 0}) + "\n")
 
-    def _kept(self) -> dict[str, int]:
-        if self.file.is_file():
-            return json.loads(self.file.read_text(encoding="utf-8"))
-        plan = self.folder / "plan.json"
-        return {"steps": json.loads(plan.read_text(encoding="utf-8"))["steps"] if plan.is_file() else 0, "moves": 0}
+    def _moved(self) -> int:
+        return _read(self.moves, "moves")
+
+    def _reached(self) -> int:
+        return _read(self.file if self.file.is_file() else self.folder / "plan.json", "steps")
 
     def require_own(self):
         """Raises ValueError if another program has gone on with the run, on other devices. In process 0."""
-        if self._kept()["moves"] != self._moves:
+        if self._moved() != self._moves:
             raise ValueError(
                 f"{self.folder} must belong to one program at a time, but another one has gone on with the run on "
                 "other devices: end this one"
             )
 
     def reserve(self, step: int):
-        """Allows steps up to `step`, beside those that were allowed when this program began."""
+        """Allows steps up to `step`, beside those that were allowed when this program began, or to another one since
+        then, on the same devices."""
 
         def keep():
             self.require_own()
-            write(self.file, json.dumps({"steps": max(self.steps, step), "moves": self._moves}) + "\n")
+            if (reached := self._reached()) != self._written:
+                self._least = max(self._least, reached)
+            self._written = max(self._least, step)
+            write(self.file, json.dumps({"steps": self._written}) + "\n")
+            self.require_own()
 
         processes.of_first(keep)
 
     def take_over(self) -> int:
         """The last step that may have been made. A program that still runs elsewhere can make no later ones."""
 
-        def keep() -> dict[str, int]:
-            kept = self._kept()
-            kept = kept | {"moves": kept["moves"] + 1}
-            write(self.file, json.dumps(kept) + "\n")
-            return kept
+        def keep() -> list[int]:
+            moves = self._moved() + 1
+            write(self.moves, json.dumps({"moves": moves}) + "\n")
+            return [moves, self._reached()]
 
-        kept = processes.of_first(keep)
-        self.steps, self._moves = kept["steps"], kept["moves"]
+        self._moves, self.steps = processes.of_first(keep)
+        self._written, self._least = self.steps, self.steps
         return self.steps
+
+
+def _read(file: Path, name: str) -> int:
+    return json.loads(file.read_text(encoding="utf-8"))[name] if file.is_file() else 0
 
 
 def require_skippable(terms: Terms, state: Tree, reach: int):
