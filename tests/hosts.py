@@ -122,11 +122,11 @@ def two(folder: Path, mesh):
 
 
 def moved(folder: Path, name: str, mesh, checkpoints: Path, skipped: str, **options):
-    """A run that goes on in another number of processes, which it must be told."""
+    """A run that continues in another number of processes. Without `on_other_devices`, `fit` refuses it."""
     import pytest
 
     number = "None" if mesh is None else str(mesh.size)
-    with pytest.raises(ValueError, match=f"devices was .*, now {number}; .*on_other_devices=True goes on"):
+    with pytest.raises(ValueError, match=f"devices was .*, now {number}; .*on_other_devices=True continues it"):
         fit(folder, name, mesh, checkpoints=checkpoints)
     with pytest.warns(UserWarning, match=skipped):
         return fit(folder, name, mesh, checkpoints=checkpoints, on_other_devices=True, **options)

@@ -1,4 +1,4 @@
-"""Runs of one, two and four processes have the same bits, and go on in another number of them with fresh noise."""
+"""Runs of one, two and four processes have the same bits, and continue in another number of them with fresh noise."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""A run that goes on with other devices: no noise is used twice, and the bill stays that of the plan.
+"""A run that continues on other devices: no noise is used twice, and the bill stays that of the plan.
 
 Here "other devices" are another `norms`, which rounds sums otherwise too. tests/test_hosts.py has other processes.
 """
@@ -86,9 +86,9 @@ def read(folder):
 def test_steps_that_may_have_been_made_are_skipped(whole, tmp_path):
     lost = run(tmp_path, dies=7)[1]
     before = read(tmp_path)
-    with pytest.raises(ValueError, match="norms was 'auto', now 'vmap'. .on_other_devices=True goes on, without"):
+    with pytest.raises(ValueError, match="norms was 'auto', now 'vmap'. .on_other_devices=True continues it"):
         run(tmp_path, norms="vmap")
-    with pytest.raises(ValueError, match="holds another one: (?!.*on_other_devices=True goes on).*key of the batches"):
+    with pytest.raises(ValueError, match="holds another one: (?!.*on_other_devices=True).*key of the batches"):
         run(tmp_path, key=dpx.secret_key(2**70 + 4), **MOVED)
     assert read(tmp_path) == before
     with pytest.warns(UserWarning, match="another value of norms. Its steps 5 to 8 may have been made before"):
@@ -152,7 +152,7 @@ def test_an_interrupt_between_steps_skips_nothing(whole, tmp_path, monkeypatch):
 
 
 def test_killed_while_it_moves(whole, tmp_path, monkeypatch):
-    """After the checkpoint with the skipped steps, the folder still names the old devices. Both may go on."""
+    """After the checkpoint with the skipped steps, the folder still names the old devices. Both may continue."""
     lost = run(tmp_path, dies=6)[1]
 
     def killed(self):
@@ -211,7 +211,7 @@ def test_another_machine_rounds_otherwise(whole, tmp_path, monkeypatch, said):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1}, raising=False)
     lost = run(tmp_path, dies=3)[1]
     CHANGES[said](monkeypatch)
-    with pytest.raises(ValueError, match=f"holds another one: {said}.*on_other_devices=True goes on"):
+    with pytest.raises(ValueError, match=f"holds another one: {said}.*on_other_devices=True continues it"):
         run(tmp_path)
     with pytest.warns(UserWarning, match="steps 1 to 4 may have been made before"):
         rest = run(tmp_path, on_other_devices=True)[1]

@@ -26,10 +26,10 @@ from dpx.trees import Tree
 
 class Checkpoints:
     """The folder of one run. run.json: its facts. plan.json: the most steps that were planned. reach.json: the last
-    step that may have been made. moves.json: how often it went on with other devices. history.json: its evaluations.
+    step that may have been made. moves.json: how often it continued on other devices. history.json: its evaluations.
     The last two checkpoints.
 
-    on_other_devices: whether it may go on where sums are rounded otherwise.
+    on_other_devices: whether it may continue where sums are rounded otherwise.
     Raises ValueError for the folder of another run, naming the facts that differ, and ImportError without orbax.
     """
 
@@ -86,7 +86,7 @@ class Checkpoints:
             if any(name.startswith("key") for name in names):
                 listing += ". (A key of dpx.secret_key() without a seed cannot be made again: keep the seed)"
             if set(names) <= set(moves.ROUNDING):
-                listing += ". (on_other_devices=True goes on, without the steps that may have been made since then)"
+                listing += ". (on_other_devices=True continues it, and skips the steps that may have been made already)"
             raise ValueError(
                 f"checkpoints must be a new folder or one of the same run, but {self.path} holds another one: {listing}"
             )

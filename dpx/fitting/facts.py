@@ -1,4 +1,4 @@
-"""The facts by which a run is known again, so that no other run goes on with its noise."""
+"""The facts that identify a run. If they differ, `fit` refuses the folder, because another run would use its noise."""
 
 import hashlib
 import os

@@ -73,7 +73,7 @@ def fit(
         `unreleased` values, or by other private data, is not billed.
     checkpoints: a folder, as SENSITIVE as the data. With that of the same run, the run continues where it was.
     checkpoint_every: steps. The first and the last step leave a checkpoint too, and in one process a KeyboardInterrupt.
-    on_other_devices: whether the stored run may go on with another number of devices or processes, on another backend
+    on_other_devices: whether the stored run may continue on another number of devices or processes, on another backend
         or kind of machine (of CPUs, another number of them too), with other flags of XLA, or with another `chunk_size`,
         `microbatch_size` or `norms`. Steps that may have been made since the last checkpoint then count as made, and
         train nothing: the same noise must not be used twice.

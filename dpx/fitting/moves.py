@@ -1,14 +1,14 @@
-"""A run that goes on with other devices: which of its steps count as made, although no parameters have them.
+"""Which steps count as made, although no parameters have them, when a run continues on other devices.
 
 Steps that were made since the last checkpoint cannot be made again there. Other devices round sums in another order,
 and both releases of a step have the same noise, so their difference shows bits of the data. Therefore all steps that
 may have been made since then are counted and skipped: their batches and their noise are never used again.
 
-Proof that the bill of the whole run covers it. Let the checkpoint be of step s. Steps up to some q were made after it,
-and q <= r, where r was written to the folder before they were made. The run goes on with step r + 1 on the parameters
-of step s. Each step was made at most once, with the batch and the noise of its own number. Its parameters are a
-function of earlier releases: of 1 .. t - 1 for t <= q, and of 1 .. s for the first t > r. So this is one run whose
-functions are chosen adaptively, which composition allows, and of which the releases q + 1 .. r are not shown.
+Proof that the bill of the whole run covers it. Let the checkpoint be of step s. Steps up to some q were made after it.
+Before they were made, a number r was written to the folder, and q <= r. The run continues with step r + 1, on the
+parameters of step s. Each step was made at most once, with the batch and the noise of its own number. Its parameters
+are a function of earlier releases: of 1 .. t - 1 for t <= q, and of 1 .. s for the first t > r. So this is one run
+whose functions are chosen adaptively, which composition allows, and of which the releases q + 1 .. r are not shown.
 
 It needs a state that is a function of releases, and noise that is independent of that of other steps. So error feedback
 and correlated noise are refused, and projections whose draw is billed, because they are numbered by the steps that
@@ -48,7 +48,7 @@ INDEPENDENT = (
 
 
 class Reach:
-    """reach.json: the last step that any process may have made. moves.json: how often the run went on with other
+    """reach.json: the last step that any process may have made. moves.json: how often the run continued on other
     devices.
 
     Process 0 writes the first before the steps are made. A folder without it may have made all steps of its plan.
@@ -73,10 +73,10 @@ class Reach:
         return _read(self.file if self.file.is_file() else self.folder / "plan.json", "steps")
 
     def require_own(self):
-        """Raises ValueError if another program has gone on with the run, on other devices. In process 0."""
+        """Raises ValueError if another program has continued the run on other devices. In process 0."""
         if self._moved() != self._moves:
             raise ValueError(
-                f"{self.folder} must belong to one program at a time, but another one has gone on with the run on "
+                f"{self.folder} must belong to one program at a time, but another one has continued the run on "
                 "other devices: end this one"
             )
 
@@ -155,8 +155,8 @@ def skipped(carry: Carry, terms: Terms, reach: int) -> Carry:
 def in_words(names: list[str], first: int, reach: int) -> str:
     """Of a warning. names: of the facts that changed."""
     return (
-        f"the run goes on with another value of {', '.join(names)}. Its steps {first + 1} to {reach} may have been "
-        "made before, so they count as made and change no parameters"
+        f"the run continues with another value of {', '.join(names)}. Its steps {first + 1} to {reach} may have been "
+        "made before. So they count as made, and change no parameters"
     )
 
 
@@ -164,6 +164,6 @@ def in_report(report: Any, skipped_steps: int) -> tuple[str, ...]:
     """The caveats of a privacy report, of a run that skipped so many steps."""
     words = (
         f"{skipped_steps} of the steps are billed, but the parameters do not have them: the run was interrupted and "
-        "went on with other devices, and these steps may have been made before."
+        "continued on other devices, and these steps may have been made before."
     )
     return (*report.caveats, words) if skipped_steps else report.caveats

@@ -42,7 +42,7 @@ class FitResult(NamedTuple):
         for all planned ones if a callback ended the run, or an earlier call with these checkpoints planned more.
     report: the `dpx.privacy_report` of the same steps, which says whom epsilon is for.
     history: one dict for each evaluation, with "step", "epsilon", the metrics by their names, and "unreleased_loss",
-        which is NOT private. Where the run went on with other devices, a row has "step", "epsilon" and "skipped", how
+        which is NOT private. Where the run continued on other devices, a row has "step", "epsilon" and "skipped", how
         many steps were counted without any training.
     """
 
@@ -58,7 +58,7 @@ class FitResult(NamedTuple):
 
     @property
     def skipped(self) -> int:
-        """How many of the steps were counted and not made, because the run went on with other devices."""
+        """How many of the steps were counted and not made, because the run continued on other devices."""
         return sum(row.get("skipped", 0) for row in self.history)
 
     def plot(self, *, unreleased: bool = False, figure: Any = None) -> Any:

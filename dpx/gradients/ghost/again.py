@@ -21,6 +21,7 @@ from dpx.contributions import in_range
 from dpx.gradients.ghost import parts, views
 from dpx.gradients.ghost.plan import Choice, GhostPlan
 from dpx.trees import Tree
+from dpx.xla.devices import device_count
 from dpx.xla.totals import Total
 
 EXAMPLES = "the examples of dpx"  # the name of the axis of the examples in a backward pass
@@ -100,7 +101,7 @@ def tapped(plan: GhostPlan, scales: dict[int, jax.Array], backward_passes: int) 
             (once if all(map(small, choices.values())) else twice)[equation] = choices
     if backward_passes == 2:
         return once, twice
-    return once if jax.device_count() > 1 else {}, {}
+    return once if device_count() > 1 else {}, {}
 
 
 def norm_taps(plan: GhostPlan, equations: Tapped, size: int, *, keep: bool) -> dict[int, Tap]:

@@ -223,7 +223,6 @@ def _weighted_sums(
     plan: GhostPlan, leaves, records: Records, factor: dict[int, jax.Array], scales, without: frozenset[Part]
 ) -> dict[Part, Total]:
     """sum_i f_i z_i for one factor f, by part of a parameter, from the records. without: parts that have none."""
-
     sums, programs = {}, {}
     wanted = [(one.leaf, number) for one in plan.encoded for number in range(len(plan.choices[one.leaf]))]
     for leaf, number in [part for part in wanted if part not in without]:

@@ -22,6 +22,7 @@ import numpy as np
 from jax import lax  # `jnp` takes longer to trace
 
 from dpx.contributions import LARGEST, repeated
+from dpx.xla.devices import device_count
 from dpx.xla.norms import norm, raised
 from dpx.xla.totals import PRODUCTS, UNIT
 
@@ -86,7 +87,7 @@ def inner(left: jax.Array, right: jax.Array) -> jax.Array:
     """The inner products, float32 (K, S, T), of the rows of float32 (K, S, n) and (K, T, n)."""
     size, count = left.shape[-1], _segments(left.shape[-1])
     width = math.ceil(size / count)
-    if count > 1 and jax.device_count() > 1:  # a slice of an axis that is sharded would be sent to all devices
+    if count > 1 and device_count() > 1:  # a slice of an axis that is sharded would be sent to all devices
         parts = [jnp.pad(x, ((0, 0), (0, 0), (0, count * width - size))) for x in (left, right)]
         left, right = (x.reshape(*x.shape[:2], count, width) for x in parts)
         products = jnp.einsum("ksci,ktci->kcst", left, right, precision=EXACT)

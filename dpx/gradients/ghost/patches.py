@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 
 from dpx.gradients.ghost.norms import EXACT, product
+from dpx.xla.devices import device_count
 from dpx.xla.ordering import opaque_false
 
 # XLA has a fast convolution on a CPU if the data or the result have more than 16 features. Fewer are padded to 32.
@@ -48,7 +49,7 @@ class Patches(NamedTuple):
     def products(self, data: jax.Array, dy: jax.Array) -> jax.Array:
         """A^T B, float32 (B, K, I, O), of A = `matrix(data)` and B = `cotangents(dy)`."""
         # On several devices, the examples may be sharded. The patches of one tap are the data.
-        if jax.device_count() > 1 or math.prod(self.taps) == 1:
+        if device_count() > 1 or math.prod(self.taps) == 1:
             return self._at_once(data, dy)
         return lax.platform_dependent(data, dy, cpu=self._one_by_one, default=self._at_once)
 

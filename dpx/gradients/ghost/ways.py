@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from dpx.contributions import weighted_sum
 from dpx.gradients.ghost import norms, shared, weighted
 from dpx.gradients.ghost.rules import Site
+from dpx.xla.devices import device_count
 
 # The unit of cost is one floating-point operation of a large matrix product, on one CPU core (benchmarks/step.py).
 OPERATIONS_PER_BYTE = 12.0  # the cost to move one byte of fresh memory
@@ -198,7 +199,7 @@ def _gradient_memory_cost(site: Site, slices: int) -> float:
     """
     size = 4 * _parameter_size(site)
     groups, positions, fan_in, fan_out = site.sizes
-    if jax.device_count() > 1 and fan_in * fan_out >= KEPT_ON_DEVICES * positions * (fan_in + fan_out):
+    if device_count() > 1 and fan_in * fan_out >= KEPT_ON_DEVICES * positions * (fan_in + fan_out):
         return TOO_LARGE * size
     return (3 if slices * size <= CACHED_BYTES else 5) * OPERATIONS_PER_BYTE * size
 
