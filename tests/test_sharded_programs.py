@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import dpx
 from benchmarks import programs
-from dpx.gradients.ghost import norms
+from dpx.gradients.ghost import engine, norms
 from dpx.xla import norms as any_size
 from tests.compiling import SWITCH, on_eight_devices
 
@@ -65,12 +65,14 @@ def loss(params, tokens):
     return -jnp.take_along_axis(logits, tokens[1:, None], 1).mean()
 
 
-def step(loss=loss, **options):
-    sampling = dpx.PoissonSampling(examples=80, batch_size=BATCH)
+def step(loss=loss, batch_size=BATCH, **options):
+    sampling = dpx.PoissonSampling(examples=80, batch_size=batch_size)
     mechanism = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=1.0, sampling=sampling, key=dpx.secret_key(2**70))
     optimizer = dpx.chain(mechanism, optax.sgd(1.0))
     gradient = dpx.private_updates(loss, optimizer, norms="ghost", **options)
-    return lambda params, tokens: gradient(params, dpx.Batch(tokens, np.ones(BATCH, bool)), optimizer.init(params))[0]
+    return lambda params, tokens: gradient(
+        params, dpx.Batch(tokens, np.ones(len(tokens), bool)), optimizer.init(params)
+    )[0]
 
 
 def tokens():
@@ -141,6 +143,57 @@ def print_memory_of_passes():
         gathered = programs.collectives(programs.instructions(program.as_text()))["all-gather"][1]
     apart = [float(np.abs(one - two).max()) for one, two in zip(*updates[1:], strict=True)]
     print(json.dumps([memory, gathered, apart]))
+
+
+def loss_of_words(params, tokens):
+    def layer(x, p):
+        return x + jax.nn.relu(x @ p["up"]) @ p["down"], None
+
+    x = params["embedding"][tokens[:-1]]
+    x = jax.lax.scan(jax.checkpoint(layer, prevent_cse=False), x, params["layers"])[0]
+    logits = jax.nn.log_softmax(x @ params["embedding"].T)
+    return -jnp.take_along_axis(logits, tokens[1:, None], 1).mean()
+
+
+def shapes_of_words(mesh):
+    """The parameters and a batch of two examples for each of eight devices, with shards of all arrays."""
+
+    def shape(size, *spec, of=np.float32):
+        return jax.ShapeDtypeStruct(size, of, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
+
+    layers = {"up": shape((12, 256, 1024), None, None, "data"), "down": shape((12, 1024, 256), None, "data")}
+    return {"embedding": shape((8192, 256), "data"), "layers": layers}, shape((16, 33), "data", of=np.int32)
+
+
+def print_memory_of_shards():
+    """The bytes of temporary memory of a step without privacy, and of a private one."""
+    shapes = shapes_of_words(jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,)))
+
+    def plain(params, tokens):
+        return jax.grad(lambda p: jnp.mean(jax.vmap(loss_of_words, (None, 0))(p, tokens)))(params)
+
+    memory = []
+    for each in (plain, step(loss_of_words, batch_size=16, sharding=shapes[1].sharding)):
+        places = jax.tree.map(lambda x: x.sharding, shapes[0])
+        program = jax.jit(each, out_shardings=places).lower(*shapes).compile(compiler_options=IN_LITTLE_MEMORY)
+        memory.append(program.memory_analysis().temp_size_in_bytes)
+    print(json.dumps(memory))
+
+
+def test_one_pass_needs_no_more_memory_than_a_step_without_privacy_where_a_table_is_large():
+    """Records of checkpoints are taken in the backward pass, no cotangent is kept as two terms, no sum is copied."""
+    printed = on_eight_devices("from tests import test_sharded_programs as t; t.print_memory_of_shards()")
+    plain, private = json.loads(printed)
+    assert private <= plain or not IN_LITTLE_MEMORY
+
+
+def test_the_sum_of_a_table_is_computed_after_those_of_the_layers(eight_devices, monkeypatch):
+    waited = []
+    after = engine.compute_after_each
+    monkeypatch.setattr(engine, "compute_after_each", lambda made, x: waited.append(len(made)) or after(made, x))
+    shapes = shapes_of_words(jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,)))
+    jax.eval_shape(step(loss_of_words, batch_size=16), *shapes)
+    assert waited == [2]
 
 
 def test_two_passes_need_as_much_memory_as_a_step_without_privacy():

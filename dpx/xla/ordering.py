@@ -1,4 +1,5 @@
-"""Order of computation: an array that is computed only after others, so that both need not be in memory at once.
+"""Order of computation: an array that is computed only after others, so that both need not be in memory at once, or
+once for all that read it.
 
 XLA orders a program by its data dependencies alone, and drops an optimization_barrier before it does. So
 `compute_after` adds a dependency: it selects between the array and zeros by a predicate that needs the other arrays.
@@ -18,6 +19,29 @@ def compute_after(first: Tree, tree: Tree) -> Tree:
     """`tree`, unchanged, but computed only after every array of `first`."""
     never = opaque_false(first)
     return jax.tree.map(lambda leaf: jnp.where(never, jnp.zeros_like(leaf), leaf), tree)
+
+
+def compute_after_each(made: list[Tree], array: jax.Array) -> jax.Array:
+    """`array`, computed after each of these alone, because XLA would shard arrays alike that are read together."""
+    return functools.reduce(lambda array, first: compute_after(first, array), made, array)
+
+
+@jax.custom_vjp
+def with_cotangent_computed_once(x: jax.Array) -> jax.Array:
+    """`x`, float (...), whose cotangent is unchanged, but computed once for all operations that read it.
+
+    XLA computes a sum again for each, and keeps both terms until the last one. It does not do so with a division, which
+    here is by 1 for every number.
+    """
+    return x
+
+
+def _divided(_, cotangent: jax.Array) -> tuple[jax.Array]:
+    one = jnp.ones_like(cotangent)
+    return (cotangent / jnp.where(cotangent > jnp.inf, one + one, one),)
+
+
+with_cotangent_computed_once.defvjp(lambda x: (x, None), _divided)
 
 
 def opaque_false(tree: Tree) -> jax.Array:

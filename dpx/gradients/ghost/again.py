@@ -1,4 +1,7 @@
-"""Norms and sums that are computed inside of a backward pass, of layers in scans or under `jax.checkpoint`.
+"""What is computed inside of a backward pass, of layers in scans or under `jax.checkpoint`: records, norms and sums.
+
+A checkpoint hands out records in the forward pass, which would keep them during all of it. So those of its layers are
+taken in the backward pass, where it computes its inputs again.
 
 With one backward pass, the inputs and cotangents of all layers are in memory until the last norm is known. With two,
 those of a layer in a scan exist while the pass is at that layer: the first pass takes its norms, and the second one
@@ -20,6 +23,8 @@ import jax.numpy as jnp
 from dpx.contributions import in_range
 from dpx.gradients.ghost import parts, views
 from dpx.gradients.ghost.plan import Choice, GhostPlan
+from dpx.gradients.ghost.records import Records
+from dpx.gradients.ghost.trace import REMAT
 from dpx.trees import Tree
 from dpx.xla.devices import device_count
 from dpx.xla.totals import Total
@@ -28,6 +33,7 @@ EXAMPLES = "the examples of dpx"  # the name of the axis of the examples in a ba
 SLACK = 1 - 2.0**-21  # for the roundings of a quotient of two norms and of its product with a factor
 
 Part = tuple[int, int]  # the numbers of a parameter leaf and of its part
+RECORDS = -1  # in place of the number of a leaf: what is found are the records of the equation of this number
 
 
 class Tap(NamedTuple):
@@ -118,6 +124,66 @@ def norm_taps(plan: GhostPlan, equations: Tapped, size: int, *, keep: bool) -> d
         return _tap(plan, equation, compute, (), size)
 
     return {equation: tap(equation, choices) for equation, choices in equations.items()}
+
+
+def record_taps(plan: GhostPlan, taps: dict[int, Tap], size: int) -> dict[int, Tap]:
+    """Taps that find the records of `size` examples, at the equations in checkpoints that have none of `taps`.
+
+    A value that several equations read is recorded by the first of them.
+    """
+    equations = _in_checkpoints(plan) - set(taps)
+    first = {value: place for place, value in reversed(_recorded(plan, equations).items())}
+
+    def tap(equation: int) -> Tap:
+        def compute(records, given):
+            operands, cotangent = records
+            places = first.values()
+            own = tuple(x if (equation, i) in places else None for i, x in enumerate(operands))
+            return {(RECORDS, equation): (own, cotangent)}
+
+        return _tap(plan, equation, compute, (), size)
+
+    return {equation: tap(equation) for equation in equations}
+
+
+def with_records(plan: GhostPlan, records: Records, found: dict[Part, Any]) -> Records:
+    """`records`, and those that `record_taps` found, which `found` loses."""
+    by_equation = {part[1]: found.pop(part) for part in list(found) if part[0] == RECORDS}
+    places = _recorded(plan, set(by_equation))
+    values: dict[Any, jax.Array] = {}
+    for (equation, i), value in places.items():
+        values.setdefault(value, by_equation[equation][0][i])
+    inputs: Any = {
+        equation: tuple(values[places[equation, i]] if (equation, i) in places else None for i in range(len(own)))
+        for equation, (own, _) in by_equation.items()
+    }
+    cotangents = {equation: cotangent for equation, (_, cotangent) in by_equation.items()}
+    return records._replace(inputs=records.inputs | inputs, cotangents=records.cotangents | cotangents)
+
+
+def _in_checkpoints(plan: GhostPlan) -> set[int]:
+    """The equations with records in bodies that a backward pass computes again, all of whose records are real."""
+    equations = plan.program.equations
+    bodies = [(number, one.body) for number, one in enumerate(equations) if one.body and one.name in REMAT]
+    inside = {number for first, body in bodies for number in range(first + 1, body.stop)}
+
+    def real(equation: int) -> bool:
+        jaxpr: Any = equations[equation].jaxpr
+        wanted = [v.aval for i, v in enumerate(jaxpr.invars) if i not in plan.unread[equation]]
+        return all(jnp.issubdtype(aval.dtype, jnp.floating) for aval in wanted)
+
+    sites = [site for leaf in plan.followed for choice in plan.choices[leaf] for site in choice.uses.sites]
+    return {site.use.equation for site in sites if site.use.equation in inside and real(site.use.equation)}
+
+
+def _recorded(plan: GhostPlan, equations: set[int]) -> dict[tuple[int, int], Any]:
+    """What is recorded at each equation and operand, in order: the number of the value, or the place of a constant."""
+    return {
+        (equation, i): value if isinstance(value, int) else (equation, i)
+        for equation in sorted(equations)
+        for i, value in enumerate(plan.program.equations[equation].inputs)
+        if i not in plan.unread[equation]
+    }
 
 
 def sum_taps(

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -10,41 +10,13 @@ import jax.numpy as jnp
 from dpx.contributions import in_range, zero_excluded
 from dpx.gradients.ghost import again, evaluation, parts, views
 from dpx.gradients.ghost.again import Part, Tap
-from dpx.gradients.ghost.plan import Choice, GhostPlan
+from dpx.gradients.ghost.plan import GhostPlan
+from dpx.gradients.ghost.records import Records, for_all_readers
 from dpx.mechanism import Mechanism
 from dpx.trees import Tree
-from dpx.xla.ordering import compute_after, opaque_false
+from dpx.xla.devices import device_count
+from dpx.xla.ordering import compute_after, compute_after_each, opaque_false
 from dpx.xla.totals import Total, collected
-
-
-class Records(NamedTuple):
-    """The arrays from which the norms and the contributions are computed, with the B examples on axis 0.
-
-    gradients: by number of the parameter leaf and of its part, the per-example gradients that are kept, as `ways.Way`
-        says
-    inputs: by number of the equation of a site, all operands of the equation, in their dtypes; None for a parameter
-    cotangents: by number of the equation of a site, the gradients of the losses with respect to the equation's output
-
-    An equation in a scan has an axis for its iterations before that of the examples, because the scan stacks them so.
-    A part in slices has an axis for them, too.
-    """
-
-    gradients: dict[tuple[int, int], Any]
-    inputs: dict[int, tuple[jax.Array, ...]]
-    cotangents: dict[int, jax.Array]
-
-    def of(self, leaf: int, part: int, choice: Choice):
-        """The records of one part of a parameter leaf, as `parts` reads them."""
-        if (leaf, part) in self.gradients:
-            return self.gradients[leaf, part]
-
-        def examples_after_slices(site):
-            repeats = len(views.counts(site.use.view, views.Repeats))
-            axis = len(views.counts(choice.view, views.Slices))
-            record = self.inputs[site.use.equation], self.cotangents[site.use.equation]
-            return jax.tree.map(lambda x: jnp.moveaxis(x, axis + repeats, axis), record) if repeats else record
-
-        return [examples_after_slices(site) for site in choice.uses.sites]
 
 
 def sum_by_plan(
@@ -68,6 +40,7 @@ def sum_by_plan(
     once, twice = again.tapped(plan, scales, backward_passes)
     taps = again.norm_taps(plan, once, included.shape[0], keep=True)
     taps |= again.norm_taps(plan, twice, included.shape[0], keep=False)
+    taps |= again.record_taps(plan, taps, included.shape[0])
     losses, aux, records, found = _backward_pass(plan, leaves, examples, taps)
     leaf_norms, records = _norms(plan, leaves, records, scales, found)
     norms, factors = _norms_and_factors(plan, mechanism, leaf_norms, state, included.shape[0])
@@ -97,9 +70,7 @@ def _second_pass(
     It is a branch of its own, the other of which is never taken, whatever the data. Else XLA would keep what both
     passes have in common, such as the zeros that a scan begins with, from the first to the second.
     """
-    first = included.astype(jnp.float32)
-    for total in made:  # one after another, because XLA would shard arrays alike that are read together
-        first = compute_after(total, first)
+    first = compute_after_each(made, included.astype(jnp.float32))
 
     def find():
         return _backward_pass(plan, leaves, examples, sum_taps(), only_taps=True)[-1]
@@ -123,6 +94,7 @@ def _backward_pass(
         plan.unread | {equation: {0} for equation in sliced},
         {equation: tap.at for equation, tap in taps.items()},
         evaluation.starts_of_slices(plan.program, fixed),
+        evaluation.computed_once(plan.program, kept),
     )
 
     def gradient_of(leaf, cotangents):
@@ -152,22 +124,7 @@ def _backward_pass(
     axes = (0, 0, Records(cast(Any, 0), axis, axis), None)
     of_all = jax.vmap(of_one_example, out_axes=axes, axis_name=again.EXAMPLES)
     losses, aux, records, found = of_all(examples)
-    return losses, aux, _for_all_readers(records), found
-
-
-def _for_all_readers(records: Records) -> Records:
-    """`records`, behind a barrier: norms and sums must read the same numbers, but XLA may round for one alone."""
-
-    def narrow(x):
-        # XLA copies an array with axes of length 1, such as a batch of one image, before a loop or another operation.
-        return x.reshape([size for axis, size in enumerate(x.shape) if size != 1 or axis in (0, x.ndim - 1)])
-
-    leaves, structure = jax.tree.flatten(records)
-    # A layer's weights and bias have the same cotangents. If they passed twice, XLA would compile their kernels twice.
-    distinct = list({id(x): x for x in leaves}.values())
-    behind = jax.lax.optimization_barrier([narrow(x) for x in distinct])
-    found = {id(x): same.reshape(x.shape) for x, same in zip(distinct, behind, strict=True)}
-    return structure.unflatten(found[id(x)] for x in leaves)
+    return losses, aux, for_all_readers(again.with_records(plan, records, found)), found
 
 
 def _norms(plan: GhostPlan, leaves: list[jax.Array], records: Records, scales: dict[int, jax.Array], found: dict):
@@ -222,16 +179,24 @@ def _factors_of_leaves(plan: GhostPlan, factor: Tree, included: jax.Array) -> di
 def _weighted_sums(
     plan: GhostPlan, leaves, records: Records, factor: dict[int, jax.Array], scales, without: frozenset[Part]
 ) -> dict[Part, Total]:
-    """sum_i f_i z_i for one factor f, by part of a parameter, from the records. without: parts that have none."""
+    """sum_i f_i z_i for one factor f, by part of a parameter, from the records. without: parts that have none.
+
+    On several devices, those outside of scans are last: a whole sum may be on a device before it is sharded, and that
+    of an embedding is large.
+    """
     sums, programs = {}, {}
     wanted = [(one.leaf, number) for one in plan.encoded for number in range(len(plan.choices[one.leaf]))]
-    for leaf, number in [part for part in wanted if part not in without]:
-        choice = plan.choices[leaf][number]
+    wanted = [part for part in wanted if part not in without]
+    stacked = [part for part in wanted if views.counts(plan.choices[part[0]][part[1]].view, views.Slices)]
+    for leaf, number in [*stacked, *(part for part in wanted if part not in stacked)]:
+        choice, of_leaf = plan.choices[leaf][number], factor[leaf]
+        if device_count() > 1 and (leaf, number) not in stacked:
+            of_leaf = compute_after_each([sums[part] for part in stacked], of_leaf)
         scale = views.through(choice.view, scales[leaf]) if leaf in scales else None
         shape = views.part_shape(choice.view, leaves[leaf].shape)
         of_batch = functools.partial(parts.weighted_sum, choice, shape, scale)
         kind = plan.kind(choice, shape) if scale is None else None
-        sums[leaf, number] = _shared(programs, of_batch, kind)(records.of(leaf, number, choice), factor[leaf])
+        sums[leaf, number] = _shared(programs, of_batch, kind)(records.of(leaf, number, choice), of_leaf)
     return sums
 
 

@@ -6,7 +6,7 @@ loss under `jax.checkpoint` is still computed again in the backward pass.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +16,7 @@ import numpy as np
 from dpx.gradients.ghost.trace import Block, Constant, Equation, Program, carried
 from dpx.trees import Tree
 from dpx.xla.devices import device_count
-from dpx.xla.ordering import opaque_false
+from dpx.xla.ordering import opaque_false, with_cotangent_computed_once
 
 MANY_SLICES = 8  # of parameters; for fewer, sharing kernels takes longer to compile
 
@@ -26,11 +26,13 @@ Seen = dict[int, tuple]  # by number of an equation, its operands; None for thos
 class Readers(NamedTuple):
     """unread: by number of an equation, operands that are not wanted. taps: by number of an equation, the function of
     its output, its operands and what is added, in place of the sum of the first and the last; see `again.Tap`.
-    starts: by number of an equation that slices a parameter, where the slice begins; see `starts_of_slices`."""
+    starts: by number of an equation that slices a parameter, where the slice begins; see `starts_of_slices`. once: the
+    numbers of equations whose cotangent is computed once, for the record and for the backward pass."""
 
     unread: Mapping[int, set[int]]
     taps: Mapping[int, Callable] = {}
     starts: Mapping[int, list[jax.Array]] = {}
+    once: Set[int] = frozenset()
 
 
 def starts_of_slices(program: Program, leaves: dict[int, jax.Array]) -> dict[int, list[jax.Array]]:
@@ -55,6 +57,19 @@ def starts_of_slices(program: Program, leaves: dict[int, jax.Array]) -> dict[int
     values = jax.lax.cond(opaque_false(list(real.values())[:1]), lambda: [np.int32(0)] * len(known), lambda: known)
     found = dict(zip(distinct, values, strict=True)) | {0: np.int32(0)}
     return {number: [found[start] for start in starts] for number, starts in slices.items()}
+
+
+def computed_once(program: Program, recorded: list[int]) -> frozenset[int]:
+    """For `Readers`: of the equations that are recorded, those outside of scans, on several devices.
+
+    During the backward pass of a scan, XLA would keep the terms of their cotangents, such as those of logits. The
+    cotangent of a bias is that of its layer, which so has no other one.
+    """
+    if device_count() == 1 or not any(equation.body for equation in program.equations):
+        return frozenset()
+    equations = {number: program.equations[number] for number in recorded}
+    read = {value for one in equations.values() for value in one.inputs if isinstance(value, int)}
+    return frozenset(n for n, one in equations.items() if not one.counts and read.isdisjoint(one.outputs))
 
 
 def _params(equation: Equation) -> dict[str, Any]:
@@ -108,6 +123,8 @@ def _run(program: Program, readers: Readers, block: Block, inputs, added: dict) 
                 outputs = [readers.taps[number](outputs[0], wanted, added[number])]
             else:
                 seen[number], outputs = wanted, [_plus(outputs[0], added[number])]
+            if number in readers.once:
+                outputs = [with_cotangent_computed_once(outputs[0])]
         values.update(zip(equation.outputs, outputs, strict=True))
     return [read(number) for number in block.outputs], seen
 

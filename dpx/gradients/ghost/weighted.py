@@ -65,7 +65,10 @@ def _of_example(site: Site, shape: tuple[int, ...], inputs, dy: jax.Array, *, fa
     a, b = site.matrices(inputs, dy)
     a, b = (times(factor, a), b) if a.size < b.size else (a, times(factor, b))
     if _reorders(site.arrange, shape):
-        total = jnp.einsum("kto,kti->koi", b, a, precision=norms.EXACT).swapaxes(1, 2)
+        total = jnp.einsum("kto,kti->koi", b, a, precision=norms.EXACT)
+        if len(total) == 1:  # with an axis of length 1 between both transposes, XLA writes them
+            return transpose(lambda w: site.arrange(w)[0].T, shape, total[0])
+        total = total.swapaxes(1, 2)
     else:
         total = jnp.einsum("kti,kto->kio", a, b, precision=norms.EXACT)
     return transpose(site.arrange, shape, total)
