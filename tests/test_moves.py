@@ -13,10 +13,11 @@ import optax
 import pytest
 
 import dpx
-from dpx.fitting import facts, moves
-from dpx.fitting.checkpoints import Checkpoints
-from dpx.fitting.moves import Reach, require_skippable
+from dpx.fitting import facts, files, programs
+from dpx.fitting.moves import require_skippable
+from dpx.fitting.programs import HOLDER, Programs
 from dpx.fitting.settings import Terms
+from dpx.fitting.stored import Stored
 
 STEPS, KEY = 10, dpx.secret_key(2**70 + 3)
 DATA = np.zeros((40, 3), np.float32)
@@ -26,8 +27,8 @@ NOISE = {"clip_norm": 1.0, "noise_multiplier": 2.0, "key": KEY}
 SHOWN = optax.stateless(lambda updates, params: jax.tree.map(jnp.subtract, updates, params))
 
 
-def made(sampling=SAMPLING):
-    return dpx.chain(dpx.dp_sgd(sampling=sampling, **NOISE), SHOWN)
+def made(sampling=SAMPLING, key=KEY):
+    return dpx.chain(dpx.dp_sgd(sampling=sampling, **NOISE | {"key": key}), SHOWN)
 
 
 def run(folder=None, *, dies=None, ends=None, error=RuntimeError, made=made, **options):
@@ -152,16 +153,23 @@ def test_an_interrupt_between_steps_skips_nothing(whole, tmp_path, monkeypatch):
 
 
 def test_killed_while_it_moves(whole, tmp_path, monkeypatch):
-    """After the checkpoint with the skipped steps, the folder still names the old devices. Both may continue."""
+    """Before the checkpoint with the skipped steps is stored: no program may make them again, on any devices."""
     lost = run(tmp_path, dies=6)[1]
 
-    def killed(self):
+    def killed(self, step, tree):
         raise RuntimeError
 
     with monkeypatch.context() as patched, pytest.warns(UserWarning, match="steps 5 to 8"):
-        patched.setattr(Checkpoints, "_name", killed)
+        patched.setattr(Stored, "save", killed)
         assert run(tmp_path, dies=0, **MOVED) == (None, {})
-    result, rest = run(tmp_path)
+    with pytest.raises(ValueError, match="holds another one: norms was 'vmap', now 'auto'"):
+        run(tmp_path)
+    with pytest.raises(
+        ValueError, match="on_other_devices must be True for .* steps 5 to 8 may have been made on other"
+    ):
+        run(tmp_path, norms="vmap")
+    with pytest.warns(UserWarning, match="another value of norms. Its steps 5 to 8"):
+        result, rest = run(tmp_path, on_other_devices=True)
     require_fresh(whole, lost, rest)
     assert result.skipped == 4
 
@@ -233,55 +241,138 @@ def test_kinds_of_devices(monkeypatch):
     assert facts.machine() == "NVIDIA H100"
 
 
-def reached(folder):
-    """The reach of a run that three programs continue: two on the same devices, of which the first is at step 4."""
-    Reach.begin(folder)
-    first = Reach(folder)
+# ------------------------------------------------------------------ Two programs at one moment
+
+
+def at(monkeypatch, owner, name, then):
+    """Before the next call of `owner.name`, `then` happens, once."""
+    function = getattr(owner, name)
+
+    def late(*arguments):
+        monkeypatch.setattr(owner, name, function)
+        then()
+        return function(*arguments)
+
+    monkeypatch.setattr(owner, name, late)
+
+
+OTHERS = {
+    "key of the noise .its mark. was .*; key of the batches": {"made": lambda: made(key=dpx.secret_key(2**70 + 5))},
+    "norms was 'vmap', now 'auto'": {"norms": "vmap"},
+}
+
+
+@pytest.mark.parametrize("said", OTHERS)
+def test_one_of_two_programs_begins_a_folder(tmp_path, monkeypatch, said):
+    """The other one saw it empty too. It is refused before its first step, by the facts of the first one."""
+    at(monkeypatch, programs, "create", lambda: run(tmp_path, dies=1, **OTHERS[said]))
+    with pytest.raises(ValueError, match=f"holds another one: {said}"):
+        run(tmp_path)
+
+
+def test_a_file_is_made_once(tmp_path, monkeypatch):
+    """Also on a disk without hard links."""
+
+    def no_links(*paths):
+        raise PermissionError
+
+    for name in ("with links", "without"):
+        files.create(tmp_path / name, "first")
+        files.create(tmp_path / name, "second")
+        monkeypatch.setattr(os, "link", no_links)
+    assert read(tmp_path) == {"with links": b"first", "without": b"first"}
+
+
+def test_nothing_replaces_a_checkpoint(tmp_path):
+    """Steps may have been made from it. What another program has not stored is removed later."""
+    first, second = Stored(tmp_path, "first"), Stored(tmp_path, "second")
+    assert first.save(0, {"w": np.ones(2)}) and not second.save(0, {"w": np.zeros(2)})
+    assert second.restore(0, {"w": np.zeros(2)})["w"].tolist() == [1, 1]
+    assert [path.name for path in tmp_path.glob("*-*")] == ["saving-second-0"]
+    assert first.save(1, {"w": np.ones(2)}) and first.save(2, {"w": np.ones(2)})
+    assert {path.name for path in tmp_path.iterdir()} == {"1", "2"}
+
+
+def test_a_program_that_starts_during_a_move_is_refused(whole, tmp_path, monkeypatch):
+    """On the old devices: before the move has stored what it skips, and after it has looked at what there was."""
+    lost, refused = run(tmp_path, dies=7)[1], []
+
+    def old():
+        with pytest.raises(ValueError, match="holds another one: norms was 'vmap', now 'auto'") as raised:
+            run(tmp_path)
+        refused.append(raised)
+
+    at(monkeypatch, Stored, "save", old)
+    with pytest.warns(UserWarning, match="steps 5 to 8"):
+        rest = run(tmp_path, **MOVED)[1]
+    assert refused and list(rest) == [9, 10]
+    require_fresh(whole, lost, rest)
+
+
+def test_a_program_that_looked_before_a_move_is_refused(tmp_path, monkeypatch):
+    """It takes the run after the move, whose steps it would make again."""
+    run(tmp_path, ends=5)
+    at(monkeypatch, Programs, "take", lambda: run(tmp_path, dies=7, **MOVED))
+    with pytest.raises(
+        ValueError, match="on_other_devices must be True for .* steps 6 to 8 may have been made on other"
+    ):
+        run(tmp_path)
+
+
+def opened(folder, norms="'auto'"):
+    """A program that has taken the run in a folder."""
+    program = Programs(folder, {"norms": norms}, STEPS)
+    program.begin()
+    program.take()
+    return program
+
+
+def test_a_program_that_loses_the_run_while_it_writes_must_end(tmp_path, monkeypatch):
+    """The other one has read what was there before."""
+    first = opened(tmp_path)
     first.reserve(4)
-    return first, Reach(folder)
-
-
-def test_two_programs_on_the_same_devices_forget_no_step(tmp_path):
-    first, second = reached(tmp_path)
-    first.reserve(8)
-    second.reserve(3)
-    assert Reach(tmp_path).steps == 8
-
-
-def test_a_program_that_is_taken_over_while_it_writes_must_end(tmp_path, monkeypatch):
-    """It has seen no move before it wrote, and the other one may have read what was there before."""
-    first, second = reached(tmp_path)
-    write, taken = moves.write, []
-
-    def slowly(path, text):
-        if path == first.file and not taken:
-            taken.append(second.take_over())
-        write(path, text)
-
-    monkeypatch.setattr(moves, "write", slowly)
-    with pytest.raises(ValueError, match="must belong to one program at a time"):
+    seen = []
+    at(monkeypatch, programs, "write", lambda: seen.append(opened(tmp_path, "'vmap'").ahead(0)))
+    with pytest.raises(ValueError, match="must belong to one program at a time, but another one has continued"):
         first.reserve(8)
-    assert taken == [4]
-    second.reserve(12)
+    assert seen == [(4, ["norms"])]
+
+
+def test_steps_that_were_skipped_are_skipped_by_all(tmp_path):
+    """Also where sums are rounded alike. The checkpoint without them may be stored at any time."""
+    opened(tmp_path).reserve(4)
+    moved = opened(tmp_path, "'vmap'")
+    moved.skip(moved.ahead(0)[0])
+    assert opened(tmp_path, "'vmap'").ahead(0) == opened(tmp_path).ahead(0) == (4, ["norms"])
+    assert opened(tmp_path).ahead(4) == (4, [])
+
+
+def test_whoever_skips_steps_skips_those_of_all(tmp_path):
+    """A program of its own devices went further than one of others."""
+    opened(tmp_path).reserve(8)
+    opened(tmp_path, "'vmap'").reserve(3)
+    assert opened(tmp_path).ahead(2) == (8, ["norms"]) and opened(tmp_path).ahead(3) == (3, [])
 
 
 def test_steps_that_are_made_during_the_move_have_a_proof_too(tmp_path, monkeypatch):
     run(tmp_path, ends=4, made=correlated)
-    take_over = Reach.take_over
 
-    def late(reach):
-        Reach(tmp_path).reserve(8)
-        return take_over(reach)
+    def goes_on():
+        stored = json.loads((tmp_path / "run.json").read_text())
+        program = Programs(tmp_path, stored, STEPS)
+        program.name = stored[HOLDER]
+        program.reserve(8)
 
-    monkeypatch.setattr(Reach, "take_over", late)
+    at(monkeypatch, Programs, "take", goes_on)
     with pytest.raises(ValueError, match="checkpoint is of step 4, .* steps up to 8: .*noise is correlated"):
         run(tmp_path, made=correlated, **MOVED)
 
 
-def test_a_folder_without_reach_may_have_made_its_plan(tmp_path):
+def test_a_folder_that_does_not_say_what_was_made_is_refused(tmp_path):
     run(tmp_path, dies=3)
-    (tmp_path / "reach.json").unlink()
-    with pytest.raises(ValueError, match="no step is left to train, because all 10 may have been made"):
+    for file in tmp_path.glob("program-*.json"):
+        file.unlink()
+    with pytest.raises(ValueError, match="holds checkpoint 0, but no file program-.*, which would say which steps"):
         run(tmp_path, **MOVED)
 
 
@@ -323,9 +414,8 @@ def test_fresh_projections_are_refused():
     optimizer = dpx.mechanisms.clip_then_project(inner, rank=2, kind="gaussian", key=KEY)
     terms = Terms(optimizer=optimizer, key=KEY, steps=STEPS, delta=1e-5, accountant="rdp", records=1)
     state = optimizer.init(PARAMS)
-    require_skippable(terms, state, 0)
     with pytest.raises(ValueError, match="billed as ProjectedGaussianDpEvent.*, for which skipped steps have no proof"):
-        require_skippable(terms, state, 4)
+        require_skippable(terms, state, 0, 4)
 
 
 def scheduled():

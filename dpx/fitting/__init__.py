@@ -19,8 +19,9 @@ Several processes of `jax.distributed` make one run, if each calls `fit` with a 
 `checkpoints` is then a folder on a disk that they share. Where the processes differ, all of them refuse the run.
 
 `loop.py` has the loop; `steps.py` the compiled step; `settings.py` and `watching.py` the checks and the evaluations;
-`checkpoints.py`, `facts.py` and `files.py` the files of a run. `moves.py` says which steps count as made when a run
-continues on other devices, and proves its bill; `processes.py` has what several processes know of each other.
+`checkpoints.py`, `stored.py`, `facts.py` and `files.py` the files of a run. `programs.py` says which program has a
+stored run, and proves that no step is released twice; `moves.py` which steps count as made when a run continues on
+other devices, and proves its bill. `processes.py` has what several processes know of each other.
 """
 
 from dpx.fitting.loop import fit as fit

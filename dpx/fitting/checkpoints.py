@@ -1,4 +1,4 @@
-"""The folder of a run: its facts, its checkpoints and its history.
+"""The folder of a run: its facts, its programs, its checkpoints and its history.
 
 Several processes share one folder. Process 0 reads and writes its small files; a checkpoint is the work of all.
 Only their owner can read them: orbax gives its files the modes that the umask asks for, but the folder around them is
@@ -6,8 +6,8 @@ closed to others.
 """
 
 import json
-import logging
 import os
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,63 +15,56 @@ from typing import Any
 import jax
 
 from dpx.fitting import moves, processes
-from dpx.fitting.facts import PROGRAM, RECORD, bytes_of, facts_of
+from dpx.fitting.facts import PROGRAM, RECORD, ROUNDING, bytes_of, facts_of
 from dpx.fitting.files import SENSITIVE, make_folder, write
+from dpx.fitting.programs import Programs
 from dpx.fitting.settings import Terms
 from dpx.fitting.steps import Carry
+from dpx.fitting.stored import Stored, require_orbax
 from dpx.states.reading import steps_taken
 from dpx.states.record import fingerprint
 from dpx.trees import Tree
 
+# The files of a program that was killed before it had made run.json.
+BEGUN = re.compile(r"(SENSITIVE|run\.json|program-\w+\.json)(\..*part)?")
+
 
 class Checkpoints:
-    """The folder of one run. run.json: its facts. plan.json: the most steps that were planned. reach.json: the last
-    step that may have been made. moves.json: how often it continued on other devices. history.json: its evaluations.
-    The last two checkpoints.
+    """The folder of one run. run.json: its facts, and the program that has it. program-NAME.json: what each program may
+    have made. history.json: its evaluations. The last two checkpoints.
 
     on_other_devices: whether it may continue where sums are rounded otherwise.
     Raises ValueError for the folder of another run, naming the facts that differ, and ImportError without orbax.
     """
 
     def __init__(self, folder: str | os.PathLike, facts: dict[str, Any], terms: Terms, on_other_devices: bool):
-        self._facts, self._terms, self.path = facts, terms, Path(folder).expanduser().absolute()
+        self._terms, self._on_other_devices = terms, on_other_devices
+        self.path, self.planned = Path(folder).expanduser().absolute(), terms.steps
         with processes.together():
-            orbax = _orbax()
-        self._moved = processes.of_first(lambda: self._claim(facts, on_other_devices))
+            require_orbax()
+        self._programs = Programs(self.path, facts, terms.steps)
+        self._changed = processes.of_first(self._begin)
         with processes.together():
-            if not (self.path / "run.json").is_file():
+            if not self._programs.file.is_file():
                 raise ValueError(f"checkpoints must be one folder that all processes share, but {self.path} is not")
-        self._reach = moves.Reach(self.path)
-        logging.getLogger("absl").setLevel(logging.ERROR)
-        options = orbax.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
-        self._orbax, self._manager = orbax, orbax.CheckpointManager(self.path, options=options)
+        self._stored = Stored(self.path, self._programs.name)
+        self._last: int | None = None  # the step of the checkpoint that this program stored or read last
 
-    def _claim(self, facts: dict[str, Any], on_other_devices: bool) -> list[str]:
-        """Takes a new folder, or one of this run. The names of the facts that changed, which `restore` replaces."""
-        moved = self._require_same(facts, on_other_devices)
+    def _begin(self) -> list[str]:
+        """Makes the folder of a new run. The names of the facts that changed, all of them of its rounding."""
+        if self.path.exists() and not self.path.is_dir():
+            raise ValueError(f"checkpoints must be a directory, got the file {self.path}")
+        new = not self._programs.file.is_file()
+        if new and self.path.exists():
+            if others := sorted(path.name for path in self.path.iterdir() if not BEGUN.fullmatch(path.name)):
+                raise ValueError(f"checkpoints must be a new folder or one of fit, but {self.path} holds {others}")
+        changed = [] if new else self._require_same(self._programs.stored())
         make_folder(self.path)
         write(self.path / "SENSITIVE", SENSITIVE)
-        if not (self.path / "run.json").is_file():
-            moves.Reach.begin(self.path)
-        if not moved:
-            self._name()
-        return moved
+        return self._require_same(self._programs.begin()) if new else changed
 
-    def _name(self):
-        write(self.path / "run.json", json.dumps(self._facts, indent=2) + "\n")
-
-    def _require_same(self, facts: dict[str, Any], on_other_devices: bool) -> list[str]:
-        if not self.path.exists():
-            return []
-        if not self.path.is_dir():
-            raise ValueError(f"checkpoints must be a directory, got the file {self.path}")
-        if not (self.path / "run.json").is_file():
-            names = "SENSITIVE", "reach.json", "run.json"
-            known = {*names, *(f"{name}.part" for name in names)}  # of a process that was killed just then
-            if others := sorted({path.name for path in self.path.iterdir()} - known):
-                raise ValueError(f"checkpoints must be a new folder or one of fit, but {self.path} holds {others}")
-            return []
-        stored = json.loads((self.path / "run.json").read_text(encoding="utf-8"))
+    def _require_same(self, stored: dict[str, Any]) -> list[str]:
+        facts = self._programs.facts
         if stored.get(RECORD) != facts[RECORD]:
             raise ValueError(
                 f"checkpoints must be a new folder or one of this version of dpx, but {self.path} holds a run of "
@@ -79,69 +72,83 @@ class Checkpoints:
                 "its own version, or begin again in a new folder with a new key"
             )
         names = [name for name in stored | facts if stored.get(name) != facts.get(name)]
-        if names and not (on_other_devices and set(names) <= set(moves.ROUNDING)):
+        if names and not (self._on_other_devices and set(names) <= set(ROUNDING)):
             listing = "; ".join(f"{name} was {stored.get(name)}, now {facts.get(name)}" for name in names)
             if PROGRAM in names:
                 listing += " (for example another learning rate, or another version of dpx)"
             if any(name.startswith("key") for name in names):
                 listing += ". (A key of dpx.secret_key() without a seed cannot be made again: keep the seed)"
-            if set(names) <= set(moves.ROUNDING):
+            if set(names) <= set(ROUNDING):
                 listing += ". (on_other_devices=True continues it, and skips the steps that may have been made already)"
             raise ValueError(
                 f"checkpoints must be a new folder or one of the same run, but {self.path} holds another one: {listing}"
             )
         return names
 
-    def planned(self, steps: int) -> int:
-        """The most steps that a call of `fit` has planned for this run, this one's `steps` included."""
-
-        def kept() -> int:
-            file = self.path / "plan.json"
-            most = max(steps, json.loads(file.read_text(encoding="utf-8"))["steps"] if file.is_file() else 0)
-            write(file, json.dumps({"steps": most}) + "\n")
-            return most
-
-        return processes.of_first(kept)
-
     def restore(self, like: Carry) -> tuple[Carry, list[dict[str, Any]]]:
-        """The last checkpoint, and the history before it; `like`, which is saved as step 0, if there is none.
+        """Takes the run. The last checkpoint, and the history before it; `like`, which is stored as step 0, if there is
+        none. On other devices, with the steps skipped that may have been made.
 
-        The first parameters are saved too, because a run that starts again from others would repeat its noise.
+        The first parameters are stored too, because a run that starts again from others would repeat its noise.
         """
-        steps, rows = processes.everyone(self._manager.latest_step()), processes.of_first(self._history)
-        if len(set(steps)) > 1:
+        self._found(like)  # what is refused here changes nothing
+        self.planned = self._programs.take()
+        step, reach, names = self._found(like)  # again, because others may have gone on until now
+        carry, rows = self._first(like) if step is None else self._read(step, like)
+        if reach > steps_taken(carry.state):
+            carry, rows = self._skipped(carry, rows, reach, names)
+        return carry, rows
+
+    def _found(self, like: Carry) -> tuple[int | None, int, list[str]]:
+        """The step of the last checkpoint; up to which one steps are skipped; and the names of the facts that changed.
+
+        Raises ValueError where it must not be continued.
+        """
+        furthest, step = self._programs.furthest(), self._stored.last()  # in this order: another may begin the run now
+        if step is None and furthest:
             raise ValueError(
-                f"checkpoints must be one folder that all processes share, but the last checkpoints that they see in "
-                f"{self.path} are of steps {steps}"
+                f"{self.path} holds no checkpoint, but its run may have made steps up to {furthest}: to begin again "
+                "would repeat the noise of the run. Take another folder and another key"
             )
-        if (step := steps[0]) is None:
-            if rows:
+        if step is not None and self._programs.furthest() is None:
+            raise ValueError(
+                f"{self.path} holds checkpoint {step}, but no file program-*.json, which would say which steps were "
+                "made after it: to make them again could repeat their noise. Take another folder and another key"
+            )
+        reach, names = self._programs.ahead(step or 0)
+        if reach > (step or 0):
+            if not self._on_other_devices:
                 raise ValueError(
-                    f"{self.path} holds a history of {len(rows)} rows, but no checkpoint: to begin again would repeat "
-                    "the noise of the run. Take another folder and another key"
+                    f"on_other_devices must be True for {self.path}, because steps {(step or 0) + 1} to {reach} may "
+                    "have been made on other devices: it skips them"
                 )
-            self.save(like, [])
-            return self._continued(like, [])
-        abstract = jax.tree.map(self._orbax.utils.to_shape_dtype_struct, _named(like))
-        tree = self._manager.restore(step, args=self._orbax.args.StandardRestore(abstract))
+            moves.require_skippable(self._terms, like.state, step or 0, reach)
+        return step, reach, self._changed or names
+
+    def _first(self, like: Carry) -> tuple[Carry, list[dict[str, Any]]]:
+        processes.of_first(lambda: self._keep([]))
+        if not self._stored.save(0, _named(like)):
+            return self._read(0, like)  # of a program that has lost the run just now
+        self._last = 0
+        return like, []
+
+    def _read(self, step: int, like: Carry) -> tuple[Carry, list[dict[str, Any]]]:
+        tree = self._stored.restore(step, _named(like))
         carry = Carry(tree["params"], tree["optimizer_state"])
         if (paid := steps_taken(carry.state)) != step:
             raise ValueError(f"checkpoint {step} in {self.path} holds a state after {paid} steps")
-        return self._continued(carry, [row for row in rows if row["step"] <= step])
+        self._last = step
+        return carry, [row for row in processes.of_first(self._history) if row["step"] <= step]
 
-    def _continued(self, carry: Carry, rows: list[dict[str, Any]]) -> tuple[Carry, list[dict[str, Any]]]:
-        """On other devices, with the steps skipped that may have been made; the folder then is of these devices."""
-        if not self._moved:
-            return carry, rows
-        moves.require_skippable(self._terms, carry.state, self._reach.steps)
-        step, reach = steps_taken(carry.state), self._reach.take_over()
-        moves.require_skippable(self._terms, carry.state, reach)  # more, if the other program still ran
-        if reach > step:
-            warnings.warn(moves.in_words(self._moved, step, reach), stacklevel=2)
-            carry = moves.skipped(carry, self._terms, reach)
-            rows = [*rows, {"step": reach, "epsilon": self._terms.epsilon(carry.state), "skipped": reach - step}]
-            self.save(carry, rows)  # before the name of these devices, with which the steps would be made again
-        processes.of_first(self._name)
+    def _skipped(
+        self, carry: Carry, rows: list[dict[str, Any]], reach: int, names: list[str]
+    ) -> tuple[Carry, list[dict[str, Any]]]:
+        step = steps_taken(carry.state)
+        warnings.warn(moves.in_words(names, step, reach), stacklevel=2)
+        carry = moves.skipped(carry, self._terms, reach)
+        rows = [*rows, {"step": reach, "epsilon": self._terms.epsilon(carry.state), "skipped": reach - step}]
+        self._programs.skip(reach)
+        self.save(carry, rows)
         return carry, rows
 
     def _history(self) -> list[dict[str, Any]]:
@@ -150,10 +157,10 @@ class Checkpoints:
 
     def reserve(self, step: int):
         """Before the steps after a checkpoint are made: up to which one they may be."""
-        self._reach.reserve(step)
+        self._programs.reserve(step)
 
     def _keep(self, history: list[dict[str, Any]]):
-        self._reach.require_own()
+        self._programs.require_own()
         write(self.path / "history.json", json.dumps(history) + "\n")
 
     def save(self, carry: Carry, history: list[dict[str, Any]]) -> bool:
@@ -162,19 +169,23 @@ class Checkpoints:
             return False  # interrupted in the middle of a step; the last checkpoint stays
         step = steps_taken(carry.state)
         processes.of_first(lambda: self._keep(history))
-        if self._manager.latest_step() != step:
-            self._manager.save(step, args=self._orbax.args.StandardSave(_named(carry)), force=True)
+        if self._last != step and not self._stored.save(step, _named(carry)):
+            raise ValueError(
+                f"{self.path} must belong to one program at a time, but another one has stored checkpoint {step}: end "
+                "this one"
+            )
+        self._last = step
         return True
 
     def close(self):
-        self._manager.close()
+        self._stored.close()
 
 
 class _Nowhere:
     """In place of `Checkpoints` for a run that keeps none."""
 
-    def planned(self, steps: int) -> int:
-        return steps
+    def __init__(self, terms: Terms):
+        self.planned = terms.steps
 
     def restore(self, like: Carry) -> tuple[Carry, list[dict[str, Any]]]:
         return like, []
@@ -203,23 +214,15 @@ def open_folder(
     Raises ValueError where the processes differ.
     """
     if folder is None and jax.process_count() == 1:
-        return _Nowhere()
+        return _Nowhere(terms)
     facts = facts_of(terms, carry, options)
     if jax.process_count() > 1:
         copies = [bytes_of(leaf) for leaf in jax.tree.leaves(carry.params) if leaf.is_fully_replicated]
         path = None if folder is None else str(Path(folder).expanduser().absolute())
         run = {"params (their fingerprint)": fingerprint(repr(copies)), "steps": terms.steps, "checkpoints": path}
         processes.require_same(facts | run | rhythm | {"on_other_devices": on_other_devices})
-    return _Nowhere() if folder is None else Checkpoints(folder, facts, terms, on_other_devices)
+    return _Nowhere(terms) if folder is None else Checkpoints(folder, facts, terms, on_other_devices)
 
 
 def _named(carry: Carry) -> dict[str, Tree]:
     return {"params": carry.params, "optimizer_state": carry.state}
-
-
-def _orbax() -> Any:
-    try:
-        import orbax.checkpoint
-    except ImportError as error:
-        raise ImportError("checkpoints need orbax-checkpoint: pip install orbax-checkpoint") from error
-    return orbax.checkpoint

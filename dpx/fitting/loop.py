@@ -121,8 +121,8 @@ def fit(
     batches = functools.partial(optimizer.sampling.batches, data, terms.key, chunk_size=chunk_size, sharding=sharding)
     rounding = {"chunk_size": chunk_size, **layout, **options}
     with contextlib.closing(open_folder(checkpoints, terms, carry, rounding, rhythm, on_other_devices)) as folder:
-        planned = folder.planned(terms.steps)
         carry = _train(carry, step, batches, terms, watcher, folder, checkpoint_every)
+        planned = folder.planned
     steps = steps_taken(carry.state)
     # A stop may depend on the releases, if a callback chose it, or a plan that is shorter than an earlier one of this
     # run. It then costs what the longest plan costs.

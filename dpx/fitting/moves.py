@@ -15,8 +15,6 @@ and correlated noise are refused, and projections whose draw is billed, because 
 trained and would be drawn twice.
 """
 
-import json
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,9 +22,6 @@ from dp_accounting import GaussianDpEvent, NonPrivateDpEvent
 from dp_accounting.dp_event import TruncatedSubsampledGaussianDpEvent
 
 from dpx.accounting.releases import count_releases
-from dpx.fitting import processes
-from dpx.fitting.facts import LAYOUT, MACHINE, SETTINGS
-from dpx.fitting.files import write
 from dpx.fitting.settings import Terms
 from dpx.fitting.steps import Carry
 from dpx.sampling.events import GroupGaussianDpEvent, RandomAllocationDpEvent
@@ -35,8 +30,6 @@ from dpx.states.reading import steps_taken
 from dpx.states.record import ReleaseState
 from dpx.trees import Tree, map_states, path_of
 
-OF_DEVICES = ("processes", "devices", LAYOUT, "backend", MACHINE, SETTINGS)
-ROUNDING = (*OF_DEVICES, "chunk_size", "microbatch_size", "norms")  # facts of a run
 # Events of steps whose noise is independent, all or (in an `event.event`) on a sample. Batches may share a draw.
 INDEPENDENT = (
     GaussianDpEvent,
@@ -47,75 +40,11 @@ INDEPENDENT = (
 )
 
 
-class Reach:
-    """reach.json: the last step that any process may have made. moves.json: how often the run continued on other
-    devices.
+def require_skippable(terms: Terms, state: Tree, first: int, reach: int):
+    """Raises ValueError unless the steps after `first` may be skipped up to `reach`, and one is left to train.
 
-    Process 0 writes the first before the steps are made. A folder without it may have made all steps of its plan.
-    A program writes reach.json and then reads moves.json. One that takes over writes moves.json and then reads
-    reach.json. So either the first one sees that it must end, or the second one sees which steps the first may make.
+    state: of any step.
     """
-
-    def __init__(self, folder: Path):
-        self.folder, self.file, self.moves = folder, folder / "reach.json", folder / "moves.json"
-        self._moves, self.steps = processes.of_first(lambda: [self._moved(), self._reached()])
-        self._written, self._least = self.steps, self.steps
-
-    @staticmethod
-    def begin(folder: Path):
-        """Of a new run, before it has a run.json. By process 0."""
-        write(folder / "reach.json", json.dumps({"steps": 0}) + "\n")
-
-    def _moved(self) -> int:
-        return _read(self.moves, "moves")
-
-    def _reached(self) -> int:
-        return _read(self.file if self.file.is_file() else self.folder / "plan.json", "steps")
-
-    def require_own(self):
-        """Raises ValueError if another program has continued the run on other devices. In process 0."""
-        if self._moved() != self._moves:
-            raise ValueError(
-                f"{self.folder} must belong to one program at a time, but another one has continued the run on "
-                "other devices: end this one"
-            )
-
-    def reserve(self, step: int):
-        """Allows steps up to `step`, beside those that were allowed when this program began, or to another one since
-        then, on the same devices."""
-
-        def keep():
-            self.require_own()
-            if (reached := self._reached()) != self._written:
-                self._least = max(self._least, reached)
-            self._written = max(self._least, step)
-            write(self.file, json.dumps({"steps": self._written}) + "\n")
-            self.require_own()
-
-        processes.of_first(keep)
-
-    def take_over(self) -> int:
-        """The last step that may have been made. A program that still runs elsewhere can make no later ones."""
-
-        def keep() -> list[int]:
-            moves = self._moved() + 1
-            write(self.moves, json.dumps({"moves": moves}) + "\n")
-            return [moves, self._reached()]
-
-        self._moves, self.steps = processes.of_first(keep)
-        self._written, self._least = self.steps, self.steps
-        return self.steps
-
-
-def _read(file: Path, name: str) -> int:
-    return json.loads(file.read_text(encoding="utf-8"))[name] if file.is_file() else 0
-
-
-def require_skippable(terms: Terms, state: Tree, reach: int):
-    """Raises ValueError unless the steps after `state` may be skipped up to `reach`, and one is left to train."""
-    first = steps_taken(state)
-    if first >= reach:
-        return
     events = count_releases(terms.optimizer.event(1)).counts
     unproved = [repr(event) for event in events if not isinstance(getattr(event, "event", event), INDEPENDENT)]
     private = [path_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(state) if "unreleased" in path_of(path)]
