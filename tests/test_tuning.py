@@ -266,6 +266,53 @@ def test_an_interrupted_search_has_the_same_trials_again(tmp_path):
             search(**({"seed": 3} | change))
 
 
+def test_a_folder_keeps_each_score_and_its_parameters(tmp_path):
+    """On another machine the values are rounded otherwise, which under the same noise would be a second release."""
+    values, made = [0.25], []
+
+    def score(params):
+        made.append(params)
+        return np.array(values)
+
+    search = Searcher(score=score, score_on=tuning.NoisySum(noise_multiplier=3.0), trials=20, checkpoints=tmp_path)
+    search.fails_at = 2
+    with pytest.raises(KeyboardInterrupt):
+        search(5)
+    assert len(made) == 1 and (tmp_path / "score-0.json").stat().st_mode & 0o777 == 0o600
+    search.fails_at = None
+    whole, trials = search(5), len(search.trials)
+    values[0] = 0.75
+    assert search(5).score == whole.score and len(made) == trials
+    other = Searcher([{"rate": rate + 0.5} for rate in (1.0, 2.0, 3.0, 4.0)], score, **search.options)
+    with pytest.raises(ValueError, match="train must return the same parameters whenever a trial is made again"):
+        other(5)
+
+
+def test_two_programs_on_the_folder_of_a_search(tmp_path, monkeypatch):
+    """Of two searches, one begins the folder. Of two programs of one search, both have the score of the first."""
+    found, running = [], []
+
+    def score(params):
+        if not running:
+            running.append(True)
+            found.append(search(5))
+        return np.full(1, 0.25 if found else 0.5)
+
+    given = {"score_on": tuning.NoisySum(noise_multiplier=3.0), "trials": 1, "checkpoints": tmp_path}
+    search = Searcher([{"rate": 1.0}], score, **given)
+    assert search(5).score == found[0].score
+    begin = tuning.search.__globals__["create"]
+
+    def late(path, text):
+        monkeypatch.undo()
+        Searcher(checkpoints=tmp_path / "new")(6)
+        return begin(path, text)
+
+    monkeypatch.setitem(tuning.search.__globals__, "create", late)
+    with pytest.raises(ValueError, match="one of the same search"):
+        Searcher(checkpoints=tmp_path / "new")(5)
+
+
 def test_ties_and_scores_that_are_no_numbers():
     order = []
 
@@ -287,6 +334,9 @@ def test_a_score_on_private_data_has_noise_that_is_billed():
     event = mechanism({}, jax.random.key(0)).event(20)
     expected = best_of(event, trials=1, score_on=GaussianDpEvent(3.0)).epsilon(delta=1e-5)
     assert search(7).epsilon == expected and "from private data" in search(7).report.tuning
+    right[1] = 1.0  # on another machine; with the same noise, the difference would be 1
+    differences = np.array([search(seed).score for seed in range(4)]) - scores[:4]
+    assert abs(differences.mean() - 1) < 4 * 3 * math.sqrt(2 / 4) and differences.std() > 1.0
     own = Searcher(score=lambda params, key: float(jax.random.laplace(key)), score_on=LaplaceDpEvent(1.0))
     assert own(7).score != own(8).score and own(7).epsilon > Searcher()(7).epsilon + 0.1
 

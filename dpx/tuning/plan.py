@@ -159,6 +159,10 @@ class SearchPlan:
             if values.size > (most := self.mechanisms[0].sampling.examples):
                 raise ValueError(f"score must return at most one value for each of {most} examples, got {values.size}")
             exact = math.fsum(np.nan_to_num(values, nan=0.0).clip(0, 1).tolist())
+            # Of one sum and key there is one release. Another sum of the trial, which another machine has rounded or
+            # trained otherwise, has noise of its own: with the same noise, both scores would show by how much the sums
+            # differ.
+            key = functools.reduce(keys.fold_in, np.frombuffer(np.float64(exact).tobytes(), np.uint32), key)
             high = np.asarray([exact], np.float32)
             # A Python number minus a float32 array would be float32, and so 0 (NEP 50).
             total = Total(high, np.asarray(exact - high.astype(np.float64), np.float32))

@@ -1,5 +1,6 @@
 """`search`: the trials in turn, of which only the best is returned."""
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -7,17 +8,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from dpx import keys
 from dpx.accounting.best_of import Distribution, Selection
 from dpx.accounting.budget import Budget
 from dpx.accounting.report import PrivacyReport, privacy_report
 from dpx.accounting.selection import SHAPES, draw_count
-from dpx.fitting.files import SENSITIVE, make_folder, write
+from dpx.fitting.facts import bytes_of
+from dpx.fitting.files import SENSITIVE, create, make_folder, write
 from dpx.mechanism import Mechanism
 from dpx.states.reading import steps_taken
 from dpx.states.record import fingerprint
-from dpx.trees import Tree, described, outlined
+from dpx.trees import Tree, described, outlined, path_of
 from dpx.tuning.plan import ScoreOn, SearchPlan, Trial
 
 
@@ -73,11 +76,12 @@ def search(
         optimizer(configuration, key, noise_multiplier=...), with the least noise multiplier for which the bill of the
         search is within the budget; the cost of every step must fall as that number grows.
     steps: int, the most steps of a trial; delta: in (0, 1); None is that of the mechanisms' budgets. unit: as for
-        `dpx.privacy_report`. checkpoints: a folder with a folder for each trial, as SENSITIVE as the data.
+        `dpx.privacy_report`. checkpoints: a folder with a folder for each trial, as SENSITIVE as the data. It keeps the
+        scores too, so that none is computed again.
 
     Raises ValueError for other arguments, a mechanism with another key or of no bill, a trial that makes more steps,
-    a state of another mechanism, a score that is not a number, the checkpoints of another search, and a budget that no
-    noise meets.
+    a state of another mechanism, a score that is not a number, the checkpoints of another search, other parameters of a
+    trial than the stored ones, and a budget that no noise meets.
     Source: Papernot and Steinke 2022, https://arxiv.org/abs/2110.03620; `accounting/selection.py`.
     """
     if budget is not None and not isinstance(budget, Budget):
@@ -89,7 +93,7 @@ def search(
     winner, best = None, -math.inf
     for number in range(draw_count(keys.stream(key, "number of trials"), bill.trials, SHAPES[distribution])):
         trial, params, state = plan.run(number, folder)
-        value = plan.scored(params, number)
+        value = plan.scored(params, number) if folder is None else _score(plan, params, number, folder)
         if winner is None or value > best:
             winner, best = (trial, params, state), value
     epsilon = bill.epsilon(delta=plan.delta)
@@ -111,9 +115,32 @@ def _open_folder(folder: str | Path | None, plan: SearchPlan, bill: Selection) -
         "bill (its fingerprint)": fingerprint(bill.event),
     }
     file = path / "search.json"
-    if file.is_file() and (stored := json.loads(file.read_text(encoding="utf-8"))) != described:
+    if not file.is_file():
+        make_folder(path)
+        create(file, json.dumps(described, indent=2) + "\n")  # one of two searches can
+    if (stored := json.loads(file.read_text(encoding="utf-8"))) != described:
         raise ValueError(f"checkpoints must be a new folder or one of the same search, got {path}: {stored}")
     make_folder(path)
     write(path / "SENSITIVE", SENSITIVE)
-    write(file, json.dumps(described, indent=2) + "\n")
     return path
+
+
+def _score(plan: SearchPlan, params: Tree, number: int, folder: Path) -> float:
+    """The score of a trial, which is computed once.
+
+    So the folder fixes the parameters and the score of each trial, and whatever a search that is made again returns is
+    a function of them. Another machine would round sums otherwise, under the same noise, and could find another winner.
+    """
+    file, digest = folder / f"score-{number}.json", hashlib.blake2b(digest_size=16)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        digest.update(f"{path_of(path)} {jnp.result_type(leaf)}{jnp.shape(leaf)}".encode() + bytes_of(leaf))
+    if not file.is_file():
+        found = {"params (their digest)": digest.hexdigest(), "score": plan.scored(params, number)}
+        create(file, json.dumps(found) + "\n")  # one of two programs can; both continue with its score
+    stored = json.loads(file.read_text(encoding="utf-8"))
+    if stored["params (their digest)"] != digest.hexdigest():
+        raise ValueError(
+            "train must return the same parameters whenever a trial is made again, because its steps have the same "
+            f"noise, but {file} was written for others. Train with dpx.fit(..., checkpoints=trial.folder)"
+        )
+    return stored["score"]
