@@ -14,6 +14,7 @@ from scipy import special, stats
 
 import dpx
 from dpx.accounting import event_delta, event_epsilon, gdp
+from dpx.accounting.calibration import _least_near
 from dpx.accounting.events import billed
 from dpx.accounting.groups import GroupGaussian, of_unit
 from dpx.accounting.releases import largest_shift, released
@@ -81,6 +82,38 @@ def test_renyi_divergences_are_bounds_and_close(records, rate, sigma):
         truth = max(moments) / (order - 1)
         assert truth * (1 - 1e-6) <= bill
         assert bill <= truth * 1.02 + 1e-6
+
+
+def test_renyi_divergences_with_much_noise_are_bounds_of_wide_cells():
+    """Here a cell of the line is 200 deviations wide."""
+    orders = np.array([1.1, 2.0, 8.0, 1024.0])
+    bill = GroupGaussian(1e5, 0.5, 10).renyi(orders)
+    assert np.all(bill >= (1 - 1e-6) * orders * (10 * 0.5 / 1e5) ** 2 / 2) and np.all(bill < 1e-3)
+
+
+@pytest.mark.parametrize(("start", "power"), [(0.5, 1.0), (0.9, 1.3), (3.0, 2.0)])
+def test_slow_bills_are_few_and_within_the_budget(start, power):
+    asked = []
+
+    def bill(noise):
+        asked.append(noise)
+        return noise**-1.3 + 0.1 / noise
+
+    found = _least_near(bill, 1.0, 1e-4, start, power)
+    assert 1 - 1e-4 <= bill(found) <= 1 and len(asked) <= 8
+    assert _least_near(lambda noise: math.inf if noise < 2 else 1 / noise, 0.4, 1e-4, 1.0, 1.0) >= 2.5
+
+
+def test_a_schedule_has_the_least_noise_for_all_records():
+    sampling = dpx.PoissonSampling(examples=40, batch_size=4)
+
+    @dpx.accounting.accepts_budget
+    def falling(*, noise_multiplier):
+        noise = lambda step: noise_multiplier * (2.0 - step / 8)  # noqa: E731
+        return dpx.dp_sgd(clip_norm=1.0, noise_multiplier=noise, sampling=sampling, key=KEY)
+
+    mechanism = falling(noise_multiplier=dpx.Budget(epsilon=2.0, delta=1e-3, steps=8, records=3))
+    assert 2.0 * (1 - 1e-4) <= dpx.epsilon(mechanism, 8, delta=1e-3) <= 2.0
 
 
 @pytest.mark.parametrize(("records", "rate"), [(7, 0.3), (100, 0.001), (1000, 0.01), (500, 0.9)])

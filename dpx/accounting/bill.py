@@ -9,7 +9,7 @@ import numpy as np
 from dpx.accounting import checks
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.events import billed
-from dpx.accounting.groups import of_unit
+from dpx.accounting.groups import DISTINCT, of_unit
 from dpx.accounting.projected import ProjectedGaussianDpEvent
 from dpx.accounting.releases import count_releases
 from dpx.sampling.poisson import PoissonSampling
@@ -94,8 +94,11 @@ def event_of(
     *,
     records: int | None = None,
     weight: float | None = None,
+    distinct: int = DISTINCT,
 ) -> tuple[dp_accounting.DpEvent, Relation]:
     """The event of the steps, for the unit that is billed, and the relation that it is billed under.
+
+    distinct: int, of `of_records`.
 
     Raises ValueError for a state that another mechanism made, for a relation that the event is not true for, and for
     records and a weight that it has no bill for.
@@ -110,7 +113,8 @@ def event_of(
         raise ValueError(f"a state is billed by the dpx Mechanism that made its releases, got {type(optimizer)}")
     relation = _relation_of(event, optimizer.sampling, relation)
     event = event if weight is None else _of_weight(event, optimizer.sampling, weight)
-    return of_records(event, optimizer.sampling, relation, records_of(optimizer, records)), relation
+    records = records_of(optimizer, records)
+    return of_records(event, optimizer.sampling, relation, records, distinct=distinct), relation
 
 
 def records_of(optimizer: Any, records: int | None) -> int:
@@ -160,8 +164,13 @@ def _of_weight(event: Any, sampling: Any, weight: float) -> dp_accounting.DpEven
     return lowered(event)
 
 
-def of_records(event: Any, sampling: Any, relation: Relation, records: int) -> dp_accounting.DpEvent:
-    """The event of the same releases for a unit that owns so many examples. Raises ValueError where it is not known."""
+def of_records(
+    event: Any, sampling: Any, relation: Relation, records: int, *, distinct: int = DISTINCT
+) -> dp_accounting.DpEvent:
+    """The event of the same releases for a unit that owns so many examples. Raises ValueError where it is not known.
+
+    distinct: int, how many noise multipliers are billed at most for more than one example.
+    """
     if records == 1:
         return event
     independent = isinstance(sampling, PoissonSampling) and not sampling.truncates
@@ -170,7 +179,7 @@ def of_records(event: Any, sampling: Any, relation: Relation, records: int) -> d
         raise ValueError(f"records must be 1, because {words}; got {records} with {sampling}")
     if relation == "replace_one":
         raise ValueError(f'records must be 1 for relation "replace_one", got {records}: they are nulled, not replaced')
-    return of_unit(event, records=records)
+    return of_unit(event, records=records, distinct=distinct)
 
 
 def require_billable(optimizer: Any) -> None:

@@ -11,6 +11,7 @@ from dpx.accounting import checks
 from dpx.accounting.bill import event_of, require_billable
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.events import billed
+from dpx.accounting.groups import DISTINCT, FEW
 from dpx.accounting.pld.buckets import BUCKETS, Buckets, bucketed_gaussians
 from dpx.accounting.schedule import Interval, implemented, lower_profile, upper_profile
 from dpx.validation import require_whole
@@ -19,6 +20,7 @@ _COARSE_BUCKETS = 24  # of a first, rough search, where the second one starts (b
 _COARSE_TOLERANCE = 0.02  # of the first search, relative
 _LARGEST_MULTIPLIER = 1e6  # if this much noise does not meet a budget, the budget counts as impossible
 _MOST_STEPS = 10_000_000  # more than any run takes: a bill within the budget here does not bound the steps
+_NEAR = 4  # slow bills of a search that begins near the answer
 _SMALLEST_MULTIPLIER = 1e-3  # the search stops here, because so large a budget is not a constraint
 
 
@@ -57,14 +59,20 @@ def calibrate(
     require_whole("steps", steps)
     checks.warn_of_large_delta(delta, make(1.0).sampling)
 
-    def bill(noise_multiplier: float, **options: Any) -> float:
-        event, stated = event_of(make(noise_multiplier), steps, relation, records=records)
+    def bill(noise_multiplier: float, distinct: int = DISTINCT, **options: Any) -> float:
+        event, stated = event_of(make(noise_multiplier), steps, relation, records=records, distinct=distinct)
         return billed(event, accountant=accountant, relation=stated, **options).epsilon(delta)
 
-    start = 1.0
-    if accountant != "rdp":
-        start = least_within(lambda noise: bill(noise, buckets=_COARSE_BUCKETS), epsilon, _COARSE_TOLERANCE, start)
-    return least_within(bill, epsilon, tolerance, start)
+    def rough(noise_multiplier: float) -> float:
+        return bill(noise_multiplier, distinct=FEW, buckets=_COARSE_BUCKETS)
+
+    if records in (None, 1):
+        start = 1.0 if accountant == "rdp" else least_within(rough, epsilon, _COARSE_TOLERANCE, 1.0)
+        return least_within(bill, epsilon, tolerance, start)
+    start = least_within(rough, epsilon, _COARSE_TOLERANCE, math.sqrt(records))
+    near, far = rough(start), rough(1.05 * start)
+    power = math.log(near / far) / math.log(1.05) if 0 < far < near < math.inf else 1.0
+    return _least_near(bill, epsilon, tolerance, start, power)
 
 
 @dataclass(frozen=True)
@@ -166,6 +174,22 @@ def least_within(bill: Callable[[float], float], budget: float, tolerance: float
         else:
             high, cost_high = middle, cost
     return high
+
+
+def _least_near(bill: Callable[[float], float], budget: float, tolerance: float, start: float, power: float) -> float:
+    """`least_within` for slow bills, which are about noise^-power near the start: it asks for three of them or so."""
+    noise, last = start, None
+    for _ in range(_NEAR):
+        cost = bill(noise)
+        if budget * (1 - tolerance) <= cost <= budget:
+            return noise
+        if not 0 < cost < math.inf:
+            break
+        if last is not None and (last[0] - noise) * (cost - last[1]) > 0:
+            power = math.log(cost / last[1]) / math.log(last[0] / noise)
+        last = noise, cost
+        noise *= (cost / (budget * (1 - tolerance / 3))) ** (1 / power)
+    return least_within(bill, budget, tolerance, noise)
 
 
 def _secant(points: list[tuple[float, float]], log_target: float) -> float | None:

@@ -40,6 +40,7 @@ from scipy import special, stats
 
 from dpx.accounting import renyi
 from dpx.accounting.checks import Relation
+from dpx.accounting.log_moments import log_moments
 from dpx.accounting.pld.buckets import bucketed
 from dpx.accounting.pld.losses import Pmf, dominating_pmf, normal_masses
 from dpx.accounting.releases import Released, count_releases, register, released
@@ -48,16 +49,18 @@ from dpx.sampling.events import GroupGaussianDpEvent, composition
 _TAIL, _STAIR = 1e-40, 1.25
 _SMALLEST, _UNSURE = 1e-280, 1e-270  # scipy's tails are 0 from 1e-286 on; smaller probabilities have a logarithm
 _ROUNDING = 1e-9  # relative, of binomial probabilities and of moments: they are rounded up by it
-_DISTINCT_NOISE_MULTIPLIERS = 32
+DISTINCT, FEW = 32, 4  # noise multipliers of a bill, and of the rough bills with which a calibration begins
 _CELLS = 4096  # of the line, for the Renyi divergences
 _FARTHEST = 12.0  # deviations: the first cell begins there, and the last one ends so far above the largest shift
+_COARSE = 16  # tangents, or outputs, of which one is enough at first
 _CHUNK = 2**15  # outputs at once
 
 
-def of_unit(event: DpEvent, *, records: int) -> DpEvent:
+def of_unit(event: DpEvent, *, records: int, distinct: int = DISTINCT) -> DpEvent:
     """The event of the same releases for a unit that owns up to `records` records, each with coins of its own.
 
-    event: of Gaussians, on all data or on Poisson samples. records: k, int, at least 1.
+    event: of Gaussians, on all data or on Poisson samples. records: k, int, at least 1. distinct: int, how many noise
+    multipliers it has at most, because more of them are rounded down to so many.
 
     Raises ValueError for an event with other releases.
     """
@@ -74,7 +77,7 @@ def of_unit(event: DpEvent, *, records: int) -> DpEvent:
     together = math.ceil(released(event).most / max(sum(losses.values()), 1))
     sigmas, rates = np.array([(loss.noise_multiplier, loss.rate) for loss in losses]).reshape(-1, 2).T
     counts = np.array(list(losses.values()), np.int64)
-    steps = bucketed(sigmas, rates, counts, _DISTINCT_NOISE_MULTIPLIERS)
+    steps = bucketed(sigmas, rates, counts, distinct)
     columns = zip(steps.smallest_noise.tolist(), steps.largest_rate.tolist(), steps.counts.tolist(), strict=True)
 
     def step(sigma: float, rate: float) -> DpEvent:
@@ -131,22 +134,24 @@ class GroupGaussian:
         return logs
 
     def renyi(self, orders: np.ndarray) -> np.ndarray:
-        """By bounds of the log density l(x), which is convex: chords above it and tangents below it, in many cells."""
+        """By bounds of the log density l(x), which is convex: chords above it and tangents below it, in many cells.
+
+        Most orders need few of the tangents: with a sixteenth of them, the second moment is still below the first.
+        """
         s, k = self.noise_multiplier, self.records
         top = k + _FARTHEST * s + s**2 * (math.log(k / self.rate) + 5)
         x = np.linspace(-_FARTHEST * s, top, _CELLS + 1)
         values, slopes = self._log_density(x)
-        chords = np.concatenate([[0.0], np.diff(values) / np.diff(x), [k / s**2]])  # the slope is in [0, k / s^2]
-        starts = np.concatenate([x[:1], x])
-        above = np.concatenate([values[:1], values])  # l <= above + chords (x - starts) in every cell
-        ends = np.concatenate([[-np.inf], x, [np.inf]])
-        below, falls = np.append(values, values[-1]), np.append(slopes, slopes[-1])  # tangents at an end of the cell
-        points = np.append(x, x[-1])
-        worst = np.full(len(orders), -np.inf)
-        for at, order in enumerate(orders):
-            remove = _log_moment(order * above, order * chords, starts, ends, s)
-            add = _log_moment((1 - order) * below, (1 - order) * falls, points, ends, s)
-            worst[at] = (max(remove, add) + _ROUNDING) / (order - 1)
+
+        def added(rows: np.ndarray, step: int) -> np.ndarray:
+            ends, at, falls = x[::step], values[::step], slopes[::step]
+            lines = at[1:] - falls[1:] * np.diff(ends), at[1:]
+            return log_moments(1 - orders[rows], ends, lines, (falls[0], falls[-1]), s)
+
+        worst = log_moments(orders, x, (values[:-1], values[1:]), (0.0, k / s**2), s)  # the slope is in [0, k / s^2]
+        rows = np.flatnonzero(~(added(np.arange(len(orders)), _COARSE) <= worst))
+        worst[rows] = np.maximum(worst[rows], added(rows, 1))
+        worst = (worst + _ROUNDING) / (orders - 1)
         return np.where(np.isfinite(worst), np.maximum(worst, 0), np.inf)
 
     def pmfs(self, grid: float, *, tail: float, largest: float) -> tuple[Pmf, ...]:
@@ -170,27 +175,36 @@ class GroupGaussian:
         return _log_sum(x, self.shifts[0], self.log_probabilities, self.noise_multiplier)
 
     def _outputs(self, losses: np.ndarray) -> np.ndarray:
-        """The outputs x, float64 (n,), rising, at which the privacy loss has these values; -inf below its infimum.
-
-        Newton's method from the right, which does not overshoot, because the part of all j > 0 is convex in x.
-        """
-        s2, (numbers, probabilities) = self.noise_multiplier**2, self.shifts
-        none, numbers, logs = probabilities[0], numbers[1:], self.log_probabilities[1:]
+        """The outputs x, float64 (n,), rising, at which the privacy loss has these values; -inf below its infimum."""
+        none = self.shifts[1][0]
         with np.errstate(divide="ignore", invalid="ignore"):
             small = np.log(np.maximum(np.expm1(np.minimum(losses, 30)) + (1 - none), 0))
             wanted = np.where(losses > 30, losses + np.log1p(-none * np.exp(-np.maximum(losses, 30))), small)
-        starts = (wanted[:, None] - logs) * s2 / numbers + numbers / 2
-        x = starts.min(axis=1)
-        for begin in range(0, len(x), _CHUNK):
-            part = slice(begin, begin + _CHUNK)
-            found = np.isfinite(x[part])
-            for _ in range(100):
-                values, slopes = _log_sum(x[part][found], numbers, logs, self.noise_multiplier)
-                steps = np.maximum(values - wanted[part][found], 0) / slopes
-                x[begin + np.flatnonzero(found)] -= steps
-                if not len(steps) or np.all(steps <= 1e-13 * (self.noise_multiplier + np.abs(x[part][found]))):
-                    break
+        x, found = np.full(len(wanted), -np.inf), np.flatnonzero(np.isfinite(wanted))
+        if len(found):
+            few = np.append(found[::_COARSE], found[-1])
+            first = np.interp(wanted[found], wanted[few], self._solved(wanted[few], math.inf))
+            x[found] = self._solved(wanted[found], first)
         return np.maximum.accumulate(x)
+
+    def _solved(self, wanted: np.ndarray, first: np.ndarray | float) -> np.ndarray:
+        """The outputs at which the part of all j > 0 in the privacy loss has these values, from a first guess.
+
+        By Newton's method. That part is convex in x, so no step ends on the left, and where one term alone has the
+        value is on the right. A step e leaves at most e^2 / 2 times the ratio of the derivatives, which is below k/s^2.
+        """
+        s, numbers, logs = self.noise_multiplier, self.shifts[0][1:], self.log_probabilities[1:]
+        x = np.minimum(((wanted[:, None] - logs) * s**2 / numbers + numbers / 2).min(axis=1), first)
+        for begin in range(0, len(x), _CHUNK):
+            rows = np.arange(begin, min(begin + _CHUNK, len(x)))
+            for _ in range(100):
+                values, slopes = _log_sum(x[rows], numbers, logs, s)
+                steps = (values - wanted[rows]) / slopes
+                x[rows] -= steps
+                rows = rows[steps**2 * numbers[-1] > 1e-13 * s**2 * (s + np.abs(x[rows]))]
+                if not len(rows):
+                    break
+        return x
 
 
 def _log_sum(x: np.ndarray, numbers: np.ndarray, logs: np.ndarray, sigma: float):
@@ -200,17 +214,6 @@ def _log_sum(x: np.ndarray, numbers: np.ndarray, logs: np.ndarray, sigma: float)
     weights = np.exp(terms - largest)
     total = weights.sum(axis=1)
     return largest[:, 0] + np.log(total), weights @ numbers / total / sigma**2
-
-
-def _log_moment(values: np.ndarray, slopes: np.ndarray, points: np.ndarray, ends: np.ndarray, sigma: float) -> float:
-    """ln of the integral of exp(values + slopes (x - points)) under N(0, s^2), cell by cell between the ends."""
-    low, high = (ends[:-1] / sigma - slopes * sigma), (ends[1:] / sigma - slopes * sigma)
-    flipped = low > 0
-    low, high = np.where(flipped, -high, low), np.where(flipped, -low, high)
-    small, large = special.log_ndtr(low), special.log_ndtr(high)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        masses = large + np.log(-np.expm1(np.minimum(small - large, 0)))
-    return float(special.logsumexp(values - slopes * points + (slopes * sigma) ** 2 / 2 + masses))
 
 
 def _read(event: GroupGaussianDpEvent, relation: Relation) -> GroupGaussian:
