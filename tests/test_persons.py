@@ -7,11 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from dp_accounting import GaussianDpEvent, LaplaceDpEvent
+from dp_accounting import ComposedDpEvent, GaussianDpEvent, LaplaceDpEvent, PoissonSampledDpEvent
 
 import dpx
 from dpx import accounting
 from dpx.accounting import curves
+from dpx.accounting.events import billed
+from dpx.accounting.groups import of_unit
 from dpx.accounting.statement import sections_of
 from dpx.checking import plan
 
@@ -232,13 +234,70 @@ def test_a_plan_is_for_the_person():
     assert planned.runs[0].noise_multiplier == pytest.approx(MECHANISM.noise_multiplier, rel=2e-4)
     whole = dpx.plan_noise(**given).runs[1].noise_multiplier
     assert planned.runs[1].noise_multiplier == pytest.approx(RECORDS * whole, rel=1e-3)
-    lines = str(planned).splitlines()
-    assert f"epsilon 2 at delta 0.0001 for a {UNIT}, 60 examples" in lines[0]
-    assert lines[-1].startswith("The other samplings are left out: the bill of several records")
-    with pytest.raises(ValueError, match="records must be 1 to compare samplings"):
-        _ = planned.samplings
+    assert f"epsilon 2 at delta 0.0001 for a {UNIT}, 60 examples" in str(planned).splitlines()[0]
+    assert planned.samplings.records == RECORDS and str(planned.samplings) in str(planned)
     with pytest.raises(ValueError, match="records must be a whole number"):
         dpx.plan_noise(**given, records=0)
+
+
+def test_a_plan_of_samplings_is_for_the_person():
+    given = {"examples": 60, "epochs": 0.6, "epsilon": 2.0, "delta": DELTA}
+    planned = accounting.plan_samplings(**given, batch_size=6, records=RECORDS)
+    (run,) = planned.runs
+    assert run.sampling == SAMPLING and planned.recommended == run
+    bill = dpx.epsilon(made(run.noise_multiplier), STEPS, delta=DELTA, records=RECORDS)
+    assert 2.0 * (1 - 1e-3) <= bill <= 2.0 * (1 + 1e-6)
+    assert f"delta 0.0001 for a {UNIT}:" in str(planned) and "several records with other samplings" in str(planned)
+    assert accounting.plan_samplings(**given, batch_size=60, records=2).runs[0].sampling == FULL
+    with pytest.raises(ValueError, match="records must be a whole number"):
+        accounting.plan_samplings(**given, batch_size=6, records=0)
+
+
+@pytest.mark.parametrize("accountant", ["tightest", "rdp"])
+def test_numbers_alone_are_billed_for_the_person(accountant):
+    """At rate 0.1 and at 1: what the mechanism of these numbers says, and more for more records."""
+    of = {"delta": DELTA, "accountant": accountant}
+    for sampling, size in ((SAMPLING, 6), (FULL, 60)):
+        said = []
+        for records in (1, 2, RECORDS):
+            bill = dpx.epsilon(made(4.0, sampling=sampling), STEPS, **of, records=records)
+            run = {"examples": 60, "batch_size": size, "steps": STEPS, "noise_multiplier": 4.0}
+            found = accounting.schedule_epsilon([4.0], counts=[STEPS], sampling_rate=size / 60, **of, records=records)
+            assert accounting.dp_sgd_epsilon(**run, **of, records=records) == found.upper == bill >= found.lower
+            said.append(bill)
+        assert said == sorted(set(said))
+    one = accounting.schedule_epsilon([4.0], counts=[STEPS], sampling_rate=0.1, **of)
+    assert one == accounting.schedule_epsilon([4.0], counts=[STEPS], sampling_rate=0.1, **of, records=1)
+
+
+def test_schedules_of_numbers_are_billed_for_the_person():
+    noise, rates = np.linspace(3.0, 4.0, 6), np.where(np.arange(6) < 4, 0.05, 1.0)
+    events = [PoissonSampledDpEvent(rate, GaussianDpEvent(sigma)) for sigma, rate in zip(noise, rates, strict=True)]
+    event = of_unit(ComposedDpEvent(events), records=RECORDS)
+    found = accounting.schedule_epsilon(noise, sampling_rate=rates, delta=DELTA, records=RECORDS)
+    assert found.upper == billed(event, relation="zero_out").epsilon(DELTA) > found.lower
+    assert accounting.schedule_epsilon(noise, sampling_rate=rates, delta=DELTA, records=2).upper < found.upper
+    delta = accounting.schedule_delta(noise, sampling_rate=rates, epsilon=found.upper, records=RECORDS)
+    assert delta.lower < delta.upper == pytest.approx(DELTA, rel=0.01)
+    coarse = accounting.schedule_epsilon(noise, sampling_rate=rates, delta=DELTA, records=RECORDS, grid=0.05)
+    assert coarse.upper > found.upper * (1 + 1e-6)
+    alone = accounting.schedule_epsilon([4.0], sampling_rate=1.0, delta=DELTA, records=RECORDS)
+    assert alone.lower == pytest.approx(alone.upper, rel=1e-3)  # of a full batch, all records are in the lower end
+
+
+@pytest.mark.parametrize("rate", [0.1, 1.0])
+def test_numbers_without_a_bill_for_the_person_are_refused(rate):
+    given = {"sampling_rate": rate, "delta": DELTA}
+    with pytest.raises(ValueError, match='records must be 1 for relation "replace_one", got 3'):
+        accounting.schedule_epsilon([4.0], **given, relation="replace_one", records=RECORDS)
+    with pytest.raises(ValueError, match="records must be a whole number"):
+        accounting.schedule_epsilon([4.0], **given, records=0)
+    run = {"examples": 60, "batch_size": round(60 * rate), "epochs": 1, "noise_multiplier": 4.0, "delta": DELTA}
+    for name in ("shuffled", "fixed"):
+        with pytest.raises(ValueError, match="records must be 1, because the bill of several is known for"):
+            accounting.dp_sgd_epsilon(**run, sampling=name, records=RECORDS)
+    with pytest.raises(ValueError, match="records must be a whole number"):
+        accounting.dp_sgd_epsilon(**run, records=1.5)
 
 
 def test_a_check_says_whom_epsilon_is_for():

@@ -9,7 +9,7 @@ import numpy as np
 from dpx.accounting import checks
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.events import billed
-from dpx.accounting.groups import DISTINCT, of_unit
+from dpx.accounting.groups import DISTINCT, of_unit, require_nulled
 from dpx.accounting.projected import ProjectedGaussianDpEvent
 from dpx.accounting.releases import count_releases
 from dpx.sampling.poisson import PoissonSampling
@@ -177,8 +177,7 @@ def of_records(
     if not independent and not isinstance(sampling, FullBatch):
         words = "the bill of several is known for PoissonSampling without most_rows and for FullBatch"
         raise ValueError(f"records must be 1, because {words}; got {records} with {sampling}")
-    if relation == "replace_one":
-        raise ValueError(f'records must be 1 for relation "replace_one", got {records}: they are nulled, not replaced')
+    require_nulled(records, relation)
     return of_unit(event, records=records, distinct=distinct)
 
 

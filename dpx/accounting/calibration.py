@@ -101,7 +101,7 @@ def calibrate_schedule(
     """The least scale for which the noise multipliers `scale * shape` cost at most epsilon at delta.
 
     shape: float (T,), positive. epsilon: positive and finite. delta: in (0, 1). tolerance: relative, of epsilon.
-    The other arguments are those of `schedule_epsilon`; the buckets are chosen once, near the answer.
+    The other arguments are those of `schedule_epsilon`, for one record; the buckets are chosen once, near the answer.
 
     Raises ValueError for arguments outside these ranges, and for a budget that no scale meets.
 

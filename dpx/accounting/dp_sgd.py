@@ -5,6 +5,7 @@ from typing import Any, Literal
 import numpy as np
 
 from dpx.accounting import checks
+from dpx.accounting.bill import of_records
 from dpx.accounting.checks import Accountant
 from dpx.accounting.events import billed
 from dpx.sampling.poisson import PoissonSampling
@@ -27,6 +28,7 @@ def dp_sgd_epsilon(
     steps: int | None = None,
     sampling: SamplingName = "poisson",
     accountant: Accountant = "tightest",
+    records: int = 1,
 ) -> float:
     """An upper bound of epsilon at `delta` for a run of DP-SGD, also one that is over or of another library.
 
@@ -52,12 +54,15 @@ def dp_sgd_epsilon(
         the steps of an epoch.
     accountant: as for `dpx.epsilon`, which says the same of such a run of dpx (up to the rounding of the noise
         multiplier to float32, in which dpx adds it).
+    records: int, at least 1, how many of the examples one person owns at most whom epsilon is for, as for
+        `dpx.epsilon`. Above 1, sampling must be "poisson".
 
-    Raises ValueError for arguments outside these ranges.
+    Raises ValueError for arguments outside these ranges, and for several records with another sampling.
     """
     if sampling not in _RECORDS:
         raise ValueError(f"sampling must be one of {tuple(_RECORDS)}, got {described(sampling)}")
     record: Sampling = _RECORDS[sampling](examples=examples, batch_size=batch_size)
+    drawn, records = record, require_whole("records", records)
     if sampling == "shuffled":
         if steps is not None or callable(noise_multiplier):
             raise ValueError(
@@ -68,7 +73,8 @@ def dp_sgd_epsilon(
     multipliers = _multipliers(noise_multiplier, record, steps, epochs)
     checks.warn_of_large_delta(delta, record)
     relation = checks.require_relation(record.relation)
-    return billed(record.event(multipliers), accountant=accountant, relation=relation).epsilon(delta)
+    event = of_records(record.event(multipliers), drawn, relation, records)
+    return billed(event, accountant=accountant, relation=relation).epsilon(delta)
 
 
 def _multipliers(noise: Any, record: Sampling, steps: Any, epochs: Any) -> np.ndarray:

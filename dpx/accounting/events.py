@@ -7,6 +7,8 @@ dpx bills Gaussian events, Poisson-sampled (also truncated) and fixed-size-sampl
 its own mechanisms register (`releases`). dp-accounting's own accountants bill all other events.
 """
 
+from typing import Any
+
 from dp_accounting import DpEvent
 
 from dpx.accounting import checks
@@ -81,10 +83,12 @@ def event_profile(
     relation: Relation = "add_or_remove",
     buckets: int = BUCKETS,
     curve: bool = False,
+    grid: float | None = None,
 ) -> Profile:
     """The profile of an event, which computes epsilon and delta; see `event_epsilon`.
 
     curve: True if deltas at many epsilons will be computed, each to 0.1 %; compute them at rising epsilons.
+    grid: spacing of privacy losses, where they are composed; the default is fine enough for four digits.
     """
     checks.require_accountant(accountant)
     checks.require_relation(relation)
@@ -104,7 +108,7 @@ def event_profile(
         for gaussian in (SampledGaussian, FixedSizeGaussian):
             losses = round_to_few(losses, gaussian, buckets)
         losses = round_to_few_truncated(losses, buckets)
-    return profile(losses, accountant, curve=curve)
+    return profile(losses, accountant, curve=curve, grid=grid)
 
 
 def billed(
@@ -114,13 +118,15 @@ def billed(
     accountant: Accountant = "tightest",
     buckets: int = BUCKETS,
     curve: bool = False,
+    grid: float | None = None,
     runs: int = 1,
 ) -> Implemented:
     """The profile of a run of dpx with this event: that of `event_profile`, and what the arithmetic of its noise adds.
 
     Every bill of a run is one of this profile. runs: how many runs each release of the event stands for.
     """
-    exact = event_profile(event, accountant=accountant, relation=relation, buckets=buckets, curve=curve)
+    options: Any = {"buckets": buckets, "curve": curve, "grid": grid}
+    exact = event_profile(event, accountant=accountant, relation=relation, **options)
     most, mean = released(event)
     return Implemented(exact, runs * most, runs * mean, largest_shift(event, relation))
 

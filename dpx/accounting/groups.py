@@ -89,6 +89,12 @@ def of_unit(event: DpEvent, *, records: int, distinct: int = DISTINCT) -> DpEven
     return composition((step(sigma, rate), count) for sigma, rate, count in columns)
 
 
+def require_nulled(records: int, relation: Relation) -> None:
+    """Raises ValueError for several records under a relation that they have no bill for."""
+    if records > 1 and relation == "replace_one":
+        raise ValueError(f'records must be 1 for relation "replace_one", got {records}: they are nulled, not replaced')
+
+
 @dataclass(frozen=True)
 class GroupGaussian:
     """The privacy loss of one such step. noise_multiplier: s. rate: q, below 1. records: k."""

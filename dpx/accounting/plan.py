@@ -22,7 +22,6 @@ from dpx.validation import require_number, require_whole
 _SMALLEST_BATCH = 256  # of the default batch sizes, which are powers of two up to half of the examples, and all of them
 _HARDLY = 1.25  # a noise of the run that is at most this many times the least one is good enough
 _TOLERANCE = 1e-4  # of epsilon, relative, for several records
-_KNOWN = "the bill of several records of a person is known for PoissonSampling without most_rows and for FullBatch"
 _MOST_LABELS = 8  # batch sizes below a plot; more would overlap
 
 
@@ -72,13 +71,12 @@ class NoisePlan:
 
     @functools.cached_property
     def samplings(self) -> SamplingPlan:
-        """Which sampling, at the suggested batch size: it takes a second or two. Raises ValueError above 1 record."""
-        if self.records > 1:
-            raise ValueError(f"records must be 1 to compare samplings, because {_KNOWN}; got {self.records}")
+        """Which sampling, at the suggested batch size: it takes a second or two."""
         batch_size, whole_steps = self.suggested[:2]
         epochs = float(f"{whole_steps:.3g}")  # 20.002 of 1,172 whole steps would begin one more epoch
         budget: Any = {"epsilon": self.epsilon, "delta": self.delta, "accountant": self.accountant}
-        return plan_samplings(examples=self.examples, batch_size=batch_size, epochs=epochs, **budget)
+        sizes: Any = {"examples": self.examples, "batch_size": batch_size, "epochs": epochs}
+        return plan_samplings(**sizes, **budget, records=self.records)
 
     @property
     def _budget(self) -> str:
@@ -94,8 +92,7 @@ class NoisePlan:
         ]
         titles = f"{'batch size':>10} {'epochs':>8} {'steps':>7} {'noise multiplier':>16} "
         titles += f"{'of a step':>11} {'of an epoch':>11} {'of the run':>11}"
-        samplings = str(self.samplings) if self.records == 1 else f"The other samplings are left out: {_KNOWN}."
-        return "\n".join([head, titles, *rows, "", samplings])
+        return "\n".join([head, titles, *rows, "", str(self.samplings)])
 
     def plot(self, *, axes: Any = None) -> Any:
         """Draws the noise of the run over the batch size, a line for each number of epochs, on matplotlib `axes`.

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dpx.accounting import checks
-from dpx.accounting.attacks import upper
+from dpx.accounting.attacks import upper, whose
+from dpx.accounting.bill import of_records
 from dpx.accounting.calibration import least_within
 from dpx.accounting.checks import Accountant
 from dpx.accounting.events import billed
@@ -38,6 +39,10 @@ REFUSED = (
     "correlated noise with batches that are drawn by chance; CyclicPoissonSampling is for banded ones (BandMF)",
     "RandomAllocation for replacing an example",
 )
+OF_SEVERAL = (
+    "several records with other samplings than PoissonSampling without most_rows and FullBatch",
+    "several records with DiceSGD or correlated noise",
+)
 
 
 class PlannedSampling(NamedTuple):
@@ -64,12 +69,14 @@ class SamplingPlan:
     """What a budget needs with each sampling; `str` is a table, a recommendation, and what has no bill.
 
     runs: Poisson sampling first. epochs: float. epsilon, delta: floats, the budget of each single run.
+    records: int, how many of the examples the person owns at most whom the budget is for.
     """
 
     epochs: float
     epsilon: float
     delta: float
     runs: tuple[PlannedSampling, ...]
+    records: int = 1
 
     @property
     def recommended(self) -> PlannedSampling:
@@ -81,7 +88,7 @@ class SamplingPlan:
     def __str__(self) -> str:
         sampling = self.runs[0].sampling
         head = f"Samplings at batch size {sampling.divisor:g} of {sampling.examples} for {self.epochs:g} epochs, "
-        head += f"epsilon {self.epsilon:g} at delta {upper(self.delta, 6)}:"
+        head += f"epsilon {self.epsilon:g} at delta {upper(self.delta, 6)}{whose(self.records)}:"
         noise = f"epsilon at {_up(self.runs[0].noise_multiplier):.4f}"
         titles = f"{'sampling':36} {'noise multiplier':>16} {noise:>17} {'rows':>6}"
         return "\n".join([head, titles, *map(_line, self.runs), "", *self.sentences()])
@@ -90,7 +97,9 @@ class SamplingPlan:
         """The recommendation, what fixed shapes cost, and the combinations that are refused."""
         best, first = self.recommended, self.runs[0]
         words = f"Take {_name(best)}: "
-        if best is first:
+        if self.records > 1:
+            words += "no other one of this batch size has a bill for several records."
+        elif best is first:
             words += "no other sampling needs noticeably less noise."
         else:
             words += f"the run has {1 - best.run_noise / first.run_noise:.1%} less noise than with {_name(first)}."
@@ -100,8 +109,10 @@ class SamplingPlan:
             more = cut[-1].noise_multiplier / first.noise_multiplier - 1
             words = f"Batches of one shape, {cut[-1].rows} rows: {_name(cut[-1])}, for {max(more, 0):.1%} more noise."
             found.append(words)
-        found.append("Where one cannot sample: FixedOrder, with noise that is correlated over the steps.")
-        return [*found, "Refused, because no bill is known:", *(f"  {words}" for words in REFUSED)]
+        if self.records == 1:
+            found.append("Where one cannot sample: FixedOrder, with noise that is correlated over the steps.")
+        refused = REFUSED if self.records == 1 else (*OF_SEVERAL, *REFUSED)
+        return [*found, "Refused, because no bill is known:", *(f"  {words}" for words in refused)]
 
 
 def _up(noise: float) -> float:
@@ -148,6 +159,7 @@ def plan_samplings(
     epsilon: float,
     delta: float,
     accountant: Accountant = "tightest",
+    records: int = 1,
 ) -> SamplingPlan:
     """Which sampling: the least noise for a budget, the epsilon at equal noise, and the rows of a batch, for each.
 
@@ -155,6 +167,8 @@ def plan_samplings(
 
     examples: int, of the data set. batch_size: int, expected, in [1, examples]. epochs: float, positive.
     epsilon, delta: the budget. accountant: as for `dpx.epsilon`.
+    records: int, at least 1, how many of the examples one person owns at most whom the budget is for, as for
+        `dpx.Budget`. Above 1, Poisson sampling is alone in the table: it says that no other one has a bill.
 
     It reads no data. Noise multipliers are for independent noise of one size. Sizes differ a little where a sampling
     has a whole number of steps in an epoch, and so do the steps. Raises ValueError for arguments outside these ranges.
@@ -165,15 +179,18 @@ def plan_samplings(
     require_number("epochs", epochs, minimum=0, exclusive=True)
     epsilon, delta = checks.require_positive_epsilon(epsilon), checks.require_delta(delta)
     checks.require_accountant(accountant)
+    choices = samplings(examples, batch_size)
+    if require_whole("records", records) > 1:
+        choices = choices[:1]
     runs: list[PlannedSampling] = []
-    for sampling in samplings(examples, batch_size):
+    for sampling in choices:
         steps, relation = sampling.steps(epochs=epochs), checks.require_relation(sampling.relation)
 
         def bill(noise: float, sampling: Any = sampling, steps: int = steps, relation: Any = relation) -> float:
-            event = sampling.event(np.full(steps, noise))
+            event = of_records(sampling.event(np.full(steps, noise)), sampling, relation, records)
             return billed(event, relation=relation, accountant=accountant).epsilon(delta)
 
-        start = runs[0].noise_multiplier if runs else 1.0
+        start = runs[0].noise_multiplier if runs else math.sqrt(records)
         noise = least_within(bill, epsilon, _TOLERANCE, start)
         runs.append(PlannedSampling(sampling, steps, noise, bill(start if runs else noise), sampling.usual_rows))
-    return SamplingPlan(epochs=epochs, epsilon=epsilon, delta=delta, runs=tuple(runs))
+    return SamplingPlan(epochs=epochs, epsilon=epsilon, delta=delta, runs=tuple(runs), records=records)

@@ -7,13 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
 
 from dpx.accounting import checks
 from dpx.accounting.arithmetic import Implemented
 from dpx.accounting.checks import Accountant, Relation
+from dpx.accounting.events import billed
+from dpx.accounting.groups import DISTINCT, of_unit, require_nulled
 from dpx.accounting.pld.buckets import BUCKETS, Buckets, bucketed_gaussians
 from dpx.accounting.pld.losses import Losses, SampledGaussian
 from dpx.accounting.profiles import UNBOUNDED, ComposedProfile, GaussianProfile, Profile, profile, unsampled
+from dpx.sampling.events import composition
 from dpx.validation import require_number, require_whole
 
 
@@ -38,6 +42,7 @@ def schedule_epsilon(
     relation: Relation = "zero_out",
     buckets: int = BUCKETS,
     grid: float | None = None,
+    records: int = 1,
 ) -> Interval:
     """Epsilon at `delta` of T Gaussian releases on Poisson samples, whose noise changes from step to step.
 
@@ -50,11 +55,14 @@ def schedule_epsilon(
         if no more steps are distinct, only the error of the grid is left. With the default, the upper end is what
         `dpx.epsilon` says of the same run. Fewer are faster, and their upper end is larger.
     grid: spacing of privacy losses; the default is fine enough for four digits. The upper end is a bound for any grid.
+    records: int, at least 1, how many records one person owns at most whom epsilon is for, as for `dpx.epsilon`. Above
+        1, at most 32 distinct steps are composed, and the lower end counts one of the records at sampled steps.
 
     Guarantee: the upper end is an upper bound for a run of dpx, whose noise is not exact; the lower end is a lower
     bound for exact noise. Both are up to floating-point errors of the accountant (relative 1e-6).
 
-    Raises ValueError for arguments outside these ranges and for functions or traced values in a schedule.
+    Raises ValueError for arguments outside these ranges, for functions or traced values in a schedule, and for several
+    records with relation "replace_one".
 
     Source: connect-the-dots (Doroshenko et al. 2022, https://arxiv.org/abs/2207.04380) and one Fourier transform
     (Koskela, Jalko and Honkela 2020, https://arxiv.org/abs/1906.03049); the proofs are in `pld`.
@@ -63,7 +71,7 @@ def schedule_epsilon(
         Interval(lower=1.599..., upper=1.600...)
     """
     delta = checks.require_delta(delta)
-    upper, lower = _profiles(noise_multipliers, sampling_rate, counts, accountant, relation, buckets, grid)
+    upper, lower = _profiles(noise_multipliers, sampling_rate, counts, accountant, relation, buckets, grid, records)
     return _interval(upper, lower, lambda profile: profile.epsilon(delta))
 
 
@@ -77,6 +85,7 @@ def schedule_delta(
     relation: Relation = "zero_out",
     buckets: int = BUCKETS,
     grid: float | None = None,
+    records: int = 1,
 ) -> Interval:
     """delta at `epsilon` (at least 0) of such a schedule.
 
@@ -86,23 +95,42 @@ def schedule_delta(
         Interval(lower=1.55...e-06, upper=1.55...e-06)
     """
     epsilon = checks.require_epsilon(epsilon)
-    upper, lower = _profiles(noise_multipliers, sampling_rate, counts, accountant, relation, buckets, grid)
+    upper, lower = _profiles(noise_multipliers, sampling_rate, counts, accountant, relation, buckets, grid, records)
     return _interval(upper, lower, lambda profile: profile.delta(epsilon))
 
 
-def _profiles(noise, sampling_rate, counts, accountant, relation, buckets, grid) -> tuple[Profile, Profile | None]:
+def _profiles(
+    noise, sampling_rate, counts, accountant, relation, buckets, grid, records
+) -> tuple[Profile, Profile | None]:
     """The upper profile, and the lower one, or None if the accountant has no lower one."""
     sigmas, rates, repeats = checks.require_schedule(noise, sampling_rate, counts)
     relation, buckets = checks.require_relation(relation), require_whole("buckets", buckets)
     if grid is not None:
         grid = require_number("grid", grid, minimum=0, exclusive=True)
-    if checks.require_accountant(accountant) == "rdp":
-        steps = Buckets(sigmas, sigmas, rates, rates, repeats)
-        return implemented(upper_profile(steps, accountant="rdp", relation=relation), sigmas, repeats, relation), None
-    steps = bucketed_gaussians(sigmas, rates, repeats, buckets)
+    checks.require_accountant(accountant)
     options: Any = dict(relation=relation, grid=grid)
-    upper = implemented(upper_profile(steps, accountant=accountant, **options), sigmas, repeats, relation)
-    return upper, lower_profile(steps, **options)
+    if require_whole("records", records) > 1:
+        upper = _of_records(sigmas, rates, repeats, records, buckets, dict(accountant=accountant, **options))
+        sigmas = np.where(rates == 1, sigmas / records, sigmas)  # one record is less than all of them
+    elif accountant == "rdp":
+        steps = Buckets(sigmas, sigmas, rates, rates, repeats)
+        upper = implemented(upper_profile(steps, accountant="rdp", relation=relation), sigmas, repeats, relation)
+    else:
+        steps = bucketed_gaussians(sigmas, rates, repeats, buckets)
+        upper = implemented(upper_profile(steps, accountant=accountant, **options), sigmas, repeats, relation)
+    if accountant == "rdp":
+        return upper, None
+    return upper, lower_profile(bucketed_gaussians(sigmas, rates, repeats, buckets), **options)
+
+
+def _of_records(
+    sigmas: np.ndarray, rates: np.ndarray, repeats: np.ndarray, records: int, buckets: int, options: Any
+) -> Profile:
+    """The profile of a run of dpx with these steps, arrays (T,), for a person who owns so many records."""
+    require_nulled(records, options["relation"])
+    rows = zip(sigmas.tolist(), rates.tolist(), repeats.tolist(), strict=True)
+    steps = [(PoissonSampledDpEvent(rate, GaussianDpEvent(sigma)), count) for sigma, rate, count in rows if count]
+    return billed(of_unit(composition(steps), records=records, distinct=min(buckets, DISTINCT)), **options)
 
 
 def _interval(upper: Profile, lower: Profile | None, ask: Callable[[Profile], float]) -> Interval:
