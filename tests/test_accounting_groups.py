@@ -1,7 +1,9 @@
 """A unit of several records: its bill against enumerations, dp-accounting's numbers, and an attack."""
 
+import functools
 import itertools
 import math
+import types
 
 import dp_accounting
 import jax
@@ -10,11 +12,11 @@ import pytest
 from dp_accounting import ComposedDpEvent, GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
 from dp_accounting.dp_event import MixtureOfGaussiansDpEvent
 from dp_accounting.pld import PLDAccountant
-from scipy import special, stats
+from scipy import optimize, special, stats
 
 import dpx
 from dpx.accounting import event_delta, event_epsilon, gdp
-from dpx.accounting.calibration import _least_near
+from dpx.accounting.calibration import _least_near, calibrate
 from dpx.accounting.events import billed
 from dpx.accounting.groups import GroupGaussian, of_unit
 from dpx.accounting.releases import largest_shift, released
@@ -56,6 +58,28 @@ def test_no_records_cost_more_than_the_bill(records, rate, sigma):
     bill = np.array([event_delta(unit(rate, sigma, records), epsilon=epsilon) for epsilon in EPSILONS])
     assert np.all(bill >= worst - 1e-9)
     np.testing.assert_allclose(bill, worst, rtol=0.05, atol=1e-4)  # records of one direction cost all of it
+
+
+@pytest.mark.parametrize(
+    ("records", "rate", "sigma"), [(2, 0.3, 0.5), (5, 0.01, 1.0), (10, 0.5, 8.0), (200, 0.002, 2.0)]
+)
+def test_one_step_costs_the_integrals_of_both_directions(records, rate, sigma):
+    """The loss rises with the sum, so the integral of max(P - e^epsilon Q, 0) is one of two tails from a root."""
+    numbers = np.arange(records + 1)
+    law = stats.binom.pmf(numbers, records, rate)
+
+    def loss(x):
+        return special.logsumexp(stats.binom.logpmf(numbers, records, rate) + (numbers * x - numbers**2 / 2) / sigma**2)
+
+    for epsilon in (0.1, 1.0, 3.0):
+        x = optimize.brentq(lambda x, epsilon=epsilon: loss(x) - epsilon, -100, 1e3, xtol=1e-13)
+        truth = law @ special.ndtr((numbers - x) / sigma) - math.exp(epsilon) * special.ndtr(-x / sigma)
+        if loss(-1e4) < -epsilon:
+            x = optimize.brentq(lambda x, epsilon=epsilon: loss(x) + epsilon, -1e4, 1e3, xtol=1e-13)
+            added = special.ndtr(x / sigma) - math.exp(epsilon) * law @ special.ndtr((x - numbers) / sigma)
+            truth = max(truth, added)
+        bill = event_delta(unit(rate, sigma, records), epsilon=epsilon)
+        assert truth * (1 - 1e-7) - 1e-13 <= bill <= truth * (1 + 1e-3) + 1e-12
 
 
 @pytest.mark.parametrize(("records", "rate", "sigma", "steps"), [(2, 0.1, 2.0, 20), (5, 0.02, 1.5, 10)])
@@ -105,15 +129,15 @@ def test_slow_bills_are_few_and_within_the_budget(start, power):
 
 
 def test_a_schedule_has_the_least_noise_for_all_records():
+    """With more distinct noises than the first, rough bills of the search have."""
     sampling = dpx.PoissonSampling(examples=40, batch_size=4)
 
-    @dpx.accounting.accepts_budget
-    def falling(*, noise_multiplier):
-        noise = lambda step: noise_multiplier * (2.0 - step / 8)  # noqa: E731
-        return dpx.dp_sgd(clip_norm=1.0, noise_multiplier=noise, sampling=sampling, key=KEY)
+    def made(scale):
+        events = functools.partial(np.linspace, 2 * scale, scale)
+        return types.SimpleNamespace(sampling=sampling, event=lambda steps: sampling.event(events(steps)))
 
-    mechanism = falling(noise_multiplier=dpx.Budget(epsilon=2.0, delta=1e-3, steps=8, records=3))
-    assert 2.0 * (1 - 1e-4) <= dpx.epsilon(mechanism, 8, delta=1e-3) <= 2.0
+    noise = calibrate(made, steps=8, epsilon=2.0, delta=1e-3, records=3)
+    assert 2.0 * (1 - 1e-4) <= dpx.epsilon(made(noise), 8, delta=1e-3, records=3) <= 2.0
 
 
 @pytest.mark.parametrize(("records", "rate"), [(7, 0.3), (100, 0.001), (1000, 0.01), (500, 0.9)])
@@ -177,6 +201,15 @@ def test_several_releases_of_one_sample_all_have_their_arithmetic_billed(rate):
     assert exact[0] == pytest.approx(exact[1], rel=1e-9) and exact[0] < bills[1] < bills[0]
     mixed = ComposedDpEvent([several, SelfComposedDpEvent(GaussianDpEvent(4.0), 3)])
     assert released(of_unit(mixed, records=2)).most >= released(mixed).most
+
+
+@pytest.mark.parametrize("rate", [0.5, 1.0])
+def test_the_shift_of_several_releases_is_that_of_the_one_with_least_noise(rate):
+    """What the arithmetic adds far from 0 depends on the release that the records move farthest."""
+    event = PoissonSampledDpEvent(rate, ComposedDpEvent([GaussianDpEvent(1.0), GaussianDpEvent(50.0)]))
+    shifts = [largest_shift(of_unit(event, records=records), "zero_out") for records in (1, 4)]
+    assert shifts[0] >= 1 and 4 <= shifts[1] <= 4.01
+    assert released(of_unit(event, records=4)).most == 2
 
 
 def test_an_attack_on_all_records_beats_the_bill_of_one():

@@ -35,7 +35,7 @@ from dataclasses import dataclass
 
 import dp_accounting
 import numpy as np
-from dp_accounting import DpEvent, GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
+from dp_accounting import ComposedDpEvent, DpEvent, GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
 from scipy import special, stats
 
 from dpx.accounting import renyi
@@ -54,6 +54,7 @@ _CELLS = 4096  # of the line, for the Renyi divergences
 _FARTHEST = 12.0  # deviations: the first cell begins there, and the last one ends so far above the largest shift
 _COARSE = 16  # tangents, or outputs, of which one is enough at first
 _CHUNK = 2**15  # outputs at once
+_FREE = 1e9  # a Gaussian of so much more noise than another costs nothing beside it, in float64
 
 
 def of_unit(event: DpEvent, *, records: int, distinct: int = DISTINCT) -> DpEvent:
@@ -73,7 +74,8 @@ def of_unit(event: DpEvent, *, records: int, distinct: int = DISTINCT) -> DpEven
         words = "must have releases of Gaussians on all data or on Poisson samples only, for more than one record"
         raise ValueError(f"the event {words}; got {event}")
     losses = releases.losses("add_or_remove")
-    # Several releases on one sample are one loss here. But each has noise whose arithmetic is billed.
+    # Several releases on one sample are one loss here, and the first below, so that none moves farther. But each has
+    # noise whose arithmetic is billed.
     together = math.ceil(released(event).most / max(sum(losses.values()), 1))
     sigmas, rates = np.array([(loss.noise_multiplier, loss.rate) for loss in losses]).reshape(-1, 2).T
     counts = np.array(list(losses.values()), np.int64)
@@ -83,8 +85,11 @@ def of_unit(event: DpEvent, *, records: int, distinct: int = DISTINCT) -> DpEven
     def step(sigma: float, rate: float) -> DpEvent:
         if rate < 1:
             return GroupGaussianDpEvent(sigma, rate, records, together)
-        one = GaussianDpEvent(sigma * math.sqrt(together) / records)
-        return one if together == 1 else PoissonSampledDpEvent(1.0, SelfComposedDpEvent(one, together))
+        one = GaussianDpEvent(sigma / records)
+        if together == 1:
+            return one
+        others = SelfComposedDpEvent(GaussianDpEvent(_FREE * sigma / records), together - 1)
+        return PoissonSampledDpEvent(1.0, ComposedDpEvent([one, others]))
 
     return composition((step(sigma, rate), count) for sigma, rate, count in columns)
 
