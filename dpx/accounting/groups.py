@@ -49,7 +49,7 @@ from dpx.sampling.events import GroupGaussianDpEvent, composition
 _TAIL, _STAIR = 1e-40, 1.25
 _SMALLEST, _UNSURE = 1e-280, 1e-270  # scipy's tails are 0 from 1e-286 on; smaller probabilities have a logarithm
 _ROUNDING = 1e-9  # relative, of binomial probabilities and of moments: they are rounded up by it
-DISTINCT, FEW = 32, 4  # noise multipliers of a bill, and of the rough bills with which a calibration begins
+DISTINCT, FEW = 32, 6  # noise multipliers of a bill, and of the rough bills with which a calibration begins
 _CELLS = 4096  # of the line, for the Renyi divergences
 _FARTHEST = 12.0  # deviations: the first cell begins there, and the last one ends so far above the largest shift
 _COARSE = 16  # tangents, or outputs, of which one is enough at first
