@@ -1,11 +1,7 @@
 """How the tests compile: quickly, because compiling takes most of their time."""
 
 import functools
-import os
-import subprocess
-import sys
 import zlib
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -115,17 +111,3 @@ def _stands_alone(function: Any) -> bool:
     function.operation.walk(visit)
     plain = {name for name in names if name.startswith(("stablehlo.", "chlo."))} - {"stablehlo.custom_call"}
     return set(names) <= plain | {"func.func", "func.return"}
-
-
-def on_eight_devices(program: str) -> str:
-    """What a program prints in a process of its own, with eight devices of a CPU. Raises AssertionError if it fails."""
-    flags = f"{FLAGS} --xla_force_host_platform_device_count=8"
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
-        cwd=Path(__file__).parents[1],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from dp_accounting import pld
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from scipy import linalg, stats
 
 import dpx
@@ -25,7 +26,7 @@ from dpx.keys.grid import GRID
 from dpx.mechanisms import past_noise
 from dpx.xla import doubles
 from dpx.xla.totals import ETA
-from tests.compiling import on_eight_devices
+from tests.devices import on_eight_devices
 
 module = importlib.import_module("dpx.mechanisms.correlated_noise")  # the package hides it behind the function
 
@@ -615,64 +616,77 @@ def test_what_has_no_proof_is_refused(make, words):
         make()
 
 
-KINDS = [(BANDS, "kept"), (LAMBDA, "kept"), (BISR, "kept"), (LAMBDA, AGAIN)]
+KINDS = [(BANDS, "kept"), (BISR, "kept"), (LAMBDA, AGAIN)]
 
 
-def bits(strategy, past_noise, place=lambda tree: tree):
+def bits(strategy, past_noise, place=lambda tree: tree, share=1.0):
     """Of six releases of one sum, in hexadecimal. place: puts a tree of one matrix on devices.
 
-    The memory may differ in its last bits, 2^-52 of a number, because one program fuses a product and a sum.
+    share: the part of the past noise that a device has, from the first step on. The memory may differ in its last bits,
+    2^-52 of a number, because one program fuses a product and a sum.
     """
     mechanism = made(strategy, past_noise=past_noise)
     sums = place({"w": jnp.asarray(np.random.default_rng(3).normal(size=(16, 40)), jnp.float32)})
     state, found, step = mechanism.init(sums), [], jax.jit(lambda state, sums: mechanism.release((sums,), state, sums))
     for _ in range(6):
+        require_share(state, share)
         released, state = step(state, sums)
         found.append(released)
+    require_share(state, share)
     return "".join(np.asarray(leaf).tobytes().hex() for leaf in jax.tree.leaves(found))
 
 
-SHARDED = """
+def require_share(state, share):
+    for memory in jax.tree.leaves(getattr(state, "unreleased_noise", ())):
+        assert memory.addressable_shards[0].data.size == share * memory.size
+
+
+def print_on_eight_devices():
+    assert len(jax.devices()) == 8
+    for axis, kinds in ((AxisType.Auto, KINDS), (AxisType.Explicit, KINDS[:1])):
+        rows = NamedSharding(jax.make_mesh((8,), ("data",), axis_types=(axis,)), PartitionSpec("data"))
+        for kind in kinds:
+            print(bits(*kind, lambda tree, rows=rows: jax.device_put(tree, rows), 1 / 8))
+
+
+def test_the_same_noise_on_eight_devices():
+    """The released numbers bit for bit; and the memory is sharded like the parameters, from the first step on."""
+    expected = [bits(*kind) for kind in KINDS]
+    printed = on_eight_devices("from tests import test_correlated_noise as t; t.print_on_eight_devices()")
+    assert printed.split() == [*expected, expected[0]]
+
+
+TRAINED = """
 import jax, jax.numpy as jnp, numpy as np, optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import dpx
-from tests.test_correlated_noise import BANDS, KINDS, bits, made
+from tests.test_correlated_noise import BANDS, made, require_share
 def loss(params, example):
     return jnp.sum(jnp.tanh(example["x"] @ params["w"] + params["b"]) - example["y"])
 params = {"w": jnp.asarray(np.random.default_rng(1).normal(size=(8, 16)), jnp.float32), "b": jnp.ones(16)}
 batch = {"x": jnp.asarray(np.random.default_rng(2).normal(size=(24, 8)), jnp.float32), "y": jnp.ones(24)}
 included = np.arange(24) % 5 != 0
-def run(mechanism, params, batch):
+mechanism = made(BANDS)
+def run(params, batch):
     optimizer = dpx.chain(mechanism, optax.sgd(0.1))
     step, state = jax.jit(dpx.private_updates(loss, optimizer), donate_argnums=2), optimizer.init(params)
     for _ in range(5):
         updates, state, _ = step(params, dpx.Batch(batch, included), state)
         params = jax.tree.map(jnp.add, params, updates)
     return params, state
-def share(array):
-    return array.addressable_shards[0].data.size / array.size
-assert len(jax.devices()) == 8
-splits = {"replicated": {"w": P(), "b": P()}, "sharded": {"w": P(None, "data"), "b": P("data")}}
-for strategy, kinds in ((BANDS, [(AxisType.Explicit, "sharded"), (AxisType.Auto, "sharded")]),):
-    mechanism = made(strategy)
-    one = run(mechanism, params, batch)
-    for kind, name in kinds:
-        mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
-        rows = jax.device_put(batch, NamedSharding(mesh, P("data")))
-        placed = jax.tree.map(lambda p, s: jax.device_put(p, NamedSharding(mesh, s)), params, splits[name])
-        begun = mechanism.init(placed).unreleased_noise
-        after, state = run(mechanism, placed, rows)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), after, one[0])
-        kept = state.inner.unreleased_noise
-        for memory in (begun, kept):
-            shares = {share(leaf) for leaf in jax.tree.leaves(memory)}
-            assert shares == ({1 / 8} if name == "sharded" else {1.0}), (kind, name, shares)
-mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-for kind in KINDS:
-    print(bits(*kind, lambda tree: jax.device_put(tree, NamedSharding(mesh, P("data")))))
+one = run(params, batch)
+splits = {"w": P(None, "data"), "b": P("data")}
+for kind in (AxisType.Explicit, AxisType.Auto):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
+    rows = jax.device_put(batch, NamedSharding(mesh, P("data")))
+    placed = jax.tree.map(lambda p, s: jax.device_put(p, NamedSharding(mesh, s)), params, splits)
+    require_share(mechanism.init(placed), 1 / 8)
+    after, state = run(placed, rows)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), after, one[0])
+    require_share(state.inner, 1 / 8)
+print("the same on 8 devices")
 """
 
 
-def test_the_same_noise_on_eight_devices():
-    """The released numbers bit for bit; and the memory is sharded like the parameters, from the first step on."""
-    assert on_eight_devices(SHARDED).split() == [bits(*kind) for kind in KINDS]
+def test_training_on_eight_devices():
+    assert "the same on 8 devices" in on_eight_devices(TRAINED)

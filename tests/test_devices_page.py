@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from tests.compiling import on_eight_devices
+from tests.devices import on_eight_devices
 
 PAGE = Path(__file__).parents[1] / "docs" / "devices.md"
 

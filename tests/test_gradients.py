@@ -13,7 +13,7 @@ from flax import nnx
 
 import dpx
 from dpx.xla.microbatches import sum_over_microbatches
-from tests.compiling import on_eight_devices
+from tests.devices import on_eight_devices
 from tests.test_dp_sgd import dp_sgd, loss, model
 
 
@@ -411,7 +411,8 @@ def share(array):
 one = run(params, batch)
 assert len(jax.devices()) == 8
 splits = {"replicated": {"w": P(), "b": P()}, "sharded": {"w": P(None, "data"), "b": P("data")}}
-for kind, name in ((AxisType.Auto, "sharded"), (AxisType.Explicit, "replicated"), (AxisType.Explicit, "sharded")):
+for kind, name in KINDS:
+    kind = getattr(AxisType, kind)
     mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
     rows = jax.device_put(batch, NamedSharding(mesh, P("data")))
     placed = jax.tree.map(lambda p, s: jax.device_put(p, NamedSharding(mesh, s)), params, splits[name])
@@ -422,17 +423,24 @@ for kind, name in ((AxisType.Auto, "sharded"), (AxisType.Explicit, "replicated")
     if kind == AxisType.Explicit:
         assert jax.tree.map(jax.typeof, eight.updates) == jax.tree.map(jax.typeof, placed)
         assert share(eight.unreleased.losses) == share(eight.unreleased.norms) == 1 / 8
-inside = jax.jit(lambda p, r: step(p, dpx.Batch(r, included), optimizer.init(p)))(placed, rows)
-jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), inside, one)
-steps, state = dpx.private_updates_in_chunks(loss, optimizer, with_key=True), optimizer.init(placed)
-sums = jax.jit(steps.add)(placed, dpx.Batch(rows, included), state)
-assert {share(leaf) for leaf in jax.tree.leaves(sums.unreleased_sums)} == {share(sums.unreleased.norms)} == {1 / 8}
-eight = jax.jit(steps.release)(placed, sums, state)
-jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), eight, one[:2])
-assert jax.tree.map(jax.typeof, eight[0]) == jax.tree.map(jax.typeof, placed)
+if KINDS == [("Explicit", "sharded")]:
+    inside = jax.jit(lambda p, r: step(p, dpx.Batch(r, included), optimizer.init(p)))(placed, rows)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), inside, one)
+    steps, state = dpx.private_updates_in_chunks(loss, optimizer, with_key=True), optimizer.init(placed)
+    sums = jax.jit(steps.add)(placed, dpx.Batch(rows, included), state)
+    assert {share(leaf) for leaf in jax.tree.leaves(sums.unreleased_sums)} == {share(sums.unreleased.norms)} == {1 / 8}
+    eight = jax.jit(steps.release)(placed, sums, state)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), eight, one[:2])
+    assert jax.tree.map(jax.typeof, eight[0]) == jax.tree.map(jax.typeof, placed)
 print("the same on 8 devices")
 """
 
 
-def test_the_same_noise_on_eight_devices():
-    assert "the same on 8 devices" in on_eight_devices(SHARDED)
+@pytest.mark.parametrize(
+    "kinds",
+    [[("Explicit", "sharded")], [("Explicit", "replicated"), ("Auto", "sharded")]],
+    ids=["explicit", "replicated and auto"],
+)
+def test_the_same_noise_on_eight_devices(kinds):
+    """tests/test_sharded_programs.py and tests/test_sampling_paths.py have axes that are not explicit, too."""
+    assert "the same on 8 devices" in on_eight_devices(f"KINDS = {kinds}\n{SHARDED}")

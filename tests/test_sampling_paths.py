@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import dpx
-from tests.compiling import on_eight_devices
+from tests.devices import on_eight_devices
 
 STEPS = 6
 SAMPLINGS = {
@@ -25,7 +25,6 @@ SAMPLINGS = {
     "cyclic": dpx.sampling.CyclicPoissonSampling(examples=60, batch_size=6, bands=3),
     "ordered": dpx.sampling.FixedOrder(examples=60, batch_size=16),
 }
-ON_EIGHT = ("truncated", "allocated")  # devices; all samplings load their batches in one way
 DATA = np.random.default_rng(0).integers(-9, 10, size=(60, 5)).astype(np.float32) / 64
 PARAMS = {"w": np.zeros(5, np.float32)}
 
@@ -107,22 +106,17 @@ def test_batches_are_cut_and_exceed_a_chunk_here():
     assert cut == [min(6, count) for count in free] and sum(count > 6 for count in free) >= 2
 
 
-def print_on_eight_devices():
+def print_on_eight_devices(name):
     assert len(jax.devices()) == 8
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    sharding = NamedSharding(mesh, PartitionSpec("data"))
-    for name in ON_EIGHT:
-        sampling = SAMPLINGS[name]
-        print(name, *whole(sampling), *whole(sampling, sharding=sharding), *chunked(sampling, sharding=sharding))
+    sharding, sampling = NamedSharding(mesh, PartitionSpec("data")), SAMPLINGS[name]
+    print(*whole(sampling), *whole(sampling, sharding=sharding), *chunked(sampling, sharding=sharding))
 
 
-def test_eight_devices_have_the_bits_of_one():
-    printed = on_eight_devices("from tests import test_sampling_paths as t; t.print_on_eight_devices()")
-    lines = [line.split() for line in printed.splitlines()]
-    assert [name for name, *_ in lines] == list(ON_EIGHT)
-    for name, *numbers in lines:
-        expected = list(map(repr, whole(SAMPLINGS[name])))
-        assert numbers == 3 * expected, name
+@pytest.mark.parametrize("name", ["truncated", "allocated"])  # all samplings load their batches in one way
+def test_eight_devices_have_the_bits_of_one(name):
+    printed = on_eight_devices(f"from tests import test_sampling_paths as t; t.print_on_eight_devices({name!r})")
+    assert printed.split() == 3 * list(map(repr, whole(SAMPLINGS[name])))
 
 
 def test_runs_of_other_weights_on_one_key_have_one_noise_and_no_bill_together():

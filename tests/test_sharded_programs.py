@@ -13,7 +13,8 @@ import dpx
 from benchmarks import programs
 from dpx.gradients.ghost import engine, norms
 from dpx.xla import norms as any_size
-from tests.compiling import SWITCH, on_eight_devices
+from tests.compiling import SWITCH
+from tests.devices import on_eight_devices
 
 VOCABULARY, WIDTH, HIDDEN, LENGTH, BATCH = 2048, 64, 512, 128, 8
 RANDOM = np.random.default_rng(0)
