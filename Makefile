@@ -35,7 +35,7 @@ test: lint
 	rm -rf .venv/compiled
 	$(PYTEST) -m 'not long'
 
-# Larger cases of these (tests/long.txt): every night, and before a release.
+# Larger cases of these (tests/long.txt), and variants of mechanisms: every night, and before a release.
 long: install
 	$(PYTEST) -m long
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import dpx
 from dpx import catalog, strategies
@@ -30,6 +31,9 @@ WEIGHTED = dpx.PoissonSampling(examples=1000, batch_size=8, weights=1.0 + np.ara
 CYCLIC = dpx.sampling.CyclicPoissonSampling(examples=1000, batch_size=8, bands=3)
 ORDERED = dpx.sampling.FixedOrder(examples=20, batch_size=8)
 ALLOCATED = dpx.sampling.RandomAllocation(examples=20, steps_per_epoch=3)
+# The lines of DP-SGD that `make test` checks under a sampling that a method with all lines has, and under other ones.
+OF_A_SAMPLING = ("resume", "cost", "sampling", "secrecy")
+OF_A_DIVISOR = ("divisor", "noise", *OF_A_SAMPLING)
 
 
 class Case(NamedTuple):
@@ -47,6 +51,8 @@ class Case(NamedTuple):
     linear: the update is a linear function of the noisy sum, known from the fields above. Else the noise is checked by
             exchanging it for sums, before it is decoded.
     from_catalog: made from a line of dpx/catalog.py, of which nothing else is known.
+    like: a case of the same code, with other options or another sampling. `make test` checks every line of that one,
+          and the lines `quick` of this one; `make long` checks the others.
     """
 
     name: str
@@ -64,6 +70,8 @@ class Case(NamedTuple):
     noised: Callable[[Any, Any], Any] = lambda total, state: total
     linear: bool = True
     from_catalog: bool = False
+    like: str = ""
+    quick: tuple[str, ...] = ()
 
     @property
     def mechanism(self) -> dpx.Mechanism:
@@ -88,7 +96,19 @@ def _scheduled(key, sampling: Any = POISSON) -> dpx.Mechanism:
     )
 
 
-def _dice(name, sampling, *, outer, reset_every=None, stability=None) -> Case:
+def _under(name: str, sampling: Any, quick: tuple[str, ...] = OF_A_DIVISOR) -> Case:
+    """The schedules under another sampling: what an example contributes, and the noise on the sum, do not know it."""
+    return Case(
+        name,
+        lambda key: _scheduled(key, sampling),
+        lambda t: 1 - 0.05 * min(t, 10),
+        lambda t: 2 * 0.9**t,
+        like="scheduled",
+        quick=quick,
+    )
+
+
+def _dice(name, sampling, *, outer, reset_every=None, stability=None, like="") -> Case:
     """clip norm 0.7, feedback norm 0.02."""
 
     def make(key):
@@ -122,7 +142,7 @@ def _dice(name, sampling, *, outer, reset_every=None, stability=None) -> Case:
             sampling=sampling,
         )
 
-    return Case(name, make, withheld=min(outer - 0.7, 1e15), fed_back=fed_back, event=event)
+    return Case(name, make, withheld=min(outer - 0.7, 1e15), fed_back=fed_back, event=event, like=like)
 
 
 PER_LAYER = {"kernel": 0.5, "bias": 0.2, "scale": 0.1}
@@ -176,6 +196,24 @@ def _fresh_gaussians(steps):
 def _projected_sum(total, state):
     stream = dpx.keys.stream(jax.random.key(7), "projection of the sum")
     return projection(12, None, "gaussian", 1, stream, bounded=True).encode(total, state.projection)
+
+
+def _d2p2(name: str, rank: Any, kind: str, like="") -> Case:
+    def make(key):
+        options = {"noise_multiplier": 2.0, "power": 0.5, "every": 2, "sampling": POISSON, "key": key}
+        return dpx.methods.d2p2_sgd(rank=rank, kind=kind, **options)
+
+    return Case(name, make, lambda t: 1.0, lambda t: 2 * (t // 2 + 1) ** -0.5, lift=math.sqrt(2), like=like)
+
+
+PER_LAYER_RANK = {"kernel": 8, "bias": 2, "scale": 1}
+
+
+def _dp2(name: str, rank: Any, kind: str, lift: float, like="") -> Case:
+    def make(key):
+        return dpx.methods.dp2_sgd(rank=rank, kind=kind, noise_multiplier=1.3, sampling=EPOCHS, key=key)
+
+    return Case(name, make, lambda t: 1.0, lift=lift, like=like)
 
 
 BANDED = strategies.optimized(bands=3, steps=12)
@@ -232,16 +270,26 @@ def _gep_scale(state):
 MECHANISMS = [
     Case("dp_sgd", _dp_sgd),
     Case("scheduled", _scheduled, lambda t: 1 - 0.05 * min(t, 10), lambda t: 2 * 0.9**t),
-    Case("full batch", lambda key: _dp_sgd(key, dpx.FullBatch(examples=8))),
-    Case("fixed size", lambda key: _dp_sgd(key, dpx.FixedSizeSampling(examples=100, batch_size=8))),
-    Case("shuffled", lambda key: _scheduled(key, EPOCHS), lambda t: 1 - 0.05 * min(t, 10), lambda t: 2 * 0.9**t),
-    Case("truncated", lambda key: _scheduled(key, TRUNCATED), lambda t: 1 - 0.05 * min(t, 10), lambda t: 2 * 0.9**t),
-    Case("weighted", lambda key: _scheduled(key, WEIGHTED), lambda t: 1 - 0.05 * min(t, 10), lambda t: 2 * 0.9**t),
-    Case("cyclic", lambda key: _scheduled(key, CYCLIC), lambda t: 1 - 0.05 * min(t, 10), lambda t: 2 * 0.9**t),
-    Case("ordered", lambda key: _scheduled(key, ORDERED), lambda t: 1 - 0.05 * min(t, 10), lambda t: 2 * 0.9**t),
-    Case("allocated", lambda key: _scheduled(key, ALLOCATED), lambda t: 1 - 0.05 * min(t, 10), lambda t: 2 * 0.9**t),
+    Case("full batch", lambda key: _dp_sgd(key, dpx.FullBatch(examples=8)), like="dp_sgd", quick=OF_A_DIVISOR),
+    Case(
+        "fixed size",
+        lambda key: _dp_sgd(key, dpx.FixedSizeSampling(examples=100, batch_size=8)),
+        like="dp_sgd",
+        quick=OF_A_DIVISOR,
+    ),
+    _under("shuffled", EPOCHS, OF_A_SAMPLING),
+    _under("truncated", TRUNCATED),
+    _under("weighted", WEIGHTED),
+    _under("cyclic", CYCLIC, OF_A_SAMPLING),
+    _under("ordered", ORDERED, OF_A_SAMPLING),
+    _under("allocated", ALLOCATED),
     Case("per layer", lambda key: _dp_sgd(key, clip_norm=PER_LAYER), lambda t: math.sqrt(0.25 + 0.04 + 0.01)),
-    Case("normalized", lambda key: dpx.mechanisms.normalized(_dp_sgd(key, clip_norm=1.0)), lambda t: 1.0),
+    Case(
+        "normalized",
+        lambda key: dpx.mechanisms.normalized(_dp_sgd(key, clip_norm=1.0)),
+        lambda t: 1.0,
+        like="normalized, small clip",
+    ),
     Case("normalized, small clip", lambda key: dpx.mechanisms.normalized(_dp_sgd(key), stability=1e-6)),
     Case("trainable", lambda key: dpx.in_coordinates(_dp_sgd(key), TRAINABLE), frozen=("bias",)),
     Case(
@@ -252,6 +300,7 @@ MECHANISMS = [
         ),
         lambda t: math.sqrt(0.25 + 1 + 0.01),
         frozen=("bias",),
+        like="trainable",
     ),
     Case(
         "dynamic_dp_sgd",
@@ -268,6 +317,7 @@ MECHANISMS = [
         ),
         lambda t: 1.1 * 2 ** (-(t // 3 * 3 + 1) / 8),
         lambda t: 2.5 * 3 ** (-(t // 3 * 3 + 1) / 8),
+        like="dynamic_dp_sgd",
     ),
     Case(
         "d2p_sgd",
@@ -276,7 +326,7 @@ MECHANISMS = [
         lambda t: 2 * (t // 2 + 1) ** -0.5,
     ),
     _dice("dice_sgd", POISSON, outer=1.0, reset_every=3),
-    _dice("dice_sgd automatic, shuffled", EPOCHS, outer=math.inf, stability=0.05),
+    _dice("dice_sgd automatic, shuffled", EPOCHS, outer=math.inf, stability=0.05, like="dice_sgd"),
     Case(
         "random_freeze_sgd",
         lambda key: dpx.methods.random_freeze_sgd(
@@ -293,6 +343,7 @@ MECHANISMS = [
         lambda t: 2 * 0.9**t,
         scale=_masked,
         clips_frozen=True,
+        like="random_freeze_sgd",
     ),
     Case(
         "ranked_freeze_sgd",
@@ -312,6 +363,7 @@ MECHANISMS = [
         lambda key: _ada_dpigu(key, example_keep=0.3),
         scale=_restored,
         fed_back=_mean,
+        like="ada_dpigu",
     ),
     Case(
         "adaptive_clipping",
@@ -330,6 +382,7 @@ MECHANISMS = [
             _dp_sgd(key), dpx.coordinates.random_projection(rank=12, kind="gaussian", key=key)
         ),
         lift=2.5,
+        like="dp2_sgd",
     ),
     Case(
         "clip, then project",
@@ -338,27 +391,10 @@ MECHANISMS = [
         lift=2.5,
         noised=_projected_sum,
     ),
-    Case(
-        "d2p2_sgd",
-        lambda key: dpx.methods.d2p2_sgd(
-            rank=8, kind="countsketch", noise_multiplier=2.0, power=0.5, every=2, sampling=POISSON, key=key
-        ),
-        lambda t: 1.0,
-        lambda t: 2 * (t // 2 + 1) ** -0.5,
-        lift=math.sqrt(2),
-    ),
-    Case(
-        "dp2_sgd, per layer",
-        lambda key: dpx.methods.dp2_sgd(
-            rank={"kernel": 8, "bias": 2, "scale": 1},
-            kind="orthonormal",
-            noise_multiplier=1.3,
-            sampling=EPOCHS,
-            key=key,
-        ),
-        lambda t: 1.0,
-        lift=math.sqrt(3 / 2),
-    ),
+    _d2p2("d2p2_sgd", 8, "orthonormal"),
+    _d2p2("d2p2_sgd, count sketch", 8, "countsketch", like="d2p2_sgd"),
+    _dp2("dp2_sgd", 8, "gaussian", lift=3.0),
+    _dp2("dp2_sgd, per layer", PER_LAYER_RANK, "orthonormal", lift=math.sqrt(3 / 2), like="dp2_sgd"),
     Case(
         "gep_sgd",
         lambda key: dpx.methods.gep_sgd(
@@ -383,7 +419,7 @@ MECHANISMS = [
         fed_back=_remembered(-0.6),
         event=_in_order,
     ),
-    Case("chained", lambda key: dpx.chain(_dp_sgd(key), optax.identity())),
+    Case("chained", lambda key: dpx.chain(_dp_sgd(key), optax.identity()), like="dp_sgd"),
 ]
 
 COORDINATES_BY_HAND = {  # the cases above that they are in
@@ -392,9 +428,8 @@ COORDINATES_BY_HAND = {  # the cases above that they are in
     "ranked_freeze": "ranked_freeze_sgd",
     "importance_mask": "ada_dpigu",
     "standardized": "ada_dpigu",
-    "top_fraction": "ada_dpigu, top third",
     "gradient_embedding": "gep_sgd",
-    "random_projection": "gaussian projection",
+    "random_projection": "dp2_sgd",
 }
 MECHANISMS_BY_HAND = {"normalized", "clip_then_project"}
 SAMPLINGS_BY_HAND = {
@@ -443,7 +478,7 @@ def case_of_sampling(entry: catalog.Entry) -> Case:
 
 def cases_of_the_catalog() -> list[Case]:
     """A case for every line of the catalog that has none by hand."""
-    by_hand = {case.name.split(",")[0] for case in MECHANISMS}
+    by_hand = {case.name.split(",")[0] for case in MECHANISMS if not case.like}
     return [
         *[case_of_method(entry) for entry in catalog.METHODS if entry.name not in by_hand],
         *[case_of_method(entry) for entry in catalog.MECHANISMS if entry.name not in MECHANISMS_BY_HAND],
@@ -452,5 +487,10 @@ def cases_of_the_catalog() -> list[Case]:
     ]
 
 
-assert {name.split(",")[0] for name in COORDINATES_BY_HAND.values()} <= {case.name.split(",")[0] for case in MECHANISMS}
+assert {case.like for case in MECHANISMS} - {""} <= {case.name for case in MECHANISMS if not case.like}
+assert set(COORDINATES_BY_HAND.values()) <= {case.name for case in MECHANISMS if not case.like}
 MECHANISMS += cases_of_the_catalog()
+ALL = [  # for tests of one property of every mechanism
+    pytest.param(case, id=case.name, marks=[pytest.mark.long] if case.like and not case.quick else [])
+    for case in MECHANISMS
+]

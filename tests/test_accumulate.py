@@ -14,7 +14,7 @@ import dpx
 from dpx.gradients.chunks import _alike, _clipping
 from dpx.states.record import Drawn, ReleaseState, sampling_fingerprint, unit_mark
 from dpx.trees import map_states
-from tests.mechanisms import MECHANISMS, PARAMS
+from tests.mechanisms import ALL, PARAMS
 from tests.test_dp_sgd import KEY, SAMPLING, dp_sgd, model
 from tests.test_dp_sgd import loss as loss_without_key
 from tests.test_gradients import with_dropout as loss
@@ -210,7 +210,7 @@ def test_sums_that_were_clipped_to_another_norm_have_no_bill():
     chex.assert_trees_all_close(updates, expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("case", MECHANISMS, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", ALL)
 def test_the_clip_norms_of_both_programs_agree(case):
     """No mechanism is refused for the rounding of its schedules, which two programs compute."""
     state = jax.jit(case.mechanism.init)(PARAMS)

@@ -1,5 +1,7 @@
 """The privacy contract: every mechanism x every line. A property is tested here or not claimed.
 
+Variants of a mechanism are left to `make long` (`like` of a case).
+
 The lines are those of `dpx.audit.check_contract`, which knows nothing of a mechanism but what it does. The facts of a
 case (tests/mechanisms.py), worked out by hand, say more: the clip norm, the noise on every coordinate, the bill.
 `test_the_line_of_a_broken_mechanism_fails` (tests/test_audit_contract.py) breaks every line.
@@ -255,7 +257,7 @@ def facts_of_secrecy(case: Case):
 def facts_of_padding(case: Case):
     """A batch of no rows is a step of pure noise on every path. Line 3."""
     found = trial(case)
-    if case.name not in ("dp_sgd", "dice_sgd", "adaptive_clipping", "gaussian projection", "ada_dpigu, top third"):
+    if case.name not in ("dp_sgd", "dice_sgd", "adaptive_clipping", "dp2_sgd", "ada_dpigu, top third"):
         return
     state, none = found.state(1), np.zeros(0, bool)
     rows = inputs.gradients(PARAMS, 3, rows=0)
@@ -276,10 +278,11 @@ FACTS = {
 
 # A mechanism at a time, because all of its lines use what it compiles.
 LINES_OF_CASES = [
-    pytest.param(line, case, id=f"{line}-{case.name}" + " from_catalog" * case.from_catalog, marks=mark)
+    pytest.param(line, case, id=f"{line}-{case.name}" + " from_catalog" * case.from_catalog, marks=[group, *long])
     for case in MECHANISMS
-    for mark in [pytest.mark.xdist_group(case.name)]
+    for group in [pytest.mark.xdist_group(case.name)]
     for line in LINES
+    for long in [[pytest.mark.long] if case.like and line not in case.quick else []]
 ]
 
 

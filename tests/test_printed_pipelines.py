@@ -11,7 +11,7 @@ import dpx
 from dpx.audit.stand_ins import drawing
 from dpx.coordinates.projections.projection import projection
 from dpx.xla.totals import ETA
-from tests.mechanisms import ALIGNED, MECHANISMS, PARAMS, Case
+from tests.mechanisms import ALIGNED, ALL, MECHANISMS, PARAMS, PER_LAYER_RANK, Case
 
 KEY = jax.random.key(7)  # of every case's mechanism
 NAMES = [case.name for case in MECHANISMS]
@@ -68,8 +68,10 @@ UNITS = {
     "adaptive_clipping": lambda state: jax.tree.map(lambda p: jnp.full(p.shape, 0.4), PARAMS),  # the clip norm
     "gaussian projection": lifted(rank=12, kind="gaussian"),
     "clip, then project": lifted_sum,
-    "d2p2_sgd": lifted(rank=8, kind="countsketch"),
-    "dp2_sgd, per layer": lifted(rank={"kernel": 8, "bias": 2, "scale": 1}, kind="orthonormal"),
+    "d2p2_sgd": lifted(rank=8, kind="orthonormal"),
+    "d2p2_sgd, count sketch": lifted(rank=8, kind="countsketch"),
+    "dp2_sgd": lifted(rank=8, kind="gaussian"),
+    "dp2_sgd, per layer": lifted(rank=PER_LAYER_RANK, kind="orthonormal"),
 }
 
 
@@ -84,11 +86,10 @@ def units(case: Case, state):
     )
 
 
-@pytest.mark.parametrize("name", [name for name in BY_HAND if name != "gep_sgd"])
-def test_the_printed_multiplier_is_that_of_the_noise(name):
-    case = case_of(name)
+@pytest.mark.parametrize("case", [one for one in ALL if one.id in BY_HAND and one.id != "gep_sgd"])
+def test_the_printed_multiplier_is_that_of_the_noise(case):
     updates, state = release_of_unit_noise(case)
-    (line,) = [line for line in printed(name) if "add noise" in line]
+    (line,) = [line for line in printed(case.name) if "add noise" in line]
     (multiplier,) = map(float, MULTIPLIER.findall(line))
     deviation = multiplier * case.clip(0) / case.mechanism.sampling.divisor
     for found, unit in zip(jax.tree.leaves(updates), jax.tree.leaves(units(case, state)), strict=True):

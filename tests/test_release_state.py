@@ -19,7 +19,7 @@ import dpx
 from dpx.states import reading
 from dpx.states.reading import release_state
 from dpx.states.record import LARGEST_WEIGHT, ReleaseState, noise_order
-from tests.mechanisms import MECHANISMS, PARAMS
+from tests.mechanisms import ALL, PARAMS
 
 SAMPLING = dpx.PoissonSampling(examples=1000, batch_size=8)
 ROWS = 4
@@ -111,7 +111,7 @@ def test_accepted(name, promoting):
     assert dpx.epsilon(mechanism, state, delta=1e-5) == dpx.epsilon(mechanism, 2, delta=1e-5) > 0
 
 
-@pytest.mark.parametrize("case", MECHANISMS, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", ALL)
 def test_every_mechanism_bills_its_own_state(case):
     """The state that counts the releases is billed as the number of steps is, also after a restored checkpoint."""
     mechanism = case.mechanism
@@ -129,7 +129,7 @@ def test_every_mechanism_bills_its_own_state(case):
     assert float(release.precision[0]) == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("case", MECHANISMS, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", ALL)
 def test_a_step_may_be_given_its_state_from_the_first_one_on(case):
     """jax refuses to donate one buffer twice, so that the first step of a run would fail."""
     leaves = [leaf for leaf in jax.tree.leaves(case.mechanism.init(PARAMS)) if isinstance(leaf, jax.Array)]
