@@ -21,11 +21,12 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
 
-# A process on every core, so one thread each; what one has compiled, the others need not. Each file runs in one process,
-# because its tests share small programs and bills. In the order of their names, because those with the fewest tests take
-# long, and one process would wait for the other at the end. Most of the time is compiling: without optimizations, and
-# without the emitters that take a third of it (tests/compiling.py). Memory that is free stays with the process, because
-# taking it again is half of the time of the system.
+# A process on every core, so one thread each. A later run need not compile what an earlier one has; `make test` writes no
+# programs, because that takes longer than to compile what several processes have (tests/compiling.py). Each file runs in
+# one process, because its tests share small programs and bills. In the order of their names, because those with the
+# fewest tests take long, and one process would wait for the other at the end. Most of the time is compiling: without
+# optimizations, and without the emitters that take a third of it (tests/compiling.py). Memory that is free stays with the
+# process, because taking it again is half of the time of the system.
 PYTEST := OMP_NUM_THREADS=1 JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.venv/compiled JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 \
 	JAX_DISABLE_MOST_OPTIMIZATIONS=1 \
 	MALLOC_MMAP_THRESHOLD_=536870912 MALLOC_TRIM_THRESHOLD_=1073741824 MALLOC_TOP_PAD_=67108864 \
@@ -33,7 +34,7 @@ PYTEST := OMP_NUM_THREADS=1 JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.venv/compiled J
 
 test: lint
 	rm -rf .venv/compiled
-	$(PYTEST) -m 'not long'
+	COMPILED_STAYS_IN_MEMORY=1 $(PYTEST) -m 'not long'
 
 # Larger cases of these (tests/long.txt), and variants of mechanisms: every night, and before a release.
 long: install
