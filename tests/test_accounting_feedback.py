@@ -124,16 +124,20 @@ def test_more_is_dearer():
     assert epsilon(**base, reset=20) < epsilon(**base)
 
 
-def test_delta_and_epsilon_agree():
-    for options in ({}, {"sampling": EPOCHS}, {"error_shift": math.inf, "feedback_shift": 0.1}):
-        made = event(**({"noise": 8.0, "steps": 60} | options))
-        relation = made.sampling.relation
-        spent = accounting.event_epsilon(made, delta=1e-5, relation=relation)
-        # two upper bounds, which leave out other numbers of participations
-        assert 0.9e-5 <= accounting.event_delta(made, epsilon=spent, relation=relation) <= 1.0001e-5
-        profile = accounting.events.event_profile(made, relation=relation)
-        curve = [profile.delta(value) for value in (0.0, spent, 2 * spent)]
-        assert np.all(np.diff(curve) < 0) and 0.9e-5 <= curve[1] <= 1.1e-5
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"sampling": EPOCHS}, {"error_shift": math.inf, "feedback_shift": 0.1}],
+    ids=["sampled", "epochs", "feedback alone"],
+)
+def test_delta_and_epsilon_agree(options):
+    made = event(**({"noise": 8.0, "steps": 60} | options))
+    relation = made.sampling.relation
+    spent = accounting.event_epsilon(made, delta=1e-5, relation=relation)
+    # two upper bounds, which leave out other numbers of participations
+    assert 0.9e-5 <= accounting.event_delta(made, epsilon=spent, relation=relation) <= 1.0001e-5
+    profile = accounting.events.event_profile(made, relation=relation)
+    curve = [profile.delta(value) for value in (0.0, spent, 2 * spent)]
+    assert np.all(np.diff(curve) < 0) and 0.9e-5 <= curve[1] <= 1.1e-5
 
 
 @pytest.fixture(params=[0, 36])

@@ -48,7 +48,8 @@ def test_docs(promoting):
         exec(block, names)
 
 
-MECHANISM = sound(jax.random.key(7), 100)
+KEY = jax.random.key(7)
+MECHANISM = sound(KEY, 100)
 
 
 @pytest.mark.parametrize(
@@ -139,14 +140,14 @@ def test_a_run_that_may_not_be_so_long_is_not_billed():
     )
 
 
-def test_noise_of_a_mechanisms_own():
+@pytest.mark.parametrize("coordinates", [[], [dpx.coordinates.random_projection(rank=12, kind="gaussian", key=KEY)]])
+def test_noise_of_a_mechanisms_own(coordinates):
     """Sound noise that does not come from `keys.normal_like` passes, also with coordinates of the key."""
-    key = jax.random.key(7)
-    plain = sound_noise_of_its_own(key)
-    projected = dpx.in_coordinates(plain, dpx.coordinates.random_projection(rank=12, kind="gaussian", key=key))
-    for mechanism in (plain, projected):
-        report = check_contract(mechanism, params=PARAMS, lines=["noise", "secrecy"], draws=500)
-        assert not report.failures and not report.unchecked, report
+    mechanism = sound_noise_of_its_own(KEY)
+    for each in coordinates:
+        mechanism = dpx.in_coordinates(mechanism, each)
+    report = check_contract(mechanism, params=PARAMS, lines=["noise", "secrecy"], draws=500)
+    assert not report.failures and not report.unchecked, report
 
 
 def test_noise_with_a_heavy_tail():
