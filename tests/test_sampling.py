@@ -154,8 +154,8 @@ def batches_as_text():
 
 
 def test_poisson_coins_are_independent_and_have_the_billed_probability():
-    """1500 steps: rate of every example, variance of the size, correlation of pairs; false alarm below 1e-4 in all."""
-    sampling, steps = SAMPLINGS[0], 1500
+    """1000 steps: rate of every example, variance of the size, correlation of pairs; false alarm below 1e-4 in all."""
+    sampling, steps = SAMPLINGS[0], 1000
     taken = np.zeros((steps, 100))
     for step in range(steps):
         taken[step, drawn(sampling, step)] = 1
@@ -239,7 +239,7 @@ def test_a_truncated_batch_is_a_random_subset_of_the_coins():
     free = dpx.PoissonSampling(examples=12, batch_size=6)
     cut = dpx.PoissonSampling(examples=12, batch_size=6, most_rows=6)
     kept, pairs, places, sizes = np.zeros(12), np.zeros((12, 12)), np.zeros(6), []
-    for step in range(700):
+    for step in range(500):
         heads, draw = drawn(free, step), cut.draw(KEY, step)
         batch = draw.indices[draw.included]
         assert len(draw.indices) == 6 and len(batch) == min(6, len(heads)) and set(batch) <= set(heads)
