@@ -1,5 +1,6 @@
 """Norms and sums of sharded arrays, and what the compiled step of a sharded model sends between devices."""
 
+import functools
 import json
 
 import jax
@@ -48,6 +49,13 @@ def test_inner_products_of_long_sharded_rows(monkeypatch):
     alone = norms.inner(left, right)
     monkeypatch.setattr(jax, "device_count", lambda: 8)
     np.testing.assert_allclose(norms.inner(left, right), alone, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(("fan_in", "fan_out"), [(2500, 40), (40, 2500), (1300, 1300)])
+def test_gram_norm_of_long_sharded_rows_is_not_below_the_true_one(eight_devices, fan_in, fan_out):
+    a, b = (RANDOM.normal(size=(2, 6, size)).astype(np.float32) for size in (fan_in, fan_out))
+    true = np.linalg.norm(np.einsum("kti,kto->kio", a.astype(np.float64), b))
+    assert true <= norms.gram(jnp.asarray(a), jnp.asarray(b)) <= true * (1 + 1e-3)
 
 
 def params():
@@ -115,11 +123,11 @@ IN_LITTLE_MEMORY = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZ
 LAYER = {"up": PartitionSpec(None, None, "model"), "down": PartitionSpec(None, "model")}
 
 
-def loss_of_layers(params, tokens):
+def loss_of_layers(params, tokens, width=WIDTH):
     def layer(x, p):
         return x + jax.nn.relu(x @ p["up"]) @ p["down"], None
 
-    x = jnp.sin(jnp.outer(tokens[:-1].astype(jnp.float32), jnp.arange(1.0, WIDTH + 1)))
+    x = jnp.sin(jnp.outer(tokens[:-1].astype(jnp.float32), jnp.arange(1.0, width + 1)))
     return jnp.mean(jnp.square(jax.lax.scan(jax.checkpoint(layer, prevent_cse=False), x, params)[0]))
 
 
@@ -144,6 +152,31 @@ def print_memory_of_passes():
         gathered = programs.collectives(programs.instructions(program.as_text()))["all-gather"][1]
     apart = [float(np.abs(one - two).max()) for one, two in zip(*updates[1:], strict=True)]
     print(json.dumps([memory, gathered, apart]))
+
+
+def print_bytes_sent():
+    """By a step without privacy, a private one, and one in two microbatches; no axis of the mesh shares the rows."""
+    mesh = jax.make_mesh((1, 8), ("data", "model"), axis_types=(AxisType.Auto, AxisType.Auto))
+    rows, width = NamedSharding(mesh, PartitionSpec("data")), 8192
+    places = {name: NamedSharding(mesh, spec) for name, spec in LAYER.items()}
+    shapes = {name: jax.ShapeDtypeStruct((2, width, width), np.float32, sharding=of) for name, of in places.items()}
+    batch = jax.ShapeDtypeStruct((BATCH, 513), np.int32, sharding=rows)
+    loss = functools.partial(loss_of_layers, width=width)
+
+    def plain(params, tokens):
+        return jax.grad(lambda p: jnp.mean(jax.vmap(loss, (None, 0))(p, tokens)))(params)
+
+    sent = []
+    for each in (plain, *(step(loss, sharding=rows, microbatch_size=size) for size in (BATCH, BATCH // 2))):
+        program = jax.jit(each, out_shardings=places).lower(shapes, batch).compile(compiler_options=IN_LITTLE_MEMORY)
+        sent.append(sum(size for _, size in programs.collectives(programs.instructions(program.as_text())).values()))
+    print(json.dumps(sent))
+
+
+def test_tensor_parallel_sends_few_gram_matrices_and_no_sums_of_microbatches():
+    printed = on_eight_devices("from tests import test_sharded_programs as t; t.print_bytes_sent()")
+    plain, whole, parts = json.loads(printed)
+    assert whole <= 1.05 * plain and parts <= 1.05 * plain  # one Gram matrix of a layer, of two that are as long
 
 
 def loss_of_words(params, tokens):

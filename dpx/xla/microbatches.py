@@ -97,8 +97,16 @@ def sum_over_microbatches(
 
 def _loop(add: Callable[[Tree, Tree], tuple[Tree, Tree]], shapes: Tree, rows: Tree, like: Tree) -> tuple[Tree, Tree]:
     """The sums, of these shapes, and stacked outputs of `add(sums, rows) -> (sums, output)` in a loop, from 0 on."""
-    alike = {(leaf.shape, leaf.dtype): leaf for leaf in jax.tree.leaves(like)}
-    begin = jax.tree.map(lambda x: alike.get((x.shape, x.dtype), jnp.zeros(x.shape, x.dtype)), shapes)
+    alike: dict[tuple, list[tuple]] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(like):
+        alike.setdefault((leaf.shape, leaf.dtype), []).append((path, leaf))
+
+    def first(path, x):
+        """Of two parameters of one shape the one that the sum is of, because they may be sharded in two ways."""
+        fitting = alike.get((x.shape, x.dtype), [((), jnp.zeros(x.shape, x.dtype))])
+        return next((leaf for of, leaf in fitting if path[len(path) - len(of) :] == of), fitting[0][1])
+
+    begin = jax.tree_util.tree_map_with_path(first, shapes)
 
     def body(carry, rows):
         begun, sums = carry

@@ -65,10 +65,18 @@ def gram(a: jax.Array, b: jax.Array) -> jax.Array:
     """|G|, float32 (), by |G|^2 = sum_st (a_s . a_t)(b_s . b_t), plus the rounding of G in the weighted sum."""
     a, b, size = balanced(a, b)
     groups, positions, _ = a.shape
-    products = inner(a, a) * inner(b, b)
-    lengths = total(jnp.sqrt(diagonal(products)), 1)
+    if device_count() > 1:
+        # Rows that are sharded are the longer ones here, mostly. The sum over their segments, for which devices send
+        # to each other what they have, is the last one: so it is a number, and not a matrix.
+        short, long = (a, b) if a.shape[-1] <= b.shape[-1] else (b, a)
+        products = inner(short, short)[:, None] * _inner_of_segments(long, long)
+        squares = jnp.sum(lax.optimization_barrier(diagonal(products)), 1)
+    else:
+        products = inner(a, a) * inner(b, b)
+        squares = diagonal(products)
+    lengths = total(jnp.sqrt(squares), 1)
     found = uncancelled(
-        total(products, 3),
+        total(products, products.ndim),
         jnp.sum(lengths**2),
         roundings=roundings(a.shape[2]) + roundings(b.shape[2]) + 2 * positions + groups,
         positions=positions,
@@ -87,12 +95,9 @@ def inner(left: jax.Array, right: jax.Array) -> jax.Array:
     """The inner products, float32 (K, S, T), of the rows of float32 (K, S, n) and (K, T, n)."""
     size, count = left.shape[-1], _segments(left.shape[-1])
     width = math.ceil(size / count)
-    if count > 1 and device_count() > 1:  # a slice of an axis that is sharded would be sent to all devices
-        parts = [jnp.pad(x, ((0, 0), (0, 0), (0, count * width - size))) for x in (left, right)]
-        left, right = (x.reshape(*x.shape[:2], count, width) for x in parts)
-        products = jnp.einsum("ksci,ktci->kcst", left, right, precision=EXACT)
+    if count > 1 and device_count() > 1:
         # Because of the barrier, XLA does not make one long sum of the sums of the segments.
-        return jnp.sum(jax.lax.optimization_barrier(products), 1)
+        return jnp.sum(jax.lax.optimization_barrier(_inner_of_segments(left, right)), 1)
     parts = [slice(start, start + width) for start in range(0, size, width)]
 
     def of_group(left, right):
@@ -103,9 +108,21 @@ def inner(left: jax.Array, right: jax.Array) -> jax.Array:
     return of_group(left[0], right[0])[None] if len(left) == 1 else jax.vmap(of_group)(left, right)
 
 
+def _inner_of_segments(left: jax.Array, right: jax.Array) -> jax.Array:
+    """The same of each segment of the rows, float32 (K, C, S, T): their sum over C is `inner`.
+
+    The segments are an axis, because a slice of an axis that is sharded would be sent to all devices.
+    """
+    size, count = left.shape[-1], _segments(left.shape[-1])
+    width = math.ceil(size / count)
+    parts = [jnp.pad(x, ((0, 0), (0, 0), (0, count * width - size))) for x in (left, right)]
+    left, right = (x.reshape(*x.shape[:2], count, width) for x in parts)
+    return jnp.einsum("ksci,ktci->kcst", left, right, precision=EXACT)
+
+
 def diagonal(matrices: jax.Array) -> jax.Array:
-    """The diagonals, float32 (K, T), of float32 (K, T, T). `jnp.diagonal` is a gather, which takes long to compile."""
-    row, column = (lax.broadcasted_iota(jnp.int32, matrices.shape, axis) for axis in (1, 2))
+    """The diagonals, float32 (..., T), of float32 (..., T, T). `jnp.diagonal` is a gather: it takes long to compile."""
+    row, column = (lax.broadcasted_iota(jnp.int32, matrices.shape, matrices.ndim - axis) for axis in (2, 1))
     return jnp.sum(lax.select(row == column, matrices, jnp.zeros_like(matrices)), -1)
 
 
