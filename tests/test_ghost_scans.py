@@ -268,6 +268,17 @@ def remat_of_a_tied_weight():
 
 
 @animal("outer")
+def remat_of_a_router():
+    """Only the place of the router's largest output counts. So it has no gradient, but the experts after it have."""
+
+    def body(x, p):
+        return jnp.where(jnp.argmax(x @ p["router"]) < 2, jnp.tanh(x @ p["one"]), x @ p["other"]), None
+
+    params = {name: normal(i, 2, 4, 4) for i, name in enumerate(("router", "one", "other"))}
+    return layer(lambda p, x: lax.scan(jax.checkpoint(body), x, p)[0], params, 4)
+
+
+@animal("outer")
 def dropout_in_a_scan_with_remat():
     def loss(w, example):
         x, dropout_key = example

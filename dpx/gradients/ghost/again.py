@@ -41,31 +41,38 @@ class Tap(NamedTuple):
 
     compute: (records, given) -> found. records: the inputs and cotangents of all B examples, (B, ...)
     slot: zeros like `found`. given: arrays. Both have an axis for each scan around the equation before their own.
+    shared: the numbers of operands that later equations read, too, and whose records are those of this one
     """
 
     compute: Callable[[Any, Tree], Tree]
     slot: Tree
     given: Tree
+    shared: frozenset[int] = frozenset()
 
     @property
     def added(self) -> tuple[Tree, Tree]:
         return self.slot, self.given
 
-    def at(self, output: jax.Array, operands: tuple, added: tuple[Tree, Tree]) -> jax.Array:
-        """`output`; the gradient by the slot in `added` is what `compute` finds."""
+    def at(self, output: jax.Array, operands: tuple, added: tuple[Tree, Tree]) -> tuple[jax.Array, list]:
+        """`output` and the shared operands; the gradient by the slot in `added` is what `compute` finds.
+
+        Later equations must read the operands that are returned. Else there would be no record where this equation has
+        no cotangent and a later one has, such as an expert after a router whose output is compared alone.
+        """
 
         @jax.custom_vjp
         def tap(output, operands, added):
-            return output
+            return output, [x if i in self.shared else None for i, x in enumerate(operands)]
 
         def forward(output, operands, added):
-            return output, (operands, added[1])
+            return tap(output, operands, added), (operands, added[1])
 
-        def backward(residuals, cotangent):
-            operands, given = residuals
+        def backward(residuals, cotangents):
+            (operands, given), (cotangent, of_operands) = residuals, cotangents
             records = jax.tree.map(lambda x: jax.lax.all_gather(x, EXAMPLES), (operands, cotangent))
             # Norm and sum must read the same numbers.
-            return cotangent, None, (self.compute(jax.lax.optimization_barrier(records), given), None)
+            found = self.compute(jax.lax.optimization_barrier(records), given)
+            return cotangent, tuple(of_operands), (found, None)
 
         tap.defvjp(forward, backward)
         return tap(output, operands, added)
@@ -132,7 +139,9 @@ def record_taps(plan: GhostPlan, taps: dict[int, Tap], size: int) -> dict[int, T
     A value that several equations read is recorded by the first of them.
     """
     equations = _in_checkpoints(plan) - set(taps)
-    first = {value: place for place, value in reversed(_recorded(plan, equations).items())}
+    recorded = _recorded(plan, equations)
+    first = {value: place for place, value in reversed(recorded.items())}
+    again = {value for (equation, _), value in recorded.items() if first[value][0] != equation}
 
     def tap(equation: int) -> Tap:
         def compute(records, given):
@@ -141,7 +150,8 @@ def record_taps(plan: GhostPlan, taps: dict[int, Tap], size: int) -> dict[int, T
             own = tuple(x if (equation, i) in places else None for i, x in enumerate(operands))
             return {(RECORDS, equation): (own, cotangent)}
 
-        return _tap(plan, equation, compute, (), size)
+        shared = frozenset(first[value][1] for value in again if first[value][0] == equation)
+        return _tap(plan, equation, compute, (), size)._replace(shared=shared)
 
     return {equation: tap(equation) for equation in equations}
 

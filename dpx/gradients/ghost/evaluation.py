@@ -25,7 +25,7 @@ Seen = dict[int, tuple]  # by number of an equation, its operands; None for thos
 
 class Readers(NamedTuple):
     """unread: by number of an equation, operands that are not wanted. taps: by number of an equation, the function of
-    its output, its operands and what is added, in place of the sum of the first and the last; see `again.Tap`.
+    its output, its operands and what is added, in place of the sum of the first and the last; see `again.Tap.at`.
     starts: by number of an equation that slices a parameter, where the slice begins; see `starts_of_slices`. once: the
     numbers of equations whose cotangent is computed once, for the record and for the backward pass."""
 
@@ -120,7 +120,9 @@ def _run(program: Program, readers: Readers, block: Block, inputs, added: dict) 
         if number in added:
             wanted = tuple(None if i in readers.unread[number] else operand for i, operand in enumerate(operands))
             if number in readers.taps:
-                outputs = [readers.taps[number](outputs[0], wanted, added[number])]
+                outputs[0], shared = readers.taps[number](outputs[0], wanted, added[number])
+                later = zip(equation.inputs, shared, strict=True)
+                values.update({i: x for i, x in later if isinstance(i, int) and x is not None})
             else:
                 seen[number], outputs = wanted, [_plus(outputs[0], added[number])]
             if number in readers.once:
