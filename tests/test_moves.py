@@ -283,6 +283,30 @@ def test_a_file_is_made_once(tmp_path, monkeypatch):
     assert read(tmp_path) == {"with links": b"first", "without": b"first"}
 
 
+def test_a_full_disk_leaves_no_half_of_a_file(tmp_path, monkeypatch):
+    """Nor without hard links. No later program could read half of run.json, or of a score."""
+    room = []
+
+    def full(opened):
+        if not room:
+            raise OSError("full")
+        room.pop()
+
+    def no_links(*paths):
+        raise PermissionError
+
+    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "link", no_links)
+    for files_before in (0, 1):
+        room[:] = [True] * files_before
+        with pytest.raises(OSError, match="full"):
+            files.create(tmp_path / "run.json", "whole")
+        assert not (tmp_path / "run.json").exists()
+    room[:] = [True] * 3
+    files.create(tmp_path / "run.json", "whole")
+    assert (tmp_path / "run.json").read_text() == "whole"
+
+
 def test_nothing_replaces_a_checkpoint(tmp_path):
     """Steps may have been made from it. What another program has not stored is removed later."""
     first, second = Stored(tmp_path, "first"), Stored(tmp_path, "second")

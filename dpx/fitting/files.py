@@ -54,7 +54,12 @@ def _part(path: Path, text: str) -> Path:
 
 
 def _new(path: Path, text: str):
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with open(opened, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:  # a full disk; a file without its whole text would end every later program
+        path.unlink()
+        raise
