@@ -5,6 +5,7 @@ Here "other devices" are another `norms`, which rounds sums otherwise too. tests
 
 import json
 import os
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -315,6 +316,16 @@ def test_nothing_replaces_a_checkpoint(tmp_path):
     assert [path.name for path in tmp_path.glob("*-*")] == ["saving-second-0"]
     assert first.save(1, {"w": np.ones(2)}) and first.save(2, {"w": np.ones(2)})
     assert {path.name for path in tmp_path.iterdir()} == {"1", "2"}
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path):
+    stored, tree = Stored(tmp_path, "one"), {"w": np.ones(2)}
+    assert stored.save(0, tree) and stored.save(4, tree)
+    shutil.rmtree(tmp_path / "4" / "default")
+    with pytest.raises(ValueError, match=r"4 must be a whole checkpoint, .*\(KeyError\)\. .* remove this folder alone"):
+        stored.restore(stored.last(), tree)
+    shutil.rmtree(tmp_path / "4")
+    assert stored.restore(stored.last(), tree)["w"].tolist() == [1, 1]
 
 
 def test_a_program_that_starts_during_a_move_is_refused(whole, tmp_path, monkeypatch):

@@ -45,7 +45,14 @@ class Stored:
     def restore(self, step: int, like: Tree) -> Tree:
         args = self._orbax.args
         abstract = args.StandardRestore(jax.tree.map(self._orbax.utils.to_shape_dtype_struct, like))
-        return self._files.restore(self.folder / str(step), args=args.Composite(default=abstract))["default"]
+        try:
+            return self._files.restore(self.folder / str(step), args=args.Composite(default=abstract))["default"]
+        except Exception as error:
+            raise ValueError(
+                f"{self.folder / str(step)} must be a whole checkpoint, but cannot be read ({type(error).__name__}). "
+                "If a loss of power or a copy has damaged it, remove this folder alone: the run continues at the "
+                "checkpoint before it, and repeats the same steps or skips them"
+            ) from error
 
     def save(self, step: int, tree: Tree) -> bool:
         """False, and nothing changes, if another program has stored a checkpoint of the step."""
