@@ -141,6 +141,7 @@ def _score(plan: SearchPlan, params: Tree, number: int, folder: Path) -> float:
     if stored["params (their digest)"] != digest.hexdigest():
         raise ValueError(
             "train must return the same parameters whenever a trial is made again, because its steps have the same "
-            f"noise, but {file} was written for others. Train with dpx.fit(..., checkpoints=trial.folder)"
+            f"noise, but {file} was written for others. Train with dpx.fit(..., checkpoints=trial.folder), in a search "
+            "with another key and another folder, and bill both searches"
         )
     return stored["score"]
