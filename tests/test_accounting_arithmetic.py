@@ -285,3 +285,11 @@ def test_it_is_printed():
     assert line is not None and float(line[1]) == pytest.approx(ETA, rel=1e-3)
     assert float(line[2]) == pytest.approx(addition(1, 1.0).epsilon(0.0), rel=0.05)
     assert arithmetic.LARGEST_RELEASE == 2**32
+
+
+@pytest.mark.parametrize("records", [1, 5])
+def test_a_delta_near_the_smallest_float_has_no_bill(records):
+    """And no OverflowError: no noise of finitely many values has a smaller delta than its pairs of the largest size."""
+    for delta in (1e-290, 1e-300):
+        found = accounting.schedule_epsilon([2.0], sampling_rate=0.01, delta=delta, records=records, accountant="rdp")
+        assert found.upper == math.inf

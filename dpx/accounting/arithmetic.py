@@ -65,6 +65,7 @@ _MEAN_OF_CHANGES, _BAD_PAIRS = 1.01, 1.02  # of Lemma 2 and of t, which has the 
 _SMALLEST_SHARE = 8  # t / d
 _USUAL_DELTA = 1e-6  # p0 is the best for it where the delta is what is asked for
 _MOST_BITS = 88  # of p0
+_SMALLEST_DELTA = 1e-200  # far below the least t, so a smaller one has no bill either
 _FARTHEST = 0.75  # the largest shift is at most r0 minus this
 # Bounds of epsilon: the first serves where `far` does not depend on it, the second is tried first where it does.
 _LARGEST_EPSILON, _USUAL_EPSILON, _LARGEST_UNKNOWN = 1e9, 4.0, 600.0
@@ -138,7 +139,7 @@ def addition(releases: int, mean: float, delta: float = _USUAL_DELTA, normals: N
 
     releases, mean: how many are made at most, and their expected number.
     """
-    return _best(releases, mean, round(-math.log2(delta)), normals)
+    return _best(releases, mean, round(-math.log2(max(delta, _SMALLEST_DELTA))), normals)
 
 
 @functools.lru_cache(4096)
