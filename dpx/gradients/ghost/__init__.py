@@ -9,9 +9,9 @@ has what moves the elements of a parameter, and the parts that are used alone. t
 parameter, also in the bodies of scans and checkpoints, and evaluation.py runs the loss so that these hand out inputs
 and take in cotangents. rules.py describes the layers whose gradient is a product A^T B; patches.py makes a convolution
 such a layer. norms.py computes |A^T B|, shared.py the norm for a parameter that is used several times, and weighted.py
-the sum. ways.py has a record for each way to compute norm and sum, plan.py chooses one for each parameter, parts.py
-computes it for each slice of a stack of layers, again.py computes it inside of two backward passes, for less memory,
-and engine.py runs the plan. A parameter that cannot be followed keeps its per-example gradients.
+the sum. ways.py has a record for each way to compute norm and sum, plan.py chooses one for each parameter, records.py
+holds what both read, parts.py computes them for each slice of a stack of layers, again.py inside of the backward pass,
+for less memory, and engine.py runs the plan. A parameter that cannot be followed keeps its per-example gradients.
 
 As with per-example gradients, an example whose gradient has a norm above 2^63 contributes zero. Here it also does if a
 cotangent of a layer is above 2^63, or an input whose cotangent is not 0, even where their product is small.
