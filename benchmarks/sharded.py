@@ -131,7 +131,7 @@ MODELS: dict[str, Callable[[], Model]] = {
 SHARDINGS = ("FSDP", "tensor parallel")
 PLAIN, PRIVATE, TWICE, IN_PARTS = "not private", "dpx", "dpx, two passes", "dpx, microbatches of 4"
 PARTED = ("Llama 1B", "tensor parallel")  # where all devices have all examples, and one pass has too many records
-ROWS = (PLAIN, PRIVATE, TWICE, IN_PARTS)
+STEPS = (PLAIN, PRIVATE, TWICE, IN_PARTS)
 ORDERS = {"memory": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED", "default": "CPU_SCHEDULER_TYPE_DEFAULT"}
 
 
@@ -359,7 +359,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["GPT-2 small", "ViT-small", "Llama 1B", "Llama 1B, LoRA"])
     parser.add_argument("--shardings", nargs="+", default=list(SHARDINGS), choices=SHARDINGS)
-    parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=ROWS)
+    parser.add_argument("--rows", nargs="+", default=list(STEPS), choices=STEPS)
     parser.add_argument("--limit", type=float, default=900, help="seconds for one case")
     parser.add_argument("--dry", action="store_true", help="print the page and do not write it")
     parser.add_argument("--dump", help="a folder for the compiled programs")
