@@ -1,6 +1,7 @@
 """How the tests compile: quickly, because compiling takes most of their time."""
 
 import functools
+import gc
 import os
 import zlib
 from typing import Any
@@ -15,7 +16,26 @@ FLAGS += " --xla_llvm_force_inline_before_split=false" if SWITCH else ""
 EMITTERS = {"xla_cpu_use_fusion_emitters": True} if SWITCH else {}  # compile options: as XLA compiles for a user
 
 
-def share_contexts() -> None:
+def begin(devices: int = 1) -> None:
+    """In a process that a test starts, in which jax has not computed anything yet: it compiles as the tests do."""
+    os.environ["XLA_FLAGS"] = f"{FLAGS} --xla_force_host_platform_device_count={devices}"
+    jax.config.update("jax_platforms", "cpu")
+    hurry()
+
+
+def hurry() -> None:
+    """From now on, this process traces and lowers quickly.
+
+    Tracing makes many objects, and few of them are garbage. With Python's thresholds, a seventh of the time of the
+    tests is the search for it.
+    """
+    jax.config.update("jax_traceback_in_locations_limit", 0)  # no equation says where it was written, which takes time
+    gc.set_threshold(100_000, 20, 20)
+    gc.freeze()
+    _share_contexts()
+
+
+def _share_contexts() -> None:
     """One MLIR context for all programs, and one MLIR function for all equal operations of all programs.
 
     A new context takes 4 ms and 1 MB, and jax keeps it as long as the program. jax writes each operation of a program

@@ -10,18 +10,13 @@ import pytest
 
 from dpx import keys
 from dpx.audit.stand_ins import drawing
-from tests.compiling import FLAGS, KEPT, keep_programs, share_contexts
+from tests.compiling import FLAGS, KEPT, hurry, keep_programs
 
 os.environ.setdefault("XLA_FLAGS", FLAGS)  # which the first computation reads
-share_contexts()
+hurry()
 keep_programs()
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
-jax.config.update("jax_traceback_in_locations_limit", 0)  # no equation says where it was written, which takes time
-
-# Tracing makes many objects, and few of them are garbage. With Python's thresholds, a seventh of the time of the tests
-# is the search for it.
-gc.set_threshold(100_000, 20, 20)
 
 MAPPINGS = Path("/proc/self/maps")
 MOST_MAPPINGS = 25_000  # of memory; Linux allows a process 65,530, and a compiled program holds some

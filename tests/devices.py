@@ -2,12 +2,11 @@
 
 import contextlib
 import io
-import os
 import traceback
 from multiprocessing.connection import Connection
 
 from tests import kills
-from tests.compiling import FLAGS, share_contexts
+from tests.compiling import begin
 
 
 def printed_by(program: str, devices: int = 1) -> str:
@@ -35,11 +34,7 @@ def on_eight_devices(program: str) -> str:
 
 def _say(program: str, devices: int, sender: Connection) -> None:
     """In the new process, in which jax has not computed anything yet."""
-    import jax
-
-    os.environ["XLA_FLAGS"] = f"{FLAGS} --xla_force_host_platform_device_count={devices}"
-    jax.config.update("jax_platforms", "cpu")
-    share_contexts()
+    begin(devices)
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed):

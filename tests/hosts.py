@@ -16,7 +16,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import dpx
-from tests.compiling import FLAGS
+from tests.compiling import begin
 
 STEPS = 10
 SAMPLING = dpx.PoissonSampling(examples=48, batch_size=8, capacity=32)
@@ -89,8 +89,7 @@ def run(rank: int, hosts: int, port: int, folder: Path, program: str):
     with (folder / f"{program}-{rank}").open("w") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
-    os.environ["XLA_FLAGS"] = FLAGS
-    jax.config.update("jax_platforms", "cpu")
+    begin()
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"localhost:{port}", hosts, rank, initialization_timeout=60)
     assert jax.device_count() == hosts and jax.local_device_count() == 1

@@ -62,7 +62,9 @@ def run(folder: str | None, steps: int, sender: Connection | None, place: Place 
     import optax
 
     import dpx
+    from tests.compiling import hurry
 
+    hurry()
     sharding = None if place is None else joined(place)
     random_numbers = np.random.default_rng(0)
     data = random_numbers.normal(size=(40, 3)).astype(np.float32), np.arange(40) % 2

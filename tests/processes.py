@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import dpx
 from dpx.fitting.stored import Stored
-from tests.compiling import FLAGS
+from tests.compiling import begin
 
 STEPS = 5
 with warnings.catch_warnings():
@@ -119,8 +119,7 @@ def run(rank: int, port: int, folder: Path, how: str):
     with (folder / f"{how}-{rank}").open("w") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
-    os.environ["XLA_FLAGS"] = f"{FLAGS} --xla_force_host_platform_device_count=4"
-    jax.config.update("jax_platforms", "cpu")
+    begin(4)
     train_in_two(rank, port, folder, how == "resume")
     jax.distributed.shutdown()  # waits for the other process
 
