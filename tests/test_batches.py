@@ -595,11 +595,25 @@ def test_draws_ahead_are_those_of_every_step(name):
     for step in range(9):
         for drawn in (ahead, wide):
             batch = sampling.take(DATA, KEY, state, size=drawn.indices.shape[1])
-            same(jax.tree.map(lambda leaf, row=drawn.indices[step]: leaf[row], DATA), batch.examples)
+            for leaf, found in zip(jax.tree.leaves(DATA), jax.tree.leaves(batch.examples), strict=True):
+                expected = np.asarray(leaf)[drawn.indices[step]]
+                expected[~drawn.included[step]] = 0  # no example that is not drawn is in a batch
+                same(expected, found)
             same(drawn.included[step], batch.included)
             same(jax.tree.map(lambda leaf, step=step: leaf[step], drawn).batch(DATA), batch)
         _, state = made.release((PARAMS,), state, PARAMS)
     assert wide.indices.shape == wide.included.shape == (9, 64)
+
+
+@pytest.mark.parametrize("of", [dict, Source, AllAtOnce, lambda data: jax.tree.map(jnp.asarray, data)])
+def test_an_undrawn_example_is_in_no_batch(of):
+    data = DATA | {"x": np.where(np.arange(60)[:, None] == 0, np.nan, DATA["x"]).astype(np.float32)}
+    state = mechanism().init(PARAMS)
+    taken = POISSON.take(of(data), KEY, state, size=24)
+    (loaded,) = POISSON.batches(of(data), KEY, state, steps=1, size=24)
+    assert not taken.included.all() and 0 not in POISSON.draw(KEY, 0).indices[POISSON.draw(KEY, 0).included]
+    for batch in (taken, loaded):
+        assert all(not np.asarray(leaf)[~taken.included].any() for leaf in jax.tree.leaves(batch.examples))
 
 
 def test_a_scan_over_draws_ahead_is_the_loop():

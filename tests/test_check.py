@@ -88,6 +88,17 @@ def adapted():
 
 
 @functools.cache
+def grouped():
+    """Of a convolution in groups, whose kernel gradients `jax.vmap` mixes where a row holds NaN."""
+
+    def convolves(params, x):
+        return jnp.sum(jax.lax.conv_general_dilated(x, params["k"], (1,), "SAME", feature_group_count=2) ** 2)
+
+    batch = dpx.Batch(data().reshape(-1, 1, 4, 5)[:4], np.ones(4, bool))
+    return dpx.check_setup(convolves, dp_sgd(), {"k": jnp.ones((2, 2, 3))}, batch)
+
+
+@functools.cache
 def low():
     """Of bfloat16 parameters, half of whose rows overflow."""
     tree = {"w": jnp.full(5, 100.0, jnp.bfloat16), "b": jnp.zeros((), jnp.bfloat16)}
@@ -116,7 +127,7 @@ def broken():
 def test_a_program_without_a_fault():
     report = good()
     assert {finding.severity for finding in report.findings} == {"ok"}, str(report)
-    assert len(report.findings) == 20 and repr(report) == "Report(error: 0, warning: 0, note: 0, ok: 20)"
+    assert len(report.findings) == 21 and repr(report) == "Report(error: 0, warning: 0, note: 0, ok: 21)"
     assert report["privacy"].numbers["epsilon"] == pytest.approx(4.0, abs=0.01)
     assert report["time"].numbers["run_seconds"] > STEPS * report["time"].numbers["seconds"] > 0
     assert report["memory"].numbers["argument_bytes"] >= ROWS * 5 * 4
@@ -127,6 +138,8 @@ FAULTS = [
     (faulty, "closures", "warning", "array of shape (40, 5)"),
     (faulty, "batching rules", "warning", "custom_vmap_call"),
     (faulty, "mixing", "error", "3 of 3 rows"),
+    (faulty, "hostile rows", "warning", "changes 3 other rows"),
+    (grouped, "hostile rows", "warning", "changes 3 other rows"),
     (faulty, "unused parameters", "warning", "does not use unused;"),
     (faulty, "zero gradients", "warning", "stopped, unused have no gradient"),
     (adapted, "zero gradients", "note", "a have no gradient in any row, but get noise; at other parameters they"),
@@ -171,7 +184,9 @@ def test_what_cut_batches_cost():
 )
 def test_a_noise_above_the_signal_says_why_it_is_ok(signal, steps, severity, said):
     """The noise of a mean over 576 coordinates is 24 times a signal of 1, and falls by 10 over 100 steps."""
-    batch = measured.Measured(*[jnp.zeros(1)] * 5, signal=jnp.float32(signal), bound=jnp.float32(1), size=576)
+    batch = measured.Measured(
+        *[jnp.zeros(1)] * 5, signal=jnp.float32(signal), bound=jnp.float32(1), size=576, reached=0
+    )
     finding = measured.noise(batch, dp_sgd(), steps)
     assert finding.severity == severity
     assert ("24 times" in finding.words and said in finding.words) == bool(said), finding.words

@@ -34,7 +34,8 @@ class Measured(NamedTuple):
     shares: float32 (B,), the contribution divided by its bound, in the group of layers where that is largest.
     leaves: float32 (B, L), the largest absolute value of each gradient; 0 where it is not trained.
     signal: float32 (), the norm of the sum of the contributions. bound: float32 (), the largest norm of one.
-    size: int, the number of coordinates that get noise.
+    size: int, the number of coordinates that get noise. reached: int, how many of the other rows changed by a bit where
+    the floats of row 0 were NaN; None where there are no floats or no other rows.
     """
 
     losses: jax.Array
@@ -45,6 +46,7 @@ class Measured(NamedTuple):
     signal: jax.Array
     bound: jax.Array
     size: int
+    reached: int | None
 
 
 def measure(
@@ -81,9 +83,20 @@ def measure(
         sums, of_each = sum_over_microbatches(microbatch, rows, at_once)
         return sums, of_each, optax.tree.norm(all_bounds)
 
-    sums, of_each, bound = run(params, jax.jit(mechanism.init)(params), (examples, included))
+    state = jax.jit(mechanism.init)(params)
+    sums, of_each, bound = run(params, state, (examples, included))
+    reached, floats = None, [jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(examples)]
+    if len(included) > 1 and any(floats):
+        of_hostile = run(params, state, (jax.tree.map(_first_is_nan, examples), included))[1]
+        others = [(np.asarray(one)[1:], np.asarray(other)[1:]) for one, other in zip(of_each, of_hostile, strict=True)]
+        same = [[one.tobytes() == other.tobytes() for one, other in zip(*pair, strict=True)] for pair in others]
+        reached = len(included) - 1 - int(np.all(same, axis=0).sum())
     size = sum(leaf.size for leaf in jax.tree.leaves(sums))
-    return Measured(*of_each, signal=optax.tree.norm(sums), bound=bound, size=size)
+    return Measured(*of_each, signal=optax.tree.norm(sums), bound=bound, size=size, reached=reached)
+
+
+def _first_is_nan(leaf: jax.Array) -> jax.Array:
+    return leaf.at[0].set(jnp.nan) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
 
 
 def _bounds(contribute: Callable, params: Tree) -> tuple[jax.Array, jax.Array]:
@@ -140,6 +153,18 @@ def mixing(measured: Measured, params: Tree, alone: Callable, rows: np.ndarray) 
         )
         return Finding("mixing", "error", words, numbers)
     return Finding("mixing", "ok", f"{len(rows)} rows have the same loss and gradient in the batch and alone", numbers)
+
+
+def apart(measured: Measured) -> Finding:
+    """Whether a row of NaN stays in its row where `jax.vmap` computes the gradients of a batch."""
+    if not measured.reached:
+        return Finding("hostile rows", "ok", "a row of NaN changes no other row", {"reached": 0})
+    words = f"under jax.vmap on this device, a row of NaN changes {measured.reached} other rows. private_updates keeps "
+    words += (
+        "the rows of convolutions in groups apart, but gradients of your own jax.vmap(jax.grad(loss)) would exceed "
+    )
+    words += "the bound: do not give them to mechanism.update"
+    return Finding("hostile rows", "warning", words, {"reached": measured.reached})
 
 
 def without_gradient(measured: Measured, params: Tree, flags: Tree, alone: Callable, rows: np.ndarray) -> Finding:

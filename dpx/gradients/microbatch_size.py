@@ -12,7 +12,7 @@ from jax.extend import core
 
 from dpx.gradients import ghost
 from dpx.trees import Tree, described
-from dpx.xla.convolutions import CALLS
+from dpx.xla.convolutions import CALLS, may_mix_rows
 from dpx.xla.jaxprs import bodies, convolves
 
 PLATFORMS = ("cpu", "gpu", "cuda", "rocm", "tpu")
@@ -35,16 +35,18 @@ class ForwardCost(NamedTuple):
     numbers: int, how many numbers the equations define
     convolves: bool, True if one of them is a convolution
     loops: bool, True if `xla.convolutions.reordered` finds all convolutions, so that none is slow in a loop on a CPU
+    mixes: bool, True if rows need `xla.convolutions.rows_apart`
     """
 
     numbers: int
     convolves: bool
     loops: bool
+    mixes: bool
 
 
 def forward_cost(jaxpr: core.Jaxpr) -> ForwardCost:
     """Counts in the jaxpr of the loss of one example."""
-    return ForwardCost(_numbers(jaxpr), convolves(jaxpr), not hides_convolutions(jaxpr))
+    return ForwardCost(_numbers(jaxpr), convolves(jaxpr), not hides_convolutions(jaxpr), may_mix_rows(jaxpr))
 
 
 class Microbatches(NamedTuple):

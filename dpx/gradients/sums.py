@@ -16,7 +16,7 @@ from dpx.guards import require_real
 from dpx.mechanism import Mechanism, require_mechanism
 from dpx.trees import Tree, described
 from dpx.validation import require_whole
-from dpx.xla.convolutions import reordered
+from dpx.xla.convolutions import reordered, rows_apart
 from dpx.xla.microbatches import sum_over_microbatches
 from dpx.xla.totals import rows_over
 
@@ -55,7 +55,7 @@ class RowSum:
         size = self.microbatch_size or choose_microbatch_size(cost, plan, params, included.shape[0], self.platform).size
 
         def microbatch(ordered, rows):
-            return self.sum_microbatch(plan, ordered(params), state, *rows)
+            return self.sum_microbatch(plan, cost.mixes, ordered(params), state, *rows)
 
         on_cpu = self.platform == "cpu"
         in_loop = reordered if on_cpu and cost.convolves else core.jaxpr_as_fun
@@ -84,12 +84,15 @@ class RowSum:
             return 'norms="vmap" was asked for', cost
         return ghost.make_plan(traced, self.optimizer, params, state, force=self.norms == "ghost"), cost
 
-    def sum_microbatch(self, plan: ghost.GhostPlan | str, params: Tree, state: Tree, rows: tuple, included: jax.Array):
+    def sum_microbatch(
+        self, plan: ghost.GhostPlan | str, mixes: bool, params: Tree, state: Tree, rows: tuple, included: jax.Array
+    ):
         """The sums of the contributions of one microbatch; the losses, norms and aux of its rows."""
+        apart = rows_apart if mixes else lambda function: function
         if isinstance(plan, ghost.GhostPlan) and plan.followed:
-            again = {"backward_passes": self.backward_passes}
-            return ghost.sum_by_plan(plan, self.optimizer, params, rows, state, included, **again)
-        (losses, aux), grads = jax.vmap(self.gradient, (None, 0))(params, rows)
+            how = {"backward_passes": self.backward_passes, "apart": apart}
+            return ghost.sum_by_plan(plan, self.optimizer, params, rows, state, included, **how)
+        (losses, aux), grads = jax.vmap(apart(self.gradient), (None, 0))(params, rows)
         sums, norms = sum_contributions(self.optimizer, grads, state, included)
         return sums, (losses, norms, aux)
 

@@ -122,7 +122,7 @@ class Sampling(abc.ABC):
         (step,) = next_steps(state, self, 1, beyond_budget=beyond_budget)
         rows = rows_of(data, self.examples)
         indices, included = self.draw(key, step, size=size)
-        return Batch(rows(indices), included, record(self, key, step, included, unit_of(data)))
+        return Batch(rows(indices, included), included, record(self, key, step, included, unit_of(data)))
 
     def batches(
         self,

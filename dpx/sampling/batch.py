@@ -14,7 +14,7 @@ from dpx.trees import Tree, outlined
 class Batch(NamedTuple):
     """Examples, and which of them count.
 
-    examples: pytree of arrays, with the B examples on axis 0 of each.
+    examples: pytree of arrays, with the B examples on axis 0 of each. A sampling fills padding with zeros.
     included: bool (B,), True where the row counts, False for padding; None says that all B rows count.
     drawn:    a `Drawn`, set by the sampling. A run has no bill if it uses the batch twice, at another step, with
               another number of rows that count, or with a mechanism of another sampling. To change the examples, use

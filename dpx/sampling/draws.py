@@ -15,6 +15,7 @@ import scipy.special
 from dpx import keys
 from dpx.keys import cipher
 from dpx.sampling.batch import Batch
+from dpx.sampling.rows import zeros_excluded
 from dpx.states.record import Drawn, sampling_fingerprint, unit_mark
 from dpx.trees import Tree, batch_size, described, outlined
 from dpx.validation import require_whole
@@ -50,7 +51,7 @@ class Draws:
     __repr__ = outlined
 
     def batch(self, data: Tree) -> Batch:
-        """The batch of a row. data: a pytree of arrays with the `examples` examples on axis 0 of each.
+        """The batch of a row, with zeros as padding. data: a pytree of arrays with the `examples` examples on axis 0.
 
         Raises ValueError for data of another length, and for the draws of several steps.
         """
@@ -59,7 +60,8 @@ class Draws:
             raise ValueError(f"data must hold the {self.examples} examples of the sampling, got {length}")
         if jnp.ndim(self.indices) != 1:
             raise ValueError(f"draws must be those of one step, (size,); got indices of {jnp.shape(self.indices)}")
-        examples = jax.tree.map(lambda leaf: jnp.asarray(leaf)[self.indices], data)
+        included = jnp.asarray(self.included)
+        examples = jax.tree.map(lambda leaf: zeros_excluded(jnp.asarray(leaf)[self.indices], included), data)
         return Batch(examples, self.included, self.drawn)
 
 

@@ -23,7 +23,7 @@ from dpx.states.record import Drawn
 from dpx.trees import Tree, described
 from dpx.validation import require_whole
 
-Rows = Callable[[np.ndarray], Tree]  # from indices, int32 (B,), to the examples
+Rows = Callable[[np.ndarray, np.ndarray], Tree]  # from indices, int32 (B,), and `included`, bool (B,), to examples
 Piece = tuple[Draw, Drawn, bool]  # rows of a batch or chunk, how it was drawn, and whether its step ends with it
 SETTINGS = ("enable_x64", "default_device")  # of jax, which `with` sets for one thread alone
 
@@ -113,7 +113,7 @@ def pieces(draw: Draw, drawn: Drawn, loading: Loading) -> Iterator[Piece]:
 def place(rows: Rows, draw: Draw, drawn: Drawn, sharding: jax.sharding.Sharding | None) -> Batch:
     """The batch on its devices. Of a sharded one, the rows of the devices of this process are read."""
     if sharding is None:
-        return jax.device_put(Batch(rows(draw.indices), draw.included, drawn))
+        return jax.device_put(Batch(rows(*draw), draw.included, drawn))
     size = len(draw.indices)
     shards = sharding.addressable_devices_indices_map((size,)).values()
     own = np.unique(np.concatenate([np.arange(size)[shard] for shard in shards if shard is not None]))
@@ -130,7 +130,7 @@ def place(rows: Rows, draw: Draw, drawn: Drawn, sharding: jax.sharding.Sharding 
     everywhere = sharding
     if isinstance(sharding, jax.sharding.NamedSharding):
         everywhere = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
-    examples = jax.tree.map(np.asarray, rows(draw.indices[own]))
+    examples = jax.tree.map(np.asarray, rows(draw.indices[own], draw.included[own]))
     whole = [jax.make_array_from_callback((), everywhere, lambda _, number=number: number) for number in drawn]
     return Batch(jax.tree.map(spread, examples), spread(draw.included[own]), Drawn(*whole))
 

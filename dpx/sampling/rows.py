@@ -10,19 +10,45 @@ import numpy as np
 from dpx.trees import Tree, batch_size, described, require_arrays
 
 
-def rows_of(data: Any, examples: int) -> Callable[[np.ndarray], Tree]:
-    """A function from indices, int32 (B,), to these rows of `data`: a pytree of arrays with the B rows on axis 0.
+def rows_of(data: Any, examples: int) -> Callable[[np.ndarray, np.ndarray], Tree]:
+    """A function from indices, int32 (B,), and `included`, bool (B,), to these rows of `data`: a pytree of arrays with
+    the B rows on axis 0, which are zeros where a row is not included. So no program sees an example that is not drawn.
 
     data: a pytree of arrays with the examples on axis 0 of each, or a source with `__len__` and `__getitem__(int)`.
     Raises ValueError unless `data` holds this number of examples. The function raises it for unlike items of a source.
     """
     if (length := length_of(data)) != examples:
         raise ValueError(f"data must hold the {examples} examples of the sampling, got {length}")
-    return (
-        _items_of(data)
-        if _is_source(data)
-        else lambda indices: jax.tree.map(lambda leaf: read_rows(leaf, indices), data)
-    )
+    if _is_source(data):
+        items = _items_of(data)
+        return lambda indices, included: jax.tree.map(lambda leaf: _blanked(leaf, included), items(indices))
+
+    def rows(indices, included):
+        def of_leaf(leaf):
+            if isinstance(leaf, jax.Array):
+                return _taken(leaf, indices, included)
+            return _blanked(read_rows(leaf, indices), included)
+
+        return jax.tree.map(of_leaf, data)
+
+    return rows
+
+
+def zeros_excluded(rows: jax.Array, included: jax.Array) -> jax.Array:
+    """`rows`, (B, ...), but zeros where `included`, bool (B,), is False."""
+    if jnp.issubdtype(rows.dtype, jax.dtypes.prng_key):
+        words = zeros_excluded(jax.random.key_data(rows), included)
+        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(rows))
+    return jnp.where(included.reshape(-1, *[1] * (rows.ndim - 1)), rows, jnp.zeros((), rows.dtype))
+
+
+_taken = jax.jit(lambda array, indices, included: zeros_excluded(array[indices], included))
+
+
+def _blanked(rows: np.ndarray, included: np.ndarray) -> np.ndarray:
+    """The same in place, for rows that nobody else holds."""
+    rows[~included] = 0
+    return rows
 
 
 def length_of(data: Any) -> int:

@@ -28,11 +28,13 @@ def sum_by_plan(
     included: jax.Array,
     *,
     backward_passes: int = 1,
+    apart: Callable[[Callable], Callable] = lambda function: function,
 ) -> tuple[tuple[Total, ...], tuple[jax.Array, Tree, Tree]]:
     """sum_i f(|z_i|) z_i for each factor f, as in `dpx.contributions.sum_contributions`; losses, norms and aux.
 
     params: arrays. examples: arrays with the B examples on axis 0. state: of the mechanism. included: bool (B,).
     backward_passes: int, 2 if the layers in scans and checkpoints have no records, see `again`.
+    apart: `xla.convolutions.rows_apart`, if the function of one example needs it under `jax.vmap`.
     Returns one `Total` for each factor, like the encoded gradient of one example; and, for each example, the
     losses, (B,), the norms, float32 (B,) in each leaf, and what the loss returns beside its value.
     """
@@ -41,7 +43,7 @@ def sum_by_plan(
     taps = again.norm_taps(plan, once, included.shape[0], keep=True)
     taps |= again.norm_taps(plan, twice, included.shape[0], keep=False)
     taps |= again.record_taps(plan, taps, included.shape[0])
-    losses, aux, records, found = _backward_pass(plan, leaves, examples, taps)
+    losses, aux, records, found = _backward_pass(plan, leaves, examples, taps, apart)
     leaf_norms, records = _norms(plan, leaves, records, scales, found)
     norms, factors = _norms_and_factors(plan, mechanism, leaf_norms, state, included.shape[0])
     included &= in_range(norms)
@@ -56,14 +58,14 @@ def sum_by_plan(
         of_first = {part: norms for part, (_, norms) in found.items()}
         sum_taps = functools.partial(again.sum_taps, plan, twice, leaves, of_first, by_leaf)
         made = [total for of_factor in sums for total in of_factor.values()]
-        for part, totals in _second_pass(plan, leaves, examples, sum_taps, included, made).items():
+        for part, totals in _second_pass(plan, leaves, examples, sum_taps, included, made, apart).items():
             for of_factor, total in zip(sums, totals, strict=True):
                 of_factor[part] = total
     return tuple(_joined(plan, leaves, of_factor) for of_factor in sums), (losses, norms, aux)
 
 
 def _second_pass(
-    plan: GhostPlan, leaves, examples: Tree, sum_taps: Callable, included: jax.Array, made: list[Total]
+    plan: GhostPlan, leaves, examples: Tree, sum_taps: Callable, included: jax.Array, made: list[Total], apart: Callable
 ) -> dict[Part, Any]:
     """The sums that the taps find in a backward pass after `included`, which needs all norms, and after sums `made`.
 
@@ -73,13 +75,19 @@ def _second_pass(
     first = compute_after_each(made, included.astype(jnp.float32))
 
     def find():
-        return _backward_pass(plan, leaves, examples, sum_taps(), only_taps=True)[-1]
+        return _backward_pass(plan, leaves, examples, sum_taps(), apart, only_taps=True)[-1]
 
     return jax.lax.cond(opaque_false(first), lambda: again.slots(sum_taps()), find)
 
 
 def _backward_pass(
-    plan: GhostPlan, leaves: list[jax.Array], examples: Tree, taps: dict[int, Tap], *, only_taps: bool = False
+    plan: GhostPlan,
+    leaves: list[jax.Array],
+    examples: Tree,
+    taps: dict[int, Tap],
+    apart: Callable,
+    *,
+    only_taps: bool = False,
 ) -> tuple[jax.Array, Tree, Records, dict[Part, Any]]:
     """The losses, (B,), their aux, the records of the examples, and what the taps find, by one forward and one backward
     pass. only_taps: there are no records."""
@@ -122,7 +130,7 @@ def _backward_pass(
 
     axis: Any = {equation: len(plan.program.equations[equation].counts) for equation in kept}
     axes = (0, 0, Records(cast(Any, 0), axis, axis), None)
-    of_all = jax.vmap(of_one_example, out_axes=axes, axis_name=again.EXAMPLES)
+    of_all = jax.vmap(apart(of_one_example), out_axes=axes, axis_name=again.EXAMPLES)
     losses, aux, records, found = of_all(examples)
     return losses, aux, for_all_readers(again.with_records(plan, records, found)), found
 
