@@ -5,6 +5,7 @@ that adds zeros times a row to another one, and 0 * NaN is NaN.
 """
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +14,11 @@ import pytest
 from jax import lax
 
 import dpx
+from dpx.contributions import LARGEST
 from dpx.xla.convolutions import may_mix_rows, rows_apart
 from dpx.xla.jaxprs import equations
 from tests.devices import on_eight_devices
+from tests.test_ghost_hostile import CASES
 
 ROWS, SIZE = 4, 6
 HOSTILE = (np.nan, np.inf, -np.inf, np.float32(3e38))
@@ -369,47 +372,63 @@ PATHS = {
 }
 
 
-def assert_rows_apart(seed: int, path: str, sharding=None):
+def assert_rows_apart(build, loss, made, params, examples, sharding=None):
     """A hostile row against a null in its place: the norms of the others, and their sum, keep every bit."""
-    build, change, mechanism = PATHS[path]
-    loss, params, examples = program(seed)
-    made = mechanism()
-    step, state = jax.jit(build(change(loss), made)), made.init(params)
+    step, state = jax.jit(build(loss, made)), made.init(params)
+    leaves, structure = jax.tree.flatten(examples)
+    row, null = 1, np.arange(BATCH) != 1
 
-    def run(examples, included):
-        batch = dpx.Batch(examples, included)
+    def run(leaves, included):
+        batch = dpx.Batch(structure.unflatten(leaves), included)
         found, _, unreleased = step(params, batch if sharding is None else jax.device_put(batch, sharding), state)
         return jax.tree.leaves(found), jax.tree.map(np.asarray, unreleased.norms)
 
-    row = seed % BATCH
-    null = np.arange(BATCH) != row
-    expected = run(examples, null)
-    for part in ("x", "c"):
-        for value in HOSTILE[:2] + HOSTILE[3:]:
-            hostile = {name: leaf.copy() for name, leaf in examples.items()}
+    expected = run(leaves, null)
+    for part, value in itertools.product(range(len(leaves)), (np.nan, np.inf, np.float32(3e38))):
+        if leaves[part].dtype == np.float32:
+            hostile = [leaf.copy() for leaf in leaves]
             hostile[part][row] = value
             for included in (null, np.ones(BATCH, bool)):
                 sums, norms = run(hostile, included)
                 assert_others_equal(norms, expected[1], row)
-                if included is null or not all(norm[row] <= 2.0**63 for norm in jax.tree.leaves(norms)):
+                if included is null or not all(norm[row] <= LARGEST for norm in jax.tree.leaves(norms)):
                     assert all(map(np.array_equal, sums, expected[0]))
+
+
+def assert_convolutions_apart(seed: int, path: str, sharding=None):
+    (build, change, mechanism), (loss, params, examples) = PATHS[path], program(seed)
+    assert_rows_apart(build, change(loss), mechanism(), params, examples, sharding)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_row_reaches_another_in_any_way_to_a_norm(name):
+    """In microbatches, the last of which is one row."""
+    case, rng = CASES[name], np.random.default_rng(3)
+
+    def random(leaf, *batch):
+        drawn = rng.normal if leaf.dtype == np.float32 else functools.partial(rng.integers, 0, 3)
+        return drawn(size=(*batch, *leaf.shape)).astype(leaf.dtype)
+
+    params = jax.tree.map(random, case.params)
+    examples = jax.tree.map(lambda leaf: random(leaf, BATCH), case.example)
+    assert_rows_apart(updates(norms="ghost", microbatch_size=5), case.loss, dp_sgd(), params, examples)
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_no_row_reaches_another_in_a_grouped_convolution(path):
-    assert_rows_apart(6, path)
+    assert_convolutions_apart(6, path)
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("seed", range(2, 62))
 def test_no_row_reaches_another_in_random_convolutions(seed, path):
-    assert_rows_apart(seed, path)
+    assert_convolutions_apart(seed, path)
 
 
 def check_on_devices():
     mesh = jax.sharding.Mesh(jax.devices()[:2], "data")
     for path in ("by default", "penalty", "ghost"):
-        assert_rows_apart(6, path, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data")))
+        assert_convolutions_apart(6, path, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data")))
 
 
 def test_no_row_reaches_another_on_several_devices():
