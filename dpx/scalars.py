@@ -28,10 +28,12 @@ def at(value: ScalarOrSchedule, step: jax.Array) -> jax.Array:
 def over(value: ScalarOrSchedule, steps: int) -> np.ndarray:
     """The values at steps 0 .. steps-1, float64 (steps,): exactly the float32 numbers of `at`, which the steps use.
 
+    A number takes no memory, because its array is one value that numpy repeats (its stride is 0).
+
     Raises ValueError for a schedule whose values depend on more than the step.
     """
     if not callable(value):
-        return np.full(steps, np.float32(value), np.float64)
+        return np.broadcast_to(np.float64(np.float32(value)), (steps,))
     length = 2 ** max(4, (steps - 1).bit_length())  # one program for many numbers of steps
     at_each = _at_each if isinstance(value, Hashable) else _at_each.__wrapped__
     with jax.ensure_compile_time_eval():

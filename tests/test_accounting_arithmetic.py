@@ -215,7 +215,9 @@ def test_releases_are_counted_in_every_event():
     feedback = ErrorFeedbackDpEvent(4.0, 1.0, 2e3, 60, 60, SAMPLING)
     assert released(feedback) == (60, 60.0) and largest_shift(feedback, "zero_out") == math.inf
     fixed = dp_accounting.SampledWithoutReplacementDpEvent(10, 2, gaussian(3.0))
-    assert released(fixed) == (1, 1.0) and largest_shift(fixed, "replace_one") == math.inf
+    assert released(fixed) == (1, 1.0) and largest_shift(fixed, "replace_one") == 1 / 3
+    of_two = dp_accounting.SampledWithoutReplacementDpEvent(10, 2, dp_accounting.ComposedDpEvent([gaussian(3.0)]))
+    assert largest_shift(of_two, "replace_one") == math.inf
     search = accounting.best_of(event, gaussian(3.0), trials=10, score_on="public", distribution="geometric").event
     assert released(search) == (15 * most_trials(10, 1.0), 150.0)
 

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from fractions import Fraction
 
 import dp_accounting
 import jax
@@ -13,6 +14,7 @@ from scipy import stats
 import dpx
 from dpx import accounting
 from dpx.accounting.fixed_size import FixedSizeGaussian
+from dpx.accounting.releases import largest_shift
 
 LINE = np.array([[-1.0], [0.0], [1.0]])
 PLANE = np.array([[-1.0, 0.0], [1.0, 0.0], [0.5, 0.75**0.5], [0.5, -(0.75**0.5)]])
@@ -168,6 +170,33 @@ def test_half_the_noise_of_poisson_samples_is_a_lower_bound():
     assert 17.67 < half.lower < bill == pytest.approx(18.081, abs=2e-3)
     by_rdp = accounting.event_epsilon(fixed(0.01, 0.7, 100), delta=1e-5, relation="replace_one", accountant="rdp")
     assert bill < by_rdp < 27
+
+
+@pytest.mark.parametrize(("steps", "exact"), [(600, 16.509), (700, 17.851), (1470, 26.862), (10_000, 97.012)])
+def test_large_costs_are_finite(steps, exact):
+    """They were infinite above 17, because the tail of the noise of a program was billed e^epsilon times."""
+    sampling = dpx.FixedSizeSampling(examples=50_000, batch_size=1024)
+    bill = {"examples": 50_000, "batch_size": 1024, "noise_multiplier": 1.1, "steps": steps, "sampling": "fixed"}
+    found = accounting.dp_sgd_epsilon(**bill, delta=1e-5)
+    alone = accounting.event_epsilon(sampling.event(np.full(steps, 1.1)), delta=1e-5, relation="replace_one")
+    assert alone == pytest.approx(exact, abs=1e-3) and alone < found < 1.001 * alone
+
+
+def test_a_batch_has_the_law_of_its_public_coins():
+    """A random subset of the others in random rows, and a coin by which the example takes a random row of them.
+
+    So the two sums differ in one row, by an exchange: at most 2 clip norms.
+    """
+    examples, size, example = 4, 2, 3
+    law = dict.fromkeys(itertools.permutations(range(examples), size), Fraction(0))
+    others = list(itertools.permutations(range(example), size))
+    for rows, row in itertools.product(others, range(size)):
+        public = Fraction(1, len(others) * size)
+        law[rows] += public * (1 - Fraction(size, examples))
+        law[(*rows[:row], example, *rows[row + 1 :])] += public * Fraction(size, examples)
+    assert set(law.values()) == {Fraction(1, 12)}
+    event = dpx.FixedSizeSampling(examples=examples, batch_size=size).event(np.array([0.8, 1.6]))
+    assert largest_shift(event, "replace_one") == 2 / 0.8
 
 
 def test_all_examples_are_no_sample():

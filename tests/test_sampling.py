@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dpx
-from dpx import keys
+from dpx import keys, scalars
+from dpx.accounting.releases import released
 from dpx.sampling import CyclicPoissonSampling, RandomAllocation, allocation, draws, poisson
 from dpx.sampling.events import RandomAllocationDpEvent
 from tests.devices import on_eight_devices
@@ -232,6 +233,16 @@ def test_the_events_of_random_allocation():
     assert sampling.event(multipliers[:0]) == dp_accounting.NoOpDpEvent()
     moved = multipliers[[0, 1, 3, 2, 4, 5, 6, 7, 8, 9, 10]]  # a step of another epoch is another event
     assert sampling.event(moved) != sampling.event(multipliers)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda s: type(s).__name__)
+def test_a_billion_steps_of_one_number_are_an_event_of_that_number(sampling):
+    """And at once: the array of a number that does not change takes no memory."""
+    for steps in (1, 3, 25):
+        assert repr(sampling.event(scalars.over(1.5, steps))) == repr(sampling.event(np.full(steps, 1.5)))
+    if not isinstance(sampling, dpx.ShuffledEpochs | CyclicPoissonSampling):  # whose epochs or turns are counted
+        mechanism = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=1.5, sampling=sampling, key=KEY)
+        assert released(mechanism.event(10**9)).most == 10**9
 
 
 def test_a_truncated_batch_is_a_random_subset_of_the_coins():

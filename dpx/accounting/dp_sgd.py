@@ -89,4 +89,4 @@ def _multipliers(noise: Any, record: Sampling, steps: Any, epochs: Any) -> np.nd
     length = require_whole("steps", steps, minimum=0) if epochs is None else record.steps(epochs=epochs)
     if callable(noise):
         return checks.require_schedule(over(noise, length), 1.0, None)[0]
-    return np.full(length, require_number("noise_multiplier", noise, minimum=0))
+    return np.broadcast_to(require_number("noise_multiplier", noise, minimum=0), (length,))

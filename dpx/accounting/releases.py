@@ -160,13 +160,16 @@ def largest_shift(event: DpEvent, relation: Relation) -> float:
     """The most that one example, or all records of a unit, move a release, in standard deviations of its noise.
 
     It is inf if one release has no noise, or is not a Gaussian on all data, on a batch in which chance decides about
-    each example alone, or on a truncated Poisson sample, where it may displace another one; or has a `largest_shift`.
+    each example alone, or on a sample whose size is fixed or truncated, where it may displace another one; or has a
+    `largest_shift`.
     """
     largest = 0.0
     for release, _ in _leaves(event, 1):
         truncated = isinstance(release, TruncatedSubsampledGaussianDpEvent)
         effect = 2 if truncated or relation == "replace_one" else 1
         effect *= release.records if isinstance(release, GroupGaussianDpEvent) else 1
+        if isinstance(release, SampledWithoutReplacementDpEvent):  # its noise is relative to an exchange already
+            release, effect = release.event, 1
         gaussian = truncated or isinstance(release, GaussianDpEvent | GroupGaussianDpEvent)
         noise = release.noise_multiplier if gaussian else 0.0
         if isinstance(release, RandomAllocationDpEvent):

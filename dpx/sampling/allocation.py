@@ -14,7 +14,7 @@ from dpx import keys
 from dpx.keys import cipher
 from dpx.sampling.base import VaryingSize
 from dpx.sampling.draws import Draw, require_step, step_key
-from dpx.sampling.events import RandomAllocationDpEvent, composition, grouped
+from dpx.sampling.events import RandomAllocationDpEvent, composition, constant, grouped
 from dpx.validation import require_whole
 
 _TOGETHER = 2**20  # examples whose steps are drawn at once: 16 MiB. The steps depend on this number.
@@ -69,8 +69,11 @@ class RandomAllocation(VaryingSize):
     def event(self, multipliers: np.ndarray) -> DpEvent:
         steps = self.steps_per_epoch
         whole = len(multipliers) // steps * steps
-        epochs = np.sort(multipliers[:whole].reshape(-1, steps), axis=1)
-        distinct, counts = np.unique(epochs, axis=0, return_counts=True) if whole else (epochs, np.zeros(0, int))
+        if constant(multipliers):
+            distinct, counts = [multipliers[:steps]][:whole], np.array([whole // steps])[:whole]
+        else:
+            epochs = np.sort(multipliers[:whole].reshape(-1, steps), axis=1)
+            distinct, counts = np.unique(epochs, axis=0, return_counts=True) if whole else (epochs, np.zeros(0, int))
         parts = [(*pair,) for pair in zip(map(grouped, distinct), counts.tolist(), strict=True)]
         if len(multipliers) > whole:
             parts.append((grouped(multipliers[whole:]), 1))

@@ -42,8 +42,15 @@ class GroupGaussianDpEvent(DpEvent):
     releases: int = 1
 
 
+def constant(noise_multipliers: np.ndarray) -> bool:
+    """Whether it is one number that numpy repeats, as `scalars.over` makes it: 10^9 steps need no time or memory."""
+    return len(noise_multipliers) > 0 and noise_multipliers.strides == (0,)
+
+
 def grouped(noise_multipliers: np.ndarray) -> tuple[tuple[float, int], ...]:
     """Noise multipliers, float64 (steps,), as rising pairs (noise multiplier, number of steps)."""
+    if constant(noise_multipliers):
+        return ((float(noise_multipliers[0]), len(noise_multipliers)),)
     values, counts = np.unique(noise_multipliers, return_counts=True)
     return tuple(zip(values.tolist(), counts.tolist(), strict=True))
 
