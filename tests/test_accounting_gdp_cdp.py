@@ -123,12 +123,27 @@ def test_bad_input_is_refused(call):
 
 
 @pytest.mark.parametrize(
+    ("epsilon", "delta", "exact"),  # by 400 digits of mpmath
+    [
+        (0.0, 1e-300, 2.5066282746310005e-300),
+        (1e-12, 1e-300, 2.770381335579315e-14),
+        (1e-12, 1e-18, 2.4256976674160554e-13),
+        (1e-8, 1e-40, 8.741696532392119e-10),
+        (1e-4, 1e-10, 2.425691522416542e-05),
+        (1e6, 1e-18, 1405.4840907205464),
+    ],
+)
+def test_mu_is_exact_and_rounded_down(epsilon, delta, exact):
+    assert exact * (1 - 1e-11) <= gdp.mu(epsilon=epsilon, delta=delta) <= exact * (1 + 1e-15)
+
+
+@pytest.mark.parametrize(
     ("mu", "delta", "least"),  # the exact epsilon, rounded down, by 80 digits of mpmath
     [(1e-12, 1e-300, 3.6195176e-11), (1e-13, 1e-100, 1.9669273e-12), (1e-16, 1e-20, 3.3630153e-16)],
 )
 def test_a_tiny_mu_has_an_epsilon(mu, delta, least):
     """There, delta is a difference of two numbers that are nearly equal, and its rounding must not make it less."""
-    assert least <= gdp.epsilon(mu, delta=delta) <= 1.05 * least + 1e-14
+    assert least <= gdp.epsilon(mu, delta=delta) <= (1 + 1e-9) * least + 1e-14
     assert delta <= gdp.delta(mu, epsilon=least)
     exact = accounting.event_epsilon(GaussianDpEvent(1 / mu), delta=delta)
     assert exact >= least * (1 - 1e-6)

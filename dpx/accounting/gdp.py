@@ -50,7 +50,15 @@ def log_delta(mu: float, *, epsilon: float) -> float:
         return upper
     lower = epsilon + float(special.log_ndtr(-mu / 2 - epsilon / mu))
     # At a small mu both are nearly equal. Then their rounding counts, which could make a delta 0 that is not.
-    return upper + math.log(-math.expm1(min(lower - upper, 0.0) - _ROUNDING * (1 - upper + epsilon)))
+    difference = upper + math.log(-math.expm1(min(lower - upper, 0.0) - _ROUNDING * (1 - upper + epsilon)))
+    # With x = epsilon/mu - mu/2 and the density phi, delta = phi(x) (R(x) - R(x + mu)), where R is Mills' ratio, because
+    # e^epsilon phi(x + mu) = phi(x). And R(x) = int_0^inf e^(-x t - t^2/2) dt, so -R'(x) = 1 - x R(x) is convex, and the
+    # trapezoidal rule is an upper bound of its integral from x to x + mu. It is exact at a small mu.
+    x = np.array([epsilon / mu - mu / 2, epsilon / mu + mu / 2])
+    slopes = 1 - x * math.sqrt(math.pi / 2) * special.erfcx(x / math.sqrt(2))
+    rounded = slopes.mean() + 4 * _ROUNDING * (1 + np.abs(slopes).max())
+    trapezoid = -x[0] ** 2 / 2 + math.log(mu * rounded / math.sqrt(2 * math.pi)) + _ROUNDING * (1 + x[0] ** 2)
+    return min(difference, float(trapezoid))
 
 
 def epsilon(mu: float, *, delta: float) -> float:
@@ -75,12 +83,17 @@ def mu(*, epsilon: float, delta: float) -> float:
     epsilon, delta = checks.require_epsilon(epsilon), checks.require_delta(delta)
     if epsilon == math.inf:
         return math.inf
-    top, log_target = 1.0, math.log(delta)
+    top, log_target = 1.0, math.log(delta) * (1 + _ROUNDING)
     while log_delta(top, epsilon=epsilon) < log_target:
         top *= 2
-    return -_root_from_above(
-        lambda value: log_delta(max(-value, 1e-300), epsilon=epsilon) - log_target, -top, -1e-12 * top
+    low = top
+    while log_delta(low, epsilon=epsilon) > log_target:
+        low /= 16
+    # In logarithms, because mu may be far below the absolute error of a root.
+    root = _root_from_above(
+        lambda log: log_delta(math.exp(-log), epsilon=epsilon) - log_target, -math.log(top), -math.log(low)
     )
+    return math.exp(-root)
 
 
 # ------------------------------------------------------------------ Approximate: the CLT, never a bill

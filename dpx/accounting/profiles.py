@@ -227,7 +227,10 @@ def profile(
     """
     without_pmfs = [loss for loss in losses if not hasattr(loss, "pmfs")]
     if accountant == "rdp" or (accountant == "tightest" and without_pmfs):
-        return RenyiProfile(total_renyi(losses))
+        searched = [getattr(loss, "orders", renyi.ORDERS) for loss in losses] or [renyi.ORDERS]
+        orders = functools.reduce(np.union1d, searched)
+        orders = orders[orders <= min(each[-1] for each in searched)]  # that all of them can compute
+        return RenyiProfile(total_renyi(losses, orders), orders=orders)
     if without_pmfs:
         raise ValueError(f'{without_pmfs[0]} has no privacy loss distribution: pass accountant="rdp" or "tightest"')
     deviations = _DEVIATIONS_CURVE if curve else _DEVIATIONS_ONE_ANSWER

@@ -86,10 +86,8 @@ class Releases:
             merged = _as_one_gaussian(event)
             if merged is not None:
                 self.counts[merged] += count
-        elif isinstance(event, RepeatAndSelectDpEvent):
-            self.counts[hashable(event)] += count
         elif not isinstance(event, PoissonSampledDpEvent) or event.sampling_probability != 0:
-            self.counts[event] += count
+            self.counts[hashable(event)] += count
 
     @property
     def private(self) -> bool:
@@ -209,11 +207,19 @@ def is_readable(event: DpEvent) -> bool:
     )
 
 
-def hashable(event: Any) -> Any:
-    """`event` with tuples in place of the lists of its compositions."""
-    if hasattr(event, "events"):
-        return attrs.evolve(event, events=tuple(hashable(inner) for inner in event.events))
-    return attrs.evolve(event, event=hashable(event.event)) if hasattr(event, "event") else event
+def hashable(value: Any) -> Any:
+    """An event with tuples in place of the lists and arrays in it, and in the events in it."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        return tuple(hashable(item) for item in value)
+    if not isinstance(value, DpEvent) or not attrs.has(type(value)):
+        return value
+    try:
+        hash(value)
+        return value
+    except TypeError:
+        return attrs.evolve(value, **{a.alias: hashable(getattr(value, a.name)) for a in attrs.fields(type(value))})
 
 
 def _as_one_gaussian(event: PoissonSampledDpEvent) -> DpEvent | None:
