@@ -48,7 +48,9 @@ def slope_of(distribution, mean):
 def test_ten_trials_at_epsilon_two(distribution, known):
     bill = best_of(MNIST, **PUBLIC, distribution=distribution)
     assert bill.epsilon(delta=1e-5) == pytest.approx(known, abs=5e-3)
-    reference = RdpAccountant(selection._ORDERS.tolist()).compose(RepeatAndSelectDpEvent(MNIST, 10, SHAPES[distribution]))
+    reference = RdpAccountant(selection._ORDERS.tolist()).compose(
+        RepeatAndSelectDpEvent(MNIST, 10, SHAPES[distribution])
+    )
     assert bill.epsilon(delta=1e-5) == pytest.approx(reference.get_epsilon(1e-5), rel=1e-8)
     assert bill.delta(epsilon=3.0) == pytest.approx(reference.get_delta(3.0), rel=1e-6)
     assert bill.epsilon(delta=1e-5) == event_epsilon(bill.event, delta=1e-5, accountant="rdp", relation="zero_out")
@@ -124,12 +126,16 @@ def test_a_trial_costs_as_much_as_the_worst_configuration():
 @pytest.mark.parametrize("noise", [GaussianDpEvent(5.0), LaplaceDpEvent(5.0)])
 def test_a_private_score_is_billed_in_every_trial(noise):
     bill = best_of(MNIST, trials=10, score_on=noise)
-    reference = RdpAccountant(selection._ORDERS.tolist()).compose(RepeatAndSelectDpEvent(ComposedDpEvent([MNIST, noise]), 10, 0))
+    reference = RdpAccountant(selection._ORDERS.tolist()).compose(
+        RepeatAndSelectDpEvent(ComposedDpEvent([MNIST, noise]), 10, 0)
+    )
     assert bill.epsilon(delta=1e-5) == pytest.approx(reference.get_epsilon(1e-5), rel=1e-8)
     assert bill.epsilon(delta=1e-5) > best_of(MNIST, **PUBLIC).epsilon(delta=1e-5) + 0.01
 
 
-@pytest.mark.parametrize(("loss", "mean", "shape"), [(1, 1000, 0), (1, 1000, 1), (1, 1000, 0.5), (1, 100, 2), (0.1, 10, 5)])
+@pytest.mark.parametrize(
+    ("loss", "mean", "shape"), [(1, 1000, 0), (1, 1000, 1), (1, 1000, 0.5), (1, 100, 2), (0.1, 10, 5)]
+)
 def test_the_winner_of_pure_trials_costs_what_is_published(loss, mean, shape):
     """(2 + shape) epsilon (Papernot and Steinke 2022, Corollary 3), which dp-accounting's tests ask for."""
     bill = event_epsilon(RepeatAndSelectDpEvent(LaplaceDpEvent(1 / loss), mean, shape), delta=1e-10)
@@ -183,7 +189,9 @@ def test_a_search_composes():
     made, other = mechanism({}, jax.random.key(1)), mechanism({}, jax.random.key(2))
     search = best_of((made, 20), **PUBLIC)
     both = dpx.compose_runs(search, (other, 20), shared_batches=False)
-    reference = RdpAccountant(selection._ORDERS.tolist()).compose(search.event).compose(other.event(20)).get_epsilon(1e-5)
+    reference = (
+        RdpAccountant(selection._ORDERS.tolist()).compose(search.event).compose(other.event(20)).get_epsilon(1e-5)
+    )
     assert both.epsilon(delta=1e-5) == pytest.approx(reference, rel=1e-8)
     assert (
         dpx.compose_runs(both, (mechanism({}, jax.random.key(3)), 20), shared_batches=False).epsilon(delta=1e-5)

@@ -22,6 +22,7 @@ Every epsilon and delta is an upper bound, except those of the last line; an int
 * Random allocation: `pld/allocation.py`, `pld/sums.py`, and `pld/moments.py` ("rdp").
 * Samples of a fixed size: `fixed_size.py`. Runs on shared batches: `compose.py`. Fresh projections: `projected.py`.
 * A unit of several records: `groups.py`, and `log_moments.py` ("rdp").
+* A mixture of Gaussians, whose pair is that of `groups.py` with other shifts: `mixtures.py`.
 * The best of a random number of trials: `selection.py`. True positive rates and mu: `attacks.py`.
 * Correlated noise: `correlated.py`, and `dpx/strategies/sensitivities.py`.
 * Error feedback: `error_feedback/energy.py` and `error_feedback/renyi.py`.

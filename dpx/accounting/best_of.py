@@ -11,8 +11,9 @@ from dpx.accounting import renyi
 from dpx.accounting.bill import batches_of, event_of
 from dpx.accounting.checks import Relation, require_relation
 from dpx.accounting.compose import Composition, common_records, require_one_unit
+from dpx.accounting.event_trees import hashable
 from dpx.accounting.groups import of_unit
-from dpx.accounting.releases import count_releases, hashable
+from dpx.accounting.releases import count_releases
 from dpx.accounting.selection import SHAPES, OneOfDpEvent, trial_loss
 from dpx.trees import described
 from dpx.validation import require_number

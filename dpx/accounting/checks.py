@@ -49,7 +49,10 @@ def require_positive_epsilon(value: Any) -> float:
     return number
 
 
-def require_delta(value: Any) -> float:
+def require_delta(value: Any, *, zero: bool = False) -> float:
+    """`value` as a float. Raises ValueError unless it is in (0, 1), or 0 where `zero` says so."""
+    if zero and real(require_concrete("delta", value)) == 0:
+        return 0.0
     return require_open_fraction("delta", require_concrete("delta", value))
 
 

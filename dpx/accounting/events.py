@@ -7,6 +7,7 @@ dpx bills Gaussian events, Poisson-sampled (also truncated) and fixed-size-sampl
 its own mechanisms register (`releases`). dp-accounting's own accountants bill all other events.
 """
 
+import math
 from typing import Any
 
 from dp_accounting import DpEvent
@@ -14,8 +15,10 @@ from dp_accounting import DpEvent
 from dpx.accounting import checks
 from dpx.accounting.arithmetic import Implemented, addition
 from dpx.accounting.checks import Accountant, Relation
-from dpx.accounting.delegated import delegated
+from dpx.accounting.delegated import DelegatedProfile, delegated
+from dpx.accounting.event_trees import hashable
 from dpx.accounting.fixed_size import FixedSizeGaussian
+from dpx.accounting.mixtures import MixtureOfGaussians as MixtureOfGaussians
 from dpx.accounting.pld.allocation import round_to_few_epochs
 from dpx.accounting.pld.buckets import BUCKETS, round_to_few
 from dpx.accounting.pld.losses import SampledGaussian
@@ -41,7 +44,7 @@ def event_epsilon(
     noise adds: below 1e-3 for up to 10,000 Gaussians at a delta of at least 1e-6 (`dpx/accounting/arithmetic.py`).
 
     event: a dp-accounting event, or one of a type that is registered with `register`.
-    delta: in (0, 1).
+    delta: in [0, 1). At 0, it is inf but for events that cost nothing, and some that dp-accounting bills.
     accountant: "pld" composes privacy loss distributions, "rdp" Renyi divergences. "tightest" is "pld" where it is
         known for every release, else "rdp"; "pld" is at most "rdp". All are guarantees.
     relation: how neighboring data sets differ. The noise of a Gaussian event is relative to the effect of adding or
@@ -59,8 +62,11 @@ def event_epsilon(
         >>> dpx.accounting.event_epsilon(SelfComposedDpEvent(GaussianDpEvent(10.0), 50), delta=1e-5)
         2.943...
     """
-    delta = checks.require_delta(delta)
-    return event_profile(event, accountant=accountant, relation=relation, buckets=buckets).epsilon(delta)
+    delta = checks.require_delta(delta, zero=True)
+    exact = event_profile(event, accountant=accountant, relation=relation, buckets=buckets)
+    if delta > 0 or isinstance(exact, DelegatedProfile):
+        return exact.epsilon(delta)
+    return 0.0 if exact.delta(0.0) == 0 else math.inf
 
 
 def event_delta(
@@ -99,7 +105,7 @@ def event_profile(
     if (run := releases.whole_run) is not None:
         return WHOLE_RUN_READERS[type(run)].read(run, accountant, relation)
     if not releases.readable:
-        return delegated(event, accountant, relation)
+        return delegated(hashable(event), accountant, relation)
     losses = releases.losses(relation)
     if any(getattr(loss, "unbounded", False) for loss in losses):
         return UNBOUNDED

@@ -35,11 +35,11 @@ f is attained at a >= 1: if one example contributes C and all others -C, and it 
 outputs are the pair of the removed example. So no bill may be below the one of these two data sets, which is the bill
 of Poisson sampling at HALF the noise multiplier on the sum.
 
-**Public coins.** `arithmetic` needs a bill that holds if all coins but those of the example are public. A batch has the
-law of these coins: a uniform subset U of the others, in random rows; a uniform j in U; and a coin of rate q, independent
-of both, by which the example takes the row of j. Given U and j, A is the sum over U, and in B and B' the example, or the
-one that replaces it, has the place of j. Any two of them differ by at most 1, so the proof holds given U and j too: what
-step 1 draws is j. The shift of a release is 1 / s.
+**Public coins.** `arithmetic` needs a bill that holds if all coins but those of the example are public. A batch has
+the law of these coins: a uniform subset U of the others, in random rows; a uniform j in U; and a coin of rate q,
+independent of both, by which the example takes the row of j. Given U and j, A is the sum over U, and in B and B' the
+example, or the one that replaces it, has the place of j. Any two of them differ by at most 1, so the proof holds given
+U and j too: what step 1 draws is j. The shift of a release is 1 / s.
 """
 
 from dataclasses import dataclass

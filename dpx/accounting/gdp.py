@@ -51,13 +51,13 @@ def log_delta(mu: float, *, epsilon: float) -> float:
     lower = epsilon + float(special.log_ndtr(-mu / 2 - epsilon / mu))
     # At a small mu both are nearly equal. Then their rounding counts, which could make a delta 0 that is not.
     difference = upper + math.log(-math.expm1(min(lower - upper, 0.0) - _ROUNDING * (1 - upper + epsilon)))
-    # With x = epsilon/mu - mu/2 and the density phi, delta = phi(x) (R(x) - R(x + mu)), where R is Mills' ratio, because
-    # e^epsilon phi(x + mu) = phi(x). And R(x) = int_0^inf e^(-x t - t^2/2) dt, so -R'(x) = 1 - x R(x) is convex, and the
-    # trapezoidal rule is an upper bound of its integral from x to x + mu. It is exact at a small mu.
+    # With x = epsilon/mu - mu/2 and the density phi, delta = phi(x) (R(x) - R(x + mu)), where R is Mills' ratio,
+    # because e^epsilon phi(x + mu) = phi(x). R(x) = int_0^inf e^(-x t - t^2/2) dt, so -R'(x) = 1 - x R(x) is convex,
+    # and the trapezoidal rule is an upper bound of its integral from x to x + mu. It is exact at a small mu.
     x = np.array([epsilon / mu - mu / 2, epsilon / mu + mu / 2])
     slopes = 1 - x * math.sqrt(math.pi / 2) * special.erfcx(x / math.sqrt(2))
     rounded = slopes.mean() + 4 * _ROUNDING * (1 + np.abs(slopes).max())
-    trapezoid = -x[0] ** 2 / 2 + math.log(mu * rounded / math.sqrt(2 * math.pi)) + _ROUNDING * (1 + x[0] ** 2)
+    trapezoid = -(x[0] ** 2) / 2 + math.log(mu * rounded / math.sqrt(2 * math.pi)) + _ROUNDING * (1 + x[0] ** 2)
     return min(difference, float(trapezoid))
 
 

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import attrs
 import dp_accounting
 from dp_accounting import DpEvent, GaussianDpEvent, PoissonSampledDpEvent, SampledWithoutReplacementDpEvent
-from dp_accounting.dp_event import RepeatAndSelectDpEvent, TruncatedSubsampledGaussianDpEvent
+from dp_accounting.dp_event import TruncatedSubsampledGaussianDpEvent
 
 from dpx.accounting.checks import Accountant, Relation
+from dpx.accounting.event_trees import hashable, is_free
 from dpx.accounting.fixed_size import FixedSizeGaussian
 from dpx.accounting.pld.losses import Losses, SampledGaussian, StepLoss
 from dpx.accounting.profiles import Profile
@@ -75,7 +75,7 @@ class Releases:
     counts: dict[DpEvent, int] = field(default_factory=lambda: defaultdict(int))
 
     def add(self, event: DpEvent, count: int) -> None:
-        if count == 0 or isinstance(event, dp_accounting.NoOpDpEvent):
+        if count == 0 or is_free(event):
             pass
         elif isinstance(event, dp_accounting.SelfComposedDpEvent):
             self.add(event.event, count * event.count)
@@ -85,8 +85,8 @@ class Releases:
         elif isinstance(event, PoissonSampledDpEvent) and not is_readable(event):
             merged = _as_one_gaussian(event)
             if merged is not None:
-                self.counts[merged] += count
-        elif not isinstance(event, PoissonSampledDpEvent) or event.sampling_probability != 0:
+                self.counts[hashable(merged)] += count
+        else:
             self.counts[hashable(event)] += count
 
     @property
@@ -178,7 +178,7 @@ def largest_shift(event: DpEvent, relation: Relation) -> float:
 
 def _leaves(event: Any, count: int) -> Iterator[tuple[Any, int]]:
     """The releases of an event tree, without compositions and Poisson sampling, and how often each was made."""
-    if count == 0 or isinstance(event, dp_accounting.NoOpDpEvent):
+    if count == 0 or is_free(event):
         pass
     elif isinstance(event, dp_accounting.SelfComposedDpEvent):
         yield from _leaves(event.event, count * event.count)
@@ -207,21 +207,6 @@ def is_readable(event: DpEvent) -> bool:
     )
 
 
-def hashable(value: Any) -> Any:
-    """An event with tuples in place of the lists and arrays in it, and in the events in it."""
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    if isinstance(value, list | tuple):
-        return tuple(hashable(item) for item in value)
-    if not isinstance(value, DpEvent) or not attrs.has(type(value)):
-        return value
-    try:
-        hash(value)
-        return value
-    except TypeError:
-        return attrs.evolve(value, **{a.alias: hashable(getattr(value, a.name)) for a in attrs.fields(type(value))})
-
-
 def _as_one_gaussian(event: PoissonSampledDpEvent) -> DpEvent | None:
     """Several Gaussian releases of one Poisson sample as one, with sigma^-2 = sum_i sigma_i^-2; None if there are none.
 
@@ -229,7 +214,7 @@ def _as_one_gaussian(event: PoissonSampledDpEvent) -> DpEvent | None:
     noise alone. An event that is not a composition of Gaussians is returned unchanged.
     """
     inner = count_releases(event.event)
-    if event.sampling_probability == 0 or not inner.counts:
+    if not inner.counts:
         return None
     if not all(isinstance(release, GaussianDpEvent | dp_accounting.NonPrivateDpEvent) for release in inner.counts):
         return event

@@ -37,7 +37,9 @@ SHAPES: dict[str, float] = {"logarithmic": 0.0, "geometric": 1.0, "poisson": mat
 _SMALLEST_EXPONENT, _LARGEST_EXPONENT = 1e-9, 700.0  # of 1 / gamma; e^700 is a float
 # A bound of the winner adds bounds of a trial at two orders, of which the best may be anywhere; the finest grid that is
 # worth its time (at 2,000 orders, epsilon is at most .1 % less). A pure loss has the same divergence at all large ones.
-_ORDERS = np.union1d(renyi.WIDE_ORDERS, np.concatenate([1 + np.geomspace(0.02, 20, 30), 2.0 ** (np.arange(15, 43) / 3)]))
+_ORDERS = np.union1d(
+    renyi.WIDE_ORDERS, np.concatenate([1 + np.geomspace(0.02, 20, 30), 2.0 ** (np.arange(15, 43) / 3)])
+)
 _ORDERS = np.where(_ORDERS > 20, np.round(_ORDERS), _ORDERS)
 _PURE_ORDERS = np.append(_ORDERS, 2.0 ** np.arange(15, 35))
 _MORE_TRIALS = 1e-20  # probability of more trials than are billed for the arithmetic of their noise (`arithmetic`)
@@ -122,7 +124,8 @@ class BestOf:
             failed = [renyi.delta(one, math.log1p(1 / (order - 1)), tried) for order in tried.tolist()]
             total += self.mean * np.array(failed)
         else:
-            constants = (1 - 1 / tried) * one + log_inverse_gamma(self.mean, self.shape) / tried
+            log_gamma = log_inverse_gamma(self.mean, self.shape)
+            constants = np.append((1 - 1 / tried) * one + log_gamma / tried, log_gamma)  # the last one is of order 1
             total += (1 + self.shape) * np.min(constants)
         least = np.minimum.accumulate(total[::-1])[::-1]  # a divergence grows with its order, so its bound may too
         return least[np.searchsorted(tried, orders)]
