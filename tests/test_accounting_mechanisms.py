@@ -1,10 +1,12 @@
 """Bills, calibration, reports and curves of mechanisms, by any object with an event and a sampling."""
 
 import dataclasses
+import functools
 import html
 import json
 import math
 import re
+import warnings
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -344,6 +346,31 @@ def test_unreachable_budgets_are_refused():
         accounting.calibrate(lambda x: Mechanism(1.0), steps=1000, epsilon=0.1, delta=1e-5)
     with pytest.raises(ValueError, match="shape must be positive"):
         accounting.calibrate_schedule([1.0, 0.0], sampling_rate=0.1, epsilon=1.0, delta=1e-5)
+
+
+def test_a_budget_below_the_rounding_says_so():
+    sampling = dpx.PoissonSampling(examples=1000, batch_size=50)
+    build = functools.partial(dpx.dp_sgd, clip_norm=1.0, sampling=sampling, key=dpx.secret_key())
+    with pytest.raises(ValueError, match=r"cannot be met: .* at any noise, 0.\d+ of epsilon is for the rounding"):
+        build(noise_multiplier=dpx.Budget(epsilon=1e-4, delta=1e-5, steps=10_000))
+
+
+def test_a_budget_that_no_noise_uses_up_warns():
+    """With less noise, an example moves a release by more deviations than the noise of a program has."""
+    sampling = dpx.FullBatch(examples=10**4)
+    build = functools.partial(dpx.dp_sgd, clip_norm=1.0, sampling=sampling, key=dpx.secret_key())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        most = [
+            build(noise_multiplier=dpx.Budget(epsilon=e, delta=1e-5, steps=1)).noise_multiplier for e in (5, 15, 25)
+        ]
+    assert most[0] > most[1] > most[2] > 0.2
+    with pytest.warns(
+        UserWarning, match=r"epsilon=1000000.0 buys no less noise than \d+\.\d+: below noise_multiplier="
+    ):
+        least = build(noise_multiplier=dpx.Budget(epsilon=1e6, delta=1e-5, steps=1))
+    assert least.noise_multiplier < most[2] and dpx.epsilon(least, 1, delta=1e-5) < 1000
+    assert dpx.epsilon(build(noise_multiplier=0.99 * least.noise_multiplier), 1, delta=1e-5) == math.inf
 
 
 def test_report(tmp_path):

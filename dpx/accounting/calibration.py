@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from dpx.accounting import checks
+from dpx.accounting import checks, limits
+from dpx.accounting.arithmetic import Answer
 from dpx.accounting.bill import event_of, require_billable
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.events import billed
@@ -58,21 +59,27 @@ def calibrate(
     checks.require_accountant(accountant)
     require_whole("steps", steps)
     checks.warn_of_large_delta(delta, make(1.0).sampling)
+    answers: dict[float, Answer] = {}
 
     def bill(noise_multiplier: float, distinct: int = DISTINCT, **options: Any) -> float:
         event, stated = event_of(make(noise_multiplier), steps, relation, records=records, distinct=distinct)
-        return billed(event, accountant=accountant, relation=stated, **options).epsilon(delta)
+        answers[noise_multiplier] = billed(event, accountant=accountant, relation=stated, **options).answer(delta)
+        return answers[noise_multiplier].epsilon
 
     def rough(noise_multiplier: float) -> float:
         return bill(noise_multiplier, distinct=FEW, buckets=_COARSE_BUCKETS)
 
-    if records in (None, 1):
-        start = 1.0 if accountant == "rdp" else least_within(rough, epsilon, _COARSE_TOLERANCE, 1.0)
-        return least_within(bill, epsilon, tolerance, start)
-    start = least_within(rough, epsilon, _COARSE_TOLERANCE, math.sqrt(records))
-    near, far = rough(start), rough(1.05 * start)
-    power = math.log(near / far) / math.log(1.05) if 0 < far < near < math.inf else 1.0
-    return _least_near(bill, epsilon, tolerance, start, power)
+    with limits.explained(epsilon, answers):
+        if records in (None, 1):
+            start = 1.0 if accountant == "rdp" else least_within(rough, epsilon, _COARSE_TOLERANCE, 1.0)
+            found = least_within(bill, epsilon, tolerance, start)
+        else:
+            start = least_within(rough, epsilon, _COARSE_TOLERANCE, math.sqrt(records))
+            near, far = rough(start), rough(1.05 * start)
+            power = math.log(near / far) / math.log(1.05) if 0 < far < near < math.inf else 1.0
+            found = _least_near(bill, epsilon, tolerance, start, power)
+    limits.warn_of_a_jump(epsilon, found, answers)
+    return found
 
 
 @dataclass(frozen=True)
@@ -163,7 +170,7 @@ def least_within(bill: Callable[[float], float], budget: float, tolerance: float
         cost_low = bill(low)
     log_target = math.log(budget * (1 - tolerance / 3))
     points = [(low, cost_low), (high, cost_high)]  # the last two evaluated
-    while cost_high < budget * (1 - tolerance) and high > low * (1 + tolerance * 1e-3):
+    while cost_high < budget * (1 - tolerance) and high > low * (1 + tolerance * (1e-3 if cost_low < math.inf else 1)):
         middle = _secant(points, log_target)
         if middle is None or not low * (high / low) ** 1e-3 < middle < high * (low / high) ** 1e-3:
             middle = math.sqrt(low * high)
