@@ -12,6 +12,7 @@ from scipy import special, stats
 
 import dpx
 from dpx import accounting
+from dpx.accounting.events import billed
 from dpx.accounting.projected import ProjectedGaussian, ProjectedGaussianDpEvent, projected
 from dpx.accounting.renyi import ORDERS
 
@@ -181,3 +182,15 @@ def test_a_mechanism_is_billed_by_its_distribution_of_stretches():
     assert dpx.epsilon(mechanism, 1, delta=1e-5) >= 2.60584 - 1e-5 > dpx.epsilon(base, 1, delta=1e-5)
     layers = dpx.mechanisms.clip_then_project(base, rank={"a": 10, "b": 500}, kind="gaussian", key=key)
     assert dpx.epsilon(layers, 1, delta=1e-5) > dpx.epsilon(mechanism, 1, delta=1e-5)
+
+
+@pytest.mark.parametrize("rank", [1, 6, 1000])
+def test_large_costs_are_finite(rank):
+    """A stretch beyond the shift has a probability below 1e-50, so the tail of the noise is billed as for a Gaussian."""
+    release = ProjectedGaussianDpEvent(4.0 if rank < 1000 else 0.5, 0.5, rank, blocks=2)
+    stretch = release.largest_shift * release.noise_multiplier
+    assert 1 < stretch < 16 and special.gammaincc(rank / 2, rank / 2 * stretch**2) < 1e-50
+    event = dp_accounting.SelfComposedDpEvent(release, 400 if rank < 1000 else 5)
+    exact, found = accounting.event_epsilon(event, delta=1e-5), billed(event, relation="zero_out").epsilon(1e-5)
+    assert 17 < exact < found < 1.03 * exact
+    assert ProjectedGaussianDpEvent(0.0, 0.5, rank).largest_shift == math.inf

@@ -5,6 +5,11 @@ v. The length of the result is |v| S with S^2 ~ chi^2_p / p. So, given the matri
 sensitivity S C, where C is the clip norm. The pair that dominates all neighbors is S together with the (sampled)
 Gaussian of noise multiplier sigma / S, so its privacy loss is the mixture of the losses of these Gaussians over S. The
 mean of S^2 is 1, but S has no bound, so a bill at sensitivity C would be below the truth.
+
+**Pairs of normals that are bad for the other data set** (`far` in `arithmetic.py`). Let the matrix be public, and all
+coins but the example's. Then a release has two values, S / sigma apart in deviations, and S exceeds the stretch of a
+tail of 1e-50 with no larger probability. Such releases count as bad too: the 1 % by which the theorem's t is above the
+probability of bad pairs is more than 1e-50 for each release. So the shift is that stretch / sigma: `largest_shift`.
 """
 
 import math
@@ -27,6 +32,7 @@ _DISTINCT_NOISE_MULTIPLIERS = 64  # each is a mixture of up to _MOST_STRETCHES p
 _MOST_STRETCHES = 160  # bins of the stretch
 _STRETCH_RATIO = 1.004  # between neighboring bins, if that needs fewer bins
 _LOWEST_QUANTILE = 0.1  # all stretches below this quantile are one bin
+_SHIFT_TAIL = 1e-50  # probability of a stretch beyond `largest_shift`
 _RENYI_TAIL = 1e-18  # probability of the stretches that the Renyi divergences bound by Chernoff
 
 
@@ -42,6 +48,20 @@ class ProjectedGaussianDpEvent(dp_accounting.DpEvent):
     sampling_probability: float
     rank: int
     blocks: int = 1
+
+    @property
+    def largest_shift(self) -> float:
+        """The most that one example moves a release, in deviations of its noise, but for a probability of 1e-50."""
+        return _largest_stretch(_SHIFT_TAIL, self.rank) / self.noise_multiplier if self.noise_multiplier else math.inf
+
+
+def _largest_stretch(tail: float, rank: int) -> float:
+    """A stretch that is exceeded with a probability of at most `tail`, also for several blocks.
+
+    By Laurent and Massart 2000 (https://doi.org/10.1214/aos/1015957395); the bound of `_log_chernoff` is below it.
+    """
+    exponent = -2 * math.log(tail) / rank
+    return math.sqrt(1 + math.sqrt(2 * exponent) + exponent)
 
 
 def projected(event: dp_accounting.DpEvent, *, rank: int, blocks: int = 1) -> dp_accounting.DpEvent:
@@ -100,6 +120,7 @@ class ProjectedGaussian:
         exists = growth < self.rank / 2 * (1 - 1 / square)
         log_beyond = np.where(exists, growth * square + self._log_chernoff(stretches[-1]), np.inf)
         with np.errstate(divide="ignore", over="ignore"):  # scipy before 1.16 says "overflow" beside an inf
+            shares = np.maximum(shares, 1e-300)  # a share of 0 of an infinite divergence would be no number
             logs = np.vstack([np.log(shares)[:, None] + (orders - 1) * divergences, log_beyond])
             return special.logsumexp(logs, axis=0) / (orders - 1)
 
@@ -114,11 +135,9 @@ class ProjectedGaussian:
     def _stretches(self, tail: float) -> tuple[np.ndarray, np.ndarray, float]:
         """Increasing stretches S, each the upper end of a bin, their probabilities, and that of all larger stretches.
 
-        Stretches and probabilities: float64 (bins + 1,). At the largest, the bound of Laurent and Massart 2000
-        (https://doi.org/10.1214/aos/1015957395) is `tail`.
+        Stretches and probabilities: float64 (bins + 1,). The largest has the bound `tail`.
         """
-        exponent = -2 * math.log(tail) / self.rank
-        largest = math.sqrt(1 + math.sqrt(2 * exponent) + exponent)
+        largest = _largest_stretch(tail, self.rank)
         smallest = 1.0
         if self.blocks == 1:
             smallest = math.sqrt(2 / self.rank * float(special.gammaincinv(self.rank / 2, _LOWEST_QUANTILE)))
