@@ -15,6 +15,7 @@ import dp_accounting
 import jax
 import numpy as np
 from dp_accounting import ComposedDpEvent, DpEvent, GaussianDpEvent, SelfComposedDpEvent
+from dp_accounting.dp_event import MixtureOfGaussiansDpEvent
 
 import dpx
 from dpx import accounting
@@ -189,6 +190,16 @@ def _groups() -> Iterator[tuple[str, Bill]]:
             yield f"several records, {label}: {name}", bill
 
 
+def _mixtures() -> Iterator[tuple[str, Bill]]:
+    events = {
+        "five": SelfComposedDpEvent(MixtureOfGaussiansDpEvent(1.3, (0.0, 0.7, 2.0), (0.5, 0.3, 0.2)), 5),
+        "rare": SelfComposedDpEvent(MixtureOfGaussiansDpEvent(0.8, (0.0, 0.3, 1.0), (0.989, 0.01, 0.001)), 1000),
+    }
+    for label, event in events.items():
+        for name, bill in asked(event, deltas=(1e-5,), epsilons=(1.0,), accountants=("pld", "rdp")):
+            yield f"mixture, {label}: {name}", bill
+
+
 def _feedback() -> Iterator[tuple[str, Bill]]:
     random = dpx.PoissonSampling(examples=50_000, batch_size=1000)
     epochs = dpx.ShuffledEpochs(examples=50_000, batch_size=1000)
@@ -258,7 +269,7 @@ def _searches() -> Iterator[tuple[str, Bill]]:
 
 FAMILIES = (
     *(_gaussians, _poisson, _schedules, _mixes, _fixed, _allocated, _truncated),
-    *(_projected, _groups, _feedback, _mechanisms, _searches),
+    *(_projected, _groups, _mixtures, _feedback, _mechanisms, _searches),
 )
 
 

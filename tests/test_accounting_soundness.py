@@ -10,7 +10,7 @@ import pytest
 from dp_accounting.pld import PLDAccountant
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from scipy import fft, optimize, stats
+from scipy import fft, optimize, special, stats
 
 from dpx import accounting
 from dpx.accounting import profiles, renyi
@@ -418,3 +418,67 @@ def test_traced_schedules_are_refused():
     known = accounting.schedule_epsilon(jnp.ones(3), sampling_rate=0.1, delta=1e-5)
     assert known == accounting.schedule_epsilon(np.ones(3), sampling_rate=0.1, delta=1e-5)
     assert float(known) == known.upper
+
+
+def log_delta_of_one(epsilon, sigma, rate):
+    """ln delta of one step with an example removed, in closed form, float64 (n,); epsilon may be negative."""
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        log_excess = np.where(epsilon > 30, epsilon, np.log(np.maximum(np.expm1(np.minimum(epsilon, 30)) + rate, 0)))
+        cut = sigma**2 * (log_excess - np.log(rate)) + 0.5
+        one = np.log(rate) + stats.norm.logsf(cut, 1, sigma)
+        zero = log_excess + stats.norm.logsf(cut, 0, sigma)
+        return np.where(
+            log_excess == -np.inf, np.log(-np.expm1(np.minimum(epsilon, 0))), one + np.log(-np.expm1(zero - one))
+        )
+
+
+def epsilon_of_two(sigma, rate, delta):
+    """Of two steps: the mean of delta(epsilon - the loss of the first step), by quadrature in logarithms."""
+    x = np.linspace(-12 * sigma, 1 + 40 * sigma, 200_001)
+    log_p = np.logaddexp(
+        np.log1p(-rate) + stats.norm.logpdf(x, 0, sigma), np.log(rate) + stats.norm.logpdf(x, 1, sigma)
+    )
+    loss = log_p - stats.norm.logpdf(x, 0, sigma)
+
+    def excess(epsilon):
+        logs = log_p + log_delta_of_one(epsilon - loss, sigma, rate)
+        return special.logsumexp(logs) + np.log(x[1] - x[0]) - np.log(delta)
+
+    top = 1e-3
+    while excess(top) > 0:
+        top *= 2
+    return optimize.brentq(excess, top / 2, top, xtol=1e-9)
+
+
+@pytest.mark.parametrize("delta", [1e-5, 1e-18, 1e-100])
+@pytest.mark.parametrize(("sigma", "rate"), [(0.3, 0.01), (0.1, 0.5), (0.05, 0.9), (1.0, 0.01)])
+def test_two_steps_at_large_epsilon_and_tiny_delta(sigma, rate, delta):
+    """And a sample of fixed size costs at least as much, at twice the noise on the sum."""
+    truth = epsilon_of_two(sigma, rate, delta)
+    steps = dp_accounting.SelfComposedDpEvent(
+        dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(sigma)), 2
+    )
+    bill = accounting.event_epsilon(steps, delta=delta)
+    assert truth * (1 - 1e-6) <= bill <= truth * 1.002 + 1e-4
+    assert bill <= accounting.event_epsilon(steps, delta=delta, accountant="rdp") < math.inf
+    sample = dp_accounting.SampledWithoutReplacementDpEvent(
+        10_000, round(1e4 * rate), dp_accounting.GaussianDpEvent(sigma)
+    )
+    fixed = dp_accounting.SelfComposedDpEvent(sample, 2)
+    assert (
+        truth * (1 - 1e-6)
+        <= accounting.event_epsilon(fixed, delta=delta, relation="replace_one")
+        <= truth * 1.01 + 0.02
+    )
+
+
+@pytest.mark.parametrize("delta", [1e-5, 1e-18])
+@pytest.mark.parametrize(
+    ("sigma", "steps", "most"), [(0.1, 10, 1.001), (1.0, 400, 1.001), (30.0, 10**6, 1.002), (1e3, 10**9, 1.04)]
+)
+def test_many_steps_at_large_epsilon_and_tiny_delta(sigma, steps, most, delta):
+    """Epsilon is 284 to 847 for a Gaussian whose sampling rate is 1 but for 1e-12, against the closed form."""
+    event = dp_accounting.PoissonSampledDpEvent(1 - 1e-12, dp_accounting.GaussianDpEvent(sigma))
+    bill = accounting.event_epsilon(dp_accounting.SelfComposedDpEvent(event, steps), delta=delta)
+    truth = accounting.gdp.epsilon(math.sqrt(steps) / sigma, delta=delta)
+    assert truth * (1 - 1e-9) <= bill <= most * truth
