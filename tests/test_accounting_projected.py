@@ -186,7 +186,7 @@ def test_a_mechanism_is_billed_by_its_distribution_of_stretches():
 
 @pytest.mark.parametrize("rank", [1, 6, 1000])
 def test_large_costs_are_finite(rank):
-    """A stretch beyond the shift has a probability below 1e-50, so the tail of the noise is billed as for a Gaussian."""
+    """A stretch beyond the shift has a probability below 1e-50, so the noise has the tail of a Gaussian's."""
     release = ProjectedGaussianDpEvent(4.0 if rank < 1000 else 0.5, 0.5, rank, blocks=2)
     stretch = release.largest_shift * release.noise_multiplier
     assert 1 < stretch < 16 and special.gammaincc(rank / 2, rank / 2 * stretch**2) < 1e-50

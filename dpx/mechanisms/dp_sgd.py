@@ -92,9 +92,8 @@ def dp_sgd(
 
     def event(steps):
         for value in jax.tree.leaves(clip_norm):
-            _require_all(
-                "clip_norm", over(value, steps if callable(value) else 1), SMALLEST_CLIP_NORM, LARGEST_CLIP_NORM
-            )
+            values = over(value, steps if callable(value) else 1)
+            _require_all("clip_norm", values, SMALLEST_CLIP_NORM, LARGEST_CLIP_NORM)
         multipliers = over(noise_multiplier, steps)
         require_noise(multipliers if callable(noise_multiplier) else multipliers[:1])
         return sampling.event(multipliers)
