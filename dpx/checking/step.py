@@ -36,6 +36,7 @@ class Step(NamedTuple):
     arguments: int | None
 
 
+@jax.disable_jit(False)  # which has no programs to measure
 def run(loss: Callable, optimizer: Mechanism, params: Tree, batch: Batch) -> Step:
     """Compiles and runs the private step on a batch of which no row counts."""
     gradient, state = private_updates(loss, optimizer), jax.jit(optimizer.init)(params)

@@ -101,7 +101,7 @@ def _greatest(fits: Callable[[jax.Array], jax.Array], *, bits: int) -> jax.Array
     """The greatest number below 2^bits that fits, uint32 (). 0 must fit, and all numbers below a fitting one too."""
 
     def body(i, number):
-        larger = number | (jnp.uint32(2 ** (bits - 1)) >> i.astype(jnp.uint32))
+        larger = number | (jnp.uint32(2 ** (bits - 1)) >> jnp.uint32(i))
         return jnp.where(fits(larger), larger, number)
 
     return lax.fori_loop(0, bits, body, jnp.uint32(0))

@@ -14,11 +14,16 @@ from dpx.xla.doubles import constants
 
 
 def weighted(draw: Callable[[jax.Array], jax.Array], step: jax.Array, weights: tuple[float, ...]) -> jax.Array:
-    """sum_j weights_j draw(step - j) over the steps from 0, float64. draw: (step) -> normals, float64."""
+    """sum_j weights_j draw(step - j) over the steps from 0, float64; without weights 0, and nothing is drawn.
+
+    draw: (step) -> normals, float64.
+    """
     if len(weights) == 1:
         return draw(step)
 
     with jax.enable_x64(True):
+        if not weights:
+            return jnp.float64(0)
         table = constants(weights)
 
         def add(j, total):

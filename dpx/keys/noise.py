@@ -68,7 +68,7 @@ def release(
 
     key: of the mechanism's "noise" stream, (). step: int (), below 2^31; two steps have independent noise.
     total: float32 arrays, or a `Total`. deviation: float32 (), public, at least 2^-126; 0 adds no noise, and neither do
-        smaller numbers.
+        smaller numbers. For a Python 0.0 none is drawn either.
     weights: floats d_j with d_0 = 1: the noise is sum_j d_j z_(step - j), where z are the normals of the steps, drawn
         again, and 0 before step 0. More than one correlates the steps: no longer private by each alone.
 
@@ -82,9 +82,15 @@ def release(
     leaves, structure = jax.tree.flatten(high)
     lows = None if low is None else structure.flatten_up_to(low)
     places = places_of([leaf.shape for leaf in leaves])
+    how = places, device_count(), drawn_with(weights, deviation)
     words, deviation = secret_words(key), as_deviation(deviation)
-    how = places, device_count(), tuple(weights)
-    return structure.unflatten(release_leaves(words, jnp.asarray(step), deviation, leaves, lows, *how))
+    with jax.disable_jit(False):  # the loops are written for tracers
+        return structure.unflatten(release_leaves(words, jnp.asarray(step), deviation, leaves, lows, *how))
+
+
+def drawn_with(weights: tuple[float, ...], deviation: jax.Array | float) -> tuple[float, ...]:
+    """`weights`; none for a deviation that is known to be 0 when the step is traced, because then nothing is drawn."""
+    return () if isinstance(deviation, float | int) and deviation == 0 else tuple(weights)
 
 
 def as_deviation(deviation: jax.Array | float) -> jax.Array:

@@ -17,6 +17,7 @@ from dpx.keys.noise import (
     ONE_STREAM,
     Place,
     as_deviation,
+    drawn_with,
     in_leaves,
     in_rows,
     made_in_chunks,
@@ -45,7 +46,7 @@ def release_and_rest(
     key: of the mechanism's "noise" stream, (). step: int (), below 2^31; two steps have independent noise.
     total: a function of `parts` alone, the same object at every call, because jax keeps its trace. parts: a tree of
         arrays.
-    deviation: float32 (), public, at least 2^-126; 0 adds no noise, and neither do smaller numbers.
+    deviation: as for `release`.
 
     On a CPU, the total is written where the chunks are made, and the rest is computed from there. `release` of a total
     that is needed afterwards is slower: XLA computes it again, and copies its parts to have them until then. For one
@@ -53,14 +54,17 @@ def release_and_rest(
     """
     warn_of_fast_math()
     leaves, structure = jax.tree.flatten(jax.eval_shape(total, parts).high)
-    how = total, places_of([leaf.shape for leaf in leaves]), device_count()
-    made = _release_and_rest(secret_words(key), jnp.asarray(step), as_deviation(deviation), parts, *how)
+    how = total, places_of([leaf.shape for leaf in leaves]), device_count(), drawn_with((1.0,), deviation)
+    with jax.disable_jit(False):
+        made = _release_and_rest(secret_words(key), jnp.asarray(step), as_deviation(deviation), parts, *how)
     released, high, low = map(structure.unflatten, made)
     return released, Total(high, low)
 
 
-@functools.partial(jax.jit, static_argnums=(4, 5, 6))
-def _release_and_rest(words, step, deviation, parts, total, places: tuple[Place, ...], devices: int) -> tuple:
+@functools.partial(jax.jit, static_argnums=(4, 5, 6, 7))
+def _release_and_rest(
+    words, step, deviation, parts, total, places: tuple[Place, ...], devices: int, weights: tuple[float, ...]
+) -> tuple:
     """The leaves of `release_and_rest`: three lists, of what is released, and of both numbers of the rest."""
     shapes = [leaf.shape for leaf in jax.tree.leaves(jax.eval_shape(total, parts).high)]
 
@@ -76,12 +80,12 @@ def _release_and_rest(words, step, deviation, parts, total, places: tuple[Place,
         # The step is at least 0. XLA can compute nothing again that comes from a conditional.
         zeros = functools.partial(optax.tree.zeros_like, jax.eval_shape(made))
         high, low = jax.lax.cond(step >= 0, made, zeros)
-        released = made_in_chunks(words, step, deviation, high, low, (1.0,))
+        released = made_in_chunks(words, step, deviation, high, low, weights)
         return rest(*(in_leaves(rows, step, places, shapes) for rows in (released, high, low)))
 
     def by_leaves(parts) -> tuple:
         highs, lows = (jax.tree.leaves(numbers) for numbers in total(parts))
-        return rest(release_leaves(words, step, deviation, highs, lows, places, devices, (1.0,)), highs, lows)
+        return rest(release_leaves(words, step, deviation, highs, lows, places, devices, weights), highs, lows)
 
     if devices > 1 or not 0 < sum(map(math.prod, shapes)) < ONE_STREAM:
         return by_leaves(parts)

@@ -85,7 +85,8 @@ def dp_sgd(
     def release(sums, state, params):
         (total,), step = sums, state.step
         multiplier = at(noise_multiplier, step)
-        deviation = multiplier * optax.tree.norm(_norms_at(clip_norm, step)) * (1 + ETA)
+        silent = not callable(noise_multiplier) and noise_multiplier == 0  # then no noise is drawn
+        deviation = 0.0 if silent else multiplier * optax.tree.norm(_norms_at(clip_norm, step)) * (1 + ETA)
         released = keys.release(noise_key, step, total, deviation)
         updates = jax.tree.map(lambda r: r / sampling.divisor, released)
         return optax.tree.cast_like(updates, params), state.after(multiplier)
