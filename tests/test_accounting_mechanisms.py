@@ -584,11 +584,22 @@ def test_plots_draw_the_curves():
     pyplot.close("all")
 
 
-@pytest.mark.parametrize(("points", "stairs"), [(40, 7), (4, 3), (2, 2)])
-def test_an_epoch_that_is_billed_at_once_is_a_stair(points, stairs):
+SIZES = {"examples": 40, "batch_size": 10}
+AT_ONCE = {
+    "shuffled": dpx.ShuffledEpochs(**SIZES),
+    "fixed order": dpx.sampling.FixedOrder(**SIZES),
+    "turns of groups": dpx.sampling.CyclicPoissonSampling(**SIZES, bands=4),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "points", "stairs"),
+    [("shuffled", 40, 7), ("shuffled", 4, 3), ("shuffled", 2, 2), ("fixed order", 40, 7), ("turns of groups", 40, 7)],
+)
+def test_an_epoch_that_is_billed_at_once_is_a_stair(name, points, stairs):
     """The curve that is drawn is the bill after every single step; with few points it is above the bill."""
     figure = pytest.importorskip("matplotlib.figure").Figure()
-    sampling = dpx.ShuffledEpochs(examples=40, batch_size=10)
+    sampling = AT_ONCE[name]
     mechanism = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=2.0, sampling=sampling, key=dpx.secret_key())
     curve = curves.epsilon_over_steps(mechanism, 26, delta=1e-5, points=points)
     assert len(curve.steps) <= points and curve.steps[0] == 1 and curve.steps[-1] == 26

@@ -16,6 +16,7 @@ from dpx.accounting.bill import batches_of, billed_steps, event_of, of_records, 
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.events import billed
 from dpx.accounting.profiles import Profile
+from dpx.accounting.sharing import Largest, ways_to_share
 from dpx.scalars import over
 from dpx.states.record import SEVERAL_KEYS
 from dpx.trees import described
@@ -31,6 +32,7 @@ class Composition:
     keys: of the runs' noise, each (). batch_keys: the marks of the keys that drew their batches, ints, where known.
     units: the mark of what the batches of each run hold, int, 0 where not known. examples: of each run's sampling.
     records: int, how many records the person owns at most whom the cost is for; 1 is for what the sampling draws.
+    others: events that the runs may have in place of `event`; the cost is the largest.
     """
 
     event: dp_accounting.DpEvent
@@ -41,6 +43,7 @@ class Composition:
     units: tuple[int, ...] = field(default=(), kw_only=True, repr=False, compare=False)
     examples: tuple[int, ...] = field(default=(), kw_only=True, repr=False, compare=False)
     records: int = field(default=1, kw_only=True)
+    others: tuple[dp_accounting.DpEvent, ...] = field(default=(), kw_only=True, repr=False)
 
     def epsilon(self, *, delta: float, accountant: Accountant = "tightest") -> float:
         """An upper bound of epsilon at `delta`, which is in (0, 1); see `dpx.epsilon`."""
@@ -52,10 +55,12 @@ class Composition:
 
     def profile(self, accountant: Accountant = "tightest", *, curve: bool = False) -> Profile:
         """What `epsilon` and `delta` ask; curve: as for `event_profile`."""
-        return billed(self.event, accountant=accountant, relation=self.relation, curve=curve, runs=self.together)
+        of: Any = {"accountant": accountant, "relation": self.relation, "curve": curve, "runs": self.together}
+        found = tuple(billed(event, **of) for event in (self.event, *self.others))
+        return Largest(found) if self.others else found[0]
 
 
-def compose_runs(*runs: Any, shared_batches: bool, records: int | None = None) -> Composition:
+def compose_runs(*runs: Any, shared_batches: bool | None = None, records: int | None = None) -> Composition:
     """The cost of `runs` together, each a (mechanism, optimizer state) or a (mechanism, number of steps).
 
     With batches of their own, a run may also be a `Composition`: of an earlier call, or of `dpx.accounting.best_of`.
@@ -69,6 +74,8 @@ def compose_runs(*runs: Any, shared_batches: bool, records: int | None = None) -
         step costs one Gaussian of noise multiplier (sum_i sigma_i^-2)^(-1/2) on the sampled batch. At small deltas that
         is more than the cost of independent batches (two runs at Poisson rate 0.01, noise multipliers 1, 1,000 steps,
         delta 1e-5: epsilon 4.48 instead of 2.58).
+        None reads it from the states. Where they do not show it, the cost is the largest over all ways in which up to
+        four runs can share their batches.
     records: int, how many of the examples one person owns at most, as for `dpx.epsilon`. None is that of the runs'
         budgets, which must then agree.
 
@@ -78,15 +85,19 @@ def compose_runs(*runs: Any, shared_batches: bool, records: int | None = None) -
     contradict `shared_batches`, or that are of several keys; for states of different units, such as examples and users
     (`dpx.UserData`), because a run that protects examples costs a user with many of them more; for different
     neighboring relations; for a `Composition` of other records, and budgets of several without `records`; and, with
-    shared batches, for different samplings and for mechanisms that are not billed as one Gaussian release a step. Warns
-    of samplings of different sizes, where a unit is not known.
+    batches that are shared, or not known, for different samplings and for mechanisms that are not billed as one
+    Gaussian release a step. Warns of samplings of different sizes, where a unit is not known.
     """
-    if not isinstance(shared_batches, bool):
-        raise ValueError(f"shared_batches must be True or False, got {described(shared_batches)}")
+    if shared_batches is not None and not isinstance(shared_batches, bool):
+        raise ValueError(f"shared_batches must be True, False or None, got {described(shared_batches)}")
     if not runs:
         raise ValueError("compose_runs needs at least one (mechanism, steps or state), got none")
     records = common_records(runs, records)
     composed = [_composition(run, 1 if shared_batches else records) for run in runs]
+    if any(run.others for run in composed):
+        raise ValueError(
+            "a Composition in another one must be of known batches: pass its shared_batches, True or False"
+        )
     noise_keys = [key for run in composed for key in run.keys]
     for first, second in itertools.combinations(noise_keys, 2):
         if same_key(first, second):
@@ -95,20 +106,34 @@ def compose_runs(*runs: Any, shared_batches: bool, records: int | None = None) -
                 "and subtracting one release from the other removes it"
             )
     batch_keys = [key for run in composed for key in run.batch_keys]
+    if shared_batches is None and (
+        len(runs) == 1 or all(len(run.batch_keys) == len(run.keys) == 1 for run in composed)
+    ):
+        shared_batches = len(runs) > 1 and len(set(batch_keys)) == 1
+        composed = [_composition(run, 1 if shared_batches else records) for run in runs]
     _require_batch_keys(batch_keys, several_runs=len(runs) > 1, shared_batches=shared_batches)
     units, examples = (tuple(n for run in composed for n in getattr(run, name)) for name in ("units", "examples"))
     require_one_unit(units, examples)
     relations = {run.relation for run in composed}
     if len(relations) > 1:
         raise ValueError(f"runs must have one neighboring relation, got {sorted(relations)}")
+    others = []
     if shared_batches:
         event = _on_shared_batches(runs, [run.event for run in composed], records)
     else:
         event = dp_accounting.ComposedDpEvent([run.event for run in composed])
+    if shared_batches is None:
+        alone = [_composition(run, 1).event for run in runs]
+
+        def of_group(group: list[int]) -> dp_accounting.DpEvent:
+            return _on_shared_batches([runs[n] for n in group], [alone[n] for n in group], records)
+
+        others = ways_to_share([run.event for run in composed], of_group)
     return Composition(
         event,
         composed[0].relation,
-        together=len(runs) if shared_batches else max(run.together for run in composed),
+        together=len(runs) if shared_batches or others else max(run.together for run in composed),
+        others=tuple(others),
         keys=tuple(noise_keys),
         batch_keys=tuple(set(batch_keys)),
         units=units,
@@ -152,7 +177,7 @@ def _composition(run: Any, records: int) -> Composition:
     )
 
 
-def _require_batch_keys(batch_keys: list[int], *, several_runs: bool, shared_batches: bool) -> None:
+def _require_batch_keys(batch_keys: list[int], *, several_runs: bool, shared_batches: bool | None) -> None:
     """Raises ValueError where the marks of the keys of the batches contradict `shared_batches`."""
     if SEVERAL_KEYS in batch_keys and several_runs:
         raise ValueError(
@@ -160,7 +185,7 @@ def _require_batch_keys(batch_keys: list[int], *, several_runs: bool, shared_bat
             "batches of another run: pass numbers of steps, and shared_batches=False only if no two runs drew with one "
             "key"
         )
-    if not shared_batches and len(set(batch_keys)) < len(batch_keys):
+    if shared_batches is False and len(set(batch_keys)) < len(batch_keys):
         raise ValueError("two runs drew their batches with one key, so they saw the same: pass shared_batches=True")
     if shared_batches and len(set(batch_keys)) > 1:
         raise ValueError("the runs drew their batches with several keys, so these differ: pass shared_batches=False")

@@ -16,7 +16,6 @@ from dpx.accounting.bill import event_of, records_of
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.events import billed
 from dpx.accounting.pld.buckets import BUCKETS
-from dpx.sampling.schemes import ShuffledEpochs
 from dpx.trees import outlined
 from dpx.validation import require_floats, require_whole
 
@@ -84,7 +83,8 @@ def epsilon_over_steps(
 ) -> EpsilonOverSteps:
     """The epsilon spent at `delta`, an upper bound after each of at most `points` numbers of steps in 1 .. steps.
 
-    Of a sampling that bills whole epochs, such as `dpx.ShuffledEpochs`, the steps are ends of epochs.
+    Of a sampling that bills whole epochs, such as `dpx.ShuffledEpochs`, the steps are ends of epochs (of
+    `CyclicPoissonSampling`, of turns of its groups).
 
     mechanism: a `dpx.Mechanism`. steps: int, at least 1. delta: in (0, 1).
     points: int, at least 2; keep it small, because every point composes its own event. The last point is what
@@ -95,8 +95,7 @@ def epsilon_over_steps(
     Raises ValueError for steps or points below these, and as `dpx.epsilon` does.
     """
     steps, points = require_whole("steps", steps), require_whole("points", points, minimum=2)
-    sampling = mechanism.sampling
-    epoch = sampling.steps_per_epoch if isinstance(sampling, ShuffledEpochs) else 1
+    epoch = _billed_at_once(mechanism.sampling)
     ends = np.linspace(1, steps, points) if epoch == 1 else np.linspace(math.ceil(steps / epoch), 1, points - 1)
     steps_shown = np.unique(np.append(1, np.minimum(ends.round().astype(np.int64) * epoch, steps)))
     spent = []
@@ -106,6 +105,12 @@ def epsilon_over_steps(
         spent.append(billed(event, accountant=accountant, relation=stated, buckets=buckets).epsilon(delta))
     spent = np.minimum.accumulate(spent[::-1])[::-1]  # fewer steps cost no more
     return EpsilonOverSteps(steps_shown, spent, checks.require_delta(delta), epoch > 1, records_of(mechanism, records))
+
+
+def _billed_at_once(sampling: Any) -> int:
+    """How many steps cost as much as the first of them: an epoch, a turn of cyclic groups, or 1."""
+    steps = int(getattr(sampling, "bands", getattr(sampling, "steps_per_epoch", 1)))
+    return steps if steps > 1 and sampling.event(np.ones(1)) == sampling.event(np.ones(steps)) else 1
 
 
 def delta_over_epsilon(

@@ -42,7 +42,7 @@ class PlannedRun(NamedTuple):
     run_noise: float
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class NoisePlan:
     """The noise that a budget needs, for several batch sizes and epochs; `str` is a table, and that of the samplings.
 
@@ -81,6 +81,14 @@ class NoisePlan:
     @property
     def _budget(self) -> str:
         return f"epsilon {self.epsilon:g} at delta {upper(self.delta, 6)}{whose(self.records)}"
+
+    def __repr__(self) -> str:
+        run = self.suggested
+        return (
+            f"NoisePlan({self._budget}, {self.examples} examples, {len(self.runs)} runs; suggested: batch size "
+            f"{run.batch_size}, {run.steps} steps, noise multiplier {ceil(1e4 * run.noise_multiplier) / 1e4:.4f}; "
+            "print it for the table)"
+        )
 
     def __str__(self) -> str:
         head = f"{self._budget}, {self.examples} examples, Poisson sampling; "

@@ -64,7 +64,7 @@ class PlannedSampling(NamedTuple):
         return self.noise_multiplier / self.sampling.divisor / math.sqrt(self.steps)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class SamplingPlan:
     """What a budget needs with each sampling; `str` is a table, a recommendation, and what has no bill.
 
@@ -85,10 +85,18 @@ class SamplingPlan:
         least = min((run for run in self.runs if run.sampling.relation == "zero_out"), key=lambda run: run.run_noise)
         return first if least.run_noise > (1 - _ALIKE) * first.run_noise else least
 
-    def __str__(self) -> str:
+    @property
+    def _budget(self) -> str:
         sampling = self.runs[0].sampling
-        head = f"Samplings at batch size {sampling.divisor:g} of {sampling.examples} for {self.epochs:g} epochs, "
-        head += f"epsilon {self.epsilon:g} at delta {upper(self.delta, 6)}{whose(self.records)}:"
+        sizes = f"batch size {sampling.divisor:g} of {sampling.examples} for {self.epochs:g} epochs"
+        return f"{sizes}, epsilon {self.epsilon:g} at delta {upper(self.delta, 6)}{whose(self.records)}"
+
+    def __repr__(self) -> str:
+        best = self.recommended.sampling
+        return f"SamplingPlan({self._budget}; {len(self.runs)} samplings, recommended: {best}; print it for the table)"
+
+    def __str__(self) -> str:
+        head = f"Samplings at {self._budget}:"
         noise = f"epsilon at {_up(self.runs[0].noise_multiplier):.4f}"
         titles = f"{'sampling':36} {'noise multiplier':>16} {noise:>17} {'rows':>6}"
         return "\n".join([head, titles, *map(_line, self.runs), "", *self.sentences()])
