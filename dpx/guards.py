@@ -1,12 +1,31 @@
 """Checks that refuse the inputs for which a mechanism's bill would not be true."""
 
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from dpx.trees import Tree, batch_size, require_arrays
+from dpx.trees import Tree, batch_size, path_of, require_arrays, some
+from dpx.xla.jaxprs import inputs_read
+
+FEW = 3  # parameters that a message names
+FLAX = (
+    'Of Flax Linen, take model.init(...)["params"]; of Flax NNX, split the model: graphdef, params, rest = '
+    "nnx.split(model, nnx.Param, ...)"
+)
+# What to do with objects of other packages, none of which is imported here.
+ADVICE = {
+    "equinox": "Split the Equinox module: params, static = eqx.partition(model, eqx.is_inexact_array), and call "
+    "eqx.combine(params, static) in the loss",
+    "keras": "Of Keras, take [v.value for v in model.trainable_variables], and call model.stateless_call in the loss",
+    "haiku": "Of Haiku, take params = transformed.init(key, inputs), and call transformed.apply in the loss",
+    "torch": "Of PyTorch, take tensor.detach().numpy() of each tensor, and write the model in JAX",
+    "tensorflow": "Of TensorFlow, take variable.numpy() of each variable, and write the model in JAX",
+    "pandas": "Of pandas, take frame.to_numpy(numpy.float32)",
+}
 
 
 def require_no_more(extra_args: dict[str, Any]):
@@ -53,11 +72,74 @@ def require_unmasked(tree: Tree):
         )
 
 
-def require_params(params: Tree):
-    """Raises ValueError for masked nodes, complex numbers, Flax modules and batch statistics among the parameters."""
+def require_params(params: Tree, encode: Callable, init: Callable) -> Tree:
+    """`params`, with arrays in place of Python numbers.
+
+    encode, init: of the mechanism, which must not read the gradient of integers. Raises ValueError for masked nodes,
+    models and other objects, trained integers, complex numbers, and batch statistics.
+    """
     require_unmasked(params)
     require_no_modules(params)
+    require_numbers(params)
+    whole = [_kind(leaf) == "whole" for leaf in jax.tree.leaves(params)]
+    if any(whole) and any(map(operator.and_, whole, jax.tree.leaves(trained(encode, init, params)))):
+        _refuse(params, " Freeze integers by dpx.coordinates.trainable.")
     require_real(params)
+    return as_arrays(params)
+
+
+def require_numbers(params: Tree):
+    """Raises ValueError for leaves that are no arrays, such as the functions and variables of a model."""
+    if any(_kind(leaf) == "other" for leaf in jax.tree.leaves(params)):
+        _refuse(params)
+
+
+def _refuse(params: Tree, more: str = ""):
+    named = jax.tree_util.tree_leaves_with_path(params)
+    odd = [f"{path_of(path)} {_name(leaf)}".strip() for path, leaf in named if _kind(leaf) != "float"]
+    packages = [_package(node) for node in jax.tree.leaves(params, is_leaf=lambda node: _package(node) != "")]
+    advice = next((ADVICE[package] for package in packages if package), FLAX)
+    raise ValueError(f"params must be a pytree of float arrays, got {some(odd, FEW)}.{more} {advice}")
+
+
+def as_arrays(params: Tree) -> Tree:
+    """`params`, with arrays in place of Python numbers."""
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf) if isinstance(leaf, bool | int | float) else leaf, params)
+
+
+def trained(encode: Callable, init: Callable, params: Tree) -> Tree:
+    """Whether the encoded gradient depends on the gradient of a parameter: bools like `params`, arrays or shapes.
+
+    encode, init: of the mechanism. It is read from the equations of `encode`, so it is the same at every step. A mask
+    that changes from step to step, such as a random freeze, reads every gradient.
+    """
+    grad = jax.tree.map(lambda p: jax.ShapeDtypeStruct(jnp.shape(p), jnp.float32), params)
+    closed = jax.make_jaxpr(encode)(grad, jax.eval_shape(init, grad))
+    leaves, treedef = jax.tree.flatten(grad)
+    return treedef.unflatten(inputs_read(closed.jaxpr)[: len(leaves)])
+
+
+def _package(node: Any) -> str:
+    """The package of a class of `node`, if there is advice about it; "" for others."""
+    names = [kind.__module__.split(".")[0] for kind in type(node).__mro__]
+    return next((name for name in names if name in ADVICE), "")
+
+
+def _kind(leaf: Any) -> str:
+    """ "float", "whole" (an integer or a bool), "other" (no array of numbers), or "odd" (complex numbers or keys)."""
+    try:
+        dtype = None if _package(leaf) or isinstance(leaf, str | bytes) else jnp.result_type(leaf)
+    except (TypeError, ValueError):
+        dtype = None
+    if dtype is None:
+        return "other"
+    if jnp.issubdtype(dtype, jnp.floating):
+        return "float"
+    return "whole" if jnp.issubdtype(dtype, jnp.integer) or dtype == jnp.bool_ else "odd"
+
+
+def _name(leaf: Any) -> str:
+    return type(leaf).__name__ if _kind(leaf) == "other" else str(getattr(leaf, "dtype", type(leaf).__name__))
 
 
 def require_no_modules(params: Tree):
@@ -81,11 +163,16 @@ def _is_flax(node: Any, *names: str) -> bool:
     return any(kind.__name__ in names and kind.__module__.startswith("flax.nnx") for kind in type(node).__mro__)
 
 
-def require_per_example(grads: Tree, params: Tree):
-    """Raises ValueError unless every leaf of `grads` has the shape (B, *shape of its parameter)."""
+def require_per_example(grads: Tree, params: Tree) -> Tree:
+    """`params` as arrays. Raises ValueError unless every leaf of `grads` has the shape (B, *shape of its parameter)."""
     require_unmasked(grads)
     if params is None:
         raise ValueError("params must be given: update(grads, state, params); they tell the shape of one gradient")
+    if jax.tree.map(jnp.shape, grads) == jax.tree.map(jnp.shape, params):
+        raise ValueError(
+            "grads must hold one gradient of each example, with the examples on axis 0 before each leaf; got the "
+            "shapes of params. Do not average before the mechanism, nor wrap it, as optax.MultiSteps does"
+        )
     size = batch_size(grads)
     require_real(grads)
     expected = [(size, *jnp.shape(leaf)) for leaf in jax.tree.leaves(params)]
@@ -95,6 +182,7 @@ def require_per_example(grads: Tree, params: Tree):
         raise ValueError(
             f"grads must hold one gradient of each example, {words}, of shapes {expected}; got shapes {found}"
         )
+    return as_arrays(params)
 
 
 def require_fitting(changes: dict[str, Any], budget: Any):

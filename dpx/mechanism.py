@@ -100,12 +100,12 @@ class Mechanism(optax.GradientTransformationExtraArgs):
         budget = None if budget is None else budget.for_sampling(sampling)
 
         def begin(params):
-            guards.require_params(params)
+            params = guards.require_params(params, encode, init)
             return stamped(init(params), self.fingerprints, 0 if budget is None else budget.steps)
 
         def update(grads, state, params=None, *, included=MISSING, drawn=None, **extra_args):
             guards.require_no_more(extra_args)
-            guards.require_per_example(grads, params)
+            params = guards.require_per_example(grads, params)
             rows = inclusion(batch_size(grads), included, self.sampling)
             sums, _ = sum_contributions(self, grads, state, rows)
             return self.release_once(sums, state, params, jnp.sum(rows), drawn)

@@ -1,5 +1,6 @@
 """One call before a long run."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,8 @@ import numpy as np
 from dpx.accounting.checks import require_delta
 from dpx.checking import measured, plan, program, randomness, step
 from dpx.checking.report import Finding, Report
+from dpx.gradients.rows import noted
+from dpx.guards import require_numbers
 from dpx.mechanism import Mechanism, require_mechanism
 from dpx.optimizer import trained
 from dpx.sampling.batch import Batch, require_batch
@@ -62,17 +65,19 @@ def check_setup(
     public = [plan.drawn(batch, sampling), plan.delta_size(delta, sampling), plan.privacy(optimizer, steps, delta)]
     public += plan.truncation(optimizer, steps, delta)
     public += [] if data is None else [plan.data_length(data, sampling)]
-    public += [plan.secret(optimizer.key), real := program.dtypes(params)]
-    closed = program.trace(value, params, example)
+    flags = trained(optimizer, params)
+    public += [plan.secret(optimizer.key), real := program.dtypes(params, flags)]
+    with noted("loss", lambda: example):
+        closed = program.trace(value, params, example)
     if isinstance(closed, Finding):
         return Report((*public, closed), (rows,))
     public += [program.constants(closed, example, len(included), sampling.examples), program.batching(closed)]
     public += [randomness.constant_keys(loss, params, example, with_key=with_key)]
     if real.severity == "error" or rows.severity == "error":
         return Report(tuple(public), (rows,))  # no gradient, or no step, can be computed
-    flags = trained(optimizer, params)
     public += [program.unused(closed, params, flags), plan.frozen(flags, params)]
-    found = measured.measure(value, optimizer, params, flags, examples, included)
+    with noted("loss", lambda: example):
+        found = measured.measure(value, optimizer, params, flags, examples, included)
     once = step.run(value, optimizer, params, batch._replace(examples=examples))
     alone, some_rows = measured.one_row(value, flags, examples), np.flatnonzero(included)[: measured.COMPARED]
     unreleased = (
@@ -92,6 +97,7 @@ def _require(loss, optimizer, params, batch, steps, delta) -> tuple[Batch, int |
     """The batch, the steps and delta. Raises ValueError for arguments that no finding could describe."""
     require_function("loss", loss)
     require_mechanism(optimizer)
+    require_numbers(params)
     if not jax.tree.leaves(params):
         raise ValueError(f"params must hold at least one array, got {described(params)}")
     if batch_size(require_batch(batch).examples) == 0:
@@ -106,3 +112,19 @@ def _require(loss, optimizer, params, batch, steps, delta) -> tuple[Batch, int |
         None if steps is None else require_whole("steps", steps),
         None if delta is None else require_delta(delta),
     )
+
+
+def warn_of_loss(optimizer: Mechanism, closed: Any, params: Tree, row: tuple) -> None:
+    """Warns of what `check_setup` finds in the equations of a loss, which cost nothing when a step is traced.
+
+    closed: the jaxpr of the loss. params: arrays. row: the shapes of one example, and of its key.
+    """
+    sampling = optimizer.sampling
+    for found in (
+        program.constants(closed, row[0], sampling.usual_rows, sampling.examples),
+        program.batching(closed),
+        program.unused(closed, params, trained(optimizer, params)),
+        randomness.of_program(closed, len(jax.tree.leaves(params))),
+    ):
+        if found.severity in ("error", "warning"):
+            warnings.warn(f"{found.words}. (From dpx.check_setup, which looks at more.)", stacklevel=2)

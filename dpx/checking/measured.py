@@ -13,6 +13,7 @@ import optax
 from dpx.checking.program import is_low_precision
 from dpx.checking.report import Finding
 from dpx.contributions import LARGEST, in_range
+from dpx.gradients.rows import value_and_gradient
 from dpx.mechanism import Mechanism
 from dpx.scalars import over
 from dpx.trees import Tree, path_of, some
@@ -67,7 +68,7 @@ def measure(
 
         def microbatch(ordered, rows):
             examples, included = rows
-            losses, grads = jax.vmap(jax.value_and_grad(loss), (None, 0))(ordered(params), examples)
+            losses, grads = jax.vmap(value_and_gradient(loss), (None, 0))(ordered(params), examples)
             (encoded, factors), norms, contributions = jax.vmap(contribute)(grads)
             counts = included & in_range(norms)
 
@@ -124,7 +125,7 @@ def one_row(loss: Callable, flags: Tree, examples: Tree) -> Callable[[Tree, int]
 
     @jax.jit
     def alone(params, example):
-        value, grad = jax.value_and_grad(loss)(params, example)
+        value, grad = value_and_gradient(loss)(params, example)
         return value, _sizes(grad, flags)
 
     def of_row(params, row):
@@ -178,7 +179,9 @@ def without_gradient(measured: Measured, params: Tree, flags: Tree, alone: Calla
     dead = np.asarray(jax.tree.leaves(flags)) & (sizes == 0)
     if not dead.any():
         return Finding("zero gradients", "ok", "every trained parameter has a gradient", {"parameters": 0})
-    near = jax.tree.map(jnp.add, params, optax.tree.random_like(jax.random.key(0), params))
+    real = jax.tree.map(lambda leaf, flag: leaf if flag else jnp.zeros(leaf.shape), params, flags)
+    moves = optax.tree.random_like(jax.random.key(0), real)
+    near = jax.tree.map(lambda leaf, move, flag: leaf + move if flag else leaf, params, moves, flags)
     dead_near = dead & (np.max([alone(near, row)[1] for row in rows], axis=0) == 0)
     paths = [path_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     words = "have no gradient in any row, but get noise"

@@ -79,19 +79,20 @@ def unused(closed: Any, params: Tree, flags: Tree) -> Finding:
     return Finding("unused parameters", "ok", "the loss uses every trained parameter", {"parameters": 0})
 
 
-def dtypes(params: Tree) -> Finding:
-    """Parameters without a real gradient."""
+def dtypes(params: Tree, flags: Tree) -> Finding:
+    """Trained parameters without a real gradient. flags: bools like the parameters, True where trained."""
     found = [(path_of(path), jnp.result_type(leaf)) for path, leaf in jax.tree_util.tree_leaves_with_path(params)]
+    found = [each for each, flag in zip(found, jax.tree.leaves(flags), strict=True) if flag]
     wrong = [f"{path} ({dtype})" for path, dtype in found if not jnp.issubdtype(dtype, jnp.floating)]
     if wrong:
         words = f"{some(wrong)} have no real gradient: keep them out of the parameters (complex: two real arrays)"
         return Finding("parameter dtypes", "error", words, {"parameters": len(wrong)})
-    return Finding("parameter dtypes", "ok", "all parameters are real floats", {"parameters": 0})
+    return Finding("parameter dtypes", "ok", "all trained parameters are real floats", {"parameters": 0})
 
 
 def is_low_precision(leaf: jax.Array) -> bool:
-    """Whether a leaf has fewer than 32 bits."""
-    return jnp.result_type(leaf).itemsize < 4
+    """Whether a leaf is of floats of fewer than 32 bits."""
+    return jnp.issubdtype(jnp.result_type(leaf), jnp.floating) and jnp.result_type(leaf).itemsize < 4
 
 
 def _like_data(shape: tuple[int, ...], example_shapes: set, rows: int, examples: int) -> bool:

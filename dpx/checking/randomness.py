@@ -22,7 +22,11 @@ def constant_keys(loss: Callable, params: Tree, example: Tree, *, with_key: bool
     """
     varying = (example, jax.eval_shape(lambda: jax.random.key(0))) if with_key else (example,)
     closed = jax.make_jaxpr(loss)(params, *varying)
-    fixed = len(closed.jaxpr.invars) - len(jax.tree.leaves(varying))
+    return of_program(closed, len(closed.jaxpr.invars) - len(jax.tree.leaves(varying)))
+
+
+def of_program(closed: Any, fixed: int) -> Finding:
+    """`constant_keys` of a closed jaxpr, whose first `fixed` inputs are the same for all examples."""
     draws, _ = _constant_draws(closed.jaxpr, [number >= fixed for number in range(len(closed.jaxpr.invars))])
     if draws:
         words = (

@@ -1,22 +1,18 @@
 """The arguments of `fit`, checked before anything is computed or written."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from dpx import keys
 from dpx.accounting.bill import epsilon, records_of
 from dpx.accounting.checks import Accountant
-from dpx.guards import require_no_modules, require_params
+from dpx.guards import FLAX, require_params
 from dpx.mechanism import Mechanism, require_mechanism
 from dpx.sampling.rows import rows_of
-from dpx.trees import Tree, described, path_of
+from dpx.trees import Tree, described
 from dpx.validation import require_function, require_whole
-
-FEW = 3  # parameters that a message names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +23,7 @@ class Terms:
     """
 
     optimizer: Mechanism
-    key: jax.Array
+    key: jax.Array = field(repr=False)
     steps: int
     delta: float
     accountant: Accountant
@@ -74,23 +70,7 @@ def require_inputs(loss: Any, optimizer: Any, params: Tree, data: Any, loss_at: 
     require_mechanism(optimizer)
     require_function("loss", loss)
     require_function("loss_at", loss_at)
-    require_no_modules(params)
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    others = [f"{path_of(path)} {_kind(leaf)}".strip() for path, leaf in leaves if not _is_float(leaf)]
-    if others or not leaves:
-        found = ", ".join([*others[:FEW], *(["..."] if len(others) > FEW else [])]) or "no array"
-        raise ValueError(
-            f'params must be a pytree of float arrays, got {found}. Of Flax Linen, take model.init(...)["params"]; of '
-            "Flax NNX, split the model: graphdef, params, rest = nnx.split(model, nnx.Param, ...)"
-        )
-    require_params(params)
+    require_params(params, optimizer.encode, optimizer.init)
+    if not jax.tree.leaves(params) or any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
+        raise ValueError(f"params must be a pytree of float arrays, got no array. {FLAX}")
     rows_of(data, optimizer.sampling.examples)
-
-
-def _is_float(leaf: Any) -> bool:
-    is_array = isinstance(leaf, jax.Array | np.ndarray | np.generic)
-    return isinstance(leaf, float) or (is_array and jnp.issubdtype(leaf.dtype, jnp.floating))
-
-
-def _kind(leaf: Any) -> str:
-    return str(getattr(leaf, "dtype", None) or type(leaf).__name__)

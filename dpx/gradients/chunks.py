@@ -5,7 +5,7 @@ at most C, the noise is added once, and the step is billed once.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -62,14 +62,14 @@ class PrivateChunks:
     row_sum: the clipped sum of a chunk. optimizer, with_key: of `private_updates_in_chunks`.
     """
 
-    row_sum: RowSum
+    row_sum: RowSum = field(repr=False)
     optimizer: Mechanism
     with_key: bool
 
     def add(self, params: Tree, chunk: Batch, state: Tree, sums: AccumulatedSums | None = None) -> AccumulatedSums:
         """`sums` with one more chunk of the batch; None begins."""
         batch_size(require_batch(chunk).examples)
-        require_params(params)
+        params = require_params(params, self.optimizer.encode, self.optimizer.init)
         _step_of(state)
         if sums is not None:
             _require_sums(sums)
@@ -92,7 +92,7 @@ class PrivateChunks:
     def release(self, params: Tree, sums: AccumulatedSums, state: Tree) -> tuple[Tree, Tree]:
         """(updates, state) of the whole batch: the private updates, like `params`, and the next state."""
         _require_sums(sums)
-        require_params(params)
+        params = require_params(params, self.optimizer.encode, self.optimizer.init)
         arguments = params, sums._replace(unreleased=None), state
         return call_with_auto_axes(self._release, arguments, lambda params, sums, state: (params, state))
 

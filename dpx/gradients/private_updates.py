@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -28,14 +28,14 @@ class PrivateStep:
     row_sum: the clipped sum of the rows of a batch. optimizer, with_key: of `private_updates`.
     """
 
-    row_sum: RowSum
+    row_sum: RowSum = field(repr=False)
     optimizer: Mechanism
     with_key: bool
 
     def __call__(self, params: Tree, batch: Batch, state: Tree) -> PrivateUpdates:
         """The private updates and the next state. batch: a `dpx.Batch`. state: of the optimizer."""
         batch_size(require_batch(batch).examples)
-        require_params(params)
+        params = require_params(params, self.optimizer.encode, self.optimizer.init)
         find_state(state, ReleaseState, "mechanism's state")
         return call_with_auto_axes(self._release, (params, batch, state), self._place)
 
@@ -177,7 +177,7 @@ def explain_norms(
         ...
     """
     row_sum = sum_gradients(loss, optimizer, microbatch_size=None, norms=norms, has_aux=has_aux, platform=platform)
-    state = jax.eval_shape(optimizer.init, params)
+    params, state = require_params(params, optimizer.encode, optimizer.init), jax.eval_shape(optimizer.init, params)
     examples = require_batch(batch).examples
     rows = jax.eval_shape(functools.partial(rows_of, optimizer, with_key=with_key), state, examples)
     plan, cost = row_sum.plan(params, state, rows)

@@ -22,7 +22,15 @@ from dpx.xla import jaxprs
 LARGE_CONSTANTS = 2**24  # bytes
 INSTEAD = "pass them as parameters that dpx.coordinates.trainable freezes: docs/fine_tuning.md#a-large-base"
 
-_HOISTED: contextvars.ContextVar[bool] = contextvars.ContextVar("whether constants become arguments", default=False)
+WHERE = (
+    "It sees one example, without a batch axis, and a key of its own with with_key=True: docs/loops.md#by-hand. A "
+    "model of Flax is split outside of it, and merged inside: docs/flax.md"
+)
+
+Look = Callable[[Any, Tree, tuple], None]  # of the closed jaxpr of a loss, the parameters and the shapes of one row
+_LOOK: contextvars.ContextVar[Look | None] = contextvars.ContextVar(
+    "looks at losses of programs of `fit`", default=None
+)
 
 
 def rows_of(mechanism: Mechanism, state: Tree, examples: Tree, *, with_key: bool, first: jax.Array | int = 0) -> tuple:
@@ -77,23 +85,51 @@ def of_one_row(function: Callable, *, has_aux: bool) -> Callable[..., tuple[Tree
     return of_row
 
 
+def value_and_gradient(function: Callable, *, has_aux: bool = False) -> Callable:
+    """`jax.value_and_grad`, but the gradient of integers, which only frozen parameters may be, is 0, float32."""
+    both = jax.value_and_grad(function, has_aux=has_aux, allow_int=True)
+
+    def with_zeros(params, *arguments):
+        value, grad = both(params, *arguments)
+        return value, jax.tree.map(lambda g: jnp.zeros(g.shape) if g.dtype == jax.dtypes.float0 else g, grad)
+
+    return with_zeros
+
+
 @contextlib.contextmanager
-def constants_hoisted() -> Iterator[None]:
-    """While it is open, programs are traced whose constants become arguments, so none is too large."""
-    token = _HOISTED.set(True)
+def noted(called: str, example: Callable[[], Tree]) -> Iterator[None]:
+    """Adds to an error of the user's function, such as a "loss", what it was called with, and where to read.
+
+    example: () -> the shapes of one example.
+    """
+    try:
+        yield
+    except Exception as error:
+        if WHERE not in getattr(error, "__notes__", ()):
+            error.add_note(f"dpx: the {called} {called_with(example())}")
+            error.add_note(WHERE)
+        raise
+
+
+@contextlib.contextmanager
+def constants_hoisted(look: Look) -> Iterator[None]:
+    """While it is open, programs are traced whose constants become arguments, so none is too large. look: at losses."""
+    token = _LOOK.set(look)
     try:
         yield
     finally:
-        _HOISTED.reset(token)
+        _LOOK.reset(token)
 
 
-def warn_of_constants(closed: Any) -> None:
+def look_at(closed: Any, params: Tree, row: tuple) -> None:
     """Warns if the loss closes over large arrays, because the program of a step would hold them as constants.
 
-    closed: the closed jaxpr of the loss. Arrays that are arguments of an outer `jax.jit` are no constants.
+    closed: the closed jaxpr of the loss. Arrays that are arguments of an outer `jax.jit` are no constants. row: shapes.
     """
+    if (look := _LOOK.get()) is not None:
+        return look(closed, params, row)
     found = [array for array in jaxprs.constants(closed) if not isinstance(array, jax.core.Tracer)]
     size = sum(getattr(array, "nbytes", 0) for array in found)
-    if size >= LARGE_CONSTANTS and not _HOISTED.get():
+    if size >= LARGE_CONSTANTS:
         words = f"the loss closes over {size / 2**20:.0f} MiB of arrays, which become constants of every program of it"
         warnings.warn(f"{words}: it compiles longer and is as large as they are. Instead, {INSTEAD}", stacklevel=2)

@@ -11,7 +11,7 @@ from dpx.contributions import sum_contributions
 from dpx.gradients import ghost
 from dpx.gradients.explicit_axes import devices_of_rows
 from dpx.gradients.microbatch_size import ForwardCost, choose_microbatch_size, forward_cost, require_platform
-from dpx.gradients.rows import called_with, of_one_row, shapes_of_one, warn_of_constants
+from dpx.gradients.rows import look_at, noted, of_one_row, shapes_of_one, value_and_gradient
 from dpx.guards import require_real
 from dpx.mechanism import Mechanism, require_mechanism
 from dpx.trees import Tree, described
@@ -60,22 +60,22 @@ class RowSum:
         on_cpu = self.platform == "cpu"
         in_loop = reordered if on_cpu and cost.convolves else core.jaxpr_as_fun
         unroll = on_cpu and not cost.loops
-        with rows_over(self.devices):
+        with rows_over(self.devices), self.noted(lambda: shapes_of_one(rows)):
             return sum_over_microbatches(
                 microbatch, (rows, included), max(1, size), unroll=unroll, in_loop=in_loop, like=params
             )
+
+    def noted(self, row: Callable[[], tuple]) -> Any:
+        return noted("update" if self.norms == "update" else "loss", lambda: row()[0])
 
     def plan(self, params: Tree, state: Tree, rows: tuple) -> tuple[ghost.GhostPlan | str, ForwardCost]:
         """How the norms are computed, or the reason why every parameter needs per-example gradients; and the cost of
         a row. All arguments may be shapes.
         """
         row = shapes_of_one(rows)
-        try:
+        with self.noted(lambda: row):
             traced = ghost.trace_loss(self.of_row, params, row)
-        except Exception as error:  # of the user's function
-            error.add_note(f"dpx: the {'update' if self.norms == 'update' else 'loss'} {called_with(row[0])}")
-            raise
-        warn_of_constants(traced.closed)
+        look_at(traced.closed, params, row)
         cost = forward_cost(traced.closed.jaxpr)
         if self.norms == "update":
             _require_like(params, traced.shapes[0])
@@ -101,7 +101,7 @@ class RowSum:
         if self.norms == "update":
             update, aux = self.of_row(params, row)
             return (None, aux), update
-        return jax.value_and_grad(self.of_row, has_aux=True)(params, row)
+        return value_and_gradient(self.of_row, has_aux=True)(params, row)
 
 
 def sum_gradients(
