@@ -3,16 +3,18 @@
 They do not see frozen parameters, whose gradient the mechanism does not read: weight decay would move them.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from dpx import guards
 from dpx.mechanism import Coordinates, Mechanism, require_mechanism
 from dpx.stages import FROZEN
 from dpx.trees import Tree, described
-from dpx.xla.jaxprs import inputs_read
+
+HOLDING = ("MultiStepsState", "ApplyEvery")  # states of optax
 
 
 class ChainState(NamedTuple):
@@ -28,7 +30,8 @@ def chain(mechanism: Mechanism, *transforms: optax.GradientTransformation) -> Me
     The transforms see the released gradient only, so any optax optimizer, decay or momentum costs no privacy. They see
     no parameter whose gradient the mechanism drops at every step (`coordinates.trainable`), so weight decay does not
     move it. Masks that change (`random_freeze`) stop the gradients of a step, but neither decay nor momentum.
-    Raises ValueError if `mechanism` is not a Mechanism, if one of the transforms is one, and inside of coordinates.
+    Raises ValueError if `mechanism` is not a Mechanism, if one of the transforms is one, and inside of coordinates; and
+    for transforms that hold updates back (`optax.MultiSteps`), or need more than an update, such as the loss.
 
         >>> optimizer = dpx.chain(mechanism, optax.sgd(0.1, momentum=0.9))
         >>> optimizer.stages[-1]
@@ -37,6 +40,7 @@ def chain(mechanism: Mechanism, *transforms: optax.GradientTransformation) -> Me
     require_mechanism(mechanism)
     require_transforms(transforms)
     after = optax.chain(*transforms)
+    _try(after)
     words = "optax transforms of the trainable layers" if FROZEN in mechanism.stages else "optax transforms"
 
     def on_trained(params):
@@ -51,11 +55,16 @@ def chain(mechanism: Mechanism, *transforms: optax.GradientTransformation) -> Me
                 "dpx.chain must stand outside of coordinates and of other mechanisms, because optax transforms read "
                 "the parameters; write dpx.chain(dpx.in_coordinates(mechanism, coordinates), *transforms)"
             )
-        updates, transformed = on_trained(updates).update(updates, state.transforms, params)
+        try:
+            updates, transformed = on_trained(updates).update(updates, state.transforms, params)
+        except (AttributeError, TypeError, ValueError) as error:
+            if type(error).__module__.startswith("jax"):
+                raise
+            _refuse(error)
         return updates, ChainState(inner, transformed)
 
     return mechanism.replace(
-        init=lambda params: ChainState(mechanism.init(params), on_trained(params).init(params)),
+        init=lambda params: ChainState(mechanism.init(params), _moving(on_trained(params).init(params))),
         encode=lambda grad, state: mechanism.encode(grad, state.inner),
         weigh=lambda norms, state: mechanism.weigh(norms, state.inner),
         release=release,
@@ -75,13 +84,45 @@ def require_transforms(transforms: tuple[Any, ...]):
             raise ValueError(f"transforms must be those of optax, such as optax.sgd(0.1), got {described(transform)}")
 
 
-def trained(mechanism: Any, params: Tree) -> Tree:
-    """Whether the encoded gradient depends on the gradient of a parameter: bools like `params`, arrays or shapes.
+def _moving(state: Tree) -> Tree:
+    """`state`. Raises ValueError if it is that of transforms that hold updates back."""
+    nodes = jax.tree.leaves(state, is_leaf=lambda node: type(node).__name__ in HOLDING)
+    if any(type(node).__name__ in HOLDING for node in nodes):
+        raise ValueError(
+            "transforms must not hold updates back, as optax.MultiSteps and apply_every do, because each step in "
+            "between has noise and a cost of its own. Give the larger batch to the sampling instead, and say by "
+            "microbatch_size or chunk_size how much of it fits in memory"
+        )
+    return state
 
-    It is read from the equations of `mechanism.encode`, so it is the same at every step. A mask that changes from step
-    to step, such as a random freeze, reads every gradient.
+
+def _refuse(error: Exception) -> NoReturn:
+    raise ValueError(
+        "transforms must make an update of the released gradient, their state and the parameters alone. Those that "
+        "need the loss or its gradient (lbfgs, reduce_on_plateau, polyak_sgd, momo), or parameters of another form "
+        "(lookahead), would get private values, or fail: call them by yourself, with the released updates and public "
+        f"values. Got {type(error).__name__}: {str(error).splitlines()[0][:200]}"
+    ) from error
+
+
+def _try(transform: optax.GradientTransformation):
+    """Raises ValueError, before there are parameters, where `transform` holds updates back or needs an argument more.
+
+    It is tried on one parameter; what fails there for another reason may work on the parameters of a model.
     """
-    grad = jax.tree.map(lambda p: jax.ShapeDtypeStruct(jnp.shape(p), jnp.float32), params)
-    closed = jax.make_jaxpr(mechanism.encode)(grad, jax.eval_shape(mechanism.init, params))
-    leaves, treedef = jax.tree.flatten(grad)
-    return treedef.unflatten(inputs_read(closed.jaxpr)[: len(leaves)])
+    like = {"parameter": jax.ShapeDtypeStruct((2, 2), jnp.float32)}
+    try:
+        state = jax.eval_shape(transform.init, like)
+        jax.eval_shape(transform.update, like, state, like)
+    except TypeError as error:
+        if "required keyword-only argument" in str(error):
+            _refuse(error)
+    except Exception:
+        return
+    else:
+        _moving(state)
+
+
+def trained(mechanism: Any, params: Tree) -> Tree:
+    """Whether the mechanism reads the gradient of a parameter: bools like `params`, as in `guards.trained`."""
+    return guards.trained(mechanism.encode, mechanism.init, params)

@@ -183,7 +183,6 @@ BEHIND = {
     "clip": optax.clip(0.05),
     "clip_by_global_norm": optax.clip_by_global_norm(0.05),
     "normalize_by_update_norm": optax.normalize_by_update_norm(),
-    "apply_every": optax.apply_every(2),
     "add_noise": optax.add_noise(0.1, 0.5, jax.random.key(0)),
 }
 PARAMS = {"w": jnp.ones(2)}
