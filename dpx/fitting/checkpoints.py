@@ -49,6 +49,7 @@ class Checkpoints:
                 raise ValueError(f"checkpoints must be one folder that all processes share, but {self.path} is not")
         self._stored = Stored(self.path, self._programs.name)
         self._last: int | None = None  # the step of the checkpoint that this program stored or read last
+        self.continued = False  # whether there was a checkpoint
 
     def _begin(self) -> list[str]:
         """Makes the folder of a new run. The names of the facts that changed, all of them of its rounding."""
@@ -94,6 +95,7 @@ class Checkpoints:
         self._found(like)  # what is refused here changes nothing
         self.planned = self._programs.take()
         step, reach, names = self._found(like)  # again, because others may have gone on until now
+        self.continued = step is not None
         carry, rows = self._first(like) if step is None else self._read(step, like)
         if reach > steps_taken(carry.state):
             carry, rows = self._skipped(carry, rows, reach, names)
@@ -177,6 +179,11 @@ class Checkpoints:
         self._last = step
         return True
 
+    def __str__(self) -> str:
+        return (
+            f"step {self._last} of {self._terms.steps} is saved in {self.path}, where the same call continues the run"
+        )
+
     def close(self):
         self._stored.close()
 
@@ -184,11 +191,16 @@ class Checkpoints:
 class _Nowhere:
     """In place of `Checkpoints` for a run that keeps none."""
 
+    path, continued = None, False
+
     def __init__(self, terms: Terms):
         self.planned = terms.steps
 
     def restore(self, like: Carry) -> tuple[Carry, list[dict[str, Any]]]:
         return like, []
+
+    def __str__(self) -> str:
+        return "no step of the run is saved: dpx.fit(..., checkpoints=folder) saves them"
 
     def reserve(self, step: int):
         pass

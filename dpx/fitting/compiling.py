@@ -4,7 +4,7 @@ So the program and every cache of it hold no noise key, and the runs of several 
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,19 +18,29 @@ from dpx.gradients.rows import constants_hoisted
 class Compiled:
     """A function of pytrees of arrays, compiled once for each set of shapes.
 
-    The arrays of the arguments `donate_argnums` are deleted. out_shardings: of `jax.jit`.
+    The arrays of the arguments `donate_argnums` are deleted. out_shardings: of `jax.jit`. look: at the losses inside,
+    the first time.
     sharding: of the batches. With one of a mesh of automatic axes, arrays that the function closes over are replicated
         over it, once.
     """
 
     def __init__(
-        self, function: Callable, *, donate_argnums: Sequence[int], out_shardings: Any = None, sharding: Any = None
+        self,
+        function: Callable,
+        *,
+        donate_argnums: Sequence[int],
+        look: Callable = lambda *of_loss: None,
+        out_shardings: Any = None,
+        sharding: Any = None,
     ):
         self.function, self.donate_argnums, self.out_shardings = function, donate_argnums, out_shardings
-        self.sharding = sharding
+        self.sharding, self.look = sharding, look
         self.programs: dict[Any, tuple[Callable, list]] = {}  # with the arrays that they take first, by shapes
 
     def __call__(self, *arguments):
+        if cast(Any, jax.config).jax_disable_jit:  # other roundings of a step would be another run with its noise
+            with jax.disable_jit(False):
+                return self(*arguments)
         leaves, structure = jax.tree.flatten(arguments)
         shapes = structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
         if shapes not in self.programs:
@@ -39,7 +49,7 @@ class Compiled:
         return program(closed_over, *arguments)
 
     def compiled(self, arguments: Any) -> tuple[Callable, list]:
-        with constants_hoisted():
+        with constants_hoisted(self.look if not self.programs else lambda *of_loss: None):  # once
             traced, results = jax.make_jaxpr(self.function, return_shape=True)(*arguments)
 
         def program(closed_over, *arguments):

@@ -13,6 +13,7 @@ from dpx.accounting.checks import Accountant
 from dpx.accounting.report import privacy_report
 from dpx.fitting.checkpoints import open_folder
 from dpx.fitting.facts import FIRST_EXAMPLE, LAYOUT, first_example, layout_of
+from dpx.fitting.memory import remember
 from dpx.fitting.moves import in_report
 from dpx.fitting.processes import require_spanned, together
 from dpx.fitting.records import FitResult, Progress
@@ -25,6 +26,11 @@ from dpx.sampling.rows import unit_of
 from dpx.states.reading import steps_taken
 from dpx.trees import Tree, described
 from dpx.validation import require_whole
+
+UNWATCHED = (
+    "Nothing measured whether the run learned. An example whose loss or gradient is not finite contributes nothing and "
+    "is billed like all others; how many there are is private. dpx.check_setup shows it to those who may see the data."
+)
 
 
 def fit(
@@ -137,7 +143,9 @@ def fit(
         report=report,
         history=watcher.history,
     )
-    return result._replace(report=dataclasses.replace(report, caveats=in_report(report, result.skipped)))
+    unwatched = () if evaluate is not None or callbacks else (UNWATCHED,)  # of the arguments, and never of the data
+    caveats = (*in_report(report, result.skipped), *unwatched)
+    return result._replace(report=dataclasses.replace(report, caveats=caveats))
 
 
 def _train(
@@ -150,6 +158,7 @@ def _train(
         raise ValueError(f"steps must be at least the {first} that the stored run has made, got {terms.steps}")
     if first == terms.steps:
         return carry
+    remember(terms.optimizer, folder)
     folder.reserve(_next_checkpoint(first, checkpoint_every, terms))
     loaded, before, last = batches(carry.state, steps=terms.steps - first), (), ()
     consistent = True  # False while a step runs; an interrupt then must not save a checkpoint
@@ -171,11 +180,12 @@ def _train(
                     folder.reserve(done if finished else _next_checkpoint(done, checkpoint_every, terms))
                 if ended:
                     break
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as interrupt:
             if consistent and jax.process_count() == 1:  # several may differ in their steps; the last one stays
                 with contextlib.suppress(Exception):  # an interrupted save cannot be repeated; the last one stays
                     if folder.save(carry, watcher.history):
                         folder.reserve(steps_taken(carry.state))
+            interrupt.add_note(f"dpx: {folder}")
             raise
     return carry
 

@@ -1,5 +1,6 @@
 """One compiled step of a run: gradient, noise and optimizer. It takes the memory of the parameters that it replaces."""
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding
 
+from dpx.checking.before_run import warn_of_loss
 from dpx.fitting.compiling import Compiled, on_mesh
 from dpx.gradients import Unreleased, private_updates, private_updates_in_chunks
 from dpx.mechanism import Mechanism
@@ -70,7 +72,8 @@ def compiled_step(
         carry = Carry(optax.apply_updates(carry.params, found.updates), found.state)
         return carry, of_batch if whole else of_batch._replace(unreleased=None, included=None)
 
-    return Compiled(step, donate_argnums=(0,), out_shardings=(_shardings(carry, sharding), None), sharding=sharding)
+    shardings, look = (_shardings(carry, sharding), None), functools.partial(warn_of_loss, optimizer)
+    return Compiled(step, donate_argnums=(0,), look=look, out_shardings=shardings, sharding=sharding)
 
 
 def compiled_step_in_chunks(
@@ -89,7 +92,7 @@ def compiled_step_in_chunks(
         return Carry(optax.apply_updates(carry.params, updates), state), of_batch
 
     shardings = _shardings(carry, sharding), None
-    add = Compiled(add, donate_argnums=(2, 3), sharding=sharding)
+    add = Compiled(add, donate_argnums=(2, 3), look=functools.partial(warn_of_loss, optimizer), sharding=sharding)
     release = Compiled(release, donate_argnums=(0,), out_shardings=shardings, sharding=sharding)
 
     def step(carry, chunks):

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -73,7 +73,7 @@ class SearchPlan:
     configurations: list[Any]
     score: Callable
     build: Callable[[Any, jax.Array, float | None], Mechanism]
-    key: jax.Array
+    key: jax.Array = field(repr=False)
     noises: list[float | None]
     mechanisms: list[Mechanism]
     steps: list[int]
