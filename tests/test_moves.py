@@ -14,11 +14,13 @@ import optax
 import pytest
 
 import dpx
+from dpx import keys
 from dpx.fitting import facts, files, programs
 from dpx.fitting.moves import require_skippable
 from dpx.fitting.programs import HOLDER, Programs
 from dpx.fitting.settings import Terms
 from dpx.fitting.stored import Stored
+from dpx.gradients import sums
 
 STEPS, KEY = 10, dpx.secret_key(2**70 + 3)
 DATA = np.zeros((40, 3), np.float32)
@@ -204,19 +206,45 @@ def test_a_program_that_still_runs_makes_no_more_steps(whole, tmp_path):
     assert list(run(tmp_path, **MOVED)[1]) == [5, 6, 7, 8, 9, 10]
 
 
+OTHER_SETTINGS = {
+    "jax_threefry_partitionable": False,
+    "jax_default_prng_impl": "rbg",
+    "jax_random_seed_offset": 3,
+    "jax_default_matmul_precision": "bfloat16",
+    "jax_numpy_dtype_promotion": "standard",
+    "jax_enable_x64": True,
+}
+
+
+@pytest.fixture
+def settings():
+    """Those of jax, which a test may change."""
+    before = {name: jax.config.values[name] for name in OTHER_SETTINGS}
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
 CHANGES = {
     "kind of machine was [^;]*, now 1 CPUs": lambda patched: patched.setattr(
         os, "sched_getaffinity", lambda process: {0}, raising=False
     ),
-    "settings of XLA and jax was .*, now .*xla_cpu_max_isa=AVX": lambda patched: patched.setenv(
+    "setting XLA_FLAGS was .*, now .*xla_cpu_max_isa=AVX": lambda patched: patched.setenv(
         "XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_max_isa=AVX"
+    ),
+    "setting jax_threefry_partitionable was True, now False": lambda patched: jax.config.update(
+        "jax_threefry_partitionable", False
+    ),
+    "version of numpy was .*, now other": lambda patched: patched.setattr(
+        facts, "version_of", lambda name, of=facts.version_of: "other" if name == "numpy" else of(name)
     ),
 }
 
 
+@pytest.mark.usefixtures("settings")
 @pytest.mark.parametrize("said", CHANGES)
 def test_another_machine_rounds_otherwise(whole, tmp_path, monkeypatch, said):
-    """Such as another number of CPUs: XLA splits a sum over them."""
+    """Such as another number of CPUs: XLA splits a sum over them. Or settings, which change random numbers too."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1}, raising=False)
     lost = run(tmp_path, dies=3)[1]
     CHANGES[said](monkeypatch)
@@ -230,7 +258,108 @@ def test_another_machine_rounds_otherwise(whole, tmp_path, monkeypatch, said):
 def test_what_changes_no_number_is_no_setting(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=folder --xla_force_host_platform_device_count=8")
     monkeypatch.delenv("LIBTPU_INIT_ARGS", raising=False)
-    assert facts.settings_of() == ""
+    found = facts.settings_of()
+    assert not {"XLA_FLAGS", "jax_compilation_cache_dir", "jax_log_compiles"} & found.keys()
+
+
+@pytest.mark.usefixtures("settings")
+def test_what_changes_numbers_is_a_setting(monkeypatch):
+    before = facts.settings_of()
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=0")
+    for name, value in OTHER_SETTINGS.items():
+        jax.config.update(name, value)
+    found = facts.settings_of()
+    changed = {name for name in found if found[name] != before.get(name)}
+    assert changed == {"NVIDIA_TF32_OVERRIDE", "XLA_FLAGS", *OTHER_SETTINGS}
+    with jax.default_matmul_precision("highest"):
+        assert facts.settings_of() != found  # in this context alone
+
+
+def test_every_setting_of_jax_is_a_fact_or_known_to_be_quiet():
+    """Also those of a later version of jax."""
+    found, known = facts.settings_of(), set(jax.config.values)
+    for name in known - found.keys():
+        assert any(name.startswith(f"jax_{quiet}") for quiet in facts.QUIET), name
+    decide = ("enable_x64", "default_prng_impl", "numpy_dtype_promotion", "softmax_custom_jvp")
+    decide += ("random_seed_offset", "disable_most_optimizations", "default_device", "high_dynamic_range_gumbel")
+    assert {f"jax_{name}" for name in decide} & known <= found.keys()
+
+
+@pytest.mark.usefixtures("settings")
+def test_no_setting_changes_the_noise_or_the_batches():
+    """Otherwise steps could not be skipped under other settings: an epoch would take an example twice."""
+
+    def drawn():
+        samplings = [made().sampling, *(make().sampling for make in COVERED.values())]
+        noise = keys.normal_like(KEY, 3, {"w": jnp.zeros((3, 2), jnp.float32)})["w"]
+        return [*(np.asarray(s.draw(KEY, step).indices) for s in samplings for step in (0, 4)), np.asarray(noise)]
+
+    before = drawn()
+    for name, value in OTHER_SETTINGS.items():
+        jax.config.update(name, value)
+    for one, other in zip(before, drawn(), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_run_keeps_to_the_memory_that_it_began_with(whole, tmp_path, monkeypatch):
+    """The microbatches are those of the first machine, so that a step that is made again has the same bits."""
+    sizes, choose = [], sums.choose_microbatch_size
+
+    def chosen(*arguments):
+        sizes.append(choose(*arguments).size)
+        return choose(*arguments)
+
+    monkeypatch.setattr(sums, "choose_microbatch_size", chosen)
+    real = os.sysconf
+    pages = lambda number: lambda name: number if name == "SC_PHYS_PAGES" else 32 if "SIZE" in name else real(name)  # noqa: E731
+    monkeypatch.setattr(os, "sysconf", pages(12))
+    lost = run(tmp_path, dies=6)[1]
+    (first,) = set(sizes)
+    sizes.clear()
+    monkeypatch.setattr(os, "sysconf", pages(10**6))
+    again = run(tmp_path, dies=7)[1]
+    assert set(sizes) == {first} and first < SAMPLING.usual_rows
+    for step in (5, 6):
+        np.testing.assert_array_equal(lost[step], again[step])
+    sizes.clear()
+    assert run()[0].steps == STEPS and set(sizes) != {first}  # another run has the memory of its machine
+    sizes.clear()
+    with pytest.warns(UserWarning, match="another value of norms, bytes of memory .*. Its steps 5 to 8"):
+        rest = run(tmp_path, dies=9, **MOVED)[1]
+    assert set(sizes) != {first} and json.loads((tmp_path / "run.json").read_text())[facts.MEMORY] == 32 * 10**6
+    require_fresh(whole, lost | again, rest)
+    monkeypatch.setattr(os, "sysconf", pages(12))
+    with pytest.warns(
+        UserWarning, match="another value of norms, bytes of memory .*"
+    ):  # that of run.json is not `auto`'s
+        run(tmp_path, on_other_devices=True, steps=STEPS + 10)
+
+
+def test_a_gpu_times_its_kernels(whole, tmp_path, monkeypatch):
+    """So no other program makes a step again, unless a flag forbids it; a run that was ended loses nothing."""
+    monkeypatch.setattr(programs, "times_kernels", lambda: True)
+    lost = run(tmp_path, ends=3)[1]
+    lost |= run(tmp_path, dies=6)[1]
+    with pytest.raises(ValueError, match="steps 5 to 8 may have been made on other .*xla_gpu_deterministic_ops=true"):
+        run(tmp_path)
+    with pytest.warns(UserWarning, match="another value of kernels that the GPU has timed .* Its steps 5 to 8"):
+        rest = run(tmp_path, on_other_devices=True)[1]
+    assert list(rest) == [9, 10]
+    require_fresh(whole, lost, rest)
+
+
+def test_where_kernels_are_timed(monkeypatch, tmp_path):
+    assert not facts.times_kernels()
+    assert "jaxlib" in str(facts._libraries()) and len(facts._libraries()) > 2
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_deterministic_ops=false")
+    assert facts.times_kernels()
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=folder --xla_gpu_deterministic_ops=true")
+    assert not facts.times_kernels()
+    (tmp_path / "flags").write_text("--xla_gpu_deterministic_ops\n--xla_gpu_enable_fast_min_max=false\n")
+    monkeypatch.setenv("XLA_FLAGS", str(tmp_path / "flags"))
+    assert not facts.times_kernels() and "fast_min_max" in facts.settings_of()["XLA_FLAGS"]
 
 
 def test_kinds_of_devices(monkeypatch):

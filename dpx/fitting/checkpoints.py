@@ -15,12 +15,13 @@ from typing import Any
 import jax
 
 from dpx.fitting import moves, processes
-from dpx.fitting.facts import PROGRAM, RECORD, ROUNDING, bytes_of, facts_of
+from dpx.fitting.facts import MEMORY, PROGRAM, RECORD, bytes_of, facts_of, is_of_rounding
 from dpx.fitting.files import SENSITIVE, make_folder, write
 from dpx.fitting.programs import Programs
 from dpx.fitting.settings import Terms
 from dpx.fitting.steps import Carry
 from dpx.fitting.stored import Stored, require_orbax
+from dpx.gradients.microbatch_size import device_memory
 from dpx.states.reading import steps_taken
 from dpx.states.record import fingerprint
 from dpx.trees import Tree
@@ -47,6 +48,7 @@ class Checkpoints:
         with processes.together():
             if not self._programs.file.is_file():
                 raise ValueError(f"checkpoints must be one folder that all processes share, but {self.path} is not")
+        self.memory = facts.get(MEMORY)
         self._stored = Stored(self.path, self._programs.name)
         self._last: int | None = None  # the step of the checkpoint that this program stored or read last
         self.continued = False  # whether there was a checkpoint
@@ -73,13 +75,16 @@ class Checkpoints:
                 "its own version, or begin again in a new folder with a new key"
             )
         names = [name for name in stored | facts if stored.get(name) != facts.get(name)]
-        if names and not (self._on_other_devices and set(names) <= set(ROUNDING)):
+        if MEMORY in stored and [name for name in names if is_of_rounding(name)] == [MEMORY]:
+            facts[MEMORY] = stored[MEMORY]  # with the microbatches that it began with, a run rounds as before
+            names.remove(MEMORY)
+        if names and not (self._on_other_devices and all(map(is_of_rounding, names))):
             listing = "; ".join(f"{name} was {stored.get(name)}, now {facts.get(name)}" for name in names)
             if PROGRAM in names:
                 listing += " (for example another learning rate, or another version of dpx)"
             if any(name.startswith("key") for name in names):
                 listing += ". (A key of dpx.secret_key() without a seed cannot be made again: keep the seed)"
-            if set(names) <= set(ROUNDING):
+            if all(map(is_of_rounding, names)):
                 listing += ". (on_other_devices=True continues it, and skips the steps that may have been made already)"
             raise ValueError(
                 f"checkpoints must be a new folder or one of the same run, but {self.path} holds another one: {listing}"
@@ -122,7 +127,8 @@ class Checkpoints:
             if not self._on_other_devices:
                 raise ValueError(
                     f"on_other_devices must be True for {self.path}, because steps {(step or 0) + 1} to {reach} may "
-                    "have been made on other devices: it skips them"
+                    "have been made on other devices: it skips them. (On a GPU, another program sums in another order, "
+                    "unless XLA_FLAGS has --xla_gpu_deterministic_ops=true)"
                 )
             moves.require_skippable(self._terms, like.state, step or 0, reach)
         return step, reach, self._changed or names
@@ -194,7 +200,7 @@ class _Nowhere:
     path, continued = None, False
 
     def __init__(self, terms: Terms):
-        self.planned = terms.steps
+        self.planned, self.memory = terms.steps, device_memory(jax.default_backend())
 
     def restore(self, like: Carry) -> tuple[Carry, list[dict[str, Any]]]:
         return like, []

@@ -1,6 +1,7 @@
 """The facts that identify a run. If they differ, `fit` refuses the folder, because another run would use its noise."""
 
 import hashlib
+import importlib.metadata
 import os
 import platform
 import re
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.extend.backend
 import numpy as np
 
 from dpx import keys
@@ -15,6 +17,7 @@ from dpx.accounting.report import version_of
 from dpx.fitting import processes
 from dpx.fitting.settings import Terms
 from dpx.fitting.steps import Carry
+from dpx.gradients.microbatch_size import device_memory
 from dpx.mechanism import Mechanism
 from dpx.sampling.rows import rows_of
 from dpx.states.record import ReleaseState, fingerprint
@@ -25,13 +28,26 @@ RECORD = "record of the releases"  # the name of a fact: which fields the states
 PROGRAM = "mechanism and optimizer, with their schedules (their fingerprint)"
 LAYOUT = "layout of the arrays (its fingerprint)"
 MACHINE = "kind of machine"
-SETTINGS = "settings of XLA and jax"
-OF_DEVICES = ("processes", "devices", LAYOUT, "backend", MACHINE, SETTINGS)
-ROUNDING = (*OF_DEVICES, "chunk_size", "microbatch_size", "norms")  # facts that decide how sums are rounded
+MEMORY = "bytes of memory that microbatches are chosen for"
+LIBRARIES = ("numpy", "scipy", "flax")  # whose versions may decide the numbers of the data, the draw and the loss
+OF_LIBRARIES = (*(f"version of {name}" for name in LIBRARIES), "libraries of the backend (their fingerprint)")
+OF_DEVICES = ("processes", "devices", LAYOUT, "backend", MACHINE, MEMORY, *OF_LIBRARIES)
+ROUNDING = (*OF_DEVICES, "chunk_size", "microbatch_size", "norms")  # facts that decide how numbers are rounded
+SETTING = "setting "  # how the names of more such facts begin
+VARIABLES = ("NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # variables of the environment, too
 SILENT = ("--xla_dump", "--xla_force_host_platform_device_count")  # flags of XLA that change no number
+QUIET = (  # how the names of settings of jax go on that change no number, or that another fact shows
+    *("array_garbage", "captured_constants", "check_proxy", "compilation_cache", "compiler_detailed", "cpu_get"),
+    *("cross_host", "cuda_visible", "debug_leaked", "debug_log", "distributed", "dump", "enable_compilation_cache"),
+    *("enable_preemption", "enable_recoverability", "explain", "hlo_source", "include_", "log", "num_cpu_devices"),
+    "numpy_rank_promotion",  # which only warns or raises
+    *("oneapi_visible", "persistent_cache", "platform", "pprint", "raise_persistent", "rocm_visible", "send_traceback"),
+    *("share_binary", "source_url", "traceback", "tracer_error", "transfer_guard"),
+)
+KERNELS = "kernels that the GPU has timed (a random name)"
 INSTRUCTIONS = ("avx", "fma", "sse", "amx", "asimd", "sve")  # of a CPU, whose numbers a kernel may add in another order
 FIRST_EXAMPLE = "first example of the data (its mark)"
-READINGS = 16  # after which a source of random flips has shown both, but with probability 2^-15
 PACKAGES = ("dpx", "jax", "jaxlib", "optax")  # whose versions decide the numbers of a run
 
 
@@ -56,9 +72,15 @@ def facts_of(terms: Terms, carry: Carry, options: dict[str, Any]) -> dict[str, A
     facts |= {PROGRAM: _program(optimizer, carry)}
     facts |= {name: repr(value) for name, value in options.items() if value not in (None, False)}
     facts |= {"processes": jax.process_count()} if jax.process_count() > 1 else {}
-    facts |= {SETTINGS: settings} if (settings := settings_of()) else {}
-    facts |= {"backend": jax.default_backend(), MACHINE: machine()}
-    return facts | {f"version of {name}": version_of(name) for name in PACKAGES}
+    facts |= {"backend": jax.default_backend(), MACHINE: machine(), MEMORY: device_memory(jax.default_backend())}
+    facts |= {SETTING + name: value for name, value in settings_of().items()}
+    facts |= {OF_LIBRARIES[-1]: fingerprint(_libraries())} if jax.default_backend() != "cpu" else {}
+    return facts | {f"version of {name}": version_of(name) for name in (*PACKAGES, *LIBRARIES)}
+
+
+def is_of_rounding(name: str) -> bool:
+    """Whether a fact may differ where a run continues, if steps that may have been made are skipped."""
+    return name in ROUNDING or name.startswith(SETTING)
 
 
 def _program(optimizer: Mechanism, carry: Carry) -> int:
@@ -93,16 +115,39 @@ def _cpus() -> str:
     words = found.get("flags", found.get("features", "")).split()
     known = sorted(word for word in words if word.startswith(INSTRUCTIONS))
     name = found.get("model name", found.get("cpu part", platform.processor() or platform.machine()))
-    return f"{os.environ.get('NPROC', count)} CPUs, {name}, instructions {fingerprint(known)}"
+    threads = os.environ.get("PJRT_NPROC", os.environ.get("NPROC", count))
+    return f"{threads} CPUs, {name}, instructions {fingerprint(known)}"
 
 
-def settings_of() -> str:
-    """The flags of XLA and the precision of products that this process has chosen; "" for the defaults."""
-    flags = [flag for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS") for flag in os.environ.get(name, "").split()]
-    config: Any = jax.config
-    precision = config.jax_default_matmul_precision
-    products = [] if precision is None else [f"products in {precision}"]
-    return " ".join([*(flag for flag in flags if not flag.startswith(SILENT)), *products])
+def _libraries() -> list[str]:
+    """The libraries that compile for an accelerator, and its kernels."""
+    packages = {f"{found.name} {found.version}" for found in importlib.metadata.distributions()}
+    version = jax.extend.backend.get_backend().platform_version
+    return [version, *sorted(name for name in packages if name.startswith(("jax", "libtpu", "nvidia")))]
+
+
+def settings_of() -> dict[str, str]:
+    """What this process has set that may decide numbers: variables of the environment, and every setting of jax but
+    those that are known to change none."""
+    found = {name: " ".join(flag for flag in _flags(name) if not flag.startswith(SILENT)) for name in FLAGS}
+    found |= {name: os.environ.get(name, "") for name in VARIABLES}
+    settings = {name: re.sub("0x[0-9a-f]+", "", repr(value)) for name, value in jax.config.values.items()}
+    quiet = tuple(f"jax_{name}" for name in QUIET)
+    found |= {name: value for name, value in sorted(settings.items()) if not name.startswith(quiet)}
+    return {name: value for name, value in found.items() if value}
+
+
+def _flags(variable: str) -> list[str]:
+    """The flags in a variable of the environment, or in the file that it names instead."""
+    text = os.environ.get(variable, "").strip()
+    return (text if text.startswith("-") or not Path(text).is_file() else Path(text).read_text()).split()
+
+
+def times_kernels() -> bool:
+    """Whether XLA may take another kernel in every process, because it takes the fastest one of those that it times,
+    and sums in any order: on a GPU without a flag that forbids both."""
+    forbidden = {"--xla_gpu_deterministic_ops", "--xla_gpu_deterministic_ops=true", "--xla_gpu_deterministic_ops=1"}
+    return jax.default_backend() in ("gpu", "cuda", "rocm") and forbidden.isdisjoint(_flags("XLA_FLAGS"))
 
 
 def bytes_of(array: Any) -> bytes:
@@ -119,18 +164,14 @@ def layout_of(carry: Carry, sharding: Any) -> int:
     )
 
 
-def first_example(data: Any, terms: Terms) -> int | None:
-    """A mark of example 0, which says nothing to those who do not know the key; None if each reading is another.
+def first_example(data: Any, terms: Terms) -> int:
+    """A mark of example 0, which says nothing to those who do not know the key.
 
-    Processes whose data differ, because each loaded a part of its own, have other marks, but with probability 2^-32.
+    Two data sets of which it differs have other marks, but with probability 2^-32: those of processes that loaded a
+    part each, or of a run that is continued with other data, which would show the difference without noise.
     """
-    rows = rows_of(data, terms.optimizer.sampling.examples)
+    row = rows_of(data, terms.optimizer.sampling.examples, terms.key)(np.zeros(1, np.int32), np.ones(1, bool), 0)
+    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(row)]
+    parts = [part for leaf in leaves for part in (f"{leaf.dtype}{leaf.shape}".encode(), leaf.tobytes())]
     secret = np.asarray(keys.words(keys.stream(terms.key, "first example"))).tobytes()
-    marks = set()
-    for _ in range(READINGS):
-        leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(rows(np.zeros(1, np.int32), np.ones(1, bool)))]
-        parts = [part for leaf in leaves for part in (f"{leaf.dtype}{leaf.shape}".encode(), leaf.tobytes())]
-        marks.add(hashlib.blake2b(b"".join(parts), digest_size=4, key=secret).hexdigest())
-        if len(marks) > 1:
-            return None
-    return int(marks.pop(), 16)
+    return int(hashlib.blake2b(b"".join(parts), digest_size=4, key=secret).hexdigest(), 16)

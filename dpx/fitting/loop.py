@@ -20,6 +20,7 @@ from dpx.fitting.records import FitResult, Progress
 from dpx.fitting.settings import Terms, require_inputs
 from dpx.fitting.steps import Carry, begin, compiled_step, compiled_step_in_chunks
 from dpx.fitting.watching import Watcher
+from dpx.gradients.microbatch_size import for_memory
 from dpx.gradients.sums import Norms
 from dpx.mechanism import Mechanism
 from dpx.sampling.rows import unit_of
@@ -66,7 +67,8 @@ def fit(
     loss: (params, example) -> float (), of one example without a batch axis.
     optimizer: a mechanism, most often of `dpx.chain`; one run for one key.
     params: a pytree of float arrays, which are copied.
-    data: the examples: arrays with the examples on axis 0, or a source with `__len__` and `__getitem__(int)`.
+    data: the examples: arrays with the examples on axis 0, or a source with `__len__` and `__getitem__(int)`, or with
+        `random_item(int, rng)` where items are made by chance; see `dpx.sampling.Sampling.take`.
     key: of the batches, (); None is the key of the optimizer, whose stream "sampling" draws them.
     steps: int, of the whole run; None is those of the budget. A run that is continued with fewer steps than before is
         billed for the most. epochs: float, in place of steps, which are then `sampling.steps(epochs=epochs)`.
@@ -80,15 +82,17 @@ def fit(
     checkpoints: a folder, as SENSITIVE as the data. With that of the same run, the run continues where it was.
     checkpoint_every: steps. The first and the last step leave a checkpoint too, and in one process a KeyboardInterrupt.
     on_other_devices: whether the stored run may continue on another number of devices or processes, on another backend
-        or kind of machine (of CPUs, another number of them too), with other flags of XLA, or with another `chunk_size`,
-        `microbatch_size` or `norms`. Steps that may have been made since the last checkpoint then count as made, and
-        train nothing: the same noise must not be used twice.
+        or kind of machine (of CPUs, another number of them too), with other flags of XLA, settings of jax or versions
+        of numpy, scipy or flax, or with another `chunk_size`, `microbatch_size` or `norms`; and whether one that was
+        killed may continue on a GPU without XLA_FLAGS=--xla_gpu_deterministic_ops=true. Steps that may have been made
+        since the last checkpoint then count as made, and train nothing: the same noise must not be used twice.
     progress: whether to show a bar, if tqdm is installed.
     loss_at: (params, state) -> the parameters that `loss` and `evaluate` see, such as `dpx.coordinates.masked_params`;
         a function of released values.
     chunk_size: int, examples that are loaded at once, for batches that do not fit in memory; None loads whole batches.
     sharding: of axis 0 of a batch over devices, such as `NamedSharding(mesh, PartitionSpec("data"))`.
-    microbatch_size: int, how many examples are computed at once; None chooses.
+    microbatch_size: int, how many examples are computed at once; None chooses. A stored run keeps to the memory that
+        it was chosen for, because the size decides how sums are rounded.
     norms: how the norms are computed: "auto", "ghost" or "vmap", as in `dpx.private_updates`.
     with_key: whether the loss takes a PRNG key of the example: loss(params, example, key).
     has_aux: whether the loss returns (value, aux).
@@ -122,11 +126,12 @@ def fit(
         step = build(loss, optimizer, loss_at, carry, sharding, options)
         layout = {"devices": getattr(sharding, "num_devices", None), LAYOUT: layout_of(carry, sharding)}
         rhythm = watcher.rhythm() | {"checkpoint_every": checkpoint_every}
-        if jax.process_count() > 1:
-            rhythm |= {FIRST_EXAMPLE: first_example(data, terms)}
+        if jax.process_count() > 1 or checkpoints is not None:
+            layout |= {FIRST_EXAMPLE: first_example(data, terms)}
     batches = functools.partial(optimizer.sampling.batches, data, terms.key, chunk_size=chunk_size, sharding=sharding)
     rounding = {"chunk_size": chunk_size, **layout, **options}
-    with contextlib.closing(open_folder(checkpoints, terms, carry, rounding, rhythm, on_other_devices)) as folder:
+    opened = open_folder(checkpoints, terms, carry, rounding, rhythm, on_other_devices)
+    with contextlib.closing(opened) as folder, for_memory(folder.memory):
         carry = _train(carry, step, batches, terms, watcher, folder, checkpoint_every)
         planned = folder.planned
     steps = steps_taken(carry.state)

@@ -10,6 +10,11 @@ parameters of step s. Each step was made at most once, with the batch and the no
 are a function of earlier releases: of 1 .. t - 1 for t <= q, and of 1 .. s for the first t > r. So this is one run
 whose functions are chosen adaptively, which composition allows, and of which the releases q + 1 .. r are not shown.
 
+Settings and libraries may change too. Then a step t > r has another function of the same data, and perhaps other
+random numbers in its loss, its items or its projection; the function of a step may be chosen as one likes. But its
+noise and its batch must be those of the run: the batches of an epoch share one order. Both are whole numbers of dpx's
+own cipher, which no setting of jax changes (tests/test_moves.py).
+
 It needs a state that is a function of releases, and noise that is independent of that of other steps. So error feedback
 and correlated noise are refused, and projections whose draw is billed, because they are numbered by the steps that
 trained and would be drawn twice.

@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Any
 
 from dpx.fitting import processes
-from dpx.fitting.facts import ROUNDING
+from dpx.fitting.facts import KERNELS, is_of_rounding, times_kernels
 from dpx.fitting.files import create, write
 
 HOLDER = "program that has the run (a random name)"  # in run.json, beside the facts
@@ -55,8 +55,13 @@ class Programs:
     def __init__(self, folder: Path, facts: dict[str, Any], steps: int):
         self.folder, self.file, self.facts = folder, folder / "run.json", facts
         self.name = processes.of_first(lambda: secrets.token_hex(8))
-        self.rounding = {name: facts[name] for name in ROUNDING if name in facts}
-        self.own = {"planned": steps, "rounding": self.rounding, "reach": 0, "skipped": 0}
+        self.own = {"planned": steps, "reach": 0, "skipped": 0}
+
+    @property
+    def rounding(self) -> dict[str, Any]:
+        """The facts by which this program rounds. If kernels are chosen by their time, no other one rounds like it."""
+        own = {name: fact for name, fact in self.facts.items() if is_of_rounding(name)}
+        return own | {KERNELS: self.name} if times_kernels() else own
 
     def begin(self) -> dict[str, Any]:
         """Makes run.json, unless another program has made it. The facts that it has now. In process 0."""
@@ -86,7 +91,8 @@ class Programs:
             others = [program for program in programs if program["rounding"] != self.rounding]
             if all(p["reach"] <= step for p in others) and all(p["skipped"] <= step for p in programs):
                 return [step, []]
-            names = [n for n in ROUNDING if any(p["rounding"].get(n) != self.rounding.get(n) for p in others)]
+            all_names = dict.fromkeys(name for p in (*others, {"rounding": self.rounding}) for name in p["rounding"])
+            names = [n for n in all_names if any(p["rounding"].get(n) != self.rounding.get(n) for p in others)]
             return [max(max(program["reach"], program["skipped"]) for program in programs), names]
 
         reach, names = processes.of_first(find)
@@ -124,7 +130,7 @@ class Programs:
 
     def _write(self, **changes: int):
         self.own |= changes
-        write(self.folder / f"program-{self.name}.json", json.dumps(self.own) + "\n")
+        write(self.folder / f"program-{self.name}.json", json.dumps(self.own | {"rounding": self.rounding}) + "\n")
 
 
 def _read(file: Path) -> dict[str, Any]:

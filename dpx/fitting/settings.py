@@ -73,4 +73,4 @@ def require_inputs(loss: Any, optimizer: Any, params: Tree, data: Any, loss_at: 
     require_params(params, optimizer.encode, optimizer.init)
     if not jax.tree.leaves(params) or any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
         raise ValueError(f"params must be a pytree of float arrays, got no array. {FLAX}")
-    rows_of(data, optimizer.sampling.examples)
+    rows_of(data, optimizer.sampling.examples, optimizer.key)

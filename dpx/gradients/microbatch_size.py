@@ -3,8 +3,11 @@
 A step over the whole batch writes fresh memory, which the kernel must zero and which does not fit in the cache.
 """
 
+import contextlib
 import math
 import os
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import NamedTuple
 
 import jax
@@ -75,7 +78,7 @@ def choose_microbatch_size(
     keeps = [isinstance(plan, str) or plan.keeps_gradients(number) for number in range(len(leaves))]
     kept = sum(leaf.size for leaf, keep in zip(leaves, keeps, strict=True) if keep)
     example_bytes = max(1, 4 * (cost.numbers // EQUATION_NUMBERS_PER_WRITE + kept))
-    memory = device_memory(platform) if jax.device_count() == 1 else None  # else the examples may be sharded
+    memory = device_memory(platform)
     if memory and example_bytes * size > memory / 2:
         largest = max(1, memory // 2 // example_bytes)
         return Microbatches(_without_rest(largest, size), f"all {size} would not fit in half of the device's memory")
@@ -93,9 +96,28 @@ def choose_microbatch_size(
     return Microbatches(at_once, f"all {size} would not fit in the CPU's cache" if at_once < size else "")
 
 
+_KEPT: ContextVar[tuple[int | None] | None] = ContextVar("memory that a run began with", default=None)
+
+
+@contextlib.contextmanager
+def for_memory(memory: int | None) -> Iterator[None]:
+    """While it is open, microbatches are chosen for a memory of so many bytes; None where it does not matter.
+
+    A run that continues with another memory than it began with must round its sums as before.
+    """
+    token = _KEPT.set((memory,))
+    try:
+        yield
+    finally:
+        _KEPT.reset(token)
+
+
 def device_memory(platform: str) -> int | None:
-    """Bytes of memory of one device, or None if it is unknown: the program is compiled for another platform."""
-    if platform != jax.default_backend():
+    """Bytes of memory of the device that holds all examples; or None, because they may be on several devices, or the
+    program is compiled for another platform."""
+    if (kept := _KEPT.get()) is not None:
+        return kept[0]
+    if platform != jax.default_backend() or jax.device_count() > 1:
         return None
     stats = jax.local_devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:

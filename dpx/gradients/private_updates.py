@@ -68,7 +68,8 @@ def private_updates(
     loss: returns one real number, (), for one example, which has no batch axis.
     optimizer: a `dpx.Mechanism`. With one that `dpx.chain` builds, the updates are those of the optax transforms.
     microbatch_size: int, how many examples are in memory at once. None: all, but fewer if a batch would not fit in half
-        of the device's memory, or if that is faster on a CPU. Microbatches run in a loop; if the loss has convolutions
+        of the device's memory, or if that is faster on a CPU. It decides the rounding, so say it if a loop of your own
+        may continue with another memory. Microbatches run in a loop; if the loss has convolutions
         in a loop or under `jax.checkpoint`, up to 64 are unrolled on a CPU.
     norms: how the per-example norms are computed. "vmap": from the gradient of every example. "ghost": without it,
         for every parameter where that is possible. "auto": the cheaper of the two for each parameter, by an estimate

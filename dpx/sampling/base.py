@@ -106,6 +106,10 @@ class Sampling(abc.ABC):
             items are pytrees of arrays and numbers, alike in structure, shapes and dtypes (`__getitems__(list of int)`
             is called instead where it exists; its items must share no memory that is written again, while an item of
             `__getitem__` is copied at once). grain's data sources and torch's map-style datasets are such sources.
+            An item is a function of its number alone, because other numbers in a step that is made again would show
+            the difference without noise. To make items by chance (augmentation), a source has a method
+            `random_item(int, rng)` in place of `__getitem__`. `rng`, a `numpy.random.Generator`, is that of the item
+            and the step, whatever else is drawn; it is derived from `key`, and reveals nothing of it.
             Of a table of pandas, give its columns of numbers, `frame[columns].to_numpy(numpy.float32)`, and of sparse
             matrices dense arrays.
         key: a PRNG key, (), secret, of one run. With `ShuffledEpochs` and `RandomAllocation` it must be the same at
@@ -114,15 +118,16 @@ class Sampling(abc.ABC):
         size: rows of the batch, the last of which are padding; None takes the record's own size.
         beyond_budget: continue after the steps of the `dpx.Budget` that the mechanism was calibrated for.
 
-        Raises ValueError for data of another length or with unlike items, for objects of pandas and sparse matrices, if
-        the mechanism of the state bills another sampling, at the first step beyond the budget, and inside of jit, where
+        Raises ValueError for data of another length or with unlike items, for an item that is another when it is read
+        again (as 16 are in the first batches, and later one of 256), for objects of pandas and sparse matrices, if the
+        mechanism of the state bills another sampling, at the first step beyond the budget, and inside of jit, where
         `draw_ahead` serves.
         """
         require_known(keys.secret(key), state)
         (step,) = next_steps(state, self, 1, beyond_budget=beyond_budget)
-        rows = rows_of(data, self.examples)
+        rows = rows_of(data, self.examples, key)
         indices, included = self.draw(key, step, size=size)
-        return Batch(rows(indices, included), included, record(self, key, step, included, unit_of(data)))
+        return Batch(rows(indices, included, step), included, record(self, key, step, included, unit_of(data)))
 
     def batches(
         self,

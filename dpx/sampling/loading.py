@@ -7,7 +7,7 @@ import atexit
 import contextlib
 import queue
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +18,11 @@ from jax.experimental import multihost_utils
 from dpx import keys
 from dpx.sampling.batch import Batch
 from dpx.sampling.draws import Draw, record, round_up, widen
-from dpx.sampling.rows import rows_of, unit_of
+from dpx.sampling.rows import Rows, rows_of, unit_of
 from dpx.states.record import Drawn
-from dpx.trees import Tree, described
+from dpx.trees import described
 from dpx.validation import require_whole
 
-Rows = Callable[[np.ndarray, np.ndarray], Tree]  # from indices, int32 (B,), and `included`, bool (B,), to examples
 Piece = tuple[Draw, Drawn, bool]  # rows of a batch or chunk, how it was drawn, and whether its step ends with it
 SETTINGS = ("enable_x64", "default_device")  # of jax, which `with` sets for one thread alone
 
@@ -72,7 +71,7 @@ def batches(sampling: Any, data: Any, key: jax.Array, steps: range, loading: Loa
     Raises ValueError for data of another length than the sampling's, and if several processes load a batch together,
     but not with one key from one step on.
     """
-    rows, unit = rows_of(data, sampling.examples), unit_of(data)
+    rows, unit = rows_of(data, sampling.examples, key), unit_of(data)
     require_one_run(key, steps, loading.sharding)
 
     def load():
@@ -113,7 +112,7 @@ def pieces(draw: Draw, drawn: Drawn, loading: Loading) -> Iterator[Piece]:
 def place(rows: Rows, draw: Draw, drawn: Drawn, sharding: jax.sharding.Sharding | None) -> Batch:
     """The batch on its devices. Of a sharded one, the rows of the devices of this process are read."""
     if sharding is None:
-        return jax.device_put(Batch(rows(*draw), draw.included, drawn))
+        return jax.device_put(Batch(rows(*draw, int(drawn.step)), draw.included, drawn))
     size = len(draw.indices)
     shards = sharding.addressable_devices_indices_map((size,)).values()
     own = np.unique(np.concatenate([np.arange(size)[shard] for shard in shards if shard is not None]))
@@ -130,7 +129,7 @@ def place(rows: Rows, draw: Draw, drawn: Drawn, sharding: jax.sharding.Sharding 
     everywhere = sharding
     if isinstance(sharding, jax.sharding.NamedSharding):
         everywhere = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
-    examples = jax.tree.map(np.asarray, rows(draw.indices[own], draw.included[own]))
+    examples = jax.tree.map(np.asarray, rows(draw.indices[own], draw.included[own], int(drawn.step)))
     whole = [jax.make_array_from_callback((), everywhere, lambda _, number=number: number) for number in drawn]
     return Batch(jax.tree.map(spread, examples), spread(draw.included[own]), Drawn(*whole))
 

@@ -1,5 +1,11 @@
-"""Reads some rows of a data set, from arrays or from a source that gives one example at a time."""
+"""Reads some rows of a data set, from arrays or from a source that gives one example at a time.
 
+A row is a function of its number, or of its number, the step and the key of the batches, and of nothing else. Then no
+coin of one example moves the row of another, and a step that is made again, after a kill or an exception, has the rows
+that it had. Nothing can prove that of a source, so some rows are read again, each alone and the last one first.
+"""
+
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -7,34 +13,86 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dpx import keys
 from dpx.trees import Tree, batch_size, described, require_arrays
 
+Rows = Callable[[np.ndarray, np.ndarray, int], Tree]  # from indices, int32 (B,), `included`, bool (B,), and a step
 
-def rows_of(data: Any, examples: int) -> Callable[[np.ndarray, np.ndarray], Tree]:
-    """A function from indices, int32 (B,), and `included`, bool (B,), to these rows of `data`: a pytree of arrays with
-    the B rows on axis 0, which are zeros where a row is not included. So no program sees an example that is not drawn.
+AGAIN = 16  # readings, in which a fair coin shows both sides, but with probability 2^-16
+FIRST, EVERY = 64, 256  # of so many rows, each call reads some again; later a call does so with one of so many
+_READ: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()  # how many rows of a source were read
 
-    data: a pytree of arrays with the examples on axis 0 of each, or a source with `__len__` and `__getitem__(int)`.
-    Raises ValueError unless `data` holds this number of examples. The function raises it for unlike items of a source.
+
+def rows_of(data: Any, examples: int, key: jax.Array) -> Rows:
+    """A function from indices, int32 (B,), `included`, bool (B,), and a step to these rows of `data`: a pytree of
+    arrays with the B rows on axis 0, which are zeros where a row is not included. So no program sees an example that is
+    not drawn.
+
+    data: a pytree of arrays with the examples on axis 0 of each, or a source as `Sampling.take` describes it.
+    key: of the batches, ().
+    Raises ValueError unless `data` holds this number of examples. The function raises it for unlike items of a source,
+    and for rows that are others when they are read again.
     """
     if (length := length_of(data)) != examples:
         raise ValueError(f"data must hold the {examples} examples of the sampling, got {length}")
     if _is_source(data):
-        items = _items_of(data)
-        return lambda indices, included: jax.tree.map(lambda leaf: _blanked(leaf, included), items(indices))
+        read = _checked(data, _items_of(data, key))
+    elif others := [leaf for leaf in jax.tree.leaves(data) if not isinstance(leaf, jax.Array | np.ndarray)]:
+        # in files, or made when they are asked for
+        read = _checked(others[0], lambda numbers, step: jax.tree.map(lambda leaf: read_rows(leaf, numbers), data))
+    else:
 
-    def rows(indices, included):
-        def of_leaf(leaf):
-            if isinstance(leaf, jax.Array):
-                return _taken(leaf, indices, included)
-            return _blanked(read_rows(leaf, indices), included)
+        def rows_of_arrays(indices, included, step):
+            def of_leaf(leaf):
+                if isinstance(leaf, jax.Array):
+                    return _taken(leaf, indices, included)
+                return _blanked(read_rows(leaf, indices), included)
 
-        return jax.tree.map(of_leaf, data)
+            return jax.tree.map(of_leaf, data)
+
+        return rows_of_arrays
+    return lambda indices, included, step: jax.tree.map(lambda leaf: _blanked(leaf, included), read(indices, step))
+
+
+def _checked(source: Any, read: Callable[[np.ndarray, int], Tree]) -> Callable[[np.ndarray, int], Tree]:
+    """`read`, of which some rows are read again. source: by which it is known what was read of it before."""
+    count = [0]
+    try:
+        count = _READ.setdefault(source, count)
+    except TypeError:
+        pass  # it has no hash, or no weak references
+
+    def rows(indices, step):
+        numbers, inverse = np.unique(indices, return_inverse=True)
+        found = read(numbers, step)
+        before, count[0] = count[0], count[0] + len(numbers)
+        often = AGAIN if before < FIRST else int(before // EVERY < count[0] // EVERY)
+        for place in [-1 - turn % len(numbers) for turn in range(often)]:
+            alone = read(numbers[[place]], step)
+            for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(alone), strict=True):
+                if not isinstance(one, jax.Array) and one[place].tobytes() != other[0].tobytes():
+                    raise ValueError(
+                        "an item of data must be a function of its number alone, but one that was read again was "
+                        "another. To make it by chance (augmentation), give the source a method random_item(number, "
+                        "rng), and take all its random numbers from rng; or see dpx.augmented"
+                    )
+        return jax.tree.map(lambda leaf: leaf[inverse], found)
 
     return rows
 
 
-def zeros_excluded(rows: jax.Array, included: jax.Array) -> jax.Array:
+def generators(key: jax.Array, step: int) -> Callable[[int], np.random.Generator]:
+    """The random numbers of an item by its number, for one step of a run.
+
+    They are those of numpy's Philox. Its key of 128 bits is that of the "items" stream of `key`, (), and the step, and
+    each item has 2^192 blocks of its own. So they do not depend on which items are read, when and where, and they are
+    public: the stream draws nothing else, and says nothing of `key` or of its other streams.
+    """
+    words = np.asarray(keys.words(keys.stream(key, "items", step))).astype(">u4").tobytes()
+    return lambda number: np.random.Generator(np.random.Philox(key=int.from_bytes(words), counter=number << 192))
+
+
+def zeros_excluded(rows: jax.Array, included: jax.Array | np.ndarray) -> jax.Array:
     """`rows`, (B, ...), but zeros where `included`, bool (B,), is False."""
     if jnp.issubdtype(rows.dtype, jax.dtypes.prng_key):
         words = zeros_excluded(jax.random.key_data(rows), included)
@@ -45,8 +103,10 @@ def zeros_excluded(rows: jax.Array, included: jax.Array) -> jax.Array:
 _taken = jax.jit(lambda array, indices, included: zeros_excluded(array[indices], included))
 
 
-def _blanked(rows: np.ndarray, included: np.ndarray) -> np.ndarray:
-    """The same in place, for rows that nobody else holds."""
+def _blanked(rows: Any, included: np.ndarray) -> Any:
+    """The same; in place for an array of numpy, which nobody else holds."""
+    if isinstance(rows, jax.Array):
+        return zeros_excluded(rows, included)
     rows[~included] = 0
     return rows
 
@@ -69,7 +129,8 @@ def _is_source(data: Any) -> bool:
         require_arrays(data)
     if not iterator and all(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in jax.tree.leaves(data)):
         return False
-    if not iterator and jax.tree_util.all_leaves([data]) and hasattr(data, "__len__") and hasattr(data, "__getitem__"):
+    gives = hasattr(data, "__getitem__") or hasattr(data, "random_item")
+    if not iterator and jax.tree_util.all_leaves([data]) and hasattr(data, "__len__") and gives:
         return True
     raise ValueError(
         "data must be a pytree of arrays with the examples on axis 0 of each, or a source with __len__ and "
@@ -90,19 +151,22 @@ def _copied(leaf: Any) -> np.ndarray:
     return np.asarray(leaf).copy()
 
 
-def _items_of(source: Any) -> Callable[[np.ndarray], Tree]:
-    """`rows_of` for a source. Reads item 0 at once, because all others must be like it."""
-    first = jax.tree.map(np.asarray, source[0])
-    expected = _describe(first)
-    numbers = [jnp.issubdtype(dtype, jnp.number) or dtype.kind == "b" for _, dtype in expected[1]]
-    if not numbers or not all(numbers):
-        raise ValueError(f"an item of data must be a pytree of arrays and numbers, got {described(source[0])}")
+def _items_of(source: Any, key: jax.Array) -> Callable[[np.ndarray, int], Tree]:
+    """How the items of a source are read. Reads item 0 at once, because all others must be like it."""
+    chance, several = getattr(source, "random_item", None), getattr(source, "__getitems__", None)
+    first = source[0] if chance is None else chance(0, generators(key, 0)(0))
+    expected = _describe(jax.tree.map(np.asarray, first))
+    kinds = [jnp.issubdtype(dtype, jnp.number) or dtype.kind == "b" for _, dtype in expected[1]]
+    if not kinds or not all(kinds):
+        raise ValueError(f"an item of data must be a pytree of arrays and numbers, got {described(first)}")
 
-    def rows(indices):
-        wanted, inverse = np.unique(indices, return_inverse=True)
-        numbers = wanted.tolist()
-        several = getattr(source, "__getitems__", None)
-        items = (source[number] for number in numbers) if several is None else several(numbers)
+    def read(rows, step):
+        numbers = rows.tolist()
+        if chance is not None:
+            random = generators(key, step)
+            items = (chance(number, random(number)) for number in numbers)
+        else:
+            items = (source[number] for number in numbers) if several is None else several(numbers)
         items = [jax.tree.map(_copied, item) for item in items]
         if len(items) != len(numbers):
             raise ValueError(f"__getitems__ of data must give one item a row for {len(numbers)} rows, got {len(items)}")
@@ -112,9 +176,9 @@ def _items_of(source: Any) -> Callable[[np.ndarray], Tree]:
                     "the items of data must be alike in structure, shapes and dtypes: row 0 has "
                     f"{_in_words(expected)}, row {number} has {_in_words(found)}"
                 )
-        return jax.tree.map(lambda *leaves: np.stack(leaves)[inverse], *items)
+        return jax.tree.map(lambda *leaves: np.stack(leaves), *items)
 
-    return rows
+    return read
 
 
 def _describe(item: Tree) -> tuple[Any, list[tuple[tuple[int, ...], np.dtype]]]:
