@@ -27,7 +27,7 @@ from dpx.contributions import sum_contributions
 from dpx.sampling.batch import MISSING, inclusion
 from dpx.sampling.schemes import Sampling
 from dpx.scalars import ScalarOrSchedule, over
-from dpx.states.reading import require_matching
+from dpx.states.reading import require_matching, steps_taken
 from dpx.states.record import checked, fingerprints_of, stamped
 from dpx.trees import Tree, batch_size
 
@@ -101,7 +101,7 @@ class Mechanism(optax.GradientTransformationExtraArgs):
 
         def begin(params):
             params = guards.require_params(params, encode, init)
-            return stamped(init(params), self.fingerprints, 0 if budget is None else budget.steps)
+            return stamped(init(params), self.fingerprints, budget)
 
         def update(grads, state, params=None, *, included=MISSING, drawn=None, **extra_args):
             guards.require_no_more(extra_args)
@@ -148,8 +148,8 @@ class Mechanism(optax.GradientTransformationExtraArgs):
         return self.release(guards.undifferentiated(sums), state, params)
 
     def event_matching(self, state: Tree, steps: int) -> DpEvent:
-        """The event of the `steps` releases of `state`. Raises ValueError if another mechanism made them."""
-        require_matching(state, self, over(self.noise_multiplier, steps))
+        """The event of the first `steps` releases of the run of `state`. Raises ValueError for another mechanism's."""
+        require_matching(state, self, over(self.noise_multiplier, steps_taken(state)))
         return self.event(steps)
 
     def __repr__(self) -> str:

@@ -298,12 +298,12 @@ def test_weights_of_the_order_are_spread():
 
 
 def test_a_state_of_an_earlier_record_is_refused():
-    """As they were stored: five fields in place of nine, by name, by place, and in flax's state dict."""
+    """As they were stored: five fields in place of ten, by name, by place, and in flax's state dict."""
     state = moved(dp_sgd())
     earlier = {"step": 2, "precision": np.zeros(2), "terms": np.zeros(2), "planned_steps": 0, "stream": 0}
     with pytest.raises(TypeError, match="unexpected keyword argument"):
         ReleaseState(**earlier)
-    with pytest.raises(TypeError, match="missing 4 required positional arguments: 'noise_key'"):
+    with pytest.raises(TypeError, match="missing 5 required positional arguments: 'plan'"):
         ReleaseState(*earlier.values())
     with pytest.raises(ValueError, match="field names of the state dict and the named tuple do not match"):
         flax.serialization.from_state_dict(state, earlier)

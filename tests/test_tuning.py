@@ -26,6 +26,7 @@ from dpx import keys, tuning
 from dpx.accounting import best_of, event_epsilon, renyi, selection
 from dpx.accounting.pld.losses import SampledGaussian
 from dpx.accounting.selection import SHAPES, BestOf, draw_count, log_inverse_gamma
+from dpx.states.record import planned
 
 PAGE = (pathlib.Path(__file__).parent.parent / "docs" / "tuning.md").read_text()
 SAMPLING = dpx.PoissonSampling(examples=1000, batch_size=50)
@@ -526,6 +527,10 @@ def test_trials_beyond_the_bill_are_refused():
     assert search(steps=3).steps == 3
     with pytest.raises(ValueError, match="at most the 2 steps"):
         search(steps=2)
+    search.train = lambda trial: (*train(trial)[:1], planned(train(trial)[1], 5))  # and a callback ended it
+    with pytest.raises(ValueError, match="make and plan at most the 4 steps that are billed, got 5"):
+        search(steps=4)
+    search.train = train
     noises = iter([*[2.0] * 4, *[0.1] * 20])
     with pytest.raises(ValueError, match="must return the mechanism that is billed"):
         search(optimizer=lambda configuration, key: mechanism({"noise": next(noises)}, key))

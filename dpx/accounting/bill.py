@@ -14,7 +14,7 @@ from dpx.accounting.projected import ProjectedGaussianDpEvent
 from dpx.accounting.releases import count_releases
 from dpx.sampling.poisson import PoissonSampling
 from dpx.sampling.schemes import FullBatch
-from dpx.states.reading import release_state, steps_taken
+from dpx.states.reading import release_state, steps_billed
 from dpx.trees import described
 from dpx.validation import require_whole
 
@@ -32,7 +32,8 @@ def epsilon(
     """An upper bound of epsilon at `delta` for the first steps of a run; inf if a step adds no noise.
 
     optimizer: a `dpx.Mechanism`, also with optax transforms behind it (`dpx.chain`).
-    steps_or_state: a number of steps (int, at least 0), or an optimizer state, whose billed steps are read.
+    steps_or_state: a number of steps (int, at least 0); or an optimizer state, for the steps that its run has made and
+        all that it planned (of a `dpx.Budget` or of `dpx.fit`), unless it was built with `public_stop=True`.
     delta: in (0, 1), best far below 1 divided by the number of examples. A larger one warns.
     accountant: "tightest" bills by "pld" (privacy loss distributions) where that is known for every release, else by
         "rdp" (Renyi divergences).
@@ -72,7 +73,7 @@ def delta(
     """An upper bound of delta at `epsilon` (at least 0) for the first steps of a run; 1 if a step adds no noise.
 
     optimizer: a `dpx.Mechanism`, also with optax transforms behind it (`dpx.chain`).
-    steps_or_state: a number of steps (int, at least 0), or an optimizer state, whose billed steps are read.
+    steps_or_state: a number of steps (int, at least 0), or an optimizer state, as for `dpx.epsilon`.
     accountant: "tightest", "pld" (privacy loss distributions) or "rdp" (Renyi divergences).
     relation: how neighboring data sets differ; None is the relation that the sampling states.
     weight, records: the bill of the examples of at most this weight, and of a person with so many, as for `epsilon`.
@@ -190,10 +191,20 @@ def require_billable(optimizer: Any) -> None:
 
 
 def billed_steps(steps_or_state: Any) -> int:
-    """A number of steps as it is, or the number of steps that an optimizer state has taken."""
+    """A number of steps as it is, or how many of a state are billed: those that were made, and all planned ones."""
     if _is_number(steps_or_state):
         return require_whole("steps", steps_or_state, minimum=0)
-    return steps_taken(checks.require_concrete("state", steps_or_state))
+    return steps_billed(checks.require_concrete("state", steps_or_state))
+
+
+def made_steps(steps_or_state: Any) -> tuple[int, bool]:
+    """How many of the billed steps were made, and whether a plan says that the run ends there, or later."""
+    billed = billed_steps(steps_or_state)
+    if _is_number(steps_or_state):
+        return billed, True
+    release = release_state(steps_or_state)
+    made = int(release.step)
+    return made, made < billed or made in (0, int(release.plan), int(release.planned_steps))
 
 
 def batches_of(steps_or_state: Any) -> tuple[int, int]:

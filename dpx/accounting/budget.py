@@ -12,7 +12,7 @@ from dpx.accounting.calibration import calibrate
 from dpx.accounting.checks import Accountant
 from dpx.sampling.base import Sampling
 from dpx.trees import described
-from dpx.validation import require_number, require_whole
+from dpx.validation import require_bool, require_number, require_whole
 
 M = TypeVar("M", bound=Any)
 
@@ -25,7 +25,8 @@ class Budget:
         >>> dpx.dp_sgd(clip_norm=1.0, noise_multiplier=budget, sampling=sampling, key=key).noise_multiplier
         1.344...
 
-    The mechanism remembers its budget: `sampling.take` and `sampling.batches` refuse the step after the last one.
+    The mechanism remembers its budget: `sampling.take` and `sampling.batches` refuse the step after the last one, and
+    a run that ends before it costs all of the budget, because the releases may have decided where it ends.
 
     epsilon: float, positive and finite. delta: float in (0, 1), best far below 1 divided by the number of examples.
     steps: int, at least 1, of the whole run. epochs: float, positive, in place of steps. The budget of a mechanism has
@@ -34,6 +35,8 @@ class Budget:
     records: int, at least 1. Above 1, epsilon is for a person who owns up to so many examples, for Poisson samples and
         full batches, and so is every later bill of the mechanism: its report says so. That nobody has more is yours to
         see to, such as with `dpx.sampling.records_to_keep`. With `dpx.UserData`, the sampling draws persons: leave 1.
+    public_stop: bool. True promises that public information alone decides after which step a run ends: no release, no
+        metric of the parameters and no private data. A run that ends early then costs the steps that it made.
 
     Raises ValueError for a field outside its range, unless exactly one of steps and epochs is given, and in arithmetic.
     """
@@ -44,12 +47,14 @@ class Budget:
     epochs: float | None = None
     accountant: Accountant = "tightest"
     records: int = 1
+    public_stop: bool = False
 
     def __post_init__(self):
         checks.require_positive_epsilon(self.epsilon)
         checks.require_delta(self.delta)
         checks.require_accountant(self.accountant)
         require_whole("records", self.records)
+        require_bool("public_stop", self.public_stop)
         if (self.steps is None) == (self.epochs is None):
             given = f"{described(self.steps)} and {described(self.epochs)}"
             raise ValueError(f"exactly one of steps and epochs must be given, got {given}")

@@ -20,7 +20,7 @@ from dpx.accounting.sharing import Largest, ways_to_share
 from dpx.scalars import over
 from dpx.states.record import SEVERAL_KEYS
 from dpx.trees import described
-from dpx.validation import require_whole
+from dpx.validation import require_bool, require_whole
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ def compose_runs(*runs: Any, shared_batches: bool | None = None, records: int | 
     batches that are shared, or not known, for different samplings and for mechanisms that are not billed as one
     Gaussian release a step. Warns of samplings of different sizes, where a unit is not known.
     """
-    if shared_batches is not None and not isinstance(shared_batches, bool):
-        raise ValueError(f"shared_batches must be True, False or None, got {described(shared_batches)}")
+    if shared_batches is not None:
+        require_bool("shared_batches", shared_batches)
     if not runs:
         raise ValueError("compose_runs needs at least one (mechanism, steps or state), got none")
     records = common_records(runs, records)

@@ -16,7 +16,7 @@ from dpx.accounting import checks
 from dpx.accounting.arithmetic import Answer
 from dpx.accounting.attacks import AttackBounds, bounds_and_curve, owner_of
 from dpx.accounting.best_of import Selection
-from dpx.accounting.bill import batches_of, billed_steps, event_of, records_of, require_billable
+from dpx.accounting.bill import batches_of, billed_steps, event_of, made_steps, records_of, require_billable
 from dpx.accounting.budget import Budget
 from dpx.accounting.checks import Relation
 from dpx.accounting.correlated import of_bits
@@ -34,8 +34,9 @@ _PACKAGES = ("dpx-jax", "jax", "optax", "dp-accounting", "numpy", "scipy")  # wh
 class PrivacyReport:
     """A privacy statement, with all its assumptions; `str` is a page of it, first in plain words for a data owner.
 
-    mechanism: the printed pipeline. steps: how many are billed. unit: what epsilon protects, in words: one record of
-        the data set, or a person with up to `records` of them.
+    mechanism: the printed pipeline. steps: how many are billed; made: how many of them were made; ending: what epsilon
+        covers, in words, if a run did not end where it planned to.
+    unit: what epsilon protects, in words: one record of the data set, or a person with up to `records` of them.
     relation: how neighboring data sets differ. sampling: the printed sampling record. delta: in (0, 1).
     epsilon: an upper bound by each accountant, so the smallest is the guarantee; None if an accountant does not apply.
     arithmetic: the parts of the least epsilon and of delta that are for the arithmetic of the noise, whose numbers are
@@ -53,6 +54,8 @@ class PrivacyReport:
 
     mechanism: str
     steps: int
+    made: int
+    ending: str
     unit: str
     relation: str
     sampling: str
@@ -81,7 +84,9 @@ class PrivacyReport:
 
     def __repr__(self) -> str:
         name = f"name={self.name!r}, " if self.name else ""
-        return f"PrivacyReport({name}unit={self.unit!r}, epsilon={self.spent}, delta={self.delta}, steps={self.steps})"
+        numbers = f"epsilon={self.spent}, delta={self.delta}, steps={self.steps}"
+        ending = f", ending={self.ending!r}" if self.ending else ""
+        return f"PrivacyReport({name}unit={self.unit!r}, {numbers}{ending})"
 
     def to_json(self) -> str:
         """The report as valid JSON; an infinite epsilon is the string "inf"."""
@@ -140,7 +145,7 @@ def privacy_report(
 ) -> PrivacyReport:
     """The report of a mechanism after some steps: epsilon by "pld" and by "rdp", and all assumptions.
 
-    steps_or_state: a number of steps (int, at least 0), or an optimizer state, whose billed steps are read.
+    steps_or_state: a number of steps (int, at least 0), or an optimizer state, as for `dpx.epsilon`.
     delta: in (0, 1), best far below 1 divided by the number of examples. A larger one warns.
     unit: what the sampling draws and epsilon protects, in words: "user" if it draws users. None: as the state records
         it, which knows "example" and "user" (`dpx.UserData`); "example" for a number of steps.
@@ -159,7 +164,7 @@ def privacy_report(
     """
     require_billable(mechanism)
     checks.warn_of_large_delta(delta, mechanism.sampling)
-    steps = billed_steps(steps_or_state)
+    steps, (made, planned) = billed_steps(steps_or_state), made_steps(steps_or_state)
     records = records_of(mechanism, records)
     event, relation = event_of(mechanism, steps_or_state, None, records=records)
     drawn = _unit_of(batches_of(steps_or_state)[1], unit)
@@ -178,6 +183,8 @@ def privacy_report(
     return PrivacyReport(
         mechanism=str(mechanism),
         steps=steps,
+        made=made,
+        ending=_ending(made, steps, planned, subject),
         unit=f"one {subject}",
         relation=relation,
         sampling=str(mechanism.sampling),
@@ -215,6 +222,15 @@ def _unit_of(recorded: int, unit: str | None) -> str:
             f"unit={subject or 'user'!r}), or from data with the name in `privacy_unit`"
         )
     return subject
+
+
+def _ending(made: int, steps: int, planned: bool, unit: str) -> str:
+    """What epsilon covers, in words, where a run has not made all that it planned, or where it planned nothing."""
+    if made < steps:
+        words = f"{made} of {steps} planned steps were made, and epsilon covers all {steps}, because what the run"
+        return f"{words} showed of one {unit} may have decided where it ended"
+    words = f"Epsilon covers the {made} steps that were made and no others, because it holds only if public information"
+    return "" if planned else f"{words} alone decided where the run ended, and nothing that depends on one {unit}"
 
 
 def _with_tuning(event: DpEvent, relation: Relation, records: int, tuning: Any, unit: str) -> tuple[DpEvent, str]:

@@ -133,13 +133,14 @@ def _spent(report: Any, unit: str) -> tuple[str, ...]:
     factor = upper(math.exp(spent), 3) if spent < 700 else "e^epsilon"
     other = _ALTERNATIVE[report.relation].format(unit=unit)
     return (
-        f"The epsilon that counts for one {unit} is {upper(spent, 6)} at delta {upper(report.delta, 6)}, after "
+        f"The epsilon that counts for one {unit} is {upper(spent, 6)} at delta {upper(report.delta, 6)}, for "
         f"{report.steps} steps. It is an upper bound, the least of those below.",
         f"Of which {upper(report.arithmetic['epsilon'], 2)} of epsilon and {upper(report.arithmetic['delta'], 2)} of "
         f"delta are for the arithmetic of the noise that protects one {unit}, which has finitely many values.",
         f"Rounding can lengthen what one {unit} adds to a sum, by at most {upper(ETA, 3)} of the clip norm (eta)"
         f"{'' if report.records == 1 else ' for each record'}. The noise is larger by this share, so the epsilon for "
         f"one {unit} contains it.",
+        *([f"{report.ending}."] if report.ending else []),
         _target(report, unit),
         f"Any result of the run is at most {factor} times as likely with one {unit} as {other}, and the other way "
         f"round, but for a probability of {upper(report.delta, 6)}.",
@@ -172,7 +173,7 @@ def _numbers(report: Any, unit: str) -> tuple[tuple[str, str], ...]:
         (f"epsilon of one {unit}, spent", upper(report.spent, 6)),
         (f"epsilon of one {unit}, target", target),
         (f"delta of one {unit}", upper(report.delta, 6)),
-        ("steps", str(report.steps)),
+        ("steps", str(report.steps) if report.made == report.steps else f"{report.made} made, {report.steps} billed"),
     )
 
 

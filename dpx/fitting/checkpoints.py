@@ -23,7 +23,7 @@ from dpx.fitting.steps import Carry
 from dpx.fitting.stored import Stored, require_orbax
 from dpx.gradients.microbatch_size import device_memory
 from dpx.states.reading import steps_taken
-from dpx.states.record import fingerprint
+from dpx.states.record import fingerprint, planned
 from dpx.trees import Tree
 
 # The files of a program that was killed before it had made run.json.
@@ -40,10 +40,10 @@ class Checkpoints:
 
     def __init__(self, folder: str | os.PathLike, facts: dict[str, Any], terms: Terms, on_other_devices: bool):
         self._terms, self._on_other_devices = terms, on_other_devices
-        self.path, self.planned = Path(folder).expanduser().absolute(), terms.steps
+        self.path = Path(folder).expanduser().absolute()
         with processes.together():
             require_orbax()
-        self._programs = Programs(self.path, facts, terms.steps)
+        self._programs = Programs(self.path, facts, terms.plan)
         self._changed = processes.of_first(self._begin)
         with processes.together():
             if not self._programs.file.is_file():
@@ -93,15 +93,18 @@ class Checkpoints:
 
     def restore(self, like: Carry) -> tuple[Carry, list[dict[str, Any]]]:
         """Takes the run. The last checkpoint, and the history before it; `like`, which is stored as step 0, if there is
-        none. On other devices, with the steps skipped that may have been made.
+        none. On other devices, with the steps skipped that may have been made. Its plan is the longest of all programs.
 
         The first parameters are stored too, because a run that starts again from others would repeat its noise.
         """
         self._found(like)  # what is refused here changes nothing
-        self.planned = self._programs.take()
+        plan = self._programs.take()
         step, reach, names = self._found(like)  # again, because others may have gone on until now
         self.continued = step is not None
-        carry, rows = self._first(like) if step is None else self._read(step, like)
+        carry, rows = self._first(planned(like, plan)) if step is None else self._read(step, like)
+        carry = planned(carry, plan)
+        if plan:
+            rows = [row | {"epsilon": self._terms.epsilon(carry.state)} for row in rows]
         if reach > steps_taken(carry.state):
             carry, rows = self._skipped(carry, rows, reach, names)
         return carry, rows
@@ -200,10 +203,10 @@ class _Nowhere:
     path, continued = None, False
 
     def __init__(self, terms: Terms):
-        self.planned, self.memory = terms.steps, device_memory(jax.default_backend())
+        self._plan, self.memory = terms.plan, device_memory(jax.default_backend())
 
     def restore(self, like: Carry) -> tuple[Carry, list[dict[str, Any]]]:
-        return like, []
+        return planned(like, self._plan), []
 
     def __str__(self) -> str:
         return "no step of the run is saved: dpx.fit(..., checkpoints=folder) saves them"
@@ -238,6 +241,7 @@ def open_folder(
         copies = [bytes_of(leaf) for leaf in jax.tree.leaves(carry.params) if leaf.is_fully_replicated]
         path = None if folder is None else str(Path(folder).expanduser().absolute())
         run = {"params (their fingerprint)": fingerprint(repr(copies)), "steps": terms.steps, "checkpoints": path}
+        run |= {"steps that are billed if it ends before (its plan)": terms.plan}
         processes.require_same(facts | run | rhythm | {"on_other_devices": on_other_devices})
     return _Nowhere(terms) if folder is None else Checkpoints(folder, facts, terms, on_other_devices)
 

@@ -25,8 +25,8 @@ from dpx.gradients.sums import Norms
 from dpx.mechanism import Mechanism
 from dpx.sampling.rows import unit_of
 from dpx.states.reading import steps_taken
-from dpx.trees import Tree, described
-from dpx.validation import require_whole
+from dpx.trees import Tree
+from dpx.validation import require_bool, require_whole
 
 UNWATCHED = (
     "Nothing measured whether the run learned. An example whose loss or gradient is not finite contributes nothing and "
@@ -46,6 +46,7 @@ def fit(
     delta: float | None = None,
     accountant: Accountant | None = None,
     records: int | None = None,
+    public_stop: bool | None = None,
     evaluate: Callable[[Tree], Any] | None = None,
     evaluate_every: int | None = None,
     callbacks: Sequence[Callable[[Progress], Any]] = (),
@@ -76,9 +77,11 @@ def fit(
         `dpx.epsilon`, for every bill of the run and its report; None is the budget's, and 1 without one.
     evaluate: (params) -> number or dict of numbers, from PUBLIC data only: nobody bills what it reads.
     evaluate_every: steps; None is about an epoch, but at most 40 evaluations. The last step is always evaluated.
-    callbacks: functions of a `dpx.fitting.Progress` after each evaluation. True ends the run, which then is billed for
-        all planned steps, because the stop may depend on releases; another call continues it. To end it by
-        `unreleased` values, or by other private data, is not billed.
+    public_stop: bool. True promises that public information alone, such as the time, decides where the run ends: no
+        release, no metric of the parameters and no private data. A run that ends early then costs the steps that it
+        made, and all planned ones otherwise; both are in the state, so in every bill. None is the budget's, else False.
+    callbacks: functions of a `dpx.fitting.Progress` after each evaluation. True ends the run; another call continues
+        it. To end it by `unreleased` values, or by other private data, is not billed.
     checkpoints: a folder, as SENSITIVE as the data. With that of the same run, the run continues where it was.
     checkpoint_every: steps. The first and the last step leave a checkpoint too, and in one process a KeyboardInterrupt.
     on_other_devices: whether the stored run may continue on another number of devices or processes, on another backend
@@ -113,13 +116,11 @@ def fit(
     with together():
         require_spanned(sharding)
         require_inputs(loss, optimizer, params, data, loss_at)
-        terms = Terms.of(
-            optimizer, key=key, steps=steps, epochs=epochs, delta=delta, accountant=accountant, records=records
-        )
+        given = {"delta": delta, "accountant": accountant, "records": records, "public_stop": public_stop}
+        terms = Terms.of(optimizer, key=key, steps=steps, epochs=epochs, **given)
         watcher = Watcher.of(terms, evaluate, evaluate_every, callbacks, progress, loss_at)
         require_whole("checkpoint_every", checkpoint_every)
-        if not isinstance(on_other_devices, bool):
-            raise ValueError(f"on_other_devices must be True or False, got {described(on_other_devices)}")
+        require_bool("on_other_devices", on_other_devices)
         carry = begin(params, optimizer, sharding)
         at_once = functools.partial(compiled_step, whole=bool(callbacks))
         build = at_once if chunk_size is None else compiled_step_in_chunks
@@ -133,17 +134,12 @@ def fit(
     opened = open_folder(checkpoints, terms, carry, rounding, rhythm, on_other_devices)
     with contextlib.closing(opened) as folder, for_memory(folder.memory):
         carry = _train(carry, step, batches, terms, watcher, folder, checkpoint_every)
-        planned = folder.planned
-    steps = steps_taken(carry.state)
-    # A stop may depend on the releases, if a callback chose it, or a plan that is shorter than an earlier one of this
-    # run. It then costs what the longest plan costs.
-    billed = carry.state if steps == planned else planned
-    report = privacy_report(optimizer, billed, delta=terms.delta, unit=unit_of(data), records=terms.records)
+    report = privacy_report(optimizer, carry.state, delta=terms.delta, unit=unit_of(data), records=terms.records)
     result = FitResult(
         params=carry.params,
         state=carry.state,
-        steps=steps,
-        epsilon=terms.epsilon(billed),
+        steps=steps_taken(carry.state),
+        epsilon=terms.epsilon(carry.state),
         delta=terms.delta,
         report=report,
         history=watcher.history,

@@ -49,13 +49,13 @@ HOLDER = "program that has the run (a random name)"  # in run.json, beside the f
 class Programs:
     """The programs of one run, for one of them.
 
-    facts: of the run. steps: int, that this program plans.
+    facts: of the run. plan: int, the steps that this program plans; 0 if it promised to end by a public rule.
     """
 
-    def __init__(self, folder: Path, facts: dict[str, Any], steps: int):
+    def __init__(self, folder: Path, facts: dict[str, Any], plan: int):
         self.folder, self.file, self.facts = folder, folder / "run.json", facts
         self.name = processes.of_first(lambda: secrets.token_hex(8))
-        self.own = {"planned": steps, "reach": 0, "skipped": 0}
+        self.own = {"planned": plan, "reach": 0, "skipped": 0}
 
     @property
     def rounding(self) -> dict[str, Any]:

@@ -13,7 +13,8 @@ RESERVED = ("step", "epsilon", "unreleased_loss", "skipped")  # in the history, 
 class Progress(NamedTuple):
     """A run after some of its steps. All but the `unreleased` fields is covered by epsilon.
 
-    step: int, how many steps were made. epsilon: float, spent by them, for the unit of the run's report.
+    step: int, how many steps were made. epsilon: float, of the run if it ended now, for the unit of the run's report:
+        that of all planned steps, or of those that were made under `public_stop=True`.
     params: like the parameters, copies which a callback may keep. state: of the optimizer, copied too.
     metrics: what `evaluate` returned, floats by name; {} without `evaluate`.
     unreleased_loss: float, the mean loss of the last batch. NOT private.
@@ -38,9 +39,9 @@ class FitResult(NamedTuple):
 
     params: like the parameters, private at (epsilon, delta). state: of the optimizer; share
         `dpx.publishable_state(state)`.
-    steps: int, how many the state has made. epsilon: float, an upper bound for these steps at `delta`;
-        for all planned ones if a callback ended the run, or an earlier call with these checkpoints planned more.
-    report: the `dpx.privacy_report` of the same steps, which says whom epsilon is for.
+    steps: int, how many the state has made. epsilon: float, an upper bound at `delta` for these and all planned steps,
+        also those that an earlier call with these checkpoints planned; under `public_stop=True`, for these alone.
+    report: the `dpx.privacy_report` of the state, with the same epsilon, which says whom it is for.
     history: one dict for each evaluation, with "step", "epsilon", the metrics by their names, and "unreleased_loss",
         which is NOT private. Where the run continued on other devices, a row has "step", "epsilon" and "skipped", how
         many steps were counted without any training.

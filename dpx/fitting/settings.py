@@ -12,26 +12,37 @@ from dpx.guards import FLAX, require_params
 from dpx.mechanism import Mechanism, require_mechanism
 from dpx.sampling.rows import rows_of
 from dpx.trees import Tree, described
-from dpx.validation import require_function, require_whole
+from dpx.validation import require_bool, require_function, require_whole
 
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
     """What a run may spend.
 
-    key: of the batches. steps: int, all of the run. delta, accountant, records: of every bill.
+    key: of the batches. steps: int, all of the run. plan: int, those that are billed if it ends before; 0 for the steps
+    that it made. delta, accountant, records: of every bill.
     """
 
     optimizer: Mechanism
     key: jax.Array = field(repr=False)
     steps: int
+    plan: int
     delta: float
     accountant: Accountant
     records: int
 
     @classmethod
     def of(
-        cls, optimizer: Mechanism, *, key: Any, steps: Any, epochs: Any, delta: Any, accountant: Any, records: Any
+        cls,
+        optimizer: Mechanism,
+        *,
+        key: Any,
+        steps: Any,
+        epochs: Any,
+        delta: Any,
+        accountant: Any,
+        records: Any,
+        public_stop: Any,
     ) -> "Terms":
         """The terms with the defaults filled in. Raises ValueError where there are none, and for steps beyond them."""
         budget = optimizer.budget
@@ -43,6 +54,7 @@ class Terms:
         if budget is not None:
             steps = budget.steps if steps is None else steps
             delta = budget.delta if delta is None else delta
+            public_stop = budget.public_stop if public_stop is None else public_stop
         elif steps is None or delta is None:
             missing = "steps or epochs" if steps is None else "delta"
             raise ValueError(f"{missing} must be given, because the mechanism has no dpx.Budget")
@@ -53,6 +65,7 @@ class Terms:
             optimizer=optimizer,
             key=optimizer.key if key is None else keys.require(key),
             steps=steps,
+            plan=0 if public_stop is not None and require_bool("public_stop", public_stop) else steps,
             delta=delta,
             accountant=accountant or ("tightest" if budget is None else budget.accountant),
             records=records_of(optimizer, records),

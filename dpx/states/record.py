@@ -62,6 +62,8 @@ class ReleaseState(NamedTuple):
     order:         uint32 (), the sum of `noise_order` over them, which another order of the multipliers changes.
     fingerprints:  uint32 (2,), of the sampling record, and of the event without its noise multipliers.
     planned_steps: int32 (), the steps of the budget that the noise was calibrated for; 0 without a budget.
+    plan:          int32 (), the steps that the run planned, all of which are billed (`reading.steps_billed`); 0 where
+                   nobody planned any, or where public information alone decides where the run ends.
     noise_key:     uint32 (), the mark of the key of the noise (`keys.mark`); 0 before the first release.
     batch_key:     uint32 (), the mark of the key that draws the batches; 0 while not known, 1 after several keys.
     unit:          uint32 (), the mark of what a batch holds (`unit_mark`); 0 while it is not known.
@@ -73,6 +75,7 @@ class ReleaseState(NamedTuple):
     order: jax.Array
     fingerprints: jax.Array
     planned_steps: jax.Array
+    plan: jax.Array
     noise_key: jax.Array
     batch_key: jax.Array
     unit: jax.Array
@@ -84,9 +87,9 @@ class ReleaseState(NamedTuple):
 
         Every array has a buffer of its own, because a jitted step that donates the state cannot donate one twice.
         """
-        step, planned = (jnp.zeros((), jnp.int32) for _ in range(2))
+        step, *planned = (jnp.zeros((), jnp.int32) for _ in range(3))
         order, *marks = (jnp.zeros((), jnp.uint32) for _ in range(5))
-        return cls(step, jnp.zeros(2, jnp.float32), order, jnp.zeros(2, jnp.uint32), planned, *marks)
+        return cls(step, jnp.zeros(2, jnp.float32), order, jnp.zeros(2, jnp.uint32), *planned, *marks)
 
     def after(self, noise_multiplier: jax.Array | float) -> "ReleaseState":
         """The record after one more release with this noise multiplier, float32 ()."""
@@ -120,10 +123,20 @@ def noise_order(bits: Any, step: Any) -> Any:
     return (term ^ negative) - negative
 
 
-def stamped(state: Tree, fingerprints: np.ndarray, planned_steps: int) -> Tree:
-    """A new `state`, with the fingerprints by which its releases will be billed, uint32 (2,): `fingerprints_of`."""
-    stamp = {"fingerprints": jnp.asarray(fingerprints), "planned_steps": jnp.full((), planned_steps, jnp.int32)}
-    return map_states(lambda node: node._replace(**stamp), state, ReleaseState)
+def stamped(state: Tree, fingerprints: np.ndarray, budget: Any) -> Tree:
+    """A new `state`, with the fingerprints by which its releases will be billed, uint32 (2,): `fingerprints_of`.
+
+    budget: the `dpx.Budget`, which plans the run, or None.
+    """
+    steps = 0 if budget is None else budget.steps
+    stamp = {"fingerprints": jnp.asarray(fingerprints), "planned_steps": jnp.full((), steps, jnp.int32)}
+    state = map_states(lambda node: node._replace(**stamp), state, ReleaseState)
+    return planned(state, 0 if budget is None or budget.public_stop else steps)
+
+
+def planned(state: Tree, steps: int) -> Tree:
+    """A new `state`, whose run planned so many steps; 0 for a run without a plan."""
+    return map_states(lambda node: node._replace(plan=jnp.zeros_like(node.plan) + steps), state, ReleaseState)
 
 
 def checked(state: Tree, mechanism: Any, rows: jax.Array, drawn: Drawn | None, *, ordered: Any = True) -> Tree:

@@ -18,7 +18,7 @@ from dpx.accounting.budget import Budget
 from dpx.accounting.checks import require_delta
 from dpx.accounting.compose import same_key
 from dpx.mechanism import Mechanism, require_mechanism
-from dpx.states.reading import release_state, steps_taken
+from dpx.states.reading import release_state, steps_billed
 from dpx.trees import Tree, outlined
 from dpx.tuning.budget import noises_within, require_noise_multiplier
 from dpx.validation import require_floats, require_function, require_number, require_whole
@@ -140,8 +140,8 @@ class SearchPlan:
         if not isinstance(result, tuple) or len(result) < 2:
             raise ValueError(f"train must return the result of dpx.fit, or (params, state), got {type(result)}")
         event_of(mechanism, result[1], None)
-        if (taken := steps_taken(result[1])) > most:
-            raise ValueError(f"a trial must make at most the {most} steps that are billed, it made {taken}")
+        if (steps := steps_billed(result[1])) > most:
+            raise ValueError(f"a trial must make and plan at most the {most} steps that are billed, got {steps}")
         if int(stream := release_state(result[1]).batch_key) not in (0, int(keys.mark(mechanism.key))):
             raise ValueError(
                 "a trial must train its own optimizer, and draw its batches with the key of that optimizer, as dpx.fit "
