@@ -4,6 +4,7 @@ Each is a function (key, steps) -> Mechanism, whose docstring says where the bug
 run, for an attack that trains; the check of the contract does not read it.
 """
 
+import functools
 import itertools
 import random
 from collections.abc import Callable
@@ -610,6 +611,19 @@ def other_noise_is_billed(key, steps):
     return sound(key).replace(event=sound(key, noise_multiplier=1.5 * NOISE_MULTIPLIER).event)
 
 
+def event_of_another_sampling(key, steps):
+    """Subsets of a fixed size, billed by the event of a Poisson sampling of the right rate (a closure of one's own)."""
+    mechanism = sound(key, sampling=dpx.FixedSizeSampling(examples=1000, batch_size=8))
+    return mechanism.replace(event=sound(key).event)
+
+
+def event_of_its_own_kind_and_a_lower_rate(key, steps):
+    """The event of a projection of its own, at the rate of half of the batch (two configuration files)."""
+    half = sound(key, sampling=dpx.PoissonSampling(examples=1000, batch_size=4))
+    make = functools.partial(dpx.mechanisms.clip_then_project, rank=12, kind="gaussian", key=key)
+    return make(sound(key)).replace(event=make(half).event)
+
+
 def counts_nothing(key, steps):
     """A step that the counter does not see (gradient accumulation inside a step, `optax.MultiSteps`)."""
     mechanism = sound(key)
@@ -1159,6 +1173,8 @@ ZOO = [
     Zoo(schedule_shifted_by_a_step, "noise"),
     Zoo(last_step_is_free, "cost"),
     Zoo(other_noise_is_billed, "cost", "lower_bound"),
+    Zoo(event_of_another_sampling, "cost"),
+    Zoo(event_of_its_own_kind_and_a_lower_rate, "cost"),
     Zoo(counts_nothing, "cost"),
     Zoo(sums_in_the_state, "secrecy"),
     Zoo(sums_of_one_step_in_the_state, "secrecy"),

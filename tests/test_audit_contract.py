@@ -3,6 +3,7 @@
 That it passes on every mechanism of dpx is tests/test_contract.py, which is built on the same lines.
 """
 
+import contextlib
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,8 +16,9 @@ import pytest
 
 import dpx
 from dpx.audit import ContractReport, Line, check_contract
+from dpx.audit.contract import cost
 from dpx.audit.contract.draws import in_its_directions
-from dpx.audit.contract.report import Broken
+from dpx.audit.contract.report import Broken, NotChecked
 from dpx.audit.contract.standard import require_no_pattern, require_no_repeats, require_standard
 from dpx.audit.contract.trial import Trial
 from dpx.audit.stand_ins import quick, replacing, without_grid
@@ -123,6 +125,84 @@ def test_transforms_that_cut_are_no_fault(make, failures):
     report = check_contract(mechanism, params=PARAMS, lines=["noise", "secrecy"], draws=500)
     assert [line.name for line in report.failures] == failures, report
     assert [line.name for line in report.unchecked] == ([] if failures else ["noise"]), report
+
+
+KEY = jax.random.key(7)
+POISSON, FIXED, SHUFFLED = (
+    kind(examples=1000, batch_size=8) for kind in (dpx.PoissonSampling, dpx.FixedSizeSampling, dpx.ShuffledEpochs)
+)
+CUT = dpx.PoissonSampling(examples=1000, batch_size=8, most_rows=12)
+HALF = dpx.PoissonSampling(examples=1000, batch_size=4)
+ALLOCATED, LONGER = (dpx.sampling.RandomAllocation(examples=1000, steps_per_epoch=steps) for steps in (125, 250))
+WEIGHTS = dpx.PoissonSampling(examples=1000, batch_size=8, weights=np.arange(1, 1001))
+ORDERED, WHOLE = dpx.sampling.FixedOrder(examples=1000, batch_size=8), dpx.FullBatch(examples=1000)
+CYCLIC, RARER = (dpx.sampling.CyclicPoissonSampling(examples=1000, batch_size=size, bands=3) for size in (8, 4))
+FEEDBACK = {"clip_norm": 1.0, "feedback_norm": 1.0, "outer_clip_norm": 1.1, "noise_multiplier": 1.3, "key": KEY}
+
+
+def plain(sampling, **changes):
+    return sound(KEY, sampling=sampling, **changes)
+
+
+def feedback(sampling, **changes):
+    return dpx.methods.dice_sgd(sampling=sampling, **FEEDBACK | changes)
+
+
+def bands(sampling):
+    return dpx.methods.band_mf_sgd(bands=3, steps=100, clip_norm=1.0, noise_multiplier=1.3, sampling=sampling, key=KEY)
+
+
+def correlated(sampling):
+    return dpx.methods.lambda_cgd(correlation=0.6, clip_norm=1.0, noise_multiplier=1.3, sampling=sampling, key=KEY)
+
+
+def until(mechanism, last):
+    return mechanism.replace(event=lambda steps: mechanism.event(min(steps, last)))
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "event", "words"),
+    [
+        (plain(FIXED), plain(POISSON), "PoissonSampledDpEvent, which is not of the sampling"),
+        (plain(POISSON), plain(FIXED), "SampledWithoutReplacementDpEvent, which is not of the sampling"),
+        (plain(SHUFFLED), plain(POISSON), "PoissonSampledDpEvent, which is not of the sampling"),
+        (plain(POISSON), plain(ALLOCATED), "RandomAllocationDpEvent, which is not of the sampling"),
+        (plain(ALLOCATED), plain(POISSON), "PoissonSampledDpEvent, which is not of the sampling"),
+        (plain(ALLOCATED), plain(LONGER), "do not bill RandomAllocationDpEvent"),
+        (plain(CUT), plain(POISSON), "PoissonSampledDpEvent, which is not of the sampling"),
+        (plain(POISSON), plain(HALF), "do not bill PoissonSampledDpEvent"),
+        (plain(WEIGHTS), plain(POISSON), "do not bill PoissonSampledDpEvent"),
+        (plain(CYCLIC), plain(RARER), "do not bill PoissonSampledDpEvent"),
+        (plain(WHOLE), plain(ORDERED), "2 steps do not bill GaussianDpEvent"),
+        (plain(POISSON), plain(ORDERED), "2 steps are billed as 1 releases of noisy numbers"),
+        (plain(FIXED), plain(FIXED, noise_multiplier=2.6), "do not bill SampledWithoutReplacementDpEvent"),
+        (plain(FIXED), plain(WHOLE, noise_multiplier=2.6), "of more noise than the largest multiplier"),
+        (plain(FIXED), until(plain(FIXED), 200), "1001 steps do not bill"),
+        (feedback(POISSON), feedback(HALF), "of another sampling than the one that draws"),
+        (feedback(POISSON), feedback(POISSON, noise_multiplier=1.4), "of more noise than the largest multiplier"),
+        (feedback(POISSON), until(feedback(POISSON), 12), "100 steps are billed as 12 releases"),
+        (bands(CYCLIC), bands(RARER), "of a lower rate than that of the sampling"),
+        (bands(CYCLIC), until(bands(CYCLIC), 100), "1001 steps are billed as 102 releases"),
+        (correlated(ORDERED), plain(ORDERED), "2 steps are billed as 1 releases"),
+        (bands(CYCLIC), plain(CYCLIC), "moves C G by 1.2|billed as 1 releases"),
+        (bands(CYCLIC), plain(RARER), "of a lower rate than that of the sampling"),
+        (correlated(ORDERED), until(correlated(ORDERED), 12), "100 steps are billed as 12 releases"),
+    ],
+)
+def test_an_event_of_other_batches_fails(mechanism, event, words):
+    """Also where it has a kind of its own; all of them are as they are billed themselves."""
+    trial = Trial(mechanism.replace(event=event.event), PARAMS, draws=500, seed=0)
+    with pytest.raises(Broken, match=words):
+        cost.billed(trial)
+    with contextlib.suppress(NotChecked):
+        cost.billed(Trial(mechanism, PARAMS, draws=500, seed=0))
+
+
+def test_an_event_without_sampling_needs_a_proof_of_its_own():
+    """It costs more than what is drawn."""
+    trial = Trial(plain(FIXED).replace(event=plain(WHOLE).event), PARAMS, draws=500, seed=0)
+    with pytest.raises(NotChecked, match="GaussianDpEvent is not an event of the sampling"):
+        cost.billed(trial)
 
 
 def test_a_step_without_noise_is_not_checked():

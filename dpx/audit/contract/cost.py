@@ -1,27 +1,43 @@
 """The line of the contract about the bill: what the releases cost."""
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import attrs
 import numpy as np
-from dp_accounting import DpEvent
+from dp_accounting import (
+    DpEvent,
+    PoissonSampledDpEvent,
+    SampledWithoutReplacementDpEvent,
+    SampledWithReplacementDpEvent,
+)
+from dp_accounting.dp_event import TruncatedSubsampledGaussianDpEvent
 
-from dpx.accounting.releases import count_releases
+from dpx.accounting.releases import count_releases, is_readable, released
 from dpx.audit.contract.correlation import require_sensitivity
 from dpx.audit.contract.report import Broken, NotChecked
 from dpx.audit.contract.trial import Trial, own_event
+from dpx.sampling.events import GroupGaussianDpEvent, RandomAllocationDpEvent
 from dpx.states.reading import release_state
 
 BILLED = (0, 1, 2, 5, 12, 100, 1_001, 10_007, 50_021)  # numbers of steps
 BILLED_WITHOUT_SCHEDULE = 1_000_003  # the event of a schedule has as many parts as steps
 MUST = 12  # steps; a longer run may be refused
 TAKEN = 4  # steps of the state whose record is read
+OF_SAMPLINGS = (  # events of batches that are drawn in one way
+    GroupGaussianDpEvent,
+    PoissonSampledDpEvent,
+    RandomAllocationDpEvent,
+    SampledWithReplacementDpEvent,
+    SampledWithoutReplacementDpEvent,
+    TruncatedSubsampledGaussianDpEvent,
+)
+_RATE = "sampling_probability"
 
 
 def cost(trial: Trial) -> str:
     """The event bills every release with the noise multiplier that the mechanism used, and the state counts them."""
-    mechanism = trial.mechanism
     release = release_state(trial.state(TAKEN))
     if int(release.step) != TAKEN:
         raise Broken(f"the state counts {int(release.step)} releases after {TAKEN}")
@@ -29,28 +45,77 @@ def cost(trial: Trial) -> str:
     precision = float(release.precision[0]) - float(release.precision[1])
     if (used > 0).all() and not math.isclose(precision, float(np.sum(used**-2.0)), rel_tol=1e-5):
         raise Broken(f"the state records other noise multipliers than {used.tolist()}, which are billed")
-    name = own_event(trial.event(1), mechanism.sampling)
-    if name and mechanism.correlated is not None:
-        return require_sensitivity(trial)
-    if name:
-        raise NotChecked(f"{name} is not an event of the sampling, so its own proof and tests must say that it is true")
-    more, last = False, 0
+    return billed(trial)
+
+
+def billed(trial: Trial) -> str:
+    """What the events of runs of many lengths bill, in words. Raises Broken where that is less than what is drawn."""
+    mechanism = trial.mechanism
+    own, more, last = "", False, 0
     all_steps = BILLED if callable(mechanism.noise_multiplier) else (*BILLED, BILLED_WITHOUT_SCHEDULE)
     for steps in all_steps:
-        expected = count_releases(mechanism.sampling.event(trial.multipliers[:steps])).counts
+        expected = mechanism.sampling.event(trial.multipliers[:steps])
         try:
-            billed = count_releases(trial.event(steps)).counts
+            event = trial.event(steps)
         except ValueError as error:
             if steps > MUST:
                 break
             raise NotChecked(f"{steps} steps have no event: {error}") from None
-        missing = _missing(expected, billed)
-        if missing:
-            raise Broken(f"{steps} steps do not bill {missing}, of noise multiplier and sampling of the mechanism")
-        more, last = more | (sum(billed.values()) > sum(expected.values())), steps
+        name, last = own_event(event, mechanism.sampling), steps
+        if name or mechanism.correlated is not None:
+            _require_plausible(event, trial.multipliers[:steps], mechanism.sampling)
+            own = own or name
+        else:
+            more |= _require_billed(expected, event, steps)
+    if mechanism.correlated is not None:
+        return require_sensitivity(trial)
+    if own:
+        raise NotChecked(f"{own} is not an event of the sampling, so its own proof and tests must say that it is true")
     extra = "; more releases are billed" if more else ""
     tried = ", ".join(str(steps) for steps in all_steps if steps <= last)
     return f"{tried} steps bill the multipliers and the sampling that the mechanism states{extra}"
+
+
+def _require_billed(expected: DpEvent, event: DpEvent, steps: int) -> bool:
+    """Whether the event has more releases than those that are expected. Raises Broken if it lacks one."""
+    wanted, offered = count_releases(expected).counts, count_releases(event).counts
+    if missing := _missing(wanted, offered):
+        raise Broken(f"{steps} steps do not bill {missing}, of noise multiplier and sampling of the mechanism")
+    return sum(offered.values()) > sum(wanted.values())
+
+
+def _require_plausible(event: DpEvent, multipliers: np.ndarray, sampling: Any) -> None:
+    """Raises Broken for an event of another sampling than the one that draws, or of a kind of its own that bills less.
+
+    An event of its own kind, such as that of error feedback, must have a proof, which cannot be checked here. But it
+    must be of the record that draws and at least of its rate, have all releases, and noise of at most the multiplier.
+    """
+    steps, parts = len(multipliers), list(_parts(event))
+    if foreign := sorted({type(part).__name__ for part in parts if isinstance(part, OF_SAMPLINGS)} - _kinds(sampling)):
+        raise Broken(f"{steps} steps bill {', '.join(foreign)}, which is not of the sampling that draws, {sampling}")
+    rates = [part.sampling_probability for part in _parts(sampling.event(np.ones(1))) if hasattr(part, _RATE)]
+    for part in parts:
+        if getattr(part, _RATE, 1.0) < max(rates, default=1.0) * (1 - 1e-6):
+            raise Broken(f"{steps} steps bill {part}, of a lower rate than that of the sampling that draws, {sampling}")
+        if repr(getattr(part, "sampling", sampling)) != repr(sampling):
+            raise Broken(f"{steps} steps bill {part}, of another sampling than the one that draws, {sampling}")
+        noise = getattr(part, "noise_multiplier", 0.0)
+        if isinstance(noise, int | float) and noise > multipliers.max(initial=0) * (1 + 1e-6):
+            raise Broken(f"{steps} steps bill {part}, of more noise than the largest multiplier of the mechanism")
+    if all(is_readable(part) for part in parts) and (most := released(event).most) < steps:
+        raise Broken(f"{steps} steps are billed as {most} releases of noisy numbers")
+
+
+def _kinds(sampling: Any) -> set[str]:
+    return {type(part).__name__ for part in _parts(sampling.event(np.ones(1)))}
+
+
+def _parts(event: Any) -> Iterator[Any]:
+    """The releases of an event, and what is inside of their sampling."""
+    for release in count_releases(event).counts:
+        while release is not None:
+            yield release
+            release = getattr(release, "event", None)
 
 
 def _missing(expected: dict[DpEvent, int], billed: dict[DpEvent, int]) -> DpEvent | None:
