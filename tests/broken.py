@@ -492,6 +492,26 @@ def uniform_noise(key, steps):
     return with_noise(sound(key), draw)
 
 
+def laplace_noise(key, steps):
+    """Laplace noise of the right standard deviation (a library of other queries)."""
+
+    def draw(total, step):
+        return optax.tree.random_like(quick(key, "noise", step), total, jax.random.laplace, jnp.float32)
+
+    return with_noise(sound(key), draw, DEVIATION / 2**0.5)
+
+
+def discrete_noise(key, steps):
+    """Poisson noise, less its mean, of the right standard deviation (integers for secure aggregation)."""
+
+    def draw(total, step):
+        return optax.tree.random_like(
+            quick(key, "noise", step), total, lambda k, shape, dtype: jax.random.poisson(k, 4.0, shape) / 2 - 2.0
+        )
+
+    return with_noise(sound(key), draw)
+
+
 def truncated_noise(key, steps):
     """A truncated normal, as initializers draw it: a release beyond the cut tells that an example is there."""
 
@@ -1161,6 +1181,8 @@ ZOO = [
     Zoo(noise_divided_twice, "noise", "lower_bound"),
     Zoo(noise_of_the_drawn_batch, "noise", "lower_bound"),
     Zoo(uniform_noise, "noise", "lower_bound"),
+    Zoo(laplace_noise, "noise"),
+    Zoo(discrete_noise, "noise"),
     Zoo(truncated_noise, "noise"),
     Zoo(bfloat16_noise, "float32"),
     Zoo(one_key_for_all_leaves, "noise", "lower_bound"),

@@ -26,12 +26,18 @@ from dpx.xla.totals import ETA
 from tests.broken import (
     ZOO,
     added_in_a_chain,
+    discrete_noise,
+    laplace_noise,
+    normals,
     sound,
     sound_noise_of_its_own,
     sum_of_one_number,
     sums_in_the_state,
     two_thirds_of_the_noise,
+    uniform_noise,
+    with_noise,
 )
+from tests.broken import quick as quick_key
 from tests.mechanisms import PARAMS
 
 
@@ -196,6 +202,48 @@ def test_an_event_of_other_batches_fails(mechanism, event, words):
         cost.billed(trial)
     with contextlib.suppress(NotChecked):
         cost.billed(Trial(mechanism, PARAMS, draws=500, seed=0))
+
+
+def no_noise(key):
+    return with_noise(sound(key), lambda total, step: jax.tree.map(jnp.zeros_like, total))
+
+
+def heavy_noise(key):
+    def draw(total, step):
+        return optax.tree.random_like(quick_key(key, "noise", step), total, jax.random.cauchy, jnp.float32)
+
+    return with_noise(sound(key), draw)
+
+
+@pytest.mark.parametrize("make", [laplace_noise, uniform_noise, discrete_noise, heavy_noise, no_noise])
+def test_noise_that_is_not_gaussian_is_soon_seen(make, monkeypatch):
+    """Before any draw under other keys, which takes a minute; and the lines that need the noise say why."""
+    monkeypatch.setattr(Trial, "noise", property(lambda trial: pytest.fail("draws many times")))
+    mechanism = make(KEY) if make in (heavy_noise, no_noise) else make(KEY, 1)
+    report = check_contract(mechanism, params=PARAMS, lines=["bounded", "adjacent", "noise"])
+    bounded, adjacent, noise = report.lines
+    words = "a step of an empty batch has no noise" if make is no_noise else "the noise is not Gaussian"
+    assert noise.outcome == "fail" and noise.words.startswith(words), report
+    assert bounded.outcome == adjacent.outcome == "not checked" and bounded.words == adjacent.words == noise.words
+
+
+def test_gaussian_noise_is_not_soon_refused(promoting):
+    """Nor is noise of one number, with coordinates, behind an optimizer, or of another size at other steps."""
+    falling = with_noise(sound(KEY), lambda total, step: jax.tree.map(lambda n: n / (1.0 + step), own(total, step)))
+    one = with_noise(sound(KEY), lambda total, step: jax.tree.map(lambda n: 0 * n + own(total, step)["scale"], total))
+    random = dpx.coordinates.random_projection(rank=12, kind="gaussian", key=KEY)
+    for mechanism in (
+        sound_noise_of_its_own(KEY),
+        dpx.chain(sound_noise_of_its_own(KEY), optax.adam(0.1)),
+        dpx.in_coordinates(sound_noise_of_its_own(KEY), random),
+        falling,
+        one,
+    ):
+        assert Trial(mechanism, PARAMS, draws=500, seed=0).seen_soon == ""
+
+
+def own(total, step):
+    return normals(KEY, step, total)
 
 
 def test_an_event_without_sampling_needs_a_proof_of_its_own():

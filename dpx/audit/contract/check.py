@@ -31,7 +31,8 @@ LINES: dict[str, Callable[[Trial], str]] = {
     "branches": secrecy.branches,
 }
 # Of one call, by a union bound: ten tests of draws at 4e-6 each, two of signs and sizes, eleven of the coordinates,
-# three of repeats, one of larger parameters and four of batches at 1e-6 each. The sum is 6.1e-5.
+# three of repeats, one of larger parameters, one of noise that is seen soon and four of batches at 1e-6 each. The sum
+# is 6.2e-5.
 FALSE_ALARMS = 1e-4
 MOST_NUMBERS = 1000  # of the parameters, because every pair of coordinates is compared
 
@@ -62,8 +63,8 @@ def check_contract(
     * bits: what leaves was rounded to a public grid, after the noise, by `keys.release`, so its bits show what is
       billed; one of 8,192 rows moves the sum by at most ETA of the clip norm more than it moves an empty one
     * resume: the state alone decides the next step
-    * cost: the event bills the noise multipliers of the mechanism, for up to 10^6 steps (of a schedule, 50,021),
-      and the state counts the releases
+    * cost: the event is of the sampling that draws, and bills the noise multipliers of the mechanism, for up to 10^6
+      steps (of a schedule, 50,021), and the state counts the releases
     * sampling: batches are drawn as the event says
     * secrecy: nothing but released values is public
     * branches: no program branches on raw data

@@ -15,12 +15,14 @@ from dpx.audit.contract.release import SMALL, Release, Traced
 from dpx.audit.contract.report import Broken
 from dpx.audit.stand_ins import without_grid
 from dpx.states.public import publishable_state
-from dpx.trees import Tree
+from dpx.states.record import ReleaseState
+from dpx.trees import Tree, map_states, split
 
 RATE = 1e-6  # of false alarms, of the test of the noise against the coordinates
 TOGETHER = 500  # draws in memory at once
 FULLY = (0, 1, 4)  # steps whose noise is drawn `count` times; that of other steps, AT_LEAST times
 AT_LEAST = 500  # and at most TOGETHER
+SOON = 1000  # steps whose noise is looked at before anything that takes long
 
 
 class Draws:
@@ -103,6 +105,45 @@ def _maps_of(run: Callable, vector: jax.Array) -> Callable:
         return jax.jacfwd(floats, has_aux=True)(vector)
 
     return jax.jit(lambda keys, state: jax.lax.map(lambda key: of_key(key, state), keys, batch_size=TOGETHER))
+
+
+def seen_soon(traced: Traced) -> str:
+    """What is wrong with noise that is not of dpx, in words, from a program of the release alone; "" for nothing seen.
+
+    Nothing is seen where steps differ by more than their noise, and where only a state makes the noise another one.
+    """
+    subject, sums = traced.subject, [np.zeros(traced.numbers, np.float32), inputs.waves(traced.numbers, 1.0)]
+
+    def at_step(step):
+        state = map_states(lambda node: node._replace(step=step), subject.state(0), ReleaseState)
+        run = without_grid(subject.mechanism.release)
+        both = [run(split(each, traced.sums_like), state, subject.params)[0] for each in sums]
+        return [inputs.public_floats(updates) for updates in both]
+
+    # Quick also where jax is told to optimize nothing.
+    program = jax.jit(jax.vmap(at_step), compiler_options={"xla_backend_optimization_level": 1})
+    found = program(np.arange(SOON, dtype=np.int32))
+    noise, moved = (np.asarray(each, np.float64) for each in found)
+    change = moved - noise
+    alike = np.abs(change - change[0]).max() <= 1e-3 * (np.abs(change[0]).max() + np.abs(noise).max())
+    noise = noise[:, np.abs(change[0]) > 0]
+    if callable(subject.mechanism.noise_multiplier) or not np.isfinite(noise).all() or not alike or not noise.size:
+        return ""
+    if not noise.any():
+        return "a step of an empty batch has no noise"
+    values = min(len(np.unique(column)) for column in noise.T)
+    if 1 < values < SOON / 2:
+        return f"the noise is not Gaussian, or repeats: at {SOON} steps it has {values} values"
+    centered = np.abs(noise - np.median(noise, 0))
+    first, second = (np.median(half, 0) for half in np.split(centered, 2))
+    if values == 1 or abs(np.log(first / second).mean()) > 0.2:
+        return ""
+    far = float((centered > special.ndtri(0.75) * noise.std(0)).mean())
+    # By Hoeffding's inequality for each column, and so for their mean, however they depend on each other. The second
+    # part is for the middle and the deviation, which are those of the draws.
+    if abs(far - 0.5) > math.sqrt(math.log(2 / RATE) / (2 * SOON)) + 0.01:
+        return f"the noise is not Gaussian: {far:.1%} of it is far from 0, where a Gaussian has 50 %"
+    return ""
 
 
 def whitened(draws: Draws, step: int, release: Release) -> np.ndarray:

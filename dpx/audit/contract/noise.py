@@ -19,6 +19,8 @@ WITH_OTHERS = (1, 50)  # steps at which the parameters have other values, too
 def noise(trial: Trial) -> str:
     """The noise is at least the billed multiple of what one example moves, wherever that is, in every direction."""
     trial.require_noise()
+    if trial.seen_soon:
+        raise Broken(trial.seen_soon)
     more_words = [require_other_noise(trial)]
     used = [_used(trial, step) for step in STEPS]
     for step in WITH_OTHERS:

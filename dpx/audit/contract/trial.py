@@ -10,7 +10,7 @@ from dp_accounting import DpEvent
 from dpx.accounting.correlated import of_bits
 from dpx.accounting.releases import count_releases
 from dpx.audit.contract import inputs as inputs
-from dpx.audit.contract.draws import FULLY, Draws, measured
+from dpx.audit.contract.draws import FULLY, Draws, measured, seen_soon
 from dpx.audit.contract.release import Release, Traced
 from dpx.audit.contract.report import NotChecked
 from dpx.audit.contract.subject import STEPS, Subject
@@ -56,9 +56,16 @@ class Trial(Subject):
         if (step, others) not in self._releases:
             found = self.traced.at(self.state(step), self.others if others else self.params)
             if not self.draws_by_dpx:
+                if self.seen_soon:
+                    raise NotChecked(self.seen_soon)
                 found = measured(found, self.noise, step, others=others)
             self._releases[step, others] = found
         return self._releases[step, others]
+
+    @functools.cached_property
+    def seen_soon(self) -> str:
+        """What is wrong with noise of the mechanism's own, as far as it is seen soon, in words."""
+        return "" if self.draws_by_dpx else seen_soon(self.traced)
 
     def multiplier(self, step: int) -> float:
         """The noise multiplier that the mechanism states for this step, which `cost` compares with its event."""
