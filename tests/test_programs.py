@@ -99,7 +99,7 @@ def replaced(monkeypatch):
 
 def train(folder, releases, *, devices, start, every, ends, on_other_devices):
     """What `fit` does. releases: what each step was made of, in sets. ends: the step at which a callback ends it."""
-    terms = SimpleNamespace(steps=STEPS, epsilon=lambda state: 0.0)
+    terms = SimpleNamespace(steps=STEPS, plan=STEPS, epsilon=lambda state: 0.0)
     run = Checkpoints(folder, {RECORD: "one", "norms": devices}, terms, on_other_devices)
     made = run.restore(Carry(*[Made(((0, start),))] * 2))[0].params
     while made.count < STEPS:
