@@ -5,18 +5,26 @@ k = floor(y + R g~ + 1/2) on a public grid, where R in [16, 32) is one standard 
 G = r (cos u, sin u) with r = sqrt(-2 ln p), p and u uniform. The sampler's proof (`dpx/keys`) gives
 
 (1) coins of which |g~ - G| <= error(p) (`Normals`) in both coordinates, the rounding of R g~ + 1/2 included;
-(2) no g~ with an r below 10.94 where p is so small that error(p) exceeds 1e-3.
+(2) no g~ with an r below 12 where p is so small that error(p) exceeds 1e-3,
+(3) independent pairs, unless two pairs of one release have a p below 2^-64, which the data do not decide.
 
-Notation: m pairs in the run. P and P~ are the laws of a pair of integers in exact and in the program's arithmetic,
+**How many pairs.** m is the number of pairs that the run's releases draw, or anything above it. It must be public and
+the same for both data sets, and it is: how many numbers a model trains is a function of its shapes, which are fixed
+before the first batch, and no reader of the releases could fail to count them. Where m is bounded by a number that was
+stated before the run (`dpx.Budget.numbers`), `init` refuses parameters with more; and a step that draws more than its
+state bills is refused, too, or raises the number of the state (`dpx.mechanism`). A smaller m is a theorem about a
+smaller run, with nothing else to prove, because the proof adds up one pair after the other.
+
+Notation: m pairs in the run, n at most in a release. P and P~ are the laws of a pair of integers in exact and in the program's arithmetic,
 given all coins and all earlier numbers. phi(v) = e^v - 1 - v. A cell is what rounds to one pair of integers: a square
 of side w = 1/R. It is bad if p < p0 on all of it, and good otherwise.
 
-**Lemma 1.** |P~/P - 1| <= h(p) := 136 error(p/3) at any point of a good cell with p >= p0, while h <= 0.15.
+**Lemma 1.** |P~/P - 1| <= h(p) := 136 error(p/3) at any point of a good cell with p >= p0, while h <= 0.14.
 Proof: let e be the largest error(p) within e of the cell. Then P~ is at most P of the cell with a frame of width e, and
 at least P of the cell without one. For an interval of width w at z, both strips have at most the share
-(e/w) v coth(v/2) e^(z e + w^2/2) with v = z w; that grows with R, and is at most 2.03 * 32 e at R = 32, z <= 11.1. Two
-coordinates give 4.06 * 32 e, up to squares: 136 e. In a cell and its frame r varies by 1.5 w, so p varies by less than
-a factor of 3. Near p = 1, where the lattice moves r by 2^-65 / r, this is below 2^-54 = evaluation / 512 on average
+(e/w) v coth(v/2) e^(z e + w^2/2) with v = z w; that grows with R, and is at most 2.05 * 32 e at R = 32, z <= 12. Two
+coordinates give 4.1 * 32 e, up to squares: 136 e. In a cell and its frame r varies by at most 0.092, so p varies by less
+than a factor of 3, because p0 is at least 2^-102, where r is 11.89. (error(p) is made to fall with p.) Near p = 1, where the lattice moves r by 2^-65 / r, this is below 2^-54 = evaluation / 512 on average
 over a border, which is what a strip needs. A bad cell has P <= p0, and P~ <= 1.01 p0.
 
 **Lemma 2.** Let s(x) = x h / (1 - h) and psi = E phi(s(x)) over the good cells, for a number x > 1. But for bad cells,
@@ -26,10 +34,14 @@ Proof: let c = P~/P - 1. By Markov's inequality, and one pair after the other, t
 cells, and (1 + c)^x <= e^(x c) <= 1 + x c + phi(x h). The second is E_P (1 + c)^(1-x), and the binomial series gives
 at most 1 + (1-x) c + phi(s(x)). The mean of c over the good cells is at most 1.01 p0 in size.
 
-**Theorem.** Let t = 1.02 p0 times the expected m, and let the exact run be (epsilon, delta)-private. Then the
+**Theorem.** Let t = 1.02 p0 times the expected m, plus n^2 2^-129 times the expected number of releases, and let the exact run be (epsilon, delta)-private. Then the
 program's run is (epsilon + a1 + a2, t + d1 + e^a1 (delta + far + e^epsilon d2))-private, if exact arithmetic makes a
-pair that is bad for the OTHER data set with a probability of at most far. Proof: let S be a set of outputs, and A those
-that are good for the other data set, whose laws have a dash. Then P~(S) <= t + d1 + e^a1 P(S),
+pair that is bad for the OTHER data set, or two of one release that are rare for it, with a probability of at most far.
+(A cell is rare if a g~ of p < 2^-64 can fall into it.) Proof: the program is the one of independent pairs, but for (3),
+which has the second part of t for its probability, because two pairs of n have p < 2^-64 with at most n^2 / 2 times
+2^-128. So let P~ be that of independent pairs. Let S be a set of outputs, and A those that are good for the other data
+set and have no two rare pairs of one release for it; there, both programs are the same. The laws of the other data set
+have a dash. Then P~(S) <= t + d1 + e^a1 P(S),
 P(S) <= far + delta + e^epsilon P'(S and A), and P'(S and A) <= d2 + e^a2 P~'(S). The coins are in the outputs of the
 first and the last step, where no privacy is claimed, so this covers sampling, adaptive runs and searches. Here d1 = d
 and d2 = d e^-epsilon with d = t / 8.
@@ -40,8 +52,9 @@ the one example be public, and A those outputs that are good both with and witho
 of 2 in the code. Given its coins, it moves the m1 pairs of a release by 0 or by v_i, in deviations, with
 sum |v_i|^2 <= shift^2, and P(|G + v| > r0) <= exp(-(r0 - |v|)^2 / 2), where r0 belongs to p0 (Marcum's
 Q). Where |v| r0 <= 2.6, this is at most p0 (1 + 4.8 |v| r0), so all together have p0 (m1 + 4.8 r0 shift sqrt(m1)). For
-larger |v|, up to r0 - 0.75, it grows faster than |v|^2, so all together have at most exp(-(r0 - shift)^2 / 2). A
-truncated sample has the law of such coins too, and the example displaces another one: `truncated` has its shift.
+larger |v|, up to r0 - 0.75, it grows faster than |v|^2, so all together have at most exp(-(r0 - shift)^2 / 2). A rare
+cell has p <= 3 2^-64, so the expected number of rare pairs of a release is bounded in the same way, with 9.3 for r0,
+and two of them have at most half of its square for their probability, because the pairs are independent. A truncated sample has the law of such coins too, and the example displaces another one: `truncated` has its shift.
 So have correlated releases whose past noise is kept: `correlated` has the proof, and their shift.
 
 Only the releases of the event count. At all other steps, such as those of an epoch of `ShuffledEpochs` in which the
@@ -57,14 +70,15 @@ from typing import NamedTuple
 import numpy as np
 
 from dpx.accounting.profiles import Profile
-from dpx.keys.noise import LARGEST_RELEASE
+from dpx.keys.noise import LARGEST_RELEASE, pairs_of
 from dpx.keys.normals import EVALUATION
 
-_SHARE_OF_FRAME, _VARIATION_OF_P, _LARGEST_CHANGE = 136.0, 3.0, 0.15  # of Lemma 1
+_SHARE_OF_FRAME, _VARIATION_OF_P, _LARGEST_CHANGE = 136.0, 3.0, 0.14  # of Lemma 1
 _MEAN_OF_CHANGES, _BAD_PAIRS = 1.01, 1.02  # of Lemma 2 and of t, which has the 1e-20 of a search with more trials, too
 _SMALLEST_SHARE = 8  # t / d
 _USUAL_DELTA = 1e-6  # p0 is the best for it where the delta is what is asked for
-_MOST_BITS = 88  # of p0
+_MOST_BITS = 102  # of p0
+_RARE, _RARE_RADIUS = 3 * 2.0**-64, 9.3  # the largest p of a rare cell, and the least r
 _SMALLEST_DELTA = 1e-200  # far below the least t, so a smaller one has no bill either
 _FARTHEST = 0.75  # the largest shift is at most r0 minus this
 # Bounds of epsilon: the first serves where `far` does not depend on it, the second is tried first where it does.
@@ -75,28 +89,30 @@ _LARGEST_EPSILON, _USUAL_EPSILON, _LARGEST_UNKNOWN = 1e9, 4.0, 600.0
 class Normals:
     """A sampler of pairs of normals, in standard deviations.
 
-    evaluation: the most that the evaluation of a pair moves it, float; with 64 bits at least 2^-45 (Lemma 1). bits: of
-    p and of the angle. finer: pairs (l, b), l rising: where p < 2^-l, p has b bits more and the angle b less. pairs:
-    the most pairs of one release.
+    evaluation: the most that the evaluation of a pair moves it, float; with 64 bits at least 2^-45 (Lemma 1). digits:
+    triples (l, x, y), l rising: where p < 2^-l, p is off by at most x, and theta by at most y. pairs: the most pairs of
+    one release; 0 is exact noise.
     """
 
     evaluation: float = EVALUATION
-    bits: int = 64
-    finer: tuple[tuple[int, int], ...] = ((32, 28),)
-    pairs: int = LARGEST_RELEASE // 2
+    digits: tuple[tuple[int, float, float], ...] = (
+        (0, 2.0**-65, 2.0**-65),
+        (32, 2.0**-93, 2.0**-37),
+        (64, 2.0**-125, 2.0**-37),
+    )
+    pairs: int = pairs_of(LARGEST_RELEASE)
 
     def error(self, p: np.ndarray) -> np.ndarray:
-        """The most that a normal is from the exact one, for p < e^(-1/2), where it falls with p; float64, as p."""
-        r = np.sqrt(-2 * np.log(p))
-        bits = np.full(p.shape, self.bits + 1.0)
-        for level, finer in self.finer:
-            bits[p < 2.0**-level] = self.bits + 1.0 + finer
-        lattice = 2.0**-bits / (p * r) + 2 * np.pi * r * 2.0 ** (bits - 2 * (self.bits + 1))
-        return self.evaluation * (1 + 1 / 512) + lattice
+        """The most that a normal is from the exact one, for p < e^(-1/2); float64, as p."""
+        r, of_p, of_angle = np.sqrt(-2 * np.log(p)), np.empty(p.shape), np.empty(p.shape)
+        for level, *most in self.digits:
+            of_p[p < 2.0**-level], of_angle[p < 2.0**-level] = most
+        return self.evaluation * (1 + 1 / 512) + of_p / (p * r) + 2 * np.pi * r * of_angle
 
     def changes(self) -> np.ndarray:
-        """h for p in (2^-(j+1), 2^-j], float64 (_MOST_BITS,)."""
-        return _SHARE_OF_FRAME * self.error(2.0 ** -np.arange(1.0, _MOST_BITS + 1) / _VARIATION_OF_P)
+        """h for p in (2^-(j+1), 2^-j], float64 (_MOST_BITS,): it falls with p."""
+        errors = self.error(2.0 ** -np.arange(1.0, _MOST_BITS + 1) / _VARIATION_OF_P)
+        return _SHARE_OF_FRAME * np.maximum.accumulate(errors)
 
 
 NORMALS = Normals()
@@ -127,11 +143,16 @@ class Addition(NamedTuple):
         """
         own = self.tail / _SMALLEST_SHARE
         far = self.tail * math.exp(min(exact, 700.0))
-        if shift <= self.radius - _FARTHEST:
-            moved = self.releases * math.exp(-((self.radius - shift) ** 2) / 2)
-            share = 1 + 4.8 * self.radius * shift / math.sqrt(self.pairs)
-            far = min(far, 2 * (self.tail * share + moved))
+        if shift <= _RARE_RADIUS - _FARTHEST:
+            moved = math.exp(-((self.radius - shift) ** 2) / 2)
+            rare = _RARE * self.pairs * self._share(_RARE_RADIUS, shift) + math.exp(-((_RARE_RADIUS - shift) ** 2) / 2)
+            of_releases = self.releases * (moved + rare**2 / 2)
+            far = min(far, 2 * (self.tail * self._share(self.radius, shift) + of_releases))
         return min(1.0, self.tail + own + math.exp(self.loss) * (delta + far + own))
+
+    def _share(self, radius: float, shift: float) -> float:
+        """By how much a shift makes pairs beyond a radius more likely, those whose part of it is small."""
+        return 1 + 4.8 * radius * shift / math.sqrt(self.pairs)
 
 
 def addition(releases: int, mean: float, delta: float = _USUAL_DELTA, normals: Normals = NORMALS) -> Addition:
@@ -145,7 +166,7 @@ def addition(releases: int, mean: float, delta: float = _USUAL_DELTA, normals: N
 @functools.lru_cache(4096)
 def _best(releases: int, mean: float, bits: int, normals: Normals) -> Addition:
     """The best p0 and the best x of Lemma 2, if a delta of t is worth an epsilon of t 2^bits."""
-    if not releases:
+    if not releases or not normals.pairs:
         return Addition(0.0, 0.0, 0.0, 0.0, 0.0, normals.pairs)
     pairs = float(releases) * normals.pairs
     change = normals.changes()
@@ -157,7 +178,7 @@ def _best(releases: int, mean: float, bits: int, normals: Normals) -> Addition:
         grown = np.where(np.isfinite(grown), grown, np.inf)
         least = 2.0 ** -np.arange(1.0, _MOST_BITS + 1)  # p0; the points below it in good cells have the last h
         psi = np.cumsum(least * grown, axis=1) + least * grown
-        tail = _BAD_PAIRS * mean * normals.pairs * least
+        tail = mean * normals.pairs * (_BAD_PAIRS * least + normals.pairs * 2.0**-129)
         loss = (pairs * (psi + _MEAN_OF_CHANGES * exponents * least) + np.log(_SMALLEST_SHARE / tail)) / (exponents - 1)
     worth = np.where(tail < 1, loss + 2.0**bits * tail, np.inf)
     row, column = np.unravel_index(np.argmin(worth), worth.shape)

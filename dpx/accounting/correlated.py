@@ -42,7 +42,7 @@ stored, all bits are the same.
     (1)  |e_t| <= v (|S_t| + 2 L |n|),                    L = sum_(j > 0) |c_j|,    |n| <= |d|_1 (N tau + C)
     (2)  e = C (eta - epsilon) + epsilon, |eta_t| <= v (|S_t| + L |m|), |epsilon_t| <= v |m|,  L = sum_(j > 0) |d_j|
 
-where N = 11.5 sqrt(numbers), because the normals end at 11.35 deviations and a cell is at most 1/16 of one; the added
+where N = 13.3 sqrt(numbers), because the normals end at 13.16 deviations and a cell is at most 1/16 of one; the added
 clip norm is for r_t, a float32 number, and for m of the neighboring data, which is moved by C S. A batch has at most
 2^24 examples that count. `rounding` sums up over the steps, twice, because both data sets have it.
 """
@@ -58,7 +58,7 @@ from dpx.accounting.pld.losses import SampledGaussian
 from dpx.accounting.releases import Released, register
 from dpx.keys.noise import LARGEST_RELEASE
 
-_FARTHEST = 11.5 * math.sqrt(LARGEST_RELEASE)  # N
+_FARTHEST = 13.3 * math.sqrt(LARGEST_RELEASE)  # N
 _MOST_ROWS = 2.0**24
 
 

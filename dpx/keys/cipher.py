@@ -9,6 +9,7 @@ No two uses of one key encipher the same block, because they differ in the secon
     the noise                   (step + 1, place, 0, 0)
     a key of a key, `derived`   (number, 1, 0, DERIVED)
     other numbers, `drawn`      (place, 1, 0, DRAWN)
+    the word of a release       (step + 1, 1, 0, RARE)
     jax's split and fold_in     (0, 0, high, low)
     jax's bits                  (high, low, 0, 0)
 
@@ -28,7 +29,7 @@ TURNS = (10, 26), (11, 21), (13, 27), (23, 5), (6, 20), (17, 11), (25, 10), (18,
 ROUNDS = 20
 PARITY = np.uint32(0x1BD11BDA)
 
-DERIVED, DRAWN = 1, 2  # the last word of a block
+DERIVED, DRAWN, RARE = 1, 2, 3  # the last word of a block
 
 
 def threefry4x32(key: Sequence[jax.Array] | jax.Array, block: Sequence[jax.Array]) -> list[jax.Array]:
@@ -64,12 +65,15 @@ def threefry4x32(key: Sequence[jax.Array] | jax.Array, block: Sequence[jax.Array
     return [a, b, c, d]
 
 
-@jax.jit
-def derived(words: jax.Array, number: jax.Array) -> jax.Array:
-    """The words of a new key, uint32 (4,), from those of a key, uint32 (4,), and a number, uint32 ()."""
+@functools.partial(jax.jit, static_argnums=2)
+def derived(words: jax.Array, number: jax.Array, use: int = DERIVED) -> jax.Array:
+    """The words of a new key, uint32 (4,), from those of a key, uint32 (4,), and a number, uint32 ().
+
+    use: the last word of the block, DERIVED or RARE.
+    """
     lax, place = jax.lax, jax.lax.iota(jnp.uint32, 4)
     every = functools.partial(lax.full_like, place)
-    found = threefry4x32([*words], [lax.broadcast(number, (4,)), every(1), every(0), every(DERIVED)])
+    found = threefry4x32([*words], [lax.broadcast(number, (4,)), every(1), every(0), every(use)])
     # One array of four equal columns, of which the selects take one word each, is one program for XLA. Computed as
     # numbers (), the four words are four programs, and take three times as long to compile.
     low = lax.select(lax.lt(place, every(1)), found[0], found[1])

@@ -12,8 +12,8 @@ show which sums are possible at all (Mironov 2012, https://doi.org/10.1145/23821
 
 Number n of the tree, leaf after leaf, has the noise of number n of one stream, which is a function of the key, of the
 step and of n, and of how many numbers the tree has, if these are fewer than CHUNK_NUMBERS. So it does not depend on how
-the arrays are computed or sharded. The cipher takes the block (step + 1, number of a pair, number of a stream, 0). No
-two releases of a key share a block, and none is one from which keys are derived, because these end in another word
+the arrays are computed or sharded. The cipher takes the block (step + 1, number of a pair, number of a stream, 0), and
+(step + 1, 1, 0, RARE) for the word that the rarest pairs of the release have in common (`normals.py`). No two releases of a key share a block, and none is one from which keys are derived, because these end in another word
 (`streams.py`).
 """
 
@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpx.keys.cipher import threefry4x32
+from dpx.keys.cipher import RARE, derived, threefry4x32
 from dpx.keys.correlation import weighted
 from dpx.keys.grid import rounded
 from dpx.keys.normals import normal, radius_and_angle
@@ -114,11 +114,30 @@ def places_of(shapes: Sequence[tuple[int, ...]]) -> tuple[Place, ...]:
     sizes = [math.prod(shape) for shape in shapes]
     if (largest := max(sizes, default=0)) > LARGEST_LEAF:
         raise ValueError(f"a leaf must have at most {LARGEST_LEAF} numbers, got {largest}")
-    if (size := sum(sizes)) > LARGEST_RELEASE:
-        raise ValueError(f"a release must have at most {LARGEST_RELEASE} numbers, got {size}")
+    if (most := numbers_of(shapes)) > LARGEST_RELEASE:
+        raise ValueError(f"a release must have at most {LARGEST_RELEASE} numbers, got {most}")
+    size = sum(sizes)
     if len(shapes) > 1 and size >= ONE_STREAM:
         return tuple(Place(number, 0, _half(size)) for number, size in enumerate(sizes))
     return tuple(Place(0, start, _half(size)) for start in itertools.accumulate(sizes[:-1], initial=0))[: len(shapes)]
+
+
+def pairs_of(numbers: int) -> int:
+    """How many pairs of normals so many numbers of one stream draw, an int: of the last chunk, some have one number."""
+    whole, rest = divmod(numbers, CHUNK_NUMBERS)
+    return whole * (CHUNK_NUMBERS // 2) + min(rest, CHUNK_NUMBERS // 2) if whole else (numbers + 1) // 2
+
+
+def numbers_of(shapes: Sequence[tuple[int, ...]]) -> int:
+    """How many numbers a release of leaves of these shapes has for its bill: that of `pairs_of`, for all of its pairs.
+
+    In streams of their own, leaves draw more pairs than they have numbers for, so they count twice as many numbers.
+    """
+    sizes = [math.prod(shape) for shape in shapes]
+    if len(sizes) > 1 and sum(sizes) >= ONE_STREAM:
+        halves = (divmod(size, CHUNK_NUMBERS) for size in sizes)
+        return sum(whole * CHUNK_NUMBERS + min(2 * rest, CHUNK_NUMBERS) for whole, rest in halves)
+    return sum(sizes)
 
 
 def _half(size: int) -> int:
@@ -180,6 +199,7 @@ def made_in_chunks(
 ) -> jax.Array:
     """`high + low` with noise on the grid, float32 like both, (2 * chunks, half), made in the memory of `high`."""
     half = high.shape[1]
+    of_step = rare_word(words, step)
 
     def make(number, made):
         pair = number.astype(jnp.uint32) * np.uint32(half) + jax.lax.iota(jnp.uint32, half)
@@ -190,8 +210,9 @@ def made_in_chunks(
 
         def draw(step):
             block = _at_once(threefry4x32(words, _block(step, pair, 0)))
+            rare = of_step if len(weights) == 1 else rare_word(words, step)
             with jax.enable_x64(True):
-                polar = jax.lax.optimization_barrier(radius_and_angle(block))  # once for both numbers of a pair
+                polar = jax.lax.optimization_barrier(radius_and_angle(block, rare))  # once for both numbers of a pair
                 radius, theta = (jax.lax.broadcast(x, (2,)) for x in polar)
                 return normal(radius, theta, row > 0)
 
@@ -222,9 +243,9 @@ def _normals(words, step, at: Place, shape: tuple[int, ...], compact: bool = Fal
     pair = lax.add(lax.mul(chunk, every(at.half)), lax.rem(place, every(at.half)))
     # The barriers keep XLA from computing the cipher again for each word, and for each use of the radius.
     block = threefry4x32(words, _block(step, pair, at.stream))
-    block = lax.optimization_barrier(_at_once(block) if compact else block)
+    block, rare = lax.optimization_barrier((_at_once(block) if compact else block, rare_word(words, step)))
     with jax.enable_x64(True):
-        radius, theta = lax.optimization_barrier(radius_and_angle(block))
+        radius, theta = lax.optimization_barrier(radius_and_angle(block, rare))
         return normal(radius, theta, second)
 
 
@@ -243,6 +264,11 @@ def _block(step: jax.Array, pair: jax.Array, stream: int) -> list[jax.Array]:
     """The block of every pair, uint32 like `pair`."""
     first = jax.lax.broadcast(step.astype(jnp.uint32) + np.uint32(1), pair.shape)
     return [first, pair, jnp.full_like(pair, stream), jnp.zeros_like(pair)]
+
+
+def rare_word(words, step: jax.Array) -> jax.Array:
+    """The word e of `normals.py` of one release, uint32 ()."""
+    return derived(words, step.astype(jnp.uint32) + np.uint32(1), RARE)[0]
 
 
 def _at_once(arrays: list[jax.Array]) -> list[jax.Array]:

@@ -3,15 +3,23 @@
 Box and Muller 1958 (https://doi.org/10.1214/aoms/1177706645): for uniform p and theta, r = sqrt(-2 log p) and the angle
 theta give two independent normals, r sin(2 pi theta) and r cos(2 pi theta). A block has the words a, b, c and d:
 
-    a > 0:  p = (a 2^32 + b + 1/2) 2^-64                 theta = (c 2^32 + d + 1/2) 2^-64
-    a = 0:  p = (b 2^28 + floor(d / 16) + 1/2) 2^-92     theta = (c 2^4 + d mod 16 + 1/2) 2^-36
+    a > 0:      p = (a 2^32 + b + 1/2) 2^-64                          theta = (c 2^32 + d + 1/2) 2^-64
+    a = 0:      p = (b 2^28 + floor(d / 16) + 1/2) 2^-92              theta = (c 2^4 + d mod 16 + 1/2) 2^-36
+    a = b = 0:  p = (floor(d / 16) 2^32 + e + 1/2) 2^-124             theta = as for a = 0
 
-So a small p, of which a = 0 has a share of 2^-32, has 28 more bits, and the normals reach 11.35.
+So a small p, of which a = 0 has a share of 2^-32, has 28 more bits. A p below 2^-64 has 32 more, those of a word e that
+the whole release has in common, and the normals reach 13.16. Two pairs of one release that both have a = b = 0 would
+share e, and not be independent: with n pairs, that happens with a probability of at most n^2 2^-129, which the cost
+contains (`dpx.accounting.arithmetic`). No other pair depends on e, so without such an event all are independent.
 
 The error. Let U and Theta be uniform real numbers, whose digits are those of p and theta and then more of their own.
+(U is below 2^-32 if and only if a = 0, and below 2^-64 if and only if a = b = 0; in each of the three cases, the
+digits of both numbers are different bits. So U and Theta are uniform and independent in each case, and altogether.)
 Their normals g are exact, and the computed ones g~ differ from them by at most, with r = sqrt(-2 log p),
 
-    |g~ - g| <= EVALUATION + 2^-65 / (p r) for p >= 2^-32,  else EVALUATION + 2^-93 / (p r) + 2 pi r 2^-37
+    p >= 2^-32   EVALUATION + 2^-65 / (p r)
+    p >= 2^-64   EVALUATION + 2^-93 / (p r) + 2 pi r 2^-37
+    p < 2^-64    EVALUATION + 2^-125 / (p r) + 2 pi r 2^-37
 
 because U is within half a digit of p, dr/dp = -1 / (p r), and Theta is within half a digit of theta. (Where a > 0, half
 a digit of theta moves g by at most 2^-58, which EVALUATION contains.) EVALUATION, 2^-45, is for float64, in units of
@@ -21,11 +29,11 @@ a digit of theta moves g by at most 2^-58, which EVALUATION contains.) EVALUATIO
                p has one of 1, but where the exponent is 0, p - 1 has it, and not p
     r          so 8 r, and 3 r for r > 2, the root included
     sine       8: the polynomial 5.3, its product 1, and theta 1.6, because theta has an absolute error of 2^-55
-    r sine     r (8 + 3 + 1) for r > 2, at most 137; and 2 (8 + 8 + 1) = 34 for r <= 2
-    `noise.py` 35: R g + 1/2 has at most 3 roundings, of 2^-45 cells where it is above 256, so that a deviation has
-               22.5 cells or more; else of 2^-46 cells, of which a deviation has 16 or more
+    r sine     r (8 + 3 + 1) for r > 2, at most 158; and 2 (8 + 8 + 1) = 34 for r <= 2
+    `noise.py` 40: R g + 1/2 has at most 3 roundings, of 2^-45 cells where it is above 256, so that a deviation has
+               19.4 cells or more; else of 2^-46 cells, of which a deviation has 16 or more
 
-The sum is 172, below 256. tests/test_noise.py compares 100,000 blocks with extended precision, and finds less than
+The sum is 198, below 256. tests/test_noise.py compares 100,000 blocks with extended precision, and finds less than
 2^-46. There is no branch on a value and no rejection, because their time would show the noise (Jin et al. 2021,
 https://arxiv.org/abs/2112.05307).
 """
@@ -52,10 +60,10 @@ SINE = (
 ROOT_HALF = np.float64(math.sqrt(0.5)).view(np.int64)  # its bits
 
 
-def radius_and_angle(words: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
+def radius_and_angle(words: Sequence[jax.Array], rare: jax.Array) -> tuple[jax.Array, jax.Array]:
     """r and theta, or theta - 1 if that is nearer to 0, float64, of the four words of a block, uint32 of one shape.
 
-    To be called inside `jax.enable_x64`.
+    rare: e, uint32 (), of the release. To be called inside `jax.enable_x64`.
     """
     a, b, c, d = words
     small = lax.eq(a, _every(a, 0, jnp.uint32))
@@ -66,8 +74,11 @@ def radius_and_angle(words: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
     def constant(if_small: float, otherwise: float) -> jax.Array:
         return either(_every(a, if_small, jnp.float64), _every(a, otherwise, jnp.float64))
 
-    high = lax.mul(_float64(either(b, a)), constant(2.0**-64, 2.0**-32))
-    low = _float64(either(lax.shift_right_logical(d, _every(d, 4, jnp.uint32)), b)) + 0.5
+    first = either(b, a)
+    high = lax.mul(_float64(first), constant(2.0**-64, 2.0**-32))
+    within = lax.broadcast((_float64(rare) + 0.5) * 2.0**-32, a.shape)
+    within = lax.select(lax.eq(first, _every(a, 0, jnp.uint32)), within, _every(a, 0.5, jnp.float64))
+    low = _float64(either(lax.shift_right_logical(d, _every(d, 4, jnp.uint32)), b)) + within
     low = lax.mul(low, constant(2.0**-92, 2.0**-64))
     # log p = exponent log 2 + log m with m in [sqrt(1/2), sqrt(2)), and log m = 2 atanh((m - 1) / (m + 1)).
     bits = lax.bitcast_convert_type(high + low, jnp.int64)
@@ -78,7 +89,7 @@ def radius_and_angle(words: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
     squared = s * _polynomial(LOGARITHM, s * s) - exponent.astype(jnp.int32).astype(jnp.float64) * (2 * math.log(2))
     rest = either(lax.shift_left(d, _every(d, 28, jnp.uint32)) + np.uint32(2**27), d)
     theta = _float64(lax.bitcast_convert_type(c, jnp.int32)) * 2.0**-32 + (_float64(rest) + 0.5) * 2.0**-64
-    return lax.sqrt(lax.max(squared, _every(squared, 0, jnp.float64))), theta
+    return lax.sqrt(squared), theta  # above 0, because p - 1 is below 0
 
 
 def normal(radius: jax.Array, theta: jax.Array, second: jax.Array) -> jax.Array:
