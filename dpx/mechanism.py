@@ -28,7 +28,7 @@ from dpx.sampling.batch import MISSING, inclusion
 from dpx.sampling.schemes import Sampling
 from dpx.scalars import ScalarOrSchedule, over
 from dpx.states.reading import require_matching, steps_taken
-from dpx.states.record import checked, fingerprints_of, stamped
+from dpx.states.record import checked, counted, fingerprints_of, stamped
 from dpx.trees import Tree, batch_size
 
 
@@ -145,7 +145,7 @@ class Mechanism(optax.GradientTransformationExtraArgs):
         Makes the state unbillable if the event is not true for the batch. Raises ValueError if it is differentiated.
         """
         state = checked(state, self, rows, drawn, ordered=ordered)
-        return self.release(guards.undifferentiated(sums), state, params)
+        return counted(self.release, guards.undifferentiated(sums), state, params, budget=self.budget)
 
     def event_matching(self, state: Tree, steps: int) -> DpEvent:
         """The event of the first `steps` releases of the run of `state`. Raises ValueError for another mechanism's."""

@@ -19,7 +19,7 @@ from dpx.accounting.events import billed
 from dpx.accounting.profiles import GaussianProfile
 from dpx.accounting.releases import largest_shift, released
 from dpx.accounting.selection import most_trials
-from dpx.keys.noise import CHUNK_NUMBERS, numbers_of, pairs_of
+from dpx.keys.counts import CHUNK_NUMBERS, numbers_of, pairs_of
 from dpx.xla.totals import ETA
 
 BITS = 17
@@ -177,11 +177,11 @@ def test_every_pair_of_a_release_is_counted():
 
 
 STATED = {  # numbers of one release, releases, delta: what is added to epsilon 2 and to delta at noise multiplier 1
-    (2**32, 100, 1e-5): (3.0e-5, 4.7e-12),
-    (2**32, 10_000, 1e-5): (2.8e-4, 5.9e-11),
-    (2**32, 10_000, 1e-6): (2.9e-4, 7.4e-12),
-    (2**32, 100, 1e-9): (3.4e-5, 5.9e-16),
-    (10**8, 10_000, 1e-5): (4.4e-5, 1.1e-11),
+    (2**32, 100, 1e-5): (3.3e-5, 4.6e-15),
+    (2**32, 10_000, 1e-5): (3.1e-4, 1.2e-13),
+    (2**32, 10_000, 1e-6): (3.2e-4, 8.6e-15),
+    (2**32, 100, 1e-9): (3.6e-5, 6.2e-18),
+    (10**8, 10_000, 1e-5): (4.9e-5, 1.1e-14),
     (2**32, 100_000, 1e-12): (1.0e-3, 6.2e-15),
     (10**9, 100_000, 1e-12): (5.2e-4, 4.0e-16),
 }

@@ -351,7 +351,7 @@ def test_unreachable_budgets_are_refused():
 def test_a_budget_below_the_rounding_says_so():
     sampling = dpx.PoissonSampling(examples=1000, batch_size=50)
     build = functools.partial(dpx.dp_sgd, clip_norm=1.0, sampling=sampling, key=dpx.secret_key())
-    with pytest.raises(ValueError, match=r"cannot be met: .* at any noise, 0.\d+ of epsilon is for the rounding"):
+    with pytest.raises(ValueError, match=r"cannot be met by any noise: .* which alone costs 0.0\d+ in 10000 releases"):
         build(noise_multiplier=dpx.Budget(epsilon=1e-4, delta=1e-5, steps=10_000))
 
 

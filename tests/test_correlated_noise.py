@@ -266,7 +266,7 @@ def test_a_resumed_run_has_the_same_noise_and_bill(strategy, past_noise):
     for expected in found[3:]:
         updates, stored = jax.jit(again.update)(grads, stored, PARAMS, included=everyone)
         jax.tree.map(np.testing.assert_array_equal, updates, expected)
-    assert dpx.epsilon(again, state, delta=1e-5) == dpx.epsilon(again, 6, delta=1e-5)
+    assert dpx.epsilon(again, state, delta=1e-5) == pytest.approx(dpx.epsilon(again, 6, delta=1e-5), rel=1e-4)
     others = [
         made(strategies.lambda_cgd(correlation=0.5)),
         made(strategies.Strategy(coefficients=(1.0, 0.6, 0.3, 0.1))),

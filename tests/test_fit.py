@@ -96,7 +96,7 @@ def test_it_is_the_loop_by_hand(whole):
     optimizer = made()
     same((whole.params, whole.state), by_hand(optimizer, optimizer.key, 8))
     assert whole.steps == 8 and whole.delta == 1e-5
-    assert whole.epsilon == dpx.epsilon(optimizer, 8, delta=1e-5, accountant="rdp") <= 4.0
+    assert whole.epsilon == pytest.approx(dpx.epsilon(optimizer, 8, delta=1e-5, accountant="rdp"), rel=1e-4) <= 4.0
     assert whole.report.steps == 8 and whole.report.epsilon["rdp"] == whole.epsilon
     assert [row["step"] for row in whole.history] == [3, 6, 8]
     for row in whole.history:
@@ -167,7 +167,8 @@ def test_callbacks_see_the_run_and_can_end_it(tmp_path):
     assert result.steps == 4 and [progress.step for progress in seen] == [2, 4]
     last = seen[-1]
     same((last.params, last.state), (result.params, result.state))
-    assert last.epsilon == result.epsilon == dpx.epsilon(optimizer, 8, delta=1e-5, accountant="rdp")
+    expected = dpx.epsilon(optimizer, 8, delta=1e-5, accountant="rdp")  # a stop may depend on releases
+    assert last.epsilon == result.epsilon == pytest.approx(expected, rel=1e-4)
     assert result.report.steps == 8
     losses = last.unreleased.losses[np.asarray(last.unreleased_included)]
     assert last.unreleased_loss == pytest.approx(float(losses.mean()))
@@ -221,7 +222,7 @@ def test_no_step_beyond_the_budget(tmp_path):
         fit(steps=9)
     optimizer = made(2.0)
     result = fit(optimizer, steps=2, delta=1e-6, accountant="rdp", checkpoints=tmp_path)
-    assert result.epsilon == dpx.epsilon(optimizer, 2, delta=1e-6, accountant="rdp")
+    assert result.epsilon == pytest.approx(dpx.epsilon(optimizer, 2, delta=1e-6, accountant="rdp"), rel=1e-4)
     rest = dict(delta=1e-6, accountant="rdp", checkpoints=tmp_path)
     assert fit(optimizer, epochs=0.6, **rest).steps == 3
     assert fit(optimizer, steps=3, **rest).steps == 3  # without a budget, a run may grow

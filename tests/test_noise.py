@@ -109,8 +109,8 @@ def test_the_support_reaches_beyond_thirteen_deviations():
 
 
 def test_the_digits_of_p_and_theta_are_different_bits():
-    """So both are uniform and independent: each block, with e if p is below 2^-64, has a rectangle of its own, and their
-    areas add up to 1. From the rectangle, the words can be read again, so no two of them have one."""
+    """So both are uniform and independent: each block, with e if p is below 2^-64, has a rectangle of its own, and
+    their areas add up to 1. From the rectangle, the words can be read again, so no two of them have one."""
     for words, rare in ((words_at_random(500), 5), (chosen_words(), 0), (chosen_words(), TOP)):
         for (a, b, c, d), (p, theta) in zip(words.T.tolist(), uniform_numbers(words, rare), strict=True):
             bits = 128 if a or b else 160

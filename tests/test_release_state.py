@@ -16,6 +16,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import dpx
+from dpx.accounting.bill import numbers_of
 from dpx.states import reading
 from dpx.states.reading import release_state
 from dpx.states.record import LARGEST_WEIGHT, ReleaseState, noise_order
@@ -25,6 +26,11 @@ SAMPLING = dpx.PoissonSampling(examples=1000, batch_size=8)
 ROWS = 4
 GRADS = jax.tree.map(lambda p: jnp.ones((ROWS, *p.shape)), PARAMS)
 EVERYONE = jnp.ones(ROWS, bool)
+
+
+def of_steps(mechanism, steps, state):
+    """The bill of a number of steps, for the numbers that `state` has."""
+    return dpx.epsilon(mechanism, steps, delta=1e-5, numbers=numbers_of(mechanism, state))
 
 
 def dp_sgd(**changes):
@@ -108,7 +114,7 @@ def test_accepted(name, promoting):
     state = ACCEPTED[name]()
     assert dpx.accounting.steps_taken(state) == 2
     mechanism = dp_sgd(sampling=dpx.FullBatch(examples=ROWS)) if name == "Lookahead" else dp_sgd()
-    assert dpx.epsilon(mechanism, state, delta=1e-5) == dpx.epsilon(mechanism, 2, delta=1e-5) > 0
+    assert dpx.epsilon(mechanism, state, delta=1e-5) == of_steps(mechanism, 2, state) > 0
 
 
 @pytest.mark.parametrize("case", ALL)
@@ -123,7 +129,7 @@ def test_every_mechanism_bills_its_own_state(case):
     for _ in range(4):
         state = step(jax.tree.map(lambda leaf: np.asarray(leaf), state))
     again = case.make(mechanism.key)
-    assert dpx.epsilon(again, state, delta=1e-5) == dpx.epsilon(mechanism, 4, delta=1e-5)
+    assert dpx.epsilon(again, state, delta=1e-5) == of_steps(mechanism, 4, state)
     release = release_state(state)
     expected = sum(float(np.float32(case.multiplier(t))) ** -2 for t in range(4))
     assert float(release.precision[0]) == pytest.approx(expected, rel=1e-6)
@@ -258,7 +264,7 @@ def test_the_same_noise_in_another_order_is_other_noise(made, billed, sampling):
     """Their sums of sigma^-2 agree, and their bills do not."""
     making, billing = (dp_sgd(noise_multiplier=schedule, sampling=sampling) for schedule in (made, billed))
     state = state_after(jax.vmap(made)(jnp.arange(100)), making)
-    assert dpx.epsilon(making, state, delta=1e-5) == dpx.epsilon(making, 100, delta=1e-5)
+    assert dpx.epsilon(making, state, delta=1e-5) == of_steps(making, 100, state)
     for question in (
         lambda: dpx.epsilon(billing, state, delta=1e-5),
         lambda: dpx.privacy_report(billing, state, delta=1e-5),

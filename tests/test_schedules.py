@@ -299,6 +299,6 @@ def test_a_mechanism_that_is_rebuilt_after_a_change_is_billed_by_the_new_schedul
             grads, params = {"w": jnp.ones((3, 2))}, {"w": jnp.ones(2)}
             _, state = made.update(grads, made.init(params), params, included=jnp.ones(3, bool))
             bills.append(dpx.epsilon(made, 1, delta=1e-5))
-            assert dpx.epsilon(made, state, delta=1e-5) == bills[-1]
+            assert dpx.epsilon(made, state, delta=1e-5) == pytest.approx(bills[-1], rel=1e-4)
             assert f"standard deviation {sigma:g}" in str(made)
         assert bills[1] > 5 * bills[0]

@@ -15,17 +15,18 @@ stated before the run (`dpx.Budget.numbers`), `init` refuses parameters with mor
 state bills is refused, too, or raises the number of the state (`dpx.mechanism`). A smaller m is a theorem about a
 smaller run, with nothing else to prove, because the proof adds up one pair after the other.
 
-Notation: m pairs in the run, n at most in a release. P and P~ are the laws of a pair of integers in exact and in the program's arithmetic,
-given all coins and all earlier numbers. phi(v) = e^v - 1 - v. A cell is what rounds to one pair of integers: a square
-of side w = 1/R. It is bad if p < p0 on all of it, and good otherwise.
+Notation: m pairs in the run, n at most in a release. P and P~ are the laws of a pair of integers in exact arithmetic
+and in that of the program, given all coins and all earlier numbers. phi(v) = e^v - 1 - v. A cell is what rounds to one
+pair of integers: a square of side w = 1/R. It is bad if p < p0 on all of it, and good otherwise.
 
-**Lemma 1.** |P~/P - 1| <= h(p) := 136 error(p/3) at any point of a good cell with p >= p0, while h <= 0.14.
-Proof: let e be the largest error(p) within e of the cell. Then P~ is at most P of the cell with a frame of width e, and
-at least P of the cell without one. For an interval of width w at z, both strips have at most the share
-(e/w) v coth(v/2) e^(z e + w^2/2) with v = z w; that grows with R, and is at most 2.05 * 32 e at R = 32, z <= 12. Two
-coordinates give 4.1 * 32 e, up to squares: 136 e. In a cell and its frame r varies by at most 0.092, so p varies by less
-than a factor of 3, because p0 is at least 2^-102, where r is 11.89. (error(p) is made to fall with p.) Near p = 1, where the lattice moves r by 2^-65 / r, this is below 2^-54 = evaluation / 512 on average
-over a border, which is what a strip needs. A bad cell has P <= p0, and P~ <= 1.01 p0.
+**Lemma 1.** |P~/P - 1| <= h(p) := 136 error(p/3) at any point of a good cell with p >= p0, while h <= 0.14. Proof: let
+e be the largest error(p) within e of the cell. Then P~ is at most P of the cell with a frame of width e, and at least P
+of the cell without one. For an interval of width w at z, both strips have at most the share (e/w) v coth(v/2) e^(z e +
+w^2/2) with v = z w; that grows with R, and is at most 2.05 * 32 e at R = 32, z <= 12. Two coordinates give 4.1 * 32 e,
+up to squares: 136 e. In a cell and its frame r varies by at most 0.092, so p varies by less than a factor of 3, because
+p0 is at least 2^-102, where r is 11.89. (error(p) is made to fall with p.) Near p = 1, where the lattice moves r by
+2^-65 / r, this is below 2^-54 = evaluation / 512 on average over a border, which is what a strip needs. A bad cell has
+P <= p0, and P~ <= 1.01 p0.
 
 **Lemma 2.** Let s(x) = x h / (1 - h) and psi = E phi(s(x)) over the good cells, for a number x > 1. But for bad cells,
 and for a probability d, the product of P~/P over the run is below e^a under the program, and that of P/P~ is below
@@ -34,28 +35,29 @@ Proof: let c = P~/P - 1. By Markov's inequality, and one pair after the other, t
 cells, and (1 + c)^x <= e^(x c) <= 1 + x c + phi(x h). The second is E_P (1 + c)^(1-x), and the binomial series gives
 at most 1 + (1-x) c + phi(s(x)). The mean of c over the good cells is at most 1.01 p0 in size.
 
-**Theorem.** Let t = 1.02 p0 times the expected m, plus n^2 2^-129 times the expected number of releases, and let the exact run be (epsilon, delta)-private. Then the
-program's run is (epsilon + a1 + a2, t + d1 + e^a1 (delta + far + e^epsilon d2))-private, if exact arithmetic makes a
-pair that is bad for the OTHER data set, or two of one release that are rare for it, with a probability of at most far.
-(A cell is rare if a g~ of p < 2^-64 can fall into it.) Proof: the program is the one of independent pairs, but for (3),
-which has the second part of t for its probability, because two pairs of n have p < 2^-64 with at most n^2 / 2 times
-2^-128. So let P~ be that of independent pairs. Let S be a set of outputs, and A those that are good for the other data
-set and have no two rare pairs of one release for it; there, both programs are the same. The laws of the other data set
-have a dash. Then P~(S) <= t + d1 + e^a1 P(S),
-P(S) <= far + delta + e^epsilon P'(S and A), and P'(S and A) <= d2 + e^a2 P~'(S). The coins are in the outputs of the
-first and the last step, where no privacy is claimed, so this covers sampling, adaptive runs and searches. Here d1 = d
-and d2 = d e^-epsilon with d = t / 8.
+**Theorem.** Let t = 1.02 p0 times the expected m, plus n^2 2^-129 times the expected number of releases, and let the
+exact run be (epsilon, delta)-private. Then the program's run is (epsilon + a1 + a2, t + d1 + e^a1 (delta + far +
+e^epsilon d2))-private, if exact arithmetic makes a pair that is bad for the OTHER data set, or two of one release that
+are rare for it, with a probability of at most far. (A cell is rare if a g~ of p < 2^-64 can fall into it.) Proof: the
+program is the one of independent pairs, but for (3), which has the second part of t for its probability, because two
+pairs of n have p < 2^-64 with at most n^2 / 2 times 2^-128. So let P~ be that of independent pairs. Let S be a set of
+outputs, and A those that are good for the other data set and have no two rare pairs of one release for it; there, both
+programs are the same. The laws of the other data set have a dash. Then P~(S) <= t + d1 + e^a1 P(S), P(S) <= far + delta
++ e^epsilon P'(S and A), and P'(S and A) <= d2 + e^a2 P~'(S). The coins are in the outputs of the first and the last
+step, where no privacy is claimed, so this covers sampling, adaptive runs and searches. Here d1 = d and d2 = d
+e^-epsilon with d = t / 8.
 
 **far.** far = e^epsilon t always: drop A, and charge t in the last step. Better, for releases of Gaussians in which
 chance decides about each example alone (Poisson's coins, random allocation) or about none: let all coins but those of
 the one example be public, and A those outputs that are good both with and without it at every step, which is the factor
-of 2 in the code. Given its coins, it moves the m1 pairs of a release by 0 or by v_i, in deviations, with
-sum |v_i|^2 <= shift^2, and P(|G + v| > r0) <= exp(-(r0 - |v|)^2 / 2), where r0 belongs to p0 (Marcum's
-Q). Where |v| r0 <= 2.6, this is at most p0 (1 + 4.8 |v| r0), so all together have p0 (m1 + 4.8 r0 shift sqrt(m1)). For
-larger |v|, up to r0 - 0.75, it grows faster than |v|^2, so all together have at most exp(-(r0 - shift)^2 / 2). A rare
-cell has p <= 3 2^-64, so the expected number of rare pairs of a release is bounded in the same way, with 9.3 for r0,
-and two of them have at most half of its square for their probability, because the pairs are independent. A truncated sample has the law of such coins too, and the example displaces another one: `truncated` has its shift.
-So have correlated releases whose past noise is kept: `correlated` has the proof, and their shift.
+of 2 in the code. Given its coins, it moves the m1 pairs of a release by 0 or by v_i, in deviations, with sum |v_i|^2 <=
+shift^2, and P(|G + v| > r0) <= exp(-(r0 - |v|)^2 / 2), where r0 belongs to p0 (Marcum's Q). Where |v| r0 <= 2.6, this
+is at most p0 (1 + 4.8 |v| r0), so all together have p0 (m1 + 4.8 r0 shift sqrt(m1)). For larger |v|, up to r0 - 0.75,
+it grows faster than |v|^2, so all together have at most exp(-(r0 - shift)^2 / 2). A rare cell has p <= 3 2^-64, so the
+expected number of rare pairs of a release is bounded in the same way, with 9.3 for r0, and two of them have at most
+half of its square for their probability, because the pairs are independent. A truncated sample has the law of such
+coins too, and the example displaces another one: `truncated` has its shift. So have correlated releases whose past
+noise is kept: `correlated` has the proof, and their shift.
 
 Only the releases of the event count. At all other steps, such as those of an epoch of `ShuffledEpochs` in which the
 example has no part, the two sums are equal, and so are the two laws of the PROGRAM.
@@ -70,7 +72,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dpx.accounting.profiles import Profile
-from dpx.keys.noise import LARGEST_RELEASE, pairs_of
+from dpx.keys.counts import LARGEST_RELEASE, pairs_of
 from dpx.keys.normals import EVALUATION
 
 _SHARE_OF_FRAME, _VARIATION_OF_P, _LARGEST_CHANGE = 136.0, 3.0, 0.14  # of Lemma 1
@@ -81,6 +83,7 @@ _MOST_BITS = 102  # of p0
 _RARE, _RARE_RADIUS = 3 * 2.0**-64, 9.3  # the largest p of a rare cell, and the least r
 _SMALLEST_DELTA = 1e-200  # far below the least t, so a smaller one has no bill either
 _FARTHEST = 0.75  # the largest shift is at most r0 minus this
+_ABOUT = 0.3  # of the logarithm of a delta that is printed
 # Bounds of epsilon: the first serves where `far` does not depend on it, the second is tried first where it does.
 _LARGEST_EPSILON, _USUAL_EPSILON, _LARGEST_UNKNOWN = 1e9, 4.0, 600.0
 
@@ -167,7 +170,7 @@ def addition(releases: int, mean: float, delta: float = _USUAL_DELTA, normals: N
 def _best(releases: int, mean: float, bits: int, normals: Normals) -> Addition:
     """The best p0 and the best x of Lemma 2, if a delta of t is worth an epsilon of t 2^bits."""
     if not releases or not normals.pairs:
-        return Addition(0.0, 0.0, 0.0, 0.0, 0.0, normals.pairs)
+        return Addition(0.0, 0.0, 0.0, 0.0, 0.0, 1)
     pairs = float(releases) * normals.pairs
     change = normals.changes()
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
@@ -181,7 +184,8 @@ def _best(releases: int, mean: float, bits: int, normals: Normals) -> Addition:
         tail = mean * normals.pairs * (_BAD_PAIRS * least + normals.pairs * 2.0**-129)
         loss = (pairs * (psi + _MEAN_OF_CHANGES * exponents * least) + np.log(_SMALLEST_SHARE / tail)) / (exponents - 1)
     worth = np.where(tail < 1, loss + 2.0**bits * tail, np.inf)
-    row, column = np.unravel_index(np.argmin(worth), worth.shape)
+    column = np.flatnonzero(worth.min(axis=0) <= 1.1 * worth.min())[-1]  # a smaller p0 bounds larger shifts
+    row = np.argmin(worth[:, column])
     radius = math.sqrt(2 * math.log(2) * (int(column) + 1))
     slope = 1 / (float(exponents[row, 0]) - 1)
     if not math.isfinite(worth[row, column]):
@@ -227,6 +231,19 @@ class Implemented:
                 more = added.epsilon(exact)
                 return Answer(exact + more, more, added.delta(exact, 0.0, self.shift))
         return Answer(math.inf, math.inf, 1.0)
+
+    def least_delta(self, delta: float) -> float | None:
+        """About the least delta of which the run has an epsilon, if it has none at `delta` because of its arithmetic.
+
+        None if it has one, and if exact noise has none at `delta` either. The true one is less by at most a third.
+        """
+        if math.isfinite(self.epsilon(delta)) or math.isinf(self.exact.epsilon(delta)):
+            return None
+        low, high = math.log(max(delta, _SMALLEST_DELTA)), 0.0
+        while high - low > _ABOUT:
+            middle = (low + high) / 2
+            low, high = (low, middle) if math.isfinite(self.epsilon(math.exp(middle))) else (middle, high)
+        return math.exp(high) if high < 0 else None
 
     def _bounds(self, delta: float) -> Iterator[float]:
         yield from (_LARGEST_EPSILON, _USUAL_EPSILON)

@@ -10,7 +10,7 @@ from scipy import special
 
 from dpx.accounting import checks
 from dpx.accounting.axes import draw_guessing, labeled
-from dpx.accounting.bill import event_of, records_of
+from dpx.accounting.bill import event_of, numbers_of, records_of
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.compose import Composition
 from dpx.accounting.events import billed
@@ -129,7 +129,8 @@ def attack_bounds(
     else:
         records = records_of(run, records)
         event, stated = event_of(run, steps_or_state, relation, records=records)
-        profile = billed(event, accountant=accountant, relation=stated, curve=True)
+        numbers = numbers_of(run, steps_or_state)
+        profile = billed(event, accountant=accountant, relation=stated, curve=True, numbers=numbers)
     return bounds_of(profile, delta, rates.tolist())._replace(records=records)
 
 

@@ -12,6 +12,7 @@ from dpx.accounting.events import billed
 from dpx.accounting.groups import DISTINCT, of_unit, require_nulled
 from dpx.accounting.projected import ProjectedGaussianDpEvent
 from dpx.accounting.releases import count_releases
+from dpx.keys.counts import LARGEST_RELEASE
 from dpx.sampling.poisson import PoissonSampling
 from dpx.sampling.schemes import FullBatch
 from dpx.states.reading import release_state, steps_billed
@@ -28,6 +29,7 @@ def epsilon(
     relation: Relation | None = None,
     weight: float | None = None,
     records: int | None = None,
+    numbers: int | None = None,
 ) -> float:
     """An upper bound of epsilon at `delta` for the first steps of a run; inf if a step adds no noise.
 
@@ -46,9 +48,12 @@ def epsilon(
     records: int, at least 1, how many of the examples one person owns at most; None is that of the mechanism's
         `dpx.Budget`, and 1 without one. Above 1, the bill is that of nulling all of them together
         (`dpx/accounting/groups.py`), for `PoissonSampling` without `most_rows` and for `FullBatch`.
+    numbers: int, at most 2^32, how many numbers a step releases at most. None is that of the mechanism's `dpx.Budget`;
+        without one, a state's own, and 2^32 for a number of steps. It matters for deltas below 1e-12.
 
     Raises ValueError for a state that another mechanism made, for a relation that the event is not true for, for an
-    event that the accountant cannot bill, for a weight above all weights, and for records of another sampling.
+    event that the accountant cannot bill, for a weight above all weights, for records of another sampling, and for
+    fewer numbers than those of the state or the budget.
 
         >>> sampling = dpx.PoissonSampling(examples=1_000, batch_size=50)
         >>> mechanism = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=1.0, sampling=sampling, key=dpx.secret_key())
@@ -57,7 +62,8 @@ def epsilon(
     """
     event, relation = event_of(optimizer, steps_or_state, relation, records=records, weight=weight)
     checks.warn_of_large_delta(delta, optimizer.sampling)
-    return billed(event, accountant=accountant, relation=relation).epsilon(delta)
+    numbers = numbers_of(optimizer, steps_or_state, numbers)
+    return billed(event, accountant=accountant, relation=relation, numbers=numbers).epsilon(delta)
 
 
 def delta(
@@ -69,6 +75,7 @@ def delta(
     relation: Relation | None = None,
     weight: float | None = None,
     records: int | None = None,
+    numbers: int | None = None,
 ) -> float:
     """An upper bound of delta at `epsilon` (at least 0) for the first steps of a run; 1 if a step adds no noise.
 
@@ -76,7 +83,7 @@ def delta(
     steps_or_state: a number of steps (int, at least 0), or an optimizer state, as for `dpx.epsilon`.
     accountant: "tightest", "pld" (privacy loss distributions) or "rdp" (Renyi divergences).
     relation: how neighboring data sets differ; None is the relation that the sampling states.
-    weight, records: the bill of the examples of at most this weight, and of a person with so many, as for `epsilon`.
+    weight, records, numbers: as for `epsilon`.
 
     Raises ValueError for an epsilon below 0, and as `epsilon` does.
 
@@ -85,7 +92,8 @@ def delta(
     """
     epsilon = checks.require_epsilon(epsilon)
     event, relation = event_of(optimizer, steps_or_state, relation, records=records, weight=weight)
-    return billed(event, accountant=accountant, relation=relation).delta(epsilon)
+    numbers = numbers_of(optimizer, steps_or_state, numbers)
+    return billed(event, accountant=accountant, relation=relation, numbers=numbers).delta(epsilon)
 
 
 def event_of(
@@ -124,6 +132,22 @@ def records_of(optimizer: Any, records: int | None) -> int:
     if records is None:
         return 1 if budget is None else budget.records
     return require_whole("records", records)
+
+
+def numbers_of(optimizer: Any, steps_or_state: Any, numbers: int | None = None) -> int:
+    """How many numbers of a release are billed: those of the state, or of the budget; or more, if `numbers` says so.
+
+    Raises ValueError for fewer `numbers`.
+    """
+    if _is_number(steps_or_state):
+        known = getattr(getattr(optimizer, "budget", None), "numbers", None)
+    else:
+        known = int(release_state(steps_or_state).numbers) or LARGEST_RELEASE
+    if numbers is None:
+        return known or LARGEST_RELEASE
+    if known is not None and numbers < known:
+        raise ValueError(f"numbers must be at least the {known} of the run, got {described(numbers)}")
+    return checks.require_numbers(numbers)
 
 
 def _relation_of(event: dp_accounting.DpEvent, sampling: Any, relation: Relation | None) -> Relation:

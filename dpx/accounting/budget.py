@@ -37,6 +37,9 @@ class Budget:
         see to, such as with `dpx.sampling.records_to_keep`. With `dpx.UserData`, the sampling draws persons: leave 1.
     public_stop: bool. True promises that public information alone decides after which step a run ends: no release, no
         metric of the parameters and no private data. A run that ends early then costs the steps that it made.
+    numbers: int, at most 2^32, how many numbers a step releases at most: those that the model trains, and one more with
+        adaptive clipping. Every bill of the mechanism is for so many, and `init` refuses parameters with more. None:
+        the noise is for 2^32, and the cost of a state for its own. It matters for small deltas (`docs/exact.md`).
 
     Raises ValueError for a field outside its range, unless exactly one of steps and epochs is given, and in arithmetic.
     """
@@ -48,6 +51,7 @@ class Budget:
     accountant: Accountant = "tightest"
     records: int = 1
     public_stop: bool = False
+    numbers: int | None = None
 
     def __post_init__(self):
         checks.require_positive_epsilon(self.epsilon)
@@ -55,6 +59,7 @@ class Budget:
         checks.require_accountant(self.accountant)
         require_whole("records", self.records)
         require_bool("public_stop", self.public_stop)
+        checks.require_numbers(1 if self.numbers is None else self.numbers)
         if (self.steps is None) == (self.epochs is None):
             given = f"{described(self.steps)} and {described(self.epochs)}"
             raise ValueError(f"exactly one of steps and epochs must be given, got {given}")
@@ -112,7 +117,7 @@ def accepts_budget(build: Callable[..., M]) -> Callable[..., M]:
             return build(*arguments.args, **arguments.kwargs)
 
         budget = budget.for_sampling(make(1.0).sampling)
-        bill = {"accountant": budget.accountant, "records": budget.records}
+        bill = {"accountant": budget.accountant, "records": budget.records, "numbers": budget.numbers}
         noise_multiplier = calibrate(make, steps=budget.steps, epsilon=budget.epsilon, delta=budget.delta, **bill)
         return make(noise_multiplier).replace(budget=budget)
 

@@ -1,26 +1,28 @@
 """Calibration: the least noise, rounded up, or the most steps for which the bill is within a budget."""
 
 import math
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from dpx.accounting import checks, limits
-from dpx.accounting.arithmetic import Answer
-from dpx.accounting.bill import event_of, require_billable
+from dpx.accounting import checks
+from dpx.accounting.bill import event_of, numbers_of, require_billable
 from dpx.accounting.checks import Accountant, Relation
-from dpx.accounting.events import billed
+from dpx.accounting.events import billed, within
 from dpx.accounting.groups import DISTINCT, FEW
 from dpx.accounting.pld.buckets import BUCKETS, Buckets, bucketed_gaussians
 from dpx.accounting.schedule import Interval, implemented, lower_profile, upper_profile
+from dpx.keys.counts import LARGEST_RELEASE
 from dpx.validation import require_whole
 
 _COARSE_BUCKETS = 24  # of a first, rough search, where the second one starts (benchmarks/accounting.py, calibration)
 _COARSE_TOLERANCE = 0.02  # of the first search, relative
 _LARGEST_MULTIPLIER = 1e6  # if this much noise does not meet a budget, the budget counts as impossible
 _MOST_STEPS = 10_000_000  # more than any run takes: a bill within the budget here does not bound the steps
+_NEARLY = 0.9  # of a budget: a calibration that ends below has met a cost that jumps to infinity
 _NEAR = 4  # slow bills of a search that begins near the answer
 _SMALLEST_MULTIPLIER = 1e-3  # the search stops here, because so large a budget is not a constraint
 
@@ -34,6 +36,7 @@ def calibrate(
     accountant: Accountant = "tightest",
     relation: Relation | None = None,
     records: int | None = None,
+    numbers: int | None = None,
     tolerance: float = 1e-4,
 ) -> float:
     """The least noise multiplier for which `steps` steps of `make(noise_multiplier)` cost at most epsilon at delta.
@@ -42,7 +45,7 @@ def calibrate(
     steps: int, at least 1. epsilon: positive and finite. delta: in (0, 1).
     accountant: "tightest", "pld" (privacy loss distributions) or "rdp" (Renyi divergences).
     relation: how neighboring data sets differ; None is the relation that the sampling states.
-    records: int, how many of the examples the person owns at most whom epsilon is for, as for `dpx.epsilon`.
+    records, numbers: ints, of the person whom epsilon is for, and of a release, as for `dpx.epsilon`.
     tolerance: relative; the bill is in [epsilon (1 - tolerance), epsilon] if it is a continuous function of the noise.
 
     Guarantee: `dpx.epsilon` of the mechanism that is built with the returned number is at most epsilon.
@@ -59,27 +62,41 @@ def calibrate(
     checks.require_accountant(accountant)
     require_whole("steps", steps)
     checks.warn_of_large_delta(delta, make(1.0).sampling)
-    answers: dict[float, Answer] = {}
+    costs: dict[float, float] = {}
 
     def bill(noise_multiplier: float, distinct: int = DISTINCT, **options: Any) -> float:
         event, stated = event_of(make(noise_multiplier), steps, relation, records=records, distinct=distinct)
-        answers[noise_multiplier] = billed(event, accountant=accountant, relation=stated, **options).answer(delta)
-        return answers[noise_multiplier].epsilon
+        options |= {"accountant": accountant, "relation": stated, "numbers": numbers_of(None, steps, numbers)}
+        costs[noise_multiplier] = within(billed(event, **options), epsilon, delta)
+        return costs[noise_multiplier]
 
     def rough(noise_multiplier: float) -> float:
         return bill(noise_multiplier, distinct=FEW, buckets=_COARSE_BUCKETS)
 
-    with limits.explained(epsilon, answers):
-        if records in (None, 1):
-            start = 1.0 if accountant == "rdp" else least_within(rough, epsilon, _COARSE_TOLERANCE, 1.0)
-            found = least_within(bill, epsilon, tolerance, start)
-        else:
-            start = least_within(rough, epsilon, _COARSE_TOLERANCE, math.sqrt(records))
-            near, far = rough(start), rough(1.05 * start)
-            power = math.log(near / far) / math.log(1.05) if 0 < far < near < math.inf else 1.0
-            found = _least_near(bill, epsilon, tolerance, start, power)
-    limits.warn_of_a_jump(epsilon, found, answers)
+    if records in (None, 1):
+        start = 1.0 if accountant == "rdp" else least_within(rough, epsilon, _COARSE_TOLERANCE, 1.0)
+        found = least_within(bill, epsilon, tolerance, start)
+    else:
+        start = least_within(rough, epsilon, _COARSE_TOLERANCE, math.sqrt(records))
+        near, far = rough(start), rough(1.05 * start)
+        power = math.log(near / far) / math.log(1.05) if 0 < far < near < math.inf else 1.0
+        found = _least_near(bill, epsilon, tolerance, start, power)
+    _warn_of_a_jump(epsilon, found, costs)
     return found
+
+
+def _warn_of_a_jump(budget: float, found: float, costs: Mapping[float, float]) -> None:
+    """Warns the user, two calls up, if the least noise multiplier of a finite cost leaves much of the budget.
+
+    costs: those that were computed, by noise multiplier.
+    """
+    below = [noise for noise in costs if noise < found]
+    if below and costs[found] < _NEARLY * budget and costs[max(below)] == math.inf:
+        warnings.warn(
+            f"epsilon={budget} buys no less noise than {costs[found]:.6g}: below noise_multiplier={found:.6g} an "
+            "example could move a release to where the noise of a program ends, so no cost is known at this delta",
+            stacklevel=3,
+        )
 
 
 @dataclass(frozen=True)
@@ -104,6 +121,8 @@ def calibrate_schedule(
     relation: Relation = "zero_out",
     tolerance: float = 1e-4,
     buckets: int = BUCKETS,
+    numbers: int = LARGEST_RELEASE,
+    exact_noise: bool = False,
 ) -> CalibratedSchedule:
     """The least scale for which the noise multipliers `scale * shape` cost at most epsilon at delta.
 
@@ -124,11 +143,12 @@ def calibrate_schedule(
         raise ValueError("shape must hold at least one step")
     if not np.all(sigmas[repeats > 0] > 0):
         raise ValueError(f"shape must be positive, got {sigmas[repeats > 0].min()}: no scale of it meets a budget")
+    numbers = checks.require_numbers(numbers, exact_noise)
     median = float(np.median(sigmas[repeats > 0]))
 
     def bill(scale: float, steps: Buckets) -> float:
         exact = upper_profile(steps.scaled(scale), accountant=accountant, relation=relation)
-        return implemented(exact, sigmas * (scale / median), repeats, relation).epsilon(delta)
+        return within(implemented(exact, sigmas * (scale / median), repeats, relation, numbers), epsilon, delta)
 
     coarse = bucketed_gaussians(sigmas / median, rates, repeats, _COARSE_BUCKETS)
     scale = least_within(lambda scale: bill(scale, coarse), epsilon, _COARSE_TOLERANCE, 1.0)
@@ -245,7 +265,8 @@ def max_steps(
             if steps == 1:
                 raise
             return False  # beyond the schedule
-        return billed(event, accountant=accountant, relation=stated).epsilon(delta) <= epsilon
+        numbers = numbers_of(optimizer, steps)
+        return billed(event, accountant=accountant, relation=stated, numbers=numbers).epsilon(delta) <= epsilon
 
     low, high = 0, 1
     while affordable(high):

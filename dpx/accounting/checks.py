@@ -7,8 +7,9 @@ from typing import Any, Literal
 import jax.core
 import numpy as np
 
+from dpx.keys.counts import LARGEST_RELEASE
 from dpx.trees import described
-from dpx.validation import real, require_floats, require_open_fraction
+from dpx.validation import real, require_floats, require_open_fraction, require_whole
 
 Accountant = Literal["tightest", "pld", "rdp"]
 Relation = Literal["add_or_remove", "zero_out", "replace_one"]
@@ -113,3 +114,12 @@ def _broadcast(name: str, values: np.ndarray, like: np.ndarray) -> np.ndarray:
     if values.ndim > 1 or (values.ndim == 1 and values.shape != like.shape):
         raise ValueError(f"{name} must be one number or have shape {like.shape}, got {values.shape}")
     return np.broadcast_to(values, like.shape)
+
+
+def require_numbers(numbers: Any, exact_noise: Any = False) -> int:
+    """How many numbers a release is billed for: `numbers`, or 0 for exact noise. Raises ValueError for other values."""
+    if not isinstance(exact_noise, bool):
+        raise ValueError(f"exact_noise must be True or False, got {described(exact_noise)}")
+    if require_whole("numbers", numbers) > LARGEST_RELEASE:
+        raise ValueError(f"numbers must be at most {LARGEST_RELEASE}, which is the most of a release, got {numbers}")
+    return 0 if exact_noise else int(numbers)

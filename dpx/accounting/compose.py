@@ -12,11 +12,12 @@ import numpy as np
 
 from dpx import keys
 from dpx.accounting import checks
-from dpx.accounting.bill import batches_of, billed_steps, event_of, of_records, records_of
+from dpx.accounting.bill import batches_of, billed_steps, event_of, numbers_of, of_records, records_of
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.events import billed
 from dpx.accounting.profiles import Profile
 from dpx.accounting.sharing import Largest, ways_to_share
+from dpx.keys.counts import LARGEST_RELEASE
 from dpx.scalars import over
 from dpx.states.record import SEVERAL_KEYS
 from dpx.trees import described
@@ -33,6 +34,7 @@ class Composition:
     units: the mark of what the batches of each run hold, int, 0 where not known. examples: of each run's sampling.
     records: int, how many records the person owns at most whom the cost is for; 1 is for what the sampling draws.
     others: events that the runs may have in place of `event`; the cost is the largest.
+    numbers: int, the most that one release of a run has.
     """
 
     event: dp_accounting.DpEvent
@@ -44,6 +46,7 @@ class Composition:
     examples: tuple[int, ...] = field(default=(), kw_only=True, repr=False, compare=False)
     records: int = field(default=1, kw_only=True)
     others: tuple[dp_accounting.DpEvent, ...] = field(default=(), kw_only=True, repr=False)
+    numbers: int = field(default=LARGEST_RELEASE, kw_only=True)
 
     def epsilon(self, *, delta: float, accountant: Accountant = "tightest") -> float:
         """An upper bound of epsilon at `delta`, which is in (0, 1); see `dpx.epsilon`."""
@@ -55,7 +58,8 @@ class Composition:
 
     def profile(self, accountant: Accountant = "tightest", *, curve: bool = False) -> Profile:
         """What `epsilon` and `delta` ask; curve: as for `event_profile`."""
-        of: Any = {"accountant": accountant, "relation": self.relation, "curve": curve, "runs": self.together}
+        of: Any = {"accountant": accountant, "relation": self.relation, "curve": curve}
+        of |= {"runs": self.together, "numbers": self.numbers}
         found = tuple(billed(event, **of) for event in (self.event, *self.others))
         return Largest(found) if self.others else found[0]
 
@@ -139,6 +143,7 @@ def compose_runs(*runs: Any, shared_batches: bool | None = None, records: int | 
         units=units,
         examples=examples,
         records=records,
+        numbers=max(run.numbers for run in composed),
     )
 
 
@@ -174,6 +179,7 @@ def _composition(run: Any, records: int) -> Composition:
         batch_keys=(batch_key,) if batch_key else (),
         units=(unit,),
         examples=(mechanism.sampling.examples,),
+        numbers=numbers_of(mechanism, spent),
     )
 
 

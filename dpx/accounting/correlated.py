@@ -56,7 +56,7 @@ from dp_accounting import DpEvent
 from dpx.accounting.checks import Relation
 from dpx.accounting.pld.losses import SampledGaussian
 from dpx.accounting.releases import Released, register
-from dpx.keys.noise import LARGEST_RELEASE
+from dpx.keys.counts import LARGEST_RELEASE
 
 _FARTHEST = 13.3 * math.sqrt(LARGEST_RELEASE)  # N
 _MOST_ROWS = 2.0**24

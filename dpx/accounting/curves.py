@@ -12,7 +12,7 @@ import numpy as np
 from dpx.accounting import checks
 from dpx.accounting.attacks import upper, whose
 from dpx.accounting.axes import draw_guessing, labeled
-from dpx.accounting.bill import event_of, records_of
+from dpx.accounting.bill import event_of, numbers_of, records_of
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.events import billed
 from dpx.accounting.pld.buckets import BUCKETS
@@ -102,7 +102,8 @@ def epsilon_over_steps(
     for step in steps_shown.tolist():
         event, stated = event_of(mechanism, step, relation, records=records)
         buckets = BUCKETS if step == steps else _BUCKETS
-        spent.append(billed(event, accountant=accountant, relation=stated, buckets=buckets).epsilon(delta))
+        options: Any = {"buckets": buckets, "numbers": numbers_of(mechanism, step)}
+        spent.append(billed(event, accountant=accountant, relation=stated, **options).epsilon(delta))
     spent = np.minimum.accumulate(spent[::-1])[::-1]  # fewer steps cost no more
     return EpsilonOverSteps(steps_shown, spent, checks.require_delta(delta), epoch > 1, records_of(mechanism, records))
 
@@ -132,7 +133,8 @@ def delta_over_epsilon(
     given = np.atleast_1d(require_floats("epsilons", epsilons))
     values = np.array([checks.require_epsilon(value) for value in given])
     event, stated = event_of(mechanism, steps_or_state, relation, records=records)
-    profile = billed(event, accountant=accountant, relation=stated, curve=True)
+    numbers = numbers_of(mechanism, steps_or_state)
+    profile = billed(event, accountant=accountant, relation=stated, curve=True, numbers=numbers)
     deltas = {value: profile.delta(value) for value in sorted(values.tolist())}
     of_values = np.array([deltas[value] for value in values.tolist()])
     return DeltaOverEpsilon(values, of_values, records_of(mechanism, records))
@@ -157,7 +159,8 @@ def trade_off(
     """
     type_one = np.linspace(0, 1, require_whole("points", points, minimum=2))
     event, stated = event_of(mechanism, steps_or_state, relation, records=records)
-    profile = billed(event, accountant=accountant, relation=stated, curve=True)
+    numbers = numbers_of(mechanism, steps_or_state)
+    profile = billed(event, accountant=accountant, relation=stated, curve=True, numbers=numbers)
     epsilons, deltas = [], []
     for epsilon in _TRADE_OFF_EPSILONS:
         epsilons.append(epsilon)

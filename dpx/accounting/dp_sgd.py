@@ -8,6 +8,7 @@ from dpx.accounting import checks
 from dpx.accounting.bill import of_records
 from dpx.accounting.checks import Accountant
 from dpx.accounting.events import billed
+from dpx.keys.counts import LARGEST_RELEASE
 from dpx.sampling.poisson import PoissonSampling
 from dpx.sampling.schemes import FixedSizeSampling, FullBatch, Sampling, ShuffledEpochs
 from dpx.scalars import over
@@ -29,6 +30,8 @@ def dp_sgd_epsilon(
     sampling: SamplingName = "poisson",
     accountant: Accountant = "tightest",
     records: int = 1,
+    numbers: int = LARGEST_RELEASE,
+    exact_noise: bool = False,
 ) -> float:
     """An upper bound of epsilon at `delta` for a run of DP-SGD, also one that is over or of another library.
 
@@ -56,6 +59,9 @@ def dp_sgd_epsilon(
         multiplier to float32, in which dpx adds it).
     records: int, at least 1, how many of the examples one person owns at most whom epsilon is for, as for
         `dpx.epsilon`. Above 1, sampling must be "poisson".
+    numbers: int, at most 2^32, how many numbers a step releases at most: the parameters that are trained.
+    exact_noise: whether the noise counts as real numbers. False adds what the arithmetic of dpx's noise costs, which is
+        not true of another library: of its noise in floating point, no cost is proved. For a run of one, say True.
 
     Raises ValueError for arguments outside these ranges, and for several records with another sampling.
     """
@@ -74,7 +80,8 @@ def dp_sgd_epsilon(
     checks.warn_of_large_delta(delta, record)
     relation = checks.require_relation(record.relation)
     event = of_records(record.event(multipliers), drawn, relation, records)
-    return billed(event, accountant=accountant, relation=relation).epsilon(delta)
+    numbers = checks.require_numbers(numbers, exact_noise)
+    return billed(event, accountant=accountant, relation=relation, numbers=numbers).epsilon(delta)
 
 
 def _multipliers(noise: Any, record: Sampling, steps: Any, epochs: Any) -> np.ndarray:

@@ -8,12 +8,13 @@ its own mechanisms register (`releases`). dp-accounting's own accountants bill a
 """
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from dp_accounting import DpEvent
 
 from dpx.accounting import checks
-from dpx.accounting.arithmetic import Implemented, addition
+from dpx.accounting.arithmetic import Implemented, Normals, addition
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.delegated import DelegatedProfile, delegated
 from dpx.accounting.event_trees import hashable
@@ -22,10 +23,11 @@ from dpx.accounting.mixtures import MixtureOfGaussians as MixtureOfGaussians
 from dpx.accounting.pld.allocation import round_to_few_epochs
 from dpx.accounting.pld.buckets import BUCKETS, round_to_few
 from dpx.accounting.pld.losses import SampledGaussian
-from dpx.accounting.profiles import UNBOUNDED, Profile, profile
+from dpx.accounting.profiles import UNBOUNDED, GaussianProfile, Profile, profile
 from dpx.accounting.releases import WHOLE_RUN_READERS, count_releases, largest_shift, released
 from dpx.accounting.releases import register as register
 from dpx.accounting.truncated import round_to_few_truncated
+from dpx.keys.counts import LARGEST_RELEASE, pairs_of
 from dpx.validation import require_whole
 from dpx.xla.totals import ETA
 
@@ -126,15 +128,33 @@ def billed(
     curve: bool = False,
     grid: float | None = None,
     runs: int = 1,
+    numbers: int = LARGEST_RELEASE,
 ) -> Implemented:
     """The profile of a run of dpx with this event: that of `event_profile`, and what the arithmetic of its noise adds.
 
-    Every bill of a run is one of this profile. runs: how many runs each release of the event stands for.
+    Every bill of a run is one of this profile. runs: how many runs each release of the event stands for. numbers: the
+    most of one release; 0 for exact noise.
     """
     options: Any = {"buckets": buckets, "curve": curve, "grid": grid}
     exact = event_profile(event, accountant=accountant, relation=relation, **options)
     most, mean = released(event)
-    return Implemented(exact, runs * most, runs * mean, largest_shift(event, relation))
+    normals = Normals(pairs=pairs_of(numbers))
+    return Implemented(exact, runs * most, runs * mean, largest_shift(event, relation), normals)
+
+
+def within(run: Implemented, epsilon: float, delta: float) -> float:
+    """The epsilon of a run at `delta`. Raises ValueError if no noise makes it `epsilon`, because of the arithmetic."""
+    shift = 0.0 if math.isfinite(run.shift) else math.inf
+    at_best = replace(run, exact=GaussianProfile(0.0), shift=shift)  # of noise that is as large as one likes
+    if (least := at_best.epsilon(delta)) > epsilon:
+        possible = at_best.least_delta(delta)
+        advice = f"Delta must be at least about {possible:.1g} for them" if possible else "Allow a larger epsilon"
+        raise ValueError(
+            f"epsilon={epsilon} at delta={delta} cannot be met by any noise: that of a program has finitely many "
+            f"values, which alone costs {least:.3g} in {run.releases} releases of {2 * run.normals.pairs} numbers. "
+            f"{advice}, or state fewer `numbers`"
+        )
+    return run.epsilon(delta)
 
 
 def words_of_first_step(event: DpEvent) -> str:

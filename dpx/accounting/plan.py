@@ -16,6 +16,7 @@ from dpx.accounting.checks import Accountant
 from dpx.accounting.events import billed
 from dpx.accounting.groups import of_unit
 from dpx.accounting.plan_samplings import SamplingPlan, plan_samplings
+from dpx.keys.counts import LARGEST_RELEASE
 from dpx.trees import described
 from dpx.validation import require_number, require_whole
 
@@ -48,7 +49,7 @@ class NoisePlan:
 
     runs: by epochs, then by batch size. examples: int. epsilon, delta: floats, the budget of each single run.
     accountant: the one of the bills. records: int, how many of the examples the person owns at most whom the budget is
-        for.
+        for. numbers: int, the most of one release.
     """
 
     examples: int
@@ -57,6 +58,7 @@ class NoisePlan:
     runs: tuple[PlannedRun, ...]
     accountant: Accountant = "tightest"
     records: int = 1
+    numbers: int = LARGEST_RELEASE
 
     @property
     def suggested(self) -> PlannedRun:
@@ -76,7 +78,7 @@ class NoisePlan:
         epochs = float(f"{whole_steps:.3g}")  # 20.002 of 1,172 whole steps would begin one more epoch
         budget: Any = {"epsilon": self.epsilon, "delta": self.delta, "accountant": self.accountant}
         sizes: Any = {"examples": self.examples, "batch_size": batch_size, "epochs": epochs}
-        return plan_samplings(**sizes, **budget, records=self.records)
+        return plan_samplings(**sizes, **budget, records=self.records, numbers=self.numbers)
 
     @property
     def _budget(self) -> str:
@@ -138,6 +140,7 @@ def plan_noise(
     batch_sizes: Sequence[int] | None = None,
     accountant: Accountant = "tightest",
     records: int = 1,
+    numbers: int = LARGEST_RELEASE,
 ) -> NoisePlan:
     """The least noise for each batch size and number of epochs.
 
@@ -148,7 +151,8 @@ def plan_noise(
     examples: int, of the data set. epsilon, delta: the budget. epochs: one number or several, positive.
     batch_sizes: ints in [1, examples]; by default the powers of two from 256 on, and the whole data set.
     accountant: "tightest", "pld" (privacy loss distributions) or "rdp" (Renyi divergences).
-    records: int, how many of the examples one person owns at most, as for `dpx.Budget`.
+    records: int, how many of the examples one person owns at most, and numbers: int, how many numbers a step releases
+        at most, as for `dpx.Budget`.
 
     Every step is a Poisson-sampled Gaussian release, and with all examples a Gaussian one.
 
@@ -163,6 +167,7 @@ def plan_noise(
     epsilon, delta = checks.require_positive_epsilon(epsilon), checks.require_delta(delta)
     checks.require_accountant(accountant)
     require_whole("records", records)
+    checks.require_numbers(numbers)
     each = epochs if isinstance(epochs, Iterable) else (epochs,)
     many = tuple(require_number("epochs", number, minimum=0, exclusive=True) for number in each)
     powers = [2**power for power in range(_SMALLEST_BATCH.bit_length() - 1, examples.bit_length())]
@@ -175,25 +180,28 @@ def plan_noise(
 
     def run(epochs: float, size: int) -> PlannedRun:
         steps = max(1, round(epochs * examples / size))
-        noise = _least_noise(size / examples, steps, epsilon, delta, accountant, records)
+        noise = _least_noise(size / examples, steps, epsilon, delta, accountant, records, numbers)
         step_noise = noise / size
         epoch_noise, run_noise = step_noise / sqrt(examples / size), step_noise / sqrt(steps)
         return PlannedRun(size, steps * size / examples, steps, noise, step_noise, epoch_noise, run_noise)
 
     runs = tuple(run(number, size) for number in many for size in sizes)
-    return NoisePlan(examples=examples, epsilon=epsilon, delta=delta, runs=runs, accountant=accountant, records=records)
+    budget: Any = {"epsilon": epsilon, "delta": delta, "accountant": accountant, "records": records}
+    return NoisePlan(examples=examples, runs=runs, numbers=numbers, **budget)
 
 
-def _least_noise(rate: float, steps: int, epsilon: float, delta: float, accountant: Accountant, records: int) -> float:
+def _least_noise(
+    rate: float, steps: int, epsilon: float, delta: float, accountant: Accountant, records: int, numbers: int
+) -> float:
     """The least noise multiplier of so many Gaussians on Poisson samples, for a person with up to so many records."""
     if records == 1:
-        budget: Any = {"epsilon": epsilon, "delta": delta, "accountant": accountant}
+        budget: Any = {"epsilon": epsilon, "delta": delta, "accountant": accountant, "numbers": numbers}
         return calibrate_schedule([1.0], sampling_rate=rate, counts=[steps], **budget).scale
 
     def bill(noise: float) -> float:
         gaussian = GaussianDpEvent(noise)
         release = gaussian if rate == 1 else PoissonSampledDpEvent(rate, gaussian)
         event = of_unit(SelfComposedDpEvent(release, steps), records=records)
-        return billed(event, relation="zero_out", accountant=accountant).epsilon(delta)
+        return billed(event, relation="zero_out", accountant=accountant, numbers=numbers).epsilon(delta)
 
     return least_within(bill, epsilon, _TOLERANCE, 1.0)

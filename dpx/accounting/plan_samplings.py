@@ -12,6 +12,7 @@ from dpx.accounting.bill import of_records
 from dpx.accounting.calibration import least_within
 from dpx.accounting.checks import Accountant
 from dpx.accounting.events import billed
+from dpx.keys.counts import LARGEST_RELEASE
 from dpx.sampling.allocation import RandomAllocation
 from dpx.sampling.base import Sampling
 from dpx.sampling.cyclic import CyclicPoissonSampling
@@ -168,6 +169,7 @@ def plan_samplings(
     delta: float,
     accountant: Accountant = "tightest",
     records: int = 1,
+    numbers: int = LARGEST_RELEASE,
 ) -> SamplingPlan:
     """Which sampling: the least noise for a budget, the epsilon at equal noise, and the rows of a batch, for each.
 
@@ -177,6 +179,7 @@ def plan_samplings(
     epsilon, delta: the budget. accountant: as for `dpx.epsilon`.
     records: int, at least 1, how many of the examples one person owns at most whom the budget is for, as for
         `dpx.Budget`. Above 1, Poisson sampling is alone in the table: it says that no other one has a bill.
+    numbers: int, how many numbers a step releases at most, as for `dpx.Budget`.
 
     It reads no data. Noise multipliers are for independent noise of one size. Sizes differ a little where a sampling
     has a whole number of steps in an epoch, and so do the steps. Raises ValueError for arguments outside these ranges.
@@ -187,6 +190,7 @@ def plan_samplings(
     require_number("epochs", epochs, minimum=0, exclusive=True)
     epsilon, delta = checks.require_positive_epsilon(epsilon), checks.require_delta(delta)
     checks.require_accountant(accountant)
+    checks.require_numbers(numbers)
     choices = samplings(examples, batch_size)
     if require_whole("records", records) > 1:
         choices = choices[:1]
@@ -196,7 +200,7 @@ def plan_samplings(
 
         def bill(noise: float, sampling: Any = sampling, steps: int = steps, relation: Any = relation) -> float:
             event = of_records(sampling.event(np.full(steps, noise)), sampling, relation, records)
-            return billed(event, relation=relation, accountant=accountant).epsilon(delta)
+            return billed(event, relation=relation, accountant=accountant, numbers=numbers).epsilon(delta)
 
         start = runs[0].noise_multiplier if runs else math.sqrt(records)
         noise = least_within(bill, epsilon, _TOLERANCE, start)

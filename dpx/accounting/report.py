@@ -16,7 +16,15 @@ from dpx.accounting import checks
 from dpx.accounting.arithmetic import Answer
 from dpx.accounting.attacks import AttackBounds, bounds_and_curve, owner_of
 from dpx.accounting.best_of import Selection
-from dpx.accounting.bill import batches_of, billed_steps, event_of, made_steps, records_of, require_billable
+from dpx.accounting.bill import (
+    batches_of,
+    billed_steps,
+    event_of,
+    made_steps,
+    numbers_of,
+    records_of,
+    require_billable,
+)
 from dpx.accounting.budget import Budget
 from dpx.accounting.checks import Relation
 from dpx.accounting.correlated import of_bits
@@ -41,7 +49,7 @@ class PrivacyReport:
     epsilon: an upper bound by each accountant, so the smallest is the guarantee; None if an accountant does not apply.
     arithmetic: the parts of the least epsilon and of delta that are for the arithmetic of the noise, whose numbers are
         finitely many; and the share of the clip norm that is for the rounding of sums; floats, by "epsilon", "delta"
-        and "eta".
+        and "eta". Where it leaves no epsilon at this delta, "least delta" is about the least that has one.
     budget: the `dpx.Budget` that the noise was calibrated to, the target; None without one, and for a search.
     attacks: what that means for an attacker. attack_curve: pairs of floats, the largest true positive rate of any
         attack at each of 41 false positive rates: (false, true). tuning: whether the choice of hyper-parameters is
@@ -140,6 +148,7 @@ def privacy_report(
     delta: float,
     unit: str | None = None,
     records: int | None = None,
+    numbers: int | None = None,
     tuning: Selection | Literal["public"] | None = None,
     name: str | None = None,
 ) -> PrivacyReport:
@@ -151,6 +160,7 @@ def privacy_report(
         it, which knows "example" and "user" (`dpx.UserData`); "example" for a number of steps.
     records: int, at least 1, how many of them one person owns at most; None is that of the mechanism's `dpx.Budget`,
         and 1 without one. Above 1, the report is about a person with up to so many, as `dpx.epsilon` bills.
+    numbers: int, how many numbers a step releases at most, as for `dpx.epsilon`.
     tuning: how hyper-parameters were chosen. "public": without any run on the private data. A `Selection` (of
         `dpx.accounting.best_of` or `dpx.tuning.search`): this run is the winner, and the report states the cost of the
         search. None: the report says that the choice is not billed.
@@ -169,17 +179,21 @@ def privacy_report(
     event, relation = event_of(mechanism, steps_or_state, None, records=records)
     drawn = _unit_of(batches_of(steps_or_state)[1], unit)
     event, words = _with_tuning(event, relation, records, tuning, subject := owner_of(records, drawn))
+    numbers = tuning.numbers if isinstance(tuning, Selection) else numbers_of(mechanism, steps_or_state, numbers)
     answers: dict[str, Answer] = {}
     refusals = []
     for accountant in ("pld", "rdp"):
         try:
-            answers[accountant] = billed(event, accountant=accountant, relation=relation).answer(delta)
+            profile = billed(event, accountant=accountant, relation=relation, numbers=numbers)
+            answers[accountant] = profile.answer(delta)
         except ValueError as error:
             refusals.append(error)
     if not answers:
         raise refusals[0]
-    least = min(answers.values())
-    attacks, curve = bounds_and_curve(billed(event, relation=relation, curve=True), delta)
+    least, possible = min(answers.values()), {}
+    if math.isinf(least.epsilon) and (of_run := billed(event, relation=relation, numbers=numbers).least_delta(delta)):
+        possible = {"least delta": of_run}
+    attacks, curve = bounds_and_curve(billed(event, relation=relation, curve=True, numbers=numbers), delta)
     return PrivacyReport(
         mechanism=str(mechanism),
         steps=steps,
@@ -190,7 +204,7 @@ def privacy_report(
         sampling=str(mechanism.sampling),
         delta=delta,
         epsilon={name: answers[name].epsilon if name in answers else None for name in ("pld", "rdp")},
-        arithmetic={"epsilon": least.of_epsilon, "delta": least.of_delta, "eta": ETA},
+        arithmetic={"epsilon": least.of_epsilon, "delta": least.of_delta, "eta": ETA, **possible},
         attacks=attacks._replace(records=records),
         attack_curve=curve,
         tuning=words,

@@ -10,13 +10,14 @@ import numpy as np
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
 
 from dpx.accounting import checks
-from dpx.accounting.arithmetic import Implemented
+from dpx.accounting.arithmetic import Implemented, Normals
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.events import billed
 from dpx.accounting.groups import DISTINCT, of_unit, require_nulled
 from dpx.accounting.pld.buckets import BUCKETS, Buckets, bucketed_gaussians
 from dpx.accounting.pld.losses import Losses, SampledGaussian
 from dpx.accounting.profiles import UNBOUNDED, ComposedProfile, GaussianProfile, Profile, profile, unsampled
+from dpx.keys.counts import LARGEST_RELEASE, pairs_of
 from dpx.sampling.events import composition
 from dpx.validation import require_number, require_whole
 
@@ -43,6 +44,8 @@ def schedule_epsilon(
     buckets: int = BUCKETS,
     grid: float | None = None,
     records: int = 1,
+    numbers: int = LARGEST_RELEASE,
+    exact_noise: bool = False,
 ) -> Interval:
     """Epsilon at `delta` of T Gaussian releases on Poisson samples, whose noise changes from step to step.
 
@@ -57,8 +60,10 @@ def schedule_epsilon(
     grid: spacing of privacy losses; the default is fine enough for four digits. The upper end is a bound for any grid.
     records: int, at least 1, how many records one person owns at most whom epsilon is for, as for `dpx.epsilon`. Above
         1, at most 32 distinct steps are composed, and the lower end counts one of the records at sampled steps.
+    numbers: int, at most 2^32, how many numbers a step releases at most. exact_noise: as for `dp_sgd_epsilon`.
 
-    Guarantee: the upper end is an upper bound for a run of dpx, whose noise is not exact; the lower end is a lower
+    Guarantee: the upper end is an upper bound for a run of dpx, whose noise is not exact, or for noise of real numbers
+    with `exact_noise`; the lower end is a lower
     bound for exact noise. Both are up to floating-point errors of the accountant (relative 1e-6).
 
     Raises ValueError for arguments outside these ranges, for functions or traced values in a schedule, and for several
@@ -71,7 +76,9 @@ def schedule_epsilon(
         Interval(lower=1.599..., upper=1.600...)
     """
     delta = checks.require_delta(delta)
-    upper, lower = _profiles(noise_multipliers, sampling_rate, counts, accountant, relation, buckets, grid, records)
+    numbers = checks.require_numbers(numbers, exact_noise)
+    run = noise_multipliers, sampling_rate, counts, accountant, relation, buckets, grid, records, numbers
+    upper, lower = _profiles(*run)
     return _interval(upper, lower, lambda profile: profile.epsilon(delta))
 
 
@@ -86,6 +93,8 @@ def schedule_delta(
     buckets: int = BUCKETS,
     grid: float | None = None,
     records: int = 1,
+    numbers: int = LARGEST_RELEASE,
+    exact_noise: bool = False,
 ) -> Interval:
     """delta at `epsilon` (at least 0) of such a schedule.
 
@@ -95,12 +104,14 @@ def schedule_delta(
         Interval(lower=1.55...e-06, upper=1.55...e-06)
     """
     epsilon = checks.require_epsilon(epsilon)
-    upper, lower = _profiles(noise_multipliers, sampling_rate, counts, accountant, relation, buckets, grid, records)
+    numbers = checks.require_numbers(numbers, exact_noise)
+    run = noise_multipliers, sampling_rate, counts, accountant, relation, buckets, grid, records, numbers
+    upper, lower = _profiles(*run)
     return _interval(upper, lower, lambda profile: profile.delta(epsilon))
 
 
 def _profiles(
-    noise, sampling_rate, counts, accountant, relation, buckets, grid, records
+    noise, sampling_rate, counts, accountant, relation, buckets, grid, records, numbers
 ) -> tuple[Profile, Profile | None]:
     """The upper profile, and the lower one, or None if the accountant has no lower one."""
     sigmas, rates, repeats = checks.require_schedule(noise, sampling_rate, counts)
@@ -110,14 +121,17 @@ def _profiles(
     checks.require_accountant(accountant)
     options: Any = dict(relation=relation, grid=grid)
     if require_whole("records", records) > 1:
-        upper = _of_records(sigmas, rates, repeats, records, buckets, dict(accountant=accountant, **options))
+        of_several = dict(accountant=accountant, numbers=numbers, **options)
+        upper = _of_records(sigmas, rates, repeats, records, buckets, of_several)
         sigmas = np.where(rates == 1, sigmas / records, sigmas)  # one record is less than all of them
     elif accountant == "rdp":
         steps = Buckets(sigmas, sigmas, rates, rates, repeats)
-        upper = implemented(upper_profile(steps, accountant="rdp", relation=relation), sigmas, repeats, relation)
+        exact = upper_profile(steps, accountant="rdp", relation=relation)
+        upper = implemented(exact, sigmas, repeats, relation, numbers)
     else:
         steps = bucketed_gaussians(sigmas, rates, repeats, buckets)
-        upper = implemented(upper_profile(steps, accountant=accountant, **options), sigmas, repeats, relation)
+        exact = upper_profile(steps, accountant=accountant, **options)
+        upper = implemented(exact, sigmas, repeats, relation, numbers)
     if accountant == "rdp":
         return upper, None
     return upper, lower_profile(bucketed_gaussians(sigmas, rates, repeats, buckets), **options)
@@ -153,10 +167,13 @@ def upper_profile(steps: Buckets, *, accountant: Accountant, relation: Relation,
     return profile(losses, accountant, grid=grid)
 
 
-def implemented(exact: Profile, sigmas: np.ndarray, counts: np.ndarray, relation: Relation) -> Profile:
+def implemented(
+    exact: Profile, sigmas: np.ndarray, counts: np.ndarray, relation: Relation, numbers: int
+) -> Implemented:
     """The profile of a run of dpx with these steps, as `events.billed` has it; exact: that of exact arithmetic."""
     least, effect = float(sigmas[counts > 0].min(initial=math.inf)), 2 if relation == "replace_one" else 1
-    return Implemented(exact, int(counts.sum()), float(counts.sum()), effect / least if least > 0 else math.inf)
+    shift, normals = effect / least if least > 0 else math.inf, Normals(pairs=pairs_of(numbers))
+    return Implemented(exact, int(counts.sum()), float(counts.sum()), shift, normals)
 
 
 def lower_profile(steps: Buckets, *, relation: Relation, grid: float | None = None) -> Profile:

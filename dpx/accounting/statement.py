@@ -128,6 +128,12 @@ def _learnt(report: Any, unit: str) -> Section:
 
 def _spent(report: Any, unit: str) -> tuple[str, ...]:
     spent = report.spent
+    if math.isinf(spent) and "least delta" in report.arithmetic:
+        return (
+            f"There is NO guarantee for one {unit} at delta {upper(report.delta, 6)}, because epsilon = inf: the noise "
+            "has finitely many values, and that alone costs more than this delta. There is one at a delta of about "
+            f"{upper(report.arithmetic['least delta'], 1)}.",
+        )
     if math.isinf(spent):
         return (f"There is NO guarantee for one {unit}, because epsilon = inf: a release has no noise, or too little.",)
     factor = upper(math.exp(spent), 3) if spent < 700 else "e^epsilon"

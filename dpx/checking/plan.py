@@ -11,6 +11,7 @@ import numpy as np
 from dpx import keys
 from dpx.accounting import epsilon
 from dpx.accounting.attacks import upper, whose
+from dpx.accounting.bill import numbers_of
 from dpx.accounting.checks import require_relation
 from dpx.accounting.events import billed
 from dpx.accounting.truncated import without_truncation
@@ -90,7 +91,7 @@ def privacy(optimizer: Mechanism, steps: int | None, delta: float | None) -> Fin
     cost = f"epsilon {upper(spent, 4)} at delta {upper(delta, 6)}{whose(1 if budget is None else budget.records)}"
     words = f"{steps} steps cost {cost}, rounding by eta = {ETA:.3g} included"
     if math.isinf(spent):
-        return Finding("privacy", "error", f"{words}: a step adds no noise", numbers)
+        return Finding("privacy", "error", f"{words}: a step adds no noise, or delta is too small", numbers)
     if budget is not None and steps > budget.steps:
         return Finding("privacy", "warning", f"{words}; the budget is for {budget.steps} steps", numbers)
     if spent > WEAK:
@@ -103,7 +104,8 @@ def truncation(optimizer: Mechanism, steps: int | None, delta: float | None) -> 
     if steps is None or delta is None or not getattr(optimizer.sampling, "truncates", False):
         return []
     event, relation = optimizer.event(steps), require_relation(optimizer.sampling.relation)
-    spent, without = (billed(e, relation=relation).epsilon(delta) for e in (event, without_truncation(event)))
+    options: Any = {"relation": relation, "numbers": numbers_of(optimizer, steps)}
+    spent, without = (billed(e, **options).epsilon(delta) for e in (event, without_truncation(event)))
     more = spent / without - 1 if 0 < without < math.inf else 0.0
     words = f"to cut batches to most_rows = {optimizer.sampling.most_rows} costs {more:.2%} of epsilon"
     numbers = {"epsilon": spent, "epsilon of batches that are not cut": without}

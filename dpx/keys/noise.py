@@ -13,8 +13,8 @@ show which sums are possible at all (Mironov 2012, https://doi.org/10.1145/23821
 Number n of the tree, leaf after leaf, has the noise of number n of one stream, which is a function of the key, of the
 step and of n, and of how many numbers the tree has, if these are fewer than CHUNK_NUMBERS. So it does not depend on how
 the arrays are computed or sharded. The cipher takes the block (step + 1, number of a pair, number of a stream, 0), and
-(step + 1, 1, 0, RARE) for the word that the rarest pairs of the release have in common (`normals.py`). No two releases of a key share a block, and none is one from which keys are derived, because these end in another word
-(`streams.py`).
+(step + 1, 1, 0, RARE) for the word that the rarest pairs of the release have in common (`normals.py`). No two releases
+of a key share a block, and none is one from which keys are derived, because these end in another word (`streams.py`).
 """
 
 import functools
@@ -29,6 +29,7 @@ import numpy as np
 
 from dpx.keys.cipher import RARE, derived, threefry4x32
 from dpx.keys.correlation import weighted
+from dpx.keys.counts import CHUNK_NUMBERS, LARGEST_RELEASE, ONE_STREAM, count
 from dpx.keys.grid import rounded
 from dpx.keys.normals import normal, radius_and_angle
 from dpx.keys.streams import words as secret_words
@@ -39,11 +40,7 @@ from dpx.xla.flags import warn_of_fast_math
 from dpx.xla.ordering import opaque_false
 from dpx.xla.totals import Total, as_total
 
-# 32 KiB; from 2^11 to 2^17 numbers, a CPU is about equally fast (benchmarks/results/noise.md).
-CHUNK_NUMBERS = 2**13
-LARGEST_RELEASE = 2**32  # numbers, for which the bill is made (dpx/accounting/arithmetic.py)
 LARGEST_LEAF = 2**32 - CHUNK_NUMBERS  # numbers, because places in a leaf are uint32
-ONE_STREAM = 2**31  # numbers, because an index of an array is an int32
 REPEATED = 4  # leaves with the shape of an earlier one; for fewer, sharing programs takes longer to compile
 
 
@@ -114,30 +111,12 @@ def places_of(shapes: Sequence[tuple[int, ...]]) -> tuple[Place, ...]:
     sizes = [math.prod(shape) for shape in shapes]
     if (largest := max(sizes, default=0)) > LARGEST_LEAF:
         raise ValueError(f"a leaf must have at most {LARGEST_LEAF} numbers, got {largest}")
-    if (most := numbers_of(shapes)) > LARGEST_RELEASE:
+    if (most := count(shapes)) > LARGEST_RELEASE:
         raise ValueError(f"a release must have at most {LARGEST_RELEASE} numbers, got {most}")
     size = sum(sizes)
     if len(shapes) > 1 and size >= ONE_STREAM:
         return tuple(Place(number, 0, _half(size)) for number, size in enumerate(sizes))
     return tuple(Place(0, start, _half(size)) for start in itertools.accumulate(sizes[:-1], initial=0))[: len(shapes)]
-
-
-def pairs_of(numbers: int) -> int:
-    """How many pairs of normals so many numbers of one stream draw, an int: of the last chunk, some have one number."""
-    whole, rest = divmod(numbers, CHUNK_NUMBERS)
-    return whole * (CHUNK_NUMBERS // 2) + min(rest, CHUNK_NUMBERS // 2) if whole else (numbers + 1) // 2
-
-
-def numbers_of(shapes: Sequence[tuple[int, ...]]) -> int:
-    """How many numbers a release of leaves of these shapes has for its bill: that of `pairs_of`, for all of its pairs.
-
-    In streams of their own, leaves draw more pairs than they have numbers for, so they count twice as many numbers.
-    """
-    sizes = [math.prod(shape) for shape in shapes]
-    if len(sizes) > 1 and sum(sizes) >= ONE_STREAM:
-        halves = (divmod(size, CHUNK_NUMBERS) for size in sizes)
-        return sum(whole * CHUNK_NUMBERS + min(2 * rest, CHUNK_NUMBERS) for whole, rest in halves)
-    return sum(sizes)
 
 
 def _half(size: int) -> int:

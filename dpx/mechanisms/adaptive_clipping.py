@@ -74,6 +74,9 @@ def adaptive_clipping(
     _require_cheap_indicator(over(inner.noise_multiplier, 1), indicator_noise)
     shares = functools.partial(_shares, inner.noise_multiplier, indicator_noise)
 
+    def encoded(grad):
+        return {"gradient": grad, "indicator": jnp.ones(())}
+
     def weigh(norms, state):
         gradient, indicator = shares(state.inner.step)
         norm, clip_norm = norms["gradient"], state.clip_norm
@@ -94,8 +97,8 @@ def adaptive_clipping(
         return inner.event(steps)
 
     return inner.replace(
-        init=lambda params: AdaptiveClippingState(inner.init(params), jnp.float32(initial_clip_norm)),
-        encode=lambda grad, state: {"gradient": grad, "indicator": jnp.ones(())},
+        init=lambda params: AdaptiveClippingState(inner.init(encoded(params)), jnp.float32(initial_clip_norm)),
+        encode=lambda grad, state: encoded(grad),
         norm=lambda encoded: {"gradient": tree_norm(encoded["gradient"]), "indicator": encoded["indicator"]},
         weigh=weigh,
         release=release,

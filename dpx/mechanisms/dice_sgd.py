@@ -160,7 +160,7 @@ def dice_sgd(
 
 def _init(params: Tree) -> ErrorFeedbackState:
     high, low = (optax.tree.zeros_like(params, dtype=jnp.float32) for _ in range(2))
-    return ErrorFeedbackState(ReleaseState.empty(), Total(high, low))
+    return ErrorFeedbackState(ReleaseState.empty(params), Total(high, low))
 
 
 def _factors(config: Configuration, norm: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -100,7 +100,7 @@ def dp_sgd(
         return sampling.event(multipliers)
 
     return Mechanism(
-        init=lambda params: ReleaseState.empty(),
+        init=ReleaseState.empty,
         encode=lambda grad, state: grad,
         norm=lambda encoded: jax.tree.map(lambda _, group: tree_norm(group), clip_norm, encoded),
         weigh=weigh,

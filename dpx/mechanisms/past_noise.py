@@ -36,7 +36,7 @@ def empty(params: Tree, steps: int) -> CorrelatedNoiseState:
         zeros = jnp.zeros_like(p, dtype=jnp.float32)
         return jnp.stack([zeros] * steps)
 
-    return CorrelatedNoiseState(ReleaseState.empty(), Total(*(jax.tree.map(ring, params) for _ in range(2))))
+    return CorrelatedNoiseState(ReleaseState.empty(params), Total(*(jax.tree.map(ring, params) for _ in range(2))))
 
 
 def added(state: CorrelatedNoiseState, weights: np.ndarray) -> Tree:

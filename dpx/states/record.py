@@ -2,6 +2,7 @@
 
 import math
 import zlib
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import attrs
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from dp_accounting import DpEvent
 
+from dpx.keys.counts import counting, numbers_of
 from dpx.trees import Tree, described, map_states
 
 LARGEST_PRECISION = 1e30  # of one release, noise_multiplier^-2; a multiplier below 1e-15 counts as 1e-15
@@ -64,6 +66,7 @@ class ReleaseState(NamedTuple):
     planned_steps: int32 (), the steps of the budget that the noise was calibrated for; 0 without a budget.
     plan:          int32 (), the steps that the run planned, all of which are billed (`reading.steps_billed`); 0 where
                    nobody planned any, or where public information alone decides where the run ends.
+    numbers:       uint32 (), the most numbers that a release has, for which the state is billed; 0 is 2^32.
     noise_key:     uint32 (), the mark of the key of the noise (`keys.mark`); 0 before the first release.
     batch_key:     uint32 (), the mark of the key that draws the batches; 0 while not known, 1 after several keys.
     unit:          uint32 (), the mark of what a batch holds (`unit_mark`); 0 while it is not known.
@@ -76,20 +79,25 @@ class ReleaseState(NamedTuple):
     fingerprints: jax.Array
     planned_steps: jax.Array
     plan: jax.Array
+    numbers: jax.Array
     noise_key: jax.Array
     batch_key: jax.Array
     unit: jax.Array
     problem: jax.Array
 
     @classmethod
-    def empty(cls) -> "ReleaseState":
+    def empty(cls, params: Tree = None) -> "ReleaseState":
         """The record before the first release. `Mechanism.init` sets the fingerprints and the planned steps.
+
+        params: of the shapes of what a release will hold. None: these are not known, and 2^32 numbers are billed.
 
         Every array has a buffer of its own, because a jitted step that donates the state cannot donate one twice.
         """
-        step, *planned = (jnp.zeros((), jnp.int32) for _ in range(3))
+        step, budgeted, plan = (jnp.zeros((), jnp.int32) for _ in range(3))
         order, *marks = (jnp.zeros((), jnp.uint32) for _ in range(5))
-        return cls(step, jnp.zeros(2, jnp.float32), order, jnp.zeros(2, jnp.uint32), *planned, *marks)
+        shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(params)]
+        numbers = _as_numbers(numbers_of(shapes)) if shapes else _as_numbers(0)
+        return cls(step, jnp.zeros(2, jnp.float32), order, jnp.zeros(2, jnp.uint32), budgeted, plan, numbers, *marks)
 
     def after(self, noise_multiplier: jax.Array | float) -> "ReleaseState":
         """The record after one more release with this noise multiplier, float32 ()."""
@@ -127,16 +135,55 @@ def stamped(state: Tree, fingerprints: np.ndarray, budget: Any) -> Tree:
     """A new `state`, with the fingerprints by which its releases will be billed, uint32 (2,): `fingerprints_of`.
 
     budget: the `dpx.Budget`, which plans the run, or None.
+    Raises ValueError if the releases will have more numbers than it states.
     """
-    steps = 0 if budget is None else budget.steps
+    steps, numbers = (0, None) if budget is None else (budget.steps, budget.numbers)
     stamp = {"fingerprints": jnp.asarray(fingerprints), "planned_steps": jnp.full((), steps, jnp.int32)}
-    state = map_states(lambda node: node._replace(**stamp), state, ReleaseState)
+
+    def stamp_one(node: ReleaseState) -> ReleaseState:
+        if numbers is None:
+            return node._replace(**stamp)
+        if not isinstance(node.numbers, jax.core.Tracer):
+            _require_fewer(int(node.numbers), numbers)
+        return node._replace(**stamp, numbers=_as_numbers(numbers))
+
+    state = map_states(stamp_one, state, ReleaseState)
     return planned(state, 0 if budget is None or budget.public_stop else steps)
 
 
 def planned(state: Tree, steps: int) -> Tree:
     """A new `state`, whose run planned so many steps; 0 for a run without a plan."""
     return map_states(lambda node: node._replace(plan=jnp.zeros_like(node.plan) + steps), state, ReleaseState)
+
+
+def _require_fewer(own: int, numbers: int) -> None:
+    """Raises ValueError if a release has more numbers than those of the budget."""
+    if own > numbers:
+        raise ValueError(
+            f"a release must have at most the {numbers} numbers of the dpx.Budget, for which its noise was found, got "
+            f"{own} of these parameters: give a Budget with numbers={own}, or with none"
+        )
+
+
+def counted(release: Callable, *given: Any, budget: Any) -> tuple[Tree, Tree]:
+    """What `release(*given)` returns, updates and a state, which counts the numbers that it drew, if they are more.
+
+    Where jax has traced them before, they are not known: 0. budget: as for `stamped`, as the error is.
+    """
+    with counting() as drawn:
+        updates, state = release(*given)
+    if budget is not None and budget.numbers is not None:
+        _require_fewer(sum(drawn), budget.numbers)
+    own, one = np.uint32((sum(drawn) - 1) % 2**32), np.uint32(1)
+    return updates, map_states(
+        lambda node: node._replace(numbers=jnp.maximum(node.numbers - one, own) + one), state, ReleaseState
+    )
+
+
+def _as_numbers(numbers: int) -> jax.Array:
+    """uint32 (), known also inside of jit; 2^32 is 0."""
+    with jax.ensure_compile_time_eval():
+        return jnp.full((), numbers % 2**32, jnp.uint32)
 
 
 def checked(state: Tree, mechanism: Any, rows: jax.Array, drawn: Drawn | None, *, ordered: Any = True) -> Tree:
