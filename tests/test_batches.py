@@ -270,7 +270,8 @@ def test_columns_without_numbers_are_refused_without_showing_them(column):
         lambda: made.init(["Zanzibar"]),
     ):
         with pytest.raises(
-            ValueError, match=r"every array must hold numbers, got (an array \S*\[|<class 'str'>)"
+            ValueError,
+            match=r"must hold numbers, got (an array \S*\[|<class 'str'>)|must be a pytree of float arrays, got",
         ) as raised:
             use()
         said = "".join(traceback.format_exception(raised.value))
@@ -535,7 +536,7 @@ def test_chunks_that_are_left_out_or_added_twice_are_not_billed():
             sums = add(PARAMS, chunks[number], state, sums)
         _, after_step = step.release(PARAMS, sums, state)
         if order == (0, 1, 2):
-            assert dpx.epsilon(made, after_step, delta=1e-5) == dpx.epsilon(made, 1, delta=1e-5)
+            assert dpx.epsilon(made, after_step, delta=1e-5) == dpx.epsilon(made, 1, delta=1e-5, numbers=4)
             continue
         with pytest.raises(ValueError, match="the state has no bill"):
             dpx.epsilon(made, after_step, delta=1e-5)
@@ -643,7 +644,7 @@ def test_a_scan_over_draws_ahead_is_the_loop():
         updates, carry, _ = step(by_hand, batch, carry)
         by_hand = jax.tree.map(jnp.add, by_hand, updates)
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6), params, by_hand)
-    assert dpx.epsilon(made, state, delta=1e-5) == pytest.approx(dpx.epsilon(made, 5, delta=1e-5), rel=1e-4) <= 2.0
+    assert dpx.epsilon(made, state, delta=1e-5) == dpx.epsilon(made, 5, delta=1e-5, numbers=4) <= 2.0
     (_, twice), _ = jax.jit(lambda carry, rows: jax.lax.scan(body, carry, rows))((params, state), rows)
     with pytest.raises(ValueError, match="another step than it was drawn for"):
         dpx.epsilon(made, twice, delta=1e-5)

@@ -410,7 +410,10 @@ def test_a_schedule_that_counts_its_calls_is_billed_as_run_or_refused():
 
 
 def truth(noise_multiplier, steps, sampling=SAMPLING):
-    return billed(sampling.event(np.full(steps, noise_multiplier)), relation=sampling.relation).epsilon(1e-5)
+    """Of a state, which counts the numbers of PARAMS."""
+    numbers = sum(np.size(leaf) for leaf in jax.tree.leaves(PARAMS))
+    event = sampling.event(np.full(steps, noise_multiplier))
+    return billed(event, relation=sampling.relation, numbers=numbers).epsilon(1e-5)
 
 
 def test_a_rebuilt_mechanism_with_the_same_numbers_goes_on():
@@ -560,7 +563,7 @@ def test_several_keys_for_one_epoch_are_not_billed(sampling):
     gradient = gradient_of(mechanism)
     first = gradient(PARAMS, sampling.take(DATA, KEY, mechanism.init(PARAMS)), mechanism.init(PARAMS)).state
     same, other = (gradient(PARAMS, sampling.take(DATA, key, first), first).state for key in (KEY, jax.random.key(4)))
-    assert dpx.epsilon(mechanism, same, delta=1e-5) == dpx.epsilon(mechanism, 2, delta=1e-5)
+    assert dpx.epsilon(mechanism, same, delta=1e-5) == pytest.approx(dpx.epsilon(mechanism, 2, delta=1e-5), rel=1e-4)
     with pytest.raises(ValueError, match="more than one key"):
         dpx.epsilon(mechanism, other, delta=1e-5)
 

@@ -100,7 +100,7 @@ def test_steps_that_may_have_been_made_are_skipped(whole, tmp_path):
     assert list(rest) == [9, 10]
     require_fresh(whole, lost, rest)
     optimizer = made()
-    planned = dpx.epsilon(optimizer, STEPS, delta=1e-5, accountant="rdp")
+    planned = dpx.epsilon(optimizer, STEPS, delta=1e-5, accountant="rdp", numbers=3)
     assert result.steps == STEPS and result.epsilon == planned == whole[0].epsilon
     assert dpx.epsilon(optimizer, result.state, delta=1e-5, accountant="rdp") == planned
     assert result.skipped == 4 and "4 of the steps are billed, but" in str(result.report)
@@ -602,5 +602,5 @@ def test_the_bill_of_what_is_covered(tmp_path, name):
     with pytest.warns(UserWarning, match="steps 1 to 4"):
         result, rest = run(tmp_path, made=COVERED[name], **MOVED)
     assert list(rest) == [5, 6, 7, 8, 9, 10]
-    planned = dpx.epsilon(COVERED[name](), STEPS, delta=1e-5, accountant="rdp")
+    planned = dpx.epsilon(COVERED[name](), STEPS, delta=1e-5, accountant="rdp", numbers=3)
     assert result.epsilon == dpx.epsilon(COVERED[name](), result.state, delta=1e-5, accountant="rdp") == planned

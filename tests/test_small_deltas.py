@@ -197,3 +197,15 @@ def test_an_example_that_moves_far_costs_no_more_than_before():
     noise = np.append(np.full(399, 5.0), 0.5)
     found = accounting.schedule_epsilon(noise, sampling_rate=0.01, delta=1e-6, relation="replace_one", buckets=64)
     assert found.upper < 4.30673
+
+
+@pytest.mark.parametrize("noise, delta", [(0.335, 1e-3), (0.7, 1e-5), (2.0, 1e-9)])
+def test_fewer_numbers_never_cost_more(noise, delta):
+    """So a state costs at most what the budget does, whose noise is found for 2^32 numbers."""
+    sampling = dpx.PoissonSampling(examples=40, batch_size=8)
+    event = sampling.event(np.full(3, noise))
+    most = billed(event, relation="zero_out")
+    for numbers in (1, 2, 10, 1000, 10**6, 10**9):
+        fewer = billed(event, relation="zero_out", numbers=numbers)
+        assert fewer.epsilon(delta) <= most.epsilon(delta)
+        assert fewer.delta(1.0) <= most.delta(1.0)

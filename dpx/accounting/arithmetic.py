@@ -66,7 +66,7 @@ example has no part, the two sums are equal, and so are the two laws of the PROG
 import functools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -219,10 +219,22 @@ class Implemented:
         return self.answer(delta).epsilon
 
     def answer(self, delta: float) -> Answer:
-        """Epsilon at `delta`, and its parts. Where `far` depends on epsilon, bounds of it are tried."""
+        """Epsilon at `delta`, and its parts."""
+        return min((self._answer(delta, normals) for normals in self._enough()), key=lambda answer: answer.epsilon)
+
+    def _enough(self) -> tuple[Normals, ...]:
+        """The numbers of a release, and the most, whose bound holds for fewer too.
+
+        The least bound of both is never above that of the most, which is what a budget's noise is found for.
+        """
+        most = replace(self.normals, pairs=pairs_of(LARGEST_RELEASE))
+        return (self.normals, most) if 0 < self.normals.pairs < most.pairs else (self.normals,)
+
+    def _answer(self, delta: float, normals: Normals) -> Answer:
+        """Where `far` depends on epsilon, bounds of it are tried."""
         for bound in self._bounds(delta):
             worth = delta * math.exp(-bound) if bound < _LARGEST_EPSILON else delta
-            added = addition(self.releases, self.mean, worth, self.normals)
+            added = addition(self.releases, self.mean, worth, normals)
             spare = delta - added.delta(bound, 0.0, self.shift)
             exact = self.exact.epsilon(spare * math.exp(-added.loss)) if spare > 0 else math.inf
             if exact == 0 and self.delta(0.0) <= delta:
@@ -250,8 +262,11 @@ class Implemented:
         yield min(self.exact.epsilon(delta / 2), _LARGEST_UNKNOWN)
 
     def delta(self, epsilon: float) -> float:
+        return min(self._delta(epsilon, normals) for normals in self._enough())
+
+    def _delta(self, epsilon: float, normals: Normals) -> float:
         grown = min(epsilon, _LARGEST_UNKNOWN) if math.isinf(self.shift) else 0.0
-        added = addition(self.releases, self.mean, _USUAL_DELTA * math.exp(-grown), self.normals)
+        added = addition(self.releases, self.mean, _USUAL_DELTA * math.exp(-grown), normals)
         exact = (epsilon - 2 * added.loss) / (1 + added.slope)
         if exact >= 0:
             return added.delta(exact, self.exact.delta(exact), self.shift)
