@@ -19,7 +19,7 @@ from dp_accounting.dp_event import MixtureOfGaussiansDpEvent
 
 import dpx
 from dpx import accounting
-from dpx.accounting import schedule_delta, schedule_epsilon
+from dpx.accounting import arithmetic, schedule_delta, schedule_epsilon
 from dpx.accounting.error_feedback.event import ErrorFeedbackDpEvent
 from dpx.accounting.groups import of_unit
 from dpx.accounting.projected import ProjectedGaussianDpEvent, projected
@@ -279,6 +279,8 @@ def bills() -> dict[str, Bill]:
 
 
 def main() -> None:
+    nothing = arithmetic.addition(0, 0.0)  # the bills are those of exact noise, as in the test
+    arithmetic._best = lambda *_: nothing
     recorded = {name: bill() for name, bill in bills().items()}
     PATH.parent.mkdir(exist_ok=True)
     written = {name: repr(value) if math.isinf(value) else value for name, value in recorded.items()}

@@ -93,8 +93,8 @@ def _warn_of_a_jump(budget: float, found: float, costs: Mapping[float, float]) -
     below = [noise for noise in costs if noise < found]
     if below and costs[found] < _NEARLY * budget and costs[max(below)] == math.inf:
         warnings.warn(
-            f"epsilon={budget} buys no less noise than {costs[found]:.6g}: below noise_multiplier={found:.6g} an "
-            "example could move a release to where the noise of a program ends, so no cost is known at this delta",
+            f"epsilon={budget} is not used up, because the cost jumps from {costs[found]:.6g} to infinity: below "
+            f"noise_multiplier={found:.6g}, one example could move a release to where the noise of a program ends",
             stacklevel=3,
         )
 
