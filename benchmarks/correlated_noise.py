@@ -6,20 +6,16 @@ row calibrates its noise multiplier to epsilon at delta 1e-5 by dpx's accountant
 * Banded C (BandMF): the best coefficients for prefix sums, cyclic Poisson sampling with as many groups as bands.
 * lambda-CGD, BISR and banded C in a fixed order: one Gaussian release, times the sensitivity of all participations.
 * Independent noise, on Poisson batches (the divisor of every ratio), and in the fixed order.
-
-The last table is the time of a noisy release of 1.9 million numbers, with past noise drawn again from the key.
 """
 
-import argparse
 import functools
 import itertools
 import math
-import statistics
 
 from dp_accounting import DpEvent
 
-from benchmarks import report, timing
-from dpx import keys, strategies
+from benchmarks import report
+from dpx import strategies
 from dpx.accounting import event_epsilon
 from dpx.accounting.calibration import least_within
 
@@ -29,7 +25,6 @@ BATCHES = (256, 512, 1024, 2048, 4096, 8192)  # of the plot, for 10 epochs
 EPSILONS = (1.0, 2.0, 8.0)
 BANDS = (2, 4, 8, 16, 24, 32, 48)
 CORRELATIONS = (0.8, 0.85, 0.9, 0.93, 0.95, 0.96, 0.97, 0.98, 0.99)
-SHAPES = [(784, 1024), (1024,), (1024, 1024), (1024,), (1024, 10)]
 COEFFICIENTS = (2, 4, 8, 16, 32, 64)
 # The ratios of the issue, by (batch size, epsilon, bands; 0 for lambda .97 in a fixed order).
 STATED = {
@@ -131,23 +126,6 @@ def stated_rows() -> list[tuple]:
     return rows
 
 
-def release_rows() -> list[tuple]:
-    """Times of `keys.release` with the weights of BISR, in turn, and over that of independent noise."""
-    import jax
-    import jax.numpy as jnp
-
-    sums, key = [jnp.ones(shape) for shape in SHAPES], keys.secret_key(2**100)  # protects nobody
-    timers = {}
-    for count in (1, 2, 4, 16, 64):
-        weights = strategies.inverse_square_root(coefficients=count).inverse_coefficients
-        run = jax.jit(functools.partial(keys.release, weights=weights))
-        timers[count] = timing.Timer(
-            lambda run=run: jax.block_until_ready(run(key, jnp.int32(100), sums, 0.3)), timing.CLOCKS["wall"]
-        )
-    seconds = {count: statistics.median(times) for count, times in timing.interleaved(timers, 3).items()}
-    return [(count, f"{1e3 * time:.1f} ms", f"{time / seconds[1]:.2f}") for count, time in seconds.items()]
-
-
 def plot(path) -> None:
     import matplotlib
 
@@ -178,10 +156,6 @@ def plot(path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--core", type=int, default=0)
-    options = parser.parse_args()
-    timing.pin(options.core)
     plot(report.RESULTS / "correlated_noise.svg")
     run = ("batch", "steps", "epsilon")
     tables = {
@@ -194,9 +168,6 @@ def main() -> None:
         ),
         "Against the numbers of the issue": report.grid(
             ("batch x steps", "epsilon", "strategy", "stated", "here", "difference"), stated_rows()
-        ),
-        "Time of a noisy release, by the weights of BISR (2: as lambda-CGD)": report.grid(
-            ("weights", "time", "over independent noise"), release_rows()
         ),
     }
     notes = [

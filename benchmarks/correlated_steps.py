@@ -1,4 +1,4 @@
-"""The time of correlated noise: of a step, and of a noisy release alone; past noise that is kept, and drawn again.
+"""The time of correlated noise: of a step, and of a noisy release alone.
 
 `python -m benchmarks.correlated_steps` writes results/correlated_steps.md, in two minutes. All rows of a table take
 turns on one core, with the clock of the processor, because other load then counts less.
@@ -10,11 +10,11 @@ import statistics
 from typing import Any
 
 from benchmarks import report, timing
-from benchmarks.correlated_noise import SHAPES
 
 EXAMPLES, STEPS = 50_000, 1000
 MODELS = (("end_to_end_cnn", 256), ("mlp", 256))
 WEIGHTS = (2, 8)
+SHAPES = [(784, 1024), (1024,), (1024, 1024), (1024,), (1024, 10)]
 CLOCK = "cpu"
 
 
@@ -32,11 +32,7 @@ def mechanisms(size: int, bands: int = 8) -> dict[str, Any]:
     return {
         "dp_sgd": dpx.dp_sgd(sampling=groups, **given),
         f"BandMF, {bands} bands": dpx.methods.band_mf_sgd(bands=bands, steps=STEPS, sampling=groups, **given),
-    } | {
-        f"{name}, {past}": correlated_noise(strategy=strategy, sampling=order, past_noise=past, **given)
-        for name, strategy in inverses.items()
-        for past in ("kept", "drawn again")
-    }
+    } | {name: correlated_noise(strategy=strategy, sampling=order, **given) for name, strategy in inverses.items()}
 
 
 def step_rows(model: str, size: int) -> list[tuple]:
@@ -93,9 +89,8 @@ def release_rows() -> list[tuple]:
     for count in WEIGHTS:
         inverse = strategies.inverse_square_root(coefficients=count)
         banded = strategies.banded_half(bands=count)
-        rows[count, "banded, kept"] = correlated_noise(strategy=banded, **given)
-        for past in ("kept", "drawn again"):
-            rows[count, f"inverse, {past}"] = correlated_noise(strategy=inverse, past_noise=past, **given)
+        rows[count, "banded"] = correlated_noise(strategy=banded, **given)
+        rows[count, "inverse"] = correlated_noise(strategy=inverse, **given)
     for name, mechanism in rows.items():
         state = mechanism.init(sums)
         state = jax.tree.map(lambda leaf: jnp.int32(100) if leaf.dtype == jnp.int32 and leaf.ndim == 0 else leaf, state)
@@ -130,12 +125,8 @@ def main() -> None:
             ("bands or weights", "noise", "time", "over independent noise"), release_rows()
         ),
     }
-    notes = [
-        "The inverse of a banded C is full, so past noise of a banded C is kept: drawn again, step t would need the "
-        "normals of t + 1 steps. An inverse of 8 weights, drawn again, shows what 8 steps cost.",
-    ]
     heading = report.heading("benchmarks.correlated_steps", ("jax", "numpy"), clock=CLOCK)
-    report.write("correlated_steps", heading, tables, notes=notes)
+    report.write("correlated_steps", heading, tables)
 
 
 if __name__ == "__main__":

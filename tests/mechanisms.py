@@ -251,7 +251,7 @@ def _in_order(steps):
         return dp_accounting.NoOpDpEvent()
     rows = [sum(0.6 ** (t - 3 * i) for i in range(t // 3 + 1)) for t in range(steps)]
     moved = math.sqrt(sum(row * row for row in rows))
-    return CorrelatedGaussianDpEvent(1.3, moved, steps, (1.0,), (1.0, -0.6), "kept")
+    return CorrelatedGaussianDpEvent(1.3, moved, steps, (1.0,), (1.0, -0.6))
 
 
 ALIGNED = {  # two of the coordinates

@@ -21,13 +21,11 @@ from dpx.accounting.releases import largest_shift, released
 from dpx.audit.contract import correlation
 from dpx.audit.contract.report import Broken
 from dpx.audit.contract.trial import Trial
-from dpx.keys import noise
 from dpx.keys.grid import GRID
 from dpx.mechanisms import past_noise
 from dpx.xla import doubles
 from dpx.xla.totals import ETA
 from tests.devices import on_eight_devices
-from tests.mechanisms import PARAMS as SMALL
 
 module = importlib.import_module("dpx.mechanisms.correlated_noise")  # the package hides it behind the function
 
@@ -38,23 +36,17 @@ LAMBDA, BISR = strategies.lambda_cgd(correlation=0.9), strategies.inverse_square
 BANDS = strategies.Strategy(coefficients=(1.0, 0.6, 0.3, -0.2))
 ORDER = dpx.sampling.FixedOrder(examples=20, batch_size=5)
 CYCLIC = dpx.sampling.CyclicPoissonSampling(examples=20, batch_size=5, bands=4)
-AGAIN = "drawn again"
 BOTH = pytest.mark.parametrize("strategy", [LAMBDA, BISR], ids=["lambda", "bisr"])
-ALL = pytest.mark.parametrize(
-    "strategy, past_noise",
-    [(LAMBDA, "kept"), (BISR, "kept"), (BANDS, "kept"), (LAMBDA, AGAIN), (BISR, AGAIN)],
-    ids=["lambda", "bisr", "bands", "lambda again", "bisr again"],
-)
+ALL = pytest.mark.parametrize("strategy", [LAMBDA, BISR, BANDS], ids=["lambda", "bisr", "bands"])
 
 
-def made(strategy=LAMBDA, *, clip_norm=0.5, noise_multiplier=2.0, sampling=ORDER, key=KEY, past_noise="kept"):
+def made(strategy=LAMBDA, *, clip_norm=0.5, noise_multiplier=2.0, sampling=ORDER, key=KEY):
     return mechanisms.correlated_noise(
         strategy=strategy,
         clip_norm=clip_norm,
         noise_multiplier=noise_multiplier,
         sampling=sampling,
         key=key,
-        past_noise=past_noise,
     )
 
 
@@ -71,15 +63,15 @@ def run(mechanism, steps, params=PARAMS, grads=None):
 
 
 @ALL
-def test_the_noise_is_the_weighted_sum_of_the_normals_of_the_steps(strategy, past_noise):
-    """Where it is kept, the rounding of every step is a part of the noise that is correlated."""
+def test_the_noise_is_the_weighted_sum_of_the_normals_of_the_steps(strategy):
+    """The rounding of every step is a part of the noise that is correlated."""
     deviation = 2.0 * 0.5 * (1 + ETA)
     grid = 2.0 ** (np.floor(np.log2(deviation)) - GRID)
-    found, _ = run(made(strategy, past_noise=past_noise), 9)
+    found, _ = run(made(strategy), 9)
     normals = [keys.normal_like(stream_of(strategy), step, PARAMS) for step in range(9)]
     inverse = strategy.inverse_column(9)
     for step in range(9):
-        off = grid / 2 * (np.abs(inverse[: step + 1]).sum() if past_noise == "kept" else 1)
+        off = grid / 2 * np.abs(inverse[: step + 1]).sum()
         for name in PARAMS:
             expected = sum(inverse[j] * np.asarray(normals[step - j][name], np.float64) for j in range(step + 1))
             released = np.asarray(found[step][name], np.float64) * 5
@@ -88,10 +80,10 @@ def test_the_noise_is_the_weighted_sum_of_the_normals_of_the_steps(strategy, pas
 
 
 @ALL
-def test_the_covariance_over_steps_is_that_of_the_strategy(strategy, past_noise):
+def test_the_covariance_over_steps_is_that_of_the_strategy(strategy):
     """C^-1 C^-T for a long time after the memory is full."""
     steps, params = 11, {"w": jnp.zeros(40_000)}
-    found, _ = run(made(strategy, past_noise=past_noise), steps, params)
+    found, _ = run(made(strategy), steps, params)
     rows = np.stack([np.asarray(update["w"], np.float64) for update in found]) * 5 / (2.0 * 0.5 * (1 + ETA))
     expected = strategy.covariance(steps)
     assert np.abs(rows @ rows.T / 40_000 - expected).max() < 5 * np.sqrt(2) * expected.max() / 200
@@ -112,10 +104,10 @@ def test_the_identity_is_dp_sgd_bit_for_bit():
 
 
 @ALL
-def test_the_sum_is_clipped_and_released_with_the_noise(strategy, past_noise):
+def test_the_sum_is_clipped_and_released_with_the_noise(strategy):
     """Data of one step are in the release of that step alone: what is fed back is noise."""
     grads = jax.tree.map(lambda p: jnp.full((5, *p.shape), 3.0), PARAMS)
-    mechanism = made(strategy, noise_multiplier=1e-3, past_noise=past_noise)
+    mechanism = made(strategy, noise_multiplier=1e-3)
     (with_data, _), (without, _) = run(mechanism, 6, grads=grads), run(mechanism, 6)
     for one, other in zip(with_data, without, strict=True):
         assert optax.tree.norm(optax.tree.sub(one, other)) == pytest.approx(0.5, rel=1e-2)
@@ -125,7 +117,7 @@ def stream_of(strategy, key=KEY):
     return module._stream(key, strategy)
 
 
-@pytest.mark.parametrize("strategy", [LAMBDA, BISR, BANDS], ids=["lambda", "bisr", "bands"])
+@ALL
 def test_a_step_releases_the_sum_in_the_basis_of_c_with_fresh_noise(strategy, monkeypatch):
     """The proof for the bits: `keys.release` gets (C S)_t minus a function of earlier releases, but for rounding."""
     given, released, fresh = [], [], keys.release
@@ -156,7 +148,7 @@ def test_a_step_releases_the_sum_in_the_basis_of_c_with_fresh_noise(strategy, mo
         assert np.abs(given[step] - (basis - public)).max() < 2e-12
 
 
-@pytest.mark.parametrize("strategy", [LAMBDA, BISR, BANDS], ids=["lambda", "bisr", "bands"])
+@ALL
 @pytest.mark.parametrize("scale", [1.0, 1e6])
 def test_the_rounding_of_the_memory_moves_less_than_is_billed(strategy, scale):
     """Two neighbors with equal releases: what they hand to `keys.release` differs by C (S - S'), but for rounding."""
@@ -190,31 +182,21 @@ def test_the_rounding_of_the_memory_moves_less_than_is_billed(strategy, scale):
     assert 0 < found <= billed
 
 
-def test_the_noise_is_the_same_by_chunks_and_by_places():
-    leaves = [jnp.ones((3, 5)), jnp.zeros(20_000)]
-    shapes = noise.places_of([leaf.shape for leaf in leaves])
-    given = keys.words(KEY), jnp.int32(9), jnp.float32(1.3), leaves, None, shapes
-    by_chunks, by_places = (noise.release_leaves(*given, devices, (1.0, -0.5, 0.2)) for devices in (1, 2))
-    jax.tree.map(np.testing.assert_array_equal, by_chunks, by_places)
-    alone = noise.release_leaves(*given, 1, (1.0,))
-    assert not np.allclose(by_chunks[1], alone[1])
-
-
 @BOTH
 def test_the_bill_is_that_of_one_gaussian_times_the_sensitivity(strategy):
     for steps in (1, 4, 5, 12):
         moved = strategies.sensitivity(strategy, steps=steps, participations=-(-steps // 4), separation=4)
-        event = made(strategy, past_noise=AGAIN).event(steps)
-        assert event == CorrelatedGaussianDpEvent(2.0, moved, steps, (1.0,), strategy.inverse_coefficients, AGAIN)
-        kept = made(strategy).event(steps)
-        assert kept.sensitivity == moved and 2.0 * (1 - 2e-6) < kept.noise_multiplier < 2.0
+        event = made(strategy).event(steps)
+        noise = event.noise_multiplier
+        assert event == CorrelatedGaussianDpEvent(noise, moved, steps, (1.0,), strategy.inverse_coefficients)
+        assert 2.0 * (1 - 2e-6) < noise < 2.0
         exact = gaussian_epsilon(moved / 2.0, delta=1e-5)
         assert accounting.event_epsilon(event, delta=1e-5, relation="zero_out") == pytest.approx(exact, rel=1e-4)
         assert exact <= dpx.epsilon(made(strategy), steps, delta=1e-5) <= exact * 1.001
     assert dpx.epsilon(made(strategy, sampling=EPOCHS), 12, delta=1e-5) > dpx.epsilon(made(strategy), 12, delta=1e-5)
 
 
-@pytest.mark.parametrize("strategy", [LAMBDA, BISR, BANDS], ids=["lambda", "bisr", "bands"])
+@ALL
 def test_the_best_attack_on_a_run_reaches_the_bill_and_not_more(strategy):
     """An example of one direction in every epoch moves the run by the billed number of deviations, in all."""
     steps, mechanism, moved = 10, made(strategy, noise_multiplier=1e-3), []
@@ -257,11 +239,11 @@ def test_a_budget_is_met():
 
 
 @ALL
-def test_a_resumed_run_has_the_same_noise_and_bill(strategy, past_noise):
-    mechanism = made(strategy, past_noise=past_noise)
+def test_a_resumed_run_has_the_same_noise_and_bill(strategy):
+    mechanism = made(strategy)
     (found, state), (_, third) = run(mechanism, 6), run(mechanism, 3)
     stored = jax.tree.map(np.asarray, third)
-    again, everyone = made(strategy, past_noise=past_noise), jnp.ones(5, bool)
+    again, everyone = made(strategy), jnp.ones(5, bool)
     grads = jax.tree.map(lambda p: jnp.zeros((5, *p.shape)), PARAMS)
     for expected in found[3:]:
         updates, stored = jax.jit(again.update)(grads, stored, PARAMS, included=everyone)
@@ -276,10 +258,9 @@ def test_a_resumed_run_has_the_same_noise_and_bill(strategy, past_noise):
             dpx.epsilon(other, state, delta=1e-5)
 
 
-@pytest.mark.parametrize("strategy, past_noise", [(BANDS, "kept"), (LAMBDA, AGAIN)], ids=["bands", "lambda again"])
-def test_fit_is_the_loop_by_hand(strategy, past_noise, tmp_path):
+def test_fit_is_the_loop_by_hand(tmp_path):
     """A run that was ended and resumed: the memory is in the checkpoint."""
-    mechanism, data = made(strategy, past_noise=past_noise), np.ones((20, 3), np.float32)
+    mechanism, data = made(BANDS), np.ones((20, 3), np.float32)
     params = {"w": jnp.zeros(3)}
 
     def loss(params, example):
@@ -309,8 +290,6 @@ def test_runs_of_one_key_with_other_strategies_have_independent_noise():
     params, kinds = {"w": jnp.zeros(20_000)}, (BANDS, LAMBDA, BISR, strategies.identity())
     first = [np.asarray(run(made(strategy), 1, params)[0][0]["w"]) for strategy in kinds]
     assert np.abs(np.corrcoef(first) - np.eye(4)).max() < 5 / np.sqrt(20_000)
-    again = np.asarray(run(made(LAMBDA, past_noise=AGAIN), 1, params)[0][0]["w"])
-    np.testing.assert_array_equal(again, first[1])  # one strategy, one key: one run
     with pytest.raises(ValueError, match="key"):
         dpx.compose_runs((made(LAMBDA), 4), (made(BISR), 4), shared_batches=False)
 
@@ -350,18 +329,6 @@ def test_noise_cancels_in_layers_and_in_one_projection():
         ratio = np.std(found[0]) / np.std(found[1])
         exact = np.linalg.norm(np.cumsum(LAMBDA.inverse_column(steps))) / np.sqrt(steps)
         assert ratio == pytest.approx(exact, rel=0.1) and ratio < 0.5
-
-
-def test_the_printed_pipeline_and_the_report_say_where_bits_have_no_proof():
-    again, kept = made(past_noise=AGAIN), made()
-    assert "the bits of a release: no proof" in str(again) and "(1, -0.9)" in str(again)
-    report = dpx.privacy_report(again, 4, delta=1e-5)
-    assert "the bits of a release: no proof" in str(report)
-    assert sum("no proof for the bits" in caveat for caveat in report.caveats) == 1
-    for proved in (kept, made(BANDS), made(BANDS, sampling=CYCLIC), made(strategies.identity(), past_noise=AGAIN)):
-        assert "no proof" not in str(proved)
-        assert not any("bits" in caveat for caveat in dpx.privacy_report(proved, 4, delta=1e-5).caveats)
-    assert "the inverse of the bands (1, 0.6, 0.3, -0.2)" in str(made(BANDS))
 
 
 CUT = strategies.optimized(bands=3, steps=30)
@@ -404,14 +371,12 @@ def test_the_largest_shift_of_a_release_is_that_of_an_example(sampling):
     assert run * (1 + 1e-5) > largest_shift(event, "zero_out") > run >= moved
 
 
-def test_a_large_epsilon_has_a_bill_for_the_bits_where_past_noise_is_kept():
+def test_a_large_epsilon_has_a_bill_for_the_bits():
     """The probability that a pair of normals is bad for the other data set needs no factor of e^epsilon."""
-    cyclic = made(BANDS, noise_multiplier=0.46, sampling=SPARSE)
-    for mechanism, steps in ((cyclic, 1000), (made(noise_multiplier=0.9), 8)):
+    cyclic = made(BANDS, noise_multiplier=0.35, sampling=SPARSE)
+    for mechanism, steps in ((cyclic, 1000), (made(noise_multiplier=0.7), 8)):
         exact = accounting.event_epsilon(mechanism.event(steps), delta=1e-5, relation="zero_out")
-        assert 20 < exact < dpx.epsilon(mechanism, steps, delta=1e-5) < 1.001 * exact
-    again = made(noise_multiplier=0.9, past_noise=AGAIN)  # without a proof for the bits
-    assert largest_shift(again.event(8), "zero_out") == np.inf == dpx.epsilon(again, 8, delta=1e-5)
+        assert 30 < exact < dpx.epsilon(mechanism, steps, delta=1e-5) < 1.001 * exact
 
 
 def test_the_methods_are_the_mechanism_with_their_strategies():
@@ -520,16 +485,6 @@ def test_calibrations_are_those_of_a_peer(name):
     assert theirs == pytest.approx(epsilon, rel=2e-3)
 
 
-def test_the_contract_of_noise_that_is_drawn_again_holds_but_for_the_bits():
-    report = dpx.audit.check_contract(made(sampling=EPOCHS, past_noise=AGAIN), params=SMALL, draws=1000)
-    found = {line.name: line for line in report.lines}
-    assert report.passed and found["bits"].outcome == "not checked", str(report)
-    assert "correlated over steps" in found["noise"].words
-    assert {"bounded", "adjacent", "resume", "secrecy"} <= {
-        line.name for line in report.lines if line.outcome == "pass"
-    }
-
-
 TINY = {"w": jnp.zeros(3)}
 
 
@@ -538,8 +493,8 @@ def on_trial(mechanism):
 
 
 @ALL
-def test_the_contract_sees_the_covariance_over_steps(strategy, past_noise):
-    mechanism = made(strategy, past_noise=past_noise)
+def test_the_contract_sees_the_covariance_over_steps(strategy):
+    mechanism = made(strategy)
     assert "covariance C^-1 C^-T" in correlation.require_covariance(on_trial(mechanism))
     other = strategies.Strategy(coefficients=(1.0, 0.6, 0.3, -0.1))
     with pytest.raises(Broken, match="is not C\\^-1 z for the stated C"):
@@ -580,8 +535,6 @@ def found_share(mechanism):
 @pytest.mark.parametrize(
     "make, words",
     [
-        (lambda: made(strategies.banded_half(bands=3), past_noise=AGAIN), "the inverse of a banded C is full"),
-        (lambda: made(past_noise="redrawn"), '"kept" or "drawn again"'),
         (lambda: made((1, -0.5)), "dpx.strategies.Strategy"),
         (lambda: made(LAMBDA, sampling=CYCLIC), "at most 4 bands"),
         (lambda: made(strategies.banded_half(bands=5), sampling=CYCLIC), "at most 4 bands"),
@@ -617,16 +570,16 @@ def test_what_has_no_proof_is_refused(make, words):
         make()
 
 
-KINDS = [(BANDS, "kept"), (BISR, "kept"), (LAMBDA, AGAIN)]
+KINDS = [BANDS, BISR]
 
 
-def bits(strategy, past_noise, place=lambda tree: tree, share=1.0):
+def bits(strategy, place=lambda tree: tree, share=1.0):
     """Of six releases of one sum, in hexadecimal. place: puts a tree of one matrix on devices.
 
     share: the part of the past noise that a device has, from the first step on. The memory may differ in its last bits,
     2^-52 of a number, because one program fuses a product and a sum.
     """
-    mechanism = made(strategy, past_noise=past_noise)
+    mechanism = made(strategy)
     sums = place({"w": jnp.asarray(np.random.default_rng(3).normal(size=(16, 40)), jnp.float32)})
     state, found, step = mechanism.init(sums), [], jax.jit(lambda state, sums: mechanism.release((sums,), state, sums))
     for _ in range(6):
@@ -638,7 +591,7 @@ def bits(strategy, past_noise, place=lambda tree: tree, share=1.0):
 
 
 def require_share(state, share):
-    for memory in jax.tree.leaves(getattr(state, "unreleased_noise", ())):
+    for memory in jax.tree.leaves(state.unreleased_noise):
         assert memory.addressable_shards[0].data.size == share * memory.size
 
 
@@ -647,12 +600,12 @@ def print_on_eight_devices():
     for axis, kinds in ((AxisType.Auto, KINDS), (AxisType.Explicit, KINDS[:1])):
         rows = NamedSharding(jax.make_mesh((8,), ("data",), axis_types=(axis,)), PartitionSpec("data"))
         for kind in kinds:
-            print(bits(*kind, lambda tree, rows=rows: jax.device_put(tree, rows), 1 / 8))
+            print(bits(kind, lambda tree, rows=rows: jax.device_put(tree, rows), 1 / 8))
 
 
 def test_the_same_noise_on_eight_devices():
     """The released numbers bit for bit; and the memory is sharded like the parameters, from the first step on."""
-    expected = [bits(*kind) for kind in KINDS]
+    expected = [bits(kind) for kind in KINDS]
     printed = on_eight_devices("from tests import test_correlated_noise as t; t.print_on_eight_devices()")
     assert printed.split() == [*expected, expected[0]]
 

@@ -56,8 +56,8 @@ is at most p0 (1 + 4.8 |v| r0), so all together have p0 (m1 + 4.8 r0 shift sqrt(
 it grows faster than |v|^2, so all together have at most exp(-(r0 - shift)^2 / 2). A rare cell has p <= 3 2^-64, so the
 expected number of rare pairs of a release is bounded in the same way, with 9.3 for r0, and two of them have at most
 half of its square for their probability, because the pairs are independent. A truncated sample has the law of such
-coins too, and the example displaces another one: `truncated` has its shift. So have correlated releases whose past
-noise is kept: `correlated` has the proof, and their shift.
+coins too, and the example displaces another one: `truncated` has its shift. So have correlated releases: `correlated`
+has the proof, and their shift.
 
 Only the releases of the event count. At all other steps, such as those of an epoch of `ShuffledEpochs` in which the
 example has no part, the two sums are equal, and so are the two laws of the PROGRAM.

@@ -12,8 +12,7 @@ with fresh noise, moved by a public number, and the noise of the run is r - S = 
 
 **The memory is no noise that is used again.** n and m are functions of the data and of earlier releases. Given these,
 the normals of a step are fresh, which is what the theorem of `arithmetic.py` needs at every release. So the bill holds
-for the bits. (Not so if past normals are drawn again from the key, and enter as sum_j d_j g_(t-j): given the releases,
-those have another law than fresh ones. Then the theorem is for real numbers alone.)
+for the bits.
 
 **The shift.** One example moves the vector C S by at most `sensitivity` clip norms
 (`dpx/strategies/sensitivities.py`), for any gradients, also those that depend on the releases, because it is a bound
@@ -67,8 +66,8 @@ class CorrelatedGaussianDpEvent(DpEvent):
     """The first steps of a run of correlated noise in a fixed order, or of full batches.
 
     noise_multiplier: of one step, s: the standard deviation of z over the clip norm, less what rounding costs.
-    sensitivity: of C for these steps. steps: int. coefficients, inverse_coefficients: of C, floats. past_noise: "kept",
-    or "drawn again", which has no proof for the bits. dp-accounting's accountants refuse this event.
+    sensitivity: of C for these steps. steps: int. coefficients, inverse_coefficients: of C, floats. dp-accounting's
+    accountants refuse this event.
     """
 
     noise_multiplier: float
@@ -76,12 +75,11 @@ class CorrelatedGaussianDpEvent(DpEvent):
     steps: int
     coefficients: tuple[float, ...]
     inverse_coefficients: tuple[float, ...]
-    past_noise: str
 
     @property
     def largest_shift(self) -> float:
         """The most that one example moves a release, given the earlier ones, in deviations of its fresh noise."""
-        return self.sensitivity / self.noise_multiplier if self.past_noise == "kept" else math.inf
+        return self.sensitivity / self.noise_multiplier
 
 
 @attrs.frozen
@@ -141,13 +139,3 @@ def rounding(
     largest = 1 + math.sqrt(steps) * of_c  # of m in clip norms, but for noise: `of_c` bounds what one gradient moves
     by_noise = of_c * of_inverse + 1
     return twice * unit * ((of_c * _MOST_ROWS + by_noise * largest) / noise_multiplier + by_noise * _FARTHEST)
-
-
-def of_bits(event: DpEvent) -> tuple[str, ...]:
-    """What a report says of an event whose past noise is drawn again, anywhere in it, one sentence; () for others."""
-    if "past_noise='drawn again'" not in repr(event):
-        return ()
-    return (
-        "The guarantee is for noise of real numbers only: the noise is correlated over the steps, and there is "
-        "no proof for the bits of the released numbers.",
-    )

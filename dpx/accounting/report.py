@@ -27,7 +27,6 @@ from dpx.accounting.bill import (
 )
 from dpx.accounting.budget import Budget
 from dpx.accounting.checks import Relation
-from dpx.accounting.correlated import of_bits
 from dpx.accounting.events import billed, explanation
 from dpx.accounting.pages import as_html, as_markdown, as_text
 from dpx.accounting.statement import caveats, sections_of, summary, title_of, tuning_words
@@ -213,7 +212,6 @@ def privacy_report(
         | {name.removesuffix("-jax"): version_of(name) for name in _PACKAGES},
         caveats=(
             *caveats(drawn, relation, records),
-            *of_bits(event),
             *explanation(event, delta=delta, relation=relation),
         ),
         date=datetime.now(UTC).date().isoformat(),

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpx import keys
-from dpx.keys.noise import normal_like
 from dpx.trees import Tree, split
 from dpx.xla import doubles
 from dpx.xla.totals import as_total
@@ -54,17 +53,13 @@ def drawing(draw: Callable) -> contextlib.AbstractContextManager[None]:
     without the grid: for a trace, never for a run.
     """
 
-    return replacing(normal_like=draw, release=functools.partial(_release, draw, normal_like))
+    return replacing(normal_like=draw, release=functools.partial(_release, draw))
 
 
-def _release(draw, past, key, step, total, deviation, *, weights=(1.0,)):
+def _release(draw, key, step, total, deviation):
     high, low = as_total(total)
     whole = high if low is None else jax.tree.map(jnp.add, high, low)
-    noise = draw(key, step, whole)
-    for back, weight in enumerate(weights[1:], start=1):  # past noise is what it was
-        kept = jnp.where(step >= back, weight, 0.0)
-        noise = jax.tree.map(lambda n, p: n + kept * p, noise, past(key, step - back, whole))  # noqa: B023
-    return jax.tree.map(lambda s, n: s + deviation * n, whole, noise)
+    return jax.tree.map(lambda s, n: s + deviation * n, whole, draw(key, step, whole))
 
 
 def _with_rest(release, key, step, total, parts, deviation):
@@ -92,7 +87,7 @@ def with_quick_noise(function: Callable) -> Callable:
     """
 
     def traced(*arguments):
-        with replacing(release=functools.partial(_release, quick, quick)):
+        with replacing(release=functools.partial(_release, quick)):
             return function(*arguments)
 
     return traced

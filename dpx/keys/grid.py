@@ -9,11 +9,12 @@ are, and neither y - floor(y) nor 1/2 is.
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 GRID = 4  # the deviation is 2^4 to 2^5 times gamma
 
 
-def rounded(high: jax.Array, low: jax.Array | None, normals: jax.Array, deviation: jax.Array) -> jax.Array:
+def rounded(high: jax.Array, low: jax.Array | None, normals: ArrayLike, deviation: jax.Array) -> jax.Array:
     """gamma k of `noise.py`'s docstring, float32 in the shape of `high`. normals: g, float64. deviation: float32 ()."""
     bits = jax.lax.bitcast_convert_type(deviation, jnp.int32)
     exponent = jax.lax.shift_right_logical(bits, np.int32(23)) - np.int32(127 + GRID)

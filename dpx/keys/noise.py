@@ -26,9 +26,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from dpx.keys.cipher import RARE, derived, threefry4x32
-from dpx.keys.correlation import weighted
 from dpx.keys.counts import CHUNK_NUMBERS, LARGEST_RELEASE, ONE_STREAM, count
 from dpx.keys.grid import rounded
 from dpx.keys.normals import normal, radius_and_angle
@@ -58,16 +58,12 @@ def release(
     step: jax.Array | int,
     total: Total | Tree,
     deviation: jax.Array | float,
-    *,
-    weights: tuple[float, ...] = (1.0,),
 ) -> Tree:
     """`total` plus normal noise of this standard deviation, on a public grid: float32, in the shapes of `total`.
 
     key: of the mechanism's "noise" stream, (). step: int (), below 2^31; two steps have independent noise.
     total: float32 arrays, or a `Total`. deviation: float32 (), public, at least 2^-126; 0 adds no noise, and neither do
         smaller numbers. For a Python 0.0 none is drawn either.
-    weights: floats d_j with d_0 = 1: the noise is sum_j d_j z_(step - j), where z are the normals of the steps, drawn
-        again, and 0 before step 0. More than one correlates the steps: no longer private by each alone.
 
     On a CPU, a loop makes one chunk after another, which stays in the cache. On another device, all numbers are made at
     once. On several devices, every leaf is made from the places of its numbers, because XLA can shard that like the
@@ -79,15 +75,15 @@ def release(
     leaves, structure = jax.tree.flatten(high)
     lows = None if low is None else structure.flatten_up_to(low)
     places = places_of([leaf.shape for leaf in leaves])
-    how = places, device_count(), drawn_with(weights, deviation)
+    how = places, device_count(), is_drawn(deviation)
     words, deviation = secret_words(key), as_deviation(deviation)
     with jax.disable_jit(False):  # the loops are written for tracers
         return structure.unflatten(release_leaves(words, jnp.asarray(step), deviation, leaves, lows, *how))
 
 
-def drawn_with(weights: tuple[float, ...], deviation: jax.Array | float) -> tuple[float, ...]:
-    """`weights`; none for a deviation that is known to be 0 when the step is traced, because then nothing is drawn."""
-    return () if isinstance(deviation, float | int) and deviation == 0 else tuple(weights)
+def is_drawn(deviation: jax.Array | float) -> bool:
+    """Whether there is noise to draw: not for a deviation that is known to be 0 when the step is traced."""
+    return not (isinstance(deviation, float | int) and deviation == 0)
 
 
 def as_deviation(deviation: jax.Array | float) -> jax.Array:
@@ -125,14 +121,14 @@ def _half(size: int) -> int:
 
 @functools.partial(jax.jit, static_argnums=(5, 6, 7))
 def release_leaves(
-    words, step, deviation, highs, lows, places: tuple[Place, ...], devices: int, weights: tuple[float, ...]
+    words, step, deviation, highs, lows, places: tuple[Place, ...], devices: int, drawn: bool
 ) -> list[jax.Array]:
     """The released leaves. words: of the key, uint32 (4,). highs, lows: of the `Total`; lows may be None."""
     highs, shapes = [high.astype(jnp.float32) for high in highs], [high.shape for high in highs]
     size = sum(map(math.prod, shapes))
 
-    def normals(at: Place, shape: tuple[int, ...]) -> jax.Array:
-        return weighted(lambda step: _normals(words, step, at, shape), step, weights)
+    def normals(at: Place, shape: tuple[int, ...]) -> ArrayLike:
+        return _normals(words, step, at, shape) if drawn else np.float64(0)
 
     if devices > 1 or not 0 < size < ONE_STREAM:
         each = zip(places, highs, lows or [None] * len(highs), strict=True)
@@ -140,7 +136,7 @@ def release_leaves(
 
     def by_chunks(highs, lows) -> list[jax.Array]:
         low = None if lows is None else in_rows(lows, places)
-        made = made_in_chunks(words, step, deviation, in_rows(highs, places), low, weights)
+        made = made_in_chunks(words, step, deviation, in_rows(highs, places), low, drawn)
         return in_leaves(made, step, places, shapes)
 
     def at_once(highs, lows) -> list[jax.Array]:
@@ -173,12 +169,10 @@ def in_leaves(made: jax.Array, step, places: tuple[Place, ...], shapes: list[tup
     return [jax.lax.dynamic_slice(made, (start,), (math.prod(shape),)).reshape(shape) for start, shape in parts]
 
 
-def made_in_chunks(
-    words, step, deviation, high: jax.Array, low: jax.Array | None, weights: tuple[float, ...]
-) -> jax.Array:
+def made_in_chunks(words, step, deviation, high: jax.Array, low: jax.Array | None, drawn: bool) -> jax.Array:
     """`high + low` with noise on the grid, float32 like both, (2 * chunks, half), made in the memory of `high`."""
     half = high.shape[1]
-    of_step = rare_word(words, step)
+    rare = rare_word(words, step)
 
     def make(number, made):
         pair = number.astype(jnp.uint32) * np.uint32(half) + jax.lax.iota(jnp.uint32, half)
@@ -187,15 +181,14 @@ def made_in_chunks(
         # each takes time to compile.
         here, pair, row = jax.lax.optimization_barrier((step, pair, row))
 
-        def draw(step):
-            block = _at_once(threefry4x32(words, _block(step, pair, 0)))
-            rare = of_step if len(weights) == 1 else rare_word(words, step)
+        def draw():
+            block = _at_once(threefry4x32(words, _block(here, pair, 0)))
             with jax.enable_x64(True):
                 polar = jax.lax.optimization_barrier(radius_and_angle(block, rare))  # once for both numbers of a pair
                 radius, theta = (jax.lax.broadcast(x, (2,)) for x in polar)
                 return normal(radius, theta, row > 0)
 
-        normals = weighted(draw, here, weights)
+        normals = draw() if drawn else np.float64(0)
         high, *more = (jax.lax.dynamic_slice(x, (2 * number, 0), (2, half)) for x in parts(made))
         of_chunk = rounded(high, more[0] if more else None, normals, deviation)
         return jax.lax.dynamic_update_slice(made, of_chunk, (2 * number, 0))

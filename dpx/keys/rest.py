@@ -17,9 +17,9 @@ from dpx.keys.noise import (
     ONE_STREAM,
     Place,
     as_deviation,
-    drawn_with,
     in_leaves,
     in_rows,
+    is_drawn,
     made_in_chunks,
     places_of,
     release_leaves,
@@ -54,7 +54,7 @@ def release_and_rest(
     """
     warn_of_fast_math()
     leaves, structure = jax.tree.flatten(jax.eval_shape(total, parts).high)
-    how = total, places_of([leaf.shape for leaf in leaves]), device_count(), drawn_with((1.0,), deviation)
+    how = total, places_of([leaf.shape for leaf in leaves]), device_count(), is_drawn(deviation)
     with jax.disable_jit(False):
         made = _release_and_rest(secret_words(key), jnp.asarray(step), as_deviation(deviation), parts, *how)
     released, high, low = map(structure.unflatten, made)
@@ -63,7 +63,7 @@ def release_and_rest(
 
 @functools.partial(jax.jit, static_argnums=(4, 5, 6, 7))
 def _release_and_rest(
-    words, step, deviation, parts, total, places: tuple[Place, ...], devices: int, weights: tuple[float, ...]
+    words, step, deviation, parts, total, places: tuple[Place, ...], devices: int, drawn: bool
 ) -> tuple:
     """The leaves of `release_and_rest`: three lists, of what is released, and of both numbers of the rest."""
     shapes = [leaf.shape for leaf in jax.tree.leaves(jax.eval_shape(total, parts).high)]
@@ -80,12 +80,12 @@ def _release_and_rest(
         # The step is at least 0. XLA can compute nothing again that comes from a conditional.
         zeros = functools.partial(optax.tree.zeros_like, jax.eval_shape(made))
         high, low = jax.lax.cond(step >= 0, made, zeros)
-        released = made_in_chunks(words, step, deviation, high, low, weights)
+        released = made_in_chunks(words, step, deviation, high, low, drawn)
         return rest(*(in_leaves(rows, step, places, shapes) for rows in (released, high, low)))
 
     def by_leaves(parts) -> tuple:
         highs, lows = (jax.tree.leaves(numbers) for numbers in total(parts))
-        return rest(release_leaves(words, step, deviation, highs, lows, places, devices, weights), highs, lows)
+        return rest(release_leaves(words, step, deviation, highs, lows, places, devices, drawn), highs, lows)
 
     if devices > 1 or not 0 < sum(map(math.prod, shapes)) < ONE_STREAM:
         return by_leaves(parts)

@@ -7,7 +7,7 @@ coordinates that are fixed, and transforms behind the mechanism change neither.
 
 import hashlib
 import math
-from typing import Any, Literal, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,10 +30,6 @@ from dpx.validation import require_number
 from dpx.xla import doubles
 from dpx.xla.totals import ETA, Total, as_total
 
-NO_BITS = "the bits of a release: no proof, because past noise is used again; the cost is for noise of real numbers"
-
-PastNoise = Literal["kept", "drawn again"]
-
 
 @accepts_budget
 def correlated_noise(
@@ -43,7 +39,6 @@ def correlated_noise(
     noise_multiplier: float,
     sampling: Sampling,
     key: jax.Array,
-    past_noise: PastNoise = "kept",
 ) -> Mechanism:
     """DP-SGD whose noise is C^-1 z over the steps: BandMF, lambda-CGD, BISR (arXiv:2306.08153, 2601.22334, 2505.12128).
 
@@ -61,20 +56,19 @@ def correlated_noise(
     sampling: `dpx.sampling.CyclicPoissonSampling` for a C with at most as many bands as it has groups; or `FixedOrder`,
         `dpx.ShuffledEpochs` or `dpx.FullBatch`. Other samples that are drawn by chance are refused.
     key: a secret PRNG key, (), of this run alone. Runs of other strategies have independent noise.
-    past_noise: "kept" in the state, 8 bytes for each parameter and each of the last bands - 1 steps. "drawn again" from
-        the key, for a banded inverse: without memory, and WITHOUT a proof for the bits of the releases.
+
+    The state keeps the past noise: 8 bytes for each parameter and each of the last bands - 1 steps.
 
     Refused with it, because the proof does not cover them, or because noise would not cancel: schedules of the noise
     and of the clip norm, adaptive clip norms, error feedback, coordinates that change during the run, and a projection
     after the clip.
 
-    Raises ValueError for another sampling, numbers outside their domain, and noise that cannot be drawn again.
+    Raises ValueError for another sampling, and numbers outside their domain.
     """
     if not isinstance(strategy, Strategy):
         words = "strategy must be a dpx.strategies.Strategy, such as lambda_cgd or optimized"
         raise ValueError(f"{words}, got {described(strategy)}")
     common = {"clip_norm": clip_norm, "noise_multiplier": noise_multiplier, "sampling": sampling, "key": key}
-    _require_past_noise(past_noise, strategy)
     if strategy == Strategy():
         return dp_sgd(**common)
     for name, value in (("clip_norm", clip_norm), ("noise_multiplier", noise_multiplier)):
@@ -86,11 +80,10 @@ def correlated_noise(
     inner, noise_key = dp_sgd(**common), _stream(keys.secret(key), strategy)
 
     def event(steps):
-        return _event(strategy, noise_multiplier, sampling, steps, past_noise)
+        return _event(strategy, noise_multiplier, sampling, steps)
 
-    make = _with_memory if past_noise == "kept" else _without_memory
-    changes = make(inner, strategy, noise_key, noise_multiplier * clip_norm * (1 + ETA))
-    stages = _stages(inner.stages, strategy, past_noise)
+    changes = _with_memory(inner, strategy, noise_key, noise_multiplier * clip_norm * (1 + ETA))
+    stages = _stages(inner.stages, strategy)
     return inner.replace(event=event, correlated=strategy, stages=stages, **changes)
 
 
@@ -108,7 +101,7 @@ def moved(strategy: Strategy, sampling: Any, steps: int) -> float:
     return sensitivity(strategy, steps=steps, participations=math.ceil(steps / apart), separation=apart)
 
 
-def _event(strategy: Strategy, noise_multiplier: float, sampling: Any, steps: int, past_noise: PastNoise) -> DpEvent:
+def _event(strategy: Strategy, noise_multiplier: float, sampling: Any, steps: int) -> DpEvent:
     if steps == 0:
         return NoOpDpEvent()
     cyclic, shift = isinstance(sampling, CyclicPoissonSampling), moved(strategy, sampling, steps)
@@ -125,13 +118,12 @@ def _event(strategy: Strategy, noise_multiplier: float, sampling: Any, steps: in
         turn = CyclicBandedDpEvent(noise, sampling.probability, sampling.bands, strategy.coefficients)
         turns = math.ceil(steps / sampling.bands)
         return SelfComposedDpEvent(turn, turns) if turns > 1 else turn
-    noise = shift / (shift / noise_multiplier + (more if past_noise == "kept" else 0.0))
-    coefficients = strategy.coefficients, strategy.inverse_coefficients
-    return CorrelatedGaussianDpEvent(noise, shift, steps, *coefficients, past_noise)
+    noise = shift / (shift / noise_multiplier + more)
+    return CorrelatedGaussianDpEvent(noise, shift, steps, strategy.coefficients, strategy.inverse_coefficients)
 
 
 def _with_memory(inner: Mechanism, strategy: Strategy, noise_key: jax.Array, deviation: float) -> dict[str, Any]:
-    """The fields of the mechanism that keeps past noise. inner: dp_sgd. deviation: of the fresh noise."""
+    """The fields that keep and use past noise. inner: dp_sgd. deviation: of the fresh noise."""
     weights, banded = _weights(strategy), strategy.bands is not None
 
     def with_past(parts) -> Total:
@@ -160,18 +152,6 @@ def _with_memory(inner: Mechanism, strategy: Strategy, noise_key: jax.Array, dev
     }
 
 
-def _without_memory(inner: Mechanism, strategy: Strategy, noise_key: jax.Array, deviation: float) -> dict[str, Any]:
-    """The fields of the mechanism that draws past noise again; as `_with_memory`."""
-    weights = strategy.inverse_coefficients
-
-    def release(sums, state, params):
-        released = keys.release(noise_key, state.step, sums[0], deviation, weights=weights)
-        updates = jax.tree.map(lambda r: r / inner.sampling.divisor, released)
-        return optax.tree.cast_like(updates, params), state.after(inner.noise_multiplier)
-
-    return {"release": release}
-
-
 def _weights(strategy: Strategy) -> np.ndarray:
     """What the last noises are multiplied by: -c_1, -c_2, ... of a banded C, or d_1, d_2, ... of a banded inverse."""
     if strategy.bands is None:
@@ -189,14 +169,6 @@ def _stream(key: jax.Array, strategy: Strategy) -> jax.Array:
     return stream
 
 
-def _require_past_noise(past_noise: Any, strategy: Strategy) -> None:
-    if past_noise not in get_args(PastNoise):
-        raise ValueError(f'past_noise must be "kept" or "drawn again", got {described(past_noise)}')
-    if past_noise == "drawn again" and strategy.noise_weights is None:
-        words = "because the inverse of a banded C is full: a step needs the noise of all steps before"
-        raise ValueError(f'past_noise must be "kept" with this strategy, {words}')
-
-
 def _require_sampling(sampling: Any, strategy: Strategy) -> None:
     if isinstance(sampling, CyclicPoissonSampling):
         if strategy.bands is None or strategy.bands > sampling.bands:
@@ -210,14 +182,14 @@ def _require_sampling(sampling: Any, strategy: Strategy) -> None:
         raise ValueError(f"sampling must be {words}, got {described(sampling)}")
 
 
-def _stages(stages: tuple[str, ...], strategy: Strategy, past_noise: PastNoise) -> tuple[str, ...]:
+def _stages(stages: tuple[str, ...], strategy: Strategy) -> tuple[str, ...]:
     *before, noise, divide = stages
     if strategy.bands is None:
         weights = strategy.inverse_coefficients
         words = f"correlated over steps by the weights ({_shown(weights)}) of the last {len(weights)}"
     else:
         words = f"correlated over steps by the inverse of the bands ({_shown(strategy.coefficients)})"
-    return (*before, f"{noise}, {words}", divide, *[NO_BITS] * (past_noise != "kept"))
+    return (*before, f"{noise}, {words}", divide)
 
 
 def _shown(weights: tuple[float, ...]) -> str:

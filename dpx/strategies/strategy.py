@@ -42,23 +42,6 @@ class Strategy:
         """The number of coefficients of C that may differ from 0; None if C is full, as for a banded inverse."""
         return len(self.coefficients) if len(self.inverse_coefficients) == 1 else None
 
-    @property
-    def noise_weights(self) -> np.ndarray | None:
-        """d, float64 (p,): the noise of step t is sum_j d_j z_(t-j), for standard normals z of the steps.
-
-        None if C is banded with more than one band: its inverse is full, and `recurrence` serves.
-        """
-        return np.array(self.inverse_coefficients) if len(self.coefficients) == 1 else None
-
-    @property
-    def recurrence(self) -> np.ndarray | None:
-        """c_1, ..., c_(b-1), float64 (b - 1,): the noise of step t is x_t = z_t - sum_j c_j x_(t-j).
-
-        x_(t-j) are the noises of the b - 1 steps before, and 0 before the first. None for a banded inverse of more
-        than one coefficient, where `noise_weights` serves.
-        """
-        return np.array(self.coefficients[1:]) if len(self.inverse_coefficients) == 1 else None
-
     def column(self, steps: int) -> np.ndarray:
         """The first column of C for this many steps, float64 (steps,). Raises ValueError if it overflows."""
         return self.series(self.coefficients, self.inverse_coefficients, steps)

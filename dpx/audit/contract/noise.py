@@ -2,7 +2,6 @@
 
 import numpy as np
 
-from dpx.accounting.correlated import of_bits
 from dpx.audit.contract.correlation import require_covariance
 from dpx.audit.contract.draws import AT_LEAST, FULLY, whitened, whitened_by_itself
 from dpx.audit.contract.large import require_enough_noise
@@ -28,8 +27,7 @@ def noise(trial: Trial) -> str:
     for step in FAR:
         if _is_billed(trial, step):
             _used(trial, step)
-    again = bool(of_bits(trial.event(1)))  # else the noise of a step is fresh, given its state
-    found, drawn, missing = [value for value in used if value is not None], "" if again else _draws(trial), []
+    found, drawn, missing = [value for value in used if value is not None], _draws(trial), []
     more_words.append(require_enough_noise(trial))
     if trial.mechanism.correlated is not None:
         more_words.append(require_covariance(trial))
@@ -37,9 +35,7 @@ def noise(trial: Trial) -> str:
         missing.append("`secrecy` alone sees its size, because no derivative passes the update")
     elif not trial.moves_by_multiplier:
         missing.append("its size is not compared, because the event bills more than a multiplier")
-    if again:
-        missing.append("its draws are not tested, because they are correlated over steps")
-    elif not drawn:
+    if not drawn:
         missing.append("its draws are not tested, because no public value is linear in it; their keys differ by step")
     more_words = [words for words in (drawn, *more_words) if words]
     if missing:

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 from dp_accounting import DpEvent
 
-from dpx.accounting.correlated import of_bits
 from dpx.accounting.releases import count_releases
 from dpx.audit.contract import inputs as inputs
 from dpx.audit.contract.draws import FULLY, Draws, measured, seen_soon
@@ -125,8 +124,7 @@ class Trial(Subject):
     @property
     def moves_by_multiplier(self) -> bool:
         """Whether one example moves its own step by at most 1 / the stated multiplier, in deviations of fresh noise."""
-        fresh = self.mechanism.correlated is not None and not of_bits(self.event(1))
-        return self.billed_by_multiplier or fresh
+        return self.billed_by_multiplier or self.mechanism.correlated is not None
 
     def require_noise(self) -> None:
         """Raises NotChecked if a step has no noise, because nothing about its size is then billed."""
