@@ -59,7 +59,7 @@ def best_of(
     """The cost of a search that releases the best of a random number of trials, and nothing else.
 
         >>> dpx.accounting.best_of((mechanism, 200), trials=10, score_on="public").epsilon(delta=1e-5)
-        8.239...
+        8.231...
 
     candidates: each a (mechanism, steps or state), or an event, as `dpx.compose_runs` takes them; what a trial may
         run. A trial costs as much as the worst of them, even if it is never drawn.

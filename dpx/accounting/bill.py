@@ -58,7 +58,7 @@ def epsilon(
         >>> sampling = dpx.PoissonSampling(examples=1_000, batch_size=50)
         >>> mechanism = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=1.0, sampling=sampling, key=dpx.secret_key())
         >>> dpx.epsilon(mechanism, 200, delta=1e-5)
-        4.766...
+        4.765...
     """
     event, relation = event_of(optimizer, steps_or_state, relation, records=records, weight=weight)
     checks.warn_of_large_delta(delta, optimizer.sampling)

@@ -169,7 +169,7 @@ def privacy_report(
     the event, for another tuning or name, and for a run that costs more than a trial of the search.
 
         >>> dpx.privacy_report(mechanism, 200, delta=1e-5, name="a trial")
-        PrivacyReport(name='a trial', unit='one example', epsilon=4.766..., delta=1e-05, steps=200)
+        PrivacyReport(name='a trial', unit='one example', epsilon=4.765..., delta=1e-05, steps=200)
     """
     require_billable(mechanism)
     checks.warn_of_large_delta(delta, mechanism.sampling)
