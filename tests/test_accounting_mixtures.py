@@ -50,7 +50,7 @@ def test_a_mixture_of_two_is_a_poisson_sample_and_scales():
     [
         lambda of: MixtureOfGaussiansDpEvent(1.3, of([0.0, 0.7, 2.0]), of([0.5, 0.3, 0.2])),
         lambda of: ComposedDpEvent(
-            [MixtureOfGaussiansDpEvent(1.3, of([0.0, 1.0]), of([0.5, 0.5])), LaplaceDpEvent(9.0)]
+            [MixtureOfGaussiansDpEvent(100.0, of([0.0, 1.0]), of([0.5, 0.5])), LaplaceDpEvent(9.0)]
         ),
         lambda of: SingleEpochTreeAggregationDpEvent(10.0, of([1, 2])),
         lambda of: GaussianDpEvent(np.sum(of([1.0, 2.0]))),

@@ -233,7 +233,6 @@ def test_gaussian_noise_is_not_soon_refused(promoting):
     one = with_noise(sound(KEY), lambda total, step: jax.tree.map(lambda n: 0 * n + own(total, step)["scale"], total))
     random = dpx.coordinates.random_projection(rank=12, kind="gaussian", key=KEY)
     for mechanism in (
-        sound_noise_of_its_own(KEY),
         dpx.chain(sound_noise_of_its_own(KEY), optax.adam(0.1)),
         dpx.in_coordinates(sound_noise_of_its_own(KEY), random),
         falling,
