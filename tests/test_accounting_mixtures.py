@@ -93,3 +93,14 @@ def test_what_is_no_mixture_is_refused(mixture):
         event_epsilon(MixtureOfGaussiansDpEvent(*mixture), delta=1e-5)
     with pytest.raises(ValueError, match="does not fit a mixture of Gaussians"):
         event_epsilon(MixtureOfGaussiansDpEvent(*MIXTURE), delta=1e-5, relation="replace_one")
+
+
+def test_noise_beyond_the_squares_of_float64_is_billed_as_less_noise():
+    """At 1e20 shifts, the Renyi divergences of 10^40 releases were 0, and at 1e160 nothing was known."""
+    for sigma, count in ((1e20, 10**30), (1e160, 3)):
+        event = SelfComposedDpEvent(MixtureOfGaussiansDpEvent(sigma, [0.0, 1.0], [0.5, 0.5]), count)
+        less = SelfComposedDpEvent(MixtureOfGaussiansDpEvent(1e9, [0.0, 1.0], [0.5, 0.5]), count)
+        for accountant in ("rdp", "tightest"):
+            found = (event_epsilon(e, delta=1e-5, accountant=accountant) for e in (event, less))
+            assert next(found) == next(found)
+    assert event_epsilon(event, delta=0) == math.inf

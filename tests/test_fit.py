@@ -60,7 +60,8 @@ def fit(optimizer=None, **options):
 def by_hand(optimizer, key, steps):
     """The loop of docs/loops.md, with one `take` a step."""
     gradient = jax.jit(dpx.private_updates(loss, optimizer))
-    params, state = PARAMS, planned(optimizer.init(PARAMS), steps)
+    budget = optimizer.budget
+    params, state = PARAMS, planned(optimizer.init(PARAMS), steps if budget is None else budget.steps)
     for _ in range(steps):
         updates, state, _ = gradient(params, SAMPLING.take(DATA, key, state), state)
         params = optax.apply_updates(params, updates)

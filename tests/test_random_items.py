@@ -311,3 +311,27 @@ def test_a_run_does_not_continue_on_other_data(tmp_path):
     for other in (Cached(), X):
         with pytest.raises(ValueError, match=r"first example of the data \(its mark\) was \d+, now \d+"):
             run(other, 3)
+
+
+class Elementwise:
+    """As torch's tensors: compared element by element, and hashed by identity."""
+
+    shape, dtype = (40, 3), np.dtype(np.float32)
+    __hash__ = object.__hash__
+
+    def __eq__(self, other):
+        return np.zeros(40, bool)
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, rows):
+        return np.ones((40, 3), np.float32)[rows]
+
+
+def test_a_source_is_known_by_its_identity():
+    sampling, key = dpx.PoissonSampling(examples=40, batch_size=8), dpx.secret_key(2**99)
+    made, data = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=1.0, sampling=sampling, key=key), Elementwise()
+    for _ in range(2):
+        batch = sampling.take(data, key, made.init(jnp.zeros(3)))
+        assert batch.examples[batch.included].all()

@@ -63,6 +63,16 @@ backward_in_groups.defvjp(
 )
 
 
+@jax.custom_jvp
+def tangent_in_groups(x, k):
+    return x * k.sum()
+
+
+tangent_in_groups.defjvp(
+    lambda given, t: (tangent_in_groups(*given), grouped(t[0], given[1]) + grouped(given[0], t[1]))
+)
+
+
 UNARY = (
     "abs acos acosh asin asinh atan atanh cbrt ceil cos cosh digamma erf erf_inv erfc exp exp2 expm1 floor lgamma log "
 )
@@ -170,6 +180,7 @@ VALUES = {
         convolution(r["x"][None], jnp.asarray(W)[:, :3, None], feature_group_count=2),
         convolution(r["x"][:, None], r["y"][:, None, :3], batch_group_count=3, rhs_dilation=(2,)),
         convolution(jnp.asarray(W)[:, None], r["y"][:, None, :3], batch_group_count=2, padding=[(1, 0)]),
+        tangent_in_groups(r["x"][None], r["y"][:, :3, None]),
         lax.conv_general_dilated_patches(r["x"][None, None], (2, 2), (1, 1), "SAME"),
         lax.conv_transpose(r["x"][None, ..., None], r["y"][:3, :3, None, None], (2, 2), "SAME", dimension_numbers=NHWC),
     ],
@@ -440,3 +451,5 @@ def test_only_functions_with_groups_are_traced_again():
     x, k = jnp.ones((1, 4, 5)), jnp.ones((2, 2, 3))
     assert not may_mix_rows(jax.make_jaxpr(plain)(x[:, :2], k))
     assert may_mix_rows(jax.make_jaxpr(jax.jit(grouped))(x, k))
+    assert may_mix_rows(jax.make_jaxpr(jax.checkpoint(tangent_in_groups))(x, k))
+    assert not may_mix_rows(jax.make_jaxpr(lambda x: jax.nn.relu(x) + jax.nn.gelu(x) + jax.nn.softmax(x))(x))

@@ -47,17 +47,17 @@ programs are the same. The laws of the other data set have a dash. Then P~(S) <=
 step, where no privacy is claimed, so this covers sampling, adaptive runs and searches. Here d1 = d and d2 = d
 e^-epsilon with d = t / 8.
 
-**far.** far = e^epsilon t always: drop A, and charge t in the last step. Better, for releases of Gaussians in which
-chance decides about each example alone (Poisson's coins, random allocation) or about none: let all coins but those of
-the one example be public, and A those outputs that are good both with and without it at every step, which is the factor
-of 2 in the code. Given its coins, it moves the m1 pairs of a release by 0 or by v_i, in deviations, with sum |v_i|^2 <=
-shift^2, and P(|G + v| > r0) <= exp(-(r0 - |v|)^2 / 2), where r0 belongs to p0 (Marcum's Q). Where |v| r0 <= 2.6, this
-is at most p0 (1 + 4.8 |v| r0), so all together have p0 (m1 + 4.8 r0 shift sqrt(m1)). For larger |v|, up to r0 - 0.75,
-it grows faster than |v|^2, so all together have at most exp(-(r0 - shift)^2 / 2). A rare cell has p <= 3 2^-64, so the
-expected number of rare pairs of a release is bounded in the same way, with 9.3 for r0, and two of them have at most
-half of its square for their probability, because the pairs are independent. A truncated sample has the law of such
-coins too, and the example displaces another one: `truncated` has its shift. So have correlated releases: `correlated`
-has the proof, and their shift.
+**far.** far = e^(epsilon + a2) t always: drop A, and charge t in the last step, where e^a2 is for its second part.
+Better, for releases of Gaussians in which chance decides about each example alone (Poisson's coins, random allocation)
+or about none: let all coins but those of the one example be public, and A those outputs that are good both with and
+without it at every step, which is the factor of 2 in the code. Given its coins, it moves the m1 pairs of a release by 0
+or by v_i, in deviations, with sum |v_i|^2 <= shift^2, and P(|G + v| > r0) <= exp(-(r0 - |v|)^2 / 2), where r0 belongs
+to p0 (Marcum's Q). Where |v| r0 <= 2.6, this is at most p0 (1 + 4.8 |v| r0), so all together have p0 (m1 + 4.8 r0 shift
+sqrt(m1)). For larger |v|, up to r0 - 0.75, it grows faster than |v|^2, so all together have at most exp(-(r0 - shift)^2
+/ 2). A rare cell has p <= 3 2^-64, so the expected number of rare pairs of a release is bounded in the same way, with
+9.3 for r0, and two of them have at most half of its square for their probability, because the pairs are independent. A
+truncated sample has the law of such coins too, and the example displaces another one: `truncated` has its shift. So
+have correlated releases: `correlated` has the proof, and their shift.
 
 Only the releases of the event count. At all other steps, such as those of an epoch of `ShuffledEpochs` in which the
 example has no part, the two sums are equal, and so are the two laws of the PROGRAM.
@@ -113,8 +113,15 @@ class Normals:
         return self.evaluation * (1 + 1 / 512) + of_p / (p * r) + 2 * np.pi * r * of_angle
 
     def changes(self) -> np.ndarray:
-        """h for p in (2^-(j+1), 2^-j], float64 (_MOST_BITS,): it falls with p."""
-        errors = self.error(2.0 ** -np.arange(1.0, _MOST_BITS + 1) / _VARIATION_OF_P)
+        """h for p in (2^-(j+1), 2^-j], float64 (_MOST_BITS,): the largest of all p from there on, which falls with p.
+
+        Just above the p from which there are more digits, the error is larger than on both sides of it.
+        """
+        points = 2.0 ** -np.arange(1.0, _MOST_BITS + 1) / _VARIATION_OF_P
+        errors = self.error(points)
+        for level, *_ in self.digits[1:]:
+            below = np.argmax(points < 2.0**-level)
+            errors[below] = max(errors[below], self.error(np.array([2.0**-level]))[0])
         return _SHARE_OF_FRAME * np.maximum.accumulate(errors)
 
 
@@ -145,8 +152,8 @@ class Addition(NamedTuple):
         shift: that of `Implemented`.
         """
         own = self.tail / _SMALLEST_SHARE
-        far = self.tail * math.exp(min(exact, 700.0))
-        if shift <= _RARE_RADIUS - _FARTHEST:
+        far = self.tail * math.exp(min(exact + self.loss + self.slope * exact, 700.0))
+        if shift <= min(self.radius, _RARE_RADIUS) - _FARTHEST:
             moved = math.exp(-((self.radius - shift) ** 2) / 2)
             rare = _RARE * self.pairs * self._share(_RARE_RADIUS, shift) + math.exp(-((_RARE_RADIUS - shift) ** 2) / 2)
             of_releases = self.releases * (moved + rare**2 / 2)

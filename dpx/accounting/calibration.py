@@ -93,8 +93,9 @@ def _warn_of_a_jump(budget: float, found: float, costs: Mapping[float, float]) -
     below = [noise for noise in costs if noise < found]
     if below and costs[found] < _NEARLY * budget and costs[max(below)] == math.inf:
         warnings.warn(
-            f"epsilon={budget} is not used up, because the cost jumps from {costs[found]:.6g} to infinity: below "
-            f"noise_multiplier={found:.6g}, one example could move a release to where the noise of a program ends",
+            f"epsilon={budget} cannot be used up: the least noise of a known cost is noise_multiplier={found:.6g}, "
+            f"which costs epsilon={costs[found]:.6g}, and the run is billed for that. With less, an example could move "
+            "a release to where the noise of a program ends. Fewer `numbers` or a larger delta may allow less noise",
             stacklevel=3,
         )
 
@@ -178,8 +179,8 @@ def least_within(bill: Callable[[float], float], budget: float, tolerance: float
         high *= min(4.0, 1.05 * max(cost_high / budget, 1.05))
         if high > _LARGEST_MULTIPLIER:
             raise ValueError(
-                f"epsilon={budget} cannot be met: noise_multiplier={low:.6g} still costs {cost_low}; "
-                "it must be able to lower the cost of every step"
+                f"epsilon={budget} cannot be met: noise_multiplier={low:.6g} still costs {cost_low}; it must be able "
+                "to lower the cost of every step, and at a tiny delta only a larger delta or fewer `numbers` help"
             )
         cost_high = bill(high)
     while cost_low <= budget:

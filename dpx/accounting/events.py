@@ -147,7 +147,7 @@ def within(run: Implemented, epsilon: float, delta: float) -> float:
     shift = 0.0 if math.isfinite(run.shift) else math.inf
     at_best = replace(run, exact=GaussianProfile(0.0), shift=shift)  # of noise that is as large as one likes
     if (least := at_best.epsilon(delta)) > epsilon:
-        possible = at_best.least_delta(delta)
+        possible = 2 * (at_best.least_delta(delta) or 0.0)  # for noise of a usual size
         advice = f"Delta must be at least about {possible:.1g} for them" if possible else "Allow a larger epsilon"
         raise ValueError(
             f"epsilon={epsilon} at delta={delta} cannot be met by any noise: that of a program has finitely many "

@@ -46,6 +46,7 @@ from dpx.accounting.pld.losses import Pmf, dominating_pmf, normal_masses
 from dpx.accounting.releases import Released, count_releases, register, released
 from dpx.sampling.events import GroupGaussianDpEvent, composition
 
+LARGEST_NOISE = 1e9  # more is billed as this, because float64 loses the squares of larger numbers
 _TAIL, _STAIR = 1e-40, 1.25
 _SMALLEST, _UNSURE = 1e-280, 1e-270  # scipy's tails are 0 from 1e-286 on; smaller probabilities have a logarithm
 _ROUNDING = 1e-9  # relative, of binomial probabilities and of moments: they are rounded up by it
@@ -228,10 +229,10 @@ def _log_sum(x: np.ndarray, numbers: np.ndarray, logs: np.ndarray, sigma: float)
 
 
 def _read(event: GroupGaussianDpEvent, relation: Relation) -> GroupGaussian:
-    sigma, rate = float(event.noise_multiplier), float(event.sampling_probability)
+    sigma, rate = min(float(event.noise_multiplier), LARGEST_NOISE), float(event.sampling_probability)
     if relation == "replace_one":
         raise ValueError('relation "replace_one" does not fit several records, which are nulled or not there')
-    if not (0 <= sigma < math.inf and 0 < rate < 1 and event.records >= 1 and event.releases >= 1):
+    if not (0 <= event.noise_multiplier < math.inf and 0 < rate < 1 and event.records >= 1 and event.releases >= 1):
         raise ValueError(f"noise must be finite and at least 0, at a rate in (0, 1), for a record; got {event}")
     return GroupGaussian(sigma, rate, event.records)
 

@@ -13,7 +13,7 @@ import numpy as np
 from dp_accounting.dp_event import MixtureOfGaussiansDpEvent
 
 from dpx.accounting.checks import Relation
-from dpx.accounting.groups import GroupGaussian
+from dpx.accounting.groups import LARGEST_NOISE, GroupGaussian
 from dpx.accounting.releases import register
 
 
@@ -50,7 +50,8 @@ def _read(event: Any, relation: Relation) -> MixtureOfGaussians:
     last = np.flatnonzero(each[1:])[-1] + 1
     largest, each = float(numbers[last]), each[: last + 1]
     scaled = (*(numbers[: last + 1] / largest).tolist(),)
-    return MixtureOfGaussians(float(sigma) / largest, float(each[1:].sum()), 1, scaled, (*each.tolist(),))
+    noise = min(float(sigma) / largest, LARGEST_NOISE)
+    return MixtureOfGaussians(noise, float(each[1:].sum()), 1, scaled, (*each.tolist(),))
 
 
 register(MixtureOfGaussiansDpEvent, _read)

@@ -83,9 +83,12 @@ def fit(
     callbacks: functions of a `dpx.fitting.Progress` after each evaluation. True ends the run; another call continues
         it. To end it by `unreleased` values, or by other private data, is not billed.
     checkpoints: a folder, as SENSITIVE as the data. With that of the same run, the run continues where it was.
-    checkpoint_every: steps. The first and the last step leave a checkpoint too, and in one process a KeyboardInterrupt.
+    checkpoint_every: steps. The first and the last step leave a checkpoint too, and in one process a KeyboardInterrupt,
+        but not inside of `evaluate` or a callback. After that, or any other exception, the run continues after the last
+        checkpoint, and makes the steps since then again with the same bits.
     on_other_devices: whether the stored run may continue on another number of devices or processes, on another backend
-        or kind of machine (of CPUs, another number of them too), with other flags of XLA, settings of jax or versions
+        or kind of machine (of CPUs, another number of them too), with other flags of XLA, settings of jax (but those
+        that change the dtypes of the step, such as jax_enable_x64, because they make another program) or versions
         of numpy, scipy or flax, or with another `chunk_size`, `microbatch_size` or `norms`; and whether one that was
         killed may continue on a GPU without XLA_FLAGS=--xla_gpu_deterministic_ops=true. Steps that may have been made
         since the last checkpoint then count as made, and train nothing: the same noise must not be used twice.

@@ -14,12 +14,12 @@ def remember(optimizer: Mechanism, folder: Any):
 
     The data, the loss and the parameters are not compared, so a run that is the same in all is warned of too.
     """
-    mark = int(optimizer.noise_key)
-    if mark in _TRAINED and not (folder.continued and folder.path == _TRAINED[mark]):
+    mark, path = int(optimizer.noise_key), folder.path and folder.path.resolve()
+    if mark in _TRAINED and not (folder.continued and path == _TRAINED[mark]):
         warnings.warn(
             "the key of this optimizer has trained before in this process, in a run that this one does not continue. "
             "Both have the same noise: if anything else differs, such as one example, their difference shows it "
-            "without noise. Take a new dpx.secret_key() for every run, or continue the first with its checkpoints=",
+            "without noise. Take a new dpx.secret_key() for every run, or continue the first one in its own folder",
             stacklevel=4,
         )
-    _TRAINED[mark] = folder.path
+    _TRAINED[mark] = path

@@ -61,11 +61,12 @@ class Terms:
         steps = require_whole("steps", steps)
         if budget is not None and steps > budget.steps:
             raise ValueError(f"steps must be at most the {budget.steps} of the mechanism's budget, got {steps}")
+        planned = steps if budget is None else budget.steps
         terms = cls(
             optimizer=optimizer,
             key=optimizer.key if key is None else keys.require(key),
             steps=steps,
-            plan=0 if public_stop is not None and require_bool("public_stop", public_stop) else steps,
+            plan=0 if public_stop is not None and require_bool("public_stop", public_stop) else planned,
             delta=delta,
             accountant=accountant or ("tightest" if budget is None else budget.accountant),
             records=records_of(optimizer, records),

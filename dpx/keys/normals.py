@@ -27,13 +27,13 @@ a digit of theta moves g by at most 2^-58, which EVALUATION contains.) EVALUATIO
 
     log p      its two terms have relative errors of 2 and 7.2, and the second is at most half of the first, or alone;
                p has one of 1, but where the exponent is 0, p - 1 has it, and not p
-    r          so 8 r, and 3 r for r > 2, the root included
+    r          so 8 r, and 3.4 r for r > 2, the root included
     sine       8: the polynomial 5.3, its product 1, and theta 1.6, because theta has an absolute error of 2^-55
-    r sine     r (8 + 3 + 1) for r > 2, at most 158; and 2 (8 + 8 + 1) = 34 for r <= 2
+    r sine     r (8 + 3.4 + 1) for r > 2, at most 164; and 2 (8 + 8 + 1) = 34 for r <= 2
     `noise.py` 40: R g + 1/2 has at most 3 roundings, of 2^-45 cells where it is above 256, so that a deviation has
                19.4 cells or more; else of 2^-46 cells, of which a deviation has 16 or more
 
-The sum is 198, below 256. tests/test_noise.py compares 100,000 blocks with extended precision, and finds less than
+The sum is 204, below 256. tests/test_noise.py compares 100,000 blocks with extended precision, and finds less than
 2^-46. There is no branch on a value and no rejection, because their time would show the noise (Jin et al. 2021,
 https://arxiv.org/abs/2112.05307).
 """

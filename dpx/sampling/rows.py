@@ -5,6 +5,7 @@ coin of one example moves the row of another, and a step that is made again, aft
 that it had. Nothing can prove that of a source, so some rows are read again, each alone and the last one first.
 """
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +21,7 @@ Rows = Callable[[np.ndarray, np.ndarray, int], Tree]  # from indices, int32 (B,)
 
 AGAIN = 16  # readings, in which a fair coin shows both sides, but with probability 2^-16
 FIRST, EVERY = 64, 256  # of so many rows, each call reads some again; later a call does so with one of so many
-_READ: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()  # how many rows of a source were read
+_READ: dict[int, list[int]] = {}  # how many rows of a source were read, by its id while it lives
 
 
 def rows_of(data: Any, examples: int, key: jax.Array) -> Rows:
@@ -56,11 +57,11 @@ def rows_of(data: Any, examples: int, key: jax.Array) -> Rows:
 
 def _checked(source: Any, read: Callable[[np.ndarray, int], Tree]) -> Callable[[np.ndarray, int], Tree]:
     """`read`, of which some rows are read again. source: by which it is known what was read of it before."""
-    count = [0]
-    try:
-        count = _READ.setdefault(source, count)
-    except TypeError:
-        pass  # it has no hash, or no weak references
+    count = _READ.get(id(source), [0])
+    if id(source) not in _READ:
+        with contextlib.suppress(TypeError):  # it has no weak references
+            weakref.finalize(source, _READ.pop, id(source), None)
+            _READ[id(source)] = count
 
     def rows(indices, step):
         numbers, inverse = np.unique(indices, return_inverse=True)

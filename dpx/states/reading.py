@@ -103,13 +103,12 @@ def steps_billed(state: Tree) -> int:
 
     To end a run is a decision, and may depend on the data: on the releases themselves, if a callback or a person looks
     at them. Then no proof holds for the steps that were made alone. It does for all steps that the run could make,
-    because the run is a function of their releases. So a run costs its plan. If it goes on after the plan of `fit`, it
-    costs the whole budget; and beyond that, the steps that were made. Without a plan, nobody knows where it could
-    have ended, and it costs the steps that were made.
+    because the run is a function of their releases. So a run costs its plan, which with a budget is the whole budget:
+    whoever plans fewer steps first can plan more after a look. Without a plan, nobody knows where the run could have
+    ended, and it costs the steps that were made.
     """
     release = release_state(state)
-    made, plan, budgeted = int(release.step), int(release.plan), int(release.planned_steps)
-    return max(made, 0 if not plan else plan if made <= plan else budgeted)
+    return max(int(release.step), int(release.plan))
 
 
 def next_steps(state: Tree, sampling: Any, steps: int | None, *, beyond_budget: bool) -> range:

@@ -168,22 +168,28 @@ def _require_fewer(own: int, numbers: int) -> None:
 def counted(release: Callable, *given: Any, budget: Any) -> tuple[Tree, Tree]:
     """What `release(*given)` returns, updates and a state, which counts the numbers that it drew, if they are more.
 
-    Where jax has traced them before, they are not known: 0. budget: as for `stamped`, as the error is.
+    Those that jax has traced before are not heard of: if fewer are than the state knows, or none, 2^32 are billed.
+    budget: as for `stamped`, as the error is.
     """
     with counting() as drawn:
         updates, state = release(*given)
-    if budget is not None and budget.numbers is not None:
-        _require_fewer(sum(drawn), budget.numbers)
-    own, one = np.uint32((sum(drawn) - 1) % 2**32), np.uint32(1)
-    return updates, map_states(
-        lambda node: node._replace(numbers=jnp.maximum(node.numbers - one, own) + one), state, ReleaseState
-    )
+    numbers = min(sum(drawn), 2**32)
+    stated = budget is not None and budget.numbers is not None
+    if stated:
+        _require_fewer(numbers, budget.numbers)
+    own, one, most = np.uint32((numbers - 1) % 2**32), np.uint32(1), np.uint32(2**32 - 1)
+
+    def of_release(node: ReleaseState) -> ReleaseState:
+        known = node.numbers - one  # 0, which is 2^32, is the largest
+        return node._replace(numbers=jnp.where((own < known) & (not stated), most, jnp.maximum(known, own)) + one)
+
+    return updates, map_states(of_release, state, ReleaseState)
 
 
 def _as_numbers(numbers: int) -> jax.Array:
     """uint32 (), known also inside of jit; 2^32 is 0."""
     with jax.ensure_compile_time_eval():
-        return jnp.full((), numbers % 2**32, jnp.uint32)
+        return jnp.full((), min(numbers, 2**32) % 2**32, jnp.uint32)
 
 
 def checked(state: Tree, mechanism: Any, rows: jax.Array, drawn: Drawn | None, *, ordered: Any = True) -> Tree:

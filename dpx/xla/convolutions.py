@@ -53,15 +53,40 @@ def rows_apart(function: Callable) -> Callable:
     return apart
 
 
-def may_mix_rows(jaxpr: Any) -> bool:
-    """Whether the gradient of a function with this jaxpr may have convolutions in batch groups."""
+def may_mix_rows(jaxpr: Any, *, tangents: bool = True) -> bool:
+    """Whether the gradient of a function with this jaxpr may have convolutions in batch groups.
+
+    tangents: whether derivatives by `jax.custom_jvp` count.
+    """
 
     def may(equation):
-        if equation.primitive.name == "conv_general_dilated":
+        name = equation.primitive.name
+        if name == "conv_general_dilated":
             return equation.params["feature_group_count"] > 1 or equation.params["batch_group_count"] > 1
-        return equation.primitive.name.startswith("custom_vjp_call")  # whose derivative may hold anything
+        if name == "custom_jvp_call":  # such as jax.nn.relu: its own derivative is looked at
+            return tangents and _may_mix_tangents(equation)
+        return name.startswith("custom_vjp_call")  # whose derivative may hold anything
 
     return any(map(may, equations(jaxpr)))
+
+
+def _may_mix_tangents(equation: core.JaxprEqn) -> bool:
+    avals: list[Any] = [variable.aval for variable in equation.invars]
+    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+    real = [number for number, aval in enumerate(avals) if np.issubdtype(aval.dtype, np.inexact)]
+
+    def tangents(inputs):
+        def function(*floats):
+            given = dict(enumerate(inputs)) | dict(zip(real, floats, strict=True))
+            return _bound(equation, list(given.values()), equation.params)
+
+        floats = [inputs[number] for number in real]
+        return jax.jvp(function, floats, floats)[1]
+
+    try:
+        return may_mix_rows(jax.make_jaxpr(tangents)(shapes), tangents=False)
+    except Exception:
+        return True  # a derivative that cannot be looked at
 
 
 def _apart(equation: core.JaxprEqn, operands: list) -> list[jax.Array]:
