@@ -13,7 +13,7 @@ from dpx import accounting
 from dpx.accounting import curves
 from dpx.accounting.bill import numbers_of
 from dpx.accounting.events import billed, event_epsilon
-from dpx.keys.counts import LARGEST_RELEASE, counting
+from dpx.keys.counts import LARGEST_RELEASE, count, counting
 from dpx.states.reading import release_state
 from dpx.states.record import ReleaseState, counted
 from tests.mechanisms import MECHANISMS
@@ -209,3 +209,20 @@ def test_fewer_numbers_never_cost_more(noise, delta):
         fewer = billed(event, relation="zero_out", numbers=numbers)
         assert fewer.epsilon(delta) <= most.epsilon(delta)
         assert fewer.delta(1.0) <= most.delta(1.0)
+
+
+@pytest.mark.parametrize(
+    ("known", "drawn", "billed_for"),
+    [(10, [10], 10), (10, [1001], 1001), (10, [1], 0), (10, [], 0), (0, [5], 0), (10, [2**31 + 10, 2**31], 0)],
+)
+def test_numbers_that_are_not_heard_of_are_the_most(known, drawn, billed_for):
+    """Jax has traced the release before, in part: fewer numbers than are known, or none, are billed as 2^32."""
+    before = ReleaseState.empty()._replace(numbers=jnp.uint32(known))
+
+    def release():
+        for numbers in drawn:
+            count([(numbers,)])
+        return PARAMS, before
+
+    _, after = counted(release, budget=None)
+    assert int(after.numbers) == billed_for

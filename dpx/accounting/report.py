@@ -237,7 +237,7 @@ def _unit_of(recorded: int, unit: str | None) -> str:
 
 
 def _ending(made: int, steps: int, planned: bool, unit: str) -> str:
-    """What epsilon covers, in words, where a run has not made all that it planned, or where it planned nothing."""
+    """Which steps epsilon covers, in words, if the run ended before its plan or had no plan."""
     if made < steps:
         words = f"{made} of {steps} planned steps were made, and epsilon covers all {steps}, because what the run"
         return f"{words} showed of one {unit} may have decided where it ended"

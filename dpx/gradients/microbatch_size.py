@@ -101,9 +101,9 @@ _KEPT: ContextVar[tuple[int | None] | None] = ContextVar("memory that a run bega
 
 @contextlib.contextmanager
 def for_memory(memory: int | None) -> Iterator[None]:
-    """While it is open, microbatches are chosen for a memory of so many bytes; None where it does not matter.
+    """While it is open, microbatches are chosen for `memory`, in bytes, or without regard to memory if it is None.
 
-    A run that continues with another memory than it began with must round its sums as before.
+    A run that continues on a machine with more or less memory must still round its sums as before.
     """
     token = _KEPT.set((memory,))
     try:

@@ -14,7 +14,10 @@ _COUNTED: contextvars.ContextVar[list[int] | None] = contextvars.ContextVar("cou
 
 
 def pairs_of(numbers: int) -> int:
-    """How many pairs of normals so many numbers of one stream draw, an int: of the last chunk, some have one number."""
+    """How many pairs of normals are drawn for `numbers` numbers of one stream, an int.
+
+    Some pairs of the last chunk give one number and not two, but each counts as a whole pair.
+    """
     whole, rest = divmod(numbers, CHUNK_NUMBERS)
     return whole * (CHUNK_NUMBERS // 2) + min(rest, CHUNK_NUMBERS // 2) if whole else (numbers + 1) // 2
 

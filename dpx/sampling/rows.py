@@ -20,7 +20,7 @@ from dpx.trees import Tree, batch_size, described, require_arrays
 Rows = Callable[[np.ndarray, np.ndarray, int], Tree]  # from indices, int32 (B,), `included`, bool (B,), and a step
 
 AGAIN = 16  # readings, in which a fair coin shows both sides, but with probability 2^-16
-FIRST, EVERY = 64, 256  # of so many rows, each call reads some again; later a call does so with one of so many
+FIRST, EVERY = 64, 256  # AGAIN readings a call for the first 64 rows of a source, later one reading for 256 rows
 _READ: dict[int, list[int]] = {}  # how many rows of a source were read, by its id while it lives
 
 

@@ -152,7 +152,7 @@ def stamped(state: Tree, fingerprints: np.ndarray, budget: Any) -> Tree:
 
 
 def planned(state: Tree, steps: int) -> Tree:
-    """A new `state`, whose run planned so many steps; 0 for a run without a plan."""
+    """`state`, but with `steps` as the plan of its run; 0 is for a run without a plan."""
     return map_states(lambda node: node._replace(plan=jnp.zeros_like(node.plan) + steps), state, ReleaseState)
 
 
