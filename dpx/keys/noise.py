@@ -179,10 +179,10 @@ def made_in_chunks(words, step, deviation, high: jax.Array, low: jax.Array | Non
         row = jax.lax.broadcasted_iota(jnp.uint32, (2, half), 0)
         # Without the barrier, XLA moves what is the same in every turn out of the loop, into kernels of their own, and
         # each takes time to compile.
-        here, pair, row = jax.lax.optimization_barrier((step, pair, row))
+        here, words_here, pair, row = jax.lax.optimization_barrier((step, [*words], pair, row))
 
         def draw():
-            block = _at_once(threefry4x32(words, _block(here, pair, 0)))
+            block = _at_once(threefry4x32(words_here, _block(here, pair, 0)))
             with jax.enable_x64(True):
                 polar = jax.lax.optimization_barrier(radius_and_angle(block, rare))  # once for both numbers of a pair
                 radius, theta = (jax.lax.broadcast(x, (2,)) for x in polar)
