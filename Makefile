@@ -36,7 +36,7 @@ test: lint
 	rm -rf .venv/compiled
 	COMPILED_STAYS_IN_MEMORY=1 $(PYTEST) -m 'not long'
 
-# Larger cases of these (tests/long.txt), and variants of mechanisms: every night, and before a release.
+# Larger cases of these (marked `long`), and variants of mechanisms: every night, and before a release.
 long: install
 	$(PYTEST) -m long
 

@@ -22,15 +22,20 @@ MAPPINGS = Path("/proc/self/maps")
 MOST_MAPPINGS = 25_000  # of memory; Linux allows a process 65,530, and a compiled program holds some
 
 
-LONG = tuple(line for line in Path(__file__).with_name("long.txt").read_text().splitlines() if line[:1] != "#")
-
-
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    """Marks the tests of long.txt."""
+def pytest_collection_modifyitems(config, items):
+    """Marks as long the cases whose ids begin as `long_cases` says. A word that begins no id is an error."""
+    unused = {}
     for item in items:
-        if item.nodeid.startswith(LONG):
-            item.add_marker("long")
+        for words in (mark.args for mark in item.iter_markers("long_cases")):
+            begun = {word for word in words if item.callspec.id.startswith(word)}
+            test = item.nodeid.partition("[")[0]
+            unused[test] = unused.get(test, {*words}) - begun
+            if begun:
+                item.add_marker("long")
+    whole = not any("::" in argument for argument in config.args)  # else some cases are not collected
+    if whole and any(unused.values()):
+        raise pytest.UsageError(f"long_cases that are no cases: { ({k: v for k, v in unused.items() if v}) }")
 
 
 def pytest_collection_finish():

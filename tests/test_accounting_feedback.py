@@ -66,6 +66,7 @@ def test_public_vectors():
         (3.0, 29, 20, 14, 41, 19, 11),
     ],
 )
+@pytest.mark.long
 def test_noise_for_epsilon_2(error_shift, amplified, reset_50, reset_10, known, shuffled, shuffled_reset):
     """The noise of the table meets (2, 1e-5), and not much less does: the recursions here are solved more finely."""
     for noise, name, options in (
@@ -129,6 +130,7 @@ def test_more_is_dearer():
     [{}, {"sampling": EPOCHS}, {"error_shift": math.inf, "feedback_shift": 0.1}],
     ids=["sampled", "epochs", "feedback alone"],
 )
+@pytest.mark.long_cases("feedback alone")
 def test_delta_and_epsilon_agree(options):
     made = event(**({"noise": 8.0, "steps": 60} | options))
     relation = made.sampling.relation
@@ -449,6 +451,7 @@ def attacks(steps):
 
 
 @pytest.mark.parametrize("name", attacks(1))
+@pytest.mark.long_cases("drifting", "turning")
 def test_attacks_stay_within_the_bill(name):
     """(i) sum S^2 <= (k rho)^2 and sum |shift|^2 <= c_k^2 on every run; (ii) a linear test does no better."""
     steps, error_shift, rate = 24, 1.5, 0.1

@@ -151,6 +151,7 @@ def fixed(rate, sigma, steps):
 
 
 @pytest.mark.parametrize(("steps", "most"), [(1, 1.001), (10, 1.05), (100, 1.12), (1000, 1.24)])
+@pytest.mark.long_cases("1-", "100-", "1000-")
 def test_bills_are_above_and_near_those_of_two_data_sets(steps, most):
     """One example contributes C and all others -C; it is replaced by one of -C. dp-accounting's PLD of this pair."""
     for rate, sigma in itertools.product((0.001, 0.01, 0.1, 0.5), (0.5, 0.7, 1.0, 2.0, 5.0)):

@@ -83,6 +83,7 @@ def test_one_step_costs_the_integrals_of_both_directions(records, rate, sigma):
 
 
 @pytest.mark.parametrize(("records", "rate", "sigma", "steps"), [(2, 0.1, 2.0, 20), (5, 0.02, 1.5, 10)])
+@pytest.mark.long_cases("5-")
 def test_the_bill_is_that_of_dp_accounting(records, rate, sigma, steps):
     law = stats.binom.pmf(np.arange(records + 1), records, rate)
     mixture = MixtureOfGaussiansDpEvent(sigma, tuple(range(records + 1)), tuple(law))
@@ -160,6 +161,7 @@ def test_probabilities_below_float64_are_bounded_by_their_logarithms(records, ra
         assert truth - 1e-9 <= log <= truth + 6
 
 
+@pytest.mark.long
 def test_a_unit_of_a_thousand_records_has_a_tight_bill():
     """Hundreds of records at once are so rare that only the Renyi divergences see them, and not delta."""
     numbers = np.arange(60)

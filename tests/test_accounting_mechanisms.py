@@ -273,6 +273,7 @@ CASES: dict[str, tuple[Any, int, Accountant]] = {
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("epsilon", [0.3, 4.0])
+@pytest.mark.long_cases("4.0")
 def test_calibrated_noise_is_the_least_on_the_safe_side(name, epsilon):
     make, steps, accountant = CASES[name]
     noise = accounting.calibrate(make, steps=steps, epsilon=epsilon, delta=1e-5, accountant=accountant)
@@ -541,6 +542,7 @@ def test_epsilon_over_steps_rises_and_ends_at_the_bill():
         (Mechanism(2.0, decay=0.97), 30, "pld"),
     ],
 )
+@pytest.mark.long_cases("mechanism2-100-pld")
 def test_delta_over_epsilon_is_smooth_and_that_of_single_bills(mechanism, steps, accountant):
     epsilons = np.linspace(0, 4, 33)[::-1]
     curve = curves.delta_over_epsilon(mechanism, steps, epsilons=epsilons, accountant=accountant)

@@ -14,6 +14,7 @@ FEWER = {
 }
 
 
+@pytest.mark.long
 def test_notebook_executes(monkeypatch):
     """Every cell, with fewer steps and points, in this process: a kernel takes 5 CPU seconds to start.
 

@@ -53,6 +53,7 @@ def test_the_plot_has_a_line_for_each_number_of_epochs(planned):
     assert drawn == [(run.batch_size, run.run_noise) for run in planned.runs]
 
 
+@pytest.mark.long
 def test_no_label_of_the_plot_overlaps_or_is_cut():
     figure = pytest.importorskip("matplotlib.figure").Figure(layout="constrained")
     axes = dpx.plan_noise(examples=60_000, epsilon=2.0, delta=1e-5, epochs=10).plot(axes=figure.add_subplot())

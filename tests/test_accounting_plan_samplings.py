@@ -69,6 +69,7 @@ def test_the_least_noise_is_recommended(planned):
     assert str(planned).count("Take ") == 1
 
 
+@pytest.mark.long
 def test_the_printed_plan_answers_which_sampling():
     plan = dpx.plan_noise(examples=1000, epsilon=2.0, delta=1e-5, epochs=[4, 8], batch_sizes=[50, 100, 1000])
     small, large = plan.runs[0], plan.runs[1]  # of the first epochs; whole batches are not suggested

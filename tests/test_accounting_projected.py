@@ -52,6 +52,7 @@ def test_public_vector():
 
 
 @pytest.mark.parametrize("rank, sigma", [(1, 3.0), (10, 1.0), (1000, 1.0)])
+@pytest.mark.long_cases("10-")
 def test_one_unsampled_release_is_the_mixture(rank, sigma):
     s, w = stretches(rank)
     for epsilon in (0.1, 1.0, 3.0):

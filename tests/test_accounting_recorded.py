@@ -27,6 +27,18 @@ def test_every_bill_is_recorded():
 
 @pytest.mark.usefixtures("exact_noise")
 @pytest.mark.parametrize("name", BILLS)
+@pytest.mark.long_cases(
+    "1500 distinct",
+    "a calibrated schedule",
+    "poisson 0.0001 1.0 x 100000: pld",
+    "projected, one sampled: pld, add_or_remove, delta",
+    "schedule falling 3 to 1, 300, replace_one",
+    "schedule rising 1 to 6, 700, replace_one",
+    "schedule wavy 100, replace_one",
+    "several records, falling noise: pld, add_or_remove",
+    "several records, falling noise: rdp",
+    "truncated, falling noise: pld, replace_one",
+)
 def test_a_bill_is_what_it_was(name):
     tolerance = 5e-3 if name in MOSTLY_ROUNDING else 1e-6
     assert float(BILLS[name]()) == pytest.approx(RECORDED[name], rel=tolerance, abs=1e-300)

@@ -126,6 +126,7 @@ WIDE = {
 
 
 @pytest.mark.parametrize("name", WIDE)
+@pytest.mark.long
 def test_intervals_nest(name):
     """Many buckets lie within few: both hold the truth, so they must overlap, and widths must shrink."""
     sigmas, rate = WIDE[name]

@@ -111,6 +111,7 @@ def test_two_steps_are_billed_above_two_steps_of_the_worst_data():
 PUBLISHED = {256: 16.79, 288: 7.71, 304: 5.40, 320: 2.56, 336: 1.902}  # epsilon by most_rows
 
 
+@pytest.mark.long
 def test_published_numbers():
     """N 60,000, B 256, noise .8, 2,344 steps. dp-accounting has a pair that costs a little more than ours."""
     rate, relation = 256 / 60_000, dp_accounting.NeighboringRelation.REPLACE_SPECIAL

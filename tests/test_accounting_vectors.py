@@ -128,6 +128,7 @@ def test_unsampled_schedule_has_a_closed_form():
 
 
 @pytest.mark.parametrize("epsilon", [0.4, 0.8, 1.4])
+@pytest.mark.long
 def test_simulated_privacy_loss(epsilon):
     """200 different steps: the mean of (1 - e^(epsilon - loss))+ over simulated outputs is delta(epsilon)."""
     generator = np.random.default_rng(20)

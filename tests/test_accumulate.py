@@ -52,6 +52,7 @@ def mechanisms():
 
 @pytest.mark.parametrize("name", mechanisms())
 @pytest.mark.parametrize("clipping", ["ghost", "vmap"])
+@pytest.mark.long_cases("ghost-momentum", "vmap-two sums")
 def test_the_chunks_of_a_batch_are_one_step(name, clipping):
     """One noise and one release, the keys of the examples, the record and the bill: as of the whole batch."""
     optimizer, (params, _) = mechanisms()[name], model()

@@ -42,12 +42,23 @@ from tests.mechanisms import PARAMS
 
 
 @pytest.mark.parametrize("broken", ZOO, ids=lambda broken: broken.name)
+@pytest.mark.long_cases(
+    *"""
+    clipped_in_groups discrete_noise first_rows_kept half_the_noise_from_step_1000 importance_of_raw_gradients
+    laplace_noise layers_clipped_apart no_noise_in_16_bits no_noise_on_convolutions noise_by_number_of_parameters
+    noise_by_shape noise_divided_twice noise_from_the_projection noise_in_tiles noise_keyed_by_params
+    noise_of_256_sizes noise_of_the_drawn_batch noise_on_another_mask noise_repeats_after_7
+    one_noise_with_other_signs other_signs_at_every_step projected_after_the_clip schedule_shifted_by_a_step
+    sign_of_two_others step_in_bfloat16 sums_of_one_step_in_the_state uniform_noise
+    """.split()
+)
 def test_the_line_of_a_broken_mechanism_fails(broken):
     mechanism, options = broken.make(jax.random.key(7), 100), {"lines": [broken.line], "draws": 1000}
     report = check_contract(mechanism, params=PARAMS, rebuild=lambda key: broken.make(key, 100), **options)
     assert [line.name for line in report.failures] == [broken.line], report
 
 
+@pytest.mark.long
 def test_docs(promoting):
     """The code of docs/auditing.md about the contract."""
     page = (Path(__file__).parents[1] / "docs" / "auditing.md").read_text()
@@ -97,6 +108,7 @@ def test_a_report_is_for_asserts():
         (two_thirds_of_the_noise, None, ["noise"], []),
     ],
 )
+@pytest.mark.long_cases("sound-bfloat16")
 def test_the_noise_behind_an_optimizer(make, mu_dtype, failures, unchecked, promoting):
     """Adam's updates are not linear in the noise, but its average of them is, if it is float32."""
     mechanism = dpx.chain(make(jax.random.key(7), 100), optax.adam(1e-2, mu_dtype=mu_dtype))
@@ -216,6 +228,7 @@ def heavy_noise(key):
 
 
 @pytest.mark.parametrize("make", [laplace_noise, uniform_noise, discrete_noise, heavy_noise, no_noise])
+@pytest.mark.long_cases("heavy_noise", "uniform_noise")
 def test_noise_that_is_not_gaussian_is_soon_seen(make, monkeypatch):
     """Before any draw under other keys, which takes a minute; and the lines that need the noise say why."""
     monkeypatch.setattr(Trial, "noise", property(lambda trial: pytest.fail("draws many times")))
@@ -268,6 +281,7 @@ def test_a_run_that_may_not_be_so_long_is_not_billed():
 
 
 @pytest.mark.parametrize("coordinates", [[], [dpx.coordinates.random_projection(rank=12, kind="gaussian", key=KEY)]])
+@pytest.mark.long_cases("coordinates1")
 def test_noise_of_a_mechanisms_own(coordinates):
     """Sound noise that does not come from `keys.normal_like` passes, also with coordinates of the key."""
     mechanism = sound_noise_of_its_own(KEY)

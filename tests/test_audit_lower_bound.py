@@ -161,6 +161,7 @@ def same_noise(key):
     ],
     ids=["noise of 2/3", "same noise", "no clip", "every batch"],
 )
+@pytest.mark.long_cases("no clip", "noise of 2/3")
 def test_wrong_bills_are_refuted(make, options):
     found = lower_bound(make, **options)
     assert found.exceeds_bill, found
@@ -210,6 +211,7 @@ def each_coordinate(updates, before, after, canary):
 
 
 @pytest.mark.parametrize("name", ["sign_sgd", "adagrad", "clip"])
+@pytest.mark.long_cases("adagrad", "clip")
 def test_post_processing_raises_no_alarm(name):
     """If the move is computed with the noise of the run, the bounds are about 5, 3 and 3."""
     with pytest.warns(UserWarning, match="with another key, the canary moves 6 of 6 observed numbers"):
@@ -219,6 +221,7 @@ def test_post_processing_raises_no_alarm(name):
     assert 0 < found.epsilon < found.bill and found.gaussian_epsilon < found.bill, found
 
 
+@pytest.mark.long
 def test_post_processing_by_all_transforms_raises_no_alarm(promoting):
     def everything(updates, before, after, canary):
         return jnp.concatenate([after.transforms[0][0][name]["w"] for name in BEHIND])
@@ -270,6 +273,7 @@ def test_the_adversary_knows_no_unreleased_state():
     assert np.ptp(moves[0]) > 0.1  # what is released is used
 
 
+@pytest.mark.long
 def test_moves_that_depend_on_the_public_state_are_known():
     """The clip norm falls and rises with a noisy count, which is released."""
 
@@ -296,6 +300,7 @@ def test_replacing_an_example():
     assert 0.6 * exact < found.epsilon <= exact  # with other keys, from 0.73 to 0.87 of it
 
 
+@pytest.mark.long
 def test_other_examples_change_nothing():
     scores = [
         audit.canary_scores(dp_sgd, steps=2, key=KEY, runs=100, others=others)
@@ -333,6 +338,7 @@ def test_shuffled_epochs_are_scored_by_epochs():
 
 
 @pytest.mark.parametrize(("steps", "share"), [(9, 0.4), (2, 0.3)])
+@pytest.mark.long_cases("2-")
 def test_random_allocation_is_scored_by_epochs_and_below_its_bill(steps, share):
     """Above the bill of a tenth of the noise lost, of a wrong event, it would be red: 3 epochs of one step of 3."""
     allocated = dpx.sampling.RandomAllocation(examples=6, steps_per_epoch=3)
@@ -351,6 +357,7 @@ def test_random_allocation_is_scored_by_epochs_and_below_its_bill(steps, share):
     ],
     ids=["truncated", "weighted", "cyclic", "ordered"],
 )
+@pytest.mark.long_cases("cyclic", "ordered", "truncated", "weighted")
 def test_other_samplings_are_below_their_bills(sampling, noise, share):
     found = audit.lower_bound(
         functools.partial(dp_sgd, sampling=sampling, noise_multiplier=noise),
@@ -490,6 +497,7 @@ def test_one_run_of_a_sampling_is_below_its_bill(name):
     assert 1 < found.epsilon < found.trade_off_epsilon < bill
 
 
+@pytest.mark.long
 def test_one_run_behind_transforms_raises_no_alarm(promoting):
     """Scores are released values: the coordinate of each canary, with every transform behind the same DP-SGD."""
     canaries, seeds = 64, 10
@@ -578,6 +586,7 @@ def test_the_benchmark_audits_every_method():
     assert {entry.name for entry in catalog.METHODS} <= {case.name for case in audits()}
 
 
+@pytest.mark.long
 def test_the_page(promoting):
     """The code of docs/auditing.md, from "Lower bounds" on, runs as it stands; its assertions hold."""
     page = (Path(__file__).parents[1] / "docs" / "auditing.md").read_text().split("\n## Lower bounds\n")[1]

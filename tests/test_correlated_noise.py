@@ -432,6 +432,7 @@ THREE = dpx.sampling.CyclicPoissonSampling(examples=100, batch_size=20, bands=3)
     [(FULL, 9.0, 6, 0.85, 20_000), (ORDER, 2.5, 6, 0.85, 8000), (THREE, 1.4, 9, 0.64, 20_000)],
     ids=["full", "order", "cyclic"],
 )
+@pytest.mark.long_cases("cyclic", "full", "order")
 def test_the_best_attacks_come_near_the_bill(sampling, noise, steps, share, runs):
     """`gaussian_epsilon` is near the bill where the run is one Gaussian; groups taken for one have 0.62."""
     strategy = strategies.Strategy(coefficients=(1.0, 0.8, 0.5))
@@ -444,6 +445,7 @@ def test_the_best_attacks_come_near_the_bill(sampling, noise, steps, share, runs
     assert bound.epsilon > 0.4 * bound.bill
 
 
+@pytest.mark.long
 def test_an_attack_refutes_the_bill_of_one_step():
     """As if one example moved C G by one clip norm: the attack whitens the noise of all steps."""
 
@@ -493,6 +495,7 @@ def on_trial(mechanism):
 
 
 @ALL
+@pytest.mark.long_cases("lambda")
 def test_the_contract_sees_the_covariance_over_steps(strategy):
     mechanism = made(strategy)
     assert "covariance C^-1 C^-T" in correlation.require_covariance(on_trial(mechanism))
@@ -642,5 +645,6 @@ print("the same on 8 devices")
 """
 
 
+@pytest.mark.long
 def test_training_on_eight_devices():
     assert "the same on 8 devices" in on_eight_devices(TRAINED)

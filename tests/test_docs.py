@@ -157,6 +157,7 @@ def test_choose(promoting, capsys):
         assert all(line in printed for line in block.splitlines()), block
 
 
+@pytest.mark.long
 def test_coming_from(promoting):
     with jax.numpy_rank_promotion("allow"):
         names: dict = {}

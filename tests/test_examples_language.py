@@ -206,6 +206,7 @@ def checkpoint(tmp_path_factory):
     return folder
 
 
+@pytest.mark.long
 def test_gpt2_gives_the_logits_of_transformers(checkpoint):
     model, params = language_models.load_gpt2(checkpoint)
     logits = jax.jit(model.apply)(params, np.array([1, 7, 3, 0, 10]))
@@ -293,6 +294,7 @@ def test_metrics_by_hand():
 # ------------------------------------------------------------------ runs
 
 
+@pytest.mark.long
 def test_a_text_run_resumes_bit_for_bit(tmp_path, monkeypatch, promoting, undrawn):
     common = dict(task="text", model="bag_mlp", task_options={"bins": 8, "hidden": 2}, batch_size=16, epochs=1.0)
     config = Config(dataset="random:3", seed=1, noise_multiplier=1.0, optimizer="adam", **common)
@@ -317,6 +319,7 @@ def test_a_text_run_resumes_bit_for_bit(tmp_path, monkeypatch, promoting, undraw
         Config(**asdict(config) | {"task_options": {"lenght": 1}})
 
 
+@pytest.mark.long
 def test_private_texts_choose_no_number_before_training(tmp_path, monkeypatch, promoting):
     """Vocabulary and first parameters of the small GPT-2 come from public pairs, and a text is encoded by itself."""
     public = [("red", "a red thing"), ("blue", "a blue thing")]

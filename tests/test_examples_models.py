@@ -43,6 +43,7 @@ def test_parameter_count_and_logits(name, shape):
 
 
 @pytest.mark.parametrize("name", ["mlp", "digits_cnn"])
+@pytest.mark.long_cases("digits_cnn")
 def test_per_example_gradients_and_activations(name):
     images = jax.random.uniform(jax.random.key(0), (3, 8, 8, 1))
     outputs = {}

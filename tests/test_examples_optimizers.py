@@ -102,6 +102,7 @@ def test_disk_follows_its_formula():
 
 
 @pytest.mark.parametrize("coordinates", [transforms.SUMMED, transforms.scaled(1e-3)])
+@pytest.mark.long_cases("coordinates1")
 def test_the_contract_holds_in_the_new_coordinates(coordinates):
     sampling = dpx.PoissonSampling(examples=40, batch_size=8)
     mechanism = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=1.0, sampling=sampling, key=KEY)
@@ -118,6 +119,7 @@ def tiny(monkeypatch, tmp_path):
     return tmp_path / "runs.jsonl"
 
 
+@pytest.mark.long
 def test_a_killed_command_continues(tiny, capsys, monkeypatch):
     monkeypatch.setattr(command, "MOST_TRIALS", 2)
     words = ["--tasks", "mnist", "--optimizers", "disk-sgd", "--epsilons", "3", "--seeds", "0"]

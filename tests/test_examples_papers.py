@@ -18,6 +18,24 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", experiments())
+@pytest.mark.long_cases(
+    "ada-dpigu",
+    "baselines",
+    "d2p2-fashion-mnist",
+    "d2p2-figure",
+    "dice-cnn",
+    "dice-fashion",
+    "dice-figure-1",
+    "dice-figure-2",
+    "dice-table",
+    "dynamic-cnn",
+    "dynamic-table",
+    "freeze-fashion",
+    "freeze-table-1",
+    "freeze-table-2",
+    "freeze-table-3",
+    "freeze-table-4",
+)
 def test_smoke(name, capsys, promoting, undrawn, folder):
     assert command.main(["--smoke", name, "--runs", str(folder)]) == 0
     assert f"{name}: its program works" in capsys.readouterr().out

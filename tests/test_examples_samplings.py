@@ -13,6 +13,7 @@ KEY = dpx.secret_key(2**100)
 
 
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.long_cases("band-mf")
 def test_every_method_meets_its_budget(method):
     mechanism, own = METHODS[method](Sizes(600, 20, 2.0, 0.7), 2.0, clip_norm=1.0, key=KEY)
     assert 1.9 < dpx.epsilon(mechanism, mechanism.sampling.steps(epochs=2), delta=samplings.DELTA) <= 2.0
@@ -27,6 +28,7 @@ def tiny(monkeypatch, tmp_path):
     return tmp_path / "runs.jsonl"
 
 
+@pytest.mark.long
 def test_a_killed_command_continues(tiny, capsys):
     words = ["--models", "linear", "--methods", "poisson", "--epsilons", "2", "--seeds", "0", "--batch-sizes", "8"]
     words += ["--dataset", "random:4x4x1x2", "--runs", str(tiny), "--results", str(tiny.with_suffix(".md"))]

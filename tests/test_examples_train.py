@@ -153,6 +153,7 @@ def test_what_is_not_private_is_marked_and_not_in_files_to_share(whole):
 
 
 @pytest.mark.parametrize("cut", [7, 26])
+@pytest.mark.long_cases("26")
 def test_a_resumed_run_is_the_uncut_run_bit_for_bit(whole, tmp_path, monkeypatch, cut):
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         cut_at(cut, patched)
@@ -162,6 +163,7 @@ def test_a_resumed_run_is_the_uncut_run_bit_for_bit(whole, tmp_path, monkeypatch
     assert (result.accuracy, result.epsilon, result.steps) == (whole[1].accuracy, whole[1].epsilon, whole[1].steps)
 
 
+@pytest.mark.long
 def test_adam_resumes_bit_for_bit(tmp_path, monkeypatch, promoting):
     changes: dict[str, Any] = dict(optimizer="adam", momentum=0.0, learning_rate=0.01, epochs=1.0)
     run(tmp_path / "whole", **changes)
@@ -172,6 +174,7 @@ def test_adam_resumes_bit_for_bit(tmp_path, monkeypatch, promoting):
     assert_same_run(tmp_path / "cut", tmp_path / "whole")
 
 
+@pytest.mark.long
 def test_a_killed_process_loses_at_most_the_steps_since_the_last_checkpoint(whole, tmp_path):
     program = f"""
 import os, signal, dpx, jax
@@ -258,6 +261,7 @@ def test_epsilon_alone_finds_the_noise(tmp_path):
         ("ordered", 500, 6),
     ],
 )
+@pytest.mark.long_cases("allocated", "cyclic", "fixed", "full", "ordered", "shuffled")
 def test_other_samplings(tmp_path, sampling, batch_size, steps):
     result = run(tmp_path, sampling=sampling, batch_size=batch_size)
     assert result.steps == steps and 0 < result.epsilon < 100
@@ -268,6 +272,7 @@ def test_all_bits_of_the_seed_count():
         assert Config(**(SMALL | {"seed": seed})).key == dpx.secret_key(seed)
 
 
+@pytest.mark.long
 def test_another_seed_is_another_run(whole, tmp_path):
     run(tmp_path, seed=4)
     assert not np.array_equal(final(tmp_path)[1][-1], final(whole[0])[1][-1])
@@ -312,6 +317,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("arguments", "said"), BAD, ids=[arguments for arguments, _ in BAD])
+@pytest.mark.long_cases("--epsilon 2 --method gep_sgd --public-rank 651")
 def test_bad_input_is_one_clear_line_and_nothing_is_written(tmp_path, capsys, arguments, said):
     folder = tmp_path / "run"
     dataset = [] if "--dataset" in arguments or "--resume" in arguments else ["--dataset", "digits"]
@@ -355,6 +361,7 @@ SMOKED = {  # these train in tests/test_examples_papers.py, two of them every ni
 
 
 @pytest.mark.parametrize("method", sorted(set(METHODS) - SMOKED | {"ada_dpigu", "d2p2_sgd"}))
+@pytest.mark.long_cases("d2p_sgd", "dp2_sgd")
 def test_every_method_trains(tmp_path, method):
     samplings = METHODS[method].samplings
     result = run(tmp_path, method=method, epochs=0.5, **({"sampling": samplings[0]} if samplings else {}))
@@ -398,6 +405,7 @@ def test_words_that_mean_nothing_are_refused(word):
         methods.read(word, 300, 20)
 
 
+@pytest.mark.long
 def test_a_method_joins_with_its_own_options(tmp_path, monkeypatch, capsys):
     def noisier(*, factor: float = 1.0, clip_norm: float, noise_multiplier: float, sampling, steps: int, key):
         """DP-SGD with too much noise. factor: times the noise."""

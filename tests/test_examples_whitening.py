@@ -101,6 +101,7 @@ def test_the_same_handwriting_is_not_public():
         whitening.public_images("fashion_mnist", data.load("digits"))
 
 
+@pytest.mark.long
 def test_the_recipe_can_be_changed(few, tmp_path, capsys, undrawn):
     words = ["--dataset", "digits", "--recipe", "best", "--epochs", "0.5", "--quiet", "--cache-dir", str(tmp_path)]
     assert train.main([*words]) == 2 and "--recipe needs --epsilon" in capsys.readouterr().err

@@ -76,6 +76,7 @@ def test_steps_lower_for_accelerators(name, platform):
     "name",
     ["dense", "heads", "transformer", "recurrent", "cnn", "convolution_grouped", "convolution_with_few_positions"],
 )
+@pytest.mark.long_cases("transformer-")
 def test_norms_and_sums_are_exact_on_accelerators(name, platform):
     """Matrix units round float32 to fewer bits: a norm of rounded products could be below that of the contribution.
 

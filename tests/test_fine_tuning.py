@@ -12,6 +12,7 @@ import dpx
 PAGE = (pathlib.Path(__file__).parent.parent / "docs" / "fine_tuning.md").read_text()
 
 
+@pytest.mark.long
 def test_fine_tuning(promoting, capsys):
     model, *rest = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     assert sum(bool(line.strip()) for line in "".join(rest).splitlines()) <= 40

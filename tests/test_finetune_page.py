@@ -4,10 +4,12 @@ import pathlib
 import re
 
 import jax
+import pytest
 
 PAGE = (pathlib.Path(__file__).parent.parent / "docs" / "language_models.md").read_text()
 
 
+@pytest.mark.long
 def test_language_models(promoting, capsys):
     blocks, names = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL), {}
     assert len(blocks) == 4 and sum(bool(line.strip()) for line in "".join(blocks).splitlines()) <= 45

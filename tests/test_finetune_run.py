@@ -178,6 +178,7 @@ def settings_of(files, **change):
     return training.Settings(**(command.settings_of(given).as_dict() | change))
 
 
+@pytest.mark.long
 def test_the_command_trains_reports_and_writes_texts_and_resumes_bit_for_bit(files, tmp_path, capsys):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert command.main(words_of(files, whole, "--synthesize", "3")) == 0

@@ -118,6 +118,7 @@ SEEN = {
 
 @pytest.mark.parametrize("chunk_size", [None, 6])
 @pytest.mark.parametrize("name", SEEN)
+@pytest.mark.long_cases("a callback-6", "an unused parameter-6", "one dropout mask-6")
 def test_fit_says_what_check_setup_finds_in_a_loss(name, chunk_size):
     of, params, words = SEEN[name]
     with pytest.warns(UserWarning, match=words) as caught:

@@ -48,6 +48,7 @@ def run(block, names):
         exec(block, names)
 
 
+@pytest.mark.long
 def test_nnx_and_batch_norm(page, capsys):
     """One test, because both sections share the optimizer."""
     _, to_loss, training, stored = blocks(NNX)
@@ -69,6 +70,7 @@ def test_nnx_and_batch_norm(page, capsys):
     assert lines(capsys.readouterr().out) == lines(shown) and len(lines(shown)) == 3
 
 
+@pytest.mark.long
 def test_linen(page, capsys):
     (model, training), (shown,) = blocks(LINEN), blocks(LINEN, "text")
     assert len(lines(training)) <= 40
@@ -163,6 +165,7 @@ class GPT2(linen.Module):
 
 
 @jax.numpy_rank_promotion("allow")  # as transformers adds its biases
+@pytest.mark.long
 def test_gpt2():
     """Ghost norms are those of per-example gradients, and each parameter takes the way that the page shows."""
     model, tokens = GPT2(), integers(7, VOCABULARY, 5, LENGTH)
@@ -199,6 +202,7 @@ class TransformersModel:
         return types.SimpleNamespace(logits=logits)
 
 
+@pytest.mark.long
 def test_the_programs_for_hugging_face(monkeypatch, capsys):
     """That of the page, and LoRA for the same model in docs/fine_tuning.md."""
     library = types.SimpleNamespace(FlaxGPT2LMHeadModel=TransformersModel, GPT2Config=dict)

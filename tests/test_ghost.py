@@ -194,6 +194,7 @@ def test_small_batches(size):
 
 
 @pytest.mark.parametrize("microbatch_size", [2, 4])
+@pytest.mark.long_cases("4")
 def test_microbatches(microbatch_size):
     params, batch = problem()
     included = jnp.array([True, False, True, True, True, False])
@@ -360,6 +361,7 @@ def test_the_bound_holds_where_what_is_huge_is_frozen(huge, value):
 
 
 @pytest.mark.parametrize("fan_in", [256, 4096, 65536])
+@pytest.mark.long_cases("256", "65536")
 def test_the_bound_holds_where_long_sums_cancel(fan_in):
     """Rounding grows with the length of a sum, most where its terms are all alike."""
     made, w = mechanism(1e-3), jnp.zeros((fan_in, 16))

@@ -254,6 +254,20 @@ MASKED = (*ONCE, "logistic", "perceptron", "slice", "stack", "slices")
     + [(name, "masked") for name in MASKED]
     + [(name, "normalized") for name in ONCE],
 )
+@pytest.mark.long_cases(
+    "convolution-masked",
+    "float16-clipped",
+    "gram-normalized",
+    "logistic-masked",
+    "outer-masked",
+    "perceptron-masked",
+    "slice-masked",
+    "slices-masked",
+    "stack-masked",
+    "tied-normalized",
+    "used twice-masked",
+    "used twice-normalized",
+)
 def test_no_row_exceeds_the_bound(name, variant):
     case, made = CASES[name], VARIANTS[variant]()
     if variant == "clipped":
@@ -267,6 +281,7 @@ def test_no_row_exceeds_the_bound(name, variant):
 
 
 @pytest.mark.parametrize("name", ["perceptron", "gram", "tied", "bfloat16", "float16"])
+@pytest.mark.long_cases("float16")
 def test_no_row_exceeds_the_bound_on_stacked_gradients(name):
     case = CASES[name]
     assert_bounded(alone(case.loss, mechanism(), *rows_of(name), norms="vmap"), 0.7)
@@ -296,6 +311,7 @@ def network(params, example):
 
 
 @pytest.mark.parametrize("clipping, variant", [("ghost", "clipped"), ("ghost", "masked"), ("vmap", "clipped")])
+@pytest.mark.long_cases("ghost-masked")
 def test_no_row_of_a_batch_exceeds_the_bound(clipping, variant):
     shapes = {"kernel": (3, 3, 2, 3), "gram": (8, 8), "bias": (1, 8), "table": (5, 8), "outer": (16, 4)}
     params = {name: 0.3 * normal(number, *shape) for number, (name, shape) in enumerate(shapes.items())}
@@ -305,6 +321,7 @@ def test_no_row_of_a_batch_exceeds_the_bound(clipping, variant):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.long_cases("float16")
 def test_half_precision_is_the_same_in_norms_and_sums(dtype):
     """XLA on a CPU may leave out a rounding to half precision where one consumer wants float32 again."""
     params = jax.tree.map(lambda leaf: 0.3 * normal(1, *leaf.shape), LOW[0])

@@ -600,6 +600,19 @@ def scan_without_iterations():
 
 
 @pytest.mark.parametrize("name", ZOO)
+@pytest.mark.long_cases(
+    "dropout_in_a_scan_with_remat",
+    "grouped_query_attention",
+    "linen_",
+    "loop_with_a_slice_used_twice",
+    "mixture_of_experts",
+    "nnx_scan_with_remat",
+    "stack_in_a_scan_and_by_index",
+    "stack_in_two_halves",
+    "stack_unrolled",
+    "time_in_a_stack",
+    "two_scans_of_one_stack",
+)
 def test_equals_per_example_gradients(name):
     make, expected, tolerance = ZOO[name]
     loss, params, batch = make()
@@ -619,6 +632,7 @@ SLICED = (
 
 
 @pytest.mark.parametrize("name", SLICED)
+@pytest.mark.long_cases("stack_along_another_axis_flipped", "stack_in_two_halves")
 def test_a_mask_reaches_every_slice(name):
     loss, params, batch = ZOO[name][0]()
     masked = dpx.coordinates.random_freeze(freeze_rate=0.4, every=1, key=key(3))

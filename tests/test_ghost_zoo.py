@@ -493,6 +493,20 @@ def parameter_that_is_the_loss():
 
 
 @pytest.mark.parametrize("name", ZOO)
+@pytest.mark.long_cases(
+    "cnn",
+    "convolution_channels_first",
+    "convolution_circular",
+    "convolution_in_one_dimension",
+    "convolution_in_three_dimensions",
+    "convolution_of_two_images",
+    "convolution_strided_and_dilated",
+    "dense_on_a_grid",
+    "embedding_of_matrices",
+    "embedding_of_two_sequences",
+    "embedding_on_a_grid_of_tokens",
+    "transformer",
+)
 def test_equals_per_example_gradients(name):
     make, expected, tolerance = ZOO[name]
     loss, params, batch = make()
@@ -508,6 +522,7 @@ def test_equals_per_example_gradients(name):
 @pytest.mark.parametrize(
     "name", [*(name for name in ZOO if name.startswith("convolution")), "heads", "embedding", "used_in_a_scan"]
 )
+@pytest.mark.long_cases("convolution-float64", "convolution_", "heads-float64")
 def test_with_64_bits(name, dtype):
     with jax.enable_x64(True):
         loss, *arrays = ZOO[name][0]()

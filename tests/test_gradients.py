@@ -45,6 +45,9 @@ def whole_without_the_fifth(loss):
 @pytest.mark.parametrize("microbatch_size", [1, 3, 8, 16, 100])
 @pytest.mark.parametrize("loss", [convolving(loss), hiding(loss)], ids=["looped", "unrolled"])
 @pytest.mark.parametrize("clipping", ["vmap", "ghost"])
+@pytest.mark.long_cases(
+    "ghost-looped-8", "ghost-unrolled-3", "ghost-unrolled-8", "vmap-looped-8", "vmap-unrolled-1", "vmap-unrolled-8"
+)
 def test_microbatches_equal_the_whole(microbatch_size, loss, clipping):
     params, batch = model()
     mechanism = dp_sgd(noise_multiplier=1.0)
@@ -168,6 +171,7 @@ def test_memory_is_that_of_a_microbatch(loss):
 
 
 @pytest.mark.parametrize("size", [64, 61])
+@pytest.mark.long_cases("61")
 def test_where_a_batch_would_leave_the_cache_of_a_cpu_microbatches_are_chosen(size, monkeypatch):
     assert gradients_held(dense, size=size) > 30
     monkeypatch.setattr("dpx.gradients.microbatch_size.CACHE_BYTES", 2**19)  # 4 gradients
@@ -199,6 +203,7 @@ def projected(kind):
     ],
     ids=["ada_dpigu", "countsketch", "hadamard"],
 )
+@pytest.mark.long
 def test_what_is_encoded_is_held_in_segments(mechanism, monkeypatch):
     """Stacked, the 64 gradients and what they become would be some 100."""
     monkeypatch.setattr("dpx.xla.microbatches.SEGMENT_NUMBERS", 2 * 64 * 256 * 8)
@@ -441,6 +446,7 @@ print("the same on 8 devices")
     [[("Explicit", "sharded")], [("Explicit", "replicated"), ("Auto", "sharded")]],
     ids=["explicit", "replicated and auto"],
 )
+@pytest.mark.long_cases("replicated")
 def test_the_same_noise_on_eight_devices(kinds):
     """tests/test_sharded_programs.py and tests/test_sampling_paths.py have axes that are not explicit, too."""
     assert "the same on 8 devices" in on_eight_devices(f"KINDS = {kinds}\n{SHARDED}")

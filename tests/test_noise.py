@@ -267,6 +267,7 @@ CASES = [(*case, 1000) for case in itertools.product(exact.MULTIPLIERS, exact.BA
 
 
 @pytest.mark.parametrize(("multiplier", "batch", "size"), [*CASES, (5.0, 64, 1_000_000)])
+@pytest.mark.long_cases("0.5-8192", "5.0-1-", "5.0-64-1000000", "50.0-64")
 def test_the_support_tells_nothing(multiplier, batch, size):
     """The attacker knows the sum with and without an example: both make as many of the released numbers possible."""
     before, after = exact.shares(multiplier, batch, size, exact.float32_normals(), KEY)

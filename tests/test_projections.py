@@ -319,6 +319,7 @@ def test_equals_the_pseudo_code(name, ungridded):
         np.testing.assert_allclose(params[part], expected[part], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.long
 def test_calibrated_by_what_may_be_spent():
     options = {"rank": 5000, "kind": "gaussian", "every": 10, "sampling": POISSON, "key": KEY}
     budget = dpx.Budget(epsilon=2.0, delta=1e-5, steps=20)

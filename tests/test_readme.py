@@ -27,6 +27,7 @@ def test_readme(promoting, capsys):
     assert float(accuracy.removesuffix("%")) > 90
 
 
+@pytest.mark.long
 def test_loops(promoting):
     """The blocks state by themselves what they hold; later blocks use the names of earlier ones."""
     names = {}
@@ -36,6 +37,7 @@ def test_loops(promoting):
     assert sum(line.startswith("assert ") for line in LOOPS.splitlines()) >= 7
 
 
+@pytest.mark.long
 def test_papers(promoting):
     """Every method of the pages meets the budget that it was given, and has a key of its own."""
     mechanisms = []

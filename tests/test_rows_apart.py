@@ -269,6 +269,7 @@ OUTSIDE = {
 }
 
 
+@pytest.mark.long
 def test_the_cases_have_every_primitive_that_can_hold_a_row():
     from jax._src.interpreters import batching
 
@@ -432,6 +433,7 @@ def test_no_row_reaches_another_in_a_grouped_convolution(path):
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("seed", range(2, 62))
+@pytest.mark.long
 def test_no_row_reaches_another_in_random_convolutions(seed, path):
     assert_convolutions_apart(seed, path)
 

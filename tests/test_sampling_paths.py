@@ -92,6 +92,7 @@ def fitted(sampling):
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
+@pytest.mark.long_cases("cyclic", "weighted")
 def test_every_path_has_the_same_bits(name):
     expected = whole(SAMPLINGS[name])
     assert expected[-1] == pytest.approx(dpx.epsilon(optimizer(SAMPLINGS[name]), STEPS, delta=1e-5), rel=1e-4)
@@ -114,6 +115,7 @@ def print_on_eight_devices(name):
 
 
 @pytest.mark.parametrize("name", ["truncated", "allocated"])  # all samplings load their batches in one way
+@pytest.mark.long_cases("allocated")
 def test_eight_devices_have_the_bits_of_one(name):
     printed = on_eight_devices(f"from tests import test_sampling_paths as t; t.print_on_eight_devices({name!r})")
     assert printed.split() == 3 * list(map(repr, whole(SAMPLINGS[name])))

@@ -207,6 +207,7 @@ def test_formulas():
         )
 
 
+@pytest.mark.long
 def test_calibrated_on_the_true_composition():
     for accountant in ("pld", "rdp"):
         budget = dpx.Budget(epsilon=2.0, delta=1e-5, steps=20, accountant=accountant)
@@ -217,6 +218,7 @@ def test_calibrated_on_the_true_composition():
     assert 0.99 <= dpx.epsilon(mechanism, 40, delta=1e-5) <= 1.0
 
 
+@pytest.mark.long
 def test_what_the_paper_s_calibration_truly_costs():
     """The public vector: the CLT's noise for epsilon 2 truly costs 4.776."""
     mu = gdp.mu_0(epsilon=2.0, delta=1 / 600000, sampling_rate=0.01, steps=500, growth=1 / 0.3)

@@ -32,6 +32,7 @@ def exact(total: Total) -> np.ndarray:
 
 @pytest.mark.parametrize("path", sum_rounding.PATHS)
 @pytest.mark.parametrize("size", [2, 64, 256])
+@pytest.mark.long_cases("256-")
 def test_hostile_rows_move_the_sum_by_no_more_than_is_proved(path, size):
     found, *_ = sum_rounding.worst(sum_rounding.PATHS[path](size), size, searches=0)
     assert found < 1
@@ -51,6 +52,28 @@ SLOWER = ("chunks", "a tied embedding", "clip, then project by countsketch", "cl
 @pytest.mark.parametrize(
     ("path", "size"),
     [(kept.path, len(kept.column)) for kept in KEPT if kept.path not in SLOWER or len(kept.column) in (96, 640)],
+)
+@pytest.mark.long_cases(
+    "a tied embedding-640",
+    "an embedding-256",
+    "an embedding-640",
+    "chunks-640",
+    "clip, then project by countsketch-640",
+    "clip, then project by hadamard-640",
+    "ghost norms of positions-256",
+    "ghost norms of positions-640",
+    "ghost norms-256",
+    "ghost norms-640",
+    "microbatches of 1-256",
+    "microbatches of 1-640",
+    "microbatches of 16-256",
+    "microbatches of 16-640",
+    "microbatches of 4-256",
+    "microbatches of 4-640",
+    "per-example gradients of a loss-256",
+    "per-example gradients of a loss-640",
+    "stacked gradients-256",
+    "stacked gradients-640",
 )
 def test_the_worst_rows_that_a_search_found_move_no_path_by_more(path, size):
     """Those of every path, on each. On its own path, they still move as far, so the file still is what was found."""

@@ -543,6 +543,7 @@ def test_trials_beyond_the_bill_are_refused():
 # ------------------------------------------------------------------ The page
 
 
+@pytest.mark.long
 def test_the_page(promoting, capsys):
     """docs/tuning.md, with keys whose searches are short."""
     keys = iter(["key = dpx.secret_key(5)", "key=dpx.secret_key(7)", '"key": dpx.secret_key(6)'])

@@ -40,6 +40,14 @@ def step(loss, params, made=None, **options):
 
 
 @pytest.mark.parametrize("name", BODIES)
+@pytest.mark.long_cases(
+    "dropout_in_a_scan_with_remat",
+    "linen_",
+    "mixture_of_experts",
+    "stack_in_two_halves",
+    "stack_of_many_positions",
+    "stack_unrolled",
+)
 def test_the_numbers_of_one_pass(name):
     make, _, tolerance = test_ghost_scans.ZOO[name]
     loss, params, batch = make()
