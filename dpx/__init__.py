@@ -17,7 +17,7 @@ or, with a loop of your own (docs/loops.md):
         params = optax.apply_updates(params, updates)
     dpx.epsilon(optimizer, state, delta=1e-5)
 
-Mechanisms       Mechanism, dp_sgd, in_coordinates; more in `dpx.methods` (one paper a file) and `dpx.mechanisms`
+Mechanisms       Mechanism, dp_sgd, in_coordinates; more in `dpx.methods` (the papers) and `dpx.mechanisms`
 Coordinates      `dpx.coordinates`: ways to write a gradient, such as masks and projections
 Optimizers       chain: a mechanism, with optax transforms behind it
 Steps            private_updates, private_updates_in_chunks, private_updates_from; explain_norms, augmented;

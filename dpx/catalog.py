@@ -1,7 +1,7 @@
 """The one list of the methods, coordinates, mechanisms and samplings of dpx.
 
 The contract tests, the trainer, the benchmarks and docs/methods.md read this list. So a new method needs only its own
-file, its import in `dpx/methods/__init__.py`, and a line here. `python -m dpx.catalog > docs/methods.md` writes the
+folder, its import in `dpx/methods.py`, and a line here. `python -m dpx.catalog > docs/methods.md` writes the
 table.
 """
 
@@ -66,7 +66,7 @@ METHODS = (
     Entry(methods.ranked_freeze_sgd, CLIP | FREEZE),
     Entry(methods.ada_dpigu, CLIP | {"warmup": 100}),
     Entry(methods.dice_sgd, CLIP | {"feedback_norm": 1.0, "outer_clip_norm": 1.1}, FEEDBACK),
-    Entry(methods.gep_sgd, {"embedding_clip_norm": 1.0, "residual_clip_norm": 0.5}, "methods/gep_sgd.py"),
+    Entry(methods.gep_sgd, {"embedding_clip_norm": 1.0, "residual_clip_norm": 0.5}, "papers/gep_sgd/method.py"),
     Entry(
         mechanisms.adaptive_clipping,
         {"initial_clip_norm": 1.0, "indicator_noise": 13.0},
@@ -89,7 +89,7 @@ COORDINATES = (
 
 MECHANISMS = (  # those that wrap another
     Entry(mechanisms.normalized, {}, "mechanisms/normalized.py"),
-    Entry(mechanisms.clip_then_project, SKETCH, "mechanisms/clip_then_project.py"),
+    Entry(mechanisms.clip_then_project, SKETCH, "papers/d2p2_sgd/clip_then_project.py"),
 )
 
 SAMPLINGS = {  # by the short names of the trainer

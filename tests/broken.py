@@ -18,9 +18,8 @@ import numpy as np
 import optax
 
 import dpx
-from dpx import keys
+from dpx import keys, masks
 from dpx.contributions import sum_contributions
-from dpx.coordinates import _masks as masks
 from dpx.sampling.draws import Draw
 from dpx.trees import split
 from dpx.xla.totals import as_total

@@ -21,7 +21,7 @@ from dpx import catalog, strategies
 from dpx.accounting.correlated import CorrelatedGaussianDpEvent, CyclicBandedDpEvent
 from dpx.accounting.error_feedback.event import ErrorFeedbackDpEvent
 from dpx.accounting.projected import ProjectedGaussianDpEvent
-from dpx.coordinates.projections.projection import projection
+from dpx.papers.d2p2_sgd.projections.projection import projection
 
 PARAMS = {"kernel": jnp.ones((4, 3)), "bias": jnp.zeros(3), "scale": jnp.ones(())}
 POISSON = dpx.PoissonSampling(examples=1000, batch_size=8)

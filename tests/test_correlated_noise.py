@@ -22,12 +22,12 @@ from dpx.audit.contract import correlation
 from dpx.audit.contract.report import Broken
 from dpx.audit.contract.trial import Trial
 from dpx.keys.grid import GRID
-from dpx.mechanisms import past_noise
+from dpx.papers.correlated_noise import memory
 from dpx.xla import doubles
 from dpx.xla.totals import ETA
 from tests.devices import on_eight_devices
 
-module = importlib.import_module("dpx.mechanisms.correlated_noise")  # the package hides it behind the function
+module = importlib.import_module("dpx.papers.correlated_noise.mechanism")
 
 KEY = keys.secret_key(2**100 + 1)
 EPOCHS = dpx.ShuffledEpochs(examples=20, batch_size=5)
@@ -158,13 +158,13 @@ def test_the_rounding_of_the_memory_moves_less_than_is_billed(strategy, scale):
     other = sums.copy()
     other[2] += rng.normal(size=numbers).astype(np.float32) / np.float32(50)  # about one clip norm of 1
     releases, given = [], ([], [])
-    states = [past_noise.empty({"w": jnp.zeros(numbers)}, len(weights)) for _ in range(2)]
+    states = [memory.empty({"w": jnp.zeros(numbers)}, len(weights)) for _ in range(2)]
     for step in range(steps):
         handed = []
         with jax.enable_x64(True):
             for world, rows in enumerate((sums, other)):
                 exact = {"w": jnp.asarray(rows[step], jnp.float64)}
-                back = past_noise.added(states[world], weights)
+                back = memory.added(states[world], weights)
                 handed.append((exact, doubles.values(doubles.halved(jax.tree.map(jnp.add, exact, back)))))
                 given[world].append(np.asarray(handed[-1][1]["w"]))
             releases.append(np.float32(given[0][-1] + rng.normal(size=numbers)))
@@ -172,7 +172,7 @@ def test_the_rounding_of_the_memory_moves_less_than_is_billed(strategy, scale):
                 before = doubles.halved(exact if banded else total)
                 noise = doubles.less({"w": jnp.asarray(releases[-1])}, before)
                 record = states[world].release._replace(step=jnp.int32(step + 1))
-                states[world] = past_noise.after(states[world], noise, record)
+                states[world] = memory.after(states[world], noise, record)
     column, inverse = strategy.column(steps), strategy.inverse_column(steps)
     moved = [
         sum(column[j] * (other[t - j].astype(np.float64) - sums[t - j]) for j in range(t + 1)) for t in range(steps)
@@ -594,8 +594,8 @@ def bits(strategy, place=lambda tree: tree, share=1.0):
 
 
 def require_share(state, share):
-    for memory in jax.tree.leaves(state.unreleased_noise):
-        assert memory.addressable_shards[0].data.size == share * memory.size
+    for rows in jax.tree.leaves(state.unreleased_noise):
+        assert rows.addressable_shards[0].data.size == share * rows.size
 
 
 def print_on_eight_devices():

@@ -14,8 +14,8 @@ from jax.flatten_util import ravel_pytree
 import dpx
 from dpx import keys
 from dpx.accounting.projected import projected
-from dpx.coordinates.projections import countsketch, hadamard
-from dpx.coordinates.projections.projection import SKETCHES, projection
+from dpx.papers.d2p2_sgd.projections import countsketch, hadamard
+from dpx.papers.d2p2_sgd.projections.projection import SKETCHES, projection
 from dpx.xla.totals import ETA
 from tests.mechanisms import PARAMS, POISSON
 from tests.test_dp_sgd import loss, model

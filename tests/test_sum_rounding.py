@@ -16,8 +16,8 @@ import dpx
 from benchmarks import sum_rounding
 from dpx.checking import plan
 from dpx.contributions import sum_contributions
-from dpx.mechanisms.clip_then_project import _projected
 from dpx.mechanisms.dp_sgd import tree_norm
+from dpx.papers.d2p2_sgd.clip_then_project import _projected
 from dpx.xla import totals
 from dpx.xla.jaxprs import bodies
 from dpx.xla.microbatches import sum_over_microbatches

@@ -1,6 +1,6 @@
 """A noisy release together with its rest, what was released less the sum: the noise of this release, as it is.
 
-A mechanism whose later noise cancels this one must know it (`dpx/mechanisms/past_noise.py`). The release is that of
+A mechanism whose later noise cancels this one must know it, such as one of correlated noise. The release is that of
 `noise.py`, bit for bit.
 """
 

@@ -3,18 +3,23 @@
 dp_sgd             the sum of clipped gradients plus Gaussian noise (DP-SGD, Abadi et al. 2016)
 normalized         automatic clipping: normalize instead of choosing a clip norm (Bu et al. 2023)
 adaptive_clipping  a clip norm that follows a quantile of the norms (Andrew et al. 2021)
-correlated_noise   noise that cancels a part of earlier noise (BandMF, lambda-CGD, BISR); its state: past_noise.py
+
+From `dpx.papers`:
+
+correlated_noise   noise that cancels a part of earlier noise (BandMF, lambda-CGD, BISR)
 clip_then_project  project the clipped sum, once a step, instead of every example
 dice_sgd           add the error that clipping left to later releases (DiceSGD, Zhang et al. 2023)
+
+The library imports the files of this folder. This list of names is for users, so it may look up to the papers.
 
 To add one: a file here, its import below, and a line in `MECHANISMS` of `dpx/catalog.py` (CONTRIBUTING.md).
 """
 
 from dpx.mechanisms.adaptive_clipping import adaptive_clipping
-from dpx.mechanisms.clip_then_project import clip_then_project
-from dpx.mechanisms.correlated_noise import correlated_noise
-from dpx.mechanisms.dice_sgd import dice_sgd
 from dpx.mechanisms.dp_sgd import dp_sgd
 from dpx.mechanisms.normalized import normalized
+from dpx.papers.correlated_noise import correlated_noise
+from dpx.papers.d2p2_sgd import clip_then_project
+from dpx.papers.dice_sgd import dice_sgd
 
 __all__ = ["adaptive_clipping", "clip_then_project", "correlated_noise", "dice_sgd", "dp_sgd", "normalized"]

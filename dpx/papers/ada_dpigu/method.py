@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 
 from dpx.accounting.budget import accepts_budget
-from dpx.coordinates.importance_mask import importance_mask
-from dpx.coordinates.standardized import standardized
-from dpx.coordinates.top_fraction import top_fraction
 from dpx.mechanism import Mechanism, in_coordinates
 from dpx.mechanisms.dp_sgd import dp_sgd
+from dpx.papers.ada_dpigu.importance_mask import importance_mask
+from dpx.papers.ada_dpigu.standardized import standardized
+from dpx.papers.ada_dpigu.top_fraction import top_fraction
 from dpx.sampling.schemes import Sampling
 from dpx.scalars import ScalarOrSchedule, at, over, require_fraction
 from dpx.validation import require_whole

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpx import keys
-from dpx.coordinates.projections.countsketch import COUNTSKETCH
-from dpx.coordinates.projections.gaussian import GAUSSIAN
-from dpx.coordinates.projections.hadamard import HADAMARD
-from dpx.coordinates.projections.orthonormal import ORTHONORMAL
-from dpx.coordinates.projections.sketch import Segments, Sketch
-from dpx.coordinates.projections.subset import SUBSET
 from dpx.mechanism import Coordinates, Tree
+from dpx.papers.d2p2_sgd.projections.countsketch import COUNTSKETCH
+from dpx.papers.d2p2_sgd.projections.gaussian import GAUSSIAN
+from dpx.papers.d2p2_sgd.projections.hadamard import HADAMARD
+from dpx.papers.d2p2_sgd.projections.orthonormal import ORTHONORMAL
+from dpx.papers.d2p2_sgd.projections.sketch import Segments, Sketch
+from dpx.papers.d2p2_sgd.projections.subset import SUBSET
 from dpx.stages import describe_groups
 from dpx.trees import described
 from dpx.validation import require_whole

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import jax
 import jax.numpy as jnp
 
-from dpx.coordinates.projections.sketch import DRAWS, Segments, Sketch, random_signs, transposed
+from dpx.papers.d2p2_sgd.projections.sketch import DRAWS, Segments, Sketch, random_signs, transposed
 
 # benchmarks/coordinates.py times the projection with these.
 UNROLLED = 16  # runs with code of their own, at most; more runs are added in a loop, because compiling takes longer

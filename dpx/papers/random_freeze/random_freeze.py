@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from dpx import keys
-from dpx.coordinates._masks import complement, count, masked, random_mask
+from dpx.masks import complement, count, masked, random_mask
 from dpx.mechanism import Coordinates, Tree
 from dpx.scalars import ScalarOrSchedule, require_fraction
 from dpx.stages import describe_period, describe_share

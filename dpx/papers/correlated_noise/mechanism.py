@@ -19,8 +19,8 @@ from dpx import keys
 from dpx.accounting.budget import accepts_budget
 from dpx.accounting.correlated import CorrelatedGaussianDpEvent, CyclicBandedDpEvent, rounding
 from dpx.mechanism import Mechanism
-from dpx.mechanisms import past_noise as memory
 from dpx.mechanisms.dp_sgd import LARGEST_CLIP_NORM, SMALLEST_CLIP_NORM, dp_sgd
+from dpx.papers.correlated_noise import memory
 from dpx.sampling.cyclic import CyclicPoissonSampling
 from dpx.sampling.schemes import FixedOrder, FullBatch, Sampling, ShuffledEpochs
 from dpx.strategies.sensitivities import sensitivity, shuffled_sensitivity

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from scipy.linalg import hadamard
 
-from dpx.coordinates.projections.sketch import EXACT, Segments, Sketch, random_signs, split, transposed
-from dpx.coordinates.projections.subset import chosen
+from dpx.papers.d2p2_sgd.projections.sketch import EXACT, Segments, Sketch, random_signs, split, transposed
+from dpx.papers.d2p2_sgd.projections.subset import chosen
 
 BLOCK = 2**12  # coordinates of a block at most, a power of 2, so that the transform's two factors are 64 x 64
 

@@ -11,6 +11,6 @@ hadamard     rows of a Hadamard transform after random signs
 To add one: a file here, and a line in `projection.SKETCHES` and in `projection.ProjectionKind`.
 """
 
-from dpx.coordinates.projections.projection import ProjectionKind, random_projection
+from dpx.papers.d2p2_sgd.projections.projection import ProjectionKind, random_projection
 
 __all__ = ["ProjectionKind", "random_projection"]

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from dpx.coordinates._masks import count, largest, masked
+from dpx.masks import count, largest, masked
 from dpx.mechanism import Coordinates, Tree
 from dpx.scalars import ScalarOrSchedule, at, over, require_fraction, require_scalar_or_schedule
 from dpx.stages import describe_share

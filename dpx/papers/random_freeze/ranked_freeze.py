@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dpx.coordinates._masks import complement, count, largest, masked
+from dpx.masks import complement, count, largest, masked
 from dpx.mechanism import Coordinates, Tree
 from dpx.scalars import ScalarOrSchedule, require_fraction
 from dpx.stages import describe_period, describe_share

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import optax
 from jax.flatten_util import ravel_pytree
 
-from dpx.coordinates._masks import random_mask
-from dpx.coordinates.random_freeze import RandomFreezeState
+from dpx.masks import random_mask
 from dpx.mechanism import Tree
+from dpx.papers.random_freeze.random_freeze import RandomFreezeState
 from dpx.trees import find_state, split
 
 

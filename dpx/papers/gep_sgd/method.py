@@ -5,10 +5,10 @@ import math
 import jax
 
 from dpx.accounting.budget import accepts_budget
-from dpx.coordinates.gradient_embedding import gradient_embedding
-from dpx.coordinates.random_freeze import random_freeze
 from dpx.mechanism import Mechanism, Tree, in_coordinates
 from dpx.mechanisms.dp_sgd import dp_sgd
+from dpx.papers.gep_sgd.gradient_embedding import gradient_embedding
+from dpx.papers.random_freeze.random_freeze import random_freeze
 from dpx.sampling.schemes import Sampling
 from dpx.scalars import ScalarOrSchedule
 from dpx.stages import SUM, describe

@@ -6,7 +6,7 @@ import jax
 
 from dpx.accounting.budget import accepts_budget
 from dpx.mechanism import Mechanism
-from dpx.mechanisms.correlated_noise import correlated_noise
+from dpx.papers.correlated_noise.mechanism import correlated_noise
 from dpx.sampling.cyclic import CyclicPoissonSampling
 from dpx.sampling.schemes import FixedOrder, FullBatch, Sampling, ShuffledEpochs
 from dpx.strategies.families import lambda_cgd as strategy_of

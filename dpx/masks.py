@@ -13,8 +13,8 @@ import numpy as np
 import optax
 from jax import lax
 
-from dpx.mechanism import Tree
 from dpx.scalars import ScalarOrSchedule, at
+from dpx.trees import Tree
 
 # Added to a share before its product with d is rounded down, because 0.29 * 100 is 28.999... in floating point. Each is
 # above the rounding error of a share of at most 1 in that precision.

@@ -10,11 +10,11 @@ import jax
 
 from dpx import schedules
 from dpx.accounting.budget import accepts_budget
-from dpx.coordinates.projections import ProjectionKind, random_projection
 from dpx.mechanism import Mechanism, Tree, in_coordinates
-from dpx.mechanisms.clip_then_project import clip_then_project
 from dpx.mechanisms.dp_sgd import dp_sgd
 from dpx.mechanisms.normalized import normalized
+from dpx.papers.d2p2_sgd.clip_then_project import clip_then_project
+from dpx.papers.d2p2_sgd.projections import ProjectionKind, random_projection
 from dpx.sampling.schemes import Sampling
 from dpx.scalars import ScalarOrSchedule
 from dpx.trees import described

@@ -3,10 +3,10 @@
 import jax
 
 from dpx.accounting.budget import accepts_budget
-from dpx.coordinates.random_freeze import random_freeze
-from dpx.coordinates.ranked_freeze import ranked_freeze
 from dpx.mechanism import Mechanism, Tree, in_coordinates
 from dpx.mechanisms.dp_sgd import dp_sgd
+from dpx.papers.random_freeze.random_freeze import random_freeze
+from dpx.papers.random_freeze.ranked_freeze import ranked_freeze
 from dpx.sampling.schemes import Sampling
 from dpx.scalars import ScalarOrSchedule
 

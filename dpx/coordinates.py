@@ -1,27 +1,34 @@
 """Coordinates: ways of writing one example's gradient. They see neither data nor cost.
 
 trainable           some layers of the parameters
-random_freeze       a random mask (Zhu and Blaschko 2021); sparse_updates packs its updates for sending
+
+From `dpx.papers`:
+
+random_freeze       a random mask (Zhu and Blaschko 2021); sparse_pack packs its updates for sending
 ranked_freeze       a mask of the coordinates with the largest released gradients (Zhu and Blaschko 2021, Appendix C)
 importance_mask     a mask by importance, ranked in a private warm-up (AdaDPIGU, Zhang and Xie 2025)
 standardized        centered and scaled by released averages (AdaCliP, Pichapati et al. 2019)
 top_fraction        the largest coordinates of each example
 gradient_embedding  an embedding in a public subspace, and the residual (Yu et al. 2021)
-projections         fewer, random coordinates: five kinds, one a file
+random_projection   fewer, random coordinates, of five kinds (D2P2-SGD, Jiang et al. 2025)
 
-To add one: a file here, its import below, and a line in `COORDINATES` of `dpx/catalog.py` (CONTRIBUTING.md).
+To add one: a file in the folder of its paper, its import below, and a line in `COORDINATES` of `dpx/catalog.py`
+(CONTRIBUTING.md).
 """
 
-from dpx.coordinates.gradient_embedding import gradient_embedding, public_subspace
-from dpx.coordinates.importance_mask import importance_mask, masked_params
-from dpx.coordinates.projections import random_projection
-from dpx.coordinates.random_freeze import random_freeze
-from dpx.coordinates.ranked_freeze import ranked_freeze
-from dpx.coordinates.sparse_updates import SparseUpdates, sparse_density, sparse_pack, sparse_unpack
-from dpx.coordinates.standardized import standardized
-from dpx.coordinates.top_fraction import top_fraction
-from dpx.coordinates.trainable import trainable
 from dpx.mechanism import Coordinates
+from dpx.mechanisms.trainable import trainable
+from dpx.papers.ada_dpigu import importance_mask, masked_params, standardized, top_fraction
+from dpx.papers.d2p2_sgd import random_projection
+from dpx.papers.gep_sgd import gradient_embedding, public_subspace
+from dpx.papers.random_freeze import (
+    SparseUpdates,
+    random_freeze,
+    ranked_freeze,
+    sparse_density,
+    sparse_pack,
+    sparse_unpack,
+)
 
 __all__ = [
     "Coordinates",

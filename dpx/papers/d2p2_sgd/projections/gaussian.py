@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from dpx.coordinates.projections.sketch import DRAWN_AT_ONCE, DRAWS, EXACT, Segments, Sketch, split
+from dpx.papers.d2p2_sgd.projections.sketch import DRAWN_AT_ONCE, DRAWS, EXACT, Segments, Sketch, split
 
 
 def project(key: jax.Array, segments: Segments, rank: int) -> Segments:

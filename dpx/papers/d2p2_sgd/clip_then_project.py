@@ -22,8 +22,8 @@ import optax
 from dpx import keys
 from dpx.accounting.projected import projected
 from dpx.accounting.releases import count_releases
-from dpx.coordinates.projections.projection import ProjectionKind, ProjectionState, projection
 from dpx.mechanism import Mechanism, Tree
+from dpx.papers.d2p2_sgd.projections.projection import ProjectionKind, ProjectionState, projection
 from dpx.stages import around_sum
 from dpx.trees import described
 from dpx.xla import doubles

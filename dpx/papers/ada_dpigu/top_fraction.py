@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dpx.coordinates._masks import count, least_of_largest
+from dpx.masks import count, least_of_largest
 from dpx.mechanism import Coordinates
 from dpx.scalars import ScalarOrSchedule, require_fraction
 from dpx.stages import describe_share

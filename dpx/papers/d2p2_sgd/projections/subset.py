@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from dpx.coordinates._masks import largest
-from dpx.coordinates.projections.sketch import DRAWS, Segments, Sketch, split
+from dpx.masks import largest
+from dpx.papers.d2p2_sgd.projections.sketch import DRAWS, Segments, Sketch, split
 
 
 def chosen(key: jax.Array, sizes: Sequence[int], count: int) -> Segments:

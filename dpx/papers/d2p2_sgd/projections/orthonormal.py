@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dpx.coordinates.projections.sketch import DRAWN_AT_ONCE, DRAWS, EXACT, Segments, Sketch, split
+from dpx.papers.d2p2_sgd.projections.sketch import DRAWN_AT_ONCE, DRAWS, EXACT, Segments, Sketch, split
 
 BLOCK = 64  # coordinates of a block, at least; d / p if that is more, so that every block has a column
 

@@ -1,0 +1,38 @@
+"""The papers' methods: two mechanisms, and compositions of a mechanism and coordinates; one paper a folder.
+
+dp_sgd          DP-SGD (Abadi et al. 2016), which the other papers change: mechanisms/dp_sgd.py
+dynamic_dp_sgd  noise and clip norm that shrink (Dynamic DP-SGD, Du et al. 2021)
+random_freeze   random_freeze_sgd and ranked_freeze_sgd (Zhu and Blaschko 2021)
+gep_sgd         gradient embedding perturbation (Yu et al. 2021)
+dice_sgd        clipping with error feedback (DiceSGD, Zhang et al. 2023)
+ada_dpigu       standardized, important coordinates (AdaDPIGU, Zhang and Xie 2025)
+d2p2_sgd        random projections and noise that falls (D2P2-SGD, Jiang et al. 2025), with d2p_sgd and dp2_sgd
+band_mf_sgd     banded noise on cyclic Poisson samples (BandMF, Choquette-Choo et al. 2023), and lambda_cgd, which
+                is for a fixed order (lambda-CGD, 2026): correlated_noise
+
+To add one: a folder in `dpx/papers/`, its import below, and a line in `METHODS` of `dpx/catalog.py` (CONTRIBUTING.md).
+"""
+
+from dpx.mechanisms.dp_sgd import dp_sgd
+from dpx.papers.ada_dpigu import ada_dpigu
+from dpx.papers.correlated_noise import band_mf_sgd, lambda_cgd
+from dpx.papers.d2p2_sgd import d2p2_sgd, d2p_sgd, dp2_sgd
+from dpx.papers.dice_sgd import dice_sgd
+from dpx.papers.dynamic_dp_sgd import dynamic_dp_sgd
+from dpx.papers.gep_sgd import gep_sgd
+from dpx.papers.random_freeze import random_freeze_sgd, ranked_freeze_sgd
+
+__all__ = [
+    "ada_dpigu",
+    "band_mf_sgd",
+    "d2p2_sgd",
+    "d2p_sgd",
+    "dice_sgd",
+    "dp2_sgd",
+    "dp_sgd",
+    "dynamic_dp_sgd",
+    "gep_sgd",
+    "lambda_cgd",
+    "random_freeze_sgd",
+    "ranked_freeze_sgd",
+]

@@ -1,0 +1,5 @@
+"""Dynamic DP-SGD: noise and clip norm that shrink (Du et al. 2021, arXiv:2111.00173)."""
+
+from dpx.papers.dynamic_dp_sgd.method import dynamic_dp_sgd
+
+__all__ = ["dynamic_dp_sgd"]
