@@ -27,7 +27,8 @@ The whole run    fit; more in `dpx.fitting`
 Tuning           `dpx.tuning`, a search for hyper-parameters with a bill
 Samplings        PoissonSampling, ShuffledEpochs, FixedSizeSampling, FullBatch; Batch; more in `dpx.sampling`
 Units            UserData, which makes users what is sampled, in place of examples
-Privacy costs    Budget, epsilon, compose_runs, privacy_report; more in `dpx.accounting`
+Privacy costs    Budget, epsilon, compose_runs; more in `dpx.accounting`
+Reports          privacy_report; attack bounds, curves and plans in `dpx.reports`
 Secrets          secret_key, publishable_state; `dpx.keys`
 Schedules        `dpx.schedules`, and any optax schedule
 Audits           `dpx.audit.check_contract`: the privacy contract for any mechanism, also one of your own
@@ -44,11 +45,12 @@ from dpx import (
     keys,
     mechanisms,
     methods,
+    reports,
     sampling,
     schedules,
     tuning,
 )
-from dpx.accounting import Budget, compose_runs, epsilon, plan_noise, privacy_report
+from dpx.accounting import Budget, compose_runs, epsilon
 from dpx.checking import check_setup
 from dpx.fitting import fit
 from dpx.gradients import augmented, explain_norms, private_updates, private_updates_from, private_updates_in_chunks
@@ -56,6 +58,7 @@ from dpx.keys import secret_key
 from dpx.mechanism import Mechanism, in_coordinates
 from dpx.mechanisms import dp_sgd
 from dpx.optimizer import chain
+from dpx.reports import plan_noise, privacy_report
 from dpx.sampling import Batch, FixedSizeSampling, FullBatch, PoissonSampling, ShuffledEpochs, UserData
 from dpx.states.public import publishable_state
 
@@ -93,6 +96,7 @@ __all__ = [
     "private_updates_from",
     "private_updates_in_chunks",
     "publishable_state",
+    "reports",
     "sampling",
     "schedules",
     "secret_key",

@@ -158,7 +158,7 @@ def affordable_steps(mechanism: dpx.Mechanism, steps: int, config: Config) -> in
     return fits
 
 
-def conclude(folder, config: Config, report: dpx.accounting.PrivacyReport, result: Result) -> None:
+def conclude(folder, config: Config, report: dpx.reports.PrivacyReport, result: Result) -> None:
     """The files to read after a run; all but config.json and the checkpoints may be shared."""
     records.write(folder.path / "privacy_report.json", report.to_json() + "\n")
     records.write(folder.path / "privacy_report.md", report.to_markdown() + "\n")

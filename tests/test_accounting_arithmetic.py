@@ -11,7 +11,7 @@ import pytest
 from scipy import special, stats
 
 import dpx
-from dpx import accounting
+from dpx import accounting, reports
 from dpx.accounting import arithmetic
 from dpx.accounting.arithmetic import Implemented, Normals, addition
 from dpx.accounting.error_feedback.event import ErrorFeedbackDpEvent
@@ -311,12 +311,12 @@ def test_every_bill_of_a_run_has_the_addition():
     assert dpx.compose_runs((made, 200), shared_batches=False).epsilon(delta=1e-5) == spent
     report = dpx.privacy_report(made, 200, delta=1e-5)
     assert report.spent == spent and report.arithmetic["epsilon"] == pytest.approx(added, rel=1e-3)
-    assert accounting.curves.epsilon_over_steps(made, 200, delta=1e-5, points=2).epsilon[-1] == spent
+    assert reports.curves.epsilon_over_steps(made, 200, delta=1e-5, points=2).epsilon[-1] == spent
     delta = accounting.delta(made, 200, epsilon=1.0)
-    assert delta == accounting.curves.delta_over_epsilon(made, 200, epsilons=[1.0]).delta[0]
+    assert delta == reports.curves.delta_over_epsilon(made, 200, epsilons=[1.0]).delta[0]
     assert delta > accounting.event_delta(made.event(200), epsilon=1.0) + 1e-11
     assert dpx.compose_runs((made, 200), shared_batches=False).delta(epsilon=1.0) == delta
-    advantage = accounting.attack_bounds(made, 200, delta=1e-5).advantage
+    advantage = reports.attack_bounds(made, 200, delta=1e-5).advantage
     assert advantage == pytest.approx(accounting.delta(made, 200, epsilon=0.0), rel=1e-3)
     assert accounting.max_steps(made, epsilon=exact + added / 2, delta=1e-5) == 199
     shared = dpx.compose_runs((made, 200), (mechanism(seed=2), 200), shared_batches=True)
@@ -333,7 +333,7 @@ def test_calibration_keeps_the_budget_with_the_addition():
     assert found.interval.upper <= 1.0
     again = accounting.schedule_epsilon(np.full(30, found.scale), sampling_rate=0.01, delta=1e-5)
     assert again.upper == pytest.approx(found.interval.upper, rel=1e-9)
-    (planned,) = accounting.plan_noise(examples=1000, epsilon=1.0, delta=1e-5, epochs=3, batch_sizes=[100]).runs
+    (planned,) = reports.plan_noise(examples=1000, epsilon=1.0, delta=1e-5, epochs=3, batch_sizes=[100]).runs
     numbers: dict = dict(examples=1000, batch_size=100, noise_multiplier=planned.noise_multiplier)
     assert accounting.dp_sgd_epsilon(**numbers, steps=planned.steps, delta=1e-5) <= 1.0
 

@@ -10,11 +10,13 @@ from dp_accounting import GaussianDpEvent, NoOpDpEvent, PoissonSampledDpEvent, S
 from scipy import stats
 
 import dpx
-from dpx.accounting import attack_bounds, best_of, gdp, plot_attack_bounds
-from dpx.accounting.attacks import bounds_of, upper
+from dpx.accounting import best_of, gdp
 from dpx.accounting.compose import Composition
 from dpx.accounting.events import event_profile
 from dpx.accounting.profiles import DeltaProfile
+from dpx.accounting.words import upper
+from dpx.reports import attack_bounds, plot_attack_bounds
+from dpx.reports.attacks import bounds_of
 
 DELTA = 1e-5
 RUN = SelfComposedDpEvent(PoissonSampledDpEvent(0.1, GaussianDpEvent(1.5)), 50)

@@ -6,7 +6,7 @@ import optax
 import pytest
 
 import dpx
-from dpx import accounting
+from dpx import accounting, reports
 from dpx.scalars import over
 
 RUN = dict(examples=1000, batch_size=30, delta=1e-5)
@@ -55,7 +55,7 @@ def test_one_number_for_one_run():
     interval = accounting.schedule_epsilon(over(noise, 80), sampling_rate=0.1, delta=1e-6)
     by_numbers = accounting.dp_sgd_epsilon(examples=1000, batch_size=100, noise_multiplier=noise, steps=80, delta=1e-6)
     assert interval.upper == by_numbers == spent >= interval.lower
-    curve = accounting.curves.epsilon_over_steps(mechanism, 80, delta=1e-6, points=3)
+    curve = reports.curves.epsilon_over_steps(mechanism, 80, delta=1e-6, points=3)
     assert curve.epsilon[-1] == spent and (np.diff(curve.epsilon) >= 0).all()
     few = accounting.schedule_epsilon(over(noise, 80), sampling_rate=0.1, delta=1e-6, buckets=64)
     assert few.lower < interval.lower < spent < few.upper

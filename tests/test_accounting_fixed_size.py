@@ -12,7 +12,7 @@ from dp_accounting.pld import PLDAccountant
 from scipy import stats
 
 import dpx
-from dpx import accounting
+from dpx import accounting, reports
 from dpx.accounting.fixed_size import FixedSizeGaussian
 from dpx.accounting.releases import largest_shift
 
@@ -233,7 +233,7 @@ def test_curves_calibration_and_shared_batches():
 
     met = mechanism(dpx.Budget(steps=300, epsilon=2.0, delta=1e-5))
     assert 1.999 < dpx.epsilon(met, 300, delta=1e-5) <= 2
-    attacks = accounting.attack_bounds(met, 300, delta=1e-5)
+    attacks = reports.attack_bounds(met, 300, delta=1e-5)
     assert 0 < attacks.advantage < 0.6 and attacks.mu < 1.2
     together, apart = (
         dpx.compose_runs((mechanism(6.0), 300), (mechanism(6.0, 1), 300), shared_batches=shared)

@@ -16,13 +16,13 @@ import pytest
 from scipy import stats
 
 import dpx
-from dpx import accounting
-from dpx.accounting import curves
-from dpx.accounting.attacks import upper
+from dpx import accounting, reports
 from dpx.accounting.checks import Accountant
 from dpx.accounting.pld.losses import SampledGaussian
 from dpx.accounting.releases import count_releases
-from dpx.accounting.statement import sections_of
+from dpx.accounting.words import upper
+from dpx.reports import curves
+from dpx.reports.report import sections_of
 from tests.devices import printed_by
 
 Gaussian = dp_accounting.GaussianDpEvent
@@ -377,7 +377,7 @@ def test_a_budget_that_no_noise_uses_up_warns():
 
 def test_report(tmp_path):
     mechanism = Mechanism(3.0, decay=0.999)
-    report = accounting.privacy_report(mechanism, 200, delta=1e-6)
+    report = reports.privacy_report(mechanism, 200, delta=1e-6)
     assert report.epsilon["pld"] == accounting.epsilon(mechanism, 200, delta=1e-6)
     assert report.epsilon["rdp"] == accounting.epsilon(mechanism, 200, delta=1e-6, accountant="rdp")
     read = json.loads(report.to_json())
@@ -402,7 +402,7 @@ def test_report(tmp_path):
 
 
 def test_report_of_no_noise_is_valid_json():
-    report = accounting.privacy_report(Mechanism(0.0), 5, delta=1e-6, unit="one patient")
+    report = reports.privacy_report(Mechanism(0.0), 5, delta=1e-6, unit="one patient")
     read = json.loads(report.to_json(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert read["epsilon"] == {"pld": "inf", "rdp": "inf"}
     assert "NO guarantee for one patient" in report.to_markdown() and "kept" not in str(report)
@@ -411,7 +411,7 @@ def test_report_of_no_noise_is_valid_json():
 def test_all_forms_of_a_report_hold_the_same_facts():
     """Plain words first, each with its unit; every sentence and number is in the text, the Markdown and the HTML."""
     for sampling in (Poisson(0.01), Fixed(), Shuffled()):
-        report = accounting.privacy_report(Mechanism(3.0, sampling), 9, delta=1e-6, unit="patient", name="a|b *c* <i>")
+        report = reports.privacy_report(Mechanism(3.0, sampling), 9, delta=1e-6, unit="patient", name="a|b *c* <i>")
         sections = sections_of(report)
         plain = [section for section in sections if section.title != "In the words of the code"]
         assert sections.index(plain[-2]) == len(plain) - 2  # the code words stand below
@@ -441,7 +441,7 @@ def test_all_forms_of_a_report_hold_the_same_facts():
 def test_a_report_holds_what_was_spent_against_the_target(target, delta, verdict):
     """Epsilon is at most so much at the budget's delta, 1e-6; a larger delta of the report would say less."""
     budget = target and dpx.Budget(epsilon=target, delta=1e-6, steps=9)
-    report = dataclasses.replace(accounting.privacy_report(Mechanism(3.0), 9, delta=delta), budget=budget)
+    report = dataclasses.replace(reports.privacy_report(Mechanism(3.0), 9, delta=delta), budget=budget)
     assert verdict in " ".join(str(report).split())
     assert json.loads(report.to_json())["budget"] == (budget and dataclasses.asdict(budget))
 
@@ -454,7 +454,7 @@ def test_printed_bounds_hold():
 
 
 def test_a_printed_delta_is_not_below_the_one_that_is_billed():
-    report = accounting.privacy_report(Mechanism(3.0), 9, delta=1.0000049e-5)
+    report = reports.privacy_report(Mechanism(3.0), 9, delta=1.0000049e-5)
     assert "at delta 1.00001e-05" in " ".join(str(report).split())
     assert "delta 1e-05" not in str(report) + " ".join(report.attacks.sentences())
 
@@ -467,10 +467,10 @@ class Selected(Mechanism):
 
 
 def test_report_says_which_accountant_does_not_apply():
-    report = accounting.privacy_report(Selected(4.0, Shuffled()), 5, delta=1e-6)
+    report = reports.privacy_report(Selected(4.0, Shuffled()), 5, delta=1e-6)
     assert report.epsilon["pld"] is None and report.epsilon["rdp"] is not None
     assert "does not apply" in report.to_markdown()
-    report = accounting.privacy_report(Mechanism(4.0, Fixed()), 5, delta=1e-6)
+    report = reports.privacy_report(Mechanism(4.0, Fixed()), 5, delta=1e-6)
     assert report.epsilon["pld"] < report.epsilon["rdp"]
     assert "does not apply" not in report.to_markdown() and "exchanging one example" in report.to_markdown()
 
@@ -513,7 +513,7 @@ def test_a_large_delta_warns():
     known = Mechanism(4.0, Known())
     for ask in (
         lambda delta: accounting.epsilon(known, 1, delta=delta),
-        lambda delta: accounting.privacy_report(known, 1, delta=delta),
+        lambda delta: reports.privacy_report(known, 1, delta=delta),
         lambda delta: accounting.max_steps(known, epsilon=0.5, delta=delta),
         lambda delta: accounting.calibrate(lambda x: Mechanism(x, Known()), steps=1, epsilon=1.0, delta=delta),
     ):

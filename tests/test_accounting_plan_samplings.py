@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 import dpx
-from dpx.accounting import plan_samplings
-from dpx.accounting.plan_samplings import REFUSED, PlannedSampling, SamplingPlan
+from dpx.reports import plan_samplings
+from dpx.reports.plan import REFUSED, PlannedSampling, SamplingPlan
 
 KEY = jax.random.key(0)
 SIZES = {"examples": 1000, "batch_size": 50}

@@ -84,7 +84,7 @@ def test_membership_is_what_scikit_learn_counts(ties):
 def test_membership_beside_the_bill():
     sampling = dpx.FullBatch(examples=10)
     mechanism = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=4.0, sampling=sampling, key=jax.random.key(0))
-    bill = dpx.accounting.attack_bounds(mechanism, 2, delta=1e-5)
+    bill = dpx.reports.attack_bounds(mechanism, 2, delta=1e-5)
     scores = RNG(3).normal(size=(2, 2000))
     blind = audit.membership(*scores, bill=bill)
     assert blind.limits == bill.true_positive_rates and not blind.above_bill and "the bill allows" in str(blind)

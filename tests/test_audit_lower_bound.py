@@ -539,7 +539,7 @@ def test_members_are_coins():
 def test_the_plot_has_both_curves():
     pyplot = pytest.importorskip("matplotlib.pyplot")
     pyplot.switch_backend("agg")
-    axes = audit.plot_lower_bound(of_dp_sgd(), dpx.accounting.curves.trade_off(dp_sgd(KEY), STEPS))
+    axes = audit.plot_lower_bound(of_dp_sgd(), dpx.reports.curves.trade_off(dp_sgd(KEY), STEPS))
     assert [len(line.get_xdata()) > 10 for line in axes.lines if line.get_label() != "guessing"] == [True, True]
     pyplot.close("all")
 

@@ -11,9 +11,9 @@ import pytest
 
 import dpx
 from dpx import keys
-from dpx.accounting.plan_samplings import PlannedSampling, SamplingPlan
 from dpx.coordinates import trainable
 from dpx.fitting import memory
+from dpx.reports.plan import PlannedSampling, SamplingPlan
 from dpx.xla.totals import Total
 
 ROWS = 12

@@ -10,11 +10,11 @@ import optax
 import pytest
 
 import dpx
-from dpx import accounting
-from dpx.accounting import curves
-from dpx.accounting.attacks import upper
+from dpx import accounting, reports
+from dpx.accounting.words import upper
 from dpx.fitting import stored
 from dpx.fitting.steps import begin
+from dpx.reports import curves
 from dpx.states.record import ReleaseState, planned
 from dpx.trees import map_states
 
@@ -97,7 +97,7 @@ def others(optimizer, spent):
     """Costs that are no epsilon, of a state, also of one that was made otherwise."""
     return (
         accounting.delta(optimizer, spent, epsilon=1.0, accountant="rdp"),
-        accounting.attack_bounds(optimizer, spent, **OF),
+        reports.attack_bounds(optimizer, spent, **OF),
         curves.delta_over_epsilon(optimizer, spent, epsilons=[0.5, 2.0], accountant="rdp").delta.tolist(),
         curves.trade_off(optimizer, spent, accountant="rdp", points=5).type_two.tolist(),
         accounting.best_of((optimizer, spent), trials=3, score_on="public").epsilon(delta=DELTA),

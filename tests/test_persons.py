@@ -10,12 +10,12 @@ import pytest
 from dp_accounting import ComposedDpEvent, GaussianDpEvent, LaplaceDpEvent, PoissonSampledDpEvent
 
 import dpx
-from dpx import accounting
-from dpx.accounting import curves
+from dpx import accounting, reports
 from dpx.accounting.events import billed
 from dpx.accounting.groups import of_unit
-from dpx.accounting.statement import sections_of
 from dpx.checking import plan
+from dpx.reports import curves
+from dpx.reports.report import sections_of
 
 DELTA, STEPS, RECORDS = 1e-4, 6, 3
 SAMPLING = dpx.PoissonSampling(examples=60, batch_size=6)
@@ -57,7 +57,7 @@ BILLS = {
     "epsilon": lambda m, **of: dpx.epsilon(m, STEPS, delta=DELTA, **of),
     "delta": lambda m, **of: accounting.delta(m, STEPS, epsilon=1.0, **of),
     "steps": lambda m, **of: -accounting.max_steps(m, epsilon=1.0, delta=DELTA, **of),
-    "attack": lambda m, **of: accounting.attack_bounds(m, STEPS, delta=DELTA, **of).advantage,
+    "attack": lambda m, **of: reports.attack_bounds(m, STEPS, delta=DELTA, **of).advantage,
     "over steps": lambda m, **of: curves.epsilon_over_steps(m, STEPS, delta=DELTA, points=2, **of).epsilon[-1],
     "over epsilon": lambda m, **of: curves.delta_over_epsilon(m, STEPS, epsilons=[1.0], **of).delta[0],
     "trade-off": lambda m, **of: -curves.trade_off(m, STEPS, points=3, **of).type_two[1],
@@ -158,7 +158,7 @@ def test_runs_are_composed_for_one_number_of_records():
     with pytest.raises(ValueError, match=r"got \[2, 3\]"):
         dpx.compose_runs(alone, shared_batches=False, records=2)
     with pytest.raises(ValueError, match="its records, 'zero_out' and 3; pass none beside it"):
-        accounting.attack_bounds(alone, delta=DELTA, records=1)
+        reports.attack_bounds(alone, delta=DELTA, records=1)
 
 
 def test_several_records_on_shared_batches():
@@ -243,15 +243,15 @@ def test_a_plan_is_for_the_person():
 
 def test_a_plan_of_samplings_is_for_the_person():
     given = {"examples": 60, "epochs": 0.6, "epsilon": 2.0, "delta": DELTA}
-    planned = accounting.plan_samplings(**given, batch_size=6, records=RECORDS)
+    planned = reports.plan_samplings(**given, batch_size=6, records=RECORDS)
     (run,) = planned.runs
     assert run.sampling == SAMPLING and planned.recommended == run
     bill = dpx.epsilon(made(run.noise_multiplier), STEPS, delta=DELTA, records=RECORDS)
     assert 2.0 * (1 - 1e-3) <= bill <= 2.0 * (1 + 1e-6)
     assert f"delta 0.0001 for a {UNIT}:" in str(planned) and "several records with other samplings" in str(planned)
-    assert accounting.plan_samplings(**given, batch_size=60, records=2).runs[0].sampling == FULL
+    assert reports.plan_samplings(**given, batch_size=60, records=2).runs[0].sampling == FULL
     with pytest.raises(ValueError, match="records must be a whole number"):
-        accounting.plan_samplings(**given, batch_size=6, records=0)
+        reports.plan_samplings(**given, batch_size=6, records=0)
 
 
 @pytest.mark.parametrize("accountant", ["tightest", "rdp"])
@@ -307,14 +307,14 @@ def test_a_check_says_whom_epsilon_is_for():
 
 
 def test_bounds_of_attacks_are_on_the_person():
-    found = accounting.attack_bounds(MECHANISM, STEPS, delta=DELTA)
+    found = reports.attack_bounds(MECHANISM, STEPS, delta=DELTA)
     assert all(f"one {UNIT}" in sentence for sentence in found.sentences())
     runs = dpx.compose_runs((MECHANISM, STEPS), shared_batches=False)
-    assert accounting.attack_bounds(runs, delta=DELTA) == found
+    assert reports.attack_bounds(runs, delta=DELTA) == found
     report = dpx.privacy_report(MECHANISM, STEPS, delta=DELTA)
     assert report.attacks == found and json.loads(report.to_json())["attacks"]["records"] == RECORDS
-    one = accounting.attack_bounds(MECHANISM, STEPS, delta=DELTA, records=1)
-    assert one == accounting.attack_bounds(PLAIN, STEPS, delta=DELTA) and "one example" in one.sentences()[0]
+    one = reports.attack_bounds(MECHANISM, STEPS, delta=DELTA, records=1)
+    assert one == reports.attack_bounds(PLAIN, STEPS, delta=DELTA) and "one example" in one.sentences()[0]
 
 
 def test_the_axes_of_curves_say_whom_they_are_for():
@@ -325,7 +325,7 @@ def test_the_axes_of_curves_say_whom_they_are_for():
             (curves.epsilon_over_steps(MECHANISM, 2, delta=DELTA, points=2), curves.plot_epsilon_over_steps),
             (curves.delta_over_epsilon(MECHANISM, 2, epsilons=[1.0]), curves.plot_delta_over_epsilon),
             (curves.trade_off(MECHANISM, 2, points=3), curves.plot_trade_off),
-            (accounting.attack_bounds(MECHANISM, 2, delta=DELTA), accounting.plot_attack_bounds),
+            (reports.attack_bounds(MECHANISM, 2, delta=DELTA), reports.plot_attack_bounds),
         ),
         strict=True,
     ):

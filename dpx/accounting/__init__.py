@@ -3,13 +3,10 @@
 Which function answers which question:
 
 * The cost of a run, from its mechanism and its state or number of steps: `epsilon`, `delta`. The cost of several runs
-  on the same data: `compose_runs`. A report to publish beside a model: `privacy_report`.
+  on the same data: `compose_runs`.
 * The noise that a budget needs: `calibrate`, or a `Budget` in place of a noise multiplier; `accepts_budget` lets a
-  function of your own accept one. The same for many batch sizes and epochs, as a table and a plot: `plan_noise`; for
-  each sampling: `plan_samplings`. The number of steps for which a budget is enough: `max_steps`.
+  function of your own accept one. The number of steps for which a budget is enough: `max_steps`.
 * The cost of a search for hyper-parameters on private data: `best_of`, for `dpx.tuning.search`.
-* What the bill means for an attacker: `attack_bounds`, `plot_attack_bounds`.
-* Epsilon at each step, delta at each epsilon, and the trade-off function, as arrays and plots: `curves`.
 * The cost of a run of DP-SGD from its numbers, also of another library: `dp_sgd_epsilon`.
 * The same without a mechanism: `schedule_epsilon`, `schedule_delta` and `calibrate_schedule` for noise multipliers,
   `event_epsilon` and `event_delta` for a dp-accounting event, `gdp` for Gaussian differential privacy.
@@ -23,7 +20,7 @@ Every epsilon and delta is an upper bound, except those of the last line; an int
 * Samples of a fixed size: `fixed_size.py`. Runs on shared batches: `compose.py`. Fresh projections: `projected.py`.
 * A unit of several records: `groups.py`, and `log_moments.py` ("rdp").
 * A mixture of Gaussians, whose pair is that of `groups.py` with other shifts: `mixtures.py`.
-* The best of a random number of trials: `selection.py`. True positive rates and mu: `attacks.py`.
+* The best of a random number of trials: `selection.py`.
 * Correlated noise: `correlated.py`, and `dpx/strategies/sensitivities.py`.
 * Error feedback: `error_feedback/energy.py` and `error_feedback/renyi.py`.
 * What the arithmetic of the noise adds to each of these: `arithmetic.py`. Every bill of a run has it (`events.billed`);
@@ -42,8 +39,7 @@ compares them with an independent computation, a case in `tests/mechanisms.py`, 
 each line that makes it a bound.
 """
 
-from dpx.accounting import comparisons, curves, gdp
-from dpx.accounting.attacks import AttackBounds, attack_bounds, plot_attack_bounds
+from dpx.accounting import comparisons, gdp
 from dpx.accounting.best_of import Selection, best_of
 from dpx.accounting.bill import delta, epsilon
 from dpx.accounting.budget import Budget, accepts_budget
@@ -51,32 +47,21 @@ from dpx.accounting.calibration import CalibratedSchedule, calibrate, calibrate_
 from dpx.accounting.compose import Composition, compose_runs
 from dpx.accounting.dp_sgd import dp_sgd_epsilon
 from dpx.accounting.events import event_delta, event_epsilon, register
-from dpx.accounting.plan import NoisePlan, PlannedRun, plan_noise
-from dpx.accounting.plan_samplings import PlannedSampling, SamplingPlan, plan_samplings
-from dpx.accounting.report import PrivacyReport, privacy_report
 from dpx.accounting.schedule import Interval, schedule_delta, schedule_epsilon
 from dpx.states.reading import steps_taken
 
 __all__ = [
-    "AttackBounds",
     "Budget",
     "CalibratedSchedule",
     "Composition",
     "Interval",
-    "NoisePlan",
-    "PlannedRun",
-    "PlannedSampling",
-    "PrivacyReport",
-    "SamplingPlan",
     "Selection",
-    "attack_bounds",
     "best_of",
     "calibrate",
     "calibrate_schedule",
     "accepts_budget",
     "comparisons",
     "compose_runs",
-    "curves",
     "delta",
     "dp_sgd_epsilon",
     "epsilon",
@@ -84,12 +69,13 @@ __all__ = [
     "event_epsilon",
     "gdp",
     "max_steps",
-    "plan_noise",
-    "plan_samplings",
-    "plot_attack_bounds",
-    "privacy_report",
     "register",
     "schedule_delta",
     "schedule_epsilon",
     "steps_taken",
 ]
+
+
+def __dir__() -> list[str]:
+    """The public names, without the files that hold them."""
+    return __all__

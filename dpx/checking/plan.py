@@ -10,11 +10,11 @@ import numpy as np
 
 from dpx import keys
 from dpx.accounting import epsilon
-from dpx.accounting.attacks import upper, whose
 from dpx.accounting.bill import numbers_of
 from dpx.accounting.checks import require_relation
 from dpx.accounting.events import billed
 from dpx.accounting.truncated import without_truncation
+from dpx.accounting.words import upper, whose
 from dpx.checking.report import Finding
 from dpx.mechanism import Mechanism
 from dpx.sampling.batch import Batch, inclusion

@@ -13,12 +13,12 @@ import jax.extend.backend
 import numpy as np
 
 from dpx import keys
-from dpx.accounting.report import version_of
 from dpx.fitting import processes
 from dpx.fitting.settings import Terms
 from dpx.fitting.steps import Carry
 from dpx.gradients.microbatch_size import device_memory
 from dpx.mechanism import Mechanism
+from dpx.reports.report import version_of
 from dpx.sampling.rows import rows_of
 from dpx.states.record import ReleaseState, fingerprint
 from dpx.xla.devices import traced_for

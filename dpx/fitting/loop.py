@@ -10,7 +10,6 @@ from typing import Any
 import jax
 
 from dpx.accounting.checks import Accountant
-from dpx.accounting.report import privacy_report
 from dpx.fitting.checkpoints import open_folder
 from dpx.fitting.facts import FIRST_EXAMPLE, LAYOUT, first_example, layout_of
 from dpx.fitting.memory import remember
@@ -23,6 +22,7 @@ from dpx.fitting.watching import Watcher
 from dpx.gradients.microbatch_size import for_memory
 from dpx.gradients.sums import Norms
 from dpx.mechanism import Mechanism
+from dpx.reports.report import privacy_report
 from dpx.sampling.rows import unit_of
 from dpx.states.reading import steps_taken
 from dpx.trees import Tree

@@ -2,9 +2,9 @@
 
 from typing import Any, NamedTuple
 
-from dpx.accounting.attacks import upper, whose
-from dpx.accounting.report import PrivacyReport
+from dpx.accounting.words import upper, whose
 from dpx.gradients import Unreleased
+from dpx.reports.report import PrivacyReport
 from dpx.trees import Tree, outlined
 
 RESERVED = ("step", "epsilon", "unreleased_loss", "skipped")  # in the history, beside the metrics

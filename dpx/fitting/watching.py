@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpx.accounting.attacks import upper, whose
+from dpx.accounting.words import upper, whose
 from dpx.fitting import processes
 from dpx.fitting.records import RESERVED, Progress
 from dpx.fitting.settings import Terms

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 SENTENCE, DIGITS = "The secret number of {name} is {number}. ", 6
 REFERENCES = 127  # other numbers, for each canary
 MEMBERS = 400  # units that took part and that did not, whose losses are compared
-RATES = dpx.accounting.attacks.FALSE_POSITIVE_RATES
+RATES = dpx.reports.attacks.FALSE_POSITIVE_RATES
 CANARY, UNRELEASED = "canary/", "unreleased_membership_"
 
 

@@ -14,13 +14,13 @@ import attrs
 from dp_accounting import DpEvent
 
 from dpx.accounting import renyi
-from dpx.accounting.attacks import upper
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.error_feedback import energy as feedback_energy
 from dpx.accounting.error_feedback import rounding
 from dpx.accounting.error_feedback.renyi import AmplifiedProfile
 from dpx.accounting.profiles import UNBOUNDED, DeltaProfile, GaussianProfile, Least, Profile, RenyiProfile
 from dpx.accounting.releases import Released, WholeRunReader, register_whole_run
+from dpx.accounting.words import upper
 from dpx.sampling.poisson import PoissonSampling
 from dpx.sampling.schemes import FixedSizeSampling, FullBatch, Sampling, ShuffledEpochs
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from dpx.accounting.attacks import FALSE_POSITIVE_RATES, AttackBounds, upper
+from dpx.accounting.words import upper
 from dpx.audit.attacks.scores import Roc, clopper_pearson, require_scores
+from dpx.reports.attacks import FALSE_POSITIVE_RATES, AttackBounds
 from dpx.trees import described
 from dpx.validation import require_floats, require_open_fraction
 
@@ -85,7 +86,7 @@ def membership(
         after. The scores must be functions of what the run released. A rate below 1 / m is counted with the threshold
         at the largest of the others.
     false_positive_rates: floats in (0, 1). confidence: in (0, 1), of each bound by itself.
-    bill: `dpx.accounting.attack_bounds` of the run, with the same false-positive rates.
+    bill: `dpx.reports.attack_bounds` of the run, with the same false-positive rates.
 
     What is counted describes this run and these units. The bill bounds the expectation over the coins of the run, for
     units that took part by a coin, and units of one run are not independent. So no count here refutes a bill:

@@ -24,7 +24,7 @@ import numpy as np
 from scipy import special
 
 from dpx.accounting import checks, gdp
-from dpx.accounting.curves import TradeOff, plot_trade_off
+from dpx.reports.curves import TradeOff, plot_trade_off
 from dpx.trees import outlined
 from dpx.validation import require_open_fraction
 
@@ -217,7 +217,7 @@ def plot_lower_bound(bound: LowerBound, bill: TradeOff | None = None, *, axes: A
     """Draws the attack's error rates, and the bill's trade-off function, on matplotlib `axes`; returns them.
 
     bound: of `lower_bound` or `lower_bound_from_scores`.
-    bill: of `dpx.accounting.curves.trade_off`, which no attack on a correct mechanism can be below, but for chance.
+    bill: of `dpx.reports.curves.trade_off`, which no attack on a correct mechanism can be below, but for chance.
     axes: new ones by default.
     """
     label = f"attack: epsilon at least {bound.epsilon:.3g} at delta {bound.delta:g}"

@@ -2,19 +2,19 @@
 
 import math
 from collections.abc import Sequence
-from decimal import ROUND_CEILING, Context
 from typing import Any, NamedTuple
 
 import numpy as np
 from scipy import special
 
 from dpx.accounting import checks
-from dpx.accounting.axes import draw_guessing, labeled
 from dpx.accounting.bill import event_of, numbers_of, records_of
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.compose import Composition
 from dpx.accounting.events import billed
 from dpx.accounting.profiles import Profile
+from dpx.accounting.words import owner_of, upper, whose
+from dpx.reports.pages import draw_guessing, labeled
 from dpx.trees import described
 from dpx.validation import require_floats
 
@@ -65,26 +65,6 @@ class AttackBounds(NamedTuple):
         )
 
 
-def upper(value: float, digits: int) -> str:
-    """A bound in words, rounded up to so many digits, so that what is printed holds, too."""
-    nearest = f"{value:.{digits}g}"
-    if float(nearest) >= value:
-        return nearest
-    return f"{float(Context(prec=digits, rounding=ROUND_CEILING).create_decimal(value)):.{digits}g}"
-
-
-def owner_of(records: int, drawn: str = "example") -> str:
-    """The unit in words, without an article: what the sampling draws, or a person with several of them."""
-    if records == 1:
-        return drawn
-    return f"person with up to {records} records" + (f" (each one {drawn})" if drawn != "example" else "")
-
-
-def whose(records: int) -> str:
-    """Whom an epsilon is for, in words to print behind it; nothing where it is for what the sampling draws."""
-    return "" if records == 1 else f" for a {owner_of(records)}"
-
-
 def attack_bounds(
     run: Any,
     steps_or_state: Any = None,
@@ -111,7 +91,7 @@ def attack_bounds(
     Raises ValueError as `dpx.epsilon` does, and for rates outside [0, 1].
     Source: Dong, Roth and Su 2022, https://arxiv.org/abs/1905.02383.
 
-        >>> bounds = dpx.accounting.attack_bounds(mechanism, 200, delta=1e-5)
+        >>> bounds = dpx.reports.attack_bounds(mechanism, 200, delta=1e-5)
         >>> bounds.false_positive_rates, bounds.true_positive_rates
         ((0.01, 0.001), (0.0830..., 0.0173...))
     """

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dpx.accounting import checks
-from dpx.accounting.attacks import upper, whose
-from dpx.accounting.axes import draw_guessing, labeled
 from dpx.accounting.bill import event_of, numbers_of, records_of
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.events import billed
 from dpx.accounting.pld.buckets import BUCKETS
+from dpx.accounting.words import upper, whose
+from dpx.reports.pages import draw_guessing, labeled
 from dpx.trees import outlined
 from dpx.validation import require_floats, require_whole
 

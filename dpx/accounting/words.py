@@ -1,0 +1,23 @@
+"""Bounds in words, which are rounded up, and whom they are for."""
+
+from decimal import ROUND_CEILING, Context
+
+
+def upper(value: float, digits: int) -> str:
+    """A bound in words, rounded up to so many digits, so that what is printed holds, too."""
+    nearest = f"{value:.{digits}g}"
+    if float(nearest) >= value:
+        return nearest
+    return f"{float(Context(prec=digits, rounding=ROUND_CEILING).create_decimal(value)):.{digits}g}"
+
+
+def owner_of(records: int, drawn: str = "example") -> str:
+    """The unit in words, without an article: what the sampling draws, or a person with several of them."""
+    if records == 1:
+        return drawn
+    return f"person with up to {records} records" + (f" (each one {drawn})" if drawn != "example" else "")
+
+
+def whose(records: int) -> str:
+    """Whom an epsilon is for, in words to print behind it; nothing where it is for what the sampling draws."""
+    return "" if records == 1 else f" for a {owner_of(records)}"

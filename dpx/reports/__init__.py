@@ -1,0 +1,35 @@
+"""What people read of a privacy cost: a report to publish, what an attacker can learn, curves, and plans of a run.
+
+* A report to publish beside a model: `privacy_report`.
+* What the cost means for an attacker: `attack_bounds`, `plot_attack_bounds`.
+* Epsilon after each step, delta at each epsilon, and the trade-off function, as arrays and plots: `curves`.
+* The noise that a budget needs for many batch sizes and epochs, as a table and a plot: `plan_noise`; for each sampling:
+  `plan_samplings`.
+
+`dpx.accounting` has the numbers. Nothing here changes them, and every printed bound is rounded up.
+"""
+
+from dpx.reports import curves
+from dpx.reports.attacks import AttackBounds, attack_bounds, plot_attack_bounds
+from dpx.reports.plan import NoisePlan, PlannedRun, PlannedSampling, SamplingPlan, plan_noise, plan_samplings
+from dpx.reports.report import PrivacyReport, privacy_report
+
+__all__ = [
+    "AttackBounds",
+    "NoisePlan",
+    "PlannedRun",
+    "PlannedSampling",
+    "PrivacyReport",
+    "SamplingPlan",
+    "attack_bounds",
+    "curves",
+    "plan_noise",
+    "plan_samplings",
+    "plot_attack_bounds",
+    "privacy_report",
+]
+
+
+def __dir__() -> list[str]:
+    """The public names, without the files that hold them."""
+    return __all__

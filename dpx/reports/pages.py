@@ -1,0 +1,138 @@
+"""How reports are written and drawn: sections as text, Markdown or HTML, an SVG for the latter, and axes of plots."""
+
+import html
+import math
+import re
+import textwrap
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+_LEFT, _TOP, _WIDTH, _HEIGHT = 80, 30, 520, 360  # of the square of the rates, in pixels
+_DECADES = 4  # of both axes, which end at a rate of 1
+_LINE, _GUESS = "#0072b2", "#444"  # blue and grey differ for every eye, and in print; guessing is dotted too
+
+
+def attack_curve(curve: Sequence[tuple[float, float]], unit: str) -> str:
+    """A picture of the largest true-positive rate at each false-positive rate, and of guessing; both axes logarithmic.
+
+    curve: at least two pairs (false-positive rate, bound of the true-positive rate), in (0, 1], rising. A rate below
+        1e-4 is not drawn. unit: whom epsilon protects, in words.
+    """
+    drawn = [pair for pair in curve if min(pair) >= 10.0**-_DECADES]
+    points = " ".join(f"{_x(wrong):.1f},{_y(right):.1f}" for wrong, right in drawn)
+    title = html.escape(f"The largest true-positive rate of any attack on one {unit}, at each false-positive rate")
+    bottom, right = _TOP + _HEIGHT, _LEFT + _WIDTH
+    parts = [f"<title>{title}</title>"]
+    for power in range(-_DECADES, 1):
+        x, y, words = _x(10.0**power), _y(10.0**power), f"{100 * 10.0**power:g} %"
+        parts.append(f'<path d="M{x:.1f} {_TOP}V{bottom}M{_LEFT} {y:.1f}H{right}" stroke="#ddd" fill="none"/>')
+        parts.append(f'<text x="{x:.1f}" y="{bottom + 18}" text-anchor="middle">{words}</text>')
+        parts.append(f'<text x="{_LEFT - 8}" y="{y + 5:.1f}" text-anchor="end">{words}</text>')
+    dotted = f'stroke="{_GUESS}" stroke-width="1.5" stroke-dasharray="2 5" fill="none"'
+    parts.append(f'<path d="M{_LEFT} {bottom}L{right} {_TOP}" {dotted}/>')
+    parts.append(f'<polyline points="{points}" stroke="{_LINE}" stroke-width="2.5" fill="none"/>')
+    wrong, most = drawn[len(drawn) // 3]
+    parts.append(f'<text x="{_x(wrong):.1f}" y="{_y(most) - 8:.1f}" text-anchor="end" fill="{_LINE}">any attack</text>')
+    parts.append(f'<text x="{_x(0.02):.1f}" y="{_y(0.02) + 22:.1f}" fill="{_GUESS}">guessing</text>')
+    middle = _TOP + _HEIGHT / 2
+    parts.append(f'<text x="{_LEFT + _WIDTH / 2}" y="{bottom + 42}" text-anchor="middle">false-positive rate</text>')
+    turned = f'transform="rotate(-90 16 {middle})" text-anchor="middle"'
+    parts.append(f'<text x="16" y="{middle}" {turned}>true-positive rate, at most</text>')
+    box = f'viewBox="0 0 {right + 30} {bottom + 54}" role="img" font-family="sans-serif" font-size="14"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {box} width="100%">{"".join(parts)}</svg>'
+
+
+def _x(rate: float) -> float:
+    return _LEFT + _WIDTH * (1 + math.log10(rate) / _DECADES)
+
+
+def _y(rate: float) -> float:
+    """Rounded up, so that what is drawn is not below the bound."""
+    return math.floor(10 * (_TOP - _HEIGHT * math.log10(rate) / _DECADES)) / 10
+
+
+WIDTH = 100  # characters in a line of the plain text
+
+_STYLE = (
+    "body{font:16px/1.5 sans-serif;max-width:48em;margin:2em auto;padding:0 1em}"
+    "th,td{text-align:left;vertical-align:top;padding:.2em 1em .2em 0;border-bottom:1px solid #ccc}"
+    "table{border-collapse:collapse}th{font-weight:normal;white-space:nowrap}pre{background:#f4f4f4;padding:.6em;overflow:auto}"
+    "figure{max-width:36em;margin:1em 0}"
+)
+
+
+class Section(NamedTuple):
+    """One section of a page.
+
+    title: of the section. sentences: one paragraph each. rows: (name, value) pairs, a table. code: lines as they are.
+    picture: an SVG, which the page of HTML shows.
+    """
+
+    title: str
+    sentences: tuple[str, ...] = ()
+    rows: tuple[tuple[str, str], ...] = ()
+    code: str = ""
+    picture: str = ""
+
+
+def as_text(title: str, sections: Sequence[Section]) -> str:
+    """Lines of at most 100 characters, but for code."""
+    lines = [title, "=" * len(title)]
+    for section in sections:
+        lines += ["", section.title, "-" * len(section.title)]
+        for sentence in section.sentences:
+            lines += textwrap.wrap(sentence, WIDTH, initial_indent="* ", subsequent_indent="  ", break_on_hyphens=False)
+        width = max((len(name) for name, _ in section.rows), default=0)
+        for name, value in section.rows:
+            first, later = f"{name:{width}}  ", " " * (width + 2)
+            lines += textwrap.wrap(value, WIDTH, initial_indent=first, subsequent_indent=later, break_on_hyphens=False)
+        lines += section.code.splitlines()
+    return "\n".join(lines)
+
+
+def as_markdown(title: str, sections: Sequence[Section]) -> str:
+    """A page of Markdown. The words are escaped; of HTML, nothing is left that a browser would read."""
+    parts = [f"# {_escaped(title)}"]
+    for section in sections:
+        parts.append(f"## {_escaped(section.title)}")
+        parts.append("\n".join(f"* {_escaped(sentence)}" for sentence in section.sentences))
+        rows = [f"| {_escaped(name)} | {_escaped(value)} |" for name, value in section.rows]
+        parts.append("\n".join(["| | |", "|---|---|", *rows]) if rows else "")
+        parts.append(f"```\n{section.code}\n```" if section.code else "")
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def as_html(title: str, sections: Sequence[Section]) -> str:
+    """A whole page of HTML, which loads nothing from elsewhere."""
+    parts = [f"<h1>{html.escape(title)}</h1>"]
+    for section in sections:
+        parts.append(f"<h2>{html.escape(section.title)}</h2>")
+        parts += [f"<p>{html.escape(sentence)}</p>" for sentence in section.sentences]
+        parts += [f"<figure>{section.picture}</figure>"] if section.picture else []
+        rows = [f"<tr><th>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>" for name, value in section.rows]
+        parts += ["<table>", *rows, "</table>"] if rows else []
+        parts += [f"<pre>{html.escape(section.code)}</pre>"] if section.code else []
+    head = f'<meta charset="utf-8"><title>{html.escape(title)}</title><style>{_STYLE}</style>'
+    body = "\n".join(parts)
+    return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>\n{body}\n</body></html>\n'
+
+
+def _escaped(words: str) -> str:
+    return re.sub(r"([\\|*<`\[]|\b_|_\b)", r"\\\1", " ".join(words.split()))
+
+
+def labeled(axes: Any, x: str, y: str) -> Any:
+    """matplotlib axes with the names of both quantities, new ones for None; matplotlib is imported here."""
+    if axes is None:
+        from matplotlib import pyplot
+
+        _, axes = pyplot.subplots(layout="constrained")
+    axes.set(xlabel=x, ylabel=y)
+    return axes
+
+
+def draw_guessing(axes: Any, x: Any, y: Any):
+    """A dotted line for an attacker who guesses, once in these axes. x, y: float (points,)."""
+    if all(line.get_label() != "guessing" for line in axes.lines):
+        axes.plot(x, y, "k:", linewidth=1, label="guessing")
+    axes.legend()

@@ -1,0 +1,401 @@
+"""Tables to choose the batch size, the epochs and the sampling from, before any run: no data are read."""
+
+import functools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
+
+from dpx.accounting import checks
+from dpx.accounting.bill import of_records
+from dpx.accounting.calibration import calibrate_schedule, least_within
+from dpx.accounting.checks import Accountant
+from dpx.accounting.events import billed
+from dpx.accounting.groups import of_unit
+from dpx.accounting.words import upper, whose
+from dpx.keys.counts import LARGEST_RELEASE
+from dpx.reports.pages import labeled
+from dpx.sampling.allocation import RandomAllocation
+from dpx.sampling.base import Sampling
+from dpx.sampling.cyclic import CyclicPoissonSampling
+from dpx.sampling.poisson import PoissonSampling
+from dpx.sampling.schemes import FixedOrder, FixedSizeSampling, FullBatch, ShuffledEpochs
+from dpx.trees import described
+from dpx.validation import require_number, require_whole
+
+_SAMPLINGS_TOLERANCE = 1e-3  # relative, of epsilon
+_ALIKE = 0.01  # a share of the noise that decides nothing
+_DEVIATIONS = (0, 2, 3, 5)  # most_rows above the batch size, in standard deviations of a Poisson batch's size
+_BANDS = 8
+
+WORDS: dict[type[Sampling], str] = {
+    PoissonSampling: "a coin for each example",
+    RandomAllocation: "every example once an epoch",
+    FixedSizeSampling: "a random subset; replacing an example",
+    CyclicPoissonSampling: "for BandMF; here with plain noise",
+    ShuffledEpochs: "the usual loader, no amplification",
+    FixedOrder: "where one cannot sample",
+    FullBatch: "all examples at every step",
+}
+REFUSED = (
+    "PoissonSampling with both most_rows and weights",
+    "DiceSGD with most_rows, weights, RandomAllocation, CyclicPoissonSampling or FixedOrder",
+    "correlated noise with batches that are drawn by chance; CyclicPoissonSampling is for banded ones (BandMF)",
+    "RandomAllocation for replacing an example",
+)
+OF_SEVERAL = (
+    "several records with other samplings than PoissonSampling without most_rows and FullBatch",
+    "several records with DiceSGD or correlated noise",
+)
+
+
+class PlannedSampling(NamedTuple):
+    """One row of the plan.
+
+    sampling: the record. steps: int, of the epochs. noise_multiplier: float, the least for the budget. epsilon: float,
+    with the noise multiplier of Poisson sampling. rows: int, the rows of a batch that are computed, padding included.
+    """
+
+    sampling: Sampling
+    steps: int
+    noise_multiplier: float
+    epsilon: float
+    rows: int
+
+    @property
+    def run_noise(self) -> float:
+        """The noise in the mean gradient of the whole run, in clip norms."""
+        return self.noise_multiplier / self.sampling.divisor / math.sqrt(self.steps)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class SamplingPlan:
+    """What a budget needs with each sampling; `str` is a table, a recommendation, and what has no bill.
+
+    runs: Poisson sampling first. epochs: float. epsilon, delta: floats, the budget of each single run.
+    records: int, how many of the examples the person owns at most whom the budget is for.
+    """
+
+    epochs: float
+    epsilon: float
+    delta: float
+    runs: tuple[PlannedSampling, ...]
+    records: int = 1
+
+    @property
+    def recommended(self) -> PlannedSampling:
+        """The least noise of the run among neighbors that differ by a null; Poisson sampling if it is almost least."""
+        first = self.runs[0]
+        least = min((run for run in self.runs if run.sampling.relation == "zero_out"), key=lambda run: run.run_noise)
+        return first if least.run_noise > (1 - _ALIKE) * first.run_noise else least
+
+    @property
+    def _budget(self) -> str:
+        sampling = self.runs[0].sampling
+        sizes = f"batch size {sampling.divisor:g} of {sampling.examples} for {self.epochs:g} epochs"
+        return f"{sizes}, epsilon {self.epsilon:g} at delta {upper(self.delta, 6)}{whose(self.records)}"
+
+    def __repr__(self) -> str:
+        best = self.recommended.sampling
+        return f"SamplingPlan({self._budget}; {len(self.runs)} samplings, recommended: {best}; print it for the table)"
+
+    def __str__(self) -> str:
+        head = f"Samplings at {self._budget}:"
+        noise = f"epsilon at {_up(self.runs[0].noise_multiplier):.4f}"
+        titles = f"{'sampling':36} {'noise multiplier':>16} {noise:>17} {'rows':>6}"
+        return "\n".join([head, titles, *map(_line, self.runs), "", *self.sentences()])
+
+    def sentences(self) -> list[str]:
+        """The recommendation, what fixed shapes cost, and the combinations that are refused."""
+        best, first = self.recommended, self.runs[0]
+        words = f"Take {_name(best)}: "
+        if self.records > 1:
+            words += "no other one of this batch size has a bill for several records."
+        elif best is first:
+            words += "no other sampling needs noticeably less noise."
+        else:
+            words += f"the run has {1 - best.run_noise / first.run_noise:.1%} less noise than with {_name(first)}."
+        found = [words]
+        cut = [run for run in self.runs if getattr(run.sampling, "truncates", False)]
+        if cut:
+            more = cut[-1].noise_multiplier / first.noise_multiplier - 1
+            words = f"Batches of one shape, {cut[-1].rows} rows: {_name(cut[-1])}, for {max(more, 0):.1%} more noise."
+            found.append(words)
+        if self.records == 1:
+            found.append("Where one cannot sample: FixedOrder, with noise that is correlated over the steps.")
+        refused = REFUSED if self.records == 1 else (*OF_SEVERAL, *REFUSED)
+        return [*found, "Refused, because no bill is known:", *(f"  {words}" for words in refused)]
+
+
+def _up(noise: float) -> float:
+    return math.ceil(1e4 * noise) / 1e4
+
+
+def _name(run: PlannedSampling) -> str:
+    """The record and what tells it from others of its class."""
+    words = type(run.sampling).__name__
+    if getattr(run.sampling, "truncates", False):
+        return f"{words}(most_rows={run.sampling.most_rows})"
+    if isinstance(run.sampling, RandomAllocation):
+        return f"{words}(steps_per_epoch={run.sampling.steps_per_epoch})"
+    if isinstance(run.sampling, CyclicPoissonSampling):
+        return f"{words}(bands={run.sampling.bands})"
+    return words
+
+
+def _line(run: PlannedSampling) -> str:
+    words = "" if getattr(run.sampling, "truncates", False) else WORDS[type(run.sampling)]
+    numbers = f"{_up(run.noise_multiplier):16.4f} {upper(run.epsilon, 4):>17} {run.rows:6}"
+    return f"{_name(run):36} {numbers}  {words}".rstrip()
+
+
+def samplings(examples: int, batch_size: int) -> tuple[Sampling, ...]:
+    """The samplings of the table, Poisson sampling first."""
+    sizes: dict[str, Any] = {"examples": examples, "batch_size": batch_size}
+    if batch_size == examples:
+        return (FullBatch(examples=examples),)
+    rows = (8 * math.ceil((batch_size + count * math.sqrt(batch_size)) / 8) for count in _DEVIATIONS)
+    cut = [PoissonSampling(**sizes, most_rows=most) for most in dict.fromkeys(min(most, examples) for most in rows)]
+    bands = min(_BANDS, examples // batch_size)
+    cyclic = [CyclicPoissonSampling(**sizes, bands=bands)] if bands > 1 else []
+    allocated = RandomAllocation(examples=examples, steps_per_epoch=round(examples / batch_size))
+    others = (allocated, *cut, FixedSizeSampling(**sizes), *cyclic, ShuffledEpochs(**sizes), FixedOrder(**sizes))
+    return (PoissonSampling(**sizes), *others)
+
+
+def plan_samplings(
+    *,
+    examples: int,
+    batch_size: int,
+    epochs: float,
+    epsilon: float,
+    delta: float,
+    accountant: Accountant = "tightest",
+    records: int = 1,
+    numbers: int = LARGEST_RELEASE,
+) -> SamplingPlan:
+    """Which sampling: the least noise for a budget, the epsilon at equal noise, and the rows of a batch, for each.
+
+        print(dpx.reports.plan_samplings(examples=60_000, batch_size=256, epochs=10, epsilon=2.0, delta=1e-5))
+
+    examples: int, of the data set. batch_size: int, expected, in [1, examples]. epochs: float, positive.
+    epsilon, delta: the budget. accountant: as for `dpx.epsilon`.
+    records: int, at least 1, how many of the examples one person owns at most whom the budget is for, as for
+        `dpx.Budget`. Above 1, Poisson sampling is alone in the table: it says that no other one has a bill.
+    numbers: int, how many numbers a step releases at most, as for `dpx.Budget`.
+
+    It reads no data. Noise multipliers are for independent noise of one size. Sizes differ a little where a sampling
+    has a whole number of steps in an epoch, and so do the steps. Raises ValueError for arguments outside these ranges.
+    """
+    require_whole("examples", examples)
+    if require_whole("batch_size", batch_size) > examples:
+        raise ValueError(f"batch_size must be in [1, {examples}], got {batch_size}")
+    require_number("epochs", epochs, minimum=0, exclusive=True)
+    epsilon, delta = checks.require_positive_epsilon(epsilon), checks.require_delta(delta)
+    checks.require_accountant(accountant)
+    checks.require_numbers(numbers)
+    choices = samplings(examples, batch_size)
+    if require_whole("records", records) > 1:
+        choices = choices[:1]
+    runs: list[PlannedSampling] = []
+    for sampling in choices:
+        steps, relation = sampling.steps(epochs=epochs), checks.require_relation(sampling.relation)
+
+        def bill(noise: float, sampling: Any = sampling, steps: int = steps, relation: Any = relation) -> float:
+            event = of_records(sampling.event(np.full(steps, noise)), sampling, relation, records)
+            return billed(event, relation=relation, accountant=accountant, numbers=numbers).epsilon(delta)
+
+        start = runs[0].noise_multiplier if runs else math.sqrt(records)
+        noise = least_within(bill, epsilon, _SAMPLINGS_TOLERANCE, start)
+        runs.append(PlannedSampling(sampling, steps, noise, bill(start if runs else noise), sampling.usual_rows))
+    return SamplingPlan(epochs=epochs, epsilon=epsilon, delta=delta, runs=tuple(runs), records=records)
+
+
+_SMALLEST_BATCH = 256  # of the default batch sizes, which are powers of two up to half of the examples, and all of them
+_HARDLY = 1.25  # a noise of the run that is at most this many times the least one is good enough
+_TOLERANCE = 1e-4  # of epsilon, relative, for several records
+_MOST_LABELS = 8  # batch sizes below a plot; more would overlap
+
+
+class PlannedRun(NamedTuple):
+    """One row of a plan. Noise is a standard deviation of each coordinate, divided by the clip norm.
+
+    batch_size: int, expected. epochs: float, those of the whole number of `steps`. noise_multiplier: float, the least.
+    step_noise, epoch_noise, run_noise: floats, the noise in the private gradient of one step, in the mean over the
+        steps of one epoch, and in the mean over all steps.
+    """
+
+    batch_size: int
+    epochs: float
+    steps: int
+    noise_multiplier: float
+    step_noise: float
+    epoch_noise: float
+    run_noise: float
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class NoisePlan:
+    """The noise that a budget needs, for several batch sizes and epochs; `str` is a table, and that of the samplings.
+
+    runs: by epochs, then by batch size. examples: int. epsilon, delta: floats, the budget of each single run.
+    accountant: the one of the bills. records: int, how many of the examples the person owns at most whom the budget is
+        for. numbers: int, the most of one release.
+    """
+
+    examples: int
+    epsilon: float
+    delta: float
+    runs: tuple[PlannedRun, ...]
+    accountant: Accountant = "tightest"
+    records: int = 1
+    numbers: int = LARGEST_RELEASE
+
+    @property
+    def suggested(self) -> PlannedRun:
+        """The least batch size, of the first epochs, whose noise of the run is at most 1.25 times the least one.
+
+        The whole data set is not suggested, unless no other size was asked for.
+        """
+        first = [run for run in self.runs if round(run.epochs) == round(self.runs[0].epochs)]
+        runs = [run for run in first if run.batch_size < self.examples] or first
+        least = min(run.run_noise for run in runs)
+        return min((run for run in runs if run.run_noise <= _HARDLY * least), key=lambda run: run.batch_size)
+
+    @functools.cached_property
+    def samplings(self) -> SamplingPlan:
+        """Which sampling, at the suggested batch size: it takes a second or two."""
+        batch_size, whole_steps = self.suggested[:2]
+        epochs = float(f"{whole_steps:.3g}")  # 20.002 of 1,172 whole steps would begin one more epoch
+        budget: Any = {"epsilon": self.epsilon, "delta": self.delta, "accountant": self.accountant}
+        sizes: Any = {"examples": self.examples, "batch_size": batch_size, "epochs": epochs}
+        return plan_samplings(**sizes, **budget, records=self.records, numbers=self.numbers)
+
+    @property
+    def _budget(self) -> str:
+        return f"epsilon {self.epsilon:g} at delta {upper(self.delta, 6)}{whose(self.records)}"
+
+    def __repr__(self) -> str:
+        run = self.suggested
+        return (
+            f"NoisePlan({self._budget}, {self.examples} examples, {len(self.runs)} runs; suggested: batch size "
+            f"{run.batch_size}, {run.steps} steps, noise multiplier {math.ceil(1e4 * run.noise_multiplier) / 1e4:.4f}; "
+            "print it for the table)"
+        )
+
+    def __str__(self) -> str:
+        head = f"{self._budget}, {self.examples} examples, Poisson sampling; "
+        head += "the noise of the mean gradient is divided by the clip norm"
+        rows = [
+            f"{run.batch_size:10} {run.epochs:8.4g} {run.steps:7} {math.ceil(1e4 * run.noise_multiplier) / 1e4:16.4f} "
+            f"{run.step_noise:11.3e} {run.epoch_noise:11.3e} {run.run_noise:11.3e}"
+            for run in self.runs
+        ]
+        titles = f"{'batch size':>10} {'epochs':>8} {'steps':>7} {'noise multiplier':>16} "
+        titles += f"{'of a step':>11} {'of an epoch':>11} {'of the run':>11}"
+        return "\n".join([head, titles, *rows, "", str(self.samplings)])
+
+    def plot(self, *, axes: Any = None) -> Any:
+        """Draws the noise of the run over the batch size, a line for each number of epochs, on matplotlib `axes`.
+
+        New axes by default; returns them. Batch sizes whose labels would overlap have none.
+        """
+        axes = labeled(axes, "expected batch size", "noise of the run, in clip norms")
+        groups: dict[int, list[PlannedRun]] = {}
+        for run in self.runs:
+            groups.setdefault(round(run.epochs), []).append(run)
+        for epochs, runs in groups.items():
+            points = [run.batch_size for run in runs], [run.run_noise for run in runs]
+            axes.semilogx(*points, ".-", label=f"{epochs} epochs")
+        sizes = sorted({run.batch_size for run in self.runs}, reverse=True)
+        ticks = sizes[:1]
+        for size in sizes:
+            if math.log(ticks[-1] / size) > math.log(sizes[0] / sizes[-1]) / _MOST_LABELS:
+                ticks.append(size)
+        axes.set_xticks(ticks, [f"{size:,}" for size in ticks])
+        axes.minorticks_off()
+        axes.ticklabel_format(axis="y", scilimits=(-2, 3), useMathText=True)
+        axes.update_datalim([(sizes[0], 0)])
+        axes.autoscale_view()
+        axes.set_title(f"{self._budget}, {self.examples:,} examples")
+        axes.legend()
+        return axes
+
+
+def plan_noise(
+    *,
+    examples: int,
+    epsilon: float,
+    delta: float,
+    epochs: float | Sequence[float] = (10, 40),
+    batch_sizes: Sequence[int] | None = None,
+    accountant: Accountant = "tightest",
+    records: int = 1,
+    numbers: int = LARGEST_RELEASE,
+) -> NoisePlan:
+    """The least noise for each batch size and number of epochs.
+
+        >>> plan = dpx.plan_noise(examples=60_000, epsilon=2.0, delta=1e-5, epochs=10, batch_sizes=[256, 1024, 4096])
+        >>> plan.suggested.batch_size  # and print(plan) shows a table of all of them
+        1024
+
+    examples: int, of the data set. epsilon, delta: the budget. epochs: one number or several, positive.
+    batch_sizes: ints in [1, examples]; by default the powers of two from 256 on, and the whole data set.
+    accountant: "tightest", "pld" (privacy loss distributions) or "rdp" (Renyi divergences).
+    records: int, how many of the examples one person owns at most, and numbers: int, how many numbers a step releases
+        at most, as for `dpx.Budget`.
+
+    Every step is a Poisson-sampled Gaussian release, and with all examples a Gaussian one.
+
+    The noise of the run falls as batches grow, and the number of steps falls too. A good choice is the least batch size
+    after which the noise of the run hardly falls. For such a batch size, the printed plan also says what each sampling
+    needs, and recommends one; `dpx.reports.plan_samplings` does that for any. No data are read, so it costs no
+    privacy.
+
+    Raises ValueError for arguments outside these ranges.
+    """
+    require_whole("examples", examples)
+    epsilon, delta = checks.require_positive_epsilon(epsilon), checks.require_delta(delta)
+    checks.require_accountant(accountant)
+    require_whole("records", records)
+    checks.require_numbers(numbers)
+    each = epochs if isinstance(epochs, Iterable) else (epochs,)
+    many = tuple(require_number("epochs", number, minimum=0, exclusive=True) for number in each)
+    powers = [2**power for power in range(_SMALLEST_BATCH.bit_length() - 1, examples.bit_length())]
+    usual = (*(size for size in powers if 2 * size <= examples), examples)
+    sizes = usual if batch_sizes is None else tuple(batch_sizes)
+    if not many:
+        raise ValueError(f"epochs must be at least one number, got {described(epochs)}")
+    if not sizes or not all(require_whole("batch_size", size) <= examples for size in sizes):
+        raise ValueError(f"batch_sizes must be in [1, {examples}], got {described(batch_sizes)}")
+
+    def run(epochs: float, size: int) -> PlannedRun:
+        steps = max(1, round(epochs * examples / size))
+        noise = _least_noise(size / examples, steps, epsilon, delta, accountant, records, numbers)
+        step_noise = noise / size
+        epoch_noise, run_noise = step_noise / math.sqrt(examples / size), step_noise / math.sqrt(steps)
+        return PlannedRun(size, steps * size / examples, steps, noise, step_noise, epoch_noise, run_noise)
+
+    runs = tuple(run(number, size) for number in many for size in sizes)
+    budget: Any = {"epsilon": epsilon, "delta": delta, "accountant": accountant, "records": records}
+    return NoisePlan(examples=examples, runs=runs, numbers=numbers, **budget)
+
+
+def _least_noise(
+    rate: float, steps: int, epsilon: float, delta: float, accountant: Accountant, records: int, numbers: int
+) -> float:
+    """The least noise multiplier of so many Gaussians on Poisson samples, for a person with up to so many records."""
+    if records == 1:
+        budget: Any = {"epsilon": epsilon, "delta": delta, "accountant": accountant, "numbers": numbers}
+        return calibrate_schedule([1.0], sampling_rate=rate, counts=[steps], **budget).scale
+
+    def bill(noise: float) -> float:
+        gaussian = GaussianDpEvent(noise)
+        release = gaussian if rate == 1 else PoissonSampledDpEvent(rate, gaussian)
+        event = of_unit(SelfComposedDpEvent(release, steps), records=records)
+        return billed(event, relation="zero_out", accountant=accountant, numbers=numbers).epsilon(delta)
+
+    return least_within(bill, epsilon, _TOLERANCE, 1.0)
