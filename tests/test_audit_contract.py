@@ -17,9 +17,8 @@ import pytest
 import dpx
 from dpx.audit import ContractReport, Line, check_contract
 from dpx.audit.contract import cost
-from dpx.audit.contract.draws import in_its_directions
+from dpx.audit.contract.draws import in_its_directions, require_no_pattern, require_no_repeats, require_standard
 from dpx.audit.contract.report import Broken, NotChecked
-from dpx.audit.contract.standard import require_no_pattern, require_no_repeats, require_standard
 from dpx.audit.contract.trial import Trial
 from dpx.audit.stand_ins import quick, replacing, without_grid
 from dpx.xla.totals import ETA

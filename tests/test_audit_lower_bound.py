@@ -19,9 +19,9 @@ import dpx
 from benchmarks.audit import audits
 from dpx import audit, catalog
 from dpx.accounting import gdp
-from dpx.audit.attacks.one_run_bounds import steinke_p_value, trade_off_rejected
+from dpx.audit.attacks.many_runs import Attack, observed_run, takes_part
+from dpx.audit.attacks.one_run import steinke_p_value, trade_off_rejected
 from dpx.audit.attacks.scores import clopper_pearson
-from dpx.audit.attacks.simulation import Attack, observed_run, takes_part
 
 KEY = jax.random.key(11)
 FULL = dpx.FullBatch(examples=10)

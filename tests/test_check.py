@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import dpx
-from dpx.checking import measured, plan, program, randomness, step
+from dpx.checking import measured, plan, program
 
 KEY, STEPS, ROWS = dpx.secret_key(2**40 + 5), 20, 8
 SAMPLING = dpx.PoissonSampling(examples=40, batch_size=6)
@@ -258,7 +258,7 @@ def checkpointed(params, x, key):
 
 def constant_keys(loss, *, with_key=False):
     """The finding alone: the next test has it from `dpx.check_setup`."""
-    return randomness.constant_keys(loss, params(), EXAMPLE, with_key=with_key).severity
+    return program.constant_keys(loss, params(), EXAMPLE, with_key=with_key).severity
 
 
 @pytest.mark.parametrize("draws", [noisy, in_a_loop, before_it_is_folded, in_a_branch, while_positive, checkpointed])
@@ -331,7 +331,8 @@ def test_the_step_that_is_timed_releases_no_data():
     """Only noise, so that the noise of the run stays secret where the run releases data with it."""
     optimizer = dp_sgd()
     noise = [
-        step.run(loss, optimizer, params(), dpx.Batch(rows[:ROWS], np.ones(ROWS, bool))) for rows in (data(), data(1))
+        measured.run_step(loss, optimizer, params(), dpx.Batch(rows[:ROWS], np.ones(ROWS, bool)))
+        for rows in (data(), data(1))
     ]
     assert all(jax.tree.leaves(jax.tree.map(lambda a, b: (a == b).all(), *[n.unreleased_updates for n in noise])))
     kept = [field.name for field in dataclasses.fields(dpx.checking.Report)]
@@ -374,10 +375,10 @@ def test_small_differences_of_the_plan():
     fixed = dpx.FixedSizeSampling(examples=40, batch_size=6)
     assert plan.rows_that_count(dpx.Batch(data()[:5], None), fixed)[1].severity == "error"
     assert plan.rows_that_count(dpx.Batch(data()[:6], np.arange(6) < 5), fixed)[1].severity == "warning"
-    still = step.Step(params(), 0.0, 0.0, None, None)
+    still = measured.Step(params(), 0.0, 0.0, None, None)
     flags = {"w": True, "b": True}
-    assert step.precision(still, params(), flags, jnp.zeros(3, jnp.bfloat16)).severity == "note"
-    assert step.memory(still).severity == "note"
+    assert measured.precision(still, params(), flags, jnp.zeros(3, jnp.bfloat16)).severity == "note"
+    assert measured.memory(still).severity == "note"
 
 
 def test_bad_input():

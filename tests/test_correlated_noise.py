@@ -18,7 +18,8 @@ from dpx import accounting, coordinates, keys, mechanisms, methods, strategies
 from dpx.accounting.correlated import CorrelatedGaussianDpEvent, CyclicBandedDpEvent, rounding
 from dpx.accounting.gdp import epsilon as gaussian_epsilon
 from dpx.accounting.releases import largest_shift, released
-from dpx.audit.contract import correlation
+from dpx.audit.contract.cost import require_sensitivity
+from dpx.audit.contract.noise import require_covariance
 from dpx.audit.contract.report import Broken
 from dpx.audit.contract.trial import Trial
 from dpx.keys.grid import GRID
@@ -498,10 +499,10 @@ def on_trial(mechanism):
 @pytest.mark.long_cases("lambda")
 def test_the_contract_sees_the_covariance_over_steps(strategy):
     mechanism = made(strategy)
-    assert "covariance C^-1 C^-T" in correlation.require_covariance(on_trial(mechanism))
+    assert "covariance C^-1 C^-T" in require_covariance(on_trial(mechanism))
     other = strategies.Strategy(coefficients=(1.0, 0.6, 0.3, -0.1))
     with pytest.raises(Broken, match="is not C\\^-1 z for the stated C"):
-        correlation.require_covariance(on_trial(mechanism.replace(correlated=other)))
+        require_covariance(on_trial(mechanism.replace(correlated=other)))
 
 
 @pytest.mark.parametrize("strategy", [LAMBDA, BISR, BANDS, strategies.banded_half(bands=2)])
@@ -511,7 +512,7 @@ def test_the_contract_tries_all_patterns_of_steps(strategy, sampling):
     if strategy.bands is None and sampling is CYCLIC:
         return
     mechanism = made(strategy, sampling=sampling)
-    assert "patterns and signs" in correlation.require_sensitivity(on_trial(mechanism))
+    assert "patterns and signs" in require_sensitivity(on_trial(mechanism))
 
     def less(steps):
         event = mechanism.event(steps)
@@ -522,16 +523,16 @@ def test_the_contract_tries_all_patterns_of_steps(strategy, sampling):
 
     ratio = found_share(mechanism)
     with pytest.raises(Broken, match="are billed"):
-        correlation.require_sensitivity(on_trial(mechanism.replace(event=less)))
+        require_sensitivity(on_trial(mechanism.replace(event=less)))
     if sampling is CYCLIC:
         one_turn = mechanism.replace(event=lambda steps: mechanism.event(1))
         with pytest.raises(Broken, match="turns"):
-            correlation.require_sensitivity(on_trial(one_turn))
+            require_sensitivity(on_trial(one_turn))
 
 
 def found_share(mechanism):
     """What is billed over what brute force finds: 1 where the bound is exact."""
-    words = correlation.require_sensitivity(on_trial(mechanism)).split()
+    words = require_sensitivity(on_trial(mechanism)).split()
     return 1 / float(words[words.index("most") + 1])
 
 

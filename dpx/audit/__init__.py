@@ -13,12 +13,13 @@ A lower bound above the bill proves, up to its confidence, that the bill is wron
 released values; those of `canary_scores` are. A lower bound below the bill proves nothing about the bill.
 """
 
-from dpx.audit.attacks.exposure import Exposure as Exposure
-from dpx.audit.attacks.exposure import exposure as exposure
+from dpx.audit.attacks.leaks import Exposure as Exposure
+from dpx.audit.attacks.leaks import Membership as Membership
+from dpx.audit.attacks.leaks import exposure as exposure
+from dpx.audit.attacks.leaks import membership as membership
 from dpx.audit.attacks.many_runs import canary_scores as canary_scores
 from dpx.audit.attacks.many_runs import lower_bound as lower_bound
-from dpx.audit.attacks.membership import Membership as Membership
-from dpx.audit.attacks.membership import membership as membership
+from dpx.audit.attacks.many_runs import observe_canary as observe_canary
 from dpx.audit.attacks.one_run import OneRun as OneRun
 from dpx.audit.attacks.one_run import canary_loss as canary_loss
 from dpx.audit.attacks.one_run import draw_members as draw_members
@@ -27,7 +28,6 @@ from dpx.audit.attacks.scores import LowerBound as LowerBound
 from dpx.audit.attacks.scores import Roc as Roc
 from dpx.audit.attacks.scores import lower_bound_from_scores as lower_bound_from_scores
 from dpx.audit.attacks.scores import plot_lower_bound as plot_lower_bound
-from dpx.audit.attacks.simulation import observe_canary as observe_canary
 from dpx.audit.contract.check import check_contract as check_contract
 from dpx.audit.contract.report import ContractReport as ContractReport
 from dpx.audit.contract.report import Line as Line

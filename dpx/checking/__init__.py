@@ -1,11 +1,9 @@
 """What a careful colleague would notice before a long run: `dpx.check_setup`.
 
 report      findings, and the table of them
-program     what the loss can see beside its one example, which parameters it uses, and their dtypes
-randomness  random numbers of the loss that are the same for every example
+program     what the loss can see beside its one example, its random numbers, which parameters it uses, and their dtypes
 plan        the batch, the data, delta and the privacy cost
-measured    losses, gradients and clipping on one batch; not private
-step        time and memory of a step, and updates that low precision loses
+measured    losses, gradients and clipping on one batch (not private); time, memory and lost updates of a step
 before_run  all of it in one call
 """
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpx.accounting.checks import require_delta
-from dpx.checking import measured, plan, program, randomness, step
+from dpx.checking import measured, plan, program
 from dpx.checking.report import Finding, Report
 from dpx.gradients.rows import noted
 from dpx.guards import require_numbers
@@ -72,13 +72,13 @@ def check_setup(
     if isinstance(closed, Finding):
         return Report((*public, closed), (rows,))
     public += [program.constants(closed, example, len(included), sampling.examples), program.batching(closed)]
-    public += [randomness.constant_keys(loss, params, example, with_key=with_key)]
+    public += [program.constant_keys(loss, params, example, with_key=with_key)]
     if real.severity == "error" or rows.severity == "error":
         return Report(tuple(public), (rows,))  # no gradient, or no step, can be computed
     public += [program.unused(closed, params, flags), plan.frozen(flags, params)]
     with noted("loss", lambda: example):
         found = measured.measure(value, optimizer, params, flags, examples, included)
-    once = step.run(value, optimizer, params, batch._replace(examples=examples))
+    once = measured.run_step(value, optimizer, params, batch._replace(examples=examples))
     alone, some_rows = measured.one_row(value, flags, examples), np.flatnonzero(included)[: measured.COMPARED]
     unreleased = (
         rows,
@@ -88,9 +88,9 @@ def check_setup(
         measured.finite(found, included),
         measured.clipping(found),
         measured.noise(found, optimizer, steps),
-        step.precision(once, params, flags, found.losses),
+        measured.precision(once, params, flags, found.losses),
     )
-    return Report((*public, step.duration(once, steps), step.memory(once)), unreleased)
+    return Report((*public, measured.duration(once, steps), measured.memory(once)), unreleased)
 
 
 def _require(loss, optimizer, params, batch, steps, delta) -> tuple[Batch, int | None, float | None]:
@@ -124,7 +124,7 @@ def warn_of_loss(optimizer: Mechanism, closed: Any, params: Tree, row: tuple) ->
         program.constants(closed, row[0], sampling.usual_rows, sampling.examples),
         program.batching(closed),
         program.unused(closed, params, trained(optimizer, params)),
-        randomness.of_program(closed, len(jax.tree.leaves(params))),
+        program.of_program(closed, len(jax.tree.leaves(params))),
     ):
         if found.severity in ("error", "warning"):
             warnings.warn(f"{found.words}. (From dpx.check_setup, which looks at more.)", stacklevel=2)

@@ -1,30 +1,371 @@
-"""A lower bound on the epsilon of a mechanism from many cheap runs of a worst case, with and without a canary."""
+"""A lower bound on the epsilon of a mechanism from many cheap runs on one example, the canary, which takes part in one
+world and does not in the other.
 
+The score of a run: how much likelier its releases are with the canary than without, if they are Gaussian.
+
+Any score of released values that is fixed before the runs that are counted gives a valid bound; this one is near the
+best for the methods of dpx. Pilot runs, which are not counted, give means and covariances. An observation divided by
+the move of one canary counts the canaries in a release, because one canary adds 1 to it. Without the canary, these
+counts are whitened in the order of the steps, so that the part of a release that earlier releases explain is removed.
+Then z_t ~ N(0, 1) without, and N(mu_t, 1) with the canary in the batch, so that the logarithm of the ratio of
+likelihoods is
+
+    sum_t ln(1 - q_t + q_t exp(a_t)),  a_t = mu_t z_t - mu_t^2 / 2,
+
+where q_t is the probability that the canary takes part. Where it takes part once an epoch, as in batches of a
+permutation and with random allocation, the sum is over epochs: ln mean_t exp(a_t).
+
+Where the noise of a step is correlated with that of earlier ones, a canary in step t moves z in the later steps too, by
+column t of the whitening. In a fixed order, one knows all its steps, and the score is that of the sum of these columns.
+With cyclic sampling, the coins of one group move steps that do not overlap. So a_t is that of column t, the sum is over
+the steps of a group, and the score is ln mean exp of these sums over the groups.
+
+Where a release is not linear, the move depends on the noise, which the adversary does not know. There the mean move of
+the pilot runs has its place: the attack is weaker, and as valid.
+"""
+
+import functools
 import math
 import warnings
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from scipy import special
 
 from dpx import keys
 from dpx.accounting import checks
 from dpx.accounting.bill import epsilon as bill_of
 from dpx.audit.attacks.scores import LowerBound, lower_bound_from_scores
-from dpx.audit.attacks.simulation import Attack, Observed, observe_canary, simulator, takes_part
-from dpx.audit.attacks.statistic import fit, moves_of
+from dpx.audit.stand_ins import without_grid
 from dpx.sampling.allocation import RandomAllocation
 from dpx.sampling.cyclic import CyclicPoissonSampling
-from dpx.sampling.schemes import ShuffledEpochs
-from dpx.trees import Tree
+from dpx.sampling.draws import coins
+from dpx.sampling.poisson import PoissonSampling
+from dpx.sampling.schemes import FixedOrder, FixedSizeSampling, FullBatch, ShuffledEpochs
+from dpx.states.public import publishable_state
+from dpx.trees import Tree, described, require_arrays
 from dpx.validation import require_open_fraction, require_whole
 
 _LARGE_NORM = 1e6  # of the default canary, so that every usual clip norm is reached
 _PILOT_SHARE, _LEAST_PILOT_RUNS, _MOST_PILOT_RUNS = 4, 1000, 40_000
 _MOST_NUMBERS_AT_ONCE = 4_000_000  # releases in one call of the compiled program
 _LEAST_RUNS = 100
+_SAME_MOVES = 1e-3  # relative; moves that differ less are the same
+_REGULAR = 1e-6  # of the variance, so that features that are constant or the same do no harm
+
+
+class Attack(NamedTuple):
+    """What is audited, and what the adversary sees.
+
+    make: (key) -> the mechanism of one run.
+    params: the parameters, which do not move.
+    steps: int, releases of a run.
+    canary: (step, state, params) -> the gradient of the canary at a step, like `params`.
+    instead: None if the canary is absent in the other world; or a function like `canary`, of the example in its place.
+    others: None, or gradients of other examples, which take part at every step in both worlds; rows on axis 0.
+    takes_part: (key, steps) -> bool (steps,), when the canary takes part.
+    observe: (updates, state before, state after, canary) -> float32 (features,), what is read of a release.
+
+    The states that the functions are given have None in place of what is not public (`dpx.publishable_state`).
+    """
+
+    make: Callable[[jax.Array], Any]
+    params: Tree
+    steps: int
+    canary: Callable[[jax.Array, Tree, Tree], Tree]
+    instead: Callable[[jax.Array, Tree, Tree], Tree] | None
+    others: Tree | None
+    takes_part: Callable[[jax.Array, int], jax.Array]
+    observe: Callable[[Tree, Tree, Tree, Tree], jax.Array]
+
+
+def takes_part(sampling: Any) -> Callable[..., Any]:
+    """When one example takes part in the batches of a sampling: a function (key, steps) -> bool (steps,).
+
+    Raises ValueError for a sampling that is unknown here, and no function.
+    """
+
+    def poisson_of_rate(key, steps, rate):
+        return jax.vmap(lambda step: coins(keys.fold_in(key, step), 1, rate)[0])(jnp.arange(steps))
+
+    def poisson(key, steps):
+        return poisson_of_rate(key, steps, sampling.participation)
+
+    def fixed_size(key, steps):
+        return jax.random.randint(keys.public(key), (steps,), 0, sampling.examples) < sampling.batch_size
+
+    def shuffled(key, steps):
+        period = sampling.steps_per_epoch
+        places = jax.random.randint(keys.public(key), (-(-steps // period), 1), 0, sampling.examples)
+        places //= sampling.batch_size
+        return (jnp.arange(period)[None] == places).reshape(-1)[:steps]
+
+    def allocated(key, steps):
+        period = sampling.steps_per_epoch
+        places = jax.random.randint(keys.public(key), (-(-steps // period), 1), 0, period)
+        return (jnp.arange(period)[None] == places).reshape(-1)[:steps]
+
+    def cyclic(key, steps):
+        group = jax.random.randint(keys.public(key), (), 0, sampling.bands)
+        return poisson_of_rate(key, steps, sampling.probability) & (jnp.arange(steps) % sampling.bands == group)
+
+    known = {
+        PoissonSampling: poisson,
+        FixedSizeSampling: fixed_size,
+        ShuffledEpochs: shuffled,
+        RandomAllocation: allocated,
+        CyclicPoissonSampling: cyclic,
+        FixedOrder: lambda key, steps: jnp.arange(steps) % sampling.steps_per_epoch == 0,
+        FullBatch: lambda key, steps: jnp.ones(steps, bool),
+    }
+    if type(sampling) in known:
+        return known[type(sampling)]
+    if callable(sampling):
+        return sampling
+    raise ValueError(
+        "sampling_truth must be a sampling record of dpx, or a function (key, steps) -> bool (steps,) that says when "
+        f"the canary takes part; got {described(sampling)}"
+    )
+
+
+def observe_canary(updates: Tree, before: Tree, after: Tree, canary: Tree) -> jax.Array:
+    """The inner product of the released update and the canary's gradient, float32 (1,).
+
+    updates: the release of a step. before, after: the public states around it. canary: its gradient, like `updates`.
+    """
+    require_arrays((updates, canary))
+    products = jax.tree.map(lambda u, c: jnp.vdot(u.astype(jnp.float32), c), updates, canary)
+    return jnp.stack([sum(jax.tree.leaves(products))])
+
+
+class Observed(NamedTuple):
+    """What the adversary has of many runs. All of it is computed from released values and from keys of its own.
+
+    observed: float32 (runs, steps, features), of each release.
+    moves: float32 (runs, noises, steps, features), how far one canary moves what is observed of a release, under each
+        of some noises that are not the run's.
+    """
+
+    observed: np.ndarray
+    moves: np.ndarray
+
+
+def observed_run(
+    attack: Attack, key: jax.Array, present: jax.Array, always: jax.Array, noises: int
+) -> tuple[jax.Array, jax.Array]:
+    """The two arrays of `Observed` for one run, float32 (steps, features) and float32 (noises, steps, features).
+
+    key: (), of the run. present: bool (), the world. always: bool (), the canary takes part at every step.
+
+    A move must not be computed with the run's own noise, because it can tell that noise, and so the data, where a
+    release is not linear. So the adversary makes the mechanism again, with another key, and lets it release from the
+    public part of the state, with and without the canary. Thus a score is a function of released values for every
+    mechanism, and that makes a bound on it a proof.
+    """
+    mechanism = attack.make(keys.stream(key, "audited mechanism"))
+    others = jax.random.split(keys.public(keys.stream(key, "noises of the adversary")), noises)
+    taken = attack.takes_part(keys.stream(key, "audited batches"), attack.steps).astype(bool) | always
+
+    replaced = attack.instead is not None
+
+    def step(state, inputs):
+        number, taken = inputs
+        before = publishable_state(state)
+        canary = attack.canary(number, before, attack.params)
+        other = canary if attack.instead is None else attack.instead(number, before, attack.params)
+
+        def observe(mechanism, state, gradient, included):
+            rows, counts = _batch(gradient, included, attack.others)
+            updates, after = mechanism.update(rows, state, attack.params, included=counts)
+            return attack.observe(updates, before, publishable_state(after), canary), after
+
+        @without_grid
+        def move(key):
+            again = attack.make(key)
+            # The public state is known. Its private parts have None there, and take the values of a new run.
+            parts = before, again.init(attack.params)
+            known = jax.tree.map(lambda a, b: b if a is None else a, *parts, is_leaf=lambda part: part is None)
+            return observe(again, known, canary, True)[0] - observe(again, known, other, replaced)[0]
+
+        chosen = jax.tree.map(lambda a, b: jnp.where(present, a, b), canary, other)
+        observed, state = observe(mechanism, state, chosen, taken & (present | replaced))
+        return state, (observed, jax.vmap(move)(others) if noises else jnp.zeros((0, *observed.shape)))
+
+    _, (observed, moves) = jax.lax.scan(step, mechanism.init(attack.params), (jnp.arange(attack.steps), taken))
+    return observed, jnp.moveaxis(moves, 1, 0)
+
+
+def _batch(gradient: Tree, included: Any, others: Tree | None) -> tuple[Tree, jax.Array]:
+    """The canary and the other examples as one batch, and which of its rows count."""
+    rows = jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], gradient)
+    if others is None:
+        return rows, jnp.array([included])
+    rows = jax.tree.map(lambda row, more: jnp.concatenate([row, more.astype(row.dtype)]), rows, others)
+    size = len(jax.tree.leaves(rows)[0])
+    return rows, (jnp.arange(size) > 0) | included
+
+
+def simulator(attack: Attack, chunk: int) -> Callable[..., Iterator[Observed]]:
+    """A function (key, runs, present, always, noises) that yields `Observed` of chunks, together at least `runs` runs.
+
+    Each run has a key of its own. Both worlds are one compiled program.
+    """
+
+    @functools.partial(jax.jit, static_argnums=3)
+    def many(run_keys, present, always, noises):
+        return jax.vmap(lambda key: observed_run(attack, key, present, always, noises))(run_keys)
+
+    def simulate(key: jax.Array, runs: int, *, present: bool, always: bool, noises: int) -> Iterator[Observed]:
+        for number in range(-(-runs // chunk)):
+            run_keys = jax.random.split(keys.public(keys.fold_in(key, number)), chunk)
+            yield Observed(*map(np.asarray, many(run_keys, jnp.bool_(present), jnp.bool_(always), noises)))
+
+    return simulate
+
+
+class Counts(NamedTuple):
+    """Of many runs, float32 (runs, steps, features) each: the canaries that each release seems to hold, and the size of
+    the move of one canary; 0 both where it does not move what is observed.
+    """
+
+    counts: np.ndarray
+    moves: np.ndarray
+
+
+class Moves(NamedTuple):
+    """How far one canary moves what is observed of a release. Pilot runs say it.
+
+    mean: float64 (steps, features). known: bool (steps, features), False where the mean is taken in every run, because
+        the noise changes the move, or because all runs have the same. noisy: bool (steps, features), the former.
+    """
+
+    mean: np.ndarray
+    known: np.ndarray
+    noisy: np.ndarray
+
+    def counts(self, found: Observed) -> Counts:
+        """`Counts` of the runs. found.moves must hold the moves under one noise, if any are `known`."""
+        moves = np.where(self.known, found.moves[:, 0], self.mean) if self.known.any() else self.mean
+        moves = np.broadcast_to(moves, found.observed.shape)
+        counts = np.divide(found.observed, moves, out=np.zeros(moves.shape), where=moves != 0)
+        return Counts(counts, np.abs(moves))
+
+
+def moves_of(pilot: Observed) -> Moves:
+    """The moves in pilot runs, which hold those under two noises of the adversary."""
+    one, other = pilot.moves[:, 0].astype(np.float64), pilot.moves[:, 1]
+    size = _SAME_MOVES * _root_mean_square(one)
+    noisy = _root_mean_square(one - other) > size
+    mean = pilot.moves.mean(axis=(0, 1), dtype=np.float64)
+    return Moves(mean, ~noisy & (_root_mean_square(one - mean) > size), noisy)
+
+
+def _root_mean_square(values: np.ndarray) -> np.ndarray:
+    return np.sqrt(np.mean(values**2, axis=0))
+
+
+class Statistic(NamedTuple):
+    """What the pilot runs say of `Counts`.
+
+    center: float64 (steps * features,), the mean count without the canary.
+    whitening: float64 (steps * features,) squared, lower triangular.
+    signal: float64 (steps, features), mu_t.
+    moves: float64 (steps, features), the mean move. gain: float, the precision of a count grows as move^(2 gain).
+    rates: float64 (steps,), q_t. period: int, steps of an epoch; 0 where the steps are independent.
+    groups: int, of cyclic sampling; 1 for others. columns: float64 (steps, steps, features), how a canary in one step
+    moves the whitened counts; None without groups.
+    """
+
+    center: np.ndarray
+    whitening: np.ndarray
+    signal: np.ndarray
+    moves: np.ndarray
+    gain: float
+    rates: np.ndarray
+    period: int
+    groups: int = 1
+    columns: np.ndarray | None = None
+
+    def scores(self, found: Counts) -> np.ndarray:
+        """The score of each run, float64 (runs,)."""
+        weights = _weights(found.moves, self.moves, self.gain)
+        residuals = ((_flat(found.counts) - self.center) * _flat(weights)) @ self.whitening.T
+        if self.columns is not None:
+            return self._of_groups(residuals.reshape(found.counts.shape), self.columns)
+        signal = self.signal * weights
+        exponents = (residuals.reshape(signal.shape) * signal - signal**2 / 2).sum(axis=2)
+        if self.period:
+            missing = -exponents.shape[1] % self.period
+            epochs = np.pad(exponents, ((0, 0), (0, missing)))  # in the rest of an epoch, nothing is released
+            grouped = epochs.reshape(len(epochs), -1, self.period)
+            return (special.logsumexp(grouped, axis=2) - np.log(self.period)).sum(axis=1)
+        with np.errstate(divide="ignore"):
+            return np.logaddexp(np.log1p(-self.rates), np.log(self.rates) + exponents).sum(axis=1)
+
+    def _of_groups(self, residuals: np.ndarray, columns: np.ndarray) -> np.ndarray:
+        exponents = np.einsum("nsf,tsf->nt", residuals, columns) - np.square(columns).sum(axis=(1, 2)) / 2
+        coins = np.minimum(self.rates * self.groups, 1.0)
+        with np.errstate(divide="ignore"):
+            ratios = np.logaddexp(np.log1p(-coins), np.log(coins) + exponents)
+        of_group = np.arange(len(coins)) % self.groups == np.arange(self.groups)[:, None]
+        return special.logsumexp(ratios @ of_group.T, axis=1) - np.log(self.groups)
+
+
+def fit(without: Counts, with_: Counts, rates: np.ndarray, period: int, groups: int = 1) -> Statistic:
+    """The statistic for pilot runs without the canary, and with the canary in every batch.
+
+    rates: float64 (steps,). period, groups: int, as in `Statistic`.
+    """
+    moves = without.moves.astype(np.float64).mean(axis=0)
+    center = _flat(without.counts).mean(axis=0)
+    residuals = _flat(without.counts) - center
+    gain = _gain(residuals, _flat(_weights(without.moves, moves, 1.0)))
+    residuals *= _flat(_weights(without.moves, moves, gain))
+    covariance = residuals.T @ residuals / len(residuals)
+    scale = np.maximum(np.diag(covariance), 1e-30)
+    whitening = np.linalg.inv(np.linalg.cholesky(covariance + _REGULAR * np.diag(scale)))
+    own, one = whitening.reshape(*moves.shape, *moves.shape), (moves > 0).astype(np.float64)
+    columns = None
+    if groups > 1:
+        later = np.subtract.outer(np.arange(len(rates)), np.arange(len(rates)))
+        columns = np.einsum("sftg,tg->tsf", own, one) * ((later >= 0) & (later < groups)).T[..., None]
+        signal = one
+    elif not ((rates > 0) & (rates < 1)).any() and (rates < 1).any():  # it is known when the canary takes part
+        signal, rates = np.einsum("sftg,tg,t->sf", own, one, rates), np.ones(len(rates))
+    elif (rates < 1).any():  # each batch is a guess of its own, and the canary adds 1 to the counts of its batch alone
+        signal = np.einsum("tftg,tg->tf", own, one)
+    else:
+        shifts = (_flat(with_.counts) - center) * _flat(_weights(with_.moves, moves, gain))
+        signal = (whitening @ shifts.mean(axis=0)).reshape(moves.shape)
+    return Statistic(center, whitening, signal, moves, gain, rates, period, groups, columns)
+
+
+def _flat(counts: np.ndarray) -> np.ndarray:
+    return counts.reshape(len(counts), -1).astype(np.float64)
+
+
+def _weights(moves: np.ndarray, mean: np.ndarray, gain: float) -> np.ndarray:
+    """How precise the counts are, relative to the mean move; 0 where the canary moves nothing."""
+    moved = (moves > 0) & (mean > 0)
+    return np.where(moved, np.divide(moves, mean, out=np.ones(moves.shape), where=moved) ** gain, 0.0)
+
+
+def _gain(residuals: np.ndarray, relative_moves: np.ndarray) -> float:
+    """How fast the residuals shrink as the moves grow: the slope of -ln |residual| against ln move between runs.
+
+    It is 0 if the moves hardly differ between runs. Columns are compared with themselves, because their scales differ.
+    It is at most 1, the gain where the noise does not depend on the move.
+    """
+    with np.errstate(divide="ignore"):
+        sizes, moves = (np.ma.masked_invalid(np.log(np.abs(part))) for part in (residuals, relative_moves))
+    moves = moves - moves.mean(axis=0)
+    spread = float(np.mean(moves**2))
+    if np.ma.count(moves) == 0 or spread < _SAME_MOVES**2:
+        return 0.0
+    return float(np.clip(-np.mean(moves * (sizes - sizes.mean(axis=0))) / spread, 0.0, 1.0))
 
 
 def lower_bound(

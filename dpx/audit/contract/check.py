@@ -7,7 +7,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 
-from dpx.audit.contract import batches, bits, cost, lines, noise, secrecy
+from dpx.audit.contract import cost, lines, noise, secrecy
 from dpx.audit.contract.inputs import default_params
 from dpx.audit.contract.report import Broken, ContractReport, Line, NotChecked
 from dpx.audit.contract.trial import Trial
@@ -23,10 +23,10 @@ LINES: dict[str, Callable[[Trial], str]] = {
     "additive": lines.additive,
     "divisor": lines.divisor,
     "noise": noise.noise,
-    "bits": bits.bits,
+    "bits": secrecy.bits,
     "resume": lines.resume,
     "cost": cost.cost,
-    "sampling": batches.sampling,
+    "sampling": cost.sampling,
     "secrecy": secrecy.secrecy,
     "branches": secrecy.branches,
 }

@@ -1,10 +1,17 @@
-"""The line of the contract about the bill: what the releases cost."""
+"""The lines of the contract about the bill: what the releases cost, and that batches are drawn as the event says.
 
+Where noise is correlated over the steps, one example moves C G, where G has the sums of the steps, by as much as some
+pattern of the steps that the sampling allows, with some signs of its gradients: no less may be billed.
+"""
+
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import attrs
+import dp_accounting
+import jax
 import numpy as np
 from dp_accounting import (
     DpEvent,
@@ -13,12 +20,15 @@ from dp_accounting import (
     SampledWithReplacementDpEvent,
 )
 from dp_accounting.dp_event import TruncatedSubsampledGaussianDpEvent
+from scipy import linalg, special, stats
 
 from dpx.accounting.releases import count_releases, is_readable, released
-from dpx.audit.contract.correlation import require_sensitivity
+from dpx.audit.contract.draws import chi_square_over_freedom
 from dpx.audit.contract.report import Broken, NotChecked
 from dpx.audit.contract.trial import Trial, own_event
+from dpx.sampling.cyclic import CyclicPoissonSampling
 from dpx.sampling.events import GroupGaussianDpEvent, RandomAllocationDpEvent
+from dpx.sampling.schemes import FixedOrder, FullBatch, ShuffledEpochs
 from dpx.states.reading import release_state
 
 BILLED = (0, 1, 2, 5, 12, 100, 1_001, 10_007, 50_021)  # numbers of steps
@@ -33,7 +43,7 @@ OF_SAMPLINGS = (  # events of batches that are drawn in one way
     SampledWithoutReplacementDpEvent,
     TruncatedSubsampledGaussianDpEvent,
 )
-_RATE = "sampling_probability"
+_PROBABILITY = "sampling_probability"
 
 
 def cost(trial: Trial) -> str:
@@ -93,9 +103,9 @@ def _require_plausible(event: DpEvent, multipliers: np.ndarray, sampling: Any) -
     steps, parts = len(multipliers), list(_parts(event))
     if foreign := sorted({type(part).__name__ for part in parts if isinstance(part, OF_SAMPLINGS)} - _kinds(sampling)):
         raise Broken(f"{steps} steps bill {', '.join(foreign)}, which is not of the sampling that draws, {sampling}")
-    rates = [part.sampling_probability for part in _parts(sampling.event(np.ones(1))) if hasattr(part, _RATE)]
+    rates = [part.sampling_probability for part in _parts(sampling.event(np.ones(1))) if hasattr(part, _PROBABILITY)]
     for part in parts:
-        if getattr(part, _RATE, 1.0) < max(rates, default=1.0) * (1 - 1e-6):
+        if getattr(part, _PROBABILITY, 1.0) < max(rates, default=1.0) * (1 - 1e-6):
             raise Broken(f"{steps} steps bill {part}, of a lower rate than that of the sampling that draws, {sampling}")
         if repr(getattr(part, "sampling", sampling)) != repr(sampling):
             raise Broken(f"{steps} steps bill {part}, of another sampling than the one that draws, {sampling}")
@@ -159,3 +169,240 @@ def same_event(one: Any, other: Any) -> bool:
     if isinstance(one, int | float) and isinstance(other, int | float):
         return math.isclose(one, other, rel_tol=1e-6)
     return one == other
+
+
+SHORT, MOST_PATTERNS = 10, 4096  # steps of a run of which all patterns are tried, and how many at most
+BILL_SLACK = 1e-3  # of bills, which have roundings
+
+
+def require_sensitivity(trial: Trial) -> str:
+    """The event of a short run bills at least what the worst pattern of steps moves."""
+    mechanism, shown = trial.mechanism, 0.0
+    tried = 0
+    for steps in range(1, SHORT + 1):
+        largest = 0.0
+        matrix = np.asarray(linalg.toeplitz(mechanism.correlated.column(steps), np.zeros(steps)))
+        for pattern in itertools.islice(patterns(mechanism.sampling, steps), MOST_PATTERNS):
+            signs = np.array([(1, *rest) for rest in itertools.product((1, -1), repeat=len(pattern) - 1)])
+            largest = max(largest, float(np.linalg.norm(signs @ matrix.T[list(pattern)], axis=1).max()))
+            tried += len(signs)
+        billed = count_releases(trial.event(steps)).losses("zero_out")
+        moved = trial.multiplier(0) / min(loss.noise_multiplier for loss in billed)
+        if not moved >= largest * (1 - BILL_SLACK):
+            words = f"an example moves C G by {largest:.6g} clip norms in {steps} steps"
+            raise Broken(f"{words}, and {moved:.6g} are billed")
+        turns = math.ceil(steps / getattr(mechanism.sampling, "bands", steps))
+        if sum(billed.values()) < turns:
+            raise Broken(f"{steps} steps are billed as {sum(billed.values())} turns, and are {turns}")
+        shown = max(shown, largest / moved)
+    return f"{tried} patterns and signs of up to {SHORT} steps move C G by at most {shown:.4g} of what is billed"
+
+
+def patterns(sampling: Any, steps: int) -> Iterator[tuple[int, ...]]:
+    """The sets of steps in which one example may take part; for cyclic sampling, those of one coin."""
+    if isinstance(sampling, CyclicPoissonSampling):
+        yield from ((step,) for step in range(steps))
+    elif isinstance(sampling, FixedOrder):
+        apart = sampling.steps_per_epoch
+        yield from (tuple(range(first, steps, apart)) for first in range(min(apart, steps)))
+    elif isinstance(sampling, ShuffledEpochs):
+        apart = sampling.steps_per_epoch
+        epochs = (range(start, min(start + apart, steps)) for start in range(0, steps, apart))
+        yield from itertools.product(*epochs)
+    elif isinstance(sampling, FullBatch):
+        yield tuple(range(steps))
+
+
+DRAWN = 64  # batches that are drawn to see the sampling
+DRAWN_CUT = 1024  # where they are cut: few are, and which rows are left is seen in these alone
+EXAMPLES = 200_000  # a larger data set is not drawn from
+FAR = 10.0  # standard deviations of a sum of squares, whose tails are longer than the normal
+BATCH_RATE = 1e-6  # of false alarms, of each test of the batches
+
+
+def sampling(trial: Trial) -> str:
+    """The batches that the sampling draws have the distribution of the event that bills them."""
+    record = trial.mechanism.sampling
+    releases = count_releases(record.event(np.ones(1))).counts
+    if (count := sum(releases.values())) != 1 or record.examples > EXAMPLES:
+        raise NotChecked(f"no batches are drawn of {record.examples} examples with {count} events a step")
+    key = jax.random.key(trial.seed + 1)
+    batches = [_examples(record.draw(key, step)) for step in range(DRAWN)]
+    if any(len(np.unique(batch)) < len(batch) for batch in batches):
+        raise Broken("a batch holds an example twice")
+    (event,) = releases
+    _require_relation(event, record)
+    if isinstance(event, dp_accounting.PoissonSampledDpEvent):
+        rate, bands = float(event.sampling_probability), getattr(record, "bands", 1)
+        if bands > 1:
+            count = _require_cyclic(lambda step: record.draw(key, step), record.examples, bands, rate)
+            return f"{count} batches are drawn as the event says: each example in the steps of one of {bands} groups"
+        if (rates := getattr(record, "rates", None)) is not None and rates.min() < rates.max():
+            _require_weighted(batches, rates, rate)
+            return f"{DRAWN} batches are drawn as the weights say, at rates of at most that of the event"
+        _require_poisson(batches, record.examples, rate)
+        return f"{DRAWN} batches are drawn as the event says: each example at rate {rate:.4g}"
+    if isinstance(event, dp_accounting.SampledWithoutReplacementDpEvent):
+        _require_subsets(batches, record.examples, event)
+        return f"{DRAWN} batches are subsets of {event.sample_size} examples, as the event says"
+    if isinstance(event, TruncatedSubsampledGaussianDpEvent):
+        batches += [_examples(record.draw(key, step)) for step in range(DRAWN, DRAWN_CUT)]
+        _require_truncated(batches, record.examples, event)
+        return f"{DRAWN_CUT} batches are cut at random to {event.truncated_batch_size} rows, as the event says"
+    if isinstance(event, RandomAllocationDpEvent):
+        _require_allocated(lambda step: record.draw(key, step), record.examples, event.steps_per_epoch)
+        return f"in {DRAWN} batches of each of two epochs, the examples take part once an epoch, as the event says"
+    _require_counted(batches, record)
+    return f"in {DRAWN} batches, no example takes part more often than the event bills"
+
+
+def _examples(draw: Any) -> np.ndarray:
+    """The examples that take part, int (count,)."""
+    indices, included = draw
+    return np.asarray(indices)[np.asarray(included)]
+
+
+def _require_relation(event: Any, record: Any):
+    """Raises Broken if the event of noise multiplier 1 has more than 1, or 1/2 where an example is exchanged."""
+    inner = getattr(event, "event", event)
+    most = 0.5 if record.relation == "replace_one" else 1.0
+    billed = getattr(inner, "noise_multiplier", 0.0)
+    if isinstance(inner, RandomAllocationDpEvent):
+        billed = max(sigma for sigma, _ in inner.noise_multiplier)
+    if billed > most:
+        words = f"at most {most:g} is true under the relation {record.relation!r}"
+        raise Broken(f"the event of noise multiplier 1 has {billed:g}, and {words}")
+
+
+def _require_poisson(batches: list[np.ndarray], examples: int, rate: float):
+    """Sizes of batches, and of the overlap of each with the next one, as of independent coins at this rate."""
+    if rate == 1:
+        return
+    sizes = np.array([len(batch) for batch in batches])
+    shared = np.array([len(np.intersect1d(a, b)) for a, b in zip(batches[:-1:2], batches[1::2], strict=True)])
+    for words, counts, probability in (("examples", sizes, rate), ("examples shared with the next", shared, rate**2)):
+        total, trials = counts.sum(), examples * len(counts)
+        _require_binomial(total, trials, probability, f"{words} in {len(counts)} batches; rate {rate:.4g}")
+    _require_alike(np.bincount(np.concatenate(batches), minlength=examples), len(batches), rate)
+    _require_spread(sizes, examples * rate * (1 - rate))
+
+
+def _require_cyclic(draw: Callable[[int], Any], examples: int, bands: int, rate: float) -> int:
+    """Every example in the steps of one group, there by independent coins of this rate; how many batches were drawn."""
+    turns = max(2, DRAWN // bands // 2 * 2)
+    batches = [_examples(draw(step)) for step in range(turns * bands)]
+    taken = np.array([np.bincount(np.concatenate(batches[g::bands]), minlength=examples) for g in range(bands)])
+    if ((taken > 0).sum(axis=0) > 1).any():
+        raise Broken("an example takes part in the steps of two groups, and those of one are billed")
+    if rate == 1:
+        return len(batches)
+    pairs = [(first + g, first + g + bands) for first in range(0, len(batches), 2 * bands) for g in range(bands)]
+    shared = sum(len(np.intersect1d(batches[one], batches[other])) for one, other in pairs)
+    counts, words = taken.sum(axis=0), f"in {turns} turns of {bands} groups; rate {rate:.4g}"
+    _require_binomial(int(counts.sum()), examples * turns, rate, f"examples {words}")
+    _require_binomial(shared, examples * turns // 2, rate**2, f"examples shared with the next turn {words}")
+    _require_alike(counts, turns, rate)
+    return len(batches)
+
+
+def _require_alike(taken: np.ndarray, trials: int, rate: float):
+    """Whether all examples take part about equally often, int (examples,), in so many independent trials."""
+    variance = trials * rate * (1 - rate)
+    scatter = float(((taken - trials * rate) ** 2).sum()) / variance
+    if scatter > len(taken) + FAR * math.sqrt(len(taken) * (2 + 1 / variance)):
+        raise Broken(f"some examples take part more often than others: {scatter / len(taken):.3g} times the variance")
+
+
+def _require_weighted(batches: list[np.ndarray], rates: np.ndarray, billed: float):
+    """Examples of low and of high rates, and those shared with the next batch, as of independent coins."""
+    if rates.max() > billed * (1 + 1e-12):
+        raise Broken(f"an example takes part at rate {rates.max():.6g}, and {billed:.6g} is billed")
+    taken = np.bincount(np.concatenate(batches), minlength=len(rates))
+    pairs = list(zip(batches[:-1:2], batches[1::2], strict=True))
+    for number, group in enumerate(np.array_split(np.argsort(rates, kind="stable"), 4), start=1):
+        q, words = rates[group], f"of quarter {number} of the rates"
+        _require_coins(int(taken[group].sum()), np.tile(q, len(batches)), f"examples {words}")
+        inside = np.isin(np.arange(len(rates)), group)
+        shared = sum(int(inside[np.intersect1d(a, b)].sum()) for a, b in pairs)
+        _require_coins(shared, np.tile(q**2, len(pairs)), f"examples {words} shared with the next")
+    sizes = np.array([len(batch) for batch in batches])
+    variance = float((rates * (1 - rates)).sum())
+    if variance > 0:
+        _require_spread(sizes, variance)
+
+
+def _require_coins(count: int, rates: np.ndarray, words: str):
+    """Bernstein's inequality for independent coins."""
+    mean, variance, log = rates.sum(), float((rates * (1 - rates)).sum()), math.log(2 / BATCH_RATE)
+    if abs(count - mean) > log / 3 + math.sqrt(log**2 / 9 + 2 * log * variance) + 1e-9 * mean:
+        raise Broken(f"batches hold {count} {words}, where coins of the stated rates hold {mean:.1f}")
+
+
+def _require_binomial(count: int, trials: int, probability: float, words: str):
+    if min(special.bdtr(count, trials, probability), special.bdtrc(count - 1, trials, probability)) < BATCH_RATE / 2:
+        raise Broken(f"{count} {words} says {trials * probability:.1f}")
+
+
+def _require_spread(sizes: np.ndarray, variance: float):
+    ratio = sizes.var(ddof=1) / variance  # as the binomial's, by a normal approximation with slack for its tails
+    low, high = (chi_square_over_freedom(p, len(sizes) - 1) for p in (BATCH_RATE / 10, 1 - BATCH_RATE / 10))
+    if not low * 0.9 <= ratio <= high * (1.1 + 3 / variance):
+        raise Broken(f"the variance of the sizes of batches is {ratio:.3g} times that of independent examples")
+
+
+def _require_truncated(batches: list[np.ndarray], examples: int, event: Any):
+    """Sizes as of coins at this rate, cut at the most rows; and uniformly random examples, whatever the sizes are."""
+    rate, most = event.sampling_probability, event.truncated_batch_size
+    sizes = np.array([len(batch) for batch in batches])
+    if sizes.max() > most or examples != event.dataset_size:
+        raise Broken(f"batches of up to {sizes.max()} of {examples} examples do not fit {event}")
+    for quantile in (0.25, 0.5, 0.75, 1.0):
+        limit = min(most, int(stats.binom.ppf(min(quantile, 0.999), examples, rate))) - 1
+        words = f"of {len(sizes)} batches have at most {limit} examples; rate {rate:.4g}"
+        _require_binomial(int((sizes <= limit).sum()), len(sizes), special.bdtr(limit, examples, rate), words)
+    low = sum(int((batch < examples // 2).sum()) for batch in batches)
+    shared = sum(len(np.intersect1d(a, b)) for a, b in zip(batches[:-1:2], batches[1::2], strict=True))
+    overlap = float(sizes[:-1:2] @ sizes[1::2]) / examples
+    for words, count, mean, trials in (
+        ("of the first half of the data", low, sizes.sum() * (examples // 2) / examples, sizes.sum()),
+        ("shared with the next", shared, overlap, sizes[::2].sum()),
+    ):  # given the sizes, of variance at most that of a binomial (Hoeffding)
+        if abs(count - mean) > math.sqrt(trials * math.log(2 / BATCH_RATE) / 2):
+            raise Broken(f"batches hold {count} examples {words}, where independent random ones hold {mean:.1f}")
+
+
+def _require_subsets(batches: list[np.ndarray], examples: int, event: Any):
+    sizes = {len(batch) for batch in batches}
+    if sizes != {event.sample_size} or examples != event.source_dataset_size:
+        raise Broken(f"batches of {sorted(sizes)} of {examples} examples do not fit {event}")
+    shared = sum(len(np.intersect1d(a, b)) for a, b in zip(batches[:-1:2], batches[1::2], strict=True))
+    mean = len(batches) // 2 * event.sample_size**2 / examples
+    trials = len(batches) // 2 * event.sample_size  # of variance at most that of a binomial (Hoeffding)
+    if abs(shared - mean) > math.sqrt(trials * math.log(2 / BATCH_RATE) / 2):
+        raise Broken(f"batches share {shared} examples with the next, where independent subsets share {mean:.1f}")
+
+
+def _require_allocated(draw: Callable[[int], Any], examples: int, steps: int):
+    """Once an epoch, in batches whose sizes vary as those of independent examples, and other ones in the next epoch."""
+    number = min(steps, DRAWN)
+    epochs = [[_examples(draw(epoch * steps + place)) for place in range(number)] for epoch in (0, 1)]
+    for taken in (np.bincount(np.concatenate(batches), minlength=examples) for batches in epochs):
+        if taken.max() > 1 or (number == steps and taken.min() < 1):
+            raise Broken(f"an example is in {taken.max()} of {number} steps of an epoch, another one in {taken.min()}")
+    sizes = np.array([len(batch) for batches in epochs for batch in batches])
+    again = sum(len(np.intersect1d(*pair)) for pair in zip(*epochs, strict=True))
+    for words, count, trials, rate in (
+        ("examples", int(sizes.sum()), 2 * examples, number / steps),
+        ("examples in the step of the epoch before", again, examples, number / steps**2),
+    ):
+        _require_binomial(count, trials, rate, f"{words}; random allocation")
+    if steps > 1:
+        _require_spread(sizes, examples / steps * (1 - 1 / steps))
+
+
+def _require_counted(batches: list[np.ndarray], record: Any):
+    """Every example takes part in at most as many steps as there are Gaussian releases in the event of all steps."""
+    taken = np.bincount(np.concatenate(batches), minlength=record.examples).max()
+    billed = sum(count_releases(record.event(np.ones(len(batches)))).counts.values())
+    if taken > billed:
+        raise Broken(f"an example takes part in {taken} of {len(batches)} steps, and {billed} are billed")

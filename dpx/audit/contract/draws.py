@@ -1,24 +1,35 @@
-"""The noise as it is drawn: many draws of one step, under other keys than the mechanism's own."""
+"""The noise as it is drawn: many draws of one step under other keys, and tests that they are independent normals.
+
+For other keys, the mechanism is built again, or the keys in its program are replaced. The program of an update holds
+the mechanism's keys as constants. Each is replaced by a function of a new key, equal ones by equal ones. So keys that
+were derived from one another when the mechanism was built become independent, and only a mechanism that is built again
+shows that its noise shares a key with something else.
+"""
 
 import functools
 import math
+import zlib
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import core
 from scipy import special
 
 from dpx.audit.contract import inputs as inputs
-from dpx.audit.contract.keys import with_other_keys
-from dpx.audit.contract.release import SMALL, Release, Traced
 from dpx.audit.contract.report import Broken
+from dpx.audit.contract.subject import SMALL, Release, Traced
 from dpx.audit.stand_ins import without_grid
+from dpx.keys import is_key
+from dpx.mechanism import Mechanism
 from dpx.states.public import publishable_state
 from dpx.states.record import ReleaseState
 from dpx.trees import Tree, map_states, split
+from dpx.xla.jaxprs import inputs_read
 
-RATE = 1e-6  # of false alarms, of the test of the noise against the coordinates
+SHARED_KEY_RATE = 1e-6  # of false alarms, of the test of the noise against the coordinates
 TOGETHER = 500  # draws in memory at once
 FULLY = (0, 1, 4)  # steps whose noise is drawn `count` times; that of other steps, AT_LEAST times
 AT_LEAST = 500  # and at most TOGETHER
@@ -141,7 +152,7 @@ def seen_soon(traced: Traced) -> str:
     far = float((centered > special.ndtri(0.75) * noise.std(0)).mean())
     # By Hoeffding's inequality for each column, and so for their mean, however they depend on each other. The second
     # part is for the middle and the deviation, which are those of the draws.
-    if abs(far - 0.5) > math.sqrt(math.log(2 / RATE) / (2 * SOON)) + 0.01:
+    if abs(far - 0.5) > math.sqrt(math.log(2 / SHARED_KEY_RATE) / (2 * SOON)) + 0.01:
         return f"the noise is not Gaussian: {far:.1%} of it is far from 0, where a Gaussian has 50 %"
     return ""
 
@@ -179,7 +190,7 @@ def in_its_directions(change: np.ndarray, maps: np.ndarray) -> np.ndarray:
     entries = entries[:, entries.std(0) > SMALL * np.abs(entries).max()]
     scaled = [(a - a.mean(0)) / np.maximum(a.std(0), 1e-30) for a in (normals, entries)]
     correlation = np.abs(scaled[0].T @ scaled[1]).max(initial=0) / math.sqrt(len(maps))
-    if correlation > 1 - special.ndtri(RATE / max(2 * normals.shape[1] * entries.shape[1], 1)):
+    if correlation > 1 - special.ndtri(SHARED_KEY_RATE / max(2 * normals.shape[1] * entries.shape[1], 1)):
         raise Broken("the noise is correlated with the random coordinates, so it shares their key")
     return standard
 
@@ -239,3 +250,150 @@ def measured(release: Release, draws: Draws, step: int, *, others: bool = False)
 def chi_square_over_freedom(probability: float, freedom: int) -> float:
     """The quantile of a chi-square variable divided by its degrees of freedom."""
     return 2 * float(special.gammaincinv(freedom / 2, probability)) / freedom
+
+
+WithKey = Callable[[jax.Array, tuple], jax.Array]  # (key, arguments) -> an array
+
+
+def with_other_keys(
+    function: Callable, mechanism: Mechanism, rebuild: Callable | None, arguments: tuple
+) -> tuple[WithKey, bool]:
+    """`function(mechanism, *arguments)`, an array, for the mechanism with another key; and whether it reads the key.
+
+    rebuild: (key) -> the mechanism with this key, or None. arguments: examples of them, pytrees.
+    """
+
+    def of_built(key, arguments):
+        assert rebuild is not None
+        return function(rebuild(key), *arguments)
+
+    run = of_built if rebuild is not None else _replacing(function, mechanism, arguments)
+    closed = jax.make_jaxpr(run)(jax.random.key(0), arguments)
+
+    def replay(key, arguments):
+        with jax.enable_x64(True):  # else jax.vmap would not follow what the program computes in float64
+            return core.jaxpr_as_fun(closed)(key, *jax.tree.leaves(arguments))[0]
+
+    return replay, inputs_read(closed.jaxpr)[0]
+
+
+def _replacing(function: Callable, mechanism: Mechanism, arguments: tuple) -> WithKey:
+    closed = jax.make_jaxpr(lambda *given: function(mechanism, *given))(*arguments)
+    words = [np.asarray(jax.random.key_data(leaf)).tobytes() if is_key(leaf) else b"" for leaf in closed.consts]
+    marks = [np.uint32(zlib.crc32(of_key)) for of_key in words]
+
+    def run(key, arguments):
+        constants = [_other(key, leaf, mark) for leaf, mark in zip(closed.consts, marks, strict=True)]
+        given = [_other(key, leaf) for leaf in jax.tree.leaves(arguments)]
+        return core.jaxpr_as_fun(core.ClosedJaxpr(closed.jaxpr, constants))(*given)[0]
+
+    return run
+
+
+def _other(key: jax.Array, leaf: Any, mark: Any = None) -> Any:
+    """`leaf`, or in place of a key another one, made from `key`. mark: of the key, None for a key in the state."""
+    if not is_key(leaf):
+        return leaf
+    if mark is None:
+        mark = jax.random.bits(leaf, (), jnp.uint32)
+    seed = jax.random.bits(jax.random.fold_in(key, mark), (), jnp.uint32)
+    return jax.random.key(seed, impl=str(jax.random.key_impl(leaf)))
+
+
+RATE = 4e-6  # of false alarms, of each of the first five tests of draws
+PATTERN_RATE = 1e-6  # of the test of signs and sizes
+MOST_COINS = 120  # of which all triples are compared
+WIDTH = 1e-6  # of a bin of log |z|; two independent normals share one with probability below WIDTH
+COLUMNS = 4  # in which two rows may not agree
+PLACES = 5  # at which two columns may not agree, with one distance between the rows
+
+
+def require_standard(draws: np.ndarray):
+    """Raises Broken unless the columns of `draws`, float64 (count, columns), are independent standard normals."""
+    if not np.isfinite(draws).all():
+        raise Broken("a draw of the noise is not finite")
+    count, columns = draws.shape
+    means = np.abs(draws.mean(0)) * math.sqrt(count)
+    if means.max() > -special.ndtri(RATE / (2 * columns)):
+        raise Broken(f"the mean of the noise is {means.max() / math.sqrt(count):.3g} standard deviations away from 0")
+    low, high = (chi_square_over_freedom(p, count - 1) for p in (RATE / (2 * columns), 1 - RATE / (2 * columns)))
+    variances = draws.var(0, ddof=1)
+    if variances.min() < low or variances.max() > high:
+        worst = math.sqrt(variances.min() if variances.min() < low else variances.max())
+        raise Broken(f"the noise is drawn at {worst:.4g} times its stated size in some direction")
+    if columns > 1:
+        correlations = np.corrcoef(draws, rowvar=False) - np.eye(columns)
+        most = np.abs(np.arctanh(np.clip(correlations, -1 + 1e-12, 1 - 1e-12))).max() * math.sqrt(count - 3)
+        if most > -special.ndtri(RATE / (columns * (columns - 1))):
+            raise Broken(f"noise of two coordinates or steps has the correlation {np.abs(correlations).max():.3g}")
+    ordered = np.sort(draws.ravel())
+    distance = np.abs(special.ndtr(ordered) - (np.arange(len(ordered)) + 0.5) / len(ordered)).max()
+    if distance > math.sqrt(math.log(2 / RATE) / (2 * len(ordered))) + 0.5 / len(ordered):
+        raise Broken(f"the noise is not normal: its distribution function is {distance:.2g} away")
+    largest, expected = np.abs(ordered[[0, -1]]).max(), special.ndtri((1 + RATE ** (1 / len(ordered))) / 2)
+    if largest < expected:
+        raise Broken(f"the tail of the noise is cut: of {len(ordered)} draws, the largest is {largest:.3g}")
+
+
+def require_no_pattern(draws: np.ndarray, *, triples: bool = False):
+    """Raises Broken if the signs and sizes of two columns of `draws`, float64 (count, columns), are dependent.
+
+    triples: whether to test three columns too, of MOST_COINS coins.
+
+    A column of independent standard normals makes two independent fair coins: its sign, and whether |z| is above the
+    median. A product of two or three coins is a fair coin too, so by Hoeffding's inequality its mean over n draws is
+    above t with probability at most exp(-n t^2 / 2). The limit is a union bound over all products and both sides.
+    Correlations do not see such patterns: z and z with a sign of its own have none.
+    """
+    count, columns = draws.shape
+    coins = np.concatenate([draws > 0, np.abs(draws) > special.ndtri(0.75)], axis=1).astype(np.float32) * 2 - 1
+    some = coins[:, np.linspace(0, 2 * columns - 1, min(2 * columns, MOST_COINS)).astype(int)]
+    tested = math.comb(2 * columns, 2) + math.comb(some.shape[1], 3)
+    limit = math.sqrt(2 * math.log(2 * max(tested, 1) / PATTERN_RATE) / count)
+    pairs = np.abs(coins.T @ coins) / count
+    np.fill_diagonal(pairs, 0)
+    if pairs.max(initial=0) > limit:
+        raise Broken(f"signs and sizes of noise at two places are dependent, at {pairs.max():.3g} of 1")
+    for number, coin in enumerate(some.T) if triples else ():
+        before = some[:, :number]
+        products = np.abs((before * coin[:, None]).T @ before) / count
+        np.fill_diagonal(products, 0)
+        if products.max(initial=0) > limit:
+            raise Broken(f"signs and sizes of noise at three places are dependent, at {products.max():.3g} of 1")
+
+
+def require_no_repeats(noise: np.ndarray, words: str):
+    """Raises Broken with these words if two rows of `noise`, float64 (rows, columns), repeat each other.
+
+    Signs do not count. Two rows repeat each other if COLUMNS of their numbers are equal. Two columns do if PLACES of
+    their numbers are, with one distance between the rows; a column may repeat itself. Numbers that are 0 do not count.
+
+    The density of log |z| is below 1/2, so two independent normals share a bin of WIDTH with probability below WIDTH
+    (given all others, and with the 2^22 sizes that float32 normals have). For 4,000 rows and 100 columns, the union
+    bounds are 8e6 pairs of rows x 4e6 sets of columns x WIDTH^4 = 3e-11, and 8e7 pairs of columns at a distance x
+    9e15 sets of places x WIDTH^5 = 7e-7. With 1,000 columns and 1,600 rows they are 5e-8 and 3e-7.
+    """
+    noise = np.where(np.isfinite(noise), noise, 0)
+    rows, columns = noise.shape
+    with np.errstate(divide="ignore"):
+        bins = np.round(np.log(np.abs(noise)) / WIDTH)
+    same: list[Any] = [_neighbors(column) for column in bins.T]
+    pairs = np.concatenate([one * rows + other for one, other in same])
+    if _most(pairs) >= COLUMNS:
+        raise Broken(words)
+    first, second = _neighbors(bins.ravel())
+    distances, places = second // columns - first // columns, (first % columns) * columns + second % columns
+    if _most(distances * columns**2 + places) >= PLACES:
+        raise Broken(words)
+
+
+def _neighbors(bins: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The places in `bins`, float64 (n,), of equal finite numbers that are next to each other in order."""
+    order = np.argsort(bins, kind="stable")
+    equal = (bins[order][1:] == bins[order][:-1]) & np.isfinite(bins[order][1:])
+    return order[:-1][equal], order[1:][equal]
+
+
+def _most(numbers: np.ndarray) -> int:
+    """How often the most frequent number is there."""
+    return int(np.unique(numbers, return_counts=True)[1].max(initial=0))

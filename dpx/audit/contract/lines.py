@@ -10,9 +10,9 @@ import numpy as np
 
 from dpx.audit.contract import inputs as inputs
 from dpx.audit.contract.draws import FULLY
-from dpx.audit.contract.large import require_rows_alone
-from dpx.audit.contract.marks import KEY, RAW, printed, spread
+from dpx.audit.contract.noise import require_rows_alone
 from dpx.audit.contract.report import Broken, listed
+from dpx.audit.contract.secrecy import KEY, RAW, printed, spread
 from dpx.audit.contract.subject import AT_STEPS, STEPS, Problem, all_but, everyone
 from dpx.audit.contract.trial import Trial
 from dpx.keys import is_key

@@ -1,15 +1,40 @@
-"""The line of the contract about noise: its size against the bill, and that it is independent standard normals."""
+"""The line of the contract about noise: its size against the bill, and that it is independent standard normals.
 
+At steps that no run of the check reaches, the counters are set. Of larger parameters, one batch of many rows is
+released: each row counts alone there, and no number of the noise is there twice. Noise that is correlated over the
+steps (`Mechanism.correlated`) is C^-1 z in a run. So in the first steps of many runs, C times the released noise must
+be independent standard normals, in units of the noise of the first step.
+"""
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 import numpy as np
+from scipy import linalg, special
 
-from dpx.audit.contract.correlation import require_covariance
-from dpx.audit.contract.draws import AT_LEAST, FULLY, whitened, whitened_by_itself
-from dpx.audit.contract.large import require_enough_noise
+from dpx.audit.contract import inputs as inputs
+from dpx.audit.contract.draws import (
+    AT_LEAST,
+    FULLY,
+    TOGETHER,
+    require_no_pattern,
+    require_no_repeats,
+    require_standard,
+    whitened,
+    whitened_by_itself,
+    with_other_keys,
+)
 from dpx.audit.contract.report import Broken, NotChecked, listed
-from dpx.audit.contract.standard import require_no_pattern, require_standard
-from dpx.audit.contract.steps import require_other_noise
-from dpx.audit.contract.subject import AT_STEPS, STEPS
+from dpx.audit.contract.subject import AT_STEPS, SMALL, STEPS, Release
 from dpx.audit.contract.trial import Trial
+from dpx.audit.stand_ins import drawing, without_grid
+from dpx.contributions import sum_contributions
+from dpx.scalars import at
+from dpx.trees import Tree, split
 
 FAR = (99, 1_000, 10_006, 50_020)  # steps beyond STEPS, the last ones of some runs that `cost` compares
 WITH_OTHERS = (1, 50)  # steps at which the parameters have other values, too
@@ -102,3 +127,241 @@ def _require_the_same_for_others(trial: Trial) -> None:
     sizes = np.linalg.norm(own, axis=0) * np.linalg.norm(other, axis=0)
     if ((own * other).sum(0) < 0.99 * sizes).any():
         raise Broken("the noise depends on the values of the parameters")
+
+
+MANY_ROWS = 257
+DTYPES = (np.float32, jnp.bfloat16, np.float16)
+POSITIONS = (0, 15, 16, 31, 32, 64, 128, 200, 256)
+SETS = 1 + len(POSITIONS)  # of rows, whose updates are computed at once
+TURNED = 101  # every gradient is tried at a second position, so many rows further
+LARGE = {  # shapes and dtypes
+    "kernel": ((40, 30), np.float32), "again": ((40, 30), np.float32),
+    "deep": [((4, 3, 10, 10), jnp.bfloat16), ((), np.float16)],
+}  # fmt: skip
+MANY = 1000  # numbers of a leaf, of which the deviation is known up to SLACK
+SLACK = 0.17  # six standard deviations of an estimate from MANY numbers have 0.13
+REPEATED = 0.04  # of the numbers of a draw; of 2,400 float32 normals, about 1 has the size of another one
+NORMAL_RATE = 1e-6  # of false alarms, of the test of the distribution
+
+
+class Large:
+    """The mechanism on a batch of MANY_ROWS gradients.
+
+    Every second gradient is far above any clip norm, and some of them are 0 except for one leaf.
+    silent: the update, or the released sums, of an empty batch, float64 (o,). changes: what each of POSITIONS adds to
+    it, float64 (positions, o).
+    """
+
+    def __init__(self, trial: Trial):
+        self.trial = trial
+        try:
+            self._take(jax.tree.map(lambda leaf: np.empty(*leaf), LARGE, is_leaf=lambda node: isinstance(node, tuple)))
+        except Exception:  # what a mechanism raises for parameters that it was not made for
+            leaves, structure = jax.tree.flatten(trial.params)
+            self._take(structure.unflatten([np.empty(p.shape, DTYPES[n % 3]) for n, p in enumerate(leaves)]))
+
+    def _take(self, like: Tree) -> None:
+        mechanism, params = self.trial.mechanism, inputs.other_values(like)
+        self.params, self.state = params, jax.jit(mechanism.init)(params)
+        leaves, structure = jax.tree.flatten(inputs.gradients(params, 31, 5e3, rows=MANY_ROWS))
+        for place, leaf in enumerate(leaves):
+            leaf[1::2] *= 1e-7
+            for number, position in enumerate(POSITIONS[4:]):
+                if number % (len(leaves) + 1) not in (place, len(leaves)):
+                    leaf[position] = 0
+        self.grads = jax.tree.map(lambda g, p: g.astype(p.dtype), structure.unflatten(leaves), params)
+        # What two of 16 bits may differ by where a row adds little to much noise.
+        spacings = [np.full(p.size, float(jnp.finfo(p.dtype).eps)) for p in jax.tree.leaves(params)]
+        self.rounding = np.concatenate(spacings)
+
+        @without_grid
+        def step(grads, state, included):
+            if self.trial.release(0).linear:
+                return mechanism.update(grads, state, params, included=included)[0]
+            return self.trial.released(0, sum_contributions(mechanism, grads, state, included)[0])
+
+        of_sets = jax.vmap(step, (None, None, 0))  # which writes every row in its coordinates once
+        self.program = jax.jit(of_sets, compiler_options={"xla_backend_optimization_level": 0})  # compiles faster
+        self.silent, *alone = self.run(self.grads, [], *([position] for position in POSITIONS))
+        self.changes = np.stack(alone) - self.silent
+        if not self.trial.release(0).linear:
+            self.rounding = np.float64(1e-6)
+
+    def run(self, grads: Tree, *sets: Sequence[int]) -> np.ndarray:
+        """The updates, or the released sums, of up to SETS sets of rows; float64 (sets, o)."""
+        included = np.zeros((SETS, MANY_ROWS), bool)
+        for number, rows in enumerate(sets):
+            included[number, list(rows)] = True
+        return inputs.flattened(self.program(grads, self.state, included), 1)[: len(sets)]
+
+
+large = functools.lru_cache(maxsize=1)(Large)  # of a trial, compiled once
+
+
+def require_rows_alone(trial: Trial) -> str:
+    """Raises Broken if what a row adds depends on its position, or on the other rows; words."""
+    found = large(trial)
+    rows = range(MANY_ROWS)
+    everyone, *others = found.run(found.grads, rows, *([row for row in rows if row != one] for one in POSITIONS))
+    turned = jax.tree.map(lambda g: np.roll(g, TURNED, axis=0), found.grads)
+    elsewhere = found.run(turned, *([(position + TURNED) % MANY_ROWS] for position in POSITIONS)) - found.silent
+    beside, size = everyone - np.stack(others), np.abs(everyone) + np.abs(found.silent)
+    for position, change, *found_there in zip(POSITIONS, found.changes, beside, elsewhere, strict=True):
+        largest = np.abs(change).max()
+        for other, words in zip(found_there, ("beside other rows", "at another position"), strict=True):
+            if not (np.abs(other - change) <= 1e-3 * largest + 8 * found.rounding * size).all():
+                raise Broken(f"row {position} of {MANY_ROWS} does not add the same alone and {words}")
+    return f"{len(POSITIONS)} of {MANY_ROWS} rows add the same alone, beside the others and at other positions"
+
+
+def require_enough_noise(trial: Trial) -> str:
+    """Raises Broken if the noise of larger parameters does not cover the rows, or repeats; words, "" if not tried."""
+    release = trial.release(0)
+    if not release.linear:
+        return ""
+    found = large(trial)
+    if ((np.abs(found.changes).max(0) > 0) & (found.silent == 0)).any():
+        raise Broken("data moves an update that has no noise, in larger parameters")
+    if not alone(release):
+        return ""
+    _require_size(trial, found)
+    exact = np.abs(found.silent[(found.rounding < 1e-6) & (found.silent != 0)])
+    if len(exact) - len(np.unique(exact)) > REPEATED * len(exact) and len(exact) >= MANY:
+        raise Broken(f"of {len(exact)} numbers of the noise, only {len(np.unique(exact))} have other sizes")
+    return f"{len(exact)} numbers of one draw have other sizes"
+
+
+def _require_size(trial: Trial, found: Large) -> None:
+    """Raises Broken if the noise is smaller than billed, or not normal, on the leaves of at least MANY numbers."""
+    noise, changes = (split(part, found.params) for part in (found.silent, found.changes))
+    sizes, standard = np.zeros(len(POSITIONS)), []
+    for drawn, moved in zip(*map(jax.tree.leaves, (noise, changes)), strict=True):
+        if drawn.size >= MANY and np.count_nonzero(drawn) == drawn.size:
+            deviation = np.sqrt(np.mean(drawn**2))
+            sizes += (moved.reshape(len(moved), -1) ** 2).sum(1) / deviation**2
+            standard.append(drawn.ravel() / deviation)
+    used = 1 / max(float(np.sqrt(sizes.max())), 1e-30)
+    if trial.billed_by_multiplier and not used >= trial.multiplier(0) * (1 - SLACK):
+        raise Broken(f"the noise multiplier is {used:.3g} in larger parameters; {trial.multiplier(0):.6g} is billed")
+    if standard:
+        ordered = np.sort(np.concatenate(standard))
+        distance = np.abs(special.ndtr(ordered) - (np.arange(len(ordered)) + 0.5) / len(ordered)).max()
+        if distance > np.sqrt(np.log(2 / NORMAL_RATE) / (2 * len(ordered))) + 0.5 / len(ordered):
+            raise Broken(f"the noise of larger parameters is not normal: its distribution is {distance:.2g} away")
+
+
+IN_A_ROW = 1030  # steps from 0 on, for periods up to about 1,000
+BLOCK = 30  # steps from each of STARTS on: counters of 8, 16 and 24 bits, and numbers of steps that a float rounds
+STARTS = (2_000, 4_096, 10_000, 2**16, 10**5, 10**6, 2**24, 2**31 - 40)
+NUMBERS = np.concatenate([np.arange(IN_A_ROW), *[np.arange(BLOCK) + start for start in STARTS]]).astype(np.int32)
+LAST = 50  # the step whose state has its counters set
+
+
+def require_other_noise(trial: Trial) -> str:
+    """Raises Broken if two of NUMBERS have the same noise. Words; "" if this cannot be seen."""
+    seen = []
+    if trial.draws_by_dpx and _require_other_keys(trial):
+        seen.append("keys")
+    release = trial.release(LAST)
+    if release.linear and alone(release):
+        _require_no_repeats(trial, release)
+        seen.append("noise")
+    return f"other {' and '.join(seen)} at {len(NUMBERS)} steps up to 2^31" if seen else ""
+
+
+def alone(release: Release) -> bool:
+    """Whether every update has noise of its own: the covariance of the noise has a diagonal alone."""
+    noise = release.noise[: release.updates]
+    covariance = noise @ noise.T
+    sizes = np.sqrt(np.diag(covariance))
+    others = np.abs(covariance - np.diag(sizes**2))
+    return bool((others <= max(release.tolerance, 1e-4) * np.outer(sizes, sizes)).all()) and bool((sizes > 0).any())
+
+
+def _require_no_repeats(trial: Trial, release: Release) -> None:
+    """Raises Broken if the noise repeats: from step to step, or from draw to draw under other keys."""
+    draws, state = trial.noise, trial.state(LAST)
+    found = draws.of(np.repeat(draws.words[:1], len(NUMBERS), axis=0), state, NUMBERS)[:, : release.updates]
+    found = found - release.offset[: release.updates]
+    schedule = trial.mechanism.noise_multiplier
+    multipliers = np.ones(len(found))
+    if callable(schedule):
+        multipliers = jax.jit(jax.vmap(lambda step: at(schedule, step)))(NUMBERS)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        standard = found / np.asarray(multipliers, np.float64)[:, None]
+        ratios = found[:, :-1] / found[:, 1:]
+    for noise in (standard, ratios):
+        require_no_repeats(noise, f"two of {len(NUMBERS)} steps up to 2^31 share noise")
+    by_key = trial.noise(STEPS[0])[:, : release.updates] - trial.release(STEPS[0]).offset[: release.updates]
+    require_no_repeats(by_key, f"two of {trial.noise.count} keys share noise")
+
+
+def _require_other_keys(trial: Trial) -> bool:
+    """Whether each step's keys of `keys.normal_like` can be read. Raises Broken if two draws share a key and a step."""
+    zeros, state = inputs.zeros_like(trial.sums_like), trial.state(LAST)
+
+    def drawn_at(step):
+        drawn = []
+
+        def record(key, step, tree):
+            drawn.append(jnp.append(jax.random.key_data(key), jnp.asarray(step).astype(jnp.uint32)))
+            return jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), jnp.float32), tree)
+
+        with drawing(record):
+            trial.mechanism.release(zeros, trial.at_step(state, step), trial.params)
+        return drawn
+
+    try:
+        drawn = jax.jit(jax.vmap(drawn_at))(NUMBERS)
+    except jax.errors.UnexpectedTracerError:  # drawn inside of a loop or a conditional
+        return False
+    for words in map(np.asarray, drawn):
+        if len(np.unique(words, axis=0)) < len(words):
+            raise Broken(f"two of {len(NUMBERS)} steps up to 2^31 draw their noise from the same key and the same step")
+    for one, other in itertools.combinations(map(np.asarray, drawn), 2):
+        if (one == other).all(axis=-1).any():
+            raise Broken("a release draws twice from one key and one step, such as for its noise and for random signs")
+    return True
+
+
+STEPS_OF_RUN, RUNS, DIRECTIONS = 9, 2000, 8
+
+
+def require_covariance(trial: Trial) -> str:
+    """The noise of the first steps of a run has the covariance C^-1 C^-T; "" if its draws cannot be whitened."""
+    release = trial.release(0)
+    if not release.linear or trial.noise.noise_maps is not None:
+        return ""
+    left, sizes, _ = np.linalg.svd(release.noise[: release.updates], full_matrices=False)
+    large = np.flatnonzero(sizes > SMALL * sizes[0])[:DIRECTIONS]
+    found = (_runs(trial)[..., : release.updates] - release.offset[: release.updates]) @ (left[:, large] / sizes[large])
+    columns = trial.mechanism.correlated.column(STEPS_OF_RUN)
+    fresh = np.einsum("ts,nsr->ntr", linalg.toeplitz(columns, np.zeros(STEPS_OF_RUN)), found)
+    try:
+        require_standard(fresh.reshape(len(fresh), -1))
+        require_standard(
+            np.moveaxis(fresh, 1, 2).reshape(-1, STEPS_OF_RUN)
+        )  # all directions together see smaller correlations
+    except Broken as error:
+        raise Broken(
+            f"the noise of {STEPS_OF_RUN} steps is not C^-1 z for the stated C: of C times it, {error}"
+        ) from None
+    return f"{RUNS} runs of {STEPS_OF_RUN} steps have the covariance C^-1 C^-T of the stated C"
+
+
+def _runs(trial: Trial) -> np.ndarray:
+    """The updates of the first steps of runs of empty batches, under other keys, float64 (runs, steps, o)."""
+    grads = inputs.gradients(trial.params, 0, rows=1)
+
+    def run(mechanism: Any, state: Any, params: Any) -> jax.Array:
+        def step(state: Any, _: None) -> tuple[Any, jax.Array]:
+            updates, state = mechanism.update(grads, state, params, included=jnp.zeros(1, bool))
+            return state, inputs.public_floats(updates)
+
+        return jax.lax.scan(step, state, length=STEPS_OF_RUN)[1]
+
+    arguments = trial.state(0), trial.params
+    replay, _ = with_other_keys(without_grid(run), trial.mechanism, trial.rebuild, arguments)
+    program = jax.jit(jax.vmap(lambda words: replay(jax.random.wrap_key_data(words), arguments)))
+    words = np.asarray(jax.random.key_data(jax.random.split(jax.random.key(trial.seed + 2), RUNS)))
+    return np.concatenate([np.asarray(program(part), np.float64) for part in np.split(words, RUNS // TOGETHER)])

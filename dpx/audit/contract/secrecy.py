@@ -1,16 +1,38 @@
-"""The lines of the contract about secrets: nothing but released values leaves, and no program branches on raw data."""
+"""The lines of the contract about secrets: nothing but released values leaves, and no program branches on raw data.
+
+Marks spread through the equations of a program, from raw data and from keys, and tell what depends on them.
+
+The line "bits": a Gaussian mechanism on real numbers need not be private in floating point, because the bits of a noisy
+float can show the sum under it. `keys.release` is private for the bits. So its results are replaced by constants in a
+trace of the step, and then no public number may depend on raw data. Since the replacement still depends on the key, the
+step and the deviation, a grid or a noise that depends on the data is found too. And what `keys.release` is given must
+be the sum, with no more rounding than the noise is larger for: the noise is larger than billed by ETA, for the rounding
+of the sum. That is enough if the sum is a `Total`, of two float32 numbers for each coordinate, and not if a mechanism
+makes one number of it, or adds rows in its own way.
+"""
+
+import functools
+import itertools
+import math
+import operator
+import re
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from dpx.audit.contract import inputs as inputs
-from dpx.audit.contract.marks import RAW, spread
 from dpx.audit.contract.report import Broken, NotChecked
 from dpx.audit.contract.subject import STEPS, all_but, everyone
 from dpx.audit.contract.trial import Trial
+from dpx.audit.stand_ins import replacing
 from dpx.states.public import publishable_state
-from dpx.trees import Tree
+from dpx.trees import Tree, split
+from dpx.xla.jaxprs import parts_of_scan
+from dpx.xla.totals import ETA, Total, as_total, doubled
 
 SHIFT = 16.0  # standard deviations of the noise, by which the data is moved
 
@@ -112,3 +134,258 @@ def branches(trial: Trial) -> str:
                 raise Broken(f"{', '.join(sorted(found))} depends on raw data ({name} of {problem.name})")
             names.append(f"{name} of {problem.name}")
     return f"no cond and no while depends on raw data in {', '.join(names)}"
+
+
+def bits(trial: Trial) -> str:
+    """All public numbers are functions of what `keys.release` returned for exact sums, and of public numbers."""
+    closed, names = _without_releases(trial)
+    grads = len(jax.tree.leaves(trial.params))
+    shown = {jax.tree_util.keystr(path) for path, _ in _paths(publishable_state(trial.state(STEPS[0])))}
+    state = [0 if jax.tree_util.keystr(path) in shown else RAW for path, _ in _paths(trial.state(STEPS[0]))]
+    marks = spread(closed, [RAW] * grads + state + [0], lambda *_: None)
+    raw = [name for name, mark in zip(names, marks, strict=True) if mark & RAW]
+    if raw:
+        raise Broken(
+            f"{raw[0]} depends on raw data by another way than `dpx.keys.release`, so its bits may show the data, "
+            "whatever epsilon is for real numbers"
+        )
+    require_low_numbers(trial)
+    words = f"{len(names)} public arrays are functions of what `keys.release` put on its grid"
+    return "; ".join(filter(None, [words, require_small_rounding(trial)]))
+
+
+def _without_releases(trial: Trial) -> tuple[Any, list[str]]:
+    """The jaxpr of a step without its releases, and the names of the public arrays that it returns."""
+
+    def constant(key, step, total, deviation, **_):
+        stands_for = jnp.float32(deviation) + jnp.float32(step) + jax.random.key_data(key)[0].astype(jnp.float32)
+        return jax.tree.map(lambda x: jnp.full(x.shape, stands_for), as_total(total).high)
+
+    def public(grads, state, included):
+        updates, after = trial.mechanism.update(grads, state, trial.params, included=included)
+        return {"updates": updates, "state": publishable_state(after)}
+
+    grads = jax.tree.map(lambda p: jax.ShapeDtypeStruct((len(everyone()), *p.shape), p.dtype), trial.params)
+    with replacing(release=constant):
+        closed, shapes = jax.make_jaxpr(public, return_shape=True)(grads, trial.state(STEPS[0]), everyone())
+    return closed, [jax.tree_util.keystr(path) for path, _ in _paths(shapes)]
+
+
+def _paths(tree: Any) -> list:
+    return jax.tree_util.tree_leaves_with_path(tree)
+
+
+LOW, HIGH = 2.0**-30, 2.0**-12  # changes of a sum of 1: below half a unit of its last place, and above
+# One row of 64 is small. A chain of float32 additions then moves by 7 to 15 ETA, also one of microbatches of up to 64.
+LONG, APART = 2**13, 64
+LARGE_SHARE, SMALL_SHARE = (
+    31 / 32,
+    0.77,
+)  # of the clip norm; and of half a unit of the sum, which is rounded to one or to none
+REMOVED = 1  # one of the large rows
+
+
+class Handed(NamedTuple):
+    """What `keys.release` was given. total: high + low, float64 (n,). deviation: of the noise."""
+
+    total: np.ndarray
+    deviation: float
+
+
+def require_low_numbers(trial: Trial) -> None:
+    """Raises Broken if a release does not read the low numbers of a sum whose high numbers it reads."""
+    state, release = trial.state(0), handing(trial.mechanism.release)
+    like = [as_total(one).high for one in trial.sums_like]
+
+    def handed(number: int = -1, high: float = 0, low: float = 0) -> list[Handed]:
+        """With the high and the low numbers of one sum changed."""
+        sums = []
+        for place, shapes in enumerate(like):
+            size = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
+            change = inputs.waves(size, 1.0) * (place == number)
+            parts = (np.float32(1) + np.float32(high) * change, np.float32(low) * change)
+            sums.append(Total(*(split(part.astype(np.float32), shapes) for part in parts)))
+        return release(tuple(sums), state, trial.params)
+
+    before = handed()
+    for number in range(len(like)):
+        of_high, of_low = handed(number, high=HIGH), handed(number, low=LOW)
+        for one, large, small in zip(before, of_high, of_low, strict=True):
+            expected, found = (large.total - one.total) * (LOW / HIGH), small.total - one.total
+            moved = np.abs(expected) > 1e-3 * np.abs(expected).max(initial=0)
+            if not (np.abs(found - expected) <= 0.5 * np.abs(expected))[moved].all():
+                raise Broken(
+                    "a release reads the high numbers of a sum, and not the low ones: hand the `dpx.xla.totals.Total` "
+                    "to `dpx.keys.release`, because a float32 sum of many rows moves by more than the clip norm"
+                )
+
+
+def require_small_rounding(trial: Trial) -> str:
+    """Raises Broken if a row moves a long sum by more than it moves an empty one, and ETA; words, "" if not tried."""
+    multiplier = trial.multiplier(0)
+    if not multiplier > 0:
+        return ""
+    rows, state = _hostile(trial), trial.state(0)
+
+    def update(grads, included):
+        return trial.mechanism.update(grads, state, trial.params, included=included)
+
+    handed, every = handing(update), np.arange(LONG)
+    sets = (every >= 0, every != REMOVED, every == REMOVED, every < 0)
+    whole, others, alone, none = (handed(_nulled(rows, included), included) for included in sets)
+    squares = [
+        np.sum(((a.total - b.total) - (c.total - d.total)) ** 2) / a.deviation**2
+        for a, b, c, d in zip(whole, others, alone, none, strict=True)
+        if a.deviation > 0
+    ]
+    excess = multiplier * math.sqrt(sum(squares)) / ETA
+    if not excess <= 1:
+        raise Broken(
+            f"one of {LONG} rows moves the sum by {excess * ETA:.3g} clip norms more than it moves an empty one, and "
+            f"{ETA:.3g} is billed: the rounding of the others depends on it"
+        )
+    return f"of {LONG} rows against its rounding, one moves the sum by {excess:.2g} ETA more than alone"
+
+
+def handing(function: Callable) -> Callable[..., list[Handed]]:
+    """`function`, compiled, with what it hands to `keys.release` as its result, also from inside of jit or a loop.
+
+    The result raises NotChecked where nothing was handed over.
+    """
+
+    @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})  # compiles faster
+    def traced(*arguments):
+        numbers = itertools.count()
+
+        def record(key, step, total, deviation):
+            high, low = doubled(as_total(total))
+            jax.debug.callback(functools.partial(_keep, next(numbers)), high, low, jnp.float32(deviation))
+            return jax.tree.map(jnp.add, high, low)
+
+        with replacing(release=record):
+            return function(*arguments)
+
+    def run(*arguments) -> list[Handed]:
+        with _ONE_RUN:
+            _seen.clear()
+            jax.block_until_ready(traced(*arguments))
+            jax.effects_barrier()
+            found = [_seen[number] for number in sorted(_seen)]
+        if not found:  # a function of the mechanism is jitted, and jax kept a trace of it with another stand-in
+            raise NotChecked("what `keys.release` was given cannot be read: leave out jax.jit inside of the mechanism")
+        return found
+
+    return run
+
+
+_seen: dict[int, Handed] = {}  # of the last run; not in a closure, because jax keeps traces of jitted functions
+_ONE_RUN = threading.Lock()
+
+
+def _keep(number, high, low, deviation):
+    _seen[number] = Handed(inputs.flattened(high) + inputs.flattened(low), float(deviation))
+
+
+def _hostile(trial: Trial) -> Tree:
+    """Gradients, float32 (LONG, ...), of which the first add up, in every coordinate, to a bit more than a power of
+    two, and to less without one of them. Some others are below half a unit of the sum above that power, so they are
+    rounded away; below it, each counts (Casacuberta et al. 2022, https://arxiv.org/abs/2207.10635).
+    """
+    power = 2.0 ** ((2 * LONG // 3).bit_length() - 1)
+    count = math.ceil(power / LARGE_SHARE)
+    column = np.zeros(LONG)
+    column[APART * math.ceil(count / APART) :: APART] = -SMALL_SHARE * np.spacing(np.float32(power)) / 2
+    column[:count] = LARGE_SHARE
+    column[0] = power + LARGE_SHARE / 2 - (count - 1) * LARGE_SHARE
+    size = sum(leaf.size for leaf in jax.tree.leaves(trial.params))
+    unit = 2.0 ** math.floor(math.log2(trial.clip_norm(0) / math.sqrt(size)))  # a power of two rounds nothing
+    return split(np.broadcast_to(np.float32(unit * column[:, None]), (LONG, size)), trial.params)
+
+
+def _nulled(rows: Tree, included: np.ndarray) -> Tree:
+    return jax.tree.map(lambda g: g * included.reshape(-1, *[1] * (g.ndim - 1)), rows)
+
+
+RAW, KEY = 1, 2  # marks, which are joined by |
+
+Visit = Callable[[Any, int, int], None]
+
+
+def spread(jaxpr: Any, marks: Sequence[int], visit: Visit, constants: Sequence[int] = ()) -> list[int]:
+    """The marks of the results of a jaxpr, of which `marks` are those of the inputs.
+
+    visit: called as visit(equation, mark, control) for every equation, also inside of others: the mark of all its
+        inputs together, and of what decides its course (0 without a conditional or a loop).
+    constants: the marks of the constants.
+    """
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    known = dict(zip(jaxpr.invars, marks, strict=True)) | dict(zip(jaxpr.constvars, constants, strict=False))
+
+    def of(variable):
+        return 0 if hasattr(variable, "val") else known.get(variable, 0)
+
+    for equation in jaxpr.eqns:
+        inputs = [of(v) for v in equation.invars]
+        outputs, control = _through(equation, inputs, visit)
+        visit(equation, joined(inputs), control)
+        known |= dict(zip(equation.outvars, outputs, strict=True))
+    return [of(v) for v in jaxpr.outvars]
+
+
+def joined(marks: Sequence[int]) -> int:
+    return functools.reduce(operator.or_, marks, 0)
+
+
+def _through(equation: Any, inputs: list[int], visit: Visit) -> tuple[list[int], int]:
+    """The marks of the results of one equation, and of what decides its course."""
+    name, params = equation.primitive.name, equation.params
+    if name == "cond":
+        results = [spread(branch, inputs[1:], visit) for branch in params["branches"]]
+        return [joined(each) for each in zip(*results, strict=True)], inputs[0]
+    if name == "while":
+        ahead, constants = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+        outputs = _loop(params["body_jaxpr"], inputs[ahead:constants], inputs[constants:], (), visit)
+        return outputs, joined(spread(params["cond_jaxpr"], [*inputs[:ahead], *outputs], visit))
+    if name == "scan":
+        constants, count = parts_of_scan(params)
+        carried = constants + count
+        return _loop(params["jaxpr"], inputs[:constants], inputs[constants:carried], inputs[carried:], visit), 0
+    inner = params.get("jaxpr", params.get("call_jaxpr"))
+    if inner is None:
+        return [joined(inputs)] * len(equation.outvars), 0
+    return spread(inner, inputs, visit), 0
+
+
+def _loop(body: Any, constants: list[int], carried: list[int], rest: Sequence[int], visit: Visit) -> list[int]:
+    """The marks of the results of a loop after any number of rounds."""
+    while True:
+        outputs = spread(body, [*constants, *carried, *rest], visit)
+        longer = [a | b for a, b in zip(carried, outputs, strict=False)]
+        if longer == carried:
+            return outputs
+        carried = longer
+
+
+def printed(jaxpr: Any) -> str:
+    """The equations of a jaxpr in words, with those of inner jaxprs in full.
+
+    `str` prints an inner jaxpr once where two equations hold the same object, which depends on the caches of jax.
+    """
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    names: dict[Any, int] = {}
+
+    def of(variable):
+        return (
+            str(variable) if hasattr(variable, "val") else f"{names.setdefault(variable, len(names))}:{variable.aval}"
+        )
+
+    def parameter(value):
+        if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
+            return f"{{{printed(value)}; {getattr(value, 'consts', ())}}}"
+        return f"({', '.join(map(parameter, value))})" if isinstance(value, tuple | list) else str(value)
+
+    lines = [" ".join(map(of, (*jaxpr.constvars, *jaxpr.invars)))]
+    for equation in jaxpr.eqns:
+        parameters = [f"{name}={parameter(value)}" for name, value in equation.params.items()]
+        lines.append(" ".join([equation.primitive.name, *parameters, *map(of, (*equation.invars, *equation.outvars))]))
+    return re.sub(r"0x[0-9a-f]+", "", "\n".join([*lines, " ".join(map(of, jaxpr.outvars))]))

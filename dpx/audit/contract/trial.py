@@ -10,9 +10,8 @@ from dp_accounting import DpEvent
 from dpx.accounting.releases import count_releases
 from dpx.audit.contract import inputs as inputs
 from dpx.audit.contract.draws import FULLY, Draws, measured, seen_soon
-from dpx.audit.contract.release import Release, Traced
 from dpx.audit.contract.report import NotChecked
-from dpx.audit.contract.subject import STEPS, Subject
+from dpx.audit.contract.subject import STEPS, Release, Subject, Traced
 from dpx.scalars import over
 from dpx.trees import Tree
 
