@@ -12,7 +12,7 @@ import pytest
 import dpx
 from dpx import keys
 from dpx.coordinates import trainable
-from dpx.fitting import memory
+from dpx.fitting import loop
 from dpx.reports.plan import PlannedSampling, SamplingPlan
 from dpx.xla.totals import Total
 
@@ -41,7 +41,7 @@ def fit(optimizer, data=X, loss=loss, params=PARAMS, **options):
 
 @pytest.fixture
 def fresh(monkeypatch):
-    monkeypatch.setattr(memory, "_TRAINED", {})
+    monkeypatch.setattr(loop, "_TRAINED", {})
 
 
 def warned(run):
@@ -427,7 +427,7 @@ def test_plans_are_printed_in_a_line_and_no_key_is_printed():
     key = dpx.secret_key(2**127 + 12345678901234567890)
     mechanism = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=1.0, sampling=FULL, key=key)
     words = [str(word) for word in np.asarray(jax.random.key_data(key)).tolist() if word > 10**6]
-    terms = dpx.fitting.settings.Terms.of(
+    terms = dpx.fitting.settings.RunPlan.of(
         mechanism, key=key, steps=1, epochs=None, delta=1e-5, accountant=None, records=None, public_stop=False
     )
     step = dpx.private_updates(loss, mechanism)

@@ -19,7 +19,7 @@ import pytest
 
 import dpx
 from dpx import catalog
-from dpx.fitting import steps as fitting_steps
+from dpx.fitting import step as fitting_step
 from dpx.states.record import planned
 from tests import kills
 from tests.mechanisms import PARAMS as MECHANISM_PARAMS
@@ -114,7 +114,7 @@ def test_batches_of_another_key():
 
 
 def test_the_arrays_of_the_caller_stay_and_a_step_is_compiled_once(monkeypatch):
-    compiled, build = [], fitting_steps.compiled_step
+    compiled, build = [], fitting_step.compiled_step
     spied = lambda *args, **options: compiled.append(build(*args, **options)) or compiled[-1]  # noqa: E731
     monkeypatch.setattr("dpx.fitting.loop.compiled_step", spied)
     params = {"w": np.zeros((3, 2), np.float32), "b": jnp.asarray([0.0, 0.0])}
@@ -148,8 +148,8 @@ def test_a_compiled_step_holds_no_key(name):
     texts = []
     for key in map(dpx.secret_key, (5, 6)):
         optimizer = dpx.chain(case_of_method(entry).make(key), optax.sgd(0.5))
-        carry = fitting_steps.begin(MECHANISM_PARAMS, optimizer, None)
-        step = fitting_steps.compiled_step(
+        carry = fitting_step.begin(MECHANISM_PARAMS, optimizer, None)
+        step = fitting_step.compiled_step(
             mechanism_loss, optimizer, lambda params, state: params, carry, None, {}, whole=False
         )
         program, closed_over = step.compiled((carry, batch))

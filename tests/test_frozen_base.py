@@ -77,7 +77,7 @@ def test_check_setup_says_what_to_do(closed_over):
 
 
 def test_fit_makes_it_an_argument(closed_over):
-    from dpx.fitting.compiling import Compiled
+    from dpx.fitting.step import Compiled
 
     _, lora, loss = closed_over
     optimizer = dp_sgd()

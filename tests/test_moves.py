@@ -18,7 +18,7 @@ from dpx import keys
 from dpx.fitting import facts, files, programs
 from dpx.fitting.moves import require_skippable
 from dpx.fitting.programs import HOLDER, Programs
-from dpx.fitting.settings import Terms
+from dpx.fitting.settings import RunPlan
 from dpx.fitting.stored import Stored
 from dpx.gradients import sums
 
@@ -576,7 +576,7 @@ def test_fresh_projections_are_refused():
     """Their draw is billed, and numbered by the steps that trained."""
     inner = dpx.dp_sgd(sampling=SAMPLING, **NOISE)
     optimizer = dpx.mechanisms.clip_then_project(inner, rank=2, kind="gaussian", key=KEY)
-    terms = Terms(optimizer=optimizer, key=KEY, steps=STEPS, plan=STEPS, delta=1e-5, accountant="rdp", records=1)
+    terms = RunPlan(optimizer=optimizer, key=KEY, steps=STEPS, plan=STEPS, delta=1e-5, accountant="rdp", records=1)
     state = optimizer.init(PARAMS)
     with pytest.raises(ValueError, match="billed as ProjectedGaussianDpEvent.*, for which skipped steps have no proof"):
         require_skippable(terms, state, 0, 4)

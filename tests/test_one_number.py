@@ -13,7 +13,7 @@ import dpx
 from dpx import accounting, reports
 from dpx.accounting.words import upper
 from dpx.fitting import stored
-from dpx.fitting.steps import begin
+from dpx.fitting.step import begin
 from dpx.reports import curves
 from dpx.states.record import ReleaseState, planned
 from dpx.trees import map_states

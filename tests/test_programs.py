@@ -15,7 +15,7 @@ import pytest
 from dpx.fitting import checkpoints, moves, programs
 from dpx.fitting.checkpoints import Checkpoints
 from dpx.fitting.facts import RECORD
-from dpx.fitting.steps import Carry
+from dpx.fitting.step import Carry
 
 pytestmark = pytest.mark.filterwarnings("ignore:the run continues with another value of")
 STEPS, EVERY = 6, (1, 2, 3)

@@ -18,8 +18,8 @@ from dpx.fitting import moves, processes
 from dpx.fitting.facts import MEMORY, PROGRAM, RECORD, bytes_of, facts_of, is_of_rounding
 from dpx.fitting.files import SENSITIVE, make_folder, write
 from dpx.fitting.programs import Programs
-from dpx.fitting.settings import Terms
-from dpx.fitting.steps import Carry
+from dpx.fitting.settings import RunPlan
+from dpx.fitting.step import Carry
 from dpx.fitting.stored import Stored, require_orbax
 from dpx.gradients.microbatch_size import device_memory
 from dpx.states.reading import steps_taken
@@ -38,12 +38,12 @@ class Checkpoints:
     Raises ValueError for the folder of another run, naming the facts that differ, and ImportError without orbax.
     """
 
-    def __init__(self, folder: str | os.PathLike, facts: dict[str, Any], terms: Terms, on_other_devices: bool):
-        self._terms, self._on_other_devices = terms, on_other_devices
+    def __init__(self, folder: str | os.PathLike, facts: dict[str, Any], run: RunPlan, on_other_devices: bool):
+        self._run, self._on_other_devices = run, on_other_devices
         self.path = Path(folder).expanduser().absolute()
         with processes.together():
             require_orbax()
-        self._programs = Programs(self.path, facts, terms.plan)
+        self._programs = Programs(self.path, facts, run.plan)
         self._changed = processes.of_first(self._begin)
         with processes.together():
             if not self._programs.file.is_file():
@@ -104,7 +104,7 @@ class Checkpoints:
         carry, rows = self._first(planned(like, plan)) if step is None else self._read(step, like)
         carry = planned(carry, plan)
         if plan:
-            rows = [row | {"epsilon": self._terms.epsilon(carry.state)} for row in rows]
+            rows = [row | {"epsilon": self._run.epsilon(carry.state)} for row in rows]
         if reach > steps_taken(carry.state):
             carry, rows = self._skipped(carry, rows, reach, names)
         return carry, rows
@@ -133,7 +133,7 @@ class Checkpoints:
                     "have been made on other devices: it skips them. (On a GPU, another program sums in another order, "
                     "unless XLA_FLAGS has --xla_gpu_deterministic_ops=true)"
                 )
-            moves.require_skippable(self._terms, like.state, step or 0, reach)
+            moves.require_skippable(self._run, like.state, step or 0, reach)
         return step, reach, self._changed or names
 
     def _first(self, like: Carry) -> tuple[Carry, list[dict[str, Any]]]:
@@ -156,8 +156,8 @@ class Checkpoints:
     ) -> tuple[Carry, list[dict[str, Any]]]:
         step = steps_taken(carry.state)
         warnings.warn(moves.in_words(names, step, reach), stacklevel=2)
-        carry = moves.skipped(carry, self._terms, reach)
-        rows = [*rows, {"step": reach, "epsilon": self._terms.epsilon(carry.state), "skipped": reach - step}]
+        carry = moves.skipped(carry, self._run, reach)
+        rows = [*rows, {"step": reach, "epsilon": self._run.epsilon(carry.state), "skipped": reach - step}]
         self._programs.skip(reach)
         self.save(carry, rows)
         return carry, rows
@@ -189,9 +189,7 @@ class Checkpoints:
         return True
 
     def __str__(self) -> str:
-        return (
-            f"step {self._last} of {self._terms.steps} is saved in {self.path}, where the same call continues the run"
-        )
+        return f"step {self._last} of {self._run.steps} is saved in {self.path}, where the same call continues the run"
 
     def close(self):
         self._stored.close()
@@ -202,8 +200,8 @@ class _Nowhere:
 
     path, continued = None, False
 
-    def __init__(self, terms: Terms):
-        self._plan, self.memory = terms.plan, device_memory(jax.default_backend())
+    def __init__(self, run: RunPlan):
+        self._plan, self.memory = run.plan, device_memory(jax.default_backend())
 
     def restore(self, like: Carry) -> tuple[Carry, list[dict[str, Any]]]:
         return planned(like, self._plan), []
@@ -223,7 +221,7 @@ class _Nowhere:
 
 def open_folder(
     folder: str | os.PathLike | None,
-    terms: Terms,
+    run: RunPlan,
     carry: Carry,
     options: dict[str, Any],
     rhythm: dict[str, Any],
@@ -235,15 +233,15 @@ def open_folder(
     Raises ValueError where the processes differ.
     """
     if folder is None and jax.process_count() == 1:
-        return _Nowhere(terms)
-    facts = facts_of(terms, carry, options)
+        return _Nowhere(run)
+    facts = facts_of(run, carry, options)
     if jax.process_count() > 1:
         copies = [bytes_of(leaf) for leaf in jax.tree.leaves(carry.params) if leaf.is_fully_replicated]
         path = None if folder is None else str(Path(folder).expanduser().absolute())
-        run = {"params (their fingerprint)": fingerprint(repr(copies)), "steps": terms.steps, "checkpoints": path}
-        run |= {"steps that are billed if it ends before (its plan)": terms.plan}
-        processes.require_same(facts | run | rhythm | {"on_other_devices": on_other_devices})
-    return _Nowhere(terms) if folder is None else Checkpoints(folder, facts, terms, on_other_devices)
+        own = {"params (their fingerprint)": fingerprint(repr(copies)), "steps": run.steps, "checkpoints": path}
+        own |= {"steps that are billed if it ends before (its plan)": run.plan}
+        processes.require_same(facts | own | rhythm | {"on_other_devices": on_other_devices})
+    return _Nowhere(run) if folder is None else Checkpoints(folder, facts, run, on_other_devices)
 
 
 def _named(carry: Carry) -> dict[str, Tree]:

@@ -14,8 +14,8 @@ import numpy as np
 
 from dpx import keys
 from dpx.fitting import processes
-from dpx.fitting.settings import Terms
-from dpx.fitting.steps import Carry
+from dpx.fitting.settings import RunPlan
+from dpx.fitting.step import Carry
 from dpx.gradients.microbatch_size import device_memory
 from dpx.mechanism import Mechanism
 from dpx.reports.report import version_of
@@ -51,23 +51,23 @@ FIRST_EXAMPLE = "first example of the data (its mark)"
 PACKAGES = ("dpx", "jax", "jaxlib", "optax")  # whose versions decide the numbers of a run
 
 
-def facts_of(terms: Terms, carry: Carry, options: dict[str, Any]) -> dict[str, Any]:
+def facts_of(run: RunPlan, carry: Carry, options: dict[str, Any]) -> dict[str, Any]:
     """By which a run is known again. A mark tells two keys apart, and reveals neither.
 
     options: of the gradient. They, the backend, the machine, the settings and the versions decide how its sums are
     rounded, and a step that is made again must be the same in every bit, because it has the same noise.
     """
-    optimizer = terms.optimizer
+    optimizer = run.optimizer
     described = jax.tree_util.tree_leaves_with_path(carry)
     shapes = [f"{jax.tree_util.keystr(path)} {leaf.dtype}{leaf.shape}" for path, leaf in described]
     numbers = sum(leaf.size for leaf in jax.tree.leaves(carry.params))
     facts = {f"stage {number} of the mechanism": stage for number, stage in enumerate(optimizer.stages, start=1)}
     facts |= {RECORD: ", ".join(ReleaseState._fields)}
     facts |= {"event of a step": repr(optimizer.event(1)), "sampling": repr(optimizer.sampling)}
-    secrets = {"noise": optimizer.key, "batches": terms.key}
+    secrets = {"noise": optimizer.key, "batches": run.key}
     facts |= {f"key of the {name} (its mark)": int(keys.mark(key)) for name, key in secrets.items()}
-    facts |= {"delta": terms.delta, "accountant": terms.accountant}
-    facts |= {"records of a person": terms.records} if terms.records > 1 else {}
+    facts |= {"delta": run.delta, "accountant": run.accountant}
+    facts |= {"records of a person": run.records} if run.records > 1 else {}
     facts |= {"parameters": f"{numbers} numbers", "arrays (their fingerprint)": fingerprint("\n".join(shapes))}
     facts |= {PROGRAM: _program(optimizer, carry)}
     facts |= {name: repr(value) for name, value in options.items() if value not in (None, False)}
@@ -164,14 +164,14 @@ def layout_of(carry: Carry, sharding: Any) -> int:
     )
 
 
-def first_example(data: Any, terms: Terms) -> int:
+def first_example(data: Any, run: RunPlan) -> int:
     """A mark of example 0, which says nothing to those who do not know the key.
 
     Two data sets of which it differs have other marks, but with probability 2^-32: those of processes that loaded a
     part each, or of a run that is continued with other data, which would show the difference without noise.
     """
-    row = rows_of(data, terms.optimizer.sampling.examples, terms.key)(np.zeros(1, np.int32), np.ones(1, bool), 0)
+    row = rows_of(data, run.optimizer.sampling.examples, run.key)(np.zeros(1, np.int32), np.ones(1, bool), 0)
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(row)]
     parts = [part for leaf in leaves for part in (f"{leaf.dtype}{leaf.shape}".encode(), leaf.tobytes())]
-    secret = np.asarray(keys.words(keys.stream(terms.key, "first example"))).tobytes()
+    secret = np.asarray(keys.words(keys.stream(run.key, "first example"))).tobytes()
     return int(hashlib.blake2b(b"".join(parts), digest_size=4, key=secret).hexdigest(), 16)

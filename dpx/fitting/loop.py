@@ -4,7 +4,9 @@ import contextlib
 import dataclasses
 import functools
 import os
+import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,13 +14,11 @@ import jax
 from dpx.accounting.checks import Accountant
 from dpx.fitting.checkpoints import open_folder
 from dpx.fitting.facts import FIRST_EXAMPLE, LAYOUT, first_example, layout_of
-from dpx.fitting.memory import remember
 from dpx.fitting.moves import in_report
 from dpx.fitting.processes import require_spanned, together
-from dpx.fitting.records import FitResult, Progress
-from dpx.fitting.settings import Terms, require_inputs
-from dpx.fitting.steps import Carry, begin, compiled_step, compiled_step_in_chunks
-from dpx.fitting.watching import Watcher
+from dpx.fitting.settings import RunPlan, require_inputs
+from dpx.fitting.step import Carry, begin, compiled_step, compiled_step_in_chunks
+from dpx.fitting.watching import FitResult, Progress, Watcher
 from dpx.gradients.microbatch_size import for_memory
 from dpx.gradients.sums import Norms
 from dpx.mechanism import Mechanism
@@ -28,6 +28,7 @@ from dpx.states.reading import steps_taken
 from dpx.trees import Tree
 from dpx.validation import require_bool, require_whole
 
+_TRAINED: dict[int, Path | None] = {}  # the folder of the last run of each key, by the mark of the key
 UNWATCHED = (
     "Nothing measured whether the run learned. An example whose loss or gradient is not finite contributes nothing and "
     "is billed like all others; how many there are is private. dpx.check_setup shows it to those who may see the data."
@@ -120,8 +121,8 @@ def fit(
         require_spanned(sharding)
         require_inputs(loss, optimizer, params, data, loss_at)
         given = {"delta": delta, "accountant": accountant, "records": records, "public_stop": public_stop}
-        terms = Terms.of(optimizer, key=key, steps=steps, epochs=epochs, **given)
-        watcher = Watcher.of(terms, evaluate, evaluate_every, callbacks, progress, loss_at)
+        run = RunPlan.of(optimizer, key=key, steps=steps, epochs=epochs, **given)
+        watcher = Watcher.of(run, evaluate, evaluate_every, callbacks, progress, loss_at)
         require_whole("checkpoint_every", checkpoint_every)
         require_bool("on_other_devices", on_other_devices)
         carry = begin(params, optimizer, sharding)
@@ -131,19 +132,19 @@ def fit(
         layout = {"devices": getattr(sharding, "num_devices", None), LAYOUT: layout_of(carry, sharding)}
         rhythm = watcher.rhythm() | {"checkpoint_every": checkpoint_every}
         if jax.process_count() > 1 or checkpoints is not None:
-            layout |= {FIRST_EXAMPLE: first_example(data, terms)}
-    batches = functools.partial(optimizer.sampling.batches, data, terms.key, chunk_size=chunk_size, sharding=sharding)
+            layout |= {FIRST_EXAMPLE: first_example(data, run)}
+    batches = functools.partial(optimizer.sampling.batches, data, run.key, chunk_size=chunk_size, sharding=sharding)
     rounding = {"chunk_size": chunk_size, **layout, **options}
-    opened = open_folder(checkpoints, terms, carry, rounding, rhythm, on_other_devices)
+    opened = open_folder(checkpoints, run, carry, rounding, rhythm, on_other_devices)
     with contextlib.closing(opened) as folder, for_memory(folder.memory):
-        carry = _train(carry, step, batches, terms, watcher, folder, checkpoint_every)
-    report = privacy_report(optimizer, carry.state, delta=terms.delta, unit=unit_of(data), records=terms.records)
+        carry = _train(carry, step, batches, run, watcher, folder, checkpoint_every)
+    report = privacy_report(optimizer, carry.state, delta=run.delta, unit=unit_of(data), records=run.records)
     result = FitResult(
         params=carry.params,
         state=carry.state,
         steps=steps_taken(carry.state),
-        epsilon=terms.epsilon(carry.state),
-        delta=terms.delta,
+        epsilon=run.epsilon(carry.state),
+        delta=run.delta,
         report=report,
         history=watcher.history,
     )
@@ -153,18 +154,24 @@ def fit(
 
 
 def _train(
-    carry: Carry, step: Callable, batches: Callable, terms: Terms, watcher: Watcher, folder: Any, checkpoint_every: int
+    carry: Carry,
+    step: Callable,
+    batches: Callable,
+    run: RunPlan,
+    watcher: Watcher,
+    folder: Any,
+    checkpoint_every: int,
 ) -> Carry:
     """The carry after all steps, or where a callback ended the run."""
     carry, watcher.history = folder.restore(carry)
     first = steps_taken(carry.state)
-    if first > terms.steps:
-        raise ValueError(f"steps must be at least the {first} that the stored run has made, got {terms.steps}")
-    if first == terms.steps:
+    if first > run.steps:
+        raise ValueError(f"steps must be at least the {first} that the stored run has made, got {run.steps}")
+    if first == run.steps:
         return carry
-    remember(terms.optimizer, folder)
-    folder.reserve(_next_checkpoint(first, checkpoint_every, terms))
-    loaded, before, last = batches(carry.state, steps=terms.steps - first), (), ()
+    _remember(run.optimizer, folder)
+    folder.reserve(_next_checkpoint(first, checkpoint_every, run))
+    loaded, before, last = batches(carry.state, steps=run.steps - first), (), ()
     consistent = True  # False while a step runs; an interrupt then must not save a checkpoint
     with contextlib.closing(loaded), contextlib.closing(watcher.bar):
         watcher.bar.update(first)
@@ -174,14 +181,14 @@ def _train(
                 consistent = False
                 carry, unreleased = step(carry, batch)
                 before, last = last, unreleased.mean
-                due = done == terms.steps or done % watcher.every == 0
+                due = done == run.steps or done % watcher.every == 0
                 ended = due and watcher.look(done, carry, unreleased)
                 consistent = True
                 watcher.bar.update()
-                finished = ended or done == terms.steps
+                finished = ended or done == run.steps
                 if finished or done % checkpoint_every == 0:
                     folder.save(carry, watcher.history)
-                    folder.reserve(done if finished else _next_checkpoint(done, checkpoint_every, terms))
+                    folder.reserve(done if finished else _next_checkpoint(done, checkpoint_every, run))
                 if ended:
                     break
         except KeyboardInterrupt as interrupt:
@@ -194,6 +201,22 @@ def _train(
     return carry
 
 
-def _next_checkpoint(done: int, every: int, terms: Terms) -> int:
+def _next_checkpoint(done: int, every: int, run: RunPlan) -> int:
     """The step after which the next checkpoint is written. Later ones cannot have been made without it."""
-    return min(terms.steps, (done // every + 1) * every)
+    return min(run.steps, (done // every + 1) * every)
+
+
+def _remember(optimizer: Mechanism, folder: Any):
+    """Warns if the key of a run that now makes steps has trained before, unless the run continues in its folder.
+
+    The data, the loss and the parameters are not compared, so a run that is the same in all is warned of too.
+    """
+    mark, path = int(optimizer.noise_key), folder.path and folder.path.resolve()
+    if mark in _TRAINED and not (folder.continued and path == _TRAINED[mark]):
+        warnings.warn(
+            "the key of this optimizer has trained before in this process, in a run that this one does not continue. "
+            "Both have the same noise: if anything else differs, such as one example, their difference shows it "
+            "without noise. Take a new dpx.secret_key() for every run, or continue the first one in its own folder",
+            stacklevel=4,
+        )
+    _TRAINED[mark] = path

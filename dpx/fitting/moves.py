@@ -27,8 +27,8 @@ from dp_accounting import GaussianDpEvent, NonPrivateDpEvent
 from dp_accounting.dp_event import TruncatedSubsampledGaussianDpEvent
 
 from dpx.accounting.releases import count_releases
-from dpx.fitting.settings import Terms
-from dpx.fitting.steps import Carry
+from dpx.fitting.settings import RunPlan
+from dpx.fitting.step import Carry
 from dpx.sampling.events import GroupGaussianDpEvent, RandomAllocationDpEvent
 from dpx.scalars import over
 from dpx.states.reading import steps_taken
@@ -45,22 +45,22 @@ INDEPENDENT = (
 )
 
 
-def require_skippable(terms: Terms, state: Tree, first: int, reach: int):
+def require_skippable(run: RunPlan, state: Tree, first: int, reach: int):
     """Raises ValueError unless the steps after `first` may be skipped up to `reach`, and one is left to train.
 
     state: of any step.
     """
-    events = count_releases(terms.optimizer.event(1)).counts
+    events = count_releases(run.optimizer.event(1)).counts
     unproved = [repr(event) for event in events if not isinstance(getattr(event, "event", event), INDEPENDENT)]
     private = [path_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(state) if "unreleased" in path_of(path)]
-    if terms.optimizer.correlated is not None:
+    if run.optimizer.correlated is not None:
         problem = "the mechanism's noise is correlated: later noise has parts of that of skipped steps"
     elif private:
         problem = f"the state is not a function of releases alone: it has {private[0]}"
     elif unproved:
         problem = f"the mechanism is billed as {unproved[0]}, for which skipped steps have no proof"
-    elif reach >= terms.steps:
-        problem = f"no step is left to train, because all {terms.steps} may have been made"
+    elif reach >= run.steps:
+        problem = f"no step is left to train, because all {run.steps} may have been made"
     else:
         return
     raise ValueError(
@@ -70,9 +70,9 @@ def require_skippable(terms: Terms, state: Tree, first: int, reach: int):
     )
 
 
-def skipped(carry: Carry, terms: Terms, reach: int) -> Carry:
+def skipped(carry: Carry, run: RunPlan, reach: int) -> Carry:
     """`carry`, whose state counts the steps up to `reach` with their noise, and nothing else of it changes."""
-    multipliers = over(terms.optimizer.noise_multiplier, reach)[steps_taken(carry.state) :]
+    multipliers = over(run.optimizer.noise_multiplier, reach)[steps_taken(carry.state) :]
 
     def count(record: ReleaseState) -> ReleaseState:
         layout = jax.tree.map(lambda leaf: leaf.sharding, record)

@@ -16,8 +16,8 @@ from dpx.validation import require_bool, require_function, require_whole
 
 
 @dataclass(frozen=True, kw_only=True)
-class Terms:
-    """What a run may spend.
+class RunPlan:
+    """How long a run is, and what it may spend.
 
     key: of the batches. steps: int, all of the run. plan: int, those that are billed if it ends before; 0 for the steps
     that it made. delta, accountant, records: of every bill.
@@ -43,8 +43,8 @@ class Terms:
         accountant: Any,
         records: Any,
         public_stop: Any,
-    ) -> "Terms":
-        """The terms with the defaults filled in. Raises ValueError where there are none, and for steps beyond them."""
+    ) -> "RunPlan":
+        """The plan with the defaults filled in. Raises ValueError if one is missing, and for steps beyond a budget."""
         budget = optimizer.budget
         if epochs is not None:
             if steps is not None:
@@ -62,7 +62,7 @@ class Terms:
         if budget is not None and steps > budget.steps:
             raise ValueError(f"steps must be at most the {budget.steps} of the mechanism's budget, got {steps}")
         planned = steps if budget is None else budget.steps
-        terms = cls(
+        run = cls(
             optimizer=optimizer,
             key=optimizer.key if key is None else keys.require(key),
             steps=steps,
@@ -71,12 +71,12 @@ class Terms:
             accountant=accountant or ("tightest" if budget is None else budget.accountant),
             records=records_of(optimizer, records),
         )
-        terms.epsilon(steps)  # a bill that cannot be computed is refused before the first step
-        return terms
+        run.epsilon(steps)  # a bill that cannot be computed is refused before the first step
+        return run
 
     def epsilon(self, steps_or_state: Any) -> float:
-        terms = {"delta": self.delta, "accountant": self.accountant, "records": self.records}
-        return epsilon(self.optimizer, steps_or_state, **terms)
+        given = {"delta": self.delta, "accountant": self.accountant, "records": self.records}
+        return epsilon(self.optimizer, steps_or_state, **given)
 
 
 def require_inputs(loss: Any, optimizer: Any, params: Tree, data: Any, loss_at: Any):

@@ -1,10 +1,10 @@
-"""Looks at a run every few steps: its metrics, its bill, its callbacks and its progress bar."""
+"""Looks at a run every few steps: its metrics, its cost, its callbacks and its progress bar; and what it gives back."""
 
 import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -12,20 +12,107 @@ import numpy as np
 
 from dpx.accounting.words import upper, whose
 from dpx.fitting import processes
-from dpx.fitting.records import RESERVED, Progress
-from dpx.fitting.settings import Terms
-from dpx.fitting.steps import Carry, OfBatch, copied
-from dpx.trees import Tree, described
+from dpx.fitting.settings import RunPlan
+from dpx.fitting.step import Carry, OfBatch, copied
+from dpx.gradients import Unreleased
+from dpx.reports.report import PrivacyReport
+from dpx.trees import Tree, described, outlined
 from dpx.validation import require_function, require_whole
 
+RESERVED = ("step", "epsilon", "unreleased_loss", "skipped")  # in the history, beside the metrics
 MOST_EVALUATIONS = 40  # by default, because each waits for the step and computes a bill
+
+
+class Progress(NamedTuple):
+    """A run after some of its steps. All but the `unreleased` fields is covered by epsilon.
+
+    step: int, how many steps were made. epsilon: float, of the run if it ended now, for the unit of the run's report:
+        that of all planned steps, or of those that were made under `public_stop=True`.
+    params: like the parameters, copies which a callback may keep. state: of the optimizer, copied too.
+    metrics: what `evaluate` returned, floats by name; {} without `evaluate`.
+    unreleased_loss: float, the mean loss of the last batch. NOT private.
+    unreleased: losses, norms and aux of the last batch, padding included. NOT private. None with `chunk_size`.
+    unreleased_included: bool (B,), which rows of the last batch count. NOT private. None with `chunk_size`.
+    """
+
+    step: int
+    epsilon: float
+    params: Tree
+    state: Tree
+    metrics: dict[str, float]
+    unreleased_loss: float
+    unreleased: Unreleased | None
+    unreleased_included: Any
+
+    __repr__ = outlined
+
+
+class FitResult(NamedTuple):
+    """A finished run.
+
+    params: like the parameters, private at (epsilon, delta). state: of the optimizer; share
+        `dpx.publishable_state(state)`.
+    steps: int, how many the state has made. epsilon: float, an upper bound at `delta` for these and all planned steps,
+        also those that an earlier call with these checkpoints planned; under `public_stop=True`, for these alone.
+    report: the `dpx.privacy_report` of the state, which says whom epsilon is for. Its `spent` is the same number.
+    history: one dict for each evaluation, with "step", "epsilon", the metrics by their names, and "unreleased_loss",
+        which is NOT private. Where the run continued on other devices, a row has "step", "epsilon" and "skipped", how
+        many steps were counted without any training.
+    """
+
+    params: Tree
+    state: Tree
+    steps: int
+    epsilon: float
+    delta: float
+    report: PrivacyReport
+    history: list[dict[str, Any]]
+
+    __repr__ = outlined
+
+    @property
+    def skipped(self) -> int:
+        """How many of the steps were counted and not made, because the run continued on other devices."""
+        return sum(row.get("skipped", 0) for row in self.history)
+
+    def plot(self, *, unreleased: bool = False, figure: Any = None) -> Any:
+        """Draws the metrics and epsilon over the steps, a panel for each, on a matplotlib figure, and returns it.
+
+        Both may be shared: metrics are functions of the private parameters and of public data. Between two evaluations,
+        epsilon is drawn as at the later one, which is an upper bound.
+
+        unreleased: whether to draw the training loss of the batches, too. It is NOT private, and its panel says so.
+        figure: a new one by default.
+        """
+        metrics = dict.fromkeys(name for row in self.history for name in row if name not in RESERVED)
+        names = [*metrics, "epsilon", *(["unreleased_loss"] if unreleased else [])]
+        if figure is None:
+            from matplotlib import pyplot
+
+            figure = pyplot.figure(figsize=(6.4, 2.4 * len(names)), layout="constrained")
+        panels = figure.subplots(len(names), sharex=True, squeeze=False)[:, 0]
+        for axes, name in zip(panels, names, strict=True):
+            rows = [row for row in self.history if name in row]
+            axes.plot([row["step"] for row in rows], [row[name] for row in rows], ".-")
+            axes.set_ylabel(name)
+        spent, budget = panels[len(metrics)], self.report.budget
+        spent.lines[0].set(drawstyle="steps-pre")
+        spent.set_ylabel(f"epsilon at delta {upper(self.delta, 6)}{whose(self.report.records)}")
+        if budget is not None and (budget.delta, budget.records) == (self.delta, self.report.records):
+            spent.axhline(budget.epsilon, color="k", linestyle="--", linewidth=1, label="target")
+            spent.legend()
+        if unreleased:
+            panels[-1].set_ylabel("training loss")
+            panels[-1].set_title("NOT private", color="red")
+        panels[-1].set_xlabel("steps")
+        return figure
 
 
 @dataclass(kw_only=True)
 class Watcher:
     """evaluate: the user's. every: int, steps from one look to the next. history: a row for each look so far."""
 
-    terms: Terms
+    run: RunPlan
     evaluate: Callable[[Tree], Any] | None
     every: int
     callbacks: Sequence[Callable[[Progress], Any]]
@@ -34,7 +121,7 @@ class Watcher:
     history: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, terms: Terms, evaluate: Any, every: Any, callbacks: Any, progress: bool, loss_at: Callable) -> Self:
+    def of(cls, run: RunPlan, evaluate: Any, every: Any, callbacks: Any, progress: bool, loss_at: Callable) -> Self:
         """With the defaults filled in. Raises ValueError for what is not a function, and for other periods."""
         if evaluate is not None:
             require_function("evaluate", evaluate)
@@ -43,23 +130,23 @@ class Watcher:
         for callback in callbacks:
             require_function("each of the callbacks", callback)
         if every is None:
-            sampling = terms.optimizer.sampling
-            every = max(round(sampling.examples / sampling.divisor), math.ceil(terms.steps / MOST_EVALUATIONS))
-        every, bar = require_whole("evaluate_every", every), _bar(terms.steps, progress)
-        return cls(terms=terms, evaluate=evaluate, every=every, callbacks=callbacks, loss_at=loss_at, bar=bar)
+            sampling = run.optimizer.sampling
+            every = max(round(sampling.examples / sampling.divisor), math.ceil(run.steps / MOST_EVALUATIONS))
+        every, bar = require_whole("evaluate_every", every), _bar(run.steps, progress)
+        return cls(run=run, evaluate=evaluate, every=every, callbacks=callbacks, loss_at=loss_at, bar=bar)
 
     def look(self, step: int, carry: Carry, batch: OfBatch) -> bool:
         """Adds a row to the history. Whether a callback asks to stop."""
         shown = self.evaluate is not None or self.callbacks
         params, loss = copied(carry.params) if shown else carry.params, float(batch.mean)
-        epsilon = self.terms.epsilon(carry.state)
+        epsilon = self.run.epsilon(carry.state)
         metrics = {}
         if self.evaluate is not None:
             with processes.together():
                 metrics = metrics_of(self.evaluate(self.loss_at(params, carry.state)))
             metrics = processes.everyone(metrics)[0]  # of process 0, if each measured on data of its own
         self.history.append({"step": step, "epsilon": epsilon, **metrics, "unreleased_loss": loss})
-        spent = f"epsilon {upper(epsilon, 4)}{whose(self.terms.records)}"
+        spent = f"epsilon {upper(epsilon, 4)}{whose(self.run.records)}"
         words = [spent, *(f"{name} {value:.4g}" for name, value in metrics.items())]
         self.bar.set_postfix_str(", ".join([*words, f"loss {loss:.4g} (not private)"]))
         if not self.callbacks:
