@@ -7,17 +7,13 @@ import doctest
 import importlib
 import inspect
 import re
-from pathlib import Path
 
-import jax
-import numpy as np
-import optax
 import pytest
 
 import dpx
 from docs._site import errors
+from tests.problems import ROOT, run_page
 
-ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 SITE = [*DOCS.glob("*.md"), *DOCS.glob("api/*.md"), *DOCS.glob("papers/*.md")]
 PAGES = sorted([*SITE, *ROOT.glob("*.md")])
@@ -81,9 +77,7 @@ def test_every_argument_is_explained():
 @pytest.fixture(scope="module")
 def beginning():
     """The names that the examples of the docstrings begin with, as the first page of the reference makes them."""
-    names: dict = {}
-    exec(blocks("api/index.md"), names)
-    return names
+    return run_page("docs/api/index.md")
 
 
 WITH_EXAMPLES = {path: value for path in listed_names() if ">>> " in (inspect.getdoc(value := found(path)) or "")}
@@ -145,33 +139,6 @@ def test_every_sharp_edge_says_how_bad_it_is():
     for group in groups:
         said = re.findall(r"^\* (?:\*([\w ]+)\.\* \*\*)?", group, re.MULTILINE)
         assert said and set(said) <= set(words) and said == sorted(said, key=words.index), group[:60]
-
-
-def blocks(page: str) -> str:
-    return "".join(re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL))
-
-
-def test_choose(promoting, capsys):
-    """The page prints what it says that it prints."""
-    exec(blocks("choose.md"), {})
-    printed = capsys.readouterr().out
-    for block in re.findall(r"```text\n(.*?)```", (DOCS / "choose.md").read_text(), re.DOTALL):
-        assert all(line in printed for line in block.splitlines()), block
-
-
-@pytest.mark.long
-def test_coming_from(promoting):
-    with jax.numpy_rank_promotion("allow"):
-        names: dict = {}
-        exec(blocks("coming_from.md"), names)
-    assert names["run"].epsilon <= 3.0 and jax.tree.structure(names["private"]) == jax.tree.structure(names["noisy"])
-
-
-def test_index(promoting):
-    """The program of the home page, with what it leaves out."""
-    names = {"dpx": dpx, "optax": optax, "key": dpx.secret_key(), "data": np.ones((100, 3), np.float32)}
-    names |= {"sampling": dpx.PoissonSampling(examples=100, batch_size=50), "params": np.zeros(3, np.float32)}
-    exec(blocks("index.md"), names | {"loss": lambda params, x: ((params - x) ** 2).sum()})
 
 
 # What a newcomer types into the search box, and the page that must hold all of these words.

@@ -1,0 +1,78 @@
+"""The small problems that many tests share: a sampling, DP-SGD on it, data, losses, and the code of a page."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import dpx
+
+ROOT = Path(__file__).parents[1]
+KEY = jax.random.key(0)
+
+
+def poisson(examples: Any = 1000, batch_size: Any = 8, **options: Any) -> dpx.PoissonSampling:
+    return dpx.PoissonSampling(examples=examples, batch_size=batch_size, **options)
+
+
+POISSON = poisson()
+
+
+def dp_sgd(
+    sampling: Any = POISSON, noise_multiplier: Any = 1.0, *, clip_norm: Any = 1.0, key: Any = KEY
+) -> dpx.Mechanism:
+    return dpx.dp_sgd(clip_norm=clip_norm, noise_multiplier=noise_multiplier, sampling=sampling, key=key)
+
+
+def normal(seed: int, *shape: int) -> np.ndarray:
+    """float32 numbers of N(0, 1)."""
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def inner_product(params, x):
+    """Its gradient in w is x, whatever the parameters."""
+    return jnp.sum(params["w"] * x)
+
+
+def squared_distance(params, x):
+    """Its gradient in w is 2 (w - x)."""
+    return jnp.sum((params["w"] - x) ** 2)
+
+
+def squared_error(params, example):
+    """Of linear regression with a bias."""
+    x, y = example
+    return jnp.sum((x @ params["w"] + params["b"] - y) ** 2)
+
+
+def cross_entropy(params, example):
+    """Of logistic regression with a bias, for a label that is an integer."""
+    x, label = example
+    return optax.softmax_cross_entropy_with_integer_labels(x @ params["w"] + params["b"], label)
+
+
+def python_of(page: str | Path, *, section: str = "") -> list[str]:
+    """The blocks of Python of a page, whose path begins at the root of the repository; section: those after this."""
+    text = (ROOT / page).read_text()
+    return re.findall(r"```python\n(.*?)```", text[text.index(section) :], re.DOTALL)
+
+
+@contextmanager
+def as_a_user() -> Iterator[None]:
+    """jax with the promotions that it has by default, and that the other tests refuse."""
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def run_page(page: str | Path, names: dict | None = None) -> dict:
+    """Runs the Python of a page, and returns its names. names: those that it begins with."""
+    names = {} if names is None else names
+    with as_a_user():
+        exec("".join(python_of(page)), names)
+    return names

@@ -1,0 +1,161 @@
+"""The programs of the README and of the pages run as they stand, are short, and do what the page says."""
+
+import json
+import re
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import dpx
+from benchmarks import report
+from benchmarks.peers.__main__ import HERE, PROGRAMS, counted
+from tests.devices import on_eight_devices
+from tests.problems import ROOT, as_a_user, python_of, run_page
+
+PAPERS = sorted((ROOT / "docs" / "papers").glob("*.md"))
+
+
+def lines_of(code: str) -> int:
+    return sum(bool(line.strip()) for line in code.splitlines())
+
+
+def test_readme(capsys):
+    (code,) = python_of("README.md")
+    assert lines_of(code) <= 15
+    run_page("README.md")
+    _, accuracy, *_, epsilon = capsys.readouterr().out.split()
+    assert float(epsilon) == pytest.approx(2.0, abs=0.02) and float(epsilon) <= 2.0
+    assert float(accuracy.removesuffix("%")) > 90
+
+
+def test_index():
+    """The program of the home page, with what it leaves out."""
+    names = {"dpx": dpx, "optax": optax, "key": dpx.secret_key(), "data": np.ones((100, 3), np.float32)}
+    names |= {"sampling": dpx.PoissonSampling(examples=100, batch_size=50), "params": np.zeros(3, np.float32)}
+    run_page("docs/index.md", names | {"loss": lambda params, x: ((params - x) ** 2).sum()})
+
+
+def test_choose(capsys):
+    """The page prints what it says that it prints."""
+    run_page("docs/choose.md")
+    printed = capsys.readouterr().out
+    for block in re.findall(r"```text\n(.*?)```", (ROOT / "docs" / "choose.md").read_text(), re.DOTALL):
+        assert all(line in printed for line in block.splitlines()), block
+
+
+@pytest.mark.long
+def test_coming_from():
+    names = run_page("docs/coming_from.md")
+    assert names["run"].epsilon <= 3.0 and jax.tree.structure(names["private"]) == jax.tree.structure(names["noisy"])
+
+
+@pytest.mark.long
+def test_loops():
+    """The blocks state by themselves what they hold; later blocks use the names of earlier ones."""
+    run_page("docs/loops.md")
+    assert sum(line.startswith("assert ") for line in "".join(python_of("docs/loops.md")).splitlines()) >= 7
+
+
+@pytest.mark.long
+def test_papers():
+    """Every method of the pages meets the budget that it was given, and has a key that no other one has."""
+    values = [value for page in PAPERS for value in run_page(page).values()]
+    mechanisms = [value for value in values if isinstance(value, dpx.Mechanism)]
+    costs = [dpx.epsilon(mechanism, mechanism.budget.steps, delta=1e-5) for mechanism in mechanisms]
+    assert len(costs) == 8 and 1.9 < min(costs) and max(costs) <= 2.0
+    assert len({jax.random.key_data(mechanism.key).tobytes() for mechanism in mechanisms}) == 8
+
+
+@pytest.mark.parametrize("page", PAPERS, ids=lambda path: path.stem)
+def test_pages_of_papers_have_the_same_parts(page):
+    text = page.read_text()
+    parts = ["Claim", "What holds", "The bill", "Our evidence", "When to use it"]
+    assert [name for name in re.findall(r"^\*\*([A-Z][^.*]*)\.?\*\*", text, re.MULTILINE) if name in parts][:5] == parts
+    assert "../../benchmarks/results/" in text and page.name in (ROOT / "docs" / "papers.md").read_text()
+
+
+def test_ship_it():
+    """The folder holds the parameters, the report and a state without unreleased values and keys."""
+    names = run_page("docs/ship_it.md")
+    folder, result = names["folder"], names["result"]
+    reports = {f"privacy_report.{ending}" for ending in ("json", "md", "html")}
+    assert {path.name for path in folder.iterdir()} == {"params.npz", "state.npz"} | reports
+    stored = np.load(folder / "params.npz")
+    assert all(np.array_equal(stored[name], leaf) for name, leaf in result.params.items())
+    shipped = json.loads((folder / "privacy_report.json").read_text())
+    assert shipped["epsilon"]["pld"] == result.epsilon and shipped["tuning"] != result.report.tuning
+    state = np.load(folder / "state.npz", allow_pickle=False)
+    assert state.files and not any("unreleased" in name for name in state.files)
+
+
+def run_devices():
+    exec("".join(python_of("docs/devices.md")), {})
+
+
+@pytest.mark.long
+def test_devices():
+    printed = on_eight_devices("from tests import test_pages; test_pages.run_devices()")
+    assert "devices was 8, now 4" in printed and "one: layout of the arrays (its fingerprint) was" in printed
+    assert "bytes of temporary memory on each device" in printed
+
+
+@pytest.mark.long
+def test_fine_tuning(capsys):
+    (model, *rest), names = python_of("docs/fine_tuning.md"), {}
+    assert lines_of("".join(rest)) <= 40
+    with as_a_user():
+        exec(model + rest[0], names)
+        before = jax.tree.map(np.copy, names["params"])
+        exec("".join(rest[1:]), names)
+    *table, rounding, last = capsys.readouterr().out.splitlines()
+    (shown,) = re.findall(r"```text\n(.*?)```", (ROOT / "docs" / "fine_tuning.md").read_text(), re.DOTALL)
+    first = [" ".join(line.split()) for line in table if "['blocks'][0]" in line or "head" in line]
+    assert first == [" ".join(line.split()) for line in shown.splitlines()]
+
+    def is_trained(path, _):
+        return names["is_trained"](jax.tree_util.keystr(path, simple=True, separator="/"))
+
+    assert "rounding" in rounding
+    flags = jax.tree.leaves(jax.tree_util.tree_map_with_path(is_trained, before))
+    ways = [re.sub(r"^\S+\s+", "", line) for line in table]
+    assert [way == "not trained" for way in ways] == [not flag for flag in flags] and len(table) == len(flags)
+    assert {way for way in ways if way != "not trained"} == {"norm from Gram matrices", "norm from |input| |cotangent|"}
+
+    after, state = names["params"], names["state"]
+    moved = [(old != new).any() for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)]
+    assert moved == flags and sum(flags) == 5
+    trained = sum(leaf.size for leaf, flag in zip(jax.tree.leaves(before), flags, strict=True) if flag)
+    assert sum(leaf.size for leaf in jax.tree.leaves(state.transforms) if leaf.ndim) == 2 * trained
+    accuracy, epsilon = (float(number) for number in re.findall(r"\d\.\d+", last))
+    assert accuracy > 0.7 and epsilon == pytest.approx(3.0, abs=0.02)
+    assert dpx.epsilon(names["optimizer"], state, delta=1e-5) <= 3
+
+
+@pytest.mark.long
+def test_language_models(capsys):
+    blocks = python_of("docs/language_models.md")
+    assert len(blocks) == 4 and lines_of("".join(blocks)) <= 45
+    names = run_page("docs/language_models.md")
+    said = capsys.readouterr().out
+    assert "(2, 17) [17 17] [ True  True]" in said and "one page" in said
+    assert 0 < names["result"].epsilon <= 8 and len(names["texts"]) == 3
+    moved = jax.tree_util.tree_map_with_path(
+        lambda path, old, new: bool((old != new).any()) == ("lora_" in jax.tree_util.keystr(path)),
+        names["params"],
+        names["result"].params,
+    )
+    assert all(jax.tree.leaves(moved))
+
+
+def test_the_programs_of_the_peers_are_those_that_were_counted(tmp_path):
+    page, results = (ROOT / "docs" / "peers.md").read_text(), (report.RESULTS / "peers.md").read_text()
+    sizes = {name: counted(HERE / f"{program}.py") for name, program in PROGRAMS.items()}
+    for name, (lines, statements) in sizes.items():
+        (row,) = [line for line in results.splitlines() if line.startswith(f"| {name} | {lines} | {statements} | ")]
+        assert row in page
+    assert all(sizes["dpx"][0] < lines for name, (lines, _) in sizes.items() if name != "dpx")
+    code = '"""Docstring."""\n\nimport os  # a comment\n\nx = [\n    1,\n]\n\n\ndef f():\n    return x\n'
+    (tmp_path / "program.py").write_text(code)
+    assert counted(tmp_path / "program.py") == (6, 4)
