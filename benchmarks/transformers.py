@@ -177,14 +177,14 @@ def norm_products(problem: Problem, mechanism, state, size: int) -> tuple[Callab
     import jax.numpy as jnp
 
     from dpx.gradients import ghost
-    from dpx.gradients.ghost import ways
+    from dpx.gradients.ghost import algorithms
 
     one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), problem.batch)
     traced = ghost.trace_loss(lambda params, example: (problem.loss(params, example), ()), problem.params, one)
     plan: Any = ghost.make_plan(traced, mechanism, problem.params, state, force=False)
     matrices = []
     for choice in (choice for choices in plan.choices for choice in choices):
-        for site in choice.uses.sites if choice.way is not ways.PRODUCT else ():
+        for site in choice.uses.sites if choice.algorithm is not algorithms.PRODUCT else ():
             groups, positions, *widths = site.sizes
             for width in widths[site.lookup :] if positions > 1 else ():
                 matrices.append(jax.random.normal(jax.random.key(len(matrices)), (size, groups, positions, width)))

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import dpx
-from dpx.gradients.ghost import ways as records
+from dpx.gradients.ghost import algorithms
 from dpx.xla.totals import as_total
 
-WAYS = {name.lower(): record.words for name, record in vars(records).items() if isinstance(record, records.Way)}
+WAYS = {name.lower(): each.words for name, each in vars(algorithms).items() if isinstance(each, algorithms.Algorithm)}
 TOLERANCE = 5e-5  # norms from Gram matrices include a bound on their rounding
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # to compile, not to run
 

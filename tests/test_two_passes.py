@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import dpx
-from dpx.gradients.ghost import again
+from dpx.gradients.ghost import hooks
 from dpx.gradients.ghost.plan import GhostPlan
 from dpx.xla.jaxprs import equations
 from dpx.xla.totals import Total
@@ -137,13 +137,13 @@ def sums_after(norms, inputs=INPUTS):
     cotangents = normal(5, BATCH, POSITIONS, WIDTH)
     plan = _plan()
     ((equation, choices),) = [
-        item for item in again.tapped(plan, {}, 2)[1].items() if any(part[0] == 1 for part in item[1])
+        item for item in hooks.hooked(plan, {}, 2)[1].items() if any(part[0] == 1 for part in item[1])
     ]
     leaves = jax.tree.leaves(PARAMS)
     (part,) = choices
     given = {part: jnp.broadcast_to(norms, (LAYERS, BATCH))}
     factors = {part[0]: [jnp.ones(BATCH)]}
-    tap = again.sum_taps(plan, {equation: choices}, leaves, given, factors)[equation]
+    tap = hooks.sum_hooks(plan, {equation: choices}, leaves, given, factors)[equation]
     of_one = jax.tree.map(lambda x: x[0], tap.given)
 
     def of(row):

@@ -5,8 +5,8 @@ private_updates.py (the release), chunks.py (a batch in chunks), augmented.py (s
 explicit_axes.py (on several devices), results.py.
 
 To add one: a layer that ghost norms can follow is a rule in ghost/rules.py, and a way to compute norms is a record in
-ghost/ways.py. Both need a model in tests/test_ghost_zoo.py and a case in tests/test_ghost_hostile.py. Another value of
-`norms` belongs in sums.py (`Norms`, `RowSum.plan`).
+ghost/algorithms.py. Both need a model in tests/test_ghost_zoo.py and a case in tests/test_ghost_hostile.py. Another
+value of `norms` belongs in sums.py (`Norms`, `RowSum.plan`).
 """
 
 from dpx.gradients.augmented import augmented as augmented

@@ -8,10 +8,21 @@ import jax
 import jax.numpy as jnp
 
 from dpx.contributions import in_range, zero_excluded
-from dpx.gradients.ghost import again, evaluation, parts, views
-from dpx.gradients.ghost.again import Part, Tap
+from dpx.gradients.ghost import interpreter, parts, trace
+from dpx.gradients.ghost.hooks import (
+    EXAMPLES,
+    Captured,
+    Hook,
+    Part,
+    capture_hooks,
+    for_all_readers,
+    hooked,
+    norm_hooks,
+    slots,
+    sum_hooks,
+    with_captured,
+)
 from dpx.gradients.ghost.plan import GhostPlan
-from dpx.gradients.ghost.records import Records, for_all_readers
 from dpx.mechanism import Mechanism
 from dpx.trees import Tree
 from dpx.xla.devices import device_count
@@ -39,11 +50,11 @@ def sum_by_plan(
     losses, (B,), the norms, float32 (B,) in each leaf, and what the loss returns beside its value.
     """
     leaves, scales = jax.tree.leaves(params), _scales(plan, mechanism, params, state)
-    once, twice = again.tapped(plan, scales, backward_passes)
-    taps = again.norm_taps(plan, once, included.shape[0], keep=True)
-    taps |= again.norm_taps(plan, twice, included.shape[0], keep=False)
-    taps |= again.record_taps(plan, taps, included.shape[0])
-    losses, aux, records, found = _backward_pass(plan, leaves, examples, taps, apart)
+    once, twice = hooked(plan, scales, backward_passes)
+    hooks = norm_hooks(plan, once, included.shape[0], keep=True)
+    hooks |= norm_hooks(plan, twice, included.shape[0], keep=False)
+    hooks |= capture_hooks(plan, hooks, included.shape[0])
+    losses, aux, records, found = _backward_pass(plan, leaves, examples, hooks, apart)
     leaf_norms, records = _norms(plan, leaves, records, scales, found)
     norms, factors = _norms_and_factors(plan, mechanism, leaf_norms, state, included.shape[0])
     included &= in_range(norms)
@@ -56,18 +67,24 @@ def sum_by_plan(
     if twice:
         by_leaf = {encoded.leaf: [f[encoded.leaf] for f in of_leaves] for encoded in plan.encoded}
         of_first = {part: norms for part, (_, norms) in found.items()}
-        sum_taps = functools.partial(again.sum_taps, plan, twice, leaves, of_first, by_leaf)
+        make_hooks = functools.partial(sum_hooks, plan, twice, leaves, of_first, by_leaf)
         made = [total for of_factor in sums for total in of_factor.values()]
-        for part, totals in _second_pass(plan, leaves, examples, sum_taps, included, made, apart).items():
+        for part, totals in _second_pass(plan, leaves, examples, make_hooks, included, made, apart).items():
             for of_factor, total in zip(sums, totals, strict=True):
                 of_factor[part] = total
     return tuple(_joined(plan, leaves, of_factor) for of_factor in sums), (losses, norms, aux)
 
 
 def _second_pass(
-    plan: GhostPlan, leaves, examples: Tree, sum_taps: Callable, included: jax.Array, made: list[Total], apart: Callable
+    plan: GhostPlan,
+    leaves,
+    examples: Tree,
+    make_hooks: Callable,
+    included: jax.Array,
+    made: list[Total],
+    apart: Callable,
 ) -> dict[Part, Any]:
-    """The sums that the taps find in a backward pass after `included`, which needs all norms, and after sums `made`.
+    """The sums that the hooks find in a backward pass after `included`, which needs all norms, and after sums `made`.
 
     It is a branch of its own, the other of which is never taken, whatever the data. Else XLA would keep what both
     passes have in common, such as the zeros that a scan begins with, from the first to the second.
@@ -75,34 +92,36 @@ def _second_pass(
     first = compute_after_each(made, included.astype(jnp.float32))
 
     def find():
-        return _backward_pass(plan, leaves, examples, sum_taps(), apart, only_taps=True)[-1]
+        return _backward_pass(plan, leaves, examples, make_hooks(), apart, only_hooks=True)[-1]
 
-    return jax.lax.cond(opaque_false(first), lambda: again.slots(sum_taps()), find)
+    return jax.lax.cond(opaque_false(first), lambda: slots(make_hooks()), find)
 
 
 def _backward_pass(
     plan: GhostPlan,
     leaves: list[jax.Array],
     examples: Tree,
-    taps: dict[int, Tap],
+    hooks: dict[int, Hook],
     apart: Callable,
     *,
-    only_taps: bool = False,
-) -> tuple[jax.Array, Tree, Records, dict[Part, Any]]:
-    """The losses, (B,), their aux, the records of the examples, and what the taps find, by one forward and one backward
-    pass. only_taps: there are no records."""
-    pieces = {leaf: plan.choices[leaf][0].pieces for leaf in plan.differentiated if not only_taps}
+    only_hooks: bool = False,
+) -> tuple[jax.Array, Tree, Captured, dict[Part, Any]]:
+    """The losses, (B,), their aux, the records of the examples, and what the hooks find, from one backward pass.
+
+    only_hooks: there are no records.
+    """
+    pieces = {leaf: plan.choices[leaf][0].pieces for leaf in plan.differentiated if not only_hooks}
     differentiated = {leaf: leaves[leaf] for leaf in pieces if not pieces[leaf]}
     sliced = [equation for of_leaf in pieces.values() for _, equations in of_leaf for equation in equations]
     sites = [site for leaf in plan.followed for choice in plan.choices[leaf] for site in choice.uses.sites]
-    kept = [] if only_taps else [site.use.equation for site in sites if site.use.equation not in taps]
+    kept = [] if only_hooks else [site.use.equation for site in sites if site.use.equation not in hooks]
     outputs = {equation: plan.program.output(equation) for equation in [*kept, *sliced]}
     fixed = {number: leaf for number, leaf in enumerate(leaves) if number not in differentiated}
-    readers = evaluation.Readers(
+    instruments = interpreter.Instruments(
         plan.unread | {equation: {0} for equation in sliced},
-        {equation: tap.at for equation, tap in taps.items()},
-        evaluation.starts_of_slices(plan.program, fixed),
-        evaluation.computed_once(plan.program, kept),
+        {equation: hook.at for equation, hook in hooks.items()},
+        interpreter.starts_of_slices(plan.program, fixed),
+        interpreter.computed_once(plan.program, kept),
     )
 
     def gradient_of(leaf, cotangents):
@@ -110,34 +129,34 @@ def _backward_pass(
         found = [
             functools.reduce(jnp.add, [cotangents[n].astype(jnp.float32) for n in each]) for _, each in pieces[leaf]
         ]
-        return views.joined([view for view, _ in pieces[leaf]], found, leaves[leaf].shape)
+        return trace.joined([view for view, _ in pieces[leaf]], found, leaves[leaf].shape)
 
     def of_one_example(example):
         def loss(differentiated, added):
             inputs = [differentiated.get(number, leaf) for number, leaf in enumerate(leaves)]
-            value, aux, seen = evaluation.evaluate(plan.program, inputs + jax.tree.leaves(example), added, readers)
+            value, aux, seen = interpreter.evaluate(plan.program, inputs + jax.tree.leaves(example), added, instruments)
             return value, (aux, seen)
 
-        added: dict[int, Any] = {equation: tap.added for equation, tap in taps.items()}
+        added: dict[int, Any] = {equation: hook.added for equation, hook in hooks.items()}
         added |= {equation: jnp.zeros(output.shape, output.dtype) for equation, output in outputs.items()}
         value, pullback, (aux, inputs) = jax.vjp(loss, differentiated, added, has_aux=True)
         grads, cotangents = pullback(jnp.ones_like(value))
         gradients = {(leaf, 0): grad.astype(jnp.float32) for leaf, grad in grads.items()}
         gradients |= {(leaf, 0): gradient_of(leaf, cotangents) for leaf in pieces if pieces[leaf]}
-        found = {part: sums for equation in taps for part, sums in cotangents[equation][0].items()}
+        found = {part: sums for equation in hooks for part, sums in cotangents[equation][0].items()}
         inputs, cotangents = ({n: array[n] for n in axis} for array in (inputs, cotangents))
-        return value, aux, Records(gradients, inputs, cotangents), found
+        return value, aux, Captured(gradients, inputs, cotangents), found
 
     axis: Any = {equation: len(plan.program.equations[equation].counts) for equation in kept}
-    axes = (0, 0, Records(cast(Any, 0), axis, axis), None)
-    of_all = jax.vmap(apart(of_one_example), out_axes=axes, axis_name=again.EXAMPLES)
+    axes = (0, 0, Captured(cast(Any, 0), axis, axis), None)
+    of_all = jax.vmap(apart(of_one_example), out_axes=axes, axis_name=EXAMPLES)
     losses, aux, records, found = of_all(examples)
-    return losses, aux, for_all_readers(again.with_records(plan, records, found)), found
+    return losses, aux, for_all_readers(with_captured(plan, records, found)), found
 
 
-def _norms(plan: GhostPlan, leaves: list[jax.Array], records: Records, scales: dict[int, jax.Array], found: dict):
+def _norms(plan: GhostPlan, leaves: list[jax.Array], records: Captured, scales: dict[int, jax.Array], found: dict):
     """The norms of the parameters' per-example gradients, float32 (B,), by leaf; and the records with the gradients
-    that were computed for them and are kept. found: both, (..., B, ...) and (..., B), of the parts with taps."""
+    that were computed for them and are kept. found: both, (..., B, ...) and (..., B), of the parts with hooks."""
     norms, gradients, programs = {}, {}, {}
     for leaf in (*plan.followed, *plan.differentiated):
         of_parts = []
@@ -146,9 +165,9 @@ def _norms(plan: GhostPlan, leaves: list[jax.Array], records: Records, scales: d
                 kept, of_slices = found[leaf, number]
                 norm = parts.norm_of_all(of_slices.reshape(-1, of_slices.shape[-1]))
             else:
-                scale = views.through(choice.view, scales[leaf]) if leaf in scales else None
+                scale = trace.through(choice.view, scales[leaf]) if leaf in scales else None
                 of_batch = functools.partial(parts.norm, choice, scale)
-                kind = plan.kind(choice, views.part_shape(choice.view, leaves[leaf].shape)) if scale is None else None
+                kind = plan.kind(choice, trace.part_shape(choice.view, leaves[leaf].shape)) if scale is None else None
                 kept, norm = _shared(programs, of_batch, kind)(records.of(leaf, number, choice))
             of_parts.append(norm)
             if kept is not None:
@@ -185,7 +204,7 @@ def _factors_of_leaves(plan: GhostPlan, factor: Tree, included: jax.Array) -> di
 
 
 def _weighted_sums(
-    plan: GhostPlan, leaves, records: Records, factor: dict[int, jax.Array], scales, without: frozenset[Part]
+    plan: GhostPlan, leaves, records: Captured, factor: dict[int, jax.Array], scales, without: frozenset[Part]
 ) -> dict[Part, Total]:
     """sum_i f_i z_i for one factor f, by part of a parameter, from the records. without: parts that have none.
 
@@ -195,13 +214,13 @@ def _weighted_sums(
     sums, programs = {}, {}
     wanted = [(one.leaf, number) for one in plan.encoded for number in range(len(plan.choices[one.leaf]))]
     wanted = [part for part in wanted if part not in without]
-    stacked = [part for part in wanted if views.counts(plan.choices[part[0]][part[1]].view, views.Slices)]
+    stacked = [part for part in wanted if trace.counts(plan.choices[part[0]][part[1]].view, trace.Slices)]
     for leaf, number in [*stacked, *(part for part in wanted if part not in stacked)]:
         choice, of_leaf = plan.choices[leaf][number], factor[leaf]
         if device_count() > 1 and (leaf, number) not in stacked:
             of_leaf = compute_after_each([sums[part] for part in stacked], of_leaf)
-        scale = views.through(choice.view, scales[leaf]) if leaf in scales else None
-        shape = views.part_shape(choice.view, leaves[leaf].shape)
+        scale = trace.through(choice.view, scales[leaf]) if leaf in scales else None
+        shape = trace.part_shape(choice.view, leaves[leaf].shape)
         of_batch = functools.partial(parts.weighted_sum, choice, shape, scale)
         kind = plan.kind(choice, shape) if scale is None else None
         sums[leaf, number] = _shared(programs, of_batch, kind)(records.of(leaf, number, choice), of_leaf)

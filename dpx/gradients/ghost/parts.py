@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dpx.gradients.ghost import norms, views
+from dpx.gradients.ghost import norms, trace
 from dpx.gradients.ghost.plan import Choice
 from dpx.xla.totals import Total, doubled, total_of_rows
 
@@ -23,13 +23,13 @@ from dpx.xla.totals import Total, doubled, total_of_rows
 def norm(choice: Choice, scale: jax.Array | None, records: Any) -> tuple[Any, jax.Array]:
     """The gradients of a part that are kept, or None, and the norms of the part's per-example gradients, float32 (B,).
 
-    records: as `ways.Way` has them, but with an axis for each of the part's `views.Slices` before that of the B
+    records: as an `Algorithm` has them, but with an axis for each of the part's `trace.Slices` before that of the B
     examples; the gradients that are kept have these, too. scale: float32, of the part's shape, or None.
     """
 
     def of_slice(rows):
         scale, records = rows
-        return choice.way.norm(choice.uses, scale, records)
+        return choice.algorithm.norm(choice.uses, scale, records)
 
     kept, found = _of_slices(of_slice, choice)((scale, records))
     return kept, norm_of_all(found.reshape(-1, found.shape[-1]))
@@ -44,31 +44,31 @@ def weighted_sum(
     choice: Choice, shape: tuple[int, ...], scale: jax.Array | None, records: Any, factors: jax.Array
 ) -> Total:
     """sum_i f_i z_i of a part of this shape. records: as in `norm`. factors: float32 (B,)."""
-    inside = shape[len(views.counts(choice.view, views.Slices)) :]
+    inside = shape[len(trace.counts(choice.view, trace.Slices)) :]
 
     def of_slice(rows):
         scale, records = rows
 
         def of_few(rows):
-            return _scaled(choice.way.weighted_sum(choice.uses, inside, *rows), scale)
+            return _scaled(choice.algorithm.weighted_sum(choice.uses, inside, *rows), scale)
 
         return total_of_rows(of_few, (records, factors))
 
     return _of_slices(of_slice, choice)((scale, records))
 
 
-def joined(of_views: list[views.View], totals: list[Total], shape: tuple[int, ...]) -> Total:
+def joined(of_views: list[trace.View], totals: list[Total], shape: tuple[int, ...]) -> Total:
     """The sum of a parameter of this shape from those of its parts."""
     if any(total.low is not None for total in totals):
         totals = [doubled(total) for total in totals]
     low = [total.low for total in totals if total.low is not None]
-    high = views.joined(of_views, [total.high for total in totals], shape)
-    return Total(high, views.joined(of_views, low, shape) if low else None)
+    high = trace.joined(of_views, [total.high for total in totals], shape)
+    return Total(high, trace.joined(of_views, low, shape) if low else None)
 
 
 def _of_slices(function: Callable, choice: Choice) -> Callable:
     """`function` of arrays without the axes of a part's slices, as a loop over them."""
-    for _ in views.counts(choice.view, views.Slices):
+    for _ in trace.counts(choice.view, trace.Slices):
 
         def function(rows, inner=function):
             return jax.lax.map(inner, rows)

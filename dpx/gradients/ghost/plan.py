@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from dpx.gradients.ghost import rules, shared, trace, views, ways
-from dpx.gradients.ghost.derivatives import differentiates
-from dpx.gradients.ghost.ways import Uses, Way
+from dpx.gradients.ghost import algorithms, rules, trace
+from dpx.gradients.ghost.algorithms import Algorithm, Uses
 from dpx.mechanism import Mechanism
 from dpx.trees import Tree
 from dpx.xla.totals import ETA
@@ -33,18 +32,18 @@ class EncodedLeaf(NamedTuple):
 class Choice(NamedTuple):
     """How the norms and the clipped sum of one parameter, or of one part of it, are computed, and why.
 
-    way: the computation. reason: in words, or "" if there is nothing to add
-    uses: where the loss uses the part, if `way` needs the inputs and cotangents there
-    view: of the part; `way` computes each of its `views.Slices` alone
-    pieces: the view of each part that the loss uses, and the equations that slice it, where `way` takes the gradients
-        of the backward pass; () if this differentiates with respect to the whole parameter
+    algorithm: what computes them. reason: in words, or "" if there is nothing to add
+    uses: where the loss uses the part, if `algorithm` needs the inputs and cotangents there
+    view: of the part; `algorithm` computes each of its `trace.Slices` alone
+    pieces: the view of each part that the loss uses, and the equations that slice it, where `algorithm` takes the
+        gradients of the backward pass; () if this differentiates with respect to the whole parameter
     """
 
-    way: Way
+    algorithm: Algorithm
     reason: str = ""
     uses: Uses = Uses()
-    view: views.View = ()
-    pieces: tuple[tuple[views.View, tuple[int, ...]], ...] = ()
+    view: trace.View = ()
+    pieces: tuple[tuple[trace.View, tuple[int, ...]], ...] = ()
 
 
 class GhostPlan(NamedTuple):
@@ -83,7 +82,7 @@ class GhostPlan(NamedTuple):
 
     def keeps_gradients(self, leaf: int) -> bool:
         """Whether the gradients of a leaf of all examples of a microbatch are in memory."""
-        return any(choice.way.keeps_gradients for choice in self.choices[leaf])
+        return any(choice.algorithm.keeps_gradients for choice in self.choices[leaf])
 
     def kind(self, choice: Choice, shape: tuple[int, ...]) -> tuple | None:
         """All that the computation of the norm and sum of a part of this shape depends on; None if unknown."""
@@ -92,12 +91,14 @@ class GhostPlan(NamedTuple):
         sites = choice.uses.sites
         equations: Any = [self.program.equations[site.use.equation].jaxpr for site in sites]
         operands = [site.use.operand for site in sites]
-        counts = views.counts(choice.view, views.Slices)
-        rest = [views.written(site.use.view) for site in sites]
-        return choice.way.words, shape, counts, *operands, *map(views.equation_written, equations), *rest
+        counts = trace.counts(choice.view, trace.Slices)
+        rest = [trace.written(site.use.view) for site in sites]
+        return choice.algorithm.words, shape, counts, *operands, *map(trace.equation_written, equations), *rest
 
 
-def make_plan(traced: trace.Traced, mechanism: Mechanism, params: Tree, state: Tree, *, force: bool) -> GhostPlan | str:
+def make_plan(
+    traced: trace.TracedLoss, mechanism: Mechanism, params: Tree, state: Tree, *, force: bool
+) -> GhostPlan | str:
     """The plan for a loss, or the reason why the mechanism needs whole per-example gradients.
 
     traced: the loss. params, state: arrays or their shapes. force: bool, True to follow every parameter that can be
@@ -115,31 +116,31 @@ def make_plan(traced: trace.Traced, mechanism: Mechanism, params: Tree, state: T
 
     def choose(leaf: int, uses: tuple[trace.Use, ...]) -> tuple[Choice, ...]:
         if leaf not in scaled:
-            return (Choice(ways.NOT_TRAINED),)
+            return (Choice(algorithms.NOT_TRAINED),)
         if not uses:
-            return (Choice(ways.UNUSED, "the loss does not use it"),)
-        parts = views.parts([use.view for use in uses], leaves[leaf].shape)
+            return (Choice(algorithms.UNUSED, "the loss does not use it"),)
+        parts = trace.parts([use.view for use in uses], leaves[leaf].shape)
         if isinstance(parts, str):
-            return (Choice(ways.GRADIENT, parts),)
+            return (Choice(algorithms.GRADIENT, parts),)
         found = _follow(uses, parts, program, leaves[leaf].shape, scaled=scaled[leaf])
         choices = found if isinstance(found, str) else _cheapest(found, scaled=scaled[leaf], force=force)
         if not isinstance(choices, str):
             return choices
         pieces = tuple((part.view, part.ends) for part in parts)
-        return (Choice(ways.GRADIENT, choices, pieces=pieces if all(ends for _, ends in pieces) else ()),)
+        return (Choice(algorithms.GRADIENT, choices, pieces=pieces if all(ends for _, ends in pieces) else ()),)
 
     choices = tuple(choose(leaf, uses) for leaf, uses in enumerate(program.uses))
-    if not differentiates(program):
+    if not trace.differentiates(program):
         return "a custom derivative closes over values of the loss"
     return GhostPlan(program, choices, encoded, structure)
 
 
-Followed = list[tuple[views.View, Uses]]
+Followed = list[tuple[trace.View, Uses]]
 
 
 def _follow(
     uses: tuple[trace.Use, ...],
-    parts: list[views.Part],
+    parts: list[trace.Part],
     program: trace.Program,
     shape: tuple[int, ...],
     *,
@@ -148,7 +149,7 @@ def _follow(
     """The view and the sites of each part of a parameter of this shape, or the reason why it cannot be followed."""
     followed = []
     for part in parts:
-        sites, counts = [], views.counts(part.view, views.Slices)
+        sites, counts = [], trace.counts(part.view, trace.Slices)
         slices = math.prod(counts)
         for number, rest in zip(part.uses, part.rests, strict=True):
             site = rules.recognize(uses[number]._replace(view=rest), program.equations)
@@ -160,8 +161,8 @@ def _follow(
             continue
         if scaled:
             return f"used {len(sites)} times, and the mechanism masks or scales it"
-        inside = views.part_shape(part.view, shape)[len(counts) :]
-        sharing = shared.find_sharing(tuple(sites), inside)
+        inside = trace.part_shape(part.view, shape)[len(counts) :]
+        sharing = algorithms.find_sharing(tuple(sites), inside)
         if isinstance(sharing, str):
             return sharing
         followed.append((part.view, Uses(tuple(sites), sharing, slices)))
@@ -172,11 +173,11 @@ def _cheapest(followed: Followed, *, scaled: bool, force: bool) -> tuple[Choice,
     """The cheapest ways for the parts of a parameter: by ghost norms for all of them, or the reason for none."""
     choices, ghost, gradient = [], 0.0, 0.0
     for view, uses in followed:
-        costs = {way: cost for way in ways.GHOST if (cost := way.cost(uses, scaled)) is not None}
+        costs = {way: cost for way in algorithms.GHOST if (cost := way.cost(uses, scaled)) is not None}
         way = min(costs, key=lambda way: costs[way])
         ghost += uses.slices * costs[way]
-        gradient += uses.slices * ways.gradient_cost(uses)
-        slices = uses.slices if views.counts(view, views.Slices) else len(followed)
+        gradient += uses.slices * algorithms.gradient_cost(uses)
+        slices = uses.slices if trace.counts(view, trace.Slices) else len(followed)
         choices.append(Choice(way, f"of each of {slices} slices" if view else "", uses, view))
     if not force and gradient <= ghost:
         return "cheaper than ghost norms"
@@ -246,13 +247,13 @@ def explain(plan: GhostPlan | str, params: Tree, microbatches: str) -> Explanati
     If `plan` is a reason, every parameter has per-example gradients for that reason.
     """
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-    choices = [(Choice(ways.GRADIENT, plan),)] * len(paths) if isinstance(plan, str) else plan.choices
+    choices = [(Choice(algorithms.GRADIENT, plan),)] * len(paths) if isinstance(plan, str) else plan.choices
 
     def both(words):
         return "; ".join(dict.fromkeys(filter(None, words)))
 
     rows = (
-        (path, both(choice.way.words for choice in of_leaf), both(choice.reason for choice in of_leaf))
+        (path, both(choice.algorithm.words for choice in of_leaf), both(choice.reason for choice in of_leaf))
         for path, of_leaf in zip(paths, choices, strict=True)
     )
     return Explanation(tuple(rows), microbatches)

@@ -6,17 +6,222 @@ computes again in the backward pass (`jax.checkpoint`), and into the bodies of i
 scan takes slice by slice, such as the stacked weights of equal layers, is followed in the slices.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.core
 import jax.numpy as jnp
+from jax import lax
 from jax.extend import core
 
-from dpx.gradients.ghost.views import Moved, Repeats, Slices, View, is_view, spelled_out
 from dpx.trees import Tree
-from dpx.xla.jaxprs import parts_of_scan
+from dpx.xla.jaxprs import bodies, parts_of_scan
+
+# A view is what moves the elements of a parameter between the parameter and a use of it. Its steps are equations of one
+# operand that move elements, or drop some, but copy none: a cotangent has one norm on both sides.
+VIEWS = {"reshape", "transpose", "squeeze", "expand_dims", "convert_element_type", "copy", "rev", "slice"}
+VIEWS |= {"broadcast_in_dim", "sharding_constraint"}
+STILL = ("convert_element_type", "copy")  # those that move nothing
+
+
+class Rearrange(NamedTuple):
+    """A step of a view: equation number `number` moves the elements."""
+
+    equation: core.JaxprEqn
+    number: int
+
+    @property
+    def name(self) -> str:
+        return self.equation.primitive.name
+
+
+class Slices(NamedTuple):
+    """From here on, a view is of one slice along axis 0 in each of `count` iterations of a scan."""
+
+    count: int
+
+
+class Repeats(NamedTuple):
+    """From here on, a view is of the same elements in each of `count` iterations of a scan."""
+
+    count: int
+
+
+View = tuple[Rearrange | Slices | Repeats, ...]  # in order
+Box = list[range]  # the elements of a part that begins with slices, by axis
+
+
+def is_view(equation: core.JaxprEqn) -> bool:
+    if equation.primitive.name not in VIEWS or len(equation.invars) != 1:
+        return False
+    before: Any = equation.invars[0].aval
+    after: Any = equation.outvars[0].aval
+    real = jnp.issubdtype(before.dtype, jnp.floating) and jnp.issubdtype(after.dtype, jnp.floating)
+    return real and after.size <= before.size
+
+
+def slices_of_split(equation: core.JaxprEqn) -> core.ClosedJaxpr | None:
+    """An equation that cuts its operand into parts, as one view for each part; None for any other equation."""
+    if equation.primitive.name not in ("split", "unstack"):
+        return None
+    aval: Any = equation.invars[0].aval
+    axis, sizes = equation.params["axis"], map(int, equation.params.get("sizes", ()))
+    ends = list(itertools.accumulate(sizes, initial=0))
+
+    def parts(x):
+        if equation.primitive.name == "split":
+            return [lax.slice_in_dim(x, start, end, axis=axis) for start, end in itertools.pairwise(ends)]
+        return [lax.index_in_dim(x, place, axis, keepdims=False) for place in range(x.shape[axis])]
+
+    return jax.make_jaxpr(parts)(jax.ShapeDtypeStruct(aval.shape, aval.dtype))
+
+
+def through(view: View, leaf: Any) -> Any:
+    """`leaf` as its use sees it, in its own dtype; an axis for each `Slices` comes first."""
+    for number, step in enumerate(view):
+        if isinstance(step, Slices):
+            return jax.vmap(lambda each, rest=view[number + 1 :]: through(rest, each))(leaf)
+        if isinstance(step, Repeats) or step.name == "convert_element_type":
+            continue
+        if step.name == "transpose":  # of a NumPy array, the same memory in another order
+            leaf = leaf.transpose(step.equation.params["permutation"])
+        else:
+            leaf = step.equation.primitive.bind(leaf, **step.equation.params)
+    return leaf
+
+
+def counts(view: View, kind: type) -> tuple[int, ...]:
+    """The numbers of iterations of the `Slices`, or of the `Repeats`, of a view."""
+    return tuple(step.count for step in view if isinstance(step, kind))
+
+
+def written(view: View) -> tuple[str, ...]:
+    """A view without the names of its variables; equal for views that move elements in the same way."""
+    return tuple(equation_written(step.equation) if isinstance(step, Rearrange) else str(step) for step in view)
+
+
+def equation_written(equation: core.JaxprEqn) -> str:
+    """An equation without the names of its variables."""
+    types = [str(v.aval) for v in (*equation.invars, *equation.outvars)]
+    return f"{equation.primitive} {types} {equation.params}"
+
+
+class Part(NamedTuple):
+    """A part of a parameter, which no other part overlaps.
+
+    view: from the parameter to the part; it ends with the last `Slices`. uses: the numbers of those that are in the
+    part. rests: from the part to each of them. ends: the equations that end the view, if it is of slices by equations
+    """
+
+    view: View
+    uses: tuple[int, ...]
+    rests: tuple[View, ...]
+    ends: tuple[int, ...] = ()
+
+
+def parts(seen: list[View], shape: tuple[int, ...]) -> list[Part] | str:
+    """The parts of a parameter of this shape that its uses see, or the reason why they cannot be told apart.
+
+    A part is what all scans around a use slice, such as the stacked weights of equal layers, or, without one, what the
+    first equations slice, such as a loop in Python that indexes its layers. Each slice counts as one parameter, because
+    the square of a gradient's norm is the sum of the squares of the norms of its parts.
+    """
+    found: dict[tuple[str, ...], Part] = {}
+    for number, view in enumerate(seen):
+        slices = [place for place, step in enumerate(view) if isinstance(step, Slices)]
+        repeats = [place for place, step in enumerate(view) if isinstance(step, Repeats)]
+        if slices and repeats and repeats[0] < slices[-1]:
+            return "used in slices by a scan that another scan repeats"
+        if 0 in counts(view, Slices):
+            return "used in a scan without iterations"
+        end = slices[-1] + 1 if slices else _leading(view)
+        key = written(tuple(step for step in view[:end] if not _is_still(step)))
+        before = found.get(key, Part(view[:end], (), ()))
+        ends = {step.number for step in view[max(end - 1, 0) : end] if isinstance(step, Rearrange)}
+        ends = tuple(sorted(ends.union(before.ends)))
+        found[key] = Part(before.view, (*before.uses, number), (*before.rests, view[end:]), ends)
+    sliced = any(counts(part.view, Slices) for part in found.values())
+    if len(found) > 1 or sliced:
+        if disjoint([box(part.view, shape) for part in found.values()]):
+            return list(found.values())
+        if sliced:
+            return f"used {len(seen)} times, in slices by a scan that another use may overlap"
+    return [Part((), tuple(range(len(seen))), tuple(seen))]
+
+
+def _is_still(step) -> bool:
+    return isinstance(step, Rearrange) and step.name in STILL
+
+
+def _leading(view: View) -> int:
+    """How many steps are slices at the start of a view, also between those that move nothing."""
+    end = 0
+    for number, step in enumerate(view):
+        if not isinstance(step, Rearrange) or step.name not in (*STILL, "slice"):
+            break
+        if step.name == "slice":
+            end = number + 1
+    return end
+
+
+def box(view: View, shape: tuple[int, ...]) -> Box:
+    """The elements of a parameter of this shape that a view begins with."""
+    found = [range(size) for size in shape]
+    for step in view[: _leading(view)]:
+        if isinstance(step, Rearrange) and step.name == "slice":
+            params = step.equation.params
+            starts, limits = params["start_indices"], params["limit_indices"]
+            strides = params["strides"] or (1,) * len(starts)
+            of_axes = zip(found, starts, limits, strides, strict=True)
+            found = [elements[start:limit:stride] for elements, start, limit, stride in of_axes]
+    return found
+
+
+def disjoint(boxes: list[Box]) -> bool:
+    """Whether no two boxes have an element in common; False if a box leaves elements out between others."""
+    if any(elements.step != 1 for box in boxes for elements in box):
+        return False
+
+    def apart(one, other):
+        return any(a.stop <= b.start or b.stop <= a.start for a, b in zip(one, other, strict=True))
+
+    return all(apart(one, other) for number, one in enumerate(boxes) for other in boxes[:number])
+
+
+def part_shape(view: View, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a part of a parameter of this shape, with an axis for each `Slices`."""
+    return jax.eval_shape(lambda x: through(view, x), jax.ShapeDtypeStruct(shape, jnp.float32)).shape
+
+
+def joined(views: list[View], parts: list[jax.Array], shape: tuple[int, ...]) -> jax.Array:
+    """The array, float32, of this shape, of parts that share no element; 0 elsewhere."""
+    boxes = [box(view, shape) for view in views]
+    parts = [_in_box(*each) for each in zip(views, parts, boxes, strict=True)]
+    axes = [axis for axis in range(len(shape)) if any(len(each[axis]) != shape[axis] for each in boxes)]
+    if not axes:
+        return parts[0]
+    if len(axes) == 1:  # a sum of padded parts would compile for long, and read all of them for every element
+        (axis,) = axes
+        order = sorted(range(len(boxes)), key=lambda number: boxes[number][axis].start)
+        if [place for number in order for place in boxes[number][axis]] == list(range(shape[axis])):
+            return jnp.concatenate([parts[number] for number in order], axis)
+    whole = jnp.zeros(shape, jnp.float32)
+    for each, part in zip(boxes, parts, strict=True):
+        whole = lax.dynamic_update_slice(whole, part, [elements.start for elements in each])
+    return whole
+
+
+def _in_box(view: View, part: jax.Array, elements: Box) -> jax.Array:
+    """A part in the order of the parameter."""
+    rest = view[_leading(view) :]
+    if all(isinstance(step, Slices) or _is_still(step) for step in rest):
+        return part
+    inside = jax.ShapeDtypeStruct(tuple(map(len, elements)), jnp.float32)
+    (part,) = jax.linear_transpose(lambda x: through(rest, x), inside)(part)
+    return part
+
 
 CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 REMAT = ("checkpoint", "remat", "remat2")  # the names of `jax.checkpoint` in jaxprs
@@ -98,20 +303,20 @@ class Program(NamedTuple):
         return jax.ShapeDtypeStruct((*found.counts, *aval.shape), aval.dtype)
 
 
-class Traced(NamedTuple):
+class TracedLoss(NamedTuple):
     """The jaxpr of a loss of one example, `loss(params, example) -> (value, aux)`, and the shapes of its results."""
 
     closed: core.ClosedJaxpr
     shapes: tuple[Any, Tree]
 
 
-def trace_loss(loss: Callable, params: Tree, example: Tree) -> Traced:
+def trace_loss(loss: Callable, params: Tree, example: Tree) -> TracedLoss:
     """The jaxpr of `loss`; nothing is computed, so shapes suffice."""
     # A new function, because of the same one JAX may return an old jaxpr, with old values that it closes over.
-    return Traced(*jax.make_jaxpr(lambda *arguments: loss(*arguments), return_shape=True)(params, example))
+    return TracedLoss(*jax.make_jaxpr(lambda *arguments: loss(*arguments), return_shape=True)(params, example))
 
 
-def follow(traced: Traced, leaves: int) -> Program:
+def follow(traced: TracedLoss, leaves: int) -> Program:
     """The program of a loss whose parameters have so many leaves.
 
     Raises ValueError unless its value is one real number.
@@ -197,13 +402,13 @@ class _Tracer:
         body = equation.params.get(CALLS.get(name, ""))
         if followed and isinstance(body, core.ClosedJaxpr):
             return self.walk(body.jaxpr, [Constant(value) for value in body.consts], inputs)
-        if followed and (parts := spelled_out(equation)):
+        if followed and (parts := slices_of_split(equation)):
             return self.walk(parts.jaxpr, [], inputs)
         outputs = self.numbered(len(equation.outvars))
         number = self.append(Equation(equation, tuple(inputs), outputs, counts=self.counts))
         if followed and is_view(equation):
             leaf, view = self.views[inputs[0]]
-            self.views[outputs[0]] = leaf, (*view, Moved(equation, number))
+            self.views[outputs[0]] = leaf, (*view, Rearrange(equation, number))
         elif followed and (name == "scan" or name in REMAT):
             self.enter(number)
         else:
@@ -257,3 +462,49 @@ class _Tracer:
         """Numbers of new values."""
         self.count += count
         return tuple(range(self.count - count, self.count))
+
+
+def differentiates(program: Program) -> bool:
+    """Whether every custom derivative of the program can be used.
+
+    It cannot if it was defined inside the loss and closes over a value of the loss, because JAX traces the derivative
+    later, when that value is a tracer of a trace that has ended.
+    """
+    known = {id(i.value) for equation in program.equations for i in equation.inputs if isinstance(i, Constant)}
+    for equation in (program.equations[number] for number in program.block.equations):  # with those in their bodies
+        if equation.jaxpr is not None and _is_custom(equation.jaxpr):
+            try:
+                constants = _derivative(equation).consts
+            except jax.errors.UnexpectedTracerError:
+                return False
+            except Exception:
+                continue  # it has no derivative: no parameter needs it, or the step itself raises the same error
+            if any(isinstance(value, jax.core.Tracer) and id(value) not in known for value in constants):
+                return False
+    return True
+
+
+def _is_custom(equation: core.JaxprEqn) -> bool:
+    """Whether an equation, or one in a function that it calls, has a custom derivative."""
+    inside = (inner for body in bodies(equation) for inner in body.eqns)
+    return "custom_" in equation.primitive.name or any(map(_is_custom, inside))
+
+
+def _derivative(equation: Equation) -> core.ClosedJaxpr:
+    """The jaxpr of the derivatives of an equation's real results with respect to its real operands."""
+    operands = [i.value if isinstance(i, Constant) else None for i in equation.inputs]
+    free = [n for n, i in enumerate(equation.inputs) if not isinstance(i, Constant)]
+    assert equation.jaxpr is not None
+    types: list[Any] = [operand.aval for operand in equation.jaxpr.invars]
+    shapes = {n: jax.ShapeDtypeStruct(types[n].shape, types[n].dtype) for n in free}
+
+    def derivative(values):
+        def results(real):
+            given = [real.get(n, values.get(n, operand)) for n, operand in enumerate(operands)]
+            return [y for y in equation.bind(*given) if jnp.issubdtype(y.dtype, jnp.floating)]
+
+        real = {n: x for n, x in values.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+        outputs, pullback = jax.vjp(results, real)
+        return pullback(outputs)
+
+    return jax.make_jaxpr(derivative)(shapes)

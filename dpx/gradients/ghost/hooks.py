@@ -1,7 +1,7 @@
 """What is computed inside of a backward pass, of layers in scans or under `jax.checkpoint`: records, norms and sums.
 
 A checkpoint hands out records in the forward pass, which would keep them during all of it. So those of its layers are
-taken in the backward pass, where it computes its inputs again.
+taken in the backward pass, where it computes its inputs hooks.
 
 With one backward pass, the inputs and cotangents of all layers are in memory until the last norm is known. With two,
 those of a layer in a scan exist while the pass is at that layer: the first pass takes its norms, and the second one
@@ -21,13 +21,57 @@ import jax
 import jax.numpy as jnp
 
 from dpx.contributions import in_range
-from dpx.gradients.ghost import parts, views
+from dpx.gradients.ghost import parts, trace
 from dpx.gradients.ghost.plan import Choice, GhostPlan
-from dpx.gradients.ghost.records import Records
 from dpx.gradients.ghost.trace import REMAT
 from dpx.trees import Tree
 from dpx.xla.devices import device_count
 from dpx.xla.totals import Total
+
+
+class Captured(NamedTuple):
+    """The arrays from which the norms and the contributions are computed, with the B examples on axis 0.
+
+    gradients: by number of the parameter leaf and of its part, the per-example gradients that its `Algorithm` keeps
+    inputs: by number of the equation of a site, all operands of the equation, in their dtypes; None for a parameter
+    cotangents: by number of the equation of a site, the gradients of the losses with respect to the equation's output
+
+    An equation in a scan has an axis for its iterations before that of the examples, because the scan stacks them so.
+    A part in slices has an axis for them, too.
+    """
+
+    gradients: dict[tuple[int, int], Any]
+    inputs: dict[int, tuple[jax.Array, ...]]
+    cotangents: dict[int, jax.Array]
+
+    def of(self, leaf: int, part: int, choice: Choice):
+        """The records of one part of a parameter leaf, as `parts` reads them."""
+        if (leaf, part) in self.gradients:
+            return self.gradients[leaf, part]
+
+        def examples_after_slices(site):
+            repeats = len(trace.counts(site.use.view, trace.Repeats))
+            axis = len(trace.counts(choice.view, trace.Slices))
+            record = self.inputs[site.use.equation], self.cotangents[site.use.equation]
+            return jax.tree.map(lambda x: jnp.moveaxis(x, axis + repeats, axis), record) if repeats else record
+
+        return [examples_after_slices(site) for site in choice.uses.sites]
+
+
+def for_all_readers(records: Captured) -> Captured:
+    """`records`, behind a barrier: norms and sums must read the same numbers, but XLA may round for one alone."""
+
+    def narrow(x):
+        # XLA copies an array with axes of length 1, such as a batch of one image, before a loop or another operation.
+        return x.reshape([size for axis, size in enumerate(x.shape) if size != 1 or axis in (0, x.ndim - 1)])
+
+    leaves, structure = jax.tree.flatten(records)
+    # A layer's weights and bias have the same cotangents. If they passed twice, XLA would compile their kernels twice.
+    distinct = list({id(x): x for x in leaves}.values())
+    behind = jax.lax.optimization_barrier([narrow(x) for x in distinct])
+    found = {id(x): same.reshape(x.shape) for x, same in zip(distinct, behind, strict=True)}
+    return structure.unflatten(found[id(x)] for x in leaves)
+
 
 EXAMPLES = "the examples of dpx"  # the name of the axis of the examples in a backward pass
 SLACK = 1 - 2.0**-21  # for the roundings of a quotient of two norms and of its product with a factor
@@ -36,7 +80,7 @@ Part = tuple[int, int]  # the numbers of a parameter leaf and of its part
 RECORDS = -1  # in place of the number of a leaf: what is found are the records of the equation of this number
 
 
-class Tap(NamedTuple):
+class Hook(NamedTuple):
     """What is computed at one equation.
 
     compute: (records, given) -> found. records: the inputs and cotangents of all B examples, (B, ...)
@@ -61,11 +105,11 @@ class Tap(NamedTuple):
         """
 
         @jax.custom_vjp
-        def tap(output, operands, added):
+        def hook(output, operands, added):
             return output, [x if i in self.shared else None for i, x in enumerate(operands)]
 
         def forward(output, operands, added):
-            return tap(output, operands, added), (operands, added[1])
+            return hook(output, operands, added), (operands, added[1])
 
         def backward(residuals, cotangents):
             (operands, given), (cotangent, of_operands) = residuals, cotangents
@@ -74,26 +118,26 @@ class Tap(NamedTuple):
             found = self.compute(jax.lax.optimization_barrier(records), given)
             return cotangent, tuple(of_operands), (found, None)
 
-        tap.defvjp(forward, backward)
-        return tap(output, operands, added)
+        hook.defvjp(forward, backward)
+        return hook(output, operands, added)
 
 
-def slots(taps: dict[int, Tap]) -> dict[Part, Tree]:
+def slots(hooks: dict[int, Hook]) -> dict[Part, Tree]:
     """The slots of all parts."""
-    return {part: slot for tap in taps.values() for part, slot in tap.slot.items()}
+    return {part: slot for hook in hooks.values() for part, slot in hook.slot.items()}
 
 
-Tapped = dict[int, dict[Part, Choice]]  # by number of an equation, the parts of parameters that it uses
+Hooked = dict[int, dict[Part, Choice]]  # by number of an equation, the parts of parameters that it uses
 
 
-def tapped(plan: GhostPlan, scales: dict[int, jax.Array], backward_passes: int) -> tuple[Tapped, Tapped]:
+def hooked(plan: GhostPlan, scales: dict[int, jax.Array], backward_passes: int) -> tuple[Hooked, Hooked]:
     """The equations in bodies whose parameters are all used once, in slices by all scans around, and not scaled: those
     that need one pass, and those that need two.
 
     One pass is enough if per-example gradients are kept that are much smaller than the records, such as those of
     low-rank adapters. If it is all there is, these are taken on several devices, where memory counts most.
     """
-    found: Tapped = {}
+    found: Hooked = {}
     for leaf in plan.followed:
         for number, choice in enumerate(plan.choices[leaf]):
             for site in choice.uses.sites:
@@ -102,11 +146,11 @@ def tapped(plan: GhostPlan, scales: dict[int, jax.Array], backward_passes: int) 
 
     def fits(part: Part, choice: Choice) -> bool:
         (site, *others) = choice.uses.sites
-        return not others and not views.counts(site.use.view, views.Repeats) and part[0] not in scales
+        return not others and not trace.counts(site.use.view, trace.Repeats) and part[0] not in scales
 
     def small(choice: Choice) -> bool:
         _, positions, fan_in, fan_out = choice.uses.sites[0].sizes
-        return choice.way.keeps_gradients and 2 * min(fan_in, fan_out) <= positions
+        return choice.algorithm.keeps_gradients and 2 * min(fan_in, fan_out) <= positions
 
     once, twice = {}, {}
     for equation, choices in found.items():
@@ -117,33 +161,33 @@ def tapped(plan: GhostPlan, scales: dict[int, jax.Array], backward_passes: int) 
     return once if device_count() > 1 else {}, {}
 
 
-def norm_taps(plan: GhostPlan, equations: Tapped, size: int, *, keep: bool) -> dict[int, Tap]:
+def norm_hooks(plan: GhostPlan, equations: Hooked, size: int, *, keep: bool) -> dict[int, Hook]:
     """Taps that find, for each part, the gradients of `size` examples, or None, and their norms, float32 (B,).
 
     keep: whether gradients are kept, as by `parts.norm`
     """
 
-    def tap(equation: int, choices: dict[Part, Choice]) -> Tap:
+    def hook(equation: int, choices: dict[Part, Choice]) -> Hook:
         def compute(records, given):
             found = {part: parts.norm(_of_slice(choice), None, [records]) for part, choice in choices.items()}
             return {part: (kept if keep else None, norms) for part, (kept, norms) in found.items()}
 
-        return _tap(plan, equation, compute, (), size)
+        return _hook(plan, equation, compute, (), size)
 
-    return {equation: tap(equation, choices) for equation, choices in equations.items()}
+    return {equation: hook(equation, choices) for equation, choices in equations.items()}
 
 
-def record_taps(plan: GhostPlan, taps: dict[int, Tap], size: int) -> dict[int, Tap]:
-    """Taps that find the records of `size` examples, at the equations in checkpoints that have none of `taps`.
+def capture_hooks(plan: GhostPlan, hooks: dict[int, Hook], size: int) -> dict[int, Hook]:
+    """Taps that find the records of `size` examples, at the equations in checkpoints that have none of `hooks`.
 
     A value that several equations read is recorded by the first of them.
     """
-    equations = _in_checkpoints(plan) - set(taps)
+    equations = _in_checkpoints(plan) - set(hooks)
     recorded = _recorded(plan, equations)
     first = {value: place for place, value in reversed(recorded.items())}
     again = {value for (equation, _), value in recorded.items() if first[value][0] != equation}
 
-    def tap(equation: int) -> Tap:
+    def hook(equation: int) -> Hook:
         def compute(records, given):
             operands, cotangent = records
             places = first.values()
@@ -151,13 +195,13 @@ def record_taps(plan: GhostPlan, taps: dict[int, Tap], size: int) -> dict[int, T
             return {(RECORDS, equation): (own, cotangent)}
 
         shared = frozenset(first[value][1] for value in again if first[value][0] == equation)
-        return _tap(plan, equation, compute, (), size)._replace(shared=shared)
+        return _hook(plan, equation, compute, (), size)._replace(shared=shared)
 
-    return {equation: tap(equation) for equation in equations}
+    return {equation: hook(equation) for equation in equations}
 
 
-def with_records(plan: GhostPlan, records: Records, found: dict[Part, Any]) -> Records:
-    """`records`, and those that `record_taps` found, which `found` loses."""
+def with_captured(plan: GhostPlan, records: Captured, found: dict[Part, Any]) -> Captured:
+    """`records`, and those that `capture_hooks` found, which `found` loses."""
     by_equation = {part[1]: found.pop(part) for part in list(found) if part[0] == RECORDS}
     places = _recorded(plan, set(by_equation))
     values: dict[Any, jax.Array] = {}
@@ -196,22 +240,22 @@ def _recorded(plan: GhostPlan, equations: set[int]) -> dict[tuple[int, int], Any
     }
 
 
-def sum_taps(
+def sum_hooks(
     plan: GhostPlan,
-    equations: Tapped,
+    equations: Hooked,
     leaves: list[jax.Array],
     norms: dict[Part, jax.Array],
     factors: dict[int, list[jax.Array]],
-) -> dict[int, Tap]:
+) -> dict[int, Hook]:
     """Taps that find, for each part, its sum of contributions for each factor.
 
-    norms: by part, those that `norm_taps` found. factors: by leaf, float32 (B,) for each factor.
+    norms: by part, those that `norm_hooks` found. factors: by leaf, float32 (B,) for each factor.
     """
 
-    def tap(equation: int, choices: dict[Part, Choice]) -> Tap:
+    def hook(equation: int, choices: dict[Part, Choice]) -> Hook:
         counts = plan.program.equations[equation].counts
         shapes = {
-            part: views.part_shape(choice.view, leaves[part[0]].shape)[len(views.counts(choice.view, views.Slices)) :]
+            part: trace.part_shape(choice.view, leaves[part[0]].shape)[len(trace.counts(choice.view, trace.Slices)) :]
             for part, choice in choices.items()
         }
 
@@ -223,9 +267,9 @@ def sum_taps(
 
         given = {part: (norms[part], [repeated(f) for f in factors[part[0]]]) for part in choices}
         (size,) = {norms[part].shape[-1] for part in choices}
-        return _tap(plan, equation, compute, given, size)
+        return _hook(plan, equation, compute, given, size)
 
-    return {equation: tap(equation, choices) for equation, choices in equations.items()}
+    return {equation: hook(equation, choices) for equation, choices in equations.items()}
 
 
 def _sums(choice: Choice, shape: tuple[int, ...], records: Any, norms: jax.Array, factors: list) -> list[Total]:
@@ -242,8 +286,8 @@ def _of_slice(choice: Choice) -> Choice:
     return choice._replace(view=())
 
 
-def _tap(plan: GhostPlan, equation: int, compute: Callable, given: Tree, size: int) -> Tap:
-    """The tap at an equation that finds what `compute` does, of `size` examples."""
+def _hook(plan: GhostPlan, equation: int, compute: Callable, given: Tree, size: int) -> Hook:
+    """The hook at an equation that finds what `compute` does, of `size` examples."""
     found: Any = plan.program.equations[equation]
     counts, unread = found.counts, plan.unread[equation]
 
@@ -253,4 +297,4 @@ def _tap(plan: GhostPlan, equation: int, compute: Callable, given: Tree, size: i
     operands = tuple(None if i in unread else shape(v) for i, v in enumerate(found.jaxpr.invars))
     of_one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[len(counts) :], x.dtype), given)
     slot = jax.eval_shape(compute, (operands, shape(found.jaxpr.outvars[0])), of_one)
-    return Tap(compute, jax.tree.map(lambda x: jnp.zeros((*counts, *x.shape), x.dtype), slot), given)
+    return Hook(compute, jax.tree.map(lambda x: jnp.zeros((*counts, *x.shape), x.dtype), slot), given)

@@ -23,14 +23,14 @@ MANY_SLICES = 8  # of parameters; for fewer, sharing kernels takes longer to com
 Seen = dict[int, tuple]  # by number of an equation, its operands; None for those that nobody reads
 
 
-class Readers(NamedTuple):
-    """unread: by number of an equation, operands that are not wanted. taps: by number of an equation, the function of
-    its output, its operands and what is added, in place of the sum of the first and the last; see `again.Tap.at`.
+class Instruments(NamedTuple):
+    """unread: by number of an equation, operands that are not wanted. hooks: by number of an equation, the function of
+    its output, its operands and what is added, in place of the sum of the first and the last; see `hooks.Hook.at`.
     starts: by number of an equation that slices a parameter, where the slice begins; see `starts_of_slices`. once: the
     numbers of equations whose cotangent is computed once, for the record and for the backward pass."""
 
     unread: Mapping[int, set[int]]
-    taps: Mapping[int, Callable] = {}
+    hooks: Mapping[int, Callable] = {}
     starts: Mapping[int, list[jax.Array]] = {}
     once: Set[int] = frozenset()
 
@@ -60,7 +60,7 @@ def starts_of_slices(program: Program, leaves: dict[int, jax.Array]) -> dict[int
 
 
 def computed_once(program: Program, recorded: list[int]) -> frozenset[int]:
-    """For `Readers`: of the equations that are recorded, those outside of scans, on several devices.
+    """For `Instruments`: of the equations that are recorded, those outside of scans, on several devices.
 
     During the backward pass of a scan, XLA would keep the terms of their cotangents, such as those of logits. The
     cotangent of a bias is that of its layer, which so has no other one.
@@ -84,18 +84,20 @@ def _slice_at(equation: Equation, operand: jax.Array, starts: list[jax.Array]) -
     return [jax.lax.dynamic_slice(operand, starts, sizes, allow_negative_indices=False)]
 
 
-def evaluate(program: Program, inputs: list, added: dict[int, Tree], readers: Readers) -> tuple[jax.Array, Tree, Seen]:
-    """The loss, what it returns beside its value, and the operands of the equations in `added` without a tap.
+def evaluate(
+    program: Program, inputs: list, added: dict[int, Tree], instruments: Instruments
+) -> tuple[jax.Array, Tree, Seen]:
+    """The loss, what it returns beside its value, and the operands of the equations in `added` without a hook.
 
     added: by number of an equation, an array to add to its output; the gradient by that array is the cotangent. With a
-        tap, any arrays
+        hook, any arrays
     """
-    results, seen = _run(program, readers, program.block, inputs, added)
+    results, seen = _run(program, instruments, program.block, inputs, added)
     return results[0], jax.tree.unflatten(program.aux, results[1:]), seen
 
 
-def _run(program: Program, readers: Readers, block: Block, inputs, added: dict) -> tuple[list, Seen]:
-    """The outputs of a block, and the operands of the equations in `added` without a tap."""
+def _run(program: Program, instruments: Instruments, block: Block, inputs, added: dict) -> tuple[list, Seen]:
+    """The outputs of a block, and the operands of the equations in `added` without a hook."""
     values: dict[int, Any] = dict(zip(block.inputs, inputs, strict=True))
     seen: Seen = {}
 
@@ -108,24 +110,24 @@ def _run(program: Program, readers: Readers, block: Block, inputs, added: dict) 
         body = equation.body
         inside = {n: array for n, array in added.items() if body is not None and number < n < body.stop}
         if body is not None and inside:
-            run_body = functools.partial(_run, program, readers, body)
+            run_body = functools.partial(_run, program, instruments, body)
             run = _run_scan if equation.name == "scan" else _run_checkpoint
             outputs, more = run(run_body, equation, operands, inside)
             seen.update(more)
         else:
-            if number in readers.starts:
-                outputs = _slice_at(equation, operands[0], readers.starts[number])
+            if number in instruments.starts:
+                outputs = _slice_at(equation, operands[0], instruments.starts[number])
             else:
                 outputs = _broadcast_product(equation, operands) or equation.bind(*operands)
         if number in added:
-            wanted = tuple(None if i in readers.unread[number] else operand for i, operand in enumerate(operands))
-            if number in readers.taps:
-                outputs[0], shared = readers.taps[number](outputs[0], wanted, added[number])
+            wanted = tuple(None if i in instruments.unread[number] else operand for i, operand in enumerate(operands))
+            if number in instruments.hooks:
+                outputs[0], shared = instruments.hooks[number](outputs[0], wanted, added[number])
                 later = zip(equation.inputs, shared, strict=True)
                 values.update({i: x for i, x in later if isinstance(i, int) and x is not None})
             else:
                 seen[number], outputs = wanted, [_plus(outputs[0], added[number])]
-            if number in readers.once:
+            if number in instruments.once:
                 outputs = [with_cotangent_computed_once(outputs[0])]
         values.update(zip(equation.outputs, outputs, strict=True))
     return [read(number) for number in block.outputs], seen
