@@ -14,7 +14,9 @@ from scipy import stats
 
 import dpx
 from benchmarks import report
-from dpx.accounting import comparisons, gdp
+from dpx.accounting import gdp
+from dpx.papers.dice_sgd import dice_theorem_noise
+from dpx.papers.dynamic_dp_sgd import claims
 from examples.papers import random_freeze
 
 KEY = dpx.secret_key(0)  # draws nothing
@@ -48,7 +50,7 @@ def dynamic() -> dict[str, tuple[str, str]]:
         for growth in (1.0, 1 / 0.7):
             claimed, true = (0.4, 1.2, 2.0), []
             for epsilon in claimed:
-                first = 1 / gdp.mu_0(epsilon=epsilon, delta=delta, sampling_rate=rate, steps=steps, growth=growth)
+                first = 1 / claims.mu_0(epsilon=epsilon, delta=delta, sampling_rate=rate, steps=steps, growth=growth)
                 noise = first * growth ** (-np.arange(1, steps + 1) / steps)
                 true.append(poisson(noise, steps, examples=60_000, batch_size=60_000 * rate, delta=delta))
             name = f"Dynamic DP-SGD: noise for {steps} steps at rate {rate:.4f}, falling by {growth:.2f}"
@@ -114,9 +116,7 @@ def dice() -> dict[str, tuple[str, str]]:
     ):
         batch = 1000
         sampling = dpx.PoissonSampling(examples=examples, batch_size=batch)
-        noise = batch * comparisons.dice_theorem_noise(
-            clip_norm=1.0, examples=examples, steps=steps, epsilon=epsilon, delta=delta
-        )
+        noise = batch * dice_theorem_noise(clip_norm=1.0, examples=examples, steps=steps, epsilon=epsilon, delta=delta)
 
         def made(noise_multiplier, outer, reset_every=None, sampling=sampling):
             return dpx.methods.dice_sgd(

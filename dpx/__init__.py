@@ -50,6 +50,7 @@ from dpx import (
     schedules,
     tuning,
 )
+from dpx import strategies as strategies
 from dpx.accounting import Budget, compose_runs, epsilon
 from dpx.checking import check_setup
 from dpx.fitting import fit

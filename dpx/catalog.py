@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from dpx import coordinates, mechanisms, methods, sampling
 
 GAUSSIAN, INNERMOST = "mechanisms/dp_sgd.py", "mechanism.py"
-CORRELATED, IN_ORDER = "accounting/correlated.py", ("ordered", "shuffled", "full")
-FEEDBACK, RECORDS = "accounting/error_feedback/event.py", "sampling/schemes.py"
+CORRELATED, IN_ORDER = "papers/correlated_noise/event.py", ("ordered", "shuffled", "full")
+FEEDBACK, RECORDS = "papers/dice_sgd/event.py", "sampling/schemes.py"
 
 
 class Entry(NamedTuple):

@@ -18,10 +18,10 @@ import pytest
 
 import dpx
 from dpx import catalog, strategies
-from dpx.accounting.correlated import CorrelatedGaussianDpEvent, CyclicBandedDpEvent
-from dpx.accounting.error_feedback.event import ErrorFeedbackDpEvent
-from dpx.accounting.projected import ProjectedGaussianDpEvent
+from dpx.papers.correlated_noise.event import CorrelatedGaussianDpEvent, CyclicBandedDpEvent
+from dpx.papers.d2p2_sgd.projected import ProjectedGaussianDpEvent
 from dpx.papers.d2p2_sgd.projections.projection import projection
+from dpx.papers.dice_sgd.event import ErrorFeedbackDpEvent
 
 PARAMS = {"kernel": jnp.ones((4, 3)), "bias": jnp.zeros(3), "scale": jnp.ones(())}
 POISSON = dpx.PoissonSampling(examples=1000, batch_size=8)

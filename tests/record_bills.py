@@ -20,9 +20,9 @@ from dp_accounting.dp_event import MixtureOfGaussiansDpEvent
 import dpx
 from dpx import accounting
 from dpx.accounting import arithmetic, schedule_delta, schedule_epsilon
-from dpx.accounting.error_feedback.event import ErrorFeedbackDpEvent
 from dpx.accounting.groups import of_unit
-from dpx.accounting.projected import ProjectedGaussianDpEvent, projected
+from dpx.papers.d2p2_sgd.projected import ProjectedGaussianDpEvent, projected
+from dpx.papers.dice_sgd.event import ErrorFeedbackDpEvent
 from dpx.sampling import PoissonSampling, RandomAllocation
 
 PATH = Path(__file__).parent / "data" / "bills.json"

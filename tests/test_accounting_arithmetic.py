@@ -14,12 +14,12 @@ import dpx
 from dpx import accounting, reports
 from dpx.accounting import arithmetic
 from dpx.accounting.arithmetic import Implemented, Normals, addition
-from dpx.accounting.error_feedback.event import ErrorFeedbackDpEvent
 from dpx.accounting.events import billed
 from dpx.accounting.profiles import GaussianProfile
 from dpx.accounting.releases import largest_shift, released
 from dpx.accounting.selection import most_trials
 from dpx.keys.counts import CHUNK_NUMBERS, numbers_of, pairs_of
+from dpx.papers.dice_sgd.event import ErrorFeedbackDpEvent
 from dpx.xla.totals import ETA
 
 BITS = 17

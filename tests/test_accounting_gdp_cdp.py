@@ -9,7 +9,7 @@ from scipy import integrate, stats
 
 from dpx import accounting
 from dpx.accounting import gdp, renyi
-from dpx.accounting.comparisons import cdp
+from dpx.papers.dynamic_dp_sgd import claims
 
 
 @pytest.mark.parametrize("mu", [0.05, 0.5, 2.0, 30.0])
@@ -39,54 +39,56 @@ def test_limits():
     assert gdp.epsilon(0.0, delta=1e-5) == 0 and gdp.epsilon(math.inf, delta=1e-5) == math.inf
     assert gdp.epsilon(1e-9, delta=1e-5) == 0
     assert gdp.delta(0.0, epsilon=1.0) == 0 and gdp.delta(math.inf, epsilon=1.0) == 1
-    assert gdp.mu_total([1.0, 0.0], sampling_rate=0.1) == math.inf
+    assert claims.mu_total([1.0, 0.0], sampling_rate=0.1) == math.inf
 
 
 def test_central_limit_theorem_of_a_schedule():
     sigmas, rates = np.array([1.0, 2.0, 0.7]), np.array([0.01, 0.02, 0.03])
     expected = math.sqrt(sum(q * q * (math.exp(1 / s**2) - 1) for s, q in zip(sigmas, rates, strict=True)))
-    assert gdp.mu_total(sigmas, sampling_rate=rates) == pytest.approx(expected, rel=1e-12)
-    assert gdp.mu_total([1.0], sampling_rate=0.01, counts=[500]) == pytest.approx(0.01 * math.sqrt(500 * math.expm1(1)))
+    assert claims.mu_total(sigmas, sampling_rate=rates) == pytest.approx(expected, rel=1e-12)
+    assert claims.mu_total([1.0], sampling_rate=0.01, counts=[500]) == pytest.approx(
+        0.01 * math.sqrt(500 * math.expm1(1))
+    )
 
 
 @pytest.mark.parametrize("growth", [1.0, 1 / 0.7, 1 / 0.1])
 def test_mu_0_spends_the_budget_by_the_limit_theorem(growth):
-    first = gdp.mu_0(epsilon=1.2, delta=1e-5, sampling_rate=0.02, steps=300, growth=growth)
+    first = claims.mu_0(epsilon=1.2, delta=1e-5, sampling_rate=0.02, steps=300, growth=growth)
     sigmas = growth ** (-np.arange(1, 301) / 300) / first
-    assert gdp.epsilon(gdp.mu_total(sigmas, sampling_rate=0.02), delta=1e-5) == pytest.approx(1.2, rel=1e-8)
+    assert gdp.epsilon(claims.mu_total(sigmas, sampling_rate=0.02), delta=1e-5) == pytest.approx(1.2, rel=1e-8)
 
 
 @pytest.mark.parametrize(("promised", "rate", "growth", "spent"), [(2, 0.01, 1 / 0.3, 4.7), (0.4, 0.001, 10, 4.4)])
 def test_the_limit_theorem_under_reports(promised, rate, growth, spent):
     """Why `gdp` is no guarantee: it promises one epsilon and at least the other is spent."""
-    first = gdp.mu_0(epsilon=promised, delta=1 / 600_000, sampling_rate=rate, steps=500, growth=growth)
+    first = claims.mu_0(epsilon=promised, delta=1 / 600_000, sampling_rate=rate, steps=500, growth=growth)
     sigmas = growth ** (-np.arange(1, 501) / 500) / first
     assert accounting.schedule_epsilon(sigmas, sampling_rate=rate, delta=1 / 600_000, buckets=100).lower > spent
 
 
 def test_zcdp_of_noise_decay():
     sigmas = 10 * np.exp(-0.01 * np.arange(100))
-    rho = cdp.zcdp_rho(sigmas)
+    rho = claims.zcdp_rho(sigmas)
     assert rho == pytest.approx(np.sum(0.5 * sigmas**-2.0))
-    assert cdp.zcdp_epsilon(rho, 1e-5) == pytest.approx(rho + 2 * math.sqrt(rho * math.log(1e5)))
+    assert claims.zcdp_epsilon(rho, 1e-5) == pytest.approx(rho + 2 * math.sqrt(rho * math.log(1e5)))
     # A guarantee: above the exact epsilon of the same unsampled releases.
-    assert cdp.zcdp_epsilon(rho, 1e-5) > accounting.schedule_epsilon(sigmas, sampling_rate=1.0, delta=1e-5).upper
-    assert cdp.zcdp_rho([1.0, 0.0]) == math.inf
-    assert cdp.zcdp_rho([2.0], counts=[8]) == pytest.approx(1.0)
+    assert claims.zcdp_epsilon(rho, 1e-5) > accounting.schedule_epsilon(sigmas, sampling_rate=1.0, delta=1e-5).upper
+    assert claims.zcdp_rho([1.0, 0.0]) == math.inf
+    assert claims.zcdp_rho([2.0], counts=[8]) == pytest.approx(1.0)
 
 
 def test_tcdp_of_noise_decay():
-    rho, omega = cdp.tcdp([10.0, 5.0], 0.01, counts=[3, 2])
+    rho, omega = claims.tcdp([10.0, 5.0], 0.01, counts=[3, 2])
     assert rho == pytest.approx(13 * 0.01**2 * (3 * 0.5 / 100 + 2 * 0.5 / 25))
     assert omega == pytest.approx(math.log(100) / (4 * 0.5 / 25))
     # Too little noise, or too high a rate: no amplification is proven, none is taken.
-    assert cdp.tcdp([1.0], 0.01) == (0.5, math.inf)
-    assert cdp.tcdp([10.0], 0.5) == (pytest.approx(0.005), math.inf)
+    assert claims.tcdp([1.0], 0.01) == (0.5, math.inf)
+    assert claims.tcdp([10.0], 0.5) == (pytest.approx(0.005), math.inf)
 
 
 @pytest.mark.parametrize("sigma, rate", [(2.3, 0.01), (5.0, 0.05), (20.0, 0.001)])
 def test_tcdp_dominates_the_renyi_divergence(sigma, rate):
-    rho, omega = cdp.tcdp([sigma], rate)
+    rho, omega = claims.tcdp([sigma], rate)
     orders = renyi.ORDERS[renyi.ORDERS < omega]
     true = renyi.sampled_gaussian(np.array([sigma]), np.array([rate]), orders)[0]
     assert len(orders) > 10 and np.all(true <= rho * orders)
@@ -96,7 +98,7 @@ def test_tcdp_epsilon_is_the_best_order_below_omega():
     for rho, omega in ((0.01, 3.0), (0.01, 1e4), (0.5, 6.0)):
         orders = 1 + np.geomspace(1e-4, omega - 1, 20_000)
         best = np.min(rho * orders + math.log(1e5) / (orders - 1))
-        assert cdp.tcdp_epsilon(rho, omega, 1e-5) == pytest.approx(best, rel=1e-6)
+        assert claims.tcdp_epsilon(rho, omega, 1e-5) == pytest.approx(best, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -106,15 +108,15 @@ def test_tcdp_epsilon_is_the_best_order_below_omega():
         lambda: gdp.epsilon(1.0, delta=1.0),
         lambda: gdp.delta(1.0, epsilon=-0.1),
         lambda: gdp.mu(epsilon=1.0, delta=0.0),
-        lambda: gdp.mu_0(epsilon=0, delta=1e-5, sampling_rate=0.1, steps=10),
-        lambda: gdp.mu_0(epsilon=1, delta=1e-5, sampling_rate=1.5, steps=10),
-        lambda: gdp.mu_0(epsilon=1, delta=1e-5, sampling_rate=0.1, steps=0),
-        lambda: gdp.mu_0(epsilon=1, delta=1e-5, sampling_rate=0.1, steps=10, growth=0.5),
-        lambda: gdp.mu_total([-1.0], sampling_rate=0.1),
-        lambda: cdp.zcdp_epsilon(-1.0, 1e-5),
-        lambda: cdp.zcdp_epsilon(1.0, 2.0),
-        lambda: cdp.tcdp([1.0], 2.0),
-        lambda: cdp.tcdp_epsilon(1.0, 1.0, 1e-5),
+        lambda: claims.mu_0(epsilon=0, delta=1e-5, sampling_rate=0.1, steps=10),
+        lambda: claims.mu_0(epsilon=1, delta=1e-5, sampling_rate=1.5, steps=10),
+        lambda: claims.mu_0(epsilon=1, delta=1e-5, sampling_rate=0.1, steps=0),
+        lambda: claims.mu_0(epsilon=1, delta=1e-5, sampling_rate=0.1, steps=10, growth=0.5),
+        lambda: claims.mu_total([-1.0], sampling_rate=0.1),
+        lambda: claims.zcdp_epsilon(-1.0, 1e-5),
+        lambda: claims.zcdp_epsilon(1.0, 2.0),
+        lambda: claims.tcdp([1.0], 2.0),
+        lambda: claims.tcdp_epsilon(1.0, 1.0, 1e-5),
     ],
 )
 def test_bad_input_is_refused(call):

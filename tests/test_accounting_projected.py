@@ -13,8 +13,8 @@ from scipy import special, stats
 import dpx
 from dpx import accounting
 from dpx.accounting.events import billed
-from dpx.accounting.projected import ProjectedGaussian, ProjectedGaussianDpEvent, projected
 from dpx.accounting.renyi import ORDERS
+from dpx.papers.d2p2_sgd.projected import ProjectedGaussian, ProjectedGaussianDpEvent, projected
 
 Gaussian = dp_accounting.GaussianDpEvent
 

@@ -17,9 +17,9 @@ from dpx import accounting
 from dpx.accounting.events import billed, event_profile
 from dpx.accounting.fixed_size import FixedSizeGaussian
 from dpx.accounting.pld.losses import SampledGaussian, total_renyi
-from dpx.accounting.projected import projected
 from dpx.accounting.releases import largest_shift, read_step, released
 from dpx.accounting.truncated import TruncatedGaussian, round_to_few_truncated, without_truncation
+from dpx.papers.d2p2_sgd.projected import projected
 
 KEY = jax.random.key(7)
 

@@ -22,7 +22,6 @@ from dp_accounting.dp_event import TruncatedSubsampledGaussianDpEvent
 
 import dpx
 from dpx import catalog, keys, masks
-from dpx.accounting.error_feedback.rounding import ERROR
 from dpx.audit.contract import inputs
 from dpx.audit.contract.check import LINES
 from dpx.audit.contract.lines import require_same_program
@@ -30,6 +29,7 @@ from dpx.audit.contract.report import Broken, NotChecked
 from dpx.audit.contract.subject import STEPS
 from dpx.audit.contract.trial import Trial
 from dpx.audit.stand_ins import with_quick_noise
+from dpx.papers.dice_sgd.rounding import ERROR
 from dpx.sampling.events import RandomAllocationDpEvent
 from dpx.xla.totals import ETA, as_total
 from tests import broken

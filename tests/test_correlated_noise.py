@@ -15,7 +15,6 @@ from scipy import linalg, stats
 
 import dpx
 from dpx import accounting, coordinates, keys, mechanisms, methods, strategies
-from dpx.accounting.correlated import CorrelatedGaussianDpEvent, CyclicBandedDpEvent, rounding
 from dpx.accounting.gdp import epsilon as gaussian_epsilon
 from dpx.accounting.releases import largest_shift, released
 from dpx.audit.contract.cost import require_sensitivity
@@ -24,6 +23,7 @@ from dpx.audit.contract.report import Broken
 from dpx.audit.contract.trial import Trial
 from dpx.keys.grid import GRID
 from dpx.papers.correlated_noise import memory
+from dpx.papers.correlated_noise.event import CorrelatedGaussianDpEvent, CyclicBandedDpEvent, rounding
 from dpx.xla import doubles
 from dpx.xla.totals import ETA
 from tests.devices import on_eight_devices

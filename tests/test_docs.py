@@ -21,8 +21,9 @@ PACKAGES = [
     "dpx",
     *(f"dpx.{name}" for name in ("accounting", "audit", "checking", "coordinates", "fitting", "gradients", "keys")),
     *(f"dpx.{name}" for name in ("mechanisms", "methods", "reports", "sampling", "schedules", "strategies", "tuning")),
-    *(f"dpx.accounting.{name}" for name in ("gdp", "comparisons", "comparisons.cdp")),
+    "dpx.accounting.gdp",
     "dpx.reports.curves",
+    "dpx.papers.dynamic_dp_sgd.claims",
 ]
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import dpx
 from dpx import keys
-from dpx.accounting.error_feedback.rounding import ERROR
+from dpx.papers.dice_sgd.rounding import ERROR
 from dpx.states.record import ReleaseState
 from dpx.xla.totals import ETA, Total
 from examples import loop

@@ -1,4 +1,4 @@
-"""The error of error feedback is computed as exactly as `dpx.accounting.error_feedback.rounding` says."""
+"""The error of error feedback is computed as exactly as `dpx.papers.dice_sgd.rounding` says."""
 
 import functools
 import math
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import dpx
-from dpx.accounting.error_feedback.rounding import ERROR, covers
+from dpx.papers.dice_sgd.rounding import ERROR, covers
 from dpx.states.record import ReleaseState
 from dpx.xla import doubles
 from dpx.xla.totals import Total

@@ -13,7 +13,7 @@ from jax.flatten_util import ravel_pytree
 
 import dpx
 from dpx import keys
-from dpx.accounting.projected import projected
+from dpx.papers.d2p2_sgd.projected import projected
 from dpx.papers.d2p2_sgd.projections import countsketch, hadamard
 from dpx.papers.d2p2_sgd.projections.projection import SKETCHES, projection
 from dpx.xla.totals import ETA

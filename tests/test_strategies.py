@@ -9,9 +9,8 @@ from scipy import linalg, optimize
 
 from benchmarks import correlated_noise
 from dpx import strategies
+from dpx.papers.correlated_noise.losses import log_loss, objective, squared_errors
 from dpx.strategies import Strategy, Workload
-from dpx.strategies.losses import squared_errors
-from dpx.strategies.optimization import log_loss, objective
 
 FAMILIES = {
     "identity": strategies.identity(),

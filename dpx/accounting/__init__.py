@@ -10,36 +10,35 @@ Which function answers which question:
 * The cost of a run of DP-SGD from its numbers, also of another library: `dp_sgd_epsilon`.
 * The same without a mechanism: `schedule_epsilon`, `schedule_delta` and `calibrate_schedule` for noise multipliers,
   `event_epsilon` and `event_delta` for a dp-accounting event, `gdp` for Gaussian differential privacy.
-* Numbers that papers claim, which may not be reported as spent: `comparisons`, and the second half of `gdp`.
 
-Every epsilon and delta is an upper bound, except those of the last line; an interval adds a lower bound. The proofs:
+Every epsilon and delta is an upper bound; an interval adds a lower bound. The proofs:
 
 * Poisson-sampled Gaussians: `pld/losses.py` (one step), `pld/composition.py` (many), `pld/buckets.py` (long schedules),
-  `renyi.py` ("rdp"). Several releases of one batch: `releases.py`. Unsampled Gaussians: `gdp.py`, first half.
+  `renyi.py` ("rdp"). Several releases of one batch: `releases.py`. Unsampled Gaussians: `gdp.py`.
 * Random allocation: `pld/allocation.py`, `pld/sums.py`, and `pld/moments.py` ("rdp").
-* Samples of a fixed size: `fixed_size.py`. Runs on shared batches: `compose.py`. Fresh projections: `projected.py`.
+* Samples of a fixed size: `fixed_size.py`. Runs on shared batches: `compose.py`.
 * A unit of several records: `groups.py`, and `log_moments.py` ("rdp").
 * A mixture of Gaussians, whose pair is that of `groups.py` with other shifts: `mixtures.py`.
 * The best of a random number of trials: `selection.py`.
-* Correlated noise: `correlated.py`, and `dpx/strategies/sensitivities.py`.
-* Error feedback: `error_feedback/energy.py` and `error_feedback/renyi.py`.
+* Correlated noise, error feedback and fresh projections: with their papers, in `dpx/papers`.
 * What the arithmetic of the noise adds to each of these: `arithmetic.py`. Every bill of a run has it (`events.billed`);
   those of events alone (`event_epsilon`, `event_delta`) and the lower end of an interval are for exact noise.
 
-To add one: a new event is a file here, like `projected.py`, which the file of its mechanism imports. It holds
+To add one: a new event is a file, like `dpx/papers/d2p2_sgd/projected.py`, which the file of its
+mechanism imports. It holds
 
 * an `attrs.frozen` subclass of `DpEvent`, whose noise is a field called `noise_multiplier`, because
   `dpx/states/record.py` leaves the field of that name out of a state's fingerprint;
 * a step loss, with `renyi` and, if a privacy loss distribution is known, `pmfs` (`pld/losses.py`);
 * `register(event_type, read)`, with `released` if it stands for more than one release of noisy numbers, or
-  `register_whole_run` (`releases.py`) for an event of a whole run, like `error_feedback/event.py`.
+  `register_whole_run` (`releases.py`) for an event of a whole run, like `dpx/papers/dice_sgd/event.py`.
 
 It needs these tests: bills in `tests/record_bills.py` (run it to record them), a `tests/test_accounting_*.py` that
 compares them with an independent computation, a case in `tests/mechanisms.py`, and a fault in `tests/faults.txt` for
 each line that makes it a bound.
 """
 
-from dpx.accounting import comparisons, gdp
+from dpx.accounting import gdp
 from dpx.accounting.best_of import Selection, best_of
 from dpx.accounting.bill import delta, epsilon
 from dpx.accounting.budget import Budget, accepts_budget
@@ -60,7 +59,6 @@ __all__ = [
     "calibrate",
     "calibrate_schedule",
     "accepts_budget",
-    "comparisons",
     "compose_runs",
     "delta",
     "dp_sgd_epsilon",

@@ -10,7 +10,6 @@ from dpx.accounting import checks
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.events import billed
 from dpx.accounting.groups import DISTINCT, of_unit, require_nulled
-from dpx.accounting.projected import ProjectedGaussianDpEvent
 from dpx.accounting.releases import count_releases
 from dpx.keys.counts import LARGEST_RELEASE
 from dpx.sampling.poisson import PoissonSampling
@@ -181,7 +180,7 @@ def _of_weight(event: Any, sampling: Any, weight: float) -> dp_accounting.DpEven
             return attrs.evolve(event, event=lowered(event.event))
         if isinstance(event, dp_accounting.NoOpDpEvent | dp_accounting.NonPrivateDpEvent):
             return event
-        known = isinstance(event, dp_accounting.PoissonSampledDpEvent | ProjectedGaussianDpEvent)
+        known = isinstance(event, dp_accounting.PoissonSampledDpEvent) or getattr(event, "on_poisson_sample", False)
         if not known or event.sampling_probability != largest:
             raise ValueError(f"the bill of one weight is known for releases on Poisson samples only, got {event}")
         return attrs.evolve(event, sampling_probability=rate) if rate else dp_accounting.NoOpDpEvent()

@@ -1,15 +1,9 @@
-"""Gaussian differential privacy: an exact half, and an approximate half that is not a guarantee.
+"""Gaussian differential privacy: from mu to epsilon and delta, and back, exact.
 
 mu-GDP means that to tell two neighboring data sets apart is at least as hard as to tell N(0, 1) from N(mu, 1).
 
-Exact: `epsilon`, `delta`, `log_delta` and `mu` convert between mu and (epsilon, delta) (Dong, Roth and Su 2022,
+`epsilon`, `delta`, `log_delta` and `mu` convert between mu and (epsilon, delta) (Dong, Roth and Su 2022,
 https://arxiv.org/abs/1905.02383). Bills of unsampled Gaussians use them.
-
-Approximate: `mu_total` and `mu_0` rest on a central limit theorem (CLT) for many steps at small sampling rates (Bu et
-al. 2020, https://arxiv.org/abs/1911.11607, extended to changing noise by Dynamic DP-SGD, Du et al. 2021,
-https://arxiv.org/abs/2111.00173). They under-report. The true epsilon, by privacy loss distributions, is 1.0 to 1.05
-times the promised one at sampling rate 0.01 and 5,000 steps with all noise multipliers above 1, 1.5 to 3 times at 500
-steps with a final multiplier near 0.5, and up to 11 times at rate 0.001. No bill uses them, and no report should.
 """
 
 import math
@@ -20,11 +14,8 @@ import numpy as np
 from scipy import optimize, special
 
 from dpx.accounting import checks
-from dpx.validation import require_number, require_whole
 
 _ROUNDING = 2.0**-50  # of a logarithm and of epsilon, relative
-
-# ------------------------------------------------------------------ Exact: from mu to epsilon and delta, and back
 
 
 def delta(mu: float, *, epsilon: float) -> float:
@@ -94,48 +85,6 @@ def mu(*, epsilon: float, delta: float) -> float:
         lambda log: log_delta(math.exp(-log), epsilon=epsilon) - log_target, -math.log(top), -math.log(low)
     )
     return math.exp(-root)
-
-
-# ------------------------------------------------------------------ Approximate: the CLT, never a bill
-
-
-def mu_total(noise_multipliers: Any, *, sampling_rate: Any, counts: Any = None) -> float:
-    """The CLT's mu of a schedule: an approximation that may be below the truth, and is never a bill.
-
-    mu = sqrt(sum_t q_t^2 (exp(1 / sigma_t^2) - 1)); inf if a noise multiplier is 0. At rate 1 it is above the exact
-    sqrt(sum_t 1 / sigma_t^2).
-
-    noise_multipliers: float (T,), at least 0. sampling_rate: in (0, 1], one float or (T,). counts: int (T,), how often
-    each step is repeated; default once. Raises ValueError for numbers outside these domains. Source: see the module.
-    """
-    sigmas, rates, repeats = checks.require_schedule(noise_multipliers, sampling_rate, counts)
-    with np.errstate(divide="ignore", over="ignore"):
-        return math.sqrt(float(np.sum(repeats * rates**2 * np.expm1(sigmas**-2.0))))
-
-
-def mu_0(*, epsilon: float, delta: float, sampling_rate: float, steps: int, growth: float = 1.0) -> float:
-    """Dynamic DP-SGD's first mu: an approximation whose noise may be too small for (epsilon, delta), and never a bill.
-
-    sigma_t = growth^(-t/steps) / mu_0, t = 1 .. steps, spends epsilon at delta according to the CLT, and more in truth.
-
-    growth: rho_mu, finite and at least 1; 1 has the closed form sqrt(ln(mu_total^2 / (q^2 steps) + 1)).
-    epsilon: positive and finite. delta: in (0, 1). sampling_rate: in (0, 1]. steps: int, at least 1. Raises ValueError
-    for numbers outside these domains. Source: see the module.
-    """
-    steps = require_whole("steps", steps)
-    epsilon = checks.require_positive_epsilon(epsilon)
-    growth = require_number("growth", growth, minimum=1)
-    _, (rate,), _ = checks.require_schedule([1.0], sampling_rate, None)
-    log_target = math.log(mu(epsilon=epsilon, delta=delta))
-    powers = growth ** (np.arange(1, steps + 1) / steps)
-    largest = math.sqrt(math.log1p(math.exp(2 * log_target) / (rate**2 * steps)))
-    if growth == 1:
-        return largest
-    return _root(
-        lambda first: math.log(mu_total(1 / (first * powers), sampling_rate=rate)) - log_target,
-        largest / growth,
-        largest,
-    )
 
 
 def _root(function: Callable[[float], float], low: float, high: float) -> float:

@@ -2,5 +2,7 @@
 
 A paper stands on the rooms below and on no other paper. The one exception is `gep_sgd`, which freezes coordinates as
 `random_freeze` does. Nothing below imports a paper, so a folder can be deleted with its lines in `dpx/methods.py`,
-`dpx/coordinates.py`, `dpx/mechanisms/__init__.py` and `dpx/catalog.py`.
+`dpx/coordinates.py`, `dpx/mechanisms/__init__.py`, `dpx/strategies.py` and `dpx/catalog.py`.
+
+Each has the cost of its mechanism too, which `dpx.accounting.register` makes known when the paper is imported.
 """

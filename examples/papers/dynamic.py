@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from dpx.accounting import gdp
-from dpx.accounting.comparisons import cdp
+from dpx.papers.dynamic_dp_sgd import claims
 from examples.config import Config
 from examples.papers.experiment import Experiment, Row
 
@@ -26,7 +25,7 @@ METHODS: dict[str, dict[str, float]] = {  # options of dynamic_dp_sgd; none: DP-
 def noise_by_clt(config: Config, rate: float, steps: int) -> float:
     """The noise multiplier 1 / mu_0 by the paper's central limit theorem."""
     assert config.epsilon is not None
-    return 1 / gdp.mu_0(
+    return 1 / claims.mu_0(
         epsilon=config.epsilon, delta=config.delta, sampling_rate=rate, steps=steps, growth=_rho(config)
     )
 
@@ -38,7 +37,7 @@ def noise_by_zcdp(config: Config, rate: float, steps: int) -> float:
     """
     epochs = max(1, round(rate * steps))
     return _least_noise(
-        config, lambda first: cdp.zcdp_epsilon(cdp.zcdp_rho(first * _fall(config, epochs)), config.delta)
+        config, lambda first: claims.zcdp_epsilon(claims.zcdp_rho(first * _fall(config, epochs)), config.delta)
     )
 
 
@@ -49,8 +48,8 @@ def noise_by_tcdp(config: Config, rate: float, steps: int) -> float:
     """
 
     def epsilon(first):
-        rho, omega = cdp.tcdp(first * _fall(config, steps), rate)
-        return cdp.tcdp_epsilon(rho, omega, config.delta) if omega > 1 else math.inf
+        rho, omega = claims.tcdp(first * _fall(config, steps), rate)
+        return claims.tcdp_epsilon(rho, omega, config.delta) if omega > 1 else math.inf
 
     return _least_noise(config, epsilon)
 

@@ -1,6 +1,6 @@
 """Correlated noise: later noise cancels a part of earlier noise, so that prefix sums of the updates have less of it.
 
-Proof of the bill, also for the bits: `dpx/accounting/correlated.py`. An example enters each sum as in `dp_sgd.py`, so
+Proof of the bill, also for the bits: `event.py`. An example enters each sum as in `dp_sgd.py`, so
 it moves a sum by at most C (1 + ETA), and it takes part in the steps that the sampling states. `normalized`,
 coordinates that are fixed, and transforms behind the mechanism change neither.
 """
@@ -17,14 +17,14 @@ from dp_accounting import DpEvent, NoOpDpEvent, SelfComposedDpEvent
 
 from dpx import keys
 from dpx.accounting.budget import accepts_budget
-from dpx.accounting.correlated import CorrelatedGaussianDpEvent, CyclicBandedDpEvent, rounding
 from dpx.mechanism import Mechanism
 from dpx.mechanisms.dp_sgd import LARGEST_CLIP_NORM, SMALLEST_CLIP_NORM, dp_sgd
 from dpx.papers.correlated_noise import memory
+from dpx.papers.correlated_noise.event import CorrelatedGaussianDpEvent, CyclicBandedDpEvent, rounding
+from dpx.papers.correlated_noise.sensitivities import sensitivity, shuffled_sensitivity
+from dpx.papers.correlated_noise.strategy import Strategy
 from dpx.sampling.cyclic import CyclicPoissonSampling
 from dpx.sampling.schemes import FixedOrder, FullBatch, Sampling, ShuffledEpochs
-from dpx.strategies.sensitivities import sensitivity, shuffled_sensitivity
-from dpx.strategies.strategy import Strategy
 from dpx.trees import described
 from dpx.validation import require_number
 from dpx.xla import doubles

@@ -1,6 +1,6 @@
 """The memory of correlated noise: what the last releases differ from their sums by, and what it adds to the next sum.
 
-The numbers are functions of raw data and of releases (`dpx/accounting/correlated.py`), so they are never released. They
+The numbers are functions of raw data and of releases (`event.py`), so they are never released. They
 are two float32 numbers each, 8 bytes, because float32 alone would move a sum by up to 2^-23 sqrt(numbers) deviations.
 The last w steps are in a ring on axis 0 of every array: step t writes row t mod w, and moves no other row.
 """

@@ -6,12 +6,11 @@ import jax
 
 from dpx.accounting.budget import accepts_budget
 from dpx.mechanism import Mechanism
+from dpx.papers.correlated_noise.losses import Workload, optimized
 from dpx.papers.correlated_noise.mechanism import correlated_noise
+from dpx.papers.correlated_noise.strategy import lambda_cgd as strategy_of
 from dpx.sampling.cyclic import CyclicPoissonSampling
 from dpx.sampling.schemes import FixedOrder, FullBatch, Sampling, ShuffledEpochs
-from dpx.strategies.families import lambda_cgd as strategy_of
-from dpx.strategies.losses import Workload
-from dpx.strategies.optimization import optimized
 from dpx.validation import require_whole
 
 _optimized = functools.lru_cache(64)(optimized)  # a budget builds the mechanism for many noise multipliers

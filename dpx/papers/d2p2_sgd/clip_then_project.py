@@ -6,7 +6,7 @@ multiplied by it, so one example still moves the projected sum by at most the cl
 mechanism's, and the noise on the lifted gradient grows by the stretch.
 
 A "gaussian" projection has no largest stretch. If it is drawn afresh at every step, it is independent of the sum that
-it projects, so its random stretch is billed by its distribution (`dpx.accounting.projected`) and the noise does not
+it projects, so its random stretch is billed by its distribution (`projected.py`) and the noise does not
 grow. If it is drawn once and reused, it is refused, because the bound sqrt(d/p) + 1 would hold only with a probability
 that no bill contains.
 """
@@ -20,9 +20,9 @@ import jax.numpy as jnp
 import optax
 
 from dpx import keys
-from dpx.accounting.projected import projected
 from dpx.accounting.releases import count_releases
 from dpx.mechanism import Mechanism, Tree
+from dpx.papers.d2p2_sgd.projected import projected
 from dpx.papers.d2p2_sgd.projections.projection import ProjectionKind, ProjectionState, projection
 from dpx.stages import around_sum
 from dpx.trees import described

@@ -17,10 +17,10 @@ from dp_accounting import DpEvent, NoOpDpEvent
 
 from dpx import keys
 from dpx.accounting.budget import accepts_budget
-from dpx.accounting.error_feedback.event import SAMPLINGS, ErrorFeedbackDpEvent
-from dpx.accounting.error_feedback.rounding import ERROR
 from dpx.mechanism import Mechanism, Tree
 from dpx.mechanisms.dp_sgd import LARGEST_CLIP_NORM, SMALLEST_CLIP_NORM, require_noise, tree_norm
+from dpx.papers.dice_sgd.event import SAMPLINGS, ErrorFeedbackDpEvent
+from dpx.papers.dice_sgd.rounding import ERROR
 from dpx.sampling.schemes import Sampling
 from dpx.stages import SUM, describe_period
 from dpx.states.record import ReleaseState
@@ -93,12 +93,12 @@ def dice_sgd(
     next e = e + (1/B) sum_i clip(g_i, Cmax) - v,  with the v before noise; e starts at 0 and is never released.
 
     The paper claims noise of the size of DP-SGD's, however large the gradients are. That does not hold
-    (`dpx.accounting.comparisons.dice_theorem_noise`), because the error depends on all earlier raw batches, and may
+    (`dpx.papers.dice_sgd.dice_theorem_noise`), because the error depends on all earlier raw batches, and may
     move the release at every step, whether the example is sampled or not. dpx bills the whole run as one event
-    (`dpx.accounting.error_feedback`): given the released values, a participation of one example moves v by at most
+    (`dpx.papers.dice_sgd`): given the released values, a participation of one example moves v by at most
     C1 / B and e by (Cmax - C1) / B, and a moved e moves later v. e is two float32 numbers, whose rounding the noise
     covers for about 2^27 / B steps between resets if C2 is at least 2 or 3 times Cmax - C1, and for 2^14 / sqrt(B)
-    otherwise: the report says whether it does, and `dpx.accounting.error_feedback.rounding` why.
+    otherwise: the report says whether it does, and `dpx.papers.dice_sgd.rounding` why.
 
     clip_norm: C1, in [2^-40, 1e15], on an example's gradient. outer_clip_norm: Cmax, in [C1, 1e15]; inf is DiceSGD as
         published, which has only the trivial bill: 2 C2 at every step, never amplified.

@@ -15,12 +15,12 @@ from dp_accounting import DpEvent
 
 from dpx.accounting import renyi
 from dpx.accounting.checks import Accountant, Relation
-from dpx.accounting.error_feedback import energy as feedback_energy
-from dpx.accounting.error_feedback import rounding
-from dpx.accounting.error_feedback.renyi import AmplifiedProfile
 from dpx.accounting.profiles import UNBOUNDED, DeltaProfile, GaussianProfile, Least, Profile, RenyiProfile
 from dpx.accounting.releases import Released, WholeRunReader, register_whole_run
 from dpx.accounting.words import upper
+from dpx.papers.dice_sgd import energy as feedback_energy
+from dpx.papers.dice_sgd import rounding
+from dpx.papers.dice_sgd.renyi import AmplifiedProfile
 from dpx.sampling.poisson import PoissonSampling
 from dpx.sampling.schemes import FixedSizeSampling, FullBatch, Sampling, ShuffledEpochs
 

@@ -14,11 +14,11 @@ with fresh noise, moved by a public number, and the noise of the run is r - S = 
 the normals of a step are fresh, which is what the theorem of `arithmetic.py` needs at every release. So the bill holds
 for the bits.
 
-**The shift.** One example moves the vector C S by at most `sensitivity` clip norms
-(`dpx/strategies/sensitivities.py`), for any gradients, also those that depend on the releases, because it is a bound
-for every path. A sequence of Gaussians whose means are chosen one after the other, and which differ by v_t with
-sum |v_t|^2 <= mu^2, is a function of N(0, 1) or N(mu, 1), and of noise that does not depend on the example (Denisov et
-al. 2022, arXiv:2202.08312, theorem 2.1). So a run in a fixed order costs ONE Gaussian release.
+**The shift.** One example moves the vector C S by at most `sensitivity` clip norms (`sensitivities.py`), for any
+gradients, also those that depend on the releases, because it is a bound for every path. A sequence of Gaussians whose
+means are chosen one after the other, and which differ by v_t with sum |v_t|^2 <= mu^2, is a function of N(0, 1) or
+N(mu, 1), and of noise that does not depend on the example (Denisov et al. 2022, arXiv:2202.08312, theorem 2.1). So a
+run in a fixed order costs ONE Gaussian release.
 
 **Cyclic Poisson sampling** (arXiv:2306.08153, theorem 4), C with at most b bands, b groups. Let the groups be public.
 The example has a coin in every b-th step, and by (1) its gradient g of step s moves y_s, ..., y_(s + b - 1) by c_0 g,
@@ -50,12 +50,14 @@ import math
 
 import attrs
 import numpy as np
-from dp_accounting import DpEvent
+from dp_accounting import DpEvent, GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
 
 from dpx.accounting.checks import Relation
 from dpx.accounting.pld.losses import SampledGaussian
 from dpx.accounting.releases import Released, register
 from dpx.keys.counts import LARGEST_RELEASE
+from dpx.papers.correlated_noise.strategy import Strategy
+from dpx.validation import require_number, require_whole
 
 _FARTHEST = 13.3 * math.sqrt(LARGEST_RELEASE)  # N
 _MOST_ROWS = 2.0**24
@@ -139,3 +141,37 @@ def rounding(
     largest = 1 + math.sqrt(steps) * of_c  # of m in clip norms, but for noise: `of_c` bounds what one gradient moves
     by_noise = of_c * of_inverse + 1
     return twice * unit * ((of_c * _MOST_ROWS + by_noise * largest) / noise_multiplier + by_noise * _FARTHEST)
+
+
+def cyclic_poisson_event(
+    strategy: Strategy, *, examples: int, batch_size: float, groups: int, steps: int, noise_multiplier: float
+) -> DpEvent:
+    """The event of a whole run with a banded C and cyclic Poisson sampling.
+
+    examples: int. batch_size: expected, above 0. groups: int, at least the bands of C. steps: of the run, int.
+    noise_multiplier: the deviation of z is this times the clip norm times `column_norm(strategy, steps=steps)`.
+
+    Raises ValueError for a C with more bands than groups (a banded inverse has a full C), and if
+    groups * batch_size > examples, because a probability is at most 1.
+    """
+    groups, examples = require_whole("groups", groups), require_whole("examples", examples)
+    batch_size = require_number("batch_size", batch_size, minimum=0, exclusive=True)
+    bands = strategy.bands
+    if bands is None or bands > groups:
+        words = "a full C, of a banded inverse" if bands is None else f"{bands} bands"
+        raise ValueError(f"C must have at most {groups} bands, the number of groups, got {words}")
+    if groups * batch_size > examples:
+        raise ValueError(f"groups * batch_size must be at most {examples} examples, got {groups} * {batch_size}")
+    noise = GaussianDpEvent(require_number("noise_multiplier", noise_multiplier, minimum=0))
+    sampled = PoissonSampledDpEvent(groups * batch_size / examples, noise)
+    releases = -(-require_whole("steps", steps) // groups)
+    return SelfComposedDpEvent(sampled, releases) if releases > 1 else sampled
+
+
+def fixed_order_event(*, noise_multiplier: float) -> DpEvent:
+    """The event of a whole run in a fixed order: one Gaussian release.
+
+    noise_multiplier: the deviation of z is this times the clip norm times `sensitivity`, for the participations and the
+    separation of the order.
+    """
+    return GaussianDpEvent(require_number("noise_multiplier", noise_multiplier, minimum=0))

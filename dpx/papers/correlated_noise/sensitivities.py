@@ -30,7 +30,7 @@ import math
 
 import numpy as np
 
-from dpx.strategies.strategy import Strategy
+from dpx.papers.correlated_noise.strategy import Strategy
 from dpx.validation import require_whole
 
 

@@ -37,8 +37,8 @@ from typing import NamedTuple
 import numpy as np
 
 from dpx.accounting import renyi
-from dpx.accounting.error_feedback.energy import most_participations
 from dpx.accounting.profiles import RenyiProfile
+from dpx.papers.dice_sgd.energy import most_participations
 
 # The bill is an upper bound for any of these numbers, because every order, tail, grid and polygon gives one.
 _ORDERS = (*range(2, 17), 18, 20, 24, 28, 32, 40, 48, 64, 96, 128)
