@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dpx.gradients.explicit_axes import along_examples, call_with_auto_axes
-from dpx.gradients.results import Unreleased
+from dpx.gradients.private_updates import Unreleased, along_examples, call_with_auto_axes
 from dpx.gradients.rows import rows_of
 from dpx.gradients.sums import Norms, RowSum, sum_gradients
 from dpx.guards import require_params

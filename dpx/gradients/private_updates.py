@@ -1,24 +1,58 @@
-"""Private gradients of a loss, and private updates of any function of one unit's data."""
+"""Private gradients of a loss, and private updates of any function of the data of one unit."""
 
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from dpx.gradients import ghost
-from dpx.gradients.explicit_axes import along_examples, call_with_auto_axes, devices_of_rows
 from dpx.gradients.microbatch_size import choose_microbatch_size, require_platform
-from dpx.gradients.results import PrivateUpdates, Unreleased
 from dpx.gradients.rows import of_one_row, rows_of
-from dpx.gradients.sums import Norms, RowSum, sum_gradients
+from dpx.gradients.sums import Norms, RowSum, devices_of_rows, sum_gradients
 from dpx.guards import require_params
 from dpx.mechanism import Mechanism
 from dpx.sampling.batch import Batch, inclusion, require_batch
 from dpx.states.record import ReleaseState
-from dpx.trees import Tree, batch_size, find_state
+from dpx.trees import Tree, batch_size, find_state, outlined
+from dpx.validation import require_function, require_whole
+
+
+class Unreleased(NamedTuple):
+    """Values of each example, with the B examples on axis 0. NOT private: they are for debugging and tuning only.
+
+    They are as sensitive as the data. Rows that are not included have values too. A jitted program skips unused ones.
+
+    losses: (B,), in the loss's dtype. None for `private_updates_from`, which knows no loss.
+    norms:  float32 (B,), the norms of the encoded gradients before the clip; for a mechanism with one norm for each
+            group, a tree of them. The share of clipped examples, by which a clip norm is tuned, is
+            `(unreleased.norms > clip_norm)[batch.included].mean()`.
+    aux:    with `has_aux=True`, what the function of one example returns second, (B, ...) in each leaf; otherwise None.
+    """
+
+    losses: Tree
+    norms: Tree
+    aux: Tree
+
+    __repr__ = outlined
+
+
+class PrivateUpdates(NamedTuple):
+    """The result of one private step.
+
+    updates: like the parameters, in their dtypes; private.
+    state: the mechanism's next state.
+    unreleased: losses, norms and aux of the examples. NOT private.
+    """
+
+    updates: Tree
+    state: Tree
+    unreleased: Unreleased
+
+    __repr__ = outlined
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,3 +218,62 @@ def explain_norms(
     plan, cost = row_sum.plan(params, state, rows)
     at_once = choose_microbatch_size(cost, plan, params, batch_size(examples), row_sum.platform)
     return ghost.explain(plan, params, at_once.reason and f"microbatches of {at_once.size} examples: {at_once.reason}")
+
+
+def augmented(
+    loss: Callable[..., Tree], augment: Callable[[Tree, jax.Array], Tree], *, copies: int
+) -> Callable[[Tree, Tree, jax.Array], Tree]:
+    """Builds `mean_loss(params, example, key)`, the mean of `loss` over `copies` random views of one example.
+
+    Give it to `private_updates`, `fit`, `check` or `explain` with `with_key=True`. The views of an example are averaged
+    BEFORE its gradient is clipped. So the example still enters once, and the sensitivity, the noise and the bill are
+    those of `loss`. Ghost norms see `copies` positions in place of one, and need no gradient of a view.
+
+    loss: (params, example) -> float (), or (value, aux) with has_aux=True; then aux is the mean over the views too.
+    augment: (example, key) -> one view: a pytree for `loss`. It must be a function of these two arguments and public
+        constants, and must not look at other examples. The key, (), differs among examples, steps and views. A loss
+        with random numbers of its own gets them from a view that holds a key.
+    copies: int, at least 1; the time of a step grows by about this factor (benchmarks/augmented.py). On a CPU, a
+        `microbatch_size` whose views fit in the cache of a core, such as 64, can be a fifth faster.
+
+    Raises ValueError for other `copies` and if `loss` or `augment` is not callable.
+    De et al. 2022, https://arxiv.org/abs/2204.13650, section 3.2; Hoffer et al. 2020, https://arxiv.org/abs/1901.09335.
+
+        >>> def mirrored(example, key):
+        ...     x, y = example
+        ...     return jnp.where(jax.random.bernoulli(key), x, x[::-1]), y
+        >>> step = dpx.private_updates(dpx.augmented(loss, mirrored, copies=4), optimizer, with_key=True)
+    """
+    require_function("loss", loss)
+    require_function("augment", augment)
+    require_whole("copies", copies)
+
+    def mean_loss(params, example, key):
+        values = jax.vmap(lambda key: loss(params, augment(example, key)))(jax.random.split(key, copies))
+        return jax.tree.map(lambda leaf: leaf.mean(0), values)
+
+    return mean_loss
+
+
+def call_with_auto_axes(function: Callable[..., Tree], arguments: tuple, place: Callable[..., Tree]) -> Tree:
+    """`function(*arguments)`, which need not know that arguments may be sharded over mesh axes of type Explicit.
+
+    Inside, the axes are of type Auto, so that XLA partitions the function. Its results are sharded as asked for.
+
+    place: gets the arguments with a sharding in place of every array; returns the shardings of the results, a pytree
+        prefix. It is called only if an argument is on a mesh with axes of type Explicit.
+    """
+    shardings = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding, arguments)
+    meshes = [sharding.mesh for sharding in jax.tree.leaves(shardings) if sharding.mesh.explicit_axes]
+    if not meshes:
+        return function(*arguments)
+    replicated = NamedSharding(meshes[0], PartitionSpec())
+    shardings = jax.tree.map(lambda sharding: replicated if sharding.mesh.empty else sharding, shardings)
+    axes, out = meshes[0].explicit_axes, place(*shardings)
+    return jax.sharding.auto_axes(function, axes=axes, out_sharding=out)(*arguments)
+
+
+def along_examples(shardings: Tree) -> Any:
+    """The sharding of arrays with one row for each example. shardings: of the examples, see `place`."""
+    first = jax.tree.leaves(shardings)[0]
+    return NamedSharding(first.mesh, PartitionSpec(*first.spec[:1]))

@@ -9,7 +9,6 @@ from jax.extend import core
 
 from dpx.contributions import sum_contributions
 from dpx.gradients import ghost
-from dpx.gradients.explicit_axes import devices_of_rows
 from dpx.gradients.microbatch_size import ForwardCost, choose_microbatch_size, forward_cost, require_platform
 from dpx.gradients.rows import look_at, noted, of_one_row, shapes_of_one, value_and_gradient
 from dpx.guards import require_real
@@ -131,3 +130,13 @@ def _require_like(params: Tree, made: Tree):
     expected, found = [jax.tree.map(lambda leaf: jax.numpy.shape(leaf), tree) for tree in (params, made)]
     if expected != found or jax.tree.structure(params) != jax.tree.structure(made):
         raise ValueError(f"the update of one unit must be like params, of shapes {expected}; got shapes {found}")
+
+
+def devices_of_rows(sharding: Any) -> int | None:
+    """Over how many devices a sharding spreads axis 0; None for None. Raises ValueError for another type."""
+    if sharding is None:
+        return None
+    if not isinstance(sharding, jax.sharding.Sharding):
+        such = "such as NamedSharding(mesh, PartitionSpec('data'))"
+        raise ValueError(f"sharding must be a sharding of the batches, {such}, or None; got {described(sharding)}")
+    return sharding.num_devices // sharding.shard_shape((sharding.num_devices,))[0]
