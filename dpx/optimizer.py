@@ -11,7 +11,6 @@ import optax
 
 from dpx import guards
 from dpx.mechanism import Coordinates, Mechanism, require_mechanism
-from dpx.stages import FROZEN
 from dpx.trees import Tree, described
 
 HOLDING = ("MultiStepsState", "ApplyEvery")  # states of optax
@@ -41,7 +40,6 @@ def chain(mechanism: Mechanism, *transforms: optax.GradientTransformation) -> Me
     require_transforms(transforms)
     after = optax.chain(*transforms)
     _try(after)
-    words = "optax transforms of the trainable layers" if FROZEN in mechanism.stages else "optax transforms"
 
     def on_trained(params):
         """The transforms on the trained parameters. For others they return the released gradient, which is zero."""
@@ -68,7 +66,7 @@ def chain(mechanism: Mechanism, *transforms: optax.GradientTransformation) -> Me
         encode=lambda grad, state: mechanism.encode(grad, state.inner),
         weigh=lambda norms, state: mechanism.weigh(norms, state.inner),
         release=release,
-        stages=(*mechanism.stages, words),
+        stages=(*mechanism.stages, "optax transforms"),
     )
 
 

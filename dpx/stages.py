@@ -13,7 +13,6 @@ from dpx.scalars import ScalarOrSchedule, over
 from dpx.trees import Tree, path_of
 
 SUM = "sum over the batch"
-FROZEN = "zeros for the other layers"  # the last stage of coordinates that drop the gradients of some layers
 
 
 def around_sum(

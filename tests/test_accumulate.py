@@ -13,7 +13,8 @@ import pytest
 
 import dpx
 from dpx.gradients.chunks import _alike, _clipping
-from dpx.states.record import Drawn, ReleaseState, sampling_fingerprint, unit_mark
+from dpx.identity import fingerprint
+from dpx.states.record import Drawn, ReleaseState, unit_mark
 from dpx.trees import map_states
 from tests.mechanisms import ALL, PARAMS
 from tests.test_dp_sgd import KEY, SAMPLING, dp_sgd, model
@@ -34,9 +35,7 @@ def chunks(step=0, mark=2**16, included=INCLUDED, size=SIZE):
         dpx.Batch(
             jax.tree.map(lambda leaf, at=at: leaf[at : at + size], padded),
             counts[at : at + size],
-            Drawn(
-                *map(np.uint32, (step, included.sum(), mark, at, sampling_fingerprint(SAMPLING), unit_mark("example")))
-            ),
+            Drawn(*map(np.uint32, (step, included.sum(), mark, at, fingerprint(SAMPLING), unit_mark("example")))),
         )
         for at in range(0, rows, size)
     ]

@@ -119,7 +119,8 @@ def test_records_of_equal_weights_are_equal():
         for values in ([1, 2, 3], np.array([1.0, 2.0, 3.0]), [1, 3, 2])
     )
     assert one == same != other and hash(one) == hash(same)
-    assert repr(one) == repr(same) != repr(other) and "weights=<3 from 1 to 3, " in repr(one)
+    assert one.identity() == same.identity() != other.identity()
+    assert repr(one) == repr(same) and "weights=<3 from 1 to 3, " in repr(one)
     values = np.array([1.0, 2.0, 3.0])
     mine = dpx.PoissonSampling(examples=3, batch_size=1, weights=values)
     values[0] = 9.0

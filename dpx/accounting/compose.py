@@ -17,6 +17,7 @@ from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.events import billed
 from dpx.accounting.profiles import Profile
 from dpx.accounting.sharing import Largest, ways_to_share
+from dpx.identity import identity_of
 from dpx.keys.counts import LARGEST_RELEASE
 from dpx.scalars import over
 from dpx.states.record import SEVERAL_KEYS
@@ -229,7 +230,7 @@ def _on_shared_batches(runs, events, records: int) -> dp_accounting.DpEvent:
     sampling = runs[0][0].sampling
     precision = np.zeros(max(billed_steps(spent) for _, spent in runs))
     for (mechanism, spent), event in zip(runs, events, strict=True):
-        if repr(mechanism.sampling) != repr(sampling):
+        if identity_of(mechanism.sampling) != identity_of(sampling):
             raise ValueError(f"runs with shared batches must have one sampling, got {sampling}, {mechanism.sampling}")
         steps = billed_steps(spent)
         multipliers = over(mechanism.noise_multiplier, steps)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import dp_accounting
 
 from dpx.accounting.profiles import Profile
+from dpx.identity import fingerprint
 
 MOST_RUNS = 4  # which can share their batches in 14 ways
 
@@ -44,7 +45,7 @@ def ways_to_share(
         except ValueError as error:
             words = "shared_batches must be False if every run drew its batches with a key of its own, as dpx.fit does"
             raise ValueError(f"{words}; otherwise these runs have no bill: {error}") from error
-        event = dp_accounting.ComposedDpEvent(sorted(parts, key=repr))
+        event = dp_accounting.ComposedDpEvent(sorted(parts, key=fingerprint))
         if len(groups) < len(apart) and event not in found:
             found.append(event)
     return found

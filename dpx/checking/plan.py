@@ -16,10 +16,10 @@ from dpx.accounting.events import billed
 from dpx.accounting.truncated import without_truncation
 from dpx.accounting.words import upper, whose
 from dpx.checking.report import Finding
+from dpx.identity import fingerprint
 from dpx.mechanism import Mechanism
 from dpx.sampling.batch import Batch, inclusion
 from dpx.sampling.rows import length_of
-from dpx.states.record import sampling_fingerprint
 from dpx.trees import Tree, batch_size
 from dpx.xla.totals import ETA
 
@@ -55,7 +55,7 @@ def drawn(batch: Batch, sampling: Any) -> Finding:
     if batch.drawn is None:
         words = "the batch is not of `sampling.take`: nothing shows that the sampling, which is billed, drew it"
         return Finding("drawn", "note", words)
-    if int(batch.drawn.sampling) != sampling_fingerprint(sampling):
+    if int(batch.drawn.sampling) != fingerprint(sampling):
         return Finding("drawn", "error", f"the batch was drawn by another sampling than {sampling}, which is billed")
     return Finding("drawn", "ok", "the sampling drew the batch")
 

@@ -15,15 +15,16 @@ from typing import Any
 import jax
 
 from dpx.fitting import moves, processes
-from dpx.fitting.facts import MEMORY, PROGRAM, RECORD, bytes_of, facts_of, is_of_rounding
+from dpx.fitting.facts import MEMORY, PROGRAM, RECORD, bytes_of, facts_of, is_of_rounding, is_words
 from dpx.fitting.files import SENSITIVE, make_folder, write
 from dpx.fitting.programs import Programs
 from dpx.fitting.settings import RunPlan
 from dpx.fitting.step import Carry
 from dpx.fitting.stored import Stored, require_orbax
 from dpx.gradients.microbatch_size import device_memory
+from dpx.identity import fingerprint
 from dpx.states.reading import steps_taken
-from dpx.states.record import fingerprint, planned
+from dpx.states.record import planned
 from dpx.trees import Tree
 
 # The files of a program that was killed before it had made run.json.
@@ -75,6 +76,8 @@ class Checkpoints:
                 "its own version, or begin again in a new folder with a new key"
             )
         names = [name for name in stored | facts if stored.get(name) != facts.get(name)]
+        if all(map(is_words, names)):
+            names = []
         if MEMORY in stored and [name for name in names if is_of_rounding(name)] == [MEMORY]:
             facts[MEMORY] = stored[MEMORY]  # with the microbatches that it began with, a run rounds as before
             names.remove(MEMORY)
@@ -238,7 +241,7 @@ def open_folder(
     if jax.process_count() > 1:
         copies = [bytes_of(leaf) for leaf in jax.tree.leaves(carry.params) if leaf.is_fully_replicated]
         path = None if folder is None else str(Path(folder).expanduser().absolute())
-        own = {"params (their fingerprint)": fingerprint(repr(copies)), "steps": run.steps, "checkpoints": path}
+        own = {"params (their fingerprint)": fingerprint(copies), "steps": run.steps, "checkpoints": path}
         own |= {"steps that are billed if it ends before (its plan)": run.plan}
         processes.require_same(facts | own | rhythm | {"on_other_devices": on_other_devices})
     return _Nowhere(run) if folder is None else Checkpoints(folder, facts, run, on_other_devices)

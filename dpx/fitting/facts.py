@@ -17,12 +17,13 @@ from dpx.fitting import processes
 from dpx.fitting.settings import RunPlan
 from dpx.fitting.step import Carry
 from dpx.gradients.microbatch_size import device_memory
+from dpx.identity import fingerprint
 from dpx.mechanism import Mechanism
 from dpx.reports.report import version_of
 from dpx.sampling.rows import rows_of
-from dpx.states.record import ReleaseState, fingerprint
+from dpx.states.record import ReleaseState
 from dpx.xla.devices import traced_for
-from dpx.xla.jaxprs import constants
+from dpx.xla.jaxprs import constants, identity_of_program
 
 RECORD = "record of the releases"  # the name of a fact: which fields the states of a run have
 PROGRAM = "mechanism and optimizer, with their schedules (their fingerprint)"
@@ -64,6 +65,7 @@ def facts_of(run: RunPlan, carry: Carry, options: dict[str, Any]) -> dict[str, A
     facts = {f"stage {number} of the mechanism": stage for number, stage in enumerate(optimizer.stages, start=1)}
     facts |= {RECORD: ", ".join(ReleaseState._fields)}
     facts |= {"event of a step": repr(optimizer.event(1)), "sampling": repr(optimizer.sampling)}
+    facts |= {"event and sampling (their fingerprint)": fingerprint((optimizer.event(1), optimizer.sampling))}
     secrets = {"noise": optimizer.key, "batches": run.key}
     facts |= {f"key of the {name} (its mark)": int(keys.mark(key)) for name, key in secrets.items()}
     facts |= {"delta": run.delta, "accountant": run.accountant}
@@ -76,6 +78,11 @@ def facts_of(run: RunPlan, carry: Carry, options: dict[str, Any]) -> dict[str, A
     facts |= {SETTING + name: value for name, value in settings_of().items()}
     facts |= {OF_LIBRARIES[-1]: fingerprint(_libraries())} if jax.default_backend() != "cpu" else {}
     return facts | {f"version of {name}": version_of(name) for name in (*PACKAGES, *LIBRARIES)}
+
+
+def is_words(name: str) -> bool:
+    """Whether a fact only explains others in words, so that a new wording alone is no other run."""
+    return name in ("event of a step", "sampling") or name.startswith("stage ")
 
 
 def is_of_rounding(name: str) -> bool:
@@ -95,8 +102,8 @@ def _program(optimizer: Mechanism, carry: Carry) -> int:
         closed = jax.make_jaxpr(
             lambda grads, carry, included: optimizer.update(grads, *carry[::-1], included=included)
         )(grads, shapes, included)
-    text = re.sub("0x[0-9a-f]+", "", str(closed.jaxpr))  # without addresses
-    return fingerprint(text + repr([bytes_of(constant) for constant in constants(closed) if not keys.is_key(constant)]))
+    of_constants = [bytes_of(constant) for constant in constants(closed) if not keys.is_key(constant)]
+    return fingerprint((identity_of_program(closed), of_constants))
 
 
 def machine() -> str:
@@ -160,7 +167,7 @@ def layout_of(carry: Carry, sharding: Any) -> int:
         return fingerprint(jax.device_count())
     shards = [leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(carry)]
     return fingerprint(
-        (jax.device_count(), tuple(sharding.mesh.shape.values()), sharding.num_devices, sharding.spec, shards)
+        (jax.device_count(), tuple(sharding.mesh.shape.values()), sharding.num_devices, tuple(sharding.spec), shards)
     )
 
 

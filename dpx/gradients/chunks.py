@@ -16,10 +16,12 @@ from dpx.gradients.private_updates import Unreleased, along_examples, call_with_
 from dpx.gradients.rows import rows_of
 from dpx.gradients.sums import Norms, RowSum, sum_gradients
 from dpx.guards import require_params
+from dpx.identity import fingerprint
 from dpx.mechanism import Mechanism
 from dpx.sampling.batch import Batch, inclusion, require_batch
-from dpx.states.record import Drawn, ReleaseState, fingerprint
+from dpx.states.record import Drawn, ReleaseState
 from dpx.trees import Tree, batch_size, find_state, outlined
+from dpx.xla.jaxprs import identity_of_program
 from dpx.xla.totals import Total, doubled, plus
 
 _PROBE = 2.0**40  # a norm that every clip norm clips
@@ -110,14 +112,15 @@ class PrivateChunks:
             unreleased=Unreleased(*of_each),
             unreleased_rows=jnp.int32(size),
             step=_step_of(state),
-            mechanism=_fingerprint(self.optimizer),
+            mechanism=_fingerprint(self.optimizer, params, state),
             clipping=_clipping(self.optimizer, params, state),
             ordered=jnp.bool_(True) if drawn is None else drawn.first_row == first.astype(jnp.uint32),
         )
         return one if sums is None else _joined(sums, one)
 
     def _release(self, params, sums, state):
-        ordered = sums.ordered & (sums.step == _step_of(state)) & (sums.mechanism == _fingerprint(self.optimizer))
+        ordered = sums.ordered & (sums.step == _step_of(state))
+        ordered &= sums.mechanism == _fingerprint(self.optimizer, params, state)
         ordered &= _alike(sums.clipping, _clipping(self.optimizer, params, state))
         total, count, drawn = sums.unreleased_sums, sums.unreleased_count, sums.unreleased_drawn
         return self.optimizer.release_once(total, state, params, count, drawn, ordered=ordered)
@@ -170,9 +173,10 @@ def _step_of(state: Tree) -> jax.Array:
     return find_state(state, ReleaseState, "mechanism's state").step
 
 
-def _fingerprint(mechanism: Mechanism) -> jax.Array:
-    """A fingerprint of what a mechanism does and bills, uint32 (): two that clip to other norms have different ones."""
-    return jnp.uint32(fingerprint((mechanism.stages, mechanism.fingerprints.tolist())))
+def _fingerprint(mechanism: Mechanism, params: Tree, state: Tree) -> jax.Array:
+    """A fingerprint of what a mechanism adds and bills, uint32 (): two that clip to other norms have different ones."""
+    program = jax.make_jaxpr(mechanism.contribute)(*_shapes(params, state))
+    return jnp.uint32(fingerprint((identity_of_program(program), mechanism.fingerprints)))
 
 
 def _clipping(mechanism: Mechanism, params: Tree, state: Tree) -> jax.Array:

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 
 from dpx.mechanism import Coordinates, Tree
-from dpx.stages import FROZEN
 from dpx.trees import described, path_of, some
 
 PRINTED = 6  # paths in the printed pipeline, and in a message
@@ -30,6 +29,8 @@ def trainable(*, mask: Tree | Callable[[str], bool]) -> Coordinates:
         _require_some(mask)
         kept = [path_of(path) for path, keep in jax.tree_util.tree_leaves_with_path(mask) if keep]
         words = some(kept, PRINTED) or "all layers"
+
+    all_kept = not by_path and all(jax.tree.leaves(mask))
 
     def flags_of(tree: Tree) -> Tree:
         """True where a leaf is trainable, like `tree`."""
@@ -60,7 +61,7 @@ def trainable(*, mask: Tree | Callable[[str], bool]) -> Coordinates:
         encode=encode,
         decode=decode,
         name=f"keep the gradients of the trainable layers: {words}",
-        undo=FROZEN if by_path or not all(jax.tree.leaves(mask)) else "",
+        undo="" if all_kept else "zeros for the other layers, which optax transforms do not see",
         supports_ghost_norms=True,
         fixed=True,
     )

@@ -12,6 +12,7 @@ import numpy as np
 from dp_accounting import DpEvent
 
 from dpx import keys
+from dpx.identity import by_fields
 from dpx.sampling import loading
 from dpx.sampling.batch import Batch
 from dpx.sampling.draws import (
@@ -53,6 +54,10 @@ class Sampling(abc.ABC):
     examples: int
     relation: ClassVar[str]
     one_key: ClassVar[bool] = False
+
+    def identity(self) -> tuple:
+        """What decides which examples are drawn, as plain values. States remember it."""
+        return by_fields(self)
 
     @property
     @abc.abstractmethod

@@ -13,10 +13,11 @@ import numpy as np
 import scipy.special
 
 from dpx import keys
+from dpx.identity import fingerprint
 from dpx.keys import cipher
 from dpx.sampling.batch import Batch
 from dpx.sampling.rows import zeros_excluded
-from dpx.states.record import Drawn, sampling_fingerprint, unit_mark
+from dpx.states.record import Drawn, unit_mark
 from dpx.trees import Tree, batch_size, described, outlined
 from dpx.validation import require_whole
 
@@ -67,7 +68,7 @@ class Draws:
 
 def record(sampling: Any, key: jax.Array, step: int, included: np.ndarray, unit: str) -> Drawn:
     """How the batch of one step was drawn. included: bool (size,). unit: the name of what a row holds."""
-    marks = keys.mark(key), 0, sampling_fingerprint(sampling), unit_mark(unit)
+    marks = keys.mark(key), 0, fingerprint(sampling), unit_mark(unit)
     return Drawn(*map(np.uint32, (step, included.sum(), *marks)))
 
 

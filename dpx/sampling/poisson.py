@@ -13,6 +13,7 @@ from dp_accounting import DpEvent, GaussianDpEvent, PoissonSampledDpEvent
 from dp_accounting.dp_event import TruncatedSubsampledGaussianDpEvent
 
 from dpx import keys
+from dpx.identity import by_fields
 from dpx.sampling import weights as weighted
 from dpx.sampling.base import VaryingSize
 from dpx.sampling.draws import (
@@ -98,8 +99,11 @@ class PoissonSampling(VaryingSize):
             raise ValueError(f"capacity must be left out with most_rows, which is the rows of all batches; got {self}")
         object.__setattr__(self, "most_rows", most)
 
+    def identity(self) -> tuple:
+        """What decides which examples are drawn, and so all but `capacity`."""
+        return by_fields(self, without="capacity")
+
     def __repr__(self) -> str:
-        """What decides which examples are drawn: the run's fingerprint, and so without `capacity`."""
         limit = f", most_rows={self.most_rows}" if self.truncates else ""
         weights = "" if self.weights is None else f", weights={self.weights}"
         return f"PoissonSampling(examples={self.examples}, batch_size={self.batch_size}{limit}{weights})"

@@ -41,6 +41,9 @@ class PublicWeights:
     def __hash__(self) -> int:
         return hash(self.digest)
 
+    def identity(self) -> tuple:
+        return "weights", len(self.values), self.digest
+
     def __repr__(self) -> str:
         return f"<{len(self.values)} from {self.values.min():.6g} to {self.values.max():.6g}, {self.digest}>"
 

@@ -9,7 +9,8 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from dpx.states.record import LARGEST_PRECISION, LARGEST_WEIGHT, REASONS, ReleaseState, fingerprint, noise_order
+from dpx.identity import fingerprint
+from dpx.states.record import LARGEST_PRECISION, LARGEST_WEIGHT, REASONS, ReleaseState, noise_order
 from dpx.trees import Tree
 
 TOLERANCE = 1e-5  # relative, between the precision of a state and that of a mechanism, because float32 rounds

@@ -1,16 +1,15 @@
 """The record of the releases that a state has made: what it counts, and what it checks before each release."""
 
 import math
-import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import attrs
 import jax
 import jax.numpy as jnp
 import numpy as np
 from dp_accounting import DpEvent
 
+from dpx.identity import fingerprint
 from dpx.keys.counts import counting, numbers_of
 from dpx.trees import Tree, described, map_states
 
@@ -250,20 +249,4 @@ def unit_mark(unit: str) -> int:
 
 def fingerprints_of(event: DpEvent, sampling: Any) -> np.ndarray:
     """Fingerprints of a sampling record and of the event of one step without its noise multipliers, uint32 (2,)."""
-    return np.array([sampling_fingerprint(sampling), fingerprint(_without_noise(event))], np.uint32)
-
-
-def sampling_fingerprint(sampling: Any) -> int:
-    return fingerprint(sampling)
-
-
-def fingerprint(value: Any) -> int:
-    """A number in [2^31, 2^32) that differs for values that print differently, except by chance, 2^-31."""
-    return zlib.crc32(repr(value).encode()) | 2**31  # neither 0, which is unknown, nor 1
-
-
-def _without_noise(value: Any) -> Any:
-    if isinstance(value, DpEvent):
-        names = [field.name for field in attrs.fields(type(value)) if field.name != "noise_multiplier"]
-        return type(value).__name__, [(name, _without_noise(getattr(value, name))) for name in names]
-    return [_without_noise(part) for part in value] if isinstance(value, list | tuple) else value
+    return np.array([fingerprint(sampling), fingerprint(event, without="noise_multiplier")], np.uint32)

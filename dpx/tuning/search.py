@@ -16,10 +16,10 @@ from dpx.accounting.budget import Budget
 from dpx.accounting.selection import SHAPES, draw_count
 from dpx.fitting.facts import bytes_of
 from dpx.fitting.files import SENSITIVE, create, make_folder, write
+from dpx.identity import fingerprint
 from dpx.mechanism import Mechanism
 from dpx.reports.report import PrivacyReport, privacy_report
 from dpx.states.reading import steps_taken
-from dpx.states.record import fingerprint
 from dpx.trees import Tree, described, outlined, path_of
 from dpx.tuning.plan import ScoreOn, SearchPlan, Trial
 

@@ -1,5 +1,6 @@
 """Walks through the equations of a traced function, also in the loops, branches and functions that it calls."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,6 +36,52 @@ def constants(jaxpr: Any) -> Iterator[Any]:
         yield from (v.val for v in equation.invars if isinstance(v, core.Literal) and np.ndim(v.val))
         for body in inner(equation):
             yield from constants(body)
+
+
+def identity_of_program(jaxpr: Any) -> tuple:
+    """What a jaxpr computes, as plain values, which are equal for two traces of one function.
+
+    Large constants are left out (see `constants`), and the values of keys.
+    """
+    jaxpr, places = getattr(jaxpr, "jaxpr", jaxpr), {}
+
+    def operand(v: Any) -> Any:
+        if isinstance(v, core.Literal):
+            return "literal", *type_of(v), _plain(v.val if np.ndim(v.val) == 0 else None)
+        return places.setdefault(v, len(places))
+
+    inputs = [(operand(v), *type_of(v)) for v in (*jaxpr.constvars, *jaxpr.invars)]
+    steps = [(identity_of_equation(e), *map(operand, (*e.invars, *e.outvars))) for e in jaxpr.eqns]
+    return (*inputs, *steps, *map(operand, jaxpr.outvars))
+
+
+def identity_of_equation(equation: core.JaxprEqn) -> tuple:
+    """An equation as plain values, without the names of its variables."""
+    types = tuple(type_of(v) for v in (*equation.invars, *equation.outvars))
+    return equation.primitive.name, types, _plain(equation.params)
+
+
+def type_of(variable: Any) -> tuple:
+    """The dtype and the shape of a variable, and whether its dtype is weak."""
+    aval = variable.aval
+    return str(getattr(aval, "dtype", aval)), getattr(aval, "shape", ()), getattr(aval, "weak_type", False)
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if _is_jaxpr(value):
+        return identity_of_program(value)
+    if isinstance(value, dict):
+        return tuple((str(name), _plain(part)) for name, part in sorted(value.items(), key=lambda item: str(item[0])))
+    if isinstance(value, tuple | list):
+        return tuple(map(_plain, value))
+    if isinstance(value, np.ndarray | np.generic | jax.Array):
+        is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
+        return ("key",) if is_key else (str(value.dtype), value.shape, np.asarray(value).tobytes().hex())
+    if callable(value):
+        return getattr(value, "__qualname__", type(value).__name__)
+    return type(value).__name__, re.sub("0x[0-9a-f]+", "", str(value))  # an object of jax, without its address
 
 
 def convolves(jaxpr: Any) -> bool:

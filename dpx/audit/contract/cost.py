@@ -26,6 +26,7 @@ from dpx.accounting.releases import count_releases, is_readable, released
 from dpx.audit.contract.draws import chi_square_over_freedom
 from dpx.audit.contract.report import Broken, NotChecked
 from dpx.audit.contract.trial import Trial, own_event
+from dpx.identity import identity_of
 from dpx.sampling.cyclic import CyclicPoissonSampling
 from dpx.sampling.events import GroupGaussianDpEvent, RandomAllocationDpEvent
 from dpx.sampling.schemes import FixedOrder, FullBatch, ShuffledEpochs
@@ -107,7 +108,7 @@ def _require_plausible(event: DpEvent, multipliers: np.ndarray, sampling: Any) -
     for part in parts:
         if getattr(part, _PROBABILITY, 1.0) < max(rates, default=1.0) * (1 - 1e-6):
             raise Broken(f"{steps} steps bill {part}, of a lower rate than that of the sampling that draws, {sampling}")
-        if repr(getattr(part, "sampling", sampling)) != repr(sampling):
+        if identity_of(getattr(part, "sampling", sampling)) != identity_of(sampling):
             raise Broken(f"{steps} steps bill {part}, of another sampling than the one that draws, {sampling}")
         noise = getattr(part, "noise_multiplier", 0.0)
         if isinstance(noise, int | float) and noise > multipliers.max(initial=0) * (1 + 1e-6):

@@ -12,6 +12,7 @@ from dpx.gradients.ghost import algorithms, rules, trace
 from dpx.gradients.ghost.algorithms import Algorithm, Uses
 from dpx.mechanism import Mechanism
 from dpx.trees import Tree
+from dpx.xla.jaxprs import identity_of_equation
 from dpx.xla.totals import ETA
 
 _NUMBER = re.compile(r"\d+")
@@ -93,7 +94,7 @@ class GhostPlan(NamedTuple):
         operands = [site.use.operand for site in sites]
         counts = trace.counts(choice.view, trace.Slices)
         rest = [trace.written(site.use.view) for site in sites]
-        return choice.algorithm.words, shape, counts, *operands, *map(trace.equation_written, equations), *rest
+        return choice.algorithm.words, shape, counts, *operands, *map(identity_of_equation, equations), *rest
 
 
 def make_plan(

@@ -17,7 +17,7 @@ from jax import lax
 from jax.extend import core
 
 from dpx.trees import Tree
-from dpx.xla.jaxprs import bodies, parts_of_scan
+from dpx.xla.jaxprs import bodies, identity_of_equation, parts_of_scan
 
 # A view is what moves the elements of a parameter between the parameter and a use of it. Its steps are equations of one
 # operand that move elements, or drop some, but copy none: a cotangent has one norm on both sides.
@@ -97,15 +97,9 @@ def counts(view: View, kind: type) -> tuple[int, ...]:
     return tuple(step.count for step in view if isinstance(step, kind))
 
 
-def written(view: View) -> tuple[str, ...]:
+def written(view: View) -> tuple:
     """A view without the names of its variables; equal for views that move elements in the same way."""
-    return tuple(equation_written(step.equation) if isinstance(step, Rearrange) else str(step) for step in view)
-
-
-def equation_written(equation: core.JaxprEqn) -> str:
-    """An equation without the names of its variables."""
-    types = [str(v.aval) for v in (*equation.invars, *equation.outvars)]
-    return f"{equation.primitive} {types} {equation.params}"
+    return tuple(identity_of_equation(step.equation) if isinstance(step, Rearrange) else step for step in view)
 
 
 class Part(NamedTuple):
