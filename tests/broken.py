@@ -1,15 +1,15 @@
 """Mechanisms that are broken on purpose, each in the way of a real bug, and the line of the contract that sees it.
 
-Each is a function (key, steps) -> Mechanism, whose docstring says where the bug was seen. `steps` is the length of the
-run, for an attack that trains; the check of the contract does not read it.
+`@breaks(line, part)` adds a row to `ZOO`: the function below it is one part of a mechanism that is otherwise sound. Its
+docstring says where the bug was seen.
 """
 
+import copy
 import functools
 import itertools
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import dp_accounting
 import jax
@@ -27,38 +27,111 @@ from dpx.xla.totals import as_total
 SAMPLING = dpx.PoissonSampling(examples=1000, batch_size=8)
 CLIP_NORM, NOISE_MULTIPLIER = 0.7, 1.3
 DEVIATION = CLIP_NORM * NOISE_MULTIPLIER  # of the noise on the sum
+Make = Callable[[jax.Array], dpx.Mechanism]  # from a key
 
 
-class Zoo(NamedTuple):
-    """make: (key, steps) -> Mechanism. line: of `check_contract`, which fails.
+class Broken(NamedTuple):
+    """line: of `check_contract`, which fails for the mechanism of `make`."""
 
-    seen_by: "check_contract" alone, or "lower_bound" where an attack on the bill can see it too.
-    """
-
-    make: Callable[[jax.Array, int], dpx.Mechanism]
+    name: str
+    make: Make
     line: str
-    seen_by: Literal["check_contract", "lower_bound"] = "check_contract"
-
-    @property
-    def name(self) -> str:
-        return self.make.__name__
 
 
-def sound(key: jax.Array, steps: int = 1, *, sampling: Any = SAMPLING, **changes: Any) -> dpx.Mechanism:
+ZOO: list[Broken] = []
+
+
+def breaks(line: str, part: Callable[[Callable], Make] = lambda make: make) -> Callable[[Callable], Make]:
+    """A row of ZOO. part: the mechanism that is made of the decorated function."""
+
+    def add(function: Callable) -> Make:
+        make = functools.wraps(function)(part(function))
+        ZOO.append(Broken(make.__name__, make, line))
+        return make
+
+    return add
+
+
+def sound(key: jax.Array, *, sampling: Any = SAMPLING, **changes: Any) -> dpx.Mechanism:
     """DP-SGD, which the others break."""
     numbers = {"clip_norm": CLIP_NORM, "noise_multiplier": NOISE_MULTIPLIER} | changes
     return dpx.dp_sgd(**numbers, sampling=sampling, key=key)
 
 
-def with_own_update(mechanism: dpx.Mechanism, update: Callable) -> dpx.Mechanism:
+# The parts: each takes a function, and returns (key) -> Mechanism.
+
+
+def released(function: Callable) -> Make:
+    """What is released is function(mechanism, sums, state, params)."""
+
+    def make(key):
+        mechanism = sound(key)
+        return mechanism.replace(release=functools.partial(function, mechanism))
+
+    return make
+
+
+def noise(draw: Callable) -> Make:
+    """The noise on the sum is DEVIATION times draw(key, sum, step)."""
+    return lambda key: with_noise(sound(key), functools.partial(draw, key))
+
+
+def noise_of_params(draw: Callable) -> Make:
+    """The noise on the sum is DEVIATION times draw(key, sum, step, params)."""
+    return lambda key: with_noise_of_params(sound(key), functools.partial(draw, key))
+
+
+def updated(function: Callable) -> Make:
+    """`update` is function(mechanism, grads, state, params, included)."""
+    return lambda key: with_own_update(sound(key), function)
+
+
+def given(change: Callable) -> Make:
+    """`update` sees change(grads, included) as gradients and included."""
+
+    def update(mechanism, grads, state, params, included):
+        grads, included = change(grads, included)
+        return mechanism.update(grads, state, params, included=included)
+
+    return updated(update)
+
+
+def billed(event: Callable) -> Make:
+    """The event is event(mechanism, steps)."""
+
+    def make(key):
+        mechanism = sound(key)
+        return mechanism.replace(event=functools.partial(event, mechanism))
+
+    return make
+
+
+def with_own_update(mechanism: dpx.Mechanism, function: Callable) -> dpx.Mechanism:
     """`mechanism` with another `update`; `private_updates` uses its other fields, as before."""
 
     class Updated(dpx.Mechanism):
         pass
 
+    def update(grads, state, params=None, *, included=None):
+        return function(mechanism, grads, state, params, included)
+
     broken = tuple.__new__(Updated, (mechanism.init, update))
     broken.__dict__.update(mechanism.__dict__)
     return broken
+
+
+def with_noise(mechanism: dpx.Mechanism, draw: Callable, deviation: Any = DEVIATION) -> dpx.Mechanism:
+    """`mechanism`, but its noise on the sum is `deviation` times draw(sum, step)."""
+    return with_noise_of_params(mechanism, lambda total, step, params: draw(total, step), deviation)
+
+
+def with_noise_of_params(mechanism: dpx.Mechanism, draw: Callable, deviation: Any = DEVIATION) -> dpx.Mechanism:
+    def release(sums, state, params):
+        noise = draw(high(sums[0]), state.step, params)
+        updates = jax.tree.map(lambda s, n: (s + deviation * n) / mechanism.sampling.divisor, high(sums[0]), noise)
+        return optax.tree.cast_like(updates, params), state.after(NOISE_MULTIPLIER)
+
+    return mechanism.replace(release=release)
 
 
 def high(total: Any) -> Any:
@@ -66,58 +139,72 @@ def high(total: Any) -> Any:
     return as_total(total).high
 
 
-def with_update(mechanism: dpx.Mechanism, change: Callable) -> dpx.Mechanism:
-    """`mechanism`, but its update sees change(grads, included) as gradients and included."""
-
-    def update(grads, state, params=None, *, included=None):
-        grads, included = change(grads, included)
-        return mechanism.update(grads, state, params, included=included)
-
-    return with_own_update(mechanism, update)
+def of_each(flags: jax.Array, leaf: jax.Array) -> jax.Array:
+    """Flags of rows, (B,), in the number of axes of `leaf`, (B, ...)."""
+    return flags.reshape(-1, *[1] * (leaf.ndim - 1))
 
 
-def with_noise(mechanism: dpx.Mechanism, draw: Callable, deviation: Any = DEVIATION) -> dpx.Mechanism:
-    """`mechanism`, but its noise on the sum is `deviation` times draw(sum, step)."""
-
-    def release(sums, state, params):
-        noise = draw(high(sums[0]), state.step)
-        updates = jax.tree.map(lambda s, n: (s + deviation * n) / mechanism.sampling.divisor, high(sums[0]), noise)
-        return optax.tree.cast_like(updates, params), state.after(NOISE_MULTIPLIER)
-
-    return mechanism.replace(release=release)
+def kept(included: jax.Array, leaf: jax.Array) -> jax.Array:
+    return jnp.where(of_each(included, leaf), leaf, 0)
 
 
-def standard(key: jax.Array) -> Callable:
-    """Sound noise: (sum, step) -> standard normals like the sum."""
-    return lambda total, step: keys.normal_like(keys.stream(key, "noise"), step, total)
+def standard(key: jax.Array, total: Any, step: Any) -> Any:
+    """Sound noise: standard normals like the sum."""
+    return keys.normal_like(keys.stream(key, "noise"), step, total)
+
+
+def normals(key: jax.Array, step: Any, tree: Any) -> Any:
+    """Standard normals like `tree` that do not come from `keys.normal_like`."""
+    return split(jax.random.normal(quick(key, "own noise", step), (sum(map(jnp.size, jax.tree.leaves(tree))),)), tree)
+
+
+def quick(key: jax.Array, name: str, step: Any) -> jax.Array:
+    """A key of the stream with this name, from which jax.random makes small programs: XLA compiles them quickly."""
+    return keys.public(keys.stream(key, name, step))
+
+
+def drawn_by(sample: Callable) -> Callable:
+    """Noise (key, sum, step) of sample(key, shape)."""
+
+    def draw(key, total, step):
+        return optax.tree.random_like(quick(key, "noise", step), total, lambda k, shape, dtype: sample(k, shape))
+
+    return draw
+
+
+def sound_noise_of_its_own(key):
+    return with_noise(sound(key), lambda total, step: normals(key, step, total))
 
 
 # The bound.
 
 
-def no_clip(key, steps):
+@breaks("bounded")
+def no_clip(key):
     """Layers that the library does not know are left out of the clip (a class of bugs of Opacus before 1.0)."""
     return sound(key).replace(weigh=lambda norms, state: (jnp.ones_like(norms),))
 
 
-def clip_after_the_sum(key, steps):
+@breaks("bounded")
+def clip_after_the_sum(key):
     """`clip_grad_norm_` on the gradient of the batch, in place of every example's (many re-implementations)."""
-    mechanism = no_clip(key, steps)
 
     def release(sums, state, params):
         scale = CLIP_NORM / jnp.maximum(optax.tree.norm(high(sums[0])), CLIP_NORM)
         return sound(key).release((jax.tree.map(lambda s: s * scale, high(sums[0])),), state, params)
 
-    return mechanism.replace(release=release)
+    return no_clip(key).replace(release=release)
 
 
-def clip_of_the_next_step(key, steps):
+@breaks("noise")
+def clip_of_the_next_step(key):
     """The clip reads the schedule after the counter has moved, the noise before (loops that count twice)."""
     mechanism = sound(key, clip_norm=lambda step: 1 - 0.05 * step.astype(jnp.float32))
     return mechanism.replace(weigh=lambda norms, state: mechanism.weigh(norms, state._replace(step=state.step - 1)))
 
 
-def half_precision_norms(key, steps):
+@breaks("float32")
+def half_precision_norms(key):
     """Norms in float16 under mixed precision, which are rounded, and overflow at 65,504 (fp16 training with hooks)."""
 
     def norm(encoded):
@@ -127,17 +214,18 @@ def half_precision_norms(key, steps):
     return sound(key).replace(norm=norm, supports_ghost_norms=False)
 
 
-def not_a_number_passes(key, steps):
+@breaks("bounded")
+def not_a_number_passes(key):
     """A norm of NaN compares as small, so that the example is not clipped (`if norm > C`, in several libraries)."""
     mechanism = sound(key)
     return mechanism.replace(norm=lambda encoded: jnp.nan_to_num(mechanism.norm(encoded), posinf=0.0))
 
 
-def projected_after_the_clip(key, steps):
+@breaks("noise")
+def projected_after_the_clip(key):
     """Clipped, then projected, at the noise of the clip norm: a projection can lengthen (D2P2-SGD as published)."""
     projection = dpx.coordinates.random_projection(rank=8, kind="gaussian", key=key)
-    inner = sound(key)
-    projected = dpx.in_coordinates(inner, projection)
+    projected = dpx.in_coordinates(sound(key), projection)
 
     def encode(grad, state):
         scale = CLIP_NORM / jnp.maximum(optax.tree.norm(grad), CLIP_NORM)
@@ -146,55 +234,75 @@ def projected_after_the_clip(key, steps):
     return projected.replace(encode=encode, weigh=lambda norms, state: (jnp.ones_like(norms),))
 
 
-def clipped_by_microbatch(key, steps):
+@breaks("adjacent", given)
+def clipped_by_microbatch(grads, included):
     """The mean of two examples is clipped, and an example is billed (TF Privacy's num_microbatches)."""
 
-    def change(grads, included):
-        def pairs(g):
-            kept = jnp.where(included.reshape(-1, *[1] * (g.ndim - 1)), g, 0)
-            second = (jnp.arange(g.shape[0]) % 2 == 1).reshape(-1, *[1] * (g.ndim - 1))
-            return jnp.where(second, (kept + jnp.roll(kept, 1, axis=0)) / 2, 0)
+    def pairs(g):
+        rows, second = kept(included, g), of_each(jnp.arange(g.shape[0]) % 2 == 1, g)
+        return jnp.where(second, (rows + jnp.roll(rows, 1, axis=0)) / 2, 0)
 
-        return jax.tree.map(pairs, grads), jnp.ones_like(included)
-
-    return with_update(sound(key), change)
+    return jax.tree.map(pairs, grads), jnp.ones_like(included)
 
 
-def batch_normalized(key, steps):
+@breaks("adjacent", given)
+def batch_normalized(grads, included):
     """Gradients are standardized by the mean of the batch before the clip (BatchNorm under per-example gradients)."""
 
-    def change(grads, included):
-        def centered(g):
-            count = included.reshape(-1, *[1] * (g.ndim - 1)).astype(jnp.float32)
-            mean = jnp.sum(jnp.where(count > 0, g, 0), 0, keepdims=True) / jnp.maximum(jnp.sum(count), 1)
-            return g - mean
+    def centered(g):
+        count = jnp.maximum(jnp.sum(included), 1).astype(jnp.float32)
+        return g - jnp.sum(kept(included, g), 0, keepdims=True) / count
 
-        return jax.tree.map(centered, grads), included
+    return jax.tree.map(centered, grads), included
 
-    return with_update(sound(key), change)
+
+@breaks("adjacent", given)
+def clipped_in_groups(grads, included):
+    """In a batch of more than 32 rows, the sum of 16 rows is clipped, and each row of others (vectorized clipping)."""
+    rows = included.shape[0]
+    if rows <= 32:
+        return grads, included
+
+    def pooled(g):
+        padded = jnp.pad(kept(included, g), [(0, -rows % 16)] + [(0, 0)] * (g.ndim - 1))
+        groups = padded.reshape(-1, 16, *g.shape[1:])
+        firsts = jnp.zeros_like(groups).at[:, 0].set(groups.sum(1))
+        return firsts.reshape(-1, *g.shape[1:])[:rows]
+
+    return jax.tree.map(pooled, grads), jnp.ones_like(included)
+
+
+@breaks("adjacent", updated)
+def last_rows_not_clipped(mechanism, grads, state, params, included):
+    """Rows from 256 on are added as they are (a loop over whole chunks of 256, and a rest)."""
+    rest = jnp.arange(included.shape[0]) >= 256
+    updates, after = mechanism.update(grads, state, params, included=included & ~rest)
+
+    def add(u, g):
+        return u + (kept(included & rest, g).astype(jnp.float32).sum(0) / SAMPLING.divisor).astype(u.dtype)
+
+    return jax.tree.map(add, updates, grads), after
 
 
 # Padding and batches.
 
 
-def padding_counts(key, steps):
+@breaks("padding", given)
+def padding_counts(grads, included):
     """The padding of a static shape enters as real rows (Poisson batches in jitted loops)."""
-    return with_update(sound(key), lambda grads, included: (grads, jnp.ones_like(included)))
+    return grads, jnp.ones_like(included)
 
 
-def realized_divisor(key, steps):
+@breaks("divisor", updated)
+def realized_divisor(mechanism, grads, state, params, included):
     """The sum and the noise are divided by the size of the drawn batch (the mean loss of every library)."""
-    mechanism = sound(key)
-
-    def update(grads, state, params=None, *, included=None):
-        updates, after = mechanism.update(grads, state, params, included=included)
-        scale = SAMPLING.divisor / jnp.maximum(jnp.sum(included), 1)
-        return jax.tree.map(lambda u: u * scale, updates), after
-
-    return with_own_update(mechanism, update)
+    updates, after = mechanism.update(grads, state, params, included=included)
+    scale = SAMPLING.divisor / jnp.maximum(jnp.sum(included), 1)
+    return jax.tree.map(lambda u: u * scale, updates), after
 
 
-def mask_of_the_microbatch(key, steps):
+@breaks("additive")
+def mask_of_the_microbatch(key):
     """Every microbatch draws a random mask of its own (dropout-like masks inside of the accumulation loop)."""
     microbatches = itertools.count()
 
@@ -205,388 +313,184 @@ def mask_of_the_microbatch(key, steps):
     return sound(key).replace(encode=encode, supports_ghost_norms=False)
 
 
-@dataclass(frozen=True, kw_only=True)
-class BilledAs:
-    """Batches of another sampling than the one that states the divisor and the bill, `billed`."""
-
-    examples: int
-    relation: ClassVar[str] = "zero_out"
-    pads: ClassVar[bool] = True
-    most_rows: ClassVar[float] = float("inf")
-
-    @property
-    def billed(self) -> Any:
-        raise NotImplementedError
-
-    @property
-    def divisor(self) -> float:
-        return self.billed.divisor
-
-    def event(self, multipliers):
-        return self.billed.event(multipliers)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShuffledBilledAsPoisson(BilledAs):
-    """Batches of shuffled epochs, with the event of Poisson sampling."""
-
-    batch_size: int
-
-    @property
-    def billed(self):
-        return dpx.PoissonSampling(examples=self.examples, batch_size=self.batch_size)
-
-    def draw(self, key, step, *, size=None):
-        return dpx.ShuffledEpochs(examples=self.examples, batch_size=self.batch_size).draw(key, step, size=size)
-
-
-def shuffled_billed_as_poisson(key, steps):
-    """Shuffled epochs, billed as Poisson sampling (Opacus' and TF Privacy's defaults; Chua et al. 2024, 2403.17673)."""
-    return sound(key, sampling=ShuffledBilledAsPoisson(examples=96, batch_size=8))
-
-
-class FixedSizeBilledAsPoisson(ShuffledBilledAsPoisson):
-    """Batches of a fixed size, with the event of Poisson sampling."""
-
-    def draw(self, key, step, *, size=None):
-        return dpx.FixedSizeSampling(examples=self.examples, batch_size=self.batch_size).draw(key, step, size=size)
-
-
-def fixed_size_billed_as_poisson(key, steps):
-    """Subsets of a fixed size, billed as Poisson sampling of add-or-remove neighbors (many papers' code)."""
-    return sound(key, sampling=FixedSizeBilledAsPoisson(examples=96, batch_size=8))
-
-
-class TruncatedBilledAsPoisson(ShuffledBilledAsPoisson):
-    """Poisson batches that are cut to eight rows at random, with the event of Poisson sampling."""
-
-    def draw(self, key, step, *, size=None):
-        cut = dpx.PoissonSampling(examples=self.examples, batch_size=8, most_rows=8)
-        return cut.draw(key, step, size=size)
-
-
-def truncated_billed_as_poisson(key, steps):
-    """Batches that are cut to the expected size, billed as Poisson sampling (maximum batch sizes of several loops)."""
-    return sound(key, sampling=TruncatedBilledAsPoisson(examples=96, batch_size=8))
-
-
-class FirstRowsKept(ShuffledBilledAsPoisson):
-    """Poisson batches of which the first rows are kept, with the event of a random subset."""
-
-    most_rows: ClassVar[float] = 8
-
-    def draw(self, key, step, *, size=None):
-        indices, included = dpx.PoissonSampling(examples=self.examples, batch_size=8).draw(key, step)
-        kept = np.sort(indices[included])[:8]
-        return Draw(np.pad(kept, (0, 8 - len(kept))), np.arange(8) < len(kept))
-
-    def event(self, multipliers):
-        return dpx.PoissonSampling(examples=self.examples, batch_size=8, most_rows=8).event(multipliers)
-
-
-def first_rows_kept(key, steps):
-    """Truncated batches in which the examples of the lowest numbers are kept, billed as random subsets."""
-    return sound(key, sampling=FirstRowsKept(examples=96, batch_size=8))
-
-
-class WeightedBilledByTheMean(ShuffledBilledAsPoisson):
-    """Poisson batches at rates that are proportional to weights, with the event of the mean rate."""
-
-    def draw(self, key, step, *, size=None):
-        return self.weighted.draw(key, step, size=size)
-
-    @property
-    def weighted(self):
-        return dpx.PoissonSampling(examples=96, batch_size=8, weights=1.0 + 4 * (np.arange(96) % 8 == 0))
-
-
-def weighted_billed_by_the_mean(key, steps):
-    """Batches that a weighted sampler draws, billed at batch size / examples (Opacus, issue 813)."""
-    return sound(key, sampling=WeightedBilledByTheMean(examples=96, batch_size=8))
-
-
-class OtherWeights(ShuffledBilledAsPoisson):
-    """Poisson batches at rates of other weights than those that are stated and billed."""
-
-    weights: ClassVar[Any] = 1.0 + np.arange(96) % 3
-
-    @property
-    def stated(self):
-        return dpx.PoissonSampling(examples=96, batch_size=8, weights=self.weights)
-
-    @property
-    def rates(self):
-        return self.stated.rates
-
-    def draw(self, key, step, *, size=None):
-        other = dpx.PoissonSampling(examples=96, batch_size=8, weights=1.0 + 4 * (np.arange(96) % 3 == 0))
-        return other.draw(key, step, size=size)
-
-    def event(self, multipliers):
-        return self.stated.event(multipliers)
-
-
-def other_weights(key, steps):
-    """A sampler whose weights are renormalized after the bill (weights that are learned during the run)."""
-    return sound(key, sampling=OtherWeights(examples=96, batch_size=8))
-
-
-@dataclass(frozen=True, kw_only=True)
-class GroupsThatChange(BilledAs):
-    """Cyclic Poisson sampling with new groups in every second turn: an example may take part twice in a row."""
-
-    batch_size: int
-    bands: int
-
-    @property
-    def billed(self):
-        sizes = {"examples": self.examples, "batch_size": self.batch_size, "bands": self.bands}
-        return dpx.sampling.CyclicPoissonSampling(**sizes)
-
-    def draw(self, key, step, *, size=None):
-        return self.billed.draw(jax.random.fold_in(key, step // (2 * self.bands)), step, size=size)
-
-
-def groups_that_change(key, steps):
-    """Groups that are drawn anew from time to time, billed as ones that are fixed for the run."""
-    return sound(key, sampling=GroupsThatChange(examples=96, batch_size=8, bands=3))
-
-
-class PoissonBilledAsCyclic(GroupsThatChange):
-    """Poisson batches, billed by one release of each turn."""
-
-    def draw(self, key, step, *, size=None):
-        return dpx.PoissonSampling(examples=self.examples, batch_size=self.batch_size).draw(key, step, size=size)
-
-
-def poisson_billed_as_cyclic(key, steps):
-    """Poisson batches, billed as cyclic ones, of which an example has one in three."""
-    return sound(key, sampling=PoissonBilledAsCyclic(examples=96, batch_size=8, bands=3))
-
-
-class OrderBilledOnce(ShuffledBilledAsPoisson):
-    """Batches in the order of the data, of which all epochs are billed as one."""
-
-    def draw(self, key, step, *, size=None):
-        return dpx.sampling.FixedOrder(examples=self.examples, batch_size=self.batch_size).draw(key, step, size=size)
-
-    def event(self, multipliers):
-        return dp_accounting.GaussianDpEvent(min(multipliers)) if len(multipliers) else dp_accounting.NoOpDpEvent()
-
-
-def order_billed_once(key, steps):
-    """Several epochs in one order, billed as the parallel composition of one epoch."""
-    return sound(key, sampling=OrderBilledOnce(examples=96, batch_size=8))
-
-
-class EveryBatchTwice(ShuffledBilledAsPoisson):
-    """Poisson batches, each of which is used at two steps, billed as two batches."""
-
-    def draw(self, key, step, *, size=None):
-        poisson = dpx.PoissonSampling(examples=self.examples, batch_size=self.batch_size)
-        return poisson.draw(key, step // 2, size=size)
-
-
-def every_batch_twice(key, steps):
-    """A batch serves for two steps, which are billed as independent samples (data echoing; several local steps)."""
-    return sound(key, sampling=EveryBatchTwice(examples=96, batch_size=8))
-
-
-@dataclass(frozen=True, kw_only=True)
-class AllocatedOnce(BilledAs):
-    """Random allocation with the same allocation in every epoch, billed as new ones."""
-
-    steps_per_epoch: int
-
-    @property
-    def billed(self):
-        return dpx.sampling.RandomAllocation(examples=self.examples, steps_per_epoch=self.steps_per_epoch)
-
-    def draw(self, key, step, *, size=None):
-        return self.billed.draw(key, step % self.steps_per_epoch, size=size)
-
-
-def allocated_once(key, steps):
-    """Fixed batches that are walked through every epoch, billed as random allocation of each epoch."""
-    return sound(key, sampling=AllocatedOnce(examples=96, steps_per_epoch=12))
-
-
-class PermutedBilledAsAllocated(AllocatedOnce):
-    """Batches of a permutation, of one size, billed as random allocation: the steps of examples are not independent."""
-
-    def draw(self, key, step, *, size=None):
-        size_of_batch = self.examples // self.steps_per_epoch
-        return dpx.ShuffledEpochs(examples=self.examples, batch_size=size_of_batch).draw(key, step, size=size)
-
-
-def permuted_billed_as_allocated(key, steps):
-    """Shuffled batches, billed as random allocation."""
-    return sound(key, sampling=PermutedBilledAsAllocated(examples=96, steps_per_epoch=12))
-
-
-class PoissonBilledAsAllocated(AllocatedOnce):
-    """Poisson batches, which may hold an example twice an epoch, billed as random allocation."""
-
-    def draw(self, key, step, *, size=None):
-        return dpx.PoissonSampling(examples=self.examples, batch_size=self.divisor).draw(key, step, size=size)
-
-
-def poisson_billed_as_allocated(key, steps):
-    """Poisson batches, billed as random allocation, which is cheaper at a small delta."""
-    return sound(key, sampling=PoissonBilledAsAllocated(examples=96, steps_per_epoch=12))
-
-
-class ReplacedBilledAsRemoved(FixedSizeBilledAsPoisson):
-    """Batches of a fixed size under replace-one neighbors, with the noise of one clip norm in place of two."""
-
-    relation: ClassVar[str] = "replace_one"
-    pads: ClassVar[bool] = False
-
-    def event(self, multipliers):
-        inner = [dp_accounting.GaussianDpEvent(float(sigma)) for sigma in multipliers]
-        sampled = dp_accounting.SampledWithoutReplacementDpEvent
-        return dp_accounting.ComposedDpEvent([sampled(self.examples, self.batch_size, one) for one in inner])
-
-
-def replaced_billed_as_removed(key, steps):
-    """Replacing an example moves the sum by 2 C, and C is billed (accountants of subsets without replacement)."""
-    return sound(key, sampling=ReplacedBilledAsRemoved(examples=96, batch_size=8))
+def changed(sampling: Any, **attributes: Any) -> Any:
+    """A copy of a sampling with other methods."""
+    other = copy.copy(sampling)
+    object.__setattr__(other, "__class__", type("Changed", (type(sampling),), attributes))
+    return other
+
+
+def first_rows(key: jax.Array, step: int) -> Draw:
+    indices, included = POISSON.draw(key, step)
+    first = np.sort(indices[included])[:8]
+    return Draw(np.pad(first, (0, 8 - len(first))), np.arange(8) < len(first))
+
+
+def event_of_one_epoch(self: Any, multipliers: np.ndarray) -> dp_accounting.DpEvent:
+    return dp_accounting.GaussianDpEvent(min(multipliers)) if len(multipliers) else dp_accounting.NoOpDpEvent()
+
+
+def event_of_a_removal(self: Any, multipliers: np.ndarray) -> dp_accounting.DpEvent:
+    inner = [dp_accounting.GaussianDpEvent(float(sigma)) for sigma in multipliers]
+    sampled = dp_accounting.SampledWithoutReplacementDpEvent
+    return dp_accounting.ComposedDpEvent([sampled(self.examples, self.batch_size, one) for one in inner])
+
+
+SIZES = {"examples": 96, "batch_size": 8}
+POISSON, CUT = dpx.PoissonSampling(**SIZES), dpx.PoissonSampling(**SIZES, most_rows=8)
+FIXED, SHUFFLED = dpx.FixedSizeSampling(**SIZES), dpx.ShuffledEpochs(**SIZES)
+ORDERED, CYCLIC = dpx.sampling.FixedOrder(**SIZES), dpx.sampling.CyclicPoissonSampling(**SIZES, bands=3)
+ALLOCATED = dpx.sampling.RandomAllocation(examples=96, steps_per_epoch=12)
+EIGHTHS, THIRDS = (dpx.PoissonSampling(**SIZES, weights=1.0 + 4 * (np.arange(96) % n == 0)) for n in (8, 3))
+STATED = dpx.PoissonSampling(**SIZES, weights=1.0 + np.arange(96) % 3)
+BATCHES = {  # by name: the sampling that is billed, and draw(key, step) of the batches
+    # Opacus' and TF Privacy's defaults; Chua et al. 2024, https://arxiv.org/abs/2403.17673
+    "shuffled_billed_as_poisson": (POISSON, SHUFFLED.draw),
+    # many papers' code, of add-or-remove neighbors
+    "fixed_size_billed_as_poisson": (POISSON, FIXED.draw),
+    # maximum batch sizes of several loops
+    "truncated_billed_as_poisson": (POISSON, CUT.draw),
+    # the examples of the lowest numbers are kept, and random subsets are billed
+    "first_rows_kept": (CUT, first_rows),
+    # a weighted sampler, billed at batch size / examples: Opacus, issue 813
+    "weighted_billed_by_the_mean": (POISSON, EIGHTHS.draw),
+    # weights that are learned during the run, and renormalized after the bill
+    "other_weights": (STATED, THIRDS.draw),
+    # groups that are drawn anew from time to time, so that an example may take part twice in a row
+    "groups_that_change": (CYCLIC, lambda key, step: CYCLIC.draw(jax.random.fold_in(key, step // 6), step)),
+    # an example has one release in three
+    "poisson_billed_as_cyclic": (CYCLIC, POISSON.draw),
+    # data echoing; several local steps: a batch serves for two steps, which are billed as independent samples
+    "every_batch_twice": (POISSON, lambda key, step: POISSON.draw(key, step // 2)),
+    # fixed batches that are walked through every epoch
+    "allocated_once": (ALLOCATED, lambda key, step: ALLOCATED.draw(key, step % 12)),
+    # the steps of the examples are not independent, because all batches have one size
+    "permuted_billed_as_allocated": (ALLOCATED, SHUFFLED.draw),
+    # an example may be in two batches of an epoch; the bill is lower at a small delta
+    "poisson_billed_as_allocated": (ALLOCATED, POISSON.draw),
+    # several epochs in one order, billed as the parallel composition of one epoch
+    "order_billed_once": (changed(ORDERED, event=event_of_one_epoch), ORDERED.draw),
+    # replacing an example moves the sum by 2 C, and C is billed: accountants of subsets without replacement
+    "replaced_billed_as_removed": (changed(FIXED, event=event_of_a_removal), FIXED.draw),
+}
+
+
+def of_batches(sampling: Any, draw: Callable) -> Make:
+    other = changed(sampling, draw=lambda self, key, step, *, size=None: draw(key, step))
+    return lambda key: sound(key, sampling=other)
+
+
+ZOO += [Broken(name, of_batches(*batches), "sampling") for name, batches in BATCHES.items()]
 
 
 # The noise.
 
 
-def two_thirds_of_the_noise(key, steps):
+@breaks("noise")
+def two_thirds_of_the_noise(key):
     """A constant is lost between the accountant and the optimizer (the oldest bug)."""
-    return with_noise(sound(key), standard(key), 2 / 3 * DEVIATION)
+    return with_noise(sound(key), functools.partial(standard, key), 2 / 3 * DEVIATION)
 
 
-def noise_divided_twice(key, steps):
+@breaks("noise")
+def noise_divided_twice(key):
     """Noise of the mean is added to the mean, and both are divided by the batch again (loss_reduction="mean")."""
-    return with_noise(sound(key), standard(key), DEVIATION / SAMPLING.divisor)
+    return with_noise(sound(key), functools.partial(standard, key), DEVIATION / SAMPLING.divisor)
 
 
-def noise_of_the_drawn_batch(key, steps):
+@breaks("noise", updated)
+def noise_of_the_drawn_batch(mechanism, grads, state, params, included):
     """The noise is scaled by the size of the drawn batch, which is private and can be 0 (noise on the mean)."""
-    mechanism = sound(key)
-
-    def update(grads, state, params=None, *, included=None):
-        updates, after = mechanism.update(grads, state, params, included=included)
-        noise, _ = mechanism.update(grads, state, params, included=jnp.zeros_like(included))
-        share = jnp.sum(included) / SAMPLING.divisor
-        return jax.tree.map(lambda u, n: u - n + share * n, updates, noise), after
-
-    return with_own_update(mechanism, update)
+    updates, after = mechanism.update(grads, state, params, included=included)
+    silent, _ = mechanism.update(grads, state, params, included=jnp.zeros_like(included))
+    share = jnp.sum(included) / SAMPLING.divisor
+    return jax.tree.map(lambda u, n: u - n + share * n, updates, silent), after
 
 
-def uniform_noise(key, steps):
+@breaks("noise", noise)
+def uniform_noise(key, total, step):
     """`rand` in place of `randn`, at the right standard deviation (a typing error)."""
-
-    def draw(total, step):
-        bits = keys.stream(key, "noise", step)
-        return optax.tree.random_like(
-            bits, total, lambda k, shape, dtype: jax.random.uniform(k, shape, dtype, -(3**0.5), 3**0.5), jnp.float32
-        )
-
-    return with_noise(sound(key), draw)
+    return drawn_by(lambda k, shape: jax.random.uniform(k, shape, minval=-(3**0.5), maxval=3**0.5))(key, total, step)
 
 
-def laplace_noise(key, steps):
+@breaks("noise", noise)
+def laplace_noise(key, total, step):
     """Laplace noise of the right standard deviation (a library of other queries)."""
-
-    def draw(total, step):
-        return optax.tree.random_like(quick(key, "noise", step), total, jax.random.laplace, jnp.float32)
-
-    return with_noise(sound(key), draw, DEVIATION / 2**0.5)
+    return drawn_by(lambda k, shape: jax.random.laplace(k, shape) / 2**0.5)(key, total, step)
 
 
-def discrete_noise(key, steps):
+@breaks("noise", noise)
+def discrete_noise(key, total, step):
     """Poisson noise, less its mean, of the right standard deviation (integers for secure aggregation)."""
-
-    def draw(total, step):
-        return optax.tree.random_like(
-            quick(key, "noise", step), total, lambda k, shape, dtype: jax.random.poisson(k, 4.0, shape) / 2 - 2.0
-        )
-
-    return with_noise(sound(key), draw)
+    return drawn_by(lambda k, shape: jax.random.poisson(k, 4.0, shape) / 2 - 2.0)(key, total, step)
 
 
-def truncated_noise(key, steps):
+@breaks("noise", noise)
+def truncated_noise(key, total, step):
     """A truncated normal, as initializers draw it: a release beyond the cut tells that an example is there."""
-
-    def draw(total, step):
-        bits = quick(key, "noise", step)
-        return optax.tree.random_like(
-            bits, total, lambda k, shape, dtype: jax.random.truncated_normal(k, -3, 3, shape, dtype), jnp.float32
-        )
-
-    return with_noise(sound(key), draw)
+    return drawn_by(lambda k, shape: jax.random.truncated_normal(k, -3, 3, shape))(key, total, step)
 
 
-def bfloat16_noise(key, steps):
+@breaks("float32", noise)
+def bfloat16_noise(key, total, step):
     """Noise in the dtype of the model, of which there are some hundred values (mixed precision; Mironov 2012)."""
-
-    def draw(total, step):
-        noise = optax.tree.random_like(keys.stream(key, "noise", step), total, jax.random.normal, jnp.bfloat16)
-        return jax.tree.map(lambda n: n.astype(jnp.float32), noise)
-
-    return with_noise(sound(key), draw)
+    drawn = optax.tree.random_like(keys.stream(key, "noise", step), total, jax.random.normal, jnp.bfloat16)
+    return jax.tree.map(lambda n: n.astype(jnp.float32), drawn)
 
 
-def one_key_for_all_leaves(key, steps):
+@breaks("noise", noise)
+def one_key_for_all_leaves(key, total, step):
     """Every layer's noise comes from the same key, which is not split (JAX code that maps over leaves)."""
-
-    def draw(total, step):
-        return jax.tree.map(lambda s: jax.random.normal(keys.stream(key, "noise", step), s.shape), total)
-
-    return with_noise(sound(key), draw)
+    return jax.tree.map(lambda s: jax.random.normal(keys.stream(key, "noise", step), s.shape), total)
 
 
-def one_noise_for_all_steps(key, steps):
+@breaks("noise", noise)
+def one_noise_for_all_steps(key, total, step):
     """The key is a constant of the jitted step, so every step has the same noise (JAX loops without `split`)."""
-    return with_noise(sound(key), lambda total, step: keys.normal_like(keys.stream(key, "noise"), 0, total))
+    return standard(key, total, 0)
 
 
-def noise_from_the_host(key, steps):
+@breaks("resume")
+def noise_from_the_host(key):
     """A generator of the process that is seeded at its start: a resumed run repeats its noise (Opacus, torch)."""
     generator = random.Random(0)
 
     def draw(total, step):
-        own = jax.random.fold_in(key, generator.getrandbits(31))
-        return keys.normal_like(own, step, total)
+        return keys.normal_like(jax.random.fold_in(key, generator.getrandbits(31)), step, total)
 
     return with_noise(sound(key), draw)
 
 
-def layers_clipped_apart(key, steps):
+@breaks("noise")
+def layers_clipped_apart(key):
     """Every layer is clipped to C, and the noise is that of one C, not of C times the root of the layers."""
-    return with_noise(sound(key, clip_norm=dict.fromkeys(("kernel", "bias", "scale"), CLIP_NORM)), standard(key))
+    layers = sound(key, clip_norm=dict.fromkeys(("kernel", "bias", "scale"), CLIP_NORM))
+    return with_noise(layers, functools.partial(standard, key))
 
 
-def layer_without_noise(key, steps):
+@breaks("noise", noise)
+def layer_without_noise(key, total, step):
     """A layer is clipped and gets no noise (parameters that a hook forgets)."""
-
-    def draw(total, step):
-        noise = standard(key)(total, step)
-        return noise | {"bias": jnp.zeros_like(noise["bias"])}
-
-    return with_noise(sound(key), draw)
+    drawn = standard(key, total, step)
+    return drawn | {"bias": jnp.zeros_like(drawn["bias"])}
 
 
-def noise_from_the_projection(key, steps):
+@breaks("noise")
+def noise_from_the_projection(key):
     """The noise has the key of the random projection, so whoever knows the projection subtracts it."""
 
     def release(sums, state, params):
         step_key = keys.public(keys.fold_in(keys.stream(key, "projection"), state.step))
         matrix_key = jax.random.fold_in(jax.random.fold_in(step_key, 0), 0)  # of the first group's first block
-        noise = jax.random.normal(matrix_key, high(sums[0])[0].shape)
-        return [(high(sums[0])[0] + DEVIATION * noise) / SAMPLING.divisor], state.after(NOISE_MULTIPLIER)
+        drawn = jax.random.normal(matrix_key, high(sums[0])[0].shape)
+        return [(high(sums[0])[0] + DEVIATION * drawn) / SAMPLING.divisor], state.after(NOISE_MULTIPLIER)
 
     projection = dpx.coordinates.random_projection(rank=12, kind="gaussian", key=key)
     return dpx.in_coordinates(sound(key).replace(release=release), projection)
 
 
-def noise_on_another_mask(key, steps):
+@breaks("noise")
+def noise_on_another_mask(key):
     """Sparse training draws one mask for the gradient and another one for the noise (masks of a stale step)."""
     freeze = {"freeze_rate": 0.3, "every": 2, "clip_norm": CLIP_NORM, "noise_multiplier": NOISE_MULTIPLIER}
     mechanism = dpx.methods.random_freeze_sgd(**freeze, sampling=SAMPLING, key=key)
@@ -604,7 +508,8 @@ def noise_on_another_mask(key, steps):
 # The bill.
 
 
-def schedule_shifted_by_a_step(key, steps):
+@breaks("noise")
+def schedule_shifted_by_a_step(key):
     """The noise of a falling schedule is the next step's, the bill this one's (counters that start at 1)."""
 
     def schedule(step):
@@ -619,46 +524,66 @@ def schedule_shifted_by_a_step(key, steps):
     return mechanism.replace(release=release)
 
 
-def last_step_is_free(key, steps):
+@breaks("cost", billed)
+def last_step_is_free(mechanism, steps):
     """The accountant steps after the check of the loop, so the last release is not billed."""
-    mechanism = sound(key)
-    return mechanism.replace(event=lambda steps: mechanism.event(max(steps - 1, 0)))
+    return mechanism.event(max(steps - 1, 0))
 
 
-def other_noise_is_billed(key, steps):
+@breaks("cost", billed)
+def bill_is_capped(mechanism, steps):
+    """At most 1,000 steps are billed (a table of a fixed size)."""
+    return mechanism.event(min(steps, 1000))
+
+
+@breaks("cost")
+def bill_loses_a_schedule(key):
+    """A schedule is billed by its first 5,000 steps, with the last of them for the others."""
+
+    def schedule(step):
+        return NOISE_MULTIPLIER * (0.5 + 0.5 * jnp.exp(-step.astype(jnp.float32) / 1e5))
+
+    held = sound(key, noise_multiplier=lambda step: schedule(jnp.minimum(step, 5000)))
+    return sound(key, noise_multiplier=schedule).replace(event=held.event)
+
+
+@breaks("cost")
+def other_noise_is_billed(key):
     """The event is made of another multiplier than the noise (two configuration files)."""
     return sound(key).replace(event=sound(key, noise_multiplier=1.5 * NOISE_MULTIPLIER).event)
 
 
-def event_of_another_sampling(key, steps):
+@breaks("cost")
+def event_of_another_sampling(key):
     """Subsets of a fixed size, billed by the event of a Poisson sampling of the right rate (a closure of one's own)."""
     mechanism = sound(key, sampling=dpx.FixedSizeSampling(examples=1000, batch_size=8))
     return mechanism.replace(event=sound(key).event)
 
 
-def event_of_its_own_kind_and_a_lower_rate(key, steps):
+@breaks("cost")
+def event_of_its_own_kind_and_a_lower_rate(key):
     """The event of a projection of its own, at the rate of half of the batch (two configuration files)."""
     half = sound(key, sampling=dpx.PoissonSampling(examples=1000, batch_size=4))
     make = functools.partial(dpx.mechanisms.clip_then_project, rank=12, kind="gaussian", key=key)
     return make(sound(key)).replace(event=make(half).event)
 
 
-def counts_nothing(key, steps):
+@breaks("cost", released)
+def counts_nothing(mechanism, sums, state, params):
     """A step that the counter does not see (gradient accumulation inside a step, `optax.MultiSteps`)."""
-    mechanism = sound(key)
-    return mechanism.replace(release=lambda sums, state, params: (mechanism.release(sums, state, params)[0], state))
+    return mechanism.release(sums, state, params)[0], state
 
 
 # Secrets.
 
 
-def sums_in_the_state(key, steps):
-    """The clipped sum before the noise stays in the optimizer state, which is checkpointed (p.summed_grad)."""
+def keeping_sums(key: jax.Array, keep: Callable) -> dpx.Mechanism:
+    """With keep(sum, step) of every sum in the state."""
     mechanism = sound(key)
 
     def release(sums, state, params):
         updates, after = mechanism.release(sums, state["inner"], params)
-        return updates, {"inner": after, "last": sums}
+        return updates, {"inner": after, "last": jax.tree.map(lambda s: keep(s, state["inner"].step), sums)}
 
     return mechanism.replace(
         init=lambda params: {"inner": mechanism.init(params), "last": (jax.tree.map(jnp.zeros_like, params),)},
@@ -667,30 +592,28 @@ def sums_in_the_state(key, steps):
     )
 
 
-def sums_of_one_step_in_the_state(key, steps):
+@breaks("secrecy")
+def sums_in_the_state(key):
+    """The clipped sum before the noise stays in the optimizer state, which is checkpointed (p.summed_grad)."""
+    return keeping_sums(key, lambda total, step: total)
+
+
+@breaks("secrecy")
+def sums_of_one_step_in_the_state(key):
     """The same at step 7 alone, as where a state is checkpointed now and then."""
-    whole = sums_in_the_state(key, steps)
-
-    def release(sums, state, params):
-        updates, after = whole.release(sums, state, params)
-        return updates, after | {"last": jax.tree.map(lambda s: jnp.where(state["inner"].step == 7, s, 0), sums)}
-
-    return whole.replace(release=release)
+    return keeping_sums(key, lambda total, step: jnp.where(step == 7, total, 0))
 
 
-def mask_of_raw_gradients(key, steps):
+@breaks("secrecy", released)
+def mask_of_raw_gradients(mechanism, sums, state, params):
     """The coordinates that are released are the largest of the sum before the noise (top-k sparsification)."""
-    mechanism = sound(key)
-
-    def release(sums, state, params):
-        updates, after = mechanism.release(sums, state, params)
-        large = jax.tree.map(lambda s: jnp.abs(s) > 0.1, high(sums[0]))
-        return jax.tree.map(lambda u, keep: jnp.where(keep, u, 0), updates, large), after
-
-    return mechanism.replace(release=release)
+    updates, after = mechanism.release(sums, state, params)
+    large = jax.tree.map(lambda s: jnp.abs(s) > 0.1, high(sums[0]))
+    return jax.tree.map(lambda u, keep: jnp.where(keep, u, 0), updates, large), after
 
 
-def importance_of_raw_gradients(key, steps):
+@breaks("secrecy")
+def importance_of_raw_gradients(key):
     """Importance scores of gradients before the noise choose the mask of later steps (AdaDPIGU as published)."""
     mechanism = dpx.in_coordinates(sound(key), dpx.coordinates.importance_mask(keep=0.5, warmup=3))
 
@@ -702,19 +625,16 @@ def importance_of_raw_gradients(key, steps):
     return mechanism.replace(release=release)
 
 
-def selective_release(key, steps):
+@breaks("secrecy", released)
+def selective_release(mechanism, sums, state, params):
     """An update is kept only if the raw gradient agrees, and the choice is not billed (selective release)."""
-    mechanism = sound(key)
-
-    def release(sums, state, params):
-        updates, after = mechanism.release(sums, state, params)
-        agree = sum(jax.tree.leaves(jax.tree.map(lambda s, u: jnp.sum(s * u), high(sums[0]), updates)))
-        return jax.tree.map(lambda u: jnp.where(agree > 0, u, 0), updates), after
-
-    return mechanism.replace(release=release)
+    updates, after = mechanism.release(sums, state, params)
+    agree = sum(jax.tree.leaves(jax.tree.map(lambda s, u: jnp.sum(s * u), high(sums[0]), updates)))
+    return jax.tree.map(lambda u: jnp.where(agree > 0, u, 0), updates), after
 
 
-def clip_norm_of_raw_norms(key, steps):
+@breaks("secrecy")
+def clip_norm_of_raw_norms(key):
     """The clip norm follows the norms of the batch without noise (adaptive clipping by the median)."""
     settings = {"initial_clip_norm": 0.4, "indicator_noise": 0.8, "noise_multiplier": NOISE_MULTIPLIER}
     mechanism = dpx.mechanisms.adaptive_clipping(**settings, sampling=SAMPLING, key=key)
@@ -727,257 +647,172 @@ def clip_norm_of_raw_norms(key, steps):
     return mechanism.replace(release=release)
 
 
-def feedback_at_the_papers_noise(key, steps):
+@breaks("secrecy")
+def feedback_at_the_papers_noise(key):
     """The error of the clip is fed back, and every release is billed as if it stood alone (DiceSGD's theorem)."""
-    mechanism = dpx.methods.dice_sgd(
-        clip_norm=CLIP_NORM, feedback_norm=CLIP_NORM, outer_clip_norm=float("inf"), noise_multiplier=NOISE_MULTIPLIER,
-        sampling=SAMPLING, key=key,
-    )  # fmt: skip
+    norms = {"clip_norm": CLIP_NORM, "feedback_norm": CLIP_NORM, "outer_clip_norm": float("inf")}
+    mechanism = dpx.methods.dice_sgd(**norms, noise_multiplier=NOISE_MULTIPLIER, sampling=SAMPLING, key=key)
     return mechanism.replace(event=sound(key).event)
 
 
-def branches_on_raw_gradients(key, steps):
+@breaks("branches", released)
+def branches_on_raw_gradients(mechanism, sums, state, params):
     """A conditional on raw gradients, whose time and results tell (`optax.apply_if_finite` around a mechanism)."""
-    mechanism = sound(key)
-
-    def release(sums, state, params):
-        updates, after = mechanism.release(sums, state, params)
-        total = sum(jnp.sum(leaf) for leaf in jax.tree.leaves(high(sums[0])))
-        return jax.lax.cond(total > 0, lambda u: u, lambda u: jax.tree.map(jnp.zeros_like, u), updates), after
-
-    return mechanism.replace(release=release)
-
-
-def normals(key: jax.Array, step: Any, tree: Any) -> Any:
-    """Standard normals like `tree` that do not come from `keys.normal_like`."""
-    return split(jax.random.normal(quick(key, "own noise", step), (sum(map(jnp.size, jax.tree.leaves(tree))),)), tree)
-
-
-def quick(key: jax.Array, name: str, step: Any) -> jax.Array:
-    """A key of the stream with this name, from which jax.random makes small programs: XLA compiles them quickly."""
-    return keys.public(keys.stream(key, name, step))
-
-
-def sound_noise_of_its_own(key, steps=1):
-    return with_noise(sound(key), lambda total, step: normals(key, step, total))
-
-
-def with_noise_of_params(mechanism: dpx.Mechanism, draw: Callable) -> dpx.Mechanism:
-    """`mechanism`, but its noise on the sum is DEVIATION times draw(sum, step, params)."""
-
-    def release(sums, state, params):
-        noise = draw(high(sums[0]), state.step, params)
-        updates = jax.tree.map(lambda s, n: (s + DEVIATION * n) / mechanism.sampling.divisor, high(sums[0]), noise)
-        return optax.tree.cast_like(updates, params), state.after(NOISE_MULTIPLIER)
-
-    return mechanism.replace(release=release)
+    updates, after = mechanism.release(sums, state, params)
+    total = sum(jnp.sum(leaf) for leaf in jax.tree.leaves(high(sums[0])))
+    return jax.lax.cond(total > 0, lambda u: u, lambda u: jax.tree.map(jnp.zeros_like, u), updates), after
 
 
 # Noise that is missing, or there twice, at some parameters.
 
 
-def no_noise_in_16_bits(key, steps):
+@breaks("noise", noise_of_params)
+def no_noise_in_16_bits(key, total, step, params):
     """Leaves of bfloat16 get no noise (a loop over `dtype == float32`)."""
-
-    def draw(total, step, params):
-        return jax.tree.map(lambda n, p: n * np.float32(p.dtype != jnp.bfloat16), standard(key)(total, step), params)
-
-    return with_noise_of_params(sound(key), draw)
+    return jax.tree.map(lambda n, p: n * np.float32(p.dtype != jnp.bfloat16), standard(key, total, step), params)
 
 
-def no_noise_on_convolutions(key, steps):
+@breaks("noise", noise)
+def no_noise_on_convolutions(key, total, step):
     """Leaves of more than two axes get no noise (a loop over dense layers)."""
-    return with_noise(
-        sound(key), lambda total, step: jax.tree.map(lambda n: n * np.float32(n.ndim < 3), normals(key, step, total))
-    )
+    return jax.tree.map(lambda n: n * np.float32(n.ndim < 3), normals(key, step, total))
 
 
-def noise_by_shape(key, steps):
+@breaks("noise", noise)
+def noise_by_shape(key, total, step):
     """The key of a leaf is made from its shape, so that equal layers share noise (a cache of generators)."""
 
-    def draw(total, step):
-        def of(leaf):
-            return jax.random.normal(
-                jax.random.fold_in(quick(key, "noise", step), hash(leaf.shape) % 2**31), leaf.shape
-            )
+    def of(leaf):
+        own = jax.random.fold_in(quick(key, "noise", step), hash(leaf.shape) % 2**31)
+        return jax.random.normal(own, leaf.shape)
 
-        return jax.tree.map(of, total)
-
-    return with_noise(sound(key), draw)
+    return jax.tree.map(of, total)
 
 
-def noise_scaled_by_params(key, steps):
+@breaks("noise", noise_of_params)
+def noise_scaled_by_params(key, total, step, params):
     """The noise is relative to the parameters, which one does not see where all of them are 1."""
-
-    def draw(total, step, params):
-        return jax.tree.map(lambda n, p: n * jnp.abs(p).astype(jnp.float32), standard(key)(total, step), params)
-
-    return with_noise_of_params(sound(key), draw)
+    return jax.tree.map(lambda n, p: n * jnp.abs(p).astype(jnp.float32), standard(key, total, step), params)
 
 
-def noise_keyed_by_params(key, steps):
+@breaks("noise", noise_of_params)
+def noise_keyed_by_params(key, total, step, params):
     """The key depends on the parameters too: the noise of a step can be made again at other ones."""
-
-    def draw(total, step, params):
-        own = jax.random.fold_in(
-            key, sum(jnp.sum(p).astype(jnp.int32) for p in jax.tree.leaves(params)).astype(jnp.uint32)
-        )
-        return normals(own, step, total)
-
-    return with_noise_of_params(sound(key), draw)
+    number = sum(jnp.sum(p).astype(jnp.int32) for p in jax.tree.leaves(params)).astype(jnp.uint32)
+    return normals(jax.random.fold_in(key, number), step, total)
 
 
-def noise_in_tiles(key, steps):
+@breaks("noise", noise)
+def noise_in_tiles(key, total, step):
     """Large layers get the same 1,024 numbers again and again (a pool of noise that was drawn before)."""
-
-    def draw(total, step):
-        pool = normals(key, step, jnp.zeros(1024))
-        numbers = iter(itertools.accumulate([0, *(leaf.size for leaf in jax.tree.leaves(total))]))
-        return jax.tree.map(lambda s: pool[(np.arange(s.size) + next(numbers)) % 1024].reshape(s.shape), total)
-
-    return with_noise(sound(key), draw)
+    pool = normals(key, step, jnp.zeros(1024))
+    numbers = iter(itertools.accumulate([0, *(leaf.size for leaf in jax.tree.leaves(total))]))
+    return jax.tree.map(lambda s: pool[(np.arange(s.size) + next(numbers)) % 1024].reshape(s.shape), total)
 
 
-def noise_of_256_sizes(key, steps):
+@breaks("noise", noise)
+def noise_of_256_sizes(key, total, step):
     """Noise of 8 bits (quantized communication), at the right standard deviation."""
-
-    def draw(total, step):
-        uniform = jax.tree.map(lambda n: jax.scipy.stats.norm.cdf(n), normals(key, step, total))
-        return jax.tree.map(lambda u: jax.scipy.stats.norm.ppf((jnp.floor(u * 512) + 0.5) / 512), uniform)
-
-    return with_noise(sound(key), draw)
+    uniform = jax.tree.map(lambda n: jax.scipy.stats.norm.cdf(n), normals(key, step, total))
+    return jax.tree.map(lambda u: jax.scipy.stats.norm.ppf((jnp.floor(u * 512) + 0.5) / 512), uniform)
 
 
-def noise_by_number_of_parameters(key, steps):
+@breaks("noise", noise)
+def noise_by_number_of_parameters(key, total, step):
     """The noise is divided by the root of the number of parameters above 100, as if that were its norm."""
-
-    def draw(total, step):
-        numbers = sum(leaf.size for leaf in jax.tree.leaves(total))
-        return jax.tree.map(lambda n: n / max(1.0, numbers / 100) ** 0.5, normals(key, step, total))
-
-    return with_noise(sound(key), draw)
+    numbers = sum(leaf.size for leaf in jax.tree.leaves(total))
+    return jax.tree.map(lambda n: n / max(1.0, numbers / 100) ** 0.5, normals(key, step, total))
 
 
 # Noise that repeats without a correlation.
 
 
-def one_noise_with_other_signs(key, steps):
+@breaks("noise", noise)
+def one_noise_with_other_signs(key, total, step):
     """Two leaves share the sizes of their noise and have signs of their own (antithetic or reflected draws)."""
 
-    def draw(total, step):
-        def of(number, leaf):
-            size = jnp.abs(jax.random.normal(quick(key, "noise", step), leaf.shape))
-            own = jax.random.fold_in(quick(key, "signs", step), number)
-            return size * jax.random.rademacher(own, leaf.shape, jnp.float32)
+    def of(number, leaf):
+        size = jnp.abs(jax.random.normal(quick(key, "noise", step), leaf.shape))
+        own = jax.random.fold_in(quick(key, "signs", step), number)
+        return size * jax.random.rademacher(own, leaf.shape, jnp.float32)
 
-        leaves, structure = jax.tree.flatten(total)
-        return structure.unflatten([of(number, leaf) for number, leaf in enumerate(leaves)])
-
-    return with_noise(sound(key), draw)
+    leaves, structure = jax.tree.flatten(total)
+    return structure.unflatten([of(number, leaf) for number, leaf in enumerate(leaves)])
 
 
-def other_signs_at_every_step(key, steps):
+@breaks("noise", noise)
+def other_signs_at_every_step(key, total, step):
     """The sizes of the noise are the same at all steps, and the signs are drawn anew."""
-
-    def draw(total, step):
-        size = jax.tree.map(jnp.abs, normals(key, 0, total))
-        sign = optax.tree.random_like(quick(key, "signs", step), total, jax.random.rademacher, jnp.float32)
-        return jax.tree.map(lambda n, s: n * s, size, sign)
-
-    return with_noise(sound(key), draw)
+    sign = optax.tree.random_like(quick(key, "signs", step), total, jax.random.rademacher, jnp.float32)
+    return jax.tree.map(lambda n, s: jnp.abs(n) * s, normals(key, 0, total), sign)
 
 
-def sign_of_two_others(key, steps):
+@breaks("noise", noise)
+def sign_of_two_others(key, total, step):
     """Every third number has the sign of the product of the two before it: no two of them are dependent."""
 
-    def draw(total, step):
-        def of(n):
-            flat = n.reshape(-1)
-            product = jnp.sign(jnp.roll(flat, 1) * jnp.roll(flat, 2))
-            third = np.arange(flat.size) % 3 == 2
-            return jnp.where(third, jnp.abs(flat) * product, flat).reshape(n.shape)
+    def of(n):
+        flat = n.reshape(-1)
+        product = jnp.sign(jnp.roll(flat, 1) * jnp.roll(flat, 2))
+        third = np.arange(flat.size) % 3 == 2
+        return jnp.where(third, jnp.abs(flat) * product, flat).reshape(n.shape)
 
-        return jax.tree.map(of, normals(key, step, total))
-
-    return with_noise(sound(key), draw)
+    return jax.tree.map(of, normals(key, step, total))
 
 
 # Faults at some steps.
 
-
-def no_noise_at_some_steps(key, steps):
-    """Steps 2 and 3 have no noise (a warm-up that is off by two)."""
-
-    def draw(total, step):
-        silent = (step == 2) | (step == 3)
-        return jax.tree.map(lambda n: jnp.where(silent, 0.0, n), standard(key)(total, step))
-
-    return with_noise(sound(key), draw)
-
-
-def no_noise_from_step_50(key, steps):
-    """A schedule of the noise ends, and the bill's does not."""
-    return with_noise(
-        sound(key),
-        lambda total, step: jax.tree.map(lambda n: jnp.where(step >= 50, 0.0, n), standard(key)(total, step)),
-    )
-
-
-def half_the_noise_from_step_1000(key, steps):
-    """The noise falls after a warm-up, and the bill does not know of it."""
-    return with_noise(
-        sound(key),
-        lambda total, step: jax.tree.map(lambda n: jnp.where(step >= 1000, 0.5 * n, n), standard(key)(total, step)),
-    )
+SHARES = {  # by name: the share of the noise that is left at a step
+    # a warm-up that is off by two
+    "no_noise_at_some_steps": lambda step: jnp.where((step == 2) | (step == 3), 0.0, 1.0),
+    # a schedule of the noise ends, and the bill's does not
+    "no_noise_from_step_50": lambda step: jnp.where(step >= 50, 0.0, 1.0),
+    # the noise falls after a warm-up, and the bill does not know of it
+    "half_the_noise_from_step_1000": lambda step: jnp.where(step >= 1000, 0.5, 1.0),
+}
+REPEATED = {  # by name: the step whose noise a step has
+    # a ring buffer of keys; a counter of few bits
+    "noise_repeats_after_7": lambda step: step % 7,
+    "noise_repeats_after_1000": lambda step: step % 1000,
+    # a counter in the dtype of the model, which is rounded from 256 on
+    "step_in_bfloat16": lambda step: step.astype(jnp.bfloat16).astype(jnp.int32),
+    # rounded from 2^24 on
+    "step_in_float32": lambda step: step.astype(jnp.float32).astype(jnp.int32),
+}
 
 
-def repeats_after(period: int) -> Callable:
-    def repeating(key, steps):
-        """The number of the step is taken modulo a period (a ring buffer of keys; a counter of few bits)."""
-        return with_noise(sound(key), lambda total, step: normals(key, step % period, total))
-
-    repeating.__name__ = f"noise_repeats_after_{period}"
-    return repeating
+def of_share(share: Callable) -> Make:
+    return noise(lambda key, total, step: jax.tree.map(lambda n: n * share(step), standard(key, total, step)))
 
 
-def dpx_noise_repeats(key, steps):
+def of_step(of: Callable) -> Make:
+    return noise(lambda key, total, step: normals(key, of(step), total))
+
+
+ZOO += [Broken(name, of_share(share), "noise") for name, share in SHARES.items()]
+ZOO += [Broken(name, of_step(of), "noise") for name, of in REPEATED.items()]
+
+
+@breaks("noise")
+def dpx_noise_repeats(key):
     """Noise of dpx at the step modulo 1,000, behind random coordinates."""
-    repeating = with_noise(
-        sound(key), lambda total, step: keys.normal_like(keys.stream(key, "noise"), step % 1000, total)
-    )
+    repeating = with_noise(sound(key), lambda total, step: standard(key, total, step % 1000))
     return dpx.in_coordinates(repeating, dpx.coordinates.random_projection(rank=12, kind="gaussian", key=key))
 
 
-def step_in_bfloat16(key, steps):
-    """The number of the step is rounded, from 256 on (a counter in the dtype of the model)."""
-    return with_noise(sound(key), lambda total, step: normals(key, step.astype(jnp.bfloat16).astype(jnp.int32), total))
-
-
-def step_in_float32(key, steps):
-    """The number of the step is rounded, from 2^24 on."""
-    return with_noise(sound(key), lambda total, step: normals(key, step.astype(jnp.float32).astype(jnp.int32), total))
-
-
-def key_of_eight_bits(key, steps):
+@breaks("noise", noise)
+def key_of_eight_bits(key, total, step):
     """The noise has one of 256 seeds (`seed % 256`)."""
-
-    def draw(total, step):
-        seed = keys.words(keys.stream(key, "noise"))[0] % 256
-        return normals(jax.random.fold_in(jax.random.key(0), seed), step, total)
-
-    return with_noise(sound(key), draw)
+    seed = keys.words(keys.stream(key, "noise"))[0] % 256
+    return normals(jax.random.fold_in(jax.random.key(0), seed), step, total)
 
 
-# Large batches and long runs.
-
-
-def signs_share_the_key_of_the_noise(key, steps):
+@breaks("noise")
+def signs_share_the_key_of_the_noise(key):
     """Random signs before the clip, and again after the release, with the signs of the noise: |noise| comes back."""
-    stream = keys.stream(key, "noise")
 
     def flip(tree, step):
-        signs = jax.tree.map(jnp.sign, keys.normal_like(stream, step, tree))
-        return jax.tree.map(jnp.multiply, tree, signs)
+        return jax.tree.map(lambda leaf, n: leaf * jnp.sign(n), tree, standard(key, tree, step))
 
     coordinates = dpx.coordinates.Coordinates(
         init=lambda params: jnp.zeros((), jnp.int32),
@@ -989,253 +824,86 @@ def signs_share_the_key_of_the_noise(key, steps):
     return dpx.in_coordinates(sound(key), coordinates)
 
 
-def clipped_in_groups(key, steps):
-    """In a batch of more than 32 rows, the sum of 16 rows is clipped, and each row of others (vectorized clipping)."""
-
-    def change(grads, included):
-        rows = included.shape[0]
-        if rows <= 32:
-            return grads, included
-
-        def pooled(g):
-            kept = jnp.where(included.reshape(-1, *[1] * (g.ndim - 1)), g, 0)
-            groups = jnp.pad(kept, [(0, -rows % 16)] + [(0, 0)] * (g.ndim - 1)).reshape(-1, 16, *g.shape[1:])
-            firsts = jnp.zeros_like(groups).at[:, 0].set(groups.sum(1))
-            return firsts.reshape(-1, *g.shape[1:])[:rows]
-
-        return jax.tree.map(pooled, grads), jnp.ones_like(included)
-
-    return with_update(sound(key), change)
-
-
-def last_rows_not_clipped(key, steps):
-    """Rows from 256 on are added as they are (a loop over whole chunks of 256, and a rest)."""
-    mechanism = sound(key)
-
-    def update(grads, state, params=None, *, included=None):
-        rest = jnp.arange(included.shape[0]) >= 256
-        updates, after = mechanism.update(grads, state, params, included=included & ~rest)
-
-        def add(u, g):
-            kept = (included & rest).reshape(-1, *[1] * (g.ndim - 1))
-            return u + (jnp.where(kept, g, 0).astype(jnp.float32).sum(0) / SAMPLING.divisor).astype(u.dtype)
-
-        return jax.tree.map(add, updates, grads), after
-
-    return with_own_update(mechanism, update)
-
-
-def bill_is_capped(key, steps):
-    """At most 1,000 steps are billed (a table of a fixed size)."""
-    mechanism = sound(key)
-    return mechanism.replace(event=lambda steps: mechanism.event(min(steps, 1000)))
-
-
-def bill_loses_a_schedule(key, steps):
-    """A schedule is billed by its first 5,000 steps, with the last of them for the others."""
-
-    def schedule(step):
-        return NOISE_MULTIPLIER * (0.5 + 0.5 * jnp.exp(-step.astype(jnp.float32) / 1e5))
-
-    mechanism = sound(key, noise_multiplier=schedule)
-    held = sound(key, noise_multiplier=lambda step: schedule(jnp.minimum(step, 5000)))
-    return mechanism.replace(event=held.event)
-
-
 # The bits.
 
 
-def noise_in_floating_point(key, steps):
+@breaks("bits", noise)
+def noise_in_floating_point(key, total, step):
     """A float sum plus a float of noise, whose bits show the sum (Mironov 2012; every library until 2026)."""
-    return with_noise(sound(key), standard(key))
+    return standard(key, total, step)
 
 
-def noise_of_24_bits_on_a_grid(key, steps):
+@breaks("bits")
+def noise_of_24_bits_on_a_grid(key):
     """Rounded to a public grid, but the noise has 2^23 values, so a sum makes some cells impossible."""
-    mechanism, gamma = sound(key), 2.0**-20
+    gamma = 2.0**-20
 
     def release(sums, state, params):
-        noise = normals(keys.stream(key, "noise"), state.step, high(sums[0]))
-        updates = jax.tree.map(lambda s, n: jnp.round((s + DEVIATION * n) / gamma) * gamma / 8, high(sums[0]), noise)
+        drawn = normals(keys.stream(key, "noise"), state.step, high(sums[0]))
+        updates = jax.tree.map(lambda s, n: jnp.round((s + DEVIATION * n) / gamma) * gamma / 8, high(sums[0]), drawn)
         return optax.tree.cast_like(updates, params), state.after(NOISE_MULTIPLIER)
 
-    return mechanism.replace(release=release)
+    return sound(key).replace(release=release)
 
 
-def grid_of_the_data(key, steps):
+@breaks("bits", released)
+def grid_of_the_data(mechanism, sums, state, params):
     """The deviation, and so the grid, depends a little on the sum (a scale that is found in the batch)."""
-    mechanism = sound(key)
-
-    def release(sums, state, params):
-        largest = jnp.max(jnp.stack([jnp.max(jnp.abs(leaf)) for leaf in jax.tree.leaves(high(sums[0]))]))
-        deviation = DEVIATION * (1 + 1e-6 * jnp.tanh(largest))
-        released = keys.release(keys.stream(key, "noise"), state.step, sums[0], deviation)
-        updates = jax.tree.map(lambda r: r / mechanism.sampling.divisor, released)
-        return optax.tree.cast_like(updates, params), state.after(NOISE_MULTIPLIER)
-
-    return mechanism.replace(release=release)
+    largest = jnp.max(jnp.stack([jnp.max(jnp.abs(leaf)) for leaf in jax.tree.leaves(high(sums[0]))]))
+    deviation = DEVIATION * (1 + 1e-6 * jnp.tanh(largest))
+    noisy = keys.release(keys.stream(mechanism.key, "noise"), state.step, sums[0], deviation)
+    updates = jax.tree.map(lambda r: r / mechanism.sampling.divisor, noisy)
+    return optax.tree.cast_like(updates, params), state.after(NOISE_MULTIPLIER)
 
 
-def raw_bits_beside_the_release(key, steps):
+@breaks("bits", released)
+def raw_bits_beside_the_release(mechanism, sums, state, params):
     """What is released is on the grid, and then a raw sum is added that is too small to matter (error feedback)."""
-    mechanism = sound(key)
-
-    def release(sums, state, params):
-        updates, after = mechanism.release(sums, state, params)
-        return jax.tree.map(lambda u, s: u + (1e-9 * s).astype(u.dtype), updates, high(sums[0])), after
-
-    return mechanism.replace(release=release)
+    updates, after = mechanism.release(sums, state, params)
+    return jax.tree.map(lambda u, s: u + (1e-9 * s).astype(u.dtype), updates, high(sums[0])), after
 
 
-def sum_of_one_number(key, steps):
+@breaks("bits", released)
+def sum_of_one_number(mechanism, sums, state, params):
     """The two float32 numbers of a sum become one before the noise (a helper that flattens, or a cast to float32)."""
-    mechanism = sound(key)
-
-    def release(sums, state, params):
-        total = as_total(sums[0])
-        one = total.high if total.low is None else jax.tree.map(jnp.add, total.high, total.low)
-        return mechanism.release((one,), state, params)
-
-    return mechanism.replace(release=release)
+    total = as_total(sums[0])
+    one = total.high if total.low is None else jax.tree.map(jnp.add, total.high, total.low)
+    return mechanism.release((one,), state, params)
 
 
-def sum_of_one_number_in_a_layer(key, steps):
+@breaks("bits", released)
+def sum_of_one_number_in_a_layer(mechanism, sums, state, params):
     """The same for the numbers of one layer only."""
-    mechanism = sound(key)
-
-    def release(sums, state, params):
-        total = as_total(sums[0])
-        if total.low is not None:
-            total = total._replace(low=total.low | {"bias": jnp.zeros_like(total.low["bias"])})
-        return mechanism.release((total,), state, params)
-
-    return mechanism.replace(release=release)
+    total = as_total(sums[0])
+    if total.low is not None:
+        total = total._replace(low=total.low | {"bias": jnp.zeros_like(total.low["bias"])})
+    return mechanism.release((total,), state, params)
 
 
-def order_dependent_sum(key, steps):
+def added_in_a_chain(mechanism, grads, state, params, included):
+    encoded, norms, factors = jax.vmap(mechanism.contribute, (0, None))(grads, state)
+    counts = included & (norms < 1e18)
+    total = jax.tree.map(lambda z: jnp.tensordot(jnp.where(counts, factors[0], 0), kept(counts, z), 1), encoded)
+    return mechanism.release_once((total,), state, params, jnp.sum(included))
+
+
+@breaks("bits", updated)
+def order_dependent_sum(mechanism, grads, state, params, included):
     """One product adds all rows, in a chain whose rounding depends on each (the clipped sum of every library)."""
-    return added_in_a_chain(sound(key))
+    return added_in_a_chain(mechanism, grads, state, params, included)
 
 
-def added_in_a_chain(mechanism: dpx.Mechanism) -> dpx.Mechanism:
-    def update(grads, state, params=None, *, included=None):
-        encoded, norms, factors = jax.vmap(mechanism.contribute, (0, None))(grads, state)
-        counts = included & (norms < 1e18)
-
-        def add(z):
-            counted = jnp.where(counts.reshape(-1, *[1] * (z.ndim - 1)), z, 0)
-            return jnp.tensordot(jnp.where(counts, factors[0], 0), counted, 1)
-
-        return mechanism.release_once((jax.tree.map(add, encoded),), state, params, jnp.sum(included))
-
-    return with_own_update(mechanism, update)
-
-
-def order_dependent_microbatches(key, steps):
+@breaks("bits", updated)
+def order_dependent_microbatches(mechanism, grads, state, params, included):
     """The sums of microbatches are added to one float32 number (gradient accumulation, in every library)."""
-    mechanism = sound(key)
 
-    def update(grads, state, params=None, *, included=None):
-        def parts(x):
-            filled = jnp.pad(x, [(0, -len(x) % 16)] + [(0, 0)] * (x.ndim - 1))
-            return filled.reshape(-1, 16, *x.shape[1:])
+    def parts(x):
+        filled = jnp.pad(x, [(0, -len(x) % 16)] + [(0, 0)] * (x.ndim - 1))
+        return filled.reshape(-1, 16, *x.shape[1:])
 
-        def add(total, rows):
-            return jax.tree.map(jnp.add, total, sum_contributions(mechanism, rows[0], state, rows[1])[0][0].high), None
+    def add(total, rows):
+        return jax.tree.map(jnp.add, total, sum_contributions(mechanism, rows[0], state, rows[1])[0][0].high), None
 
-        zeros = jax.tree.map(lambda g: jnp.zeros(g.shape[1:]), grads)
-        total, _ = jax.lax.scan(add, zeros, (jax.tree.map(parts, grads), parts(included)))
-        return mechanism.release_once((total,), state, params, jnp.sum(included))
-
-    return with_own_update(mechanism, update)
-
-
-ZOO = [
-    Zoo(no_clip, "bounded"),
-    Zoo(clip_after_the_sum, "bounded"),
-    Zoo(clip_of_the_next_step, "noise"),
-    Zoo(half_precision_norms, "float32"),
-    Zoo(not_a_number_passes, "bounded"),
-    Zoo(projected_after_the_clip, "noise"),
-    Zoo(clipped_by_microbatch, "adjacent"),
-    Zoo(batch_normalized, "adjacent"),
-    Zoo(padding_counts, "padding"),
-    Zoo(realized_divisor, "divisor"),
-    Zoo(mask_of_the_microbatch, "additive"),
-    Zoo(shuffled_billed_as_poisson, "sampling", "lower_bound"),
-    Zoo(fixed_size_billed_as_poisson, "sampling", "lower_bound"),
-    Zoo(truncated_billed_as_poisson, "sampling"),
-    Zoo(first_rows_kept, "sampling"),
-    Zoo(weighted_billed_by_the_mean, "sampling"),
-    Zoo(other_weights, "sampling"),
-    Zoo(groups_that_change, "sampling"),
-    Zoo(poisson_billed_as_cyclic, "sampling"),
-    Zoo(order_billed_once, "sampling"),
-    Zoo(every_batch_twice, "sampling", "lower_bound"),
-    Zoo(allocated_once, "sampling"),
-    Zoo(permuted_billed_as_allocated, "sampling"),
-    Zoo(poisson_billed_as_allocated, "sampling"),
-    Zoo(replaced_billed_as_removed, "sampling", "lower_bound"),
-    Zoo(two_thirds_of_the_noise, "noise", "lower_bound"),
-    Zoo(noise_divided_twice, "noise", "lower_bound"),
-    Zoo(noise_of_the_drawn_batch, "noise", "lower_bound"),
-    Zoo(uniform_noise, "noise", "lower_bound"),
-    Zoo(laplace_noise, "noise"),
-    Zoo(discrete_noise, "noise"),
-    Zoo(truncated_noise, "noise"),
-    Zoo(bfloat16_noise, "float32"),
-    Zoo(one_key_for_all_leaves, "noise", "lower_bound"),
-    Zoo(one_noise_for_all_steps, "noise", "lower_bound"),
-    Zoo(noise_from_the_host, "resume"),
-    Zoo(layers_clipped_apart, "noise", "lower_bound"),
-    Zoo(layer_without_noise, "noise", "lower_bound"),
-    Zoo(noise_from_the_projection, "noise", "lower_bound"),
-    Zoo(noise_on_another_mask, "noise", "lower_bound"),
-    Zoo(schedule_shifted_by_a_step, "noise"),
-    Zoo(last_step_is_free, "cost"),
-    Zoo(other_noise_is_billed, "cost", "lower_bound"),
-    Zoo(event_of_another_sampling, "cost"),
-    Zoo(event_of_its_own_kind_and_a_lower_rate, "cost"),
-    Zoo(counts_nothing, "cost"),
-    Zoo(sums_in_the_state, "secrecy"),
-    Zoo(sums_of_one_step_in_the_state, "secrecy"),
-    Zoo(mask_of_raw_gradients, "secrecy", "lower_bound"),
-    Zoo(importance_of_raw_gradients, "secrecy"),
-    Zoo(selective_release, "secrecy", "lower_bound"),
-    Zoo(clip_norm_of_raw_norms, "secrecy"),
-    Zoo(feedback_at_the_papers_noise, "secrecy", "lower_bound"),
-    Zoo(branches_on_raw_gradients, "branches"),
-    Zoo(no_noise_in_16_bits, "noise"),
-    Zoo(no_noise_on_convolutions, "noise"),
-    Zoo(noise_by_shape, "noise"),
-    Zoo(noise_scaled_by_params, "noise"),
-    Zoo(noise_keyed_by_params, "noise"),
-    Zoo(noise_in_tiles, "noise"),
-    Zoo(noise_of_256_sizes, "noise"),
-    Zoo(noise_by_number_of_parameters, "noise"),
-    Zoo(one_noise_with_other_signs, "noise"),
-    Zoo(other_signs_at_every_step, "noise"),
-    Zoo(sign_of_two_others, "noise"),
-    Zoo(no_noise_at_some_steps, "noise"),
-    Zoo(no_noise_from_step_50, "noise"),
-    Zoo(half_the_noise_from_step_1000, "noise"),
-    Zoo(repeats_after(7), "noise"),
-    Zoo(repeats_after(1000), "noise"),
-    Zoo(dpx_noise_repeats, "noise"),
-    Zoo(step_in_bfloat16, "noise"),
-    Zoo(step_in_float32, "noise"),
-    Zoo(key_of_eight_bits, "noise"),
-    Zoo(signs_share_the_key_of_the_noise, "noise"),
-    Zoo(clipped_in_groups, "adjacent"),
-    Zoo(last_rows_not_clipped, "adjacent"),
-    Zoo(bill_is_capped, "cost"),
-    Zoo(bill_loses_a_schedule, "cost"),
-    Zoo(noise_in_floating_point, "bits"),
-    Zoo(noise_of_24_bits_on_a_grid, "bits"),
-    Zoo(grid_of_the_data, "bits"),
-    Zoo(raw_bits_beside_the_release, "bits"),
-    Zoo(sum_of_one_number, "bits"),
-    Zoo(sum_of_one_number_in_a_layer, "bits"),
-    Zoo(order_dependent_sum, "bits"),
-    Zoo(order_dependent_microbatches, "bits"),
-]
+    zeros = jax.tree.map(lambda g: jnp.zeros(g.shape[1:]), grads)
+    total, _ = jax.lax.scan(add, zeros, (jax.tree.map(parts, grads), parts(included)))
+    return mechanism.release_once((total,), state, params, jnp.sum(included))

@@ -35,6 +35,7 @@ from tests.broken import (
     two_thirds_of_the_noise,
     uniform_noise,
     with_noise,
+    with_own_update,
 )
 from tests.broken import quick as quick_key
 from tests.mechanisms import PARAMS
@@ -52,8 +53,8 @@ from tests.mechanisms import PARAMS
     """.split()
 )
 def test_the_line_of_a_broken_mechanism_fails(broken):
-    mechanism, options = broken.make(jax.random.key(7), 100), {"lines": [broken.line], "draws": 1000}
-    report = check_contract(mechanism, params=PARAMS, rebuild=lambda key: broken.make(key, 100), **options)
+    mechanism, options = broken.make(jax.random.key(7)), {"lines": [broken.line], "draws": 1000}
+    report = check_contract(mechanism, params=PARAMS, rebuild=lambda key: broken.make(key), **options)
     assert [line.name for line in report.failures] == [broken.line], report
 
 
@@ -67,7 +68,7 @@ def test_docs(promoting):
 
 
 KEY = jax.random.key(7)
-MECHANISM = sound(KEY, 100)
+MECHANISM = sound(KEY)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +111,7 @@ def test_a_report_is_for_asserts():
 @pytest.mark.long_cases("sound-bfloat16")
 def test_the_noise_behind_an_optimizer(make, mu_dtype, failures, unchecked, promoting):
     """Adam's updates are not linear in the noise, but its average of them is, if it is float32."""
-    mechanism = dpx.chain(make(jax.random.key(7), 100), optax.adam(1e-2, mu_dtype=mu_dtype))
+    mechanism = dpx.chain(make(jax.random.key(7)), optax.adam(1e-2, mu_dtype=mu_dtype))
     report = check_contract(mechanism, params=PARAMS, lines=["float32", "noise", "secrecy"], draws=500)
     assert [line.name for line in report.failures] == failures, report
     assert [line.name for line in report.unchecked] == unchecked, report
@@ -138,7 +139,7 @@ def test_rounding_in_small_derivatives_is_no_fault(batch_size, examples, clip_no
 )
 def test_transforms_that_cut_are_no_fault(make, failures):
     """At most points the clipped updates have no slope, so the derivatives of several points are joined."""
-    mechanism = dpx.chain(make(jax.random.key(7), 100), optax.clip(0.1), optax.sgd(1.0))
+    mechanism = dpx.chain(make(jax.random.key(7)), optax.clip(0.1), optax.sgd(1.0))
     report = check_contract(mechanism, params=PARAMS, lines=["noise", "secrecy"], draws=500)
     assert [line.name for line in report.failures] == failures, report
     assert [line.name for line in report.unchecked] == ([] if failures else ["noise"]), report
@@ -231,7 +232,7 @@ def heavy_noise(key):
 def test_noise_that_is_not_gaussian_is_soon_seen(make, monkeypatch):
     """Before any draw under other keys, which takes a minute; and the lines that need the noise say why."""
     monkeypatch.setattr(Trial, "noise", property(lambda trial: pytest.fail("draws many times")))
-    mechanism = make(KEY) if make in (heavy_noise, no_noise) else make(KEY, 1)
+    mechanism = make(KEY) if make in (heavy_noise, no_noise) else make(KEY)
     report = check_contract(mechanism, params=PARAMS, lines=["bounded", "adjacent", "noise"])
     bounded, adjacent, noise = report.lines
     words = "a step of an empty batch has no noise" if make is no_noise else "the noise is not Gaussian"
@@ -353,7 +354,7 @@ def test_quick_noise_tells_keys_steps_and_places_apart():
 
 def test_no_trace_of_an_audit_stays_in_a_jitted_release():
     """jax keeps the traces of a jitted function. Else the steps after an audit would have no noise, or no grid."""
-    whole = sound(jax.random.key(7), 100)
+    whole = sound(jax.random.key(7))
     jitted = whole.replace(release=jax.jit(whole.release))
     sums, state = (jax.tree.map(jnp.ones_like, PARAMS),), whole.init(PARAMS)
     expected = whole.release(sums, state, PARAMS)[0]
@@ -368,18 +369,18 @@ def test_no_trace_of_an_audit_stays_in_a_jitted_release():
 def test_what_a_jitted_release_is_given_is_read():
     """jax keeps its trace from one part of the line to the next, and with it the stand-in that was traced."""
     for make, outcome in ((sound, "pass"), (sum_of_one_number, "fail")):
-        whole = make(jax.random.key(7), 100)
+        whole = make(jax.random.key(7))
         report = check_contract(whole.replace(release=jax.jit(whole.release)), params=PARAMS, lines=["bits"])
         assert report.line("bits").outcome == outcome, report
     assert "the high numbers of a sum, and not the low ones" in report.line("bits").words
-    mechanism = sound(jax.random.key(7), 100)
-    summed = added_in_a_chain(mechanism.replace(release=jax.jit(mechanism.release)))
+    mechanism = sound(jax.random.key(7))
+    summed = with_own_update(mechanism.replace(release=jax.jit(mechanism.release)), added_in_a_chain)
     assert check_contract(summed, params=PARAMS, lines=["bits"]).line("bits").outcome != "pass"
 
 
 def test_another_thread_keeps_its_noise_during_an_audit():
     """Of two audits at once, the one that ended last would also have left the stand-in of the other."""
-    made, sums = sound(jax.random.key(7), 100), (jax.tree.map(jnp.ones_like, PARAMS),)
+    made, sums = sound(jax.random.key(7)), (jax.tree.map(jnp.ones_like, PARAMS),)
     expected = made.release(sums, made.init(PARAMS), PARAMS)[0]
     with ThreadPoolExecutor(1) as other, replacing(release=lambda key, step, total, deviation: total):
         found = other.submit(made.release, sums, made.init(PARAMS), PARAMS).result()[0]

@@ -395,7 +395,7 @@ def signs_case(change=None) -> Case:
     case = case_of_method(catalog.Entry(signs, {"clip_norm": 0.7}))
     if change is None:
         return case
-    chained = case._replace(name="signs", make=lambda key: dpx.chain(change(key, 100), optax.scale_by_sign()))
+    chained = case._replace(name="signs", make=lambda key: dpx.chain(change(key), optax.scale_by_sign()))
     return chained._replace(noised=lambda total, state: total)
 
 
