@@ -18,7 +18,7 @@ import dpx
 from benchmarks import report
 from dpx import keys
 from dpx.accounting.events import billed
-from dpx.keys import grid
+from dpx.keys.noise import GRID
 
 FRACTIONS = (0.0, 1e-4, 0.2, 0.25, 0.4999, 0.5, 0.75, 0.9999)  # of a cell of the grid
 PART = 10**6  # numbers of one release
@@ -27,7 +27,7 @@ MULTIPLIERS, BATCHES, SIZES = (0.5, 5.0, 50.0), (1, 64, 8192), (1000, 1_000_000)
 
 def cell(deviation: float) -> float:
     """gamma, the cell of the grid of this deviation."""
-    return 2.0 ** (math.frexp(float(np.float32(deviation)))[1] - 1 - grid.GRID)
+    return 2.0 ** (math.frexp(float(np.float32(deviation)))[1] - 1 - GRID)
 
 
 def law(deviations: float, fraction: float, reach: int) -> np.ndarray:

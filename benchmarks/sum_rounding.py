@@ -27,7 +27,7 @@ import numpy as np
 
 import dpx
 from benchmarks import report
-from dpx.xla.totals import ETA, MOST_ROWS, as_total
+from dpx.sums.total import ETA, MOST_ROWS, as_pair
 
 WIDTH, POSITIONS = 4, 3  # numbers of a gradient; positions of a sequence
 LARGE = 31 / 32  # a row that is not clipped
@@ -40,11 +40,11 @@ def mechanism(size: int, made: Callable[..., dpx.Mechanism] = dpx.dp_sgd) -> dpx
     """Clip norm 1. Its updates are its sums, with high and low numbers."""
     sampling = dpx.PoissonSampling(examples=2 * size, batch_size=size)
     noisy = made(clip_norm=1.0, noise_multiplier=1.0, sampling=sampling, key=dpx.secret_key(2**40))
-    return noisy.replace(release=lambda sums, state, params: (as_total(sums[0]), state))
+    return noisy.replace(release=lambda sums, state, params: (as_pair(sums[0]), state))
 
 
 def as_number(total) -> np.ndarray:
-    """The value of a `Total`, float64 (n,)."""
+    """The value of a `FloatPair`, float64 (n,)."""
     parts = [jax.tree.leaves(part) for part in total if part is not None]
     values = [np.sum([np.asarray(x, np.float64) for x in leaf], axis=0) for leaf in zip(*parts, strict=True)]
     return np.concatenate([value.ravel() for value in values])

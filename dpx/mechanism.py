@@ -23,12 +23,12 @@ from dp_accounting import DpEvent
 from dpx import guards, keys
 from dpx.accounting.budget import Budget
 from dpx.accounting.events import words_of_first_step
-from dpx.contributions import sum_contributions
 from dpx.sampling.batch import MISSING, inclusion
 from dpx.sampling.schemes import Sampling
 from dpx.scalars import ScalarOrSchedule, over
 from dpx.states.reading import require_matching, steps_taken
 from dpx.states.record import checked, counted, fingerprints_of, stamped
+from dpx.sums.rows import sum_contributions
 from dpx.trees import Tree, batch_size
 
 
@@ -46,7 +46,7 @@ class Mechanism(optax.GradientTransformationExtraArgs):
     encode:   (grad, state) -> encoded; one example, float32, without a batch axis
     norm:     (encoded) -> norms; float32 (), or one for each group (a pytree prefix of `encoded`)
     weigh:    (norms, state) -> tuple of factors, each with the structure of the norms
-    release:  (sums, state, params) -> (updates, state); one `dpx.xla.totals.Total` or float32 tree for each factor.
+    release:  (sums, state, params) -> (updates, state); one `dpx.sums.total.FloatPair` or float32 tree for each factor.
               Adds noise by `keys.release`, (1 + ETA) times the billed deviation. `params`: arrays or their shapes
     event:    (steps) -> DpEvent; the cost of the first `steps` releases, sampling included
     sampling: how the batches must be drawn for `event` to be true

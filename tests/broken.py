@@ -19,10 +19,10 @@ import optax
 
 import dpx
 from dpx import keys, masks
-from dpx.contributions import sum_contributions
 from dpx.sampling.draws import Draw
+from dpx.sums.rows import sum_contributions
+from dpx.sums.total import as_pair
 from dpx.trees import split
-from dpx.xla.totals import as_total
 
 SAMPLING = dpx.PoissonSampling(examples=1000, batch_size=8)
 CLIP_NORM, NOISE_MULTIPLIER = 0.7, 1.3
@@ -136,7 +136,7 @@ def with_noise_of_params(mechanism: dpx.Mechanism, draw: Callable, deviation: An
 
 def high(total: Any) -> Any:
     """The sum as one float32 number for each coordinate."""
-    return as_total(total).high
+    return as_pair(total).high
 
 
 def of_each(flags: jax.Array, leaf: jax.Array) -> jax.Array:
@@ -866,7 +866,7 @@ def raw_bits_beside_the_release(mechanism, sums, state, params):
 @breaks("bits", released)
 def sum_of_one_number(mechanism, sums, state, params):
     """The two float32 numbers of a sum become one before the noise (a helper that flattens, or a cast to float32)."""
-    total = as_total(sums[0])
+    total = as_pair(sums[0])
     one = total.high if total.low is None else jax.tree.map(jnp.add, total.high, total.low)
     return mechanism.release((one,), state, params)
 
@@ -874,7 +874,7 @@ def sum_of_one_number(mechanism, sums, state, params):
 @breaks("bits", released)
 def sum_of_one_number_in_a_layer(mechanism, sums, state, params):
     """The same for the numbers of one layer only."""
-    total = as_total(sums[0])
+    total = as_pair(sums[0])
     if total.low is not None:
         total = total._replace(low=total.low | {"bias": jnp.zeros_like(total.low["bias"])})
     return mechanism.release((total,), state, params)

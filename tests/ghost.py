@@ -9,7 +9,7 @@ import numpy as np
 
 import dpx
 from dpx.gradients.ghost import algorithms
-from dpx.xla.totals import as_total
+from dpx.sums.total import as_pair
 
 WAYS = {name.lower(): each.words for name, each in vars(algorithms).items() if isinstance(each, algorithms.Algorithm)}
 TOLERANCE = 5e-5  # norms from Gram matrices include a bound on their rounding
@@ -47,7 +47,7 @@ def mechanism(clip_norm: Any = 1e-3) -> dpx.Mechanism:
 
 
 def noiseless(made: dpx.Mechanism) -> dpx.Mechanism:
-    return made.replace(release=lambda sums, state, params: (tuple(as_total(total).high for total in sums), state))
+    return made.replace(release=lambda sums, state, params: (tuple(as_pair(total).high for total in sums), state))
 
 
 def clipped_sums(loss, params, batch, clipping, *, made=None, included=None, microbatch_size=None):

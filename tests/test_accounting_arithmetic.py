@@ -18,9 +18,9 @@ from dpx.accounting.events import billed
 from dpx.accounting.profiles import GaussianProfile
 from dpx.accounting.releases import largest_shift, released
 from dpx.accounting.selection import most_trials
-from dpx.keys.counts import CHUNK_NUMBERS, numbers_of, pairs_of
+from dpx.keys.noise import CHUNK_NUMBERS, numbers_of, pairs_of
 from dpx.papers.dice_sgd.event import ErrorFeedbackDpEvent
-from dpx.xla.totals import ETA
+from dpx.sums.total import ETA
 
 BITS = 17
 COARSE = Normals(evaluation=0.0, digits=((0, 2.0**-18, 2.0**-18),), pairs=1)  # 2^17 radii times 2^17 angles

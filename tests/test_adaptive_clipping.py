@@ -11,8 +11,8 @@ import pytest
 import dpx
 from dpx import keys
 from dpx.audit.contract.noise import require_standard
-from dpx.contributions import sum_contributions
-from dpx.xla.totals import ETA
+from dpx.sums.rows import sum_contributions
+from dpx.sums.total import ETA
 
 SAMPLING = dpx.PoissonSampling(examples=1000, batch_size=20)
 KEY = jax.random.key(5)

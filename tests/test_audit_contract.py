@@ -21,7 +21,7 @@ from dpx.audit.contract.draws import in_its_directions, require_no_pattern, requ
 from dpx.audit.contract.report import Broken, NotChecked
 from dpx.audit.contract.trial import Trial
 from dpx.audit.stand_ins import quick, replacing, without_grid
-from dpx.xla.totals import ETA
+from dpx.sums.total import ETA
 from tests.broken import (
     ZOO,
     added_in_a_chain,

@@ -31,7 +31,7 @@ from dpx.audit.contract.trial import Trial
 from dpx.audit.stand_ins import with_quick_noise
 from dpx.papers.dice_sgd.rounding import ERROR
 from dpx.sampling.events import RandomAllocationDpEvent
-from dpx.xla.totals import ETA, as_total
+from dpx.sums.total import ETA, as_pair
 from tests import broken
 from tests.compiling import EMITTERS
 from tests.mechanisms import MECHANISMS, PARAMS, POISSON, Case, case_of_method
@@ -68,7 +68,7 @@ def more_paths(case: Case) -> dict:
     mechanism = case.mechanism
 
     def encoded_in_parts(grads, state, included):
-        with mock.patch("dpx.xla.microbatches.SEGMENT_NUMBERS", 2 * sum(p.size for p in PARAMS.values())):
+        with mock.patch("dpx.sums.microbatches.SEGMENT_NUMBERS", 2 * sum(p.size for p in PARAMS.values())):
             return mechanism.update(grads, state, PARAMS, included=included)
 
     def in_chunks(grads, state, included):
@@ -166,7 +166,7 @@ def exchange_by_hand(case: Case, step: int) -> np.ndarray:
 
 def sums_of(case: Case, step: int):
     """The sums of some gradients that are clipped."""
-    of_each = tuple(as_total(total).high for total in trial(case).contributions(step)["update"])
+    of_each = tuple(as_pair(total).high for total in trial(case).contributions(step)["update"])
     return jax.tree.map(lambda leaf: np.asarray(leaf)[: inputs.RANDOM].sum(0), of_each)
 
 
@@ -372,7 +372,7 @@ def test_facts_see_other_noise(factor):
 
         def release(sums, state, params):
             noisy, after = mechanism.release(sums, state, params)
-            exact = jax.tree.map(lambda s: s / mechanism.sampling.divisor, as_total(sums[0]).high)
+            exact = jax.tree.map(lambda s: s / mechanism.sampling.divisor, as_pair(sums[0]).high)
             return jax.tree.map(lambda n, e: e + factor * (n - e), noisy, exact), after
 
         return mechanism.replace(release=release)

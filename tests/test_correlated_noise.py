@@ -21,11 +21,11 @@ from dpx.audit.contract.cost import require_sensitivity
 from dpx.audit.contract.noise import require_covariance
 from dpx.audit.contract.report import Broken
 from dpx.audit.contract.trial import Trial
-from dpx.keys.grid import GRID
+from dpx.keys.noise import GRID
 from dpx.papers.correlated_noise import memory
 from dpx.papers.correlated_noise.event import CorrelatedGaussianDpEvent, CyclicBandedDpEvent, rounding
-from dpx.xla import doubles
-from dpx.xla.totals import ETA
+from dpx.sums import doubles
+from dpx.sums.total import ETA
 from tests.devices import on_eight_devices
 
 module = importlib.import_module("dpx.papers.correlated_noise.mechanism")

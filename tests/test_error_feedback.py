@@ -13,7 +13,7 @@ import dpx
 from dpx import keys
 from dpx.papers.dice_sgd.rounding import ERROR
 from dpx.states.record import ReleaseState
-from dpx.xla.totals import ETA, Total
+from dpx.sums.total import ETA, FloatPair
 from examples import loop
 from examples.config import Config
 
@@ -27,12 +27,12 @@ def dice(**changes) -> dpx.Mechanism:
     return dpx.methods.dice_sgd(**(options | dict(key=jax.random.key(3)) | changes))
 
 
-def two_numbers(error, low=None) -> Total:
+def two_numbers(error, low=None) -> FloatPair:
     """The error of a state, float32 arrays of one shape."""
-    return Total(jnp.asarray(error), jnp.zeros_like(error) if low is None else jnp.asarray(low))
+    return FloatPair(jnp.asarray(error), jnp.zeros_like(error) if low is None else jnp.asarray(low))
 
 
-def exactly(error: Total) -> np.ndarray:
+def exactly(error: FloatPair) -> np.ndarray:
     """Its numbers, float64."""
     return np.asarray(error.high, np.float64) + np.asarray(error.low, np.float64)
 

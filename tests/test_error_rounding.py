@@ -11,8 +11,8 @@ import pytest
 import dpx
 from dpx.papers.dice_sgd.rounding import ERROR, covers
 from dpx.states.record import ReleaseState
-from dpx.xla import doubles
-from dpx.xla.totals import Total
+from dpx.sums import doubles
+from dpx.sums.total import FloatPair
 
 UNIT = 2.0**-53  # v of the proof
 SIZE = 1000
@@ -25,16 +25,16 @@ def dice(**changes) -> dpx.Mechanism:
     return dpx.methods.dice_sgd(**(options | changes), sampling=sampling, key=jax.random.key(3))
 
 
-def number(total: Total) -> np.ndarray:
+def number(total: FloatPair) -> np.ndarray:
     return np.asarray(total.high, np.longdouble) + np.asarray(total.low, np.longdouble)
 
 
-def pair(exact: np.ndarray) -> Total:
+def pair(exact: np.ndarray) -> FloatPair:
     high = exact.astype(np.float32)
-    return Total(jnp.asarray(high), jnp.asarray((exact - high).astype(np.float32)))
+    return FloatPair(jnp.asarray(high), jnp.asarray((exact - high).astype(np.float32)))
 
 
-def state_of(made: dpx.Mechanism, error: Total):
+def state_of(made: dpx.Mechanism, error: FloatPair):
     state = made.init(jnp.zeros(error.high.shape))
     return state._replace(release=ReleaseState.empty()._replace(step=jnp.int32(1)), unreleased_error=error)
 
@@ -61,7 +61,7 @@ def test_many_steps_are_as_exact_as_two_numbers(stability, x64, compiled):
         made = dice(feedback_norm=0.02, stability=stability)
         release = jax.jit(made.release) if compiled else made.release
         zero = jnp.zeros(SIZE, jnp.float32)
-        state = state_of(made, Total(zero, zero))
+        state = state_of(made, FloatPair(zero, zero))
         withheld = (RNG.standard_normal((steps, SIZE)) + 0.5).astype(np.float32)
         expected = np.zeros(SIZE, np.longdouble)
         for row in withheld:
@@ -127,7 +127,7 @@ def test_the_norm_has_short_sums(size):
     find = jax.jit(lambda total: doubles.norm(total).astype(jnp.float64))
     for tree in trees:
         with jax.enable_x64(True):
-            found = np.asarray(find(Total(tree, jax.tree.map(np.zeros_like, tree))))
+            found = np.asarray(find(FloatPair(tree, jax.tree.map(np.zeros_like, tree))))
         exact = math.sqrt(1 + size * 2.0**-54)
         assert abs(found - exact) <= 32 * UNIT * exact
 

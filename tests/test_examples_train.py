@@ -14,7 +14,7 @@ import pytest
 
 import dpx
 from dpx import catalog, keys
-from dpx.xla.totals import ETA
+from dpx.sums.total import ETA
 from examples import data, fashion_mnist, loop, methods, records, runs, train
 from examples.config import Config
 from examples.methods import METHODS

@@ -14,7 +14,7 @@ from dpx import keys
 from dpx.coordinates import trainable
 from dpx.fitting import loop
 from dpx.reports.plan import PlannedSampling, SamplingPlan
-from dpx.xla.totals import Total
+from dpx.sums.total import FloatPair
 
 ROWS = 12
 FULL = dpx.FullBatch(examples=ROWS)
@@ -386,7 +386,7 @@ def test_a_step_without_jit_is_the_step():
 
 
 def as_total(tree):
-    return Total(tree, jax.tree.map(jnp.zeros_like, tree))
+    return FloatPair(tree, jax.tree.map(jnp.zeros_like, tree))
 
 
 def refuse(*_):

@@ -15,8 +15,8 @@ import pytest
 from jax import lax
 
 import dpx
-from dpx.contributions import LARGEST
 from dpx.gradients.ghost import norms as ghost_norms
+from dpx.sums.rows import LARGEST
 from tests.compiling import EMITTERS
 from tests.ghost import WAYS, assert_agrees, integers, key, noiseless, normal
 

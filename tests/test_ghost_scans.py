@@ -8,8 +8,8 @@ from flax import linen, nnx
 from jax import lax
 
 import dpx
-from dpx.xla.devices import traced_for
 from dpx.xla.jaxprs import equations
+from dpx.xla.place import traced_for
 from tests.ghost import (
     WAYS,
     assert_agrees,

@@ -15,7 +15,7 @@ from benchmarks import exact
 from dpx import keys
 from dpx.keys import noise, normals
 from dpx.keys.cipher import threefry4x32
-from dpx.xla import flags
+from dpx.xla.place import fast_math, warn_of_fast_math
 
 KEY, LONG = jax.random.key(3), np.longdouble
 TOP = 2**32 - 1
@@ -191,7 +191,7 @@ def test_no_sign_of_zero_and_no_denormal_shows():
 
 def test_the_low_part_of_a_total_counts():
     high, low = np.full(1000, 2.0**16, np.float32), np.full(1000, 0.03, np.float32)
-    found, gamma = integers(noise.Total(jnp.asarray(high), jnp.asarray(low)), 1.0)
+    found, gamma = integers(noise.FloatPair(jnp.asarray(high), jnp.asarray(low)), 1.0)
     near, _ = integers(jnp.full(1000, 0.03, jnp.float32), 1.0)
     np.testing.assert_array_equal(found, near + int(2**16 / gamma))
 
@@ -228,7 +228,7 @@ def test_a_release_and_its_rest_are_those_of_a_release():
     tree = [jax.random.normal(KEY, shape) for shape in ((100, 300), (), (0, 2), (7,))]
 
     def total(parts):
-        return noise.Total(parts, jax.tree.map(lambda x: x * np.float32(2.0**-30), parts))
+        return noise.FloatPair(parts, jax.tree.map(lambda x: x * np.float32(2.0**-30), parts))
 
     made = keys.release(KEY, 7, total(tree), 0.3)
     ways = [
@@ -308,10 +308,10 @@ def test_the_precision_tells_nothing(multiplier, size=200_000):
     ],
 )
 def test_a_release_under_fast_math_warns_once(monkeypatch, flags_of_xla, on):
-    assert flags.fast_math(flags_of_xla) is on
+    assert fast_math(flags_of_xla) is on
     monkeypatch.setenv("XLA_FLAGS", flags_of_xla)
-    flags.warn_of_fast_math.cache_clear()
+    warn_of_fast_math.cache_clear()
     for expected in (on, False):  # a warning is an error in these tests
         with pytest.warns(UserWarning, match="xla_cpu_enable_fast_math") if expected else contextlib.nullcontext():
             keys.release(KEY, 0, jnp.ones(3), 1.0)
-    flags.warn_of_fast_math.cache_clear()
+    warn_of_fast_math.cache_clear()

@@ -16,7 +16,7 @@ from dpx import keys
 from dpx.papers.d2p2_sgd.projected import projected
 from dpx.papers.d2p2_sgd.projections import countsketch, hadamard
 from dpx.papers.d2p2_sgd.projections.projection import SKETCHES, projection
-from dpx.xla.totals import ETA
+from dpx.sums.total import ETA
 from tests.mechanisms import PARAMS, POISSON
 from tests.test_dp_sgd import loss, model
 

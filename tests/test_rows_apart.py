@@ -14,7 +14,7 @@ import pytest
 from jax import lax
 
 import dpx
-from dpx.contributions import LARGEST
+from dpx.sums.rows import LARGEST
 from dpx.xla.convolutions import may_mix_rows, rows_apart
 from dpx.xla.jaxprs import equations
 from tests.devices import on_eight_devices

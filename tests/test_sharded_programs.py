@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import dpx
 from benchmarks import programs
 from dpx.gradients.ghost import engine, norms
-from dpx.xla import norms as any_size
+from dpx.sums import norms as any_size
 from tests.compiling import SWITCH
 from tests.devices import on_eight_devices
 

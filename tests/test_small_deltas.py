@@ -12,7 +12,7 @@ import dpx
 from dpx import accounting
 from dpx.accounting.bill import numbers_of
 from dpx.accounting.events import billed, event_epsilon
-from dpx.keys.counts import LARGEST_RELEASE, count, counting
+from dpx.keys.noise import LARGEST_RELEASE, count, counting
 from dpx.reports import curves
 from dpx.states.reading import release_state
 from dpx.states.record import ReleaseState, counted

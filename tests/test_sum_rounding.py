@@ -15,18 +15,18 @@ import pytest
 import dpx
 from benchmarks import sum_rounding
 from dpx.checking import plan
-from dpx.contributions import sum_contributions
 from dpx.mechanisms.dp_sgd import tree_norm
 from dpx.papers.d2p2_sgd.clip_then_project import _projected
-from dpx.xla import totals
+from dpx.sums import total as bounds
+from dpx.sums.microbatches import sum_over_microbatches
+from dpx.sums.rows import sum_contributions
+from dpx.sums.total import ETA, MOST_ROWS, RESERVE, FloatPair
 from dpx.xla.jaxprs import bodies
-from dpx.xla.microbatches import sum_over_microbatches
-from dpx.xla.totals import ETA, MOST_ROWS, RESERVE, Total
 
 RNG = np.random.default_rng(0)
 
 
-def exact(total: Total) -> np.ndarray:
+def exact(total: FloatPair) -> np.ndarray:
     return sum_rounding.as_number(total)
 
 
@@ -104,16 +104,18 @@ def test_large_batches_move_no_more(path, size):
 def test_the_budget_is_kept():
     """The proof's bound, evaluated for every number of rows that is added in float32 alone."""
     for devices in (1, 2, 8, 64):
-        most = totals.few_rows(devices)
+        most = bounds.most_float32_rows(devices)
         assert most % devices == 0 and most >= 192
         for rows in range(1, most + 1):
-            blocks = totals.block_count(rows, devices)
+            blocks = bounds.blocks_for(rows, devices)
             each = math.ceil(rows / blocks)
-            assert each <= MOST_ROWS and totals.moved(each, blocks) <= ETA - RESERVE
-    assert totals.moved(2, 1) == pytest.approx(2 * 2.0**-24 * (math.sqrt(2 * (3**2 + 3**2)) + 2), rel=1e-3)
-    assert totals.moved(2, 3, (2, 4)) == pytest.approx(totals.moved(2, 3) + 2 * 2.0**-24 * (6 * 2 + 12 * 9), rel=1e-3)
-    assert totals.moved(1, 2) == pytest.approx(2 * 2.0**-24 * (2 + 2 + 2), rel=1e-3)
-    assert [totals.block_count(rows, 1) for rows in (1, 64, 96, 128, 256, 257, 500, 512)] == [1, 1, 1, 2, 4, 3, 6, 8]
+            assert each <= MOST_ROWS and bounds.rounding_share(each, blocks) <= ETA - RESERVE
+    assert bounds.rounding_share(2, 1) == pytest.approx(2 * 2.0**-24 * (math.sqrt(2 * (3**2 + 3**2)) + 2), rel=1e-3)
+    assert bounds.rounding_share(2, 3, (2, 4)) == pytest.approx(
+        bounds.rounding_share(2, 3) + 2 * 2.0**-24 * (6 * 2 + 12 * 9), rel=1e-3
+    )
+    assert bounds.rounding_share(1, 2) == pytest.approx(2 * 2.0**-24 * (2 + 2 + 2), rel=1e-3)
+    assert [bounds.blocks_for(rows, 1) for rows in (1, 64, 96, 128, 256, 257, 500, 512)] == [1, 1, 1, 2, 4, 3, 6, 8]
 
 
 def depths(tree) -> list[int]:
@@ -133,15 +135,15 @@ def trees(leaves: int):
 def test_a_chain_rounds_most(rows):
     for more in (0, 2):
         worst = max(sum((depth + more) ** 2 for depth in depths(tree)) for tree in trees(rows))
-        assert totals.chain(rows, more) == pytest.approx(math.sqrt(rows * worst))
+        assert bounds.chain(rows, more) == pytest.approx(math.sqrt(rows * worst))
 
 
 def test_two_numbers_hold_a_long_sum():
     """Numbers of all sizes, added in two orders: both are the exact sum within 2^-40 of it."""
     numbers = (RNG.standard_normal(4096) * 2.0 ** RNG.integers(-20, 20, 4096)).astype(np.float32)
-    add = jax.jit(lambda total, x: totals.plus(total, x * jnp.float32(1)))
+    add = jax.jit(lambda total, x: bounds.plus(total, x * jnp.float32(1)))
     for order in (numbers, numbers[::-1]):
-        total = totals.doubled(Total(jnp.zeros(())))
+        total = bounds.with_low(FloatPair(jnp.zeros(())))
         for number in order:
             total = add(total, number)
         found = Fraction(float(total.high)) + Fraction(float(total.low))
@@ -191,7 +193,7 @@ def test_microbatches_are_added_in_groups_that_round_little(count, size, unroll,
 
     def function(ordered, rows):
         del ordered
-        return (Total({"w": jnp.sum(rows)}),), rows
+        return (FloatPair({"w": jnp.sum(rows)}),), rows
 
     (total,), outputs = jax.jit(
         lambda rows: sum_over_microbatches(function, rows, size, unroll=unroll, like=jnp.float32(3))
@@ -206,7 +208,7 @@ def test_no_product_begins_with_the_sum_of_the_microbatches_before(unroll):
     """Every addition to the sum of microbatches reads a barrier, so each microbatch is rounded before it is added."""
 
     def function(ordered, rows):
-        return (Total({"w": ordered(rows).T @ rows}),), ()
+        return (FloatPair({"w": ordered(rows).T @ rows}),), ()
 
     jaxpr = jax.make_jaxpr(lambda rows: sum_over_microbatches(function, rows, 2, unroll=unroll))(np.ones((6, 3)))
 
@@ -231,7 +233,7 @@ def test_a_null_leaves_the_other_blocks_as_they_are():
         (total,), _ = sum_contributions(made, grads, made.init(params), included)
         return total.high
 
-    assert totals.block_count(192, 1) == 2
+    assert bounds.blocks_for(192, 1) == 2
     first = np.arange(192) < 96
     without = first.copy()
     without[5] = False
@@ -293,8 +295,8 @@ def test_several_blocks_have_full_precision():
 def test_a_projected_sum_keeps_its_low_numbers():
     """A compiler may remove a conversion to float32 and back (xla_allow_excess_precision), so there is none."""
     made = jax.jit(lambda total: _projected(lambda tree, state: jax.tree.map(lambda x: 3 * x, tree), total, ()))
-    total = Total(jnp.asarray(RNG.standard_normal(100), jnp.float32))
-    found = made(Total(total.high, total.high * 2.0**-26))
+    total = FloatPair(jnp.asarray(RNG.standard_normal(100), jnp.float32))
+    found = made(FloatPair(total.high, total.high * 2.0**-26))
     expected = 3 * (1 + 2.0**-26) * np.asarray(total.high, np.float64)
     np.testing.assert_allclose(exact(found), expected, rtol=2.0**-46)
     assert np.count_nonzero(found.low) > 90

@@ -8,8 +8,8 @@ import pytest
 import dpx
 from dpx.gradients.ghost import hooks
 from dpx.gradients.ghost.plan import GhostPlan
+from dpx.sums.total import FloatPair
 from dpx.xla.jaxprs import equations
-from dpx.xla.totals import Total
 from tests import test_ghost_scans
 from tests.ghost import QUICK, assert_same, key, mechanism, noiseless, normal
 from tests.test_ghost import two_factors
@@ -149,7 +149,7 @@ def sums_after(norms, inputs=INPUTS):
     def of(row):
         some = [jnp.where((jnp.arange(BATCH) == row)[:, None, None], x, 0) for x in (inputs, cotangents)]
         (total,) = tap.compute(((some[0], None), some[1]), of_one)[part]
-        assert isinstance(total, Total)
+        assert isinstance(total, FloatPair)
         return np.linalg.norm(np.asarray(total.high, np.float64))
 
     return [of(row) for row in range(BATCH)]

@@ -72,7 +72,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dpx.accounting.profiles import Profile
-from dpx.keys.counts import LARGEST_RELEASE, pairs_of
+from dpx.keys.noise import LARGEST_RELEASE, pairs_of
 from dpx.keys.normals import EVALUATION
 
 _SHARE_OF_FRAME, _VARIATION_OF_P, _LARGEST_CHANGE = 136.0, 3.0, 0.14  # of Lemma 1

@@ -11,7 +11,7 @@ from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.events import billed
 from dpx.accounting.groups import DISTINCT, of_unit, require_nulled
 from dpx.accounting.releases import count_releases
-from dpx.keys.counts import LARGEST_RELEASE
+from dpx.keys.noise import LARGEST_RELEASE
 from dpx.sampling.poisson import PoissonSampling
 from dpx.sampling.schemes import FullBatch
 from dpx.states.reading import release_state, steps_billed

@@ -15,7 +15,7 @@ from dpx.accounting.events import billed, within
 from dpx.accounting.groups import DISTINCT, FEW
 from dpx.accounting.pld.buckets import BUCKETS, Buckets, bucketed_gaussians
 from dpx.accounting.schedule import Interval, implemented, lower_profile, upper_profile
-from dpx.keys.counts import LARGEST_RELEASE
+from dpx.keys.noise import LARGEST_RELEASE
 from dpx.validation import require_whole
 
 _COARSE_BUCKETS = 24  # of a first, rough search, where the second one starts (benchmarks/accounting.py, calibration)

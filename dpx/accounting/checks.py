@@ -7,7 +7,7 @@ from typing import Any, Literal
 import jax.core
 import numpy as np
 
-from dpx.keys.counts import LARGEST_RELEASE
+from dpx.keys.noise import LARGEST_RELEASE
 from dpx.trees import described
 from dpx.validation import real, require_floats, require_open_fraction, require_whole
 

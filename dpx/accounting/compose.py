@@ -18,7 +18,7 @@ from dpx.accounting.events import billed
 from dpx.accounting.profiles import Profile
 from dpx.accounting.sharing import Largest, ways_to_share
 from dpx.identity import identity_of
-from dpx.keys.counts import LARGEST_RELEASE
+from dpx.keys.noise import LARGEST_RELEASE
 from dpx.scalars import over
 from dpx.states.record import SEVERAL_KEYS
 from dpx.trees import described

@@ -8,7 +8,7 @@ from dpx.accounting import checks
 from dpx.accounting.bill import of_records
 from dpx.accounting.checks import Accountant
 from dpx.accounting.events import billed
-from dpx.keys.counts import LARGEST_RELEASE
+from dpx.keys.noise import LARGEST_RELEASE
 from dpx.sampling.poisson import PoissonSampling
 from dpx.sampling.schemes import FixedSizeSampling, FullBatch, Sampling, ShuffledEpochs
 from dpx.scalars import over

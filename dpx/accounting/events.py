@@ -27,9 +27,9 @@ from dpx.accounting.profiles import UNBOUNDED, GaussianProfile, Profile, profile
 from dpx.accounting.releases import WHOLE_RUN_READERS, count_releases, largest_shift, released
 from dpx.accounting.releases import register as register
 from dpx.accounting.truncated import round_to_few_truncated
-from dpx.keys.counts import LARGEST_RELEASE, pairs_of
+from dpx.keys.noise import LARGEST_RELEASE, pairs_of
+from dpx.sums.total import ETA
 from dpx.validation import require_whole
-from dpx.xla.totals import ETA
 
 
 def event_epsilon(

@@ -17,7 +17,7 @@ from dpx.accounting.groups import DISTINCT, of_unit, require_nulled
 from dpx.accounting.pld.buckets import BUCKETS, Buckets, bucketed_gaussians
 from dpx.accounting.pld.losses import Losses, SampledGaussian
 from dpx.accounting.profiles import UNBOUNDED, ComposedProfile, GaussianProfile, Profile, profile, unsampled
-from dpx.keys.counts import LARGEST_RELEASE, pairs_of
+from dpx.keys.noise import LARGEST_RELEASE, pairs_of
 from dpx.sampling.events import composition
 from dpx.validation import require_number, require_whole
 

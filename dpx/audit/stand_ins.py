@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpx import keys
+from dpx.sums import doubles
+from dpx.sums.total import as_pair
 from dpx.trees import Tree, split
-from dpx.xla import doubles
-from dpx.xla.totals import as_total
 
 _AUDITED = jax.make_user_context(default_value=False)
 _ONE_AUDIT = threading.RLock()
@@ -57,7 +57,7 @@ def drawing(draw: Callable) -> contextlib.AbstractContextManager[None]:
 
 
 def _release(draw, key, step, total, deviation):
-    high, low = as_total(total)
+    high, low = as_pair(total)
     whole = high if low is None else jax.tree.map(jnp.add, high, low)
     return jax.tree.map(lambda s, n: s + deviation * n, whole, draw(key, step, whole))
 

@@ -17,14 +17,14 @@ import optax
 
 from dpx.checking.program import is_low_precision
 from dpx.checking.report import Finding
-from dpx.contributions import LARGEST, in_range
 from dpx.gradients import private_updates
 from dpx.gradients.rows import value_and_gradient
 from dpx.mechanism import Mechanism
 from dpx.sampling.batch import Batch
 from dpx.scalars import over
+from dpx.sums.microbatches import sum_over_microbatches
+from dpx.sums.rows import LARGEST, in_range
 from dpx.trees import Tree, batch_size, path_of, some
-from dpx.xla.microbatches import sum_over_microbatches
 
 MICROBATCH_NUMBERS = 2**26  # numbers of gradients in memory at once: 256 MiB in float32
 PROBE = 2.0**50  # of every coordinate of a gradient that every mechanism clips; its square times 2^27 is a float32

@@ -20,8 +20,8 @@ from dpx.identity import fingerprint
 from dpx.mechanism import Mechanism
 from dpx.sampling.batch import Batch, inclusion
 from dpx.sampling.rows import length_of
+from dpx.sums.total import ETA
 from dpx.trees import Tree, batch_size
-from dpx.xla.totals import ETA
 
 FAR = 6.0  # standard deviations of a Poisson batch size; a drawn batch is further away with probability 1e-8 or so
 COSTLY = 0.01  # the share of epsilon that cut batches may cost

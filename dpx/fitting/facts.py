@@ -22,8 +22,8 @@ from dpx.mechanism import Mechanism
 from dpx.reports.report import version_of
 from dpx.sampling.rows import rows_of
 from dpx.states.record import ReleaseState
-from dpx.xla.devices import traced_for
 from dpx.xla.jaxprs import constants, identity_of_program
+from dpx.xla.place import traced_for
 
 RECORD = "record of the releases"  # the name of a fact: which fields the states of a run have
 PROGRAM = "mechanism and optimizer, with their schedules (their fingerprint)"

@@ -20,9 +20,9 @@ from dpx.identity import fingerprint
 from dpx.mechanism import Mechanism
 from dpx.sampling.batch import Batch, inclusion, require_batch
 from dpx.states.record import Drawn, ReleaseState
+from dpx.sums.total import FloatPair, plus, with_low
 from dpx.trees import Tree, batch_size, find_state, outlined
 from dpx.xla.jaxprs import identity_of_program
-from dpx.xla.totals import Total, doubled, plus
 
 _PROBE = 2.0**40  # a norm that every clip norm clips
 _ROUNDING = 1e-6  # relative, of a schedule that is compiled in two programs
@@ -31,8 +31,8 @@ _ROUNDING = 1e-6  # relative, of a schedule that is compiled in two programs
 class AccumulatedSums(NamedTuple):
     """The sums of the chunks of one batch so far. They have no noise: never share them.
 
-    unreleased_sums:  one `Total` for each factor of the mechanism: two float32 sums like the encoded gradient of one
-                      example, so that neither the order nor the number of chunks matters.
+    unreleased_sums:  one `FloatPair` for each factor of the mechanism: two float32 sums like the encoded gradient of
+                      one example, so that neither the order nor the number of chunks matters.
     unreleased_count: int32 (), how many rows of the chunks count.
     unreleased_drawn: `Batch.drawn` of the first chunk; None for chunks without it.
     unreleased:       losses, norms and aux of the examples of the chunk that was added last. NOT private.
@@ -43,7 +43,7 @@ class AccumulatedSums(NamedTuple):
     ordered:          bool (), whether they are chunks of one batch, each added once and in order, at that step.
     """
 
-    unreleased_sums: tuple[Total, ...]
+    unreleased_sums: tuple[FloatPair, ...]
     unreleased_count: jax.Array
     unreleased_drawn: Drawn | None
     unreleased: Unreleased | None
@@ -85,7 +85,7 @@ class PrivateChunks:
             like, of_state = _shapes(params, state)
             encoded, _, factors = jax.eval_shape(self.optimizer.contribute, like, of_state)
             shapes, expected = [jax.tree.map(lambda leaf: leaf.shape, tree) for tree in (encoded, like)]
-            sums = (Total(params_on, params_on),) * len(factors) if shapes == expected else one
+            sums = (FloatPair(params_on, params_on),) * len(factors) if shapes == expected else one
             return AccumulatedSums(sums, one, one, rows, one, one, one, one, one)
 
         return call_with_auto_axes(self._add, (params, chunk, state, sums), place)
@@ -106,7 +106,7 @@ class PrivateChunks:
         total, of_each = self.row_sum(params, state, rows, included)
         drawn = jax.tree.map(lambda number: jnp.asarray(number).astype(jnp.uint32), chunk.drawn)
         one = AccumulatedSums(
-            unreleased_sums=tuple(map(doubled, total)),
+            unreleased_sums=tuple(map(with_low, total)),
             unreleased_count=jnp.sum(included, dtype=jnp.int32),
             unreleased_drawn=drawn,
             unreleased=Unreleased(*of_each),

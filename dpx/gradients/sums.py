@@ -7,17 +7,16 @@ from typing import Any, Literal
 import jax
 from jax.extend import core
 
-from dpx.contributions import sum_contributions
 from dpx.gradients import ghost
 from dpx.gradients.microbatch_size import ForwardCost, choose_microbatch_size, forward_cost, require_platform
 from dpx.gradients.rows import look_at, noted, of_one_row, shapes_of_one, value_and_gradient
 from dpx.guards import require_real
 from dpx.mechanism import Mechanism, require_mechanism
+from dpx.sums.microbatches import sum_over_microbatches
+from dpx.sums.rows import rows_over, sum_contributions
 from dpx.trees import Tree, described
 from dpx.validation import require_whole
 from dpx.xla.convolutions import reordered, rows_apart
-from dpx.xla.microbatches import sum_over_microbatches
-from dpx.xla.totals import rows_over
 
 Norms = Literal["auto", "ghost", "vmap"]
 

@@ -6,7 +6,7 @@
 
 from dpx.keys.noise import normal_like as normal_like
 from dpx.keys.noise import release as release
-from dpx.keys.rest import release_and_rest as release_and_rest
+from dpx.keys.noise import release_and_rest as release_and_rest
 from dpx.keys.streams import SMALL as SMALL
 from dpx.keys.streams import fold_in as fold_in
 from dpx.keys.streams import is_key as is_key

@@ -10,6 +10,11 @@ that costs nothing, and adds at most gamma^2 / 12 = 3.3e-4 deviation^2 of varian
 one by what `normals.py` bounds, and `dpx.accounting.arithmetic` bills that. Without the grid, the released floats would
 show which sums are possible at all (Mironov 2012, https://doi.org/10.1145/2382196.2382264; docs/exact.md).
 
+gamma comes from the bits of the deviation, because a logarithm may be wrong at powers of two. y and y - floor(y) are
+exact, because S has at most 53 bits and gamma is a power of two. k may be rounded where it has more than 53 bits: that
+is a function of k. It is never -0., whose sign could show that of S, because a sum is -0. only if both of its terms
+are, and neither y - floor(y) nor 1/2 is.
+
 Number n of the tree, leaf after leaf, has the noise of number n of one stream, which is a function of the key, of the
 step and of n, and of how many numbers the tree has, if these are fewer than CHUNK_NUMBERS. So it does not depend on how
 the arrays are computed or sharded. The cipher takes the block (step + 1, number of a pair, number of a stream, 0), and
@@ -17,31 +22,39 @@ the arrays are computed or sharded. The cipher takes the block (step + 1, number
 of a key share a block, and none is one from which keys are derived, because these end in another word (`streams.py`).
 """
 
+import contextlib
+import contextvars
 import functools
 import itertools
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.typing import ArrayLike
 
 from dpx.keys.cipher import RARE, derived, threefry4x32
-from dpx.keys.counts import CHUNK_NUMBERS, LARGEST_RELEASE, ONE_STREAM, count
-from dpx.keys.grid import rounded
 from dpx.keys.normals import normal, radius_and_angle
 from dpx.keys.streams import words as secret_words
+from dpx.sums import doubles
+from dpx.sums.total import FloatPair, as_pair
 from dpx.trees import Tree
 from dpx.validation import require_number
-from dpx.xla.devices import device_count
-from dpx.xla.flags import warn_of_fast_math
 from dpx.xla.ordering import opaque_false
-from dpx.xla.totals import Total, as_total
+from dpx.xla.place import device_count, warn_of_fast_math
 
+# 32 KiB; from 2^11 to 2^17 numbers, a CPU is about equally fast (benchmarks/results/noise.md).
+CHUNK_NUMBERS = 2**13
+LARGEST_RELEASE = 2**32  # numbers, for which the bill is made (dpx/accounting/arithmetic.py)
+ONE_STREAM = 2**31  # numbers, because an index of an array is an int32
 LARGEST_LEAF = 2**32 - CHUNK_NUMBERS  # numbers, because places in a leaf are uint32
 REPEATED = 4  # leaves with the shape of an earlier one; for fewer, sharing programs takes longer to compile
+GRID = 4  # the deviation is 2^4 to 2^5 times gamma
+
+_COUNTED: contextvars.ContextVar[list[int] | None] = contextvars.ContextVar("counted", default=None)
 
 
 class Place(NamedTuple):
@@ -56,14 +69,14 @@ class Place(NamedTuple):
 def release(
     key: jax.Array,
     step: jax.Array | int,
-    total: Total | Tree,
+    total: FloatPair | Tree,
     deviation: jax.Array | float,
 ) -> Tree:
     """`total` plus normal noise of this standard deviation, on a public grid: float32, in the shapes of `total`.
 
     key: of the mechanism's "noise" stream, (). step: int (), below 2^31; two steps have independent noise.
-    total: float32 arrays, or a `Total`. deviation: float32 (), public, at least 2^-126; 0 adds no noise, and neither do
-        smaller numbers. For a Python 0.0 none is drawn either.
+    total: float32 arrays, or a `FloatPair`. deviation: float32 (), public, at least 2^-126; 0 and smaller numbers
+        add no noise. For a Python 0.0 none is drawn either.
 
     On a CPU, a loop makes one chunk after another, which stays in the cache. On another device, all numbers are made at
     once. On several devices, every leaf is made from the places of its numbers, because XLA can shard that like the
@@ -71,7 +84,7 @@ def release(
     LARGEST_RELEASE numbers, or a leaf of more than LARGEST_LEAF.
     """
     warn_of_fast_math()
-    high, low = as_total(total)
+    high, low = as_pair(total)
     leaves, structure = jax.tree.flatten(high)
     lows = None if low is None else structure.flatten_up_to(low)
     places = places_of([leaf.shape for leaf in leaves])
@@ -123,7 +136,7 @@ def _half(size: int) -> int:
 def release_leaves(
     words, step, deviation, highs, lows, places: tuple[Place, ...], devices: int, drawn: bool
 ) -> list[jax.Array]:
-    """The released leaves. words: of the key, uint32 (4,). highs, lows: of the `Total`; lows may be None."""
+    """The released leaves. words: of the key, uint32 (4,). highs, lows: of the `FloatPair`; lows may be None."""
     highs, shapes = [high.astype(jnp.float32) for high in highs], [high.shape for high in highs]
     size = sum(map(math.prod, shapes))
 
@@ -250,3 +263,121 @@ def _at_once(arrays: list[jax.Array]) -> list[jax.Array]:
     doubled = [jax.lax.broadcast_in_dim(x, (len(x), 2), (0,)) for x in arrays]
     zeros = [np.uint32(0)] * len(doubled)
     return jax.lax.reduce(doubled, zeros, lambda a, b: jax.tree.map(jax.lax.bitwise_or, a, b), (1,))
+
+
+def release_and_rest(
+    key: jax.Array,
+    step: jax.Array | int,
+    total: Callable[[Any], FloatPair],
+    parts: Tree,
+    deviation: jax.Array | float,
+) -> tuple[Tree, FloatPair]:
+    """`release` of the `FloatPair` `total(parts)`, of two numbers, and its rest: what was released less that total.
+
+    The released bits are those of `release`. The rest is in two float32 numbers, and SECRET, because it is noise.
+
+    key: of the mechanism's "noise" stream, (). step: int (), below 2^31; two steps have independent noise.
+    total: a function of `parts` alone, the same object at every call, because jax keeps its trace. parts: a tree of
+        arrays.
+    deviation: as for `release`.
+
+    On a CPU, the total is written where the chunks are made, and the rest is computed from there. `release` of a total
+    that is needed afterwards is slower: XLA computes it again, and copies its parts to have them until then. For one
+    step of memory, that took 2.2 times independent noise in place of 1.7 (benchmarks/correlated_steps.py).
+    """
+    warn_of_fast_math()
+    leaves, structure = jax.tree.flatten(jax.eval_shape(total, parts).high)
+    how = total, places_of([leaf.shape for leaf in leaves]), device_count(), is_drawn(deviation)
+    with jax.disable_jit(False):
+        made = _release_and_rest(secret_words(key), jnp.asarray(step), as_deviation(deviation), parts, *how)
+    released, high, low = map(structure.unflatten, made)
+    return released, FloatPair(high, low)
+
+
+@functools.partial(jax.jit, static_argnums=(4, 5, 6, 7))
+def _release_and_rest(
+    words, step, deviation, parts, total, places: tuple[Place, ...], devices: int, drawn: bool
+) -> tuple:
+    """The leaves of `release_and_rest`: three lists, of what is released, and of both numbers of the rest."""
+    shapes = [leaf.shape for leaf in jax.tree.leaves(jax.eval_shape(total, parts).high)]
+
+    def rest(released, highs, lows) -> tuple:
+        with jax.enable_x64(True):
+            return released, *doubles.less(released, FloatPair(highs, lows))
+
+    def by_chunks(parts) -> tuple:
+        def made() -> tuple[jax.Array, jax.Array]:
+            high, low = (in_rows(jax.tree.leaves(numbers), places) for numbers in total(parts))
+            return high, low
+
+        # The step is at least 0. XLA can compute nothing again that comes from a conditional.
+        zeros = functools.partial(optax.tree.zeros_like, jax.eval_shape(made))
+        high, low = jax.lax.cond(step >= 0, made, zeros)
+        released = made_in_chunks(words, step, deviation, high, low, drawn)
+        return rest(*(in_leaves(rows, step, places, shapes) for rows in (released, high, low)))
+
+    def by_leaves(parts) -> tuple:
+        highs, lows = (jax.tree.leaves(numbers) for numbers in total(parts))
+        return rest(release_leaves(words, step, deviation, highs, lows, places, devices, drawn), highs, lows)
+
+    if devices > 1 or not 0 < sum(map(math.prod, shapes)) < ONE_STREAM:
+        return by_leaves(parts)
+    return jax.lax.platform_dependent(parts, cpu=by_chunks, default=by_leaves)
+
+
+def pairs_of(numbers: int) -> int:
+    """How many pairs of normals are drawn for `numbers` numbers of one stream, an int.
+
+    Some pairs of the last chunk give one number and not two, but each counts as a whole pair.
+    """
+    whole, rest = divmod(numbers, CHUNK_NUMBERS)
+    return whole * (CHUNK_NUMBERS // 2) + min(rest, CHUNK_NUMBERS // 2) if whole else (numbers + 1) // 2
+
+
+def numbers_of(shapes: Sequence[tuple[int, ...]]) -> int:
+    """How many numbers a release of leaves of these shapes has for its bill: that of `pairs_of`, for all of its pairs.
+
+    In streams of their own, leaves draw more pairs than they have numbers for, so they count twice as many numbers.
+    """
+    sizes = [math.prod(shape) for shape in shapes]
+    if len(sizes) > 1 and sum(sizes) >= ONE_STREAM:
+        halves = (divmod(size, CHUNK_NUMBERS) for size in sizes)
+        return sum(whole * CHUNK_NUMBERS + min(2 * rest, CHUNK_NUMBERS) for whole, rest in halves)
+    return sum(sizes)
+
+
+@contextlib.contextmanager
+def counting() -> Iterator[list[int]]:
+    """A list that gets the `numbers_of` every release that is traced inside, ints."""
+    token = _COUNTED.set(found := [])
+    try:
+        yield found
+    finally:
+        _COUNTED.reset(token)
+
+
+def count(shapes: Sequence[tuple[int, ...]]) -> int:
+    """The `numbers_of` a release, which `counting` hears of."""
+    numbers = numbers_of(shapes)
+    if (found := _COUNTED.get()) is not None:
+        found.append(numbers)
+    return numbers
+
+
+def rounded(high: jax.Array, low: jax.Array | None, normals: ArrayLike, deviation: jax.Array) -> jax.Array:
+    """gamma k of `noise.py`'s docstring, float32 in the shape of `high`. normals: g, float64. deviation: float32 ()."""
+    bits = jax.lax.bitcast_convert_type(deviation, jnp.int32)
+    exponent = jax.lax.shift_right_logical(bits, np.int32(23)) - np.int32(127 + GRID)
+    with jax.enable_x64(True):
+        gamma, grid = (_power_of_two(sign * exponent) for sign in (1, -1))
+        total = high.astype(jnp.float64)
+        total = total if low is None else total + low.astype(jnp.float64)
+        y = total * grid
+        whole = jnp.floor(y)
+        noise = jnp.floor((y - whole) + (deviation.astype(jnp.float64) * grid) * normals + 0.5)  # +0. and never -0.
+        return ((whole + noise) * gamma).astype(jnp.float32)
+
+
+def _power_of_two(exponent: jax.Array) -> jax.Array:
+    """2^exponent, float64 (), exactly. exponent: int32 (), of at least -1022."""
+    return jax.lax.bitcast_convert_type((exponent.astype(jnp.int64) + 1023) << 52, jnp.float64)

@@ -24,8 +24,8 @@ from dpx.mechanisms.dp_sgd import SMALLEST_CLIP_NORM, dp_sgd, tree_norm
 from dpx.sampling.schemes import Sampling
 from dpx.scalars import ScalarOrSchedule, at, over
 from dpx.stages import SUM, describe
+from dpx.sums.total import as_pair
 from dpx.validation import require_number, require_open_fraction
-from dpx.xla.totals import as_total
 
 SMALLEST, LARGEST = SMALLEST_CLIP_NORM, 1 / SMALLEST_CLIP_NORM  # of the moving clip norm, in units of the gradient
 
@@ -84,7 +84,7 @@ def adaptive_clipping(
         return ({"gradient": gradient / jnp.maximum(norm, clip_norm), "indicator": below},)
 
     def release(sums, state, params):
-        like = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.float32), as_total(sums[0]).high)
+        like = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.float32), as_pair(sums[0]).high)
         released, inner_state = inner.release(sums, state.inner, like)
         gradient, indicator = shares(state.inner.step)
         updates = jax.tree.map(lambda r: r * (state.clip_norm / gradient), released["gradient"])

@@ -3,7 +3,7 @@
 Proof of the bound. An example whose gradient has norm n enters with the factor C / max(n, C), so its contribution has
 norm n C / max(n, C), which is at most C. With groups of clip norms C_k, its norm is at most sqrt(sum_k C_k^2) = C,
 because the groups share no coordinate. Leaving the example out changes the sum by its contribution alone, so by at most
-C, and the computed sum by at most C (1 + ETA), whatever the data (`dpx.xla.totals`). The noise on every coordinate has
+C, and the computed sum by at most C (1 + ETA), whatever the data (`dpx.sums.total`). The noise on every coordinate has
 standard deviation sigma C (1 + ETA), where sigma and C are functions of the step, so one release is the Gaussian
 mechanism of noise multiplier sigma. The division by B is post-processing.
 """
@@ -22,10 +22,10 @@ from dpx.sampling.schemes import Sampling
 from dpx.scalars import ScalarOrSchedule, at, over, require_scalar_or_schedule
 from dpx.stages import SUM, describe, describe_groups
 from dpx.states.record import ReleaseState
+from dpx.sums import norms
+from dpx.sums.total import ETA
 from dpx.trees import described
 from dpx.validation import between
-from dpx.xla import norms
-from dpx.xla.totals import ETA
 
 # In the units of the gradient. The squares of smaller or larger norms, or sums of such squares, leave float32's range.
 SMALLEST_CLIP_NORM, LARGEST_CLIP_NORM = 2.0**-40, 1e15
@@ -115,7 +115,7 @@ def dp_sgd(
 
 
 def tree_norm(tree: Tree) -> jax.Array:
-    """The root of the sum of all squares of float32 arrays, float32 (), and never below it: see `dpx.xla.norms`."""
+    """The root of the sum of all squares of float32 arrays, float32 (), and never below it: see `dpx.sums.norms`."""
     return norms.norm(jax.tree.leaves(tree))
 
 

@@ -16,7 +16,7 @@ from dpx.accounting.checks import Accountant
 from dpx.accounting.events import billed
 from dpx.accounting.groups import of_unit
 from dpx.accounting.words import upper, whose
-from dpx.keys.counts import LARGEST_RELEASE
+from dpx.keys.noise import LARGEST_RELEASE
 from dpx.reports.pages import labeled
 from dpx.sampling.allocation import RandomAllocation
 from dpx.sampling.base import Sampling

@@ -37,8 +37,8 @@ from dpx.reports.attacks import AttackBounds, bounds_and_curve
 from dpx.reports.pages import Section, as_html, as_markdown, as_text, attack_curve
 from dpx.sampling.events import GroupGaussianDpEvent, RandomAllocationDpEvent
 from dpx.states.record import unit_mark
+from dpx.sums.total import ETA
 from dpx.trees import described
-from dpx.xla.totals import ETA
 
 _QUESTION = {
     "add_or_remove": "whether or not one {unit} is in the data",

@@ -148,7 +148,7 @@ def scatter(drawn: np.ndarray, size: int, key: jax.Array) -> Draw:
     """The drawn examples in uniformly random rows of arrays of `size` rows, which are at least as many.
 
     That keeps the rounding of sums private. If a coin leaves an example out, the others are in the same rows with the
-    same probability, and its row is padding. So nothing but this row differs (`dpx.xla.totals`). In the first rows, all
+    same probability, and its row is padding. So nothing but this row differs (`dpx.sums.total`). In the first rows, all
     later examples would move by one row, and with them the last bits of their gradients and of every sum.
     """
     rows = order(key, size, len(drawn)) if len(drawn) else np.zeros(0, np.int32)

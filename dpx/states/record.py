@@ -10,7 +10,7 @@ import numpy as np
 from dp_accounting import DpEvent
 
 from dpx.identity import fingerprint
-from dpx.keys.counts import counting, numbers_of
+from dpx.keys.noise import counting, numbers_of
 from dpx.trees import Tree, described, map_states
 
 LARGEST_PRECISION = 1e30  # of one release, noise_multiplier^-2; a multiplier below 1e-15 counts as 1e-15

@@ -19,10 +19,10 @@ from dpx.accounting.checks import require_delta
 from dpx.accounting.compose import same_key
 from dpx.mechanism import Mechanism, require_mechanism
 from dpx.states.reading import release_state, steps_billed
+from dpx.sums.total import ETA, FloatPair
 from dpx.trees import Tree, outlined
 from dpx.tuning.budget import noises_within, require_noise_multiplier
 from dpx.validation import require_floats, require_function, require_number, require_whole
-from dpx.xla.totals import ETA, Total
 
 
 class Trial(NamedTuple):
@@ -165,7 +165,7 @@ class SearchPlan:
             key = functools.reduce(keys.fold_in, np.frombuffer(np.float64(exact).tobytes(), np.uint32), key)
             high = np.asarray([exact], np.float32)
             # A Python number minus a float32 array would be float32, and so 0 (NEP 50).
-            total = Total(high, np.asarray(exact - high.astype(np.float64), np.float32))
+            total = FloatPair(high, np.asarray(exact - high.astype(np.float64), np.float32))
             return float(keys.release(key, 0, total, self.score_on.noise_multiplier * (1 + ETA))[0])
         found = self.score(params, key) if isinstance(self.score_on, DpEvent) else self.score(params)
         if np.shape(found) != ():

@@ -32,8 +32,8 @@ from dpx.audit.contract.report import Broken, NotChecked, listed
 from dpx.audit.contract.subject import AT_STEPS, SMALL, STEPS, Release
 from dpx.audit.contract.trial import Trial
 from dpx.audit.stand_ins import drawing, without_grid
-from dpx.contributions import sum_contributions
 from dpx.scalars import at
+from dpx.sums.rows import sum_contributions
 from dpx.trees import Tree, split
 
 FAR = (99, 1_000, 10_006, 50_020)  # steps beyond STEPS, the last ones of some runs that `cost` compares

@@ -7,8 +7,8 @@ float can show the sum under it. `keys.release` is private for the bits. So its 
 trace of the step, and then no public number may depend on raw data. Since the replacement still depends on the key, the
 step and the deviation, a grid or a noise that depends on the data is found too. And what `keys.release` is given must
 be the sum, with no more rounding than the noise is larger for: the noise is larger than billed by ETA, for the rounding
-of the sum. That is enough if the sum is a `Total`, of two float32 numbers for each coordinate, and not if a mechanism
-makes one number of it, or adds rows in its own way.
+of the sum. That is enough if the sum is a `FloatPair`, of two float32 numbers for each coordinate, and not if a
+mechanism makes one number of it, or adds rows in its own way.
 """
 
 import functools
@@ -30,9 +30,9 @@ from dpx.audit.contract.subject import STEPS, all_but, everyone
 from dpx.audit.contract.trial import Trial
 from dpx.audit.stand_ins import replacing
 from dpx.states.public import publishable_state
+from dpx.sums.total import ETA, FloatPair, as_pair, with_low
 from dpx.trees import Tree, split
 from dpx.xla.jaxprs import parts_of_scan
-from dpx.xla.totals import ETA, Total, as_total, doubled
 
 SHIFT = 16.0  # standard deviations of the noise, by which the data is moved
 
@@ -159,7 +159,7 @@ def _without_releases(trial: Trial) -> tuple[Any, list[str]]:
 
     def constant(key, step, total, deviation, **_):
         stands_for = jnp.float32(deviation) + jnp.float32(step) + jax.random.key_data(key)[0].astype(jnp.float32)
-        return jax.tree.map(lambda x: jnp.full(x.shape, stands_for), as_total(total).high)
+        return jax.tree.map(lambda x: jnp.full(x.shape, stands_for), as_pair(total).high)
 
     def public(grads, state, included):
         updates, after = trial.mechanism.update(grads, state, trial.params, included=included)
@@ -195,7 +195,7 @@ class Handed(NamedTuple):
 def require_low_numbers(trial: Trial) -> None:
     """Raises Broken if a release does not read the low numbers of a sum whose high numbers it reads."""
     state, release = trial.state(0), handing(trial.mechanism.release)
-    like = [as_total(one).high for one in trial.sums_like]
+    like = [as_pair(one).high for one in trial.sums_like]
 
     def handed(number: int = -1, high: float = 0, low: float = 0) -> list[Handed]:
         """With the high and the low numbers of one sum changed."""
@@ -204,7 +204,7 @@ def require_low_numbers(trial: Trial) -> None:
             size = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
             change = inputs.waves(size, 1.0) * (place == number)
             parts = (np.float32(1) + np.float32(high) * change, np.float32(low) * change)
-            sums.append(Total(*(split(part.astype(np.float32), shapes) for part in parts)))
+            sums.append(FloatPair(*(split(part.astype(np.float32), shapes) for part in parts)))
         return release(tuple(sums), state, trial.params)
 
     before = handed()
@@ -215,8 +215,9 @@ def require_low_numbers(trial: Trial) -> None:
             moved = np.abs(expected) > 1e-3 * np.abs(expected).max(initial=0)
             if not (np.abs(found - expected) <= 0.5 * np.abs(expected))[moved].all():
                 raise Broken(
-                    "a release reads the high numbers of a sum, and not the low ones: hand the `dpx.xla.totals.Total` "
-                    "to `dpx.keys.release`, because a float32 sum of many rows moves by more than the clip norm"
+                    "a release reads the high numbers of a sum, and not the low ones: hand the "
+                    "`dpx.sums.total.FloatPair` to `dpx.keys.release`, because a float32 sum of many rows moves by "
+                    "more than the clip norm"
                 )
 
 
@@ -258,7 +259,7 @@ def handing(function: Callable) -> Callable[..., list[Handed]]:
         numbers = itertools.count()
 
         def record(key, step, total, deviation):
-            high, low = doubled(as_total(total))
+            high, low = with_low(as_pair(total))
             jax.debug.callback(functools.partial(_keep, next(numbers)), high, low, jnp.float32(deviation))
             return jax.tree.map(jnp.add, high, low)
 

@@ -19,12 +19,12 @@ import numpy as np
 from dpx.audit.contract import inputs as inputs
 from dpx.audit.contract.report import NotChecked
 from dpx.audit.stand_ins import drawing, with_quick_noise
-from dpx.contributions import sum_contributions
 from dpx.gradients import private_updates
 from dpx.gradients.sums import sum_gradients
 from dpx.mechanism import Mechanism
 from dpx.sampling.batch import Batch
 from dpx.states.public import publishable_state
+from dpx.sums.rows import sum_contributions
 from dpx.trees import Tree, split
 
 STEPS = (0, 1, 2, 3, 4, 7, 9, 50)  # the lines that depend on the step are checked at these

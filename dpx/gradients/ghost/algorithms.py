@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpx.contributions import repeated, weighted_sum
 from dpx.gradients.ghost import norms, weighted
 from dpx.gradients.ghost.norms import TINY, diagonal, in_range, inner, roundings, total, uncancelled, unit
 from dpx.gradients.ghost.rules import Site
-from dpx.xla.devices import device_count
+from dpx.sums.rows import repeated, weighted_sum
+from dpx.xla.place import device_count
 
 
 class Overlap(enum.Enum):
@@ -209,8 +209,8 @@ class Algorithm(NamedTuple):
         gradients: kept for the sum, without `scale`, or None. norms: float32 (B,), with `scale`, and never below the
         norm of what the sum computes for an example with factor 1
     weighted_sum: (uses, shape, records, factors) -> float32, of the parameter's shape, without `scale`. records: the
-        gradients that `norm` kept, else the records. factors: float32 (B,). B is at most `xla.totals.few_rows`. It
-        adds whole contributions of examples, in blocks: see the proof in `dpx.xla.totals`
+        gradients that `norm` kept, else the records. factors: float32 (B,). B is at most `most_float32_rows`. It
+        adds whole contributions of examples, in blocks: see the proof in `dpx.sums.total`
     keeps_gradients: bool, True if the gradients of all examples of a microbatch are in memory
     """
 

@@ -7,7 +7,6 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
-from dpx.contributions import in_range, zero_excluded
 from dpx.gradients.ghost import interpreter, parts, trace
 from dpx.gradients.ghost.hooks import (
     EXAMPLES,
@@ -24,10 +23,11 @@ from dpx.gradients.ghost.hooks import (
 )
 from dpx.gradients.ghost.plan import GhostPlan
 from dpx.mechanism import Mechanism
+from dpx.sums.rows import in_range, zero_excluded
+from dpx.sums.total import FloatPair, pair_of_trees
 from dpx.trees import Tree
-from dpx.xla.devices import device_count
 from dpx.xla.ordering import compute_after, compute_after_each, opaque_false
-from dpx.xla.totals import Total, collected
+from dpx.xla.place import device_count
 
 
 def sum_by_plan(
@@ -40,13 +40,13 @@ def sum_by_plan(
     *,
     backward_passes: int = 1,
     apart: Callable[[Callable], Callable] = lambda function: function,
-) -> tuple[tuple[Total, ...], tuple[jax.Array, Tree, Tree]]:
-    """sum_i f(|z_i|) z_i for each factor f, as in `dpx.contributions.sum_contributions`; losses, norms and aux.
+) -> tuple[tuple[FloatPair, ...], tuple[jax.Array, Tree, Tree]]:
+    """sum_i f(|z_i|) z_i for each factor f, as in `dpx.sums.rows.sum_contributions`; losses, norms and aux.
 
     params: arrays. examples: arrays with the B examples on axis 0. state: of the mechanism. included: bool (B,).
     backward_passes: int, 2 if the layers in scans and checkpoints have no records, see `again`.
     apart: `xla.convolutions.rows_apart`, if the function of one example needs it under `jax.vmap`.
-    Returns one `Total` for each factor, like the encoded gradient of one example; and, for each example, the
+    Returns one `FloatPair` for each factor, like the encoded gradient of one example; and, for each example, the
     losses, (B,), the norms, float32 (B,) in each leaf, and what the loss returns beside its value.
     """
     leaves, scales = jax.tree.leaves(params), _scales(plan, mechanism, params, state)
@@ -59,7 +59,7 @@ def sum_by_plan(
     norms, factors = _norms_and_factors(plan, mechanism, leaf_norms, state, included.shape[0])
     included &= in_range(norms)
     of_leaves = [_factors_of_leaves(plan, factor, included) for factor in factors]
-    sums: tuple[dict[Part, Total], ...] = ()
+    sums: tuple[dict[Part, FloatPair], ...] = ()
     without = frozenset(part for choices in twice.values() for part in choices)
     for factor in of_leaves:
         factor = compute_after(sums, factor)  # one set of weighted cotangents in memory at a time
@@ -81,7 +81,7 @@ def _second_pass(
     examples: Tree,
     make_hooks: Callable,
     included: jax.Array,
-    made: list[Total],
+    made: list[FloatPair],
     apart: Callable,
 ) -> dict[Part, Any]:
     """The sums that the hooks find in a backward pass after `included`, which needs all norms, and after sums `made`.
@@ -205,7 +205,7 @@ def _factors_of_leaves(plan: GhostPlan, factor: Tree, included: jax.Array) -> di
 
 def _weighted_sums(
     plan: GhostPlan, leaves, records: Captured, factor: dict[int, jax.Array], scales, without: frozenset[Part]
-) -> dict[Part, Total]:
+) -> dict[Part, FloatPair]:
     """sum_i f_i z_i for one factor f, by part of a parameter, from the records. without: parts that have none.
 
     On several devices, those outside of scans are last: a whole sum may be on a device before it is sharded, and that
@@ -227,7 +227,7 @@ def _weighted_sums(
     return sums
 
 
-def _joined(plan: GhostPlan, leaves: list[jax.Array], sums: dict[Part, Total]) -> Total:
+def _joined(plan: GhostPlan, leaves: list[jax.Array], sums: dict[Part, FloatPair]) -> FloatPair:
     """The sum of all parameters from those of their parts."""
 
     def of_leaf(leaf):
@@ -235,7 +235,7 @@ def _joined(plan: GhostPlan, leaves: list[jax.Array], sums: dict[Part, Total]) -
         totals = [sums[leaf, number] for number in range(len(choices))]
         return parts.joined([choice.view for choice in choices], totals, leaves[leaf].shape)
 
-    return collected(jax.tree.unflatten(plan.structure, [of_leaf(encoded.leaf) for encoded in plan.encoded]))
+    return pair_of_trees(jax.tree.unflatten(plan.structure, [of_leaf(encoded.leaf) for encoded in plan.encoded]))
 
 
 def _scales(plan: GhostPlan, mechanism: Mechanism, params: Tree, state: Tree) -> dict[int, jax.Array]:

@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dpx.contributions import in_range
 from dpx.gradients.ghost import parts, trace
 from dpx.gradients.ghost.plan import Choice, GhostPlan
 from dpx.gradients.ghost.trace import REMAT
+from dpx.sums.rows import in_range
+from dpx.sums.total import FloatPair
 from dpx.trees import Tree
-from dpx.xla.devices import device_count
-from dpx.xla.totals import Total
+from dpx.xla.place import device_count
 
 
 class Captured(NamedTuple):
@@ -272,7 +272,7 @@ def sum_hooks(
     return {equation: hook(equation, choices) for equation, choices in equations.items()}
 
 
-def _sums(choice: Choice, shape: tuple[int, ...], records: Any, norms: jax.Array, factors: list) -> list[Total]:
+def _sums(choice: Choice, shape: tuple[int, ...], records: Any, norms: jax.Array, factors: list) -> list[FloatPair]:
     """The sums of a part's contributions, none of which is longer than its factor times its norm, float32 (B,)."""
     choice = _of_slice(choice)
     kept, found = parts.norm(choice, None, records)

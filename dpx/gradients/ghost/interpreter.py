@@ -15,8 +15,8 @@ import numpy as np
 
 from dpx.gradients.ghost.trace import Block, Constant, Equation, Program, carried
 from dpx.trees import Tree
-from dpx.xla.devices import device_count
 from dpx.xla.ordering import opaque_false, with_cotangent_computed_once
+from dpx.xla.place import device_count
 
 MANY_SLICES = 8  # of parameters; for fewer, sharing kernels takes longer to compile
 

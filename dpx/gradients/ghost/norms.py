@@ -21,10 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax  # `jnp` takes longer to trace
 
-from dpx.contributions import LARGEST, repeated
-from dpx.xla.devices import device_count
-from dpx.xla.norms import norm, raised
-from dpx.xla.totals import PRODUCTS, UNIT
+from dpx.sums.norms import norm, raised
+from dpx.sums.rows import LARGEST, repeated
+from dpx.sums.total import PRODUCTS, UNIT
+from dpx.xla.place import device_count
 
 EXACT = lax.Precision.HIGHEST  # float32 products, also where the hardware would round them
 TINY = float(jnp.finfo(jnp.float32).tiny)

@@ -4,8 +4,8 @@ Slices are computed one after another, as if each were a parameter of its own: t
 nothing of a slice is in memory beside another's, and a stack of layers compiles like one layer.
 
 Parts and their slices share no element. So the square of the norm of a gradient is the sum of the squares of the norms
-of its parts, none of which is below the true one (`dpx.xla.norms` adds the squares). Every coordinate of a sum is a
-coordinate of the sum of one slice, so the proof in `dpx.xla.totals` holds: it allows another order of the additions for
+of its parts, none of which is below the true one (`dpx.sums.norms` adds the squares). Every coordinate of a sum is a
+coordinate of the sum of one slice, so the proof in `dpx.sums.total` holds: it allows another order of the additions for
 each coordinate.
 """
 
@@ -17,7 +17,8 @@ import jax.numpy as jnp
 
 from dpx.gradients.ghost import norms, trace
 from dpx.gradients.ghost.plan import Choice
-from dpx.xla.totals import Total, doubled, total_of_rows
+from dpx.sums.rows import total_of_rows
+from dpx.sums.total import FloatPair, with_low
 
 
 def norm(choice: Choice, scale: jax.Array | None, records: Any) -> tuple[Any, jax.Array]:
@@ -42,7 +43,7 @@ def norm_of_all(of_parts: jax.Array) -> jax.Array:
 
 def weighted_sum(
     choice: Choice, shape: tuple[int, ...], scale: jax.Array | None, records: Any, factors: jax.Array
-) -> Total:
+) -> FloatPair:
     """sum_i f_i z_i of a part of this shape. records: as in `norm`. factors: float32 (B,)."""
     inside = shape[len(trace.counts(choice.view, trace.Slices)) :]
 
@@ -57,13 +58,13 @@ def weighted_sum(
     return _of_slices(of_slice, choice)((scale, records))
 
 
-def joined(of_views: list[trace.View], totals: list[Total], shape: tuple[int, ...]) -> Total:
+def joined(of_views: list[trace.View], totals: list[FloatPair], shape: tuple[int, ...]) -> FloatPair:
     """The sum of a parameter of this shape from those of its parts."""
     if any(total.low is not None for total in totals):
-        totals = [doubled(total) for total in totals]
+        totals = [with_low(total) for total in totals]
     low = [total.low for total in totals if total.low is not None]
     high = trace.joined(of_views, [total.high for total in totals], shape)
-    return Total(high, trace.joined(of_views, low, shape) if low else None)
+    return FloatPair(high, trace.joined(of_views, low, shape) if low else None)
 
 
 def _of_slices(function: Callable, choice: Choice) -> Callable:

@@ -11,9 +11,9 @@ from jax.extend import core
 from dpx.gradients.ghost import algorithms, rules, trace
 from dpx.gradients.ghost.algorithms import Algorithm, Uses
 from dpx.mechanism import Mechanism
+from dpx.sums.total import ETA
 from dpx.trees import Tree
 from dpx.xla.jaxprs import identity_of_equation
-from dpx.xla.totals import ETA
 
 _NUMBER = re.compile(r"\d+")
 _ROUNDING = f"rounding can lengthen what an example adds to a sum by eta = {ETA:.3g} of the clip norm; it is billed"

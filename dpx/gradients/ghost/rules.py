@@ -16,8 +16,8 @@ from jax import lax
 
 from dpx.gradients.ghost.norms import EXACT, product
 from dpx.gradients.ghost.trace import Equation, Repeats, Use, counts, through
-from dpx.xla.devices import device_count
 from dpx.xla.ordering import opaque_false
+from dpx.xla.place import device_count
 
 # XLA has a fast convolution on a CPU if the data or the result have more than 16 features. Fewer are padded to 32.
 FEW_FEATURES, ENOUGH_FEATURES = 16, 32

@@ -3,7 +3,7 @@
 A partial sum over the positions of an example may be much longer than its gradient, because positions cancel, and its
 rounding would be too. So where a site has several positions, whole gradients are added, of one example after another:
 the norm then contains the rounding of that example's gradient (`norms.uncancelled`), and the rounding of the sum over
-examples is that of `dpx.xla.totals`. At most one gradient of a microbatch is in memory.
+examples is that of `dpx.sums.total`. At most one gradient of a microbatch is in memory.
 """
 
 import functools
@@ -13,10 +13,9 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from dpx.contributions import times, weighted_rows
 from dpx.gradients.ghost import norms
 from dpx.gradients.ghost.rules import Site
-from dpx.xla.totals import sum_in_blocks
+from dpx.sums.rows import sum_in_blocks, times, weighted_rows
 
 
 def at_site(site: Site, shape: tuple[int, ...], record, factors: jax.Array) -> jax.Array:

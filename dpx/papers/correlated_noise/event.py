@@ -55,7 +55,7 @@ from dp_accounting import DpEvent, GaussianDpEvent, PoissonSampledDpEvent, SelfC
 from dpx.accounting.checks import Relation
 from dpx.accounting.pld.losses import SampledGaussian
 from dpx.accounting.releases import Released, register
-from dpx.keys.counts import LARGEST_RELEASE
+from dpx.keys.noise import LARGEST_RELEASE
 from dpx.papers.correlated_noise.strategy import Strategy
 from dpx.validation import require_number, require_whole
 

@@ -25,10 +25,10 @@ from dpx.papers.correlated_noise.sensitivities import sensitivity, shuffled_sens
 from dpx.papers.correlated_noise.strategy import Strategy
 from dpx.sampling.cyclic import CyclicPoissonSampling
 from dpx.sampling.schemes import FixedOrder, FullBatch, Sampling, ShuffledEpochs
+from dpx.sums import doubles
+from dpx.sums.total import ETA, FloatPair, as_pair
 from dpx.trees import described
 from dpx.validation import require_number
-from dpx.xla import doubles
-from dpx.xla.totals import ETA, Total, as_total
 
 
 @accepts_budget
@@ -126,10 +126,10 @@ def _with_memory(inner: Mechanism, strategy: Strategy, noise_key: jax.Array, dev
     """The fields that keep and use past noise. inner: dp_sgd. deviation: of the fresh noise."""
     weights, banded = _weights(strategy), strategy.bands is not None
 
-    def with_past(parts) -> Total:
+    def with_past(parts) -> FloatPair:
         sums, state = parts
         with jax.enable_x64(True):
-            exact, past = doubles.values(as_total(sums)), memory.added(state, weights)
+            exact, past = doubles.values(as_pair(sums)), memory.added(state, weights)
             return doubles.halved(jax.tree.map(jnp.add, exact, past))
 
     def release(sums, state, params):
@@ -137,7 +137,7 @@ def _with_memory(inner: Mechanism, strategy: Strategy, noise_key: jax.Array, dev
         if banded:
             released = keys.release(noise_key, state.release.step, with_past(given), deviation)
             with jax.enable_x64(True):
-                noise = doubles.less(released, as_total(sums[0]))
+                noise = doubles.less(released, as_pair(sums[0]))
         else:
             released, noise = keys.release_and_rest(noise_key, state.release.step, with_past, given, deviation)
         state = memory.after(state, noise, state.release.after(inner.noise_multiplier))

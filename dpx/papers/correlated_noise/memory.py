@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpx.states.record import ReleaseState
+from dpx.sums import doubles
+from dpx.sums.total import FloatPair
 from dpx.trees import Tree
-from dpx.xla import doubles
-from dpx.xla.totals import Total
 
 
 class CorrelatedNoiseState(NamedTuple):
@@ -26,7 +26,7 @@ class CorrelatedNoiseState(NamedTuple):
     """
 
     release: ReleaseState
-    unreleased_noise: Total
+    unreleased_noise: FloatPair
 
 
 def empty(params: Tree, steps: int) -> CorrelatedNoiseState:
@@ -36,7 +36,7 @@ def empty(params: Tree, steps: int) -> CorrelatedNoiseState:
         zeros = jnp.zeros_like(p, dtype=jnp.float32)
         return jnp.stack([zeros] * steps)
 
-    return CorrelatedNoiseState(ReleaseState.empty(params), Total(*(jax.tree.map(ring, params) for _ in range(2))))
+    return CorrelatedNoiseState(ReleaseState.empty(params), FloatPair(*(jax.tree.map(ring, params) for _ in range(2))))
 
 
 def added(state: CorrelatedNoiseState, weights: np.ndarray) -> Tree:
@@ -53,7 +53,7 @@ def added(state: CorrelatedNoiseState, weights: np.ndarray) -> Tree:
     return jax.tree.map(add, *state.unreleased_noise)
 
 
-def after(state: CorrelatedNoiseState, noise: Total, release: ReleaseState) -> CorrelatedNoiseState:
+def after(state: CorrelatedNoiseState, noise: FloatPair, release: ReleaseState) -> CorrelatedNoiseState:
     """The next state. noise: of this step, like the gradients. release: the next record."""
     rows = state.unreleased_noise
 
@@ -61,5 +61,5 @@ def after(state: CorrelatedNoiseState, noise: Total, release: ReleaseState) -> C
         return jax.lax.dynamic_update_index_in_dim(rows, row, state.release.step % len(rows), 0)
 
     return CorrelatedNoiseState(
-        release, Total(*(jax.tree.map(write, *parts) for parts in zip(noise, rows, strict=True)))
+        release, FloatPair(*(jax.tree.map(write, *parts) for parts in zip(noise, rows, strict=True)))
     )

@@ -25,9 +25,9 @@ from dpx.mechanism import Mechanism, Tree
 from dpx.papers.d2p2_sgd.projected import projected
 from dpx.papers.d2p2_sgd.projections.projection import ProjectionKind, ProjectionState, projection
 from dpx.stages import around_sum
+from dpx.sums import doubles
+from dpx.sums.total import FloatPair, as_pair
 from dpx.trees import described
-from dpx.xla import doubles
-from dpx.xla.totals import Total, as_total
 
 
 class ClipThenProjectState(NamedTuple):
@@ -85,7 +85,7 @@ def clip_then_project(
         return ClipThenProjectState(inner, state)
 
     def release(sums, state, params):
-        total = as_total(sums[0])
+        total = as_pair(sums[0])
         encoded = _projected(coordinates.encode, total, state.projection)
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), encoded.high)
         released, inner = mechanism.release((encoded,), state.inner, shapes)
@@ -105,7 +105,7 @@ def clip_then_project(
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _projected(encode: Callable[[Tree, Tree], Tree], total: Total, state: ProjectionState) -> Total:
+def _projected(encode: Callable[[Tree, Tree], Tree], total: FloatPair, state: ProjectionState) -> FloatPair:
     """The projection `encode` of a sum, computed in float64.
 
     In float32, its rounding would be relative to the sum, so an example could move it by half a clip norm more in a
@@ -120,7 +120,7 @@ def _projected_change(encode, primals, tangents):
     """A projection is linear, so a change is projected; in float32. `dpx.audit` asks for it, and no training step."""
     (total, state), (change, _) = primals, tangents
     changed = encode(jax.tree.map(lambda *leaf: sum(leaf), *(part for part in change if part is not None)), state)
-    return _projected(encode, total, state), Total(changed, jax.tree.map(jnp.zeros_like, changed))
+    return _projected(encode, total, state), FloatPair(changed, jax.tree.map(jnp.zeros_like, changed))
 
 
 def _require_fresh_and_ranked(rank: int | Tree | None, reduction_rate: float | Tree | None, every: int | None):

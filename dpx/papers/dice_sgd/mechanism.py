@@ -24,11 +24,11 @@ from dpx.papers.dice_sgd.rounding import ERROR
 from dpx.sampling.schemes import Sampling
 from dpx.stages import SUM, describe_period
 from dpx.states.record import ReleaseState
+from dpx.sums import doubles
+from dpx.sums.total import ETA, FloatPair, as_pair
 from dpx.trees import described
 from dpx.validation import require_number, require_whole
-from dpx.xla import doubles
 from dpx.xla.ordering import compute_after
-from dpx.xla.totals import ETA, Total, as_total
 
 SMALLEST_DIVISOR = 1e-30  # in the units of the gradient; a norm of 0 is divided by this, in float32's normal range
 
@@ -42,7 +42,7 @@ class ErrorFeedbackState(NamedTuple):
     """
 
     release: ReleaseState
-    unreleased_error: Total
+    unreleased_error: FloatPair
 
 
 class NormBounds(NamedTuple):
@@ -160,7 +160,7 @@ def dice_sgd(
 
 def _init(params: Tree) -> ErrorFeedbackState:
     high, low = (optax.tree.zeros_like(params, dtype=jnp.float32) for _ in range(2))
-    return ErrorFeedbackState(ReleaseState.empty(params), Total(high, low))
+    return ErrorFeedbackState(ReleaseState.empty(params), FloatPair(high, low))
 
 
 def _factors(config: Configuration, norm: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -173,7 +173,7 @@ def _factors(config: Configuration, norm: jax.Array) -> tuple[jax.Array, jax.Arr
 
 def _release(config: Configuration, key: jax.Array, sums: tuple[Tree, ...], state: ErrorFeedbackState, params: Tree):
     step, divisor = state.release.step, config.sampling.divisor
-    total, withheld = map(as_total, sums)
+    total, withheld = map(as_pair, sums)
     remembered, fed_back = _scales(config, step, state.unreleased_error)
     with jax.enable_x64(True):
         exact = doubles.values(state.unreleased_error)
@@ -189,7 +189,7 @@ def _release(config: Configuration, key: jax.Array, sums: tuple[Tree, ...], stat
     return optax.tree.cast_like(updates, params), state
 
 
-def _scales(config: Configuration, step: jax.Array, error: Total) -> tuple[jax.Array, jax.Array]:
+def _scales(config: Configuration, step: jax.Array, error: FloatPair) -> tuple[jax.Array, jax.Array]:
     """The factors of the error, float64 (): of what is remembered, which is 1 up to LARGEST_CLIP_NORM and 0 after a
     reset, and of its part that is fed back."""
     forgotten = jnp.zeros((), bool) if config.reset_every is None else step % config.reset_every == 0

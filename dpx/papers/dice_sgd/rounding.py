@@ -1,12 +1,12 @@
 """Why the bills of error feedback hold for the computed releases, and for which runs.
 
 The unit is C1 / B, so what is fed back counts B / C1 times. The computed sums and withheld parts move by at most
-1 + ETA times 1 and rho (`dpx.xla.totals`), and the noise is 1 + ETA + ERROR times the billed one. The bounds scale: nu,
+1 + ETA times 1 and rho (`dpx.sums.total`), and the noise is 1 + ETA + ERROR times the billed one. The bounds scale: nu,
 shifts and error moves, all times 1 + ETA + ERROR, have the same bills. So the rounding of the error may move a run by
 ERROR of the shift, and of rho, of its first participation.
 
 A STEP, with v = 2^-53, from an error e with |e| <= M, which is two float32 numbers and exact in float64. The computed
-norm is off by 32 v (`dpx.xla.doubles`), the scale of the part that is fed back by 36 v, that part by 37 v M, what is
+norm is off by 32 v (`dpx.sums.doubles`), the scale of the part that is fed back by 36 v, that part by 37 v M, what is
 remembered by 33 v M, and its difference, the division of the withheld part, their sum, and its two float32 numbers by
 37 v M more: the next error by 107 v M in all. The released sum T + B fed is off by 72 v B M + 34 v |T|, |T| <= n for n
 rows. The exact map is the projection onto a ball, where what is remembered has a largest norm, and then the firmly

@@ -1,4 +1,4 @@
-"""`Total`s in float64: their values, their norm, and the way back to two float32 numbers; with v = 2^-53:
+"""`FloatPair`s in float64: their values, their norm, and the way back to two float32 numbers; with v = 2^-53:
 
 `values` are exact for what `halved` made, because high and low are parts of one float64 number.
 `halved` is off by 2^-48 = 32 v of every number: high by 2^-24 of it, and low by 2^-24 of that. (And by less than
@@ -16,8 +16,8 @@ from collections.abc import Iterable
 import jax
 import jax.numpy as jnp
 
+from dpx.sums.total import FloatPair
 from dpx.trees import Tree
-from dpx.xla.totals import Total
 
 FIRST, SECOND, NEXT = 16, 8, 4  # numbers in a sum
 
@@ -28,26 +28,26 @@ def constants(numbers: Iterable[float]) -> jax.Array:
     return jax.lax.concatenate([jax.lax.full((1,), float(number), jnp.float64) for number in numbers], 0)
 
 
-def values(total: Total) -> Tree:
+def values(total: FloatPair) -> Tree:
     """high + low, float64, in the shapes of the total."""
     if total.low is None:
         return jax.tree.map(lambda high: high.astype(jnp.float64), total.high)
     return jax.tree.map(lambda high, low: high.astype(jnp.float64) + low.astype(jnp.float64), total.high, total.low)
 
 
-def halved(exact: Tree) -> Total:
-    """The `Total` next to a tree of float64 arrays, whose numbers are in the range of float32."""
+def halved(exact: Tree) -> FloatPair:
+    """The `FloatPair` next to a tree of float64 arrays, whose numbers are in the range of float32."""
     rounded = jax.tree.map(lambda x: jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=23), exact)
     low = jax.tree.map(lambda x, high: (x - high).astype(jnp.float32), exact, rounded)
-    return Total(jax.tree.map(lambda high: high.astype(jnp.float32), rounded), low)
+    return FloatPair(jax.tree.map(lambda high: high.astype(jnp.float32), rounded), low)
 
 
-def less(released: Tree, total: Total) -> Total:
+def less(released: Tree, total: FloatPair) -> FloatPair:
     """A tree of float32 arrays less a total, rounded once and then as by `halved`."""
     return halved(jax.tree.map(lambda r, before: r.astype(jnp.float64) - before, released, values(total)))
 
 
-def norm(total: Total) -> jax.Array:
+def norm(total: FloatPair) -> jax.Array:
     """The root of the sum of all squares of a total of two numbers, float64 ()."""
     parts = [jnp.zeros(1, jnp.float64)]
     for high, low in zip(*map(jax.tree.leaves, total), strict=True):

@@ -3,32 +3,41 @@
 `dpx.gradients.ghost` computes the same sums without the gradients.
 """
 
+import contextlib
+import contextvars
 import functools
 import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dpx.sums.microbatches import sum_in_segments
+from dpx.sums.total import FloatPair, blocks_for, most_float32_rows, pair_of_trees, plus, with_low
 from dpx.trees import Tree
-from dpx.xla.microbatches import sum_in_segments
-from dpx.xla.totals import Total, block_count, collected, devices_for, sum_in_blocks, total_of_rows
+from dpx.xla.place import device_count
 
 # The largest norm of a gradient that contributes; the squares of larger ones, or their sums, would overflow float32.
 LARGEST = 2.0**63
 LONG_VECTOR = 2**14  # numbers
+SMALL_SUMS = 2**16  # numbers: so many sums of blocks are made at once, because a loop takes longer to compile
 EXACT = jax.lax.Precision.HIGHEST  # float32 products, also where the hardware would round them
 
+_SPREAD: contextvars.ContextVar[int | None] = contextvars.ContextVar("over how many devices the rows are", default=None)
 
-def sum_contributions(mechanism: Any, grads: Tree, state: Tree, included: jax.Array) -> tuple[tuple[Total, ...], Tree]:
+
+def sum_contributions(
+    mechanism: Any, grads: Tree, state: Tree, included: jax.Array
+) -> tuple[tuple[FloatPair, ...], Tree]:
     """sum_i f(|z_i|) z_i for each factor f, over gradients [B, ...]; and the norms |z_i|.
 
     mechanism: a `dpx.Mechanism`. grads: like the parameters, any real dtype, with the B examples on axis 0 of every
         leaf. state: of the mechanism. included: bool (B,).
 
-    Returns one `Total` for each factor, like the encoded gradient of one example; and the norms, float32 (B,) in each
-    leaf, as computed, whatever is included. An example contributes zero if it is not included, or if its norm is
+    Returns one `FloatPair` for each factor, like the encoded gradient of one example; and the norms, float32 (B,) in
+    each leaf, as computed, whatever is included. An example contributes zero if it is not included, or if its norm is
     not finite or above LARGEST. Norms, factors and sums are float32, at full precision where the hardware would round
     products, because a rounded product could exceed the bound.
     """
@@ -43,7 +52,7 @@ def sum_contributions(mechanism: Any, grads: Tree, state: Tree, included: jax.Ar
             factor = zero_excluded(factor, included)
             return jax.tree.map(lambda z: total_of_rows(lambda some: weighted_sum(*some), (factor, z)), rows)
 
-        return tuple(collected(jax.tree.map(sum_group, factor, encoded)) for factor in factors), norms
+        return tuple(pair_of_trees(jax.tree.map(sum_group, factor, encoded)) for factor in factors), norms
 
     if mechanism.supports_ghost_norms or mechanism.encode_whole_batch:
         return sum_encoded((grads, included))
@@ -75,7 +84,7 @@ def repeated(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 def weighted_sum(factors: jax.Array, rows: jax.Array) -> jax.Array:
     """sum_i f_i z_i, float32 (...), of factors float32 (B,), 0 if excluded, and rows float32 (B, ...).
 
-    B is at most `few_rows`; they are added in blocks, as `dpx.xla.totals` has it.
+    B is at most `most_float32_rows`; they are added in blocks, as `dpx.sums.total` has it.
 
     XLA compiles each product of a vector and a matrix into a kernel of its own, but equal sums of vectors once. Such a
     sum is a fused reduction, which is slower on a CPU than the product for long vectors, and much slower for larger
@@ -90,7 +99,7 @@ def weighted_sum(factors: jax.Array, rows: jax.Array) -> jax.Array:
         return sum_in_blocks(sum_block, (factors, rows), math.prod(rows.shape[1:]))
     rows = weighted_rows(factors, rows)
     size, devices = len(rows), devices_for(len(rows))
-    blocks = block_count(size, devices)
+    blocks = blocks_for(size, devices)
     if blocks == 1 or devices > 1:
         product = functools.partial(jnp.tensordot, axes=1, precision=EXACT)
         return sum_in_blocks(lambda some: product(*some), (factors, rows), math.prod(rows.shape[1:]))
@@ -117,3 +126,72 @@ def in_range(norms: Tree) -> jax.Array:
     A norm of NaN is not, so its example contributes zero.
     """
     return functools.reduce(jnp.logical_and, [norm <= LARGEST for norm in jax.tree.leaves(norms)])
+
+
+@contextlib.contextmanager
+def rows_over(devices: int | None) -> Iterator[None]:
+    """While it is open, programs are traced whose rows are spread over so many devices; None: over all, if even."""
+    token = _SPREAD.set(devices)
+    try:
+        yield
+    finally:
+        _SPREAD.reset(token)
+
+
+def devices_for(rows: int) -> int:
+    """Over how many devices the rows may be sharded evenly; 1 if they are not, or the devices are too many."""
+    devices = _SPREAD.get() or device_count()
+    return devices if devices > 1 and rows % devices == 0 and most_float32_rows(devices) >= devices else 1
+
+
+def total_of_rows(sum_few: Callable[[Tree], Tree], rows: Tree) -> FloatPair:
+    """The sum of all rows, a tree of arrays (r, ...). sum_few: the float32 sum of up to `most_float32_rows` of them.
+
+    More rows are added one part after another. A part has as many rows of every device, so that they need not move.
+    """
+    size = jax.tree.leaves(rows)[0].shape[0]
+    devices = devices_for(size)
+    most = most_float32_rows(devices)
+    if size <= most:
+        return FloatPair(sum_few(rows))
+    each = size // devices
+    parts = math.ceil(each / (most // devices))
+    width = math.ceil(each / parts)
+    by_device = jax.tree.map(lambda x: x.reshape(devices, each, *x.shape[1:]), rows)
+
+    def part(start, width):
+        def of(x):
+            some = jax.lax.dynamic_slice_in_dim(x, start, width, 1)
+            return some.reshape(devices * width, *x.shape[2:])
+
+        return sum_few(jax.tree.map(of, by_device))
+
+    whole = each // width
+    total = with_low(FloatPair(part(0, width)))
+    total = jax.lax.fori_loop(1, whole, lambda number, total: plus(total, part(number * width, width)), total)
+    return plus(total, part(whole * width, each - whole * width)) if each > whole * width else total
+
+
+def sum_in_blocks(sum_block: Callable[[Tree], jax.Array], rows: Tree, numbers: int) -> jax.Array:
+    """The sum of up to `most_float32_rows` rows, float32, with so many numbers.
+
+    sum_block: the float32 sum of up to `MOST_ROWS` rows, in any order."""
+    size = jax.tree.leaves(rows)[0].shape[0]
+    devices = devices_for(size)
+    blocks = blocks_for(size, devices)
+    if blocks == 1:
+        return sum_block(rows)
+    if size % blocks == 0 and (devices > 1 or blocks * numbers <= SMALL_SUMS):
+        parts = jax.vmap(sum_block)(jax.tree.map(lambda x: x.reshape(blocks, -1, *x.shape[1:]), rows))
+        return jnp.sum(jax.lax.optimization_barrier(parts), 0)
+    # A loop, because one sum of a block is then in memory at a time. Without it, a step that adds three blocks writes
+    # twice the parameters more, and fresh memory takes longer than the additions (benchmarks/step.py).
+    width = size // blocks
+    first = size - width * (blocks - 1)
+
+    def add(number, total):
+        start = first + (number - 1) * width
+        some = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, width), rows)
+        return total + jax.lax.optimization_barrier(sum_block(some))
+
+    return jax.lax.fori_loop(1, blocks, add, sum_block(jax.tree.map(lambda x: x[:first], rows)))

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from dpx.sums.total import FloatPair, in_float32, most_float32_turns, plus, with_low
 from dpx.trees import Tree
-from dpx.xla.devices import device_count
 from dpx.xla.ordering import compute_after
-from dpx.xla.totals import Total, doubled, group_size, in_float32, plus
+from dpx.xla.place import device_count
 
 UNROLLED_MICROBATCHES = 64  # at most; compiling more takes longer than unrolling saves (benchmarks/step.py)
 SEGMENT_NUMBERS = 2**24  # float32 numbers of gradients in one segment, 64 MiB (benchmarks/coordinates.py)
@@ -32,8 +32,8 @@ def sum_over_microbatches(
 ) -> tuple[Tree, Tree]:
     """Calls `function(ordered, rows) -> (sums, outputs)` for every microbatch; adds the sums, concatenates the outputs.
 
-    Sums that are `Total`s are added in float32 in groups of microbatches. The sums of the groups are added as two
-    float32 numbers each, or in float32 too if that is exact enough: see `dpx.xla.totals`.
+    Sums that are `FloatPair`s are added in float32 in groups of microbatches. The sums of the groups are added as two
+    float32 numbers each, or in float32 too if that is exact enough: see `dpx.sums.total`.
 
     rows: a pytree of arrays with the examples on axis 0; `function` gets at most `microbatch_size` of them.
     ordered: returns its argument unchanged, but makes this microbatch start after the previous one.
@@ -50,7 +50,7 @@ def sum_over_microbatches(
     full = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((microbatch_size, *leaf.shape[1:]), leaf.dtype), rows)
     traced, shapes = jax.make_jaxpr(lambda rows: function(lambda tree: tree, rows), return_shape=True)(full)
     outputs = [jax.tree.map(lambda leaf: jnp.zeros((0, *leaf.shape[1:]), leaf.dtype), shapes[1])]
-    group = group_size(microbatch_size)
+    group = most_float32_turns(microbatch_size)
 
     def add_microbatch(groups, start):
         """`groups` of sums, with that of one more microbatch in the last of them, or in another."""
@@ -128,21 +128,21 @@ def _add(sums: Tree, more: Tree) -> Tree:
 
 
 def _plus(sums: Tree, more: Tree) -> Tree:
-    """The sum of two: of each `Total` as two float32 numbers, and of other arrays as they are."""
+    """The sum of two: of each `FloatPair` as two float32 numbers, and of other arrays as they are."""
 
     def add(one, other):
-        return plus(doubled(one), other) if _is_total(one) else one + other
+        return plus(with_low(one), other) if _is_total(one) else one + other
 
     return jax.tree.map(add, sums, more, is_leaf=_is_total)
 
 
 def _doubled(sums: Tree) -> Tree:
-    """The sums, with every `Total` as two numbers for each coordinate."""
-    return jax.tree.map(lambda one: Total(one.high, one.high) if _is_total(one) else one, sums, is_leaf=_is_total)
+    """The sums, with every `FloatPair` as two numbers for each coordinate."""
+    return jax.tree.map(lambda one: FloatPair(one.high, one.high) if _is_total(one) else one, sums, is_leaf=_is_total)
 
 
 def _is_total(x) -> bool:
-    return isinstance(x, Total)
+    return isinstance(x, FloatPair)
 
 
 def sum_in_segments(function: Callable[[Tree], tuple[Tree, Tree]], rows: Tree) -> tuple[Tree, Tree]:

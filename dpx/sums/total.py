@@ -28,53 +28,48 @@ have equal inputs in one program. So the sum moves by at most
 
     C + 2 u C (chain(b, PRODUCTS) + b chain(g, 0) + g b),
 
-`moved(b, g)` more than C. Zeros are added exactly, also in the other blocks and on other devices. `MOST_ROWS` is the
-largest b of a block, and `few_rows` how many rows are added in float32, such that this is at most ETA - RESERVE.
+`rounding_share(b, g)` more than C. Zeros are added exactly, also in the other blocks and on other devices. `MOST_ROWS`
+is the largest b of a block, and `most_float32_rows` how many rows are added in float32, so that this is at most ETA -
+RESERVE.
 
 Microbatches. A loop adds the sums of g microbatches of n rows, of norms of at most n C, one after another, so the order
 is the same for all coordinates, and the first j of them are j n C or less. Their additions are off by at most
 
     u n C (2 + 3 + ... + g) = u n C ordered(g),   ordered(g) = g (g + 1) / 2 - 1,
 
-and a mask has scaled each sum before. A loop over h such loops adds u g n C ordered(h). `group_size` is the largest g.
+and a mask has scaled each sum before. A loop over h such loops adds u g n C ordered(h). `most_float32_turns` is the
+largest g.
 
-More rows are two float32 numbers (`Total`), high + low, as are the sums over more groups of microbatches and over
+More rows are two float32 numbers (`FloatPair`), high + low, as are the sums over more groups of microbatches and over
 chunks. An addition of a float32 sum to such a pair is two_sum and a renormalization, which round once, by 2^-47 of the
 sum so far; of two pairs, by 2^-46. For m additions of N rows in all that is up to 2^-46 m N C. For N = 65,536 and m =
-4,096 it is RESERVE, 2^-18 C. With more additions, of b rows each, it is 2^-14 C / b, and `moved` is below ETA by more
-than that for b <= 16.
+4,096 it is RESERVE, 2^-18 C. With more additions, of b rows each, it is 2^-14 C / b, and `rounding_share` is below ETA
+by more than that for b <= 16.
 
-A contribution's norm is at most C because its computed norm is never below the true one (`dpx.xla.norms`), with a
+A contribution's norm is at most C because its computed norm is never below the true one (`dpx.sums.norms`), with a
 margin for the rounding of the clip factor.
 
 NOT covered: a TPU, whose float32 products at the highest precision are sums of bfloat16 products; more than 4,096
 chunks in one step, if some have more rows than 16.
 """
 
-import contextlib
-import contextvars
 import functools
 import math
-from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from dpx.trees import Tree
-from dpx.xla.devices import device_count
 
 ETA = 131 * 2.0**-17  # 9.995e-4
 RESERVE = 2.0**-18
 UNIT = 2.0**-24  # the largest relative error of a float32 rounding
 PRODUCTS = 2  # roundings of a term before it is added
 MOST_ROWS = 96  # of a block
-SMALL_SUMS = 2**16  # numbers: so many sums of blocks are made at once, because a loop takes longer to compile
-
-_SPREAD: contextvars.ContextVar[int | None] = contextvars.ContextVar("over how many devices the rows are", default=None)
 
 
-class Total(NamedTuple):
+class FloatPair(NamedTuple):
     """A sum as two float32 numbers for each coordinate, whose value is high + low, with |low| <= 2^-24 |high|.
 
     high, low: pytrees of float32 arrays of the same shapes; `low` is None where one number is all there is.
@@ -84,39 +79,39 @@ class Total(NamedTuple):
     low: Tree | None = None
 
 
-def as_total(sums: Any) -> Total:
-    """A `Total` as it is, and any other tree of float32 arrays as the high numbers of one."""
-    return sums if isinstance(sums, Total) else Total(sums)
+def as_pair(sums: Any) -> FloatPair:
+    """A `FloatPair` as it is, and any other tree of float32 arrays as the high numbers of one."""
+    return sums if isinstance(sums, FloatPair) else FloatPair(sums)
 
 
-def collected(totals: Tree) -> Total:
-    """One `Total` of a tree of `Total`s, one for each array."""
+def pair_of_trees(totals: Tree) -> FloatPair:
+    """One `FloatPair` of a tree of `FloatPair`s, one for each array."""
 
     def is_total(x):
-        return isinstance(x, Total)
+        return isinstance(x, FloatPair)
 
     high = jax.tree.map(lambda total: total.high, totals, is_leaf=is_total)
     found = jax.tree.leaves(totals, is_leaf=is_total)
     if all(total.low is None for total in found):
-        return Total(high)
+        return FloatPair(high)
     low = jax.tree.map(lambda t: jnp.zeros_like(t.high) if t.low is None else t.low, totals, is_leaf=is_total)
-    return Total(high, low)
+    return FloatPair(high, low)
 
 
-def plus(total: Total, more: Total | Tree) -> Total:
+def plus(total: FloatPair, more: FloatPair | Tree) -> FloatPair:
     """The sum of two, as two float32 numbers that do not overlap."""
-    total, more = as_total(total), as_total(more)
+    total, more = as_pair(total), as_pair(more)
     # The barrier: with a product in `more`, the additions could be fused multiply-adds, of another number each.
     high, low = jax.lax.optimization_barrier((more.high, more.low))
     parts = [total.high, high, *(part for part in (total.low, low) if part is not None)]
     pairs = [_plus(*leaves) for leaves in zip(*map(jax.tree.leaves, parts), strict=True)]
     structure = jax.tree.structure(total.high)
-    return Total(*(structure.unflatten(pair[number] for pair in pairs) for number in range(2)))
+    return FloatPair(*(structure.unflatten(pair[number] for pair in pairs) for number in range(2)))
 
 
-def doubled(total: Total) -> Total:
+def with_low(total: FloatPair) -> FloatPair:
     """`total` with two numbers for each coordinate, so that its structure is that of a longer sum."""
-    return total if total.low is not None else Total(total.high, jax.tree.map(jnp.zeros_like, total.high))
+    return total if total.low is not None else FloatPair(total.high, jax.tree.map(jnp.zeros_like, total.high))
 
 
 def _plus(high: jax.Array, more: jax.Array, *lows: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -136,7 +131,7 @@ def chain(terms: int, more: int) -> float:
     return math.sqrt(terms * squares)
 
 
-def moved(rows: int, blocks: int = 1, loops: tuple[int, ...] = ()) -> float:
+def rounding_share(rows: int, blocks: int = 1, loops: tuple[int, ...] = ()) -> float:
     """What rounding adds to the move of a float32 sum of blocks of `rows` rows, relative to C. loops: how often the
     loops over these sums turn, the innermost first."""
     roundings = chain(rows, PRODUCTS) + rows * blocks
@@ -150,7 +145,7 @@ def moved(rows: int, blocks: int = 1, loops: tuple[int, ...] = ()) -> float:
 
 
 @functools.cache
-def few_rows(devices: int) -> int:
+def most_float32_rows(devices: int) -> int:
     """How many rows at most are added in float32 alone, in blocks, a multiple of `devices` of them on several devices;
     0 if these are too many."""
     fitting = [
@@ -162,89 +157,21 @@ def few_rows(devices: int) -> int:
     return max(fitting, default=0)
 
 
-def block_count(rows: int, devices: int) -> int:
-    """The number of blocks for up to `few_rows` rows, a multiple of `devices`: the fewest, or up to half more if all
-    blocks then have as many rows."""
+def blocks_for(rows: int, devices: int) -> int:
+    """The number of blocks for up to `most_float32_rows` rows, a multiple of `devices`: the fewest, or up to half more
+    if all blocks then have as many rows."""
     counts = range(devices, max(1, rows) + devices, devices)
     fitting = [blocks for blocks in counts if in_float32(max(1, math.ceil(rows / blocks)), blocks)]
     return next((blocks for blocks in fitting if 2 * blocks <= 3 * fitting[0] and rows % blocks == 0), fitting[0])
 
 
 @functools.cache
-def group_size(rows: int) -> int:
+def most_float32_turns(rows: int) -> int:
     """How many float32 sums of so many rows each a loop adds in float32: at least 1."""
     fitting = [turns for turns in range(1, 513) if in_float32(rows, loops=(turns,))]
     return max(fitting, default=1)
 
 
 def in_float32(rows: int, blocks: int = 1, loops: tuple[int, ...] = ()) -> bool:
-    """Whether a float32 sum of such blocks is as exact as `ETA` says: see `moved`."""
-    return rows <= MOST_ROWS and moved(rows, blocks, loops) <= ETA - RESERVE
-
-
-@contextlib.contextmanager
-def rows_over(devices: int | None) -> Iterator[None]:
-    """While it is open, programs are traced whose rows are spread over so many devices; None: over all, if even."""
-    token = _SPREAD.set(devices)
-    try:
-        yield
-    finally:
-        _SPREAD.reset(token)
-
-
-def devices_for(rows: int) -> int:
-    """Over how many devices the rows may be sharded evenly; 1 if they are not, or the devices are too many."""
-    devices = _SPREAD.get() or device_count()
-    return devices if devices > 1 and rows % devices == 0 and few_rows(devices) >= devices else 1
-
-
-def total_of_rows(sum_few: Callable[[Tree], Tree], rows: Tree) -> Total:
-    """The sum of all rows. rows: a tree of arrays, (r, ...). sum_few: the float32 sum of up to `few_rows` of them.
-
-    More rows are added one part after another. A part has as many rows of every device, so that they need not move.
-    """
-    size = jax.tree.leaves(rows)[0].shape[0]
-    devices = devices_for(size)
-    most = few_rows(devices)
-    if size <= most:
-        return Total(sum_few(rows))
-    each = size // devices
-    parts = math.ceil(each / (most // devices))
-    width = math.ceil(each / parts)
-    by_device = jax.tree.map(lambda x: x.reshape(devices, each, *x.shape[1:]), rows)
-
-    def part(start, width):
-        def of(x):
-            some = jax.lax.dynamic_slice_in_dim(x, start, width, 1)
-            return some.reshape(devices * width, *x.shape[2:])
-
-        return sum_few(jax.tree.map(of, by_device))
-
-    whole = each // width
-    total = doubled(Total(part(0, width)))
-    total = jax.lax.fori_loop(1, whole, lambda number, total: plus(total, part(number * width, width)), total)
-    return plus(total, part(whole * width, each - whole * width)) if each > whole * width else total
-
-
-def sum_in_blocks(sum_block: Callable[[Tree], jax.Array], rows: Tree, numbers: int) -> jax.Array:
-    """The sum of up to `few_rows` rows, float32, with so many numbers. sum_block: the float32 sum of up to `MOST_ROWS`
-    rows, in any order."""
-    size = jax.tree.leaves(rows)[0].shape[0]
-    devices = devices_for(size)
-    blocks = block_count(size, devices)
-    if blocks == 1:
-        return sum_block(rows)
-    if size % blocks == 0 and (devices > 1 or blocks * numbers <= SMALL_SUMS):
-        parts = jax.vmap(sum_block)(jax.tree.map(lambda x: x.reshape(blocks, -1, *x.shape[1:]), rows))
-        return jnp.sum(jax.lax.optimization_barrier(parts), 0)
-    # A loop, because one sum of a block is then in memory at a time. Without it, a step that adds three blocks writes
-    # twice the parameters more, and fresh memory takes longer than the additions (benchmarks/step.py).
-    width = size // blocks
-    first = size - width * (blocks - 1)
-
-    def add(number, total):
-        start = first + (number - 1) * width
-        some = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, width), rows)
-        return total + jax.lax.optimization_barrier(sum_block(some))
-
-    return jax.lax.fori_loop(1, blocks, add, sum_block(jax.tree.map(lambda x: x[:first], rows)))
+    """Whether a float32 sum of such blocks is as exact as `ETA` says: see `rounding_share`."""
+    return rows <= MOST_ROWS and rounding_share(rows, blocks, loops) <= ETA - RESERVE

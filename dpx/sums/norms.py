@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax  # `jnp` takes longer to trace
 
-from dpx.xla.devices import device_count
-from dpx.xla.totals import UNIT
+from dpx.sums.total import UNIT
+from dpx.xla.place import device_count
 
 WIDTH = 128  # of a sum
 SINGLE = 1024  # numbers that are added in one sum, because more sums take longer to compile
