@@ -1,4 +1,4 @@
-"""How the tests compile: quickly, because compiling takes most of their time."""
+"""How the tests compile: quickly, because compiling takes most of their time; `make nightly` as a user does."""
 
 import functools
 import gc
@@ -8,7 +8,9 @@ from typing import Any
 
 import jax
 
-SWITCH = jax.__version_info__ < (0, 11)  # jaxlib 0.11.2 does not know the flag any more, and aborts when it is given
+AS_A_USER = "DPX_TESTS_AS_A_USER" in os.environ  # jax and XLA as they come: `make nightly`
+# jaxlib 0.11.2 aborts when it is given the flags below, and a later jax may lack the functions that are replaced.
+SWITCH = jax.__version_info__ < (0, 11) and not AS_A_USER
 # The emitters take a third of the time to compile, splitting a program among threads a seventh, and preparing that a
 # twentieth.
 FLAGS = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1" if SWITCH else ""
@@ -29,6 +31,8 @@ def hurry() -> None:
     Tracing makes many objects, and few of them are garbage. With Python's thresholds, a seventh of the time of the
     tests is the search for it.
     """
+    if AS_A_USER:
+        return
     jax.config.update("jax_traceback_in_locations_limit", 0)  # no equation says where it was written, which takes time
     gc.set_threshold(100_000, 20, 20)
     gc.freeze()
@@ -42,7 +46,7 @@ def _share_contexts() -> None:
     as a function, which it copies to where the operation stands. That takes a seventh of the time of the tests. For
     each shape of `jnp.asarray`, jax compiles a program that returns its argument; here none is compiled.
     """
-    if SWITCH:  # other versions of jax may not have these functions of its own
+    if SWITCH:
         from jax._src.interpreters import mlir
         from jax._src.lax import lax
 
@@ -59,7 +63,7 @@ def keep_programs() -> None:
     COMPILED_STAYS_IN_MEMORY, none is written: in 14 files, writing took 14 s, and to compile again in each of them what
     another one had compiled would take 8 s. Processes that a test starts do not call this, and share what they write.
     """
-    if SWITCH:  # other versions of jax may not have these functions of its own
+    if SWITCH:
         from jax._src import compilation_cache as disk
 
         disk.compress_executable = functools.partial(zlib.compress, level=1)

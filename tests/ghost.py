@@ -10,10 +10,12 @@ import numpy as np
 import dpx
 from dpx.gradients.ghost import algorithms
 from dpx.sums.total import as_pair
+from tests.compiling import AS_A_USER
 
 WAYS = {name.lower(): each.words for name, each in vars(algorithms).items() if isinstance(each, algorithms.Algorithm)}
 TOLERANCE = 5e-5  # norms from Gram matrices include a bound on their rounding
-QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # to compile, not to run
+# Quick to compile, not to run.
+QUICK = {} if AS_A_USER else {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 def key(number: int) -> jax.Array:

@@ -18,24 +18,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", experiments())
-@pytest.mark.long_cases(
-    "ada-dpigu",
-    "baselines",
-    "d2p2-fashion-mnist",
-    "d2p2-figure",
-    "dice-cnn",
-    "dice-fashion",
-    "dice-figure-1",
-    "dice-figure-2",
-    "dice-table",
-    "dynamic-cnn",
-    "dynamic-table",
-    "freeze-fashion",
-    "freeze-table-1",
-    "freeze-table-2",
-    "freeze-table-3",
-    "freeze-table-4",
-)
+@pytest.mark.long
 def test_smoke(name, capsys, promoting, undrawn, folder):
     assert command.main(["--smoke", name, "--runs", str(folder)]) == 0
     assert f"{name}: its program works" in capsys.readouterr().out
@@ -62,9 +45,6 @@ def test_every_row_has_a_configuration(name):
 def test_all_are_listed(capsys):
     assert command.main([]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(experiments())
-
-
-def test_unknown_names_are_refused(capsys):
     assert command.main(["dynamic-table-9"]) == 2
     assert "unknown experiment dynamic-table-9; known: dynamic-table-1" in capsys.readouterr().err
 
