@@ -341,7 +341,10 @@ def test_calibration_keeps_the_budget_with_the_addition():
 def test_it_is_printed():
     made = mechanism()
     text = " ".join(str(dpx.privacy_report(made, 100, delta=1e-5)).split())
-    words = re.search(r"Of which (\S+) of epsilon and (\S+) of delta are for the arithmetic of the noise", text)
+    words = re.search(
+        r"this epsilon includes (\S+), and delta includes (\S+), because computer noise takes finitely many values",
+        text,
+    )
     assert words is not None
     answer = billed(made.event(100), relation="zero_out").answer(1e-5)
     assert answer.of_epsilon <= float(words[1]) < 1.1 * answer.of_epsilon

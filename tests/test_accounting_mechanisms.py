@@ -386,7 +386,7 @@ def test_report(tmp_path):
     assert len(read["events"]) == 1 and "200 distinct" in read["events"][0]
     markdown = report.to_markdown()
     for words in (
-        "arithmetic of the noise",
+        "finitely many values",
         "hyper-parameters",
         "not private",
         "secret",

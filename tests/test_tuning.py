@@ -396,7 +396,7 @@ def test_the_report_of_a_search():
         assert words in found.report.to_markdown()
     made = mechanism({}, jax.random.key(0))
     assert "Public data" in dpx.privacy_report(made, 20, delta=1e-5, tuning="public").tuning
-    assert "Not billed" in dpx.privacy_report(made, 20, delta=1e-5).to_markdown()
+    assert "Not included" in dpx.privacy_report(made, 20, delta=1e-5).to_markdown()
     with pytest.raises(ValueError, match="a key of its own"):
         dpx.compose_runs(found.bill, found.bill, shared_batches=False)
     with pytest.raises(ValueError, match="tuning must be"):

@@ -1,4 +1,4 @@
-"""The bill in words that a data owner understands: how well any attacker can tell whether one example took part."""
+"""What epsilon means for an attacker: how well anyone can tell whether one example took part."""
 
 import math
 from collections.abc import Sequence
@@ -78,10 +78,10 @@ def attack_bounds(
     """Bounds on every attack that asks whether one example took part, from the privacy profile of a run.
 
     run: a mechanism, with `steps_or_state` as for `dpx.epsilon`, or a `Composition`, without it.
-    delta: in (0, 1), the slack of `mu`. Without slack, the least mu of Poisson-sampled Gaussians is that of the same
-        Gaussians without sampling, because sampling does not thin the farthest tail.
+    delta: in (0, 1), the slack of `mu`. Without slack, mu of Poisson-sampled Gaussians is that of the same Gaussians
+        without sampling, because sampling does not thin the farthest tail.
     false_positive_rates: floats in [0, 1]. accountant, relation, records: as for `dpx.epsilon`. Above 1 record, the
-        attack is on a person who owns so many.
+        attack is on a person with that many.
 
     Guarantee: with delta(e) the run's delta at epsilon e, the true positive rate at a false positive rate a is at most
     delta(e) + exp(e) a, and at most 1 - exp(-e) (1 - delta(e) - a), for every e >= 0; the advantage is at most
@@ -107,11 +107,17 @@ def attack_bounds(
             )
         profile, records = run.profile(accountant, curve=True), run.records
     else:
-        records = records_of(run, records)
-        event, stated = event_of(run, steps_or_state, relation, records=records)
-        numbers = numbers_of(run, steps_or_state)
-        profile = billed(event, accountant=accountant, relation=stated, curve=True, numbers=numbers)
+        profile, records = profile_of(run, steps_or_state, accountant, relation, records), records_of(run, records)
     return bounds_of(profile, delta, rates.tolist())._replace(records=records)
+
+
+def profile_of(
+    mechanism: Any, steps_or_state: Any, accountant: Accountant, relation: Relation | None, records: int | None
+) -> Profile:
+    """The profile of a run, for deltas at many epsilons. The arguments are those of `dpx.epsilon`."""
+    event, stated = event_of(mechanism, steps_or_state, relation, records=records)
+    numbers = numbers_of(mechanism, steps_or_state)
+    return billed(event, accountant=accountant, relation=stated, curve=True, numbers=numbers)
 
 
 def bounds_of(profile: Profile, delta: float, false_positive_rates: Sequence[float]) -> AttackBounds:
@@ -142,9 +148,8 @@ def plot_attack_bounds(bounds: AttackBounds, *, axes: Any = None, label: str | N
     bounds: with many rates, such as `numpy.geomspace(1e-4, 1, 50)`. axes: of matplotlib, new ones by default; returned.
     label: of the curve, in a legend.
     """
-    axes = labeled(
-        axes, "false positive rate", f"true positive rate of any attack (upper bound){whose(bounds.records)}"
-    )
+    right = f"true positive rate of any attack (upper bound){whose(bounds.records)}"
+    axes = labeled(axes, "false positive rate", right)
     axes.loglog(bounds.false_positive_rates, bounds.true_positive_rates, label=label)
     draw_guessing(axes, bounds.false_positive_rates, bounds.false_positive_rates)
     return axes

@@ -15,6 +15,7 @@ from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.events import billed
 from dpx.accounting.pld.buckets import BUCKETS
 from dpx.accounting.words import upper, whose
+from dpx.reports.attacks import profile_of
 from dpx.reports.pages import draw_guessing, labeled
 from dpx.trees import outlined
 from dpx.validation import require_floats, require_whole
@@ -28,9 +29,9 @@ class EpsilonOverSteps(NamedTuple):
     """Epsilon after each of some numbers of steps.
 
     steps: int64 (points,), increasing. epsilon: float64 (points,), an upper bound of the epsilon that they spend.
-    delta: float, at which. by_epoch: bool, whether an epoch is billed at once, by its first step; then the steps are
-        the first one and the ends of epochs, and between two of them the run spends the epsilon of the later one.
-    records: int, how many records the person owns at most whom epsilon is for; 1 is for what the sampling draws.
+    delta: float, at which. by_epoch: bool, whether the first step of an epoch costs as much as the epoch; then the
+        steps are the first one and the ends of epochs, and between two of them the run spends the later epsilon.
+    records: int, how many records the person owns at most whom epsilon protects; 1 is for what the sampling draws.
     """
 
     steps: np.ndarray
@@ -83,12 +84,12 @@ def epsilon_over_steps(
 ) -> EpsilonOverSteps:
     """The epsilon spent at `delta`, an upper bound after each of at most `points` numbers of steps in 1 .. steps.
 
-    Of a sampling that bills whole epochs, such as `dpx.ShuffledEpochs`, the steps are ends of epochs (of
-    `CyclicPoissonSampling`, of turns of its groups).
+    If the first step of an epoch costs as much as the whole epoch, as with `dpx.ShuffledEpochs`, the steps are the ends
+    of epochs (for `CyclicPoissonSampling`, of the turns of its groups).
 
     mechanism: a `dpx.Mechanism`. steps: int, at least 1. delta: in (0, 1).
-    points: int, at least 2; keep it small, because every point composes its own event. The last point is what
-        `dpx.epsilon` says. Those before it are computed with at most 64 distinct releases.
+    points: int, at least 2; keep it small, because every point composes its own event. The last point is the result of
+        `dpx.epsilon`. Those before it are computed with at most 64 distinct releases.
     accountant: "tightest", "pld" or "rdp". relation: None is the one that the sampling states. records: how many of
         the examples one person owns at most, as for `dpx.epsilon`.
 
@@ -132,9 +133,7 @@ def delta_over_epsilon(
     """
     given = np.atleast_1d(require_floats("epsilons", epsilons))
     values = np.array([checks.require_epsilon(value) for value in given])
-    event, stated = event_of(mechanism, steps_or_state, relation, records=records)
-    numbers = numbers_of(mechanism, steps_or_state)
-    profile = billed(event, accountant=accountant, relation=stated, curve=True, numbers=numbers)
+    profile = profile_of(mechanism, steps_or_state, accountant, relation, records)
     deltas = {value: profile.delta(value) for value in sorted(values.tolist())}
     of_values = np.array([deltas[value] for value in values.tolist()])
     return DeltaOverEpsilon(values, of_values, records_of(mechanism, records))
@@ -158,9 +157,7 @@ def trade_off(
     Raises ValueError for fewer points, and as `dpx.accounting.delta` does.
     """
     type_one = np.linspace(0, 1, require_whole("points", points, minimum=2))
-    event, stated = event_of(mechanism, steps_or_state, relation, records=records)
-    numbers = numbers_of(mechanism, steps_or_state)
-    profile = billed(event, accountant=accountant, relation=stated, curve=True, numbers=numbers)
+    profile = profile_of(mechanism, steps_or_state, accountant, relation, records)
     epsilons, deltas = [], []
     for epsilon in _TRADE_OFF_EPSILONS:
         epsilons.append(epsilon)
@@ -199,9 +196,8 @@ def plot_trade_off(curve: TradeOff, *, axes: Any = None, label: str | None = Non
 
     label: of the curve, in a legend.
     """
-    axes = labeled(
-        axes, f"type I error (false positive rate){whose(curve.records)}", "type II error (false negative rate)"
-    )
+    of_type_one = f"type I error (false positive rate){whose(curve.records)}"
+    axes = labeled(axes, of_type_one, "type II error (false negative rate)")
     axes.plot(curve.type_one, curve.type_two, label=label)
     draw_guessing(axes, [0, 1], [1, 0])
     return axes

@@ -2,19 +2,17 @@
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
 
 from dpx.accounting import checks
 from dpx.accounting.bill import of_records
 from dpx.accounting.calibration import calibrate_schedule, least_within
 from dpx.accounting.checks import Accountant
 from dpx.accounting.events import billed
-from dpx.accounting.groups import of_unit
 from dpx.accounting.words import upper, whose
 from dpx.keys.noise import LARGEST_RELEASE
 from dpx.reports.pages import labeled
@@ -26,7 +24,7 @@ from dpx.sampling.schemes import FixedOrder, FixedSizeSampling, FullBatch, Shuff
 from dpx.trees import described
 from dpx.validation import require_number, require_whole
 
-_SAMPLINGS_TOLERANCE = 1e-3  # relative, of epsilon
+_TOLERANCE_OF_TABLE = 1e-3  # relative, of epsilon
 _ALIKE = 0.01  # a share of the noise that decides nothing
 _DEVIATIONS = (0, 2, 3, 5)  # most_rows above the batch size, in standard deviations of a Poisson batch's size
 _BANDS = 8
@@ -73,7 +71,7 @@ class PlannedSampling(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class SamplingPlan:
-    """What a budget needs with each sampling; `str` is a table, a recommendation, and what has no bill.
+    """What a budget needs with each sampling; `str` is a table, a recommendation, and what is refused.
 
     runs: Poisson sampling first. epochs: float. epsilon, delta: floats, the budget of each single run.
     records: int, how many of the examples the person owns at most whom the budget is for.
@@ -113,7 +111,7 @@ class SamplingPlan:
         best, first = self.recommended, self.runs[0]
         words = f"Take {_name(best)}: "
         if self.records > 1:
-            words += "no other one of this batch size has a bill for several records."
+            words += "the cost of several records is known for no other sampling of this batch size."
         elif best is first:
             words += "no other sampling needs noticeably less noise."
         else:
@@ -127,10 +125,11 @@ class SamplingPlan:
         if self.records == 1:
             found.append("Where one cannot sample: FixedOrder, with noise that is correlated over the steps.")
         refused = REFUSED if self.records == 1 else (*OF_SEVERAL, *REFUSED)
-        return [*found, "Refused, because no bill is known:", *(f"  {words}" for words in refused)]
+        return [*found, "Refused, because the cost is not known:", *(f"  {words}" for words in refused)]
 
 
 def _up(noise: float) -> float:
+    """Rounded up to the four digits that are printed."""
     return math.ceil(1e4 * noise) / 1e4
 
 
@@ -184,7 +183,7 @@ def plan_samplings(
     examples: int, of the data set. batch_size: int, expected, in [1, examples]. epochs: float, positive.
     epsilon, delta: the budget. accountant: as for `dpx.epsilon`.
     records: int, at least 1, how many of the examples one person owns at most whom the budget is for, as for
-        `dpx.Budget`. Above 1, Poisson sampling is alone in the table: it says that no other one has a bill.
+        `dpx.Budget`. Above 1, Poisson sampling is alone in the table, because no other cost is known.
     numbers: int, how many numbers a step releases at most, as for `dpx.Budget`.
 
     It reads no data. Noise multipliers are for independent noise of one size. Sizes differ a little where a sampling
@@ -194,24 +193,43 @@ def plan_samplings(
     if require_whole("batch_size", batch_size) > examples:
         raise ValueError(f"batch_size must be in [1, {examples}], got {batch_size}")
     require_number("epochs", epochs, minimum=0, exclusive=True)
-    epsilon, delta = checks.require_positive_epsilon(epsilon), checks.require_delta(delta)
-    checks.require_accountant(accountant)
-    checks.require_numbers(numbers)
+    budget = _budget(epsilon, delta, accountant, records, numbers)
     choices = samplings(examples, batch_size)
-    if require_whole("records", records) > 1:
-        choices = choices[:1]
     runs: list[PlannedSampling] = []
-    for sampling in choices:
-        steps, relation = sampling.steps(epochs=epochs), checks.require_relation(sampling.relation)
-
-        def bill(noise: float, sampling: Any = sampling, steps: int = steps, relation: Any = relation) -> float:
-            event = of_records(sampling.event(np.full(steps, noise)), sampling, relation, records)
-            return billed(event, relation=relation, accountant=accountant, numbers=numbers).epsilon(delta)
-
+    for sampling in choices if records == 1 else choices[:1]:
+        steps = sampling.steps(epochs=epochs)
+        cost = _cost(sampling, steps, **budget)
         start = runs[0].noise_multiplier if runs else math.sqrt(records)
-        noise = least_within(bill, epsilon, _SAMPLINGS_TOLERANCE, start)
-        runs.append(PlannedSampling(sampling, steps, noise, bill(start if runs else noise), sampling.usual_rows))
-    return SamplingPlan(epochs=epochs, epsilon=epsilon, delta=delta, runs=tuple(runs), records=records)
+        noise = least_within(cost, budget["epsilon"], _TOLERANCE_OF_TABLE, start)
+        runs.append(PlannedSampling(sampling, steps, noise, cost(start if runs else noise), sampling.usual_rows))
+    return SamplingPlan(
+        epochs=epochs, epsilon=budget["epsilon"], delta=budget["delta"], runs=tuple(runs), records=records
+    )
+
+
+def _budget(epsilon: Any, delta: Any, accountant: Any, records: Any, numbers: Any) -> dict[str, Any]:
+    """The arguments that both plans share, as they are used. Raises ValueError for one outside its range."""
+    checks.require_accountant(accountant)
+    return {
+        "epsilon": checks.require_positive_epsilon(epsilon),
+        "delta": checks.require_delta(delta),
+        "accountant": accountant,
+        "records": require_whole("records", records),
+        "numbers": checks.require_numbers(numbers),
+    }
+
+
+def _cost(
+    sampling: Any, steps: int, *, epsilon: float, delta: float, accountant: Accountant, records: int, numbers: int
+) -> Callable[[float], float]:
+    """(noise multiplier) -> epsilon of so many steps, for a person with up to `records` records."""
+    relation = checks.require_relation(sampling.relation)
+
+    def spent(noise: float) -> float:
+        event = of_records(sampling.event(np.full(steps, noise)), sampling, relation, records)
+        return billed(event, relation=relation, accountant=accountant, numbers=numbers).epsilon(delta)
+
+    return spent
 
 
 _SMALLEST_BATCH = 256  # of the default batch sizes, which are powers of two up to half of the examples, and all of them
@@ -242,7 +260,7 @@ class NoisePlan:
     """The noise that a budget needs, for several batch sizes and epochs; `str` is a table, and that of the samplings.
 
     runs: by epochs, then by batch size. examples: int. epsilon, delta: floats, the budget of each single run.
-    accountant: the one of the bills. records: int, how many of the examples the person owns at most whom the budget is
+    accountant: by which the noise was found. records: int, how many of the examples the person owns at most whom the budget is
         for. numbers: int, the most of one release.
     """
 
@@ -282,7 +300,7 @@ class NoisePlan:
         run = self.suggested
         return (
             f"NoisePlan({self._budget}, {self.examples} examples, {len(self.runs)} runs; suggested: batch size "
-            f"{run.batch_size}, {run.steps} steps, noise multiplier {math.ceil(1e4 * run.noise_multiplier) / 1e4:.4f}; "
+            f"{run.batch_size}, {run.steps} steps, noise multiplier {_up(run.noise_multiplier):.4f}; "
             "print it for the table)"
         )
 
@@ -290,7 +308,7 @@ class NoisePlan:
         head = f"{self._budget}, {self.examples} examples, Poisson sampling; "
         head += "the noise of the mean gradient is divided by the clip norm"
         rows = [
-            f"{run.batch_size:10} {run.epochs:8.4g} {run.steps:7} {math.ceil(1e4 * run.noise_multiplier) / 1e4:16.4f} "
+            f"{run.batch_size:10} {run.epochs:8.4g} {run.steps:7} {_up(run.noise_multiplier):16.4f} "
             f"{run.step_noise:11.3e} {run.epoch_noise:11.3e} {run.run_noise:11.3e}"
             for run in self.runs
         ]
@@ -358,10 +376,7 @@ def plan_noise(
     Raises ValueError for arguments outside these ranges.
     """
     require_whole("examples", examples)
-    epsilon, delta = checks.require_positive_epsilon(epsilon), checks.require_delta(delta)
-    checks.require_accountant(accountant)
-    require_whole("records", records)
-    checks.require_numbers(numbers)
+    budget = _budget(epsilon, delta, accountant, records, numbers)
     each = epochs if isinstance(epochs, Iterable) else (epochs,)
     many = tuple(require_number("epochs", number, minimum=0, exclusive=True) for number in each)
     powers = [2**power for power in range(_SMALLEST_BATCH.bit_length() - 1, examples.bit_length())]
@@ -374,28 +389,20 @@ def plan_noise(
 
     def run(epochs: float, size: int) -> PlannedRun:
         steps = max(1, round(epochs * examples / size))
-        noise = _least_noise(size / examples, steps, epsilon, delta, accountant, records, numbers)
+        noise = _least_noise(examples, size, steps, budget)
         step_noise = noise / size
         epoch_noise, run_noise = step_noise / math.sqrt(examples / size), step_noise / math.sqrt(steps)
         return PlannedRun(size, steps * size / examples, steps, noise, step_noise, epoch_noise, run_noise)
 
-    runs = tuple(run(number, size) for number in many for size in sizes)
-    budget: Any = {"epsilon": epsilon, "delta": delta, "accountant": accountant, "records": records}
-    return NoisePlan(examples=examples, runs=runs, numbers=numbers, **budget)
+    return NoisePlan(examples=examples, runs=tuple(run(number, size) for number in many for size in sizes), **budget)
 
 
-def _least_noise(
-    rate: float, steps: int, epsilon: float, delta: float, accountant: Accountant, records: int, numbers: int
-) -> float:
-    """The least noise multiplier of so many Gaussians on Poisson samples, for a person with up to so many records."""
+def _least_noise(examples: int, size: int, steps: int, budget: dict[str, Any]) -> float:
+    """The least noise multiplier of so many Gaussians on Poisson samples, or on all examples."""
+    epsilon, records = budget["epsilon"], budget["records"]
     if records == 1:
-        budget: Any = {"epsilon": epsilon, "delta": delta, "accountant": accountant, "numbers": numbers}
-        return calibrate_schedule([1.0], sampling_rate=rate, counts=[steps], **budget).scale
-
-    def bill(noise: float) -> float:
-        gaussian = GaussianDpEvent(noise)
-        release = gaussian if rate == 1 else PoissonSampledDpEvent(rate, gaussian)
-        event = of_unit(SelfComposedDpEvent(release, steps), records=records)
-        return billed(event, relation="zero_out", accountant=accountant, numbers=numbers).epsilon(delta)
-
-    return least_within(bill, epsilon, _TOLERANCE, 1.0)
+        of_one = {name: value for name, value in budget.items() if name != "records"}
+        return calibrate_schedule([1.0], sampling_rate=size / examples, counts=[steps], **of_one).scale
+    sizes: Any = {"examples": examples}
+    sampling = FullBatch(**sizes) if size == examples else PoissonSampling(**sizes, batch_size=size)
+    return least_within(_cost(sampling, steps, **budget), epsilon, _TOLERANCE, 1.0)

@@ -1,4 +1,4 @@
-"""The privacy report to publish beside a private model: the bill, all its assumptions, and its limits."""
+"""The privacy report to publish beside a private model: what it costs, all assumptions behind that, and its limits."""
 
 import contextlib
 import importlib.metadata
@@ -40,53 +40,283 @@ from dpx.states.record import unit_mark
 from dpx.sums.total import ETA
 from dpx.trees import described
 
-_QUESTION = {
-    "add_or_remove": "whether or not one {unit} is in the data",
-    "zero_out": "whether or not one {unit} contributes to the run",
-    "replace_one": "whether one {unit} is in the data, or another {unit} in its place",
+_PACKAGES = ("dpx-jax", "jax", "optax", "dp-accounting", "numpy", "scipy")  # whose versions a report states
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class PrivacyReport:
+    """A privacy statement, with all its assumptions; `str` is a page of it, first in plain words for a data owner.
+
+    mechanism: the printed pipeline. steps: how many steps epsilon covers; made: how many of them were made; ending:
+        which steps epsilon covers, in words, if a run did not end where it planned to.
+    unit: what epsilon protects, in words: one record of the data set, or a person with up to `records` of them.
+    relation: how neighboring data sets differ. sampling: the printed sampling record. delta: in (0, 1).
+    epsilon: an upper bound by each accountant, so the smallest is the guarantee; None if an accountant does not apply.
+    arithmetic: what the finitely many values of the noise add to epsilon and to delta, and the share of the clip norm
+        by which rounding can lengthen a sum; floats, by "epsilon", "delta" and "eta". If no epsilon is possible at this
+        delta, "least delta" is about the least delta that has one.
+    budget: the `dpx.Budget` that the noise was calibrated to, the target; None without one, and for a search.
+    attacks: what epsilon means for an attacker. attack_curve: pairs (false positive rate, largest true positive rate of
+        any attack) of floats, at 41 rates. tuning: whether epsilon covers the choice of hyper-parameters, in words.
+    events: the releases, one sentence each. versions: by package. caveats: what lies outside of the guarantee.
+    date: of the report, in UTC, such as "2026-01-31". name: of the run, in one line, or None.
+
+    `dataclasses.replace(report, name="...")` names the run afterwards. Raises ValueError for a name of several lines.
+    """
+
+    mechanism: str
+    steps: int
+    made: int
+    ending: str
+    unit: str
+    relation: str
+    sampling: str
+    delta: float
+    epsilon: dict[str, float | None]
+    arithmetic: dict[str, float]
+    attacks: AttackBounds
+    attack_curve: tuple[tuple[float, float], ...]
+    tuning: str
+    events: tuple[str, ...]
+    versions: dict[str, str]
+    caveats: tuple[str, ...]
+    date: str
+    records: int = 1
+    budget: Budget | None = None
+    name: str | None = None
+
+    def __post_init__(self):
+        if self.name is not None and not (isinstance(self.name, str) and self.name.strip() and self.name.isprintable()):
+            raise ValueError(f"name must be printable words in one line, got {described(self.name)}")
+
+    @property
+    def spent(self) -> float:
+        """The epsilon that counts: the least of the bounds."""
+        return min(value for value in self.epsilon.values() if value is not None)
+
+    @property
+    def title(self) -> str:
+        return f"Privacy report of {self.name}" if self.name else "Privacy report"
+
+    def __repr__(self) -> str:
+        name = f"name={self.name!r}, " if self.name else ""
+        numbers = f"epsilon={self.spent}, delta={self.delta}, steps={self.steps}"
+        ending = f", ending={self.ending!r}" if self.ending else ""
+        return f"PrivacyReport({name}unit={self.unit!r}, {numbers}{ending})"
+
+    def __str__(self) -> str:
+        return as_text(self.title, sections_of(self))
+
+    def to_json(self) -> str:
+        """The report as valid JSON; an infinite epsilon is the string "inf"."""
+
+        def finite(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {name: finite(inner) for name, inner in value.items()}
+            return "inf" if value == math.inf else value
+
+        fields = asdict(self) | {"attacks": self.attacks._asdict()}
+        return json.dumps(finite(fields), indent=2, allow_nan=False)
+
+    def to_markdown(self) -> str:
+        """The report as a Markdown page; a notebook shows it."""
+        return as_markdown(self.title, sections_of(self))
+
+    def to_html(self) -> str:
+        """The report as a whole page of HTML with the attack curve, to hand to someone without tools."""
+        return as_html(self.title, sections_of(self))
+
+    _repr_markdown_ = to_markdown
+
+    def save(self, path: str | Path) -> Path:
+        """Writes the report as one page, and returns the path; its folder is created if missing.
+
+        path: one that ends in ".html", with the attack curve as a picture, which needs no other library; in ".md", with
+            the curve as a table; or in ".json". Raises ValueError for another ending.
+        """
+        path = Path(path)
+        forms = {".html": self.to_html, ".md": self.to_markdown, ".json": lambda: self.to_json() + "\n"}
+        if path.suffix not in forms:
+            raise ValueError(f"path must end in one of {list(forms)}, got {str(path)!r}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(forms[path.suffix](), encoding="utf-8")
+        return path
+
+    def write(self, folder: str | Path, *, name: str = "privacy_report") -> tuple[Path, Path]:
+        """Writes `name`.json and `name`.md into a folder, which is created if missing, and returns their paths."""
+        return self.save(Path(folder) / f"{name}.json"), self.save(Path(folder) / f"{name}.md")
+
+
+def privacy_report(
+    mechanism: Any,
+    steps_or_state: Any,
+    *,
+    delta: float,
+    unit: str | None = None,
+    records: int | None = None,
+    numbers: int | None = None,
+    tuning: Selection | Literal["public"] | None = None,
+    name: str | None = None,
+) -> PrivacyReport:
+    """The report of a mechanism after some steps: epsilon by "pld" and by "rdp", and all assumptions.
+
+    steps_or_state: a number of steps (int, at least 0), or an optimizer state, as for `dpx.epsilon`.
+    delta: in (0, 1), best far below 1 divided by the number of examples. A larger one warns.
+    unit: what the sampling draws and epsilon protects, in words: "user" if it draws users. None: as the state records
+        it, which knows "example" and "user" (`dpx.UserData`); "example" for a number of steps.
+    records: int, at least 1, how many of them one person owns at most; None is that of the mechanism's `dpx.Budget`,
+        and 1 without one. Above 1, the report is about such a person, as for `dpx.epsilon`.
+    numbers: int, how many numbers a step releases at most, as for `dpx.epsilon`.
+    tuning: how hyper-parameters were chosen. "public": without any run on the private data. A `Selection` (of
+        `dpx.accounting.best_of` or `dpx.tuning.search`): this run is the winner, and the report states the cost of the
+        search. None: the report says that the cost of the choice is not included.
+    name: of the run, such as "cancer model, May", in one line. None: the report has none.
+
+    Raises ValueError as `dpx.epsilon` does, for a unit that differs from the one that the state records, if neither
+    accountant knows the cost of the event, for another tuning or name, and for a run that costs more than a trial of
+    the search.
+
+        >>> dpx.privacy_report(mechanism, 200, delta=1e-5, name="a trial")
+        PrivacyReport(name='a trial', unit='one example', epsilon=4.765..., delta=1e-05, steps=200)
+    """
+    require_billable(mechanism)
+    checks.warn_of_large_delta(delta, mechanism.sampling)
+    steps, (made, planned) = billed_steps(steps_or_state), made_steps(steps_or_state)
+    records = records_of(mechanism, records)
+    event, relation = event_of(mechanism, steps_or_state, None, records=records)
+    drawn = _unit_of(batches_of(steps_or_state)[1], unit)
+    event, words = _with_tuning(event, relation, records, tuning, subject := owner_of(records, drawn))
+    numbers = tuning.numbers if isinstance(tuning, Selection) else numbers_of(mechanism, steps_or_state, numbers)
+    answers: dict[str, Answer] = {}
+    refusals = []
+    for accountant in ("pld", "rdp"):
+        try:
+            profile = billed(event, accountant=accountant, relation=relation, numbers=numbers)
+            answers[accountant] = profile.answer(delta)
+        except ValueError as error:
+            refusals.append(error)
+    if not answers:
+        raise refusals[0]
+    least, possible = min(answers.values()), {}
+    if math.isinf(least.epsilon) and (of_run := billed(event, relation=relation, numbers=numbers).least_delta(delta)):
+        possible = {"least delta": of_run}
+    attacks, curve = bounds_and_curve(billed(event, relation=relation, curve=True, numbers=numbers), delta)
+    return PrivacyReport(
+        mechanism=str(mechanism),
+        steps=steps,
+        made=made,
+        ending=_ending(made, steps, planned, subject),
+        unit=f"one {subject}",
+        relation=relation,
+        sampling=str(mechanism.sampling),
+        delta=delta,
+        epsilon={name: answers[name].epsilon if name in answers else None for name in ("pld", "rdp")},
+        arithmetic={"epsilon": least.of_epsilon, "delta": least.of_delta, "eta": ETA, **possible},
+        attacks=attacks._replace(records=records),
+        attack_curve=curve,
+        tuning=words,
+        events=summary(event),
+        versions={"python": platform.python_version()} | {p.removesuffix("-jax"): version_of(p) for p in _PACKAGES},
+        caveats=(*caveats(drawn, relation, records), *explanation(event, delta=delta, relation=relation)),
+        date=datetime.now(UTC).date().isoformat(),
+        records=records,
+        budget=None if isinstance(tuning, Selection) else getattr(mechanism, "budget", None),
+        name=name,
+    )
+
+
+def _unit_of(recorded: int, unit: str | None) -> str:
+    """The unit in words. recorded: its mark, or 0 if it is not known. Raises ValueError if they do not agree."""
+    known = {0: "example"} | {unit_mark(name): name for name in ("example", "user")}
+    if unit is not None:
+        unit_mark(unit)  # raises ValueError unless it is a name
+    subject = known.get(recorded, "") if unit is None else unit.removeprefix("one ")
+    if not subject or recorded not in (0, unit_mark(subject)):
+        raise ValueError(
+            f"unit must be that of the batches, {known.get(recorded, 'the `unit` that dpx.UserData was given')!r}, got "
+            f"{unit!r}: epsilon protects what the sampling draws. Draw from dpx.UserData(..., "
+            f"unit={subject or 'user'!r}), or from data with the name in `privacy_unit`"
+        )
+    return subject
+
+
+def _ending(made: int, steps: int, planned: bool, unit: str) -> str:
+    """Which steps epsilon covers, in words, if the run ended before its plan or had no plan."""
+    if made < steps:
+        words = f"{made} of {steps} planned steps were made, and epsilon covers all {steps}, because what the run"
+        return f"{words} showed of one {unit} may have decided where it ended"
+    words = f"Epsilon covers the {made} steps that were made and no others, because it holds only if public information"
+    return "" if planned else f"{words} alone decided where the run ended, and nothing that depends on one {unit}"
+
+
+def _with_tuning(event: DpEvent, relation: Relation, records: int, tuning: Any, unit: str) -> tuple[DpEvent, str]:
+    """The event whose cost is stated, and whether that includes the choice of hyper-parameters, in words."""
+    if isinstance(tuning, Selection):
+        if (tuning.relation, tuning.records) != (relation, records) or not tuning.covers(event):
+            raise ValueError(f"the run must be one that the search billed, got {event}; {tuning}")
+        return tuning.event, str(tuning)
+    if not (tuning is None or isinstance(tuning, str)) or tuning not in (None, "public"):
+        raise ValueError(f'tuning must be "public", a dpx.accounting.Selection or None, got {described(tuning)}')
+    return event, _TUNING[tuning].format(unit=unit)
+
+
+def version_of(package: str) -> str:
+    """The version of an installed package, in words."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
+    return "not installed as a package"
+
+
+# The words. The sections before "In the words of the code" are for a data owner, who reads no code.
+
+
+_RELATIONS = {  # how neighboring data sets differ: as a question, as the alternative to one unit, and in full
+    "add_or_remove": ("whether or not one {unit} is in the data", "without it", "by the presence of one {unit}"),
+    "zero_out": (
+        "whether or not one {unit} contributes to the run",
+        "without this contribution",
+        "by nulling one {unit}: a null keeps its row and counts nowhere, because deleting the row would move all later "
+        "rows and so change how their sums are rounded",
+    ),
+    "replace_one": (
+        "whether one {unit} is in the data, or another {unit} in its place",
+        "with another {unit} in its place",
+        "by exchanging one {unit} for another",
+    ),
 }
-_ALTERNATIVE = {
-    "add_or_remove": "without it",
-    "zero_out": "without this contribution",
-    "replace_one": "with another {unit} in its place",
-}
-_NEIGHBORS = {
-    "add_or_remove": "Neighboring data sets differ by the presence of one {unit}, and the size of the data set, "
-    "counted by {unit}, is treated as public.",
-    "zero_out": "Neighboring data sets differ by nulling one {unit}: a null keeps its place among the rows and counts "
-    "nowhere, because a deleted row would move all later rows, and with them the rounding of their sums. The size of "
-    "the data set, counted by {unit}, is treated as public.",
-    "replace_one": "Neighboring data sets differ by exchanging one {unit} for another, and the size of the data set, "
-    "counted by {unit}, is treated as public.",
-}
-_TWO = (
-    "Two of a kind, such as one {unit} and a second {unit} of the same person, are protected with twice this epsilon, "
-    "and with 1 + e^epsilon times this delta."
+_OF_ONE = (
+    "Neighboring data sets differ {differ}. The size of the data set, counted by {unit}, is treated as public.",
+    "Two of them, such as one {unit} and a second {unit} of the same person, are protected with twice this epsilon and "
+    "with 1 + e^epsilon times this delta.",
 )
 _OF_PERSONS = (
-    "Neighboring data sets differ by nulling all records of one {unit}: nulls keep their places among the rows and "
-    "count nowhere. The size of the data set, counted by record, is treated as public.",
+    "Neighboring data sets differ by nulling all records of one {unit}: nulls keep their rows and count nowhere. The "
+    "size of the data set, counted by record, is treated as public.",
     "The run did not check that the records of one {unit} are all that this person owns. If records were left out so "
     "that nobody owns more, who owns which record counts as public.",
-    "Whoever owns more records than one {unit} is protected less: with up to twice as many, with twice this epsilon, "
+    "Whoever owns more records than one {unit} is protected less: with up to twice as many, with twice this epsilon "
     "and with 1 + e^epsilon times this delta.",
 )
 _OUTSIDE = (
-    "Losses, gradients and clipping statistics that are computed from the data of one {unit} are not private unless "
-    "they are noised and billed; checkpoints and logs of the run may hold them.",
+    "Losses, gradients and clipping statistics that are computed from the data of one {unit} are not private, unless "
+    "noise was added to them and epsilon includes it; checkpoints and logs of the run may hold them.",
     "The guarantee for one {unit} holds only while the keys of the noise and of the sampling are secret, and only if "
     "the batches were drawn as the sampling below says.",
-    "What the data of every other {unit} show may be true of one {unit}, too, and is not hidden.",
+    "What the data of every other {unit} reveal may be true of one {unit} too, and is not hidden.",
     "Any other release from the same data, such as another run or a statistic, adds to what is spent for one {unit}: "
-    "dpx.compose_runs bills them together.",
-    "The time that a step takes and the sizes of the batches are not released: who sees them may learn in which steps "
-    "one {unit} takes part, and that is not billed.",
-    "The machine that trains on the data of one {unit} is trusted: who reads its memory reads the data.",
-    "The noise that protects one {unit} is made by a cipher from the secret key, and counts as random: who can break "
+    "dpx.compose_runs computes the total.",
+    "The time of each step and the sizes of the batches are not part of the release: whoever sees them may learn in "
+    "which steps one {unit} takes part, and epsilon does not cover that.",
+    "The machine that trains on the data of one {unit} is trusted: whoever reads its memory reads the data.",
+    "The noise that protects one {unit} comes from a cipher with the secret key, and counts as random: whoever breaks "
     "the cipher can subtract the noise.",
 )
+_NOT_EXAMPLES = (
+    "The sampling and the clipping must have treated one {drawn} as one record: where the pipeline and the sampling "
+    "say example, they mean {drawn}, and the size of the data set counts each {drawn} once."
+)
 _TUNING = {
-    None: "Not billed: if hyper-parameters were chosen by runs on the same data, that cost one {unit} more than is "
+    None: "Not included: if hyper-parameters were chosen by runs on the same data, that cost one {unit} more than is "
     "stated here.",
     "public": "Public data: hyper-parameters were chosen without any run on the private data of one {unit}.",
 }
@@ -98,36 +328,28 @@ def caveats(drawn: str, relation: str, records: int) -> tuple[str, ...]:
     drawn: what the sampling draws, in words. records: how many of them the unit owns at most.
     """
     unit = owner_of(records, drawn)
-    several = (
-        f"The sampling and the clipping must have treated one {drawn} as one record: where the pipeline and the "
-        f"sampling say example, they mean {drawn}, and the size of the data set counts each {drawn} once.",
-    )
-    sentences = (*((_NEIGHBORS[relation], _TWO) if records == 1 else _OF_PERSONS), *_OUTSIDE)
-    return (*(words.format(unit=unit) for words in sentences), *(several if drawn != "example" else ()))
+    differ = _RELATIONS[relation][2].format(unit=unit)
+    of_units = () if drawn == "example" else (_NOT_EXAMPLES,)
+    sentences = (*(_OF_ONE if records == 1 else _OF_PERSONS), *_OUTSIDE, *of_units)
+    return tuple(words.format(unit=unit, differ=differ, drawn=drawn) for words in sentences)
 
 
-def tuning_words(unit: str, tuning: str | None) -> str:
-    """How hyper-parameters were chosen. tuning: "public" or None, see `dpx.privacy_report`."""
-    return _TUNING[tuning].format(unit=unit)
-
-
-def title_of(report: Any) -> str:
-    return f"Privacy report of {report.name}" if report.name else "Privacy report"
-
-
-def sections_of(report: Any) -> tuple[Section, ...]:
-    """All facts of a `PrivacyReport`, in the order in which they are read. Printed bounds are rounded up."""
+def sections_of(report: PrivacyReport) -> tuple[Section, ...]:
+    """All facts of a report, in the order in which they are read. Printed bounds are rounded up."""
     unit = report.unit.removeprefix("one ")
-    whole = "one record of the data set" if unit == "example" else "with all of its records together"
-    whole = whole if report.records == 1 else "all of these records together, whichever they are"
-    question = _QUESTION[report.relation].format(unit=unit)
-    protected = f"The guarantee is for one {unit}: {whole}."
+    if report.records > 1:
+        whole, others = "all of these records together, whichever they are", "all other records"
+    else:
+        whole, others = "with all of its records together", f"every other {unit}"
+        whole = "one record of the data set" if unit == "example" else whole
+    question = _RELATIONS[report.relation][0].format(unit=unit)
     meaning = f"From all that the run released, nobody can tell well {question}. Epsilon and delta say how well."
-    others = f"every other {unit}" if report.records == 1 else "all other records"
-    everyone = f"The guarantee for one {unit} holds against everyone who sees the parameters after every step and the "
-    everyone += f"public state, whatever they know about {others}, and however long they compute."
+    everyone = (
+        f"The guarantee for one {unit} holds against everyone who sees the parameters after every step and the public "
+        f"state, whatever they know about {others}, and however long they compute."
+    )
     return (
-        Section("What is protected", (protected, meaning)),
+        Section("What is protected", (f"The guarantee is for one {unit}: {whole}.", meaning)),
         Section("Against whom", (everyone,)),
         Section("How much is spent", _spent(report, unit), _numbers(report, unit)),
         _learnt(report, unit),
@@ -138,46 +360,47 @@ def sections_of(report: Any) -> tuple[Section, ...]:
     )
 
 
-def _learnt(report: Any, unit: str) -> Section:
-    curve = report.attack_curve
-    rows = tuple(
-        (f"false-positive rate {100 * wrong:.4g} %", f"true-positive rate of at most {upper(100 * right, 4)} %")
-        for wrong, right in curve[:-1:10]
+def _learnt(report: PrivacyReport, unit: str) -> Section:
+    meaning = (
+        f"A false-positive rate is how often an attack says that one {unit} took part where it did not, and a "
+        f"true-positive rate is how often it says so where it did. Guessing about one {unit} makes both equal."
     )
-    meaning = f"A false-positive rate is how often an attack says that one {unit} took part where it did not, and a "
-    meaning += f"true-positive rate is how often it says so where it did. Guessing about one {unit} makes both equal."
+    rows = (
+        (f"false-positive rate {100 * wrong:.4g} %", f"true-positive rate of at most {upper(100 * right, 4)} %")
+        for wrong, right in report.attack_curve[:-1:10]
+    )
     sentences = (meaning, *report.attacks.sentences(unit))
-    return Section("What an attacker can learn", sentences, rows, picture=attack_curve(curve, unit))
+    return Section("What an attacker can learn", sentences, (*rows,), picture=attack_curve(report.attack_curve, unit))
 
 
-def _spent(report: Any, unit: str) -> tuple[str, ...]:
-    spent = report.spent
-    if math.isinf(spent) and "least delta" in report.arithmetic:
+def _spent(report: PrivacyReport, unit: str) -> tuple[str, ...]:
+    spent, delta, added = report.spent, upper(report.delta, 6), report.arithmetic
+    if math.isinf(spent) and "least delta" in added:
         return (
-            f"There is NO guarantee for one {unit} at delta {upper(report.delta, 6)}, because epsilon = inf: the noise "
-            "has finitely many values, and that alone costs more than this delta. There is one at a delta of about "
-            f"{upper(report.arithmetic['least delta'], 1)}.",
+            f"There is NO guarantee for one {unit} at delta {delta}, because epsilon = inf: the noise has finitely "
+            "many values, and that alone costs more than this delta. There is one at a delta of about "
+            f"{upper(added['least delta'], 1)}.",
         )
     if math.isinf(spent):
         return (f"There is NO guarantee for one {unit}, because epsilon = inf: a release has no noise, or too little.",)
     factor = upper(math.exp(spent), 3) if spent < 700 else "e^epsilon"
-    other = _ALTERNATIVE[report.relation].format(unit=unit)
+    other = _RELATIONS[report.relation][1].format(unit=unit)
     return (
-        f"The epsilon that counts for one {unit} is {upper(spent, 6)} at delta {upper(report.delta, 6)}, for "
-        f"{report.steps} steps. It is an upper bound, the least of those below.",
-        f"Of which {upper(report.arithmetic['epsilon'], 2)} of epsilon and {upper(report.arithmetic['delta'], 2)} of "
-        f"delta are for the arithmetic of the noise that protects one {unit}, which has finitely many values.",
+        f"The epsilon that counts for one {unit} is {upper(spent, 6)} at delta {delta}, for {report.steps} steps. It "
+        "is an upper bound, the least of those below.",
+        f"For one {unit}, this epsilon includes {upper(added['epsilon'], 2)}, and delta includes "
+        f"{upper(added['delta'], 2)}, because computer noise takes finitely many values.",
         f"Rounding can lengthen what one {unit} adds to a sum, by at most {upper(ETA, 3)} of the clip norm (eta)"
         f"{'' if report.records == 1 else ' for each record'}. The noise is larger by this share, so the epsilon for "
         f"one {unit} contains it.",
         *([f"{report.ending}."] if report.ending else []),
         _target(report, unit),
         f"Any result of the run is at most {factor} times as likely with one {unit} as {other}, and the other way "
-        f"round, but for a probability of {upper(report.delta, 6)}.",
+        f"round, except with a probability of {delta}.",
     )
 
 
-def _target(report: Any, unit: str) -> str:
+def _target(report: PrivacyReport, unit: str) -> str:
     budget, spent = report.budget, report.spent
     if budget is None:
         return f"No epsilon was set as the target for one {unit}."
@@ -190,12 +413,12 @@ def _target(report: Any, unit: str) -> str:
         return f"{words}, and the run kept it."
     if spent > budget.epsilon and report.delta >= budget.delta:
         return f"{words}, and the run spent MORE."
-    return f"{words}, which epsilons at delta {upper(report.delta, 6)} cannot be compared with."
+    return f"{words}, which cannot be compared with an epsilon at delta {upper(report.delta, 6)}."
 
 
-def _numbers(report: Any, unit: str) -> tuple[tuple[str, str], ...]:
-    of_unit = report.budget is not None and report.budget.records == report.records
-    target = upper(report.budget.epsilon, 6) if of_unit else "none"
+def _numbers(report: PrivacyReport, unit: str) -> tuple[tuple[str, str], ...]:
+    budget = report.budget
+    target = upper(budget.epsilon, 6) if budget is not None and budget.records == report.records else "none"
     return (
         *((("run", report.name),) if report.name else ()),
         ("date", report.date),
@@ -203,16 +426,16 @@ def _numbers(report: Any, unit: str) -> tuple[tuple[str, str], ...]:
         (f"epsilon of one {unit}, spent", upper(report.spent, 6)),
         (f"epsilon of one {unit}, target", target),
         (f"delta of one {unit}", upper(report.delta, 6)),
-        ("steps", str(report.steps) if report.made == report.steps else f"{report.made} made, {report.steps} billed"),
+        ("steps", str(report.steps) if report.made == report.steps else f"{report.made} made, {report.steps} covered"),
     )
 
 
-def _code_words(report: Any) -> tuple[tuple[str, str], ...]:
-    bills, whom = report.epsilon.items(), whose(report.records)
+def _code_words(report: PrivacyReport) -> tuple[tuple[str, str], ...]:
+    costs, whom = report.epsilon.items(), whose(report.records)
     return (
         ("relation", report.relation),
         ("sampling", report.sampling),
-        *((f"epsilon by {name}{whom}", "does not apply" if bill is None else upper(bill, 6)) for name, bill in bills),
+        *((f"epsilon by {name}{whom}", "does not apply" if cost is None else upper(cost, 6)) for name, cost in costs),
         *((f"release{whom}", event) for event in report.events),
         ("versions", ", ".join(f"{name} {version}" for name, version in report.versions.items())),
     )
@@ -279,232 +502,3 @@ def _name(gaussian: Any) -> str:
     if isinstance(gaussian, dp_accounting.PoissonSampledDpEvent) and gaussian.sampling_probability < 1:
         return f"Gaussian on a Poisson sample of rate {gaussian.sampling_probability:.6g}"
     return "Gaussian"
-
-
-_PACKAGES = ("dpx-jax", "jax", "optax", "dp-accounting", "numpy", "scipy")  # whose versions a report states
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class PrivacyReport:
-    """A privacy statement, with all its assumptions; `str` is a page of it, first in plain words for a data owner.
-
-    mechanism: the printed pipeline. steps: how many are billed; made: how many of them were made; ending: what epsilon
-        covers, in words, if a run did not end where it planned to.
-    unit: what epsilon protects, in words: one record of the data set, or a person with up to `records` of them.
-    relation: how neighboring data sets differ. sampling: the printed sampling record. delta: in (0, 1).
-    epsilon: an upper bound by each accountant, so the smallest is the guarantee; None if an accountant does not apply.
-    arithmetic: the parts of the least epsilon and of delta that are for the arithmetic of the noise, whose numbers are
-        finitely many; and the share of the clip norm that is for the rounding of sums; floats, by "epsilon", "delta"
-        and "eta". Where it leaves no epsilon at this delta, "least delta" is about the least that has one.
-    budget: the `dpx.Budget` that the noise was calibrated to, the target; None without one, and for a search.
-    attacks: what that means for an attacker. attack_curve: pairs of floats, the largest true positive rate of any
-        attack at each of 41 false positive rates: (false, true). tuning: whether the choice of hyper-parameters is
-        billed, in words.
-    events: the releases, one sentence each. versions: by package. caveats: what lies outside of the guarantee.
-    date: of the report, in UTC, such as "2026-01-31". name: of the run, in one line, or None.
-
-    `dataclasses.replace(report, name="...")` names the run afterwards. Raises ValueError for a name of several lines.
-    """
-
-    mechanism: str
-    steps: int
-    made: int
-    ending: str
-    unit: str
-    relation: str
-    sampling: str
-    delta: float
-    epsilon: dict[str, float | None]
-    arithmetic: dict[str, float]
-    attacks: AttackBounds
-    attack_curve: tuple[tuple[float, float], ...]
-    tuning: str
-    events: tuple[str, ...]
-    versions: dict[str, str]
-    caveats: tuple[str, ...]
-    date: str
-    records: int = 1
-    budget: Budget | None = None
-    name: str | None = None
-
-    def __post_init__(self):
-        if self.name is not None and not (isinstance(self.name, str) and self.name.strip() and self.name.isprintable()):
-            raise ValueError(f"name must be printable words in one line, got {described(self.name)}")
-
-    @property
-    def spent(self) -> float:
-        """The epsilon that counts: the least of the bounds."""
-        return min(value for value in self.epsilon.values() if value is not None)
-
-    def __repr__(self) -> str:
-        name = f"name={self.name!r}, " if self.name else ""
-        numbers = f"epsilon={self.spent}, delta={self.delta}, steps={self.steps}"
-        ending = f", ending={self.ending!r}" if self.ending else ""
-        return f"PrivacyReport({name}unit={self.unit!r}, {numbers}{ending})"
-
-    def to_json(self) -> str:
-        """The report as valid JSON; an infinite epsilon is the string "inf"."""
-
-        def finite(value: float | None) -> float | str | None:
-            return "inf" if value is not None and math.isinf(value) else value
-
-        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        fields["epsilon"] = {name: finite(value) for name, value in self.epsilon.items()}
-        fields["arithmetic"] = {name: finite(value) for name, value in self.arithmetic.items()}
-        fields["budget"] = self.budget and asdict(self.budget)
-        fields["attacks"] = self.attacks._asdict() | {"mu": finite(self.attacks.mu)}
-        return json.dumps(fields, indent=2, allow_nan=False)
-
-    def __str__(self) -> str:
-        return as_text(title_of(self), sections_of(self))
-
-    def to_markdown(self) -> str:
-        """The report as a Markdown page; a notebook shows it."""
-        return as_markdown(title_of(self), sections_of(self))
-
-    def to_html(self) -> str:
-        """The report as a whole page of HTML with the attack curve, to hand to someone without tools."""
-        return as_html(title_of(self), sections_of(self))
-
-    _repr_markdown_ = to_markdown
-
-    def save(self, path: str | Path) -> Path:
-        """Writes the report as one page, and returns the path; its folder is created if missing.
-
-        path: one that ends in ".html", with the attack curve as a picture, which needs no other library; in ".md", with
-            the curve as a table; or in ".json". Raises ValueError for another ending.
-        """
-        path = Path(path)
-        forms = {".html": self.to_html, ".md": self.to_markdown, ".json": lambda: self.to_json() + "\n"}
-        if path.suffix not in forms:
-            raise ValueError(f"path must end in one of {list(forms)}, got {str(path)!r}")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(forms[path.suffix](), encoding="utf-8")
-        return path
-
-    def write(self, folder: str | Path, *, name: str = "privacy_report") -> tuple[Path, Path]:
-        """Writes `name`.json and `name`.md into a folder, which is created if missing, and returns their paths."""
-        return self.save(Path(folder) / f"{name}.json"), self.save(Path(folder) / f"{name}.md")
-
-
-def privacy_report(
-    mechanism: Any,
-    steps_or_state: Any,
-    *,
-    delta: float,
-    unit: str | None = None,
-    records: int | None = None,
-    numbers: int | None = None,
-    tuning: Selection | Literal["public"] | None = None,
-    name: str | None = None,
-) -> PrivacyReport:
-    """The report of a mechanism after some steps: epsilon by "pld" and by "rdp", and all assumptions.
-
-    steps_or_state: a number of steps (int, at least 0), or an optimizer state, as for `dpx.epsilon`.
-    delta: in (0, 1), best far below 1 divided by the number of examples. A larger one warns.
-    unit: what the sampling draws and epsilon protects, in words: "user" if it draws users. None: as the state records
-        it, which knows "example" and "user" (`dpx.UserData`); "example" for a number of steps.
-    records: int, at least 1, how many of them one person owns at most; None is that of the mechanism's `dpx.Budget`,
-        and 1 without one. Above 1, the report is about a person with up to so many, as `dpx.epsilon` bills.
-    numbers: int, how many numbers a step releases at most, as for `dpx.epsilon`.
-    tuning: how hyper-parameters were chosen. "public": without any run on the private data. A `Selection` (of
-        `dpx.accounting.best_of` or `dpx.tuning.search`): this run is the winner, and the report states the cost of the
-        search. None: the report says that the choice is not billed.
-    name: of the run, such as "cancer model, May", in one line. None: the report has none.
-
-    Raises ValueError as `dpx.epsilon` does, for another unit than the state records, where neither accountant can bill
-    the event, for another tuning or name, and for a run that costs more than a trial of the search.
-
-        >>> dpx.privacy_report(mechanism, 200, delta=1e-5, name="a trial")
-        PrivacyReport(name='a trial', unit='one example', epsilon=4.765..., delta=1e-05, steps=200)
-    """
-    require_billable(mechanism)
-    checks.warn_of_large_delta(delta, mechanism.sampling)
-    steps, (made, planned) = billed_steps(steps_or_state), made_steps(steps_or_state)
-    records = records_of(mechanism, records)
-    event, relation = event_of(mechanism, steps_or_state, None, records=records)
-    drawn = _unit_of(batches_of(steps_or_state)[1], unit)
-    event, words = _with_tuning(event, relation, records, tuning, subject := owner_of(records, drawn))
-    numbers = tuning.numbers if isinstance(tuning, Selection) else numbers_of(mechanism, steps_or_state, numbers)
-    answers: dict[str, Answer] = {}
-    refusals = []
-    for accountant in ("pld", "rdp"):
-        try:
-            profile = billed(event, accountant=accountant, relation=relation, numbers=numbers)
-            answers[accountant] = profile.answer(delta)
-        except ValueError as error:
-            refusals.append(error)
-    if not answers:
-        raise refusals[0]
-    least, possible = min(answers.values()), {}
-    if math.isinf(least.epsilon) and (of_run := billed(event, relation=relation, numbers=numbers).least_delta(delta)):
-        possible = {"least delta": of_run}
-    attacks, curve = bounds_and_curve(billed(event, relation=relation, curve=True, numbers=numbers), delta)
-    return PrivacyReport(
-        mechanism=str(mechanism),
-        steps=steps,
-        made=made,
-        ending=_ending(made, steps, planned, subject),
-        unit=f"one {subject}",
-        relation=relation,
-        sampling=str(mechanism.sampling),
-        delta=delta,
-        epsilon={name: answers[name].epsilon if name in answers else None for name in ("pld", "rdp")},
-        arithmetic={"epsilon": least.of_epsilon, "delta": least.of_delta, "eta": ETA, **possible},
-        attacks=attacks._replace(records=records),
-        attack_curve=curve,
-        tuning=words,
-        events=summary(event),
-        versions={"python": platform.python_version()}
-        | {name.removesuffix("-jax"): version_of(name) for name in _PACKAGES},
-        caveats=(
-            *caveats(drawn, relation, records),
-            *explanation(event, delta=delta, relation=relation),
-        ),
-        date=datetime.now(UTC).date().isoformat(),
-        records=records,
-        budget=None if isinstance(tuning, Selection) else getattr(mechanism, "budget", None),
-        name=name,
-    )
-
-
-def _unit_of(recorded: int, unit: str | None) -> str:
-    """The unit in words. recorded: its mark, or 0 if it is not known. Raises ValueError if they do not agree."""
-    known = {0: "example"} | {unit_mark(name): name for name in ("example", "user")}
-    if unit is not None:
-        unit_mark(unit)  # raises ValueError unless it is a name
-    subject = known.get(recorded, "") if unit is None else unit.removeprefix("one ")
-    if not subject or recorded not in (0, unit_mark(subject)):
-        raise ValueError(
-            f"unit must be that of the batches, {known.get(recorded, 'the `unit` that dpx.UserData was given')!r}, got "
-            f"{unit!r}: epsilon protects what the sampling draws. Draw from dpx.UserData(..., "
-            f"unit={subject or 'user'!r}), or from data with the name in `privacy_unit`"
-        )
-    return subject
-
-
-def _ending(made: int, steps: int, planned: bool, unit: str) -> str:
-    """Which steps epsilon covers, in words, if the run ended before its plan or had no plan."""
-    if made < steps:
-        words = f"{made} of {steps} planned steps were made, and epsilon covers all {steps}, because what the run"
-        return f"{words} showed of one {unit} may have decided where it ended"
-    words = f"Epsilon covers the {made} steps that were made and no others, because it holds only if public information"
-    return "" if planned else f"{words} alone decided where the run ended, and nothing that depends on one {unit}"
-
-
-def _with_tuning(event: DpEvent, relation: Relation, records: int, tuning: Any, unit: str) -> tuple[DpEvent, str]:
-    """The event that is billed, and how the choice of hyper-parameters is, in words."""
-    if isinstance(tuning, Selection):
-        if (tuning.relation, tuning.records) != (relation, records) or not tuning.covers(event):
-            raise ValueError(f"the run must be one that the search billed, got {event}; {tuning}")
-        return tuning.event, str(tuning)
-    if not (tuning is None or isinstance(tuning, str)) or tuning not in (None, "public"):
-        raise ValueError(f'tuning must be "public", a dpx.accounting.Selection or None, got {described(tuning)}')
-    return event, tuning_words(unit, tuning)
-
-
-def version_of(package: str) -> str:
-    """The version of an installed package, in words."""
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version(package)
-    return "not installed as a package"
