@@ -74,7 +74,7 @@ class SamplingPlan:
     """What a budget needs with each sampling; `str` is a table, a recommendation, and what is refused.
 
     runs: Poisson sampling first. epochs: float. epsilon, delta: floats, the budget of each single run.
-    records: int, how many of the examples the person owns at most whom the budget is for.
+    records: int, how many of the examples one person owns at most.
     """
 
     epochs: float
@@ -260,8 +260,8 @@ class NoisePlan:
     """The noise that a budget needs, for several batch sizes and epochs; `str` is a table, and that of the samplings.
 
     runs: by epochs, then by batch size. examples: int. epsilon, delta: floats, the budget of each single run.
-    accountant: by which the noise was found. records: int, how many of the examples the person owns at most whom the budget is
-        for. numbers: int, the most of one release.
+    accountant: by which the noise was found. records: int, how many of the examples one person owns at most.
+    numbers: int, the most of one release.
     """
 
     examples: int
