@@ -10,8 +10,9 @@
   read from the state. So a reported epsilon cannot drift. Then read `mechanisms/dp_sgd.py`, which most build on.
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -32,27 +33,29 @@ from dpx.sums.rows import sum_contributions
 from dpx.trees import Tree, batch_size
 
 
-class Mechanism(optax.GradientTransformationExtraArgs):
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Mechanism(optax.GradientTransformationExtraArgs):  # pyrefly: ignore[bad-class-definition]
     """An optax transformation from per-example gradients to one private gradient, which knows its cost.
 
-    `update(grads, state, params, *, included=..., drawn=None) -> (updates, state)`:
+    `init(params) -> state` and `update(grads, state, params, *, included=..., drawn=None) -> (updates, state)`:
     grads:    like `params`, with the B examples on axis 0 of every leaf; any real dtype
     included: bool (B,), False for padding; it may be left out where the sampling never pads
     drawn:    `batch.drawn` of a batch of `sampling.take`, which shows if a batch is used twice; or None
     updates:  like `params`, in their dtypes; the private gradient
 
     `private_updates` uses these fields directly:
-    init:     (params) -> state, which holds one ReleaseState
+    begin:    (params) -> state before the first release, which holds one ReleaseState
     encode:   (grad, state) -> encoded; one example, float32, without a batch axis
     norm:     (encoded) -> norms; float32 (), or one for each group (a pytree prefix of `encoded`)
     weigh:    (norms, state) -> tuple of factors, each with the structure of the norms
+    bound:    (state) -> the norm, float32 (), that a contribution by the first factor never exceeds; one for each norm
     release:  (sums, state, params) -> (updates, state); one `dpx.sums.total.FloatPair` or float32 tree for each factor.
               Adds noise by `keys.release`, (1 + ETA) times the billed deviation. `params`: arrays or their shapes
     event:    (steps) -> DpEvent; the cost of the first `steps` releases, sampling included
     sampling: how the batches must be drawn for `event` to be true
     noise_multiplier: a number or a schedule; `release` adds this noise, and records it in the ReleaseState
     key:      the secret PRNG key of the noise, (); `dpx.compose_runs` refuses two runs with one key
-    stages:   the pipeline in words, printed by `str(mechanism)`
+    stages:   the pipeline in words, printed by `str(mechanism)`; nothing else reads them
     supports_ghost_norms: whether `encode` only scales coordinates or drops leaves, and `norm` is the 2-norm of each
               group of leaves, so that `dpx.gradients.ghost` can compute the norms without the gradients
     encode_whole_batch: whether each call of `encode` draws large arrays, so that one call for all examples is cheapest
@@ -64,9 +67,11 @@ class Mechanism(optax.GradientTransformationExtraArgs):
         (PoissonSampling(examples=1000, batch_size=50), 1.0, None)
     """
 
+    begin: Callable[[Tree], Tree]
     encode: Callable[[Tree, Tree], Tree]
     norm: Callable[[Tree], Tree]
     weigh: Callable[[Tree, Tree], tuple[Tree, ...]]
+    bound: Callable[[Tree], Tree]
     release: Callable[[tuple[Tree, ...], Tree, Tree], tuple[Tree, Tree]]
     event: Callable[[int], DpEvent]
     sampling: Sampling
@@ -74,55 +79,46 @@ class Mechanism(optax.GradientTransformationExtraArgs):
     key: jax.Array
     stages: tuple[str, ...]
     supports_ghost_norms: bool
-    encode_whole_batch: bool
-    correlated: Any
-    budget: Budget | None
-    noise_key: jax.Array
+    encode_whole_batch: bool = False
+    correlated: Any = None
+    budget: Budget | None = None
+    noise_key: jax.Array = dataclasses.field(init=False)  # the mark of `key`, which is not in each trace of a step
 
-    def __new__(
-        cls,
-        *,
-        init,
-        encode,
-        norm,
-        weigh,
-        release,
-        event,
-        sampling,
-        noise_multiplier,
-        key,
-        stages,
-        supports_ghost_norms,
-        encode_whole_batch=False,
-        correlated=None,
-        budget=None,
-    ) -> Self:
-        budget = None if budget is None else budget.for_sampling(sampling)
+    def __new__(cls, **_) -> Self:
+        return super().__new__(cls, cls.init, cls.update)  # pyrefly: ignore[bad-argument-type]
 
-        def begin(params):
-            params = guards.require_params(params, encode, init)
-            return stamped(init(params), self.fingerprints, budget)
+    def __post_init__(self):
+        budget = None if self.budget is None else self.budget.for_sampling(self.sampling)
+        vars(self).update(budget=budget, noise_key=keys.mark(self.key))
 
-        def update(grads, state, params=None, *, included=MISSING, drawn=None, **extra_args):
-            guards.require_no_more(extra_args)
-            params = guards.require_per_example(grads, params)
-            rows = inclusion(batch_size(grads), included, self.sampling)
-            sums, _ = sum_contributions(self, grads, state, rows)
-            return self.release_once(sums, state, params, jnp.sum(rows), drawn)
+    def __iter__(self) -> Iterator[Callable]:
+        return iter((self.init, self.update))  # as optax unpacks a transformation
 
-        self = super().__new__(cls, begin, update)  # pyrefly: ignore[bad-argument-type]
-        self.encode, self.norm, self.weigh, self.release = encode, norm, weigh, release
-        self.event, self.sampling, self.noise_multiplier, self.key = event, sampling, noise_multiplier, key
-        self.stages, self.budget, self.correlated = stages, budget, correlated
-        self.noise_key = keys.mark(key)  # not in each trace of a step
-        self.supports_ghost_norms, self.encode_whole_batch = supports_ghost_norms, encode_whole_batch
-        return self
+    __eq__, __hash__ = object.__eq__, object.__hash__  # not those of a tuple
 
-    def replace(self, **changes) -> "Mechanism":
+    def init(self, params: Tree) -> Tree:  # pyrefly: ignore[bad-override]
+        params = guards.require_params(params, self.encode, self.begin)
+        return stamped(self.begin(params), self.fingerprints, self.budget)
+
+    def update(self, grads, state, params=None, *, included=MISSING, drawn=None, **extra_args):  # pyrefly: ignore
+        guards.require_no_more(extra_args)
+        params = guards.require_per_example(grads, params)
+        rows = inclusion(batch_size(grads), included, self.sampling)
+        sums, _ = sum_contributions(self, grads, state, rows)
+        return self.release_once(sums, state, params, jnp.sum(rows), drawn)
+
+    def replace(self, **changes: Any) -> "Mechanism":
         """A copy with some fields replaced. Raises ValueError for fields that would no longer fit the others."""
         guards.require_fitting(changes, self.budget)
-        names = {"init", *Mechanism.__annotations__} - {"noise_key"}
-        return Mechanism(**({name: getattr(self, name) for name in names} | changes))
+        return dataclasses.replace(self, **changes)  # pyrefly: ignore[bad-specialization]
+
+    def wrap(self, **changes: Any) -> "Mechanism":
+        """A mechanism around this one, whose state holds the state of this one in its field `inner`.
+
+        changes: as for `replace`, with `begin` and `release`. Functions of the state that are not given read `inner`.
+        """
+        within = {name: _of_inner(getattr(self, name)) for name in ("encode", "weigh", "bound")}
+        return self.replace(**(within | changes))
 
     def contribute(self, grad: Tree, state: Tree) -> tuple[Tree, Tree, tuple[Tree, ...]]:
         """What one example adds to the sums: (encoded, norms, factors). It adds factor * encoded for each factor.
@@ -155,6 +151,11 @@ class Mechanism(optax.GradientTransformationExtraArgs):
     def __repr__(self) -> str:
         pipeline, cost = "\n  -> ".join(self.stages), words_of_first_step(self.event(1))
         return f"Mechanism(\n     {pipeline}\n  drawn by {self.sampling}\n  {cost}\n)"
+
+
+def _of_inner(function: Callable) -> Callable:
+    """`function`, whose last argument is a state, of the state that this one holds."""
+    return lambda *given: function(*given[:-1], given[-1].inner)
 
 
 class Coordinates(NamedTuple):
@@ -207,13 +208,13 @@ def in_coordinates(mechanism: Mechanism, *coordinates: Coordinates) -> Mechanism
             raise ValueError(f"{words}, in dpx.chain(mechanism, ...); got {type(given)}")
         guards.require_fixed(mechanism, given)
 
-    def init(params):
+    def begin(params):
         like, states = _float32_like(params), []
         for coordinate in coordinates:
             states.append(coordinate.init(params))
             like = jax.eval_shape(coordinate.encode, like, states[-1])
             params = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
-        return InCoordinatesState(mechanism.init(params), tuple(states))
+        return InCoordinatesState(mechanism.begin(params), tuple(states))
 
     def encode(grad, state):
         for coordinate, coordinate_state in zip(coordinates, state.coordinates, strict=True):
@@ -236,10 +237,9 @@ def in_coordinates(mechanism: Mechanism, *coordinates: Coordinates) -> Mechanism
             coordinate.check(steps)
         return mechanism.event(steps)
 
-    return mechanism.replace(
-        init=init,
+    return mechanism.wrap(
+        begin=begin,
         encode=encode,
-        weigh=lambda norms, state: mechanism.weigh(norms, state.inner),
         release=release,
         event=event,
         budget=mechanism.budget,  # the event is the same, with the coordinates' own checks

@@ -61,10 +61,8 @@ def chain(mechanism: Mechanism, *transforms: optax.GradientTransformation) -> Me
             _refuse(error)
         return updates, ChainState(inner, transformed)
 
-    return mechanism.replace(
-        init=lambda params: ChainState(mechanism.init(params), _moving(on_trained(params).init(params))),
-        encode=lambda grad, state: mechanism.encode(grad, state.inner),
-        weigh=lambda norms, state: mechanism.weigh(norms, state.inner),
+    return mechanism.wrap(
+        begin=lambda params: ChainState(mechanism.begin(params), _moving(on_trained(params).init(params))),
         release=release,
         stages=(*mechanism.stages, "optax transforms"),
     )
@@ -123,4 +121,4 @@ def _try(transform: optax.GradientTransformation):
 
 def trained(mechanism: Any, params: Tree) -> Tree:
     """Whether the mechanism reads the gradient of a parameter: bools like `params`, as in `guards.trained`."""
-    return guards.trained(mechanism.encode, mechanism.init, params)
+    return guards.trained(mechanism.encode, mechanism.begin, params)

@@ -586,7 +586,7 @@ def keeping_sums(key: jax.Array, keep: Callable) -> dpx.Mechanism:
         return updates, {"inner": after, "last": jax.tree.map(lambda s: keep(s, state["inner"].step), sums)}
 
     return mechanism.replace(
-        init=lambda params: {"inner": mechanism.init(params), "last": (jax.tree.map(jnp.zeros_like, params),)},
+        begin=lambda params: {"inner": mechanism.begin(params), "last": (jax.tree.map(jnp.zeros_like, params),)},
         weigh=lambda norms, state: mechanism.weigh(norms, state["inner"]),
         release=release,
     )

@@ -227,7 +227,7 @@ def _remembered(*weights):
     """What the noise of the last steps adds to an update, the nearest first, of batches of 8."""
 
     def fed_back(state):
-        ring, step = state.unreleased_noise, int(state.release.step)
+        ring, step = state.unreleased_noise, int(state.inner.step)
         rows = [(step - 1 - j) % len(weights) for j in range(len(weights))]
         return jax.tree.map(
             lambda high, low: sum(w * (high[r] + low[r]) for w, r in zip(weights, rows, strict=True)) / 8, *ring

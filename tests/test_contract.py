@@ -431,3 +431,16 @@ def test_a_broken_line_of_the_catalog_fails(change, line):
 def test_docs_list_the_catalog():
     """docs/methods.md is what `python -m dpx.catalog` writes."""
     assert (Path(__file__).parents[1] / "docs" / "methods.md").read_text() == catalog.table()
+
+
+@pytest.mark.parametrize("case", MECHANISMS)
+def test_the_stated_bound_is_the_largest_contribution(case):
+    state = jax.jit(case.mechanism.init)(PARAMS)
+    bound = jnp.stack(jax.tree.leaves(jax.jit(case.mechanism.bound)(state)))
+    contribute = jax.jit(lambda grad: case.mechanism.contribute(grad, state)[1:])
+    for scale in (0.0, 1.0, 2.0**50):
+        norms, factors = contribute(jax.tree.map(lambda p, scale=scale: jnp.full(p.shape, scale), PARAMS))
+        pairs = zip(jax.tree.leaves(norms), jax.tree.leaves(factors[0]), strict=True)
+        shares = jnp.stack([jnp.abs(norm * factor) for norm, factor in pairs]) / bound
+        assert (shares <= 1 + 1e-6).all()
+    np.testing.assert_allclose(shares[shares > 0], 1, rtol=1e-6)  # a group that is frozen contributes 0

@@ -172,7 +172,7 @@ def test_the_rounding_of_the_memory_moves_less_than_is_billed(strategy, scale):
             for world, (exact, total) in enumerate(handed):
                 before = doubles.halved(exact if banded else total)
                 noise = doubles.less({"w": jnp.asarray(releases[-1])}, before)
-                record = states[world].release._replace(step=jnp.int32(step + 1))
+                record = states[world].inner._replace(step=jnp.int32(step + 1))
                 states[world] = memory.after(states[world], noise, record)
     column, inverse = strategy.column(steps), strategy.inverse_column(steps)
     moved = [
@@ -283,7 +283,7 @@ def test_the_past_noise_is_not_public():
     state = run(made(BANDS), 3)[1]
     assert all(np.any(leaf) for leaf in jax.tree.leaves(state.unreleased_noise.high))
     assert dpx.publishable_state(state).unreleased_noise is None
-    assert dpx.publishable_state(state).release.step == 3
+    assert dpx.publishable_state(state).inner.step == 3
 
 
 def test_runs_of_one_key_with_other_strategies_have_independent_noise():

@@ -27,7 +27,6 @@ from dpx.sums.rows import LARGEST, in_range
 from dpx.trees import Tree, batch_size, path_of, some
 
 MICROBATCH_NUMBERS = 2**26  # numbers of gradients in memory at once: 256 MiB in float32
-PROBE = 2.0**50  # of every coordinate of a gradient that every mechanism clips; its square times 2^27 is a float32
 AT_THE_BOUND = 0.999  # of the bound: a contribution as large as that was clipped
 COMPARED = 3  # rows that are computed again, alone
 TOLERANCE, LOW_TOLERANCE = 1e-2, 1e-1  # relative, for float32 (perhaps rounded to TensorFloat-32) and for fewer bits
@@ -71,7 +70,7 @@ def measure(
     @jax.jit
     def run(params, state, rows):
         contribute = functools.partial(_contribute, mechanism, state)
-        all_bounds, bounds = _bounds(contribute, params)
+        all_bounds, bounds = _bounds(mechanism, state, contribute, params)
 
         def microbatch(ordered, rows):
             examples, included = rows
@@ -107,10 +106,10 @@ def _first_is_nan(leaf: jax.Array) -> jax.Array:
     return leaf.at[0].set(jnp.nan) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
 
 
-def _bounds(contribute: Callable, params: Tree) -> tuple[jax.Array, jax.Array]:
-    """The largest contribution to each group, float32 (G,); and the same, but 0 where every example has the same."""
-    large, none = (jax.tree.map(lambda p, n=n: jnp.full(p.shape, n, jnp.float32), params) for n in (PROBE, 0))
-    largest, least = contribute(large)[2], contribute(none)[2]
+def _bounds(mechanism: Mechanism, state: Tree, contribute: Callable, params: Tree) -> tuple[jax.Array, jax.Array]:
+    """The bound on each group, float32 (G,); and the same, but 0 where every example contributes as much."""
+    largest = jnp.stack(jax.tree.leaves(mechanism.bound(state)))
+    least = contribute(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params))[2]
     return largest, jnp.where(least < AT_THE_BOUND * largest, largest, 0)
 
 

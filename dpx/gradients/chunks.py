@@ -24,7 +24,6 @@ from dpx.sums.total import FloatPair, plus, with_low
 from dpx.trees import Tree, batch_size, find_state, outlined
 from dpx.xla.jaxprs import identity_of_program
 
-_PROBE = 2.0**40  # a norm that every clip norm clips
 _ROUNDING = 1e-6  # relative, of a schedule that is compiled in two programs
 
 
@@ -39,7 +38,7 @@ class AccumulatedSums(NamedTuple):
     unreleased_rows:  int32 (), how many rows the chunks have, padding included.
     step:             int32 (), the step of the state that the chunks were added with.
     mechanism:        uint32 (), a fingerprint of the mechanism that they were added with.
-    clipping:         float32 (n,), the factors of an example whose norms are 2^40, which show the clip norms.
+    clipping:         float32 (n,), the mechanism's bounds on one example at that step.
     ordered:          bool (), whether they are chunks of one batch, each added once and in order, at that step.
     """
 
@@ -113,7 +112,7 @@ class PrivateChunks:
             unreleased_rows=jnp.int32(size),
             step=_step_of(state),
             mechanism=_fingerprint(self.optimizer, params, state),
-            clipping=_clipping(self.optimizer, params, state),
+            clipping=_clipping(self.optimizer, state),
             ordered=jnp.bool_(True) if drawn is None else drawn.first_row == first.astype(jnp.uint32),
         )
         return one if sums is None else _joined(sums, one)
@@ -121,7 +120,7 @@ class PrivateChunks:
     def _release(self, params, sums, state):
         ordered = sums.ordered & (sums.step == _step_of(state))
         ordered &= sums.mechanism == _fingerprint(self.optimizer, params, state)
-        ordered &= _alike(sums.clipping, _clipping(self.optimizer, params, state))
+        ordered &= _alike(sums.clipping, _clipping(self.optimizer, state))
         total, count, drawn = sums.unreleased_sums, sums.unreleased_count, sums.unreleased_drawn
         return self.optimizer.release_once(total, state, params, count, drawn, ordered=ordered)
 
@@ -179,19 +178,17 @@ def _fingerprint(mechanism: Mechanism, params: Tree, state: Tree) -> jax.Array:
     return jnp.uint32(fingerprint((identity_of_program(program), mechanism.fingerprints)))
 
 
-def _clipping(mechanism: Mechanism, params: Tree, state: Tree) -> jax.Array:
-    """The factors of an example whose norms are all 2^40, float32 (n,): the clip norms of this step, divided by 2^40.
+def _clipping(mechanism: Mechanism, state: Tree) -> jax.Array:
+    """The bounds of this step, float32 (n,).
 
     They are read when the sums are made and again when they are released, because a schedule that is not a function of
     the step alone can change between the two, and the sums would be larger than their noise is for.
     """
-    _, norms, _ = jax.eval_shape(mechanism.contribute, *_shapes(params, state))
-    factors = mechanism.weigh(jax.tree.map(lambda norm: jnp.full(norm.shape, _PROBE), norms), state)
-    return jnp.stack(jax.tree.leaves(factors))
+    return jnp.stack(jax.tree.leaves(mechanism.bound(state)))
 
 
 def _alike(one: jax.Array, other: jax.Array) -> jax.Array:
-    """Whether the clip norms of two programs are equal up to rounding, bool ()."""
+    """Whether the bounds of two programs are equal up to rounding, bool ()."""
     if one.shape != other.shape:
         return jnp.bool_(False)
     return jnp.all(jnp.abs(one - other) <= _ROUNDING * jnp.abs(other))

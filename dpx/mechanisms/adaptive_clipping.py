@@ -96,11 +96,15 @@ def adaptive_clipping(
         _require_cheap_indicator(over(inner.noise_multiplier, steps), indicator_noise)
         return inner.event(steps)
 
+    def bound(state):
+        return dict(zip(("gradient", "indicator"), shares(state.inner.step), strict=True))
+
     return inner.replace(
-        init=lambda params: AdaptiveClippingState(inner.init(encoded(params)), jnp.float32(initial_clip_norm)),
+        begin=lambda params: AdaptiveClippingState(inner.begin(encoded(params)), jnp.float32(initial_clip_norm)),
         encode=lambda grad, state: encoded(grad),
         norm=lambda encoded: {"gradient": tree_norm(encoded["gradient"]), "indicator": encoded["indicator"]},
         weigh=weigh,
+        bound=bound,
         release=release,
         event=event,
         supports_ghost_norms=False,

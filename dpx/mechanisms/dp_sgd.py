@@ -100,10 +100,11 @@ def dp_sgd(
         return sampling.event(multipliers)
 
     return Mechanism(
-        init=ReleaseState.empty,
+        begin=ReleaseState.empty,
         encode=lambda grad, state: grad,
         norm=lambda encoded: jax.tree.map(lambda _, group: tree_norm(group), clip_norm, encoded),
         weigh=weigh,
+        bound=lambda state: _norms_at(clip_norm, state.step),
         release=release,
         event=event,
         sampling=sampling,

@@ -1,6 +1,7 @@
 """Automatic clipping: normalize every example's gradient instead of choosing a clip norm."""
 
 import jax
+import jax.numpy as jnp
 
 from dpx.mechanism import Mechanism
 from dpx.stages import around_sum
@@ -23,4 +24,8 @@ def normalized(mechanism: Mechanism, *, stability: float = 0.01) -> Mechanism:
         return tuple(jax.tree.map(lambda n, f: f / (n + stability), norms, factor) for factor in factors)
 
     stages = around_sum(mechanism.stages, before_bound=(f"normalize to g / (|g| + {stability:g})",))
-    return mechanism.replace(weigh=weigh, stages=stages)
+    return mechanism.replace(
+        weigh=weigh,
+        bound=lambda state: jax.tree.map(lambda clip_norm: jnp.minimum(clip_norm, 1), mechanism.bound(state)),
+        stages=stages,
+    )

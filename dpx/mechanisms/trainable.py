@@ -29,7 +29,6 @@ def trainable(*, mask: Tree | Callable[[str], bool]) -> Coordinates:
         _require_some(mask)
         kept = [path_of(path) for path, keep in jax.tree_util.tree_leaves_with_path(mask) if keep]
         words = some(kept, PRINTED) or "all layers"
-
     all_kept = not by_path and all(jax.tree.leaves(mask))
 
     def flags_of(tree: Tree) -> Tree:

@@ -7,6 +7,7 @@ coordinates that are fixed, and transforms behind the mechanism change neither.
 
 import hashlib
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -82,9 +83,14 @@ def correlated_noise(
     def event(steps):
         return _event(strategy, noise_multiplier, sampling, steps)
 
-    changes = _with_memory(inner, strategy, noise_key, noise_multiplier * clip_norm * (1 + ETA))
-    stages = _stages(inner.stages, strategy)
-    return inner.replace(event=event, correlated=strategy, stages=stages, **changes)
+    weights = _weights(strategy)
+    return inner.wrap(
+        begin=lambda params: memory.empty(params, len(weights)),
+        release=_with_memory(inner, strategy, noise_key, noise_multiplier * clip_norm * (1 + ETA)),
+        event=event,
+        correlated=strategy,
+        stages=_stages(inner.stages, strategy),
+    )
 
 
 def moved(strategy: Strategy, sampling: Any, steps: int) -> float:
@@ -122,8 +128,8 @@ def _event(strategy: Strategy, noise_multiplier: float, sampling: Any, steps: in
     return CorrelatedGaussianDpEvent(noise, shift, steps, strategy.coefficients, strategy.inverse_coefficients)
 
 
-def _with_memory(inner: Mechanism, strategy: Strategy, noise_key: jax.Array, deviation: float) -> dict[str, Any]:
-    """The fields that keep and use past noise. inner: dp_sgd. deviation: of the fresh noise."""
+def _with_memory(inner: Mechanism, strategy: Strategy, noise_key: jax.Array, deviation: float) -> Callable:
+    """A release that keeps and uses past noise. inner: dp_sgd. deviation: of the fresh noise."""
     weights, banded = _weights(strategy), strategy.bands is not None
 
     def with_past(parts) -> FloatPair:
@@ -135,21 +141,16 @@ def _with_memory(inner: Mechanism, strategy: Strategy, noise_key: jax.Array, dev
     def release(sums, state, params):
         given = sums[0], state
         if banded:
-            released = keys.release(noise_key, state.release.step, with_past(given), deviation)
+            released = keys.release(noise_key, state.inner.step, with_past(given), deviation)
             with jax.enable_x64(True):
                 noise = doubles.less(released, as_pair(sums[0]))
         else:
-            released, noise = keys.release_and_rest(noise_key, state.release.step, with_past, given, deviation)
-        state = memory.after(state, noise, state.release.after(inner.noise_multiplier))
+            released, noise = keys.release_and_rest(noise_key, state.inner.step, with_past, given, deviation)
+        state = memory.after(state, noise, state.inner.after(inner.noise_multiplier))
         updates = jax.tree.map(lambda r: r / inner.sampling.divisor, released)
         return optax.tree.cast_like(updates, params), state
 
-    return {
-        "init": lambda params: memory.empty(params, len(weights)),
-        "encode": lambda grad, state: inner.encode(grad, state.release),
-        "weigh": lambda norms, state: inner.weigh(norms, state.release),
-        "release": release,
-    }
+    return release
 
 
 def _weights(strategy: Strategy) -> np.ndarray:

@@ -20,12 +20,12 @@ from dpx.trees import Tree
 class CorrelatedNoiseState(NamedTuple):
     """The record of the releases, and the noise of the last ones.
 
-    release: ReleaseState, public.
+    inner: ReleaseState, public.
     unreleased_noise: two float32 (w, ...) arrays for each array of the encoded gradients, the last w noises: a release
         minus one of them is the sum of raw gradients. Never share it.
     """
 
-    release: ReleaseState
+    inner: ReleaseState
     unreleased_noise: FloatPair
 
 
@@ -42,7 +42,7 @@ def empty(params: Tree, steps: int) -> CorrelatedNoiseState:
 def added(state: CorrelatedNoiseState, weights: np.ndarray) -> Tree:
     """sum_j weights_j noise_(t-1-j), float64 like the gradients. weights: float64 (w,). Inside `jax.enable_x64`."""
     count = len(weights)
-    ages = (state.release.step - 1 - jnp.arange(count, dtype=jnp.int32)) % count
+    ages = (state.inner.step - 1 - jnp.arange(count, dtype=jnp.int32)) % count
     of_rows = doubles.constants(weights)[ages]
 
     def add(high: jax.Array, low: jax.Array) -> jax.Array:
@@ -58,7 +58,7 @@ def after(state: CorrelatedNoiseState, noise: FloatPair, release: ReleaseState) 
     rows = state.unreleased_noise
 
     def write(row: jax.Array, rows: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_index_in_dim(rows, row, state.release.step % len(rows), 0)
+        return jax.lax.dynamic_update_index_in_dim(rows, row, state.inner.step % len(rows), 0)
 
     return CorrelatedNoiseState(
         release, FloatPair(*(jax.tree.map(write, *parts) for parts in zip(noise, rows, strict=True)))

@@ -76,10 +76,10 @@ def clip_then_project(
     def event(steps):
         return projected(mechanism.event(steps), rank=min(ranks), blocks=len(ranks))
 
-    def init(params):
+    def begin(params):
         state = coordinates.init(params)
         shapes = jax.eval_shape(coordinates.encode, params, state)
-        inner = mechanism.init(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes))
+        inner = mechanism.begin(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes))
         if jax.tree.structure(jax.eval_shape(mechanism.encode, params, inner)) != jax.tree.structure(params):
             raise ValueError(f"clip_then_project goes innermost, inside in_coordinates; got {mechanism}")
         return ClipThenProjectState(inner, state)
@@ -94,10 +94,8 @@ def clip_then_project(
 
     stages = around_sum(mechanism.stages, before_noise=(f"project the sum: {coordinates.name}",))
     costs = {"event": event} if kind == "gaussian" else {}
-    return mechanism.replace(
-        init=init,
-        encode=lambda grad, state: mechanism.encode(grad, state.inner),
-        weigh=lambda norms, state: mechanism.weigh(norms, state.inner),
+    return mechanism.wrap(
+        begin=begin,
         release=release,
         stages=(*stages, coordinates.undo),
         **costs,

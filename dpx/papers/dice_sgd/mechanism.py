@@ -144,10 +144,11 @@ def dice_sgd(
     numbers = clip_norm, feedback_norm, outer_clip_norm, noise_multiplier
     config = Configuration(*numbers, sampling, reset_every, bounds)
     return Mechanism(
-        init=_init,
+        begin=_begin,
         encode=lambda grad, state: grad,
         norm=tree_norm,
         weigh=lambda norm, state: _factors(config, norm),
+        bound=lambda state: jnp.float32(config.clip_norm),
         release=functools.partial(_release, config, noise_key),
         event=functools.partial(_event, config),
         sampling=sampling,
@@ -158,7 +159,7 @@ def dice_sgd(
     )
 
 
-def _init(params: Tree) -> ErrorFeedbackState:
+def _begin(params: Tree) -> ErrorFeedbackState:
     high, low = (optax.tree.zeros_like(params, dtype=jnp.float32) for _ in range(2))
     return ErrorFeedbackState(ReleaseState.empty(params), FloatPair(high, low))
 

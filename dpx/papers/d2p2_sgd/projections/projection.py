@@ -76,11 +76,9 @@ def projection(rank, reduction_rate, kind: str, every: int | None, stream: jax.A
 
     stream: the PRNG key, (), of the projection itself. The lift multiplies by the largest stretch again.
     """
-    if kind not in SKETCHES:
-        raise ValueError(f"kind must be one of {', '.join(SKETCHES)}; got {described(kind)}")
     every = None if every is None else require_whole("every", every)
     ranks, rank_of, words = _ranks(rank, reduction_rate)
-    sketch = SKETCHES[kind]
+    sketch = _sketch(kind)
     stretch = sketch.stretch if bounded else None
 
     def each_group(function: Callable, state: ProjectionState, *trees: Tree) -> Tree:
@@ -131,6 +129,12 @@ def projection(rank, reduction_rate, kind: str, every: int | None, stream: jax.A
         encode_whole_batch=sketch.encode_whole_batch,
         fixed=every is None,
     )
+
+
+def _sketch(kind: str) -> Sketch:
+    if kind not in SKETCHES:
+        raise ValueError(f"kind must be one of {', '.join(SKETCHES)}; got {described(kind)}")
+    return SKETCHES[kind]
 
 
 def _ranks(rank, reduction_rate) -> tuple[Tree, Callable[[Any, int], int], str]:
