@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install demo quick check test long lint mutants wheel docs clean
+.PHONY: install demo quick check test long nightly lint mutants wheel docs clean
 
 install: .venv/installed
 
@@ -39,6 +39,15 @@ test: lint
 # Larger cases of these (marked `long`), and variants of mechanisms: every night, and before a release.
 long: install
 	$(PYTEST) -m long
+
+# Sums, noise, norms and bits as a user runs them: with XLA's optimizer, and without what makes the tests quick
+# (tests/compiling.py). Much of dpx/sums, dpx/xla and the ghost norms is there because of what the optimizer does.
+OPTIMIZED := $(addprefix tests/test_, sum_rounding rows_apart noise release keys cipher dp_sgd contract gradients augmented \
+	accumulate two_passes ghost ghost_zoo ghost_scans ghost_hostile frozen_base convolutions programs sharded_programs \
+	sampling_paths export)
+nightly: install
+	DPX_TESTS_AS_A_USER=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile \
+		$(OPTIMIZED:=.py)
 
 # While editing: every line of the contract for dp_sgd and for what is new in the catalog, the layers that ghost norms know
 # best, the bills of Gaussians and of mixed events, the table of imports, the keys, and whether every deliberate fault still
