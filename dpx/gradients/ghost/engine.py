@@ -165,9 +165,9 @@ def _norms(plan: GhostPlan, leaves: list[jax.Array], records: Captured, scales: 
                 kept, of_slices = found[leaf, number]
                 norm = parts.norm_of_all(of_slices.reshape(-1, of_slices.shape[-1]))
             else:
-                scale = trace.through(choice.view, scales[leaf]) if leaf in scales else None
+                scale = choice.view.through(scales[leaf]) if leaf in scales else None
                 of_batch = functools.partial(parts.norm, choice, scale)
-                kind = plan.kind(choice, trace.part_shape(choice.view, leaves[leaf].shape)) if scale is None else None
+                kind = plan.kind(choice, choice.view.shape(leaves[leaf].shape)) if scale is None else None
                 kept, norm = _shared(programs, of_batch, kind)(records.of(leaf, number, choice))
             of_parts.append(norm)
             if kept is not None:
@@ -214,13 +214,13 @@ def _weighted_sums(
     sums, programs = {}, {}
     wanted = [(one.leaf, number) for one in plan.encoded for number in range(len(plan.choices[one.leaf]))]
     wanted = [part for part in wanted if part not in without]
-    stacked = [part for part in wanted if trace.counts(plan.choices[part[0]][part[1]].view, trace.Slices)]
+    stacked = [part for part in wanted if plan.choices[part[0]][part[1]].view.slices]
     for leaf, number in [*stacked, *(part for part in wanted if part not in stacked)]:
         choice, of_leaf = plan.choices[leaf][number], factor[leaf]
         if device_count() > 1 and (leaf, number) not in stacked:
             of_leaf = compute_after_each([sums[part] for part in stacked], of_leaf)
-        scale = trace.through(choice.view, scales[leaf]) if leaf in scales else None
-        shape = trace.part_shape(choice.view, leaves[leaf].shape)
+        scale = choice.view.through(scales[leaf]) if leaf in scales else None
+        shape = choice.view.shape(leaves[leaf].shape)
         of_batch = functools.partial(parts.weighted_sum, choice, shape, scale)
         kind = plan.kind(choice, shape) if scale is None else None
         sums[leaf, number] = _shared(programs, of_batch, kind)(records.of(leaf, number, choice), of_leaf)

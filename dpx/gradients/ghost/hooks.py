@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dpx.gradients.ghost import parts, trace
+from dpx.gradients.ghost import parts
 from dpx.gradients.ghost.plan import Choice, GhostPlan
-from dpx.gradients.ghost.trace import REMAT
+from dpx.gradients.ghost.trace import REMAT, View
 from dpx.sums.rows import in_range
 from dpx.sums.total import FloatPair
 from dpx.trees import Tree
@@ -50,8 +50,8 @@ class Captured(NamedTuple):
             return self.gradients[leaf, part]
 
         def examples_after_slices(site):
-            repeats = len(trace.counts(site.use.view, trace.Repeats))
-            axis = len(trace.counts(choice.view, trace.Slices))
+            repeats = len(site.use.view.repeats)
+            axis = len(choice.view.slices)
             record = self.inputs[site.use.equation], self.cotangents[site.use.equation]
             return jax.tree.map(lambda x: jnp.moveaxis(x, axis + repeats, axis), record) if repeats else record
 
@@ -146,7 +146,7 @@ def hooked(plan: GhostPlan, scales: dict[int, jax.Array], backward_passes: int) 
 
     def fits(part: Part, choice: Choice) -> bool:
         (site, *others) = choice.uses.sites
-        return not others and not trace.counts(site.use.view, trace.Repeats) and part[0] not in scales
+        return not others and not site.use.view.repeats and part[0] not in scales
 
     def small(choice: Choice) -> bool:
         _, positions, fan_in, fan_out = choice.uses.sites[0].sizes
@@ -255,7 +255,7 @@ def sum_hooks(
     def hook(equation: int, choices: dict[Part, Choice]) -> Hook:
         counts = plan.program.equations[equation].counts
         shapes = {
-            part: trace.part_shape(choice.view, leaves[part[0]].shape)[len(trace.counts(choice.view, trace.Slices)) :]
+            part: choice.view.shape(leaves[part[0]].shape)[len(choice.view.slices) :]
             for part, choice in choices.items()
         }
 
@@ -283,7 +283,7 @@ def _sums(choice: Choice, shape: tuple[int, ...], records: Any, norms: jax.Array
 
 def _of_slice(choice: Choice) -> Choice:
     """The choice for one slice of its part, as the body of a scan sees it."""
-    return choice._replace(view=())
+    return choice._replace(view=View())
 
 
 def _hook(plan: GhostPlan, equation: int, compute: Callable, given: Tree, size: int) -> Hook:

@@ -24,7 +24,7 @@ from dpx.sums.total import FloatPair, with_low
 def norm(choice: Choice, scale: jax.Array | None, records: Any) -> tuple[Any, jax.Array]:
     """The gradients of a part that are kept, or None, and the norms of the part's per-example gradients, float32 (B,).
 
-    records: as an `Algorithm` has them, but with an axis for each of the part's `trace.Slices` before that of the B
+    records: as an `Algorithm` has them, but with an axis for each of the part's slices before that of the B
     examples; the gradients that are kept have these, too. scale: float32, of the part's shape, or None.
     """
 
@@ -45,7 +45,7 @@ def weighted_sum(
     choice: Choice, shape: tuple[int, ...], scale: jax.Array | None, records: Any, factors: jax.Array
 ) -> FloatPair:
     """sum_i f_i z_i of a part of this shape. records: as in `norm`. factors: float32 (B,)."""
-    inside = shape[len(trace.counts(choice.view, trace.Slices)) :]
+    inside = shape[len(choice.view.slices) :]
 
     def of_slice(rows):
         scale, records = rows
@@ -69,7 +69,7 @@ def joined(of_views: list[trace.View], totals: list[FloatPair], shape: tuple[int
 
 def _of_slices(function: Callable, choice: Choice) -> Callable:
     """`function` of arrays without the axes of a part's slices, as a loop over them."""
-    for _ in trace.counts(choice.view, trace.Slices):
+    for _ in choice.view.slices:
 
         def function(rows, inner=function):
             return jax.lax.map(inner, rows)

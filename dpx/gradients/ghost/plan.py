@@ -35,7 +35,7 @@ class Choice(NamedTuple):
 
     algorithm: what computes them. reason: in words, or "" if there is nothing to add
     uses: where the loss uses the part, if `algorithm` needs the inputs and cotangents there
-    view: of the part; `algorithm` computes each of its `trace.Slices` alone
+    view: of the part; `algorithm` computes each of its slices alone
     pieces: the view of each part that the loss uses, and the equations that slice it, where `algorithm` takes the
         gradients of the backward pass; () if this differentiates with respect to the whole parameter
     """
@@ -43,7 +43,7 @@ class Choice(NamedTuple):
     algorithm: Algorithm
     reason: str = ""
     uses: Uses = Uses()
-    view: trace.View = ()
+    view: trace.View = trace.View()
     pieces: tuple[tuple[trace.View, tuple[int, ...]], ...] = ()
 
 
@@ -92,9 +92,8 @@ class GhostPlan(NamedTuple):
         sites = choice.uses.sites
         equations: Any = [self.program.equations[site.use.equation].jaxpr for site in sites]
         operands = [site.use.operand for site in sites]
-        counts = trace.counts(choice.view, trace.Slices)
-        rest = [trace.written(site.use.view) for site in sites]
-        return choice.algorithm.words, shape, counts, *operands, *map(identity_of_equation, equations), *rest
+        rest = [site.use.view.identity() for site in sites]
+        return choice.algorithm, shape, choice.view.slices, *operands, *map(identity_of_equation, equations), *rest
 
 
 def make_plan(
@@ -150,8 +149,7 @@ def _follow(
     """The view and the sites of each part of a parameter of this shape, or the reason why it cannot be followed."""
     followed = []
     for part in parts:
-        sites, counts = [], trace.counts(part.view, trace.Slices)
-        slices = math.prod(counts)
+        sites, slices = [], math.prod(part.view.slices)
         for number, rest in zip(part.uses, part.rests, strict=True):
             site = rules.recognize(uses[number]._replace(view=rest), program.equations)
             if isinstance(site, str):
@@ -162,7 +160,7 @@ def _follow(
             continue
         if scaled:
             return f"used {len(sites)} times, and the mechanism masks or scales it"
-        inside = trace.part_shape(part.view, shape)[len(counts) :]
+        inside = part.view.shape(shape)[len(part.view.slices) :]
         sharing = algorithms.find_sharing(tuple(sites), inside)
         if isinstance(sharing, str):
             return sharing
@@ -178,8 +176,8 @@ def _cheapest(followed: Followed, *, scaled: bool, force: bool) -> tuple[Choice,
         way = min(costs, key=lambda way: costs[way])
         ghost += uses.slices * costs[way]
         gradient += uses.slices * algorithms.gradient_cost(uses)
-        slices = uses.slices if trace.counts(view, trace.Slices) else len(followed)
-        choices.append(Choice(way, f"of each of {slices} slices" if view else "", uses, view))
+        slices = uses.slices if view.slices else len(followed)
+        choices.append(Choice(way, f"of each of {slices} slices" if view.steps else "", uses, view))
     if not force and gradient <= ghost:
         return "cheaper than ghost norms"
     return tuple(choices)

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from dpx.gradients.ghost.norms import EXACT, product
-from dpx.gradients.ghost.trace import Equation, Repeats, Use, counts, through
+from dpx.gradients.ghost.trace import Equation, Use
 from dpx.xla.ordering import opaque_false
 from dpx.xla.place import device_count
 
@@ -176,7 +176,7 @@ def recognize(use: Use, equations: tuple[Equation, ...]) -> Site | str:
     site = RULES[name](use, equation.jaxpr)
     if isinstance(site, Site) and 0 in site.sizes:
         return f"used in {name} on an array without elements"
-    repeats = counts(use.view, Repeats)
+    repeats = use.view.repeats
     if isinstance(site, str) or not repeats:
         return site
     if name not in ("dot_general", "gather"):  # two dynamic_slices may overlap in part
@@ -358,10 +358,10 @@ def _site(use, sizes, apply, matrices, arrange) -> Site:
     return Site(
         use,
         sizes,
-        apply=lambda inputs, w: apply(inputs, through(use.view, w)),
+        apply=lambda inputs, w: apply(inputs, use.view.through(w)),
         matrices=matrices,
         products=lambda inputs, dy: product(*jax.vmap(matrices)(inputs, dy)),
-        arrange=lambda w: arrange(through(use.view, w)),
+        arrange=lambda w: arrange(use.view.through(w)),
     )
 
 

@@ -1,9 +1,9 @@
 """The loss of one example as a list of equations, and the equations that use each parameter.
 
-A view is an equation that only moves the elements of a parameter. Any other equation of a parameter is a use of it. A
-parameter is followed through its views to its uses, also into functions that the loss calls, into the parts that it
-computes again in the backward pass (`jax.checkpoint`), and into the bodies of its scans. There, a parameter that the
-scan takes slice by slice, such as the stacked weights of equal layers, is followed in the slices.
+An equation that only moves the elements of a parameter is a step of a view of it. Any other equation of a parameter is
+a use of it. A parameter is followed through its views to its uses, also into functions that the loss calls, into the
+parts that `jax.checkpoint` computes again in the backward pass, and into the bodies of scans. There, a parameter that
+the scan takes slice by slice, such as the stacked weights of equal layers, is followed in the slices.
 """
 
 import itertools
@@ -17,16 +17,20 @@ from jax import lax
 from jax.extend import core
 
 from dpx.trees import Tree
-from dpx.xla.jaxprs import bodies, identity_of_equation, parts_of_scan
+from dpx.xla import jaxprs
+from dpx.xla.jaxprs import identity_of_equation
 
-# A view is what moves the elements of a parameter between the parameter and a use of it. Its steps are equations of one
-# operand that move elements, or drop some, but copy none: a cotangent has one norm on both sides.
-VIEWS = {"reshape", "transpose", "squeeze", "expand_dims", "convert_element_type", "copy", "rev", "slice"}
-VIEWS |= {"broadcast_in_dim", "sharding_constraint"}
+# Equations of one operand that move elements, or drop some, but copy none: a cotangent has one norm on both sides.
+MOVES = {"reshape", "transpose", "squeeze", "expand_dims", "convert_element_type", "copy", "rev", "slice"}
+MOVES |= {"broadcast_in_dim", "sharding_constraint"}
 STILL = ("convert_element_type", "copy")  # those that move nothing
+CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
+REMAT = ("checkpoint", "remat", "remat2")  # the names of `jax.checkpoint` in jaxprs
+
+Box = list[range]  # some elements of a parameter, by axis
 
 
-class Rearrange(NamedTuple):
+class Move(NamedTuple):
     """A step of a view: equation number `number` moves the elements."""
 
     equation: core.JaxprEqn
@@ -37,24 +41,79 @@ class Rearrange(NamedTuple):
         return self.equation.primitive.name
 
 
-class Slices(NamedTuple):
-    """From here on, a view is of one slice along axis 0 in each of `count` iterations of a scan."""
+class Loop(NamedTuple):
+    """From here on, a view is seen by each of `count` iterations of a scan: one slice along axis 0 each if `sliced`,
+    otherwise the same elements."""
 
     count: int
+    sliced: bool
 
 
-class Repeats(NamedTuple):
-    """From here on, a view is of the same elements in each of `count` iterations of a scan."""
+class View(NamedTuple):
+    """What moves the elements of a parameter between the parameter and a use of it: steps, in order."""
 
-    count: int
+    steps: tuple[Move | Loop, ...] = ()
+
+    @property
+    def slices(self) -> tuple[int, ...]:
+        """How many slices each of the scans takes that take slices, the outermost first."""
+        return tuple(step.count for step in self.steps if isinstance(step, Loop) and step.sliced)
+
+    @property
+    def repeats(self) -> tuple[int, ...]:
+        """How many iterations each of the scans has that see the same elements in all of them."""
+        return tuple(step.count for step in self.steps if isinstance(step, Loop) and not step.sliced)
+
+    @property
+    def leading(self) -> int:
+        """How many steps are slices at the start, also between those that move nothing."""
+        end = 0
+        for number, step in enumerate(self.steps):
+            if not isinstance(step, Move) or step.name not in (*STILL, "slice"):
+                break
+            if step.name == "slice":
+                end = number + 1
+        return end
+
+    def then(self, step: Move | Loop) -> "View":
+        return View((*self.steps, step))
+
+    def through(self, leaf: Any) -> Any:
+        """`leaf` as the use sees it, in its own dtype; an axis for each number in `slices` comes first."""
+        for number, step in enumerate(self.steps):
+            if isinstance(step, Loop):
+                if step.sliced:
+                    return jax.vmap(View(self.steps[number + 1 :]).through)(leaf)
+            elif step.name == "transpose":  # of a NumPy array, the same memory in another order
+                leaf = leaf.transpose(step.equation.params["permutation"])
+            elif step.name != "convert_element_type":
+                leaf = step.equation.primitive.bind(leaf, **step.equation.params)
+        return leaf
+
+    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape that the use sees of a parameter of this shape, with an axis for each number in `slices`."""
+        return jax.eval_shape(self.through, jax.ShapeDtypeStruct(shape, jnp.float32)).shape
+
+    def box(self, shape: tuple[int, ...]) -> Box:
+        """The elements of a parameter of this shape that the leading slices leave."""
+        found = [range(size) for size in shape]
+        for step in self.steps[: self.leading]:
+            if isinstance(step, Move) and step.name == "slice":
+                params = step.equation.params
+                starts, limits = params["start_indices"], params["limit_indices"]
+                strides = params["strides"] or (1,) * len(starts)
+                of_axes = zip(found, starts, limits, strides, strict=True)
+                found = [elements[start:limit:stride] for elements, start, limit, stride in of_axes]
+        return found
+
+    def identity(self) -> tuple:
+        """Equal for views that move elements in the same way."""
+        return tuple(identity_of_equation(step.equation) if isinstance(step, Move) else step for step in self.steps)
 
 
-View = tuple[Rearrange | Slices | Repeats, ...]  # in order
-Box = list[range]  # the elements of a part that begins with slices, by axis
-
-
-def is_view(equation: core.JaxprEqn) -> bool:
-    if equation.primitive.name not in VIEWS or len(equation.invars) != 1:
+def moves(equation: core.JaxprEqn) -> bool:
+    """Whether an equation only moves the elements of its operand."""
+    if equation.primitive.name not in MOVES or len(equation.invars) != 1:
         return False
     before: Any = equation.invars[0].aval
     after: Any = equation.outvars[0].aval
@@ -63,7 +122,7 @@ def is_view(equation: core.JaxprEqn) -> bool:
 
 
 def slices_of_split(equation: core.JaxprEqn) -> core.ClosedJaxpr | None:
-    """An equation that cuts its operand into parts, as one view for each part; None for any other equation."""
+    """An equation that cuts its operand into parts, as one slice for each part; None for any other equation."""
     if equation.primitive.name not in ("split", "unstack"):
         return None
     aval: Any = equation.invars[0].aval
@@ -78,35 +137,11 @@ def slices_of_split(equation: core.JaxprEqn) -> core.ClosedJaxpr | None:
     return jax.make_jaxpr(parts)(jax.ShapeDtypeStruct(aval.shape, aval.dtype))
 
 
-def through(view: View, leaf: Any) -> Any:
-    """`leaf` as its use sees it, in its own dtype; an axis for each `Slices` comes first."""
-    for number, step in enumerate(view):
-        if isinstance(step, Slices):
-            return jax.vmap(lambda each, rest=view[number + 1 :]: through(rest, each))(leaf)
-        if isinstance(step, Repeats) or step.name == "convert_element_type":
-            continue
-        if step.name == "transpose":  # of a NumPy array, the same memory in another order
-            leaf = leaf.transpose(step.equation.params["permutation"])
-        else:
-            leaf = step.equation.primitive.bind(leaf, **step.equation.params)
-    return leaf
-
-
-def counts(view: View, kind: type) -> tuple[int, ...]:
-    """The numbers of iterations of the `Slices`, or of the `Repeats`, of a view."""
-    return tuple(step.count for step in view if isinstance(step, kind))
-
-
-def written(view: View) -> tuple:
-    """A view without the names of its variables; equal for views that move elements in the same way."""
-    return tuple(identity_of_equation(step.equation) if isinstance(step, Rearrange) else step for step in view)
-
-
 class Part(NamedTuple):
     """A part of a parameter, which no other part overlaps.
 
-    view: from the parameter to the part; it ends with the last `Slices`. uses: the numbers of those that are in the
-    part. rests: from the part to each of them. ends: the equations that end the view, if it is of slices by equations
+    view: from the parameter to the part; it ends with the last scan that takes slices. uses: the numbers of those that
+    are in the part. rests: from the part to each of them. ends: the equations that end the view, if they are slices
     """
 
     view: View
@@ -122,55 +157,32 @@ def parts(seen: list[View], shape: tuple[int, ...]) -> list[Part] | str:
     first equations slice, such as a loop in Python that indexes its layers. Each slice counts as one parameter, because
     the square of a gradient's norm is the sum of the squares of the norms of its parts.
     """
-    found: dict[tuple[str, ...], Part] = {}
+    found: dict[tuple, Part] = {}
     for number, view in enumerate(seen):
-        slices = [place for place, step in enumerate(view) if isinstance(step, Slices)]
-        repeats = [place for place, step in enumerate(view) if isinstance(step, Repeats)]
-        if slices and repeats and repeats[0] < slices[-1]:
+        loops = [(place, step.sliced) for place, step in enumerate(view.steps) if isinstance(step, Loop)]
+        slices = [place for place, sliced in loops if sliced]
+        if slices and any(not sliced and place < slices[-1] for place, sliced in loops):
             return "used in slices by a scan that another scan repeats"
-        if 0 in counts(view, Slices):
+        if 0 in view.slices:
             return "used in a scan without iterations"
-        end = slices[-1] + 1 if slices else _leading(view)
-        key = written(tuple(step for step in view[:end] if not _is_still(step)))
-        before = found.get(key, Part(view[:end], (), ()))
-        ends = {step.number for step in view[max(end - 1, 0) : end] if isinstance(step, Rearrange)}
+        end = slices[-1] + 1 if slices else view.leading
+        begin, rest = View(view.steps[:end]), View(view.steps[end:])
+        key = View(tuple(step for step in begin.steps if not _is_still(step))).identity()
+        before = found.get(key, Part(begin, (), ()))
+        ends = {step.number for step in begin.steps[-1:] if isinstance(step, Move)}
         ends = tuple(sorted(ends.union(before.ends)))
-        found[key] = Part(before.view, (*before.uses, number), (*before.rests, view[end:]), ends)
-    sliced = any(counts(part.view, Slices) for part in found.values())
+        found[key] = Part(before.view, (*before.uses, number), (*before.rests, rest), ends)
+    sliced = any(part.view.slices for part in found.values())
     if len(found) > 1 or sliced:
-        if disjoint([box(part.view, shape) for part in found.values()]):
+        if disjoint([part.view.box(shape) for part in found.values()]):
             return list(found.values())
         if sliced:
             return f"used {len(seen)} times, in slices by a scan that another use may overlap"
-    return [Part((), tuple(range(len(seen))), tuple(seen))]
+    return [Part(View(), tuple(range(len(seen))), tuple(seen))]
 
 
-def _is_still(step) -> bool:
-    return isinstance(step, Rearrange) and step.name in STILL
-
-
-def _leading(view: View) -> int:
-    """How many steps are slices at the start of a view, also between those that move nothing."""
-    end = 0
-    for number, step in enumerate(view):
-        if not isinstance(step, Rearrange) or step.name not in (*STILL, "slice"):
-            break
-        if step.name == "slice":
-            end = number + 1
-    return end
-
-
-def box(view: View, shape: tuple[int, ...]) -> Box:
-    """The elements of a parameter of this shape that a view begins with."""
-    found = [range(size) for size in shape]
-    for step in view[: _leading(view)]:
-        if isinstance(step, Rearrange) and step.name == "slice":
-            params = step.equation.params
-            starts, limits = params["start_indices"], params["limit_indices"]
-            strides = params["strides"] or (1,) * len(starts)
-            of_axes = zip(found, starts, limits, strides, strict=True)
-            found = [elements[start:limit:stride] for elements, start, limit, stride in of_axes]
-    return found
+def _is_still(step: Move | Loop) -> bool:
+    return isinstance(step, Move) and step.name in STILL
 
 
 def disjoint(boxes: list[Box]) -> bool:
@@ -181,17 +193,12 @@ def disjoint(boxes: list[Box]) -> bool:
     def apart(one, other):
         return any(a.stop <= b.start or b.stop <= a.start for a, b in zip(one, other, strict=True))
 
-    return all(apart(one, other) for number, one in enumerate(boxes) for other in boxes[:number])
-
-
-def part_shape(view: View, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a part of a parameter of this shape, with an axis for each `Slices`."""
-    return jax.eval_shape(lambda x: through(view, x), jax.ShapeDtypeStruct(shape, jnp.float32)).shape
+    return all(apart(*pair) for pair in itertools.combinations(boxes, 2))
 
 
 def joined(views: list[View], parts: list[jax.Array], shape: tuple[int, ...]) -> jax.Array:
     """The array, float32, of this shape, of parts that share no element; 0 elsewhere."""
-    boxes = [box(view, shape) for view in views]
+    boxes = [view.box(shape) for view in views]
     parts = [_in_box(*each) for each in zip(views, parts, boxes, strict=True)]
     axes = [axis for axis in range(len(shape)) if any(len(each[axis]) != shape[axis] for each in boxes)]
     if not axes:
@@ -209,16 +216,12 @@ def joined(views: list[View], parts: list[jax.Array], shape: tuple[int, ...]) ->
 
 def _in_box(view: View, part: jax.Array, elements: Box) -> jax.Array:
     """A part in the order of the parameter."""
-    rest = view[_leading(view) :]
-    if all(isinstance(step, Slices) or _is_still(step) for step in rest):
+    rest = view.steps[view.leading :]
+    if all(isinstance(step, Loop) or _is_still(step) for step in rest):
         return part
     inside = jax.ShapeDtypeStruct(tuple(map(len, elements)), jnp.float32)
-    (part,) = jax.linear_transpose(lambda x: through(rest, x), inside)(part)
+    (part,) = jax.linear_transpose(View(rest).through, inside)(part)
     return part
-
-
-CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
-REMAT = ("checkpoint", "remat", "remat2")  # the names of `jax.checkpoint` in jaxprs
 
 
 class Constant(NamedTuple):
@@ -334,7 +337,7 @@ def carried(equation: Equation) -> tuple[int, int]:
     """How many operands of a scan are the same in all iterations, and how many are handed from one to the next; of a
     checkpoint, all and none."""
     assert equation.jaxpr is not None
-    return parts_of_scan(equation.jaxpr.params) if equation.name == "scan" else (len(equation.inputs), 0)
+    return jaxprs.parts_of_scan(equation.jaxpr.params) if equation.name == "scan" else (len(equation.inputs), 0)
 
 
 def _numbers(values) -> set[int]:
@@ -373,7 +376,7 @@ class _Tracer:
 
     def __init__(self, *, leaves: int, inputs: int):
         self.equations: list[Equation] = []
-        self.views: dict[Any, tuple[int, View]] = {leaf: (leaf, ()) for leaf in range(leaves)}
+        self.views: dict[Any, tuple[int, View]] = {leaf: (leaf, View()) for leaf in range(leaves)}
         self.uses: list[list[Use]] = [[] for _ in range(leaves)]
         self.count = inputs
         self.block: list[int] = []  # the equations of the block that is being walked
@@ -400,9 +403,9 @@ class _Tracer:
             return self.walk(parts.jaxpr, [], inputs)
         outputs = self.numbered(len(equation.outvars))
         number = self.append(Equation(equation, tuple(inputs), outputs, counts=self.counts))
-        if followed and is_view(equation):
+        if followed and moves(equation):
             leaf, view = self.views[inputs[0]]
-            self.views[outputs[0]] = leaf, (*view, Rearrange(equation, number))
+            self.views[outputs[0]] = leaf, view.then(Move(equation, number))
         elif followed and (name == "scan" or name in REMAT):
             self.enter(number)
         else:
@@ -424,10 +427,9 @@ class _Tracer:
                 leaf, view = self.views[value]
                 if first <= i < first + count:
                     self.used(value, number, i)
-                elif length is None:
-                    self.views[arguments[i]] = leaf, view
                 else:
-                    self.views[arguments[i]] = leaf, (*view, Repeats(length) if i < first else Slices(length))
+                    inside = view if length is None else view.then(Loop(length, sliced=i >= first))
+                    self.views[arguments[i]] = leaf, inside
         constants = [Constant(value) for value in getattr(body, "consts", ())]
         results = self.walk(getattr(body, "jaxpr", body), constants, arguments)
         outputs = tuple(map(self.handed_on, results))
@@ -480,8 +482,8 @@ def differentiates(program: Program) -> bool:
 
 def _is_custom(equation: core.JaxprEqn) -> bool:
     """Whether an equation, or one in a function that it calls, has a custom derivative."""
-    inside = (inner for body in bodies(equation) for inner in body.eqns)
-    return "custom_" in equation.primitive.name or any(map(_is_custom, inside))
+    inside = (each for body in jaxprs.bodies(equation) for each in jaxprs.equations(body))
+    return any("custom_" in each.primitive.name for each in itertools.chain([equation], inside))
 
 
 def _derivative(equation: Equation) -> core.ClosedJaxpr:
