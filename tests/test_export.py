@@ -12,6 +12,7 @@ from jax import export
 import dpx
 from dpx import catalog
 from dpx.gradients import microbatch_size
+from dpx.xla.place import Place, here, traced_for
 from tests.ghost import mechanism
 from tests.mechanisms import PARAMS, case_of_method
 from tests.test_ghost_zoo import ZOO
@@ -127,10 +128,10 @@ def test_microbatches_fit_in_the_memory():
     mechanism = case_of_method(ENTRIES["dp_sgd"]).mechanism
     batch = dpx.Batch(np.ones((8, 6, 6, 1), np.float32), None)
     assert "microbatches" not in str(dpx.explain_norms(loss, mechanism, PARAMS, batch))
-    with mock.patch.object(microbatch_size, "device_memory", lambda platform: 1000):
+    with traced_for(memory=1000):
         said = str(dpx.explain_norms(loss, mechanism, PARAMS, batch)).splitlines()[-1]
     assert said == "microbatches of 2 examples: all 8 would not fit in half of the device's memory"
     stats = mock.Mock(memory_stats=lambda: {"bytes_limit": 2**30})
     with mock.patch("jax.local_devices", lambda: [stats]):
-        assert microbatch_size.device_memory("cpu") == 2**30
-    assert microbatch_size.device_memory("tpu") is None and (microbatch_size.device_memory("cpu") or 0) > 2**28
+        assert here().most_memory == 2**30
+    assert Place("tpu", 1).most_memory is None and (here().most_memory or 0) > 2**28

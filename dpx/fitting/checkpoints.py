@@ -21,11 +21,11 @@ from dpx.fitting.programs import Programs
 from dpx.fitting.settings import RunPlan
 from dpx.fitting.step import Carry
 from dpx.fitting.stored import Stored, require_orbax
-from dpx.gradients.microbatch_size import device_memory
 from dpx.identity import fingerprint
 from dpx.states.reading import steps_taken
 from dpx.states.record import planned
 from dpx.trees import Tree
+from dpx.xla.place import here
 
 # The files of a program that was killed before it had made run.json.
 BEGUN = re.compile(r"(SENSITIVE|run\.json|program-\w+\.json)(\..*part)?")
@@ -204,7 +204,7 @@ class _Nowhere:
     path, continued = None, False
 
     def __init__(self, run: RunPlan):
-        self._plan, self.memory = run.plan, device_memory(jax.default_backend())
+        self._plan, self.memory = run.plan, here().most_memory
 
     def restore(self, like: Carry) -> tuple[Carry, list[dict[str, Any]]]:
         return planned(like, self._plan), []

@@ -16,14 +16,13 @@ from dpx import keys
 from dpx.fitting import processes
 from dpx.fitting.settings import RunPlan
 from dpx.fitting.step import Carry
-from dpx.gradients.microbatch_size import device_memory
 from dpx.identity import fingerprint
 from dpx.mechanism import Mechanism
 from dpx.reports.report import version_of
 from dpx.sampling.rows import rows_of
 from dpx.states.record import ReleaseState
 from dpx.xla.jaxprs import constants, identity_of_program
-from dpx.xla.place import traced_for
+from dpx.xla.place import here, traced_for
 
 RECORD = "record of the releases"  # the name of a fact: which fields the states of a run have
 PROGRAM = "mechanism and optimizer, with their schedules (their fingerprint)"
@@ -74,7 +73,7 @@ def facts_of(run: RunPlan, carry: Carry, options: dict[str, Any]) -> dict[str, A
     facts |= {PROGRAM: _program(optimizer, carry)}
     facts |= {name: repr(value) for name, value in options.items() if value not in (None, False)}
     facts |= {"processes": jax.process_count()} if jax.process_count() > 1 else {}
-    facts |= {"backend": jax.default_backend(), MACHINE: machine(), MEMORY: device_memory(jax.default_backend())}
+    facts |= {"backend": jax.default_backend(), MACHINE: machine(), MEMORY: here().most_memory}
     facts |= {SETTING + name: value for name, value in settings_of().items()}
     facts |= {OF_LIBRARIES[-1]: fingerprint(_libraries())} if jax.default_backend() != "cpu" else {}
     return facts | {f"version of {name}": version_of(name) for name in (*PACKAGES, *LIBRARIES)}

@@ -19,7 +19,6 @@ from dpx.fitting.processes import require_spanned, together
 from dpx.fitting.settings import RunPlan, require_inputs
 from dpx.fitting.step import Carry, begin, compiled_step, compiled_step_in_chunks
 from dpx.fitting.watching import FitResult, Progress, Watcher
-from dpx.gradients.microbatch_size import for_memory
 from dpx.gradients.sums import Norms
 from dpx.mechanism import Mechanism
 from dpx.reports.report import privacy_report
@@ -27,6 +26,7 @@ from dpx.sampling.rows import unit_of
 from dpx.states.reading import steps_taken
 from dpx.trees import Tree
 from dpx.validation import require_bool, require_whole
+from dpx.xla.place import traced_for
 
 _TRAINED: dict[int, Path | None] = {}  # the folder of the last run of each key, by the mark of the key
 UNWATCHED = (
@@ -136,7 +136,7 @@ def fit(
     batches = functools.partial(optimizer.sampling.batches, data, run.key, chunk_size=chunk_size, sharding=sharding)
     rounding = {"chunk_size": chunk_size, **layout, **options}
     opened = open_folder(checkpoints, run, carry, rounding, rhythm, on_other_devices)
-    with contextlib.closing(opened) as folder, for_memory(folder.memory):
+    with contextlib.closing(opened) as folder, traced_for(memory=folder.memory):
         carry = _train(carry, step, batches, run, watcher, folder, checkpoint_every)
     report = privacy_report(optimizer, carry.state, delta=run.delta, unit=unit_of(data), records=run.records)
     result = FitResult(

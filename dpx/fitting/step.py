@@ -4,7 +4,6 @@ Arrays that the functions close over are arguments of the program, not constants
 hold no noise key, and the runs of several seeds share one program.
 """
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -17,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from dpx import keys
 from dpx.checking.before_run import warn_of_loss
 from dpx.gradients import Unreleased, private_updates, private_updates_in_chunks
-from dpx.gradients.rows import constants_hoisted
+from dpx.gradients.sums import looking
 from dpx.mechanism import Mechanism
 from dpx.sampling.batch import Batch
 from dpx.trees import Tree
@@ -69,7 +68,7 @@ def compiled_step(
 
     carry: before the first step; on a mesh, every next one has its shardings. whole: whether all is wanted of a batch.
     """
-    gradient = private_updates(loss, optimizer, sharding=sharding, **options)
+    gradient = looking(private_updates(loss, optimizer, sharding=sharding, **options), _once(optimizer))
 
     def step(carry, batch):
         found = gradient(loss_at(carry.params, carry.state), batch, carry.state)
@@ -78,8 +77,8 @@ def compiled_step(
         carry = Carry(optax.apply_updates(carry.params, found.updates), found.state)
         return carry, of_batch if whole else of_batch._replace(unreleased=None, included=None)
 
-    shardings, look = (_shardings(carry, sharding), None), functools.partial(warn_of_loss, optimizer)
-    return Compiled(step, donate_argnums=(0,), look=look, out_shardings=shardings, sharding=sharding)
+    shardings = _shardings(carry, sharding), None
+    return Compiled(step, donate_argnums=(0,), out_shardings=shardings, sharding=sharding)
 
 
 def compiled_step_in_chunks(
@@ -87,6 +86,7 @@ def compiled_step_in_chunks(
 ) -> Callable[[Carry, Iterator[Batch]], tuple[Carry, OfBatch]]:
     """`compiled_step` for a batch that comes in chunks: one function for a chunk, and one for the release."""
     in_chunks = private_updates_in_chunks(loss, optimizer, sharding=sharding, **options)
+    in_chunks = looking(in_chunks, _once(optimizer))
 
     def add(carry, chunk, sums, total):
         sums = in_chunks.add(loss_at(carry.params, carry.state), chunk, carry.state, sums)
@@ -98,7 +98,7 @@ def compiled_step_in_chunks(
         return Carry(optax.apply_updates(carry.params, updates), state), of_batch
 
     shardings = _shardings(carry, sharding), None
-    add = Compiled(add, donate_argnums=(2, 3), look=functools.partial(warn_of_loss, optimizer), sharding=sharding)
+    add = Compiled(add, donate_argnums=(2, 3), sharding=sharding)
     release = Compiled(release, donate_argnums=(0,), out_shardings=shardings, sharding=sharding)
 
     def step(carry, chunks):
@@ -115,6 +115,17 @@ def _shardings(carry: Carry, sharding: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.sharding, carry) if isinstance(sharding, NamedSharding) else None
 
 
+def _once(optimizer: Mechanism) -> Callable:
+    """Warns of the loss when a step is traced for the first time."""
+    looked = []
+
+    def look(*of_loss):
+        if not looked:
+            looked.append(warn_of_loss(optimizer, *of_loss))
+
+    return look
+
+
 def _total(unreleased: Any, batch: Batch) -> jax.Array:
     """The sum of the losses of the rows that count, float32 ()."""
     return jnp.sum(unreleased.losses.astype(jnp.float32), where=batch.included)
@@ -123,8 +134,7 @@ def _total(unreleased: Any, batch: Batch) -> jax.Array:
 class Compiled:
     """A function of pytrees of arrays, compiled once for each set of shapes.
 
-    The arrays of the arguments `donate_argnums` are deleted. out_shardings: of `jax.jit`. look: at the losses inside,
-    the first time.
+    The arrays of the arguments `donate_argnums` are deleted. out_shardings: of `jax.jit`.
     sharding: of the batches. With one of a mesh of automatic axes, arrays that the function closes over are replicated
         over it, once.
     """
@@ -134,12 +144,11 @@ class Compiled:
         function: Callable,
         *,
         donate_argnums: Sequence[int],
-        look: Callable = lambda *of_loss: None,
         out_shardings: Any = None,
         sharding: Any = None,
     ):
         self.function, self.donate_argnums, self.out_shardings = function, donate_argnums, out_shardings
-        self.sharding, self.look = sharding, look
+        self.sharding = sharding
         self.programs: dict[Any, tuple[Callable, list]] = {}  # with the arrays that they take first, by shapes
 
     def __call__(self, *arguments):
@@ -154,8 +163,7 @@ class Compiled:
         return program(closed_over, *arguments)
 
     def compiled(self, arguments: Any) -> tuple[Callable, list]:
-        with constants_hoisted(self.look if not self.programs else lambda *of_loss: None):  # once
-            traced, results = jax.make_jaxpr(self.function, return_shape=True)(*arguments)
+        traced, results = jax.make_jaxpr(self.function, return_shape=True)(*arguments)
 
         def program(closed_over, *arguments):
             leaves = jax.core.eval_jaxpr(traced.jaxpr, closed_over, *jax.tree.leaves(arguments))

@@ -3,11 +3,7 @@
 A step over the whole batch writes fresh memory, which the kernel must zero and which does not fit in the cache.
 """
 
-import contextlib
 import math
-import os
-from collections.abc import Iterator
-from contextvars import ContextVar
 from typing import NamedTuple
 
 import jax
@@ -17,8 +13,7 @@ from dpx.gradients import ghost
 from dpx.trees import Tree, described
 from dpx.xla.convolutions import CALLS, may_mix_rows
 from dpx.xla.jaxprs import bodies, convolves
-
-PLATFORMS = ("cpu", "gpu", "cuda", "rocm", "tpu")
+from dpx.xla.place import PLATFORMS, Place
 
 # For one CPU core. benchmarks/step.py times the steps, benchmarks/memory.py measures their memory.
 CACHE_BYTES = 2**25  # bytes that the examples of one microbatch may fill
@@ -67,7 +62,7 @@ def require_platform(platform: str | None) -> str:
 
 
 def choose_microbatch_size(
-    cost: ForwardCost, plan: ghost.GhostPlan | str, params: Tree, size: int, platform: str
+    cost: ForwardCost, plan: ghost.GhostPlan | str, params: Tree, size: int, place: Place
 ) -> Microbatches:
     """How many of the `size` examples of a batch one microbatch holds: all, unless they do not fit in half of the
     device's memory, or fewer are known to be faster.
@@ -78,11 +73,11 @@ def choose_microbatch_size(
     keeps = [isinstance(plan, str) or plan.keeps_gradients(number) for number in range(len(leaves))]
     kept = sum(leaf.size for leaf, keep in zip(leaves, keeps, strict=True) if keep)
     example_bytes = max(1, 4 * (cost.numbers // EQUATION_NUMBERS_PER_WRITE + kept))
-    memory = device_memory(platform)
+    memory = place.most_memory
     if memory and example_bytes * size > memory / 2:
         largest = max(1, memory // 2 // example_bytes)
         return Microbatches(_without_rest(largest, size), f"all {size} would not fit in half of the device's memory")
-    if platform != "cpu" or jax.device_count() > 1 or not cost.loops:
+    if place.platform != "cpu" or place.devices > 1 or not cost.loops:
         return Microbatches(size)
     sum_bytes = 4 * sum(leaf.size for leaf in leaves)
     if cost.convolves:
@@ -94,35 +89,6 @@ def choose_microbatch_size(
     largest = max(least, max(filled, per_sum_byte * sum_bytes) // example_bytes)
     at_once = _without_rest(largest, size) if largest < size else size
     return Microbatches(at_once, f"all {size} would not fit in the CPU's cache" if at_once < size else "")
-
-
-_KEPT: ContextVar[tuple[int | None] | None] = ContextVar("memory that a run began with", default=None)
-
-
-@contextlib.contextmanager
-def for_memory(memory: int | None) -> Iterator[None]:
-    """While it is open, microbatches are chosen for `memory`, in bytes, or without regard to memory if it is None.
-
-    A run that continues on a machine with more or less memory must still round its sums as before.
-    """
-    token = _KEPT.set((memory,))
-    try:
-        yield
-    finally:
-        _KEPT.reset(token)
-
-
-def device_memory(platform: str) -> int | None:
-    """Bytes of memory of the device that holds all examples; or None, because they may be on several devices, or the
-    program is compiled for another platform."""
-    if (kept := _KEPT.get()) is not None:
-        return kept[0]
-    if platform != jax.default_backend() or jax.device_count() > 1:
-        return None
-    stats = jax.local_devices()[0].memory_stats()
-    if stats and "bytes_limit" in stats:
-        return stats["bytes_limit"]
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if platform == "cpu" else None
 
 
 def _without_rest(largest: int, size: int) -> int:

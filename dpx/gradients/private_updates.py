@@ -19,6 +19,7 @@ from dpx.sampling.batch import Batch, inclusion, require_batch
 from dpx.states.record import ReleaseState
 from dpx.trees import Tree, batch_size, find_state, outlined
 from dpx.validation import require_function, require_whole
+from dpx.xla.place import here
 
 
 class Unreleased(NamedTuple):
@@ -215,8 +216,9 @@ def explain_norms(
     params, state = require_params(params, optimizer.encode, optimizer.init), jax.eval_shape(optimizer.init, params)
     examples = require_batch(batch).examples
     rows = jax.eval_shape(functools.partial(rows_of, optimizer, with_key=with_key), state, examples)
-    plan, cost = row_sum.plan(params, state, rows)
-    at_once = choose_microbatch_size(cost, plan, params, batch_size(examples), row_sum.platform)
+    with row_sum.placed():
+        plan, cost = row_sum.plan(params, state, rows)
+        at_once = choose_microbatch_size(cost, plan, params, batch_size(examples), here())
     return ghost.explain(plan, params, at_once.reason and f"microbatches of {at_once.size} examples: {at_once.reason}")
 
 

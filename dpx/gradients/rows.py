@@ -5,7 +5,6 @@ folded in. So microbatches, chunks of a batch and devices do not change them.
 """
 
 import contextlib
-import contextvars
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,11 +24,6 @@ INSTEAD = "pass them as parameters that dpx.coordinates.trainable freezes: docs/
 WHERE = (
     "It sees one example, without a batch axis, and a key of its own with with_key=True: docs/loops.md#by-hand. A "
     "model of Flax is split outside of it, and merged inside: docs/flax.md"
-)
-
-Look = Callable[[Any, Tree, tuple], None]  # of the closed jaxpr of a loss, the parameters and the shapes of one row
-_LOOK: contextvars.ContextVar[Look | None] = contextvars.ContextVar(
-    "looks at losses of programs of `fit`", default=None
 )
 
 
@@ -111,23 +105,12 @@ def noted(called: str, example: Callable[[], Tree]) -> Iterator[None]:
         raise
 
 
-@contextlib.contextmanager
-def constants_hoisted(look: Look) -> Iterator[None]:
-    """While it is open, programs are traced whose constants become arguments, so none is too large. look: at losses."""
-    token = _LOOK.set(look)
-    try:
-        yield
-    finally:
-        _LOOK.reset(token)
-
-
-def look_at(closed: Any, params: Tree, row: tuple) -> None:
+def warn_of_constants(closed: Any, params: Tree, row: tuple) -> None:
     """Warns if the loss closes over large arrays, because the program of a step would hold them as constants.
 
-    closed: the closed jaxpr of the loss. Arrays that are arguments of an outer `jax.jit` are no constants. row: shapes.
+    closed: the closed jaxpr of the loss. Arrays that are arguments of an outer `jax.jit` are no constants.
     """
-    if (look := _LOOK.get()) is not None:
-        return look(closed, params, row)
+    del params, row
     found = [array for array in jaxprs.constants(closed) if not isinstance(array, jax.core.Tracer)]
     size = sum(getattr(array, "nbytes", 0) for array in found)
     if size >= LARGE_CONSTANTS:

@@ -1,7 +1,8 @@
 """The clipped sum of the rows of a batch, with at most one microbatch of them in memory at a time."""
 
+import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
@@ -9,14 +10,15 @@ from jax.extend import core
 
 from dpx.gradients import ghost
 from dpx.gradients.microbatch_size import ForwardCost, choose_microbatch_size, forward_cost, require_platform
-from dpx.gradients.rows import look_at, noted, of_one_row, shapes_of_one, value_and_gradient
+from dpx.gradients.rows import noted, of_one_row, shapes_of_one, value_and_gradient, warn_of_constants
 from dpx.guards import require_real
 from dpx.mechanism import Mechanism, require_mechanism
 from dpx.sums.microbatches import sum_over_microbatches
-from dpx.sums.rows import rows_over, sum_contributions
+from dpx.sums.rows import sum_contributions
 from dpx.trees import Tree, described
 from dpx.validation import require_whole
 from dpx.xla.convolutions import reordered, rows_apart
+from dpx.xla.place import here, traced_for
 
 Norms = Literal["auto", "ghost", "vmap"]
 
@@ -32,6 +34,7 @@ class RowSum:
     platform: the one that the program is compiled for.
     devices: over how many devices the rows are spread; None if it is not known.
     backward_passes: as in `private_updates`.
+    look: gets the closed jaxpr of a loss, the parameters and the shapes of one row, when a step is traced.
     """
 
     of_row: Callable
@@ -41,6 +44,7 @@ class RowSum:
     platform: str
     devices: int | None = None
     backward_passes: int = 1
+    look: Callable[[Any, Tree, tuple], None] = warn_of_constants
 
     def __post_init__(self):
         require_mechanism(self.optimizer)
@@ -49,19 +53,21 @@ class RowSum:
 
     def __call__(self, params: Tree, state: Tree, rows: tuple, included: jax.Array) -> tuple[tuple, tuple]:
         """The sums, and the losses, norms and aux of every row. rows: of `rows.rows_of`. included: bool (B,)."""
-        plan, cost = self.plan(params, state, rows)
-        size = self.microbatch_size or choose_microbatch_size(cost, plan, params, included.shape[0], self.platform).size
+        with self.placed():
+            plan, cost = self.plan(params, state, rows)
+            size = self.microbatch_size or choose_microbatch_size(cost, plan, params, included.shape[0], here()).size
 
-        def microbatch(ordered, rows):
-            return self.sum_microbatch(plan, cost.mixes, ordered(params), state, *rows)
+            def microbatch(ordered, rows):
+                return self.sum_microbatch(plan, cost.mixes, ordered(params), state, *rows)
 
-        on_cpu = self.platform == "cpu"
-        in_loop = reordered if on_cpu and cost.convolves else core.jaxpr_as_fun
-        unroll = on_cpu and not cost.loops
-        with rows_over(self.devices), self.noted(lambda: shapes_of_one(rows)):
-            return sum_over_microbatches(
-                microbatch, (rows, included), max(1, size), unroll=unroll, in_loop=in_loop, like=params
-            )
+            on_cpu = self.platform == "cpu"
+            how = {"unroll": on_cpu and not cost.loops, "like": params}
+            how["in_loop"] = reordered if on_cpu and cost.convolves else core.jaxpr_as_fun
+            with self.noted(lambda: shapes_of_one(rows)):
+                return sum_over_microbatches(microbatch, (rows, included), max(1, size), **how)
+
+    def placed(self) -> contextlib.AbstractContextManager[None]:
+        return traced_for(platform=self.platform, row_devices=self.devices)
 
     def noted(self, row: Callable[[], tuple]) -> Any:
         return noted("update" if self.norms == "update" else "loss", lambda: row()[0])
@@ -73,7 +79,7 @@ class RowSum:
         row = shapes_of_one(rows)
         with self.noted(lambda: row):
             traced = ghost.trace_loss(self.of_row, params, row)
-        look_at(traced.closed, params, row)
+        self.look(traced.closed, params, row)
         cost = forward_cost(traced.closed.jaxpr)
         if self.norms == "update":
             _require_like(params, traced.shapes[0])
@@ -121,6 +127,11 @@ def sum_gradients(
     of_row = of_one_row(loss, has_aux=has_aux)
     where = require_platform(platform), devices_of_rows(sharding)
     return RowSum(of_row, optimizer, norms, microbatch_size, *where, backward_passes)
+
+
+def looking(step: Any, look: Callable[[Any, Tree, tuple], None]) -> Any:
+    """A `PrivateStep` or `PrivateChunks` with another `RowSum.look`."""
+    return replace(step, row_sum=replace(step.row_sum, look=look))
 
 
 def _require_like(params: Tree, made: Tree):

@@ -44,7 +44,7 @@ from dpx.sums.total import FloatPair, as_pair
 from dpx.trees import Tree
 from dpx.validation import require_number
 from dpx.xla.ordering import opaque_false
-from dpx.xla.place import device_count, warn_of_fast_math
+from dpx.xla.place import here, warn_of_fast_math
 
 # 32 KiB; from 2^11 to 2^17 numbers, a CPU is about equally fast (benchmarks/results/noise.md).
 CHUNK_NUMBERS = 2**13
@@ -57,7 +57,7 @@ GRID = 4  # the deviation is 2^4 to 2^5 times gamma
 _COUNTED: contextvars.ContextVar[list[int] | None] = contextvars.ContextVar("counted", default=None)
 
 
-class Place(NamedTuple):
+class Position(NamedTuple):
     """Where the numbers of a leaf are: `start` is the place of its first one in stream number `stream`, whose chunks
     have 2 * half numbers."""
 
@@ -87,8 +87,8 @@ def release(
     high, low = as_pair(total)
     leaves, structure = jax.tree.flatten(high)
     lows = None if low is None else structure.flatten_up_to(low)
-    places = places_of([leaf.shape for leaf in leaves])
-    how = places, device_count(), is_drawn(deviation)
+    places = positions_of([leaf.shape for leaf in leaves])
+    how = places, here().devices, is_drawn(deviation)
     words, deviation = secret_words(key), as_deviation(deviation)
     with jax.disable_jit(False):  # the loops are written for tracers
         return structure.unflatten(release_leaves(words, jnp.asarray(step), deviation, leaves, lows, *how))
@@ -112,10 +112,10 @@ def normal_like(key: jax.Array, step: jax.Array | int, tree: Tree) -> Tree:
     """
     leaves, structure = jax.tree.flatten(tree)
     shapes = tuple(jnp.shape(leaf) for leaf in leaves)
-    return structure.unflatten(_float32_normals(secret_words(key), jnp.asarray(step), places_of(shapes), shapes))
+    return structure.unflatten(_float32_normals(secret_words(key), jnp.asarray(step), positions_of(shapes), shapes))
 
 
-def places_of(shapes: Sequence[tuple[int, ...]]) -> tuple[Place, ...]:
+def positions_of(shapes: Sequence[tuple[int, ...]]) -> tuple[Position, ...]:
     """The places of leaves of these shapes: in one stream, or each in a stream of its own if they are too large."""
     sizes = [math.prod(shape) for shape in shapes]
     if (largest := max(sizes, default=0)) > LARGEST_LEAF:
@@ -124,8 +124,9 @@ def places_of(shapes: Sequence[tuple[int, ...]]) -> tuple[Place, ...]:
         raise ValueError(f"a release must have at most {LARGEST_RELEASE} numbers, got {most}")
     size = sum(sizes)
     if len(shapes) > 1 and size >= ONE_STREAM:
-        return tuple(Place(number, 0, _half(size)) for number, size in enumerate(sizes))
-    return tuple(Place(0, start, _half(size)) for start in itertools.accumulate(sizes[:-1], initial=0))[: len(shapes)]
+        return tuple(Position(number, 0, _half(size)) for number, size in enumerate(sizes))
+    starts = itertools.accumulate(sizes[:-1], initial=0)
+    return tuple(Position(0, start, _half(size)) for _, start in zip(sizes, starts, strict=False))
 
 
 def _half(size: int) -> int:
@@ -134,13 +135,13 @@ def _half(size: int) -> int:
 
 @functools.partial(jax.jit, static_argnums=(5, 6, 7))
 def release_leaves(
-    words, step, deviation, highs, lows, places: tuple[Place, ...], devices: int, drawn: bool
+    words, step, deviation, highs, lows, places: tuple[Position, ...], devices: int, drawn: bool
 ) -> list[jax.Array]:
     """The released leaves. words: of the key, uint32 (4,). highs, lows: of the `FloatPair`; lows may be None."""
     highs, shapes = [high.astype(jnp.float32) for high in highs], [high.shape for high in highs]
     size = sum(map(math.prod, shapes))
 
-    def normals(at: Place, shape: tuple[int, ...]) -> ArrayLike:
+    def normals(at: Position, shape: tuple[int, ...]) -> ArrayLike:
         return _normals(words, step, at, shape) if drawn else np.float64(0)
 
     if devices > 1 or not 0 < size < ONE_STREAM:
@@ -165,13 +166,13 @@ def _flat(leaves: list[jax.Array], padding: int = 0) -> jax.Array:
     return jnp.concatenate([*(leaf.reshape(-1) for leaf in leaves), *zeros])
 
 
-def in_rows(leaves: list[jax.Array], places: tuple[Place, ...]) -> jax.Array:
+def in_rows(leaves: list[jax.Array], places: tuple[Position, ...]) -> jax.Array:
     """The leaves one after another, and zeros up to a whole chunk, float32 (2 * chunks, half)."""
     size, half = sum(leaf.size for leaf in leaves), places[0].half
     return _flat(leaves, -size % (2 * half)).reshape(-1, half)
 
 
-def in_leaves(made: jax.Array, step, places: tuple[Place, ...], shapes: list[tuple[int, ...]]) -> list[jax.Array]:
+def in_leaves(made: jax.Array, step, places: tuple[Position, ...], shapes: list[tuple[int, ...]]) -> list[jax.Array]:
     """The leaves of what `_flat` or `in_rows` has made."""
     made, starts = made.reshape(-1), [at.start for at in places]
     if len(shapes) - len(set(shapes)) >= REPEATED:
@@ -212,7 +213,7 @@ def made_in_chunks(words, step, deviation, high: jax.Array, low: jax.Array | Non
     return jax.lax.fori_loop(0, len(high) // 2, make, high)
 
 
-def _normals(words, step, at: Place, shape: tuple[int, ...], compact: bool = False) -> jax.Array:
+def _normals(words, step, at: Position, shape: tuple[int, ...], compact: bool = False) -> jax.Array:
     """The normals of a leaf of this shape, float64, each made from its place. compact: of one axis."""
     lax = jax.lax
 
@@ -235,7 +236,7 @@ def _normals(words, step, at: Place, shape: tuple[int, ...], compact: bool = Fal
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
-def _float32_normals(words, step, places: tuple[Place, ...], shapes: tuple[tuple[int, ...], ...]) -> list[jax.Array]:
+def _float32_normals(words, step, places: tuple[Position, ...], shapes: tuple[tuple[int, ...], ...]) -> list[jax.Array]:
     size = sum(map(math.prod, shapes))
     if size >= ONE_STREAM or not size:
         each = zip(places, shapes, strict=True)
@@ -287,7 +288,7 @@ def release_and_rest(
     """
     warn_of_fast_math()
     leaves, structure = jax.tree.flatten(jax.eval_shape(total, parts).high)
-    how = total, places_of([leaf.shape for leaf in leaves]), device_count(), is_drawn(deviation)
+    how = total, positions_of([leaf.shape for leaf in leaves]), here().devices, is_drawn(deviation)
     with jax.disable_jit(False):
         made = _release_and_rest(secret_words(key), jnp.asarray(step), as_deviation(deviation), parts, *how)
     released, high, low = map(structure.unflatten, made)
@@ -296,7 +297,7 @@ def release_and_rest(
 
 @functools.partial(jax.jit, static_argnums=(4, 5, 6, 7))
 def _release_and_rest(
-    words, step, deviation, parts, total, places: tuple[Place, ...], devices: int, drawn: bool
+    words, step, deviation, parts, total, places: tuple[Position, ...], devices: int, drawn: bool
 ) -> tuple:
     """The leaves of `release_and_rest`: three lists, of what is released, and of both numbers of the rest."""
     shapes = [leaf.shape for leaf in jax.tree.leaves(jax.eval_shape(total, parts).high)]

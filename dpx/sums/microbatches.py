@@ -14,7 +14,7 @@ from jax.extend import core
 from dpx.sums.total import FloatPair, in_float32, most_float32_turns, plus, with_low
 from dpx.trees import Tree
 from dpx.xla.ordering import compute_after
-from dpx.xla.place import device_count
+from dpx.xla.place import here
 
 UNROLLED_MICROBATCHES = 64  # at most; compiling more takes longer than unrolling saves (benchmarks/step.py)
 SEGMENT_NUMBERS = 2**24  # float32 numbers of gradients in one segment, 64 MiB (benchmarks/coordinates.py)
@@ -152,7 +152,7 @@ def sum_in_segments(function: Callable[[Tree], tuple[Tree, Tree]], rows: Tree) -
     time. On several devices there are no segments, because the examples may be sharded over the devices.
     """
     segments = min(LARGEST_SEGMENTS, sum(leaf.size for leaf in jax.tree.leaves(rows)) // SEGMENT_NUMBERS)
-    if segments < 2 or device_count() > 1:
+    if segments < 2 or here().devices > 1:
         return function(rows)
     size = math.ceil(jax.tree.leaves(rows)[0].shape[0] / segments)
 

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax  # `jnp` takes longer to trace
 
 from dpx.sums.total import UNIT
-from dpx.xla.place import device_count
+from dpx.xla.place import here
 
 WIDTH = 128  # of a sum
 SINGLE = 1024  # numbers that are added in one sum, because more sums take longer to compile
@@ -26,7 +26,7 @@ MARGIN = 16  # units
 
 def norm(arrays: list[jax.Array], scales: list[jax.Array] | None = None) -> jax.Array:
     """The root of the sum of all squares of float32 arrays, float32 (). scales: they multiply the arrays; or None."""
-    parts, roundings, devices = [], 0, device_count()
+    parts, roundings, devices = [], 0, here().devices
     for number, x in enumerate(arrays):
         if x.size and devices > 1:
             squares, rounded = _along_axes(x, None if scales is None else scales[number], devices)

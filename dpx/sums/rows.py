@@ -3,11 +3,9 @@
 `dpx.gradients.ghost` computes the same sums without the gradients.
 """
 
-import contextlib
-import contextvars
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,15 +15,13 @@ import numpy as np
 from dpx.sums.microbatches import sum_in_segments
 from dpx.sums.total import FloatPair, blocks_for, most_float32_rows, pair_of_trees, plus, with_low
 from dpx.trees import Tree
-from dpx.xla.place import device_count
+from dpx.xla.place import here
 
 # The largest norm of a gradient that contributes; the squares of larger ones, or their sums, would overflow float32.
 LARGEST = 2.0**63
 LONG_VECTOR = 2**14  # numbers
 SMALL_SUMS = 2**16  # numbers: so many sums of blocks are made at once, because a loop takes longer to compile
 EXACT = jax.lax.Precision.HIGHEST  # float32 products, also where the hardware would round them
-
-_SPREAD: contextvars.ContextVar[int | None] = contextvars.ContextVar("over how many devices the rows are", default=None)
 
 
 def sum_contributions(
@@ -128,19 +124,9 @@ def in_range(norms: Tree) -> jax.Array:
     return functools.reduce(jnp.logical_and, [norm <= LARGEST for norm in jax.tree.leaves(norms)])
 
 
-@contextlib.contextmanager
-def rows_over(devices: int | None) -> Iterator[None]:
-    """While it is open, programs are traced whose rows are spread over so many devices; None: over all, if even."""
-    token = _SPREAD.set(devices)
-    try:
-        yield
-    finally:
-        _SPREAD.reset(token)
-
-
 def devices_for(rows: int) -> int:
     """Over how many devices the rows may be sharded evenly; 1 if they are not, or the devices are too many."""
-    devices = _SPREAD.get() or device_count()
+    devices = here().row_devices or here().devices
     return devices if devices > 1 and rows % devices == 0 and most_float32_rows(devices) >= devices else 1
 
 

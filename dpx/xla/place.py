@@ -1,33 +1,65 @@
-"""How many devices a program is written for. Norms and noise are computed otherwise if XLA may shard their arrays."""
+"""Where a program runs, which decides how it adds, rounds and draws: its platform, its devices, and their memory.
+
+A step may be traced for a place that is not here, such as a TPU, or eight devices. What a mechanism, a release and a
+norm do inside of it depends on the place, and their signatures, which users write too, do not name it. So it is part of
+jax's own context of a trace: one thread sees it, and jax keeps the traces of a jitted function for two places apart.
+"""
 
 import contextlib
+import dataclasses
 import functools
 import os
 import warnings
-from collections.abc import Iterator
-from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import jax
 
-_COUNT: ContextVar[int | None] = ContextVar("devices of the program", default=None)
+PLATFORMS = ("cpu", "gpu", "cuda", "rocm", "tpu")
+_TRACED_FOR = jax.make_user_context(default_value=None)
 
 
-def device_count() -> int:
-    """`jax.device_count()`, of all processes; or the number of `traced_for`."""
-    return _COUNT.get() or jax.device_count()
+@dataclass(frozen=True)
+class Place:
+    """What a program is traced for.
 
-
-@contextlib.contextmanager
-def traced_for(devices: int) -> Iterator[None]:
-    """While it is open, programs are traced for another number of devices: to compare them, not to run them.
-
-    A function that is jitted once must take `device_count()` as a static argument, because jax keeps its trace.
+    platform: one of PLATFORMS
+    devices: int, of all processes. With several, XLA may shard every array
+    row_devices: int, over how many of them the rows of a batch are spread; None if they may be over all
+    memory: bytes that microbatches are chosen for, or None for no limit; "own" is what `most_memory` finds
     """
-    token = _COUNT.set(devices)
-    try:
-        yield
-    finally:
-        _COUNT.reset(token)
+
+    platform: str
+    devices: int
+    row_devices: int | None = None
+    memory: int | None | Literal["own"] = "own"
+
+    @property
+    def most_memory(self) -> int | None:
+        """Bytes of memory of the device that holds all examples; or None, because they may be on several devices, or
+        the program is traced for another platform than that of this process."""
+        if self.memory != "own":
+            return self.memory
+        if self.platform != jax.default_backend() or self.devices > 1:
+            return None
+        stats = jax.local_devices()[0].memory_stats()
+        if stats and "bytes_limit" in stats:
+            return stats["bytes_limit"]
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if self.platform == "cpu" else None
+
+
+def here() -> Place:
+    """The place that programs are traced for now: that of `traced_for`, or else all devices of all processes."""
+    return _TRACED_FOR.value or Place(jax.default_backend(), jax.device_count())
+
+
+def traced_for(**changes: Any) -> contextlib.AbstractContextManager[None]:
+    """While it is open, programs are traced for `here()` with these fields of `Place` changed.
+
+    Where the program then runs must be such a place, or it is only compiled or compared.
+    """
+    place = dataclasses.replace(here(), **changes)
+    return contextlib.nullcontext() if place == here() else _TRACED_FOR(place)
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from dpx.gradients.ghost import norms, weighted
 from dpx.gradients.ghost.norms import TINY, diagonal, in_range, inner, roundings, total, uncancelled, unit
 from dpx.gradients.ghost.rules import Site
 from dpx.sums.rows import repeated, weighted_sum
-from dpx.xla.place import device_count
+from dpx.xla.place import here
 
 
 class Overlap(enum.Enum):
@@ -355,7 +355,7 @@ def _gradient_memory_cost(site: Site, slices: int) -> float:
     """
     size = 4 * _parameter_size(site)
     groups, positions, fan_in, fan_out = site.sizes
-    if device_count() > 1 and fan_in * fan_out >= KEPT_ON_DEVICES * positions * (fan_in + fan_out):
+    if here().devices > 1 and fan_in * fan_out >= KEPT_ON_DEVICES * positions * (fan_in + fan_out):
         return TOO_LARGE * size
     return (3 if slices * size <= CACHED_BYTES else 5) * OPERATIONS_PER_BYTE * size
 

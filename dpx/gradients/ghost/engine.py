@@ -27,7 +27,7 @@ from dpx.sums.rows import in_range, zero_excluded
 from dpx.sums.total import FloatPair, pair_of_trees
 from dpx.trees import Tree
 from dpx.xla.ordering import compute_after, compute_after_each, opaque_false
-from dpx.xla.place import device_count
+from dpx.xla.place import here
 
 
 def sum_by_plan(
@@ -217,7 +217,7 @@ def _weighted_sums(
     stacked = [part for part in wanted if plan.choices[part[0]][part[1]].view.slices]
     for leaf, number in [*stacked, *(part for part in wanted if part not in stacked)]:
         choice, of_leaf = plan.choices[leaf][number], factor[leaf]
-        if device_count() > 1 and (leaf, number) not in stacked:
+        if here().devices > 1 and (leaf, number) not in stacked:
             of_leaf = compute_after_each([sums[part] for part in stacked], of_leaf)
         scale = choice.view.through(scales[leaf]) if leaf in scales else None
         shape = choice.view.shape(leaves[leaf].shape)

@@ -26,7 +26,7 @@ from dpx.gradients.ghost.trace import REMAT, View
 from dpx.sums.rows import in_range
 from dpx.sums.total import FloatPair
 from dpx.trees import Tree
-from dpx.xla.place import device_count
+from dpx.xla.place import here
 
 
 class Captured(NamedTuple):
@@ -158,7 +158,7 @@ def hooked(plan: GhostPlan, scales: dict[int, jax.Array], backward_passes: int) 
             (once if all(map(small, choices.values())) else twice)[equation] = choices
     if backward_passes == 2:
         return once, twice
-    return once if device_count() > 1 else {}, {}
+    return once if here().devices > 1 else {}, {}
 
 
 def norm_hooks(plan: GhostPlan, equations: Hooked, size: int, *, keep: bool) -> dict[int, Hook]:

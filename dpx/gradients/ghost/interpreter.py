@@ -16,7 +16,7 @@ import numpy as np
 from dpx.gradients.ghost.trace import Block, Constant, Equation, Program, carried
 from dpx.trees import Tree
 from dpx.xla.ordering import opaque_false, with_cotangent_computed_once
-from dpx.xla.place import device_count
+from dpx.xla.place import here
 
 MANY_SLICES = 8  # of parameters; for fewer, sharing kernels takes longer to compile
 
@@ -50,7 +50,7 @@ def starts_of_slices(program: Program, leaves: dict[int, jax.Array]) -> dict[int
         if program.equations[number].name == "slice" and isinstance(operand[0], int) and operand[0] in real:
             params = _params(program.equations[number])
             slices |= {} if params["strides"] else {number: params["start_indices"]}
-    if len(slices) < MANY_SLICES or device_count() > 1:
+    if len(slices) < MANY_SLICES or here().devices > 1:
         return {}
     distinct = sorted({start for starts in slices.values() for start in starts} - {0})
     known = [np.int32(start) for start in distinct]
@@ -65,7 +65,7 @@ def computed_once(program: Program, recorded: list[int]) -> frozenset[int]:
     During the backward pass of a scan, XLA would keep the terms of their cotangents, such as those of logits. The
     cotangent of a bias is that of its layer, which so has no other one.
     """
-    if device_count() == 1 or not any(equation.body for equation in program.equations):
+    if here().devices == 1 or not any(equation.body for equation in program.equations):
         return frozenset()
     equations = {number: program.equations[number] for number in recorded}
     read = {value for one in equations.values() for value in one.inputs if isinstance(value, int)}

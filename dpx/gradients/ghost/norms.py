@@ -24,7 +24,7 @@ from jax import lax  # `jnp` takes longer to trace
 from dpx.sums.norms import norm, raised
 from dpx.sums.rows import LARGEST, repeated
 from dpx.sums.total import PRODUCTS, UNIT
-from dpx.xla.place import device_count
+from dpx.xla.place import here
 
 EXACT = lax.Precision.HIGHEST  # float32 products, also where the hardware would round them
 TINY = float(jnp.finfo(jnp.float32).tiny)
@@ -65,7 +65,7 @@ def gram(a: jax.Array, b: jax.Array) -> jax.Array:
     """|G|, float32 (), by |G|^2 = sum_st (a_s . a_t)(b_s . b_t), plus the rounding of G in the weighted sum."""
     a, b, size = balanced(a, b)
     groups, positions, _ = a.shape
-    if device_count() > 1:
+    if here().devices > 1:
         # Rows that are sharded are the longer ones here, mostly. The sum over their segments, for which devices send
         # to each other what they have, is the last one: so it is a number, and not a matrix.
         short, long = (a, b) if a.shape[-1] <= b.shape[-1] else (b, a)
@@ -95,7 +95,7 @@ def inner(left: jax.Array, right: jax.Array) -> jax.Array:
     """The inner products, float32 (K, S, T), of the rows of float32 (K, S, n) and (K, T, n)."""
     size, count = left.shape[-1], _segments(left.shape[-1])
     width = math.ceil(size / count)
-    if count > 1 and device_count() > 1:
+    if count > 1 and here().devices > 1:
         # Because of the barrier, XLA does not make one long sum of the sums of the segments.
         return jnp.sum(jax.lax.optimization_barrier(_inner_of_segments(left, right)), 1)
     parts = [slice(start, start + width) for start in range(0, size, width)]

@@ -17,7 +17,7 @@ from jax import lax
 from dpx.gradients.ghost.norms import EXACT, product
 from dpx.gradients.ghost.trace import Equation, Use
 from dpx.xla.ordering import opaque_false
-from dpx.xla.place import device_count
+from dpx.xla.place import here
 
 # XLA has a fast convolution on a CPU if the data or the result have more than 16 features. Fewer are padded to 32.
 FEW_FEATURES, ENOUGH_FEATURES = 16, 32
@@ -57,7 +57,7 @@ class Patches(NamedTuple):
     def products(self, data: jax.Array, dy: jax.Array) -> jax.Array:
         """A^T B, float32 (B, K, I, O), of A = `matrix(data)` and B = `cotangents(dy)`."""
         # On several devices, the examples may be sharded. The patches of one tap are the data.
-        if device_count() > 1 or math.prod(self.taps) == 1:
+        if here().devices > 1 or math.prod(self.taps) == 1:
             return self._at_once(data, dy)
         return lax.platform_dependent(data, dy, cpu=self._one_by_one, default=self._at_once)
 
