@@ -1,72 +1,42 @@
-"""Other functions in the place of `keys.release` and `keys.normal_like` while an audit traces a mechanism.
-
-jax keeps what it traced for a jitted function. So if a mechanism calls one of its own, such as a jitted release, a run
-after the audit would have the stand-in in place of the noise. `_AUDITED` keeps the traces of audits apart. And only
-the thread of the audit sees the stand-in, because another one may trace a step meanwhile.
-"""
+"""Other functions in the place of `keys.release` and `keys.normal_like` while an audit traces a mechanism."""
 
 import contextlib
 import functools
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from dpx import keys
-from dpx.sums import doubles
+from dpx.keys.noise import STAND_INS
 from dpx.sums.total import as_pair
 from dpx.trees import Tree, split
 
-_AUDITED = jax.make_user_context(default_value=False)
-_ONE_AUDIT = threading.RLock()
 
+def replacing(**functions: Callable) -> contextlib.AbstractContextManager:
+    """Inside, `keys.release` or `keys.normal_like` is another function in this thread: for a trace, never for a run.
 
-@contextlib.contextmanager
-def replacing(**functions: Callable) -> Iterator[None]:
-    """Inside, `dpx.keys` has these functions in this thread, such as `release`: for a trace, never for a run.
-
-    `release_and_rest` is then made of the given `release`.
+    `keys.release_and_rest` is then made of that release. Inside of such a function, both are their own again.
     """
-    if "release" in functions:
-        functions["release_and_rest"] = functools.partial(_with_rest, functions["release"])
-    with _ONE_AUDIT:
-        originals, here = {name: getattr(keys, name) for name in functions}, threading.get_ident()
-
-        def in_this_thread(name: str) -> Callable:
-            def either(*given, **named):
-                return (functions if threading.get_ident() == here else originals)[name](*given, **named)
-
-            return either
-
-        vars(keys).update({name: in_this_thread(name) for name in functions})
-        try:
-            with _AUDITED(True):
-                yield
-        finally:
-            vars(keys).update(originals)
+    return STAND_INS(STAND_INS.value._replace(**functions))
 
 
-def drawing(draw: Callable) -> contextlib.AbstractContextManager[None]:
+def drawing(draw: Callable) -> contextlib.AbstractContextManager:
     """Inside, `keys.normal_like` is `draw(key, step, tree)`, and `keys.release` adds it to its sum in floating point,
     without the grid: for a trace, never for a run.
     """
-
-    return replacing(normal_like=draw, release=functools.partial(_release, draw))
-
-
-def _release(draw, key, step, total, deviation):
-    high, low = as_pair(total)
-    whole = high if low is None else jax.tree.map(jnp.add, high, low)
-    return jax.tree.map(lambda s, n: s + deviation * n, whole, draw(key, step, whole))
+    return replacing(normal_like=draw, release=_adding(draw))
 
 
-def _with_rest(release, key, step, total, parts, deviation):
-    given = total(parts)
-    released = release(key, step, given, deviation)
-    with jax.enable_x64(True):
-        return released, doubles.less(released, given)
+@functools.lru_cache(64)  # one object, because jax traces again for each
+def _adding(draw: Callable) -> Callable:
+    def release(key, step, total, deviation):
+        high, low = as_pair(total)
+        whole = high if low is None else jax.tree.map(jnp.add, high, low)
+        return jax.tree.map(lambda s, n: s + deviation * n, whole, draw(key, step, whole))
+
+    return release
 
 
 def without_grid(function: Callable) -> Callable:
@@ -87,7 +57,7 @@ def with_quick_noise(function: Callable) -> Callable:
     """
 
     def traced(*arguments):
-        with replacing(release=functools.partial(_release, quick)):
+        with replacing(release=_adding(quick)):
             return function(*arguments)
 
     return traced
