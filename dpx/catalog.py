@@ -66,7 +66,7 @@ METHODS = (
     Entry(methods.ranked_freeze_sgd, CLIP | FREEZE),
     Entry(methods.ada_dpigu, CLIP | {"warmup": 100}),
     Entry(methods.dice_sgd, CLIP | {"feedback_norm": 1.0, "outer_clip_norm": 1.1}, FEEDBACK),
-    Entry(methods.gep_sgd, {"embedding_clip_norm": 1.0, "residual_clip_norm": 0.5}, "papers/gep_sgd/method.py"),
+    Entry(methods.gep_sgd, {"embedding_clip_norm": 1.0, "residual_clip_norm": 0.5}, "papers/gep_sgd.py"),
     Entry(
         mechanisms.adaptive_clipping,
         {"initial_clip_norm": 1.0, "indicator_noise": 13.0},

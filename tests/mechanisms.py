@@ -20,7 +20,7 @@ import dpx
 from dpx import catalog, strategies
 from dpx.papers.correlated_noise.event import CorrelatedGaussianDpEvent, CyclicBandedDpEvent
 from dpx.papers.d2p2_sgd.projected import ProjectedGaussianDpEvent
-from dpx.papers.d2p2_sgd.projections.projection import projection
+from dpx.papers.d2p2_sgd.projections import projection
 from dpx.papers.dice_sgd.event import ErrorFeedbackDpEvent
 
 PARAMS = {"kernel": jnp.ones((4, 3)), "bias": jnp.zeros(3), "scale": jnp.ones(())}
@@ -438,29 +438,31 @@ SAMPLINGS_BY_HAND = {
 }
 
 
+def arguments_of(entry: catalog.Entry, key: jax.Array, sampling: Any = POISSON) -> dict[str, Any]:
+    """All arguments that a line of the catalog needs: its own, and those of the contract."""
+    if entry.samplings:
+        sampling = {"cyclic": CYCLIC, "ordered": ORDERED}[entry.samplings[0]]
+    of_the_contract = {"noise_multiplier": 1.3, "sampling": sampling, "steps": 8, "basis": ALIGNED, "bands": 3}
+    of_the_contract |= {"key": key, "mechanism": _dp_sgd(key, clip_norm=entry.arguments.get("clip_norm", 1.0))}
+    return entry.arguments | {name: of_the_contract[name] for name in of_the_contract if name in entry.parameters}
+
+
 def case_of_method(entry: catalog.Entry, sampling: Any = POISSON) -> Case:
     """A case for a method, or a mechanism, of which nothing is known but its line in the catalog.
 
     Without a `clip_norm`, its bound must be 1. What has another bound, or schedules of its own, needs a case by hand.
     """
-    of_the_contract = {"noise_multiplier": 1.3, "sampling": sampling, "steps": 8, "basis": ALIGNED, "bands": 3}
-    if entry.samplings:
-        of_the_contract["sampling"] = {"cyclic": CYCLIC, "ordered": ORDERED}[entry.samplings[0]]
-    arguments = entry.arguments | {name: of_the_contract[name] for name in of_the_contract if name in entry.parameters}
-    clip_norm = arguments.get("clip_norm", 1.0)
+    clip_norm = entry.arguments.get("clip_norm", 1.0)
 
     def make(key):
-        given = {"key": key, "mechanism": _dp_sgd(key, clip_norm=clip_norm)}
-        return entry.build(**arguments, **{name: given[name] for name in given if name in entry.parameters})
+        return entry.build(**arguments_of(entry, key, sampling))
 
     return Case(entry.name, make, lambda step: clip_norm, linear=False, from_catalog=True)
 
 
 def case_of_coordinates(entry: catalog.Entry) -> Case:
     def make(key):
-        given = {"key": key, "basis": ALIGNED}
-        arguments = entry.arguments | {name: given[name] for name in given if name in entry.parameters}
-        return dpx.in_coordinates(_dp_sgd(key), entry.build(**arguments))
+        return dpx.in_coordinates(_dp_sgd(key), entry.build(**arguments_of(entry, key)))
 
     return Case(entry.name, make, linear=False, from_catalog=True)
 

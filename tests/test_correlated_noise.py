@@ -22,7 +22,6 @@ from dpx.audit.contract.noise import require_covariance
 from dpx.audit.contract.report import Broken
 from dpx.audit.contract.trial import Trial
 from dpx.keys.noise import GRID
-from dpx.papers.correlated_noise import memory
 from dpx.papers.correlated_noise.event import CorrelatedGaussianDpEvent, CyclicBandedDpEvent, rounding
 from dpx.sums import doubles
 from dpx.sums.total import ETA
@@ -159,13 +158,13 @@ def test_the_rounding_of_the_memory_moves_less_than_is_billed(strategy, scale):
     other = sums.copy()
     other[2] += rng.normal(size=numbers).astype(np.float32) / np.float32(50)  # about one clip norm of 1
     releases, given = [], ([], [])
-    states = [memory.empty({"w": jnp.zeros(numbers)}, len(weights)) for _ in range(2)]
+    states = [module._empty({"w": jnp.zeros(numbers)}, len(weights)) for _ in range(2)]
     for step in range(steps):
         handed = []
         with jax.enable_x64(True):
             for world, rows in enumerate((sums, other)):
                 exact = {"w": jnp.asarray(rows[step], jnp.float64)}
-                back = memory.added(states[world], weights)
+                back = module._added(states[world], weights)
                 handed.append((exact, doubles.values(doubles.halved(jax.tree.map(jnp.add, exact, back)))))
                 given[world].append(np.asarray(handed[-1][1]["w"]))
             releases.append(np.float32(given[0][-1] + rng.normal(size=numbers)))
@@ -173,7 +172,7 @@ def test_the_rounding_of_the_memory_moves_less_than_is_billed(strategy, scale):
                 before = doubles.halved(exact if banded else total)
                 noise = doubles.less({"w": jnp.asarray(releases[-1])}, before)
                 record = states[world].inner._replace(step=jnp.int32(step + 1))
-                states[world] = memory.after(states[world], noise, record)
+                states[world] = module._after(states[world], noise, record)
     column, inverse = strategy.column(steps), strategy.inverse_column(steps)
     moved = [
         sum(column[j] * (other[t - j].astype(np.float64) - sums[t - j]) for j in range(t + 1)) for t in range(steps)

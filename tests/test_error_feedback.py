@@ -313,23 +313,9 @@ def test_printed_pipeline():
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"clip_norm": 0.0}, "clip_norm"),
         ({"clip_norm": {"w": 1.0}}, "clip_norm"),
-        ({"feedback_norm": 0.0}, "feedback_norm"),
-        ({"feedback_norm": math.inf}, "feedback_norm"),
-        ({"outer_clip_norm": 0.5}, "outer_clip_norm"),
         ({"outer_clip_norm": -math.inf}, "outer_clip_norm"),
-        ({"outer_clip_norm": math.nan}, "outer_clip_norm"),
-        ({"outer_clip_norm": 1e16}, "outer_clip_norm"),
-        ({"noise_multiplier": -1.0}, "noise_multiplier"),
         ({"noise_multiplier": lambda step: 1.0}, "noise_multiplier"),
-        ({"stability": 0.0}, "stability"),
-        ({"reset_every": 0}, "reset_every"),
-        ({"reset_every": 2.5}, "reset_every"),
-        ({"reset_every": True}, "reset_every"),
-        ({"sampling": None}, "sampling"),
-        ({"key": None}, "key"),
-        ({"noise_multiplier": None}, "noise_multiplier"),
     ],
 )
 def test_bad_configuration(changes, match):

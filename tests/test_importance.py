@@ -250,34 +250,6 @@ def test_top_fraction_keeps_the_largest_of_each_example():
 # What is refused
 
 
-@pytest.mark.parametrize(
-    ("message", "make"),
-    [
-        (r"keep must be in \(0, 1\], got 0", lambda: dpx.coordinates.importance_mask(keep=0.0, warmup=1)),
-        (r"keep must be in \(0, 1\], got 1.01", lambda: dpx.coordinates.importance_mask(keep=1.01, warmup=1)),
-        (
-            "keep must be a finite number at least 0, got nan",
-            lambda: dpx.coordinates.importance_mask(keep=math.nan, warmup=1),
-        ),
-        (
-            "warmup must be a whole number of at least 1, got 0",
-            lambda: dpx.coordinates.importance_mask(keep=0.5, warmup=0),
-        ),
-        ("warmup must be .* got 2.0", lambda: dpx.methods.ada_dpigu(warmup=2.0, **BASE)),  # type: ignore
-        ("noise_floor must be .* got -1", lambda: dpx.coordinates.importance_mask(keep=0.5, warmup=1, noise_floor=-1)),
-        (r"example_keep must be in \(0, 1\], got 0", lambda: dpx.methods.ada_dpigu(warmup=1, example_keep=0.0, **BASE)),
-        (r"fraction must be in \(0, 1\], got 2", lambda: dpx.coordinates.top_fraction(fraction=2)),
-        (r"mean_decay must be in \[0, 1\), got 1", lambda: dpx.coordinates.standardized(mean_decay=1)),
-        (r"variance_decay must be in \[0, 1\), got -0.1", lambda: dpx.coordinates.standardized(variance_decay=-0.1)),
-        ("stability must be .* got 0", lambda: dpx.coordinates.standardized(stability=0)),
-        ("initial_variance must be .* got -1", lambda: dpx.coordinates.standardized(initial_variance=-1)),
-    ],
-)
-def test_bad_configuration_is_refused(message, make):
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
 def test_schedules_of_keep_are_refused_with_the_bill():
     rising = dpx.methods.ada_dpigu(warmup=2, keep=optax.linear_schedule(0.5, 1.3, 8), **BASE)
     rising.event(5)

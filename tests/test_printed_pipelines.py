@@ -9,7 +9,7 @@ import pytest
 
 import dpx
 from dpx.audit.stand_ins import drawing
-from dpx.papers.d2p2_sgd.projections.projection import projection
+from dpx.papers.d2p2_sgd.projections import projection
 from dpx.sums.total import ETA
 from tests.mechanisms import ALIGNED, ALL, MECHANISMS, PARAMS, PER_LAYER_RANK, Case
 

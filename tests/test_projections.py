@@ -14,8 +14,7 @@ from jax.flatten_util import ravel_pytree
 import dpx
 from dpx import keys
 from dpx.papers.d2p2_sgd.projected import projected
-from dpx.papers.d2p2_sgd.projections import countsketch, hadamard
-from dpx.papers.d2p2_sgd.projections.projection import SKETCHES, projection
+from dpx.papers.d2p2_sgd.projections import SKETCHES, UNROLLED, hadamard_transform, projection
 from dpx.sums.total import ETA
 from tests.mechanisms import PARAMS, POISSON
 from tests.test_dp_sgd import loss, model
@@ -193,7 +192,7 @@ def test_hadamard_transform():
     for order in range(8):
         rows = np.random.default_rng(order).normal(size=(3, 2**order))
         expected = rows @ scipy.linalg.hadamard(2**order)
-        np.testing.assert_allclose(hadamard.transform(jnp.asarray(rows, jnp.float32)), expected, atol=1e-4)
+        np.testing.assert_allclose(hadamard_transform(jnp.asarray(rows, jnp.float32)), expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("rank", [40, 3])
@@ -206,7 +205,7 @@ def test_count_sketch_is_its_formula(rank):
     offsets = (np.abs(p).argmax(0) - np.arange(101)) % rank
     for run in range(0, 101, rank):
         assert len(set(offsets[run : run + rank])) == 1
-    assert len(set(offsets)) > 1 and countsketch.UNROLLED == 16
+    assert len(set(offsets)) > 1 and UNROLLED == 16
 
 
 def test_a_subset_has_exactly_so_many():
@@ -349,19 +348,9 @@ def test_prints_its_pipeline():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rank": 0}, "rank must be a whole number of at least 1, got 0"),
-        ({"rank": 2.5}, "rank must be a whole number"),
-        ({"rank": True}, "rank must be a whole number"),
-        ({"rank": {"kernel": 3, "bias": -1}}, "got -1"),
         ({"rank": {}}, "at least one number"),
-        ({"rank": None, "reduction_rate": 1.0}, r"reduction_rate must be in \[0, 1\), got 1.0"),
-        ({"rank": None, "reduction_rate": -0.1}, "reduction_rate must be in"),
-        ({"rank": None, "reduction_rate": math.nan}, "reduction_rate must be in"),
         ({"rank": None}, "say either rank or reduction_rate"),
         ({"reduction_rate": 0.3}, "say either rank or reduction_rate"),
-        ({"kind": "sparse"}, "kind must be one of gaussian, .*; got 'sparse'"),
-        ({"every": 0}, "every must be a whole number of at least 1, got 0"),
-        ({"key": None}, "key must be"),
     ],
 )
 def test_bad_configuration(changes, message):
@@ -418,5 +407,3 @@ def test_other_unbilled_compositions_are_refused():
     outer = dpx.in_coordinates(base(), dpx.coordinates.random_projection(rank=12, kind="gaussian", key=KEY))
     with pytest.raises(ValueError, match="innermost"):
         dpx.mechanisms.clip_then_project(outer, rank=5, kind="subset", key=KEY).init(PARAMS)
-    with pytest.raises(ValueError, match="order must be"):
-        dpx.methods.dp2_sgd(rank=5, kind="subset", order="both", noise_multiplier=1.0, sampling=POISSON, key=KEY)  # type: ignore

@@ -1,4 +1,4 @@
-"""The papers, one folder each: its methods, its coordinates and mechanisms, the proofs, and what it claims.
+"""The papers, one folder or file each: its methods, its coordinates and mechanisms, the proofs, and what it claims.
 
 A paper stands on the rooms below and on no other paper. The one exception is `gep_sgd`, which freezes coordinates as
 `random_freeze` does. Nothing below imports a paper, so a folder can be deleted with its lines in `dpx/methods.py`,

@@ -1,14 +1,18 @@
 """Correlated noise: later noise cancels a part of earlier noise, so that prefix sums of the updates have less of it.
 
-Proof of the bill, also for the bits: `event.py`. An example enters each sum as in `dp_sgd.py`, so
-it moves a sum by at most C (1 + ETA), and it takes part in the steps that the sampling states. `normalized`,
-coordinates that are fixed, and transforms behind the mechanism change neither.
+Proof of the cost, also for the bits: `event.py`. An example enters each sum as in `dp_sgd.py`, so it moves a sum by at
+most C (1 + ETA), and it takes part in the steps that the sampling states. `normalized`, coordinates that are fixed, and
+transforms behind the mechanism change neither.
+
+The memory holds what the last releases differ from their sums by. It is a function of raw data, so it is never
+released. Each number is two float32 numbers, because one would move a sum by up to 2^-23 sqrt(numbers) deviations.
 """
 
+import functools
 import hashlib
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,16 +24,18 @@ from dpx import keys
 from dpx.accounting.budget import accepts_budget
 from dpx.mechanism import Mechanism
 from dpx.mechanisms.dp_sgd import LARGEST_CLIP_NORM, SMALLEST_CLIP_NORM, dp_sgd
-from dpx.papers.correlated_noise import memory
 from dpx.papers.correlated_noise.event import CorrelatedGaussianDpEvent, CyclicBandedDpEvent, rounding
+from dpx.papers.correlated_noise.losses import Workload, optimized
 from dpx.papers.correlated_noise.sensitivities import sensitivity, shuffled_sensitivity
 from dpx.papers.correlated_noise.strategy import Strategy
+from dpx.papers.correlated_noise.strategy import lambda_cgd as strategy_of
 from dpx.sampling.cyclic import CyclicPoissonSampling
 from dpx.sampling.schemes import FixedOrder, FullBatch, Sampling, ShuffledEpochs
+from dpx.states.record import ReleaseState
 from dpx.sums import doubles
 from dpx.sums.total import ETA, FloatPair, as_pair
-from dpx.trees import described
-from dpx.validation import require_number
+from dpx.trees import Tree, described
+from dpx.validation import require_number, require_whole
 
 
 @accepts_budget
@@ -85,7 +91,7 @@ def correlated_noise(
 
     weights = _weights(strategy)
     return inner.wrap(
-        begin=lambda params: memory.empty(params, len(weights)),
+        begin=lambda params: _empty(params, len(weights)),
         release=_with_memory(inner, strategy, noise_key, noise_multiplier * clip_norm * (1 + ETA)),
         event=event,
         correlated=strategy,
@@ -135,7 +141,7 @@ def _with_memory(inner: Mechanism, strategy: Strategy, noise_key: jax.Array, dev
     def with_past(parts) -> FloatPair:
         sums, state = parts
         with jax.enable_x64(True):
-            exact, past = doubles.values(as_pair(sums)), memory.added(state, weights)
+            exact, past = doubles.values(as_pair(sums)), _added(state, weights)
             return doubles.halved(jax.tree.map(jnp.add, exact, past))
 
     def release(sums, state, params):
@@ -146,7 +152,7 @@ def _with_memory(inner: Mechanism, strategy: Strategy, noise_key: jax.Array, dev
                 noise = doubles.less(released, as_pair(sums[0]))
         else:
             released, noise = keys.release_and_rest(noise_key, state.inner.step, with_past, given, deviation)
-        state = memory.after(state, noise, state.inner.after(inner.noise_multiplier))
+        state = _after(state, noise, state.inner.after(inner.noise_multiplier))
         updates = jax.tree.map(lambda r: r / inner.sampling.divisor, released)
         return optax.tree.cast_like(updates, params), state
 
@@ -195,3 +201,131 @@ def _stages(stages: tuple[str, ...], strategy: Strategy) -> tuple[str, ...]:
 
 def _shown(weights: tuple[float, ...]) -> str:
     return ", ".join(f"{weight:.6g}" for weight in weights[:6]) + (", ..." if len(weights) > 6 else "")
+
+
+class CorrelatedNoiseState(NamedTuple):
+    """The record of the releases, and the noise of the last ones.
+
+    inner: ReleaseState, public.
+    unreleased_noise: two float32 (w, ...) arrays for each array of the encoded gradients, the last w noises: a release
+        minus one of them is the sum of raw gradients. Never share it.
+    """
+
+    inner: ReleaseState
+    unreleased_noise: FloatPair
+
+
+def _empty(params: Tree, steps: int) -> CorrelatedNoiseState:
+    """The state before the first release, sharded like the parameters. steps: w, int, at least 1."""
+
+    def ring(p: jax.Array) -> jax.Array:
+        zeros = jnp.zeros_like(p, dtype=jnp.float32)
+        return jnp.stack([zeros] * steps)
+
+    return CorrelatedNoiseState(ReleaseState.empty(params), FloatPair(*(jax.tree.map(ring, params) for _ in range(2))))
+
+
+def _added(state: CorrelatedNoiseState, weights: np.ndarray) -> Tree:
+    """sum_j weights_j noise_(t-1-j), float64 like the gradients. weights: float64 (w,). Inside `jax.enable_x64`."""
+    count = len(weights)
+    ages = (state.inner.step - 1 - jnp.arange(count, dtype=jnp.int32)) % count
+    of_rows = doubles.constants(weights)[ages]
+
+    def add(high: jax.Array, low: jax.Array) -> jax.Array:
+        # Row after row in one loop over the numbers: a sum over axis 0 takes seven times as long on a CPU.
+        rows = (high[row].astype(jnp.float64) + low[row].astype(jnp.float64) for row in range(count))
+        return sum((weight * row for weight, row in zip(of_rows, rows, strict=True)), start=jnp.float64(0))
+
+    return jax.tree.map(add, *state.unreleased_noise)
+
+
+def _after(state: CorrelatedNoiseState, noise: FloatPair, release: ReleaseState) -> CorrelatedNoiseState:
+    """The next state. noise: of this step, like the gradients. release: the next record."""
+    rows = state.unreleased_noise
+
+    def write(row: jax.Array, rows: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_index_in_dim(rows, row, state.inner.step % len(rows), 0)
+
+    return CorrelatedNoiseState(
+        release, FloatPair(*(jax.tree.map(write, *parts) for parts in zip(noise, rows, strict=True)))
+    )
+
+
+_optimized = functools.lru_cache(64)(optimized)  # a budget builds the mechanism for many noise multipliers
+
+
+@accepts_budget
+def band_mf_sgd(
+    *,
+    bands: int,
+    steps: int,
+    momentum: float = 0.0,
+    learning_rates: tuple[float, ...] = (),
+    clip_norm: float,
+    noise_multiplier: float,
+    sampling: CyclicPoissonSampling | FixedOrder | ShuffledEpochs | FullBatch,
+    key: jax.Array,
+) -> Mechanism:
+    """BandMF: DP-SGD with the best banded noise, on cyclic Poisson samples (arXiv:2306.08153).
+
+    clip -> sum -> add noise C^-1 z -> divide, for the banded Toeplitz C with the least error of the parameters.
+
+    The paper claims, for cyclic Poisson sampling with b groups, the epsilon of one Poisson-sampled Gaussian for each b
+    steps, of noise multiplier sigma, if z has the deviation sigma times the norm of a column of C. That holds, and dpx
+    bills it, also for the bits of the releases (`dpx.mechanisms.correlated_noise`). The paper's C need not be Toeplitz.
+
+    bands: of C, at least 1, and at most the groups of the sampling; a shorter run has as many as it has steps.
+    steps: of the run, which C is the best for. More steps are billed too.
+    momentum: of the optimizer behind it, in [0, 1), for which C is the best.
+    learning_rates: of each step, floats, not negative, for which C is the best; () if they are constant.
+    clip_norm: C, in the units of the gradient; a number.
+    noise_multiplier: the standard deviation of z over the clip norm, above 0, or a `dpx.Budget`. The bill is that of
+        noise_multiplier over the norm of a column of C.
+    sampling: `dpx.sampling.CyclicPoissonSampling` with at least so many bands. A fixed order and full batches cost the
+        sensitivity of all participations, as one Gaussian release.
+    key: a secret PRNG key, (), of this run alone.
+
+    The state keeps 8 bytes for each parameter and each of the last bands - 1 steps. Raises ValueError for numbers
+    outside their domains, and another sampling.
+    """
+    workload = Workload(momentum=momentum, learning_rates=tuple(learning_rates))
+    steps, bands = require_whole("steps", steps), require_whole("bands", bands)
+    strategy = _optimized(bands=min(bands, steps), steps=steps, workload=workload)
+    return correlated_noise(
+        strategy=strategy, clip_norm=clip_norm, noise_multiplier=noise_multiplier, sampling=sampling, key=key
+    )
+
+
+@accepts_budget
+def lambda_cgd(
+    *,
+    correlation: float,
+    clip_norm: float,
+    noise_multiplier: float,
+    sampling: Sampling,
+    key: jax.Array,
+) -> Mechanism:
+    """lambda-CGD: DP-SGD whose noise is z_t - correlation z_(t-1), for a fixed order (arXiv:2601.22334).
+
+    clip -> sum -> add noise -> divide. The noise of a step cancels a part of that of the step before.
+
+    The paper claims the epsilon of one Gaussian release of noise multiplier noise_multiplier / sensitivity for the
+    whole run. That holds, and dpx bills it, also for the bits of the releases (`dpx.mechanisms.correlated_noise`).
+
+    correlation: lambda, in [0, 1). 0 is DP-SGD. More cancels more noise, and needs more of it.
+    clip_norm: C, in the units of the gradient; a number.
+    noise_multiplier: the standard deviation of z over the clip norm, above 0, or a `dpx.Budget`.
+    sampling: `dpx.sampling.FixedOrder`, `dpx.ShuffledEpochs` or `dpx.FullBatch`. Samples that are drawn by chance are
+        refused, because no amplification is known for a full C.
+    key: a secret PRNG key, (), of this run alone.
+
+    The state keeps 8 bytes for each parameter. Raises ValueError for numbers outside their domains, and another
+    sampling.
+    """
+    return correlated_noise(
+        strategy=strategy_of(correlation=correlation),
+        clip_norm=clip_norm,
+        noise_multiplier=noise_multiplier,
+        sampling=sampling,
+        key=key,
+    )

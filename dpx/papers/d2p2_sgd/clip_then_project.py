@@ -23,7 +23,7 @@ from dpx import keys
 from dpx.accounting.releases import count_releases
 from dpx.mechanism import Mechanism, Tree
 from dpx.papers.d2p2_sgd.projected import projected
-from dpx.papers.d2p2_sgd.projections.projection import ProjectionKind, ProjectionState, projection
+from dpx.papers.d2p2_sgd.projections import ProjectionKind, ProjectionState, projection
 from dpx.stages import around_sum
 from dpx.sums import doubles
 from dpx.sums.total import FloatPair, as_pair

@@ -18,7 +18,7 @@ from dpx.papers.d2p2_sgd.projections import ProjectionKind, random_projection
 from dpx.sampling.schemes import Sampling
 from dpx.scalars import ScalarOrSchedule
 from dpx.trees import described
-from dpx.validation import require_whole
+from dpx.validation import require_number, require_whole
 
 Order = Literal["project_then_clip", "clip_then_project"]
 
@@ -122,6 +122,7 @@ def d2p_sgd(
 
 def _falling(noise_multiplier: float, power: float, every: int) -> ScalarOrSchedule:
     """The noise multiplier of D2P-SGD, a schedule of the step."""
+    require_number("noise_multiplier", noise_multiplier, minimum=0, exclusive=True)
     falling = schedules.inverse_power(init_value=noise_multiplier, power=power)
     return schedules.every(falling, steps=require_whole("every", every))
 

@@ -1,0 +1,307 @@
+"""AdaDPIGU (Zhang and Xie 2025, arXiv:2507.06525): coordinates that a private warm-up finds important, standardized."""
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+from dpx.accounting.budget import accepts_budget
+from dpx.masks import count, largest, least_of_largest, masked
+from dpx.mechanism import Coordinates, Mechanism, Tree, in_coordinates
+from dpx.mechanisms.dp_sgd import dp_sgd
+from dpx.sampling.schemes import Sampling
+from dpx.scalars import ScalarOrSchedule, at, over, require_fraction, require_scalar_or_schedule
+from dpx.stages import describe_share
+from dpx.trees import find_state
+from dpx.validation import require_number, require_whole
+
+
+@accepts_budget
+def ada_dpigu(
+    *,
+    keep: ScalarOrSchedule = 0.6,
+    warmup: int,
+    example_keep: float = 1.0,
+    mean_decay: float = 0.9,
+    variance_decay: float = 0.999,
+    stability: float = 1e-8,
+    relative: bool = True,
+    clip_norm: ScalarOrSchedule,
+    noise_multiplier: ScalarOrSchedule,
+    sampling: Sampling,
+    key: jax.Array,
+) -> Mechanism:
+    """AdaDPIGU: DP-SGD on standardized, important coordinates (Zhang and Xie 2025, https://arxiv.org/abs/2507.06525).
+
+    The first `warmup` steps are DP-SGD. Their releases rank the coordinates once. Every later step is
+    mask -> standardize -> mask -> largest of each example -> clip -> sum -> add noise -> divide -> restore -> mask.
+
+    The paper claims the epsilon of its second phase, or of both, with a mask that it calls independent of the data.
+    That does not hold: its scores come from gradients without noise, so its mask is an unbilled release of data, and
+    its standardization moves masked coordinates. dpx bills every step of both phases, each as one Gaussian release; the
+    ranking and the averages read released values only.
+
+    keep: in (0, 1], the share of the coordinates trained after the warm-up; a rising schedule unfreezes the rest.
+    warmup: the number of steps of the first phase, at least 1, which are billed with the others.
+    example_keep: in (0, 1], the share of all coordinates that each example keeps of its own, in the second phase.
+    mean_decay, variance_decay: in [0, 1), of the averages of released values and of their squared deviations. The
+        variance starts as that of the noise.
+    stability: at least 1e-12, in the units of the gradient, which is added to the scale.
+    relative: divide the scale by its root mean square, so that the clip norm keeps the units of the gradient.
+    clip_norm: in the second phase, of the standardized gradient; a number or a schedule of the step.
+    noise_multiplier: the noise's standard deviation on the sum, in clip norms; a number, a schedule, or a `dpx.Budget`.
+    sampling: how the batches are drawn, such as `dpx.PoissonSampling`. key: a secret PRNG key, (), of this run alone.
+
+    Raises ValueError for numbers outside their domains. `dpx.coordinates.masked_params` is for the paper's masked loss.
+    """
+    warmup = require_whole("warmup", warmup)
+    require_fraction("example_keep", example_keep, "(0, 1]")
+
+    def noise_deviation(step):
+        """The standard deviation of the noise on a released coordinate, before standardization."""
+        return at(noise_multiplier, step) * at(clip_norm, step) / sampling.divisor
+
+    mechanism = dp_sgd(clip_norm=clip_norm, noise_multiplier=noise_multiplier, sampling=sampling, key=key)
+    standardization = standardized(
+        mean_decay=mean_decay,
+        variance_decay=variance_decay,
+        initial_variance=float(over(noise_deviation, warmup + 1)[warmup]) ** 2,
+        stability=stability,
+        relative=relative,
+    )
+    important = importance_mask(keep=keep, warmup=warmup, inner=standardization, noise_floor=noise_deviation)
+    if example_keep == 1:
+        return in_coordinates(mechanism, important)
+    largest_of_each_example = top_fraction(fraction=lambda step: jnp.where(step < warmup, 1.0, example_keep))
+    return in_coordinates(mechanism, important, largest_of_each_example)
+
+
+class ImportanceState(NamedTuple):
+    """The scores and the mask, which are functions of released values.
+
+    step: int32 (), the number of releases.
+    score: float32, like the parameters; complete after the warm-up.
+    mask: bool, like the parameters; True where the coordinate is trained.
+    inner: state of the wrapped coordinates; () without any.
+    """
+
+    step: jax.Array
+    score: Tree
+    mask: Tree
+    inner: Tree
+
+
+def importance_mask(
+    *, keep: ScalarOrSchedule, warmup: int, inner: Coordinates | None = None, noise_floor: ScalarOrSchedule = 0.0
+) -> Coordinates:
+    """The whole gradient for `warmup` steps; then only its coordinates of highest score, after `inner`.
+
+    g -> m inner(m g) after the warm-up, for a mask m with the floor(keep d) highest scores
+    score_j = mean over the warm-up of |released_j| - sqrt(2/pi) noise_floor.  Frozen coordinates are released as 0.
+
+    The ranking costs nothing beyond the steps of the warm-up, which are billed like all others, because it reads
+    released gradients. The second mask is needed because `inner` may move frozen coordinates away from 0, where they
+    would count in the norm.
+
+    keep: in (0, 1], the share of coordinates that are trained; a schedule of the step unfreezes the next coordinates
+        of the ranking, so it must not fall after the warm-up.
+    warmup: int, at least 1, the number of steps before the ranking.
+    inner: coordinates of the same shapes as the gradient, such as `standardized`; they start after the warm-up.
+    noise_floor: at least 0, the standard deviation of the noise on a coordinate. It shifts all scores alike.
+
+    Raises ValueError for numbers outside their domains; for a schedule, when the step is billed.
+    Source: AdaDPIGU, Zhang and Xie 2025, https://arxiv.org/abs/2507.06525, which scores gradients without noise.
+    """
+    require_fraction("keep", keep, "(0, 1]")
+    warmup = require_whole("warmup", warmup)
+    require_scalar_or_schedule("noise_floor", noise_floor, minimum=0)
+
+    def init(params):
+        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+        ones = jax.tree.map(lambda p: jnp.ones(p.shape, bool), params)
+        return ImportanceState(jnp.zeros((), jnp.int32), zeros, ones, inner.init(params) if inner is not None else ())
+
+    def after_warmup(state, before, after):
+        return jax.tree.map(lambda b, a: jnp.where(state.step < warmup, b, a), before, after)
+
+    def encode(grad, state):
+        if inner is None:
+            return masked(grad, state.mask)
+        encoded = masked(inner.encode(masked(grad, state.mask), state.inner), state.mask)
+        return after_warmup(state, grad, encoded)
+
+    def decode(released, state, like):
+        updates, inner_state = masked(released, state.mask), state.inner
+        if inner is not None:
+            restored, following = inner.decode(updates, state.inner, like)
+            updates = after_warmup(state, released, masked(restored, state.mask))
+            inner_state = after_warmup(state, state.inner, following)
+        floor = math.sqrt(2 / math.pi) * at(noise_floor, state.step)
+        scored = jax.tree.map(lambda s, r: s + (jnp.abs(r) - floor) / warmup, state.score, released)
+        score = after_warmup(state, scored, state.score)
+        step = state.step + 1
+        kept = count(keep, step, like)
+        changes = (step == warmup) | ((step > warmup) & (kept != count(keep, state.step, like)))
+        mask = lax.cond(changes, lambda: largest(score, kept), lambda: state.mask)
+        return updates, ImportanceState(step, score, mask, inner_state)
+
+    name, undo = _words(keep, warmup, inner)
+    return Coordinates(
+        init=init,
+        encode=encode,
+        decode=decode,
+        name=name,
+        undo=undo,
+        supports_ghost_norms=inner is None,
+        check=lambda steps: _check(keep, warmup, inner, steps),
+    )
+
+
+def _check(keep: ScalarOrSchedule, warmup: int, inner: Coordinates | None, steps: int):
+    """Raises ValueError if `keep` leaves (0, 1] or falls after the warm-up in the first `steps`, or as `inner` does."""
+    require_fraction("keep", keep, "(0, 1]", steps)
+    kept = over(keep, steps)[warmup:]
+    for fallen in np.flatnonzero(np.diff(kept) < 0)[:1]:
+        found = f"{kept[fallen + 1]:g} after {kept[fallen]:g} at step {warmup + fallen + 1}"
+        raise ValueError(f"keep must not fall after the warm-up, got {found}")
+    if inner is not None:
+        inner.check(steps)
+
+
+def _words(keep: ScalarOrSchedule, warmup: int, inner: Coordinates | None) -> tuple[str, str]:
+    """`encode` and `decode` in words, for the printed pipeline."""
+    name = f"after {warmup} steps keep the most important coordinates: {describe_share(keep)}"
+    if inner is None:
+        return name, "mask the released gradient"
+    undo = f"; {inner.undo}; mask again" if inner.undo else ""
+    return f"{name}; {inner.name}; mask again", f"after {warmup} steps mask the released gradient{undo}"
+
+
+def masked_params(params: Tree, state: Tree) -> Tree:
+    """`params` with 0 in the coordinates that `importance_mask` has frozen. AdaDPIGU computes its loss at these.
+
+    state: of the mechanism or of a `dpx.chain` of it. Give the result to `private_updates`'s function in place of the
+        parameters, and add the updates to the parameters themselves.
+
+    Raises ValueError for a state without exactly one importance mask.
+    """
+    return masked(params, find_state(state, ImportanceState, "importance mask").mask)
+
+
+class StandardizedState(NamedTuple):
+    """Moving averages of released values.
+
+    mean: float32, like the parameters, the average of the released gradient.
+    variance: float32, like the parameters, the average of its squared deviation from the mean.
+    """
+
+    mean: Tree
+    variance: Tree
+
+
+def standardized(
+    *,
+    mean_decay: float = 0.9,
+    variance_decay: float = 0.999,
+    initial_variance: float = 0.0,
+    stability: float = 1e-3,
+    relative: bool = True,
+) -> Coordinates:
+    """Each coordinate minus its released mean, divided by its released scale.
+
+    g -> (g - mean) / scale,  scale = sqrt(variance) + stability;  `decode` undoes this on the released gradient
+    mean     <- mean_decay mean + (1 - mean_decay) released
+    variance <- variance_decay variance + (1 - variance_decay) (released - mean)^2,  with the mean before its change
+
+    Both averages see released gradients only. A coordinate released as exactly 0 is frozen and keeps its averages. The
+    mean is subtracted from every example, so `private_updates` computes per-example gradients instead of ghost norms.
+
+    mean_decay, variance_decay: in [0, 1). initial_variance: at least 0, in the squared units of the gradient.
+    stability: at least 1e-12, in the units of the gradient.
+    relative: divide the scale by its root mean square, so that the clip norm keeps the units of the gradient. Without
+        it, as published, the scale is that of a batch's mean: every example is clipped, the scale shrinks to
+        `stability`, and the clip norm to `stability * clip_norm`.
+
+    Raises ValueError for numbers outside their domains.
+    Source: AdaCliP, Pichapati et al. 2019, https://arxiv.org/abs/1908.07643, with the averages of AdaDPIGU,
+    https://arxiv.org/abs/2507.06525.
+    """
+    for name, decay in (("mean_decay", mean_decay), ("variance_decay", variance_decay)):
+        if not 0 <= decay < 1:
+            raise ValueError(f"{name} must be in [0, 1), got {decay}")
+    require_number("initial_variance", initial_variance, minimum=0)
+    require_number("stability", stability, minimum=1e-12)
+    scales = functools.partial(_scales, stability=stability, relative=relative)
+
+    def init(params):
+        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+        return StandardizedState(zeros, jax.tree.map(lambda z: z + initial_variance, zeros))
+
+    def encode(grad, state):
+        return jax.tree.map(lambda g, m, s: (g - m) / s, grad, state.mean, scales(state.variance))
+
+    def decode(released, state, like):
+        mean, variance = state
+        restored = jax.tree.map(lambda r, m, s: r * s + m, released, mean, scales(variance))
+
+        def average(decay, old, new):
+            return jax.tree.map(lambda r, o, n: jnp.where(r == 0, o, decay * o + (1 - decay) * n), released, old, new)
+
+        deviation = jax.tree.map(lambda r, m: (r - m) ** 2, restored, mean)
+        following = StandardizedState(average(mean_decay, mean, restored), average(variance_decay, variance, deviation))
+        return restored, following
+
+    return Coordinates(
+        init=init,
+        encode=encode,
+        decode=decode,
+        name="standardize by released means and scales, in whose units the clip norm and the noise are",
+        undo="undo the standardization",
+    )
+
+
+def _scales(variance: Tree, *, stability: float, relative: bool) -> Tree:
+    """The scale of every coordinate, float32, like the parameters."""
+    scale = jax.tree.map(lambda v: jnp.sqrt(v) + stability, variance)
+    if not relative:
+        return scale
+    root_mean_square = optax.tree.norm(scale) / math.sqrt(sum(leaf.size for leaf in jax.tree.leaves(scale)))
+    return jax.tree.map(lambda s: s / root_mean_square, scale)
+
+
+class TopFractionState(NamedTuple):
+    """step: int32 (), the number of releases. A scheduled fraction is read at this step."""
+
+    step: jax.Array
+
+
+def top_fraction(*, fraction: ScalarOrSchedule) -> Coordinates:
+    """The largest coordinates of each example; the other coordinates of the example become 0.
+
+    Keeps the floor(fraction d) coordinates of largest absolute value, at least 1, and all that equal the least of them.
+    The selection depends on the raw example, so the noise covers every coordinate. `encode` reads each example's
+    gradient about 30 times, and `private_updates` computes per-example gradients instead of ghost norms.
+
+    fraction: in (0, 1]; a number or a schedule of the step.
+    Raises ValueError for a number outside (0, 1]; for a schedule, when the step is billed.
+    `dpx.methods.ada_dpigu` uses it.
+    """
+    require_fraction("fraction", fraction, "(0, 1]")
+
+    def encode(grad, state):
+        sizes = jax.tree.map(jnp.abs, grad)
+        least = least_of_largest(sizes, count(fraction, state.step, grad))
+        return jax.tree.map(lambda g, size: jnp.where(size < least, 0.0, g), grad, sizes)
+
+    return Coordinates(
+        init=lambda params: TopFractionState(jnp.zeros((), jnp.int32)),
+        encode=encode,
+        decode=lambda released, state, like: (released, TopFractionState(state.step + 1)),
+        name=f"keep the largest coordinates of each example: {describe_share(fraction)}",
+        check=lambda steps: require_fraction("fraction", fraction, "(0, 1]", steps),
+    )

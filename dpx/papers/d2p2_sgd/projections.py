@@ -1,0 +1,480 @@
+"""Random projections: a gradient in fewer, random coordinates, as a whole or each group of layers separately.
+
+To add a kind: a `Sketch`, and its name in `SKETCHES` and `ProjectionKind`.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from scipy.linalg import hadamard
+
+from dpx import keys
+from dpx.masks import largest
+from dpx.mechanism import Coordinates, Tree
+from dpx.stages import describe_groups
+from dpx.trees import described
+from dpx.validation import require_whole
+
+EXACT = jax.lax.Precision.HIGHEST  # float32 products on every machine, because matrix units round to fewer bits
+# Numbers of a dense random matrix that are in memory at once, 16 MiB of float32; larger matrices are never stored.
+DRAWN_AT_ONCE = 2**22
+
+# Inside, draws are the same where the vectors are float64 (`clip_then_project`).
+DRAWS = jax.enable_x64(False)
+
+# One vector of d coordinates in pieces, float32 (size,) each: the flattened layers of a gradient.
+Segments = Sequence[jax.Array]
+
+
+class Sketch(NamedTuple):
+    """A random linear map P from d coordinates to p, with E[P^T P] = I, so that its transpose lifts without bias.
+
+    The draw depends on the key alone, so a `vmap` over vectors draws once for all of them.
+
+    project: (key, segments, rank) -> coordinates, float32 (n,) each: p numbers, and zeros where that is cheaper
+    lift:    (key, coordinates, sizes, rank) -> segments; the transpose of `project`
+    stretch: (sizes, rank) -> the largest |P v| / |v| under any key; None if there is no largest one
+    supports_ghost_norms: whether P only scales coordinates; the coordinates then have the shapes of the segments
+    encode_whole_batch: whether `project` draws more numbers than it is given, so that one call for all examples is best
+    """
+
+    project: Callable[[jax.Array, Segments, int], Segments]
+    lift: Callable[[jax.Array, Segments, Sequence[int], int], Segments]
+    stretch: Callable[[Sequence[int], int], float] | None
+    supports_ghost_norms: bool = False
+    encode_whole_batch: bool = False
+
+
+def transposed(project: Callable[[jax.Array, Segments, int], Segments]):
+    """The lift as jax's transpose of `project`, for a `project` that stores nothing larger than its argument."""
+
+    def lift(key: jax.Array, coordinates: Segments, sizes: Sequence[int], rank: int) -> Segments:
+        like = [jax.ShapeDtypeStruct((size,), jnp.float32) for size in sizes]
+        return jax.linear_transpose(lambda segments: project(key, segments, rank), like)(coordinates)[0]
+
+    return lift
+
+
+def split(vector: jax.Array, sizes: Sequence[int]) -> Segments:
+    return [vector[end - size : end] for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
+
+
+def random_signs(key: jax.Array, size: int) -> jax.Array:
+    """1 or -1 with equal probability, float32 (size,)."""
+    with DRAWS:
+        return jax.random.rademacher(key, (size,), jnp.float32)
+
+
+def chosen(key: jax.Array, sizes: Sequence[int], count: int) -> Segments:
+    """A uniformly random subset of exactly `count` coordinates: bool (size,) for each segment."""
+    with DRAWS:
+        bits = split(jax.random.bits(key, (sum(sizes),), jnp.uint32), sizes)
+        return largest(bits, jnp.int32(count))
+
+
+def _subset_project(key: jax.Array, segments: Segments, rank: int) -> Segments:
+    """p of the d coordinates, drawn uniformly at random, times sqrt(d/p)."""
+    sizes = [segment.size for segment in segments]
+    scale = _subset_stretch(sizes, rank)
+    kept = chosen(key, sizes, rank)
+    return [segment * jnp.where(mask, scale, 0) for segment, mask in zip(segments, kept, strict=True)]
+
+
+def _subset_stretch(sizes: Sequence[int], rank: int) -> float:
+    return math.sqrt(sum(sizes) / rank)
+
+
+# The projection is its own transpose.
+SUBSET = Sketch(
+    _subset_project,
+    lambda key, kept, sizes, rank: _subset_project(key, kept, rank),
+    _subset_stretch,
+    supports_ghost_norms=True,
+)
+
+# benchmarks/coordinates.py times the projection with these.
+UNROLLED = 16  # runs with code of their own, at most; more runs are added in a loop, because compiling takes longer
+PIECES = 8  # pieces of a long run, so that only an eighth of p numbers of memory is needed beyond bucket p - 1
+UNCUT = 1024  # coordinates of the longest run that is one piece, because small pieces cost more time than they save
+
+
+def _countsketch_project(key: jax.Array, segments: Segments, rank: int) -> Segments:
+    """Coordinates with random signs, added up in p buckets (Charikar, Chen and Farach-Colton 2002).
+
+    A run is p consecutive coordinates. Coordinate i, in run k = i // p, is added to bucket (i + r_k) mod p, with r_k
+    uniform. Two coordinates share a bucket with probability at most 1/p, as under a random hash function. But here
+    whole runs are shifted, which needs no scatter operation.
+    """
+    size = sum(segment.size for segment in segments)
+    runs = math.ceil(size / rank)
+    sign_key, offset_key = jax.random.split(key)
+    signs = random_signs(sign_key, size)
+    with DRAWS:
+        offsets = jax.random.randint(offset_key, (runs,), 0, rank)
+    if runs > UNROLLED:
+        return [_looped(jnp.concatenate(segments) * signs, offsets, rank)]
+    # Pieces are added in place, because a batch is large. What reaches beyond bucket p - 1 is added to the first ones.
+    longest = min(rank, max(UNCUT, math.ceil(rank / PIECES)))
+    # This 0 depends on the example. From a constant 0, XLA would allocate the buckets of all examples too early.
+    zero = 0 * next(segment for segment in segments if segment.size)[0]
+    total = jnp.full(rank + longest, zero)
+    for start, piece in _pieces(segments, rank, longest):
+        bucket = ((offsets[start // rank] + start) % rank,)
+        signed = piece * signs[start : start + piece.size]
+        before = jax.lax.dynamic_slice(total, bucket, piece.shape)
+        total = jax.lax.dynamic_update_slice(total, before + signed, bucket)
+    return [total.at[:longest].add(total[rank:]).at[rank:].set(0)]
+
+
+def _countsketch_stretch(sizes: Sequence[int], rank: int) -> float:
+    """The square root of the number of coordinates in the fullest bucket."""
+    return math.sqrt(math.ceil(sum(sizes) / rank))
+
+
+def _pieces(segments: Segments, rank: int, longest: int) -> Iterator[tuple[int, jax.Array]]:
+    """(start, piece) for each piece: the segments are cut at the ends of runs, and into at most `longest` numbers."""
+    start = 0
+    for segment in segments:
+        done = 0
+        while done < segment.size:
+            length = min(segment.size - done, longest, rank - start % rank)
+            yield start, segment[done : done + length]
+            start, done = start + length, done + length
+
+
+def _looped(signed: jax.Array, offsets: jax.Array, rank: int) -> jax.Array:
+    """The buckets, float32 (rank,), of a vector times its signs: one run at a time."""
+    runs = jnp.pad(signed, (0, len(offsets) * rank - signed.size)).reshape(-1, rank)
+
+    def add(total, run):
+        coordinates, offset = run
+        return total + jnp.roll(coordinates, offset), None
+
+    return jax.lax.scan(add, jnp.zeros(rank), (runs, offsets))[0]
+
+
+COUNTSKETCH = Sketch(_countsketch_project, transposed(_countsketch_project), _countsketch_stretch)
+
+
+def _gaussian_project(key: jax.Array, segments: Segments, rank: int) -> Segments:
+    """A^T v / sqrt(p), where A is a d x p matrix of standard normals, drawn in blocks of the rows of A^T."""
+    vector = jnp.concatenate(segments)
+
+    def block(_, number):
+        return None, jnp.dot(_rows(key, number, vector.size, rank), vector, precision=EXACT)
+
+    _, coordinates = jax.lax.scan(block, None, jnp.arange(_blocks(vector.size, rank)))
+    return [coordinates.reshape(-1)[:rank] / math.sqrt(rank)]
+
+
+def _gaussian_lift(key: jax.Array, coordinates: Segments, sizes: Sequence[int], rank: int) -> Segments:
+    size = sum(sizes)
+
+    def block(total, numbered):
+        number, chunk = numbered
+        return total + jnp.dot(chunk, _rows(key, number, size, rank), precision=EXACT), None
+
+    blocks, height = _blocks(size, rank), _height(size, rank)
+    chunks = jnp.pad(coordinates[0], (0, blocks * height - rank)).reshape(blocks, height)
+    total, _ = jax.lax.scan(block, jnp.zeros(size), (jnp.arange(blocks), chunks))
+    return split(total / math.sqrt(rank), sizes)
+
+
+def _height(size: int, rank: int) -> int:
+    """How many rows of A^T, of d = `size` numbers each, are drawn at once."""
+    return max(1, min(rank, DRAWN_AT_ONCE // size))
+
+
+def _blocks(size: int, rank: int) -> int:
+    return -(-rank // _height(size, rank))
+
+
+def _rows(key: jax.Array, block: jax.Array, size: int, rank: int) -> jax.Array:
+    """One block of rows of A^T, float32 (height, size)."""
+    with DRAWS:
+        return jax.random.normal(jax.random.fold_in(key, block), (_height(size, rank), size))
+
+
+GAUSSIAN = Sketch(_gaussian_project, _gaussian_lift, stretch=None, encode_whole_batch=True)
+HADAMARD_BLOCK = 2**12  # coordinates of a block at most, a power of 2, so that the transform's two factors are 64 x 64
+
+
+def hadamard_transform(blocks: jax.Array) -> jax.Array:
+    """The Walsh-Hadamard transform of every row of float32 (n, 2^k), not scaled, as two matrix products.
+
+    H = H_a (x) H_c, a Kronecker product with a c = 2^k. Two products are faster than k passes of additions.
+    """
+    rows, size = blocks.shape
+    order = size.bit_length() - 1
+    left, right = (jnp.asarray(hadamard(2**half), blocks.dtype) for half in (order // 2, order - order // 2))
+    grid = blocks.reshape(rows, len(left), len(right))
+    grid = jnp.einsum("nac,cd->nad", grid, right, precision=EXACT)
+    return jnp.einsum("nad,ab->nbd", grid, left, precision=EXACT).reshape(rows, size)
+
+
+def _hadamard_project(key: jax.Array, segments: Segments, rank: int) -> Segments:
+    """Random signs, then H / sqrt(b) in blocks of b, then p of the results: the subsampled randomized transform."""
+    sizes = [segment.size for segment in segments]
+    padded = [_padded(size) for size in sizes]
+    sign_key, row_key = jax.random.split(key)
+    signs = split(random_signs(sign_key, sum(sizes)), sizes)
+    kept = chosen(row_key, padded, rank)
+    return [_mixed(*each, scale=math.sqrt(sum(padded) / rank)) for each in zip(segments, signs, kept, strict=True)]
+
+
+def _hadamard_stretch(sizes: Sequence[int], rank: int) -> float:
+    return math.sqrt(sum(map(_padded, sizes)) / rank)
+
+
+def _mixed(segment: jax.Array, signs: jax.Array, kept: jax.Array, *, scale: float) -> jax.Array:
+    """The transform of one segment, float32 (padded size,), times `scale`, with zeros at results that are not kept.
+
+    segment, signs: float32 (size,). kept: bool (padded size,).
+    """
+    block = _block(segment.size)
+    signed = jnp.pad(segment * signs, (0, kept.size - segment.size)).reshape(-1, block)
+    return hadamard_transform(signed).reshape(-1) * jnp.where(kept, scale / math.sqrt(block), 0)
+
+
+def _block(size: int) -> int:
+    """The block size for a segment: the least power of 2 that is at least its size, but at most HADAMARD_BLOCK."""
+    return min(HADAMARD_BLOCK, 1 << (size - 1).bit_length())
+
+
+def _padded(size: int) -> int:
+    return _block(size) * math.ceil(size / _block(size))
+
+
+HADAMARD = Sketch(_hadamard_project, transposed(_hadamard_project), _hadamard_stretch)
+ORTHONORMAL_BLOCK = 64  # coordinates of a block, at least; d / p if that is more, so that every block has a column
+
+
+class Blocks(NamedTuple):
+    """How d coordinates are cut into blocks, and the columns of each block's Q.
+
+    count: the number of blocks. size: the number of coordinates in each.
+    columns: the number of columns of the first `wide` blocks; the other blocks have one column fewer.
+    together: the number of blocks in a chunk, which are drawn at once. chunks: their number; the last is filled up.
+    """
+
+    count: int
+    size: int
+    columns: int
+    wide: int
+    together: int
+    chunks: int
+
+
+def blocks_of(size: int, rank: int) -> Blocks:
+    count = math.ceil(size / max(ORTHONORMAL_BLOCK, math.ceil(size / rank)))
+    block, columns = math.ceil(size / count), math.ceil(rank / count)
+    together = max(1, min(count, DRAWN_AT_ONCE // (block * columns)))
+    return Blocks(count, block, columns, rank - (columns - 1) * count, together, math.ceil(count / together))
+
+
+def _orthonormal_project(key: jax.Array, segments: Segments, rank: int) -> Segments:
+    """Q^T v in blocks of about 64 coordinates; each block has its own Haar-random Q, by QR of Gaussians."""
+    vector = jnp.concatenate(segments)
+    blocks = blocks_of(vector.size, rank)
+    padding = blocks.chunks * blocks.together * blocks.size - vector.size
+    chunks = jnp.pad(vector, (0, padding)).reshape(blocks.chunks, blocks.together, blocks.size)
+    return [_each_chunk("bsc,bs->bc", key, blocks, chunks)]
+
+
+def _orthonormal_lift(key: jax.Array, coordinates: Segments, sizes: Sequence[int], rank: int) -> Segments:
+    blocks = blocks_of(sum(sizes), rank)
+    chunks = coordinates[0].reshape(blocks.chunks, blocks.together, blocks.columns)
+    return split(_each_chunk("bsc,bc->bs", key, blocks, chunks), sizes)
+
+
+def _orthonormal_stretch(sizes: Sequence[int], rank: int) -> float:
+    """sqrt(size / columns) of the blocks with the fewest columns, where P is this factor times an orthonormal map."""
+    blocks = blocks_of(sum(sizes), rank)
+    return math.sqrt(blocks.size / (blocks.columns if blocks.wide == blocks.count else blocks.columns - 1))
+
+
+def _each_chunk(product: str, key: jax.Array, blocks: Blocks, chunks: jax.Array) -> jax.Array:
+    """The einsum `product` of the matrices of every chunk with `chunks`, float32 (chunks, together, n), as one array.
+
+    Returns float32 (m,), the results of all blocks one after another.
+    """
+
+    def chunk(_, numbered):
+        number, vectors = numbered
+        return None, jnp.einsum(product, _matrices(key, blocks, number), vectors, precision=EXACT)
+
+    return jax.lax.scan(chunk, None, (jnp.arange(blocks.chunks), chunks))[1].reshape(-1)
+
+
+def _matrices(key: jax.Array, blocks: Blocks, chunk: jax.Array) -> jax.Array:
+    """Q sqrt(size / columns) for each block of a chunk, float32 (together, size, columns); a missing column is 0."""
+    shape = blocks.together, blocks.size, blocks.columns
+    with DRAWS:
+        q, _ = jnp.linalg.qr(jax.random.normal(jax.random.fold_in(key, chunk), shape))
+    fewer = blocks.columns - 1
+    wide = jnp.full(blocks.columns, math.sqrt(blocks.size / blocks.columns))
+    narrow = jnp.where(jnp.arange(blocks.columns) < fewer, math.sqrt(blocks.size / max(fewer, 1)), 0)
+    numbers = chunk * blocks.together + jnp.arange(blocks.together)
+    return q * jnp.where((numbers < blocks.wide)[:, None], wide[None], narrow[None])[:, None]
+
+
+ORTHONORMAL = Sketch(_orthonormal_project, _orthonormal_lift, _orthonormal_stretch, encode_whole_batch=True)
+
+
+ProjectionKind = Literal["gaussian", "orthonormal", "subset", "countsketch", "hadamard"]
+
+SKETCHES: dict[str, Sketch] = {
+    "gaussian": GAUSSIAN,
+    "orthonormal": ORTHONORMAL,
+    "subset": SUBSET,
+    "countsketch": COUNTSKETCH,
+    "hadamard": HADAMARD,
+}
+
+ROUNDING = 1 + 1e-5  # a largest stretch is multiplied by this, because a projection rounded in float32 may exceed it
+
+
+class ProjectionState(NamedTuple):
+    """step: int32 (), the number of releases. A projection depends on this number and the key alone."""
+
+    step: jax.Array
+
+
+def random_projection(
+    *,
+    rank: int | Tree | None = None,
+    reduction_rate: float | Tree | None = None,
+    kind: ProjectionKind,
+    every: int | None = 1,
+    key: jax.Array,
+) -> Coordinates:
+    """Fewer, random coordinates: a gradient g of d coordinates as z = P g, lifted back by P^T, with E[P^T P] = I.
+
+    In `in_coordinates(mechanism, random_projection(...))` every example is first projected and then bounded. The bound
+    holds for any projection, so the bill is the mechanism's. P^T lifts without bias, and the lifted noise has, on
+    average, the variance that it has without a projection. `clip_then_project` projects only the clipped sum.
+
+    rank: p, in [1, d]. reduction_rate: in its place, 1 - p/d in [0, 1). A number is for the whole gradient as one
+        vector; a pytree prefix of the gradients projects each group (layer) separately.
+    kind: the same projection is drawn for all examples of a step:
+        "gaussian"     A^T g / sqrt(p), A of standard normals (Achlioptas 2001). Every encode and decode draws these d p
+                       numbers in blocks, and stores none. At 550,000 coordinates a step takes hours.
+        "orthonormal"  in blocks of 64 coordinates, Haar-random orthonormal columns times sqrt(d/p)
+        "subset"       p of the coordinates times sqrt(d/p); it only scales, so ghost norms are supported
+        "countsketch"  coordinates with random signs, added up in p buckets; the cheapest that mixes coordinates
+        "hadamard"     p rows of H / sqrt(b) after random signs, times sqrt(d/p), d padded to blocks of b <= 4096
+    every: the number of steps that a draw is kept; None for one draw for the whole run.
+    key: a PRNG key, (); its "projection" stream is used, which differs from the noise's, with the step folded in.
+
+    Raises ValueError for a rank outside [1, d] (above: while tracing), a rate outside [0, 1) or an unknown kind.
+    """
+    made = projection(rank, reduction_rate, kind, every, keys.stream(key, "projection"), bounded=False)
+    return made._replace(name=f"{made.name}; clip norm and noise are those of projected coordinates")
+
+
+def projection(rank, reduction_rate, kind: str, every: int | None, stream: jax.Array, *, bounded: bool) -> Coordinates:
+    """As `random_projection`. bounded: z is divided by the largest stretch, so that no vector is lengthened.
+
+    stream: the PRNG key, (), of the projection itself. The lift multiplies by the largest stretch again.
+    """
+    every = None if every is None else require_whole("every", every)
+    ranks, rank_of, words = _ranks(rank, reduction_rate)
+    sketch = _sketch(kind)
+    stretch = sketch.stretch if bounded else None
+
+    def each_group(function: Callable, state: ProjectionState, *trees: Tree) -> Tree:
+        draw = keys.public(keys.fold_in(stream, 0 if every is None else state.step // every))
+        numbers = jax.tree.unflatten(jax.tree.structure(ranks), range(len(jax.tree.leaves(ranks))))
+
+        def of_group(number, rank, *groups):
+            return function(jax.random.fold_in(draw, number), rank, *groups)
+
+        return jax.tree.map(of_group, numbers, ranks, *trees)
+
+    def dimensions(configured, leaves) -> tuple[list[int], int, float]:
+        """The sizes of a group's layers, its rank, and the divisor of its coordinates."""
+        sizes = [math.prod(leaf.shape) for leaf in leaves]
+        rank = rank_of(configured, sum(sizes))
+        return sizes, rank, ROUNDING * stretch(sizes, rank) if stretch else 1.0
+
+    def encode(grad, state):
+        def encode_group(key, configured, group):
+            leaves, structure = jax.tree.flatten(group)
+            if not leaves:
+                return group
+            _, rank, divisor = dimensions(configured, leaves)
+            coordinates = sketch.project(key, [_at_least_float32(leaf).reshape(-1) for leaf in leaves], rank)
+            coordinates = [segment / divisor for segment in coordinates]
+            return _like(coordinates, leaves, structure) if sketch.supports_ghost_norms else coordinates
+
+        return each_group(encode_group, state, grad)
+
+    def decode(released, state, like):
+        def decode_group(key, configured, group, shapes):
+            leaves, structure = jax.tree.flatten(shapes)
+            if not leaves:
+                return group
+            sizes, rank, divisor = dimensions(configured, leaves)
+            coordinates = [segment.reshape(-1) * divisor for segment in jax.tree.leaves(group)]
+            return _like(sketch.lift(key, coordinates, sizes, rank), leaves, structure)
+
+        return each_group(decode_group, state, released, like), ProjectionState(state.step + 1)
+
+    return Coordinates(
+        init=lambda params: ProjectionState(jnp.zeros((), jnp.int32)),
+        encode=encode,
+        decode=decode,
+        name=f"{kind} projection to {words}" + (", divided by its largest stretch" if stretch else ""),
+        undo="lift by the transpose of the projection" + (", times its largest stretch" if stretch else ""),
+        supports_ghost_norms=sketch.supports_ghost_norms,
+        encode_whole_batch=sketch.encode_whole_batch,
+        fixed=every is None,
+    )
+
+
+def _sketch(kind: str) -> Sketch:
+    if kind not in SKETCHES:
+        raise ValueError(f"kind must be one of {', '.join(SKETCHES)}; got {described(kind)}")
+    return SKETCHES[kind]
+
+
+def _ranks(rank, reduction_rate) -> tuple[Tree, Callable[[Any, int], int], str]:
+    """The configured numbers; a function (number, d) -> rank; and the ranks in words."""
+    if (rank is None) == (reduction_rate is None):
+        given = f"rank={described(rank)}, reduction_rate={described(reduction_rate)}"
+        raise ValueError(f"say either rank or reduction_rate; got {given}")
+    values = reduction_rate if rank is None else rank
+    if not jax.tree.leaves(values):
+        raise ValueError(f"rank or reduction_rate must hold at least one number, got {described(values)}")
+    for value in jax.tree.leaves(values):
+        if rank is None:
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+                raise ValueError(f"reduction_rate must be in [0, 1), got {described(value)}")
+        else:
+            require_whole("rank", value)
+
+    def rank_of(value, size: int) -> int:
+        number = max(1, round((1 - value) * size)) if rank is None else int(value)
+        if number > size:
+            raise ValueError(f"rank must be at most the number of coordinates, {size}; got {number}")
+        return number
+
+    if rank is None:
+        return values, rank_of, f"{describe_groups(values, lambda rate: f'{1 - rate:.3g}')} of the coordinates"
+    label = "rank" if jax.tree_util.all_leaves([values]) else "ranks"
+    return values, rank_of, f"{label} {describe_groups(values, str)}"
+
+
+def _at_least_float32(leaf: jax.Array) -> jax.Array:
+    """`leaf` in float32; in float64 as it is (`clip_then_project`)."""
+    return leaf if leaf.dtype == np.float64 else leaf.astype(jnp.float32)
+
+
+def _like(segments: Segments, leaves: list, structure: Any) -> Tree:
+    """The segments in the shapes of the leaves, as a tree."""
+    return jax.tree.unflatten(structure, [s.reshape(leaf.shape) for s, leaf in zip(segments, leaves, strict=True)])
