@@ -18,10 +18,12 @@ import dpx
 from dpx.audit import ContractReport, Line, check_contract
 from dpx.audit.contract import cost
 from dpx.audit.contract.draws import in_its_directions, require_no_pattern, require_no_repeats, require_standard
+from dpx.audit.contract.lines import require_same_program
 from dpx.audit.contract.report import Broken, NotChecked
 from dpx.audit.contract.trial import Trial
 from dpx.audit.stand_ins import quick, replacing, without_grid
 from dpx.sums.total import ETA
+from dpx.xla.marks import spread
 from tests.broken import (
     ZOO,
     added_in_a_chain,
@@ -343,6 +345,29 @@ def test_noise_that_is_correlated_with_its_coordinates():
     np.testing.assert_allclose(np.cov(draws, rowvar=False), np.eye(3), atol=0.2)
     with pytest.raises(Broken, match="shares their key"):
         in_its_directions(np.einsum("nom,nm->no", maps, np.abs(normals) * np.sign(maps[:, 0])), maps)
+
+
+def test_marks_pass_branches_and_rounds_of_loops():
+    def branch(raw, public):
+        return jax.lax.cond(raw > 0, lambda: public, lambda: public + 1)
+
+    def rounds(raw, public):
+        """In the third round, what was the second number at first."""
+        return jax.lax.fori_loop(0, 3, lambda n, numbers: (numbers[1], numbers[2], raw), (public, public, public))[0]
+
+    for program in (branch, rounds):
+        closed = jax.make_jaxpr(program)(1.0, 2.0)
+        assert spread(closed, [1, 0], lambda *_: None) == [1] and spread(closed, [0, 0], lambda *_: None) == [0]
+
+
+def test_a_constant_inside_of_a_function_is_part_of_the_program():
+    def made(first):
+        numbers = np.arange(first, first + 40)
+        return jax.make_jaxpr(jax.jit(lambda x: x + numbers))(numbers)
+
+    require_same_program(made(0), made(0))
+    with pytest.raises(Broken, match="another program"):
+        require_same_program(made(0), made(1))
 
 
 def test_quick_noise_tells_keys_steps_and_places_apart():

@@ -12,10 +12,12 @@ from dpx.audit.contract import inputs as inputs
 from dpx.audit.contract.draws import FULLY
 from dpx.audit.contract.noise import require_rows_alone
 from dpx.audit.contract.report import Broken, listed
-from dpx.audit.contract.secrecy import KEY, RAW, printed, spread
+from dpx.audit.contract.secrecy import KEY, RAW
 from dpx.audit.contract.subject import AT_STEPS, STEPS, Problem, all_but, everyone
 from dpx.audit.contract.trial import Trial
 from dpx.keys import is_key
+from dpx.xla.jaxprs import constants, identity_of_program
+from dpx.xla.marks import joined, spread
 
 GARBAGE = (0, 3, inputs.ROWS - 2)  # positions of the first of two rows of padding
 
@@ -68,8 +70,8 @@ def float32(trial: Trial) -> str:
     for closed in (trial.traced_once, *map(trial.trace, inputs.LOW)):
         found = set()
 
-        def visit(equation, mark, control, found=found):
-            if mark in (RAW, KEY):
+        def visit(equation, marks, control, found=found):
+            if joined(marks) in (RAW, KEY):
                 found |= _low_precision(equation)
 
         raw = [RAW] * len(jax.tree.leaves(trial.params))
@@ -218,10 +220,11 @@ def resume(trial: Trial) -> str:
 
 def require_same_program(first: Any, second: Any) -> None:
     """Raises Broken if two closed jaxprs of a step differ in an equation or in a constant."""
-    if printed(first) != printed(second) or not _same_constants(first, second):
+    if identity_of_program(first) != identity_of_program(second) or not _same_constants(first, second):
         raise Broken("the step is another program when it is traced again: something outside of the state enters it")
 
 
 def _same_constants(first, second) -> bool:
-    pairs = zip(*(map(np.asarray, inputs.readable(closed.consts)) for closed in (first, second)), strict=True)
-    return all(np.array_equal(one, other, equal_nan=True) for one, other in pairs)
+    """Whether the constants are equal bit for bit, also those of the functions that a program calls."""
+    words = ([np.asarray(c).tobytes() for c in inputs.readable([*constants(closed)])] for closed in (first, second))
+    return [*next(words)] == [*next(words)]

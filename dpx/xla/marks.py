@@ -1,0 +1,71 @@
+"""Which values of a program depend on which of its inputs: marks that spread through its equations."""
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax.extend import core
+
+from dpx.xla.jaxprs import bodies, parts_of_scan
+
+Marks = Sequence[int]  # sets of bits, one for each value
+Visit = Callable[[core.JaxprEqn, Marks, int], None]
+
+
+def spread(jaxpr: Any, marks: Marks, visit: Visit, constants: Marks = ()) -> list[int]:
+    """The marks of the results of a jaxpr, where `marks` are those of its inputs.
+
+    visit: called as visit(equation, marks, control) for every equation, also inside of others, and for those of a loop
+        once more whenever a round adds a mark: the marks of its inputs, and of what decides its course (0 without a
+        conditional or a loop).
+    constants: the marks of the constants.
+    """
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    known = dict(zip(jaxpr.invars, marks, strict=True)) | dict(zip(jaxpr.constvars, constants, strict=False))
+
+    def of(variable):
+        return 0 if isinstance(variable, core.Literal) else known.get(variable, 0)
+
+    for equation in jaxpr.eqns:
+        inputs = [of(v) for v in equation.invars]
+        outputs, control = _through(equation, inputs, visit)
+        visit(equation, inputs, control)
+        known |= dict(zip(equation.outvars, outputs, strict=True))
+    return [of(v) for v in jaxpr.outvars]
+
+
+def joined(marks: Marks) -> int:
+    return functools.reduce(operator.or_, marks, 0)
+
+
+def _through(equation: core.JaxprEqn, inputs: list[int], visit: Visit) -> tuple[list[int], int]:
+    """The marks of the results of one equation, and of what decides its course."""
+    name, params = equation.primitive.name, equation.params
+    if name == "cond":
+        results = [spread(branch, inputs[1:], visit) for branch in params["branches"]]
+        return [joined([*each, inputs[0]]) for each in zip(*results, strict=True)], inputs[0]
+    if name == "while":
+        ahead, constants = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+        outputs = _loop(params["body_jaxpr"], inputs[ahead:constants], inputs[constants:], (), visit)
+        return outputs, joined(spread(params["cond_jaxpr"], [*inputs[:ahead], *outputs], visit))
+    if name == "scan":
+        constants, count = parts_of_scan(params)
+        carried = constants + count
+        return _loop(params["jaxpr"], inputs[:constants], inputs[constants:carried], inputs[carried:], visit), 0
+    called, outputs = params.get("jaxpr", params.get("call_jaxpr")), [joined(inputs)] * len(equation.outvars)
+    for body in bodies(equation):
+        if len(body.invars) == len(inputs):
+            found = spread(body, inputs, visit)
+            outputs = found if body is getattr(called, "jaxpr", called) else outputs
+    return outputs, 0
+
+
+def _loop(body: Any, constants: Marks, carried: Marks, rest: Marks, visit: Visit) -> list[int]:
+    """The marks of the results of a loop after any number of rounds."""
+    while True:
+        outputs = spread(body, [*constants, *carried, *rest], visit)
+        longer = [a | b for a, b in zip(carried, outputs, strict=False)]
+        if longer == carried:
+            return [*longer, *outputs[len(longer) :]]
+        carried = longer
