@@ -153,7 +153,7 @@ FAULTS = [
     (low, "trained", "ok", "5 of 6 parameters are trained"),
     (broken, "parameter dtypes", "error", "count (int32)"),
     (broken, "batch", "error", "8 of 8 rows count, and 6 are expected"),
-    (broken, "data", "error", "39 rows, and the bill is for 40"),
+    (broken, "data", "error", "39 rows, and epsilon is for 40"),
 ]
 
 

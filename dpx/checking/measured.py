@@ -23,7 +23,8 @@ from dpx.mechanism import Mechanism
 from dpx.sampling.batch import Batch
 from dpx.scalars import over
 from dpx.sums.microbatches import sum_over_microbatches
-from dpx.sums.rows import LARGEST, in_range
+from dpx.sums.rows import LARGEST, in_range, sum_contributions
+from dpx.sums.total import as_pair
 from dpx.trees import Tree, batch_size, path_of, some
 
 MICROBATCH_NUMBERS = 2**26  # numbers of gradients in memory at once: 256 MiB in float32
@@ -69,55 +70,49 @@ def measure(
 
     @jax.jit
     def run(params, state, rows):
-        contribute = functools.partial(_contribute, mechanism, state)
-        all_bounds, bounds = _bounds(mechanism, state, contribute, params)
+        contributions = functools.partial(_contributions, mechanism, state)
+        bounds, some = _bounds(mechanism, state, contributions, params)
 
         def microbatch(ordered, rows):
             examples, included = rows
             losses, grads = jax.vmap(value_and_gradient(loss), (None, 0))(ordered(params), examples)
-            (encoded, factors), norms, contributions = jax.vmap(contribute)(grads)
-            counts = included & in_range(norms)
-
-            def total_of(factor, group):
-                kept = jax.tree.map(lambda z: jnp.where(counts.reshape(-1, *[1] * (z.ndim - 1)), z, 0), group)
-                return jax.tree.map(lambda z: jnp.tensordot(jnp.where(counts, factor, 0), z, 1), kept)
-
-            shares = jnp.max(contributions / jnp.where(bounds == 0, jnp.inf, bounds)[None], axis=1, initial=0)
+            sums, norms = sum_contributions(mechanism, grads, state, included)
+            shares = jax.vmap(contributions)(grads) / jnp.where(some == 0, jnp.inf, some)[None]
             sizes = jax.vmap(lambda grad: _sizes(grad, flags))(grads)
-            of_each = losses, jax.vmap(optax.tree.norm)(norms), counts, shares, sizes
-            return jax.tree.map(total_of, factors, encoded), of_each
+            counts = included & in_range(norms)
+            of_each = losses, jax.vmap(optax.tree.norm)(norms), counts, jnp.max(shares, axis=1, initial=0), sizes
+            return sums[0], of_each
 
-        sums, of_each = sum_over_microbatches(microbatch, rows, at_once)
-        return sums, of_each, optax.tree.norm(all_bounds)
+        total, of_each = sum_over_microbatches(microbatch, rows, at_once)
+        return as_pair(total).high, of_each, optax.tree.norm(bounds)
 
     state = jax.jit(mechanism.init)(params)
-    sums, of_each, bound = run(params, state, (examples, included))
+    total, of_each, bound = run(params, state, (examples, included))
     reached, floats = None, [jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(examples)]
     if len(included) > 1 and any(floats):
         of_hostile = run(params, state, (jax.tree.map(_first_is_nan, examples), included))[1]
         others = [(np.asarray(one)[1:], np.asarray(other)[1:]) for one, other in zip(of_each, of_hostile, strict=True)]
         same = [[one.tobytes() == other.tobytes() for one, other in zip(*pair, strict=True)] for pair in others]
         reached = len(included) - 1 - int(np.all(same, axis=0).sum())
-    size = sum(leaf.size for leaf in jax.tree.leaves(sums))
-    return Measured(*of_each, signal=optax.tree.norm(sums), bound=bound, size=size, reached=reached)
+    size = sum(leaf.size for leaf in jax.tree.leaves(total))
+    return Measured(*of_each, signal=optax.tree.norm(total), bound=bound, size=size, reached=reached)
 
 
 def _first_is_nan(leaf: jax.Array) -> jax.Array:
     return leaf.at[0].set(jnp.nan) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
 
 
-def _bounds(mechanism: Mechanism, state: Tree, contribute: Callable, params: Tree) -> tuple[jax.Array, jax.Array]:
+def _bounds(mechanism: Mechanism, state: Tree, contributions: Callable, params: Tree) -> tuple[jax.Array, jax.Array]:
     """The bound on each group, float32 (G,); and the same, but 0 where every example contributes as much."""
     largest = jnp.stack(jax.tree.leaves(mechanism.bound(state)))
-    least = contribute(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params))[2]
+    least = contributions(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params))
     return largest, jnp.where(least < AT_THE_BOUND * largest, largest, 0)
 
 
-def _contribute(mechanism: Mechanism, state: Tree, grad: Tree):
-    """((encoded gradient, factors), norms, contributions) of one example; contributions: float32 (G,), of G groups."""
-    encoded, norms, (factors, *_) = mechanism.contribute(grad, state)
-    sizes = [jnp.abs(n * f) for n, f in zip(jax.tree.leaves(norms), jax.tree.leaves(factors), strict=True)]
-    return (encoded, factors), norms, jnp.stack(sizes)
+def _contributions(mechanism: Mechanism, state: Tree, grad: Tree) -> jax.Array:
+    """The norms of what one example contributes to each of the G groups, float32 (G,)."""
+    _, norms, (factors, *_) = mechanism.contribute(grad, state)
+    return jnp.abs(jnp.stack(jax.tree.leaves(norms)) * jnp.stack(jax.tree.leaves(factors)))
 
 
 def _sizes(grad: Tree, flags: Tree) -> jax.Array:
@@ -154,11 +149,8 @@ def mixing(measured: Measured, params: Tree, alone: Callable, rows: np.ndarray) 
         differ += not (same and near)
     numbers = {"compared": len(rows), "different": differ}
     if differ:
-        words = (
-            f"{differ} of {len(rows)} rows have a loss or gradient that differs between the batch and the single "
-            "example: the loss mixes examples, which epsilon does not cover"
-        )
-        return Finding("mixing", "error", words, numbers)
+        words = f"{differ} of {len(rows)} rows have another loss or gradient in the batch than alone: the loss mixes "
+        return Finding("mixing", "error", words + "examples, which epsilon does not cover", numbers)
     return Finding("mixing", "ok", f"{len(rows)} rows have the same loss and gradient in the batch and alone", numbers)
 
 
@@ -166,11 +158,11 @@ def apart(measured: Measured) -> Finding:
     """Whether a row of NaN stays in its row where `jax.vmap` computes the gradients of a batch."""
     if not measured.reached:
         return Finding("hostile rows", "ok", "a row of NaN changes no other row", {"reached": 0})
-    words = f"under jax.vmap on this device, a row of NaN changes {measured.reached} other rows. private_updates keeps "
-    words += (
-        "the rows of convolutions in groups apart, but gradients of your own jax.vmap(jax.grad(loss)) would exceed "
+    words = (
+        f"under jax.vmap on this device, a row of NaN changes {measured.reached} other rows. private_updates keeps the "
+        "rows of convolutions in groups apart, but gradients of your own jax.vmap(jax.grad(loss)) would exceed the "
+        "bound: do not give them to mechanism.update"
     )
-    words += "the bound: do not give them to mechanism.update"
     return Finding("hostile rows", "warning", words, {"reached": measured.reached})
 
 

@@ -40,10 +40,10 @@ def rows_that_count(batch: Batch, sampling: Any) -> tuple[np.ndarray, Finding]:
     words = f"{count} of {size} rows count, and {expected:g} are expected of {sampling}"
     deviation = math.sqrt(expected * max(0.0, 1 - expected / sampling.examples))
     if count > most:
-        words += ": more than it draws, so the run would have no bill"
+        words += ": more than it draws, so no epsilon would cover the run"
         return included, Finding("batch", "error", words, numbers)
     if batch.drawn is not None and int(batch.drawn.rows) != count:
-        words = f"{count} rows count, and `take` drew {int(batch.drawn.rows)}: the run would have no bill"
+        words = f"{count} rows count, and `take` drew {int(batch.drawn.rows)}: no epsilon would cover the run"
         return included, Finding("batch", "error", words, numbers)
     by_chance = most == math.inf or getattr(sampling, "truncates", False)
     if (by_chance and abs(count - expected) > FAR * deviation + 1) or (not by_chance and count < expected):
@@ -53,10 +53,12 @@ def rows_that_count(batch: Batch, sampling: Any) -> tuple[np.ndarray, Finding]:
 
 def drawn(batch: Batch, sampling: Any) -> Finding:
     if batch.drawn is None:
-        words = "the batch is not of `sampling.take`: nothing shows that the sampling, which is billed, drew it"
+        words = "the batch is not of `sampling.take`: nothing shows that the right sampling drew it"
         return Finding("drawn", "note", words)
     if int(batch.drawn.sampling) != fingerprint(sampling):
-        return Finding("drawn", "error", f"the batch was drawn by another sampling than {sampling}, which is billed")
+        return Finding(
+            "drawn", "error", f"the batch was drawn by another sampling than {sampling}, which epsilon is for"
+        )
     return Finding("drawn", "ok", "the sampling drew the batch")
 
 
@@ -64,9 +66,9 @@ def data_length(data: Any, sampling: Any) -> Finding:
     rows = length_of(data)
     numbers = {"rows": rows, "examples": sampling.examples}
     if rows != sampling.examples:
-        words = f"the data have {rows} rows, and the bill is for {sampling.examples} examples"
+        words = f"the data have {rows} rows, and epsilon is for {sampling.examples} examples"
         return Finding("data", "error", words, numbers)
-    return Finding("data", "ok", f"the data have the {rows} examples that are billed", numbers)
+    return Finding("data", "ok", f"the data have the {rows} examples that epsilon is for", numbers)
 
 
 def delta_size(delta: float | None, sampling: Any) -> Finding:
@@ -107,7 +109,7 @@ def truncation(optimizer: Mechanism, steps: int | None, delta: float | None) -> 
     options: Any = {"relation": relation, "numbers": numbers_of(optimizer, steps)}
     spent, without = (billed(e, **options).epsilon(delta) for e in (event, without_truncation(event)))
     more = spent / without - 1 if 0 < without < math.inf else 0.0
-    words = f"to cut batches to most_rows = {optimizer.sampling.most_rows} costs {more:.2%} of epsilon"
+    words = f"cutting batches to most_rows = {optimizer.sampling.most_rows} costs {more:.2%} of epsilon"
     numbers = {"epsilon": spent, "epsilon of batches that are not cut": without}
     if more > COSTLY:
         enough = math.ceil((optimizer.sampling.divisor + 5 * math.sqrt(optimizer.sampling.divisor)) / 8) * 8

@@ -13,8 +13,8 @@ FOOTNOTE = "* computed from raw data or secret noise: NOT private, for your eyes
 class Finding:
     """One thing that `dpx.check_setup` looked at.
 
-    name: what. severity: "error" (the run fails, or has no true bill), "warning" (probably a mistake), "note" or "ok".
-    words: one line. numbers: by name, those in `words` and more.
+    name: what. severity: "error" (the run fails, or no epsilon covers it), "warning" (probably a mistake), "note" or
+    "ok". words: one line. numbers: by name, those in `words` and more.
     """
 
     name: str
