@@ -20,7 +20,7 @@ from dp_accounting.dp_event import MixtureOfGaussiansDpEvent
 import dpx
 from dpx import accounting
 from dpx.accounting import arithmetic, schedule_delta, schedule_epsilon
-from dpx.accounting.groups import of_unit
+from dpx.accounting.ledger import from_event
 from dpx.papers.d2p2_sgd.projected import ProjectedGaussianDpEvent, projected
 from dpx.papers.dice_sgd.event import ErrorFeedbackDpEvent
 from dpx.sampling import PoissonSampling, RandomAllocation
@@ -181,9 +181,9 @@ def _projected() -> Iterator[tuple[str, Bill]]:
 
 def _groups() -> Iterator[tuple[str, Bill]]:
     events = {
-        "four of 1,000 steps": of_unit(poisson(0.01, 3.0, 1000), records=4),
-        "falling noise": of_unit(scheduled(np.geomspace(8.0, 4.0, 100), 0.05), records=3),
-        "rare numbers": of_unit(poisson(0.001, 30.0, 100), records=1000),
+        "four of 1,000 steps": from_event(poisson(0.01, 3.0, 1000)).of_records(4),
+        "falling noise": from_event(scheduled(np.geomspace(8.0, 4.0, 100), 0.05)).of_records(3),
+        "rare numbers": from_event(poisson(0.001, 30.0, 100)).of_records(1000),
     }
     for label, event in events.items():
         for name, bill in asked(event, deltas=(1e-5,), epsilons=(1.0,), accountants=("pld", "rdp")):

@@ -13,11 +13,16 @@ from scipy import special
 from dpx import accounting
 from dpx.accounting.arithmetic import Implemented
 from dpx.accounting.events import billed, event_profile
+from dpx.accounting.ledger import from_event
 from dpx.accounting.pld import allocation, moments, sums
 from dpx.accounting.pld.allocation import AllocatedGaussians
 from dpx.accounting.pld.losses import SampledGaussian, total_renyi
-from dpx.accounting.releases import count_releases, largest_shift, read_step, released
 from dpx.sampling.events import RandomAllocationDpEvent, grouped
+
+
+def only_step(event, relation):
+    (step,) = from_event(event).losses(relation)
+    return step
 
 
 def epoch(sigmas, steps=None, epochs=1):
@@ -295,7 +300,7 @@ def test_little_noise_is_one_gaussian_release():
     event = epoch((0.04,) * 8)
     known = accounting.event_epsilon(GaussianDpEvent(0.04), delta=1e-5)
     assert accounting.event_epsilon(event, delta=1e-5) == pytest.approx(known)
-    assert isinstance(read_step(epoch((0.0501,) * 8), "zero_out"), AllocatedGaussians)
+    assert isinstance(only_step(epoch((0.0501,) * 8), "zero_out"), AllocatedGaussians)
     assert accounting.event_epsilon(epoch((0.0, 1.0)), delta=1e-5) == math.inf
 
 
@@ -339,15 +344,15 @@ def test_it_composes_with_other_events():
     together = ComposedDpEvent([epoch((2.0,) * 5), epoch((2.0,) * 3, 5), GaussianDpEvent(4.0)])
     parts = [accounting.event_epsilon(event, delta=1e-6) for event in together.events]
     assert max(parts) < accounting.event_epsilon(together, delta=1e-6) < sum(parts)
-    counts = count_releases(SelfComposedDpEvent(together, 3)).counts
+    counts = from_event(SelfComposedDpEvent(together, 3)).events
     assert counts[epoch((2.0,) * 5)] == 3 and counts[epoch((2.0,) * 3, 5)] == 3
     assert not isinstance(together.events[0], dp_accounting.NoOpDpEvent)
 
 
 def test_the_bill_of_a_run_counts_every_release():
     event = ComposedDpEvent([epoch((2.0, 0.5, 2.0), epochs=4), epoch((1.0, 1.0), 3)])
-    assert released(event) == (14, 14.0)
-    assert largest_shift(event, "zero_out") == 2.0
+    assert from_event(event).released == (14, 14.0)
+    assert from_event(event).largest_shift("zero_out") == 2.0
     bill = billed(event, relation="zero_out")
     assert isinstance(bill, Implemented) and (bill.releases, bill.shift) == (14, 2.0)
     assert 0 < bill.epsilon(1e-5) - accounting.event_epsilon(event, delta=1e-5, relation="zero_out") < 1e-3

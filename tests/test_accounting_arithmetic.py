@@ -15,8 +15,8 @@ from dpx import accounting, reports
 from dpx.accounting import arithmetic
 from dpx.accounting.arithmetic import Implemented, Normals, addition
 from dpx.accounting.events import billed
+from dpx.accounting.ledger import from_event
 from dpx.accounting.profiles import GaussianProfile
-from dpx.accounting.releases import largest_shift, released
 from dpx.accounting.selection import most_trials
 from dpx.keys.noise import CHUNK_NUMBERS, numbers_of, pairs_of
 from dpx.papers.dice_sgd.event import ErrorFeedbackDpEvent
@@ -272,17 +272,18 @@ def test_releases_are_counted_in_every_event():
     gaussian, poisson = dp_accounting.GaussianDpEvent, dp_accounting.PoissonSampledDpEvent
     two = poisson(0.1, dp_accounting.ComposedDpEvent([gaussian(2.0), gaussian(5.0)]))
     event = dp_accounting.ComposedDpEvent([dp_accounting.SelfComposedDpEvent(two, 7), gaussian(0.5)])
-    assert released(event) == (15, 15.0) and largest_shift(event, "zero_out") == 2.0
-    assert largest_shift(event, "replace_one") == 4.0 and largest_shift(gaussian(0.0), "zero_out") == math.inf
-    assert released(dp_accounting.NoOpDpEvent()) == (0, 0.0)
+    assert from_event(event).released == (15, 15.0) and from_event(event).largest_shift("zero_out") == 2.0
+    assert from_event(event).largest_shift("replace_one") == 4.0
+    assert from_event(gaussian(0.0)).largest_shift("zero_out") == math.inf
+    assert from_event(dp_accounting.NoOpDpEvent()).released == (0, 0.0)
     feedback = ErrorFeedbackDpEvent(4.0, 1.0, 2e3, 60, 60, SAMPLING)
-    assert released(feedback) == (60, 60.0) and largest_shift(feedback, "zero_out") == math.inf
+    assert from_event(feedback).released == (60, 60.0) and from_event(feedback).largest_shift("zero_out") == math.inf
     fixed = dp_accounting.SampledWithoutReplacementDpEvent(10, 2, gaussian(3.0))
-    assert released(fixed) == (1, 1.0) and largest_shift(fixed, "replace_one") == 1 / 3
+    assert from_event(fixed).released == (1, 1.0) and from_event(fixed).largest_shift("replace_one") == 1 / 3
     of_two = dp_accounting.SampledWithoutReplacementDpEvent(10, 2, dp_accounting.ComposedDpEvent([gaussian(3.0)]))
-    assert largest_shift(of_two, "replace_one") == math.inf
+    assert from_event(of_two).largest_shift("replace_one") == math.inf
     search = accounting.best_of(event, gaussian(3.0), trials=10, score_on="public", distribution="geometric").event
-    assert released(search) == (15 * most_trials(10, 1.0), 150.0)
+    assert from_event(search).released == (15 * most_trials(10, 1.0), 150.0)
 
 
 @pytest.mark.parametrize("shape", [0.0, 0.5, 1.0, 3.0, math.inf])

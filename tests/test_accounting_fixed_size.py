@@ -1,4 +1,4 @@
-"""Samples of a fixed size: the profile of `dpx/accounting/fixed_size.py` against data sets that are tried out."""
+"""Samples of a fixed size: the profile of `dpx/accounting/samples.py` against data sets that are tried out."""
 
 import itertools
 import math
@@ -13,8 +13,8 @@ from scipy import stats
 
 import dpx
 from dpx import accounting, reports
-from dpx.accounting.fixed_size import FixedSizeGaussian
-from dpx.accounting.releases import largest_shift
+from dpx.accounting.ledger import from_event
+from dpx.accounting.samples import FixedSizeGaussian
 
 LINE = np.array([[-1.0], [0.0], [1.0]])
 PLANE = np.array([[-1.0, 0.0], [1.0, 0.0], [0.5, 0.75**0.5], [0.5, -(0.75**0.5)]])
@@ -197,7 +197,7 @@ def test_a_batch_has_the_law_of_its_public_coins():
         law[(*rows[:row], example, *rows[row + 1 :])] += public * Fraction(size, examples)
     assert set(law.values()) == {Fraction(1, 12)}
     event = dpx.FixedSizeSampling(examples=examples, batch_size=size).event(np.array([0.8, 1.6]))
-    assert largest_shift(event, "replace_one") == 2 / 0.8
+    assert from_event(event).largest_shift("replace_one") == 2 / 0.8
 
 
 def test_all_examples_are_no_sample():

@@ -18,9 +18,8 @@ import dpx
 from dpx.accounting import event_delta, event_epsilon, gdp
 from dpx.accounting.calibration import _least_near, calibrate
 from dpx.accounting.events import billed
-from dpx.accounting.groups import GroupGaussian, of_unit
-from dpx.accounting.releases import largest_shift, released
-from dpx.sampling.events import GroupGaussianDpEvent
+from dpx.accounting.groups import GroupGaussian, GroupGaussianDpEvent
+from dpx.accounting.ledger import from_event
 
 KEY = jax.random.key(5)
 EPSILONS = (0.0, 0.3, 1.0, 2.5)
@@ -28,7 +27,7 @@ EPSILONS = (0.0, 0.3, 1.0, 2.5)
 
 def unit(rate, sigma, records, steps=1):
     event = PoissonSampledDpEvent(rate, GaussianDpEvent(sigma))
-    return of_unit(SelfComposedDpEvent(event, steps), records=records)
+    return from_event(SelfComposedDpEvent(event, steps)).of_records(records)
 
 
 EDGES = np.concatenate([[-np.inf], np.linspace(-7, 7, 141), [np.inf]])
@@ -185,33 +184,38 @@ def test_a_full_batch_costs_as_one_record_with_less_noise():
     mechanism = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=10.0, sampling=sampling, key=KEY)
     exact = gdp.epsilon(4 * 5**0.5 / 10, delta=1e-5)
     assert exact <= dpx.epsilon(mechanism, 5, delta=1e-5, records=4) <= exact * 1.001
-    assert largest_shift(mechanism.event(5), "zero_out") == 0.1
-    assert largest_shift(of_unit(mechanism.event(5), records=4), "zero_out") == pytest.approx(0.4)
-    assert released(of_unit(mechanism.event(5), records=4)) == released(mechanism.event(5))
-    assert largest_shift(GroupGaussianDpEvent(10.0, 0.5, 4), "zero_out") == 0.4
+    assert from_event(mechanism.event(5)).largest_shift("zero_out") == 0.1
+    assert from_event(from_event(mechanism.event(5)).of_records(4)).largest_shift("zero_out") == pytest.approx(0.4)
+    assert from_event(from_event(mechanism.event(5)).of_records(4)).released == from_event(mechanism.event(5)).released
+    assert from_event(GroupGaussianDpEvent(10.0, 0.5, 4)).largest_shift("zero_out") == 0.4
 
 
 @pytest.mark.parametrize("rate", [0.01, 1.0])
 def test_several_releases_of_one_sample_all_have_their_arithmetic_billed(rate):
     """They are one Gaussian in real numbers, and eight draws of the program's normals."""
     several = SelfComposedDpEvent(PoissonSampledDpEvent(rate, ComposedDpEvent([GaussianDpEvent(4.0)] * 8)), 50)
-    group, as_one = of_unit(several, records=2), unit(rate, 4.0 / math.sqrt(8), 2, 50)
-    assert released(group).most == released(several).most == 8 * released(as_one).most == 400
-    assert released(group).mean == 400
+    group, as_one = from_event(several).of_records(2), unit(rate, 4.0 / math.sqrt(8), 2, 50)
+    assert (
+        from_event(group).released.most
+        == from_event(several).released.most
+        == 8 * from_event(as_one).released.most
+        == 400
+    )
+    assert from_event(group).released.mean == 400
     exact = [event_epsilon(event, delta=1e-9, relation="zero_out") for event in (group, as_one)]
     bills = [billed(event, relation="zero_out").epsilon(1e-9) for event in (group, as_one)]
     assert exact[0] == pytest.approx(exact[1], rel=1e-9) and exact[0] < bills[1] < bills[0]
     mixed = ComposedDpEvent([several, SelfComposedDpEvent(GaussianDpEvent(4.0), 3)])
-    assert released(of_unit(mixed, records=2)).most >= released(mixed).most
+    assert from_event(from_event(mixed).of_records(2)).released.most >= from_event(mixed).released.most
 
 
 @pytest.mark.parametrize("rate", [0.5, 1.0])
 def test_the_shift_of_several_releases_is_that_of_the_one_with_least_noise(rate):
     """What the arithmetic adds far from 0 depends on the release that the records move farthest."""
     event = PoissonSampledDpEvent(rate, ComposedDpEvent([GaussianDpEvent(1.0), GaussianDpEvent(50.0)]))
-    shifts = [largest_shift(of_unit(event, records=records), "zero_out") for records in (1, 4)]
+    shifts = [from_event(from_event(event).of_records(records)).largest_shift("zero_out") for records in (1, 4)]
     assert shifts[0] >= 1 and 4 <= shifts[1] <= 4.01
-    assert released(of_unit(event, records=4)).most == 2
+    assert from_event(from_event(event).of_records(4)).released.most == 2
 
 
 def test_an_attack_on_all_records_beats_the_bill_of_one():
@@ -253,8 +257,8 @@ def test_what_has_no_bill_is_refused():
     with pytest.raises(ValueError, match="records must be a whole number of at least 1"):
         dpx.epsilon(poisson, 3, delta=1e-5, records=0)
     with pytest.raises(ValueError, match="must have releases of Gaussians on all data or on Poisson samples only"):
-        of_unit(dp_accounting.LaplaceDpEvent(1.0), records=2)
-    assert of_unit(dp_accounting.NonPrivateDpEvent(), records=2) == dp_accounting.NonPrivateDpEvent()
+        from_event(dp_accounting.LaplaceDpEvent(1.0)).of_records(2)
+    assert from_event(dp_accounting.NonPrivateDpEvent()).of_records(2) == dp_accounting.NonPrivateDpEvent()
     assert event_epsilon(GroupGaussianDpEvent(0.0, 0.5, 2), delta=1e-5) == math.inf
     with pytest.raises(ValueError, match="noise must be finite"):
         event_epsilon(GroupGaussianDpEvent(1.0, 1.0, 2), delta=1e-5)

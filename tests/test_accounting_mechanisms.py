@@ -18,8 +18,9 @@ from scipy import stats
 import dpx
 from dpx import accounting, reports
 from dpx.accounting.checks import Accountant
+from dpx.accounting.ledger import from_event
+from dpx.accounting.loss import Released
 from dpx.accounting.pld.losses import SampledGaussian
-from dpx.accounting.releases import count_releases
 from dpx.accounting.words import upper
 from dpx.reports import curves
 from dpx.reports.report import sections_of
@@ -128,7 +129,7 @@ def test_several_releases_of_one_poisson_sample_are_one():
     event = dp_accounting.SelfComposedDpEvent(dp_accounting.PoissonSampledDpEvent(0.05, inner), 30)
     by_rdp = dp_accounting.rdp.RdpAccountant().compose(event).get_epsilon(1e-5)
     assert accounting.event_epsilon(event, delta=1e-5, accountant="rdp") == pytest.approx(by_rdp, rel=1e-9)
-    assert count_releases(event).independent
+    assert from_event(event).independent
     independent = dp_accounting.ComposedDpEvent([Poisson(0.05).event(s) for s in (2.0, 3.0, 3.0)] * 30)
     for relation in ("add_or_remove", "zero_out", "replace_one"):
         bill, less = (accounting.event_epsilon(one, delta=1e-5, relation=relation) for one in (event, independent))
@@ -168,7 +169,7 @@ def test_poisson_samples_without_noise_and_without_releases():
     never = dp_accounting.PoissonSampledDpEvent(0.0, dp_accounting.ComposedDpEvent([Gaussian(0.0), Gaussian(1.0)]))
     assert accounting.event_epsilon(never, delta=1e-5) == 0
     other = dp_accounting.PoissonSampledDpEvent(0.05, dp_accounting.LaplaceDpEvent(1.0))
-    assert not count_releases(other).independent
+    assert not from_event(other).independent
     assert 0 < accounting.event_epsilon(other, delta=1e-5) < 1
 
 
@@ -237,9 +238,18 @@ def test_replacing_an_example_costs_twice_the_sensitivity_by_rdp_too():
     assert by_rdp == pytest.approx(halved, rel=1e-9)
 
 
-def test_registered_events_are_billed_by_their_own_rule():
-    class TwiceDpEvent(dp_accounting.DpEvent):
+def test_a_new_cost_is_one_class():
+    class TwiceDpEvent(dp_accounting.DpEvent, accounting.Loss):
         """Two unsampled releases with noise 4."""
+
+        @property
+        def released(self):
+            return Released(2, 2.0)
+
+        def step(self, relation):
+            if relation == "replace_one":
+                raise ValueError(f"relation must not be replace_one for {self}")
+            return SampledGaussian(4 / math.sqrt(2), 1.0, relation)
 
         def __eq__(self, other):
             return isinstance(other, TwiceDpEvent)
@@ -247,17 +257,15 @@ def test_registered_events_are_billed_by_their_own_rule():
         def __hash__(self):
             return 1
 
-    def read(event, relation):
-        if relation == "replace_one":
-            raise ValueError(f"relation must not be replace_one for {event}")
-        return SampledGaussian(4 / math.sqrt(2), 1.0, relation)
-
-    accounting.register(TwiceDpEvent, read)
     tree = dp_accounting.ComposedDpEvent([TwiceDpEvent(), TwiceDpEvent(), Poisson().event(2.0)])
     for accountant in ("pld", "rdp"):
         same = dp_accounting.ComposedDpEvent([*[Gaussian(4.0)] * 4, Poisson().event(2.0)])
         expected = accounting.event_epsilon(same, delta=1e-5, accountant=accountant)
         assert accounting.event_epsilon(tree, delta=1e-5, accountant=accountant) == pytest.approx(expected, rel=1e-3)
+    ledger = from_event(tree)
+    assert ledger.released == (5, 5.0) and ledger.largest_shift("zero_out") == math.inf and not ledger.gaussian
+    assert (ledger + ledger).losses("zero_out") == {loss: 2 * n for loss, n in ledger.losses("zero_out").items()}
+    assert any(line.startswith("2 x ") for line in ledger.words())
     with pytest.raises(ValueError, match="must not be"):
         accounting.event_epsilon(tree, delta=1e-5, relation="replace_one")
 

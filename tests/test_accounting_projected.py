@@ -189,9 +189,9 @@ def test_a_mechanism_is_billed_by_its_distribution_of_stretches():
 def test_large_costs_are_finite(rank):
     """A stretch beyond the shift has a probability below 1e-50, so the noise has the tail of a Gaussian's."""
     release = ProjectedGaussianDpEvent(4.0 if rank < 1000 else 0.5, 0.5, rank, blocks=2)
-    stretch = release.largest_shift * release.noise_multiplier
+    stretch = release.largest_shift("zero_out") * release.noise_multiplier
     assert 1 < stretch < 16 and special.gammaincc(rank / 2, rank / 2 * stretch**2) < 1e-50
     event = dp_accounting.SelfComposedDpEvent(release, 400 if rank < 1000 else 5)
     exact, found = accounting.event_epsilon(event, delta=1e-5), billed(event, relation="zero_out").epsilon(1e-5)
     assert 17 < exact < found < 1.03 * exact
-    assert ProjectedGaussianDpEvent(0.0, 0.5, rank).largest_shift == math.inf
+    assert ProjectedGaussianDpEvent(0.0, 0.5, rank).largest_shift("zero_out") == math.inf

@@ -15,13 +15,17 @@ from scipy import special, stats
 import dpx
 from dpx import accounting
 from dpx.accounting.events import billed, event_profile
-from dpx.accounting.fixed_size import FixedSizeGaussian
+from dpx.accounting.ledger import from_event, without_truncation
 from dpx.accounting.pld.losses import SampledGaussian, total_renyi
-from dpx.accounting.releases import largest_shift, read_step, released
-from dpx.accounting.truncated import TruncatedGaussian, round_to_few_truncated, without_truncation
+from dpx.accounting.samples import FixedSizeGaussian, TruncatedGaussian, round_to_few_truncated
 from dpx.papers.d2p2_sgd.projected import projected
 
 KEY = jax.random.key(7)
+
+
+def only_step(event, relation):
+    (step,) = from_event(event).losses(relation)
+    return step
 
 
 def event(examples, rate, most, sigma, steps=1):
@@ -96,7 +100,7 @@ def test_poisson_sampling_is_no_bill():
 def test_the_tail_of_a_large_batch(examples, batch, more):
     """The probability of a full batch, by another function: `scipy.special.bdtrc` has .39 of .499 in the first case."""
     event = TruncatedSubsampledGaussianDpEvent(examples, batch / examples, int(batch) + more, 2.0)
-    loss, others = read_step(event, "zero_out"), stats.binom(examples - 1, batch / examples)
+    loss, others = only_step(event, "zero_out"), stats.binom(examples - 1, batch / examples)
     assert others.sf(int(batch) + more - 1) <= loss.full <= others.sf(int(batch) + more - 1) * (1 + 1e-6)
 
 
@@ -137,13 +141,13 @@ def test_what_dp_accounting_says_of_one_step():
 
 def test_the_cases_of_a_step():
     """Four examples, two rows: full is two or three heads of three, where it takes part with q 2/3 and q 2/4."""
-    loss = read_step(event(4, 0.5, 2, 1.0), "zero_out")
+    loss = only_step(event(4, 0.5, 2, 1.0), "zero_out")
     assert isinstance(loss, TruncatedGaussian)
     assert (loss.rate, loss.full) == pytest.approx((0.5, 4 / 8))
     assert loss.rate_if_full == pytest.approx(0.5 * (3 / 8 * 2 / 3 + 1 / 8 * 2 / 4) / (4 / 8))
-    assert read_step(event(10, 0.5, 10, 1.0), "zero_out") == SampledGaussian(1.0, 0.5, "zero_out")
-    assert read_step(event(10**6, 1e-3, 10**5, 1.0), "zero_out") == SampledGaussian(1.0, 1e-3, "zero_out")
-    assert read_step(event(10, 1.0, 4, 1.0), "zero_out") == FixedSizeGaussian(0.5, 0.4)
+    assert only_step(event(10, 0.5, 10, 1.0), "zero_out") == SampledGaussian(1.0, 0.5, "zero_out")
+    assert only_step(event(10**6, 1e-3, 10**5, 1.0), "zero_out") == SampledGaussian(1.0, 1e-3, "zero_out")
+    assert only_step(event(10, 1.0, 4, 1.0), "zero_out") == FixedSizeGaussian(0.5, 0.4)
     assert accounting.event_epsilon(event(10, 0.5, 2, 0.0), delta=1e-5) == math.inf
     for wrong in ((10, 0.0, 2, 1.0), (10, 0.5, 0, 1.0), (10, 0.5, 11, 1.0), (10, 0.5, 2, math.nan), (10, 1.5, 2, 1.0)):
         with pytest.raises(ValueError, match="noise must be finite"):
@@ -161,7 +165,7 @@ def test_a_full_batch_has_the_law_of_public_coins(others, rate, most):
             probability = rate ** len(heads) * (1 - rate) ** (others + 1 - len(heads)) / len(subsets)
             for subset in subsets:
                 drawn[subset] = drawn.get(subset, 0.0) + probability
-    loss = read_step(event(others + 1, rate, most, 1.0), "zero_out")
+    loss = only_step(event(others + 1, rate, most, 1.0), "zero_out")
     subsets = list(itertools.combinations(range(others), most))
     for subset, displaced in itertools.product(subsets, range(most)):
         probability = loss.full / len(subsets) / most
@@ -174,7 +178,7 @@ def test_a_full_batch_has_the_law_of_public_coins(others, rate, most):
 @pytest.mark.parametrize("relation", ["zero_out", "replace_one"])
 def test_the_divergences_are_those_of_the_privacy_losses_at_least(relation):
     orders = np.array([4.25, 2.0, 3.0, 4.0, 8.0, 16.0])
-    loss = read_step(event(40, 0.3, 14, 1.5), relation)
+    loss = only_step(event(40, 0.3, 14, 1.5), relation)
     bound, grid = loss.renyi(orders), 2e-3
     for pmf in loss.pmfs(grid, tail=1e-60, largest=200.0):
         assert pmf.probabilities.sum() + pmf.infinity == pytest.approx(1, abs=1e-11)
@@ -193,8 +197,8 @@ def test_the_tail_that_is_cut_is_billed():
 def test_a_schedule_is_rounded_to_few_steps_that_cost_more():
     sigmas = np.geomspace(2.0, 0.8, 200)
     runs = [event(1000, 0.05, 64, float(sigma)) for sigma in sigmas]
-    losses = {read_step(run, "zero_out"): 2 for run in runs} | {SampledGaussian(3.0, 0.1): 4}
-    losses[read_step(event(1000, 0.05, 70, 2.0), "zero_out")] = 5
+    losses = {only_step(run, "zero_out"): 2 for run in runs} | {SampledGaussian(3.0, 0.1): 4}
+    losses[only_step(event(1000, 0.05, 70, 2.0), "zero_out")] = 5
     few = round_to_few_truncated(losses, 64)
     assert sum(few.values()) == 409 and few[SampledGaussian(3.0, 0.1)] == 4 and len(few) <= 66
     orders = np.array([1.5, 2.0, 8.0])
@@ -209,7 +213,8 @@ def test_a_run_of_truncated_batches_is_billed_and_calibrated():
     """The arithmetic of the noise counts that one example displaces another."""
     run = event(60_000, 256 / 60_000, 320, 0.8, 2344)
     assert (
-        released(run) == (2344, 2344.0) and largest_shift(run, "zero_out") == largest_shift(run, "replace_one") == 2.5
+        from_event(run).released == (2344, 2344.0)
+        and from_event(run).largest_shift("zero_out") == from_event(run).largest_shift("replace_one") == 2.5
     )
     bill = billed(run, relation="zero_out")
     assert 0 < bill.epsilon(1e-5) - accounting.event_epsilon(run, delta=1e-5, relation="zero_out") < 2e-3

@@ -16,7 +16,7 @@ from scipy import linalg, stats
 import dpx
 from dpx import accounting, coordinates, keys, mechanisms, methods, strategies
 from dpx.accounting.gdp import epsilon as gaussian_epsilon
-from dpx.accounting.releases import largest_shift, released
+from dpx.accounting.ledger import from_event
 from dpx.audit.contract.cost import require_sensitivity
 from dpx.audit.contract.noise import require_covariance
 from dpx.audit.contract.report import Broken
@@ -347,7 +347,7 @@ def test_the_bill_of_cyclic_sampling(strategy, groups):
         assert isinstance(turn, CyclicBandedDpEvent) and (turns == 1 or event.count == turns)
         assert turn.sampling_probability == pytest.approx(groups * 5 / 200)
         assert 2.0 / norm * (1 - 4e-6) < turn.noise_multiplier < 2.0 / norm
-        assert released(event).most == turns * groups >= steps
+        assert from_event(event).released.most == turns * groups >= steps
         exact = strategies.cyclic_poisson_event(
             strategy, examples=200, batch_size=5, groups=groups, steps=steps, noise_multiplier=2.0 / norm
         )
@@ -368,7 +368,7 @@ def test_the_largest_shift_of_a_release_is_that_of_an_example(sampling):
     patterns = [np.arange(first, 12, apart) for first in range(apart)]
     moved = max(np.abs(columns[:, steps]).sum(1).max() for steps in patterns) / 0.5
     run = np.linalg.norm(BANDS.coefficients) / 0.5 if sampling is SPARSE else event.sensitivity / 0.5
-    assert run * (1 + 1e-5) > largest_shift(event, "zero_out") > run >= moved
+    assert run * (1 + 1e-5) > from_event(event).largest_shift("zero_out") > run >= moved
 
 
 def test_a_large_epsilon_has_a_bill_for_the_bits():

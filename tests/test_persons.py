@@ -12,7 +12,7 @@ from dp_accounting import ComposedDpEvent, GaussianDpEvent, LaplaceDpEvent, Pois
 import dpx
 from dpx import accounting, reports
 from dpx.accounting.events import billed
-from dpx.accounting.groups import of_unit
+from dpx.accounting.ledger import from_event
 from dpx.checking import plan
 from dpx.reports import curves
 from dpx.reports.report import sections_of
@@ -274,7 +274,7 @@ def test_numbers_alone_are_billed_for_the_person(accountant):
 def test_schedules_of_numbers_are_billed_for_the_person():
     noise, rates = np.linspace(3.0, 4.0, 6), np.where(np.arange(6) < 4, 0.05, 1.0)
     events = [PoissonSampledDpEvent(rate, GaussianDpEvent(sigma)) for sigma, rate in zip(noise, rates, strict=True)]
-    event = of_unit(ComposedDpEvent(events), records=RECORDS)
+    event = from_event(ComposedDpEvent(events)).of_records(RECORDS)
     found = accounting.schedule_epsilon(noise, sampling_rate=rates, delta=DELTA, records=RECORDS)
     assert found.upper == billed(event, relation="zero_out").epsilon(DELTA) > found.lower
     assert accounting.schedule_epsilon(noise, sampling_rate=rates, delta=DELTA, records=2).upper < found.upper

@@ -24,14 +24,13 @@ Every epsilon and delta is an upper bound; an interval adds a lower bound. The p
 * What the arithmetic of the noise adds to each of these: `arithmetic.py`. Every bill of a run has it (`events.billed`);
   those of events alone (`event_epsilon`, `event_delta`) and the lower end of an interval are for exact noise.
 
-To add one: a new event is a file, like `dpx/papers/d2p2_sgd/projected.py`, which the file of its
-mechanism imports. It holds
+To add one: a new event is a file, like `dpx/papers/d2p2_sgd/projected.py`, and nothing else needs to know of
+it. It holds
 
-* an `attrs.frozen` subclass of `DpEvent`, whose noise is a field called `noise_multiplier`, because
-  `dpx/states/record.py` leaves the field of that name out of a state's fingerprint;
-* a step loss, with `renyi` and, if a privacy loss distribution is known, `pmfs` (`pld/losses.py`);
-* `register(event_type, read)`, with `released` if it stands for more than one release of noisy numbers, or
-  `register_whole_run` (`releases.py`) for an event of a whole run, like `dpx/papers/dice_sgd/event.py`.
+* an `attrs.frozen` subclass of `DpEvent` and `Loss`, with what differs from the defaults of `Loss`. Its noise is a
+  field called `noise_multiplier`, because a state's fingerprint leaves out the field of that name;
+* the `StepLoss` that its `step` returns, with `renyi` and, if a privacy loss distribution is known, `pmfs`
+  (`pld/losses.py`); or, for a whole run, a `profile`, like `dpx/papers/dice_sgd/event.py`.
 
 It needs these tests: bills in `tests/record_bills.py` (run it to record them), a `tests/test_accounting_*.py` that
 compares them with an independent computation, a case in `tests/mechanisms.py`, and a fault in `tests/faults.txt` for
@@ -45,7 +44,8 @@ from dpx.accounting.budget import Budget, accepts_budget
 from dpx.accounting.calibration import CalibratedSchedule, calibrate, calibrate_schedule, max_steps
 from dpx.accounting.compose import Composition, compose_runs
 from dpx.accounting.dp_sgd import dp_sgd_epsilon
-from dpx.accounting.events import event_delta, event_epsilon, register
+from dpx.accounting.events import event_delta, event_epsilon
+from dpx.accounting.loss import Loss
 from dpx.accounting.schedule import Interval, schedule_delta, schedule_epsilon
 from dpx.states.reading import steps_taken
 
@@ -54,6 +54,7 @@ __all__ = [
     "CalibratedSchedule",
     "Composition",
     "Interval",
+    "Loss",
     "Selection",
     "best_of",
     "calibrate",
@@ -67,7 +68,6 @@ __all__ = [
     "event_epsilon",
     "gdp",
     "max_steps",
-    "register",
     "schedule_delta",
     "schedule_epsilon",
     "steps_taken",

@@ -11,9 +11,8 @@ from dpx.accounting import renyi
 from dpx.accounting.bill import batches_of, event_of, numbers_of
 from dpx.accounting.checks import Relation, require_relation
 from dpx.accounting.compose import Composition, common_records, require_one_unit
-from dpx.accounting.event_trees import hashable
-from dpx.accounting.groups import of_unit
-from dpx.accounting.releases import count_releases
+from dpx.accounting.ledger import from_event
+from dpx.accounting.loss import hashable
 from dpx.accounting.selection import SHAPES, OneOfDpEvent, trial_loss
 from dpx.trees import described
 from dpx.validation import require_number
@@ -37,7 +36,7 @@ class Selection(Composition):
 
     def covers(self, event: DpEvent) -> bool:
         """Whether a run of this event could be one of the trials: it costs at most as much, at every Renyi order."""
-        bound, one = (trial_loss(each, self.relation).renyi(renyi.ORDERS) for each in (self.trial, event))
+        bound, one = (trial_loss(from_event(each), self.relation).renyi(renyi.ORDERS) for each in (self.trial, event))
         return bool((one <= bound * (1 + 1e-9)).all())
 
     def __str__(self) -> str:
@@ -94,7 +93,7 @@ def best_of(
     events = tuple(hashable(event) for event, _ in runs)
     trial = events[0] if all(event == events[0] for event in events) else OneOfDpEvent(events)
     scored = trial if score is None else dp_accounting.ComposedDpEvent((trial, score))  # pyrefly: ignore
-    trial_loss(scored, stated).renyi(renyi.ORDERS)  # refuses what has no bill
+    trial_loss(from_event(scored), stated).renyi(renyi.ORDERS)  # refuses what has no bill
     return Selection(
         event=RepeatAndSelectDpEvent(scored, trials, SHAPES[distribution]),
         relation=stated,
@@ -112,7 +111,7 @@ def best_of(
 
 def _event(candidate: Any, relation: Relation | None, records: int) -> tuple[DpEvent, Relation]:
     if isinstance(candidate, DpEvent):
-        return of_unit(candidate, records=records), require_relation(relation or "zero_out")
+        return from_event(candidate).of_records(records), require_relation(relation or "zero_out")
     if isinstance(candidate, tuple) and len(candidate) == 2:
         return event_of(*candidate, relation, records=records)
     raise ValueError(f"a candidate must be a (mechanism, steps or state) or an event, got {described(candidate)}")
@@ -125,7 +124,7 @@ def _score_event(score_on: Any, records: int) -> DpEvent | None:
     if not isinstance(score_on, DpEvent):
         words = f"a score on private data without noise has no bill. Got {described(score_on)}"
         raise ValueError(f'score_on must be "public", or the event of the noise in the score: {words}')
-    releases = count_releases(score_on)
-    if not releases.counts or not releases.private:
+    ledger = from_event(score_on)
+    if not ledger.counts or not ledger.private:
         raise ValueError(f"a score on private data must have noise, got the event {score_on}")
-    return of_unit(score_on, records=records)
+    return ledger.of_records(records)

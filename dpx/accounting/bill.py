@@ -2,15 +2,16 @@
 
 from typing import Any
 
-import attrs
 import dp_accounting
 import numpy as np
 
 from dpx.accounting import checks
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.events import billed
-from dpx.accounting.groups import DISTINCT, of_unit, require_nulled
-from dpx.accounting.releases import count_releases
+from dpx.accounting.groups import require_nulled
+from dpx.accounting.ledger import DISTINCT, from_event
+from dpx.accounting.loss import Loss
+from dpx.accounting.loss import event_of as event_of_loss
 from dpx.keys.noise import LARGEST_RELEASE
 from dpx.sampling.poisson import PoissonSampling
 from dpx.sampling.schemes import FullBatch
@@ -159,8 +160,8 @@ def _relation_of(event: dp_accounting.DpEvent, sampling: Any, relation: Relation
     if getattr(sampling, "weights", None) is not None:
         words = 'the weight of another example would change all rates; its event is true for "zero_out" only'
         raise ValueError(f"relation {relation!r} does not fit {sampling}: {words}")
-    releases = count_releases(event)
-    if relation == "add_or_remove" and not (releases.independent or releases.whole_runs):
+    ledger = from_event(event)
+    if relation == "add_or_remove" and not (ledger.independent or ledger.whole_runs):
         words = 'one example more or fewer would change the other batches; its event is true for "zero_out"'
         raise ValueError(f'relation "add_or_remove" does not fit {sampling}: {words}')
     return relation
@@ -173,19 +174,14 @@ def _of_weight(event: Any, sampling: Any, weight: float) -> dp_accounting.DpEven
         raise ValueError(f"weight must be left out, {words}; got {described(weight)}")
     rate, largest = sampling.rate_of(weight), sampling.probability
 
-    def lowered(event: Any) -> dp_accounting.DpEvent:
-        if isinstance(event, dp_accounting.ComposedDpEvent):
-            return attrs.evolve(event, events=[lowered(inner) for inner in event.events])
-        if isinstance(event, dp_accounting.SelfComposedDpEvent):
-            return attrs.evolve(event, event=lowered(event.event))
-        if isinstance(event, dp_accounting.NoOpDpEvent | dp_accounting.NonPrivateDpEvent):
-            return event
-        known = isinstance(event, dp_accounting.PoissonSampledDpEvent) or getattr(event, "on_poisson_sample", False)
-        if not known or event.sampling_probability != largest:
-            raise ValueError(f"the bill of one weight is known for releases on Poisson samples only, got {event}")
-        return attrs.evolve(event, sampling_probability=rate) if rate else dp_accounting.NoOpDpEvent()
+    def lowered(loss: Loss) -> dp_accounting.DpEvent:
+        if not loss.private:
+            return event_of_loss(loss)
+        if loss.rate != largest:
+            return Loss.at_rate(loss, rate)  # refuses it
+        return loss.at_rate(rate) if rate else dp_accounting.NoOpDpEvent()
 
-    return lowered(event)
+    return from_event(event).map(lowered)
 
 
 def of_records(
@@ -202,7 +198,7 @@ def of_records(
         words = "the bill of several is known for PoissonSampling without most_rows and for FullBatch"
         raise ValueError(f"records must be 1, because {words}; got {records} with {sampling}")
     require_nulled(records, relation)
-    return of_unit(event, records=records, distinct=distinct)
+    return from_event(event).of_records(records, distinct=distinct)
 
 
 def require_billable(optimizer: Any) -> None:

@@ -12,7 +12,7 @@ from dpx.accounting import checks
 from dpx.accounting.bill import event_of, numbers_of, require_billable
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.events import billed, within
-from dpx.accounting.groups import DISTINCT, FEW
+from dpx.accounting.ledger import DISTINCT, FEW
 from dpx.accounting.pld.buckets import BUCKETS, Buckets, bucketed_gaussians
 from dpx.accounting.schedule import Interval, implemented, lower_profile, upper_profile
 from dpx.keys.noise import LARGEST_RELEASE

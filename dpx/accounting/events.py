@@ -1,10 +1,10 @@
-"""Bills of dp-accounting's events: an event tree is read as releases, these as step losses, and these as a profile.
+"""The cost of dp-accounting's events: an event is read as a ledger, its releases as step losses, these as a profile.
 
 An event is billed as if its noise were made of real numbers, so that the numbers can be compared with those of other
 libraries. `billed` adds what the arithmetic of dpx adds (`arithmetic`), and all bills of runs come from it.
 
 dpx bills Gaussian events, Poisson-sampled (also truncated) and fixed-size-sampled Gaussian events, and the events that
-its own mechanisms register (`releases`). dp-accounting's own accountants bill all other events.
+are a `Loss`. dp-accounting's own accountants bill all other events.
 """
 
 import math
@@ -14,20 +14,13 @@ from typing import Any
 from dp_accounting import DpEvent
 
 from dpx.accounting import checks
-from dpx.accounting.arithmetic import Implemented, Normals, addition
+from dpx.accounting.arithmetic import Implemented, addition
 from dpx.accounting.checks import Accountant, Relation
-from dpx.accounting.delegated import DelegatedProfile, delegated
-from dpx.accounting.event_trees import hashable
-from dpx.accounting.fixed_size import FixedSizeGaussian
-from dpx.accounting.mixtures import MixtureOfGaussians as MixtureOfGaussians
-from dpx.accounting.pld.allocation import round_to_few_epochs
-from dpx.accounting.pld.buckets import BUCKETS, round_to_few
-from dpx.accounting.pld.losses import SampledGaussian
-from dpx.accounting.profiles import UNBOUNDED, GaussianProfile, Profile, profile
-from dpx.accounting.releases import WHOLE_RUN_READERS, count_releases, largest_shift, released
-from dpx.accounting.releases import register as register
-from dpx.accounting.truncated import round_to_few_truncated
-from dpx.keys.noise import LARGEST_RELEASE, pairs_of
+from dpx.accounting.delegated import DelegatedProfile
+from dpx.accounting.ledger import from_event
+from dpx.accounting.pld.buckets import BUCKETS
+from dpx.accounting.profiles import GaussianProfile, Profile
+from dpx.keys.noise import LARGEST_RELEASE
 from dpx.sums.total import ETA
 from dpx.validation import require_whole
 
@@ -45,7 +38,7 @@ def event_epsilon(
     The noise counts as exact. The bill of a run of dpx, such as `dpx.epsilon`, is larger by what the arithmetic of its
     noise adds: below 1e-3 for up to 10,000 Gaussians at a delta of at least 1e-6 (`dpx/accounting/arithmetic.py`).
 
-    event: a dp-accounting event, or one of a type that is registered with `register`.
+    event: a dp-accounting event, or one of a type that is a `Loss`.
     delta: in [0, 1). At 0, it is inf but for events that cost nothing, and some that dp-accounting bills.
     accountant: "pld" composes privacy loss distributions, "rdp" Renyi divergences. "tightest" is "pld" where it is
         known for every release, else "rdp"; "pld" is at most "rdp". All are guarantees.
@@ -101,22 +94,7 @@ def event_profile(
     checks.require_accountant(accountant)
     checks.require_relation(relation)
     require_whole("buckets", buckets)
-    releases = count_releases(event)
-    if not releases.private:
-        return UNBOUNDED
-    if (run := releases.whole_run) is not None:
-        return WHOLE_RUN_READERS[type(run)].read(run, accountant, relation)
-    if not releases.readable:
-        return delegated(hashable(event), accountant, relation)
-    losses = releases.losses(relation)
-    if any(getattr(loss, "unbounded", False) for loss in losses):
-        return UNBOUNDED
-    losses = round_to_few_epochs(losses, buckets)
-    if accountant != "rdp":
-        for gaussian in (SampledGaussian, FixedSizeGaussian):
-            losses = round_to_few(losses, gaussian, buckets)
-        losses = round_to_few_truncated(losses, buckets)
-    return profile(losses, accountant, curve=curve, grid=grid)
+    return from_event(event).profile(accountant, relation, buckets=buckets, curve=curve, grid=grid)
 
 
 def billed(
@@ -137,9 +115,7 @@ def billed(
     """
     options: Any = {"buckets": buckets, "curve": curve, "grid": grid}
     exact = event_profile(event, accountant=accountant, relation=relation, **options)
-    most, mean = released(event)
-    normals = Normals(pairs=pairs_of(numbers))
-    return Implemented(exact, runs * most, runs * mean, largest_shift(event, relation), normals)
+    return from_event(event).implemented(exact, relation, runs=runs, numbers=numbers)
 
 
 def within(run: Implemented, epsilon: float, delta: float) -> float:
@@ -160,11 +136,11 @@ def within(run: Implemented, epsilon: float, delta: float) -> float:
 def words_of_first_step(event: DpEvent) -> str:
     """The event of a first step, and the least that the arithmetic of its noise adds at the usual deltas, in words."""
     rounding = f"eta = {ETA:.3g} of the clip norm, by which the noise is larger, and "
-    rounding += f"{addition(*released(event)).epsilon(0.0):.2g} of epsilon in the first step"
+    rounding += f"{addition(*from_event(event).released).epsilon(0.0):.2g} of epsilon in the first step"
     return f"cost of the first step: {event}\n  rounding: {rounding}"
 
 
 def explanation(event: DpEvent, *, delta: float, relation: Relation) -> tuple[str, ...]:
     """How the bill of an event of a whole run is computed, in one sentence; () for other events."""
-    run = count_releases(event).whole_run
-    return () if run is None else (WHOLE_RUN_READERS[type(run)].explain(run, delta, relation),)
+    run = from_event(event).whole_run
+    return () if run is None else (run.explain(delta, relation),)

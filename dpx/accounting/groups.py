@@ -32,67 +32,29 @@ than 32 distinct noise multipliers are rounded down to 32.
 import functools
 import math
 from dataclasses import dataclass
+from typing import Any
 
-import dp_accounting
+import attrs
 import numpy as np
-from dp_accounting import ComposedDpEvent, DpEvent, GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
+from dp_accounting import DpEvent
 from scipy import special, stats
 
 from dpx.accounting import renyi
 from dpx.accounting.checks import Relation
-from dpx.accounting.log_moments import log_moments
-from dpx.accounting.pld.buckets import bucketed
-from dpx.accounting.pld.losses import Pmf, dominating_pmf, normal_masses
-from dpx.accounting.releases import Released, count_releases, register, released
-from dpx.sampling.events import GroupGaussianDpEvent, composition
+from dpx.accounting.loss import Loss, Released, deviations
+from dpx.accounting.pld.losses import Pmf, StepLoss, dominating_pmf, normal_masses
 
 LARGEST_NOISE = 1e9  # more is billed as this, because float64 loses the squares of larger numbers
 _TAIL, _STAIR = 1e-40, 1.25
 _SMALLEST, _UNSURE = 1e-280, 1e-270  # scipy's tails are 0 from 1e-286 on; smaller probabilities have a logarithm
 _ROUNDING = 1e-9  # relative, of binomial probabilities and of moments: they are rounded up by it
-DISTINCT, FEW = 32, 6  # noise multipliers of a bill, and of the rough bills with which a calibration begins
 _CELLS = 4096  # of the line, for the Renyi divergences
 _FARTHEST = 12.0  # deviations: the first cell begins there, and the last one ends so far above the largest shift
 _COARSE = 16  # tangents, or outputs, of which one is enough at first
 _CHUNK = 2**15  # outputs at once
-_FREE = 1e9  # a Gaussian of so much more noise than another costs nothing beside it, in float64
-
-
-def of_unit(event: DpEvent, *, records: int, distinct: int = DISTINCT) -> DpEvent:
-    """The event of the same releases for a unit that owns up to `records` records, each with coins of its own.
-
-    event: of Gaussians, on all data or on Poisson samples. records: k, int, at least 1. distinct: int, how many noise
-    multipliers it has at most, because more of them are rounded down to so many.
-
-    Raises ValueError for an event with other releases.
-    """
-    if records == 1:
-        return event
-    releases = count_releases(event)
-    if not releases.private:
-        return dp_accounting.NonPrivateDpEvent()
-    if not releases.gaussian:
-        words = "must have releases of Gaussians on all data or on Poisson samples only, for more than one record"
-        raise ValueError(f"the event {words}; got {event}")
-    losses = releases.losses("add_or_remove")
-    # Several releases on one sample are one loss here, and the first below, so that none moves farther. But each has
-    # noise whose arithmetic is billed.
-    together = math.ceil(released(event).most / max(sum(losses.values()), 1))
-    sigmas, rates = np.array([(loss.noise_multiplier, loss.rate) for loss in losses]).reshape(-1, 2).T
-    counts = np.array(list(losses.values()), np.int64)
-    steps = bucketed(sigmas, rates, counts, distinct)
-    columns = zip(steps.smallest_noise.tolist(), steps.largest_rate.tolist(), steps.counts.tolist(), strict=True)
-
-    def step(sigma: float, rate: float) -> DpEvent:
-        if rate < 1:
-            return GroupGaussianDpEvent(sigma, rate, records, together)
-        one = GaussianDpEvent(sigma / records)
-        if together == 1:
-            return one
-        others = SelfComposedDpEvent(GaussianDpEvent(_FREE * sigma / records), together - 1)
-        return PoissonSampledDpEvent(1.0, ComposedDpEvent([one, others]))
-
-    return composition((step(sigma, rate), count) for sigma, rate, count in columns)
+_GROUP, _POWERS = 16, 8  # cells that are left out together, and powers at once: for speed
+_NEGLIGIBLE = 45.0  # thousands of cells that are e^-45 of the largest are less than its rounding error
+_HALF = math.sqrt(0.5)
 
 
 def require_nulled(records: int, relation: Relation) -> None:
@@ -101,8 +63,44 @@ def require_nulled(records: int, relation: Relation) -> None:
         raise ValueError(f'records must be 1 for relation "replace_one", got {records}: they are nulled, not replaced')
 
 
+@attrs.frozen
+class GroupGaussianDpEvent(DpEvent, Loss):
+    """A Gaussian release on a Poisson sample of records, for a unit that owns some of them.
+
+    noise_multiplier: relative to the effect of one record. sampling_probability: in (0, 1), the largest rate of one of
+    its records. records: int, how many it owns at most. releases: int, of noisy numbers on this sample, as one.
+
+    It is true for nulls in place of all records of the unit. dp-accounting's accountants refuse this event.
+    """
+
+    noise_multiplier: float
+    sampling_probability: float
+    records: int
+    releases: int = 1
+    fresh = True
+
+    @property
+    def released(self) -> Released:
+        return Released(self.releases, float(self.releases))
+
+    @property
+    def name(self) -> str:
+        return f"Gaussian on a Poisson sample of rate {self.sampling_probability:.6g} of each record"
+
+    def largest_shift(self, relation: Relation) -> float:
+        return deviations(self.records * (2 if relation == "replace_one" else 1), self.noise_multiplier)
+
+    def step(self, relation: Relation) -> StepLoss:
+        sigma, rate = min(float(self.noise_multiplier), LARGEST_NOISE), float(self.sampling_probability)
+        if relation == "replace_one":
+            raise ValueError('relation "replace_one" does not fit several records, which are nulled or not there')
+        if not (0 <= self.noise_multiplier < math.inf and 0 < rate < 1 and self.records >= 1 and self.releases >= 1):
+            raise ValueError(f"noise must be finite and at least 0, at a rate in (0, 1), for a record; got {self}")
+        return GroupGaussian(sigma, rate, self.records)
+
+
 @dataclass(frozen=True)
-class GroupGaussian:
+class GroupGaussian(StepLoss):
     """The privacy loss of one such step. noise_multiplier: s. rate: q, below 1. records: k."""
 
     noise_multiplier: float
@@ -228,13 +226,92 @@ def _log_sum(x: np.ndarray, numbers: np.ndarray, logs: np.ndarray, sigma: float)
     return largest[:, 0] + np.log(total), weights @ numbers / total / sigma**2
 
 
-def _read(event: GroupGaussianDpEvent, relation: Relation) -> GroupGaussian:
-    sigma, rate = min(float(event.noise_multiplier), LARGEST_NOISE), float(event.sampling_probability)
-    if relation == "replace_one":
-        raise ValueError('relation "replace_one" does not fit several records, which are nulled or not there')
-    if not (0 <= event.noise_multiplier < math.inf and 0 < rate < 1 and event.records >= 1 and event.releases >= 1):
-        raise ValueError(f"noise must be finite and at least 0, at a rate in (0, 1), for a record; got {event}")
-    return GroupGaussian(sigma, rate, event.records)
+@dataclass(frozen=True)
+class MixtureOfGaussians(GroupGaussian):
+    """In units of the largest shift. noise_multiplier: s. rate: the probability of all shifts above 0. records: 1.
+
+    numbers, weights: the shifts, rising from 0 to 1, and their probabilities.
+    """
+
+    numbers: tuple[float, ...] = ()
+    weights: tuple[float, ...] = ()
+
+    @functools.cached_property
+    def shifts(self) -> tuple[np.ndarray, np.ndarray]:
+        return np.array(self.numbers), np.array(self.weights)
+
+    @functools.cached_property
+    def log_probabilities(self) -> np.ndarray:
+        with np.errstate(divide="ignore"):
+            return np.log(self.weights)
 
 
-register(GroupGaussianDpEvent, _read, released=lambda event: Released(event.releases, float(event.releases)))
+@dataclass(frozen=True)
+class Mixture(Loss):
+    """A mixture of Gaussians, sum_j p_j N(c_j, s^2) against N(0, s^2). event: dp-accounting's of that name.
+
+    It is the pair of `GroupGaussian` with other shifts and probabilities. dp-accounting's own PLD of it takes minutes
+    at a grid that is fine enough, because it solves an equation for each point alone.
+    """
+
+    event: Any
+
+    def step(self, relation: Relation) -> StepLoss:
+        event = self.event
+        sigma, shifts, weights = map(np.asarray, (event.standard_deviation, event.sensitivities, event.sampling_probs))
+        if relation == "replace_one":
+            words = "does not fit a mixture of Gaussians, which is one against no shift"
+            raise ValueError(f'relation "replace_one" {words}')
+        total = float(weights.sum()) if weights.shape == shifts.shape else math.nan
+        known = 0 <= sigma < math.inf and abs(total - 1) < 1e-9 and bool((weights >= 0).all() and (shifts >= 0).all())
+        if not known or not np.isfinite(shifts).all():
+            raise ValueError(f"noise and shifts must be at least 0, with probabilities of sum 1; got {event}")
+        numbers, places = np.unique(np.append(0.0, shifts), return_inverse=True)
+        each = np.bincount(places.reshape(-1), np.append(0.0, weights / total))
+        last = np.flatnonzero(each[1:])[-1] + 1
+        largest, each = float(numbers[last]), each[: last + 1]
+        scaled = (*(numbers[: last + 1] / largest).tolist(),)
+        noise = min(float(sigma) / largest, LARGEST_NOISE)
+        return MixtureOfGaussians(noise, float(each[1:].sum()), 1, scaled, (*each.tolist(),))
+
+
+def log_moments(powers: np.ndarray, x: np.ndarray, lines: tuple, slopes: tuple, sigma: float) -> np.ndarray:
+    """ln of the integrals of exp(power * line) under N(0, s^2), float64 (powers,), where the line is straight in cells.
+
+    x: the ends of the cells, of one width, float64 (cells + 1,). lines: the line at the left and at the right end of
+    each, float64 (cells,) each. slopes: of the line below the first and above the last cell.
+    """
+    (left, right), squares, width = lines, (x / sigma) ** 2 / 2, (x[1] - x[0]) / sigma
+    first, last = powers * slopes[0] * sigma, powers * slopes[1] * sigma  # means of the normals beyond the cells
+    low, high = x[0] / sigma, x[-1] / sigma
+    below = powers * left[0] - first * low + first**2 / 2 + special.log_ndtr(low - first)
+    above = powers * right[-1] - last * high + last**2 / 2 + special.log_ndtr(last - high)
+    within = np.empty(len(powers))
+    kept = _kept(powers[:, None], left, right, squares, width)
+    for begin in range(0, len(powers), _POWERS):
+        some = powers[begin : begin + _POWERS, None]
+        groups = np.flatnonzero(kept[begin : begin + _POWERS].any(axis=0)) * _GROUP
+        cells = slice(groups[0], groups[-1] + _GROUP)
+        middles = (x[cells] / sigma + width / 2) - some * (right - left)[cells] / width  # from the mean of the normal
+        near = np.abs(middles) - width / 2
+        far, inner = near + width, near < 0
+        base = np.where(middles > 0, some * left[cells] - squares[:-1][cells], some * right[cells] - squares[1:][cells])
+        shares = special.erfcx(np.maximum(near, 0) * _HALF)
+        shares -= np.exp(-width * np.abs(middles)) * special.erfcx(far * _HALF)
+        base[inner] += near[inner] ** 2 / 2  # the largest of the integrand in the cell
+        shares[inner] = 2 * (special.ndtr(far[inner]) - special.ndtr(near[inner]))
+        largest = base.max(axis=1, keepdims=True)
+        within[begin : begin + _POWERS] = largest[:, 0] + np.log(np.sum(np.exp(base - largest) * shares, axis=1) / 2)
+    return np.logaddexp(within, np.logaddexp(below, above))
+
+
+def _kept(powers: np.ndarray, left: np.ndarray, right: np.ndarray, squares: np.ndarray, width: float) -> np.ndarray:
+    """Whether a group of cells counts for a power, bool (powers, groups): all others are e^-45 of the largest cell.
+
+    The integrand within a cell is at most e^(w^2 / 8) times that at one of its ends, because the cell is w deviations.
+    """
+    highest, lowest = np.maximum(left, right).reshape(-1, _GROUP), np.minimum(left, right).reshape(-1, _GROUP)
+    nearest = np.minimum(squares[:-1], squares[1:]).reshape(-1, _GROUP).min(axis=1)
+    most = np.maximum(powers * highest.max(axis=1), powers * lowest.min(axis=1)) - nearest
+    least = (powers * left[::_GROUP] - squares[:-1:_GROUP]).max(axis=1, keepdims=True)
+    return most > least - _NEGLIGIBLE - width**2 / 8

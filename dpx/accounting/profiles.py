@@ -225,9 +225,9 @@ def profile(
 
     Raises ValueError for "pld" if a step has no privacy loss distribution.
     """
-    without_pmfs = [loss for loss in losses if not hasattr(loss, "pmfs")]
+    without_pmfs = [loss for loss in losses if not loss.has_pmfs()]
     if accountant == "rdp" or (accountant == "tightest" and without_pmfs):
-        searched = [getattr(loss, "orders", renyi.ORDERS) for loss in losses] or [renyi.ORDERS]
+        searched = [loss.orders for loss in losses] or [renyi.ORDERS]
         orders = functools.reduce(np.union1d, searched)
         orders = orders[orders <= min(each[-1] for each in searched)]  # that all of them can compute
         return RenyiProfile(total_renyi(losses, orders), orders=orders)

@@ -111,7 +111,7 @@ def truncated_rdp(
     """Upper bounds of the RDP of steps on truncated Poisson samples, float64 (orders,); inf without noise.
 
     From the joint convexity of exp((a - 1) D_a), of Poisson sampling and of a sample of fixed size at half the noise
-    multiplier: see `dpx/accounting/truncated.py`.
+    multiplier: see `dpx/accounting/samples.py`.
     """
     if np.any(sigmas[counts > 0] < 2 * SMALLEST_NOISE):
         return np.full(len(orders), np.inf)

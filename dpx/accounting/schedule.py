@@ -13,7 +13,8 @@ from dpx.accounting import checks
 from dpx.accounting.arithmetic import Implemented, Normals
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.events import billed
-from dpx.accounting.groups import DISTINCT, of_unit, require_nulled
+from dpx.accounting.groups import require_nulled
+from dpx.accounting.ledger import DISTINCT, from_event
 from dpx.accounting.pld.buckets import BUCKETS, Buckets, bucketed_gaussians
 from dpx.accounting.pld.losses import Losses, SampledGaussian
 from dpx.accounting.profiles import UNBOUNDED, ComposedProfile, GaussianProfile, Profile, profile, unsampled
@@ -144,7 +145,7 @@ def _of_records(
     require_nulled(records, options["relation"])
     rows = zip(sigmas.tolist(), rates.tolist(), repeats.tolist(), strict=True)
     steps = [(PoissonSampledDpEvent(rate, GaussianDpEvent(sigma)), count) for sigma, rate, count in rows if count]
-    return billed(of_unit(composition(steps), records=records, distinct=min(buckets, DISTINCT)), **options)
+    return billed(from_event(composition(steps)).of_records(records, distinct=min(buckets, DISTINCT)), **options)
 
 
 def _interval(upper: Profile, lower: Profile | None, ask: Callable[[Profile], float]) -> Interval:

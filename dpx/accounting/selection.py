@@ -14,24 +14,20 @@ of the winner by those of one trial. What their theorems need, and where it hold
 """
 
 import math
-from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
 import attrs
-import dp_accounting
 import jax
 import numpy as np
 from dp_accounting import DpEvent
-from dp_accounting.dp_event import RepeatAndSelectDpEvent
-from dp_accounting.rdp import RdpAccountant
 from scipy import optimize, special
 
 from dpx.accounting import renyi
 from dpx.accounting.checks import Relation
-from dpx.accounting.delegated import NEIGHBORS
+from dpx.accounting.delegated import DelegatedStep
+from dpx.accounting.loss import Loss, Released, event_of
 from dpx.accounting.pld.losses import SampledGaussian, StepLoss, total_renyi
-from dpx.accounting.releases import Released, count_releases, is_readable, read_step, register, released
 
 SHAPES: dict[str, float] = {"logarithmic": 0.0, "geometric": 1.0, "poisson": math.inf}  # eta of the paper
 _SMALLEST_EXPONENT, _LARGEST_EXPONENT = 1e-9, 700.0  # of 1 / gamma; e^700 is a float
@@ -53,49 +49,35 @@ class OneOfDpEvent(DpEvent):
 
 
 @dataclass(frozen=True)
-class Several:
+class Several(StepLoss):
     """Some steps together, as one. steps: pairs (step loss, how often)."""
 
     steps: tuple[tuple[StepLoss, int], ...]
 
     @property
     def unbounded(self) -> bool:
-        return any(getattr(step, "unbounded", False) for step, _ in self.steps)
+        return any(step.unbounded for step, _ in self.steps)
 
     def renyi(self, orders: np.ndarray) -> np.ndarray:
         return total_renyi(dict(self.steps), orders)
 
 
 @dataclass(frozen=True)
-class OneOf:
+class OneOf(StepLoss):
     """One of several losses: with (a - 1) D_a = ln of a mean of e^((a - 1) D_a), at most the largest divergence."""
 
     alternatives: tuple[StepLoss, ...]
 
     @property
     def unbounded(self) -> bool:
-        return any(getattr(step, "unbounded", False) for step in self.alternatives)
+        return any(step.unbounded for step in self.alternatives)
 
     def renyi(self, orders: np.ndarray) -> np.ndarray:
         return np.max([step.renyi(orders) for step in self.alternatives], axis=0)
 
 
 @dataclass(frozen=True)
-class Delegated:
-    """A release of which dp-accounting knows the Renyi divergences, such as a Laplace one."""
-
-    event: DpEvent
-    relation: Relation
-
-    def renyi(self, orders: np.ndarray) -> np.ndarray:
-        try:
-            return np.asarray(RdpAccountant(orders.tolist(), NEIGHBORS[self.relation]).compose(self.event).rdp)
-        except dp_accounting.UnsupportedEventError as error:
-            raise ValueError(f'{self.event} has no known Renyi divergence under relation "{self.relation}"') from error
-
-
-@dataclass(frozen=True)
-class BestOf:
+class BestOf(StepLoss):
     """The best of K independent trials. mean: of K, at least 1. shape: eta of the paper, inf for Poisson.
 
     The formulas are those of dp-accounting, at more orders. There are no `pmfs`, so "pld" refuses it.
@@ -107,13 +89,13 @@ class BestOf:
 
     @property
     def unbounded(self) -> bool:
-        return bool(getattr(self.trial, "unbounded", False))
+        return bool(self.trial.unbounded)
 
     @property
     def orders(self) -> np.ndarray:
         """The orders that its bill searches, rising, float64 (orders,)."""
         steps = self.trial.steps if isinstance(self.trial, Several) else ()
-        return _PURE_ORDERS if steps and all(isinstance(step, Delegated) for step, _ in steps) else _ORDERS
+        return _PURE_ORDERS if steps and all(isinstance(step, DelegatedStep) for step, _ in steps) else _ORDERS
 
     def renyi(self, orders: np.ndarray) -> np.ndarray:
         """Theorem 2 (truncated negative binomial) and Theorem 6 (Poisson) of the paper, float64 (orders,)."""
@@ -193,39 +175,55 @@ def draw_count(key: jax.Array, mean: float, shape: float) -> int:
     return count
 
 
-def trial_loss(event: DpEvent, relation: Relation) -> StepLoss:
-    """The loss of one trial, of any events whose Renyi divergences are known. Raises ValueError for others."""
-    releases = count_releases(event)
-    if not releases.private:
+def trial_loss(trial: Any, relation: Relation) -> StepLoss:
+    """The loss of one trial, of any events whose Renyi divergences are known. Raises ValueError for others.
+
+    trial: the `Ledger` of one trial.
+    """
+    if not trial.private:
         return SampledGaussian(0.0, 1.0, relation)  # no noise
-    if releases.whole_runs:
-        raise ValueError(f"{releases.whole_runs[0]} is billed as a whole run: a search over such runs has no bill")
-    losses: dict[StepLoss, int] = defaultdict(int)
-    for release, count in releases.counts.items():
-        if is_readable(release):
-            losses[read_step(release, relation)] += count
-        elif relation == "replace_one":
-            raise ValueError(f'{release} has no known Renyi divergence under relation "replace_one"')
-        else:
-            losses[Delegated(release, relation)] += count
-    return Several(tuple(losses.items()))
+    if trial.whole_runs:
+        run = event_of(trial.whole_runs[0])
+        raise ValueError(f"{run} is billed as a whole run: a search over such runs has no bill")
+    return Several(tuple(trial.losses(relation).items()))
 
 
-def _read_best_of(event: Any, relation: Relation) -> BestOf:
-    mean, shape = float(event.mean), float(event.shape)
-    if not (1 <= mean < math.inf and shape >= 0):
-        raise ValueError(f"mean must be finite and at least 1, and shape at least 0; got {mean} and {shape}")
-    return BestOf(trial_loss(event.event, relation), mean, shape)
+@dataclass(frozen=True)
+class Search(Loss):
+    """The best of a random number of trials. event: dp-accounting's `RepeatAndSelectDpEvent`. trial: the `Ledger`."""
+
+    event: Any
+    trial: Any
+
+    @property
+    def released(self) -> Released:
+        most, mean = self.trial.released
+        trials = most_trials(float(self.event.mean), float(self.event.shape))
+        return Released(most * trials, mean * float(self.event.mean))
+
+    def step(self, relation: Relation) -> StepLoss:
+        mean, shape = float(self.event.mean), float(self.event.shape)
+        if not (1 <= mean < math.inf and shape >= 0):
+            raise ValueError(f"mean must be finite and at least 1, and shape at least 0; got {mean} and {shape}")
+        return BestOf(trial_loss(self.trial, relation), mean, shape)
+
+    def in_words(self) -> str:
+        return f"the best of {self.event.mean:g} expected trials, each: {self.trial.joined()}"
 
 
-def _released_by_best_of(event: Any) -> Released:
-    most, mean = released(event.event)
-    return Released(most * most_trials(float(event.mean), float(event.shape)), mean * float(event.mean))
+@dataclass(frozen=True)
+class Choice(Loss):
+    """One of several events. event: a `OneOfDpEvent`. alternatives: the `Ledger` of each."""
 
+    event: OneOfDpEvent
+    alternatives: tuple[Any, ...]
 
-register(RepeatAndSelectDpEvent, _read_best_of, released=_released_by_best_of)
-register(
-    OneOfDpEvent,
-    lambda event, relation: OneOf(tuple(trial_loss(inner, relation) for inner in event.events)),
-    released=lambda event: Released(*map(max, zip(*map(released, event.events), strict=True))),
-)
+    @property
+    def released(self) -> Released:
+        return Released(*map(max, zip(*(each.released for each in self.alternatives), strict=True)))
+
+    def step(self, relation: Relation) -> StepLoss:
+        return OneOf(tuple(trial_loss(each, relation) for each in self.alternatives))
+
+    def in_words(self) -> str:
+        return f"one of ({' | '.join(dict.fromkeys(each.joined() for each in self.alternatives))})"

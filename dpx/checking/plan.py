@@ -13,7 +13,7 @@ from dpx.accounting import epsilon
 from dpx.accounting.bill import numbers_of
 from dpx.accounting.checks import require_relation
 from dpx.accounting.events import billed
-from dpx.accounting.truncated import without_truncation
+from dpx.accounting.ledger import without_truncation
 from dpx.accounting.words import upper, whose
 from dpx.checking.report import Finding
 from dpx.identity import fingerprint

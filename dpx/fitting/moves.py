@@ -23,26 +23,15 @@ trained and would be drawn twice.
 from typing import Any
 
 import jax
-from dp_accounting import GaussianDpEvent, NonPrivateDpEvent
-from dp_accounting.dp_event import TruncatedSubsampledGaussianDpEvent
 
-from dpx.accounting.releases import count_releases
+from dpx.accounting.ledger import from_event
+from dpx.accounting.loss import event_of
 from dpx.fitting.settings import RunPlan
 from dpx.fitting.step import Carry
-from dpx.sampling.events import GroupGaussianDpEvent, RandomAllocationDpEvent
 from dpx.scalars import over
 from dpx.states.reading import steps_taken
 from dpx.states.record import ReleaseState
 from dpx.trees import Tree, map_states, path_of
-
-# Events of steps whose noise is independent, all or (in an `event.event`) on a sample. Batches may share a draw.
-INDEPENDENT = (
-    GaussianDpEvent,
-    GroupGaussianDpEvent,
-    NonPrivateDpEvent,
-    RandomAllocationDpEvent,
-    TruncatedSubsampledGaussianDpEvent,
-)
 
 
 def require_skippable(run: RunPlan, state: Tree, first: int, reach: int):
@@ -50,8 +39,7 @@ def require_skippable(run: RunPlan, state: Tree, first: int, reach: int):
 
     state: of any step.
     """
-    events = count_releases(run.optimizer.event(1)).counts
-    unproved = [repr(event) for event in events if not isinstance(getattr(event, "event", event), INDEPENDENT)]
+    unproved = [event_of(loss) for loss in from_event(run.optimizer.event(1)).counts if not loss.fresh]
     private = [path_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(state) if "unreleased" in path_of(path)]
     if run.optimizer.correlated is not None:
         problem = "the mechanism's noise is correlated: later noise has parts of that of skipped steps"

@@ -4,5 +4,5 @@ A paper stands on the rooms below and on no other paper. The one exception is `g
 `random_freeze` does. Nothing below imports a paper, so a folder can be deleted with its lines in `dpx/methods.py`,
 `dpx/coordinates.py`, `dpx/mechanisms/__init__.py`, `dpx/strategies.py` and `dpx/catalog.py`.
 
-Each has the cost of its mechanism too, which `dpx.accounting.register` makes known when the paper is imported.
+Each has the cost of its mechanism too, a `dpx.accounting.Loss`.
 """

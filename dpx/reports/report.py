@@ -5,15 +5,12 @@ import importlib.metadata
 import json
 import math
 import platform
-from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-import dp_accounting
-from dp_accounting import DpEvent, GaussianDpEvent
-from dp_accounting.dp_event import RepeatAndSelectDpEvent, TruncatedSubsampledGaussianDpEvent
+from dp_accounting import DpEvent
 
 from dpx.accounting import checks
 from dpx.accounting.arithmetic import Answer
@@ -30,12 +27,10 @@ from dpx.accounting.bill import (
 from dpx.accounting.budget import Budget
 from dpx.accounting.checks import Relation
 from dpx.accounting.events import billed, explanation
-from dpx.accounting.releases import count_releases
-from dpx.accounting.selection import OneOfDpEvent
+from dpx.accounting.ledger import from_event
 from dpx.accounting.words import owner_of, upper, whose
 from dpx.reports.attacks import AttackBounds, bounds_and_curve
 from dpx.reports.pages import Section, as_html, as_markdown, as_text, attack_curve
-from dpx.sampling.events import GroupGaussianDpEvent, RandomAllocationDpEvent
 from dpx.states.record import unit_mark
 from dpx.sums.total import ETA
 from dpx.trees import described
@@ -215,7 +210,7 @@ def privacy_report(
         attacks=attacks._replace(records=records),
         attack_curve=curve,
         tuning=words,
-        events=summary(event),
+        events=from_event(event).words(),
         versions={"python": platform.python_version()} | {p.removesuffix("-jax"): version_of(p) for p in _PACKAGES},
         caveats=(*caveats(drawn, relation, records), *explanation(event, delta=delta, relation=relation)),
         date=datetime.now(UTC).date().isoformat(),
@@ -439,66 +434,3 @@ def _code_words(report: PrivacyReport) -> tuple[tuple[str, str], ...]:
         *((f"release{whom}", event) for event in report.events),
         ("versions", ", ".join(f"{name} {version}" for name, version in report.versions.items())),
     )
-
-
-def summary(event: dp_accounting.DpEvent) -> tuple[str, ...]:
-    """The releases of an event in words: up to 8 noise multipliers one by one, more of them by their range."""
-    releases = count_releases(event)
-    if not releases.readable:
-        return (str(event),)
-    gaussians: dict[str, Counter[float]] = defaultdict(Counter)  # by name, how often each noise multiplier was used
-    others = []
-    for release, count in releases.counts.items():
-        inner: Any = getattr(release, "event", release)
-        if isinstance(release, RepeatAndSelectDpEvent):
-            others.append(f"{count} x the best of {release.mean:g} expected trials, each: {_joined(inner)}")
-        elif isinstance(release, OneOfDpEvent):
-            distinct = dict.fromkeys(_joined(alternative) for alternative in release.events)
-            others.append(f"{count} x one of ({' | '.join(distinct)})")
-        elif isinstance(release, RandomAllocationDpEvent):
-            others.append(f"{count} x {_epoch(release)}")
-        elif isinstance(inner, GaussianDpEvent | TruncatedSubsampledGaussianDpEvent | GroupGaussianDpEvent):
-            gaussians[_name(release)][inner.noise_multiplier] += count
-        elif not isinstance(release, dp_accounting.NonPrivateDpEvent):
-            others.append(f"{count} x {release}")
-    lines = []
-    for name, sigmas in sorted(gaussians.items()):
-        if len(sigmas) <= 8:
-            lines += [f"{count} x {name}, noise multiplier {sigma:.6g}" for sigma, count in sorted(sigmas.items())]
-        else:
-            lines.append(
-                f"{sum(sigmas.values())} x {name}, {len(sigmas)} distinct noise multipliers "
-                f"from {min(sigmas):.6g} to {max(sigmas):.6g}"
-            )
-    return (*lines, *others) if releases.private else (*lines, *others, "a release without noise")
-
-
-def _epoch(event: RandomAllocationDpEvent) -> str:
-    """The releases of an epoch of random allocation."""
-    sigmas = [sigma for sigma, _ in event.noise_multiplier]
-    noise = f"{min(sigmas):.6g}" + (f" to {max(sigmas):.6g}" if len(sigmas) > 1 else "")
-    released = sum(count for _, count in event.noise_multiplier)
-    part = "" if released == event.steps_per_epoch else f"the first {released} steps of "
-    return (
-        f"{part}an epoch of {event.steps_per_epoch} Gaussians, of which a random one has the example, "
-        f"noise multiplier {noise}"
-    )
-
-
-def _joined(event: dp_accounting.DpEvent) -> str:
-    return ", ".join(summary(event)) or "nothing"
-
-
-def _name(gaussian: Any) -> str:
-    """The name of a Gaussian release, with its sampling rate."""
-    if isinstance(gaussian, dp_accounting.SampledWithoutReplacementDpEvent):
-        rate = gaussian.sample_size / gaussian.source_dataset_size
-        return f"Gaussian on a sample without replacement of rate {rate:.6g}"
-    if isinstance(gaussian, GroupGaussianDpEvent):
-        return f"Gaussian on a Poisson sample of rate {gaussian.sampling_probability:.6g} of each record"
-    if isinstance(gaussian, TruncatedSubsampledGaussianDpEvent):
-        rate, most = gaussian.sampling_probability, gaussian.truncated_batch_size
-        return f"Gaussian on a Poisson sample of rate {rate:.6g}, cut at random to {most} rows"
-    if isinstance(gaussian, dp_accounting.PoissonSampledDpEvent) and gaussian.sampling_probability < 1:
-        return f"Gaussian on a Poisson sample of rate {gaussian.sampling_probability:.6g}"
-    return "Gaussian"

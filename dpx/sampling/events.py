@@ -25,23 +25,6 @@ class RandomAllocationDpEvent(DpEvent):
     steps_per_epoch: int
 
 
-@attrs.frozen
-class GroupGaussianDpEvent(DpEvent):
-    """A Gaussian release on a Poisson sample of records, for a unit that owns some of them.
-
-    noise_multiplier: relative to the effect of one record. sampling_probability: in (0, 1), the largest rate of one of
-    its records. records: int, how many it owns at most. releases: int, of noisy numbers on this sample, as one.
-
-    It is true for nulls in place of all records of the unit. dp-accounting's accountants refuse this event; the bill is
-    in `dpx/accounting/groups.py`.
-    """
-
-    noise_multiplier: float
-    sampling_probability: float
-    records: int
-    releases: int = 1
-
-
 def constant(noise_multipliers: np.ndarray) -> bool:
     """Whether it is one number that numpy repeats, as `scalars.over` makes it: 10^9 steps need no time or memory."""
     return len(noise_multipliers) > 0 and noise_multipliers.strides == (0,)

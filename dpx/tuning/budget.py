@@ -7,7 +7,7 @@ from typing import Any
 from dpx.accounting.best_of import Selection
 from dpx.accounting.budget import Budget
 from dpx.accounting.calibration import least_within
-from dpx.accounting.event_trees import hashable
+from dpx.accounting.loss import hashable
 from dpx.mechanism import Mechanism
 from dpx.trees import described
 

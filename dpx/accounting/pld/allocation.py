@@ -36,10 +36,10 @@ import numpy as np
 
 from dpx.accounting import renyi
 from dpx.accounting.checks import Relation
+from dpx.accounting.loss import Loss, Released, deviations
 from dpx.accounting.pld import moments, sums
 from dpx.accounting.pld.losses import Losses, Pmf, SampledGaussian, StepLoss, dominating_pmf
 from dpx.accounting.pld.moments import Noise
-from dpx.accounting.releases import Released, register
 from dpx.sampling.events import RandomAllocationDpEvent, grouped
 
 _KNOWN_BELOW = 0.05  # noise multiplier
@@ -61,7 +61,7 @@ class Ratios(NamedTuple):
 
 
 @dataclass(frozen=True)
-class AllocatedGaussians:
+class AllocatedGaussians(StepLoss):
     """The privacy loss of one epoch. noise: pairs (noise multiplier, number of steps), rising, of the released steps.
 
     steps_per_epoch: t, int, at least the number of released steps.
@@ -154,30 +154,49 @@ def _least(noises: Iterable[Noise]) -> Noise:
     return rounded(grouped(np.asarray(least)))
 
 
-def _read(event: RandomAllocationDpEvent, relation: Relation) -> StepLoss:
-    if relation == "replace_one":
-        raise ValueError(
-            'random allocation is billed under relation "zero_out" or "add_or_remove", got "replace_one": a replaced '
-            "example would compare two mixtures, for which its pair is not proved"
-        )
-    noise, steps = event.noise_multiplier, event.steps_per_epoch
-    released = sum(count for _, count in noise)
-    if not (noise and all(0 <= s < math.inf and count >= 1 for s, count in noise) and released <= steps):
-        raise ValueError(
-            "noise must be finite and at least 0, in at least 1 and at most steps_per_epoch releases; got "
-            f"{released} in {event}"
-        )
-    noise = tuple(sorted(noise))
-    if noise[0][0] < _KNOWN_BELOW:
-        return SampledGaussian(noise[0][0], 1.0, relation)
-    if released == 1:  # the same pair
-        return SampledGaussian(noise[0][0], 1 / steps, relation)
-    return AllocatedGaussians(rounded(noise), steps)
+@dataclass(frozen=True)
+class Allocation(Loss):
+    """One epoch of random allocation. event: a `RandomAllocationDpEvent`."""
 
+    event: RandomAllocationDpEvent
+    fresh = True
 
-def _released(event: RandomAllocationDpEvent) -> Released:
-    count = sum(count for _, count in event.noise_multiplier)
-    return Released(count, float(count))
+    @property
+    def independent(self) -> bool:
+        return True
 
+    @property
+    def released(self) -> Released:
+        count = sum(count for _, count in self.event.noise_multiplier)
+        return Released(count, float(count))
 
-register(RandomAllocationDpEvent, _read, released=_released)
+    def step(self, relation: Relation) -> StepLoss:
+        event = self.event
+        if relation == "replace_one":
+            raise ValueError(
+                'random allocation is billed under relation "zero_out" or "add_or_remove", got "replace_one": '
+                "a replaced example would compare two mixtures, for which its pair is not proved"
+            )
+        noise, steps = event.noise_multiplier, event.steps_per_epoch
+        released = self.released.most
+        if not (noise and all(0 <= s < math.inf and count >= 1 for s, count in noise) and released <= steps):
+            raise ValueError(
+                "noise must be finite and at least 0, in at least 1 and at most steps_per_epoch releases; got "
+                f"{released} in {event}"
+            )
+        noise = tuple(sorted(noise))
+        if noise[0][0] < _KNOWN_BELOW:
+            return SampledGaussian(noise[0][0], 1.0, relation)
+        if released == 1:  # the same pair
+            return SampledGaussian(noise[0][0], 1 / steps, relation)
+        return AllocatedGaussians(rounded(noise), steps)
+
+    def largest_shift(self, relation: Relation) -> float:
+        return deviations(2 if relation == "replace_one" else 1, min(s for s, _ in self.event.noise_multiplier))
+
+    def in_words(self) -> str:
+        sigmas, steps = [sigma for sigma, _ in self.event.noise_multiplier], self.event.steps_per_epoch
+        noise = f"{min(sigmas):.6g}" + (f" to {max(sigmas):.6g}" if len(sigmas) > 1 else "")
+        part = "" if self.released.most == steps else f"the first {self.released.most} steps of "
+        which = f"{part}an epoch of {steps} Gaussians, of which a random one has the example"
+        return f"{which}, noise multiplier {noise}"

@@ -4,7 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy import special
@@ -21,27 +21,58 @@ class Pmf(NamedTuple):
     infinity: float
 
 
-class StepLoss(Protocol):
-    """The privacy loss of one step, with the part that every accountant needs; hashable."""
+class StepLoss:
+    """The privacy loss of one step under a relation; hashable."""
+
+    @property
+    def unbounded(self) -> bool:
+        """Whether the noise is so small that it counts as none."""
+        return False
+
+    @property
+    def orders(self) -> np.ndarray:
+        """The orders of the Renyi divergences that an accountant searches, rising, float64 (orders,)."""
+        return renyi.ORDERS
 
     def renyi(self, orders: np.ndarray) -> np.ndarray:
         """Upper bounds of the Renyi divergences at `orders`, float64 (orders,), in either direction; inf if unknown."""
-        ...
-
-
-class ComposableLoss(StepLoss, Protocol):
-    """A step whose privacy loss distribution is also known."""
+        raise NotImplementedError
 
     def pmfs(self, grid: float, *, tail: float, largest: float) -> tuple[Pmf, ...]:
         """A dominating pmf for each direction of the relation (one if symmetric), on multiples of `grid`.
 
-        Losses above `largest`, and others of total probability `tail`, may count as infinite.
+        Losses above `largest`, and others of total probability `tail`, may count as infinite. A kind without this
+        method has no known privacy loss distribution.
         """
-        ...
+        raise NotImplementedError
+
+    def has_pmfs(self) -> bool:
+        return type(self).pmfs is not StepLoss.pmfs
 
 
 @dataclass(frozen=True)
-class SampledGaussian:
+class GaussianStep(StepLoss):
+    """A step with a noise multiplier and a rate; for speed, the divergences of many of one kind are found together."""
+
+    noise_multiplier: float
+    rate: float
+
+    @property
+    def unbounded(self) -> bool:
+        return self.noise_multiplier < renyi.SMALLEST_NOISE
+
+    def renyi(self, orders: np.ndarray) -> np.ndarray:
+        return self.schedule_renyi(np.array([self.noise_multiplier]), np.array([self.rate]), np.ones(1), orders)
+
+    def schedule_renyi(
+        self, sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray, orders: np.ndarray
+    ) -> np.ndarray:
+        """The divergences of many such steps together, float64 (orders,); the other arrays are (T,)."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class SampledGaussian(GaussianStep):
     """One step of the Gaussian mechanism on a Poisson sample: a pair of distributions that dominates all neighbors.
 
     With s the noise multiplier and q the sampling rate:
@@ -50,21 +81,11 @@ class SampledGaussian:
     (Zhu, Dong and Wang 2022, https://arxiv.org/abs/2106.08567; replace_one as in dp-accounting.)
     """
 
-    noise_multiplier: float
-    rate: float
     relation: Relation = "add_or_remove"
-
-    @property
-    def unbounded(self) -> bool:
-        return self.noise_multiplier < renyi.SMALLEST_NOISE
-
-    def renyi(self, orders: np.ndarray) -> np.ndarray:
-        return total_renyi({self: 1}, orders)
 
     def schedule_renyi(
         self, sigmas: np.ndarray, rates: np.ndarray, counts: np.ndarray, orders: np.ndarray
     ) -> np.ndarray:
-        """The divergences of many steps of this kind together, float64 (orders,); the other arrays are (T,)."""
         return renyi.schedule_rdp(sigmas, rates, counts, self.relation, orders)
 
     def pmfs(self, grid: float, *, tail: float, largest: float) -> tuple[Pmf, ...]:
@@ -135,12 +156,12 @@ Losses = Mapping[Any, int]  # StepLoss -> how many such steps
 def total_renyi(losses: Losses, orders: np.ndarray = renyi.ORDERS) -> np.ndarray:
     """Upper bounds of the Renyi divergences of all steps together, float64 (orders,).
 
-    All steps of one kind that has a `schedule_renyi` are computed at once, for speed.
+    All `GaussianStep`s of one kind are computed at once, for speed.
     """
     total = np.zeros(len(orders))
     gaussians: dict[Any, list[tuple[float, float, int]]] = defaultdict(list)
     for loss, count in losses.items():
-        if hasattr(loss, "schedule_renyi"):
+        if isinstance(loss, GaussianStep):
             kind = replace(loss, noise_multiplier=1.0, rate=1.0)
             gaussians[kind].append((loss.noise_multiplier, loss.rate, count))
         else:

@@ -22,13 +22,14 @@ from dp_accounting import (
 from dp_accounting.dp_event import TruncatedSubsampledGaussianDpEvent
 from scipy import linalg, special, stats
 
-from dpx.accounting.releases import count_releases, is_readable, released
+from dpx.accounting.groups import GroupGaussianDpEvent
+from dpx.accounting.ledger import from_event
 from dpx.audit.contract.draws import chi_square_over_freedom
 from dpx.audit.contract.report import Broken, NotChecked
 from dpx.audit.contract.trial import Trial, own_event
 from dpx.identity import identity_of
 from dpx.sampling.cyclic import CyclicPoissonSampling
-from dpx.sampling.events import GroupGaussianDpEvent, RandomAllocationDpEvent
+from dpx.sampling.events import RandomAllocationDpEvent
 from dpx.sampling.schemes import FixedOrder, FullBatch, ShuffledEpochs
 from dpx.states.reading import release_state
 
@@ -89,7 +90,7 @@ def billed(trial: Trial) -> str:
 
 def _require_billed(expected: DpEvent, event: DpEvent, steps: int) -> bool:
     """Whether the event has more releases than those that are expected. Raises Broken if it lacks one."""
-    wanted, offered = count_releases(expected).counts, count_releases(event).counts
+    wanted, offered = from_event(expected).events, from_event(event).events
     if missing := _missing(wanted, offered):
         raise Broken(f"{steps} steps do not bill {missing}, of noise multiplier and sampling of the mechanism")
     return sum(offered.values()) > sum(wanted.values())
@@ -113,7 +114,7 @@ def _require_plausible(event: DpEvent, multipliers: np.ndarray, sampling: Any) -
         noise = getattr(part, "noise_multiplier", 0.0)
         if isinstance(noise, int | float) and noise > multipliers.max(initial=0) * (1 + 1e-6):
             raise Broken(f"{steps} steps bill {part}, of more noise than the largest multiplier of the mechanism")
-    if all(is_readable(part) for part in parts) and (most := released(event).most) < steps:
+    if (ledger := from_event(event)).readable and (most := ledger.released.most) < steps:
         raise Broken(f"{steps} steps are billed as {most} releases of noisy numbers")
 
 
@@ -123,7 +124,7 @@ def _kinds(sampling: Any) -> set[str]:
 
 def _parts(event: Any) -> Iterator[Any]:
     """The releases of an event, and what is inside of their sampling."""
-    for release in count_releases(event).counts:
+    for release in from_event(event).events:
         while release is not None:
             yield release
             release = getattr(release, "event", None)
@@ -187,7 +188,7 @@ def require_sensitivity(trial: Trial) -> str:
             signs = np.array([(1, *rest) for rest in itertools.product((1, -1), repeat=len(pattern) - 1)])
             largest = max(largest, float(np.linalg.norm(signs @ matrix.T[list(pattern)], axis=1).max()))
             tried += len(signs)
-        billed = count_releases(trial.event(steps)).losses("zero_out")
+        billed = from_event(trial.event(steps)).losses("zero_out")
         moved = trial.multiplier(0) / min(loss.noise_multiplier for loss in billed)
         if not moved >= largest * (1 - BILL_SLACK):
             words = f"an example moves C G by {largest:.6g} clip norms in {steps} steps"
@@ -224,7 +225,7 @@ BATCH_RATE = 1e-6  # of false alarms, of each test of the batches
 def sampling(trial: Trial) -> str:
     """The batches that the sampling draws have the distribution of the event that bills them."""
     record = trial.mechanism.sampling
-    releases = count_releases(record.event(np.ones(1))).counts
+    releases = from_event(record.event(np.ones(1))).events
     if (count := sum(releases.values())) != 1 or record.examples > EXAMPLES:
         raise NotChecked(f"no batches are drawn of {record.examples} examples with {count} events a step")
     key = jax.random.key(trial.seed + 1)
@@ -404,6 +405,6 @@ def _require_allocated(draw: Callable[[int], Any], examples: int, steps: int):
 def _require_counted(batches: list[np.ndarray], record: Any):
     """Every example takes part in at most as many steps as there are Gaussian releases in the event of all steps."""
     taken = np.bincount(np.concatenate(batches), minlength=record.examples).max()
-    billed = sum(count_releases(record.event(np.ones(len(batches)))).counts.values())
+    billed = sum(from_event(record.event(np.ones(len(batches)))).counts.values())
     if taken > billed:
         raise Broken(f"an example takes part in {taken} of {len(batches)} steps, and {billed} are billed")

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from dp_accounting import DpEvent
 
-from dpx.accounting.releases import count_releases
+from dpx.accounting.ledger import from_event
 from dpx.audit.contract import inputs as inputs
 from dpx.audit.contract.draws import FULLY, Draws, measured, seen_soon
 from dpx.audit.contract.report import NotChecked
@@ -141,6 +141,6 @@ class Trial(Subject):
 
 def own_event(event: DpEvent, sampling: Any) -> str:
     """The name of an event in which a Gaussian release does not move the sum by the clip norm alone; else ""."""
-    known = {type(release).__name__ for release in count_releases(sampling.event(np.ones(1))).counts}
-    names = sorted({type(release).__name__ for release in count_releases(event).counts} - known - {"NonPrivateDpEvent"})
+    known = {type(release).__name__ for release in from_event(sampling.event(np.ones(1))).events}
+    names = sorted({type(release).__name__ for release in from_event(event).events} - known - {"NonPrivateDpEvent"})
     return ", ".join(names)

@@ -53,8 +53,8 @@ import numpy as np
 from dp_accounting import DpEvent, GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
 
 from dpx.accounting.checks import Relation
-from dpx.accounting.pld.losses import SampledGaussian
-from dpx.accounting.releases import Released, register
+from dpx.accounting.loss import Loss, Released, deviations
+from dpx.accounting.pld.losses import SampledGaussian, StepLoss
 from dpx.keys.noise import LARGEST_RELEASE
 from dpx.papers.correlated_noise.strategy import Strategy
 from dpx.validation import require_number, require_whole
@@ -64,7 +64,7 @@ _MOST_ROWS = 2.0**24
 
 
 @attrs.frozen
-class CorrelatedGaussianDpEvent(DpEvent):
+class CorrelatedGaussianDpEvent(DpEvent, Loss):
     """The first steps of a run of correlated noise in a fixed order, or of full batches.
 
     noise_multiplier: of one step, s: the standard deviation of z over the clip norm, less what rounding costs.
@@ -79,13 +79,20 @@ class CorrelatedGaussianDpEvent(DpEvent):
     inverse_coefficients: tuple[float, ...]
 
     @property
-    def largest_shift(self) -> float:
+    def released(self) -> Released:
+        return Released(self.steps, float(self.steps))
+
+    def largest_shift(self, relation: Relation) -> float:
         """The most that one example moves a release, given the earlier ones, in deviations of its fresh noise."""
-        return self.sensitivity / self.noise_multiplier
+        return deviations(self.sensitivity, self.noise_multiplier)
+
+    def step(self, relation: Relation) -> StepLoss:
+        _require_zero_out(relation)
+        return SampledGaussian(self.noise_multiplier / self.sensitivity, 1.0, relation)
 
 
 @attrs.frozen
-class CyclicBandedDpEvent(DpEvent):
+class CyclicBandedDpEvent(DpEvent, Loss):
     """One turn of cyclic Poisson sampling with a banded C: as many releases as there are groups, with one coin.
 
     noise_multiplier: the deviation of z over the clip norm and the norm of c, less what rounding costs.
@@ -99,29 +106,22 @@ class CyclicBandedDpEvent(DpEvent):
     coefficients: tuple[float, ...]
 
     @property
-    def largest_shift(self) -> float:
+    def released(self) -> Released:
+        return Released(self.releases, float(self.releases))
+
+    def largest_shift(self, relation: Relation) -> float:
         """As for `CorrelatedGaussianDpEvent`."""
-        return 1 / self.noise_multiplier
+        return deviations(1, self.noise_multiplier)
+
+    def step(self, relation: Relation) -> StepLoss:
+        _require_zero_out(relation)
+        return SampledGaussian(self.noise_multiplier, self.sampling_probability, relation)
 
 
 def _require_zero_out(relation: Relation) -> None:
     if relation != "zero_out":
         words = "one example replaced by a null in all its steps"
         raise ValueError(f'correlated noise is billed under relation "zero_out" only, {words}; got {relation!r}')
-
-
-def _read(event: CorrelatedGaussianDpEvent, relation: Relation) -> SampledGaussian:
-    _require_zero_out(relation)
-    return SampledGaussian(event.noise_multiplier / event.sensitivity, 1.0, relation)
-
-
-def _read_turn(event: CyclicBandedDpEvent, relation: Relation) -> SampledGaussian:
-    _require_zero_out(relation)
-    return SampledGaussian(event.noise_multiplier, event.sampling_probability, relation)
-
-
-register(CorrelatedGaussianDpEvent, _read, released=lambda event: Released(event.steps, float(event.steps)))
-register(CyclicBandedDpEvent, _read_turn, released=lambda event: Released(event.releases, float(event.releases)))
 
 
 def rounding(

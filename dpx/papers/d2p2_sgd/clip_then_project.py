@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import optax
 
 from dpx import keys
-from dpx.accounting.releases import count_releases
+from dpx.accounting.ledger import from_event
 from dpx.mechanism import Mechanism, Tree
 from dpx.papers.d2p2_sgd.projected import projected
 from dpx.papers.d2p2_sgd.projections import ProjectionKind, ProjectionState, projection
@@ -66,7 +66,7 @@ def clip_then_project(
     """
     coordinates = projection(rank, reduction_rate, kind, every, keys.stream(key, "projection of the sum"), bounded=True)
     ranks = jax.tree.leaves(rank)
-    if count_releases(mechanism.event(1)).whole_runs:
+    if from_event(mechanism.event(1)).whole_runs:
         raise ValueError(f"clip_then_project takes a mechanism of one clipped sum, got {described(mechanism)}")
     if mechanism.correlated is not None:
         raise ValueError("clip_then_project must not be around correlated noise, because its projections change")

@@ -14,7 +14,7 @@ probability of bad pairs is more than 1e-50 for each release. So the shift is th
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import attrs
 import dp_accounting
@@ -23,9 +23,11 @@ from scipy import special
 
 from dpx.accounting import renyi
 from dpx.accounting.checks import Relation
+from dpx.accounting.ledger import from_event
+from dpx.accounting.loss import Loss, deviations
 from dpx.accounting.pld.buckets import bucketed
-from dpx.accounting.pld.losses import Pmf, SampledGaussian
-from dpx.accounting.releases import count_releases, register
+from dpx.accounting.pld.losses import Pmf, SampledGaussian, StepLoss
+from dpx.sampling.events import composition
 
 # Bills are upper bounds for any of these numbers: noise is rounded down, stretches are rounded up, tails are billed.
 _DISTINCT_NOISE_MULTIPLIERS = 64  # each is a mixture of up to _MOST_STRETCHES privacy loss distributions
@@ -37,7 +39,7 @@ _RENYI_TAIL = 1e-18  # probability of the stretches that the Renyi divergences b
 
 
 @attrs.frozen
-class ProjectedGaussianDpEvent(dp_accounting.DpEvent):
+class ProjectedGaussianDpEvent(dp_accounting.DpEvent, Loss):
     """One release of noise multiplier sigma, on a Poisson sample, after a fresh Gaussian projection of the clipped sum.
 
     noise_multiplier: sigma. sampling_probability: in (0, 1]. rank: p, int. blocks: int, how many blocks of coordinates
@@ -52,9 +54,21 @@ class ProjectedGaussianDpEvent(dp_accounting.DpEvent):
     on_poisson_sample: ClassVar[bool] = True  # so that the cost of one weight has the rate of that weight
 
     @property
-    def largest_shift(self) -> float:
+    def rate(self) -> float:
+        return self.sampling_probability
+
+    def at_rate(self, rate: float) -> dp_accounting.DpEvent:
+        return attrs.evolve(self, sampling_probability=rate)
+
+    def largest_shift(self, relation: Relation) -> float:
         """The most that one example moves a release, in deviations of its noise, but for a probability of 1e-50."""
-        return _largest_stretch(_SHIFT_TAIL, self.rank) / self.noise_multiplier if self.noise_multiplier else math.inf
+        effect = 2 if relation == "replace_one" else 1
+        return deviations(effect * _largest_stretch(_SHIFT_TAIL, self.rank), self.noise_multiplier)
+
+    def step(self, relation: Relation) -> "ProjectedGaussian":
+        if relation == "replace_one":
+            raise ValueError(f'{self} is billed under "add_or_remove" and "zero_out" only, got relation {relation!r}')
+        return ProjectedGaussian(self.noise_multiplier, self.sampling_probability, self.rank, self.blocks)
 
 
 def _largest_stretch(tail: float, rank: int) -> float:
@@ -74,26 +88,22 @@ def projected(event: dp_accounting.DpEvent, *, rank: int, blocks: int = 1) -> dp
 
     Raises ValueError unless every release is a Gaussian, on all data or on a Poisson sample.
     """
-    releases = count_releases(event)
-    if not releases.private:
+    ledger = from_event(event)
+    if not ledger.private:
         return dp_accounting.NonPrivateDpEvent()
-    if not releases.gaussian:
+    if not ledger.gaussian:
         raise ValueError(f"a fresh projection is billed before (Poisson-sampled) Gaussian events only, got {event}")
-    losses = releases.losses("add_or_remove")
+    losses = ledger.losses("add_or_remove")
     if not losses:
         return dp_accounting.NoOpDpEvent()
     sigmas, rates = np.array([(loss.noise_multiplier, loss.rate) for loss in losses]).T
     steps = bucketed(sigmas, rates, np.array(list(losses.values())), _DISTINCT_NOISE_MULTIPLIERS)
     columns = zip(steps.smallest_noise.tolist(), steps.largest_rate.tolist(), steps.counts.tolist(), strict=True)
-    events: list[dp_accounting.DpEvent] = []
-    for sigma, rate, count in columns:
-        release = ProjectedGaussianDpEvent(sigma, rate, rank, blocks)
-        events.append(dp_accounting.SelfComposedDpEvent(release, count) if count > 1 else release)
-    return events[0] if len(events) == 1 else dp_accounting.ComposedDpEvent(events)
+    return composition((ProjectedGaussianDpEvent(sigma, rate, rank, blocks), count) for sigma, rate, count in columns)
 
 
 @dataclass(frozen=True)
-class ProjectedGaussian:
+class ProjectedGaussian(StepLoss):
     """The privacy loss of one such release.
 
     One block: the mixture is exact, but stretches are rounded up to the end of their bin.
@@ -168,12 +178,3 @@ def _mixture(pmfs: tuple[Pmf, ...], shares: np.ndarray, infinity: float) -> Pmf:
         total[start : start + len(pmf.probabilities)] += share * pmf.probabilities
         infinity += share * pmf.infinity
     return Pmf(first, total, infinity)
-
-
-def _read_projected(event: Any, relation: Relation) -> ProjectedGaussian:
-    if relation == "replace_one":
-        raise ValueError(f'{event} is billed under "add_or_remove" and "zero_out" only, got relation {relation!r}')
-    return ProjectedGaussian(event.noise_multiplier, event.sampling_probability, event.rank, event.blocks)
-
-
-register(ProjectedGaussianDpEvent, _read_projected)

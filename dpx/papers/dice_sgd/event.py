@@ -15,8 +15,8 @@ from dp_accounting import DpEvent
 
 from dpx.accounting import renyi
 from dpx.accounting.checks import Accountant, Relation
+from dpx.accounting.loss import Loss, Released
 from dpx.accounting.profiles import UNBOUNDED, DeltaProfile, GaussianProfile, Least, Profile, RenyiProfile
-from dpx.accounting.releases import Released, WholeRunReader, register_whole_run
 from dpx.accounting.words import upper
 from dpx.papers.dice_sgd import energy as feedback_energy
 from dpx.papers.dice_sgd import rounding
@@ -28,7 +28,7 @@ SAMPLINGS = (PoissonSampling, FixedSizeSampling, ShuffledEpochs, FullBatch)
 
 
 @attrs.frozen
-class ErrorFeedbackDpEvent(DpEvent):
+class ErrorFeedbackDpEvent(DpEvent, Loss):
     """`steps` releases of (sum + fed-back error + noise), of which one example moves the sum by at most 1.
 
     The unit here and below is the clip norm of the sum, C1.
@@ -47,26 +47,29 @@ class ErrorFeedbackDpEvent(DpEvent):
     steps: int
     reset_every: int | None
     sampling: Sampling
+    whole_run = True
 
+    @property
+    def released(self) -> Released:
+        return Released(self.steps, self.steps)
 
-def profile(event: ErrorFeedbackDpEvent, accountant: Accountant, relation: Relation) -> Profile:
-    """The least of the bounds. The accountant "rdp" uses only the amplified bound, or Gaussian privacy."""
-    if event.noise_multiplier < renyi.SMALLEST_NOISE:
-        return UNBOUNDED
-    return Least(*bounds(event, accountant, relation).values())
+    def profile(self, accountant: Accountant, relation: Relation) -> Profile:
+        """The least of the bounds. The accountant "rdp" uses only the amplified bound, or Gaussian privacy."""
+        if self.noise_multiplier < renyi.SMALLEST_NOISE:
+            return UNBOUNDED
+        return Least(*bounds(self, accountant, relation).values())
 
-
-def explain(event: ErrorFeedbackDpEvent, delta: float, relation: Relation) -> str:
-    """The bounds of the run in words, and which of them is its bill."""
-    if event.noise_multiplier < renyi.SMALLEST_NOISE:
-        return "Error feedback without noise has no finite epsilon."
-    epsilons = {name: bound.epsilon(delta) for name, bound in bounds(event, "tightest", relation).items()}
-    least = min(epsilons, key=lambda name: epsilons[name])
-    listed = ", ".join(f"{name}: {upper(value, 6)}" for name, value in epsilons.items())
-    return (
-        "Error feedback is billed as one event of all its steps, by dpx's own bounds. No privacy loss distribution is "
-        f'known, so "pld" gives the least of them. Used: {least}. All: {listed}. {_rounding(event)}'
-    )
+    def explain(self, delta: float, relation: Relation) -> str:
+        """The bounds of the run in words, and which of them is its cost."""
+        if self.noise_multiplier < renyi.SMALLEST_NOISE:
+            return "Error feedback without noise has no finite epsilon."
+        epsilons = {name: bound.epsilon(delta) for name, bound in bounds(self, "tightest", relation).items()}
+        least = min(epsilons, key=lambda name: epsilons[name])
+        listed = ", ".join(f"{name}: {upper(value, 6)}" for name, value in epsilons.items())
+        return (
+            "Error feedback is billed as one event of all its steps, by dpx's own bounds. No privacy loss distribution "
+            f'is known, so "pld" gives the least of them. Used: {least}. All: {listed}. {_rounding(self)}'
+        )
 
 
 def _rounding(event: ErrorFeedbackDpEvent) -> str:
@@ -123,8 +126,3 @@ def bounds(event: ErrorFeedbackDpEvent, accountant: Accountant, relation: Relati
             f'"add_or_remove" or "zero_out" and with a finite outer_clip_norm; got {event}, relation {relation!r}'
         )
     return profiles
-
-
-register_whole_run(
-    ErrorFeedbackDpEvent, WholeRunReader(profile, explain, lambda event: Released(event.steps, event.steps))
-)

@@ -1,0 +1,342 @@
+"""A `Ledger`: how often each kind of release was made. It is read from an event, and answers for its cost.
+
+dp-accounting's events are the language in which samplings and mechanisms state their cost, and `from_event` is the
+border. All facts of a kind are in its `Loss`, so nothing else asks what an event is.
+"""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import dp_accounting
+import numpy as np
+from dp_accounting import DpEvent, GaussianDpEvent, PoissonSampledDpEvent, SampledWithoutReplacementDpEvent
+from dp_accounting.dp_event import (
+    MixtureOfGaussiansDpEvent,
+    RepeatAndSelectDpEvent,
+    TruncatedSubsampledGaussianDpEvent,
+)
+
+from dpx.accounting.arithmetic import Implemented, Normals
+from dpx.accounting.checks import Accountant, Relation
+from dpx.accounting.delegated import Delegated, delegated
+from dpx.accounting.groups import GroupGaussianDpEvent, Mixture
+from dpx.accounting.loss import Loss, Released, deviations, event_of, hashable
+from dpx.accounting.pld.allocation import Allocation, round_to_few_epochs
+from dpx.accounting.pld.buckets import BUCKETS, bucketed, round_to_few
+from dpx.accounting.pld.losses import Losses, SampledGaussian, StepLoss
+from dpx.accounting.profiles import UNBOUNDED, Profile, profile
+from dpx.accounting.samples import FixedSize, FixedSizeGaussian, Truncated, gaussian, round_to_few_truncated
+from dpx.accounting.selection import Choice, OneOfDpEvent, Search
+from dpx.keys.noise import pairs_of
+from dpx.sampling.events import RandomAllocationDpEvent, composition
+
+_FREE = 1e9  # a Gaussian of so much more noise than another costs nothing beside it, in float64
+DISTINCT, FEW = 32, 6  # noise multipliers of several records' cost, and of the rough costs of a calibration
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """The releases of an event tree, without compositions and free events. Two ledgers add up to that of both runs.
+
+    event: the tree. counts: how often each release was made.
+    """
+
+    event: DpEvent
+    counts: Mapping[Any, int] = field(compare=False)
+
+    def __add__(self, other: "Ledger") -> "Ledger":
+        return from_event(dp_accounting.ComposedDpEvent([self.event, other.event]))
+
+    def all(self, holds: Callable[[Loss], bool]) -> bool:
+        """Whether something holds for every release."""
+        return all(map(holds, self.counts))
+
+    @property
+    def events(self) -> dict[DpEvent, int]:
+        """The event of each release, and how often it was made."""
+        events: dict[DpEvent, int] = defaultdict(int)
+        for loss, count in self.counts.items():
+            events[event_of(loss)] += count
+        return events
+
+    @property
+    def private(self) -> bool:
+        """Whether every release adds noise."""
+        return self.all(lambda loss: loss.private)
+
+    @property
+    def readable(self) -> bool:
+        """Whether dpx computes the cost of every release, so that none is left to dp-accounting."""
+        return self.all(lambda loss: loss.readable)
+
+    @property
+    def independent(self) -> bool:
+        """Whether every release was made on a batch in which chance decides about each example alone."""
+        return self.all(lambda loss: loss.independent or not loss.private)
+
+    @property
+    def gaussian(self) -> bool:
+        """Whether every release is a Gaussian, on all data or on a Poisson sample."""
+        return self.all(lambda loss: loss.gaussian)
+
+    @property
+    def released(self) -> Released:
+        """How many releases of noisy numbers were made."""
+        most, mean = 0, 0.0
+        for loss, count in self.counts.items():
+            most, mean = most + count * loss.released.most, mean + count * loss.released.mean
+        return Released(most, mean)
+
+    def largest_shift(self, relation: Relation) -> float:
+        """The largest shift of one of the releases."""
+        return max((loss.largest_shift(relation) for loss in self.counts), default=0.0)
+
+    @property
+    def whole_runs(self) -> list[Any]:
+        return [loss for loss in self.counts if loss.whole_run]
+
+    @property
+    def whole_run(self) -> Loss | None:
+        """The one release that is billed as a whole run, or None. Raises ValueError if it is not alone."""
+        if not self.whole_runs:
+            return None
+        loss = self.whole_runs[0]
+        if len(self.counts) > 1 or self.counts[loss] > 1:
+            words = "is billed as a whole: it composes with nothing, got it beside another event"
+            raise ValueError(f"{event_of(loss)} {words}")
+        return loss
+
+    def losses(self, relation: Relation) -> Losses:
+        """The step loss of every release, and how often it was made. Raises ValueError as the kinds do."""
+        losses: dict[StepLoss, int] = defaultdict(int)
+        for loss, count in self.counts.items():
+            losses[loss.step(relation)] += count
+        return losses
+
+    def map(self, event_of: Callable[[Loss], DpEvent]) -> DpEvent:
+        """The event with another one in place of each release."""
+        return composition((event_of(loss), count) for loss, count in self.counts.items())
+
+    def profile(
+        self,
+        accountant: Accountant,
+        relation: Relation,
+        *,
+        buckets: int = BUCKETS,
+        curve: bool = False,
+        grid: float | None = None,
+    ) -> Profile:
+        """The profile, for noise of real numbers; see `events.event_profile`."""
+        if not self.private:
+            return UNBOUNDED
+        if (run := self.whole_run) is not None:
+            return run.profile(accountant, relation)
+        if not self.readable:
+            return delegated(hashable(self.event), accountant, relation)
+        losses = self.losses(relation)
+        if any(loss.unbounded for loss in losses):
+            return UNBOUNDED
+        losses = round_to_few_epochs(losses, buckets)
+        if accountant != "rdp":
+            for kind in (SampledGaussian, FixedSizeGaussian):
+                losses = round_to_few(losses, kind, buckets)
+            losses = round_to_few_truncated(losses, buckets)
+        return profile(losses, accountant, curve=curve, grid=grid)
+
+    def words(self) -> tuple[str, ...]:
+        """The releases in words: up to 8 noise multipliers one by one, more of them by their range."""
+        if not self.readable:
+            return (str(self.event),)
+        gaussians: dict[str, Counter[float]] = defaultdict(Counter)  # by name, how often each noise multiplier was used
+        others, lines = [], []
+        for loss, count in self.counts.items():
+            if loss.name:
+                gaussians[loss.name][loss.noise_multiplier] += count
+            elif loss.private:
+                others.append(f"{count} x {loss.in_words()}")
+        for name, sigmas in sorted(gaussians.items()):
+            if len(sigmas) <= 8:
+                lines += [f"{count} x {name}, noise multiplier {sigma:.6g}" for sigma, count in sorted(sigmas.items())]
+            else:
+                lines.append(
+                    f"{sum(sigmas.values())} x {name}, {len(sigmas)} distinct noise multipliers "
+                    f"from {min(sigmas):.6g} to {max(sigmas):.6g}"
+                )
+        return (*lines, *others) if self.private else (*lines, *others, "a release without noise")
+
+    def joined(self) -> str:
+        """The same in one line."""
+        return ", ".join(self.words()) or "nothing"
+
+    def implemented(self, exact: Profile, relation: Relation, *, runs: int = 1, numbers: int) -> Implemented:
+        """The profile `exact` with what the arithmetic of the noise adds; see `events.billed`."""
+        most, mean = self.released
+        normals = Normals(pairs=pairs_of(numbers))
+        return Implemented(exact, runs * most, runs * mean, self.largest_shift(relation), normals)
+
+    def of_records(self, records: int, *, distinct: int = DISTINCT) -> DpEvent:
+        """The event of the same releases for a unit that owns up to `records` records, each with coins of its own.
+
+        distinct: int, how many noise multipliers it has at most, because more of them are rounded down to so many.
+        Raises ValueError for other releases than Gaussians on all data or on Poisson samples.
+        """
+        if records == 1:
+            return self.event
+        if not self.private:
+            return dp_accounting.NonPrivateDpEvent()
+        if not self.gaussian:
+            words = "must have releases of Gaussians on all data or on Poisson samples only, for more than one record"
+            raise ValueError(f"the event {words}; got {self.event}")
+        losses = self.losses("add_or_remove")
+        # Several releases on one sample are one loss here, and the first below, so that none moves farther. But each
+        # has noise whose arithmetic is billed.
+        together = math.ceil(self.released.most / max(sum(losses.values()), 1))
+        sigmas, rates = np.array([(loss.noise_multiplier, loss.rate) for loss in losses]).reshape(-1, 2).T
+        steps = bucketed(sigmas, rates, np.array(list(losses.values()), np.int64), distinct)
+        columns = zip(steps.smallest_noise.tolist(), steps.largest_rate.tolist(), steps.counts.tolist(), strict=True)
+
+        def step(sigma: float, rate: float) -> DpEvent:
+            if rate < 1:
+                return GroupGaussianDpEvent(sigma, rate, records, together)
+            one = GaussianDpEvent(sigma / records)
+            if together == 1:
+                return one
+            others = dp_accounting.SelfComposedDpEvent(GaussianDpEvent(_FREE * sigma / records), together - 1)
+            return PoissonSampledDpEvent(1.0, dp_accounting.ComposedDpEvent([one, others]))
+
+        return composition((step(sigma, rate), count) for sigma, rate, count in columns)
+
+
+@dataclass(frozen=True)
+class NoNoise(Loss):
+    """A release without noise."""
+
+    event: DpEvent = field(default_factory=dp_accounting.NonPrivateDpEvent)
+    private, fresh = False, True
+
+    def step(self, relation: Relation) -> StepLoss:
+        return SampledGaussian(0.0, 1.0, relation)
+
+
+@dataclass(frozen=True)
+class Gaussian(Loss):
+    """Gaussian releases on all data, or on one Poisson sample, as one.
+
+    event: of one release, or of several together. parts: pairs (noise multiplier, how often), which they are.
+    """
+
+    event: Any
+    parts: tuple[tuple[float, int], ...]
+    gaussian, fresh = True, True
+
+    @property
+    def noise_multiplier(self) -> float:
+        return self.inner.noise_multiplier
+
+    @property
+    def inner(self) -> Any:
+        return getattr(self.event, "event", self.event)
+
+    @property
+    def rate(self) -> float:
+        return getattr(self.event, "sampling_probability", 1.0)
+
+    @property
+    def independent(self) -> bool:
+        return isinstance(self.event, PoissonSampledDpEvent)
+
+    @property
+    def released(self) -> Released:
+        count = sum(count for _, count in self.parts)
+        return Released(count, float(count))
+
+    def step(self, relation: Relation) -> StepLoss:
+        return gaussian(self.inner, relation, float(self.rate))
+
+    def largest_shift(self, relation: Relation) -> float:
+        return max(deviations(2 if relation == "replace_one" else 1, sigma) for sigma, _ in self.parts)
+
+    def at_rate(self, rate: float) -> DpEvent:
+        return PoissonSampledDpEvent(rate, self.inner) if self.independent else super().at_rate(rate)
+
+    @property
+    def name(self) -> str:
+        return f"Gaussian on a Poisson sample of rate {self.rate:.6g}" if self.rate < 1 else "Gaussian"
+
+
+KINDS: Mapping[type, Callable[[Any], Loss]] = {
+    GaussianDpEvent: lambda event: Gaussian(event, ((event.noise_multiplier, 1),)),
+    dp_accounting.NonPrivateDpEvent: NoNoise,
+    TruncatedSubsampledGaussianDpEvent: Truncated,
+    MixtureOfGaussiansDpEvent: Mixture,
+    RandomAllocationDpEvent: Allocation,
+    RepeatAndSelectDpEvent: lambda event: Search(event, from_event(event.event)),
+    OneOfDpEvent: lambda event: Choice(event, tuple(map(from_event, event.events))),
+}
+
+
+def from_event(event: DpEvent) -> Ledger:
+    """The releases of an event tree: of dp-accounting's events, and of those that are a `Loss`."""
+    counts: dict[Loss, int] = defaultdict(int)
+    _count(event, 1, counts)
+    return Ledger(event, dict(counts))
+
+
+def _count(event: Any, count: int, counts: dict[Loss, int]) -> None:
+    if count == 0 or is_free(event):
+        pass
+    elif isinstance(event, dp_accounting.SelfComposedDpEvent):
+        _count(event.event, count * event.count, counts)
+    elif isinstance(event, dp_accounting.ComposedDpEvent):
+        for inner in event.events:
+            _count(inner, count, counts)
+    elif (loss := _loss_of(event)) is not None:
+        counts[loss] += count
+
+
+def _loss_of(event: Any) -> Loss | None:
+    if isinstance(event, PoissonSampledDpEvent):
+        return _on_one_sample(hashable(event))
+    if isinstance(event, SampledWithoutReplacementDpEvent) and isinstance(event.event, GaussianDpEvent):
+        return FixedSize(event)
+    event = hashable(event)
+    return event if isinstance(event, Loss) else KINDS.get(type(event), Delegated)(event)
+
+
+def _on_one_sample(event: PoissonSampledDpEvent) -> Loss | None:
+    """Several Gaussian releases of one Poisson sample as one, with sigma^-2 = sum_i sigma_i^-2; None if there are none.
+
+    Proof: rotate the joint release so that the sampled example moves it along one axis only. The other axes then have
+    noise alone. Other releases on a sample are left to dp-accounting.
+    """
+    inner = from_event(event.event)
+    if not inner.counts:
+        return None
+    if not inner.all(lambda loss: isinstance(loss, NoNoise | Gaussian) and not loss.independent):
+        return Delegated(event, inner)
+    sigmas = [getattr(loss, "noise_multiplier", 0.0) for loss in inner.counts]
+    parts = tuple(zip(sigmas, inner.counts.values(), strict=True))
+    if isinstance(event.event, GaussianDpEvent):
+        return Gaussian(event, parts)
+    merged = smallest = min(sigmas)
+    if smallest > 0:
+        merged /= math.sqrt(sum(count * (smallest / s) ** 2 for s, count in parts))
+    return Gaussian(PoissonSampledDpEvent(event.sampling_probability, GaussianDpEvent(merged)), parts)
+
+
+def is_free(event: Any) -> bool:
+    """Whether nothing is released, or nobody takes part."""
+    if isinstance(event, MixtureOfGaussiansDpEvent):
+        alike = np.shape(event.sensitivities) == np.shape(event.sampling_probs)
+        return alike and not np.any(np.multiply(event.sensitivities, event.sampling_probs))
+    free = isinstance(event, PoissonSampledDpEvent) and event.sampling_probability == 0
+    free |= isinstance(event, SampledWithoutReplacementDpEvent) and event.sample_size == 0
+    return free or isinstance(event, dp_accounting.NoOpDpEvent)
+
+
+def without_truncation(event: DpEvent) -> DpEvent:
+    """The event of the same releases on Poisson samples that are not cut: to say what the truncation costs."""
+    return from_event(event).map(lambda loss: loss.uncut if isinstance(loss, Truncated) else event_of(loss))
