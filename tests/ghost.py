@@ -96,17 +96,21 @@ def score(y):
 
 
 def zoo(size):
-    """An empty dict of animals, and three functions that make some, on batches of `size` normal examples."""
+    """An empty dict of animals, and four functions that make some, on batches of `size` normal examples."""
     animals = {}
 
-    def animal(*expected, tolerance=TOLERANCE):
-        """Adds a function giving (loss, params, batch). expected: the ways that `norms="ghost"` must use."""
+    def row(name, expected, tolerance=TOLERANCE):
+        """Adds what it is called with, () -> (loss, params, batch). expected: the ways of `norms="ghost"`."""
 
         def register(make):
-            animals[make.__name__] = make, {WAYS[name] for name in expected}, tolerance
+            animals[name or make.__name__] = make, {WAYS[way] for way in expected.split()}, tolerance
             return make
 
         return register
+
+    def animal(expected, **options):
+        """Adds the function that it decorates."""
+        return row("", expected, **options)
 
     def layer(apply, params, *shape):
         """score(apply(params, x)) on examples of a shape."""
@@ -116,4 +120,4 @@ def zoo(size):
         params = random_like(jax.eval_shape(made.init, key(1), jnp.zeros(shape, jnp.float32))["params"])
         return layer(lambda params, x: made.apply({"params": params}, x), params, *shape)
 
-    return animals, animal, layer, module
+    return animals, row, animal, layer, module

@@ -26,7 +26,7 @@ from tests.ghost import (
 )
 
 SIZE, BF16 = 4, 4e-2
-ZOO, animal, layer, module = zoo(SIZE)
+ZOO, row, animal, layer, module = zoo(SIZE)
 
 
 def tanh_layer(h, w):
@@ -36,34 +36,20 @@ def tanh_layer(h, w):
 # stacked layers
 
 
-@animal("outer")
-def stack():
-    return layer(lambda w, x: lax.scan(tanh_layer, x, w)[0], normal(1, 3, 4, 4), 4)
-
-
-@animal("gram")
-def stack_of_few_positions():
-    return layer(lambda w, x: lax.scan(tanh_layer, x, w)[0], 0.2 * normal(1, 3, 40, 40), 3, 40)
-
-
-@animal("product")
-def stack_of_many_positions():
-    return layer(lambda w, x: lax.scan(tanh_layer, x, w)[0], normal(1, 3, 4, 4), 30, 4)
-
-
-@animal("outer")
-def stack_in_reverse():
-    return layer(lambda w, x: lax.scan(tanh_layer, x, w, reverse=True)[0], normal(1, 3, 4, 4), 4)
-
-
-@animal("outer")
-def stack_unrolled():
-    return layer(lambda w, x: lax.scan(tanh_layer, x, w, unroll=2)[0], normal(1, 5, 4, 4), 4)
-
-
-@animal("outer")
-def stack_of_one():
-    return layer(lambda w, x: lax.scan(tanh_layer, x, w)[0], normal(1, 1, 4, 4), 4)
+row("stack", "outer")(lambda: layer(lambda w, x: lax.scan(tanh_layer, x, w)[0], normal(1, 3, 4, 4), 4))
+row("stack_of_few_positions", "gram")(
+    lambda: layer(lambda w, x: lax.scan(tanh_layer, x, w)[0], 0.2 * normal(1, 3, 40, 40), 3, 40)
+)
+row("stack_of_many_positions", "product")(
+    lambda: layer(lambda w, x: lax.scan(tanh_layer, x, w)[0], normal(1, 3, 4, 4), 30, 4)
+)
+row("stack_in_reverse", "outer")(
+    lambda: layer(lambda w, x: lax.scan(tanh_layer, x, w, reverse=True)[0], normal(1, 3, 4, 4), 4)
+)
+row("stack_unrolled", "outer")(
+    lambda: layer(lambda w, x: lax.scan(tanh_layer, x, w, unroll=2)[0], normal(1, 5, 4, 4), 4)
+)
+row("stack_of_one", "outer")(lambda: layer(lambda w, x: lax.scan(tanh_layer, x, w)[0], normal(1, 1, 4, 4), 4))
 
 
 @animal("outer")
@@ -74,9 +60,7 @@ def stack_along_another_axis_flipped():
     return layer(apply, normal(1, 4, 3, 4), 4)
 
 
-@animal("outer")
-def stack_in_part():
-    return layer(lambda w, x: lax.scan(tanh_layer, x, w[1:4])[0], normal(1, 6, 4, 4), 4)
+row("stack_in_part", "outer")(lambda: layer(lambda w, x: lax.scan(tanh_layer, x, w[1:4])[0], normal(1, 6, 4, 4), 4))
 
 
 @animal("outer")
@@ -87,12 +71,12 @@ def stack_in_two_halves():
     return layer(apply, normal(1, 5, 4, 4), 4)
 
 
-@animal("outer")
-def stack_in_a_scan_and_by_index():
-    return layer(lambda w, x: jnp.tanh(lax.scan(tanh_layer, x, w[:2])[0] @ w[3]) @ w[2], normal(1, 5, 4, 4), 4)
+row("stack_in_a_scan_and_by_index", "outer")(
+    lambda: layer(lambda w, x: jnp.tanh(lax.scan(tanh_layer, x, w[:2])[0] @ w[3]) @ w[2], normal(1, 5, 4, 4), 4)
+)
 
 
-@animal("outer", "gradient")
+@animal("outer gradient")
 def stacks_with_biases_and_data():
     """Each layer has data of its own, and a bias that all share."""
 
@@ -134,9 +118,9 @@ def stack_of_tables():
     return loss, normal(1, 2, 5, 3), integers(2, 5, SIZE, 2)
 
 
-@animal("shared")
-def slice_used_twice():
-    return layer(lambda w, x: lax.scan(lambda h, v: (jnp.tanh(h @ v) @ v.T, None), x, w)[0], normal(1, 3, 4, 5), 2, 4)
+row("slice_used_twice", "shared")(
+    lambda: layer(lambda w, x: lax.scan(lambda h, v: (jnp.tanh(h @ v) @ v.T, None), x, w)[0], normal(1, 3, 4, 5), 2, 4)
+)
 
 
 @animal("shared")
@@ -155,7 +139,7 @@ def scan_in_a_scan():
     return layer(lambda w, x: lax.scan(outer, x, w)[0], normal(1, 2, 3, 4, 4), 4)
 
 
-@animal("shared", "gram", "gradient")
+@animal("shared gram gradient")
 def time_in_a_stack():
     """A stack of recurrent layers: in the scan over the layers is a scan over time."""
 
@@ -193,11 +177,11 @@ def stack_that_the_next_iteration_needs():
 # parameters that all iterations share
 
 
-@animal("product")
-def shared_by_iterations():
-    return layer(
+row("shared_by_iterations", "product")(
+    lambda: layer(
         lambda w, x: lax.scan(lambda h, row: (jnp.tanh(row @ w + h), None), jnp.zeros(4), x)[0], normal(1, 3, 4), 9, 3
     )
+)
 
 
 @animal("gram")
@@ -262,9 +246,9 @@ def remat_with_a_policy_around_a_scan():
     return layer(apply, normal(1, 3, 4, 4), 4)
 
 
-@animal("shared")
-def remat_of_a_tied_weight():
-    return layer(jax.checkpoint(lambda w, x: jnp.tanh(x @ w) @ w.T), normal(1, 3, 4), 2, 3)
+row("remat_of_a_tied_weight", "shared")(
+    lambda: layer(jax.checkpoint(lambda w, x: jnp.tanh(x @ w) @ w.T), normal(1, 3, 4), 2, 3)
+)
 
 
 @animal("outer")
@@ -317,22 +301,14 @@ class Stacked(linen.Module):
         return linen.Dense(2)(over(dtype=self.dtype)(x, None)[0])
 
 
-@animal("product", "gradient")
-def linen_scan():
-    return module(Stacked(), 9, 6)
+row("linen_scan", "product gradient")(lambda: module(Stacked(), 9, 6))
+row("linen_scan_along_axis_1_with_remat", "outer gradient")(
+    lambda: module(Stacked(linen.remat(Block, prevent_cse=False), axis=1), 6)
+)
+row("linen_scan_in_bfloat16", "product gradient", tolerance=BF16)(lambda: module(Stacked(dtype=jnp.bfloat16), 9, 6))
 
 
-@animal("outer", "gradient")
-def linen_scan_along_axis_1_with_remat():
-    return module(Stacked(linen.remat(Block, prevent_cse=False), axis=1), 6)
-
-
-@animal("product", "gradient", tolerance=BF16)
-def linen_scan_in_bfloat16():
-    return module(Stacked(dtype=jnp.bfloat16), 9, 6)
-
-
-@animal("gram", "gradient", tolerance=BF16)
+@animal("gram gradient", tolerance=BF16)
 def stack_of_bfloat16_parameters():
     def loss(p, x):
         def body(h, row):
@@ -344,7 +320,7 @@ def stack_of_bfloat16_parameters():
     return loss, *jax.tree.map(lambda x: x.astype(jnp.bfloat16), (params, normal(3, SIZE, 3, 40)))
 
 
-@animal("outer", "gradient")
+@animal("outer gradient")
 def linen_remat_scan():
     class Layer(linen.Module):
         @linen.compact
@@ -372,19 +348,19 @@ def nnx_stack(forward):
     return layer(lambda state, x: forward(nnx.merge(graph, state), x), random_like(state), 6)
 
 
-@animal("outer", "gradient")
+@animal("outer gradient")
 def nnx_scan():
     scan = nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
     return nnx_stack(lambda model, x: scan(lambda block, x: block(x))(model, x))
 
 
-@animal("outer", "gradient")
+@animal("outer gradient")
 def nnx_scan_with_remat():
     scan = nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
     return nnx_stack(lambda model, x: scan(nnx.remat(lambda block, x: block(x)))(model, x))
 
 
-@animal("product", "gram", "gradient")
+@animal("product gram gradient")
 def mixture_of_experts():
     """Two of four experts for each position, with the weights of a router."""
 
@@ -399,12 +375,12 @@ def mixture_of_experts():
     return layer(lambda p, x: lax.scan(body, x, p)[0], params, 7, 4)
 
 
-@animal("rows")
-def experts_that_the_data_picks():
-    return lambda w, e: score(e[0] @ w[e[1]]), normal(1, 3, 4, 5), (normal(2, SIZE, 6, 4), integers(3, 3, SIZE))
+row("experts_that_the_data_picks", "rows")(
+    lambda: (lambda w, e: score(e[0] @ w[e[1]]), normal(1, 3, 4, 5), (normal(2, SIZE, 6, 4), integers(3, 3, SIZE)))
+)
 
 
-@animal("product", "gram")
+@animal("product gram")
 def grouped_query_attention():
     """Four heads for queries, two for keys and values."""
 
@@ -461,7 +437,7 @@ def loop_over_slices_along_another_axis():
     return layer(apply, 0.2 * normal(1, 40, 4, 40), 3, 40)
 
 
-@animal("outer", "gradient")
+@animal("outer gradient")
 def loop_over_layers():
     def apply(p, x):
         for number in range(3):
@@ -472,7 +448,7 @@ def loop_over_layers():
     return layer(apply, {"w": normal(1, 3, 4, 4), "b": normal(2, 3, 4)}, 4)
 
 
-@animal("outer", "gradient")
+@animal("outer gradient")
 def loop_over_layers_in_another_order():
     """Each bias is taken from its stack twice."""
 
@@ -484,9 +460,9 @@ def loop_over_layers_in_another_order():
     return layer(apply, {"w": normal(1, 3, 4, 4), "b": normal(2, 3, 4)}, 4)
 
 
-@animal("shared")
-def loop_with_a_slice_used_twice():
-    return layer(lambda w, x: jnp.tanh(x @ w[0]) @ w[0].T * jnp.tanh(x @ w[1]) @ w[1].T, normal(1, 2, 4, 4), 9, 4)
+row("loop_with_a_slice_used_twice", "shared")(
+    lambda: layer(lambda w, x: jnp.tanh(x @ w[0]) @ w[0].T * jnp.tanh(x @ w[1]) @ w[1].T, normal(1, 2, 4, 4), 9, 4)
+)
 
 
 @animal("gram")
@@ -520,9 +496,9 @@ def slice_that_comes_back():
     return layer(apply, normal(1, 3, 4, 4), 4)
 
 
-@animal("gradient")
-def stack_as_the_carry():
-    return layer(lambda w, x: lax.scan(lambda v, row: (v * 0.9, row @ v), w, x)[1], normal(1, 4, 4), 3, 4)
+row("stack_as_the_carry", "gradient")(
+    lambda: layer(lambda w, x: lax.scan(lambda v, row: (v * 0.9, row @ v), w, x)[1], normal(1, 4, 4), 3, 4)
+)
 
 
 @animal("gradient")
@@ -549,9 +525,9 @@ def two_scans_that_overlap():
     return layer(apply, normal(1, 5, 4, 4), 4)
 
 
-@animal("gradient")
-def stack_with_steps():
-    return layer(lambda w, x: lax.scan(tanh_layer, x, w[::2])[0], normal(1, 5, 4, 4), 4)
+row("stack_with_steps", "gradient")(
+    lambda: layer(lambda w, x: lax.scan(tanh_layer, x, w[::2])[0], normal(1, 5, 4, 4), 4)
+)
 
 
 @animal("gradient")
@@ -589,14 +565,12 @@ def kernel_shared_by_iterations():
     return layer(apply, normal(1, 2, 2, 3, 2), 1, 2, 4, 4)
 
 
-@animal("gradient")
-def loop_over_slices_that_overlap():
-    return layer(lambda w, x: jnp.tanh(x @ w[0:2].reshape(8, 4).T) @ w[1:3].reshape(8, 4), normal(1, 3, 4, 4), 4)
-
-
-@animal("gradient")
-def scan_without_iterations():
-    return layer(lambda w, x: lax.scan(tanh_layer, x, w[:0])[0], normal(1, 3, 4, 4), 4)
+row("loop_over_slices_that_overlap", "gradient")(
+    lambda: layer(lambda w, x: jnp.tanh(x @ w[0:2].reshape(8, 4).T) @ w[1:3].reshape(8, 4), normal(1, 3, 4, 4), 4)
+)
+row("scan_without_iterations", "gradient")(
+    lambda: layer(lambda w, x: lax.scan(tanh_layer, x, w[:0])[0], normal(1, 3, 4, 4), 4)
+)
 
 
 @pytest.mark.parametrize("name", ZOO)

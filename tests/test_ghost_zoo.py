@@ -12,7 +12,7 @@ from jax import lax
 from tests.ghost import WAYS, assert_agrees, integers, key, normal, random_like, score, ways, zoo
 
 SIZE, BF16 = 5, 4e-2
-ZOO, animal, layer, module = zoo(SIZE)
+ZOO, row, animal, layer, module = zoo(SIZE)
 
 
 def tokens(count, *shape):
@@ -26,67 +26,29 @@ def lookup(apply, count=6, width=3, shape=(8,)):
 # dense layers
 
 
-@animal("outer", "gradient")
-def dense():
-    return module(linen.Dense(4), 3)
+row("dense", "outer gradient")(lambda: module(linen.Dense(4), 3))
+row("dense_on_a_short_sequence", "gram gradient")(lambda: module(linen.Dense(40), 3, 30))
+row("dense_on_a_long_sequence", "product gradient")(lambda: module(linen.Dense(4), 50, 3))
+row("dense_on_a_grid", "gram")(lambda: layer(lambda w, x: jnp.tanh(x) @ w, normal(1, 30, 40), 2, 2, 30))
+row("weight_on_the_left", "gram")(lambda: layer(lambda w, x: w @ x, normal(1, 40, 30), 30, 3))
+row("weight_transposed", "outer")(lambda: layer(lambda w, x: x @ w.T, normal(1, 4, 3), 3))
+row("weight_packed", "product")(
+    lambda: layer(lambda w, x: jnp.split(x @ w, 3, axis=-1)[1] ** 2, normal(1, 3, 12), 20, 3)
+)
+row("weight_sliced", "outer")(lambda: layer(lambda w, x: x @ w[2:5, ::2], normal(1, 6, 8), 3))
+row("weight_reshaped_and_reversed", "outer")(
+    lambda: layer(lambda w, x: x @ jnp.flip(w.reshape(6, 4), 0)[None, ...][0], normal(1, 2, 3, 4), 6)
+)
+row("heads", "gram")(lambda: layer(lambda w, x: jnp.einsum("td,dhk->htk", x, w), normal(1, 20, 4, 7), 2, 20))
+row("a_weight_per_head", "product")(
+    lambda: layer(lambda w, x: jnp.einsum("thd,hde->the", x, w), normal(1, 4, 3, 2), 16, 4, 3)
+)
+row("a_weight_per_head_without_sequence", "outer")(
+    lambda: layer(lambda w, x: jnp.einsum("hd,hed->he", x, w), normal(1, 4, 2, 3), 4, 3)
+)
 
 
-@animal("gram", "gradient")
-def dense_on_a_short_sequence():
-    return module(linen.Dense(40), 3, 30)
-
-
-@animal("product", "gradient")
-def dense_on_a_long_sequence():
-    return module(linen.Dense(4), 50, 3)
-
-
-@animal("gram")
-def dense_on_a_grid():
-    return layer(lambda w, x: jnp.tanh(x) @ w, normal(1, 30, 40), 2, 2, 30)
-
-
-@animal("gram")
-def weight_on_the_left():
-    return layer(lambda w, x: w @ x, normal(1, 40, 30), 30, 3)
-
-
-@animal("outer")
-def weight_transposed():
-    return layer(lambda w, x: x @ w.T, normal(1, 4, 3), 3)
-
-
-@animal("product")
-def weight_packed():
-    return layer(lambda w, x: jnp.split(x @ w, 3, axis=-1)[1] ** 2, normal(1, 3, 12), 20, 3)
-
-
-@animal("outer")
-def weight_sliced():
-    return layer(lambda w, x: x @ w[2:5, ::2], normal(1, 6, 8), 3)
-
-
-@animal("outer")
-def weight_reshaped_and_reversed():
-    return layer(lambda w, x: x @ jnp.flip(w.reshape(6, 4), 0)[None, ...][0], normal(1, 2, 3, 4), 6)
-
-
-@animal("gram")
-def heads():
-    return layer(lambda w, x: jnp.einsum("td,dhk->htk", x, w), normal(1, 20, 4, 7), 2, 20)
-
-
-@animal("product")
-def a_weight_per_head():
-    return layer(lambda w, x: jnp.einsum("thd,hde->the", x, w), normal(1, 4, 3, 2), 16, 4, 3)
-
-
-@animal("outer")
-def a_weight_per_head_without_sequence():
-    return layer(lambda w, x: jnp.einsum("hd,hed->he", x, w), normal(1, 4, 2, 3), 4, 3)
-
-
-@animal("outer", "gram", "product", "gradient")
+@animal("outer gram product gradient")
 def deep():
     def apply(p, x):
         y = jnp.tanh(x @ p["a"] + p["bias"])
@@ -97,12 +59,12 @@ def deep():
     return layer(apply, params, 16, 3)
 
 
-@animal("gram", "gradient")
-def attention():
-    return module(linen.MultiHeadDotProductAttention(num_heads=2, qkv_features=32), 4, 24)
+row("attention", "gram gradient")(
+    lambda: module(linen.MultiHeadDotProductAttention(num_heads=2, qkv_features=32), 4, 24)
+)
 
 
-@animal("gram", "rows", "outer", "gradient")
+@animal("gram rows outer gradient")
 def transformer():
     from benchmarks.models import Transformer
 
@@ -114,59 +76,23 @@ def transformer():
 # convolutions
 
 
-@animal("product", "gradient")
-def convolution():
-    return module(linen.Conv(4, (3, 3)), 7, 6, 3)
-
-
-@animal("gram", "gradient")
-def convolution_with_few_positions():
-    return module(linen.Conv(40, (3, 3), strides=2), 4, 4, 8)
-
-
-@animal("product", "gradient")
-def convolution_strided_and_dilated():
-    return module(linen.Conv(3, (3, 2), strides=(2, 1), kernel_dilation=(1, 2), padding=((1, 0), (2, 1))), 9, 8, 2)
-
-
-@animal("product", "gradient")
-def convolution_valid_that_leaves_pixels_unused():
-    return module(linen.Conv(2, (2, 2), strides=3, padding="VALID"), 9, 10, 2)
-
-
-@animal("product", "gradient")
-def convolution_grouped():
-    return module(linen.Conv(6, (3, 3), feature_group_count=2), 6, 5, 4)
-
-
-@animal("product", "gradient")
-def convolution_depthwise():
-    return module(linen.Conv(8, (3,), feature_group_count=4), 9, 4)
-
-
-@animal("product", "gradient")
-def convolution_in_one_dimension():
-    return module(linen.Conv(3, (4,), padding="CAUSAL"), 12, 2)
-
-
-@animal("product", "gradient")
-def convolution_in_three_dimensions():
-    return module(linen.Conv(2, (2, 3, 2)), 4, 5, 3, 2)
-
-
-@animal("product", "gradient")
-def convolution_transposed():
-    return module(linen.ConvTranspose(3, (3, 3), strides=(2, 2)), 4, 5, 2)
-
-
-@animal("product", "gradient")
-def convolution_circular():
-    return module(linen.Conv(3, (3, 3), padding="CIRCULAR"), 5, 5, 2)
-
-
-@animal("product", "gradient")
-def convolution_pointwise():
-    return module(linen.Conv(3, (1, 1)), 6, 5, 4)
+row("convolution", "product gradient")(lambda: module(linen.Conv(4, (3, 3)), 7, 6, 3))
+row("convolution_with_few_positions", "gram gradient")(lambda: module(linen.Conv(40, (3, 3), strides=2), 4, 4, 8))
+row("convolution_strided_and_dilated", "product gradient")(
+    lambda: module(linen.Conv(3, (3, 2), strides=(2, 1), kernel_dilation=(1, 2), padding=((1, 0), (2, 1))), 9, 8, 2)
+)
+row("convolution_valid_that_leaves_pixels_unused", "product gradient")(
+    lambda: module(linen.Conv(2, (2, 2), strides=3, padding="VALID"), 9, 10, 2)
+)
+row("convolution_grouped", "product gradient")(lambda: module(linen.Conv(6, (3, 3), feature_group_count=2), 6, 5, 4))
+row("convolution_depthwise", "product gradient")(lambda: module(linen.Conv(8, (3,), feature_group_count=4), 9, 4))
+row("convolution_in_one_dimension", "product gradient")(lambda: module(linen.Conv(3, (4,), padding="CAUSAL"), 12, 2))
+row("convolution_in_three_dimensions", "product gradient")(lambda: module(linen.Conv(2, (2, 3, 2)), 4, 5, 3, 2))
+row("convolution_transposed", "product gradient")(
+    lambda: module(linen.ConvTranspose(3, (3, 3), strides=(2, 2)), 4, 5, 2)
+)
+row("convolution_circular", "product gradient")(lambda: module(linen.Conv(3, (3, 3), padding="CIRCULAR"), 5, 5, 2))
+row("convolution_pointwise", "product gradient")(lambda: module(linen.Conv(3, (1, 1)), 6, 5, 4))
 
 
 @animal("product")
@@ -177,7 +103,7 @@ def convolution_channels_first_on_several_images():
     return layer(apply, normal(1, 3, 2, 3, 3), 3, 2, 6, 7)
 
 
-@animal("product", "outer", "gradient")
+@animal("product outer gradient")
 def cnn():
     class Net(linen.Module):
         @linen.compact
@@ -192,55 +118,27 @@ def cnn():
 # tables
 
 
-@animal("rows")
-def embedding():
-    return lookup(lambda table, t: jnp.take(table, t, axis=0))
-
-
-@animal("rows")
-def embedding_by_index_from_the_end():
-    return lookup(lambda table, t: table[t - 3])
-
-
-@animal("rows")
-def embedding_on_a_grid_of_tokens():
-    return lookup(lambda table, t: table[t], shape=(2, 4))
-
-
-@animal("rows")
-def embedding_beyond_the_table_dropped():
-    return lambda table, t: score(table.at[t].get(mode="fill", fill_value=0)), normal(1, 4, 3), tokens(6, 9)
-
-
-@animal("rows")
-def embedding_beyond_the_table_clipped():
-    return lambda table, t: score(jnp.take(table, t, axis=0, mode="clip")), normal(1, 4, 3), tokens(7, 9)
-
-
-@animal("rows")
-def embedding_of_matrices():
-    return lambda w, t: score(w[t]), normal(1, 4, 2, 3), tokens(4, 6)
-
-
-@animal("rows")
-def embedding_of_one_token():
-    return lookup(lambda table, t: table[t], shape=())
+row("embedding", "rows")(lambda: lookup(lambda table, t: jnp.take(table, t, axis=0)))
+row("embedding_by_index_from_the_end", "rows")(lambda: lookup(lambda table, t: table[t - 3]))
+row("embedding_on_a_grid_of_tokens", "rows")(lambda: lookup(lambda table, t: table[t], shape=(2, 4)))
+row("embedding_beyond_the_table_dropped", "rows")(
+    lambda: (lambda table, t: score(table.at[t].get(mode="fill", fill_value=0)), normal(1, 4, 3), tokens(6, 9))
+)
+row("embedding_beyond_the_table_clipped", "rows")(
+    lambda: (lambda table, t: score(jnp.take(table, t, axis=0, mode="clip")), normal(1, 4, 3), tokens(7, 9))
+)
+row("embedding_of_matrices", "rows")(lambda: (lambda w, t: score(w[t]), normal(1, 4, 2, 3), tokens(4, 6)))
+row("embedding_of_one_token", "rows")(lambda: lookup(lambda table, t: table[t], shape=()))
 
 
 # normalizations
 
 
-@animal("gradient")
-def layer_norm():
-    return module(linen.LayerNorm(), 3, 5)
+row("layer_norm", "gradient")(lambda: module(linen.LayerNorm(), 3, 5))
+row("rms_norm", "gradient")(lambda: module(linen.RMSNorm(), 3, 5))
 
 
-@animal("gradient")
-def rms_norm():
-    return module(linen.RMSNorm(), 3, 5)
-
-
-@animal("gradient", "product")
+@animal("gradient product")
 def group_norm():
     class Net(linen.Module):
         @linen.compact
@@ -253,7 +151,7 @@ def group_norm():
 # frameworks, precisions, randomness
 
 
-@animal("outer", "gradient")
+@animal("outer gradient")
 def nnx_model():
     graph, state = nnx.split(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), nnx.Param)[:2]
     return layer(lambda state, x: nnx.merge(graph, state)(x), state, 3)
@@ -269,9 +167,9 @@ class Linear:
         return self.weight @ x + self.bias
 
 
-@animal("outer", "gradient")
-def dataclass_that_is_the_model():
-    return layer(lambda model, x: model(x), Linear(normal(1, 4, 3), normal(2, 4)), 3)
+row("dataclass_that_is_the_model", "outer gradient")(
+    lambda: layer(lambda model, x: model(x), Linear(normal(1, 4, 3), normal(2, 4)), 3)
+)
 
 
 @animal("outer")
@@ -284,9 +182,7 @@ def dropout_with_a_key_in_each_example():
     return loss, normal(1, 8, 4), (normal(2, SIZE, 8), jax.random.split(key(3), SIZE))
 
 
-@animal("outer", "gradient", tolerance=BF16)
-def bf16_computation():
-    return module(linen.Dense(4, dtype=jnp.bfloat16), 3)
+row("bf16_computation", "outer gradient", tolerance=BF16)(lambda: module(linen.Dense(4, dtype=jnp.bfloat16), 3))
 
 
 @animal("gram", tolerance=BF16)
@@ -295,9 +191,9 @@ def bf16_parameters():
     return lambda w, x: score(x @ w), w, normal(2, SIZE, 3, 30).astype(jnp.bfloat16)
 
 
-@animal("outer", "unused")
-def unused_parameter():
-    return layer(lambda p, x: x @ p["w"], {"w": normal(1, 3, 4), "other": normal(2, 5)}, 3)
+row("unused_parameter", "outer unused")(
+    lambda: layer(lambda p, x: x @ p["w"], {"w": normal(1, 3, 4), "other": normal(2, 5)}, 3)
+)
 
 
 @animal("outer")
@@ -306,27 +202,23 @@ def jit_in_jit():
     return layer(jax.jit(lambda w, x: jnp.tanh(inner(w.reshape(4, 3), x))), normal(1, 12), 3)
 
 
-@animal("product", "outer")
-def vmap_in_the_loss():
-    return layer(
+row("vmap_in_the_loss", "product outer")(
+    lambda: layer(
         lambda p, x: jax.vmap(lambda row: jnp.tanh(row @ p[0]))(x).sum(axis=0) @ p[1],
         (normal(1, 3, 4), normal(2, 4, 2)),
         20,
         3,
     )
-
-
-@animal("outer")
-def weight_that_meets_a_constant():
-    return layer(lambda w, x: jnp.ones(3, jnp.float32) @ w * x, normal(1, 3, 4), 4)
+)
+row("weight_that_meets_a_constant", "outer")(
+    lambda: layer(lambda w, x: jnp.ones(3, jnp.float32) @ w * x, normal(1, 3, 4), 4)
+)
 
 
 # parameters used several times
 
 
-@animal("shared")
-def tied_weights():
-    return layer(lambda w, x: jnp.tanh(x @ w) @ w.T, normal(1, 3, 4), 3)
+row("tied_weights", "shared")(lambda: layer(lambda w, x: jnp.tanh(x @ w) @ w.T, normal(1, 3, 4), 3))
 
 
 @animal("shared")
@@ -337,9 +229,7 @@ def tied_weights_of_heads():
     return layer(apply, normal(1, 4, 2, 3), 5, 4)
 
 
-@animal("shared")
-def tied_embedding():
-    return lookup(lambda table, t: jnp.tanh(table[t]) @ table.T)
+row("tied_embedding", "shared")(lambda: lookup(lambda table, t: jnp.tanh(table[t]) @ table.T))
 
 
 @animal("shared")
@@ -350,7 +240,7 @@ def tied_embedding_beyond_the_table_dropped():
     return lambda table, t: score(apply(table, t)), normal(1, 4, 3), tokens(6, 9)
 
 
-@animal("shared", "gradient")
+@animal("shared gradient")
 def embedding_of_two_sequences():
     def apply(p, t):
         return jnp.tanh(p[0][t[:3]]).sum(axis=0) * jnp.tanh(p[0][t[3:]] + p[1][None, :]).sum(axis=0)
@@ -358,7 +248,7 @@ def embedding_of_two_sequences():
     return lambda p, t: score(apply(p, t)), (normal(1, 6, 3), normal(2, 3)), tokens(6, 8)
 
 
-@animal("shared", "outer")
+@animal("shared outer")
 def recurrent():
     def apply(p, x):
         h = jnp.zeros(4, jnp.float32)
@@ -379,12 +269,12 @@ def convolution_of_two_images():
     return layer(apply, normal(1, 3, 2, 3, 2), 2, 2, 4, 5)
 
 
-@animal("outer")
-def weight_used_in_slices():
-    return layer(lambda w, x: jnp.tanh(x @ w[:, :4]) * (x @ w[:, 4:]), normal(1, 3, 8), 3)
+row("weight_used_in_slices", "outer")(
+    lambda: layer(lambda w, x: jnp.tanh(x @ w[:, :4]) * (x @ w[:, 4:]), normal(1, 3, 8), 3)
+)
 
 
-@animal("shared", "gradient")
+@animal("shared gradient")
 def gradient_penalty():
     def loss(p, x):
         def value(x):
@@ -395,9 +285,9 @@ def gradient_penalty():
     return loss, {"w": normal(1, 3, 4), "b": normal(2, 4)}, normal(3, SIZE, 3)
 
 
-@animal("gradient")
-def weight_used_in_slices_that_overlap():
-    return layer(lambda w, x: jnp.tanh(x @ w[:, :4]) * (x @ w[:, 2:6]), normal(1, 3, 8), 3)
+row("weight_used_in_slices_that_overlap", "gradient")(
+    lambda: layer(lambda w, x: jnp.tanh(x @ w[:, :4]) * (x @ w[:, 2:6]), normal(1, 3, 8), 3)
+)
 
 
 @animal("gradient")
@@ -420,21 +310,17 @@ def used_in_a_scan():
     return layer(apply, normal(1, 3, 4), 5, 3)
 
 
-@animal("outer")
-def stacked_layers_in_a_scan():
-    return layer(lambda w, x: lax.scan(lambda h, v: (jnp.tanh(h @ v), None), x, w)[0], normal(1, 3, 4, 4), 4)
-
-
-@animal("gradient")
-def used_in_a_branch():
-    return layer(lambda w, x: lax.cond(x[0] > 0, lambda: x @ w, lambda: -2.0 * (x @ w)), normal(1, 3, 4), 3)
-
-
-@animal("outer")
-def used_under_remat():
-    return layer(
+row("stacked_layers_in_a_scan", "outer")(
+    lambda: layer(lambda w, x: lax.scan(lambda h, v: (jnp.tanh(h @ v), None), x, w)[0], normal(1, 3, 4, 4), 4)
+)
+row("used_in_a_branch", "gradient")(
+    lambda: layer(lambda w, x: lax.cond(x[0] > 0, lambda: x @ w, lambda: -2.0 * (x @ w)), normal(1, 3, 4), 3)
+)
+row("used_under_remat", "outer")(
+    lambda: layer(
         lambda p, x: jax.checkpoint(lambda w, x: jnp.tanh(x @ w))(p[0], x) @ p[1], (normal(1, 3, 4), normal(2, 4, 2)), 3
     )
+)
 
 
 @jax.custom_vjp
@@ -447,49 +333,19 @@ reversed_gradient.defvjp(
 )
 
 
-@animal("gradient")
-def under_a_custom_derivative():
-    return layer(reversed_gradient, normal(1, 3, 4), 3)
-
-
-@animal("gradient")
-def weight_normalized():
-    return layer(lambda w, x: x @ (w / jnp.linalg.norm(w, axis=0, keepdims=True)), normal(1, 3, 4), 3)
-
-
-@animal("gradient")
-def weight_through_a_function():
-    return layer(lambda w, x: x @ jnp.tanh(w), normal(1, 3, 4), 3)
-
-
-@animal("gradient")
-def weight_decay_in_the_loss():
-    return lambda w, x: score(x @ w) + jnp.sum(w**2), normal(1, 3, 4), normal(2, SIZE, 3)
-
-
-@animal("gradient")
-def weight_as_the_data_of_a_convolution():
-    return layer(lambda w, x: jnp.convolve(w, x), normal(1, 9), 3)
-
-
-@animal("gradient")
-def weight_broadcast():
-    return layer(lambda w, x: x @ jnp.broadcast_to(w, (3, 4)), normal(1, 4), 3)
-
-
-@animal("gradient")
-def elements_gathered():
-    return lambda w, t: score(w[t, 1]), normal(1, 4, 2), tokens(4, 6)
-
-
-@animal("gradient")
-def columns_gathered():
-    return lambda w, t: score(w[:, t]), normal(1, 2, 4), tokens(4, 6)
-
-
-@animal("gradient")
-def parameter_that_is_the_loss():
-    return lambda w, x: w, jnp.float32(2.0), normal(1, SIZE, 3)
+row("under_a_custom_derivative", "gradient")(lambda: layer(reversed_gradient, normal(1, 3, 4), 3))
+row("weight_normalized", "gradient")(
+    lambda: layer(lambda w, x: x @ (w / jnp.linalg.norm(w, axis=0, keepdims=True)), normal(1, 3, 4), 3)
+)
+row("weight_through_a_function", "gradient")(lambda: layer(lambda w, x: x @ jnp.tanh(w), normal(1, 3, 4), 3))
+row("weight_decay_in_the_loss", "gradient")(
+    lambda: (lambda w, x: score(x @ w) + jnp.sum(w**2), normal(1, 3, 4), normal(2, SIZE, 3))
+)
+row("weight_as_the_data_of_a_convolution", "gradient")(lambda: layer(lambda w, x: jnp.convolve(w, x), normal(1, 9), 3))
+row("weight_broadcast", "gradient")(lambda: layer(lambda w, x: x @ jnp.broadcast_to(w, (3, 4)), normal(1, 4), 3))
+row("elements_gathered", "gradient")(lambda: (lambda w, t: score(w[t, 1]), normal(1, 4, 2), tokens(4, 6)))
+row("columns_gathered", "gradient")(lambda: (lambda w, t: score(w[:, t]), normal(1, 2, 4), tokens(4, 6)))
+row("parameter_that_is_the_loss", "gradient")(lambda: (lambda w, x: w, jnp.float32(2.0), normal(1, SIZE, 3)))
 
 
 @pytest.mark.parametrize("name", ZOO)
