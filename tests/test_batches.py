@@ -14,26 +14,27 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import dpx
 from dpx.sampling import draws, loading, rows
+from tests.problems import dp_sgd, normal, poisson
 
 KEY = jax.random.key(5)
 PARAMS = {"w": jnp.zeros(3), "b": jnp.zeros(())}
 SAMPLINGS = {
-    "poisson": dpx.PoissonSampling(examples=60, batch_size=6),
+    "poisson": poisson(60, 6),
     "fixed size": dpx.FixedSizeSampling(examples=60, batch_size=7),
     "shuffled": dpx.ShuffledEpochs(examples=60, batch_size=8),
     "full": dpx.FullBatch(examples=60),
-    "truncated": dpx.PoissonSampling(examples=60, batch_size=6, most_rows=7),
-    "weighted": dpx.PoissonSampling(examples=60, batch_size=6, weights=1.0 + np.arange(60) % 4),
+    "truncated": poisson(60, 6, most_rows=7),
+    "weighted": poisson(60, 6, weights=1.0 + np.arange(60) % 4),
     "cyclic": dpx.sampling.CyclicPoissonSampling(examples=60, batch_size=6, bands=3),
     "ordered": dpx.sampling.FixedOrder(examples=60, batch_size=8),
     "allocated": dpx.sampling.RandomAllocation(examples=60, steps_per_epoch=10),
 }
 POISSON = SAMPLINGS["poisson"]
-DATA = {"x": np.random.default_rng(0).normal(size=(60, 3)).astype(np.float32), "y": np.arange(60) % 2}
+DATA = {"x": normal(0, 60, 3), "y": np.arange(60) % 2}
 
 
 def mechanism(sampling=POISSON, noise_multiplier=1.0):
-    return dpx.dp_sgd(clip_norm=1.0, noise_multiplier=noise_multiplier, sampling=sampling, key=KEY)
+    return dp_sgd(sampling, noise_multiplier, key=KEY)
 
 
 def loss(params, example):
@@ -79,6 +80,10 @@ class Source:
 
     def __init__(self, data=DATA):
         self.data, self.read = data, []
+
+    @classmethod
+    def of(cls, **methods):
+        return type("Changed", (cls,), methods)()
 
     def __len__(self):
         return len(self.data["y"])
@@ -293,27 +298,15 @@ class Broken(Source):
 REFUSED = {
     "length": (lambda: Source({"x": DATA["x"][:50], "y": DATA["y"][:50]}), "data must hold the 60 examples .* got 50"),
     "no source": (lambda: iter([1, 2]), "data must be a pytree of arrays .*, or a source"),
-    "sparse": (
-        lambda: {"x": scipy.sparse.csr_array(DATA["x"]), "y": DATA["y"]},
-        r"data must hold dense arrays, got .*csr_array.*toarray",
-    ),
+    "sparse": (lambda: DATA | {"x": scipy.sparse.csr_array(DATA["x"])}, "must hold dense arrays, .*csr_array.*toarray"),
     "a sparse matrix": (lambda: scipy.sparse.csr_matrix(DATA["x"]), "data must hold dense arrays"),
     "texts": (lambda: ["text"] * 60, "data must be a pytree of arrays"),
     "items that are texts": (lambda: "x" * 60, "an item of data must be a pytree of arrays and numbers, got 'x'"),
-    "items without arrays": (
-        lambda: type("Empty", (Source,), {"__getitem__": lambda self, n: None})(),
-        "an item of data",
-    ),
-    "another shape": (
-        lambda: Broken(lambda item: {**item, "x": item["x"][:2]}),
-        r"alike .*row 0 has .*float32\[3\].*, row 7 has .*float32\[2\]",
-    ),
+    "items without arrays": (lambda: Source.of(__getitem__=lambda self, n: None), "an item of data"),
+    "another shape": (lambda: Broken(lambda item: {**item, "x": item["x"][:2]}), r"alike .*\[3\].*, row 7 has .*\[2\]"),
     "another dtype": (lambda: Broken(lambda item: {**item, "y": 0.5}), r"row 0 has .*int64.*, row 7 has .*float64"),
     "another structure": (lambda: Broken(lambda item: {"x": item["x"]}), "row 0 has .*'y'.*, row 7 has {'x'"),
-    "too few items": (
-        lambda: type("Few", (Source,), {"__getitems__": lambda self, numbers: [self[0]]})(),
-        "must give .* got 1",
-    ),
+    "too few items": (lambda: Source.of(__getitems__=lambda self, numbers: [self[0]]), "must give .* got 1"),
 }
 
 
@@ -346,13 +339,8 @@ def test_a_jitted_step_is_compiled_once():
 def test_a_batch_exceeds_the_usual_rows_once_in_a_billion_steps(examples, batch_size):
     from scipy import stats
 
-    rows = (
-        len(dpx.PoissonSampling(examples=examples, batch_size=batch_size).draw(KEY, 0).indices)
-        if examples < 10**6
-        else None
-    )
     usual = draws.usual_rows(examples, batch_size / examples)
-    assert rows in (None, usual)
+    assert examples >= 10**6 or len(poisson(examples, batch_size).draw(KEY, 0).indices) == usual
     assert stats.binom.sf(usual, examples, batch_size / examples) < 1e-9
     assert usual == examples or usual == 8 or stats.binom.sf(usual - 8, examples, batch_size / examples) >= 1e-9
 
@@ -505,7 +493,7 @@ def test_the_chunks_of_a_step_are_its_batch():
 
 
 def test_an_empty_draw_is_chunks_of_padding():
-    rare = dpx.PoissonSampling(examples=60, batch_size=1e-6)
+    rare = poisson(60, 1e-6)
     ((chunk, *_),) = (
         list(chunks) for chunks in rare.batches(DATA, KEY, mechanism(rare).init(PARAMS), steps=1, chunk_size=4)
     )

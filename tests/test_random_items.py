@@ -15,15 +15,16 @@ import pytest
 import dpx
 from dpx import keys
 from dpx.sampling import rows
+from tests.problems import dp_sgd, normal, poisson
 
 KEY = dpx.secret_key(2**90 + 1)
-X = np.random.default_rng(0).normal(size=(40, 3)).astype(np.float32)
-SAMPLING = dpx.PoissonSampling(examples=40, batch_size=8)
+X = normal(0, 40, 3)
+SAMPLING = poisson(40)
 PARAMS = {"w": jnp.zeros(3)}
 
 
 def made(sampling=SAMPLING, key=KEY):
-    return dpx.dp_sgd(clip_norm=1.0, noise_multiplier=1.0, sampling=sampling, key=key)
+    return dp_sgd(sampling, key=key)
 
 
 STATE = made().init(PARAMS)
@@ -217,7 +218,7 @@ def by_number(batch):
 
 def test_an_item_depends_on_its_number_the_step_and_the_key():
     """Not on what else is drawn, nor on the thread, the chunks or the rows that are read."""
-    more = dpx.PoissonSampling(examples=40, batch_size=30)
+    more = poisson(40, 30)
     one, all_of_them = (by_number(s.take(Augmented(), KEY, made(s).init(PARAMS))) for s in (SAMPLING, more))
     both = one.keys() & all_of_them.keys()
     assert len(both) > 3 and len(all_of_them) > len(both)
@@ -330,8 +331,8 @@ class Elementwise:
 
 
 def test_a_source_is_known_by_its_identity():
-    sampling, key = dpx.PoissonSampling(examples=40, batch_size=8), dpx.secret_key(2**99)
-    made, data = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=1.0, sampling=sampling, key=key), Elementwise()
+    key = dpx.secret_key(2**99)
+    state, data = made(key=key).init(jnp.zeros(3)), Elementwise()
     for _ in range(2):
-        batch = sampling.take(data, key, made.init(jnp.zeros(3)))
+        batch = SAMPLING.take(data, key, state)
         assert batch.examples[batch.included].all()

@@ -15,12 +15,13 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import dpx
 from tests.devices import on_eight_devices
+from tests.problems import dp_sgd, poisson
 
 STEPS = 6
 SAMPLINGS = {
-    "poisson": dpx.PoissonSampling(examples=60, batch_size=6),
-    "truncated": dpx.PoissonSampling(examples=60, batch_size=6, most_rows=6),
-    "weighted": dpx.PoissonSampling(examples=60, batch_size=6, weights=1.0 + np.arange(60) % 4),
+    "poisson": poisson(60, 6),
+    "truncated": poisson(60, 6, most_rows=6),
+    "weighted": poisson(60, 6, weights=1.0 + np.arange(60) % 4),
     "allocated": dpx.sampling.RandomAllocation(examples=60, steps_per_epoch=4),
     "cyclic": dpx.sampling.CyclicPoissonSampling(examples=60, batch_size=6, bands=3),
     "ordered": dpx.sampling.FixedOrder(examples=60, batch_size=16),
@@ -38,8 +39,7 @@ def loss(params, example):
 
 
 def optimizer(sampling):
-    mechanism = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=1.0, sampling=sampling, key=key())
-    return dpx.chain(mechanism, optax.sgd(1.0))
+    return dpx.chain(dp_sgd(sampling, key=key()), optax.sgd(1.0))
 
 
 def told(made, params, state):
@@ -123,11 +123,8 @@ def test_eight_devices_have_the_bits_of_one(name):
 
 def test_runs_of_other_weights_on_one_key_have_one_noise_and_no_bill_together():
     """The noise is a function of the key and the step, so the difference of two releases has none."""
-    other = dpx.PoissonSampling(examples=60, batch_size=6, weights=1.0 + np.arange(60) % 3)
-    mechanisms = [
-        dpx.dp_sgd(clip_norm=1.0, noise_multiplier=1.0, sampling=sampling, key=key())
-        for sampling in (SAMPLINGS["weighted"], other)
-    ]
+    other = poisson(60, 6, weights=1.0 + np.arange(60) % 3)
+    mechanisms = [dp_sgd(sampling, key=key()) for sampling in (SAMPLINGS["weighted"], other)]
     sums = ({"w": jnp.zeros(5)},)
     first, second = (
         np.asarray(made.release(sums, made.init(PARAMS), PARAMS)[0]["w"]) * made.sampling.divisor for made in mechanisms

@@ -2,7 +2,6 @@
 
 import math
 
-import jax
 import numpy as np
 import pytest
 import scipy.stats
@@ -11,8 +10,7 @@ from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDp
 import dpx
 from dpx.sampling import weights
 from dpx.sampling.draws import coins, step_key
-
-KEY = jax.random.key(5)
+from tests.problems import KEY, dp_sgd, poisson
 
 
 def drawn(sampling, step):
@@ -20,16 +18,12 @@ def drawn(sampling, step):
     return np.sort(indices[included])
 
 
-def dp_sgd(sampling, noise_multiplier=1.0):
-    return dpx.dp_sgd(clip_norm=1.0, noise_multiplier=noise_multiplier, sampling=sampling, key=KEY)
-
-
 def test_rates_are_proportional_and_capped():
-    sampling = dpx.PoissonSampling(examples=4, batch_size=1, weights=[1, 1, 2, 4])
+    sampling = poisson(4, 1, weights=[1, 1, 2, 4])
     assert sampling.rates == pytest.approx([0.125, 0.125, 0.25, 0.5])
     assert (sampling.divisor, sampling.probability, sampling.steps_per_epoch) == (1.0, 0.5, 4.0)
     with pytest.warns(UserWarning, match="1 weights give a rate of 1"):
-        capped = dpx.PoissonSampling(examples=4, batch_size=3, weights=[1, 1, 2, 4])
+        capped = poisson(4, 3, weights=[1, 1, 2, 4])
     assert capped.rates == pytest.approx([0.375, 0.375, 0.75, 1.0])
     assert capped.divisor == 2.5 and capped.event(np.ones(1)) == PoissonSampledDpEvent(1.0, GaussianDpEvent(1.0))
     assert dpx.epsilon(dp_sgd(capped), 1, delta=1e-5) == pytest.approx(
@@ -38,8 +32,8 @@ def test_rates_are_proportional_and_capped():
 
 
 def test_equal_weights_are_the_coins_of_one_rate():
-    plain = dpx.PoissonSampling(examples=1000, batch_size=50)
-    equal = dpx.PoissonSampling(examples=1000, batch_size=50, weights=np.full(1000, 3.0))
+    plain = poisson(1000, 50)
+    equal = poisson(1000, 50, weights=np.full(1000, 3.0))
     for step in range(5):
         np.testing.assert_array_equal(drawn(equal, step), drawn(plain, step))
     assert equal.divisor == pytest.approx(50) and equal.plain is False and plain.plain
@@ -48,7 +42,7 @@ def test_equal_weights_are_the_coins_of_one_rate():
 
 def test_every_example_takes_part_at_its_own_rate_independently():
     """Counts of examples and of pairs over 800 steps: chi-square, false alarms of 1e-6."""
-    sampling = dpx.PoissonSampling(examples=8, batch_size=2, weights=[0, 1, 2, 3, 4, 5, 1, 4])
+    sampling = poisson(8, 2, weights=[0, 1, 2, 3, 4, 5, 1, 4])
     taken = np.zeros((800, 8))
     for step in range(800):
         taken[step, drawn(sampling, step)] = 1
@@ -75,13 +69,13 @@ def test_a_coin_is_64_bits_rounded_down():
 
 
 def test_the_bill_is_that_of_the_largest_rate_or_of_one_weight():
-    sampling = dpx.PoissonSampling(examples=1000, batch_size=20, weights=np.where(np.arange(1000) < 100, 5.0, 1.0))
+    sampling = poisson(1000, 20, weights=np.where(np.arange(1000) < 100, 5.0, 1.0))
     largest, lowest = 100 / 1400, 20 / 1400
     assert sampling.event(np.ones(3)) == SelfComposedDpEvent(PoissonSampledDpEvent(largest, GaussianDpEvent(1.0)), 3)
     mechanism = dp_sgd(sampling)
 
     def of_rate(rate):
-        return dpx.epsilon(dp_sgd(dpx.PoissonSampling(examples=1000, batch_size=1000 * rate)), 50, delta=1e-5)
+        return dpx.epsilon(dp_sgd(poisson(1000, 1000 * rate)), 50, delta=1e-5)
 
     assert dpx.epsilon(mechanism, 50, delta=1e-5) == pytest.approx(of_rate(largest))
     assert dpx.epsilon(mechanism, 50, delta=1e-5, weight=5) == pytest.approx(of_rate(largest))
@@ -97,8 +91,8 @@ def test_the_bill_is_that_of_the_largest_rate_or_of_one_weight():
 
 
 def test_a_weight_that_is_not_there_is_refused():
-    weighted = dp_sgd(dpx.PoissonSampling(examples=3, batch_size=1, weights=[1, 2, 3]))
-    plain = dp_sgd(dpx.PoissonSampling(examples=3, batch_size=1))
+    weighted = dp_sgd(poisson(3, 1, weights=[1, 2, 3]))
+    plain = dp_sgd(poisson(3, 1))
     for mechanism, weight, words in (
         (weighted, 3.1, "weight must be at most the largest one, 3.0"),
         (weighted, -1.0, "weight must be"),
@@ -114,15 +108,13 @@ def test_a_weight_that_is_not_there_is_refused():
 
 
 def test_records_of_equal_weights_are_equal():
-    one, same, other = (
-        dpx.PoissonSampling(examples=3, batch_size=1, weights=values)
-        for values in ([1, 2, 3], np.array([1.0, 2.0, 3.0]), [1, 3, 2])
-    )
+    every = [1, 2, 3], np.array([1.0, 2.0, 3.0]), [1, 3, 2]
+    one, same, other = (poisson(3, 1, weights=values) for values in every)
     assert one == same != other and hash(one) == hash(same)
     assert one.identity() == same.identity() != other.identity()
     assert repr(one) == repr(same) and "weights=<3 from 1 to 3, " in repr(one)
     values = np.array([1.0, 2.0, 3.0])
-    mine = dpx.PoissonSampling(examples=3, batch_size=1, weights=values)
+    mine = poisson(3, 1, weights=values)
     values[0] = 9.0
     assert mine == one
     with pytest.raises(ValueError, match="read-only"):
@@ -143,18 +135,12 @@ def test_records_of_equal_weights_are_equal():
 )
 def test_bad_weights(values, words):
     with pytest.raises(ValueError, match=words):
-        dpx.PoissonSampling(examples=3, batch_size=1, weights=values)
+        poisson(3, 1, weights=values)
 
 
 def test_weights_and_a_limit_have_no_bill_together():
     with pytest.raises(ValueError, match="weights must be left out with most_rows"):
-        dpx.PoissonSampling(examples=3, batch_size=1, weights=[1, 2, 3], most_rows=2)
+        poisson(3, 1, weights=[1, 2, 3], most_rows=2)
     with pytest.raises(ValueError, match="no most_rows and no weights"):
-        dpx.methods.dice_sgd(
-            clip_norm=1.0,
-            feedback_norm=1.0,
-            outer_clip_norm=1.1,
-            noise_multiplier=1.0,
-            sampling=dpx.PoissonSampling(examples=3, batch_size=1, weights=[1, 2, 3]),
-            key=KEY,
-        )
+        norms = dict(clip_norm=1.0, feedback_norm=1.0, outer_clip_norm=1.1)
+        dpx.methods.dice_sgd(**norms, noise_multiplier=1.0, sampling=poisson(3, 1, weights=[1, 2, 3]), key=KEY)
