@@ -17,8 +17,10 @@ from dpx.accounting.profiles import DeltaProfile
 from dpx.accounting.words import upper
 from dpx.reports import attack_bounds, plot_attack_bounds
 from dpx.reports.attacks import bounds_of
+from tests.problems import dp_sgd, poisson
 
 DELTA = 1e-5
+MECHANISM = dp_sgd(poisson(1000, 100), 1.5)
 RUN = SelfComposedDpEvent(PoissonSampledDpEvent(0.1, GaussianDpEvent(1.5)), 50)
 
 
@@ -83,30 +85,23 @@ def test_ends():
 
 
 def test_a_mechanism_its_report_and_what_is_refused():
-    sampling = dpx.PoissonSampling(examples=1000, batch_size=100)
-    mechanism = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=1.5, sampling=sampling, key=dpx.secret_key(1))
-    found, report = attack_bounds(mechanism, 50, delta=DELTA), dpx.privacy_report(mechanism, 50, delta=DELTA)
+    found, report = attack_bounds(MECHANISM, 50, delta=DELTA), dpx.privacy_report(MECHANISM, 50, delta=DELTA)
     assert found == bounds(RUN) == report.attacks
-    for words in (
-        f"above {upper(100 * found.true_positive_rates[0], 4)} %",
-        f"mu = {upper(found.mu, 4)}",
-        "The advantage of an attack",
-    ):
+    most = upper(100 * found.true_positive_rates[0], 4)
+    for words in (f"above {most} %", f"mu = {upper(found.mu, 4)}", "The advantage of an attack"):
         assert words in report.to_markdown()
     for rates in ((1.5,), (math.nan,)):
         with pytest.raises(ValueError, match="false_positive_rates must be"):
-            attack_bounds(mechanism, 50, delta=DELTA, false_positive_rates=rates)
+            attack_bounds(MECHANISM, 50, delta=DELTA, false_positive_rates=rates)
     with pytest.raises(ValueError, match="pass none beside it"):
         attack_bounds(Composition(RUN, "add_or_remove"), 50, delta=DELTA)
 
 
 def test_the_report_draws_the_curve(tmp_path):
     """In one call, as one page that needs nothing else; no point is below the bound."""
-    sampling = dpx.PoissonSampling(examples=1000, batch_size=100)
-    mechanism = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=1.5, sampling=sampling, key=dpx.secret_key(1))
-    report = dpx.privacy_report(mechanism, 50, delta=DELTA, unit="<b>patient")
+    report = dpx.privacy_report(MECHANISM, 50, delta=DELTA, unit="<b>patient")
     wrong, most = zip(*report.attack_curve, strict=True)
-    assert most == attack_bounds(mechanism, 50, delta=DELTA, false_positive_rates=wrong).true_positive_rates
+    assert most == attack_bounds(MECHANISM, 50, delta=DELTA, false_positive_rates=wrong).true_positive_rates
     page = report.save(tmp_path / "new" / "report.html").read_text()
     assert page == report.to_html() and page.count("http") == 1 and "<b>" not in page  # the name of SVG's elements
     picture = ElementTree.fromstring(page[page.index("<svg") : page.index("</svg>") + 6])

@@ -1,8 +1,9 @@
-"""Bills of error feedback: the issue's vectors, exact enumeration, brute force, and attacks that must fail."""
+"""Bills of error feedback: public vectors, exact enumeration, brute force, and attacks that must fail."""
 
 import itertools
 import json
 import math
+from typing import Any
 
 import dp_accounting
 import jax
@@ -16,9 +17,7 @@ from scipy import stats
 import dpx
 from dpx import accounting
 from dpx.accounting import gdp
-from dpx.papers.dice_sgd import dice_theorem_noise
-from dpx.papers.dice_sgd import energy as feedback_energy
-from dpx.papers.dice_sgd import renyi as feedback_renyi
+from dpx.papers.dice_sgd import dice_theorem_noise, energy, renyi
 from dpx.papers.dice_sgd.event import ErrorFeedbackDpEvent, bounds
 
 POISSON = dpx.PoissonSampling(examples=50_000, batch_size=1000)
@@ -37,16 +36,9 @@ def epsilon(error_shift=1.0, noise=4.0, *, delta=1e-5, relation=None, **options)
     return accounting.event_epsilon(made, delta=delta, relation=relation or made.sampling.relation)
 
 
-def mechanism(sampling=POISSON, noise=4.0, outer=2.0, **options) -> dpx.Mechanism:
-    return dpx.methods.dice_sgd(
-        clip_norm=1.0,
-        feedback_norm=1.0,
-        outer_clip_norm=outer,
-        noise_multiplier=noise,
-        sampling=sampling,
-        key=jax.random.key(0),
-        **options,
-    )
+def mechanism(sampling=POISSON, noise: Any = 4.0, outer=2.0, **options: Any) -> dpx.Mechanism:
+    given = dict(clip_norm=1.0, feedback_norm=1.0, outer_clip_norm=outer, noise_multiplier=noise) | options
+    return dpx.methods.dice_sgd(**given, sampling=sampling, key=jax.random.key(0))
 
 
 def test_public_vectors():
@@ -93,7 +85,7 @@ def test_the_bill_is_the_least_bound():
     assert accounting.event_epsilon(made, delta=1e-5, accountant="rdp") == found[AMPLIFIED]
     # at a sampling rate of 1 nothing is amplified: the participations are known
     everyone = dpx.PoissonSampling(examples=100, batch_size=100)
-    known = gdp.epsilon(math.sqrt(feedback_energy.accumulated_energies(3, 1.0)[-1]) / 4, delta=1e-5)
+    known = gdp.epsilon(math.sqrt(energy.accumulated_energies(3, 1.0)[-1]) / 4, delta=1e-5)
     assert epsilon(sampling=everyone, steps=3) == pytest.approx(known, rel=1e-6)
     assert epsilon(sampling=dpx.FullBatch(examples=100), steps=3) == pytest.approx(known, rel=1e-9)
 
@@ -146,8 +138,8 @@ def test_delta_and_epsilon_agree(options):
 @pytest.fixture(params=[0, 36])
 def counting(request, monkeypatch):
     """Recursions that count the participations so far, and that do not."""
-    caches = feedback_renyi._grid, feedback_renyi.log_moment
-    monkeypatch.setattr(feedback_renyi, "_MOST_TRACKED", request.param)
+    caches = renyi._grid, renyi.log_moment
+    monkeypatch.setattr(renyi, "_MOST_TRACKED", request.param)
     for cache in caches:
         cache.cache_clear()
     yield
@@ -191,9 +183,7 @@ def test_enumeration_never_exceeds_the_recursion(steps, rate, error_shift, noise
         third = np.einsum("i,j,k,ij,jk,ik->", chances, chances, chances, pairs, pairs, pairs, optimize=True)
         largest = {2: max(largest[2], math.log(second)), 3: max(largest[3], math.log(third))}
     for order, exact in largest.items():
-        bound = feedback_renyi.log_moment(
-            order, steps=steps, rate=rate, error_shift=error_shift, noise_multiplier=noise
-        )
+        bound = renyi.log_moment(order, steps=steps, rate=rate, error_shift=error_shift, noise_multiplier=noise)
         assert exact <= bound + 1e-12
         assert steps > 1 or exact == pytest.approx(bound, rel=1e-9)
 
@@ -212,16 +202,14 @@ def test_the_recursion_covers_adding_an_example(rate, error_shift, noise):
         ratio = np.exp(points @ moves.T / noise**2 - (moves**2).sum(1) / (2 * noise**2)) @ chances
         for order in (2, 4):
             exact = math.log(mass @ ratio ** (1.0 - order))
-            bound = feedback_renyi.log_moment(
-                order, steps=3, rate=rate, error_shift=error_shift, noise_multiplier=noise
-            )
+            bound = renyi.log_moment(order, steps=3, rate=rate, error_shift=error_shift, noise_multiplier=noise)
             assert exact <= bound + 1e-9
 
 
 @pytest.mark.parametrize("most", [3, 40])
 def test_the_polygon_holds_the_disc(most):
     """In every direction (a, b) a corner (fed, kept) reaches at least as far as the quarter disc does."""
-    grid = feedback_renyi._grid(most)
+    grid = renyi._grid(most)
     angles = np.linspace(0, math.pi / 2, 5001)[:, None]
     farthest = (np.cos(angles) * grid.fed + np.sin(angles) * grid.kept).max(axis=1)
     assert np.all(farthest >= 1 - 1e-15)
@@ -243,13 +231,13 @@ def test_the_lemma_of_the_other_direction(order):
 def test_participations_that_are_left_out_are_paid_for(monkeypatch):
     """With divergences of 0, delta is their probability, in every stretch between resets."""
     tails = []
-    monkeypatch.setattr(feedback_renyi, "log_moment", lambda order, *, tail, **rest: tails.append(tail) or 0.0)
+    monkeypatch.setattr(renyi, "log_moment", lambda order, *, tail, **rest: tails.append(tail) or 0.0)
     made = dict(rate=0.1, error_shift=1.0, noise_multiplier=4.0, steps=20, reset_every=6)
-    found = feedback_renyi.AmplifiedProfile(**made).delta(epsilon=0.5)
+    found = renyi.AmplifiedProfile(**made).delta(epsilon=0.5)
     assert found >= 4 * min(tails) * (1 - 1e-9) > 0  # steps 0-5, 6-11, 12-17 and 18, 19
-    most = feedback_energy.most_participations(20, 0.3, 0.01)
-    monkeypatch.setattr(feedback_energy, "TAIL", 0.01)
-    deltas = feedback_energy.deltas_at_random(
+    most = energy.most_participations(20, 0.3, 0.01)
+    monkeypatch.setattr(energy, "TAIL", 0.01)
+    deltas = energy.deltas_at_random(
         rate=0.3, error_shift=0.0, feedback_shift=0.0, noise_multiplier=1e3, steps=20, reset_every=20
     )
     assert deltas(50.0) >= stats.binom.sf(most, 20, 0.3) * (1 - 1e-9) > 1e-3
@@ -257,11 +245,9 @@ def test_participations_that_are_left_out_are_paid_for(monkeypatch):
 
 def test_every_stretch_is_billed(monkeypatch):
     """Where a step costs the same anywhere, resets change nothing."""
-    monkeypatch.setattr(feedback_renyi, "log_moment", lambda order, *, steps, **rest: 0.01 * steps * order)
+    monkeypatch.setattr(renyi, "log_moment", lambda order, *, steps, **rest: 0.01 * steps * order)
     made = dict(rate=0.1, error_shift=1.0, noise_multiplier=4.0, steps=20)
-    whole, *parts = (
-        feedback_renyi.AmplifiedProfile(**made, reset_every=r).epsilon(delta=1e-5) for r in (20, 6, 5, 19, 1)
-    )
+    whole, *parts = (renyi.AmplifiedProfile(**made, reset_every=r).epsilon(delta=1e-5) for r in (20, 6, 5, 19, 1))
     assert parts == pytest.approx([whole] * 4) and whole > 0
 
 
@@ -283,7 +269,7 @@ def brute_force_energy(participations: tuple[int, ...], error_shift: float) -> f
 
 @pytest.mark.parametrize("error_shift", [0.2, 1.0, 3.0])
 def test_energy_is_the_worst_case(error_shift):
-    energies = feedback_energy.accumulated_energies(4, error_shift)
+    energies = energy.accumulated_energies(4, error_shift)
     for k in range(1, 5):
         assert energies[k] <= (math.sqrt(k) + k * error_shift) ** 2 + 1e-12
         bunched = brute_force_energy((1,) * k + (0,), error_shift)
@@ -297,13 +283,13 @@ def test_energy_of_epochs_and_resets_by_enumeration():
     """Every place of one participation in each epoch, every stretch between resets on its own."""
     for steps, epoch, reset in itertools.product((1, 5, 8, 9), (1, 2, 3), (1, 2, 3, 4, 9)):
         reset = min(reset, steps)
-        energies = feedback_energy.accumulated_energies(steps, 0.7)
+        energies = energy.accumulated_energies(steps, 0.7)
         starts = range(0, steps, epoch)
         places = itertools.product(*[range(start, min(start + epoch, steps)) for start in starts])
         worst = max(sum(energies[np.bincount(np.array(at) // reset)]) for at in places)
-        found = feedback_energy.energy_of_epochs(steps, epoch, reset, 0.7, 1e9)
+        found = energy.energy_of_epochs(steps, epoch, reset, 0.7, 1e9)
         assert found == pytest.approx(worst if reset > 1 else len(starts))  # of one step: plain DP-SGD
-        trivial = feedback_energy.energy_of_epochs(steps, epoch, reset, math.inf, 0.5)
+        trivial = energy.energy_of_epochs(steps, epoch, reset, math.inf, 0.5)
         blocks = -(-steps // reset)
         assert len(starts) <= trivial <= len(starts) * 1.5**2 + (steps - blocks) * 0.5**2
 
@@ -380,20 +366,9 @@ def test_report_names_the_bound():
 
 
 def test_calibration():
-    for sampling, options in (
-        (POISSON, {"reset_every": 10}),
-        (EPOCHS, {"reset_every": 50}),
-        (EPOCHS, {"stability": 0.2}),
-    ):
-        made = dpx.methods.dice_sgd(
-            clip_norm=1.0,
-            feedback_norm=1.0,
-            outer_clip_norm=1.5,
-            noise_multiplier=dpx.Budget(epsilon=2.0, delta=1e-5, steps=150),
-            sampling=sampling,
-            key=jax.random.key(0),
-            **options,
-        )
+    runs = (POISSON, {"reset_every": 10}), (EPOCHS, {"reset_every": 50}), (EPOCHS, {"stability": 0.2})
+    for sampling, options in runs:
+        made = mechanism(sampling, dpx.Budget(epsilon=2.0, delta=1e-5, steps=150), 1.5, **options)
         assert 2 * (1 - 1e-3) <= dpx.epsilon(made, 150, delta=1e-5) <= 2
 
 
@@ -402,21 +377,13 @@ def test_calibration():
 SPACE = 2
 
 
-def run_pairs(patterns, target, others, *, clip_norm, outer, feedback_norm, batch_size, reset_every=None):
+def run_pairs(patterns, target, others, *, clip_norm, outer, feedback_norm, batch_size):
     """How the releases move, in units of C1 / B, when the target takes part; (patterns, steps, SPACE).
 
     target: (steps, SPACE), its gradients; others: (steps, rows, SPACE), everybody else's; patterns: (patterns, steps).
     """
     sampling = dpx.PoissonSampling(examples=100 * batch_size, batch_size=batch_size)
-    feedback = dpx.methods.dice_sgd(
-        clip_norm=clip_norm,
-        outer_clip_norm=outer,
-        feedback_norm=feedback_norm,
-        noise_multiplier=0.0,
-        sampling=sampling,
-        key=jax.random.key(0),
-        reset_every=reset_every,
-    )
+    feedback = mechanism(sampling, 0.0, outer, clip_norm=clip_norm, feedback_norm=feedback_norm)
 
     @jax.jit
     @jax.vmap
@@ -469,19 +436,16 @@ def test_attacks_stay_within_the_bill(name):
     clipped = target / np.maximum(1, np.linalg.norm(target, axis=1, keepdims=True))
     fed_back = moves - patterns[:, :, None] * clipped
     assert np.all((fed_back**2).sum((1, 2)) <= (counts * error_shift) ** 2 * (1 + 1e-3) + 1e-6)
-    energies = feedback_energy.accumulated_energies(steps, error_shift)[counts]
+    energies = energy.accumulated_energies(steps, error_shift)[counts]
     assert np.all((moves**2).sum((1, 2)) <= energies * (1 + 1e-3) + 1e-6)
     assert ((moves**2).sum((1, 2)) / np.maximum(energies, 1)).max() > 0.3  # the attack does move something
     for noise in (2.0, 6.0):
         made = event(
             error_shift, noise, sampling=dpx.PoissonSampling(examples=80, batch_size=8), steps=steps, feedback_shift=1e6
         )
-        for level in (0.1, 0.5, 1.0, 2.0):
-            attained = linear_test(moves[: len(drawn)].reshape(len(drawn), -1), noise, level)
+        for level, added in itertools.product((0.1, 0.5, 1.0, 2.0), (False, True)):
+            attained = linear_test(moves[: len(drawn)].reshape(len(drawn), -1), noise, level, added=added)
             assert attained <= accounting.event_delta(made, epsilon=level)
-            assert linear_test(moves[: len(drawn)].reshape(len(drawn), -1), noise, level, added=True) <= (
-                accounting.event_delta(made, epsilon=level)
-            )
 
 
 def linear_test(moves: np.ndarray, noise: float, level: float, *, added: bool = False) -> float:
@@ -510,14 +474,7 @@ def test_the_same_attack_breaks_the_published_claim():
     noise = sigma * batch_size / clip_norm
     assert linear_test(moves, noise, 2.0) >= 0.408
     # dpx bills that run truly, and with an error that is bounded the same attack gains nothing
-    made = dpx.methods.dice_sgd(
-        clip_norm=clip_norm,
-        feedback_norm=feedback_norm,
-        outer_clip_norm=math.inf,
-        noise_multiplier=noise,
-        sampling=POISSON,
-        key=jax.random.key(0),
-    )
+    made = mechanism(POISSON, noise, math.inf, clip_norm=clip_norm, feedback_norm=feedback_norm)
     assert dpx.accounting.delta(made, steps, epsilon=2.0) >= 0.408
     bounded = run_pairs(jnp.asarray(patterns), target, others, outer=2 * clip_norm, **sizes).reshape(len(patterns), -1)
     assert linear_test(bounded, noise, 2.0) < 1e-5

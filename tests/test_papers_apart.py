@@ -1,4 +1,4 @@
-"""Each paper can be deleted: the rest is imported, keeps its layout and its costs, without a change but in its lists."""
+"""Each paper can be deleted: only the lists of names change, and the rest keeps its layout and its costs."""
 
 import ast
 import shutil

@@ -1,0 +1,226 @@
+"""Both plans: the noise of each row is the calibrated noise, and each epsilon is that of a mechanism."""
+
+import functools
+import itertools
+import math
+from fractions import Fraction
+
+import jax
+import numpy as np
+import pytest
+
+import dpx
+from dpx.reports import plan_samplings
+from dpx.reports.plan import REFUSED, PlannedSampling, SamplingPlan
+
+KEY = jax.random.key(0)
+SIZES = {"examples": 1000, "batch_size": 50}
+POISSON = dpx.PoissonSampling(**SIZES)
+CUT = dpx.PoissonSampling(**SIZES, most_rows=88)
+WEIGHTED = dpx.PoissonSampling(**SIZES, weights=1.0 + np.arange(1000) % 2)
+ALLOCATED = dpx.sampling.RandomAllocation(examples=1000, steps_per_epoch=20)
+CYCLIC = dpx.sampling.CyclicPoissonSampling(**SIZES, bands=8)
+ORDERED = dpx.sampling.FixedOrder(**SIZES)
+
+
+def mechanism(sampling, noise):
+    return dpx.dp_sgd(clip_norm=1.0, noise_multiplier=noise, sampling=sampling, key=KEY)
+
+
+@pytest.fixture(scope="module")
+def planned():
+    return dpx.plan_noise(examples=1000, epsilon=2.0, delta=1e-5, epochs=[4, 8.04], batch_sizes=[100, 1000])
+
+
+def test_the_noise_is_what_calibrate_finds(planned):
+    assert [run.steps for run in planned.runs] == [40, 4, 80, 8]
+    samplings = dpx.PoissonSampling(examples=1000, batch_size=100), dpx.FullBatch(examples=1000)
+    for run, sampling in zip(planned.runs[:2], samplings, strict=True):
+        make = functools.partial(mechanism, sampling)
+        found = dpx.accounting.calibrate(make, steps=run.steps, epsilon=2.0, delta=1e-5)
+        np.testing.assert_allclose(found, run.noise_multiplier, rtol=2e-4)
+        assert dpx.epsilon(make(run.noise_multiplier), run.steps, delta=1e-5) <= 2.0 * (1 + 1e-4)
+
+
+def test_the_columns(planned):
+    for run in planned.runs:
+        assert run.step_noise == run.noise_multiplier / run.batch_size
+        assert run.epochs == run.steps * run.batch_size / 1000
+        np.testing.assert_allclose(run.run_noise, run.step_noise / math.sqrt(run.steps))
+        np.testing.assert_allclose(run.epoch_noise, run.run_noise * math.sqrt(run.epochs))
+    assert planned.runs[1].run_noise < planned.runs[0].run_noise  # whole batches have the least noise
+    lines = str(planned).splitlines()
+    assert "epsilon 2 at delta 1e-05" in lines[0] and lines.index("") == 2 + len(planned.runs)
+    printed = float(lines[2].split()[3])  # rounded up, so that a run with it is within the budget
+    assert 0 <= printed - planned.runs[0].noise_multiplier < 1e-4
+
+
+def test_the_plot_has_a_line_for_each_number_of_epochs(planned):
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    axes = planned.plot(axes=figure.add_subplot())
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["4 epochs", "8 epochs"]
+    drawn = [tuple(point) for line in axes.lines for point in line.get_xydata()]
+    assert drawn == [(run.batch_size, run.run_noise) for run in planned.runs]
+
+
+@pytest.mark.long
+def test_no_label_of_the_plot_overlaps_or_is_cut():
+    figure = pytest.importorskip("matplotlib.figure").Figure(layout="constrained")
+    axes = dpx.plan_noise(examples=60_000, epsilon=2.0, delta=1e-5, epochs=10).plot(axes=figure.add_subplot())
+    figure.draw_without_rendering()
+    boxes = [
+        label.get_window_extent() for label in sorted(axes.get_xticklabels(), key=lambda label: label.get_position())
+    ]
+    assert len(boxes) > 5 and all(left.x1 < right.x0 for left, right in itertools.pairwise(boxes))
+    for part in (*boxes, axes.yaxis.label.get_window_extent(), axes.title.get_window_extent()):
+        assert 0 <= part.x0 and part.x1 <= figure.bbox.x1 and 0 <= part.y0 and part.y1 <= figure.bbox.y1
+
+
+def test_the_default_batch_sizes():
+    runs = dpx.plan_noise(examples=1100, epsilon=8.0, delta=1e-5, epochs=1).runs
+    assert [run.batch_size for run in runs] == [256, 512, 1100]
+
+
+def test_numbers_of_any_real_type(planned):
+    budget = {"epsilon": np.float32(2.0), "delta": Fraction(1, 10**5)}
+    (run,) = dpx.plan_noise(examples=1000, epochs=np.float32(4), batch_sizes=[np.int64(1000)], **budget).runs
+    assert run == planned.runs[1]
+
+
+@pytest.mark.parametrize("refused", [True, np.False_, "2", 2j, np.ones((), bool)])
+def test_a_bool_is_no_number(refused):
+    for make in (
+        lambda: dpx.Budget(epsilon=refused, delta=1e-5, steps=10),
+        lambda: dpx.Budget(epsilon=1.0, delta=refused, steps=10),
+        lambda: dpx.accounting.gdp.delta(1.0, epsilon=refused),
+        lambda: dpx.dp_sgd(clip_norm=refused, noise_multiplier=1.0, sampling=POISSON, key=KEY),
+    ):
+        with pytest.raises(ValueError, match="must be"):
+            make()
+
+
+WRONG = {
+    "examples": [0],
+    "epsilon": [0.0, True, np.True_, "1", [1.0, 2.0]],
+    "delta": [1.0, None],
+    "epochs": [0, [], [1, math.inf], True, "3"],
+    "batch_sizes": [[0], [101], []],
+    "accountant": ["guess"],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values])
+def test_bad_arguments_are_refused(name, value):
+    with pytest.raises(ValueError, match="must be"):
+        dpx.plan_noise(**({"examples": 100, "epsilon": 1.0, "delta": 1e-5} | {name: value}))
+
+
+@pytest.fixture(scope="module")
+def table():
+    return plan_samplings(**SIZES, epochs=2.5, epsilon=2.0, delta=1e-5)
+
+
+def test_the_noise_meets_the_budget(table):
+    assert {type(run.sampling) for run in table.runs} >= {type(s) for s in (POISSON, ALLOCATED, CYCLIC, ORDERED)}
+    for run in table.runs:
+        assert run.steps == run.sampling.steps(epochs=2.5)
+        spent = dpx.epsilon(mechanism(run.sampling, run.noise_multiplier), run.steps, delta=1e-5)
+        assert 2.0 * 0.998 <= spent <= 2.0 * (1 + 1e-6), run
+
+
+def test_all_are_billed_at_the_noise_of_poisson_sampling(table):
+    noise = table.runs[0].noise_multiplier
+    for run in table.runs:
+        spent = dpx.epsilon(mechanism(run.sampling, noise), run.steps, delta=1e-5)
+        np.testing.assert_allclose(run.epsilon, spent, rtol=1e-6)
+    cut = [run for run in table.runs if getattr(run.sampling, "truncates", False)]
+    assert len(cut) == 3
+    by_rows = [run.epsilon for run in sorted(cut, key=lambda run: run.rows)]
+    assert by_rows == sorted(by_rows, reverse=True) and by_rows[0] > 2 * by_rows[-1] > 2 * table.runs[0].epsilon
+
+
+def test_printed_epsilons_are_not_below_the_bills(table):
+    lines = str(table).splitlines()[2:]
+    for run, line in zip(table.runs, lines, strict=False):
+        assert line.startswith(type(run.sampling).__name__)
+        assert run.epsilon <= float(line.split()[2]) <= 1.002 * run.epsilon, line
+
+
+def test_rows_are_those_of_the_batches(table):
+    for run in table.runs:
+        assert run.rows == len(run.sampling.draw(KEY, 0).indices), run
+
+
+def test_the_least_noise_is_recommended(table):
+    def plan(*noises):
+        runs = zip((POISSON, ALLOCATED, dpx.FixedSizeSampling(**SIZES)), noises, strict=True)
+        rows = tuple(PlannedSampling(sampling, 20, noise, 1.0, 80) for sampling, noise in runs)
+        return SamplingPlan(epochs=1.0, epsilon=1.0, delta=1e-5, runs=rows).recommended.sampling
+
+    assert plan(1.0, 0.9, 0.5) == ALLOCATED  # another relation is no alternative
+    assert plan(1.0, 0.995, 0.5) == plan(1.0, 1.1, 2.0) == POISSON
+    assert str(table).count("Take ") == 1
+
+
+@pytest.mark.long
+def test_the_printed_plan_answers_which_sampling():
+    plan = dpx.plan_noise(examples=1000, epsilon=2.0, delta=1e-5, epochs=[4, 8], batch_sizes=[50, 100, 1000])
+    small, large = plan.runs[0], plan.runs[1]  # of the first epochs; whole batches are not suggested
+    assert plan.suggested == (small if small.run_noise <= 1.25 * large.run_noise else large)
+    assert plan.samplings.runs[0].sampling == dpx.PoissonSampling(examples=1000, batch_size=plan.suggested.batch_size)
+    assert str(plan.samplings) in str(plan)
+    for words in ("PoissonSampling(most_rows=", "RandomAllocation(steps_per_epoch=", "Take ", "Refused", *REFUSED):
+        assert words in str(plan)
+
+
+def test_the_epochs_are_those_that_were_asked_for():
+    """20 epochs of 60,000 in batches of 1,024 are 1,172 steps, so 20.002 epochs: not 21 that were begun."""
+    plan = dpx.plan_noise(examples=60_000, epsilon=2.0, delta=1e-5, epochs=20, batch_sizes=[1024])
+    ordered = plan.samplings.runs[-1]
+    assert plan.samplings.epochs == 20 and ordered.steps == 20 * ordered.sampling.steps_per_epoch
+
+
+def test_whole_batches_have_no_alternative():
+    plan = plan_samplings(examples=100, batch_size=100, epochs=3, epsilon=2.0, delta=1e-5)
+    assert [run.sampling for run in plan.runs] == [dpx.FullBatch(examples=100)]
+    assert "Take FullBatch" in str(plan)
+
+
+def feedback(sampling):
+    common = {"clip_norm": 1.0, "feedback_norm": 1.0, "outer_clip_norm": 1.1, "noise_multiplier": 2.0, "key": KEY}
+    return dpx.methods.dice_sgd(sampling=sampling, **common)
+
+
+def correlated(sampling):
+    strategy = dpx.strategies.lambda_cgd(correlation=0.5)
+    common = {"clip_norm": 1.0, "noise_multiplier": 2.0, "key": KEY}
+    return dpx.mechanisms.correlated_noise(strategy=strategy, sampling=sampling, **common)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: dpx.PoissonSampling(**SIZES, most_rows=88, weights=np.ones(1000)),
+        *(lambda sampling=sampling: feedback(sampling) for sampling in (CUT, WEIGHTED, ALLOCATED, CYCLIC, ORDERED)),
+        *(lambda s=s: correlated(s) for s in (POISSON, CUT, WEIGHTED, ALLOCATED, dpx.FixedSizeSampling(**SIZES))),
+        lambda: dpx.epsilon(mechanism(ALLOCATED, 2.0), 20, delta=1e-5, relation="replace_one"),
+    ],
+)
+def test_the_combinations_that_the_plan_calls_refused_are(build):
+    with pytest.raises(ValueError):
+        build()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"batch_size": 1001}, "batch_size must be in"),
+        ({"batch_size": 2.5}, "batch_size must be a whole number"),
+        ({"epochs": 0}, "epochs must be a finite number above 0"),
+        ({"accountant": "prv"}, "accountant must be one of"),
+        ({"epsilon": -1.0}, "epsilon"),
+    ],
+)
+def test_bad_arguments_of_the_table(changes, words):
+    with pytest.raises(ValueError, match=words):
+        plan_samplings(**SIZES | {"epochs": 1.0, "epsilon": 1.0, "delta": 1e-5} | changes)
