@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import dpx
-from dpx.fitting.files import make_folder, write
+from dpx.fitting.folder import make_folder, write
 
 NOT_PRIVATE = "unreleased_training_loss"  # the one number in the metrics that the privacy bill does not cover
 

@@ -15,7 +15,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import dpx
-from dpx.fitting.stored import Stored
+from dpx.fitting.folder import Folder
 from tests.compiling import begin
 
 STEPS = 5
@@ -287,7 +287,7 @@ def check_refusals(rank, sharding, folder):
         "no file": {"evaluate": fails, "evaluate_every": 1},  # in process 1, after the first step
         "are of steps [None, 3]": explicit,
     }
-    patched = mock.patch.object(Stored, "_steps", lambda self: [3] if rank else [])
+    patched = mock.patch.object(Folder, "_steps", lambda self: [3] if rank else [])
     for words, options in cases.items():
         with patched if "are of steps" in words else contextlib.nullcontext():
             try:

@@ -3,9 +3,14 @@
 Here "other devices" are another `norms`, which rounds sums otherwise too. tests/test_hosts.py has other processes.
 """
 
+import contextlib
+import dataclasses
 import json
 import os
+import random
 import shutil
+import signal
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +20,13 @@ import pytest
 
 import dpx
 from dpx import keys
-from dpx.fitting import facts, files, programs
-from dpx.fitting.moves import require_skippable
-from dpx.fitting.programs import HOLDER, Programs
+from dpx.fitting import facts
+from dpx.fitting import folder as folders
+from dpx.fitting.folder import Folder, require_skippable
 from dpx.fitting.settings import RunPlan
-from dpx.fitting.stored import Stored
+from dpx.fitting.step import Carry
 from dpx.gradients import sums
+from tests import kills
 
 STEPS, KEY = 10, dpx.secret_key(2**70 + 3)
 DATA = np.zeros((40, 3), np.float32)
@@ -34,15 +40,18 @@ def made(sampling=SAMPLING, key=KEY):
     return dpx.chain(dpx.dp_sgd(sampling=sampling, **NOISE | {"key": key}), SHOWN)
 
 
-def run(folder=None, *, dies=None, ends=None, error=RuntimeError, made=made, **options):
+def run(folder=None, *, dies=None, ends=None, error=RuntimeError, made=made, also=None, noise=None, **options):
     """A run without gradients, whose parameters are the noise of the last step: the result, and the noise of each step.
 
-    dies: after so many steps, with `error`, as if it was killed. ends: the step at which a callback ends it.
+    dies: after so many steps, with `error`, as if it was killed. ends: the step at which a callback ends it. also: a
+    callback that returns nothing.
     """
-    noise, optimizer = {}, made()
+    noise, optimizer = {} if noise is None else noise, made()
 
     def watch(progress):
         noise[progress.step] = np.asarray(progress.params["w"])
+        if also is not None:
+            also(progress)
         if progress.step == dies:
             raise error
         return progress.step == ends
@@ -62,6 +71,9 @@ def run(folder=None, *, dies=None, ends=None, error=RuntimeError, made=made, **o
     except error:
         assert dies is not None
     return result, noise
+
+
+PLAN = RunPlan(optimizer=made(), key=KEY, steps=STEPS, plan=STEPS, delta=1e-5, accountant="rdp", records=1)
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +149,7 @@ def test_a_run_that_a_callback_ended_skips_nothing(whole, tmp_path):
     result, rest = run(tmp_path, **MOVED)
     require_fresh(whole, first, rest)
     assert result.skipped == 0 and list(rest) == [6, 7, 8, 9, 10]
-    assert json.loads((tmp_path / "run.json").read_text())["norms"] == "'vmap'"
+    assert json.loads((tmp_path / "run.json").read_text())["facts"]["norms"] == "'vmap'"
 
 
 def test_an_interrupt_between_steps_skips_nothing(whole, tmp_path, monkeypatch):
@@ -159,11 +171,11 @@ def test_killed_while_it_moves(whole, tmp_path, monkeypatch):
     """Before the checkpoint with the skipped steps is stored: no program may make them again, on any devices."""
     lost = run(tmp_path, dies=6)[1]
 
-    def killed(self, step, tree):
+    def killed(self, step, carry):
         raise RuntimeError
 
     with monkeypatch.context() as patched, pytest.warns(UserWarning, match="steps 5 to 8"):
-        patched.setattr(Stored, "save", killed)
+        patched.setattr(Folder, "_store", killed)
         assert run(tmp_path, dies=0, **MOVED) == (None, {})
     with pytest.raises(ValueError, match="holds another one: norms was 'vmap', now 'auto'"):
         run(tmp_path)
@@ -175,35 +187,6 @@ def test_killed_while_it_moves(whole, tmp_path, monkeypatch):
         result, rest = run(tmp_path, on_other_devices=True)
     require_fresh(whole, lost, rest)
     assert result.skipped == 4
-
-
-def test_a_program_that_still_runs_makes_no_more_steps(whole, tmp_path):
-    """Its steps until its next checkpoint are skipped by the one that took over, and it writes no checkpoint."""
-    seen, others = [], {}
-
-    def take_over(progress):
-        seen.append(progress.step)
-        if progress.step == 2:
-            with pytest.warns(UserWarning, match="steps 1 to 4"):
-                seen.extend(run(tmp_path, dies=5, **MOVED)[1])  # before it has a checkpoint of its own steps
-            others.update(read(tmp_path))
-
-    with pytest.raises(ValueError, match="belong to one program at a time"):
-        dpx.fit(
-            lambda params, x: 0.0 * jnp.sum(params["w"] + x),
-            made(),
-            PARAMS,
-            DATA,
-            steps=STEPS,
-            delta=1e-5,
-            accountant="rdp",
-            evaluate_every=1,
-            callbacks=[take_over],
-            checkpoints=tmp_path,
-            checkpoint_every=4,
-        )
-    assert sorted(seen) == [1, 2, 3, 4, 5] and read(tmp_path) == others
-    assert list(run(tmp_path, **MOVED)[1]) == [5, 6, 7, 8, 9, 10]
 
 
 OTHER_SETTINGS = {
@@ -327,7 +310,9 @@ def test_a_run_keeps_to_the_memory_that_it_began_with(whole, tmp_path, monkeypat
     sizes.clear()
     with pytest.warns(UserWarning, match="another value of norms, bytes of memory .*. Its steps 5 to 8"):
         rest = run(tmp_path, dies=9, **MOVED)[1]
-    assert set(sizes) != {first} and json.loads((tmp_path / "run.json").read_text())[facts.MEMORY] == 32 * 10**6
+    assert (
+        set(sizes) != {first} and json.loads((tmp_path / "run.json").read_text())["facts"][facts.MEMORY] == 32 * 10**6
+    )
     require_fresh(whole, lost | again, rest)
     monkeypatch.setattr(os, "sysconf", pages(12))
     with pytest.warns(
@@ -338,7 +323,7 @@ def test_a_run_keeps_to_the_memory_that_it_began_with(whole, tmp_path, monkeypat
 
 def test_a_gpu_times_its_kernels(whole, tmp_path, monkeypatch):
     """So no other program makes a step again, unless a flag forbids it; a run that was ended loses nothing."""
-    monkeypatch.setattr(programs, "times_kernels", lambda: True)
+    monkeypatch.setattr(folders, "times_kernels", lambda: True)
     lost = run(tmp_path, ends=3)[1]
     lost |= run(tmp_path, dies=6)[1]
     with pytest.raises(ValueError, match="steps 5 to 8 may have been made on other .*xla_gpu_deterministic_ops=true"):
@@ -371,173 +356,187 @@ def test_kinds_of_devices(monkeypatch):
     assert facts.machine() == "NVIDIA H100"
 
 
-# ------------------------------------------------------------------ Two programs at one moment
+# ------------------------------------------------------------------ The folder
 
 
-def at(monkeypatch, owner, name, then):
-    """Before the next call of `owner.name`, `then` happens, once."""
-    function = getattr(owner, name)
+def test_one_program_has_a_folder_at_a_time(whole, tmp_path):
+    """Whatever it is about to do, the other one is refused before it changes anything."""
+    refused = []
 
-    def late(*arguments):
-        monkeypatch.setattr(owner, name, function)
-        then()
-        return function(*arguments)
+    def also(progress):
+        before = read(tmp_path)
+        for options in ({}, MOVED):
+            with pytest.raises(ValueError, match="must belong to one program at a time, but another one has it now"):
+                run(tmp_path, **options)
+            refused.append(progress.step)
+        assert read(tmp_path) == before
 
-    monkeypatch.setattr(owner, name, late)
-
-
-OTHERS = {
-    "key of the noise .its mark. was .*; key of the batches": {"made": lambda: made(key=dpx.secret_key(2**70 + 5))},
-    "norms was 'vmap', now 'auto'": {"norms": "vmap"},
-}
-
-
-@pytest.mark.parametrize("said", OTHERS)
-def test_one_of_two_programs_begins_a_folder(tmp_path, monkeypatch, said):
-    """The other one saw it empty too. It is refused before its first step, by the facts of the first one."""
-    at(monkeypatch, programs, "create", lambda: run(tmp_path, dies=1, **OTHERS[said]))
-    with pytest.raises(ValueError, match=f"holds another one: {said}"):
-        run(tmp_path)
+    noise = run(tmp_path, dies=7, also=also)[1]
+    assert refused == [step for step in range(1, 8) for _ in range(2)]
+    require_fresh(whole, noise, {step: run(tmp_path)[1][step] for step in (8,)})
 
 
-def test_a_file_is_made_once(tmp_path, monkeypatch):
-    """Also on a disk without hard links."""
-
-    def no_links(*paths):
-        raise PermissionError
-
-    for name in ("with links", "without"):
-        files.create(tmp_path / name, "first")
-        files.create(tmp_path / name, "second")
-        monkeypatch.setattr(os, "link", no_links)
-    assert read(tmp_path) == {"with links": b"first", "without": b"first"}
+def hold(folder, sender):
+    lock = folders.lock_of(folder)  # which would be free without a name
+    sender.send(f"held {lock.is_locked}")
+    signal.pause()
 
 
-def test_a_full_disk_leaves_no_half_of_a_file(tmp_path, monkeypatch):
-    """Nor without hard links. No later program could read half of run.json, or of a score."""
-    room = []
+def test_the_lock_of_a_killed_process_is_free(tmp_path):
+    receiver, sender = kills.server().Pipe(duplex=False)
+    holder = kills.server().Process(target=hold, args=(tmp_path, sender), daemon=True)
+    holder.start()
+    assert kills.heard(receiver) == "held True"
+    with pytest.raises(ValueError, match="another one has it now"):
+        folders.lock_of(tmp_path)
+    holder.kill()
+    holder.join()
+    assert (tmp_path / "lock").exists()
+    folders.lock_of(tmp_path).release()
+
+
+def test_where_a_lock_holds_on_one_host_alone(whole, tmp_path, monkeypatch):
+    """A program whose folder another one has continued makes no step after its next checkpoint."""
+    free = SimpleNamespace(release=lambda: None)
+    monkeypatch.setattr(folders, "lock_of", lambda path: (path / "lock").touch() or free)
+    rest = {}
+
+    def take_over(progress):
+        if progress.step == 2:
+            with pytest.warns(UserWarning, match="steps 1 to 4"):
+                rest.update(run(tmp_path, dies=7, **MOVED)[1])
+
+    lost = {}
+    with pytest.raises(ValueError, match="one program at a time, but another one has continued the run: end this one"):
+        run(tmp_path, noise=lost, also=take_over)
+    require_fresh(whole, lost, rest)
+    assert list(lost) == [1, 2, 3, 4] and list(rest) == [5, 6, 7]
+
+
+def test_a_full_disk_leaves_the_file_as_it_was(tmp_path, monkeypatch):
+    """No later program could read half of run.json, or of a score."""
 
     def full(opened):
-        if not room:
-            raise OSError("full")
-        room.pop()
+        raise OSError("full")
 
-    def no_links(*paths):
-        raise PermissionError
-
-    monkeypatch.setattr(os, "fsync", full)
-    monkeypatch.setattr(os, "link", no_links)
-    for files_before in (0, 1):
-        room[:] = [True] * files_before
-        with pytest.raises(OSError, match="full"):
-            files.create(tmp_path / "run.json", "whole")
-        assert not (tmp_path / "run.json").exists()
-    room[:] = [True] * 3
-    files.create(tmp_path / "run.json", "whole")
+    folders.write(tmp_path / "run.json", "whole")
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="full"):
+        patched.setattr(os, "fsync", full)
+        folders.write(tmp_path / "run.json", "other")
     assert (tmp_path / "run.json").read_text() == "whole"
+    folders.write(tmp_path / "run.json", "other")
+    assert read(tmp_path) == {"run.json": b"other"}
 
 
-def test_nothing_replaces_a_checkpoint(tmp_path):
-    """Steps may have been made from it. What another program has not stored is removed later."""
-    first, second = Stored(tmp_path, "first"), Stored(tmp_path, "second")
-    assert first.save(0, {"w": np.ones(2)}) and not second.save(0, {"w": np.zeros(2)})
-    assert second.restore(0, {"w": np.zeros(2)})["w"].tolist() == [1, 1]
-    assert [path.name for path in tmp_path.glob("*-*")] == ["saving-second-0"]
-    assert first.save(1, {"w": np.ones(2)}) and first.save(2, {"w": np.ones(2)})
-    assert {path.name for path in tmp_path.iterdir()} == {"1", "2"}
-
-
-def test_a_damaged_checkpoint_is_named(tmp_path):
-    stored, tree = Stored(tmp_path, "one"), {"w": np.ones(2)}
-    assert stored.save(0, tree) and stored.save(4, tree)
-    shutil.rmtree(tmp_path / "4" / "default")
-    with pytest.raises(ValueError, match=r"4 must be a whole checkpoint, .*\(KeyError\)\. .* remove this folder alone"):
-        stored.restore(stored.last(), tree)
-    shutil.rmtree(tmp_path / "4")
-    assert stored.restore(stored.last(), tree)["w"].tolist() == [1, 1]
-
-
-def test_a_program_that_starts_during_a_move_is_refused(whole, tmp_path, monkeypatch):
-    """On the old devices: before the move has stored what it skips, and after it has looked at what there was."""
-    lost, refused = run(tmp_path, dies=7)[1], []
-
-    def old():
-        with pytest.raises(ValueError, match="holds another one: norms was 'vmap', now 'auto'") as raised:
-            run(tmp_path)
-        refused.append(raised)
-
-    at(monkeypatch, Stored, "save", old)
-    with pytest.warns(UserWarning, match="steps 5 to 8"):
-        rest = run(tmp_path, **MOVED)[1]
-    assert refused and list(rest) == [9, 10]
-    require_fresh(whole, lost, rest)
-
-
-def test_a_program_that_looked_before_a_move_is_refused(tmp_path, monkeypatch):
-    """It takes the run after the move, whose steps it would make again."""
-    run(tmp_path, ends=5)
-    at(monkeypatch, Programs, "take", lambda: run(tmp_path, dies=7, **MOVED))
-    with pytest.raises(
-        ValueError, match="on_other_devices must be True for .* steps 6 to 8 may have been made on other"
-    ):
-        run(tmp_path)
-
-
-def opened(folder, norms="'auto'"):
-    """A program that has taken the run in a folder."""
-    program = Programs(folder, {"norms": norms}, STEPS)
-    program.begin()
-    program.take()
-    return program
-
-
-def test_a_program_that_loses_the_run_while_it_writes_must_end(tmp_path, monkeypatch):
-    """The other one has read what was there before."""
-    first = opened(tmp_path)
-    first.reserve(4)
-    seen = []
-    at(monkeypatch, programs, "write", lambda: seen.append(opened(tmp_path, "'vmap'").ahead(0)))
-    with pytest.raises(ValueError, match="must belong to one program at a time, but another one has continued"):
-        first.reserve(8)
-    assert seen == [(4, ["norms"])]
-
-
-def test_steps_that_were_skipped_are_skipped_by_all(tmp_path):
-    """Also where sums are rounded alike. The checkpoint without them may be stored at any time."""
-    opened(tmp_path).reserve(4)
-    moved = opened(tmp_path, "'vmap'")
-    moved.skip(moved.ahead(0)[0])
-    assert opened(tmp_path, "'vmap'").ahead(0) == opened(tmp_path).ahead(0) == (4, ["norms"])
-    assert opened(tmp_path).ahead(4) == (4, [])
-
-
-def test_whoever_skips_steps_skips_those_of_all(tmp_path):
-    """A program of its own devices went further than one of others."""
-    opened(tmp_path).reserve(8)
-    opened(tmp_path, "'vmap'").reserve(3)
-    assert opened(tmp_path).ahead(2) == (8, ["norms"]) and opened(tmp_path).ahead(3) == (3, [])
-
-
-def test_steps_that_are_made_during_the_move_have_a_proof_too(tmp_path, monkeypatch):
-    run(tmp_path, ends=4, made=correlated)
-
-    def goes_on():
-        stored = json.loads((tmp_path / "run.json").read_text())
-        program = Programs(tmp_path, stored, STEPS)
-        program.name = stored[HOLDER]
-        program.reserve(8)
-
-    at(monkeypatch, Programs, "take", goes_on)
-    with pytest.raises(ValueError, match="checkpoint is of step 4, .* steps up to 8: .*noise is correlated"):
-        run(tmp_path, made=correlated, **MOVED)
-
-
-def test_a_folder_that_does_not_say_what_was_made_is_refused(tmp_path):
-    run(tmp_path, dies=3)
-    for file in tmp_path.glob("program-*.json"):
-        file.unlink()
-    with pytest.raises(ValueError, match="holds checkpoint 0, but no file program-.*, which would say which steps"):
+def test_a_damaged_checkpoint_is_named(whole, tmp_path):
+    """Without it, the run continues at the one before. Where other devices made steps after that, they are skipped."""
+    first = run(tmp_path, ends=6)[1]
+    second = run(tmp_path, dies=7, **MOVED)[1]
+    shutil.rmtree(tmp_path / "6" / "default")
+    with pytest.raises(ValueError, match=r"6 must be a whole checkpoint, .*\(KeyError\)\. .* remove this folder alone"):
         run(tmp_path, **MOVED)
+    shutil.rmtree(tmp_path / "6")
+    with pytest.warns(UserWarning, match="where other devices may have been before. Its steps 5 to 8 may have been"):
+        rest = run(tmp_path, **MOVED)[1]
+    require_fresh(whole, first, second, rest)
+
+
+def test_a_checkpoint_is_not_replaced(tmp_path):
+    run(tmp_path, ends=4)
+    carry = Carry({"w": jnp.ones(3)}, made().init(PARAMS))
+    found = Folder(tmp_path, json.loads((tmp_path / "run.json").read_text())["facts"], PLAN, False)
+    with pytest.raises(ValueError, match="already exists"):
+        found._store(4, carry)
+    found.close()
+
+
+class Killed(BaseException):
+    """Raised in a program before it changes a file or makes a step."""
+
+
+class Made:
+    """In place of a carry: the number of each step, and on which devices it was made."""
+
+    state = None
+
+    def __init__(self, *steps):
+        self.steps, self.step = steps, steps[-1][0]
+
+    def is_deleted(self):
+        return False
+
+
+class InMemory(Folder):
+    """Checkpoints that hold `Made`. chance, kills: of the program, which may be killed at any change."""
+
+    checkpoints: dict[int, Made]
+    turn = staticmethod(lambda: None)
+
+    def _store(self, step, carry):
+        self.turn()
+        assert step not in self.checkpoints
+        self.checkpoints[step] = carry
+
+    def _load(self, step, like):
+        return self.checkpoints[step]
+
+    def _steps(self):
+        return sorted(self.checkpoints)
+
+    def _tidy(self):
+        for old in self._steps()[:-2]:
+            self.turn()
+            del self.checkpoints[old]
+
+
+def train(folder, releases, turn, *, devices, start, every, ends, on_other_devices):
+    """What `fit` does. releases: what each step was made of, in sets. ends: the step at which a callback ends it."""
+    steps = 6
+    plan = SimpleNamespace(steps=steps, plan=steps, epsilon=lambda state: 0.0)
+    with contextlib.closing(InMemory(folder, {facts.RECORD: "one", "norms": devices}, plan, on_other_devices)) as run:
+        made = run.restore(Made((0, start)))[0]
+        while made.step < steps:
+            reach = min(steps, (made.step // every + 1) * every)
+            run.reserve(reach)
+            while made.step < (ends if made.step < (ends or 0) <= reach else reach):
+                turn()
+                releases.setdefault(made.step + 1, set()).add((made.steps, devices))
+                made = Made(*made.steps, (made.step + 1, devices))
+            run.save(made, [])
+            if made.step == ends:
+                return run.reserve(ends)
+
+
+@pytest.mark.filterwarnings("ignore:the run continues")
+def test_no_kill_releases_a_step_twice(tmp_path, monkeypatch):
+    """Programs on two kinds of devices, one after the other, each killed at a random change of a file or at a step.
+    At times the last checkpoint is lost."""
+    write, finished = folders.write, 0
+    monkeypatch.setattr(folders, "write", lambda path, text: (InMemory.turn(), write(path, text)))
+    monkeypatch.setattr(folders, "planned", lambda carry, plan: carry)
+    monkeypatch.setattr(folders, "require_skippable", lambda *arguments: None)
+    skip = lambda made, run, reach: Made(*made.steps, (reach, "skipped"))  # noqa: E731
+    monkeypatch.setattr(folders, "skipped", skip)
+    for seed in range(60):
+        chance, releases, InMemory.checkpoints = random.Random(seed), {}, {}
+        kills = chance.choice([0.02, 0.05, 0.1])
+
+        def turn(chance=chance, kills=kills):
+            if chance.random() < kills:
+                raise Killed
+
+        monkeypatch.setattr(InMemory, "turn", staticmethod(turn))
+        for start in range(10):
+            given = {"devices": chance.choice("AB"), "every": chance.choice((1, 2, 3)), "start": start}
+            given |= {"ends": chance.choice([None, None, 1, 3, 4]), "on_other_devices": chance.random() < 0.8}
+            with contextlib.suppress(Killed, ValueError):  # it may not be allowed to continue on other devices
+                train(tmp_path / str(seed), releases, turn, **given)
+            if chance.random() < 0.1 and len(InMemory.checkpoints) > 1:
+                del InMemory.checkpoints[max(InMemory.checkpoints)]
+        for step, found in releases.items():
+            assert len(found) == 1, (seed, step, found)
+        finished += 6 in releases
+    assert finished > 20
 
 
 def correlated():
@@ -576,10 +575,9 @@ def test_fresh_projections_are_refused():
     """Their draw is billed, and numbered by the steps that trained."""
     inner = dpx.dp_sgd(sampling=SAMPLING, **NOISE)
     optimizer = dpx.mechanisms.clip_then_project(inner, rank=2, kind="gaussian", key=KEY)
-    terms = RunPlan(optimizer=optimizer, key=KEY, steps=STEPS, plan=STEPS, delta=1e-5, accountant="rdp", records=1)
     state = optimizer.init(PARAMS)
     with pytest.raises(ValueError, match="billed as ProjectedGaussianDpEvent.*, for which skipped steps have no proof"):
-        require_skippable(terms, state, 0, 4)
+        require_skippable(dataclasses.replace(PLAN, optimizer=optimizer), state, 0, 4)
 
 
 def scheduled():

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from orbax import checkpoint
 
 import dpx
 from dpx import accounting, reports
 from dpx.accounting.words import upper
-from dpx.fitting import stored
 from dpx.fitting.step import begin
 from dpx.reports import curves
 from dpx.states.record import ReleaseState, planned
@@ -65,9 +65,9 @@ class Run:
             self.options |= {"steps": ENDS} if way.endswith("shorter") else {}
             self.fit()
         like = begin(PARAMS, optimizer, None)
-        files = stored.Stored(folder, "reader")
-        tree = files.restore(files.last(), {"params": like.params, "optimizer_state": like.state})
-        files.close()
+        as_stored = checkpoint.args.StandardRestore({"params": like.params, "optimizer_state": like.state})
+        with checkpoint.CheckpointManager(folder) as manager:
+            tree = manager.restore(manager.latest_step(), args=as_stored)
         self.state, self.history = tree["optimizer_state"], json.loads((folder / "history.json").read_text())
 
     def fit(self, ended=lambda progress: None):

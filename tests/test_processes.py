@@ -94,8 +94,8 @@ def test_fit_in_two_processes_is_the_loop_by_hand(runs, folder):
     assert one["steps"] == alone.steps and one["epsilon"] == alone.epsilon and one["report"] == alone.report.to_json()
     assert [row["step"] for row in one["history"]] == [2, 4, 5]
     assert all(row["process"] == 0 for row in one["history"])  # the metrics of process 0 count
-    kept = {path.name.split("-")[0] for path in (folder / "fit").iterdir()}
-    assert kept == {"SENSITIVE", "run.json", "program", "history.json", "3", "5"}
+    kept = {path.name for path in (folder / "fit").iterdir()}
+    assert kept == {"SENSITIVE", "lock", "run.json", "history.json", "3", "5"}
     with pytest.raises(ValueError, match="processes was 2, now None"):
         processes.fit(checkpoints=folder / "fit")
     said = [(folder / f"train-{rank}").read_text() for rank in range(2)]

@@ -318,29 +318,16 @@ def test_a_folder_keeps_each_score_and_its_parameters(tmp_path):
         other(5)
 
 
-def test_two_programs_on_the_folder_of_a_search(tmp_path, monkeypatch):
-    """Of two searches, one begins the folder. Of two programs of one search, both have the score of the first."""
-    found, running = [], []
+def test_one_program_has_the_folder_of_a_search(tmp_path):
+    """Another one could compute a score a second time."""
+    search = Searcher(checkpoints=tmp_path, trials=1)
 
     def score(params):
-        if not running:
-            running.append(True)
-            found.append(search(5))
-        return np.full(1, 0.25 if found else 0.5)
+        with pytest.raises(ValueError, match="must belong to one program at a time"):
+            search(5)
+        return 0.5
 
-    given = {"score_on": tuning.NoisySum(noise_multiplier=3.0), "trials": 1, "checkpoints": tmp_path}
-    search = Searcher([{"rate": 1.0}], score, **given)
-    assert search(5).score == found[0].score
-    begin = tuning.search.__globals__["create"]
-
-    def late(path, text):
-        monkeypatch.undo()
-        Searcher(checkpoints=tmp_path / "new")(6)
-        return begin(path, text)
-
-    monkeypatch.setitem(tuning.search.__globals__, "create", late)
-    with pytest.raises(ValueError, match="one of the same search"):
-        Searcher(checkpoints=tmp_path / "new")(5)
+    assert search(5, score=score).score == 0.5 == search(5).score
 
 
 def test_ties_and_scores_that_are_no_numbers():

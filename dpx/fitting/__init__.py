@@ -19,10 +19,9 @@ because the difference of two runs with the same noise has no noise. For another
 Several processes of `jax.distributed` make one run, if each calls `fit` with a `sharding` that has devices of all.
 `checkpoints` is then a folder on a disk that they share. Where the processes differ, all of them refuse the run.
 
-`loop.py` has the loop, `step.py` the compiled step; `settings.py` and `watching.py` the checks, the evaluations and the
-results; `checkpoints.py`, `stored.py`, `facts.py` and `files.py` the files of a run. `programs.py` says which program
-has a stored run, and proves that no step is released twice; `moves.py` which steps count as made when a run continues
-on other devices, and proves its bill. `processes.py` has what several processes know of each other.
+`loop.py` has the loop, `step.py` the compiled step; `settings.py` and `facts.py` what a run may spend and by what it is
+known again; `folder.py` its files, with the proofs that no step is released twice, and what a run costs that continues
+on other devices; `watching.py` its evaluations and results; `processes.py` what several processes know of each other.
 """
 
 from dpx.fitting.loop import fit as fit

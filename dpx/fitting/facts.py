@@ -31,7 +31,8 @@ MACHINE = "kind of machine"
 MEMORY = "bytes of memory that microbatches are chosen for"
 LIBRARIES = ("numpy", "scipy", "flax")  # whose versions may decide the numbers of the data, the draw and the loss
 OF_LIBRARIES = (*(f"version of {name}" for name in LIBRARIES), "libraries of the backend (their fingerprint)")
-OF_DEVICES = ("processes", "devices", LAYOUT, "backend", MACHINE, MEMORY, *OF_LIBRARIES)
+KERNELS = "kernels that the GPU has timed (a random name)"
+OF_DEVICES = ("processes", "devices", LAYOUT, "backend", MACHINE, MEMORY, KERNELS, *OF_LIBRARIES)
 ROUNDING = (*OF_DEVICES, "chunk_size", "microbatch_size", "norms")  # facts that decide how numbers are rounded
 SETTING = "setting "  # how the names of more such facts begin
 VARIABLES = ("NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -45,7 +46,6 @@ QUIET = (  # how the names of settings of jax go on that change no number, or th
     *("oneapi_visible", "persistent_cache", "platform", "pprint", "raise_persistent", "rocm_visible", "send_traceback"),
     *("share_binary", "source_url", "traceback", "tracer_error", "transfer_guard"),
 )
-KERNELS = "kernels that the GPU has timed (a random name)"
 INSTRUCTIONS = ("avx", "fma", "sse", "amx", "asimd", "sve")  # of a CPU, whose numbers a kernel may add in another order
 FIRST_EXAMPLE = "first example of the data (its mark)"
 PACKAGES = ("dpx", "jax", "jaxlib", "optax")  # whose versions decide the numbers of a run

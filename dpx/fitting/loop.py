@@ -12,9 +12,8 @@ from typing import Any
 import jax
 
 from dpx.accounting.checks import Accountant
-from dpx.fitting.checkpoints import open_folder
 from dpx.fitting.facts import FIRST_EXAMPLE, LAYOUT, first_example, layout_of
-from dpx.fitting.moves import in_report
+from dpx.fitting.folder import open_folder
 from dpx.fitting.processes import require_spanned, together
 from dpx.fitting.settings import RunPlan, require_inputs
 from dpx.fitting.step import Carry, begin, compiled_step, compiled_step_in_chunks
@@ -23,12 +22,15 @@ from dpx.gradients.sums import Norms
 from dpx.mechanism import Mechanism
 from dpx.reports.report import privacy_report
 from dpx.sampling.rows import unit_of
-from dpx.states.reading import steps_taken
 from dpx.trees import Tree
 from dpx.validation import require_bool, require_whole
 from dpx.xla.place import traced_for
 
 _TRAINED: dict[int, Path | None] = {}  # the folder of the last run of each key, by the mark of the key
+SKIPPED = (
+    "{} of the steps are billed, but the parameters do not have them: the run was interrupted and continued on other "
+    "devices, and these steps may have been made before."
+)
 UNWATCHED = (
     "Nothing measured whether the run learned. An example whose loss or gradient is not finite contributes nothing and "
     "is billed like all others; how many there are is private. dpx.check_setup shows it to those who may see the data."
@@ -142,15 +144,15 @@ def fit(
     result = FitResult(
         params=carry.params,
         state=carry.state,
-        steps=steps_taken(carry.state),
+        steps=carry.step,
         epsilon=run.epsilon(carry.state),
         delta=run.delta,
         report=report,
         history=watcher.history,
     )
+    caveats = [*report.caveats, *([SKIPPED.format(result.skipped)] if result.skipped else [])]
     unwatched = () if evaluate is not None or callbacks else (UNWATCHED,)  # of the arguments, and never of the data
-    caveats = (*in_report(report, result.skipped), *unwatched)
-    return result._replace(report=dataclasses.replace(report, caveats=caveats))
+    return result._replace(report=dataclasses.replace(report, caveats=(*caveats, *unwatched)))
 
 
 def _train(
@@ -164,7 +166,7 @@ def _train(
 ) -> Carry:
     """The carry after all steps, or where a callback ended the run."""
     carry, watcher.history = folder.restore(carry)
-    first = steps_taken(carry.state)
+    first = carry.step
     if first > run.steps:
         raise ValueError(f"steps must be at least the {first} that the stored run has made, got {run.steps}")
     if first == run.steps:
@@ -195,7 +197,7 @@ def _train(
             if consistent and jax.process_count() == 1:  # several may differ in their steps; the last one stays
                 with contextlib.suppress(Exception):  # an interrupted save cannot be repeated; the last one stays
                     if folder.save(carry, watcher.history):
-                        folder.reserve(steps_taken(carry.state))
+                        folder.reserve(carry.step)
             interrupt.add_note(f"dpx: {folder}")
             raise
     return carry

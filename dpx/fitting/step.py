@@ -19,6 +19,7 @@ from dpx.gradients import Unreleased, private_updates, private_updates_in_chunks
 from dpx.gradients.sums import looking
 from dpx.mechanism import Mechanism
 from dpx.sampling.batch import Batch
+from dpx.states.reading import steps_taken
 from dpx.trees import Tree
 
 
@@ -27,6 +28,11 @@ class Carry(NamedTuple):
 
     params: Tree
     state: Tree
+
+    @property
+    def step(self) -> int:
+        """How many steps were made, which the state counts."""
+        return steps_taken(self.state)
 
 
 class OfBatch(NamedTuple):

@@ -20,8 +20,7 @@ the same configurations and keys. A second search, with another key, is another 
 
 With `budget=`, the noise of the trials is calibrated so that the whole search costs at most a total epsilon.
 
-`search.py` has the search, `plan.py` a trial and its score, `budget.py` the noise within a budget;
-`dpx/accounting/selection.py` has the bill and its proof.
+`search.py` has the search, `plan.py` its cost, a trial and a score; `dpx/accounting/selection.py` has the proof.
 """
 
 from dpx.tuning.plan import NoisySum as NoisySum

@@ -1,8 +1,9 @@
-"""The plan of a search, which fixes its bill before the first trial; one trial of it, and its score."""
+"""The plan of a search, which fixes its cost before the first trial; one trial of it, and its score."""
 
 import functools
+import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -12,17 +13,20 @@ import numpy as np
 from dp_accounting import DpEvent, GaussianDpEvent
 
 from dpx import keys
-from dpx.accounting.best_of import Selection, best_of
+from dpx.accounting.best_of import Distribution, Selection, best_of
 from dpx.accounting.bill import event_of
 from dpx.accounting.budget import Budget
+from dpx.accounting.calibration import least_within
 from dpx.accounting.checks import require_delta
 from dpx.accounting.compose import same_key
+from dpx.accounting.loss import hashable
 from dpx.mechanism import Mechanism, require_mechanism
 from dpx.states.reading import release_state, steps_billed
 from dpx.sums.total import ETA, FloatPair
-from dpx.trees import Tree, outlined
-from dpx.tuning.budget import noises_within, require_noise_multiplier
+from dpx.trees import Tree, described, outlined
 from dpx.validation import require_floats, require_function, require_number, require_whole
+
+_TOLERANCE = 1e-4  # relative, of the epsilon of a budget
 
 
 class Trial(NamedTuple):
@@ -62,87 +66,156 @@ ScoreOn = Literal["public"] | NoisySum | DpEvent
 
 
 @dataclass(frozen=True, kw_only=True)
-class SearchPlan:
-    """What every trial needs, and the bill of all of them.
+class SearchSettings:
+    """The arguments of `search` that decide what it costs, checked."""
 
-    build: (configuration, key, noise multiplier) -> mechanism. noises: of each configuration, floats; None where the
-    search has no budget. mechanisms, steps: of each configuration, as billed.
+    configurations: Sequence[Any]
+    score: Callable
+    optimizer: Callable[..., Mechanism]
+    key: jax.Array = field(repr=False)
+    trials: float
+    score_on: ScoreOn
+    distribution: Distribution
+    budget: Budget | None
+    steps: int | None
+    delta: float | None
+
+    def __post_init__(self):
+        require_function("score", self.score)
+        require_function("optimizer", self.optimizer)
+        keys.require(self.key)
+        if not self.configurations:
+            raise ValueError("configurations must hold at least one, got none")
+        if self.budget is None:
+            return
+        if not isinstance(self.budget, Budget):
+            raise ValueError(f"budget must be a dpx.Budget, got {described(self.budget)}")
+        if self.steps is not None or self.delta is not None:
+            raise ValueError("steps and delta must not be given beside a budget, which has them")
+        try:
+            inspect.signature(self.optimizer).bind(None, None, noise_multiplier=1.0)
+        except TypeError as error:
+            raise ValueError(
+                "in a search with a budget, optimizer must also take noise_multiplier, and give it to the mechanism: "
+                f"optimizer(configuration, key, *, noise_multiplier); got {described(self.optimizer)}"
+            ) from error
+
+    def build(self, configuration: Any, key: jax.Array, noise: float | None) -> Mechanism:
+        """The mechanism of a trial, with the budget of the search, which has the steps. noise: None without one."""
+        given = {} if self.budget is None else {"noise_multiplier": noise}
+        mechanism = self.optimizer(configuration, key, **given)
+        require_mechanism(mechanism)
+        if not same_key(mechanism.key, key):
+            raise ValueError("optimizer must build its mechanism with the key it is given: trials need fresh noise")
+        return mechanism if self.budget is None else mechanism.replace(budget=self.budget)
+
+    def bill(self, mechanisms: list[Mechanism], steps: list[int]) -> Selection:
+        """What a search of these configurations costs."""
+        noise = self.score_on
+        if isinstance(noise, NoisySum):
+            noise = GaussianDpEvent(noise.noise_multiplier)
+        runs = zip(mechanisms, steps, strict=True)
+        return best_of(*runs, trials=self.trials, score_on=noise, distribution=self.distribution)
+
+    def noises(self) -> list[float | None]:
+        """The noise multiplier of each configuration, with which the search costs at most its budget; None without one.
+
+        First the noise of each configuration is found as if it were the only one, because one of small batches needs
+        less than one of large batches. A trial is billed at the worst of all configurations at every Renyi order, which
+        may cost more than the worst one, so in the end all are scaled up together until the search is within its
+        budget.
+
+        Raises ValueError for a budget that no noise meets, and for mechanisms that have no bill.
+        """
+        budget, own = self.budget, _trial_key(self.key, 0)
+        if budget is None:
+            return [None] * len(self.configurations)
+
+        def built(configurations: Sequence[Any], noises: Sequence[float]) -> list[Mechanism]:
+            return [self.build(each, own, noise) for each, noise in zip(configurations, noises, strict=True)]
+
+        def cost(mechanisms: list[Mechanism]) -> float:
+            bill = self.bill(mechanisms, [_steps_of(mechanism) for mechanism in mechanisms])
+            return bill.epsilon(delta=budget.delta, accountant=budget.accountant)
+
+        def least(make: Callable[[float], list[Mechanism]]) -> float:
+            try:
+                return least_within(lambda noise: cost(make(noise)), budget.epsilon, _TOLERANCE, 1.0)
+            except ValueError as error:
+                raise ValueError(
+                    f"the search cannot stay within epsilon={budget.epsilon:g} at delta={budget.delta:g}. Expect fewer "
+                    f"trials, allow a larger epsilon, or add more noise to a private score: {error}"
+                ) from error
+
+        at_one = built(self.configurations, [1.0] * len(self.configurations))
+        cost(at_one)  # refuses what has no bill
+        found: dict[Any, float] = {}  # of configurations that cost the same, such as those of several learning rates
+        noises = []
+        for each, mechanism in zip(self.configurations, at_one, strict=True):
+            alike = hashable(mechanism.event(_steps_of(mechanism)))
+            if alike not in found:
+                found[alike] = least(lambda noise, each=each: built([each], [noise]))
+            noises.append(found[alike])
+        scale = least(lambda scale: built(self.configurations, [scale * noise for noise in noises]))
+        return [scale * noise for noise in noises]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchPlan:
+    """What every trial needs, and the cost of all of them.
+
+    noises, mechanisms, steps: of each configuration, as billed.
     """
 
-    train: Callable[[Trial], Any]
-    configurations: list[Any]
-    score: Callable
-    build: Callable[[Any, jax.Array, float | None], Mechanism]
-    key: jax.Array = field(repr=False)
+    settings: SearchSettings
     noises: list[float | None]
     mechanisms: list[Mechanism]
     steps: list[int]
     delta: float
-    score_on: ScoreOn
     bill: Selection
 
     @classmethod
-    def of(
-        cls, train, configurations, score, optimizer, key, *, trials, score_on, distribution, budget, steps, delta
-    ) -> "SearchPlan":
-        for name, function in (("train", train), ("score", score), ("optimizer", optimizer)):
-            require_function(name, function)
-        configurations, key = list(configurations), keys.secret(keys.require(key))
-        if not configurations:
-            raise ValueError("configurations must hold at least one, got none")
-        own, build = _trial_key(key, 0), _builder(optimizer, budget)
-
-        def bill(mechanisms: list[Mechanism], steps: list[int]) -> Selection:
-            noise = GaussianDpEvent(score_on.noise_multiplier) if isinstance(score_on, NoisySum) else score_on
-            runs = zip(mechanisms, steps, strict=True)
-            return best_of(*runs, trials=trials, score_on=noise, distribution=distribution)
-
-        noises: list[float | None] = [None] * len(configurations)
-        if budget is not None:
-            if steps is not None or delta is not None:
-                raise ValueError("steps and delta must not be given beside a budget, which has them")
-            noises = [*noises_within(budget, [functools.partial(build, each, own) for each in configurations], bill)]
-        built = [build(each, own, noise) for each, noise in zip(configurations, noises, strict=True)]
-        if steps is None and any(mechanism.budget is None for mechanism in built):
+    def of(cls, settings: SearchSettings) -> "SearchPlan":
+        """Raises ValueError for settings that have no cost, or no noise that meets their budget."""
+        noises, own, delta = settings.noises(), _trial_key(settings.key, 0), settings.delta
+        pairs = zip(settings.configurations, noises, strict=True)
+        mechanisms = [settings.build(each, own, noise) for each, noise in pairs]
+        if settings.steps is not None:
+            steps = [require_whole("steps", settings.steps)] * len(mechanisms)
+        elif any(mechanism.budget is None for mechanism in mechanisms):
             raise ValueError("steps must be given, because a mechanism has no dpx.Budget")
-        deltas = {mechanism.budget and mechanism.budget.delta for mechanism in built}
-        if delta is None and (None in deltas or len(deltas) > 1):
-            raise ValueError(f"delta must be given, because the mechanisms' budgets do not agree on one: {deltas}")
-        lengths = [m.budget.steps if steps is None and m.budget else require_whole("steps", steps) for m in built]
-        return cls(
-            train=train,
-            configurations=configurations,
-            score=score,
-            build=build,
-            key=key,
-            noises=noises,
-            mechanisms=built,
-            steps=lengths,
-            delta=require_delta(deltas.pop() if delta is None else delta),
-            score_on=score_on,
-            bill=replace(bill(built, lengths), keys=(key,)),
-        )
+        else:
+            steps = [_steps_of(mechanism) for mechanism in mechanisms]
+        if delta is None:
+            deltas = {mechanism.budget and mechanism.budget.delta for mechanism in mechanisms}
+            if None in deltas or len(deltas) > 1:
+                raise ValueError(f"delta must be given, because the mechanisms' budgets do not agree on one: {deltas}")
+            (delta,) = deltas
+        bill = replace(settings.bill(mechanisms, steps), keys=(settings.key,))
+        delta = require_delta(delta)
+        return cls(settings=settings, noises=noises, mechanisms=mechanisms, steps=steps, delta=delta, bill=bill)
 
-    def run(self, number: int, folder: Path | None) -> tuple[Trial, Tree, Tree]:
-        """The trial of a number, its parameters and its state. Raises ValueError if they are not those billed."""
-        chosen = _below(len(self.configurations), keys.stream(self.key, "configuration", number))
-        mechanism = self.build(self.configurations[chosen], _trial_key(self.key, number), self.noises[chosen])
+    def trial(self, number: int, folder: Path | None) -> tuple[Trial, int]:
+        """The trial of a number, and the most steps that it may make."""
+        key, configurations = self.settings.key, self.settings.configurations
+        chosen = _below(len(configurations), keys.stream(key, "configuration", number))
+        mechanism = self.settings.build(configurations[chosen], _trial_key(key, number), self.noises[chosen])
         most = self.steps[chosen]
         if mechanism.event(most) != self.mechanisms[chosen].event(most):
             raise ValueError("optimizer must return the mechanism that is billed at every call, got another one")
-        trial = Trial(
-            configuration=self.configurations[chosen],
-            optimizer=mechanism,
-            key=keys.stream(self.key, "of a trial's own", number),
-            folder=None if folder is None else folder / str(number),
-        )
-        result = self.train(trial)
+        own = keys.stream(key, "of a trial's own", number)
+        return Trial(configurations[chosen], mechanism, own, None if folder is None else folder / str(number)), most
+
+    def run(self, train: Callable[[Trial], Any], number: int, folder: Path | None) -> tuple[Trial, Tree, Tree]:
+        """The trial of a number, its parameters and its state. Raises ValueError if they are not those billed."""
+        trial, most = self.trial(number, folder)
+        result = train(trial)
         if not isinstance(result, tuple) or len(result) < 2:
             raise ValueError(f"train must return the result of dpx.fit, or (params, state), got {type(result)}")
-        event_of(mechanism, result[1], None)
+        event_of(trial.optimizer, result[1], None)
         if (steps := steps_billed(result[1])) > most:
             raise ValueError(f"a trial must make and plan at most the {most} steps that are billed, got {steps}")
-        if int(stream := release_state(result[1]).batch_key) not in (0, int(keys.mark(mechanism.key))):
+        if int(stream := release_state(result[1]).batch_key) not in (0, int(keys.mark(trial.optimizer.key))):
             raise ValueError(
                 "a trial must train its own optimizer, and draw its batches with the key of that optimizer, as dpx.fit "
                 f"does, because trials must be independent; its batches are of the key of mark {stream}"
@@ -151,46 +224,39 @@ class SearchPlan:
 
     def scored(self, params: Tree, number: int) -> float:
         """The score, -inf for no number."""
-        key = keys.stream(self.key, "score", number)
-        if isinstance(self.score_on, NoisySum):
-            values = require_floats("the values of score", self.score(params))
-            if values.ndim != 1:
-                raise ValueError(f"score must return the values of the examples, of shape (n,), got {values.shape}")
-            if values.size > (most := self.mechanisms[0].sampling.examples):
-                raise ValueError(f"score must return at most one value for each of {most} examples, got {values.size}")
-            exact = math.fsum(np.nan_to_num(values, nan=0.0).clip(0, 1).tolist())
-            # Of one sum and key there is one release. Another sum of the trial, which another machine has rounded or
-            # trained otherwise, has noise of its own: with the same noise, both scores would show by how much the sums
-            # differ.
-            key = functools.reduce(keys.fold_in, np.frombuffer(np.float64(exact).tobytes(), np.uint32), key)
-            high = np.asarray([exact], np.float32)
-            # A Python number minus a float32 array would be float32, and so 0 (NEP 50).
-            total = FloatPair(high, np.asarray(exact - high.astype(np.float64), np.float32))
-            return float(keys.release(key, 0, total, self.score_on.noise_multiplier * (1 + ETA))[0])
-        found = self.score(params, key) if isinstance(self.score_on, DpEvent) else self.score(params)
+        score, score_on = self.settings.score, self.settings.score_on
+        key = keys.stream(self.settings.key, "score", number)
+        if isinstance(score_on, NoisySum):
+            return self._noisy(require_floats("the values of score", score(params)), key, score_on.noise_multiplier)
+        found = score(params, key) if isinstance(score_on, DpEvent) else score(params)
         if np.shape(found) != ():
             raise ValueError(f"score must return one number, got shape {np.shape(found)}")
         return -math.inf if math.isnan(value := float(found)) else value
+
+    def _noisy(self, values: np.ndarray, key: jax.Array, noise_multiplier: float) -> float:
+        """The sum of the values of the examples, with noise."""
+        if values.ndim != 1:
+            raise ValueError(f"score must return the values of the examples, of shape (n,), got {values.shape}")
+        if values.size > (most := self.mechanisms[0].sampling.examples):
+            raise ValueError(f"score must return at most one value for each of {most} examples, got {values.size}")
+        exact = math.fsum(np.nan_to_num(values, nan=0.0).clip(0, 1).tolist())
+        # Of one sum and key there is one release. Another sum of the trial, which another machine has rounded or
+        # trained otherwise, has noise of its own: with the same noise, both scores would show by how much the sums
+        # differ.
+        key = functools.reduce(keys.fold_in, np.frombuffer(np.float64(exact).tobytes(), np.uint32), key)
+        high = np.asarray([exact], np.float32)
+        # A Python number minus a float32 array would be float32, and so 0 (NEP 50).
+        total = FloatPair(high, np.asarray(exact - high.astype(np.float64), np.float32))
+        return float(keys.release(key, 0, total, noise_multiplier * (1 + ETA))[0])
 
 
 def _trial_key(key: jax.Array, number: int) -> jax.Array:
     return keys.stream(key, "trial", number)
 
 
-def _builder(optimizer: Callable, budget: Budget | None) -> Callable[[Any, jax.Array, float | None], Mechanism]:
-    """(configuration, key, noise multiplier) -> mechanism, with the budget of the search, which has the steps."""
-    if budget is not None:
-        require_noise_multiplier(optimizer)
-
-    def build(configuration, key, noise):
-        given = {} if budget is None else {"noise_multiplier": noise}
-        mechanism = optimizer(configuration, key, **given)
-        require_mechanism(mechanism)
-        if not same_key(mechanism.key, key):
-            raise ValueError("optimizer must build its mechanism with the key it is given: trials need fresh noise")
-        return mechanism if budget is None else mechanism.replace(budget=budget)
-
-    return build
+def _steps_of(mechanism: Mechanism) -> int:
+    """The steps of its budget; 1 where the budget of a search is not for steps."""
+    return mechanism.budget.steps if mechanism.budget else 1
 
 
 def _below(end: int, key: jax.Array) -> int:

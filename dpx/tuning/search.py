@@ -1,9 +1,10 @@
 """`search`: the trials in turn, of which only the best is returned."""
 
+import contextlib
 import hashlib
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,14 +15,16 @@ from dpx import keys
 from dpx.accounting.best_of import Distribution, Selection
 from dpx.accounting.budget import Budget
 from dpx.accounting.selection import SHAPES, draw_count
+from dpx.fitting import processes
 from dpx.fitting.facts import bytes_of
-from dpx.fitting.files import SENSITIVE, create, make_folder, write
+from dpx.fitting.folder import SENSITIVE, lock_of, make_folder, read, write
 from dpx.identity import fingerprint
 from dpx.mechanism import Mechanism
 from dpx.reports.report import PrivacyReport, privacy_report
 from dpx.states.reading import steps_taken
-from dpx.trees import Tree, described, outlined, path_of
-from dpx.tuning.plan import ScoreOn, SearchPlan, Trial
+from dpx.trees import Tree, outlined, path_of
+from dpx.tuning.plan import ScoreOn, SearchPlan, SearchSettings, Trial
+from dpx.validation import require_function
 
 
 class SearchResult(NamedTuple):
@@ -84,18 +87,27 @@ def search(
     trial than the stored ones, and a budget that no noise meets.
     Source: Papernot and Steinke 2022, https://arxiv.org/abs/2110.03620; `accounting/selection.py`.
     """
-    if budget is not None and not isinstance(budget, Budget):
-        raise ValueError(f"budget must be a dpx.Budget, got {described(budget)}")
-    billed = dict(trials=trials, score_on=score_on, distribution=distribution, budget=budget, steps=steps, delta=delta)
-    plan = SearchPlan.of(train, configurations, score, optimizer, key, **billed)
-    bill = plan.bill
-    folder = _open_folder(checkpoints, plan, bill)
-    winner, best = None, -math.inf
-    for number in range(draw_count(keys.stream(key, "number of trials"), bill.trials, SHAPES[distribution])):
-        trial, params, state = plan.run(number, folder)
-        value = plan.scored(params, number) if folder is None else _score(plan, params, number, folder)
-        if winner is None or value > best:
-            winner, best = (trial, params, state), value
+    require_function("train", train)
+    settings = SearchSettings(
+        configurations=list(configurations),
+        score=score,
+        optimizer=optimizer,
+        key=keys.secret(keys.require(key)),
+        trials=trials,
+        score_on=score_on,
+        distribution=distribution,
+        budget=budget,
+        steps=steps,
+        delta=delta,
+    )
+    plan = SearchPlan.of(settings)
+    bill, winner, best = plan.bill, None, -math.inf
+    with _opened(checkpoints, plan) as folder:
+        for number in range(draw_count(keys.stream(key, "number of trials"), bill.trials, SHAPES[distribution])):
+            trial, params, state = plan.run(train, number, folder)
+            value = plan.scored(params, number) if folder is None else _stored_score(plan, params, number, folder)
+            if winner is None or value > best:
+                winner, best = (trial, params, state), value
     epsilon = bill.epsilon(delta=plan.delta)
     if winner is None:
         return SearchResult(None, None, -math.inf, 0, epsilon, plan.delta, bill, None)
@@ -104,28 +116,35 @@ def search(
     return SearchResult(trial.configuration, params, best, steps_taken(state), epsilon, plan.delta, bill, report)
 
 
-def _open_folder(folder: str | Path | None, plan: SearchPlan, bill: Selection) -> Path | None:
-    """The folder of one search. Raises ValueError for that of another."""
+@contextlib.contextmanager
+def _opened(folder: str | Path | None, plan: SearchPlan) -> Iterator[Path | None]:
+    """The folder of one search, which this program has meanwhile. Raises ValueError for that of another search."""
     if folder is None:
-        return None
+        yield None
+        return
     path = Path(folder).expanduser().absolute()
-    described = {
-        "key of the search (its mark)": int(keys.mark(plan.key)),
-        "configurations": len(plan.configurations),
-        "bill (its fingerprint)": fingerprint(bill.event),
+    own = {
+        "key of the search (its mark)": int(keys.mark(plan.settings.key)),
+        "configurations": len(plan.settings.configurations),
+        "bill (its fingerprint)": fingerprint(plan.bill.event),
     }
-    file = path / "search.json"
-    if not file.is_file():
-        make_folder(path)
-        create(file, json.dumps(described, indent=2) + "\n")  # one of two searches can
-    if (stored := json.loads(file.read_text(encoding="utf-8"))) != described:
-        raise ValueError(f"checkpoints must be a new folder or one of the same search, got {path}: {stored}")
-    make_folder(path)
-    write(path / "SENSITIVE", SENSITIVE)
-    return path
+    with contextlib.ExitStack() as stack:
+
+        def begin():
+            make_folder(path)
+            stack.callback(lock_of(path).release)
+            file = path / "search.json"
+            if not file.is_file():
+                write(file, json.dumps(own, indent=2) + "\n")
+            if (stored := read(file)) != own:
+                raise ValueError(f"checkpoints must be a new folder or one of the same search, got {path}: {stored}")
+            write(path / "SENSITIVE", SENSITIVE)
+
+        processes.of_first(begin)
+        yield path
 
 
-def _score(plan: SearchPlan, params: Tree, number: int, folder: Path) -> float:
+def _stored_score(plan: SearchPlan, params: Tree, number: int, folder: Path) -> float:
     """The score of a trial, which is computed once.
 
     So the folder fixes the parameters and the score of each trial, and whatever a search that is made again returns is
@@ -134,10 +153,11 @@ def _score(plan: SearchPlan, params: Tree, number: int, folder: Path) -> float:
     file, digest = folder / f"score-{number}.json", hashlib.blake2b(digest_size=16)
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         digest.update(f"{path_of(path)} {jnp.result_type(leaf)}{jnp.shape(leaf)}".encode() + bytes_of(leaf))
-    if not file.is_file():
+    stored = processes.of_first(lambda: read(file) if file.is_file() else None)
+    if stored is None:
         found = {"params (their digest)": digest.hexdigest(), "score": plan.scored(params, number)}
-        create(file, json.dumps(found) + "\n")  # one of two programs can; both continue with its score
-    stored = json.loads(file.read_text(encoding="utf-8"))
+        stored = processes.everyone(found)[0]
+        processes.of_first(lambda: write(file, json.dumps(stored) + "\n"))
     if stored["params (their digest)"] != digest.hexdigest():
         raise ValueError(
             "train must return the same parameters whenever a trial is made again, because its steps have the same "

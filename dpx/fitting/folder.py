@@ -1,0 +1,451 @@
+"""The folder of a run: what the run is, how far it may have gone, its evaluations, and its last two checkpoints.
+
+One program has the folder at a time. It holds a lock, which the operating system frees when the program ends, however
+it ends. Of several processes that make one run, process 0 holds the lock and writes the small files; a checkpoint is
+the work of all. Only their owner can read them: orbax gives its files the modes that the umask asks for, but the folder
+around them is closed to others.
+
+Proof that no step is released twice, with one noise on sums that differ. Before a step is made, run.json says a number
+that is not smaller (`reach`). A program that was killed leaves a checkpoint of a step s <= reach, and the next program
+begins at s. If it rounds sums as all those did that may have made a step after s, it makes their steps with their bits,
+because parameters, batches and noise are the same. So it is if its facts are those in run.json and s is not before
+`moved`, which is what `reach` was when those facts last changed. Otherwise it skips all steps up to `reach`: they count
+as made, no parameters have them, and their batches and their noise are never used again.
+
+Proof that the cost of the whole run covers a skip. The run continues with step r + 1 for r = reach, on the parameters
+of step s. Each step was made at most once, apart from repetitions with the same bits, with the batch and the noise of
+its own number. Its parameters are a function of earlier releases: of 1 .. t - 1 before the skip, and of 1 .. s for the
+first t > r. So this is one run whose functions are chosen adaptively, which composition allows, and some of whose
+releases are not shown. Settings and libraries may change too. Then a step t > r has another function of the same data,
+and perhaps other random numbers in its loss, its items or its projection; the function of a step may be chosen as one
+likes. But its noise and its batch must be those of the run, because the batches of an epoch share one order. Both are
+whole numbers of dpx's own cipher, which no setting of jax changes (tests/test_moves.py).
+
+A skip needs a state that is a function of releases, and noise that is independent of that of other steps. So error
+feedback and correlated noise are refused, and projections whose draw is billed, because they are numbered by the steps
+that trained and would be drawn twice.
+"""
+
+import json
+import logging
+import os
+import secrets
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import jax
+from filelock import FileLock, Timeout
+
+from dpx.accounting.ledger import from_event
+from dpx.accounting.loss import event_of
+from dpx.fitting import processes
+from dpx.fitting.facts import (
+    KERNELS,
+    MEMORY,
+    PROGRAM,
+    RECORD,
+    bytes_of,
+    facts_of,
+    is_of_rounding,
+    is_words,
+    times_kernels,
+)
+from dpx.fitting.settings import RunPlan
+from dpx.fitting.step import Carry
+from dpx.identity import fingerprint
+from dpx.scalars import over
+from dpx.states.record import ReleaseState, planned
+from dpx.trees import Tree, map_states, path_of
+from dpx.xla.place import here
+
+SENSITIVE = """This folder is as sensitive as the training data. history.json holds losses of the training data. The
+checkpoints hold the whole optimizer state, whose `unreleased_*` fields are functions of the training data that were
+never released. No privacy guarantee covers them. Share the parameters, or dpx.publishable_state(state), instead.
+"""
+KEPT = 2  # checkpoints
+UNFINISHED = "*.orbax-checkpoint-tmp*"  # checkpoints of a program that was killed
+
+
+def make_folder(path: Path):
+    """Makes a folder that only its owner can read or enter; takes the rights of others from one that exists."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if path.stat().st_mode & 0o077:
+        path.chmod(0o700)
+
+
+def lock_of(path: Path) -> FileLock:
+    """The lock of a folder, taken: the program has the folder until it releases the lock, or ends.
+
+    Raises ValueError if another program has it.
+    """
+    lock = FileLock(path / "lock", timeout=0, mode=0o600)
+    try:
+        lock.acquire()
+    except Timeout as error:
+        raise ValueError(
+            f"{path} must belong to one program at a time, but another one has it now: end that one first, because "
+            "both would use the same noise"
+        ) from error
+    return lock
+
+
+def read(path: Path) -> Any:
+    """What a JSON file holds."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def write(path: Path, text: str):
+    """Replaces the file at once, by one that only its owner can read and that a loss of power leaves in place."""
+    part = path.with_name(f"{path.name}.part")
+    part.unlink(missing_ok=True)  # of a program that was killed; others may be able to read it
+    with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, path)
+    keep_names(path.parent)
+
+
+def keep_names(folder: Path):
+    """After it, a loss of power brings no older file back under a name in the folder."""
+    if hasattr(os, "O_DIRECTORY"):
+        opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        os.fsync(opened)
+        os.close(opened)
+
+
+class Folder:
+    """The folder of one run, which this program has until `close`.
+
+    run.json: `facts`, by which the run is known again; `planned`, the most steps that any program planned; `reach`, the
+    last step that may have been made; `moved`, the last one that may have been made with other facts. history.json: the
+    evaluations. STEP: a checkpoint, which appears at once and complete.
+
+    on_other_devices: whether the run may continue where sums are rounded otherwise.
+    Raises ValueError for the folder of another run, naming the facts that differ, and for one that another program has;
+    ImportError without orbax.
+    """
+
+    def __init__(self, path: str | os.PathLike, facts: dict[str, Any], run: RunPlan, on_other_devices: bool):
+        self.path = Path(path).expanduser().absolute()
+        self._file, self._run, self._on_other_devices = self.path / "run.json", run, on_other_devices
+        self._lock: FileLock | None = None  # process 0 holds it
+        with processes.together():
+            self._orbax = _require_orbax()
+        logging.getLogger("absl").setLevel(logging.ERROR)
+        self._files = self._orbax.Checkpointer(self._orbax.CompositeCheckpointHandler())
+        if times_kernels():  # no other program rounds like this one
+            facts |= {KERNELS: processes.of_first(lambda: secrets.token_hex(8))}
+        try:
+            self._known = processes.of_first(lambda: self._take(facts))  # what run.json holds
+            with processes.together():
+                if not (self.path / "lock").exists():
+                    raise ValueError(f"checkpoints must be one folder that all processes share, but {self.path} is not")
+            self._changed = self._changes(facts)
+        except BaseException:
+            self.close()
+            raise
+        self._facts, self.memory, self._reached = facts, facts.get(MEMORY), self._known["reach"]
+        self._last: int | None = None  # the step of the checkpoint that this program stored or read last
+        self.continued = False  # whether there was a checkpoint
+
+    def _take(self, facts: dict[str, Any]) -> dict[str, Any]:
+        """Takes the folder, or makes it. What its run.json holds, or would hold for a new run. In process 0."""
+        if self.path.exists() and not self.path.is_dir():
+            raise ValueError(f"checkpoints must be a directory, got the file {self.path}")
+        if not self._file.is_file():
+            names = sorted(path.name for path in self.path.iterdir()) if self.path.exists() else []
+            if others := [name for name in names if name not in ("lock", "SENSITIVE") and not name.endswith(".part")]:
+                raise ValueError(f"checkpoints must be a new folder or one of fit, but {self.path} holds {others}")
+            make_folder(self.path)
+        self._lock = lock_of(self.path)
+        if self._file.is_file():
+            return read(self._file)
+        return {"facts": facts, "planned": 0, "reach": 0, "moved": 0}
+
+    def _changes(self, facts: dict[str, Any]) -> list[str]:
+        """The names of the facts that differ from those of the run, all of them of its rounding.
+
+        Raises ValueError where it must not be continued.
+        """
+        stored = self._known.get("facts", {})
+        if stored.get(RECORD) != facts[RECORD]:
+            raise ValueError(
+                f"checkpoints must be a new folder or one of this version of dpx, but {self.path} holds a run of "
+                "another version, whose states keep another record of their releases. Finish and bill that run with "
+                "its own version, or begin again in a new folder with a new key"
+            )
+        differ = [name for name in stored | facts if stored.get(name) != facts.get(name)]
+        names = [name for name in differ if name != KERNELS and not is_words(name)]
+        if MEMORY in stored and [name for name in names if is_of_rounding(name)] == [MEMORY]:
+            facts[MEMORY] = stored[MEMORY]  # with the microbatches that it began with, a run rounds as before
+            names.remove(MEMORY)
+            differ.remove(MEMORY)
+        if names and not (self._on_other_devices and all(map(is_of_rounding, names))):
+            words = [f"{n} was {stored.get(n)}, now {facts.get(n)}" for n in differ if n != KERNELS]
+            listing = "; ".join(words)
+            if PROGRAM in names:
+                listing += " (for example another learning rate, or another version of dpx)"
+            if any(name.startswith("key") for name in names):
+                listing += ". (A key of dpx.secret_key() without a seed cannot be made again: keep the seed)"
+            if all(map(is_of_rounding, names)):
+                listing += ". (on_other_devices=True continues it, and skips the steps that may have been made already)"
+            raise ValueError(
+                f"checkpoints must be a new folder or one of the same run, but {self.path} holds another one: {listing}"
+            )
+        return [name for name in differ if not is_words(name)]
+
+    def restore(self, like: Carry) -> tuple[Carry, list[dict[str, Any]]]:
+        """The last checkpoint, and the history before it; `like`, which is stored as step 0, if there is none. On other
+        devices, with the steps skipped that may have been made. Its plan is the longest of all programs.
+
+        The first parameters are stored too, because a run that starts again from others would repeat its noise.
+        """
+        last, reach = self._last_step(), self._known["reach"]
+        if last is None and reach:
+            raise ValueError(
+                f"{self.path} holds no checkpoint, but its run may have made steps up to {reach}: to begin again "
+                "would repeat the noise of the run. Take another folder and another key"
+            )
+        skips = reach > (last or 0) and bool(self._changed or self._known["moved"] > (last or 0))
+        if skips:
+            self._require_skippable(like.state, last or 0, reach)
+        plan = max(self._known["planned"], self._run.plan)
+        processes.of_first(self._mark)
+        moved = reach if self._changed or skips else self._known["moved"]
+        self._write(facts=self._facts, planned=plan, moved=moved)
+        if last is None:
+            carry, rows = planned(like, plan), []
+            self.save(carry, rows)
+        else:
+            self.continued = True
+            carry, rows = self._read(last, like)
+            carry = planned(carry, plan)
+        if plan:
+            rows = [row | {"epsilon": self._run.epsilon(carry.state)} for row in rows]
+        if skips:
+            warnings.warn(_skip_in_words(self._changed, carry.step, reach), stacklevel=2)
+            first, carry = carry.step, skipped(carry, self._run, reach)
+            rows = [*rows, {"step": reach, "epsilon": self._run.epsilon(carry.state), "skipped": reach - first}]
+            self.save(carry, rows)
+        return carry, rows
+
+    def _require_skippable(self, state: Tree, last: int, reach: int):
+        if not self._on_other_devices:
+            raise ValueError(
+                f"on_other_devices must be True for {self.path}, because steps {last + 1} to {reach} may have been "
+                "made on other devices: it skips them. (On a GPU, another program sums in another order, unless "
+                "XLA_FLAGS has --xla_gpu_deterministic_ops=true)"
+            )
+        require_skippable(self._run, state, last, reach)
+
+    def _mark(self):
+        """In process 0: the folder is closed to others and says what it holds; what was not finished is removed."""
+        make_folder(self.path)
+        write(self.path / "SENSITIVE", SENSITIVE)
+        self._tidy()
+
+    def _write(self, **changes: Any):
+        before, self._known = self._known, self._known | changes
+
+        def replace():
+            if self._file.is_file():
+                self._require_own(before)
+            write(self._file, json.dumps(self._known, indent=2) + "\n")
+
+        processes.of_first(replace)
+
+    def _require_own(self, known: dict[str, Any]):
+        """Raises ValueError if another program has changed run.json. In process 0.
+
+        The lock prevents it, but on some disks of clusters a lock holds on one host alone.
+        """
+        if read(self._file) != known:
+            raise ValueError(
+                f"{self.path} must belong to one program at a time, but another one has continued the run: end this one"
+            )
+
+    def reserve(self, step: int):
+        """Before the steps after a checkpoint are made: up to which one they may be."""
+        self._write(reach=max(self._reached, step))
+
+    def save(self, carry: Carry, history: list[dict[str, Any]]) -> bool:
+        """A checkpoint of the steps that the state counts. False without one, because a step took the arrays."""
+        if any(leaf.is_deleted() for leaf in jax.tree.leaves(carry)):
+            return False  # interrupted in the middle of a step; the last checkpoint stays
+        step = carry.step
+
+        def keep():
+            self._require_own(self._known)
+            write(self.path / "history.json", json.dumps(history) + "\n")
+
+        processes.of_first(keep)
+        if self._last != step:
+            self._store(step, carry)
+            processes.of_first(self._tidy)
+        self._last = step
+        return True
+
+    def _store(self, step: int, carry: Carry):
+        args = self._orbax.args
+        whole = args.Composite(default=args.StandardSave(_named(carry)))
+        self._files.save(self.path / str(step), args=whole)  # an error if there is one
+
+    def _tidy(self):
+        """Keeps the last checkpoints alone. In process 0."""
+        keep_names(self.path)
+        for path in [*(self.path / str(step) for step in self._steps()[:-KEPT]), *self.path.glob(UNFINISHED)]:
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _steps(self) -> list[int]:
+        return sorted(int(path.name) for path in self.path.iterdir() if path.name.isdigit())
+
+    def _last_step(self) -> int | None:
+        """The step of the last checkpoint. Raises ValueError if the processes see different ones."""
+        steps = processes.everyone(max(self._steps(), default=None))
+        if len(set(steps)) > 1:
+            raise ValueError(
+                f"checkpoints must be one folder that all processes share, but the last checkpoints that they see in "
+                f"{self.path} are of steps {steps}"
+            )
+        return steps[0]
+
+    def _read(self, step: int, like: Carry) -> tuple[Carry, list[dict[str, Any]]]:
+        """The checkpoint of a step, and the history before it."""
+        carry, history = self._load(step, like), self.path / "history.json"
+        if carry.step != step:
+            raise ValueError(f"checkpoint {step} in {self.path} holds a state after {carry.step} steps")
+        rows = processes.of_first(lambda: read(history) if history.is_file() else [])
+        self._last = step
+        return carry, [row for row in rows if row["step"] <= step]
+
+    def _load(self, step: int, like: Carry) -> Carry:
+        args, path = self._orbax.args, self.path / str(step)
+        abstract = args.StandardRestore(jax.tree.map(self._orbax.utils.to_shape_dtype_struct, _named(like)))
+        try:
+            tree = self._files.restore(path, args=args.Composite(default=abstract))["default"]
+        except Exception as error:
+            raise ValueError(
+                f"{path} must be a whole checkpoint, but cannot be read ({type(error).__name__}). If a loss of power "
+                "or a copy has damaged it, remove this folder alone: the run continues at the checkpoint before it, "
+                "and repeats the same steps or skips them"
+            ) from error
+        return Carry(tree["params"], tree["optimizer_state"])
+
+    def __str__(self) -> str:
+        return f"step {self._last} of {self._run.steps} is saved in {self.path}, where the same call continues the run"
+
+    def close(self):
+        self._files.close()
+        if self._lock is not None:
+            self._lock.release()
+
+
+class _Nowhere:
+    """In place of `Folder` for a run that keeps no checkpoints."""
+
+    path, continued = None, False
+
+    def __init__(self, run: RunPlan):
+        self._plan, self.memory = run.plan, here().most_memory
+
+    def restore(self, like: Carry) -> tuple[Carry, list[dict[str, Any]]]:
+        return planned(like, self._plan), []
+
+    def __str__(self) -> str:
+        return "no step of the run is saved: dpx.fit(..., checkpoints=folder) saves them"
+
+    def reserve(self, step: int):
+        pass
+
+    def save(self, carry: Carry, history: list[dict[str, Any]]) -> bool:
+        return False
+
+    def close(self):
+        pass
+
+
+def open_folder(
+    folder: str | os.PathLike | None,
+    run: RunPlan,
+    carry: Carry,
+    options: dict[str, Any],
+    rhythm: dict[str, Any],
+    on_other_devices: bool,
+) -> "Folder | _Nowhere":
+    """The folder of a run; None keeps no checkpoints.
+
+    rhythm: what else all processes must do alike, because otherwise one would wait for the others forever.
+    Raises ValueError where the processes differ.
+    """
+    if folder is None and jax.process_count() == 1:
+        return _Nowhere(run)
+    facts = facts_of(run, carry, options)
+    if jax.process_count() > 1:
+        copies = [bytes_of(leaf) for leaf in jax.tree.leaves(carry.params) if leaf.is_fully_replicated]
+        path = None if folder is None else str(Path(folder).expanduser().absolute())
+        own = {"params (their fingerprint)": fingerprint(copies), "steps": run.steps, "checkpoints": path}
+        own |= {"steps that are billed if it ends before (its plan)": run.plan}
+        processes.require_same(facts | own | rhythm | {"on_other_devices": on_other_devices})
+    return _Nowhere(run) if folder is None else Folder(folder, facts, run, on_other_devices)
+
+
+def require_skippable(run: RunPlan, state: Tree, first: int, reach: int):
+    """Raises ValueError unless the steps after `first` may be skipped up to `reach`, and one is left to train.
+
+    state: of any step.
+    """
+    unproved = [event_of(loss) for loss in from_event(run.optimizer.event(1)).counts if not loss.fresh]
+    private = [path_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(state) if "unreleased" in path_of(path)]
+    if run.optimizer.correlated is not None:
+        problem = "the mechanism's noise is correlated: later noise has parts of that of skipped steps"
+    elif private:
+        problem = f"the state is not a function of releases alone: it has {private[0]}"
+    elif unproved:
+        problem = f"the mechanism is billed as {unproved[0]}, for which skipped steps have no proof"
+    elif reach >= run.steps:
+        problem = f"no step is left to train, because all {run.steps} may have been made"
+    else:
+        return
+    raise ValueError(
+        f"on_other_devices must be False for this run, whose checkpoint is of step {first}, and which may have made "
+        f"steps up to {reach}: {problem}. Continue it with the devices that it had; or begin a new run at the stored "
+        "parameters, with a new key, and bill both by dpx.compose_runs, this one for all steps that it may have made"
+    )
+
+
+def skipped(carry: Carry, run: RunPlan, reach: int) -> Carry:
+    """`carry`, whose state counts the steps up to `reach` with their noise, and nothing else of it changes."""
+    steps = over(run.optimizer.noise_multiplier, reach)[carry.step :].astype("float32")
+
+    def count(record: ReleaseState) -> ReleaseState:
+        layout = jax.tree.map(lambda leaf: leaf.sharding, record)
+        counted = jax.jit(
+            lambda record: jax.lax.scan(lambda kept, sigma: (kept.after(sigma), None), record, steps)[0],
+            out_shardings=layout,
+        )
+        return counted(record)
+
+    return carry._replace(state=map_states(count, carry.state, ReleaseState))
+
+
+def _skip_in_words(changed: list[str], first: int, reach: int) -> str:
+    others = f"with another value of {', '.join(changed)}" if changed else "where other devices may have been before"
+    return (
+        f"the run continues {others}. Its steps {first + 1} to {reach} may have been made before. So they count as "
+        "made, and change no parameters"
+    )
+
+
+def _require_orbax() -> Any:
+    try:
+        import orbax.checkpoint
+    except ImportError as error:
+        raise ImportError("checkpoints need orbax-checkpoint: pip install orbax-checkpoint") from error
+    return orbax.checkpoint
+
+
+def _named(carry: Carry) -> dict[str, Tree]:
+    return {"params": carry.params, "optimizer_state": carry.state}
