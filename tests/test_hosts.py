@@ -26,7 +26,7 @@ def together(folder, program, number, codes):
     try:
         for rank, code in reversed(list(enumerate(codes))):
             if code is not None:
-                workers[rank].join(timeout=120)
+                workers[rank].join(timeout=300)
                 said = (folder / f"{program}-{rank}").read_text()
                 assert workers[rank].exitcode == code, (workers[rank].exitcode, said[-4000:])
     finally:

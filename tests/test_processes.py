@@ -38,7 +38,7 @@ def runs(folder):
         try:
             for worker, code in reversed(list(zip(workers, codes, strict=True))):
                 if code is not None:
-                    worker.join(timeout=120)
+                    worker.join(timeout=300)
                     said = (folder / f"{how}-{workers.index(worker)}").read_text()
                     assert worker.exitcode == code, (worker.exitcode, said[-4000:])
         finally:

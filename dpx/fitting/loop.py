@@ -43,6 +43,7 @@ def fit(
     params: Tree,
     data: Any,
     *,
+    # the run
     key: jax.Array | None = None,
     steps: int | None = None,
     epochs: float | None = None,
@@ -50,20 +51,24 @@ def fit(
     accountant: Accountant | None = None,
     records: int | None = None,
     public_stop: bool | None = None,
+    # what is measured
     evaluate: Callable[[Tree], Any] | None = None,
     evaluate_every: int | None = None,
     callbacks: Sequence[Callable[[Progress], Any]] = (),
+    progress: bool = False,
+    # what is saved
     checkpoints: str | os.PathLike | None = None,
     checkpoint_every: int = 100,
     on_other_devices: bool = False,
-    progress: bool = False,
+    # what the loss takes and returns
     loss_at: Callable[[Tree, Tree], Tree] | None = None,
-    chunk_size: int | None = None,
-    sharding: jax.sharding.Sharding | None = None,
-    microbatch_size: int | None = None,
-    norms: Norms = "auto",
     with_key: bool = False,
     has_aux: bool = False,
+    # where and how a step is computed
+    sharding: jax.sharding.Sharding | None = None,
+    chunk_size: int | None = None,
+    microbatch_size: int | None = None,
+    norms: Norms = "auto",
     backward_passes: int = 1,
 ) -> FitResult:
     """Trains `params` on `data` with the steps of a budget. See `dpx.fitting` for how to continue a run.
@@ -73,19 +78,28 @@ def fit(
     params: a pytree of float arrays, which are copied.
     data: the examples: arrays with the examples on axis 0, or a source with `__len__` and `__getitem__(int)`, or with
         `random_item(int, rng)` where items are made by chance; see `dpx.sampling.Sampling.take`.
+
+    The run:
     key: of the batches, (); None is the key of the optimizer, whose stream "sampling" draws them.
-    steps: int, of the whole run; None is those of the budget. A run that is continued with fewer steps than before is
-        billed for the most. epochs: float, in place of steps, which are then `sampling.steps(epochs=epochs)`.
+    steps: int, of the whole run; None is those of the budget. A run that is continued with fewer steps than before
+        still costs what the longer one would. epochs: float, in place of steps: `sampling.steps(epochs=epochs)`.
     delta, accountant: None is the budget's. records: how many of the examples one person owns at most, as for
-        `dpx.epsilon`, for every bill of the run and its report; None is the budget's, and 1 without one.
-    evaluate: (params) -> number or dict of numbers, from PUBLIC data only: nobody bills what it reads.
-    evaluate_every: steps; None is about an epoch, but at most 40 evaluations. The last step is always evaluated.
+        `dpx.epsilon`, for every cost of the run and its report; None is the budget's, and 1 without one.
     public_stop: bool. True promises that public information alone, such as the time, decides where the run ends: no
         release, no metric of the parameters and no private data. A run that ends early then costs the steps that it
-        made, and all planned ones otherwise; both are in the state, so in every bill. None is the budget's, else False.
+        made. Otherwise, it costs all planned ones. None is the budget's, and False without one.
+
+    What is measured:
+    evaluate: (params) -> number or dict of numbers, from PUBLIC data only: epsilon does not cover what it reads.
+    evaluate_every: steps; None is about an epoch, but at most 40 evaluations. The last step is always evaluated.
     callbacks: functions of a `dpx.fitting.Progress` after each evaluation. True ends the run; another call continues
-        it. To end it by `unreleased` values, or by other private data, is not billed.
-    checkpoints: a folder, as SENSITIVE as the data. With that of the same run, the run continues where it was.
+        it. Do not stop a run because of `unreleased` values or other private data: epsilon does not cover that
+        decision.
+    progress: whether to show a bar, if tqdm is installed.
+
+    What is saved:
+    checkpoints: a folder, as SENSITIVE as the data. With that of the same run, the run continues where it was. One
+        program at a time may use it.
     checkpoint_every: steps. The first and the last step leave a checkpoint too, and in one process a KeyboardInterrupt,
         but not inside of `evaluate` or a callback. After that, or any other exception, the run continues after the last
         checkpoint, and makes the steps since then again with the same bits.
@@ -95,16 +109,19 @@ def fit(
         of numpy, scipy or flax, or with another `chunk_size`, `microbatch_size` or `norms`; and whether one that was
         killed may continue on a GPU without XLA_FLAGS=--xla_gpu_deterministic_ops=true. Steps that may have been made
         since the last checkpoint then count as made, and train nothing: the same noise must not be used twice.
-    progress: whether to show a bar, if tqdm is installed.
+
+    What the loss takes and returns:
     loss_at: (params, state) -> the parameters that `loss` and `evaluate` see, such as `dpx.coordinates.masked_params`;
         a function of released values.
-    chunk_size: int, examples that are loaded at once, for batches that do not fit in memory; None loads whole batches.
+    with_key: whether the loss takes a PRNG key of the example: loss(params, example, key).
+    has_aux: whether the loss returns (value, aux).
+
+    Where and how a step is computed:
     sharding: of axis 0 of a batch over devices, such as `NamedSharding(mesh, PartitionSpec("data"))`.
+    chunk_size: int, examples that are loaded at once, for batches that do not fit in memory; None loads whole batches.
     microbatch_size: int, how many examples are computed at once; None chooses. A stored run keeps to the memory that
         it was chosen for, because the size decides how sums are rounded.
     norms: how the norms are computed: "auto", "ghost" or "vmap", as in `dpx.private_updates`.
-    with_key: whether the loss takes a PRNG key of the example: loss(params, example, key).
-    has_aux: whether the loss returns (value, aux).
     backward_passes: int, 2 for less memory, as in `dpx.private_updates`.
 
     Raises ValueError for arguments of another type or range, data of another length than the sampling's, steps beyond
