@@ -5,6 +5,7 @@ every coordinate, after whatever decodes the release.
 """
 
 import functools
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -96,6 +97,14 @@ def _scheduled(key, sampling: Any = POISSON) -> dpx.Mechanism:
     )
 
 
+def _method(name: str, **options: Any) -> Callable[[jax.Array], dpx.Mechanism]:
+    """(key) -> the method, with clip norm 0.7, noise multiplier 1.3 and Poisson samples where nothing else is given."""
+    build = getattr(dpx.methods, name, None) or getattr(dpx.mechanisms, name)
+    usual = {"clip_norm": 0.7, "noise_multiplier": 1.3, "sampling": POISSON}
+    usual = {name: value for name, value in usual.items() if name in inspect.signature(build).parameters}
+    return lambda key: build(**(usual | options), key=key)
+
+
 def _under(name: str, sampling: Any, quick: tuple[str, ...] = OF_A_DIVISOR) -> Case:
     """The schedules under another sampling: what an example contributes, and the noise on the sum, do not know it."""
     return Case(
@@ -111,17 +120,8 @@ def _under(name: str, sampling: Any, quick: tuple[str, ...] = OF_A_DIVISOR) -> C
 def _dice(name, sampling, *, outer, reset_every=None, stability=None, like="") -> Case:
     """clip norm 0.7, feedback norm 0.02."""
 
-    def make(key):
-        return dpx.methods.dice_sgd(
-            clip_norm=0.7,
-            feedback_norm=0.02,
-            outer_clip_norm=outer,
-            noise_multiplier=1.3,
-            reset_every=reset_every,
-            stability=stability,
-            sampling=sampling,
-            key=key,
-        )
+    options = {"outer_clip_norm": outer, "reset_every": reset_every, "stability": stability, "sampling": sampling}
+    make = _method("dice_sgd", feedback_norm=0.02, **options)
 
     def fed_back(state):
         error = jax.tree.map(jnp.add, *state.unreleased_error)
@@ -148,21 +148,13 @@ def _dice(name, sampling, *, outer, reset_every=None, stability=None, like="") -
 PER_LAYER = {"kernel": 0.5, "bias": 0.2, "scale": 0.1}
 TRAINABLE = dpx.coordinates.trainable(mask={"kernel": True, "bias": False, "scale": True})
 
+DYNAMIC = {"clip_norm": 1.1, "noise_multiplier": 2.5, "rho_mu": 3.0, "rho_c": 2.0, "steps": 8}
 COOLING = optax.linear_schedule(0.0, 0.7, 4)
 
 
-def _ada_dpigu(key, **options) -> dpx.Mechanism:
+def _ada_dpigu(**options) -> Callable[[jax.Array], dpx.Mechanism]:
     """Three steps of warm-up, so that the contract sees both phases."""
-    return dpx.methods.ada_dpigu(
-        warmup=3,
-        variance_decay=0.5,
-        stability=0.05,
-        clip_norm=0.7,
-        noise_multiplier=1.3,
-        sampling=POISSON,
-        key=key,
-        **options,
-    )
+    return _method("ada_dpigu", warmup=3, variance_decay=0.5, stability=0.05, **options)
 
 
 def _masked(state):
@@ -199,10 +191,7 @@ def _projected_sum(total, state):
 
 
 def _d2p2(name: str, rank: Any, kind: str, like="") -> Case:
-    def make(key):
-        options = {"noise_multiplier": 2.0, "power": 0.5, "every": 2, "sampling": POISSON, "key": key}
-        return dpx.methods.d2p2_sgd(rank=rank, kind=kind, **options)
-
+    make = _method("d2p2_sgd", rank=rank, kind=kind, noise_multiplier=2.0, power=0.5, every=2)
     return Case(name, make, lambda t: 1.0, lambda t: 2 * (t // 2 + 1) ** -0.5, lift=math.sqrt(2), like=like)
 
 
@@ -210,17 +199,10 @@ PER_LAYER_RANK = {"kernel": 8, "bias": 2, "scale": 1}
 
 
 def _dp2(name: str, rank: Any, kind: str, lift: float, like="") -> Case:
-    def make(key):
-        return dpx.methods.dp2_sgd(rank=rank, kind=kind, noise_multiplier=1.3, sampling=EPOCHS, key=key)
-
-    return Case(name, make, lambda t: 1.0, lift=lift, like=like)
+    return Case(name, _method("dp2_sgd", rank=rank, kind=kind, sampling=EPOCHS), lambda t: 1.0, lift=lift, like=like)
 
 
 BANDED = strategies.optimized(bands=3, steps=12)
-
-
-def _band_mf(key) -> dpx.Mechanism:
-    return dpx.methods.band_mf_sgd(bands=3, steps=12, clip_norm=0.7, noise_multiplier=1.3, sampling=CYCLIC, key=key)
 
 
 def _remembered(*weights):
@@ -304,36 +286,26 @@ MECHANISMS = [
     ),
     Case(
         "dynamic_dp_sgd",
-        lambda key: dpx.methods.dynamic_dp_sgd(
-            clip_norm=1.1, noise_multiplier=2.5, rho_mu=3.0, rho_c=2.0, steps=8, sampling=POISSON, key=key
-        ),
+        _method("dynamic_dp_sgd", **DYNAMIC),
         lambda t: 1.1 * 2 ** (-(t + 1) / 8),
         lambda t: 2.5 * 3 ** (-(t + 1) / 8),
     ),
     Case(
         "dynamic_dp_sgd per epoch",
-        lambda key: dpx.methods.dynamic_dp_sgd(
-            clip_norm=1.1, noise_multiplier=2.5, rho_mu=3.0, rho_c=2.0, steps=8, every=3, sampling=EPOCHS, key=key
-        ),
+        _method("dynamic_dp_sgd", **DYNAMIC, every=3, sampling=EPOCHS),
         lambda t: 1.1 * 2 ** (-(t // 3 * 3 + 1) / 8),
         lambda t: 2.5 * 3 ** (-(t // 3 * 3 + 1) / 8),
         like="dynamic_dp_sgd",
     ),
     Case(
         "d2p_sgd",
-        lambda key: dpx.methods.d2p_sgd(noise_multiplier=2.0, power=0.5, every=2, sampling=POISSON, key=key),
+        _method("d2p_sgd", noise_multiplier=2.0, power=0.5, every=2),
         lambda t: 1.0,
         lambda t: 2 * (t // 2 + 1) ** -0.5,
     ),
     _dice("dice_sgd", POISSON, outer=1.0, reset_every=3),
     _dice("dice_sgd automatic, shuffled", EPOCHS, outer=math.inf, stability=0.05, like="dice_sgd"),
-    Case(
-        "random_freeze_sgd",
-        lambda key: dpx.methods.random_freeze_sgd(
-            freeze_rate=COOLING, every=2, clip_norm=0.7, noise_multiplier=1.3, sampling=POISSON, key=key
-        ),
-        scale=_masked,
-    ),
+    Case("random_freeze_sgd", _method("random_freeze_sgd", freeze_rate=COOLING, every=2), scale=_masked),
     Case(
         "posterior freeze, a mask a step",
         lambda key: dpx.in_coordinates(
@@ -345,31 +317,12 @@ MECHANISMS = [
         clips_frozen=True,
         like="random_freeze_sgd",
     ),
-    Case(
-        "ranked_freeze_sgd",
-        lambda key: dpx.methods.ranked_freeze_sgd(
-            freeze_rate=0.6, every=2, clip_norm=0.7, noise_multiplier=1.3, sampling=POISSON, key=key
-        ),
-        scale=_masked,
-    ),
-    Case(
-        "ada_dpigu",
-        lambda key: _ada_dpigu(key, keep=optax.linear_schedule(0.5, 1.0, 10)),
-        scale=_restored,
-        fed_back=_mean,
-    ),
-    Case(
-        "ada_dpigu, top third",
-        lambda key: _ada_dpigu(key, example_keep=0.3),
-        scale=_restored,
-        fed_back=_mean,
-        like="ada_dpigu",
-    ),
+    Case("ranked_freeze_sgd", _method("ranked_freeze_sgd", freeze_rate=0.6, every=2), scale=_masked),
+    Case("ada_dpigu", _ada_dpigu(keep=optax.linear_schedule(0.5, 1.0, 10)), scale=_restored, fed_back=_mean),
+    Case("ada_dpigu, top third", _ada_dpigu(example_keep=0.3), scale=_restored, fed_back=_mean, like="ada_dpigu"),
     Case(
         "adaptive_clipping",
-        lambda key: dpx.mechanisms.adaptive_clipping(
-            initial_clip_norm=0.4, indicator_noise=0.8, noise_multiplier=1.3, sampling=POISSON, key=key
-        ),
+        _method("adaptive_clipping", initial_clip_norm=0.4, indicator_noise=0.8),
         lambda t: 1.0,
         scale=lambda state: jax.tree.map(
             lambda p: jnp.full(p.shape, state.clip_norm / math.sqrt(1 - (1.3 / 1.6) ** 2)), PARAMS
@@ -397,25 +350,20 @@ MECHANISMS = [
     _dp2("dp2_sgd, per layer", PER_LAYER_RANK, "orthonormal", lift=math.sqrt(3 / 2), like="dp2_sgd"),
     Case(
         "gep_sgd",
-        lambda key: dpx.methods.gep_sgd(
-            basis=ALIGNED,
-            embedding_clip_norm=2.0,
-            residual_clip_norm=0.5,
-            embedding_share=0.6,
-            noise_multiplier=1.3,
-            sampling=POISSON,
-            key=key,
-        ),
+        _method("gep_sgd", basis=ALIGNED, embedding_clip_norm=2.0, residual_clip_norm=0.5, embedding_share=0.6),
         lambda t: 1.0,
         scale=_gep_scale,
         lift=1.1,
     ),
-    Case("band_mf_sgd", _band_mf, fed_back=_remembered(*(-c for c in BANDED.coefficients[1:])), event=_turns),
+    Case(
+        "band_mf_sgd",
+        _method("band_mf_sgd", bands=3, steps=12, sampling=CYCLIC),
+        fed_back=_remembered(*(-c for c in BANDED.coefficients[1:])),
+        event=_turns,
+    ),
     Case(
         "lambda_cgd",
-        lambda key: dpx.methods.lambda_cgd(
-            correlation=0.6, clip_norm=0.7, noise_multiplier=1.3, sampling=ORDERED, key=key
-        ),
+        _method("lambda_cgd", correlation=0.6, sampling=ORDERED),
         fed_back=_remembered(-0.6),
         event=_in_order,
     ),

@@ -107,11 +107,6 @@ def test_the_clip_norm_goes_to_the_quantile(quantile):
     assert np.median(norms[-50:]) == pytest.approx(1 + quantile, abs=0.03)
 
 
-def test_the_bill_is_one_gaussian_a_step():
-    options = dict(noise_multiplier=Z, sampling=SAMPLING, key=KEY)
-    assert dpx.epsilon(adaptive(), 50, delta=1e-5) == dpx.epsilon(dpx.dp_sgd(clip_norm=1.0, **options), 50, delta=1e-5)
-
-
 def test_the_clip_norm_stays_a_number():
     mechanism = adaptive(clip_learning_rate=1e6, quantile=0.5)
     for size, bound in ((1e-15, 2**-40), (1e15, 2**40)):

@@ -231,13 +231,6 @@ def test_masks_and_noise_have_streams_of_their_own(monkeypatch):
     assert sorted(names) == ["noise", "random_freeze"]
 
 
-def test_the_bill_is_that_of_dp_sgd():
-    options = dict(clip_norm=1.0, noise_multiplier=1.1, sampling=SAMPLING, key=KEY)
-    bill = dpx.epsilon(dpx.dp_sgd(**options), 30, delta=1e-5)
-    assert dpx.epsilon(dpx.methods.random_freeze_sgd(freeze_rate=0.9, every=7, **options), 30, delta=1e-5) == bill
-    assert dpx.epsilon(dpx.methods.ranked_freeze_sgd(freeze_rate=0.9, every=7, **options), 30, delta=1e-5) == bill
-
-
 # Packed updates
 
 

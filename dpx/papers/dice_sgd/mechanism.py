@@ -4,9 +4,7 @@ Normalizing instead of clipping is DiceSGD's automatic form: C1 g / (|g| + stabi
 e / |e| jumps near 0, so it has only the trivial bill; the form here is non-expansive, as clipping is.
 """
 
-import functools
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -43,36 +41,6 @@ class ErrorFeedbackState(NamedTuple):
 
     release: ReleaseState
     unreleased_error: FloatPair
-
-
-class NormBounds(NamedTuple):
-    """How the norms in a release are bounded: by clipping or by normalizing.
-
-    released: (norm) -> the norm that an example's gradient has in the release, float32 (), at most C1
-    fed_back: (norm) -> the norm that the error has in the release, float32 (), at most C2
-    error_shift: float, the most that one example moves the sum of the parts that are kept from the release
-    words: `released` and `fed_back` in words, for the printed pipeline
-    """
-
-    released: Callable[[jax.Array], jax.Array]
-    fed_back: Callable[[jax.Array], jax.Array]
-    error_shift: float
-    words: tuple[str, str]
-
-
-class Configuration(NamedTuple):
-    """The numbers of a run, as the float32 values that are both used and billed.
-
-    clip_norm: C1. feedback_norm: C2. outer_clip_norm: Cmax, which may be inf. The rest is as in the mechanism.
-    """
-
-    clip_norm: float
-    feedback_norm: float
-    outer_clip_norm: float
-    noise_multiplier: float
-    sampling: Sampling
-    reset_every: int | None
-    bounds: NormBounds
 
 
 @accepts_budget
@@ -140,22 +108,21 @@ def dice_sgd(
     noise_multiplier = _rounded("noise_multiplier", noise_multiplier, 0)
     require_noise(np.array([noise_multiplier]))
     reset_every = None if reset_every is None else require_whole("reset_every", reset_every)
-    bounds = _norm_bounds(clip_norm, feedback_norm, outer_clip_norm, stability)
-    numbers = clip_norm, feedback_norm, outer_clip_norm, noise_multiplier
-    config = Configuration(*numbers, sampling, reset_every, bounds)
+    stability = None if stability is None else _rounded("stability", stability, 1e-6)
+    run = _Run(clip_norm, feedback_norm, outer_clip_norm, noise_multiplier, sampling, reset_every, stability, noise_key)
     return Mechanism(
         begin=_begin,
         encode=lambda grad, state: grad,
         norm=tree_norm,
-        weigh=lambda norm, state: _factors(config, norm),
-        bound=lambda state: jnp.float32(config.clip_norm),
-        release=functools.partial(_release, config, noise_key),
-        event=functools.partial(_event, config),
+        weigh=lambda norm, state: run.factors(norm),
+        bound=lambda state: jnp.float32(clip_norm),
+        release=run.release,
+        event=run.event,
         sampling=sampling,
-        noise_multiplier=config.noise_multiplier,
+        noise_multiplier=noise_multiplier,
         key=key,
         supports_ghost_norms=True,
-        stages=_stages(config),
+        stages=run.stages(),
     )
 
 
@@ -164,91 +131,107 @@ def _begin(params: Tree) -> ErrorFeedbackState:
     return ErrorFeedbackState(ReleaseState.empty(params), FloatPair(high, low))
 
 
-def _factors(config: Configuration, norm: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The factors of an example of this norm, in the release and in what is kept from it; float32 () each."""
-    norm = jnp.maximum(norm, SMALLEST_DIVISOR)
-    released = config.bounds.released(norm)
-    outer = min(config.outer_clip_norm, LARGEST_CLIP_NORM)
-    return released / norm, (jnp.minimum(norm, outer) - released) / norm
+class _Run(NamedTuple):
+    """The numbers of a run, as the float32 values that are both used and billed, and what they make of the sums.
 
+    clip_norm: C1. feedback_norm: C2. outer_clip_norm: Cmax, which may be inf. noise_key: the stream. The rest is as in
+    `dice_sgd`.
+    """
 
-def _release(config: Configuration, key: jax.Array, sums: tuple[Tree, ...], state: ErrorFeedbackState, params: Tree):
-    step, divisor = state.release.step, config.sampling.divisor
-    total, withheld = map(as_pair, sums)
-    remembered, fed_back = _scales(config, step, state.unreleased_error)
-    with jax.enable_x64(True):
-        exact = doubles.values(state.unreleased_error)
-        # The error is added before the noise, because the release rounds all that it adds the noise to.
-        total = doubles.halved(jax.tree.map(lambda t, e: t + (fed_back * e) * divisor, doubles.values(total), exact))
-    deviation = config.noise_multiplier * config.clip_norm * (1 + ETA + ERROR)
-    updates = jax.tree.map(lambda r: r / divisor, keys.release(key, step, total, deviation))
-    error = compute_after(updates, state.unreleased_error)  # in its memory
-    with jax.enable_x64(True):
-        kept = jax.tree.map(lambda e: (remembered - fed_back) * e, doubles.values(error))
-        error = doubles.halved(jax.tree.map(lambda e, w: e + w / divisor, kept, doubles.values(withheld)))
-    state = ErrorFeedbackState(state.release.after(config.noise_multiplier), error)
-    return optax.tree.cast_like(updates, params), state
+    clip_norm: float
+    feedback_norm: float
+    outer_clip_norm: float
+    noise_multiplier: float
+    sampling: Sampling
+    reset_every: int | None
+    stability: float | None
+    noise_key: jax.Array
 
+    @property
+    def outer(self) -> float:
+        return min(self.outer_clip_norm, LARGEST_CLIP_NORM)
 
-def _scales(config: Configuration, step: jax.Array, error: FloatPair) -> tuple[jax.Array, jax.Array]:
-    """The factors of the error, float64 (): of what is remembered, which is 1 up to LARGEST_CLIP_NORM and 0 after a
-    reset, and of its part that is fed back."""
-    forgotten = jnp.zeros((), bool) if config.reset_every is None else step % config.reset_every == 0
-    with jax.enable_x64(True):
-        norm = jnp.maximum(doubles.norm(error), SMALLEST_DIVISOR)
-        remembered = jnp.minimum(norm, LARGEST_CLIP_NORM)
-        both = remembered / norm, config.bounds.fed_back(remembered) / norm
-        # The barrier: the numbers are computed once, and not with every number of the error.
-        return jax.lax.optimization_barrier(tuple(jnp.where(forgotten, 0.0, scale) for scale in both))
+    def released(self, norm: jax.Array) -> jax.Array:
+        """The norm that an example's gradient of this norm has in the release, float32 (), at most C1."""
+        if self.stability is None:
+            return jnp.minimum(norm, self.clip_norm)
+        return self.clip_norm * norm / (norm + self.stability)
 
+    def fed_back(self, norm: jax.Array) -> jax.Array:
+        """The norm that an error of this norm has in the release, at most C2."""
+        if self.stability is None:
+            return jnp.minimum(norm, self.feedback_norm)
+        return self.feedback_norm * (norm / (norm + self.feedback_norm))
 
-def _event(config: Configuration, steps: int) -> DpEvent:
-    if steps == 0:
-        return NoOpDpEvent()
-    return ErrorFeedbackDpEvent(
-        noise_multiplier=config.noise_multiplier,
-        error_shift=config.bounds.error_shift / config.clip_norm if math.isfinite(config.outer_clip_norm) else math.inf,
-        feedback_shift=2 * config.feedback_norm * float(config.sampling.divisor) / config.clip_norm,
-        steps=int(steps),
-        reset_every=config.reset_every,
-        sampling=config.sampling,
-    )
+    def error_shift(self) -> float:
+        """The most that one example moves the sum of the parts that are kept from the release."""
+        if self.stability is None:
+            return self.outer - self.clip_norm
+        # An example of norm n moves what is kept by |min(n, Cmax) - C1 n / (n + stability)|. That is largest either at
+        # n = Cmax, or at n = sqrt(C1 stability) - stability, where a small gradient is lengthened most.
+        lengthening = (self.clip_norm**0.5 - min(self.stability, self.clip_norm) ** 0.5) ** 2
+        return max(self.outer - self.clip_norm * self.outer / (self.outer + self.stability), lengthening)
 
+    def factors(self, norm: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The factors of an example of this norm, in the release and in what is kept from it; float32 () each."""
+        norm = jnp.maximum(norm, SMALLEST_DIVISOR)
+        released = self.released(norm)
+        return released / norm, (jnp.minimum(norm, self.outer) - released) / norm
 
-def _stages(config: Configuration) -> tuple[str, ...]:
-    bound, feed_back = config.bounds.words
-    reset = "" if config.reset_every is None else f"; forget it {describe_period(config.reset_every)}"
-    return (
-        f"{bound}; keep the rest of every gradient, up to norm {config.outer_clip_norm:.6g}, as the error",
-        SUM,
-        f"add noise of standard deviation {config.noise_multiplier:.6g} x clip norm",
-        f"divide by the expected batch size {config.sampling.divisor}",
-        f"add the error of the steps before, {feed_back}{reset}",
-    )
+    def release(self, sums: tuple[Tree, ...], state: ErrorFeedbackState, params: Tree):
+        step, divisor = state.release.step, self.sampling.divisor
+        total, withheld = map(as_pair, sums)
+        remembered, fed_back = self.scales(step, state.unreleased_error)
+        with jax.enable_x64(True):
+            exact = doubles.values(state.unreleased_error)
+            # The error is added before the noise, because the release rounds all that it adds the noise to.
+            added = jax.tree.map(lambda t, e: t + (fed_back * e) * divisor, doubles.values(total), exact)
+            total = doubles.halved(added)
+        deviation = self.noise_multiplier * self.clip_norm * (1 + ETA + ERROR)
+        updates = jax.tree.map(lambda r: r / divisor, keys.release(self.noise_key, step, total, deviation))
+        error = compute_after(updates, state.unreleased_error)  # in its memory
+        with jax.enable_x64(True):
+            kept = jax.tree.map(lambda e: (remembered - fed_back) * e, doubles.values(error))
+            error = doubles.halved(jax.tree.map(lambda e, w: e + w / divisor, kept, doubles.values(withheld)))
+        state = ErrorFeedbackState(state.release.after(self.noise_multiplier), error)
+        return optax.tree.cast_like(updates, params), state
 
+    def scales(self, step: jax.Array, error: FloatPair) -> tuple[jax.Array, jax.Array]:
+        """The factors of the error, float64 (): of what is remembered, which is 1 up to LARGEST_CLIP_NORM and 0 after a
+        reset, and of its part that is fed back."""
+        forgotten = jnp.zeros((), bool) if self.reset_every is None else step % self.reset_every == 0
+        with jax.enable_x64(True):
+            norm = jnp.maximum(doubles.norm(error), SMALLEST_DIVISOR)
+            remembered = jnp.minimum(norm, LARGEST_CLIP_NORM)
+            both = remembered / norm, self.fed_back(remembered) / norm
+            # The barrier: the numbers are computed once, and not with every number of the error.
+            return jax.lax.optimization_barrier(tuple(jnp.where(forgotten, 0.0, scale) for scale in both))
 
-def _norm_bounds(clip_norm: float, feedback_norm: float, outer_clip_norm: float, stability: float | None) -> NormBounds:
-    outer = min(outer_clip_norm, LARGEST_CLIP_NORM)
-    if stability is None:
-        return NormBounds(
-            released=lambda norm: jnp.minimum(norm, clip_norm),
-            fed_back=lambda norm: jnp.minimum(norm, feedback_norm),
-            error_shift=outer - clip_norm,
-            words=(f"clip to norm {clip_norm:.6g}", f"clipped to norm {feedback_norm:.6g}"),
+    def event(self, steps: int) -> DpEvent:
+        if steps == 0:
+            return NoOpDpEvent()
+        return ErrorFeedbackDpEvent(
+            noise_multiplier=self.noise_multiplier,
+            error_shift=self.error_shift() / self.clip_norm if math.isfinite(self.outer_clip_norm) else math.inf,
+            feedback_shift=2 * self.feedback_norm * float(self.sampling.divisor) / self.clip_norm,
+            steps=int(steps),
+            reset_every=self.reset_every,
+            sampling=self.sampling,
         )
-    stability = _rounded("stability", stability, 1e-6)
-    # An example of norm n moves what is kept by |min(n, Cmax) - C1 n / (n + stability)|. That is largest either at
-    # n = Cmax, or at n = sqrt(C1 stability) - stability, where a small gradient is lengthened most.
-    lengthening = (clip_norm**0.5 - min(stability, clip_norm) ** 0.5) ** 2
-    return NormBounds(
-        released=lambda norm: clip_norm * norm / (norm + stability),
-        fed_back=lambda norm: feedback_norm * (norm / (norm + feedback_norm)),
-        error_shift=max(outer - clip_norm * outer / (outer + stability), lengthening),
-        words=(
-            f"normalize to {clip_norm:.6g} g / (|g| + {stability:.6g})",
-            f"normalized to {feedback_norm:.6g} e / (|e| + {feedback_norm:.6g})",
-        ),
-    )
+
+    def stages(self) -> tuple[str, ...]:
+        bound, feed_back = f"clip to norm {self.clip_norm:.6g}", f"clipped to norm {self.feedback_norm:.6g}"
+        if self.stability is not None:
+            bound = f"normalize to {self.clip_norm:.6g} g / (|g| + {self.stability:.6g})"
+            feed_back = f"normalized to {self.feedback_norm:.6g} e / (|e| + {self.feedback_norm:.6g})"
+        reset = "" if self.reset_every is None else f"; forget it {describe_period(self.reset_every)}"
+        return (
+            f"{bound}; keep the rest of every gradient, up to norm {self.outer_clip_norm:.6g}, as the error",
+            SUM,
+            f"add noise of standard deviation {self.noise_multiplier:.6g} x clip norm",
+            f"divide by the expected batch size {self.sampling.divisor}",
+            f"add the error of the steps before, {feed_back}{reset}",
+        )
 
 
 def _rounded(name: str, value: float, minimum: float) -> float:
