@@ -141,21 +141,40 @@ def total_of_rows(sum_few: Callable[[Tree], Tree], rows: Tree) -> FloatPair:
     if size <= most:
         return FloatPair(sum_few(rows))
     each = size // devices
-    parts = math.ceil(each / (most // devices))
-    width = math.ceil(each / parts)
+    width = math.ceil(each / math.ceil(each / (most // devices)))
     by_device = jax.tree.map(lambda x: x.reshape(devices, each, *x.shape[1:]), rows)
 
-    def part(start, width):
-        def of(x):
-            some = jax.lax.dynamic_slice_in_dim(x, start, width, 1)
-            return some.reshape(devices * width, *x.shape[2:])
+    def sum_part(some):
+        return sum_few(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), some))
 
-        return sum_few(jax.tree.map(of, by_device))
+    return added(sum_part, by_device, width, width, plus, axis=1, begin=lambda sums: with_low(FloatPair(sums)))
 
-    whole = each // width
-    total = with_low(FloatPair(part(0, width)))
-    total = jax.lax.fori_loop(1, whole, lambda number, total: plus(total, part(number * width, width)), total)
-    return plus(total, part(whole * width, each - whole * width)) if each > whole * width else total
+
+def added(
+    sum_part: Callable[[Tree], Any],
+    rows: Tree,
+    first: int,
+    width: int,
+    add: Callable[[Any, Any], Any],
+    *,
+    axis: int = 0,
+    begin: Callable[[Any], Any] = lambda total: total,
+) -> Any:
+    """Adds what `sum_part` makes of the `first` rows, of `width` more at a time, in a loop, and of those that are left.
+
+    rows: a tree of arrays, cut along `axis`. add: (total, of a part) -> total. begin: the total of the first part.
+    """
+    size = jax.tree.leaves(rows)[0].shape[axis]
+    turns, left = divmod(size - first, width)
+
+    def of_part(start, count):
+        return sum_part(jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, count, axis), rows))
+
+    def add_part(number, total):
+        return add(total, of_part(first + number * width, width))
+
+    total = jax.lax.fori_loop(0, turns, add_part, begin(of_part(0, first)))
+    return add(total, of_part(size - left, left)) if left else total
 
 
 def sum_in_blocks(sum_block: Callable[[Tree], jax.Array], rows: Tree, numbers: int) -> jax.Array:
@@ -174,10 +193,4 @@ def sum_in_blocks(sum_block: Callable[[Tree], jax.Array], rows: Tree, numbers: i
     # twice the parameters more, and fresh memory takes longer than the additions (benchmarks/step.py).
     width = size // blocks
     first = size - width * (blocks - 1)
-
-    def add(number, total):
-        start = first + (number - 1) * width
-        some = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, width), rows)
-        return total + jax.lax.optimization_barrier(sum_block(some))
-
-    return jax.lax.fori_loop(1, blocks, add, sum_block(jax.tree.map(lambda x: x[:first], rows)))
+    return added(sum_block, rows, first, width, lambda total, block: total + jax.lax.optimization_barrier(block))
