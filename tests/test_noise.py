@@ -15,7 +15,7 @@ from benchmarks import exact
 from dpx import keys
 from dpx.keys import noise, normals
 from dpx.keys.cipher import threefry4x32
-from dpx.xla.place import fast_math, warn_of_fast_math
+from dpx.xla.place import fast_math, traced_for, warn_of_fast_math
 
 KEY, LONG = jax.random.key(3), np.longdouble
 TOP = 2**32 - 1
@@ -29,15 +29,8 @@ def words_at_random(count: int, seed: int = 0) -> np.ndarray:
 def chosen_words() -> np.ndarray:
     """Blocks at every edge: p near 0 and 1, at both sides of a = 0 and of a power of two; angles near all axes."""
     radii = [(0, 0, 0), (0, 0, 16), (0, 1, 0), (0, TOP, TOP), (1, 0, 0), (1, 1, 1), (TOP, TOP, TOP), (TOP, 0, 0)]
-    radii += [
-        (0, 0, TOP),
-        (0, 0, 2**20),
-        (2**31, 0, 0),
-        (2**31 - 1, TOP, TOP),
-        (2**30, 0, 0),
-        (3037000499, 2**31, 0),
-        (3037000500, 0, 0),
-    ]
+    radii += [(0, 0, TOP), (0, 0, 2**20), (2**31, 0, 0), (2**31 - 1, TOP, TOP), (2**30, 0, 0), (3037000499, 2**31, 0)]
+    radii += [(3037000500, 0, 0)]
     turns = [(eighth * 2**29 + more) % 2**32 for eighth, more in itertools.product(range(8), (-1, 0, 1))]
     blocks = [(a, b, c, d | low) for (a, b, d), c, low in itertools.product(radii, turns, (0, 15))]
     return np.array(blocks, np.uint32).T
@@ -208,19 +201,25 @@ def test_the_released_integers_have_the_law_of_rounded_normals(fraction, draws=4
     assert exact.chi_square(fraction, draws, KEY, of=fraction + 0.5) < 1e-6  # the test can fail
 
 
+@contextlib.contextmanager
+def on_another_platform():
+    jax.clear_caches()
+    with mock.patch("jax.lax.platform_dependent", lambda *given, default, **_: default(*given)):
+        yield
+    jax.clear_caches()
+
+
+WAYS = (lambda: traced_for(devices=8), on_another_platform)
+
+
 def test_the_same_integers_on_several_devices_and_elsewhere():
     tree = [jax.random.normal(KEY, shape) for shape in ((100, 300), (), (129, 3, 5), (0, 2), (7,))]
     made = keys.release(KEY, 7, tree, 0.3)
-    for name, value in {
-        "device_count": lambda: 8,
-        "lax.platform_dependent": lambda *args, default, **_: default(*args),
-    }.items():
-        jax.clear_caches()
-        with mock.patch(f"jax.{name}", value):
+    for way in WAYS:
+        with way():
             same = keys.release(KEY, 7, tree, 0.3)
         for one, other in zip(made, same, strict=True):
             np.testing.assert_array_equal(one, other)
-    jax.clear_caches()
 
 
 def test_a_release_and_its_rest_are_those_of_a_release():
@@ -231,21 +230,14 @@ def test_a_release_and_its_rest_are_those_of_a_release():
         return noise.FloatPair(parts, jax.tree.map(lambda x: x * np.float32(2.0**-30), parts))
 
     made = keys.release(KEY, 7, total(tree), 0.3)
-    ways = [
-        ("device_count", jax.device_count),
-        ("device_count", lambda: 8),
-        ("lax.platform_dependent", lambda *args, default, **_: default(*args)),
-    ]
-    for name, value in ways:
-        jax.clear_caches()
-        with mock.patch(f"jax.{name}", value):
+    for way in (contextlib.nullcontext, *WAYS):
+        with way():
             released, rest = keys.release_and_rest(KEY, 7, total, tree, 0.3)
         for same, one, *numbers, high, low in zip(released, made, *total(tree), *rest, strict=True):
             np.testing.assert_array_equal(same, one)
             exact = np.float64(one) - (np.float64(numbers[0]) + np.float64(numbers[1]))
             np.testing.assert_array_equal(high, np.float32(exact))
             np.testing.assert_array_equal(low, np.float32(exact - np.float32(exact)))
-    jax.clear_caches()
 
 
 @pytest.mark.parametrize("setting", [True, False])

@@ -14,6 +14,7 @@ import dpx
 from benchmarks import programs
 from dpx.gradients.ghost import engine, norms
 from dpx.sums import norms as any_size
+from dpx.xla.place import traced_for
 from tests.compiling import SWITCH
 from tests.devices import on_eight_devices
 
@@ -22,9 +23,10 @@ RANDOM = np.random.default_rng(0)
 
 
 @pytest.fixture
-def eight_devices(monkeypatch):
+def eight_devices():
     """The forms of eight devices, on one."""
-    monkeypatch.setattr(jax, "device_count", lambda: 8)
+    with traced_for(devices=8):
+        yield
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1500,), (3, 2100), (2100, 3), (2, 1030, 5), (20_011,)])
@@ -44,11 +46,11 @@ def test_squares_are_not_lost_in_a_long_sum(eight_devices):
     assert any_size.norm([x]) >= np.sqrt(1 + (2**20 - 1) * 2.0**-26)
 
 
-def test_inner_products_of_long_sharded_rows(monkeypatch):
+def test_inner_products_of_long_sharded_rows():
     left, right = (jnp.asarray(RANDOM.normal(size=(2, 3, 2500)), jnp.float32) for _ in range(2))
     alone = norms.inner(left, right)
-    monkeypatch.setattr(jax, "device_count", lambda: 8)
-    np.testing.assert_allclose(norms.inner(left, right), alone, rtol=1e-5, atol=1e-4)
+    with traced_for(devices=8):
+        np.testing.assert_allclose(norms.inner(left, right), alone, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize(("fan_in", "fan_out"), [(2500, 40), (40, 2500), (1300, 1300)])

@@ -49,31 +49,16 @@ KEPT = sum_rounding.load(Path(__file__).parent / "data" / "worst_sum.npz")
 SLOWER = ("chunks", "a tied embedding", "clip, then project by countsketch", "clip, then project by hadamard")
 
 
+KEPT_SIZES = [(kept.path, len(kept.column)) for kept in KEPT]
+
+
 @pytest.mark.parametrize(
     ("path", "size"),
-    [(kept.path, len(kept.column)) for kept in KEPT if kept.path not in SLOWER or len(kept.column) in (96, 640)],
-)
-@pytest.mark.long_cases(
-    "a tied embedding-640",
-    "an embedding-256",
-    "an embedding-640",
-    "chunks-640",
-    "clip, then project by countsketch-640",
-    "clip, then project by hadamard-640",
-    "ghost norms of positions-256",
-    "ghost norms of positions-640",
-    "ghost norms-256",
-    "ghost norms-640",
-    "microbatches of 1-256",
-    "microbatches of 1-640",
-    "microbatches of 16-256",
-    "microbatches of 16-640",
-    "microbatches of 4-256",
-    "microbatches of 4-640",
-    "per-example gradients of a loss-256",
-    "per-example gradients of a loss-640",
-    "stacked gradients-256",
-    "stacked gradients-640",
+    [
+        pytest.param(path, size, marks=[pytest.mark.long] * (size in (256, 640)))
+        for path, size in KEPT_SIZES
+        if path not in SLOWER or size in (96, 640)
+    ],
 )
 def test_the_worst_rows_that_a_search_found_move_no_path_by_more(path, size):
     """Those of every path, on each. On its own path, they still move as far, so the file still is what was found."""
