@@ -44,7 +44,7 @@ def sum_by_plan(
     """sum_i f(|z_i|) z_i for each factor f, as in `dpx.sums.rows.sum_contributions`; losses, norms and aux.
 
     params: arrays. examples: arrays with the B examples on axis 0. state: of the mechanism. included: bool (B,).
-    backward_passes: int, 2 if the layers in scans and checkpoints have no records, see `again`.
+    backward_passes: int, 2 if the layers in scans and checkpoints keep no inputs and cotangents: see `hooks`.
     apart: `xla.convolutions.rows_apart`, if the function of one example needs it under `jax.vmap`.
     Returns one `FloatPair` for each factor, like the encoded gradient of one example; and, for each example, the
     losses, (B,), the norms, float32 (B,) in each leaf, and what the loss returns beside its value.
@@ -54,8 +54,8 @@ def sum_by_plan(
     hooks = norm_hooks(plan, once, included.shape[0], keep=True)
     hooks |= norm_hooks(plan, twice, included.shape[0], keep=False)
     hooks |= capture_hooks(plan, hooks, included.shape[0])
-    losses, aux, records, found = _backward_pass(plan, leaves, examples, hooks, apart)
-    leaf_norms, records = _norms(plan, leaves, records, scales, found)
+    losses, aux, captured, found = _backward_pass(plan, leaves, examples, hooks, apart)
+    leaf_norms, captured = _norms(plan, leaves, captured, scales, found)
     norms, factors = _norms_and_factors(plan, mechanism, leaf_norms, state, included.shape[0])
     included &= in_range(norms)
     of_leaves = [_factors_of_leaves(plan, factor, included) for factor in factors]
@@ -63,7 +63,7 @@ def sum_by_plan(
     without = frozenset(part for choices in twice.values() for part in choices)
     for factor in of_leaves:
         factor = compute_after(sums, factor)  # one set of weighted cotangents in memory at a time
-        sums += (_weighted_sums(plan, leaves, records, factor, scales, without),)
+        sums += (_weighted_sums(plan, leaves, captured, factor, scales, without),)
     if twice:
         by_leaf = {encoded.leaf: [f[encoded.leaf] for f in of_leaves] for encoded in plan.encoded}
         of_first = {part: norms for part, (_, norms) in found.items()}
@@ -86,7 +86,7 @@ def _second_pass(
 ) -> dict[Part, Any]:
     """The sums that the hooks find in a backward pass after `included`, which needs all norms, and after sums `made`.
 
-    It is a branch of its own, the other of which is never taken, whatever the data. Else XLA would keep what both
+    It is a branch of its own, the other of which is never taken, whatever the data. Otherwise XLA would keep what both
     passes have in common, such as the zeros that a scan begins with, from the first to the second.
     """
     first = compute_after_each(made, included.astype(jnp.float32))
@@ -106,15 +106,14 @@ def _backward_pass(
     *,
     only_hooks: bool = False,
 ) -> tuple[jax.Array, Tree, Captured, dict[Part, Any]]:
-    """The losses, (B,), their aux, the records of the examples, and what the hooks find, from one backward pass.
+    """The losses, (B,), their aux, what is captured of the examples, and what the hooks find, from one backward pass.
 
-    only_hooks: there are no records.
+    only_hooks: nothing else is captured.
     """
     pieces = {leaf: plan.choices[leaf][0].pieces for leaf in plan.differentiated if not only_hooks}
     differentiated = {leaf: leaves[leaf] for leaf in pieces if not pieces[leaf]}
     sliced = [equation for of_leaf in pieces.values() for _, equations in of_leaf for equation in equations]
-    sites = [site for leaf in plan.followed for choice in plan.choices[leaf] for site in choice.uses.sites]
-    kept = [] if only_hooks else [site.use.equation for site in sites if site.use.equation not in hooks]
+    kept = [] if only_hooks else [site.use.equation for site in plan.sites if site.use.equation not in hooks]
     outputs = {equation: plan.program.output(equation) for equation in [*kept, *sliced]}
     fixed = {number: leaf for number, leaf in enumerate(leaves) if number not in differentiated}
     instruments = interpreter.Instruments(
@@ -150,38 +149,50 @@ def _backward_pass(
     axis: Any = {equation: len(plan.program.equations[equation].counts) for equation in kept}
     axes = (0, 0, Captured(cast(Any, 0), axis, axis), None)
     of_all = jax.vmap(apart(of_one_example), out_axes=axes, axis_name=EXAMPLES)
-    losses, aux, records, found = of_all(examples)
-    return losses, aux, for_all_readers(with_captured(plan, records, found)), found
+    losses, aux, captured, found = of_all(examples)
+    return losses, aux, for_all_readers(with_captured(plan, captured, found)), found
 
 
-def _norms(plan: GhostPlan, leaves: list[jax.Array], records: Captured, scales: dict[int, jax.Array], found: dict):
-    """The norms of the parameters' per-example gradients, float32 (B,), by leaf; and the records with the gradients
+def _norms(plan: GhostPlan, leaves: list[jax.Array], captured: Captured, scales: dict[int, jax.Array], found: dict):
+    """The norms of the parameters' per-example gradients, float32 (B,), by leaf; and `captured` with the gradients
     that were computed for them and are kept. found: both, (..., B, ...) and (..., B), of the parts with hooks."""
-    norms, gradients, programs = {}, {}, {}
+    norms, gradients = {}, {}
+
+    def norm_of_part(choice, shape, scale, captured):
+        return parts.norm(choice, scale, captured)
+
+    of_part = _shared_programs(plan, leaves, scales, norm_of_part)
     for leaf in (*plan.followed, *plan.differentiated):
         of_parts = []
-        for number, choice in enumerate(plan.choices[leaf]):
+        for number in range(len(plan.choices[leaf])):
             if (leaf, number) in found:
                 kept, of_slices = found[leaf, number]
                 norm = parts.norm_of_all(of_slices.reshape(-1, of_slices.shape[-1]))
             else:
-                scale = choice.view.through(scales[leaf]) if leaf in scales else None
-                of_batch = functools.partial(parts.norm, choice, scale)
-                kind = plan.kind(choice, choice.view.shape(leaves[leaf].shape)) if scale is None else None
-                kept, norm = _shared(programs, of_batch, kind)(records.of(leaf, number, choice))
+                kept, norm = of_part(leaf, number)(captured.of(leaf, number, plan.choices[leaf][number]))
             of_parts.append(norm)
             if kept is not None:
                 gradients[leaf, number] = kept
         norms[leaf] = parts.norm_of_all(jnp.stack(of_parts)) if len(of_parts) > 1 else of_parts[0]
-    return norms, records._replace(gradients=gradients)
+    return norms, captured._replace(gradients=gradients)
 
 
-def _shared(programs: dict, function: Callable, kind: tuple | None) -> Callable:
-    """`function` as a program that parameters of one kind share, so that it is traced once for all of them.
+def _shared_programs(plan: GhostPlan, leaves: list[jax.Array], scales: dict[int, jax.Array], function: Callable):
+    """(leaf, number) -> `function(choice, shape, scale, ...)` of a part, as a function of the rest.
 
-    programs: by kind, those of the parameters before. kind: `GhostPlan.kind`, None if the parameter shares nothing.
+    Parts of one kind share a program, so that it is traced once for all of them.
     """
-    return function if kind is None else programs.setdefault(kind, jax.jit(function))
+    programs: dict[tuple, Callable] = {}
+
+    def of_part(leaf: int, number: int) -> Callable:
+        choice = plan.choices[leaf][number]
+        shape, scale = choice.view.shape(leaves[leaf].shape), scales.get(leaf)
+        if scale is not None:
+            return functools.partial(function, choice, shape, choice.view.through(scale))
+        kind, of_batch = plan.kind(choice, shape), functools.partial(function, choice, shape, None)
+        return of_batch if kind is None else programs.setdefault(kind, jax.jit(of_batch))
+
+    return of_part
 
 
 def _norms_and_factors(plan: GhostPlan, mechanism: Mechanism, norms: dict[int, jax.Array], state: Tree, size: int):
@@ -204,26 +215,23 @@ def _factors_of_leaves(plan: GhostPlan, factor: Tree, included: jax.Array) -> di
 
 
 def _weighted_sums(
-    plan: GhostPlan, leaves, records: Captured, factor: dict[int, jax.Array], scales, without: frozenset[Part]
+    plan: GhostPlan, leaves, captured: Captured, factor: dict[int, jax.Array], scales, without: frozenset[Part]
 ) -> dict[Part, FloatPair]:
-    """sum_i f_i z_i for one factor f, by part of a parameter, from the records. without: parts that have none.
+    """sum_i f_i z_i for one factor f, by part of a parameter, from what is captured. without: parts that have none.
 
     On several devices, those outside of scans are last: a whole sum may be on a device before it is sharded, and that
     of an embedding is large.
     """
-    sums, programs = {}, {}
+    sums, of_part = {}, _shared_programs(plan, leaves, scales, parts.weighted_sum)
     wanted = [(one.leaf, number) for one in plan.encoded for number in range(len(plan.choices[one.leaf]))]
     wanted = [part for part in wanted if part not in without]
     stacked = [part for part in wanted if plan.choices[part[0]][part[1]].view.slices]
     for leaf, number in [*stacked, *(part for part in wanted if part not in stacked)]:
-        choice, of_leaf = plan.choices[leaf][number], factor[leaf]
+        of_leaf = factor[leaf]
         if here().devices > 1 and (leaf, number) not in stacked:
             of_leaf = compute_after_each([sums[part] for part in stacked], of_leaf)
-        scale = choice.view.through(scales[leaf]) if leaf in scales else None
-        shape = choice.view.shape(leaves[leaf].shape)
-        of_batch = functools.partial(parts.weighted_sum, choice, shape, scale)
-        kind = plan.kind(choice, shape) if scale is None else None
-        sums[leaf, number] = _shared(programs, of_batch, kind)(records.of(leaf, number, choice), of_leaf)
+        arrays = captured.of(leaf, number, plan.choices[leaf][number])
+        sums[leaf, number] = of_part(leaf, number)(arrays, of_leaf)
     return sums
 
 

@@ -1,7 +1,7 @@
-"""What is computed inside of a backward pass, of layers in scans or under `jax.checkpoint`: records, norms and sums.
+"""What is captured and computed inside a backward pass, of layers in scans or under `jax.checkpoint`.
 
-A checkpoint hands out records in the forward pass, which would keep them during all of it. So those of its layers are
-taken in the backward pass, where it computes its inputs hooks.
+A checkpoint hands out captured arrays in the forward pass, which would keep them during all of it. So those of its
+layers are taken in the backward pass, where it computes its inputs again.
 
 With one backward pass, the inputs and cotangents of all layers are in memory until the last norm is known. With two,
 those of a layer in a scan exist while the pass is at that layer: the first pass takes its norms, and the second one
@@ -14,6 +14,7 @@ again, and makes those smaller that are longer than in the first pass. Therefore
 parameter than its clip factor times the norm from which this factor was computed, whatever the second pass computes.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -45,7 +46,7 @@ class Captured(NamedTuple):
     cotangents: dict[int, jax.Array]
 
     def of(self, leaf: int, part: int, choice: Choice):
-        """The records of one part of a parameter leaf, as `parts` reads them."""
+        """What is captured of one part of a parameter leaf, as `parts` reads it."""
         if (leaf, part) in self.gradients:
             return self.gradients[leaf, part]
 
@@ -58,14 +59,14 @@ class Captured(NamedTuple):
         return [examples_after_slices(site) for site in choice.uses.sites]
 
 
-def for_all_readers(records: Captured) -> Captured:
-    """`records`, behind a barrier: norms and sums must read the same numbers, but XLA may round for one alone."""
+def for_all_readers(captured: Captured) -> Captured:
+    """`captured`, behind a barrier: norms and sums must read the same numbers, but XLA may round for one alone."""
 
     def narrow(x):
         # XLA copies an array with axes of length 1, such as a batch of one image, before a loop or another operation.
         return x.reshape([size for axis, size in enumerate(x.shape) if size != 1 or axis in (0, x.ndim - 1)])
 
-    leaves, structure = jax.tree.flatten(records)
+    leaves, structure = jax.tree.flatten(captured)
     # A layer's weights and bias have the same cotangents. If they passed twice, XLA would compile their kernels twice.
     distinct = list({id(x): x for x in leaves}.values())
     behind = jax.lax.optimization_barrier([narrow(x) for x in distinct])
@@ -77,15 +78,15 @@ EXAMPLES = "the examples of dpx"  # the name of the axis of the examples in a ba
 SLACK = 1 - 2.0**-21  # for the roundings of a quotient of two norms and of its product with a factor
 
 Part = tuple[int, int]  # the numbers of a parameter leaf and of its part
-RECORDS = -1  # in place of the number of a leaf: what is found are the records of the equation of this number
+CAPTURED = -1  # in place of the number of a leaf: what is captured at the equation of this number
 
 
 class Hook(NamedTuple):
     """What is computed at one equation.
 
-    compute: (records, given) -> found. records: the inputs and cotangents of all B examples, (B, ...)
+    compute: (captured, given) -> found. captured: the inputs and cotangents of all B examples, (B, ...)
     slot: zeros like `found`. given: arrays. Both have an axis for each scan around the equation before their own.
-    shared: the numbers of operands that later equations read, too, and whose records are those of this one
+    shared: the numbers of operands that later equations read, too, and which this one captures for them
     """
 
     compute: Callable[[Any, Tree], Tree]
@@ -100,8 +101,9 @@ class Hook(NamedTuple):
     def at(self, output: jax.Array, operands: tuple, added: tuple[Tree, Tree]) -> tuple[jax.Array, list]:
         """`output` and the shared operands; the gradient by the slot in `added` is what `compute` finds.
 
-        Later equations must read the operands that are returned. Else there would be no record where this equation has
-        no cotangent and a later one has, such as an expert after a router whose output is compared alone.
+        Later equations must read the operands that are returned. Otherwise nothing would be captured where this one has
+        no cotangent and a later one has, for example an expert layer that reads the input of a router, when only an
+        argmax reads the router.
         """
 
         @jax.custom_vjp
@@ -113,9 +115,9 @@ class Hook(NamedTuple):
 
         def backward(residuals, cotangents):
             (operands, given), (cotangent, of_operands) = residuals, cotangents
-            records = jax.tree.map(lambda x: jax.lax.all_gather(x, EXAMPLES), (operands, cotangent))
+            captured = jax.tree.map(lambda x: jax.lax.all_gather(x, EXAMPLES), (operands, cotangent))
             # Norm and sum must read the same numbers.
-            found = self.compute(jax.lax.optimization_barrier(records), given)
+            found = self.compute(jax.lax.optimization_barrier(captured), given)
             return cotangent, tuple(of_operands), (found, None)
 
         hook.defvjp(forward, backward)
@@ -134,14 +136,13 @@ def hooked(plan: GhostPlan, scales: dict[int, jax.Array], backward_passes: int) 
     """The equations in bodies whose parameters are all used once, in slices by all scans around, and not scaled: those
     that need one pass, and those that need two.
 
-    One pass is enough if per-example gradients are kept that are much smaller than the records, such as those of
-    low-rank adapters. If it is all there is, these are taken on several devices, where memory counts most.
+    One pass is enough if per-example gradients are kept that are much smaller than inputs and cotangents, such as
+    those of low-rank adapters. If it is all there is, these are taken on several devices, where memory counts most.
     """
     found: Hooked = {}
-    for leaf in plan.followed:
-        for number, choice in enumerate(plan.choices[leaf]):
-            for site in choice.uses.sites:
-                found.setdefault(site.use.equation, {})[leaf, number] = choice
+    for part, choice in plan.parts.items():
+        for site in choice.uses.sites:
+            found.setdefault(site.use.equation, {})[part] = choice
     outside = set(plan.program.block.equations)
 
     def fits(part: Part, choice: Choice) -> bool:
@@ -162,37 +163,37 @@ def hooked(plan: GhostPlan, scales: dict[int, jax.Array], backward_passes: int) 
 
 
 def norm_hooks(plan: GhostPlan, equations: Hooked, size: int, *, keep: bool) -> dict[int, Hook]:
-    """Taps that find, for each part, the gradients of `size` examples, or None, and their norms, float32 (B,).
+    """Hooks that find, for each part, the gradients of `size` examples, or None, and their norms, float32 (B,).
 
     keep: whether gradients are kept, as by `parts.norm`
     """
 
-    def hook(equation: int, choices: dict[Part, Choice]) -> Hook:
-        def compute(records, given):
-            found = {part: parts.norm(_of_slice(choice), None, [records]) for part, choice in choices.items()}
-            return {part: (kept if keep else None, norms) for part, (kept, norms) in found.items()}
+    def compute(choices, captured, given):
+        found = {part: parts.norm(_of_slice(choice), None, [captured]) for part, choice in choices.items()}
+        return {part: (kept if keep else None, norms) for part, (kept, norms) in found.items()}
 
-        return _hook(plan, equation, compute, (), size)
-
-    return {equation: hook(equation, choices) for equation, choices in equations.items()}
+    return {
+        equation: _hook(plan, equation, functools.partial(compute, choices), (), size)
+        for equation, choices in equations.items()
+    }
 
 
 def capture_hooks(plan: GhostPlan, hooks: dict[int, Hook], size: int) -> dict[int, Hook]:
-    """Taps that find the records of `size` examples, at the equations in checkpoints that have none of `hooks`.
+    """Hooks that capture inputs and cotangents of `size` examples, at the equations in checkpoints without `hooks`.
 
-    A value that several equations read is recorded by the first of them.
+    A value that several equations read is captured by the first of them.
     """
     equations = _in_checkpoints(plan) - set(hooks)
-    recorded = _recorded(plan, equations)
-    first = {value: place for place, value in reversed(recorded.items())}
-    again = {value for (equation, _), value in recorded.items() if first[value][0] != equation}
+    places_of = _places(plan, equations)
+    first = {value: place for place, value in reversed(places_of.items())}
+    again = {value for (equation, _), value in places_of.items() if first[value][0] != equation}
 
     def hook(equation: int) -> Hook:
-        def compute(records, given):
-            operands, cotangent = records
+        def compute(captured, given):
+            operands, cotangent = captured
             places = first.values()
             own = tuple(x if (equation, i) in places else None for i, x in enumerate(operands))
-            return {(RECORDS, equation): (own, cotangent)}
+            return {(CAPTURED, equation): (own, cotangent)}
 
         shared = frozenset(first[value][1] for value in again if first[value][0] == equation)
         return _hook(plan, equation, compute, (), size)._replace(shared=shared)
@@ -200,10 +201,10 @@ def capture_hooks(plan: GhostPlan, hooks: dict[int, Hook], size: int) -> dict[in
     return {equation: hook(equation) for equation in equations}
 
 
-def with_captured(plan: GhostPlan, records: Captured, found: dict[Part, Any]) -> Captured:
-    """`records`, and those that `capture_hooks` found, which `found` loses."""
-    by_equation = {part[1]: found.pop(part) for part in list(found) if part[0] == RECORDS}
-    places = _recorded(plan, set(by_equation))
+def with_captured(plan: GhostPlan, captured: Captured, found: dict[Part, Any]) -> Captured:
+    """`captured`, and those that `capture_hooks` found, which `found` loses."""
+    by_equation = {part[1]: found.pop(part) for part in list(found) if part[0] == CAPTURED}
+    places = _places(plan, set(by_equation))
     values: dict[Any, jax.Array] = {}
     for (equation, i), value in places.items():
         values.setdefault(value, by_equation[equation][0][i])
@@ -212,11 +213,11 @@ def with_captured(plan: GhostPlan, records: Captured, found: dict[Part, Any]) ->
         for equation, (own, _) in by_equation.items()
     }
     cotangents = {equation: cotangent for equation, (_, cotangent) in by_equation.items()}
-    return records._replace(inputs=records.inputs | inputs, cotangents=records.cotangents | cotangents)
+    return captured._replace(inputs=captured.inputs | inputs, cotangents=captured.cotangents | cotangents)
 
 
 def _in_checkpoints(plan: GhostPlan) -> set[int]:
-    """The equations with records in bodies that a backward pass computes again, all of whose records are real."""
+    """The equations of sites in bodies that a backward pass computes again, if all that they capture is real."""
     equations = plan.program.equations
     bodies = [(number, one.body) for number, one in enumerate(equations) if one.body and one.name in REMAT]
     inside = {number for first, body in bodies for number in range(first + 1, body.stop)}
@@ -226,12 +227,11 @@ def _in_checkpoints(plan: GhostPlan) -> set[int]:
         wanted = [v.aval for i, v in enumerate(jaxpr.invars) if i not in plan.unread[equation]]
         return all(jnp.issubdtype(aval.dtype, jnp.floating) for aval in wanted)
 
-    sites = [site for leaf in plan.followed for choice in plan.choices[leaf] for site in choice.uses.sites]
-    return {site.use.equation for site in sites if site.use.equation in inside and real(site.use.equation)}
+    return {site.use.equation for site in plan.sites if site.use.equation in inside and real(site.use.equation)}
 
 
-def _recorded(plan: GhostPlan, equations: set[int]) -> dict[tuple[int, int], Any]:
-    """What is recorded at each equation and operand, in order: the number of the value, or the place of a constant."""
+def _places(plan: GhostPlan, equations: set[int]) -> dict[tuple[int, int], Any]:
+    """What is captured at each equation and operand, in order: the number of the value, or the place of a constant."""
     return {
         (equation, i): value if isinstance(value, int) else (equation, i)
         for equation in sorted(equations)
@@ -247,7 +247,7 @@ def sum_hooks(
     norms: dict[Part, jax.Array],
     factors: dict[int, list[jax.Array]],
 ) -> dict[int, Hook]:
-    """Taps that find, for each part, its sum of contributions for each factor.
+    """Hooks that find, for each part, its sum of contributions for each factor.
 
     norms: by part, those that `norm_hooks` found. factors: by leaf, float32 (B,) for each factor.
     """
@@ -259,8 +259,8 @@ def sum_hooks(
             for part, choice in choices.items()
         }
 
-        def compute(records, given):
-            return {part: _sums(choice, shapes[part], [records], *given[part]) for part, choice in choices.items()}
+        def compute(captured, given):
+            return {part: _sums(choice, shapes[part], [captured], *given[part]) for part, choice in choices.items()}
 
         def repeated(x):
             return jnp.broadcast_to(x, (*counts, *x.shape))
@@ -272,13 +272,13 @@ def sum_hooks(
     return {equation: hook(equation, choices) for equation, choices in equations.items()}
 
 
-def _sums(choice: Choice, shape: tuple[int, ...], records: Any, norms: jax.Array, factors: list) -> list[FloatPair]:
+def _sums(choice: Choice, shape: tuple[int, ...], captured: Any, norms: jax.Array, factors: list) -> list[FloatPair]:
     """The sums of a part's contributions, none of which is longer than its factor times its norm, float32 (B,)."""
     choice = _of_slice(choice)
-    kept, found = parts.norm(choice, None, records)
+    kept, found = parts.norm(choice, None, captured)
     shorter = jnp.where(found > norms, norms / found * SLACK, 1)
     shorter = jnp.where(in_range(found), shorter, 0)
-    return [parts.weighted_sum(choice, shape, None, records if kept is None else kept, f * shorter) for f in factors]
+    return [parts.weighted_sum(choice, shape, None, captured if kept is None else kept, f * shorter) for f in factors]
 
 
 def _of_slice(choice: Choice) -> Choice:

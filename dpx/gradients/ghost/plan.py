@@ -60,6 +60,15 @@ class GhostPlan(NamedTuple):
     structure: Any
 
     @property
+    def parts(self) -> dict[tuple[int, int], Choice]:
+        """By the numbers of a parameter leaf and of its part."""
+        return {(leaf, number): choice for leaf, each in enumerate(self.choices) for number, choice in enumerate(each)}
+
+    @property
+    def sites(self) -> list[rules.Site]:
+        return [site for choice in self.parts.values() for site in choice.uses.sites]
+
+    @property
     def followed(self) -> list[int]:
         """The leaves whose norms are computed from inputs and cotangents."""
         return [leaf for leaf, choices in enumerate(self.choices) if any(choice.uses.sites for choice in choices)]
@@ -76,9 +85,8 @@ class GhostPlan(NamedTuple):
         No site reads its parameter. If both operands are parameters, each is the other's data.
         """
         followed: dict[int, set[int]] = {}
-        for leaf in self.followed:
-            for site in [site for choice in self.choices[leaf] for site in choice.uses.sites]:
-                followed.setdefault(site.use.equation, set()).add(site.use.operand)
+        for site in self.sites:
+            followed.setdefault(site.use.equation, set()).add(site.use.operand)
         return {equation: operands if len(operands) == 1 else set() for equation, operands in followed.items()}
 
     def keeps_gradients(self, leaf: int) -> bool:
