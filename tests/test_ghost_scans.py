@@ -676,7 +676,7 @@ def test_layers_that_a_loop_indexes_share_their_kernels(devices):
         found = [equation for equation in equations(jaxpr) if equation.primitive.name == primitive]
         return sum(equation.invars[0].aval.shape == (8, 4, 4) for equation in found)
 
-    with traced_for(devices):
+    with traced_for(devices=devices):
         traced = jax.make_jaxpr(private)(params, batch).jaxpr
     by_values, by_constants = (slices_of(primitive, traced) for primitive in ("dynamic_slice", "slice"))
     assert (by_values, by_constants > 1) == ((8, False) if devices == 1 else (0, True))
