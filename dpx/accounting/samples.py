@@ -92,7 +92,7 @@ from dpx.accounting import renyi
 from dpx.accounting.checks import Relation
 from dpx.accounting.loss import Loss, deviations
 from dpx.accounting.pld.buckets import round_to_few
-from dpx.accounting.pld.losses import GaussianStep, Losses, Pmf, SampledGaussian, StepLoss, dominating_pmf
+from dpx.accounting.pld.losses import GaussianStep, Losses, Pmf, SampledGaussian, StepLoss, dominating_pmf, mixture
 
 _ROUNDING = 1e-9  # relative, of the probabilities of binomials: they are rounded up by it
 
@@ -189,18 +189,8 @@ class TruncatedGaussian(GaussianStep):
     def pmfs(self, grid: float, *, tail: float, largest: float) -> tuple[Pmf, ...]:
         sampled, full = self.cases
         (exchanged,) = full.pmfs(grid, tail=min(0.01, tail / self.full), largest=largest)
-        return tuple(_mixed(pmf, exchanged, self.full) for pmf in sampled.pmfs(grid, tail=tail, largest=largest))
-
-
-def _mixed(one: Pmf, other: Pmf, share: float) -> Pmf:
-    """The pmf of a loss that is that of `other` with the probability `share`."""
-    first = min(one.first, other.first)
-    last = max(pmf.first + len(pmf.probabilities) for pmf in (one, other))
-    probabilities = np.zeros(last - first)
-    for pmf, weight in ((one, 1 - share), (other, share)):
-        start = pmf.first - first
-        probabilities[start : start + len(pmf.probabilities)] += weight * pmf.probabilities
-    return Pmf(first, probabilities, (1 - share) * one.infinity + share * other.infinity)
+        each, shares = sampled.pmfs(grid, tail=tail, largest=largest), (1 - self.full, self.full)
+        return tuple(mixture((pmf, exchanged), shares) for pmf in each)
 
 
 def round_to_few_truncated(losses: Losses, buckets: int) -> Losses:

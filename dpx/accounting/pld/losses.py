@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -19,6 +19,17 @@ class Pmf(NamedTuple):
     first: int
     probabilities: np.ndarray
     infinity: float
+
+
+def mixture(pmfs: Sequence[Pmf], shares: Sequence[float], infinity: float = 0.0) -> Pmf:
+    """The mixture of pmfs of one grid, with `infinity` added to the probability of an infinite loss."""
+    first = min(pmf.first for pmf in pmfs)
+    total = np.zeros(max(pmf.first + len(pmf.probabilities) for pmf in pmfs) - first)
+    for pmf, share in zip(pmfs, shares, strict=True):
+        start = pmf.first - first
+        total[start : start + len(pmf.probabilities)] += share * pmf.probabilities
+        infinity += share * pmf.infinity
+    return Pmf(first, total, infinity)
 
 
 class StepLoss:

@@ -26,7 +26,7 @@ from dpx.accounting.checks import Relation
 from dpx.accounting.ledger import from_event
 from dpx.accounting.loss import Loss, deviations
 from dpx.accounting.pld.buckets import bucketed
-from dpx.accounting.pld.losses import Pmf, SampledGaussian, StepLoss
+from dpx.accounting.pld.losses import Pmf, SampledGaussian, StepLoss, mixture
 from dpx.sampling.events import composition
 
 # Bills are upper bounds for any of these numbers: noise is rounded down, stretches are rounded up, tails are billed.
@@ -142,7 +142,7 @@ class ProjectedGaussian(StepLoss):
             SampledGaussian(self.noise_multiplier / stretch, self.rate).pmfs(grid, tail=tail / 2, largest=largest)
             for stretch in stretches.tolist()
         ]
-        return tuple(_mixture(pmfs, shares, beyond) for pmfs in zip(*by_stretch, strict=True))
+        return tuple(mixture(pmfs, shares.tolist(), beyond) for pmfs in zip(*by_stretch, strict=True))
 
     def _stretches(self, tail: float) -> tuple[np.ndarray, np.ndarray, float]:
         """Increasing stretches S, each the upper end of a bin, their probabilities, and that of all larger stretches.
@@ -167,14 +167,3 @@ class ProjectedGaussian(StepLoss):
     def _log_chernoff(self, stretches):
         """ln of a bound on P(S > stretch) for stretches of at least 1, which holds for every split among the blocks."""
         return -self.rank / 2 * (stretches**2 - 1 - 2 * np.log(stretches))
-
-
-def _mixture(pmfs: tuple[Pmf, ...], shares: np.ndarray, infinity: float) -> Pmf:
-    """The mixture of pmfs of one grid, with `infinity` added to the probability of an infinite loss."""
-    first = min(pmf.first for pmf in pmfs)
-    total = np.zeros(max(pmf.first + len(pmf.probabilities) for pmf in pmfs) - first)
-    for pmf, share in zip(pmfs, shares.tolist(), strict=True):
-        start = pmf.first - first
-        total[start : start + len(pmf.probabilities)] += share * pmf.probabilities
-        infinity += share * pmf.infinity
-    return Pmf(first, total, infinity)
