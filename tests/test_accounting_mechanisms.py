@@ -29,8 +29,14 @@ from tests.devices import printed_by
 Gaussian = dp_accounting.GaussianDpEvent
 
 
+class Stated:
+    """A sampling that states its event, and draws nothing."""
+
+    weighted = False
+
+
 @dataclass(frozen=True)
-class Poisson:
+class Poisson(Stated):
     rate: float = 0.01
     relation: ClassVar[str] = "zero_out"
 
@@ -46,7 +52,7 @@ class Known(Poisson):
 
 
 @dataclass(frozen=True)
-class Shuffled:
+class Shuffled(Stated):
     relation: ClassVar[str] = "zero_out"
 
     def event(self, sigma):
@@ -54,7 +60,7 @@ class Shuffled:
 
 
 @dataclass(frozen=True)
-class Fixed:
+class Fixed(Stated):
     examples: int = 1000
     batch: int = 10
     relation: ClassVar[str] = "replace_one"

@@ -14,7 +14,6 @@ from dpx.accounting.loss import Loss
 from dpx.accounting.loss import event_of as event_of_loss
 from dpx.keys.noise import LARGEST_RELEASE
 from dpx.sampling.poisson import PoissonSampling
-from dpx.sampling.schemes import FullBatch
 from dpx.states.reading import release_state, steps_billed
 from dpx.trees import described
 from dpx.validation import require_whole
@@ -157,7 +156,7 @@ def _relation_of(event: dp_accounting.DpEvent, sampling: Any, relation: Relation
         return stated
     if stated == "replace_one":
         raise ValueError(f'relation {relation!r} does not fit {sampling}, whose event is true for "replace_one" only')
-    if getattr(sampling, "weights", None) is not None:
+    if sampling.weighted:
         words = 'the weight of another example would change all rates; its event is true for "zero_out" only'
         raise ValueError(f"relation {relation!r} does not fit {sampling}: {words}")
     ledger = from_event(event)
@@ -193,8 +192,7 @@ def of_records(
     """
     if records == 1:
         return event
-    independent = isinstance(sampling, PoissonSampling) and not sampling.truncates
-    if not independent and not isinstance(sampling, FullBatch):
+    if not sampling.own_coins:
         words = "the bill of several is known for PoissonSampling without most_rows and for FullBatch"
         raise ValueError(f"records must be 1, because {words}; got {records} with {sampling}")
     require_nulled(records, relation)

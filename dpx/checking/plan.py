@@ -35,7 +35,7 @@ def rows_that_count(batch: Batch, sampling: Any) -> tuple[np.ndarray, Finding]:
         included = np.asarray(inclusion(size, batch.included, sampling))
     except ValueError as error:
         return np.ones(size, bool), Finding("batch", "error", str(error), {"rows": size})
-    count, expected, most = int(included.sum()), float(sampling.divisor), getattr(sampling, "most_rows", math.inf)
+    count, expected, most = int(included.sum()), float(sampling.divisor), sampling.most_rows
     numbers = {"rows": size, "included": count, "expected": expected}
     words = f"{count} of {size} rows count, and {expected:g} are expected of {sampling}"
     deviation = math.sqrt(expected * max(0.0, 1 - expected / sampling.examples))
@@ -45,7 +45,7 @@ def rows_that_count(batch: Batch, sampling: Any) -> tuple[np.ndarray, Finding]:
     if batch.drawn is not None and int(batch.drawn.rows) != count:
         words = f"{count} rows count, and `take` drew {int(batch.drawn.rows)}: no epsilon would cover the run"
         return included, Finding("batch", "error", words, numbers)
-    by_chance = most == math.inf or getattr(sampling, "truncates", False)
+    by_chance = most == math.inf or sampling.truncates
     if (by_chance and abs(count - expected) > FAR * deviation + 1) or (not by_chance and count < expected):
         return included, Finding("batch", "warning", words, numbers)
     return included, Finding("batch", "ok", words, numbers)
@@ -103,7 +103,7 @@ def privacy(optimizer: Mechanism, steps: int | None, delta: float | None) -> Fin
 
 def truncation(optimizer: Mechanism, steps: int | None, delta: float | None) -> list[Finding]:
     """What it costs that the sampling cuts batches (`most_rows`); nothing for other samplings."""
-    if steps is None or delta is None or not getattr(optimizer.sampling, "truncates", False):
+    if steps is None or delta is None or not optimizer.sampling.truncates:
         return []
     event, relation = optimizer.event(steps), require_relation(optimizer.sampling.relation)
     options: Any = {"relation": relation, "numbers": numbers_of(optimizer, steps)}

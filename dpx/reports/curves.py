@@ -111,7 +111,7 @@ def epsilon_over_steps(
 
 def _billed_at_once(sampling: Any) -> int:
     """How many steps cost as much as the first of them: an epoch, a turn of cyclic groups, or 1."""
-    steps = int(getattr(sampling, "bands", getattr(sampling, "steps_per_epoch", 1)))
+    steps = max(sampling.groups, sampling.epoch)
     return steps if steps > 1 and sampling.event(np.ones(1)) == sampling.event(np.ones(steps)) else 1
 
 

@@ -117,7 +117,7 @@ class SamplingPlan:
         else:
             words += f"the run has {1 - best.run_noise / first.run_noise:.1%} less noise than with {_name(first)}."
         found = [words]
-        cut = [run for run in self.runs if getattr(run.sampling, "truncates", False)]
+        cut = [run for run in self.runs if run.sampling.truncates]
         if cut:
             more = cut[-1].noise_multiplier / first.noise_multiplier - 1
             words = f"Batches of one shape, {cut[-1].rows} rows: {_name(cut[-1])}, for {max(more, 0):.1%} more noise."
@@ -136,7 +136,7 @@ def _up(noise: float) -> float:
 def _name(run: PlannedSampling) -> str:
     """The record and what tells it from others of its class."""
     words = type(run.sampling).__name__
-    if getattr(run.sampling, "truncates", False):
+    if run.sampling.truncates:
         return f"{words}(most_rows={run.sampling.most_rows})"
     if isinstance(run.sampling, RandomAllocation):
         return f"{words}(steps_per_epoch={run.sampling.steps_per_epoch})"
@@ -146,7 +146,7 @@ def _name(run: PlannedSampling) -> str:
 
 
 def _line(run: PlannedSampling) -> str:
-    words = "" if getattr(run.sampling, "truncates", False) else WORDS[type(run.sampling)]
+    words = "" if run.sampling.truncates else WORDS[type(run.sampling)]
     numbers = f"{_up(run.noise_multiplier):16.4f} {upper(run.epsilon, 4):>17} {run.rows:6}"
     return f"{_name(run):36} {numbers}  {words}".rstrip()
 

@@ -56,6 +56,10 @@ class RandomAllocation(VaryingSize):
         object.__setattr__(self, "steps_per_epoch", steps)
 
     @property
+    def epoch(self) -> int:
+        return self.steps_per_epoch
+
+    @property
     def divisor(self) -> float:
         return self.examples / self.steps_per_epoch
 

@@ -75,6 +75,41 @@ class Sampling(abc.ABC):
     def usual_rows(self) -> int:
         return math.ceil(self.divisor)
 
+    @property
+    def plain(self) -> bool:
+        """Whether coins of one rate, or no coins, decide alone."""
+        return True
+
+    @property
+    def weighted(self) -> bool:
+        """Whether the examples have public weights."""
+        return False
+
+    @property
+    def truncates(self) -> bool:
+        """Whether a batch is cut where chance draws more than `most_rows`."""
+        return False
+
+    @property
+    def own_coins(self) -> bool:
+        """Whether each example has coins of its own, or takes part always, as the cost of several records needs."""
+        return False
+
+    @property
+    def groups(self) -> int:
+        """How many groups of examples take turns."""
+        return 1
+
+    @property
+    def epoch(self) -> int:
+        """Of how many steps each holds every example exactly once; 0 where chance decides how often it takes part."""
+        return 0
+
+    @property
+    def known_epoch(self) -> int:
+        """The same if nothing hides the step of an example, so that an epoch costs one release; 0 otherwise."""
+        return 0
+
     @functools.cached_property  # not a property, because that of `RandomAllocation` is a field
     def steps_per_epoch(self) -> float:
         return self.examples / self.divisor

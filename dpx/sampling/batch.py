@@ -1,6 +1,5 @@
 """A batch of examples that says which of its rows count, so that padding cannot be forgotten."""
 
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -53,11 +52,11 @@ def inclusion(size: int, included: Any, sampling: Any) -> jax.Array:
     Raises ValueError for another shape or dtype, for MISSING if the sampling's batches may hold padding, and for all
     rows if the sampling draws no batch of `size` rows.
     """
-    if included is MISSING and getattr(sampling, "pads", True):
+    if included is MISSING and sampling.pads:
         raise ValueError(f"included must be given, bool (B,): batches of {sampling} hold padding")
     if included is None or included is MISSING:
-        expected, padded = sampling.divisor, getattr(sampling, "pads", True)
-        if size != expected and (not padded or size > getattr(sampling, "most_rows", math.inf)):
+        expected, padded = sampling.divisor, sampling.pads
+        if size != expected and (not padded or size > sampling.most_rows):
             raise ValueError(f"a batch of {sampling} has {expected} rows, got {size}; say which are included")
         return jnp.ones(size, bool)
     included = jnp.asarray(included)

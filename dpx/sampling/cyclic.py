@@ -60,6 +60,10 @@ class CyclicPoissonSampling(VaryingSize):
         return min(1.0, self.bands * self.batch_size / self.examples)
 
     @property
+    def groups(self) -> int:
+        return self.bands
+
+    @property
     def divisor(self) -> float:
         return self.batch_size
 

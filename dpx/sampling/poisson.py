@@ -135,6 +135,14 @@ class PoissonSampling(VaryingSize):
         """Whether the coins, of one rate, decide alone."""
         return self.weights is None and not self.truncates
 
+    @property
+    def weighted(self) -> bool:
+        return self.weights is not None
+
+    @property
+    def own_coins(self) -> bool:
+        return not self.truncates
+
     @functools.cached_property
     def _heads(self) -> weighted.Heads:
         return weighted.heads_of(self.rates)

@@ -87,6 +87,14 @@ class _Epochs(Sampling):
         return math.ceil(self.examples / self.batch_size)
 
     @property
+    def epoch(self) -> int:
+        return self.steps_per_epoch
+
+    @property
+    def known_epoch(self) -> int:
+        return self.steps_per_epoch
+
+    @property
     def pads(self) -> bool:
         return self.examples % self.batch_size != 0
 
@@ -161,6 +169,18 @@ class FullBatch(Sampling):
     @property
     def divisor(self) -> float:
         return self.examples
+
+    @property
+    def own_coins(self) -> bool:
+        return True
+
+    @property
+    def epoch(self) -> int:
+        return 1
+
+    @property
+    def known_epoch(self) -> int:
+        return 1
 
     def draw(self, key: jax.Array, step: int, *, size: int | None = None) -> Draw:
         require_step(key, step)

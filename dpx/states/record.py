@@ -1,6 +1,5 @@
 """The record of the releases that a state has made: what it counts, and what it checks before each release."""
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -198,7 +197,7 @@ def checked(state: Tree, mechanism: Any, rows: jax.Array, drawn: Drawn | None, *
     each once and in order, under this state.
     """
     sampling, own, noise_key = mechanism.sampling, mechanism.fingerprints, mechanism.noise_key
-    most = int(min(getattr(sampling, "most_rows", math.inf), 2**31 - 1))
+    most = int(min(sampling.most_rows, 2**31 - 1))
 
     def check(node):
         # `jnp.any` would take longer to compile.
@@ -213,7 +212,7 @@ def checked(state: Tree, mechanism: Any, rows: jax.Array, drawn: Drawn | None, *
         if drawn is not None:
             of_batch = Drawn(*(jnp.asarray(number).astype(jnp.uint32) for number in drawn))
             several = _differs(node.batch_key, of_batch.key)
-            if getattr(sampling, "one_key", False):
+            if sampling.one_key:
                 wrong["batch key"] = several
             wrong |= {
                 "rows": (rows.astype(jnp.uint32) != of_batch.rows) | (of_batch.first_row != 0),

@@ -41,6 +41,7 @@ from dpx.accounting.bill import epsilon as bill_of
 from dpx.audit.attacks.scores import LowerBound, lower_bound_from_scores
 from dpx.audit.stand_ins import without_grid
 from dpx.sampling.allocation import RandomAllocation
+from dpx.sampling.base import Sampling
 from dpx.sampling.cyclic import CyclicPoissonSampling
 from dpx.sampling.draws import coins
 from dpx.sampling.poisson import PoissonSampling
@@ -467,9 +468,10 @@ def canary_scores(
     truth = billed if sampling_truth is None else sampling_truth
     canary, instead = _gradients(canary, instead, params, truth if billed is None else billed)
     attack = Attack(make, params, steps, canary, instead, others, takes_part(truth), observe)
-    once_an_epoch = isinstance(truth, ShuffledEpochs | RandomAllocation)
-    groups = truth.bands if isinstance(truth, CyclicPoissonSampling) else 1
-    return _scores(attack, key, runs, truth.steps_per_epoch if once_an_epoch else 0, groups)
+    period, groups = 0, 1
+    if isinstance(truth, Sampling) and truth.one_key:  # its key draws in which step of an epoch the canary takes part
+        period, groups = truth.epoch, truth.groups
+    return _scores(attack, key, runs, period, groups)
 
 
 def _scores(attack: Attack, key: jax.Array, runs: int, period: int, groups: int) -> tuple[np.ndarray, np.ndarray]:

@@ -235,7 +235,7 @@ def sampling(trial: Trial) -> str:
     (event,) = releases
     _require_relation(event, record)
     if isinstance(event, dp_accounting.PoissonSampledDpEvent):
-        rate, bands = float(event.sampling_probability), getattr(record, "bands", 1)
+        rate, bands = float(event.sampling_probability), record.groups
         if bands > 1:
             count = _require_cyclic(lambda step: record.draw(key, step), record.examples, bands, rate)
             return f"{count} batches are drawn as the event says: each example in the steps of one of {bands} groups"

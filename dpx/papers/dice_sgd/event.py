@@ -92,7 +92,7 @@ def _rounding(event: ErrorFeedbackDpEvent) -> str:
 def bounds(event: ErrorFeedbackDpEvent, accountant: Accountant, relation: Relation) -> dict[str, Profile]:
     """The bounds that hold for the sampling and the relation, by name. Raises ValueError if there is none."""
     sampling, stated = event.sampling, event.sampling.relation
-    if isinstance(sampling, PoissonSampling) and not sampling.plain:
+    if not sampling.plain:
         words = "its bounds are proved for coins of one rate"
         raise ValueError(f"error feedback is not billed for Poisson sampling with most_rows or weights: {words}")
     moves_rows = relation == "add_or_remove" and not isinstance(sampling, PoissonSampling)
@@ -101,8 +101,7 @@ def bounds(event: ErrorFeedbackDpEvent, accountant: Accountant, relation: Relati
     noise = event.noise_multiplier / (2 if relation == "replace_one" else 1)
     reset_every = min(event.steps, event.reset_every or event.steps)
     run: dict[str, Any] = dict(steps=event.steps, reset_every=reset_every, error_shift=event.error_shift)
-    if isinstance(sampling, FullBatch | ShuffledEpochs):
-        epoch = sampling.steps_per_epoch if isinstance(sampling, ShuffledEpochs) else 1
+    if epoch := sampling.known_epoch:
         energy = feedback_energy.energy_of_epochs(steps_per_epoch=epoch, feedback_shift=event.feedback_shift, **run)
         mu = math.sqrt(energy) / noise
         if accountant == "rdp":

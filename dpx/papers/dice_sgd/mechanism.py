@@ -97,7 +97,7 @@ def dice_sgd(
     """
     if not isinstance(sampling, SAMPLINGS):
         raise ValueError(f"sampling must be one of {[s.__name__ for s in SAMPLINGS]}, got {described(sampling)}")
-    if not getattr(sampling, "plain", True):
+    if not sampling.plain:
         words = "because error feedback has no bill for them"
         raise ValueError(f"sampling must have no most_rows and no weights, {words}; got {sampling}")
     noise_key = keys.stream(keys.secret(key), "noise")
