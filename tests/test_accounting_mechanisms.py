@@ -32,7 +32,7 @@ Gaussian = dp_accounting.GaussianDpEvent
 class Stated:
     """A sampling that states its event, and draws nothing."""
 
-    weighted = False
+    weighted, truncates, own_coins, groups, epoch = False, False, False, 1, 0
 
 
 @dataclass(frozen=True)

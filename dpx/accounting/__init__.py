@@ -43,10 +43,9 @@ from dpx.accounting.bill import delta, epsilon
 from dpx.accounting.budget import Budget, accepts_budget
 from dpx.accounting.calibration import CalibratedSchedule, calibrate, calibrate_schedule, max_steps
 from dpx.accounting.compose import Composition, compose_runs
-from dpx.accounting.dp_sgd import dp_sgd_epsilon
 from dpx.accounting.events import event_delta, event_epsilon
 from dpx.accounting.loss import Loss
-from dpx.accounting.schedule import Interval, schedule_delta, schedule_epsilon
+from dpx.accounting.schedule import Interval, dp_sgd_epsilon, schedule_delta, schedule_epsilon
 from dpx.states.reading import steps_taken
 
 __all__ = [

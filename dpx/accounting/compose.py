@@ -2,7 +2,7 @@
 
 import itertools
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,13 +16,27 @@ from dpx.accounting.bill import batches_of, billed_steps, event_of, numbers_of, 
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.events import billed
 from dpx.accounting.profiles import Profile
-from dpx.accounting.sharing import Largest, ways_to_share
-from dpx.identity import identity_of
+from dpx.identity import fingerprint, identity_of
 from dpx.keys.noise import LARGEST_RELEASE
 from dpx.scalars import over
 from dpx.states.record import SEVERAL_KEYS
 from dpx.trees import described
 from dpx.validation import require_bool, require_whole
+
+MOST_RUNS = 4  # which can share their batches in 14 ways
+
+
+@dataclass(frozen=True)
+class Largest:
+    """The profile of runs that have one of these profiles, and it is not known which."""
+
+    profiles: tuple[Profile, ...]
+
+    def epsilon(self, delta: float) -> float:
+        return max(profile.epsilon(delta) for profile in self.profiles)
+
+    def delta(self, epsilon: float) -> float:
+        return max(profile.delta(epsilon) for profile in self.profiles)
 
 
 @dataclass(frozen=True)
@@ -247,3 +261,38 @@ def same_key(first: jax.Array, second: jax.Array) -> bool:
     """Whether two PRNG keys, (), are one."""
     first_words, second_words = (np.asarray(keys.words(keys.require(key))) for key in (first, second))
     return np.array_equal(first_words, second_words)
+
+
+def ways_to_share(
+    apart: Sequence[dp_accounting.DpEvent], of_group: Callable[[list[int]], dp_accounting.DpEvent]
+) -> list[dp_accounting.DpEvent]:
+    """The event of every way in which at least two of the runs share their batches, because none bounds all others.
+
+    apart: the event of each run with batches of its own. of_group: that of some runs, by their numbers, on the same
+    batches. Raises ValueError for too many runs, and for those whose bill on shared batches is not known.
+    """
+    if len(apart) > MOST_RUNS:
+        words = f"for more than {MOST_RUNS} runs whose states do not show the keys of their batches"
+        raise ValueError(f"shared_batches must be True or False {words}, got None")
+    found: list[dp_accounting.DpEvent] = []
+    for groups in _partitions(range(len(apart))):
+        try:
+            parts = [apart[group[0]] if len(group) == 1 else of_group(group) for group in groups]
+        except ValueError as error:
+            words = "shared_batches must be False if every run drew its batches with a key of its own, as dpx.fit does"
+            raise ValueError(f"{words}; otherwise these runs have no bill: {error}") from error
+        event = dp_accounting.ComposedDpEvent(sorted(parts, key=fingerprint))
+        if len(groups) < len(apart) and event not in found:
+            found.append(event)
+    return found
+
+
+def _partitions(items: Sequence[int]) -> Iterator[list[list[int]]]:
+    """Every way to put the items into groups."""
+    if not items:
+        yield []
+        return
+    for groups in _partitions(items[1:]):
+        yield [[items[0]], *groups]
+        for place, group in enumerate(groups):
+            yield [*groups[:place], [items[0], *group], *groups[place + 1 :]]

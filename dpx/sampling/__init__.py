@@ -3,21 +3,21 @@
 A batch comes about in this order: schemes.py (which examples, and the event), base.py (`take`, `batches`,
 `draw_ahead`, which read the step from the optimizer state), draws.py (coins and permutations on the host), rows.py (the
 user's data as rows), loading.py (batches loaded ahead), batch.py (`Batch`). users.py makes a user the unit, and
-owners.py chooses records of several owners.
+chooses records of several owners.
 
 To add one: a frozen dataclass in schemes.py with the fields of `Sampling`, and a line in `dpx/catalog.py`.
 `PoissonSampling`, `CyclicPoissonSampling` and `RandomAllocation` have files of their own; they are `VaryingSize`,
-because chance decides the size of their batches. Events that dp-accounting has not are in events.py.
+because chance decides the size of their batches. events.py has the event that dp-accounting lacks.
 """
 
 from dpx.sampling.allocation import RandomAllocation as RandomAllocation
 from dpx.sampling.base import Sampling as Sampling
 from dpx.sampling.batch import Batch as Batch
 from dpx.sampling.cyclic import CyclicPoissonSampling as CyclicPoissonSampling
-from dpx.sampling.owners import records_to_keep as records_to_keep
 from dpx.sampling.poisson import PoissonSampling as PoissonSampling
 from dpx.sampling.schemes import FixedOrder as FixedOrder
 from dpx.sampling.schemes import FixedSizeSampling as FixedSizeSampling
 from dpx.sampling.schemes import FullBatch as FullBatch
 from dpx.sampling.schemes import ShuffledEpochs as ShuffledEpochs
 from dpx.sampling.users import UserData as UserData
+from dpx.sampling.users import records_to_keep as records_to_keep

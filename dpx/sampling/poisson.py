@@ -14,7 +14,7 @@ from dp_accounting.dp_event import TruncatedSubsampledGaussianDpEvent
 
 from dpx import keys
 from dpx.identity import by_fields
-from dpx.sampling import weights as weighted
+from dpx.sampling import weights as by_weight
 from dpx.sampling.base import VaryingSize
 from dpx.sampling.draws import (
     Draw,
@@ -144,8 +144,8 @@ class PoissonSampling(VaryingSize):
         return not self.truncates
 
     @functools.cached_property
-    def _heads(self) -> weighted.Heads:
-        return weighted.heads_of(self.rates)
+    def _heads(self) -> by_weight.Heads:
+        return by_weight.heads_of(self.rates)
 
     @property
     def truncates(self) -> bool:
@@ -177,7 +177,7 @@ class PoissonSampling(VaryingSize):
         if self.weights is None:
             drawn = np.flatnonzero(coins(own, self.examples, self.probability))
         else:
-            drawn = np.flatnonzero(weighted.coins(own, self._heads))
+            drawn = np.flatnonzero(by_weight.coins(own, self._heads))
         if len(drawn) > self.most_rows:
             fitting = fitting_rows(len(drawn), usual_rows(self.examples, self.probability))
             drawn = _subset(drawn, int(self.most_rows), keys.fold_in(own, _KEPT), fitting)
