@@ -42,9 +42,9 @@ long: install
 
 # Sums, noise, norms and bits as a user runs them: with XLA's optimizer, and without what makes the tests quick
 # (tests/compiling.py). Much of dpx/sums, dpx/xla and the ghost norms is there because of what the optimizer does.
-OPTIMIZED := $(addprefix tests/test_, sum_rounding rows_apart noise release keys cipher dp_sgd contract gradients augmented \
-	accumulate two_passes ghost ghost_zoo ghost_scans ghost_hostile frozen_base convolutions programs sharded_programs \
-	sampling_paths export)
+OPTIMIZED := $(addprefix tests/test_, sum_rounding rows_apart noise release keys dp_sgd contract gradients augmented \
+	accumulate two_passes ghost ghost_zoo ghost_scans ghost_hostile frozen_base \
+	convolutions sharded_programs sampling_paths export)
 nightly: install
 	DPX_TESTS_AS_A_USER=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile \
 		$(OPTIMIZED:=.py)

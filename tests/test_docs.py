@@ -122,6 +122,14 @@ def test_links_lead_somewhere(page):
             assert anchor in anchors(other.read_text()), target
 
 
+def test_the_files_that_the_makefile_tests_are_there():
+    text = (ROOT / "Makefile").read_text()
+    (some,) = re.findall(r"addprefix tests/test_, ([^)]*)\)", text)
+    names = [f"tests/test_{name}.py" for name in some.replace("\\\n", " ").split()]
+    missing = [name for name in names + re.findall(r"tests/test_\w+\.py", text) if not (ROOT / name).exists()]
+    assert len(names) > 15 and not missing
+
+
 def test_the_site_hides_no_line():
     """A line that begins with a percent sign is a comment for MyST."""
     hidden = [
