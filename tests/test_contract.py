@@ -56,6 +56,10 @@ class TrialForUsers(Trial):
         return jax.jit(jax.vmap(of_one, (0, None)), compiler_options=EMITTERS)
 
 
+def test_the_bound_is_tested_as_xla_compiles_for_a_user():
+    assert TrialForUsers.compiled is not Trial.compiled
+
+
 @functools.cache
 def trial(case: Case) -> Trial:
     """The mechanism of a case on trial, also on the paths that only dpx's own tests know."""

@@ -58,11 +58,15 @@ class Subject:
         self.mechanism = mechanism
         self.params = jax.tree.map(lambda p: jnp.asarray(p, jnp.float32), params)
         self.others = inputs.other_values(self.params, first=2)
-        self.problems = [of_gradients(mechanism, self.params)]
+        self.problems = [of_gradients(mechanism, self.params, self.compiled)]
         if loss is not None:
-            self.problems.append(of_loss(mechanism, self.params, loss, examples))
+            self.problems.append(of_loss(mechanism, self.params, loss, examples, self.compiled))
         self.sums = jax.jit(lambda *rows: sum_contributions(mechanism, *rows)[0])
         self._states: dict[int, Tree] = {}
+
+    def compiled(self, of_one: Callable) -> Callable:
+        """`of_one(row, state)` for the rows on axis 0, compiled."""
+        return jax.jit(jax.vmap(of_one, (0, None)))
 
     def update(self, grads: Tree, state: Tree, included: Any) -> tuple[Tree, Tree]:
         """`Mechanism.update`, compiled."""
@@ -132,13 +136,11 @@ def all_but(*missing: int) -> np.ndarray:
     return np.array([row not in missing for row in range(inputs.ROWS)])
 
 
-def of_each_row(of_one: Callable) -> Callable:
-    """`of_one(row, state)` for the rows on axis 0, compiled."""
-    return jax.jit(jax.vmap(of_one, (0, None)))
+def of_gradients(mechanism: Mechanism, params: Tree, compiled: Callable) -> Problem:
+    """Gradients as the data: `Mechanism.update`, and `private_updates` of a loss that has them as gradients.
 
-
-def of_gradients(mechanism: Mechanism, params: Tree) -> Problem:
-    """Gradients as the data: `Mechanism.update`, and `private_updates` of a loss that has them as gradients."""
+    compiled: of `Subject`.
+    """
 
     def stacked(grads, state, included):
         return mechanism.update(grads, state, params, included=included)
@@ -155,7 +157,7 @@ def of_gradients(mechanism: Mechanism, params: Tree) -> Problem:
         step = private_updates(inputs.product_loss, mechanism, norms="ghost", microbatch_size=4)
         return step(params, Batch(inputs.product_examples(params, grads), included), state)[:2]
 
-    paths, sums = {"update": stacked}, {"update": of_each_row(alone)}
+    paths, sums = {"update": stacked}, {"update": compiled(alone)}
     if mechanism.supports_ghost_norms:
         of_row = sum_gradients(inputs.product_loss, mechanism, microbatch_size=1, norms="ghost", has_aux=False)
 
@@ -163,7 +165,7 @@ def of_gradients(mechanism: Mechanism, params: Tree) -> Problem:
             row = inputs.product_examples(params, jax.tree.map(lambda g: g[None], grad))
             return of_row(params, state, (row,), jnp.ones(1, bool))[0]
 
-        paths["ghost norms"], sums["ghost norms"] = by_ghost_norms, of_each_row(ghost_alone)
+        paths["ghost norms"], sums["ghost norms"] = by_ghost_norms, compiled(ghost_alone)
     else:
         paths["microbatches"] = in_microbatches
     rows, (extreme, _, _) = inputs.gradients(params, 2, 3.0), inputs.hostile(params)
@@ -171,7 +173,7 @@ def of_gradients(mechanism: Mechanism, params: Tree) -> Problem:
     return Problem("gradients", rows, extreme, programs, sums)
 
 
-def of_loss(mechanism: Mechanism, params: Tree, loss: Callable, examples: Tree) -> Problem:
+def of_loss(mechanism: Mechanism, params: Tree, loss: Callable, examples: Tree, compiled: Callable) -> Problem:
     """The examples of a loss: its stacked gradients, and what `private_updates` makes of it."""
 
     def stacked(rows, state, included):
@@ -188,7 +190,7 @@ def of_loss(mechanism: Mechanism, params: Tree, loss: Callable, examples: Tree) 
         def of_one(row, state):
             return of_row(params, state, (jax.tree.map(lambda x: x[None], row),), jnp.ones(1, bool))[0]
 
-        return of_each_row(of_one)
+        return compiled(of_one)
 
     paths = {
         "update": stacked,
