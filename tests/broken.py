@@ -5,6 +5,7 @@ docstring says where the bug was seen.
 """
 
 import copy
+import dataclasses
 import functools
 import itertools
 import random
@@ -110,14 +111,11 @@ def with_own_update(mechanism: dpx.Mechanism, function: Callable) -> dpx.Mechani
     """`mechanism` with another `update`; `private_updates` uses its other fields, as before."""
 
     class Updated(dpx.Mechanism):
-        pass
+        def update(self, grads, state, params=None, *, included=None):
+            return function(mechanism, grads, state, params, included)
 
-    def update(grads, state, params=None, *, included=None):
-        return function(mechanism, grads, state, params, included)
-
-    broken = tuple.__new__(Updated, (mechanism.init, update))
-    broken.__dict__.update(mechanism.__dict__)
-    return broken
+    names = [field.name for field in dataclasses.fields(mechanism) if field.init]
+    return Updated(**{name: getattr(mechanism, name) for name in names})
 
 
 def with_noise(mechanism: dpx.Mechanism, draw: Callable, deviation: Any = DEVIATION) -> dpx.Mechanism:

@@ -8,6 +8,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import core
 
 from dpx.accounting.checks import require_delta
 from dpx.checking import measured, plan, program
@@ -114,7 +115,7 @@ def _require(loss, optimizer, params, batch, steps, delta) -> tuple[Batch, int |
     )
 
 
-def warn_of_loss(optimizer: Mechanism, closed: Any, params: Tree, row: tuple) -> None:
+def warn_of_loss(optimizer: Mechanism, closed: core.ClosedJaxpr, params: Tree, row: tuple) -> None:
     """Warns of what `check_setup` finds in the equations of a loss, which cost nothing when a step is traced.
 
     closed: the jaxpr of the loss. params: arrays. row: the shapes of one example, and of its key.

@@ -18,6 +18,7 @@ from dpx.accounting.words import upper, whose
 from dpx.checking.report import Finding
 from dpx.identity import fingerprint
 from dpx.mechanism import Mechanism
+from dpx.sampling.base import Sampling
 from dpx.sampling.batch import Batch, inclusion
 from dpx.sampling.rows import length_of
 from dpx.sums.total import ETA
@@ -28,7 +29,7 @@ COSTLY = 0.01  # the share of epsilon that cut batches may cost
 WEAK = 10.0  # an epsilon above which little is promised
 
 
-def rows_that_count(batch: Batch, sampling: Any) -> tuple[np.ndarray, Finding]:
+def rows_that_count(batch: Batch, sampling: Sampling) -> tuple[np.ndarray, Finding]:
     """Which rows count, bool (B,), and whether the sampling draws so many."""
     size = batch_size(batch.examples)
     try:
@@ -51,7 +52,7 @@ def rows_that_count(batch: Batch, sampling: Any) -> tuple[np.ndarray, Finding]:
     return included, Finding("batch", "ok", words, numbers)
 
 
-def drawn(batch: Batch, sampling: Any) -> Finding:
+def drawn(batch: Batch, sampling: Sampling) -> Finding:
     if batch.drawn is None:
         words = "the batch is not of `sampling.take`: nothing shows that the right sampling drew it"
         return Finding("drawn", "note", words)
@@ -62,7 +63,7 @@ def drawn(batch: Batch, sampling: Any) -> Finding:
     return Finding("drawn", "ok", "the sampling drew the batch")
 
 
-def data_length(data: Any, sampling: Any) -> Finding:
+def data_length(data: Any, sampling: Sampling) -> Finding:
     rows = length_of(data)
     numbers = {"rows": rows, "examples": sampling.examples}
     if rows != sampling.examples:
@@ -71,7 +72,7 @@ def data_length(data: Any, sampling: Any) -> Finding:
     return Finding("data", "ok", f"the data have the {rows} examples that epsilon is for", numbers)
 
 
-def delta_size(delta: float | None, sampling: Any) -> Finding:
+def delta_size(delta: float | None, sampling: Sampling) -> Finding:
     if delta is None:
         return Finding("delta", "note", "no delta is given, and the mechanism has no budget: epsilon is not known")
     numbers = {"delta": delta, "examples": sampling.examples}

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.core
 import jax.numpy as jnp
+from jax.extend import core
 
 from dpx.checking.report import Finding
 from dpx.gradients.rows import INSTEAD, LARGE_CONSTANTS
@@ -29,7 +30,7 @@ def of_one_example(loss: Callable, *, with_key: bool, has_aux: bool) -> Callable
     return value
 
 
-def trace(loss: Callable, params: Tree, example: Tree) -> Any:
+def trace(loss: Callable, params: Tree, example: Tree) -> core.ClosedJaxpr | Finding:
     """The closed jaxpr of the loss, or the finding that it cannot be traced. Raises ValueError for no real number."""
     try:
         closed, out = jax.make_jaxpr(loss, return_shape=True)(params, example)
@@ -40,7 +41,7 @@ def trace(loss: Callable, params: Tree, example: Tree) -> Any:
     return closed
 
 
-def constants(closed: Any, example: Tree, rows: int, examples: int) -> Finding:
+def constants(closed: core.ClosedJaxpr, example: Tree, rows: int, examples: int) -> Finding:
     """Arrays that the loss closes over, and that may be training data.
 
     rows: of the batch. examples: of the data set.
@@ -61,7 +62,7 @@ def constants(closed: Any, example: Tree, rows: int, examples: int) -> Finding:
     return Finding("closures", "ok", "the loss closes over no large array", numbers)
 
 
-def batching(closed: Any) -> Finding:
+def batching(closed: core.ClosedJaxpr) -> Finding:
     """Equations that may see the rows of a whole batch under `jax.vmap`."""
     all_names = {equation.primitive.name for equation in jaxprs.equations(closed)}
     names = sorted(name for name in all_names if "callback" in name or name in ("debug_print", "custom_vmap_call"))
@@ -71,7 +72,7 @@ def batching(closed: Any) -> Finding:
     return Finding("batching rules", "ok", "no callback and no custom batching rule in the loss", {"kinds": 0})
 
 
-def unused(closed: Any, params: Tree, flags: Tree) -> Finding:
+def unused(closed: core.ClosedJaxpr, params: Tree, flags: Tree) -> Finding:
     """Trained parameters that the loss does not depend on. flags: bools like the parameters, True where trained."""
     paths = [path_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     read = jaxprs.inputs_read(closed.jaxpr)[: len(paths)]
@@ -124,7 +125,7 @@ def constant_keys(loss: Callable, params: Tree, example: Tree, *, with_key: bool
     return of_program(closed, len(closed.jaxpr.invars) - len(jax.tree.leaves(varying)))
 
 
-def of_program(closed: Any, fixed: int) -> Finding:
+def of_program(closed: core.ClosedJaxpr, fixed: int) -> Finding:
     """`constant_keys` of a closed jaxpr, whose first `fixed` inputs are the same for all examples."""
     draws = set()
 

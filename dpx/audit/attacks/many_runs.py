@@ -58,6 +58,9 @@ _SAME_MOVES = 1e-3  # relative; moves that differ less are the same
 _REGULAR = 1e-6  # of the variance, so that features that are constant or the same do no harm
 
 
+Gradient = Callable[[jax.Array, Tree, Tree], Tree]  # of the step, the public state and the parameters
+
+
 class Attack(NamedTuple):
     """What is audited, and what the adversary sees.
 
@@ -76,8 +79,8 @@ class Attack(NamedTuple):
     make: Callable[[jax.Array], Any]
     params: Tree
     steps: int
-    canary: Callable[[jax.Array, Tree, Tree], Tree]
-    instead: Callable[[jax.Array, Tree, Tree], Tree] | None
+    canary: Gradient
+    instead: Gradient | None
     others: Tree | None
     takes_part: Callable[[jax.Array, int], jax.Array]
     observe: Callable[[Tree, Tree, Tree, Tree], jax.Array]
@@ -199,7 +202,7 @@ def observed_run(
     return observed, jnp.moveaxis(moves, 1, 0)
 
 
-def _batch(gradient: Tree, included: Any, others: Tree | None) -> tuple[Tree, jax.Array]:
+def _batch(gradient: Tree, included: jax.typing.ArrayLike, others: Tree | None) -> tuple[Tree, jax.Array]:
     """The canary and the other examples as one batch, and which of its rows count."""
     rows = jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], gradient)
     if others is None:
@@ -377,8 +380,8 @@ def lower_bound(
     key: jax.Array,
     runs: int = 100_000,
     params: Tree | None = None,
-    canary: Any = None,
-    instead: Any = None,
+    canary: Tree | Gradient | None = None,
+    instead: Tree | Gradient | None = None,
     others: Tree | None = None,
     sampling_truth: Any = None,
     observe: Callable[..., jax.Array] = observe_canary,
@@ -428,8 +431,8 @@ def canary_scores(
     key: jax.Array,
     runs: int = 100_000,
     params: Tree | None = None,
-    canary: Any = None,
-    instead: Any = None,
+    canary: Tree | Gradient | None = None,
+    instead: Tree | Gradient | None = None,
     others: Tree | None = None,
     sampling_truth: Any = None,
     observe: Callable[..., jax.Array] = observe_canary,
@@ -517,7 +520,7 @@ def _gradients(canary: Any, instead: Any, params: Tree, sampling: Any) -> tuple[
     return _function("canary", canary, params), None if instead is None else _function("instead", instead, params)
 
 
-def _function(name: str, gradient: Any, params: Tree) -> Callable[[jax.Array, Tree, Tree], Tree]:
+def _function(name: str, gradient: Tree | Gradient, params: Tree) -> Gradient:
     """`gradient` as a function. Raises ValueError for a gradient that is unlike the parameters."""
     if callable(gradient):
         return gradient

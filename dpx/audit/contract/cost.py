@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import attrs
-import dp_accounting
 import jax
 import numpy as np
 from dp_accounting import (
@@ -28,7 +27,9 @@ from dpx.audit.contract.draws import chi_square_over_freedom
 from dpx.audit.contract.report import Broken, NotChecked
 from dpx.audit.contract.trial import Trial, own_event
 from dpx.identity import identity_of
+from dpx.sampling.base import Sampling
 from dpx.sampling.cyclic import CyclicPoissonSampling
+from dpx.sampling.draws import Draw
 from dpx.sampling.events import RandomAllocationDpEvent
 from dpx.sampling.schemes import FixedOrder, FullBatch, ShuffledEpochs
 from dpx.states.reading import release_state
@@ -96,7 +97,7 @@ def _require_billed(expected: DpEvent, event: DpEvent, steps: int) -> bool:
     return sum(offered.values()) > sum(wanted.values())
 
 
-def _require_plausible(event: DpEvent, multipliers: np.ndarray, sampling: Any) -> None:
+def _require_plausible(event: DpEvent, multipliers: np.ndarray, sampling: Sampling) -> None:
     """Raises Broken for an event of another sampling than the one that draws, or of a kind of its own that bills less.
 
     An event of its own kind, such as that of error feedback, must have a proof, which cannot be checked here. But it
@@ -105,9 +106,10 @@ def _require_plausible(event: DpEvent, multipliers: np.ndarray, sampling: Any) -
     steps, parts = len(multipliers), list(_parts(event))
     if foreign := sorted({type(part).__name__ for part in parts if isinstance(part, OF_SAMPLINGS)} - _kinds(sampling)):
         raise Broken(f"{steps} steps bill {', '.join(foreign)}, which is not of the sampling that draws, {sampling}")
-    rates = [part.sampling_probability for part in _parts(sampling.event(np.ones(1))) if hasattr(part, _PROBABILITY)]
+    drawn = (getattr(part, _PROBABILITY, None) for part in _parts(sampling.event(np.ones(1))))
+    rate = max((rate for rate in drawn if rate is not None), default=1.0)
     for part in parts:
-        if getattr(part, _PROBABILITY, 1.0) < max(rates, default=1.0) * (1 - 1e-6):
+        if getattr(part, _PROBABILITY, 1.0) < rate * (1 - 1e-6):
             raise Broken(f"{steps} steps bill {part}, of a lower rate than that of the sampling that draws, {sampling}")
         if identity_of(getattr(part, "sampling", sampling)) != identity_of(sampling):
             raise Broken(f"{steps} steps bill {part}, of another sampling than the one that draws, {sampling}")
@@ -118,11 +120,11 @@ def _require_plausible(event: DpEvent, multipliers: np.ndarray, sampling: Any) -
         raise Broken(f"{steps} steps are billed as {most} releases of noisy numbers")
 
 
-def _kinds(sampling: Any) -> set[str]:
+def _kinds(sampling: Sampling) -> set[str]:
     return {type(part).__name__ for part in _parts(sampling.event(np.ones(1)))}
 
 
-def _parts(event: Any) -> Iterator[Any]:
+def _parts(event: DpEvent) -> Iterator[DpEvent]:
     """The releases of an event, and what is inside of their sampling."""
     for release in from_event(event).events:
         while release is not None:
@@ -200,7 +202,7 @@ def require_sensitivity(trial: Trial) -> str:
     return f"{tried} patterns and signs of up to {SHORT} steps move C G by at most {shown:.4g} of what is billed"
 
 
-def patterns(sampling: Any, steps: int) -> Iterator[tuple[int, ...]]:
+def patterns(sampling: Sampling, steps: int) -> Iterator[tuple[int, ...]]:
     """The sets of steps in which one example may take part; for cyclic sampling, those of one coin."""
     if isinstance(sampling, CyclicPoissonSampling):
         yield from ((step,) for step in range(steps))
@@ -234,7 +236,7 @@ def sampling(trial: Trial) -> str:
         raise Broken("a batch holds an example twice")
     (event,) = releases
     _require_relation(event, record)
-    if isinstance(event, dp_accounting.PoissonSampledDpEvent):
+    if isinstance(event, PoissonSampledDpEvent):
         rate, bands = float(event.sampling_probability), record.groups
         if bands > 1:
             count = _require_cyclic(lambda step: record.draw(key, step), record.examples, bands, rate)
@@ -244,7 +246,7 @@ def sampling(trial: Trial) -> str:
             return f"{DRAWN} batches are drawn as the weights say, at rates of at most that of the event"
         _require_poisson(batches, record.examples, rate)
         return f"{DRAWN} batches are drawn as the event says: each example at rate {rate:.4g}"
-    if isinstance(event, dp_accounting.SampledWithoutReplacementDpEvent):
+    if isinstance(event, SampledWithoutReplacementDpEvent):
         _require_subsets(batches, record.examples, event)
         return f"{DRAWN} batches are subsets of {event.sample_size} examples, as the event says"
     if isinstance(event, TruncatedSubsampledGaussianDpEvent):
@@ -258,13 +260,13 @@ def sampling(trial: Trial) -> str:
     return f"in {DRAWN} batches, no example takes part more often than the event bills"
 
 
-def _examples(draw: Any) -> np.ndarray:
+def _examples(draw: Draw) -> np.ndarray:
     """The examples that take part, int (count,)."""
     indices, included = draw
     return np.asarray(indices)[np.asarray(included)]
 
 
-def _require_relation(event: Any, record: Any):
+def _require_relation(event: DpEvent, record: Sampling):
     """Raises Broken if the event of noise multiplier 1 has more than 1, or 1/2 where an example is exchanged."""
     inner = getattr(event, "event", event)
     most = 0.5 if record.relation == "replace_one" else 1.0
@@ -289,7 +291,7 @@ def _require_poisson(batches: list[np.ndarray], examples: int, rate: float):
     _require_spread(sizes, examples * rate * (1 - rate))
 
 
-def _require_cyclic(draw: Callable[[int], Any], examples: int, bands: int, rate: float) -> int:
+def _require_cyclic(draw: Callable[[int], Draw], examples: int, bands: int, rate: float) -> int:
     """Every example in the steps of one group, there by independent coins of this rate; how many batches were drawn."""
     turns = max(2, DRAWN // bands // 2 * 2)
     batches = [_examples(draw(step)) for step in range(turns * bands)]
@@ -352,7 +354,7 @@ def _require_spread(sizes: np.ndarray, variance: float):
         raise Broken(f"the variance of the sizes of batches is {ratio:.3g} times that of independent examples")
 
 
-def _require_truncated(batches: list[np.ndarray], examples: int, event: Any):
+def _require_truncated(batches: list[np.ndarray], examples: int, event: TruncatedSubsampledGaussianDpEvent):
     """Sizes as of coins at this rate, cut at the most rows; and uniformly random examples, whatever the sizes are."""
     rate, most = event.sampling_probability, event.truncated_batch_size
     sizes = np.array([len(batch) for batch in batches])
@@ -373,7 +375,7 @@ def _require_truncated(batches: list[np.ndarray], examples: int, event: Any):
             raise Broken(f"batches hold {count} examples {words}, where independent random ones hold {mean:.1f}")
 
 
-def _require_subsets(batches: list[np.ndarray], examples: int, event: Any):
+def _require_subsets(batches: list[np.ndarray], examples: int, event: SampledWithoutReplacementDpEvent):
     sizes = {len(batch) for batch in batches}
     if sizes != {event.sample_size} or examples != event.source_dataset_size:
         raise Broken(f"batches of {sorted(sizes)} of {examples} examples do not fit {event}")
@@ -384,7 +386,7 @@ def _require_subsets(batches: list[np.ndarray], examples: int, event: Any):
         raise Broken(f"batches share {shared} examples with the next, where independent subsets share {mean:.1f}")
 
 
-def _require_allocated(draw: Callable[[int], Any], examples: int, steps: int):
+def _require_allocated(draw: Callable[[int], Draw], examples: int, steps: int):
     """Once an epoch, in batches whose sizes vary as those of independent examples, and other ones in the next epoch."""
     number = min(steps, DRAWN)
     epochs = [[_examples(draw(epoch * steps + place)) for place in range(number)] for epoch in (0, 1)]
@@ -402,7 +404,7 @@ def _require_allocated(draw: Callable[[int], Any], examples: int, steps: int):
         _require_spread(sizes, examples / steps * (1 - 1 / steps))
 
 
-def _require_counted(batches: list[np.ndarray], record: Any):
+def _require_counted(batches: list[np.ndarray], record: Sampling):
     """Every example takes part in at most as many steps as there are Gaussian releases in the event of all steps."""
     taken = np.bincount(np.concatenate(batches), minlength=record.examples).max()
     billed = sum(from_event(record.event(np.ones(len(batches)))).counts.values())

@@ -377,7 +377,7 @@ def require_no_repeats(noise: np.ndarray, words: str):
     rows, columns = noise.shape
     with np.errstate(divide="ignore"):
         bins = np.round(np.log(np.abs(noise)) / WIDTH)
-    same: list[Any] = [_neighbors(column) for column in bins.T]
+    same = [_neighbors(column) for column in bins.T]
     pairs = np.concatenate([one * rows + other for one, other in same])
     if _most(pairs) >= COLUMNS:
         raise Broken(words)

@@ -1,7 +1,6 @@
 """The data that the contract is checked on: gradients, hostile ones too, and losses that have them as gradients."""
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -117,7 +116,7 @@ def linear_loss(params: Tree, example: Tree) -> jax.Array:
     return jnp.asarray(sum(jax.tree.leaves(jax.tree.map(lambda p, g: jnp.sum(p * g), params, example))))
 
 
-def as_matrix(leaf: Any) -> Any:
+def as_matrix(leaf: jax.Array) -> jax.Array:
     return leaf if leaf.ndim == 2 else leaf.reshape(1, -1)
 
 
@@ -135,7 +134,7 @@ def joined(trees: list[Tree]) -> Tree:
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *trees)
 
 
-def take(tree: Tree, rows: Any) -> Tree:
+def take(tree: Tree, rows: np.ndarray | slice) -> Tree:
     return jax.tree.map(lambda leaf: np.asarray(leaf)[rows], tree)
 
 
@@ -145,7 +144,7 @@ def flattened(tree: Tree, axes: int = 0) -> np.ndarray:
     return np.concatenate([leaf.reshape(*leaf.shape[:axes], -1) for leaf in leaves], axis=-1)
 
 
-def is_float(leaf: Any) -> bool:
+def is_float(leaf: jax.Array) -> bool:
     """Whether a leaf holds floats of at least 32 bits, whose changes are not lost in rounding."""
     return jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize >= 4
 

@@ -3,10 +3,9 @@
 Each function returns words, raises Broken where the line does not hold, and NotChecked where it cannot tell.
 """
 
-from typing import Any
-
 import jax
 import numpy as np
+from jax.extend import core
 
 from dpx.audit.contract import inputs as inputs
 from dpx.audit.contract.draws import FULLY
@@ -89,7 +88,7 @@ MOVES = {
 }  # fmt: skip
 
 
-def _low_precision(equation: Any) -> set[str]:
+def _low_precision(equation: core.JaxprEqn) -> set[str]:
     """What an equation computes in float16 or bfloat16, in words."""
     given = {str(getattr(v.aval, "dtype", "")) for v in equation.invars}
     low = {str(getattr(v.aval, "dtype", "")) for v in equation.outvars} & {"float16", "bfloat16"}
@@ -218,7 +217,7 @@ def resume(trial: Trial) -> str:
     return "the same step from a restored state; the same program when it is traced again"
 
 
-def require_same_program(first: Any, second: Any) -> None:
+def require_same_program(first: core.ClosedJaxpr, second: core.ClosedJaxpr) -> None:
     """Raises Broken if two closed jaxprs of a step differ in an equation or in a constant."""
     if identity_of_program(first) != identity_of_program(second) or not _same_constants(first, second):
         raise Broken("the step is another program when it is traced again: something outside of the state enters it")

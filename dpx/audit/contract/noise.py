@@ -9,7 +9,6 @@ be independent standard normals, in units of the noise of the first step.
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +31,7 @@ from dpx.audit.contract.report import Broken, NotChecked, listed
 from dpx.audit.contract.subject import AT_STEPS, SMALL, STEPS, Release
 from dpx.audit.contract.trial import Trial
 from dpx.audit.stand_ins import drawing, without_grid
+from dpx.mechanism import Mechanism
 from dpx.scalars import at
 from dpx.sums.rows import sum_contributions
 from dpx.trees import Tree, split
@@ -353,8 +353,8 @@ def _runs(trial: Trial) -> np.ndarray:
     """The updates of the first steps of runs of empty batches, under other keys, float64 (runs, steps, o)."""
     grads = inputs.gradients(trial.params, 0, rows=1)
 
-    def run(mechanism: Any, state: Any, params: Any) -> jax.Array:
-        def step(state: Any, _: None) -> tuple[Any, jax.Array]:
+    def run(mechanism: Mechanism, state: Tree, params: Tree) -> jax.Array:
+        def step(state: Tree, _: None) -> tuple[Tree, jax.Array]:
             updates, state = mechanism.update(grads, state, params, included=jnp.zeros(1, bool))
             return state, inputs.public_floats(updates)
 

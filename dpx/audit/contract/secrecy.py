@@ -16,11 +16,12 @@ import itertools
 import math
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import core
 
 from dpx.audit.contract import inputs as inputs
 from dpx.audit.contract.report import Broken, NotChecked
@@ -153,7 +154,7 @@ def bits(trial: Trial) -> str:
     return "; ".join(filter(None, [words, require_small_rounding(trial)]))
 
 
-def _without_releases(trial: Trial) -> tuple[Any, list[str]]:
+def _without_releases(trial: Trial) -> tuple[core.ClosedJaxpr, list[str]]:
     """The jaxpr of a step without its releases, and the names of the public arrays that it returns."""
 
     def constant(key, step, total, deviation, **_):
@@ -170,7 +171,7 @@ def _without_releases(trial: Trial) -> tuple[Any, list[str]]:
     return closed, [jax.tree_util.keystr(path) for path, _ in _paths(shapes)]
 
 
-def _paths(tree: Any) -> list:
+def _paths(tree: Tree) -> list:
     return jax.tree_util.tree_leaves_with_path(tree)
 
 

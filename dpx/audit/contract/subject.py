@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import core
 
 from dpx.audit.contract import inputs as inputs
 from dpx.audit.contract.report import NotChecked
@@ -68,7 +69,7 @@ class Subject:
         """`of_one(row, state)` for the rows on axis 0, compiled."""
         return jax.jit(jax.vmap(of_one, (0, None)))
 
-    def update(self, grads: Tree, state: Tree, included: Any) -> tuple[Tree, Tree]:
+    def update(self, grads: Tree, state: Tree, included: np.ndarray) -> tuple[Tree, Tree]:
         """`Mechanism.update`, compiled."""
         return next(iter(self.problems[0].paths.values()))(grads, state, included)
 
@@ -95,7 +96,7 @@ class Subject:
 
         return [counts(values) for values in zip(*states, strict=True)]
 
-    def at_step(self, state: Tree, step: Any) -> Tree:
+    def at_step(self, state: Tree, step: jax.typing.ArrayLike) -> Tree:
         """`state` with all counters at `step`, int32 ()."""
         leaves, structure = jax.tree.flatten(state)
         pairs = zip(leaves, self.counters, strict=True)
@@ -111,11 +112,11 @@ class Subject:
         return jax.eval_shape(self.sums, inputs.gradients(self.params, 0, rows=1), self.state(0), jnp.ones(1, bool))
 
     @functools.cached_property
-    def traced_once(self) -> Any:
+    def traced_once(self) -> core.ClosedJaxpr:
         """The closed jaxpr of `Mechanism.update` on a batch of float32 gradients."""
         return self.trace()
 
-    def trace(self, dtype: Any = jnp.float32, state: Tree = None) -> Any:
+    def trace(self, dtype: Any = jnp.float32, state: Tree = None) -> core.ClosedJaxpr:
         """The closed jaxpr of `Mechanism.update` on a batch of gradients of this dtype, traced anew.
 
         state: of the mechanism; by default the first one.
@@ -279,7 +280,7 @@ class Traced:
         return updates, inputs.readable(publishable_state(after))
 
     def public(
-        self, sums: jax.Array, normals: jax.Array, state: Tree, params: Tree, mechanism: Any = None
+        self, sums: jax.Array, normals: jax.Array, state: Tree, params: Tree, mechanism: Mechanism | None = None
     ) -> tuple[jax.Array, Tree]:
         """All public floats that leave, float32 (o,), the updates first; and the other public leaves.
 

@@ -12,6 +12,7 @@ from dpx.audit.contract import inputs as inputs
 from dpx.audit.contract.draws import FULLY, Draws, measured, seen_soon
 from dpx.audit.contract.report import NotChecked
 from dpx.audit.contract.subject import STEPS, Release, Subject, Traced
+from dpx.sampling.base import Sampling
 from dpx.scalars import over
 from dpx.trees import Tree
 
@@ -139,7 +140,7 @@ class Trial(Subject):
         return release
 
 
-def own_event(event: DpEvent, sampling: Any) -> str:
+def own_event(event: DpEvent, sampling: Sampling) -> str:
     """The name of an event in which a Gaussian release does not move the sum by the clip norm alone; else ""."""
     known = {type(release).__name__ for release in from_event(sampling.event(np.ones(1))).events}
     names = sorted({type(release).__name__ for release in from_event(event).events} - known - {"NonPrivateDpEvent"})
