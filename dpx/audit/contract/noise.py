@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import get_opaque_trace_state as trace_state
 from scipy import linalg, special
 
 from dpx.audit.contract import inputs as inputs
@@ -298,30 +299,29 @@ def _require_no_repeats(trial: Trial, release: Release) -> None:
 
 def _require_other_keys(trial: Trial) -> bool:
     """Whether each step's keys of `keys.normal_like` can be read. Raises Broken if two draws share a key and a step."""
-    zeros, state = inputs.zeros_like(trial.sums_like), trial.state(LAST)
+    zeros, state, elsewhere = inputs.zeros_like(trial.sums_like), trial.state(LAST), []
 
     def drawn_at(step):
-        drawn = []
+        drawn, here = [], trace_state(convention="flax")
 
         def record(key, step, tree):
-            drawn.append(jnp.append(jax.random.key_data(key), jnp.asarray(step).astype(jnp.uint32)))
+            inside = trace_state(convention="flax") != here  # of a loop, or where only shapes are asked for
+            words = jnp.append(jax.random.key_data(key), jnp.asarray(step).astype(jnp.uint32))
+            (elsewhere if inside else drawn).append(words)
             return jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), jnp.float32), tree)
 
         with drawing(record):
             trial.mechanism.release(zeros, trial.at_step(state, step), trial.params)
         return drawn
 
-    try:
-        drawn = jax.jit(jax.vmap(drawn_at))(NUMBERS)
-    except jax.errors.UnexpectedTracerError:  # drawn inside of a loop or a conditional
-        return False
+    drawn = jax.jit(jax.vmap(drawn_at))(NUMBERS)
     for words in map(np.asarray, drawn):
         if len(np.unique(words, axis=0)) < len(words):
             raise Broken(f"two of {len(NUMBERS)} steps up to 2^31 draw their noise from the same key and the same step")
     for one, other in itertools.combinations(map(np.asarray, drawn), 2):
         if (one == other).all(axis=-1).any():
             raise Broken("a release draws twice from one key and one step, such as for its noise and for random signs")
-    return True
+    return not elsewhere
 
 
 STEPS_OF_RUN, RUNS, DIRECTIONS = 9, 2000, 8
