@@ -15,7 +15,7 @@ from jax import lax
 
 import dpx
 from dpx.sums.rows import LARGEST
-from dpx.xla.convolutions import may_mix_rows, rows_apart
+from dpx.xla.apart import may_mix_rows, rows_apart
 from dpx.xla.jaxprs import equations
 from tests.devices import on_eight_devices
 from tests.test_ghost_hostile import CASES

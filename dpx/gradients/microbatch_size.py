@@ -11,7 +11,8 @@ from jax.extend import core
 
 from dpx.gradients import ghost
 from dpx.trees import Tree, described
-from dpx.xla.convolutions import CALLS, may_mix_rows
+from dpx.xla.apart import may_mix_rows
+from dpx.xla.convolutions import CALLS
 from dpx.xla.jaxprs import bodies, convolves
 from dpx.xla.place import PLATFORMS, Place
 
@@ -33,7 +34,7 @@ class ForwardCost(NamedTuple):
     numbers: int, how many numbers the equations define
     convolves: bool, True if one of them is a convolution
     loops: bool, True if `xla.convolutions.reordered` finds all convolutions, so that none is slow in a loop on a CPU
-    mixes: bool, True if rows need `xla.convolutions.rows_apart`
+    mixes: bool, True if rows need `xla.apart.rows_apart`
     """
 
     numbers: int

@@ -17,7 +17,8 @@ from dpx.sums.microbatches import sum_over_microbatches
 from dpx.sums.rows import sum_contributions
 from dpx.trees import Tree, described
 from dpx.validation import require_whole
-from dpx.xla.convolutions import reordered, rows_apart
+from dpx.xla.apart import rows_apart
+from dpx.xla.convolutions import reordered
 from dpx.xla.place import here, traced_for
 
 Norms = Literal["auto", "ghost", "vmap"]

@@ -1,4 +1,4 @@
-"""What XLA must be told: the order of computation, and convolutions that are fast in loops and keep rows apart.
+"""What XLA must be told: the order of computation, convolutions that are fast in loops, and rows that stay apart.
 
 `place.py` says for which devices a program is traced, and `jaxprs.py` walks through its equations. A remark on what XLA
 does stands where the code avoids it: here, and in sums/rows.py, keys/normals.py, gradients/microbatch_size.py, and

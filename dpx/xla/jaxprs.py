@@ -1,7 +1,7 @@
 """Walks through the equations of a traced function, also in the loops, branches and functions that it calls."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -104,6 +104,26 @@ def parts_of_scan(params: dict[str, Any]) -> tuple[int, int]:
         return params["num_consts"], params["num_carry"]
     constants, carried, _ = (len(list(part)) for part in params["ft_in"].unpack())
     return constants, carried
+
+
+def evaluate(jaxpr: core.Jaxpr, constants, arguments, results: Callable) -> list[jax.Array]:
+    """The outputs of a jaxpr. results: (equation, operands) -> its outputs."""
+    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *arguments), strict=True))
+
+    def read(atom):
+        return atom.val if isinstance(atom, core.Literal) else values[atom]
+
+    for equation in jaxpr.eqns:
+        operands = [read(atom) for atom in equation.invars]
+        with equation.ctx.manager:
+            outputs = results(equation, operands)
+        values.update(zip(equation.outvars, outputs, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def bound(equation: core.JaxprEqn, operands: list, params: dict) -> list[jax.Array]:
+    results = equation.primitive.bind(*operands, **equation.primitive.get_bind_params(params))
+    return results if equation.primitive.multiple_results else [results]
 
 
 def _is_jaxpr(value: Any) -> bool:

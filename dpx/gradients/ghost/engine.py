@@ -45,7 +45,7 @@ def sum_by_plan(
 
     params: arrays. examples: arrays with the B examples on axis 0. state: of the mechanism. included: bool (B,).
     backward_passes: int, 2 if the layers in scans and checkpoints keep no inputs and cotangents: see `hooks`.
-    apart: `xla.convolutions.rows_apart`, if the function of one example needs it under `jax.vmap`.
+    apart: `xla.apart.rows_apart`, if the function of one example needs it under `jax.vmap`.
     Returns one `FloatPair` for each factor, like the encoded gradient of one example; and, for each example, the
     losses, (B,), the norms, float32 (B,) in each leaf, and what the loss returns beside its value.
     """

@@ -1,0 +1,103 @@
+"""Functions of one row that keep the rows of a batch apart under `jax.vmap`, whatever one of them holds.
+
+The gradient of a kernel in feature groups is a convolution in *batch* groups. `jax.vmap` makes the rows of a batch more
+such groups, and XLA makes one convolution of all groups, with zeros between them, on CPUs and GPUs. Because 0 * NaN is
+NaN, one row with NaN or infinity would reach the gradients of all others, and a private sum would move by many clip
+norms. So `rows_apart` writes batch groups as feature groups, which XLA computes one by one (tests/test_rows_apart.py).
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.extend import core
+
+from dpx.xla.jaxprs import bound, equations, evaluate
+
+
+def rows_apart(function: Callable) -> Callable:
+    """`function` of pytrees of arrays, whose rows stay apart under `jax.vmap`, whatever one of them holds."""
+
+    def apart(*arguments):
+        # A new function, because of the same one JAX may return an old jaxpr, with old values that it closes over.
+        closed, shapes = jax.make_jaxpr(lambda *given: function(*given), return_shape=True)(*arguments)
+        results = evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(arguments), _apart)
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+    return apart
+
+
+def may_mix_rows(jaxpr: Any, *, tangents: bool = True) -> bool:
+    """Whether the gradient of a function with this jaxpr may have convolutions in batch groups.
+
+    tangents: whether derivatives by `jax.custom_jvp` count.
+    """
+
+    def may(equation):
+        name = equation.primitive.name
+        if name == "conv_general_dilated":
+            return equation.params["feature_group_count"] > 1 or equation.params["batch_group_count"] > 1
+        if name == "custom_jvp_call":  # such as jax.nn.relu: its own derivative is looked at
+            return tangents and _may_mix_tangents(equation)
+        return name.startswith("custom_vjp_call")  # whose derivative may hold anything
+
+    return any(map(may, equations(jaxpr)))
+
+
+def _may_mix_tangents(equation: core.JaxprEqn) -> bool:
+    avals: list[Any] = [variable.aval for variable in equation.invars]
+    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+    real = [number for number, aval in enumerate(avals) if np.issubdtype(aval.dtype, np.inexact)]
+
+    def tangents(inputs):
+        def function(*floats):
+            given = dict(enumerate(inputs)) | dict(zip(real, floats, strict=True))
+            return bound(equation, list(given.values()), equation.params)
+
+        floats = [inputs[number] for number in real]
+        return jax.jvp(function, floats, floats)[1]
+
+    try:
+        return may_mix_rows(jax.make_jaxpr(tangents)(shapes), tangents=False)
+    except Exception:
+        return True  # a derivative that cannot be looked at
+
+
+def _apart(equation: core.JaxprEqn, operands: list) -> list[jax.Array]:
+    if equation.primitive.name == "conv_general_dilated":
+        return [_in_feature_groups(*operands, **equation.params)]
+    inner = jax.tree.map(_body_apart, equation.params, is_leaf=lambda value: not isinstance(value, dict | tuple | list))
+    return bound(equation, operands, inner)
+
+
+def _body_apart(value: Any) -> Any:
+    """A parameter of an equation; a jaxpr with batch groups inside becomes one without."""
+    if not isinstance(value, core.Jaxpr | core.ClosedJaxpr) or not any(map(_in_batch_groups, equations(value))):
+        return value
+    jaxpr, constants = (value.jaxpr, value.consts) if isinstance(value, core.ClosedJaxpr) else (value, ())
+    avals: list[Any] = [variable.aval for variable in jaxpr.invars]
+    inputs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in avals]
+    made = jax.make_jaxpr(lambda *given: evaluate(jaxpr, constants, given, _apart))(*inputs)
+    return made if isinstance(value, core.ClosedJaxpr) else made.jaxpr
+
+
+def _in_batch_groups(equation: core.JaxprEqn) -> bool:
+    return equation.primitive.name == "conv_general_dilated" and equation.params["batch_group_count"] > 1
+
+
+def _in_feature_groups(data: jax.Array, kernel: jax.Array, *, batch_group_count: int, **params) -> jax.Array:
+    """The same convolution without batch groups."""
+    bind = functools.partial(lax.conv_general_dilated_p.bind, batch_group_count=1, **params)
+    if batch_group_count == 1:
+        return bind(data, kernel)
+    (batch, *_), (outputs, *_), (_, features, *_) = params["dimension_numbers"]
+    data, kernel = (_split(x, axis, batch_group_count) for x, axis in ((data, batch), (kernel, outputs)))
+    made = jax.vmap(bind, (batch, outputs), features)(data, kernel)
+    return made.reshape(*made.shape[:features], -1, *made.shape[features + 2 :])
+
+
+def _split(x: jax.Array, axis: int, groups: int) -> jax.Array:
+    return x.reshape(*x.shape[:axis], groups, x.shape[axis] // groups, *x.shape[axis + 1 :])
