@@ -9,7 +9,7 @@ A training run needs six of the names below:
     result = dpx.fit(loss, optimizer, params, data)                # loss(params, example), of one example
     result.params, result.epsilon, result.report
 
-or, with a loop of your own (docs/loops.md):
+or, with your own loop (docs/loops.md):
 
     step, state = jax.jit(dpx.private_updates(loss, optimizer)), optimizer.init(params)
     for batch in sampling.batches(data, key, state):
@@ -24,14 +24,14 @@ Steps            private_updates, private_updates_in_chunks, private_updates_fro
                  their results are in `dpx.gradients`
 Before a run     plan_noise, check_setup
 The whole run    fit; more in `dpx.fitting`
-Tuning           `dpx.tuning`, a search for hyper-parameters with a bill
+Tuning           `dpx.tuning`, a search for hyper-parameters that counts its privacy cost
 Samplings        PoissonSampling, ShuffledEpochs, FixedSizeSampling, FullBatch; Batch; more in `dpx.sampling`
-Units            UserData, which makes users what is sampled, in place of examples
+Units            UserData, to sample users instead of examples
 Privacy costs    Budget, epsilon, compose_runs; more in `dpx.accounting`
 Reports          privacy_report; attack bounds, curves and plans in `dpx.reports`
 Secrets          secret_key, publishable_state; `dpx.keys`
 Schedules        `dpx.schedules`, and any optax schedule
-Audits           `dpx.audit.check_contract`: the privacy contract for any mechanism, also one of your own
+Audits           `dpx.audit.check_contract`: the privacy contract for any mechanism, yours included
 
 `import dpx.catalog` lists every method, coordinates, mechanism and sampling; docs/methods.md is its table.
 """

@@ -1,8 +1,7 @@
 """The one list of the methods, coordinates, mechanisms and samplings of dpx.
 
-The contract tests, the trainer, the benchmarks and docs/methods.md read this list. So a new method needs only its own
-folder, its import in `dpx/methods.py`, and a line here. `python -m dpx.catalog > docs/methods.md` writes the
-table.
+The contract tests, the trainer, the benchmarks and docs/methods.md read this list, so a new method needs only its
+folder, its import in `dpx/methods.py`, and a line here. `python -m dpx.catalog > docs/methods.md` writes the table.
 """
 
 import inspect
@@ -22,8 +21,9 @@ class Entry(NamedTuple):
     """One line of the list.
 
     build:     the public function or class; its docstring and signature describe it.
-    arguments: values to start with, for arguments that have no default, or in place of the default.
-    proof:     the file, in dpx/, whose docstrings prove that one example moves the sum by no more than is billed.
+    arguments: values to start with, for arguments without a default, or to replace the default.
+    proof:     the file, in dpx/, whose docstrings prove that one example moves the sum by no more than the cost
+        assumes.
     samplings: of a method, the short names of those that it takes, the usual one first; () for all.
     """
 

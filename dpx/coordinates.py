@@ -12,7 +12,7 @@ top_fraction        the largest coordinates of each example
 gradient_embedding  an embedding in a public subspace, and the residual (Yu et al. 2021)
 random_projection   fewer, random coordinates, of five kinds (D2P2-SGD, Jiang et al. 2025)
 
-To add one: a file in the folder of its paper, its import below, and a line in `COORDINATES` of `dpx/catalog.py`
+To add one: a file in its paper's folder, its import below, and a line in `COORDINATES` of `dpx/catalog.py`
 (CONTRIBUTING.md).
 """
 

@@ -1,4 +1,4 @@
-"""The papers' methods: two mechanisms, and compositions of a mechanism and coordinates; one paper a folder.
+"""The papers' methods: mechanisms, and compositions of a mechanism and coordinates; one paper a folder.
 
 dp_sgd          DP-SGD (Abadi et al. 2016), which the other papers change: mechanisms/dp_sgd.py
 dynamic_dp_sgd  noise and clip norm that shrink (Dynamic DP-SGD, Du et al. 2021)

@@ -1,18 +1,13 @@
 """Strategies of correlated noise: the matrix C whose inverse correlates the noise of the steps of a run.
 
 A run of T steps releases A (G + C^-1 Z), where the rows of G are the clipped sums, A is the workload (what is wanted of
-them: their prefix sums, or the parameters after each step), and Z is independent noise of a deviation that grows with
-the sensitivity of C G. With C = I this is DP-SGD. With a better C, later noise cancels a part of earlier noise, so the
-prefix sums have less of it, although each step alone has more.
+them: prefix sums, or the parameters after each step), and Z is independent noise whose deviation grows with the
+sensitivity of C G. With C = I this is DP-SGD. With a better C, later noise cancels a part of earlier noise, so prefix
+sums have less of it, although each step alone has more.
 
-The files are in `dpx/papers/correlated_noise`:
-
-* `strategy.py`: the record `Strategy`, its C and C^-1; and identity, lambda-CGD, BISR, BSR and banded FHU.
-* `sensitivities.py`: by how much one example moves C G.
-* `losses.py`: the error of a workload, and the best banded C for one.
-* `event.py`: the cost of a run of correlated noise.
-
-All of it is numpy and scipy on the host: nothing here is traced by jax.
+The files are in `dpx/papers/correlated_noise`, in numpy and scipy on the host, never traced by jax: `strategy.py` has
+the record `Strategy` with C and C^-1, and identity, lambda-CGD, BISR, BSR and banded FHU; `sensitivities.py` how far
+one example moves C G; `losses.py` the error of a workload, and the best banded C for it; `event.py` the cost of a run.
 
 To add one: a function in `strategy.py` that returns a `Strategy`, and a line in `FAMILIES` of tests/test_strategies.py.
 """

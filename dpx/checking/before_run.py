@@ -49,7 +49,6 @@ def check_setup(
     steps, delta: of the run; by default those of the optimizer's budget.
     data: all examples, as `sampling.take` gets them, if known.
     with_key: the loss takes a PRNG key, loss(params, example, key). has_aux: it returns (value, aux).
-
     Raises ValueError if `optimizer` is not a `dpx.Mechanism`, `batch` not a `dpx.Batch`, `params` empty, the loss not
     one real number, or a number outside its range.
 

@@ -1,16 +1,14 @@
-"""Mechanisms: each bounds every example, adds noise and bills it. All but error feedback are or wrap the Gaussian one.
+"""Mechanisms: each bounds every example, adds noise and states its cost. All but error feedback use the Gaussian one.
 
 dp_sgd             the sum of clipped gradients plus Gaussian noise (DP-SGD, Abadi et al. 2016)
 normalized         automatic clipping: normalize instead of choosing a clip norm (Bu et al. 2023)
 adaptive_clipping  a clip norm that follows a quantile of the norms (Andrew et al. 2021)
 
-From `dpx.papers`:
+From `dpx.papers`, which only this public list may import, not the files of this folder:
 
 correlated_noise   noise that cancels a part of earlier noise (BandMF, lambda-CGD, BISR)
 clip_then_project  project the clipped sum, once a step, instead of every example
 dice_sgd           add the error that clipping left to later releases (DiceSGD, Zhang et al. 2023)
-
-The library imports the files of this folder. This list of names is for users, so it may look up to the papers.
 
 To add one: a file here, its import below, and a line in `MECHANISMS` of `dpx/catalog.py` (CONTRIBUTING.md).
 """

@@ -1,12 +1,12 @@
 """Adaptive clipping: a clip norm that follows a quantile of the norms, which is estimated privately.
 
-Beside its clipped gradient, every example contributes an indicator: 1/2 if its norm is at most the clip norm, else
--1/2. Both are released by one inner Gaussian mechanism of clip norm 1. With z the noise multiplier and s the standard
-deviation of the noise on the sum of the indicators, the indicator has the norm z / (2 s), and the gradient has at most
-the norm sqrt(1 - (z / (2 s))^2).
+Beside its clipped gradient, every example contributes an indicator: 1/2 if its norm is at most the clip norm, and -1/2
+otherwise. One inner Gaussian mechanism of clip norm 1 releases both. With z the noise multiplier and s the standard
+deviation of the noise on the sum of the indicators, the indicator has the norm z / (2 s), and the gradient at most
+sqrt(1 - (z / (2 s))^2).
 
-Proof of the bill: in units of its own noise, an example moves the sum of gradients by at most 1/z_g, and the sum of
-indicators by 1/(2 s), where z_g = (z^-2 - (2 s)^-2)^(-1/2) is the noise multiplier of the gradient. Both together are
+Proof of the cost: in units of its own noise, an example moves the sum of gradients by at most 1/z_g, and the sum of
+indicators by 1/(2 s), where z_g = (z^-2 - (2 s)^-2)^(-1/2) is the noise multiplier of the gradient. Together that is
 (1/z_g^2 + 1/(2 s)^2)^(1/2) = 1/z, as in one Gaussian release of noise multiplier z.
 """
 
@@ -64,7 +64,8 @@ def adaptive_clipping(
     noise_multiplier: z, or the `dpx.Budget` that it is calibrated to. Above 0 and below 2 s at every step, because
         otherwise the indicator alone would cost more.
     sampling: how the batches are drawn, such as `dpx.PoissonSampling`. key: a secret PRNG key, (), of this run alone.
-    Raises ValueError for a number outside its domain; of a schedule, at step 0 and when later steps are billed.
+    Raises ValueError for a number outside its domain; for a schedule, at step 0 and when the cost of later steps is
+    computed.
     """
     initial_clip_norm = require_number("initial_clip_norm", initial_clip_norm, minimum=SMALLEST, maximum=LARGEST)
     require_number("clip_learning_rate", clip_learning_rate, minimum=0)

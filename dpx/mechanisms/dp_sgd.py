@@ -1,11 +1,11 @@
 """DP-SGD: the Gaussian mechanism on clipped per-example gradients, on which most methods are built.
 
 Proof of the bound. An example whose gradient has norm n enters with the factor C / max(n, C), so its contribution has
-norm n C / max(n, C), which is at most C. With groups of clip norms C_k, its norm is at most sqrt(sum_k C_k^2) = C,
-because the groups share no coordinate. Leaving the example out changes the sum by its contribution alone, so by at most
-C, and the computed sum by at most C (1 + ETA), whatever the data (`dpx.sums.total`). The noise on every coordinate has
-standard deviation sigma C (1 + ETA), where sigma and C are functions of the step, so one release is the Gaussian
-mechanism of noise multiplier sigma. The division by B is post-processing.
+norm n C / max(n, C), at most C. With groups of clip norms C_k, its norm is at most sqrt(sum_k C_k^2) = C, because the
+groups share no coordinate. Leaving the example out changes the sum by its contribution alone, so by at most C, and the
+computed sum by at most C (1 + ETA), whatever the data (`dpx.sums.total`). The noise on every coordinate has standard
+deviation sigma C (1 + ETA), where sigma and C are functions of the step, so one release is the Gaussian mechanism of
+noise multiplier sigma. The division by B is post-processing.
 """
 
 import math
@@ -44,19 +44,19 @@ def dp_sgd(
 
     private gradient = (sum_i min(1, C / |g_i|) g_i + N(0, (sigma C)^2 I)) / B,  with the expected batch size B
 
-    The paper claims the epsilon of its moments accountant, which holds. dpx bills the composition of all steps by
-    privacy loss distributions, for the sampling that draws the batches, because one example moves the sum by at most C.
-    Use `dpx.chain` to put any optax optimizer behind it.
+    The paper claims the epsilon of its moments accountant, which holds. Because one example moves the sum by at most C,
+    dpx composes all steps by privacy loss distributions, for the sampling that draws the batches. Use `dpx.chain` to
+    put any optax optimizer behind it.
 
     clip_norm: C, in the units of the gradient; a number in [2^-40, 1e15] or an optax schedule of the step. A pytree
         prefix of the gradients clips each group (layer) to its own norm; C is then sqrt(sum of the groups' squares).
     noise_multiplier: sigma, 0 or in [2^-55, 2^45], the standard deviation of the noise on the sum, divided by C; a
-        number, a schedule of the step, or a `dpx.Budget`, for which the least number is found. 0 bills infinity.
+        number, a schedule of the step, or a `dpx.Budget`, for which the least number is found. 0 costs infinity.
     sampling: draws the batches, states B and wraps the event.
     key: a secret jax PRNG key, (), of one run. Never reuse it: two runs with one key share their noise, and subtracting
-        their results removes it. Its "noise" stream is used, another part of it at every step.
-
-    Raises ValueError for a number outside its domain (of a schedule, when it is billed), a traced value, or no key.
+        their results removes it. Its "noise" stream is used, a different part at every step.
+    Raises ValueError for a number outside its domain (a schedule: when its cost is computed), a traced value, or no
+    key.
 
         >>> sampling = dpx.PoissonSampling(examples=1_000, batch_size=50)
         >>> print(dpx.dp_sgd(clip_norm=1.0, noise_multiplier=1.0, sampling=sampling, key=dpx.secret_key()))

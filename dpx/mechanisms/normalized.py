@@ -11,7 +11,7 @@ from dpx.validation import require_number
 def normalized(mechanism: Mechanism, *, stability: float = 0.01) -> Mechanism:
     """`mechanism` on normalized gradients, g / (|g| + stability), of norm below 1 (per group, if it has groups).
 
-    Guarantee: the inner clip still bounds the result, so the bill is the inner mechanism's for every clip norm. A clip
+    Guarantee: the inner clip still bounds the result, so the cost is the inner mechanism's for every clip norm. A clip
     norm of 1 never clips, because the norms are below it.
 
     stability: at least 1e-6, in the units of the gradient. Raises ValueError for a smaller number.

@@ -15,12 +15,11 @@ def trainable(*, mask: Tree | Callable[[str], bool]) -> Coordinates:
     """Only the layers where `mask` is True: the others give no gradient, get no noise and are not updated.
 
     The optax transforms behind it, in `dpx.chain`, see the trainable layers only. So weight decay and momentum do not
-    move the others, and these have no optimizer state.
+    move the others, which have no optimizer state either.
 
     mask: a pytree prefix of the parameters, with Python bools; or a function that says whether a path is trainable,
         such as `lambda path: "lora" in path` for the path "encoder/layer_0/lora_a/kernel". Use this instead of
         optax.masked, which would let raw per-example gradients of the masked layers through.
-
     Raises ValueError for values that are not Python bools, if none is True, and (by `init`) if it is not a prefix.
     """
     by_path = callable(mask) and jax.tree_util.all_leaves([mask])

@@ -41,22 +41,21 @@ def ada_dpigu(
     The first `warmup` steps are DP-SGD. Their releases rank the coordinates once. Every later step is
     mask -> standardize -> mask -> largest of each example -> clip -> sum -> add noise -> divide -> restore -> mask.
 
-    The paper claims the epsilon of its second phase, or of both, with a mask that it calls independent of the data.
-    That does not hold: its scores come from gradients without noise, so its mask is an unbilled release of data, and
-    its standardization moves masked coordinates. dpx bills every step of both phases, each as one Gaussian release; the
-    ranking and the averages read released values only.
+    The paper claims the epsilon of its second phase, or of both, because it calls the mask independent of the data.
+    That does not hold: the scores come from gradients without noise, so the mask is an unpaid release of data, and the
+    standardization moves masked coordinates. dpx counts every step of both phases as one Gaussian release; the ranking
+    and the averages read released values only.
 
     keep: in (0, 1], the share of the coordinates trained after the warm-up; a rising schedule unfreezes the rest.
-    warmup: the number of steps of the first phase, at least 1, which are billed with the others.
-    example_keep: in (0, 1], the share of all coordinates that each example keeps of its own, in the second phase.
+    warmup: the number of steps of the first phase, at least 1; they cost as much as the others.
+    example_keep: in (0, 1], the share of all coordinates that each example keeps in the second phase.
     mean_decay, variance_decay: in [0, 1), of the averages of released values and of their squared deviations. The
-        variance starts as that of the noise.
-    stability: at least 1e-12, in the units of the gradient, which is added to the scale.
+        variance starts at the variance of the noise.
+    stability: at least 1e-12, in the units of the gradient; added to the scale.
     relative: divide the scale by its root mean square, so that the clip norm keeps the units of the gradient.
     clip_norm: in the second phase, of the standardized gradient; a number or a schedule of the step.
     noise_multiplier: the noise's standard deviation on the sum, in clip norms; a number, a schedule, or a `dpx.Budget`.
     sampling: how the batches are drawn, such as `dpx.PoissonSampling`. key: a secret PRNG key, (), of this run alone.
-
     Raises ValueError for numbers outside their domains. `dpx.coordinates.masked_params` is for the paper's masked loss.
     """
     warmup = require_whole("warmup", warmup)
@@ -104,17 +103,15 @@ def importance_mask(
     g -> m inner(m g) after the warm-up, for a mask m with the floor(keep d) highest scores
     score_j = mean over the warm-up of |released_j| - sqrt(2/pi) noise_floor.  Frozen coordinates are released as 0.
 
-    The ranking costs nothing beyond the steps of the warm-up, which are billed like all others, because it reads
-    released gradients. The second mask is needed because `inner` may move frozen coordinates away from 0, where they
-    would count in the norm.
+    The ranking reads released gradients, so it costs nothing beyond the steps of the warm-up. The second mask is needed
+    because `inner` may move frozen coordinates away from 0, where they would count in the norm.
 
-    keep: in (0, 1], the share of coordinates that are trained; a schedule of the step unfreezes the next coordinates
-        of the ranking, so it must not fall after the warm-up.
+    keep: in (0, 1], the share of coordinates that are trained; a schedule of the step unfreezes the next coordinates of
+        the ranking, so it must not fall after the warm-up.
     warmup: int, at least 1, the number of steps before the ranking.
     inner: coordinates of the same shapes as the gradient, such as `standardized`; they start after the warm-up.
     noise_floor: at least 0, the standard deviation of the noise on a coordinate. It shifts all scores alike.
-
-    Raises ValueError for numbers outside their domains; for a schedule, when the step is billed.
+    Raises ValueError for numbers outside their domains; for a schedule, when the cost is computed.
     Source: AdaDPIGU, Zhang and Xie 2025, https://arxiv.org/abs/2507.06525, which scores gradients without noise.
     """
     require_fraction("keep", keep, "(0, 1]")
@@ -183,12 +180,11 @@ def _words(keep: ScalarOrSchedule, warmup: int, inner: Coordinates | None) -> tu
 
 
 def masked_params(params: Tree, state: Tree) -> Tree:
-    """`params` with 0 in the coordinates that `importance_mask` has frozen. AdaDPIGU computes its loss at these.
+    """`params` with 0 in the coordinates that `importance_mask` has frozen. AdaDPIGU computes its loss there.
 
-    state: of the mechanism or of a `dpx.chain` of it. Give the result to `private_updates`'s function in place of the
-        parameters, and add the updates to the parameters themselves.
-
-    Raises ValueError for a state without exactly one importance mask.
+    state: of the mechanism or of a `dpx.chain` of it. Pass the result to the function from `private_updates` instead of
+        the parameters, and add the updates to the parameters themselves. Raises ValueError without exactly one
+        importance mask.
     """
     return masked(params, find_state(state, ImportanceState, "importance mask").mask)
 
@@ -224,9 +220,8 @@ def standardized(
     mean_decay, variance_decay: in [0, 1). initial_variance: at least 0, in the squared units of the gradient.
     stability: at least 1e-12, in the units of the gradient.
     relative: divide the scale by its root mean square, so that the clip norm keeps the units of the gradient. Without
-        it, as published, the scale is that of a batch's mean: every example is clipped, the scale shrinks to
-        `stability`, and the clip norm to `stability * clip_norm`.
-
+        it, as published, the scale fits a batch's mean: every example is clipped, and the scale shrinks to `stability`,
+        which makes the clip norm `stability * clip_norm`.
     Raises ValueError for numbers outside their domains.
     Source: AdaCliP, Pichapati et al. 2019, https://arxiv.org/abs/1908.07643, with the averages of AdaDPIGU,
     https://arxiv.org/abs/2507.06525.
@@ -281,15 +276,14 @@ class TopFractionState(NamedTuple):
 
 
 def top_fraction(*, fraction: ScalarOrSchedule) -> Coordinates:
-    """The largest coordinates of each example; the other coordinates of the example become 0.
+    """The largest coordinates of each example; its other coordinates become 0.
 
-    Keeps the floor(fraction d) coordinates of largest absolute value, at least 1, and all that equal the least of them.
-    The selection depends on the raw example, so the noise covers every coordinate. `encode` reads each example's
+    Keeps the floor(fraction d) coordinates of largest absolute value, at least 1, and any that tie with the least of
+    them. The selection depends on the raw example, so the noise covers every coordinate. `encode` reads each example's
     gradient about 30 times, and `private_updates` computes per-example gradients instead of ghost norms.
 
-    fraction: in (0, 1]; a number or a schedule of the step.
-    Raises ValueError for a number outside (0, 1]; for a schedule, when the step is billed.
-    `dpx.methods.ada_dpigu` uses it.
+    fraction: in (0, 1]; a number or a schedule of the step. Raises ValueError outside (0, 1]; for a schedule, when the
+        cost is computed. `dpx.methods.ada_dpigu` uses it.
     """
     require_fraction("fraction", fraction, "(0, 1]")
 

@@ -36,19 +36,18 @@ def gep_sgd(
     noise on the sums:  sigma C1 / sqrt(s) on the embedding,  sigma C2 / sqrt(1 - s) on the residual
 
     The paper claims one Gaussian release of embedding and residual. That holds for the sampling that draws the batches.
-    dpx bills both as one Gaussian of noise multiplier sigma, because an example's embedding and residual, divided by
+    dpx counts both as one Gaussian of noise multiplier sigma, because an example's embedding and residual, divided by
     their noise and multiplied by sigma, have norms of at most sqrt(s) and sqrt(1 - s), together 1.
 
     basis: what `dpx.coordinates.public_subspace` computes from public gradients, (rank, *shape) for each array of the
         parameters. The paper computes a new one at every step, for `optax.tree.set(state, basis=...)`.
     embedding_clip_norm, residual_clip_norm: C1 and C2, above 0, in the units of the gradient.
     embedding_share: s in (0, 1), the embedding's share of the precision; 1/2 is the paper's.
-    freeze_rate: in [0, 1), the share of coordinates that a random mask freezes, in each gradient before it is split
-        and in the release (Zhu and Blaschko 2021, arXiv:2112.00845, Table 1). The bill stays, because the masks depend
-        on no data. every: at least 1, the steps that a mask is kept.
+    freeze_rate: in [0, 1), the share of coordinates that a random mask freezes, in each gradient before it is split and
+        in the release (Zhu and Blaschko 2021, arXiv:2112.00845, Table 1). It costs nothing, because the masks depend on
+        no data. every: at least 1, the steps that a mask is kept.
     noise_multiplier: sigma, of the two releases as one Gaussian; a number, a schedule of the step, or a `dpx.Budget`.
     sampling: how the batches are drawn, such as `dpx.PoissonSampling`. key: a secret PRNG key, (), of this run alone.
-
     Raises ValueError for numbers outside their domains.
     """
     share, every = require_open_fraction("embedding_share", embedding_share), require_whole("every", every)
@@ -96,14 +95,13 @@ def gradient_embedding(*, basis: Tree, embedding_scale: float = 1.0, residual_sc
 
     g -> {"embedding": w / embedding_scale, "residual": (g - V^T w) / residual_scale} for w = V g, and back.
 
-    Gradients near the subspace have a small residual, so a small clip norm for the residual removes little; see
+    Gradients near the subspace have a small residual, so a small clip norm for it removes little; see
     `dpx.methods.gep_sgd`. `decode` restores the whole gradient for any `basis`; if the basis is orthonormal, the
-    squared norms of embedding and residual add up to that of the gradient.
+    squared norms of embedding and residual add up to the squared norm of the gradient.
 
     basis: V, of `public_subspace`: (rank, *shape), real, for each array of the parameters of that shape. It must
         depend on public data and released values only.
     embedding_scale, residual_scale: above 0, in the units of the gradient; the coordinates then have no unit.
-
     Raises ValueError for a scale of 0 or less, and in `init` for a basis that does not fit the parameters.
     Source: gradient embedding perturbation, Yu et al. 2021, https://arxiv.org/abs/2102.12677.
     """
@@ -143,7 +141,7 @@ def public_subspace(public_grads: Tree, *, rank: int, iterations: int, key: jax.
     """An orthonormal basis of the directions in which PUBLIC gradients are largest, by power iteration.
 
     V <- orthonormalized V G^T G, from random rows. It costs no privacy, because all gradients here are public. Never
-    give it gradients of the training data: the basis would be a release of them that is not billed.
+    give it gradients of the training data: the basis would be a release of them that no cost covers.
 
     public_grads: G, like the parameters, any real dtype, with the public examples on axis 0 of every array.
     rank: int, at least 1, at most the number of public examples and of coordinates. iterations: int, at least 1.

@@ -39,19 +39,18 @@ def random_freeze_sgd(
     mask -> clip -> sum -> add noise -> divide -> mask, with exactly floor((1 - freeze_rate) d) ones in each mask.
 
     The paper claims the epsilon of DP-SGD. That holds, because the masks depend on no data; but the paper's runs
-    shuffle the data and bill Poisson sampling. dpx bills DP-SGD for the sampling that draws the batches.
+    shuffle the data and count Poisson sampling. dpx charges DP-SGD for the sampling that draws the batches.
 
     freeze_rate: in [0, 1), the share of frozen coordinates; gradual cooling is
         `optax.linear_schedule(0.0, freeze_rate, cooling_steps)`.
-    every: at least 1, the number of steps that a mask is kept; those of an epoch in the paper.
+    every: at least 1, the number of steps that a mask is kept; an epoch in the paper.
     posterior: clip first and mask only the release, so that frozen coordinates count in the norm.
     clip_norm: of an example's masked gradient; a number, a schedule of the step, or one for each group of layers.
     noise_multiplier: the noise's standard deviation on the sum, in clip norms; a number, a schedule, or a `dpx.Budget`.
     sampling: how the batches are drawn, such as `dpx.PoissonSampling`. key: a secret PRNG key, (), of this run alone.
-
     Raises ValueError for numbers outside their domains.
 
-    Momentum that is chained behind this mechanism still moves frozen coordinates, as in the paper.
+    Momentum chained behind this mechanism still moves frozen coordinates, as in the paper.
     """
     return in_coordinates(
         dp_sgd(clip_norm=clip_norm, noise_multiplier=noise_multiplier, sampling=sampling, key=key),
@@ -72,7 +71,7 @@ def ranked_freeze_sgd(
     """DP-SGD in which the coordinates that moved least in the last period are frozen (arXiv:2112.00845v1, Algorithm 2).
 
     The paper claims the epsilon of DP-SGD. That holds if the ranking reads the same release as the update, because two
-    draws of noise would be two releases. dpx bills one Gaussian release a step, which is used for both.
+    draws of noise would be two releases. dpx uses one Gaussian release a step for both.
 
     freeze_rate: in [0, 1), the share of frozen coordinates; a number or a schedule of the step.
     every: at least 1, the number of steps of a period, after which the coordinates are ranked again.
@@ -103,7 +102,7 @@ class RandomFreezeState(NamedTuple):
 
 
 def random_freeze(*, freeze_rate: ScalarOrSchedule, every: int, posterior: bool = False, key: jax.Array) -> Coordinates:
-    """A random subset of the coordinates, drawn again every `every` steps; the other coordinates are frozen.
+    """A random subset of the coordinates, redrawn every `every` steps; the other coordinates are frozen.
 
     g -> m g for a mask m with exactly floor((1 - freeze_rate) d) ones, but at least 1. It depends on the key and the
     step alone. Frozen coordinates get neither gradient nor noise, and do not count in the norm.
@@ -113,8 +112,7 @@ def random_freeze(*, freeze_rate: ScalarOrSchedule, every: int, posterior: bool 
     every: int, at least 1, the number of steps that a mask is kept; an epoch in the paper.
     posterior: clip first and mask only the release, so that frozen coordinates count in the norm.
     key: a secret PRNG key, (); its "random_freeze" stream is used, with the number of the period folded in.
-
-    Raises ValueError for numbers outside their domains; for a schedule, when the step is billed.
+    Raises ValueError for numbers outside their domains; for a schedule, when the cost is computed.
     Source: Zhu and Blaschko 2021, https://arxiv.org/abs/2112.00845.
     """
     require_fraction("freeze_rate", freeze_rate, "[0, 1)")
@@ -153,13 +151,12 @@ def ranked_freeze(*, freeze_rate: ScalarOrSchedule, every: int) -> Coordinates:
     """The coordinates that moved most in the last `every` steps; the other coordinates are frozen.
 
     g -> m g, where m has ones at the floor((1 - freeze_rate) d) coordinates of largest |sum of released values|, at
-    least 1. Frozen coordinates add up their noise, so they can be trained again later. One noisy release is used for
-    the update and for the ranking, so nothing else is billed. In the first period nothing is frozen.
+    least 1. Frozen coordinates add up their noise, so they can be trained again later. One noisy release serves the
+    update and the ranking, so nothing else costs privacy. In the first period nothing is frozen.
 
     freeze_rate: in [0, 1); a schedule of the step is read (in float32) at the first step of every period.
     every: int, at least 1, the number of steps of a period.
-
-    Raises ValueError for numbers outside their domains; for a schedule, when the step is billed.
+    Raises ValueError for numbers outside their domains; for a schedule, when the cost is computed.
     Source: Zhu and Blaschko 2021, Appendix C, https://arxiv.org/abs/2112.00845v1.
     """
     require_fraction("freeze_rate", freeze_rate, "[0, 1)")
@@ -199,8 +196,8 @@ def _freeze(freeze_rate: ScalarOrSchedule, init: Callable, following: Callable, 
 class SparseUpdates(NamedTuple):
     """Updates in which only `kept` coordinates are not 0.
 
-    values: float32 (size,), the trained coordinates in the order of the parameters, then zeros.
-    seed: uint32 (2,), from which the mask is drawn. kept: int32 (), the number of ones in the mask.
+    values: float32 (size,), the trained coordinates in the order of the parameters, then zeros. seed: uint32 (2,), from
+        which the mask is drawn. kept: int32 (), the number of ones in the mask.
     """
 
     values: jax.Array
@@ -211,9 +208,8 @@ class SparseUpdates(NamedTuple):
 def sparse_pack(updates: Tree, state: Tree, *, size: int) -> SparseUpdates:
     """The values of `updates` that `random_freeze` does not freeze, and the seed of the mask.
 
-    updates: like the parameters. state: the one that was given to the step, not the one that the step returned.
+    updates: like the parameters. state: the one given to the step, not the one that the step returned.
     size: int, the length of `values`; at least the number of kept coordinates (`sparse_density` times d).
-
     Raises ValueError for a smaller size; under jit, where that number is not known, values beyond `size` are lost.
     """
     freeze = find_state(state, RandomFreezeState, "random freeze")

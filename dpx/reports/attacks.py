@@ -87,7 +87,6 @@ def attack_bounds(
     delta(e) + exp(e) a, and at most 1 - exp(-e) (1 - delta(e) - a), for every e >= 0; the advantage is at most
     delta(0). The bounds are the least over a grid of e. mu is the least for which the convex hull of that grid is at
     most delta_mu(e) + delta for every e >= 0, where delta_mu is that of mu-GDP.
-
     Raises ValueError as `dpx.epsilon` does, and for rates outside [0, 1].
     Source: Dong, Roth and Su 2022, https://arxiv.org/abs/1905.02383.
 

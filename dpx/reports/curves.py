@@ -92,7 +92,6 @@ def epsilon_over_steps(
         `dpx.epsilon`. Those before it are computed with at most 64 distinct releases.
     accountant: "tightest", "pld" or "rdp". relation: None is the one that the sampling states. records: how many of
         the examples one person owns at most, as for `dpx.epsilon`.
-
     Raises ValueError for steps or points below these, and as `dpx.epsilon` does.
     """
     steps, points = require_whole("steps", steps), require_whole("points", points, minimum=2)
@@ -128,7 +127,6 @@ def delta_over_epsilon(
 
     epsilons: float (points,), at least 0. A curve takes few compositions, because one composition answers for many
     neighboring epsilons. The other arguments are those of `dpx.accounting.delta`.
-
     Raises ValueError for a negative epsilon, and as `dpx.accounting.delta` does.
     """
     given = np.atleast_1d(require_floats("epsilons", epsilons))

@@ -166,7 +166,6 @@ def privacy_report(
         `dpx.accounting.best_of` or `dpx.tuning.search`): this run is the winner, and the report states the cost of the
         search. None: the report says that the cost of the choice is not included.
     name: of the run, such as "cancer model, May", in one line. None: the report has none.
-
     Raises ValueError as `dpx.epsilon` does, for a unit that differs from the one that the state records, if neither
     accountant knows the cost of the event, for another tuning or name, and for a run that costs more than a trial of
     the search.

@@ -81,7 +81,6 @@ def search(
     steps: int, the most steps of a trial; delta: in (0, 1); None is that of the mechanisms' budgets. unit: as for
         `dpx.privacy_report`. checkpoints: a folder with a folder for each trial, as SENSITIVE as the data. It keeps the
         scores too, so that none is computed again.
-
     Raises ValueError for other arguments, a mechanism with another key or of no bill, a trial that makes more steps,
     a state of another mechanism, a score that is not a number, the checkpoints of another search, other parameters of a
     trial than the stored ones, and a budget that no noise meets.

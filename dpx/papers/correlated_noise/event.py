@@ -1,4 +1,4 @@
-"""A run of Gaussian releases whose noise is correlated over the steps: what it costs, in real numbers and for its bits.
+"""A run of Gaussian releases whose noise is correlated over the steps: its cost, in real numbers and for the bits.
 
 Let C be lower triangular and Toeplitz, c_0 = 1, and let S_t be the sum of clipped gradients of step t. A step draws
 fresh normals g_t, and releases r_t, the value y_t + tau g_t rounded to the public grid (`dpx.keys.release`), where
@@ -6,44 +6,43 @@ fresh normals g_t, and releases r_t, the value y_t + tau g_t rounded to the publ
     banded C:           n_t = r_t - S_t,   y_t = S_t - sum_(j > 0) c_j n_(t-j)                                   (1)
     banded inverse d:   m_t = r_t - y_t,   y_t = S_t + sum_(j > 0) d_j m_(t-j)                                   (2)
 
-**Both are y_t = (C S)_t - sum_(j > 0) c_j r_(t-j).** For (1), put n = r - S in. For (2), r - S = C^-1 m, so
-m = C r - C S, and y = r - m. The last sum is of earlier releases. So the step is a plain Gaussian release of (C S)_t
-with fresh noise, moved by a public number, and the noise of the run is r - S = C^-1 (tau g + the rounding of the grid).
+**Both are y_t = (C S)_t - sum_(j > 0) c_j r_(t-j).** For (1), insert n = r - S. For (2), r - S = C^-1 m, so m = C r - C
+S, and y = r - m. The last sum is of earlier releases. So a step is a plain Gaussian release of (C S)_t with fresh
+noise, moved by a public number, and the noise of the run is r - S = C^-1 (tau g + the rounding of the grid).
 
-**The memory is no noise that is used again.** n and m are functions of the data and of earlier releases. Given these,
-the normals of a step are fresh, which is what the theorem of `arithmetic.py` needs at every release. So the bill holds
-for the bits.
+**No noise is used again.** n and m are functions of the data and of earlier releases. Given these, the normals of a
+step are fresh, as the theorem of `arithmetic.py` requires at every release. So the cost holds for the bits.
 
 **The shift.** One example moves the vector C S by at most `sensitivity` clip norms (`sensitivities.py`), for any
-gradients, also those that depend on the releases, because it is a bound for every path. A sequence of Gaussians whose
-means are chosen one after the other, and which differ by v_t with sum |v_t|^2 <= mu^2, is a function of N(0, 1) or
-N(mu, 1), and of noise that does not depend on the example (Denisov et al. 2022, arXiv:2202.08312, theorem 2.1). So a
-run in a fixed order costs ONE Gaussian release.
+gradients, even those that depend on the releases, because the bound holds for every path. A sequence of Gaussians whose
+means are chosen one after the other, and differ by v_t with sum |v_t|^2 <= mu^2, is a function of N(0, 1) or N(mu, 1),
+and of noise that does not depend on the example (Denisov et al. 2022, arXiv:2202.08312, theorem 2.1). So a run in a
+fixed order costs ONE Gaussian release.
 
 **Cyclic Poisson sampling** (arXiv:2306.08153, theorem 4), C with at most b bands, b groups. Let the groups be public.
 The example has a coin in every b-th step, and by (1) its gradient g of step s moves y_s, ..., y_(s + b - 1) by c_0 g,
-..., c_(b-1) g, and no later one, because c ends. So each b steps from s have one coin, of rate q b. If it falls, they
-have a shift of at most |c| clip norms, else none, and g was fixed at step s. That is one Poisson-sampled Gaussian, and
-the next b steps are the next one. The steps before the first s do not depend on the example. Where C is full, the coin
-of s moves all later steps, and nothing is proved.
+..., c_(b-1) g, and nothing later, because c ends. So each b steps from s share one coin, of rate q b. If it falls,
+their shift is at most |c| clip norms, otherwise 0, and g was fixed at step s. That is one Poisson-sampled Gaussian, and
+the next b steps are another. The steps before the first s do not depend on the example. Where C is full, the coin of s
+moves all later steps, and nothing is proved.
 
 **Pairs of normals that are bad for the other data set** (`far` in `arithmetic.py`). Given the earlier releases, the
 memory is fixed for each data set, so the example moves y_t by a fixed v_t, and |v_t| is at most the shift of the whole
 run, rounding included: `largest_shift`. For cyclic sampling, let all coins but the example's be public. Then y_t has
-two values, because no row of the memory but that of s, n_s, holds the example: it has no part in the other b - 1 steps
-that y_t reads, and their releases are given. So the outputs that are good for both values are those of the theorem.
+two values: of the rows of the memory that y_t reads, only n_s holds the example, and the releases of the other b - 1
+steps are given. So the outputs that are good for both values are those of the theorem.
 
 **Rounding.** S_t is exact in float64, because it is what the program has. What is stored is rounded to two float32
 numbers, and so is y_t: relative errors of at most v = 2^-48 + (p + 3) 2^-52 for p weights. They are functions of data
-and releases, so they are a part of the shift: they move y_t by e_t. In steps where the example moves nothing that is
+and releases, so they belong to the shift: they move y_t by e_t. In steps where the example moves nothing that is
 stored, all bits are the same.
 
     (1)  |e_t| <= v (|S_t| + 2 L |n|),                    L = sum_(j > 0) |c_j|,    |n| <= |d|_1 (N tau + C)
     (2)  e = C (eta - epsilon) + epsilon, |eta_t| <= v (|S_t| + L |m|), |epsilon_t| <= v |m|,  L = sum_(j > 0) |d_j|
 
 where N = 13.3 sqrt(numbers), because the normals end at 13.16 deviations and a cell is at most 1/16 of one; the added
-clip norm is for r_t, a float32 number, and for m of the neighboring data, which is moved by C S. A batch has at most
-2^24 examples that count. `rounding` sums up over the steps, twice, because both data sets have it.
+clip norm is for r_t, a float32 number, and for m of the neighboring data, which is moved by C S. At most 2^24 examples
+of a batch count. `rounding` sums up over the steps, twice, because both data sets round.
 """
 
 import math
@@ -68,8 +67,8 @@ class CorrelatedGaussianDpEvent(DpEvent, Loss):
     """The first steps of a run of correlated noise in a fixed order, or of full batches.
 
     noise_multiplier: of one step, s: the standard deviation of z over the clip norm, less what rounding costs.
-    sensitivity: of C for these steps. steps: int. coefficients, inverse_coefficients: of C, floats. dp-accounting's
-    accountants refuse this event.
+        sensitivity: of C for these steps. steps: int. coefficients, inverse_coefficients: of C, floats. dp-accounting's
+        accountants refuse this event.
     """
 
     noise_multiplier: float
@@ -93,11 +92,11 @@ class CorrelatedGaussianDpEvent(DpEvent, Loss):
 
 @attrs.frozen
 class CyclicBandedDpEvent(DpEvent, Loss):
-    """One turn of cyclic Poisson sampling with a banded C: as many releases as there are groups, with one coin.
+    """One turn of cyclic Poisson sampling with a banded C: one release for each group, with one coin.
 
     noise_multiplier: the deviation of z over the clip norm and the norm of c, less what rounding costs.
-    sampling_probability: of the coin. releases: int, of a turn. coefficients: c, floats. dp-accounting's accountants
-    refuse this event.
+        sampling_probability: of the coin. releases: int, of a turn. coefficients: c, floats. dp-accounting's
+        accountants refuse this event.
     """
 
     noise_multiplier: float
@@ -127,10 +126,10 @@ def _require_zero_out(relation: Relation) -> None:
 def rounding(
     column: np.ndarray, inverse: np.ndarray, *, banded: bool, terms: int, steps: int, noise_multiplier: float
 ) -> float:
-    """How far rounding moves the releases of two neighboring data sets apart, in deviations of z: see the docstring.
+    """How far rounding moves the releases of two neighboring data sets apart, in deviations of z: see the module.
 
-    column, inverse: the first columns of C and of C^-1, float64 (of the run,). banded: whether C is, as in (1). terms:
-    of the sum that is fed back. steps: in which the two differ, int. noise_multiplier: s.
+    column, inverse: the first columns of C and of C^-1 for the run, float64. banded: whether C is, as in (1). terms: of
+        the sum that is fed back. steps: in which the two differ, int. noise_multiplier: s.
     """
     unit, twice = 2.0**-48 + (terms + 3) * 2.0**-52, 2 * math.sqrt(steps)
     of_c, of_inverse = float(np.abs(column).sum()), float(np.abs(inverse).sum())
@@ -150,9 +149,8 @@ def cyclic_poisson_event(
 
     examples: int. batch_size: expected, above 0. groups: int, at least the bands of C. steps: of the run, int.
     noise_multiplier: the deviation of z is this times the clip norm times `column_norm(strategy, steps=steps)`.
-
-    Raises ValueError for a C with more bands than groups (a banded inverse has a full C), and if
-    groups * batch_size > examples, because a probability is at most 1.
+    Raises ValueError if C has more bands than groups (with a banded inverse, C is full), and if groups * batch_size >
+    examples, because a probability is at most 1.
     """
     groups, examples = require_whole("groups", groups), require_whole("examples", examples)
     batch_size = require_number("batch_size", batch_size, minimum=0, exclusive=True)
@@ -171,7 +169,6 @@ def cyclic_poisson_event(
 def fixed_order_event(*, noise_multiplier: float) -> DpEvent:
     """The event of a whole run in a fixed order: one Gaussian release.
 
-    noise_multiplier: the deviation of z is this times the clip norm times `sensitivity`, for the participations and the
-    separation of the order.
+    noise_multiplier: the deviation of z is this times the clip norm times `sensitivity` for the order.
     """
     return GaussianDpEvent(require_number("noise_multiplier", noise_multiplier, minimum=0))

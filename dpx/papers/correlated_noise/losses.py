@@ -1,21 +1,20 @@
-"""The error that correlated noise leaves in a workload: its mean and its maximum over the steps.
+"""The error that correlated noise leaves in a workload, as its mean and its maximum over the steps; the best banded C.
 
-Step t of SGD with momentum m moves the parameters by -h_t (g_t + m g_(t-1) + m^2 g_(t-2) + ...), for the learning rate
-h_t. So the parameters after step t are A g for the workload A = P diag(h) M, where P is the matrix of prefix sums and M
-has the series 1 / (1 - m x). Their noise is A C^-1 z. With h = 1, A is a Toeplitz matrix too. Then one column of A C^-1
-is enough: row t of it has the squared norm sum_(j <= t) b_j^2, which grows with t. Otherwise M C^-1 z is a process of
-moving averages and autoregression, whose covariance with its own prefix sums has a recurrence.
+Step t of SGD with momentum m moves the parameters by -h_t (g_t + m g_(t-1) + m^2 g_(t-2) + ...) at learning rate h_t.
+So the parameters after step t are A g for the workload A = P diag(h) M, where P is the matrix of prefix sums and M has
+the series 1 / (1 - m x). Their noise is A C^-1 z. With h = 1, A is a Toeplitz matrix too, and one column of A C^-1 is
+enough: row t has the squared norm sum_(j <= t) b_j^2, which grows with t. Otherwise M C^-1 z is a process of moving
+averages and autoregression, whose covariance with its own prefix sums has a recurrence.
 
-The banded strategy with the least loss for a workload, by L-BFGS on its coefficients with exact gradients.
-
-With at most `separation` bands, the columns of C at the steps of one example are orthogonal. So the sensitivity is
-sqrt(k) times the norm of c, up to columns that the end of the run cuts off, and the loss is in proportion to
+The banded strategy of least loss comes from L-BFGS on its coefficients with exact gradients. With at most `separation`
+bands, the columns of C at the steps of one example are orthogonal. So the sensitivity is sqrt(k) times the norm of c,
+up to columns that the end of the run cuts off, and the loss is in proportion to
 
     |c|^2 * q(u),   u the first column of M C^-1, or of A C^-1 where A is a Toeplitz matrix, and q a quadratic form.
 
-The series of u is a(x) / c(x), so the derivative of u by c_i has the series -x^i a(x) / c(x)^2: it is -e, moved by i
-places, where e has the series u(x) / c(x). So all derivatives of q(u) cost as much as q'(u), one more recurrence, and
-one inner product each.
+The series of u is a(x) / c(x), so the derivative of u by c_i has the series -x^i a(x) / c(x)^2: it is -e shifted by i
+places, where e has the series u(x) / c(x). So all derivatives of q(u) cost q'(u), one more recurrence, and one inner
+product each.
 """
 
 from collections.abc import Callable
@@ -55,7 +54,7 @@ class Workload:
         return np.array([1.0, -self.momentum] if self.momentum else [1.0])
 
     def rates(self, steps: int) -> np.ndarray:
-        """The learning rates of a run, float64 (steps,). Raises ValueError if there is another number of them."""
+        """The learning rates of a run, float64 (steps,). Raises ValueError unless there is one for every step."""
         if not self.learning_rates:
             return np.ones(steps)
         if len(self.learning_rates) != steps:
@@ -64,7 +63,7 @@ class Workload:
 
 
 class Loss(NamedTuple):
-    """The error of a workload for one clip norm and a noise multiplier of 1; floats.
+    """The error of a workload for clip norm and noise multiplier 1; floats.
 
     sensitivity: of C. mean: the root of the mean squared error over the steps. largest: the largest root mean square.
     """
@@ -87,10 +86,9 @@ def loss(
 ) -> Loss:
     """The error of `workload` after `steps` steps, for noise in proportion to the sensitivity of C.
 
-    strategy: the matrix C. steps, participations, separation: as in `sensitivity`.
-
-    Time: O(steps * coefficients), and for learning rates O(steps * coefficients^2).
-    Raises ValueError for other numbers and if a coefficient overflows.
+    strategy: the matrix C. steps, participations, separation: as in `sensitivity`. Takes O(steps * coefficients), and
+        for learning rates O(steps * coefficients^2). Raises ValueError for other numbers and if a coefficient
+        overflows.
     """
     found = sensitivity(strategy, steps=steps, participations=participations, separation=separation)
     squares = squared_errors(strategy, workload, steps)
@@ -111,8 +109,8 @@ def squared_errors(strategy: Strategy, workload: Workload, steps: int) -> np.nda
 def _by_recurrence(numerator: np.ndarray, denominator: np.ndarray, rates: np.ndarray) -> np.ndarray:
     """The variances of sum_(s <= t) h_s y_s, where y has the series numerator / denominator, float64 (steps,).
 
-    y_t = sum_j n_j w_(t-j) with w_t = z_t - sum_(j > 0) d_j w_(t-j). The covariance of the last w, and that of them
-    with the sum, follow from those of the step before.
+    y_t = sum_j n_j w_(t-j) with w_t = z_t - sum_(j > 0) d_j w_(t-j). The covariances of the last w, with each other and
+    with the sum, follow from the step before.
     """
     size = max(len(numerator), len(denominator))
     ahead, back = np.zeros(size), np.zeros(size)
@@ -158,13 +156,13 @@ def optimized(
     """The strategy of `bands` bands with the least mean or largest loss, for examples at least `bands` steps apart.
 
     bands: int, at least 1; 1 is the identity. steps: of the run, at least `bands`.
-    workload: the momentum and the learning rates whose error is made small.
+    workload: the momentum and the learning rates whose error is minimized.
     error: "mean" (the root of the mean squared error over the steps) or "largest" (over the steps; for constant
         learning rates only).
 
-    The result is a local optimum, started at `banded_half`. It holds for any number of participations, because that is
-    a factor of the loss. Time: O(steps * bands) an evaluation, and O(steps^2) with learning rates.
-    Raises ValueError for other numbers, and for learning rates of more than LONGEST_SCHEDULE steps.
+    Returns a local optimum, started at `banded_half`. It fits any number of participations, because that is a factor of
+    the loss. Time: O(steps * bands) an evaluation, and O(steps^2) with learning rates. Raises ValueError for other
+    numbers, and for learning rates of more than LONGEST_SCHEDULE steps.
     """
     bands = require_whole("bands", bands)
     steps = require_whole("steps", steps, minimum=bands)
@@ -221,8 +219,8 @@ def log_loss(
 ) -> tuple[float, np.ndarray]:
     """log |c|^2 + log q(u), and its gradient by c_1, ..., c_(b-1).
 
-    Where u overflows, because a root of c is small, the value is _OVERFLOW: a line search then takes a shorter step. It
-    is not inf, because L-BFGS would stop there.
+    Where u overflows, because a root of c is small, the value is _OVERFLOW, so that a line search takes a shorter step.
+    inf would stop L-BFGS.
     """
     bands = len(coefficients)
     impulse = np.zeros(steps)

@@ -1,11 +1,11 @@
 """Correlated noise: later noise cancels a part of earlier noise, so that prefix sums of the updates have less of it.
 
-Proof of the cost, also for the bits: `event.py`. An example enters each sum as in `dp_sgd.py`, so it moves a sum by at
-most C (1 + ETA), and it takes part in the steps that the sampling states. `normalized`, coordinates that are fixed, and
+`event.py` proves the cost, also for the bits. An example enters each sum as in `dp_sgd.py`, so it moves a sum by at
+most C (1 + ETA), and it takes part in the steps that the sampling states. `normalized`, fixed coordinates, and
 transforms behind the mechanism change neither.
 
-The memory holds what the last releases differ from their sums by. It is a function of raw data, so it is never
-released. Each number is two float32 numbers, because one would move a sum by up to 2^-23 sqrt(numbers) deviations.
+The memory holds the differences of the last releases and their sums. It depends on raw data, so it is never released.
+Each number is two float32 numbers, because one would move a sum by up to 2^-23 sqrt(numbers) deviations.
 """
 
 import functools
@@ -51,26 +51,24 @@ def correlated_noise(
 
     private gradient = (sum_i min(1, C / |g_i|) g_i + x_t) / B,  x = C^-1 z,  z_t ~ N(0, (noise_multiplier C)^2 I)
 
-    The papers claim the cost of one Gaussian release of noise multiplier noise_multiplier / sensitivity for a run in a
-    fixed order, and for cyclic Poisson sampling that of one Poisson-sampled Gaussian for each turn of the groups. Both
-    hold, and dpx bills them, also for the bits of the releases, because each step adds fresh noise to a sum that
-    depends on earlier data and releases alone. With C = I it is `dp_sgd`.
+    The papers claim that a run in a fixed order costs one Gaussian release of noise multiplier noise_multiplier /
+    sensitivity, and cyclic Poisson sampling one Poisson-sampled Gaussian for each turn of the groups. Both hold, even
+    for the bits of the releases, because each step adds fresh noise to a sum that depends on earlier data and releases
+    alone; dpx charges exactly that. With C = I it is `dp_sgd`.
 
     strategy: C, such as `dpx.strategies.optimized(bands=8, steps=1000)` or `lambda_cgd(correlation=0.9)`.
     clip_norm: C, the norm to which each example's gradient is clipped; a number in the units of the gradient.
     noise_multiplier: the standard deviation of z over the clip norm, a number above 0; or the `dpx.Budget` that it is
         calibrated to. The longer the run and the more often an example takes part, the more noise a budget needs.
     sampling: `dpx.sampling.CyclicPoissonSampling` for a C with at most as many bands as it has groups; or `FixedOrder`,
-        `dpx.ShuffledEpochs` or `dpx.FullBatch`. Other samples that are drawn by chance are refused.
-    key: a secret PRNG key, (), of this run alone. Runs of other strategies have independent noise.
+        `dpx.ShuffledEpochs` or `dpx.FullBatch`. Other random samplings are refused.
+    key: a secret PRNG key, (), of this run alone. Runs with other strategies have independent noise.
 
-    The state keeps the past noise: 8 bytes for each parameter and each of the last bands - 1 steps.
+    The state keeps the past noise: 8 bytes for each parameter and each of the last bands - 1 steps. Not allowed with
+    it, because the proof does not cover them or noise would not cancel: schedules of the noise and of the clip norm,
+    adaptive clip norms, error feedback, coordinates that change during the run, and a projection after the clip.
 
-    Refused with it, because the proof does not cover them, or because noise would not cancel: schedules of the noise
-    and of the clip norm, adaptive clip norms, error feedback, coordinates that change during the run, and a projection
-    after the clip.
-
-    Raises ValueError for another sampling, and numbers outside their domain.
+    Raises ValueError for another sampling, and for numbers outside their domains.
     """
     if not isinstance(strategy, Strategy):
         words = "strategy must be a dpx.strategies.Strategy, such as lambda_cgd or optimized"
@@ -100,10 +98,10 @@ def correlated_noise(
 
 
 def moved(strategy: Strategy, sampling: Any, steps: int) -> float:
-    """By how much one example moves C G in the first steps, in units of the clip norm: see `dpx.strategies`.
+    """The most that one example moves C G in the first steps, in clip norms: see `dpx.strategies`.
 
-    For cyclic sampling, by one coin. Raises ValueError for a sampling of which it is not known how often and how many
-    steps apart an example takes part.
+    For cyclic sampling, by one coin. Raises ValueError for a sampling that does not say how often and how many steps
+    apart an example takes part.
     """
     if isinstance(sampling, CyclicPoissonSampling):
         return float(np.linalg.norm(strategy.coefficients))
@@ -167,8 +165,9 @@ def _weights(strategy: Strategy) -> np.ndarray:
 
 
 def _stream(key: jax.Array, strategy: Strategy) -> jax.Array:
-    """The key of the noise, (). It depends on C: else the releases of one batch with two C have a difference of less
-    noise than is billed, or of none at step 0, where both have z_0."""
+    """The key of the noise, (). It depends on C. Otherwise the releases of one batch under two Cs would differ by less
+    noise than they are charged for, and by none at step 0, where both have z_0.
+    """
     stream = keys.stream(key, "noise")
     digest = hashlib.sha256(repr((strategy.coefficients, strategy.inverse_coefficients)).encode()).digest()
     for word in np.frombuffer(digest, "<u4"):
@@ -207,8 +206,8 @@ class CorrelatedNoiseState(NamedTuple):
     """The record of the releases, and the noise of the last ones.
 
     inner: ReleaseState, public.
-    unreleased_noise: two float32 (w, ...) arrays for each array of the encoded gradients, the last w noises: a release
-        minus one of them is the sum of raw gradients. Never share it.
+    unreleased_noise: the last w noises, two float32 (w, ...) arrays for each array of the encoded gradients. Never
+        share it: a release minus one of them is the sum of raw gradients.
     """
 
     inner: ReleaseState
@@ -270,23 +269,24 @@ def band_mf_sgd(
 
     clip -> sum -> add noise C^-1 z -> divide, for the banded Toeplitz C with the least error of the parameters.
 
-    The paper claims, for cyclic Poisson sampling with b groups, the epsilon of one Poisson-sampled Gaussian for each b
-    steps, of noise multiplier sigma, if z has the deviation sigma times the norm of a column of C. That holds, and dpx
-    bills it, also for the bits of the releases (`dpx.mechanisms.correlated_noise`). The paper's C need not be Toeplitz.
+    The paper claims, for cyclic Poisson sampling with b groups, the epsilon of one Poisson-sampled Gaussian for every b
+    steps, of noise multiplier sigma, if z has the deviation sigma times the norm of a column of C. That holds, even for
+    the bits of the releases, and dpx charges it (`dpx.mechanisms.correlated_noise`). The paper's C need not be
+    Toeplitz.
 
-    bands: of C, at least 1, and at most the groups of the sampling; a shorter run has as many as it has steps.
-    steps: of the run, which C is the best for. More steps are billed too.
+    bands: of C, at least 1, and at most the groups of the sampling; a run of fewer steps has one band a step.
+    steps: of the run, which C is the best for. More steps count in the cost too.
     momentum: of the optimizer behind it, in [0, 1), for which C is the best.
     learning_rates: of each step, floats, not negative, for which C is the best; () if they are constant.
     clip_norm: C, in the units of the gradient; a number.
-    noise_multiplier: the standard deviation of z over the clip norm, above 0, or a `dpx.Budget`. The bill is that of
+    noise_multiplier: the standard deviation of z over the clip norm, above 0, or a `dpx.Budget`. The cost is that of
         noise_multiplier over the norm of a column of C.
-    sampling: `dpx.sampling.CyclicPoissonSampling` with at least so many bands. A fixed order and full batches cost the
-        sensitivity of all participations, as one Gaussian release.
+    sampling: `dpx.sampling.CyclicPoissonSampling` with at least this many groups. A fixed order and full batches cost
+        the sensitivity of all participations, as one Gaussian release.
     key: a secret PRNG key, (), of this run alone.
 
     The state keeps 8 bytes for each parameter and each of the last bands - 1 steps. Raises ValueError for numbers
-    outside their domains, and another sampling.
+    outside their domains, and for another sampling.
     """
     workload = Workload(momentum=momentum, learning_rates=tuple(learning_rates))
     steps, bands = require_whole("steps", steps), require_whole("bands", bands)
@@ -307,16 +307,16 @@ def lambda_cgd(
 ) -> Mechanism:
     """lambda-CGD: DP-SGD whose noise is z_t - correlation z_(t-1), for a fixed order (arXiv:2601.22334).
 
-    clip -> sum -> add noise -> divide. The noise of a step cancels a part of that of the step before.
+    clip -> sum -> add noise -> divide. The noise of a step cancels a part of the last step's noise.
 
-    The paper claims the epsilon of one Gaussian release of noise multiplier noise_multiplier / sensitivity for the
-    whole run. That holds, and dpx bills it, also for the bits of the releases (`dpx.mechanisms.correlated_noise`).
+    The paper claims that the whole run costs one Gaussian release of noise multiplier noise_multiplier / sensitivity.
+    That holds, even for the bits of the releases, and dpx charges it (`dpx.mechanisms.correlated_noise`).
 
     correlation: lambda, in [0, 1). 0 is DP-SGD. More cancels more noise, and needs more of it.
     clip_norm: C, in the units of the gradient; a number.
     noise_multiplier: the standard deviation of z over the clip norm, above 0, or a `dpx.Budget`.
-    sampling: `dpx.sampling.FixedOrder`, `dpx.ShuffledEpochs` or `dpx.FullBatch`. Samples that are drawn by chance are
-        refused, because no amplification is known for a full C.
+    sampling: `dpx.sampling.FixedOrder`, `dpx.ShuffledEpochs` or `dpx.FullBatch`. Random samples are refused, because no
+        amplification is known for a full C.
     key: a secret PRNG key, (), of this run alone.
 
     The state keeps 8 bytes for each parameter. Raises ValueError for numbers outside their domains, and another

@@ -1,29 +1,28 @@
-"""By how much one example moves C G, for one clip norm: the sensitivity of a strategy.
+"""How far one example moves C G, in clip norms: the sensitivity of a strategy.
 
-An example that takes part at the steps S moves row s of G by a vector g_s with |g_s| <= 1, if s is in S, and by 0
+An example that takes part at the steps S moves row s of G by a vector g_s with |g_s| <= 1 if s is in S, and by 0
 otherwise. So C G moves by at most the root of
 
     sum_(s, t in S) <c_s, c_t> <g_s, g_t>  <=  sum_(s, t in S) |<c_s, c_t>|,                                        (1)
 
-where c_s is column s of C. In a fixed order, two steps of S are at least `separation` apart, and S has at most k steps.
-The number of steps is at most K = min(k, ceil(steps / separation)).
+where c_s is column s of C. In a fixed order, two steps of S are at least `separation` apart, and S has at most k steps,
+so at most K = min(k, ceil(steps / separation)).
 
 * Bound by the envelope. Let e_j = max over i >= j of |c_i|, and E its matrix. |<c_s, c_t>| <= <e_s, e_t>, because the
-  inner product sums |c_i c_j| <= e_i e_j. E is >= 0 and non-increasing, and for such a matrix the largest S is
-  0, b, 2 b, ..., (K - 1) b with b = separation: moving all steps of S after some place earlier makes every inner
-  product of two columns larger or keeps it, because it sums over more rows, and over a smaller distance (Kalinin and
-  Lampert 2024, arXiv:2405.13763, theorem 2). Where c = e, (1) is an equality with equal g_s: the bound is exact.
-* Bound by the distances, for a banded C. Let w_l = max over s of |<c_s, c_(s + l)>|. Two steps of S that are i steps of
-  S apart are at least i b apart, and there are at most K - i such pairs. So (1) is at most
-  K w_0 + 2 sum_(0 < i < K) (K - i) max over l >= i b of w_l.  With at most b bands it is K times the squared norm of a
-  column, because such columns are orthogonal.
+  inner product sums |c_i c_j| <= e_i e_j. E is >= 0 and non-increasing, and for such a matrix the largest S is 0, b, 2
+  b, ..., (K - 1) b with b = separation: moving all steps of S after some place earlier never reduces an inner product
+  of two columns, because it sums over more rows and a smaller distance (Kalinin and Lampert 2024, arXiv:2405.13763,
+  theorem 2). Where c = e, (1) is an equality with equal g_s: the bound is exact.
+* Bound by the distances, for a banded C. Let w_l = max over s of |<c_s, c_(s + l)>|. The K - i or fewer pairs of S that
+  are i steps of S apart are at least i b apart. So (1) is at most K w_0 + 2 sum_(0 < i < K) (K - i) max over l >= i b
+  of w_l. With at most b bands it is K times the squared norm of a column, because such columns are orthogonal.
 
-`sensitivity` is the smaller of the two. A banded inverse has a full C, so its bound is that of the envelope.
+`sensitivity` is the smaller of the two. With a banded inverse, C is full, so only the envelope bounds it.
 
-* Shuffled epochs: an example is in one step of every epoch of b steps, so it may be in the last step of one epoch and
-  in the first of the next. Two of its steps that are i epochs apart are at least (i - 1) b + 1 steps apart, and K - i
-  pairs of K epochs are. |<c_s, c_(s + l)>| <= r_l = sum_j e_j e_(j + l), which falls with l. So (1) is at most
-  K r_0 + 2 sum_(0 < i < K) (K - i) r_((i - 1) b + 1).  The bound by the envelope for a separation of 1 holds too.
+* Shuffled epochs: an example is in one step of every epoch of b steps, possibly the last of one and the first of the
+  next. Two of its steps that are i epochs apart, K - i pairs in K epochs, are at least (i - 1) b + 1 steps apart.
+  |<c_s, c_(s + l)>| <= r_l = sum_j e_j e_(j + l), which falls with l. So (1) is at most K r_0 + 2 sum_(0 < i < K) (K -
+  i) r_((i - 1) b + 1). The bound by the envelope for a separation of 1 holds too.
 """
 
 import math
@@ -35,13 +34,13 @@ from dpx.validation import require_whole
 
 
 def sensitivity(strategy: Strategy, *, steps: int, participations: int = 1, separation: int = 1) -> float:
-    """By how much one example moves C G, at most, in units of the clip norm.
+    """The most that one example moves C G, in units of the clip norm.
 
     strategy: the matrix C. steps: of the run, int. participations: at most how often an example takes part, int.
-    separation: two steps with the same example are at least so far apart, int; 1 allows neighboring steps.
+    separation: the fewest steps between two that hold the same example, int; 1 allows neighboring steps.
 
-    It is exact if `sensitivity_is_exact`, and an upper bound otherwise. float64 sums, relative error below 1e-10.
-    Raises ValueError for other numbers, and if a coefficient of C overflows.
+    Exact if `sensitivity_is_exact`, otherwise an upper bound. float64 sums, relative error below 1e-10. Raises
+    ValueError for other numbers, and if a coefficient of C overflows.
     """
     steps, separation = require_whole("steps", steps), require_whole("separation", separation)
     most = min(require_whole("participations", participations), -(-steps // separation))
@@ -53,12 +52,10 @@ def sensitivity(strategy: Strategy, *, steps: int, participations: int = 1, sepa
 
 
 def shuffled_sensitivity(strategy: Strategy, *, steps: int, steps_per_epoch: int) -> float:
-    """By how much one example moves C G, at most, if it takes part in one step of every epoch, which may be any.
+    """An upper bound on how far one example moves C G, in clip norms, if it takes part in any one step of every epoch.
 
-    strategy: the matrix C. steps: of the run, int; the last epoch may be incomplete. steps_per_epoch: int.
-
-    An upper bound, in units of the clip norm, in O(steps * epochs).
-    Raises ValueError for other numbers, and if a coefficient of C overflows.
+    strategy: the matrix C. steps: of the run, int; the last epoch may be incomplete. steps_per_epoch: int. Takes
+        O(steps * epochs). Raises ValueError for other numbers, and if a coefficient of C overflows.
     """
     steps, length = require_whole("steps", steps), require_whole("steps_per_epoch", steps_per_epoch)
     bound, epochs = _envelope(strategy.column(steps)), -(-steps // length)
@@ -69,18 +66,13 @@ def shuffled_sensitivity(strategy: Strategy, *, steps: int, steps_per_epoch: int
 
 
 def sensitivity_is_exact(strategy: Strategy, *, steps: int) -> bool:
-    """Whether the coefficients of C are non-increasing and not negative in all `steps`, so `sensitivity` is exact.
-
-    strategy: the matrix C.
-    """
+    """Whether all `steps` coefficients of C fall or stay and none is negative, so that `sensitivity` is exact."""
     column = strategy.column(steps)
     return bool(np.all(column >= 0) and np.all(np.diff(column) <= 0))
 
 
 def column_norm(strategy: Strategy, *, steps: int) -> float:
-    """The largest norm of a column of C, which is that of the first: the sensitivity to one participation.
-
-    strategy: the matrix C. steps: of the run, int.
+    """The largest norm of a column of C, the first one's: the sensitivity to one participation in `steps` steps, int.
 
     It is the sensitivity of one release of cyclic Poisson sampling with a banded C (`cyclic_poisson_event`).
     """

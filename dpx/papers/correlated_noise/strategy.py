@@ -1,13 +1,11 @@
-"""The record of a strategy: a lower triangular Toeplitz matrix C with ones on its diagonal.
+"""Strategies: lower triangular Toeplitz matrices C with ones on the diagonal, and families that need no optimization.
 
 Such matrices multiply like power series, so C is the series c(x) = sum_j c_j x^j, and C^-1 is 1 / c(x). Coefficients of
 a quotient of polynomials of degree below b come from a recurrence, in O(b) a coefficient (`scipy.signal.lfilter`).
 
-Families of strategies that need no optimization.
-
-All come from the square root of the matrix of prefix sums, whose series is 1 / (1 - x): its own is (1 - x)^(-1/2), with
-the coefficients f_j = binom(2 j, j) / 4^j, and its inverse is (1 - x)^(1/2) (Fichtenberger, Henzinger and Upadhyay
-2023, arXiv:2202.11205).
+All families come from the square root of the matrix of prefix sums, whose series is 1 / (1 - x): the root has the
+series (1 - x)^(-1/2), with coefficients f_j = binom(2 j, j) / 4^j, and its inverse (1 - x)^(1/2) (Fichtenberger,
+Henzinger and Upadhyay 2023, arXiv:2202.11205).
 """
 
 from dataclasses import dataclass
@@ -28,9 +26,8 @@ class Strategy:
     inverse_coefficients: the first coefficients of C^-1, floats with d_0 = 1; all later ones are 0: a banded inverse,
         whose C is full.
 
-    Give one of the two; the other stays (1,). Without either, C = I, the independent noise of DP-SGD.
-
-    Raises ValueError for coefficients that are not finite, do not begin with 1, or end with 0, and if both are given.
+    Give one of the two; the other stays (1,). Without either, C = I, the independent noise of DP-SGD. Raises ValueError
+    for coefficients that are not finite, do not begin with 1, or end with 0, and if both are given.
     """
 
     coefficients: tuple[float, ...] = (1.0,)
@@ -57,9 +54,9 @@ class Strategy:
         return self.series(self.inverse_coefficients, self.coefficients, steps)
 
     def covariance(self, steps: int) -> np.ndarray:
-        """C^-1 C^-T, float64 (steps, steps): the covariance of the noises of the steps, for z of variance 1.
+        """C^-1 C^-T, float64 (steps, steps): the covariance of the noise over the steps, for z of variance 1.
 
-        It takes O(steps^3) operations: for tests, and to look at.
+        Takes O(steps^3) operations, so it is for tests and for looking at.
         """
         inverse = np.asarray(linalg.toeplitz(self.inverse_column(steps), np.zeros(steps)))
         return inverse @ inverse.T
@@ -100,10 +97,10 @@ def identity() -> Strategy:
 
 
 def lambda_cgd(*, correlation: float) -> Strategy:
-    """Noise minus a part of the noise of the step before: d = (1, -correlation) (arXiv:2601.22334).
+    """Subtracts a part of the last step's noise: d = (1, -correlation) (arXiv:2601.22334).
 
     C has the coefficients correlation^j, so its sensitivity is exact. correlation: lambda, in [0, 1). Raises ValueError
-    for other numbers: at 1, the noise of a prefix sum is that of one step, and the sensitivity that of all.
+    for other numbers: at 1, a prefix sum has the noise of one step, and C the sensitivity of all.
     """
     value = require_number("correlation", correlation, minimum=0, maximum=1)
     if value == 1:
@@ -140,7 +137,7 @@ def banded_square_root(*, bands: int, momentum: float = 0.0) -> Strategy:
     """BSR: the first coefficients of the square root of the workload as a banded C (arXiv:2405.13763).
 
     bands: int, at least 1. momentum: of the workload, in [0, 1): its series is 1 / ((1 - x) (1 - momentum x)), whose
-    square root has the series of (1 - x)^(-1/2) times that of (1 - momentum x)^(-1/2).
+        square root has the series (1 - x)^(-1/2) (1 - momentum x)^(-1/2).
     """
     half = half_coefficients(require_whole("bands", bands))
     momentum = require_number("momentum", momentum, minimum=0, maximum=1)

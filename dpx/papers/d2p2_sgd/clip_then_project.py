@@ -1,14 +1,13 @@
 """Clip, then project: the clipped sum is projected once a step, instead of every example.
 
 A projection can lengthen a clipped gradient, by at most its largest stretch: sqrt(d/p), or for "countsketch" the square
-root of the size ceil(d/p) of its fullest bucket. The projected sum is divided by that number and the lifted sum is
-multiplied by it, so one example still moves the projected sum by at most the clip norm. The bill is then the
-mechanism's, and the noise on the lifted gradient grows by the stretch.
+root of the size ceil(d/p) of its fullest bucket. The projected sum is divided by the stretch, and the lifted sum
+multiplied by it, so one example still moves the projected sum by at most the clip norm. The cost stays the mechanism's,
+and the noise on the lifted gradient grows by the stretch.
 
-A "gaussian" projection has no largest stretch. If it is drawn afresh at every step, it is independent of the sum that
-it projects, so its random stretch is billed by its distribution (`projected.py`) and the noise does not
-grow. If it is drawn once and reused, it is refused, because the bound sqrt(d/p) + 1 would hold only with a probability
-that no bill contains.
+A "gaussian" projection has no largest stretch. Drawn afresh at every step, it is independent of the sum that it
+projects, so the cost uses the distribution of its stretch (`projected.py`), and the noise does not grow. Drawn once and
+reused, it is refused, because sqrt(d/p) + 1 would bound it only with a probability that no cost contains.
 """
 
 import functools
@@ -48,20 +47,19 @@ def clip_then_project(
 ) -> Mechanism:
     """`mechanism`, but its clipped sum is projected before the noise is added, and lifted afterwards.
 
-    Only one vector is projected in a step, and norms, also ghost norms, are those of whole gradients.
+    Only one vector is projected in a step, and norms, ghost norms included, are those of whole gradients.
 
-    Guarantee: the bill is the mechanism's, because the projected sum is divided by the projection's largest stretch;
-    for a fresh "gaussian", which has none, every release is billed by the distribution of its stretch.
+    Guarantee: the cost is the mechanism's, because the projected sum is divided by the projection's largest stretch;
+    for a fresh "gaussian", which has none, the cost of every release uses the distribution of its stretch.
 
     mechanism: `dp_sgd` or `normalized`, without coordinates; put `in_coordinates` around the result.
     rank: p, the number of random coordinates, in [1, d]; or one for each group of layers, a pytree prefix.
-    reduction_rate: in place of the rank, 1 - p/d in [0, 1).
+    reduction_rate: instead of the rank, 1 - p/d in [0, 1).
     kind: of the projection, as in `dpx.coordinates.random_projection`. "gaussian" needs every=1, Poisson, shuffled or
-        full batches, and a `rank`, because the bill must be known before the parameters are.
+        full batches, and a `rank`, because its cost must be known before the parameters are.
     every: the number of steps that a draw is kept; None for one draw for the whole run.
     key: a secret PRNG key, (); its "projection of the sum" stream is used.
-
-    Raises ValueError for another kind of mechanism, for a "gaussian" without bill, and as `random_projection` does.
+    Raises ValueError for another kind of mechanism, for a "gaussian" without cost, and as `random_projection` does.
     Source: the order of D2P2-SGD, Jiang et al. 2025, https://arxiv.org/abs/2509.09485.
     """
     coordinates = projection(rank, reduction_rate, kind, every, keys.stream(key, "projection of the sum"), bounded=True)
@@ -106,8 +104,8 @@ def clip_then_project(
 def _projected(encode: Callable[[Tree, Tree], Tree], total: FloatPair, state: ProjectionState) -> FloatPair:
     """The projection `encode` of a sum, computed in float64.
 
-    In float32, its rounding would be relative to the sum, so an example could move it by half a clip norm more in a
-    batch of 65,536. In float64, it is below 2^-52 n B clip norms, if a coordinate is a sum of n numbers.
+    In float32, rounding would be relative to the sum, so in a batch of 65,536 an example could move it by half a clip
+    norm more. In float64 it stays below 2^-52 n B clip norms, if a coordinate is a sum of n numbers.
     """
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         return doubles.halved(encode(doubles.values(total), state))
@@ -115,7 +113,7 @@ def _projected(encode: Callable[[Tree, Tree], Tree], total: FloatPair, state: Pr
 
 @_projected.defjvp
 def _projected_change(encode, primals, tangents):
-    """A projection is linear, so a change is projected; in float32. `dpx.audit` asks for it, and no training step."""
+    """A projection is linear, so the change is projected, in float32. Only `dpx.audit` asks for it, never training."""
     (total, state), (change, _) = primals, tangents
     changed = encode(jax.tree.map(lambda *leaf: sum(leaf), *(part for part in change if part is not None)), state)
     return _projected(encode, total, state), FloatPair(changed, jax.tree.map(jnp.zeros_like, changed))

@@ -1,7 +1,7 @@
 """The D2P2-SGD family: automatic clipping, noise that falls over the epochs, random projections.
 
-Source: Jiang et al. 2025, https://arxiv.org/abs/2509.09485. In d2p_sgd the noise falls, dp2_sgd projects, and d2p2_sgd
-has both.
+Source: Jiang et al. 2025, https://arxiv.org/abs/2509.09485. d2p_sgd's noise falls, dp2_sgd projects, d2p2_sgd does
+both.
 """
 
 from typing import Any, Literal
@@ -40,24 +40,23 @@ def d2p2_sgd(
     """D2P2-SGD: gradients in fresh random coordinates, automatic clipping, noise that falls as an inverse power.
 
     The paper claims that clipped gradients, projected by A^T / sqrt(p), cost as much as without the projection. That
-    does not hold: A lengthens some of them, by any factor with some probability. dpx bills what `order` needs. With
-    "project_then_clip", every example is first projected and then normalized, so the bill is that of the Gaussian with
-    falling noise. With "clip_then_project", the paper's order, dpx bills the distribution of a "gaussian" projection's
-    stretch; for other kinds, the noise grows by the largest stretch (see `dpx.mechanisms.clip_then_project`). The
-    paper's theorem also leaves its constants open; dpx composes all steps.
+    does not hold: A lengthens some of them, by any factor with some probability. dpx charges what `order` needs. With
+    "project_then_clip", every example is projected first and then normalized, so the cost is that of a Gaussian with
+    falling noise. With "clip_then_project", the paper's order, the cost of a "gaussian" projection uses the
+    distribution of its stretch; for other kinds, the noise grows by the largest stretch (see
+    `dpx.mechanisms.clip_then_project`). The paper's theorem also leaves its constants open; dpx composes all steps.
 
     The lift is A z / sqrt(p), the paper's A z divided by sqrt(p), so that a learning rate does not depend on p.
 
     rank: p, the number of random coordinates, in [1, d]; or one for each group of layers, a pytree prefix.
-    reduction_rate: in place of the rank, 1 - p/d in [0, 1); the paper takes 0.1 and 0.3.
+    reduction_rate: instead of the rank, 1 - p/d in [0, 1); the paper takes 0.1 and 0.3.
     kind: of the projection, which is drawn anew at every step: "gaussian" (the paper's, slow for large models),
         "orthonormal", "subset", "countsketch" or "hadamard"; see `dpx.coordinates.random_projection`.
     order: which of the two comes first.
-    power: at least 0, with which the noise falls. every: at least 1, the steps of a block (an epoch) of equal noise.
+    power: at least 0, how fast the noise falls. every: at least 1, the steps of a block (an epoch) of equal noise.
     stability: at least 1e-6, in the units of the gradient; a gradient g becomes g / (|g| + stability).
     noise_multiplier: of the first block of steps, above 0, or a `dpx.Budget`.
     sampling: how the batches are drawn, such as `dpx.PoissonSampling`. key: a secret PRNG key, (), of this run alone.
-
     Raises ValueError for an unknown order, and for numbers outside their domains.
     """
     falling = _falling(noise_multiplier, power, every)
@@ -79,10 +78,10 @@ def dp2_sgd(
 ) -> Mechanism:
     """DP2-SGD, the projected half of D2P2-SGD: its noise does not fall.
 
-    The paper's claim and the bill are those of `dpx.methods.d2p2_sgd`, without the falling noise.
+    The paper's claim and the cost are those of `dpx.methods.d2p2_sgd`, without the falling noise.
 
-    rank: p, the number of random coordinates, in [1, d]; or one for each group of layers. reduction_rate: in its place,
-        1 - p/d in [0, 1).
+    rank: p, the number of random coordinates, in [1, d]; or one for each group of layers.
+    reduction_rate: instead of the rank, 1 - p/d in [0, 1).
     kind: of the projection, which is drawn anew at every step: "gaussian", "orthonormal", "subset", "countsketch" or
         "hadamard". order: whether it comes before or after the clip.
     stability: at least 1e-6, in the units of the gradient; a gradient g becomes g / (|g| + stability).
@@ -108,7 +107,7 @@ def d2p_sgd(
 
     noise multiplier_k = noise_multiplier / k^power,  k = 1, 2, ... counting blocks of `every` steps (an epoch)
 
-    The paper claims a bound with open constants. dpx bills the composition of all Gaussian releases, which holds.
+    The paper claims a bound with open constants. dpx composes all Gaussian releases, which holds.
 
     stability: at least 1e-6, in the units of the gradient; a gradient g becomes g / (|g| + stability), of norm below 1.
     power: at least 0; 1/2 in the paper's theorems, 1/4 per epoch in its experiments.

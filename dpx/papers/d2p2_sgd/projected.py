@@ -1,14 +1,14 @@
-"""Gaussian releases of a clipped sum after a fresh random Gaussian projection: the bill is a mixture over its stretch.
+"""Gaussian releases of a clipped sum after a fresh random Gaussian projection: the loss is a mixture over its stretch.
 
 A clipped v becomes A^T v / sqrt(p). A is a public d x p matrix of standard normals, drawn afresh and independently of
-v. The length of the result is |v| S with S^2 ~ chi^2_p / p. So, given the matrix, the release is a Gaussian of
-sensitivity S C, where C is the clip norm. The pair that dominates all neighbors is S together with the (sampled)
-Gaussian of noise multiplier sigma / S, so its privacy loss is the mixture of the losses of these Gaussians over S. The
-mean of S^2 is 1, but S has no bound, so a bill at sensitivity C would be below the truth.
+v. The result has length |v| S with S^2 ~ chi^2_p / p. So, given the matrix, the release is a Gaussian of sensitivity S
+C, where C is the clip norm. The pair that dominates all neighbors is S together with the (sampled) Gaussian of noise
+multiplier sigma / S, so its privacy loss is the mixture of the losses of these Gaussians over S. The mean of S^2 is 1,
+but S is unbounded, so a cost at sensitivity C would be too low.
 
 **Pairs of normals that are bad for the other data set** (`far` in `arithmetic.py`). Let the matrix be public, and all
-coins but the example's. Then a release has two values, S / sigma apart in deviations, and S exceeds the stretch of a
-tail of 1e-50 with no larger probability. Such releases count as bad too: the 1 % by which the theorem's t is above the
+coins but the example's. Then a release has two values, S / sigma deviations apart, and S exceeds the stretch of a tail
+of 1e-50 with no larger probability. Such releases count as bad too: the 1 % by which the theorem's t exceeds the
 probability of bad pairs is more than 1e-50 for each release. So the shift is that stretch / sigma: `largest_shift`.
 """
 
@@ -29,7 +29,7 @@ from dpx.accounting.pld.buckets import bucketed
 from dpx.accounting.pld.losses import Pmf, SampledGaussian, StepLoss, mixture
 from dpx.sampling.events import composition
 
-# Bills are upper bounds for any of these numbers: noise is rounded down, stretches are rounded up, tails are billed.
+# Costs are upper bounds for any of these numbers: noise is rounded down, stretches are rounded up, tails are counted.
 _DISTINCT_NOISE_MULTIPLIERS = 64  # each is a mixture of up to _MOST_STRETCHES privacy loss distributions
 _MOST_STRETCHES = 160  # bins of the stretch
 _STRETCH_RATIO = 1.004  # between neighboring bins, if that needs fewer bins
@@ -42,8 +42,8 @@ _RENYI_TAIL = 1e-18  # probability of the stretches that the Renyi divergences b
 class ProjectedGaussianDpEvent(dp_accounting.DpEvent, Loss):
     """One release of noise multiplier sigma, on a Poisson sample, after a fresh Gaussian projection of the clipped sum.
 
-    noise_multiplier: sigma. sampling_probability: in (0, 1]. rank: p, int. blocks: int, how many blocks of coordinates
-    are projected separately; rank is then the smallest of their ranks. dp-accounting's accountants refuse this event.
+    noise_multiplier: sigma. sampling_probability: in (0, 1]. rank: p, int, the smallest of all blocks. blocks: int, how
+        many blocks of coordinates are projected separately. dp-accounting's accountants refuse this event.
     """
 
     noise_multiplier: float
@@ -61,7 +61,7 @@ class ProjectedGaussianDpEvent(dp_accounting.DpEvent, Loss):
         return attrs.evolve(self, sampling_probability=rate)
 
     def largest_shift(self, relation: Relation) -> float:
-        """The most that one example moves a release, in deviations of its noise, but for a probability of 1e-50."""
+        """The most that one example moves a release, in deviations of its noise, except with probability 1e-50."""
         effect = 2 if relation == "replace_one" else 1
         return deviations(effect * _largest_stretch(_SHIFT_TAIL, self.rank), self.noise_multiplier)
 
@@ -84,9 +84,8 @@ def projected(event: dp_accounting.DpEvent, *, rank: int, blocks: int = 1) -> dp
     """`event` with a fresh Gaussian projection before each of its releases.
 
     rank: int, the smallest rank of the blocks. blocks: int, the number of blocks that are projected separately. More
-    than 64 distinct noise multipliers are rounded down to 64.
-
-    Raises ValueError unless every release is a Gaussian, on all data or on a Poisson sample.
+        than 64 distinct noise multipliers are rounded down to 64. Raises ValueError unless every release is a Gaussian,
+        on all data or on a Poisson sample.
     """
     ledger = from_event(event)
     if not ledger.private:
@@ -106,10 +105,10 @@ def projected(event: dp_accounting.DpEvent, *, rank: int, blocks: int = 1) -> dp
 class ProjectedGaussian(StepLoss):
     """The privacy loss of one such release.
 
-    One block: the mixture is exact, but stretches are rounded up to the end of their bin.
-    Several blocks: the norm of an example may be split among them in any proportion. The bill uses a Chernoff bound on
-    the stretch of the smallest block, which holds for every proportion. (The exact mixture of the smallest block does
-    not, because at large delta, a stretch that varies less costs more.)
+    One block: the mixture is exact, but stretches are rounded up to the end of their bin. Several blocks may split the
+    norm of an example in any proportion. The cost uses a Chernoff bound on the stretch of the smallest block, which
+    holds for every proportion. (The exact mixture of the smallest block does not: at large delta, a stretch that varies
+    less costs more.)
     """
 
     noise_multiplier: float
@@ -120,7 +119,7 @@ class ProjectedGaussian(StepLoss):
     def renyi(self, orders: np.ndarray) -> np.ndarray:
         """ln E exp((a - 1) D_a(S)) / (a - 1), float64 (orders,), with a Chernoff bound for the largest stretches.
 
-        It is inf at the orders where that bound does not exist.
+        inf at orders where that bound does not exist.
         """
         if self.noise_multiplier < renyi.SMALLEST_NOISE:
             return np.full(len(orders), np.inf)
@@ -145,9 +144,9 @@ class ProjectedGaussian(StepLoss):
         return tuple(mixture(pmfs, shares.tolist(), beyond) for pmfs in zip(*by_stretch, strict=True))
 
     def _stretches(self, tail: float) -> tuple[np.ndarray, np.ndarray, float]:
-        """Increasing stretches S, each the upper end of a bin, their probabilities, and that of all larger stretches.
+        """Increasing stretches S, the upper ends of bins, their probabilities, and the probability of all larger ones.
 
-        Stretches and probabilities: float64 (bins + 1,). The largest has the bound `tail`.
+        Both arrays: float64 (bins + 1,). The largest has the bound `tail`.
         """
         largest = _largest_stretch(tail, self.rank)
         smallest = 1.0

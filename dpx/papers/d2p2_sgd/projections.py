@@ -1,4 +1,4 @@
-"""Random projections: a gradient in fewer, random coordinates, as a whole or each group of layers separately.
+"""Random projections: a gradient in fewer, random coordinates, as a whole or by group of layers.
 
 To add a kind: a `Sketch`, and its name in `SKETCHES` and `ProjectionKind`.
 """
@@ -24,7 +24,7 @@ EXACT = jax.lax.Precision.HIGHEST  # float32 products on every machine, because 
 # Numbers of a dense random matrix that are in memory at once, 16 MiB of float32; larger matrices are never stored.
 DRAWN_AT_ONCE = 2**22
 
-# Inside, draws are the same where the vectors are float64 (`clip_then_project`).
+# Draws stay the same where the vectors are float64 (`clip_then_project`).
 DRAWS = jax.enable_x64(False)
 
 # One vector of d coordinates in pieces, float32 (size,) each: the flattened layers of a gradient.
@@ -38,7 +38,7 @@ class Sketch(NamedTuple):
 
     project: (key, segments, rank) -> coordinates, float32 (n,) each: p numbers, and zeros where that is cheaper
     lift:    (key, coordinates, sizes, rank) -> segments; the transpose of `project`
-    stretch: (sizes, rank) -> the largest |P v| / |v| under any key; None if there is no largest one
+    stretch: (sizes, rank) -> the largest |P v| / |v| under any key; None if it is unbounded
     supports_ghost_norms: whether P only scales coordinates; the coordinates then have the shapes of the segments
     encode_whole_batch: whether `project` draws more numbers than it is given, so that one call for all examples is best
     """
@@ -107,8 +107,8 @@ def _countsketch_project(key: jax.Array, segments: Segments, rank: int) -> Segme
     """Coordinates with random signs, added up in p buckets (Charikar, Chen and Farach-Colton 2002).
 
     A run is p consecutive coordinates. Coordinate i, in run k = i // p, is added to bucket (i + r_k) mod p, with r_k
-    uniform. Two coordinates share a bucket with probability at most 1/p, as under a random hash function. But here
-    whole runs are shifted, which needs no scatter operation.
+    uniform. Two coordinates share a bucket with probability at most 1/p, as under a random hash function. Shifting
+    whole runs needs no scatter operation.
     """
     size = sum(segment.size for segment in segments)
     runs = math.ceil(size / rank)
@@ -118,9 +118,9 @@ def _countsketch_project(key: jax.Array, segments: Segments, rank: int) -> Segme
         offsets = jax.random.randint(offset_key, (runs,), 0, rank)
     if runs > UNROLLED:
         return [_looped(jnp.concatenate(segments) * signs, offsets, rank)]
-    # Pieces are added in place, because a batch is large. What reaches beyond bucket p - 1 is added to the first ones.
+    # Pieces are added in place, because a batch is large. What goes past bucket p - 1 wraps around to the first ones.
     longest = min(rank, max(UNCUT, math.ceil(rank / PIECES)))
-    # This 0 depends on the example. From a constant 0, XLA would allocate the buckets of all examples too early.
+    # This 0 depends on the example. With a constant 0, XLA would allocate the buckets of all examples too early.
     zero = 0 * next(segment for segment in segments if segment.size)[0]
     total = jnp.full(rank + longest, zero)
     for start, piece in _pieces(segments, rank, longest):
@@ -299,7 +299,7 @@ def _orthonormal_stretch(sizes: Sequence[int], rank: int) -> float:
 
 
 def _each_chunk(product: str, key: jax.Array, blocks: Blocks, chunks: jax.Array) -> jax.Array:
-    """The einsum `product` of the matrices of every chunk with `chunks`, float32 (chunks, together, n), as one array.
+    """The einsum `product` of every chunk's matrices with `chunks`, float32 (chunks, together, n).
 
     Returns float32 (m,), the results of all blocks one after another.
     """
@@ -355,11 +355,11 @@ def random_projection(
 ) -> Coordinates:
     """Fewer, random coordinates: a gradient g of d coordinates as z = P g, lifted back by P^T, with E[P^T P] = I.
 
-    In `in_coordinates(mechanism, random_projection(...))` every example is first projected and then bounded. The bound
-    holds for any projection, so the bill is the mechanism's. P^T lifts without bias, and the lifted noise has, on
-    average, the variance that it has without a projection. `clip_then_project` projects only the clipped sum.
+    In `in_coordinates(mechanism, random_projection(...))` every example is projected first and then bounded. The bound
+    holds for any projection, so the cost is the mechanism's. P^T lifts without bias, and the lifted noise has on
+    average the variance that it has without a projection. `clip_then_project` projects only the clipped sum.
 
-    rank: p, in [1, d]. reduction_rate: in its place, 1 - p/d in [0, 1). A number is for the whole gradient as one
+    rank: p, in [1, d]. reduction_rate: instead of it, 1 - p/d in [0, 1). A number is for the whole gradient as one
         vector; a pytree prefix of the gradients projects each group (layer) separately.
     kind: the same projection is drawn for all examples of a step:
         "gaussian"     A^T g / sqrt(p), A of standard normals (Achlioptas 2001). Every encode and decode draws these d p
@@ -370,7 +370,6 @@ def random_projection(
         "hadamard"     p rows of H / sqrt(b) after random signs, times sqrt(d/p), d padded to blocks of b <= 4096
     every: the number of steps that a draw is kept; None for one draw for the whole run.
     key: a PRNG key, (); its "projection" stream is used, which differs from the noise's, with the step folded in.
-
     Raises ValueError for a rank outside [1, d] (above: while tracing), a rate outside [0, 1) or an unknown kind.
     """
     made = projection(rank, reduction_rate, kind, every, keys.stream(key, "projection"), bounded=False)
@@ -378,9 +377,9 @@ def random_projection(
 
 
 def projection(rank, reduction_rate, kind: str, every: int | None, stream: jax.Array, *, bounded: bool) -> Coordinates:
-    """As `random_projection`. bounded: z is divided by the largest stretch, so that no vector is lengthened.
+    """As `random_projection`, with the PRNG key, (), of the projection itself.
 
-    stream: the PRNG key, (), of the projection itself. The lift multiplies by the largest stretch again.
+    bounded: divide z by the largest stretch, so that no vector is lengthened; the lift multiplies by it again.
     """
     every = None if every is None else require_whole("every", every)
     ranks, rank_of, words = _ranks(rank, reduction_rate)

@@ -13,10 +13,10 @@ def dice_theorem_noise(
 
     sigma_1 = sqrt(32 T (C^2 + 2 min(C, G')^2) ln(1/delta)) / (N epsilon)
 
-    This is the standard deviation of the noise on the MEAN gradient for which Theorem 3.8 of DiceSGD
-    (https://arxiv.org/abs/2311.14632) claims (epsilon, delta). The proof uses a lower bound of a clip factor where it
-    needs an upper one. Counterexample: all gradients are zero except one constant gradient of norm 150 C, with N 50000,
-    B 1000, T 150, C1 = C2 = C / B. Then delta at epsilon 2 is at least 0.408, but the theorem claims 1e-5.
+    The noise on the MEAN gradient for which Theorem 3.8 of DiceSGD (https://arxiv.org/abs/2311.14632) claims (epsilon,
+    delta). The proof uses a lower bound of a clip factor where it needs an upper one. Counterexample: all gradients are
+    zero except one constant gradient of norm 150 C, with N 50000, B 1000, T 150, C1 = C2 = C / B. Then delta at epsilon
+    2 is at least 0.408, but the theorem claims 1e-5.
 
     clip_norm: C, with C1 <= C2 <= C / B. examples: N. steps: T, int, at least 0. epsilon: positive and finite.
     delta: in (0, 1). residual: G' = max(0, largest gradient + its deviation - C1).

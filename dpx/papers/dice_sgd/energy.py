@@ -1,9 +1,9 @@
 """The energy of error feedback: how far one example moves all releases of a run, sum_t |shift_t|^2 in units of C1 / B.
 
-Leaving an example out moves the error by D. It moves a release by S, which is the move of the part that is fed back,
-and by 1 more at a step where the example takes part (a participation). F is the move of the part that is not fed back.
-Feeding back is a firmly non-expansive map of the error (the projection onto a ball, or its smooth form), so
-S^2 + F^2 <= D^2. The next D is F, plus at most rho (`error_shift`) at a participation. For given participations:
+Leaving an example out moves the error by D and a release by S. S is the move of what is fed back, plus 1 at a step
+where the example takes part (a participation). F is the move of what is not fed back. Feeding back is a firmly
+non-expansive map of the error (the projection onto a ball, or its smooth form), so S^2 + F^2 <= D^2. The next D is F,
+plus at most rho (`error_shift`) at a participation. For given participations:
 
 1. k participations have energy at most c_k^2, c_k = sqrt(1 + (rho + c_(k-1))^2), c_0 = 0, in any number of steps.
    Proof: V_j(d) = (d + c_j)^2 is the largest energy from a move d with j participations left. V_0(d) = d^2, and a step
@@ -49,9 +49,10 @@ def trivial_energies(participations: np.ndarray, steps: int, reset_every: int, f
 def energy_of_epochs(
     steps: int, steps_per_epoch: int, reset_every: int, error_shift: float, feedback_shift: float
 ) -> float:
-    """The energy of one participation in every epoch, also an incomplete one, at the worst step of each.
+    """The energy of one participation in every epoch, including an incomplete one, at the worst step of each.
 
-    Epochs i .. j can take part in one stretch between resets if epoch i does not end before that in which j begins.
+    Epochs i .. j can take part in one stretch between resets if epoch i does not end before the stretch of epoch j
+    begins.
     """
     epochs = -(-steps // steps_per_epoch)
     trivial = float(trivial_energies(np.array(epochs), steps, reset_every, feedback_shift))

@@ -1,10 +1,10 @@
-"""The bill of a run of error feedback: one event of all its steps, billed by the least of three bounds.
+"""The cost of a run of error feedback: one event for all its steps, priced by the least of three bounds.
 
 A participation of an example changes every later release, so the steps do not compose, and dp-accounting's accountants
 refuse the event. The proofs are in `energy` (participations known, or as if known) and in `renyi` (amplified).
 
-The amplified bound is sound but not tight: at rate 0.02, noise multiplier 1, 1,000 steps and ten participations known,
-the bill is 0.9 % above the result of enumeration.
+The amplified bound is sound but not tight: at rate 0.02, noise multiplier 1, 1,000 steps and ten known participations,
+the cost is 0.9 % above the result of enumeration.
 """
 
 import math
@@ -29,9 +29,7 @@ SAMPLINGS = (PoissonSampling, FixedSizeSampling, ShuffledEpochs, FullBatch)
 
 @attrs.frozen
 class ErrorFeedbackDpEvent(DpEvent, Loss):
-    """`steps` releases of (sum + fed-back error + noise), of which one example moves the sum by at most 1.
-
-    The unit here and below is the clip norm of the sum, C1.
+    """`steps` releases of (sum + fed-back error + noise), where one example moves the sum by at most 1 (clip norm C1).
 
     noise_multiplier: nu, the standard deviation of the noise.
     error_shift: rho, the most that one participation moves the error; inf if there is no bound.

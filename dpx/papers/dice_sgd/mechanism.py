@@ -1,7 +1,7 @@
 """Error feedback: the error that clipping leaves is remembered, and added, bounded, to later releases.
 
-Normalizing instead of clipping is DiceSGD's automatic form: C1 g / (|g| + stability) and C2 e / (|e| + C2). The paper's
-e / |e| jumps near 0, so it has only the trivial bill; the form here is non-expansive, as clipping is.
+With `stability`, normalizing replaces clipping as in automatic DiceSGD: C1 g / (|g| + stability) and C2 e / (|e| + C2).
+The paper's e / |e| jumps near 0, which allows the trivial cost only; this form is non-expansive, as clipping is.
 """
 
 import math
@@ -35,7 +35,7 @@ class ErrorFeedbackState(NamedTuple):
     """The error, which depends on raw data, and the record of the releases.
 
     release: ReleaseState, public.
-    unreleased_error: e, two float32 numbers for each of the encoded gradients. It is a function of raw data: never
+    unreleased_error: e, two float32 numbers for each number of the encoded gradient. It depends on raw data: never
         share it.
     """
 
@@ -61,26 +61,24 @@ def dice_sgd(
     next e = e + (1/B) sum_i clip(g_i, Cmax) - v,  with the v before noise; e starts at 0 and is never released.
 
     The paper claims noise of the size of DP-SGD's, however large the gradients are. That does not hold
-    (`dpx.papers.dice_sgd.dice_theorem_noise`), because the error depends on all earlier raw batches, and may
-    move the release at every step, whether the example is sampled or not. dpx bills the whole run as one event
-    (`dpx.papers.dice_sgd`): given the released values, a participation of one example moves v by at most
-    C1 / B and e by (Cmax - C1) / B, and a moved e moves later v. e is two float32 numbers, whose rounding the noise
-    covers for about 2^27 / B steps between resets if C2 is at least 2 or 3 times Cmax - C1, and for 2^14 / sqrt(B)
-    otherwise: the report says whether it does, and `dpx.papers.dice_sgd.rounding` why.
+    (`dpx.papers.dice_sgd.dice_theorem_noise`): the error depends on all earlier raw batches, and may move the release
+    at every step, whether the example is sampled or not. dpx counts the whole run as one event (`dpx.papers.dice_sgd`):
+    given the released values, a participation of one example moves v by at most C1 / B and e by (Cmax - C1) / B, and a
+    moved e moves later v. e is two float32 numbers. The noise covers their rounding for about 2^27 / B steps between
+    resets if C2 is at least 2 or 3 times Cmax - C1, and for 2^14 / sqrt(B) otherwise: the report says whether it does,
+    and `dpx.papers.dice_sgd.rounding` why.
 
     clip_norm: C1, in [2^-40, 1e15], on an example's gradient. outer_clip_norm: Cmax, in [C1, 1e15]; inf is DiceSGD as
-        published, which has only the trivial bill: 2 C2 at every step, never amplified.
+        published, which has only the trivial cost: 2 C2 at every step, never amplified.
     feedback_norm: C2, in [2^-40, 1e15], on the MEAN gradient, which an example moves by C1 / B; C2 >= C1 removes bias.
     noise_multiplier: nu >= 0, the standard deviation of the noise on the sum, divided by C1; a number, or the
-        `dpx.Budget` that it is calibrated to. 0 bills infinity.
-    reset_every: set e to 0 every so many steps, which lowers the bill; None never does.
+        `dpx.Budget` that it is calibrated to. 0 costs infinity.
+    reset_every: set e to 0 after this many steps, which lowers the cost; None never does.
     stability: at least 1e-6, in the units of the gradient: normalize instead of clipping; None clips.
     sampling: one of the records of `dpx.sampling`.
     key: a secret jax PRNG key, (), of one run; its "noise" stream is used.
-
     Raises ValueError for a number outside its domain, and for a sampling or a key of another type.
     `dpx.chain(dice_sgd(...), optax.scale_by_adam(), ...)` is the Adam form.
-
     The table shows the noise multiplier, in units of C1, for epsilon 2 at delta 1e-5, 50,000 examples, batches of
     1,000, 150 steps. DP-SGD that clips at C1 needs 0.93 with Poisson batches.
 
@@ -92,7 +90,7 @@ def dice_sgd(
         the same, shuffled           3.80   5.18   6.9    13.8
 
     So with Poisson batches, error feedback needs MORE noise than clipping at outer_clip_norm, which has less bias than
-    clipping at C1: it can help only with an outer norm within a few percent of C1, and frequent resets. With shuffled
+    clipping at C1: it can help only with an outer norm within a few percent of C1 and frequent resets. With shuffled
     epochs and a reset in every epoch it needs LESS.
     """
     if not isinstance(sampling, SAMPLINGS):
@@ -132,10 +130,11 @@ def _begin(params: Tree) -> ErrorFeedbackState:
 
 
 class _Run(NamedTuple):
-    """The numbers of a run, as the float32 values that are both used and billed, and what they make of the sums.
+    """The numbers of a run, rounded to the float32 values that are both used and paid for, and what they make of the
+    sums.
 
-    clip_norm: C1. feedback_norm: C2. outer_clip_norm: Cmax, which may be inf. noise_key: the stream. The rest is as in
-    `dice_sgd`.
+    clip_norm: C1. feedback_norm: C2. outer_clip_norm: Cmax, may be inf. noise_key: the stream. The rest: see
+        `dice_sgd`.
     """
 
     clip_norm: float
@@ -164,11 +163,11 @@ class _Run(NamedTuple):
         return self.feedback_norm * (norm / (norm + self.feedback_norm))
 
     def error_shift(self) -> float:
-        """The most that one example moves the sum of the parts that are kept from the release."""
+        """The most that one example moves the sum of what is kept from the release."""
         if self.stability is None:
             return self.outer - self.clip_norm
-        # An example of norm n moves what is kept by |min(n, Cmax) - C1 n / (n + stability)|. That is largest either at
-        # n = Cmax, or at n = sqrt(C1 stability) - stability, where a small gradient is lengthened most.
+        # An example of norm n moves what is kept by |min(n, Cmax) - C1 n / (n + stability)|. That is largest at n =
+        # Cmax or at n = sqrt(C1 stability) - stability, where a small gradient is lengthened most.
         lengthening = (self.clip_norm**0.5 - min(self.stability, self.clip_norm) ** 0.5) ** 2
         return max(self.outer - self.clip_norm * self.outer / (self.outer + self.stability), lengthening)
 
@@ -184,7 +183,7 @@ class _Run(NamedTuple):
         remembered, fed_back = self.scales(step, state.unreleased_error)
         with jax.enable_x64(True):
             exact = doubles.values(state.unreleased_error)
-            # The error is added before the noise, because the release rounds all that it adds the noise to.
+            # The error is added before the noise, because the release rounds the sum that it adds noise to.
             added = jax.tree.map(lambda t, e: t + (fed_back * e) * divisor, doubles.values(total), exact)
             total = doubles.halved(added)
         deviation = self.noise_multiplier * self.clip_norm * (1 + ETA + ERROR)
@@ -204,7 +203,7 @@ class _Run(NamedTuple):
             norm = jnp.maximum(doubles.norm(error), SMALLEST_DIVISOR)
             remembered = jnp.minimum(norm, LARGEST_CLIP_NORM)
             both = remembered / norm, self.fed_back(remembered) / norm
-            # The barrier: the numbers are computed once, and not with every number of the error.
+            # The barrier makes XLA compute the numbers once, not for every number of the error.
             return jax.lax.optimization_barrier(tuple(jnp.where(forgotten, 0.0, scale) for scale in both))
 
     def event(self, steps: int) -> DpEvent:
@@ -235,6 +234,6 @@ class _Run(NamedTuple):
 
 
 def _rounded(name: str, value: float, minimum: float) -> float:
-    """`value` rounded to float32, as it is used and billed. Raises ValueError outside [minimum, 1e15]."""
+    """`value` rounded to float32, as it is used and paid for. Raises ValueError outside [minimum, 1e15]."""
     rounded = float(np.float32(require_number(name, value, minimum=0)))
     return require_number(name, rounded, minimum=minimum, maximum=LARGEST_CLIP_NORM)

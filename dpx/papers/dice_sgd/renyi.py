@@ -1,8 +1,8 @@
 """Error feedback on Poisson samples, amplified: Renyi divergences by a backward recursion over the steps.
 
-S, F and rho are those of `energy`, nu is the noise in units of C1 / B, q the sampling rate, and l_s the likelihood
-ratio of N(s, nu^2) to N(0, nu^2). Let X be the likelihood ratio of a run with the example to a run without it. Let
-W_t(d) bound the L^a norm of the factor of X that belongs to the releases t, t + 1, ..., if the error has moved by d. By
+S, F and rho are as in `energy`, nu is the noise in units of C1 / B, q the sampling rate, and l_s the likelihood ratio
+of N(s, nu^2) to N(0, nu^2). Let X be the likelihood ratio of a run with the example to a run without it. Let W_t(d)
+bound the L^a norm of the part of X from the releases t, t + 1, ..., if the error has moved by d. By
 Minkowski's inequality
 
     W_t(d) = max over s^2 + F^2 <= d^2 of |(1-q) W_(t+1)(F) l_s + q W_(t+1)(F + rho) l_(s+1)|_a,      W_(T+1) = 1
@@ -18,10 +18,10 @@ By the inequality of the means the left side is at most E X^(1-a) r^(a p), the r
 X^a - X^(1-a) has the sign of h, r^(a p) grows with h, and E X^a >= E X^(1-a) (Theorem 5 of Mironov, Talwar and Zhang
 2019, https://arxiv.org/abs/1908.10530), so E (X^a - X^(1-a)) r^(a p) >= 0.
 
-More than `most` participations are left out. Given that there are at most `most`, a participation has probability at
-most q, and W grows with that probability. The probability of more participations is added once to delta and, in the
-other direction, once to epsilon. A move above (most - 1) rho means that there were `most` participations. No more can
-follow, so U = 1, and any convex continuation from below is an upper bound.
+More than `most` participations are left out. Given at most `most`, a participation has probability at most q, and W
+grows with that probability. The probability of more is added once to delta and, in the other direction, once to
+epsilon. A move above (most - 1) rho means that there were `most` participations. No more can follow, so U = 1, and any
+convex continuation from below is an upper bound.
 
 Numerically W_t(d) = e^(G d^2) U_t(d), G = (a-1) / 2 nu^2, where ln U_t is convex and grows, because sums, products,
 norms and suprema of such functions are such functions. So chords between grid points are above ln U_t, and its maximum
@@ -40,7 +40,7 @@ from dpx.accounting import renyi
 from dpx.accounting.profiles import RenyiProfile
 from dpx.papers.dice_sgd.energy import most_participations
 
-# The bill is an upper bound for any of these numbers, because every order, tail, grid and polygon gives one.
+# The cost is an upper bound for any of these numbers, because every order, tail, grid and polygon gives one.
 _ORDERS = (*range(2, 17), 18, 20, 24, 28, 32, 40, 48, 64, 96, 128)
 _MOST_IDLE_ORDERS = 3  # orders in a row that do not lower the bill, after which the search stops
 _TAILS = tuple(10.0**-i for i in range(4, 19))  # probabilities of the participations left out
@@ -53,7 +53,7 @@ _ANGLES = np.concatenate([[0.0], np.geomspace(0.01, math.pi / 2, 32)])  # where 
 
 @dataclass(frozen=True, kw_only=True)
 class AmplifiedProfile:
-    """The least bill over the orders, and over the probability of the participations that are left out.
+    """The least cost over the orders, and over the probability of the participations that are left out.
 
     steps: the number of steps of the run. rate: the sampling rate, in (0, 1). reset_every: the number of steps between
     two resets (a stretch), at most `steps`. error_shift: rho, finite. noise_multiplier: nu.

@@ -1,10 +1,10 @@
 """Numbers of the paper of Dynamic DP-SGD, to compare a cost with. Report none of them as spent: use `dpx.epsilon`.
 
-`mu_total` and `mu_0` rest on a central limit theorem (CLT) for many steps at small sampling rates (Bu et
-al. 2020, https://arxiv.org/abs/1911.11607, extended to changing noise by Dynamic DP-SGD, Du et al. 2021,
-https://arxiv.org/abs/2111.00173). They under-report. The true epsilon, by privacy loss distributions, is 1.0 to 1.05
-times the promised one at sampling rate 0.01 and 5,000 steps with all noise multipliers above 1, 1.5 to 3 times at 500
-steps with a final multiplier near 0.5, and up to 11 times at rate 0.001. No cost of dpx uses them.
+`mu_total` and `mu_0` rest on a central limit theorem (CLT) for many steps at small sampling rates (Bu et al. 2020,
+https://arxiv.org/abs/1911.11607, extended to changing noise by Dynamic DP-SGD, Du et al. 2021,
+https://arxiv.org/abs/2111.00173). They promise too little. The true epsilon, by privacy loss distributions, is 1.0 to
+1.05 times theirs at sampling rate 0.01 and 5,000 steps with all noise multipliers above 1, 1.5 to 3 times at 500 steps
+with a final multiplier near 0.5, and up to 11 times at rate 0.001.
 
 The paper compares with zCDP and tCDP, `zcdp_epsilon` and `tcdp_epsilon`: guarantees, but loose ones.
 """
@@ -23,7 +23,6 @@ def zcdp_rho(noise_multipliers: Any, *, counts: Any = None) -> float:
     """rho of zero-concentrated DP for Gaussian releases without sampling: sum_t 1 / (2 sigma_t^2); inf if one is 0.
 
     noise_multipliers: sigma_t, float (T,), at least 0. counts: int (T,), how often each step is repeated; default once.
-
     Raises ValueError for numbers outside these domains.
     Source: Bun and Steinke 2016, https://arxiv.org/abs/1605.02065; for decaying noise Yu et al. 2019,
     https://arxiv.org/abs/1904.02200.
@@ -67,9 +66,8 @@ def tcdp(noise_multipliers: Any, sampling_rate: Any, *, counts: Any = None) -> t
 def tcdp_epsilon(rho: float, omega: float, delta: float) -> float:
     """An upper bound of epsilon for tCDP: the minimum of rho alpha + ln(1/delta) / (alpha - 1) over alpha < omega.
 
-    It is the bound for zCDP if the best alpha is below omega.
-
-    rho: at least 0. omega: above 1, may be inf. delta: in (0, 1). Raises ValueError for numbers outside these domains.
+    It equals the zCDP bound if the best alpha is below omega. rho: at least 0. omega: above 1, may be inf. delta: in
+    (0, 1). Raises ValueError for numbers outside these domains.
     """
     rho, delta = checks.require_nonnegative("rho", rho), checks.require_delta(delta)
     if not 1 < checks.require_concrete("omega", omega):
@@ -87,13 +85,14 @@ def _rho(sigmas: np.ndarray) -> np.ndarray:
 
 
 def mu_total(noise_multipliers: Any, *, sampling_rate: Any, counts: Any = None) -> float:
-    """The CLT's mu of a schedule: an approximation that may be below the truth, and is never a bill.
+    """The CLT's mu of a schedule: an approximation that may be below the truth, so it is never a cost.
 
     mu = sqrt(sum_t q_t^2 (exp(1 / sigma_t^2) - 1)); inf if a noise multiplier is 0. At rate 1 it is above the exact
     sqrt(sum_t 1 / sigma_t^2).
 
     noise_multipliers: float (T,), at least 0. sampling_rate: in (0, 1], one float or (T,). counts: int (T,), how often
-    each step is repeated; default once. Raises ValueError for numbers outside these domains. Source: see the module.
+        each step is repeated; default once. Raises ValueError for numbers outside these domains. Source: see the
+        module.
     """
     sigmas, rates, repeats = checks.require_schedule(noise_multipliers, sampling_rate, counts)
     with np.errstate(divide="ignore", over="ignore"):
@@ -101,7 +100,7 @@ def mu_total(noise_multipliers: Any, *, sampling_rate: Any, counts: Any = None) 
 
 
 def mu_0(*, epsilon: float, delta: float, sampling_rate: float, steps: int, growth: float = 1.0) -> float:
-    """Dynamic DP-SGD's first mu: an approximation whose noise may be too small for (epsilon, delta), and never a bill.
+    """Dynamic DP-SGD's first mu: an approximation, whose noise may be too small for (epsilon, delta). Never a cost.
 
     sigma_t = growth^(-t/steps) / mu_0, t = 1 .. steps, spends epsilon at delta according to the CLT, and more in truth.
 
