@@ -1,4 +1,4 @@
-"""Checks that refuse the inputs for which a mechanism's bill would not be true."""
+"""Checks that refuse inputs for which a mechanism's stated cost would not be true."""
 
 import operator
 from collections.abc import Callable
@@ -16,7 +16,7 @@ FLAX = (
     'Of Flax Linen, take model.init(...)["params"]; of Flax NNX, split the model: graphdef, params, rest = '
     "nnx.split(model, nnx.Param, ...)"
 )
-# What to do with objects of other packages, none of which is imported here.
+# What to do with objects of other packages. None of these packages is imported here.
 ADVICE = {
     "equinox": "Split the Equinox module: params, static = eqx.partition(model, eqx.is_inexact_array), and call "
     "eqx.combine(params, static) in the loss",
@@ -29,7 +29,6 @@ ADVICE = {
 
 
 def require_no_more(extra_args: dict[str, Any]):
-    """Raises ValueError for extra arguments of an update."""
     if extra_args:
         raise ValueError(
             f"update takes no {sorted(extra_args)}, because transforms behind the mechanism would get them without "
@@ -38,7 +37,7 @@ def require_no_more(extra_args: dict[str, Any]):
 
 
 def require_real(tree: Tree):
-    """Raises ValueError for complex numbers, PRNG keys, and arrays of anything else than numbers."""
+    """Raises ValueError for complex numbers, PRNG keys, and arrays that do not hold numbers."""
     require_arrays(tree)
     leaves = jax.tree.leaves(tree)
     if any(isinstance(leaf, str | bytes) for leaf in leaves):
@@ -63,7 +62,6 @@ def _refuse(primals, tangents):
 
 
 def require_unmasked(tree: Tree):
-    """Raises ValueError for optax's masked nodes."""
     leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, optax.MaskedNode))
     if any(isinstance(leaf, optax.MaskedNode) for leaf in leaves):
         raise ValueError(
@@ -73,10 +71,10 @@ def require_unmasked(tree: Tree):
 
 
 def require_params(params: Tree, encode: Callable, init: Callable) -> Tree:
-    """`params`, with arrays in place of Python numbers.
+    """`params`, with arrays in place of Python numbers. encode, init: of the mechanism.
 
-    encode, init: of the mechanism, which must not read the gradient of integers. Raises ValueError for masked nodes,
-    models and other objects, trained integers, complex numbers, and batch statistics.
+    Raises ValueError for masked nodes, models and other objects, integers whose gradient `encode` reads, complex
+    numbers, and batch statistics.
     """
     require_unmasked(params)
     require_no_modules(params)
@@ -89,7 +87,7 @@ def require_params(params: Tree, encode: Callable, init: Callable) -> Tree:
 
 
 def require_numbers(params: Tree):
-    """Raises ValueError for leaves that are no arrays, such as the functions and variables of a model."""
+    """Raises ValueError for leaves that are not arrays, such as the functions and variables of a model."""
     if any(_kind(leaf) == "other" for leaf in jax.tree.leaves(params)):
         _refuse(params)
 
@@ -103,15 +101,14 @@ def _refuse(params: Tree, more: str = ""):
 
 
 def as_arrays(params: Tree) -> Tree:
-    """`params`, with arrays in place of Python numbers."""
     return jax.tree.map(lambda leaf: jnp.asarray(leaf) if isinstance(leaf, bool | int | float) else leaf, params)
 
 
 def trained(encode: Callable, init: Callable, params: Tree) -> Tree:
-    """Whether the encoded gradient depends on the gradient of a parameter: bools like `params`, arrays or shapes.
+    """Whether the encoded gradient depends on each parameter's gradient: bools like `params`, arrays or shapes.
 
-    encode, init: of the mechanism. It is read from the equations of `encode`, so it is the same at every step. A mask
-    that changes from step to step, such as a random freeze, reads every gradient.
+    Read from the equations of the mechanism's `encode`, so it is the same at every step: a mask that changes between
+    steps, such as a random freeze, reads every gradient.
     """
     grad = jax.tree.map(lambda p: jax.ShapeDtypeStruct(jnp.shape(p), jnp.float32), params)
     closed = jax.make_jaxpr(encode)(grad, jax.eval_shape(init, grad))
@@ -120,7 +117,7 @@ def trained(encode: Callable, init: Callable, params: Tree) -> Tree:
 
 
 def _package(node: Any) -> str:
-    """The package of a class of `node`, if there is advice about it; "" for others."""
+    """The package that `node` comes from, if there is advice about it; otherwise ""."""
     names = [kind.__module__.split(".")[0] for kind in type(node).__mro__]
     return next((name for name in names if name in ADVICE), "")
 
@@ -159,7 +156,7 @@ def require_no_modules(params: Tree):
 
 
 def _is_flax(node: Any, *names: str) -> bool:
-    """Whether `node` is of one of these classes of Flax NNX, or of a class below it."""
+    """Whether the class of `node` is, or extends, one of these classes of Flax NNX."""
     return any(kind.__name__ in names and kind.__module__.startswith("flax.nnx") for kind in type(node).__mro__)
 
 
@@ -186,7 +183,7 @@ def require_per_example(grads: Tree, params: Tree) -> Tree:
 
 
 def require_fitting(changes: dict[str, Any], budget: Any):
-    """Raises ValueError if a mechanism of this budget would have fields that do not fit together after `changes`."""
+    """Raises ValueError if a mechanism of this budget would have fields that contradict each other after `changes`."""
     for part, needs in (("key", "release"), ("noise_multiplier", "release"), ("sampling", "event")):
         if part in changes and needs not in changes:
             raise ValueError(f"another {part} needs another {needs}, which depends on it: build the mechanism anew")
@@ -198,7 +195,7 @@ def require_fitting(changes: dict[str, Any], budget: Any):
 
 
 def require_fixed(mechanism: Any, coordinates: Any):
-    """Raises ValueError for coordinates that change between steps, around a mechanism of correlated noise."""
+    """Raises ValueError for coordinates that change between steps around a mechanism with correlated noise."""
     if mechanism.correlated is not None and not coordinates.fixed:
         words = "because what cancels later must be in the same places"
         raise ValueError(f"coordinates must be fixed with correlated noise, {words}; got those that {coordinates.name}")

@@ -1,7 +1,7 @@
 """Masks of a pytree of arrays, with an exact number of ones in the whole tree.
 
-The largest numbers of a tree are found by bisection on their bits instead of a sort. Each of 32 passes counts the
-numbers above a bound, which fixes one bit of the smallest number that is selected.
+Instead of a sort, bisection on the bits finds the largest numbers: each of 32 passes counts the numbers above a bound,
+which fixes one bit of the smallest selected number.
 """
 
 import math
@@ -16,22 +16,19 @@ from jax import lax
 from dpx.scalars import ScalarOrSchedule, at
 from dpx.trees import Tree
 
-# Added to a share before its product with d is rounded down, because 0.29 * 100 is 28.999... in floating point. Each is
-# above the rounding error of a share of at most 1 in that precision.
+# Added to a share before its product with d is rounded down, because 0.29 * 100 is 28.999... in floating point. Each
+# exceeds the rounding error of a share of at most 1 in that precision.
 FLOAT32_SLACK, FLOAT64_SLACK = 1e-7, 1e-12
 
 
 def random_mask(seed: jax.Array, kept: jax.Array, like: Tree) -> Tree:
-    """A uniformly random mask with `kept` ones in the whole tree: bool, in the shapes of `like`.
-
-    seed: uint32 (2,). kept: int32 (), at least 1.
-    """
+    """A uniformly random mask with `kept` ones: bool, like `like`. seed: uint32 (2,). kept: int32 (), at least 1."""
     key = jax.random.wrap_key_data(seed, impl="threefry2x32")
     return largest(optax.tree.random_like(key, like, jax.random.bits, jnp.uint32), kept)
 
 
 def masked(tree: Tree, mask: Tree) -> Tree:
-    """`tree` times `mask`, in the dtypes of `tree`. mask: bool, like `tree`.
+    """`tree` times `mask`, bool, in the dtypes of `tree`.
 
     inf and NaN become NaN where the mask is False, so that the norm is not finite and the example contributes zero.
     """
@@ -39,7 +36,7 @@ def masked(tree: Tree, mask: Tree) -> Tree:
 
 
 def count(share: ScalarOrSchedule, step: jax.Array, like: Tree) -> jax.Array:
-    """The number of coordinates in a share of all d, at one step: floor(share d), but at least 1; int32 ()."""
+    """The number of coordinates in a share of all d at one step: floor(share d), but at least 1; int32 ()."""
     size = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(like))
     if callable(share):
         number = jnp.floor((at(share, step) + FLOAT32_SLACK) * size).astype(jnp.int32)
@@ -49,7 +46,6 @@ def count(share: ScalarOrSchedule, step: jax.Array, like: Tree) -> jax.Array:
 
 
 def complement(rate: ScalarOrSchedule) -> ScalarOrSchedule:
-    """1 - rate, for a number or a schedule."""
     return (lambda step: 1 - at(rate, step)) if callable(rate) else 1 - rate
 
 
@@ -62,7 +58,7 @@ def largest(numbers: Tree, kept: jax.Array) -> Tree:
     starts = np.cumsum([0, *[leaf.size for leaf in leaves]])
     size = int(starts[-1])
     threshold = _threshold(leaves, kept)
-    wanted = kept - _count([leaf > threshold for leaf in leaves])  # of the numbers that equal the threshold
+    wanted = kept - _count([leaf > threshold for leaf in leaves])  # how many of those equal to the threshold
     places = [
         jnp.where(leaf == threshold, lax.iota(jnp.uint32, leaf.size).reshape(leaf.shape) + int(start), size)
         for leaf, start in zip(leaves, starts[:-1], strict=True)
@@ -72,9 +68,9 @@ def largest(numbers: Tree, kept: jax.Array) -> Tree:
 
 
 def least_of_largest(numbers: Tree, kept: jax.Array) -> jax.Array:
-    """The least of the `kept` largest numbers of the whole tree, float32 ().
+    """The least of the `kept` largest numbers of the whole tree, float32 (). kept: as in `largest`.
 
-    numbers: float32, not negative. kept: int32 (), at least 1, may be traced.
+    numbers: float32, not negative.
     """
     words = [_bits(leaf) for leaf in jax.tree.leaves(numbers)]
     return lax.bitcast_convert_type(_threshold(words, kept), jnp.float32)
@@ -90,7 +86,7 @@ def _bits(x: jax.Array) -> jax.Array:
 
 
 def _in_order(x: jax.Array) -> jax.Array:
-    """uint32 words that compare as the numbers in `x` do."""
+    """uint32 words in the order of the numbers in `x`."""
     if x.dtype == jnp.uint32:
         return x
     negative = _bits(x) >> 31 == 1
@@ -98,7 +94,7 @@ def _in_order(x: jax.Array) -> jax.Array:
 
 
 def _greatest(fits: Callable[[jax.Array], jax.Array], *, bits: int) -> jax.Array:
-    """The greatest number below 2^bits that fits, uint32 (). 0 must fit, and all numbers below a fitting one too."""
+    """The greatest number below 2^bits that fits, uint32 (). 0 must fit, and so must all below one that fits."""
 
     def body(i, number):
         larger = number | (jnp.uint32(2 ** (bits - 1)) >> jnp.uint32(i))

@@ -5,9 +5,9 @@
     once a step:  (sum + noise) / B --decode--> private gradient   release                 cost: event(steps)
 
 * The bound is innermost: whatever `encode` does, one example moves the sum by at most C.
-* `decode`, and every state that it writes, sees released values only. So it is post-processing, which costs nothing.
-* One pair of schedules (clip norm, noise multiplier) feeds the clip, the noise and the bill. The billed step count is
-  read from the state. So a reported epsilon cannot drift. Then read `mechanisms/dp_sgd.py`, which most build on.
+* `decode`, and every state it writes, sees released values only, so it is post-processing and costs nothing.
+* One pair of schedules (clip norm, noise multiplier) feeds the clip, the noise and the cost, and the number of steps is
+  read from the state. So a reported epsilon cannot drift from the run. Next read `mechanisms/dp_sgd.py`.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ class Mechanism(optax.GradientTransformationExtraArgs):  # pyrefly: ignore[bad-c
 
     `init(params) -> state` and `update(grads, state, params, *, included=..., drawn=None) -> (updates, state)`:
     grads:    like `params`, with the B examples on axis 0 of every leaf; any real dtype
-    included: bool (B,), False for padding; it may be left out where the sampling never pads
+    included: bool (B,), False for padding; optional where the sampling never pads
     drawn:    `batch.drawn` of a batch of `sampling.take`, which shows if a batch is used twice; or None
     updates:  like `params`, in their dtypes; the private gradient
 
@@ -48,9 +48,9 @@ class Mechanism(optax.GradientTransformationExtraArgs):  # pyrefly: ignore[bad-c
     encode:   (grad, state) -> encoded; one example, float32, without a batch axis
     norm:     (encoded) -> norms; float32 (), or one for each group (a pytree prefix of `encoded`)
     weigh:    (norms, state) -> tuple of factors, each with the structure of the norms
-    bound:    (state) -> the norm, float32 (), that a contribution by the first factor never exceeds; one for each norm
+    bound:    (state) -> the largest norm, float32 (), of a contribution by the first factor; one for each norm
     release:  (sums, state, params) -> (updates, state); one `dpx.sums.total.FloatPair` or float32 tree for each factor.
-              Adds noise by `keys.release`, (1 + ETA) times the billed deviation. `params`: arrays or their shapes
+              Adds noise by `keys.release`, (1 + ETA) times the stated deviation. `params`: arrays or their shapes
     event:    (steps) -> DpEvent; the cost of the first `steps` releases, sampling included
     sampling: how the batches must be drawn for `event` to be true
     noise_multiplier: a number or a schedule; `release` adds this noise, and records it in the ReleaseState
@@ -59,8 +59,8 @@ class Mechanism(optax.GradientTransformationExtraArgs):  # pyrefly: ignore[bad-c
     supports_ghost_norms: whether `encode` only scales coordinates or drops leaves, and `norm` is the 2-norm of each
               group of leaves, so that `dpx.gradients.ghost` can compute the norms without the gradients
     encode_whole_batch: whether each call of `encode` draws large arrays, so that one call for all examples is cheapest
-    correlated: None; or the `dpx.strategies.Strategy` that correlates the noise over steps, so that coordinates must be
-              `Coordinates.fixed`
+    correlated: the `dpx.strategies.Strategy` that correlates the noise over steps, so that coordinates must be
+              `Coordinates.fixed`; or None
     budget:   the `dpx.Budget` that the noise was calibrated to, in steps, or None
 
         >>> mechanism.sampling, mechanism.noise_multiplier, mechanism.budget
@@ -82,7 +82,7 @@ class Mechanism(optax.GradientTransformationExtraArgs):  # pyrefly: ignore[bad-c
     encode_whole_batch: bool = False
     correlated: Any = None
     budget: Budget | None = None
-    noise_key: jax.Array = dataclasses.field(init=False)  # the mark of `key`, which is not in each trace of a step
+    noise_key: jax.Array = dataclasses.field(init=False)  # the mark of `key`, because a step is traced without the key
 
     def __new__(cls, **_) -> Self:
         return super().__new__(cls, cls.init, cls.update)  # pyrefly: ignore[bad-argument-type]
@@ -94,7 +94,7 @@ class Mechanism(optax.GradientTransformationExtraArgs):  # pyrefly: ignore[bad-c
     def __iter__(self) -> Iterator[Callable]:
         return iter((self.init, self.update))  # as optax unpacks a transformation
 
-    __eq__, __hash__ = object.__eq__, object.__hash__  # not those of a tuple
+    __eq__, __hash__ = object.__eq__, object.__hash__  # a tuple's would compare the fields
 
     def init(self, params: Tree) -> Tree:  # pyrefly: ignore[bad-override]
         params = guards.require_params(params, self.encode, self.begin)
@@ -113,7 +113,7 @@ class Mechanism(optax.GradientTransformationExtraArgs):  # pyrefly: ignore[bad-c
         return dataclasses.replace(self, **changes)  # pyrefly: ignore[bad-specialization]
 
     def wrap(self, **changes: Any) -> "Mechanism":
-        """A mechanism around this one, whose state holds the state of this one in its field `inner`.
+        """A mechanism around this one, whose state keeps the state of this one in its field `inner`.
 
         changes: as for `replace`, with `begin` and `release`. Functions of the state that are not given read `inner`.
         """
@@ -121,9 +121,9 @@ class Mechanism(optax.GradientTransformationExtraArgs):  # pyrefly: ignore[bad-c
         return self.replace(**(within | changes))
 
     def contribute(self, grad: Tree, state: Tree) -> tuple[Tree, Tree, tuple[Tree, ...]]:
-        """What one example adds to the sums: (encoded, norms, factors). It adds factor * encoded for each factor.
+        """What one example adds to the sums: (encoded, norms, factors), which means factor * encoded for each factor.
 
-        grad: the gradient of one example, like the parameters, without a batch axis. state: of this mechanism.
+        grad: one example's gradient, like the parameters, without a batch axis. state: of this mechanism.
         """
         encoded = self.encode(jax.tree.map(lambda g: g.astype(jnp.float32), grad), state)
         encoded = jax.lax.optimization_barrier(encoded)  # norm and sum must read the same numbers
@@ -132,19 +132,19 @@ class Mechanism(optax.GradientTransformationExtraArgs):  # pyrefly: ignore[bad-c
 
     @functools.cached_property
     def fingerprints(self) -> np.ndarray:
-        """The fingerprints that a state of this mechanism is signed with, uint32 (2,)."""
+        """The fingerprints, uint32 (2,), that sign a state of this mechanism."""
         return fingerprints_of(self.event(1), self.sampling)
 
     def release_once(self, sums, state, params, rows, drawn=None, *, ordered=True) -> tuple[Tree, Tree]:
         """`release` for the sums of one batch. rows: int (), how many rows count. The rest is as in `checked`.
 
-        Makes the state unbillable if the event is not true for the batch. Raises ValueError if it is differentiated.
+        A batch for which the event is not true leaves the state without a cost. Raises ValueError if differentiated.
         """
         state = checked(state, self, rows, drawn, ordered=ordered)
         return counted(self.release, guards.undifferentiated(sums), state, params, budget=self.budget)
 
     def event_matching(self, state: Tree, steps: int) -> DpEvent:
-        """The event of the first `steps` releases of the run of `state`. Raises ValueError for another mechanism's."""
+        """The event of the first `steps` releases of the run of `state`. Raises ValueError for another run's state."""
         require_matching(state, self, over(self.noise_multiplier, steps_taken(state)))
         return self.event(steps)
 
@@ -154,12 +154,12 @@ class Mechanism(optax.GradientTransformationExtraArgs):  # pyrefly: ignore[bad-c
 
 
 def _of_inner(function: Callable) -> Callable:
-    """`function`, whose last argument is a state, of the state that this one holds."""
+    """`function` of this state, applied to the state inside; the state is its last argument."""
     return lambda *given: function(*given[:-1], given[-1].inner)
 
 
 class Coordinates(NamedTuple):
-    """How to write one example's gradient; sees neither data nor cost.
+    """How to write one example's gradient. Coordinates see neither data nor cost.
 
     init:   (params) -> state
     encode: (grad, state) -> coordinates of one example's gradient, float32, without a batch axis
@@ -193,10 +193,10 @@ class InCoordinatesState(NamedTuple):
 def in_coordinates(mechanism: Mechanism, *coordinates: Coordinates) -> Mechanism:
     """`mechanism` on gradients written in `coordinates`, applied in order and undone in reverse.
 
-    Bound, noise and bill stay the inner mechanism's, because the coordinates of a step are a function of the key and of
-    earlier releases. Given those, `encode` maps each example's gradient by itself, and the inner mechanism bounds the
-    result: each step is the inner mechanism on a function that was chosen adaptively, which the composition theorems
-    allow. `decode` reads the release alone. Raises ValueError for arguments of other types.
+    Bound, noise and cost stay those of `mechanism`. The coordinates of a step are a function of the key and of earlier
+    releases, and given those, `encode` maps each example's gradient by itself before the mechanism bounds it. So each
+    step is the mechanism on an adaptively chosen function, which the composition theorems allow, and `decode` reads the
+    release alone. Raises ValueError for arguments of other types.
 
         >>> dpx.in_coordinates(mechanism, dpx.coordinates.trainable(mask={"w": True, "b": False})).stages[0]
         'keep the gradients of the trainable layers: w'
@@ -242,7 +242,7 @@ def in_coordinates(mechanism: Mechanism, *coordinates: Coordinates) -> Mechanism
         encode=encode,
         release=release,
         event=event,
-        budget=mechanism.budget,  # the event is the same, with the coordinates' own checks
+        budget=mechanism.budget,  # the event is the same, apart from the checks of the coordinates
         supports_ghost_norms=mechanism.supports_ghost_norms and all(c.supports_ghost_norms for c in coordinates),
         encode_whole_batch=mechanism.encode_whole_batch or any(c.encode_whole_batch for c in coordinates),
         stages=(*(c.name for c in coordinates), *mechanism.stages, *(c.undo for c in reversed(coordinates) if c.undo)),

@@ -1,7 +1,4 @@
-"""The optax transforms behind a mechanism, and which parameters they see.
-
-They do not see frozen parameters, whose gradient the mechanism does not read: weight decay would move them.
-"""
+"""The optax transforms behind a mechanism. They never see frozen parameters, because weight decay would move them."""
 
 from typing import Any, NamedTuple, NoReturn
 
@@ -13,7 +10,7 @@ from dpx import guards
 from dpx.mechanism import Coordinates, Mechanism, require_mechanism
 from dpx.trees import Tree, described
 
-HOLDING = ("MultiStepsState", "ApplyEvery")  # states of optax
+HOLDING = ("MultiStepsState", "ApplyEvery")  # states of optax transforms that hold updates back
 
 
 class ChainState(NamedTuple):
@@ -26,11 +23,11 @@ class ChainState(NamedTuple):
 def chain(mechanism: Mechanism, *transforms: optax.GradientTransformation) -> Mechanism:
     """`optax.chain(mechanism, *transforms)`, but as a Mechanism, which `private_updates` needs.
 
-    The transforms see the released gradient only, so any optax optimizer, decay or momentum costs no privacy. They see
-    no parameter whose gradient the mechanism drops at every step (`coordinates.trainable`), so weight decay does not
-    move it. Masks that change (`random_freeze`) stop the gradients of a step, but neither decay nor momentum.
-    Raises ValueError if `mechanism` is not a Mechanism, if one of the transforms is one, and inside of coordinates; and
-    for transforms that hold updates back (`optax.MultiSteps`), or need more than an update, such as the loss.
+    The transforms see the released gradient only, so any optax optimizer, decay or momentum costs no privacy. They do
+    not see parameters whose gradient the mechanism drops at every step (`coordinates.trainable`), so weight decay does
+    not move these. Masks that change (`random_freeze`) stop the gradients of a step, but neither decay nor momentum.
+    Raises ValueError unless `mechanism` is a Mechanism and no transform is one; inside coordinates; and for transforms
+    that hold updates back (`optax.MultiSteps`) or need more than an update, such as the loss.
 
         >>> optimizer = dpx.chain(mechanism, optax.sgd(0.1, momentum=0.9))
         >>> optimizer.stages[-1]
@@ -42,7 +39,7 @@ def chain(mechanism: Mechanism, *transforms: optax.GradientTransformation) -> Me
     _try(after)
 
     def on_trained(params):
-        """The transforms on the trained parameters. For others they return the released gradient, which is zero."""
+        """The transforms on the trained parameters. Others get the released gradient, which is zero."""
         flags = trained(mechanism, params)
         return after if all(jax.tree.leaves(flags)) else optax.masked(after, lambda _: flags)
 
@@ -69,7 +66,7 @@ def chain(mechanism: Mechanism, *transforms: optax.GradientTransformation) -> Me
 
 
 def require_transforms(transforms: tuple[Any, ...]):
-    """Raises ValueError where the transforms behind a mechanism hold a mechanism, coordinates, or no transform."""
+    """Raises ValueError if the transforms hold a mechanism, coordinates, or anything else that is not a transform."""
     for transform in transforms:
         if isinstance(transform, Mechanism):
             raise ValueError("one mechanism, first in the chain, is billed; got a second one among the transforms")
@@ -81,7 +78,7 @@ def require_transforms(transforms: tuple[Any, ...]):
 
 
 def _moving(state: Tree) -> Tree:
-    """`state`. Raises ValueError if it is that of transforms that hold updates back."""
+    """`state`. Raises ValueError if its transforms hold updates back."""
     nodes = jax.tree.leaves(state, is_leaf=lambda node: type(node).__name__ in HOLDING)
     if any(type(node).__name__ in HOLDING for node in nodes):
         raise ValueError(
@@ -102,9 +99,9 @@ def _refuse(error: Exception) -> NoReturn:
 
 
 def _try(transform: optax.GradientTransformation):
-    """Raises ValueError, before there are parameters, where `transform` holds updates back or needs an argument more.
+    """Raises ValueError early, before there are parameters, if `transform` holds updates back or needs more arguments.
 
-    It is tried on one parameter; what fails there for another reason may work on the parameters of a model.
+    It is tried on one parameter; a failure for any other reason is ignored, because it may work on a real model.
     """
     like = {"parameter": jax.ShapeDtypeStruct((2, 2), jnp.float32)}
     try:
@@ -120,5 +117,5 @@ def _try(transform: optax.GradientTransformation):
 
 
 def trained(mechanism: Any, params: Tree) -> Tree:
-    """Whether the mechanism reads the gradient of a parameter: bools like `params`, as in `guards.trained`."""
+    """Whether the mechanism reads each parameter's gradient: bools like `params`, as in `guards.trained`."""
     return guards.trained(mechanism.encode, mechanism.begin, params)

@@ -18,7 +18,7 @@ ScalarOrSchedule = float | Schedule
 
 
 def at(value: ScalarOrSchedule, step: jax.Array) -> jax.Array:
-    """The value at one step, float32 (). It is compiled even outside of jit, so that it is rounded as in `over`."""
+    """The value at one step, float32 (). It is always compiled, also outside of jit, to be rounded as in `over`."""
     with jax.numpy_dtype_promotion("standard"):  # optax's schedules mix floats and ints
         if callable(value):
             value = jax.jit(value if isinstance(value, Hashable) else lambda step, value=value: value(step))(step)
@@ -28,13 +28,12 @@ def at(value: ScalarOrSchedule, step: jax.Array) -> jax.Array:
 def over(value: ScalarOrSchedule, steps: int) -> np.ndarray:
     """The values at steps 0 .. steps-1, float64 (steps,): exactly the float32 numbers of `at`, which the steps use.
 
-    A number takes no memory, because its array is one value that numpy repeats (its stride is 0).
-
-    Raises ValueError for a schedule whose values depend on more than the step.
+    A constant takes no memory: numpy repeats one value with stride 0. Raises ValueError for a schedule whose values
+    depend on more than the step.
     """
     if not callable(value):
         return np.broadcast_to(np.float64(np.float32(value)), (steps,))
-    length = 2 ** max(4, (steps - 1).bit_length())  # one program for many numbers of steps
+    length = 2 ** max(4, (steps - 1).bit_length())  # so that many numbers of steps share one program
     at_each = _at_each if isinstance(value, Hashable) else _at_each.__wrapped__
     with jax.ensure_compile_time_eval():
         numbers = at_each(value)(np.minimum(np.arange(length, dtype=np.int32), max(steps - 1, 0)))
@@ -52,9 +51,9 @@ def _at_each(schedule: Schedule) -> Callable[[np.ndarray], jax.Array]:
 def require_scalar_or_schedule(
     name: str, value: ScalarOrSchedule, *, minimum: float, maximum: float = math.inf
 ) -> ScalarOrSchedule:
-    """A schedule as a hashable function, so that jax traces it once, of constants that cannot change; or a number.
+    """Returns a number as it is, and wraps a schedule so that jax caches it and its constants are frozen.
 
-    Raises ValueError for a number as `require_number` does, and for a function that is not one of the step alone.
+    Raises ValueError for a number as `require_number` does, and for a function that depends on more than the step.
     """
     if callable(value):
         return _unchanging(name, value)
@@ -64,16 +63,16 @@ def require_scalar_or_schedule(
 def _unchanging(name: str, schedule: Schedule) -> Schedule:
     """`schedule` as it is now, with copies of the NumPy arrays that it reads: a function that no other schedule equals.
 
-    Clip, noise and bill are compiled at different times, and jax keeps what it compiled for a function. So an array, a
-    variable or a list that changes in between would make them disagree. Raises ValueError where the value is not a real
-    number, (), and for what still can change: a callback into Python, or a reference that is read.
+    Clip, noise and cost are compiled at different times, and jax keeps what it compiled for a function. So an array, a
+    variable or a list that changes in between would make them disagree. Raises ValueError unless the value is a real
+    number, (), and for what can still change: a callback into Python, or a reference that is read.
     """
     needed = f"{name} must be a number, or a function of the step, int32 (), that jax traces to a real number, ()"
     try:
         with jax.numpy_dtype_promotion("standard"):
             traced = jax.make_jaxpr(lambda step: schedule(step))(jnp.int32(0))
     except ValueError:
-        raise  # it says why, such as that a Budget is not a number
+        raise  # it already says why, for example that a Budget is not a number
     except Exception as error:
         raise ValueError(f"{needed}; got one that raises {type(error).__name__}") from error
     values, numbers = traced.out_avals, (jnp.integer, jnp.floating)
@@ -82,15 +81,14 @@ def _unchanging(name: str, schedule: Schedule) -> Schedule:
     if traced.effects or not _CHANGING.isdisjoint(_primitives(traced.jaxpr)):
         raise ValueError(f"{needed}; got one that calls Python or reads a reference, whose value may change")
     numbers_at = jax.extend.core.jaxpr_as_fun(_copy_constants(traced))
-    # Float32 at once, because XLA rounds a bfloat16 that is the result of a program, but none inside of a larger one.
+    # Float32 at once, because XLA rounds a bfloat16 that is the result of a program, but not one inside a program.
     return lambda step: jnp.asarray(numbers_at(jnp.asarray(step, jnp.int32))[0]).astype(jnp.float32)
 
 
-_CHANGING = {"pure_callback", "rng_uniform"}  # primitives without effects, but with other values at every call
+_CHANGING = {"pure_callback", "rng_uniform"}  # primitives without effects whose value differs at every call
 
 
 def _primitives(jaxpr: Any) -> set[str]:
-    """The names of all primitives in a jaxpr."""
     inside = (_primitives(inner) for inner in jax.extend.core.subjaxprs(jaxpr))
     return {equation.primitive.name for equation in jaxpr.eqns}.union(*inside)
 
@@ -112,11 +110,11 @@ def _copy_constants(value: Any) -> Any:
         return jax.extend.core.Literal(_copy_constants(value.val), value.aval)
     if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
         return type(value)(_copy_constants(one) for one in value)
-    return value.copy() if isinstance(value, np.ndarray) else value  # in jax's own subclass, which keeps the dtype
+    return value.copy() if isinstance(value, np.ndarray) else value  # keeps jax's own subclass, and so the dtype
 
 
 def require_fraction(name: str, value: ScalarOrSchedule, interval: Literal["(0, 1]", "[0, 1)"], steps: int = 0):
-    """Raises ValueError if the number, or the schedule at one of the first `steps`, is not in the interval."""
+    """Raises ValueError if the number, or the schedule at one of the first `steps`, is outside the interval."""
     if callable(value):
         numbers = over(value, steps)
     else:

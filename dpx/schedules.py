@@ -1,7 +1,7 @@
 """Schedules of the papers' methods: noise multipliers and clip norms that change over the steps of a run.
 
-A schedule is a function of the step, int32 (), the number of releases before it. A mechanism and its bill read the same
-function, so that the billed noise is the added noise.
+A schedule is a function of the step, int32 (): the number of earlier releases. A mechanism and its cost read the same
+function, so the noise that is paid for is the noise that is added.
 """
 
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from dpx.validation import require_number, require_whole
 
 
 def inverse_power(*, init_value: float, power: float) -> Schedule:
-    """A falling number, init_value / k^power at the k-th step, k = 1, 2, ...: the noise multiplier of D2P2-SGD.
+    """init_value / k^power at the k-th step, k = 1, 2, ...: the falling noise multiplier of D2P2-SGD.
 
     init_value: above 0. power: at least 0; 1/2 in the paper's theorems, 1/4 per epoch (see `every`) in its experiments.
 
@@ -26,7 +26,7 @@ def inverse_power(*, init_value: float, power: float) -> Schedule:
 def every(schedule: Schedule, *, steps: int) -> Schedule:
     """`schedule` with one value for each block of `steps` steps, such as an epoch: at step t, its value at t // steps.
 
-    steps: int, at least 1. Raises ValueError for other numbers.
+    steps: int. Raises ValueError unless it is at least 1.
     """
     steps = require_whole("steps", steps)
     return lambda step: schedule(step // steps)

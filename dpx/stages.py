@@ -1,7 +1,7 @@
 """The printed pipeline: numbers, schedules and groups of layers in words, and the place of a stage.
 
-`Mechanism.stages` names the computations in their order. In the pipelines of dpx the stage before `SUM` bounds every
-example, and the stage after it adds the noise. So a wrapper can find the place of its own stages.
+`Mechanism.stages` names the computations in order. In dpx, the stage before `SUM` bounds every example and the stage
+after it adds the noise, which shows a wrapper where its own stages belong.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ SUM = "sum over the batch"
 def around_sum(
     stages: tuple[str, ...], *, before_bound: tuple[str, ...] = (), before_noise: tuple[str, ...] = ()
 ) -> tuple[str, ...]:
-    """`stages` with others inserted before the bound and before the noise; all in front if there is no `SUM`."""
+    """`stages` with others inserted before the bound and before the noise; all of them first if there is no `SUM`."""
     if SUM not in stages:
         return (*before_bound, *before_noise, *stages)
     bound, noise = max(stages.index(SUM) - 1, 0), stages.index(SUM) + 1
@@ -31,16 +31,14 @@ def describe(value: ScalarOrSchedule) -> str:
 
 
 def describe_share(share: ScalarOrSchedule) -> str:
-    """A share of the coordinates, in [0, 1], in words."""
     return "a scheduled share" if callable(share) else f"a share of {share:.4g}"
 
 
 def describe_period(every: int) -> str:
-    """A period of `every` steps, in words."""
     return "every step" if every == 1 else f"every {every} steps"
 
 
 def describe_groups(values: Tree, words: Callable[[Any], str] = describe) -> str:
-    """The values of the groups of layers, each after the path of its group; a single value has no path."""
+    """The values of the groups of layers in words, each after the path of its group; a single value has no path."""
     paths, _ = jax.tree_util.tree_flatten_with_path(values)
     return ", ".join(f"{path_of(path)} {words(leaf)}".strip() for path, leaf in paths)

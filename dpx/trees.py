@@ -1,7 +1,7 @@
-"""Pytrees: their batch axis, states inside of others, and words for a leaf, a record or a wrong argument.
+"""Pytrees: their batch axis, states inside them, and words for a leaf, a record or a wrong argument.
 
-No message shows an element of an array or a key, because someone who calls a function with its arguments in a wrong
-order passes data, or the key, where a number belongs.
+No message shows an element of an array or a key, because a call with its arguments in the wrong order puts the data or
+the key where a number belongs.
 """
 
 import math
@@ -19,11 +19,11 @@ State = TypeVar("State")
 LONGEST = 100  # characters of a string in a message
 MOST_SHAPES = 8  # in a message
 MOST_PATHS = 4  # in a message
-NO_NUMBERS = frozenset("OSUTMm")  # the kinds of numpy's dtypes of objects, words and dates
+NO_NUMBERS = frozenset("OSUTMm")  # kinds of numpy dtypes: objects, words and dates
 
 
 def batch_size(examples: Tree) -> int:
-    """The length of axis 0. Raises ValueError unless it is the same in every leaf, which is an array."""
+    """The length of axis 0. Raises ValueError unless all leaves are arrays that agree on it."""
     require_arrays(examples)
     shapes: list[tuple[int, ...]] = [tuple(getattr(leaf, "shape", ())) for leaf in jax.tree.leaves(examples)]
     if not shapes or any(len(shape) == 0 for shape in shapes) or len({shape[0] for shape in shapes}) != 1:
@@ -35,7 +35,7 @@ def batch_size(examples: Tree) -> int:
 
 
 def require_arrays(data: Any):
-    """Raises ValueError for objects of pandas, whose rows are read by label, for sparse matrices, and for words."""
+    """Raises ValueError for pandas objects, whose rows are read by label, for sparse matrices, and for words."""
     try:
         leaves = jax.tree.leaves(data)
     except ValueError:
@@ -58,7 +58,7 @@ def require_arrays(data: Any):
 
 
 def find_state(tree: Tree, kind: type[State], called: str) -> State:
-    """The one node of type `kind` in `tree`. Raises ValueError, which names it as `called`, for none or several."""
+    """The one node of type `kind` in `tree`. Raises ValueError, in which it is `called` so, for none or several."""
     nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kind))
     states = [node for node in nodes if isinstance(node, kind)]
     if len(states) != 1:
@@ -76,7 +76,7 @@ def map_states(function: Callable[[State], Any], tree: Tree, kind: type[State]) 
 
 
 def split(flat: Any, like: Tree) -> Tree:
-    """Vectors, (..., size), in the shapes of `like`; axes before the last stay in front."""
+    """Cuts vectors, (..., size), into the shapes of `like`, each after the leading axes."""
     leaves, structure = jax.tree.flatten(like)
     ends = np.cumsum([0, *[math.prod(leaf.shape) for leaf in leaves]])
     parts = [flat[..., a:b] for a, b in zip(ends[:-1], ends[1:], strict=True)]
@@ -96,7 +96,7 @@ def some(words: list[str], most: int = MOST_PATHS) -> str:
 
 
 def described(value: Any) -> str:
-    """`value` for a message that may go into a log: its type, its shape and dtype, and no content of any container."""
+    """`value` for a message that may be logged: its type, shape and dtype, and no content of any container."""
     if value is None or isinstance(value, bool | int | float | complex | np.bool_ | np.number):
         return repr(value)
     if isinstance(value, np.generic):
@@ -116,9 +116,9 @@ def described(value: Any) -> str:
 
 
 def outlined(record: Any) -> str:
-    """The `repr` of a NamedTuple or a dataclass of arrays: their counts and shapes, and no element of an array.
+    """The `repr` of a NamedTuple or a dataclass of arrays, with counts and shapes instead of elements.
 
-    Of a field `unreleased` or `unreleased_*` it says only that it is not private, because a `repr` goes into logs.
+    For a field `unreleased` or `unreleased_*` it says only that it is not private, because a `repr` goes into logs.
     """
     names = [field.name for field in fields(record)] if is_dataclass(record) else record._fields
     return f"{type(record).__name__}({', '.join(f'{name}={_outline(name, getattr(record, name))}' for name in names)})"

@@ -1,6 +1,6 @@
 """Checks of arguments that are numbers or functions. Every ValueError states the condition and the value.
 
-What a mechanism, a pytree, an accountant or a sampling must be is checked where that is defined.
+Mechanisms, pytrees, accountants and samplings are checked where they are defined.
 """
 
 import math
@@ -17,10 +17,8 @@ from dpx.trees import described
 def require_number(
     name: str, value: float, *, minimum: float, maximum: float = math.inf, exclusive: bool = False
 ) -> float:
-    """`value` as a float.
-
-    Raises ValueError if jax traces it, and unless it is finite and in [minimum, maximum] (above minimum, if exclusive).
-    """
+    """`value` as a float. Raises ValueError unless it is finite, untraced and in [minimum, maximum] (above minimum, if
+    exclusive)."""
     bound = between(minimum, maximum, exclusive=exclusive)
     if isinstance(value, jax.core.Tracer):
         raise ValueError(f"{name} must be a number or a function of the step, not a traced value: it has no bill")
@@ -33,13 +31,12 @@ def require_number(
 
 
 def between(minimum: float, maximum: float, *, exclusive: bool = False) -> str:
-    """The bounds in words."""
     least = f"{'above' if exclusive else 'at least'} {minimum:g}"
     return least if maximum == math.inf else f"{least} and at most {maximum:g}"
 
 
 def real(value: Any) -> float | None:
-    """A number of any real type (of Python, numpy or jax) as a float; None for a bool, a string and anything else."""
+    """A number of any real type (Python, numpy or jax) as a float; None for a bool, a string and anything else."""
     if isinstance(value, bool | str | bytes) or getattr(value, "dtype", None) == np.bool_:
         return None
     try:
@@ -49,7 +46,7 @@ def real(value: Any) -> float | None:
 
 
 def require_open_fraction(name: str, value: Any) -> float:
-    """`value` as a float. Raises ValueError unless it is a number in (0, 1)."""
+    """`value` as a float. Raises ValueError unless it is in (0, 1)."""
     number = real(value)
     if number is None or not 0 < number < 1:
         raise ValueError(f"{name} must be in (0, 1), got {described(value)}")
@@ -57,7 +54,7 @@ def require_open_fraction(name: str, value: Any) -> float:
 
 
 def require_floats(name: str, value: Any) -> np.ndarray:
-    """`value` as an array of float64. Raises ValueError, which shows no element of it, for other types."""
+    """`value` as an array of float64. Raises ValueError for other types, without showing an element."""
     try:
         return np.asarray(value, np.float64)
     except (TypeError, ValueError):

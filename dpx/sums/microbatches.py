@@ -1,7 +1,4 @@
-"""A sum over the examples of a batch, with only some of them in memory at a time.
-
-Both the mechanism and `dpx.gradients` import this file, because both sum over examples.
-"""
+"""A sum over the examples of a batch, with only some of them in memory at a time."""
 
 import functools
 import math
@@ -18,7 +15,7 @@ from dpx.xla.place import here
 
 UNROLLED_MICROBATCHES = 64  # at most; compiling more takes longer than unrolling saves (benchmarks/step.py)
 SEGMENT_NUMBERS = 2**24  # float32 numbers of gradients in one segment, 64 MiB (benchmarks/coordinates.py)
-LARGEST_SEGMENTS = 8  # at most; each is compiled on its own on a CPU
+LARGEST_SEGMENTS = 8  # at most; a CPU compiles each separately
 
 
 def sum_over_microbatches(
@@ -32,16 +29,15 @@ def sum_over_microbatches(
 ) -> tuple[Tree, Tree]:
     """Calls `function(ordered, rows) -> (sums, outputs)` for every microbatch; adds the sums, concatenates the outputs.
 
-    Sums that are `FloatPair`s are added in float32 in groups of microbatches. The sums of the groups are added as two
-    float32 numbers each, or in float32 too if that is exact enough: see `dpx.sums.total`.
+    `FloatPair`s are added in float32 within groups of microbatches, and the groups as pairs, or in float32 too where
+    that is exact enough: see `dpx.sums.total`.
 
     rows: a pytree of arrays with the examples on axis 0; `function` gets at most `microbatch_size` of them.
     ordered: returns its argument unchanged, but makes this microbatch start after the previous one.
-    unroll: compile every microbatch separately, up to 64 of them, instead of a loop, because on a CPU XLA copies the
-        inputs of a loop.
-    in_loop: from the jaxpr of a microbatch, the function that a loop calls.
-    like: arrays, some of which may have the shapes of the sums. A loop begins with them in place of zeros, and drops
-        their numbers in its first turn, because XLA would compile a program for the zeros of every shape.
+    unroll: compile up to 64 microbatches separately instead of in a loop, whose inputs XLA copies on a CPU.
+    in_loop: makes, from the jaxpr of a microbatch, the function that a loop calls.
+    like: arrays, some with the shapes of the sums. A loop starts from them instead of from zeros, for which XLA would
+        compile a program of each shape, and drops their numbers in its first turn.
     """
     size = jax.tree.leaves(rows)[0].shape[0]
     if 0 < size <= microbatch_size:
@@ -53,7 +49,7 @@ def sum_over_microbatches(
     group = most_float32_turns(microbatch_size)
 
     def add_microbatch(groups, start):
-        """`groups` of sums, with that of one more microbatch in the last of them, or in another."""
+        """`groups` of sums, with one more microbatch in the last of them, or in a new one."""
         some = jax.tree.map(lambda leaf: leaf[start : start + microbatch_size], rows)
         sums, output = function(lambda tree: compute_after([group[1] for group in groups], tree), some)
         outputs.append(output)
@@ -71,12 +67,12 @@ def sum_over_microbatches(
         more, output = _loop(add_in_loop, shapes[0], rows, like)
         return add(sums, more), output
 
-    # (how many sums, their sum): the last group, and those before it, which are one
+    # (how many sums, their sum): the last group, and one for all before it
     groups: list[tuple[float, Tree]] = []
     looped = whole > 1 and not (unroll and whole <= UNROLLED_MICROBATCHES)
     stop = whole * microbatch_size if looped else 0
     if looped:
-        # In each group as many as the proof allows, but as many in all groups, because the groups are a loop too.
+        # As many in each group as the proof allows, but equally many in all, because the groups are a loop too.
         each = whole if whole <= group else next(n for n in range(group, 0, -1) if whole % n == 0)
         shape = (each, microbatch_size) if each == whole else (whole // each, each, microbatch_size)
         head = jax.tree.map(lambda leaf: leaf[:stop].reshape(*shape, *leaf.shape[1:]), rows)
@@ -96,13 +92,13 @@ def sum_over_microbatches(
 
 
 def _loop(add: Callable[[Tree, Tree], tuple[Tree, Tree]], shapes: Tree, rows: Tree, like: Tree) -> tuple[Tree, Tree]:
-    """The sums, of these shapes, and stacked outputs of `add(sums, rows) -> (sums, output)` in a loop, from 0 on."""
+    """The sums, of these shapes, and the stacked outputs of `add(sums, rows) -> (sums, output)`, in a loop from 0."""
     alike: dict[tuple, list[tuple]] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(like):
         alike.setdefault((leaf.shape, leaf.dtype), []).append((path, leaf))
 
     def first(path, x):
-        """Of two parameters of one shape the one that the sum is of, because they may be sharded in two ways."""
+        """Of two parameters of one shape, the one that is summed, because they may be sharded differently."""
         fitting = alike.get((x.shape, x.dtype), [((), jnp.zeros(x.shape, x.dtype))])
         return next((leaf for of, leaf in fitting if path[len(path) - len(of) :] == of), fitting[0][1])
 
@@ -118,17 +114,17 @@ def _loop(add: Callable[[Tree, Tree], tuple[Tree, Tree]], shapes: Tree, rows: Tr
 
 
 def _folded(groups: list) -> list:
-    """The sum of all groups, as one to which no microbatch is added."""
+    """The sum of all groups, as one group to which no microbatch is added."""
     return groups if len(groups) < 2 else [(math.inf, _plus(groups[0][1], groups[1][1]))]
 
 
 def _add(sums: Tree, more: Tree) -> Tree:
-    """The sum of two. Because of the barrier, no product of matrices begins with the sum so far."""
+    """The sum of two. The barrier keeps matrix products from starting with the sum so far."""
     return jax.tree.map(jnp.add, sums, jax.lax.optimization_barrier(more))
 
 
 def _plus(sums: Tree, more: Tree) -> Tree:
-    """The sum of two: of each `FloatPair` as two float32 numbers, and of other arrays as they are."""
+    """The sum of two: `FloatPair`s as two float32 numbers, other arrays as they are."""
 
     def add(one, other):
         return plus(with_low(one), other) if _is_total(one) else one + other
@@ -137,7 +133,7 @@ def _plus(sums: Tree, more: Tree) -> Tree:
 
 
 def _doubled(sums: Tree) -> Tree:
-    """The sums, with every `FloatPair` as two numbers for each coordinate."""
+    """The sums, with two numbers for each coordinate of every `FloatPair`."""
     return jax.tree.map(lambda one: FloatPair(one.high, one.high) if _is_total(one) else one, sums, is_leaf=_is_total)
 
 
@@ -148,8 +144,8 @@ def _is_total(x) -> bool:
 def sum_in_segments(function: Callable[[Tree], tuple[Tree, Tree]], rows: Tree) -> tuple[Tree, Tree]:
     """`function(rows) -> (sums, outputs)` over the examples; large batches in up to 8 segments, one after another.
 
-    The segments save memory, because the arrays that `function` computes for each example exist for one segment at a
-    time. On several devices there are no segments, because the examples may be sharded over the devices.
+    This saves memory, because what `function` computes for each example exists for one segment at a time. On several
+    devices there are no segments, because the examples may be sharded over them.
     """
     segments = min(LARGEST_SEGMENTS, sum(leaf.size for leaf in jax.tree.leaves(rows)) // SEGMENT_NUMBERS)
     if segments < 2 or here().devices > 1:

@@ -1,11 +1,10 @@
 """2-norms that are never below the true ones, of arrays of any size.
 
-A float32 sum of n squares, in an order that XLA chooses, may be below the true sum by n 2^-24 of it: squares below half
-a unit in the last place of the sum so far are lost. So more squares than `SINGLE` are added in short sums of `WIDTH` or
-a few more, these sums in short sums, and so on. Because of the barriers, XLA cannot make one long sum of them. The root
-is multiplied by 1 + (roundings / 2 + MARGIN) 2^-24, where no square is rounded more often than `roundings`: 3e-5 for
-10^3 numbers, 8e-6 for 10^4, 2e-5 for 10^7. MARGIN is for the root, for the factor that is computed from a norm, and for
-the rescaling of ghost norms.
+A float32 sum of n squares in an order that XLA chooses may be below the true sum by n 2^-24 of it, because squares
+below half a unit in the last place of the sum so far are lost. So more than `SINGLE` squares are added in short sums of
+`WIDTH` or a few more, these again in short sums, and so on; barriers keep XLA from joining them. The root is multiplied
+by 1 + (roundings / 2 + MARGIN) 2^-24, where no square is rounded more than `roundings` times: 3e-5 for 10^3 numbers,
+8e-6 for 10^4, 2e-5 for 10^7. MARGIN covers the root, the factor computed from a norm, and rescaled ghost norms.
 """
 
 import math
@@ -18,14 +17,14 @@ from jax import lax  # `jnp` takes longer to trace
 from dpx.sums.total import UNIT
 from dpx.xla.place import here
 
-WIDTH = 128  # of a sum
-SINGLE = 1024  # numbers that are added in one sum, because more sums take longer to compile
-WIDEST = 512  # of a sum along rows that divide an array, because other arrays must be padded
+WIDTH = 128  # numbers in a sum
+SINGLE = 1024  # up to here one sum, because more sums take longer to compile
+WIDEST = 512  # numbers in a sum along rows that divide an array, because other arrays must be padded
 MARGIN = 16  # units
 
 
 def norm(arrays: list[jax.Array], scales: list[jax.Array] | None = None) -> jax.Array:
-    """The root of the sum of all squares of float32 arrays, float32 (). scales: they multiply the arrays; or None."""
+    """The root of the sum of the squares of float32 arrays, float32 (). scales: factors of the arrays; or None."""
     parts, roundings, devices = [], 0, here().devices
     for number, x in enumerate(arrays):
         if x.size and devices > 1:
@@ -47,21 +46,21 @@ def norm(arrays: list[jax.Array], scales: list[jax.Array] | None = None) -> jax.
         sums = lax.reduce_sum(_in_rows(lax.optimization_barrier(sums), WIDTH), (1,))
         roundings += WIDTH
     roundings += sums.size
-    # The barrier also keeps XLA from making one kernel of the norms of all arrays and of what they are computed from,
-    # and such a large kernel takes long to compile (benchmarks/results/compile.md).
+    # The barrier also keeps XLA from joining the norms of all arrays, and what they are computed from, into one large
+    # kernel, which takes long to compile (benchmarks/results/compile.md).
     return raised(lax.sqrt(lax.reduce_sum(lax.optimization_barrier(sums), (0,))), roundings)
 
 
 def raised(norm: jax.Array, roundings: int) -> jax.Array:
-    """`norm`, float32, or more than it, for a sum of squares each of which was rounded so often."""
+    """A number of at least `norm`, float32, the root of a sum whose squares were rounded up to `roundings` times."""
     return lax.mul(norm, lax.full_like(norm, 1 + (roundings / 2 + MARGIN) * UNIT))
 
 
 def _along_axes(x: jax.Array, scale: jax.Array | None, devices: int) -> tuple[jax.Array, int]:
     """The sum of the squares, float32 (1,), one axis after another; and how often a square is rounded at most.
 
-    No axes become one, because XLA would gather an array that is sharded along the second of them. A long axis is cut
-    into a multiple of `devices` parts, because each device then adds its own.
+    Axes are not merged, because XLA would gather an array that is sharded along the second of them. A long axis is cut
+    into a multiple of `devices` parts, so that each device adds its own.
     """
     x = lax.optimization_barrier(x)
     squares, roundings = lax.square(x if scale is None else x * scale), 0
@@ -79,14 +78,14 @@ def _along_axes(x: jax.Array, scale: jax.Array | None, devices: int) -> tuple[ja
 
 
 def _width(size: int) -> int:
-    """How many numbers are added in a row: all of few, else a number that divides the size, if there is one."""
+    """How many numbers a row has: all of few; otherwise a number that divides the size, if there is one."""
     if size <= SINGLE:
         return size
     return next((width for width in range(min(WIDEST, math.isqrt(size) + WIDTH), 31, -1) if size % width == 0), WIDTH)
 
 
 def _in_rows(x: jax.Array, width: int) -> jax.Array:
-    """`x` in rows, (n, width), with zeros at the end."""
+    """`x` in rows, (n, width), padded with zeros."""
     missing = -x.size % width
     flat = lax.reshape(x, (x.size,))
     flat = lax.pad(flat, np.float32(0), [(0, missing, 0)]) if missing else flat

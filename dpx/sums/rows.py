@@ -1,7 +1,5 @@
-"""The clipped sum over per-example gradients that are in memory: the one place where raw data is summed.
-
-`dpx.gradients.ghost` computes the same sums without the gradients.
-"""
+"""The clipped sum over per-example gradients in memory: the only place that sums raw data, except for
+`dpx.gradients.ghost`, which computes the same sums without the gradients."""
 
 import functools
 import math
@@ -17,11 +15,11 @@ from dpx.sums.total import FloatPair, blocks_for, most_float32_rows, pair_of_tre
 from dpx.trees import Tree
 from dpx.xla.place import here
 
-# The largest norm of a gradient that contributes; the squares of larger ones, or their sums, would overflow float32.
+# The largest norm of a gradient that contributes. The squares of larger ones, or their sums, would overflow float32.
 LARGEST = 2.0**63
 LONG_VECTOR = 2**14  # numbers
-SMALL_SUMS = 2**16  # numbers: so many sums of blocks are made at once, because a loop takes longer to compile
-EXACT = jax.lax.Precision.HIGHEST  # float32 products, also where the hardware would round them
+SMALL_SUMS = 2**16  # numbers: up to here all block sums are made at once, because a loop takes longer to compile
+EXACT = jax.lax.Precision.HIGHEST  # float32 products, even where the hardware would round them
 
 
 def sum_contributions(
@@ -29,13 +27,13 @@ def sum_contributions(
 ) -> tuple[tuple[FloatPair, ...], Tree]:
     """sum_i f(|z_i|) z_i for each factor f, over gradients [B, ...]; and the norms |z_i|.
 
-    mechanism: a `dpx.Mechanism`. grads: like the parameters, any real dtype, with the B examples on axis 0 of every
-        leaf. state: of the mechanism. included: bool (B,).
+    mechanism: a `dpx.Mechanism`. state: of the mechanism. included: bool (B,).
+    grads: like the parameters, any real dtype, with the B examples on axis 0 of every leaf.
 
-    Returns one `FloatPair` for each factor, like the encoded gradient of one example; and the norms, float32 (B,) in
-    each leaf, as computed, whatever is included. An example contributes zero if it is not included, or if its norm is
-    not finite or above LARGEST. Norms, factors and sums are float32, at full precision where the hardware would round
-    products, because a rounded product could exceed the bound.
+    Returns one `FloatPair` for each factor, like the encoded gradient of one example; and the computed norms, float32
+    (B,) in each leaf, also of rows that are not included. An example contributes zero if it is not included, or if its
+    norm is not finite or above LARGEST. Norms, factors and sums are float32, at full precision where the hardware would
+    round products, because a rounded product could exceed the bound.
     """
 
     def sum_encoded(rows):
@@ -61,9 +59,9 @@ def zero_excluded(rows: jax.Array, included: jax.Array) -> jax.Array:
 
 
 def weighted_rows(factors: jax.Array, rows: Tree) -> Tree:
-    """`rows`, (B, ...), but 0 where the factor, of float32 (B,), is 0, because an excluded example may hold NaN.
+    """`rows`, (B, ...), but 0 where the factor, float32 (B,), is 0, because an excluded example may hold NaN.
 
-    Of the rows of one block at a time, because a loop over blocks would keep such a copy of all rows.
+    Called for the rows of one block, because a loop over blocks would keep such a copy of all rows.
     """
 
     def select(rows):
@@ -73,19 +71,19 @@ def weighted_rows(factors: jax.Array, rows: Tree) -> Tree:
 
 
 def repeated(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """`x`, repeated along the axes of `shape` after its own: one operation, where `x[:, None] * y` has four."""
+    """`x`, repeated along the axes of `shape` after its own: one operation where `x[:, None] * y` has four."""
     return jax.lax.broadcast_in_dim(x, shape, tuple(range(x.ndim)))
 
 
 def weighted_sum(factors: jax.Array, rows: jax.Array) -> jax.Array:
     """sum_i f_i z_i, float32 (...), of factors float32 (B,), 0 if excluded, and rows float32 (B, ...).
 
-    B is at most `most_float32_rows`; they are added in blocks, as `dpx.sums.total` has it.
+    B is at most `most_float32_rows`; rows are added in blocks, as in `dpx.sums.total`.
 
-    XLA compiles each product of a vector and a matrix into a kernel of its own, but equal sums of vectors once. Such a
-    sum is a fused reduction, which is slower on a CPU than the product for long vectors, and much slower for larger
-    arrays. The vectors of a bias are the cotangents of its layer. The sum of the layer's weights also begins with their
-    product with the factors, in the same form, because XLA compiles equal kernels twice if they differ in form alone.
+    XLA compiles a separate kernel for each product of a vector and a matrix, but equal sums of vectors only once. Such
+    a sum, a fused reduction, is slower on a CPU than the product for long vectors, and much slower for larger arrays.
+    The vectors of a bias are its layer's cotangents. The sum of the layer's weights also starts with their product with
+    the factors, written the same way, because XLA compiles equal kernels twice if they differ in form.
     """
     if rows.ndim == 2 and rows.shape[1] <= LONG_VECTOR:
 
@@ -99,8 +97,8 @@ def weighted_sum(factors: jax.Array, rows: jax.Array) -> jax.Array:
     if blocks == 1 or devices > 1:
         product = functools.partial(jnp.tensordot, axes=1, precision=EXACT)
         return sum_in_blocks(lambda some: product(*some), (factors, rows), math.prod(rows.shape[1:]))
-    # One product with a matrix that has the factors of each block in a row, because XLA would copy slices. For so few
-    # blocks it is about as fast as the product with a vector, because both read all rows once.
+    # One product with a matrix that has the factors of each block in a row, because XLA would copy slices. For few
+    # blocks this is about as fast as the product with a vector, because both read all rows once.
     block_of = jnp.arange(size) * blocks // size
     in_block = block_of[None, :] == jnp.arange(blocks)[:, None]
     parts = jnp.tensordot(jnp.where(in_block, factors[None], 0), rows, 1, precision=EXACT)
@@ -108,24 +106,21 @@ def weighted_sum(factors: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 def times(factors: jax.Array, rows: jax.Array) -> jax.Array:
-    """factors[i] * rows[i], float32 (B, ...), of factors float32 (B,) and finite rows (B, ...), and always finite.
+    """factors[i] * rows[i], float32 (B, ...), always finite; of factors float32 (B,) and finite rows (B, ...).
 
-    In `dpx.gradients.ghost`, the rows are inputs or cotangents, and an input whose cotangent is 0 may have any size.
+    In `dpx.gradients.ghost`, rows are inputs or cotangents, and an input whose cotangent is 0 may have any size.
     """
     product = rows.astype(jnp.float32) * repeated(factors, rows.shape)
     return jax.lax.clamp(np.finfo(np.float32).min, product, np.finfo(np.float32).max)
 
 
 def in_range(norms: Tree) -> jax.Array:
-    """Which examples may contribute, bool (B,): those whose norms, float32 (B,) in each leaf, are at most LARGEST.
-
-    A norm of NaN is not, so its example contributes zero.
-    """
+    """Which examples may contribute, bool (B,): all norms, float32 (B,) in each leaf, are at most LARGEST, not NaN."""
     return functools.reduce(jnp.logical_and, [norm <= LARGEST for norm in jax.tree.leaves(norms)])
 
 
 def devices_for(rows: int) -> int:
-    """Over how many devices the rows may be sharded evenly; 1 if they are not, or the devices are too many."""
+    """Over how many devices the rows may be evenly sharded; 1 if they are not, or if there are too many devices."""
     devices = here().row_devices or here().devices
     return devices if devices > 1 and rows % devices == 0 and most_float32_rows(devices) >= devices else 1
 
@@ -133,7 +128,7 @@ def devices_for(rows: int) -> int:
 def total_of_rows(sum_few: Callable[[Tree], Tree], rows: Tree) -> FloatPair:
     """The sum of all rows, a tree of arrays (r, ...). sum_few: the float32 sum of up to `most_float32_rows` of them.
 
-    More rows are added one part after another. A part has as many rows of every device, so that they need not move.
+    More rows are added part by part. Each part takes equally many from every device, so that no row moves.
     """
     size = jax.tree.leaves(rows)[0].shape[0]
     devices = devices_for(size)
@@ -160,7 +155,7 @@ def added(
     axis: int = 0,
     begin: Callable[[Any], Any] = lambda total: total,
 ) -> Any:
-    """Adds what `sum_part` makes of the `first` rows, of `width` more at a time, in a loop, and of those that are left.
+    """Adds what `sum_part` makes of the `first` rows, then of `width` more at a time in a loop, then of the rest.
 
     rows: a tree of arrays, cut along `axis`. add: (total, of a part) -> total. begin: the total of the first part.
     """
@@ -178,9 +173,8 @@ def added(
 
 
 def sum_in_blocks(sum_block: Callable[[Tree], jax.Array], rows: Tree, numbers: int) -> jax.Array:
-    """The sum of up to `most_float32_rows` rows, float32, with so many numbers.
-
-    sum_block: the float32 sum of up to `MOST_ROWS` rows, in any order."""
+    """The sum, float32, of up to `most_float32_rows` rows with this many `numbers` in a sum. sum_block: the float32 sum
+    of up to `MOST_ROWS` rows, in any order."""
     size = jax.tree.leaves(rows)[0].shape[0]
     devices = devices_for(size)
     blocks = blocks_for(size, devices)
@@ -189,8 +183,8 @@ def sum_in_blocks(sum_block: Callable[[Tree], jax.Array], rows: Tree, numbers: i
     if size % blocks == 0 and (devices > 1 or blocks * numbers <= SMALL_SUMS):
         parts = jax.vmap(sum_block)(jax.tree.map(lambda x: x.reshape(blocks, -1, *x.shape[1:]), rows))
         return jnp.sum(jax.lax.optimization_barrier(parts), 0)
-    # A loop, because one sum of a block is then in memory at a time. Without it, a step that adds three blocks writes
-    # twice the parameters more, and fresh memory takes longer than the additions (benchmarks/step.py).
+    # A loop, so that one block's sum is in memory at a time. Without it, a step that adds three blocks writes twice the
+    # parameters more, and fresh memory takes longer than the additions (benchmarks/step.py).
     width = size // blocks
     first = size - width * (blocks - 1)
     return added(sum_block, rows, first, width, lambda total, block: total + jax.lax.optimization_barrier(block))

@@ -1,56 +1,55 @@
 """A sum as two float32 numbers for each coordinate, and sums of rows in blocks, whose rounding is proved small.
 
 A rounded sum depends on what it is added to. So the rounding of a sum of clipped gradients is part of what one example
-can change, and an attacker who chooses the data can make it large (Casacuberta et al. 2022, arXiv:2207.10635). `ETA` is
-the most that it adds, relative to the clip norm C:
+can change, and an attacker who chooses the data can make it large (Casacuberta et al. 2022, arXiv:2207.10635). `ETA`
+bounds it, relative to the clip norm C:
 
     if one row is replaced by zeros in its place, the computed sum moves by at most C (1 + ETA) in 2-norm.
 
-That is also what a coin of Poisson sampling does, which leaves an example out, because the others stay in their rows
-(`dpx.sampling.draws.scatter`): amplification by sampling needs both.
+A coin of Poisson sampling does just that when it leaves an example out, because the others stay in their rows
+(`dpx.sampling.draws.scatter`). Amplification by sampling needs both.
 
 PROOF, for rows z_1 ... z_r whose computed contributions have norms of at most C, and u = 2^-24.
 
-One block. Its sum is a binary tree of float32 additions, in any order, which may be another one for each coordinate,
-with or without fused multiply-adds. A rounding multiplies by 1 + e, |e| <= u. If the term of row i is rounded D_ik
-times in coordinate k, the sum is off there by at most u sum_i D_ik |z_ik| (and a factor 1 + r u). By Cauchy-Schwarz
-this is at most u sqrt(sum_i D_ik^2) sqrt(sum_i z_ik^2). So the 2-norm of the error is at most u C sqrt(r max_k sum_i
-D_ik^2). A tree of r leaves has the largest sum of squared depths if it is a chain, of depths r - 1, r - 1, r - 2, ...,
-1: by induction, because the sum is convex in how many leaves are on each side of the root. The products with the clip
-factor and with the input of a layer are `PRODUCTS` = 2 more:
+One block. Its sum is a binary tree of float32 additions in any order, which may differ between coordinates, with or
+without fused multiply-adds. A rounding multiplies by 1 + e, |e| <= u. If the term of row i is rounded D_ik times in
+coordinate k, the sum is off there by at most u sum_i D_ik |z_ik| (and a factor 1 + r u). By Cauchy-Schwarz this is at
+most u sqrt(sum_i D_ik^2) sqrt(sum_i z_ik^2). So the 2-norm of the error is at most u C sqrt(r max_k sum_i D_ik^2). Of
+all trees of r leaves a chain, of depths r - 1, r - 1, r - 2, ..., 1, has the largest sum of squared depths: by
+induction, because the sum is convex in how many leaves are on each side of the root. The products with the clip factor
+and with the input of a layer are `PRODUCTS` = 2 more roundings:
 
     chain(r, more) = sqrt(r ((r - 1 + more)^2 + sum_{j = 1 .. r - 1} (j + more)^2)),   error <= u C chain(r, PRODUCTS).
 
-Blocks. The sums of g blocks have norms of at most b C, b the rows of a block, and are rounded to float32 before they
-are added (the barrier). So their sum, in any order, adds at most u b C chain(g, 0), and the product of this sum with
-the scale of a mask at most u g b C. Only the block of the row differs between the two runs, because the other blocks
-have equal inputs in one program. So the sum moves by at most
+Blocks. The sums of g blocks of b rows have norms of at most b C, and are rounded to float32 before they are added (the
+barrier). So their sum, in any order, adds at most u b C chain(g, 0), and its product with the scale of a mask at most u
+g b C. Only the block of the row differs between the two runs, because the other blocks have equal inputs in one
+program. So the sum moves by at most
 
     C + 2 u C (chain(b, PRODUCTS) + b chain(g, 0) + g b),
 
 `rounding_share(b, g)` more than C. Zeros are added exactly, also in the other blocks and on other devices. `MOST_ROWS`
-is the largest b of a block, and `most_float32_rows` how many rows are added in float32, so that this is at most ETA -
-RESERVE.
+bounds b, and `most_float32_rows` the rows that are added in float32, so that this is at most ETA - RESERVE.
 
-Microbatches. A loop adds the sums of g microbatches of n rows, of norms of at most n C, one after another, so the order
-is the same for all coordinates, and the first j of them are j n C or less. Their additions are off by at most
+Microbatches. A loop adds the sums of g microbatches of n rows, with norms of at most n C, one after another, so the
+order is the same for all coordinates, and the first j add up to j n C or less. Their additions are off by at most
 
     u n C (2 + 3 + ... + g) = u n C ordered(g),   ordered(g) = g (g + 1) / 2 - 1,
 
 and a mask has scaled each sum before. A loop over h such loops adds u g n C ordered(h). `most_float32_turns` is the
 largest g.
 
-More rows are two float32 numbers (`FloatPair`), high + low, as are the sums over more groups of microbatches and over
-chunks. An addition of a float32 sum to such a pair is two_sum and a renormalization, which round once, by 2^-47 of the
-sum so far; of two pairs, by 2^-46. For m additions of N rows in all that is up to 2^-46 m N C. For N = 65,536 and m =
-4,096 it is RESERVE, 2^-18 C. With more additions, of b rows each, it is 2^-14 C / b, and `rounding_share` is below ETA
-by more than that for b <= 16.
+Sums of more rows, of more groups of microbatches, and of chunks are two float32 numbers (`FloatPair`), high + low.
+Adding a float32 sum to such a pair is two_sum and a renormalization, which rounds once, by 2^-47 of the sum so far;
+adding two pairs, by 2^-46. For m additions of N rows in all that is up to 2^-46 m N C. For N = 65,536 and m = 4,096 it
+is RESERVE, 2^-18 C. With more additions, of b rows each, it is 2^-14 C / b, and `rounding_share` is below ETA by more
+than that for b <= 16.
 
 A contribution's norm is at most C because its computed norm is never below the true one (`dpx.sums.norms`), with a
 margin for the rounding of the clip factor.
 
 NOT covered: a TPU, whose float32 products at the highest precision are sums of bfloat16 products; more than 4,096
-chunks in one step, if some have more rows than 16.
+chunks in one step, if some have more than 16 rows.
 """
 
 import functools
@@ -66,13 +65,13 @@ ETA = 131 * 2.0**-17  # 9.995e-4
 RESERVE = 2.0**-18
 UNIT = 2.0**-24  # the largest relative error of a float32 rounding
 PRODUCTS = 2  # roundings of a term before it is added
-MOST_ROWS = 96  # of a block
+MOST_ROWS = 96  # in a block
 
 
 class FloatPair(NamedTuple):
     """A sum as two float32 numbers for each coordinate, whose value is high + low, with |low| <= 2^-24 |high|.
 
-    high, low: pytrees of float32 arrays of the same shapes; `low` is None where one number is all there is.
+    high, low: pytrees of float32 arrays of the same shapes; `low` is None where one number is enough.
     """
 
     high: Tree
@@ -80,12 +79,12 @@ class FloatPair(NamedTuple):
 
 
 def as_pair(sums: Any) -> FloatPair:
-    """A `FloatPair` as it is, and any other tree of float32 arrays as the high numbers of one."""
+    """A `FloatPair` as it is, and any other tree of float32 arrays as high numbers."""
     return sums if isinstance(sums, FloatPair) else FloatPair(sums)
 
 
 def pair_of_trees(totals: Tree) -> FloatPair:
-    """One `FloatPair` of a tree of `FloatPair`s, one for each array."""
+    """One `FloatPair` made from a tree that has one for each array."""
 
     def is_total(x):
         return isinstance(x, FloatPair)
@@ -101,7 +100,7 @@ def pair_of_trees(totals: Tree) -> FloatPair:
 def plus(total: FloatPair, more: FloatPair | Tree) -> FloatPair:
     """The sum of two, as two float32 numbers that do not overlap."""
     total, more = as_pair(total), as_pair(more)
-    # The barrier: with a product in `more`, the additions could be fused multiply-adds, of another number each.
+    # The barrier: with a product in `more`, each addition could become a fused multiply-add, of different numbers.
     high, low = jax.lax.optimization_barrier((more.high, more.low))
     parts = [total.high, high, *(part for part in (total.low, low) if part is not None)]
     pairs = [_plus(*leaves) for leaves in zip(*map(jax.tree.leaves, parts), strict=True)]
@@ -110,7 +109,7 @@ def plus(total: FloatPair, more: FloatPair | Tree) -> FloatPair:
 
 
 def with_low(total: FloatPair) -> FloatPair:
-    """`total` with two numbers for each coordinate, so that its structure is that of a longer sum."""
+    """`total` with two numbers for each coordinate, which is the structure of a longer sum."""
     return total if total.low is not None else FloatPair(total.high, jax.tree.map(jnp.zeros_like, total.high))
 
 
@@ -126,14 +125,14 @@ def _plus(high: jax.Array, more: jax.Array, *lows: jax.Array) -> tuple[jax.Array
 
 @functools.cache
 def chain(terms: int, more: int) -> float:
-    """sqrt(n sum of D^2) for a chain of n = `terms`, each rounded `more` times before: see the proof."""
+    """sqrt(n sum of D^2) for a chain of n = `terms`, each rounded `more` times before, as in the proof."""
     squares = (terms - 1 + more) ** 2 + sum((depth + more) ** 2 for depth in range(1, terms))
     return math.sqrt(terms * squares)
 
 
 def rounding_share(rows: int, blocks: int = 1, loops: tuple[int, ...] = ()) -> float:
-    """What rounding adds to the move of a float32 sum of blocks of `rows` rows, relative to C. loops: how often the
-    loops over these sums turn, the innermost first."""
+    """What rounding adds to the move of a float32 sum of blocks of `rows` rows, relative to C. loops: the numbers of
+    turns of the loops over these sums, innermost first."""
     roundings = chain(rows, PRODUCTS) + rows * blocks
     if blocks > 1:
         roundings += rows * chain(blocks, 0)
@@ -146,8 +145,7 @@ def rounding_share(rows: int, blocks: int = 1, loops: tuple[int, ...] = ()) -> f
 
 @functools.cache
 def most_float32_rows(devices: int) -> int:
-    """How many rows at most are added in float32 alone, in blocks, a multiple of `devices` of them on several devices;
-    0 if these are too many."""
+    """How many rows at most are added in float32 alone, in blocks: a multiple of `devices`; 0 for too many."""
     fitting = [
         rows * blocks
         for blocks in range(devices, 6 * devices + 1, devices)
@@ -159,7 +157,7 @@ def most_float32_rows(devices: int) -> int:
 
 def blocks_for(rows: int, devices: int) -> int:
     """The number of blocks for up to `most_float32_rows` rows, a multiple of `devices`: the fewest, or up to half more
-    if all blocks then have as many rows."""
+    if that makes all blocks equal."""
     counts = range(devices, max(1, rows) + devices, devices)
     fitting = [blocks for blocks in counts if in_float32(max(1, math.ceil(rows / blocks)), blocks)]
     return next((blocks for blocks in fitting if 2 * blocks <= 3 * fitting[0] and rows % blocks == 0), fitting[0])
@@ -167,7 +165,7 @@ def blocks_for(rows: int, devices: int) -> int:
 
 @functools.cache
 def most_float32_turns(rows: int) -> int:
-    """How many float32 sums of so many rows each a loop adds in float32: at least 1."""
+    """How many float32 sums of this many rows a loop adds in float32: at least 1."""
     fitting = [turns for turns in range(1, 513) if in_float32(rows, loops=(turns,))]
     return max(fitting, default=1)
 

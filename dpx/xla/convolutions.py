@@ -1,11 +1,10 @@
 """Convolutions that XLA computes fast in loops on a CPU.
 
-XLA has a fast convolution on CPUs for one order of axes: (batch, *spatial, features) for the data and the result, and
+On CPUs, XLA has a fast convolution for one order of axes: (batch, *spatial, features) for the data and the result, and
 (*spatial, inputs, outputs) for the kernel. It transposes other convolutions, such as gradients, into that order, but
-not in the body of a loop. There the gradients of convolutions run up to fifty times slower. So `reordered` transposes
-the operands itself. With it, microbatches of a CNN are faster than its whole batch, and a loop over them compiles
-faster than microbatches without a loop. It does not reach convolutions under `jax.checkpoint` or in a loop of the
-model, so microbatches of such models are unrolled.
+not in the body of a loop, where the gradients run up to fifty times slower. So `reordered` transposes the operands
+itself. Microbatches of a CNN are then faster than its whole batch, and compile faster in a loop than without one. It
+does not reach convolutions under `jax.checkpoint` or in a loop of the model, whose microbatches are unrolled instead.
 """
 
 from collections.abc import Callable
@@ -17,11 +16,11 @@ from jax.extend import core
 
 from dpx.xla.jaxprs import bound, convolves, evaluate
 
-CALLS = ("jit", "pjit")  # the equations whose bodies `reordered` changes too
+CALLS = ("jit", "pjit")  # equations whose bodies `reordered` changes too
 
 
 def reordered(closed: core.ClosedJaxpr) -> Callable:
-    """The function of a jaxpr, like `jax.extend.core.jaxpr_as_fun`, but with the axes of convolutions in that order."""
+    """Like `jax.extend.core.jaxpr_as_fun`, but with the axes of convolutions in the fast order."""
 
     def results(equation, operands):
         primitive, params = equation.primitive, equation.params

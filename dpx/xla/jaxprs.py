@@ -1,4 +1,4 @@
-"""Walks through the equations of a traced function, also in the loops, branches and functions that it calls."""
+"""Walks through the equations of a traced function, including the loops, branches and functions that it calls."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -17,12 +17,12 @@ def inner(equation: core.JaxprEqn) -> Iterator[Any]:
 
 
 def bodies(equation: core.JaxprEqn) -> Iterator[core.Jaxpr]:
-    """The same without the constants that they close over."""
+    """The same, without the constants that they close over."""
     return (getattr(each, "jaxpr", each) for each in inner(equation))
 
 
 def equations(jaxpr: Any) -> Iterator[core.JaxprEqn]:
-    """All equations, each before those that it calls."""
+    """All equations, each before those it calls."""
     for equation in jaxpr.eqns:
         yield equation
         for body in inner(equation):
@@ -30,7 +30,7 @@ def equations(jaxpr: Any) -> Iterator[core.JaxprEqn]:
 
 
 def constants(jaxpr: Any) -> Iterator[Any]:
-    """The arrays that a jaxpr closes over, and those of the jaxprs inside. The text of a jaxpr does not show them."""
+    """The arrays that a jaxpr and the jaxprs inside close over, which its text does not show."""
     yield from getattr(jaxpr, "consts", ())
     for equation in jaxpr.eqns:
         yield from (v.val for v in equation.invars if isinstance(v, core.Literal) and np.ndim(v.val))
@@ -39,9 +39,9 @@ def constants(jaxpr: Any) -> Iterator[Any]:
 
 
 def identity_of_program(jaxpr: Any) -> tuple:
-    """What a jaxpr computes, as plain values, which are equal for two traces of one function.
+    """What a jaxpr computes, as plain values that are equal for two traces of one function.
 
-    Large constants are left out (see `constants`), and the values of keys.
+    Leaves out large constants (see `constants`) and the values of keys.
     """
     jaxpr, places = getattr(jaxpr, "jaxpr", jaxpr), {}
 
@@ -62,7 +62,7 @@ def identity_of_equation(equation: core.JaxprEqn) -> tuple:
 
 
 def type_of(variable: Any) -> tuple:
-    """The dtype and the shape of a variable, and whether its dtype is weak."""
+    """The dtype and shape of a variable, and whether its dtype is weak."""
     aval = variable.aval
     return str(getattr(aval, "dtype", aval)), getattr(aval, "shape", ()), getattr(aval, "weak_type", False)
 
@@ -81,11 +81,10 @@ def _plain(value: Any) -> Any:
         return ("key",) if is_key else (str(value.dtype), value.shape, np.asarray(value).tobytes().hex())
     if callable(value):
         return getattr(value, "__qualname__", type(value).__name__)
-    return type(value).__name__, re.sub("0x[0-9a-f]+", "", str(value))  # an object of jax, without its address
+    return type(value).__name__, re.sub("0x[0-9a-f]+", "", str(value))  # a jax object, without its address
 
 
 def convolves(jaxpr: Any) -> bool:
-    """Whether an equation is a convolution."""
     return any(equation.primitive.name == "conv_general_dilated" for equation in equations(jaxpr))
 
 
@@ -99,7 +98,7 @@ def inputs_read(jaxpr: Any) -> list[bool]:
 
 
 def parts_of_scan(params: dict[str, Any]) -> tuple[int, int]:
-    """How many operands of a scan are the same in all iterations, and how many are handed from one to the next."""
+    """How many operands of a scan are the same in all iterations, and how many one iteration hands to the next."""
     if "num_consts" in params:  # up to jax 0.10
         return params["num_consts"], params["num_carry"]
     constants, carried, _ = (len(list(part)) for part in params["ft_in"].unpack())

@@ -1,4 +1,4 @@
-"""Which values of a program depend on which of its inputs: marks that spread through its equations."""
+"""Which values of a program depend on which inputs: marks that spread through its equations."""
 
 import functools
 import operator
@@ -14,12 +14,11 @@ Visit = Callable[[core.JaxprEqn, Marks, int], None]
 
 
 def spread(jaxpr: Any, marks: Marks, visit: Visit, constants: Marks = ()) -> list[int]:
-    """The marks of the results of a jaxpr, where `marks` are those of its inputs.
+    """The marks of the results of a jaxpr, given the `marks` of its inputs and of its `constants`.
 
-    visit: called as visit(equation, marks, control) for every equation, also inside of others, and for those of a loop
-        once more whenever a round adds a mark: the marks of its inputs, and of what decides its course (0 without a
-        conditional or a loop).
-    constants: the marks of the constants.
+    visit: called as visit(equation, marks of its inputs, control) for every equation, including inner ones, and in a
+        loop again whenever a round adds a mark. control: the marks of what decides its course, 0 without a conditional
+        or a loop.
     """
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     known = dict(zip(jaxpr.invars, marks, strict=True)) | dict(zip(jaxpr.constvars, constants, strict=False))

@@ -1,10 +1,9 @@
 """Order of computation: an array that is computed only after others, so that both need not be in memory at once, or
-once for all that read it.
+only once for all its readers.
 
 XLA orders a program by its data dependencies alone, and drops an optimization_barrier before it does. So
 `compute_after` adds a dependency: it selects between the array and zeros by a predicate that needs the other arrays.
-No value can change, because the predicate is `x > inf` for a float32 x. That is False for every number, for both
-infinities and for NaN, so the array itself is always selected.
+That predicate, `x > inf` for a float32 x, is False for every number, both infinities and NaN, so no value can change.
 """
 
 import functools
@@ -22,7 +21,7 @@ def compute_after(first: Tree, tree: Tree) -> Tree:
 
 
 def compute_after_each(made: list[Tree], array: jax.Array) -> jax.Array:
-    """`array`, computed after each of these alone, because XLA would shard arrays alike that are read together."""
+    """`array`, computed after each of these separately, because XLA would shard arrays alike that are read together."""
     return functools.reduce(lambda array, first: compute_after(first, array), made, array)
 
 
@@ -30,8 +29,8 @@ def compute_after_each(made: list[Tree], array: jax.Array) -> jax.Array:
 def with_cotangent_computed_once(x: jax.Array) -> jax.Array:
     """`x`, float (...), whose cotangent is unchanged, but computed once for all operations that read it.
 
-    XLA computes a sum again for each, and keeps both terms until the last one. It does not do so with a division, which
-    here is by 1 for every number.
+    XLA would compute a sum again for each, and keep both terms until the last one, but it does not repeat a division,
+    which here is by 1 for every number.
     """
     return x
 
@@ -45,13 +44,13 @@ with_cotangent_computed_once.defvjp(lambda x: (x, None), _divided)
 
 
 def opaque_false(tree: Tree) -> jax.Array:
-    """False, bool (). If `tree` holds a number, XLA computes it from the arrays, and does not make it a constant."""
+    """False, bool (). If `tree` holds a number, XLA computes this from the arrays instead of making it a constant."""
     by_rank: dict[int, list[jax.Array]] = {}
     for leaf in jax.tree.leaves(tree):
         if leaf.size:
             some = jax.lax.slice(leaf, (0,) * leaf.ndim, (1,) * leaf.ndim).astype(jnp.float32)
             by_rank.setdefault(leaf.ndim, []).append(some)
-    # No reshapes before the maxima. XLA makes a chain of scalar operations of them and moves the reshapes over one
-    # operation in each pass over the program, in up to 25 passes: a step of GPT-2 small compiled much longer.
+    # No reshapes before the maxima: XLA would make a chain of scalar operations of them and move the reshapes over one
+    # operation in each of up to 25 passes over the program, so a step of GPT-2 small compiled much longer.
     largest = [functools.reduce(jnp.maximum, some).reshape(()) for some in by_rank.values()]
     return functools.reduce(jnp.maximum, largest, jnp.float32(0)) > jnp.inf

@@ -1,8 +1,8 @@
 """Where a program runs, which decides how it adds, rounds and draws: its platform, its devices, and their memory.
 
-A step may be traced for a place that is not here, such as a TPU, or eight devices. What a mechanism, a release and a
-norm do inside of it depends on the place, and their signatures, which users write too, do not name it. So it is part of
-jax's own context of a trace: one thread sees it, and jax keeps the traces of a jitted function for two places apart.
+A step may be traced for another place, such as a TPU or eight devices. What a mechanism, a release and a norm do inside
+it depends on the place, but their signatures, which users write too, do not name it. So it is part of jax's own context
+of a trace: one thread sees it, and jax keeps the traces of a jitted function for two places apart.
 """
 
 import contextlib
@@ -25,8 +25,8 @@ class Place:
 
     platform: one of PLATFORMS
     devices: int, of all processes. With several, XLA may shard every array
-    row_devices: int, over how many of them the rows of a batch are spread; None if they may be over all
-    memory: bytes that microbatches are chosen for, or None for no limit; "own" is what `most_memory` finds
+    row_devices: int, over how many of them the rows of a batch are spread; None if that may be all
+    memory: bytes that microbatches may fill, or None for no limit; "own" is what `most_memory` finds
     """
 
     platform: str
@@ -36,8 +36,8 @@ class Place:
 
     @property
     def most_memory(self) -> int | None:
-        """Bytes of memory of the device that holds all examples; or None, because they may be on several devices, or
-        the program is traced for another platform than that of this process."""
+        """Bytes of memory of the device that holds all examples; None if they may be on several devices, or if the
+        program is traced for a platform other than this process's."""
         if self.memory != "own":
             return self.memory
         if self.platform != jax.default_backend() or self.devices > 1:
@@ -49,22 +49,20 @@ class Place:
 
 
 def here() -> Place:
-    """The place that programs are traced for now: that of `traced_for`, or else all devices of all processes."""
+    """The place that programs are traced for now: `traced_for`'s, or by default all devices of all processes."""
     return _TRACED_FOR.value or Place(jax.default_backend(), jax.device_count())
 
 
 def traced_for(**changes: Any) -> contextlib.AbstractContextManager[None]:
-    """While it is open, programs are traced for `here()` with these fields of `Place` changed.
-
-    Where the program then runs must be such a place, or it is only compiled or compared.
-    """
+    """A context in which programs are traced for `here()` with these fields of `Place` changed. They must then run in
+    such a place, unless they are only compiled or compared."""
     place = dataclasses.replace(here(), **changes)
     return contextlib.nullcontext() if place == here() else _TRACED_FOR(place)
 
 
 @functools.cache
 def warn_of_fast_math() -> None:
-    """Warns once in a process, if the environment has XLA compile with fast math."""
+    """Warns once in a process if the environment makes XLA compile with fast math."""
     if fast_math(os.environ.get("XLA_FLAGS", "")):
         warnings.warn(
             "XLA_FLAGS has xla_cpu_enable_fast_math=true: XLA then removes the second float32 number of a sum, so an "
@@ -74,7 +72,7 @@ def warn_of_fast_math() -> None:
 
 
 def fast_math(flags: str) -> bool:
-    """Whether these XLA_FLAGS turn on fast math on a CPU; of several, the last one counts."""
+    """Whether these XLA_FLAGS turn on fast math on a CPU; the last of several counts."""
     on = False
     for flag in flags.split():
         name, _, value = flag.lstrip("-").partition("=")
