@@ -1,6 +1,6 @@
 """Private gradients of a loss: the clipped sum of a batch, by ghost norms or by per-example gradients.
 
-How a batch becomes an update: rows.py (an example and its key), sums.py (the clipped sum, in microbatches),
+From a batch to an update: rows.py (an example and its key), sums.py (the clipped sum, in microbatches),
 private_updates.py (the release), chunks.py (a batch in chunks).
 
 To add one: a layer that ghost norms can follow is a rule in ghost/rules.py, and a way to compute norms is a record in

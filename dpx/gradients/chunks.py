@@ -1,7 +1,7 @@
 """One private step over a batch that does not fit into memory: its chunks are added one by one, then released once.
 
-A clipped sum is a sum over examples, so the sums of the chunks add up to the sum of the batch: one example moves it by
-at most C, the noise is added once, and the step is billed once.
+The sums of the chunks add up to the clipped sum of the batch. So one example moves it by at most C, the noise is added
+once, and the cost is that of one step.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from dpx.sums.total import FloatPair, plus, with_low
 from dpx.trees import Tree, batch_size, find_state, outlined
 from dpx.xla.jaxprs import identity_of_program
 
-_ROUNDING = 1e-6  # relative, of a schedule that is compiled in two programs
+_ROUNDING = 1e-6  # relative, of a schedule compiled in two programs
 
 
 class AccumulatedSums(NamedTuple):
@@ -34,10 +34,10 @@ class AccumulatedSums(NamedTuple):
                       one example, so that neither the order nor the number of chunks matters.
     unreleased_count: int32 (), how many rows of the chunks count.
     unreleased_drawn: `Batch.drawn` of the first chunk; None for chunks without it.
-    unreleased:       losses, norms and aux of the examples of the chunk that was added last. NOT private.
+    unreleased:       losses, norms and aux of the examples in the last chunk. NOT private.
     unreleased_rows:  int32 (), how many rows the chunks have, padding included.
     step:             int32 (), the step of the state that the chunks were added with.
-    mechanism:        uint32 (), a fingerprint of the mechanism that they were added with.
+    mechanism:        uint32 (), a fingerprint of the mechanism that added them.
     clipping:         float32 (n,), the mechanism's bounds on one example at that step.
     ordered:          bool (), whether they are chunks of one batch, each added once and in order, at that step.
     """
@@ -57,17 +57,15 @@ class AccumulatedSums(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PrivateChunks:
-    """The two functions of a step in chunks, which `private_updates_in_chunks` builds and describes.
-
-    row_sum: the clipped sum of a chunk. optimizer, with_key: of `private_updates_in_chunks`.
-    """
+    """The two functions of a step in chunks, which `private_updates_in_chunks` builds and describes. row_sum: the
+    clipped sum of a chunk."""
 
     row_sum: RowSum = field(repr=False)
     optimizer: Mechanism
     with_key: bool
 
     def add(self, params: Tree, chunk: Batch, state: Tree, sums: AccumulatedSums | None = None) -> AccumulatedSums:
-        """`sums` with one more chunk of the batch; None begins."""
+        """`sums` with one more chunk of the batch; None for the first."""
         batch_size(require_batch(chunk).examples)
         params = require_params(params, self.optimizer.encode, self.optimizer.init)
         _step_of(state)
@@ -75,10 +73,10 @@ class PrivateChunks:
             _require_sums(sums)
             if (sums.unreleased_drawn is None) != (chunk.drawn is None):
                 raise ValueError("all chunks of a batch must have `drawn`, or none of them; got some with it")
-            sums = sums._replace(unreleased=None)  # of the chunk before
+            sums = sums._replace(unreleased=None)  # left by the chunk before
 
         def place(params_on, chunk_on, state_on, sums_on):
-            """The sums are sharded as the parameters if the encoded gradient is like them, else replicated."""
+            """Shards the sums as the parameters if the encoded gradient is like them, and replicates them otherwise."""
             rows = along_examples(chunk_on.examples)
             one: Any = NamedSharding(rows.mesh, PartitionSpec())
             like, of_state = _shapes(params, state)
@@ -147,8 +145,8 @@ def private_updates_in_chunks(
         ...         sums = add(params, chunk, state, sums)
         ...     updates, state = release(params, sums, state)  # one noise, one step of the bill
 
-    The updates are those of one call of `private_updates` with the whole batch, up to float32 rounding; the keys of the
-    examples are the same, because they count the rows of the chunks before. Both functions can be jitted, `add` also
+    The updates equal one call of `private_updates` with the whole batch, up to float32 rounding. The keys of the
+    examples are the same too, because they count the rows of earlier chunks. Both functions can be jitted, `add` also
     with donated sums. `sums` is an `AccumulatedSums`, as sensitive as the data.
 
     loss: (params, example) -> float (), of one example without a batch axis. optimizer: a `dpx.Mechanism`.
@@ -156,10 +154,10 @@ def private_updates_in_chunks(
     norms: how the norms are computed: "auto", "ghost" or "vmap", as for `private_updates`.
     with_key: the loss takes a PRNG key, loss(params, example, key). has_aux: it returns (value, aux).
     platform: the one that the program is compiled for; None is JAX's default backend.
-    sharding: that of the chunks, as for `private_updates`. backward_passes: int, as there.
-    chunk: a `dpx.Batch`. With `drawn`, the chunks must be all those of one batch, of the step of the state, each once
-        and in order. Otherwise the state has no bill, as after a batch that was used twice. Chunks of your own,
-        without `drawn`, are taken as they are. All chunks of a batch are added, and released, with one state.
+    sharding: how the chunks are sharded, as for `private_updates`. backward_passes: int, as there.
+    chunk: a `dpx.Batch`. With `drawn`, the chunks must be all chunks of one batch, from the step of the state, each
+        once and in order. Otherwise the state has no epsilon, as after a batch that was used twice. Your own chunks,
+        without `drawn`, are taken as they are. Add and release all chunks of a batch with one state.
 
     Raises ValueError as `private_updates` does, if only some chunks have `drawn`, and for `sums` not made by `add`.
     """
@@ -173,22 +171,22 @@ def _step_of(state: Tree) -> jax.Array:
 
 
 def _fingerprint(mechanism: Mechanism, params: Tree, state: Tree) -> jax.Array:
-    """A fingerprint of what a mechanism adds and bills, uint32 (): two that clip to other norms have different ones."""
+    """A fingerprint, uint32 (), of what a mechanism adds and costs: it differs for other clip norms."""
     program = jax.make_jaxpr(mechanism.contribute)(*_shapes(params, state))
     return jnp.uint32(fingerprint((identity_of_program(program), mechanism.fingerprints)))
 
 
 def _clipping(mechanism: Mechanism, state: Tree) -> jax.Array:
-    """The bounds of this step, float32 (n,).
+    """The bounds of this step, float32 (n,), read when the sums are made and again when they are released.
 
-    They are read when the sums are made and again when they are released, because a schedule that is not a function of
-    the step alone can change between the two, and the sums would be larger than their noise is for.
+    A schedule that is not a function of the step alone can change in between, and then the sums would be larger than
+    their noise covers.
     """
     return jnp.stack(jax.tree.leaves(mechanism.bound(state)))
 
 
 def _alike(one: jax.Array, other: jax.Array) -> jax.Array:
-    """Whether the bounds of two programs are equal up to rounding, bool ()."""
+    """Whether the bounds computed by two programs are equal up to rounding, bool ()."""
     if one.shape != other.shape:
         return jnp.bool_(False)
     return jnp.all(jnp.abs(one - other) <= _ROUNDING * jnp.abs(other))

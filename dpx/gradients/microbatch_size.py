@@ -1,7 +1,5 @@
-"""The default number of examples in memory at once: as many as fit in the memory, and on a CPU in its cache.
-
-A step over the whole batch writes fresh memory, which the kernel must zero and which does not fit in the cache.
-"""
+"""The default number of examples in memory at once: as many as fit in memory, and on a CPU in its cache, because a
+step over the whole batch writes fresh memory, which the kernel must zero and the cache cannot hold."""
 
 import math
 from typing import NamedTuple
@@ -19,8 +17,8 @@ from dpx.xla.place import PLATFORMS, Place
 # For one CPU core. benchmarks/step.py times the steps, benchmarks/memory.py measures their memory.
 CACHE_BYTES = 2**25  # bytes that the examples of one microbatch may fill
 WHOLE_BATCH = 4  # times these bytes: below, one pass is about as fast as a loop, and compiles faster
-EQUATION_NUMBERS_PER_WRITE = 4  # XLA fuses equations, so it writes about one of four numbers that they define
-EXAMPLE_BYTES_PER_SUM_BYTE = 12  # of a microbatch, at least, because every microbatch reads and writes all sums
+EQUATION_NUMBERS_PER_WRITE = 4  # XLA fuses equations, so it writes about one in four numbers that they define
+EXAMPLE_BYTES_PER_SUM_BYTE = 12  # at least, in a microbatch, because every microbatch reads and writes all sums
 
 # The same for a loss with convolutions, which are fastest on few examples, because they copy their operands.
 CONVOLUTION_BYTES = 2**21
@@ -31,8 +29,7 @@ CONVOLUTION_EXAMPLES = 8  # at least; with fewer, convolutions are slower
 class ForwardCost(NamedTuple):
     """Counts in the equations of the loss of one example, which predict its memory and time.
 
-    numbers: int, how many numbers the equations define
-    convolves: bool, True if one of them is a convolution
+    numbers: int, how many numbers the equations define. convolves: bool, whether one of them is a convolution
     loops: bool, True if `xla.convolutions.reordered` finds all convolutions, so that none is slow in a loop on a CPU
     mixes: bool, True if rows need `xla.apart.rows_apart`
     """
@@ -44,7 +41,6 @@ class ForwardCost(NamedTuple):
 
 
 def forward_cost(jaxpr: core.Jaxpr) -> ForwardCost:
-    """Counts in the jaxpr of the loss of one example."""
     return ForwardCost(_numbers(jaxpr), convolves(jaxpr), not hides_convolutions(jaxpr), may_mix_rows(jaxpr))
 
 
@@ -56,7 +52,7 @@ class Microbatches(NamedTuple):
 
 
 def require_platform(platform: str | None) -> str:
-    """The platform that a program is compiled for. Raises ValueError for a name that is not in PLATFORMS."""
+    """The platform that a program is compiled for. Raises ValueError unless it is one of PLATFORMS."""
     if platform is not None and platform not in PLATFORMS:
         raise ValueError(f"platform must be one of {', '.join(PLATFORMS)}, or None, got {described(platform)}")
     return platform or jax.default_backend()
@@ -68,7 +64,7 @@ def choose_microbatch_size(
     """How many of the `size` examples of a batch one microbatch holds: all, unless they do not fit in half of the
     device's memory, or fewer are known to be faster.
 
-    More is faster on an accelerator, on several devices, and for a loss whose convolutions are slow in a loop on a CPU.
+    More are faster on an accelerator, on several devices, and for convolutions that are slow in a loop on a CPU.
     """
     leaves = jax.tree.leaves(params)
     keeps = [isinstance(plan, str) or plan.keeps_gradients(number) for number in range(len(leaves))]
@@ -93,13 +89,13 @@ def choose_microbatch_size(
 
 
 def _without_rest(largest: int, size: int) -> int:
-    """At most `largest` of `size` examples, and no rest if possible, because a rest is compiled separately."""
+    """At most `largest` of `size` examples, if possible without a rest, which would be compiled separately."""
     without_rest = [n for n in range(math.ceil(largest / 2), largest + 1) if size % n == 0]
     return max(without_rest, default=math.ceil(size / math.ceil(size / largest)))
 
 
 def _numbers(jaxpr) -> int:
-    """How many numbers the equations define; those in the body of a loop count once for every iteration."""
+    """How many numbers the equations define; the body of a loop counts once for each iteration."""
     total = 0
     for equation in jaxpr.eqns:
         inner = sum(_numbers(body) for body in bodies(equation))
@@ -108,7 +104,7 @@ def _numbers(jaxpr) -> int:
 
 
 def hides_convolutions(jaxpr: core.Jaxpr) -> bool:
-    """Whether a convolution is where `reordered` leaves it alone: in a loop, a branch, or under `jax.checkpoint`."""
+    """Whether `reordered` cannot reach a convolution: in a loop, a branch, or under `jax.checkpoint`."""
 
     def hides(equation):
         inside = hides_convolutions if equation.primitive.name in CALLS else convolves

@@ -23,13 +23,13 @@ from dpx.xla.place import here
 
 
 class Unreleased(NamedTuple):
-    """Values of each example, with the B examples on axis 0. NOT private: they are for debugging and tuning only.
+    """Values of each example, with the B examples on axis 0. NOT private: for debugging and tuning only.
 
     They are as sensitive as the data. Rows that are not included have values too. A jitted program skips unused ones.
 
-    losses: (B,), in the loss's dtype. None for `private_updates_from`, which knows no loss.
-    norms:  float32 (B,), the norms of the encoded gradients before the clip; for a mechanism with one norm for each
-            group, a tree of them. The share of clipped examples, by which a clip norm is tuned, is
+    losses: (B,), in the loss's dtype. None for `private_updates_from`, which has no loss.
+    norms:  float32 (B,), the norms of the encoded gradients before the clip; a tree of them for a mechanism with one
+            norm for each group. To tune a clip norm, look at the share of clipped examples,
             `(unreleased.norms > clip_norm)[batch.included].mean()`.
     aux:    with `has_aux=True`, what the function of one example returns second, (B, ...) in each leaf; otherwise None.
     """
@@ -44,8 +44,7 @@ class Unreleased(NamedTuple):
 class PrivateUpdates(NamedTuple):
     """The result of one private step.
 
-    updates: like the parameters, in their dtypes; private.
-    state: the mechanism's next state.
+    updates: private, like the parameters, in their dtypes. state: the mechanism's next state.
     unreleased: losses, norms and aux of the examples. NOT private.
     """
 
@@ -58,17 +57,14 @@ class PrivateUpdates(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PrivateStep:
-    """`(params, batch, state) -> PrivateUpdates`, which `private_updates` and `private_updates_from` build.
-
-    row_sum: the clipped sum of the rows of a batch. optimizer, with_key: of `private_updates`.
-    """
+    """`(params, batch, state) -> PrivateUpdates`, which `private_updates` and `private_updates_from` build. row_sum:
+    the clipped sum of the rows of a batch."""
 
     row_sum: RowSum = field(repr=False)
     optimizer: Mechanism
     with_key: bool
 
     def __call__(self, params: Tree, batch: Batch, state: Tree) -> PrivateUpdates:
-        """The private updates and the next state. batch: a `dpx.Batch`. state: of the optimizer."""
         batch_size(require_batch(batch).examples)
         params = require_params(params, self.optimizer.encode, self.optimizer.init)
         find_state(state, ReleaseState, "mechanism's state")
@@ -101,37 +97,35 @@ def private_updates(
     """Builds `fn(params, batch, state) -> PrivateUpdates`, the private gradient of `loss(params, example)`.
 
     loss: returns one real number, (), for one example, which has no batch axis.
-    optimizer: a `dpx.Mechanism`. With one that `dpx.chain` builds, the updates are those of the optax transforms.
+    optimizer: a `dpx.Mechanism`. If `dpx.chain` built it, the updates come from the optax transforms.
     microbatch_size: int, how many examples are in memory at once. None: all, but fewer if a batch would not fit in half
-        of the device's memory, or if that is faster on a CPU. It decides the rounding, so say it if a loop of your own
-        may continue with another memory. Microbatches run in a loop; if the loss has convolutions
-        in a loop or under `jax.checkpoint`, up to 64 are unrolled on a CPU.
+        of the device's memory, or if that is faster on a CPU. It decides the rounding, so set it if your own loop may
+        continue with another memory. Microbatches run in a loop; on a CPU, up to 64 are unrolled if the loss has
+        convolutions in a loop or under `jax.checkpoint`.
     norms: how the per-example norms are computed. "vmap": from the gradient of every example. "ghost": without it,
-        for every parameter where that is possible. "auto": the cheaper of the two for each parameter, by an estimate
-        from shapes. `dpx.explain_norms` prints the choice.
-    with_key: the loss is `loss(params, example, key)`. Every row of a batch has a PRNG key of its own, (), from the
-        "example" stream of the mechanism's key, the step and its position; no microbatch or device changes it.
+        for every parameter where that is possible. "auto": the cheaper of the two for each parameter, estimated from
+        shapes. `dpx.explain_norms` prints the choice.
+    with_key: the loss is `loss(params, example, key)`. Every row of a batch has its own PRNG key, (), from the
+        "example" stream of the mechanism's key, the step and its position; microbatches and devices do not change it.
     has_aux: the loss returns (value, aux), aux any pytree of arrays; `unreleased.aux` has it for every example.
     platform: "cpu", "cuda", "rocm" or "tpu", if the program is compiled for another one than JAX's default backend, as
-        `jax.export` does. The number of microbatches and their loop depend on it, and the result does not.
-    sharding: that of the batches, as for `sampling.batches`. Say it if a mesh has more axes than that of the examples
-        (tensor parallel): without it, all devices are taken to share the examples, and a step takes more memory. The
-        result is the same up to float32 rounding.
-
+        in `jax.export`. The number of microbatches and their loop depend on it, the result does not.
+    sharding: how the batches are sharded, as for `sampling.batches`. Give it if a mesh has more axes than the one of
+        the examples (tensor parallel): without it, all devices are assumed to share the examples, and a step takes more
+        memory. The result is the same up to float32 rounding.
     backward_passes: int, 1 or 2. One keeps the inputs and the cotangents of all layers until the norms are known. With
-        two, the second computes those of layers in scans, or under `jax.checkpoint`, again, so that they are never all
-        in memory, as in a step that is not private. It takes about 1.5 times as long (docs/devices.md).
+        two, the second pass computes those in scans or under `jax.checkpoint` again, so that they are never all in
+        memory, as in a step without privacy. It takes about 1.5 times as long (docs/devices.md).
 
     params: a pytree of real arrays. batch: a `dpx.Batch` with the B examples on axis 0, which may be sharded. state:
-    from `optimizer.init(params)`. The updates are those of `optimizer.update` on stacked per-example gradients, up to
-    float32 rounding. The result's `unreleased` values are NOT private. On mesh axes of type Explicit, the updates are
-    sharded as the parameters, the state as before, and `unreleased` as the examples. Inside a `jax.shard_map` with
+    from `optimizer.init(params)`. The updates equal `optimizer.update` on stacked per-example gradients, up to float32
+    rounding. The result's `unreleased` values are NOT private. On mesh axes of type Explicit, the updates are sharded
+    as the parameters, the state as before, and `unreleased` as the examples. Inside a `jax.shard_map` with
     check_vma=True, only "vmap" works.
 
     Raises ValueError for another type of optimizer, another `norms` or `platform`, a `microbatch_size` below 1, or two
-    backward passes with norms="vmap".
-    `fn` raises it if the batch is not a `dpx.Batch` or does not fit the sampling, and for complex parameters, Flax
-    modules or batch statistics among the parameters.
+    backward passes with norms="vmap". `fn` raises it if the batch is not a `dpx.Batch` or does not fit the sampling,
+    and for complex parameters, Flax modules or batch statistics among the parameters.
     Ghost norms: https://arxiv.org/abs/1510.01799, https://arxiv.org/abs/2110.05679, https://arxiv.org/abs/2210.00038.
 
         >>> step = jax.jit(dpx.private_updates(loss, optimizer))
@@ -158,21 +152,20 @@ def private_updates_from(
 ) -> PrivateStep:
     """Builds `fn(params, batch, state) -> PrivateUpdates` from `update_of_unit(params, unit)`, the update of one unit.
 
-    A unit is what the sampling draws and epsilon protects: all examples of one user, for example. Its update is
-    bounded as a gradient is, whatever it was computed by: some local steps, or the mean gradient of the user's data.
-    `private_updates` is the special case of a gradient.
+    A unit is what the sampling draws and epsilon protects, for example all data of one user. Its update is bounded as a
+    gradient is, whether it comes from some local steps or is the mean gradient of the user's data. `private_updates` is
+    the special case of a gradient.
 
     update_of_unit: returns a pytree like `params`. The result goes to `optax.apply_updates`, and an optimizer of
-        `dpx.chain` descends along it. So return the direction of a gradient, which is the old parameters minus the new.
-    optimizer: a `dpx.Mechanism`. With one that `dpx.chain` builds, the updates are those of the optax transforms.
+        `dpx.chain` descends along it. So return the direction of a gradient: the old parameters minus the new.
+    optimizer: a `dpx.Mechanism`. If `dpx.chain` built it, the updates come from the optax transforms.
     microbatch_size: int, how many units are in memory at once. None: all, or fewer if they do not fit.
     with_key: `update_of_unit` is (params, unit, key), with a PRNG key for each unit, ().
     has_aux: it returns (update, aux), aux any pytree of arrays; `unreleased.aux` has it for every unit.
     platform: "cpu", "cuda", "rocm" or "tpu", if the program is compiled for another one than JAX's default backend.
-    sharding: that of the batches, as for `private_updates`.
-
-    batch: a `dpx.Batch` with the units on axis 0. A unit is a pytree of arrays; if units have different numbers of
-    examples, pad them, and put a mask of your own into the unit. `unreleased.losses` is None.
+    sharding: how the batches are sharded, as for `private_updates`.
+    batch: a `dpx.Batch` with the units on axis 0. A unit is a pytree of arrays. If units have different numbers of
+        examples, pad them, and put your own mask into the unit. `unreleased.losses` is None.
 
     Raises ValueError as `private_updates` does, and `fn` also if an update has another structure or shape than params.
 
@@ -200,11 +193,10 @@ def explain_norms(
     """A printable table of how `private_updates` computes the norms of each parameter, and why.
 
     loss: (params, example) -> float (), of one example without a batch axis. optimizer: a `dpx.Mechanism`.
-    params, batch: as for the step; both may hold `jax.ShapeDtypeStruct`s in place of arrays.
+    params, batch: as for the step; both may hold `jax.ShapeDtypeStruct`s instead of arrays.
     norms: "auto", "ghost" or "vmap", as for `private_updates`.
     with_key: the loss takes a PRNG key, loss(params, example, key). has_aux: it returns (value, aux).
     platform: the one that the program is compiled for; None is JAX's default backend.
-
     Raises ValueError for the arguments that `private_updates` refuses.
 
         >>> print(dpx.explain_norms(loss, optimizer, params, batch))
@@ -228,13 +220,13 @@ def augmented(
     """Builds `mean_loss(params, example, key)`, the mean of `loss` over `copies` random views of one example.
 
     Give it to `private_updates`, `fit`, `check` or `explain` with `with_key=True`. The views of an example are averaged
-    BEFORE its gradient is clipped. So the example still enters once, and the sensitivity, the noise and the bill are
-    those of `loss`. Ghost norms see `copies` positions in place of one, and need no gradient of a view.
+    BEFORE its gradient is clipped. So the example still enters once, and `loss` alone decides the sensitivity, the
+    noise and the cost. Ghost norms see `copies` positions in place of one, and need no gradient of a view.
 
     loss: (params, example) -> float (), or (value, aux) with has_aux=True; then aux is the mean over the views too.
     augment: (example, key) -> one view: a pytree for `loss`. It must be a function of these two arguments and public
         constants, and must not look at other examples. The key, (), differs among examples, steps and views. A loss
-        with random numbers of its own gets them from a view that holds a key.
+        that needs random numbers gets them from a view that holds a key.
     copies: int, at least 1; the time of a step grows by about this factor (benchmarks/augmented.py). On a CPU, a
         `microbatch_size` whose views fit in the cache of a core, such as 64, can be a fifth faster.
 
@@ -260,10 +252,10 @@ def augmented(
 def call_with_auto_axes(function: Callable[..., Tree], arguments: tuple, place: Callable[..., Tree]) -> Tree:
     """`function(*arguments)`, which need not know that arguments may be sharded over mesh axes of type Explicit.
 
-    Inside, the axes are of type Auto, so that XLA partitions the function. Its results are sharded as asked for.
+    Inside, these axes have type Auto, so that XLA partitions the function, and its results are sharded as asked for.
 
-    place: gets the arguments with a sharding in place of every array; returns the shardings of the results, a pytree
-        prefix. It is called only if an argument is on a mesh with axes of type Explicit.
+    place: maps the arguments, with a sharding in place of every array, to the shardings of the results, a pytree
+        prefix. Called only if an argument is on a mesh with axes of type Explicit.
     """
     shardings = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding, arguments)
     meshes = [sharding.mesh for sharding in jax.tree.leaves(shardings) if sharding.mesh.explicit_axes]
@@ -276,6 +268,6 @@ def call_with_auto_axes(function: Callable[..., Tree], arguments: tuple, place: 
 
 
 def along_examples(shardings: Tree) -> Any:
-    """The sharding of arrays with one row for each example. shardings: of the examples, see `place`."""
+    """The sharding of arrays with one row for each example. shardings: of the examples, as in `place`."""
     first = jax.tree.leaves(shardings)[0]
     return NamedSharding(first.mesh, PartitionSpec(*first.spec[:1]))

@@ -1,7 +1,7 @@
-"""The rows of a batch as a function of one example sees them: the example, and a key of its own where it asks for one.
+"""The rows of a batch as a function of one example sees them: the example, and its own key if the function wants one.
 
-The keys come from the "example" stream of the mechanism's key, with the step and the position of the row in the batch
-folded in. So microbatches, chunks of a batch and devices do not change them.
+A key comes from the "example" stream of the mechanism's key, with the step and the row's position in the batch folded
+in. So microbatches, chunks of a batch and devices do not change it.
 """
 
 import contextlib
@@ -30,13 +30,13 @@ WHERE = (
 def rows_of(mechanism: Mechanism, state: Tree, examples: Tree, *, with_key: bool, first: jax.Array | int = 0) -> tuple:
     """(examples,), or (examples, keys) with one PRNG key for each of the B examples, (B,).
 
-    first: int (), the position of the first row in the whole batch, of which the examples may be a chunk.
-    Raises ValueError for the state of no mechanism.
+    first: int (), the position of the first row in the whole batch, if the examples are a chunk of it.
+    Raises ValueError for a state without a mechanism.
     """
     size, step = batch_size(examples), find_state(state, ReleaseState, "mechanism's state").step
     if not with_key:
         return (examples,)
-    # Anyone may know what the loss draws, because an example's contribution is bounded for any such numbers.
+    # Anyone may know what the loss draws, because an example's contribution is bounded whatever these numbers are.
     key = keys.public(keys.stream(mechanism.key, "example", step))
     positions = jnp.arange(size, dtype=jnp.uint32) + jnp.asarray(first).astype(jnp.uint32)
     return examples, jax.vmap(jax.random.fold_in, (None, 0))(key, positions)
@@ -61,7 +61,7 @@ def called_with(example: Tree) -> str:
 
 
 def of_one_row(function: Callable, *, has_aux: bool) -> Callable[..., tuple[Tree, Tree]]:
-    """`function(params, example)`, or of (params, example, key), as (params, row) -> (result, aux), aux None without.
+    """`function(params, example)`, or (params, example, key), as (params, row) -> (result, aux); aux None without.
 
     Raises ValueError if it is not a function; and when it is traced, if `has_aux` and the result is not a pair.
     """
@@ -80,7 +80,7 @@ def of_one_row(function: Callable, *, has_aux: bool) -> Callable[..., tuple[Tree
 
 
 def value_and_gradient(function: Callable, *, has_aux: bool = False) -> Callable:
-    """`jax.value_and_grad`, but the gradient of integers, which only frozen parameters may be, is 0, float32."""
+    """`jax.value_and_grad`, with a float32 gradient of 0 for integers, which only frozen parameters may be."""
     both = jax.value_and_grad(function, has_aux=has_aux, allow_int=True)
 
     def with_zeros(params, *arguments):
@@ -92,10 +92,8 @@ def value_and_gradient(function: Callable, *, has_aux: bool = False) -> Callable
 
 @contextlib.contextmanager
 def noted(called: str, example: Callable[[], Tree]) -> Iterator[None]:
-    """Adds to an error of the user's function, such as a "loss", what it was called with, and where to read.
-
-    example: () -> the shapes of one example.
-    """
+    """Adds to an error of the user's function, such as a "loss", what it was called with and where to read.
+    example: () -> the shapes of one example."""
     try:
         yield
     except Exception as error:
@@ -108,7 +106,7 @@ def noted(called: str, example: Callable[[], Tree]) -> Iterator[None]:
 def warn_of_constants(closed: Any, params: Tree, row: tuple) -> None:
     """Warns if the loss closes over large arrays, because the program of a step would hold them as constants.
 
-    closed: the closed jaxpr of the loss. Arrays that are arguments of an outer `jax.jit` are no constants.
+    closed: the closed jaxpr of the loss, where arguments of an outer `jax.jit` are no constants.
     """
     del params, row
     found = [array for array in jaxprs.constants(closed) if not isinstance(array, jax.core.Tracer)]

@@ -32,8 +32,7 @@ class RowSum:
     optimizer: the mechanism that bounds the rows; one sum for each of its factors.
     norms: as in `private_updates`; "update" if `of_row` returns an update and not a loss.
     microbatch_size: int, how many rows are in memory at once; None for a choice by their cost.
-    platform: the one that the program is compiled for.
-    devices: over how many devices the rows are spread; None if it is not known.
+    platform: what the program is compiled for. devices: how many the rows are spread over; None if not known.
     backward_passes: as in `private_updates`.
     look: gets the closed jaxpr of a loss, the parameters and the shapes of one row, when a step is traced.
     """
@@ -74,9 +73,8 @@ class RowSum:
         return noted("update" if self.norms == "update" else "loss", lambda: row()[0])
 
     def plan(self, params: Tree, state: Tree, rows: tuple) -> tuple[ghost.GhostPlan | str, ForwardCost]:
-        """How the norms are computed, or the reason why every parameter needs per-example gradients; and the cost of
-        a row. All arguments may be shapes.
-        """
+        """How the norms are computed, or why every parameter needs per-example gradients; and the cost of a row. All
+        arguments may be shapes."""
         row = shapes_of_one(rows)
         with self.noted(lambda: row):
             traced = ghost.trace_loss(self.of_row, params, row)
@@ -92,7 +90,7 @@ class RowSum:
     def sum_microbatch(
         self, plan: ghost.GhostPlan | str, mixes: bool, params: Tree, state: Tree, rows: tuple, included: jax.Array
     ):
-        """The sums of the contributions of one microbatch; the losses, norms and aux of its rows."""
+        """The sums of the contributions of one microbatch, and the losses, norms and aux of its rows."""
         apart = rows_apart if mixes else lambda function: function
         if isinstance(plan, ghost.GhostPlan) and plan.followed:
             how = {"backward_passes": self.backward_passes, "apart": apart}
@@ -102,7 +100,7 @@ class RowSum:
         return sums, (losses, norms, aux)
 
     def gradient(self, params: Tree, row: tuple) -> tuple[tuple[Tree, Tree], Tree]:
-        """((loss, aux), gradient) of one row; ((None, aux), update) if it has an update of its own."""
+        """((loss, aux), gradient) of one row; ((None, aux), update) if it has its own update."""
         if self.norms == "update":
             update, aux = self.of_row(params, row)
             return (None, aux), update
@@ -120,7 +118,7 @@ def sum_gradients(
     sharding: Any = None,
     backward_passes: int = 1,
 ) -> RowSum:
-    """The clipped sum of the gradients of a loss of one example, as `private_updates` describes the arguments."""
+    """The clipped sum of the gradients of a loss of one example. The arguments are as in `private_updates`."""
     if norms not in ("auto", "ghost", "vmap"):
         raise ValueError(f'norms must be "auto", "ghost" or "vmap", got {described(norms)}')
     if backward_passes not in (1, 2) or (backward_passes == 2 and norms == "vmap"):
@@ -136,7 +134,7 @@ def looking(step: Any, look: Callable[[Any, Tree, tuple], None]) -> Any:
 
 
 def _require_like(params: Tree, made: Tree):
-    """Raises ValueError unless the update of one unit is real, with the structure and the shapes of the parameters."""
+    """Raises ValueError unless the update of one unit is real, with the structure and shapes of the parameters."""
     require_real(made)
     expected, found = [jax.tree.map(lambda leaf: jax.numpy.shape(leaf), tree) for tree in (params, made)]
     if expected != found or jax.tree.structure(params) != jax.tree.structure(made):
@@ -144,7 +142,7 @@ def _require_like(params: Tree, made: Tree):
 
 
 def devices_of_rows(sharding: Any) -> int | None:
-    """Over how many devices a sharding spreads axis 0; None for None. Raises ValueError for another type."""
+    """How many devices a sharding spreads axis 0 over; None for None. Raises ValueError for another type."""
     if sharding is None:
         return None
     if not isinstance(sharding, jax.sharding.Sharding):

@@ -1,7 +1,7 @@
-"""The secret key, the named streams that are derived from it, and the noise that a stream draws.
+"""The secret key, the named streams derived from it, and the noise that a stream draws.
 
-`streams.py` derives keys by the cipher of `cipher.py`; `noise.py` is the noisy release of every mechanism,
-`normals.py` makes its normals of blocks of the cipher, and `grid.py` rounds it.
+`streams.py` derives keys by the cipher of `cipher.py`; `noise.py` is the noisy release of every mechanism, which rounds
+to a grid; `normals.py` makes its normals from blocks of the cipher.
 """
 
 from dpx.keys.noise import normal_like as normal_like

@@ -1,8 +1,8 @@
 """The cipher Threefry-4x32 of 20 rounds (Salmon et al. 2011, https://doi.org/10.1145/2063384.2063405), on JAX arrays.
 
-It is a permutation of the 2^128 blocks for each of 2^128 keys. The cipher of `jax.random.key`, Threefry-2x32, has keys
-and blocks of 64 bits: 2^64 trials find a key, and at the 10^10 numbers of a long run, even an ideal permutation of
-64-bit blocks differs from a random function, because no block comes twice.
+It permutes the 2^128 blocks, in a way that each of 2^128 keys chooses. Threefry-2x32, the cipher of `jax.random.key`,
+has keys and blocks of 64 bits: 2^64 trials find a key, and at the 10^10 numbers of a long run, even an ideal
+permutation of 64-bit blocks differs from a random function, because no block comes twice.
 
 No two uses of one key encipher the same block, because they differ in the second or the last word:
 
@@ -13,7 +13,7 @@ No two uses of one key encipher the same block, because they differ in the secon
     jax's split and fold_in     (0, 0, high, low)
     jax's bits                  (high, low, 0, 0)
 
-jax's own uses of one key share a block: `jax.random.bits` and `jax.random.fold_in` both encipher that of zeros. So
+jax's own uses of one key share a block: `jax.random.bits` and `jax.random.fold_in` both encipher the block of zeros. So
 dpx gives jax.random only keys from which nothing else is drawn.
 """
 
@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# How far each round turns its two words, in bits; the first word of a pair is 0, the other is 1 and 3 in turns.
+# How far each round rotates its two words, in bits. Word 0 of a pair is 0, the other is 1 and 3 in turns.
 TURNS = (10, 26), (11, 21), (13, 27), (23, 5), (6, 20), (17, 11), (25, 10), (18, 20)
 ROUNDS = 20
 PARITY = np.uint32(0x1BD11BDA)
@@ -35,7 +35,7 @@ DERIVED, DRAWN, RARE = 1, 2, 3  # the last word of a block
 def threefry4x32(key: Sequence[jax.Array] | jax.Array, block: Sequence[jax.Array]) -> list[jax.Array]:
     """The enciphered blocks, four uint32 arrays. key: four words, uint32 () each. block: four uint32 arrays, one shape.
 
-    As in the code of the authors (Random123), word 0 is the lowest.
+    Word 0 is the lowest, as in the authors' code (Random123).
     """
     lax, shape = jax.lax, block[0].shape  # `jnp` takes longer to trace
 
@@ -67,15 +67,13 @@ def threefry4x32(key: Sequence[jax.Array] | jax.Array, block: Sequence[jax.Array
 
 @functools.partial(jax.jit, static_argnums=2)
 def derived(words: jax.Array, number: jax.Array, use: int = DERIVED) -> jax.Array:
-    """The words of a new key, uint32 (4,), from those of a key, uint32 (4,), and a number, uint32 ().
-
-    use: the last word of the block, DERIVED or RARE.
-    """
+    """The words of a new key, uint32 (4,), from the words of a key, uint32 (4,), and a number, uint32 (). use: the last
+    word of the block, DERIVED or RARE."""
     lax, place = jax.lax, jax.lax.iota(jnp.uint32, 4)
     every = functools.partial(lax.full_like, place)
     found = threefry4x32([*words], [lax.broadcast(number, (4,)), every(1), every(0), every(use)])
-    # One array of four equal columns, of which the selects take one word each, is one program for XLA. Computed as
-    # numbers (), the four words are four programs, and take three times as long to compile.
+    # One array of four equal columns, from which the selects take one word each, is one program for XLA. Four scalars
+    # would be four programs, which take three times as long to compile.
     low = lax.select(lax.lt(place, every(1)), found[0], found[1])
     high = lax.select(lax.lt(place, every(3)), found[2], found[3])
     return lax.select(lax.lt(place, every(2)), low, high)
@@ -84,7 +82,7 @@ def derived(words: jax.Array, number: jax.Array, use: int = DERIVED) -> jax.Arra
 def drawn(words: jax.Array, count: int) -> list[jax.Array]:
     """128 random bits for each of `count` places: four uint32 arrays (count,). words: of the key, uint32 (4,).
 
-    They depend on no setting of jax, unlike those of `jax.random.bits`.
+    Unlike `jax.random.bits`, they depend on no setting of jax.
     """
     every = functools.partial(jax.lax.full, (count,), dtype=jnp.uint32)
     return threefry4x32([*words], [jax.lax.iota(jnp.uint32, count), every(1), every(0), every(DRAWN)])

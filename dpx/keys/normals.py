@@ -1,4 +1,4 @@
-"""Two standard normals of one block of the cipher, in float64, with a bound on their error.
+"""Two standard normals from one block of the cipher, in float64, with a bound on their error.
 
 Box and Muller 1958 (https://doi.org/10.1214/aoms/1177706645): for uniform p and theta, r = sqrt(-2 log p) and the angle
 theta give two independent normals, r sin(2 pi theta) and r cos(2 pi theta). A block has the words a, b, c and d:
@@ -7,34 +7,34 @@ theta give two independent normals, r sin(2 pi theta) and r cos(2 pi theta). A b
     a = 0:      p = (b 2^28 + floor(d / 16) + 1/2) 2^-92              theta = (c 2^4 + d mod 16 + 1/2) 2^-36
     a = b = 0:  p = (floor(d / 16) 2^32 + e + 1/2) 2^-124             theta = as for a = 0
 
-So a small p, of which a = 0 has a share of 2^-32, has 28 more bits. A p below 2^-64 has 32 more, those of a word e that
-the whole release has in common, and the normals reach 13.16. Two pairs of one release that both have a = b = 0 would
+So a small p, with a = 0, which has probability 2^-32, has 28 more bits. A p below 2^-64 has another 32, from a word e
+that the whole release shares, and the normals reach 13.16. Two pairs of one release that both have a = b = 0 would
 share e, and not be independent: with n pairs, that happens with a probability of at most n^2 2^-129, which the cost
-contains (`dpx.accounting.arithmetic`). No other pair depends on e, so without such an event all are independent.
+includes (`dpx.accounting.arithmetic`). No other pair depends on e, so without such an event all are independent.
 
-The error. Let U and Theta be uniform real numbers, whose digits are those of p and theta and then more of their own.
-(U is below 2^-32 if and only if a = 0, and below 2^-64 if and only if a = b = 0; in each of the three cases, the
-digits of both numbers are different bits. So U and Theta are uniform and independent in each case, and altogether.)
-Their normals g are exact, and the computed ones g~ differ from them by at most, with r = sqrt(-2 log p),
+The error. Let U and Theta be uniform real numbers that start with the digits of p and theta. (U is below 2^-32 if and
+only if a = 0, and below 2^-64 if and only if a = b = 0. In each of the three cases, the digits of both numbers are
+different bits, so U and Theta are uniform and independent in each case, and altogether.) Their normals g are exact, and
+the computed ones g~ differ from them by at most, with r = sqrt(-2 log p),
 
     p >= 2^-32   EVALUATION + 2^-65 / (p r)
     p >= 2^-64   EVALUATION + 2^-93 / (p r) + 2 pi r 2^-37
     p < 2^-64    EVALUATION + 2^-125 / (p r) + 2 pi r 2^-37
 
 because U is within half a digit of p, dr/dp = -1 / (p r), and Theta is within half a digit of theta. (Where a > 0, half
-a digit of theta moves g by at most 2^-58, which EVALUATION contains.) EVALUATION, 2^-45, is for float64, in units of
+a digit of theta moves g by at most 2^-58, which EVALUATION includes.) EVALUATION, 2^-45, is for float64, in units of
 2^-53, whether products and sums are fused or not:
 
     log p      its two terms have relative errors of 2 and 7.2, and the second is at most half of the first, or alone;
-               p has one of 1, but where the exponent is 0, p - 1 has it, and not p
+               p has one of 1, but where the exponent is 0, p - 1 has it instead
     r          so 8 r, and 3.4 r for r > 2, the root included
     sine       8: the polynomial 5.3, its product 1, and theta 1.6, because theta has an absolute error of 2^-55
     r sine     r (8 + 3.4 + 1) for r > 2, at most 164; and 2 (8 + 8 + 1) = 34 for r <= 2
     `noise.py` 40: R g + 1/2 has at most 3 roundings, of 2^-45 cells where it is above 256, so that a deviation has
-               19.4 cells or more; else of 2^-46 cells, of which a deviation has 16 or more
+               19.4 cells or more; otherwise of 2^-46 cells, where a deviation has 16 or more
 
 The sum is 204, below 256. tests/test_noise.py compares 100,000 blocks with extended precision, and finds less than
-2^-46. There is no branch on a value and no rejection, because their time would show the noise (Jin et al. 2021,
+2^-46. There is no branch on a value and no rejection, because their time would reveal the noise (Jin et al. 2021,
 https://arxiv.org/abs/2112.05307).
 """
 
@@ -46,9 +46,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax  # `jnp` takes longer to trace
 
-EVALUATION = 2.0**-45  # deviations
+EVALUATION = 2.0**-45  # in deviations
 # -4 atanh(s) / s for s^2 in [0, 0.02944], and sin(2 pi u) / u for u^2 in [0, 1/16], as polynomials of the square,
-# highest power first: the least largest relative errors, 1.7e-16 and 1.4e-16, found by exchange (Remez).
+# highest power first. Exchange (Remez) minimized their largest relative errors, 1.7e-16 and 1.4e-16.
 LOGARITHM = (
     -0.3367710908897167, -0.3624371094047564, -0.4444687432167284, -0.5714283196249861,
     -0.8000000012403269, -1.3333333333310444, -4.000000000000001,
@@ -61,10 +61,8 @@ ROOT_HALF = np.float64(math.sqrt(0.5)).view(np.int64)  # its bits
 
 
 def radius_and_angle(words: Sequence[jax.Array], rare: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """r and theta, or theta - 1 if that is nearer to 0, float64, of the four words of a block, uint32 of one shape.
-
-    rare: e, uint32 (), of the release. To be called inside `jax.enable_x64`.
-    """
+    """r and theta, or theta - 1 if that is nearer to 0, float64, from the four words of a block, uint32 of one shape.
+    rare: e, uint32 (), of the release. Call it inside `jax.enable_x64`."""
     a, b, c, d = words
     small = lax.eq(a, _every(a, 0, jnp.uint32))
 
@@ -84,7 +82,7 @@ def radius_and_angle(words: Sequence[jax.Array], rare: jax.Array) -> tuple[jax.A
     bits = lax.bitcast_convert_type(high + low, jnp.int64)
     exponent = lax.shift_right_arithmetic(bits - ROOT_HALF, _every(bits, 52, jnp.int64))
     m = lax.bitcast_convert_type(bits - lax.shift_left(exponent, _every(bits, 52, jnp.int64)), jnp.float64)
-    less_one = lax.select(exponent == 0, (high - 1.0) + low, m - 1.0)  # near 1, p has lost digits that p - 1 has not
+    less_one = lax.select(exponent == 0, (high - 1.0) + low, m - 1.0)  # near 1, p has lost digits that p - 1 still has
     s = lax.div(less_one, m + 1.0)
     squared = s * _polynomial(LOGARITHM, s * s) - exponent.astype(jnp.int32).astype(jnp.float64) * (2 * math.log(2))
     rest = either(lax.shift_left(d, _every(d, 28, jnp.uint32)) + np.uint32(2**27), d)
@@ -94,9 +92,7 @@ def radius_and_angle(words: Sequence[jax.Array], rare: jax.Array) -> tuple[jax.A
 
 def normal(radius: jax.Array, theta: jax.Array, second: jax.Array) -> jax.Array:
     """r sin(2 pi theta), or r cos(2 pi theta) where `second`, bool, is True: float64, of `radius_and_angle`.
-
-    All of one shape. To be called inside `jax.enable_x64`.
-    """
+    All have one shape. Call it inside `jax.enable_x64`."""
     turns = lax.abs(theta)  # in [0, 1/2]
     folded = lax.min(turns, 0.5 - turns)  # sin(pi - x) = sin x
     turns = lax.select(second, 0.25 - turns, lax.select(theta < 0, -folded, folded))  # cos x = sin(pi / 2 - x)

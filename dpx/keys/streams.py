@@ -1,6 +1,6 @@
-"""One secret key, and the named streams that are derived from it.
+"""One secret key, and the named streams derived from it.
 
-Every random use in dpx names its own stream, because two uses of one stream could be subtracted from each other.
+Every random use in dpx has its own stream, because two uses of one stream could be subtracted from each other.
 """
 
 import functools
@@ -26,11 +26,11 @@ def secret_key(seed: int | np.integer | bytes | None = None) -> jax.Array:
     """A typed PRNG key, (), from all 128 bits of `seed`. The key and the seed are as secret as the data.
 
     seed: an int in [0, 2^128), or 16 bytes, the highest first; None takes 128 fresh bits from the operating system. To
-        continue the run later, take a seed yourself (`secrets.randbits(128)`) and keep it.
+        continue the run later, choose the seed yourself (`secrets.randbits(128)`) and keep it.
 
-    Everything random in dpx is drawn by a cipher with a key of 128 bits (dpx/keys/cipher.py), which is this one. Other
-    keys of JAX are accepted, but hold less: `jax.random.key` keeps only the lowest 32 bits of a seed, and anyone can
-    try them all; a key "threefry2x32" has at most 64 secret bits. Raises ValueError for any other seed.
+    A cipher with this 128-bit key draws everything random in dpx (dpx/keys/cipher.py). Other JAX keys are accepted, but
+    hold less: `jax.random.key` keeps only the lowest 32 bits of a seed, so that anyone can try them all, and a
+    "threefry2x32" key has at most 64 secret bits. Raises ValueError for any other seed.
 
         >>> import secrets
         >>> seed = secrets.randbits(128)  # keep it as secret as the data, to continue the run later
@@ -42,7 +42,7 @@ def secret_key(seed: int | np.integer | bytes | None = None) -> jax.Array:
     if isinstance(seed, int | np.integer) and not isinstance(seed, bool) and 0 <= seed < 2**128:
         seed = int(seed).to_bytes(16)
     if not isinstance(seed, bytes) or len(seed) != 16:
-        kind = type(seed).__name__  # a seed is a secret, also a wrong one
+        kind = type(seed).__name__  # a seed is a secret, even a wrong one
         got = f"another {kind}" if isinstance(seed, int | np.integer | bytes) else f"a {kind}"
         raise ValueError(f"seed must be a whole number in [0, 2^128) or 16 bytes, got {got}")
     return _typed(jnp.asarray(np.frombuffer(seed, ">u4").astype(np.uint32)))
@@ -71,9 +71,9 @@ def is_key(leaf: Any) -> bool:
 
 
 def is_small(key: jax.Array) -> bool:
-    """Whether a key, (), is known and looks like one of a seed below 2^32; others do with probability 2^-32 or less.
+    """Whether a key, (), is known and looks like one from a seed below 2^32; others do with probability 2^-32 or less.
 
-    A key "threefry4x32" or "philox" of `jax.random.key` hides its seed, and looks like any other.
+    A "threefry4x32" or "philox" key of `jax.random.key` hides its seed, so it looks like any other.
     """
     if isinstance(key, jax.core.Tracer):
         return False
@@ -81,11 +81,11 @@ def is_small(key: jax.Array) -> bool:
     if isinstance(data, jax.core.Tracer):
         return False
     first, second, third, last = [0] * (4 - data.size) + np.ravel(data).tolist()[:4]
-    return first == third == 0 and second in (0, last)  # a key "rbg" holds its seed twice
+    return first == third == 0 and second in (0, last)  # an "rbg" key holds its seed twice
 
 
 def secret(key: jax.Array) -> jax.Array:
-    """`key`, (), with a warning if it is that of a seed that can be guessed."""
+    """`key`, (), with a warning if it comes from a seed that can be guessed."""
     if is_small(key):
         warnings.warn(SMALL, stacklevel=3)
     return key
@@ -94,18 +94,17 @@ def secret(key: jax.Array) -> jax.Array:
 def stream(key: jax.Array, name: str, step: jax.Array | int | None = None) -> jax.Array:
     """The key, (), for the use called `name`; with a step, int (), the key for that step alone.
 
-    It is a key "threefry4x32" of 128 bits, whatever the implementation of `key` is. Raises ValueError as `require`
-    does.
+    A 128-bit "threefry4x32" key, whatever implementation `key` has. Raises ValueError as `require` does.
     """
     named = fold_in(require(key), zlib.crc32(name.encode()))
     return named if step is None else fold_in(named, step)
 
 
 def fold_in(key: jax.Array, number: jax.Array | int) -> jax.Array:
-    """The key "threefry4x32", (), that is derived from a key, (), and a number in [0, 2^32), int ().
+    """The "threefry4x32" key, (), derived from a key, (), and a number in [0, 2^32), int ().
 
-    It differs from that of `jax.random.fold_in`, which shares a block of the cipher with `jax.random.bits`. Raises
-    OverflowError for a known number out of this range.
+    `jax.random.fold_in` would share a block of the cipher with `jax.random.bits`. Raises OverflowError for a known
+    number outside this range.
     """
     word = number.astype(jnp.uint32) if isinstance(number, jax.Array) else np.uint32(int(number))
     return _typed(cipher.derived(words(key), word))
@@ -114,9 +113,9 @@ def fold_in(key: jax.Array, number: jax.Array | int) -> jax.Array:
 def words(key: jax.Array) -> jax.Array:
     """The 128 bits of a key, (), that enter the cipher: uint32 (4,), the highest first.
 
-    A shorter key is padded with zeros, so it is the key of the same number. No fresh `secret_key` is that of a key of
-    64 bits, but with probability 2^-64. The words beyond four are folded in. Under `jax.vmap`, a key "rbg" draws from
-    the first of all keys alone, so that runs of different keys share noise; here only its words matter.
+    A shorter key is padded with zeros, so it stays the same number, which a fresh `secret_key` equals with probability
+    2^-64 only. Words beyond four are folded in. Under `jax.vmap`, jax draws from the first of all "rbg" keys alone, so
+    that runs of different keys would share noise; here only the words of each key matter.
     """
     data = jax.random.key_data(key).reshape(-1)
     if data.size < 4:
@@ -125,13 +124,12 @@ def words(key: jax.Array) -> jax.Array:
 
 
 def public(key: jax.Array) -> jax.Array:
-    """A key "threefry2x32", (), for numbers that anyone may know: half of the words of `key`, (), with no other use;
-    a key "threefry2x32" is its own.
+    """A "threefry2x32" key, (), for numbers that anyone may know: half of the words of `key`, (), which must have no
+    other use; a "threefry2x32" key is returned as it is.
 
-    jax.random draws from it in half of the time, or less, and XLA compiles that faster, because the cipher is smaller:
-    a step with a "hadamard" projection, in 4 s instead of 21. With jax's threefry4x32, `jax.random.randint` under
-    `jax.vmap` took 50 s for 20,000 numbers, without XLA's optimizations. It reveals nothing about what `key` was
-    derived from.
+    It reveals nothing about what `key` was derived from. Its cipher is smaller, so jax.random draws in half of the time
+    or less, and XLA compiles a step with a "hadamard" projection in 4 s instead of 21. With jax's threefry4x32 and
+    without XLA's optimizations, `jax.random.randint` under `jax.vmap` took 50 s for 20,000 numbers.
     """
     return jax.random.wrap_key_data(words(key)[2:], impl="threefry2x32")
 
@@ -141,9 +139,9 @@ def _typed(data: jax.Array) -> jax.Array:
 
 
 def mark(key: jax.Array) -> jax.Array:
-    """A number in [2^31, 2^32), uint32 (), which differs for two keys with probability 1 - 2^-31, and reveals no more.
+    """A number in [2^31, 2^32), uint32 (), that differs for two keys with probability 1 - 2^-31, and reveals no more.
 
-    If the key is known, so is the mark, also inside of jit. It is a word of the key of the "mark" stream, which draws
+    If the key is known, so is the mark, even inside jit: it is a word of the key of the "mark" stream, which draws
     nothing.
     """
     with jax.ensure_compile_time_eval():
