@@ -71,11 +71,8 @@ def require_unmasked(tree: Tree):
 
 
 def require_params(params: Tree, encode: Callable, init: Callable) -> Tree:
-    """`params`, with arrays in place of Python numbers. encode, init: of the mechanism.
-
-    Raises ValueError for masked nodes, models and other objects, integers whose gradient `encode` reads, complex
-    numbers, and batch statistics.
-    """
+    """`params`, with arrays in place of Python numbers. encode, init: of the mechanism. Raises ValueError for masked
+    nodes, models and other objects, integers whose gradient `encode` reads, complex numbers, and batch statistics."""
     require_unmasked(params)
     require_no_modules(params)
     require_numbers(params)
@@ -140,7 +137,6 @@ def _name(leaf: Any) -> str:
 
 
 def require_no_modules(params: Tree):
-    """Raises ValueError for Flax modules and batch statistics among the parameters."""
     nodes = jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda node: _is_flax(node, "Module", "BatchStat"))
     for path, node in nodes:
         if _is_flax(node, "Module"):

@@ -22,16 +22,14 @@ FLOAT32_SLACK, FLOAT64_SLACK = 1e-7, 1e-12
 
 
 def random_mask(seed: jax.Array, kept: jax.Array, like: Tree) -> Tree:
-    """A uniformly random mask with `kept` ones: bool, like `like`. seed: uint32 (2,). kept: int32 (), at least 1."""
+    """A uniformly random mask with `kept` ones, bool in the shapes of `like`. seed: uint32 (2,). kept: int32 ()."""
     key = jax.random.wrap_key_data(seed, impl="threefry2x32")
     return largest(optax.tree.random_like(key, like, jax.random.bits, jnp.uint32), kept)
 
 
 def masked(tree: Tree, mask: Tree) -> Tree:
-    """`tree` times `mask`, bool, in the dtypes of `tree`.
-
-    inf and NaN become NaN where the mask is False, so that the norm is not finite and the example contributes zero.
-    """
+    """`tree` times `mask`, bool, in the dtypes of `tree`. inf and NaN become NaN where the mask is False, so that the
+    norm is not finite and the example contributes zero."""
     return jax.tree.map(lambda x, m: x * m.astype(x.dtype), tree, mask)
 
 
@@ -51,9 +49,7 @@ def complement(rate: ScalarOrSchedule) -> ScalarOrSchedule:
 
 def largest(numbers: Tree, kept: jax.Array) -> Tree:
     """A mask of the `kept` largest numbers of the whole tree: bool, like `numbers`. Of equal numbers the first count.
-
-    numbers: uint32 or float32. kept: int32 (), at least 1, may be traced.
-    """
+    numbers: uint32 or float32. kept: int32 (), at least 1, may be traced."""
     leaves, treedef = jax.tree.flatten(jax.tree.map(_in_order, numbers))
     starts = np.cumsum([0, *[leaf.size for leaf in leaves]])
     size = int(starts[-1])
@@ -68,10 +64,8 @@ def largest(numbers: Tree, kept: jax.Array) -> Tree:
 
 
 def least_of_largest(numbers: Tree, kept: jax.Array) -> jax.Array:
-    """The least of the `kept` largest numbers of the whole tree, float32 (). kept: as in `largest`.
-
-    numbers: float32, not negative.
-    """
+    """The least of the `kept` largest numbers of the whole tree, float32 (). kept: as in `largest`. numbers: float32,
+    not negative."""
     words = [_bits(leaf) for leaf in jax.tree.leaves(numbers)]
     return lax.bitcast_convert_type(_threshold(words, kept), jnp.float32)
 

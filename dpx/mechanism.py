@@ -122,9 +122,7 @@ class Mechanism(optax.GradientTransformationExtraArgs):  # pyrefly: ignore[bad-c
 
     def contribute(self, grad: Tree, state: Tree) -> tuple[Tree, Tree, tuple[Tree, ...]]:
         """What one example adds to the sums: (encoded, norms, factors), which means factor * encoded for each factor.
-
-        grad: one example's gradient, like the parameters, without a batch axis. state: of this mechanism.
-        """
+        grad: one example's gradient, like the parameters, without a batch axis. state: of this mechanism."""
         encoded = self.encode(jax.tree.map(lambda g: g.astype(jnp.float32), grad), state)
         encoded = jax.lax.optimization_barrier(encoded)  # norm and sum must read the same numbers
         norms = self.norm(encoded)
@@ -136,10 +134,8 @@ class Mechanism(optax.GradientTransformationExtraArgs):  # pyrefly: ignore[bad-c
         return fingerprints_of(self.event(1), self.sampling)
 
     def release_once(self, sums, state, params, rows, drawn=None, *, ordered=True) -> tuple[Tree, Tree]:
-        """`release` for the sums of one batch. rows: int (), how many rows count. The rest is as in `checked`.
-
-        A batch for which the event is not true leaves the state without a cost. Raises ValueError if differentiated.
-        """
+        """`release` for the sums of one batch. rows: int (), how many rows count. The rest is as in `checked`. A batch
+        for which the event is not true leaves the state without a cost. Raises ValueError if differentiated."""
         state = checked(state, self, rows, drawn, ordered=ordered)
         return counted(self.release, guards.undifferentiated(sums), state, params, budget=self.budget)
 
@@ -254,7 +250,6 @@ def _float32_like(params: Tree) -> Tree:
 
 
 def require_mechanism(mechanism: Any):
-    """Raises ValueError unless `mechanism` is a `dpx.Mechanism`."""
     if not isinstance(mechanism, Mechanism):
         words = "the optimizer must be a dpx Mechanism, which must come first: put optax transforms behind it with"
         raise ValueError(f"{words} dpx.chain(mechanism, *transforms); got {type(mechanism)}")

@@ -117,5 +117,4 @@ def _try(transform: optax.GradientTransformation):
 
 
 def trained(mechanism: Any, params: Tree) -> Tree:
-    """Whether the mechanism reads each parameter's gradient: bools like `params`, as in `guards.trained`."""
     return guards.trained(mechanism.encode, mechanism.begin, params)

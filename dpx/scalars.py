@@ -51,10 +51,8 @@ def _at_each(schedule: Schedule) -> Callable[[np.ndarray], jax.Array]:
 def require_scalar_or_schedule(
     name: str, value: ScalarOrSchedule, *, minimum: float, maximum: float = math.inf
 ) -> ScalarOrSchedule:
-    """Returns a number as it is, and wraps a schedule so that jax caches it and its constants are frozen.
-
-    Raises ValueError for a number as `require_number` does, and for a function that depends on more than the step.
-    """
+    """Returns a number as it is, and wraps a schedule so that jax caches it and its constants are frozen. Raises
+    ValueError for a number as `require_number` does, and for a function that depends on more than the step."""
     if callable(value):
         return _unchanging(name, value)
     return require_number(name, value, minimum=minimum, maximum=maximum)

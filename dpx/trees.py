@@ -58,7 +58,7 @@ def require_arrays(data: Any):
 
 
 def find_state(tree: Tree, kind: type[State], called: str) -> State:
-    """The one node of type `kind` in `tree`. Raises ValueError, in which it is `called` so, for none or several."""
+    """The one node of type `kind` in `tree`. Raises ValueError, which names it as `called`, for none or several."""
     nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kind))
     states = [node for node in nodes if isinstance(node, kind)]
     if len(states) != 1:
@@ -116,10 +116,8 @@ def described(value: Any) -> str:
 
 
 def outlined(record: Any) -> str:
-    """The `repr` of a NamedTuple or a dataclass of arrays, with counts and shapes instead of elements.
-
-    For a field `unreleased` or `unreleased_*` it says only that it is not private, because a `repr` goes into logs.
-    """
+    """The `repr` of a NamedTuple or a dataclass of arrays, with counts and shapes instead of elements. For a field
+    `unreleased` or `unreleased_*` it says only that it is not private, because a `repr` goes into logs."""
     names = [field.name for field in fields(record)] if is_dataclass(record) else record._fields
     return f"{type(record).__name__}({', '.join(f'{name}={_outline(name, getattr(record, name))}' for name in names)})"
 

@@ -70,14 +70,12 @@ def require_whole(name: str, value: Any, *, minimum: int = 1, maximum: float = m
 
 
 def require_bool(name: str, value: Any) -> bool:
-    """`value` unchanged. Raises ValueError unless it is a bool."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be True or False, got {described(value)}")
     return value
 
 
 def require_function(name: str, value: Any) -> Callable:
-    """`value` unchanged. Raises ValueError unless it can be called."""
     if not callable(value):
         raise ValueError(f"{name} must be a function, got {described(value)}")
     return value

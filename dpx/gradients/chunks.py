@@ -143,7 +143,7 @@ def private_updates_in_chunks(
         ...     sums = None
         ...     for chunk in chunks:
         ...         sums = add(params, chunk, state, sums)
-        ...     updates, state = release(params, sums, state)  # one noise, one step of the bill
+        ...     updates, state = release(params, sums, state)  # one noise, the cost of one step
 
     The updates equal one call of `private_updates` with the whole batch, up to float32 rounding. The keys of the
     examples are the same too, because they count the rows of earlier chunks. Both functions can be jitted, `add` also
@@ -193,7 +193,6 @@ def _alike(one: jax.Array, other: jax.Array) -> jax.Array:
 
 
 def _shapes(params: Tree, state: Tree) -> tuple[Tree, Tree]:
-    """The shapes of a gradient, float32, and of the state."""
     like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.float32), params)
     return like, jax.eval_shape(lambda state: state, state)
 

@@ -43,7 +43,6 @@ def rows_of(mechanism: Mechanism, state: Tree, examples: Tree, *, with_key: bool
 
 
 def shapes_of_one(rows: tuple) -> tuple:
-    """The shapes and dtypes of one row."""
     shapes = jax.eval_shape(lambda rows: rows, rows)
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, weak_type=leaf.weak_type), shapes)
 
@@ -62,9 +61,7 @@ def called_with(example: Tree) -> str:
 
 def of_one_row(function: Callable, *, has_aux: bool) -> Callable[..., tuple[Tree, Tree]]:
     """`function(params, example)`, or (params, example, key), as (params, row) -> (result, aux); aux None without.
-
-    Raises ValueError if it is not a function; and when it is traced, if `has_aux` and the result is not a pair.
-    """
+    Raises ValueError if it is not a function; and when it is traced, if `has_aux` and the result is not a pair."""
     if not callable(function):
         raise ValueError(f"the loss or the update must be a function of (params, example), got {described(function)}")
 
@@ -104,10 +101,8 @@ def noted(called: str, example: Callable[[], Tree]) -> Iterator[None]:
 
 
 def warn_of_constants(closed: Any, params: Tree, row: tuple) -> None:
-    """Warns if the loss closes over large arrays, because the program of a step would hold them as constants.
-
-    closed: the closed jaxpr of the loss, where arguments of an outer `jax.jit` are no constants.
-    """
+    """Warns if the loss closes over large arrays, because the program of a step would hold them as constants. closed:
+    the closed jaxpr of the loss, where arguments of an outer `jax.jit` are no constants."""
     del params, row
     found = [array for array in jaxprs.constants(closed) if not isinstance(array, jax.core.Tracer)]
     size = sum(getattr(array, "nbytes", 0) for array in found)

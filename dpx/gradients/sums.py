@@ -129,7 +129,6 @@ def sum_gradients(
 
 
 def looking(step: Any, look: Callable[[Any, Tree, tuple], None]) -> Any:
-    """A `PrivateStep` or `PrivateChunks` with another `RowSum.look`."""
     return replace(step, row_sum=replace(step.row_sum, look=look))
 
 

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# How far each round rotates its two words, in bits. Word 0 of a pair is 0, the other is 1 and 3 in turns.
+# How far each round rotates its two words, in bits. The first word of a pair is number 0, the second 1 and 3 in turns.
 TURNS = (10, 26), (11, 21), (13, 27), (23, 5), (6, 20), (17, 11), (25, 10), (18, 20)
 ROUNDS = 20
 PARITY = np.uint32(0x1BD11BDA)
@@ -34,9 +34,7 @@ DERIVED, DRAWN, RARE = 1, 2, 3  # the last word of a block
 
 def threefry4x32(key: Sequence[jax.Array] | jax.Array, block: Sequence[jax.Array]) -> list[jax.Array]:
     """The enciphered blocks, four uint32 arrays. key: four words, uint32 () each. block: four uint32 arrays, one shape.
-
-    Word 0 is the lowest, as in the authors' code (Random123).
-    """
+    Word 0 is the lowest, as in the authors' code (Random123)."""
     lax, shape = jax.lax, block[0].shape  # `jnp` takes longer to trace
 
     def every(value) -> jax.Array:
@@ -80,9 +78,7 @@ def derived(words: jax.Array, number: jax.Array, use: int = DERIVED) -> jax.Arra
 
 
 def drawn(words: jax.Array, count: int) -> list[jax.Array]:
-    """128 random bits for each of `count` places: four uint32 arrays (count,). words: of the key, uint32 (4,).
-
-    Unlike `jax.random.bits`, they depend on no setting of jax.
-    """
+    """128 random bits for each of `count` places: four uint32 arrays (count,). words: of the key, uint32 (4,). Unlike
+    `jax.random.bits`, they depend on no setting of jax."""
     every = functools.partial(jax.lax.full, (count,), dtype=jnp.uint32)
     return threefry4x32([*words], [jax.lax.iota(jnp.uint32, count), every(1), every(0), every(DRAWN)])

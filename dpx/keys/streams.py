@@ -72,9 +72,7 @@ def is_key(leaf: Any) -> bool:
 
 def is_small(key: jax.Array) -> bool:
     """Whether a key, (), is known and looks like one from a seed below 2^32; others do with probability 2^-32 or less.
-
-    A "threefry4x32" or "philox" key of `jax.random.key` hides its seed, so it looks like any other.
-    """
+    A "threefry4x32" or "philox" key of `jax.random.key` hides its seed, so it looks like any other."""
     if isinstance(key, jax.core.Tracer):
         return False
     data = jax.random.key_data(require(key))
@@ -92,20 +90,15 @@ def secret(key: jax.Array) -> jax.Array:
 
 
 def stream(key: jax.Array, name: str, step: jax.Array | int | None = None) -> jax.Array:
-    """The key, (), for the use called `name`; with a step, int (), the key for that step alone.
-
-    A 128-bit "threefry4x32" key, whatever implementation `key` has. Raises ValueError as `require` does.
-    """
+    """The key, (), for the use called `name`; with a step, int (), the key for that step alone. A 128-bit
+    "threefry4x32" key, whatever implementation `key` has. Raises ValueError as `require` does."""
     named = fold_in(require(key), zlib.crc32(name.encode()))
     return named if step is None else fold_in(named, step)
 
 
 def fold_in(key: jax.Array, number: jax.Array | int) -> jax.Array:
-    """The "threefry4x32" key, (), derived from a key, (), and a number in [0, 2^32), int ().
-
-    `jax.random.fold_in` would share a block of the cipher with `jax.random.bits`. Raises OverflowError for a known
-    number outside this range.
-    """
+    """The "threefry4x32" key, (), derived from a key, (), and a number in [0, 2^32), int (). `jax.random.fold_in` would
+    share a block of the cipher with `jax.random.bits`. Raises OverflowError for a known number outside this range."""
     word = number.astype(jnp.uint32) if isinstance(number, jax.Array) else np.uint32(int(number))
     return _typed(cipher.derived(words(key), word))
 

@@ -59,10 +59,8 @@ def zero_excluded(rows: jax.Array, included: jax.Array) -> jax.Array:
 
 
 def weighted_rows(factors: jax.Array, rows: Tree) -> Tree:
-    """`rows`, (B, ...), but 0 where the factor, float32 (B,), is 0, because an excluded example may hold NaN.
-
-    Called for the rows of one block, because a loop over blocks would keep such a copy of all rows.
-    """
+    """`rows`, (B, ...), but 0 where the factor, float32 (B,), is 0, because an excluded example may hold NaN. Called
+    for the rows of one block, because a loop over blocks would keep such a copy of all rows."""
 
     def select(rows):
         return zero_excluded(rows, factors != 0) if jnp.issubdtype(rows.dtype, jnp.floating) else rows
@@ -106,16 +104,14 @@ def weighted_sum(factors: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 def times(factors: jax.Array, rows: jax.Array) -> jax.Array:
-    """factors[i] * rows[i], float32 (B, ...), always finite; of factors float32 (B,) and finite rows (B, ...).
-
-    In `dpx.gradients.ghost`, rows are inputs or cotangents, and an input whose cotangent is 0 may have any size.
-    """
+    """factors[i] * rows[i], float32 (B, ...), always finite; of factors float32 (B,) and finite rows (B, ...). In
+    `dpx.gradients.ghost`, rows are inputs or cotangents, and an input whose cotangent is 0 may have any size."""
     product = rows.astype(jnp.float32) * repeated(factors, rows.shape)
     return jax.lax.clamp(np.finfo(np.float32).min, product, np.finfo(np.float32).max)
 
 
 def in_range(norms: Tree) -> jax.Array:
-    """Which examples may contribute, bool (B,): all norms, float32 (B,) in each leaf, are at most LARGEST, not NaN."""
+    """Which examples may contribute, bool (B,): every norm, float32 (B,) in each leaf, is at most LARGEST, not NaN."""
     return functools.reduce(jnp.logical_and, [norm <= LARGEST for norm in jax.tree.leaves(norms)])
 
 
@@ -127,9 +123,7 @@ def devices_for(rows: int) -> int:
 
 def total_of_rows(sum_few: Callable[[Tree], Tree], rows: Tree) -> FloatPair:
     """The sum of all rows, a tree of arrays (r, ...). sum_few: the float32 sum of up to `most_float32_rows` of them.
-
-    More rows are added part by part. Each part takes equally many from every device, so that no row moves.
-    """
+    More rows are added part by part. Each part takes equally many from every device, so that no row moves."""
     size = jax.tree.leaves(rows)[0].shape[0]
     devices = devices_for(size)
     most = most_float32_rows(devices)
@@ -155,10 +149,8 @@ def added(
     axis: int = 0,
     begin: Callable[[Any], Any] = lambda total: total,
 ) -> Any:
-    """Adds what `sum_part` makes of the `first` rows, then of `width` more at a time in a loop, then of the rest.
-
-    rows: a tree of arrays, cut along `axis`. add: (total, of a part) -> total. begin: the total of the first part.
-    """
+    """Adds what `sum_part` makes of the `first` rows, then of `width` more at a time in a loop, then of the rest. rows:
+    a tree of arrays, cut along `axis`. add: (total, of a part) -> total. begin: the total of the first part."""
     size = jax.tree.leaves(rows)[0].shape[axis]
     turns, left = divmod(size - first, width)
 

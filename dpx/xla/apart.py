@@ -31,10 +31,8 @@ def rows_apart(function: Callable) -> Callable:
 
 
 def may_mix_rows(jaxpr: Any, *, tangents: bool = True) -> bool:
-    """Whether the gradient of a function with this jaxpr may have convolutions in batch groups.
-
-    tangents: whether derivatives by `jax.custom_jvp` count.
-    """
+    """Whether the gradient of a function with this jaxpr may have convolutions in batch groups. tangents: whether
+    derivatives by `jax.custom_jvp` count."""
 
     def may(equation):
         name = equation.primitive.name
@@ -89,7 +87,6 @@ def _in_batch_groups(equation: core.JaxprEqn) -> bool:
 
 
 def _in_feature_groups(data: jax.Array, kernel: jax.Array, *, batch_group_count: int, **params) -> jax.Array:
-    """The same convolution without batch groups."""
     bind = functools.partial(lax.conv_general_dilated_p.bind, batch_group_count=1, **params)
     if batch_group_count == 1:
         return bind(data, kernel)

@@ -39,10 +39,8 @@ def constants(jaxpr: Any) -> Iterator[Any]:
 
 
 def identity_of_program(jaxpr: Any) -> tuple:
-    """What a jaxpr computes, as plain values that are equal for two traces of one function.
-
-    Leaves out large constants (see `constants`) and the values of keys.
-    """
+    """What a jaxpr computes, as plain values that are equal for two traces of one function. Leaves out large constants
+    (see `constants`) and the values of keys."""
     jaxpr, places = getattr(jaxpr, "jaxpr", jaxpr), {}
 
     def operand(v: Any) -> Any:

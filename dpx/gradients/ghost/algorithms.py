@@ -1,4 +1,4 @@
-"""The ways to compute the norms of one parameter's per-example gradients, and their clipped sum: one record for each.
+"""The ways to compute the norms of one parameter's per-example gradients and their clipped sum, a record for each.
 
 To add one: a record here and its name in `GHOST`, a model that takes it in tests/test_ghost_zoo.py, and a case in
 tests/test_ghost_hostile.py.
@@ -22,7 +22,7 @@ from dpx.xla.place import here
 
 
 class Overlap(enum.Enum):
-    """How a second group of uses sees the elements that a first one sees."""
+    """How a second group of uses sees the elements that the first one sees."""
 
     SAME = enum.auto()
     TRANSPOSED = enum.auto()
@@ -30,10 +30,9 @@ class Overlap(enum.Enum):
 
 
 class UseGroup(NamedTuple):
-    """Uses that see the elements of the parameter in the same order. They count as one use with more positions.
+    """Uses that see the elements of the parameter in the same order, and so count as one use with more positions.
 
-    sites: numbers of the uses
-    sizes: (K, T, I, O) as in a `Site`; T is the sum over the uses
+    sites: numbers of the uses. sizes: (K, T, I, O) as in a `Site`; T is the sum over the uses
     lookup: bool, True if the uses look up rows of the parameter
     """
 
@@ -45,12 +44,12 @@ class UseGroup(NamedTuple):
 class Sharing(NamedTuple):
     """How the uses of one parameter, such as a tied embedding, see its elements.
 
-    Its gradient is sum_u G_u over the uses u, with G_u = A_u^T B_u. Its norm needs, for every pair of uses,
+    Its gradient is sum_u G_u over the uses u, with G_u = A_u^T B_u, and its norm needs, for every pair of uses,
 
-        <G_u, G_v> = sum_st (a_us . a_vt)(b_us . b_vt).
+        <G_u, G_v> = sum_st (a_us . a_vt)(b_us . b_vt)
 
-    This holds if both uses see the elements in the same order. If one sees them transposed, A_v and B_v change places.
-    If the uses see different elements, the product is 0. Other pairs are not followed.
+    if both see the elements in the same order. If one sees them transposed, A_v and B_v change places; if they see
+    different elements, the product is 0. Other pairs are not followed.
 
     use_groups: the groups of uses. relations: by pair (i, j) of groups, i < j
     """
@@ -60,7 +59,7 @@ class Sharing(NamedTuple):
 
 
 def find_sharing(sites: tuple[Site, ...], shape: tuple[int, ...]) -> Sharing | str:
-    """How the uses of a parameter of this shape see its elements, or the reason why it cannot be followed."""
+    """How the uses of a parameter of this shape see its elements, or why it cannot be followed."""
     with jax.ensure_compile_time_eval():
         elements: Any = np.arange(np.prod(shape, dtype=int), dtype=np.int32).reshape(shape)  # NumPy: views, not copies
         seen = [np.asarray(site.arrange(elements)) for site in sites]
@@ -97,12 +96,12 @@ def _relation(first: np.ndarray, second: np.ndarray) -> Overlap | None:
 
 
 def _equal(first: np.ndarray, second: np.ndarray) -> bool:
-    """Whether two arrays are equal; two views of the same memory are not read, which is slow for large embeddings."""
+    """Whether two arrays are equal. Two views of the same memory are not read, which is slow for large embeddings."""
     return first.__array_interface__ == second.__array_interface__ or np.array_equal(first, second)
 
 
 def gram_operations(sharing: Sharing) -> float:
-    """Floating-point operations of the Gram matrices of the norm for one example."""
+    """Floating-point operations of the Gram matrices for the norm of one example."""
     total = 0.0
     for i, j in itertools.combinations_with_replacement(range(len(sharing.use_groups)), 2):
         first, second = sharing.use_groups[i], sharing.use_groups[j]
@@ -116,10 +115,8 @@ def gram_operations(sharing: Sharing) -> float:
 
 
 def _norm_of_uses(sharing: Sharing, matrices: list[tuple[jax.Array, jax.Array]]) -> jax.Array:
-    """|sum_u A_u^T B_u| for one example, float32 (), with a bound on its rounding error as in `norms.gram`.
-
-    matrices: A_u and B_u of every use, as a `Site` gives them.
-    """
+    """|sum_u A_u^T B_u| for one example, float32 (), with a bound on its rounding error as in `norms.gram`. matrices:
+    A_u and B_u of every use, as a `Site` gives them."""
     sides, size = _balanced_sides(sharing, matrices)
     squared, diagonals = jnp.float32(0), jnp.float32(0)
     for i, (a, b) in enumerate(sides):
@@ -140,7 +137,7 @@ def _norm_of_uses(sharing: Sharing, matrices: list[tuple[jax.Array, jax.Array]])
 
 
 def _balanced_sides(sharing: Sharing, matrices: list[tuple[jax.Array, jax.Array]]):
-    """A and B of every group, rescaled as in `norms.balanced`, and the size, float32 (), that divides all products."""
+    """A and B of every group, rescaled as in `norms.balanced`, and the size, float32 (), that this divides out."""
     measured = []
     for group in sharing.use_groups:
         a = jnp.concatenate([matrices[number][0] for number in group.sites], axis=0 if group.lookup else 1)
@@ -157,10 +154,8 @@ def _balanced_sides(sharing: Sharing, matrices: list[tuple[jax.Array, jax.Array]
 
 
 def _gram(left: jax.Array, right: jax.Array) -> jax.Array:
-    """The inner products, float32 (K, S, T), of the rows of (K, S, n) and (K, T, n).
-
-    Indices, int32 (S,), mean the rows, (1, S, n), of a one-hot matrix; a negative index means a row of zeros.
-    """
+    """The inner products, float32 (K, S, T), of the rows of (K, S, n) and (K, T, n). Indices, int32 (S,), stand for the
+    rows, (1, S, n), of a one-hot matrix, and a negative index for a row of zeros."""
     if left.ndim == right.ndim == 1:
         return ((left[:, None] == right[None, :]) & (left >= 0)[:, None]).astype(jnp.float32)[None]
     if left.ndim == 1:
@@ -176,18 +171,17 @@ OPERATIONS_PER_BYTE = 12.0  # the cost to move one byte of fresh memory
 CACHED_BYTES = 2**20  # a larger per-example gradient leaves the cache before it is read (benchmarks/transformers.py)
 GRAM_SLOWDOWN = 2.5  # the cost of an operation of a Gram matrix, because these are small (benchmarks/transformers.py)
 PATCH_GRAM_SLOWDOWN = 4.0  # the same for the patches of a convolution
-TOO_LARGE = 1e6  # the cost of a byte of such a gradient: another way is chosen, if there is one
+TOO_LARGE = 1e6  # the cost of a byte of a gradient that is too large: any other way is then cheaper
 DENSE_GRADIENT_SLOWDOWN = 1.1  # the cost of an operation of a dense layer's per-example gradient
-KEPT_ON_DEVICES = 2.0  # on several devices, numbers of a gradient for each of its records, from which it costs too much
-CONVOLUTION_GRADIENT_SLOWDOWN = 4.0  # the same for a convolution, because `jax.vmap` turns it into a grouped one
+KEPT_ON_DEVICES = 2.0  # on several devices, a gradient with more numbers than this for each of its records is too large
+CONVOLUTION_GRADIENT_SLOWDOWN = 4.0  # as for a dense layer, because `jax.vmap` turns a convolution into a grouped one
 
 
 class Uses(NamedTuple):
     """Where the loss uses a parameter.
 
-    sites: one for each use; none where the parameter is not followed
-    sharing: how several sites see the elements of the parameter; None for one site
-    slices: int, how many parameters alike are computed one after another
+    sites: one for each use; none where the parameter is not followed. slices: int, how many equal parameters are
+    computed one after another. sharing: how several sites see the parameter's elements; None for one site
     """
 
     sites: tuple[Site, ...] = ()
@@ -195,7 +189,7 @@ class Uses(NamedTuple):
     slices: int = 1
 
 
-# [(inputs, cotangents) at each site], or the gradients, float32, if there are no sites; with the B examples on axis 0.
+# [(inputs, cotangents) at each site], or the gradients, float32, without sites; with the B examples on axis 0.
 Captured = Any
 
 
@@ -203,15 +197,15 @@ class Algorithm(NamedTuple):
     """How to compute, for one parameter, the norms of its per-example gradients and their sum with clip factors.
 
     words: for `explain`
-    cost: (uses, scaled) -> operations for one example, norm and sum; None where the way would be wrong. scaled: bool,
+    cost: (uses, scaled) -> operations for one example, norm and sum; None if this way does not apply. scaled: bool,
         whether the mechanism scales the coordinates of the parameter
     norm: (uses, scale, records) -> (gradients, norms) of B examples. scale: float32, of the parameter's shape, or None.
         gradients: kept for the sum, without `scale`, or None. norms: float32 (B,), with `scale`, and never below the
         norm of what the sum computes for an example with factor 1
     weighted_sum: (uses, shape, records, factors) -> float32, of the parameter's shape, without `scale`. records: the
-        gradients that `norm` kept, else the records. factors: float32 (B,). B is at most `most_float32_rows`. It
-        adds whole contributions of examples, in blocks: see the proof in `dpx.sums.total`
-    keeps_gradients: bool, True if the gradients of all examples of a microbatch are in memory
+        gradients that `norm` kept, or else the records. factors: float32 (B,), B at most `most_float32_rows`. It adds
+        whole contributions of examples, in blocks: see the proof in `dpx.sums.total`
+    keeps_gradients: bool, whether the gradients of all examples of a microbatch are in memory
     """
 
     words: str
@@ -247,7 +241,7 @@ def _gram_cost(uses: Uses, scaled: bool) -> float | None:
 
 
 def _gram_norm(uses: Uses, scale: jax.Array | None, records: Captured):
-    (site,), (record,) = uses.sites, records  # without a scale, see the cost
+    (site,), (record,) = uses.sites, records  # no scale: see the cost
     return None, jax.vmap(lambda inputs, dy: norms.gram(*site.matrices(inputs, dy)))(*record)
 
 
@@ -261,7 +255,7 @@ def _product_cost(uses: Uses, scaled: bool) -> float | None:
 def _product_norm(uses: Uses, scale: jax.Array | None, records: Captured):
     (site,), (record,) = uses.sites, records
     grads = jax.lax.optimization_barrier(site.products(*record))  # norm and sum must read the same numbers
-    # Because of the barrier, the elements are moved once, instead of once for every example.
+    # The barrier makes XLA move the elements once, instead of once for every example.
     return grads, _sizes(grads, None if scale is None else jax.lax.optimization_barrier(site.arrange(scale)))
 
 
@@ -303,7 +297,7 @@ def _shared_cost(uses: Uses, scaled: bool) -> float | None:
 
 def _shared_norm(uses: Uses, scale: jax.Array | None, records: Captured):
     def of_one_example(record):
-        assert uses.sharing is not None  # and there is no scale, see the cost
+        assert uses.sharing is not None  # and no scale: see the cost
         return _norm_of_uses(uses.sharing, [site.matrices(*row) for site, row in zip(uses.sites, record, strict=True)])
 
     return None, jax.vmap(of_one_example)(records)
@@ -319,7 +313,6 @@ def _sum_of_examples(uses: Uses, shape: tuple[int, ...], records: list, factors:
 
 
 def gradient_cost(uses: Uses) -> float:
-    """The cost of the way `GRADIENT`."""
 
     def at(site):
         if site.lookup:
@@ -331,7 +324,7 @@ def gradient_cost(uses: Uses) -> float:
 
 
 def _only_site(uses: Uses, *, lookup: bool) -> Site | None:
-    """The site of a parameter that is used once; None if there are several, or it is a lookup where none is wanted."""
+    """The site of a parameter that is used once; None for several, or if it is an unwanted lookup."""
     site = uses.sites[0]
     return site if len(uses.sites) == 1 and site.lookup == lookup else None
 
@@ -347,11 +340,11 @@ def _sum_cost(site: Site) -> float:
 
 
 def _gradient_memory_cost(site: Site, slices: int) -> float:
-    """The cost of writing a per-example gradient, reading it for the norm, and reading it for the sum; of one slice,
-    between whose norm and sum come those of the others.
+    """The cost of writing a per-example gradient, and reading it for the norm and for the sum. The norms and sums of
+    other `slices` come between the norm and the sum of one slice.
 
-    A model that needs several devices has no memory for gradients that are larger than what they are computed from: a
-    decoder of 16 layers had 4.5 times the memory of a step that is not private (benchmarks/results/sharded.md).
+    A model that needs several devices has no memory for gradients larger than what they are computed from: a decoder of
+    16 layers took 4.5 times the memory of a step without privacy (benchmarks/results/sharded.md).
     """
     size = 4 * _parameter_size(site)
     groups, positions, fan_in, fan_out = site.sizes
@@ -361,7 +354,7 @@ def _gradient_memory_cost(site: Site, slices: int) -> float:
 
 
 def _sizes(grads: jax.Array, scale: jax.Array | None) -> jax.Array:
-    """The norms, float32 (B,), of gradients scaled coordinate by coordinate."""
+    """The norms, float32 (B,), of gradients that are scaled coordinate by coordinate."""
     return jax.vmap(lambda grad: norms.frobenius(grad if scale is None else grad * scale))(grads)
 
 
@@ -387,4 +380,4 @@ UNUSED = Algorithm(
 )
 NOT_TRAINED = UNUSED._replace(words="not trained")
 
-GHOST = (OUTER, GRAM, PRODUCT, ROWS, SHARED)  # those that need no gradient from the backward pass
+GHOST = (OUTER, GRAM, PRODUCT, ROWS, SHARED)  # these need no gradient from the backward pass

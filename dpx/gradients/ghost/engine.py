@@ -86,8 +86,8 @@ def _second_pass(
 ) -> dict[Part, Any]:
     """The sums that the hooks find in a backward pass after `included`, which needs all norms, and after sums `made`.
 
-    It is a branch of its own, the other of which is never taken, whatever the data. Otherwise XLA would keep what both
-    passes have in common, such as the zeros that a scan begins with, from the first to the second.
+    It is one branch of a conditional whose other branch is never taken, whatever the data. Otherwise XLA would keep
+    what both passes share, such as the zeros that a scan begins with, between them.
     """
     first = compute_after_each(made, included.astype(jnp.float32))
 
@@ -107,9 +107,7 @@ def _backward_pass(
     only_hooks: bool = False,
 ) -> tuple[jax.Array, Tree, Captured, dict[Part, Any]]:
     """The losses, (B,), their aux, what is captured of the examples, and what the hooks find, from one backward pass.
-
-    only_hooks: nothing else is captured.
-    """
+    only_hooks: capture nothing else."""
     pieces = {leaf: plan.choices[leaf][0].pieces for leaf in plan.differentiated if not only_hooks}
     differentiated = {leaf: leaves[leaf] for leaf in pieces if not pieces[leaf]}
     sliced = [equation for of_leaf in pieces.values() for _, equations in of_leaf for equation in equations]
@@ -124,7 +122,7 @@ def _backward_pass(
     )
 
     def gradient_of(leaf, cotangents):
-        """The gradient of a parameter from those of its slices; else each would be padded to its size, and added."""
+        """A parameter's gradient from those of its slices; without it, each would be padded to full size and added."""
         found = [
             functools.reduce(jnp.add, [cotangents[n].astype(jnp.float32) for n in each]) for _, each in pieces[leaf]
         ]
@@ -154,8 +152,8 @@ def _backward_pass(
 
 
 def _norms(plan: GhostPlan, leaves: list[jax.Array], captured: Captured, scales: dict[int, jax.Array], found: dict):
-    """The norms of the parameters' per-example gradients, float32 (B,), by leaf; and `captured` with the gradients
-    that were computed for them and are kept. found: both, (..., B, ...) and (..., B), of the parts with hooks."""
+    """The norms of the parameters' per-example gradients, float32 (B,), by leaf; and `captured` with the gradients that
+    were kept. found: both, (..., B, ...) and (..., B), of the parts with hooks."""
     norms, gradients = {}, {}
 
     def norm_of_part(choice, shape, scale, captured):
@@ -178,10 +176,8 @@ def _norms(plan: GhostPlan, leaves: list[jax.Array], captured: Captured, scales:
 
 
 def _shared_programs(plan: GhostPlan, leaves: list[jax.Array], scales: dict[int, jax.Array], function: Callable):
-    """(leaf, number) -> `function(choice, shape, scale, ...)` of a part, as a function of the rest.
-
-    Parts of one kind share a program, so that it is traced once for all of them.
-    """
+    """(leaf, number) -> `function(choice, shape, scale, ...)` of a part, as a function of the rest. Parts of one kind
+    share a program, so that it is traced once."""
     programs: dict[tuple, Callable] = {}
 
     def of_part(leaf: int, number: int) -> Callable:
@@ -207,7 +203,7 @@ def _norms_and_factors(plan: GhostPlan, mechanism: Mechanism, norms: dict[int, j
 
 
 def _factors_of_leaves(plan: GhostPlan, factor: Tree, included: jax.Array) -> dict[int, jax.Array]:
-    """By leaf, its float32 (B,), of one factor, which has one for each group of leaves; 0 where not included."""
+    """One factor by leaf, float32 (B,), from one for each group of leaves; 0 where not included."""
     groups = jax.tree.unflatten(plan.structure, [encoded.leaf for encoded in plan.encoded])
     factor = jax.tree.map(lambda f: zero_excluded(f, included), factor)
     spread = jax.tree.map(lambda f, group: jax.tree.map(lambda _: f, group), factor, groups)
@@ -217,10 +213,10 @@ def _factors_of_leaves(plan: GhostPlan, factor: Tree, included: jax.Array) -> di
 def _weighted_sums(
     plan: GhostPlan, leaves, captured: Captured, factor: dict[int, jax.Array], scales, without: frozenset[Part]
 ) -> dict[Part, FloatPair]:
-    """sum_i f_i z_i for one factor f, by part of a parameter, from what is captured. without: parts that have none.
+    """sum_i f_i z_i for one factor f, by part of a parameter, from what is captured, except for the parts `without`.
 
-    On several devices, those outside of scans are last: a whole sum may be on a device before it is sharded, and that
-    of an embedding is large.
+    On several devices, those outside of scans come last: a device may hold a whole sum before it is sharded, and the
+    sum of an embedding is large.
     """
     sums, of_part = {}, _shared_programs(plan, leaves, scales, parts.weighted_sum)
     wanted = [(one.leaf, number) for one in plan.encoded for number in range(len(plan.choices[one.leaf]))]
@@ -236,7 +232,6 @@ def _weighted_sums(
 
 
 def _joined(plan: GhostPlan, leaves: list[jax.Array], sums: dict[Part, FloatPair]) -> FloatPair:
-    """The sum of all parameters from those of their parts."""
 
     def of_leaf(leaf):
         choices = plan.choices[leaf]

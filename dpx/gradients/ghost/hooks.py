@@ -1,17 +1,17 @@
-"""What is captured and computed inside a backward pass, of layers in scans or under `jax.checkpoint`.
+"""What is captured and computed inside a backward pass, for layers in scans or under `jax.checkpoint`.
 
-A checkpoint hands out captured arrays in the forward pass, which would keep them during all of it. So those of its
-layers are taken in the backward pass, where it computes its inputs again.
+A checkpoint would hand out captured arrays in the forward pass and keep them until its end. So those of its layers are
+taken in the backward pass, where it computes its inputs again.
 
 With one backward pass, the inputs and cotangents of all layers are in memory until the last norm is known. With two,
-those of a layer in a scan exist while the pass is at that layer: the first pass takes its norms, and the second one
-its weighted sum. What takes them is a function of a layer's output that returns it unchanged, but has a derivative of
-its own: the gradient by its `slot` is not a gradient, but the norms or the sums. One pass is enough where the gradients
-of all examples are small: then it takes these, too.
+those of a layer in a scan exist only while the pass is at that layer: the first pass takes its norms, and the second
+its weighted sum. They are taken by a function that returns a layer's output unchanged, but with a special derivative:
+the gradient by its `slot` is not a gradient, but the norms or the sums. Where the gradients of all examples are small,
+one pass takes these as well, and is enough.
 
-The second pass may round its cotangents in another way than the first. So it computes the norm of every contribution
-again, and makes those smaller that are longer than in the first pass. Therefore no example adds more to a part of a
-parameter than its clip factor times the norm from which this factor was computed, whatever the second pass computes.
+The second pass may round its cotangents differently. So it computes the norm of every contribution again, and shortens
+those that are longer than in the first pass. Therefore no example adds more to a part of a parameter than its clip
+factor times the norm from which this factor was computed, whatever the second pass computes.
 """
 
 import functools
@@ -31,14 +31,13 @@ from dpx.xla.place import here
 
 
 class Captured(NamedTuple):
-    """The arrays from which the norms and the contributions are computed, with the B examples on axis 0.
+    """The arrays from which norms and contributions are computed, with the B examples on axis 0.
 
     gradients: by number of the parameter leaf and of its part, the per-example gradients that its `Algorithm` keeps
     inputs: by number of the equation of a site, all operands of the equation, in their dtypes; None for a parameter
     cotangents: by number of the equation of a site, the gradients of the losses with respect to the equation's output
 
-    An equation in a scan has an axis for its iterations before that of the examples, because the scan stacks them so.
-    A part in slices has an axis for them, too.
+    An equation in a scan, and a part in slices, has an axis for these before the axis of the examples.
     """
 
     gradients: dict[tuple[int, int], Any]
@@ -46,7 +45,7 @@ class Captured(NamedTuple):
     cotangents: dict[int, jax.Array]
 
     def of(self, leaf: int, part: int, choice: Choice):
-        """What is captured of one part of a parameter leaf, as `parts` reads it."""
+        """What is captured for one part of a parameter leaf, as `parts` reads it."""
         if (leaf, part) in self.gradients:
             return self.gradients[leaf, part]
 
@@ -67,26 +66,26 @@ def for_all_readers(captured: Captured) -> Captured:
         return x.reshape([size for axis, size in enumerate(x.shape) if size != 1 or axis in (0, x.ndim - 1)])
 
     leaves, structure = jax.tree.flatten(captured)
-    # A layer's weights and bias have the same cotangents. If they passed twice, XLA would compile their kernels twice.
+    # A layer's weights and bias share their cotangents. If these passed twice, XLA would compile their kernels twice.
     distinct = list({id(x): x for x in leaves}.values())
     behind = jax.lax.optimization_barrier([narrow(x) for x in distinct])
     found = {id(x): same.reshape(x.shape) for x, same in zip(distinct, behind, strict=True)}
     return structure.unflatten(found[id(x)] for x in leaves)
 
 
-EXAMPLES = "the examples of dpx"  # the name of the axis of the examples in a backward pass
+EXAMPLES = "the examples of dpx"  # the name of the examples' axis in a backward pass
 SLACK = 1 - 2.0**-21  # for the roundings of a quotient of two norms and of its product with a factor
 
 Part = tuple[int, int]  # the numbers of a parameter leaf and of its part
-CAPTURED = -1  # in place of the number of a leaf: what is captured at the equation of this number
+CAPTURED = -1  # instead of a leaf's number: what is captured at the equation of this number
 
 
 class Hook(NamedTuple):
     """What is computed at one equation.
 
     compute: (captured, given) -> found. captured: the inputs and cotangents of all B examples, (B, ...)
-    slot: zeros like `found`. given: arrays. Both have an axis for each scan around the equation before their own.
-    shared: the numbers of operands that later equations read, too, and which this one captures for them
+    slot: zeros like `found`. given: arrays. Both begin with an axis for each scan around the equation.
+    shared: numbers of operands that later equations read too, and that this one captures for them
     """
 
     compute: Callable[[Any, Tree], Tree]
@@ -101,9 +100,9 @@ class Hook(NamedTuple):
     def at(self, output: jax.Array, operands: tuple, added: tuple[Tree, Tree]) -> tuple[jax.Array, list]:
         """`output` and the shared operands; the gradient by the slot in `added` is what `compute` finds.
 
-        Later equations must read the operands that are returned. Otherwise nothing would be captured where this one has
-        no cotangent and a later one has, for example an expert layer that reads the input of a router, when only an
-        argmax reads the router.
+        Later equations must read the returned operands. Otherwise nothing would be captured where only a later equation
+        has a cotangent, for example an expert layer that reads the input of a router, when only an argmax reads the
+        router.
         """
 
         @jax.custom_vjp
@@ -125,7 +124,6 @@ class Hook(NamedTuple):
 
 
 def slots(hooks: dict[int, Hook]) -> dict[Part, Tree]:
-    """The slots of all parts."""
     return {part: slot for hook in hooks.values() for part, slot in hook.slot.items()}
 
 
@@ -136,8 +134,8 @@ def hooked(plan: GhostPlan, scales: dict[int, jax.Array], backward_passes: int) 
     """The equations in bodies whose parameters are all used once, in slices by all scans around, and not scaled: those
     that need one pass, and those that need two.
 
-    One pass is enough if per-example gradients are kept that are much smaller than inputs and cotangents, such as
-    those of low-rank adapters. If it is all there is, these are taken on several devices, where memory counts most.
+    One pass is enough for kept per-example gradients that are much smaller than inputs and cotangents, as with low-rank
+    adapters. If there is only one, it takes them on several devices alone, where memory counts most.
     """
     found: Hooked = {}
     for part, choice in plan.parts.items():
@@ -163,10 +161,8 @@ def hooked(plan: GhostPlan, scales: dict[int, jax.Array], backward_passes: int) 
 
 
 def norm_hooks(plan: GhostPlan, equations: Hooked, size: int, *, keep: bool) -> dict[int, Hook]:
-    """Hooks that find, for each part, the gradients of `size` examples, or None, and their norms, float32 (B,).
-
-    keep: whether gradients are kept, as by `parts.norm`
-    """
+    """Hooks that find, for each part, the gradients of `size` examples, or None, and their norms, float32 (B,). keep:
+    whether gradients are kept, as by `parts.norm`."""
 
     def compute(choices, captured, given):
         found = {part: parts.norm(_of_slice(choice), None, [captured]) for part, choice in choices.items()}
@@ -179,10 +175,8 @@ def norm_hooks(plan: GhostPlan, equations: Hooked, size: int, *, keep: bool) -> 
 
 
 def capture_hooks(plan: GhostPlan, hooks: dict[int, Hook], size: int) -> dict[int, Hook]:
-    """Hooks that capture inputs and cotangents of `size` examples, at the equations in checkpoints without `hooks`.
-
-    A value that several equations read is captured by the first of them.
-    """
+    """Hooks that capture inputs and cotangents of `size` examples, at the equations in checkpoints without `hooks`. The
+    first of several equations that read a value captures it."""
     equations = _in_checkpoints(plan) - set(hooks)
     places_of = _places(plan, equations)
     first = {value: place for place, value in reversed(places_of.items())}
@@ -202,7 +196,7 @@ def capture_hooks(plan: GhostPlan, hooks: dict[int, Hook], size: int) -> dict[in
 
 
 def with_captured(plan: GhostPlan, captured: Captured, found: dict[Part, Any]) -> Captured:
-    """`captured`, and those that `capture_hooks` found, which `found` loses."""
+    """`captured` with what `capture_hooks` found, which is taken out of `found`."""
     by_equation = {part[1]: found.pop(part) for part in list(found) if part[0] == CAPTURED}
     places = _places(plan, set(by_equation))
     values: dict[Any, jax.Array] = {}
@@ -217,7 +211,7 @@ def with_captured(plan: GhostPlan, captured: Captured, found: dict[Part, Any]) -
 
 
 def _in_checkpoints(plan: GhostPlan) -> set[int]:
-    """The equations of sites in bodies that a backward pass computes again, if all that they capture is real."""
+    """The equations of sites in bodies that a backward pass computes again, if everything they capture is real."""
     equations = plan.program.equations
     bodies = [(number, one.body) for number, one in enumerate(equations) if one.body and one.name in REMAT]
     inside = {number for first, body in bodies for number in range(first + 1, body.stop)}
@@ -247,10 +241,8 @@ def sum_hooks(
     norms: dict[Part, jax.Array],
     factors: dict[int, list[jax.Array]],
 ) -> dict[int, Hook]:
-    """Hooks that find, for each part, its sum of contributions for each factor.
-
-    norms: by part, those that `norm_hooks` found. factors: by leaf, float32 (B,) for each factor.
-    """
+    """Hooks that find, for each part, its sum of contributions for each factor. norms: by part, what `norm_hooks`
+    found. factors: by leaf, float32 (B,) for each factor."""
 
     def hook(equation: int, choices: dict[Part, Choice]) -> Hook:
         counts = plan.program.equations[equation].counts
@@ -273,7 +265,7 @@ def sum_hooks(
 
 
 def _sums(choice: Choice, shape: tuple[int, ...], captured: Any, norms: jax.Array, factors: list) -> list[FloatPair]:
-    """The sums of a part's contributions, none of which is longer than its factor times its norm, float32 (B,)."""
+    """The sums of a part's contributions, none longer than its factor times its norm, float32 (B,)."""
     choice = _of_slice(choice)
     kept, found = parts.norm(choice, None, captured)
     shorter = jnp.where(found > norms, norms / found * SLACK, 1)
@@ -287,7 +279,7 @@ def _of_slice(choice: Choice) -> Choice:
 
 
 def _hook(plan: GhostPlan, equation: int, compute: Callable, given: Tree, size: int) -> Hook:
-    """The hook at an equation that finds what `compute` does, of `size` examples."""
+    """The hook at an equation that finds what `compute` returns for `size` examples."""
     found: Any = plan.program.equations[equation]
     counts, unread = found.counts, plan.unread[equation]
 

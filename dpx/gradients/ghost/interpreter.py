@@ -1,8 +1,8 @@
-"""Runs the program of a loss, adds arrays to the outputs of some equations, and hands out what these are given.
+"""Runs the program of a loss, adds arrays to the outputs of some equations, and hands out their operands.
 
-The gradient by such an array is the cotangent of the output. The arrays of equations in the body of a scan have an axis
-for its iterations. A scan slices them and stacks what the equations are given, so it stays a scan, and a part of the
-loss under `jax.checkpoint` is still computed again in the backward pass.
+The gradient by such an array is the cotangent of the output. In the body of a scan, the arrays have an axis for its
+iterations; the scan slices them and stacks the operands, so it stays a scan. A part of the loss under `jax.checkpoint`
+is still computed again in the backward pass.
 """
 
 import functools
@@ -24,10 +24,10 @@ Seen = dict[int, tuple]  # by number of an equation, its operands; None for thos
 
 
 class Instruments(NamedTuple):
-    """unread: by number of an equation, operands that are not wanted. hooks: by number of an equation, the function of
-    its output, its operands and what is added, in place of the sum of the first and the last; see `hooks.Hook.at`.
-    starts: by number of an equation that slices a parameter, where the slice begins; see `starts_of_slices`. once: the
-    numbers of equations whose cotangent is computed once, for the record and for the backward pass."""
+    """unread: by number of an equation, unwanted operands. hooks: by number of an equation, the function of its output,
+    its operands and what is added, instead of adding; see `hooks.Hook.at`. starts: by number of an equation that slices
+    a parameter, where the slice begins; see `starts_of_slices`. once: the numbers of equations whose cotangent is
+    computed once, for the record and for the backward pass."""
 
     unread: Mapping[int, set[int]]
     hooks: Mapping[int, Callable] = {}
@@ -37,11 +37,11 @@ class Instruments(NamedTuple):
 
 def starts_of_slices(program: Program, leaves: dict[int, jax.Array]) -> dict[int, list[jax.Array]]:
     """Where slices of parameters begin, int32 () for each axis, by number of the equation. leaves: by number, those
-    through whose slices no gradient is taken.
+    whose slices pass no gradient on.
 
-    They are values that XLA does not know. With constants, each layer of a stack that a loop in Python indexes has
-    kernels of its own, and the step takes a third longer to compile. On several devices there are none, because XLA
-    would gather a parameter that is sharded.
+    XLA does not know these values. With constants, each layer of a stack that a Python loop indexes would have separate
+    kernels, and the step would compile a third longer. On several devices there are none, because XLA would gather a
+    sharded parameter.
     """
     real = {number: leaf for number, leaf in leaves.items() if jnp.issubdtype(leaf.dtype, jnp.floating)}
     slices: dict[int, tuple[int, ...]] = {}
@@ -60,10 +60,10 @@ def starts_of_slices(program: Program, leaves: dict[int, jax.Array]) -> dict[int
 
 
 def computed_once(program: Program, recorded: list[int]) -> frozenset[int]:
-    """For `Instruments`: of the equations that are recorded, those outside of scans, on several devices.
+    """For `Instruments`: the recorded equations outside of scans, on several devices.
 
-    During the backward pass of a scan, XLA would keep the terms of their cotangents, such as those of logits. The
-    cotangent of a bias is that of its layer, which so has no other one.
+    During the backward pass of a scan, XLA would keep the terms of their cotangents, such as those of logits. A bias
+    shares the cotangent of its layer, which then has no second one.
     """
     if here().devices == 1 or not any(equation.body for equation in program.equations):
         return frozenset()
@@ -97,7 +97,6 @@ def evaluate(
 
 
 def _run(program: Program, instruments: Instruments, block: Block, inputs, added: dict) -> tuple[list, Seen]:
-    """The outputs of a block, and the operands of the equations in `added` without a hook."""
     values: dict[int, Any] = dict(zip(block.inputs, inputs, strict=True))
     seen: Seen = {}
 
@@ -135,7 +134,7 @@ def _run(program: Program, instruments: Instruments, block: Block, inputs, added
 
 @jax.custom_jvp
 def _plus(output: jax.Array, added: jax.Array) -> jax.Array:
-    """`output`, whose derivative by `added` is 1. Nobody reads `added`, which is 0, so a scan need not slice it."""
+    """`output`, with derivative 1 by `added`. Nobody reads `added`, which is 0, so a scan need not slice it."""
     return output
 
 
@@ -145,7 +144,6 @@ def _derivative(values, derivatives):
 
 
 def _run_scan(run: Callable, equation: Equation, operands: list, added: dict) -> tuple[list, Seen]:
-    """The results of a scan, and the stacked operands of the equations in its body."""
     assert equation.jaxpr is not None
     params, (first, count), packed = equation.jaxpr.params, carried(equation), _Packed()
     types: list[Any] = [v.aval for v in equation.jaxpr.invars]
@@ -193,10 +191,10 @@ class _Packed:
 
 
 def _broadcast_product(equation: Equation, operands: list) -> list[jax.Array] | None:
-    """The output of a product of arrays of two shapes, computed without the axes of length 1 that both have; else None.
+    """A product of arrays of two shapes, computed without the axes of length 1 that both have; None without any.
 
-    Its derivative is a product that is summed over the other axes. On a CPU, XLA sums it much faster over axis 1 of
-    (B, T, D) than over axis 2 of (B, 1, T, D).
+    Its derivative is summed over the other axes, and on a CPU, XLA sums such a product much faster over axis 1 of (B,
+    T, D) than over axis 2 of (B, 1, T, D).
     """
     shapes = [jnp.shape(operand) for operand in operands]
     if equation.name != "mul" or len(set(shapes)) == 1 or len(set(map(len, shapes))) > 1:

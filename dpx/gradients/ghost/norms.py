@@ -3,14 +3,14 @@
 A, float32 (K, T, I), is the input of a layer, and B, float32 (K, T, O), the cotangent of its output, for K groups and T
 positions. G is (K, I, O). `scale`, float32 (K, I, O), multiplies G element by element.
 
-An underestimated norm would break the clip bound. Each position is rescaled first (`balanced`), so that squares neither
-underflow nor overflow. A sum that is long or can cancel gets a bound on its rounding error.
+An underestimated norm would break the clip bound. So each position is rescaled first (`balanced`), which keeps squares
+from under- and overflowing, and a sum that is long or can cancel gets a bound on its rounding error.
 
 A norm is infinite, so that the example contributes zero, if one of these is above LARGEST = 2^63: a cotangent, the
-product of an input and its cotangent, or an input whose cotangent is not 0. There are two reasons. First, XLA divides
-by a broadcast value by multiplying with its reciprocal. Above 2^126 the reciprocal is denormal and is flushed to 0, and
-the norm would be 0 too. Second, a clip factor times a cotangent, or times an input, is flushed to 0 below 2^-126. If
-the other array is at most 2^63, that is an error of at most 2^-63.
+product of an input and its cotangent, or an input whose cotangent is not 0. First, XLA divides by a broadcast value by
+multiplying with its reciprocal, which above 2^126 is denormal and flushed to 0, and then the norm would be 0 too.
+Second, a clip factor times a cotangent, or times an input, is flushed to 0 below 2^-126. If the other array is at most
+2^63, that is an error of at most 2^-63.
 """
 
 import functools
@@ -26,10 +26,10 @@ from dpx.sums.rows import LARGEST, repeated
 from dpx.sums.total import PRODUCTS, UNIT
 from dpx.xla.place import here
 
-EXACT = lax.Precision.HIGHEST  # float32 products, also where the hardware would round them
+EXACT = lax.Precision.HIGHEST  # float32 products, even where the hardware would round them
 TINY = float(jnp.finfo(jnp.float32).tiny)
 ROUNDING = UNIT * (1 + 2**-8)  # with the products of roundings
-LONGEST_SUM = 1024  # terms; a longer sum is computed in segments, because its rounding error grows with its length
+LONGEST_SUM = 1024  # terms; a longer sum is cut into segments, because its rounding error grows with its length
 MOST_SEGMENTS = 8  # more would compile for too long
 
 
@@ -45,7 +45,7 @@ def outer(a: jax.Array, b: jax.Array, scale: jax.Array | None = None) -> jax.Arr
         a, b, size = balanced(a, b)
         of_groups = [jax.vmap(frobenius)(x.reshape(-1, x.shape[-1])) for x in (a, b)]
         return size * frobenius(of_groups[0] * of_groups[1])
-    # Elements that only frozen coordinates read may be huge. They become 0, because the rescaling would otherwise round
+    # Elements that only frozen coordinates read may be huge. They become 0, because otherwise the rescaling would round
     # the other elements to 0. Squares that would underflow become TINY, which is larger.
     a, size_a = unit(_trained(a[:, 0], scale, axis=2))
     b, size_b = unit(_trained(b[:, 0], scale, axis=1))
@@ -66,8 +66,8 @@ def gram(a: jax.Array, b: jax.Array) -> jax.Array:
     a, b, size = balanced(a, b)
     groups, positions, _ = a.shape
     if here().devices > 1:
-        # Rows that are sharded are the longer ones here, mostly. The sum over their segments, for which devices send
-        # to each other what they have, is the last one: so it is a number, and not a matrix.
+        # Sharded rows are mostly the longer ones here. The sum over their segments, for which devices exchange what
+        # they have, comes last, where it is a number and not a matrix.
         short, long = (a, b) if a.shape[-1] <= b.shape[-1] else (b, a)
         products = inner(short, short)[:, None] * _inner_of_segments(long, long)
         squares = jnp.sum(lax.optimization_barrier(diagonal(products)), 1)
@@ -96,7 +96,7 @@ def inner(left: jax.Array, right: jax.Array) -> jax.Array:
     size, count = left.shape[-1], _segments(left.shape[-1])
     width = math.ceil(size / count)
     if count > 1 and here().devices > 1:
-        # Because of the barrier, XLA does not make one long sum of the sums of the segments.
+        # The barrier keeps XLA from making one long sum of the sums of the segments.
         return jnp.sum(jax.lax.optimization_barrier(_inner_of_segments(left, right)), 1)
     parts = [slice(start, start + width) for start in range(0, size, width)]
 
@@ -104,15 +104,13 @@ def inner(left: jax.Array, right: jax.Array) -> jax.Array:
         products = [jnp.einsum("si,ti->st", left[:, part], right[:, part], precision=EXACT) for part in parts]
         return functools.reduce(jnp.add, products)
 
-    # Else XLA moves an axis of length 1 over one addition after another, by a pass over the program for each.
+    # Otherwise XLA moves an axis of length 1 over one addition after another, in a pass over the program for each.
     return of_group(left[0], right[0])[None] if len(left) == 1 else jax.vmap(of_group)(left, right)
 
 
 def _inner_of_segments(left: jax.Array, right: jax.Array) -> jax.Array:
-    """The same of each segment of the rows, float32 (K, C, S, T): their sum over C is `inner`.
-
-    The segments are an axis, because a slice of an axis that is sharded would be sent to all devices.
-    """
+    """The same for each segment of the rows, float32 (K, C, S, T): their sum over C is `inner`. The segments are an
+    axis, because a slice of a sharded axis would be sent to all devices."""
     size, count = left.shape[-1], _segments(left.shape[-1])
     width = math.ceil(size / count)
     parts = [jnp.pad(x, ((0, 0), (0, 0), (0, count * width - size))) for x in (left, right)]
@@ -121,13 +119,13 @@ def _inner_of_segments(left: jax.Array, right: jax.Array) -> jax.Array:
 
 
 def diagonal(matrices: jax.Array) -> jax.Array:
-    """The diagonals, float32 (..., T), of float32 (..., T, T). `jnp.diagonal` is a gather: it takes long to compile."""
+    """The diagonals, float32 (..., T), of float32 (..., T, T). `jnp.diagonal` is a gather, which compiles slowly."""
     row, column = (lax.broadcasted_iota(jnp.int32, matrices.shape, matrices.ndim - axis) for axis in (2, 1))
     return jnp.sum(lax.select(row == column, matrices, jnp.zeros_like(matrices)), -1)
 
 
 def roundings(size: int) -> int:
-    """How many times `inner` rounds a term at most, int, if the rows have `size` elements."""
+    """How many times at most `inner` rounds a term, int, if the rows have `size` elements."""
     return math.ceil(size / _segments(size)) + _segments(size)
 
 
@@ -140,9 +138,9 @@ def uncancelled(squared: jax.Array, largest: jax.Array, *, roundings: int, posit
 
     squared: a sum. largest: at least the sum of the absolute values of its terms, which is the square of the sum of the
     lengths of the `positions` products a_t b_t. roundings: how often a term of `squared` is rounded, so that its error
-    is at most `roundings` eps / 2 times `largest`. The gradient that is computed for the weighted sum adds the products
-    of all positions, and each is rounded at most positions + PRODUCTS times. So its norm is larger by at most that
-    number times eps / 2 times the sum of the lengths, although the products may cancel.
+    is at most `roundings` eps / 2 times `largest`. The gradient in the weighted sum adds the products of all positions,
+    each rounded at most positions + PRODUCTS times. So its norm is larger by at most that number times eps / 2 times
+    the sum of the lengths, although the products may cancel.
     """
     norm = jnp.sqrt(jnp.maximum(squared, 0) + (roundings + 4) * ROUNDING * largest)
     return raised(norm + (positions + PRODUCTS) * ROUNDING * jnp.sqrt(largest), 0)
@@ -157,8 +155,8 @@ def rows(indices: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The rows of G that are not 0, float32 (T, O), where row `indices[t]` of G is the sum of the b_t with that index,
     as in an embedding; and whether all b_t that are added are in range, bool ().
 
-    indices: int (T,); a negative one adds nothing. b: float32 (T, O). The result has the sum where an index is first,
-    and 0 where it is repeated. So the weighted sum adds at most one number of an example to an element.
+    indices: int (T,); a negative one adds nothing. b: float32 (T, O). The sum stands where an index comes first, and 0
+    where it is repeated, so the weighted sum adds at most one number of an example to an element.
     """
     same = (indices[:, None] == indices[None, :]) & (indices >= 0)[:, None]
     place = lax.broadcasted_iota(jnp.int32, same.shape, 1)
@@ -169,7 +167,7 @@ def rows(indices: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def frobenius(x: jax.Array) -> jax.Array:
-    """The root of the sum of all squares, float32 ()."""
+    """The root of the sum of the squares, float32 ()."""
     return norm([x])
 
 
@@ -187,9 +185,7 @@ def _largest(x: jax.Array, axes) -> jax.Array:
 
 def balanced(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """A', B' and `size` () with A^T B = size * A'^T B', where the largest |a'_t| |b'_t| of a position t is about 1.
-
-    Squares that still underflow then are below 1e-18 of the norm, whatever the sizes of A and B.
-    """
+    Squares that still underflow then are below 1e-18 of the norm, whatever the sizes of A and B."""
     (a, size_a), (b, size_b) = unit(a), unit(b)
     sizes = in_range(size_a, size_b)
     size = jnp.maximum(_largest(sizes, range(sizes.ndim)), TINY)
@@ -197,9 +193,8 @@ def balanced(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array, jax.Arra
 
 
 def in_range(size_a: jax.Array, size_b: jax.Array) -> jax.Array:
-    """size_a * size_b, the sizes of inputs and of their cotangents, float32 of one shape; infinite where one of the
-    three is out of range. A finite input whose cotangent is 0 may have any size, because it is in no sum.
-    """
+    """size_a * size_b, the sizes of inputs and of their cotangents, float32 of one shape; infinite if any of the three
+    is out of range. A finite input whose cotangent is 0 may have any size, because no sum includes it."""
     sizes, largest = lax.mul(size_a, size_b), lax.full_like(size_a, LARGEST)
     without_cotangent = lax.eq(sizes, lax.full_like(sizes, 0))
     any_size = lax.bitwise_or(lax.le(size_a, largest), without_cotangent)

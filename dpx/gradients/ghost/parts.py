@@ -1,12 +1,12 @@
-"""The norms and the clipped sum of a part of a parameter, which may be in slices, and those of all parts.
+"""The norms and the clipped sum of a part of a parameter, which may be in slices, and of all parts together.
 
-Slices are computed one after another, as if each were a parameter of its own: the way of the plan sees one slice. So
-nothing of a slice is in memory beside another's, and a stack of layers compiles like one layer.
+Slices are computed one after another, each like a whole parameter: the plan's algorithm sees one slice. So only one
+slice's arrays are in memory, and a stack of layers compiles like one layer.
 
-Parts and their slices share no element. So the square of the norm of a gradient is the sum of the squares of the norms
-of its parts, none of which is below the true one (`dpx.sums.norms` adds the squares). Every coordinate of a sum is a
-coordinate of the sum of one slice, so the proof in `dpx.sums.total` holds: it allows another order of the additions for
-each coordinate.
+Parts and their slices share no element. So the square of a gradient's norm is the sum of the squares of the norms of
+its parts, none of which is below the true one (`dpx.sums.norms` adds the squares). Every coordinate of a sum is a
+coordinate of the sum of one slice, so the proof in `dpx.sums.total` holds: it allows each coordinate another order of
+additions.
 """
 
 from collections.abc import Callable
@@ -24,8 +24,8 @@ from dpx.sums.total import FloatPair, with_low
 def norm(choice: Choice, scale: jax.Array | None, records: Any) -> tuple[Any, jax.Array]:
     """The gradients of a part that are kept, or None, and the norms of the part's per-example gradients, float32 (B,).
 
-    records: as an `Algorithm` has them, but with an axis for each of the part's slices before that of the B
-    examples; the gradients that are kept have these, too. scale: float32, of the part's shape, or None.
+    records: as in an `Algorithm`, but with an axis for each of the part's slices before the axis of the B examples, as
+    in the kept gradients. scale: float32, of the part's shape, or None.
     """
 
     def of_slice(rows):
@@ -37,7 +37,7 @@ def norm(choice: Choice, scale: jax.Array | None, records: Any) -> tuple[Any, ja
 
 
 def norm_of_all(of_parts: jax.Array) -> jax.Array:
-    """The norms, float32 (B,), of gradients whose p parts have these norms, float32 (p, B)."""
+    """The norms, float32 (B,), of gradients from the norms of their p parts, float32 (p, B)."""
     return of_parts[0] if len(of_parts) == 1 else jax.vmap(norms.frobenius, 1)(of_parts)
 
 
@@ -59,7 +59,7 @@ def weighted_sum(
 
 
 def joined(of_views: list[trace.View], totals: list[FloatPair], shape: tuple[int, ...]) -> FloatPair:
-    """The sum of a parameter of this shape from those of its parts."""
+    """The sum of a parameter of this shape from the sums of its parts."""
     if any(total.low is not None for total in totals):
         totals = [with_low(total) for total in totals]
     low = [total.low for total in totals if total.low is not None]
@@ -78,5 +78,5 @@ def _of_slices(function: Callable, choice: Choice) -> Callable:
 
 
 def _scaled(total: jax.Array, scale: jax.Array | None) -> jax.Array:
-    """`total` times `scale`. A coordinate of scale 0 may have overflowed, because no norm counts it: it becomes 0."""
+    """`total` times `scale`. A coordinate of scale 0 becomes 0, because it may have overflowed: no norm counts it."""
     return total if scale is None else jnp.where(scale == 0, 0, total * scale)

@@ -23,7 +23,7 @@ class EncodedLeaf(NamedTuple):
     """One leaf of the mechanism's encoded gradient.
 
     leaf: number of the one parameter leaf that it depends on, and whose shape it has
-    scaled: bool, True if `encode` multiplies every element by a number, False if it returns the gradient unchanged
+    scaled: bool, whether `encode` multiplies every element by a number, or returns the gradient unchanged
     """
 
     leaf: int
@@ -36,8 +36,8 @@ class Choice(NamedTuple):
     algorithm: what computes them. reason: in words, or "" if there is nothing to add
     uses: where the loss uses the part, if `algorithm` needs the inputs and cotangents there
     view: of the part; `algorithm` computes each of its slices alone
-    pieces: the view of each part that the loss uses, and the equations that slice it, where `algorithm` takes the
-        gradients of the backward pass; () if this differentiates with respect to the whole parameter
+    pieces: where `algorithm` takes the gradients of the backward pass, the view of each part that the loss uses, and
+        the equations that slice it; () to differentiate with respect to the whole parameter
     """
 
     algorithm: Algorithm
@@ -50,7 +50,7 @@ class Choice(NamedTuple):
 class GhostPlan(NamedTuple):
     """How the clipped sum of a batch is computed.
 
-    program: the loss of one example. choices: for each parameter leaf, one for each of its parts, which are disjoint.
+    program: the loss of one example. choices: for each parameter leaf, one for each of its disjoint parts.
     encoded: the leaves of the mechanism's encoded gradient. structure: its treedef.
     """
 
@@ -80,21 +80,19 @@ class GhostPlan(NamedTuple):
 
     @property
     def unread(self) -> dict[int, set[int]]:
-        """By number of an equation where a parameter is followed, the operands that nobody reads.
-
-        No site reads its parameter. If both operands are parameters, each is the other's data.
-        """
+        """By number of an equation where a parameter is followed, the operands that nobody reads: its parameter, unless
+        both operands are parameters, which are each other's data."""
         followed: dict[int, set[int]] = {}
         for site in self.sites:
             followed.setdefault(site.use.equation, set()).add(site.use.operand)
         return {equation: operands if len(operands) == 1 else set() for equation, operands in followed.items()}
 
     def keeps_gradients(self, leaf: int) -> bool:
-        """Whether the gradients of a leaf of all examples of a microbatch are in memory."""
+        """Whether the gradients of a leaf for all examples of a microbatch are in memory."""
         return any(choice.algorithm.keeps_gradients for choice in self.choices[leaf])
 
     def kind(self, choice: Choice, shape: tuple[int, ...]) -> tuple | None:
-        """All that the computation of the norm and sum of a part of this shape depends on; None if unknown."""
+        """Everything that the norm and the sum of a part of this shape depend on; None if unknown."""
         if choice.uses.sharing is not None:
             return None
         sites = choice.uses.sites
@@ -107,9 +105,9 @@ class GhostPlan(NamedTuple):
 def make_plan(
     traced: trace.TracedLoss, mechanism: Mechanism, params: Tree, state: Tree, *, force: bool
 ) -> GhostPlan | str:
-    """The plan for a loss, or the reason why the mechanism needs whole per-example gradients.
+    """The plan for a loss, or why the mechanism needs whole per-example gradients.
 
-    traced: the loss. params, state: arrays or their shapes. force: bool, True to follow every parameter that can be
+    traced: the loss. params, state: arrays or their shapes. force: bool, whether to follow every parameter that can be
     followed, even if per-example gradients are cheaper. Raises ValueError if the loss is not one real number.
     """
     if not mechanism.supports_ghost_norms:
@@ -154,7 +152,7 @@ def _follow(
     *,
     scaled: bool,
 ) -> Followed | str:
-    """The view and the sites of each part of a parameter of this shape, or the reason why it cannot be followed."""
+    """The view and the sites of each part of a parameter of this shape, or why it cannot be followed."""
     followed = []
     for part in parts:
         sites, slices = [], math.prod(part.view.slices)
@@ -177,7 +175,7 @@ def _follow(
 
 
 def _cheapest(followed: Followed, *, scaled: bool, force: bool) -> tuple[Choice, ...] | str:
-    """The cheapest ways for the parts of a parameter: by ghost norms for all of them, or the reason for none."""
+    """The cheapest ways for the parts of a parameter: ghost norms for all of them, or the reason against."""
     choices, ghost, gradient = [], 0.0, 0.0
     for view, uses in followed:
         costs = {way: cost for way in algorithms.GHOST if (cost := way.cost(uses, scaled)) is not None}
@@ -192,8 +190,8 @@ def _cheapest(followed: Followed, *, scaled: bool, force: bool) -> tuple[Choice,
 
 
 def _encoding(mechanism: Mechanism, params: Tree, state: Tree) -> tuple[tuple[EncodedLeaf, ...], Any] | str:
-    """The leaves of the encoded gradient and its treedef, read from the equations of `encode`; or the reason why ghost
-    norms cannot be computed for them."""
+    """The leaves of the encoded gradient and its treedef, read from the equations of `encode`; or why there are no
+    ghost norms for them."""
     grad = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), params)
     closed, out = jax.make_jaxpr(mechanism.encode, return_shape=True)(grad, state)
     count = len(jax.tree.leaves(grad))
@@ -217,10 +215,10 @@ def _encoding(mechanism: Mechanism, params: Tree, state: Tree) -> tuple[tuple[En
 
 
 class Explanation(NamedTuple):
-    """How `private_updates` computes the norms of every parameter; `str` is a table of it.
+    """How `private_updates` computes the norms of every parameter; `str` makes a table of it.
 
-    In the table, parameters are one line if they agree in way and reason, and their paths in all but numbers: a `*`
-    stands for the numbers that differ, and the line says how many parameters it is. A line about rounding follows.
+    Parameters that agree in way, reason and path, apart from numbers, share a line: `*` stands for the numbers that
+    differ, and the line counts the parameters. A line about rounding follows.
 
     rows: (parameter, way, reason) for every parameter leaf; the reason is "" where there is nothing to add
     microbatches: how many examples are in memory at once, and why; "" if all are
@@ -240,7 +238,7 @@ class Explanation(NamedTuple):
 
 
 def _pattern(paths: list[str]) -> str:
-    """The path that paths have in common, with a `*` for the numbers that differ, and how many they are."""
+    """The common path of `paths`, with `*` for the numbers that differ, and how many they are."""
     if len(paths) == 1:
         return paths[0]
     found = zip(*map(_NUMBER.findall, paths), strict=True)
@@ -249,10 +247,8 @@ def _pattern(paths: list[str]) -> str:
 
 
 def explain(plan: GhostPlan | str, params: Tree, microbatches: str) -> Explanation:
-    """The plan in words, and how many examples are in memory at once.
-
-    If `plan` is a reason, every parameter has per-example gradients for that reason.
-    """
+    """The plan in words, and how many examples are in memory at once. If `plan` is a reason, it is why every parameter
+    has per-example gradients."""
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     choices = [(Choice(algorithms.GRADIENT, plan),)] * len(paths) if isinstance(plan, str) else plan.choices
 

@@ -1,6 +1,6 @@
 """The layers whose gradient is a product A^T B of the input A of the layer and the cotangent B of its output.
 
-A rule reads one equation of the loss of one example. It returns a `Site`, or the reason why there is none.
+A rule reads one equation of the loss of one example, and returns a `Site`, or the reason why there is none.
 To add one: a rule here and its primitive in `RULES`, a model in tests/test_ghost_zoo.py, and a case in
 tests/test_ghost_hostile.py.
 """
@@ -26,11 +26,11 @@ FEW_FEATURES, ENOUGH_FEATURES = 16, 32
 class Patches(NamedTuple):
     """The patches of a convolution's data, which make it a dense layer, and its per-example gradients.
 
-    All patches of a batch hold every number of the data once for each tap, and would leave the cache of a CPU. So on a
-    CPU the gradients are convolutions of the data and the cotangents, one example after another. Such a convolution
-    needs no patches, is at least as fast as their product, and compiles faster.
+    Patches hold every number of the data once for each tap, and those of a batch would leave the cache of a CPU. So on
+    a CPU the gradients are convolutions of the data and the cotangents, one example after another. These need no
+    patches, are at least as fast as their product, and compile faster.
 
-    Each field but the first two has an entry for each spatial axis.
+    All fields but the first two have an entry for each spatial axis.
 
     features: of the data. groups: how many groups they form, and those of the result
     taps, strides, dilations: of the kernel. padding: (low, high, interior) of the data. spatial: sizes of the result
@@ -56,21 +56,20 @@ class Patches(NamedTuple):
 
     def products(self, data: jax.Array, dy: jax.Array) -> jax.Array:
         """A^T B, float32 (B, K, I, O), of A = `matrix(data)` and B = `cotangents(dy)`."""
-        # On several devices, the examples may be sharded. The patches of one tap are the data.
+        # On several devices, the examples may be sharded. With one tap, the patches are the data.
         if here().devices > 1 or math.prod(self.taps) == 1:
             return self._at_once(data, dy)
         return lax.platform_dependent(data, dy, cpu=self._one_by_one, default=self._at_once)
 
     def _at_once(self, data: jax.Array, dy: jax.Array) -> jax.Array:
-        """`products`, by all patches."""
         return product(self.matrix(data), self.cotangents(dy))
 
     def _one_by_one(self, data: jax.Array, dy: jax.Array) -> jax.Array:
-        """`products`, of one group of one example after another."""
+        """`products`, one group of one example after another."""
         features, features_out = self.features // self.groups, dy.shape[-1] // self.groups
         one = self._replace(features=features, groups=1)
-        images, first = np.int32(data.shape[1]), np.int32(0)  # int32, also where jax_enable_x64 makes other ints int64
-        # The axes as the convolution of the loss has them; with others, XLA would copy the arrays before the loop.
+        images, first = np.int32(data.shape[1]), np.int32(0)  # int32, even where jax_enable_x64 makes other ints int64
+        # The axes as in the convolution of the loss; with others, XLA would copy the arrays before the loop.
         rows = [x.reshape(-1, *x.shape[2:]) for x in (data, dy)]
 
         def put(number, products):
@@ -89,10 +88,8 @@ class Patches(NamedTuple):
         return lax.fori_loop(0, len(data) * self.groups, put, jnp.full(shape, zero))
 
     def _convolved(self, data: jax.Array, dy: jax.Array) -> jax.Array:
-        """`products` of one example and one group, as a convolution along the last two axes.
-
-        Its images are the features of the data. Its features are the images, and the positions along other axes.
-        """
+        """`products` of one example and one group, as a convolution along the last two axes. Its images are the data's
+        features; its features are the images, and the positions along other axes."""
         others, features_out = max(0, len(self.taps) - 2), dy.shape[-1]
         x, kernel = self._windows(self._padded(data), others), dy
         x, kernel = (x.reshape(-1, *x.shape[1 + others :]) for x in (x, kernel))
@@ -134,7 +131,7 @@ class Patches(NamedTuple):
         return (self.spatial[axis] - 1) * self.strides[axis] + 1
 
 
-LONGEST_KERNEL = 128  # sum of the lengths of a kernel's axes, because each tap is a slice, and many compile slowly
+LONGEST_KERNEL = 128  # sum of the lengths of a kernel's axes: each tap is a slice, and many compile slowly
 
 
 class Site(NamedTuple):
@@ -143,12 +140,12 @@ class Site(NamedTuple):
     use:      the parameter leaf, the equation and the operand
     sizes:    (K, T, I, O): the numbers of groups, of positions, and of inputs and outputs of one position
     apply:    (inputs, W) -> y: the equation in float32. inputs: all operands of the equation
-    matrices: (inputs, dy) -> A (K, T, I) and B (K, T, O), float32, with arrange(dL/dW) = A^T B. A lookup has, in place
-              of A, the indices of the rows, int32 (T,), negative where no row is read, and B (T, O)
+    matrices: (inputs, dy) -> A (K, T, I) and B (K, T, O), float32, with arrange(dL/dW) = A^T B. For a lookup, A is the
+              indices of the rows, int32 (T,), negative where no row is read, and B is (T, O)
     products: (inputs, dy) -> A^T B, float32 (B, K, I, O), of B examples
     arrange:  W -> (K, I, O): the same elements in the order of A^T B
-    lookup:   bool, True if the equation reads rows of W by their index
-    expands:  int, how many elements A has if they are not elements of the inputs (the patches of a convolution); else 0
+    lookup:   bool, whether the equation reads rows of W by their index
+    expands:  int, how many elements A has if they are not elements of the inputs (but patches); otherwise 0
     """
 
     use: Use
@@ -162,7 +159,7 @@ class Site(NamedTuple):
 
 
 def recognize(use: Use, equations: tuple[Equation, ...]) -> Site | str:
-    """The site of a use, whose view begins at a part of the parameter, or the reason why it is not followed there."""
+    """The site of a use, whose view begins at a part of the parameter, or why it is not followed there."""
     if use.equation < 0:
         return "the loss is the parameter itself"
     equation = equations[use.equation]
@@ -185,9 +182,8 @@ def recognize(use: Use, equations: tuple[Equation, ...]) -> Site | str:
 
 
 def _repeated(site: Site, repeats: tuple[int, ...]) -> Site:
-    """A site in a scan all of whose iterations use the same W, as one use with more positions. repeats: how many
-    iterations each of the scans has. Inputs, cotangents and y begin with an axis for each of them.
-    """
+    """A site in scans whose iterations all use the same W, as one use with more positions. repeats: the numbers of
+    iterations of the scans; inputs, cotangents and y begin with an axis for each."""
     kernels, positions, fan_in, fan_out = site.sizes
 
     def apply(inputs, w):
@@ -342,7 +338,7 @@ def _slice_at(use: Use, equation) -> Site | str:
     block, whole = math.prod(equation.params["slice_sizes"]), equation.invars[0].aval.size
 
     def apply(inputs, w):
-        sizes = equation.params["slice_sizes"]  # starts below 0 have been replaced by an equation before this one
+        sizes = equation.params["slice_sizes"]  # an earlier equation has replaced starts below 0
         return lax.dynamic_slice(w, inputs[1:], sizes, allow_negative_indices=False)
 
     def matrices(inputs, dy):

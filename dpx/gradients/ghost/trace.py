@@ -1,9 +1,9 @@
 """The loss of one example as a list of equations, and the equations that use each parameter.
 
-An equation that only moves the elements of a parameter is a step of a view of it. Any other equation of a parameter is
-a use of it. A parameter is followed through its views to its uses, also into functions that the loss calls, into the
-parts that `jax.checkpoint` computes again in the backward pass, and into the bodies of scans. There, a parameter that
-the scan takes slice by slice, such as the stacked weights of equal layers, is followed in the slices.
+An equation that only moves the elements of a parameter is a step of a view of it; any other equation of a parameter is
+a use. A parameter is followed through its views to its uses, also into functions that the loss calls, into parts under
+`jax.checkpoint`, which the backward pass computes again, and into the bodies of scans. A parameter that a scan takes
+slice by slice, such as the stacked weights of equal layers, is followed in its slices.
 """
 
 import itertools
@@ -23,7 +23,7 @@ from dpx.xla.jaxprs import identity_of_equation
 # Equations of one operand that move elements, or drop some, but copy none: a cotangent has one norm on both sides.
 MOVES = {"reshape", "transpose", "squeeze", "expand_dims", "convert_element_type", "copy", "rev", "slice"}
 MOVES |= {"broadcast_in_dim", "sharding_constraint"}
-STILL = ("convert_element_type", "copy")  # those that move nothing
+STILL = ("convert_element_type", "copy")  # these move nothing
 CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 REMAT = ("checkpoint", "remat", "remat2")  # the names of `jax.checkpoint` in jaxprs
 
@@ -42,31 +42,31 @@ class Move(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """From here on, a view is seen by each of `count` iterations of a scan: one slice along axis 0 each if `sliced`,
-    otherwise the same elements."""
+    """A step of a view into `count` iterations of a scan: each sees one slice along axis 0 if `sliced`, otherwise all
+    the same elements."""
 
     count: int
     sliced: bool
 
 
 class View(NamedTuple):
-    """What moves the elements of a parameter between the parameter and a use of it: steps, in order."""
+    """What moves a parameter's elements between the parameter and a use of it: steps, in order."""
 
     steps: tuple[Move | Loop, ...] = ()
 
     @property
     def slices(self) -> tuple[int, ...]:
-        """How many slices each of the scans takes that take slices, the outermost first."""
+        """How many slices each scan takes, the outermost first, without scans that take none."""
         return tuple(step.count for step in self.steps if isinstance(step, Loop) and step.sliced)
 
     @property
     def repeats(self) -> tuple[int, ...]:
-        """How many iterations each of the scans has that see the same elements in all of them."""
+        """How many iterations each scan has whose iterations all see the same elements."""
         return tuple(step.count for step in self.steps if isinstance(step, Loop) and not step.sliced)
 
     @property
     def leading(self) -> int:
-        """How many steps are slices at the start, also between those that move nothing."""
+        """How many steps at the start are slices, counting those in between that move nothing."""
         end = 0
         for number, step in enumerate(self.steps):
             if not isinstance(step, Move) or step.name not in (*STILL, "slice"):
@@ -79,7 +79,7 @@ class View(NamedTuple):
         return View((*self.steps, step))
 
     def through(self, leaf: Any) -> Any:
-        """`leaf` as the use sees it, in its own dtype; an axis for each number in `slices` comes first."""
+        """`leaf` as the use sees it, in its own dtype, after an axis for each number in `slices`."""
         for number, step in enumerate(self.steps):
             if isinstance(step, Loop):
                 if step.sliced:
@@ -91,11 +91,11 @@ class View(NamedTuple):
         return leaf
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape that the use sees of a parameter of this shape, with an axis for each number in `slices`."""
+        """The shape in which the use sees a parameter of this shape, with an axis for each number in `slices`."""
         return jax.eval_shape(self.through, jax.ShapeDtypeStruct(shape, jnp.float32)).shape
 
     def box(self, shape: tuple[int, ...]) -> Box:
-        """The elements of a parameter of this shape that the leading slices leave."""
+        """The elements that the leading slices leave of a parameter of this shape."""
         found = [range(size) for size in shape]
         for step in self.steps[: self.leading]:
             if isinstance(step, Move) and step.name == "slice":
@@ -112,7 +112,6 @@ class View(NamedTuple):
 
 
 def moves(equation: core.JaxprEqn) -> bool:
-    """Whether an equation only moves the elements of its operand."""
     if equation.primitive.name not in MOVES or len(equation.invars) != 1:
         return False
     before: Any = equation.invars[0].aval
@@ -122,7 +121,7 @@ def moves(equation: core.JaxprEqn) -> bool:
 
 
 def slices_of_split(equation: core.JaxprEqn) -> core.ClosedJaxpr | None:
-    """An equation that cuts its operand into parts, as one slice for each part; None for any other equation."""
+    """An equation that cuts its operand into parts, as a slice for each part; None for any other equation."""
     if equation.primitive.name not in ("split", "unstack"):
         return None
     aval: Any = equation.invars[0].aval
@@ -138,10 +137,10 @@ def slices_of_split(equation: core.JaxprEqn) -> core.ClosedJaxpr | None:
 
 
 class Part(NamedTuple):
-    """A part of a parameter, which no other part overlaps.
+    """A part of a parameter, which overlaps no other part.
 
-    view: from the parameter to the part; it ends with the last scan that takes slices. uses: the numbers of those that
-    are in the part. rests: from the part to each of them. ends: the equations that end the view, if they are slices
+    view: from the parameter to the part, up to the last scan that takes slices. uses: the numbers of those in the part.
+    rests: from the part to each of them. ends: the equations that end the view, if they are slices
     """
 
     view: View
@@ -151,11 +150,11 @@ class Part(NamedTuple):
 
 
 def parts(seen: list[View], shape: tuple[int, ...]) -> list[Part] | str:
-    """The parts of a parameter of this shape that its uses see, or the reason why they cannot be told apart.
+    """The parts of a parameter of this shape that its uses see, or why they cannot be told apart.
 
-    A part is what all scans around a use slice, such as the stacked weights of equal layers, or, without one, what the
-    first equations slice, such as a loop in Python that indexes its layers. Each slice counts as one parameter, because
-    the square of a gradient's norm is the sum of the squares of the norms of its parts.
+    A part is what all scans around a use slice, such as the stacked weights of equal layers; without a scan, it is what
+    the first equations slice, such as a Python loop that indexes its layers. Each slice counts as one parameter,
+    because the square of a gradient's norm is the sum of the squares of the norms of its parts.
     """
     found: dict[tuple, Part] = {}
     for number, view in enumerate(seen):
@@ -186,7 +185,7 @@ def _is_still(step: Move | Loop) -> bool:
 
 
 def disjoint(boxes: list[Box]) -> bool:
-    """Whether no two boxes have an element in common; False if a box leaves elements out between others."""
+    """Whether no two boxes share an element; False if a box leaves out elements between others."""
     if any(elements.step != 1 for box in boxes for elements in box):
         return False
 
@@ -197,7 +196,7 @@ def disjoint(boxes: list[Box]) -> bool:
 
 
 def joined(views: list[View], parts: list[jax.Array], shape: tuple[int, ...]) -> jax.Array:
-    """The array, float32, of this shape, of parts that share no element; 0 elsewhere."""
+    """The array, float32, of this shape, made of disjoint parts; 0 elsewhere."""
     boxes = [view.box(shape) for view in views]
     parts = [_in_box(*each) for each in zip(views, parts, boxes, strict=True)]
     axes = [axis for axis in range(len(shape)) if any(len(each[axis]) != shape[axis] for each in boxes)]
@@ -215,7 +214,6 @@ def joined(views: list[View], parts: list[jax.Array], shape: tuple[int, ...]) ->
 
 
 def _in_box(view: View, part: jax.Array, elements: Box) -> jax.Array:
-    """A part in the order of the parameter."""
     rest = view.steps[view.leading :]
     if all(isinstance(step, Loop) or _is_still(step) for step in rest):
         return part
@@ -229,10 +227,10 @@ class Constant(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Equations that run one after another: those of the loss, of the body of a scan, or of a checkpoint.
+    """Equations that run one after another: all of the loss, or those in the body of a scan or of a checkpoint.
 
     inputs: numbers of the values that it is given. equations: their numbers. outputs: numbers of values, or constants
-    stop: the equations inside, also those in bodies of bodies, have smaller numbers
+    stop: equations inside it, at any depth, have smaller numbers
     """
 
     inputs: tuple[int, ...]
@@ -246,7 +244,7 @@ class Equation(NamedTuple):
 
     jaxpr: None if the body of a scan, or of a checkpoint, hands on its input. inputs: numbers of the operands, or
     constants. outputs: numbers of the results. body: of a scan or checkpoint that a parameter enters
-    counts: how many iterations each of the scans around it has, the outermost first
+    counts: the numbers of iterations of the scans around it, the outermost first
     """
 
     jaxpr: core.JaxprEqn | None
@@ -268,11 +266,8 @@ class Equation(NamedTuple):
 
 
 class Use(NamedTuple):
-    """Parameter leaf number `leaf` is operand number `operand` of equation number `equation`.
-
-    view: what moves its elements before this use, in order
-    equation: -1 if the parameter is the loss itself
-    """
+    """Parameter leaf number `leaf` is operand number `operand` of equation number `equation`, which is -1 if the
+    parameter is the loss itself. view: what moves its elements before this use, in order"""
 
     leaf: int
     view: View
@@ -284,7 +279,7 @@ class Program(NamedTuple):
     """The loss of one example. Values 0, 1, ... are the leaves of the parameters, then those of the example.
 
     equations: all of them. block: those outside of all bodies; its outputs are the loss's value, and what the loss
-    returns beside it, a tree of structure `aux`. uses: those that the loss's value depends on, for each parameter leaf
+    returns beside it, a tree of structure `aux`. uses: for each parameter leaf, those that the loss depends on
     """
 
     equations: tuple[Equation, ...]
@@ -309,15 +304,13 @@ class TracedLoss(NamedTuple):
 
 def trace_loss(loss: Callable, params: Tree, example: Tree) -> TracedLoss:
     """The jaxpr of `loss`; nothing is computed, so shapes suffice."""
-    # A new function, because of the same one JAX may return an old jaxpr, with old values that it closes over.
+    # A new function, because for the same one JAX may return an old jaxpr that closes over old values.
     return TracedLoss(*jax.make_jaxpr(lambda *arguments: loss(*arguments), return_shape=True)(params, example))
 
 
 def follow(traced: TracedLoss, leaves: int) -> Program:
-    """The program of a loss whose parameters have so many leaves.
-
-    Raises ValueError unless its value is one real number.
-    """
+    """The program of a loss whose parameters have this many leaves. Raises ValueError unless its value is one real
+    number."""
     closed, (out, aux) = traced
     if not (hasattr(out, "shape") and out.shape == () and jnp.issubdtype(out.dtype, jnp.floating)):
         raise ValueError(f"loss must return one real number for one example, got {out}")
@@ -334,8 +327,8 @@ def follow(traced: TracedLoss, leaves: int) -> Program:
 
 
 def carried(equation: Equation) -> tuple[int, int]:
-    """How many operands of a scan are the same in all iterations, and how many are handed from one to the next; of a
-    checkpoint, all and none."""
+    """How many operands of a scan are the same in all iterations, and how many one hands to the next; for a checkpoint,
+    all and none."""
     assert equation.jaxpr is not None
     return jaxprs.parts_of_scan(equation.jaxpr.params) if equation.name == "scan" else (len(equation.inputs), 0)
 
@@ -358,7 +351,7 @@ def _live(equations: list[Equation], block: Block, wanted: set[int]) -> tuple[se
 
 
 def _live_inside(equations: list[Equation], equation: Equation, body: Block, needed: set[int]) -> set[int]:
-    """The same of the body of an equation, for its results in `needed`, and for what an iteration hands to the next."""
+    """The same for an equation's body, for its results in `needed`, and for what an iteration hands to the next."""
     results = zip(equation.outputs, body.outputs, strict=True)
     wanted = _numbers(inner for outer, inner in results if outer in needed)
     first, count = carried(equation)
@@ -379,7 +372,7 @@ class _Tracer:
         self.views: dict[Any, tuple[int, View]] = {leaf: (leaf, View()) for leaf in range(leaves)}
         self.uses: list[list[Use]] = [[] for _ in range(leaves)]
         self.count = inputs
-        self.block: list[int] = []  # the equations of the block that is being walked
+        self.block: list[int] = []  # the equations of the block that it walks through
         self.counts: tuple[int, ...] = ()  # and the iterations of the scans around it
 
     def walk(self, jaxpr, constants, arguments):
@@ -414,7 +407,7 @@ class _Tracer:
         return outputs
 
     def enter(self, number):
-        """Walks through the body of a scan, or of a checkpoint, that a parameter enters."""
+        """Walks through the body of a scan or checkpoint that a parameter enters."""
         equation = self.equations[number]
         params = equation.jaxpr.params
         outside, self.block = (self.block, self.counts), []
@@ -438,7 +431,7 @@ class _Tracer:
         self.equations[number] = equation._replace(body=block)
 
     def handed_on(self, value):
-        """A result of a body. If it is a parameter, it is not followed any further, but that is a use."""
+        """A result of a body. A parameter is not followed any further, but this counts as a use."""
         if isinstance(value, Constant) or value not in self.views:
             return value
         outputs = self.numbered(1)
@@ -455,17 +448,13 @@ class _Tracer:
         return len(self.equations) - 1
 
     def numbered(self, count) -> tuple[int, ...]:
-        """Numbers of new values."""
         self.count += count
         return tuple(range(self.count - count, self.count))
 
 
 def differentiates(program: Program) -> bool:
-    """Whether every custom derivative of the program can be used.
-
-    It cannot if it was defined inside the loss and closes over a value of the loss, because JAX traces the derivative
-    later, when that value is a tracer of a trace that has ended.
-    """
+    """Whether every custom derivative of the program can be used. One that was defined inside the loss, and closes over
+    a value of it, cannot: JAX traces the derivative later, when that value is a tracer of a trace that has ended."""
     known = {id(i.value) for equation in program.equations for i in equation.inputs if isinstance(i, Constant)}
     for equation in (program.equations[number] for number in program.block.equations):  # with those in their bodies
         if equation.jaxpr is not None and _is_custom(equation.jaxpr):
@@ -474,7 +463,7 @@ def differentiates(program: Program) -> bool:
             except jax.errors.UnexpectedTracerError:
                 return False
             except Exception:
-                continue  # it has no derivative: no parameter needs it, or the step itself raises the same error
+                continue  # without a derivative: no parameter needs it, or the step itself raises the same error
             if any(isinstance(value, jax.core.Tracer) and id(value) not in known for value in constants):
                 return False
     return True

@@ -1,9 +1,9 @@
 """The sum of the gradients times their factors at one site, sum_i f_i A_i^T B_i.
 
-A partial sum over the positions of an example may be much longer than its gradient, because positions cancel, and its
-rounding would be too. So where a site has several positions, whole gradients are added, of one example after another:
-the norm then contains the rounding of that example's gradient (`norms.uncancelled`), and the rounding of the sum over
-examples is that of `dpx.sums.total`. At most one gradient of a microbatch is in memory.
+A partial sum over the positions of an example may be much longer than its gradient, because positions cancel, and so
+may its rounding. So where a site has several positions, whole gradients are added, one example after another: the norm
+then contains the rounding of that example's gradient (`norms.uncancelled`), and `dpx.sums.total` bounds the rounding of
+the sum over examples. At most one gradient of a microbatch is in memory.
 """
 
 import functools
@@ -19,10 +19,8 @@ from dpx.sums.rows import sum_in_blocks, times, weighted_rows
 
 
 def at_site(site: Site, shape: tuple[int, ...], record, factors: jax.Array) -> jax.Array:
-    """The sum, float32, of the parameter's shape, where an example adds at most one product to an element.
-
-    record: the inputs and cotangents of B examples. factors: float32 (B,).
-    """
+    """The sum, float32, of the parameter's shape, where an example adds at most one product to an element. record: the
+    inputs and cotangents of B examples. factors: float32 (B,)."""
 
     def sum_block(rows):
         record, factors = rows
@@ -35,14 +33,13 @@ def at_site(site: Site, shape: tuple[int, ...], record, factors: jax.Array) -> j
 
 def one_by_one(sites: tuple[Site, ...], shape: tuple[int, ...], records: list, factors: jax.Array) -> jax.Array:
     """The sum over all sites, float32, of the parameter's shape. records: the inputs and cotangents of B examples at
-    each site. factors: float32 (B,).
-    """
+    each site. factors: float32 (B,)."""
 
     def of_example(rows):
         records, factor = rows
         records = weighted_rows(factor, records)
         grads = [_of_example(site, shape, *record, factor=factor) for site, record in zip(sites, records, strict=True)]
-        # Because of the barrier, no product of matrices begins with the sum of the examples before.
+        # The barrier keeps matrix products from starting with the sum of the examples before.
         return jax.lax.optimization_barrier(functools.reduce(jnp.add, grads))
 
     def sum_block(rows):
@@ -55,10 +52,8 @@ def one_by_one(sites: tuple[Site, ...], shape: tuple[int, ...], records: list, f
 
 
 def _of_example(site: Site, shape: tuple[int, ...], inputs, dy: jax.Array, *, factor: jax.Array) -> jax.Array:
-    """factor times the gradient of one example at one site.
-
-    The factor multiplies the smaller of A and B. The product has the order of the parameter, else XLA transposes it.
-    """
+    """factor times the gradient of one example at one site. The factor multiplies the smaller of A and B, and the
+    product has the order of the parameter, because XLA would transpose it otherwise."""
     if site.lookup:
         return transpose(lambda w: site.apply(inputs, w), shape, times(factor, dy))
     a, b = site.matrices(inputs, dy)
@@ -74,7 +69,6 @@ def _of_example(site: Site, shape: tuple[int, ...], inputs, dy: jax.Array, *, fa
 
 
 def _reorders(function: Callable, shape: tuple[int, ...]) -> bool:
-    """Whether a function of an array of this shape changes the order of its elements."""
     equations = jax.make_jaxpr(function)(jax.ShapeDtypeStruct(shape, jnp.float32)).eqns
     orders = [list(one.params["permutation"]) for one in equations if one.primitive.name == "transpose"]
     return any(order != sorted(order) for order in orders)
