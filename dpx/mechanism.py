@@ -160,8 +160,7 @@ class Coordinates(NamedTuple):
     init:   (params) -> state
     encode: (grad, state) -> coordinates of one example's gradient, float32, without a batch axis
     decode: (released, state, like) -> (updates, next state); `like` has the shapes and dtypes that `encode` was given
-    name:   what `encode` does, for the printed pipeline
-    undo:   what `decode` does, for the printed pipeline; "" where the release stays as it is
+    name, undo: what `encode` and `decode` do, for the printed pipeline; undo is "" where the release stays as it is
     supports_ghost_norms: whether `encode` only scales coordinates (a mask) or drops leaves
     encode_whole_batch: whether each call of `encode` draws large arrays, so that one call for all examples is cheapest
     check:  (steps) -> None; raises ValueError if a schedule leaves its domain in the first `steps`

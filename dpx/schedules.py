@@ -15,8 +15,7 @@ def inverse_power(*, init_value: float, power: float) -> Schedule:
 
     init_value: above 0. power: at least 0; 1/2 in the paper's theorems, 1/4 per epoch (see `every`) in its experiments.
 
-    Raises ValueError for numbers outside these domains.
-    Source: Jiang et al. 2025, https://arxiv.org/abs/2509.09485.
+    Raises ValueError outside these domains. Source: Jiang et al. 2025, https://arxiv.org/abs/2509.09485.
     """
     require_number("init_value", init_value, minimum=0, exclusive=True)
     require_number("power", power, minimum=0)
@@ -38,8 +37,7 @@ def growing_mu(*, noise_multiplier: float, rho_mu: float, steps: int) -> Schedul
     noise_multiplier: 1/mu_0, at least 0. steps: T, int, at least 1.
     rho_mu: at least 1; the privacy parameter mu of the last step, mu_T, divided by mu_0.
 
-    Raises ValueError for numbers outside these domains.
-    Source: Dynamic DP-SGD, Du et al. 2021, https://arxiv.org/abs/2111.00173.
+    Raises ValueError outside these domains. Source: Dynamic DP-SGD, Du et al. 2021, https://arxiv.org/abs/2111.00173.
     """
     return _geometric("noise_multiplier", noise_multiplier, "rho_mu", rho_mu, steps)
 
@@ -49,8 +47,7 @@ def sensitivity_decay(*, clip_norm: float, rho_c: float, steps: int) -> Schedule
 
     clip_norm: C_0, at least 0, in the units of the gradient. steps: T, int, at least 1. rho_c: at least 1.
 
-    Raises ValueError for numbers outside these domains.
-    Source: Dynamic DP-SGD, Du et al. 2021, https://arxiv.org/abs/2111.00173.
+    Raises ValueError outside these domains. Source: Dynamic DP-SGD, Du et al. 2021, https://arxiv.org/abs/2111.00173.
     """
     return _geometric("clip_norm", clip_norm, "rho_c", rho_c, steps)
 

@@ -151,10 +151,7 @@ def private_updates_in_chunks(
 
     loss: (params, example) -> float (), of one example without a batch axis. optimizer: a `dpx.Mechanism`.
     microbatch_size: int, how many examples of a chunk are computed at once; None chooses.
-    norms: how the norms are computed: "auto", "ghost" or "vmap", as for `private_updates`.
-    with_key: the loss takes a PRNG key, loss(params, example, key). has_aux: it returns (value, aux).
-    platform: the one that the program is compiled for; None is JAX's default backend.
-    sharding: how the chunks are sharded, as for `private_updates`. backward_passes: int, as there.
+    norms, with_key, has_aux, platform, backward_passes: as for `private_updates`. sharding: how chunks are sharded.
     chunk: a `dpx.Batch`. With `drawn`, the chunks must be all chunks of one batch, from the step of the state, each
         once and in order. Otherwise the state has no epsilon, as after a batch that was used twice. Your own chunks,
         without `drawn`, are taken as they are. Add and release all chunks of a batch with one state.

@@ -158,12 +158,9 @@ def private_updates_from(
 
     update_of_unit: returns a pytree like `params`. The result goes to `optax.apply_updates`, and an optimizer of
         `dpx.chain` descends along it. So return the direction of a gradient: the old parameters minus the new.
-    optimizer: a `dpx.Mechanism`. If `dpx.chain` built it, the updates come from the optax transforms.
     microbatch_size: int, how many units are in memory at once. None: all, or fewer if they do not fit.
-    with_key: `update_of_unit` is (params, unit, key), with a PRNG key for each unit, ().
-    has_aux: it returns (update, aux), aux any pytree of arrays; `unreleased.aux` has it for every unit.
-    platform: "cpu", "cuda", "rocm" or "tpu", if the program is compiled for another one than JAX's default backend.
-    sharding: how the batches are sharded, as for `private_updates`.
+    with_key: `update_of_unit` is (params, unit, key), with a PRNG key for each unit, (). has_aux: it returns (update,
+        aux). optimizer, platform, sharding: as for `private_updates`.
     batch: a `dpx.Batch` with the units on axis 0. A unit is a pytree of arrays. If units have different numbers of
         examples, pad them, and put your own mask into the unit. `unreleased.losses` is None.
 
@@ -194,10 +191,7 @@ def explain_norms(
 
     loss: (params, example) -> float (), of one example without a batch axis. optimizer: a `dpx.Mechanism`.
     params, batch: as for the step; both may hold `jax.ShapeDtypeStruct`s instead of arrays.
-    norms: "auto", "ghost" or "vmap", as for `private_updates`.
-    with_key: the loss takes a PRNG key, loss(params, example, key). has_aux: it returns (value, aux).
-    platform: the one that the program is compiled for; None is JAX's default backend.
-    Raises ValueError for the arguments that `private_updates` refuses.
+    norms, with_key, has_aux, platform: as for `private_updates`. Raises ValueError for arguments that it refuses.
 
         >>> print(dpx.explain_norms(loss, optimizer, params, batch))
         ['b']  per-example gradients          used in add

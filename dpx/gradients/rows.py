@@ -31,7 +31,7 @@ def rows_of(mechanism: Mechanism, state: Tree, examples: Tree, *, with_key: bool
     """(examples,), or (examples, keys) with one PRNG key for each of the B examples, (B,).
 
     first: int (), the position of the first row in the whole batch, if the examples are a chunk of it.
-    Raises ValueError for a state without a mechanism.
+    Raises ValueError for a state that is not a mechanism's.
     """
     size, step = batch_size(examples), find_state(state, ReleaseState, "mechanism's state").step
     if not with_key:

@@ -30,10 +30,9 @@ class RowSum:
 
     of_row: (params, row) -> (value, aux), the loss of one example or the update of one unit; see `rows.of_one_row`.
     optimizer: the mechanism that bounds the rows; one sum for each of its factors.
-    norms: as in `private_updates`; "update" if `of_row` returns an update and not a loss.
+    norms, backward_passes: as in `private_updates`; norms is "update" if `of_row` returns an update and not a loss.
     microbatch_size: int, how many rows are in memory at once; None for a choice by their cost.
     platform: what the program is compiled for. devices: how many the rows are spread over; None if not known.
-    backward_passes: as in `private_updates`.
     look: gets the closed jaxpr of a loss, the parameters and the shapes of one row, when a step is traced.
     """
 

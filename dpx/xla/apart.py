@@ -19,10 +19,10 @@ from dpx.xla.jaxprs import bound, equations, evaluate
 
 
 def rows_apart(function: Callable) -> Callable:
-    """`function` of pytrees of arrays, whose rows stay apart under `jax.vmap`, whatever one of them holds."""
+    """`function` of pytrees of arrays, whose rows stay apart under `jax.vmap`, whatever values they hold."""
 
     def apart(*arguments):
-        # A new function, because of the same one JAX may return an old jaxpr, with old values that it closes over.
+        # A new function, because for the same one JAX may return an old jaxpr that closes over old values.
         closed, shapes = jax.make_jaxpr(lambda *given: function(*given), return_shape=True)(*arguments)
         results = evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(arguments), _apart)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
@@ -38,9 +38,9 @@ def may_mix_rows(jaxpr: Any, *, tangents: bool = True) -> bool:
         name = equation.primitive.name
         if name == "conv_general_dilated":
             return equation.params["feature_group_count"] > 1 or equation.params["batch_group_count"] > 1
-        if name == "custom_jvp_call":  # such as jax.nn.relu: its own derivative is looked at
+        if name == "custom_jvp_call":  # such as jax.nn.relu: look at its own derivative
             return tangents and _may_mix_tangents(equation)
-        return name.startswith("custom_vjp_call")  # whose derivative may hold anything
+        return name.startswith("custom_vjp_call")  # its derivative may hold anything
 
     return any(map(may, equations(jaxpr)))
 
@@ -61,7 +61,7 @@ def _may_mix_tangents(equation: core.JaxprEqn) -> bool:
     try:
         return may_mix_rows(jax.make_jaxpr(tangents)(shapes), tangents=False)
     except Exception:
-        return True  # a derivative that cannot be looked at
+        return True  # a derivative that cannot be inspected
 
 
 def _apart(equation: core.JaxprEqn, operands: list) -> list[jax.Array]:
@@ -72,7 +72,7 @@ def _apart(equation: core.JaxprEqn, operands: list) -> list[jax.Array]:
 
 
 def _body_apart(value: Any) -> Any:
-    """A parameter of an equation; a jaxpr with batch groups inside becomes one without."""
+    """A parameter of an equation, without batch groups if it is a jaxpr."""
     if not isinstance(value, core.Jaxpr | core.ClosedJaxpr) or not any(map(_in_batch_groups, equations(value))):
         return value
     jaxpr, constants = (value.jaxpr, value.consts) if isinstance(value, core.ClosedJaxpr) else (value, ())

@@ -17,8 +17,7 @@ def spread(jaxpr: Any, marks: Marks, visit: Visit, constants: Marks = ()) -> lis
     """The marks of the results of a jaxpr, given the `marks` of its inputs and of its `constants`.
 
     visit: called as visit(equation, marks of its inputs, control) for every equation, including inner ones, and in a
-        loop again whenever a round adds a mark. control: the marks of what decides its course, 0 without a conditional
-        or a loop.
+        loop again whenever a round adds a mark. control: the marks of what decides its course, 0 if nothing.
     """
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     known = dict(zip(jaxpr.invars, marks, strict=True)) | dict(zip(jaxpr.constvars, constants, strict=False))

@@ -340,8 +340,8 @@ def _sum_cost(site: Site) -> float:
 
 
 def _gradient_memory_cost(site: Site, slices: int) -> float:
-    """The cost of writing a per-example gradient, and reading it for the norm and for the sum. The norms and sums of
-    other `slices` come between the norm and the sum of one slice.
+    """The cost of writing a per-example gradient, and reading it for the norm and for the sum. Between the norm and the
+    sum of one slice come those of the other `slices`.
 
     A model that needs several devices has no memory for gradients larger than what they are computed from: a decoder of
     16 layers took 4.5 times the memory of a step without privacy (benchmarks/results/sharded.md).

@@ -37,7 +37,7 @@ class Captured(NamedTuple):
     inputs: by number of the equation of a site, all operands of the equation, in their dtypes; None for a parameter
     cotangents: by number of the equation of a site, the gradients of the losses with respect to the equation's output
 
-    An equation in a scan, and a part in slices, has an axis for these before the axis of the examples.
+    Before the axis of the examples, an equation in a scan has one for its iterations, and a part in slices for these.
     """
 
     gradients: dict[tuple[int, int], Any]

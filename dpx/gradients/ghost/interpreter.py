@@ -191,7 +191,7 @@ class _Packed:
 
 
 def _broadcast_product(equation: Equation, operands: list) -> list[jax.Array] | None:
-    """A product of arrays of two shapes, computed without the axes of length 1 that both have; None without any.
+    """A product of arrays of two shapes, computed without the axes of length 1 that both have; None if there are none.
 
     Its derivative is summed over the other axes, and on a CPU, XLA sums such a product much faster over axis 1 of (B,
     T, D) than over axis 2 of (B, 1, T, D).

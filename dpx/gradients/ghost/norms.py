@@ -7,10 +7,10 @@ An underestimated norm would break the clip bound. So each position is rescaled 
 from under- and overflowing, and a sum that is long or can cancel gets a bound on its rounding error.
 
 A norm is infinite, so that the example contributes zero, if one of these is above LARGEST = 2^63: a cotangent, the
-product of an input and its cotangent, or an input whose cotangent is not 0. First, XLA divides by a broadcast value by
-multiplying with its reciprocal, which above 2^126 is denormal and flushed to 0, and then the norm would be 0 too.
-Second, a clip factor times a cotangent, or times an input, is flushed to 0 below 2^-126. If the other array is at most
-2^63, that is an error of at most 2^-63.
+product of an input and its cotangent, or an input whose cotangent is not 0. There are two reasons. First, XLA divides
+by a broadcast value by multiplying with its reciprocal, which above 2^126 is denormal and flushed to 0, and then the
+norm would be 0 too. Second, a clip factor times a cotangent, or times an input, is flushed to 0 below 2^-126. If the
+other array is at most 2^63, that is an error of at most 2^-63.
 """
 
 import functools

@@ -145,7 +145,7 @@ class Site(NamedTuple):
     products: (inputs, dy) -> A^T B, float32 (B, K, I, O), of B examples
     arrange:  W -> (K, I, O): the same elements in the order of A^T B
     lookup:   bool, whether the equation reads rows of W by their index
-    expands:  int, how many elements A has if they are not elements of the inputs (but patches); otherwise 0
+    expands:  int, how many elements A has if these are patches of a convolution and not the inputs; otherwise 0
     """
 
     use: Use

@@ -79,7 +79,7 @@ class View(NamedTuple):
         return View((*self.steps, step))
 
     def through(self, leaf: Any) -> Any:
-        """`leaf` as the use sees it, in its own dtype, after an axis for each number in `slices`."""
+        """`leaf` as the use sees it, in its own dtype, with a leading axis for each number in `slices`."""
         for number, step in enumerate(self.steps):
             if isinstance(step, Loop):
                 if step.sliced:
