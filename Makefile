@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install demo quick check test long nightly lint mutants wheel docs clean
+.PHONY: install demo quick check test long nightly lint mutants wheel docs accelerators clean
 
 install: .venv/installed
 
@@ -65,6 +65,13 @@ check: lint quick
 # Puts deliberate faults into the library, one at a time, and says which of them no test notices: ten to thirty minutes.
 mutants: install
 	$(BIN)/python -m tests.mutants
+
+# What XLA's compilers for TPUs and GPUs make of a step, in an environment of its own: an hour, without such a device.
+ACCELERATORS := .venv-accelerators/bin
+accelerators:
+	$(PYTHON) -m venv .venv-accelerators
+	$(ACCELERATORS)/python -m pip install --quiet --editable '.[examples,accelerators]'
+	$(ACCELERATORS)/python -m benchmarks.accelerators
 
 # The sdist, the wheel that is built from it, and the README's program on that wheel in an empty environment: two minutes.
 wheel: install

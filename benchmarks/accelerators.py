@@ -1,0 +1,259 @@
+"""What XLA's compilers for TPUs and GPUs make of a private step, without such a device.
+
+    make accelerators                                         # an environment of its own, and the whole table
+    python -m benchmarks.accelerators --for v5e --for h100    # by .venv-accelerators/bin/python
+
+Each step is compiled three times: without privacy, by hand (`jax.vmap`, clipping and a sum, with the noise of
+`jax.random.normal`), and with dpx. Of each, the table has the temporary memory, the bytes that its kernels read and
+write, and the seconds to compile. For a TPU it has the cycles that the compiler estimates; for a GPU, the operations of
+its products, weighed by the peak rate of the unit that computes them. Loops count once a turn. Nothing runs, so no
+number is a time. Every program is compiled in a process of its own, because a compiler may end it.
+
+Peak rates are those of the makers' data sheets, dense. The facts of a GPU are what XLA asks the driver for. Writes
+benchmarks/results/accelerators.md.
+"""
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from benchmarks import programs, report
+
+PLAIN, BY_HAND, PRIVATE, OTHER_NOISE = "not private", "by hand", "dpx", "dpx, its noise left out"
+ROWS = (PLAIN, BY_HAND, PRIVATE, OTHER_NOISE)
+MODELS = {"mlp": 256, "adadpigu_cnn": 256, "resnet20": 64, "transformer": 64, "vit_small": 16}
+SCANS = {"gpt of 4 layers": (4, 256, 4, 5000, 64, 8), "gpt2_small": (12, 768, 12, 50_257, 512, 8)}
+FORMS = {"": "own arrays", ", scanned": "scan", ", scanned, rematerialised": "scan with remat"}
+TPU = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+GPU = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 fpus_per_core: %(lanes)s
+  shared_memory_per_block: 49152 shared_memory_per_core: %(shared)s shared_memory_per_block_optin: %(optin)s
+  core_count: %(cores)s block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: %(bandwidth)s l2_cache_size: %(cache)s clock_rate_ghz: %(clock)s device_memory_size: %(memory)s
+  cuda_compute_capability { major: %(capability)s } registers_per_core_limit: 65536 registers_per_block_limit: 65536
+}
+platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } runtime_version { major: 12 minor: 8 }
+device_description_str: "%(name)s"
+"""
+
+
+class Device(NamedTuple):
+    """topology: its name for a TPU, None for a GPU. facts: of a GPU. rates: float operations a second by the type of
+    the operands of a product, a GPU's: "f32" is the rate of plain float32, and "f32 DEFAULT" that of TF32."""
+
+    topology: str | None
+    facts: dict[str, Any]
+    rates: dict[str, float]
+
+
+DEVICES = {
+    "v5e": Device("v5e:2x2", {}, {}),
+    "v6e": Device("v6e:2x2", {}, {}),
+    "v5p": Device("v5p:2x2x1", {}, {}),
+    "a100": Device(
+        None,
+        {"name": "NVIDIA A100-SXM4-80GB", "cores": 108, "lanes": 64, "shared": 167936, "optin": 166912}
+        | {"bandwidth": 2039 * 10**9, "cache": 40 * 2**20, "clock": 1.41, "memory": 80 * 2**30, "capability": 8},
+        {"f32": 19.5e12, "f32 DEFAULT": 156e12, "bf16": 312e12},
+    ),
+    "h100": Device(
+        None,
+        {"name": "NVIDIA H100 80GB HBM3", "cores": 132, "lanes": 128, "shared": 233472, "optin": 232448}
+        | {"bandwidth": 3352 * 10**9, "cache": 50 * 2**20, "clock": 1.98, "memory": 80 * 2**30, "capability": 9},
+        {"f32": 67e12, "f32 DEFAULT": 495e12, "bf16": 990e12},
+    ),
+    "b200": Device(
+        None,
+        {"name": "NVIDIA B200", "cores": 148, "lanes": 128, "shared": 233472, "optin": 232448}
+        | {"bandwidth": 8000 * 10**9, "cache": 126 * 2**20, "clock": 1.97, "memory": 180 * 2**30, "capability": 10},
+        {"f32": 80e12, "f32 DEFAULT": 1100e12, "bf16": 2250e12},
+    ),
+}
+
+
+def models() -> list[str]:
+    return [*MODELS, *(name + more for name in SCANS for more in FORMS)]
+
+
+def problem(model: str) -> tuple[Any, Callable, Any]:
+    """The parameters, the loss of one example, and a batch, whose numbers do not matter."""
+    if model in MODELS:
+        from benchmarks import models
+
+        made = models.PROBLEMS[model]()
+        return made.params, made.loss, made.batch(MODELS[model])
+    from benchmarks import scans
+
+    name, *_ = model.split(",")
+    return scans.build(scans.Shape(*SCANS[name]), FORMS[model.removeprefix(name)])
+
+
+def step(model: str, row: str) -> tuple[Callable, tuple]:
+    """The step, and its inputs."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    import dpx
+
+    params, loss, batch = problem(model)
+    size = len(jax.tree.leaves(batch)[0])
+
+    def not_private(params, batch):
+        return jax.grad(lambda p: jax.vmap(loss, (None, 0))(p, batch).mean())(params)
+
+    def by_hand(params, batch):
+        grads = jax.vmap(jax.grad(loss), (None, 0))(params, batch)
+        factors = jnp.minimum(1, 1 / jax.vmap(optax.tree.norm)(grads)) / size
+        noise = optax.tree.random_like(jax.random.key(0), params, jax.random.normal)
+        return jax.tree.map(lambda g, n: jnp.tensordot(factors, g, 1) + n / size, grads, noise)
+
+    if row in (PLAIN, BY_HAND):
+        return (not_private if row == PLAIN else by_hand), (params, batch)
+    sampling = dpx.PoissonSampling(examples=50_000, batch_size=size)
+    mechanism = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=1.0, sampling=sampling, key=jax.random.key(2))
+    state = mechanism.init(params)
+    if row == OTHER_NOISE:
+        mechanism = mechanism.replace(
+            release=lambda sums, state, params: (jax.tree.map(lambda s: s / size, sums[0].high), state)
+        )
+    private = dpx.private_updates(loss, mechanism)
+    return lambda params, batch, state: private(params, dpx.Batch(batch, None), state)[:2], (params, batch, state)
+
+
+def described(device: str) -> Any:
+    """A device of this kind, for the compiler alone."""
+    from jax.experimental import topologies
+
+    one = DEVICES[device]
+    if one.topology:
+        return topologies.get_topology_desc(platform="tpu", topology_name=one.topology).devices[0]
+    config = GPU % one.facts
+    return topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x1").devices[0]
+
+
+def measured(device: str, model: str, row: str) -> dict[str, Any]:
+    """What the compiler says of one program, by name."""
+    import jax
+
+    from dpx.xla.place import traced_for
+
+    function, inputs = step(model, row)
+    place = jax.sharding.SingleDeviceSharding(described(device))
+    inputs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), inputs)
+    platform = "tpu" if DEVICES[device].topology else "cuda"
+    start = time.process_time()
+    with traced_for(platform=platform, devices=1, memory=None):
+        traced = jax.jit(function, out_shardings=place).trace(*inputs)
+    program = traced.lower(lowering_platforms=(platform,)).compile()
+    seconds = time.process_time() - start
+    text, memory = program.as_text() or "", program.memory_analysis()
+    flops: dict[str, float] = {}
+    for one in programs.products(text):
+        flops[one.algorithm] = flops.get(one.algorithm, 0.0) + one.flops
+    return {
+        "MiB": memory.temp_size_in_bytes / 2**20 if memory else math.nan,
+        "GB": programs.traffic(text) / 1e9,
+        "cycles": programs.cycles(text),
+        "flops": flops,
+        "seconds": seconds,
+    }
+
+
+def in_its_process(device: str, model: str, row: str) -> dict[str, Any]:
+    """`measured` there, or {"failure": words}."""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"} | TPU
+    environment["XLA_FLAGS"] = "--xla_gpu_autotune_level=0"  # nothing can be timed
+    command = [sys.executable, "-m", "benchmarks.accelerators", "--one", device, model, row]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode == 0:
+        return json.loads(done.stdout.splitlines()[-1])
+    reasons = [line for line in done.stderr.splitlines() if "Error" in line or "Check fail" in line]
+    return {"failure": (reasons or done.stderr.splitlines() or ["died"])[-1][:150]}
+
+
+def weighed(device: str, flops: dict[str, float]) -> float:
+    """Microseconds at the peak rates."""
+    rates = DEVICES[device].rates
+    return 1e6 * sum(amount / rate_of(rates, algorithm) for algorithm, amount in flops.items())
+
+
+def rate_of(rates: dict[str, float], algorithm: str) -> float:
+    """Of a product: several passes are as many products."""
+    if algorithm.startswith("BF16"):
+        return rates["bf16"] / (int(algorithm[-1]) if "_X" in algorithm else 1)
+    if algorithm.startswith("TF32"):
+        return rates["f32 DEFAULT"] / (3 if "_X3" in algorithm else 1)
+    operands, precision = algorithm.split() if " " in algorithm else (algorithm, "HIGHEST")
+    if operands in ("bf16", "f16"):
+        return rates["bf16"]
+    return rates.get(f"{operands} {precision}", rates["f32"])
+
+
+def table(device: str, results: dict[str, dict[str, Any]]) -> str:
+    """A line for each model: each figure of dpx divided by that of the step without privacy, and by hand beside it."""
+
+    def figure(row: dict[str, Any], name: str) -> float:
+        return weighed(device, row["flops"]) if name == "weighed" else row[name]
+
+    main = "cycles" if DEVICES[device].topology else "weighed"
+    columns = {main: "million cycles" if main == "cycles" else "us at peak rates"}
+    columns |= {"GB": "GB moved", "MiB": "MiB temporary", "seconds": "seconds to compile"}
+    scale = {"cycles": 1e-6}
+    lines = []
+    for model, rows in results.items():
+        plain = rows[PLAIN]
+        cells = [model]
+        for name in columns:
+            whole = "failed" if "failure" in plain else f"{figure(plain, name) * scale.get(name, 1):.3g}"
+            ratios = []
+            for row in ROWS[1:]:
+                failed = "failure" in rows[row] or "failure" in plain
+                ratios.append("fails" if failed else f"{figure(rows[row], name) / max(figure(plain, name), 1e-9):.2f}")
+            cells.append(f"{whole}: {', '.join(ratios)}")
+        lines.append(cells)
+    return report.grid(["model, batch", *columns.values()], lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--for", dest="devices", action="append", choices=DEVICES, help="a device; several times")
+    parser.add_argument("--model", dest="models", action="append", choices=models(), help="a model; several times")
+    parser.add_argument(
+        "--one", nargs=3, metavar=("DEVICE", "MODEL", "ROW"), help="print one program's figures as JSON"
+    )
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(measured(*options.one)))
+        return
+    tables, failures = {}, []
+    for device in options.devices or ["v5e", "v6e", "h100", "b200"]:
+        results: dict[str, dict[str, Any]] = {}
+        for model in options.models or models():
+            rows = results[model] = {}
+            for row in ROWS:
+                rows[row] = in_its_process(device, model, row)
+                print(device, model, row, rows[row], file=sys.stderr, flush=True)
+                if "failure" in rows[row]:
+                    failures.append(f"{device}, {model}, {row}: `{rows[row]['failure']}`")
+        tables[f"{device}; without privacy, and divided by it: by hand, dpx, dpx without its noise"] = table(
+            device, results
+        )
+    head = report.heading("benchmarks.accelerators", ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "flax", "optax"))
+    print(report.write("accelerators", head, tables, notes=failures))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""What the compiled programs of other devices say, read from their text; and a step for a TPU, if its compiler is here."""
+
+# ruff: noqa: E501
+
+import importlib.util
+
+import pytest
+
+from benchmarks import accelerators, programs
+
+# Lines of programs for a TPU and for a GPU: a loop of five turns each.
+TPU = """
+%body.1 (arg: f32[8,4]) -> f32[8,4] {
+  %arg = f32[8,4]{1,0:T(8,128)} parameter(0)
+  %other = f32[4,4]{1,0:T(8,128)} constant({...})
+  ROOT %fusion.1 = f32[8,4]{1,0} fusion(%arg, %other), kind=kOutput, calls=%inner.1, backend_config={"estimated_cycles":"100"}
+}
+%inner.1 (a: f32[8,4], b: f32[4,4]) -> f32[8,4] {
+  %a = f32[8,4]{1,0} parameter(0)
+  %b = f32[4,4]{1,0} parameter(1)
+  ROOT %convolution.1 = f32[8,4]{1,0} convolution(%a, %b), dim_labels=bf_io->bf, operand_precision={highest,highest}
+}
+%condition.1 (arg: s32[]) -> pred[] {
+  %arg.1 = s32[] parameter(0)
+  %constant.1 = s32[] constant(5)
+  ROOT %lt.1 = pred[] compare(%arg.1, %constant.1), direction=LT
+}
+ENTRY %main (x: f32[8,4]) -> f32[8,4] {
+  %x = f32[8,4]{1,0} parameter(0)
+  %copy.1 = f32[8,4]{1,0} copy(%x), backend_config={"estimated_cycles":"7"}
+  ROOT %while.1 = f32[8,4]{1,0} while(%copy.1), condition=%condition.1, body=%body.1
+}
+"""
+GPU = """
+ENTRY %main (x: bf16[8,4], y: bf16[4,16], k: f32[3,3,2,6], im: f32[1,5,5,2]) -> f32[8,16] {
+  %x = bf16[8,4]{1,0} parameter(0)
+  %y = bf16[4,16]{1,0} parameter(1)
+  %k = f32[6,3,3,2]{3,2,1,0} parameter(2)
+  %im = f32[1,5,5,2]{3,2,1,0} parameter(3)
+  %conv = (f32[1,5,5,6]{3,2,1,0}, u8[0]{0}) custom-call(%im, %k), window={size=3x3}, dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn$convForward"
+  %dot.1 = f32[8,16]{1,0} dot(%x, %y), lhs_contracting_dims={1}, rhs_contracting_dims={0}, algorithm=dot_bf16_bf16_f32_x3
+  ROOT %dot.2 = bf16[8,16]{1,0} dot(%x, %y), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+"""
+
+
+def test_products_and_cycles_of_a_loop_count_once_a_turn():
+    (product,) = programs.products(TPU)
+    assert product == programs.Product("f32 HIGHEST", 5 * 2 * 8 * 4 * 4, "f32[8,4]")
+    assert programs.cycles(TPU) == 5 * 100 + 7
+    assert programs.traffic(TPU) == 4 * (2 * 32 + 5 * (32 + 16 + 32))
+
+
+def test_products_have_their_algorithm_and_its_rate():
+    convolution, named, plain = programs.products(GPU)
+    assert convolution == programs.Product("f32 DEFAULT", 2 * 25 * 6 * 9 * 2, convolution.shape)
+    assert (named.algorithm, plain.algorithm) == ("BF16_BF16_F32_X3", "bf16 DEFAULT")
+    assert named.flops == plain.flops == 2 * 8 * 16 * 4
+    rates = accelerators.DEVICES["h100"].rates
+    assert accelerators.rate_of(rates, "f32 HIGHEST") == 67e12 and accelerators.rate_of(rates, "f32 DEFAULT") == 495e12
+    assert accelerators.rate_of(rates, "BF16_BF16_F32_X3") == 330e12
+
+
+@pytest.mark.long
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the TPU's compiler: pip install libtpu")
+def test_a_private_step_compiles_for_a_tpu():
+    found = accelerators.in_its_process("v5e", "mlp", accelerators.PRIVATE)
+    assert "failure" not in found, found
+    assert found["MiB"] < 0.05 * 1_796_010 * 4 / 2**20 + 1
