@@ -310,7 +310,7 @@ def test_a_state_of_an_earlier_record_is_refused():
     earlier = {"step": 2, "precision": np.zeros(2), "terms": np.zeros(2), "planned_steps": 0, "stream": 0}
     with pytest.raises(TypeError, match="unexpected keyword argument"):
         ReleaseState(**earlier)
-    with pytest.raises(TypeError, match="missing 6 required positional arguments: 'plan'"):
+    with pytest.raises(TypeError, match="missing 7 required positional arguments: 'plan'"):
         ReleaseState(*earlier.values())
     with pytest.raises(ValueError, match="field names of the state dict and the named tuple do not match"):
         flax.serialization.from_state_dict(state, earlier)

@@ -65,15 +65,17 @@ example has no part, the two sums are equal, and so are the two laws of the PROG
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
 from dpx.accounting.profiles import Profile
+from dpx.keys import integers
 from dpx.keys.noise import LARGEST_RELEASE, pairs_of
 from dpx.keys.normals import EVALUATION
+from dpx.xla.place import here
 
 _SHARE_OF_FRAME, _VARIATION_OF_P, _LARGEST_CHANGE = 136.0, 3.0, 0.14  # of Lemma 1
 _MEAN_OF_CHANGES, _BAD_PAIRS = 1.01, 1.02  # of Lemma 2 and of t, which has the 1e-20 of a search with more trials, too
@@ -92,12 +94,13 @@ _LARGEST_EPSILON, _USUAL_EPSILON, _LARGEST_UNKNOWN = 1e9, 4.0, 600.0
 class Normals:
     """A sampler of pairs of normals, in standard deviations.
 
-    evaluation: the most that the evaluation of a pair moves it, float; with 64 bits at least 2^-45 (Lemma 1). digits:
-    triples (l, x, y), l rising: where p < 2^-l, p is off by at most x, and theta by at most y. pairs: the most pairs of
-    one release; 0 is exact noise.
+    evaluation, slope: the evaluation of a pair moves it by at most evaluation + slope r, floats; with 64 bits, the
+    first is at least 2^-45 (Lemma 1). digits: triples (l, x, y), l rising: where p < 2^-l, p is off by at most x, and
+    theta by at most y. pairs: the most pairs of one release; 0 is exact noise.
     """
 
     evaluation: float = EVALUATION
+    slope: float = 0.0
     digits: tuple[tuple[int, float, float], ...] = (
         (0, 2.0**-65, 2.0**-65),
         (32, 2.0**-93, 2.0**-37),
@@ -110,7 +113,7 @@ class Normals:
         r, of_p, of_angle = np.sqrt(-2 * np.log(p)), np.empty(p.shape), np.empty(p.shape)
         for level, *most in self.digits:
             of_p[p < 2.0**-level], of_angle[p < 2.0**-level] = most
-        return self.evaluation * (1 + 1 / 512) + of_p / (p * r) + 2 * np.pi * r * of_angle
+        return self.evaluation * (1 + 1 / 512) + self.slope * r + of_p / (p * r) + 2 * np.pi * r * of_angle
 
     def changes(self) -> np.ndarray:
         """h for p in (2^-(j+1), 2^-j], float64 (_MOST_BITS,): the largest of all p from there on, which falls with p.
@@ -126,6 +129,22 @@ class Normals:
 
 
 NORMALS = Normals()
+# Those of a TPU. Where p has 64 digits, they round it down.
+INTEGERS = Normals(integers.EVALUATION, integers.SLOPE, ((0, 2.0**-64, 2.0**-65), *NORMALS.digits[1:]))
+
+
+def normals_of(numbers: int | Normals, in_integers: bool = False) -> Normals:
+    """The sampler that a release of so many numbers is billed for. in_integers: whether it is that of a TPU, which it
+    is anyhow where programs are traced for one (`dpx.xla.place.here`). A `Normals` is returned as it is."""
+    if isinstance(numbers, Normals):
+        return numbers
+    return replace(INTEGERS if in_integers or here().platform == "tpu" else NORMALS, pairs=pairs_of(numbers))
+
+
+def worst(each: Iterable[int | Normals]) -> Normals:
+    """A sampler that costs at least as much as each of these."""
+    found = [normals_of(one) for one in each]
+    return replace(max(found, key=lambda one: one.evaluation), pairs=max(one.pairs for one in found))
 
 
 class Addition(NamedTuple):

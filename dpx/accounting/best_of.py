@@ -8,7 +8,8 @@ from dp_accounting import DpEvent
 from dp_accounting.dp_event import RepeatAndSelectDpEvent
 
 from dpx.accounting import renyi
-from dpx.accounting.bill import batches_of, event_of, numbers_of
+from dpx.accounting.arithmetic import worst
+from dpx.accounting.bill import batches_of, event_of, normals_for
 from dpx.accounting.checks import Relation, require_relation
 from dpx.accounting.compose import Composition, common_records, require_one_unit
 from dpx.accounting.ledger import from_event
@@ -100,7 +101,7 @@ def best_of(
         units=units,
         examples=examples,
         records=records,
-        numbers=max(numbers_of(*(each if isinstance(each, tuple) else (None, 0))) for each in candidates),
+        numbers=worst(normals_for(*(each if isinstance(each, tuple) else (None, 0))) for each in candidates),
         trial=trial,
         trials=trials,
         distribution=distribution,

@@ -6,6 +6,7 @@ import dp_accounting
 import numpy as np
 
 from dpx.accounting import checks
+from dpx.accounting.arithmetic import Normals, normals_of
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.events import billed
 from dpx.accounting.groups import require_nulled
@@ -61,8 +62,8 @@ def epsilon(
     """
     event, relation = event_of(optimizer, steps_or_state, relation, records=records, weight=weight)
     checks.warn_of_large_delta(delta, optimizer.sampling)
-    numbers = numbers_of(optimizer, steps_or_state, numbers)
-    return billed(event, accountant=accountant, relation=relation, numbers=numbers).epsilon(delta)
+    normals = normals_for(optimizer, steps_or_state, numbers)
+    return billed(event, accountant=accountant, relation=relation, numbers=normals).epsilon(delta)
 
 
 def delta(
@@ -91,8 +92,8 @@ def delta(
     """
     epsilon = checks.require_epsilon(epsilon)
     event, relation = event_of(optimizer, steps_or_state, relation, records=records, weight=weight)
-    numbers = numbers_of(optimizer, steps_or_state, numbers)
-    return billed(event, accountant=accountant, relation=relation, numbers=numbers).delta(epsilon)
+    normals = normals_for(optimizer, steps_or_state, numbers)
+    return billed(event, accountant=accountant, relation=relation, numbers=normals).delta(epsilon)
 
 
 def event_of(
@@ -147,6 +148,12 @@ def numbers_of(optimizer: Any, steps_or_state: Any, numbers: int | None = None) 
     if known is not None and numbers < known:
         raise ValueError(f"numbers must be at least the {known} of the run, got {described(numbers)}")
     return checks.require_numbers(numbers)
+
+
+def normals_for(optimizer: Any, steps_or_state: Any, numbers: int | None = None) -> Normals:
+    """What draws the `numbers_of` a run: after a release on a TPU, in integers."""
+    in_integers = not _is_number(steps_or_state) and int(release_state(steps_or_state).in_integers) > 0
+    return normals_of(numbers_of(optimizer, steps_or_state, numbers), in_integers)
 
 
 def _relation_of(event: dp_accounting.DpEvent, sampling: Any, relation: Relation | None) -> Relation:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from dpx.accounting import checks
-from dpx.accounting.bill import event_of, numbers_of, require_billable
+from dpx.accounting.bill import event_of, normals_for, require_billable
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.events import billed, within
 from dpx.accounting.ledger import DISTINCT, FEW
@@ -66,7 +66,7 @@ def calibrate(
 
     def bill(noise_multiplier: float, distinct: int = DISTINCT, **options: Any) -> float:
         event, stated = event_of(make(noise_multiplier), steps, relation, records=records, distinct=distinct)
-        options |= {"accountant": accountant, "relation": stated, "numbers": numbers_of(None, steps, numbers)}
+        options |= {"accountant": accountant, "relation": stated, "numbers": normals_for(None, steps, numbers)}
         costs[noise_multiplier] = within(billed(event, **options), epsilon, delta)
         return costs[noise_multiplier]
 
@@ -266,7 +266,7 @@ def max_steps(
             if steps == 1:
                 raise
             return False  # beyond the schedule
-        numbers = numbers_of(optimizer, steps)
+        numbers = normals_for(optimizer, steps)
         return billed(event, accountant=accountant, relation=stated, numbers=numbers).epsilon(delta) <= epsilon
 
     low, high = 0, 1

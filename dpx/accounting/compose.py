@@ -12,7 +12,8 @@ import numpy as np
 
 from dpx import keys
 from dpx.accounting import checks
-from dpx.accounting.bill import batches_of, billed_steps, event_of, numbers_of, of_records, records_of
+from dpx.accounting.arithmetic import Normals, worst
+from dpx.accounting.bill import batches_of, billed_steps, event_of, normals_for, of_records, records_of
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.events import billed
 from dpx.accounting.profiles import Profile
@@ -61,7 +62,7 @@ class Composition:
     examples: tuple[int, ...] = field(default=(), kw_only=True, repr=False, compare=False)
     records: int = field(default=1, kw_only=True)
     others: tuple[dp_accounting.DpEvent, ...] = field(default=(), kw_only=True, repr=False)
-    numbers: int = field(default=LARGEST_RELEASE, kw_only=True)
+    numbers: int | Normals = field(default=LARGEST_RELEASE, kw_only=True)
 
     def epsilon(self, *, delta: float, accountant: Accountant = "tightest") -> float:
         """An upper bound of epsilon at `delta`, which is in (0, 1); see `dpx.epsilon`."""
@@ -158,7 +159,7 @@ def compose_runs(*runs: Any, shared_batches: bool | None = None, records: int | 
         units=units,
         examples=examples,
         records=records,
-        numbers=max(run.numbers for run in composed),
+        numbers=worst(run.numbers for run in composed),
     )
 
 
@@ -194,7 +195,7 @@ def _composition(run: Any, records: int) -> Composition:
         batch_keys=(batch_key,) if batch_key else (),
         units=(unit,),
         examples=(mechanism.sampling.examples,),
-        numbers=numbers_of(mechanism, spent),
+        numbers=normals_for(mechanism, spent),
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from dp_accounting import DpEvent
 
 from dpx.accounting import checks
-from dpx.accounting.arithmetic import Implemented, addition
+from dpx.accounting.arithmetic import Implemented, Normals, addition
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.delegated import DelegatedProfile
 from dpx.accounting.ledger import from_event
@@ -106,12 +106,12 @@ def billed(
     curve: bool = False,
     grid: float | None = None,
     runs: int = 1,
-    numbers: int = LARGEST_RELEASE,
+    numbers: int | Normals = LARGEST_RELEASE,
 ) -> Implemented:
     """The profile of a run of dpx with this event: that of `event_profile`, and what the arithmetic of its noise adds.
 
     Every bill of a run is one of this profile. runs: how many runs each release of the event stands for. numbers: the
-    most of one release; 0 for exact noise.
+    most of one release, or the `Normals` that draw them; 0 for exact noise.
     """
     options: Any = {"buckets": buckets, "curve": curve, "grid": grid}
     exact = event_profile(event, accountant=accountant, relation=relation, **options)

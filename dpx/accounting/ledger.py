@@ -19,7 +19,7 @@ from dp_accounting.dp_event import (
     TruncatedSubsampledGaussianDpEvent,
 )
 
-from dpx.accounting.arithmetic import Implemented, Normals
+from dpx.accounting.arithmetic import Implemented, Normals, normals_of
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.delegated import Delegated, delegated
 from dpx.accounting.groups import GroupGaussianDpEvent, Mixture
@@ -30,7 +30,6 @@ from dpx.accounting.pld.losses import Losses, SampledGaussian, StepLoss
 from dpx.accounting.profiles import UNBOUNDED, Profile, profile
 from dpx.accounting.samples import FixedSize, FixedSizeGaussian, Truncated, gaussian, round_to_few_truncated
 from dpx.accounting.selection import Choice, OneOfDpEvent, Search
-from dpx.keys.noise import pairs_of
 from dpx.sampling.events import RandomAllocationDpEvent, composition
 
 _FREE = 1e9  # a Gaussian of so much more noise than another costs nothing beside it, in float64
@@ -171,11 +170,10 @@ class Ledger:
         """The same in one line."""
         return ", ".join(self.words()) or "nothing"
 
-    def implemented(self, exact: Profile, relation: Relation, *, runs: int = 1, numbers: int) -> Implemented:
+    def implemented(self, exact: Profile, relation: Relation, *, runs: int = 1, numbers: int | Normals) -> Implemented:
         """The profile `exact` with what the arithmetic of the noise adds; see `events.billed`."""
         most, mean = self.released
-        normals = Normals(pairs=pairs_of(numbers))
-        return Implemented(exact, runs * most, runs * mean, self.largest_shift(relation), normals)
+        return Implemented(exact, runs * most, runs * mean, self.largest_shift(relation), normals_of(numbers))
 
     def of_records(self, records: int, *, distinct: int = DISTINCT) -> DpEvent:
         """The event of the same releases for a unit that owns up to `records` records, each with coins of its own.

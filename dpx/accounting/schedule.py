@@ -10,7 +10,7 @@ import numpy as np
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
 
 from dpx.accounting import checks
-from dpx.accounting.arithmetic import Implemented, Normals
+from dpx.accounting.arithmetic import Implemented, Normals, normals_of
 from dpx.accounting.bill import of_records
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.events import billed
@@ -19,7 +19,7 @@ from dpx.accounting.ledger import DISTINCT, from_event
 from dpx.accounting.pld.buckets import BUCKETS, Buckets, bucketed_gaussians
 from dpx.accounting.pld.losses import Losses, SampledGaussian
 from dpx.accounting.profiles import UNBOUNDED, ComposedProfile, GaussianProfile, Profile, profile, unsampled
-from dpx.keys.noise import LARGEST_RELEASE, pairs_of
+from dpx.keys.noise import LARGEST_RELEASE
 from dpx.sampling.events import composition
 from dpx.sampling.poisson import PoissonSampling
 from dpx.sampling.schemes import FixedSizeSampling, FullBatch, Sampling, ShuffledEpochs
@@ -177,11 +177,11 @@ def upper_profile(steps: Buckets, *, accountant: Accountant, relation: Relation,
 
 
 def implemented(
-    exact: Profile, sigmas: np.ndarray, counts: np.ndarray, relation: Relation, numbers: int
+    exact: Profile, sigmas: np.ndarray, counts: np.ndarray, relation: Relation, numbers: int | Normals
 ) -> Implemented:
     """The profile of a run of dpx with these steps, as `events.billed` has it; exact: that of exact arithmetic."""
     least, effect = float(sigmas[counts > 0].min(initial=math.inf)), 2 if relation == "replace_one" else 1
-    shift, normals = effect / least if least > 0 else math.inf, Normals(pairs=pairs_of(numbers))
+    shift, normals = effect / least if least > 0 else math.inf, normals_of(numbers)
     return Implemented(exact, int(counts.sum()), float(counts.sum()), shift, normals)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from dpx import keys
 from dpx.accounting import epsilon
-from dpx.accounting.bill import numbers_of
+from dpx.accounting.bill import normals_for
 from dpx.accounting.checks import require_relation
 from dpx.accounting.events import billed
 from dpx.accounting.ledger import without_truncation
@@ -107,7 +107,7 @@ def truncation(optimizer: Mechanism, steps: int | None, delta: float | None) -> 
     if steps is None or delta is None or not optimizer.sampling.truncates:
         return []
     event, relation = optimizer.event(steps), require_relation(optimizer.sampling.relation)
-    options: Any = {"relation": relation, "numbers": numbers_of(optimizer, steps)}
+    options: Any = {"relation": relation, "numbers": normals_for(optimizer, steps)}
     spent, without = (billed(e, **options).epsilon(delta) for e in (event, without_truncation(event)))
     more = spent / without - 1 if 0 < without < math.inf else 0.0
     words = f"cutting batches to most_rows = {optimizer.sampling.most_rows} costs {more:.2%} of epsilon"

@@ -36,6 +36,7 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
+from dpx.keys import integers
 from dpx.keys.cipher import RARE, derived, threefry4x32
 from dpx.keys.normals import normal, radius_and_angle
 from dpx.keys.streams import words as secret_words
@@ -44,13 +45,14 @@ from dpx.sums.total import FloatPair, as_pair
 from dpx.trees import Tree
 from dpx.validation import require_number
 from dpx.xla.ordering import opaque_false
-from dpx.xla.place import here, warn_of_fast_math
+from dpx.xla.place import Place, float64, here, warn_of_fast_math
 
 # 32 KiB; from 2^11 to 2^17 numbers, a CPU is about equally fast (benchmarks/results/noise.md).
 CHUNK_NUMBERS = 2**13
 LARGEST_RELEASE = 2**32  # numbers, for which the bill is made (dpx/accounting/arithmetic.py)
 ONE_STREAM = 2**31  # numbers, because an index of an array is an int32
 LARGEST_LEAF = 2**32 - CHUNK_NUMBERS  # numbers, because places in a leaf are uint32
+IN_INTEGERS = 64  # chunks that a TPU makes at once, of 2 MiB
 REPEATED = 4  # leaves with the shape of an earlier one; for fewer, sharing programs takes longer to compile
 GRID = 4  # the deviation is 2^4 to 2^5 times gamma
 
@@ -90,9 +92,11 @@ def release(
     total: float32 arrays, or a `FloatPair`. deviation: float32 (), public, at least 2^-126; 0 and smaller numbers
         add no noise. For a Python 0.0 none is drawn either.
 
-    On a CPU, a loop makes one chunk after another, which stays in the cache. On another device, all numbers are made at
-    once. On several devices, every leaf is made from the places of its numbers, because XLA can shard that like the
-    leaf. Warns once if XLA_FLAGS has fast math, under which no bound of a sum holds. Raises ValueError for more than
+    On a CPU, a loop makes one chunk after another, which stays in the cache. On a TPU, it makes larger chunks, in
+    integers (`integers.py`). On a GPU, all numbers are made at once. On several devices, every leaf is made from the
+    places of its numbers, because XLA can shard that like the leaf.
+
+    Warns once if XLA_FLAGS has fast math, under which no bound of a sum holds. Raises ValueError for more than
     LARGEST_RELEASE numbers, or a leaf of more than LARGEST_LEAF.
     """
     if (stand_in := STAND_INS.value.release) is not None:
@@ -103,7 +107,7 @@ def release(
     leaves, structure = jax.tree.flatten(high)
     lows = None if low is None else structure.flatten_up_to(low)
     places = positions_of([leaf.shape for leaf in leaves])
-    how = places, here().devices, is_drawn(deviation)
+    how = places, here(), is_drawn(deviation)
     words, deviation = secret_words(key), as_deviation(deviation)
     with jax.disable_jit(False):  # the loops are written for tracers
         return structure.unflatten(release_leaves(words, jnp.asarray(step), deviation, leaves, lows, *how))
@@ -153,18 +157,26 @@ def _half(size: int) -> int:
 
 @functools.partial(jax.jit, static_argnums=(5, 6, 7))
 def release_leaves(
-    words, step, deviation, highs, lows, places: tuple[Position, ...], devices: int, drawn: bool
+    words, step, deviation, highs, lows, places: tuple[Position, ...], place: Place, drawn: bool
 ) -> list[jax.Array]:
     """The released leaves. words: of the key, uint32 (4,). highs, lows: of the `FloatPair`; lows may be None."""
     highs, shapes = [high.astype(jnp.float32) for high in highs], [high.shape for high in highs]
     size = sum(map(math.prod, shapes))
+    as_integers = place.platform == "tpu"
 
-    def normals(at: Position, shape: tuple[int, ...]) -> ArrayLike:
-        return _normals(words, step, at, shape) if drawn else np.float64(0)
+    def of_leaf(high, low, at: Position) -> jax.Array:
+        if as_integers:
+            pair, second = _pairs(at, high.shape)
+            return _of_integers(deviation, high, low, _polar(words, step, pair, at.stream) if drawn else None, second)
+        return rounded(high, low, _normals(words, step, at, high.shape) if drawn else np.float64(0), deviation)
 
-    if devices > 1 or not 0 < size < ONE_STREAM:
-        each = zip(places, highs, lows or [None] * len(highs), strict=True)
-        return [rounded(high, low, normals(at, high.shape), deviation) for at, high, low in each]
+    if place.devices > 1 or not 0 < size < ONE_STREAM:
+        return [of_leaf(*leaf) for leaf in zip(highs, lows or [None] * len(highs), places, strict=True)]
+
+    def in_integers(highs, lows) -> list[jax.Array]:
+        low = None if lows is None else in_rows(lows, places, IN_INTEGERS)
+        made = _made_in_integers(words, step, deviation, in_rows(highs, places, IN_INTEGERS), low, drawn)
+        return in_leaves(made, step, places, shapes)
 
     def by_chunks(highs, lows) -> list[jax.Array]:
         low = None if lows is None else in_rows(lows, places)
@@ -172,10 +184,11 @@ def release_leaves(
         return in_leaves(made, step, places, shapes)
 
     def at_once(highs, lows) -> list[jax.Array]:
-        low = None if lows is None else _flat(lows)
-        made = rounded(_flat(highs), low, normals(places[0], (size,)), deviation)
+        made = of_leaf(_flat(highs), None if lows is None else _flat(lows), places[0])
         return in_leaves(made, step, places, shapes)
 
+    if as_integers:
+        return in_integers(highs, lows)
     return jax.lax.platform_dependent(highs, lows, cpu=by_chunks, default=at_once)
 
 
@@ -184,10 +197,10 @@ def _flat(leaves: list[jax.Array], padding: int = 0) -> jax.Array:
     return jnp.concatenate([*(leaf.reshape(-1) for leaf in leaves), *zeros])
 
 
-def in_rows(leaves: list[jax.Array], places: tuple[Position, ...]) -> jax.Array:
-    """The leaves one after another, and zeros up to a whole chunk, float32 (2 * chunks, half)."""
+def in_rows(leaves: list[jax.Array], places: tuple[Position, ...], most: int = 1) -> jax.Array:
+    """The leaves one after another, and zeros up to a multiple of at most `most` chunks, float32 (2 * chunks, half)."""
     size, half = sum(leaf.size for leaf in leaves), places[0].half
-    return _flat(leaves, -size % (2 * half)).reshape(-1, half)
+    return _flat(leaves, -size % (2 * half * min(most, -(-size // (2 * half))))).reshape(-1, half)
 
 
 def in_leaves(made: jax.Array, step, places: tuple[Position, ...], shapes: list[tuple[int, ...]]) -> list[jax.Array]:
@@ -231,8 +244,47 @@ def made_in_chunks(words, step, deviation, high: jax.Array, low: jax.Array | Non
     return jax.lax.fori_loop(0, len(high) // 2, make, high)
 
 
-def _normals(words, step, at: Position, shape: tuple[int, ...], compact: bool = False) -> jax.Array:
-    """The normals of a leaf of this shape, float64, each made from its place. compact: of one axis."""
+def _made_in_integers(words, step, deviation, high: jax.Array, low: jax.Array | None, drawn: bool) -> jax.Array:
+    """`made_in_chunks` in integers, with up to IN_INTEGERS chunks at once, which `high` has a multiple of."""
+    half = high.shape[1]
+    rows = min(IN_INTEGERS, len(high) // 2), half  # of a chunk each
+
+    def make(number, made):
+        row, column = (jax.lax.broadcasted_iota(jnp.uint32, rows, axis) for axis in (0, 1))
+        pair = (number.astype(jnp.uint32) * np.uint32(rows[0]) + row) * np.uint32(half) + column
+        polar = _polar(words, step, pair, 0) if drawn else None
+        for second in (False, True):
+            start = number * rows[0], second * half
+            high = jax.lax.dynamic_slice(made, start, rows)
+            more = None if low is None else jax.lax.dynamic_slice(low, start, rows)
+            of_rows = _of_integers(deviation, high, more, polar, jnp.full(rows, second))
+            made = jax.lax.dynamic_update_slice(made, of_rows, start)
+        return made
+
+    high, low = high.reshape(-1, 2 * half), None if low is None else low.reshape(-1, 2 * half)
+    return jax.lax.fori_loop(0, len(high) // rows[0], make, high)
+
+
+def _polar(words, step, pair: jax.Array, stream: int) -> tuple:
+    """The blocks of these pairs, and their `integers.radius`. With the barriers, one kernel is three, of a size that a
+    TPU's compiler can plan."""
+    block = jax.lax.optimization_barrier(threefry4x32(words, _block(step, pair, stream)))
+    return block, jax.lax.optimization_barrier(integers.radius(block, rare_word(words, step)))
+
+
+def _of_integers(deviation, high: jax.Array, low: jax.Array | None, polar: tuple | None, second: jax.Array):
+    """`rounded` in integers. polar: `_polar` of the pairs; None draws no noise. second: as in `integers.normal`."""
+    bits = jax.lax.bitcast_convert_type(deviation, jnp.uint32)
+    noise, scale = None, (bits & np.uint32(0x7FFFFF)) | np.uint32(0x800000)
+    if polar is not None:
+        noise = integers.normal(polar[1], polar[0], second, scale)
+    exponent = (bits >> 23).astype(jnp.int32)
+    made = integers.rounded(high, low, noise, exponent - np.int32(127 + GRID))
+    return jnp.where(exponent == 0, high if low is None else high + low, made)
+
+
+def _pairs(at: Position, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+    """Of each number of a leaf of this shape: the number of its pair, uint32, and whether it is the second, bool."""
     lax = jax.lax
 
     def every(value) -> jax.Array:
@@ -244,12 +296,19 @@ def _normals(words, step, at: Position, shape: tuple[int, ...], compact: bool = 
         place = lax.add(place, lax.mul(every(stride), lax.broadcasted_iota(jnp.uint32, shape, axis)))
     chunk, place = lax.div(place, every(2 * at.half)), lax.rem(place, every(2 * at.half))
     second = lax.ge(place, every(at.half))
-    pair = lax.add(lax.mul(chunk, every(at.half)), lax.rem(place, every(at.half)))
-    # The barriers keep XLA from computing the cipher again for each word, and for each use of the radius.
-    block = threefry4x32(words, _block(step, pair, at.stream))
-    block, rare = lax.optimization_barrier((_at_once(block) if compact else block, rare_word(words, step)))
+    return lax.add(lax.mul(chunk, every(at.half)), lax.rem(place, every(at.half))), second
+
+
+def _normals(words, step, at: Position, shape: tuple[int, ...], compact: bool = False) -> jax.Array:
+    """The normals of a leaf of this shape, float64, each made from its place. compact: of one axis."""
+    lax, (pair, second) = jax.lax, _pairs(at, shape)
+    block, rare = threefry4x32(words, _block(step, pair, at.stream)), rare_word(words, step)
+    # The barriers keep a CPU from computing the cipher again for each word, and for each use of the radius. A GPU would
+    # write every word of it to memory for them, which is 8 times that of the numbers.
+    barrier = lax.optimization_barrier if here().platform == "cpu" else lambda arrays: arrays
+    block, rare = barrier((_at_once(block) if compact else block, rare))
     with jax.enable_x64(True):
-        radius, theta = lax.optimization_barrier(radius_and_angle(block, rare))
+        radius, theta = barrier(radius_and_angle(block, rare))
         return normal(radius, theta, second)
 
 
@@ -311,7 +370,7 @@ def release_and_rest(
             return released, doubles.less(released, given)
     warn_of_fast_math()
     leaves, structure = jax.tree.flatten(jax.eval_shape(total, parts).high)
-    how = total, positions_of([leaf.shape for leaf in leaves]), here().devices, is_drawn(deviation)
+    how = total, positions_of([leaf.shape for leaf in leaves]), here(), is_drawn(deviation)
     with jax.disable_jit(False):
         made = _release_and_rest(secret_words(key), jnp.asarray(step), as_deviation(deviation), parts, *how)
     released, high, low = map(structure.unflatten, made)
@@ -320,13 +379,13 @@ def release_and_rest(
 
 @functools.partial(jax.jit, static_argnums=(4, 5, 6, 7))
 def _release_and_rest(
-    words, step, deviation, parts, total, places: tuple[Position, ...], devices: int, drawn: bool
+    words, step, deviation, parts, total, places: tuple[Position, ...], place: Place, drawn: bool
 ) -> tuple:
     """The leaves of `release_and_rest`: three lists, of what is released, and of both numbers of the rest."""
     shapes = [leaf.shape for leaf in jax.tree.leaves(jax.eval_shape(total, parts).high)]
 
     def rest(released, highs, lows) -> tuple:
-        with jax.enable_x64(True):
+        with float64("noise that is kept"):
             return released, *doubles.less(released, FloatPair(highs, lows))
 
     def by_chunks(parts) -> tuple:
@@ -342,9 +401,9 @@ def _release_and_rest(
 
     def by_leaves(parts) -> tuple:
         highs, lows = (jax.tree.leaves(numbers) for numbers in total(parts))
-        return rest(release_leaves(words, step, deviation, highs, lows, places, devices, drawn), highs, lows)
+        return rest(release_leaves(words, step, deviation, highs, lows, places, place, drawn), highs, lows)
 
-    if devices > 1 or not 0 < sum(map(math.prod, shapes)) < ONE_STREAM:
+    if place.devices > 1 or not 0 < sum(map(math.prod, shapes)) < ONE_STREAM:
         return by_leaves(parts)
     return jax.lax.platform_dependent(parts, cpu=by_chunks, default=by_leaves)
 

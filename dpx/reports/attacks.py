@@ -8,7 +8,7 @@ import numpy as np
 from scipy import special
 
 from dpx.accounting import checks
-from dpx.accounting.bill import event_of, numbers_of, records_of
+from dpx.accounting.bill import event_of, normals_for, records_of
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.compose import Composition
 from dpx.accounting.events import billed
@@ -115,7 +115,7 @@ def profile_of(
 ) -> Profile:
     """The profile of a run, for deltas at many epsilons. The arguments are those of `dpx.epsilon`."""
     event, stated = event_of(mechanism, steps_or_state, relation, records=records)
-    numbers = numbers_of(mechanism, steps_or_state)
+    numbers = normals_for(mechanism, steps_or_state)
     return billed(event, accountant=accountant, relation=stated, curve=True, numbers=numbers)
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dpx.accounting import checks
-from dpx.accounting.bill import event_of, numbers_of, records_of
+from dpx.accounting.bill import event_of, normals_for, records_of
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.events import billed
 from dpx.accounting.pld.buckets import BUCKETS
@@ -102,7 +102,7 @@ def epsilon_over_steps(
     for step in steps_shown.tolist():
         event, stated = event_of(mechanism, step, relation, records=records)
         buckets = BUCKETS if step == steps else _BUCKETS
-        options: Any = {"buckets": buckets, "numbers": numbers_of(mechanism, step)}
+        options: Any = {"buckets": buckets, "numbers": normals_for(mechanism, step)}
         spent.append(billed(event, accountant=accountant, relation=stated, **options).epsilon(delta))
     spent = np.minimum.accumulate(spent[::-1])[::-1]  # fewer steps cost no more
     return EpsilonOverSteps(steps_shown, spent, checks.require_delta(delta), epoch > 1, records_of(mechanism, records))

@@ -13,14 +13,14 @@ from typing import Any, Literal
 from dp_accounting import DpEvent
 
 from dpx.accounting import checks
-from dpx.accounting.arithmetic import Answer
+from dpx.accounting.arithmetic import Answer, normals_of
 from dpx.accounting.best_of import Selection
 from dpx.accounting.bill import (
     batches_of,
     billed_steps,
     event_of,
     made_steps,
-    numbers_of,
+    normals_for,
     records_of,
     require_billable,
 )
@@ -180,21 +180,21 @@ def privacy_report(
     event, relation = event_of(mechanism, steps_or_state, None, records=records)
     drawn = _unit_of(batches_of(steps_or_state)[1], unit)
     event, words = _with_tuning(event, relation, records, tuning, subject := owner_of(records, drawn))
-    numbers = tuning.numbers if isinstance(tuning, Selection) else numbers_of(mechanism, steps_or_state, numbers)
+    normals = tuning.numbers if isinstance(tuning, Selection) else normals_for(mechanism, steps_or_state, numbers)
     answers: dict[str, Answer] = {}
     refusals = []
     for accountant in ("pld", "rdp"):
         try:
-            profile = billed(event, accountant=accountant, relation=relation, numbers=numbers)
+            profile = billed(event, accountant=accountant, relation=relation, numbers=normals)
             answers[accountant] = profile.answer(delta)
         except ValueError as error:
             refusals.append(error)
     if not answers:
         raise refusals[0]
     least, possible = min(answers.values()), {}
-    if math.isinf(least.epsilon) and (of_run := billed(event, relation=relation, numbers=numbers).least_delta(delta)):
+    if math.isinf(least.epsilon) and (of_run := billed(event, relation=relation, numbers=normals).least_delta(delta)):
         possible = {"least delta": of_run}
-    attacks, curve = bounds_and_curve(billed(event, relation=relation, curve=True, numbers=numbers), delta)
+    attacks, curve = bounds_and_curve(billed(event, relation=relation, curve=True, numbers=normals), delta)
     return PrivacyReport(
         mechanism=str(mechanism),
         steps=steps,
@@ -211,7 +211,10 @@ def privacy_report(
         tuning=words,
         events=from_event(event).words(),
         versions={"python": platform.python_version()} | {p.removesuffix("-jax"): version_of(p) for p in _PACKAGES},
-        caveats=(*caveats(drawn, relation, records), *explanation(event, delta=delta, relation=relation)),
+        caveats=(
+            *caveats(drawn, relation, records, on_a_tpu=normals_of(normals).slope > 0),
+            *explanation(event, delta=delta, relation=relation),
+        ),
         date=datetime.now(UTC).date().isoformat(),
         records=records,
         budget=None if isinstance(tuning, Selection) else getattr(mechanism, "budget", None),
@@ -309,6 +312,10 @@ _NOT_EXAMPLES = (
     "The sampling and the clipping must have treated one {drawn} as one record: where the pipeline and the sampling "
     "say example, they mean {drawn}, and the size of the data set counts each {drawn} once."
 )
+_ON_A_TPU = (
+    "Steps of this run were made on a TPU, where a float32 product is a sum of bfloat16 products. How far rounding "
+    "moves the sum of a batch is not proved there, so its last digits may reveal more of one {unit} than epsilon says."
+)
 _TUNING = {
     None: "Not included: if hyper-parameters were chosen by runs on the same data, that cost one {unit} more than is "
     "stated here.",
@@ -316,15 +323,17 @@ _TUNING = {
 }
 
 
-def caveats(drawn: str, relation: str, records: int) -> tuple[str, ...]:
+def caveats(drawn: str, relation: str, records: int, *, on_a_tpu: bool = False) -> tuple[str, ...]:
     """What lies outside of the guarantee, one sentence each, and how neighboring data sets differ.
 
-    drawn: what the sampling draws, in words. records: how many of them the unit owns at most.
+    drawn: what the sampling draws, in words. records: how many of them the unit owns at most. on_a_tpu: whether a step
+    was made there.
     """
     unit = owner_of(records, drawn)
     differ = _RELATIONS[relation][2].format(unit=unit)
     of_units = () if drawn == "example" else (_NOT_EXAMPLES,)
-    sentences = (*(_OF_ONE if records == 1 else _OF_PERSONS), *_OUTSIDE, *of_units)
+    of_place = (_ON_A_TPU,) if on_a_tpu else ()
+    sentences = (*(_OF_ONE if records == 1 else _OF_PERSONS), *_OUTSIDE, *of_units, *of_place)
     return tuple(words.format(unit=unit, differ=differ, drawn=drawn) for words in sentences)
 
 

@@ -11,6 +11,7 @@ from dp_accounting import DpEvent
 from dpx.identity import fingerprint
 from dpx.keys.noise import counting, numbers_of
 from dpx.trees import Tree, described, map_states
+from dpx.xla.place import here
 
 LARGEST_PRECISION = 1e30  # of one release, noise_multiplier^-2; a multiplier below 1e-15 counts as 1e-15
 SEVERAL_KEYS = np.uint32(1)  # in place of the mark of a key, which is larger
@@ -65,6 +66,7 @@ class ReleaseState(NamedTuple):
     plan:          int32 (), the steps that the run planned, all of which are billed (`reading.steps_billed`); 0 where
                    nobody planned any, or where public information alone decides where the run ends.
     numbers:       uint32 (), the most numbers that a release has, for which the state is billed; 0 is 2^32.
+    in_integers:   int32 (), 1 after a release whose noise was drawn in integers, as on a TPU; else 0.
     noise_key:     uint32 (), the mark of the key of the noise (`keys.mark`); 0 before the first release.
     batch_key:     uint32 (), the mark of the key that draws the batches; 0 while not known, 1 after several keys.
     unit:          uint32 (), the mark of what a batch holds (`unit_mark`); 0 while it is not known.
@@ -78,6 +80,7 @@ class ReleaseState(NamedTuple):
     planned_steps: jax.Array
     plan: jax.Array
     numbers: jax.Array
+    in_integers: jax.Array
     noise_key: jax.Array
     batch_key: jax.Array
     unit: jax.Array
@@ -91,11 +94,12 @@ class ReleaseState(NamedTuple):
 
         Every array has a buffer of its own, because a jitted step that donates the state cannot donate one twice.
         """
-        step, budgeted, plan = (jnp.zeros((), jnp.int32) for _ in range(3))
+        step, budgeted, plan, integers = (jnp.zeros((), jnp.int32) for _ in range(4))
         order, *marks = (jnp.zeros((), jnp.uint32) for _ in range(5))
         shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(params)]
         numbers = _as_numbers(numbers_of(shapes)) if shapes else _as_numbers(0)
-        return cls(step, jnp.zeros(2, jnp.float32), order, jnp.zeros(2, jnp.uint32), budgeted, plan, numbers, *marks)
+        fingerprints = jnp.zeros(2, jnp.uint32)
+        return cls(step, jnp.zeros(2, jnp.float32), order, fingerprints, budgeted, plan, numbers, integers, *marks)
 
     def after(self, noise_multiplier: jax.Array | float) -> "ReleaseState":
         """The record after one more release with this noise multiplier, float32 ()."""
@@ -107,6 +111,7 @@ class ReleaseState(NamedTuple):
             step=self.step + 1,
             precision=jnp.stack([longer, (longer - total) - term]),
             order=self.order + noise_order(jax.lax.bitcast_convert_type(multiplier, jnp.uint32), self.step),
+            in_integers=jnp.ones_like(self.in_integers) if here().platform == "tpu" else self.in_integers,
         )
 
 

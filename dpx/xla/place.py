@@ -60,6 +60,16 @@ def traced_for(**changes: Any) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if place == here() else _TRACED_FOR(place)
 
 
+def float64(what: str) -> contextlib.AbstractContextManager[None]:
+    """`jax.enable_x64` for what must be computed in IEEE's float64. what: its name, for an error.
+
+    Raises ValueError for a TPU, whose float64 is a pair of float32 numbers, for which nothing is proved.
+    """
+    if here().platform == "tpu":
+        raise ValueError(f"{what} must be computed in IEEE's float64, which a TPU lacks: train on a CPU or a GPU")
+    return jax.enable_x64(True)
+
+
 @functools.cache
 def warn_of_fast_math() -> None:
     """Warns once in a process if the environment makes XLA compile with fast math."""

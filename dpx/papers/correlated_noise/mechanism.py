@@ -36,6 +36,7 @@ from dpx.sums import doubles
 from dpx.sums.total import ETA, FloatPair, as_pair
 from dpx.trees import Tree, described
 from dpx.validation import require_number, require_whole
+from dpx.xla.place import float64
 
 
 @accepts_budget
@@ -138,7 +139,7 @@ def _with_memory(inner: Mechanism, strategy: Strategy, noise_key: jax.Array, dev
 
     def with_past(parts) -> FloatPair:
         sums, state = parts
-        with jax.enable_x64(True):
+        with float64("correlated noise"):
             exact, past = doubles.values(as_pair(sums)), _added(state, weights)
             return doubles.halved(jax.tree.map(jnp.add, exact, past))
 
@@ -146,7 +147,7 @@ def _with_memory(inner: Mechanism, strategy: Strategy, noise_key: jax.Array, dev
         given = sums[0], state
         if banded:
             released = keys.release(noise_key, state.inner.step, with_past(given), deviation)
-            with jax.enable_x64(True):
+            with float64("correlated noise"):
                 noise = doubles.less(released, as_pair(sums[0]))
         else:
             released, noise = keys.release_and_rest(noise_key, state.inner.step, with_past, given, deviation)

@@ -27,6 +27,7 @@ from dpx.stages import around_sum
 from dpx.sums import doubles
 from dpx.sums.total import FloatPair, as_pair
 from dpx.trees import described
+from dpx.xla.place import float64
 
 
 class ClipThenProjectState(NamedTuple):
@@ -107,7 +108,7 @@ def _projected(encode: Callable[[Tree, Tree], Tree], total: FloatPair, state: Pr
     In float32, rounding would be relative to the sum, so in a batch of 65,536 an example could move it by half a clip
     norm more. In float64 it stays below 2^-52 n B clip norms, if a coordinate is a sum of n numbers.
     """
-    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+    with float64("the projection of a sum"), jax.numpy_dtype_promotion("standard"):
         return doubles.halved(encode(doubles.values(total), state))
 
 

@@ -27,6 +27,7 @@ from dpx.sums.total import ETA, FloatPair, as_pair
 from dpx.trees import described
 from dpx.validation import require_number, require_whole
 from dpx.xla.ordering import compute_after
+from dpx.xla.place import float64
 
 SMALLEST_DIVISOR = 1e-30  # in the units of the gradient; a norm of 0 is divided by this, in float32's normal range
 
@@ -181,7 +182,7 @@ class _Run(NamedTuple):
         step, divisor = state.release.step, self.sampling.divisor
         total, withheld = map(as_pair, sums)
         remembered, fed_back = self.scales(step, state.unreleased_error)
-        with jax.enable_x64(True):
+        with float64("error feedback"):
             exact = doubles.values(state.unreleased_error)
             # The error is added before the noise, because the release rounds the sum that it adds noise to.
             added = jax.tree.map(lambda t, e: t + (fed_back * e) * divisor, doubles.values(total), exact)
@@ -189,7 +190,7 @@ class _Run(NamedTuple):
         deviation = self.noise_multiplier * self.clip_norm * (1 + ETA + ERROR)
         updates = jax.tree.map(lambda r: r / divisor, keys.release(self.noise_key, step, total, deviation))
         error = compute_after(updates, state.unreleased_error)  # in its memory
-        with jax.enable_x64(True):
+        with float64("error feedback"):
             kept = jax.tree.map(lambda e: (remembered - fed_back) * e, doubles.values(error))
             error = doubles.halved(jax.tree.map(lambda e, w: e + w / divisor, kept, doubles.values(withheld)))
         state = ErrorFeedbackState(state.release.after(self.noise_multiplier), error)
@@ -199,7 +200,7 @@ class _Run(NamedTuple):
         """The factors of the error, float64 (): of what is remembered, which is 1 up to LARGEST_CLIP_NORM and 0 after a
         reset, and of its part that is fed back."""
         forgotten = jnp.zeros((), bool) if self.reset_every is None else step % self.reset_every == 0
-        with jax.enable_x64(True):
+        with float64("error feedback"):
             norm = jnp.maximum(doubles.norm(error), SMALLEST_DIVISOR)
             remembered = jnp.minimum(norm, LARGEST_CLIP_NORM)
             both = remembered / norm, self.fed_back(remembered) / norm

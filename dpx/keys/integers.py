@@ -1,0 +1,334 @@
+"""The noise and the grid of a release in integers of 32 bits, for devices without IEEE's float64, such as TPUs.
+
+The law is that of `normals.py`: the same words of the cipher give the same p and theta, so the released integer differs
+from that of float64 only where the exact number is within the errors below of a border between two integers. Integers
+cannot be contracted, reassociated or flushed, so every device makes the same bits, and a test on a CPU is one of a TPU.
+Only the exact split of the sum, and the product of the released integer and gamma, use float32.
+
+A fraction x in [0, 1) of 45 bits is three limbs of 15 bits, highest first, so that a product of limbs has 30 bits, and
+a sum of three has 32. In units u = 2^-45, `product` is below x y by at most 1.0001 u, and `short_product`, whose second
+factor has 30 bits, and `square` by at most 3.0001 u; `word_product`, of 30 bits by 30 bits in units v = 2^-30, is below
+by at most 2 v.
+
+Logarithm. p = m 2^-z with m in [1/2, 1), and y = 1 - m, all exact in 64 bits. For j = 1, ..., 6, m is multiplied by
+1 + 2^-j where the product is at most 1, so that y < 2^-6.02. Then H = -log p is z log 2, plus the logarithms of the
+factors, plus y, plus S = y^2 (1/2 + y/3 + ... + y^5/7), in units of 2^-57. Its error is at most 2^-46: 7 v 2^-19 in S,
+2^-51.1 for the terms that S lacks, and 2^-49 for all constants and floors. Without a factor, where r < 0.18, it is at
+most 2^-47 (64 y)^2 + 2^-55.
+
+Root. H 2^-7 = X 4^-k with X in [1/4, 1), 64 bits, and r = sqrt(2 H) = 2^(4-k) sqrt(X). Two steps of Newton, from a
+cubic, give 1 / sqrt(X) with a relative error of 2^-24 (tests/test_integers.py tries all 2^16 heads of X, with both ends
+of the rest), and one of Heron the root, with an error of at most 2^-44.3: the residual X - root^2 is exact in integers,
+but for 2 units of 2^-48.
+
+Sine. The sine of the angle, or its cosine, is an odd or even polynomial in w in [0, 1), the place within an eighth of a
+turn: w P(w^2), with errors of 2^-48 (sine) and 2^-54 (cosine), found by exchange (Remez); evaluated, at most 4 u.
+
+Altogether a normal is off by at most, with r (3.25 + 4 + 4 + 4) u for root, sine and two products,
+
+    |g~ - g| <= EVALUATION + r SLOPE + what the digits of p and theta leave open
+
+because 2^-46 / r is below 2^-43 for r >= 0.18, and 2^-37 r^3 below 2^-44 for smaller ones. What is left, 2^-55 / r, is
+below 2^-44 on average over the border of a cell, which is what a strip of Lemma 1 needs (`dpx.accounting.arithmetic`).
+Where p is not below 2^-32, it is rounded down to a multiple of 2^-64, so that it is off by a whole digit.
+"""
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+Limbs = tuple[jax.Array, ...]  # uint32 arrays of one shape, below 2^15, highest first
+
+EVALUATION, SLOPE = 2.0**-42, 2.0**-41  # deviations
+
+_LOW = np.uint32(0x7FFF)
+_LOW_19 = np.uint32(0x7FFFF)
+# log 2, and log(1 + 2^-j) for j = 1, ..., 6: integers, in units of 2^-57.
+LOG_2 = 99893036290645747
+LOGARITHMS = (
+    58433680313205344, 32158374865561735, 16974324335764940, 8736928775103142, 4434663376165248, 2234388758593785,
+)  # fmt: skip
+# sin(pi w / 4) / w and cos(pi w / 4) in w^2, highest power last, signs in turns.
+SINE = (
+    0.78539816339744495156, 0.080745512188038880482, 0.0024903945673690385809,
+    0.000036576192126302274747, 3.1333841462167777093e-7, 1.7365192627169692735e-9, 0.0,
+)  # fmt: skip
+COSINE = (
+    0.9999999999999999529, 0.30842513753403783955, 0.015854344243741595821, 0.00032599188648375483745,
+    3.5908591802657182746e-6, 2.4609507464353882914e-8, 1.1365481579029901934e-10,
+)  # fmt: skip
+# 1 / sqrt(x) in x - 1/4, for x in [1/4, 1), signs in turns: relative errors below 2^-6.5.
+INVERSE_ROOT = 1.98956408454, 2.50358038718 / 0.75, 2.64381972891 / 0.75**2, 1.14023934173 / 0.75**3
+
+
+def normal(polar: tuple[Limbs, jax.Array], words: Sequence[jax.Array], second: jax.Array, scale: jax.Array) -> Limbs:
+    """scale g 2^-19 as a signed number of 64 bits, of which 53 are below the point: two uint32 words, highest first.
+
+    words: of a block of the cipher, four uint32 arrays. polar: their `radius`. second: bool, of their shape: whether
+    the second normal of the pair is asked for. scale: uint32 (), at least 2^23 and below 2^24.
+    """
+    root, exponent = polar
+    part, negative = sine(words, second)
+    scale = jnp.broadcast_to(scale, root[0].shape)
+    high, middle, low = product(short_product(root, (scale >> 9, (scale & 0x1FF) << 6)), part)
+    size = (high << 17) | (middle << 2) | (low >> 13), low << 19  # 64 bits: times 2^(9 - exponent)
+    return _signed(_shifted_right(size, exponent + 2), negative)
+
+
+def rounded(high: jax.Array, low: jax.Array | None, noise: Limbs | None, exponent: jax.Array) -> jax.Array:
+    """gamma k of `noise.py`, float32 in the shape of `high`. noise: R g of `normal`, or None. gamma: 2^exponent.
+
+    exponent: int32 (), from -130 to 126. high, low: as in `noise.rounded`, below 2^127 gamma, about 2^122 deviations.
+    """
+    scaled, more = _scaled(high, -exponent), jnp.zeros_like(high)
+    whole = jnp.trunc(scaled)
+    parts = [_fraction(scaled - whole)] + ([] if noise is None else [noise])
+    if low is not None:
+        scaled = _scaled(low, -exponent)
+        more = jnp.trunc(scaled)
+        parts.append(_fraction(scaled - more))
+    total = jnp.full(high.shape, 2**20, jnp.uint32), jnp.zeros(high.shape, jnp.uint32)  # 1/2
+    for part in parts:
+        total = _sum(total, part)
+    floor = lax.bitcast_convert_type(total[0], jnp.int32) >> 21
+    return _scaled(whole + (more + floor.astype(jnp.float32)), exponent)  # never -0., because a floor is +0.
+
+
+def radius(words: Sequence[jax.Array], rare: jax.Array) -> tuple[Limbs, jax.Array]:
+    """root, in [1/2, 1), and the exponent k, uint32, with sqrt(-2 log p) = 2^(4 - k) root.
+
+    words: of a block of the cipher, four uint32 arrays. rare: e of `normals.py`, uint32 ().
+    """
+    (high, low), exponent = _probability(words, rare)
+    zeros = lax.clz(high)
+    high, low = _shifted_left((high, low), zeros)
+    low = ~low + np.uint32(1)  # y = 1 - m
+    high = ~high + _bit(low == 0)
+    (high, low), logarithm = _near_one((high, low), exponent + zeros)
+    high, low = _plus_series(logarithm, high, low)
+    empty = high == 0  # for r below 2^-12
+    high, low = jnp.where(empty, low, high), jnp.where(empty, np.uint32(0), low)
+    shift = lax.clz(high) & np.uint32(0xFFFFFFFE)
+    return _root(*_shifted_left((high, low), shift)), (shift >> 1) + jnp.where(empty, np.uint32(16), np.uint32(0))
+
+
+def _probability(words: Sequence[jax.Array], rare: jax.Array) -> tuple[Limbs, jax.Array]:
+    """p 2^exponent as 64 bits, two words, of which the first is not 0; and the exponent, uint32."""
+    a, b, _, d = words
+    nothing, digits = np.uint32(0), d & np.uint32(0xFFFFFFF0)
+    small = a == 0
+    rarest = small & (b == 0)
+    high, low = jnp.where(small, b, a), jnp.where(small, digits | 8, b)
+    high, low = jnp.where(rarest, digits | (rare >> 28), high), jnp.where(rarest, (rare << 4) | 8, low)
+    empty = high == 0  # a p below 2^-96
+    high, low = jnp.where(empty, low, high), jnp.where(empty, nothing, low)
+    small, rarest, empty = (_bit(case) << 5 for case in (small, rarest, empty))
+    return (high, low), small + rarest + empty
+
+
+def _near_one(y: Limbs, exponent: jax.Array) -> tuple[Limbs, list[jax.Array]]:
+    """1 - y times factors of 1 + 2^-j, as a new y below 2^-6.02; and exponent log 2 plus the logarithms of the factors.
+
+    The sum has three words of 19 bits, without carries.
+    """
+    high, low = y
+    words = [exponent * word for word in _words(LOG_2)]
+    for j, logarithm in enumerate(LOGARITHMS, start=1):
+        one = np.uint32(2 ** (32 - j))
+        above, below = _sum((high, low), _shifted_right((high, low), np.uint32(j)))
+        fits = above >= one
+        high, low = jnp.where(fits, above - one, high), jnp.where(fits, below, low)
+        words = [a + jnp.where(fits, b, np.uint32(0)) for a, b in zip(words, _words(logarithm), strict=True)]
+    return (high, low), words
+
+
+def _words(number: int) -> tuple[np.uint32, ...]:
+    return tuple(np.uint32((number >> shift) & 0x7FFFF) for shift in (38, 19, 0))
+
+
+def _plus_series(logarithm: list[jax.Array], high: jax.Array, low: jax.Array) -> Limbs:
+    """logarithm - log(1 - y), with 57 bits below the point: two words."""
+    top, rest = (high << 6) | (low >> 26), low << 6  # Y = 64 y
+    limbs = top >> 17, (top >> 2) & _LOW, ((top << 13) | (rest >> 19)) & _LOW
+    # Q = (2/3 + (1/2 + (2/5 + (1/3 + 2/7 Y / 64) Y / 64) ...) Y / 64) Y, v; then S = 2^-13 (Y^2 + 2^-6 Y^2 Q).
+    series = _thirty(1 / 3) + ((limbs[0] * np.uint32(round(2 / 7 * 2**15))) >> 6)
+    series = _thirty(2 / 5) + ((limbs[0] * (series >> 15)) >> 6)
+    for coefficient in (1 / 2, 2 / 3):
+        series = _thirty(coefficient) + (word_product(limbs, _halves(series)) >> 6)
+    squared = square(limbs)
+    more = short_product(squared, _halves(word_product(limbs, _halves(series))))  # in 2^-64 of S
+    most = (squared[0] << 15) | squared[1]  # in 2^-43 of S
+    last = logarithm[2] + ((low >> 7) & _LOW_19) + ((most & 0x1F) << 14) + (squared[2] >> 1)
+    last += ((more[1] & 0x7FF) << 8) + (more[2] >> 7)
+    middle = logarithm[1] + (((high << 6) | (low >> 26)) & _LOW_19) + (most >> 5) + (last >> 19)
+    middle += (more[0] << 4) + (more[1] >> 11)
+    first = logarithm[0] + (high >> 13) + (middle >> 19)
+    middle, last = middle & _LOW_19, last & _LOW_19
+    return (first << 6) | (middle >> 13), (middle << 19) | last
+
+
+def inverse_root(high: jax.Array) -> jax.Array:
+    """1 / sqrt(x) in units of 2^-29, uint32, for x = high 2^-32 in [1/4, 1)."""
+    x = high >> 16
+    beyond, (c0, c1, c2, c3) = x - np.uint32(2**14), INVERSE_ROOT
+    g = np.uint32(round(c2 * 2**13)) - ((beyond * np.uint32(round(c3 * 2**13))) >> 16)
+    g = np.uint32(round(c1 * 2**13)) - ((beyond * g) >> 16)
+    g = (np.uint32(round(c0 * 2**14)) - ((beyond * g) >> 15)).astype(jnp.int32)  # 2^-14
+    off = np.int32(2**14) - ((x * (((g * g) >> 14).astype(jnp.uint32))) >> 16).astype(jnp.int32)  # 1 - x g^2
+    g = jnp.minimum(2 * g + ((g * off) >> 14), np.int32(2**16 - 1)).astype(jnp.uint32)  # 2^-15
+    squared = g * g  # 2^-30
+    near = x * (squared >> 16) + ((x * (squared & 0xFFFF)) >> 16) + (((high & 0xFFFF) * (squared >> 16)) >> 16)
+    off = lax.bitcast_convert_type(np.uint32(2**30) - near, jnp.int32)
+    g = lax.bitcast_convert_type(g, jnp.int32)
+    return jnp.minimum((g << 14) + (((g >> 1) * (off >> 4)) >> 12), np.int32(2**30)).astype(jnp.uint32)
+
+
+def _root(high: jax.Array, low: jax.Array) -> Limbs:
+    """sqrt((high, low) 2^-64), which is in [1/2, 1)."""
+    inverse = inverse_root(high)
+    head, body = high >> 17, (high >> 2) & _LOW
+    near = head * (inverse >> 15) + ((head * (inverse & _LOW) + body * (inverse >> 15)) >> 15)
+    near = jnp.minimum(near << 1, np.uint32(2**30 - 1))  # the root in v, off by less than 2^-24
+    first, second = near >> 15, near & _LOW
+    squared = (first * first << 18) + (first * second << 4) + (second * second >> 12)  # 2^-48, modulo 2^-16
+    rest = lax.bitcast_convert_type(((high << 16) | (low >> 16)) - squared, jnp.int32)  # x less that
+    coarse, fine = (inverse >> 18).astype(jnp.int32), ((inverse >> 7) & 0x7FF).astype(jnp.int32)
+    more = (rest >> 12) * coarse + (((rest >> 12) * fine + (((rest & 0xFFF) * coarse) >> 1)) >> 11)  # rest / (2 root)
+    more = (more + 4) >> 3  # u
+    near = (near.astype(jnp.int32) + (more >> 15)).astype(jnp.uint32)
+    return near >> 15, near & _LOW, (more & 0x7FFF).astype(jnp.uint32)
+
+
+def sine(words: Sequence[jax.Array], second: jax.Array) -> tuple[Limbs, jax.Array]:
+    """|sin(2 pi theta)|, or |cos(2 pi theta)| where `second`; and whether it is negative, bool."""
+    a, _, c, d = words
+    low = jnp.where(a == 0, (d << 28) | np.uint32(2**27), d)
+    c = c + jnp.where(second, np.uint32(2**30), np.uint32(0))  # cos x = sin(x + a quarter)
+    eighth = c >> 29
+    back = np.uint32(0) - (eighth & 1)  # all bits are 1 where w is counted from the end of its eighth
+    high, low = ((c << 3) | (low >> 29)) ^ back, (low << 3) ^ back
+    w = high >> 17, (high >> 2) & _LOW, ((high << 13) | (low >> 19)) & _LOW
+    even = ((eighth + 1) & 2) != 0
+    value = _polynomial(product(w, w), even)
+    return product(tuple(jnp.where(even, _LOW, limb) for limb in w), value), eighth >= 4
+
+
+def _polynomial(squared: Limbs, even: jax.Array) -> Limbs:
+    """The sum of (-1)^k c_k squared^k, with the coefficients COSINE where `even`, else SINE."""
+
+    def chosen(number: int, shift: int, bits: int) -> Limbs:
+        of_cosine, of_sine = (_limbs(each[number] * 2.0**shift, bits) for each in (COSINE, SINE))
+        return tuple(jnp.where(even, *both) for both in zip(of_cosine, of_sine, strict=True))
+
+    # A coefficient 2^shift is below 1.
+    shifts = [0] + [math.floor(-math.log2(max(both))) for both in zip(COSINE[1:], SINE[1:], strict=True)]
+    value = chosen(6, shifts[6], 30)
+    for number in (5, 4, 3, 2, 1, 0):
+        shift = shifts[number + 1] - shifts[number]
+        if number >= 4:
+            first, second = chosen(number, shifts[number], 30)
+            value = _halves(((first << 15) | second) - (word_product(squared, value) >> shift))
+        else:
+            high, middle, low = (product if len(value) == 3 else short_product)(squared, value)
+            less = high >> shift, ((high << (15 - shift)) & _LOW) | (middle >> shift), None
+            low = ((middle << (15 - shift)) & _LOW) | (low >> shift)
+            value = _difference(chosen(number, shifts[number], 45), (less[0], less[1], low))
+    return value
+
+
+def product(x: Limbs, y: Limbs) -> Limbs:
+    """x y in u, at most 1.0001 u below it."""
+    low = x[2] * y[0] + x[1] * y[1] + x[0] * y[2] + ((x[1] * y[2] + x[2] * y[1]) >> 15)
+    return _carried(x[0] * y[0], x[0] * y[1] + x[1] * y[0], low)
+
+
+def short_product(x: Limbs, y: Limbs) -> Limbs:
+    """x y in u, at most 2.0001 u below it, for a y of two limbs."""
+    return _carried(x[0] * y[0], x[0] * y[1] + x[1] * y[0], x[1] * y[1] + x[2] * y[0])
+
+
+def square(x: Limbs) -> Limbs:
+    """x^2 in u, at most 3.0001 u below it."""
+    return _carried(x[0] * x[0], 2 * x[0] * x[1], 2 * x[2] * x[0] + x[1] * x[1])
+
+
+def word_product(x: Limbs, y: Limbs) -> jax.Array:
+    """x y of two limbs each in v, one word, at most 2 v below it."""
+    return x[0] * y[0] + ((x[0] * y[1] + x[1] * y[0]) >> 15)
+
+
+def _carried(high: jax.Array, middle: jax.Array, low: jax.Array) -> Limbs:
+    middle = middle + (low >> 15)
+    high = high + (middle >> 15)
+    return high >> 15, high & _LOW, middle & _LOW
+
+
+def _difference(x: Sequence[jax.Array], y: Limbs) -> Limbs:
+    """x - y, which is not negative."""
+    low = x[2] - y[2]
+    middle = x[1] - y[1] - (low >> 31)
+    return x[0] - y[0] - (middle >> 31), middle & _LOW, low & _LOW
+
+
+def _halves(word: jax.Array) -> Limbs:
+    return word >> 15, word & _LOW
+
+
+def _thirty(x: float) -> np.uint32:
+    return np.uint32(round(x * 2**30))
+
+
+def _limbs(x: float, bits: int) -> list[np.uint32]:
+    number = min(round(x * 2**bits), 2**bits - 1)
+    return [np.uint32((number >> shift) & 0x7FFF) for shift in range(bits - 15, -1, -15)]
+
+
+def _sum(x: Limbs, y: Limbs) -> Limbs:
+    """x + y of 64 bits, modulo 2^64."""
+    low = x[1] + y[1]
+    return x[0] + y[0] + _bit(low < y[1]), low
+
+
+def _signed(x: Limbs, negative: jax.Array) -> Limbs:
+    flipped = jnp.where(negative, np.uint32(0xFFFFFFFF), np.uint32(0))
+    low = (x[1] ^ flipped) - flipped
+    return (x[0] ^ flipped) + _bit(negative & (low == 0)), low
+
+
+def _bit(condition: jax.Array) -> jax.Array:
+    return condition.astype(jnp.uint32)
+
+
+def _shifted_left(x: Limbs, count: jax.Array) -> Limbs:
+    """By less than 32."""
+    left, right = lax.shift_left, lax.shift_right_logical
+    return left(x[0], count) | right(x[1], np.uint32(32) - count), left(x[1], count)
+
+
+def _shifted_right(x: Limbs, count: jax.Array | np.uint32) -> Limbs:
+    """By 1 to 64."""
+    left, right = lax.shift_left, lax.shift_right_logical
+    count = jnp.broadcast_to(count, x[0].shape)
+    crossing = jnp.where(count < 32, left(x[0], np.uint32(32) - count), right(x[0], count - np.uint32(32)))
+    return right(x[0], count), right(x[1], count) | crossing
+
+
+def _fraction(x: jax.Array) -> Limbs:
+    """A float32 number in (-1, 1) with 53 bits below the point, of which it keeps 45."""
+    size = jnp.abs(x) * np.float32(2**21)
+    high = jnp.floor(size)
+    low = jnp.floor((size - high) * np.float32(2**24))
+    words = high.astype(jnp.int32).astype(jnp.uint32), low.astype(jnp.int32).astype(jnp.uint32) << 8
+    return _signed(words, x < 0)
+
+
+def _scaled(x: jax.Array, exponent: jax.Array) -> jax.Array:
+    """x 2^exponent, exactly, but for numbers below 2^-126. In two steps, because 2^exponent may be too large."""
+    half = exponent >> 1
+    for part in (half, exponent - half):
+        x = x * lax.bitcast_convert_type((part + np.int32(127)) << np.int32(23), jnp.float32)
+    return x
