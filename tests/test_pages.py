@@ -71,7 +71,7 @@ def test_papers():
 @pytest.mark.parametrize("page", PAPERS, ids=lambda path: path.stem)
 def test_pages_of_papers_have_the_same_parts(page):
     text = page.read_text()
-    parts = ["Claim", "What holds", "The bill", "Our evidence", "When to use it"]
+    parts = ["Claim", "What holds", "The cost", "Our evidence", "When to use it"]
     assert [name for name in re.findall(r"^\*\*([A-Z][^.*]*)\.?\*\*", text, re.MULTILINE) if name in parts][:5] == parts
     assert "../../benchmarks/results/" in text and page.name in (ROOT / "docs" / "papers.md").read_text()
 
