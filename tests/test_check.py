@@ -99,6 +99,16 @@ def grouped():
 
 
 @functools.cache
+def iterating():
+    """Of a loss with a function that jax computes by one loop over all rows."""
+
+    def of_tail(params, x):
+        return jax.lax.betainc(jnp.float32(2), jnp.float32(3), jax.lax.logistic(x @ params["w"] + params["b"]))
+
+    return dpx.check_setup(of_tail, dp_sgd(), params(), dpx.Batch(data()[:4], np.ones(4, bool)))
+
+
+@functools.cache
 def low():
     """Of bfloat16 parameters, half of whose rows overflow."""
     tree = {"w": jnp.full(5, 100.0, jnp.bfloat16), "b": jnp.zeros((), jnp.bfloat16)}
@@ -140,6 +150,7 @@ FAULTS = [
     (faulty, "mixing", "error", "3 of 3 rows"),
     (faulty, "hostile rows", "warning", "changes 3 other rows"),
     (grouped, "hostile rows", "warning", "changes 3 other rows"),
+    (iterating, "hostile rows", "warning", "JAX computes regularized_incomplete_beta until all rows have converged"),
     (faulty, "unused parameters", "warning", "does not use unused;"),
     (faulty, "zero gradients", "warning", "stopped, unused have no gradient"),
     (adapted, "zero gradients", "note", "a have no gradient in any row, but get noise; at other parameters they"),

@@ -17,6 +17,7 @@ import dpx
 from dpx.sums.rows import LARGEST
 from dpx.xla.apart import may_mix_rows, rows_apart
 from dpx.xla.jaxprs import equations
+from dpx.xla.place import traced_for
 from tests.devices import on_eight_devices
 from tests.test_ghost_hostile import CASES
 
@@ -45,6 +46,17 @@ def grouped(x, k):
 
 def positive(x):
     return x @ x.T + SIZE * jnp.eye(SIZE)
+
+
+def slow(r):
+    """Two positive numbers, large in the hostile row, whose series need few terms for the other rows and many there."""
+    large = jnp.where(r["seed"] == 1, 1e4, 1.0)
+    return [large * (1 + abs(r[part][0, 0])) for part in ("x", "y")]
+
+
+def slow_beta(r):
+    a, b = lax.stop_gradient(slow(r))
+    return lax.betainc(a, b, 0.999 * a / (a + b) + 1e-5 * r["c"]) ** 2
 
 
 def steps_of(x):
@@ -206,17 +218,27 @@ VALUES = {
         lax.linalg.lu_pivots_to_permutation(lax.linalg.lu(r["x"])[1], SIZE),
         lax.reduce_xor(r["i"], (0,)),
     ],
-    "incomplete beta": lambda r: [lax.betainc(abs(r["x"]), abs(r["y"]), lax.logistic(r["y"]))],
+    "series": lambda r: [
+        lax.igamma(slow(r)[0], 0.99 * slow(r)[0]),
+        lax.igammac(slow(r)[0], 1.01 * slow(r)[0]),
+        jax.random.gamma(jax.random.key(r["seed"]), slow(r)[0]),
+        jax.random.poisson(jax.random.key(r["seed"]), slow(r)[0]),
+    ],
+    "incomplete beta": lambda r: [
+        slow_beta(r),
+        jax.jit(slow_beta)(r),
+        jax.checkpoint(slow_beta)(r),
+        lax.scan(lambda total, _: (total + slow_beta(r), ()), 0.0, length=2)[0],
+        lax.cond(r["seed"] < 9, slow_beta, lambda r: jnp.float32(0), r),
+    ],
 }  # fmt: skip
-WITHOUT_GRADIENT = "not differentiable", "incomplete beta"
-# jax iterates until every row has converged, so a row that never does adds roundings to the others, of about 1e-6.
-MIXES = {"incomplete beta": [pytest.mark.xfail(reason="jax iterates all rows together", strict=False)]}
+WITHOUT_GRADIENT = "not differentiable"
 
 
 def of_row(name, row):
     """The values, and their gradient by everything that is float in the row."""
     values = VALUES[name](row)
-    if name in WITHOUT_GRADIENT:
+    if name == WITHOUT_GRADIENT:
         return values
 
     def loss(floats):
@@ -245,7 +267,7 @@ def assert_others_equal(found, expected, row: int):
         assert one.tobytes() == other.tobytes()
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=MIXES.get(name, [])) for name in VALUES])
+@pytest.mark.parametrize("name", VALUES)
 def test_no_row_reaches_another_in_any_primitive(name):
     run = jax.jit(jax.vmap(rows_apart(functools.partial(of_row, name))))
     expected, row = run(ROW), 1
@@ -311,6 +333,21 @@ def program(seed: int):
     def loss(params, row):
         made = convolution(row["x"][None], params["k"], **options)
         return row["c"] * (jnp.sum(jnp.tanh(made) + 0.1 * made) + jnp.sum(jnp.tanh(row["x"].ravel()[:3] @ params["w"])))
+
+    return loss, params, examples
+
+
+def of_betainc():
+    """The same of a function that one row, the hostile one, makes jax iterate 200 times."""
+    rng = np.random.default_rng(5)
+    params = {"k": rng.normal(size=3).astype(np.float32), "w": rng.normal(size=(3, 2)).astype(np.float32)}
+    examples = {"x": rng.normal(size=(BATCH, 3)), "a": rng.uniform(1, 4, size=BATCH), "c": rng.normal(size=BATCH)}
+    examples["x"][1], examples["a"][1] = 1e-3, 1e4
+    examples = {name: leaf.astype(np.float32) for name, leaf in examples.items()}
+
+    def loss(params, row):
+        below = lax.betainc(row["a"], row["a"], lax.logistic(row["x"] @ params["k"]))
+        return row["c"] * (below**2 + jnp.sum(jnp.tanh(row["x"] @ params["w"])))
 
     return loss, params, examples
 
@@ -410,8 +447,8 @@ def assert_rows_apart(build, loss, made, params, examples, sharding=None):
                     assert all(map(np.array_equal, sums, expected[0]))
 
 
-def assert_convolutions_apart(seed: int, path: str, sharding=None):
-    (build, change, mechanism), (loss, params, examples) = PATHS[path], program(seed)
+def assert_apart(made: tuple, path: str, sharding=None):
+    (build, change, mechanism), (loss, params, examples) = PATHS[path], made
     assert_rows_apart(build, change(loss), mechanism(), params, examples, sharding)
 
 
@@ -431,30 +468,52 @@ def test_no_row_reaches_another_in_any_way_to_a_norm(name):
 
 @pytest.mark.parametrize("path", PATHS)
 def test_no_row_reaches_another_in_a_grouped_convolution(path):
-    assert_convolutions_apart(6, path)
+    assert_apart(program(6), path)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_no_row_makes_another_iterate(path):
+    assert_apart(of_betainc(), path)
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("seed", range(2, 62))
 @pytest.mark.long
 def test_no_row_reaches_another_in_random_convolutions(seed, path):
-    assert_convolutions_apart(seed, path)
+    assert_apart(program(seed), path)
 
 
 def check_on_devices():
     mesh = jax.sharding.Mesh(jax.devices()[:2], "data")
     for path in ("by default", "penalty", "ghost"):
-        assert_convolutions_apart(6, path, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data")))
+        for made in (program(6), of_betainc()):
+            assert_apart(made, path, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data")))
 
 
 def test_no_row_reaches_another_on_several_devices():
     on_eight_devices("from tests import test_rows_apart as t; t.check_on_devices()")
 
 
-def test_only_functions_with_groups_are_traced_again():
+def test_only_functions_that_can_mix_rows_are_traced_again():
     plain, grouped = (convolution, functools.partial(convolution, feature_group_count=2))
     x, k = jnp.ones((1, 4, 5)), jnp.ones((2, 2, 3))
     assert not may_mix_rows(jax.make_jaxpr(plain)(x[:, :2], k))
     assert may_mix_rows(jax.make_jaxpr(jax.jit(grouped))(x, k))
     assert may_mix_rows(jax.make_jaxpr(jax.checkpoint(tangent_in_groups))(x, k))
+    assert may_mix_rows(jax.make_jaxpr(lambda x: lax.map(lambda x: lax.betainc(x, x, x), x))(x))
     assert not may_mix_rows(jax.make_jaxpr(lambda x: jax.nn.relu(x) + jax.nn.gelu(x) + jax.nn.softmax(x))(x))
+
+
+@pytest.mark.parametrize("function", [jnp.linalg.eigvalsh, functools.partial(jnp.linalg.svd, compute_uv=False)])
+def test_matrices_are_decomposed_one_by_one_on_a_tpu(function):
+    """There, XLA rotates a batch of matrices until all are diagonal."""
+    x = jnp.ones((ROWS, SIZE, SIZE))
+
+    def operands():
+        closed = jax.make_jaxpr(jax.vmap(rows_apart(lambda x: function(x))))(x)
+        found = [each for each in equations(closed) if each.primitive.name in ("eigh", "svd")]
+        return may_mix_rows(jax.make_jaxpr(lambda x: function(x))(x[0])), [each.invars[0].aval.shape for each in found]
+
+    assert operands() == (False, [(ROWS, SIZE, SIZE)])
+    with traced_for(platform="tpu"):
+        assert operands() == (True, [(SIZE, SIZE)])

@@ -83,7 +83,7 @@ def check_setup(
     unreleased = (
         rows,
         measured.mixing(found, params, alone, some_rows),
-        measured.apart(found),
+        measured.apart(found, closed),
         measured.without_gradient(found, params, flags, alone, some_rows),
         measured.finite(found, included),
         measured.clipping(found),

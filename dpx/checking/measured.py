@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.extend import core
 
 from dpx.checking.program import is_low_precision
 from dpx.checking.report import Finding
@@ -26,6 +27,8 @@ from dpx.sums.microbatches import sum_over_microbatches
 from dpx.sums.rows import LARGEST, in_range, sum_contributions
 from dpx.sums.total import as_pair
 from dpx.trees import Tree, batch_size, path_of, some
+from dpx.xla.apart import iterates_together
+from dpx.xla.jaxprs import equations
 
 MICROBATCH_NUMBERS = 2**26  # numbers of gradients in memory at once: 256 MiB in float32
 AT_THE_BOUND = 0.999  # of the bound: a contribution as large as that was clipped
@@ -154,16 +157,22 @@ def mixing(measured: Measured, params: Tree, alone: Callable, rows: np.ndarray) 
     return Finding("mixing", "ok", f"{len(rows)} rows have the same loss and gradient in the batch and alone", numbers)
 
 
-def apart(measured: Measured) -> Finding:
-    """Whether a row of NaN stays in its row where `jax.vmap` computes the gradients of a batch."""
-    if not measured.reached:
-        return Finding("hostile rows", "ok", "a row of NaN changes no other row", {"reached": 0})
+def apart(measured: Measured, closed: core.ClosedJaxpr) -> Finding:
+    """Whether a row of NaN stays in its row where `jax.vmap` computes the gradients of a batch, and whether the loss
+    has functions whose rounding in one row depends on other rows. closed: the jaxpr of the loss."""
+    together = sorted({each.primitive.name for each in equations(closed) if iterates_together(each)})
+    numbers = {"reached": measured.reached or 0, "iterating": len(together)}
+    if measured.reached:
+        what = f"a row of NaN changes {measured.reached} other rows"
+    elif together:
+        what = f"a row changes the rounding of others: JAX computes {', '.join(together)} until all rows have converged"
+    else:
+        return Finding("hostile rows", "ok", "a row of NaN changes no other row", numbers)
     words = (
-        f"under jax.vmap on this device, a row of NaN changes {measured.reached} other rows. private_updates keeps the "
-        "rows of convolutions in groups apart, but gradients of your own jax.vmap(jax.grad(loss)) would exceed the "
-        "bound: do not give them to mechanism.update"
+        f"under jax.vmap on this device, {what}. private_updates keeps these rows apart, but gradients of your own "
+        "jax.vmap(jax.grad(loss)) may exceed the bound: do not give them to mechanism.update"
     )
-    return Finding("hostile rows", "warning", words, {"reached": measured.reached})
+    return Finding("hostile rows", "warning", words, numbers)
 
 
 def without_gradient(measured: Measured, params: Tree, flags: Tree, alone: Callable, rows: np.ndarray) -> Finding:

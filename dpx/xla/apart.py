@@ -4,6 +4,11 @@ The gradient of a kernel in feature groups is a convolution in *batch* groups. `
 such groups, and XLA makes one convolution of all groups, with zeros between them, on CPUs and GPUs. Because 0 * NaN is
 NaN, one row with NaN or infinity would reach the gradients of all others, and a private sum would move by many clip
 norms. So `rows_apart` writes batch groups as feature groups, which XLA computes one by one (tests/test_rows_apart.py).
+
+Some functions are one loop over all their numbers, which ends when the last of them has converged. The others go on
+and move by roundings (1.5e-6 for `lax.betainc`), so the slowest row of a batch would change all rows. `rows_apart`
+computes such functions row after row. No other loop needs this: `jax.vmap` stops each row of a loop in the loss by
+itself, and jax's other series (igamma and its derivatives) stop each number by itself.
 """
 
 import functools
@@ -16,6 +21,11 @@ from jax import lax
 from jax.extend import core
 
 from dpx.xla.jaxprs import bound, equations, evaluate
+from dpx.xla.place import here
+
+# Primitives that are one loop over all their numbers. On a TPU, XLA rotates all matrices until the last is diagonal.
+ITERATES = frozenset({"regularized_incomplete_beta"})
+ITERATES_ON_TPU = ITERATES | {"eigh", "svd"}
 
 
 def rows_apart(function: Callable) -> Callable:
@@ -31,8 +41,8 @@ def rows_apart(function: Callable) -> Callable:
 
 
 def may_mix_rows(jaxpr: Any, *, tangents: bool = True) -> bool:
-    """Whether the gradient of a function with this jaxpr may have convolutions in batch groups. tangents: whether
-    derivatives by `jax.custom_jvp` count."""
+    """Whether the gradient of a function with this jaxpr may need `rows_apart`. tangents: whether derivatives by
+    `jax.custom_jvp` count."""
 
     def may(equation):
         name = equation.primitive.name
@@ -40,9 +50,14 @@ def may_mix_rows(jaxpr: Any, *, tangents: bool = True) -> bool:
             return equation.params["feature_group_count"] > 1 or equation.params["batch_group_count"] > 1
         if name == "custom_jvp_call":  # such as jax.nn.relu: look at its own derivative
             return tangents and _may_mix_tangents(equation)
-        return name.startswith("custom_vjp_call")  # its derivative may hold anything
+        return iterates_together(equation) or name.startswith("custom_vjp_call")  # its derivative may hold anything
 
     return any(map(may, equations(jaxpr)))
+
+
+def iterates_together(equation: core.JaxprEqn) -> bool:
+    """Whether an equation is one loop over all numbers of its operands, until the last of them has converged."""
+    return equation.primitive.name in (ITERATES_ON_TPU if here().platform == "tpu" else ITERATES)
 
 
 def _may_mix_tangents(equation: core.JaxprEqn) -> bool:
@@ -67,13 +82,16 @@ def _may_mix_tangents(equation: core.JaxprEqn) -> bool:
 def _apart(equation: core.JaxprEqn, operands: list) -> list[jax.Array]:
     if equation.primitive.name == "conv_general_dilated":
         return [_in_feature_groups(*operands, **equation.params)]
+    if iterates_together(equation):
+        in_turn = jax.custom_batching.sequential_vmap(lambda *given: bound(equation, list(given), equation.params))
+        return in_turn(*operands)
     inner = jax.tree.map(_body_apart, equation.params, is_leaf=lambda value: not isinstance(value, dict | tuple | list))
     return bound(equation, operands, inner)
 
 
 def _body_apart(value: Any) -> Any:
-    """A parameter of an equation, without batch groups if it is a jaxpr."""
-    if not isinstance(value, core.Jaxpr | core.ClosedJaxpr) or not any(map(_in_batch_groups, equations(value))):
+    """A parameter of an equation; a jaxpr that mixes rows becomes one that does not."""
+    if not isinstance(value, core.Jaxpr | core.ClosedJaxpr) or not any(map(_mixes_rows, equations(value))):
         return value
     jaxpr, constants = (value.jaxpr, value.consts) if isinstance(value, core.ClosedJaxpr) else (value, ())
     avals: list[Any] = [variable.aval for variable in jaxpr.invars]
@@ -82,8 +100,9 @@ def _body_apart(value: Any) -> Any:
     return made if isinstance(value, core.ClosedJaxpr) else made.jaxpr
 
 
-def _in_batch_groups(equation: core.JaxprEqn) -> bool:
-    return equation.primitive.name == "conv_general_dilated" and equation.params["batch_group_count"] > 1
+def _mixes_rows(equation: core.JaxprEqn) -> bool:
+    in_groups = equation.primitive.name == "conv_general_dilated" and equation.params["batch_group_count"] > 1
+    return in_groups or iterates_together(equation)
 
 
 def _in_feature_groups(data: jax.Array, kernel: jax.Array, *, batch_group_count: int, **params) -> jax.Array:
