@@ -37,16 +37,15 @@ def check_setup(
     """What a careful colleague would notice before a long run:
     `print(dpx.check_setup(loss, optimizer, params, batch))`.
 
-    It looks at the loss (closures, randomness, mixing of rows, parameters without gradient), at the batch (clipping,
-    noise against signal, numbers that are not finite), and at the plan (key, delta, data, privacy, time, memory). It
-    compiles three times.
-
-    Starred lines are computed from raw data or secret noise and are not private. A clip norm chosen from them leaks
-    too. The step that is timed has no row that counts, so nothing is released, and a run that follows stays the same.
+    It looks at the loss (closures, randomness, mixing of rows, parameters without gradient), the batch (clipping, noise
+    against signal, numbers that are not finite), and the plan (key, delta, data, privacy, time, memory). It compiles
+    three times. Starred lines are computed from raw data or secret noise and are not private, and a clip norm chosen
+    from them leaks too. No row counts in the step that is timed, so nothing is released, and a later run stays the
+    same.
 
     loss: (params, example) -> float (), of one example without a batch axis. optimizer: a `dpx.Mechanism`.
     params: a pytree of arrays. batch: a `dpx.Batch` of the data.
-    steps, delta: of the run; by default those of the optimizer's budget.
+    steps, delta: of the run; by default from the optimizer's budget.
     data: all examples, as `sampling.take` gets them, if known.
     with_key: the loss takes a PRNG key, loss(params, example, key). has_aux: it returns (value, aux).
     Raises ValueError if `optimizer` is not a `dpx.Mechanism`, `batch` not a `dpx.Batch`, `params` empty, the loss not

@@ -1,7 +1,7 @@
 """Losses, gradients and clipping on one batch, and time and memory of a private step.
 
-What depends on the batch is computed from raw data: it is NOT private. The step that is run has no row that counts. So
-its release is pure noise: no data are released with the noise of a run.
+What depends on the batch is computed from raw data: it is NOT private. No row counts in the step that is run, so its
+release is pure noise: no data are released with the noise of a run.
 """
 
 import functools
@@ -42,11 +42,11 @@ class Measured(NamedTuple):
     """What the examples of one batch do; B examples, L leaves of the parameters.
 
     losses: float (B,). norms: float32 (B,), of the encoded gradients. counts: bool (B,), included and in range.
-    shares: float32 (B,), the contribution divided by its bound, in the group of layers where that is largest.
+    shares: float32 (B,), the contribution divided by its bound, for the group of layers where that is largest.
     leaves: float32 (B, L), the largest absolute value of each gradient; 0 where it is not trained.
     signal: float32 (), the norm of the sum of the contributions. bound: float32 (), the largest norm of one.
-    size: int, the number of coordinates that get noise. reached: int, how many of the other rows changed by a bit where
-    the floats of row 0 were NaN; None where there are no floats or no other rows.
+    size: int, the number of coordinates that get noise. reached: int, how many other rows changed by a bit when the
+        floats of row 0 were NaN; None without floats or other rows.
     """
 
     losses: jax.Array
@@ -63,10 +63,8 @@ class Measured(NamedTuple):
 def measure(
     loss: Callable, mechanism: Mechanism, params: Tree, flags: Tree, examples: Tree, included: np.ndarray
 ) -> Measured:
-    """What the rows do in one batch.
-
-    loss: (params, example) -> number. flags: bools like the parameters, True where trained. examples: arrays with the B
-    examples on axis 0. included: bool (B,).
+    """What the rows do in one batch. loss: (params, example) -> number. flags: bools like the parameters, True where
+    trained. examples: arrays with the B examples on axis 0. included: bool (B,).
     """
     trained = sum(p.size for p, flag in zip(jax.tree.leaves(params), jax.tree.leaves(flags), strict=True) if flag)
     at_once = max(2, MICROBATCH_NUMBERS // max(1, trained))  # 2, because rows of their own cannot mix
@@ -106,7 +104,7 @@ def _first_is_nan(leaf: jax.Array) -> jax.Array:
 
 
 def _bounds(mechanism: Mechanism, state: Tree, contributions: Callable, params: Tree) -> tuple[jax.Array, jax.Array]:
-    """The bound on each group, float32 (G,); and the same, but 0 where every example contributes as much."""
+    """The bound on each group, float32 (G,); and the same with 0 where every example contributes equally."""
     largest = jnp.stack(jax.tree.leaves(mechanism.bound(state)))
     least = contributions(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params))
     return largest, jnp.where(least < AT_THE_BOUND * largest, largest, 0)
@@ -140,7 +138,7 @@ def one_row(loss: Callable, flags: Tree, examples: Tree) -> Callable[[Tree, int]
 
 
 def mixing(measured: Measured, params: Tree, alone: Callable, rows: np.ndarray) -> Finding:
-    """Whether the losses and gradients in a batch are those of the rows alone. alone: of `one_row`. rows: int (R,)."""
+    """Whether losses and gradients are the same in a batch and alone. alone: of `one_row`. rows: int (R,)."""
     low = any(map(is_low_precision, jax.tree.leaves(params))) or is_low_precision(measured.losses)
     tolerance, differ = LOW_TOLERANCE if low else TOLERANCE, 0
     for row in rows:
@@ -178,7 +176,7 @@ def apart(measured: Measured, closed: core.ClosedJaxpr) -> Finding:
 def without_gradient(measured: Measured, params: Tree, flags: Tree, alone: Callable, rows: np.ndarray) -> Finding:
     """Trained parameters whose gradient is zero for every example, here or also near these parameters.
 
-    flags: bools like the parameters. alone: of `one_row`. rows: int (R,), those that are computed near the parameters.
+    flags: bools like the parameters. alone: of `one_row`. rows: int (R,), which are recomputed near the parameters.
     """
     if not np.asarray(measured.counts).any():
         return Finding("zero gradients", "note", "no row counts")
@@ -232,7 +230,7 @@ def clipping(measured: Measured) -> Finding:
 
 
 def noise(measured: Measured, mechanism: Mechanism, steps: int | None) -> Finding:
-    """The norm of the noise of step 0 against that of the mean of the contributions. steps: of the run, if known."""
+    """The noise of step 0 against the mean of the contributions, both as norms. steps: of the run, if known."""
     multiplier, divisor = float(over(mechanism.noise_multiplier, 1)[0]), float(mechanism.sampling.divisor)
     loudness = multiplier * float(measured.bound) * math.sqrt(measured.size) / divisor
     signal = float(measured.signal) / divisor
@@ -269,7 +267,7 @@ class Step(NamedTuple):
 
 @jax.disable_jit(False)  # which has no programs to measure
 def run_step(loss: Callable, optimizer: Mechanism, params: Tree, batch: Batch) -> Step:
-    """Compiles and runs the private step on a batch of which no row counts."""
+    """Compiles and runs the private step on a batch in which no row counts."""
     gradient, state = private_updates(loss, optimizer), jax.jit(optimizer.init)(params)
     empty = Batch(batch.examples, np.zeros(batch_size(batch.examples), bool))
     start = time.perf_counter()
@@ -303,7 +301,7 @@ def memory(step: Step) -> Finding:
 
 
 def precision(step: Step, params: Tree, flags: Tree, losses: jax.Array) -> Finding:
-    """Low-precision parameters that are trained, and the share of them that a step of pure noise leaves as they are.
+    """Low-precision trained parameters, and the share of them that a step of pure noise does not change.
 
     flags: bools like the parameters, True where trained.
     """

@@ -30,7 +30,7 @@ WEAK = 10.0  # an epsilon above which little is promised
 
 
 def rows_that_count(batch: Batch, sampling: Sampling) -> tuple[np.ndarray, Finding]:
-    """Which rows count, bool (B,), and whether the sampling draws so many."""
+    """Which rows count, bool (B,), and whether the sampling draws this many."""
     size = batch_size(batch.examples)
     try:
         included = np.asarray(inclusion(size, batch.included, sampling))
@@ -103,7 +103,7 @@ def privacy(optimizer: Mechanism, steps: int | None, delta: float | None) -> Fin
 
 
 def truncation(optimizer: Mechanism, steps: int | None, delta: float | None) -> list[Finding]:
-    """What it costs that the sampling cuts batches (`most_rows`); nothing for other samplings."""
+    """What it costs that the sampling truncates batches (`most_rows`); nothing for other samplings."""
     if steps is None or delta is None or not optimizer.sampling.truncates:
         return []
     event, relation = optimizer.event(steps), require_relation(optimizer.sampling.relation)

@@ -1,6 +1,4 @@
-"""What the equations of the loss say: what it sees beside its one example, the parameters that it uses, random numbers
-that are the same for every example; and the dtypes.
-"""
+"""What the equations of the loss say: data beside its example, unused parameters, shared random numbers, dtypes."""
 
 import math
 from collections.abc import Callable
@@ -21,7 +19,7 @@ LARGE = 2**20  # bytes of an array that is worth a note
 
 
 def of_one_example(loss: Callable, *, with_key: bool, has_aux: bool) -> Callable[[Tree, Tree], jax.Array]:
-    """`loss(params, example)` as one number; a key is a constant, because no randomness of the run may be used."""
+    """`loss(params, example)` as one number; a key is constant, because the run's own randomness must not be used."""
 
     def value(params, example):
         result = loss(params, example, jax.random.key(0)) if with_key else loss(params, example)
@@ -42,10 +40,7 @@ def trace(loss: Callable, params: Tree, example: Tree) -> core.ClosedJaxpr | Fin
 
 
 def constants(closed: core.ClosedJaxpr, example: Tree, rows: int, examples: int) -> Finding:
-    """Arrays that the loss closes over, and that may be training data.
-
-    rows: of the batch. examples: of the data set.
-    """
+    """Arrays in the loss's closure that may be training data. rows: of the batch. examples: of the data set."""
     shapes = {jnp.shape(leaf) for leaf in jax.tree.leaves(example)}
     found = [(jnp.shape(array), _bytes(array)) for array in jaxprs.constants(closed)]
     suspects = [shape for shape, _ in found if _like_data(shape, shapes, rows, examples)]

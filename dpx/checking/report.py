@@ -14,7 +14,7 @@ class Finding:
     """One thing that `dpx.check_setup` looked at.
 
     name: what. severity: "error" (the run fails, or no epsilon covers it), "warning" (probably a mistake), "note" or
-    "ok". words: one line. numbers: by name, those in `words` and more.
+        "ok". words: one line. numbers: by name, those in `words` and more.
     """
 
     name: str
@@ -27,9 +27,8 @@ class Finding:
 class Report:
     """The result of `dpx.check_setup`; `str` is a table, the worst first.
 
-    public_findings: those that depend on public values only.
-    unreleased_findings: those that depend on raw data or secret noise. NOT private; None in
-        `dpx.publishable_state(report)`.
+    public_findings: those that depend on public values only. unreleased_findings: those that depend on raw data or
+        secret noise. NOT private; None in `dpx.publishable_state(report)`.
     """
 
     public_findings: tuple[Finding, ...]

@@ -18,11 +18,11 @@ def publishable_state(state: Tree) -> Tree:
 
     state: any pytree, or dataclasses and mappings of pytrees. The other fields depend on released values only.
 
-    A value becomes None if the name of its field, of its key or of its type contains "unreleased" in any case, also in
-    flattened states, whose keys are tuples or strings such as ".unreleased_error['w']". So does an `Unreleased`.
-    Functions and optimizers become None, because their closures may hold a key, and so do PRNG keys: typed ones, and
-    raw ones, uint32 (..., 2) or (..., 4), where a name contains "key" or "rng" in any case. Raises ValueError for a
-    container of an unknown type, a pytree that is registered without the names of its parts, and an array of objects.
+    A value becomes None if the name of its field, key or type contains "unreleased" in any case, also in flattened
+    states, whose keys are tuples or strings such as ".unreleased_error['w']". So does an `Unreleased`. Functions and
+    optimizers become None, because their closures may hold a key, and so do PRNG keys: typed ones, and raw ones, uint32
+    (..., 2) or (..., 4), where a name contains "key" or "rng" in any case. Raises ValueError for a container of an
+    unknown type, a pytree registered without the names of its parts, and an array of objects.
 
         >>> norms = {"clip_norm": 1.0, "feedback_norm": 1.0, "outer_clip_norm": 1.1}
         >>> feedback = dpx.methods.dice_sgd(noise_multiplier=1.0, sampling=sampling, key=dpx.secret_key(), **norms)
@@ -53,7 +53,7 @@ def publishable_state(state: Tree) -> Tree:
 
 
 def _public_child(key: Any, part: Tree, kind: type) -> Tree:
-    """A part of a container that jax knows. Without a name, its key is a number that jax gives it."""
+    """A part of a container that jax knows. If it has no name, its key is a number from jax."""
     if isinstance(key, jax.tree_util.FlattenedIndexKey):
         raise ValueError(f"state must name its parts: register {kind} with jax.tree_util.register_pytree_with_keys")
     return _public_part(key, part)

@@ -1,4 +1,4 @@
-"""Finds the record of the releases in an optimizer state, and refuses one that has no true bill."""
+"""Finds the record of the releases in an optimizer state, and refuses one without a true cost."""
 
 import math
 from collections.abc import Mapping
@@ -20,9 +20,8 @@ def release_state(state: Tree) -> ReleaseState:
     """The one ReleaseState in an optimizer state in which the mechanism comes first and nothing wraps it.
 
     state: of a mechanism, of `dpx.chain` or `optax.chain`, of `optax.lookahead`, or an object that holds one, such as
-        flax's TrainState or nnx.Optimizer.
-    Raises ValueError for none, for several, and where a transform before the mechanism or a wrapper around it can
-    change how much one example moves the release.
+        flax's TrainState or nnx.Optimizer. Raises ValueError for none, for several, and if a transform before the
+        mechanism or a wrapper around it can change how much one example moves the release.
     """
     releases = _search(state, ())
     if len(releases) != 1:
@@ -50,7 +49,8 @@ def _search(node: Tree, holders: tuple) -> list[tuple[ReleaseState, tuple]]:
 
 
 def _require_plain(node: Any, key: Any) -> None:
-    """Raises ValueError if `node`, which holds the mechanism's state at `key`, is of a wrapper or of another chain."""
+    """Raises ValueError if `node`, which holds the mechanism's state at `key`, belongs to a wrapper or another chain.
+    """
     holder = type(node)
     if hasattr(node, "_fields") and holder.__module__.split(".")[0] == "optax" and not _is_lookahead(node):
         raise ValueError(
@@ -91,7 +91,7 @@ def _is_lookahead(node: Any) -> bool:
 def steps_taken(state: Tree) -> int:
     """How many releases an optimizer state has made, an int.
 
-    Raises ValueError where the state does not hold exactly one mechanism's, or something wraps the mechanism.
+    Raises ValueError unless the state holds exactly one mechanism's, and if something wraps the mechanism.
 
         >>> dpx.accounting.steps_taken(state)  # of optimizer.init(params)
         0
@@ -100,20 +100,20 @@ def steps_taken(state: Tree) -> int:
 
 
 def steps_billed(state: Tree) -> int:
-    """How many steps every bill of an optimizer state covers: those that were made, and all that were planned.
+    """How many steps the cost of an optimizer state covers: those that were made, and all that were planned.
 
-    To end a run is a decision, and may depend on the data: on the releases themselves, if a callback or a person looks
-    at them. Then no proof holds for the steps that were made alone. It does for all steps that the run could make,
-    because the run is a function of their releases. So a run costs its plan, which with a budget is the whole budget:
-    whoever plans fewer steps first can plan more after a look. Without a plan, nobody knows where the run could have
-    ended, and it costs the steps that were made.
+    The decision to end a run may depend on the data: on the releases themselves, if a callback or a person looks at
+    them. Then no proof holds for the steps that were made alone. One holds for all steps that the run could make,
+    because the run is a function of their releases. So a run costs its plan, which with a budget is the whole budget,
+    because whoever plans fewer steps first can plan more after a look. Without a plan, nobody knows where the run could
+    have ended, and it costs the steps that were made.
     """
     release = release_state(state)
     return max(int(release.step), int(release.plan))
 
 
 def next_steps(state: Tree, sampling: Any, steps: int | None, *, beyond_budget: bool) -> range:
-    """The numbers of the next `steps` steps; of all that are left of the budget, if `steps` is None.
+    """The numbers of the next `steps` steps; if `steps` is None, of all that are left of the budget.
 
     Raises ValueError if one of them is beyond the budget, and for the state of another sampling.
     """
@@ -158,7 +158,7 @@ def require_matching(state: Tree, mechanism: Any, multipliers: np.ndarray) -> No
 
 
 def _require_noise(release: ReleaseState, multipliers: np.ndarray, advice: str) -> None:
-    """Raises ValueError unless the record is of these noise multipliers, float64 (steps,), in this order."""
+    """Raises ValueError unless the record has these noise multipliers, float64 (steps,), in this order."""
     with np.errstate(divide="ignore"):
         expected = float(np.sum(np.minimum(multipliers**-2.0, LARGEST_PRECISION)))
     precision = float(release.precision[0]) - float(release.precision[1])

@@ -16,7 +16,7 @@ from dpx.xla.place import here
 LARGEST_PRECISION = 1e30  # of one release, noise_multiplier^-2; a multiplier below 1e-15 counts as 1e-15
 SEVERAL_KEYS = np.uint32(1)  # in place of the mark of a key, which is larger
 LARGEST_WEIGHT = 255  # of `noise_order`
-# Why a run has no bill. The record keeps the place of a reason in this list, from 1.
+# Why a run has no cost. The record keeps the place of a reason in this list, from 1.
 REASONS = {
     "mechanism": "its releases were made by mechanisms of different samplings or events",
     "most rows": "a batch had more rows that count than its sampling draws",
@@ -63,14 +63,14 @@ class ReleaseState(NamedTuple):
     order:         uint32 (), the sum of `noise_order` over them, which another order of the multipliers changes.
     fingerprints:  uint32 (2,), of the sampling record, and of the event without its noise multipliers.
     planned_steps: int32 (), the steps of the budget that the noise was calibrated for; 0 without a budget.
-    plan:          int32 (), the steps that the run planned, all of which are billed (`reading.steps_billed`); 0 where
-                   nobody planned any, or where public information alone decides where the run ends.
-    numbers:       uint32 (), the most numbers that a release has, for which the state is billed; 0 is 2^32.
-    in_integers:   int32 (), 1 after a release whose noise was drawn in integers, as on a TPU; else 0.
+    plan:          int32 (), the steps that the run planned, which all count (`reading.steps_billed`); 0 if nobody
+                   planned any, or if public information alone decides where the run ends.
+    numbers:       uint32 (), the most numbers that a release has, as the cost assumes; 0 is 2^32.
+    in_integers:   int32 (), 1 after a release whose noise was drawn in integers, as on a TPU; otherwise 0.
     noise_key:     uint32 (), the mark of the key of the noise (`keys.mark`); 0 before the first release.
     batch_key:     uint32 (), the mark of the key that draws the batches; 0 while not known, 1 after several keys.
     unit:          uint32 (), the mark of what a batch holds (`unit_mark`); 0 while it is not known.
-    problem:       uint32 (), 0; after a release that cannot be billed, the place of the reason in REASONS, from 1.
+    problem:       uint32 (), 0; after a release without a true cost, the place of the reason in REASONS, from 1.
     """
 
     step: jax.Array
@@ -90,9 +90,8 @@ class ReleaseState(NamedTuple):
     def empty(cls, params: Tree = None) -> "ReleaseState":
         """The record before the first release. `Mechanism.init` sets the fingerprints and the planned steps.
 
-        params: of the shapes of what a release will hold. None: these are not known, and 2^32 numbers are billed.
-
-        Every array has a buffer of its own, because a jitted step that donates the state cannot donate one twice.
+        params: of the shapes of what a release will hold. None if unknown, which costs 2^32 numbers. Every array has
+            its own buffer, because a jitted step that donates the state cannot donate one twice.
         """
         step, budgeted, plan, integers = (jnp.zeros((), jnp.int32) for _ in range(4))
         order, *marks = (jnp.zeros((), jnp.uint32) for _ in range(5))
@@ -123,8 +122,8 @@ def noise_order(bits: Any, step: Any) -> Any:
     step: int32 (...). Arrays of numpy or of jax.
 
     The weight of a step is +-(128 .. 255), mixed from its bits. So the same multipliers in another order have another
-    sum; and where all multipliers agree up to rounding, the sums of T steps differ by at most 255 T, and by at most
-    255 sqrt(36 T) except with a probability of 1e-7 (Hoeffding's inequality).
+    sum. If all multipliers agree up to rounding, the sums of T steps differ by at most 255 T, and by at most 255
+    sqrt(36 T) except with probability 1e-7 (Hoeffding's inequality).
     """
     mixed = step.astype(np.uint32) * np.uint32(0x9E3779B1)
     mixed = (mixed ^ (mixed >> 15)) * np.uint32(0x85EBCA77)
@@ -135,10 +134,10 @@ def noise_order(bits: Any, step: Any) -> Any:
 
 
 def stamped(state: Tree, fingerprints: np.ndarray, budget: Any) -> Tree:
-    """A new `state`, with the fingerprints by which its releases will be billed, uint32 (2,): `fingerprints_of`.
+    """A new `state` with the fingerprints of what its releases will cost, uint32 (2,): `fingerprints_of`.
 
-    budget: the `dpx.Budget`, which plans the run, or None.
-    Raises ValueError if the releases will have more numbers than it states.
+    budget: the `dpx.Budget`, which plans the run, or None. Raises ValueError if releases will have more numbers than it
+        states.
     """
     steps, numbers = (0, None) if budget is None else (budget.steps, budget.numbers)
     stamp = {"fingerprints": jnp.asarray(fingerprints), "planned_steps": jnp.full((), steps, jnp.int32)}
@@ -155,7 +154,7 @@ def stamped(state: Tree, fingerprints: np.ndarray, budget: Any) -> Tree:
 
 
 def planned(state: Tree, steps: int) -> Tree:
-    """`state`, but with `steps` as the plan of its run; 0 is for a run without a plan."""
+    """`state` with `steps` as the plan of its run; 0 is for a run without a plan."""
     return map_states(lambda node: node._replace(plan=jnp.zeros_like(node.plan) + steps), state, ReleaseState)
 
 
@@ -169,10 +168,10 @@ def _require_fewer(own: int, numbers: int) -> None:
 
 
 def counted(release: Callable, *given: Any, budget: Any) -> tuple[Tree, Tree]:
-    """What `release(*given)` returns, updates and a state, which counts the numbers that it drew, if they are more.
+    """The updates and the state from `release(*given)`; the state counts the numbers that were drawn, if they are more.
 
-    Those that jax has traced before are not heard of: if fewer are than the state knows, or none, 2^32 are billed.
-    budget: as for `stamped`, as the error is.
+    Numbers that jax traced before are not seen: if fewer are than the state knows, or none, 2^32 are counted. budget
+    and errors: as for `stamped`.
     """
     with counting() as drawn:
         updates, state = release(*given)
@@ -196,10 +195,10 @@ def _as_numbers(numbers: int) -> jax.Array:
 
 
 def checked(state: Tree, mechanism: Any, rows: jax.Array, drawn: Drawn | None, *, ordered: Any = True) -> Tree:
-    """Checks a batch against what the mechanism bills. If it does not fit, marks the state, which then has no bill.
+    """Checks a batch against what the mechanism's cost assumes. If it does not fit, marks the state as without a cost.
 
     rows: int (), how many rows of the batch count. ordered: bool (), whether the sums are of the chunks of one batch,
-    each once and in order, under this state.
+        each once and in order, under this state.
     """
     sampling, own, noise_key = mechanism.sampling, mechanism.fingerprints, mechanism.noise_key
     most = int(min(sampling.most_rows, 2**31 - 1))
@@ -237,14 +236,14 @@ def checked(state: Tree, mechanism: Any, rows: jax.Array, drawn: Drawn | None, *
 
 
 def _differs(known: jax.Array, mark: Any) -> jax.Array:
-    """Whether a mark, uint32 (), is another one than that which is known; 0 is not known."""
+    """Whether a mark, uint32 (), differs from the known one; 0 is not known."""
     return (known != 0) & (known != mark)
 
 
 def unit_mark(unit: str) -> int:
     """A fingerprint of the name of what a batch holds, such as "example" or "user", in [2^31, 2^32).
 
-    Raises ValueError unless it is a string that is not empty: a fingerprint of anything else, such as a key, is public.
+    Raises ValueError unless it is a nonempty string: a fingerprint of anything else, such as a key, is public.
     """
     if not isinstance(unit, str) or not unit:
         raise ValueError(f'unit must be the name of what epsilon protects, such as "user", got {described(unit)}')

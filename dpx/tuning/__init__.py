@@ -1,4 +1,4 @@
-"""Searches for hyper-parameters on private data, with a bill: the best of a random, secret number of trials.
+"""Searches for hyper-parameters on private data, at a known cost: the best of a random, secret number of trials.
 
     def optimizer(configuration, key):
         mechanism = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=budget, sampling=sampling, key=key)
@@ -13,10 +13,10 @@
     )
     found.params, found.configuration, found.epsilon, found.report
 
-The bill holds for the winner alone. How many trials there were, all other results, and what can be inferred from them
-(logs, files, the time that the search took), are as secret as the data. Everything random comes from the key. So a
-search that was interrupted is continued by the same program with the same key: it has the same number of trials, with
-the same configurations and keys. A second search, with another key, is another bill (`dpx.compose_runs`).
+The cost covers the winner alone. How many trials there were, all other results, and anything that tells about them
+(logs, files, the time that the search took), are as secret as the data. Everything random comes from the key. So the
+same program with the same key continues a search that was interrupted: it has the same number of trials, with the same
+configurations and keys. A second search, with another key, costs as much again (`dpx.compose_runs`).
 
 With `budget=`, the noise of the trials is calibrated so that the whole search costs at most a total epsilon.
 

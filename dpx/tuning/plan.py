@@ -32,9 +32,8 @@ _TOLERANCE = 1e-4  # relative, of the epsilon of a budget
 class Trial(NamedTuple):
     """One trial of a search.
 
-    configuration: one of those given. optimizer: built for it, with a key of its own.
-    key: for other randomness of the trial, such as the first parameters, ().
-    folder: for its checkpoints, or None; as sensitive as the data.
+    configuration: one of those given. optimizer: built for it, with its own key. key: for other randomness of the
+        trial, such as the first parameters, (). folder: for its checkpoints, or None; as sensitive as the data.
     """
 
     configuration: Any
@@ -47,11 +46,11 @@ class Trial(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class NoisySum:
-    """A score on private data: the sum of one value in [0, 1] for each example, with Gaussian noise that is billed.
+    """A score on private data: the sum of one value in [0, 1] for each example, with Gaussian noise that costs privacy.
 
-    `score(params)` then returns the values, float (n,), such as whether each prediction is right; dpx clips them to
-    [0, 1], and NaN counts 0. One value must depend on one example (or user) alone, and each of
-    them may have one value, so n is at most the number of examples of the sampling.
+    `score(params)` then returns the values, float (n,), such as whether each prediction is right; dpx clips them to [0,
+    1], and NaN counts 0. Each value must depend on one example (or user) alone, and each of them on at most one value,
+    so n is at most the number of examples of the sampling.
 
     noise_multiplier: float, positive, the standard deviation of the noise on the sum.
     """
@@ -101,7 +100,8 @@ class SearchSettings:
             ) from error
 
     def build(self, configuration: Any, key: jax.Array, noise: float | None) -> Mechanism:
-        """The mechanism of a trial, with the budget of the search, which has the steps. noise: None without one."""
+        """The mechanism of a trial, with the budget of the search, which has the steps. noise: None without a budget.
+        """
         given = {} if self.budget is None else {"noise_multiplier": noise}
         mechanism = self.optimizer(configuration, key, **given)
         require_mechanism(mechanism)
@@ -120,12 +120,11 @@ class SearchSettings:
     def noises(self) -> list[float | None]:
         """The noise multiplier of each configuration, with which the search costs at most its budget; None without one.
 
-        First the noise of each configuration is found as if it were the only one, because one of small batches needs
-        less than one of large batches. A trial is billed at the worst of all configurations at every Renyi order, which
-        may cost more than the worst one, so in the end all are scaled up together until the search is within its
-        budget.
+        First each configuration gets the noise that it would need alone, because small batches need less than large
+        ones. A trial costs the worst of all configurations at every Renyi order, which may be more than the worst one,
+        so in the end all are scaled up together until the search is within its budget.
 
-        Raises ValueError for a budget that no noise meets, and for mechanisms that have no bill.
+        Raises ValueError for a budget that no noise meets, and for mechanisms without a cost.
         """
         budget, own = self.budget, _trial_key(self.key, 0)
         if budget is None:
@@ -162,9 +161,8 @@ class SearchSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchPlan:
-    """What every trial needs, and the cost of all of them.
-
-    noises, mechanisms, steps: of each configuration, as billed.
+    """What every trial needs, and the cost of all of them. noises, mechanisms, steps: of each configuration, as paid
+    for.
     """
 
     settings: SearchSettings
@@ -207,7 +205,7 @@ class SearchPlan:
         return Trial(configurations[chosen], mechanism, own, None if folder is None else folder / str(number)), most
 
     def run(self, train: Callable[[Trial], Any], number: int, folder: Path | None) -> tuple[Trial, Tree, Tree]:
-        """The trial of a number, its parameters and its state. Raises ValueError if they are not those billed."""
+        """The trial of a number, its parameters and its state. Raises ValueError if they do not match the cost."""
         trial, most = self.trial(number, folder)
         result = train(trial)
         if not isinstance(result, tuple) or len(result) < 2:
@@ -223,7 +221,7 @@ class SearchPlan:
         return trial, result[0], result[1]
 
     def scored(self, params: Tree, number: int) -> float:
-        """The score, -inf for no number."""
+        """The score; -inf for NaN."""
         score, score_on = self.settings.score, self.settings.score_on
         key = keys.stream(self.settings.key, "score", number)
         if isinstance(score_on, NoisySum):
@@ -240,9 +238,8 @@ class SearchPlan:
         if values.size > (most := self.mechanisms[0].sampling.examples):
             raise ValueError(f"score must return at most one value for each of {most} examples, got {values.size}")
         exact = math.fsum(np.nan_to_num(values, nan=0.0).clip(0, 1).tolist())
-        # Of one sum and key there is one release. Another sum of the trial, which another machine has rounded or
-        # trained otherwise, has noise of its own: with the same noise, both scores would show by how much the sums
-        # differ.
+        # One sum and key make one release. Another sum of the trial, rounded or trained differently on another machine,
+        # gets different noise: with the same noise, two scores would show by how much the sums differ.
         key = functools.reduce(keys.fold_in, np.frombuffer(np.float64(exact).tobytes(), np.uint32), key)
         high = np.asarray([exact], np.float32)
         # A Python number minus a float32 array would be float32, and so 0 (NEP 50).

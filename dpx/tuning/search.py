@@ -30,9 +30,10 @@ from dpx.validation import require_function
 class SearchResult(NamedTuple):
     """The winner of a search, and what the search cost.
 
-    configuration, params: the winner's; None if a Poisson number of trials was 0, which is billed as well.
+    configuration, params: the winner's; None if a Poisson number of trials was 0, which costs the same.
     score: float, the winner's; minus infinity if it was NaN. steps: int, of the winner.
-    epsilon: float, an upper bound for the search at `delta`. bill: for `dpx.compose_runs` and `dpx.privacy_report`.
+    epsilon: float, an upper bound for the search at `delta`. bill: its cost, for `dpx.compose_runs` and
+        `dpx.privacy_report`.
     report: the privacy report of the winner, with the cost of the search; None without a winner.
     """
 
@@ -67,23 +68,23 @@ def search(
     """The best of a random number of trials, each of a random configuration, and its true cost.
 
     train: (Trial) -> the result of `dpx.fit`, or (params, optimizer state), of `trial.optimizer`.
-    configurations: each trial draws one of them, uniformly and with replacement. Every one is billed, drawn or not.
+    configurations: each trial draws one, uniformly and with replacement. Every one counts in the cost, drawn or not.
     score: (params) -> float, larger is better; NaN loses against every score. Of equal scores the first wins.
-    optimizer: (configuration, key) -> the mechanism, with that key; the same one whenever it is called with the same.
+    optimizer: (configuration, key) -> the mechanism with that key; always the same for the same arguments.
     key: of the search, (), secret and used for nothing else.
     trials: float, at least 1, the expected number. The number itself is secret: do not publish it.
     score_on: "public" if `score` reads its argument and public data only. `NoisySum(noise_multiplier)` if it reads
         private data. The event of the noise if `score(params, key)` adds it itself. Every trial pays the last two.
     distribution: of the number: as for `dpx.accounting.best_of`.
     budget: of the whole search, with the steps or epochs of one trial. The optimizer is then called as
-        optimizer(configuration, key, noise_multiplier=...), with the least noise multiplier for which the bill of the
-        search is within the budget; the cost of every step must fall as that number grows.
-    steps: int, the most steps of a trial; delta: in (0, 1); None is that of the mechanisms' budgets. unit: as for
+        optimizer(configuration, key, noise_multiplier=...), with the least noise multiplier that keeps the search
+        within the budget; the cost of every step must fall as that number grows.
+    steps: int, the most steps of a trial; delta: in (0, 1); None takes them from the mechanisms' budgets. unit: as for
         `dpx.privacy_report`. checkpoints: a folder with a folder for each trial, as SENSITIVE as the data. It keeps the
         scores too, so that none is computed again.
-    Raises ValueError for other arguments, a mechanism with another key or of no bill, a trial that makes more steps,
-    a state of another mechanism, a score that is not a number, the checkpoints of another search, other parameters of a
-    trial than the stored ones, and a budget that no noise meets.
+    Raises ValueError for other arguments, a mechanism with another key or without a cost, a trial that makes more
+    steps, a state of another mechanism, a score that is not a number, the checkpoints of another search, a trial whose
+    parameters differ from the stored ones, and a budget that no noise meets.
     Source: Papernot and Steinke 2022, https://arxiv.org/abs/2110.03620; `accounting/selection.py`.
     """
     require_function("train", train)
@@ -117,7 +118,8 @@ def search(
 
 @contextlib.contextmanager
 def _opened(folder: str | Path | None, plan: SearchPlan) -> Iterator[Path | None]:
-    """The folder of one search, which this program has meanwhile. Raises ValueError for that of another search."""
+    """The folder of one search, which this program holds meanwhile. Raises ValueError for the folder of another search.
+    """
     if folder is None:
         yield None
         return
@@ -146,8 +148,8 @@ def _opened(folder: str | Path | None, plan: SearchPlan) -> Iterator[Path | None
 def _stored_score(plan: SearchPlan, params: Tree, number: int, folder: Path) -> float:
     """The score of a trial, which is computed once.
 
-    So the folder fixes the parameters and the score of each trial, and whatever a search that is made again returns is
-    a function of them. Another machine would round sums otherwise, under the same noise, and could find another winner.
+    So the folder fixes the parameters and score of each trial, and a repeated search returns a function of them.
+    Another machine would round sums differently under the same noise, and could find another winner.
     """
     file, digest = folder / f"score-{number}.json", hashlib.blake2b(digest_size=16)
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):

@@ -169,6 +169,6 @@ def cyclic_poisson_event(
 def fixed_order_event(*, noise_multiplier: float) -> DpEvent:
     """The event of a whole run in a fixed order: one Gaussian release.
 
-    noise_multiplier: the deviation of z is this times the clip norm times `sensitivity` for the order.
+    noise_multiplier: the deviation of z is this times the clip norm times the `sensitivity` for the order.
     """
     return GaussianDpEvent(require_number("noise_multiplier", noise_multiplier, minimum=0))

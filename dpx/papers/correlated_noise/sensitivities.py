@@ -66,13 +66,13 @@ def shuffled_sensitivity(strategy: Strategy, *, steps: int, steps_per_epoch: int
 
 
 def sensitivity_is_exact(strategy: Strategy, *, steps: int) -> bool:
-    """Whether all `steps` coefficients of C fall or stay and none is negative, so that `sensitivity` is exact."""
+    """Whether `sensitivity` is exact: the first `steps` coefficients of C (`strategy`) never rise or become negative."""
     column = strategy.column(steps)
     return bool(np.all(column >= 0) and np.all(np.diff(column) <= 0))
 
 
 def column_norm(strategy: Strategy, *, steps: int) -> float:
-    """The largest norm of a column of C, the first one's: the sensitivity to one participation in `steps` steps, int.
+    """The largest norm of a column of C (`strategy`), the first one's: the sensitivity to one participation in `steps`.
 
     It is the sensitivity of one release of cyclic Poisson sampling with a banded C (`cyclic_poisson_event`).
     """
