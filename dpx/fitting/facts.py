@@ -52,10 +52,10 @@ PACKAGES = ("dpx", "jax", "jaxlib", "optax")  # whose versions decide the number
 
 
 def facts_of(run: RunPlan, carry: Carry, options: dict[str, Any]) -> dict[str, Any]:
-    """By which a run is known again. A mark tells two keys apart, and reveals neither.
+    """What identifies a run. A mark tells two keys apart, and reveals neither.
 
     options: of the gradient. They, the backend, the machine, the settings and the versions decide how its sums are
-    rounded, and a step that is made again must be the same in every bit, because it has the same noise.
+        rounded, and a step that is repeated must be the same in every bit, because it has the same noise.
     """
     optimizer = run.optimizer
     described = jax.tree_util.tree_leaves_with_path(carry)
@@ -80,20 +80,17 @@ def facts_of(run: RunPlan, carry: Carry, options: dict[str, Any]) -> dict[str, A
 
 
 def is_words(name: str) -> bool:
-    """Whether a fact only explains others in words, so that a new wording alone is no other run."""
+    """Whether a fact only explains others in words, so that new wording does not make another run."""
     return name in ("event of a step", "sampling") or name.startswith("stage ")
 
 
 def is_of_rounding(name: str) -> bool:
-    """Whether a fact may differ where a run continues, if steps that may have been made are skipped."""
+    """Whether a fact may change when a run continues, if steps that may have been made are skipped."""
     return name in ROUNDING or name.startswith(SETTING)
 
 
 def _program(optimizer: Mechanism, carry: Carry) -> int:
-    """A fingerprint of the equations of `optimizer.update`, which hold every number of every schedule.
-
-    They are those for one device, so that the fingerprint is the same on others.
-    """
+    """A fingerprint of the equations of `optimizer.update` on one device, which hold every number of every schedule."""
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), carry)  # on no mesh
     grads = jax.tree.map(lambda p: jax.ShapeDtypeStruct((1, *p.shape), np.float32), shapes.params)
     included = jax.ShapeDtypeStruct((1,), np.bool_)
@@ -133,8 +130,9 @@ def _libraries() -> list[str]:
 
 
 def settings_of() -> dict[str, str]:
-    """What this process has set that may decide numbers: variables of the environment, and every setting of jax but
-    those that are known to change none."""
+    """The settings that may decide numbers: environment variables, and every setting of jax except those known to
+    change none.
+    """
     found = {name: " ".join(flag for flag in _flags(name) if not flag.startswith(SILENT)) for name in FLAGS}
     found |= {name: os.environ.get(name, "") for name in VARIABLES}
     settings = {name: re.sub("0x[0-9a-f]+", "", repr(value)) for name, value in jax.config.values.items()}
@@ -150,8 +148,9 @@ def _flags(variable: str) -> list[str]:
 
 
 def times_kernels() -> bool:
-    """Whether XLA may take another kernel in every process, because it takes the fastest one of those that it times,
-    and sums in any order: on a GPU without a flag that forbids both."""
+    """Whether XLA may take another kernel in every process, because it times kernels and takes the fastest, and may add
+    in any order: on a GPU without a flag that forbids both.
+    """
     forbidden = {"--xla_gpu_deterministic_ops", "--xla_gpu_deterministic_ops=true", "--xla_gpu_deterministic_ops=1"}
     return jax.default_backend() in ("gpu", "cuda", "rocm") and forbidden.isdisjoint(_flags("XLA_FLAGS"))
 
@@ -173,8 +172,8 @@ def layout_of(carry: Carry, sharding: Any) -> int:
 def first_example(data: Any, run: RunPlan) -> int:
     """A mark of example 0, which says nothing to those who do not know the key.
 
-    Two data sets of which it differs have other marks, but with probability 2^-32: those of processes that loaded a
-    part each, or of a run that is continued with other data, which would show the difference without noise.
+    Two data sets that differ in it have different marks, except with probability 2^-32. This tells apart processes that
+    loaded a part each, and a run that continues with other data, which would show the difference without noise.
     """
     row = rows_of(data, run.optimizer.sampling.examples, run.key)(np.zeros(1, np.int32), np.ones(1, bool), 0)
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(row)]

@@ -1,29 +1,28 @@
 """The folder of a run: what the run is, how far it may have gone, its evaluations, and its last two checkpoints.
 
-One program has the folder at a time. It holds a lock, which the operating system frees when the program ends, however
-it ends. Of several processes that make one run, process 0 holds the lock and writes the small files; a checkpoint is
-the work of all. Only their owner can read them: orbax gives its files the modes that the umask asks for, but the folder
-around them is closed to others.
+One program holds the folder at a time, by a lock that the operating system frees however the program ends. If several
+processes make one run, process 0 holds the lock and writes the small files; all work on a checkpoint. Only their owner
+can read them: orbax gives its files the modes that the umask asks for, but the folder around them is closed to others.
 
-Proof that no step is released twice, with one noise on sums that differ. Before a step is made, run.json says a number
+Proof that no step is released twice, with one noise on sums that differ. Before a step is made, run.json has a number
 that is not smaller (`reach`). A program that was killed leaves a checkpoint of a step s <= reach, and the next program
-begins at s. If it rounds sums as all those did that may have made a step after s, it makes their steps with their bits,
-because parameters, batches and noise are the same. So it is if its facts are those in run.json and s is not before
+begins at s. If it rounds sums as all those did that may have made a step after s, it repeats their steps bit for bit,
+because parameters, batches and noise are the same. That is so if its facts are those in run.json and s is not before
 `moved`, which is what `reach` was when those facts last changed. Otherwise it skips all steps up to `reach`: they count
 as made, no parameters have them, and their batches and their noise are never used again.
 
 Proof that the cost of the whole run covers a skip. The run continues with step r + 1 for r = reach, on the parameters
-of step s. Each step was made at most once, apart from repetitions with the same bits, with the batch and the noise of
-its own number. Its parameters are a function of earlier releases: of 1 .. t - 1 before the skip, and of 1 .. s for the
-first t > r. So this is one run whose functions are chosen adaptively, which composition allows, and some of whose
-releases are not shown. Settings and libraries may change too. Then a step t > r has another function of the same data,
-and perhaps other random numbers in its loss, its items or its projection; the function of a step may be chosen as one
-likes. But its noise and its batch must be those of the run, because the batches of an epoch share one order. Both are
-whole numbers of dpx's own cipher, which no setting of jax changes (tests/test_moves.py).
+of step s. Each step was made at most once, apart from repetitions with the same bits, with its own batch and noise. Its
+parameters are a function of earlier releases: of 1 .. t - 1 before the skip, and of 1 .. s for the first t > r. So this
+is one run whose functions are chosen adaptively, which composition allows, and some of its releases are not shown.
+Settings and libraries may change too. Then a step t > r has another function of the same data, and perhaps other random
+numbers in its loss, items or projection; the function of a step may be chosen freely. But its noise and its batch must
+be those of the run, because the batches of an epoch share one order. Both are whole numbers from dpx's own cipher,
+which no setting of jax changes (tests/test_moves.py).
 
-A skip needs a state that is a function of releases, and noise that is independent of that of other steps. So error
-feedback and correlated noise are refused, and projections whose draw is billed, because they are numbered by the steps
-that trained and would be drawn twice.
+A skip needs a state that is a function of releases, and noise that is independent of other steps. So it refuses error
+feedback, correlated noise, and projections whose draw enters the cost, because they are numbered by the steps that
+trained and would be drawn twice.
 """
 
 import json
@@ -69,14 +68,14 @@ UNFINISHED = "*.orbax-checkpoint-tmp*"  # checkpoints of a program that was kill
 
 
 def make_folder(path: Path):
-    """Makes a folder that only its owner can read or enter; takes the rights of others from one that exists."""
+    """Makes a folder that only its owner can read or enter; if it exists, takes away the rights of others."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     if path.stat().st_mode & 0o077:
         path.chmod(0o700)
 
 
 def lock_of(path: Path) -> FileLock:
-    """The lock of a folder, taken: the program has the folder until it releases the lock, or ends.
+    """Takes and returns the lock of a folder, which the program holds until it releases it or ends.
 
     Raises ValueError if another program has it.
     """
@@ -97,7 +96,7 @@ def read(path: Path) -> Any:
 
 
 def write(path: Path, text: str):
-    """Replaces the file at once, by one that only its owner can read and that a loss of power leaves in place."""
+    """Replaces the file at once, by one that only its owner can read and that survives a loss of power."""
     part = path.with_name(f"{path.name}.part")
     part.unlink(missing_ok=True)  # of a program that was killed; others may be able to read it
     with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
@@ -109,7 +108,7 @@ def write(path: Path, text: str):
 
 
 def keep_names(folder: Path):
-    """After it, a loss of power brings no older file back under a name in the folder."""
+    """Ensures that a loss of power brings no older file back under a name in the folder."""
     if hasattr(os, "O_DIRECTORY"):
         opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         os.fsync(opened)
@@ -119,13 +118,12 @@ def keep_names(folder: Path):
 class Folder:
     """The folder of one run, which this program has until `close`.
 
-    run.json: `facts`, by which the run is known again; `planned`, the most steps that any program planned; `reach`, the
-    last step that may have been made; `moved`, the last one that may have been made with other facts. history.json: the
-    evaluations. STEP: a checkpoint, which appears at once and complete.
+    run.json: `facts`, which identify the run; `planned`, the most steps that any program planned; `reach`, the last
+        step that may have been made; `moved`, the last one that may have been made with other facts. history.json: the
+        evaluations. STEP: a checkpoint, which appears at once and complete.
 
-    on_other_devices: whether the run may continue where sums are rounded otherwise.
-    Raises ValueError for the folder of another run, naming the facts that differ, and for one that another program has;
-    ImportError without orbax.
+    on_other_devices: whether the run may continue where sums are rounded differently. Raises ValueError for the folder
+        of another run, naming the facts that differ, and for one that another program has; ImportError without orbax.
     """
 
     def __init__(self, path: str | os.PathLike, facts: dict[str, Any], run: RunPlan, on_other_devices: bool):
@@ -152,7 +150,7 @@ class Folder:
         self.continued = False  # whether there was a checkpoint
 
     def _take(self, facts: dict[str, Any]) -> dict[str, Any]:
-        """Takes the folder, or makes it. What its run.json holds, or would hold for a new run. In process 0."""
+        """Takes the folder, or makes it. Returns what its run.json holds, or would hold for a new run. In process 0."""
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"checkpoints must be a directory, got the file {self.path}")
         if not self._file.is_file():
@@ -166,9 +164,8 @@ class Folder:
         return {"facts": facts, "planned": 0, "reach": 0, "moved": 0}
 
     def _changes(self, facts: dict[str, Any]) -> list[str]:
-        """The names of the facts that differ from those of the run, all of them of its rounding.
-
-        Raises ValueError where it must not be continued.
+        """The names of the facts that differ from the run's, all of them about rounding. Raises ValueError if others
+        differ.
         """
         stored = self._known.get("facts", {})
         if stored.get(RECORD) != facts[RECORD]:
@@ -198,10 +195,10 @@ class Folder:
         return [name for name in differ if not is_words(name)]
 
     def restore(self, like: Carry) -> tuple[Carry, list[dict[str, Any]]]:
-        """The last checkpoint, and the history before it; `like`, which is stored as step 0, if there is none. On other
-        devices, with the steps skipped that may have been made. Its plan is the longest of all programs.
+        """The last checkpoint and the history before it; without one, `like`, which is stored as step 0.
 
-        The first parameters are stored too, because a run that starts again from others would repeat its noise.
+        On other devices, steps that may have been made are skipped. The plan is the longest of all programs. The first
+        parameters are stored too, because a run that starts again from others would repeat its noise.
         """
         last, reach = self._last_step(), self._known["reach"]
         if last is None and reach:
@@ -260,7 +257,7 @@ class Folder:
     def _require_own(self, known: dict[str, Any]):
         """Raises ValueError if another program has changed run.json. In process 0.
 
-        The lock prevents it, but on some disks of clusters a lock holds on one host alone.
+        The lock prevents that, but on some cluster disks a lock holds on one host alone.
         """
         if read(self._file) != known:
             raise ValueError(
@@ -268,11 +265,11 @@ class Folder:
             )
 
     def reserve(self, step: int):
-        """Before the steps after a checkpoint are made: up to which one they may be."""
+        """Writes down, before the steps after a checkpoint are made, how far they may go."""
         self._write(reach=max(self._reached, step))
 
     def save(self, carry: Carry, history: list[dict[str, Any]]) -> bool:
-        """A checkpoint of the steps that the state counts. False without one, because a step took the arrays."""
+        """Stores a checkpoint of the steps that the state counts. Returns False if a step took the arrays."""
         if any(leaf.is_deleted() for leaf in jax.tree.leaves(carry)):
             return False  # interrupted in the middle of a step; the last checkpoint stays
         step = carry.step
@@ -344,7 +341,7 @@ class Folder:
 
 
 class _Nowhere:
-    """In place of `Folder` for a run that keeps no checkpoints."""
+    """Replaces `Folder` for a run that keeps no checkpoints."""
 
     path, continued = None, False
 
@@ -377,8 +374,8 @@ def open_folder(
 ) -> "Folder | _Nowhere":
     """The folder of a run; None keeps no checkpoints.
 
-    rhythm: what else all processes must do alike, because otherwise one would wait for the others forever.
-    Raises ValueError where the processes differ.
+    rhythm: what else all processes must do alike, because otherwise one would wait for the others forever. Raises
+        ValueError if the processes differ.
     """
     if folder is None and jax.process_count() == 1:
         return _Nowhere(run)
@@ -393,9 +390,8 @@ def open_folder(
 
 
 def require_skippable(run: RunPlan, state: Tree, first: int, reach: int):
-    """Raises ValueError unless the steps after `first` may be skipped up to `reach`, and one is left to train.
-
-    state: of any step.
+    """Raises ValueError unless the steps after `first` may be skipped up to `reach`, and one is left. state: of any
+    step.
     """
     unproved = [event_of(loss) for loss in from_event(run.optimizer.event(1)).counts if not loss.fresh]
     private = [path_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(state) if "unreleased" in path_of(path)]
@@ -417,7 +413,7 @@ def require_skippable(run: RunPlan, state: Tree, first: int, reach: int):
 
 
 def skipped(carry: Carry, run: RunPlan, reach: int) -> Carry:
-    """`carry`, whose state counts the steps up to `reach` with their noise, and nothing else of it changes."""
+    """`carry` with a state that counts the steps up to `reach` with their noise; nothing else changes."""
     steps = over(run.optimizer.noise_multiplier, reach)[carry.step :].astype("float32")
 
     def count(record: ReleaseState) -> ReleaseState:

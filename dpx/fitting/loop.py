@@ -81,9 +81,9 @@ def fit(
 
     The run:
     key: of the batches, (); None is the key of the optimizer, whose stream "sampling" draws them.
-    steps: int, of the whole run; None is those of the budget. A run that is continued with fewer steps than before
-        still costs what the longer one would. epochs: float, in place of steps: `sampling.steps(epochs=epochs)`.
-    delta, accountant: None is the budget's. records: how many of the examples one person owns at most, as for
+    steps: int, of the whole run; None takes the budget's. A run that is continued with fewer steps than before still
+        costs what the longer one would. epochs: float, instead of steps: `sampling.steps(epochs=epochs)`.
+    delta, accountant: None takes the budget's. records: how many of the examples one person owns at most, as for
         `dpx.epsilon`, for every cost of the run and its report; None is the budget's, and 1 without one.
     public_stop: bool. True promises that public information alone, such as the time, decides where the run ends: no
         release, no metric of the parameters and no private data. A run that ends early then costs the steps that it
@@ -98,17 +98,17 @@ def fit(
     progress: whether to show a bar, if tqdm is installed.
 
     What is saved:
-    checkpoints: a folder, as SENSITIVE as the data. With that of the same run, the run continues where it was. One
+    checkpoints: a folder, as SENSITIVE as the data. If it holds this run, the run continues where it was. Only one
         program at a time may use it.
-    checkpoint_every: steps. The first and the last step leave a checkpoint too, and in one process a KeyboardInterrupt,
-        but not inside of `evaluate` or a callback. After that, or any other exception, the run continues after the last
-        checkpoint, and makes the steps since then again with the same bits.
+    checkpoint_every: steps. The first and the last step leave a checkpoint too, and so does a KeyboardInterrupt in a
+        single process, except inside `evaluate` or a callback. After that, or any other exception, the run continues
+        after the last checkpoint, and repeats the steps since then with the same bits.
     on_other_devices: whether the stored run may continue on another number of devices or processes, on another backend
-        or kind of machine (of CPUs, another number of them too), with other flags of XLA, settings of jax (but those
-        that change the dtypes of the step, such as jax_enable_x64, because they make another program) or versions
-        of numpy, scipy or flax, or with another `chunk_size`, `microbatch_size` or `norms`; and whether one that was
-        killed may continue on a GPU without XLA_FLAGS=--xla_gpu_deterministic_ops=true. Steps that may have been made
-        since the last checkpoint then count as made, and train nothing: the same noise must not be used twice.
+        or kind of machine (even with another number of CPUs), with other flags of XLA, settings of jax (except those
+        that change the dtypes of the step, such as jax_enable_x64, because they make another program) or versions of
+        numpy, scipy or flax, or with another `chunk_size`, `microbatch_size` or `norms`; and whether a killed run may
+        continue on a GPU without XLA_FLAGS=--xla_gpu_deterministic_ops=true. Steps that may have been made since the
+        last checkpoint then count as made, and train nothing: the same noise must not be used twice.
 
     What the loss takes and returns:
     loss_at: (params, state) -> the parameters that `loss` and `evaluate` see, such as `dpx.coordinates.masked_params`;
@@ -119,8 +119,8 @@ def fit(
     Where and how a step is computed:
     sharding: of axis 0 of a batch over devices, such as `NamedSharding(mesh, PartitionSpec("data"))`.
     chunk_size: int, examples that are loaded at once, for batches that do not fit in memory; None loads whole batches.
-    microbatch_size: int, how many examples are computed at once; None chooses. A stored run keeps to the memory that
-        it was chosen for, because the size decides how sums are rounded.
+    microbatch_size: int, how many examples are computed at once; None chooses. A stored run keeps the memory that this
+        was chosen for, because the size decides how sums are rounded.
     norms: how the norms are computed: "auto", "ghost" or "vmap", as in `dpx.private_updates`.
     backward_passes: int, 2 for less memory, as in `dpx.private_updates`.
 
@@ -228,7 +228,7 @@ def _next_checkpoint(done: int, every: int, run: RunPlan) -> int:
 def _remember(optimizer: Mechanism, folder: Any):
     """Warns if the key of a run that now makes steps has trained before, unless the run continues in its folder.
 
-    The data, the loss and the parameters are not compared, so a run that is the same in all is warned of too.
+    The data, the loss and the parameters are not compared, so an identical run gets the warning too.
     """
     mark, path = int(optimizer.noise_key), folder.path and folder.path.resolve()
     if mark in _TRAINED and not (folder.continued and path == _TRAINED[mark]):

@@ -1,4 +1,4 @@
-"""Several processes that make one run: what each of them knows, and their errors, are known to all.
+"""Several processes that make one run: all learn what each of them knows, and their errors.
 
 Every process must call these functions, at the same places of the run. With one process they do nothing.
 """
@@ -47,7 +47,7 @@ def of_first(make: Callable[[], Any]) -> Any:
 
 
 def require_spanned(sharding: Any):
-    """Raises ValueError if a process has no part in the batches: it would make the same noise on sums of its own."""
+    """Raises ValueError if a process has no part in the batches: it would add the same noise to its own sums."""
     devices = getattr(sharding, "device_set", ())
     if jax.process_count() > 1 and len({device.process_index for device in devices}) < jax.process_count():
         raise ValueError(
@@ -57,7 +57,7 @@ def require_spanned(sharding: Any):
 
 
 def require_same(facts: dict[str, Any]):
-    """Raises ValueError, in every process, where one of them has other facts than process 0."""
+    """Raises ValueError, in every process, if the facts of one differ from those of process 0."""
     first, *others = everyone(facts)
     for number, theirs in enumerate(others, start=1):
         names = [name for name in first | theirs if first.get(name) != theirs.get(name)]
@@ -67,7 +67,7 @@ def require_same(facts: dict[str, Any]):
 
 
 def readable(array: Any) -> Any:
-    """`array`, whose numbers this process can read. One with parts in other processes becomes a numpy array."""
+    """`array` with numbers that this process can read. One with parts in other processes becomes a numpy array."""
     if not isinstance(array, jax.Array) or array.is_fully_addressable or array.is_fully_replicated:
         return array
     return multihost_utils.process_allgather(array, tiled=True)

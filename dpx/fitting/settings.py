@@ -19,8 +19,8 @@ from dpx.validation import require_bool, require_function, require_whole
 class RunPlan:
     """How long a run is, and what it may spend.
 
-    key: of the batches. steps: int, all of the run. plan: int, those that are billed if it ends before; 0 for the steps
-    that it made. delta, accountant, records: of every bill.
+    key: of the batches. steps: int, all of the run. plan: int, the steps that count if it ends earlier; 0 counts those
+        that were made. delta, accountant, records: of every cost.
     """
 
     optimizer: Mechanism
@@ -80,7 +80,7 @@ class RunPlan:
 
 
 def require_inputs(loss: Any, optimizer: Any, params: Tree, data: Any, loss_at: Any):
-    """Raises ValueError for the first of them that is of another type or length."""
+    """Raises ValueError for the first of them that has another type or length."""
     require_mechanism(optimizer)
     require_function("loss", loss)
     require_function("loss_at", loss_at)

@@ -1,7 +1,7 @@
 """One compiled step of a run: gradient, noise and optimizer. It takes the memory of the parameters that it replaces.
 
-Arrays that the functions close over are arguments of the program, not constants. So the program and every cache of it
-hold no noise key, and the runs of several seeds share one program.
+Arrays in the functions' closures are arguments of the program, not constants. So the program and every cache of it hold
+no noise key, and runs with several seeds share one program.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -47,10 +47,10 @@ class OfBatch(NamedTuple):
 
 
 def begin(params: Tree, optimizer: Mechanism, sharding: Any) -> Carry:
-    """The carry before the first step, in arrays of its own.
+    """The carry before the first step, in its own arrays.
 
-    sharding: of the batches. With one of a mesh, arrays that do not lie on this mesh are replicated over it, but after
-        `init`, which may mix arrays: eagerly, those on a mesh of axes of type Explicit can be mixed with no others.
+    sharding: of the batches. If it has a mesh, arrays that do not lie on this mesh are replicated over it, after
+        `init`, which may mix arrays: eagerly, arrays on a mesh of Explicit axes cannot be mixed with others.
     """
 
     def spread(tree):
@@ -72,7 +72,8 @@ def compiled_step(
 ) -> Callable[[Carry, Batch], tuple[Carry, OfBatch]]:
     """The step of a batch, compiled once. The arrays of the carry that it is given are deleted.
 
-    carry: before the first step; on a mesh, every next one has its shardings. whole: whether all is wanted of a batch.
+    carry: before the first step; on a mesh, every next one has its shardings. whole: whether all values of a batch are
+        wanted.
     """
     gradient = looking(private_updates(loss, optimizer, sharding=sharding, **options), _once(optimizer))
 
@@ -140,9 +141,8 @@ def _total(unreleased: Any, batch: Batch) -> jax.Array:
 class Compiled:
     """A function of pytrees of arrays, compiled once for each set of shapes.
 
-    The arrays of the arguments `donate_argnums` are deleted. out_shardings: of `jax.jit`.
-    sharding: of the batches. With one of a mesh of automatic axes, arrays that the function closes over are replicated
-        over it, once.
+    The arrays of the arguments `donate_argnums` are deleted. out_shardings: of `jax.jit`. sharding: of the batches. If
+    it has a mesh of automatic axes, arrays in the function's closure are replicated over it, once.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class Compiled:
 
 
 def on_mesh(array: jax.Array, sharding: Any) -> jax.Array:
-    """`array`, replicated over the mesh of `sharding` if this is of a mesh, and the array does not lie on it.
+    """`array`, replicated over the mesh of `sharding`, if that has one and the array does not lie on it.
 
     Over a mesh of several processes, an array of this process must have the same numbers in each of them.
     """

@@ -1,4 +1,4 @@
-"""Looks at a run every few steps: its metrics, its cost, its callbacks and its progress bar; and what it gives back."""
+"""Looks at a run every few steps: its metrics, cost, callbacks and progress bar; and the result of a run."""
 
 import contextlib
 import math
@@ -24,10 +24,10 @@ MOST_EVALUATIONS = 40  # by default, because each waits for the step and compute
 
 
 class Progress(NamedTuple):
-    """A run after some of its steps. All but the `unreleased` fields is covered by epsilon.
+    """A run after some of its steps. Epsilon covers every field except the `unreleased` ones.
 
-    step: int, how many steps were made. epsilon: float, of the run if it ended now, for the unit of the run's report:
-        that of all planned steps, or of those that were made under `public_stop=True`.
+    step: int, how many steps were made. epsilon: float, of the run if it ended now, for the unit of the run's report.
+        It covers all planned steps, or under `public_stop=True` those that were made.
     params: like the parameters, copies which a callback may keep. state: of the optimizer, copied too.
     metrics: what `evaluate` returned, floats by name; {} without `evaluate`.
     unreleased_loss: float, the mean loss of the last batch. NOT private.
@@ -53,7 +53,7 @@ class FitResult(NamedTuple):
     params: like the parameters, private at (epsilon, delta). state: of the optimizer; share
         `dpx.publishable_state(state)`.
     steps: int, how many the state has made. epsilon: float, an upper bound at `delta` for these and all planned steps,
-        also those that an earlier call with these checkpoints planned; under `public_stop=True`, for these alone.
+        including those that an earlier call with these checkpoints planned; under `public_stop=True`, for these alone.
     report: the `dpx.privacy_report` of the state, which says whom epsilon is for. Its `spent` is the same number.
     history: one dict for each evaluation, with "step", "epsilon", the metrics by their names, and "unreleased_loss",
         which is NOT private. Where the run continued on other devices, a row has "step", "epsilon" and "skipped", how
@@ -79,10 +79,8 @@ class FitResult(NamedTuple):
         """Draws the metrics and epsilon over the steps, a panel for each, on a matplotlib figure, and returns it.
 
         Both may be shared: metrics are functions of the private parameters and of public data. Between two evaluations,
-        epsilon is drawn as at the later one, which is an upper bound.
-
-        unreleased: whether to draw the training loss of the batches, too. It is NOT private, and its panel says so.
-        figure: a new one by default.
+        epsilon is drawn as at the later one, which is an upper bound. unreleased: draw the training loss of the batches
+        too. It is NOT private, and its panel says so. figure: a new one by default.
         """
         metrics = dict.fromkeys(name for row in self.history for name in row if name not in RESERVED)
         names = [*metrics, "epsilon", *(["unreleased_loss"] if unreleased else [])]
@@ -110,7 +108,7 @@ class FitResult(NamedTuple):
 
 @dataclass(kw_only=True)
 class Watcher:
-    """evaluate: the user's. every: int, steps from one look to the next. history: a row for each look so far."""
+    """evaluate: the user's. every: int, steps between two looks. history: a row for each look so far."""
 
     run: RunPlan
     evaluate: Callable[[Tree], Any] | None
@@ -136,7 +134,7 @@ class Watcher:
         return cls(run=run, evaluate=evaluate, every=every, callbacks=callbacks, loss_at=loss_at, bar=bar)
 
     def look(self, step: int, carry: Carry, batch: OfBatch) -> bool:
-        """Adds a row to the history. Whether a callback asks to stop."""
+        """Adds a row to the history. Returns whether a callback asks to stop."""
         shown = self.evaluate is not None or self.callbacks
         params, loss = copied(carry.params) if shown else carry.params, float(batch.mean)
         epsilon = self.run.epsilon(carry.state)
@@ -185,7 +183,7 @@ def _asks_to_stop(answer: Any) -> bool:
 
 
 class _NoBar:
-    """In place of a progress bar."""
+    """Replaces a progress bar."""
 
     def update(self, steps: int = 1):
         pass

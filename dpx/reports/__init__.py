@@ -1,4 +1,4 @@
-"""What people read of a privacy cost: a report to publish, what an attacker can learn, curves, and plans of a run.
+"""What people read about a privacy cost: a report to publish, what an attacker can learn, curves, and plans of a run.
 
 * A report to publish beside a model: `privacy_report`.
 * What the cost means for an attacker: `attack_bounds`, `plot_attack_bounds`.

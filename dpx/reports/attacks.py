@@ -29,16 +29,16 @@ CURVE_RATES = tuple(10.0 ** (tenth / 10) for tenth in range(-40, 1))  # at which
 
 
 class AttackBounds(NamedTuple):
-    """How well any attacker can tell whether one example took part, who knows the release and all other examples.
+    """How well any attacker who knows the release and all other examples can tell whether one example took part.
 
-    With several `records`, read all records of one person in place of one example.
+    With several `records`, read all records of one person for one example.
 
     advantage: float, the largest true positive rate minus the false positive rate; 0 is guessing, 1 is certainty.
     false_positive_rates: n floats, how often the attacker claims an example that did not take part.
-    true_positive_rates: n floats, an upper bound at each of them of how often one that did is claimed.
-    mu: float. At every false positive rate a, the true positive rate is at most that of mu-Gaussian differential
-        privacy, Phi(mu - Phi^-1(1 - a)), plus delta.
-    delta: float, of mu. records: int, how many records the person owns at most; 1 is for what the sampling draws.
+    true_positive_rates: n floats, for each of them an upper bound of how often the attacker claims one that did.
+    mu: float. At every false positive rate a, mu-Gaussian differential privacy bounds the true positive rate, by Phi(mu
+        - Phi^-1(1 - a)), plus delta.
+    delta: float, of mu. records: int, how many records the person owns at most; 1 is one unit that the sampling draws.
     """
 
     advantage: float
@@ -78,8 +78,8 @@ def attack_bounds(
     """Bounds on every attack that asks whether one example took part, from the privacy profile of a run.
 
     run: a mechanism, with `steps_or_state` as for `dpx.epsilon`, or a `Composition`, without it.
-    delta: in (0, 1), the slack of `mu`. Without slack, mu of Poisson-sampled Gaussians is that of the same Gaussians
-        without sampling, because sampling does not thin the farthest tail.
+    delta: in (0, 1), the slack of `mu`. Without slack, Poisson sampling would not lower mu, because sampling does not
+        thin the farthest tail.
     false_positive_rates: floats in [0, 1]. accountant, relation, records: as for `dpx.epsilon`. Above 1 record, the
         attack is on a person with that many.
 

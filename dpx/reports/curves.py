@@ -1,7 +1,6 @@
 """Privacy curves of a mechanism: epsilon over the steps, delta over epsilon, and the trade-off function.
 
-`epsilon_over_steps`, `delta_over_epsilon` and `trade_off` give arrays. `plot_epsilon_over_steps`,
-`plot_delta_over_epsilon` and `plot_trade_off` draw them with matplotlib, which is imported when they are called.
+The three functions give arrays. `plot_...` draws each with matplotlib, which is imported when it is called.
 """
 
 import math
@@ -31,7 +30,7 @@ class EpsilonOverSteps(NamedTuple):
     steps: int64 (points,), increasing. epsilon: float64 (points,), an upper bound of the epsilon that they spend.
     delta: float, at which. by_epoch: bool, whether the first step of an epoch costs as much as the epoch; then the
         steps are the first one and the ends of epochs, and between two of them the run spends the later epsilon.
-    records: int, how many records the person owns at most whom epsilon protects; 1 is for what the sampling draws.
+    records: int, the most records of the person whom epsilon protects; 1 is one unit that the sampling draws.
     """
 
     steps: np.ndarray
@@ -47,7 +46,7 @@ class DeltaOverEpsilon(NamedTuple):
     """Delta at each of some epsilons.
 
     epsilon: float64 (points,), as given. delta: float64 (points,), an upper bound at each epsilon.
-    records: int, how many records the person owns at most whom they are for; 1 is for what the sampling draws.
+    records: int, the most records of the person whom they are for; 1 is one unit that the sampling draws.
     """
 
     epsilon: np.ndarray
@@ -62,7 +61,7 @@ class TradeOff(NamedTuple):
 
     type_one: float64 (points,), how often the test says yes although the example did not take part.
     type_two: float64 (points,), a lower bound of how often it says no although the example did.
-    records: int, how many records the person owns at most; 1 is for what the sampling draws.
+    records: int, how many records the person owns at most; 1 is one unit that the sampling draws.
     """
 
     type_one: np.ndarray
@@ -89,9 +88,9 @@ def epsilon_over_steps(
 
     mechanism: a `dpx.Mechanism`. steps: int, at least 1. delta: in (0, 1).
     points: int, at least 2; keep it small, because every point composes its own event. The last point is the result of
-        `dpx.epsilon`. Those before it are computed with at most 64 distinct releases.
-    accountant: "tightest", "pld" or "rdp". relation: None is the one that the sampling states. records: how many of
-        the examples one person owns at most, as for `dpx.epsilon`.
+        `dpx.epsilon`. Those before it use at most 64 distinct releases.
+    accountant: "tightest", "pld" or "rdp". relation: None takes the sampling's. records: how many of the examples one
+        person owns at most, as for `dpx.epsilon`.
     Raises ValueError for steps or points below these, and as `dpx.epsilon` does.
     """
     steps, points = require_whole("steps", steps), require_whole("points", points, minimum=2)
@@ -125,9 +124,9 @@ def delta_over_epsilon(
 ) -> DeltaOverEpsilon:
     """delta at each of `epsilons`, upper bounds within 0.1 % of `dpx.accounting.delta`.
 
-    epsilons: float (points,), at least 0. A curve takes few compositions, because one composition answers for many
-    neighboring epsilons. The other arguments are those of `dpx.accounting.delta`.
-    Raises ValueError for a negative epsilon, and as `dpx.accounting.delta` does.
+    epsilons: float (points,), at least 0. A curve is quick, because one composition answers for many neighboring
+        epsilons. The other arguments are those of `dpx.accounting.delta`. Raises ValueError for a negative epsilon, and
+        as `dpx.accounting.delta` does.
     """
     given = np.atleast_1d(require_floats("epsilons", epsilons))
     values = np.array([checks.require_epsilon(value) for value in given])
@@ -170,7 +169,7 @@ def trade_off(
 def plot_epsilon_over_steps(curve: EpsilonOverSteps, *, axes: Any = None, label: str | None = None) -> Any:
     """Draws the curve on matplotlib `axes`, new ones by default, and returns them.
 
-    An epoch that is billed at once is a stair. label: of the curve, in a legend.
+    An epoch that is paid for at once is a stair. label: of the curve, in a legend.
     """
     axes = labeled(axes, "steps of the run", f"epsilon spent at delta {upper(curve.delta, 6)}{whose(curve.records)}")
     axes.plot(curve.steps, curve.epsilon, label=label, drawstyle="steps-pre" if curve.by_epoch else "default")

@@ -76,7 +76,7 @@ class Section(NamedTuple):
 
 
 def as_text(title: str, sections: Sequence[Section]) -> str:
-    """Lines of at most 100 characters, but for code."""
+    """Lines of at most 100 characters, except code."""
     lines = [title, "=" * len(title)]
     for section in sections:
         lines += ["", section.title, "-" * len(section.title)]

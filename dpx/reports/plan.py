@@ -54,7 +54,7 @@ class PlannedSampling(NamedTuple):
     """One row of the plan.
 
     sampling: the record. steps: int, of the epochs. noise_multiplier: float, the least for the budget. epsilon: float,
-    with the noise multiplier of Poisson sampling. rows: int, the rows of a batch that are computed, padding included.
+        with the noise multiplier of Poisson sampling. rows: int, the rows computed for a batch, padding included.
     """
 
     sampling: Sampling
@@ -85,7 +85,9 @@ class SamplingPlan:
 
     @property
     def recommended(self) -> PlannedSampling:
-        """The least noise of the run among neighbors that differ by a null; Poisson sampling if it is almost least."""
+        """The sampling of least noise among those whose neighbors differ by a null, or Poisson sampling if it is almost
+        least.
+        """
         first = self.runs[0]
         least = min((run for run in self.runs if run.sampling.relation == "zero_out"), key=lambda run: run.run_noise)
         return first if least.run_noise > (1 - _ALIKE) * first.run_noise else least
@@ -134,7 +136,7 @@ def _up(noise: float) -> float:
 
 
 def _name(run: PlannedSampling) -> str:
-    """The record and what tells it from others of its class."""
+    """The record, with what distinguishes it from others of its class."""
     words = type(run.sampling).__name__
     if run.sampling.truncates:
         return f"{words}(most_rows={run.sampling.most_rows})"
@@ -182,12 +184,12 @@ def plan_samplings(
 
     examples: int, of the data set. batch_size: int, expected, in [1, examples]. epochs: float, positive.
     epsilon, delta: the budget. accountant: as for `dpx.epsilon`.
-    records: int, at least 1, how many of the examples one person owns at most whom the budget is for, as for
-        `dpx.Budget`. Above 1, Poisson sampling is alone in the table, because no other cost is known.
+    records: int, at least 1, how many of the examples one person owns at most, as for `dpx.Budget`. Above 1, the table
+        has Poisson sampling alone, because no other cost is known.
     numbers: int, how many numbers a step releases at most, as for `dpx.Budget`.
 
-    It reads no data. Noise multipliers are for independent noise of one size. Sizes differ a little where a sampling
-    has a whole number of steps in an epoch, and so do the steps. Raises ValueError for arguments outside these ranges.
+    It reads no data. Noise multipliers are for independent noise of one size. Sizes and steps differ a little if a
+    sampling needs a whole number of steps in an epoch. Raises ValueError for arguments outside these ranges.
     """
     require_whole("examples", examples)
     if require_whole("batch_size", batch_size) > examples:
@@ -208,7 +210,7 @@ def plan_samplings(
 
 
 def _budget(epsilon: Any, delta: Any, accountant: Any, records: Any, numbers: Any) -> dict[str, Any]:
-    """The arguments that both plans share, as they are used. Raises ValueError for one outside its range."""
+    """The arguments that both plans share, checked and converted. Raises ValueError for one outside its range."""
     checks.require_accountant(accountant)
     return {
         "epsilon": checks.require_positive_epsilon(epsilon),
@@ -222,7 +224,7 @@ def _budget(epsilon: Any, delta: Any, accountant: Any, records: Any, numbers: An
 def _cost(
     sampling: Any, steps: int, *, epsilon: float, delta: float, accountant: Accountant, records: int, numbers: int
 ) -> Callable[[float], float]:
-    """(noise multiplier) -> epsilon of so many steps, for a person with up to `records` records."""
+    """(noise multiplier) -> epsilon of this many steps, for a person with up to `records` records."""
     relation = checks.require_relation(sampling.relation)
 
     def spent(noise: float) -> float:
@@ -274,9 +276,9 @@ class NoisePlan:
 
     @property
     def suggested(self) -> PlannedRun:
-        """The least batch size, of the first epochs, whose noise of the run is at most 1.25 times the least one.
+        """The least batch size, at the first epochs, whose noise of the run is at most 1.25 times the least one.
 
-        The whole data set is not suggested, unless no other size was asked for.
+        The whole data set is suggested only if no other size was asked for.
         """
         first = [run for run in self.runs if round(run.epochs) == round(self.runs[0].epochs)]
         runs = [run for run in first if run.batch_size < self.examples] or first
@@ -285,7 +287,7 @@ class NoisePlan:
 
     @functools.cached_property
     def samplings(self) -> SamplingPlan:
-        """Which sampling, at the suggested batch size: it takes a second or two."""
+        """Which sampling, at the suggested batch size; takes a second or two."""
         batch_size, whole_steps = self.suggested[:2]
         epochs = float(f"{whole_steps:.3g}")  # 20.002 of 1,172 whole steps would begin one more epoch
         budget: Any = {"epsilon": self.epsilon, "delta": self.delta, "accountant": self.accountant}
@@ -368,11 +370,9 @@ def plan_noise(
 
     Every step is a Poisson-sampled Gaussian release, and with all examples a Gaussian one.
 
-    The noise of the run falls as batches grow, and the number of steps falls too. A good choice is the least batch size
-    after which the noise of the run hardly falls. For such a batch size, the printed plan also says what each sampling
-    needs, and recommends one; `dpx.reports.plan_samplings` does that for any. No data are read, so it costs no
-    privacy.
-
+    The noise of the run falls as batches grow, and so does the number of steps. A good choice is the least batch size
+    after which the noise of the run hardly falls. For it, the printed plan also says what each sampling needs, and
+    recommends one; `dpx.reports.plan_samplings` does that for any size. No data are read, so it costs no privacy.
     Raises ValueError for arguments outside these ranges.
     """
     require_whole("examples", examples)
@@ -398,7 +398,7 @@ def plan_noise(
 
 
 def _least_noise(examples: int, size: int, steps: int, budget: dict[str, Any]) -> float:
-    """The least noise multiplier of so many Gaussians on Poisson samples, or on all examples."""
+    """The least noise multiplier of this many Gaussians on Poisson samples, or on all examples."""
     epsilon, records = budget["epsilon"], budget["records"]
     if records == 1:
         of_one = {name: value for name, value in budget.items() if name != "records"}

@@ -1,4 +1,4 @@
-"""The privacy report to publish beside a private model: what it costs, all assumptions behind that, and its limits."""
+"""The privacy report to publish beside a private model: its cost, all assumptions behind that, and its limits."""
 
 import contextlib
 import importlib.metadata
@@ -42,18 +42,18 @@ _PACKAGES = ("dpx-jax", "jax", "optax", "dp-accounting", "numpy", "scipy")  # wh
 class PrivacyReport:
     """A privacy statement, with all its assumptions; `str` is a page of it, first in plain words for a data owner.
 
-    mechanism: the printed pipeline. steps: how many steps epsilon covers; made: how many of them were made; ending:
-        which steps epsilon covers, in words, if a run did not end where it planned to.
+    mechanism: the printed pipeline. steps: how many steps epsilon covers; made: how many were made; ending: which steps
+        epsilon covers, in words, if a run did not end where it planned to.
     unit: what epsilon protects, in words: one record of the data set, or a person with up to `records` of them.
     relation: how neighboring data sets differ. sampling: the printed sampling record. delta: in (0, 1).
     epsilon: an upper bound by each accountant, so the smallest is the guarantee; None if an accountant does not apply.
-    arithmetic: what the finitely many values of the noise add to epsilon and to delta, and the share of the clip norm
-        by which rounding can lengthen a sum; floats, by "epsilon", "delta" and "eta". If no epsilon is possible at this
-        delta, "least delta" is about the least delta that has one.
+    arithmetic: what the finitely many values of the noise add to epsilon and delta, and the share of the clip norm by
+        which rounding can lengthen a sum; floats, by "epsilon", "delta" and "eta". If this delta allows no epsilon,
+        "least delta" is about the least that does.
     budget: the `dpx.Budget` that the noise was calibrated to, the target; None without one, and for a search.
     attacks: what epsilon means for an attacker. attack_curve: pairs (false positive rate, largest true positive rate of
         any attack) of floats, at 41 rates. tuning: whether epsilon covers the choice of hyper-parameters, in words.
-    events: the releases, one sentence each. versions: by package. caveats: what lies outside of the guarantee.
+    events: the releases, one sentence each. versions: by package. caveats: what the guarantee does not cover.
     date: of the report, in UTC, such as "2026-01-31". name: of the run, in one line, or None.
 
     `dataclasses.replace(report, name="...")` names the run afterwards. Raises ValueError for a name of several lines.
@@ -126,8 +126,8 @@ class PrivacyReport:
     def save(self, path: str | Path) -> Path:
         """Writes the report as one page, and returns the path; its folder is created if missing.
 
-        path: one that ends in ".html", with the attack curve as a picture, which needs no other library; in ".md", with
-            the curve as a table; or in ".json". Raises ValueError for another ending.
+        path: ends in ".html", with the attack curve as a picture, which needs no other library; in ".md", with the
+            curve as a table; or in ".json". Raises ValueError for another ending.
         """
         path = Path(path)
         forms = {".html": self.to_html, ".md": self.to_markdown, ".json": lambda: self.to_json() + "\n"}
@@ -157,18 +157,17 @@ def privacy_report(
 
     steps_or_state: a number of steps (int, at least 0), or an optimizer state, as for `dpx.epsilon`.
     delta: in (0, 1), best far below 1 divided by the number of examples. A larger one warns.
-    unit: what the sampling draws and epsilon protects, in words: "user" if it draws users. None: as the state records
-        it, which knows "example" and "user" (`dpx.UserData`); "example" for a number of steps.
-    records: int, at least 1, how many of them one person owns at most; None is that of the mechanism's `dpx.Budget`,
-        and 1 without one. Above 1, the report is about such a person, as for `dpx.epsilon`.
+    unit: what the sampling draws and epsilon protects, in words: "user" if it draws users. None takes it from the
+        state, which knows "example" and "user" (`dpx.UserData`), or is "example" for a number of steps.
+    records: int, at least 1, how many of them one person owns at most; None takes it from the mechanism's `dpx.Budget`,
+        and is 1 without one. Above 1, the report is about such a person, as for `dpx.epsilon`.
     numbers: int, how many numbers a step releases at most, as for `dpx.epsilon`.
     tuning: how hyper-parameters were chosen. "public": without any run on the private data. A `Selection` (of
         `dpx.accounting.best_of` or `dpx.tuning.search`): this run is the winner, and the report states the cost of the
         search. None: the report says that the cost of the choice is not included.
     name: of the run, such as "cancer model, May", in one line. None: the report has none.
-    Raises ValueError as `dpx.epsilon` does, for a unit that differs from the one that the state records, if neither
-    accountant knows the cost of the event, for another tuning or name, and for a run that costs more than a trial of
-    the search.
+    Raises ValueError as `dpx.epsilon` does, for a unit that differs from the state's, if neither accountant knows the
+    cost of the event, for another tuning or name, and for a run that costs more than a trial of the search.
 
         >>> dpx.privacy_report(mechanism, 200, delta=1e-5, name="a trial")
         PrivacyReport(name='a trial', unit='one example', epsilon=4.765..., delta=1e-05, steps=200)
