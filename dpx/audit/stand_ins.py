@@ -1,4 +1,4 @@
-"""Other functions in the place of `keys.release` and `keys.normal_like` while an audit traces a mechanism."""
+"""Functions that replace `keys.release` and `keys.normal_like` while an audit traces a mechanism."""
 
 import contextlib
 import functools
@@ -15,17 +15,17 @@ from dpx.trees import Tree, split
 
 
 def replacing(**functions: Callable) -> contextlib.AbstractContextManager:
-    """Inside, `keys.release` or `keys.normal_like` is another function in this thread: for a trace, never for a run.
+    """Inside, another function replaces `keys.release` or `keys.normal_like` in this thread: for traces, never for
+    runs.
 
-    `keys.release_and_rest` is then made of that release. Inside of such a function, both are their own again.
+    `keys.release_and_rest` is then made of that release. Inside of such a function, both are the originals again.
     """
     return STAND_INS(STAND_INS.value._replace(**functions))
 
 
 def drawing(draw: Callable) -> contextlib.AbstractContextManager:
     """Inside, `keys.normal_like` is `draw(key, step, tree)`, and `keys.release` adds it to its sum in floating point,
-    without the grid: for a trace, never for a run.
-    """
+    without the grid: for a trace, never for a run."""
     return replacing(normal_like=draw, release=_adding(draw))
 
 
@@ -40,9 +40,8 @@ def _adding(draw: Callable) -> Callable:
 
 
 def without_grid(function: Callable) -> Callable:
-    """`function`, whose releases add the noise in floating point, because two sums that differ by a rounding may be one
-    cell apart on the grid. It must be traced anew.
-    """
+    """`function` with releases that add the noise in floating point, to be traced anew. On the grid, two sums that
+    differ by a rounding may be one cell apart."""
 
     def traced(*arguments):
         with drawing(keys.normal_like):
@@ -52,9 +51,8 @@ def without_grid(function: Callable) -> Callable:
 
 
 def with_quick_noise(function: Callable) -> Callable:
-    """`function` without the grid, and with `quick` in place of the noise of `keys.release`: to compare steps whose
-    noise must be the same. Of the time to compile a small step, the cipher and the normals take two thirds.
-    """
+    """`function` without the grid, with `quick` noise in `keys.release`, to compare steps whose noise must be the same.
+    The cipher and the normals take two thirds of the time to compile a small step."""
 
     def traced(*arguments):
         with replacing(release=_adding(quick)):
@@ -64,9 +62,8 @@ def with_quick_noise(function: Callable) -> Callable:
 
 
 def quick(key: jax.Array, step: jax.Array | int, tree: Tree) -> Tree:
-    """Numbers of mean 0 and about deviation 1, float32, in the shapes of `tree`, which the key, the step and their
-    places determine: other ones for another key, step or place, and far from random.
-    """
+    """Numbers of mean 0 and deviation about 1, float32, in the shapes of `tree`. The key, the step and their places
+    determine them, and changing one changes them; they are far from random."""
     high, *_, low = keys.words(key)
     place = jax.lax.iota(jnp.uint32, sum(leaf.size for leaf in jax.tree.leaves(tree)))
     factor = jnp.asarray(step).astype(jnp.uint32) * np.uint32(0x85EBCA6A) | np.uint32(1)

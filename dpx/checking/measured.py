@@ -64,8 +64,7 @@ def measure(
     loss: Callable, mechanism: Mechanism, params: Tree, flags: Tree, examples: Tree, included: np.ndarray
 ) -> Measured:
     """What the rows do in one batch. loss: (params, example) -> number. flags: bools like the parameters, True where
-    trained. examples: arrays with the B examples on axis 0. included: bool (B,).
-    """
+    trained. examples: arrays with the B examples on axis 0. included: bool (B,)."""
     trained = sum(p.size for p, flag in zip(jax.tree.leaves(params), jax.tree.leaves(flags), strict=True) if flag)
     at_once = max(2, MICROBATCH_NUMBERS // max(1, trained))  # 2, because rows of their own cannot mix
 

@@ -130,9 +130,7 @@ def _libraries() -> list[str]:
 
 
 def settings_of() -> dict[str, str]:
-    """The settings that may decide numbers: environment variables, and every setting of jax except those known to
-    change none.
-    """
+    """Settings that may decide numbers: environment variables, and all of jax except those known to change none."""
     found = {name: " ".join(flag for flag in _flags(name) if not flag.startswith(SILENT)) for name in FLAGS}
     found |= {name: os.environ.get(name, "") for name in VARIABLES}
     settings = {name: re.sub("0x[0-9a-f]+", "", repr(value)) for name, value in jax.config.values.items()}
@@ -149,8 +147,7 @@ def _flags(variable: str) -> list[str]:
 
 def times_kernels() -> bool:
     """Whether XLA may take another kernel in every process, because it times kernels and takes the fastest, and may add
-    in any order: on a GPU without a flag that forbids both.
-    """
+    in any order: on a GPU without a flag that forbids both."""
     forbidden = {"--xla_gpu_deterministic_ops", "--xla_gpu_deterministic_ops=true", "--xla_gpu_deterministic_ops=1"}
     return jax.default_backend() in ("gpu", "cuda", "rocm") and forbidden.isdisjoint(_flags("XLA_FLAGS"))
 

@@ -119,8 +119,8 @@ class Folder:
     """The folder of one run, which this program has until `close`.
 
     run.json: `facts`, which identify the run; `planned`, the most steps that any program planned; `reach`, the last
-        step that may have been made; `moved`, the last one that may have been made with other facts. history.json: the
-        evaluations. STEP: a checkpoint, which appears at once and complete.
+    step that may have been made; `moved`, the last one that may have been made with other facts. history.json: the
+    evaluations. STEP: a checkpoint, which appears at once and complete.
 
     on_other_devices: whether the run may continue where sums are rounded differently. Raises ValueError for the folder
         of another run, naming the facts that differ, and for one that another program has; ImportError without orbax.
@@ -164,9 +164,7 @@ class Folder:
         return {"facts": facts, "planned": 0, "reach": 0, "moved": 0}
 
     def _changes(self, facts: dict[str, Any]) -> list[str]:
-        """The names of the facts that differ from the run's, all of them about rounding. Raises ValueError if others
-        differ.
-        """
+        """The names of the facts that differ, all about rounding. Raises ValueError if others differ."""
         stored = self._known.get("facts", {})
         if stored.get(RECORD) != facts[RECORD]:
             raise ValueError(
@@ -390,9 +388,7 @@ def open_folder(
 
 
 def require_skippable(run: RunPlan, state: Tree, first: int, reach: int):
-    """Raises ValueError unless the steps after `first` may be skipped up to `reach`, and one is left. state: of any
-    step.
-    """
+    """Raises ValueError unless steps after `first` may be skipped up to `reach`, and one is left. state: any step's."""
     unproved = [event_of(loss) for loss in from_event(run.optimizer.event(1)).counts if not loss.fresh]
     private = [path_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(state) if "unreleased" in path_of(path)]
     if run.optimizer.correlated is not None:

@@ -85,9 +85,7 @@ class SamplingPlan:
 
     @property
     def recommended(self) -> PlannedSampling:
-        """The sampling of least noise among those whose neighbors differ by a null, or Poisson sampling if it is almost
-        least.
-        """
+        """The least noise among samplings whose neighbors differ by a null; Poisson sampling if it is almost least."""
         first = self.runs[0]
         least = min((run for run in self.runs if run.sampling.relation == "zero_out"), key=lambda run: run.run_noise)
         return first if least.run_noise > (1 - _ALIKE) * first.run_noise else least

@@ -49,8 +49,7 @@ def _search(node: Tree, holders: tuple) -> list[tuple[ReleaseState, tuple]]:
 
 
 def _require_plain(node: Any, key: Any) -> None:
-    """Raises ValueError if `node`, which holds the mechanism's state at `key`, belongs to a wrapper or another chain.
-    """
+    """Raises ValueError if `node`, which holds the mechanism's state at `key`, is a wrapper's or another chain's."""
     holder = type(node)
     if hasattr(node, "_fields") and holder.__module__.split(".")[0] == "optax" and not _is_lookahead(node):
         raise ValueError(

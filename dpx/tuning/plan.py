@@ -100,8 +100,7 @@ class SearchSettings:
             ) from error
 
     def build(self, configuration: Any, key: jax.Array, noise: float | None) -> Mechanism:
-        """The mechanism of a trial, with the budget of the search, which has the steps. noise: None without a budget.
-        """
+        """The mechanism of a trial, with the budget of the search, which has the steps. noise: None without one."""
         given = {} if self.budget is None else {"noise_multiplier": noise}
         mechanism = self.optimizer(configuration, key, **given)
         require_mechanism(mechanism)
@@ -161,9 +160,7 @@ class SearchSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchPlan:
-    """What every trial needs, and the cost of all of them. noises, mechanisms, steps: of each configuration, as paid
-    for.
-    """
+    """What all trials need, and their cost. noises, mechanisms, steps: of each configuration, as paid for."""
 
     settings: SearchSettings
     noises: list[float | None]

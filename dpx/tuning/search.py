@@ -118,8 +118,7 @@ def search(
 
 @contextlib.contextmanager
 def _opened(folder: str | Path | None, plan: SearchPlan) -> Iterator[Path | None]:
-    """The folder of one search, which this program holds meanwhile. Raises ValueError for the folder of another search.
-    """
+    """The folder of one search, which this program holds meanwhile. Raises ValueError for another search's folder."""
     if folder is None:
         yield None
         return

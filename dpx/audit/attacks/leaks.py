@@ -1,26 +1,23 @@
 """What a trained model leaks: exposure of random secrets, and membership inference.
 
-Exposure says whether a model knows a random secret that was in its training data, from the ranks of canaries.
-
-A canary holds a secret that was drawn at random from a public set of candidates, such as all numbers of six digits.
-After training, the model gives a loss to the true secret and to other candidates. If the model does not know the
-secret, then its rank among the candidates is uniformly random. Exposure counts the bits of that surprise: log2 of the
-number of candidates, minus log2 of the rank. Source: Carlini et al. 2019, "The Secret Sharer",
-https://arxiv.org/abs/1802.08232.
+Exposure says, from the ranks of canaries, whether a model knows a random secret that was in its training data. A canary
+holds a secret drawn at random from a public set of candidates, such as all numbers of six digits. After training, the
+model gives a loss to the true secret and to other candidates. If it does not know the secret, then its rank among the
+candidates is uniformly random. Exposure counts the bits of that surprise: log2 of the number of candidates, minus log2
+of the rank. Source: Carlini et al. 2019, "The Secret Sharer", https://arxiv.org/abs/1802.08232.
 
 Proof of the bound on epsilon. Replace the unit of one canary by a null. Then the released values do not depend on its
 secret, which was drawn as the n references were. So all orders of the n + 1 losses are equally likely, and the rank,
 with ties counted against the attacker, is at most k with probability at most k / (n + 1). With the unit, if the run is
 (epsilon, delta)-private for it, this probability is at most e^epsilon k / (n + 1) + delta. By the union bound, one of m
-canaries has a rank of at most k with probability at most m times that. It is 1 - confidence where epsilon = ln(((1 -
+canaries has a rank of at most k with probability at most m times that. It is 1 - confidence if epsilon = ln(((1 -
 confidence) / m - delta) (n + 1) / k). A smaller epsilon makes a rank of k less likely. The best rank of the m canaries
 is a number of the whole experiment, so no choice is made, and the m canaries may depend on each other through the run.
 
-Membership inference says how often an attack finds those who took part, at a low rate of false claims.
-
-An average, such as accuracy, hides an attack that is certain about a few. So the number to look at is the true-positive
-rate at a false-positive rate of 1 % or 0.1 %. Source: Carlini et al. 2022, "Membership inference attacks from first
-principles", https://arxiv.org/abs/2112.03570.
+Membership inference says how often an attack finds those who took part, at a low rate of false claims. An average, such
+as accuracy, hides an attack that is certain about a few, so look at the true-positive rate at a false-positive rate of
+1 % or 0.1 %. Source: Carlini et al. 2022, "Membership inference attacks from first principles",
+https://arxiv.org/abs/2112.03570.
 """
 
 import math
@@ -40,13 +37,13 @@ from dpx.validation import require_floats, require_open_fraction
 
 @dataclass(frozen=True, kw_only=True)
 class Exposure:
-    """How well a model knows the secrets of some canaries, beside the bill.
+    """How well a model knows the secrets of some canaries, beside the cost that the run states.
 
     exposures: float64 (canaries,), bits, in [0, largest]: log2(references + 1) - log2(rank). Their mean is about
         log2(e) = 1.44 for a model that knows nothing.
     ranks: int (canaries,), 1 for a true secret that has the least loss; ties count against the attacker.
     references: int, other candidates of each canary. largest: float, log2(references + 1), the most that can be seen.
-    epsilon: float, at least 0. A proof, for secrets and references as `exposure` asks: for a run whose epsilon of one
+    epsilon: float, at least 0. A proof, for secrets and references as `exposure` asks: if a run's epsilon for one
         canary's unit is smaller at `delta`, a bound this large has a probability of at most 1 - confidence.
     bill: float, the epsilon that the run states at `delta`; None if it is not known.
     """
@@ -67,14 +64,14 @@ class Exposure:
 
     @property
     def exceeds_bill(self) -> bool:
-        """Whether the bill is refuted, with the stated confidence."""
+        """Whether the stated epsilon is refuted, with the stated confidence."""
         return self.bill is not None and self.epsilon > self.bill
 
     def limit(self, *, epsilon: float, probability: float = 0.05) -> float:
-        """Bits, below which the exposure of one canary is but for this probability, if the run is epsilon-private.
+        """An upper bound in bits of one canary's exposure, except with this probability, if the run is epsilon-private.
 
-        It is log2(e^epsilon / (probability - delta)), for any model and any attack that sees released values; inf where
-        the probability is at most delta. epsilon: at least 0. probability: in (0, 1). Raises ValueError for others.
+        It is log2(e^epsilon / (probability - delta)), for any model and any attack on released values; inf if the
+        probability is at most delta. epsilon: at least 0. probability: in (0, 1). Raises ValueError for others.
         """
         epsilon, probability = checks.require_epsilon(epsilon), require_open_fraction("probability", probability)
         if probability <= self.delta:
@@ -97,10 +94,9 @@ def exposure(
     """The exposure of canaries that took part in a training run, from the losses of true and of other secrets.
 
     losses: float (canaries,), the loss of the trained model on the true secret of each canary; less is better known.
-    references: float (canaries, n), its losses on n other secrets in the same place. For the bound on epsilon, these
-        and the true secret are drawn independently, from one distribution, and the run depends on the true one only
-        through the canary's unit. A secret that is in two units is not such a canary. All losses must be functions of
-        released values.
+    references: float (canaries, n), its losses on n other secrets in the same place. For the bound on epsilon, draw
+        these and the true secret independently from one distribution, and let the run depend on the true one only
+        through the canary's unit, so no secret may be in two units. All losses must be functions of released values.
     delta: in (0, 1), of the bill. confidence: in (0, 1). bill: at least 0, the epsilon of one unit.
 
     `epsilon` is a proof for such losses. It is low: with m canaries and n references it is at most
@@ -138,17 +134,17 @@ _ROUNDING = 1e-12  # relative: a hundredth of 300 others are 3, not 2
 
 @dataclass(frozen=True, kw_only=True)
 class Membership:
-    """How well scores tell the members of a run from others, as counted in one run, beside the bill.
+    """How well scores tell the members of a run from others, as counted in one run, beside the cost that it states.
 
     false_positive_rates: n floats, as asked for. true_positive_rates: n floats, the share of the members whose scores
-        are above a threshold that at most this share of the others is above.
-    lower, upper: n floats each, Clopper and Pearson's bounds for a threshold that is given, each with `confidence`, as
-        if the scores were independent. The threshold is of the same others, so they are approximate.
+        are above a threshold that at most this share of the others exceeds.
+    lower, upper: n floats each, Clopper and Pearson's bounds for a given threshold, each with `confidence`, as if the
+        scores were independent. The threshold comes from the same others, so they are approximate.
     advantage: float, the largest true-positive rate minus the false-positive rate. area: float, the area under the
         curve, the probability that a member has a larger score than another, ties as one half.
     members, others: int, how many scores.
-    limits: n floats, the largest true-positive rates that the bill allows, for one unit over the coins of the run; None
-        if it is not known.
+    limits: n floats, the largest true-positive rates that the stated cost allows, for one unit over the coins of the
+        run; None if it is not known.
     roc: all error rates; type_one of the others, type_two of the members.
     """
 
@@ -166,7 +162,7 @@ class Membership:
 
     @property
     def above_bill(self) -> bool:
-        """Whether a lower bound is above what the bill allows. A reason to search for a fault, and not a proof."""
+        """Whether a lower bound is above what the stated cost allows. A reason to search for a fault, not a proof."""
         return self.limits is not None and any(low > most for low, most in zip(self.lower, self.limits, strict=True))
 
     def __str__(self) -> str:
@@ -195,15 +191,15 @@ def membership(
 ) -> Membership:
     """The true-positive rates of a membership attack on one training run.
 
-    members: float (n,), at least 2, the scores of units that took part; others: float (m,), of units that did not, and
-        that are alike otherwise. A larger score says "took part", such as the loss before training minus the loss
-        after. The scores must be functions of what the run released. A rate below 1 / m is counted with the threshold
-        at the largest of the others.
+    members: float (n,), at least 2, the scores of units that took part; others: float (m,), of units that did not but
+        are otherwise alike. A larger score says "took part", such as the loss before training minus the loss after. The
+        scores must be functions of what the run released. For a rate below 1 / m, the threshold is the largest of the
+        others.
     false_positive_rates: floats in (0, 1). confidence: in (0, 1), of each bound by itself.
     bill: `dpx.reports.attack_bounds` of the run, with the same false-positive rates.
 
     What is counted describes this run and these units. The bill bounds the expectation over the coins of the run, for
-    units that took part by a coin, and units of one run are not independent. So no count here refutes a bill:
+    units that took part by a coin, and units of one run are not independent. So no count here refutes it:
     `dpx.audit.one_run` and `lower_bound` do that. Raises ValueError for other numbers, shapes and rates, and for NaN.
     """
     rates = require_floats("false_positive_rates", false_positive_rates)

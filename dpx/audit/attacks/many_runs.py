@@ -1,27 +1,25 @@
-"""A lower bound on the epsilon of a mechanism from many cheap runs on one example, the canary, which takes part in one
-world and does not in the other.
+"""A lower bound on the epsilon of a mechanism from many cheap runs on one example, the canary, in one of two worlds.
 
-The score of a run: how much likelier its releases are with the canary than without, if they are Gaussian.
+The score of a run is how much likelier its releases are with the canary than without, if they are Gaussian.
 
-Any score of released values that is fixed before the runs that are counted gives a valid bound; this one is near the
-best for the methods of dpx. Pilot runs, which are not counted, give means and covariances. An observation divided by
-the move of one canary counts the canaries in a release, because one canary adds 1 to it. Without the canary, these
-counts are whitened in the order of the steps, so that the part of a release that earlier releases explain is removed.
-Then z_t ~ N(0, 1) without, and N(mu_t, 1) with the canary in the batch, so that the logarithm of the ratio of
-likelihoods is
+Any score of released values that is fixed before the counted runs gives a valid bound; this one is near the best for
+the methods of dpx. Pilot runs, which are not counted, give means and covariances. An observation divided by the move of
+one canary counts the canaries in a release, because one canary adds 1 to it. These counts are whitened in the order of
+the steps, as without the canary, which removes the part of a release that earlier releases explain. Then z_t ~ N(0, 1)
+without, and N(mu_t, 1) with the canary in the batch, so the logarithm of the likelihood ratio is
 
     sum_t ln(1 - q_t + q_t exp(a_t)),  a_t = mu_t z_t - mu_t^2 / 2,
 
-where q_t is the probability that the canary takes part. Where it takes part once an epoch, as in batches of a
-permutation and with random allocation, the sum is over epochs: ln mean_t exp(a_t).
+where q_t is the probability that the canary takes part. If it takes part once an epoch, as in batches of a permutation
+and with random allocation, the sum is over epochs: ln mean_t exp(a_t).
 
-Where the noise of a step is correlated with that of earlier ones, a canary in step t moves z in the later steps too, by
-column t of the whitening. In a fixed order, one knows all its steps, and the score is that of the sum of these columns.
-With cyclic sampling, the coins of one group move steps that do not overlap. So a_t is that of column t, the sum is over
-the steps of a group, and the score is ln mean exp of these sums over the groups.
+If the noise of a step is correlated with earlier steps, a canary in step t moves z in the later steps too, by column t
+of the whitening. In a fixed order, all its steps are known, and the score uses the sum of these columns. With cyclic
+sampling, the coins of one group move steps that do not overlap. So a_t uses column t, the sum is over the steps of a
+group, and the score is ln mean exp of these sums over the groups.
 
-Where a release is not linear, the move depends on the noise, which the adversary does not know. There the mean move of
-the pilot runs has its place: the attack is weaker, and as valid.
+If a release is not linear, the move depends on the noise, which the adversary does not know. The mean move of the pilot
+runs replaces it: the attack is weaker, but as valid.
 """
 
 import functools
@@ -64,16 +62,15 @@ Gradient = Callable[[jax.Array, Tree, Tree], Tree]  # of the step, the public st
 class Attack(NamedTuple):
     """What is audited, and what the adversary sees.
 
-    make: (key) -> the mechanism of one run.
-    params: the parameters, which do not move.
-    steps: int, releases of a run.
+    make: (key) -> the mechanism of one run. params: the parameters, which do not move. steps: int, releases of a run.
     canary: (step, state, params) -> the gradient of the canary at a step, like `params`.
-    instead: None if the canary is absent in the other world; or a function like `canary`, of the example in its place.
+    instead: None if the canary is absent in the other world; or a function like `canary`, for the example that replaces
+        it.
     others: None, or gradients of other examples, which take part at every step in both worlds; rows on axis 0.
     takes_part: (key, steps) -> bool (steps,), when the canary takes part.
     observe: (updates, state before, state after, canary) -> float32 (features,), what is read of a release.
 
-    The states that the functions are given have None in place of what is not public (`dpx.publishable_state`).
+    The functions get states with None in place of what is not public (`dpx.publishable_state`).
     """
 
     make: Callable[[jax.Array], Any]
@@ -146,11 +143,10 @@ def observe_canary(updates: Tree, before: Tree, after: Tree, canary: Tree) -> ja
 
 
 class Observed(NamedTuple):
-    """What the adversary has of many runs. All of it is computed from released values and from keys of its own.
+    """What the adversary has of many runs, computed from released values and from the adversary's own keys.
 
-    observed: float32 (runs, steps, features), of each release.
-    moves: float32 (runs, noises, steps, features), how far one canary moves what is observed of a release, under each
-        of some noises that are not the run's.
+    observed: float32 (runs, steps, features), of each release. moves: float32 (runs, noises, steps, features), how far
+        one canary moves what is observed of a release, under each of some noises that are not the run's.
     """
 
     observed: np.ndarray
@@ -164,10 +160,10 @@ def observed_run(
 
     key: (), of the run. present: bool (), the world. always: bool (), the canary takes part at every step.
 
-    A move must not be computed with the run's own noise, because it can tell that noise, and so the data, where a
-    release is not linear. So the adversary makes the mechanism again, with another key, and lets it release from the
-    public part of the state, with and without the canary. Thus a score is a function of released values for every
-    mechanism, and that makes a bound on it a proof.
+    A move must not be computed with the run's own noise, because it can tell that noise, and so the data, if a release
+    is not linear. So the adversary makes the mechanism again, with another key, and lets it release from the public
+    part of the state, with and without the canary. Thus a score is a function of released values for every mechanism,
+    which makes a bound on it a proof.
     """
     mechanism = attack.make(keys.stream(key, "audited mechanism"))
     others = jax.random.split(keys.public(keys.stream(key, "noises of the adversary")), noises)
@@ -189,7 +185,7 @@ def observed_run(
         @without_grid
         def move(key):
             again = attack.make(key)
-            # The public state is known. Its private parts have None there, and take the values of a new run.
+            # The public state is known. Its private parts are None, and take the values of a new run.
             parts = before, again.init(attack.params)
             known = jax.tree.map(lambda a, b: b if a is None else a, *parts, is_leaf=lambda part: part is None)
             return observe(again, known, canary, True)[0] - observe(again, known, other, replaced)[0]
@@ -215,7 +211,7 @@ def _batch(gradient: Tree, included: jax.typing.ArrayLike, others: Tree | None) 
 def simulator(attack: Attack, chunk: int) -> Callable[..., Iterator[Observed]]:
     """A function (key, runs, present, always, noises) that yields `Observed` of chunks, together at least `runs` runs.
 
-    Each run has a key of its own. Both worlds are one compiled program.
+    Each run has its own key. Both worlds are one compiled program.
     """
 
     @functools.partial(jax.jit, static_argnums=3)
@@ -232,18 +228,17 @@ def simulator(attack: Attack, chunk: int) -> Callable[..., Iterator[Observed]]:
 
 class Counts(NamedTuple):
     """Of many runs, float32 (runs, steps, features) each: the canaries that each release seems to hold, and the size of
-    the move of one canary; 0 both where it does not move what is observed.
-    """
+    the move of one canary; 0 both where it does not move what is observed."""
 
     counts: np.ndarray
     moves: np.ndarray
 
 
 class Moves(NamedTuple):
-    """How far one canary moves what is observed of a release. Pilot runs say it.
+    """How far one canary moves what is observed of a release, according to pilot runs.
 
-    mean: float64 (steps, features). known: bool (steps, features), False where the mean is taken in every run, because
-        the noise changes the move, or because all runs have the same. noisy: bool (steps, features), the former.
+    mean: float64 (steps, features). known: bool (steps, features), False where every run takes the mean, because the
+        noise changes the move, or because all runs have the same. noisy: bool (steps, features), only the former.
     """
 
     mean: np.ndarray
@@ -272,15 +267,14 @@ def _root_mean_square(values: np.ndarray) -> np.ndarray:
 
 
 class Statistic(NamedTuple):
-    """What the pilot runs say of `Counts`.
+    """What the pilot runs say about `Counts`.
 
     center: float64 (steps * features,), the mean count without the canary.
     whitening: float64 (steps * features,) squared, lower triangular.
-    signal: float64 (steps, features), mu_t.
+    signal: float64 (steps, features), mu_t. rates: float64 (steps,), q_t.
     moves: float64 (steps, features), the mean move. gain: float, the precision of a count grows as move^(2 gain).
-    rates: float64 (steps,), q_t. period: int, steps of an epoch; 0 where the steps are independent.
-    groups: int, of cyclic sampling; 1 for others. columns: float64 (steps, steps, features), how a canary in one step
-    moves the whitened counts; None without groups.
+    period: int, steps of an epoch; 0 if the steps are independent. groups: int, of cyclic sampling; 1 for others.
+    columns: float64 (steps, steps, features), how a canary in one step moves the whitened counts; None without groups.
     """
 
     center: np.ndarray
@@ -360,8 +354,8 @@ def _weights(moves: np.ndarray, mean: np.ndarray, gain: float) -> np.ndarray:
 def _gain(residuals: np.ndarray, relative_moves: np.ndarray) -> float:
     """How fast the residuals shrink as the moves grow: the slope of -ln |residual| against ln move between runs.
 
-    It is 0 if the moves hardly differ between runs. Columns are compared with themselves, because their scales differ.
-    It is at most 1, the gain where the noise does not depend on the move.
+    It is 0 if the moves hardly differ between runs, and at most 1, the gain if the noise does not depend on the move.
+    Columns are compared with themselves, because their scales differ.
     """
     with np.errstate(divide="ignore"):
         sizes, moves = (np.ma.masked_invalid(np.log(np.abs(part))) for part in (residuals, relative_moves))
@@ -387,16 +381,17 @@ def lower_bound(
     observe: Callable[..., jax.Array] = observe_canary,
     confidence: float = 0.95,
 ) -> LowerBound:
-    """A lower bound on the epsilon of `steps` releases of a mechanism, beside its bill.
+    """A lower bound on the epsilon of `steps` releases of a mechanism, beside the epsilon that it states.
 
-    The score of a run is that of `canary_scores`, whose arguments these are; `lower_bound_from_scores` makes the bound.
+    `canary_scores`, whose arguments these are, scores the runs; `lower_bound_from_scores` makes the bound.
 
     delta: in (0, 1). confidence: in (0, 1).
 
     `epsilon` is a proof, up to its confidence, for every mechanism, because the scores are computed from released
-    values only. A bound above the bill proves that the bill is wrong, if `make` takes all of its randomness from its
-    key, and the batches are drawn as `sampling_truth` says. One below proves nothing, because another attack may be
-    better. `gaussian_epsilon` is a hypothesis. `bill` is `dpx.epsilon` of the mechanism, or None if it has no event.
+    values only. A bound above `bill` proves that the stated epsilon is wrong, if `make` takes all of its randomness
+    from its key, and the batches are drawn as `sampling_truth` says. One below proves nothing, because another attack
+    may be better. `gaussian_epsilon` is a hypothesis. `bill` is `dpx.epsilon` of the mechanism, or None if it has no
+    event.
     Raises ValueError as `canary_scores` does, for a wrong delta or confidence, and `instead` under another relation.
     """
     delta = checks.require_delta(delta)
@@ -441,26 +436,27 @@ def canary_scores(
 
     A white-box attack: the adversary sees every release of the mechanism's own `update`, and chooses the canary's
     gradient at every step. The score is the likelihood ratio that pilot runs suggest (`lower_bound_statistic`). It
-    depends on released values of its run, on pilot runs, and on keys of its own, but never on the noise of its run.
+    depends on released values of its run, on pilot runs, and on the adversary's own keys, but never on the noise of its
+    run.
 
     make: (key) -> the mechanism of one run, with `init` and `update`, and `sampling` unless `sampling_truth` is given.
-        It is called inside of jit and vmap, with the key of each run, and with keys of the adversary. All of its
+        It is called inside jit and vmap, with the key of each run, and with keys of the adversary. All of its
         randomness must come from the key.
     steps: int, at least 1. key: a PRNG key, (). runs: int, at least 100, in each world.
     params: pytree of a few coordinates, because time grows with them and a worst case needs few; default two.
     canary: its gradient, like `params`, or a function (step, state, params) of it; default a large constant one. The
-        state is the public part (`dpx.publishable_state`) of that before the release.
-    instead: the same for the example that has its place in the other world. Default None: nobody; and where the
-        relation of the mechanism's sampling is "replace_one", the opposite gradient.
+        state is the public part (`dpx.publishable_state`) of the state before the release.
+    instead: the same for the example that replaces it in the other world. Default None: nobody; but if the sampling's
+        relation is "replace_one", the opposite gradient.
     others: gradients of other examples, with the rows on axis 0, which take part in every batch of both worlds.
-    sampling_truth: how the batches are truly drawn, if that is not the mechanism's `sampling`: a record, or a function
-        (key, steps) -> bool (steps,), when the canary takes part, under jit.
+    sampling_truth: how the batches are truly drawn, if not by the mechanism's `sampling`: a record, or a function (key,
+        steps) -> bool (steps,), when the canary takes part, under jit.
     observe: (updates, state before, state after, canary's gradient) -> float32 (features,), what is read of a release;
         default the inner product of the updates and the canary. The states are their public parts.
 
-    The adversary knows how far one canary moves what is observed, where that is a function of the public state. Where
-    it depends on the noise or on other secrets of the key, the mean of pilot runs has its place. The bound is as valid
-    then, but the attack is weaker, and a UserWarning says so.
+    The adversary knows how far one canary moves what is observed, if that is a function of the public state. If it
+    depends on the noise or on other secrets of the key, the mean of pilot runs replaces it. The bound is as valid then,
+    but the attack is weaker, and a UserWarning says so.
 
     Raises ValueError for numbers outside of these domains, an unknown sampling, and moves or observations not finite.
     """
@@ -511,7 +507,7 @@ def _scores(attack: Attack, key: jax.Array, runs: int, period: int, groups: int)
 
 
 def _gradients(canary: Any, instead: Any, params: Tree, sampling: Any) -> tuple[Any, Any]:
-    """The gradients of the canary and of what has its place, as functions; None where nobody has it."""
+    """The gradients of the canary and of what replaces it, as functions; None if nothing does."""
     if canary is None:
         size = sum(leaf.size for leaf in jax.tree.leaves(params))
         canary = jax.tree.map(lambda p: jnp.full(p.shape, _LARGE_NORM / math.sqrt(size), jnp.float32), params)
@@ -521,7 +517,7 @@ def _gradients(canary: Any, instead: Any, params: Tree, sampling: Any) -> tuple[
 
 
 def _function(name: str, gradient: Tree | Gradient, params: Tree) -> Gradient:
-    """`gradient` as a function. Raises ValueError for a gradient that is unlike the parameters."""
+    """`gradient` as a function. Raises ValueError for a gradient that is not like the parameters."""
     if callable(gradient):
         return gradient
     expected, found = ([jnp.shape(leaf) for leaf in jax.tree.leaves(tree)] for tree in (params, gradient))

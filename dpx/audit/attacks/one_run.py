@@ -4,12 +4,12 @@
     ... train on the data and canaries[members], and score every canary on the result ...
     print(dpx.audit.one_run(scores, members, delta=1e-5))
 
-The canaries with the highest scores are guessed to be members, as many with the lowest scores not to be, and nothing is
-guessed about the rest. The number of right guesses bounds epsilon.
+The canaries with the highest scores are guessed to be members, as many with the lowest scores not to be, and the rest
+are not guessed. The number of right guesses bounds epsilon.
 
 Of m canaries, k are guessed, and v guesses are right. Each bound rejects a hypothesis about the mechanism if v right
-guesses would be too rare under it. The bounds hold for canaries that depend on each other in any way, because the coins
-are independent.
+guesses would be too rare under it. The bounds hold however the canaries depend on each other, because the coins are
+independent.
 
 `steinke_p_value` (Steinke, Nasr and Jagielski 2023, https://arxiv.org/abs/2305.08846): for any (epsilon, delta).
 
@@ -51,12 +51,12 @@ _MUS, _REFINEMENTS = 24, 3
 
 @dataclass(frozen=True, kw_only=True)
 class OneRun:
-    """Lower bounds on epsilon at one delta from one run, beside the bill.
+    """Lower bounds on epsilon at one delta from one run, beside the epsilon that it states.
 
     epsilon: float, at least 0. A proof (Steinke et al. 2023), if the scores are computed from released values: for a
         mechanism whose epsilon at `delta` is smaller, a bound this large has a probability of at most 1 - confidence.
-    trade_off_epsilon: float, at least 0. A hypothesis (Mahloujifar et al. 2024): the same, but only for mechanisms
-        whose trade-off function is that of two Gaussians.
+    trade_off_epsilon: float, at least 0. A hypothesis (Mahloujifar et al. 2024): the same, but only for mechanisms with
+        the trade-off function of two Gaussians.
     gaussian_epsilon: float, at least 0. A stronger hypothesis: as if the scores of the canaries were independent, too.
     guesses, right: int, how many guesses gave `epsilon`, and how many of them are right.
     bill: float, the epsilon that the mechanism states at `delta`; None if it is not known.
@@ -74,7 +74,7 @@ class OneRun:
 
     @property
     def exceeds_bill(self) -> bool:
-        """Whether the bill is refuted, with the stated confidence."""
+        """Whether the stated epsilon is refuted, with the stated confidence."""
         return self.bill is not None and self.epsilon > self.bill
 
     def __str__(self) -> str:
@@ -104,14 +104,14 @@ def one_run(
     scores: float (canaries,), at least 16, any functions of what the run released; larger ones for members. Scores that
         depend on the noise, or on anything else that is secret (such as a second run with the same key), prove nothing.
     members: bool (canaries,), the coins of `draw_members`. The run must depend on them only through who takes part, and
-        the scores must not depend on them otherwise.
+        the scores only through the run.
     delta: in (0, 1), of the bill. confidence: in (0, 1), of each of the three bounds by itself. bill: at least 0.
     guesses: int, or several, in [2, canaries]: how many canaries are guessed; default six shares of them from 1/32 to
-        1. They must be chosen before the scores are seen. Each of n numbers is tested at confidence
-        1 - (1 - confidence) / n, so that the largest of the n bounds holds with `confidence` (union bound).
+        1. Choose them before you see the scores. Each of n numbers is tested at confidence 1 - (1 - confidence) / n, so
+        that the largest of the n bounds holds with `confidence` (union bound).
 
-    `epsilon` is a proof for such scores and members, the other two are hypotheses (`OneRun`). Raises
-    ValueError for other numbers, shapes, dtypes, and for NaN.
+    `epsilon` is a proof for such scores and members, the other two are hypotheses (`OneRun`). Raises ValueError for
+    other numbers, shapes, dtypes, and for NaN.
     """
     delta = checks.require_delta(delta)
     confidence = require_open_fraction("confidence", confidence)
@@ -142,9 +142,9 @@ def one_run(
 def canary_loss(
     loss: Callable[[Tree, Any], Any], leaf: Callable[[Tree], jax.Array], *, scale: float = 1e3
 ) -> Callable[[Tree, Any], Any]:
-    """`loss`, for examples (example, coordinate) some of which are canaries, each with a gradient on one coordinate.
+    """`loss`, for examples (example, coordinate). Some are canaries, each with a gradient on one coordinate.
 
-    leaf: (params) -> the array whose coordinates the canaries use, each its own; so they never meet in one coordinate.
+    leaf: (params) -> the array whose coordinates the canaries use, a different one for each, so they never meet.
     coordinate: int (), the canary's place in the flat array; -1 for an example, which is given to `loss`.
     scale: above 0, the norm of a canary's gradient; large, so that it is clipped and has the full norm.
 
@@ -198,7 +198,7 @@ def _largest_mu(right: np.ndarray, guesses: np.ndarray, canaries: int, miss: flo
 
 
 def _as_independent(scores: np.ndarray, members: np.ndarray, delta: float, confidence: float) -> float:
-    """The Gaussian bound of many runs, with canaries in the place of runs; 0 if too few are in one of the worlds."""
+    """The Gaussian bound of many runs, with canaries as runs; 0 if too few are in one of the worlds."""
     order = np.random.default_rng(0).permutation(len(scores))  # the place of a canary may say how well it is guessed
     present, absent = scores[order][members[order]], scores[order][~members[order]]
     if min(len(present), len(absent)) < _LEAST_CANARIES // 4:

@@ -1,17 +1,17 @@
 """Lower bounds on epsilon from the scores of many runs with, and many runs without, one example.
 
-Proof of the bound, for scores that are computed from released values, because then a test of them is post-processing.
-A test says "with" if a score is at least a threshold. Let a be the probability that it says so without the example, and
-b the probability that it says so with it. If the mechanism is (epsilon, delta)-private, then b <= e^epsilon a + delta,
-so epsilon >= ln((b - delta) / a). The threshold is chosen on the first half of the runs. The runs of the
-second half are independent of it, so their counts are binomial, and Clopper and Pearson's bounds hold for a (from
-above) and b (from below). Each fails with probability at most (1 - confidence) / 2, so both hold with probability at
-least `confidence`. The test that says "without" below a threshold gives the other direction. Which of the two is used
-is part of the choice on the first half.
+Proof of the bound. The scores must be computed from released values, so that a test of them is post-processing. A test
+says "with" if a score is at least a threshold. Let a be the probability that it says so without the example, and b with
+it. If the mechanism is (epsilon, delta)-private, then b <= e^epsilon a + delta, so epsilon >= ln((b - delta) / a). The
+threshold is chosen on the first half of the runs. The second half is independent of it, so its counts are binomial, and
+Clopper and Pearson's bounds hold for a (from above) and b (from below). Each fails with probability at most (1 -
+confidence) / 2, so both hold with probability at least `confidence`. The test that says "without" below a threshold
+gives the other direction. The first half also chooses between the two.
 
 The Gaussian bound is a hypothesis. The same two error rates bound mu from below, if the best test between the two
-worlds is as good as between N(0, 1) and N(mu, 1); then delta is that of a Gaussian at every epsilon (Nasr et al. 2023,
-https://arxiv.org/abs/2302.07956). No measurement proves it, because delta is about events that are too rare to count.
+worlds is as good as between N(0, 1) and N(mu, 1); then delta follows at every epsilon as for a Gaussian (Nasr et al.
+2023, https://arxiv.org/abs/2302.07956). No measurement proves it, because delta is about events that are too rare to
+count.
 """
 
 import functools
@@ -49,12 +49,12 @@ class Roc(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class LowerBound:
-    """A lower bound on epsilon at one delta, beside the bill.
+    """A lower bound on epsilon at one delta, beside the epsilon that the mechanism states.
 
     epsilon: float, at least 0. A proof, if the scores are computed from released values: for a mechanism whose epsilon
         at `delta` is smaller, a bound this large has a probability of at most 1 - confidence.
-    gaussian_epsilon: float, at least 0. A hypothesis: the same, but only for mechanisms whose trade-off function is
-        that of two Gaussians.
+    gaussian_epsilon: float, at least 0. A hypothesis: the same, but only for mechanisms with the trade-off function of
+        two Gaussians.
     runs: (with, without) the example, the runs in the second half, on which both bounds are computed.
     bill: float, the epsilon that the mechanism states at `delta`; None if it is not known.
     """
@@ -69,7 +69,7 @@ class LowerBound:
 
     @property
     def exceeds_bill(self) -> bool:
-        """Whether the bill is refuted, with the stated confidence. The Gaussian bound refutes nothing."""
+        """Whether the stated epsilon is refuted, with the stated confidence. The Gaussian bound refutes nothing."""
         return self.bill is not None and self.epsilon > self.bill
 
     def __str__(self) -> str:
@@ -82,7 +82,7 @@ class LowerBound:
 
 
 def verdict(bound: Any) -> list[str]:
-    """The line about the bill beside a bound; none without a bill."""
+    """The line about the stated epsilon beside a bound; none without one."""
     words = "the bill is WRONG" if bound.exceeds_bill else "no contradiction"
     return [] if bound.bill is None else [f"the bill is {bound.bill:.4g}: {words}"]
 
@@ -90,16 +90,16 @@ def verdict(bound: Any) -> list[str]:
 def lower_bound_from_scores(
     with_canary: Any, without_canary: Any, *, delta: float, confidence: float = 0.95, bill: float | None = None
 ) -> LowerBound:
-    """A lower bound on epsilon from the scores of an attack, one score of each independent run.
+    """A lower bound on epsilon from the scores of an attack, one score for each independent run.
 
     with_canary, without_canary: float (runs,), at least 4 each, in the order of the runs, which must carry no
         information: the first half of each chooses the threshold, the second half gives the bound. A larger score says
-        "with". Any score is valid that depends on what its own run released, and on numbers that are independent of all
+        "with". A score is valid if it depends on what its own run released, and on numbers that are independent of all
         runs. A score that depends on the noise of its run, or on anything else that is secret, proves nothing.
-    delta: in (0, 1). confidence: in (0, 1), of each bound by itself. bill: at least 0, to stand beside the bound.
+    delta: in (0, 1). confidence: in (0, 1), of each bound by itself. bill: at least 0, the stated epsilon.
 
-    `epsilon` is a proof for such scores, `gaussian_epsilon` a hypothesis (`LowerBound`). Raises ValueError for
-    other numbers, for scores of another shape, and for NaN.
+    `epsilon` is a proof for such scores, `gaussian_epsilon` a hypothesis (`LowerBound`). Raises ValueError for other
+    numbers, for scores of another shape, and for NaN.
     """
     delta = checks.require_delta(delta)
     confidence = require_open_fraction("confidence", confidence)
@@ -163,7 +163,7 @@ def gaussian_mu(rates: Rates, *, miss: float) -> np.ndarray:
 
 
 def require_scores(name: str, scores: Any, least: int, of: str) -> np.ndarray:
-    """The scores, float64 (n,). Raises ValueError unless they are at least so many numbers. of: whose, in words."""
+    """The scores, float64 (n,). Raises ValueError unless there are at least `least` numbers. of: whose, in words."""
     scores = np.asarray(scores)
     if scores.ndim != 1 or len(scores) < least or scores.dtype.kind not in "biuf":
         found = f"{scores.dtype}{scores.shape}"
@@ -174,7 +174,7 @@ def require_scores(name: str, scores: Any, least: int, of: str) -> np.ndarray:
 
 
 def _halves(scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The sorted scores of the first half, which choose, and those of the second, which count."""
+    """The sorted scores of the first half, which choose, and of the second half, which count."""
     middle = len(scores) // 2
     return np.sort(scores[:middle]), np.sort(scores[middle:])
 
@@ -214,11 +214,11 @@ def _roc(present: np.ndarray, absent: np.ndarray) -> Roc:
 
 
 def plot_lower_bound(bound: LowerBound, bill: TradeOff | None = None, *, axes: Any = None) -> Any:
-    """Draws the attack's error rates, and the bill's trade-off function, on matplotlib `axes`; returns them.
+    """Draws the attack's error rates, and the trade-off function that the cost allows, on matplotlib `axes`; returns
+    them.
 
-    bound: of `lower_bound` or `lower_bound_from_scores`.
-    bill: of `dpx.reports.curves.trade_off`, which no attack on a correct mechanism can be below, but for chance.
-    axes: new ones by default.
+    bound: of `lower_bound` or `lower_bound_from_scores`. bill: of `dpx.reports.curves.trade_off`, which no attack on a
+        correct mechanism can go below, except by chance. axes: new ones by default.
     """
     label = f"attack: epsilon at least {bound.epsilon:.3g} at delta {bound.delta:g}"
     axes = plot_trade_off(TradeOff(bound.roc.type_one, bound.roc.type_two), axes=axes, label=label)

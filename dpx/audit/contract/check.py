@@ -30,8 +30,8 @@ LINES: dict[str, Callable[[Trial], str]] = {
     "secrecy": secrecy.secrecy,
     "branches": secrecy.branches,
 }
-# Of one call, by a union bound: ten tests of draws at 4e-6 each, two of signs and sizes, eleven of the coordinates,
-# three of repeats, one of larger parameters, one of noise that is seen soon and four of batches at 1e-6 each. The sum
+# For one call, by a union bound: ten tests of draws at 4e-6 each; at 1e-6 each, two of signs and sizes, eleven of the
+# coordinates, three of repeats, one of larger parameters, one of noise that is seen soon and four of batches. The sum
 # is 6.2e-5.
 FALSE_ALARMS = 1e-4
 MOST_NUMBERS = 1000  # of the parameters, because every pair of coordinates is compared
@@ -48,29 +48,27 @@ def check_contract(
     draws: int = 4000,
     seed: int = 0,
 ) -> ContractReport:
-    """Checks the privacy contract for a mechanism, also one that you composed: `print(check_contract(mechanism))`.
+    """Checks the privacy contract for a mechanism, including your own compositions: `print(check_contract(mechanism))`.
 
-    * bounded: hostile gradients (0 to 3e38, NaN, inf, those of float16 and bfloat16) contribute at most the clip
-      norm
+    * bounded: hostile gradients (0 to 3e38, NaN, inf, also from float16 and bfloat16) contribute at most the clip norm
     * float32: nothing computes in less than float32
-    * adjacent: leaving one example out moves the update by at most what is billed, in 6 rows and in 257
+    * adjacent: leaving one example out moves the update by at most what the cost assumes, in 6 rows and in 257
     * padding: rows that do not count change nothing
     * additive: `Mechanism.update`, microbatches, ghost norms and `private_updates` give the same step
     * divisor: the updates are divided by a constant
-    * noise: the noise is the billed multiple of what one example moves, wherever that is; its draws, under other
-      keys and at eight steps, are independent standard normals; it is there, and does not repeat, for other values
-      and dtypes of the parameters, in larger ones, and at 1,270 steps up to 2^31
-    * bits: what leaves was rounded to a public grid, after the noise, by `keys.release`, so its bits show what is
-      billed; one of 8,192 rows moves the sum by at most ETA of the clip norm more than it moves an empty one
+    * noise: the noise is the stated multiple of what one example moves, wherever that is; its draws, under other keys
+      and at eight steps, are independent standard normals; it is there, and does not repeat, for other values and
+      dtypes of the parameters, in larger ones, and at 1,270 steps up to 2^31
+    * bits: what leaves was rounded to a public grid, after the noise, by `keys.release`, so its bits show only what the
+      cost covers; one of 8,192 rows moves the sum by at most ETA of the clip norm more than it moves an empty one
     * resume: the state alone decides the next step
-    * cost: the event is of the sampling that draws, and bills the noise multipliers of the mechanism, for up to 10^6
-      steps (of a schedule, 50,021), and the state counts the releases
-    * sampling: batches are drawn as the event says
+    * cost: the event matches the sampling that draws and the mechanism's noise multipliers, for up to 10^6 steps (with
+      a schedule, 50,021), and the state counts the releases
     * secrecy: nothing but released values is public
     * branches: no program branches on raw data
 
-    mechanism: of `dpx.chain`, `dpx.in_coordinates`, or of your own.
-    loss: with it, the contract is also checked on the paths of `private_updates`; loss(params, example).
+    mechanism: of `dpx.chain`, `dpx.in_coordinates`, or your own.
+    loss: loss(params, example), to check the contract on the paths of `private_updates` too.
     params: pytree of arrays, at most 1,000 numbers; small layers with the names of your model serve. By default, a
         matrix, a vector, a number, and two arrays of 4 axes and one shape.
     examples: pytree, with examples on axis 0; needed with a loss.
@@ -79,8 +77,8 @@ def check_contract(
         by independent ones, which hides noise that shares its key with another use, such as random coordinates.
     draws: int, at least 500, how often the noise of a step is drawn. seed: int, at least 0, of the draws and batches.
 
-    A line that cannot be decided is "not checked" and says why. A check is not a proof: a data set or an input that was
-    not tried may still break the contract. A report fails for a sound mechanism with probability at most 1e-4.
+    A line that cannot be decided is "not checked" and says why. A check is not a proof: data or inputs that were not
+    tried may still break the contract. A report fails for a sound mechanism with probability at most 1e-4.
 
     Raises ValueError for another type of mechanism, larger params, a loss without params and examples, and other names.
     """

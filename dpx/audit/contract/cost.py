@@ -1,7 +1,7 @@
-"""The lines of the contract about the bill: what the releases cost, and that batches are drawn as the event says.
+"""The lines of the contract about the cost: what the releases cost, and that batches are drawn as the event says.
 
 Where noise is correlated over the steps, one example moves C G, where G has the sums of the steps, by as much as some
-pattern of the steps that the sampling allows, with some signs of its gradients: no less may be billed.
+pattern of the steps that the sampling allows, with some signs of its gradients: no cost may be less.
 """
 
 import itertools
@@ -50,7 +50,7 @@ _PROBABILITY = "sampling_probability"
 
 
 def cost(trial: Trial) -> str:
-    """The event bills every release with the noise multiplier that the mechanism used, and the state counts them."""
+    """The event counts every release at the noise multiplier that the mechanism used, and the state counts them."""
     release = release_state(trial.state(TAKEN))
     if int(release.step) != TAKEN:
         raise Broken(f"the state counts {int(release.step)} releases after {TAKEN}")
@@ -62,7 +62,7 @@ def cost(trial: Trial) -> str:
 
 
 def billed(trial: Trial) -> str:
-    """What the events of runs of many lengths bill, in words. Raises Broken where that is less than what is drawn."""
+    """What the events of runs of many lengths count, in words. Raises Broken if that is less than what is drawn."""
     mechanism = trial.mechanism
     own, more, last = "", False, 0
     all_steps = BILLED if callable(mechanism.noise_multiplier) else (*BILLED, BILLED_WITHOUT_SCHEDULE)
@@ -90,7 +90,7 @@ def billed(trial: Trial) -> str:
 
 
 def _require_billed(expected: DpEvent, event: DpEvent, steps: int) -> bool:
-    """Whether the event has more releases than those that are expected. Raises Broken if it lacks one."""
+    """Whether the event has more releases than expected. Raises Broken if it lacks one."""
     wanted, offered = from_event(expected).events, from_event(event).events
     if missing := _missing(wanted, offered):
         raise Broken(f"{steps} steps do not bill {missing}, of noise multiplier and sampling of the mechanism")
@@ -98,10 +98,10 @@ def _require_billed(expected: DpEvent, event: DpEvent, steps: int) -> bool:
 
 
 def _require_plausible(event: DpEvent, multipliers: np.ndarray, sampling: Sampling) -> None:
-    """Raises Broken for an event of another sampling than the one that draws, or of a kind of its own that bills less.
+    """Raises Broken for an event of another sampling than the one that draws, or of its own kind that counts less.
 
-    An event of its own kind, such as that of error feedback, must have a proof, which cannot be checked here. But it
-    must be of the record that draws and at least of its rate, have all releases, and noise of at most the multiplier.
+    An event of its own kind, such as error feedback's, must have a proof, which cannot be checked here. But it must be
+    of the record that draws and at least of its rate, have all releases, and noise of at most the multiplier.
     """
     steps, parts = len(multipliers), list(_parts(event))
     if foreign := sorted({type(part).__name__ for part in parts if isinstance(part, OF_SAMPLINGS)} - _kinds(sampling)):
@@ -133,9 +133,9 @@ def _parts(event: DpEvent) -> Iterator[DpEvent]:
 
 
 def _missing(expected: dict[DpEvent, int], billed: dict[DpEvent, int]) -> DpEvent | None:
-    """A release that is expected more often than it is billed, or None; numbers may differ by 1e-6.
+    """A release that is expected more often than the event has it, or None; numbers may differ by 1e-6.
 
-    Equal events are counted together. Those that are left over are compared in the order of their numbers.
+    Equal events are counted together. The rest are compared in the order of their numbers.
     """
     wanted = _in_order({event: count - billed.get(event, 0) for event, count in expected.items()})
     offered = _in_order({event: count - expected.get(event, 0) for event, count in billed.items()})
@@ -180,7 +180,7 @@ BILL_SLACK = 1e-3  # of bills, which have roundings
 
 
 def require_sensitivity(trial: Trial) -> str:
-    """The event of a short run bills at least what the worst pattern of steps moves."""
+    """The event of a short run costs at least what the worst pattern of steps moves."""
     mechanism, shown = trial.mechanism, 0.0
     tried = 0
     for steps in range(1, SHORT + 1):
@@ -225,7 +225,7 @@ BATCH_RATE = 1e-6  # of false alarms, of each test of the batches
 
 
 def sampling(trial: Trial) -> str:
-    """The batches that the sampling draws have the distribution of the event that bills them."""
+    """The batches that the sampling draws have the distribution that the event assumes."""
     record = trial.mechanism.sampling
     releases = from_event(record.event(np.ones(1))).events
     if (count := sum(releases.values())) != 1 or record.examples > EXAMPLES:
@@ -279,7 +279,7 @@ def _require_relation(event: DpEvent, record: Sampling):
 
 
 def _require_poisson(batches: list[np.ndarray], examples: int, rate: float):
-    """Sizes of batches, and of the overlap of each with the next one, as of independent coins at this rate."""
+    """Sizes of batches, and how many examples neighbors share, fit independent coins at this rate."""
     if rate == 1:
         return
     sizes = np.array([len(batch) for batch in batches])
@@ -292,7 +292,7 @@ def _require_poisson(batches: list[np.ndarray], examples: int, rate: float):
 
 
 def _require_cyclic(draw: Callable[[int], Draw], examples: int, bands: int, rate: float) -> int:
-    """Every example in the steps of one group, there by independent coins of this rate; how many batches were drawn."""
+    """Every example is in the steps of one group only, by coins of this rate; returns how many batches were drawn."""
     turns = max(2, DRAWN // bands // 2 * 2)
     batches = [_examples(draw(step)) for step in range(turns * bands)]
     taken = np.array([np.bincount(np.concatenate(batches[g::bands]), minlength=examples) for g in range(bands)])
@@ -310,7 +310,7 @@ def _require_cyclic(draw: Callable[[int], Draw], examples: int, bands: int, rate
 
 
 def _require_alike(taken: np.ndarray, trials: int, rate: float):
-    """Whether all examples take part about equally often, int (examples,), in so many independent trials."""
+    """Whether all examples take part about equally often, int (examples,), in this many independent trials."""
     variance = trials * rate * (1 - rate)
     scatter = float(((taken - trials * rate) ** 2).sum()) / variance
     if scatter > len(taken) + FAR * math.sqrt(len(taken) * (2 + 1 / variance)):
@@ -318,7 +318,7 @@ def _require_alike(taken: np.ndarray, trials: int, rate: float):
 
 
 def _require_weighted(batches: list[np.ndarray], rates: np.ndarray, billed: float):
-    """Examples of low and of high rates, and those shared with the next batch, as of independent coins."""
+    """Examples of low and of high rates, and those shared with the next batch, fit independent coins."""
     if rates.max() > billed * (1 + 1e-12):
         raise Broken(f"an example takes part at rate {rates.max():.6g}, and {billed:.6g} is billed")
     taken = np.bincount(np.concatenate(batches), minlength=len(rates))
@@ -355,7 +355,7 @@ def _require_spread(sizes: np.ndarray, variance: float):
 
 
 def _require_truncated(batches: list[np.ndarray], examples: int, event: TruncatedSubsampledGaussianDpEvent):
-    """Sizes as of coins at this rate, cut at the most rows; and uniformly random examples, whatever the sizes are."""
+    """Sizes fit coins at this rate, cut at the most rows; the examples are uniformly random, whatever the sizes are."""
     rate, most = event.sampling_probability, event.truncated_batch_size
     sizes = np.array([len(batch) for batch in batches])
     if sizes.max() > most or examples != event.dataset_size:
@@ -387,7 +387,7 @@ def _require_subsets(batches: list[np.ndarray], examples: int, event: SampledWit
 
 
 def _require_allocated(draw: Callable[[int], Draw], examples: int, steps: int):
-    """Once an epoch, in batches whose sizes vary as those of independent examples, and other ones in the next epoch."""
+    """Once an epoch, in batches whose sizes vary as with independent examples, and different ones in the next epoch."""
     number = min(steps, DRAWN)
     epochs = [[_examples(draw(epoch * steps + place)) for place in range(number)] for epoch in (0, 1)]
     for taken in (np.bincount(np.concatenate(batches), minlength=examples) for batches in epochs):
@@ -405,7 +405,7 @@ def _require_allocated(draw: Callable[[int], Draw], examples: int, steps: int):
 
 
 def _require_counted(batches: list[np.ndarray], record: Sampling):
-    """Every example takes part in at most as many steps as there are Gaussian releases in the event of all steps."""
+    """Every example takes part in at most as many steps as the event of all steps has Gaussian releases."""
     taken = np.bincount(np.concatenate(batches), minlength=record.examples).max()
     billed = sum(from_event(record.event(np.ones(len(batches)))).counts.values())
     if taken > billed:

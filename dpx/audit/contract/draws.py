@@ -1,9 +1,9 @@
 """The noise as it is drawn: many draws of one step under other keys, and tests that they are independent normals.
 
 For other keys, the mechanism is built again, or the keys in its program are replaced. The program of an update holds
-the mechanism's keys as constants. Each is replaced by a function of a new key, equal ones by equal ones. So keys that
-were derived from one another when the mechanism was built become independent, and only a mechanism that is built again
-shows that its noise shares a key with something else.
+the mechanism's keys as constants. A function of a new key replaces each, with equal results for equal keys. So keys
+that were derived from one another become independent, and only a mechanism that is built again shows that its noise
+shares a key with something else.
 """
 
 import functools
@@ -40,7 +40,7 @@ class Draws:
     """Draws of what a step of an empty batch makes public, which is its noise.
 
     traced: the release. count: int, of the draws of the steps FULLY; of others there are AT_LEAST. seed: of their keys.
-    rebuild: (key) -> the mechanism with this key, or None. has_keys: whether the step reads a key at all.
+        rebuild: (key) -> the mechanism with this key, or None. has_keys: whether the step reads a key at all.
     """
 
     def __init__(self, traced: Traced, count: int, seed: int, rebuild: Callable | None):
@@ -88,7 +88,7 @@ class Draws:
     def noise_maps(self) -> Callable | None:
         """(keys, state) -> how the noise moves the public floats, (count, o, m), and these without it, (count, o).
 
-        For noise that is not of dpx: how the sums move them, (count, o, k). None without random coordinates.
+        For noise that is not dpx's: how the sums move them, (count, o, k). None without random coordinates.
         """
         traced, state = self.traced, self.subject.state(0)
         zeros = jnp.zeros(traced.numbers), jnp.zeros(traced.normals)
@@ -119,9 +119,9 @@ def _maps_of(run: Callable, vector: jax.Array) -> Callable:
 
 
 def seen_soon(traced: Traced) -> str:
-    """What is wrong with noise that is not of dpx, in words, from a program of the release alone; "" for nothing seen.
+    """What is wrong with noise that is not dpx's, in words, from a program of the release alone; "" if nothing is seen.
 
-    Nothing is seen where steps differ by more than their noise, and where only a state makes the noise another one.
+    It sees nothing if steps differ by more than their noise, or if only a state changes the noise.
     """
     subject, sums = traced.subject, [np.zeros(traced.numbers, np.float32), inputs.waves(traced.numbers, 1.0)]
 
@@ -150,8 +150,8 @@ def seen_soon(traced: Traced) -> str:
     if values == 1 or abs(np.log(first / second).mean()) > 0.2:
         return ""
     far = float((centered > special.ndtri(0.75) * noise.std(0)).mean())
-    # By Hoeffding's inequality for each column, and so for their mean, however they depend on each other. The second
-    # part is for the middle and the deviation, which are those of the draws.
+    # Hoeffding's inequality holds for each column, and so for their mean, however they depend on each other. The second
+    # part is for the middle and the deviation, which come from the draws.
     if abs(far - 0.5) > math.sqrt(math.log(2 / SHARED_KEY_RATE) / (2 * SOON)) + 0.01:
         return f"the noise is not Gaussian: {far:.1%} of it is far from 0, where a Gaussian has 50 %"
     return ""
@@ -196,7 +196,7 @@ def in_its_directions(change: np.ndarray, maps: np.ndarray) -> np.ndarray:
 
 
 def whitened_by_itself(draws: Draws, step: int, release: Release) -> np.ndarray:
-    """The draws of noise that is not of dpx, in directions in which they have deviation 1; float64 (count, r)."""
+    """The draws of noise that is not dpx's, in directions in which they have deviation 1; float64 (count, r)."""
     found = draws(step)[:, : release.updates]
     maps = draws.noise_maps
     if maps is None:
@@ -207,7 +207,7 @@ def whitened_by_itself(draws: Draws, step: int, release: Release) -> np.ndarray:
 
 
 def _by_its_covariance(draws: np.ndarray) -> np.ndarray:
-    """Draws, float64 (count, o), in uncorrelated directions of deviation 1; each close to a coordinate, if possible."""
+    """Draws, float64 (count, o), in uncorrelated directions of deviation 1, each near a coordinate if possible."""
     draws = draws[:, draws.std(0) > 0] - draws.mean(0)[draws.std(0) > 0]
     if not draws.shape[1]:
         raise Broken("a step of an empty batch has no noise")
@@ -218,11 +218,11 @@ def _by_its_covariance(draws: np.ndarray) -> np.ndarray:
 
 
 def measured(release: Release, draws: Draws, step: int, *, others: bool = False) -> Release:
-    """A release whose noise is known from draws of the updates alone, because it does not come from dpx.
+    """A release whose noise is known only from draws of the updates, because it is not dpx's.
 
     The noise map is a root of the sample covariance. With coordinates that depend on the key, it is how the sums move
-    the updates, times the deviation of the draws in these units. The sizes that it tells have a relative error of about
-    sqrt(2 / count), so the tolerance is 6 times that, and a share for the number of updates.
+    the updates, times the deviation of the draws in these units. The sizes have a relative error of about sqrt(2 /
+    count), so the tolerance is 6 times that, and a share for the number of updates.
     """
     found = draws(step, others=others)[:, : release.updates]
     if not np.isfinite(found).all():
@@ -338,12 +338,11 @@ def require_standard(draws: np.ndarray):
 def require_no_pattern(draws: np.ndarray, *, triples: bool = False):
     """Raises Broken if the signs and sizes of two columns of `draws`, float64 (count, columns), are dependent.
 
-    triples: whether to test three columns too, of MOST_COINS coins.
-
-    A column of independent standard normals makes two independent fair coins: its sign, and whether |z| is above the
-    median. A product of two or three coins is a fair coin too, so by Hoeffding's inequality its mean over n draws is
-    above t with probability at most exp(-n t^2 / 2). The limit is a union bound over all products and both sides.
-    Correlations do not see such patterns: z and z with a sign of its own have none.
+    triples: test three columns too, of MOST_COINS coins. A column of independent standard normals makes two independent
+        fair coins: its sign, and whether |z| is above the median. A product of two or three coins is a fair coin too,
+        so by Hoeffding's inequality its mean over n draws is above t with probability at most exp(-n t^2 / 2). The
+        limit is a union bound over all products and both sides. Correlations do not see such patterns: z and z with a
+        random sign have none.
     """
     count, columns = draws.shape
     coins = np.concatenate([draws > 0, np.abs(draws) > special.ndtri(0.75)], axis=1).astype(np.float32) * 2 - 1
@@ -365,13 +364,13 @@ def require_no_pattern(draws: np.ndarray, *, triples: bool = False):
 def require_no_repeats(noise: np.ndarray, words: str):
     """Raises Broken with these words if two rows of `noise`, float64 (rows, columns), repeat each other.
 
-    Signs do not count. Two rows repeat each other if COLUMNS of their numbers are equal. Two columns do if PLACES of
-    their numbers are, with one distance between the rows; a column may repeat itself. Numbers that are 0 do not count.
+    Signs do not count. Two rows repeat each other if COLUMNS of their numbers are equal. Two columns do, or a column
+    itself, if PLACES of their numbers are, with one distance between the rows. Zeros do not count.
 
     The density of log |z| is below 1/2, so two independent normals share a bin of WIDTH with probability below WIDTH
     (given all others, and with the 2^22 sizes that float32 normals have). For 4,000 rows and 100 columns, the union
-    bounds are 8e6 pairs of rows x 4e6 sets of columns x WIDTH^4 = 3e-11, and 8e7 pairs of columns at a distance x
-    9e15 sets of places x WIDTH^5 = 7e-7. With 1,000 columns and 1,600 rows they are 5e-8 and 3e-7.
+    bounds are 8e6 pairs of rows x 4e6 sets of columns x WIDTH^4 = 3e-11, and 8e7 pairs of columns at a distance x 9e15
+    sets of places x WIDTH^5 = 7e-7. With 1,000 columns and 1,600 rows they are 5e-8 and 3e-7.
     """
     noise = np.where(np.isfinite(noise), noise, 0)
     rows, columns = noise.shape
@@ -388,12 +387,12 @@ def require_no_repeats(noise: np.ndarray, words: str):
 
 
 def _neighbors(bins: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The places in `bins`, float64 (n,), of equal finite numbers that are next to each other in order."""
+    """The places in `bins`, float64 (n,), of equal finite numbers that are neighbors when sorted."""
     order = np.argsort(bins, kind="stable")
     equal = (bins[order][1:] == bins[order][:-1]) & np.isfinite(bins[order][1:])
     return order[:-1][equal], order[1:][equal]
 
 
 def _most(numbers: np.ndarray) -> int:
-    """How often the most frequent number is there."""
+    """How often the most frequent number occurs."""
     return int(np.unique(numbers, return_counts=True)[1].max(initial=0))

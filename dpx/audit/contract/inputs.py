@@ -1,4 +1,4 @@
-"""The data that the contract is checked on: gradients, hostile ones too, and losses that have them as gradients."""
+"""The data for checking the contract: gradients, also hostile ones, and losses that have them as gradients."""
 
 import math
 
@@ -19,7 +19,7 @@ VALUES = (0.5, -1.0, 0.0, 2.0, -0.125, 32.0, 1.0)  # of parameters; no rounding 
 
 
 def default_params() -> Tree:
-    """Parameters, float32, of no numbers to 4 axes: two equal shapes, and values of several sizes and signs."""
+    """Parameters, float32, from no numbers to 4 axes: two equal shapes, and values of several sizes and signs."""
     shapes = {"kernel": (4, 3), "bias": (3,), "scale": (), "first": (2, 1, 3, 2), "second": (2, 1, 3, 2)}
     return other_values({name: np.ones(shape, np.float32) for name, shape in shapes.items()})
 
@@ -50,11 +50,10 @@ def loud(params: Tree) -> Tree:
 
 
 def hostile(params: Tree) -> tuple[Tree, Tree, Tree]:
-    """Gradients of all sizes, float32 (rows, ...); and twice the same ones without leaves that are not finite.
+    """Gradients of all sizes, float32 (rows, ...); and two copies with 0 and with 1 in leaves that are not finite.
 
     Each size of SIZES fills the whole gradient, or one leaf among ordinary values. All of it comes three times: in
-    float32, and rounded to float16 and to bfloat16. A leaf that is not finite becomes 0 in the second tree, 1 in the
-    third.
+    float32, and rounded to float16 and to bfloat16.
     """
     leaves, structure = jax.tree.flatten(jax.tree.map(lambda g: g[0], gradients(params, 1, rows=1)))
     rows = []
@@ -163,9 +162,8 @@ def public_floats(tree: Tree) -> jax.Array:
 def require_close(found: Tree, expected: Tree, tolerance: float = 1e-6) -> float:
     """The largest difference, relative to the largest number. Whole numbers and bools must be equal.
 
-    Numbers of 16 bits may differ by their rounding.
-
-    Raises AssertionError for a difference above the tolerance, or another structure.
+    Numbers of 16 bits may differ by their rounding. Raises AssertionError for a difference above the tolerance, or
+    another structure.
     """
     assert jax.tree.structure(found) == jax.tree.structure(expected), "another structure"
     lefts, rights = jax.tree.map(np.asarray, readable((jax.tree.leaves(found), jax.tree.leaves(expected))))

@@ -52,7 +52,7 @@ def _require_at_most(norms: np.ndarray, clip_norm: float, tolerance: float, wher
 
 
 def _require_zero(trial: Trial, sums, replaced, where: str):
-    """A row that is not finite contributes zero, or as much as it does with any other value in that place."""
+    """A row that is not finite contributes zero, or as much as with any other value in that place."""
     broken = ~np.isfinite(inputs.flattened(trial.with_loud(trial.hostile[0]), 1)).all(1)
     found, by_zero, by_one = (inputs.flattened(tree, 1) for tree in (sums, *replaced))
     scale = np.abs(by_zero).max(1) * 1e-5
@@ -81,7 +81,7 @@ def float32(trial: Trial) -> str:
     return "sums and noise have no arithmetic in less than 32 bits, on gradients in float32, float16 and bfloat16"
 
 
-# What only moves numbers of low precision, such as gradients before they become float32.
+# These only move numbers of low precision, such as gradients before they become float32.
 MOVES = {
     "broadcast_in_dim", "concatenate", "convert_element_type", "copy", "dynamic_slice", "gather", "jit", "pad", "pjit",
     "reshape", "rev", "scan", "select_n", "slice", "squeeze", "transpose", "while",
@@ -98,7 +98,7 @@ def _low_precision(equation: core.JaxprEqn) -> set[str]:
 
 
 def adjacent(trial: Trial) -> str:
-    """Leaving one example out moves the update by at most what is billed, on every path, whoever else is there."""
+    """One example moves the update by at most what the cost assumes, on every path, whoever else is there."""
     trial.require_noise()
     largest, tried = 0.0, 0
     for step in STEPS:
@@ -137,7 +137,7 @@ def _require_adjacent_sums(trial: Trial, step: int) -> None:
 
 
 def _with_a_loud_row(trial: Trial, problem: Problem):
-    """The rows, of which one has a gradient 10^6 times as large, if the rows are gradients."""
+    """The rows. If they are gradients, one of them is 10^6 times as large."""
     if problem is not trial.problems[0]:
         return problem.rows
     scale = np.where(np.arange(inputs.ROWS) == 2, np.float32(1e6), np.float32(1))
@@ -190,7 +190,7 @@ def _require_same(found, expected, words: str, problem: Problem | None = None):
 
 
 def divisor(trial: Trial) -> str:
-    """Several copies of an example move the update that many times as far: it is divided by a constant."""
+    """Several copies of an example move the update that many times as far, so it is divided by a constant."""
     trial.require_linear(0, "not on updates")
     state, tried = trial.state(0), []
     one = jax.tree.map(lambda g: np.concatenate([0.01 * g[:1]] * inputs.ROWS), trial.problems[0].rows)

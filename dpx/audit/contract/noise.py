@@ -1,7 +1,7 @@
-"""The line of the contract about noise: its size against the bill, and that it is independent standard normals.
+"""The line of the contract about noise: its size against the cost, and that it is independent standard normals.
 
-At steps that no run of the check reaches, the counters are set. Of larger parameters, one batch of many rows is
-released: each row counts alone there, and no number of the noise is there twice. Noise that is correlated over the
+At steps that no run of the check reaches, the counters are set. With larger parameters, one batch of many rows is
+released: each row must count alone there, and no number of the noise may repeat. Noise that is correlated over the
 steps (`Mechanism.correlated`) is C^-1 z in a run. So in the first steps of many runs, C times the released noise must
 be independent standard normals, in units of the noise of the first step.
 """
@@ -42,7 +42,7 @@ WITH_OTHERS = (1, 50)  # steps at which the parameters have other values, too
 
 
 def noise(trial: Trial) -> str:
-    """The noise is at least the billed multiple of what one example moves, wherever that is, in every direction."""
+    """The noise is at least the stated multiple of what one example moves, wherever that is, in every direction."""
     trial.require_noise()
     if trial.seen_soon:
         raise Broken(trial.seen_soon)
@@ -82,7 +82,7 @@ def _is_billed(trial: Trial, step: int) -> bool:
 
 
 def _used(trial: Trial, step: int, *, others: bool = False) -> float | None:
-    """The noise multiplier of the release; None if no derivative can tell. Raises Broken if it is below the bill."""
+    """The noise multiplier of the release; None if no derivative tells it. Raises Broken if it is below the stated."""
     release, billed = trial.release(step, others=others), trial.multiplier(step)
     if release.flat:
         return None
@@ -118,7 +118,7 @@ def _draws(trial: Trial) -> str:
 
 
 def _require_the_same_for_others(trial: Trial) -> None:
-    """Raises Broken if parameters of other values have other noise, where that shows in the updates."""
+    """Raises Broken if other values of the parameters change the noise, where that shows in the updates."""
     step = WITH_OTHERS[0]
     releases = trial.release(step), trial.release(step, others=True)
     if not all(release.linear for release in releases):
@@ -148,9 +148,9 @@ NORMAL_RATE = 1e-6  # of false alarms, of the test of the distribution
 class Large:
     """The mechanism on a batch of MANY_ROWS gradients.
 
-    Every second gradient is far above any clip norm, and some of them are 0 except for one leaf.
-    silent: the update, or the released sums, of an empty batch, float64 (o,). changes: what each of POSITIONS adds to
-    it, float64 (positions, o).
+    Every second gradient is far above any clip norm, and some of them are 0 except in one leaf. silent: the update, or
+    the released sums, of an empty batch, float64 (o,). changes: what each of POSITIONS adds to it, float64 (positions,
+    o).
     """
 
     def __init__(self, trial: Trial):
@@ -171,7 +171,7 @@ class Large:
                 if number % (len(leaves) + 1) not in (place, len(leaves)):
                     leaf[position] = 0
         self.grads = jax.tree.map(lambda g, p: g.astype(p.dtype), structure.unflatten(leaves), params)
-        # What two of 16 bits may differ by where a row adds little to much noise.
+        # Two numbers of 16 bits may differ by this where a row adds little to much noise.
         spacings = [np.full(p.size, float(jnp.finfo(p.dtype).eps)) for p in jax.tree.leaves(params)]
         self.rounding = np.concatenate(spacings)
 
@@ -233,7 +233,7 @@ def require_enough_noise(trial: Trial) -> str:
 
 
 def _require_size(trial: Trial, found: Large) -> None:
-    """Raises Broken if the noise is smaller than billed, or not normal, on the leaves of at least MANY numbers."""
+    """Raises Broken if the noise is smaller than stated, or not normal, on the leaves of at least MANY numbers."""
     noise, changes = (split(part, found.params) for part in (found.silent, found.changes))
     sizes, standard = np.zeros(len(POSITIONS)), []
     for drawn, moved in zip(*map(jax.tree.leaves, (noise, changes)), strict=True):
@@ -271,7 +271,7 @@ def require_other_noise(trial: Trial) -> str:
 
 
 def alone(release: Release) -> bool:
-    """Whether every update has noise of its own: the covariance of the noise has a diagonal alone."""
+    """Whether every update has its own noise: the covariance of the noise is diagonal."""
     noise = release.noise[: release.updates]
     covariance = noise @ noise.T
     sizes = np.sqrt(np.diag(covariance))

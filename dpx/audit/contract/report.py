@@ -15,10 +15,7 @@ class NotChecked(Exception):
 
 
 class Line(NamedTuple):
-    """One line of the contract.
-
-    name: of the line. outcome: "pass", "fail" or "not checked". words: what was tried and found, or why nothing was.
-    """
+    """One line of the contract. outcome: "pass", "fail" or "not checked". words: what was found, or why nothing."""
 
     name: str
     outcome: Outcome
@@ -28,8 +25,8 @@ class Line(NamedTuple):
 class ContractReport(NamedTuple):
     """The result of `check_contract`; `str` is a table with a row for each line.
 
-    lines: of the contract, in the order in which they were checked.
-    false_alarm_rate: an upper bound of the probability that a sound mechanism fails, over the choice of the seed.
+    lines: of the contract, in the order in which they were checked. false_alarm_rate: an upper bound of the probability
+        that a sound mechanism fails, over the choice of the seed.
     """
 
     lines: tuple[Line, ...]

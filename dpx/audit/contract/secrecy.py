@@ -3,12 +3,11 @@
 Marks spread through the equations of a program, from raw data and from keys, and tell what depends on them.
 
 The line "bits": a Gaussian mechanism on real numbers need not be private in floating point, because the bits of a noisy
-float can show the sum under it. `keys.release` is private for the bits. So its results are replaced by constants in a
-trace of the step, and then no public number may depend on raw data. Since the replacement still depends on the key, the
-step and the deviation, a grid or a noise that depends on the data is found too. And what `keys.release` is given must
-be the sum, with no more rounding than the noise is larger for: the noise is larger than billed by ETA, for the rounding
-of the sum. That is enough if the sum is a `FloatPair`, of two float32 numbers for each coordinate, and not if a
-mechanism makes one number of it, or adds rows in its own way.
+float can show the sum under it. `keys.release` is private for the bits. So constants replace its results in a trace of
+the step, and then no public number may depend on raw data. The constants still depend on the key, the step and the
+deviation, so a grid or a noise that depends on the data is found too. And `keys.release` must get the sum with no more
+rounding than ETA, by which the noise is larger than stated. A `FloatPair`, two float32 numbers for each coordinate,
+ensures that; a mechanism that makes one number of it, or adds rows in its own way, does not.
 """
 
 import functools
@@ -38,7 +37,7 @@ SHIFT = 16.0  # standard deviations of the noise, by which the data is moved
 
 
 def secrecy(trial: Trial) -> str:
-    """Two data sets with the same noisy sums differ in nothing that is public: the noise makes up for the data."""
+    """Two data sets with the same noisy sums differ in nothing public: the noise offsets the change of the data."""
     trial.require_noise()
     _require_own_event_for_unreleased(trial)
     if not trial.draws_by_dpx:
@@ -65,7 +64,7 @@ def secrecy(trial: Trial) -> str:
 
 
 def _exchange(trial: Trial, step: int) -> np.ndarray | None:
-    """The noise that makes up for a change of the sums; without derivatives, that of the billed multiplier."""
+    """The noise that offsets a change of the sums; without derivatives, for the stated multiplier."""
     release = trial.release(step)
     if not release.flat:
         return release.exchange
@@ -75,7 +74,7 @@ def _exchange(trial: Trial, step: int) -> np.ndarray | None:
 
 
 def _same_without_exchange(trial: Trial) -> str:
-    """For noise of the mechanism's own: the public state must not move with the data at all."""
+    """For the mechanism's own noise: the public state must not move with the data at all."""
     rows = trial.problems[0].rows
     for step in STEPS:
         both = [trial.update(rows, trial.state(step), given) for given in (everyone(), all_but(2))]
@@ -91,7 +90,7 @@ def _same_without_exchange(trial: Trial) -> str:
 
 
 def _require_own_event_for_unreleased(trial: Trial):
-    """Raises Broken if unreleased state moves a release that is billed as if each release stood alone."""
+    """Raises Broken if unreleased state moves a release whose cost is counted as if each release stood alone."""
     state = trial.state(4)
     if jax.tree.structure(publishable_state(state)) == jax.tree.structure(state) or not trial.billed_by_multiplier:
         return
@@ -137,7 +136,7 @@ def branches(trial: Trial) -> str:
 
 
 def bits(trial: Trial) -> str:
-    """All public numbers are functions of what `keys.release` returned for exact sums, and of public numbers."""
+    """All public numbers are functions of public numbers and of what `keys.release` returned for exact sums."""
     closed, names = _without_releases(trial)
     grads = len(jax.tree.leaves(trial.params))
     shown = {jax.tree_util.keystr(path) for path, _ in _paths(publishable_state(trial.state(STEPS[0])))}
@@ -193,7 +192,7 @@ class Handed(NamedTuple):
 
 
 def require_low_numbers(trial: Trial) -> None:
-    """Raises Broken if a release does not read the low numbers of a sum whose high numbers it reads."""
+    """Raises Broken if a release reads the high numbers of a sum but not the low ones."""
     state, release = trial.state(0), handing(trial.mechanism.release)
     like = [as_pair(one).high for one in trial.sums_like]
 
@@ -249,9 +248,9 @@ def require_small_rounding(trial: Trial) -> str:
 
 
 def handing(function: Callable) -> Callable[..., list[Handed]]:
-    """`function`, compiled, with what it hands to `keys.release` as its result, also from inside of jit or a loop.
+    """`function`, compiled, with what it hands to `keys.release` as its result, also from inside jit or a loop.
 
-    The result raises NotChecked where nothing was handed over.
+    The result raises NotChecked if nothing was handed over.
     """
 
     @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})  # compiles faster
@@ -288,10 +287,9 @@ def _keep(number, high, low, deviation):
 
 
 def _hostile(trial: Trial) -> Tree:
-    """Gradients, float32 (LONG, ...), of which the first add up, in every coordinate, to a bit more than a power of
-    two, and to less without one of them. Some others are below half a unit of the sum above that power, so they are
-    rounded away; below it, each counts (Casacuberta et al. 2022, https://arxiv.org/abs/2207.10635).
-    """
+    """Gradients, float32 (LONG, ...). In every coordinate, the first add up to a bit more than a power of two, and to
+    less without one of them. Some others are below half a unit of the sum above that power, so they are rounded away;
+    below it, each counts (Casacuberta et al. 2022, https://arxiv.org/abs/2207.10635)."""
     power = 2.0 ** ((2 * LONG // 3).bit_length() - 1)
     count = math.ceil(power / LARGE_SHARE)
     column = np.zeros(LONG)

@@ -1,10 +1,10 @@
 """The mechanism that is checked: the ways to its private gradient, and its release as a function of data and noise.
 
-A release is a function F(s, n) of the sums s and of the standard normals n of `keys.release`, here without its grid. If
-it is private in the way of a Gaussian mechanism, F(s, n) = G(s + D n) for some G, and a change z of the sums can be
-made up for by the change -X z of the noise, where X = D^-1. So |X z| is the size of z in units of the noise, whatever G
-is: a mask, a scale, a projection that is undone, or an optimizer. One release is then the Gaussian mechanism with the
-noise multiplier 1 / max |X z|, where z runs through what one example can add to the sums.
+A release is a function F(s, n) of the sums s and the standard normals n of `keys.release`, here without its grid. If it
+is private as a Gaussian mechanism is, F(s, n) = G(s + D n) for some G, and the change -X z of the noise, X = D^-1,
+offsets a change z of the sums. So |X z| is the size of z in units of the noise, whatever G is: a mask, a scale, a
+projection that is undone, or an optimizer. One release is then the Gaussian mechanism with the noise multiplier 1 / max
+|X z|, where z runs through what one example can add to the sums.
 """
 
 import functools
@@ -37,8 +37,8 @@ class Problem(NamedTuple):
     """Data, and the ways to a private gradient of it.
 
     name: in words. rows: pytree, with inputs.ROWS examples on axis 0. hostile: the same with more rows, of all sizes.
-    paths: by name, (rows, state, included) -> (updates, state). The first one is `Mechanism.update`.
-    sums: by name, (rows, state) -> the sums of every row alone, with the rows on axis 0.
+        paths: by name, (rows, state, included) -> (updates, state); the first is `Mechanism.update`. sums: by name,
+        (rows, state) -> the sums of every row alone, with the rows on axis 0.
     """
 
     name: str
@@ -51,8 +51,8 @@ class Problem(NamedTuple):
 class Subject:
     """The mechanism, the shapes of its parameters, and what was compiled for them.
 
-    params: pytree of float32 arrays. others: the same with other values.
-    problems: gradients as data first; then the examples of a user's loss, if any.
+    params: pytree of float32 arrays. others: the same with other values. problems: gradients as data first; then the
+        examples of a user's loss, if any.
     """
 
     def __init__(self, mechanism: Mechanism, params: Tree, loss: Callable | None = None, examples: Tree = None):
@@ -87,7 +87,7 @@ class Subject:
 
     @functools.cached_property
     def counters(self) -> list[bool]:
-        """For each leaf of a state, whether it counts the steps, such as that of the ReleaseState, or of Adam."""
+        """For each leaf of a state, whether it counts the steps, as in the ReleaseState or in Adam."""
         states = [jax.tree.leaves(self.state(step)) for step in COUNTED]
 
         def counts(values):
@@ -117,10 +117,7 @@ class Subject:
         return self.trace()
 
     def trace(self, dtype: Any = jnp.float32, state: Tree = None) -> core.ClosedJaxpr:
-        """The closed jaxpr of `Mechanism.update` on a batch of gradients of this dtype, traced anew.
-
-        state: of the mechanism; by default the first one.
-        """
+        """The closed jaxpr of `Mechanism.update` on gradients of this dtype, traced anew. state: default the first."""
         grads = jax.tree.map(lambda p: jax.ShapeDtypeStruct((inputs.ROWS, *p.shape), dtype), self.params)
 
         def update(grads, state, included):
@@ -216,14 +213,14 @@ SMALL = 1e-5  # of singular values, relative to the largest, because the derivat
 
 
 class Release(NamedTuple):
-    """A release at one step. o public floats leave it, of which the updates are the first; k sums, m normals.
+    """A release at one step. o public floats leave it, the updates first; k sums, m normals.
 
     offset: float64 (o,), what leaves if sums and noise are zero. noise: float64 (o, m), how the noise moves it.
     affine: bool (o,), where that is true for any sums and noise. updates: how many of the o are updates.
     exchange: X, float64 (m, k). uncovered: the largest part, relative to 1, of a row that X does not explain.
-    flat: whether the derivatives are all 0, as behind a sign.
-    seen: bool, one for each factor, whether its sum moves anything that leaves.
-    tolerance: relative error of the sizes, because derivatives are float32, or because the noise was measured.
+    flat: whether the derivatives are all 0, as behind a sign. seen: bool, for each factor whether its sum moves
+        anything that leaves. tolerance: relative error of the sizes, because derivatives are float32 or the noise was
+        measured.
     """
 
     offset: np.ndarray
@@ -365,6 +362,6 @@ def _sizes(by_sums: np.ndarray, by_noise: np.ndarray) -> np.ndarray:
 
 
 def _nearby(*point: np.ndarray) -> list[list[np.ndarray]]:
-    """Points so near that only rounding differs. Every number changes apart, because rounding shows in differences."""
+    """Points so near that only rounding differs. Numbers change independently, because differences show rounding."""
     random = np.random.default_rng(1)
     return [[x * (1 + random.uniform(-NEAR, NEAR, x.shape)).astype(np.float32) for x in point] for _ in range(NEARBY)]

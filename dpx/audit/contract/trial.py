@@ -20,11 +20,8 @@ MULTIPLIERS = 2**20  # steps whose noise multipliers are read
 
 
 class Trial(Subject):
-    """A mechanism on trial.
-
-    subject: the arguments of `Subject`. draws: int, how often the noise of a step is drawn. seed: of the keys that it
-    is drawn with. rebuild: (key) -> the mechanism with this key, or None.
-    """
+    """A mechanism on trial. subject: the arguments of `Subject`. draws: int, how often the noise of a step is drawn.
+    seed: of the keys for that. rebuild: (key) -> the mechanism with this key, or None."""
 
     def __init__(self, *subject: Any, draws: int, seed: int, rebuild: Callable | None = None):
         super().__init__(*subject)
@@ -48,7 +45,7 @@ class Trial(Subject):
         return self.traced.normals > 0
 
     def release(self, step: int, *, others: bool = False) -> Release:
-        """How data and noise enter the release at this step: traced, or measured where the noise is the mechanism's.
+        """How data and noise enter the release at this step: traced, or measured for the mechanism's own noise.
 
         others: for the other values of the parameters.
         """
@@ -63,7 +60,7 @@ class Trial(Subject):
 
     @functools.cached_property
     def seen_soon(self) -> str:
-        """What is wrong with noise of the mechanism's own, as far as it is seen soon, in words."""
+        """What is soon seen to be wrong with the mechanism's own noise, in words."""
         return "" if self.draws_by_dpx else seen_soon(self.traced)
 
     def multiplier(self, step: int) -> float:
@@ -78,7 +75,7 @@ class Trial(Subject):
     def contributions(self, step: int) -> dict[str, Tree]:
         """The sums of single gradients, float32, the rows on axis 0, by path: loud ones, then hostile ones.
 
-        At the steps FULLY on all paths, at others on that of `Mechanism.update`.
+        At the steps FULLY on all paths, at others only for `Mechanism.update`.
         """
         if step not in self._contributions:
             rows, state, names = self.with_loud(self.hostile[0]), self.state(step), list(self.problems[0].sums)
@@ -108,9 +105,9 @@ class Trial(Subject):
         return float(np.median(self.norms(step, self.contributions(step)["update"])[: inputs.RANDOM]))
 
     def most(self, step: int) -> float:
-        """The largest size of a contribution in units of the noise, at which a release is billed.
+        """The largest size of a contribution in units of the noise that a release pays for.
 
-        It is 1 / sigma; where the event is not that of a Gaussian release, the largest that the clip norm allows.
+        It is 1 / sigma; if the event is not a Gaussian release, the largest that the clip norm allows.
         """
         if self.billed_by_multiplier:
             return 1 / self.multiplier(step)
@@ -118,7 +115,7 @@ class Trial(Subject):
 
     @functools.cached_property
     def billed_by_multiplier(self) -> bool:
-        """Whether the event bills releases by their noise multipliers, relative to what one example moves."""
+        """Whether the cost of a release follows from its noise multiplier, relative to what one example moves."""
         return not own_event(self.event(1), self.mechanism.sampling)
 
     @property
@@ -127,7 +124,7 @@ class Trial(Subject):
         return self.billed_by_multiplier or self.mechanism.correlated is not None
 
     def require_noise(self) -> None:
-        """Raises NotChecked if a step has no noise, because nothing about its size is then billed."""
+        """Raises NotChecked if a step has no noise, because the cost then says nothing about its size."""
         for step in STEPS:
             if self.multiplier(step) == 0:
                 raise NotChecked(f"the noise multiplier is 0 at step {step}, so the bill is infinite")
@@ -141,7 +138,7 @@ class Trial(Subject):
 
 
 def own_event(event: DpEvent, sampling: Sampling) -> str:
-    """The name of an event in which a Gaussian release does not move the sum by the clip norm alone; else ""."""
+    """The name of an event in which a Gaussian release moves the sum by more than the clip norm; otherwise ""."""
     known = {type(release).__name__ for release in from_event(sampling.event(np.ones(1))).events}
     names = sorted({type(release).__name__ for release in from_event(event).events} - known - {"NonPrivateDpEvent"})
     return ", ".join(names)

@@ -167,8 +167,7 @@ def _weights(strategy: Strategy) -> np.ndarray:
 
 def _stream(key: jax.Array, strategy: Strategy) -> jax.Array:
     """The key of the noise, (). It depends on C. Otherwise the releases of one batch under two Cs would differ by less
-    noise than they are charged for, and by none at step 0, where both have z_0.
-    """
+    noise than they are charged for, and by none at step 0, where both have z_0."""
     stream = keys.stream(key, "noise")
     digest = hashlib.sha256(repr((strategy.coefficients, strategy.inverse_coefficients)).encode()).digest()
     for word in np.frombuffer(digest, "<u4"):

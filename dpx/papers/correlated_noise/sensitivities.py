@@ -66,7 +66,7 @@ def shuffled_sensitivity(strategy: Strategy, *, steps: int, steps_per_epoch: int
 
 
 def sensitivity_is_exact(strategy: Strategy, *, steps: int) -> bool:
-    """Whether `sensitivity` is exact: the first `steps` coefficients of C (`strategy`) never rise or become negative."""
+    """Whether `sensitivity` is exact: the first `steps` coefficients of C (`strategy`) are >= 0 and never rise."""
     column = strategy.column(steps)
     return bool(np.all(column >= 0) and np.all(np.diff(column) <= 0))
 

@@ -131,11 +131,9 @@ def _begin(params: Tree) -> ErrorFeedbackState:
 
 
 class _Run(NamedTuple):
-    """The numbers of a run, rounded to the float32 values that are both used and paid for, and what they make of the
-    sums.
+    """The numbers of a run, as the float32 values that are both used and paid for, and what they make of the sums.
 
-    clip_norm: C1. feedback_norm: C2. outer_clip_norm: Cmax, may be inf. noise_key: the stream. The rest: see
-        `dice_sgd`.
+    clip_norm: C1. feedback_norm: C2. outer_clip_norm: Cmax, or inf. noise_key: the stream. The rest: `dice_sgd`.
     """
 
     clip_norm: float
