@@ -35,7 +35,7 @@ AT_THE_BOUND = 0.999  # of the bound: a contribution as large as that was clippe
 COMPARED = 3  # rows that are computed again, alone
 TOLERANCE, LOW_TOLERANCE = 1e-2, 1e-1  # relative, for float32 (perhaps rounded to TensorFloat-32) and for fewer bits
 TINY = 1e-6  # absolute, of a loss or a gradient that is 0 but for rounding
-LOUD = 100.0  # a noise so many times the signal drowns it
+LOUD = 100.0  # noise this many times the signal drowns it
 
 
 class Measured(NamedTuple):
@@ -66,7 +66,7 @@ def measure(
     """What the rows do in one batch. loss: (params, example) -> number. flags: bools like the parameters, True where
     trained. examples: arrays with the B examples on axis 0. included: bool (B,)."""
     trained = sum(p.size for p, flag in zip(jax.tree.leaves(params), jax.tree.leaves(flags), strict=True) if flag)
-    at_once = max(2, MICROBATCH_NUMBERS // max(1, trained))  # 2, because rows of their own cannot mix
+    at_once = max(2, MICROBATCH_NUMBERS // max(1, trained))  # 2, because a single row cannot mix with others
 
     @jax.jit
     def run(params, state, rows):

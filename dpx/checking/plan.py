@@ -87,7 +87,7 @@ def privacy(optimizer: Mechanism, steps: int | None, delta: float | None) -> Fin
     if steps is None or delta is None:
         return Finding("privacy", "note", "not known without steps and delta, or a budget")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of a large delta, which has a finding of its own
+        warnings.simplefilter("ignore", UserWarning)  # of a large delta, which has its own finding
         spent = epsilon(optimizer, steps, delta=delta)
     numbers, budget = {"epsilon": spent, "delta": delta, "steps": steps}, optimizer.budget
     numbers["eta"] = ETA

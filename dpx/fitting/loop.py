@@ -196,7 +196,7 @@ def _train(
         watcher.bar.update(first)
         try:
             for done, batch in enumerate(loaded, first + 1):
-                jax.block_until_ready(before)  # else more and more batches would wait on the device
+                jax.block_until_ready(before)  # otherwise more and more batches would wait on the device
                 consistent = False
                 carry, unreleased = step(carry, batch)
                 before, last = last, unreleased.mean

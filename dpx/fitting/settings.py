@@ -71,7 +71,7 @@ class RunPlan:
             accountant=accountant or ("tightest" if budget is None else budget.accountant),
             records=records_of(optimizer, records),
         )
-        run.epsilon(steps)  # a bill that cannot be computed is refused before the first step
+        run.epsilon(steps)  # refuses a cost that cannot be computed before the first step
         return run
 
     def epsilon(self, steps_or_state: Any) -> float:

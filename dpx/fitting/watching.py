@@ -20,7 +20,7 @@ from dpx.trees import Tree, described, outlined
 from dpx.validation import require_function, require_whole
 
 RESERVED = ("step", "epsilon", "unreleased_loss", "skipped")  # in the history, beside the metrics
-MOST_EVALUATIONS = 40  # by default, because each waits for the step and computes a bill
+MOST_EVALUATIONS = 40  # by default, because each waits for the step and computes epsilon
 
 
 class Progress(NamedTuple):
@@ -142,7 +142,7 @@ class Watcher:
         if self.evaluate is not None:
             with processes.together():
                 metrics = metrics_of(self.evaluate(self.loss_at(params, carry.state)))
-            metrics = processes.everyone(metrics)[0]  # of process 0, if each measured on data of its own
+            metrics = processes.everyone(metrics)[0]  # of process 0, if each measured on its own data
         self.history.append({"step": step, "epsilon": epsilon, **metrics, "unreleased_loss": loss})
         spent = f"epsilon {upper(epsilon, 4)}{whose(self.run.records)}"
         words = [spent, *(f"{name} {value:.4g}" for name, value in metrics.items())]

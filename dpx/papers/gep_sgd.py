@@ -31,7 +31,7 @@ def gep_sgd(
     sampling: Sampling,
     key: jax.Array,
 ) -> Mechanism:
-    """GEP: embedding and residual have clip norms C1 and C2 and noise of their own (Yu et al. 2021, arXiv:2102.12677).
+    """GEP: embedding and residual have separate clip norms C1, C2 and noise (Yu et al. 2021, arXiv:2102.12677).
 
     noise on the sums:  sigma C1 / sqrt(s) on the embedding,  sigma C2 / sqrt(1 - s) on the residual
 

@@ -113,7 +113,7 @@ def attack_bounds(
 def profile_of(
     mechanism: Any, steps_or_state: Any, accountant: Accountant, relation: Relation | None, records: int | None
 ) -> Profile:
-    """The profile of a run, for deltas at many epsilons. The arguments are those of `dpx.epsilon`."""
+    """The profile of a run, for deltas at many epsilons. The arguments are as for `dpx.epsilon`."""
     event, stated = event_of(mechanism, steps_or_state, relation, records=records)
     numbers = normals_for(mechanism, steps_or_state)
     return billed(event, accountant=accountant, relation=stated, curve=True, numbers=numbers)

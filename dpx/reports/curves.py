@@ -125,7 +125,7 @@ def delta_over_epsilon(
     """delta at each of `epsilons`, upper bounds within 0.1 % of `dpx.accounting.delta`.
 
     epsilons: float (points,), at least 0. A curve is quick, because one composition answers for many neighboring
-        epsilons. The other arguments are those of `dpx.accounting.delta`. Raises ValueError for a negative epsilon, and
+        epsilons. The other arguments are as for `dpx.accounting.delta`. Raises ValueError for a negative epsilon, and
         as `dpx.accounting.delta` does.
     """
     given = np.atleast_1d(require_floats("epsilons", epsilons))
@@ -150,7 +150,7 @@ def trade_off(
     f(a) = max over epsilon of (1 - delta(epsilon) - e^epsilon a, e^-epsilon (1 - delta(epsilon) - a)), with delta an
     upper bound (Dong, Roth and Su 2022, https://arxiv.org/abs/1905.02383). Perfect privacy is f(a) = 1 - a.
 
-    points: int, at least 2. The other arguments are those of `dpx.accounting.delta`.
+    points: int, at least 2. The other arguments are as for `dpx.accounting.delta`.
     Raises ValueError for fewer points, and as `dpx.accounting.delta` does.
     """
     type_one = np.linspace(0, 1, require_whole("points", points, minimum=2))

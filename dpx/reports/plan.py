@@ -241,7 +241,7 @@ _MOST_LABELS = 8  # batch sizes below a plot; more would overlap
 class PlannedRun(NamedTuple):
     """One row of a plan. Noise is a standard deviation of each coordinate, divided by the clip norm.
 
-    batch_size: int, expected. epochs: float, those of the whole number of `steps`. noise_multiplier: float, the least.
+    batch_size: int, expected. epochs: float, of the whole number of `steps`. noise_multiplier: float, the least.
     step_noise, epoch_noise, run_noise: floats, the noise in the private gradient of one step, in the mean over the
         steps of one epoch, and in the mean over all steps.
     """
@@ -257,7 +257,7 @@ class PlannedRun(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class NoisePlan:
-    """The noise that a budget needs, for several batch sizes and epochs; `str` is a table, and that of the samplings.
+    """The noise that a budget needs, for several batch sizes and epochs; `str` is a table, with one of the samplings.
 
     runs: by epochs, then by batch size. examples: int. epsilon, delta: floats, the budget of each single run.
     accountant: by which the noise was found. records: int, how many of the examples one person owns at most.

@@ -13,7 +13,7 @@ from dpx.identity import fingerprint
 from dpx.states.record import LARGEST_PRECISION, LARGEST_WEIGHT, REASONS, ReleaseState, noise_order
 from dpx.trees import Tree
 
-TOLERANCE = 1e-5  # relative, between the precision of a state and that of a mechanism, because float32 rounds
+TOLERANCE = 1e-5  # relative, between the precisions of a state and a mechanism, because float32 rounds
 
 
 def release_state(state: Tree) -> ReleaseState:
@@ -135,7 +135,7 @@ def next_steps(state: Tree, sampling: Any, steps: int | None, *, beyond_budget: 
 
 
 def require_matching(state: Tree, mechanism: Any, multipliers: np.ndarray) -> None:
-    """Raises ValueError unless the releases of `state` are those of `mechanism`, with these noise multipliers in order.
+    """Raises ValueError unless `mechanism` made the releases of `state`, with these noise multipliers in order.
 
     multipliers: float64 (steps,), one for each release.
     """

@@ -159,7 +159,7 @@ def planned(state: Tree, steps: int) -> Tree:
 
 
 def _require_fewer(own: int, numbers: int) -> None:
-    """Raises ValueError if a release has more numbers than those of the budget."""
+    """Raises ValueError if a release has more numbers than the budget states."""
     if own > numbers:
         raise ValueError(
             f"a release must have at most the {numbers} numbers of the dpx.Budget, for which its noise was found, got "

@@ -146,8 +146,8 @@ class SearchSettings:
                 ) from error
 
         at_one = built(self.configurations, [1.0] * len(self.configurations))
-        cost(at_one)  # refuses what has no bill
-        found: dict[Any, float] = {}  # of configurations that cost the same, such as those of several learning rates
+        cost(at_one)  # refuses what has no cost
+        found: dict[Any, float] = {}  # for configurations that cost the same, such as several learning rates
         noises = []
         for each, mechanism in zip(self.configurations, at_one, strict=True):
             alike = hashable(mechanism.event(_steps_of(mechanism)))
@@ -249,7 +249,7 @@ def _trial_key(key: jax.Array, number: int) -> jax.Array:
 
 
 def _steps_of(mechanism: Mechanism) -> int:
-    """The steps of its budget; 1 where the budget of a search is not for steps."""
+    """The steps of its budget; 1 if the budget of a search is not for steps."""
     return mechanism.budget.steps if mechanism.budget else 1
 
 

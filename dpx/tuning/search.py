@@ -1,4 +1,4 @@
-"""`search`: the trials in turn, of which only the best is returned."""
+"""`search`: makes the trials in turn, and returns only the best."""
 
 import contextlib
 import hashlib

@@ -70,7 +70,7 @@ class Attack(NamedTuple):
     takes_part: (key, steps) -> bool (steps,), when the canary takes part.
     observe: (updates, state before, state after, canary) -> float32 (features,), what is read of a release.
 
-    The functions get states with None in place of what is not public (`dpx.publishable_state`).
+    The functions get states with None for what is not public (`dpx.publishable_state`).
     """
 
     make: Callable[[jax.Array], Any]
@@ -333,7 +333,7 @@ def fit(without: Counts, with_: Counts, rates: np.ndarray, period: int, groups: 
         signal = one
     elif not ((rates > 0) & (rates < 1)).any() and (rates < 1).any():  # it is known when the canary takes part
         signal, rates = np.einsum("sftg,tg,t->sf", own, one, rates), np.ones(len(rates))
-    elif (rates < 1).any():  # each batch is a guess of its own, and the canary adds 1 to the counts of its batch alone
+    elif (rates < 1).any():  # each batch is its own guess, and the canary adds 1 to the counts of its batch alone
         signal = np.einsum("tftg,tg->tf", own, one)
     else:
         shifts = (_flat(with_.counts) - center) * _flat(_weights(with_.moves, moves, gain))

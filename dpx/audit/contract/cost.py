@@ -175,8 +175,8 @@ def same_event(one: Any, other: Any) -> bool:
     return one == other
 
 
-SHORT, MOST_PATTERNS = 10, 4096  # steps of a run of which all patterns are tried, and how many at most
-BILL_SLACK = 1e-3  # of bills, which have roundings
+SHORT, MOST_PATTERNS = 10, 4096  # steps of a run whose patterns are all tried, and how many at most
+BILL_SLACK = 1e-3  # of costs, which are rounded
 
 
 def require_sensitivity(trial: Trial) -> str:
@@ -203,7 +203,7 @@ def require_sensitivity(trial: Trial) -> str:
 
 
 def patterns(sampling: Sampling, steps: int) -> Iterator[tuple[int, ...]]:
-    """The sets of steps in which one example may take part; for cyclic sampling, those of one coin."""
+    """The sets of steps in which one example may take part; for cyclic sampling, one coin's."""
     if isinstance(sampling, CyclicPoissonSampling):
         yield from ((step,) for step in range(steps))
     elif isinstance(sampling, FixedOrder):
@@ -370,7 +370,7 @@ def _require_truncated(batches: list[np.ndarray], examples: int, event: Truncate
     for words, count, mean, trials in (
         ("of the first half of the data", low, sizes.sum() * (examples // 2) / examples, sizes.sum()),
         ("shared with the next", shared, overlap, sizes[::2].sum()),
-    ):  # given the sizes, of variance at most that of a binomial (Hoeffding)
+    ):  # given the sizes, the variance is at most a binomial's (Hoeffding)
         if abs(count - mean) > math.sqrt(trials * math.log(2 / BATCH_RATE) / 2):
             raise Broken(f"batches hold {count} examples {words}, where independent random ones hold {mean:.1f}")
 
@@ -381,7 +381,7 @@ def _require_subsets(batches: list[np.ndarray], examples: int, event: SampledWit
         raise Broken(f"batches of {sorted(sizes)} of {examples} examples do not fit {event}")
     shared = sum(len(np.intersect1d(a, b)) for a, b in zip(batches[:-1:2], batches[1::2], strict=True))
     mean = len(batches) // 2 * event.sample_size**2 / examples
-    trials = len(batches) // 2 * event.sample_size  # of variance at most that of a binomial (Hoeffding)
+    trials = len(batches) // 2 * event.sample_size  # the variance is at most a binomial's (Hoeffding)
     if abs(shared - mean) > math.sqrt(trials * math.log(2 / BATCH_RATE) / 2):
         raise Broken(f"batches share {shared} examples with the next, where independent subsets share {mean:.1f}")
 

@@ -31,7 +31,7 @@ from dpx.xla.jaxprs import inputs_read
 
 SHARED_KEY_RATE = 1e-6  # of false alarms, of the test of the noise against the coordinates
 TOGETHER = 500  # draws in memory at once
-FULLY = (0, 1, 4)  # steps whose noise is drawn `count` times; that of other steps, AT_LEAST times
+FULLY = (0, 1, 4)  # steps whose noise is drawn `count` times, and at other steps AT_LEAST times
 AT_LEAST = 500  # and at most TOGETHER
 SOON = 1000  # steps whose noise is looked at before anything that takes long
 
@@ -291,7 +291,7 @@ def _replacing(function: Callable, mechanism: Mechanism, arguments: tuple) -> Wi
 
 
 def _other(key: jax.Array, leaf: Any, mark: Any = None) -> Any:
-    """`leaf`, or in place of a key another one, made from `key`. mark: of the key, None for a key in the state."""
+    """`leaf`, or if it is a key, another one, made from `key`. mark: of the key, None for a key in the state."""
     if not is_key(leaf):
         return leaf
     if mark is None:
@@ -302,7 +302,7 @@ def _other(key: jax.Array, leaf: Any, mark: Any = None) -> Any:
 
 RATE = 4e-6  # of false alarms, of each of the first five tests of draws
 PATTERN_RATE = 1e-6  # of the test of signs and sizes
-MOST_COINS = 120  # of which all triples are compared
+MOST_COINS = 120  # whose triples are all compared
 WIDTH = 1e-6  # of a bin of log |z|; two independent normals share one with probability below WIDTH
 COLUMNS = 4  # in which two rows may not agree
 PLACES = 5  # at which two columns may not agree, with one distance between the rows

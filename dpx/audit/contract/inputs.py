@@ -12,7 +12,7 @@ from dpx.trees import Tree, split
 ROWS = 6  # of a batch
 RANDOM = 8  # gradients far above any clip norm, whose contributions tell the clip norm
 SWEEP = np.geomspace(1e-3, 1e5, 33)  # so that no size is far from one that is tried
-BASIS = 64  # at most so many coordinates are tried alone
+BASIS = 64  # coordinates that are tried alone, at most
 SIZES = (0, 1e-30, 1e-6, 0.1, 1, 5e4, 3e38, math.nan, math.inf, -math.inf)
 LOW = (np.float16, jnp.bfloat16)
 VALUES = (0.5, -1.0, 0.0, 2.0, -0.125, 32.0, 1.0)  # of parameters; no rounding in 16 bits
@@ -149,7 +149,7 @@ def is_float(leaf: jax.Array) -> bool:
 
 
 def readable(tree: Tree) -> Tree:
-    """A tree with the bits of PRNG keys in place of the keys."""
+    """A tree with PRNG keys replaced by their bits."""
     return jax.tree.map(lambda leaf: jax.random.key_data(leaf) if is_key(leaf) else leaf, tree)
 
 

@@ -224,6 +224,6 @@ def require_same_program(first: core.ClosedJaxpr, second: core.ClosedJaxpr) -> N
 
 
 def _same_constants(first, second) -> bool:
-    """Whether the constants are equal bit for bit, also those of the functions that a program calls."""
+    """Whether the constants are equal bit for bit, including those in functions that a program calls."""
     words = ([np.asarray(c).tobytes() for c in inputs.readable([*constants(closed)])] for closed in (first, second))
     return [*next(words)] == [*next(words)]

@@ -134,12 +134,12 @@ MANY_ROWS = 257
 DTYPES = (np.float32, jnp.bfloat16, np.float16)
 POSITIONS = (0, 15, 16, 31, 32, 64, 128, 200, 256)
 SETS = 1 + len(POSITIONS)  # of rows, whose updates are computed at once
-TURNED = 101  # every gradient is tried at a second position, so many rows further
+TURNED = 101  # every gradient is tried at a second position, this many rows further
 LARGE = {  # shapes and dtypes
     "kernel": ((40, 30), np.float32), "again": ((40, 30), np.float32),
     "deep": [((4, 3, 10, 10), jnp.bfloat16), ((), np.float16)],
 }  # fmt: skip
-MANY = 1000  # numbers of a leaf, of which the deviation is known up to SLACK
+MANY = 1000  # numbers of a leaf whose deviation is known up to SLACK
 SLACK = 0.17  # six standard deviations of an estimate from MANY numbers have 0.13
 REPEATED = 0.04  # of the numbers of a draw; of 2,400 float32 normals, about 1 has the size of another one
 NORMAL_RATE = 1e-6  # of false alarms, of the test of the distribution

@@ -204,7 +204,7 @@ def of_loss(mechanism: Mechanism, params: Tree, loss: Callable, examples: Tree, 
     return Problem("loss", rows, inputs.hostile_examples(rows), programs, sums)
 
 
-LOST = 1e-2  # a derivative below this share of its value is mostly rounding, as that of Adam's first step
+LOST = 1e-2  # a derivative below this share of its value is mostly rounding, as in Adam's first step
 NEARBY, NEAR = 4, 2.0**-20  # points beside each, whose numbers differ by at most this share
 ROUGH = 2e-6  # a derivative whose direction changes more than this from there is rounding too: a difference of others
 POINTS = 8  # at random, at which derivatives are taken; a coordinate without slope at all of them would be missed

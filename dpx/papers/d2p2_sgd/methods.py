@@ -78,7 +78,7 @@ def dp2_sgd(
 ) -> Mechanism:
     """DP2-SGD, the projected half of D2P2-SGD: its noise does not fall.
 
-    The paper's claim and the cost are those of `dpx.methods.d2p2_sgd`, without the falling noise.
+    Claim and cost are as for `dpx.methods.d2p2_sgd`, without the falling noise.
 
     rank: p, the number of random coordinates, in [1, d]; or one for each group of layers.
     reduction_rate: instead of the rank, 1 - p/d in [0, 1).

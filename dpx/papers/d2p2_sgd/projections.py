@@ -98,7 +98,7 @@ SUBSET = Sketch(
 )
 
 # benchmarks/coordinates.py times the projection with these.
-UNROLLED = 16  # runs with code of their own, at most; more runs are added in a loop, because compiling takes longer
+UNROLLED = 16  # runs that get their own code, at most; more runs are added in a loop, because compiling takes longer
 PIECES = 8  # pieces of a long run, so that only an eighth of p numbers of memory is needed beyond bucket p - 1
 UNCUT = 1024  # coordinates of the longest run that is one piece, because small pieces cost more time than they save
 

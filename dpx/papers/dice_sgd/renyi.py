@@ -42,11 +42,11 @@ from dpx.papers.dice_sgd.energy import most_participations
 
 # The cost is an upper bound for any of these numbers, because every order, tail, grid and polygon gives one.
 _ORDERS = (*range(2, 17), 18, 20, 24, 28, 32, 40, 48, 64, 96, 128)
-_MOST_IDLE_ORDERS = 3  # orders in a row that do not lower the bill, after which the search stops
+_MOST_IDLE_ORDERS = 3  # orders in a row that do not lower the cost, after which the search stops
 _TAILS = tuple(10.0**-i for i in range(4, 19))  # probabilities of the participations left out
 _TAIL_SHARE = 1e-3  # share of delta that the participations left out may take
 _MOST_TRACKED = 36  # participations; above this, the recursion does not count how many there were so far
-_GRID_POINTS, _TRACKED_GRID_POINTS = 200, 700  # about so many points in one grid, or in all counted grids together
+_GRID_POINTS, _TRACKED_GRID_POINTS = 200, 700  # points, about, in one grid and in all counted grids together
 _MOST_CELLS = 8  # grid cells in an interval of length rho
 _ANGLES = np.concatenate([[0.0], np.geomspace(0.01, math.pi / 2, 32)])  # where the polygon touches the quarter disc
 

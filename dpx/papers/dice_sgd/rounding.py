@@ -45,7 +45,7 @@ LARGEST = 2.0**29
 def covers(
     *, steps: int, reset_every: int | None, error_shift: float, feedback_shift: float, batch_size: float, examples: int
 ) -> bool:
-    """Whether the conditions above hold. The arguments are those of an `ErrorFeedbackDpEvent`.
+    """Whether the conditions above hold. The arguments are as in `ErrorFeedbackDpEvent`.
 
     batch_size: the expected one, B. Fewer than one in 10^12 Poisson batches has more rows than are counted here.
     """
