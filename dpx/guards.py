@@ -102,11 +102,9 @@ def as_arrays(params: Tree) -> Tree:
 
 
 def trained(encode: Callable, init: Callable, params: Tree) -> Tree:
-    """Whether the encoded gradient depends on each parameter's gradient: bools like `params`, arrays or shapes.
-
-    Read from the equations of the mechanism's `encode`, so it is the same at every step: a mask that changes between
-    steps, such as a random freeze, reads every gradient.
-    """
+    """Whether the encoded gradient depends on each parameter's gradient: bools like `params`, arrays or shapes. Read
+    from the equations of the mechanism's `encode`, so it is the same at every step: a mask that changes between steps,
+    such as a random freeze, reads every gradient."""
     grad = jax.tree.map(lambda p: jax.ShapeDtypeStruct(jnp.shape(p), jnp.float32), params)
     closed = jax.make_jaxpr(encode)(grad, jax.eval_shape(init, grad))
     leaves, treedef = jax.tree.flatten(grad)

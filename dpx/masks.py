@@ -64,8 +64,7 @@ def largest(numbers: Tree, kept: jax.Array) -> Tree:
 
 
 def least_of_largest(numbers: Tree, kept: jax.Array) -> jax.Array:
-    """The least of the `kept` largest numbers of the whole tree, float32 (). kept: as in `largest`. numbers: float32,
-    not negative."""
+    """The least of the `kept`, int32 (), largest numbers of a tree of non-negative float32; float32 ()."""
     words = [_bits(leaf) for leaf in jax.tree.leaves(numbers)]
     return lax.bitcast_convert_type(_threshold(words, kept), jnp.float32)
 

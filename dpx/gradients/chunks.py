@@ -57,8 +57,7 @@ class AccumulatedSums(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PrivateChunks:
-    """The two functions of a step in chunks, which `private_updates_in_chunks` builds and describes. row_sum: the
-    clipped sum of a chunk."""
+    """The two functions that `private_updates_in_chunks` describes. row_sum: the clipped sum of a chunk."""
 
     row_sum: RowSum = field(repr=False)
     optimizer: Mechanism
@@ -174,11 +173,9 @@ def _fingerprint(mechanism: Mechanism, params: Tree, state: Tree) -> jax.Array:
 
 
 def _clipping(mechanism: Mechanism, state: Tree) -> jax.Array:
-    """The bounds of this step, float32 (n,), read when the sums are made and again when they are released.
-
-    A schedule that is not a function of the step alone can change in between, and then the sums would be larger than
-    their noise covers.
-    """
+    """The bounds of this step, float32 (n,), read when the sums are made and again when they are released. A schedule
+    that is not a function of the step alone can change in between, and then the sums would be larger than their noise
+    covers."""
     return jnp.stack(jax.tree.leaves(mechanism.bound(state)))
 
 

@@ -62,10 +62,8 @@ def choose_microbatch_size(
     cost: ForwardCost, plan: ghost.GhostPlan | str, params: Tree, size: int, place: Place
 ) -> Microbatches:
     """How many of the `size` examples of a batch one microbatch holds: all, unless they do not fit in half of the
-    device's memory, or fewer are known to be faster.
-
-    More are faster on an accelerator, on several devices, and for convolutions that are slow in a loop on a CPU.
-    """
+    device's memory, or fewer are known to be faster. More are faster on an accelerator, on several devices, and for
+    convolutions that are slow in a loop on a CPU."""
     leaves = jax.tree.leaves(params)
     keeps = [isinstance(plan, str) or plan.keeps_gradients(number) for number in range(len(leaves))]
     kept = sum(leaf.size for leaf, keep in zip(leaves, keeps, strict=True) if keep)

@@ -57,8 +57,7 @@ class PrivateUpdates(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PrivateStep:
-    """`(params, batch, state) -> PrivateUpdates`, which `private_updates` and `private_updates_from` build. row_sum:
-    the clipped sum of the rows of a batch."""
+    """`(params, batch, state) -> PrivateUpdates`. row_sum: the clipped sum of the rows of a batch."""
 
     row_sum: RowSum = field(repr=False)
     optimizer: Mechanism

@@ -28,11 +28,9 @@ WHERE = (
 
 
 def rows_of(mechanism: Mechanism, state: Tree, examples: Tree, *, with_key: bool, first: jax.Array | int = 0) -> tuple:
-    """(examples,), or (examples, keys) with one PRNG key for each of the B examples, (B,).
-
-    first: int (), the position of the first row in the whole batch, if the examples are a chunk of it.
-    Raises ValueError for a state that is not a mechanism's.
-    """
+    """(examples,), or (examples, keys) with one PRNG key for each of the B examples, (B,). first: int (), the position
+    of the first row in the whole batch, if the examples are a chunk of it. Raises ValueError for a state that is not a
+    mechanism's."""
     size, step = batch_size(examples), find_state(state, ReleaseState, "mechanism's state").step
     if not with_key:
         return (examples,)
@@ -89,8 +87,7 @@ def value_and_gradient(function: Callable, *, has_aux: bool = False) -> Callable
 
 @contextlib.contextmanager
 def noted(called: str, example: Callable[[], Tree]) -> Iterator[None]:
-    """Adds to an error of the user's function, such as a "loss", what it was called with and where to read.
-    example: () -> the shapes of one example."""
+    """Adds to an error of the user's function, as it was `called`, the shapes of an `example` and where to read."""
     try:
         yield
     except Exception as error:

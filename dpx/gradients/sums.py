@@ -72,8 +72,7 @@ class RowSum:
         return noted("update" if self.norms == "update" else "loss", lambda: row()[0])
 
     def plan(self, params: Tree, state: Tree, rows: tuple) -> tuple[ghost.GhostPlan | str, ForwardCost]:
-        """How the norms are computed, or why every parameter needs per-example gradients; and the cost of a row. All
-        arguments may be shapes."""
+        """How the norms are computed, or why only by per-example gradients; and a row's cost. All may be shapes."""
         row = shapes_of_one(rows)
         with self.noted(lambda: row):
             traced = ghost.trace_loss(self.of_row, params, row)

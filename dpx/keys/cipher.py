@@ -65,8 +65,7 @@ def threefry4x32(key: Sequence[jax.Array] | jax.Array, block: Sequence[jax.Array
 
 @functools.partial(jax.jit, static_argnums=2)
 def derived(words: jax.Array, number: jax.Array, use: int = DERIVED) -> jax.Array:
-    """The words of a new key, uint32 (4,), from the words of a key, uint32 (4,), and a number, uint32 (). use: the last
-    word of the block, DERIVED or RARE."""
+    """The words of a new key, uint32 (4,), from those of a key and a number, uint32 (). use: DERIVED or RARE."""
     lax, place = jax.lax, jax.lax.iota(jnp.uint32, 4)
     every = functools.partial(lax.full_like, place)
     found = threefry4x32([*words], [lax.broadcast(number, (4,)), every(1), every(0), every(use)])

@@ -133,9 +133,7 @@ def _typed(data: jax.Array) -> jax.Array:
 
 def mark(key: jax.Array) -> jax.Array:
     """A number in [2^31, 2^32), uint32 (), that differs for two keys with probability 1 - 2^-31, and reveals no more.
-
     If the key is known, so is the mark, even inside jit: it is a word of the key of the "mark" stream, which draws
-    nothing.
-    """
+    nothing."""
     with jax.ensure_compile_time_eval():
         return words(stream(key, "mark"))[0] | jnp.uint32(2**31)

@@ -142,11 +142,9 @@ def _is_total(x) -> bool:
 
 
 def sum_in_segments(function: Callable[[Tree], tuple[Tree, Tree]], rows: Tree) -> tuple[Tree, Tree]:
-    """`function(rows) -> (sums, outputs)` over the examples; large batches in up to 8 segments, one after another.
-
-    This saves memory, because what `function` computes for each example exists for one segment at a time. On several
-    devices there are no segments, because the examples may be sharded over them.
-    """
+    """`function(rows) -> (sums, outputs)` over the examples; large batches in up to 8 segments, one after another. This
+    saves memory, because what `function` computes for each example exists for one segment at a time. On several devices
+    there are no segments, because the examples may be sharded over them."""
     segments = min(LARGEST_SEGMENTS, sum(leaf.size for leaf in jax.tree.leaves(rows)) // SEGMENT_NUMBERS)
     if segments < 2 or here().devices > 1:
         return function(rows)

@@ -57,11 +57,9 @@ def raised(norm: jax.Array, roundings: int) -> jax.Array:
 
 
 def _along_axes(x: jax.Array, scale: jax.Array | None, devices: int) -> tuple[jax.Array, int]:
-    """The sum of the squares, float32 (1,), one axis after another; and how often a square is rounded at most.
-
-    Axes are not merged, because XLA would gather an array that is sharded along the second of them. A long axis is cut
-    into a multiple of `devices` parts, so that each device adds its own.
-    """
+    """The sum of the squares, float32 (1,), one axis after another; and how often a square is rounded at most. Axes are
+    not merged, because XLA would gather an array that is sharded along the second of them. A long axis is cut into a
+    multiple of `devices` parts, so that each device adds its own."""
     x = lax.optimization_barrier(x)
     squares, roundings = lax.square(x if scale is None else x * scale), 0
     while squares.ndim:

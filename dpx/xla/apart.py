@@ -41,8 +41,7 @@ def rows_apart(function: Callable) -> Callable:
 
 
 def may_mix_rows(jaxpr: Any, *, tangents: bool = True) -> bool:
-    """Whether the gradient of a function with this jaxpr may need `rows_apart`. tangents: whether derivatives by
-    `jax.custom_jvp` count."""
+    """Whether the gradient may need `rows_apart`. tangents: whether derivatives by `jax.custom_jvp` count."""
 
     def may(equation):
         name = equation.primitive.name

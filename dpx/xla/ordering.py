@@ -27,11 +27,9 @@ def compute_after_each(made: list[Tree], array: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def with_cotangent_computed_once(x: jax.Array) -> jax.Array:
-    """`x`, float (...), whose cotangent is unchanged, but computed once for all operations that read it.
-
-    XLA would compute a sum again for each, and keep both terms until the last one, but it does not repeat a division,
-    which here is by 1 for every number.
-    """
+    """`x`, float (...), whose cotangent is unchanged, but computed once for all operations that read it. XLA would
+    compute a sum again for each, and keep both terms until the last one, but it does not repeat a division, which here
+    is by 1 for every number."""
     return x
 
 

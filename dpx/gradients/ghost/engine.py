@@ -85,10 +85,8 @@ def _second_pass(
     apart: Callable,
 ) -> dict[Part, Any]:
     """The sums that the hooks find in a backward pass after `included`, which needs all norms, and after sums `made`.
-
     It is one branch of a conditional whose other branch is never taken, whatever the data. Otherwise XLA would keep
-    what both passes share, such as the zeros that a scan begins with, between them.
-    """
+    what both passes share, such as the zeros that a scan begins with, between them."""
     first = compute_after_each(made, included.astype(jnp.float32))
 
     def find():
@@ -176,8 +174,7 @@ def _norms(plan: GhostPlan, leaves: list[jax.Array], captured: Captured, scales:
 
 
 def _shared_programs(plan: GhostPlan, leaves: list[jax.Array], scales: dict[int, jax.Array], function: Callable):
-    """(leaf, number) -> `function(choice, shape, scale, ...)` of a part, as a function of the rest. Parts of one kind
-    share a program, so that it is traced once."""
+    """(leaf, number) -> `function(choice, shape, scale, ...)` of a part, traced once for all parts of one kind."""
     programs: dict[tuple, Callable] = {}
 
     def of_part(leaf: int, number: int) -> Callable:
@@ -213,11 +210,9 @@ def _factors_of_leaves(plan: GhostPlan, factor: Tree, included: jax.Array) -> di
 def _weighted_sums(
     plan: GhostPlan, leaves, captured: Captured, factor: dict[int, jax.Array], scales, without: frozenset[Part]
 ) -> dict[Part, FloatPair]:
-    """sum_i f_i z_i for one factor f, by part of a parameter, from what is captured, except for the parts `without`.
-
-    On several devices, those outside of scans come last: a device may hold a whole sum before it is sharded, and the
-    sum of an embedding is large.
-    """
+    """sum_i f_i z_i for one factor f, by part of a parameter, from what is captured, except for the parts `without`. On
+    several devices, those outside of scans come last: a device may hold a whole sum before it is sharded, and the sum
+    of an embedding is large."""
     sums, of_part = {}, _shared_programs(plan, leaves, scales, parts.weighted_sum)
     wanted = [(one.leaf, number) for one in plan.encoded for number in range(len(plan.choices[one.leaf]))]
     wanted = [part for part in wanted if part not in without]

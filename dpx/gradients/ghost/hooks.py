@@ -241,8 +241,7 @@ def sum_hooks(
     norms: dict[Part, jax.Array],
     factors: dict[int, list[jax.Array]],
 ) -> dict[int, Hook]:
-    """Hooks that find, for each part, its sum of contributions for each factor. norms: by part, what `norm_hooks`
-    found. factors: by leaf, float32 (B,) for each factor."""
+    """Hooks that find each part's sums. norms: by part, from `norm_hooks`. factors: by leaf, float32 (B,) for each."""
 
     def hook(equation: int, choices: dict[Part, Choice]) -> Hook:
         counts = plan.program.equations[equation].counts

@@ -60,11 +60,9 @@ def starts_of_slices(program: Program, leaves: dict[int, jax.Array]) -> dict[int
 
 
 def computed_once(program: Program, recorded: list[int]) -> frozenset[int]:
-    """For `Instruments`: the recorded equations outside of scans, on several devices.
-
-    During the backward pass of a scan, XLA would keep the terms of their cotangents, such as those of logits. A bias
-    shares the cotangent of its layer, which then has no second one.
-    """
+    """For `Instruments`: the recorded equations outside of scans, on several devices. During the backward pass of a
+    scan, XLA would keep the terms of their cotangents, such as those of logits. A bias shares the cotangent of its
+    layer, which then has no second one."""
     if here().devices == 1 or not any(equation.body for equation in program.equations):
         return frozenset()
     equations = {number: program.equations[number] for number in recorded}
@@ -192,10 +190,8 @@ class _Packed:
 
 def _broadcast_product(equation: Equation, operands: list) -> list[jax.Array] | None:
     """A product of arrays of two shapes, computed without the axes of length 1 that both have; None if there are none.
-
     Its derivative is summed over the other axes, and on a CPU, XLA sums such a product much faster over axis 1 of (B,
-    T, D) than over axis 2 of (B, 1, T, D).
-    """
+    T, D) than over axis 2 of (B, 1, T, D)."""
     shapes = [jnp.shape(operand) for operand in operands]
     if equation.name != "mul" or len(set(shapes)) == 1 or len(set(map(len, shapes))) > 1:
         return None

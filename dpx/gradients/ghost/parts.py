@@ -23,10 +23,8 @@ from dpx.sums.total import FloatPair, with_low
 
 def norm(choice: Choice, scale: jax.Array | None, records: Any) -> tuple[Any, jax.Array]:
     """The gradients of a part that are kept, or None, and the norms of the part's per-example gradients, float32 (B,).
-
     records: as in an `Algorithm`, but with an axis for each of the part's slices before the axis of the B examples, as
-    in the kept gradients. scale: float32, of the part's shape, or None.
-    """
+    in the kept gradients. scale: float32, of the part's shape, or None."""
 
     def of_slice(rows):
         scale, records = rows

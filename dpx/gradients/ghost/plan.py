@@ -190,8 +190,7 @@ def _cheapest(followed: Followed, *, scaled: bool, force: bool) -> tuple[Choice,
 
 
 def _encoding(mechanism: Mechanism, params: Tree, state: Tree) -> tuple[tuple[EncodedLeaf, ...], Any] | str:
-    """The leaves of the encoded gradient and its treedef, read from the equations of `encode`; or why there are no
-    ghost norms for them."""
+    """The encoded gradient's leaves and treedef, read from the equations of `encode`; or why it has no ghost norms."""
     grad = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), params)
     closed, out = jax.make_jaxpr(mechanism.encode, return_shape=True)(grad, state)
     count = len(jax.tree.leaves(grad))
@@ -247,8 +246,7 @@ def _pattern(paths: list[str]) -> str:
 
 
 def explain(plan: GhostPlan | str, params: Tree, microbatches: str) -> Explanation:
-    """The plan in words, and how many examples are in memory at once. If `plan` is a reason, it is why every parameter
-    has per-example gradients."""
+    """The plan in words, or the reason for per-example gradients, and how many examples are in memory at once."""
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     choices = [(Choice(algorithms.GRADIENT, plan),)] * len(paths) if isinstance(plan, str) else plan.choices
 

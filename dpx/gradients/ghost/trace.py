@@ -42,8 +42,7 @@ class Move(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """A step of a view into `count` iterations of a scan: each sees one slice along axis 0 if `sliced`, otherwise all
-    the same elements."""
+    """A step of a view into `count` iterations of a scan: each sees one slice along axis 0 if `sliced`, or all."""
 
     count: int
     sliced: bool
@@ -309,8 +308,7 @@ def trace_loss(loss: Callable, params: Tree, example: Tree) -> TracedLoss:
 
 
 def follow(traced: TracedLoss, leaves: int) -> Program:
-    """The program of a loss whose parameters have this many leaves. Raises ValueError unless its value is one real
-    number."""
+    """The program of a loss with this many leaves of parameters. Raises ValueError unless its value is real, ()."""
     closed, (out, aux) = traced
     if not (hasattr(out, "shape") and out.shape == () and jnp.issubdtype(out.dtype, jnp.floating)):
         raise ValueError(f"loss must return one real number for one example, got {out}")
@@ -327,8 +325,7 @@ def follow(traced: TracedLoss, leaves: int) -> Program:
 
 
 def carried(equation: Equation) -> tuple[int, int]:
-    """How many operands of a scan are the same in all iterations, and how many one hands to the next; for a checkpoint,
-    all and none."""
+    """How many operands of a scan stay the same, and how many iterations hand on; of a checkpoint, all and none."""
     assert equation.jaxpr is not None
     return jaxprs.parts_of_scan(equation.jaxpr.params) if equation.name == "scan" else (len(equation.inputs), 0)
 
