@@ -14,6 +14,7 @@ from dpx import accounting
 from dpx.accounting import renyi
 from dpx.accounting.delegated import NEIGHBORS
 from dpx.accounting.events import event_profile
+from dpx.accounting.ledger import from_event
 from dpx.accounting.selection import trial_loss
 
 RELATIONS = {neighbors: relation for relation, neighbors in NEIGHBORS.items()}
@@ -63,7 +64,7 @@ class AnsweredWithOrders(Answered):
         known = np.isfinite(self._orders)
         divergences = np.full(len(known), np.inf)
         above_one = np.maximum(self._orders[known], 1 + 1e-7)  # a divergence grows with its order
-        divergences[known] = trial_loss(self._event, self._options["relation"]).renyi(above_one)
+        divergences[known] = trial_loss(from_event(self._event), self._options["relation"]).renyi(above_one)
         return divergences
 
 
