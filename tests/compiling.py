@@ -10,7 +10,8 @@ import jax
 
 AS_A_USER = "DPX_TESTS_AS_A_USER" in os.environ  # jax and XLA as they come: `make nightly`
 # jaxlib 0.11.2 aborts when it is given the flags below, and a later jax may lack the functions that are replaced.
-SWITCH = jax.__version_info__ < (0, 11) and not AS_A_USER
+KNOWN = jax.__version_info__ < (0, 11)
+SWITCH = KNOWN and not AS_A_USER
 # The emitters take a third of the time to compile, splitting a program among threads a seventh, and preparing that a
 # twentieth.
 FLAGS = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1" if SWITCH else ""
