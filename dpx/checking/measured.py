@@ -34,7 +34,7 @@ MICROBATCH_NUMBERS = 2**26  # numbers of gradients in memory at once: 256 MiB in
 AT_THE_BOUND = 0.999  # of the bound: a contribution as large as that was clipped
 COMPARED = 3  # rows that are computed again, alone
 TOLERANCE, LOW_TOLERANCE = 1e-2, 1e-1  # relative, for float32 (perhaps rounded to TensorFloat-32) and for fewer bits
-TINY = 1e-6  # absolute, of a loss or a gradient that is 0 but for rounding
+TINY = 1e-6  # absolute, of a loss or a gradient that is 0 except for rounding
 LOUD = 100.0  # noise this many times the signal drowns it
 
 

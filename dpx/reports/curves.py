@@ -46,7 +46,7 @@ class DeltaOverEpsilon(NamedTuple):
     """Delta at each of some epsilons.
 
     epsilon: float64 (points,), as given. delta: float64 (points,), an upper bound at each epsilon.
-    records: int, the most records of the person whom they are for; 1 is one unit that the sampling draws.
+    records: int, the most records of the person that they are for; 1 is one unit that the sampling draws.
     """
 
     epsilon: np.ndarray

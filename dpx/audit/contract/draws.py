@@ -271,7 +271,7 @@ def with_other_keys(
     closed = jax.make_jaxpr(run)(jax.random.key(0), arguments)
 
     def replay(key, arguments):
-        with jax.enable_x64(True):  # else jax.vmap would not follow what the program computes in float64
+        with jax.enable_x64(True):  # otherwise jax.vmap would not follow what the program computes in float64
             return core.jaxpr_as_fun(closed)(key, *jax.tree.leaves(arguments))[0]
 
     return replay, inputs_read(closed.jaxpr)[0]

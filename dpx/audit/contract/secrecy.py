@@ -175,7 +175,7 @@ def _paths(tree: Tree) -> list:
 
 
 LOW, HIGH = 2.0**-30, 2.0**-12  # changes of a sum of 1: below half a unit of its last place, and above
-# One row of 64 is small. A chain of float32 additions then moves by 7 to 15 ETA, also one of microbatches of up to 64.
+# One row of 64 is small. A chain of float32 additions then moves by 7 to 15 ETA, even over microbatches of up to 64.
 LONG, APART = 2**13, 64
 LARGE_SHARE, SMALL_SHARE = (
     31 / 32,

@@ -137,7 +137,7 @@ def rounding(
         by_noise = 2 * (of_c - 1) * of_inverse
         by_sum = _MOST_ROWS + 2 * by_noise
         return twice * unit * (by_sum / noise_multiplier + by_noise * _FARTHEST)
-    largest = 1 + math.sqrt(steps) * of_c  # of m in clip norms, but for noise: `of_c` bounds what one gradient moves
+    largest = 1 + math.sqrt(steps) * of_c  # of m in clip norms, without noise: `of_c` bounds what one gradient moves
     by_noise = of_c * of_inverse + 1
     return twice * unit * ((of_c * _MOST_ROWS + by_noise * largest) / noise_multiplier + by_noise * _FARTHEST)
 

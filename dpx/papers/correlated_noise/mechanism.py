@@ -1,6 +1,6 @@
 """Correlated noise: later noise cancels a part of earlier noise, so that prefix sums of the updates have less of it.
 
-`event.py` proves the cost, also for the bits. An example enters each sum as in `dp_sgd.py`, so it moves a sum by at
+`event.py` proves the cost, even for the bits. An example enters each sum as in `dp_sgd.py`, so it moves a sum by at
 most C (1 + ETA), and it takes part in the steps that the sampling states. `normalized`, fixed coordinates, and
 transforms behind the mechanism change neither.
 

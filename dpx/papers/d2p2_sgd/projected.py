@@ -72,7 +72,7 @@ class ProjectedGaussianDpEvent(dp_accounting.DpEvent, Loss):
 
 
 def _largest_stretch(tail: float, rank: int) -> float:
-    """A stretch that is exceeded with a probability of at most `tail`, also for several blocks.
+    """A stretch that is exceeded with probability at most `tail`, even with several blocks.
 
     By Laurent and Massart 2000 (https://doi.org/10.1214/aos/1015957395); the bound of `_log_chernoff` is below it.
     """
