@@ -282,7 +282,7 @@ def test_losses_that_come_around_the_window_are_no_lower_bound(largest):
 
 
 @dataclasses.dataclass(frozen=True)
-class Stub:
+class Stub(losses.StepLoss):
     """A step of loss 0, but for an infinite one and, in the second direction, one of 3."""
 
     infinity: float = 0.0

@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import dpx
+from dpx.fitting.step import begin, compiled_step
 from tests.test_dp_sgd import dp_sgd
 
 LAYERS, WIDTH, RANK, BATCH = 8, 1024, 4, 4
@@ -77,15 +78,11 @@ def test_check_setup_says_what_to_do(closed_over):
 
 
 def test_fit_makes_it_an_argument(closed_over):
-    from dpx.fitting.step import Compiled
-
     _, lora, loss = closed_over
     optimizer = dp_sgd()
-    step = dpx.private_updates(loss, optimizer)
-    batch = dpx.Batch(jnp.ones((2, 1, WIDTH)), jnp.ones(2, bool))
+    carry, batch = begin(lora, optimizer, None), dpx.Batch(jnp.ones((2, 1, WIDTH)), jnp.ones(2, bool))
+    step = compiled_step(loss, optimizer, lambda params, state: params, carry, None, {}, whole=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        _, hoisted = Compiled(lambda *arguments: step(*arguments), donate_argnums=()).compiled(
-            (lora, batch, optimizer.init(lora))
-        )
+        _, hoisted = step.compiled((carry, batch))
     assert max(array.nbytes for array in hoisted if hasattr(array, "nbytes")) == 5 * WIDTH * WIDTH * 4
