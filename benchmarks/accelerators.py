@@ -203,7 +203,7 @@ def rate_of(rates: dict[str, float], algorithm: str) -> float:
 
 
 def table(device: str, results: dict[str, dict[str, Any]]) -> str:
-    """A line for each model: each figure of dpx divided by that of the step without privacy, and by hand beside it."""
+    """A line for each model and row, with each figure, and its ratio to that of the step without privacy."""
 
     def figure(row: dict[str, Any], name: str) -> float:
         return weighed(device, row["flops"]) if name == "weighed" else row[name]
@@ -214,16 +214,17 @@ def table(device: str, results: dict[str, dict[str, Any]]) -> str:
     scale = {"cycles": 1e-6}
     lines = []
     for model, rows in results.items():
-        plain = rows[PLAIN]
-        cells = [model]
-        for name in columns:
-            whole = "failed" if "failure" in plain else f"{figure(plain, name) * scale.get(name, 1):.3g}"
-            ratios = []
-            for row in ROWS[1:]:
-                failed = "failure" in rows[row] or "failure" in plain
-                ratios.append("fails" if failed else f"{figure(rows[row], name) / max(figure(plain, name), 1e-9):.2f}")
-            cells.append(f"{whole}: {', '.join(ratios)}")
-        lines.append(cells)
+        for row in ROWS:
+            cells = [f"{model}, {row}"]
+            for name in columns:
+                if "failure" in rows[row]:
+                    cells.append("fails")
+                    continue
+                own, plain = figure(rows[row], name), rows[PLAIN]
+                of_plain = 0.0 if row == PLAIN or "failure" in plain else figure(plain, name)
+                ratio = f" ({own / of_plain:.2f})" if of_plain else ""
+                cells.append(f"{own * scale.get(name, 1):.3g}{ratio}")
+            lines.append(cells)
     return report.grid(["model, batch", *columns.values()], lines)
 
 
@@ -248,9 +249,7 @@ def main() -> None:
                 print(device, model, row, rows[row], file=sys.stderr, flush=True)
                 if "failure" in rows[row]:
                     failures.append(f"{device}, {model}, {row}: `{rows[row]['failure']}`")
-        tables[f"{device}; without privacy, and divided by it: by hand, dpx, dpx without its noise"] = table(
-            device, results
-        )
+        tables[f"{device}; in parentheses, divided by the step without privacy"] = table(device, results)
     head = report.heading("benchmarks.accelerators", ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "flax", "optax"))
     print(report.write("accelerators", head, tables, notes=failures))
 
