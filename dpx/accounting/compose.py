@@ -50,7 +50,7 @@ class Composition:
     units: the mark of what the batches of each run hold, int, 0 where not known. examples: of each run's sampling.
     records: int, how many records the person owns at most whom the cost is for; 1 is for what the sampling draws.
     others: events that the runs may have in place of `event`; the cost is the largest.
-    numbers: int, the most that one release of a run has.
+    numbers: int, the most that one release of a run has; or what draws them, which is not printed.
     """
 
     event: dp_accounting.DpEvent
@@ -62,7 +62,7 @@ class Composition:
     examples: tuple[int, ...] = field(default=(), kw_only=True, repr=False, compare=False)
     records: int = field(default=1, kw_only=True)
     others: tuple[dp_accounting.DpEvent, ...] = field(default=(), kw_only=True, repr=False)
-    numbers: int | Normals = field(default=LARGEST_RELEASE, kw_only=True)
+    numbers: int | Normals = field(default=LARGEST_RELEASE, kw_only=True, repr=False)
 
     def epsilon(self, *, delta: float, accountant: Accountant = "tightest") -> float:
         """An upper bound of epsilon at `delta`, which is in (0, 1); see `dpx.epsilon`."""
