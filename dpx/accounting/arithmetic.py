@@ -134,8 +134,10 @@ INTEGERS = Normals(integers.EVALUATION, integers.SLOPE, ((0, 2.0**-64, 2.0**-65)
 
 
 def normals_of(numbers: int | Normals, in_integers: bool = False) -> Normals:
-    """The sampler that a release of so many numbers is billed for. in_integers: whether it is that of a TPU, which it
-    is anyhow where programs are traced for one (`dpx.xla.place.here`). A `Normals` is returned as it is."""
+    """The sampler whose cost a release of `numbers` numbers has. A `Normals` is returned as it is.
+
+    in_integers: whether a TPU drew them. Where programs are traced for a TPU (`dpx.xla.place.here`), one always does.
+    """
     if isinstance(numbers, Normals):
         return numbers
     return replace(INTEGERS if in_integers or here().platform == "tpu" else NORMALS, pairs=pairs_of(numbers))

@@ -88,7 +88,7 @@ def event_of(loss: Any) -> Any:
 
 
 def deviations(effect: float, noise_multiplier: float) -> float:
-    """How far an effect of so many clip norms moves a release; inf without noise."""
+    """How far an effect, in clip norms, moves a release, in deviations of its noise; inf without noise."""
     return effect / noise_multiplier if noise_multiplier > 0 else math.inf
 
 

@@ -4,7 +4,7 @@ from decimal import ROUND_CEILING, Context
 
 
 def upper(value: float, digits: int) -> str:
-    """A bound in words, rounded up to so many digits, so that what is printed holds, too."""
+    """A bound in words, rounded up to `digits` digits, so that what is printed holds too."""
     nearest = f"{value:.{digits}g}"
     if float(nearest) >= value:
         return nearest
