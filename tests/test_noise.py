@@ -133,6 +133,16 @@ def test_every_release_has_a_word_of_its_own():
     assert found.isdisjoint(int(keys.words(keys.fold_in(KEY, step))[0]) for step in range(21))
 
 
+@pytest.mark.parametrize("size", [1, 37, 3 * noise.CHUNK_NUMBERS])
+def test_the_loop_reads_the_word_of_the_release(monkeypatch, size):
+    """The lanes behind a chunk's pairs make it, in every chunk: seen in place of the normals."""
+    monkeypatch.setattr(noise, "radius_and_angle", lambda words, rare: (jnp.broadcast_to(rare, words[0].shape),) * 2)
+    monkeypatch.setattr(noise, "normal", lambda rare, theta, second: rare.astype(jnp.float64))
+    words, high = keys.words(KEY), noise.in_rows([jnp.zeros(size)], noise.positions_of([(size,)]))
+    found = noise.made_in_chunks(words, jnp.int32(7), jnp.float32(1), high, None, True)
+    assert set(np.unique(found)) == {np.float32(noise.rare_word(words, jnp.int32(7)))}
+
+
 def test_two_normals_of_a_block_are_those_of_the_release():
     """The stream, from the cipher up: place, chunk and row of a number, at the borders of a chunk."""
     size, half = 20_000, noise.CHUNK_NUMBERS // 2

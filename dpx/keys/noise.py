@@ -53,6 +53,7 @@ LARGEST_RELEASE = 2**32  # numbers, for which the bill is made (dpx/accounting/a
 ONE_STREAM = 2**31  # numbers, because an index of an array is an int32
 LARGEST_LEAF = 2**32 - CHUNK_NUMBERS  # numbers, because places in a leaf are uint32
 IN_INTEGERS = 64  # chunks that a TPU makes at once, of 2 MiB
+RARE_LANES = 16  # behind those of a chunk's pairs, of which one is read: a number that vectors of a CPU divide
 REPEATED = 4  # leaves with the shape of an earlier one; for fewer, sharing programs takes longer to compile
 GRID = 4  # the deviation is 2^4 to 2^5 times gamma
 
@@ -217,19 +218,25 @@ def in_leaves(made: jax.Array, step, places: tuple[Position, ...], shapes: list[
 def made_in_chunks(words, step, deviation, high: jax.Array, low: jax.Array | None, drawn: bool) -> jax.Array:
     """`high + low` with noise on the grid, float32 like both, (2 * chunks, half), made in the memory of `high`."""
     half = high.shape[1]
-    rare = rare_word(words, step)
 
     def make(number, made):
-        pair = number.astype(jnp.uint32) * np.uint32(half) + jax.lax.iota(jnp.uint32, half)
+        # The lanes behind those of the pairs make the rare word. A cipher of its own would take .04 s more to compile.
+        lane = jax.lax.iota(jnp.uint32, half + RARE_LANES)
         row = jax.lax.broadcasted_iota(jnp.uint32, (2, half), 0)
         # Without the barrier, XLA moves what is the same in every turn out of the loop, into kernels of their own, and
         # each takes time to compile.
-        here, words_here, pair, row = jax.lax.optimization_barrier((step, [*words], pair, row))
+        varying = number, step, [*words], lane, row
+        number_here, step_here, words_here, lane, row = jax.lax.optimization_barrier(varying)
 
         def draw():
-            block = _at_once(threefry4x32(words_here, _block(here, pair, 0)))
+            pair = number_here.astype(jnp.uint32) * np.uint32(half) + lane
+            first, pair, stream, last = _block(step_here, pair, 0)
+            behind = lane >= half
+            block = first, jnp.where(behind, 1, pair), stream, jnp.where(behind, RARE, last)
+            words = _at_once(threefry4x32(words_here, block))
+            rare, words = words[0][half], [word[:half] for word in words]
             with jax.enable_x64(True):
-                polar = jax.lax.optimization_barrier(radius_and_angle(block, rare))  # once for both numbers of a pair
+                polar = jax.lax.optimization_barrier(radius_and_angle(words, rare))  # once for both numbers of a pair
                 radius, theta = (jax.lax.broadcast(x, (2,)) for x in polar)
                 return normal(radius, theta, row > 0)
 
