@@ -122,6 +122,13 @@ def test_links_lead_somewhere(page):
             assert anchor in anchors(other.read_text()), target
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_programs_fit_in_a_column(page):
+    """Of 80 characters, as wide as the site shows them."""
+    programs = re.findall(r"^ *```(?:python|py|bash)\n(.*?)^ *```", page.read_text(), re.DOTALL | re.MULTILINE)
+    assert not [line for program in programs for line in program.splitlines() if len(line) > 80]
+
+
 def test_the_files_that_the_makefile_tests_are_there():
     text = (ROOT / "Makefile").read_text()
     (some,) = re.findall(r"addprefix tests/test_, ([^)]*)\)", text)
