@@ -65,6 +65,7 @@ METHODS = (
     Entry(methods.random_freeze_sgd, CLIP | FREEZE),
     Entry(methods.ranked_freeze_sgd, CLIP | FREEZE),
     Entry(methods.ada_dpigu, CLIP | {"warmup": 100}),
+    Entry(methods.tp_topk_sgd, CLIP | {"warmup": 100}),
     Entry(methods.dice_sgd, CLIP | {"feedback_norm": 1.0, "outer_clip_norm": 1.1}, FEEDBACK),
     Entry(methods.gep_sgd, {"embedding_clip_norm": 1.0, "residual_clip_norm": 0.5}, "papers/gep_sgd.py"),
     Entry(

@@ -5,7 +5,8 @@ dynamic_dp_sgd  noise and clip norm that shrink (Dynamic DP-SGD, Du et al. 2021)
 random_freeze   random_freeze_sgd and ranked_freeze_sgd (Zhu and Blaschko 2021)
 gep_sgd         gradient embedding perturbation (Yu et al. 2021)
 dice_sgd        clipping with error feedback (DiceSGD, Zhang et al. 2023)
-ada_dpigu       standardized, important coordinates (AdaDPIGU, Zhang and Xie 2025)
+ada_dpigu       standardized, important coordinates (AdaDPIGU, Zhang and Xie 2025), and tp_topk_sgd, the
+                coordinates of most energy in a warm-up (TP-TopK, Zhang and Xie 2026)
 d2p2_sgd        random projections and noise that falls (D2P2-SGD, Jiang et al. 2025), with d2p_sgd and dp2_sgd
 band_mf_sgd     banded noise on cyclic Poisson samples (BandMF, Choquette-Choo et al. 2023), and lambda_cgd, which
                 is for a fixed order (lambda-CGD, 2026): correlated_noise
@@ -14,7 +15,7 @@ To add one: a folder in `dpx/papers/`, its import below, and a line in `METHODS`
 """
 
 from dpx.mechanisms.dp_sgd import dp_sgd
-from dpx.papers.ada_dpigu import ada_dpigu
+from dpx.papers.ada_dpigu import ada_dpigu, tp_topk_sgd
 from dpx.papers.correlated_noise import band_mf_sgd, lambda_cgd
 from dpx.papers.d2p2_sgd import d2p2_sgd, d2p_sgd, dp2_sgd
 from dpx.papers.dice_sgd import dice_sgd
@@ -35,4 +36,5 @@ __all__ = [
     "lambda_cgd",
     "random_freeze_sgd",
     "ranked_freeze_sgd",
+    "tp_topk_sgd",
 ]

@@ -84,6 +84,30 @@ def test_ada_dpigu_equals_the_pseudo_code(relative, own, masked_loss, ungridded)
     np.testing.assert_allclose(flat(params), theta, rtol=2e-5, atol=2e-6)
 
 
+def test_tp_topk_equals_its_pseudo_code(ungridded, steps=6, lr=0.05):
+    """Algorithm 1 of arXiv:2606.04375, with two clip norms, in NumPy."""
+    clip_norm = optax.piecewise_constant_schedule(CLIP, {WARMUP: 0.5})
+    mechanism = dpx.methods.tp_topk_sgd(keep=KEEP, warmup=WARMUP, **BASE | {"clip_norm": clip_norm})
+    params, batch = problem()
+    state, gradient = mechanism.init(params), jax.jit(dpx.private_updates(loss, mechanism))
+    theta, scores, mask = flat(params), np.zeros(8), np.ones(8)
+    for step in range(steps):
+        clip = CLIP if step < WARMUP else CLIP / 2
+        g = mask * example_gradients(theta, batch)
+        g = g * np.minimum(1, clip / np.linalg.norm(g, axis=1))[:, None]
+        update = mask * (g.sum(0) + SIGMA * clip * noise_at(step)) / SAMPLING.divisor
+        if step < WARMUP:
+            scores += (update**2 - (SIGMA * clip / SAMPLING.divisor) ** 2) / WARMUP
+        if step == WARMUP - 1:
+            mask = np.isin(np.arange(8), np.argsort(-scores, kind="stable")[: math.floor(KEEP * 8)])
+        theta = theta - lr * update
+        updates, state, _ = gradient(params, dpx.Batch(batch, None), state)
+        params = jax.tree.map(lambda p, u: p - lr * u, params, updates)
+    np.testing.assert_array_equal(flat(state.coordinates[0].mask), mask)
+    np.testing.assert_allclose(flat(state.coordinates[0].score), scores, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(flat(params), theta, rtol=2e-5, atol=2e-6)
+
+
 def test_both_phases_are_billed():
     mechanism = dpx.methods.ada_dpigu(warmup=10, **BASE)
     assert dpx.epsilon(mechanism, 40, delta=1e-5) == dpx.epsilon(dpx.dp_sgd(**BASE), 40, delta=1e-5)
@@ -127,6 +151,18 @@ def test_scores_of_pure_noise_are_zero():
     np.testing.assert_array_less(np.abs(rows(states.score)[-1]), 5 * error)
     states, _ = decoded(dpx.coordinates.importance_mask(keep=0.5, warmup=steps), releases(steps + 1, scale=0.3))
     assert (rows(states.score)[-1] > 50 * error).all()
+
+
+@pytest.mark.parametrize("shift", [0.0, 0.4])
+def test_the_score_of_tp_topk_is_the_squared_gradient(shift, steps=4000):
+    """Its mean of squares less the variance of the noise, within 5 standard errors; the noise halves on the way."""
+    deviation = np.where(np.arange(steps + 1) < steps // 2, 0.4, 0.2).astype(np.float32)
+    given = jax.tree.map(lambda x: shift + x * deviation.reshape(-1, *[1] * (x.ndim - 1)), releases(steps + 1))
+    floor = optax.piecewise_constant_schedule(0.4, {steps // 2: 0.5})
+    mask = dpx.coordinates.importance_mask(keep=0.5, warmup=steps, noise_floor=floor, squares=True)
+    found = rows(decoded(mask, given)[0].score)[-1]
+    error = math.sqrt((2 * deviation**4 + 4 * shift**2 * deviation**2).mean() / steps)
+    np.testing.assert_array_less(np.abs(found - shift**2), 5 * error)
 
 
 def test_unfreezing_goes_down_the_ranking():

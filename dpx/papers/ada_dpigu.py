@@ -1,7 +1,11 @@
-"""AdaDPIGU (Zhang and Xie 2025, arXiv:2507.06525): coordinates that a private warm-up finds important, standardized."""
+"""AdaDPIGU (Zhang and Xie 2025, arXiv:2507.06525): coordinates that a private warm-up finds important, standardized.
+
+And TP-TopK (Zhang and Xie 2026, arXiv:2606.04375), which trains the coordinates whose warm-up has the most energy.
+"""
 
 import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -61,10 +65,7 @@ def ada_dpigu(
     warmup = require_whole("warmup", warmup)
     require_fraction("example_keep", example_keep, "(0, 1]")
 
-    def noise_deviation(step):
-        """The standard deviation of the noise on a released coordinate, before standardization."""
-        return at(noise_multiplier, step) * at(clip_norm, step) / sampling.divisor
-
+    noise_deviation = deviation_of_release(clip_norm, noise_multiplier, sampling)
     mechanism = dp_sgd(clip_norm=clip_norm, noise_multiplier=noise_multiplier, sampling=sampling, key=key)
     standardization = standardized(
         mean_decay=mean_decay,
@@ -78,6 +79,44 @@ def ada_dpigu(
         return in_coordinates(mechanism, important)
     largest_of_each_example = top_fraction(fraction=lambda step: jnp.where(step < warmup, 1.0, example_keep))
     return in_coordinates(mechanism, important, largest_of_each_example)
+
+
+@accepts_budget
+def tp_topk_sgd(
+    *,
+    keep: ScalarOrSchedule = 0.1,
+    warmup: int,
+    clip_norm: ScalarOrSchedule,
+    noise_multiplier: ScalarOrSchedule,
+    sampling: Sampling,
+    key: jax.Array,
+) -> Mechanism:
+    """TP-TopK: DP-SGD, then on the coordinates of most energy (Zhang and Xie 2026, https://arxiv.org/abs/2606.04375).
+
+    The first `warmup` steps are DP-SGD. The score of a coordinate is the mean of its squared released gradients less
+    the variance of their noise. Every later step is mask -> clip -> sum -> add noise -> divide -> mask, on the
+    coordinates of highest score.
+
+    The paper's claim holds as written, because the scores read released values alone, and both phases are counted.
+
+    keep: in (0, 1], the share of the coordinates trained after the warm-up; a rising schedule unfreezes the rest.
+    warmup: the number of steps of the first phase, at least 1; they cost as much as the others.
+    clip_norm: of the masked gradient; a number or a schedule of the step, such as another one for each phase.
+    noise_multiplier: the noise's standard deviation on the sum, in clip norms; a number, a schedule, or a `dpx.Budget`.
+    sampling: how the batches are drawn, such as `dpx.PoissonSampling`. key: a secret PRNG key, (), of this run alone.
+    Raises ValueError for numbers outside their domains.
+    """
+    floor = deviation_of_release(clip_norm, noise_multiplier, sampling)
+    important = importance_mask(keep=keep, warmup=warmup, noise_floor=floor, squares=True)
+    mechanism = dp_sgd(clip_norm=clip_norm, noise_multiplier=noise_multiplier, sampling=sampling, key=key)
+    return in_coordinates(mechanism, important)
+
+
+def deviation_of_release(
+    clip_norm: ScalarOrSchedule, noise_multiplier: ScalarOrSchedule, sampling: Sampling
+) -> Callable[[jax.Array], jax.Array]:
+    """The schedule of the standard deviation of the noise on a coordinate that DP-SGD releases."""
+    return lambda step: at(noise_multiplier, step) * at(clip_norm, step) / sampling.divisor
 
 
 class ImportanceState(NamedTuple):
@@ -96,12 +135,19 @@ class ImportanceState(NamedTuple):
 
 
 def importance_mask(
-    *, keep: ScalarOrSchedule, warmup: int, inner: Coordinates | None = None, noise_floor: ScalarOrSchedule = 0.0
+    *,
+    keep: ScalarOrSchedule,
+    warmup: int,
+    inner: Coordinates | None = None,
+    noise_floor: ScalarOrSchedule = 0.0,
+    squares: bool = False,
 ) -> Coordinates:
     """The whole gradient for `warmup` steps; then only its coordinates of highest score, after `inner`.
 
     g -> m inner(m g) after the warm-up, for a mask m with the floor(keep d) highest scores
-    score_j = mean over the warm-up of |released_j| - sqrt(2/pi) noise_floor.  Frozen coordinates are released as 0.
+    score_j = mean over the warm-up of |released_j| - sqrt(2/pi) noise_floor, or of released_j^2 - noise_floor^2
+
+    Frozen coordinates are released as 0.
 
     The ranking reads released gradients, so it costs nothing beyond the steps of the warm-up. The second mask is needed
     because `inner` may move frozen coordinates away from 0, where they would count in the norm.
@@ -111,8 +157,10 @@ def importance_mask(
     warmup: int, at least 1, the number of steps before the ranking.
     inner: coordinates of the same shapes as the gradient, such as `standardized`; they start after the warm-up.
     noise_floor: at least 0, the standard deviation of the noise on a coordinate. It shifts all scores alike.
+    squares: score by squares, as TP-TopK does, whose mean is the squared gradient where the floor is the noise.
     Raises ValueError for numbers outside their domains; for a schedule, when the cost is computed.
-    Source: AdaDPIGU, Zhang and Xie 2025, https://arxiv.org/abs/2507.06525, which scores gradients without noise.
+    Source: AdaDPIGU, Zhang and Xie 2025, https://arxiv.org/abs/2507.06525, which scores gradients without noise;
+    and TP-TopK, Zhang and Xie 2026, https://arxiv.org/abs/2606.04375.
     """
     require_fraction("keep", keep, "(0, 1]")
     warmup = require_whole("warmup", warmup)
@@ -138,8 +186,9 @@ def importance_mask(
             restored, following = inner.decode(updates, state.inner, like)
             updates = after_warmup(state, released, masked(restored, state.mask))
             inner_state = after_warmup(state, state.inner, following)
-        floor = math.sqrt(2 / math.pi) * at(noise_floor, state.step)
-        scored = jax.tree.map(lambda s, r: s + (jnp.abs(r) - floor) / warmup, state.score, released)
+        noise = at(noise_floor, state.step)
+        of, floor = (jnp.square, noise**2) if squares else (jnp.abs, math.sqrt(2 / math.pi) * noise)
+        scored = jax.tree.map(lambda s, r: s + (of(r) - floor) / warmup, state.score, released)
         score = after_warmup(state, scored, state.score)
         step = state.step + 1
         kept = count(keep, step, like)
