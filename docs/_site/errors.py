@@ -1,4 +1,4 @@
-"""`python -m docs._site.errors > docs/errors.md`: each message of a ValueError of dpx, with an anchor and a way out."""
+"""`python -m docs._site.errors > docs/errors.md`: how the messages of dpx's ValueErrors begin, and the ways out."""
 
 import re
 import sys
@@ -6,13 +6,15 @@ import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
-from docs._site.messages import anchor_of, messages
+from docs._site.messages import messages
 
 INTRODUCTION = """# Error messages
 
-dpx refuses a run that its epsilon would not describe. Each message says what must be, and what was given. Here are all
-of them, with a way out; "..." stands for what is filled in. To find yours, search this page for its first words.
+dpx refuses a run that its epsilon would not describe. Each message says what must be, and what was given. To find
+yours, search this page for its first words; if they are filled in (a name, a number), search for those that follow.
 """
+SHOWN = 6  # words of a message
+SELF_EXPLAINED = "Other arguments"  # the group whose messages say all that there is to say
 
 
 class WayOut(NamedTuple):
@@ -52,21 +54,22 @@ def placed() -> list[tuple[WayOut, list[str]]]:
     return found
 
 
+def beginning(message: str) -> str:
+    """The first words of a message after what is filled in, which a reader can search for; "" if there are none."""
+    words = re.sub(r"^(\.\.\.\W*)+", "", message).split(" ")
+    cut = " ".join(words[:SHOWN]).split("...")[0].rstrip(" ,:;('\"=")
+    return cut if cut.count(" ") else ""
+
+
 def page() -> str:
-    lines, anchors, group = [INTRODUCTION], set[str](), None
+    lines, group = [INTRODUCTION], None
     for way, own in placed():
         if way.group != group:
             group = way.group
             lines += [f"## {group}", ""]
         lines += [f"### {way.heading}", "", *textwrap.wrap(way.text, 120, break_on_hyphens=False), ""]
-        for message in own:
-            anchor = anchor_of(message)
-            while anchor in anchors:
-                anchor += "-again"
-            anchors.add(anchor)
-            ticks = "``" if "`" in message else "`"
-            lines.append(f'* <a id="{anchor}"></a>{ticks}{message}{ticks}')
-        lines.append("")
+        shown = [] if group == SELF_EXPLAINED else list(dict.fromkeys(filter(None, map(beginning, own))))
+        lines += ["```text", *shown, "```", ""] if shown else []
     return "\n".join(lines)
 
 

@@ -32,9 +32,3 @@ def messages() -> Iterator[tuple[str, str]]:
         for call in sorted(raised, key=lambda call: call.lineno):
             text = re.sub(r"\s+", " ", text_of(call.args[0]))
             yield path.relative_to(ROOT / "dpx").as_posix(), re.sub(r"\.{4,}", "...", text)
-
-
-def anchor_of(message: str) -> str:
-    """The first words of a message, as an anchor."""
-    words = re.sub(r"[^a-z0-9 ]", "", message.lower().replace("-", " ").replace("_", " ")).split()
-    return "-".join(words[:9])
