@@ -28,6 +28,7 @@ Tuning           `dpx.tuning`, a search for hyper-parameters that counts its pri
 Samplings        PoissonSampling, ShuffledEpochs, FixedSizeSampling, FullBatch; Batch; more in `dpx.sampling`
 Units            UserData, to sample users instead of examples
 Privacy costs    Budget, epsilon, compose_runs; more in `dpx.accounting`
+One data set     PrivacyLedger, one budget for all that is released of it
 Reports          privacy_report; attack bounds, curves and plans in `dpx.reports`
 Secrets          secret_key, publishable_state; `dpx.keys`
 Schedules        `dpx.schedules`, and any optax schedule
@@ -56,6 +57,7 @@ from dpx.checking import check_setup
 from dpx.fitting import fit
 from dpx.gradients import augmented, explain_norms, private_updates, private_updates_from, private_updates_in_chunks
 from dpx.keys import secret_key
+from dpx.ledgers import PrivacyLedger
 from dpx.mechanism import Mechanism, in_coordinates
 from dpx.mechanisms import dp_sgd
 from dpx.optimizer import chain
@@ -72,6 +74,7 @@ __all__ = [
     "FullBatch",
     "Mechanism",
     "PoissonSampling",
+    "PrivacyLedger",
     "ShuffledEpochs",
     "UserData",
     "accounting",

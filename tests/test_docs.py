@@ -19,7 +19,10 @@ SITE = [*DOCS.glob("*.md"), *DOCS.glob("api/*.md"), *DOCS.glob("papers/*.md")]
 PAGES = sorted([*SITE, *ROOT.glob("*.md")])
 PACKAGES = [
     "dpx",
-    *(f"dpx.{name}" for name in ("accounting", "audit", "checking", "coordinates", "fitting", "gradients", "keys")),
+    *(
+        f"dpx.{name}"
+        for name in ("accounting", "audit", "checking", "coordinates", "fitting", "gradients", "keys", "ledgers")
+    ),
     *(f"dpx.{name}" for name in ("mechanisms", "methods", "reports", "sampling", "schedules", "strategies", "tuning")),
     "dpx.accounting.gdp",
     "dpx.reports.curves",
@@ -98,7 +101,7 @@ def test_the_names_of_the_first_page_have_examples():
     names = {value for value in public_names("dpx").values()} | {getattr(dpx.accounting, name) for name in accounting}
     names.add(dpx.reports.attack_bounds)
     without = [value for value in names if not any(value is other for other in WITH_EXAMPLES.values())]
-    assert len(names) == 32 and not without
+    assert len(names) == 33 and not without
 
 
 def anchors(text: str) -> set[str]:

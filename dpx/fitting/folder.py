@@ -35,10 +35,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
 from dpx.accounting.ledger import from_event
 from dpx.accounting.loss import event_of
+from dpx.files import keep_names, lock_of, make_folder, read, write
 from dpx.fitting import processes
 from dpx.fitting.facts import (
     KERNELS,
@@ -65,54 +66,6 @@ never released. No privacy guarantee covers them. Share the parameters, or dpx.p
 """
 KEPT = 2  # checkpoints
 UNFINISHED = "*.orbax-checkpoint-tmp*"  # checkpoints of a program that was killed
-
-
-def make_folder(path: Path):
-    """Makes a folder that only its owner can read or enter; if it exists, takes away the rights of others."""
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if path.stat().st_mode & 0o077:
-        path.chmod(0o700)
-
-
-def lock_of(path: Path) -> FileLock:
-    """Takes and returns the lock of a folder, which the program holds until it releases it or ends.
-
-    Raises ValueError if another program has it.
-    """
-    lock = FileLock(path / "lock", timeout=0, mode=0o600)
-    try:
-        lock.acquire()
-    except Timeout as error:
-        raise ValueError(
-            f"{path} must belong to one program at a time, but another one has it now: end that one first, because "
-            "both would use the same noise"
-        ) from error
-    return lock
-
-
-def read(path: Path) -> Any:
-    """What a JSON file holds."""
-    return json.loads(path.read_text(encoding="utf-8"))
-
-
-def write(path: Path, text: str):
-    """Replaces the file at once, by one that only its owner can read and that survives a loss of power."""
-    part = path.with_name(f"{path.name}.part")
-    part.unlink(missing_ok=True)  # of a program that was killed; others may be able to read it
-    with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)
-    keep_names(path.parent)
-
-
-def keep_names(folder: Path):
-    """Ensures that a loss of power brings no older file back under a name in the folder."""
-    if hasattr(os, "O_DIRECTORY"):
-        opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        os.fsync(opened)
-        os.close(opened)
 
 
 class Folder:

@@ -15,9 +15,10 @@ from dpx import keys
 from dpx.accounting.best_of import Distribution, Selection
 from dpx.accounting.budget import Budget
 from dpx.accounting.selection import SHAPES, draw_count
+from dpx.files import lock_of, make_folder, read, write
 from dpx.fitting import processes
 from dpx.fitting.facts import bytes_of
-from dpx.fitting.folder import SENSITIVE, lock_of, make_folder, read, write
+from dpx.fitting.folder import SENSITIVE
 from dpx.identity import fingerprint
 from dpx.mechanism import Mechanism
 from dpx.reports.report import PrivacyReport, privacy_report

@@ -1,0 +1,139 @@
+"""A privacy filter: a budget for releases that are chosen one after the other, each by what was released before.
+
+A composed privacy loss distribution bounds releases whose events are fixed in advance. It is no bound if an event
+depends on earlier releases: whoever has seen a large privacy loss may choose what adds to large ones, and after a small
+loss what is rarely large but then very much. `tests/test_filters.py` has such a case. So a filter counts each release
+in one unit, in which such a choice gains nothing.
+
+**The unit.** A release is counted by the mu and d for which its delta(epsilon) is at most d + (1 - d) delta_mu(epsilon)
+at every epsilon >= 0, where delta_mu is that of N(0, 1) against N(mu, 1). A profile is for both directions, and a pair
+of Gaussians is symmetric, so the same holds at every epsilon < 0. By Blackwell's theorem (Dong, Roth and Su 2022,
+https://arxiv.org/abs/1905.02383, Theorem 2.10; Vadhan and Zhang 2023, https://arxiv.org/abs/2207.08335, for a run
+whose steps alternate with other releases) the release is then a random function of two things: a coin that shows
+everything with probability d, and one number of N(0, 1) or of N(mu, 1). `domination` finds mu.
+
+**The filter.** Releases are allowed while sum mu_i^2 <= B and sum d_i <= S. Then all of them together are
+(epsilon, delta)-private if a Gaussian of mu = sqrt(B) is (epsilon, delta - S)-private. Proof: the numbers, each divided
+by its deviation and added up, are a Brownian motion that is read at the times sum mu_i^2, of which each is chosen by
+what was read. Whoever reads the whole path up to B knows no more than its end, which is one Gaussian of mu = sqrt(B).
+The coins show something with a probability of at most S. (Smith and Thakurta 2022, https://arxiv.org/abs/2210.17520;
+Koskela, Tobaben and Honkela 2023, https://arxiv.org/abs/2209.15596.)
+
+**Parts.** If a partition of the data is public, a release of one part counts for its own members alone, so each part
+has sums of its own, with those of the releases of all data.
+
+**The odometer.** `Filter.odometer` bounds what was released so far at every moment, also at one that was chosen by what
+was released: P(E) <= E'[e^epsilon; E] + delta for its epsilon at that moment. Proof: at the time v the motion has lost
+L = v / 2 + w, and M = 2 sqrt(r / (v + r)) e^(w^2 / 2 (v + r)) Phi(w / sqrt(v + r)), a mixture of e^(t w - t^2 v / 2)
+over positive t, has a mean of at most 1 whenever one stops (Robbins 1970, https://doi.org/10.1214/aoms/1177696786).
+The epsilon is the least for which 1 - e^(epsilon - L) <= (delta - S) M for every w, so the mean of the left side, which
+is P(E) - E'[e^epsilon; E] for the worst E, is at most delta - S. r is B / 16.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from scipy import special
+
+from dpx.accounting import gdp
+from dpx.accounting.checks import require_delta, require_positive_epsilon
+from dpx.accounting.profiles import Profile
+
+COINS = 0.2  # share of delta that is for coins; a tenth and a third give the same epsilons to 1 %
+_POINTS = 512  # epsilons at which profiles are compared: mu is then 1e-4 too large
+_RARER = 2.0**-16  # of the coins that a release may have: Gaussians need no more
+_NEARLY = 1.001  # of mu: if rarer coins cost no more, they are taken
+_ROUNDING = 1e-12  # far above that of float64
+_FARTHEST = 500.0  # an epsilon, and a mu
+
+
+class Spent(NamedTuple):
+    """What was released. precision: sum of mu^2. delta: sum of the probabilities of the coins; floats."""
+
+    precision: float
+    delta: float
+
+
+NOTHING = Spent(0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Filter:
+    """The filter of a budget. epsilon: positive and finite. delta: in (0, 1). Raises ValueError for others."""
+
+    epsilon: float
+    delta: float
+
+    def __post_init__(self):
+        require_positive_epsilon(self.epsilon)
+        require_delta(self.delta)
+
+    @property
+    def most(self) -> Spent:
+        """B and S."""
+        return Spent(gdp.mu(epsilon=self.epsilon, delta=(1 - COINS) * self.delta) ** 2, COINS * self.delta)
+
+    def affords(self, spent: Spent) -> bool:
+        return spent.precision <= self.most.precision and spent.delta <= self.most.delta
+
+    def charge(self, profile: Profile, spent: Spent) -> Spent:
+        """What a release of this profile costs after `spent`: of the coins that are left, at most a quarter.
+
+        The precision is inf for a profile that no Gaussian bounds, because of its noise or of so small a delta.
+        """
+        coins = max(0.0, self.most.delta - spent.delta) / 4
+        often, rarely = domination(profile, coins), domination(profile, coins * _RARER)
+        if rarely <= _NEARLY * often:
+            return Spent(rarely**2, coins * _RARER)
+        return Spent(often**2, coins)
+
+    def epsilon_of(self, spent: Spent) -> float:
+        """Epsilon at the delta of the budget, if what was released had been fixed in advance."""
+        return gdp.epsilon(math.sqrt(spent.precision), delta=self.delta - spent.delta)
+
+    def odometer(self, spent: Spent) -> float:
+        """Epsilon at the delta of the budget, at every moment at once. spent: without what was given back."""
+        time, rate, delta = spent.precision, self.most.precision / 16, self.delta - self.most.delta
+        if not 0 < time < math.inf:
+            return time
+        scale = math.sqrt(time + rate)
+        moves = np.linspace(0, scale * math.sqrt(2 * math.log(scale / (delta * math.sqrt(rate)))), 4 * _POINTS)
+        mixture = (
+            np.log(2 * delta * math.sqrt(rate) / scale) + (moves / scale) ** 2 / 2 + special.log_ndtr(moves / scale)
+        )
+        losses = moves + np.log1p(-np.exp(np.minimum(mixture, -_ROUNDING)))  # rises with a slope of at most 1
+        return time / 2 + float(losses.max() + moves[1])
+
+
+def domination(profile: Profile, delta: float) -> float:
+    """The least mu of which `profile` is at most delta + (1 - delta) delta_mu at every epsilon, rounded up.
+
+    Proof: as functions of e^epsilon, both are convex. So between two points the profile is below its chord, and
+    delta_mu is above its tangent in the middle; both are lines, so the ends are enough. Beyond the last point, delta is
+    enough.
+    """
+    top = profile.epsilon(delta) if delta > 0 else math.inf
+    if not top < _FARTHEST:
+        return math.inf
+    points = np.linspace(0, top, _POINTS)
+    bounds = np.array([profile.delta(epsilon) for epsilon in points.tolist()])
+    needed = (bounds * (1 + _ROUNDING) - delta) / (1 - delta)
+
+    def enough(mu: float) -> bool:
+        middles = (points[:-1] + points[1:]) / 2
+        likely, slope = special.log_ndtr(mu / 2 - middles / mu), special.log_ndtr(-mu / 2 - middles / mu)
+        least = -np.exp(likely) * (np.expm1(middles + slope - likely) + _ROUNDING)
+        run = np.expm1(np.stack([points[:-1], points[1:]]) - middles)
+        return bool((least - np.exp(middles + slope) * run >= np.stack([needed[:-1], needed[1:]])).all())
+
+    low, high = 0.0, 1.0
+    while not enough(high):
+        low, high = high, 2 * high
+        if high > _FARTHEST:
+            return math.inf
+    while high - low > 1e-5 * high > _ROUNDING:
+        middle = (low + high) / 2
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return high

@@ -1,0 +1,315 @@
+"""`PrivacyLedger`: what may be released, under one budget, by all programs that use a data set."""
+
+import json
+import math
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import dp_accounting
+import jax
+from dp_accounting import DpEvent, GaussianDpEvent
+from filelock import FileLock
+
+from dpx import keys
+from dpx.accounting import checks
+from dpx.accounting.arithmetic import normals_of, worst
+from dpx.accounting.checks import Relation
+from dpx.accounting.events import billed
+from dpx.accounting.filters import NOTHING, Filter, Spent
+from dpx.accounting.ledger import from_event
+from dpx.accounting.loss import hashable
+from dpx.accounting.profiles import Profile
+from dpx.accounting.words import owner_of
+from dpx.files import write
+from dpx.keys.noise import LARGEST_RELEASE
+from dpx.ledgers.lines import Entry, decoded, encoded, entries_of
+from dpx.states.record import unit_mark
+from dpx.trees import described
+from dpx.validation import require_whole
+from dpx.xla.place import here
+
+_PATIENCE = 300.0  # seconds for other programs to write their lines
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """The first line of a ledger, which never changes. Fields as for `PrivacyLedger`."""
+
+    epsilon: float
+    delta: float
+    unit: str = "example"
+    records: int = 1
+    relation: Relation = "zero_out"
+
+    def __post_init__(self):
+        checks.require_positive_epsilon(self.epsilon)
+        checks.require_delta(self.delta)
+        unit_mark(self.unit)
+        require_whole("records", self.records)
+        checks.require_relation(self.relation)
+
+    @property
+    def filter(self) -> Filter:
+        return Filter(self.epsilon, self.delta)
+
+    @property
+    def owner(self) -> str:
+        """Whom epsilon is for, in words."""
+        return owner_of(self.records, self.unit)
+
+
+class PrivacyLedger:
+    """The ledger of a data set: one file for all that programs release of it, together within one budget.
+
+        >>> from dp_accounting import GaussianDpEvent
+        >>> ledger = dpx.PrivacyLedger(f"{tempfile.mkdtemp()}/ledger.jsonl", epsilon=2.0, delta=1e-5)
+        >>> entry = ledger.spend(GaussianDpEvent(20.0), key=dpx.secret_key(), words="mean of the age")
+        >>> ledger.epsilon
+        0.16...
+
+    `spend` writes a line before a release is made, and refuses what the budget does not allow. A program that is killed
+    after the line has paid for it. What is released next, with which noise, and where it ends, may depend on all that
+    was released before: everything together is (epsilon, delta)-private (`dpx/accounting/filters.py`). `reserve` plans
+    a release. Those that are planned before the first one is made are composed exactly; for the others, the proof
+    needs a fifth of delta, and about 1 % of epsilon for a long run.
+
+    path: of the file, which is made if it is missing, so that only its owner can read it. It holds no data and no key.
+    epsilon, delta: of the budget, for all programs; None takes those of the file.
+    unit: what epsilon protects, in words: "user" if the data hold users (`dpx.UserData`).
+    records: int, at least 1, how many of these one person owns at most whom epsilon is for.
+    relation: how neighboring data sets differ, for every release.
+
+    Raises ValueError for numbers outside these ranges, a new file without a budget, and a file with another one.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike,
+        *,
+        epsilon: float | None = None,
+        delta: float | None = None,
+        unit: str | None = None,
+        records: int | None = None,
+        relation: Relation | None = None,
+    ):
+        self.path = Path(path).expanduser().absolute()
+        given: dict[str, Any] = {"epsilon": epsilon, "delta": delta, "unit": unit, "records": records}
+        given = {name: value for name, value in (given | {"relation": relation}).items() if value is not None}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._lock = FileLock(self.path.with_name(f"{self.path.name}.lock"), timeout=_PATIENCE, mode=0o600)
+        with self._lock:
+            if not self.path.exists():
+                if "epsilon" not in given or "delta" not in given:
+                    raise ValueError(f"epsilon and delta must be given for a new ledger, but there is no {self.path}")
+                terms = {name: encoded(value) for name, value in asdict(Terms(**given)).items()}
+                write(self.path, json.dumps({"ledger": terms}) + "\n")
+        self.terms = Terms(**{name: decoded(value) for name, value in self._lines()[0]["ledger"].items()})
+        for name, value in given.items():
+            if value != (stored := getattr(self.terms, name)):
+                words = f"{name} is {stored}, got {described(value)}"
+                raise ValueError(f"the budget of a ledger must stay as it is, but in {self.path} {words}")
+
+    def reserve(
+        self,
+        event: DpEvent,
+        *,
+        key: jax.Array | Sequence[jax.Array],
+        words: str,
+        numbers: int = LARGEST_RELEASE,
+        part: str | None = None,
+        unit: str | None = None,
+    ) -> Entry:
+        """Writes down a release that will be made later, and pays for it. Arguments and errors as for `spend`."""
+        return self._enter(event, key, words, numbers, part, unit, made=False, holder="")
+
+    def spend(
+        self,
+        event: DpEvent,
+        *,
+        key: jax.Array | Sequence[jax.Array],
+        words: str,
+        numbers: int = LARGEST_RELEASE,
+        part: str | None = None,
+        unit: str | None = None,
+        holder: str = "",
+    ) -> Entry:
+        """Writes down, before a release is made, that it is made, and pays for it unless it was reserved.
+
+        event: what it costs: of dp-accounting or of dpx, true for the ledger's unit, records and relation.
+        key: of its noise, (), used for no other release; of several, such as those of noise and batches, a list.
+        words: what it is, in one line, for the report.
+        numbers: int, at most 2^32, how many numbers one release of the event has at most.
+        part: the name of a part of the data that it is computed from, of a partition that is public. Releases of other
+            parts cost its members nothing.
+        unit: what the data hold, in words, to compare with the ledger's; None does not compare.
+        holder: a mark of the folder whose run it is. The run may continue there, and pays once.
+
+        Raises ValueError for an event that the budget does not allow, or that has no bound; a key that was used before;
+            another unit; and parts where neighbors differ by replacing one, because a member may be replaced by one of
+            another part.
+        """
+        return self._enter(event, key, words, numbers, part, unit, made=True, holder=holder)
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """All entries, in the order in which they were reserved."""
+        return tuple(entries_of(self._lines()[1:]))
+
+    @property
+    def epsilon(self) -> float:
+        """Epsilon at the ledger's delta of all that is reserved or made, had it been chosen in advance.
+
+        If it was chosen by what was released, the budget bounds it, and `odometer`.
+        """
+        return max(self._epsilon(entries) for entries in _by_part(self.entries))
+
+    def affords(self, event: DpEvent, *, numbers: int = LARGEST_RELEASE, part: str | None = None) -> bool:
+        """Whether the budget still allows a release. Arguments as for `spend`."""
+        try:
+            self._next(self.entries, event=hashable(event), words="asked", numbers=numbers, part=part, marks=())
+        except ValueError:
+            return False
+        return True
+
+    def _enter(self, event, key, words, numbers, part, unit, *, made: bool, holder: str) -> Entry:
+        event = hashable(event)
+        self._require_terms(event, words, part, unit)
+        checks.require_numbers(numbers)
+        marks = tuple(sorted({int(keys.mark(keys.require(one))) for one in _listed(key)}))
+        with self._lock:
+            entries, lines = self.entries, []
+            used = [entry for entry in entries if {*entry.marks} & {*marks}]
+            if used:
+                entry = _again(used[0], event, marks, part, holder)
+            else:
+                entry = self._next(entries, event=event, words=words, numbers=numbers, part=part, marks=marks)
+                lines.append(entry.line())
+            if made and not entry.made:
+                entry = replace(entry, made=True, holder=holder)
+                lines.append({"made": entry.number, "holder": holder})
+            self._append(lines)
+        return entry
+
+    def _require_terms(self, event: Any, words: Any, part: Any, unit: Any) -> None:
+        if not isinstance(event, DpEvent):
+            raise ValueError(f"event must be a DpEvent, got {described(event)}")
+        for name, value in {"words": words, "part": "one" if part is None else part}.items():
+            if not (isinstance(value, str) and value.strip() and value.isprintable()):
+                raise ValueError(f"{name} must be printable words in one line, got {described(value)}")
+        if unit is not None and unit_mark(unit) != unit_mark(self.terms.unit):
+            raise ValueError(f"the release must be for the unit of the ledger, {self.terms.unit!r}, got {unit!r}")
+        if part is not None and self.terms.relation == "replace_one":
+            raise ValueError(
+                'part must be None in a ledger of relation "replace_one": a member of one part may be replaced by one '
+                f"of another, and both parts would change; got {part!r}"
+            )
+
+    def _next(self, entries: Sequence[Entry], **given: Any) -> Entry:
+        """The entry of one more release. Raises ValueError if the budget does not allow it."""
+        facts = {"in_integers": here().platform == "tpu", "date": datetime.now(UTC).date().isoformat()}
+        fixed = Entry(number=len(entries), planned=True, charge=NOTHING, **facts, **given)
+        planned = not any(entry.made for entry in entries) and self._compose([*entries, fixed])
+        if planned and self._allows([*entries, fixed]):
+            return fixed
+        coins = max(_total(group).delta for group in _by_part([*entries, fixed]) if fixed in group)
+        charge = self.terms.filter.charge(self._profile([fixed], curve=True), Spent(0.0, coins))
+        chosen = replace(fixed, planned=False, charge=charge)
+        if not self._allows([*entries, chosen]):
+            budget = f"epsilon={self.terms.epsilon} at delta={self.terms.delta}"
+            raise ValueError(
+                f"the budget of {self.path}, {budget}, must allow a release before it is made, but not "
+                f"{given['event']}: epsilon is {self.epsilon:.4g} before it"
+            )
+        return chosen
+
+    def _allows(self, entries: Sequence[Entry]) -> bool:
+        """Whether the budget allows them. Coins need their share of delta where something was not planned."""
+        most = self.terms.filter.most
+        for group in _by_part(entries):
+            spent, coins = _total(group), 0.0 if all(entry.planned for entry in group) else most.delta
+            if spent.delta > most.delta or spent.precision > most.precision:
+                return False
+            if any(entry.planned for entry in group) and self._epsilon(group, coins) > self.terms.epsilon:
+                return False
+        return True
+
+    def _compose(self, entries: Sequence[Entry]) -> bool:
+        """Whether dpx knows what the planned ones cost together, and beside a Gaussian."""
+        fixed = [entry for entry in entries if entry.planned]
+        try:
+            self._profile(fixed, self.terms.filter.most.precision)
+        except ValueError:
+            return False
+        return all(from_event(entry.event).readable for entry in fixed)
+
+    def _epsilon(self, group: Sequence[Entry], coins: float | None = None) -> float:
+        """Epsilon of the entries that count for one part. coins: their probability, or None for what was spent."""
+        fixed, spent = [entry for entry in group if entry.planned], _total(group)
+        spent = spent if coins is None else spent._replace(delta=coins)
+        if not fixed:
+            return self.terms.filter.epsilon_of(spent)
+        return self._profile(fixed, spent.precision).epsilon(self.terms.delta - spent.delta)
+
+    def _profile(self, entries: Sequence[Entry], precision: float = 0.0, *, curve: bool = False) -> Profile:
+        """The profile of entries, composed with a Gaussian of this precision, mu^2."""
+        events = [entry.event for entry in entries]
+        events += [GaussianDpEvent(precision**-0.5)] if precision > 0 else []
+        event = events[0] if len(events) == 1 else dp_accounting.ComposedDpEvent(events)
+        numbers = worst(normals_of(entry.numbers, entry.in_integers) for entry in entries)
+        return billed(event, relation=self.terms.relation, numbers=numbers, curve=curve)
+
+    def _lines(self) -> list[dict[str, Any]]:
+        """Raises ValueError for a file that is no ledger."""
+        try:
+            lines = [json.loads(line) for line in self.path.read_text(encoding="utf-8").splitlines()]
+            assert "ledger" in lines[0]
+        except (ValueError, LookupError, TypeError, AssertionError) as error:
+            raise ValueError(f"path must be a ledger of dpx or no file, got {self.path}") from error
+        return lines
+
+    def _append(self, lines: Iterable[dict[str, Any]]) -> None:
+        """Adds lines, all at once; when it returns, they survive a loss of power. Under the lock."""
+        text = self.path.read_text(encoding="utf-8")
+        write(self.path, text + "".join(json.dumps(line) + "\n" for line in lines))
+
+
+def _listed(key: Any) -> Sequence[Any]:
+    return key if isinstance(key, list | tuple) else [key]
+
+
+def _by_part(entries: Sequence[Entry]) -> list[list[Entry]]:
+    """For each part of the data, the entries that count for its members."""
+    parts = {entry.part for entry in entries} - {None} or {None}
+    return [[entry for entry in entries if entry.part in (None, part)] for part in parts]
+
+
+def _total(entries: Sequence[Entry]) -> Spent:
+    """What the entries cost in the unit of the filter, with what was given back; rounded up."""
+    charged = math.fsum(entry.charge.precision for entry in entries) * (1 + 1e-12)
+    precision = charged - math.fsum(entry.credit.precision for entry in entries) * (1 - 1e-12)
+    coins = math.fsum(entry.charge.delta + entry.credit.delta for entry in entries)
+    return Spent(max(0.0, precision), coins * (1 + 1e-12))
+
+
+def _again(entry: Entry, event: DpEvent, marks: tuple[int, ...], part: str | None, holder: str) -> Entry:
+    """The entry of a key that the ledger has: one that was reserved, or the run of the same folder.
+
+    Raises ValueError for any other, because its noise would be that of an earlier release.
+    """
+    if (entry.event, entry.marks, entry.part) != (event, marks, part):
+        raise ValueError(
+            f"every release must have a key of its own, or be the one that was reserved with it, but entry "
+            f"{entry.number} ({entry.words}) is another one: {entry.event}, got {event}"
+        )
+    if entry.steps is not None:
+        raise ValueError(f"entry {entry.number} ({entry.words}) has ended after step {entry.steps}: take a new key")
+    if entry.made and (not holder or holder != entry.holder):
+        raise ValueError(
+            f"entry {entry.number} ({entry.words}) was made with this key on {entry.date}, and counts even if a "
+            "program was killed before it showed anything. Take a new dpx.secret_key(); a run continues in its folder"
+        )
+    return entry

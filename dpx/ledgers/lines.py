@@ -1,0 +1,113 @@
+"""The lines of a ledger's file: each is one JSON object, in which every float is exact."""
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import attrs
+from dp_accounting import DpEvent
+
+from dpx.accounting.filters import NOTHING, Spent
+from dpx.sampling.base import Sampling
+from dpx.trees import described
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """What was reserved for one release, such as a statistic or a whole run.
+
+    number: int, its place in the ledger. event: what it costs, an event of dp-accounting or of dpx. words: what it is.
+    date: when it was reserved, in UTC, such as "2026-01-31". part: of the data, a name, or None for all of them.
+    numbers: int, the most that one release of the event has. in_integers: whether a TPU may draw its noise.
+    marks: of its keys, ints, which tell keys apart and show none. planned: whether it was reserved before anything was
+        released. charge: what it costs in the unit of the filter; nothing if it was planned.
+    made: whether it may have been released. holder: a mark of the folder whose run it is, "" for none.
+    steps: int, after how many steps its run was ended, or None. credit: what that gave back, and its coins.
+    """
+
+    number: int
+    event: DpEvent
+    words: str
+    date: str
+    part: str | None
+    numbers: int
+    in_integers: bool
+    marks: tuple[int, ...]
+    planned: bool
+    charge: Spent
+    made: bool = False
+    holder: str = ""
+    steps: int | None = None
+    credit: Spent = NOTHING
+
+    def line(self) -> dict[str, Any]:
+        """The line that reserves it."""
+        names = ("number", "words", "date", "part", "numbers", "in_integers", "marks", "planned")
+        return {name: getattr(self, name) for name in names} | {
+            "event": encoded(self.event),
+            "charge": encoded(self.charge),
+        }
+
+
+def entries_of(lines: list[dict[str, Any]]) -> list[Entry]:
+    """The entries that the lines after the first one make. Raises ValueError for a line of another kind."""
+    entries: list[Entry] = []
+    for line in lines:
+        if "event" in line:
+            given = line | {"event": decoded(line["event"]), "charge": Spent(*decoded(line["charge"]))}
+            entries.append(Entry(**given | {"marks": tuple(line["marks"])}))
+        elif "made" in line:
+            changes = {"made": True, "holder": line["holder"]}
+            entries[line["made"]] = dataclasses.replace(entries[line["made"]], **changes)
+        elif "ended" in line:
+            changes = {"steps": line["steps"], "credit": Spent(*decoded(line["credit"]))}
+            entries[line["ended"]] = dataclasses.replace(entries[line["ended"]], **changes)
+        else:
+            raise ValueError(f"every line of a ledger must be of this version of dpx, got one with {sorted(line)}")
+    return entries
+
+
+def encoded(value: Any) -> Any:
+    """An event, or a value in it, as JSON can hold it: floats in hexadecimal. Raises ValueError for other values."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return {"float": value.hex()}
+    if hasattr(value, "tolist"):
+        return encoded(value.tolist())
+    if isinstance(value, list | tuple):
+        return [encoded(part) for part in value]
+    if _known().get(type(value).__name__) is type(value):
+        return {"type": type(value).__name__} | {name: encoded(part) for name, part in _fields(value)}
+    raise ValueError(f"event must hold numbers, words and events, got {described(value)}")
+
+
+def decoded(value: Any) -> Any:
+    """What `encoded` was given, with tuples for lists and arrays. Raises ValueError for an event of an unknown name."""
+    if isinstance(value, list):
+        return tuple(decoded(part) for part in value)
+    if not isinstance(value, dict):
+        return value
+    if "float" in value:
+        return float.fromhex(value["float"])
+    if (kind := _known().get(value["type"])) is None:
+        raise ValueError(f"every event of a ledger must be known to this version of dpx, got {value['type']!r}")
+    return kind(**{name: decoded(part) for name, part in value.items() if name != "type"})
+
+
+def _fields(value: Any) -> Iterator[tuple[str, Any]]:
+    if attrs.has(type(value)):
+        return ((field.alias or field.name, getattr(value, field.name)) for field in attrs.fields(type(value)))
+    return ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value) if field.init)
+
+
+def _known() -> dict[str, type]:
+    """The events and samplings, by name: all classes that a line may name."""
+    found: dict[str, type] = {}
+    left: list[type] = [DpEvent, Sampling]
+    while left:
+        kind = left.pop()
+        found[kind.__name__] = kind
+        left += kind.__subclasses__()
+    return found

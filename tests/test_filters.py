@@ -1,0 +1,176 @@
+"""The filter: never below what the worst policy of choosing releases does, on cases small enough to try all of them."""
+
+import functools
+import itertools
+import math
+
+import numpy as np
+import pytest
+from dp_accounting import GaussianDpEvent, LaplaceDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
+
+from dpx.accounting import gdp
+from dpx.accounting.events import billed, event_profile
+from dpx.accounting.filters import NOTHING, Filter, Spent, domination
+from dpx.accounting.profiles import DeltaProfile
+
+GRID = 0.05  # of privacy losses
+
+
+class Pair:
+    """Two distributions of a discrete outcome, whose losses lie on the grid: the mass of each loss under the first."""
+
+    def __init__(self, masses: dict[int, float]):
+        self.masses = masses
+
+    def delta(self, epsilon: float) -> float:
+        """In the worse direction."""
+        losses = np.array(list(self.masses)) * GRID
+        first = np.array(list(self.masses.values()))
+        second = first * np.exp(-losses)
+        both = [np.maximum(first - math.exp(epsilon) * second, 0).sum(), second - math.exp(epsilon) * first]
+        return max(both[0], np.maximum(both[1], 0).sum())
+
+    @property
+    def profile(self) -> DeltaProfile:
+        return DeltaProfile(self.delta)
+
+
+def response(size: int) -> Pair:
+    """Randomized response of epsilon size * GRID."""
+    right = 1 / (1 + math.exp(-size * GRID))
+    return Pair({size: right, -size: 1 - right})
+
+
+def rare(size: int, share: float) -> Pair:
+    """Randomized response with a probability, and nothing otherwise."""
+    right = share / (1 + math.exp(-size * GRID))
+    return Pair({0: 1 - share, size: right, -size: share - right})
+
+
+def worst(pairs, allowed, state, after, epsilon: float, steps: int) -> float:
+    """The largest delta of any policy: which of `pairs` comes next may depend on all losses so far.
+
+    allowed: (state) -> whether releases with this state may be made. after: (state, number of a pair) -> state.
+    """
+
+    @functools.cache
+    def value(loss: int, state, left: int) -> float:
+        best = max(0.0, -math.expm1(epsilon - loss * GRID))  # nothing more is released
+        for number, pair in enumerate(pairs):
+            later = after(state, number)
+            if left and allowed(later):
+                best = max(best, sum(mass * value(loss + k, later, left - 1) for k, mass in pair.masses.items()))
+        return best
+
+    return value(0, state, steps)
+
+
+PAIRS = [response(4), response(16), rare(40, 0.02), rare(60, 0.002)]
+BUDGETS = [(1.0, 0.05), (1.5, 0.02), (2.0, 0.01), (2.5, 0.003)]
+
+
+@pytest.mark.parametrize(("epsilon", "delta"), BUDGETS)
+def test_no_policy_gets_more_than_the_filter_allows(epsilon, delta):
+    """Every pair may come next after every loss, as long as the filter affords it."""
+    tried = Filter(epsilon, delta)
+    most = tried.most
+    coins = most.delta / 4
+    charges = [Spent(domination(pair.profile, coins) ** 2, coins) for pair in PAIRS]
+
+    def after(counts, number):
+        return tuple(count + (place == number) for place, count in enumerate(counts))
+
+    def allowed(counts):
+        spent = Spent(*(sum(map(math.prod, zip(counts, part, strict=True))) for part in zip(*charges, strict=True)))
+        return tried.affords(spent)
+
+    found = worst(PAIRS, allowed, (0,) * len(PAIRS), after, epsilon, 4)
+    assert 0 < found <= delta
+
+
+def test_exact_composition_is_no_filter():
+    """A policy that takes only what the composed losses allow, whatever was released, exceeds delta."""
+    epsilon, delta = 1.5, 0.02
+
+    def composed(counts):
+        total = {0: 1.0}
+        for count, pair in zip(counts, PAIRS, strict=True):
+            for _ in range(count):
+                sums = {}
+                for (a, p), (b, q) in itertools.product(total.items(), pair.masses.items()):
+                    sums[a + b] = sums.get(a + b, 0.0) + p * q
+                total = sums
+        return Pair(total)
+
+    def after(counts, number):
+        return tuple(count + (place == number) for place, count in enumerate(counts))
+
+    def allowed(counts):
+        return composed(counts).delta(epsilon) <= delta
+
+    assert worst(PAIRS, allowed, (0,) * len(PAIRS), after, epsilon, 4) > 1.02 * delta
+
+
+def sampled(rate: float, sigma: float, steps: int) -> SelfComposedDpEvent:
+    return SelfComposedDpEvent(PoissonSampledDpEvent(rate, GaussianDpEvent(sigma)), steps)
+
+
+EVENTS = [GaussianDpEvent(5.0), LaplaceDpEvent(4.0), sampled(0.01, 1.0, 500), sampled(0.2, 4.0, 30)]
+
+
+@pytest.mark.parametrize("event", EVENTS, ids=str)
+@pytest.mark.parametrize("coins", [1e-6, 1e-3])
+def test_a_coin_and_a_gaussian_bound_a_release_at_every_epsilon(event, coins):
+    profile = event_profile(event, curve=True)
+    mu = domination(profile, coins)
+    epsilons = np.linspace(0, 1.2 * profile.epsilon(coins), 200).tolist()
+    bounds = [coins + (1 - coins) * gdp.delta(mu, epsilon=epsilon) for epsilon in epsilons]
+    gaps = [bound - profile.delta(epsilon) for bound, epsilon in zip(bounds, epsilons, strict=True)]
+    assert min(gaps) >= 0
+    assert any(gap < 0.005 * bound for gap, bound in zip(gaps, bounds, strict=True)), "far too much"
+
+
+def test_gaussians_cost_what_they_are():
+    tried = Filter(2.0, 1e-5)
+    charge = tried.charge(event_profile(GaussianDpEvent(4.0)), NOTHING)
+    assert 1 <= charge.precision * 16 < 1.001
+    assert charge.delta < 1e-11
+    assert tried.epsilon_of(charge) == pytest.approx(gdp.epsilon(0.25, delta=1e-5), rel=1e-3)
+
+
+def test_a_long_run_costs_about_what_it_would_alone():
+    """Of epsilon, 1 % is for all that may be chosen later."""
+    run = billed(sampled(0.017, 1.2, 1000), relation="zero_out")
+    tried = Filter(3.0, 1e-5)
+    alone, charged = run.epsilon(1e-5), tried.epsilon_of(tried.charge(run, NOTHING))
+    assert alone < charged < 1.01 * alone
+
+
+def test_the_odometer_holds_wherever_a_reader_stops():
+    """Gaussian releases, and the best rule of when to stop, by what was released."""
+    tried, steps, grid = Filter(2.0, 1e-2), 64, 0.02
+    times = np.linspace(0, tried.most.precision, steps + 1)
+    odometer = [tried.odometer(Spent(time, 0.0)) for time in times]
+    at_its_time = [gdp.epsilon(math.sqrt(time), delta=1e-2) for time in times]
+    assert all(here < bound < 1.7 + 1.3 * here for here, bound in zip(at_its_time[1:], odometer[1:], strict=True))
+    losses = grid * np.arange(-200, 801)
+    moves = grid * np.arange(-100, 101)
+    density = np.exp(-((moves - times[1] / 2) ** 2) / (2 * times[1]))
+    density /= density.sum()
+
+    def most(bounds):
+        value = np.maximum(-np.expm1(bounds[-1] - losses), 0)
+        for bound in bounds[-2::-1]:
+            ahead = np.convolve(np.pad(value, 100, mode="edge"), density[::-1], mode="valid")
+            value = np.maximum(np.maximum(-np.expm1(bound - losses), 0), ahead)
+        return value[200]
+
+    assert 0.002 < most(odometer) <= 0.01 < 0.02 < most(at_its_time)
+
+
+def test_coins_have_a_share_of_delta():
+    tried = Filter(1.0, 1e-3)
+    assert gdp.delta(math.sqrt(tried.most.precision), epsilon=1.0) + tried.most.delta <= 1e-3
+    for epsilon, delta in ((0.0, 0.1), (math.inf, 0.1), (1.0, 0.0), (1.0, 1.0)):
+        with pytest.raises(ValueError, match="must be"):
+            Filter(epsilon, delta)
