@@ -4,9 +4,16 @@
 
 import importlib.util
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.extend import core
 
+import dpx
 from benchmarks import accelerators, programs
+from dpx.xla.jaxprs import equations
+from dpx.xla.place import traced_for
+from tests import mechanisms
 
 # Lines of programs for a TPU and for a GPU: a loop of five turns each.
 TPU = """
@@ -67,3 +74,41 @@ def test_a_private_step_compiles_for_a_tpu():
     found = accelerators.in_its_process("v5e", "mlp", accelerators.PRIVATE)
     assert "failure" not in found, found
     assert found["MiB"] < 0.05 * 1_796_010 * 4 / 2**20 + 1
+
+
+WIDE = {"float64", "int64", "uint64", "complex128"}
+NEEDS_FLOAT64 = {"dice_sgd", "band_mf_sgd", "lambda_cgd", "clip, then project"}
+
+
+def types(jaxpr: core.Jaxpr) -> set[str]:
+    """Of all numbers of a program."""
+    return {str(v.aval.dtype) for equation in equations(jaxpr) for v in (*equation.invars, *equation.outvars)}
+
+
+def traced(mechanism: dpx.Mechanism, platform: str) -> core.Jaxpr:
+    """A step on sums of eight examples."""
+    grads = jax.tree.map(lambda p: jnp.ones((8, *p.shape)), mechanisms.PARAMS)
+
+    def step(grads, state, included):
+        return mechanism.update(grads, state, mechanisms.PARAMS, included=included)
+
+    with traced_for(platform=platform, devices=1):
+        return jax.make_jaxpr(step)(grads, mechanism.init(mechanisms.PARAMS), jnp.ones(8, bool)).jaxpr
+
+
+@pytest.mark.parametrize("case", mechanisms.ALL)
+def test_a_step_for_a_tpu_has_no_float64_or_its_state_is_refused(case):
+    if (case.like or case.name) in NEEDS_FLOAT64:
+        with (
+            traced_for(platform="tpu"),
+            pytest.raises(ValueError, match="must be computed in IEEE's float64, which a TPU lacks"),
+        ):
+            case.mechanism.init(mechanisms.PARAMS)
+    else:
+        assert not types(traced(case.mechanism, "tpu")) & WIDE
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", mechanisms.ALL)
+def test_a_step_is_traced_for_a_gpu(case):
+    assert "float32" in types(traced(case.mechanism, "gpu"))

@@ -61,13 +61,19 @@ def traced_for(**changes: Any) -> contextlib.AbstractContextManager[None]:
 
 
 def float64(what: str) -> contextlib.AbstractContextManager[None]:
-    """`jax.enable_x64` for what must be computed in IEEE's float64. what: its name, for an error.
+    """`jax.enable_x64` for what must be computed in IEEE's float64. what: its name, for an error. Raises as
+    `require_float64`."""
+    require_float64(what)
+    return jax.enable_x64(True)
 
-    Raises ValueError for a TPU, whose float64 is a pair of float32 numbers, for which nothing is proved.
+
+def require_float64(what: str) -> None:
+    """Raises ValueError for a TPU, whose float64 is a pair of float32 numbers, for which nothing is proved.
+
+    what: the name of what needs it. The state of a mechanism asks, so that a run ends before it begins.
     """
     if here().platform == "tpu":
         raise ValueError(f"{what} must be computed in IEEE's float64, which a TPU lacks: train on a CPU or a GPU")
-    return jax.enable_x64(True)
 
 
 @functools.cache

@@ -36,7 +36,7 @@ from dpx.sums import doubles
 from dpx.sums.total import ETA, FloatPair, as_pair
 from dpx.trees import Tree, described
 from dpx.validation import require_number, require_whole
-from dpx.xla.place import float64
+from dpx.xla.place import float64, require_float64
 
 
 @accepts_budget
@@ -216,6 +216,7 @@ class CorrelatedNoiseState(NamedTuple):
 
 def _empty(params: Tree, steps: int) -> CorrelatedNoiseState:
     """The state before the first release, sharded like the parameters. steps: w, int, at least 1."""
+    require_float64("correlated noise")
 
     def ring(p: jax.Array) -> jax.Array:
         zeros = jnp.zeros_like(p, dtype=jnp.float32)

@@ -27,7 +27,7 @@ from dpx.stages import around_sum
 from dpx.sums import doubles
 from dpx.sums.total import FloatPair, as_pair
 from dpx.trees import described
-from dpx.xla.place import float64
+from dpx.xla.place import float64, require_float64
 
 
 class ClipThenProjectState(NamedTuple):
@@ -76,6 +76,7 @@ def clip_then_project(
         return projected(mechanism.event(steps), rank=min(ranks), blocks=len(ranks))
 
     def begin(params):
+        require_float64("the projection of a sum")
         state = coordinates.init(params)
         shapes = jax.eval_shape(coordinates.encode, params, state)
         inner = mechanism.begin(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes))

@@ -27,7 +27,7 @@ from dpx.sums.total import ETA, FloatPair, as_pair
 from dpx.trees import described
 from dpx.validation import require_number, require_whole
 from dpx.xla.ordering import compute_after
-from dpx.xla.place import float64
+from dpx.xla.place import float64, require_float64
 
 SMALLEST_DIVISOR = 1e-30  # in the units of the gradient; a norm of 0 is divided by this, in float32's normal range
 
@@ -126,6 +126,7 @@ def dice_sgd(
 
 
 def _begin(params: Tree) -> ErrorFeedbackState:
+    require_float64("error feedback")
     high, low = (optax.tree.zeros_like(params, dtype=jnp.float32) for _ in range(2))
     return ErrorFeedbackState(ReleaseState.empty(params), FloatPair(high, low))
 
