@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 import dpx
-from dpx.gradients.ghost import norms
+from dpx.gradients.ghost import algorithms, make_plan, norms, trace_loss
 from tests.ghost import (
     WAYS,
     assert_agrees,
@@ -695,6 +695,49 @@ def test_tied_weights_under_a_mask_fall_back():
 
     assert set(ways(loss, w, x, made=made).values()) == {WAYS["gradient"]}
     assert_agrees(loss, w, x, norms=("ghost",), made=made)
+
+
+def test_lookups_under_a_mask_are_followed():
+    made = noiseless(dpx.in_coordinates(inner(clip_norm=1e-3), scaled(mask)))
+    table, tokens = normal(1, 5, 4), integers(2, 5, SIZE, 3)
+
+    def loss(table, t):
+        return score(table[t[0]] * jnp.tanh(table[t]).sum(axis=0))
+
+    assert set(ways(loss, table, tokens, made=made).values()) == {WAYS["rows"]}
+    assert_agrees(loss, table, tokens, norms=("ghost",), made=made)
+
+
+@pytest.mark.parametrize("examples", [200, 900])
+def test_blocks_that_read_few_rows_add_up_to_the_sum(examples):
+    """A table of many rows, of which some are read in all blocks, one in none, and some are dropped."""
+    table, c = normal(1, 5000, 3), normal(3, examples, 4, 3)
+    tokens = integers(2, 5000, examples, 4).at[::3, 0].set(17).at[::5, 1].set(17).at[::7].set(-6000)
+
+    def loss(table, example):
+        tokens, c = example
+        return jnp.sum(c * table.at[tokens].get(mode="fill", fill_value=0))
+
+    made, included = mechanism(1.0), jnp.arange(examples) % 11 > 0
+    (found,) = clipped_sums(loss, table, (tokens, c), "ghost", made=made, included=included).updates
+    grads = np.zeros((examples, 5000, 3))
+    np.add.at(grads, (np.arange(examples)[:, None], np.maximum(tokens, 0)), np.where(tokens[..., None] >= 0, c, 0))
+    factors = np.asarray(included) / np.maximum(np.linalg.norm(grads.reshape(examples, -1), axis=1), 1)
+    np.testing.assert_allclose(found, np.tensordot(factors, grads, 1), atol=1e-4)
+
+
+def test_a_large_table_is_planned_without_its_memory():
+    """Its views are compared as views, without the numbers of its elements."""
+    table, tokens = jax.ShapeDtypeStruct((2**27, 32), jnp.float32), integers(2, 5, SIZE, 3)
+
+    def loss(table, t):
+        return score(table[t[0]] * jnp.tanh(table[t]).sum(axis=0))
+
+    with mock.patch.object(algorithms._Elements, "numbers", property(lambda self: 1 / 0)):
+        state = jax.eval_shape(mechanism().init, table)
+        traced = trace_loss(lambda table, t: (loss(table, t), None), table, tokens[0])
+        plan = make_plan(traced, mechanism(), table, state, force=True)
+    assert plan.choices[0][0].algorithm is algorithms.ROWS
 
 
 def test_uses_that_cancel_keep_the_bound():

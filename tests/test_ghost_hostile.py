@@ -83,6 +83,14 @@ def tied(table, example):
     return jnp.sum(c * ((hidden * x) @ table.T))
 
 
+def lookups(table, example):
+    """A row by its index, two by a vector, a block, and a one-hot product."""
+    at, c = example
+    block = lax.dynamic_slice_in_dim(table, at[1], 3)
+    picked = table.at[at[1:3]].get(mode="fill", fill_value=0.0), jax.nn.one_hot(at[3:], len(table)) @ table
+    return jnp.sum(c * jnp.concatenate([table[at[0]][None], block, *picked]))
+
+
 def convolved(stride: int):
     def loss(w, example):
         x, c = example
@@ -122,6 +130,7 @@ CASES = {
     "slice": Case(
         lambda w, e: jnp.sum(e[1] * lax.dynamic_slice(w, (e[0], 0), (2, 3))), f32(7, 3), (i32(), f32(2, 3)), {"rows"}
     ),
+    "lookups": Case(lookups, f32(7, 3), (i32(4), f32(7, 3)), {"rows"}),
     "used twice": Case(
         lambda w, e: dense(w, e[:2]) + dense(w, e[2:]), f32(12, 9), (f32(12), f32(9), f32(12), f32(9)), {"shared"}
     ),

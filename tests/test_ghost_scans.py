@@ -557,6 +557,17 @@ def slice_at_the_place_of_the_iteration():
     return layer(apply, normal(1, 3, 4, 4), 4)
 
 
+@animal("rows")
+def blocks_that_iterations_read():
+    def apply(w, t):
+        def body(h, i):
+            return jnp.tanh(h + lax.dynamic_slice_in_dim(w, i, 2).sum(0)), None
+
+        return lax.scan(body, jnp.zeros(3), t)[0]
+
+    return lambda w, t: score(apply(w, t)), normal(1, 9, 3), integers(2, 3, SIZE, 2)
+
+
 @animal("gradient")
 def kernel_shared_by_iterations():
     def apply(w, x):

@@ -129,6 +129,40 @@ row("embedding_beyond_the_table_clipped", "rows")(
 )
 row("embedding_of_matrices", "rows")(lambda: (lambda w, t: score(w[t]), normal(1, 4, 2, 3), tokens(4, 6)))
 row("embedding_of_one_token", "rows")(lambda: lookup(lambda table, t: table[t], shape=()))
+row("embedding_of_many_tables", "rows")(
+    lambda: (lambda w, t: score(jax.vmap(lambda w, t: w[t])(w, t.reshape(3, 2))), normal(1, 3, 4, 2), tokens(4, 6))
+)
+row("elements_gathered", "rows")(lambda: (lambda w, t: score(w[t, 1]), normal(1, 4, 2), tokens(4, 6)))
+row("columns_gathered", "rows")(lambda: (lambda w, t: score(w[:, t]), normal(1, 2, 4), tokens(4, 6)))
+row("one_hot_rows", "rows")(lambda: lookup(lambda table, t: jax.nn.one_hot(t - 1, 6) @ table))
+row("one_hot_columns", "rows")(lambda: lookup(lambda table, t: jnp.einsum("vd,tv->dt", table, jax.nn.one_hot(t, 6))))
+row("rows_of_several_ones", "outer")(lambda: lookup(lambda table, t: jax.nn.one_hot(t, 6).sum(0) @ table))
+row("one_hot_along_the_other_axis", "gram")(
+    lambda: (lambda w, t: score(jax.nn.one_hot(t, 4).T @ w), normal(1, 6, 3), tokens(4, 6))
+)
+
+
+@animal("rows")
+def lookups_of_one_table():
+    def apply(table, t):
+        rows = table[t[0]] * jax.vmap(lambda i: table[i])(t[1:3]).sum(0)
+        return rows * jnp.take(table, t[2:], axis=0, mode="clip").sum(0) + jax.nn.one_hot(t[3], 6) @ table
+
+    return lookup(apply)
+
+
+@animal("rows")
+def blocks_of_one_table():
+    def apply(w, t):
+        some = jax.vmap(lambda i: lax.dynamic_slice_in_dim(w, i, 3))(t)
+        return some.sum(0).sum(0) * lax.dynamic_slice_in_dim(w, t[0], 2).sum(0) * w[t[1]]
+
+    return lookup(apply)
+
+
+@animal("shared")
+def tied_embedding_of_several_lookups():
+    return lookup(lambda table, t: jnp.tanh(table[t[0]] * table[t[1:]].sum(axis=0)) @ table.T)
 
 
 # normalizations
@@ -240,7 +274,7 @@ def tied_embedding_beyond_the_table_dropped():
     return lambda table, t: score(apply(table, t)), normal(1, 4, 3), tokens(6, 9)
 
 
-@animal("shared gradient")
+@animal("rows gradient")
 def embedding_of_two_sequences():
     def apply(p, t):
         return jnp.tanh(p[0][t[:3]]).sum(axis=0) * jnp.tanh(p[0][t[3:]] + p[1][None, :]).sum(axis=0)
@@ -290,7 +324,7 @@ row("weight_used_in_slices_that_overlap", "gradient")(
 )
 
 
-@animal("gradient")
+@animal("shared")
 def weight_used_where_the_data_says_and_whole():
     def loss(w, example):
         x, place = example
@@ -343,8 +377,6 @@ row("weight_decay_in_the_loss", "gradient")(
 )
 row("weight_as_the_data_of_a_convolution", "gradient")(lambda: layer(lambda w, x: jnp.convolve(w, x), normal(1, 9), 3))
 row("weight_broadcast", "gradient")(lambda: layer(lambda w, x: x @ jnp.broadcast_to(w, (3, 4)), normal(1, 4), 3))
-row("elements_gathered", "gradient")(lambda: (lambda w, t: score(w[t, 1]), normal(1, 4, 2), tokens(4, 6)))
-row("columns_gathered", "gradient")(lambda: (lambda w, t: score(w[:, t]), normal(1, 2, 4), tokens(4, 6)))
 row("parameter_that_is_the_loss", "gradient")(lambda: (lambda w, x: w, jnp.float32(2.0), normal(1, SIZE, 3)))
 
 

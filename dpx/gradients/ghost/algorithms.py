@@ -7,6 +7,7 @@ tests/test_ghost_hostile.py.
 import enum
 import functools
 import itertools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -60,16 +61,11 @@ class Sharing(NamedTuple):
 
 def find_sharing(sites: tuple[Site, ...], shape: tuple[int, ...]) -> Sharing | str:
     """How the uses of a parameter of this shape see its elements, or why it cannot be followed."""
-    with jax.ensure_compile_time_eval():
-        elements: Any = np.arange(np.prod(shape, dtype=int), dtype=np.int32).reshape(shape)  # NumPy: views, not copies
-        seen = [np.asarray(site.arrange(elements)) for site in sites]
+    seen = _Elements(sites, shape)
     by_view: list[list[int]] = []
-    for number, (site, view) in enumerate(zip(sites, seen, strict=True)):
-        kernels, _, fan_in, fan_out = site.sizes
-        if view.shape != (kernels, fan_in, fan_out):
-            return f"used {len(sites)} times, once at an index that the data chooses"
+    for number, site in enumerate(sites):
         alike = (numbers for numbers in by_view if sites[numbers[0]].lookup == site.lookup)
-        group = next((numbers for numbers in alike if _equal(seen[numbers[0]], view)), None)
+        group = next((numbers for numbers in alike if seen.equal(numbers[0], number)), None)
         if group is None:
             by_view.append(group := [])
         group.append(number)
@@ -80,24 +76,40 @@ def find_sharing(sites: tuple[Site, ...], shape: tuple[int, ...]) -> Sharing | s
         lookup = sites[numbers[0]].lookup
         use_groups.append(UseGroup(tuple(numbers), (kernels, positions, fan_in, fan_out), lookup))
     for i, j in itertools.combinations(range(len(use_groups)), 2):
-        relation = _relation(seen[use_groups[i].sites[0]], seen[use_groups[j].sites[0]])
+        relation = seen.relation(use_groups[i].sites[0], use_groups[j].sites[0])
         if relation is None:
             return f"used {len(sites)} times, by views that overlap in part"
         relations[i, j] = relation
     return Sharing(tuple(use_groups), relations)
 
 
-def _relation(first: np.ndarray, second: np.ndarray) -> Overlap | None:
-    if _equal(first, second):
-        return Overlap.SAME
-    if _equal(first, second.transpose(0, 2, 1)):
-        return Overlap.TRANSPOSED
-    return Overlap.DISJOINT if np.intersect1d(first, second).size == 0 else None
+class _Elements:
+    """The elements of a parameter of this shape as its uses see them, in the order of A^T B."""
 
+    def __init__(self, sites: tuple[Site, ...], shape: tuple[int, ...]):
+        self.sites, self.shape = sites, shape
+        self.views = self.seen(np.empty(shape, np.int8))  # nobody reads it, so even a large one takes no memory
 
-def _equal(first: np.ndarray, second: np.ndarray) -> bool:
-    """Whether two arrays are equal. Two views of the same memory are not read, which is slow for large embeddings."""
-    return first.__array_interface__ == second.__array_interface__ or np.array_equal(first, second)
+    def seen(self, elements: Any) -> list[np.ndarray]:  # of NumPy: views, not copies
+        with jax.ensure_compile_time_eval():
+            return [np.asarray(site.arrange(elements)) for site in self.sites]
+
+    @functools.cached_property
+    def numbers(self) -> list[np.ndarray]:
+        return self.seen(np.arange(math.prod(self.shape), dtype=np.int32).reshape(self.shape))
+
+    def equal(self, i: int, j: int, axes: tuple[int, ...] = (0, 1, 2)) -> bool:
+        """Whether use i sees the elements in the order of use j, with its axes in another order."""
+        if self.views[i].__array_interface__ == self.views[j].transpose(axes).__array_interface__:
+            return True
+        return np.array_equal(self.numbers[i], self.numbers[j].transpose(axes))
+
+    def relation(self, i: int, j: int) -> Overlap | None:
+        if self.equal(i, j):
+            return Overlap.SAME
+        if self.equal(i, j, (0, 2, 1)):
+            return Overlap.TRANSPOSED
+        return Overlap.DISJOINT if np.intersect1d(self.numbers[i], self.numbers[j]).size == 0 else None
 
 
 def gram_operations(sharing: Sharing) -> float:
@@ -188,6 +200,12 @@ class Uses(NamedTuple):
     sharing: Sharing | None = None
     slices: int = 1
 
+    @property
+    def are_one_lookup(self) -> bool:
+        """Whether all uses read rows of one table."""
+        same_rows = self.sharing is None or len(self.sharing.use_groups) == 1
+        return same_rows and bool(self.sites) and all(site.lookup for site in self.sites)
+
 
 # [(inputs, cotangents) at each site], or the gradients, float32, without sites; with the B examples on axis 0.
 Captured = Any
@@ -216,7 +234,7 @@ class Algorithm(NamedTuple):
 
 
 def _outer_cost(uses: Uses, scaled: bool) -> float | None:
-    site = _only_site(uses, lookup=False)
+    site = _only_dense(uses)
     if site is None or site.sizes[1] != 1:
         return None
     groups, _, fan_in, fan_out = site.sizes
@@ -230,7 +248,7 @@ def _outer_norm(uses: Uses, scale: jax.Array | None, records: Captured):
 
 
 def _gram_cost(uses: Uses, scaled: bool) -> float | None:
-    site = _only_site(uses, lookup=False)
+    site = _only_dense(uses)
     if site is None or scaled:
         return None
     groups, positions, fan_in, fan_out = site.sizes
@@ -246,7 +264,7 @@ def _gram_norm(uses: Uses, scale: jax.Array | None, records: Captured):
 
 
 def _product_cost(uses: Uses, scaled: bool) -> float | None:
-    site = _only_site(uses, lookup=False)
+    site = _only_dense(uses)
     if site is None or not (site.expands or site.sizes[1] > 1):
         return None
     return _sum_cost(site) + _gradient_memory_cost(site, uses.slices)
@@ -265,31 +283,35 @@ def _product_sum(uses: Uses, shape: tuple[int, ...], records: jax.Array, factors
 
 
 def _rows_cost(uses: Uses, scaled: bool) -> float | None:
-    site = _only_site(uses, lookup=True)
-    if site is None:
+    if not uses.are_one_lookup:
         return None
-    _, positions, _, fan_out = site.sizes
-    numbers = positions * fan_out
-    return 2.0 * positions * numbers + OPERATIONS_PER_BYTE * 4 * 2 * numbers
+    positions, numbers = (sum(site.sizes[1] * by for site in uses.sites) for by in (1, uses.sites[0].sizes[3]))
+    compared = 0 if _distinct(uses) else positions
+    return 2.0 * compared * numbers + OPERATIONS_PER_BYTE * 4 * 2 * numbers
+
+
+def _distinct(uses: Uses) -> bool:
+    return len(uses.sites) == 1 and uses.sites[0].distinct
 
 
 def _rows_norm(uses: Uses, scale: jax.Array | None, records: Captured):
-    (site,), (record,) = uses.sites, records
+    def of_one_example(record):
+        read = [site.matrices(*row) for site, row in zip(uses.sites, record, strict=True)]
+        indices, b = (jnp.concatenate(each) if len(each) > 1 else each[0] for each in zip(*read, strict=True))
+        return indices, *norms.rows(indices, b, distinct=_distinct(uses))
 
-    def of_one_example(inputs, dy):
-        indices, b = site.matrices(inputs, dy)
-        rows, inside = norms.rows(indices, b)
-        return rows.reshape(dy.shape), inside
-
-    inputs, dy = record
-    rows, inside = jax.vmap(of_one_example)(inputs, dy)
+    indices, rows, inside = jax.vmap(of_one_example)(records)
     rows = jax.lax.optimization_barrier(rows)
-    scaled = rows if scale is None else rows * jax.vmap(lambda x: site.apply(x, scale).reshape(dy.shape[1:]))(inputs)
-    return [(inputs, rows)], jnp.where(inside, _sizes(scaled, None), jnp.inf)
+    of_rows = 1 if scale is None else uses.sites[0].arrange(scale)[0][jnp.maximum(indices, 0)]
+    return (indices, rows), jnp.where(inside, _sizes(rows * of_rows, None), jnp.inf)
+
+
+def _rows_sum(uses: Uses, shape: tuple[int, ...], records: Any, factors: jax.Array) -> jax.Array:
+    return weighted.of_rows(uses.sites[0], shape, records, factors)
 
 
 def _shared_cost(uses: Uses, scaled: bool) -> float | None:
-    if uses.sharing is None or scaled:
+    if uses.sharing is None or scaled or uses.are_one_lookup:
         return None
     sums = sum(2.0 * site.sizes[1] * site.sizes[3] if site.lookup else _sum_cost(site) for site in uses.sites)
     return gram_operations(uses.sharing) * GRAM_SLOWDOWN + sums
@@ -309,7 +331,8 @@ def _site_sum(uses: Uses, shape: tuple[int, ...], records: list, factors: jax.Ar
 
 
 def _sum_of_examples(uses: Uses, shape: tuple[int, ...], records: list, factors: jax.Array) -> jax.Array:
-    return weighted.one_by_one(uses.sites, shape, records, factors)
+    groups = [group.sites for group in uses.sharing.use_groups] if uses.sharing else [(0,)]
+    return weighted.one_by_one(uses.sites, groups, shape, records, factors)
 
 
 def gradient_cost(uses: Uses) -> float:
@@ -323,10 +346,10 @@ def gradient_cost(uses: Uses) -> float:
     return sum(map(at, uses.sites))
 
 
-def _only_site(uses: Uses, *, lookup: bool) -> Site | None:
-    """The site of a parameter that is used once; None for several, or if it is an unwanted lookup."""
+def _only_dense(uses: Uses) -> Site | None:
+    """The site of a parameter that is used once, if it is no lookup."""
     site = uses.sites[0]
-    return site if len(uses.sites) == 1 and site.lookup == lookup else None
+    return site if len(uses.sites) == 1 and not site.lookup else None
 
 
 def _parameter_size(site: Site) -> int:
@@ -363,7 +386,7 @@ GRAM = Algorithm("norm from Gram matrices", _gram_cost, _gram_norm, _sum_of_exam
 PRODUCT = Algorithm(
     "per-example gradients from inputs and cotangents", _product_cost, _product_norm, _product_sum, keeps_gradients=True
 )
-ROWS = Algorithm("norm from the rows looked up", _rows_cost, _rows_norm, _site_sum)
+ROWS = Algorithm("norm from the rows looked up", _rows_cost, _rows_norm, _rows_sum)
 SHARED = Algorithm("norm from Gram matrices of all uses", _shared_cost, _shared_norm, _sum_of_examples)
 GRADIENT = Algorithm(
     "per-example gradients",

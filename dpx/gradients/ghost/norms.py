@@ -151,17 +151,20 @@ def product(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.einsum("bkti,bkto->bkio", a, b, precision=EXACT)
 
 
-def rows(indices: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+def rows(indices: jax.Array, b: jax.Array, *, distinct: bool = False) -> tuple[jax.Array, jax.Array]:
     """The rows of G that are not 0, float32 (T, O), where row `indices[t]` of G is the sum of the b_t with that index,
     as in an embedding; and whether all b_t that are added are in range, bool ().
 
-    indices: int (T,); a negative one adds nothing. b: float32 (T, O). The sum stands where an index comes first, and 0
-    where it is repeated, so the weighted sum adds at most one number of an example to an element.
+    indices: int (T,); a negative one adds nothing. b: float32 (T, O). distinct: bool, True if no other index is there
+    twice. The sum stands where an index comes first, and 0 where it is repeated, so the weighted sum adds at most one
+    number of an example to an element.
     """
+    b = jnp.where((indices >= 0)[:, None], b, 0)
+    if distinct:
+        return b, jnp.all(jnp.abs(b) <= LARGEST)
     same = (indices[:, None] == indices[None, :]) & (indices >= 0)[:, None]
     place = lax.broadcasted_iota(jnp.int32, same.shape, 1)
     repeated_before = jnp.any(same & (place < lax.broadcasted_iota(jnp.int32, same.shape, 0)), -1)
-    b = jnp.where((indices >= 0)[:, None], b, 0)
     sums = jnp.where(repeated_before[:, None], 0, jnp.matmul(same.astype(jnp.float32), b, precision=EXACT))
     return sums, jnp.all(jnp.abs(b) <= LARGEST)
 

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -118,6 +119,7 @@ def make_plan(
     encoded, structure = encoding
     leaves = jax.tree.leaves(params)
     program = trace.follow(traced, len(leaves))
+    made = {value: equation for equation in program.equations for value in equation.outputs}
     scaled = {encoded_leaf.leaf: encoded_leaf.scaled for encoded_leaf in encoded}
 
     def choose(leaf: int, uses: tuple[trace.Use, ...]) -> tuple[Choice, ...]:
@@ -128,7 +130,7 @@ def make_plan(
         parts = trace.parts([use.view for use in uses], leaves[leaf].shape)
         if isinstance(parts, str):
             return (Choice(algorithms.GRADIENT, parts),)
-        found = _follow(uses, parts, program, leaves[leaf].shape, scaled=scaled[leaf])
+        found = _follow(uses, parts, program, made, leaves[leaf].shape, scaled=scaled[leaf])
         choices = found if isinstance(found, str) else _cheapest(found, scaled=scaled[leaf], force=force)
         if not isinstance(choices, str):
             return choices
@@ -148,6 +150,7 @@ def _follow(
     uses: tuple[trace.Use, ...],
     parts: list[trace.Part],
     program: trace.Program,
+    made: Mapping[Any, trace.Equation],
     shape: tuple[int, ...],
     *,
     scaled: bool,
@@ -157,20 +160,21 @@ def _follow(
     for part in parts:
         sites, slices = [], math.prod(part.view.slices)
         for number, rest in zip(part.uses, part.rests, strict=True):
-            site = rules.recognize(uses[number]._replace(view=rest), program.equations)
+            site = rules.recognize(uses[number]._replace(view=rest), program.equations, made)
             if isinstance(site, str):
                 return site
             sites.append(site)
         if len(sites) == 1:
             followed.append((part.view, Uses(tuple(sites), slices=slices)))
             continue
-        if scaled:
-            return f"used {len(sites)} times, and the mechanism masks or scales it"
         inside = part.view.shape(shape)[len(part.view.slices) :]
         sharing = algorithms.find_sharing(tuple(sites), inside)
         if isinstance(sharing, str):
             return sharing
-        followed.append((part.view, Uses(tuple(sites), sharing, slices)))
+        together = Uses(tuple(sites), sharing, slices)
+        if scaled and not together.are_one_lookup:
+            return f"used {len(sites)} times, and the mechanism masks or scales it"
+        followed.append((part.view, together))
     return followed
 
 

@@ -5,17 +5,20 @@ To add one: a rule here and its primitive in `RULES`, a model in tests/test_ghos
 tests/test_ghost_hostile.py.
 """
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend import core
 
 from dpx.gradients.ghost.norms import EXACT, product
-from dpx.gradients.ghost.trace import Equation, Use
+from dpx.gradients.ghost.trace import CALLS, Constant, Equation, Use
+from dpx.sums.rows import repeated
 from dpx.xla.ordering import opaque_false
 from dpx.xla.place import here
 
@@ -131,6 +134,7 @@ class Patches(NamedTuple):
         return (self.spatial[axis] - 1) * self.strides[axis] + 1
 
 
+MOST_ROWS = 2**31 - 1  # of a table: an index is an int32
 LONGEST_KERNEL = 128  # sum of the lengths of a kernel's axes: each tap is a slice, and many compile slowly
 
 
@@ -144,22 +148,25 @@ class Site(NamedTuple):
               indices of the rows, int32 (T,), negative where no row is read, and B is (T, O)
     products: (inputs, dy) -> A^T B, float32 (B, K, I, O), of B examples
     arrange:  W -> (K, I, O): the same elements in the order of A^T B
-    lookup:   bool, whether the equation reads rows of W by their index
+    lookup:   bool, whether the equation reads rows of W by their index; `apply` is None then
+    distinct: bool, whether a lookup reads no row twice
     expands:  int, how many elements A has if these are patches of a convolution and not the inputs; otherwise 0
     """
 
     use: Use
     sizes: tuple[int, int, int, int]
-    apply: Callable
+    apply: Callable | None
     matrices: Callable
     products: Callable
     arrange: Callable
     lookup: bool = False
+    distinct: bool = False
     expands: int = 0
 
 
-def recognize(use: Use, equations: tuple[Equation, ...]) -> Site | str:
-    """The site of a use, whose view begins at a part of the parameter, or why it is not followed there."""
+def recognize(use: Use, equations: tuple[Equation, ...], made: Mapping[Any, Equation]) -> Site | str:
+    """The site of a use, whose view begins at a part of the parameter, or why it is not followed there. made: by number
+    of a value, the equation that computes it."""
     if use.equation < 0:
         return "the loss is the parameter itself"
     equation = equations[use.equation]
@@ -171,12 +178,15 @@ def recognize(use: Use, equations: tuple[Equation, ...]) -> Site | str:
     if not real and name not in ("gather", "dynamic_slice"):
         return f"used in {name} with operands that are not real numbers"
     site = RULES[name](use, equation.jaxpr)
+    if name == "dot_general" and isinstance(site, Site):
+        site = _of_one_hot(use, equation, made) or site
     if isinstance(site, Site) and 0 in site.sizes:
         return f"used in {name} on an array without elements"
     repeats = use.view.repeats
     if isinstance(site, str) or not repeats:
         return site
-    if name not in ("dot_general", "gather"):  # two dynamic_slices may overlap in part
+    whole = name == "dynamic_slice" and math.prod(repeats) * site.sizes[1] >= site.sizes[2]
+    if name == "conv_general_dilated" or whole:  # the rows of a whole table are a gradient of its size
         return f"used in {name} in each iteration of a scan"
     return _repeated(site, repeats)
 
@@ -187,7 +197,7 @@ def _repeated(site: Site, repeats: tuple[int, ...]) -> Site:
     kernels, positions, fan_in, fan_out = site.sizes
 
     def apply(inputs, w):
-        one = site.apply
+        one: Any = site.apply
         for _ in repeats:
             one = jax.vmap(one, (0, None))
         return one(inputs, w)
@@ -201,9 +211,10 @@ def _repeated(site: Site, repeats: tuple[int, ...]) -> Site:
 
     return site._replace(
         sizes=(kernels, math.prod(repeats) * positions, fan_in, fan_out),
-        apply=apply,
+        apply=None if site.lookup else apply,
         matrices=matrices,
         products=lambda inputs, dy: product(*jax.vmap(matrices)(inputs, dy)),
+        distinct=False,
     )
 
 
@@ -244,6 +255,59 @@ def _dense(use: Use, equation) -> Site | str:
         return w.transpose(*batch[weight], *contracted[weight], *free(weight)).reshape(groups, fan_in, fan_out)
 
     return _site(use, (groups, positions, fan_in, fan_out), apply, matrices, arrange)
+
+
+def _of_one_hot(use: Use, equation: Equation, made: Mapping[Any, Equation]) -> Site | None:
+    """The product of W with rows that have a single 1, and zeros, along its one contracted axis: a lookup."""
+    jaxpr: Any = equation.jaxpr
+    weight, data = use.operand, 1 - use.operand
+    contracted, batch = jaxpr.params["dimension_numbers"]
+    value, table = equation.inputs[data], jaxpr.invars[weight].aval.shape
+    if batch[0] or len(contracted[0]) != 1 or _axis_of_index(made.get(value), made) != contracted[data][0]:
+        return None
+    (along,), (axis,) = contracted[data], contracted[weight]
+    slices = tuple(size for number, size in enumerate(jaxpr.invars[data].aval.shape) if number != along)
+
+    def starts(inputs):
+        hot = inputs[data] != 0
+        return {axis: jnp.where(hot.any(along), lax.argmax(hot, along, jnp.int32), -1)}
+
+    def slices_last(dy):  # the free axes of `data` come first, if it is the first operand
+        return dy if weight == 1 else jnp.moveaxis(dy, range(len(table) - 1, dy.ndim), range(len(slices)))
+
+    sizes = tuple(1 if number == axis else size for number, size in enumerate(table))
+    site = _lookup(use, table, sizes, slices, starts, slices_last, clips=False)
+    return site if isinstance(site, Site) else None
+
+
+def _axis_of_index(equation: Any, made: Mapping[Any, Any]) -> int | None:
+    """The axis along which a value is True, or 1, where an index says, and 0 elsewhere, as of `jax.nn.one_hot`; None
+    for any other value. equation: makes the value. made: by operand, the equation that makes it; of a `Program`, or of
+    a jaxpr that it calls."""
+    jaxpr = getattr(equation, "jaxpr", equation)
+    if jaxpr is None:
+        return None
+    name, inputs = jaxpr.primitive.name, getattr(equation, "inputs", jaxpr.invars)
+
+    def from_(operand):
+        return None if isinstance(operand, core.Literal | Constant) else made.get(operand)
+
+    if name in CALLS and len(jaxpr.outvars) == 1:
+        body = jaxpr.params[CALLS[name]].jaxpr
+        inside = {variable: each for each in body.eqns for variable in each.outvars}
+        return _axis_of_index(inside.get(body.outvars[0]), inside) if body.outvars[0] in inside else None
+    if name == "convert_element_type":
+        return _axis_of_index(from_(inputs[0]), made)
+    if name != "eq":
+        return None
+    sides = [getattr(each, "jaxpr", each) for each in map(from_, inputs)]
+    for one, other in (sides, sides[::-1]):
+        if one is not None and other is not None and one.primitive.name == "iota":
+            axis, along = one.params["dimension"], other.params.get("broadcast_dimensions", ())
+            if other.primitive.name == "broadcast_in_dim":
+                sizes = dict(zip(along, other.invars[0].aval.shape, strict=True))
+                return axis if sizes.get(axis, 1) == 1 else None
+    return None
 
 
 def _convolution(use: Use, equation) -> Site | str:
@@ -298,63 +362,88 @@ def _convolution(use: Use, equation) -> Site | str:
 
 
 def _gather(use: Use, equation) -> Site | str:
-    """A gather of whole rows of a table by their index: an embedding."""
-    params, table = equation.params, equation.invars[0].aval.shape
-    numbers, indices = params["dimension_numbers"], equation.invars[1].aval.shape
-    count, positions, width = table[0] if table else 0, math.prod(indices[:-1]), math.prod(table[1:])
-    whole_rows = (
-        use.operand == 0
-        and numbers.collapsed_slice_dims == numbers.start_index_map == (0,)
-        and not numbers.operand_batching_dims
-        and params["slice_sizes"] == (1, *table[1:])
-        and numbers.offset_dims == tuple(range(len(indices) - 1, len(indices) - 1 + len(table) - 1))
-    )
-    if not whole_rows:
-        return "used in a gather that does not take whole rows by their index"
+    """A gather of slices of a table, such as the rows of an embedding."""
+    params, numbers = equation.params, equation.params["dimension_numbers"]
+    if use.operand != 0 or params["mode"] == lax.GatherScatterMode.ONE_HOT:
+        return "used in a gather as indices, or as a product with one-hot rows"
+    offsets = numbers.offset_dims
+    batched = list(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))
 
-    def apply(inputs, w):
-        return lax.gather(
-            w, inputs[1], numbers, params["slice_sizes"], mode=params["mode"], fill_value=0, unique_indices=False
-        )
+    def starts(inputs):
+        index, shape = inputs[1], inputs[1].shape[:-1]
+        found = {axis: lax.broadcasted_iota(jnp.int32, shape, of) for axis, of in batched}
+        return found | {axis: index[..., column] for column, axis in enumerate(numbers.start_index_map)}
 
-    def matrices(inputs, dy):
-        row = inputs[1].reshape(-1)
-        last = min(count - 1, jnp.iinfo(row.dtype).max)
-        if params["mode"] == lax.GatherScatterMode.CLIP:
-            row = jnp.clip(row, 0, last)
-        row = jnp.where((row >= 0) & (row <= last), row.astype(jnp.int32), -1)
-        return row, _float32(dy).reshape(positions, width)
+    def slices_last(dy):
+        return dy.transpose(*(axis for axis in range(dy.ndim) if axis not in offsets), *offsets)
 
-    def arrange(w):
-        return w.reshape(1, count, width)
-
-    return _site(use, (1, positions, count, width), apply, matrices, arrange)._replace(lookup=True)
+    clips, count = params["mode"] == lax.GatherScatterMode.CLIP, equation.invars[1].aval.shape[:-1]
+    return _lookup(use, equation.invars[0].aval.shape, params["slice_sizes"], count, starts, slices_last, clips=clips)
 
 
 def _slice_at(use: Use, equation) -> Site | str:
-    """dynamic_slice of W: one block, whose start depends on the data."""
+    """dynamic_slice of W: one block, whose start depends on the data. An earlier equation has replaced starts below 0,
+    and JAX moves those too near to the end."""
     if use.operand != 0:
         return "used in dynamic_slice as a start"
-    block, whole = math.prod(equation.params["slice_sizes"]), equation.invars[0].aval.size
+    table, sizes = equation.invars[0].aval.shape, equation.params["slice_sizes"]
+    return _lookup(use, table, sizes, (), lambda inputs: dict(enumerate(inputs[1:])), lambda dy: dy, clips=True)
 
-    def apply(inputs, w):
-        sizes = equation.params["slice_sizes"]  # an earlier equation has replaced starts below 0
-        return lax.dynamic_slice(w, inputs[1:], sizes, allow_negative_indices=False)
+
+def _lookup(
+    use: Use,
+    table: tuple[int, ...],
+    sizes: tuple[int, ...],
+    slices: tuple[int, ...],
+    starts: Callable,
+    slices_last: Callable,
+    *,
+    clips: bool,
+) -> Site | str:
+    """Slices of these `sizes` of an array of shape `table`, as rows: the numbers along the axes that a slice spans.
+
+    slices: how many there are, an axis for each in the indices. starts: inputs -> where the slices begin, int (slices),
+        by axis of the table; 0 along other axes. slices_last: dy -> dy as (slices, the axes of a slice)
+    clips: whether a slice that would leave the table is moved inside; otherwise it reads nothing
+    """
+    across = [axis for axis, size in enumerate(sizes) if size < table[axis]]
+    order = (*across, *(axis for axis in range(len(table)) if axis not in across))
+    count, positions = (math.prod(of[axis] for axis in across) for of in (table, sizes))
+    width, positions = math.prod(table) // max(1, count), positions * math.prod(slices)
+    if count > MOST_ROWS:
+        return f"used in a lookup of {count} rows, more than {MOST_ROWS}"
 
     def matrices(inputs, dy):
-        return jnp.zeros(1, jnp.int32), _float32(dy).reshape(1, block)
+        inside, first = [], dict.fromkeys(across, jnp.zeros(slices, jnp.int32))
+        for axis, start in starts(inputs).items():
+            last = min(table[axis] - sizes[axis], jnp.iinfo(start.dtype).max)
+            start = jnp.clip(start, 0, last) if clips else start
+            inside += [] if clips else [(start >= 0) & (start <= last)]
+            first[axis] = start.astype(jnp.int32)
+        shape = (*slices, *(sizes[axis] for axis in across))
+        rows = jnp.zeros(shape, jnp.int32)
+        for place, axis in enumerate(across, len(slices)):
+            along = repeated(first[axis], shape)
+            along = along + lax.broadcasted_iota(jnp.int32, shape, place) if sizes[axis] > 1 else along
+            rows = along if place == len(slices) else rows * table[axis] + along
+        if inside:
+            rows = jnp.where(repeated(functools.reduce(jnp.logical_and, inside), shape), rows, -1)
+        b = _float32(slices_last(dy)).reshape(*slices, *sizes)
+        b = b.transpose(*range(len(slices)), *(len(slices) + axis for axis in order))
+        return rows.reshape(positions), b.reshape(positions, width)
 
     def arrange(w):
-        return w.reshape(1, 1, whole)
+        return w.transpose(order).reshape(1, count, width)
 
-    return _site(use, (1, 1, 1, block), apply, matrices, arrange)._replace(lookup=True)
+    site = _site(use, (1, positions, count, width), None, matrices, arrange)
+    return site._replace(lookup=True, distinct=math.prod(slices) == 1)
 
 
 def _site(use, sizes, apply, matrices, arrange) -> Site:
     return Site(
         use,
         sizes,
-        apply=lambda inputs, w: apply(inputs, use.view.through(w)),
+        apply=apply and (lambda inputs, w: apply(inputs, use.view.through(w))),
         matrices=matrices,
         products=lambda inputs, dy: product(*jax.vmap(matrices)(inputs, dy)),
         arrange=lambda w: arrange(use.view.through(w)),

@@ -9,13 +9,18 @@ the sum over examples. At most one gradient of a microbatch is in memory.
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from dpx.gradients.ghost import norms
 from dpx.gradients.ghost.rules import Site
-from dpx.sums.rows import sum_in_blocks, times, weighted_rows
+from dpx.sums.rows import added, sum_in_blocks, times, weighted_rows
+from dpx.sums.total import blocks_for
+from dpx.xla.place import here
+
+FEW_ROWS = 4  # a block that reads less than this part of a table does not make a sum of its size
 
 
 def at_site(site: Site, shape: tuple[int, ...], record, factors: jax.Array) -> jax.Array:
@@ -26,19 +31,80 @@ def at_site(site: Site, shape: tuple[int, ...], record, factors: jax.Array) -> j
         record, factors = rows
         inputs, cotangents = weighted_rows(factors, record)
         cotangents = times(factors, cotangents)
-        return transpose(lambda w: jax.vmap(site.apply, (0, None))(inputs, w), shape, cotangents)
+        apply: Any = site.apply
+        return transpose(lambda w: jax.vmap(apply, (0, None))(inputs, w), shape, cotangents)
 
     return sum_in_blocks(sum_block, (record, factors), math.prod(shape))
 
 
-def one_by_one(sites: tuple[Site, ...], shape: tuple[int, ...], records: list, factors: jax.Array) -> jax.Array:
-    """The sum over all sites, float32, of the parameter's shape. records: the inputs and cotangents of B examples at
-    each site. factors: float32 (B,)."""
+def of_rows(site: Site, shape: tuple[int, ...], record, factors: jax.Array) -> jax.Array:
+    """The sum, float32, of the parameter's shape, of rows of a table. record: of B examples, the indices, int32 (B, T),
+    and the rows, float32 (B, T, O), of `norms.rows`. factors: float32 (B,).
+
+    Where a block reads few rows of the table, its sum is made of these alone, and added to the total there: the same
+    numbers as from sums of the table's size, of which each block would write and read one.
+    """
+    _, positions, count, _ = site.sizes
+    blocks = blocks_for(len(factors), 1)
+
+    def weighted(some):
+        (indices, rows), factors = weighted_rows(some[1], some[0]), some[1]
+        return indices.reshape(-1), times(factors, rows).reshape(-1, rows.shape[-1])
+
+    if here().devices > 1 or blocks == 1 or FEW_ROWS * positions * len(factors) > blocks * count:
+        return sum_in_blocks(lambda some: _scattered(site, shape, *weighted(some)), (record, factors), math.prod(shape))
+
+    def add(table, block):
+        indices, rows = jax.lax.optimization_barrier(block)
+        return _plus_rows(table, indices, rows)
+
+    width = len(factors) // blocks
+    first = len(factors) - width * (blocks - 1)
+    begin = functools.partial(add, jnp.zeros(site.sizes[2:], jnp.float32))
+    total = added(lambda some: _merged(*weighted(some)), (record, factors), first, width, add, begin=begin)
+    return transpose(site.arrange, shape, total[None])
+
+
+def _merged(indices: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The sums of the rows, float32 (n, O), of equal index, int32 (n,), and these indices, with -1 for no row."""
+    order = jnp.argsort(indices)
+    ordered = indices[order]
+    place = jnp.cumsum(jnp.concatenate([jnp.zeros(1, bool), ordered[1:] != ordered[:-1]]), dtype=jnp.int32)
+    return jnp.full_like(indices, -1).at[place].set(ordered), _plus_rows(jnp.zeros_like(rows), place, rows[order])
+
+
+def _scattered(site: Site, shape: tuple[int, ...], indices: jax.Array, rows: jax.Array) -> jax.Array:
+    """The parameter's gradient, float32, from rows of it, float32 (n, O); those with a negative index, int32 (n,), are
+    left out."""
+    table = _plus_rows(jnp.zeros(site.sizes[2:], jnp.float32), indices, rows)
+    return transpose(site.arrange, shape, table[None])
+
+
+def _plus_rows(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
+    """`table`, float32 (V, O), plus rows, float32 (n, O), at the indices, int32 (n,), that are in it."""
+    numbers = jax.lax.ScatterDimensionNumbers((1,), (0,), (0,))
+    return jax.lax.scatter_add(table, indices[:, None], rows, numbers, mode="drop")
+
+
+def one_by_one(
+    sites: tuple[Site, ...], groups: list[tuple[int, ...]], shape: tuple[int, ...], records: list, factors: jax.Array
+) -> jax.Array:
+    """The sum over all sites, float32, of the parameter's shape. groups: the numbers of sites that see its elements
+    alike; they are all lookups, or none is. records: the inputs and cotangents of B examples at each site. factors:
+    float32 (B,)."""
+
+    def of_group(numbers: tuple[int, ...], records: list, factor: jax.Array) -> list[jax.Array]:
+        some = [(sites[number], *records[number]) for number in numbers]
+        if not sites[numbers[0]].lookup:
+            return [_of_example(site, shape, *record, factor=factor) for site, *record in some]
+        read = [site.matrices(*record) for site, *record in some]
+        indices, b = (jnp.concatenate(each) for each in zip(*read, strict=True))
+        return [_scattered(some[0][0], shape, indices, times(factor, b))]
 
     def of_example(rows):
         records, factor = rows
         records = weighted_rows(factor, records)
-        grads = [_of_example(site, shape, *record, factor=factor) for site, record in zip(sites, records, strict=True)]
+        grads = [grad for numbers in groups for grad in of_group(numbers, records, factor)]
         # The barrier keeps matrix products from starting with the sum of the examples before.
         return jax.lax.optimization_barrier(functools.reduce(jnp.add, grads))
 
@@ -54,8 +120,6 @@ def one_by_one(sites: tuple[Site, ...], shape: tuple[int, ...], records: list, f
 def _of_example(site: Site, shape: tuple[int, ...], inputs, dy: jax.Array, *, factor: jax.Array) -> jax.Array:
     """factor times the gradient of one example at one site. The factor multiplies the smaller of A and B, and the
     product has the order of the parameter, because XLA would transpose it otherwise."""
-    if site.lookup:
-        return transpose(lambda w: site.apply(inputs, w), shape, times(factor, dy))
     a, b = site.matrices(inputs, dy)
     a, b = (times(factor, a), b) if a.size < b.size else (a, times(factor, b))
     if _reorders(site.arrange, shape):
