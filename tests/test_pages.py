@@ -59,6 +59,26 @@ def test_choose(capsys):
         assert all(line in printed for line in block.splitlines()), block
 
 
+def recipes():
+    """(heading, program) of each recipe; one is quick, and the others are long."""
+    _, *sections = re.split(r"^## ", (ROOT / "docs" / "recipes.md").read_text(), flags=re.MULTILINE)
+    for section in sections:
+        heading, quick = section.splitlines()[0], section.startswith("Several")
+        for code in re.findall(r"```python\n(.*?)```", section, re.DOTALL):
+            yield pytest.param(code, id=heading, marks=[] if quick else pytest.mark.long)
+
+
+@pytest.mark.parametrize("code", [*recipes()])
+@pytest.mark.filterwarnings("ignore")
+def test_recipes(code):
+    """Each runs after the first lines of the page, and is short; a package that is not installed skips it."""
+    assert lines_of(code) <= 24
+    for name in re.findall(r"^(?:from|import) (\w+)", code, re.MULTILINE):
+        pytest.importorskip(name)
+    with as_a_user():
+        exec(python_of("docs/recipes.md")[0] + code, {})
+
+
 @pytest.mark.long
 def test_coming_from():
     names = run_page("docs/coming_from.md")
