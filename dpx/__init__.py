@@ -24,6 +24,7 @@ Steps            private_updates, private_updates_in_chunks, private_updates_fro
                  their results are in `dpx.gradients`
 Before a run     plan_noise, check_setup
 The whole run    fit; more in `dpx.fitting`
+Statistics       `dpx.statistics`: means, histograms, quantiles, scales, and metrics of private validation data
 Tuning           `dpx.tuning`, a search for hyper-parameters that counts its privacy cost
 Samplings        PoissonSampling, ShuffledEpochs, FixedSizeSampling, FullBatch; Batch; more in `dpx.sampling`
 Units            UserData, to sample users instead of examples
@@ -49,6 +50,7 @@ from dpx import (
     reports,
     sampling,
     schedules,
+    statistics,
     tuning,
 )
 from dpx import strategies as strategies
@@ -104,6 +106,7 @@ __all__ = [
     "sampling",
     "schedules",
     "secret_key",
+    "statistics",
     "tuning",
 ]
 

@@ -24,6 +24,7 @@ PACKAGES = [
         for name in ("accounting", "audit", "checking", "coordinates", "fitting", "gradients", "keys", "ledgers")
     ),
     *(f"dpx.{name}" for name in ("mechanisms", "methods", "reports", "sampling", "schedules", "strategies", "tuning")),
+    "dpx.statistics",
     "dpx.accounting.gdp",
     "dpx.reports.curves",
     "dpx.papers.dynamic_dp_sgd.claims",

@@ -73,6 +73,7 @@ MAY_IMPORT = {
         "gradients",
         "optimizer",
     },
+    "statistics": {"trees", "validation", "sums", "keys", "sampling", "accounting"},
     "fitting": {
         "files",
         "identity",

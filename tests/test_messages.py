@@ -78,9 +78,13 @@ GIVEN = {
     "keep": 0.5,
     "key": KEY,
     "kind": "hadamard",
+    "correct": np.ones(40, bool),
+    "high": 1.0,
     "loss": loss,
+    "low": 0.0,
     "mask": True,
     "mechanism": MECHANISM,
+    "metric": lambda params: np.ones(40),
     "name": "name",
     "noise_multiplier": 1.0,
     "number": 1,
@@ -111,7 +115,7 @@ GIVEN = {
 def public_functions():
     yield from ((name, getattr(dpx, name)) for name in dpx.__all__ if callable(getattr(dpx, name)))
     modules = (dpx.accounting, dpx.audit, dpx.coordinates, dpx.keys, dpx.mechanisms, dpx.methods, dpx.schedules)
-    for module in (*modules, dpx.tuning):
+    for module in (*modules, dpx.statistics, dpx.tuning):
         for name, value in vars(module).items():
             if (
                 callable(value)

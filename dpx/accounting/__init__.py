@@ -18,7 +18,7 @@ Every epsilon and delta is an upper bound; an interval adds a lower bound. The p
 * Random allocation: `pld/allocation.py`, `pld/sums.py`, and `pld/moments.py` ("rdp").
 * Samples of a fixed or limited size: `samples.py`. Runs on shared batches: `compose.py`.
 * A unit of several records, and mixtures of Gaussians, which are its pair with other shifts: `groups.py`.
-* The best of a random number of trials: `selection.py`.
+* The best of a random number of trials: `selection.py`. Releases with delta 0: `pure.py`.
 * Correlated noise, error feedback and fresh projections: with their papers, in `dpx/papers`.
 * What the arithmetic of the noise adds to each of these: `arithmetic.py`. Every bill of a run has it (`events.billed`);
   those of events alone (`event_epsilon`, `event_delta`) and the lower end of an interval are for exact noise.
@@ -44,6 +44,7 @@ from dpx.accounting.calibration import CalibratedSchedule, calibrate, calibrate_
 from dpx.accounting.compose import Composition, compose_runs
 from dpx.accounting.events import event_delta, event_epsilon
 from dpx.accounting.loss import Loss
+from dpx.accounting.pure import PureDpEvent
 from dpx.accounting.schedule import Interval, dp_sgd_epsilon, schedule_delta, schedule_epsilon
 from dpx.states.reading import steps_taken
 
@@ -53,6 +54,7 @@ __all__ = [
     "Composition",
     "Interval",
     "Loss",
+    "PureDpEvent",
     "Selection",
     "best_of",
     "calibrate",

@@ -39,7 +39,8 @@ def event_epsilon(
     noise adds: below 1e-3 for up to 10,000 Gaussians at a delta of at least 1e-6 (`dpx/accounting/arithmetic.py`).
 
     event: a dp-accounting event, or one of a type that is a `Loss`.
-    delta: in [0, 1). At 0, it is inf but for events that cost nothing, and some that dp-accounting bills.
+    delta: in [0, 1). At 0, it is inf but for events that cost nothing, those of `PureDpEvent` alone, and some that
+        dp-accounting bills.
     accountant: "pld" composes privacy loss distributions, "rdp" Renyi divergences. "tightest" is "pld" where it is
         known for every release, else "rdp"; "pld" is at most "rdp". All are guarantees.
     relation: how neighboring data sets differ. The noise of a Gaussian event is relative to the effect of adding or
@@ -61,7 +62,7 @@ def event_epsilon(
     exact = event_profile(event, accountant=accountant, relation=relation, buckets=buckets)
     if delta > 0 or isinstance(exact, DelegatedProfile):
         return exact.epsilon(delta)
-    return 0.0 if exact.delta(0.0) == 0 else math.inf
+    return 0.0 if exact.delta(0.0) == 0 else from_event(event).pure(relation)
 
 
 def event_delta(

@@ -93,6 +93,10 @@ class Ledger:
         """The largest shift of one of the releases."""
         return max((loss.largest_shift(relation) for loss in self.counts), default=0.0)
 
+    def pure(self, relation: Relation) -> float:
+        """Epsilon at delta 0: the sum of those of all releases; inf if one has none."""
+        return math.fsum(count * loss.pure(relation) for loss, count in self.counts.items())
+
     @property
     def whole_runs(self) -> list[Any]:
         return [loss for loss in self.counts if loss.whole_run]

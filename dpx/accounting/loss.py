@@ -62,6 +62,10 @@ class Loss:
         """The bound of a whole run."""
         raise NotImplementedError
 
+    def pure(self, relation: Relation) -> float:
+        """Its epsilon at delta 0; inf if it has none."""
+        return math.inf
+
     def explain(self, delta: float, relation: Relation) -> str:
         """How the cost of a whole run is computed, in one sentence for the privacy report."""
         raise NotImplementedError

@@ -85,10 +85,8 @@ class UserData:
 
     def __getitems__(self, numbers: list[int]) -> list[tuple[Tree, np.ndarray]]:
         """The items of some users, whose rows are read together."""
-        first, counts = self._first[numbers][:, None], self._counts[numbers][:, None]  # (users, 1)
-        kept, places = np.minimum(counts, self.most), np.arange(self.most)[None]
-        included = places < kept  # (users, most)
-        rows = self._order[(first + places * counts // kept)[included]]
+        rows = self._rows(numbers)
+        included = np.arange(self.most) < np.minimum(self._counts[numbers], self.most)[:, None]  # (users, most)
 
         def padded(leaf):
             found = np.asarray(read_rows(leaf, rows))
@@ -98,6 +96,20 @@ class UserData:
 
         examples = jax.tree.map(padded, self._data)
         return [(jax.tree.map(lambda leaf, i=i: leaf[i], examples), mask) for i, mask in enumerate(included)]
+
+    def _rows(self, numbers: Any) -> np.ndarray:
+        """The rows of the data that the items of some users hold, one item after another, int64 (rows,)."""
+        counts = self._counts[numbers]
+        kept = np.minimum(counts, self.most)
+        starts, counts, first, each = (
+            np.repeat(x, kept) for x in (np.cumsum(kept) - kept, counts, self._first[numbers], kept)
+        )
+        return self._order[first + (np.arange(len(first)) - starts) * counts // each]
+
+    @property
+    def kept(self) -> Tree:
+        """The rows that the items of all users hold, one item after another without padding: `data` with fewer rows."""
+        return jax.tree.map(lambda leaf: np.asarray(read_rows(leaf, self._rows(slice(None)))), self._data)
 
 
 def owner_array(users: Any) -> np.ndarray:

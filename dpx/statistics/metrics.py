@@ -1,0 +1,126 @@
+"""Metrics of private validation data: the mean of a bounded value of each example, with noise."""
+
+import functools
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from dp_accounting import SelfComposedDpEvent
+
+from dpx import keys
+from dpx.accounting.budget import Budget
+from dpx.accounting.events import billed
+from dpx.sampling.users import UserData
+from dpx.statistics.released import RELATION, Statistic
+from dpx.statistics.sums import release_mean
+from dpx.trees import Tree, path_of
+from dpx.validation import require_function
+
+
+def release_accuracy(
+    correct: Any,
+    *,
+    noise_multiplier: float | Budget,
+    key: jax.Array,
+    noise: str | None = None,
+    words: str = "accuracy",
+    ledger: Any = None,
+    part: str | None = None,
+) -> Statistic:
+    """The share of predictions that are right, on private data.
+
+    correct: bool (N,), such as `predictions == labels`; or a `dpx.UserData` of it, for the share of all records.
+    The other arguments and errors are those of `dpx.statistics`. For any other metric, `release_mean` takes the
+    bounded values of the examples.
+
+        >>> right = dpx.statistics.release_accuracy(np.ones(40, bool), noise_multiplier=2.0, key=dpx.secret_key())
+        >>> right.interval(0.95)[1]
+        1.0
+    """
+    asked = {"noise_multiplier": noise_multiplier, "key": key, "noise": noise, "words": words}
+    complete = not isinstance(correct, UserData)
+    return release_mean(correct, low=0, high=1, complete=complete, **asked, ledger=ledger, part=part)
+
+
+class PrivateMetric:
+    """A metric of private validation data, for `dpx.fit(..., evaluate_private=)` or to call with parameters.
+
+    Each call is a release of the validation data, with noise of its own. The same parameters get the same noise, so a
+    run that is interrupted and repeats its steps releases nothing twice.
+
+    metric: (params) -> a value of each example, (N,), which depends on that example and on `params` alone; or a
+        `dpx.UserData` of the values of records. The metric is their mean. A value that is not a number is left out.
+    low, high: floats, public bounds, to which values are clipped.
+    noise_multiplier: float, of one call; or a `dpx.Budget` whose steps are the number of calls.
+    complete: as for `release_mean`: True if every example has a value, which is then not NaN.
+    The other arguments and errors are those of `dpx.statistics`. With a budget, the call after the last one raises
+    ValueError.
+
+        >>> budget = dpx.Budget(epsilon=0.5, delta=1e-5, steps=10)
+        >>> metric = dpx.statistics.PrivateMetric(lambda params: np.ones(500, bool), noise_multiplier=budget, key=key)
+        >>> 0 <= metric(params) <= 1
+        True
+    """
+
+    def __init__(
+        self,
+        metric: Callable[[Tree], Any],
+        *,
+        low: float = 0.0,
+        high: float = 1.0,
+        complete: bool = True,
+        noise_multiplier: float | Budget,
+        key: jax.Array,
+        noise: str | None = None,
+        words: str = "a metric of validation data",
+        ledger: Any = None,
+        part: str | None = None,
+    ):
+        self._metric = require_function("metric", metric)
+        self._key = keys.secret(keys.require(key))
+        self.most = noise_multiplier.steps if isinstance(noise_multiplier, Budget) else None
+        self._given = {"low": low, "high": high, "complete": complete, "words": words, "ledger": ledger, "part": part}
+        self._noise = {"noise_multiplier": noise_multiplier, "noise": noise}
+        self._released: dict[bytes, Statistic] = {}
+
+    @property
+    def released(self) -> tuple[Statistic, ...]:
+        """What the calls released, in their order, each with its interval."""
+        return tuple(self._released.values())
+
+    def __call__(self, params: Tree) -> float:
+        """The metric of `params`, released. Raises ValueError for one call more than the budget has."""
+        digest = _digest_of(params)
+        if digest not in self._released:
+            self.require(len(self._released) + 1)
+            key = functools.reduce(keys.fold_in, np.frombuffer(digest, np.uint32), keys.stream(self._key, "metric"))
+            found = release_mean(self._metric(params), key=key, **self._noise, **self._given)
+            self._noise = {"noise_multiplier": found.noise_multiplier, "noise": found.noise}
+            self._released[digest] = found
+        return self._released[digest].value
+
+    def require(self, calls: int):
+        """Raises ValueError if the budget is for fewer calls."""
+        if self.most is not None and calls > self.most:
+            raise ValueError(
+                f"the dpx.Budget of a private metric must have a step for each call, got {self.most} steps"
+            )
+
+    def epsilon(self, *, delta: float) -> float:
+        """An upper bound of epsilon at `delta`, in (0, 1), of all calls so far."""
+        if not self._released:
+            return 0.0
+        one, *_ = self.released
+        event = SelfComposedDpEvent(one.event, len(self._released))
+        return billed(event, relation=RELATION, numbers=one.numbers).epsilon(delta)
+
+
+def _digest_of(params: Tree) -> bytes:
+    """A digest of the bytes of all arrays, 32 bytes."""
+    digest = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        array = np.asarray(leaf)
+        digest.update(f"{path_of(path)} {array.dtype} {array.shape} ".encode() + array.tobytes())
+    return digest.digest()

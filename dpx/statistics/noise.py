@@ -1,0 +1,192 @@
+"""Noise on sums of whole numbers, whose bits have the privacy that is stated.
+
+Every statistic is a sum S of whole numbers, so no order and no rounding of floats enters it. What one unit can move is
+known exactly: at most `one` in the sum of absolute values, `two` in the 2-norm, and `moves` of the numbers.
+
+**Gaussian.** Write S = gamma a + r, with 0 <= r < gamma, for the grid gamma of `dpx.keys.release`. What that function
+releases for r, plus gamma a, is what it releases for S, so the cost is that of a step of training. But a large sum
+loses no digits to float32, because only r passes through it.
+
+**Laplace.** The release is S + round(L) for Laplace noise L of a scale t, cut to a public range and rounded to a public
+grid, all of which is post-processing. With probability 2^-40 it is a uniform number of that grid instead, which no data
+decide. N = round(L) has P(N = 0) = 1 - e^(-1/(2t)), and otherwise a fair sign and |N| - 1 geometric: P(|N| - 1 = g) is
+proportional to e^(-g/t), a product over the binary digits of g. So digit j is a coin of its own, which shows 1 with
+probability 1 / (1 + e^(2^j / t)). There are no logarithms of random numbers, no rejection and no branch on a value.
+
+PROOF of epsilon at delta 0. Each probability is computed by decimal arithmetic of 60 digits and rounded to 2^-128. With
+fewer than 64 digits, and the digits beyond them, which have a probability below 2^-128 together, the law of the program
+is within 2^-121 of the exact one, for every set of outputs. The grid has at most 2^40 values, so the uniform part
+gives each a probability of at least 2^-80.1. So a probability of the program is the exact one up to a factor of
+1 +- 2^-40.9. The exact laws of two neighbors differ by a factor of at most e^(one / t). A unit moves at most `moves` of
+the numbers, and the others have equal laws for both neighbors. So the release has an epsilon of one / t + moves 2^-39,
+and t is chosen so that this is the one stated.
+"""
+
+import functools
+import hashlib
+import math
+from dataclasses import dataclass
+from decimal import Decimal, localcontext
+from typing import Literal, NamedTuple
+
+import jax
+import numpy as np
+from scipy import special
+
+from dpx import keys
+from dpx.keys import cipher
+from dpx.keys.noise import GRID
+from dpx.sums.total import FloatPair
+
+Kind = Literal["gaussian", "laplace"]
+
+LARGEST_SUM = 2**60  # in size, so that no addition of int64 overflows
+_SHARE = 24  # a release is uniform with probability 2^24 / 2^64
+_FINEST = 40  # the uniform part has at most 2^40 values
+_PER_NUMBER = 2.0**-39  # of epsilon, for each number that a unit moves
+_TAIL = 89  # scales, beyond which Laplace noise has a probability below 2^-128
+_WIDER = 64  # scales, by which the range of a release is wider than that of the sums
+_PRECISION = 60  # decimal digits
+_BLOCKS = 4096  # of the cipher at once
+_LEAST_SIZE = 16  # numbers that are drawn; more are drawn by powers of two, so that few programs are compiled
+
+
+class Effect(NamedTuple):
+    """What one unit moves at most: the sum of absolute values, float; the 2-norm, float; and how many numbers, int."""
+
+    one: float
+    two: float
+    moves: int
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Noise on whole numbers. kind: which. scale: the standard deviation of Gaussian noise, or t of Laplace noise."""
+
+    kind: Kind
+    scale: float
+
+    @classmethod
+    def of(cls, kind: Kind, noise_multiplier: float, effect: Effect) -> "Noise":
+        """The noise of a multiplier, relative to the effect. Raises ValueError where the proofs have no room for it."""
+        if kind == "gaussian":
+            scale = float(np.nextafter(np.float32(noise_multiplier * effect.two), np.float32(math.inf)))
+        else:
+            own = 1 / noise_multiplier - effect.moves * _PER_NUMBER
+            if own < _PER_NUMBER:
+                words = f"below {1 / ((effect.moves + 1) * _PER_NUMBER):.3g} for Laplace noise"
+                raise ValueError(f"noise_multiplier must be {words}, got {noise_multiplier}")
+            scale = effect.one / own * (1 + 2.0**-50)
+        if not 2**GRID <= scale <= LARGEST_SUM / (2 * _TAIL):
+            least, most = (bound / scale * noise_multiplier for bound in (2**GRID, LARGEST_SUM / (2 * _TAIL)))
+            raise ValueError(f"noise_multiplier must be in [{least:.3g}, {most:.3g}] here, got {noise_multiplier}")
+        return cls(kind, scale)
+
+    @property
+    def deviation(self) -> float:
+        """The standard deviation of the noise and of its rounding."""
+        if self.kind == "gaussian":
+            return self.scale * math.sqrt(1 + 1 / (12 * 4.0**GRID))
+        return self.scale * math.sqrt(2)
+
+    def half_width(self, error: float, weights: tuple[float, ...] = (1.0,)) -> float:
+        """What a weighted sum of independent noises exceeds in size with a probability of at most `error`.
+
+        Laplace noises of several weights are bounded one by one, each with its share of the error.
+        """
+        if self.kind == "gaussian":
+            return -float(special.ndtri(error / 2)) * self.deviation * math.hypot(*weights)
+        return (self.scale * math.log(len(weights) / error) + 0.5) * math.fsum(map(abs, weights))
+
+    def rounding(self, low: int, high: int) -> float:
+        """The most by which a release is rounded, beyond what `half_width` has."""
+        return 0.0 if self.kind == "gaussian" else 2.0 ** (_grid(self.scale, low, high)[2] - 1)
+
+    def release(self, key: jax.Array, sums: np.ndarray, low: int, high: int) -> np.ndarray:
+        """The sums, int64 (n,), with noise, float64 (n,). key: of this release alone. low, high: of all such sums."""
+        if self.kind == "gaussian":
+            return _with_gaussian(key, sums, self.scale)
+        return _with_laplace(key, sums, self.scale, low, high)
+
+
+def key_of(key: jax.Array, query: str, sums: np.ndarray) -> jax.Array:
+    """The key of the noise of these sums, (), for a question that is described in words.
+
+    The same question about the same data has the same noise, so that to repeat it reveals nothing. Other sums under the
+    same key have other noise, which cannot be subtracted from the first.
+    """
+    digest = hashlib.sha256(query.encode() + b"\0" + sums.tobytes()).digest()
+    return functools.reduce(keys.fold_in, np.frombuffer(digest, np.uint32), keys.stream(key, "statistic"))
+
+
+def padded(numbers: int) -> int:
+    """How many numbers are drawn for a release of `numbers` numbers."""
+    return max(_LEAST_SIZE, 1 << (numbers - 1).bit_length())
+
+
+def _with_gaussian(key: jax.Array, sums: np.ndarray, deviation: float) -> np.ndarray:
+    gamma = 1 << (math.frexp(deviation)[1] - 1 - GRID)  # as `dpx.keys.release` has it
+    rest = np.zeros(padded(len(sums)), np.int64)
+    rest[: len(sums)] = sums % gamma
+    high = rest.astype(np.float32)
+    low = (rest.astype(np.float64) - high).astype(np.float32)  # exact, because rest is below 2^48
+    noisy = np.asarray(keys.release(key, 0, FloatPair(high, low), deviation)).astype(np.int64)
+    return (sums + (noisy - rest)[: len(sums)]).astype(np.float64)  # rounded after the addition of whole numbers
+
+
+def _with_laplace(key: jax.Array, sums: np.ndarray, scale: float, low: int, high: int) -> np.ndarray:
+    center, digits = coins_of(scale)
+    *coins, of_center, signs, free = random_words(key, (len(digits) + 3) * len(sums)).reshape(-1, len(sums), 2)
+    shown = [_shows(coin, digit).astype(np.int64) for coin, digit in zip(coins, digits, strict=True)]
+    size = 1 + sum(digit << j for j, digit in enumerate(shown))
+    noise = np.where(_shows(of_center, center), np.where(signs[:, 0] % 2 == 1, size, -size), 0)
+    return laplace_from(sums, noise, free, scale, low, high)
+
+
+def laplace_from(
+    sums: np.ndarray, noise: np.ndarray, free: np.ndarray, scale: float, low: int, high: int
+) -> np.ndarray:
+    """The releases, float64 (n,), of sums and their noise, int64 (n,). free: uint64 (n, 2), which decide the uniform
+    part. scale, low, high: as for `Noise.release`."""
+    first, span, coarse = _grid(scale, low, high)
+    place = (np.clip(sums + noise, first, first + span) - first) >> coarse
+    uniform = (free[:, 1] % np.uint64((span >> coarse) + 1)).astype(np.int64)
+    place = np.where(free[:, 0] < np.uint64(1 << _SHARE), uniform, place)
+    return first + (place << coarse) + ((1 << coarse) - 1) / 2
+
+
+def _grid(scale: float, low: int, high: int) -> tuple[int, int, int]:
+    """The least release, the largest one less it, and the logarithm of the size of a cell, ints."""
+    more = math.ceil(_WIDER * scale)
+    span = high - low + 2 * more
+    return low - more, span, max(0, span.bit_length() - _FINEST)
+
+
+def coins_of(scale: float) -> tuple[int, list[int]]:
+    """The coins of round(L) for Laplace noise of this scale: that it is not 0, and those of the digits of |N| - 1, the
+    lowest first. Each is a number x of 128 digits, and the coin shows 1 with probability x 2^-128."""
+    digits = max(1, math.ceil(math.log2(_TAIL * scale)) + 1)
+    with localcontext(prec=_PRECISION) as context:
+        t, one = Decimal(scale), Decimal(2) ** 128
+        center = int(one * context.exp(-1 / (2 * t)))
+        return center, [int(one / (1 + context.exp(Decimal(2) ** j / t))) for j in range(digits)]
+
+
+def random_words(key: jax.Array, count: int) -> np.ndarray:
+    """128 random bits for each of `count` places: uint64 (count, 2), the high half first."""
+    parts = []
+    for number in range(-(-count // _BLOCKS)):
+        a, b, c, d = (np.asarray(word).astype(np.uint64) for word in _drawn(keys.words(keys.fold_in(key, number))))
+        parts.append(np.stack([a << 32 | b, c << 32 | d], axis=-1))
+    return np.concatenate(parts)[:count]
+
+
+@jax.jit
+def _drawn(words: jax.Array) -> list[jax.Array]:
+    return cipher.drawn(words, _BLOCKS)
+
+
+def _shows(bits: np.ndarray, coin: int) -> np.ndarray:
+    """Whether coins show 1, bool (n,). bits: uint64 (n, 2)."""
+    high, low = np.uint64(coin >> 64), np.uint64(coin % 2**64)
+    return (bits[:, 0] < high) | ((bits[:, 0] == high) & (bits[:, 1] < low))

@@ -1,0 +1,147 @@
+"""Quantiles by the exponential mechanism, in whole numbers.
+
+The possible answers are public points. Each value counts at the point that is nearest to it. For the share a / 2^20 and
+n values, the distance u of a point is that of a n from the interval between 2^20 times the values below the point and
+2^20 times those up to it, a whole number. One value more or less moves u by at most D = max(a, 2^20 - a), because it
+moves both ends of the interval, relative to a n, by a or by 2^20 - a at most. So a point that is drawn with a
+probability proportional to exp(-epsilon u / (2 D)) has privacy epsilon at delta 0 (McSherry and Talwar 2007,
+https://doi.org/10.1109/FOCS.2007.66; for quantiles Smith 2011, https://arxiv.org/abs/0807.1277).
+
+In a program: distances are cut at 88 ln 2 D / epsilon, which moves no more than before. So the weights, which are
+rounded to whole numbers near 2^108 exp(-epsilon u / (2 D)), are at least 2^64, and off by a factor of at most 1 +-
+2^-65. A number of 256 random bits chooses among them, which is off by less than 2^-140 of each probability. So a ratio
+of two probabilities is off by a factor below e^(2^-62), for which epsilon is lowered by 2^-50 first.
+
+With a probability of at least 1 - error, u is at most 2 D / epsilon times ln(points / error), because some point has a
+u of 0.
+"""
+
+import bisect
+import itertools
+import math
+from dataclasses import dataclass, field
+from decimal import Decimal, localcontext
+from typing import Any
+
+import jax
+import numpy as np
+from dp_accounting import DpEvent, SelfComposedDpEvent
+from numpy.typing import ArrayLike
+
+from dpx import keys
+from dpx.accounting.budget import Budget
+from dpx.accounting.pure import PureDpEvent
+from dpx.statistics.noise import random_words
+from dpx.statistics.released import Asked, Release, bounds_of, records_of
+from dpx.trees import described
+from dpx.validation import require_floats, require_open_fraction, require_whole
+
+SHARES = 2**20
+_BITS, _FALL = 108, 44  # of the largest weight, and by how much the smallest one is less
+_SPARE = 2.0**-50  # of epsilon
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Quantiles(Release):
+    """Released quantiles: `value` is float64 (quantiles,), rising.
+
+    scale: float64 (quantiles,), what the logarithm of the error probability is multiplied by. points: int.
+    """
+
+    scale: np.ndarray = field(repr=False)
+    points: int
+
+    def rank_error(self, confidence: float = 0.95) -> np.ndarray:
+        """By how many values the rank of each answer is off at most, float64 (quantiles,), each with this confidence.
+
+        It counts the noise, and not that the records are a sample, nor that values are rounded to points.
+        confidence: in (0, 1). Raises ValueError for other numbers.
+        """
+        error = 1 - require_open_fraction("confidence", confidence)
+        return self.scale * math.log(self.points / error)
+
+
+def release_quantiles(
+    data: Any,
+    quantiles: ArrayLike = (0.25, 0.5, 0.75),
+    *,
+    low: float,
+    high: float,
+    points: int = 2**12 + 1,
+    noise_multiplier: float | Budget,
+    key: jax.Array,
+    words: str = "quantiles",
+    ledger: Any = None,
+    part: str | None = None,
+) -> "Quantiles":
+    """Quantiles of the values, each clipped to [low, high], at delta 0. Missing values (NaN) are left out.
+
+    data: (N,), or a `dpx.UserData` of one.
+    quantiles: float (quantiles,), in [0, 1], rising. Each is a release of its own.
+    low, high: public, finite. points: int, the possible answers, evenly spaced from low to high; for whole numbers,
+        high - low + 1 of them.
+    noise_multiplier: 1 / epsilon of each quantile; or a `dpx.Budget` for all of them, times its steps.
+    The other arguments and errors are those of `dpx.statistics`; the noise is that of the exponential mechanism.
+    `rank_error` says how many values off each answer is at most. A bound in the unit of the values would be another
+    release: ask for the quantiles at the shares that this number allows.
+    """
+    asked = Asked(words=words, key=key, noise_multiplier=noise_multiplier, noise="laplace", ledger=ledger, part=part)
+    records = records_of(data)
+    if records.vector:
+        raise ValueError(f"data of quantiles must have shape (N,), got {described(records.values)}")
+    (low,), (high,) = bounds_of(low, high, records)
+    shares = np.atleast_1d(require_floats("quantiles", quantiles))
+    if shares.ndim != 1 or not len(shares) or not ((shares >= 0) & (shares <= 1)).all() or (np.diff(shares) <= 0).any():
+        raise ValueError(f"quantiles must be rising numbers in [0, 1], got {described(quantiles)}")
+    points = require_whole("points", points, minimum=2, maximum=2**20)
+    whole = np.rint(shares * SHARES).astype(int).tolist()
+    multiplier = asked.multiplier(records, lambda multiplier: _event(multiplier, len(shares)), 1)
+    event, epsilon = _event(multiplier, len(shares)), 1 / multiplier - _SPARE
+    if epsilon < _SPARE:
+        raise ValueError(f"noise_multiplier must be at most {1 / _SPARE / 2:.3g}, got {multiplier}")
+    counts = counts_at(records.values[:, 0], low, high, points)
+    own = asked.begin(records, event, 1, f"quantiles {whole} {low} {high} {points} {multiplier} {records.most}", counts)
+    drawn = [_chosen(keys.fold_in(own, a), weights_of(distances(counts, a), a, epsilon, records.most)) for a in whole]
+    value = np.sort(low + (high - low) * (np.asarray(drawn) / (points - 1)))
+    scale = np.array([2 * max(a, SHARES - a) / SHARES * records.most / epsilon for a in whole])
+    facts = {"noise": "exponential", "noise_multiplier": multiplier, "event": event, "numbers": 1}
+    return Quantiles(value=value, words=words, unit=records.unit, scale=scale, points=points, **facts)
+
+
+def _event(multiplier: float, quantiles: int) -> DpEvent:
+    one = PureDpEvent(1 / multiplier)
+    return one if quantiles == 1 else SelfComposedDpEvent(one, quantiles)
+
+
+def counts_at(values: np.ndarray, low: float, high: float, points: int) -> np.ndarray:
+    """How many values are nearest to each point, int64 (points,)."""
+    there = np.clip(values[~np.isnan(values)], low, high)
+    places = np.rint((there - low) / (high - low) * (points - 1)).astype(np.int64)
+    return np.bincount(np.clip(places, 0, points - 1), minlength=points)
+
+
+def distances(counts: np.ndarray, share: int) -> np.ndarray:
+    """u of every point for the quantile share / SHARES, int64 (points,), at least 0."""
+    above = SHARES * np.cumsum(counts)
+    wanted = share * counts.sum()
+    return np.maximum(np.maximum(above - SHARES * counts - wanted, wanted - above), 0)
+
+
+def weights_of(far: np.ndarray, share: int, epsilon: float, most: int) -> list[int]:
+    """The weights of the points, whole numbers. far: of `distances`. most: how many values one unit has at most."""
+    with localcontext(prec=60) as context:
+        rate = Decimal(epsilon) / (2 * max(share, SHARES - share) * most)
+        last = int(_FALL * context.ln(Decimal(2)) / rate)
+        largest = Decimal(2) ** _BITS
+        known = {
+            u: int((largest * context.exp(-rate * u)).to_integral_value()) for u in {*np.minimum(far, last).tolist()}
+        }
+    return [known[u] for u in np.minimum(far, last).tolist()]
+
+
+def _chosen(key: jax.Array, weights: list[int]) -> int:
+    """The place of a weight, with a probability proportional to it."""
+    ends = list(itertools.accumulate(weights))
+    (a, b), (c, d) = random_words(key, 2).tolist()
+    bits = a << 192 | b << 128 | c << 64 | d
+    return bisect.bisect_right(ends, bits * ends[-1] >> 256)

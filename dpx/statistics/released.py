@@ -1,0 +1,273 @@
+"""What a statistic is asked for, the record of what was released, and the records that it is computed from."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from dp_accounting import DpEvent, GaussianDpEvent, SelfComposedDpEvent
+from numpy.typing import ArrayLike
+
+from dpx import keys
+from dpx.accounting.budget import Budget
+from dpx.accounting.calibration import calibrate
+from dpx.accounting.checks import require_delta
+from dpx.accounting.events import billed, event_epsilon
+from dpx.accounting.pure import PureDpEvent
+from dpx.sampling.schemes import FullBatch
+from dpx.sampling.users import UserData
+from dpx.statistics.noise import LARGEST_SUM, Effect, Noise, key_of, padded
+from dpx.trees import described, require_arrays
+from dpx.validation import require_floats, require_number, require_open_fraction
+
+RELATION = "zero_out"
+_ANSWERED: dict[int, int] = {}  # the mark of the noise of what each key has released, by the mark of the key
+
+
+class Records(NamedTuple):
+    """The records of a statistic. values: (rows, columns). vector: whether they were given in columns.
+
+    units: int, how many examples or users there are, which is public. most: int, the records of one of them. unit: what
+    epsilon protects, in words.
+    """
+
+    values: np.ndarray
+    vector: bool
+    units: int
+    most: int
+    unit: str
+
+    @property
+    def most_rows(self) -> int:
+        """A public bound of the number of records."""
+        return self.units * self.most
+
+    def shaped(self, found: np.ndarray) -> Any:
+        """Numbers of the columns, (..., columns), or without that axis where the values have none; floats where ()."""
+        found = found if self.vector else found[..., 0]
+        return float(found) if found.ndim == 0 else found
+
+
+def records_of(data: Any, *, numbers: bool = True) -> Records:
+    """The records of one example or user each. data: an array, (N,) or (N, columns), or a `dpx.UserData` of one.
+
+    numbers: whether they must be numbers, which become float64. Raises ValueError for other data.
+    """
+    users = isinstance(data, UserData)
+    values = data.kept if users else data
+    if numbers:
+        require_arrays(values)
+    values = np.asarray(values)
+    if values.ndim not in (1, 2) or values.shape[0] == 0 or values.dtype.kind not in ("fiub" if numbers else "fiubUS"):
+        kinds = "numbers" if numbers else "numbers or words"
+        raise ValueError(f"data must be {kinds}, (N,) or (N, columns) with N of at least 1; got {described(values)}")
+    units, most, unit = (len(data), data.most, data.privacy_unit) if users else (len(values), 1, "example")
+    if units * most > LARGEST_SUM >> 24:
+        raise ValueError(f"data must hold at most {LARGEST_SUM >> 24} records, got {units} times {most}")
+    values = values.astype(np.float64) if numbers else values
+    return Records(values.reshape(len(values), -1), values.ndim == 2, units, most, unit)
+
+
+def bounds_of(low: ArrayLike, high: ArrayLike, records: Records) -> tuple[np.ndarray, np.ndarray]:
+    """The bounds of each column, float64 (columns,). Raises ValueError unless low < high, both finite."""
+    columns = records.values.shape[1]
+    low, high = (require_floats(name, value) for name, value in (("low", low), ("high", high)))
+    if any(bound.shape not in ((), (columns,)) for bound in (low, high)):
+        raise ValueError(f"low and high must be numbers, or one for each column, got shapes {low.shape}, {high.shape}")
+    low, high = np.broadcast_to(low, columns), np.broadcast_to(high, columns)
+    with np.errstate(over="ignore", invalid="ignore"):
+        if not (np.isfinite(high - low) & (low < high)).all():
+            raise ValueError("low must be below high, with a finite difference, in every column; got other bounds")
+    return low, high
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Release:
+    """What was released, which anyone may see.
+
+    value: float, or float64 (...). words: what it is. unit: what epsilon protects, such as "example", for nulls in
+        place of one.
+    event: what the release costs. numbers: int, how many noisy numbers it counts for the arithmetic of Gaussian noise.
+    noise: "gaussian", "laplace" or "exponential". noise_multiplier: float, of this noise.
+    """
+
+    value: Any
+    words: str
+    unit: str
+    event: DpEvent
+    numbers: int
+    noise: str
+    noise_multiplier: float
+
+    def epsilon(self, *, delta: float) -> float:
+        """An upper bound of epsilon at `delta`, in [0, 1), for this release alone; inf at 0 for Gaussian noise."""
+        if delta == 0:
+            return event_epsilon(self.event, delta=0, relation=RELATION)
+        return billed(self.event, relation=RELATION, numbers=self.numbers).epsilon(require_delta(delta))
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Statistic(Release):
+    """A released statistic with its error."""
+
+    within: Callable[[float], Any] = field(repr=False)
+
+    def interval(self, confidence: float = 0.95) -> tuple[Any, Any]:
+        """Bounds of the true statistic of these records, each float or float64 (...), as `value`.
+
+        They count the noise and the rounding of the release, and not that the records are a sample of a population: for
+        that, add the variance of the sample. Each number has this confidence by itself.
+
+        confidence: in (0, 1). Raises ValueError for other numbers.
+        """
+        return self.within(1 - require_open_fraction("confidence", confidence))
+
+
+class _Priced(NamedTuple):
+    """What `calibrate` asks of a mechanism."""
+
+    event: Callable[[int], DpEvent]
+    sampling: FullBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """How a statistic is released: the arguments that all of them take (`dpx.statistics`)."""
+
+    words: str
+    key: jax.Array = field(repr=False)
+    noise_multiplier: float | Budget
+    noise: str | None
+    ledger: Any
+    part: str | None
+
+    def __post_init__(self):
+        keys.secret(keys.require(self.key))
+        for name, value in {"words": self.words, "part": "one" if self.part is None else self.part}.items():
+            if not (isinstance(value, str) and value.strip() and value.isprintable()):
+                raise ValueError(f"{name} must be printable words in one line, got {described(value)}")
+        if self.noise not in (None, "gaussian", "laplace"):
+            raise ValueError(f'noise must be "gaussian", "laplace" or None, got {described(self.noise)}')
+        if not isinstance(self.noise_multiplier, Budget):
+            require_number("noise_multiplier", self.noise_multiplier, minimum=0, exclusive=True)
+        elif self.noise_multiplier.records != 1 or self.noise_multiplier.epochs is not None:
+            words = "steps, how many such releases it is for, and one record; for persons with several, take "
+            raise ValueError(
+                f"the dpx.Budget of a statistic must have {words}dpx.UserData; got {self.noise_multiplier}"
+            )
+
+    def noise_for(self, records: Records, effect: Effect, size: int) -> tuple[Noise, float]:
+        """The noise on `size` numbers, and its multiplier; of both kinds, the one that deviates less."""
+        kinds: list[Any] = ["laplace", "gaussian"] if isinstance(self.noise_multiplier, Budget) else ["gaussian"]
+        kinds = kinds if self.noise is None else [self.noise]
+        found = []
+        for kind in kinds:
+            multiplier = self.multiplier(
+                records, lambda multiplier, kind=kind: event_of(kind, multiplier), padded(size)
+            )
+            found.append((Noise.of(kind, multiplier, effect), multiplier))
+        return min(found, key=lambda each: each[0].deviation)
+
+    def multiplier(self, records: Records, event: Callable[[float], DpEvent], numbers: int) -> float:
+        """The noise multiplier, of a budget the least one. event: noise multiplier -> the event of one release."""
+        budget = self.noise_multiplier
+        if not isinstance(budget, Budget):
+            return float(budget)
+        if budget.steps == 1 and isinstance(event(1.0), PureDpEvent):  # at delta 0
+            return 1 / budget.epsilon
+        sampling = FullBatch(examples=records.units)
+        price = {"epsilon": budget.epsilon, "delta": budget.delta, "accountant": budget.accountant}
+
+        def make(multiplier: float) -> _Priced:
+            return _Priced(lambda steps: SelfComposedDpEvent(event(multiplier), steps), sampling)
+
+        numbers = numbers if budget.numbers is None else max(numbers, budget.numbers)
+        return calibrate(make, steps=budget.steps, **price, numbers=numbers)
+
+    def noisy(
+        self, records: Records, sums: np.ndarray, effect: Effect, low: int, high: int, *, query: str
+    ) -> tuple[np.ndarray, Noise, dict[str, Any]]:
+        """The sums, int64 (...), with noise, float64 (...); the noise; and the fields of its `Statistic`.
+
+        effect: of one record. low, high: public bounds of the sums. query: what is asked, with all public arguments.
+        """
+        effect = Effect(
+            effect.one * records.most, effect.two * records.most, min(sums.size, effect.moves * records.most)
+        )
+        noise, multiplier = self.noise_for(records, effect, sums.size)
+        event, numbers = event_of(noise.kind, multiplier), padded(sums.size)
+        own = self.begin(records, event, numbers, f"{query} {noise} {effect}", sums)
+        noisy = noise.release(own, sums.reshape(-1), low, high).reshape(sums.shape)
+        facts = {"noise": noise.kind, "noise_multiplier": multiplier, "event": event, "numbers": numbers}
+        return noisy, noise, facts | {"words": self.words, "unit": records.unit}
+
+    def begin(self, records: Records, event: DpEvent, numbers: int, query: str, sums: np.ndarray) -> jax.Array:
+        """The key of the noise of a release, which is now paid for. Raises ValueError for a key that was used."""
+        own = key_of(self.key, query, sums)
+        mark, answer = int(keys.mark(self.key)), int(keys.mark(own))
+        if _ANSWERED.get(mark, answer) != answer:
+            raise ValueError(
+                f"key must be of one release alone, but this one has made another one before {self.words}: take a new "
+                "dpx.secret_key() for each"
+            )
+        if self.ledger is not None:
+            of = {
+                "words": self.words,
+                "numbers": numbers,
+                "unit": records.unit,
+                "part": self.part,
+                "holder": str(answer),
+            }
+            self.ledger.spend(event, key=self.key, **of)
+        _ANSWERED[mark] = answer
+        return own
+
+
+def event_of(kind: str, noise_multiplier: float) -> DpEvent:
+    """The event of one release: of Gaussian noise, or of a pure mechanism of epsilon 1 / noise_multiplier."""
+    return GaussianDpEvent(noise_multiplier) if kind == "gaussian" else PureDpEvent(1 / noise_multiplier)
+
+
+def ratio_within(cells: np.ndarray, weights: tuple[float, ...], noise: Noise, error: float, off: float) -> tuple:
+    """Bounds of sum_i w_i S_i / sum_i S_i, in [0, 1], float64 (...) each, from noisy cells of the sums S.
+
+    The true ratio f has sum_i (w_i - f) S_i = 0, so sum_i (w_i - f) cells_i is noise alone, whose half width is known
+    for every f: its set of f holds the true one with a probability of at least 1 - error (Fieller 1954,
+    https://doi.org/10.1111/j.2517-6161.1954.tb00159.x). Where the set is not an interval, the bounds are 0 and 1.
+
+    cells: float64 (number of weights, ...). weights: in [0, 1]. off: the most that rounding moves the weighted sum.
+    """
+    w = np.asarray(weights)
+    total, weighted = cells.sum(axis=0), np.tensordot(w, cells, 1)
+    if noise.kind == "gaussian":
+        squared = noise.half_width(error) ** 2
+        a = total**2 - squared * len(w)
+
+        def end(sign: int) -> np.ndarray:
+            top = weighted + sign * off
+            half = top * total - squared * w.sum()
+            root = half**2 - a * (top**2 - squared * np.square(w).sum())
+            return (half + sign * np.sqrt(np.maximum(root, 0))) / a
+
+    else:
+        a, most = total, max(w.sum(), (1 - w).sum())
+        width = noise.half_width(error / len(w)) * most + off
+
+        def end(sign: int) -> np.ndarray:
+            return (weighted + sign * width) / a
+
+    with np.errstate(divide="ignore", invalid="ignore"):
+        known = (a > 0) & (total > 0)
+        low, high = (np.where(known, np.clip(end(sign), 0, 1), (sign + 1) / 2) for sign in (-1, 1))
+    return low, high
+
+
+def safe_ratio(top: np.ndarray, bottom: np.ndarray, otherwise: float) -> np.ndarray:
+    """top / bottom, cut to [0, 1]; `otherwise` where bottom is not above 0."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(bottom > 0, np.clip(top / bottom, 0, 1), otherwise)
+
+
+def plus_minus(value: np.ndarray, half: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
+    return value - half, value + half

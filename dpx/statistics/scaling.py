@@ -1,0 +1,93 @@
+"""The mean and the scale of features, as public numbers for a model."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import ArrayLike
+
+from dpx.accounting.budget import Budget
+from dpx.statistics.noise import Effect
+from dpx.statistics.released import Asked, Statistic, bounds_of, ratio_within, records_of, safe_ratio
+from dpx.statistics.sums import QUANTA, cells_of
+
+_LARGEST_VARIANCE = 0.25  # of values in [0, 1]
+
+
+@dataclass(frozen=True, eq=False)
+class Scaling:
+    """Means and scales that were released: call it on features, one example or many, before a model reads them.
+
+    low, high, mean, scale: float64 (columns,), or floats for one column. released: the `Statistic` of mean and scale,
+    float64 (2, ...). Everything here is public.
+    """
+
+    low: Any
+    high: Any
+    mean: Any
+    scale: Any
+    released: Statistic
+
+    def __call__(self, features: Any) -> jax.Array:
+        """(clip(features) - mean) / scale, float32 (..., columns), and 0 for a missing value (NaN)."""
+        features = jnp.asarray(features, jnp.float32)
+        parts = (self.low, self.high, self.mean, self.scale)
+        low, high, mean, scale = (jnp.broadcast_to(np.asarray(x, np.float32), features.shape) for x in parts)
+        scaled = (jnp.clip(features, low, high) - mean) / scale
+        return jnp.where(jnp.isnan(scaled), jnp.zeros_like(scaled), scaled)
+
+
+def standardize(
+    data: Any,
+    *,
+    low: ArrayLike,
+    high: ArrayLike,
+    noise_multiplier: float | Budget,
+    key: jax.Array,
+    noise: str | None = None,
+    words: str = "mean and scale of the features",
+    ledger: Any = None,
+    part: str | None = None,
+) -> Scaling:
+    """The mean and the standard deviation of each feature, from one release, for a model that reads scaled features.
+
+    data: (N, columns) or (N,), or a `dpx.UserData` of one. Missing values (NaN) are left out.
+    low, high: public, finite, numbers or one for each column, to which values are clipped, here and in the model.
+    The other arguments and errors are those of `dpx.statistics`. A scale is at least the one that noise alone would
+    show, so that no feature is blown up.
+
+        >>> scaling = dpx.statistics.standardize(data[0], low=0, high=2, noise_multiplier=5.0, key=dpx.secret_key())
+        >>> scaling(data[0]).shape
+        (1000, 3)
+    """
+    asked = Asked(words=words, key=key, noise_multiplier=noise_multiplier, noise=noise, ledger=ledger, part=part)
+    records = records_of(data)
+    low, high = bounds_of(low, high, records)
+    cells, columns, most = cells_of(records, low, high, 2), records.values.shape[1], QUANTA * records.most_rows
+    effect = Effect(QUANTA * columns, QUANTA * math.sqrt(columns), 3 * columns)
+    query = f"standardize {low.tolist()} {high.tolist()}"
+    noisy, added, facts = asked.noisy(records, cells, effect, 0, most, query=query)
+    total, size = noisy.sum(axis=0), high - low
+    mean = safe_ratio(noisy[1] / 2 + noisy[2], total, 0.5)
+    variance = safe_ratio(noisy[2], total, 1.0) - mean**2
+    least = safe_ratio(np.full(columns, 2 * added.deviation), total, 1.0)
+    scale = np.sqrt(np.clip(np.maximum(variance, least), 0, _LARGEST_VARIANCE))
+    value = np.stack([low + size * mean, size * scale])
+
+    def within(error: float) -> tuple[Any, Any]:
+        off = records.most_rows / 2 + 2 * added.rounding(0, most)
+        mean_low, mean_high = ratio_within(noisy, (0.0, 0.5, 1.0), added, error, off)
+        (low_1, high_1), (low_2, high_2) = (
+            ratio_within(noisy, weights, added, error / 2, off) for weights in ((0.0, 0.5, 1.0), (0.0, 0.0, 1.0))
+        )
+        variances = low_2 - high_1**2, high_2 - low_1**2
+        scales = (size * np.sqrt(np.clip(one, 0, _LARGEST_VARIANCE)) for one in variances)
+        ends = zip((low + size * mean_low, low + size * mean_high), scales, strict=True)
+        return tuple(records.shaped(np.stack(pair)) for pair in ends)
+
+    released = Statistic(value=records.shaped(value), within=within, **facts)
+    low, high, mean, scale = (records.shaped(x) for x in (low, high, *value))
+    return Scaling(low, high, mean, scale, released)

@@ -1,0 +1,265 @@
+"""Counts, sums, means, histograms and scales, each a sum of whole numbers with noise.
+
+A record is rounded to a public grid before it is summed, and spreads its quanta over the numbers of the release:
+
+    count        one number, 2^10 quanta for a value that is there
+    sum          one number, up to 2^24 quanta
+    mean         two numbers, k and 2^24 - k quanta: their sum is the count
+    scale        three numbers, about (1 - a)^2, 2 a (1 - a) and a^2 of 2^24 quanta: count, mean and variance
+    histogram    one number a bin, 2^10 quanta for the bin of the value
+
+So a record moves the sum of all absolute values by its quanta at most, and the 2-norm by no more, although a mean needs
+two numbers and a variance three. A missing value (NaN) has no quanta: it moves nothing, and is not counted. Infinite
+and large values are those at the bounds.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from numpy.typing import ArrayLike
+
+from dpx.accounting.budget import Budget
+from dpx.statistics.noise import Effect
+from dpx.statistics.released import (
+    Asked,
+    Records,
+    Statistic,
+    bounds_of,
+    plus_minus,
+    ratio_within,
+    records_of,
+    safe_ratio,
+)
+from dpx.trees import described
+from dpx.validation import require_bool
+
+WHOLE, QUANTA = 2**10, 2**24  # of a value that is counted, and of one that is added
+
+
+def release_count(
+    data: Any,
+    *,
+    noise_multiplier: float | Budget,
+    key: jax.Array,
+    noise: str | None = None,
+    words: str = "count",
+    ledger: Any = None,
+    part: str | None = None,
+) -> Statistic:
+    """How many values there are, not counting those that are missing (NaN); of a bool array, how many are True.
+
+    data: (N,), or (N, columns) for a count of each column; or a `dpx.UserData` of one.
+    The other arguments and errors are those of `dpx.statistics`. The count may be negative, because it is not
+    biased.
+
+        >>> tall = dpx.statistics.release_count(data[1] > 0.5, noise_multiplier=10.0, key=dpx.secret_key())
+        >>> tall.epsilon(delta=1e-5)
+        0.340...
+    """
+    asked = Asked(words=words, key=key, noise_multiplier=noise_multiplier, noise=noise, ledger=ledger, part=part)
+    records = records_of(data, numbers=False)
+    if records.values.dtype.kind in "US":
+        raise ValueError(f"data of a count must be numbers or bools, got {described(records.values)}")
+    there = records.values if records.values.dtype.kind == "b" else ~np.isnan(records.values)
+    columns = there.shape[1]
+    effect = Effect(WHOLE * columns, WHOLE * math.sqrt(columns), columns)
+    return _counts(asked, records, WHOLE * there.sum(axis=0, dtype=np.int64), effect, "count", records.shaped)
+
+
+def release_histogram(
+    data: Any,
+    *,
+    edges: Any = None,
+    categories: Sequence[Any] | None = None,
+    noise_multiplier: float | Budget,
+    key: jax.Array,
+    noise: str | None = None,
+    words: str = "histogram",
+    ledger: Any = None,
+    part: str | None = None,
+) -> Statistic:
+    """How many values are in each bin, float64 (bins,).
+
+    data: (N,), numbers, or words for `categories`; or a `dpx.UserData` of one. A value outside of all bins, and a
+        missing one (NaN), is in none.
+    edges: float (bins + 1,), rising, public. Bin i has edges[i] <= value < edges[i + 1]; the last one has its upper
+        edge too. Edges may be infinite.
+    categories: (bins,), the distinct values of the bins, all numbers or all words, in place of edges. They must be
+        public: a list of the values that occur in the data is not.
+    The other arguments and errors are those of `dpx.statistics`. Counts may be negative, because they are not
+    biased.
+    """
+    asked = Asked(words=words, key=key, noise_multiplier=noise_multiplier, noise=noise, ledger=ledger, part=part)
+    if (edges is None) == (categories is None):
+        raise ValueError(f"exactly one of edges and categories must be given, got {described(edges)} and the other")
+    records = records_of(data, numbers=categories is None)
+    if records.vector:
+        raise ValueError(f"data of a histogram must have shape (N,), got {described(records.values)}")
+    values = records.values[:, 0]
+    if categories is None:
+        public = np.asarray(edges, np.float64) if np.shape(edges)[:1] > (1,) else np.zeros(0)
+        if public.ndim != 1 or len(public) < 2 or not (np.diff(public) > 0).all():
+            raise ValueError(f"edges must be rising numbers, (bins + 1,) with at least one bin, got {described(edges)}")
+        places, bins = np.searchsorted(public, values, side="right") - 1, len(public) - 1
+        places = np.where(values == public[-1], bins - 1, places)
+        inside = (places >= 0) & (places < bins)  # NaN is beyond all edges
+    else:
+        public, bins = np.asarray(categories), len(categories)
+        words_of = {"U": "words", "S": "words"}
+        alike = words_of.get(public.dtype.kind, "numbers") == words_of.get(values.dtype.kind, "numbers")
+        if (
+            public.ndim != 1
+            or not bins
+            or len({*public.tolist()}) < bins
+            or public.dtype.kind not in "fiubUS"
+            or not alike
+        ):
+            raise ValueError(f"categories must be distinct, of the kind of data, (bins,); got {described(categories)}")
+        order = np.argsort(public)
+        places = order[np.minimum(np.searchsorted(public[order], values), bins - 1)]
+        inside = public[places] == values
+    sums = WHOLE * np.bincount(places[inside], minlength=bins).astype(np.int64)
+    query = f"histogram {public.dtype} {public.tolist()}"
+    return _counts(asked, records, sums, Effect(WHOLE, WHOLE, 1), query, lambda found: found)
+
+
+def _counts(asked: Asked, records: Records, sums: np.ndarray, effect: Effect, query: str, shaped: Any) -> Statistic:
+    """Counts, which are sums of WHOLE for each."""
+    most = WHOLE * records.most_rows
+    noisy, added, facts = asked.noisy(records, sums, effect, 0, most, query=query)
+    value = noisy / WHOLE
+
+    def within(error: float) -> tuple[Any, Any]:
+        half = (added.half_width(error) + added.rounding(0, most)) / WHOLE
+        return tuple(map(shaped, plus_minus(value, half)))
+
+    return Statistic(value=shaped(value), within=within, **facts)
+
+
+def release_sum(
+    data: Any,
+    *,
+    low: ArrayLike,
+    high: ArrayLike,
+    noise_multiplier: float | Budget,
+    key: jax.Array,
+    noise: str | None = None,
+    words: str = "sum",
+    ledger: Any = None,
+    part: str | None = None,
+) -> Statistic:
+    """The sum of the values, each clipped to [low, high]; a missing one (NaN) adds 0.
+
+    data: (N,), or (N, columns) for a sum of each column; or a `dpx.UserData` of one.
+    low, high: public, finite, numbers or one for each column. The noise grows with the larger of both in size.
+    The other arguments and errors are those of `dpx.statistics`.
+    """
+    asked = Asked(words=words, key=key, noise_multiplier=noise_multiplier, noise=noise, ledger=ledger, part=part)
+    records = records_of(data)
+    low, high = bounds_of(low, high, records)
+    unit = np.maximum(np.abs(low), np.abs(high))
+    quanta = _rounded(np.clip(records.values, low, high) / unit)
+    return _spread_sum(asked, records, quanta, unit / QUANTA, 0.0, f"sum {low.tolist()} {high.tolist()}")
+
+
+def _spread_sum(
+    asked: Asked, records: Records, quanta: np.ndarray, size: np.ndarray, offset: ArrayLike, query: str
+) -> Statistic:
+    """offset + size times the sums of quanta, int64 (rows, columns), each at most QUANTA in size."""
+    columns, most = quanta.shape[1], QUANTA * records.most_rows
+    effect = Effect(QUANTA * columns, QUANTA * math.sqrt(columns), columns)
+    noisy, added, facts = asked.noisy(records, quanta.sum(axis=0), effect, -most, most, query=query)
+    value = offset + noisy * size
+
+    def within(error: float) -> tuple[Any, Any]:
+        half = added.half_width(error) + added.rounding(-most, most) + records.most_rows / 2
+        return tuple(map(records.shaped, plus_minus(value, half * size)))
+
+    return Statistic(value=records.shaped(value), within=within, **facts)
+
+
+def _rounded(shares: np.ndarray) -> np.ndarray:
+    """Shares in [-1, 1] in quanta, int64; 0 for NaN."""
+    return np.clip(np.rint(np.nan_to_num(shares) * QUANTA), -QUANTA, QUANTA).astype(np.int64)
+
+
+def release_mean(
+    data: Any,
+    *,
+    low: ArrayLike,
+    high: ArrayLike,
+    complete: bool = False,
+    noise_multiplier: float | Budget,
+    key: jax.Array,
+    noise: str | None = None,
+    words: str = "mean",
+    ledger: Any = None,
+    part: str | None = None,
+) -> Statistic:
+    """The mean of the values that are there, each clipped to [low, high].
+
+    It has about the noise of a count in numerator and denominator, from one release: sums of k and of 2^24 - k quanta,
+    which together are the count. It is the middle of the bounds if the noise leaves no count.
+
+    data: (N,), or (N, columns) for a mean of each column; or a `dpx.UserData` of one, for the mean over all records.
+    low, high: public, finite, numbers or one for each column.
+    complete: True promises that no value is missing. The divisor is then N, and the noise is smaller by a factor of 1.4
+        to 2. A missing value would count as the middle of the bounds. Not for `dpx.UserData`, whose number of records
+        is private.
+    The other arguments and errors are those of `dpx.statistics`.
+
+        >>> mean = dpx.statistics.release_mean(data[1], low=0, high=3, noise_multiplier=5.0, key=dpx.secret_key())
+        >>> low, high = mean.interval(0.95)
+        >>> low < mean.value < high
+        True
+    """
+    asked = Asked(words=words, key=key, noise_multiplier=noise_multiplier, noise=noise, ledger=ledger, part=part)
+    records = records_of(data)
+    low, high = bounds_of(low, high, records)
+    query = f"mean {require_bool('complete', complete)} {low.tolist()} {high.tolist()}"
+    if complete:
+        if records.most > 1 or records.unit != "example":
+            raise ValueError("complete must be False for dpx.UserData, because the number of records is private")
+        half, rows = (high - low) / 2, len(records.values)
+        middle = low + half
+        quanta = _rounded((np.clip(records.values, low, high) - middle) / half)
+        found = _spread_sum(asked, records, quanta, half / (QUANTA * rows), middle, query)
+        return _cut(found, records, low, high)
+    cells, columns, most = cells_of(records, low, high, 1), records.values.shape[1], QUANTA * records.most_rows
+    effect = Effect(QUANTA * columns, QUANTA * math.sqrt(columns), 2 * columns)
+    noisy, added, facts = asked.noisy(records, cells, effect, 0, most, query=query)
+    value = low + (high - low) * safe_ratio(noisy[1], noisy.sum(axis=0), 0.5)
+
+    def within(error: float) -> tuple[Any, Any]:
+        off = records.most_rows / 2 + added.rounding(0, most)
+        found = ratio_within(noisy, (0.0, 1.0), added, error, off)
+        return tuple(records.shaped(low + (high - low) * share) for share in found)
+
+    return Statistic(value=records.shaped(value), within=within, **facts)
+
+
+def _cut(found: Statistic, records: Records, low: np.ndarray, high: np.ndarray) -> Statistic:
+    """A mean and its intervals, cut to the bounds of the values."""
+
+    def cut(value: Any) -> Any:
+        return records.shaped(np.clip(np.reshape(value, low.shape), low, high))
+
+    def within(error: float) -> tuple[Any, Any]:
+        low, high = found.within(error)
+        return cut(low), cut(high)
+
+    return Statistic(**vars(found) | {"value": cut(found.value), "within": within})
+
+
+def cells_of(records: Records, low: np.ndarray, high: np.ndarray, degree: int) -> np.ndarray:
+    """The sums of the quanta that a record spreads, int64 (degree + 1, columns): the basis of Bernstein's polynomials,
+    whose terms are at least 0 and add up to 1, so that the quanta of a record that is there add up to QUANTA."""
+    there = ~np.isnan(records.values)
+    share = (np.clip(np.where(there, records.values, low), low, high) - low) / (high - low)
+    last = _rounded(share**degree)
+    first = np.minimum(_rounded((1 - share) ** degree), QUANTA - last) if degree > 1 else QUANTA - last
+    spread = np.stack([first, QUANTA - first - last, last] if degree > 1 else [first, last])
+    return np.where(there, spread, 0).sum(axis=1)
