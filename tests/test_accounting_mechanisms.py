@@ -420,6 +420,21 @@ def test_report_of_no_noise_is_valid_json():
     read = json.loads(report.to_json(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert read["epsilon"] == {"pld": "inf", "rdp": "inf"}
     assert "NO guarantee for one patient" in report.to_markdown() and "kept" not in str(report)
+    assert "An attacker may be certain whether one patient took part" in " ".join(str(report).split())
+
+
+@pytest.mark.parametrize("noise", [0.6, 3.0, 50.0])
+def test_a_report_begins_with_a_bet(noise):
+    """How often an attacker is right at most, in a box before all else; specialists' sections are folded."""
+    report = reports.privacy_report(Mechanism(noise), 50, delta=1e-6, unit="patient")
+    first, page = sections_of(report)[0], report.to_html()
+    (right,) = re.findall(r"is right at most (\d+) times", first.sentences[0])
+    assert 50 + 50 * report.attacks.advantage <= int(right) < 51 + 50 * report.attacks.advantage
+    assert first.form == "box" and ("who is protected", "one patient") in first.rows
+    assert page.index('<div class="box">') < page.index(first.sentences[0]) < page.index("</div>") < page.index("<svg")
+    folded = re.findall(r"<details>\n?<summary>(.*?)</summary>", page)
+    assert folded == ["How much is spent", "In the words of the code", "Mechanism"]
+    assert page.count("<details>") == page.count("</details>") == 3
 
 
 def test_all_forms_of_a_report_hold_the_same_facts():

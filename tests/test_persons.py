@@ -83,7 +83,7 @@ def test_the_report_is_about_the_person():
     assert all(UNIT in sentence for section in plain for sentence in section.sentences)
     assert "example" not in " ".join(sentence for section in plain for sentence in section.sentences)
     rows = dict(row for section in sections_of(report) for row in section.rows)
-    assert rows["unit of privacy"] == f"one {UNIT}" and rows[f"epsilon of one {UNIT}, target"] == "2"
+    assert rows["who is protected"] == f"one {UNIT}" and rows[f"epsilon of one {UNIT}, target"] == "2"
     assert float(rows[f"epsilon of one {UNIT}, spent"]) == pytest.approx(2.0, rel=1e-4)
     sigma = f"{MECHANISM.noise_multiplier:.6g}"
     assert (
@@ -99,7 +99,7 @@ def test_the_report_is_about_the_person():
 
 def test_a_target_for_others_is_no_target():
     one = str(dpx.privacy_report(MECHANISM, STEPS, delta=DELTA, records=1))
-    assert "unit of privacy                 one example" in one and "target  none" in one
+    assert "who is protected                one example" in one and "target  none" in one
     assert f"The target was epsilon 2 at delta 0.0001 for a {UNIT}, not for one example." in " ".join(one.split())
     person = str(
         dpx.privacy_report(made(dpx.Budget(epsilon=2.0, delta=DELTA, steps=2)), 2, delta=DELTA, records=RECORDS)

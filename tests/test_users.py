@@ -212,7 +212,7 @@ def test_the_report_says_user():
     mechanism, _ = step_of(4, 3)
     mechanism = dp_sgd(mechanism.sampling, 2.0)
     report = dpx.privacy_report(mechanism, 1, delta=1e-3, unit="user")
-    assert report.unit == "one user" and "| unit of privacy | one user |" in report.to_markdown()
+    assert report.unit == "one user" and "| who is protected | one user |" in report.to_markdown()
     limits = "\n".join(report.caveats)
     for words in ("nulling one user", "of one user are not private", "they mean user"):
         assert words in limits

@@ -5,7 +5,7 @@ import math
 import re
 import textwrap
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 _LEFT, _TOP, _WIDTH, _HEIGHT = 80, 30, 520, 360  # of the square of the rates, in pixels
 _DECADES = 4  # of both axes, which end at a rate of 1
@@ -57,7 +57,9 @@ _STYLE = (
     "body{font:16px/1.5 sans-serif;max-width:48em;margin:2em auto;padding:0 1em}"
     "th,td{text-align:left;vertical-align:top;padding:.2em 1em .2em 0;border-bottom:1px solid #ccc}"
     "table{border-collapse:collapse}th{font-weight:normal;white-space:nowrap}pre{background:#f4f4f4;padding:.6em;overflow:auto}"
-    "figure{max-width:36em;margin:1em 0}"
+    "figure{max-width:36em;margin:1em 0}summary{font-weight:bold;cursor:pointer;margin:1em 0}"
+    ".box{border:2px solid #0072b2;border-radius:.5em;padding:0 1em 1em}"
+    "@media print{details::details-content{content-visibility:visible;block-size:auto}}"
 )
 
 
@@ -65,7 +67,8 @@ class Section(NamedTuple):
     """One section of a page.
 
     title: of the section. sentences: one paragraph each. rows: (name, value) pairs, a table. code: lines as they are.
-    picture: an SVG, which the page of HTML shows.
+    picture: an SVG, which the page of HTML shows. There, form "box" draws a frame around the section, and form "folded"
+    shows its title only, until a reader opens it.
     """
 
     title: str
@@ -73,6 +76,14 @@ class Section(NamedTuple):
     rows: tuple[tuple[str, str], ...] = ()
     code: str = ""
     picture: str = ""
+    form: Literal["open", "box", "folded"] = "open"
+
+
+_AROUND = {  # what stands before a section, around its title, and behind the section
+    "open": ("", "h2", ""),
+    "box": ('<div class="box">', "h2", "</div>"),
+    "folded": ("<details>", "summary", "</details>"),
+}
 
 
 def as_text(title: str, sections: Sequence[Section]) -> str:
@@ -106,12 +117,14 @@ def as_html(title: str, sections: Sequence[Section]) -> str:
     """A whole page of HTML, which loads nothing from elsewhere."""
     parts = [f"<h1>{html.escape(title)}</h1>"]
     for section in sections:
-        parts.append(f"<h2>{html.escape(section.title)}</h2>")
+        before, heading, behind = _AROUND[section.form]
+        parts.append(f"{before}<{heading}>{html.escape(section.title)}</{heading}>")
         parts += [f"<p>{html.escape(sentence)}</p>" for sentence in section.sentences]
         parts += [f"<figure>{section.picture}</figure>"] if section.picture else []
         rows = [f"<tr><th>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>" for name, value in section.rows]
         parts += ["<table>", *rows, "</table>"] if rows else []
         parts += [f"<pre>{html.escape(section.code)}</pre>"] if section.code else []
+        parts += [behind] if behind else []
     head = f'<meta charset="utf-8"><title>{html.escape(title)}</title><style>{_STYLE}</style>'
     body = "\n".join(parts)
     return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>\n{body}\n</body></html>\n'

@@ -263,7 +263,7 @@ def version_of(package: str) -> str:
     return "not installed as a package"
 
 
-# The words. The sections before "In the words of the code" are for a data owner, who reads no code.
+# The words. The sections before "How much is spent" are for a data owner, who reads no code.
 
 
 _RELATIONS = {  # how neighboring data sets differ: as a question, as the alternative to one unit, and in full
@@ -351,14 +351,26 @@ def sections_of(report: PrivacyReport) -> tuple[Section, ...]:
         f"state, whatever they know about {others}, and however long they compute."
     )
     return (
+        Section("In short", (_promise(report, unit),), _numbers(report, unit), form="box"),
         Section("What is protected", (f"The guarantee is for one {unit}: {whole}.", meaning)),
         Section("Against whom", (everyone,)),
-        Section("How much is spent", _spent(report, unit), _numbers(report, unit)),
         _learnt(report, unit),
         Section("The choice of hyper-parameters", (report.tuning,)),
         Section("Outside of the guarantee", report.caveats),
-        Section("In the words of the code", rows=_code_words(report)),
-        Section("Mechanism", code=report.mechanism),
+        Section("How much is spent", _spent(report, unit), form="folded"),
+        Section("In the words of the code", rows=_code_words(report), form="folded"),
+        Section("Mechanism", code=report.mechanism, form="folded"),
+    )
+
+
+def _promise(report: PrivacyReport, unit: str) -> str:
+    """The guarantee as a bet on a coin: of 100 guesses, (1 + advantage) / 2 are right at most; rounded up."""
+    right = math.ceil(50 * (1 + report.attacks.advantage))
+    if right >= 100:
+        return f"An attacker may be certain whether one {unit} took part: this run does NOT protect against that."
+    return (
+        f"An attacker who asks whether one {unit} took part, and would guess right 50 times in 100 without the run, is "
+        f"right at most {right} times with it, whatever the attacker knows about others."
     )
 
 
@@ -424,7 +436,7 @@ def _numbers(report: PrivacyReport, unit: str) -> tuple[tuple[str, str], ...]:
     return (
         *((("run", report.name),) if report.name else ()),
         ("date", report.date),
-        ("unit of privacy", f"one {unit}"),
+        ("who is protected", f"one {unit}"),
         (f"epsilon of one {unit}, spent", upper(report.spent, 6)),
         (f"epsilon of one {unit}, target", target),
         (f"delta of one {unit}", upper(report.delta, 6)),
