@@ -1,0 +1,97 @@
+"""`python -m docs._site.pictures`: the pictures of the pages, in docs/_static, as SVG.
+
+The colors are Okabe and Ito's, which differ for the color-blind, and line styles differ too, for print.
+"""
+
+import math
+import re
+from pathlib import Path
+
+import dpx
+import matplotlib
+import numpy as np
+from dpx.reports import curves
+
+matplotlib.use("Agg")
+from matplotlib import pyplot  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
+STYLES = ("#0072b2", "-"), ("#d55e00", "--"), ("#009e73", "-."), ("#cc79a7", ":")
+EXAMPLES, STEPS = 24, 24
+
+
+def save(figure, name: str):
+    figure.savefig(ROOT / "docs" / "_static" / f"{name}.svg", facecolor="white", metadata={"Date": None})
+    pyplot.close(figure)
+
+
+def samplings():
+    """Who takes part in which step, for batches of 6 of 24 examples."""
+    sized = {"examples": EXAMPLES, "batch_size": 6}
+    shown = [
+        dpx.PoissonSampling(**sized),
+        dpx.sampling.RandomAllocation(examples=EXAMPLES, steps_per_epoch=4),
+        dpx.sampling.FixedSizeSampling(**sized),
+        dpx.sampling.CyclicPoissonSampling(**sized, bands=2),
+        dpx.ShuffledEpochs(**sized),
+        dpx.sampling.FixedOrder(**sized),
+    ]
+    figure, panels = pyplot.subplots(2, 3, figsize=(7.2, 5.2), layout="constrained", sharex=True, sharey=True)
+    for axes, sampling in zip(panels.flat, shown, strict=True):
+        drawn = [sampling.draw(dpx.secret_key(3), step) for step in range(STEPS)]
+        places = [(step, row) for step, of in enumerate(drawn) for row in of.indices[np.asarray(of.included)].tolist()]
+        steps, rows = np.array(places, float).T
+        ends = np.stack([rows - 0.4, rows + 0.4, np.full_like(rows, np.nan)], 1).ravel()  # one path for all marks
+        axes.plot(np.repeat(steps, 3), ends, color=STYLES[0][0], linewidth=4, solid_capstyle="butt")
+        axes.set_title(type(sampling).__name__, fontsize=10)
+        axes.set(xlim=(-1, STEPS), ylim=(-1, EXAMPLES))
+        axes.vlines(np.arange(3.5, STEPS, 4), -1, EXAMPLES, color="#ccc", linewidth=0.6, zorder=0)
+    figure.supxlabel("step (a line after each epoch)", fontsize=10)
+    figure.supylabel("example", fontsize=10)
+    save(figure, "samplings")
+
+
+def bets():
+    """How often an attacker errs, for DP-SGD at some epsilons: the trade-off curves, and the bet at a fair coin."""
+    figure, axes = pyplot.subplots(figsize=(5.2, 4.6), layout="constrained")
+    sampling = dpx.PoissonSampling(examples=10_000, batch_size=100)
+    for epsilon, (color, style) in zip((0.5, 2, 8), STYLES, strict=False):
+        budget = dpx.Budget(epsilon=epsilon, delta=1e-5, steps=1000)
+        run = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=budget, sampling=sampling, key=dpx.secret_key())
+        curve = curves.trade_off(run, 1000)
+        right = math.ceil(50 + 50 * dpx.reports.attack_bounds(run, 1000, delta=1e-5).advantage)
+        best = int(np.argmin(curve.type_one + curve.type_two))
+        axes.plot(*curve[:2], style, color=color, label=f"epsilon {epsilon}: right at most {right} times in 100")
+        axes.plot(curve.type_one[best], curve.type_two[best], "o", color=color)
+    axes.plot([0, 1], [1, 0], "k:", linewidth=1, label="guessing: right 50 times in 100")
+    axes.set(xlabel="how often the attacker accuses an absent example", ylabel="how often a present one is missed")
+    axes.set(xlim=(0, 1), ylim=(0, 1), aspect="equal")
+    axes.legend(fontsize=9)
+    save(figure, "bets")
+
+
+def frontier():
+    """Accuracy against epsilon on Fashion-MNIST: the table of the README."""
+    rows = re.findall(
+        r"^\| (epsilon|linear model|the largest published)[^|]*\|(.*)\|$", (ROOT / "README.md").read_text(), re.M
+    )
+    numbers = {name: [float(cell) if cell.strip() else np.nan for cell in cells.split("|")] for name, cells in rows}
+    figure, axes = pyplot.subplots(figsize=(5.2, 3.4), layout="constrained")
+    labels = {"linear model": "dpx, a linear model on public features"}
+    labels["the largest published"] = "the largest published, at a disputed epsilon"
+    for (name, label), (color, style), mark in zip(labels.items(), STYLES, "os", strict=False):
+        pairs = [pair for pair in zip(numbers["epsilon"], numbers[name], strict=True) if pair[1] == pair[1]]
+        axes.plot(*zip(*pairs, strict=True), mark + style, color=color, label=label)
+    axes.set(xscale="log", xlabel="epsilon at delta 1e-5", ylabel="test accuracy in percent")
+    axes.set_xticks(numbers["epsilon"], [f"{epsilon:g}" for epsilon in numbers["epsilon"]])
+    axes.minorticks_off()
+    axes.grid(color="#ddd")
+    axes.legend()
+    save(figure, "frontier")
+
+
+if __name__ == "__main__":
+    matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "dpx", "font.family": "sans-serif"}
+    samplings()
+    bets()
+    frontier()
