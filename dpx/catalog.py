@@ -117,11 +117,11 @@ def table() -> str:
         ("Mechanisms", MECHANISMS),
         ("Samplings", SAMPLINGS.values()),
     ):
-        lines += ["", f"## {title}", "", "| name | in a sentence | code | proof of the bound |", "|---|---|---|---|"]
+        lines += ["", f"## {title}", "", "| name | in a sentence | code, and proof of the bound |", "|---|---|---|"]
         for entry in entries:
-            code, proof = (f"[{path}](../dpx/{path})" for path in (entry.file, entry.proof))
-            lines.append(f"| `{entry.name}` | {entry.summary.replace('|', chr(92) + '|')} | {code} | {proof} |")
-    return "\n".join(lines) + "\n"
+            files = ", ".join(f"[{path}](../dpx/{path})" for path in dict.fromkeys((entry.file, entry.proof)))
+            lines.append(f"| `{entry.name}` | {entry.summary.replace('|', chr(92) + '|')} | {files} |")
+    return "\n".join(lines) + "\n\nNext: [add your own](../CONTRIBUTING.md#add-a-method).\n"
 
 
 if __name__ == "__main__":

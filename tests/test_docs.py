@@ -133,6 +133,12 @@ def test_programs_fit_in_a_column(page):
     assert not [line for program in programs for line in program.splitlines() if len(line) > 80]
 
 
+@pytest.mark.parametrize("page", sorted({*DOCS.glob("*.md")} - {DOCS / "index.md"}), ids=lambda path: path.stem)
+def test_every_page_says_what_is_next(page):
+    paragraphs = page.read_text().rstrip().split("\n\n")
+    assert [text.startswith("Next: [") for text in paragraphs].index(True) == len(paragraphs) - 1
+
+
 def test_the_files_that_the_makefile_tests_are_there():
     text = (ROOT / "Makefile").read_text()
     (some,) = re.findall(r"addprefix tests/test_, ([^)]*)\)", text)

@@ -75,9 +75,11 @@ def code_pages(app):
 
 
 def title_of_results(app, docname, source) -> None:
-    """A page of results begins with its command; its name is its title."""
-    if docname.startswith("benchmarks/results/") and not source[0].startswith("# "):
-        source[0] = f"# {docname.rsplit('/', 1)[1].replace('_', ' ')}\n\n{source[0]}"
+    """A page of results begins with its command; its name is its title. The search of the site leaves it out."""
+    name = docname.removeprefix("benchmarks/results/")
+    if docname != name != "README":
+        title = "" if source[0].startswith("# ") else f"# {name.rsplit('/', 1)[-1].replace('_', ' ')}\n\n"
+        source[0] = f"---\nnosearch: true\n---\n\n{title}{source[0]}"
 
 
 def merge(app, env, docnames, other) -> None:

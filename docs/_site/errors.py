@@ -13,7 +13,7 @@ INTRODUCTION = """# Error messages
 dpx refuses a run that its epsilon would not describe. Each message says what must be, and what was given. To find
 yours, search this page for its first words; if they are filled in (a name, a number), search for those that follow.
 """
-SHOWN = 6  # words of a message
+SHOWN = 5  # words of a message
 SELF_EXPLAINED = "Other arguments"  # the group whose messages say all that there is to say
 
 
@@ -70,7 +70,7 @@ def page() -> str:
         lines += [f"### {way.heading}", "", *textwrap.wrap(way.text, 120, break_on_hyphens=False), ""]
         shown = [] if group == SELF_EXPLAINED else list(dict.fromkeys(filter(None, map(beginning, own))))
         lines += ["```text", *shown, "```", ""] if shown else []
-    return "\n".join(lines)
+    return "\n".join([*lines, "Next: [sharp edges](sharp_edges.md), which no message can see.", ""])
 
 
 if __name__ == "__main__":
