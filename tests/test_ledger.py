@@ -2,8 +2,13 @@
 
 import json
 import math
+import shutil
+import warnings
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 from dp_accounting import (
     ComposedDpEvent,
@@ -12,12 +17,19 @@ from dp_accounting import (
     PoissonSampledDpEvent,
     SelfComposedDpEvent,
 )
+from scipy.stats import norm
 
 import dpx
-from dpx.accounting.events import billed
+from dpx.accounting import gdp
+from dpx.accounting.events import billed, event_profile
+from dpx.accounting.filters import NOTHING, credit, domination
+from dpx.accounting.ledger import from_event
 from dpx.accounting.loss import hashable
+from dpx.accounting.pld.losses import SampledGaussian
+from dpx.accounting.words import upper
 from dpx.ledgers.lines import decoded, encoded
 from tests.mechanisms import MECHANISMS
+from tests.problems import normal, squared_distance
 
 RUN = SelfComposedDpEvent(PoissonSampledDpEvent(0.02, GaussianDpEvent(1.6)), 600)
 MEAN = GaussianDpEvent(40.0)
@@ -157,3 +169,196 @@ def test_floats_keep_their_bits():
         decoded({"type": "PathDpEvent"})
     with pytest.raises(ValueError, match="event must hold numbers"):
         encoded(GaussianDpEvent(object()))  # pyrefly: ignore
+
+
+# Runs
+
+
+POINTS = normal(0, 40, 3)
+
+
+def trained(ledger, number=0, *, folder=None, steps=12, ends=None, data=POINTS, **options):
+    """A run of `fit` that a callback ends after a step."""
+    mechanism = dpx.dp_sgd(
+        clip_norm=1.0, noise_multiplier=2.0, sampling=dpx.PoissonSampling(examples=40, batch_size=8), key=key(number)
+    )
+    options |= {"steps": steps, "delta": 1e-5, "evaluate_every": 1, "checkpoint_every": 4, "checkpoints": folder}
+    options = {"callbacks": [lambda progress: progress.step == ends]} | options
+    begin = {"w": jnp.zeros(3)}
+    return dpx.fit(squared_distance, dpx.chain(mechanism, optax.sgd(0.1)), begin, data, ledger=ledger, **options)
+
+
+def of_run(steps: int):
+    return SelfComposedDpEvent(PoissonSampledDpEvent(0.2, GaussianDpEvent(2.0)), steps)
+
+
+@pytest.fixture
+def rich(tmp_path):
+    return dpx.PrivacyLedger(tmp_path / "ledger.jsonl", epsilon=20.0, delta=1e-5)
+
+
+def test_fit_pays_for_all_its_steps_before_the_first(rich, tmp_path):
+    run = trained(rich, words="the first run")
+    (entry,) = rich.entries
+    assert (entry.words, entry.event, entry.numbers, entry.steps) == ("the first run", of_run(12), 3, None)
+    assert rich.epsilon == run.epsilon
+    poor = dpx.PrivacyLedger(tmp_path / "poor", epsilon=0.5, delta=1e-5)
+    made = []
+    with pytest.raises(ValueError, match="must allow a release before it is made"):
+        trained(poor, 1, data=Watched(POINTS, made))
+    assert {*made} <= {0} and not poor.entries  # example 0 tells whose run it is
+    with pytest.raises(ValueError, match=r"ledger must be a dpx.PrivacyLedger, got"):
+        trained("ledger")
+
+
+class Watched:
+    """Examples, with a list of those that were read."""
+
+    def __init__(self, rows, read):
+        self.rows, self.read = rows, read
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, number):
+        self.read.append(number)
+        return self.rows[number]
+
+
+def test_a_run_that_is_continued_pays_once_and_another_one_is_refused(rich, tmp_path):
+    def dies(progress):
+        if progress.step == 6:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        trained(rich, folder=tmp_path / "run", callbacks=[dies])
+    before = rich.path.read_text()
+    whole = trained(rich, folder=tmp_path / "run")
+    assert whole.steps == 12 and rich.path.read_text() == before
+    shutil.rmtree(tmp_path / "run")
+    for folder in (tmp_path / "run", tmp_path / "another", None):
+        with pytest.raises(ValueError, match="was made with this key"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the key
+            trained(rich, folder=folder)
+    assert rich.path.read_text() == before
+
+
+def test_a_run_that_ends_early_costs_what_it_made(rich, tmp_path):
+    rich.spend(GaussianDpEvent(500.0), key=key(9), words="before", numbers=1)
+    run = trained(rich, folder=tmp_path / "run", ends=5)
+    entry = rich.entries[1]
+    assert run.steps == entry.steps == 5 and run.epsilon > 1.1 * rich.epsilon
+    made = billed(of_run(5), relation="zero_out").epsilon(1e-5)
+    assert made < rich.epsilon < billed(of_run(12), relation="zero_out").epsilon(1e-5) < rich.odometer
+    text = rich.path.read_text()
+    again = trained(rich, folder=tmp_path / "run")
+    unpaid = trained(None, folder=tmp_path / "run")
+    assert again.steps == unpaid.steps == 5
+    assert rich.path.read_text() == text
+    file = tmp_path / "run" / "run.json"
+    file.write_text(file.read_text().replace('"ended": 5', '"x": 0'))
+    with pytest.raises(ValueError, match="has ended after step 5"):  # a copy of the folder from before
+        trained(rich, folder=tmp_path / "run")
+
+
+def test_a_run_on_the_batches_of_another_one_is_refused(rich):
+    """Its releases would not be amplified apart from those of the other one."""
+    trained(rich, 1, steps=2)
+    with pytest.raises(ValueError, match="must have a key of its own"):
+        trained(rich, 2, steps=2, key=key(1))
+
+
+def test_steps_that_may_have_been_made_are_not_given_back(rich, tmp_path):
+    """A program that was killed after step 7 may have shown it, whatever the next one decides at step 5."""
+
+    def dies(progress):
+        if progress.step == 7:
+            raise OSError
+
+    with pytest.raises(OSError):
+        trained(rich, folder=tmp_path / "run", callbacks=[dies])
+    assert trained(rich, folder=tmp_path / "run", ends=5).steps == 5
+    assert rich.entries[0].steps == 8  # for which the folder had room
+
+
+def deltas_of_a_step(rate: float, sigma: float, epsilon: float) -> tuple[float, float]:
+    """Of a Gaussian on a Poisson sample, by its densities, in both directions."""
+    above, below = (math.exp(sign * epsilon) - 1 + rate for sign in (1, -1))
+    here = sigma**2 * math.log(above / rate) + 0.5
+    mixed = (1 - rate) * norm.sf(here / sigma) + rate * norm.sf((here - 1) / sigma)
+    removed, added = mixed - math.exp(epsilon) * norm.sf(here / sigma), 0.0
+    if below > 0:
+        there = sigma**2 * math.log(below / rate) + 0.5
+        mixed = (1 - rate) * norm.cdf(there / sigma) + rate * norm.cdf((there - 1) / sigma)
+        added = norm.cdf(there / sigma) - math.exp(epsilon) * mixed
+    return removed, added
+
+
+@pytest.mark.parametrize(("rate", "sigma", "coins"), [(0.5, 2.0, 1e-4), (0.1, 1.0, 1e-2), (0.9, 1.0, 1e-6)])
+def test_what_is_given_back_is_bounded_by_steps_that_were_not_made(rate, sigma, coins):
+    gained = credit({SampledGaussian(sigma, rate, "zero_out"): 1}, coins)
+    assert gained.delta == 2 * coins
+
+    def fits(mu):
+        rest = [(epsilon, min(deltas_of_a_step(rate, sigma, epsilon))) for epsilon in np.linspace(0, 6, 400).tolist()]
+        return all(gdp.delta(mu, epsilon=epsilon) <= coins + (1 - coins) * delta + 1e-13 for epsilon, delta in rest)
+
+    assert fits(gained.precision**0.5) and not fits(1.03 * gained.precision**0.5)
+
+
+def test_gaussians_that_were_not_made_are_given_back_whole():
+    assert credit({SampledGaussian(4.0, 1.0, "zero_out"): 8}, 0.0) == pytest.approx((0.5, 0.0))
+    assert credit({SampledGaussian(4.0, 0.1, "zero_out"): 8}, 0.0) == NOTHING
+
+
+def test_what_is_given_back_was_paid_for():
+    """The steps that were made, a Gaussian of what is given back, and its coin: at most the whole run."""
+    step = PoissonSampledDpEvent(0.02, GaussianDpEvent(1.2))
+    gained = credit(from_event(SelfComposedDpEvent(step, 200)).losses("zero_out"), 1e-6)
+    whole = event_profile(SelfComposedDpEvent(step, 300), curve=True)
+    made = [SelfComposedDpEvent(step, 100), GaussianDpEvent(gained.precision**-0.5)]
+    both = event_profile(ComposedDpEvent(made), curve=True)
+    for epsilon in np.linspace(0, whole.epsilon(1e-8), 20).tolist():
+        assert both.delta(epsilon) <= 1.001 * whole.delta(epsilon) + 1e-6
+    assert gained.precision > 0.5 * domination(whole, 1e-6) ** 2 * (1 - 100 / 300)
+
+
+def test_the_odometer_does_not_go_back(rich):
+    rich.spend(MEAN, key=key(0), words="before")
+    entry = rich.spend(of_run(12), key=key(1), words="a run")
+    before, spent = rich.odometer, rich.epsilon
+    rich.end(entry, of_run(5), steps=5)
+    assert rich.odometer == before > spent > rich.epsilon
+
+
+def test_a_run_ends_once_and_with_its_own_steps(rich):
+    entry = rich.reserve(of_run(12), key=key(0), words="a run")
+    with pytest.raises(ValueError, match="must be made to end"):
+        rich.end(entry, of_run(5), steps=5)
+    entry = rich.spend(of_run(12), key=key(0), words="a run")
+    with pytest.raises(ValueError, match="must be of its own steps"):
+        rich.end(entry, of_run(13), steps=13)
+    ended = rich.end(entry, of_run(5), steps=5)
+    assert ended.credit == credit(from_event(of_run(7)).losses("zero_out"), rich.terms.filter.most.delta / 8)
+    assert rich.end(entry, of_run(5), steps=5) == ended == rich.entries[0]
+    with pytest.raises(ValueError, match="and end once"):
+        rich.end(entry, of_run(6), steps=6)
+    with pytest.raises(ValueError, match="was made with this key"):
+        rich.spend(of_run(12), key=key(0), words="a run")
+
+
+def test_the_page_says_what_was_promised_and_released(rich):
+    rich.spend(MEAN, key=key(0), words="mean of the age", part="north")
+    rich.reserve(MEAN, key=key(1), words="mean of the height")
+    rich.end(rich.spend(of_run(12), key=key(2), words="a run"), of_run(4), steps=4)
+    page = " ".join(str(rich).split())
+    assert "epsilon 20 and delta 1e-05" in page and "2 made, 1 reserved" in page and "for one example" in page
+    assert f"spent epsilon {upper(rich.epsilon, 4)}," in page and f"moment epsilon {upper(rich.odometer, 4)}," in page
+    for words in (
+        "mean of the age; of part 'north'; 1 x Gaussian, noise multiplier 40; composed exactly",
+        "mean of the height; 1 x Gaussian, noise multiplier 40; reserved, not made; counted as a Gaussian of mu 0.025",
+        "a run; 12 x Gaussian on a Poisson sample of rate 0.2, noise multiplier 2; counted as",
+        "; ended after step 4, which gave a Gaussian of mu 0.",
+    ):
+        assert words in page, words
+    assert "# Privacy ledger ledger.jsonl" in rich._repr_markdown_()

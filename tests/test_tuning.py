@@ -556,3 +556,28 @@ def test_the_prices_on_the_page():
             gamma = math.exp(-log_inverse_gamma(float(mean), min(SHAPES[distribution], 1)))
             laws = {"logarithmic": stats.logser(1 - gamma), "geometric": stats.geom(gamma)}
             assert laws.get(distribution, stats.poisson(float(mean))).ppf(0.99) == float(most)
+
+
+def test_a_ledger_is_paid_before_the_first_trial(tmp_path):
+    ledger = dpx.PrivacyLedger(tmp_path / "ledger", epsilon=10.0, delta=1e-5)
+    search, folder = Searcher(), tmp_path / "search"
+    search.fails_at = 1
+    with pytest.raises(KeyboardInterrupt):
+        search(0, ledger=ledger, checkpoints=folder, words="the search")
+    (entry,) = ledger.entries
+    search.fails_at = None
+    found = search(0, ledger=ledger, checkpoints=folder)
+    assert ledger.entries == (entry,) and (entry.words, entry.made) == ("the search", True)
+    assert ledger.epsilon == pytest.approx(found.epsilon, rel=1e-6)
+    for options in ({}, {"checkpoints": tmp_path / "another"}):
+        with pytest.raises(ValueError, match="was made with this key"):
+            search(0, ledger=ledger, **options)
+    assert search.trials == []
+    poor = dpx.PrivacyLedger(tmp_path / "poor", epsilon=0.1, delta=1e-5)
+    persons = dpx.PrivacyLedger(tmp_path / "persons", epsilon=10.0, delta=1e-5, records=2)
+    for other, message in ((poor, "must allow a release"), (persons, "must be for the ledger's")):
+        with pytest.raises(ValueError, match=message):
+            search(1, ledger=other)
+    with pytest.raises(ValueError, match="for the unit of the ledger"):
+        search(1, ledger=ledger, unit="user")
+    assert search.trials == [] and not poor.entries

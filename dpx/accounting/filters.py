@@ -22,6 +22,12 @@ Koskela, Tobaben and Honkela 2023, https://arxiv.org/abs/2209.15596.)
 **Parts.** If a partition of the data is public, a release of one part counts for its own members alone, so each part
 has sums of its own, with those of the releases of all data.
 
+**A run that ends early.** A run of T Gaussian steps on Poisson samples is paid for before it begins. If it ends after t
+steps, for whatever reason, what would have been released by the others is independent of all that was, and a Gaussian
+of mu_c can be made of it, with a coin of probability c, if delta_(mu_c)(epsilon) is at most c + (1 - c) times the delta
+of the others at every epsilon in both directions. So mu_c^2 was paid for and not used, and the filter may take it off
+(`credit`). Its coin counts twice, because the arithmetic of the noise multiplies a delta by less than 2.
+
 **The odometer.** `Filter.odometer` bounds what was released so far at every moment, also at one that was chosen by what
 was released: P(E) <= E'[e^epsilon; E] + delta for its epsilon at that moment. Proof: at the time v the motion has lost
 L = v / 2 + w, and M = 2 sqrt(r / (v + r)) e^(w^2 / 2 (v + r)) Phi(w / sqrt(v + r)), a mixture of e^(t w - t^2 v / 2)
@@ -39,7 +45,8 @@ from scipy import special
 
 from dpx.accounting import gdp
 from dpx.accounting.checks import require_delta, require_positive_epsilon
-from dpx.accounting.profiles import Profile
+from dpx.accounting.pld.losses import Losses, SampledGaussian
+from dpx.accounting.profiles import ComposedProfile, Profile, lower_deltas, unsampled
 
 COINS = 0.2  # share of delta that is for coins; a tenth and a third give the same epsilons to 1 %
 _POINTS = 512  # epsilons at which profiles are compared: mu is then 1e-4 too large
@@ -137,3 +144,35 @@ def domination(profile: Profile, delta: float) -> float:
         middle = (low + high) / 2
         low, high = (low, middle) if enough(middle) else (middle, high)
     return high
+
+
+def credit(losses: Losses, coins: float) -> Spent:
+    """What steps that were paid for, and not made, give back: the largest mu^2 of a Gaussian that they bound, and its
+    coins. Nothing for steps of which no lower bound is known. losses: of Poisson-sampled Gaussians.
+
+    Proof: both deltas fall with epsilon, so from one point to the next that of the Gaussian is at most its value at the
+    first, and that of the steps at least its value at the second.
+    """
+    exact = unsampled(losses)
+    if exact is not None:
+        return Spent(exact.mu**2, 0.0)
+    if not coins > 0 or not all(isinstance(loss, SampledGaussian) and not loss.unbounded for loss in losses):
+        return NOTHING
+    top = ComposedProfile(losses).epsilon(coins)
+    if not 0 < top < _FARTHEST:
+        return NOTHING
+    points = np.linspace(0, top, 4 * _POINTS)
+    spare = (coins + (1 - coins) * lower_deltas(losses, points))[1:] * (1 - _ROUNDING)
+
+    def bounded(mu: float) -> bool:
+        likely = special.log_ndtr(mu / 2 - points / mu)
+        deltas = np.exp(likely) * (-np.expm1(points + special.log_ndtr(-mu / 2 - points / mu) - likely) + _ROUNDING)
+        return bool((deltas[:-1] <= spare).all() and deltas[-1] <= coins)
+
+    low, high = 0.0, 1.0
+    while bounded(high):
+        low, high = high, 2 * high
+    while high - low > 1e-4 * high > _ROUNDING:
+        middle = (low + high) / 2
+        low, high = (middle, high) if bounded(middle) else (low, middle)
+    return Spent(low**2, 2 * coins) if low > 0 else NOTHING

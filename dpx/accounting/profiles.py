@@ -25,6 +25,7 @@ _MOST_BOUNDED = 1e-5  # share of delta that may be bounded instead of computed
 _MOST_BOUNDED_REUSED = 1e-3  # the same, if the composition was planned for another epsilon
 _DEVIATIONS_ONE_ANSWER, _DEVIATIONS_CURVE = 0.5, 4.0  # of `composition.plan`; the second keeps a curve within 0.1 %
 _PLANNED_RATIO = 4  # a composition is fine enough for an epsilon this many times smaller than the planned one
+_LOWER_DELTAS = (0.1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-8, 1e-10)  # around which lower bounds are composed
 _MOST_KEPT = 4  # compositions that a profile keeps, of up to 30 MiB each
 _MOST_ATTEMPTS = 5  # compositions for one question
 
@@ -205,6 +206,23 @@ class ComposedProfile:
             deviations=self._deviations,
         )
         return None if plan is None else composition.compose(self._losses, plan, side=self._side)
+
+
+def lower_deltas(losses: Losses, epsilons: np.ndarray) -> np.ndarray:
+    """Lower bounds of delta at rising epsilons from 0, in the direction in which it is less, float64 (epsilons,).
+
+    losses: `SampledGaussian`s. Each of several compositions is precise around another delta.
+    """
+    upper, found = ComposedProfile(losses), np.zeros(len(epsilons))
+    wide = RenyiProfile(total_renyi(losses, renyi.WIDE_ORDERS), orders=renyi.WIDE_ORDERS)
+    below = ComposedProfile(losses, side="below", deviations=_DEVIATIONS_CURVE)
+    for delta in _LOWER_DELTAS:
+        epsilon = max(upper.epsilon(delta), float(epsilons[1]))
+        directions = below._compose(epsilon, delta, wide, epsilon) if epsilon < epsilons[-1] else None
+        if directions:
+            each = [[direction.delta(epsilon) for epsilon in epsilons.tolist()] for direction in directions]
+            found = np.maximum(found, np.min(each, axis=0))
+    return found
 
 
 def _bounded_share(directions: Directions, epsilon: float) -> float:

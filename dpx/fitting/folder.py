@@ -72,8 +72,9 @@ class Folder:
     """The folder of one run, which this program has until `close`.
 
     run.json: `facts`, which identify the run; `planned`, the most steps that any program planned; `reach`, the last
-    step that may have been made; `moved`, the last one that may have been made with other facts. history.json: the
-    evaluations. STEP: a checkpoint, which appears at once and complete.
+    step that may have been made; `moved`, the last one that may have been made with other facts; `mark`, a random name
+    for a ledger; `ended`, the step after which the run got back what its other steps would have cost, if it did.
+    history.json: the evaluations. STEP: a checkpoint, which appears at once and complete.
 
     on_other_devices: whether the run may continue where sums are rounded differently. Raises ValueError for the folder
         of another run, naming the facts that differ, and for one that another program has; ImportError without orbax.
@@ -114,7 +115,7 @@ class Folder:
         self._lock = lock_of(self.path)
         if self._file.is_file():
             return read(self._file)
-        return {"facts": facts, "planned": 0, "reach": 0, "moved": 0}
+        return {"facts": facts, "planned": 0, "reach": 0, "moved": 0, "mark": secrets.token_hex(8)}
 
     def _changes(self, facts: dict[str, Any]) -> list[str]:
         """The names of the facts that differ, all about rounding. Raises ValueError if others differ."""
@@ -219,6 +220,20 @@ class Folder:
         """Writes down, before the steps after a checkpoint are made, how far they may go."""
         self._write(reach=max(self._reached, step))
 
+    @property
+    def mark(self) -> str:
+        return self._known.get("mark", "")
+
+    @property
+    def ended(self) -> int | None:
+        return self._known.get("ended")
+
+    def end(self, step: int) -> int:
+        """Ends the run, for all programs. Returns the last step that may have been made."""
+        if self.ended is None:
+            self._write(ended=max(self._known["reach"], step))
+        return self._known["ended"]
+
     def save(self, carry: Carry, history: list[dict[str, Any]]) -> bool:
         """Stores a checkpoint of the steps that the state counts. Returns False if a step took the arrays."""
         if any(leaf.is_deleted() for leaf in jax.tree.leaves(carry)):
@@ -294,7 +309,7 @@ class Folder:
 class _Nowhere:
     """Replaces `Folder` for a run that keeps no checkpoints."""
 
-    path, continued = None, False
+    path, continued, mark, ended = None, False, "", None
 
     def __init__(self, run: RunPlan):
         self._plan, self.memory = run.plan, here().most_memory
@@ -307,6 +322,9 @@ class _Nowhere:
 
     def reserve(self, step: int):
         pass
+
+    def end(self, step: int) -> int:
+        return step
 
     def save(self, carry: Carry, history: list[dict[str, Any]]) -> bool:
         return False

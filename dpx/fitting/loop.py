@@ -14,11 +14,13 @@ import jax
 from dpx.accounting.checks import Accountant
 from dpx.fitting.facts import FIRST_EXAMPLE, LAYOUT, first_example, layout_of
 from dpx.fitting.folder import open_folder
+from dpx.fitting.payment import Payment
 from dpx.fitting.processes import require_spanned, together
 from dpx.fitting.settings import RunPlan, require_inputs
 from dpx.fitting.step import Carry, begin, compiled_step, compiled_step_in_chunks
 from dpx.fitting.watching import FitResult, Progress, Watcher
 from dpx.gradients.sums import Norms
+from dpx.ledgers import PrivacyLedger
 from dpx.mechanism import Mechanism
 from dpx.reports.report import privacy_report
 from dpx.sampling.rows import unit_of
@@ -51,6 +53,8 @@ def fit(
     accountant: Accountant | None = None,
     records: int | None = None,
     public_stop: bool | None = None,
+    ledger: PrivacyLedger | None = None,
+    words: str = "a run of dpx.fit",
     # what is measured
     evaluate: Callable[[Tree], Any] | None = None,
     evaluate_every: int | None = None,
@@ -88,6 +92,10 @@ def fit(
     public_stop: bool. True promises that public information alone, such as the time, decides where the run ends: no
         release, no metric of the parameters and no private data. A run that ends early then costs the steps that it
         made. Otherwise, it costs all planned ones. None is the budget's, and False without one.
+    ledger: a `dpx.PrivacyLedger`, which the run pays for all planned steps before the first one; one that continues in
+        its folder pays once. If a callback ends the run, it gets back what the other steps would have cost, and has
+        ended for good. The epsilon of the result is of the run alone, and covers the plan. words: what the ledger calls
+        the run, in one line.
 
     What is measured:
     evaluate: (params) -> number or dict of numbers, from PUBLIC data only: epsilon does not cover what it reads.
@@ -141,6 +149,7 @@ def fit(
         require_inputs(loss, optimizer, params, data, loss_at)
         given = {"delta": delta, "accountant": accountant, "records": records, "public_stop": public_stop}
         run = RunPlan.of(optimizer, key=key, steps=steps, epochs=epochs, **given)
+        payment = Payment(ledger, words, unit_of(data), run)
         watcher = Watcher.of(run, evaluate, evaluate_every, callbacks, progress, loss_at)
         require_whole("checkpoint_every", checkpoint_every)
         require_bool("on_other_devices", on_other_devices)
@@ -156,7 +165,7 @@ def fit(
     rounding = {"chunk_size": chunk_size, **layout, **options}
     opened = open_folder(checkpoints, run, carry, rounding, rhythm, on_other_devices)
     with contextlib.closing(opened) as folder, traced_for(memory=folder.memory):
-        carry = _train(carry, step, batches, run, watcher, folder, checkpoint_every)
+        carry = _train(carry, step, batches, run, watcher, folder, payment, checkpoint_every)
     report = privacy_report(optimizer, carry.state, delta=run.delta, unit=unit_of(data), records=run.records)
     result = FitResult(
         params=carry.params,
@@ -179,6 +188,7 @@ def _train(
     run: RunPlan,
     watcher: Watcher,
     folder: Any,
+    payment: Payment,
     checkpoint_every: int,
 ) -> Carry:
     """The carry after all steps, or where a callback ended the run."""
@@ -186,7 +196,10 @@ def _train(
     first = carry.step
     if first > run.steps:
         raise ValueError(f"steps must be at least the {first} that the stored run has made, got {run.steps}")
-    if first == run.steps:
+    payment.pay(carry, folder)
+    if folder.ended is not None:
+        payment.end(first, folder)
+    if first == run.steps or folder.ended is not None:
         return carry
     _remember(run.optimizer, folder)
     folder.reserve(_next_checkpoint(first, checkpoint_every, run))
@@ -209,6 +222,7 @@ def _train(
                     folder.save(carry, watcher.history)
                     folder.reserve(done if finished else _next_checkpoint(done, checkpoint_every, run))
                 if ended:
+                    payment.end(done, folder)
                     break
         except KeyboardInterrupt as interrupt:
             if consistent and jax.process_count() == 1:  # several may differ in their steps; the last one stays

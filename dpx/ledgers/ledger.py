@@ -19,14 +19,17 @@ from dpx.accounting import checks
 from dpx.accounting.arithmetic import normals_of, worst
 from dpx.accounting.checks import Relation
 from dpx.accounting.events import billed
-from dpx.accounting.filters import NOTHING, Filter, Spent
+from dpx.accounting.filters import NOTHING, Filter, Spent, credit
 from dpx.accounting.ledger import from_event
-from dpx.accounting.loss import hashable
+from dpx.accounting.loss import event_of, hashable
 from dpx.accounting.profiles import Profile
 from dpx.accounting.words import owner_of
 from dpx.files import write
 from dpx.keys.noise import LARGEST_RELEASE
 from dpx.ledgers.lines import Entry, decoded, encoded, entries_of
+from dpx.ledgers.page import sections_of
+from dpx.reports.pages import as_markdown, as_text
+from dpx.sampling.events import composition
 from dpx.states.record import unit_mark
 from dpx.trees import described
 from dpx.validation import require_whole
@@ -154,6 +157,44 @@ class PrivacyLedger:
         """
         return self._enter(event, key, words, numbers, part, unit, made=True, holder=holder)
 
+    def end(self, entry: Entry, event: DpEvent, *, steps: int) -> Entry:
+        """Ends a run early, and gives back what its other steps would have cost.
+
+        Whatever decided where it ends, such as a private evaluation that the ledger has paid for, no step may follow.
+
+        entry: of the run, made. event: of the steps that were made. steps: their number, int. If the run has ended
+        there before, nothing changes. Raises ValueError if it ended elsewhere, and for an event of other steps.
+        """
+        with self._lock:
+            stored = self.entries[entry.number]
+            if stored.steps == require_whole("steps", steps, minimum=0):
+                return stored
+            if stored.steps is not None or not stored.made or stored.event != entry.event:
+                raise ValueError(f"a run must be made to end, and end once, got entry {entry.number} ({stored.words})")
+            rest = _without(stored.event, hashable(event))
+            spent = max(_total(group).delta for group in _by_part(self.entries) if stored in group)
+            coins = max(0.0, self.terms.filter.most.delta - spent) / 8
+            known = from_event(rest).gaussian and math.isfinite(stored.charge.precision)
+            gained = credit(from_event(rest).losses(self.terms.relation), coins) if known else NOTHING
+            self._append([{"ended": entry.number, "steps": steps, "credit": encoded(gained)}])
+            return replace(stored, steps=steps, credit=gained)
+
+    @property
+    def odometer(self) -> float:
+        """Epsilon at the ledger's delta of what was reserved or made so far, at every moment at once.
+
+        It holds for whoever stops reading at a moment that depends on what was released. It is larger than `epsilon`,
+        which is for a moment that was chosen in advance, and counts what was given back.
+        """
+        return max(self._odometer(group) for group in _by_part(self.entries))
+
+    def _odometer(self, group: Sequence[Entry]) -> float:
+        spent = _total([replace(entry, credit=NOTHING) for entry in group])
+        if fixed := [entry for entry in group if entry.planned]:
+            more = self.terms.filter.charge(self._profile(fixed, curve=True), _total(group))
+            spent = Spent(spent.precision + more.precision, spent.delta + more.delta)
+        return self.terms.filter.odometer(spent)
+
     @property
     def entries(self) -> tuple[Entry, ...]:
         """All entries, in the order in which they were reserved."""
@@ -174,6 +215,13 @@ class PrivacyLedger:
         except ValueError:
             return False
         return True
+
+    def __str__(self) -> str:
+        """One page for a data owner: the budget, what was spent, and every release."""
+        return as_text(f"Privacy ledger {self.path.name}", sections_of(self))
+
+    def _repr_markdown_(self) -> str:
+        return as_markdown(f"Privacy ledger {self.path.name}", sections_of(self))
 
     def _enter(self, event, key, words, numbers, part, unit, *, made: bool, holder: str) -> Entry:
         event = hashable(event)
@@ -295,6 +343,16 @@ def _total(entries: Sequence[Entry]) -> Spent:
     return Spent(max(0.0, precision), coins * (1 + 1e-12))
 
 
+def _without(event: DpEvent, made: DpEvent) -> DpEvent:
+    """The event of the releases of `event` that are not in `made`. Raises ValueError if some of `made` are others."""
+    planned, left = from_event(event), dict(from_event(event).counts)
+    for loss, count in from_event(made).counts.items():
+        left[loss] = left.get(loss, 0) - count
+    if min(left.values(), default=0) < 0:
+        raise ValueError(f"the event of a run that ends early must be of its own steps, {planned.event}, got {made}")
+    return composition((event_of(loss), count) for loss, count in left.items() if count)
+
+
 def _again(entry: Entry, event: DpEvent, marks: tuple[int, ...], part: str | None, holder: str) -> Entry:
     """The entry of a key that the ledger has: one that was reserved, or the run of the same folder.
 
@@ -305,8 +363,6 @@ def _again(entry: Entry, event: DpEvent, marks: tuple[int, ...], part: str | Non
             f"every release must have a key of its own, or be the one that was reserved with it, but entry "
             f"{entry.number} ({entry.words}) is another one: {entry.event}, got {event}"
         )
-    if entry.steps is not None:
-        raise ValueError(f"entry {entry.number} ({entry.words}) has ended after step {entry.steps}: take a new key")
     if entry.made and (not holder or holder != entry.holder):
         raise ValueError(
             f"entry {entry.number} ({entry.words}) was made with this key on {entry.date}, and counts even if a "

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import math
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from dpx import keys
+from dpx.accounting.arithmetic import normals_of
 from dpx.accounting.best_of import Distribution, Selection
 from dpx.accounting.budget import Budget
 from dpx.accounting.selection import SHAPES, draw_count
@@ -20,6 +22,8 @@ from dpx.fitting import processes
 from dpx.fitting.facts import bytes_of
 from dpx.fitting.folder import SENSITIVE
 from dpx.identity import fingerprint
+from dpx.keys.noise import LARGEST_RELEASE
+from dpx.ledgers import PrivacyLedger
 from dpx.mechanism import Mechanism
 from dpx.reports.report import PrivacyReport, privacy_report
 from dpx.states.reading import steps_taken
@@ -65,6 +69,8 @@ def search(
     delta: float | None = None,
     unit: str | None = None,
     checkpoints: str | Path | None = None,
+    ledger: PrivacyLedger | None = None,
+    words: str = "a search of dpx.tuning",
 ) -> SearchResult:
     """The best of a random number of trials, each of a random configuration, and its true cost.
 
@@ -83,6 +89,9 @@ def search(
     steps: int, the most steps of a trial; delta: in (0, 1); None takes them from the mechanisms' budgets. unit: as for
         `dpx.privacy_report`. checkpoints: a folder with a folder for each trial, as SENSITIVE as the data. It keeps the
         scores too, so that none is computed again.
+    ledger: a `dpx.PrivacyLedger`, which the search pays before its first trial, once if it continues in its folder; the
+        trials pay nothing. Reserve it before the first release of the data: what is chosen later must be bounded by a
+        Gaussian, which costs a search about twice its epsilon. words: what the ledger calls it.
     Raises ValueError for other arguments, a mechanism with another key or without a cost, a trial that makes more
     steps, a state of another mechanism, a score that is not a number, the checkpoints of another search, a trial whose
     parameters differ from the stored ones, and a budget that no noise meets.
@@ -104,6 +113,8 @@ def search(
     plan = SearchPlan.of(settings)
     bill, winner, best = plan.bill, None, -math.inf
     with _opened(checkpoints, plan) as folder:
+        if ledger is not None:
+            processes.of_first(lambda: _pay(ledger, plan, unit or "example", words, folder))
         for number in range(draw_count(keys.stream(key, "number of trials"), bill.trials, SHAPES[distribution])):
             trial, params, state = plan.run(train, number, folder)
             value = plan.scored(params, number) if folder is None else _stored_score(plan, params, number, folder)
@@ -115,6 +126,18 @@ def search(
     trial, params, state = winner
     report = privacy_report(trial.optimizer, state, delta=plan.delta, unit=unit, records=bill.records, tuning=bill)
     return SearchResult(trial.configuration, params, best, steps_taken(state), epsilon, plan.delta, bill, report)
+
+
+def _pay(ledger: PrivacyLedger, plan: SearchPlan, unit: str, words: str, folder: Path | None) -> None:
+    """Raises ValueError for a ledger of other neighbors or records, and where it does not allow the search."""
+    bill, terms = plan.bill, ledger.terms
+    if (bill.relation, bill.records) != (terms.relation, terms.records):
+        wanted = f"relation {terms.relation!r} and {terms.records} records"
+        raise ValueError(f"the search must be for the ledger's {wanted}, got {bill.relation!r} and {bill.records}")
+    pairs = normals_of(bill.numbers).pairs
+    holder = "" if folder is None else read(folder / "search.json")["mark"]
+    key, numbers = plan.settings.key, min(2 * pairs, LARGEST_RELEASE)
+    ledger.spend(bill.event, key=key, words=words, numbers=numbers, unit=unit, holder=holder)
 
 
 @contextlib.contextmanager
@@ -136,8 +159,8 @@ def _opened(folder: str | Path | None, plan: SearchPlan) -> Iterator[Path | None
             stack.callback(lock_of(path).release)
             file = path / "search.json"
             if not file.is_file():
-                write(file, json.dumps(own, indent=2) + "\n")
-            if (stored := read(file)) != own:
+                write(file, json.dumps(own | {"mark": secrets.token_hex(8)}, indent=2) + "\n")
+            if (stored := read(file)) != own | {"mark": stored.get("mark")}:
                 raise ValueError(f"checkpoints must be a new folder or one of the same search, got {path}: {stored}")
             write(path / "SENSITIVE", SENSITIVE)
 

@@ -1,0 +1,64 @@
+"""What a run pays into the ledger of its data set before its first step, and what it gets back if it ends early."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from dp_accounting import DpEvent
+
+from dpx.accounting.bill import billed_steps, event_of, numbers_of
+from dpx.fitting import processes
+from dpx.fitting.settings import RunPlan
+from dpx.fitting.step import Carry
+from dpx.ledgers import PrivacyLedger
+from dpx.trees import described
+
+
+@dataclass
+class Payment:
+    """ledger: of the data set, or None. words: what the run is. unit: what its data hold. number: of its entry."""
+
+    ledger: PrivacyLedger | None
+    words: str
+    unit: str
+    run: RunPlan
+    number: int = -1
+
+    def __post_init__(self):
+        if self.ledger is not None and not isinstance(self.ledger, PrivacyLedger):
+            raise ValueError(f"ledger must be a dpx.PrivacyLedger, got {described(self.ledger)}")
+
+    def _event(self, steps: int) -> DpEvent:
+        assert self.ledger is not None
+        terms = self.ledger.terms
+        return event_of(self.run.optimizer, steps, terms.relation, records=terms.records)[0]
+
+    def pay(self, carry: Carry, folder: Any):
+        """Pays for all steps that are planned; a run that continues in its folder has paid. In every process.
+
+        Raises ValueError if the ledger does not allow the run.
+        """
+        if self.ledger is not None:
+            self.number = processes.of_first(lambda: self._pay(self.ledger, carry, folder))
+
+    def _pay(self, ledger: Any, carry: Carry, folder: Any) -> int:
+        optimizer, run = self.run.optimizer, self.run
+        entry = ledger.spend(
+            self._event(max(run.steps, billed_steps(carry.state))),
+            key=[optimizer.key, run.key],
+            words=self.words,
+            numbers=numbers_of(optimizer, carry.state),
+            unit=self.unit,
+            holder=folder.mark,
+        )
+        if entry.steps is not None and folder.ended is None:
+            raise ValueError(f"the run of {folder.path} has ended after step {entry.steps}, as its ledger says")
+        return entry.number
+
+    def end(self, step: int, folder: Any):
+        """Ends the run, and gets back what its other steps would have cost. In every process."""
+        if self.ledger is not None:
+            made = folder.end(step)
+            processes.of_first(lambda: self._end(self.ledger, made))
+
+    def _end(self, ledger: Any, made: int):
+        ledger.end(ledger.entries[self.number], self._event(made), steps=made)
