@@ -100,8 +100,8 @@ def problem(model: str) -> tuple[Any, Callable, Any]:
     return scans.build(scans.Shape(*SCANS[name]), FORMS[model.removeprefix(name)])
 
 
-def step(model: str, row: str) -> tuple[Callable, tuple]:
-    """The step, and its inputs."""
+def step(model: str, row: str, platform: str) -> tuple[Callable, tuple]:
+    """The step for a platform, and its inputs."""
     import jax
     import jax.numpy as jnp
     import optax
@@ -129,7 +129,7 @@ def step(model: str, row: str) -> tuple[Callable, tuple]:
         mechanism = mechanism.replace(
             release=lambda sums, state, params: (jax.tree.map(lambda s: s / size, sums[0].high), state)
         )
-    private = dpx.private_updates(loss, mechanism)
+    private = dpx.private_updates(loss, mechanism, platform=platform)
     return lambda params, batch, state: private(params, dpx.Batch(batch, None), state)[:2], (params, batch, state)
 
 
@@ -150,10 +150,10 @@ def measured(device: str, model: str, row: str) -> dict[str, Any]:
 
     from dpx.xla.place import traced_for
 
-    function, inputs = step(model, row)
+    platform = "tpu" if DEVICES[device].topology else "cuda"
+    function, inputs = step(model, row, platform)
     place = jax.sharding.SingleDeviceSharding(described(device))
     inputs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), inputs)
-    platform = "tpu" if DEVICES[device].topology else "cuda"
     start = time.process_time()
     with traced_for(platform=platform, devices=1, memory=None):
         traced = jax.jit(function, out_shardings=place).trace(*inputs)

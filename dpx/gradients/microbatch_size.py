@@ -12,7 +12,7 @@ from dpx.trees import Tree, described
 from dpx.xla.apart import may_mix_rows
 from dpx.xla.convolutions import CALLS
 from dpx.xla.jaxprs import bodies, convolves
-from dpx.xla.place import PLATFORMS, Place
+from dpx.xla.place import PLATFORMS, Place, here
 
 # For one CPU core. benchmarks/step.py times the steps, benchmarks/memory.py measures their memory.
 CACHE_BYTES = 2**25  # bytes that the examples of one microbatch may fill
@@ -52,10 +52,11 @@ class Microbatches(NamedTuple):
 
 
 def require_platform(platform: str | None) -> str:
-    """The platform that a program is compiled for. Raises ValueError unless it is one of PLATFORMS."""
+    """The platform that a program is compiled for, by default that of `here()`. Raises ValueError unless it is one of
+    PLATFORMS."""
     if platform is not None and platform not in PLATFORMS:
         raise ValueError(f"platform must be one of {', '.join(PLATFORMS)}, or None, got {described(platform)}")
-    return platform or jax.default_backend()
+    return platform or here().platform
 
 
 def choose_microbatch_size(

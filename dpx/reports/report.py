@@ -312,8 +312,9 @@ _NOT_EXAMPLES = (
     "say example, they mean {drawn}, and the size of the data set counts each {drawn} once."
 )
 _ON_A_TPU = (
-    "Steps of this run were made on a TPU, where a float32 product is a sum of bfloat16 products. How far rounding "
-    "moves the sum of a batch is not proved there, so its last digits may reveal more of one {unit} than epsilon says."
+    "Steps of this run were made on a TPU. How its matrix unit adds is not published: what one {unit} can move the sum "
+    "of a batch is proved if the unit multiplies bfloat16 numbers exactly, and rounds at most four times as much as "
+    "float32 additions do."
 )
 _TUNING = {
     None: "Not included: if hyper-parameters were chosen by runs on the same data, that cost one {unit} more than is "

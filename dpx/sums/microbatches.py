@@ -46,7 +46,8 @@ def sum_over_microbatches(
     full = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((microbatch_size, *leaf.shape[1:]), leaf.dtype), rows)
     traced, shapes = jax.make_jaxpr(lambda rows: function(lambda tree: tree, rows), return_shape=True)(full)
     outputs = [jax.tree.map(lambda leaf: jnp.zeros((0, *leaf.shape[1:]), leaf.dtype), shapes[1])]
-    group = most_float32_turns(microbatch_size)
+    unit = here().unit
+    group = most_float32_turns(microbatch_size, unit)
 
     def add_microbatch(groups, start):
         """`groups` of sums, with one more microbatch in the last of them, or in a new one."""
@@ -78,7 +79,7 @@ def sum_over_microbatches(
         head = jax.tree.map(lambda leaf: leaf[:stop].reshape(*shape, *leaf.shape[1:]), rows)
         if each == whole:
             sums, stacked = _loop(add_in_loop, shapes[0], head, like)
-        elif in_float32(microbatch_size, loops=(each, whole // each)):
+        elif in_float32(microbatch_size, loops=(each, whole // each), unit=unit):
             sums, stacked = _loop(functools.partial(add_group, _add), shapes[0], head, like)
         else:
             sums, stacked = _loop(functools.partial(add_group, _plus), _doubled(shapes[0]), head, like)

@@ -13,7 +13,9 @@ import numpy as np
 from dpx.sums.microbatches import sum_in_segments
 from dpx.sums.total import FloatPair, blocks_for, most_float32_rows, pair_of_trees, plus, with_low
 from dpx.trees import Tree
+from dpx.xla.ordering import opaque_false
 from dpx.xla.place import here
+from dpx.xla.units import FLOAT32, Unit
 
 # The largest norm of a gradient that contributes. The squares of larger ones, or their sums, would overflow float32.
 LARGEST = 2.0**63
@@ -82,13 +84,17 @@ def weighted_sum(factors: jax.Array, rows: jax.Array) -> jax.Array:
     a sum, a fused reduction, is slower on a CPU than the product for long vectors, and much slower for larger arrays.
     The vectors of a bias are its layer's cotangents. The sum of the layer's weights also starts with their product with
     the factors, written the same way, because XLA compiles equal kernels twice if they differ in form.
+
+    On other platforms all sums are reductions, which memory binds, because a matrix unit would round the products. The
+    sums of all blocks are made at once there, because they are few beside the rows.
     """
-    if rows.ndim == 2 and rows.shape[1] <= LONG_VECTOR:
+    on_cpu = here().platform == "cpu"
+    if not on_cpu or (rows.ndim == 2 and rows.shape[1] <= LONG_VECTOR):
 
         def sum_block(some):
             return jnp.sum(times(some[0], weighted_rows(*some)), 0)
 
-        return sum_in_blocks(sum_block, (factors, rows), math.prod(rows.shape[1:]))
+        return sum_in_blocks(sum_block, (factors, rows), math.prod(rows.shape[1:]) if on_cpu else 0)
     rows = weighted_rows(factors, rows)
     size, devices = len(rows), devices_for(len(rows))
     blocks = blocks_for(size, devices)
@@ -118,7 +124,7 @@ def in_range(norms: Tree) -> jax.Array:
 def devices_for(rows: int) -> int:
     """Over how many devices the rows may be evenly sharded; 1 if they are not, or if there are too many devices."""
     devices = here().row_devices or here().devices
-    return devices if devices > 1 and rows % devices == 0 and most_float32_rows(devices) >= devices else 1
+    return devices if devices > 1 and rows % devices == 0 and most_float32_rows(devices, here().unit) >= devices else 1
 
 
 def total_of_rows(sum_few: Callable[[Tree], Tree], rows: Tree) -> FloatPair:
@@ -126,7 +132,7 @@ def total_of_rows(sum_few: Callable[[Tree], Tree], rows: Tree) -> FloatPair:
     More rows are added part by part. Each part takes equally many from every device, so that no row moves."""
     size = jax.tree.leaves(rows)[0].shape[0]
     devices = devices_for(size)
-    most = most_float32_rows(devices)
+    most = most_float32_rows(devices, here().unit)
     if size <= most:
         return FloatPair(sum_few(rows))
     each = size // devices
@@ -164,12 +170,12 @@ def added(
     return add(total, of_part(size - left, left)) if left else total
 
 
-def sum_in_blocks(sum_block: Callable[[Tree], jax.Array], rows: Tree, numbers: int) -> jax.Array:
+def sum_in_blocks(sum_block: Callable[[Tree], jax.Array], rows: Tree, numbers: int, unit: Unit = FLOAT32) -> jax.Array:
     """The sum, float32, of up to `most_float32_rows` rows with this many `numbers` in a sum. sum_block: the float32 sum
-    of up to `MOST_ROWS` rows, in any order."""
+    of up to `MOST_ROWS` rows, in any order, by the additions of `unit`."""
     size = jax.tree.leaves(rows)[0].shape[0]
     devices = devices_for(size)
-    blocks = blocks_for(size, devices)
+    blocks = blocks_for(size, devices, unit)
     if blocks == 1:
         return sum_block(rows)
     if size % blocks == 0 and (devices > 1 or blocks * numbers <= SMALL_SUMS):
@@ -179,4 +185,9 @@ def sum_in_blocks(sum_block: Callable[[Tree], jax.Array], rows: Tree, numbers: i
     # parameters more, and fresh memory takes longer than the additions (benchmarks/step.py).
     width = size // blocks
     first = size - width * (blocks - 1)
-    return added(sum_block, rows, first, width, lambda total, block: total + jax.lax.optimization_barrier(block))
+    if not here().unit.rounds:
+        return added(sum_block, rows, first, width, lambda total, block: total + jax.lax.optimization_barrier(block))
+    # A matrix unit could begin a block's product with the total, but not if it is multiplied before. The product, which
+    # is by 1 for every number, and the addition are then one kernel, which reads and writes the total once.
+    one = jnp.where(opaque_false(rows), jnp.float32(2), jnp.float32(1))
+    return added(sum_block, rows, first, width, lambda total, block: total + one * block)

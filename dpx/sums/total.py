@@ -21,14 +21,23 @@ and with the input of a layer are `PRODUCTS` = 2 more roundings:
 
     chain(r, more) = sqrt(r ((r - 1 + more)^2 + sum_{j = 1 .. r - 1} (j + more)^2)),   error <= u C chain(r, PRODUCTS).
 
+On a matrix unit, operands are rounded once as a part of the gradient, and their products are exact (`dpx.xla.units`).
+An instruction adds up to k of them, and moves by up to 2 c u M in place of 2 u M, with M as there. So D_ik counts
+instructions, and ceil(r / k), ..., 1, each k times, is the largest: between two runs, such a block moves by at most
+
+    2 c u C sqrt(r sum_{j = 1 .. r} ceil(j / k)^2).
+
+What stands below is added in float32, behind a barrier or as a product with an opaque 1.
+
 Blocks. The sums of g blocks of b rows have norms of at most b C, and are rounded to float32 before they are added (the
 barrier). So their sum, in any order, adds at most u b C chain(g, 0), and its product with the scale of a mask at most u
 g b C. Only the block of the row differs between the two runs, because the other blocks have equal inputs in one
 program. So the sum moves by at most
 
-    C + 2 u C (chain(b, PRODUCTS) + b chain(g, 0) + g b),
+    C + 2 u C (chain(b, PRODUCTS) + b chain(g, 0) + g b)
 
-`rounding_share(b, g)` more than C. Zeros are added exactly, also in the other blocks and on other devices. `MOST_ROWS`
+(with the block's bound of a matrix unit in place of 2 u C chain(b, PRODUCTS)), which is `rounding_share(b, g)`
+more than C. Zeros are added exactly, also in the other blocks and on other devices. `MOST_ROWS`
 bounds b, and `most_float32_rows` the rows that are added in float32, so that this is at most ETA - RESERVE.
 
 Microbatches. A loop adds the sums of g microbatches of n rows, with norms of at most n C, one after another, so the
@@ -48,8 +57,7 @@ than that for b <= 16.
 A contribution's norm is at most C because its computed norm is never below the true one (`dpx.sums.norms`), with a
 margin for the rounding of the clip factor.
 
-NOT covered: a TPU, whose float32 products at the highest precision are sums of bfloat16 products; more than 4,096
-chunks in one step, if some have more than 16 rows.
+NOT covered: more than 4,096 chunks in one step, if some have more than 16 rows.
 """
 
 import functools
@@ -60,6 +68,7 @@ import jax
 import jax.numpy as jnp
 
 from dpx.trees import Tree
+from dpx.xla.units import FLOAT32, Unit
 
 ETA = 131 * 2.0**-17  # 9.995e-4
 RESERVE = 2.0**-18
@@ -130,10 +139,22 @@ def chain(terms: int, more: int) -> float:
     return math.sqrt(terms * squares)
 
 
-def rounding_share(rows: int, blocks: int = 1, loops: tuple[int, ...] = ()) -> float:
-    """What rounding adds to the move of a float32 sum of blocks of `rows` rows, relative to C. loops: the numbers of
-    turns of the loops over these sums, innermost first."""
-    roundings = chain(rows, PRODUCTS) + rows * blocks
+@functools.cache
+def moved_in_block(rows: int, unit: Unit = FLOAT32) -> float:
+    """What the additions in a block of `rows` rows move, in units of 2 u C, by the worst adder that `unit` may have."""
+
+    def by(adder):
+        if adder.products == 1:
+            return chain(rows, PRODUCTS)
+        return math.sqrt(rows * sum(math.ceil(row / adder.products) ** 2 for row in range(1, rows + 1)))
+
+    return max(adder.moved * by(adder) for adder in unit.adders)
+
+
+def rounding_share(rows: int, blocks: int = 1, loops: tuple[int, ...] = (), unit: Unit = FLOAT32) -> float:
+    """What rounding adds to the move of a sum of blocks of `rows` rows, relative to C. loops: the numbers of turns of
+    the loops over these sums, innermost first. unit: what makes the blocks."""
+    roundings = moved_in_block(rows, unit) + rows * blocks
     if blocks > 1:
         roundings += rows * chain(blocks, 0)
     rows *= blocks
@@ -144,32 +165,32 @@ def rounding_share(rows: int, blocks: int = 1, loops: tuple[int, ...] = ()) -> f
 
 
 @functools.cache
-def most_float32_rows(devices: int) -> int:
+def most_float32_rows(devices: int, unit: Unit = FLOAT32) -> int:
     """How many rows at most are added in float32 alone, in blocks: a multiple of `devices`; 0 for too many."""
     fitting = [
         rows * blocks
         for blocks in range(devices, 6 * devices + 1, devices)
         for rows in range(1, MOST_ROWS + 1)
-        if in_float32(rows, blocks)
+        if in_float32(rows, blocks, unit=unit)
     ]
     return max(fitting, default=0)
 
 
-def blocks_for(rows: int, devices: int) -> int:
+def blocks_for(rows: int, devices: int, unit: Unit = FLOAT32) -> int:
     """The number of blocks for up to `most_float32_rows` rows, a multiple of `devices`: the fewest, or up to half more
     if that makes all blocks equal."""
     counts = range(devices, max(1, rows) + devices, devices)
-    fitting = [blocks for blocks in counts if in_float32(max(1, math.ceil(rows / blocks)), blocks)]
+    fitting = [blocks for blocks in counts if in_float32(max(1, math.ceil(rows / blocks)), blocks, unit=unit)]
     return next((blocks for blocks in fitting if 2 * blocks <= 3 * fitting[0] and rows % blocks == 0), fitting[0])
 
 
 @functools.cache
-def most_float32_turns(rows: int) -> int:
+def most_float32_turns(rows: int, unit: Unit = FLOAT32) -> int:
     """How many float32 sums of this many rows a loop adds in float32: at least 1."""
-    fitting = [turns for turns in range(1, 513) if in_float32(rows, loops=(turns,))]
+    fitting = [turns for turns in range(1, 513) if in_float32(rows, loops=(turns,), unit=unit)]
     return max(fitting, default=1)
 
 
-def in_float32(rows: int, blocks: int = 1, loops: tuple[int, ...] = ()) -> bool:
-    """Whether a float32 sum of such blocks is as exact as `ETA` says: see `rounding_share`."""
-    return rows <= MOST_ROWS and rounding_share(rows, blocks, loops) <= ETA - RESERVE
+def in_float32(rows: int, blocks: int = 1, loops: tuple[int, ...] = (), unit: Unit = FLOAT32) -> bool:
+    """Whether a sum of such blocks is as exact as `ETA` says: see `rounding_share`."""
+    return rows <= MOST_ROWS and rounding_share(rows, blocks, loops, unit) <= ETA - RESERVE

@@ -15,6 +15,8 @@ from typing import Any, Literal
 
 import jax
 
+from dpx.xla.units import Unit, unit_of
+
 PLATFORMS = ("cpu", "gpu", "cuda", "rocm", "tpu")
 _TRACED_FOR = jax.make_user_context(default_value=None)
 
@@ -33,6 +35,11 @@ class Place:
     devices: int
     row_devices: int | None = None
     memory: int | None | Literal["own"] = "own"
+
+    @property
+    def unit(self) -> Unit:
+        """What multiplies matrices there."""
+        return unit_of(self.platform)
 
     @property
     def most_memory(self) -> int | None:

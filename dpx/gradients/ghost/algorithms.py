@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpx.gradients.ghost import norms, weighted
-from dpx.gradients.ghost.norms import TINY, diagonal, in_range, inner, roundings, total, uncancelled, unit
+from dpx.gradients.ghost.norms import TINY, diagonal, in_range, inner, power_of_two, roundings, total, uncancelled, unit
 from dpx.gradients.ghost.rules import Site
 from dpx.sums.rows import repeated, weighted_sum
 from dpx.xla.place import here
@@ -162,7 +162,7 @@ def _balanced_sides(sharing: Sharing, matrices: list[tuple[jax.Array, jax.Array]
             a, size_a = unit(a)
         measured.append((a, b, in_range(size_a, size)))
     largest = functools.reduce(jnp.maximum, (jnp.max(size, initial=0) for _, _, size in measured), TINY)
-    return [(a, b * repeated(size / largest, b.shape)) for a, b, size in measured], largest
+    return [(a, b * repeated(power_of_two(size / largest), b.shape)) for a, b, size in measured], largest
 
 
 def _gram(left: jax.Array, right: jax.Array) -> jax.Array:
@@ -272,7 +272,7 @@ def _product_cost(uses: Uses, scaled: bool) -> float | None:
 
 def _product_norm(uses: Uses, scale: jax.Array | None, records: Captured):
     (site,), (record,) = uses.sites, records
-    grads = jax.lax.optimization_barrier(site.products(*record))  # norm and sum must read the same numbers
+    grads = jax.lax.optimization_barrier(here().unit.stored(site.products(*record)))  # for norm and sum alike
     # The barrier makes XLA move the elements once, instead of once for every example.
     return grads, _sizes(grads, None if scale is None else jax.lax.optimization_barrier(site.arrange(scale)))
 
@@ -378,6 +378,7 @@ def _gradient_memory_cost(site: Site, slices: int) -> float:
 
 def _sizes(grads: jax.Array, scale: jax.Array | None) -> jax.Array:
     """The norms, float32 (B,), of gradients that are scaled coordinate by coordinate."""
+    grads = grads.astype(jnp.float32)
     return jax.vmap(lambda grad: norms.frobenius(grad if scale is None else grad * scale))(grads)
 
 

@@ -59,9 +59,11 @@ class Captured(NamedTuple):
 
 
 def for_all_readers(captured: Captured) -> Captured:
-    """`captured`, behind a barrier: norms and sums must read the same numbers, but XLA may round for one alone."""
+    """`captured`, rounded for the matrix unit and behind a barrier: norms and sums must read the same numbers, but XLA
+    may round for one alone."""
 
     def narrow(x):
+        x = here().unit.stored(x)
         # XLA copies an array with axes of length 1, such as a batch of one image, before a loop or another operation.
         return x.reshape([size for axis, size in enumerate(x.shape) if size != 1 or axis in (0, x.ndim - 1)])
 
@@ -115,6 +117,7 @@ class Hook(NamedTuple):
         def backward(residuals, cotangents):
             (operands, given), (cotangent, of_operands) = residuals, cotangents
             captured = jax.tree.map(lambda x: jax.lax.all_gather(x, EXAMPLES), (operands, cotangent))
+            captured = jax.tree.map(here().unit.stored, captured)
             # Norm and sum must read the same numbers.
             found = self.compute(jax.lax.optimization_barrier(captured), given)
             return cotangent, tuple(of_operands), (found, None)

@@ -98,10 +98,10 @@ def inner(left: jax.Array, right: jax.Array) -> jax.Array:
     if count > 1 and here().devices > 1:
         # The barrier keeps XLA from making one long sum of the sums of the segments.
         return jnp.sum(jax.lax.optimization_barrier(_inner_of_segments(left, right)), 1)
-    parts = [slice(start, start + width) for start in range(0, size, width)]
+    parts, precision = [slice(start, start + width) for start in range(0, size, width)], here().unit.precision
 
     def of_group(left, right):
-        products = [jnp.einsum("si,ti->st", left[:, part], right[:, part], precision=EXACT) for part in parts]
+        products = [jnp.einsum("si,ti->st", left[:, part], right[:, part], precision=precision) for part in parts]
         return functools.reduce(jnp.add, products)
 
     # Otherwise XLA moves an axis of length 1 over one addition after another, in a pass over the program for each.
@@ -115,7 +115,7 @@ def _inner_of_segments(left: jax.Array, right: jax.Array) -> jax.Array:
     width = math.ceil(size / count)
     parts = [jnp.pad(x, ((0, 0), (0, 0), (0, count * width - size))) for x in (left, right)]
     left, right = (x.reshape(*x.shape[:2], count, width) for x in parts)
-    return jnp.einsum("ksci,ktci->kcst", left, right, precision=EXACT)
+    return jnp.einsum("ksci,ktci->kcst", left, right, precision=here().unit.precision)
 
 
 def diagonal(matrices: jax.Array) -> jax.Array:
@@ -142,13 +142,15 @@ def uncancelled(squared: jax.Array, largest: jax.Array, *, roundings: int, posit
     each rounded at most positions + PRODUCTS times. So its norm is larger by at most that number times eps / 2 times
     the sum of the lengths, although the products may cancel.
     """
-    norm = jnp.sqrt(jnp.maximum(squared, 0) + (roundings + 4) * ROUNDING * largest)
-    return raised(norm + (positions + PRODUCTS) * ROUNDING * jnp.sqrt(largest), 0)
+    rounding = ROUNDING * here().unit.within
+    norm = jnp.sqrt(jnp.maximum(squared, 0) + (roundings + 4) * rounding * largest)
+    return raised(norm + (positions + PRODUCTS) * rounding * jnp.sqrt(largest), 0)
 
 
 def product(a: jax.Array, b: jax.Array) -> jax.Array:
-    """G itself, float32 (B, K, I, O), for each of B examples: A, (B, K, T, I), and B, (B, K, T, O)."""
-    return jnp.einsum("bkti,bkto->bkio", a, b, precision=EXACT)
+    """G itself, float32 (B, K, I, O), for each of B examples: A, (B, K, T, I), and B, (B, K, T, O). Its rounding is a
+    part of the gradient, because norm and sum read the result."""
+    return jnp.einsum("bkti,bkto->bkio", a, b, precision=here().unit.precision)
 
 
 def rows(indices: jax.Array, b: jax.Array, *, distinct: bool = False) -> tuple[jax.Array, jax.Array]:
@@ -165,7 +167,8 @@ def rows(indices: jax.Array, b: jax.Array, *, distinct: bool = False) -> tuple[j
     same = (indices[:, None] == indices[None, :]) & (indices >= 0)[:, None]
     place = lax.broadcasted_iota(jnp.int32, same.shape, 1)
     repeated_before = jnp.any(same & (place < lax.broadcasted_iota(jnp.int32, same.shape, 0)), -1)
-    sums = jnp.where(repeated_before[:, None], 0, jnp.matmul(same.astype(jnp.float32), b, precision=EXACT))
+    precision = here().unit.precision
+    sums = jnp.where(repeated_before[:, None], 0, jnp.matmul(same.astype(jnp.float32), b, precision=precision))
     return sums, jnp.all(jnp.abs(b) <= LARGEST)
 
 
@@ -175,10 +178,21 @@ def frobenius(x: jax.Array) -> jax.Array:
 
 
 def unit(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """x, float32 (..., n), as a product unit * size, (..., n) and (...). No |element| of `unit` is above 1."""
+    """x, float32 (..., n), as a product unit * size, (..., n) and (...). No |element| of `unit` is above 1. Sizes are
+    powers of two where a matrix unit takes short numbers, because other quotients have more digits."""
     size = _largest(lax.abs(x), [x.ndim - 1])
     at_least = lax.max(size, lax.full_like(size, TINY))
-    return lax.div(x, repeated(at_least, x.shape)), lax.select(lax.gt(size, lax.full_like(size, 0)), at_least, size)
+    if here().unit.rounds:
+        at_least = 2 * power_of_two(at_least)  # the nearest may be less
+        units = x * repeated(power_of_two(1 / at_least), x.shape)  # a GPU's quotient is not exact
+    else:
+        units = lax.div(x, repeated(at_least, x.shape))
+    return units, lax.select(lax.gt(size, lax.full_like(size, 0)), at_least, size)
+
+
+def power_of_two(x: jax.Array) -> jax.Array:
+    """The nearest power of two to float32 numbers of at least 0, if a matrix unit takes short numbers; otherwise x."""
+    return lax.reduce_precision(x, 8, 0) if here().unit.rounds else x
 
 
 def _largest(x: jax.Array, axes) -> jax.Array:
@@ -192,7 +206,7 @@ def balanced(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array, jax.Arra
     (a, size_a), (b, size_b) = unit(a), unit(b)
     sizes = in_range(size_a, size_b)
     size = jnp.maximum(_largest(sizes, range(sizes.ndim)), TINY)
-    return a, b * repeated(sizes / size, b.shape), size
+    return a, b * repeated(power_of_two(sizes / size), b.shape), size
 
 
 def in_range(size_a: jax.Array, size_b: jax.Array) -> jax.Array:

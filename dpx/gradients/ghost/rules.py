@@ -219,7 +219,8 @@ def _repeated(site: Site, repeats: tuple[int, ...]) -> Site:
 
 
 def _float32(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.float32)
+    """`x` as float32 that norms and sums read, which the matrix unit multiplies exactly."""
+    return here().unit.rounded(x)
 
 
 def _dense(use: Use, equation) -> Site | str:

@@ -4,6 +4,11 @@ A partial sum over the positions of an example may be much longer than its gradi
 may its rounding. So where a site has several positions, whole gradients are added, one example after another: the norm
 then contains the rounding of that example's gradient (`norms.uncancelled`), and `dpx.sums.total` bounds the rounding of
 the sum over examples. At most one gradient of a microbatch is in memory.
+
+A matrix unit multiplies short numbers exactly (`dpx.xla.units`), but a short number times its factor is long. With one
+position, the product with the factor is truncated: |a| |truncated(f b)| <= f |a| |b|, so the norm still bounds it. With
+several, the factor multiplies the finished product of its example. Products below 2^-126 may become 0 there, before
+the factor: a factor of up to 2^20 makes less than 2^-70 of that in a sum of 2^36 of them.
 """
 
 import functools
@@ -14,7 +19,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dpx.gradients.ghost import norms
 from dpx.gradients.ghost.rules import Site
 from dpx.sums.rows import added, sum_in_blocks, times, weighted_rows
 from dpx.sums.total import blocks_for
@@ -27,14 +31,20 @@ def at_site(site: Site, shape: tuple[int, ...], record, factors: jax.Array) -> j
     """The sum, float32, of the parameter's shape, where an example adds at most one product to an element. record: the
     inputs and cotangents of B examples. factors: float32 (B,)."""
 
+    unit = here().unit
+
     def sum_block(rows):
         record, factors = rows
         inputs, cotangents = weighted_rows(factors, record)
-        cotangents = times(factors, cotangents)
-        apply: Any = site.apply
-        return transpose(lambda w: jax.vmap(apply, (0, None))(inputs, w), shape, cotangents)
+        if not unit.rounds:
+            cotangents = times(factors, cotangents)
+            apply: Any = site.apply
+            return transpose(lambda w: jax.vmap(apply, (0, None))(inputs, w), shape, cotangents)
+        a, b = jax.vmap(site.matrices)(inputs, cotangents)
+        rows = (x[:, :, 0].swapaxes(0, 1) for x in (a, unit.truncated(times(factors, b))))
+        return _product(site, shape, *rows)
 
-    return sum_in_blocks(sum_block, (record, factors), math.prod(shape))
+    return sum_in_blocks(sum_block, (record, factors), math.prod(shape), unit)
 
 
 def of_rows(site: Site, shape: tuple[int, ...], record, factors: jax.Array) -> jax.Array:
@@ -104,9 +114,11 @@ def one_by_one(
     def of_example(rows):
         records, factor = rows
         records = weighted_rows(factor, records)
-        grads = [grad for numbers in groups for grad in of_group(numbers, records, factor)]
-        # The barrier keeps matrix products from starting with the sum of the examples before.
-        return jax.lax.optimization_barrier(functools.reduce(jnp.add, grads))
+        finished = here().unit.rounds  # the factor multiplies the finished sum
+        factors = jnp.float32(1) if finished else factor
+        total = functools.reduce(jnp.add, [grad for each in groups for grad in of_group(each, records, factors)])
+        # No matrix product may begin with the sum of the examples before.
+        return factor * total if finished else jax.lax.optimization_barrier(total)
 
     def sum_block(rows):
         def add(number, total):
@@ -118,17 +130,25 @@ def one_by_one(
 
 
 def _of_example(site: Site, shape: tuple[int, ...], inputs, dy: jax.Array, *, factor: jax.Array) -> jax.Array:
-    """factor times the gradient of one example at one site. The factor multiplies the smaller of A and B, and the
-    product has the order of the parameter, because XLA would transpose it otherwise."""
+    """The gradient of one example at one site, times its factor unless this multiplies the finished sum. The factor
+    multiplies the smaller of A and B."""
     a, b = site.matrices(inputs, dy)
-    a, b = (times(factor, a), b) if a.size < b.size else (a, times(factor, b))
+    if not here().unit.rounds:
+        a, b = (times(factor, a), b) if a.size < b.size else (a, times(factor, b))
+    return _product(site, shape, a, b)
+
+
+def _product(site: Site, shape: tuple[int, ...], a: jax.Array, b: jax.Array) -> jax.Array:
+    """A^T B, of A, (K, T, I), and B, (K, T, O), in the parameter's shape and order, because XLA would transpose it
+    otherwise."""
+    precision = here().unit.precision
     if _reorders(site.arrange, shape):
-        total = jnp.einsum("kto,kti->koi", b, a, precision=norms.EXACT)
+        total = jnp.einsum("kto,kti->koi", b, a, precision=precision)
         if len(total) == 1:  # with an axis of length 1 between both transposes, XLA writes them
             return transpose(lambda w: site.arrange(w)[0].T, shape, total[0])
         total = total.swapaxes(1, 2)
     else:
-        total = jnp.einsum("kti,kto->kio", a, b, precision=norms.EXACT)
+        total = jnp.einsum("kti,kto->kio", a, b, precision=precision)
     return transpose(site.arrange, shape, total)
 
 

@@ -1,0 +1,131 @@
+"""How a device multiplies matrices: the numbers that its unit takes exactly, and what its additions round.
+
+A GPU's tensor core and a TPU's matrix unit multiply operands of a short format exactly, and add the products in an
+order and a rounding of their own. A bound on what an example adds to a sum needs two things of them. The norm and the
+sum must read the same numbers, so every operand is `rounded` once, as a function of its own example: that is a part of
+the example's gradient, like the rounding inside the model, and costs nothing. And the additions must be bounded.
+
+THE ADDER. An instruction adds n <= k exact products to a partial sum. It aligns all to the largest, drops what is below
+2^-(23 + e) of that, adds the rest exactly, and drops what is below 2^-23 of the result. (k, e) is (8, 1) for bfloat16
+on an A100 and (16, 2) on an H100, and (4, 1) and (8, 2) for TF32: Xie et al. 2025, arXiv:2512.07004. An instruction may
+be off by more than a float32 addition, but adds more. Let u = 2^-24, and M the sum of the absolute values of all terms
+so far, which bounds all numbers in an instruction.
+
+One sum, of T products, in pieces of at least k whose sums are added in float32. The largest number of an instruction
+loses nothing: a product has 22 bits or fewer, a partial sum 24. So its error is at most 2 u (1 + n 2^-e) M, and
+2 u (1 + (n - 1) 2^-e) M for the first of a piece. A piece of n products has at most (n + k - 1) / k instructions, and
+their errors add up to u (n (2 / k + 2^(1 - e)) + 2) M or less; adding one more piece, of k or more products, costs less
+than its products are counted for. So the sum is off by at most
+
+    within (T + 2) u S,   S = the sum of the absolute values of its terms,   within = max(1, 2 / k + 2^(1 - e)).
+
+The same sum with one term replaced by zero. What is dropped of a number has the number's sign, so for a product, which
+is the same in both runs or missing in one, it differs by at most 2^-(23 + e) M; for the partial sum by twice that. But
+the largest number loses nothing: together at most n + 1 times 2^-(23 + e) M, whichever is the largest in each run. What
+is dropped of the result differs by at most 2^-23 M, as results of different signs are as far apart as both together.
+If D_i instructions are made from that of row i on, all this is at most
+
+    2 u c sum_i D_i |z_i|,   c = 1 + (k + 1) 2^-e,
+
+where a float32 addition, off by u M in each run, has k = 1 and c = 1. `dpx.sums.total` bounds this over all coordinates
+and orders. For blocks of up to 96 rows it is less than for float32 additions, so a tensor core needs no other blocks.
+
+ASSUMED. Of a TPU, nobody has published the adder. dpx assumes that its unit multiplies bfloat16 numbers exactly, and
+that the sum of their products is as exact as one by additions that are off by 4 u M each; and that its vector unit adds
+and multiplies float32 numbers as IEEE says, but for denormal ones. Of GPUs with float32 products, that they are made of
+fused multiply-adds; of newer tensor cores, that their additions are those of an H100 or better.
+
+Nothing is rounded where products are float32's: on CPUs, on GPUs without TF32, and on any GPU under
+`jax.default_matmul_precision("highest")`, with which JAX's own products do not round either.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+FLOAT32_FRACTION = 23  # bits
+
+
+class Adder(NamedTuple):
+    """products: k, how many an instruction adds. moved: c, how far it moves between two runs. within: of one sum."""
+
+    products: int
+    moved: float
+    within: float
+
+
+def tensor_core(products: int, extra: int) -> Adder:
+    """The adder (k, e) of the proof."""
+    return Adder(products, 1 + (products + 1) * 2.0**-extra, max(1, 2 / products + 2.0 ** (1 - extra)))
+
+
+FUSED = Adder(1, 1.0, 1.0)  # a float32 addition of a product
+
+
+@dataclass(frozen=True)
+class Unit:
+    """fraction: bits of an operand's fraction. precision: how a product of such operands is asked for. adders: those
+    that it may have, because a program is compiled for a platform and not for one device."""
+
+    fraction: int
+    precision: Any
+    adders: tuple[Adder, ...] = (FUSED,)
+
+    @property
+    def within(self) -> float:
+        """How much more than a float32 addition one of its additions may round inside one sum."""
+        return max(adder.within for adder in self.adders)
+
+    @property
+    def rounds(self) -> bool:
+        """Whether operands must be rounded before it multiplies them exactly."""
+        return self.fraction < FLOAT32_FRACTION
+
+    def rounded(self, x: jax.Array) -> jax.Array:
+        """`x` as float32 that this unit multiplies exactly, to the nearest: float32 (...), of any real dtype."""
+        short, x = x.dtype == jnp.bfloat16, x.astype(jnp.float32)
+        # XLA keeps a reduce_precision, but it leaves out two conversions that undo each other.
+        return x if short or not self.rounds else lax.reduce_precision(x, 8, self.fraction)
+
+    def stored(self, x: jax.Array) -> jax.Array:
+        """A real array in memory: integers as they are, other numbers `rounded`, in the smallest dtype for them."""
+        if not self.rounds or not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype == jnp.bfloat16:
+            return x
+        return self.rounded(x).astype(jnp.bfloat16 if self.fraction == 7 else jnp.float32)
+
+    def truncated(self, x: jax.Array) -> jax.Array:
+        """`x`, float32 (...), toward 0 to a number that this unit multiplies exactly."""
+        if not self.rounds:
+            return x
+        kept = np.uint32(2**32 - 2 ** (FLOAT32_FRACTION - self.fraction))
+        return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.uint32) & kept, jnp.float32)
+
+
+FLOAT32 = Unit(FLOAT32_FRACTION, lax.Precision.HIGHEST)
+TF32 = Unit(10, lax.DotAlgorithmPreset.TF32_TF32_F32, (FUSED, tensor_core(4, 1), tensor_core(8, 2)))
+BFLOAT16 = Unit(7, lax.DotAlgorithmPreset.BF16_BF16_F32, (FUSED, tensor_core(8, 1), tensor_core(16, 2)))
+OF_A_TPU = Unit(7, lax.DotAlgorithmPreset.BF16_BF16_F32, (Adder(1, 4.0, 4.0),))
+FULL, SHORT = ("highest", "float32", "F32_F32_F32"), ("bfloat16", "BF16_BF16_F32")  # precisions of JAX's products
+
+
+def unit_of(platform: str) -> Unit:
+    """What multiplies matrices on this platform, under JAX's default precision."""
+    config: Any = jax.config
+    precision = config.jax_default_matmul_precision
+    if platform == "tpu":
+        return OF_A_TPU
+    if platform not in ("gpu", "cuda") or precision in FULL or not _has_tf32():
+        return FLOAT32
+    return BFLOAT16 if precision in SHORT else TF32
+
+
+def _has_tf32() -> bool:
+    """Whether this process's GPU, if it has one, has tensor cores for TF32: NVIDIA's since the A100."""
+    if jax.default_backend() != "gpu":
+        return True
+    capability = getattr(jax.local_devices()[0], "compute_capability", "")
+    return capability[:1].isdigit() and float(capability) >= 8
