@@ -12,6 +12,7 @@ import dpx
 from dpx import keys
 from dpx.accounting.arithmetic import INTEGERS, NORMALS
 from dpx.keys import integers, noise, normals
+from dpx.sums.total import FloatPair
 from dpx.xla.place import float64, traced_for
 from tests.problems import dp_sgd
 from tests.test_noise import KEY, LONG, RARE, chosen_words, uniform_numbers, words_at_random
@@ -151,6 +152,32 @@ def test_a_release_for_a_tpu_has_the_bits_of_a_cpu(shapes, devices):
     for sums, one, other, same in zip(tree, found, wanted, silent, strict=True):
         np.testing.assert_array_equal(one, other)
         np.testing.assert_array_equal(same, sums)
+
+
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.long), 4])
+def test_blocks_of_large_leaves_have_the_bits_of_a_cpu(devices, monkeypatch):
+    """Of one axis, with and without a rest; seen as the devices times the rest, or not; and small leaves at once."""
+    for name, size in (("FLAT", 1), ("SMALL_LEAF", 20), ("LEAF_BLOCK", 120)):
+        monkeypatch.setattr(noise, name, size)
+    shapes = [(7, 2), (13, 30), (4, 64, 9), (), (0, 4), (1203,)]
+    high = [jax.random.normal(jax.random.key(number), shape) for number, shape in enumerate(shapes)]
+    total = FloatPair(high, [leaf * 2.0**-26 for leaf in high])
+    wanted = keys.release(KEY, 7, total, 0.3)
+    with traced_for(platform="tpu", devices=devices):
+        found = keys.release(KEY, 7, total, 0.3)
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_small_leaves_of_several_streams_have_the_bits_of_a_cpu(monkeypatch):
+    for name in ("FLAT", "ONE_STREAM"):
+        monkeypatch.setattr(noise, name, 30)
+    leaves = [jnp.zeros((7, 3)), jnp.zeros(23)]
+    wanted = keys.release(KEY, 7, leaves, 0.3)
+    with traced_for(platform="tpu"):
+        found = keys.release(KEY, 7, leaves, 0.3)
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_float64_is_refused_for_a_tpu():

@@ -53,6 +53,10 @@ LARGEST_RELEASE = 2**32  # numbers, for which the bill is made (dpx/accounting/a
 ONE_STREAM = 2**31  # numbers, because an index of an array is an int32
 LARGEST_LEAF = 2**32 - CHUNK_NUMBERS  # numbers, because places in a leaf are uint32
 IN_INTEGERS = 64  # chunks that a TPU makes at once, of 2 MiB
+# Up to so many numbers, one TPU copies all leaves into one array: its loop has the only kernels to compile, and both
+# normals of a pair are made of one block, but 2.7 times the memory of the leaves is in use.
+FLAT = 2**27
+SMALL_LEAF, LEAF_BLOCK = 2**16, 2**19  # numbers, otherwise; the second is for one device
 RARE_LANES = 16  # behind those of a chunk's pairs, of which one is read: a number that vectors of a CPU divide
 REPEATED = 4  # leaves with the shape of an earlier one; for fewer, sharing programs takes longer to compile
 GRID = 4  # the deviation is 2^4 to 2^5 times gamma
@@ -94,8 +98,8 @@ def release(
         add no noise. For a Python 0.0 none is drawn either.
 
     On a CPU, a loop makes one chunk after another, which stays in the cache. On a TPU, it makes larger chunks, in
-    integers (`integers.py`). On a GPU, all numbers are made at once. On several devices, every leaf is made from the
-    places of its numbers, because XLA can shard that like the leaf.
+    integers (`integers.py`). On a GPU, all numbers are made at once. On several devices, and on a TPU for more than
+    FLAT numbers, every leaf is made from the places of its numbers, because XLA can shard that like the leaf.
 
     Warns once if XLA_FLAGS has fast math, under which no bound of a sum holds. Raises ValueError for more than
     LARGEST_RELEASE numbers, or a leaf of more than LARGEST_LEAF.
@@ -166,17 +170,19 @@ def release_leaves(
     as_integers = place.platform == "tpu"
 
     def of_leaf(high, low, at: Position) -> jax.Array:
-        if as_integers:
-            pair, second = _pairs(at, high.shape)
-            return _of_integers(deviation, high, low, _polar(words, step, pair, at.stream) if drawn else None, second)
         return rounded(high, low, _normals(words, step, at, high.shape) if drawn else np.float64(0), deviation)
 
+    if as_integers and (place.devices > 1 or not 0 < size < FLAT):
+        return _leaves_in_integers((words, step, deviation), highs, lows, places, place.devices, drawn)
     if place.devices > 1 or not 0 < size < ONE_STREAM:
         return [of_leaf(*leaf) for leaf in zip(highs, lows or [None] * len(highs), places, strict=True)]
 
     def in_integers(highs, lows) -> list[jax.Array]:
-        low = None if lows is None else in_rows(lows, places, IN_INTEGERS)
-        made = _made_in_integers(words, step, deviation, in_rows(highs, places, IN_INTEGERS), low, drawn)
+        chunks = -(-size // (2 * places[0].half))
+        rows = -(-chunks // -(-chunks // IN_INTEGERS))  # as few as make the same number of turns
+        rows = rows if rows == chunks else -(-rows // 8) * 8  # a TPU's registers have 8 rows
+        low = None if lows is None else in_rows(lows, places, rows)
+        made = _made_in_integers(words, step, deviation, in_rows(highs, places, rows), low, rows, drawn)
         return in_leaves(made, step, places, shapes)
 
     def by_chunks(highs, lows) -> list[jax.Array]:
@@ -198,10 +204,10 @@ def _flat(leaves: list[jax.Array], padding: int = 0) -> jax.Array:
     return jnp.concatenate([*(leaf.reshape(-1) for leaf in leaves), *zeros])
 
 
-def in_rows(leaves: list[jax.Array], places: tuple[Position, ...], most: int = 1) -> jax.Array:
-    """The leaves one after another, and zeros up to a multiple of at most `most` chunks, float32 (2 * chunks, half)."""
+def in_rows(leaves: list[jax.Array], places: tuple[Position, ...], chunks: int = 1) -> jax.Array:
+    """The leaves one after another, and zeros up to a multiple of so many chunks, float32 (2 * chunks, half)."""
     size, half = sum(leaf.size for leaf in leaves), places[0].half
-    return _flat(leaves, -size % (2 * half * min(most, -(-size // (2 * half))))).reshape(-1, half)
+    return _flat(leaves, -size % (2 * half * chunks)).reshape(-1, half)
 
 
 def in_leaves(made: jax.Array, step, places: tuple[Position, ...], shapes: list[tuple[int, ...]]) -> list[jax.Array]:
@@ -251,15 +257,15 @@ def made_in_chunks(words, step, deviation, high: jax.Array, low: jax.Array | Non
     return jax.lax.fori_loop(0, len(high) // 2, make, high)
 
 
-def _made_in_integers(words, step, deviation, high: jax.Array, low: jax.Array | None, drawn: bool) -> jax.Array:
-    """`made_in_chunks` in integers, with up to IN_INTEGERS chunks at once, which `high` has a multiple of."""
+def _made_in_integers(words, step, deviation, high: jax.Array, low: jax.Array | None, chunks: int, drawn) -> jax.Array:
+    """`made_in_chunks` in integers, with so many chunks at once, which `high` has a multiple of."""
     half = high.shape[1]
-    rows = min(IN_INTEGERS, len(high) // 2), half  # of a chunk each
+    rows, rare = (chunks, half), rare_word(words, step)
 
     def make(number, made):
         row, column = (jax.lax.broadcasted_iota(jnp.uint32, rows, axis) for axis in (0, 1))
         pair = (number.astype(jnp.uint32) * np.uint32(rows[0]) + row) * np.uint32(half) + column
-        polar = _polar(words, step, pair, 0) if drawn else None
+        polar = _polar(words, step, pair, 0, rare) if drawn else None
         for second in (False, True):
             start = number * rows[0], second * half
             high = jax.lax.dynamic_slice(made, start, rows)
@@ -272,11 +278,81 @@ def _made_in_integers(words, step, deviation, high: jax.Array, low: jax.Array | 
     return jax.lax.fori_loop(0, len(high) // rows[0], make, high)
 
 
-def _polar(words, step, pair: jax.Array, stream: int) -> tuple:
+def _leaves_in_integers(drawing: tuple, highs, lows, places: tuple[Position, ...], devices: int, drawn: bool) -> list:
+    """The released leaves, each from the places of its numbers: all small ones at once, and large ones by blocks.
+
+    drawing: the words of the key, the step and the deviation.
+    """
+    words, step, deviation = drawing
+    rare, lows = rare_word(words, step), lows or [None] * len(highs)
+    made = list(highs)
+
+    def noisy(high, low, pair, second, stream) -> jax.Array:
+        polar = _polar(words, step, pair, stream, rare) if drawn else None
+        return _of_integers(deviation, high, low, polar, second)
+
+    small = [number for number, high in enumerate(highs) if 0 < high.size < SMALL_LEAF]
+    if small:
+        each = [_pairs(places[n], highs[n].shape) for n in small]
+        pair, second = (_flat([pairs[part] for pairs in each]) for part in (0, 1))
+        stream = jnp.concatenate([jnp.full(highs[n].size, places[n].stream, jnp.uint32) for n in small])
+        high, low = (None if leaves[0] is None else _flat([leaves[n] for n in small]) for leaves in (highs, lows))
+        ends = np.cumsum([highs[n].size for n in small])[:-1]
+        for number, part in zip(small, jnp.split(noisy(high, low, pair, second, stream), ends), strict=True):
+            made[number] = part.reshape(highs[number].shape)
+    for number, (high, low, at) in enumerate(zip(highs, lows, places, strict=True)):
+        if high.size >= SMALL_LEAF:
+
+            def of_block(high, low, first, strides, at=at):
+                return noisy(high, low, *_pairs(at, high.shape, first, strides), at.stream)
+
+            made[number] = _by_blocks(of_block, high, low, devices)
+    return made
+
+
+def _by_blocks(of_block: Callable, high: jax.Array, low: jax.Array | None, devices: int) -> jax.Array:
+    """`of_block(high, low, first, strides)` of one block after another, in the memory of `high`.
+
+    A block is a slice of one axis. Where the devices may share that axis, it is seen as their number times the rest, so
+    that every device has its part of every block. first: the place of a block's first number in the leaf, uint32 ().
+    strides: from a number to the next one of each axis, ints.
+    """
+    shape, most = high.shape, LEAF_BLOCK * devices
+    ways = []
+    for axis, size in enumerate(shape[:-1] if len(shape) > 1 else shape):
+        view = (*shape[:axis], devices, size // devices, *shape[axis + 1 :]) if size % devices == 0 else shape
+        axis = axis + (view is not shape)
+        length = max(1, most * view[axis] // high.size)
+        ways.append((abs(max(length // 8 * 8, 1) * high.size / view[axis] - most), view, axis, length))
+    _, view, axis, length = min(ways, key=lambda way: way[0])
+    length = min(view[axis], max(length // 8 * 8, 1))
+    strides = [math.prod(view[number + 1 :]) for number in range(len(view))]
+    high, low = high.reshape(view), None if low is None else low.reshape(view)
+
+    def make(number, made):
+        number = jax.lax.optimization_barrier(number)
+        first = jnp.minimum(number * length, view[axis] - length)
+        before, *more = (
+            jax.lax.dynamic_slice_in_dim(x, first, length, axis) for x in ((made,) if low is None else (made, low))
+        )
+        found = of_block(
+            before, more[0] if more else None, first.astype(jnp.uint32) * np.uint32(strides[axis]), strides
+        )
+        if view[axis] % length:  # the last block begins among the numbers of the one before, which have their noise
+            fresh = first + jax.lax.broadcasted_iota(jnp.int32, found.shape, axis) >= number * length
+            found = jnp.where(fresh, found, before)
+        return jax.lax.dynamic_update_slice_in_dim(made, found, first, axis)
+
+    if length == view[axis]:
+        return of_block(high, low, np.uint32(0), strides).reshape(shape)
+    return jax.lax.fori_loop(0, -(-view[axis] // length), make, high).reshape(shape)
+
+
+def _polar(words, step, pair: jax.Array, stream: jax.Array | int, rare: jax.Array) -> tuple:
     """The blocks of these pairs, and their `integers.radius`. With the barriers, one kernel is three, of a size that a
     TPU's compiler can plan."""
     block = jax.lax.optimization_barrier(threefry4x32(words, _block(step, pair, stream)))
-    return block, jax.lax.optimization_barrier(integers.radius(block, rare_word(words, step)))
+    return block, jax.lax.optimization_barrier(integers.radius(block, rare))
 
 
 def _of_integers(deviation, high: jax.Array, low: jax.Array | None, polar: tuple | None, second: jax.Array):
@@ -290,16 +366,21 @@ def _of_integers(deviation, high: jax.Array, low: jax.Array | None, polar: tuple
     return jnp.where(exponent == 0, high if low is None else high + low, made)
 
 
-def _pairs(at: Position, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """Of each number of a leaf of this shape: the number of its pair, uint32, and whether it is the second, bool."""
+def _pairs(
+    at: Position, shape: tuple[int, ...], first: ArrayLike = 0, strides: Sequence[int] = ()
+) -> tuple[jax.Array, jax.Array]:
+    """Of each number of a leaf of this shape: the number of its pair, uint32, and whether it is the second, bool.
+
+    first: of a block of a leaf, the place of its first number in the leaf, uint32 (). strides: of that leaf's axes.
+    """
     lax = jax.lax
 
     def every(value) -> jax.Array:
         return lax.full(shape, value, jnp.uint32)
 
-    place = every(np.uint32(at.start))
+    place = every(np.uint32(at.start) + first)
     for axis in range(len(shape)):
-        stride = math.prod(shape[axis + 1 :])
+        stride = strides[axis] if strides else math.prod(shape[axis + 1 :])
         place = lax.add(place, lax.mul(every(stride), lax.broadcasted_iota(jnp.uint32, shape, axis)))
     chunk, place = lax.div(place, every(2 * at.half)), lax.rem(place, every(2 * at.half))
     second = lax.ge(place, every(at.half))
@@ -330,7 +411,7 @@ def _float32_normals(words, step, places: tuple[Position, ...], shapes: tuple[tu
     return [flat[at.start : end].reshape(shape) for at, end, shape in zip(places, ends, shapes, strict=True)]
 
 
-def _block(step: jax.Array, pair: jax.Array, stream: int) -> list[jax.Array]:
+def _block(step: jax.Array, pair: jax.Array, stream: jax.Array | int) -> list[jax.Array]:
     """The block of every pair, uint32 like `pair`."""
     first = jax.lax.broadcast(step.astype(jnp.uint32) + np.uint32(1), pair.shape)
     return [first, pair, jnp.full_like(pair, stream), jnp.zeros_like(pair)]
