@@ -66,6 +66,9 @@ from dpx.optimizer import chain
 from dpx.reports import plan_noise, privacy_report
 from dpx.sampling import Batch, FixedSizeSampling, FullBatch, PoissonSampling, ShuffledEpochs, UserData
 from dpx.states.public import publishable_state
+from dpx.xla.miscompiled import keep_rows_apart
+
+keep_rows_apart()
 
 __version__ = "0.2.0"
 

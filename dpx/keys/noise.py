@@ -44,6 +44,7 @@ from dpx.sums import doubles
 from dpx.sums.total import FloatPair, as_pair
 from dpx.trees import Tree
 from dpx.validation import require_number
+from dpx.xla.miscompiled import require_rows_apart
 from dpx.xla.ordering import opaque_false
 from dpx.xla.place import Place, float64, here, warn_of_fast_math
 
@@ -102,12 +103,13 @@ def release(
     FLAT numbers, every leaf is made from the places of its numbers, because XLA can shard that like the leaf.
 
     Warns once if XLA_FLAGS has fast math, under which no bound of a sum holds. Raises ValueError for more than
-    LARGEST_RELEASE numbers, or a leaf of more than LARGEST_LEAF.
+    LARGEST_RELEASE numbers, a leaf of more than LARGEST_LEAF, or an XLA that mixes rows (`dpx.xla.miscompiled`).
     """
     if (stand_in := STAND_INS.value.release) is not None:
         with STAND_INS(StandIns()):
             return stand_in(key, step, total, deviation)
     warn_of_fast_math()
+    require_rows_apart()
     high, low = as_pair(total)
     leaves, structure = jax.tree.flatten(high)
     lows = None if low is None else structure.flatten_up_to(low)
@@ -457,6 +459,7 @@ def release_and_rest(
         with jax.enable_x64(True):
             return released, doubles.less(released, given)
     warn_of_fast_math()
+    require_rows_apart()
     leaves, structure = jax.tree.flatten(jax.eval_shape(total, parts).high)
     how = total, positions_of([leaf.shape for leaf in leaves]), here(), is_drawn(deviation)
     with jax.disable_jit(False):

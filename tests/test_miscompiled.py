@@ -1,0 +1,83 @@
+"""XLA's fault that mixes rows: turned off by `import dpx`, and refused where it is on."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+import dpx
+from dpx.xla import miscompiled
+
+needs_the_fault = pytest.mark.skipif(
+    not miscompiled.suspected() or jax.default_backend() != "cpu", reason="this jaxlib does not have the fault"
+)
+WITH_IT = f"--{miscompiled.FLAG}=+reduce"
+PROGRAM = """
+import sys
+import jax
+if sys.argv[1] == "early":
+    jax.devices()
+import dpx
+from dpx.xla.miscompiled import mixes_rows
+print(mixes_rows())
+dpx.keys.release(jax.random.key(0), 0, jax.numpy.zeros(3), 1.0)
+"""
+
+
+def run(when: str, flags: str) -> subprocess.CompletedProcess:
+    environment = os.environ | {"XLA_FLAGS": flags}
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PROGRAM, when], env=environment, capture_output=True, text=True
+    )
+
+
+def test_rows_do_not_mix_here():
+    assert not miscompiled.mixes_rows()
+
+
+@needs_the_fault
+def test_an_import_turns_the_fault_off_and_a_release_refuses_it():
+    kept, with_it = run("", ""), run("", WITH_IT)
+    assert kept.returncode == 0 and kept.stdout == "False\n"
+    assert with_it.stdout == "True\n" and "mixes the rows of a batch on this CPU" in with_it.stderr
+    early = run("early", "")
+    assert (early.returncode == 0) == (early.stdout == "False\n")
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("", f"--{miscompiled.FLAG}=-reduce"),
+        ("--xla_dump_to=x", f"--xla_dump_to=x --{miscompiled.FLAG}=-reduce"),
+        (WITH_IT, WITH_IT),
+        ("/some/file", "/some/file"),
+    ],
+)
+def test_the_flag_is_added_to_what_is_there(monkeypatch, flags, expected):
+    monkeypatch.setattr(miscompiled, "suspected", lambda: True)
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    miscompiled.keep_rows_apart()
+    assert os.environ["XLA_FLAGS"] == expected
+    monkeypatch.setattr(miscompiled, "suspected", lambda: False)
+    monkeypatch.setenv("XLA_FLAGS", "")
+    miscompiled.keep_rows_apart()
+    assert os.environ["XLA_FLAGS"] == ""
+
+
+def test_which_versions_are_suspected():
+    suspected = ["0.10.2", "0.11.0", "0.11.1"]
+    assert all(map(miscompiled.suspected, suspected))
+    assert not any(map(miscompiled.suspected, ["0.10.1", "0.9.2", "0.12.0", "0.12.0.1", "1.0.0"]))
+
+
+def test_a_release_refuses_rows_that_mix(monkeypatch):
+    monkeypatch.setattr(miscompiled, "suspected", lambda: True)
+    monkeypatch.setattr(miscompiled, "mixes_rows", lambda: True)
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    miscompiled.require_rows_apart.cache_clear()
+    with pytest.raises(ValueError, match="mixes the rows of a batch"):
+        dpx.keys.release(jax.random.key(0), 0, np.zeros(3, np.float32), 1.0)
+    miscompiled.require_rows_apart.cache_clear()
