@@ -113,6 +113,16 @@ def repeated(w, example):
     return lax.scan(lambda total, row: (total + dense(w, row), None), jnp.float32(0), example)[0]
 
 
+def made(kernel):
+    """Of a kernel that is a function of the parameters."""
+    return lambda p, example: dense(kernel(p), example)
+
+
+def spectral(p, example):
+    x, y, c = example
+    return jnp.sum(c * jnp.real(lax.complex(x, y) @ lax.complex(p["a"], p["b"])))
+
+
 TWO_LAYERS = {"in": f32(6, 5), "b": f32(5), "out": f32(5, 4)}
 LOW = {"in": f32(30, 40), "out": f32(40, 6)}, (f32(2, 30), f32(2, 6))
 CASES = {
@@ -145,6 +155,21 @@ CASES = {
     "stack of many positions": Case(stack, f32(2, 3, 4), (f32(2, 16, 3), f32(2, 16, 4)), {"product"}),
     "slices": Case(slices, f32(3, 7, 5), (f32(3, 7), f32(3, 5)), {"outer"}),
     "repeated": Case(repeated, f32(30, 40), (f32(2, 30), f32(2, 40)), {"gram"}),
+    "kernels side by side": Case(
+        made(lambda p: jnp.concatenate([p["a"], 3.0 * p["b"]], 1)),
+        {"a": f32(7, 3), "b": f32(7, 2)},
+        (f32(7), f32(5)),
+        {"outer"},
+    ),
+    "kernel divided": Case(
+        made(lambda w: w / lax.stop_gradient(jnp.sum(w, 1, keepdims=True))),
+        f32(30, 40),
+        (f32(2, 30), f32(2, 40)),
+        {"gram"},
+    ),
+    "function of a kernel": Case(made(jnp.exp), f32(7, 5), (f32(7), f32(5)), {"outer"}),
+    "function of a kernel of many positions": Case(made(jnp.exp), f32(3, 4), (f32(16, 3), f32(16, 4)), {"product"}),
+    "complex": Case(spectral, {"a": f32(3, 4), "b": f32(3, 4)}, (f32(8, 3), f32(8, 3), f32(8, 4)), {"product"}),
     "bfloat16": Case(low(jnp.bfloat16), *LOW, {"gram"}),
     "float16": Case(low(jnp.float16), *LOW, {"gram"}),
 }
@@ -253,20 +278,27 @@ VARIANTS: dict[str, Callable[[], dpx.Mechanism]] = {
 }
 
 
+MADE = ("kernels side by side", "kernel divided", "function of a kernel", "function of a kernel of many positions")
 ONCE = ("outer", "gram", "product", "rows", "used twice", "tied", "convolution")  # one case of each way
-MASKED = (*ONCE, "logistic", "perceptron", "slice", "stack", "slices")
+MASKED = (*ONCE, "logistic", "perceptron", "slice", "stack", "slices", "kernels side by side", "function of a kernel")
 
 
 @pytest.mark.parametrize(
     "name, variant",
     [(name, "clipped") for name in CASES]
     + [(name, "masked") for name in MASKED]
-    + [(name, "normalized") for name in ONCE],
+    + [(name, "normalized") for name in (*ONCE, *MADE)],
 )
 @pytest.mark.long_cases(
     "convolution-masked",
+    "complex-clipped",
     "float16-clipped",
+    "function of a kernel-",
+    "function of a kernel of many positions-normalized",
     "gram-normalized",
+    "kernel divided-normalized",
+    "kernels side by side-masked",
+    "kernels side by side-normalized",
     "logistic-masked",
     "outer-masked",
     "perceptron-masked",

@@ -174,6 +174,21 @@ def stack_that_the_next_iteration_needs():
     return layer(lambda w, x: lax.scan(body, (x, x), w)[0][0], normal(1, 3, 4, 4), 4)
 
 
+@animal("outer product")
+def functions_of_the_slices_of_a_stack():
+    """What a body makes of them, with a mask from outside, and of a parameter that all iterations share."""
+
+    def apply(p, x):
+        mask = jnp.tril(jnp.ones((3, 3))) * 0.5
+
+        def body(h, w):
+            return jnp.tanh(h @ (w[0] * mask) + h @ (0.5 * w[1]) + h @ (0.5 * p["b"])), None
+
+        return lax.scan(jax.checkpoint(body), x, (p["a"], p["c"]))[0]
+
+    return layer(apply, {"a": normal(1, 9, 3, 3), "b": normal(2, 3, 3), "c": normal(3, 9, 3, 3)}, 3)
+
+
 # parameters that all iterations share
 
 
@@ -253,13 +268,20 @@ row("remat_of_a_tied_weight", "shared")(
 
 @animal("outer")
 def remat_of_a_router():
-    """Only the place of the router's largest output counts. So it has no gradient, but the experts after it have."""
+    """Only the sign of the router's sum counts. So its gradient is 0, but the experts after it have one."""
 
     def body(x, p):
-        return jnp.where(jnp.argmax(x @ p["router"]) < 2, jnp.tanh(x @ p["one"]), x @ p["other"]), None
+        return jnp.sign(jnp.sum(x @ p["router"])) * jnp.tanh(x @ p["one"]) + x @ p["other"], None
 
     params = {name: normal(i, 2, 4, 4) for i, name in enumerate(("router", "one", "other"))}
     return layer(lambda p, x: lax.scan(jax.checkpoint(body), x, p)[0], params, 4)
+
+
+row("router_of_which_only_the_place_counts", "outer unused")(
+    lambda: layer(
+        lambda p, x: jnp.where(jnp.argmax(x @ p[0]) < 2, jnp.tanh(x @ p[1]), x), (normal(1, 4, 4), normal(2, 4, 4)), 4
+    )
+)
 
 
 @animal("outer")
@@ -578,6 +600,16 @@ def kernel_shared_by_iterations():
 
 row("loop_over_slices_that_overlap", "gradient")(
     lambda: layer(lambda w, x: jnp.tanh(x @ w[0:2].reshape(8, 4).T) @ w[1:3].reshape(8, 4), normal(1, 3, 4, 4), 4)
+)
+row("function_of_a_stack_before_its_scan", "gradient")(
+    lambda: layer(lambda w, x: lax.scan(tanh_layer, x, 0.5 * w)[0], normal(1, 3, 4, 4), 4)
+)
+row("function_of_two_slices", "gradient")(
+    lambda: layer(
+        lambda w, x: lax.scan(lambda h, v: (jnp.tanh(h @ (v[0] * v[1])), None), x, w)[0],
+        (normal(1, 3, 4, 4), normal(2, 3, 4, 4)),
+        4,
+    )
 )
 row("scan_without_iterations", "gradient")(
     lambda: layer(lambda w, x: lax.scan(tanh_layer, x, w[:0])[0], normal(1, 3, 4, 4), 4)

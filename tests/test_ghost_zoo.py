@@ -9,7 +9,21 @@ import pytest
 from flax import linen, nnx
 from jax import lax
 
-from tests.ghost import WAYS, assert_agrees, integers, key, normal, random_like, score, ways, zoo
+import dpx
+from tests.ghost import (
+    WAYS,
+    assert_agrees,
+    clipped_sums,
+    integers,
+    key,
+    mechanism,
+    noiseless,
+    normal,
+    random_like,
+    score,
+    ways,
+    zoo,
+)
 
 SIZE, BF16 = 5, 4e-2
 ZOO, row, animal, layer, module = zoo(SIZE)
@@ -249,6 +263,114 @@ row("weight_that_meets_a_constant", "outer")(
 )
 
 
+# kernels made of parameters
+
+
+def made(kernel, *positions, width=3, params=None, apply=lambda x, w: jnp.tanh(x @ w)):
+    """A dense layer of a kernel that is made of two (3, 4)."""
+    params = {"a": normal(1, 3, 4), "b": normal(2, 3, 4)} if params is None else params
+    return layer(lambda p, x: apply(x, kernel(p)), params, *positions, width)
+
+
+MASK = np.tri(3, 4, dtype=np.float32)
+row("kernels_side_by_side", "outer")(lambda: made(lambda p: jnp.concatenate([p["a"], p["b"]], 1)))
+row("kernels_above_one_another", "product")(
+    lambda: made(lambda p: jnp.concatenate([p["a"], p["b"]]), 20, width=6, apply=lambda x, w: jnp.tanh(x @ w))
+)
+row("kernels_side_by_side_for_each_head", "product")(
+    lambda: made(
+        lambda p: jnp.stack([p["a"], p["b"]], 1), 20, apply=lambda x, w: jnp.tanh(jnp.einsum("td,dhk->htk", x, w))
+    )
+)
+row("kernels_in_turn", "outer")(lambda: made(lambda p: jnp.stack([p["a"], p["b"]], -1).reshape(3, 8)))
+row("kernel_of_a_stack_made_in_the_loss", "outer gradient")(lambda: made(lambda p: jnp.stack([p["a"], p["b"]])[0]))
+row("kernel_padded", "outer unused")(lambda: made(lambda p: jnp.pad(p["a"], ((0, 0), (1, 2)))[:, :6].T.T))
+row("kernel_times_a_number", "product unused")(lambda: made(lambda p: 0.5 * p["a"], 20))
+row("kernel_times_numbers_of_its_inputs", "outer unused")(
+    lambda: made(lambda p: p["a"].T * np.float32([[0.5], [2], [3], [4]]), width=4)
+)
+row("kernel_masked", "outer unused")(lambda: made(lambda p: p["a"] * MASK))
+row("kernel_masked_on_a_sequence", "product unused")(lambda: made(lambda p: jnp.tril(p["a"]), 20))
+row("kernel_of_two_masked", "product")(lambda: made(lambda p: jnp.where(MASK > 0, p["a"], jnp.exp(p["b"])), 20))
+row("kernel_of_a_sum", "product")(lambda: made(lambda p: 0.5 * (p["a"] - p["b"]), 20))
+row("kernel_of_a_product", "product")(lambda: made(lambda p: p["a"] * p["b"], 20))
+row("kernel_that_is_positive", "outer")(lambda: made(lambda p: jax.nn.softplus(p["a"]) - jax.nn.relu(p["b"])))
+row("kernel_divided_by_a_fixed_norm", "product unused")(
+    lambda: made(lambda p: p["a"] / jnp.linalg.norm(lax.stop_gradient(p["a"])), 20)
+)
+row("kernel_divided_by_fixed_norms_of_its_columns", "product unused")(
+    lambda: made(lambda p: p["a"] / lax.stop_gradient(jnp.linalg.norm(p["a"], axis=0, keepdims=True)), 20)
+)
+row("kernel_divided_by_fixed_norms_of_its_rows", "product unused")(
+    lambda: made(lambda p: p["a"] / jnp.linalg.norm(lax.stop_gradient(p["a"]), axis=1, keepdims=True), 20)
+)
+row("kernel_of_two_of_one", "product unused")(lambda: made(lambda p: jnp.exp(p["a"]) * MASK + p["a"] * (1 - MASK), 20))
+row("kernel_rounded_straight_through", "product unused")(
+    lambda: made(lambda p: p["a"] + lax.stop_gradient(jnp.round(p["a"] * 4) / 4 - p["a"]), 20)
+)
+row("kernel_that_is_complex", "product")(
+    lambda: made(
+        lambda p: p["a"].astype(jnp.complex64) + np.complex64(1j) * p["b"].astype(jnp.complex64),
+        20,
+        apply=lambda x, w: jnp.abs(x.astype(jnp.complex64) @ w),
+    )
+)
+row("kernel_that_is_complex_and_scaled", "product")(
+    lambda: made(
+        lambda p: lax.complex(p["a"], p["b"]).T * np.complex64([[0.5j, 2 - 1j, 3]]),
+        20,
+        width=4,
+        apply=lambda x, w: jnp.real(lax.complex(x, 0.5 * x) @ w) ** 2,
+    )
+)
+row("kernel_that_is_symmetric", "shared")(
+    lambda: made(lambda p: p["a"] + p["a"].T, 2, width=4, params={"a": normal(1, 4, 4)})
+)
+
+
+@animal("shared")
+def kernel_that_is_a_complex_matrix_of_blocks():
+    def kernel(p):
+        return jnp.concatenate([jnp.concatenate([p["a"], -p["b"]], 1), jnp.concatenate([p["b"], p["a"]], 1)])
+
+    return made(kernel, 2, width=6)
+
+
+@animal("product")
+def kernel_masked_of_a_convolution():
+    mask = np.ones((3, 3, 1, 1), np.float32)
+    mask[1, 2:], mask[2:] = 0, 0
+    return module(linen.Conv(4, (3, 3), use_bias=False, mask=jnp.asarray(np.broadcast_to(mask, (3, 3, 2, 4)))), 6, 6, 2)
+
+
+@animal("product")
+def kernels_scaled_and_side_by_side_of_a_convolution():
+    def apply(p, x):
+        kernel = jnp.concatenate([p["a"] * 0.3, p["b"]], -1)
+        return lax.conv_general_dilated(x[None], kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    return layer(apply, {"a": normal(1, 3, 3, 2, 2), "b": normal(2, 3, 3, 2, 3)}, 6, 6, 2)
+
+
+@animal("product")
+def kernel_scaled_of_a_convolution():
+    def apply(p, x):
+        return lax.conv_general_dilated(x[None], p * 0.3, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    return layer(apply, normal(1, 3, 3, 2, 2), 6, 6, 2)
+
+
+@animal("product gradient")
+def lstm_of_two_directions():
+    class Net(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            cells = [linen.RNN(linen.OptimizedLSTMCell(4)) for _ in range(2)]
+            return linen.Bidirectional(*cells)(x)
+
+    return module(Net(), 9, 3)
+
+
 # parameters used several times
 
 
@@ -357,6 +479,14 @@ row("used_under_remat", "outer")(
 )
 
 
+@jax.custom_jvp
+def sums(w):
+    return jnp.cumsum(w, 0)
+
+
+sums.defjvp(lambda values, tangents: (sums(*values), sums(*tangents)))
+
+
 @jax.custom_vjp
 def reversed_gradient(w, x):
     return x @ w
@@ -371,7 +501,11 @@ row("under_a_custom_derivative", "gradient")(lambda: layer(reversed_gradient, no
 row("weight_normalized", "gradient")(
     lambda: layer(lambda w, x: x @ (w / jnp.linalg.norm(w, axis=0, keepdims=True)), normal(1, 3, 4), 3)
 )
-row("weight_through_a_function", "gradient")(lambda: layer(lambda w, x: x @ jnp.tanh(w), normal(1, 3, 4), 3))
+row("weight_through_functions_of_two_orders", "gradient")(
+    lambda: layer(lambda w, x: x @ jnp.tanh(w + w.T), normal(1, 4, 4), 4)
+)
+row("weight_through_sums_of_its_columns", "gradient")(lambda: layer(lambda w, x: x @ sums(w), normal(1, 3, 4), 3))
+row("weight_times_what_the_data_says", "gradient")(lambda: layer(lambda w, x: x @ (w * x[0]), normal(1, 3, 4), 3))
 row("weight_decay_in_the_loss", "gradient")(
     lambda: (lambda w, x: score(x @ w) + jnp.sum(w**2), normal(1, 3, 4), normal(2, SIZE, 3))
 )
@@ -404,6 +538,19 @@ def test_equals_per_example_gradients(name):
     clipping = ("ghost",) if same_program else ("ghost", "auto")
     sums = assert_agrees(loss, params, batch, norms=clipping, tolerance=tolerance)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(sums))
+
+
+@pytest.mark.parametrize("name", ["kernels_side_by_side", "kernel_masked", "kernel_of_a_sum"])
+def test_a_mask_reaches_a_function(name):
+    loss, params, batch = ZOO[name][0]()
+    masked = dpx.coordinates.random_freeze(freeze_rate=0.4, every=1, key=key(5))
+    assert_agrees(loss, params, batch, norms=("ghost",), made=noiseless(dpx.in_coordinates(mechanism(), masked)))
+
+
+def test_slopes_that_are_not_finite_add_nothing():
+    params, x = jnp.zeros((3, 4)).at[1, 2].set(-1.0), normal(1, SIZE, 3)
+    found = clipped_sums(lambda w, x: score(x @ jnp.sqrt(w)), params, x, "ghost").updates
+    np.testing.assert_array_equal(found[0], 0)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

@@ -30,6 +30,7 @@ BODIES = [
     "linen_scan_in_bfloat16",
     "linen_remat_scan",
     "mixture_of_experts",
+    "functions_of_the_slices_of_a_stack",
 ]
 
 

@@ -20,6 +20,7 @@ from dpx.gradients.ghost.hooks import (
     slots,
     sum_hooks,
     with_captured,
+    with_records,
 )
 from dpx.gradients.ghost.plan import GhostPlan
 from dpx.mechanism import Mechanism
@@ -49,12 +50,16 @@ def sum_by_plan(
     Returns one `FloatPair` for each factor, like the encoded gradient of one example; and, for each example, the
     losses, (B,), the norms, float32 (B,) in each leaf, and what the loss returns beside its value.
     """
-    leaves, scales = jax.tree.leaves(params), _scales(plan, mechanism, params, state)
+    leaves = jax.tree.leaves(params)
+    reads = frozenset(number for site in plan.sites for number in site.reads)
+    values = interpreter.public_values(plan.program, leaves, reads)
+    scales = _scales(plan, mechanism, params, state, values)
     once, twice = hooked(plan, scales, backward_passes)
     hooks = norm_hooks(plan, once, included.shape[0], keep=True)
     hooks |= norm_hooks(plan, twice, included.shape[0], keep=False)
     hooks |= capture_hooks(plan, hooks, included.shape[0])
     losses, aux, captured, found = _backward_pass(plan, leaves, examples, hooks, apart)
+    captured = for_all_readers(with_records(plan, with_captured(plan, captured, found), values))
     leaf_norms, captured = _norms(plan, leaves, captured, scales, found)
     norms, factors = _norms_and_factors(plan, mechanism, leaf_norms, state, included.shape[0])
     included &= in_range(norms)
@@ -146,10 +151,10 @@ def _backward_pass(
     axes = (0, 0, Captured(cast(Any, 0), axis, axis), None)
     of_all = jax.vmap(apart(of_one_example), out_axes=axes, axis_name=EXAMPLES)
     losses, aux, captured, found = of_all(examples)
-    return losses, aux, for_all_readers(with_captured(plan, captured, found)), found
+    return losses, aux, captured, found
 
 
-def _norms(plan: GhostPlan, leaves: list[jax.Array], captured: Captured, scales: dict[int, jax.Array], found: dict):
+def _norms(plan: GhostPlan, leaves: list[jax.Array], captured: Captured, scales: dict[Part, jax.Array], found: dict):
     """The norms of the parameters' per-example gradients, float32 (B,), by leaf; and `captured` with the gradients that
     were kept. found: both, (..., B, ...) and (..., B), of the parts with hooks."""
     norms, gradients = {}, {}
@@ -170,18 +175,18 @@ def _norms(plan: GhostPlan, leaves: list[jax.Array], captured: Captured, scales:
             if kept is not None:
                 gradients[leaf, number] = kept
         norms[leaf] = parts.norm_of_all(jnp.stack(of_parts)) if len(of_parts) > 1 else of_parts[0]
-    return norms, captured._replace(gradients=gradients)
+    return norms, captured._replace(gradients=captured.gradients | gradients)
 
 
-def _shared_programs(plan: GhostPlan, leaves: list[jax.Array], scales: dict[int, jax.Array], function: Callable):
+def _shared_programs(plan: GhostPlan, leaves: list[jax.Array], scales: dict[Part, jax.Array], function: Callable):
     """(leaf, number) -> `function(choice, shape, scale, ...)` of a part, traced once for all parts of one kind."""
     programs: dict[tuple, Callable] = {}
 
     def of_part(leaf: int, number: int) -> Callable:
         choice = plan.choices[leaf][number]
-        shape, scale = choice.view.shape(leaves[leaf].shape), scales.get(leaf)
+        shape, scale = choice.view.shape(leaves[leaf].shape), scales.get((leaf, number))
         if scale is not None:
-            return functools.partial(function, choice, shape, choice.view.through(scale))
+            return functools.partial(function, choice, shape, scale)
         kind, of_batch = plan.kind(choice, shape), functools.partial(function, choice, shape, None)
         return of_batch if kind is None else programs.setdefault(kind, jax.jit(of_batch))
 
@@ -236,10 +241,16 @@ def _joined(plan: GhostPlan, leaves: list[jax.Array], sums: dict[Part, FloatPair
     return pair_of_trees(jax.tree.unflatten(plan.structure, [of_leaf(encoded.leaf) for encoded in plan.encoded]))
 
 
-def _scales(plan: GhostPlan, mechanism: Mechanism, params: Tree, state: Tree) -> dict[int, jax.Array]:
-    """The scale of every coordinate, float32, for each leaf that the mechanism scales."""
-    if not any(encoded.scaled for encoded in plan.encoded):
-        return {}
-    ones = jax.tree.map(lambda p: jnp.ones(p.shape, jnp.float32), params)
-    scales = jax.tree.leaves(mechanism.encode(ones, state))
-    return {encoded.leaf: scale for encoded, scale in zip(plan.encoded, scales, strict=True) if encoded.scaled}
+def _scales(plan: GhostPlan, mechanism: Mechanism, params: Tree, state: Tree, values) -> dict[Part, jax.Array]:
+    """The factor of every coordinate, float32, by part: what the mechanism scales it by, times the slopes of a kernel
+    that the loss makes of it. values: public values, by number."""
+    scales: dict[Part, jax.Array] = {}
+    if any(encoded.scaled for encoded in plan.encoded):
+        ones = jax.tree.map(lambda p: jnp.ones(p.shape, jnp.float32), params)
+        found = zip(plan.encoded, jax.tree.leaves(mechanism.encode(ones, state)), strict=True)
+        of_leaf = {encoded.leaf: scale for encoded, scale in found if encoded.scaled}
+        scales = {part: each.view.through(of_leaf[part[0]]) for part, each in plan.parts.items() if part[0] in of_leaf}
+    for part, choice in plan.parts.items():
+        for slopes in (site.slopes(values) for site in choice.uses.sites if site.slopes):  # at most one: see the plan
+            scales[part] = scales.get(part, 1) * jnp.broadcast_to(slopes, (*choice.view.slices, *slopes.shape))
+    return scales

@@ -15,7 +15,7 @@ factor times the norm from which this factor was computed, whatever the second p
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -33,7 +33,8 @@ from dpx.xla.place import here
 class Captured(NamedTuple):
     """The arrays from which norms and contributions are computed, with the B examples on axis 0.
 
-    gradients: by number of the parameter leaf and of its part, the per-example gradients that its `Algorithm` keeps
+    gradients: by number of the parameter leaf and of its part, the per-example gradients that its `Algorithm` keeps, or
+        what it computes them from, if that is not at the equations
     inputs: by number of the equation of a site, all operands of the equation, in their dtypes; None for a parameter
     cotangents: by number of the equation of a site, the gradients of the losses with respect to the equation's output
 
@@ -73,6 +74,35 @@ def for_all_readers(captured: Captured) -> Captured:
     behind = jax.lax.optimization_barrier([narrow(x) for x in distinct])
     found = {id(x): same.reshape(x.shape) for x, same in zip(distinct, behind, strict=True)}
     return structure.unflatten(found[id(x)] for x in leaves)
+
+
+def with_records(plan: GhostPlan, captured: Captured, values: Mapping[int, jax.Array]) -> Captured:
+    """`captured`, with what stands for inputs and cotangents in place of those that nothing else reads."""
+    gradients, plain = dict(captured.gradients), set()
+    made: dict[tuple, Any] = {}
+
+    def record(site, depth, inputs, dy):
+        def of_all(function):
+            function = functools.partial(function, values=values)
+            return functools.reduce(lambda function, _: jax.vmap(function), range(depth), function)(inputs, dy)
+
+        if not site.record:
+            return inputs, dy
+        key = (site.use.equation, site.use.operand, *site.record.key)
+        if site.record.inputs and not (site.record.key and key in made):
+            made[key] = of_all(site.record.inputs)
+        return made[key] if site.record.inputs else inputs, of_all(site.record.cotangents)
+
+    for part, choice in plan.parts.items():
+        sites, depth = choice.uses.sites, len(choice.view.slices) + 1
+        if any(site.record for site in sites):
+            records = zip(sites, captured.of(*part, choice), strict=True)
+            gradients[part] = [record(site, depth, *each) for site, each in records]
+        else:
+            plain.update(site.use.equation for site in sites)
+    inputs = {equation: x for equation, x in captured.inputs.items() if equation in plain}
+    cotangents = {equation: x for equation, x in captured.cotangents.items() if equation in plain}
+    return Captured(gradients, inputs, cotangents)
 
 
 EXAMPLES = "the examples of dpx"  # the name of the examples' axis in a backward pass
@@ -133,7 +163,7 @@ def slots(hooks: dict[int, Hook]) -> dict[Part, Tree]:
 Hooked = dict[int, dict[Part, Choice]]  # by number of an equation, the parts of parameters that it uses
 
 
-def hooked(plan: GhostPlan, scales: dict[int, jax.Array], backward_passes: int) -> tuple[Hooked, Hooked]:
+def hooked(plan: GhostPlan, scales: dict[Part, jax.Array], backward_passes: int) -> tuple[Hooked, Hooked]:
     """The equations in bodies whose parameters are all used once, in slices by all scans around, and not scaled: those
     that need one pass, and those that need two.
 
@@ -148,7 +178,7 @@ def hooked(plan: GhostPlan, scales: dict[int, jax.Array], backward_passes: int) 
 
     def fits(part: Part, choice: Choice) -> bool:
         (site, *others) = choice.uses.sites
-        return not others and not site.use.view.repeats and part[0] not in scales
+        return not others and not site.use.view.repeats and not site.record and part not in scales
 
     def small(choice: Choice) -> bool:
         _, positions, fan_in, fan_out = choice.uses.sites[0].sizes

@@ -70,6 +70,23 @@ def computed_once(program: Program, recorded: list[int]) -> frozenset[int]:
     return frozenset(n for n, one in equations.items() if not one.counts and read.isdisjoint(one.outputs))
 
 
+def public_values(program: Program, leaves: list[jax.Array], wanted: Set[int]) -> dict[int, jax.Array]:
+    """Public values by number, computed once for all examples."""
+    needed, equations = list(wanted), set()
+    while needed:
+        origin = program.public[needed.pop()]
+        if isinstance(origin, int) and origin not in equations:
+            equations.add(origin)
+            sources = map(program.source, program.equations[origin].inputs)
+            needed += [source for source in sources if isinstance(source, int)]
+    values: dict[int, jax.Array] = dict(enumerate(leaves))
+    for equation in (program.equations[number] for number in sorted(equations)):
+        sources = map(program.source, equation.inputs)
+        operands = [source.value if isinstance(source, Constant) else values[source] for source in sources]
+        values.update(zip(equation.outputs, equation.bind(*operands), strict=True))
+    return {number: values[number] for number in wanted}
+
+
 def _params(equation: Equation) -> dict[str, Any]:
     assert equation.jaxpr is not None
     return equation.jaxpr.params

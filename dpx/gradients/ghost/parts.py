@@ -76,5 +76,6 @@ def _of_slices(function: Callable, choice: Choice) -> Callable:
 
 
 def _scaled(total: jax.Array, scale: jax.Array | None) -> jax.Array:
-    """`total` times `scale`. A coordinate of scale 0 becomes 0, because it may have overflowed: no norm counts it."""
-    return total if scale is None else jnp.where(scale == 0, 0, total * scale)
+    """`total` times `scale`. A coordinate of scale 0 becomes 0, because it may have overflowed: no norm counts it. So
+    does one of a scale that is not finite: then no norm is finite, and no example contributes."""
+    return total if scale is None else jnp.where((scale == 0) | ~jnp.isfinite(scale), 0, total * scale)

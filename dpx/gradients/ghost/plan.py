@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from dpx.gradients.ghost import algorithms, rules, trace
+from dpx.gradients.ghost import algorithms, kernels, rules, trace
 from dpx.gradients.ghost.algorithms import Algorithm, Uses
 from dpx.mechanism import Mechanism
 from dpx.sums.total import ETA
@@ -99,7 +99,7 @@ class GhostPlan(NamedTuple):
         sites = choice.uses.sites
         equations: Any = [self.program.equations[site.use.equation].jaxpr for site in sites]
         operands = [site.use.operand for site in sites]
-        rest = [site.use.view.identity() for site in sites]
+        rest = [(site.use.view.identity(), site.sizes, site.record is None) for site in sites]
         return choice.algorithm, shape, choice.view.slices, *operands, *map(identity_of_equation, equations), *rest
 
 
@@ -159,21 +159,24 @@ def _follow(
     followed = []
     for part in parts:
         sites, slices = [], math.prod(part.view.slices)
+        inside = part.view.shape(shape)[len(part.view.slices) :]
         for number, rest in zip(part.uses, part.rests, strict=True):
-            site = rules.recognize(uses[number]._replace(view=rest), program.equations, made)
+            use = uses[number]._replace(view=rest)
+            site = rules.recognize(use.of_kernel(), program.equations, made)
+            if isinstance(site, rules.Site) and rest.makes:
+                site = kernels.of_parameter(site, use, inside, program)
             if isinstance(site, str):
                 return site
             sites.append(site)
         if len(sites) == 1:
             followed.append((part.view, Uses(tuple(sites), slices=slices)))
             continue
-        inside = part.view.shape(shape)[len(part.view.slices) :]
         sharing = algorithms.find_sharing(tuple(sites), inside)
         if isinstance(sharing, str):
             return sharing
         together = Uses(tuple(sites), sharing, slices)
-        if scaled and not together.are_one_lookup:
-            return f"used {len(sites)} times, and the mechanism masks or scales it"
+        if any(site.slopes for site in sites) or (scaled and not together.are_one_lookup):
+            return f"used {len(sites)} times, and the mechanism{'' if scaled else ' or the loss'} masks or scales it"
         followed.append((part.view, together))
     return followed
 
@@ -182,7 +185,8 @@ def _cheapest(followed: Followed, *, scaled: bool, force: bool) -> tuple[Choice,
     """The cheapest ways for the parts of a parameter: ghost norms for all of them, or the reason against."""
     choices, ghost, gradient = [], 0.0, 0.0
     for view, uses in followed:
-        costs = {way: cost for way in algorithms.GHOST if (cost := way.cost(uses, scaled)) is not None}
+        multiplied = scaled or any(site.slopes for site in uses.sites)
+        costs = {way: cost for way in algorithms.GHOST if (cost := way.cost(uses, multiplied)) is not None}
         way = min(costs, key=lambda way: costs[way])
         ghost += uses.slices * costs[way]
         gradient += uses.slices * algorithms.gradient_cost(uses)

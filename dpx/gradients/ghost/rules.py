@@ -138,6 +138,18 @@ MOST_ROWS = 2**31 - 1  # of a table: an index is an int32
 LONGEST_KERNEL = 128  # sum of the lengths of a kernel's axes: each tap is a slice, and many compile slowly
 
 
+class Record(NamedTuple):
+    """What stands for the inputs and cotangents of an equation; see `kernels`. Values: public values, by number.
+
+    inputs, cotangents: (inputs, dy, Values) -> what stands for them. inputs: None if they stay
+    key: equal where the same equation has the same `inputs`; () if nowhere
+    """
+
+    inputs: Callable | None
+    cotangents: Callable
+    key: tuple = ()
+
+
 class Site(NamedTuple):
     """One use of a parameter W where the loss is linear in it: y = apply(inputs, W), with the cotangent dy of y.
 
@@ -151,6 +163,9 @@ class Site(NamedTuple):
     lookup:   bool, whether the equation reads rows of W by their index; `apply` is None then
     distinct: bool, whether a lookup reads no row twice
     expands:  int, how many elements A has if these are patches of a convolution and not the inputs; otherwise 0
+    record:   what stands for inputs and dy above; None if they do themselves
+    slopes:   Values -> float32 like W, which multiply dL/dW; None for 1
+    reads:    the numbers of the public values that `record` and `slopes` read
     """
 
     use: Use
@@ -162,6 +177,9 @@ class Site(NamedTuple):
     lookup: bool = False
     distinct: bool = False
     expands: int = 0
+    record: Record | None = None
+    slopes: Callable | None = None
+    reads: frozenset[int] = frozenset()
 
 
 def recognize(use: Use, equations: tuple[Equation, ...], made: Mapping[Any, Equation]) -> Site | str:
@@ -175,7 +193,8 @@ def recognize(use: Use, equations: tuple[Equation, ...], made: Mapping[Any, Equa
         return f"used in {name}"
     seen: list[Any] = [operand.aval for operand in equation.jaxpr.invars]
     real = all(jnp.issubdtype(aval.dtype, jnp.floating) or jnp.issubdtype(aval.dtype, jnp.integer) for aval in seen)
-    if not real and name not in ("gather", "dynamic_slice"):
+    followed = name == "dot_general" and jnp.issubdtype(seen[use.operand].dtype, jnp.complexfloating)  # by `kernels`
+    if not (real or followed) and name not in ("gather", "dynamic_slice"):
         return f"used in {name} with operands that are not real numbers"
     site = RULES[name](use, equation.jaxpr)
     if name == "dot_general" and isinstance(site, Site):
@@ -220,7 +239,7 @@ def _repeated(site: Site, repeats: tuple[int, ...]) -> Site:
 
 def _float32(x: jax.Array) -> jax.Array:
     """`x` as float32 that norms and sums read, which the matrix unit multiplies exactly."""
-    return here().unit.rounded(x)
+    return x if jnp.issubdtype(x.dtype, jnp.complexfloating) else here().unit.rounded(x)  # see `kernels`
 
 
 def _dense(use: Use, equation) -> Site | str:

@@ -1,9 +1,12 @@
 """The loss of one example as a list of equations, and the equations that use each parameter.
 
-An equation that only moves the elements of a parameter is a step of a view of it; any other equation of a parameter is
-a use. A parameter is followed through its views to its uses, also into functions that the loss calls, into parts under
-`jax.checkpoint`, which the backward pass computes again, and into the bodies of scans. A parameter that a scan takes
-slice by slice, such as the stacked weights of equal layers, is followed in its slices.
+An equation that moves the elements of a parameter, places them among others, or computes a number from each, is a step
+of a view of it; any other equation of a parameter is a use. A parameter is followed through its views to its uses, also
+into functions that the loss calls, into parts under `jax.checkpoint`, which the backward pass computes again, and into
+the bodies of scans. A parameter that a scan takes slice by slice, such as the stacked weights of equal layers, is
+followed in its slices.
+
+A value is public if it depends on parameters and constants only, and so is the same for all examples.
 """
 
 import itertools
@@ -27,6 +30,13 @@ STILL = ("convert_element_type", "copy")  # these move nothing
 CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 REMAT = ("checkpoint", "remat", "remat2")  # the names of `jax.checkpoint` in jaxprs
 
+PLACES = {"concatenate", "stack", "pad"}  # these put elements beside others
+ELEMENTWISE = set(
+    "abs acos acosh add add_any asin asinh atan atan2 atanh cbrt clamp complex conj convert_element_type copy cos cosh "
+    "ceil div erf erf_inv erfc exp exp2 expm1 floor imag integer_pow log log1p logistic max min mul neg pow real round "
+    "rsqrt select_n sign sin sinh sqrt square stop_gradient sub tan tanh".split()
+)
+
 Box = list[range]  # some elements of a parameter, by axis
 
 
@@ -41,6 +51,27 @@ class Move(NamedTuple):
         return self.equation.primitive.name
 
 
+class Place(NamedTuple):
+    """A step of a view: equation number `number` has the elements as operand `operand`, and puts them beside others."""
+
+    equation: core.JaxprEqn
+    number: int
+    operand: int
+
+    def bind(self, x: jax.Array) -> jax.Array:
+        """The result if all other operands are 0."""
+        types: list[Any] = [variable.aval for variable in self.equation.invars]
+        operands = [x if i == self.operand else jnp.zeros(each.shape, x.dtype) for i, each in enumerate(types)]
+        return self.equation.primitive.bind(*operands, **self.equation.params)
+
+
+class Elementwise(NamedTuple):
+    """A step of a view: equations, in order, that compute one number from each of value number `base`, in place."""
+
+    base: int
+    equations: tuple[int, ...]
+
+
 class Loop(NamedTuple):
     """A step of a view into `count` iterations of a scan: each sees one slice along axis 0 if `sliced`, or all."""
 
@@ -49,9 +80,14 @@ class Loop(NamedTuple):
 
 
 class View(NamedTuple):
-    """What moves a parameter's elements between the parameter and a use of it: steps, in order."""
+    """What happens to a parameter's elements between the parameter and a use of it: steps, in order."""
 
-    steps: tuple[Move | Loop, ...] = ()
+    steps: tuple["Step", ...] = ()
+
+    @property
+    def makes(self) -> bool:
+        """Whether the use sees more than the elements in another order."""
+        return any(isinstance(step, Place | Elementwise) for step in self.steps)
 
     @property
     def slices(self) -> tuple[int, ...]:
@@ -74,15 +110,20 @@ class View(NamedTuple):
                 end = number + 1
         return end
 
-    def then(self, step: Move | Loop) -> "View":
+    def then(self, step: "Step") -> "View":
         return View((*self.steps, step))
 
-    def through(self, leaf: Any) -> Any:
-        """`leaf` as the use sees it, in its own dtype, with a leading axis for each number in `slices`."""
+    def through(self, leaf: Any, in_place: Callable[[Elementwise, Any], Any] = lambda step, leaf: leaf) -> Any:
+        """`leaf` as the use sees it, in its own dtype, with a leading axis for each number in `slices`. in_place: what
+        a step that computes makes of it."""
         for number, step in enumerate(self.steps):
             if isinstance(step, Loop):
                 if step.sliced:
                     return jax.vmap(View(self.steps[number + 1 :]).through)(leaf)
+            elif isinstance(step, Elementwise):
+                leaf = in_place(step, leaf)
+            elif isinstance(step, Place):
+                leaf = step.bind(leaf)
             elif step.name == "transpose":  # of a NumPy array, the same memory in another order
                 leaf = leaf.transpose(step.equation.params["permutation"])
             elif step.name != "convert_element_type":
@@ -107,7 +148,16 @@ class View(NamedTuple):
 
     def identity(self) -> tuple:
         """Equal for views that move elements in the same way."""
-        return tuple(identity_of_equation(step.equation) if isinstance(step, Move) else step for step in self.steps)
+
+        def of(step: Step) -> Any:
+            if isinstance(step, Move | Place):
+                return identity_of_equation(step.equation), getattr(step, "operand", 0)
+            return step if isinstance(step, Loop) else None
+
+        return tuple(map(of, self.steps))
+
+
+Step = Move | Place | Elementwise | Loop
 
 
 def moves(equation: core.JaxprEqn) -> bool:
@@ -115,8 +165,24 @@ def moves(equation: core.JaxprEqn) -> bool:
         return False
     before: Any = equation.invars[0].aval
     after: Any = equation.outvars[0].aval
-    real = jnp.issubdtype(before.dtype, jnp.floating) and jnp.issubdtype(after.dtype, jnp.floating)
-    return real and after.size <= before.size
+    kinds = [[jnp.issubdtype(aval.dtype, kind) for aval in (before, after)] for kind in (jnp.floating, jnp.inexact)]
+    same = kinds[1] == [True, True] and kinds[0][0] == kinds[0][1]
+    return same and after.size <= before.size
+
+
+def is_in_place(equation: core.JaxprEqn, operands: list[int]) -> bool:
+    """Whether the one result has a number for each of these operands, which carries its gradient. Only `kernels` knows
+    it of a function with a derivative of its own, such as `jax.nn.relu`."""
+    types: list[Any] = [variable.aval for variable in (*equation.outvars[:1], *equation.invars)]
+    same = len(equation.outvars) == 1 and all(types[1 + i].shape == types[0].shape for i in operands)
+    return same and equation.primitive.name in (*ELEMENTWISE, "custom_jvp_call") and carries_gradient(equation)
+
+
+def carries_gradient(equation: core.JaxprEqn) -> bool:
+    """Whether an operand's gradient through an equation may be other than 0."""
+    avals: list[Any] = [variable.aval for variable in equation.outvars]
+    inexact = any(jnp.issubdtype(getattr(aval, "dtype", bool), jnp.inexact) for aval in avals)
+    return inexact and equation.primitive.name != "stop_gradient"
 
 
 def slices_of_split(equation: core.JaxprEqn) -> core.ClosedJaxpr | None:
@@ -164,6 +230,8 @@ def parts(seen: list[View], shape: tuple[int, ...]) -> list[Part] | str:
         if 0 in view.slices:
             return "used in a scan without iterations"
         end = slices[-1] + 1 if slices else view.leading
+        if View(view.steps[:end]).makes:
+            return "used in slices by a scan after an equation that computes or places"
         begin, rest = View(view.steps[:end]), View(view.steps[end:])
         key = View(tuple(step for step in begin.steps if not _is_still(step))).identity()
         before = found.get(key, Part(begin, (), ()))
@@ -179,7 +247,7 @@ def parts(seen: list[View], shape: tuple[int, ...]) -> list[Part] | str:
     return [Part(View(), tuple(range(len(seen))), tuple(seen))]
 
 
-def _is_still(step: Move | Loop) -> bool:
+def _is_still(step: Step) -> bool:
     return isinstance(step, Move) and step.name in STILL
 
 
@@ -273,18 +341,32 @@ class Use(NamedTuple):
     equation: int
     operand: int
 
+    def of_kernel(self) -> "Use":
+        """The use of the kernel that `view` makes, which loops alone see, or of the parameter if it makes none."""
+        loops = View(tuple(step for step in self.view.steps if isinstance(step, Loop)))
+        return self._replace(view=loops) if self.view.makes else self
+
 
 class Program(NamedTuple):
     """The loss of one example. Values 0, 1, ... are the leaves of the parameters, then those of the example.
 
     equations: all of them. block: those outside of all bodies; its outputs are the loss's value, and what the loss
     returns beside it, a tree of structure `aux`. uses: for each parameter leaf, those that the loss depends on
+    public: by number of a public value, where it comes from: an equation, by number, or None for a parameter; in a
+        body, the same value outside
     """
 
     equations: tuple[Equation, ...]
     block: Block
     aux: Any
     uses: tuple[tuple[Use, ...], ...]
+    public: dict[int, "Origin"]
+
+    def source(self, value: int | Constant) -> int | Constant:
+        """The number of a value where it was computed; that of another one where a body has it from outside."""
+        while isinstance(value, int) and isinstance(origin := self.public.get(value), Same):
+            value = origin.value
+        return value
 
     def output(self, equation: int) -> jax.ShapeDtypeStruct:
         """The shape and the dtype of the first output of an equation, with an axis for each scan around it."""
@@ -292,6 +374,13 @@ class Program(NamedTuple):
         assert found.jaxpr is not None
         aval: Any = found.jaxpr.outvars[0].aval
         return jax.ShapeDtypeStruct((*found.counts, *aval.shape), aval.dtype)
+
+
+class Same(NamedTuple):
+    value: int | Constant
+
+
+Origin = int | None | Same
 
 
 class TracedLoss(NamedTuple):
@@ -316,12 +405,11 @@ def follow(traced: TracedLoss, leaves: int) -> Program:
     inputs = tuple(range(len(closed.jaxpr.invars)))
     result, *beside = tracer.walk(closed.jaxpr, [Constant(value) for value in closed.consts], inputs)
     if isinstance(result, int) and result in tracer.views:
-        leaf, view = tracer.views[result]
-        tracer.uses[leaf].append(Use(leaf, view, -1, 0))
+        tracer.used(result, -1, 0)
     block = Block(inputs, tuple(tracer.block), (result, *beside), len(tracer.equations))
     live = {-1} | _live(tracer.equations, block, _numbers([result]))[0]
     uses = tuple(tuple(use for use in uses if use.equation in live) for uses in tracer.uses)
-    return Program(tuple(tracer.equations), block, jax.tree.structure(aux), uses)
+    return Program(tuple(tracer.equations), block, jax.tree.structure(aux), uses, tracer.public)
 
 
 def carried(equation: Equation) -> tuple[int, int]:
@@ -335,11 +423,13 @@ def _numbers(values) -> set[int]:
 
 
 def _live(equations: list[Equation], block: Block, wanted: set[int]) -> tuple[set[int], set[int]]:
-    """The numbers of the equations of a block that the values `wanted` depend on, and of all these values."""
+    """The numbers of the equations of a block through which values have a gradient of the values `wanted`, and of all
+    these values."""
     needed, live = set(wanted), set()
     for number in reversed(block.equations):
         equation = equations[number]
-        if not needed.isdisjoint(equation.outputs):
+        passes = equation.jaxpr is None or carries_gradient(equation.jaxpr)
+        if passes and not needed.isdisjoint(equation.outputs):
             live.add(number)
             if equation.body is not None:
                 live |= _live_inside(equations, equation, equation.body, needed)
@@ -366,7 +456,8 @@ class _Tracer:
 
     def __init__(self, *, leaves: int, inputs: int):
         self.equations: list[Equation] = []
-        self.views: dict[Any, tuple[int, View]] = {leaf: (leaf, View()) for leaf in range(leaves)}
+        self.views: dict[Any, tuple[tuple[int, View], ...]] = {leaf: ((leaf, View()),) for leaf in range(leaves)}
+        self.public: dict[int, Origin] = dict.fromkeys(range(leaves))
         self.uses: list[list[Use]] = [[] for _ in range(leaves)]
         self.count = inputs
         self.block: list[int] = []  # the equations of the block that it walks through
@@ -393,15 +484,43 @@ class _Tracer:
             return self.walk(parts.jaxpr, [], inputs)
         outputs = self.numbered(len(equation.outvars))
         number = self.append(Equation(equation, tuple(inputs), outputs, counts=self.counts))
-        if followed and moves(equation):
-            leaf, view = self.views[inputs[0]]
-            self.views[outputs[0]] = leaf, view.then(Move(equation, number))
-        elif followed and (name == "scan" or name in REMAT):
+        if followed and (name == "scan" or name in REMAT):
             self.enter(number)
-        else:
+            return outputs
+        if all(map(self.is_public, inputs)):
+            self.public.update(dict.fromkeys(outputs, number))
+        if seen := self.seen(equation, number, inputs, followed):
+            self.views[outputs[0]] = seen
+        elif carries_gradient(equation):
             for i in followed:
                 self.used(inputs[i], number, i)
         return outputs
+
+    def seen(self, equation, number, inputs, followed) -> tuple[tuple[int, View], ...]:
+        """The views in the result of an equation of `followed` operands; () if it is a use."""
+        entries = [(i, *entry) for i in followed for entry in self.views[inputs[i]]]
+        if moves(equation):
+            return tuple((leaf, view.then(Move(equation, number))) for _, leaf, view in entries)
+        if not all(self.is_public(value) or value in self.views for value in inputs):
+            return ()
+        name = equation.primitive.name
+        if name in PLACES and (name != "pad" or followed == [0]):
+            return tuple((leaf, view.then(Place(equation, number, i))) for i, leaf, view in entries)
+        if not is_in_place(equation, followed):
+            return ()
+        merged: dict[tuple, tuple[int, View, Elementwise]] = {}
+        for i, leaf, view in entries:
+            *before, last = view.steps or (None,)
+            if not isinstance(last, Elementwise):
+                before, last = view.steps, Elementwise(inputs[i], ())
+            key = leaf, last.base, *map(id, before)
+            same = merged[key][2].equations if key in merged else ()
+            together = tuple(sorted({*same, *last.equations, number}))
+            merged[key] = leaf, View(tuple(before)), Elementwise(last.base, together)
+        return tuple((leaf, view.then(step)) for leaf, view, step in merged.values())
+
+    def is_public(self, value) -> bool:
+        return isinstance(value, Constant) or value in self.public
 
     def enter(self, number):
         """Walks through the body of a scan or checkpoint that a parameter enters."""
@@ -413,13 +532,16 @@ class _Tracer:
             self.counts = (*self.counts, length)
         arguments = self.numbered(len(equation.inputs))
         for i, value in enumerate(equation.inputs):
+            if i < first and self.is_public(value):
+                self.public[arguments[i]] = Same(value)
             if isinstance(value, int) and value in self.views:
-                leaf, view = self.views[value]
                 if first <= i < first + count:
                     self.used(value, number, i)
                 else:
-                    inside = view if length is None else view.then(Loop(length, sliced=i >= first))
-                    self.views[arguments[i]] = leaf, inside
+                    loop = () if length is None else (Loop(length, sliced=i >= first),)
+                    self.views[arguments[i]] = tuple(
+                        (leaf, View(view.steps + loop)) for leaf, view in self.views[value]
+                    )
         constants = [Constant(value) for value in getattr(body, "consts", ())]
         results = self.walk(getattr(body, "jaxpr", body), constants, arguments)
         outputs = tuple(map(self.handed_on, results))
@@ -436,8 +558,8 @@ class _Tracer:
         return outputs[0]
 
     def used(self, value, number, operand):
-        leaf, view = self.views[value]
-        self.uses[leaf].append(Use(leaf, view, number, operand))
+        for leaf, view in self.views[value]:
+            self.uses[leaf].append(Use(leaf, view, number, operand))
 
     def append(self, equation: Equation) -> int:
         self.equations.append(equation)

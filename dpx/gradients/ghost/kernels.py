@@ -1,0 +1,231 @@
+"""Kernels that a loss makes of its parameters: concatenated, masked, scaled, complex, or any function of each number.
+
+Such a kernel W is the same for all examples, and each number of a parameter has one place in it. So the gradient of an
+example by the parameter is a block of A^T B, from some columns of A and of B, times the slopes: the derivatives of
+these numbers of W, which are public. Slopes that differ along one side only go into A, or into B. Others multiply the
+block element by element, as the scale of a mechanism does. A complex product is a real one of twice the positions.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from dpx.gradients.ghost.norms import EXACT, product
+from dpx.gradients.ghost.rules import Record, Site
+from dpx.gradients.ghost.trace import CALLS, ELEMENTWISE, Constant, Elementwise, Equation, Program, Use, View
+from dpx.xla import jaxprs
+from dpx.xla.place import here
+
+Values = Mapping[int, jax.Array]  # public values, by number
+ALL = slice(None)
+
+
+class Slopes(NamedTuple):
+    """The derivatives of what a step computes.
+
+    reads: the numbers of public values. axes: along which the derivatives differ
+    multiply: (x, Values) -> x times the derivatives, element by element
+    """
+
+    reads: tuple[int, ...]
+    axes: tuple[int, ...]
+    multiply: Callable[[Any, Values], jax.Array]
+
+
+def of_parameter(site: Site, use: Use, shape: tuple[int, ...], program: Program) -> Site | str:
+    """The site of a parameter of this shape, which `use` sees in a kernel, or why it is not followed. site: of the
+    kernel."""
+    if site.lookup:
+        return "used in a lookup after an equation that computes or places"
+    view, linear = use.view, cast(Callable, site.apply)
+    steps = [step for step in view.steps if isinstance(step, Elementwise)]
+    slopes = {id(step): found for step in steps if (found := _slopes(step, program))}
+    if len(slopes) < len(steps):
+        return "used in a function that is not of each number alone, or of what an iteration computes"
+    labels = _labels(site, view, shape, slopes)
+    box = _box(labels != 0)
+    if box is None:
+        return "used in a kernel that has other elements between"
+    labels, reads = labels[box], frozenset(number for each in slopes.values() for number in each.reads)
+    by_input, by_output = (bool((labels != first).any()) for first in (labels[:, :1], labels[:, :, :1]))
+    equation: Any = program.equations[use.equation].jaxpr
+    is_complex = jnp.issubdtype(equation.invars[use.operand].aval.dtype, jnp.complexfloating)
+
+    def of_kernel(values: Values) -> jax.Array:
+        """The slopes, as (K, I, O)."""
+        ones = jnp.ones(shape, jnp.float32)
+        return site.arrange(view.through(ones, lambda step, x: slopes[id(step)].multiply(x, values)))[box]
+
+    moved = site._replace(
+        apply=lambda inputs, w: linear(inputs, view.through(w)),
+        arrange=lambda w: site.arrange(view.through(w))[box],
+        reads=reads,
+    )
+    if by_input and by_output:
+        if is_complex:
+            return "used in a complex kernel whose numbers have different slopes"
+        place = jax.linear_transpose(moved.arrange, jax.ShapeDtypeStruct(shape, jnp.float32))
+        moved = moved._replace(slopes=lambda values: place(of_kernel(values).astype(jnp.float32))[0])
+    of_a = (lambda values: of_kernel(values)[:, None, :, 0]) if by_input and not by_output else None
+    of_b = (lambda values: of_kernel(values)[:, :1]) if steps and not by_input else None
+    if box != (ALL, ALL, ALL) or is_complex or of_a:
+        return _block(moved, labels.shape, box, of_a, of_b, is_complex=is_complex)
+    return moved if of_b is None else moved._replace(record=Record(None, _scaled_cotangents(site, of_b)))
+
+
+def _block(site: Site, sizes: tuple[int, int, int], box: tuple, of_a, of_b, *, is_complex: bool) -> Site:
+    """The site of the block `box`, (K, I, O), of A^T B. of_a, of_b: Values -> factors of A and B; or None."""
+    groups, rows, columns = box
+
+    def side(x, of_columns, factors, sign):
+        x = x[groups][:, :, of_columns]
+        x = x if factors is None else x * factors
+        return jnp.concatenate([jnp.real(x), sign * jnp.imag(x)], 1) if is_complex else x
+
+    def left(inputs, dy, values):
+        return (side(site.matrices(inputs, dy)[0], rows, of_a and of_a(values), 1),)
+
+    def right(inputs, dy, values):
+        return side(site.matrices(inputs, dy)[1], columns, of_b and of_b(values), -1)
+
+    kernels, fan_in, fan_out = sizes
+    positions = site.sizes[1] * (2 if is_complex else 1)
+    same = () if of_a else tuple((each.start, each.stop, each.step) for each in (groups, rows))
+    float32 = here().unit.rounded
+    return site._replace(
+        sizes=(kernels, positions, fan_in, fan_out),
+        apply=lambda inputs, w: jnp.einsum("kti,kio->kto", inputs[0], site.arrange(w), precision=EXACT),
+        matrices=lambda inputs, dy: (float32(inputs[0]), float32(dy)),
+        products=lambda inputs, dy: product(float32(inputs[0]), float32(dy)),
+        record=Record(left, right, same),
+    )
+
+
+def _scaled_cotangents(site: Site, of_b: Callable) -> Callable:
+    def right(inputs, dy, values):
+        def b(dy):
+            return site.matrices(inputs, dy)[1]
+
+        dy = dy.astype(jnp.float32)
+        return jax.linear_transpose(b, dy)(b(dy) * of_b(values))[0]
+
+    return right
+
+
+def _slopes(step: Elementwise, program: Program) -> Slopes | None:
+    """The slopes of a step; None if a number of its result may depend on others, or if they are not public."""
+    equations = [program.equations[number] for number in step.equations]
+    base, avals = program.source(step.base), {}
+    made = {base, *(output for equation in equations for output in equation.outputs)}
+    for equation in equations:
+        for value, variable in zip(equation.inputs, _jaxpr(equation).invars, strict=True):
+            key = program.source(value)
+            avals.setdefault(id(key) if isinstance(key, Constant) else key, (key, variable.aval))
+    others = [(key, aval) for key, aval in avals.values() if isinstance(key, Constant) or key not in made]
+    of_base = avals[base][1]
+
+    def derivative(x, base_value, *values):
+        known = {id(key) if isinstance(key, Constant) else key: y for (key, _), y in zip(others, values, strict=True)}
+
+        def function(base_value):
+            found = known | {base: base_value}
+            for equation in equations:
+                keys = map(program.source, equation.inputs)
+                operands = [found[id(key) if isinstance(key, Constant) else key] for key in keys]
+                found.update(zip(equation.outputs, equation.bind(*operands), strict=True))
+            return found[equations[-1].outputs[0]]
+
+        return jax.jvp(function, (base_value,), (x.astype(of_base.dtype),))[1]
+
+    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in (of_base, of_base, *(a for _, a in others))]
+    closed = jax.make_jaxpr(derivative)(*shapes)
+    read = jaxprs.inputs_read(closed.jaxpr)[1:]
+    wanted = [key for key, is_read in zip([base, *(key for key, _ in others)], read, strict=True) if is_read]
+    public = all(isinstance(key, Constant) or key in program.public for key in wanted)
+    if not (public and _in_place(closed.jaxpr, {closed.jaxpr.invars[0]}, of_base.shape)):
+        return None
+    differ = set(range(len(of_base.shape))) if read[0] else set()
+    for (key, aval), is_read in zip(others, read[1:], strict=True):
+        differ |= _axes(key, aval.shape, program) if is_read else set()
+
+    def multiply(x, values):
+        def value(key, shape):
+            if isinstance(key, Constant):
+                return key.value
+            return values[key] if key in wanted else jnp.zeros(shape.shape, shape.dtype)
+
+        known = map(value, [base, *(key for key, _ in others)], shapes[1:])
+        return derivative(x, *known)
+
+    reads = tuple(key for key in wanted if not isinstance(key, Constant))
+    return Slopes(reads, tuple(sorted(axis for axis in differ if of_base.shape[axis] > 1)), multiply)
+
+
+def _jaxpr(equation: Equation) -> Any:
+    return equation.jaxpr
+
+
+def _axes(value: int | Constant, shape: tuple[int, ...], program: Program) -> set[int]:
+    """The axes along which a public value may differ."""
+    origin = None if isinstance(value, Constant) else program.public.get(value)
+    if isinstance(origin, int) and (made := _jaxpr(program.equations[origin])).primitive.name == "broadcast_in_dim":
+        before = made.invars[0].aval.shape
+        return {axis for axis, size in zip(made.params["broadcast_dimensions"], before, strict=True) if size > 1}
+    return {axis for axis, size in enumerate(shape) if size > 1}
+
+
+def _in_place(jaxpr: core.Jaxpr, moving: set, shape: tuple[int, ...]) -> bool:
+    """Whether every number of the result depends on the number in its place of the variables `moving` alone, and both
+    are of this shape."""
+    for equation in jaxpr.eqns:
+        types: list[Any] = [variable.aval for variable in equation.outvars]
+        among = [i for i, v in enumerate(equation.invars) if not isinstance(v, core.Literal) and v in moving]
+        if not among:
+            continue
+        if equation.primitive.name in CALLS:
+            (body,) = jaxprs.bodies(equation)
+            inside = {body.invars[i] for i in among}
+            if not _in_place(body, inside, shape):
+                return False
+            moving |= {v for v, inner in zip(equation.outvars, body.outvars, strict=True) if inner in inside}
+        elif equation.primitive.name in ELEMENTWISE and all(aval.shape == shape for aval in types):
+            moving |= set(equation.outvars)
+        else:
+            return False
+    return True
+
+
+def _labels(site: Site, view: View, shape: tuple[int, ...], slopes: dict[int, Slopes]) -> np.ndarray:
+    """Numbers, (K, I, O), in the places of a kernel: 0 where no element of the parameter is, otherwise equal only where
+    the slopes are."""
+
+    def label(step, x):
+        axes = slopes[id(step)].axes
+        sizes = [size if axis in axes else 1 for axis, size in enumerate(x.shape)]
+        count = int(np.prod(sizes))
+        if count * int(x.max(initial=0)) >= 2**30:  # too many to number: as if all were different
+            count, sizes, x = x.size, x.shape, (x > 0).astype(np.int32)
+        return jnp.where(x > 0, x * count + np.arange(count, dtype=np.int32).reshape(sizes), 0)
+
+    with jax.ensure_compile_time_eval():
+        return np.asarray(site.arrange(view.through(jnp.ones(shape, np.int32 if slopes else np.int8), label)))
+
+
+def _box(found: np.ndarray) -> tuple[slice, slice, slice] | None:
+    """The box of (K, I, O) that is True, if there is one."""
+    slices = []
+    for axis, size in enumerate(found.shape):
+        places = np.flatnonzero(found.any(tuple(other for other in range(3) if other != axis)))
+        if not len(places):
+            return None
+        step = int(places[1] - places[0]) if len(places) > 1 else 1
+        some = slice(int(places[0]), int(places[-1]) + 1, step)
+        if len(range(*some.indices(size))) != len(places):
+            return None
+        slices.append(ALL if len(places) == size else some)
+    box = slices[0], slices[1], slices[2]
+    return box if found[box].all() else None
