@@ -1,9 +1,16 @@
 """The ledger of a data set: what it allows, what it writes before a release, and what a second program sees."""
 
+import contextlib
+import itertools
 import json
 import math
+import os
+import random
 import shutil
+import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +27,7 @@ from dp_accounting import (
 from scipy.stats import norm
 
 import dpx
+from dpx import files
 from dpx.accounting import gdp
 from dpx.accounting.events import billed, event_profile
 from dpx.accounting.filters import NOTHING, credit, domination
@@ -28,8 +36,10 @@ from dpx.accounting.loss import hashable
 from dpx.accounting.pld.losses import SampledGaussian
 from dpx.accounting.words import upper
 from dpx.ledgers.lines import decoded, encoded
+from examples import one_budget
+from tests import kills
 from tests.mechanisms import MECHANISMS
-from tests.problems import normal, squared_distance
+from tests.problems import normal, run_page, squared_distance
 
 RUN = SelfComposedDpEvent(PoissonSampledDpEvent(0.02, GaussianDpEvent(1.6)), 600)
 MEAN = GaussianDpEvent(40.0)
@@ -202,10 +212,12 @@ def test_fit_pays_for_all_its_steps_before_the_first(rich, tmp_path):
     (entry,) = rich.entries
     assert (entry.words, entry.event, entry.numbers, entry.steps) == ("the first run", of_run(12), 3, None)
     assert rich.epsilon == run.epsilon
+    trained(rich, 1, steps=1, part="north")
+    assert rich.entries[1].part == "north"
     poor = dpx.PrivacyLedger(tmp_path / "poor", epsilon=0.5, delta=1e-5)
     made = []
     with pytest.raises(ValueError, match="must allow a release before it is made"):
-        trained(poor, 1, data=Watched(POINTS, made))
+        trained(poor, 2, data=Watched(POINTS, made))
     assert {*made} <= {0} and not poor.entries  # example 0 tells whose run it is
     with pytest.raises(ValueError, match=r"ledger must be a dpx.PrivacyLedger, got"):
         trained("ledger")
@@ -323,6 +335,14 @@ def test_what_is_given_back_was_paid_for():
     assert gained.precision > 0.5 * domination(whole, 1e-6) ** 2 * (1 - 100 / 300)
 
 
+def test_the_odometer_ends_at_the_budget(ledger):
+    for number in range(3):
+        before = ledger.odometer
+        ledger.spend(GaussianDpEvent(4.0), key=key(number), words="a mean", numbers=1)
+        assert ledger.epsilon < ledger.odometer and before < ledger.odometer <= 2
+    assert ledger.odometer == 2
+
+
 def test_the_odometer_does_not_go_back(rich):
     rich.spend(MEAN, key=key(0), words="before")
     entry = rich.spend(of_run(12), key=key(1), words="a run")
@@ -362,3 +382,152 @@ def test_the_page_says_what_was_promised_and_released(rich):
     ):
         assert words in page, words
     assert "# Privacy ledger ledger.jsonl" in rich._repr_markdown_()
+
+
+# Attacks, kills and several programs
+
+
+def test_an_attack_on_a_whole_ledger_stays_below_its_budget(tmp_path):
+    """It sees all that one record moves, and chooses the last releases by the earlier ones."""
+    ledger, delta = dpx.PrivacyLedger(tmp_path / "ledger", epsilon=2.0, delta=1e-3), 1e-3
+    run = SelfComposedDpEvent(PoissonSampledDpEvent(0.3, GaussianDpEvent(2.5)), 10)
+    ledger.spend(GaussianDpEvent(4.0), key=key(0), words="a mean", numbers=1)
+    ledger.spend(run, key=key(1), words="a run", numbers=1)
+    noise = 2.2
+    assert not ledger.affords(GaussianDpEvent(0.95 * noise), numbers=1)
+    ledger.spend(GaussianDpEvent(noise), key=key(2), words="what is left", numbers=1)
+    chance, runs, scores = np.random.default_rng(0), 200_000, []
+    for present in (1, 0):
+        mean = present + 4.0 * chance.normal(size=runs)
+        score = (2 * mean - 1) / (2 * 4.0**2)
+        for _ in range(10):
+            step = present * (chance.random(runs) < 0.3) + 2.5 * chance.normal(size=runs)
+            score += np.log(0.7 + 0.3 * np.exp((2 * step - 1) / (2 * 2.5**2)))
+        for _ in range(2):  # as two releases of half the precision; the second one only if that may show more
+            last = present + 2**0.5 * noise * chance.normal(size=runs)
+            score += np.where(score > -1, (2 * last - 1) / (4 * noise**2), 0)
+        scores.append(score)
+    found = dpx.audit.lower_bound_from_scores(*scores, delta=delta)
+    assert 1.2 < found.epsilon < ledger.epsilon <= 2.0
+    assert found.gaussian_epsilon < 2.05
+
+
+class Killed(BaseException):
+    """In place of a kill, which runs no handler."""
+
+
+@pytest.mark.parametrize("place", ["fsync", "replace"])
+@pytest.mark.parametrize("after", [False, True])
+def test_a_kill_while_a_line_is_written_leaves_a_whole_ledger(ledger, monkeypatch, place, after):
+    ledger.spend(MEAN, key=key(0), words="before")
+    real, released = getattr(os, place), []
+
+    def killed(*arguments):
+        if after:
+            real(*arguments)
+        raise Killed
+
+    monkeypatch.setattr(files.os, place, killed)
+    with pytest.raises(Killed):
+        ledger.spend(MEAN, key=key(1), words="in between")
+        released.append("in between")
+    monkeypatch.undo()
+    written = after and place == "replace"
+    assert not released and len(dpx.PrivacyLedger(ledger.path).entries) == 1 + written
+    if written:
+        with pytest.raises(ValueError, match="counts even if a program was killed"):
+            ledger.spend(MEAN, key=key(1), words="again")
+    ledger.spend(MEAN, key=key(2), words="after")
+    assert [entry.number for entry in ledger.entries] == [*range(2 + written)]
+
+
+def spends(path: str, first: int, sender):
+    """A program that pays for one release after another, and says which it made."""
+    other = dpx.PrivacyLedger(path)
+    for number in itertools.count(first):
+        other.spend(GaussianDpEvent(100.0), key=key(number), words=f"release {number}", numbers=1)
+        sender.send(number)
+
+
+def started(path: Path, first: int):
+    receiver, sender = kills.server().Pipe(duplex=False)
+    process = kills.server().Process(target=spends, args=(str(path), first, sender), daemon=True)
+    process.start()
+    sender.close()
+    return process, receiver
+
+
+def stopped(process, receiver) -> list[int]:
+    """What a program made until it was killed."""
+    process.kill()
+    process.join()
+    made = []
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            made.append(receiver.recv())
+    return made
+
+
+def require_whole_ledger(ledger, made: list[int]):
+    """Every line is there once, with those of all that was made."""
+    entries = ledger.entries
+    assert [entry.number for entry in entries] == [*range(len(entries))]
+    assert {f"release {number}" for number in made} <= {entry.words for entry in entries}
+    assert len({entry.marks for entry in entries}) == len(entries)
+    assert sum(entry.planned for entry in entries) == 1 and ledger.epsilon <= ledger.terms.epsilon
+
+
+def test_programs_that_share_a_ledger_write_every_line(ledger):
+    """Each has its own lock, as of another program."""
+
+    def pay(number):
+        other = dpx.PrivacyLedger(ledger.path)
+        other.spend(GaussianDpEvent(100.0), key=key(number), words=f"release {number}", numbers=1)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(pay, range(8)))
+    assert len(ledger.entries) == 8
+    require_whole_ledger(ledger, [*range(8)])
+
+
+@pytest.mark.long
+def test_two_programs_write_every_line(ledger):
+    programs = [started(ledger.path, first) for first in (0, 10_000)]
+    for _, receiver in programs:
+        assert receiver.poll(60) and receiver.recv() in (0, 10_000) and receiver.poll(60)
+    require_whole_ledger(ledger, [number for program in programs for number in stopped(*program)])
+
+
+@pytest.mark.long
+def test_twenty_kills_lose_nothing_and_count_everything(ledger):
+    chance, made = random.Random(0), []
+    for first in range(0, 20_000, 1000):
+        process, receiver = started(ledger.path, first)
+        assert receiver.poll(60)
+        time.sleep(0.3 * chance.random())
+        made += stopped(process, receiver)
+        words = [entry.words for entry in ledger.entries if entry.made]
+        assert {f"release {number}" for number in made} <= {*words} and len(words) <= len(made) + 20
+    assert len(made) >= 20 and ledger.epsilon <= 2
+
+
+def test_the_least_noise_is_what_the_budget_allows(ledger):
+    ledger.spend(MEAN, key=key(1), words="a mean", numbers=1)
+    noise = ledger.least_noise(GaussianDpEvent, numbers=1)
+    assert ledger.affords(GaussianDpEvent(noise), numbers=1)
+    assert not ledger.affords(GaussianDpEvent(0.998 * noise), numbers=1)
+    with pytest.raises(ValueError, match="must allow some noise multiplier"):
+        ledger.least_noise(lambda noise: NonPrivateDpEvent(), numbers=1)
+
+
+def test_the_page_runs_as_it_stands(promoting, capsys):
+    ledger = run_page("docs/ledger.md")["ledger"]
+    assert [entry.words for entry in ledger.entries] == ["mean", "first run", "second run"]
+    assert ledger.entries[1].steps == 20
+    assert "first run" in capsys.readouterr().out
+
+
+@pytest.mark.long
+def test_one_budget_pays_for_the_example(promoting, capsys):
+    one_budget.main(["--people", "300", "--steps", "6", "--every", "2"])
+    assert "counted as a Gaussian" in capsys.readouterr().out

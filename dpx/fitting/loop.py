@@ -55,6 +55,7 @@ def fit(
     public_stop: bool | None = None,
     ledger: PrivacyLedger | None = None,
     words: str = "a run of dpx.fit",
+    part: str | None = None,
     # what is measured
     evaluate: Callable[[Tree], Any] | None = None,
     evaluate_every: int | None = None,
@@ -95,7 +96,7 @@ def fit(
     ledger: a `dpx.PrivacyLedger`, which the run pays for all planned steps before the first one; one that continues in
         its folder pays once. If a callback ends the run, it gets back what the other steps would have cost, and has
         ended for good. The epsilon of the result is of the run alone, and covers the plan. words: what the ledger calls
-        the run, in one line.
+        the run, in one line. part: the name of the part of a public partition that `data` are.
 
     What is measured:
     evaluate: (params) -> number or dict of numbers, from PUBLIC data only: epsilon does not cover what it reads.
@@ -149,7 +150,7 @@ def fit(
         require_inputs(loss, optimizer, params, data, loss_at)
         given = {"delta": delta, "accountant": accountant, "records": records, "public_stop": public_stop}
         run = RunPlan.of(optimizer, key=key, steps=steps, epochs=epochs, **given)
-        payment = Payment(ledger, words, unit_of(data), run)
+        payment = Payment(ledger, {"words": words, "unit": unit_of(data), "part": part}, run)
         watcher = Watcher.of(run, evaluate, evaluate_every, callbacks, progress, loss_at)
         require_whole("checkpoint_every", checkpoint_every)
         require_bool("on_other_devices", on_other_devices)

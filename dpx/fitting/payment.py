@@ -15,11 +15,10 @@ from dpx.trees import described
 
 @dataclass
 class Payment:
-    """ledger: of the data set, or None. words: what the run is. unit: what its data hold. number: of its entry."""
+    """ledger: of the data set, or None. given: what it takes: words, unit and part. number: of the entry of the run."""
 
     ledger: PrivacyLedger | None
-    words: str
-    unit: str
+    given: dict[str, Any]
     run: RunPlan
     number: int = -1
 
@@ -45,10 +44,9 @@ class Payment:
         entry = ledger.spend(
             self._event(max(run.steps, billed_steps(carry.state))),
             key=[optimizer.key, run.key],
-            words=self.words,
             numbers=numbers_of(optimizer, carry.state),
-            unit=self.unit,
             holder=folder.mark,
+            **self.given,
         )
         if entry.steps is not None and folder.ended is None:
             raise ValueError(f"the run of {folder.path} has ended after step {entry.steps}, as its ledger says")

@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -35,6 +35,7 @@ from dpx.trees import described
 from dpx.validation import require_whole
 from dpx.xla.place import here
 
+_MOST_NOISE, _FINE = 1e4, 1e-3  # of `least_noise`
 _PATIENCE = 300.0  # seconds for other programs to write their lines
 
 
@@ -184,9 +185,9 @@ class PrivacyLedger:
         """Epsilon at the ledger's delta of what was reserved or made so far, at every moment at once.
 
         It holds for whoever stops reading at a moment that depends on what was released. It is larger than `epsilon`,
-        which is for a moment that was chosen in advance, and counts what was given back.
+        which is for a moment that was chosen in advance and counts what was given back, and at most the budget.
         """
-        return max(self._odometer(group) for group in _by_part(self.entries))
+        return min(self.terms.epsilon, max(self._odometer(group) for group in _by_part(self.entries)))
 
     def _odometer(self, group: Sequence[Entry]) -> float:
         spent = _total([replace(entry, credit=NOTHING) for entry in group])
@@ -222,6 +223,26 @@ class PrivacyLedger:
 
     def _repr_markdown_(self) -> str:
         return as_markdown(f"Privacy ledger {self.path.name}", sections_of(self))
+
+    def least_noise(
+        self, event: Callable[[float], DpEvent], *, numbers: int = LARGEST_RELEASE, part: str | None = None
+    ) -> float:
+        """The least noise multiplier of which the ledger affords event(noise multiplier), to 1e-3, rounded up.
+
+        event: such as `lambda noise: sampling.event(np.full(steps, noise))`; the noise of every release must grow with
+        the number. numbers, part: as for `spend`. Raises ValueError if 1e4 is not enough.
+        """
+        low, high = 0.0, 1.0
+        while not self.affords(event(high), numbers=numbers, part=part):
+            low, high = high, 2 * high
+            if high > _MOST_NOISE:
+                raise ValueError(
+                    f"the budget of {self.path} must allow some noise multiplier, but {low:g} is too small"
+                )
+        while high - low > _FINE * high:
+            middle = (low + high) / 2
+            low, high = (low, middle) if self.affords(event(middle), numbers=numbers, part=part) else (middle, high)
+        return high
 
     def _enter(self, event, key, words, numbers, part, unit, *, made: bool, holder: str) -> Entry:
         event = hashable(event)

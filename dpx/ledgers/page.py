@@ -30,7 +30,7 @@ def sections_of(ledger: Any) -> tuple[Section, ...]:
     rows = (
         ("budget", f"epsilon {upper(terms.epsilon, 6)} at delta {delta}"),
         ("spent", f"epsilon {upper(ledger.epsilon, 4)}, for a reader who did not choose when to read"),
-        ("at every moment", f"epsilon {upper(ledger.odometer, 4)}, for one who may stop reading whenever he likes"),
+        ("at every moment", f"epsilon {upper(ledger.odometer, 4)}, for a reader who may stop at any moment"),
         ("neighbors", f"data sets that differ in one {terms.owner} (relation {terms.relation!r})"),
     )
     releases = tuple((f"{entry.number}, {entry.date}", _words(entry)) for entry in entries)
