@@ -4,7 +4,8 @@ A, float32 (K, T, I), is the input of a layer, and B, float32 (K, T, O), the cot
 positions. G is (K, I, O). `scale`, float32 (K, I, O), multiplies G element by element.
 
 An underestimated norm would break the clip bound. So each position is rescaled first (`balanced`), which keeps squares
-from under- and overflowing, and a sum that is long or can cancel gets a bound on its rounding error.
+from under- and overflowing (on matrix units, `_lengths` counts what is lost), and a sum that is long or can cancel gets
+a bound on its rounding error.
 
 A norm is infinite, so that the example contributes zero, if one of these is above LARGEST = 2^63: a cotangent, the
 product of an input and its cotangent, or an input whose cotangent is not 0. There are two reasons. First, XLA divides
@@ -39,6 +40,8 @@ def outer(a: jax.Array, b: jax.Array, scale: jax.Array | None = None) -> jax.Arr
         # XLA compiles an array with axes of length 1 beside the same array without them, which the sum reads.
         alone = [axis for axis in (0, 1) if a.shape[axis] == 1]
         a, b = lax.squeeze(a, alone), lax.squeeze(b, alone)
+        if here().unit.rounds:
+            return _lengths(_lengths(a) * _lengths(b))[0]
         if a.ndim == 1:  # there is nothing to balance
             (a, size_a), (b, size_b) = unit(a), unit(b)
             return in_range(size_a, size_b) * (frobenius(a) * frobenius(b))
@@ -54,6 +57,14 @@ def outer(a: jax.Array, b: jax.Array, scale: jax.Array | None = None) -> jax.Arr
     squares = raised(jnp.sqrt(squares), b.shape[-1])
     rows, size = unit((a * (squares * in_range(size_a, size_b)[:, None])).reshape(-1))
     return in_range(frobenius(rows), size)
+
+
+def _lengths(x: jax.Array) -> jax.Array:
+    """At least the lengths of the rows of x, (..., n), as float32 (rows,), without a pass that rescales them, which
+    takes as long as the norm outside of a CPU. A square below 2^-126 may be lost, and counts as 2^-126. If squares
+    overflow, the length is infinite, or NaN if it is multiplied by 0, and the example contributes zero."""
+    rows = x.reshape(-1, x.shape[-1])
+    return jax.vmap(frobenius)(rows) + math.sqrt(x.shape[-1]) * 2.0**-63
 
 
 def _trained(x: jax.Array, scale: jax.Array, *, axis: int) -> jax.Array:
