@@ -11,6 +11,7 @@ standardized        centered and scaled by released averages (AdaCliP, Pichapati
 top_fraction        the largest coordinates of each example
 gradient_embedding  an embedding in a public subspace, and the residual (Yu et al. 2021)
 random_projection   fewer, random coordinates, of five kinds (D2P2-SGD, Jiang et al. 2025)
+random_directions   derivatives along random directions, without a gradient (DP-ZO, Tang et al. 2024)
 
 To add one: a file in its paper's folder, its import below, and a line in `COORDINATES` of `dpx/catalog.py`
 (CONTRIBUTING.md).
@@ -29,6 +30,7 @@ from dpx.papers.random_freeze import (
     sparse_pack,
     sparse_unpack,
 )
+from dpx.papers.zeroth_order import random_directions
 
 __all__ = [
     "Coordinates",
@@ -37,6 +39,7 @@ __all__ = [
     "importance_mask",
     "masked_params",
     "public_subspace",
+    "random_directions",
     "random_freeze",
     "random_projection",
     "ranked_freeze",

@@ -59,6 +59,8 @@ class Mechanism(optax.GradientTransformationExtraArgs):  # pyrefly: ignore[bad-c
     supports_ghost_norms: whether `encode` only scales coordinates or drops leaves, and `norm` is the 2-norm of each
               group of leaves, so that `dpx.gradients.ghost` can compute the norms without the gradients
     encode_whole_batch: whether each call of `encode` draws large arrays, so that one call for all examples is cheapest
+    forward:  (function, params, state) -> ((value, aux), encoded), for function(params) -> (value, aux) of one example:
+              the encoded gradient by forward-mode derivatives, without the gradient; or None
     correlated: the `dpx.strategies.Strategy` that correlates the noise over steps, so that coordinates must be
               `Coordinates.fixed`; or None
     budget:   the `dpx.Budget` that the noise was calibrated to, in steps, or None
@@ -80,6 +82,7 @@ class Mechanism(optax.GradientTransformationExtraArgs):  # pyrefly: ignore[bad-c
     stages: tuple[str, ...]
     supports_ghost_norms: bool
     encode_whole_batch: bool = False
+    forward: Callable[[Callable, Tree, Tree], tuple[Tree, Tree]] | None = None
     correlated: Any = None
     budget: Budget | None = None
     noise_key: jax.Array = dataclasses.field(init=False)  # the mark of `key`, because a step is traced without the key
@@ -110,6 +113,8 @@ class Mechanism(optax.GradientTransformationExtraArgs):  # pyrefly: ignore[bad-c
     def replace(self, **changes: Any) -> "Mechanism":
         """A copy with some fields replaced. Raises ValueError for fields that would no longer fit the others."""
         guards.require_fitting(changes, self.budget)
+        if "encode" in changes:
+            changes = {"forward": None} | changes
         return dataclasses.replace(self, **changes)  # pyrefly: ignore[bad-specialization]
 
     def wrap(self, **changes: Any) -> "Mechanism":
@@ -118,6 +123,8 @@ class Mechanism(optax.GradientTransformationExtraArgs):  # pyrefly: ignore[bad-c
         changes: as for `replace`, with `begin` and `release`. Functions of the state that are not given read `inner`.
         """
         within = {name: _of_inner(getattr(self, name)) for name in ("encode", "weigh", "bound")}
+        if self.forward is not None and "encode" not in changes:
+            within["forward"] = _of_inner(self.forward)
         return self.replace(**(within | changes))
 
     def contribute(self, grad: Tree, state: Tree) -> tuple[Tree, Tree, tuple[Tree, ...]]:
@@ -165,6 +172,9 @@ class Coordinates(NamedTuple):
     encode_whole_batch: whether each call of `encode` draws large arrays, so that one call for all examples is cheapest
     check:  (steps) -> None; raises ValueError if a schedule leaves its domain in the first `steps`
     fixed:  whether `encode` is the same function at every step
+    transposed: whether `encode` is linear and `decode` its transpose
+    direction: (number, state, like) -> the transpose of `encode` at one unit vector: the direction, like the gradient,
+            whose derivative is coordinate `number`, int32 (). None if it is not cheap
     """
 
     init: Callable[[Tree], Tree]
@@ -176,6 +186,8 @@ class Coordinates(NamedTuple):
     encode_whole_batch: bool = False
     check: Callable[[int], None] = lambda steps: None
     fixed: bool = False
+    transposed: bool = False
+    direction: Callable[[jax.Array, Tree, Tree], Tree] | None = None
 
 
 class InCoordinatesState(NamedTuple):
@@ -217,9 +229,7 @@ def in_coordinates(mechanism: Mechanism, *coordinates: Coordinates) -> Mechanism
         return mechanism.encode(grad, state.inner)
 
     def release(sums, state, params):
-        likes, written = [_float32_like(params)], list(zip(coordinates, state.coordinates, strict=True))
-        for coordinate, coordinate_state in written:
-            likes.append(jax.eval_shape(coordinate.encode, likes[-1], coordinate_state))
+        written, likes = _written(coordinates, params, state)
         released, inner = mechanism.release(sums, state.inner, likes.pop())
         states = []
         for coordinate, coordinate_state in reversed(written):
@@ -235,6 +245,7 @@ def in_coordinates(mechanism: Mechanism, *coordinates: Coordinates) -> Mechanism
     return mechanism.wrap(
         begin=begin,
         encode=encode,
+        forward=_forward(mechanism, coordinates),
         release=release,
         event=event,
         budget=mechanism.budget,  # the event is the same, apart from the checks of the coordinates
@@ -242,6 +253,55 @@ def in_coordinates(mechanism: Mechanism, *coordinates: Coordinates) -> Mechanism
         encode_whole_batch=mechanism.encode_whole_batch or any(c.encode_whole_batch for c in coordinates),
         stages=(*(c.name for c in coordinates), *mechanism.stages, *(c.undo for c in reversed(coordinates) if c.undo)),
     )
+
+
+def _written(coordinates: tuple[Coordinates, ...], params: Tree, state: InCoordinatesState) -> tuple[list, list]:
+    """Coordinates with their states; and the shapes of the gradient, and of what each of them makes of it."""
+    likes, written = [_float32_like(params)], list(zip(coordinates, state.coordinates, strict=True))
+    for coordinate, coordinate_state in written:
+        likes.append(jax.eval_shape(coordinate.encode, likes[-1], coordinate_state))
+    return written, likes
+
+
+def _forward(mechanism: Mechanism, coordinates: tuple[Coordinates, ...]) -> Callable | None:
+    """`Mechanism.forward` of a mechanism in coordinates: for the last, those before it being linear; or None."""
+    if not coordinates or coordinates[-1].direction is None or not all(c.transposed for c in coordinates[:-1]):
+        return None
+    direction_of = coordinates[-1].direction
+
+    def forward(function, params, state):
+        ((*before, (_, last)), (*likes, like)) = _written(coordinates, params, state)
+
+        def along(number):
+            direction = direction_of(number, last, likes[-1])
+            for (coordinate, coordinate_state), like in reversed(list(zip(before, likes[:-1], strict=True))):
+                direction, _ = coordinate.decode(direction, coordinate_state, like)
+            return direction
+
+        found, derivatives = derivatives_along(function, params, along, like.size)
+        return found, mechanism.encode(derivatives, state.inner)
+
+    return forward
+
+
+def derivatives_along(function: Callable, params: Tree, along: Callable, count: int) -> tuple[Tree, jax.Array]:
+    """function(params) -> (value, aux), and the derivatives of the value along `count` directions, float32 (count,).
+
+    along: (number) -> a direction, like the parameters. One direction is in memory at a time, and nothing is kept for a
+    backward pass, so the memory is that of evaluating the function.
+    """
+
+    def tangent(param, direction):
+        if jnp.issubdtype(param.dtype, jnp.integer):  # a frozen parameter, which has no derivative
+            return np.zeros(param.shape, jax.dtypes.float0)
+        return direction.astype(param.dtype)
+
+    def next_direction(_, number):
+        value, derivative, aux = jax.jvp(function, (params,), (jax.tree.map(tangent, params, along(number)),), True)
+        return (value, aux), derivative.astype(jnp.float32)
+
+    none = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(function, params))
+    return jax.lax.scan(next_direction, none, jnp.arange(count, dtype=jnp.int32))
 
 
 def _float32_like(params: Tree) -> Tree:

@@ -8,6 +8,7 @@ dice_sgd        clipping with error feedback (DiceSGD, Zhang et al. 2023)
 ada_dpigu       standardized, important coordinates (AdaDPIGU, Zhang and Xie 2025), and tp_topk_sgd, the
                 coordinates of most energy in a warm-up (TP-TopK, Zhang and Xie 2026)
 d2p2_sgd        random projections and noise that falls (D2P2-SGD, Jiang et al. 2025), with d2p_sgd and dp2_sgd
+zeroth_order    zeroth_order_sgd: derivatives along random directions, no gradient (DP-ZO, Tang et al. 2024)
 band_mf_sgd     banded noise on cyclic Poisson samples (BandMF, Choquette-Choo et al. 2023), and lambda_cgd, which
                 is for a fixed order (lambda-CGD, 2026): correlated_noise
 
@@ -22,6 +23,7 @@ from dpx.papers.dice_sgd import dice_sgd
 from dpx.papers.dynamic_dp_sgd import dynamic_dp_sgd
 from dpx.papers.gep_sgd import gep_sgd
 from dpx.papers.random_freeze import random_freeze_sgd, ranked_freeze_sgd
+from dpx.papers.zeroth_order import zeroth_order_sgd
 
 __all__ = [
     "ada_dpigu",
@@ -37,4 +39,5 @@ __all__ = [
     "random_freeze_sgd",
     "ranked_freeze_sgd",
     "tp_topk_sgd",
+    "zeroth_order_sgd",
 ]

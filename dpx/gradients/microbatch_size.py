@@ -60,7 +60,7 @@ def require_platform(platform: str | None) -> str:
 
 
 def choose_microbatch_size(
-    cost: ForwardCost, plan: ghost.GhostPlan | str, params: Tree, size: int, place: Place
+    cost: ForwardCost, plan: ghost.GhostPlan | ghost.ForwardPlan | str, params: Tree, size: int, place: Place
 ) -> Microbatches:
     """How many of the `size` examples of a batch one microbatch holds: all, unless they do not fit in half of the
     device's memory, or fewer are known to be faster. More are faster on an accelerator, on several devices, and for

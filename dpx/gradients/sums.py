@@ -22,6 +22,7 @@ from dpx.xla.convolutions import reordered
 from dpx.xla.place import here, traced_for
 
 Norms = Literal["auto", "ghost", "vmap"]
+Plan = ghost.GhostPlan | ghost.ForwardPlan | str  # a reason for per-example gradients
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +72,7 @@ class RowSum:
     def noted(self, row: Callable[[], tuple]) -> Any:
         return noted("update" if self.norms == "update" else "loss", lambda: row()[0])
 
-    def plan(self, params: Tree, state: Tree, rows: tuple) -> tuple[ghost.GhostPlan | str, ForwardCost]:
+    def plan(self, params: Tree, state: Tree, rows: tuple) -> tuple[Plan, ForwardCost]:
         """How the norms are computed, or why only by per-example gradients; and a row's cost. All may be shapes."""
         row = shapes_of_one(rows)
         with self.noted(lambda: row):
@@ -83,19 +84,28 @@ class RowSum:
             return "an update is not a gradient of a loss", cost
         if self.norms == "vmap":
             return 'norms="vmap" was asked for', cost
+        if self.norms == "auto" and self.optimizer.forward is not None:
+            return ghost.ForwardPlan(len(jax.tree.leaves(params))), cost
         return ghost.make_plan(traced, self.optimizer, params, state, force=self.norms == "ghost"), cost
 
-    def sum_microbatch(
-        self, plan: ghost.GhostPlan | str, mixes: bool, params: Tree, state: Tree, rows: tuple, included: jax.Array
-    ):
+    def sum_microbatch(self, plan: Plan, mixes: bool, params: Tree, state: Tree, rows: tuple, included: jax.Array):
         """The sums of the contributions of one microbatch, and the losses, norms and aux of its rows."""
         apart = rows_apart if mixes else lambda function: function
         if isinstance(plan, ghost.GhostPlan) and plan.followed:
             how = {"backward_passes": self.backward_passes, "apart": apart}
             return ghost.sum_by_plan(plan, self.optimizer, params, rows, state, included, **how)
-        (losses, aux), grads = jax.vmap(apart(self.gradient), (None, 0))(params, rows)
-        sums, norms = sum_contributions(self.optimizer, grads, state, included)
+        optimizer, of_row = self.optimizer, self.gradient
+        if isinstance(plan, ghost.ForwardPlan):
+            optimizer, of_row = optimizer.replace(encode=lambda encoded, state: encoded), self.derivatives(state)
+        (losses, aux), grads = jax.vmap(apart(of_row), (None, 0))(params, rows)
+        sums, norms = sum_contributions(optimizer, grads, state, included)
         return sums, (losses, norms, aux)
+
+    def derivatives(self, state: Tree) -> Callable[[Tree, tuple], tuple[tuple[Tree, Tree], Tree]]:
+        """As `gradient`, but its second result is the encoded gradient, in the coordinates of this state."""
+        forward = self.optimizer.forward
+        assert forward is not None  # see `plan`
+        return lambda params, row: forward(lambda params: self.of_row(params, row), params, state)
 
     def gradient(self, params: Tree, row: tuple) -> tuple[tuple[Tree, Tree], Tree]:
         """((loss, aux), gradient) of one row; ((None, aux), update) if it has its own update."""

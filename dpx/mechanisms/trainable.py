@@ -62,6 +62,7 @@ def trainable(*, mask: Tree | Callable[[str], bool]) -> Coordinates:
         undo="" if all_kept else "zeros for the other layers, which optax transforms do not see",
         supports_ghost_norms=True,
         fixed=True,
+        transposed=True,
     )
 
 

@@ -402,6 +402,7 @@ UNUSED = Algorithm(
     norm=lambda uses, scale, records: (None, jnp.zeros(len(jax.tree.leaves(records)[0]), jnp.float32)),
     weighted_sum=lambda uses, shape, records, factors: jnp.zeros(shape, jnp.float32),
 )
+FORWARD = UNUSED._replace(words="no gradient, but its derivatives along the mechanism's directions")
 NOT_TRAINED = UNUSED._replace(words="not trained")
 
 GHOST = (OUTER, GRAM, PRODUCT, ROWS, SHARED)  # these need no gradient from the backward pass

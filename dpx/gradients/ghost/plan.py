@@ -221,6 +221,19 @@ def _encoding(mechanism: Mechanism, params: Tree, state: Tree) -> tuple[tuple[En
     return tuple(encoded), jax.tree.structure(out)
 
 
+class ForwardPlan(NamedTuple):
+    """The plan for a mechanism with `forward`, which needs no norms of gradients. leaves: of the parameters."""
+
+    leaves: int
+
+    @property
+    def choices(self) -> tuple[tuple[Choice, ...], ...]:
+        return ((Choice(algorithms.FORWARD),),) * self.leaves
+
+    def keeps_gradients(self, leaf: int) -> bool:
+        return False
+
+
 class Explanation(NamedTuple):
     """How `private_updates` computes the norms of every parameter; `str` makes a table of it.
 
@@ -253,7 +266,7 @@ def _pattern(paths: list[str]) -> str:
     return f"{_NUMBER.sub(lambda _: next(numbers), paths[0])} ({len(paths)})"
 
 
-def explain(plan: GhostPlan | str, params: Tree, microbatches: str) -> Explanation:
+def explain(plan: GhostPlan | ForwardPlan | str, params: Tree, microbatches: str) -> Explanation:
     """The plan in words, or the reason for per-example gradients, and how many examples are in memory at once."""
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     choices = [(Choice(algorithms.GRADIENT, plan),)] * len(paths) if isinstance(plan, str) else plan.choices

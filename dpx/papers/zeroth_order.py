@@ -1,0 +1,101 @@
+"""Zeroth-order training: the derivatives of each example's loss along a few random directions, and no gradient.
+
+DP-ZO (Tang et al. 2024, https://arxiv.org/abs/2401.04343) and DPZero (Zhang et al. 2024,
+https://arxiv.org/abs/2310.09639) take one direction, and differences of two losses. DP-AggZO, of the same idea with
+several directions, clips their numbers together, as is done here. Here the derivatives are exact, by `jax.jvp`.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from dpx import keys
+from dpx.accounting.budget import accepts_budget
+from dpx.mechanism import Coordinates, Mechanism, in_coordinates
+from dpx.mechanisms.dp_sgd import dp_sgd
+from dpx.sampling.schemes import Sampling
+from dpx.scalars import ScalarOrSchedule
+from dpx.validation import require_whole
+
+
+@accepts_budget
+def zeroth_order_sgd(
+    *,
+    directions: int = 16,
+    clip_norm: ScalarOrSchedule,
+    noise_multiplier: ScalarOrSchedule,
+    sampling: Sampling,
+    key: jax.Array,
+) -> Mechanism:
+    """DP-SGD on derivatives along random directions, with the memory of inference (DP-ZO, DPZero, DP-AggZO).
+
+    For K normal directions u_k, drawn anew at every step from a public key, an example gives the K numbers
+    u_k . g / sqrt(K), which are clipped and summed. The release r becomes the update sum_k r_k u_k / sqrt(K), which
+    has the gradient as its mean where nothing is clipped, and K times less noise than its d coordinates would have.
+    No gradient is computed: `private_updates` evaluates the loss with one direction at a time, K times a step.
+
+    The claims of the papers hold: the directions are independent of the data, and the numbers are all that is released.
+
+    directions: K, at least 1. The time of a step grows with it, its memory does not; the error of the update falls as
+        d / K, so that small models learn slowly, and pretrained ones well if few directions matter.
+    clip_norm: of the K numbers of an example, in the units of the gradient; a number or a schedule of the step.
+    noise_multiplier: the noise's standard deviation on the sum, in clip norms; a number, a schedule, or a `dpx.Budget`.
+    sampling: how the batches are drawn, such as `dpx.PoissonSampling`. key: a secret PRNG key, (), of this run alone.
+    Raises ValueError for numbers outside their domains. `dpx.in_coordinates` with `dpx.coordinates.trainable` and
+    `dpx.coordinates.random_directions` does this for some layers only.
+    """
+    mechanism = dp_sgd(clip_norm=clip_norm, noise_multiplier=noise_multiplier, sampling=sampling, key=key)
+    return in_coordinates(mechanism, random_directions(count=directions, key=key))
+
+
+class DirectionsState(NamedTuple):
+    """step: int32 (), the number of releases. The directions depend on this number and the key alone."""
+
+    step: jax.Array
+
+
+def random_directions(*, count: int, key: jax.Array) -> Coordinates:
+    """A gradient g as the K = `count` numbers u_k . g / sqrt(K), of normal directions u_k that are new at every step.
+
+    `private_updates` computes them without the gradient, unless other coordinates than `trainable` come first.
+
+    count: at least 1. key: a PRNG key, (); its "directions" stream is used, with the step folded in.
+    Raises ValueError for another count.
+    """
+    count = require_whole("count", count)
+    stream = keys.stream(key, "directions")
+
+    def direction(number, state, like):
+        """Number k, float32, like the gradient: u_k / sqrt(K)."""
+        drawn = jax.random.fold_in(keys.public(keys.fold_in(stream, state.step)), number)
+        normals = optax.tree.random_like(drawn, like, jax.random.normal, jnp.float32)
+        return jax.tree.map(lambda leaf: leaf / math.sqrt(count), normals)
+
+    def encode(grad, state):
+        def number(_, k):
+            products = jax.tree.map(lambda u, g: jnp.sum(u * g), direction(k, state, grad), grad)
+            return None, sum(jax.tree.leaves(products))
+
+        return jax.lax.scan(number, None, jnp.arange(count, dtype=jnp.int32))[1]
+
+    def decode(released, state, like):
+        def add(total, numbered):
+            k, value = numbered
+            return jax.tree.map(lambda t, u: t + value * u, total, direction(k, state, like)), None
+
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), like)
+        total, _ = jax.lax.scan(add, zeros, (jnp.arange(count, dtype=jnp.int32), released))
+        return total, DirectionsState(state.step + 1)
+
+    return Coordinates(
+        init=lambda params: DirectionsState(jnp.zeros((), jnp.int32)),
+        encode=encode,
+        decode=decode,
+        name=f"derivatives along {count} random directions",
+        undo="the directions, times the released numbers",
+        encode_whole_batch=True,
+        direction=direction,
+    )
