@@ -154,6 +154,9 @@ row("rows_of_several_ones", "outer")(lambda: lookup(lambda table, t: jax.nn.one_
 row("one_hot_along_the_other_axis", "gram")(
     lambda: (lambda w, t: score(jax.nn.one_hot(t, 4).T @ w), normal(1, 6, 3), tokens(4, 6))
 )
+row("constant_times_weights", "gram")(
+    lambda: (lambda w, x: score(normal(9, 2, 6) @ w * x.sum()), normal(1, 6, 3), normal(4, 4, 2))
+)
 
 
 @animal("rows")

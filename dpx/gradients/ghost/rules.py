@@ -283,7 +283,7 @@ def _of_one_hot(use: Use, equation: Equation, made: Mapping[Any, Equation]) -> S
     weight, data = use.operand, 1 - use.operand
     contracted, batch = jaxpr.params["dimension_numbers"]
     value, table = equation.inputs[data], jaxpr.invars[weight].aval.shape
-    if batch[0] or len(contracted[0]) != 1 or _axis_of_index(made.get(value), made) != contracted[data][0]:
+    if batch[0] or len(contracted[0]) != 1 or _axis_of_index(_maker(value, made), made) != contracted[data][0]:
         return None
     (along,), (axis,) = contracted[data], contracted[weight]
     slices = tuple(size for number, size in enumerate(jaxpr.invars[data].aval.shape) if number != along)
@@ -300,6 +300,11 @@ def _of_one_hot(use: Use, equation: Equation, made: Mapping[Any, Equation]) -> S
     return site if isinstance(site, Site) else None
 
 
+def _maker(operand: Any, made: Mapping[Any, Any]) -> Any:
+    """The equation that makes an operand; None for a constant, or an input of the program."""
+    return None if isinstance(operand, core.Literal | Constant) else made.get(operand)
+
+
 def _axis_of_index(equation: Any, made: Mapping[Any, Any]) -> int | None:
     """The axis along which a value is True, or 1, where an index says, and 0 elsewhere, as of `jax.nn.one_hot`; None
     for any other value. equation: makes the value. made: by operand, the equation that makes it; of a `Program`, or of
@@ -309,18 +314,15 @@ def _axis_of_index(equation: Any, made: Mapping[Any, Any]) -> int | None:
         return None
     name, inputs = jaxpr.primitive.name, getattr(equation, "inputs", jaxpr.invars)
 
-    def from_(operand):
-        return None if isinstance(operand, core.Literal | Constant) else made.get(operand)
-
     if name in CALLS and len(jaxpr.outvars) == 1:
         body = jaxpr.params[CALLS[name]].jaxpr
         inside = {variable: each for each in body.eqns for variable in each.outvars}
         return _axis_of_index(inside.get(body.outvars[0]), inside) if body.outvars[0] in inside else None
     if name == "convert_element_type":
-        return _axis_of_index(from_(inputs[0]), made)
+        return _axis_of_index(_maker(inputs[0], made), made)
     if name != "eq":
         return None
-    sides = [getattr(each, "jaxpr", each) for each in map(from_, inputs)]
+    sides = [getattr(each, "jaxpr", each) for each in (_maker(operand, made) for operand in inputs)]
     for one, other in (sides, sides[::-1]):
         if one is not None and other is not None and one.primitive.name == "iota":
             axis, along = one.params["dimension"], other.params.get("broadcast_dimensions", ())
