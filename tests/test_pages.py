@@ -73,8 +73,9 @@ def recipes():
 def test_recipes(code):
     """Each runs after the first lines of the page, and is short; a package that is not installed skips it."""
     assert lines_of(code) <= 24
-    for name in re.findall(r"^(?:from|import) (\w+)", code, re.MULTILINE):
-        pytest.importorskip(name)
+    for names in re.findall(r"^(?:from|import) ([\w, ]+)", code, re.MULTILINE):
+        for name in re.findall(r"\w+(?=,|$)", names.split(" import ")[0].split(" as ")[0]):
+            pytest.importorskip(name)
     with as_a_user():
         exec(python_of("docs/recipes.md")[0] + code, {})
 
