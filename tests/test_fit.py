@@ -518,3 +518,37 @@ def test_the_plot_shows_what_may_be_shared():
     budget = dpx.Budget(epsilon=0.75, delta=1e-5, steps=6)
     aimed = result._replace(report=dataclasses.replace(report, budget=budget), history=[])
     assert aimed.plot(figure=figure()).axes[0].lines[1].get_ydata()[0] == 0.75
+
+
+def test_a_private_metric_is_released_at_every_look(tmp_path):
+    """Its budget has a step for each; a run that continues repeats the releases of the steps that it repeats."""
+    budget, calls = dpx.Budget(epsilon=4.0, delta=1e-5, steps=3), []
+
+    def right(params):
+        calls.append(1)
+        return (DATA[0] @ params["w"] + params["b"][None]).argmax(-1) == LABELS
+
+    def metric(budget=budget):
+        return dpx.statistics.PrivateMetric(right, noise_multiplier=budget, key=dpx.secret_key(88))
+
+    result = fit(evaluate_private=metric())
+    values = [row["private_metric"] for row in result.history]
+    assert [row["step"] for row in result.history] == [3, 6, 8] and len(calls) == 3 and len({*values}) == 3
+    assert all(0 < abs(row["private_metric"] - row["accuracy"]) < 0.5 for row in result.history)
+    assert any("evaluate_private" in caveat for caveat in result.report.caveats)
+    kept: dict = {"checkpoints": tmp_path, "evaluate_every": 3, "checkpoint_every": 4}
+    with pytest.raises(RuntimeError):
+        fit(evaluate_private=metric(), callbacks=[stop_at_six], **kept)
+    again = fit(evaluate_private=metric(), **kept)
+    assert [row["private_metric"] for row in again.history] == values
+    for wrong, words in (
+        (metric(dpx.Budget(epsilon=4.0, delta=1e-5, steps=2)), "a step for each call, got 2"),
+        (right, "evaluate_private must be"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            fit(evaluate_private=wrong)
+
+
+def stop_at_six(progress):
+    if progress.step == 6:
+        raise RuntimeError

@@ -75,6 +75,7 @@ MAY_IMPORT = {
     },
     "statistics": {"trees", "validation", "sums", "keys", "sampling", "accounting"},
     "fitting": {
+        "statistics",
         "files",
         "identity",
         "ledgers",

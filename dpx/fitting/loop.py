@@ -24,6 +24,7 @@ from dpx.ledgers import PrivacyLedger
 from dpx.mechanism import Mechanism
 from dpx.reports.report import privacy_report
 from dpx.sampling.rows import unit_of
+from dpx.statistics.metrics import PrivateMetric
 from dpx.trees import Tree
 from dpx.validation import require_bool, require_whole
 from dpx.xla.place import traced_for
@@ -36,6 +37,11 @@ SKIPPED = (
 UNWATCHED = (
     "Nothing measured whether the run learned. An example whose loss or gradient is not finite contributes nothing and "
     "is billed like all others; how many there are is private. dpx.check_setup shows it to those who may see the data."
+)
+
+VALIDATED = (
+    "Epsilon does not cover the examples of `evaluate_private`, whose cost its `epsilon` says. If the run was trained "
+    "on some of them, both costs add up for these: a dpx.PrivacyLedger composes them."
 )
 
 
@@ -58,6 +64,7 @@ def fit(
     part: str | None = None,
     # what is measured
     evaluate: Callable[[Tree], Any] | None = None,
+    evaluate_private: PrivateMetric | None = None,
     evaluate_every: int | None = None,
     callbacks: Sequence[Callable[[Progress], Any]] = (),
     progress: bool = False,
@@ -100,6 +107,8 @@ def fit(
 
     What is measured:
     evaluate: (params) -> number or dict of numbers, from PUBLIC data only: epsilon does not cover what it reads.
+    evaluate_private: a `dpx.statistics.PrivateMetric` of private validation data, which releases it with noise at each
+        evaluation. The cost is for the validation data, and not in the epsilon of the run.
     evaluate_every: steps; None is about an epoch, but at most 40 evaluations. The last step is always evaluated.
     callbacks: functions of a `dpx.fitting.Progress` after each evaluation. True ends the run; another call continues
         it. Do not stop a run because of `unreleased` values or other private data: epsilon does not cover that
@@ -151,7 +160,8 @@ def fit(
         given = {"delta": delta, "accountant": accountant, "records": records, "public_stop": public_stop}
         run = RunPlan.of(optimizer, key=key, steps=steps, epochs=epochs, **given)
         payment = Payment(ledger, {"words": words, "unit": unit_of(data), "part": part}, run)
-        watcher = Watcher.of(run, evaluate, evaluate_every, callbacks, progress, loss_at)
+        users = {"evaluate": evaluate, "evaluate_private": evaluate_private, "callbacks": callbacks, "loss_at": loss_at}
+        watcher = Watcher.of(run, evaluate_every, progress, **users)
         require_whole("checkpoint_every", checkpoint_every)
         require_bool("on_other_devices", on_other_devices)
         carry = begin(params, optimizer, sharding)
@@ -178,8 +188,9 @@ def fit(
         history=watcher.history,
     )
     caveats = [*report.caveats, *([SKIPPED.format(result.skipped)] if result.skipped else [])]
-    unwatched = () if evaluate is not None or callbacks else (UNWATCHED,)  # of the arguments, and never of the data
-    return result._replace(report=dataclasses.replace(report, caveats=(*caveats, *unwatched)))
+    seen = () if evaluate_private is None else (VALIDATED,)
+    unwatched = () if evaluate is not None or callbacks or seen else (UNWATCHED,)  # of the arguments, never of the data
+    return result._replace(report=dataclasses.replace(report, caveats=(*caveats, *seen, *unwatched)))
 
 
 def _train(

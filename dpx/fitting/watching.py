@@ -16,10 +16,12 @@ from dpx.fitting.settings import RunPlan
 from dpx.fitting.step import Carry, OfBatch, copied
 from dpx.gradients import Unreleased
 from dpx.reports.report import PrivacyReport
+from dpx.statistics.metrics import PrivateMetric
 from dpx.trees import Tree, described, outlined
 from dpx.validation import require_function, require_whole
 
-RESERVED = ("step", "epsilon", "unreleased_loss", "skipped")  # in the history, beside the metrics
+PRIVATE = "private_metric"
+RESERVED = ("step", "epsilon", "unreleased_loss", "skipped", PRIVATE)  # in the history, beside the metrics
 MOST_EVALUATIONS = 40  # by default, because each waits for the step and computes epsilon
 
 
@@ -29,7 +31,7 @@ class Progress(NamedTuple):
     step: int, how many steps were made. epsilon: float, of the run if it ended now, for the unit of the run's report.
         It covers all planned steps, or under `public_stop=True` those that were made.
     params: like the parameters, copies which a callback may keep. state: of the optimizer, copied too.
-    metrics: what `evaluate` returned, floats by name; {} without `evaluate`.
+    metrics: what `evaluate` returned, floats by name, and "private_metric", what `evaluate_private` released.
     unreleased_loss: float, the mean loss of the last batch. NOT private.
     unreleased: losses, norms and aux of the last batch, padding included. NOT private. None with `chunk_size`.
     unreleased_included: bool (B,), which rows of the last batch count. NOT private. None with `chunk_size`.
@@ -82,7 +84,7 @@ class FitResult(NamedTuple):
         epsilon is drawn as at the later one, which is an upper bound. unreleased: draw the training loss of the batches
         too. It is NOT private, and its panel says so. figure: a new one by default.
         """
-        metrics = dict.fromkeys(name for row in self.history for name in row if name not in RESERVED)
+        metrics = dict.fromkeys(name for row in self.history for name in row if name == PRIVATE or name not in RESERVED)
         names = [*metrics, "epsilon", *(["unreleased_loss"] if unreleased else [])]
         if figure is None:
             from matplotlib import pyplot
@@ -108,10 +110,11 @@ class FitResult(NamedTuple):
 
 @dataclass(kw_only=True)
 class Watcher:
-    """evaluate: the user's. every: int, steps between two looks. history: a row for each look so far."""
+    """evaluate, evaluate_private: the user's. every: int, steps between two looks. history: a row for each so far."""
 
     run: RunPlan
     evaluate: Callable[[Tree], Any] | None
+    evaluate_private: PrivateMetric | None
     every: int
     callbacks: Sequence[Callable[[Progress], Any]]
     loss_at: Callable[[Tree, Tree], Tree]
@@ -119,8 +122,10 @@ class Watcher:
     history: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, run: RunPlan, evaluate: Any, every: Any, callbacks: Any, progress: bool, loss_at: Callable) -> Self:
-        """With the defaults filled in. Raises ValueError for what is not a function, and for other periods."""
+    def of(cls, run: RunPlan, every: Any, progress: bool, *, evaluate_private: Any, **users: Any) -> Self:
+        """With the defaults filled in. users: `evaluate`, `callbacks`, `loss_at`. Raises ValueError for what is not a
+        function, for other periods, and for more looks than the budget of a private metric has steps."""
+        evaluate, callbacks = users["evaluate"], users["callbacks"]
         if evaluate is not None:
             require_function("evaluate", evaluate)
         if not isinstance(callbacks, list | tuple):
@@ -131,17 +136,25 @@ class Watcher:
             sampling = run.optimizer.sampling
             every = max(round(sampling.examples / sampling.divisor), math.ceil(run.steps / MOST_EVALUATIONS))
         every, bar = require_whole("evaluate_every", every), _bar(run.steps, progress)
-        return cls(run=run, evaluate=evaluate, every=every, callbacks=callbacks, loss_at=loss_at, bar=bar)
+        if evaluate_private is not None:
+            if not isinstance(evaluate_private, PrivateMetric):
+                words = f"must be a dpx.statistics.PrivateMetric, got {described(evaluate_private)}"
+                raise ValueError(f"evaluate_private {words}")
+            evaluate_private.require(math.ceil(run.steps / every))
+        return cls(run=run, every=every, bar=bar, evaluate_private=evaluate_private, **users)
 
     def look(self, step: int, carry: Carry, batch: OfBatch) -> bool:
         """Adds a row to the history. Returns whether a callback asks to stop."""
-        shown = self.evaluate is not None or self.callbacks
+        shown = self.evaluate is not None or self.evaluate_private is not None or self.callbacks
         params, loss = copied(carry.params) if shown else carry.params, float(batch.mean)
         epsilon = self.run.epsilon(carry.state)
         metrics = {}
-        if self.evaluate is not None:
+        if self.evaluate is not None or self.evaluate_private is not None:
             with processes.together():
-                metrics = metrics_of(self.evaluate(self.loss_at(params, carry.state)))
+                seen = self.loss_at(params, carry.state)
+                metrics = {} if self.evaluate is None else metrics_of(self.evaluate(seen))
+                if self.evaluate_private is not None:
+                    metrics[PRIVATE] = self.evaluate_private(seen)
             metrics = processes.everyone(metrics)[0]  # of process 0, if each measured on its own data
         self.history.append({"step": step, "epsilon": epsilon, **metrics, "unreleased_loss": loss})
         spent = f"epsilon {upper(epsilon, 4)}{whose(self.run.records)}"
@@ -157,7 +170,7 @@ class Watcher:
 
     def rhythm(self) -> dict[str, Any]:
         """What all processes must do at the same steps."""
-        watched = {"evaluate": self.evaluate, "callbacks": self.callbacks}
+        watched = {name: getattr(self, name) for name in ("evaluate", "evaluate_private", "callbacks")}
         return {"evaluate_every": self.every} | {name: "given" if of else "none" for name, of in watched.items()}
 
 
