@@ -512,3 +512,52 @@ def test_the_page_on_statistics(capsys):
     names = run_page("docs/statistics.md")
     assert "incomes, [" in capsys.readouterr().out
     assert abs(np.asarray(names["features"]).mean(axis=0)).max() < 0.4  # of one release at epsilon 0.1
+
+
+@pytest.mark.parametrize("noise", ["gaussian", "laplace"])
+@pytest.mark.parametrize("name", ["count", "sum", "mean", "complete mean", "scale"])
+def test_no_attack_on_a_statistic_beats_its_epsilon(name, noise):
+    """Each of 1,500 equal columns is a run of its own, and the attacker knows all other rows."""
+    data = np.repeat(np.array([0.2, 0.9, -0.3, 0.5] * 5 + [1.1])[:, None], COLUMNS, axis=1)
+    other = data.copy()
+    other[-1] = np.nan
+    given = {"noise": noise, "noise_multiplier": 0.7 / (math.sqrt(COLUMNS) if noise == "gaussian" else COLUMNS)}
+    calls = {
+        "count": lambda rows: statistics.release_count(rows, **asked(**given)),
+        "sum": lambda rows: statistics.release_sum(rows, **BOUNDS, **asked(**given)),
+        "mean": lambda rows: statistics.release_mean(rows, **BOUNDS, **asked(**given)),
+        "complete mean": lambda rows: statistics.release_mean(rows, **BOUNDS, complete=True, **asked(**given)),
+        "scale": lambda rows: statistics.standardize(rows, **BOUNDS, **asked(**given)).released,
+    }
+    present, absent = (np.atleast_2d(calls[name](rows).value)[-1] for rows in (data, other))
+    delta = 1e-2 if noise == "gaussian" else 1e-5
+    bound = dpx.audit.lower_bound_from_scores(present, absent, delta=delta).epsilon
+    stated = event_epsilon(released.event_of(noise, 0.7), delta=delta)
+    assert (0.4 if name in ("count", "sum") else 0.0) * stated <= bound <= stated
+
+
+def test_a_ledger_of_statistics_and_a_metric(tmp_path):
+    """All of it within one budget, also after a program that made a part of it was run again."""
+    path, values = tmp_path / "ledger", np.arange(50.0)
+    key, count, metric_key = next(KEYS), next(KEYS), next(KEYS)
+
+    def program():
+        ledger = dpx.PrivacyLedger(path, epsilon=1.0, delta=1e-6)
+        mean = statistics.release_mean(
+            values, low=0, high=50, **asked(key=key, noise_multiplier=20.0), words="mean", ledger=ledger
+        )
+        statistics.release_count(values, **asked(key=count, noise_multiplier=10.0, noise="laplace"), ledger=ledger)
+        metric = statistics.PrivateMetric(
+            lambda params: values < params, noise_multiplier=25.0, key=metric_key, ledger=ledger, part="validation"
+        )
+        return ledger, mean.value, metric(np.float32(9)), metric(np.float32(20))
+
+    (ledger, *first), (again, *second) = program(), program()
+    assert first == second and [entry.words for entry in again.entries][0] == "mean" and len(again.entries) == 4
+    assert again.entries[1].event == PureDpEvent(0.1) and again.entries[2].part == "validation"
+    together = ComposedDpEvent([GaussianDpEvent(20.0), PureDpEvent(0.1), SelfComposedDpEvent(GaussianDpEvent(25.0), 2)])
+    exact = event_epsilon(together, delta=1e-6, relation="zero_out")
+    assert exact <= again.epsilon < 1.6 * exact and ledger.epsilon == again.epsilon  # chosen as it went
+    with pytest.raises(ValueError, match="budget"):
+        statistics.release_count(values, **asked(noise_multiplier=1.0), ledger=again)
+    assert len(again.entries) == 4
