@@ -7,6 +7,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,6 +16,7 @@ from jax import lax
 import dpx
 from dpx.gradients.ghost import algorithms, make_plan, norms, trace_loss
 from tests.ghost import (
+    QUICK,
     WAYS,
     assert_agrees,
     assert_same,
@@ -290,6 +292,52 @@ def test_the_bound_holds_where_the_gram_matrices_cancel():
     (totals,) = jax.jit(jax.vmap(lambda one: step(w, dpx.Batch(one[None], None), made.init(w)).updates))(x)
     for total in totals:
         assert jnp.linalg.norm(total) <= clip_norm * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("positions", [40, 600])
+def test_the_bound_holds_where_uses_cancel(positions):
+    """By Gram matrices, and by a gradient that is computed, in segments, and thrown away."""
+    x, delta, w = normal(1, 8, positions, 30), normal(2, 8, positions, 30), normal(3, 30, 20)
+
+    def loss(w, x):
+        return jnp.sum(x[0] @ w) + jnp.sum(x[1] @ w)
+
+    for size in (1e-3, 1e-5, 0.0):
+        batch = jnp.stack([x, -x + size * delta], 1)
+        assert ways(loss, w, batch) == {"": WAYS["shared" if positions < 100 else "again"]}
+        made = mechanism(1e-4)
+        step = dpx.private_updates(loss, made, norms="ghost")
+        (totals,) = jax.jit(jax.vmap(lambda one: step(w, dpx.Batch(one[None], None), made.init(w)).updates))(batch)  # noqa: B023
+        assert (np.linalg.norm(np.asarray(totals, np.float64), axis=(1, 2)) <= 1e-4 * (1 + 1e-6)).all()
+
+
+def tied(params, tokens):
+    """A table that is looked up and multiplied with, as in a language model."""
+    x = params["table"][tokens[:-1]]
+    x = x + jnp.tanh(x @ params["w"])
+    return -jnp.take_along_axis(jax.nn.log_softmax(x @ params["table"].T), tokens[1:, None], 1).mean()
+
+
+@pytest.mark.parametrize(
+    "positions, width, rows, most",
+    [(64, 768, 300, 1e-4), (192, 300, 1100, 3e-4), (512, 32, 64, 1e-3), (2048, 16, 32, 1e-3)],
+)
+@pytest.mark.long_cases("192-300-1100")
+def test_rounding_raises_no_norm_by_more_than_a_thousandth(positions, width, rows, most):
+    params = {"table": 0.02 * normal(1, rows, width), "w": width**-0.5 * normal(2, width, width)}
+    tokens = integers(3, rows, 1, positions + 1)
+    found = clipped_sums(tied, params, tokens, "ghost").unreleased.norms[0]
+    true = optax.tree.norm(jax.jit(jax.grad(tied), compiler_options=QUICK)(params, tokens[0]))
+    assert true * (1 - 1e-5) <= found <= true * (1 + most)
+
+
+def test_a_sum_of_positions_is_off_by_less_than_is_stated():
+    """Terms of one sign whose sums are all rounded down, in any order of segments."""
+    for positions in (2, 200, 600, 3000):
+        a = jnp.full((1, positions, 3), np.float32(1 + 2.0**-12 + 2.0**-23))
+        found = norms.product_of_positions("kti,kto->kio", a, a)
+        error = np.linalg.norm(np.float64(found) - positions * np.float64(a[0, 0, 0]) ** 2)
+        assert error <= norms.sum_error(positions) * 3 * np.sqrt(positions) * np.float64(a[0, 0, 0]) ** 2
 
 
 SATURATED = normal(1, 1, 2, 64).at[0, 0].set(1e30)

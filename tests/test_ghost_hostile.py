@@ -144,6 +144,12 @@ CASES = {
     "used twice": Case(
         lambda w, e: dense(w, e[:2]) + dense(w, e[2:]), f32(12, 9), (f32(12), f32(9), f32(12), f32(9)), {"shared"}
     ),
+    "used on many positions": Case(
+        lambda w, e: dense(w, e[:2]) + dense(w, e[2:]),
+        f32(3, 2),
+        (f32(1, 3), f32(1, 2), f32(256, 3), f32(256, 2)),
+        {"again"},
+    ),
     "used transposed": Case(
         lambda w, e: jnp.sum(e[0] * (jnp.tanh(e[1] @ w) @ w.T)), f32(12, 9), (f32(12), f32(12)), {"shared"}
     ),

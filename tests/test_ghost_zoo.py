@@ -380,6 +380,11 @@ def lstm_of_two_directions():
 row("tied_weights", "shared")(lambda: layer(lambda w, x: jnp.tanh(x @ w) @ w.T, normal(1, 3, 4), 3))
 
 
+@animal("again", tolerance=5e-4)
+def weight_used_twice_on_many_positions():
+    return layer(lambda w, x: jnp.stack([jnp.tanh(x[:150] @ w), jnp.cos(x[150:] @ w)]), normal(1, 6, 5), 300, 6)
+
+
 @animal("shared")
 def tied_weights_of_heads():
     def apply(w, x):

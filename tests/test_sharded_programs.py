@@ -164,7 +164,7 @@ def print_bytes_sent():
     rows, width = NamedSharding(mesh, PartitionSpec("data")), 8192
     places = {name: NamedSharding(mesh, spec) for name, spec in LAYER.items()}
     shapes = {name: jax.ShapeDtypeStruct((2, width, width), np.float32, sharding=of) for name, of in places.items()}
-    batch = jax.ShapeDtypeStruct((BATCH, 513), np.int32, sharding=rows)
+    batch = jax.ShapeDtypeStruct((BATCH, 257), np.int32, sharding=rows)
     loss = functools.partial(loss_of_layers, width=width)
 
     def plain(params, tokens):
@@ -180,7 +180,7 @@ def print_bytes_sent():
 def test_tensor_parallel_sends_few_gram_matrices_and_no_sums_of_microbatches():
     printed = on_eight_devices("from tests import test_sharded_programs as t; t.print_bytes_sent()")
     plain, whole, parts = json.loads(printed)
-    assert whole <= 1.05 * plain and parts <= 1.05 * plain  # one Gram matrix of a layer, of two that are as long
+    assert whole <= 1.02 * plain and parts <= 1.02 * plain  # one Gram matrix of a layer, of two that are as long
 
 
 def loss_of_words(params, tokens):

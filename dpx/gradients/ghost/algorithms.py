@@ -16,7 +16,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpx.gradients.ghost import norms, weighted
-from dpx.gradients.ghost.norms import TINY, diagonal, in_range, inner, power_of_two, roundings, total, uncancelled, unit
+from dpx.gradients.ghost.norms import (
+    TINY,
+    Products,
+    error_of,
+    highest,
+    in_range,
+    inner,
+    power_of_two,
+    unit,
+    with_sum,
+    with_themselves,
+)
 from dpx.gradients.ghost.rules import Site
 from dpx.sums.rows import repeated, weighted_sum
 from dpx.xla.place import here
@@ -126,26 +137,33 @@ def gram_operations(sharing: Sharing) -> float:
     return total
 
 
-def _norm_of_uses(sharing: Sharing, matrices: list[tuple[jax.Array, jax.Array]]) -> jax.Array:
-    """|sum_u A_u^T B_u| for one example, float32 (), with a bound on its rounding error as in `norms.gram`. matrices:
-    A_u and B_u of every use, as a `Site` gives them."""
+def _norm_of_uses(sharing: Sharing, matrices: list[tuple[jax.Array, jax.Array]], positions: list[int]) -> jax.Array:
+    """|sum_u A_u^T B_u| for one example, float32 (), with bounds on rounding as in `norms.gram`. matrices: A_u and B_u
+    of every use, as a `Site` gives them. positions: as in `Uses`."""
     sides, size = _balanced_sides(sharing, matrices)
-    squared, diagonals = jnp.float32(0), jnp.float32(0)
-    for i, (a, b) in enumerate(sides):
-        for j in range(i, len(sides)):
-            relation = Overlap.SAME if i == j else sharing.relations[i, j]
-            if relation is Overlap.DISJOINT:
-                continue
-            left, right = sides[j] if relation is Overlap.SAME else sides[j][::-1]
-            grams = _gram(a, left) * _gram(b, right)
-            squared += (1 if i == j else 2) * total(grams, 3)
-            if i == j:
-                diagonals += total(jnp.sqrt(diagonal(grams)), 2)
-    longest = max(roundings(b.shape[-1]) + (roundings(a.shape[-1]) if a.ndim > 1 else 0) for a, b in sides)
-    positions = sum(group.sizes[1] for group in sharing.use_groups)
-    kernels, pairs = max(group.sizes[0] for group in sharing.use_groups), len(sides) ** 2
-    rounded, added = longest + 2 * positions + kernels + pairs, positions + len(matrices)
-    return size * uncancelled(squared, diagonals**2, roundings=rounded, positions=added)
+    add = functools.partial(highest, more=len(sides) ** 2)
+    measured = [[(x, _with_themselves(x)) for x in side] for side in sides]
+    squared = functools.reduce(jnp.add, [add(a, b) for (_, a), (_, b) in measured])
+    for (i, j), relation in sharing.relations.items():
+        if relation is not Overlap.DISJOINT:
+            others = measured[j] if relation is Overlap.SAME else measured[j][::-1]
+            squared += 2 * add(*(_between(*left, *right) for left, right in zip(measured[i], others, strict=True)))
+    lengths = jnp.concatenate([(a.lengths[0] * b.lengths[0]).reshape(-1) for (_, a), (_, b) in measured])
+    return size * with_sum(squared, lengths, *positions)
+
+
+def _with_themselves(x: jax.Array) -> Products:
+    """The inner products of rows with each other, as `_gram` takes rows; those of indices are exact."""
+    if x.ndim > 1:
+        return with_themselves(_gram(x, x), x)
+    ones = jnp.ones((1, len(x)), jnp.float32)
+    return Products(_gram(x, x), (ones, ones), 0.0)
+
+
+def _between(left: jax.Array, of_left: Products, right: jax.Array, of_right: Products) -> Products:
+    """The inner products of rows with others. Those with a row of a one-hot matrix pick a number, which is exact."""
+    error = error_of(left, right) if left.ndim == right.ndim > 1 else 0.0
+    return Products(_gram(left, right), (of_left.lengths[0], of_right.lengths[0]), error)
 
 
 def _balanced_sides(sharing: Sharing, matrices: list[tuple[jax.Array, jax.Array]]):
@@ -193,12 +211,34 @@ class Uses(NamedTuple):
     """Where the loss uses a parameter.
 
     sites: one for each use; none where the parameter is not followed. slices: int, how many equal parameters are
-    computed one after another. sharing: how several sites see the parameter's elements; None for one site
+    computed one after another. sharing: how several sites see the parameter's elements; None for one site. shape: of
+    such a parameter
     """
 
     sites: tuple[Site, ...] = ()
     sharing: Sharing | None = None
     slices: int = 1
+    shape: tuple[int, ...] = ()
+
+    @property
+    def groups(self) -> list[tuple[int, ...]]:
+        """The numbers of the sites that see the elements alike."""
+        return [group.sites for group in self.sharing.use_groups] if self.sharing else [(0,)]
+
+    @property
+    def positions(self) -> list[int]:
+        """How many positions each sum has that an example's gradient is the sum of: one for all lookups of a group."""
+        found = []
+        for numbers in self.groups:
+            counts = [self.sites[number].sizes[1] for number in numbers]
+            found += [sum(counts)] if self.sites[numbers[0]].lookup else counts
+        return found
+
+    @property
+    def few_positions(self) -> bool:
+        """Whether Gram matrices find a norm that rounding hardly raises. Those of lookups are of zeros and ones."""
+        of = [sum(site.sizes[1] for site in self.sites if site.lookup == lookup) for lookup in (False, True)]
+        return max(of) <= norms.MOST_POSITIONS
 
     @property
     def are_one_lookup(self) -> bool:
@@ -249,7 +289,7 @@ def _outer_norm(uses: Uses, scale: jax.Array | None, records: Captured):
 
 def _gram_cost(uses: Uses, scaled: bool) -> float | None:
     site = _only_dense(uses)
-    if site is None or scaled:
+    if site is None or scaled or not uses.few_positions:
         return None
     groups, positions, fan_in, fan_out = site.sizes
     squares = groups * positions * positions
@@ -311,7 +351,7 @@ def _rows_sum(uses: Uses, shape: tuple[int, ...], records: Any, factors: jax.Arr
 
 
 def _shared_cost(uses: Uses, scaled: bool) -> float | None:
-    if uses.sharing is None or scaled or uses.are_one_lookup:
+    if uses.sharing is None or scaled or uses.are_one_lookup or not uses.few_positions:
         return None
     sums = sum(2.0 * site.sizes[1] * site.sizes[3] if site.lookup else _sum_cost(site) for site in uses.sites)
     return gram_operations(uses.sharing) * GRAM_SLOWDOWN + sums
@@ -320,9 +360,34 @@ def _shared_cost(uses: Uses, scaled: bool) -> float | None:
 def _shared_norm(uses: Uses, scale: jax.Array | None, records: Captured):
     def of_one_example(record):
         assert uses.sharing is not None  # and no scale: see the cost
-        return _norm_of_uses(uses.sharing, [site.matrices(*row) for site, row in zip(uses.sites, record, strict=True)])
+        matrices = [site.matrices(*row) for site, row in zip(uses.sites, record, strict=True)]
+        return _norm_of_uses(uses.sharing, matrices, uses.positions)
 
     return None, jax.vmap(of_one_example)(records)
+
+
+def _again_cost(uses: Uses, scaled: bool) -> float | None:
+    if scaled or uses.are_one_lookup or uses.few_positions:
+        return None
+    sums = sum(2.0 * site.sizes[1] * site.sizes[3] if site.lookup else _sum_cost(site) for site in uses.sites)
+    return 2 * sums + OPERATIONS_PER_BYTE * 4 * 2 * math.prod(uses.shape)
+
+
+def _again_norm(uses: Uses, scale: jax.Array | None, records: Captured):
+    def of_one_example(record):  # no scale: see the cost
+        gradient = weighted.of_example(uses.sites, uses.groups, uses.shape, record, jnp.float32(1))
+        matrices = [site.matrices(*row) for site, row in zip(uses.sites, record, strict=True)]
+        return norms.of_computed(gradient, [_with_lengths_of_rows(*each) for each in matrices], *uses.positions)
+
+    return None, weighted.one_after_another(of_one_example, records)
+
+
+def _with_lengths_of_rows(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A and B as they are, or for a lookup one column of the lengths of the rows of its one-hot A, and B as a group."""
+    if a.ndim > 1:
+        return a, b
+    taken = (a >= 0)[:, None]
+    return taken.astype(jnp.float32)[None], jnp.where(taken, b, 0)[None]
 
 
 def _site_sum(uses: Uses, shape: tuple[int, ...], records: list, factors: jax.Array) -> jax.Array:
@@ -331,8 +396,7 @@ def _site_sum(uses: Uses, shape: tuple[int, ...], records: list, factors: jax.Ar
 
 
 def _sum_of_examples(uses: Uses, shape: tuple[int, ...], records: list, factors: jax.Array) -> jax.Array:
-    groups = [group.sites for group in uses.sharing.use_groups] if uses.sharing else [(0,)]
-    return weighted.one_by_one(uses.sites, groups, shape, records, factors)
+    return weighted.one_by_one(uses.sites, uses.groups, shape, records, factors)
 
 
 def gradient_cost(uses: Uses) -> float:
@@ -389,6 +453,7 @@ PRODUCT = Algorithm(
 )
 ROWS = Algorithm("norm from the rows looked up", _rows_cost, _rows_norm, _rows_sum)
 SHARED = Algorithm("norm from Gram matrices of all uses", _shared_cost, _shared_norm, _sum_of_examples)
+AGAIN = Algorithm("norm from a gradient that the sum computes again", _again_cost, _again_norm, _sum_of_examples)
 GRADIENT = Algorithm(
     "per-example gradients",
     lambda uses, scaled: gradient_cost(uses),
@@ -405,4 +470,4 @@ UNUSED = Algorithm(
 FORWARD = UNUSED._replace(words="no gradient, but its derivatives along the mechanism's directions")
 NOT_TRAINED = UNUSED._replace(words="not trained")
 
-GHOST = (OUTER, GRAM, PRODUCT, ROWS, SHARED)  # these need no gradient from the backward pass
+GHOST = (OUTER, GRAM, PRODUCT, ROWS, SHARED, AGAIN)  # these need no gradient from the backward pass

@@ -7,6 +7,11 @@ An underestimated norm would break the clip bound. So each position is rescaled 
 from under- and overflowing (on matrix units, `_lengths` counts what is lost), and a sum that is long or can cancel gets
 a bound on its rounding error.
 
+Such a bound raises the norm, and the clip then takes signal away. A bound in proportion to the square of the sum of all
+|a_t| |b_t| would raise it by 1 % at 100 positions and by 70 % at 2,000. So Gram matrices get a bound for each product
+(`highest`), from short sums, and serve up to MOST_POSITIONS. With more positions, the norm is that of a gradient that
+is computed and thrown away (`of_computed`), whose rounding grows with the root of the sum of squares.
+
 A norm is infinite, so that the example contributes zero, if one of these is above LARGEST = 2^63: a cotangent, the
 product of an input and its cotangent, or an input whose cotangent is not 0. There are two reasons. First, XLA divides
 by a broadcast value by multiplying with its reciprocal, which above 2^126 is denormal and flushed to 0, and then the
@@ -16,6 +21,7 @@ other array is at most 2^63, that is an error of at most 2^-63.
 
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,15 +29,19 @@ import numpy as np
 from jax import lax  # `jnp` takes longer to trace
 
 from dpx.sums.norms import norm, raised
-from dpx.sums.rows import LARGEST, repeated
-from dpx.sums.total import PRODUCTS, UNIT
+from dpx.sums.rows import LARGEST, added, repeated
+from dpx.sums.total import PRODUCTS, UNIT, FloatPair, chain, plus, with_low
 from dpx.xla.place import here
 
 EXACT = lax.Precision.HIGHEST  # float32 products, even where the hardware would round them
 TINY = float(jnp.finfo(jnp.float32).tiny)
 ROUNDING = UNIT * (1 + 2**-8)  # with the products of roundings
-LONGEST_SUM = 1024  # terms; a longer sum is cut into segments, because its rounding error grows with its length
-MOST_SEGMENTS = 8  # more would compile for too long
+TERM = 24  # units; the roundings of a term of the square of a norm
+MOST_ERROR = 3.4e-4  # of a sum of positions, so that a norm of two uses is raised by 0.1 %
+MOST_POSITIONS = 256  # for Gram matrices, whose rounding grows with them
+LONGEST_SUM, SHORTEST_SUM = 1024, 128  # terms; a longer sum is cut, because its rounding error grows with its length
+MOST_SUMS = 16  # of an inner product that are added at a time; more would compile for too long
+MOST_SEGMENTS = 8  # of an inner product that several devices compute
 
 
 def outer(a: jax.Array, b: jax.Array, scale: jax.Array | None = None) -> jax.Array:
@@ -73,89 +83,169 @@ def _trained(x: jax.Array, scale: jax.Array, *, axis: int) -> jax.Array:
 
 
 def gram(a: jax.Array, b: jax.Array) -> jax.Array:
-    """|G|, float32 (), by |G|^2 = sum_st (a_s . a_t)(b_s . b_t), plus the rounding of G in the weighted sum."""
+    """|G|, float32 (), by |G|^2 = sum_st (a_s . a_t)(b_s . b_t), with bounds on the rounding of both."""
     a, b, size = balanced(a, b)
     groups, positions, _ = a.shape
-    if here().devices > 1:
-        # Sharded rows are mostly the longer ones here. The sum over their segments, for which devices exchange what
-        # they have, comes last, where it is a number and not a matrix.
-        short, long = (a, b) if a.shape[-1] <= b.shape[-1] else (b, a)
-        products = inner(short, short)[:, None] * _inner_of_segments(long, long)
-        squares = jnp.sum(lax.optimization_barrier(diagonal(products)), 1)
-    else:
-        products = inner(a, a) * inner(b, b)
-        squares = diagonal(products)
-    lengths = total(jnp.sqrt(squares), 1)
-    found = uncancelled(
-        total(products, products.ndim),
-        jnp.sum(lengths**2),
-        roundings=roundings(a.shape[2]) + roundings(b.shape[2]) + 2 * positions + groups,
-        positions=positions,
-    )
-    return size * found
+    # Sharded rows are mostly the longer ones here. The sum over their segments, for which devices exchange what they
+    # have, comes last, where it is a number and not a matrix.
+    short, long = (a, b) if a.shape[-1] <= b.shape[-1] else (b, a)
+    first = with_themselves(inner(short, short)[:, None], short)
+    second = with_themselves(inner_of_segments(long, long), long)
+    squared = highest(first, second)
+    return size * with_sum(squared, first.lengths[0] * second.lengths[0], positions)
 
 
-def total(x: jax.Array, axes: int) -> jax.Array:
-    """The sum of float32 `x` along its last axes, one after another: XLA would make one long sum of several."""
-    for _ in range(axes):
-        x = jnp.sum(lax.optimization_barrier(x), -1)
-    return x
+class Products(NamedTuple):
+    """Inner products of rows, float32 (..., S, T), as they were computed.
+
+    lengths: at least those of the rows, float32 (..., S) and (..., T)
+    error: float; no product is off by more than `error` times the lengths of both rows
+    """
+
+    values: jax.Array
+    lengths: tuple[jax.Array, jax.Array]
+    error: float
+
+    @property
+    def largest(self) -> jax.Array:
+        """At least the absolute value of the true products."""
+        left, right = self.lengths
+        return jnp.abs(self.values) + self.error * left[..., :, None] * right[..., None, :]
+
+
+def with_themselves(values: jax.Array, rows: jax.Array) -> Products:
+    """The inner products, float32 (K, ..., T, T), that `inner` finds of `rows`, float32 (K, T, n), with themselves."""
+    error = error_of(rows, rows)
+    lengths = jnp.sqrt(diagonal(values)) * (1 + error)
+    return Products(values, (lengths, lengths), error)
+
+
+def highest(first: Products, second: Products, more: int = 0) -> jax.Array:
+    """At least the sum over all axes of x y, float32 (), for the true products x of `first` and y of `second`.
+
+    x is within `first.error` of the computed p, and y within `second.error` of q. So x y is at most
+    p q - |p q| + P Q, with P and Q the `largest`, because x y - p q = p (y - q) + q (x - p) + (x - p) (y - q). No such
+    term is larger than P Q, so each of its roundings, of which `more` are to come, is covered by 2^-24 P Q.
+    """
+    terms = first.values * second.values
+    roundings = sum(terms.shape) + TERM + more
+    terms = 2 * jnp.minimum(terms, 0) + first.largest * second.largest * (1 + roundings * ROUNDING)
+    for _ in range(terms.ndim):  # one axis after another: XLA would make one long sum of several
+        terms = jnp.sum(lax.optimization_barrier(terms), -1)
+    return terms
+
+
+def with_sum(squared: jax.Array, lengths: jax.Array, *positions: int) -> jax.Array:
+    """The norm of a gradient as the weighted sum adds it, float32 (), from the square of the true norm, float32 ().
+
+    lengths: at least |a_t| |b_t| of all positions, float32. positions: how many each sum has, as in `sum_error`
+    """
+    return raised(jnp.sqrt(jnp.maximum(squared, 0)) + sum_error(*positions) * frobenius(lengths), 0)
+
+
+def of_computed(gradient: jax.Array, records: list[tuple[jax.Array, jax.Array]], *positions: int) -> jax.Array:
+    """The norm of a gradient as the weighted sum adds it, float32 (), from the sum `gradient` of all A^T B of an
+    example, which was computed like that: both may be off by `sum_error`. records: A and B, as in this file."""
+    lengths = frobenius(jnp.stack([outer(a, b) for a, b in records]))
+    return raised(frobenius(gradient) + 2 * sum_error(*positions) * lengths, 0)
+
+
+def sum_error(*positions: int) -> float:
+    """How far the sum of sums A^T B, one for each use of a parameter, of so many positions, is from the true one,
+    relative to the root of the sum of all (|a_t| |b_t|)^2.
+
+    If the term of a position is rounded D times in an element, this is off by at most 2^-24 sum D |a_t b_t|. By
+    Cauchy-Schwarz, as in `dpx.sums.total`, that is at most 2^-24 sqrt(sum D^2) sqrt(sum a_t^2 b_t^2). Over all
+    elements, the squares of the last root add up to those of |a_t| |b_t|. D is the sum of the roundings in a segment,
+    in the sum of segments and in that of uses, and sqrt(sum D^2) is at most the sum of the roots for each. On a matrix
+    unit, sqrt(sum D^2) is up to `within` times as large (`dpx.xla.units`).
+    """
+    roots = (_depths(count, _segments_of(count)) + (len(positions) - 1) * math.sqrt(count) for count in positions)
+    return math.hypot(*roots) * ROUNDING * here().unit.within
+
+
+def _depths(positions: int, segments: int) -> float:
+    """sqrt(sum D^2) of a sum in segments, the longest of which are chains, as in `dpx.sums.total`."""
+    width = math.ceil(positions / segments)
+    return math.sqrt(segments / width) * chain(width, PRODUCTS) + math.sqrt(width / segments) * chain(segments, 0)
+
+
+def _segments_of(positions: int) -> int:
+    """In how many segments the positions of an example are added: the fewest whose sum is exact enough."""
+    fine = (count for count in range(1, math.isqrt(positions)) if _depths(positions, count) * ROUNDING <= MOST_ERROR)
+    return next(fine, max(1, math.isqrt(positions)))
+
+
+def product_of_positions(by: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """The `einsum` of A and B for one example, float32, whose positions are added in segments, one after another."""
+    width = math.ceil(a.shape[1] / _segments_of(a.shape[1]))
+
+    def product(rows):
+        # The barrier keeps a matrix product from starting with the sum so far.
+        return lax.optimization_barrier(jnp.einsum(by, *rows, precision=here().unit.precision))
+
+    if width == a.shape[1]:
+        return jnp.einsum(by, a, b, precision=here().unit.precision)
+    return added(product, (a, b), width, width, jnp.add, axis=1)
 
 
 def inner(left: jax.Array, right: jax.Array) -> jax.Array:
     """The inner products, float32 (K, S, T), of the rows of float32 (K, S, n) and (K, T, n)."""
-    size, count = left.shape[-1], _segments(left.shape[-1])
-    width = math.ceil(size / count)
-    if count > 1 and here().devices > 1:
-        # The barrier keeps XLA from making one long sum of the sums of the segments.
-        return jnp.sum(jax.lax.optimization_barrier(_inner_of_segments(left, right)), 1)
-    parts, precision = [slice(start, start + width) for start in range(0, size, width)], here().unit.precision
-
-    def of_group(left, right):
-        products = [jnp.einsum("si,ti->st", left[:, part], right[:, part], precision=precision) for part in parts]
-        return functools.reduce(jnp.add, products)
-
-    # Otherwise XLA moves an axis of length 1 over one addition after another, in a pass over the program for each.
-    return of_group(left[0], right[0])[None] if len(left) == 1 else jax.vmap(of_group)(left, right)
+    found = inner_of_segments(left, right)
+    # The barrier keeps XLA from making one long sum of the sums of the segments.
+    return found[:, 0] if found.shape[1] == 1 else jnp.sum(lax.optimization_barrier(found), 1)
 
 
-def _inner_of_segments(left: jax.Array, right: jax.Array) -> jax.Array:
-    """The same for each segment of the rows, float32 (K, C, S, T): their sum over C is `inner`. The segments are an
-    axis, because a slice of a sharded axis would be sent to all devices."""
-    size, count = left.shape[-1], _segments(left.shape[-1])
-    width = math.ceil(size / count)
-    parts = [jnp.pad(x, ((0, 0), (0, 0), (0, count * width - size))) for x in (left, right)]
-    left, right = (x.reshape(*x.shape[:2], count, width) for x in parts)
-    return jnp.einsum("ksci,ktci->kcst", left, right, precision=here().unit.precision)
+def inner_of_segments(left: jax.Array, right: jax.Array) -> jax.Array:
+    """The same for each of C segments of the rows, float32 (K, C, S, T): their sum over C is `inner`. C is 1 on one
+    device. On several, the segments are an axis, because a slice of a sharded axis would be sent to all devices.
+
+    Up to MOST_SUMS short sums are added at a time, and the results as two float32 numbers.
+    """
+    groups, positions, size = left.shape[0], max(left.shape[1], right.shape[1]), left.shape[-1]
+    precision = here().unit.precision
+    count, width, rows = _segments(size), longest_sum(positions), [left] if left is right else [left, right]
+    if count > 1:
+        rows, by = [jnp.pad(x, ((0, 0), (0, 0), (0, -size % count))) for x in rows], "ksci,ktci->kcst"
+        rows = [x.reshape(*x.shape[:2], count, -1) for x in rows]
+    else:  # XLA moves axes of length 1 over one operation after another, in a pass over the program for each
+        rows, by = ([x[0] for x in rows], "si,ti->st") if groups == 1 else (rows, "ksi,kti->kst")
+
+    def product(rows):
+        parts = [[x[..., at : at + width] for x in rows] for at in range(0, rows[0].shape[-1], width)]
+        return functools.reduce(jnp.add, [jnp.einsum(by, x[0], x[-1], precision=precision) for x in parts])
+
+    if rows[0].shape[-1] <= MOST_SUMS * width:
+        found = product(rows)
+    else:
+        begin, last = lambda first: with_low(FloatPair(first)), rows[0].ndim - 1
+        found = added(product, rows, MOST_SUMS * width, MOST_SUMS * width, plus, axis=last, begin=begin).high
+    return found.reshape(groups, count, left.shape[1], right.shape[1])
 
 
 def diagonal(matrices: jax.Array) -> jax.Array:
     """The diagonals, float32 (..., T), of float32 (..., T, T). `jnp.diagonal` is a gather, which compiles slowly."""
-    row, column = (lax.broadcasted_iota(jnp.int32, matrices.shape, matrices.ndim - axis) for axis in (2, 1))
-    return jnp.sum(lax.select(row == column, matrices, jnp.zeros_like(matrices)), -1)
+    size = matrices.shape[-1]
+    rows = matrices.reshape(*matrices.shape[:-2], size * size)
+    return lax.slice_in_dim(rows, 0, size * size, size + 1, axis=rows.ndim - 1)
 
 
-def roundings(size: int) -> int:
-    """How many times at most `inner` rounds a term, int, if the rows have `size` elements."""
-    return math.ceil(size / _segments(size)) + _segments(size)
+def longest_sum(positions: int) -> int:
+    """How many terms of an inner product are added in one sum. More positions cancel more of each other, so their
+    products must be more exact, but short sums are slow."""
+    return min(LONGEST_SUM, max(SHORTEST_SUM, 2 ** int(math.log2(16 * LONGEST_SUM / positions))))
+
+
+def error_of(left: jax.Array, right: jax.Array) -> float:
+    """The error of what `inner` finds of these rows, as in `Products`. Four roundings more are those of the lengths."""
+    size, positions = left.shape[-1], max(left.shape[1], right.shape[1])
+    count = _segments(size)
+    size, width = math.ceil(size / count), longest_sum(positions)
+    return (min(size, width + MOST_SUMS) + count + 5) * ROUNDING * here().unit.within
 
 
 def _segments(size: int) -> int:
-    return min(MOST_SEGMENTS, max(1, math.ceil(size / LONGEST_SUM)))
-
-
-def uncancelled(squared: jax.Array, largest: jax.Array, *, roundings: int, positions: int) -> jax.Array:
-    """The norm of a gradient from its square, plus bounds on the rounding of both; all float32 ().
-
-    squared: a sum. largest: at least the sum of the absolute values of its terms, which is the square of the sum of the
-    lengths of the `positions` products a_t b_t. roundings: how often a term of `squared` is rounded, so that its error
-    is at most `roundings` eps / 2 times `largest`. The gradient in the weighted sum adds the products of all positions,
-    each rounded at most positions + PRODUCTS times. So its norm is larger by at most that number times eps / 2 times
-    the sum of the lengths, although the products may cancel.
-    """
-    rounding = ROUNDING * here().unit.within
-    norm = jnp.sqrt(jnp.maximum(squared, 0) + (roundings + 4) * rounding * largest)
-    return raised(norm + (positions + PRODUCTS) * rounding * jnp.sqrt(largest), 0)
+    return min(MOST_SEGMENTS, math.ceil(size / SHORTEST_SUM)) if here().devices > 1 else 1
 
 
 def product(a: jax.Array, b: jax.Array) -> jax.Array:

@@ -169,12 +169,12 @@ def _follow(
                 return site
             sites.append(site)
         if len(sites) == 1:
-            followed.append((part.view, Uses(tuple(sites), slices=slices)))
+            followed.append((part.view, Uses(tuple(sites), slices=slices, shape=inside)))
             continue
         sharing = algorithms.find_sharing(tuple(sites), inside)
         if isinstance(sharing, str):
             return sharing
-        together = Uses(tuple(sites), sharing, slices)
+        together = Uses(tuple(sites), sharing, slices, inside)
         if any(site.slopes for site in sites) or (scaled and not together.are_one_lookup):
             return f"used {len(sites)} times, and the mechanism{'' if scaled else ' or the loss'} masks or scales it"
         followed.append((part.view, together))

@@ -2,7 +2,7 @@
 
 A partial sum over the positions of an example may be much longer than its gradient, because positions cancel, and so
 may its rounding. So where a site has several positions, whole gradients are added, one example after another: the norm
-then contains the rounding of that example's gradient (`norms.uncancelled`), and `dpx.sums.total` bounds the rounding of
+then contains the rounding of that example's gradient (`norms.sum_error`), and `dpx.sums.total` bounds the rounding of
 the sum over examples. At most one gradient of a microbatch is in memory.
 
 A matrix unit multiplies short numbers exactly (`dpx.xla.units`), but a short number times its factor is long. With one
@@ -19,8 +19,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from dpx.gradients.ghost.norms import product_of_positions
 from dpx.gradients.ghost.rules import Site
-from dpx.sums.rows import added, repeated, sum_in_blocks, times, weighted_rows
+from dpx.sums.rows import added, devices_for, repeated, sum_in_blocks, times, weighted_rows
 from dpx.sums.total import blocks_for
 from dpx.xla.place import here
 
@@ -104,29 +105,20 @@ def one_by_one(
     alike; they are all lookups, or none is. records: the inputs and cotangents of B examples at each site. factors:
     float32 (B,)."""
 
-    def of_group(numbers: tuple[int, ...], records: list, factor: jax.Array) -> list[jax.Array]:
-        some = [(sites[number], *records[number]) for number in numbers]
-        if not sites[numbers[0]].lookup:
-            return [_of_example(site, shape, *record, factor=factor) for site, *record in some]
-        read = [site.matrices(*record) for site, *record in some]
-        indices, b = (jnp.concatenate(each) for each in zip(*read, strict=True))
-        return [_scattered(some[0][0], shape, indices, times(factor, b))]
-
-    def of_example(records, factor):
-        return functools.reduce(jnp.add, [grad for numbers in groups for grad in of_group(numbers, records, factor)])
-
     def sum_block(rows):
         def add(number, total):
-            records, factor = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, number, 0, False), rows)
+            of_one, factor = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, number, 0, False), rows)
+            grad = of_example(sites, groups, shape, weighted_rows(factor, of_one), factor)
             # The barrier keeps matrix products from starting with the sum of the examples before.
-            return total + jax.lax.optimization_barrier(of_example(weighted_rows(factor, records), factor))
+            return total + jax.lax.optimization_barrier(grad)
 
         return jax.lax.fori_loop(0, len(rows[1]), add, jnp.zeros(shape, jnp.float32))
 
     def sum_some(rows):
         """Of finished products, times their factors: no matrix product can begin with the sum of others."""
         records, factors = rows
-        grads = jax.vmap(lambda records: of_example(records, jnp.float32(1)))(weighted_rows(factors, records))
+        of_each = jax.vmap(lambda records: of_example(sites, groups, shape, records, jnp.float32(1)))
+        grads = of_each(weighted_rows(factors, records))
         return jnp.sum(repeated(factors, grads.shape) * grads, 0)
 
     if here().unit.rounds:
@@ -135,7 +127,37 @@ def one_by_one(
     return sum_in_blocks(sum_block, (records, factors), math.prod(shape))
 
 
-def _of_example(site: Site, shape: tuple[int, ...], inputs, dy: jax.Array, *, factor: jax.Array) -> jax.Array:
+def one_after_another(function: Callable, rows: Any) -> jax.Array:
+    """What `function` finds for each of B examples, float32 (B,), one at a time on each device. rows: (B, ...)."""
+    size = len(jax.tree.leaves(rows)[0])
+    devices = devices_for(size)
+    if devices == 1:
+        return jax.lax.map(function, rows)
+    by_device = jax.tree.map(lambda x: x.reshape(devices, -1, *x.shape[1:]), rows)
+
+    def of_each_device(number):
+        return jax.vmap(function)(jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, number, 1, False), by_device))
+
+    return jax.lax.map(of_each_device, jnp.arange(size // devices)).T.reshape(size)
+
+
+def of_example(
+    sites: tuple[Site, ...], groups: list[tuple[int, ...]], shape: tuple[int, ...], records: list, factor: jax.Array
+) -> jax.Array:
+    """factor times the gradient of one example, as in `one_by_one`; without the factor on a matrix unit."""
+
+    def of_group(numbers: tuple[int, ...]) -> list[jax.Array]:
+        some = [(sites[number], *records[number]) for number in numbers]
+        if not sites[numbers[0]].lookup:
+            return [_at_one_site(site, shape, *record, factor=factor) for site, *record in some]
+        read = [site.matrices(*record) for site, *record in some]
+        indices, b = (jnp.concatenate(each) for each in zip(*read, strict=True))
+        return [_scattered(some[0][0], shape, indices, times(factor, b))]
+
+    return functools.reduce(jnp.add, [grad for numbers in groups for grad in of_group(numbers)])
+
+
+def _at_one_site(site: Site, shape: tuple[int, ...], inputs, dy: jax.Array, *, factor: jax.Array) -> jax.Array:
     """The gradient of one example at one site, times its factor unless this multiplies the finished sum. The factor
     multiplies the smaller of A and B."""
     a, b = site.matrices(inputs, dy)
@@ -147,14 +169,13 @@ def _of_example(site: Site, shape: tuple[int, ...], inputs, dy: jax.Array, *, fa
 def _product(site: Site, shape: tuple[int, ...], a: jax.Array, b: jax.Array) -> jax.Array:
     """A^T B, of A, (K, T, I), and B, (K, T, O), in the parameter's shape and order, because XLA would transpose it
     otherwise."""
-    precision = here().unit.precision
     if _reorders(site.arrange, shape):
-        total = jnp.einsum("kto,kti->koi", b, a, precision=precision)
+        total = product_of_positions("kto,kti->koi", b, a)
         if len(total) == 1:  # with an axis of length 1 between both transposes, XLA writes them
             return transpose(lambda w: site.arrange(w)[0].T, shape, total[0])
         total = total.swapaxes(1, 2)
     else:
-        total = jnp.einsum("kti,kto->kio", a, b, precision=precision)
+        total = product_of_positions("kti,kto->kio", a, b)
     return transpose(site.arrange, shape, total)
 
 
