@@ -331,6 +331,19 @@ def test_rounding_raises_no_norm_by_more_than_a_thousandth(positions, width, row
     assert true * (1 - 1e-5) <= found <= true * (1 + most)
 
 
+@pytest.mark.parametrize("positions, told", [(8, ""), (200, "0.07"), (300, "0.02")])
+def test_what_rounding_may_raise_is_told(positions, told):
+    x = (
+        jax.ShapeDtypeStruct((2, positions // 2, 100), np.float32),
+        jax.ShapeDtypeStruct((2, positions // 2, 100), np.float32),
+    )
+    w = jax.ShapeDtypeStruct((100, 100), np.float32)
+    (row,) = dpx.explain_norms(
+        lambda w, x: score(x[0] @ w) + score(x[1] @ w), mechanism(), w, dpx.Batch(x, None), norms="ghost"
+    ).rows
+    assert row[2] == (f"raised by up to {told} % against rounding" if told else "")
+
+
 def test_a_sum_of_positions_is_off_by_less_than_is_stated():
     """Terms of one sign whose sums are all rounded down, in any order of segments."""
     for positions in (2, 200, 600, 3000):

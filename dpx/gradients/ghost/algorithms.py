@@ -235,10 +235,14 @@ class Uses(NamedTuple):
         return found
 
     @property
+    def together(self) -> int:
+        """How many positions Gram matrices compare. Those of lookups have zeros and ones, so they count apart."""
+        return max(sum(site.sizes[1] for site in self.sites if site.lookup == lookup) for lookup in (False, True))
+
+    @property
     def few_positions(self) -> bool:
-        """Whether Gram matrices find a norm that rounding hardly raises. Those of lookups are of zeros and ones."""
-        of = [sum(site.sizes[1] for site in self.sites if site.lookup == lookup) for lookup in (False, True)]
-        return max(of) <= norms.MOST_POSITIONS
+        """Whether Gram matrices find a norm that rounding hardly raises."""
+        return self.together <= norms.MOST_POSITIONS
 
     @property
     def are_one_lookup(self) -> bool:
@@ -264,6 +268,7 @@ class Algorithm(NamedTuple):
         gradients that `norm` kept, or else the records. factors: float32 (B,), B at most `most_float32_rows`. It adds
         whole contributions of examples, in blocks: see the proof in `dpx.sums.total`
     keeps_gradients: bool, whether the gradients of all examples of a microbatch are in memory
+    raised: uses -> the share of the norm that a bound on its rounding adds at most, if no positions cancel
     """
 
     words: str
@@ -271,6 +276,7 @@ class Algorithm(NamedTuple):
     norm: Callable[[Uses, jax.Array | None, Captured], tuple[Any, jax.Array]]
     weighted_sum: Callable[[Uses, tuple[int, ...], Captured, jax.Array], jax.Array]
     keeps_gradients: bool = False
+    raised: Callable[[Uses], float] = lambda uses: 0.0
 
 
 def _outer_cost(uses: Uses, scaled: bool) -> float | None:
@@ -301,6 +307,11 @@ def _gram_cost(uses: Uses, scaled: bool) -> float | None:
 def _gram_norm(uses: Uses, scale: jax.Array | None, records: Captured):
     (site,), (record,) = uses.sites, records  # no scale: see the cost
     return None, jax.vmap(lambda inputs, dy: norms.gram(*site.matrices(inputs, dy)))(*record)
+
+
+def _gram_raised(uses: Uses) -> float:
+    widest = max(size for site in uses.sites for size in site.sizes[3 if site.lookup else 2 :])
+    return norms.raised_by(widest, uses.together) + norms.sum_error(*uses.positions)
 
 
 def _product_cost(uses: Uses, scaled: bool) -> float | None:
@@ -447,13 +458,21 @@ def _sizes(grads: jax.Array, scale: jax.Array | None) -> jax.Array:
 
 
 OUTER = Algorithm("norm from |input| |cotangent|", _outer_cost, _outer_norm, _site_sum)
-GRAM = Algorithm("norm from Gram matrices", _gram_cost, _gram_norm, _sum_of_examples)
+GRAM = Algorithm("norm from Gram matrices", _gram_cost, _gram_norm, _sum_of_examples, raised=_gram_raised)
 PRODUCT = Algorithm(
     "per-example gradients from inputs and cotangents", _product_cost, _product_norm, _product_sum, keeps_gradients=True
 )
 ROWS = Algorithm("norm from the rows looked up", _rows_cost, _rows_norm, _rows_sum)
-SHARED = Algorithm("norm from Gram matrices of all uses", _shared_cost, _shared_norm, _sum_of_examples)
-AGAIN = Algorithm("norm from a gradient that the sum computes again", _again_cost, _again_norm, _sum_of_examples)
+SHARED = Algorithm(
+    "norm from Gram matrices of all uses", _shared_cost, _shared_norm, _sum_of_examples, raised=_gram_raised
+)
+AGAIN = Algorithm(
+    "norm from a gradient that the sum computes again",
+    _again_cost,
+    _again_norm,
+    _sum_of_examples,
+    raised=lambda uses: 2 * norms.sum_error(*uses.positions),
+)
 GRADIENT = Algorithm(
     "per-example gradients",
     lambda uses, scaled: gradient_cost(uses),

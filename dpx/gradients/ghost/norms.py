@@ -236,9 +236,18 @@ def longest_sum(positions: int) -> int:
     return min(LONGEST_SUM, max(SHORTEST_SUM, 2 ** int(math.log2(16 * LONGEST_SUM / positions))))
 
 
+def raised_by(size: int, positions: int) -> float:
+    """By what share Gram matrices of rows of up to `size` numbers raise the norm at most, without `sum_error`, if all
+    rows of one matrix are orthogonal: less for most gradients, and more for one whose positions cancel."""
+    return (_error(size, positions) * positions + (2 * positions + TERM) * ROUNDING) / 2
+
+
 def error_of(left: jax.Array, right: jax.Array) -> float:
     """The error of what `inner` finds of these rows, as in `Products`. Four roundings more are those of the lengths."""
-    size, positions = left.shape[-1], max(left.shape[1], right.shape[1])
+    return _error(left.shape[-1], max(left.shape[1], right.shape[1]))
+
+
+def _error(size: int, positions: int) -> float:
     count = _segments(size)
     size, width = math.ceil(size / count), longest_sum(positions)
     return (min(size, width + MOST_SUMS) + count + 5) * ROUNDING * here().unit.within

@@ -16,6 +16,7 @@ from dpx.sums.total import ETA
 from dpx.trees import Tree
 from dpx.xla.jaxprs import identity_of_equation
 
+TOLD = 1e-4  # of a norm: a smaller raise is not worth a word
 _NUMBER = re.compile(r"\d+")
 _ROUNDING = f"rounding can lengthen what an example adds to a sum by eta = {ETA:.3g} of the clip norm; it is billed"
 
@@ -191,7 +192,10 @@ def _cheapest(followed: Followed, *, scaled: bool, force: bool) -> tuple[Choice,
         ghost += uses.slices * costs[way]
         gradient += uses.slices * algorithms.gradient_cost(uses)
         slices = uses.slices if view.slices else len(followed)
-        choices.append(Choice(way, f"of each of {slices} slices" if view.steps else "", uses, view))
+        raised = way.raised(uses)
+        words = [f"of each of {slices} slices"] * bool(view.steps)
+        words += [f"raised by up to {100 * raised:.2f} % against rounding"] * (raised >= TOLD)
+        choices.append(Choice(way, ", ".join(words), uses, view))
     if not force and gradient <= ghost:
         return "cheaper than ghost norms"
     return tuple(choices)
