@@ -189,6 +189,61 @@ def functions_of_the_slices_of_a_stack():
     return layer(apply, {"a": normal(1, 9, 3, 3), "b": normal(2, 3, 3), "c": normal(3, 9, 3, 3)}, 3)
 
 
+# slices at the place of the iteration
+
+
+def indexed(w, x, places, axis=0, **options):
+    def body(h, i):
+        return jnp.tanh(h @ lax.dynamic_index_in_dim(w, i, axis, keepdims=False)), None
+
+    return lax.scan(body, x, places, **options)[0]
+
+
+row("slices_by_index", "outer")(lambda: layer(lambda w, x: indexed(w, x, jnp.arange(3)), normal(1, 3, 4, 4), 4))
+row("slices_by_index_of_some", "gram")(
+    lambda: layer(lambda w, x: indexed(w, x, jnp.arange(3) + 1, reverse=True), 0.2 * normal(1, 5, 40, 40), 3, 40)
+)
+row("slices_by_index_from_the_end_along_another_axis", "outer")(
+    lambda: layer(lambda w, x: indexed(w.astype(jnp.float32), x, 2 - jnp.arange(3), 1), normal(1, 4, 3, 4), 4)
+)
+
+
+@animal("outer")
+def slices_by_index_in_a_fori_loop():
+    return layer(lambda w, x: lax.fori_loop(0, 3, lambda i, h: jnp.tanh(h @ w[i]), x), normal(1, 3, 4, 4), 4)
+
+
+@animal("outer")
+def slices_by_a_counter_in_reverse():
+    def apply(w, x):
+        def body(carry, row):
+            i, h = carry
+            return (i + 1, jnp.tanh(h @ w[i] + row)), None
+
+        return lax.scan(body, (jnp.int32(-3), x[0]), x, reverse=True)[0][1]
+
+    return layer(apply, normal(1, 3, 4, 4), 3, 4)
+
+
+@animal("gram")
+def slices_by_index_of_the_outer_scan():
+    def apply(w, x):
+        def outer(h, i):
+            return lax.scan(lambda h, row: (jnp.tanh(h @ w[i] + row), None), h, x)[0], None
+
+        return lax.scan(outer, x[0], jnp.arange(3))[0]
+
+    return layer(apply, 0.2 * normal(1, 3, 40, 40), 2, 40)
+
+
+row("slices_by_index_that_repeat", "gradient")(
+    lambda: layer(lambda w, x: indexed(w, x, jnp.array([0, 1, 1])), normal(1, 2, 4, 4), 4)
+)
+row("slices_by_index_beyond_the_end", "gradient")(
+    lambda: layer(lambda w, x: indexed(w, x, jnp.arange(3) + 1), normal(1, 3, 4, 4), 4)
+)
+
+
 # parameters that all iterations share
 
 
@@ -566,17 +621,6 @@ def slice_in_a_branch():
         return lax.cond(h[0] > 0, lambda: jnp.tanh(h @ w), lambda: h), None
 
     return layer(lambda w, x: lax.scan(body, x, w)[0], normal(1, 3, 4, 4), 4)
-
-
-@animal("gradient")
-def slice_at_the_place_of_the_iteration():
-    def apply(w, x):
-        def body(h, i):
-            return jnp.tanh(h @ lax.dynamic_index_in_dim(w, i, keepdims=False)), None
-
-        return lax.scan(body, x, jnp.arange(3))[0]
-
-    return layer(apply, normal(1, 3, 4, 4), 4)
 
 
 @animal("rows")

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.core
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend import core
 
@@ -36,6 +37,17 @@ ELEMENTWISE = set(
     "ceil div erf erf_inv erfc exp exp2 expm1 floor imag integer_pow log log1p logistic max min mul neg pow real round "
     "rsqrt select_n sign sin sinh sqrt square stop_gradient sub tan tanh".split()
 )
+
+INTEGERS: dict[str, Callable] = {  # of the numbers that say where an iteration looks
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "lt": np.less,
+    "ge": np.greater_equal,
+    "select_n": lambda which, *cases: np.where(which, cases[-1], cases[0]),
+    "convert_element_type": lambda x: x,
+    "copy": lambda x: x,
+}
 
 Box = list[range]  # some elements of a parameter, by axis
 
@@ -383,6 +395,14 @@ class Same(NamedTuple):
 Origin = int | None | Same
 
 
+class Known(NamedTuple):
+    """Integers that are known when a loss is traced: of one value, or a scalar of each iteration of scan number `loop`
+    around it, (count,)."""
+
+    numbers: np.ndarray
+    loop: int | None = None
+
+
 class TracedLoss(NamedTuple):
     """The jaxpr of a loss of one example, `loss(params, example) -> (value, aux)`, and the shapes of its results."""
 
@@ -458,6 +478,7 @@ class _Tracer:
         self.equations: list[Equation] = []
         self.views: dict[Any, tuple[tuple[int, View], ...]] = {leaf: ((leaf, View()),) for leaf in range(leaves)}
         self.public: dict[int, Origin] = dict.fromkeys(range(leaves))
+        self.known: dict[int, Known] = {}
         self.uses: list[list[Use]] = [[] for _ in range(leaves)]
         self.count = inputs
         self.block: list[int] = []  # the equations of the block that it walks through
@@ -489,6 +510,8 @@ class _Tracer:
             return outputs
         if all(map(self.is_public, inputs)):
             self.public.update(dict.fromkeys(outputs, number))
+        if known := self.computed(equation, inputs):
+            self.known[outputs[0]] = known
         if seen := self.seen(equation, number, inputs, followed):
             self.views[outputs[0]] = seen
         elif carries_gradient(equation):
@@ -501,9 +524,12 @@ class _Tracer:
         entries = [(i, *entry) for i in followed for entry in self.views[inputs[i]]]
         if moves(equation):
             return tuple((leaf, view.then(Move(equation, number))) for _, leaf, view in entries)
+        name = equation.primitive.name
+        if name == "dynamic_slice" and followed == [0]:
+            found = [(leaf, self.in_slices(equation, number, inputs, view)) for _, leaf, view in entries]
+            return tuple((leaf, view) for leaf, view in found if view) if all(view for _, view in found) else ()
         if not all(self.is_public(value) or value in self.views for value in inputs):
             return ()
-        name = equation.primitive.name
         if name in PLACES and (name != "pad" or followed == [0]):
             return tuple((leaf, view.then(Place(equation, number, i))) for i, leaf, view in entries)
         if not is_in_place(equation, followed):
@@ -518,6 +544,77 @@ class _Tracer:
             together = tuple(sorted({*same, *last.equations, number}))
             merged[key] = leaf, View(tuple(before)), Elementwise(last.base, together)
         return tuple((leaf, view.then(step)) for leaf, view, step in merged.values())
+
+    def in_slices(self, equation, number, inputs, view: View) -> View | None:
+        """The view if each iteration of one scan takes another slice, in order or in reverse; otherwise None."""
+        aval, sizes = equation.invars[0].aval, equation.params["slice_sizes"]
+        axes = [axis for axis, size in enumerate(sizes) if size < aval.shape[axis]]
+        start = self.integers(inputs[1 + axes[0]]) if len(axes) == 1 else None
+        if start is None or start.loop is None or sizes[axes[0]] != 1:
+            return None
+        axis, places = axes[0], np.clip(start.numbers, 0, aval.shape[axes[0]] - 1)
+        first, count = int(places.min()), len(places)
+        if not (ascending := np.array_equal(places, first + np.arange(count))):
+            if not np.array_equal(places[::-1], first + np.arange(count)):
+                return None
+        at = [place for place, step in enumerate(view.steps) if isinstance(step, Loop)][start.loop]
+        inside = view.steps[at + 1 :]
+        if any(step.sliced if isinstance(step, Loop) else not _is_still(step) for step in (view.steps[at], *inside)):
+            return None
+
+        def rows(x):
+            x = lax.slice_in_dim(x, first, first + count, axis=axis)
+            x = x if ascending else lax.rev(x, (axis,))
+            return lax.transpose(x, (axis, *(other for other in range(x.ndim) if other != axis))) if axis else x
+
+        row = jax.ShapeDtypeStruct((*aval.shape[:axis], *aval.shape[axis + 1 :]), aval.dtype)
+        whole = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+        before, after = (
+            tuple(Move(each, number) for each in jax.make_jaxpr(function)(x).eqns)
+            for function, x in ((rows, whole), (lambda x: lax.expand_dims(x, (axis,)), row))
+        )
+        return View((*view.steps[:at], *before, Loop(count, sliced=True), *inside, *after))
+
+    def computed(self, equation, inputs) -> Known | None:
+        """The integers that an equation computes from known ones."""
+        name, aval = equation.primitive.name, (equation.outvars or equation.invars)[0].aval
+        if name == "iota" and len(equation.params["shape"]) == 1:
+            return Known(np.arange(equation.params["shape"][0]).astype(aval.dtype))
+        if name not in INTEGERS or jnp.issubdtype(aval.dtype, jnp.inexact) or aval.ndim > 1 or len(inputs) > 3:
+            return None
+        known = [found for value in inputs if (found := self.integers(value))]
+        loops = {found.loop for found in known} - {None}
+        if len(known) < len(inputs) or len(loops) > 1 or (loops and aval.ndim):
+            return None
+        return Known(np.asarray(INTEGERS[name](*(found.numbers for found in known))).astype(aval.dtype), *loops)
+
+    def integers(self, value) -> Known | None:
+        if not isinstance(value, Constant):
+            return self.known.get(value)
+        whole = not isinstance(value.value, jax.core.Tracer) and jnp.issubdtype(
+            jnp.result_type(value.value), jnp.integer
+        )
+        return Known(np.asarray(value.value)) if whole and np.ndim(value.value) <= 1 else None
+
+    def iterated(self, equation, body, operand: int) -> Known | None:
+        """The integers of operand number `operand` of a scan in each of its iterations."""
+        known, (first, count) = self.integers(equation.inputs[operand]), carried(equation)
+        params, loop = equation.jaxpr.params, len(self.counts) - 1
+        if known is None or operand < first or params.get("length") is None:
+            return known
+        if known.loop is not None:
+            return None
+        if operand >= first + count:
+            return Known(known.numbers, loop) if known.numbers.ndim == 1 else None
+        jaxpr = getattr(body, "jaxpr", body)
+        steps = [each for each in jaxpr.eqns if jaxpr.outvars[operand - first] in each.outvars]
+        added = [
+            v.val for each in steps if each.primitive.name == "add" for v in each.invars if isinstance(v, core.Literal)
+        ]
+        if known.numbers.ndim or not added or jaxpr.invars[operand] not in steps[0].invars:
+            return None
+        passed = np.arange(params["length"])[:: -1 if params["reverse"] else 1]
+        return Known((known.numbers + added[0] * passed).astype(jaxpr.invars[operand].aval.dtype), loop)
 
     def is_public(self, value) -> bool:
         return isinstance(value, Constant) or value in self.public
@@ -534,6 +631,8 @@ class _Tracer:
         for i, value in enumerate(equation.inputs):
             if i < first and self.is_public(value):
                 self.public[arguments[i]] = Same(value)
+            if known := self.iterated(equation, body, i):
+                self.known[arguments[i]] = known
             if isinstance(value, int) and value in self.views:
                 if first <= i < first + count:
                     self.used(value, number, i)
