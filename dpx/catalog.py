@@ -67,6 +67,7 @@ METHODS = (
     Entry(methods.ada_dpigu, CLIP | {"warmup": 100}),
     Entry(methods.tp_topk_sgd, CLIP | {"warmup": 100}),
     Entry(methods.zeroth_order_sgd, CLIP),
+    Entry(methods.ada_fest, CLIP | {"threshold": 2.0, "most_rows": 4}, "papers/sparse_embeddings.py"),
     Entry(methods.dice_sgd, CLIP | {"feedback_norm": 1.0, "outer_clip_norm": 1.1}, FEEDBACK),
     Entry(methods.gep_sgd, {"embedding_clip_norm": 1.0, "residual_clip_norm": 0.5}, "papers/gep_sgd.py"),
     Entry(
@@ -88,6 +89,7 @@ COORDINATES = (
     Entry(coordinates.top_fraction, {"fraction": 0.5}, INNERMOST),
     Entry(coordinates.random_projection, SKETCH, INNERMOST),
     Entry(coordinates.random_directions, {"count": 16}, INNERMOST),
+    Entry(coordinates.counted_rows, {"threshold": 0.1, "most_rows": 4}, INNERMOST),
 )
 
 MECHANISMS = (  # those that wrap another

@@ -12,6 +12,8 @@ top_fraction        the largest coordinates of each example
 gradient_embedding  an embedding in a public subspace, and the residual (Yu et al. 2021)
 random_projection   fewer, random coordinates, of five kinds (D2P2-SGD, Jiang et al. 2025)
 random_directions   derivatives along random directions, without a gradient (DP-ZO, Tang et al. 2024)
+counted_rows        the rows of tables that a noisy count chooses (DP-AdaFEST, Ghazi et al. 2023); row_updates is a step
+                    for large tables, and public_rows looks up the rows of a public list, which alone are trained
 
 To add one: a file in its paper's folder, its import below, and a line in `COORDINATES` of `dpx/catalog.py`
 (CONTRIBUTING.md).
@@ -30,19 +32,24 @@ from dpx.papers.random_freeze import (
     sparse_pack,
     sparse_unpack,
 )
+from dpx.papers.sparse_embeddings import RowUpdate, counted_rows, public_rows, row_updates
 from dpx.papers.zeroth_order import random_directions
 
 __all__ = [
     "Coordinates",
+    "RowUpdate",
     "SparseUpdates",
+    "counted_rows",
     "gradient_embedding",
     "importance_mask",
     "masked_params",
     "public_subspace",
     "random_directions",
+    "public_rows",
     "random_freeze",
     "random_projection",
     "ranked_freeze",
+    "row_updates",
     "sparse_density",
     "sparse_pack",
     "sparse_unpack",

@@ -11,6 +11,7 @@ d2p2_sgd        random projections and noise that falls (D2P2-SGD, Jiang et al. 
 zeroth_order    zeroth_order_sgd: derivatives along random directions, no gradient (DP-ZO, Tang et al. 2024)
 band_mf_sgd     banded noise on cyclic Poisson samples (BandMF, Choquette-Choo et al. 2023), and lambda_cgd, which
                 is for a fixed order (lambda-CGD, 2026): correlated_noise
+ada_fest        tables in which a noisy count chooses rows (DP-AdaFEST, Ghazi et al. 2023): sparse_embeddings
 
 To add one: a folder in `dpx/papers/`, its import below, and a line in `METHODS` of `dpx/catalog.py` (CONTRIBUTING.md).
 """
@@ -23,10 +24,12 @@ from dpx.papers.dice_sgd import dice_sgd
 from dpx.papers.dynamic_dp_sgd import dynamic_dp_sgd
 from dpx.papers.gep_sgd import gep_sgd
 from dpx.papers.random_freeze import random_freeze_sgd, ranked_freeze_sgd
+from dpx.papers.sparse_embeddings import ada_fest
 from dpx.papers.zeroth_order import zeroth_order_sgd
 
 __all__ = [
     "ada_dpigu",
+    "ada_fest",
     "band_mf_sgd",
     "d2p2_sgd",
     "d2p_sgd",

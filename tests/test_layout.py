@@ -121,6 +121,7 @@ MAY_IMPORT = {
         "fitting",
     },
     "papers": {
+        "gradients",
         "trees",
         "masks",
         "states",

@@ -64,13 +64,13 @@ def secrecy(trial: Trial) -> str:
 
 
 def _exchange(trial: Trial, step: int) -> np.ndarray | None:
-    """The noise that offsets a change of the sums; without derivatives, for the stated multiplier."""
+    """The noise that offsets a change of the sums; without derivatives, for the stated multiplier, as for a number that
+    only says what to keep of the others."""
     release = trial.release(step)
-    if not release.flat:
-        return release.exchange
     if trial.traced.normals != trial.traced.numbers:
-        return None
-    return np.eye(trial.traced.numbers) / (trial.multiplier(step) * trial.clip_norm(step))
+        return None if release.flat else release.exchange
+    stated = np.eye(trial.traced.numbers) / (trial.multiplier(step) * trial.clip_norm(step))
+    return stated if release.flat else release.exchange + stated * ~release.exchange.any(0)
 
 
 def _same_without_exchange(trial: Trial) -> str:

@@ -1,0 +1,384 @@
+"""DP-FEST and DP-AdaFEST: tables of many rows, of which a step updates few (Ghazi et al. 2023, arXiv:2311.08357).
+
+DP-SGD adds noise to every row of a table. DP-FEST trains the rows of a public list alone (`public_rows`). DP-AdaFEST
+finds at every step, by a noisy count, the rows that many examples of the batch read (`ada_fest`).
+
+Proof of the cost of `ada_fest`. An example contributes its gradient, clipped to C sqrt(1 - s), and the indicators of
+the rows that it reads, clipped to C sqrt(s), so together at most C. One Gaussian release of noise multiplier sigma
+shows both sums. Which rows are chosen, and what is dropped of the others, is a function of this release, so it costs
+nothing. The counts alone have the noise multiplier sigma / sqrt(s), and the gradient sigma / sqrt(1 - s): two releases
+of the same batch, whose precisions s / sigma^2 and (1 - s) / sigma^2 add up to that of the one.
+
+`row_updates` draws no noise that the choice would drop: it releases the counts first, and then the gradient of the
+chosen rows. What it returns has the distribution of what `ada_fest` returns, because the noise is independent over
+coordinates. So its cost has the same proof.
+"""
+
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dpx import keys
+from dpx.accounting.budget import accepts_budget
+from dpx.gradients.private_updates import PrivateUpdates, Unreleased
+from dpx.gradients.sums import RowSum, sum_gradients
+from dpx.mechanism import Coordinates, InCoordinatesState, Mechanism, Tree, in_coordinates
+from dpx.mechanisms.dp_sgd import dp_sgd
+from dpx.sampling.batch import Batch, inclusion, require_batch
+from dpx.sampling.schemes import Sampling
+from dpx.scalars import ScalarOrSchedule
+from dpx.sums.total import FloatPair
+from dpx.trees import batch_size, described, path_of
+from dpx.validation import require_function, require_number, require_open_fraction, require_whole
+
+TABLES = "tables"  # the name of the tables in the parameters of `row_updates`
+
+
+@accepts_budget
+def ada_fest(
+    *,
+    threshold: float,
+    most_rows: int,
+    reads_norm: float = 1.0,
+    reads_share: float = 0.2,
+    tables: Callable[[str], bool] | None = None,
+    clip_norm: float,
+    noise_multiplier: ScalarOrSchedule,
+    sampling: Sampling,
+    key: jax.Array,
+) -> Mechanism:
+    """DP-AdaFEST: a noisy count of reads chooses the rows that a step updates (Ghazi et al. 2023, arXiv:2311.08357).
+
+    counts = sum_i min(1, reads_norm / |v_i|) v_i + N(0, (sigma reads_norm)^2 / s),   v_i = which rows example i reads
+    update = (sum_i clipped g_i + N(0, (sigma C)^2)) / B  in the most_rows rows of largest counts >= threshold, else 0
+
+    The paper claims the cost of one Gaussian for both releases, which holds (the module has the proof). dpx charges it
+    for the sampling that draws the batches. In the coordinates that are no table's, the update is that of DP-SGD.
+
+    threshold: tau, at least 0, how many examples of a batch must read a row, with the noise. most_rows: at least
+        1, how many rows of a table a step updates at most. reads_norm: above 0, the clip norm of the v_i.
+    reads_share: s in (0, 1), the counts' share of the precision. tables: says by its path whether an array is a table,
+        such as `lambda path: "embedding" in path`, with a row for each index on axis 0; None for all arrays of two or
+        more axes.
+    clip_norm: C, in the units of the gradient, which is clipped to C sqrt(1 - s).
+    noise_multiplier: sigma, of both releases as one Gaussian; a number, a schedule of the step, or a `dpx.Budget`.
+    sampling: how the batches are drawn, such as `dpx.PoissonSampling`. key: a secret PRNG key, (), of this run alone.
+    Raises ValueError for numbers outside their domains, and (by `init`) if no parameter is a table.
+
+    It adds noise to whole tables. `dpx.coordinates.row_updates` needs time and memory for the rows that are read.
+    """
+    clip_norm = require_number("clip_norm", clip_norm, minimum=0, exclusive=True)
+    require_number("reads_norm", reads_norm, minimum=0, exclusive=True)
+    groups = _clip_norms(clip_norm, require_open_fraction("reads_share", reads_share))
+    gaussian = dp_sgd(clip_norm=groups, noise_multiplier=noise_multiplier, sampling=sampling, key=key)
+    return in_coordinates(
+        gaussian,
+        counted_rows(
+            threshold=require_number("threshold", threshold, minimum=0) / sampling.divisor,
+            most_rows=most_rows,
+            reads_scale=groups["reads"] / reads_norm,
+            tables=tables,
+        ),
+    )
+
+
+def _clip_norms(clip_norm: float, share: float) -> dict[str, float]:
+    return {"gradient": clip_norm * math.sqrt(1 - share), "reads": clip_norm * math.sqrt(share)}
+
+
+def counted_rows(
+    *, threshold: float, most_rows: int, reads_scale: float = 1.0, tables: Callable[[str], bool] | None = None
+) -> Coordinates:
+    """The gradient beside the rows of tables that it reads; the most read of them, by their release, are updated.
+
+    g -> {"gradient": g, "reads": v}, v = reads_scale where a row of g is not 0, by table; and back, with 0 in the rows
+    whose released v / reads_scale is below `threshold`, or not among the `most_rows` largest of a table.
+
+    threshold: at least 0, in released reads. most_rows: at least 1. reads_scale: above 0, in units of the gradient.
+    tables: says by its path whether an array is a table; None for all arrays of two or more axes.
+    Raises ValueError for numbers outside their domains, and (by `init`) if no parameter is a table.
+    Source: DP-AdaFEST, Ghazi et al. 2023, https://arxiv.org/abs/2311.08357.
+    """
+    require_number("threshold", threshold, minimum=0)
+    require_whole("most_rows", most_rows)
+    require_number("reads_scale", reads_scale, minimum=0, exclusive=True)
+    if tables is not None:
+        require_function("tables", tables)
+
+    def is_table(path, leaf) -> bool:
+        return len(leaf.shape) >= 2 if tables is None else bool(tables(path_of(path)))
+
+    def of_tables(tree: Tree) -> dict[str, Any]:
+        found = jax.tree_util.tree_leaves_with_path(tree)
+        return {path_of(path): leaf for path, leaf in found if is_table(path, leaf)}
+
+    def init(params):
+        if not of_tables(params) or any(not leaf.shape for leaf in of_tables(params).values()):
+            paths = [path_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+            raise ValueError(f"tables must accept the path of an array with rows, and of no scalar; got {paths}")
+        return ()
+
+    def encode(grad, state):
+        def reads(table):
+            return reads_scale * jnp.any(table.reshape(len(table), -1) != 0, 1).astype(jnp.float32)
+
+        return {"gradient": grad, "reads": {path: reads(table) for path, table in of_tables(grad).items()}}
+
+    def decode(released, state, like):
+        counts = {path: reads / reads_scale for path, reads in released["reads"].items()}
+
+        def masked(path, leaf):
+            if not is_table(path, leaf):
+                return leaf
+            rows = most_read(counts[path_of(path)], threshold, most_rows)
+            return jnp.zeros_like(leaf).at[rows].set(leaf.at[rows].get(mode="clip"), mode="drop")
+
+        return jax.tree_util.tree_map_with_path(masked, released["gradient"]), state
+
+    return Coordinates(
+        init=init,
+        encode=encode,
+        decode=decode,
+        name="count the rows of the tables that each example reads",
+        undo=f"keep up to {most_rows} rows of a table, of noisy counts of at least {threshold:.6g} of the divisor",
+        fixed=True,
+    )
+
+
+def most_read(counts: jax.Array, threshold: float, most: int) -> jax.Array:
+    """The rows of the `most` largest counts, float32 (V,), that are at least `threshold`; V in place of others, int32
+    (K,)."""
+    found, rows = jax.lax.top_k(counts, min(most, len(counts)))
+    return jnp.where(found >= threshold, rows, len(counts)).astype(jnp.int32)
+
+
+class RowUpdate(NamedTuple):
+    """The update of a table of V rows.
+
+    rows: int32 (K,), distinct, or V in place of a row. values: float32 (K, ...), the update of each, 0 for none.
+    """
+
+    rows: jax.Array
+    values: jax.Array
+
+    def added_to(self, table: jax.Array) -> jax.Array:
+        """`table`, (V, ...), plus the values in its rows; in its memory, under a jit that donates it."""
+        return table.at[self.rows].add(self.values.astype(table.dtype), mode="drop")
+
+
+class WorkingRows(NamedTuple):
+    """The rows of a table of V that a batch reads. SECRET: it is raw data.
+
+    rows: int32 (n,), sorted, with V at the end in place of missing ones. places: int32 (B, ...), where each index is in
+        `rows`, n for an index outside of the table. weights: float32 (B, ...), whose sum is 1 for a row and example
+    """
+
+    rows: jax.Array
+    places: jax.Array
+    weights: jax.Array
+
+    @classmethod
+    def of(cls, indices: jax.Array, count: int) -> "WorkingRows":
+        inside = (indices >= 0) & (indices < count)
+        indices = jnp.where(inside, indices, count).astype(jnp.int32)
+        rows = jnp.unique(indices, size=indices.size, fill_value=count)
+        of_example = indices.reshape(len(indices), -1)
+        times = jnp.sum(of_example[:, :, None] == of_example[:, None, :], 2)
+        places = jnp.where(inside, jnp.searchsorted(rows, indices), indices.size)
+        return cls(rows, places, (1 / times).reshape(indices.shape))
+
+    def spread(self, sums: jax.Array, count: int) -> jax.Array:
+        """`sums` of the rows, float32 (n,), as those of the whole table, (V,)."""
+        return jnp.zeros(count, jnp.float32).at[self.rows].add(sums, mode="drop")
+
+    def of_chosen(self, sums: jax.Array, chosen: jax.Array) -> jax.Array:
+        """`sums` of the rows, float32 (n, ...), at the rows `chosen`, int32 (K,): (K, ...), 0 if nothing reads them."""
+        place = jnp.minimum(jnp.searchsorted(self.rows, chosen), len(self.rows) - 1)
+        read = (self.rows[place] == chosen).reshape(-1, *[1] * (sums.ndim - 1))
+        return jnp.where(read, sums[place], 0)
+
+
+@dataclass(frozen=True, eq=False)
+class RowStep:
+    """`(params, batch, state) -> PrivateUpdates`; see `row_updates`. optimizer: the mechanism, whose `init` makes the
+    state, and which reports and fits take."""
+
+    optimizer: Mechanism
+    rows: Callable = field(repr=False)
+    row_sum: RowSum = field(repr=False)
+    count: Mechanism = field(repr=False)
+    update: Mechanism = field(repr=False)
+    choose: Callable[[Tree], Tree] = field(repr=False)
+
+    def __call__(self, params: Tree, batch: Batch, state: Tree) -> PrivateUpdates:
+        examples, included, drawn = require_batch(batch)
+        included = inclusion(batch_size(examples), included, self.optimizer.sampling)
+        tables = _require_tables(params)[TABLES]
+        read = jax.tree.map(
+            lambda table, indices: WorkingRows.of(indices, len(table)), tables, jax.vmap(self.rows)(examples)
+        )
+        few = jax.tree.map(lambda table, read: table.at[read.rows].get(mode="fill", fill_value=0), tables, read)
+        reads = jax.tree.map(lambda table, read: jnp.zeros(read.rows.size, jnp.float32), tables, read)
+        small = {"gradient": {**params, TABLES: few}, "reads": reads}
+        places = jax.tree.map(lambda table, read: (read.places, read.weights), tables, read)
+        given = small, state.inner, ((examples, places),)
+        self._require_ghost_norms(*given)
+        sums, of_each = self.row_sum(*given, included)
+
+        def release(sums, state, params):
+            return self._release(sums, state, tables, read)
+
+        optimizer = self.optimizer.replace(release=release)
+        updates, state = optimizer.release_once(sums, state, params, jnp.sum(included), drawn)
+        return PrivateUpdates(updates, state, Unreleased(*of_each))
+
+    def _require_ghost_norms(self, *given: Tree):
+        """One example more or less moves the places of the rows that others read. Lookups add rows one after another,
+        wherever they are, but a product with a matrix may round by the place, beyond what `dpx.sums.total` proves."""
+        with self.row_sum.placed():
+            plan, _ = self.row_sum.plan(*given)
+        if isinstance(plan, str):
+            raise ValueError(f"loss must be one that ghost norms follow, got one where {plan}")
+
+    def _release(self, sums, state: InCoordinatesState, tables: Tree, read: Tree) -> tuple[Tree, Tree]:
+        """The counts of all rows, and then the gradient with the chosen rows alone."""
+        (total,) = sums
+        of_all = _on_both(
+            lambda sums: jax.tree.map(lambda t, read, s: read.spread(s, len(t)), tables, read, sums["reads"]), total
+        )
+        counts, _ = self.count.release((of_all,), state.inner, _shapes(of_all))
+        chosen = jax.tree.map(self.choose, counts)
+
+        def with_chosen(sums):
+            picked = jax.tree.map(
+                lambda t, read, s, rows: read.of_chosen(s, rows), tables, read, sums["gradient"][TABLES], chosen
+            )
+            return {**sums["gradient"], TABLES: picked}
+
+        of_rows = _on_both(with_chosen, total)
+        released, inner = self.update.release((of_rows,), state.inner, _shapes(of_rows))
+
+        def update(table, rows, values):
+            return RowUpdate(rows, jnp.where((rows < len(table)).reshape(-1, *[1] * (values.ndim - 1)), values, 0))
+
+        updates = {**released, TABLES: jax.tree.map(update, tables, chosen, released[TABLES])}
+        return updates, InCoordinatesState(inner, state.coordinates)
+
+
+def _require_tables(params: Tree) -> dict[str, Tree]:
+    if not isinstance(params, dict) or not jax.tree.leaves(params.get(TABLES)):
+        raise ValueError(f'params must be a dict whose "{TABLES}" are arrays (V, ...), got {described(params)}')
+    return params
+
+
+def _on_both(function: Callable[[Tree], Tree], total: FloatPair) -> FloatPair:
+    """A function that places numbers, of both numbers of each coordinate."""
+    return FloatPair(function(total.high), None if total.low is None else function(total.low))
+
+
+def _shapes(total: FloatPair) -> Tree:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), total.high)
+
+
+def row_updates(
+    loss: Callable,
+    *,
+    rows: Callable[[Tree], Tree],
+    microbatch_size: int | None = None,
+    **settings: Any,
+) -> RowStep:
+    """A step of `dpx.methods.ada_fest` with time and memory for the rows that a batch reads, but a number for each row.
+
+    The parameters are a dict whose "tables" are a pytree of arrays (V, ...). `step(params, batch, state)` returns
+    updates of this structure, with a `RowUpdate` for each table, which `update.added_to(table)` adds to it.
+
+    loss: (params, vectors, example) -> the loss of one example, (). params: without "tables". vectors: the rows that
+        `rows` names, (..., *row) for each table; zeros for an index outside of it.
+    rows: (example) -> the indices of the rows that one example reads, int (...), for each table. The count of an
+        example is bounded, whatever it returns.
+    microbatch_size: as for `dpx.private_updates`. settings: the arguments of `ada_fest`, without `tables`.
+    Raises ValueError as `ada_fest` does, if `loss` or `rows` is not a function, and for a loss without ghost norms.
+
+    Differs from `ada_fest` in law only where a row is read whose gradient is 0: it counts here.
+
+        >>> step = dpx.coordinates.row_updates(
+        ...     lambda params, vectors, example: jnp.sum((vectors @ params["w"]) ** 2), rows=lambda example: example,
+        ...     threshold=3.0, most_rows=100, clip_norm=1.0, noise_multiplier=1.0, sampling=mechanism.sampling,
+        ...     key=dpx.secret_key())
+        >>> params = {"tables": jnp.zeros((1000, 2)), "w": jnp.ones(2)}
+        >>> batch = dpx.Batch(jnp.zeros((8, 3), jnp.int32), jnp.ones(8, bool))
+        >>> step(params, batch, step.optimizer.init(params)).updates["tables"].values.shape
+        (100, 2)
+    """
+    require_function("loss", loss)
+    require_function("rows", rows)
+    given = inspect.signature(ada_fest).bind(**settings, tables=lambda path: path.split("/")[0] == TABLES)
+    given.apply_defaults()
+    made, of = ada_fest(**given.arguments), given.arguments
+    most_rows = of["most_rows"]
+    groups = _clip_norms(of["clip_norm"], of["reads_share"])
+    scale, threshold = groups["reads"] / of["reads_norm"], of["threshold"] / made.sampling.divisor
+    same = {"noise_multiplier": made.noise_multiplier, "sampling": made.sampling}
+
+    def gaussian(stream: str) -> Mechanism:
+        return dp_sgd(clip_norm=groups, key=keys.stream(made.key, stream), **same)
+
+    def begin(params):
+        state = made.begin(_require_tables(params))  # of what a release holds, which is less than the whole gradient
+
+        def few(table):
+            return jax.ShapeDtypeStruct((min(most_rows, len(table)), *table.shape[1:]), jnp.float32)
+
+        reads = jax.tree.map(lambda table: jax.ShapeDtypeStruct(table.shape[:1], jnp.float32), params[TABLES])
+        gradient = {**params, TABLES: jax.tree.map(few, params[TABLES])}
+        return state._replace(inner=count.begin({"gradient": gradient, "reads": reads}))
+
+    def of_few(params, example):
+        example, places = example
+        few = params["gradient"]
+
+        def look_up(table, placed):
+            return table.at[placed[0]].get(mode="fill", fill_value=0)
+
+        vectors = jax.tree.map(look_up, few[TABLES], places)
+        value = loss({name: each for name, each in few.items() if name != TABLES}, vectors, example)
+        counts = jax.tree.map(lambda reads, at: jnp.sum(at[1] * look_up(reads, at)), params["reads"], places)
+        return value + sum((scale * count).astype(value.dtype) for count in jax.tree.leaves(counts))
+
+    count = gaussian("reads")
+    return RowStep(
+        made.replace(begin=begin),
+        rows,
+        sum_gradients(of_few, count, microbatch_size=microbatch_size, norms="ghost", has_aux=False),
+        count,
+        gaussian("rows"),
+        lambda reads: most_read(reads / scale, threshold, most_rows),
+    )
+
+
+def public_rows(rows: jax.Array, public: np.ndarray, indices: jax.Array, otherwise: jax.Array) -> jax.Array:
+    """The rows of a table of which those of a public list are trained: DP-FEST, for a loss under any mechanism.
+
+    The parameter has the rows of the list alone, so noise, cost, time and memory are those of K rows. The others stay
+    as they are, and a loader reads them where it reads the examples.
+
+    rows: the parameter, (K, ...). public: the list, int (K,), sorted; it must be chosen without the data, or by a
+        release whose cost is added. indices: int (...), the rows of the table that an example reads.
+    otherwise: (..., *row), what the table has there, for those that are not in the list.
+    Returns (..., *row). Raises ValueError unless the list is sorted, without repetitions, and of the length of `rows`.
+    Source: DP-FEST, Ghazi et al. 2023, https://arxiv.org/abs/2311.08357.
+    """
+    public = np.asarray(public)
+    if public.shape != rows.shape[:1] or not np.issubdtype(public.dtype, np.integer) or (np.diff(public) <= 0).any():
+        words = f"a sorted list of {len(rows)} different whole numbers, one for each row"
+        raise ValueError(f"public must be {words}; got {described(public)}")
+    place = jnp.minimum(jnp.searchsorted(public, indices), len(public) - 1)
+    found = jnp.asarray(public)[place] == indices
+    trained = rows.at[jnp.where(found, place, len(public))].get(mode="fill", fill_value=0)
+    return jnp.where(found.reshape(*found.shape, *[1] * (rows.ndim - 1)), trained, otherwise)
