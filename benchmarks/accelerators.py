@@ -4,7 +4,8 @@
     python -m benchmarks.accelerators --for v5e --for h100    # by .venv-accelerators/bin/python
 
 Each step is compiled three times: without privacy, by hand (`jax.vmap`, clipping and a sum, with the noise of
-`jax.random.normal`), and with dpx. Of each, the table has the temporary memory, the bytes that its kernels read and
+`jax.random.normal`), and with dpx; and with Adam for eight chips, where an array of 2^14 numbers or more is sharded
+(FSDP), without the row by hand. Of each, the table has the temporary memory, the bytes that its kernels read and
 write, and the seconds to compile. For a TPU it has the cycles that the compiler estimates; for a GPU, the operations of
 its products, weighed by the peak rate of the unit that computes them. Loops count once a turn. Nothing runs, so no
 number is a time. Every program is compiled in a process of its own, because a compiler may end it.
@@ -23,12 +24,14 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from benchmarks import programs, report
+from benchmarks import programs, report, sharded
 
 PLAIN, BY_HAND, PRIVATE, OTHER_NOISE = "not private", "by hand", "dpx", "dpx, its noise left out"
-ROWS = (PLAIN, BY_HAND, PRIVATE, OTHER_NOISE)
+ROWS, SHARDED_ROWS = (PLAIN, BY_HAND, PRIVATE, OTHER_NOISE), (PLAIN, PRIVATE)
 MODELS = {"mlp": 256, "adadpigu_cnn": 256, "resnet20": 64, "transformer": 64, "vit_small": 16}
+LAYERS = {f"a layer of GPT-2, 16 of {length}": (1, 768, 12, 64, length, 16) for length in (512, 128)}
 SCANS = {"gpt of 4 layers": (4, 256, 4, 5000, 64, 8), "gpt2_small": (12, 768, 12, 50_257, 512, 8)}
+SHARDED = {name + ", on 8 chips": name for name in ("GPT-2, 2 layers", "GPT-2 small", "Llama 1B", "Llama 1B, LoRA")}
 FORMS = {"": "own arrays", ", scanned": "scan", ", scanned, rematerialised": "scan with remat"}
 TPU = {
     "TPU_SKIP_MDS_QUERY": "1",
@@ -61,7 +64,7 @@ class Device(NamedTuple):
 DEVICES = {
     "v5e": Device("v5e:2x2", {}, {}),
     "v6e": Device("v6e:2x2", {}, {}),
-    "v5p": Device("v5p:2x2x1", {}, {}),
+    "v5p": Device("v5p:2x2x2", {}, {}),
     "a100": Device(
         None,
         {"name": "NVIDIA A100-SXM4-80GB", "cores": 108, "lanes": 64, "shared": 167936, "optin": 166912}
@@ -84,7 +87,7 @@ DEVICES = {
 
 
 def models() -> list[str]:
-    return [*MODELS, *(name + more for name in SCANS for more in FORMS)]
+    return [*MODELS, *LAYERS, *(name + more for name in SCANS for more in FORMS), *SHARDED]
 
 
 def problem(model: str) -> tuple[Any, Callable, Any]:
@@ -96,6 +99,8 @@ def problem(model: str) -> tuple[Any, Callable, Any]:
         return made.params, made.loss, made.batch(MODELS[model])
     from benchmarks import scans
 
+    if model in LAYERS:
+        return scans.build(scans.Shape(*LAYERS[model]), "own arrays")
     name, *_ = model.split(",")
     return scans.build(scans.Shape(*SCANS[name]), FORMS[model.removeprefix(name)])
 
@@ -134,14 +139,14 @@ def step(model: str, row: str, platform: str) -> tuple[Callable, tuple]:
 
 
 def described(device: str) -> Any:
-    """A device of this kind, for the compiler alone."""
+    """Devices of this kind, for the compiler alone: some TPUs, or one GPU."""
     from jax.experimental import topologies
 
     one = DEVICES[device]
     if one.topology:
-        return topologies.get_topology_desc(platform="tpu", topology_name=one.topology).devices[0]
+        return topologies.get_topology_desc(platform="tpu", topology_name=one.topology).devices
     config = GPU % one.facts
-    return topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x1").devices[0]
+    return topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x1").devices
 
 
 def measured(device: str, model: str, row: str) -> dict[str, Any]:
@@ -150,13 +155,17 @@ def measured(device: str, model: str, row: str) -> dict[str, Any]:
 
     from dpx.xla.place import traced_for
 
-    platform = "tpu" if DEVICES[device].topology else "cuda"
-    function, inputs = step(model, row, platform)
-    place = jax.sharding.SingleDeviceSharding(described(device))
-    inputs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), inputs)
-    start = time.process_time()
-    with traced_for(platform=platform, devices=1, memory=None):
-        traced = jax.jit(function, out_shardings=place).trace(*inputs)
+    devices, platform = described(device), "tpu" if DEVICES[device].topology else "cuda"
+    with traced_for(platform=platform, devices=8 if model in SHARDED else 1, memory=None):
+        if model in SHARDED:
+            jitted, inputs, _ = sharded.case(SHARDED[model], "FSDP", row, devices, platform)
+        else:
+            function, inputs = step(model, row, platform)
+            place = jax.sharding.SingleDeviceSharding(devices[0])
+            inputs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), inputs)
+            jitted = jax.jit(function, out_shardings=place)
+        start = time.process_time()
+        traced = jitted.trace(*inputs)
     program = traced.lower(lowering_platforms=(platform,)).compile()
     seconds = time.process_time() - start
     text, memory = program.as_text() or "", program.memory_analysis()
@@ -214,7 +223,7 @@ def table(device: str, results: dict[str, dict[str, Any]]) -> str:
     scale = {"cycles": 1e-6}
     lines = []
     for model, rows in results.items():
-        for row in ROWS:
+        for row in rows:
             cells = [f"{model}, {row}"]
             for name in columns:
                 if "failure" in rows[row]:
@@ -240,11 +249,13 @@ def main() -> None:
         print(json.dumps(measured(*options.one)))
         return
     tables, failures = {}, []
-    for device in options.devices or ["v5e", "v6e", "h100", "b200"]:
+    for device in options.devices or ["v5e", "v6e", "v5p", "a100", "h100", "b200"]:
         results: dict[str, dict[str, Any]] = {}
         for model in options.models or models():
+            if (model in SHARDED) != (device == "v5p"):
+                continue
             rows = results[model] = {}
-            for row in ROWS:
+            for row in SHARDED_ROWS if model in SHARDED else ROWS:
                 rows[row] = in_its_process(device, model, row)
                 print(device, model, row, rows[row], file=sys.stderr, flush=True)
                 if "failure" in rows[row]:

@@ -154,8 +154,11 @@ def axis_of(path: str, shape: tuple[int, ...], model: Model, kind: str, split: i
     return axis if axis in able else None
 
 
-def case(name: str, kind: str, row: str) -> tuple[Any, tuple, Model]:
-    """The jitted step, and its arguments as shapes with shardings."""
+def case(name: str, kind: str, row: str, devices: Any = None, platform: str | None = None) -> tuple[Any, tuple, Model]:
+    """The jitted step, and its arguments as shapes with shardings.
+
+    devices: DEVICES of them, of this platform; None is those at hand.
+    """
     import jax
     import optax
     from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -166,7 +169,7 @@ def case(name: str, kind: str, row: str) -> tuple[Any, tuple, Model]:
     model = MODELS[name]()
     split = DEVICES if kind == "FSDP" else model.split
     axes, sizes = (("data",), (DEVICES,)) if kind == "FSDP" else (("data", "model"), (DEVICES // split, split))
-    mesh = jax.make_mesh(sizes, axes, axis_types=(AxisType.Auto,) * len(sizes))
+    mesh = jax.make_mesh(sizes, axes, axis_types=(AxisType.Auto,) * len(sizes), devices=devices)
     everywhere, rows = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
 
     def placed(path, leaf):
@@ -191,7 +194,7 @@ def case(name: str, kind: str, row: str) -> tuple[Any, tuple, Model]:
         optimizer: Any = dpx.chain(mechanism, optax.adam(1e-3))
         options: Any = {"backward_passes": 2 if row == TWICE else 1, "sharding": rows}
         options |= {"microbatch_size": 4} if row == IN_PARTS else {}
-        gradient = dpx.private_updates(model.loss, optimizer, norms="ghost", **options)
+        gradient = dpx.private_updates(model.loss, optimizer, norms="ghost", platform=platform, **options)
 
         def step(params, batch, included, state):
             updates, state, _ = gradient(params, dpx.Batch(batch, included), state)

@@ -10,7 +10,7 @@ import pytest
 from jax.extend import core
 
 import dpx
-from benchmarks import accelerators, programs
+from benchmarks import accelerators, on_a_gpu, programs
 from dpx.xla.jaxprs import equations
 from dpx.xla.place import traced_for
 from tests import mechanisms
@@ -112,3 +112,18 @@ def test_a_step_for_a_tpu_has_no_float64_or_its_state_is_refused(case):
 @pytest.mark.parametrize("case", mechanisms.ALL)
 def test_a_step_is_traced_for_a_gpu(case):
     assert "float32" in types(traced(case.mechanism, "gpu"))
+
+
+def test_on_a_gpu_says_in_words_that_there_is_none(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["on_a_gpu"])
+    if jax.default_backend() != "gpu":
+        with pytest.raises(SystemExit, match="No GPU is here: JAX has found 'cpu'"):
+            on_a_gpu.main()
+    device = jax.devices("cpu")[0]
+    assert on_a_gpu.noise_that_differs(device, device, 1000) == (0, 0.0)
+
+
+@pytest.mark.long
+def test_on_a_gpu_measures_steps_and_sums():
+    assert [line[0] for line in on_a_gpu.steps_of("mlp", 1)][2] == "mlp, dpx"
+    assert all(float(cell) < 1 for line in on_a_gpu.moved_sums(1, most=64) for cell in line[2:])
