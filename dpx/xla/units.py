@@ -5,26 +5,27 @@ order and a rounding of their own. A bound on what an example adds to a sum need
 sum must read the same numbers, so every operand is `rounded` once, as a function of its own example: that is a part of
 the example's gradient, like the rounding inside the model, and costs nothing. And the additions must be bounded.
 
-THE ADDER. An instruction adds n <= k exact products to a partial sum. It aligns all to the largest, drops what is below
-2^-(23 + e) of that, adds the rest exactly, and drops what is below 2^-23 of the result. (k, e) is (8, 1) for bfloat16
-on an A100 and (16, 2) on an H100, and (4, 1) and (8, 2) for TF32: Xie et al. 2025, arXiv:2512.07004. An instruction may
-be off by more than a float32 addition, but adds more. Let u = 2^-24, and M the sum of the absolute values of all terms
-so far, which bounds all numbers in an instruction.
+THE ADDER. An instruction adds n <= k exact products to a partial sum. It aligns all to the largest exponent (a product
+has the sum of its operands'), drops what is below 2^-(23 + e) there, adds the rest exactly, and drops what is below
+2^-23 of the result. (k, e) is (8, 1) for bfloat16 on an A100 and (16, 2) on an H100 or a B200, and (4, 1) and (8, 2)
+for TF32 (Xie et al. 2025, arXiv:2511.10909, and their simulator). An instruction may be off by more than a float32
+addition, but adds more. Let u = 2^-24, and M the sum of the absolute values of all terms so far, which bounds all
+numbers in an instruction.
 
-One sum, of T products z_i, in pieces of at least k whose sums are added in float32. The largest number of an
-instruction loses nothing: a product has 22 bits or fewer, a partial sum 24. So its error is at most 2 u (1 + n 2^-e) M,
-and 2 u (1 + (n - 1) 2^-e) M for the first of a piece. With C_i the sum of these factors over the instructions from that
-of product i on, the sum is off by at most u sum_i C_i |z_i|; one piece is the worst, because k products of another cost
-more than the float32 addition of their sum. Float32 additions have C_i = T + 1, T + 1, T, ..., 3, if each product is
-rounded twice before (`PRODUCTS`). Of both, the largest C_i and the root of the sum of all C_i^2 bound a sum in terms of
-sum |z_i| and of the root of sum z_i^2, and those of a tensor core are less than `within` = 1.6 times as large: a test
+One sum, of T products z_i, in pieces of at least k whose sums are added in float32. The number of the largest exponent
+loses nothing: a product has 22 bits or fewer, a partial sum 24. So its error is at most 2 u (1 + n 2^-e) M, and 2 u (1
++ (n - 1) 2^-e) M for the first of a piece. With C_i the sum of these factors over the instructions from that of product
+i on, the sum is off by at most u sum_i C_i |z_i|; one piece is the worst, because k products of another cost more than
+the float32 addition of their sum. Float32 additions have C_i = T + 1, T + 1, T, ..., 3, if each product is rounded
+twice before (`PRODUCTS`). Of both, the largest C_i and the root of the sum of all C_i^2 bound a sum in terms of sum
+|z_i| and of the root of sum z_i^2, and those of a tensor core are less than `within` = 1.6 times as large: a test
 evaluates T up to 700, and both ratios tend to 1 / k + 2^-e times 2, at most 1.5.
 
 The same sum with one term replaced by zero. What is dropped of a number has the number's sign, so for a product, which
 is the same in both runs or missing in one, it differs by at most 2^-(23 + e) M; for the partial sum by twice that. But
-the largest number loses nothing: together at most n + 1 times 2^-(23 + e) M, whichever is the largest in each run. What
-is dropped of the result differs by at most 2^-23 M, as results of different signs are as far apart as both together.
-If D_i instructions are made from that of row i on, all this is at most
+one number loses nothing: together at most n + 1 times 2^-(23 + e) M, whichever is the largest in each run. What is
+dropped of the result differs by at most 2^-23 M, as results of different signs are as far apart as both together. If
+D_i instructions are made from that of row i on, all this is at most
 
     2 u c sum_i D_i |z_i|,   c = 1 + (k + 1) 2^-e,
 
