@@ -12,6 +12,7 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import dp_accounting
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,10 +21,12 @@ import pytest
 from dp_accounting import (
     ComposedDpEvent,
     GaussianDpEvent,
+    LaplaceDpEvent,
     NonPrivateDpEvent,
     PoissonSampledDpEvent,
     SelfComposedDpEvent,
 )
+from dp_accounting.pld import PLDAccountant
 from scipy.stats import norm
 
 import dpx
@@ -64,6 +67,15 @@ def test_releases_compose_exactly_where_they_are_planned(ledger):
         assert ledger.spend(event, key=key(number), words="made").planned
     assert ledger.epsilon == pytest.approx(together, rel=1e-12)
     assert [entry.made for entry in ledger.entries] == [True] * 3
+
+
+def test_planned_releases_cost_what_dp_accounting_says(ledger):
+    events = [GaussianDpEvent(8.0), SelfComposedDpEvent(PoissonSampledDpEvent(0.1, GaussianDpEvent(2.0)), 20)]
+    theirs = PLDAccountant(dp_accounting.NeighboringRelation.REPLACE_SPECIAL)
+    for number, event in enumerate(events):
+        ledger.reserve(event, key=key(number), words="planned", numbers=1)
+        theirs.compose(event)
+    assert ledger.epsilon == pytest.approx(theirs.get_epsilon(1e-5), abs=1e-4)
 
 
 def test_releases_that_are_chosen_later_cost_a_little_more(ledger):
@@ -363,6 +375,8 @@ def test_a_run_ends_once_and_with_its_own_steps(rich):
     assert rich.end(entry, of_run(5), steps=5) == ended == rich.entries[0]
     with pytest.raises(ValueError, match="and end once"):
         rich.end(entry, of_run(6), steps=6)
+    pure = rich.spend(SelfComposedDpEvent(LaplaceDpEvent(20.0), 4), key=key(7), words="of another noise")
+    assert rich.end(pure, LaplaceDpEvent(20.0), steps=1).credit == NOTHING
     with pytest.raises(ValueError, match="was made with this key"):
         rich.spend(of_run(12), key=key(0), words="a run")
 

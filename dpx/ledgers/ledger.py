@@ -159,7 +159,8 @@ class PrivacyLedger:
         return self._enter(event, key, words, numbers, part, unit, made=True, holder=holder)
 
     def end(self, entry: Entry, event: DpEvent, *, steps: int) -> Entry:
-        """Ends a run early, and gives back what its other steps would have cost.
+        """Ends a run early, and gives back what its other steps would have cost; nothing unless they are Gaussians on
+        all data or on Poisson samples.
 
         Whatever decided where it ends, such as a private evaluation that the ledger has paid for, no step may follow.
 
@@ -172,11 +173,11 @@ class PrivacyLedger:
                 return stored
             if stored.steps is not None or not stored.made or stored.event != entry.event:
                 raise ValueError(f"a run must be made to end, and end once, got entry {entry.number} ({stored.words})")
-            rest = _without(stored.event, hashable(event))
-            spent = max(_total(group).delta for group in _by_part(self.entries) if stored in group)
-            coins = max(0.0, self.terms.filter.most.delta - spent) / 8
-            known = from_event(rest).gaussian and math.isfinite(stored.charge.precision)
-            gained = credit(from_event(rest).losses(self.terms.relation), coins) if known else NOTHING
+            gained = NOTHING
+            if from_event(stored.event).gaussian:
+                rest = from_event(_without(stored.event, hashable(event))).losses(self.terms.relation)
+                spent = max(_total(group).delta for group in _by_part(self.entries) if stored in group)
+                gained = credit(rest, max(0.0, self.terms.filter.most.delta - spent) / 8)
             self._append([{"ended": entry.number, "steps": steps, "credit": encoded(gained)}])
             return replace(stored, steps=steps, credit=gained)
 
