@@ -18,7 +18,8 @@ from tests.mechanisms import PARAMS, case_of_method
 from tests.test_ghost_zoo import ZOO
 
 # Whose coordinates are selected by a threshold, which a loop searches.
-SELECT = ("random_freeze_sgd", "ranked_freeze_sgd", "ada_dpigu")
+SELECTED = ("random_freeze_sgd", "ranked_freeze_sgd", "ada_dpigu")
+LOOPS = (*SELECTED, "tp_topk_sgd", "zeroth_order_sgd")  # the last takes one direction after another
 PLATFORMS = ("cpu", "cuda")
 OF_THE_LOSS = "high"  # the precision of the loss's own products, by which they are known in the program
 ENTRIES = {entry.name: entry for entry in catalog.METHODS}
@@ -73,7 +74,7 @@ def test_steps_lower_for_accelerators(name, platform):
     program = exported(case_of_method(ENTRIES[name]).mechanism, platform)
     assert not callbacks(program)
     assert precisions(program) <= {"HIGH", "HIGHEST", UNITS[platform]}  # HIGH are those of the loss
-    assert name in SELECT or "stablehlo.while" not in program
+    assert name in LOOPS or "stablehlo.while" not in program
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
@@ -103,9 +104,9 @@ def test_norms_and_sums_take_the_matrix_units_of_accelerators(name, platform):
     assert precisions(program) == {"HIGHEST"} | ({"bf16"} if platform == "tpu" else set())
 
 
-@pytest.mark.parametrize("name", [*SELECT, "gaussian", "hadamard", "orthonormal"])
+@pytest.mark.parametrize("name", [*SELECTED, "gaussian", "hadamard", "orthonormal"])
 def test_scaled_norms_and_projections_are_exact_on_accelerators(name):
-    if name in SELECT:
+    if name in SELECTED:
         made = case_of_method(ENTRIES[name]).mechanism
     else:
         made = dpx.mechanisms.clip_then_project(mechanism(), kind=name, rank=4, every=1, key=jax.random.key(1))

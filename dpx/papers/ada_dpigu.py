@@ -106,9 +106,9 @@ def tp_topk_sgd(
     sampling: how the batches are drawn, such as `dpx.PoissonSampling`. key: a secret PRNG key, (), of this run alone.
     Raises ValueError for numbers outside their domains.
     """
+    mechanism = dp_sgd(clip_norm=clip_norm, noise_multiplier=noise_multiplier, sampling=sampling, key=key)
     floor = deviation_of_release(clip_norm, noise_multiplier, sampling)
     important = importance_mask(keep=keep, warmup=warmup, noise_floor=floor, squares=True)
-    mechanism = dp_sgd(clip_norm=clip_norm, noise_multiplier=noise_multiplier, sampling=sampling, key=key)
     return in_coordinates(mechanism, important)
 
 
