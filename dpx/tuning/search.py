@@ -91,7 +91,7 @@ def search(
         scores too, so that none is computed again.
     ledger: a `dpx.PrivacyLedger`, which the search pays before its first trial, once if it continues in its folder; the
         trials pay nothing. Reserve it before the first release of the data: what is chosen later must be bounded by a
-        Gaussian, which costs a search about twice its epsilon. words: what the ledger calls it.
+        Gaussian, which costs a search several times its epsilon. words: what the ledger calls it.
     Raises ValueError for other arguments, a mechanism with another key or without a cost, a trial that makes more
     steps, a state of another mechanism, a score that is not a number, the checkpoints of another search, a trial whose
     parameters differ from the stored ones, and a budget that no noise meets.
