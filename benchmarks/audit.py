@@ -19,6 +19,8 @@ POISSON_NOISE = 1.3
 REPETITIONS = 200
 LEAST_SHARE = 0.7  # of the bill; a bound below it needs a reason
 EMBEDDED = "the sum of embedding and residual hides part of both; the bill is for both seen apart"
+DRAWN = "two directions, which rarely are the canary's"
+COUNTED = "the counts of rows, of a fifth of the privacy, are not looked at"
 FEEDBACK = "no attack is known that reaches the bound on how the error of one step moves all later releases"
 STRETCH = "the largest stretch is billed, and a canary reaches it by chance only, because the draw is secret"
 
@@ -27,7 +29,7 @@ class Audit(NamedTuple):
     """make: (noise multiplier, steps, sampling, key) -> mechanism.
 
     noise: its multiplier at step 0, divided by DP-SGD's for the same number of steps.
-    size: coordinates of the parameters. options: of `canary_scores`.
+    size: of the parameters, numbers or a shape. options: of `canary_scores`.
     runs: relative to the plan's; more than those in the first plan only.
     reason: why a bound is far below the bill, if it is.
     """
@@ -35,7 +37,7 @@ class Audit(NamedTuple):
     name: str
     make: Callable[..., Any]
     noise: Callable[[int], float] = lambda steps: 1.0
-    size: int = 2
+    size: int | tuple[int, ...] = 2
     options: dict[str, Any] = {}
     runs: float = 1.0
     reason: str = ""
@@ -138,6 +140,17 @@ def audits() -> list[Audit]:
         Audit("random_freeze_sgd", method(methods.random_freeze_sgd, **freeze), size=4, runs=0.7),
         Audit("ranked_freeze_sgd", method(methods.ranked_freeze_sgd, **freeze), size=4),
         Audit("ada_dpigu", method(methods.ada_dpigu, clip_norm=1.0, warmup=2)),
+        Audit("tp_topk_sgd", method(methods.tp_topk_sgd, clip_norm=1.0, warmup=2, keep=0.5)),
+        Audit(
+            "zeroth_order_sgd", method(methods.zeroth_order_sgd, clip_norm=1.0, directions=2), runs=0.4, reason=DRAWN
+        ),
+        Audit(
+            "ada_fest",
+            method(methods.ada_fest, clip_norm=1.0, threshold=2.0, most_rows=2),
+            size=(4, 1),
+            runs=0.4,
+            reason=COUNTED,
+        ),
         Audit("dice_sgd", method(methods.dice_sgd, **dice), reason=FEEDBACK),
         Audit("gep_sgd", method(gep), size=4, options={"observe": both_parts}, reason=EMBEDDED),
         Audit("adaptive_clipping", method(mechanisms.adaptive_clipping, **adaptive), options={"observe": with_count}),

@@ -577,7 +577,9 @@ class _Tracer:
 
     def computed(self, equation, inputs) -> Known | None:
         """The integers that an equation computes from known ones."""
-        name, aval = equation.primitive.name, (equation.outvars or equation.invars)[0].aval
+        if not equation.outvars:  # such as a print
+            return None
+        name, aval = equation.primitive.name, equation.outvars[0].aval
         if name == "iota" and len(equation.params["shape"]) == 1:
             return Known(np.arange(equation.params["shape"][0]).astype(aval.dtype))
         if name not in INTEGERS or jnp.issubdtype(aval.dtype, jnp.inexact) or aval.ndim > 1 or len(inputs) > 3:
