@@ -74,6 +74,20 @@ def test_the_update_is_the_gradient_on_average(steps=3000):
     np.testing.assert_array_less(np.abs(np.asarray(found).mean(0) - gradient), 5 * error)
 
 
+def test_a_coordinate_has_the_noise_of_dp_sgd_on_average(steps=3000):
+    """Within 5 standard errors, of squares whose variance is above that of a normal number's: without data."""
+    mechanism = dpx.methods.zeroth_order_sgd(directions=4, **BASE | {"noise_multiplier": 1.0})
+    nothing = jax.tree.map(lambda p: jnp.zeros((6, *p.shape)), PARAMS)
+
+    def body(state, _):
+        updates, state = mechanism.update(nothing, state, PARAMS, included=jnp.ones(6, bool))
+        return state, jnp.mean(updates["w"] ** 2)
+
+    _, found = jax.jit(lambda state: jax.lax.scan(body, state, None, steps))(mechanism.init(PARAMS))
+    expected, found = (1.0 * BASE["clip_norm"] / 6) ** 2, np.asarray(found, np.float64)
+    assert abs(found.mean() - expected * 1.003) < 5 * found.std() / math.sqrt(steps)
+
+
 @pytest.mark.parametrize("hostile", [np.nan, np.inf, 3e38])
 def test_a_hostile_row_moves_the_sum_by_no_more_than_its_bound(hostile):
     mechanism = dpx.methods.zeroth_order_sgd(directions=5, **BASE)

@@ -1,7 +1,7 @@
 """Losses, gradients and clipping on one batch, and time and memory of a private step.
 
-What depends on the batch is computed from raw data: it is NOT private. No row counts in the step that is run, so its
-release is pure noise: no data are released with the noise of a run.
+Whatever depends on the batch is computed from raw data and is NOT private. The step that is run leaves out every row,
+so its release is pure noise, and no data are released with the noise of a run.
 """
 
 import functools

@@ -54,7 +54,7 @@ LARGEST_RELEASE = 2**32  # numbers, for which the bill is made (dpx/accounting/a
 ONE_STREAM = 2**31  # numbers, because an index of an array is an int32
 LARGEST_LEAF = 2**32 - CHUNK_NUMBERS  # numbers, because places in a leaf are uint32
 IN_INTEGERS = 64  # chunks that a TPU makes at once, of 2 MiB
-# Up to so many numbers, one TPU copies all leaves into one array: its loop has the only kernels to compile, and both
+# Up to this many numbers, one TPU copies all leaves into one array: its loop has the only kernels to compile, and both
 # normals of a pair are made of one block, but 2.7 times the memory of the leaves is in use.
 FLAT = 2**27
 SMALL_LEAF, LEAF_BLOCK = 2**16, 2**19  # numbers, otherwise; the second is for one device
@@ -207,7 +207,7 @@ def _flat(leaves: list[jax.Array], padding: int = 0) -> jax.Array:
 
 
 def in_rows(leaves: list[jax.Array], places: tuple[Position, ...], chunks: int = 1) -> jax.Array:
-    """The leaves one after another, and zeros up to a multiple of so many chunks, float32 (2 * chunks, half)."""
+    """The leaves one after another, and zeros up to a multiple of this many chunks, float32 (2 * chunks, half)."""
     size, half = sum(leaf.size for leaf in leaves), places[0].half
     return _flat(leaves, -size % (2 * half * chunks)).reshape(-1, half)
 
@@ -260,7 +260,7 @@ def made_in_chunks(words, step, deviation, high: jax.Array, low: jax.Array | Non
 
 
 def _made_in_integers(words, step, deviation, high: jax.Array, low: jax.Array | None, chunks: int, drawn) -> jax.Array:
-    """`made_in_chunks` in integers, with so many chunks at once, which `high` has a multiple of."""
+    """`made_in_chunks` in integers, with this many chunks at once, which `high` has a multiple of."""
     half = high.shape[1]
     rows, rare = (chunks, half), rare_word(words, step)
 

@@ -34,10 +34,10 @@ def zeroth_order_sgd(
 
     For K normal directions u_k, drawn anew at every step from a public key, an example gives the K numbers
     u_k . g / sqrt(K), which are clipped and summed. The release r becomes the update sum_k r_k u_k / sqrt(K), which
-    has the gradient as its mean where nothing is clipped, and K times less noise than its d coordinates would have.
+    has the gradient as its mean where nothing is clipped, and on average as much noise in a coordinate as DP-SGD's.
     No gradient is computed: `private_updates` evaluates the loss with one direction at a time, K times a step.
 
-    The claims of the papers hold: the directions are independent of the data, and the numbers are all that is released.
+    The privacy holds as the papers say: the directions do not depend on the data, and only the numbers are released.
 
     directions: K, at least 1. The time of a step grows with it, its memory does not; the error of the update falls as
         d / K, so that small models learn slowly, and pretrained ones well if few directions matter.

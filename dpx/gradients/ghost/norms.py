@@ -151,7 +151,7 @@ def of_computed(gradient: jax.Array, records: list[tuple[jax.Array, jax.Array]],
 
 
 def sum_error(*positions: int) -> float:
-    """How far the sum of sums A^T B, one for each use of a parameter, of so many positions, is from the true one,
+    """How far the sum of sums A^T B, one for each use of a parameter with this many positions, is from the true one,
     relative to the root of the sum of all (|a_t| |b_t|)^2.
 
     If the term of a position is rounded D times in an element, this is off by at most 2^-24 sum D |a_t b_t|. By
