@@ -26,7 +26,7 @@ from dpx.accounting.budget import Budget
 from dpx.accounting.events import words_of_first_step
 from dpx.sampling.batch import MISSING, inclusion
 from dpx.sampling.schemes import Sampling
-from dpx.scalars import ScalarOrSchedule, over
+from dpx.schedules.scalars import ScalarOrSchedule, over
 from dpx.states.reading import require_matching, steps_taken
 from dpx.states.record import checked, counted, fingerprints_of, stamped
 from dpx.sums.rows import sum_contributions

@@ -19,7 +19,8 @@ import numpy as np
 import optax
 
 import dpx
-from dpx import keys, masks
+from dpx import keys
+from dpx.mechanisms import masks
 from dpx.sampling.draws import Draw
 from dpx.sums.rows import sum_contributions
 from dpx.sums.total import as_pair

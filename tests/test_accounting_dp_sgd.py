@@ -7,7 +7,7 @@ import pytest
 
 import dpx
 from dpx import accounting, reports
-from dpx.scalars import over
+from dpx.schedules.scalars import over
 
 RUN = dict(examples=1000, batch_size=30, delta=1e-5)
 RECORDS = {"poisson": dpx.PoissonSampling, "fixed": dpx.FixedSizeSampling, "shuffled": dpx.ShuffledEpochs}

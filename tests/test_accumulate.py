@@ -13,7 +13,7 @@ import pytest
 
 import dpx
 from dpx.gradients.chunks import _alike, _clipping
-from dpx.identity import fingerprint
+from dpx.states.identity import fingerprint
 from dpx.states.record import Drawn, ReleaseState, unit_mark
 from dpx.trees import map_states
 from tests.mechanisms import ALL, PARAMS

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import dpx
-from dpx.checking import measured, plan, program
+from dpx.audit.setup import measured, plan, program
 
 KEY, STEPS, ROWS = dpx.secret_key(2**40 + 5), 20, 8
 SAMPLING = dpx.PoissonSampling(examples=40, batch_size=6)
@@ -346,7 +346,7 @@ def test_the_step_that_is_timed_releases_no_data():
         for rows in (data(), data(1))
     ]
     assert all(jax.tree.leaves(jax.tree.map(lambda a, b: (a == b).all(), *[n.unreleased_updates for n in noise])))
-    kept = [field.name for field in dataclasses.fields(dpx.checking.Report)]
+    kept = [field.name for field in dataclasses.fields(dpx.audit.setup.Report)]
     assert kept == ["public_findings", "unreleased_findings"]  # no updates among them
 
 

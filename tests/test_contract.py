@@ -21,7 +21,7 @@ import pytest
 from dp_accounting.dp_event import TruncatedSubsampledGaussianDpEvent
 
 import dpx
-from dpx import catalog, keys, masks
+from dpx import catalog, keys
 from dpx.audit.contract import inputs
 from dpx.audit.contract.check import LINES
 from dpx.audit.contract.lines import require_same_program
@@ -29,6 +29,7 @@ from dpx.audit.contract.report import Broken, NotChecked
 from dpx.audit.contract.subject import STEPS
 from dpx.audit.contract.trial import Trial
 from dpx.audit.stand_ins import with_quick_noise
+from dpx.mechanisms import masks
 from dpx.papers.dice_sgd.rounding import ERROR
 from dpx.sampling.events import RandomAllocationDpEvent
 from dpx.sums.total import ETA, as_pair

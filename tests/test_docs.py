@@ -21,7 +21,7 @@ PACKAGES = [
     "dpx",
     *(
         f"dpx.{name}"
-        for name in ("accounting", "audit", "checking", "coordinates", "fitting", "gradients", "keys", "ledgers")
+        for name in ("accounting", "audit", "audit.setup", "coordinates", "fitting", "gradients", "keys", "ledgers")
     ),
     *(f"dpx.{name}" for name in ("mechanisms", "methods", "reports", "sampling", "schedules", "strategies", "tuning")),
     "dpx.statistics",

@@ -69,7 +69,7 @@ def test_a_base_that_is_closed_over_is_named(closed_over):
 
 
 def test_check_setup_says_what_to_do(closed_over):
-    from dpx.checking import program
+    from dpx.audit.setup import program
 
     _, lora, loss = closed_over
     closed = program.trace(loss, lora, jnp.ones((1, WIDTH)))

@@ -11,7 +11,7 @@ from dp_accounting import DpEvent
 
 import dpx
 from dpx.gradients import chunks
-from dpx.identity import fingerprint, identity_of
+from dpx.states.identity import fingerprint, identity_of
 from tests.mechanisms import PARAMS
 
 SAMPLINGS = (

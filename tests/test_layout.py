@@ -9,136 +9,34 @@ import dpx
 ROOT = Path(__file__).parents[1]
 
 # A part may import those in its row, and itself. Rows further down stand on the rows above.
+ROWS = """
+trees
+validation: trees
+xla: trees
+guards: trees xla
+sums: trees xla
+keys: trees validation xla sums
+states: trees xla keys
+schedules: validation
+sampling: trees validation keys states
+accounting: trees validation xla sums keys states schedules sampling
+reports: trees validation sums keys states sampling accounting
+ledgers: trees validation xla keys states sampling accounting reports
+mechanism: trees guards sums keys states schedules sampling accounting
+gradients: trees validation xla guards sums keys states sampling mechanism
+audit: trees validation xla guards sums keys states schedules sampling accounting reports mechanism gradients
+statistics: trees validation sums keys sampling accounting
+fitting: trees validation xla guards keys states schedules sampling accounting reports ledgers mechanism gradients
+    audit statistics
+mechanisms: trees validation sums keys states schedules sampling accounting mechanism
+tuning: trees validation sums keys states accounting reports ledgers mechanism fitting
+papers: trees validation xla sums keys states schedules sampling accounting mechanism gradients mechanisms
+faces: mechanism mechanisms papers
+catalog: sampling faces
+"""
 MAY_IMPORT = {
-    "trees": set(),
-    "files": set(),
-    "validation": {"trees"},
-    "identity": {"trees"},
-    "xla": {"trees"},
-    "guards": {"trees", "xla"},
-    "sums": {"trees", "xla"},
-    "keys": {"trees", "validation", "xla", "sums"},
-    "states": {"identity", "keys", "trees", "xla"},
-    "scalars": {"validation"},
-    "sampling": {"identity", "trees", "states", "validation", "keys"},
-    "schedules": {"validation", "scalars"},
-    "stages": {"trees", "scalars"},
-    "accounting": {"identity", "trees", "states", "validation", "xla", "sums", "keys", "scalars", "sampling"},
-    "reports": {"trees", "states", "validation", "sums", "keys", "sampling", "accounting"},
-    "ledgers": {"files", "trees", "states", "validation", "xla", "keys", "sampling", "accounting", "reports"},
-    "mechanism": {"trees", "guards", "states", "sums", "keys", "scalars", "sampling", "accounting"},
-    "masks": {"trees", "scalars"},
-    "gradients": {
-        "identity",
-        "trees",
-        "guards",
-        "states",
-        "validation",
-        "xla",
-        "sums",
-        "keys",
-        "sampling",
-        "mechanism",
-    },
-    "optimizer": {"trees", "guards", "stages", "mechanism"},
-    "audit": {
-        "identity",
-        "trees",
-        "states",
-        "validation",
-        "xla",
-        "sums",
-        "keys",
-        "scalars",
-        "sampling",
-        "accounting",
-        "reports",
-        "mechanism",
-        "gradients",
-    },
-    "checking": {
-        "identity",
-        "trees",
-        "guards",
-        "states",
-        "validation",
-        "xla",
-        "sums",
-        "keys",
-        "scalars",
-        "sampling",
-        "accounting",
-        "reports",
-        "mechanism",
-        "gradients",
-        "optimizer",
-    },
-    "statistics": {"trees", "validation", "sums", "keys", "sampling", "accounting"},
-    "fitting": {
-        "statistics",
-        "files",
-        "identity",
-        "ledgers",
-        "trees",
-        "checking",
-        "guards",
-        "states",
-        "validation",
-        "xla",
-        "keys",
-        "scalars",
-        "sampling",
-        "accounting",
-        "reports",
-        "mechanism",
-        "gradients",
-    },
-    "mechanisms": {
-        "trees",
-        "states",
-        "validation",
-        "xla",
-        "sums",
-        "keys",
-        "scalars",
-        "sampling",
-        "stages",
-        "accounting",
-        "mechanism",
-    },
-    "tuning": {
-        "files",
-        "identity",
-        "ledgers",
-        "trees",
-        "states",
-        "validation",
-        "sums",
-        "keys",
-        "accounting",
-        "reports",
-        "mechanism",
-        "fitting",
-    },
-    "papers": {
-        "gradients",
-        "trees",
-        "masks",
-        "states",
-        "validation",
-        "xla",
-        "sums",
-        "keys",
-        "scalars",
-        "sampling",
-        "schedules",
-        "stages",
-        "accounting",
-        "mechanism",
-        "mechanisms",
-    },
-    "faces": {"mechanism", "mechanisms", "papers"},
-    "catalog": {"sampling", "faces"},
+    part: set(below.split())
+    for part, _, below in (row.partition(":") for row in ROWS.replace("\n    ", " ").strip().split("\n"))
 }
 
 # Public names, which look up to the papers.

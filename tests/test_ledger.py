@@ -30,7 +30,6 @@ from dp_accounting.pld import PLDAccountant
 from scipy.stats import norm
 
 import dpx
-from dpx import files
 from dpx.accounting import gdp
 from dpx.accounting.events import billed, event_profile
 from dpx.accounting.filters import NOTHING, credit, domination
@@ -38,6 +37,7 @@ from dpx.accounting.ledger import from_event
 from dpx.accounting.loss import hashable
 from dpx.accounting.pld.losses import SampledGaussian
 from dpx.accounting.words import upper
+from dpx.ledgers import files
 from dpx.ledgers.lines import decoded, encoded
 from examples import one_budget
 from tests import kills

@@ -11,7 +11,7 @@ from jax.flatten_util import ravel_pytree
 
 import dpx
 from dpx import keys
-from dpx.masks import count, largest, random_mask
+from dpx.mechanisms.masks import count, largest, random_mask
 from dpx.sums.total import ETA
 from examples.config import Config
 from tests.ghost import assert_agrees, noiseless, normal

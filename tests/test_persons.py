@@ -13,7 +13,7 @@ import dpx
 from dpx import accounting, reports
 from dpx.accounting.events import billed
 from dpx.accounting.ledger import from_event
-from dpx.checking import plan
+from dpx.audit.setup import plan
 from dpx.reports import curves
 from dpx.reports.report import sections_of
 

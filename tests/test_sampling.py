@@ -15,10 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dpx
-from dpx import keys, scalars
+from dpx import keys
 from dpx.accounting.ledger import from_event
 from dpx.sampling import CyclicPoissonSampling, RandomAllocation, allocation, draws, poisson
 from dpx.sampling.events import RandomAllocationDpEvent
+from dpx.schedules import scalars
 from tests.devices import on_eight_devices
 
 KEY = jax.random.key(5)

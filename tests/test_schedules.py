@@ -12,7 +12,7 @@ import dpx
 from dpx import schedules
 from dpx.accounting import schedule_epsilon
 from dpx.papers.dynamic_dp_sgd import claims
-from dpx.scalars import at, over
+from dpx.schedules.scalars import at, over
 from dpx.validation import require_whole
 
 SAMPLING = dpx.PoissonSampling(examples=1000, batch_size=10)

@@ -14,7 +14,7 @@ import pytest
 
 import dpx
 from benchmarks import sum_rounding
-from dpx.checking import plan
+from dpx.audit.setup import plan
 from dpx.mechanisms.dp_sgd import tree_norm
 from dpx.papers.d2p2_sgd.clip_then_project import _projected
 from dpx.sums import total as bounds

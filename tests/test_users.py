@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import dpx
-from dpx.checking import plan
+from dpx.audit.setup import plan
 from dpx.sampling import records_to_keep
 from dpx.states.record import unit_mark
 from tests.problems import KEY, dp_sgd, poisson

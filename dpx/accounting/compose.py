@@ -17,9 +17,9 @@ from dpx.accounting.bill import batches_of, billed_steps, event_of, normals_for,
 from dpx.accounting.checks import Accountant, Relation
 from dpx.accounting.events import billed
 from dpx.accounting.profiles import Profile
-from dpx.identity import fingerprint, identity_of
 from dpx.keys.noise import LARGEST_RELEASE
-from dpx.scalars import over
+from dpx.schedules.scalars import over
+from dpx.states.identity import fingerprint, identity_of
 from dpx.states.record import SEVERAL_KEYS
 from dpx.trees import described
 from dpx.validation import require_bool, require_whole

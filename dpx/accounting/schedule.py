@@ -23,7 +23,7 @@ from dpx.keys.noise import LARGEST_RELEASE
 from dpx.sampling.events import composition
 from dpx.sampling.poisson import PoissonSampling
 from dpx.sampling.schemes import FixedSizeSampling, FullBatch, Sampling, ShuffledEpochs
-from dpx.scalars import over
+from dpx.schedules.scalars import over
 from dpx.trees import described
 from dpx.validation import require_number, require_whole
 

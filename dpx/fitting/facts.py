@@ -16,10 +16,10 @@ from dpx import keys
 from dpx.fitting import processes
 from dpx.fitting.settings import RunPlan
 from dpx.fitting.step import Carry
-from dpx.identity import fingerprint
 from dpx.mechanism import Mechanism
 from dpx.reports.report import version_of
 from dpx.sampling.rows import rows_of
+from dpx.states.identity import fingerprint
 from dpx.states.record import ReleaseState
 from dpx.xla.jaxprs import constants, identity_of_program
 from dpx.xla.place import here, traced_for

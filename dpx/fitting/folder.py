@@ -39,7 +39,6 @@ from filelock import FileLock
 
 from dpx.accounting.ledger import from_event
 from dpx.accounting.loss import event_of
-from dpx.files import keep_names, lock_of, make_folder, read, write
 from dpx.fitting import processes
 from dpx.fitting.facts import (
     KERNELS,
@@ -54,8 +53,9 @@ from dpx.fitting.facts import (
 )
 from dpx.fitting.settings import RunPlan
 from dpx.fitting.step import Carry
-from dpx.identity import fingerprint
-from dpx.scalars import over
+from dpx.ledgers.files import keep_names, lock_of, make_folder, read, write
+from dpx.schedules.scalars import over
+from dpx.states.identity import fingerprint
 from dpx.states.record import ReleaseState, planned
 from dpx.trees import Tree, map_states, path_of
 from dpx.xla.place import here

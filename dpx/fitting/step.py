@@ -14,7 +14,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dpx import keys
-from dpx.checking.before_run import warn_of_loss
+from dpx.audit.setup.before_run import warn_of_loss
 from dpx.gradients import Unreleased, private_updates, private_updates_in_chunks
 from dpx.gradients.sums import looking
 from dpx.mechanism import Mechanism

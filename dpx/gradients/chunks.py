@@ -16,9 +16,9 @@ from dpx.gradients.private_updates import Unreleased, along_examples, call_with_
 from dpx.gradients.rows import rows_of
 from dpx.gradients.sums import Norms, RowSum, sum_gradients
 from dpx.guards import require_params
-from dpx.identity import fingerprint
 from dpx.mechanism import Mechanism
 from dpx.sampling.batch import Batch, inclusion, require_batch
+from dpx.states.identity import fingerprint
 from dpx.states.record import Drawn, ReleaseState
 from dpx.sums.total import FloatPair, plus, with_low
 from dpx.trees import Tree, batch_size, find_state, outlined

@@ -24,8 +24,8 @@ from dpx.accounting.ledger import from_event
 from dpx.accounting.loss import event_of, hashable
 from dpx.accounting.profiles import Profile
 from dpx.accounting.words import owner_of
-from dpx.files import write
 from dpx.keys.noise import LARGEST_RELEASE
+from dpx.ledgers.files import write
 from dpx.ledgers.lines import Entry, decoded, encoded, entries_of
 from dpx.ledgers.page import sections_of
 from dpx.reports.pages import as_markdown, as_text

@@ -21,9 +21,9 @@ import optax
 from dpx.accounting.budget import accepts_budget
 from dpx.mechanism import Mechanism, Tree
 from dpx.mechanisms.dp_sgd import SMALLEST_CLIP_NORM, dp_sgd, tree_norm
+from dpx.mechanisms.stages import SUM, describe
 from dpx.sampling.schemes import Sampling
-from dpx.scalars import ScalarOrSchedule, at, over
-from dpx.stages import SUM, describe
+from dpx.schedules.scalars import ScalarOrSchedule, at, over
 from dpx.sums.total import as_pair
 from dpx.validation import require_number, require_open_fraction
 

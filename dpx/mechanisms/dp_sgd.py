@@ -18,9 +18,9 @@ import optax
 from dpx import keys
 from dpx.accounting.budget import accepts_budget
 from dpx.mechanism import Mechanism, Tree
+from dpx.mechanisms.stages import SUM, describe, describe_groups
 from dpx.sampling.schemes import Sampling
-from dpx.scalars import ScalarOrSchedule, at, over, require_scalar_or_schedule
-from dpx.stages import SUM, describe, describe_groups
+from dpx.schedules.scalars import ScalarOrSchedule, at, over, require_scalar_or_schedule
 from dpx.states.record import ReleaseState
 from dpx.sums import norms
 from dpx.sums.total import ETA

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from dpx.mechanism import Mechanism
-from dpx.stages import around_sum
+from dpx.mechanisms.stages import around_sum
 from dpx.validation import require_number
 
 

@@ -15,12 +15,12 @@ import optax
 from jax import lax
 
 from dpx.accounting.budget import accepts_budget
-from dpx.masks import count, largest, least_of_largest, masked
 from dpx.mechanism import Coordinates, Mechanism, Tree, in_coordinates
 from dpx.mechanisms.dp_sgd import dp_sgd
+from dpx.mechanisms.masks import count, largest, least_of_largest, masked
+from dpx.mechanisms.stages import describe_share
 from dpx.sampling.schemes import Sampling
-from dpx.scalars import ScalarOrSchedule, at, over, require_fraction, require_scalar_or_schedule
-from dpx.stages import describe_share
+from dpx.schedules.scalars import ScalarOrSchedule, at, over, require_fraction, require_scalar_or_schedule
 from dpx.trees import find_state
 from dpx.validation import require_number, require_whole
 

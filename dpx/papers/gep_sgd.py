@@ -10,10 +10,10 @@ from dpx import keys
 from dpx.accounting.budget import accepts_budget
 from dpx.mechanism import Coordinates, Mechanism, in_coordinates
 from dpx.mechanisms.dp_sgd import dp_sgd
+from dpx.mechanisms.stages import SUM, describe
 from dpx.papers.random_freeze import random_freeze
 from dpx.sampling.schemes import Sampling
-from dpx.scalars import ScalarOrSchedule
-from dpx.stages import SUM, describe
+from dpx.schedules.scalars import ScalarOrSchedule
 from dpx.trees import Tree, batch_size, split
 from dpx.validation import require_number, require_open_fraction, require_whole
 

@@ -13,12 +13,12 @@ from jax.flatten_util import ravel_pytree
 
 from dpx import keys
 from dpx.accounting.budget import accepts_budget
-from dpx.masks import complement, count, largest, masked, random_mask
 from dpx.mechanism import Coordinates, Mechanism, Tree, in_coordinates
 from dpx.mechanisms.dp_sgd import dp_sgd
+from dpx.mechanisms.masks import complement, count, largest, masked, random_mask
+from dpx.mechanisms.stages import describe_period, describe_share
 from dpx.sampling.schemes import Sampling
-from dpx.scalars import ScalarOrSchedule, require_fraction
-from dpx.stages import describe_period, describe_share
+from dpx.schedules.scalars import ScalarOrSchedule, require_fraction
 from dpx.trees import find_state, split
 from dpx.validation import require_whole
 

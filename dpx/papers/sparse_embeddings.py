@@ -32,7 +32,7 @@ from dpx.mechanism import Coordinates, InCoordinatesState, Mechanism, Tree, in_c
 from dpx.mechanisms.dp_sgd import dp_sgd
 from dpx.sampling.batch import Batch, inclusion, require_batch
 from dpx.sampling.schemes import Sampling
-from dpx.scalars import ScalarOrSchedule
+from dpx.schedules.scalars import ScalarOrSchedule
 from dpx.sums.total import FloatPair
 from dpx.trees import batch_size, described, path_of
 from dpx.validation import require_function, require_number, require_open_fraction, require_whole

@@ -12,7 +12,6 @@ import numpy as np
 from dp_accounting import DpEvent
 
 from dpx import keys
-from dpx.identity import by_fields
 from dpx.sampling import loading
 from dpx.sampling.batch import Batch
 from dpx.sampling.draws import (
@@ -27,6 +26,7 @@ from dpx.sampling.draws import (
     widen,
 )
 from dpx.sampling.rows import rows_of, unit_of
+from dpx.states.identity import by_fields
 from dpx.states.reading import next_steps
 from dpx.trees import Tree
 from dpx.validation import require_number, require_whole

@@ -13,10 +13,10 @@ import numpy as np
 import scipy.special
 
 from dpx import keys
-from dpx.identity import fingerprint
 from dpx.keys import cipher
 from dpx.sampling.batch import Batch
 from dpx.sampling.rows import zeros_excluded
+from dpx.states.identity import fingerprint
 from dpx.states.record import Drawn, unit_mark
 from dpx.trees import Tree, batch_size, described, outlined
 from dpx.validation import require_whole

@@ -13,7 +13,6 @@ from dp_accounting import DpEvent, GaussianDpEvent, PoissonSampledDpEvent
 from dp_accounting.dp_event import TruncatedSubsampledGaussianDpEvent
 
 from dpx import keys
-from dpx.identity import by_fields
 from dpx.sampling import weights as by_weight
 from dpx.sampling.base import VaryingSize
 from dpx.sampling.draws import (
@@ -29,6 +28,7 @@ from dpx.sampling.draws import (
 )
 from dpx.sampling.events import composed
 from dpx.sampling.weights import PublicWeights
+from dpx.states.identity import by_fields
 from dpx.trees import described
 from dpx.validation import require_number, require_whole
 

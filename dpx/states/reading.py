@@ -9,7 +9,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from dpx.identity import fingerprint
+from dpx.states.identity import fingerprint
 from dpx.states.record import LARGEST_PRECISION, LARGEST_WEIGHT, REASONS, ReleaseState, noise_order
 from dpx.trees import Tree
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from dp_accounting import DpEvent
 
-from dpx.identity import fingerprint
 from dpx.keys.noise import counting, numbers_of
+from dpx.states.identity import fingerprint
 from dpx.trees import Tree, described, map_states
 from dpx.xla.place import here
 

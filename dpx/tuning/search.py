@@ -17,15 +17,15 @@ from dpx.accounting.arithmetic import normals_of
 from dpx.accounting.best_of import Distribution, Selection
 from dpx.accounting.budget import Budget
 from dpx.accounting.selection import SHAPES, draw_count
-from dpx.files import lock_of, make_folder, read, write
 from dpx.fitting import processes
 from dpx.fitting.facts import bytes_of
 from dpx.fitting.folder import SENSITIVE
-from dpx.identity import fingerprint
 from dpx.keys.noise import LARGEST_RELEASE
 from dpx.ledgers import PrivacyLedger
+from dpx.ledgers.files import lock_of, make_folder, read, write
 from dpx.mechanism import Mechanism
 from dpx.reports.report import PrivacyReport, privacy_report
+from dpx.states.identity import fingerprint
 from dpx.states.reading import steps_taken
 from dpx.trees import Tree, outlined, path_of
 from dpx.tuning.plan import ScoreOn, SearchPlan, SearchSettings, Trial

@@ -26,12 +26,12 @@ from dpx.accounting.ledger import from_event
 from dpx.audit.contract.draws import chi_square_over_freedom
 from dpx.audit.contract.report import Broken, NotChecked
 from dpx.audit.contract.trial import Trial, own_event
-from dpx.identity import identity_of
 from dpx.sampling.base import Sampling
 from dpx.sampling.cyclic import CyclicPoissonSampling
 from dpx.sampling.draws import Draw
 from dpx.sampling.events import RandomAllocationDpEvent
 from dpx.sampling.schemes import FixedOrder, FullBatch, ShuffledEpochs
+from dpx.states.identity import identity_of
 from dpx.states.reading import release_state
 
 BILLED = (0, 1, 2, 5, 12, 100, 1_001, 10_007, 50_021)  # numbers of steps

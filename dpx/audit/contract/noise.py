@@ -33,7 +33,7 @@ from dpx.audit.contract.subject import AT_STEPS, SMALL, STEPS, Release
 from dpx.audit.contract.trial import Trial
 from dpx.audit.stand_ins import drawing, without_grid
 from dpx.mechanism import Mechanism
-from dpx.scalars import at
+from dpx.schedules.scalars import at
 from dpx.sums.rows import sum_contributions
 from dpx.trees import Tree, split
 

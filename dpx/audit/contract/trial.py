@@ -13,7 +13,7 @@ from dpx.audit.contract.draws import FULLY, Draws, measured, seen_soon
 from dpx.audit.contract.report import NotChecked
 from dpx.audit.contract.subject import STEPS, Release, Subject, Traced
 from dpx.sampling.base import Sampling
-from dpx.scalars import over
+from dpx.schedules.scalars import over
 from dpx.trees import Tree
 
 MULTIPLIERS = 2**20  # steps whose noise multipliers are read

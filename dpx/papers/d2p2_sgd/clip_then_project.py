@@ -21,9 +21,9 @@ import optax
 from dpx import keys
 from dpx.accounting.ledger import from_event
 from dpx.mechanism import Mechanism, Tree
+from dpx.mechanisms.stages import around_sum
 from dpx.papers.d2p2_sgd.projected import projected
 from dpx.papers.d2p2_sgd.projections import ProjectionKind, ProjectionState, projection
-from dpx.stages import around_sum
 from dpx.sums import doubles
 from dpx.sums.total import FloatPair, as_pair
 from dpx.trees import described

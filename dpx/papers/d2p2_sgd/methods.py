@@ -16,7 +16,7 @@ from dpx.mechanisms.normalized import normalized
 from dpx.papers.d2p2_sgd.clip_then_project import clip_then_project
 from dpx.papers.d2p2_sgd.projections import ProjectionKind, random_projection
 from dpx.sampling.schemes import Sampling
-from dpx.scalars import ScalarOrSchedule
+from dpx.schedules.scalars import ScalarOrSchedule
 from dpx.trees import described
 from dpx.validation import require_number, require_whole
 

@@ -14,9 +14,9 @@ import numpy as np
 from scipy.linalg import hadamard
 
 from dpx import keys
-from dpx.masks import largest
 from dpx.mechanism import Coordinates, Tree
-from dpx.stages import describe_groups
+from dpx.mechanisms.masks import largest
+from dpx.mechanisms.stages import describe_groups
 from dpx.trees import described
 from dpx.validation import require_whole
 

@@ -17,10 +17,10 @@ from dpx import keys
 from dpx.accounting.budget import accepts_budget
 from dpx.mechanism import Mechanism, Tree
 from dpx.mechanisms.dp_sgd import LARGEST_CLIP_NORM, SMALLEST_CLIP_NORM, require_noise, tree_norm
+from dpx.mechanisms.stages import SUM, describe_period
 from dpx.papers.dice_sgd.event import SAMPLINGS, ErrorFeedbackDpEvent
 from dpx.papers.dice_sgd.rounding import ERROR
 from dpx.sampling.schemes import Sampling
-from dpx.stages import SUM, describe_period
 from dpx.states.record import ReleaseState
 from dpx.sums import doubles
 from dpx.sums.total import ETA, FloatPair, as_pair

@@ -6,7 +6,7 @@ function, so the noise that is paid for is the noise that is added.
 
 import jax.numpy as jnp
 
-from dpx.scalars import Schedule
+from dpx.schedules.scalars import Schedule
 from dpx.validation import require_number, require_whole
 
 

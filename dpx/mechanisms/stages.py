@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from dpx.scalars import ScalarOrSchedule, over
+from dpx.schedules.scalars import ScalarOrSchedule, over
 from dpx.trees import Tree, path_of
 
 SUM = "sum over the batch"

@@ -15,12 +15,12 @@ from dpx.accounting.checks import require_relation
 from dpx.accounting.events import billed
 from dpx.accounting.ledger import without_truncation
 from dpx.accounting.words import upper, whose
-from dpx.checking.report import Finding
-from dpx.identity import fingerprint
+from dpx.audit.setup.report import Finding
 from dpx.mechanism import Mechanism
 from dpx.sampling.base import Sampling
 from dpx.sampling.batch import Batch, inclusion
 from dpx.sampling.rows import length_of
+from dpx.states.identity import fingerprint
 from dpx.sums.total import ETA
 from dpx.trees import Tree, batch_size
 

@@ -16,13 +16,13 @@ import numpy as np
 import optax
 from jax.extend import core
 
-from dpx.checking.program import is_low_precision
-from dpx.checking.report import Finding
+from dpx.audit.setup.program import is_low_precision
+from dpx.audit.setup.report import Finding
 from dpx.gradients import private_updates
 from dpx.gradients.rows import value_and_gradient
 from dpx.mechanism import Mechanism
 from dpx.sampling.batch import Batch
-from dpx.scalars import over
+from dpx.schedules.scalars import over
 from dpx.sums.microbatches import sum_over_microbatches
 from dpx.sums.rows import LARGEST, in_range, sum_contributions
 from dpx.sums.total import as_pair

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from dpx.scalars import ScalarOrSchedule, at
+from dpx.schedules.scalars import ScalarOrSchedule, at
 from dpx.trees import Tree
 
 # Added to a share before its product with d is rounded down, because 0.29 * 100 is 28.999... in floating point. Each

@@ -9,7 +9,7 @@ import jax.core
 import jax.numpy as jnp
 from jax.extend import core
 
-from dpx.checking.report import Finding
+from dpx.audit.setup.report import Finding
 from dpx.gradients.rows import INSTEAD, LARGE_CONSTANTS
 from dpx.trees import Tree, path_of, some
 from dpx.xla import jaxprs

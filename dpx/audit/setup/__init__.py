@@ -7,7 +7,7 @@ measured    losses, gradients and clipping on one batch (not private); time, mem
 before_run  all of it in one call
 """
 
-from dpx.checking.before_run import check_setup
-from dpx.checking.report import Finding, Report
+from dpx.audit.setup.before_run import check_setup
+from dpx.audit.setup.report import Finding, Report
 
 __all__ = ["Finding", "Report", "check_setup"]
