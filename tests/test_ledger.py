@@ -39,7 +39,6 @@ from dpx.accounting.pld.losses import SampledGaussian
 from dpx.accounting.words import upper
 from dpx.ledgers import files
 from dpx.ledgers.lines import decoded, encoded
-from examples import one_budget
 from tests import kills
 from tests.mechanisms import MECHANISMS
 from tests.problems import normal, run_page, squared_distance
@@ -274,6 +273,13 @@ def test_a_run_that_ends_early_costs_what_it_made(rich, tmp_path):
     assert run.steps == entry.steps == 5 and run.epsilon > 1.1 * rich.epsilon
     made = billed(of_run(5), relation="zero_out").epsilon(1e-5)
     assert made < rich.epsilon < billed(of_run(12), relation="zero_out").epsilon(1e-5) < rich.odometer
+    said = " ".join(run.report.caveats)
+    assert (
+        f"entry 1 of the ledger ledger.jsonl, which adds up all releases of the data: epsilon {upper(rich.epsilon, 4)}"
+        in said
+    )
+    assert "The ledger gave back what the steps after step 5 would have cost; the epsilon of this report" in said
+    assert run.report.spent == run.epsilon
     text = rich.path.read_text()
     again = trained(rich, folder=tmp_path / "run")
     unpaid = trained(None, folder=tmp_path / "run")
@@ -539,9 +545,3 @@ def test_the_page_runs_as_it_stands(promoting, capsys):
     assert [entry.words for entry in ledger.entries] == ["mean", "first run", "second run"]
     assert ledger.entries[1].steps == 20
     assert "first run" in capsys.readouterr().out
-
-
-@pytest.mark.long
-def test_one_budget_pays_for_the_example(promoting, capsys):
-    one_budget.main(["--people", "300", "--steps", "6", "--every", "2"])
-    assert "counted as a Gaussian" in capsys.readouterr().out

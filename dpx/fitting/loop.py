@@ -102,8 +102,9 @@ def fit(
         made. Otherwise, it costs all planned ones. None is the budget's, and False without one.
     ledger: a `dpx.PrivacyLedger`, which the run pays for all planned steps before the first one; one that continues in
         its folder pays once. If a callback ends the run, it gets back what the other steps would have cost, and has
-        ended for good. The epsilon of the result is of the run alone, and covers the plan. words: what the ledger calls
-        the run, in one line. part: the name of the part of a public partition that `data` are.
+        ended for good. The epsilon of the result is of the run alone, and covers the plan; `ledger.epsilon` is of all
+        releases of the data, less what was given back, and the report names both. words: what the ledger calls the
+        run, in one line. part: the name of the part of a public partition that `data` are.
 
     What is measured:
     evaluate: (params) -> number or dict of numbers, from PUBLIC data only: epsilon does not cover what it reads.
@@ -190,7 +191,9 @@ def fit(
     caveats = [*report.caveats, *([SKIPPED.format(result.skipped)] if result.skipped else [])]
     seen = () if evaluate_private is None else (VALIDATED,)
     unwatched = () if evaluate is not None or callbacks or seen else (UNWATCHED,)  # of the arguments, never of the data
-    return result._replace(report=dataclasses.replace(report, caveats=(*caveats, *seen, *unwatched)))
+    return result._replace(
+        report=dataclasses.replace(report, caveats=(*caveats, *payment.caveats(), *seen, *unwatched))
+    )
 
 
 def _train(

@@ -6,11 +6,22 @@ from typing import Any
 from dp_accounting import DpEvent
 
 from dpx.accounting.bill import billed_steps, event_of, numbers_of
+from dpx.accounting.filters import NOTHING
+from dpx.accounting.words import upper
 from dpx.fitting import processes
 from dpx.fitting.settings import RunPlan
 from dpx.fitting.step import Carry
 from dpx.ledgers import PrivacyLedger
 from dpx.trees import described
+
+_PAID = (
+    "This run is entry {number} of the ledger {name}, which adds up all releases of the data: epsilon {epsilon} at "
+    "delta {delta} when the run ended."
+)
+_RETURNED = (
+    "The ledger gave back what the steps after step {steps} would have cost; the epsilon of this report is of the run "
+    "alone, and contains them."
+)
 
 
 @dataclass
@@ -60,3 +71,13 @@ class Payment:
 
     def _end(self, ledger: Any, made: int):
         ledger.end(ledger.entries[self.number], self._event(made), steps=made)
+
+    def caveats(self) -> tuple[str, ...]:
+        """Where the run stands in the ledger, for its report; nothing without one. In every process."""
+        return () if self.ledger is None else tuple(processes.of_first(lambda: self._caveats(self.ledger)))
+
+    def _caveats(self, ledger: Any) -> list[str]:
+        entry, terms = ledger.entries[self.number], ledger.terms
+        numbers = {"epsilon": upper(ledger.epsilon, 4), "delta": upper(terms.delta, 6)}
+        paid = _PAID.format(number=entry.number, name=ledger.path.name, **numbers)
+        return [paid, *([_RETURNED.format(steps=entry.steps)] if entry.credit != NOTHING else [])]
