@@ -10,8 +10,9 @@ write, and the seconds to compile. For a TPU it has the cycles that the compiler
 its products, weighed by the peak rate of the unit that computes them. Loops count once a turn. Nothing runs, so no
 number is a time. Every program is compiled in a process of its own, because a compiler may end it.
 
-Peak rates are those of the makers' data sheets, dense. The facts of a GPU are what XLA asks the driver for. Writes
-benchmarks/results/accelerators.md.
+Peak rates are those of the makers' data sheets, dense. The facts of a GPU are what XLA asks the driver for. Figures are
+kept in benchmarks/results/accelerators.jsonl, so a command replaces the lines of its own models; all lines together
+are benchmarks/results/accelerators.md.
 """
 
 import argparse
@@ -22,6 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import programs, report, sharded
@@ -31,8 +33,10 @@ ROWS, SHARDED_ROWS = (PLAIN, BY_HAND, PRIVATE, OTHER_NOISE), (PLAIN, PRIVATE)
 MODELS = {"mlp": 256, "adadpigu_cnn": 256, "resnet20": 64, "transformer": 64, "vit_small": 16}
 LAYERS = {f"a layer of GPT-2, 16 of {length}": (1, 768, 12, 64, length, 16) for length in (512, 128)}
 SCANS = {"gpt of 4 layers": (4, 256, 4, 5000, 64, 8), "gpt2_small": (12, 768, 12, 50_257, 512, 8)}
+LORA = "GPT-2 small, scanned, LoRA"
 SHARDED = {name + ", on 8 chips": name for name in ("GPT-2, 2 layers", "GPT-2 small", "Llama 1B", "Llama 1B, LoRA")}
 FORMS = {"": "own arrays", ", scanned": "scan", ", scanned, rematerialised": "scan with remat"}
+KEPT = Path(__file__).parent / "results" / "accelerators.jsonl"
 TPU = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
@@ -87,22 +91,26 @@ DEVICES = {
 
 
 def models() -> list[str]:
-    return [*MODELS, *LAYERS, *(name + more for name in SCANS for more in FORMS), *SHARDED]
+    return [*MODELS, *LAYERS, *(name + more for name in SCANS for more in FORMS), LORA, *SHARDED]
 
 
-def problem(model: str) -> tuple[Any, Callable, Any]:
-    """The parameters, the loss of one example, and a batch, whose numbers do not matter."""
+def problem(model: str) -> tuple[Any, Callable, Any, Callable[[str], bool]]:
+    """The parameters, the loss of one example, and a batch, whose numbers do not matter, and what is trained."""
     if model in MODELS:
         from benchmarks import models
 
         made = models.PROBLEMS[model]()
-        return made.params, made.loss, made.batch(MODELS[model])
+        return made.params, made.loss, made.batch(MODELS[model]), lambda path: True
+    if model == LORA:
+        of = sharded.decoder("gpt2", layers=12, lora_rank=8, **sharded.GPT2 | {"batch": 8})
+        assert of.trained is not None
+        return of.params, of.loss, of.batch, of.trained
     from benchmarks import scans
 
     if model in LAYERS:
-        return scans.build(scans.Shape(*LAYERS[model]), "own arrays")
+        return *scans.build(scans.Shape(*LAYERS[model]), "own arrays"), lambda path: True
     name, *_ = model.split(",")
-    return scans.build(scans.Shape(*SCANS[name]), FORMS[model.removeprefix(name)])
+    return *scans.build(scans.Shape(*SCANS[name]), FORMS[model.removeprefix(name)]), lambda path: True
 
 
 def step(model: str, row: str, platform: str) -> tuple[Callable, tuple]:
@@ -112,15 +120,22 @@ def step(model: str, row: str, platform: str) -> tuple[Callable, tuple]:
     import optax
 
     import dpx
+    from dpx.trees import path_of
 
-    params, loss, batch = problem(model)
-    size = len(jax.tree.leaves(batch)[0])
+    params, loss, batch, trained = problem(model)
+    size = jax.tree.leaves(batch)[0].shape[0]
+
+    def held(path, x):
+        return x if trained(path_of(path)) else jax.lax.stop_gradient(x)
+
+    def of_trained(params, row):
+        return loss(jax.tree_util.tree_map_with_path(held, params), row)
 
     def not_private(params, batch):
-        return jax.grad(lambda p: jax.vmap(loss, (None, 0))(p, batch).mean())(params)
+        return jax.grad(lambda p: jax.vmap(of_trained, (None, 0))(p, batch).mean())(params)
 
     def by_hand(params, batch):
-        grads = jax.vmap(jax.grad(loss), (None, 0))(params, batch)
+        grads = jax.vmap(jax.grad(of_trained), (None, 0))(params, batch)
         factors = jnp.minimum(1, 1 / jax.vmap(optax.tree.norm)(grads)) / size
         noise = optax.tree.random_like(jax.random.key(0), params, jax.random.normal)
         return jax.tree.map(lambda g, n: jnp.tensordot(factors, g, 1) + n / size, grads, noise)
@@ -129,7 +144,9 @@ def step(model: str, row: str, platform: str) -> tuple[Callable, tuple]:
         return (not_private if row == PLAIN else by_hand), (params, batch)
     sampling = dpx.PoissonSampling(examples=50_000, batch_size=size)
     mechanism = dpx.dp_sgd(clip_norm=1.0, noise_multiplier=1.0, sampling=sampling, key=jax.random.key(2))
-    state = mechanism.init(params)
+    if model == LORA:
+        mechanism = dpx.in_coordinates(mechanism, dpx.coordinates.trainable(mask=trained))
+    state = jax.eval_shape(mechanism.init, params)
     if row == OTHER_NOISE:
         mechanism = mechanism.replace(
             release=lambda sums, state, params: (jax.tree.map(lambda s: s / size, sums[0].high), state)
@@ -241,6 +258,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--for", dest="devices", action="append", choices=DEVICES, help="a device; several times")
     parser.add_argument("--model", dest="models", action="append", choices=models(), help="a model; several times")
+    parser.add_argument("--row", dest="rows", action="append", choices=ROWS, help="a row; several times")
     parser.add_argument(
         "--one", nargs=3, metavar=("DEVICE", "MODEL", "ROW"), help="print one program's figures as JSON"
     )
@@ -248,21 +266,42 @@ def main() -> None:
     if options.one:
         print(json.dumps(measured(*options.one)))
         return
-    tables, failures = {}, []
-    for device in options.devices or ["v5e", "v6e", "v5p", "a100", "h100", "b200"]:
-        results: dict[str, dict[str, Any]] = {}
+    for device in options.devices or [*DEVICES]:
         for model in options.models or models():
             if (model in SHARDED) != (device == "v5p"):
                 continue
-            rows = results[model] = {}
-            for row in SHARDED_ROWS if model in SHARDED else ROWS:
-                rows[row] = in_its_process(device, model, row)
-                print(device, model, row, rows[row], file=sys.stderr, flush=True)
-                if "failure" in rows[row]:
-                    failures.append(f"{device}, {model}, {row}: `{rows[row]['failure']}`")
-        tables[f"{device}; in parentheses, divided by the step without privacy"] = table(device, results)
+            for row in SHARDED_ROWS if model in SHARDED else options.rows or ROWS:
+                found = in_its_process(device, model, row)
+                print(device, model, row, found, file=sys.stderr, flush=True)
+                write(keep(device, model, row, found))
+
+
+def keep(device: str, model: str, row: str, found: dict[str, Any]) -> dict[tuple[str, str, str], dict[str, Any]]:
+    """All figures that are kept, by device, model and row, with those of this program."""
+    lines = KEPT.read_text().splitlines() if KEPT.exists() else []
+    kept = {tuple(one.pop("of")): one for one in map(json.loads, lines)} | {(device, model, row): found}
+    KEPT.write_text("".join(json.dumps({"of": of} | one) + "\n" for of, one in kept.items()))
+    return kept
+
+
+def write(kept: dict[tuple[str, str, str], dict[str, Any]]) -> None:
+    """The page with a table for each device."""
+    tables, failures = {}, []
+    for device in DEVICES:
+        found = {
+            model: {row: kept[device, model, row] for row in ROWS if (device, model, row) in kept} for model in models()
+        }
+        found = {model: rows for model, rows in found.items() if PLAIN in rows}
+        if found:
+            tables[f"{device}; in parentheses, divided by the step without privacy"] = table(device, found)
+        failures += [
+            f"{device}, {model}, {row}: `{one['failure']}`"
+            for model, rows in found.items()
+            for row, one in rows.items()
+            if "failure" in one
+        ]
     head = report.heading("benchmarks.accelerators", ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "flax", "optax"))
-    print(report.write("accelerators", head, tables, notes=failures))
+    report.write("accelerators", head, tables, notes=failures)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,6 @@
-"""What the compiled programs of other devices say, read from their text; and a step for a TPU, if its compiler is here."""
+"""What the compiled programs of other devices say, read from their text; and steps for them, if their compilers are here."""
 
 # ruff: noqa: E501
-
-import importlib.util
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +12,7 @@ from benchmarks import accelerators, on_a_gpu, programs
 from dpx.xla.jaxprs import equations
 from dpx.xla.place import traced_for
 from tests import mechanisms
+from tests.test_export import callbacks, precisions
 
 # Lines of programs for a TPU and for a GPU: a loop of five turns each.
 TPU = """
@@ -68,15 +67,23 @@ def test_products_have_their_algorithm_and_its_rate():
     assert accelerators.rate_of(rates, "BF16_BF16_F32_X3") == 330e12
 
 
+COMPILERS = {"v5e": "libtpu", "h100": "jax_cuda12_plugin"}  # the packages that they come in
+
+
 @pytest.mark.long
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the TPU's compiler: pip install libtpu")
-def test_a_private_step_compiles_for_a_tpu():
-    found = accelerators.in_its_process("v5e", "mlp", accelerators.PRIVATE)
+@pytest.mark.parametrize("model", ["mlp", "adadpigu_cnn", "gpt of 4 layers, scanned"])
+@pytest.mark.parametrize("device", COMPILERS)
+def test_a_private_step_compiles_for_a_device_that_is_not_here(device, model):
+    """No product of the compiled step is of plain float32, also none of its norms and sums."""
+    pytest.importorskip(COMPILERS[device])
+    found = accelerators.in_its_process(device, model, accelerators.PRIVATE)
     assert "failure" not in found, found
-    assert found["MiB"] < 0.05 * 1_796_010 * 4 / 2**20 + 1
+    assert sum(found["flops"].values()) > 1e8 and not {"f32 HIGHEST", "F32_F32_F32"} & {*found["flops"]}
+    assert model != "mlp" or device == "h100" or found["MiB"] < 0.05 * 1_796_010 * 4 / 2**20 + 1
 
 
 WIDE = {"float64", "int64", "uint64", "complex128"}
+PROJECTS = {"gaussian projection", "clip, then project", "d2p2_sgd", "dp2_sgd", "gep_sgd"}  # by matrices of float32
 NEEDS_FLOAT64 = {"dice_sgd", "band_mf_sgd", "lambda_cgd", "clip, then project"}
 
 
@@ -85,7 +92,7 @@ def types(jaxpr: core.Jaxpr) -> set[str]:
     return {str(v.aval.dtype) for equation in equations(jaxpr) for v in (*equation.invars, *equation.outvars)}
 
 
-def traced(mechanism: dpx.Mechanism, platform: str) -> core.Jaxpr:
+def traced(mechanism: dpx.Mechanism, platform: str) -> jax.stages.Traced:
     """A step on sums of eight examples."""
     grads = jax.tree.map(lambda p: jnp.ones((8, *p.shape)), mechanisms.PARAMS)
 
@@ -93,25 +100,27 @@ def traced(mechanism: dpx.Mechanism, platform: str) -> core.Jaxpr:
         return mechanism.update(grads, state, mechanisms.PARAMS, included=included)
 
     with traced_for(platform=platform, devices=1):
-        return jax.make_jaxpr(step)(grads, mechanism.init(mechanisms.PARAMS), jnp.ones(8, bool)).jaxpr
+        state = jax.eval_shape(mechanism.init, mechanisms.PARAMS)
+        return jax.jit(step).trace(grads, state, jax.ShapeDtypeStruct((8,), bool))
 
 
 @pytest.mark.parametrize("case", mechanisms.ALL)
-def test_a_step_for_a_tpu_has_no_float64_or_its_state_is_refused(case):
-    if (case.like or case.name) in NEEDS_FLOAT64:
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+@pytest.mark.long_cases("cuda-")  # tests/test_export.py has the steps of all methods
+def test_a_step_lowers_for_accelerators_or_its_state_is_refused(case, platform):
+    name = case.like or case.name
+    if platform == "tpu" and name in NEEDS_FLOAT64:
         with (
             traced_for(platform="tpu"),
             pytest.raises(ValueError, match="must be computed in IEEE's float64, which a TPU lacks"),
         ):
             case.mechanism.init(mechanisms.PARAMS)
-    else:
-        assert not types(traced(case.mechanism, "tpu")) & WIDE
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("case", mechanisms.ALL)
-def test_a_step_is_traced_for_a_gpu(case):
-    assert "float32" in types(traced(case.mechanism, "gpu"))
+        return
+    step = traced(case.mechanism, platform)
+    program = step.lower(lowering_platforms=(platform,)).as_text()
+    assert platform == "cuda" or not types(step.jaxpr.jaxpr) & WIDE
+    assert not callbacks(program)
+    assert precisions(program) <= ({"HIGHEST"} if name in PROJECTS else set())  # other sums leave products to the loss
 
 
 def test_on_a_gpu_says_in_words_that_there_is_none(monkeypatch):

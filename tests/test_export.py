@@ -1,5 +1,6 @@
 """The step of every method compiles for accelerators on a machine that has none, without callbacks to the host."""
 
+import contextlib
 import re
 from unittest import mock
 
@@ -21,6 +22,7 @@ from tests.test_ghost_zoo import ZOO
 SELECTED = ("random_freeze_sgd", "ranked_freeze_sgd", "ada_dpigu")
 LOOPS = (*SELECTED, "tp_topk_sgd", "zeroth_order_sgd")  # the last takes one direction after another
 PLATFORMS = ("cpu", "cuda")
+PRODUCT = re.compile(r"stablehlo\.(dot_general|dot|convolution)\W")
 OF_THE_LOSS = "high"  # the precision of the loss's own products, by which they are known in the program
 ENTRIES = {entry.name: entry for entry in catalog.METHODS}
 
@@ -57,23 +59,21 @@ def callbacks(program: str) -> set[str]:
 
 def precisions(program: str) -> set[str]:
     """Of all matrix products and convolutions, float32 or not: words, or the operands of a named algorithm."""
-    products = [line for line in program.splitlines() if re.search(r"stablehlo\.(dot_general|dot|convolution)\W", line)]
+    products = [line for line in program.splitlines() if PRODUCT.search(line)]
     words = r"(?<=lhs_precision_type = )\w+|\b(?:DEFAULT|HIGHEST|HIGH)\b(?!.*algorithm)"
     found = [re.findall(words, line) for line in products]
-    assert products and all(found), "a product that says no precision has the default one"
+    assert all(found), "a product that says no precision has the default one"
     return set(sum(found, []))
 
 
 UNITS = {"cuda": "tf32", "tpu": "bf16"}  # what matrix units multiply exactly
 
 
-@pytest.mark.parametrize(
-    ("name", "platform"), [(name, "cuda") for name in ENTRIES] + [("dp_sgd", "tpu"), ("d2p2_sgd", "tpu")]
-)
+@pytest.mark.parametrize(("name", "platform"), [(name, "cuda") for name in ENTRIES] + [("dp_sgd", "tpu")])
 def test_steps_lower_for_accelerators(name, platform):
     program = exported(case_of_method(ENTRIES[name]).mechanism, platform)
     assert not callbacks(program)
-    assert precisions(program) <= {"HIGH", "HIGHEST", UNITS[platform]}  # HIGH are those of the loss
+    assert "HIGH" in precisions(program) <= {"HIGH", "HIGHEST", UNITS[platform]}  # HIGH are those of the loss
     assert name in LOOPS or "stablehlo.while" not in program
 
 
@@ -87,21 +87,58 @@ def test_norms_and_sums_take_the_matrix_units_of_accelerators(name, platform):
     """No product of a norm or a sum is left to the default precision, with which a unit rounds its operands once more,
     and none is of float32 numbers, which would leave the unit. A CPU has one precision only, so the program is read.
     """
+    assert lowered(name, platform) == {"HIGH", UNITS[platform]}
+    assert lowered(name, platform, norms="vmap") == {"HIGH"}
+    of_units = {"bf16"} if platform == "tpu" else set()
+    assert lowered(name, platform, of_the_loss="highest") == {"HIGHEST"} | of_units
+
+
+def lowered(name: str, platform: str, *, norms: str = "ghost", of_the_loss: str = OF_THE_LOSS) -> set[str]:
+    """The `precisions` of a step of a model of the zoo, whose loss asks for this one."""
     loss, params, examples = ZOO[name][0]()
 
     def marked(params, example):
-        with jax.default_matmul_precision(OF_THE_LOSS):
+        with jax.default_matmul_precision(of_the_loss):
             return loss(params, example)
 
     made, batch = mechanism(), dpx.Batch(examples, None)
-    for clipping in ("ghost", "vmap"):
-        step = jax.jit(dpx.private_updates(marked, made, norms=clipping, platform=platform))
-        program = step.trace(params, batch, made.init(params)).lower(lowering_platforms=(platform,)).as_text()
-        assert precisions(program) == {"HIGH"} | ({UNITS[platform]} if clipping == "ghost" else set())
+    # The unit follows the setting around the step: users who ask for exact products in it get exact sums.
+    with jax.default_matmul_precision("highest") if of_the_loss == "highest" else contextlib.nullcontext():
+        step = jax.jit(dpx.private_updates(marked, made, norms=norms, platform=platform))
+        return precisions(step.trace(params, batch, made.init(params)).lower(lowering_platforms=(platform,)).as_text())
+
+
+# The squares of a mask and of a cotangent are long numbers, and rounding them up would raise the norm.
+SCALED = ("kernel_masked", "kernel_that_is_positive")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ZOO)
+def test_no_product_of_a_step_for_a_gpu_is_of_plain_float32(name):
+    assert lowered(name, "cuda") - {"HIGHEST" if name in SCALED else ""} <= {"HIGH", "tf32"}
+
+
+@pytest.mark.parametrize(("platform", "convolutions"), [("cpu", 2), ("cuda", 1), ("rocm", 1)])
+def test_a_gpu_adds_kernels_by_products(platform, convolutions):
+    """cuDNN may compute a convolution by algorithms whose rounding is not bounded, so the loss alone has one there."""
+
+    def loss(params, image):
+        return jnp.sum(jnp.tanh(jax.lax.conv_general_dilated(image[None], params, (1, 1), "VALID")))
+
+    made, rng = mechanism(), np.random.default_rng(0)
+    params, batch = (rng.standard_normal(shape).astype(np.float32) for shape in ((3, 2, 4, 4), (8, 2, 4, 4)))
     with jax.default_matmul_precision("highest"):
         step = jax.jit(dpx.private_updates(loss, made, norms="ghost", platform=platform))
-        program = step.trace(params, batch, made.init(params)).lower(lowering_platforms=(platform,)).as_text()
-    assert precisions(program) == {"HIGHEST"} | ({"bf16"} if platform == "tpu" else set())
+        found = step.trace(params, dpx.Batch(batch, None), made.init(params))
+        program = found.lower(lowering_platforms=(platform,)).as_text()
+        assert len(re.findall(r"stablehlo\.convolution\W", program)) == convolutions
+        sums, expected = (
+            jax.jit(dpx.private_updates(loss, made, norms="ghost", platform=each))(
+                params, dpx.Batch(batch, None), made.init(params)
+            )
+            for each in (platform, "cpu")
+        )
+    np.testing.assert_allclose(sums.updates, expected.updates, rtol=1e-5, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", [*SELECTED, "gaussian", "hadamard", "orthonormal"])

@@ -62,10 +62,14 @@ class Patches(NamedTuple):
         # On several devices, the examples may be sharded. With one tap, the patches are the data.
         if here().devices > 1 or math.prod(self.taps) == 1:
             return self._at_once(data, dy)
-        return lax.platform_dependent(data, dy, cpu=self._one_by_one, default=self._at_once)
+        return lax.platform_dependent(data, dy, cpu=self._one_by_one, default=self._apart)
 
     def _at_once(self, data: jax.Array, dy: jax.Array) -> jax.Array:
         return product(self.matrix(data), self.cotangents(dy))
+
+    def _apart(self, data: jax.Array, dy: jax.Array) -> jax.Array:
+        # The barrier, because XLA finds no tiles on a GPU for a product that makes its patches itself.
+        return product(*lax.optimization_barrier((self.matrix(data), self.cotangents(dy))))
 
     def _one_by_one(self, data: jax.Array, dy: jax.Array) -> jax.Array:
         """`products`, one group of one example after another."""
