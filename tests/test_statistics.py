@@ -17,6 +17,7 @@ import dpx
 from dpx import statistics
 from dpx.accounting import event_delta, event_epsilon
 from dpx.accounting.pure import PureDpEvent, PureLoss
+from dpx.ledgers.ledger import Terms
 from dpx.statistics import noise as noises
 from dpx.statistics import quantiles, released
 from dpx.statistics.noise import Effect, Noise
@@ -417,6 +418,8 @@ def test_other_sums_have_other_noise():
 
 
 class Ledger:
+    terms = Terms(epsilon=1.0, delta=1e-5)
+
     def __init__(self, *, allows=True):
         self.lines, self.allows = [], allows
 
@@ -444,6 +447,33 @@ def test_a_ledger_is_paid_before_the_release(monkeypatch):
     with pytest.raises(ValueError, match="budget must allow"):
         statistics.release_count(np.ones(3), **refuses)
     assert order == [1]
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda given: statistics.release_count(np.ones(40), noise="gaussian", **given),
+        lambda given: statistics.release_count(np.ones(40), noise="laplace", **given),
+        lambda given: statistics.release_quantiles(np.ones(40), low=0, high=9, **given),
+    ],
+)
+def test_a_ledger_of_persons_with_several_records_pays_for_all_of_them(ask, tmp_path):
+    """Nulling three records moves a sum, and the distance of a point, three times as far as nulling one."""
+    ledgers = [dpx.PrivacyLedger(tmp_path / f"{k}", epsilon=9.0, delta=1e-6, records=k) for k in (1, 3)]
+    one = ask(asked(noise_multiplier=10.0, ledger=ledgers[0]))
+    three = ask(asked(noise_multiplier=10.0, ledger=ledgers[1]))
+    alike = ask(asked(noise_multiplier=10 / 3))
+    assert three.event == one.event and ledgers[0].epsilon == pytest.approx(one.epsilon(delta=1e-6))
+    assert ledgers[1].epsilon == pytest.approx(alike.epsilon(delta=1e-6))
+    assert ledgers[1].epsilon > 2.5 * ledgers[0].epsilon
+
+
+def test_a_ledger_where_the_number_of_examples_is_private_has_no_statistics(tmp_path):
+    """A mean that divides by it, and the range of Laplace noise, show it."""
+    ledger = dpx.PrivacyLedger(tmp_path / "ledger", epsilon=1.0, delta=1e-6, relation="add_or_remove")
+    with pytest.raises(ValueError, match="relation of the ledger of a statistic"):
+        statistics.release_mean(np.ones(9), low=0, high=1, complete=True, **asked(noise_multiplier=20.0), ledger=ledger)
+    assert not ledger.entries
 
 
 # ------------------------------------------------------------------ metrics

@@ -17,8 +17,8 @@ key: a secret PRNG key, (), of this release alone. The same question about the s
 noise: "gaussian" or "laplace". None is, for a budget, the one that deviates less, and Gaussian otherwise. Laplace noise
     of multiplier b costs epsilon 1 / b at delta 0.
 words: what is released, in one line, for its record.
-ledger: a `dpx.PrivacyLedger`, in which the release is paid for before it is made. part: the name of the part of the
-    data, as for the ledger.
+ledger: a `dpx.PrivacyLedger`, in which the release is paid for before it is made, for all records that a person owns
+    by its terms. part: the name of the part of the data, as for the ledger.
 
 They raise ValueError for data that are not numbers of this shape, for arguments outside their ranges, for a key that
 has made another release, for noise so large or so small that the proof has no room, and where the ledger does.

@@ -95,12 +95,13 @@ def release_quantiles(
         raise ValueError(f"quantiles must be rising numbers in [0, 1], got {described(quantiles)}")
     points = require_whole("points", points, minimum=2, maximum=2**20)
     whole = np.rint(shares * SHARES).astype(int).tolist()
-    multiplier = asked.multiplier(records, lambda multiplier: _event(multiplier, len(shares)), 1)
-    event, epsilon = _event(multiplier, len(shares)), 1 / multiplier - _SPARE
+    multiplier = asked.multiplier(records, lambda each: _event(each, len(shares)), 1)
+    epsilon = 1 / multiplier - _SPARE
     if epsilon < _SPARE:
         raise ValueError(f"noise_multiplier must be at most {1 / _SPARE / 2:.3g}, got {multiplier}")
     counts = counts_at(records.values[:, 0], low, high, points)
-    own = asked.begin(records, event, 1, f"quantiles {whole} {low} {high} {points} {multiplier} {records.most}", counts)
+    query = f"quantiles {whole} {low} {high} {points} {multiplier} {records.most}"
+    event, own = asked.begin(records, lambda each: _event(each, len(shares)), multiplier, 1, query, counts)
     drawn = [_chosen(keys.fold_in(own, a), weights_of(distances(counts, a), a, epsilon, records.most)) for a in whole]
     value = np.sort(low + (high - low) * (np.asarray(drawn) / (points - 1)))
     scale = np.array([2 * max(a, SHARES - a) / SHARES * records.most / epsilon for a in whole])

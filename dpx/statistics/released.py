@@ -196,14 +196,23 @@ class Asked:
             effect.one * records.most, effect.two * records.most, min(sums.size, effect.moves * records.most)
         )
         noise, multiplier = self.noise_for(records, effect, sums.size)
-        event, numbers = event_of(noise.kind, multiplier), padded(sums.size)
-        own = self.begin(records, event, numbers, f"{query} {noise} {effect}", sums)
+        numbers, query = padded(sums.size), f"{query} {noise} {effect}"
+        event, own = self.begin(records, lambda each: event_of(noise.kind, each), multiplier, numbers, query, sums)
         noisy = noise.release(own, sums.reshape(-1), low, high).reshape(sums.shape)
         facts = {"noise": noise.kind, "noise_multiplier": multiplier, "event": event, "numbers": numbers}
         return noisy, noise, facts | {"words": self.words, "unit": records.unit}
 
-    def begin(self, records: Records, event: DpEvent, numbers: int, query: str, sums: np.ndarray) -> jax.Array:
-        """The key of the noise of a release, which is now paid for. Raises ValueError for a key that was used."""
+    def begin(
+        self,
+        records: Records,
+        event: Callable[[float], DpEvent],
+        multiplier: float,
+        numbers: int,
+        query: str,
+        sums: np.ndarray,
+    ) -> tuple[DpEvent, jax.Array]:
+        """The event of a release, which is now paid for, and the key of its noise. Raises ValueError for a key that was
+        used, and as the ledger does, which pays for all records of a person: k of them move k times as much."""
         own = key_of(self.key, query, sums)
         mark, answer = int(keys.mark(self.key)), int(keys.mark(own))
         if _ANSWERED.get(mark, answer) != answer:
@@ -219,9 +228,14 @@ class Asked:
                 "part": self.part,
                 "holder": str(answer),
             }
-            self.ledger.spend(event, key=self.key, **of)
+            if self.ledger.terms.relation == "add_or_remove":
+                raise ValueError(
+                    'relation of the ledger of a statistic must be "zero_out" or "replace_one", because the number of '
+                    'examples is public; got "add_or_remove"'
+                )
+            self.ledger.spend(event(multiplier / self.ledger.terms.records), key=self.key, **of)
         _ANSWERED[mark] = answer
-        return own
+        return event(multiplier), own
 
 
 def event_of(kind: str, noise_multiplier: float) -> DpEvent:
