@@ -39,6 +39,7 @@ from dpx.accounting.pld.losses import SampledGaussian
 from dpx.accounting.words import upper
 from dpx.ledgers import files
 from dpx.ledgers.lines import decoded, encoded
+from dpx.xla.place import traced_for
 from tests import kills
 from tests.mechanisms import MECHANISMS
 from tests.problems import normal, run_page, squared_distance
@@ -129,6 +130,17 @@ def test_one_key_makes_one_release(ledger):
     assert len(ledger.entries) == 1
 
 
+def test_what_was_reserved_is_made_with_as_many_numbers_and_no_other_arithmetic(tmp_path):
+    ledger = dpx.PrivacyLedger(tmp_path / "ledger", epsilon=1.0, delta=1e-20)
+    ledger.reserve(GaussianDpEvent(50.0), key=key(0), words="of one number", numbers=1)
+    assert ledger.epsilon < 0.2 and billed(GaussianDpEvent(50.0), relation="zero_out").epsilon(1e-20) == math.inf
+    with pytest.raises(ValueError, match="of up to 1 numbers, got"):
+        ledger.spend(GaussianDpEvent(50.0), key=key(0), words="of many")
+    with traced_for(platform="tpu"), pytest.raises(ValueError, match="of up to 1 numbers, got"):
+        ledger.spend(GaussianDpEvent(50.0), key=key(0), words="in integers", numbers=1)
+    assert ledger.spend(GaussianDpEvent(50.0), key=key(0), words="of one number", numbers=1).made
+
+
 def test_a_run_that_continues_in_its_folder_pays_once(ledger):
     first = ledger.spend(RUN, key=key(0), words="a run", holder="folder")
     assert ledger.spend(RUN, key=key(0), words="a run", holder="folder") == first
@@ -159,6 +171,17 @@ def test_a_second_program_must_know_the_same_budget(ledger, tmp_path):
     (tmp_path / "words").write_text("words")
     with pytest.raises(ValueError, match="must be a ledger of dpx or no file"):
         dpx.PrivacyLedger(tmp_path / "words", epsilon=1.0, delta=1e-5)
+
+
+def test_a_link_to_a_ledger_is_the_same_ledger(ledger, tmp_path):
+    """Whatever writes a line replaces the file; a link in its place would become a second ledger, each with half."""
+    (tmp_path / "link").symlink_to(ledger.path)
+    linked = dpx.PrivacyLedger(tmp_path / "link", epsilon=2.0, delta=1e-5)
+    linked.spend(MEAN, key=key(0), words="by the link")
+    ledger.spend(MEAN, key=key(1), words="by the file")
+    linked.spend(MEAN, key=key(2), words="by the link")
+    assert [len(each.entries) for each in (ledger, linked)] == [3, 3]
+    assert linked._lock.lock_file == ledger._lock.lock_file
 
 
 def test_releases_must_be_for_the_unit_of_the_ledger(ledger, tmp_path):

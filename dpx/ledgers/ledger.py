@@ -100,7 +100,7 @@ class PrivacyLedger:
         records: int | None = None,
         relation: Relation | None = None,
     ):
-        self.path = Path(path).expanduser().absolute()
+        self.path = Path(path).expanduser().resolve()  # a link would be replaced by a second ledger
         given: dict[str, Any] = {"epsilon": epsilon, "delta": delta, "unit": unit, "records": records}
         given = {name: value for name, value in (given | {"relation": relation}).items() if value is not None}
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -254,7 +254,7 @@ class PrivacyLedger:
             entries, lines = self.entries, []
             used = [entry for entry in entries if {*entry.marks} & {*marks}]
             if used:
-                entry = _again(used[0], event, marks, part, holder)
+                entry = _again(used[0], event, marks, part, holder, numbers)
             else:
                 entry = self._next(entries, event=event, words=words, numbers=numbers, part=part, marks=marks)
                 lines.append(entry.line())
@@ -375,15 +375,18 @@ def _without(event: DpEvent, made: DpEvent) -> DpEvent:
     return composition((event_of(loss), count) for loss, count in left.items() if count)
 
 
-def _again(entry: Entry, event: DpEvent, marks: tuple[int, ...], part: str | None, holder: str) -> Entry:
+def _again(entry: Entry, event: DpEvent, marks: tuple[int, ...], part: str | None, holder: str, numbers: int) -> Entry:
     """The entry of a key that the ledger has: one that was reserved, or the run of the same folder.
 
-    Raises ValueError for any other, because its noise would be that of an earlier release.
+    Raises ValueError for any other, because its noise would be that of an earlier release, and for one of more numbers
+    or drawn in integers, because that costs more than was paid.
     """
-    if (entry.event, entry.marks, entry.part) != (event, marks, part):
+    dearer = numbers > entry.numbers or (here().platform == "tpu" and not entry.in_integers)
+    if dearer or (entry.event, entry.marks, entry.part) != (event, marks, part):
         raise ValueError(
             f"every release must have a key of its own, or be the one that was reserved with it, but entry "
-            f"{entry.number} ({entry.words}) is another one: {entry.event}, got {event}"
+            f"{entry.number} ({entry.words}) is another one: {entry.event} of up to {entry.numbers} numbers"
+            f"{' in integers' if entry.in_integers else ''}, got {event} of {numbers}"
         )
     if entry.made and (not holder or holder != entry.holder):
         raise ValueError(
