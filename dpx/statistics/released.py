@@ -58,6 +58,9 @@ def records_of(data: Any, *, numbers: bool = True) -> Records:
     values = data.kept if users else data
     if numbers:
         require_arrays(values)
+    elif not hasattr(values, "dtype"):
+        # Of a list, one record would decide how all others are read: one 2 makes numbers of all bools.
+        raise ValueError(f"data must be an array, whose dtype no record decides, got {described(values)}")
     values = np.asarray(values)
     if values.ndim not in (1, 2) or values.shape[0] == 0 or values.dtype.kind not in ("fiub" if numbers else "fiubUS"):
         kinds = "numbers" if numbers else "numbers or words"

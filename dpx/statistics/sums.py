@@ -51,7 +51,7 @@ def release_count(
 ) -> Statistic:
     """How many values there are, not counting those that are missing (NaN); of a bool array, how many are True.
 
-    data: (N,), or (N, columns) for a count of each column; or a `dpx.UserData` of one.
+    data: an array, (N,), or (N, columns) for a count of each column; or a `dpx.UserData` of one.
     The other arguments and errors are those of `dpx.statistics`. The count may be negative, because it is not
     biased.
 
@@ -83,8 +83,8 @@ def release_histogram(
 ) -> Statistic:
     """How many values are in each bin, float64 (bins,).
 
-    data: (N,), numbers, or words for `categories`; or a `dpx.UserData` of one. A value outside of all bins, and a
-        missing one (NaN), is in none.
+    data: an array, (N,), of numbers, or of words for `categories`; or a `dpx.UserData` of one. A value outside of all
+        bins, and a missing one (NaN), is in none.
     edges: float (bins + 1,), rising, public. Bin i has edges[i] <= value < edges[i + 1]; the last one has its upper
         edge too. Edges may be infinite.
     categories: (bins,), the distinct values of the bins, all numbers or all words, in place of edges. They must be
