@@ -1,5 +1,7 @@
 """The filter: never below what the worst policy of choosing releases does, on cases small enough to try all of them."""
 
+import contextlib
+import dataclasses
 import functools
 import itertools
 import math
@@ -7,11 +9,15 @@ import math
 import numpy as np
 import pytest
 from dp_accounting import GaussianDpEvent, LaplaceDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
+from scipy import special
 
+import dpx
 from dpx.accounting import gdp
 from dpx.accounting.events import billed, event_profile
-from dpx.accounting.filters import NOTHING, Filter, Spent, domination
+from dpx.accounting.filters import NOTHING, Filter, Spent, credit, domination
+from dpx.accounting.ledger import from_event
 from dpx.accounting.profiles import DeltaProfile
+from dpx.accounting.pure import PureDpEvent
 
 GRID = 0.05  # of privacy losses
 
@@ -174,3 +180,66 @@ def test_coins_have_a_share_of_delta():
     for epsilon, delta in ((0.0, 0.1), (math.inf, 0.1), (1.0, 0.0), (1.0, 1.0)):
         with pytest.raises(ValueError, match="must be"):
             Filter(epsilon, delta)
+
+
+def later(mu: float, epsilons: np.ndarray) -> np.ndarray:
+    """delta of N(0, 1) against N(mu, 1) at epsilons of any sign."""
+    seen = np.exp(epsilons + special.log_ndtr(-mu / 2 - epsilons / mu))
+    return special.ndtr(mu / 2 - epsilons / mu) - seen
+
+
+@pytest.mark.parametrize(("rate", "sigma", "share"), [(0.9, 3.5, 0.7), (0.5, 2.0, 0.3)])
+def test_no_policy_gains_by_ending_a_run_early(rate, sigma, share):
+    """Three steps that were paid for: after each, a policy goes on or ends the run, and spends what is then left."""
+    epsilon, delta, steps = 1.5, 1e-2, 3
+    tried, losses = Filter(epsilon, delta), 0.01 * np.arange(-800, 801)
+    paid = tried.charge(event_profile(sampled(rate, sigma, steps), curve=True), NOTHING)
+    left = [tried.most.precision - paid.precision]
+    for ahead in range(1, steps + 1):
+        back = credit(from_event(sampled(rate, sigma, ahead)).losses("zero_out"), (tried.most.delta - paid.delta) / 8)
+        assert paid.delta + back.delta <= tried.most.delta
+        left.append(left[0] + back.precision)
+    noise = np.linspace(-8 * sigma, 1 + 8 * sigma, 20_001)
+    without, moved = (np.diff(special.ndtr((noise - mean) / sigma)) for mean in (0, 1))
+    rising = np.log1p(rate * np.expm1((2 * noise - 1) / (2 * sigma**2)))
+    found = []
+    for masses, moves in (((1 - rate) * without + rate * moved, rising[:-1]), (without, -rising[1:])):
+        places = np.clip(np.floor(moves / 0.01).astype(int), -800, 800) + 800  # losses are rounded down
+        step = np.bincount(places, masses, 1601)
+        value = later(math.sqrt(left[0]), epsilon - losses)
+        for precision in left[1:]:
+            padded = np.concatenate([np.zeros(800), value, np.full(800, value[-1])])
+            onward = np.convolve(padded, step[::-1], mode="valid")
+            value = np.maximum(later(math.sqrt(precision), epsilon - losses), onward)
+        found.append(value[800])
+    assert share * delta < max(found) <= delta
+
+
+@pytest.mark.parametrize(("epsilon", "delta", "planned", "sizes"), [(0.3, 0.1, 5, (3, 4)), (0.25, 0.2, 8, (4, 6))])
+def test_no_policy_gets_more_than_a_ledger_allows(epsilon, delta, planned, sizes, tmp_path):
+    """One release that is planned, and three that may follow from all that was released before them."""
+    ledger, pairs = dpx.PrivacyLedger(tmp_path / "ledger", epsilon=epsilon, delta=delta), [*map(response, sizes)]
+    given = {"words": "one", "numbers": 1, "part": None, "marks": ()}
+    first = dataclasses.replace(ledger._next((), event=PureDpEvent(planned * GRID), **given), made=True)
+    assert first.planned
+
+    @functools.cache
+    def entries(chosen):
+        """What the ledger then has; nothing where it refuses."""
+        before = entries(chosen[:-1]) if chosen else (first,)
+        with contextlib.suppress(ValueError):
+            if chosen and before:
+                return (*before, ledger._next(before, event=PureDpEvent(sizes[chosen[-1]] * GRID), **given))
+            return before
+        return ()
+
+    def value(loss, chosen):
+        best = max(0.0, -math.expm1(epsilon - loss * GRID))
+        for number, pair in enumerate(pairs):
+            if len(chosen) < 3 and entries((*chosen, number)):
+                ahead = ((mass, value(loss + k, (*chosen, number))) for k, mass in pair.masses.items())
+                best = max(best, sum(mass * found for mass, found in ahead))
+        return best
+
+    assert 0.5 * delta < sum(mass * value(k, ()) for k, mass in response(planned).masses.items()) <= delta
+    assert not all(entries(chosen) for chosen in itertools.product(range(2), repeat=3))

@@ -49,7 +49,8 @@ from dpx.accounting.pld.losses import Losses, SampledGaussian
 from dpx.accounting.profiles import ComposedProfile, Profile, lower_deltas, unsampled
 
 COINS = 0.2  # share of delta that is for coins; a tenth and a third give the same epsilons to 1 %
-_POINTS = 512  # epsilons at which profiles are compared: mu is then 1e-4 too large
+_COARSE, _POINTS = 32, 512  # intervals of epsilon in which profiles are compared, at first and where it matters most
+_NEAR = 1e-4  # of mu, by which it is then too large
 _RARER = 2.0**-16  # of the coins that a release may have: Gaussians need no more
 _NEARLY = 1.001  # of mu: if rarer coins cost no more, they are taken
 _ROUNDING = 1e-12  # far above that of float64
@@ -119,30 +120,44 @@ def domination(profile: Profile, delta: float) -> float:
 
     Proof: as functions of e^epsilon, both are convex. So between two points the profile is below its chord, and
     delta_mu is above its tangent in the middle; both are lines, so the ends are enough. Beyond the last point, delta is
-    enough.
+    enough. Only where the least mu is decided are more points taken, because those of any set are enough.
     """
     top = profile.epsilon(delta) if delta > 0 else math.inf
     if not top < _FARTHEST:
         return math.inf
-    points = np.linspace(0, top, _POINTS)
+    points, mu = np.linspace(0, top, _COARSE + 1), math.inf
     bounds = np.array([profile.delta(epsilon) for epsilon in points.tolist()])
-    needed = (bounds * (1 + _ROUNDING) - delta) / (1 - delta)
+    while True:
+        needed = (bounds * (1 + _ROUNDING) - delta) / (1 - delta)
+        mu = min(mu, _least_mu(points, needed))
+        decide = ~_bounded(points, needed, mu * (1 - _NEAR)) if mu < math.inf else np.ones(len(points) - 1, bool)
+        split = decide & (np.diff(points) > 1.5 * top / _POINTS)
+        if not split.any():
+            return mu
+        between = ((points[:-1] + points[1:]) / 2)[split]
+        places = np.flatnonzero(split) + 1
+        bounds = np.insert(bounds, places, [profile.delta(epsilon) for epsilon in between.tolist()])
+        points = np.insert(points, places, between)
 
-    def enough(mu: float) -> bool:
-        middles = (points[:-1] + points[1:]) / 2
-        likely, slope = special.log_ndtr(mu / 2 - middles / mu), special.log_ndtr(-mu / 2 - middles / mu)
-        least = -np.exp(likely) * (np.expm1(middles + slope - likely) + _ROUNDING)
-        run = np.expm1(np.stack([points[:-1], points[1:]]) - middles)
-        return bool((least - np.exp(middles + slope) * run >= np.stack([needed[:-1], needed[1:]])).all())
 
+def _bounded(points: np.ndarray, needed: np.ndarray, mu: float) -> np.ndarray:
+    """Whether delta_mu is above the chords of `needed`, bool (points - 1,): by its tangents in the middles."""
+    middles = (points[:-1] + points[1:]) / 2
+    likely, slope = special.log_ndtr(mu / 2 - middles / mu), special.log_ndtr(-mu / 2 - middles / mu)
+    least = -np.exp(likely) * (np.expm1(middles + slope - likely) + _ROUNDING)
+    run = np.expm1(np.stack([points[:-1], points[1:]]) - middles)
+    return (least - np.exp(middles + slope) * run >= np.stack([needed[:-1], needed[1:]])).all(axis=0)
+
+
+def _least_mu(points: np.ndarray, needed: np.ndarray) -> float:
     low, high = 0.0, 1.0
-    while not enough(high):
+    while not _bounded(points, needed, high).all():
         low, high = high, 2 * high
         if high > _FARTHEST:
             return math.inf
     while high - low > 1e-5 * high > _ROUNDING:
         middle = (low + high) / 2
-        low, high = (low, middle) if enough(middle) else (middle, high)
+        low, high = (low, middle) if _bounded(points, needed, middle).all() else (middle, high)
     return high
 
 
