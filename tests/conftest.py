@@ -3,6 +3,7 @@
 import gc
 import os
 import sys
+import threading
 from pathlib import Path
 
 import jax
@@ -88,3 +89,16 @@ def undrawn(monkeypatch):
     """Plots are made and not drawn, because a plot takes a third of a second and a test reads few of them."""
     figure = pytest.importorskip("matplotlib.figure")
     monkeypatch.setattr(figure.Figure, "savefig", lambda *arguments, **options: None)
+
+
+def threads():
+    """Those that load batches ahead."""
+    return [thread for thread in threading.enumerate() if thread.name == "dpx batches"]
+
+
+@pytest.fixture
+def no_thread_is_left():
+    yield
+    if threads():  # because a collection takes half a second when many programs are compiled
+        gc.collect()
+    assert not threads()

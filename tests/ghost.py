@@ -11,6 +11,7 @@ import dpx
 from dpx.gradients.ghost import algorithms
 from dpx.sums.total import as_pair
 from tests.compiling import AS_A_USER
+from tests.problems import dp_sgd, poisson
 
 WAYS = {name.lower(): each.words for name, each in vars(algorithms).items() if isinstance(each, algorithms.Algorithm)}
 TOLERANCE = 5e-5  # norms from Gram matrices include a bound on their rounding
@@ -39,13 +40,7 @@ def random_like(shapes):
 
 def mechanism(clip_norm: Any = 1e-3) -> dpx.Mechanism:
     """Noiseless: the updates are the sums. The default clip norm binds, so that every error of a norm shows."""
-    made = dpx.dp_sgd(
-        clip_norm=clip_norm,
-        noise_multiplier=1.0,
-        sampling=dpx.PoissonSampling(examples=100, batch_size=4),
-        key=key(0),
-    )
-    return noiseless(made)
+    return noiseless(dp_sgd(poisson(100, 4), clip_norm=clip_norm))
 
 
 def noiseless(made: dpx.Mechanism) -> dpx.Mechanism:

@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import dpx
 
@@ -56,6 +58,29 @@ def cross_entropy(params, example):
     """Of logistic regression with a bias, for a label that is an integer."""
     x, label = example
     return optax.softmax_cross_entropy_with_integer_labels(x @ params["w"] + params["b"], label)
+
+
+def same(one: Any, other: Any):
+    """Both trees have the same arrays, bit for bit."""
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    for left, right in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        left, right = jnp.asarray(left), jnp.asarray(right)
+        assert left.dtype == right.dtype
+        np.testing.assert_array_equal(left, right)
+
+
+@contextmanager
+def cut_at(step: int, error: type[BaseException] = KeyboardInterrupt) -> Iterator[None]:
+    """The run inside ends by this error when it draws the Poisson batch of a step."""
+    draw = dpx.PoissonSampling.draw
+
+    def cut(self, key, at, **options):
+        if at == step:
+            raise error
+        return draw(self, key, at, **options)
+
+    with mock.patch.object(dpx.PoissonSampling, "draw", cut), pytest.raises(error):
+        yield
 
 
 def python_of(page: str | Path, *, section: str = "") -> list[str]:

@@ -3,11 +3,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import dpx
 from dpx.gradients.rows import rows_of
+from tests.problems import cross_entropy as loss
 
 COPIES, ROWS, CLIP_NORM = 3, 4, 0.3
 PARAMS = {"w": jax.random.normal(jax.random.key(5), (6, 3)), "b": jnp.zeros(3)}
@@ -16,11 +16,6 @@ BATCH = dpx.Batch(
 )
 SAMPLING = dpx.PoissonSampling(examples=20, batch_size=ROWS)
 MECHANISM = dpx.dp_sgd(clip_norm=CLIP_NORM, noise_multiplier=1e-6, sampling=SAMPLING, key=jax.random.key(7))
-
-
-def loss(params, example):
-    x, label = example
-    return optax.softmax_cross_entropy_with_integer_labels(x @ params["w"] + params["b"], label)
 
 
 def turned(example, key):

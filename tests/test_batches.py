@@ -1,7 +1,6 @@
 """The batches of a run, loaded ahead: those of `take`, of one shape, from any source, on any devices."""
 
 import gc
-import threading
 import time
 import traceback
 
@@ -14,7 +13,8 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import dpx
 from dpx.sampling import draws, loading, rows
-from tests.problems import dp_sgd, normal, poisson
+from tests.conftest import threads
+from tests.problems import dp_sgd, normal, poisson, same
 
 KEY = jax.random.key(5)
 PARAMS = {"w": jnp.zeros(3), "b": jnp.zeros(())}
@@ -29,6 +29,7 @@ SAMPLINGS = {
     "ordered": dpx.sampling.FixedOrder(examples=60, batch_size=8),
     "allocated": dpx.sampling.RandomAllocation(examples=60, steps_per_epoch=10),
 }
+pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 POISSON = SAMPLINGS["poisson"]
 DATA = {"x": normal(0, 60, 3), "y": np.arange(60) % 2}
 
@@ -47,26 +48,6 @@ def after(made, steps):
     for _ in range(steps):
         _, state = made.release((PARAMS,), state, PARAMS)
     return state
-
-
-def same(left, right):
-    assert jax.tree.structure(left) == jax.tree.structure(right)
-    for one, other in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
-        one, other = jnp.asarray(one), jnp.asarray(other)
-        assert one.dtype == other.dtype
-        np.testing.assert_array_equal(one, other)
-
-
-def threads():
-    return [thread for thread in threading.enumerate() if thread.name == "dpx batches"]
-
-
-@pytest.fixture(autouse=True)
-def no_thread_is_left():
-    yield
-    if threads():  # because a collection takes half a second when many programs are compiled
-        gc.collect()
-    assert not threads()
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from examples.optimizers import __main__ as optimizers
 from examples.optimizers import problems, transforms
 from examples.papers import __main__ as papers
 from examples.tasks import images
-from tests.problems import dp_sgd, poisson
+from tests.problems import cut_at, dp_sgd, poisson
 
 SMALL: dict[str, Any] = dict(
     dataset="digits", seed=3, model="linear", noise_multiplier=2.0, batch_size=100, learning_rate=1.0, clip_norm=0.5
@@ -261,16 +261,8 @@ def test_the_trainer_is_dp_sgd(tmp_path, ungridded):
         np.testing.assert_allclose(leaf, other, rtol=1e-4, atol=1e-5)
 
 
-def test_a_resumed_run_is_the_uncut_run_bit_for_bit(whole, tmp_path, monkeypatch):
-    draw = dpx.PoissonSampling.draw
-
-    def cut(self, key, at, **options):
-        if at == 17:
-            raise KeyboardInterrupt
-        return draw(self, key, at, **options)
-
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(dpx.PoissonSampling, "draw", cut)
+def test_a_resumed_run_is_the_uncut_run_bit_for_bit(whole, tmp_path):
+    with cut_at(17):
         run(tmp_path)
     result = run(tmp_path, resume=True)
     assert (result.accuracy, result.epsilon, result.steps) == (whole[1].accuracy, whole[1].epsilon, whole[1].steps)

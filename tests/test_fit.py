@@ -1,14 +1,12 @@
 """`dpx.fit`: the loop by hand, within its budget, and continued bit for bit."""
 
 import dataclasses
-import gc
 import json
 import multiprocessing
 import os
 import random
 import shutil
 import sys
-import threading
 from pathlib import Path
 
 import jax
@@ -24,6 +22,8 @@ from dpx.states.record import planned
 from tests import kills
 from tests.mechanisms import PARAMS as MECHANISM_PARAMS
 from tests.mechanisms import case_of_method
+from tests.problems import cross_entropy as loss
+from tests.problems import cut_at, same
 
 RANDOM = np.random.default_rng(0)
 LABELS = np.arange(60) % 2
@@ -31,12 +31,8 @@ DATA = ((RANDOM.normal(size=(60, 3)) + 2 * LABELS[:, None]).astype(np.float32), 
 PARAMS = {"w": jnp.zeros((3, 2)), "b": jnp.zeros(2)}
 SAMPLING = dpx.PoissonSampling(examples=60, batch_size=12)
 BUDGET = dpx.Budget(epsilon=4.0, delta=1e-5, steps=8, accountant="rdp")
+pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 NAMES = ("SENSITIVE", "lock", "run.json", "history.json")  # beside the checkpoints
-
-
-def loss(params, example):
-    x, label = example
-    return optax.softmax_cross_entropy_with_integer_labels(x @ params["w"] + params["b"], label)
 
 
 def mechanism_loss(params, x):
@@ -68,26 +64,9 @@ def by_hand(optimizer, key, steps):
     return params, state
 
 
-def same(result, other):
-    for one, two in zip(jax.tree.leaves(result), jax.tree.leaves(other), strict=True):
-        np.testing.assert_array_equal(one, two)
-
-
 @pytest.fixture(scope="module")
 def whole():
     return fit()
-
-
-def threads():
-    return [thread for thread in threading.enumerate() if thread.name == "dpx batches"]
-
-
-@pytest.fixture(autouse=True)
-def no_thread_is_left():
-    yield
-    if threads():  # because a collection takes half a second when many programs are compiled
-        gc.collect()
-    assert not threads()
 
 
 # the run
@@ -238,18 +217,10 @@ def test_no_step_beyond_the_budget(tmp_path):
 
 
 def test_an_interrupted_run_continues_bit_for_bit(whole, tmp_path, monkeypatch):
-    draw = dpx.PoissonSampling.draw
-
-    def cut(self, key, step, **options):
-        if step == 5:
-            raise KeyboardInterrupt
-        return draw(self, key, step, **options)
-
-    monkeypatch.setattr(dpx.PoissonSampling, "draw", cut)
-    with pytest.raises(KeyboardInterrupt):
+    with cut_at(5):
         fit(checkpoints=tmp_path / "run", checkpoint_every=4)
     assert {path.name for path in (tmp_path / "run").iterdir()} == {*NAMES, "4", "5"}
-    drawn = []
+    drawn, draw = [], dpx.PoissonSampling.draw
     spied = lambda self, key, step, **options: drawn.append(step) or draw(self, key, step, **options)  # noqa: E731
     monkeypatch.setattr(dpx.PoissonSampling, "draw", spied)
     others = {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}  # not those that the run began with
@@ -318,14 +289,9 @@ def test_a_run_cut_in_an_evaluation_repeats_it(whole, tmp_path, where):
     same(result.params, whole.params)
 
 
-def test_a_run_begins_once(tmp_path, monkeypatch):
+def test_a_run_begins_once(tmp_path):
     """Before the first checkpoint too: the same noise on other parameters could be subtracted."""
-
-    def cut(self, key, step, **options):
-        raise RuntimeError("killed")
-
-    with monkeypatch.context() as patched, pytest.raises(RuntimeError):
-        patched.setattr(dpx.PoissonSampling, "draw", cut)
+    with cut_at(0, RuntimeError):
         fit(checkpoints=tmp_path)
     others = {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}
     result = dpx.fit(loss, made(), others, DATA, steps=1, checkpoints=tmp_path)

@@ -15,6 +15,7 @@ from dpx.mechanisms.masks import count, largest, random_mask
 from dpx.sums.total import ETA
 from examples.config import Config
 from tests.ghost import assert_agrees, noiseless, normal
+from tests.problems import squared_error as loss
 
 SAMPLING = dpx.PoissonSampling(examples=100, batch_size=5)
 KEY = jax.random.key(3)
@@ -122,11 +123,6 @@ def problem():
     params = {"w": jnp.asarray(rng.normal(size=(3, 2)), jnp.float32), "b": jnp.asarray(rng.normal(size=2), jnp.float32)}
     batch = jnp.asarray(rng.normal(size=(5, 3)), jnp.float32), jnp.asarray(rng.normal(size=(5, 2)), jnp.float32)
     return params, batch
-
-
-def loss(params, example):
-    x, y = example
-    return jnp.sum((x @ params["w"] + params["b"] - y) ** 2)
 
 
 def example_gradients(theta: np.ndarray, batch) -> np.ndarray:

@@ -27,6 +27,7 @@ from dpx.fitting.settings import RunPlan
 from dpx.fitting.step import Carry
 from dpx.gradients import sums
 from tests import kills
+from tests.problems import cut_at
 
 STEPS, KEY = 10, dpx.secret_key(2**70 + 3)
 DATA = np.zeros((40, 3), np.float32)
@@ -152,16 +153,8 @@ def test_a_run_that_a_callback_ended_skips_nothing(whole, tmp_path):
     assert json.loads((tmp_path / "run.json").read_text())["facts"]["norms"] == "'vmap'"
 
 
-def test_an_interrupt_between_steps_skips_nothing(whole, tmp_path, monkeypatch):
-    draw = dpx.PoissonSampling.draw
-
-    def cut(self, key, step, **options):
-        if step == 5:
-            raise KeyboardInterrupt
-        return draw(self, key, step, **options)
-
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(dpx.PoissonSampling, "draw", cut)
+def test_an_interrupt_between_steps_skips_nothing(whole, tmp_path):
+    with cut_at(5):
         run(tmp_path)
     result, rest = run(tmp_path, **MOVED)
     assert list(rest) == [6, 7, 8, 9, 10] and result.skipped == 0

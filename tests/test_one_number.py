@@ -17,6 +17,8 @@ from dpx.fitting.step import begin
 from dpx.reports import curves
 from dpx.states.record import ReleaseState, planned
 from dpx.trees import map_states
+from tests.problems import cut_at
+from tests.problems import inner_product as loss
 
 DATA = np.random.default_rng(0).normal(size=(40, 3)).astype(np.float32)
 PARAMS = {"w": jnp.zeros(3)}
@@ -25,10 +27,6 @@ SAMPLING = dpx.PoissonSampling(examples=40, batch_size=8)
 PLAN, ENDS, DELTA = 8, 3, 1e-5
 OF = {"delta": DELTA, "accountant": "rdp"}
 WAYS = ("by plan", "by a callback", "by Ctrl-C", "by a kill", "by a kill, then by plan", "by a callback, then shorter")
-
-
-def loss(params, x):
-    return jnp.sum(params["w"] * x)
 
 
 def made(noise_multiplier=2.0, seed=5, transform=None):
@@ -40,19 +38,11 @@ def made(noise_multiplier=2.0, seed=5, transform=None):
 class Run:
     """A run that ended in one of WAYS: its result or None, its last state, its history, and what was seen last."""
 
-    def __init__(self, way, optimizer, folder, monkeypatch, **options):
+    def __init__(self, way, optimizer, folder, **options):
         self.optimizer, self.folder, self.seen, self.result = optimizer, folder, [], None
         self.options = {"steps": PLAN, "delta": DELTA, "accountant": "rdp", "checkpoints": folder} | options
         if way == "by Ctrl-C":
-            draw = dpx.PoissonSampling.draw
-
-            def cut(sampling, key, step, **given):
-                if step == ENDS:
-                    raise KeyboardInterrupt
-                return draw(sampling, key, step, **given)
-
-            with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-                patched.setattr(dpx.PoissonSampling, "draw", cut)
+            with cut_at(ENDS):
                 self.fit()
         elif way == "by plan":
             self.fit()
@@ -120,12 +110,12 @@ def require_one_number(optimizer, state, steps):
 
 @pytest.mark.parametrize("public_stop", [False, True], ids=["", "public"])
 @pytest.mark.parametrize("way", WAYS)
-def test_one_run_has_one_number(way, public_stop, tmp_path, monkeypatch, capsys):
+def test_one_run_has_one_number(way, public_stop, tmp_path, capsys):
     budget = dpx.Budget(epsilon=4.0, steps=PLAN, public_stop=public_stop, **OF)
     by_budget = WAYS.index(way) % 2 == 0
     optimizer = made(budget if by_budget else 2.0)
     options = {} if by_budget else {"public_stop": public_stop}
-    run = Run(way, optimizer, tmp_path / "run", monkeypatch, progress=True, **options)
+    run = Run(way, optimizer, tmp_path / "run", progress=True, **options)
     steps = accounting.steps_taken(run.state)
     last = {"by plan": PLAN, "by a kill": 0, "by a kill, then by plan": PLAN}.get(way, ENDS)
     assert steps == last
@@ -154,7 +144,7 @@ def test_one_run_has_one_number(way, public_stop, tmp_path, monkeypatch, capsys)
 def test_the_longest_plan_counts(tmp_path, monkeypatch):
     """Of all programs, also of one that was killed before it stored anything; a promise that comes later counts not."""
     optimizer = made()
-    run = Run("by a callback", optimizer, tmp_path, monkeypatch)
+    run = Run("by a callback", optimizer, tmp_path)
     with monkeypatch.context() as patched, pytest.raises(MemoryError):
         patched.setattr(dpx.PoissonSampling, "draw", lambda *given, **named: (_ for _ in ()).throw(MemoryError))
         run.options["steps"] = 2 * PLAN

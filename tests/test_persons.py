@@ -16,6 +16,7 @@ from dpx.accounting.ledger import from_event
 from dpx.audit.setup import plan
 from dpx.reports import curves
 from dpx.reports.report import sections_of
+from tests.problems import squared_distance as loss
 
 DELTA, STEPS, RECORDS = 1e-4, 6, 3
 SAMPLING = dpx.PoissonSampling(examples=60, batch_size=6)
@@ -31,10 +32,6 @@ def made(noise, *, sampling=SAMPLING, seed=3):
 
 MECHANISM = made(BUDGET)
 PLAIN = made(MECHANISM.noise_multiplier)  # of the same noise, without a budget
-
-
-def loss(params, example):
-    return jnp.sum((params["w"] - example) ** 2)
 
 
 def fit(optimizer=MECHANISM, **options):
