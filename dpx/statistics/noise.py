@@ -89,14 +89,11 @@ class Noise:
             return self.scale * math.sqrt(1 + 1 / (12 * 4.0**GRID))
         return self.scale * math.sqrt(2)
 
-    def half_width(self, error: float, weights: tuple[float, ...] = (1.0,)) -> float:
-        """What a weighted sum of independent noises exceeds in size with a probability of at most `error`.
-
-        Laplace noises of several weights are bounded one by one, each with its share of the error.
-        """
+    def half_width(self, error: float) -> float:
+        """What the noise exceeds in size with a probability of at most `error`."""
         if self.kind == "gaussian":
-            return -float(special.ndtri(error / 2)) * self.deviation * math.hypot(*weights)
-        return (self.scale * math.log(len(weights) / error) + 0.5) * math.fsum(map(abs, weights))
+            return -float(special.ndtri(error / 2)) * self.deviation
+        return self.scale * math.log(1 / error) + 0.5
 
     def rounding(self, low: int, high: int) -> float:
         """The most by which a release is rounded, beyond what `half_width` has."""

@@ -29,14 +29,14 @@ import numpy as np
 
 from dpx.accounting import checks
 from dpx.accounting.words import upper
-from dpx.audit.attacks.scores import Roc, clopper_pearson, require_scores, verdict
+from dpx.audit.attacks.scores import Bound, Roc, clopper_pearson, require_scores
 from dpx.reports.attacks import FALSE_POSITIVE_RATES, AttackBounds
 from dpx.trees import described, outlined
 from dpx.validation import require_floats, require_open_fraction
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exposure:
+class Exposure(Bound):
     """How well a model knows the secrets of some canaries, beside the cost that the run states.
 
     exposures: float64 (canaries,), bits, in [0, largest]: log2(references + 1) - log2(rank). Their mean is about
@@ -51,21 +51,12 @@ class Exposure:
     exposures: np.ndarray
     ranks: np.ndarray
     references: int
-    epsilon: float
-    delta: float
-    confidence: float
-    bill: float | None = None
 
     __repr__ = outlined
 
     @property
     def largest(self) -> float:
         return math.log2(self.references + 1)
-
-    @property
-    def exceeds_bill(self) -> bool:
-        """Whether the stated epsilon is refuted, with the stated confidence."""
-        return self.bill is not None and self.epsilon > self.bill
 
     def limit(self, *, epsilon: float, probability: float = 0.05) -> float:
         """An upper bound in bits of one canary's exposure, except with this probability, if the run is epsilon-private.
@@ -78,14 +69,13 @@ class Exposure:
             return math.inf
         return epsilon / math.log(2) - math.log2(probability - self.delta)
 
-    def __str__(self) -> str:
+    def _lines(self) -> list[str]:
         mean, most = float(self.exposures.mean()), float(self.exposures.max())
-        lines = [
+        return [
             f"exposure of {len(self.ranks)} canaries: mean {mean:.2f} bits, largest {most:.2f} of {self.largest:.2f}; "
             "a model that knows nothing has a mean of about 1.44",
             f"epsilon is at least {self.epsilon:.4g} at delta {self.delta:g}, with confidence {self.confidence:g}",
         ]
-        return "\n".join([*lines, *verdict(self)])
 
 
 def exposure(

@@ -39,7 +39,7 @@ from scipy import special, stats
 
 from dpx import keys
 from dpx.accounting import checks, gdp
-from dpx.audit.attacks.scores import lower_bound_from_scores, require_scores, verdict
+from dpx.audit.attacks.scores import Bound, lower_bound_from_scores, require_scores
 from dpx.trees import Tree, described
 from dpx.validation import require_number, require_open_fraction, require_whole
 
@@ -50,7 +50,7 @@ _MUS, _REFINEMENTS = 24, 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class OneRun:
+class OneRun(Bound):
     """Lower bounds on epsilon at one delta from one run, beside the epsilon that it states.
 
     epsilon: float, at least 0. A proof (Steinke et al. 2023), if the scores are computed from released values: for a
@@ -62,29 +62,19 @@ class OneRun:
     bill: float, the epsilon that the mechanism states at `delta`; None if it is not known.
     """
 
-    epsilon: float
     trade_off_epsilon: float
     gaussian_epsilon: float
-    delta: float
-    confidence: float
     canaries: int
     guesses: int
     right: int
-    bill: float | None = None
 
-    @property
-    def exceeds_bill(self) -> bool:
-        """Whether the stated epsilon is refuted, with the stated confidence."""
-        return self.bill is not None and self.epsilon > self.bill
-
-    def __str__(self) -> str:
-        lines = [
+    def _lines(self) -> list[str]:
+        return [
             f"epsilon is at least {self.epsilon:.4g} at delta {self.delta:g}, with confidence {self.confidence:g} "
             f"({self.right} of {self.guesses} guesses are right, {self.canaries} canaries)",
             f"hypothesis: at least {self.trade_off_epsilon:.4g}, if the trade-off function is a Gaussian's",
             f"hypothesis: at least {self.gaussian_epsilon:.4g}, if the canaries' scores are independent, too",
         ]
-        return "\n".join([*lines, *verdict(self)])
 
 
 def draw_members(key: jax.Array, *, canaries: int) -> np.ndarray:

@@ -48,7 +48,32 @@ class Roc(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LowerBound:
+class Bound:
+    """A lower bound on epsilon at one delta, with a confidence, beside the epsilon that was stated.
+
+    epsilon: float, at least 0. bill: float, the epsilon that is stated at `delta`; None if it is not known.
+    """
+
+    epsilon: float
+    delta: float
+    confidence: float
+    bill: float | None = None
+
+    @property
+    def exceeds_bill(self) -> bool:
+        """Whether the stated epsilon is refuted, with the stated confidence. Hypotheses refute nothing."""
+        return self.bill is not None and self.epsilon > self.bill
+
+    def _lines(self) -> list[str]:
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        words = "the bill is WRONG" if self.exceeds_bill else "no contradiction"
+        return "\n".join(self._lines() + ([] if self.bill is None else [f"the bill is {self.bill:.4g}: {words}"]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowerBound(Bound):
     """A lower bound on epsilon at one delta, beside the epsilon that the mechanism states.
 
     epsilon: float, at least 0. A proof, if the scores are computed from released values: for a mechanism whose epsilon
@@ -59,32 +84,16 @@ class LowerBound:
     bill: float, the epsilon that the mechanism states at `delta`; None if it is not known.
     """
 
-    epsilon: float
     gaussian_epsilon: float
-    delta: float
-    confidence: float
     runs: tuple[int, int]
-    bill: float | None = None
     roc: Roc = field(repr=False)
 
-    @property
-    def exceeds_bill(self) -> bool:
-        """Whether the stated epsilon is refuted, with the stated confidence. The Gaussian bound refutes nothing."""
-        return self.bill is not None and self.epsilon > self.bill
-
-    def __str__(self) -> str:
-        lines = [
+    def _lines(self) -> list[str]:
+        return [
             f"epsilon is at least {self.epsilon:.4g} at delta {self.delta:g}, with confidence {self.confidence:g} "
             f"({self.runs[0]} runs with the canary, {self.runs[1]} without, not counting those of the choices)",
             f"hypothesis: at least {self.gaussian_epsilon:.4g}, if the trade-off function is a Gaussian's",
         ]
-        return "\n".join([*lines, *verdict(self)])
-
-
-def verdict(bound: Any) -> list[str]:
-    """The line about the stated epsilon beside a bound; none without one."""
-    words = "the bill is WRONG" if bound.exceeds_bill else "no contradiction"
-    return [] if bound.bill is None else [f"the bill is {bound.bill:.4g}: {words}"]
 
 
 def lower_bound_from_scores(

@@ -18,10 +18,11 @@ from dpx.keys import is_key
 from dpx.xla.jaxprs import constants, identity_of_program
 from dpx.xla.marks import joined, spread
 
+TOLERANCE = 1e-5  # relative, of the norm of a contribution
 GARBAGE = (0, 3, inputs.ROWS - 2)  # positions of the first of two rows of padding
 
 
-def bounded(trial: Trial, tolerance: float = 1e-5) -> str:
+def bounded(trial: Trial) -> str:
     """No gradient, of any size and dtype, contributes more than a very large one; what is not finite contributes 0."""
     rows, replacements = 0, [trial.with_loud(tree) for tree in trial.hostile[1:]]
     for step in STEPS:
@@ -29,7 +30,7 @@ def bounded(trial: Trial, tolerance: float = 1e-5) -> str:
         for name, sums in trial.contributions(step).items():
             norms = trial.norms(step, sums)
             rows += len(norms)
-            _require_at_most(norms, clip_norm, tolerance, f"{name}, step {step}")
+            _require_at_most(norms, clip_norm, f"{name}, step {step}")
         if step not in FULLY:
             continue
         replaced = [trial.alone(tree, state) for tree in replacements]
@@ -39,15 +40,15 @@ def bounded(trial: Trial, tolerance: float = 1e-5) -> str:
             for name, of_each in problem.sums.items():
                 norms = trial.norms(step, of_each(problem.hostile, state))
                 rows += len(norms)
-                _require_at_most(norms, clip_norm, tolerance, f"{name} of the loss, step {step}")
+                _require_at_most(norms, clip_norm, f"{name} of the loss, step {step}")
     norms = listed([trial.clip_norm(step) for step in STEPS])
     return f"{rows} examples {AT_STEPS}: none contributes more than norm {norms}; those that are not finite, zero"
 
 
-def _require_at_most(norms: np.ndarray, clip_norm: float, tolerance: float, where: str):
+def _require_at_most(norms: np.ndarray, clip_norm: float, where: str):
     if not np.isfinite(norms).all():
         raise Broken(f"an example contributes {norms[~np.isfinite(norms)][0]} ({where})")
-    if norms.max() > clip_norm * (1 + tolerance) + 1e-45:
+    if norms.max() > clip_norm * (1 + TOLERANCE) + 1e-45:
         raise Broken(f"an example contributes norm {norms.max():.7g}, other large ones {clip_norm:.7g} ({where})")
 
 
