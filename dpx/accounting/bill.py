@@ -14,6 +14,7 @@ from dpx.accounting.ledger import DISTINCT, from_event
 from dpx.accounting.loss import Loss
 from dpx.accounting.loss import event_of as event_of_loss
 from dpx.keys.noise import LARGEST_RELEASE
+from dpx.sampling.base import Sampling
 from dpx.sampling.poisson import PoissonSampling
 from dpx.states.reading import release_state, steps_billed
 from dpx.trees import described
@@ -156,7 +157,7 @@ def normals_for(optimizer: Any, steps_or_state: Any, numbers: int | None = None)
     return normals_of(numbers_of(optimizer, steps_or_state, numbers), in_integers)
 
 
-def _relation_of(event: dp_accounting.DpEvent, sampling: Any, relation: Relation | None) -> Relation:
+def _relation_of(event: dp_accounting.DpEvent, sampling: Sampling, relation: Relation | None) -> Relation:
     """`relation`, or the one that the sampling states. Raises ValueError if the event is not true for it."""
     stated = checks.require_relation(sampling.relation)
     if relation is None or checks.require_relation(relation) == stated:
@@ -173,7 +174,7 @@ def _relation_of(event: dp_accounting.DpEvent, sampling: Any, relation: Relation
     return relation
 
 
-def _of_weight(event: Any, sampling: Any, weight: float) -> dp_accounting.DpEvent:
+def _of_weight(event: dp_accounting.DpEvent, sampling: Sampling, weight: float) -> dp_accounting.DpEvent:
     """The event of the same releases for an example of this weight, whose coins have a lower rate."""
     if not isinstance(sampling, PoissonSampling):
         words = f"because the examples of {sampling} have no weights"
@@ -191,7 +192,7 @@ def _of_weight(event: Any, sampling: Any, weight: float) -> dp_accounting.DpEven
 
 
 def of_records(
-    event: Any, sampling: Any, relation: Relation, records: int, *, distinct: int = DISTINCT
+    event: dp_accounting.DpEvent, sampling: Sampling, relation: Relation, records: int, *, distinct: int = DISTINCT
 ) -> dp_accounting.DpEvent:
     """The event of the same releases for a unit that owns so many examples. Raises ValueError where it is not known.
 

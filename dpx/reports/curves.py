@@ -16,6 +16,7 @@ from dpx.accounting.pld.buckets import BUCKETS
 from dpx.accounting.words import upper, whose
 from dpx.reports.attacks import profile_of
 from dpx.reports.pages import draw_guessing, labeled
+from dpx.sampling.base import Sampling
 from dpx.trees import outlined
 from dpx.validation import require_floats, require_whole
 
@@ -107,7 +108,7 @@ def epsilon_over_steps(
     return EpsilonOverSteps(steps_shown, spent, checks.require_delta(delta), epoch > 1, records_of(mechanism, records))
 
 
-def _billed_at_once(sampling: Any) -> int:
+def _billed_at_once(sampling: Sampling) -> int:
     """How many steps cost as much as the first of them: an epoch, a turn of cyclic groups, or 1."""
     steps = max(sampling.groups, sampling.epoch)
     return steps if steps > 1 and sampling.event(np.ones(1)) == sampling.event(np.ones(steps)) else 1

@@ -220,7 +220,7 @@ def _budget(epsilon: Any, delta: Any, accountant: Any, records: Any, numbers: An
 
 
 def _cost(
-    sampling: Any, steps: int, *, epsilon: float, delta: float, accountant: Accountant, records: int, numbers: int
+    sampling: Sampling, steps: int, *, epsilon: float, delta: float, accountant: Accountant, records: int, numbers: int
 ) -> Callable[[float], float]:
     """(noise multiplier) -> epsilon of this many steps, for a person with up to `records` records."""
     relation = checks.require_relation(sampling.relation)

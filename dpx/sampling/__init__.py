@@ -5,7 +5,7 @@ A batch comes about in this order: schemes.py (which examples, and the event), b
 user's data as rows), loading.py (batches loaded ahead), batch.py (`Batch`). users.py makes a user the unit, and
 chooses records of several owners.
 
-To add one: a frozen dataclass in schemes.py with the fields of `Sampling`, and a line in `dpx/catalog.py`.
+To add one: a frozen dataclass in schemes.py with the fields and methods of `Sampling`, and a line in `dpx/catalog.py`.
 `PoissonSampling`, `CyclicPoissonSampling` and `RandomAllocation` have files of their own; they are `VaryingSize`,
 because chance decides the size of their batches. events.py has the event that dp-accounting lacks.
 """

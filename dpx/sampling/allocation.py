@@ -13,7 +13,7 @@ from dp_accounting import DpEvent
 from dpx import keys
 from dpx.keys import cipher
 from dpx.sampling.base import VaryingSize
-from dpx.sampling.draws import Draw, require_step, step_key
+from dpx.sampling.draws import Draw, once_an_epoch, require_step, step_key
 from dpx.sampling.events import RandomAllocationDpEvent, composition, constant, grouped
 from dpx.validation import require_whole
 
@@ -69,6 +69,9 @@ class RandomAllocation(VaryingSize):
         lists, starts = allocated(np.asarray(keys.words(own)).tobytes(), self.examples, self.steps_per_epoch)
         drawn = lists[starts[place] : starts[place + 1]]
         return self.scattered(drawn, size, keys.fold_in(own, place))
+
+    def takes_part(self, key: jax.Array, steps: int) -> jax.Array:
+        return once_an_epoch(key, steps, self.steps_per_epoch, self.steps_per_epoch)
 
     def event(self, multipliers: np.ndarray) -> DpEvent:
         steps = self.steps_per_epoch

@@ -136,6 +136,13 @@ class Sampling(abc.ABC):
         Raises ValueError if step is not a whole number of at least 0, and if size is too small.
         """
 
+    @abc.abstractmethod
+    def takes_part(self, key: jax.Array, steps: int) -> jax.Array:
+        """In which of the first `steps` steps of a run one example takes part, bool (steps,); under jit, for audits.
+
+        key: a PRNG key, (), of this example in this run. It has the law of `draw`, not its bits.
+        """
+
     def take(
         self, data: Any, key: jax.Array, state: Tree, *, size: int | None = None, beyond_budget: bool = False
     ) -> Batch:

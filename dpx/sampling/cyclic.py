@@ -4,13 +4,14 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from dp_accounting import DpEvent, GaussianDpEvent, PoissonSampledDpEvent
 
 from dpx import keys
 from dpx.sampling.allocation import allocated
 from dpx.sampling.base import VaryingSize
-from dpx.sampling.draws import Draw, coins, keep_sizes, require_step, step_key
+from dpx.sampling.draws import Draw, coins, keep_sizes, require_step, step_key, tossed
 from dpx.sampling.events import composed
 from dpx.validation import require_whole
 
@@ -78,6 +79,10 @@ class CyclicPoissonSampling(VaryingSize):
         own, members = step_key(key, step), self.group(key, step % self.bands)
         drawn = members[np.asarray(coins(own, self.examples, self.probability))[members]]
         return self.scattered(drawn, size, keys.fold_in(own, _ROWS))
+
+    def takes_part(self, key: jax.Array, steps: int) -> jax.Array:
+        group = jax.random.randint(keys.public(key), (), 0, self.bands)
+        return tossed(key, steps, self.probability) & (jnp.arange(steps) % self.bands == group)
 
     def event(self, multipliers: np.ndarray) -> DpEvent:
         least = np.minimum.reduceat(multipliers, np.arange(0, len(multipliers), self.bands))

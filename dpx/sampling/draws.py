@@ -123,6 +123,17 @@ def coins(key: jax.Array, examples: int, probability: float) -> jax.Array:
     return (high < heads_high) | (high == heads_high) & (low < heads_low)
 
 
+def tossed(key: jax.Array, steps: int, rate: float) -> jax.Array:
+    """One coin at each step, bool (steps,)."""
+    return jax.vmap(lambda step: coins(keys.fold_in(key, step), 1, rate)[0])(jnp.arange(steps))
+
+
+def once_an_epoch(key: jax.Array, steps: int, epoch: int, places: int, size: int = 1) -> jax.Array:
+    """The step of one of `places` places in each epoch, drawn anew, of which a step has `size`; bool (steps,)."""
+    drawn = jax.random.randint(keys.public(key), (-(-steps // epoch), 1), 0, places) // size
+    return (jnp.arange(epoch)[None] == drawn).reshape(-1)[:steps]
+
+
 def require_rows(drawn: np.ndarray, size: int):
     """Raises ValueError unless `size` rows hold the drawn examples."""
     if len(drawn) > size:

@@ -23,6 +23,7 @@ from dpx.sampling.draws import (
     order,
     require_step,
     step_key,
+    tossed,
     usual_rows,
     warn_of_small,
 )
@@ -182,6 +183,9 @@ class PoissonSampling(VaryingSize):
             fitting = fitting_rows(len(drawn), usual_rows(self.examples, self.probability))
             drawn = _subset(drawn, int(self.most_rows), keys.fold_in(own, _KEPT), fitting)
         return self.scattered(drawn, size, keys.fold_in(own, _ROWS))
+
+    def takes_part(self, key: jax.Array, steps: int) -> jax.Array:
+        return tossed(key, steps, self.participation)
 
     def event(self, multipliers: np.ndarray) -> DpEvent:
         if self.truncates:

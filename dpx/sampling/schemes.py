@@ -16,11 +16,13 @@ from typing import ClassVar
 
 import dp_accounting
 import jax
+import jax.numpy as jnp
 import numpy as np
 from dp_accounting import DpEvent, GaussianDpEvent
 
+from dpx import keys
 from dpx.sampling.base import Sampling as Sampling
-from dpx.sampling.draws import Draw, keep_sizes, order, pad, permutation, require_step, step_key
+from dpx.sampling.draws import Draw, keep_sizes, once_an_epoch, order, pad, permutation, require_step, step_key
 from dpx.sampling.events import composed
 from dpx.validation import require_whole
 
@@ -54,6 +56,9 @@ class FixedSizeSampling(Sampling):
     def draw(self, key: jax.Array, step: int, *, size: int | None = None) -> Draw:
         own = step_key(key, require_step(key, step))
         return pad(order(own, self.examples, self.batch_size), size or self.batch_size)
+
+    def takes_part(self, key: jax.Array, steps: int) -> jax.Array:
+        return jax.random.randint(keys.public(key), (steps,), 0, self.examples) < self.batch_size
 
     def event(self, multipliers: np.ndarray) -> DpEvent:
         return composed(
@@ -132,6 +137,9 @@ class ShuffledEpochs(_Epochs):
     def part(self, key: jax.Array, epoch: int, start: int, stop: int) -> np.ndarray:
         return permutation(step_key(key, epoch), self.examples)[start:stop]
 
+    def takes_part(self, key: jax.Array, steps: int) -> jax.Array:
+        return once_an_epoch(key, steps, self.steps_per_epoch, self.examples, self.batch_size)
+
 
 @dataclass(frozen=True, kw_only=True)
 class FixedOrder(_Epochs):
@@ -149,6 +157,9 @@ class FixedOrder(_Epochs):
 
     def part(self, key: jax.Array, epoch: int, start: int, stop: int) -> np.ndarray:
         return np.arange(start, stop)
+
+    def takes_part(self, key: jax.Array, steps: int) -> jax.Array:
+        return jnp.arange(steps) % self.steps_per_epoch == 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,6 +196,9 @@ class FullBatch(Sampling):
     def draw(self, key: jax.Array, step: int, *, size: int | None = None) -> Draw:
         require_step(key, step)
         return pad(np.arange(self.examples), size or self.examples)
+
+    def takes_part(self, key: jax.Array, steps: int) -> jax.Array:
+        return jnp.ones(steps, bool)
 
     def event(self, multipliers: np.ndarray) -> DpEvent:
         return composed(multipliers, GaussianDpEvent)

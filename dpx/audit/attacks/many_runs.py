@@ -38,12 +38,7 @@ from dpx.accounting import checks
 from dpx.accounting.bill import epsilon as bill_of
 from dpx.audit.attacks.scores import LowerBound, lower_bound_from_scores
 from dpx.audit.stand_ins import without_grid
-from dpx.sampling.allocation import RandomAllocation
 from dpx.sampling.base import Sampling
-from dpx.sampling.cyclic import CyclicPoissonSampling
-from dpx.sampling.draws import coins
-from dpx.sampling.poisson import PoissonSampling
-from dpx.sampling.schemes import FixedOrder, FixedSizeSampling, FullBatch, ShuffledEpochs
 from dpx.states.public import publishable_state
 from dpx.trees import Tree, described, require_arrays
 from dpx.validation import require_open_fraction, require_whole
@@ -84,46 +79,12 @@ class Attack(NamedTuple):
 
 
 def takes_part(sampling: Any) -> Callable[..., Any]:
-    """When one example takes part in the batches of a sampling: a function (key, steps) -> bool (steps,).
+    """When the canary takes part: a function (key, steps) -> bool (steps,), which may be given in place of a record.
 
-    Raises ValueError for a sampling that is unknown here, and no function.
+    Raises ValueError for anything else.
     """
-
-    def poisson_of_rate(key, steps, rate):
-        return jax.vmap(lambda step: coins(keys.fold_in(key, step), 1, rate)[0])(jnp.arange(steps))
-
-    def poisson(key, steps):
-        return poisson_of_rate(key, steps, sampling.participation)
-
-    def fixed_size(key, steps):
-        return jax.random.randint(keys.public(key), (steps,), 0, sampling.examples) < sampling.batch_size
-
-    def shuffled(key, steps):
-        period = sampling.steps_per_epoch
-        places = jax.random.randint(keys.public(key), (-(-steps // period), 1), 0, sampling.examples)
-        places //= sampling.batch_size
-        return (jnp.arange(period)[None] == places).reshape(-1)[:steps]
-
-    def allocated(key, steps):
-        period = sampling.steps_per_epoch
-        places = jax.random.randint(keys.public(key), (-(-steps // period), 1), 0, period)
-        return (jnp.arange(period)[None] == places).reshape(-1)[:steps]
-
-    def cyclic(key, steps):
-        group = jax.random.randint(keys.public(key), (), 0, sampling.bands)
-        return poisson_of_rate(key, steps, sampling.probability) & (jnp.arange(steps) % sampling.bands == group)
-
-    known = {
-        PoissonSampling: poisson,
-        FixedSizeSampling: fixed_size,
-        ShuffledEpochs: shuffled,
-        RandomAllocation: allocated,
-        CyclicPoissonSampling: cyclic,
-        FixedOrder: lambda key, steps: jnp.arange(steps) % sampling.steps_per_epoch == 0,
-        FullBatch: lambda key, steps: jnp.ones(steps, bool),
-    }
-    if type(sampling) in known:
-        return known[type(sampling)]
+    if isinstance(sampling, Sampling):
+        return sampling.takes_part
     if callable(sampling):
         return sampling
     raise ValueError(

@@ -12,7 +12,7 @@ import functools
 import hashlib
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +29,9 @@ from dpx.papers.correlated_noise.losses import Workload, optimized
 from dpx.papers.correlated_noise.sensitivities import sensitivity, shuffled_sensitivity
 from dpx.papers.correlated_noise.strategy import Strategy
 from dpx.papers.correlated_noise.strategy import lambda_cgd as strategy_of
+from dpx.sampling.base import Sampling
 from dpx.sampling.cyclic import CyclicPoissonSampling
-from dpx.sampling.schemes import FixedOrder, FullBatch, Sampling, ShuffledEpochs
+from dpx.sampling.schemes import FixedOrder, FullBatch, ShuffledEpochs
 from dpx.states.record import ReleaseState
 from dpx.sums import doubles
 from dpx.sums.total import ETA, FloatPair, as_pair
@@ -98,7 +99,7 @@ def correlated_noise(
     )
 
 
-def moved(strategy: Strategy, sampling: Any, steps: int) -> float:
+def moved(strategy: Strategy, sampling: Sampling, steps: int) -> float:
     """The most that one example moves C G in the first steps, in clip norms: see `dpx.strategies`.
 
     For cyclic sampling, by one coin. Raises ValueError for a sampling that does not say how often and how many steps
@@ -112,10 +113,11 @@ def moved(strategy: Strategy, sampling: Any, steps: int) -> float:
     return sensitivity(strategy, steps=steps, participations=math.ceil(steps / apart), separation=apart)
 
 
-def _event(strategy: Strategy, noise_multiplier: float, sampling: Any, steps: int) -> DpEvent:
+def _event(strategy: Strategy, noise_multiplier: float, sampling: Sampling, steps: int) -> DpEvent:
     if steps == 0:
         return NoOpDpEvent()
-    cyclic, shift = isinstance(sampling, CyclicPoissonSampling), moved(strategy, sampling, steps)
+    shift = moved(strategy, sampling, steps)
+    cyclic = sampling if isinstance(sampling, CyclicPoissonSampling) else None
     more = rounding(
         strategy.column(steps),
         strategy.inverse_column(steps),
@@ -126,8 +128,8 @@ def _event(strategy: Strategy, noise_multiplier: float, sampling: Any, steps: in
     )
     if cyclic:
         noise = 1 / (shift / noise_multiplier + more)
-        turn = CyclicBandedDpEvent(noise, sampling.probability, sampling.bands, strategy.coefficients)
-        turns = math.ceil(steps / sampling.bands)
+        turn = CyclicBandedDpEvent(noise, cyclic.probability, cyclic.bands, strategy.coefficients)
+        turns = math.ceil(steps / cyclic.bands)
         return SelfComposedDpEvent(turn, turns) if turns > 1 else turn
     noise = shift / (shift / noise_multiplier + more)
     return CorrelatedGaussianDpEvent(noise, shift, steps, strategy.coefficients, strategy.inverse_coefficients)
@@ -175,7 +177,7 @@ def _stream(key: jax.Array, strategy: Strategy) -> jax.Array:
     return stream
 
 
-def _require_sampling(sampling: Any, strategy: Strategy) -> None:
+def _require_sampling(sampling: Sampling, strategy: Strategy) -> None:
     if isinstance(sampling, CyclicPoissonSampling):
         if strategy.bands is None or strategy.bands > sampling.bands:
             found = "a full C, of a banded inverse" if strategy.bands is None else f"{strategy.bands} bands"
